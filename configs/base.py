@@ -1,0 +1,137 @@
+"""Every key there is, with its default, unit and meaning. Other configs are thin differences.
+
+what:      the schema; on its own it trains the two-layer debug model on bytes
+command:   python launch.py --config=configs/debug.py
+hardware:  any
+expected:  not a run of its own
+
+Override any key on the command line: --config.optim.peak_lr=3e-4. An unknown key or a value of the
+wrong type is refused.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config(arm=""):
+  """The base configuration. `arm`, the text after a colon in --config=FILE:ARM, names a recipe."""
+  c = ConfigDict()
+
+  c.seed = 0  # of initial weights and of the order of documents
+  c.steps = 100  # optimizer steps in the whole run
+  c.batch = 8  # sequences per optimizer step, over all devices
+  c.accumulation = 1  # microbatches per step; batch / accumulation sequences are in flight at once
+  c.length = 256  # positions per sequence (L)
+
+  c.init = ConfigDict()
+  c.init.hf = ""  # Hugging Face folder with safetensors to start from; "" draws random weights
+
+  c.model = ConfigDict()
+  c.model.preset = "debug"  # a name in models/presets.py, or "hf": read config.json of init.hf
+  # What follows overrides the preset where it is not None.
+  c.model.num_layers = placeholder(int)  # N
+  c.model.hidden_size = placeholder(int)  # D
+  c.model.intermediate_size = placeholder(int)  # F
+  c.model.num_heads = placeholder(int)  # H
+  c.model.num_kv_heads = placeholder(int)  # G
+  c.model.head_dim = placeholder(int)  # K
+  c.model.vocab_size = placeholder(int)  # V
+  c.model.max_positions = placeholder(int)  # longest context the weights are for
+  c.model.rope_theta = placeholder(float)  # base of the rotary frequencies
+  c.model.init_std = placeholder(float)  # of random weights
+
+  c.precision = ConfigDict()
+  # Which recipe each linear layer gets: (regular expression on the whole site name, recipe name),
+  # first match wins. A site that no rule covers and a rule that decides nothing are errors.
+  c.precision.rules = (("head", "bf16"), ("layers/.*", arm or "block_128"))
+  # dtype of activations and of operands that no recipe narrows: "bfloat16", "float32", or "auto":
+  # bfloat16 on GPU, float32 on CPU (where XLA's bfloat16 is several times slower).
+  c.precision.compute = "auto"
+
+  c.kernels = ConfigDict()
+  c.kernels.matmul = "auto"  # FP8 GEMM: "auto", "xla" or "reference"
+  c.kernels.attention = "auto"  # "auto" (cudnn on GPU, xla elsewhere), "xla" or "cudnn"
+
+  c.memory = ConfigDict()
+  c.memory.remat = "none"  # what backward keeps: "none" recomputes nothing, "linears", "full"
+  c.memory.loss_chunk = 256  # positions per chunk of the cross-entropy
+
+  c.data = ConfigDict()
+  # "bytes", a tokenizer.json, or a Hugging Face folder; "" takes init.hf's, or bytes without one.
+  c.data.tokenizer = ""
+  c.data.eos = ""  # token that ends a document; "" takes the tokenizer folder's eos_token
+  c.data.sources = ConfigDict({"main": source(kind="pydoc")})  # name -> source
+  c.data.heldout = 0.1  # fraction of documents never trained on, chosen by a hash of their text
+  c.data.cross_document = False  # may attention cross document boundaries inside a window?
+  c.data.on_malformed = "error"  # bad UTF-8, broken JSON, missing field, empty: "error" or "skip"
+  c.data.on_long = "split"  # longer than a window: "split" over windows, "error" or "skip"
+  c.data.workers = 0  # worker processes per source; 0 tokenizes in threads
+  c.data.prefetch = 2  # batches kept ready
+
+  c.optim = ConfigDict()
+  c.optim.schedule = "wsd"  # "wsd" (warm up, hold, cosine tail), "cosine" or "constant"
+  c.optim.peak_lr = 1e-3
+  c.optim.min_lr = 1e-4  # at the last step
+  c.optim.warmup_steps = 10  # linear from 0
+  c.optim.decay_steps = 20  # length of wsd's tail
+  c.optim.b1 = 0.9  # Adam
+  c.optim.b2 = 0.95
+  c.optim.eps = 1e-8
+  c.optim.weight_decay = 0.1  # decoupled; not on norms and biases
+  c.optim.clip = 1.0  # global gradient norm; 0 turns clipping off
+  c.optim.on_nonfinite = "stop"  # at a NaN or infinite loss or gradient: "stop", or "skip" and count
+
+  c.mesh = ConfigDict()  # devices per axis; one may be -1: whatever is left
+  c.mesh.data = 1  # copies of the model
+  c.mesh.fsdp = -1  # shards of parameters and optimizer state that are gathered for use
+  c.mesh.tensor = 1  # shards of heads, feed-forward and vocabulary
+
+  c.sharding = ConfigDict()  # letter -> mesh axes, see axes.py for the letters
+  c.sharding.weights = ConfigDict(
+    dict(D="fsdp", F="tensor", H="tensor", G="tensor", V="tensor"), type_safe=False
+  )
+  c.sharding.acts = ConfigDict(
+    dict(B=("data", "fsdp"), F="tensor", H="tensor", G="tensor", V="tensor"), type_safe=False
+  )
+
+  c.eval = ConfigDict()
+  c.eval.tokens = 8192  # held-out tokens per source and evaluation, rounded up to whole batches
+  c.eval.batch = 8  # sequences per batch, over all devices
+  c.eval.every = 0  # steps; 0: before and after training only
+  c.eval.hf = ""  # --job=evaluate: this Hugging Face folder instead of the workdir's checkpoint
+  c.eval.step = -1  # --job=evaluate and export: which checkpoint; -1 is the newest
+
+  c.checkpoint = ConfigDict()
+  c.checkpoint.every = 50  # steps; 0: only at the end and on interruption
+  c.checkpoint.keep = 2  # newest checkpoints to keep
+  # Keys whose change a resumed run may accept although they alter the result, e.g. ("optim.peak_lr",).
+  c.checkpoint.accept_changes = ()
+
+  c.log = ConfigDict()
+  c.log.every = 10  # steps between lines in the terminal, when it is not interactive
+  c.log.tensorboard = True
+
+  c.export = ConfigDict()
+  c.export.path = ""  # folder to write; "" is WORKDIR/hf
+  c.export.dtype = "auto"  # "bfloat16", "float32", or "auto": as imported, else bfloat16
+
+  c.prepare = ConfigDict()
+  c.prepare.path = ""  # folder to write tokenized documents to; "" is WORKDIR/prepared
+  c.prepare.shard_tokens = 100_000_000  # tokens per ArrayRecord file
+  return c
+
+
+def source(kind="text", path="", field="text", dataset="", split="train", weight=1.0):
+  """One entry of data.sources.
+
+  kind     "pydoc" (ships with Python), "text" (a document per file), "jsonl" (per line), "parquet"
+           (per row), "tfds", "prepared" (written by --job=prepare)
+  path     glob of files; for tfds its data_dir; for prepared its folder
+  field    key or column that holds the text
+  dataset  tfds: name[/config][:version]
+  split    tfds: split or slice of one
+  weight   share of tokens
+  """
+  return ConfigDict(
+    dict(kind=kind, path=path, field=field, dataset=dataset, split=split, weight=weight)
+  )

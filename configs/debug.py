@@ -1,0 +1,16 @@
+"""Two layers on the language reference that ships with Python: everything in seconds.
+
+what:      a full run of the trainer (FP8 blocks, evaluation, checkpoint) on a 0.7M-parameter model
+command:   python launch.py --config=configs/debug.py
+hardware:  any CPU, about 20 seconds
+expected:  held-out loss below 3.0 after 60 steps, from 6.3
+"""
+
+from configs import base
+
+
+def get_config(arm=""):
+  c = base.get_config(arm)
+  c.steps = 60
+  c.eval.tokens = 4096
+  return c

@@ -1,0 +1,79 @@
+"""One alphabet for shapes, einsums and shardings.
+
+Every dimension has one letter; a letter's mesh axes follow from two small tables, one for weights
+at rest and one for activations. Above `ops/`:
+
+  B batch        L query length   M key length   D model        F feed-forward   V vocabulary
+  N layers       H query heads    G key/value heads             K head size      S statistics
+
+Notation in docstrings: A[M, K_tensor] . B[K_tensor, N] -> C[M, N] {sum over tensor}.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+Rules = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def as_rules(table: Mapping[str, str | tuple[str, ...]]) -> Rules:
+  """{"F": "tensor", "B": ("data", "fsdp")} as a hashable, ordered value."""
+  return tuple(sorted((k, (v,) if isinstance(v, str) else tuple(v)) for k, v in table.items()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Where each letter lives.
+
+  Attributes:
+    mesh: the device mesh, or None for a single device. May be abstract.
+    weights: letter -> mesh axes of a parameter at rest (and of its gradient and moments).
+    acts: letter -> mesh axes of an activation. A weight is gathered to these before its GEMM.
+    is_manual: True inside a `shard_map` region. Scales still see the whole tensor; partial sums and
+      weight gathers are then the caller's.
+  """
+
+  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
+  weights: Rules = ()
+  acts: Rules = ()
+  is_manual: bool = False
+
+  def weight_axes(self, letter: str) -> tuple[str, ...]:
+    return dict(self.weights).get(letter, ()) if self.mesh is not None else ()
+
+  def act_axes(self, letter: str) -> tuple[str, ...]:
+    return dict(self.acts).get(letter, ()) if self.mesh is not None else ()
+
+  def act_axes_of(self, letters: str) -> tuple[str, ...]:
+    """Mesh axes over which any of `letters` is split."""
+    return tuple(axis for letter in letters for axis in self.act_axes(letter))
+
+  def weight_spec(self, letters: str) -> PartitionSpec:
+    return PartitionSpec(*(self.weight_axes(letter) or None for letter in letters))
+
+  def act_spec(self, letters: str) -> PartitionSpec:
+    return PartitionSpec(*(self.act_axes(letter) or None for letter in letters))
+
+  def size(self, axes: tuple[str, ...]) -> int:
+    """Number of shards along `axes`."""
+    if self.mesh is None:
+      return 1
+    return math.prod(self.mesh.shape[a] for a in axes)
+
+  def manual(self) -> "Layout":
+    """This layout as seen from inside a `shard_map` over the whole mesh."""
+    return dataclasses.replace(self, is_manual=True)
+
+
+# A single device: nothing is split.
+LOCAL = Layout()
+
+
+def constrain(x, letters: str, layout: Layout):
+  """Pins activation x, with one letter per dimension, to its place on the mesh."""
+  if layout.mesh is None or layout.is_manual:
+    return x
+  return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, layout.act_spec(letters)))

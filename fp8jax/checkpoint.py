@@ -1,0 +1,106 @@
+"""Checkpoints: Orbax, asynchronous and atomic, with the data position and the configuration.
+
+A checkpoint holds the parameters and, apart from them, the rest of the State (so that evaluation and
+export read only what they need), the loader's position on every process, and a JSON of the resolved
+configuration and the data's fingerprint. Restoring takes shardings from the abstract tree, so a run
+continues on another mesh.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+import grain
+import jax
+import orbax.checkpoint as ocp
+
+from fp8jax.state import State
+
+
+class Checkpoints:
+  """The checkpoints of a working directory."""
+
+  def __init__(self, workdir: str, keep: int = 2):
+    self._manager = ocp.CheckpointManager(
+      os.path.join(os.path.abspath(workdir), "checkpoints"),
+      options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
+      item_names=("params", "rest", "data", "meta"),
+    )
+
+  def steps(self) -> list[int]:
+    """Steps with a complete checkpoint, oldest first."""
+    return sorted(self._manager.all_steps())
+
+  def find(self, wanted: int = -1) -> int:
+    """`wanted`, or the newest for -1.
+
+    Raises:
+      FileNotFoundError: no such checkpoint; says which there are.
+    """
+    steps = self.steps()
+    if not steps:
+      where = self._manager.directory
+      raise FileNotFoundError(f"{where} holds no checkpoint; train first, or name another --workdir")
+    if wanted == -1:
+      return steps[-1]
+    if wanted not in steps:
+      raise FileNotFoundError(f"no checkpoint of step {wanted}; there are {steps}")
+    return wanted
+
+  def save(self, step: int, state: State, iterator, meta: dict[str, Any]):
+    """Starts writing; returns once the state may be donated again.
+
+    Args:
+      step: steps taken.
+      state: what to save.
+      iterator: grain iterator, positioned after the batch of `step`.
+      meta: JSON-able description of the run.
+    """
+    if step in self.steps():
+      return
+    self._manager.save(
+      step,
+      args=ocp.args.Composite(
+        params=ocp.args.StandardSave(state.params),
+        rest=ocp.args.StandardSave(_rest(state)),
+        data=grain.checkpoint.CheckpointSave(iterator),
+        meta=ocp.args.JsonSave(meta),
+      ),
+    )
+
+  def meta(self, step: int) -> dict[str, Any]:
+    """What `save` was given as meta."""
+    return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+
+  def restore_params(self, step: int, abstract):
+    """Parameters alone, placed as the abstract tree says."""
+    return self._manager.restore(
+      step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract))
+    ).params
+
+  def restore(self, step: int, abstract: State, iterator=None) -> State:
+    """The whole state, placed as `abstract` says; moves `iterator` to where it was."""
+    items = {
+      "params": ocp.args.StandardRestore(abstract.params),
+      "rest": ocp.args.StandardRestore(_rest(abstract)),
+    }
+    if iterator is not None:
+      items["data"] = grain.checkpoint.CheckpointRestore(iterator)
+    restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+    return State(params=restored.params, **restored.rest)
+
+  def wait(self):
+    """Returns when everything started is on disk."""
+    self._manager.wait_until_finished()
+
+  def close(self):
+    self._manager.close()
+
+
+def _rest(state: State) -> dict[str, Any]:
+  return {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name != "params"}
+
+
+def abstract_like(tree):
+  """ShapeDtypeStructs with the shardings of a tree of arrays."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

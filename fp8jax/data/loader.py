@@ -1,0 +1,212 @@
+"""Batches of packed documents, from a weighted mixture of sources. Thin over grain.
+
+  source -> shuffle -> repeat -> this process's share -> tokenize (threads or worker processes)
+         -> drop and count -> pack to windows        \\
+  ...the same for every other source...               > mix by weight -> batch -> prefetch
+
+Deterministic in the seed; independent of how many threads or workers do the work, since packing comes
+after them; resumable at any step, since the iterator's state is a small JSON value. Weights are shares
+of windows, hence of tokens.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import grain
+import numpy as np
+
+from fp8jax.data import sources as sources_lib
+from fp8jax.data import tokenize
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """Everything the data of a run depend on.
+
+  Attributes:
+    sources: name -> kind, path, field, dataset, split, weight.
+    tokenizer: how text becomes ids.
+    length: positions per sequence (L).
+    heldout: fraction of documents never trained on.
+    cross_document: whether attention and targets cross document boundaries.
+    on_malformed, on_long: see tokenize.Tokenize.
+    seed: order of documents.
+    workers: worker processes per source; 0 tokenizes in threads of this process.
+    prefetch: batches kept ready.
+  """
+
+  sources: Mapping[str, Mapping[str, Any]]
+  tokenizer: tokenize.Tokenizer
+  length: int
+  heldout: float = 0.1
+  cross_document: bool = False
+  on_malformed: str = "error"
+  on_long: str = "split"
+  seed: int = 0
+  workers: int = 0
+  prefetch: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+  """Which of `count` disjoint shares of the documents this process reads."""
+
+  index: int = 0
+  count: int = 1
+
+
+class Counts(collections.Counter):
+  """Documents by what became of them, as far as this process has read in this run."""
+
+  def summary(self) -> dict[str, int]:
+    """Nonzero counts of what was passed over."""
+    return {k: v for k, v in sorted(self.items()) if k in ("malformed", "too long") and v}
+
+
+def train_batches(spec: Spec, batch: int, shard: Shard = Shard(), counts: Counts | None = None):
+  """Endless batches of this process's share.
+
+  Args:
+    spec: what to read.
+    batch: sequences per batch on this process.
+    shard: this process's share.
+    counts: filled while reading.
+
+  Returns:
+    A grain DatasetIterator over dictionaries of arrays (see models/transformer.py), each [batch, L].
+  """
+  counts = Counts() if counts is None else counts
+  streams, weights = [], []
+  for name, source in spec.sources.items():
+    streams.append(_windows(spec, name, source, "train", shard, counts))
+    weights.append(float(source["weight"]))
+  mixed = streams[0] if len(streams) == 1 else grain.IterDataset.mix(streams, weights)
+  ready = mixed.batch(batch, drop_remainder=True).map(_Batch(spec.cross_document))
+  if spec.prefetch:
+    ready = grain.experimental.ThreadPrefetchIterDataset(ready, prefetch_buffer_size=spec.prefetch)
+  return iter(ready)
+
+
+def heldout_batches(spec: Spec, name: str, batch: int, num: int, shard: Shard = Shard()):
+  """Exactly `num` batches of one source's held-out documents, in file order.
+
+  Where they run out, the rest is padding of weight 0: every process gives the same number of batches.
+  """
+  stream = _windows(spec, name, spec.sources[name], "heldout", shard, Counts())
+  make = _Batch(spec.cross_document)
+  windows = iter(stream)
+  empty = {
+    "tokens": np.zeros(spec.length + 1, np.int32),
+    "tokens_segment_ids": np.zeros(spec.length + 1, np.int32),
+    "tokens_positions": np.zeros(spec.length + 1, np.int32),
+  }
+  for _ in range(num):
+    rows = [next(windows, empty) for _ in range(batch)]
+    yield make({key: np.stack([row[key] for row in rows]) for key in empty})
+
+
+def _windows(spec: Spec, name: str, source, split: str, shard: Shard, counts: Counts):
+  """Windows of spec.length + 1 tokens with segment ids and positions."""
+  documents = sources_lib.open_source(source, split)
+  if len(documents) < shard.count:
+    raise ValueError(
+      f"data.sources.{name} has {len(documents)} {split} documents, fewer than the {shard.count} "
+      "processes that read it; use fewer processes or more data"
+    )
+  data = grain.MapDataset.source(documents)
+  if split == "train":
+    # The seed differs by source, so that sources of equal length do not move in step.
+    seed = int.from_bytes(hashlib.sha256(f"{spec.seed}/{name}".encode()).digest()[:4], "big")
+    data = data.shuffle(seed=seed).repeat()
+  data = data[shard.index :: shard.count]
+  data = data.map(
+    tokenize.Tokenize(
+      spec.tokenizer, spec.heldout, split, spec.length, spec.on_malformed, spec.on_long
+    )
+  )
+  threads = grain.ReadOptions(num_threads=0 if spec.workers else 4, prefetch_buffer_size=16)
+  stream = data.to_iter_dataset(threads)
+  if spec.workers:
+    stream = stream.mp_prefetch(grain.MultiprocessingOptions(num_workers=spec.workers))
+  patience = None if split == "heldout" else 2 * len(documents)
+  stream = stream.filter(_Keep(counts, name, patience)).map(_only_tokens)
+  return grain.experimental.ConcatThenSplitIterDataset(
+    stream, length_struct={"tokens": spec.length + 1}
+  )
+
+
+class _Keep:
+  """Drops documents that are not in the stream, and counts all of them."""
+
+  def __init__(self, counts: Counts, name: str, patience: int | None):
+    self._counts, self._name, self._patience = counts, name, patience
+    self._dropped = 0
+
+  def __call__(self, document) -> bool:
+    self._counts[document["status"]] += 1
+    is_kept = len(document["tokens"]) > 0
+    self._dropped = 0 if is_kept else self._dropped + 1
+    if self._patience is not None and self._dropped > self._patience:
+      # An endless stream of nothing would hang the run.
+      raise ValueError(
+        f"data.sources.{self._name} has no document to train on: all of them are malformed, too long "
+        f"or held out ({dict(self._counts)}); lower data.heldout or give more data"
+      )
+    return is_kept
+
+
+def _only_tokens(document):
+  return {"tokens": document["tokens"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+  """Packed windows -> what the model reads."""
+
+  cross_document: bool
+
+  def __call__(self, window):
+    tokens = window["tokens"]
+    segments = window["tokens_segment_ids"]
+    length = tokens.shape[1] - 1
+    counts = segments[:, 1:] != 0
+    batch = {"tokens_BL": tokens[:, :-1], "targets_BL": tokens[:, 1:]}
+    if self.cross_document:
+      batch["positions_BL"] = np.broadcast_to(np.arange(length, dtype=np.int32), (len(tokens), length))
+    else:
+      counts &= segments[:, 1:] == segments[:, :-1]
+      batch["segments_BL"] = segments[:, :-1]
+      batch["positions_BL"] = window["tokens_positions"][:, :-1]
+    return {**batch, "weights_BL": counts.astype(np.float32)}
+
+
+def fingerprint(spec: Spec) -> str:
+  """Changes whenever a run would see other data: sources, tokenizer, packing, seed, split."""
+  parts = [
+    spec.tokenizer.fingerprint, spec.length, spec.heldout, spec.cross_document, spec.seed,
+    spec.on_malformed, spec.on_long,
+    [(n, s["weight"], source_fingerprint(s)) for n, s in sorted(spec.sources.items())],
+  ]  # fmt: skip
+  return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def source_fingerprint(source: Mapping[str, Any]) -> str:
+  """Changes with the content of a source.
+
+  Files enter by name, size and a sample of their bytes (all of them up to 2 MiB), so that terabytes
+  need not be read.
+  """
+  digest = hashlib.sha256()
+  digest.update(repr([source[k] for k in ("kind", "field", "dataset", "split")]).encode())
+  for path in sources_lib.open_source(source).files():
+    size = os.path.getsize(path)
+    digest.update(repr((os.path.basename(path), size)).encode())
+    with open(path, "rb") as f:
+      digest.update(f.read(1 << 20))
+      f.seek(max(size - (1 << 20), 0))
+      digest.update(f.read(1 << 20))
+  return digest.hexdigest()[:16]

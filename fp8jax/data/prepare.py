@@ -1,0 +1,113 @@
+"""--job=prepare: tokenize once, into ArrayRecord files that training reads back at full speed."""
+
+import itertools
+import json
+import os
+from typing import Any
+
+import numpy as np
+import rich.console
+import rich.progress
+from array_record.python import array_record_module
+
+from fp8jax.data import loader, tokenize
+from fp8jax.data import sources as sources_lib
+
+SPLITS = ("train", "heldout")
+# Documents read and tokenized at a time.
+_CHUNK = 256
+
+
+def run(spec: loader.Spec, target: str, shard_tokens: int, out: rich.console.Console) -> dict[str, Any]:
+  """Writes TARGET/<source>/{train,heldout}-*.array_record and an index.json beside them.
+
+  Each record is one document: little-endian uint32 token ids, the end-of-document id last.
+
+  Args:
+    spec: sources, tokenizer, held-out fraction and policies.
+    target: folder; a source that is there with the same fingerprint is left alone.
+    shard_tokens: tokens per file.
+
+  Returns:
+    {source: index}, as written.
+  """
+  return {
+    name: _one(spec, name, os.path.join(target, name), shard_tokens, out) for name in spec.sources
+  }
+
+
+def _one(spec: loader.Spec, name: str, folder: str, shard_tokens: int, out) -> dict[str, Any]:
+  source = sources_lib.open_source(spec.sources[name])
+  if isinstance(source, sources_lib.Prepared):
+    raise ValueError(f"data.sources.{name} is prepared already; prepare reads raw documents")
+  fingerprint = loader.source_fingerprint(spec.sources[name])
+  wanted = {"tokenizer": spec.tokenizer.fingerprint, "heldout": spec.heldout, "source": fingerprint}
+  index_path = os.path.join(folder, "index.json")
+  if os.path.exists(index_path):
+    with open(index_path) as f:
+      index = json.load(f)
+    if all(index[k] == v for k, v in wanted.items()):
+      out.print(f"{folder} is up to date")
+      return index
+    os.remove(index_path)
+  os.makedirs(folder, exist_ok=True)
+  writers = {split: _Shards(folder, split, shard_tokens) for split in SPLITS}
+  counts = loader.Counts()
+  encode = tokenize.Tokenize(
+    spec.tokenizer, 0.0, "train", spec.length, spec.on_malformed, on_long="split"
+  )
+  columns = (
+    rich.progress.TextColumn(name),
+    rich.progress.BarColumn(),
+    rich.progress.MofNCompleteColumn(),
+    rich.progress.TimeRemainingColumn(),
+  )
+  with rich.progress.Progress(*columns, console=out, disable=not out.is_terminal) as progress:
+    for i in progress.track(range(len(source))):
+      record = source[i]
+      document = encode(record)
+      counts[document["status"]] += 1
+      if len(document["tokens"]):
+        held = tokenize.is_held_out(record, spec.heldout)
+        writers["heldout" if held else "train"].write(document["tokens"])
+  splits = {split: w.close() for split, w in writers.items()}
+  index = {**wanted, "passed_over": counts.summary(), "splits": splits}
+  with open(index_path + ".part", "w") as f:
+    json.dump(index, f, indent=2)
+  os.replace(index_path + ".part", index_path)
+  for split, info in splits.items():
+    out.print(f"{folder} {split}: {info['documents']:,} documents, {info['tokens']:,} tokens")
+  return index
+
+
+class _Shards:
+  """ArrayRecord files of about `limit` tokens."""
+
+  def __init__(self, folder: str, split: str, limit: int):
+    self._folder, self._split, self._limit = folder, split, limit
+    self._names = (f"{split}-{i:05d}.array_record" for i in itertools.count())
+    self._writer, self._in_file = None, 0
+    self._info = {"files": [], "documents": 0, "tokens": 0}
+
+  def write(self, tokens: np.ndarray):
+    if self._writer is None or self._in_file >= self._limit:
+      self._next_file()
+    self._writer.write(tokens.astype("<u4").tobytes())
+    self._in_file += len(tokens)
+    self._info["documents"] += 1
+    self._info["tokens"] += len(tokens)
+
+  def _next_file(self):
+    if self._writer is not None:
+      self._writer.close()
+    name = next(self._names)
+    self._info["files"].append(name)
+    # One record per group: documents are read one at a time, in shuffled order.
+    path = os.path.join(self._folder, name)
+    self._writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
+    self._in_file = 0
+
+  def close(self) -> dict[str, Any]:
+    if self._writer is not None:
+      self._writer.close()
+    return self._info

@@ -1,0 +1,304 @@
+"""Random-access collections of documents.
+
+A source is a sequence: `source[i]` is a record {"text" or "tokens", "origin"} or, where the input is
+malformed, {"error", "origin"}; reading never raises for bad content, because the config decides what
+that means (see tokenize.py). Origins name file and line.
+"""
+
+import dataclasses
+import functools
+import glob
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+KINDS = ("pydoc", "text", "jsonl", "parquet", "tfds", "prepared")
+
+Record = dict[str, Any]
+
+
+class Source(Protocol):
+  """What grain reads from."""
+
+  def __len__(self) -> int: ...
+
+  def __getitem__(self, index: int) -> Record: ...
+
+  def files(self) -> list[str]:
+    """Paths whose content the source depends on, for fingerprints."""
+    ...
+
+
+def open_source(spec: Mapping[str, Any], split: str = "train") -> Source:
+  """The source that one entry of `data.sources` describes.
+
+  Args:
+    spec: kind, path, field, dataset, split (see configs/base.py).
+    split: "train" or "heldout"; only prepared data are stored apart.
+
+  Raises:
+    ValueError, FileNotFoundError: with what was wrong and what to do.
+  """
+  kind = spec["kind"]
+  if kind == "pydoc":
+    return PydocTopics()
+  if kind == "tfds":
+    return Tfds(spec["dataset"], spec["split"], spec["path"], spec["field"])
+  if kind == "prepared":
+    return Prepared(spec["path"], split)
+  paths = find_files(spec["path"])
+  if kind == "text":
+    return TextFiles(paths)
+  if kind == "jsonl":
+    return JsonLines(paths, spec["field"])
+  if kind == "parquet":
+    return Parquet(paths, spec["field"])
+  raise ValueError(f"unknown source kind {kind!r}; expected one of {', '.join(KINDS)}")
+
+
+def find_files(pattern: str) -> list[str]:
+  """Files that match a glob, sorted; ** descends."""
+  paths = sorted(p for p in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(p))
+  if not paths:
+    raise FileNotFoundError(f"no file matches {pattern!r}")
+  return paths
+
+
+class PydocTopics:
+  """The language reference that ships with Python: 79 or so documents, no download."""
+
+  @functools.cached_property
+  def _topics(self) -> list[tuple[str, str]]:
+    from pydoc_data import topics  # half a megabyte of text, only for those who use it
+
+    return sorted(topics.topics.items())
+
+  def __len__(self):
+    return len(self._topics)
+
+  def __getitem__(self, index):
+    name, text = self._topics[index]
+    return {"text": text.strip(), "origin": f"pydoc topic {name!r}"}
+
+  def files(self):
+    from pydoc_data import topics
+
+    return [topics.__file__]
+
+
+@dataclasses.dataclass
+class TextFiles:
+  """One document per file."""
+
+  paths: list[str]
+
+  def __len__(self):
+    return len(self.paths)
+
+  def __getitem__(self, index):
+    path = self.paths[index]
+    with open(path, "rb") as f:
+      return _decoded(f.read(), path)
+
+  def files(self):
+    return self.paths
+
+
+class JsonLines:
+  """One document per line, in `field` of a JSON object."""
+
+  def __init__(self, paths: list[str], field: str):
+    self.paths = paths
+    self.field = field
+
+  @functools.cached_property
+  def _offsets(self) -> list[np.ndarray]:
+    """Start of every line of every file: 8 bytes per document."""
+    return [_line_starts(path) for path in self.paths]
+
+  @functools.cached_property
+  def _ends(self) -> np.ndarray:
+    return np.cumsum([len(o) - 1 for o in self._offsets])
+
+  def __len__(self):
+    return int(self._ends[-1])
+
+  def __getitem__(self, index):
+    which = int(np.searchsorted(self._ends, index, side="right"))
+    line = index - (int(self._ends[which - 1]) if which else 0)
+    start, end = self._offsets[which][line : line + 2]
+    path = self.paths[which]
+    origin = f"{path}:{line + 1}"
+    with open(path, "rb") as f:
+      f.seek(start)
+      record = _decoded(f.read(end - start).strip(), origin)
+    if "error" in record:
+      return record
+    try:
+      value = json.loads(record["text"])
+    except json.JSONDecodeError as e:
+      return {"error": f"broken JSON ({e.msg} at column {e.colno})", "origin": origin}
+    return _field(value, self.field, origin)
+
+  def files(self):
+    return self.paths
+
+
+class Parquet:
+  """One document per row, in column `field`. Random access caches one row group per file."""
+
+  def __init__(self, paths: list[str], field: str):
+    self.paths = paths
+    self.field = field
+
+  @functools.cached_property
+  def _groups(self) -> list[tuple[int, int, int]]:
+    """(file, row group, first row in file) of every row group."""
+    import pyarrow.parquet as pq  # extra `data`
+
+    groups = []
+    for i, path in enumerate(self.paths):
+      metadata = pq.ParquetFile(path).metadata
+      if self.field not in metadata.schema.to_arrow_schema().names:
+        raise ValueError(
+          f"{path}: no column {self.field!r}; it has "
+          f"{', '.join(metadata.schema.to_arrow_schema().names)}. Set data.sources.*.field"
+        )
+      first = 0
+      for g in range(metadata.num_row_groups):
+        groups.append((i, g, first))
+        first += metadata.row_group(g).num_rows
+    return groups
+
+  @functools.cached_property
+  def _ends(self) -> np.ndarray:
+    import pyarrow.parquet as pq
+
+    files = {i: pq.ParquetFile(path).metadata for i, path in enumerate(self.paths)}
+    return np.cumsum([files[i].row_group(g).num_rows for i, g, _ in self._groups])
+
+  def __len__(self):
+    return int(self._ends[-1])
+
+  def __getitem__(self, index):
+    which = int(np.searchsorted(self._ends, index, side="right"))
+    row = index - (int(self._ends[which - 1]) if which else 0)
+    file, group, first = self._groups[which]
+    origin = f"{self.paths[file]}:row {first + row}"
+    text = _row_group(self.paths[file], group, self.field)[row].as_py()
+    return _field({self.field: text}, self.field, origin)
+
+  def files(self):
+    return self.paths
+
+
+@functools.lru_cache(maxsize=8)
+def _row_group(path: str, group: int, field: str):
+  import pyarrow.parquet as pq
+
+  return pq.ParquetFile(path).read_row_group(group, columns=[field]).column(field)
+
+
+class Tfds:
+  """A TensorFlow Datasets set in array_record format, read without TensorFlow."""
+
+  def __init__(self, dataset: str, split: str, data_dir: str, field: str):
+    self.dataset, self.split, self.field = dataset, split, field
+    self.data_dir = data_dir or None
+
+  @functools.cached_property
+  def _source(self):
+    import tensorflow_datasets as tfds  # extra `data`
+
+    return tfds.data_source(self.dataset, split=self.split, data_dir=self.data_dir)
+
+  def __len__(self):
+    return len(self._source)
+
+  def __getitem__(self, index):
+    origin = f"tfds {self.dataset}[{self.split}]:{index}"
+    return _field(self._source[index], self.field, origin)
+
+  def files(self):
+    import tensorflow_datasets as tfds
+
+    builder = tfds.builder(self.dataset, data_dir=self.data_dir)
+    return [str(f) for info in builder.info.splits.values() for f in info.filepaths]
+
+  def __getstate__(self):
+    # Readers hold file handles; workers open their own.
+    return {k: v for k, v in self.__dict__.items() if k != "_source"}
+
+
+class Prepared:
+  """Token sequences that `--job=prepare` wrote to ArrayRecord files."""
+
+  def __init__(self, path: str, split: str):
+    self.path, self.split = path, split
+
+  @functools.cached_property
+  def index(self) -> dict[str, Any]:
+    """What prepare wrote down: fingerprints, token counts, files per split."""
+    name = os.path.join(self.path, "index.json")
+    if not os.path.exists(name):
+      raise FileNotFoundError(f"{name} does not exist; write it with --job=prepare")
+    with open(name) as f:
+      return json.load(f)
+
+  @functools.cached_property
+  def _source(self):
+    import grain
+
+    return grain.sources.ArrayRecordDataSource(self.files())
+
+  def __len__(self):
+    return len(self._source) if self.index["splits"][self.split]["documents"] else 0
+
+  def __getitem__(self, index):
+    tokens = np.frombuffer(self._source[index], np.dtype("<u4")).astype(np.int32)
+    return {"tokens": tokens, "origin": f"{self.path}/{self.split}:{index}"}
+
+  def files(self):
+    return [os.path.join(self.path, f) for f in self.index["splits"][self.split]["files"]]
+
+  def __getstate__(self):
+    return {"path": self.path, "split": self.split}
+
+
+def _decoded(data: bytes, origin: str) -> Record:
+  if not data.strip():
+    return {"error": "empty document", "origin": origin}
+  try:
+    return {"text": data.decode("utf-8"), "origin": origin}
+  except UnicodeDecodeError as e:
+    return {"error": f"bad UTF-8 at byte {e.start}", "origin": origin}
+
+
+def _field(value: Any, field: str, origin: str) -> Record:
+  if not isinstance(value, Mapping) or value.get(field) is None:
+    have = ", ".join(map(repr, value)) if isinstance(value, Mapping) else type(value).__name__
+    return {"error": f"missing field {field!r} (has {have})", "origin": origin}
+  text = value[field]
+  if isinstance(text, bytes):
+    return _decoded(text, origin)
+  if not isinstance(text, str):
+    kind = type(text).__name__
+    return {"error": f"field {field!r} is {kind}, expected a string", "origin": origin}
+  return {"text": text, "origin": origin} if text.strip() else {
+    "error": "empty document", "origin": origin}  # fmt: skip
+
+
+def _line_starts(path: str) -> np.ndarray:
+  """Byte offset of every line and of the end of the file; blank lines at the end do not count."""
+  starts, end = [0], 0
+  with open(path, "rb") as f:
+    for line in f:
+      end += len(line)
+      starts.append(end)
+  if len(starts) == 1:
+    # An empty file is one malformed document, so that it is reported and not passed over.
+    starts.append(0)
+  return np.asarray(starts, np.int64)

@@ -1,0 +1,159 @@
+"""From a document to tokens, and what happens to documents that cannot make the journey."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+POLICIES = ("error", "skip")
+LONG_POLICIES = ("split", "error", "skip")
+
+# The built-in tokenizer: UTF-8 bytes, then one id for the end of a document.
+BYTES = "bytes"
+_BYTES_EOS = 256
+
+
+class MalformedDocument(ValueError):
+  """A document that the config says must stop the run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+  """Text -> token ids, ending with one end-of-document id.
+
+  Attributes:
+    path: "bytes", a tokenizer.json, or a folder that holds one. Loaded on first use, in each worker.
+    eos: the token that ends a document; "" takes the folder's own eos_token.
+  """
+
+  path: str
+  eos: str = ""
+
+  @functools.cached_property
+  def _tokenizer(self):
+    import tokenizers  # extra `hf`
+
+    return tokenizers.Tokenizer.from_file(self.file)
+
+  @property
+  def file(self) -> str:
+    path = os.path.expanduser(self.path)
+    path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    if not os.path.exists(path):
+      raise FileNotFoundError(
+        f"tokenizer {path!r} does not exist; set data.tokenizer to 'bytes', a tokenizer.json or a "
+        "Hugging Face folder"
+      )
+    return path
+
+  @functools.cached_property
+  def vocab_size(self) -> int:
+    """One more than the largest id it can produce."""
+    if self.path == BYTES:
+      return _BYTES_EOS + 1
+    return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+  @functools.cached_property
+  def eos_id(self) -> int:
+    if self.path == BYTES:
+      return _BYTES_EOS
+    name = self.eos or self._configured_eos()
+    index = self._tokenizer.token_to_id(name)
+    if index is None:
+      raise ValueError(f"{self.file} has no token {name!r}; set data.eos to one that it has")
+    return index
+
+  def _configured_eos(self) -> str:
+    config = os.path.join(os.path.dirname(self.file), "tokenizer_config.json")
+    if os.path.exists(config):
+      with open(config) as f:
+        eos = json.load(f).get("eos_token")
+      name = eos["content"] if isinstance(eos, dict) else eos
+      if name:
+        return name
+    raise ValueError(f"{config} names no eos_token; set data.eos to the token that ends a document")
+
+  @functools.cached_property
+  def fingerprint(self) -> str:
+    """Changes whenever the same text would give other tokens."""
+    content = self.path.encode()
+    if self.path != BYTES:
+      with open(self.file, "rb") as f:
+        content = f.read()
+    return hashlib.sha256(content + f"|{self.eos_id}".encode()).hexdigest()[:16]
+
+  def encode(self, text: str) -> np.ndarray:
+    """int32 ids without special tokens, then the end-of-document id."""
+    if self.path == BYTES:
+      ids = list(text.encode("utf-8"))
+    else:
+      ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+    return np.asarray([*ids, self.eos_id], np.int32)
+
+  def decode(self, ids) -> str:
+    if self.path == BYTES:
+      return bytes(i for i in ids if i < _BYTES_EOS).decode("utf-8", "replace")
+    return self._tokenizer.decode(list(ids))
+
+  def __getstate__(self):
+    # Only the description travels to worker processes.
+    return {"path": self.path, "eos": self.eos}
+
+  def __setstate__(self, state):
+    self.__dict__.update(state)
+
+
+def is_held_out(record: dict[str, Any], fraction: float) -> bool:
+  """Whether a document belongs to the held-out split: a hash of its text decides.
+
+  Equal documents fall on the same side, whatever their file, order or source.
+  """
+  digest = hashlib.blake2b(record["text"].encode("utf-8"), digest_size=8).digest()
+  return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenize:
+  """record -> {"tokens": int32 [length], "status": str}. Empty tokens mean: not in this stream.
+
+  Attributes:
+    tokenizer: how to encode.
+    heldout: fraction of documents in the held-out split.
+    split: which side of it to keep, "train" or "heldout".
+    window: tokens per sequence, for `on_long`.
+    on_malformed: "error" or "skip".
+    on_long: "split" continues a long document in the next window; "error" and "skip" as above.
+  """
+
+  tokenizer: Tokenizer
+  heldout: float
+  split: str
+  window: int
+  on_malformed: str = "error"
+  on_long: str = "split"
+
+  def __call__(self, record):
+    nothing = np.zeros((0,), np.int32)
+    if "error" in record:
+      self._refuse(self.on_malformed, "data.on_malformed", record["origin"], record["error"])
+      return {"tokens": nothing, "status": "malformed"}
+    if "tokens" in record:
+      tokens = record["tokens"]  # prepared: encoded and split already
+    elif is_held_out(record, self.heldout) != (self.split == "heldout"):
+      return {"tokens": nothing, "status": "other split"}
+    else:
+      tokens = self.tokenizer.encode(record["text"])
+    if len(tokens) > self.window and self.on_long != "split":
+      what = f"{len(tokens)} tokens do not fit a window of {self.window}"
+      self._refuse(self.on_long, "data.on_long", record["origin"], what)
+      return {"tokens": nothing, "status": "too long"}
+    return {"tokens": tokens, "status": "kept"}
+
+  def _refuse(self, policy: str, key: str, origin: str, what: str):
+    if policy == "error":
+      raise MalformedDocument(f"{origin}: {what}. Fix it, or set {key}='skip' to pass over such "
+                              "documents and count them")

@@ -1,0 +1,73 @@
+"""Held-out loss: the same documents, in the training recipe and in BF16."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+
+from fp8jax import batches
+from fp8jax.config import Plan
+from fp8jax.data import loader
+from fp8jax.models import transformer
+
+BF16 = "bf16"
+
+
+class Evaluator:
+  """Held-out evaluation of parameters under a plan. Compiles each precision once."""
+
+  def __init__(self, plan: Plan):
+    self._plan = plan
+    self._sites = {name: plan.sites(recipe) for name, recipe in precisions(plan).items()}
+    per_batch = plan.config.eval.batch * plan.data.length
+    self._num_batches = math.ceil(plan.config.eval.tokens / per_batch)
+
+    @jax.jit
+    def losses(params, sites, batch):
+      return transformer.loss(params, sites, batch, plan.model, plan.run), batch["weights_BL"].sum()
+
+    self._losses = losses
+
+  def run(self, params) -> dict[str, dict[str, dict[str, float]]]:
+    """{source: {precision: {"loss", "perplexity", "tokens"}}}; loss in nats per token."""
+    return {name: self._one_source(params, name) for name in self._plan.data.sources}
+
+  def _one_source(self, params, source: str):
+    plan = self._plan
+    spread = batches.Spread(plan.run.layout, plan.config.eval.batch)
+    totals = {precision: [] for precision in self._sites}
+    stream = loader.heldout_batches(
+      plan.data, source, spread.local_rows, self._num_batches, spread.shard
+    )
+    for batch in stream:
+      batch = spread.place(batch)
+      for precision, sites in self._sites.items():
+        totals[precision].append(self._losses(params, sites, batch))
+    return {precision: _summary(source, parts) for precision, parts in totals.items()}
+
+
+def precisions(plan: Plan) -> dict[str, str | None]:
+  """{label: recipe for every site, or None for the config's rules}."""
+  narrow = sorted({recipe for _, recipe in plan.rules} - {BF16})
+  return {"+".join(narrow): None, BF16: BF16} if narrow else {BF16: None}
+
+
+def _summary(source: str, parts) -> dict[str, float]:
+  sums = jax.device_get(parts)
+  loss, tokens = (float(functools.reduce(lambda a, b: a + b, column)) for column in zip(*sums))
+  if tokens == 0:
+    raise ValueError(
+      f"data.sources.{source} has no held-out token: raise data.heldout or give more documents"
+    )
+  mean = loss / tokens
+  return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "tokens": tokens}
+
+
+def flat(results: dict[str, Any]) -> dict[str, float]:
+  """{"heldout/<source>/<precision>/loss": ...} for metrics."""
+  return {
+    f"heldout/{source}/{precision}/loss": values["loss"]
+    for source, by_precision in results.items()
+    for precision, values in by_precision.items()
+  }

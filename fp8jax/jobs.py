@@ -1,0 +1,170 @@
+"""The jobs of the launcher: one function each, and the last stop for errors users can fix."""
+
+import contextlib
+import difflib
+import json
+import os
+import sys
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from ml_collections import ConfigDict
+
+from fp8jax import batches, checkpoint, config, diagnose, evaluate, train, writers
+from fp8jax import params as params_lib
+from fp8jax.data import prepare
+from fp8jax.data.tokenize import MalformedDocument
+from fp8jax.kernels import backend
+from fp8jax.models import hf
+
+NAMES = ("train", "evaluate", "prepare", "export", "diagnose")
+
+
+def run(job: str, c: ConfigDict, base: ConfigDict, name: str, workdir: str) -> int:
+  """Runs one job; returns the process's exit code.
+
+  Args:
+    job: one of NAMES.
+    c: the configuration.
+    base: configs/base.py's, for the printed difference.
+    name: the config's file name and arm, for the default workdir.
+    workdir: or "".
+  """
+  logging.set_verbosity(logging.WARNING)  # Orbax narrates every file at INFO
+  workdir = os.path.expanduser(workdir) or os.path.join("runs", _stem(name))
+  if job == "evaluate" and c.eval.hf:
+    c.init.hf, c.model.preset = c.eval.hf, "hf"
+  try:
+    plan = config.resolve(c, jax.device_count(), backend.current_device())
+    if job == "train":
+      train.run(plan, workdir, config.flatten(base))
+    else:
+      result = {"evaluate": _evaluate, "prepare": _prepare, "export": _export, "diagnose": _diagnose}[
+        job
+      ](plan, workdir)
+      if jax.process_index() == 0:
+        print(json.dumps(result, indent=2))
+    return 0
+  except (config.ConfigError, train.NonFinite, MalformedDocument, FileNotFoundError) as e:
+    print(f"error: {e}", file=sys.stderr)
+    return 1
+
+
+def _stem(name: str) -> str:
+  path, _, arm = name.partition(":")
+  stem = os.path.splitext(os.path.basename(path))[0]
+  return f"{stem}_{arm}" if arm else stem
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+def _evaluate(plan: config.Plan, workdir: str):
+  """Held-out loss and perplexity of a checkpoint or a Hugging Face folder."""
+  if plan.config.eval.hf:
+    params, _ = hf.load_params(plan.config.eval.hf, plan.model, plan.run.layout)
+    where = {"hf": plan.config.eval.hf}
+  else:
+    params, step, _ = _restore_params(plan, workdir)
+    where = {"workdir": workdir, "step": step}
+  return {**where, "heldout": evaluate.Evaluator(plan).run(params)}
+
+
+def _prepare(plan: config.Plan, workdir: str):
+  """Tokenizes every source into ArrayRecord files."""
+  target = config.folder_of(plan.config.prepare.path, workdir, "prepared")
+  return prepare.run(plan.data, target, plan.config.prepare.shard_tokens, writers.console(stderr=True))
+
+
+def _export(plan: config.Plan, workdir: str):
+  """Writes a checkpoint as a Hugging Face folder."""
+  params, step, meta = _restore_params(plan, workdir)
+  target = config.folder_of(plan.config.export.path, workdir, "hf")
+  dtype = plan.config.export.dtype
+  dtype = meta["weights_dtype"] if dtype == "auto" else dtype
+  source = os.path.join(workdir, "hf_source")
+  base = None
+  if os.path.isdir(source):
+    train.keep_source_files(source, target)
+    base = hf.read_json(source, "config.json")
+  hf.save_params(target, params, plan.model, dtype, base)
+  return {"folder": target, "step": step, "dtype": dtype}
+
+
+def _diagnose(plan: config.Plan, workdir: str):
+  """Repeats the pass over the batch that a run stopped at."""
+  name = os.path.join(workdir, "nonfinite", f"batch_{jax.process_index()}.npz")
+  if not os.path.exists(name):
+    raise FileNotFoundError(f"{name} does not exist: no run in {workdir} stopped at a non-finite value")
+  with np.load(name) as saved:
+    host = dict(saved)
+  params, step, _ = _restore_params(plan, workdir)
+  spread = batches.Spread(plan.run.layout, plan.microbatch, plan.config.accumulation)
+  return {"step": step, **diagnose.report(plan, params, spread.place(host))}
+
+
+def _restore_params(plan: config.Plan, workdir: str):
+  """(parameters, step, meta) of the chosen checkpoint."""
+  saved = checkpoint.Checkpoints(workdir, plan.config.checkpoint.keep)
+  step = saved.find(plan.config.eval.step)
+  meta = saved.meta(step)
+  changes = {
+    k: v for k, v in config.diff(config.flatten(plan.config), meta["config"]).items()
+    if k.startswith("model.")
+  }  # fmt: skip
+  if changes:
+    raise config.ConfigError(
+      [f"{k} is {new} here and {old} in the checkpoint" for k, (old, new) in changes.items()]
+    )
+  abstract = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
+  params = saved.restore_params(step, abstract)
+  saved.close()
+  return params, step, meta
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+def initialize_distributed(coordinator, processes, process):
+  """Joins the other processes; arguments are None under a scheduler JAX knows."""
+  jax.distributed.initialize(coordinator, processes, process)
+
+
+def parse_flags(argv: list[str], base: ConfigDict) -> list[str]:
+  """absl's parser, with one-line errors that name the nearest valid key."""
+  if not any(a.startswith("--config=") or a == "--config" for a in argv[1:]) and not _asks_help(argv):
+    sys.exit("error: --config=FILE is required, for example --config=configs/debug.py")
+  try:
+    return app.parse_flags_with_usage(argv)
+  except (AttributeError, KeyError) as e:
+    known = config.flatten(base)
+    for arg in argv[1:]:
+      key = arg.lstrip("-").partition("=")[0]
+      if key.startswith("config.") and key.removeprefix("config.") not in known:
+        near = config.nearest_key(key.removeprefix("config."), known)
+        hint = f"; did you mean --config.{near}?" if near else "; see configs/base.py for all keys"
+        sys.exit(f"error: unknown key --{key}{hint}")
+    sys.exit(f"error: {e}")
+  except OSError as e:
+    name = next((a.partition("=")[2] for a in argv if a.startswith("--config=")), "")
+    path = name.partition(":")[0]
+    if os.path.exists(path):
+      sys.exit(f"error: {path}: {e}")
+    folder = os.path.dirname(path) or "."
+    have = sorted(f for f in os.listdir(folder) if f.endswith(".py")) if os.path.isdir(folder) else []
+    near = difflib.get_close_matches(os.path.basename(path), have, 1, 0.0)
+    hint = f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
+    sys.exit(f"error: no config file {path!r}{hint}")
+
+
+def _asks_help(argv) -> bool:
+  return any(a.lstrip("-").startswith("help") for a in argv[1:])
+
+
+@contextlib.contextmanager
+def _flags_parsed():
+  """For callers without a command line: grain's workers want absl's flags parsed."""
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
+  yield

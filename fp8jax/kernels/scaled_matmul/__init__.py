@@ -1,0 +1,26 @@
+"""D[M, N] = A[M, K] . B[N, K]' for Scaled operands: one signature, several backends.
+
+Both operands are contraction-last ("K-major"), the only order in which Hopper's FP8 matrix unit
+reads them. A backend is a module with `supports(problem) -> None or the reason why not` and
+`scaled_matmul(a, b, accumulate) -> float32 [M, N]`.
+"""
+
+from fp8jax.kernels.scaled_matmul import reference, xla
+from fp8jax.quant import scaled
+
+# In order of preference for "auto".
+BACKENDS = {"xla": xla, "reference": reference}
+
+
+def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, *, accumulate: int | None, backend: str):
+  """float32 [M, N].
+
+  Args:
+    a: [M, K].
+    b: [N, K].
+    accumulate: K per partial sum promoted to float32; None leaves it to the backend.
+    backend: a key of BACKENDS that supports this problem (see kernels/backend.py).
+  """
+  if a.shape[1] != b.shape[1]:
+    raise ValueError(f"contraction sizes differ: A is {a.shape}, B is {b.shape}, both [rows, K]")
+  return BACKENDS[backend].scaled_matmul(a, b, accumulate)

@@ -1,0 +1,57 @@
+"""D = A . B' in plain JAX, for every recipe: authoritative, and what other backends must equal.
+
+FP8 operands go into the dot itself, behind a barrier. Dequantising first would be folded away on
+GPU: XLA removes a narrow cast that a wide one follows and multiplies in 16 bits.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.quant import scaled
+
+# Beyond this many steps along K the loop is rolled, to bound program size.
+_MAX_UNROLL = 16
+# K per partial sum where the recipe leaves it to the hardware.
+_DEFAULT_STEP = 128
+
+
+def supports(problem) -> str | None:
+  """None: it runs everything."""
+  del problem
+  return None
+
+
+def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None):
+  """float32 [M, N]; partial sums of `accumulate` (default 128) products are added in float32."""
+  (m, k), n = a.shape, b.shape[0]
+  step = accumulate or _DEFAULT_STEP
+  rows = scaled.expand(a.scale, 0, a.tile[0], m)
+  cols = scaled.expand(b.scale, 0, b.tile[0], n).T
+  # The second purpose of the barrier: computed once, not inside every fused multiply-add.
+  lhs, rhs, rows, cols = jax.lax.optimization_barrier((a.data, b.data, rows, cols))
+
+  def partial(i, size):
+    """Step `i` of K: an FP8 product, scaled on its way into the float32 accumulator."""
+    start = i * step
+    product = jax.lax.dot_general(
+      jax.lax.dynamic_slice_in_dim(lhs, start, size, axis=1),
+      jax.lax.dynamic_slice_in_dim(rhs, start, size, axis=1),
+      (((1,), (1,)), ((), ())),
+      preferred_element_type=jnp.float32,
+    )
+    # Scale by A, then by B: the product of two scales alone could overflow or vanish.
+    product = product * jax.lax.dynamic_slice_in_dim(rows, _tile(a, start), 1, axis=1)
+    return product * jax.lax.dynamic_slice_in_dim(cols, _tile(b, start), 1, axis=0)
+
+  whole_steps, rest = divmod(k, step)
+  if whole_steps <= _MAX_UNROLL:
+    total = sum(partial(i, step) for i in range(whole_steps))
+  else:
+    zeros = jnp.zeros((m, n), jnp.float32)
+    total = jax.lax.fori_loop(0, whole_steps, lambda i, t: t + partial(i, step), zeros)
+  return total + partial(whole_steps, rest) if rest else total
+
+
+def _tile(x: scaled.Scaled, start):
+  """Which scale along K holds for the step that begins at `start`."""
+  return start // x.tile[1] if x.scale.shape[1] > 1 else 0

@@ -1,0 +1,35 @@
+"""D = A . B' as one FP8 dot whose output is scaled: what XLA hands to cuBLASLt on GPU.
+
+Only scales that are constant along K can wait until after the product.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.formats import E5M2
+from fp8jax.quant import scaled
+from fp8jax.recipe import WHOLE
+
+
+def supports(problem) -> str | None:
+  for name, quant in (("lhs", problem.gemm.lhs), ("rhs", problem.gemm.rhs)):
+    if quant.tile[1] != WHOLE:
+      return f"{name} scales change along K every {quant.tile[1]}; one XLA dot takes one scale"
+  if problem.gemm.accumulate is not None:
+    return f"float32 promotion every {problem.gemm.accumulate} of K needs a loop"
+  if problem.platform == "cpu":
+    return None
+  if problem.gemm.lhs.format == problem.gemm.rhs.format == E5M2:
+    return "cuBLASLt does not multiply E5M2 by E5M2"
+  return None
+
+
+def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None):
+  """float32 [M, N], accumulated as the matrix unit does."""
+  del accumulate
+  product = jax.lax.dot_general(
+    a.data, b.data, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+  )
+  rows = scaled.expand(a.scale, 0, a.tile[0], a.shape[0])
+  cols = scaled.expand(b.scale, 0, b.tile[0], b.shape[0])
+  return (product * rows) * cols.T

@@ -1,0 +1,56 @@
+"""Numbers about a step (pure) and about speed (pure)."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fp8jax import params as params_lib
+from fp8jax.models.config import ModelConfig
+
+# Dense BF16 peak of one device in FLOP/s, from NVIDIA's data sheets (without sparsity). MFU is
+# reported against it in every recipe, so that FP8 and BF16 runs compare.
+PEAK_FLOPS = {
+  "H100 PCIe": 756e12,
+  "H100": 989e12,
+  "H200": 989e12,
+  "GH200": 989e12,
+  "B200": 2250e12,
+  "GB200": 2500e12,
+  "A100": 312e12,
+  "L4": 121e12,
+  "T4": 65e12,
+}
+
+
+def of_step(loss, gradients, updates, params, learning_rate, is_finite) -> dict[str, jax.Array]:
+  """Scalars of one optimizer step, still on device."""
+  return {
+    "loss": loss,
+    "grad_norm": optax.global_norm(gradients),
+    "update_norm": optax.global_norm(updates),
+    "param_norm": optax.global_norm(params),
+    "learning_rate": jnp.asarray(learning_rate, jnp.float32),
+    "is_finite": is_finite,
+  }
+
+
+def flops_per_token(cfg: ModelConfig, declaration, length: int) -> float:
+  """Training FLOPs per token: 6 per matrix parameter, plus causal attention.
+
+  Attention multiplies twice by an average context of length / 2, forward and twice backward:
+  6 N H K length (PaLM, arXiv:2204.02311, appendix B, halved for causality).
+  """
+  flat = params_lib.flatten(declaration)
+  matrices = {k: p for k, p in flat.items() if p.inputs is not None}
+  count = sum(params_lib.count({k: p}, cfg.dims) for k, p in matrices.items())
+  if cfg.tie_embeddings:
+    count += cfg.vocab_size * cfg.hidden_size
+  return 6.0 * count + 6.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * length
+
+
+def peak_flops(device_kind: str) -> float | None:
+  """Dense BF16 peak of a device by JAX's name for it, None if unknown."""
+  for name, peak in sorted(PEAK_FLOPS.items(), key=lambda item: -len(item[0])):
+    if all(word in device_kind.split() + device_kind.split("-") for word in name.split()):
+      return peak
+  return None

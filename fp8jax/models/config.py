@@ -1,0 +1,130 @@
+"""What a decoder is (ModelConfig) and how it runs (Execution). Neither knows about precision of GEMMs.
+
+Field names follow Hugging Face's config.json where the field's literature agrees with it.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from fp8jax import axes
+
+REMAT = ("none", "linears", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """How rotary frequencies are stretched beyond the trained context.
+
+  Attributes:
+    kind: "default", "linear", "dynamic", "llama3" or "yarn" (Hugging Face's rope_type).
+    factor: context extension.
+    original_max_positions: context length of the pre-training.
+    low_freq_factor, high_freq_factor: llama3's band.
+    beta_fast, beta_slow: yarn's band, in rotations.
+    attention_factor: yarn's multiplier on cos and sin; None derives 0.1 ln(factor) + 1.
+  """
+
+  kind: str = "default"
+  factor: float = 1.0
+  original_max_positions: int | None = None
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """One decoder of the Llama family: grouped-query attention, RMSNorm, SwiGLU, rotary positions.
+
+  Attributes:
+    architecture: "llama", "qwen2" or "qwen3": names the Hugging Face class this is read from and
+      written as. What differs is in the other fields.
+    vocab_size, hidden_size, intermediate_size, num_layers: V, D, F, N.
+    num_heads, num_kv_heads, head_dim: H, G, K.
+    max_positions: longest context the weights were made for.
+    rope_theta: base of the rotary frequencies.
+    rope_scaling: how they are stretched.
+    norm_eps: RMSNorm's epsilon.
+    qkv_bias: bias on queries, keys and values (Qwen2).
+    qk_norm: RMSNorm on every query and key head (Qwen3).
+    tie_embeddings: whether the output head is the input embedding.
+    init_std: standard deviation of freshly drawn weights; output projections get
+      init_std / sqrt(2 N) (Radford et al. 2019 §2.3).
+  """
+
+  architecture: str
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  max_positions: int
+  rope_theta: float = 10000.0
+  rope_scaling: RopeScaling = RopeScaling()
+  norm_eps: float = 1e-6
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  tie_embeddings: bool = False
+  init_std: float = 0.02
+
+  @property
+  def dims(self) -> dict[str, int]:
+    """Letter -> size."""
+    return {
+      "V": self.vocab_size,
+      "D": self.hidden_size,
+      "F": self.intermediate_size,
+      "N": self.num_layers,
+      "H": self.num_heads,
+      "G": self.num_kv_heads,
+      "K": self.head_dim,
+    }
+
+  @property
+  def out_std(self) -> float:
+    return self.init_std / (2 * self.num_layers) ** 0.5
+
+  def problems(self) -> list[str]:
+    """What makes this configuration impossible, in words; empty if nothing does."""
+    found = []
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.type in (int, "int") and value < 1:
+        found.append(f"model.{field.name}={value} must be at least 1")
+    if not found and self.num_heads % self.num_kv_heads:
+      found.append(
+        f"model.num_heads={self.num_heads} must be a multiple of "
+        f"model.num_kv_heads={self.num_kv_heads}: queries share keys in equal groups"
+      )
+    if self.head_dim % 2:
+      found.append(f"model.head_dim={self.head_dim} must be even for rotary embeddings")
+    return found
+
+  def to_dict(self) -> dict[str, Any]:
+    return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+  """How a model runs. Changes rounding and memory, never what is computed.
+
+  Attributes:
+    dtype: compute dtype of activations and of GEMM operands that no recipe narrows.
+    attention: implementation, see ops.attention.
+    remat: what backward keeps: "none" recomputes nothing, "linears" keeps the outputs of linears and
+      attention and recomputes norms and activations, "full" keeps only each layer's input.
+    loss_chunk: positions per chunk of the cross-entropy.
+    layout: mesh and sharding tables.
+  """
+
+  dtype: jnp.dtype = jnp.dtype(jnp.float32)
+  attention: str = "xla"
+  remat: str = "none"
+  loss_chunk: int = 512
+  layout: axes.Layout = axes.LOCAL

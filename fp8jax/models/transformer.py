@@ -1,0 +1,91 @@
+"""The decoder: embed, scan over layers, normalise, predict.
+
+Parameters and sites are plain nested dictionaries with the same keys; those of the layers are
+stacked in front along N. A batch is a dictionary of arrays:
+
+  tokens_BL      int32 inputs
+  targets_BL     int32, the token that follows each input
+  weights_BL     float32, 0 where the target does not count
+  positions_BL   int32 position of each token in its document
+  segments_BL    int32 document of each token; absent if documents may attend to each other
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import axes
+from fp8jax import params as params_lib
+from fp8jax.models import gqa, rope, swiglu
+from fp8jax.models.config import Execution, ModelConfig
+from fp8jax.ops.basic import rms_norm
+from fp8jax.ops.dot import dot
+from fp8jax.ops.loss import cross_entropy
+from fp8jax.params import Param
+
+
+def params(cfg: ModelConfig):
+  """The declaration tree."""
+  layer = {"attn": gqa.params(cfg), "mlp": swiglu.params(cfg)}
+  tree = {
+    "embed": Param("VD", std=cfg.init_std),
+    "layers": params_lib.tree_map(Param.stacked, layer),
+    "norm": Param("D", init="ones", decay=False),
+  }
+  if not cfg.tie_embeddings:
+    tree["head"] = Param("DV", std=cfg.init_std, inputs=1)
+  return tree
+
+
+def site_params(cfg: ModelConfig):
+  """The declarations that become sites: `params`, and the head even where it is tied."""
+  return {**params(cfg), "head": Param("DV", inputs=1)}
+
+
+def hidden(params, sites, batch, cfg: ModelConfig, run: Execution):
+  """Normalised last hidden states [B, L, D] in the compute dtype."""
+  x_BLD = jnp.take(params["embed"], batch["tokens_BL"], axis=0, mode="clip").astype(run.dtype)
+  x_BLD = axes.constrain(x_BLD, "BLD", run.layout)
+  angles = rope.cos_sin(batch["positions_BL"], cfg)
+
+  def layer(x_BLD, layer):
+    p, s = layer
+    x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, batch.get("segments_BL"), cfg, run)
+    x_BLD = swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg)
+    return axes.constrain(x_BLD, "BLD", run.layout), None
+
+  x_BLD, _ = jax.lax.scan(_remat(layer, run.remat), x_BLD, (params["layers"], sites["layers"]))
+  return rms_norm(x_BLD, params["norm"], cfg.norm_eps)
+
+
+def loss(params, sites, batch, cfg: ModelConfig, run: Execution):
+  """Sum over tokens of weight * -log p(target): a float32 scalar."""
+  h_BLD = hidden(params, sites, batch, cfg, run)
+  head, eqn = _head(params, cfg)
+  return cross_entropy(
+    h_BLD, head, eqn, batch["targets_BL"], batch["weights_BL"], sites["head"], run.loss_chunk
+  )
+
+
+def logits(params, sites, batch, cfg: ModelConfig, run: Execution):
+  """float32 [B, L, V]. For inspection and parity; training never builds this."""
+  head, eqn = _head(params, cfg)
+  h_BLD = hidden(params, sites, batch, cfg, run)
+  return dot(eqn, h_BLD, head, sites["head"], out_dtype=jnp.float32)
+
+
+def _head(params, cfg: ModelConfig):
+  if cfg.tie_embeddings:
+    return params["embed"], "BLD,VD->BLV"
+  return params["head"], "BLD,DV->BLV"
+
+
+def _remat(layer, policy: str):
+  if policy == "none":
+    return layer
+  saved = jax.checkpoint_policies.nothing_saveable
+  if policy == "linears":
+    saved = jax.checkpoint_policies.save_only_these_names("linear")
+  # Inside scan the loop already keeps XLA from merging forward and recomputation.
+  return functools.partial(jax.checkpoint, policy=saved, prevent_cse=False)(layer)

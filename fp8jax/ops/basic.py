@@ -1,0 +1,30 @@
+"""The small operations of a decoder, each computed in float32 and returned in the input's dtype."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x, weight_D, eps: float):
+  """x / rms(x) * weight over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+  wide = x.astype(jnp.float32)
+  scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+  return (wide * scale * weight_D).astype(x.dtype)
+
+
+def silu_mul(gate, up):
+  """silu(gate) * up (Shazeer 2020, arXiv:2002.05202 §2)."""
+  return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def rotate(x_BLHK, cos_BLK, sin_BLK):
+  """Rotary position embedding, halves layout: pairs are (i, i + K/2).
+
+  Args:
+    x_BLHK: queries or keys.
+    cos_BLK: float32, cosine of each channel's angle, K/2 angles repeated twice.
+    sin_BLK: the same for the sine.
+  """
+  first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
+  turned = jnp.concatenate([-second, first], axis=-1)
+  wide = x_BLHK.astype(jnp.float32) * cos_BLK[:, :, None] + turned * sin_BLK[:, :, None]
+  return wide.astype(x_BLHK.dtype)

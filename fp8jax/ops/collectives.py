@@ -1,0 +1,48 @@
+"""What crosses the wire around a GEMM: weights gathered before it, sums and scatters after it.
+
+Called inside `shard_map`. A layout that is already manual moves nothing: its caller does.
+"""
+
+import jax
+
+from fp8jax import axes
+
+
+def sum_over(y, layout: axes.Layout, contracted: str):
+  """y {sum over the axes that split the contracted letters} -> y."""
+  over = layout.act_axes_of(contracted)
+  return y if layout.is_manual or not over else jax.lax.psum(y, over)
+
+
+def extra_axes(layout: axes.Layout, letter: str) -> tuple[str, ...]:
+  """Axes that split a letter of a weight at rest but not in its GEMM: FSDP's."""
+  if layout.is_manual:
+    return ()
+  return tuple(a for a in layout.weight_axes(letter) if a not in layout.act_axes(letter))
+
+
+def gather_weight(w, letters: str, layout: axes.Layout):
+  """w[at rest] -> w[as its GEMM needs it]."""
+  for axis, letter in enumerate(letters):
+    over = extra_axes(layout, letter)
+    if over:
+      w = jax.lax.all_gather(w, over, axis=axis, tiled=True)
+  return w
+
+
+def scatter_gradient(dw, letters: str, contracted: str, layout: axes.Layout):
+  """dw {sum over the axes of the contracted letters} -> dw[at rest]."""
+  if layout.is_manual:
+    return dw
+  remaining = dict.fromkeys(layout.act_axes_of(contracted))
+  for axis, letter in enumerate(letters):
+    for name in extra_axes(layout, letter):
+      if name in remaining:
+        dw = jax.lax.psum_scatter(dw, name, scatter_dimension=axis, tiled=True)
+        del remaining[name]
+      else:
+        # Every device along `name` holds the whole sum: keep this one's part.
+        part = dw.shape[axis] // layout.size((name,))
+        start = jax.lax.axis_index(name) * part
+        dw = jax.lax.dynamic_slice_in_dim(dw, start, part, axis=axis)
+  return jax.lax.psum(dw, tuple(remaining)) if remaining else dw

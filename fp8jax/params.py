@@ -1,0 +1,101 @@
+"""Parameters as one declaration each: `Param("DF", inputs=1)`.
+
+Shape, initial value, sharding, weight decay, parameter count, FP8 site and Hugging Face check all
+derive from the declaration tree, which has the same structure as the parameter tree.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+from jax.sharding import NamedSharding
+
+from fp8jax import axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+  """One parameter tensor.
+
+  Attributes:
+    letters: one letter per dimension (see axes.py).
+    init: "normal", "ones" or "zeros".
+    std: standard deviation for "normal".
+    inputs: number of leading letters (after N) that a GEMM contracts; None: not a GEMM weight.
+    decay: whether weight decay applies.
+  """
+
+  letters: str
+  init: str = "normal"
+  std: float = 0.02
+  inputs: int | None = None
+  decay: bool = True
+
+  def stacked(self) -> "Param":
+    """The same parameter for every layer, stacked in front along N."""
+    return dataclasses.replace(self, letters="N" + self.letters)
+
+  @property
+  def gemm_letters(self) -> tuple[str, str]:
+    """(contracted, produced) letters of the forward GEMM, layer axis removed."""
+    letters = self.letters.removeprefix("N")
+    return letters[: self.inputs], letters[self.inputs :]
+
+
+def tree_map(fn: Callable, tree, *rest):
+  """jax.tree.map over declaration trees."""
+  return jax.tree.map(fn, tree, *rest, is_leaf=lambda x: isinstance(x, Param))
+
+
+def flatten(tree) -> dict[str, Any]:
+  """{"layers/attn/q": leaf, ...} in tree order."""
+  return traverse_util.flatten_dict(tree, sep="/")
+
+
+def unflatten(flat: Mapping[str, Any]):
+  return traverse_util.unflatten_dict(dict(flat), sep="/")
+
+
+def shape(param: Param, dims: Mapping[str, int]) -> tuple[int, ...]:
+  return tuple(dims[letter] for letter in param.letters)
+
+
+def count(tree, dims: Mapping[str, int]) -> int:
+  """Number of scalars."""
+  return sum(math.prod(shape(p, dims)) for p in flatten(tree).values())
+
+
+def shardings(tree, layout: axes.Layout):
+  """NamedSharding of every parameter at rest, or None everywhere on a single device."""
+  if layout.mesh is None:
+    return tree_map(lambda p: None, tree)
+  return tree_map(lambda p: NamedSharding(layout.mesh, layout.weight_spec(p.letters)), tree)
+
+
+def abstract(tree, dims: Mapping[str, int], layout: axes.Layout = axes.LOCAL):
+  """ShapeDtypeStructs: float32 masters, with shardings."""
+  return tree_map(
+    lambda p, s: jax.ShapeDtypeStruct(shape(p, dims), jnp.float32, sharding=s),
+    tree,
+    shardings(tree, layout) if layout.mesh is not None else tree_map(lambda p: None, tree),
+  )
+
+
+def init(key, tree, dims: Mapping[str, int]):
+  """Random float32 parameters. Each tensor's key depends on its path alone, not on the tree."""
+
+  def one(path: str, param: Param):
+    dims_shape = shape(param, dims)
+    if param.init == "ones":
+      return jnp.ones(dims_shape, jnp.float32)
+    if param.init == "zeros":
+      return jnp.zeros(dims_shape, jnp.float32)
+    own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+    return param.std * jax.random.normal(own, dims_shape, jnp.float32)
+
+  return unflatten({path: one(path, p) for path, p in flatten(tree).items()})

@@ -1,0 +1,55 @@
+"""A narrow matrix and its scales."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.recipe import WHOLE
+
+
+def num_tiles(extent: int, tile: int) -> int:
+  """How many tiles cover `extent` elements; the last may be partial."""
+  return 1 if tile == WHOLE else -(-extent // tile)
+
+
+def expand(scale, axis: int, tile: int, extent: int):
+  """Repeats one scale per tile into one scale per element along `axis`."""
+  if tile == 1 or scale.shape[axis] == extent:
+    return scale
+  if tile == WHOLE:
+    return scale  # extent 1: broadcasts
+  repeated = jnp.repeat(scale, tile, axis=axis)
+  return jax.lax.slice_in_dim(repeated, 0, extent, axis=axis)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+  """A matrix in a narrow format: value = data * scale, always.
+
+  Attributes:
+    data: [rows, contraction], a narrow dtype.
+    scale: float32 [num_tiles(rows), num_tiles(contraction)], finite and positive.
+    tile: elements that share one scale, (rows, contraction), WHOLE for the full axis.
+  """
+
+  data: jax.Array
+  scale: jax.Array
+  tile: tuple[int, int] = dataclasses.field(metadata=dict(static=True))
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    return self.data.shape
+
+  @property
+  def T(self) -> "Scaled":
+    """The transposed matrix. Exact for any tile: data, scales and tile swap together."""
+    return Scaled(self.data.T, self.scale.T, self.tile[::-1])
+
+  def dequantize(self, dtype=jnp.float32):
+    """[rows, contraction] = data * scale, computed in float32."""
+    scale = self.scale
+    for axis in (0, 1):
+      scale = expand(scale, axis, self.tile[axis], self.shape[axis])
+    return (self.data.astype(jnp.float32) * scale).astype(dtype)

@@ -1,0 +1,116 @@
+"""What a run says at its start and at its end."""
+
+import math
+from typing import Any
+
+import rich.console
+
+from fp8jax import params as params_lib
+from fp8jax import writers
+from fp8jax.config import Plan
+from fp8jax.kernels import backend
+from fp8jax.models import transformer
+from fp8jax.ops import site as site_lib
+
+
+def site_rows(plan: Plan) -> list[dict[str, Any]]:
+  """One row per site: name, number of layers, GEMM sizes per device, recipe, scales, backends."""
+  layout = plan.run.layout
+  rows = []
+  sites = params_lib.flatten(plan.sites())
+  for name, param in site_lib.find_sites(transformer.site_params(plan.model)).items():
+    site = sites[name]
+    size = site_lib.local_size(param, plan.model.dims, layout, plan.tokens_per_device)
+    row = {
+      "site": name,
+      "layers": plan.model.num_layers if param.letters.startswith("N") else 1,
+      "m_n_k": list(size.of("fwd")),
+      "recipe": site.recipe.name,
+      "definition": site.recipe.to_dict(),
+      "backends": dict(zip(site_lib.PASSES, site.backends)),
+      "notes": [],
+    }
+    for which in site_lib.PASSES:
+      gemm = getattr(site.recipe, which)
+      problem = backend.Problem(*size.of(which), gemm, plan.device)
+      row["notes"] += backend.choose(problem, plan.config.kernels.matmul).notes
+    row["notes"] = sorted(set(row["notes"]))
+    rows.append(row)
+  return rows
+
+
+def print_start(out: rich.console.Console, plan: Plan, changes: dict[str, Any], fingerprint: str):
+  """What is about to happen: the difference from base, the model, the sites."""
+  if changes:
+    rows = [[k, str(old), str(new)] for k, (old, new) in changes.items()]
+    out.print(writers.table("config, where it differs from base", ["key", "base", "here"], rows))
+  count = params_lib.count(plan.declaration, plan.model.dims)
+  mesh = plan.run.layout.mesh
+  shape = " x ".join(f"{a}={n}" for a, n in mesh.shape.items()) if mesh is not None else "one device"
+  out.print(
+    f"model {plan.model.architecture}, {count:,} parameters; compute {plan.run.dtype.name}, "
+    f"attention {plan.run.attention}, remat {plan.run.remat}; {shape}; data {fingerprint}"
+  )
+  rows, notes = [], []
+  for row in site_rows(plan):
+    used = list(dict.fromkeys(row["backends"].values()))
+    rows.append(
+      [
+        row["site"] + (f" (x{row['layers']})" if row["layers"] > 1 else ""),
+        "x".join(map(str, row["m_n_k"])),
+        row["recipe"],
+        scales(row["definition"]),
+        "/".join(used),
+      ]
+    )
+    notes += [n for n in row["notes"] if n not in notes]
+  columns = ["site", "MxNxK per device", "recipe", "scales: x, w, gradient", "backend"]
+  out.print(writers.table("sites", columns, rows))
+  for note in notes:
+    out.print(f"  passed over {note}")
+
+
+def scales(definition: dict[str, Any]) -> str:
+  """The three operands' formats and tiles, e.g. "e4m3 1x128, e4m3 128x128, e4m3 1x128"."""
+
+  def one(quant):
+    if quant is None:
+      return "-"
+    rows, contraction = (t or "*" for t in quant["tile"])
+    return f"{quant['format']} {rows}x{contraction}"
+
+  operands = (definition["fwd"]["lhs"], definition["fwd"]["rhs"], definition["dgrad"]["lhs"])
+  if operands[0] is None:
+    return "-"
+  return ", ".join(map(one, operands)) + f" ({operands[0]['scale']})"
+
+
+def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):
+  """The closing table: tokens, training loss, held-out loss before and after in every precision."""
+  evaluations = summary["evaluations"]
+  steps = sorted(evaluations, key=int)
+  first, last = evaluations[steps[0]], evaluations[steps[-1]]
+  rows = []
+  for source, by_precision in last.items():
+    for precision, after in by_precision.items():
+      before = first[source][precision]
+      change = after["loss"] - before["loss"]
+      rows.append(
+        [
+          f"{source}, {precision} forward",
+          f"{after['tokens']:,.0f}",
+          f"{before['loss']:.4f}",
+          f"{after['loss']:.4f}",
+          f"{change:+.4f}",
+          f"{math.exp(min(after['loss'], 700)):.3f}",
+        ]
+      )
+  train = f"{summary['train_loss']:.4f}" if summary["train_loss"] is not None else "-"
+  out.print(f"{summary['step']} steps, {summary['tokens']:,} tokens seen, last train loss {train}")
+  columns = ["held-out", "tokens", "loss before", "after", "change", "perplexity after"]
+  out.print(writers.table("held-out loss in nats per token", columns, rows))
+  if summary["documents_passed_over"]:
+    out.print(f"documents passed over: {summary['documents_passed_over']}")
+  if summary["skipped_updates"]:
+    out.print(f"updates skipped for non-finite values: {summary['skipped_updates']}")
+  out.print(f"written to {workdir}")

@@ -1,0 +1,401 @@
+"""Training: state, step, loop."""
+
+import contextlib
+import os
+import shutil
+import signal
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fp8jax import batches, checkpoint, config, diagnose, evaluate, metrics, report, writers
+from fp8jax import params as params_lib
+from fp8jax.data import loader
+from fp8jax.models import hf, transformer
+from fp8jax.optim import build as optim_build
+from fp8jax.state import State
+
+
+class NonFinite(RuntimeError):
+  """The loss or the gradient stopped being a number."""
+
+
+# --- state ---------------------------------------------------------------------------------------
+
+
+def abstract_state(plan: config.Plan) -> State:
+  """Shapes, dtypes and shardings of the state; allocates nothing."""
+  layout = plan.run.layout
+  params = params_lib.abstract(plan.declaration, plan.model.dims, layout)
+  tx = optim_build.build(plan.optim, plan.declaration)
+  scalar = None if layout.mesh is None else NamedSharding(layout.mesh, PartitionSpec())
+  # Moments have the shape of a parameter and live where it lives; the rest are scalars.
+  opt = optax.tree_map_params(
+    tx,
+    lambda _, p: p,
+    jax.eval_shape(tx.init, params),
+    params,
+    transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=scalar),
+  )
+
+  def one(dtype):
+    return jax.ShapeDtypeStruct((), dtype, sharding=scalar)
+
+  return State(one(jnp.int32), params, opt, one(jnp.int32), one(jnp.bool_))
+
+
+def make_state(plan: config.Plan, params=None) -> State:
+  """A fresh state, sharded at birth; random parameters unless some are given."""
+  abstract = abstract_state(plan)
+  tx = optim_build.build(plan.optim, plan.declaration)
+
+  def init(key, params):
+    if params is None:
+      params = params_lib.init(key, plan.declaration, plan.model.dims)
+    zero = jnp.zeros((), jnp.int32)
+    return State(zero, params, tx.init(params), zero, jnp.zeros((), jnp.bool_))
+
+  shardings = None
+  if plan.run.layout.mesh is not None:
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+  make = jax.jit(init, out_shardings=shardings, donate_argnums=1)
+  return make(jax.random.key(plan.config.seed), params)
+
+
+# --- step ----------------------------------------------------------------------------------------
+
+
+def make_step(plan: config.Plan):
+  """(state, batch, sites) -> (state, metrics), jitted, state donated.
+
+  batch is [B, L], or [A, B, L] for A microbatches whose gradients are accumulated in float32.
+  """
+  tx = optim_build.build(plan.optim, plan.declaration)
+  schedule = optim_build.schedule(plan.optim)
+  stop = plan.config.optim.on_nonfinite == "stop"
+  shardings = params_lib.shardings(plan.declaration, plan.run.layout)
+
+  def gradients_of(params, sites, batch, total):
+    def loss(params):
+      return transformer.loss(params, sites, batch, plan.model, plan.run) / total
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    if plan.run.layout.mesh is not None:
+      gradients = jax.lax.with_sharding_constraint(gradients, shardings)
+    return value, gradients
+
+  def accumulate(params, sites, batch, total):
+    def add(carry, micro):
+      return jax.tree.map(jnp.add, carry, gradients_of(params, sites, micro, total)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
+    return jax.lax.scan(add, zeros, batch)[0]
+
+  def step(state: State, batch, sites):
+    # One mean over all tokens of the step, however they are split into microbatches.
+    total = jnp.maximum(batch["weights_BL"].sum(), 1)
+    compute = gradients_of if plan.config.accumulation == 1 else accumulate
+    loss, gradients = compute(state.params, sites, batch, total)
+    updates, opt = tx.update(gradients, state.opt, state.params)
+    rate = schedule(state.step)
+    updates = optax.tree.scale(-rate, updates)
+
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(gradients))
+    is_applied = is_finite & ~state.halted
+
+    def keep(new, old):
+      return jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
+
+    params = optax.apply_updates(state.params, updates)
+    values = metrics.of_step(loss, gradients, updates, state.params, rate, is_finite)
+    return State(
+      step=state.step + 1,
+      params=keep(params, state.params),
+      opt=keep(opt, state.opt),
+      skipped=state.skipped + ~is_finite,
+      halted=state.halted | (~is_finite & stop),
+    ), values
+
+  return jax.jit(step, donate_argnums=0)
+
+
+# --- loop ----------------------------------------------------------------------------------------
+
+
+def run(plan: config.Plan, workdir: str, base: dict[str, Any] | None = None) -> dict[str, Any]:
+  """Trains to the configured step, or resumes and does so.
+
+  Args:
+    plan: what to do.
+    workdir: where checkpoints, metrics and provenance go.
+    base: flat base configuration, to print what differs from it.
+
+  Returns:
+    The summary that is also written to WORKDIR/summary.json.
+
+  Raises:
+    config.ConfigError: the checkpoint in workdir belongs to another configuration.
+    NonFinite: see optim.on_nonfinite.
+  """
+  return _Run(plan, workdir, base or {}).run()
+
+
+class _Run:
+  """One call of `run`: what its phases share."""
+
+  def __init__(self, plan: config.Plan, workdir: str, base: dict[str, Any]):
+    self.plan, self.workdir = plan, workdir
+    self.flat = config.flatten(plan.config)
+    self.out = writers.console()
+    self.fingerprint = loader.fingerprint(plan.data)
+    os.makedirs(workdir, exist_ok=True)
+    if jax.process_index() == 0:
+      report.print_start(self.out, plan, config.diff(self.flat, base), self.fingerprint)
+      writers.write_json(workdir, "sites.json", report.site_rows(plan))
+      changed = {k: new for k, (_, new) in config.diff(self.flat, base).items()}
+      writers.write_json(workdir, "config.json", {"resolved": self.flat, "changed": changed})
+    self.counts = loader.Counts()
+    self.spread = batches.Spread(plan.run.layout, plan.microbatch, plan.config.accumulation)
+    self.iterator = loader.train_batches(
+      plan.data, self.spread.local_batch, self.spread.shard, self.counts
+    )
+    self.checkpoints = checkpoint.Checkpoints(workdir, plan.config.checkpoint.keep)
+    self.weights_dtype = "bfloat16"
+    self.evaluations: dict[str, Any] = {}
+
+  def run(self) -> dict[str, Any]:
+    c = self.plan.config
+    state, start = self._start()
+    evaluator = evaluate.Evaluator(self.plan)
+    log = writers.Metrics(self.workdir, start, c.log.tensorboard)
+    writers.write_json(
+      self.workdir, "provenance.json", writers.provenance(self.flat, self.fingerprint, c.seed)
+    )
+    try:
+      self._evaluate(evaluator, state, start, log)
+      with _Interrupts() as interrupts:
+        state, reached, last = self._loop(state, start, log, evaluator, interrupts)
+      self._save(reached, state)
+      self.checkpoints.wait()
+      if reached < c.steps:
+        self.out.print(f"interrupted: saved step {reached}; the same command continues from there")
+        return {"step": reached}
+      self._evaluate(evaluator, state, reached, log)
+      return self._summarise(reached, last, state)
+    finally:
+      log.close()
+      self.checkpoints.close()
+      if hasattr(self.iterator, "close"):
+        self.iterator.close()
+
+  # -- beginnings
+
+  def _start(self) -> tuple[State, int]:
+    """A fresh state, or the newest checkpoint's."""
+    steps = self.checkpoints.steps()
+    if not steps:
+      return self._fresh(), 0
+    step = steps[-1]
+    meta = self.checkpoints.meta(step)
+    self._check_same_run(meta, step)
+    self.weights_dtype = meta["weights_dtype"]
+    self.evaluations = meta["evaluations"]
+    state = self.checkpoints.restore(step, abstract_state(self.plan), self.iterator)
+    self.out.print(f"resuming from step {step}")
+    return state, step
+
+  def _fresh(self) -> State:
+    source = self.plan.config.init.hf
+    if not source:
+      return make_state(self.plan)
+    params, self.weights_dtype = hf.load_params(source, self.plan.model, self.plan.run.layout)
+    if jax.process_index() == 0:
+      keep_source_files(source, os.path.join(self.workdir, "hf_source"))
+    return make_state(self.plan, params)
+
+  def _check_same_run(self, meta: dict[str, Any], step: int):
+    changes = config.diff(self.flat, meta["config"])
+    for key, (old, new) in changes.items():
+      self.out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
+    accepted = tuple(self.plan.config.checkpoint.accept_changes)
+    problems = [
+      f"{key} was {changes[key][0]} at step {step} and is {changes[key][1]} now; to continue anyway, "
+      f'--config.checkpoint.accept_changes="{(*accepted, key)}"'
+      for key in config.refused_changes(changes, accepted)
+    ]
+    if meta["data_fingerprint"] != self.fingerprint and "data" not in accepted:
+      if not any(p.startswith("data.") for p in problems):
+        problems.append(
+          f"the data changed since step {step} (fingerprint {meta['data_fingerprint']} -> "
+          f"{self.fingerprint}); to continue anyway, "
+          f'--config.checkpoint.accept_changes="{(*accepted, "data")}"'
+        )
+    if problems:
+      raise config.ConfigError([*problems, "or start anew with another --workdir"])
+
+  # -- the loop
+
+  def _loop(self, state, start: int, log, evaluator, interrupts):
+    c = self.plan.config
+    step_fn, sites = make_step(self.plan), self.plan.sites()
+    speed = writers.Speed(
+      c.batch * c.length,
+      c.batch * c.length * metrics.flops_per_token(
+        self.plan.model, self.plan.declaration, c.length),
+      _peak(),
+    )  # fmt: skip
+    progress = writers.Progress(c.steps, start, c.log.every, self.out)
+    pending, last, step = None, {}, start
+
+    def settle():
+      """Reads the metrics of the step before: by now the next one is under way."""
+      nonlocal pending, last
+      if pending is not None:
+        last = self._report(*pending, log, speed, progress, state)
+        pending = None
+
+    try:
+      while step < c.steps and not interrupts.requested(step, c.log.every):
+        host = next(self.iterator)
+        # Nothing may slip between host and device unasked: each such copy would stall the device.
+        with jax.transfer_guard("disallow"):
+          state, values = step_fn(state, self.spread.place(host), sites)
+          settle()
+        step += 1
+        pending = (step, values, host)
+        if _is_due(step, c.checkpoint.every):
+          settle()
+          self._save(step, state)
+        if _is_due(step, c.eval.every) and step < c.steps:
+          settle()
+          self._evaluate(evaluator, state, step, log)
+      settle()
+    finally:
+      progress.close()
+    return state, step, last
+
+  def _report(self, step, values, host, log, speed, progress, state):
+    values = {k: float(v) for k, v in jax.device_get(values).items()}
+    speed.tick()
+    if not values.pop("is_finite"):
+      if self.plan.config.optim.on_nonfinite == "stop":
+        self._fail(step, values, host, state)
+      self.out.print(f"step {step}: loss or gradient not finite; update skipped")
+      values["skipped"] = 1
+    passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
+    log.write(step, {**values, **passed_over, **speed.values()})
+    progress.update(step, values["loss"], speed)
+    return values
+
+  def _fail(self, step: int, values, host, state):
+    """Saves what reproduces the failure, finds its first site, stops."""
+    folder = os.path.join(self.workdir, "nonfinite")
+    os.makedirs(folder, exist_ok=True)
+    np.savez(os.path.join(folder, f"batch_{jax.process_index()}.npz"), **host)
+    # The halted state is the one that met the batch: no update was applied since.
+    self._save(step, state)
+    self.checkpoints.wait()
+    with jax.transfer_guard("allow"):
+      found = diagnose.report(self.plan, state.params, self.spread.place(host))
+    writers.write_json(self.workdir, "nonfinite/report.json", {"step": step, **values, **found})
+    raise NonFinite(
+      f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. First bad site: "
+      f"{found['first_bad_site']}. The batch is in {folder}, the parameters that met it are checkpoint "
+      f"{step}; --job=diagnose repeats the pass. Lower optim.peak_lr, give the site recipe 'bf16', or "
+      "set optim.on_nonfinite='skip'"
+    )
+
+  # -- what is kept
+
+  def _meta(self) -> dict[str, Any]:
+    return {
+      "config": self.flat,
+      "data_fingerprint": self.fingerprint,
+      "weights_dtype": self.weights_dtype,
+      "evaluations": self.evaluations,
+    }
+
+  def _save(self, step: int, state: State):
+    self.checkpoints.save(step, state, self.iterator, self._meta())
+
+  def _evaluate(self, evaluator, state, step: int, log):
+    if str(step) in self.evaluations:
+      return
+    results = evaluator.run(state.params)
+    self.evaluations[str(step)] = results
+    log.write(step, evaluate.flat(results))
+    for source, by_precision in results.items():
+      text = "  ".join(f"{p} {v['loss']:.4f}" for p, v in by_precision.items())
+      self.out.print(f"step {step}  held-out loss on {source}: {text}")
+
+  def _summarise(self, step: int, last, state) -> dict[str, Any]:
+    c = self.plan.config
+    summary = {
+      "step": step,
+      "tokens": step * c.batch * c.length,
+      "train_loss": last.get("loss"),
+      "skipped_updates": int(jax.device_get(state.skipped)),
+      "documents_passed_over": self.counts.summary(),
+      "evaluations": self.evaluations,
+    }
+    writers.write_json(self.workdir, "summary.json", summary)
+    if jax.process_index() == 0:
+      report.print_end(self.out, summary, self.workdir)
+    return summary
+
+
+def _is_due(step: int, every: int) -> bool:
+  return every > 0 and step % every == 0
+
+
+def _peak() -> float | None:
+  one = metrics.peak_flops(jax.devices()[0].device_kind)
+  return None if one is None else one * jax.device_count()
+
+
+def keep_source_files(source: str, target: str):
+  """Copies what export will want beside the weights: config.json, tokenizer, generation settings."""
+  os.makedirs(target, exist_ok=True)
+  source = os.path.expanduser(source)
+  for name in sorted(os.listdir(source)):
+    is_small = os.path.getsize(os.path.join(source, name)) < 64 << 20
+    if is_small and name.endswith((".json", ".txt", ".model", ".jinja")) and "index" not in name:
+      shutil.copyfile(os.path.join(source, name), os.path.join(target, name))
+
+
+class _Interrupts(contextlib.AbstractContextManager):
+  """SIGTERM and Ctrl-C ask the loop to save and leave; a second Ctrl-C does not ask."""
+
+  def __init__(self):
+    self._asked = False
+    self._before = {}
+
+  def __enter__(self):
+    with contextlib.suppress(ValueError):  # not in the main thread: nothing to catch
+      for number in (signal.SIGTERM, signal.SIGINT):
+        self._before[number] = signal.signal(number, self._ask)
+    return self
+
+  def __exit__(self, *exc):
+    for number, handler in self._before.items():
+      signal.signal(number, handler)
+
+  def _ask(self, number, frame):
+    del frame
+    if self._asked and number == signal.SIGINT:
+      raise KeyboardInterrupt
+    self._asked = True
+
+  def requested(self, step: int, every: int) -> bool:
+    """Whether to stop before this step; all processes agree, at the cost of asking every few steps."""
+    if jax.process_count() == 1:
+      return self._asked
+    if step % max(every, 1):
+      return False
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.process_allgather(np.asarray(self._asked)).any())

@@ -1,0 +1,201 @@
+"""What a run leaves behind and shows: metrics.jsonl, TensorBoard, provenance, progress, tables."""
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import rich.console
+import rich.progress
+import rich.table
+
+
+def console(stderr: bool = False) -> rich.console.Console:
+  """Where humans read. Not a terminal: plain lines, wide enough not to wrap tables."""
+  target = sys.stderr if stderr else sys.stdout
+  return rich.console.Console(
+    file=target, highlight=False, width=None if target.isatty() else 120, soft_wrap=not target.isatty()
+  )
+
+
+class Metrics:
+  """metrics.jsonl (the source of truth) and TensorBoard events. Only process 0 writes."""
+
+  def __init__(self, workdir: str, resume_step: int, tensorboard: bool):
+    self._file = self._events = None
+    if jax.process_index() != 0:
+      return
+    path = os.path.join(workdir, "metrics.jsonl")
+    _drop_after(path, resume_step)
+    self._file = open(path, "a")
+    if tensorboard:
+      import tensorboardX
+
+      self._events = tensorboardX.SummaryWriter(
+        os.path.join(workdir, "tensorboard"), purge_step=resume_step + 1 if resume_step else None
+      )
+
+  def write(self, step: int, values: dict[str, Any]):
+    if self._file is None:
+      return
+    self._file.write(json.dumps({"step": step, **values}) + "\n")
+    self._file.flush()
+    if self._events is not None:
+      for name, value in values.items():
+        if isinstance(value, (int, float)):
+          self._events.add_scalar(name, value, step)
+
+  def close(self):
+    if self._file is not None:
+      self._file.close()
+    if self._events is not None:
+      self._events.close()
+
+
+def _drop_after(path: str, step: int):
+  """Steps after the checkpoint that a run resumes from happen again: forget their first time."""
+  if not os.path.exists(path):
+    return
+  with open(path) as f:
+    lines = [line for line in f if line.endswith("\n") and json.loads(line)["step"] <= step]
+  with open(path + ".part", "w") as f:
+    f.writelines(lines)
+  os.replace(path + ".part", path)
+
+
+def write_json(workdir: str, name: str, value):
+  """Writes WORKDIR/name atomically, from process 0."""
+  if jax.process_index() != 0:
+    return
+  path = os.path.join(workdir, name)
+  with open(path + ".part", "w") as f:
+    json.dump(value, f, indent=2)
+    f.write("\n")
+  os.replace(path + ".part", path)
+
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml-dtypes",
+            "ml-collections", "tokenizers", "safetensors", "fp8jax")  # fmt: skip
+
+
+def provenance(config: dict[str, Any], data: str, seed: int) -> dict[str, Any]:
+  """Everything needed to know what produced a number."""
+  devices = jax.devices()
+  return {
+    "command": sys.argv,
+    "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    **_git(),
+    "config": config,
+    "seed": seed,
+    "data_fingerprint": data,
+    "versions": {"python": platform.python_version(), **_versions()},
+    "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
+    "processes": jax.process_count(),
+    "host": {"machine": platform.machine(), "cpus": os.cpu_count(), "system": platform.system()},
+    "xla_flags": os.environ.get("XLA_FLAGS", ""),
+  }
+
+
+def _versions() -> dict[str, str]:
+  found = {}
+  for name in PACKAGES:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      found[name] = importlib.metadata.version(name)
+  return found
+
+
+def _git() -> dict[str, Any]:
+  def run(*args):
+    here = os.path.dirname(os.path.abspath(__file__))
+    return subprocess.run(["git", "-C", here, *args], capture_output=True, text=True, check=True)
+
+  try:
+    commit = run("rev-parse", "HEAD").stdout.strip()
+    return {"commit": commit, "dirty": bool(run("status", "--porcelain").stdout.strip())}
+  except (OSError, subprocess.CalledProcessError):
+    return {"commit": None, "dirty": None}
+
+
+class Progress:
+  """A live bar on a terminal, a line every `every` steps elsewhere. Silent beyond process 0."""
+
+  def __init__(self, total: int, start: int, every: int, out: rich.console.Console):
+    self._total, self._every, self._out = total, every, out
+    self._is_silent = jax.process_index() != 0
+    self._bar = None
+    if not self._is_silent and out.is_terminal:
+      self._bar = rich.progress.Progress(
+        rich.progress.TextColumn("step {task.completed}/{task.total}"),
+        rich.progress.BarColumn(),
+        rich.progress.TextColumn("{task.fields[text]}"),
+        rich.progress.TimeElapsedColumn(),
+        console=out,
+      )
+      self._bar.start()
+      self._task = self._bar.add_task("", total=total, completed=start, text="compiling")
+
+  def update(self, step: int, loss: float, speed: "Speed"):
+    """Shows the state after `step`."""
+    if self._is_silent:
+      return
+    text = f"loss {loss:.4f}  {speed.text(self._total - step)}"
+    if self._bar is not None:
+      self._bar.update(self._task, completed=step, text=text)
+    elif step % self._every == 0 or step == self._total:
+      self._out.print(f"step {step}/{self._total}  {text}")
+
+  def close(self):
+    if self._bar is not None:
+      self._bar.stop()
+
+
+class Speed:
+  """Tokens per second over a sliding window of steps; compilation is not in it."""
+
+  def __init__(self, tokens_per_step: int, flops_per_step: float, peak: float | None, window: int = 20):
+    self._tokens, self._flops, self._peak, self._window = tokens_per_step, flops_per_step, peak, window
+    self._times: list[float] = []
+
+  def tick(self):
+    """A step's result has arrived."""
+    self._times = [*self._times[-self._window :], time.perf_counter()]
+
+  @property
+  def seconds_per_step(self) -> float | None:
+    if len(self._times) < 2:
+      return None
+    return (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+
+  def values(self) -> dict[str, float]:
+    seconds = self.seconds_per_step
+    if seconds is None:
+      return {}
+    found = {"tokens_per_second": self._tokens / seconds, "step_seconds": seconds}
+    if self._peak is not None:
+      found["mfu"] = self._flops / seconds / self._peak
+    return found
+
+  def text(self, steps_left: int) -> str:
+    values = self.values()
+    if not values:
+      return ""
+    mfu = f"  MFU {values['mfu']:.1%}" if "mfu" in values else ""
+    left = datetime.timedelta(seconds=round(values["step_seconds"] * steps_left))
+    return f"{values['tokens_per_second']:,.0f} tokens/s{mfu}  {left} left"
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> rich.table.Table:
+  """A plain table; numbers to the right."""
+  made = rich.table.Table(title=title, title_justify="left")
+  for i, name in enumerate(columns):
+    made.add_column(name, justify="left" if i == 0 else "right")
+  for row in rows:
+    made.add_row(*row)
+  return made

@@ -1,0 +1,32 @@
+"""python launch.py --config=configs/X.py[:arm] [--config.a.b=value] [--job=JOB] [--workdir=DIR]"""
+
+import sys
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from configs import base
+from fp8jax import jobs
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "Which configuration, e.g. configs/debug.py.")
+JOB = flags.DEFINE_enum("job", "train", jobs.NAMES, "What to do with it.")
+WORKDIR = flags.DEFINE_string("workdir", "", "Where the run lives; default runs/<config>[_<arm>].")
+DISTRIBUTED = flags.DEFINE_boolean(
+  "distributed", False, "Call jax.distributed.initialize(), which finds SLURM, Open MPI or the flags below."
+)
+COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, without a scheduler.")
+PROCESSES = flags.DEFINE_integer("processes", None, "Number of processes, without a scheduler.")
+PROCESS = flags.DEFINE_integer("process", None, "Index of this process, without a scheduler.")
+
+
+def main(argv):
+  if len(argv) > 1:
+    sys.exit(f"unexpected argument {argv[1]!r}; options are written --name=value")
+  if DISTRIBUTED.value or COORDINATOR.value:
+    jobs.initialize_distributed(COORDINATOR.value, PROCESSES.value, PROCESS.value)
+  name = flags.FLAGS["config"].config_filename
+  sys.exit(jobs.run(JOB.value, CONFIG.value, base.get_config(), name, WORKDIR.value))
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=lambda argv: jobs.parse_flags(argv, base.get_config()))
