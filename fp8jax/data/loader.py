@@ -92,7 +92,7 @@ def train_batches(spec: Spec, batch: int, shard: Shard = Shard(), counts: Counts
 
 
 def heldout_batches(spec: Spec, name: str, batch: int, num: int, shard: Shard = Shard()):
-  """Exactly `num` batches of one source's held-out documents, in file order.
+  """Exactly `num` batches of one source's held-out documents, in an order that never changes.
 
   Where they run out, the rest is padding of weight 0: every process gives the same number of batches.
   """
@@ -117,11 +117,13 @@ def _windows(spec: Spec, name: str, source, split: str, shard: Shard, counts: Co
       f"data.sources.{name} has {len(documents)} {split} documents, fewer than the {shard.count} "
       "processes that read it; use fewer processes or more data"
     )
-  data = grain.MapDataset.source(documents)
+  # The seed differs by source, so that sources of equal length do not move in step. Held-out documents
+  # come in one fixed order: the first few are then a fair sample, and the same one in every run.
+  own = f"{spec.seed if split == 'train' else 'heldout'}/{name}"
+  seed = int.from_bytes(hashlib.sha256(own.encode()).digest()[:4], "big")
+  data = grain.MapDataset.source(documents).shuffle(seed=seed)
   if split == "train":
-    # The seed differs by source, so that sources of equal length do not move in step.
-    seed = int.from_bytes(hashlib.sha256(f"{spec.seed}/{name}".encode()).digest()[:4], "big")
-    data = data.shuffle(seed=seed).repeat()
+    data = data.repeat()
   data = data[shard.index :: shard.count]
   data = data.map(
     tokenize.Tokenize(

@@ -4,8 +4,11 @@ Called inside `shard_map`. A layout that is already manual moves nothing: its ca
 """
 
 import jax
+import jax.numpy as jnp
 
 from fp8jax import axes
+from fp8jax.quant import scaled
+from fp8jax.recipe import WHOLE
 
 
 def sum_over(y, layout: axes.Layout, contracted: str):
@@ -28,6 +31,20 @@ def gather_weight(w, letters: str, layout: axes.Layout):
     if over:
       w = jax.lax.all_gather(w, over, axis=axis, tiled=True)
   return w
+
+
+def gather_scaled(x: scaled.Scaled, over: tuple[str, ...], axis: int) -> scaled.Scaled:
+  """Gathers a narrow matrix and its scales along one of its axes.
+
+  The data travel as bytes: XLA may otherwise widen an FP8 collective to 16 bits, and does on CPU.
+  """
+
+  def gather(x):
+    return jax.lax.all_gather(x, over, axis=axis, tiled=True)
+
+  data = jax.lax.bitcast_convert_type(gather(jax.lax.bitcast_convert_type(x.data, jnp.uint8)), x.data.dtype)
+  scale = x.scale if x.tile[axis] == WHOLE else gather(x.scale)
+  return scaled.Scaled(data, scale, x.tile)
 
 
 def scatter_gradient(dw, letters: str, contracted: str, layout: axes.Layout):

@@ -321,9 +321,7 @@ def _weight(w, letters, contracted, batch, quant: Quant | None, dtype, layout) -
   narrow = _narrow(matrix, contraction, quant, dtype, amax_axes)
   for axis, group in enumerate(groups):
     if extra[group[0]]:
-      gather = functools.partial(jax.lax.all_gather, axis_name=extra[group[0]], axis=axis, tiled=True)
-      scale = narrow.scale if quant.tile[axis] == WHOLE else gather(narrow.scale)
-      narrow = dataclasses.replace(narrow, data=gather(narrow.data), scale=scale)
+      narrow = collectives.gather_scaled(narrow, extra[group[0]], axis)
   sizes = {c: n * layout.size(extra[c]) for c, n in zip(letters, w.shape)}
   return _Matrix(narrow, free, batch, sizes)
 

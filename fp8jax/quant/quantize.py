@@ -1,48 +1,54 @@
 """quantize(x, quant) -> Scaled: tile amax, then scale, then clip and round.
 
-Source: current (just-in-time) scaling. The scale rule `amax / max` and its power-of-two variant
-are those of DeepSeek-V3 (arXiv:2412.19437) §3.3 and Transformer Engine's block recipe, which states
-them through the inverse.
+Source: current (just-in-time) scaling. The scale rule, amax over the format's maximum or that rounded
+up to a power of two, is the one of DeepSeek-V3 (arXiv:2412.19437) §3.3 and Transformer Engine's block
+recipe, which states it through the inverse.
 Assumes: nothing about x. A tile whose amax is 0, infinite or NaN gets scale 1; one whose amax is too
 small for a normal float32 scale gets the smallest normal. NaN stays NaN, infinity saturates.
+
+Every operation here is one that XLA leaves alone, so that eager, jit, CPU and GPU agree to the bit. It
+rewrites a division by a constant or by a broadcast into a multiplication by a rounded reciprocal, off
+by one ulp about half of the time; therefore both reciprocals are spelled out.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp8jax.formats import Format
 from fp8jax.quant import scaled
 from fp8jax.recipe import WHOLE, Quant, Scale
 
 # Smallest normal float32. Scales below it would be flushed to zero by CPUs and GPUs alike.
-_MIN_SCALE = 2.0**-126
+_MIN_SCALE = np.float32(2.0**-126)
 
 
 def amax_to_scale(amax, format: Format, kind: Scale):
-  """float32 scale, finite and positive, with amax / scale <= format.max.
+  """float32 scale, finite and positive, that brings amax to at most format.max.
 
   Args:
     amax: float32, any shape, in the tensor's own units; may be 0, inf or NaN (gives 1).
     format: the narrow format that the tile will be stored in.
-    kind: F32 keeps the quotient; POW2 rounds it up to a power of two.
+    kind: F32: amax * (1 / format.max), both roundings float32's, so that amax / scale may exceed
+      format.max by an ulp or two (which rounds back). POW2: the smallest power of two not below
+      amax / format.max, exactly.
   """
-  scale = jnp.maximum(amax.astype(jnp.float32) / format.max, _MIN_SCALE)
-  if kind is Scale.POW2:
-    scale = round_up_to_power_of_two(scale)
+  amax = amax.astype(jnp.float32)
+  scale = _power_of_two(amax, format) if kind is Scale.POW2 else amax * np.float32(1 / format.max)
   is_usable = (amax > 0) & (amax < jnp.inf)
-  return jnp.where(is_usable, scale, 1.0)
+  return jnp.where(is_usable, jnp.maximum(scale, _MIN_SCALE), 1.0)
 
 
-def round_up_to_power_of_two(x):
-  """Smallest power of two >= x, for positive normal float32.
-
-  Works on the bits: `exp2` and `log2` are inexact on CPU and miss by a factor of two.
-  """
-  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-  has_fraction = (bits & 0x7FFFFF) != 0
-  # Biased exponent 254 is the largest finite one; no amax / format.max comes near it.
-  exponent = jnp.minimum((bits >> 23) + has_fraction, 254)
-  return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+def _power_of_two(amax, format: Format):
+  """2^ceil(log2(amax / format.max)) by comparing bits; `exp2` and `log2` are inexact on CPU."""
+  mantissa, exponent = math.frexp(format.max)
+  fraction_of_max = round((2 * mantissa - 1) * 2**23)
+  bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
+  is_above = (bits & 0x7FFFFF) > fraction_of_max
+  biased = (bits >> 23) - (exponent - 1) + is_above
+  return jax.lax.bitcast_convert_type(jnp.clip(biased, 1, 254) << 23, jnp.float32)
 
 
 def cast(x, format: Format):
@@ -81,6 +87,6 @@ def quantize(x, quant: Quant, *, contraction: int = 1, amax_axes=((), ())) -> sc
   if shared:
     amax = jax.lax.pmax(amax, shared)
   scale = amax_to_scale(amax, quant.format, quant.scale)
-  data = cast(tiles / scale[:, None, :, None], quant.format)
+  data = cast(tiles * (1.0 / scale)[:, None, :, None], quant.format)
   data = data.reshape(padded.shape)[: x.shape[0], : x.shape[1]]
   return scaled.Scaled(data, scale, tile)

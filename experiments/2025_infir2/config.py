@@ -1,0 +1,45 @@
+"""InfiR2 §4 (arXiv:2509.22536): continued pre-training in block FP8 tracks BF16.
+
+what:      SmolLM2-135M continued on Python documentation and the Brown corpus, one arm per recipe
+command:   bash experiments/2025_infir2/run.sh
+hardware:  two CPU cores, 6 GB of memory
+expected:  |loss_fp8 - loss_bf16| / loss_bf16 < 0.0025 at every evaluation (the literature's bar:
+           DeepSeek-V3, arXiv:2412.19437, §3.3)
+differs:   135M instead of 1.5B and 7B, 1.05M tokens instead of 160B; on CPU the compute dtype is
+           float32, so that the arm named bf16 is a float32 baseline
+"""
+
+from configs import base
+
+DATA = "assets/infir2_data"
+
+# Each arm names the backend it was run with, and fails where that backend cannot.
+ARMS = {
+  "bf16": {"recipe": "bf16", "matmul": "auto"},
+  "block_128": {"recipe": "block_128", "matmul": "reference"},
+  "block_128_pow2": {"recipe": "block_128_pow2", "matmul": "reference"},
+  "tensor_current": {"recipe": "tensor_current", "matmul": "xla"},
+}
+
+
+def get_config(arm="block_128"):
+  if arm not in ARMS:
+    raise ValueError(f"unknown arm {arm!r}; expected one of {', '.join(ARMS)}")
+  c = base.get_config(ARMS[arm]["recipe"])
+  c.kernels.matmul = ARMS[arm]["matmul"]
+  c.init.hf = "assets/smollm2-135m"
+  c.model.preset = "smollm2_135m"
+  c.data.eos = "<|endoftext|>"
+  c.data.sources = {
+    # The new domain, and a little of a distant one whose held-out part shows forgetting.
+    "python_docs": base.source("text", f"{DATA}/python_docs/**/*.txt", weight=0.9),
+    "brown": base.source("text", f"{DATA}/brown/*.txt", weight=0.1),
+  }
+  c.steps, c.batch, c.length = 1024, 4, 256  # 1,048,576 tokens
+  c.optim.schedule = "wsd"  # InfiR2's shape: warm up 1/16, hold, cosine tail over the last 1/8
+  c.optim.warmup_steps, c.optim.decay_steps = 64, 128
+  c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5
+  c.eval.tokens, c.eval.batch, c.eval.every = 16384, 4, 256
+  c.checkpoint.every, c.checkpoint.keep = 64, 1
+  c.log.every = 16
+  return c

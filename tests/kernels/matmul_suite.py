@@ -1,0 +1,77 @@
+"""What every scaled_matmul backend must pass. A backend's test file names itself and its recipes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import tolerances
+from lattice import lattice
+
+from fp8jax.kernels import scaled_matmul
+from fp8jax.quant import quantize
+from fp8jax.recipe import Gemm, Scale
+
+
+def _run(backend: str, gemm: Gemm, a, b):
+  @jax.jit
+  def run(a, b):
+    return scaled_matmul.scaled_matmul(
+      quantize.quantize(a, gemm.lhs),
+      quantize.quantize(b, gemm.rhs),
+      accumulate=gemm.accumulate,
+      backend=backend,
+    )
+
+  return np.asarray(run(a, b))
+
+
+def check_exact_on_lattice(backend: str, gemm: Gemm, shape, rng):
+  m, n, k = shape
+  a, b = lattice(rng, m, k), lattice(rng, n, k)
+  want = a.astype(np.float64) @ b.astype(np.float64).T
+  np.testing.assert_array_equal(_run(backend, gemm, a, b), want)
+
+
+def check_sum_of_quantized_operands(backend: str, gemm: Gemm, shape, rng):
+  """Random operands, quantised by an independent oracle, multiplied in float64."""
+  m, n, k = shape
+  # Magnitudes vary by tile, so that a scale taken from the wrong tile shows.
+  a = rng.standard_normal((m, k)) * np.exp(2 * rng.standard_normal((m, 1)))
+  b = rng.standard_normal((n, k)) * np.exp(2 * np.sin(np.arange(k) // 64))
+  wide = [
+    oracle.fake_quantize(x, q.format.name, q.tile, q.scale is Scale.POW2)
+    for x, q in ((a, gemm.lhs), (b, gemm.rhs))
+  ]
+  want = wide[0] @ wide[1].T
+  got = _run(backend, gemm, a.astype(np.float32), b.astype(np.float32))
+  # Rounding grows with the products' magnitudes, not with their possibly cancelling sum.
+  bound = np.abs(wide[0]) @ np.abs(wide[1]).T
+  assert np.max(np.abs(got - want) / bound) < tolerances.FLOAT32_SUM
+
+
+def check_extreme_scales_stay_finite(backend: str, gemm: Gemm, rng):
+  """The product of two scales may leave float32 although the result does not."""
+  a = lattice(rng, 16, 256) * np.float32(2.0**-120)
+  b = lattice(rng, 16, 256) * np.float32(2.0**110)
+  a[:, :128] = 0  # zero blocks against huge ones: 0 times something finite
+  want = (a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32)
+  np.testing.assert_array_equal(_run(backend, gemm, a, b), want)
+
+
+def check_operands_are_narrow(backend: str, gemm: Gemm):
+  """Every dot of the traced program multiplies the narrow formats themselves."""
+  a, b = jnp.zeros((32, 256)), jnp.zeros((48, 256))
+
+  def run(a, b):
+    return scaled_matmul.scaled_matmul(
+      quantize.quantize(a, gemm.lhs),
+      quantize.quantize(b, gemm.rhs),
+      accumulate=gemm.accumulate,
+      backend=backend,
+    )
+
+  dots = [e for e in jax.make_jaxpr(run)(a, b).eqns if e.primitive.name == "dot_general"]
+  assert dots
+  for dot in dots:
+    assert [v.aval.dtype for v in dot.invars] == [gemm.lhs.format.dtype, gemm.rhs.format.dtype]
+    assert dot.outvars[0].aval.dtype == jnp.float32

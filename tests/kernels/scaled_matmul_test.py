@@ -1,0 +1,56 @@
+"""The suite, for each backend that plain XLA provides."""
+
+import matmul_suite as suite
+import pytest
+import shapes
+
+from fp8jax import recipes
+from fp8jax.kernels import backend as backend_lib
+from fp8jax.recipe import Gemm
+
+NARROW = [r for r in recipes.RECIPES.values() if r.fwd.is_narrow]
+CPU = backend_lib.Device("cpu")
+
+
+def _cases():
+  for name in ("reference", "xla"):
+    seen = set()
+    for recipe in NARROW:
+      for which in ("fwd", "dgrad", "wgrad"):
+        gemm: Gemm = getattr(recipe, which)
+        problem = backend_lib.Problem(64, 64, 64, gemm, CPU)
+        module = backend_lib.scaled_matmul.BACKENDS[name]
+        if module.supports(problem) is None and gemm not in seen:
+          seen.add(gemm)
+          yield pytest.param(name, gemm, id=f"{name}-{recipe.name}-{which}")
+
+
+CASES = list(_cases())
+
+
+def test_every_narrow_gemm_has_a_case():
+  assert {gemm for _, gemm in (c.values for c in CASES)} == {
+    getattr(r, w) for r in NARROW for w in ("fwd", "dgrad", "wgrad")
+  }
+
+
+@pytest.mark.parametrize("name, gemm", CASES)
+@pytest.mark.parametrize("shape", shapes.GEMM, ids=str)
+def test_scaled_matmul_is_exact_on_lattice(rng, name, gemm, shape):
+  suite.check_exact_on_lattice(name, gemm, shape, rng)
+
+
+@pytest.mark.parametrize("name, gemm", CASES)
+@pytest.mark.parametrize("shape", shapes.ODD + shapes.LONG, ids=str)
+def test_scaled_matmul_sums_what_the_oracle_quantizes(rng, name, gemm, shape):
+  suite.check_sum_of_quantized_operands(name, gemm, shape, rng)
+
+
+@pytest.mark.parametrize("name, gemm", CASES)
+def test_scaled_matmul_survives_extreme_scales(rng, name, gemm):
+  suite.check_extreme_scales_stay_finite(name, gemm, rng)
+
+
+@pytest.mark.parametrize("name, gemm", CASES)
+def test_scaled_matmul_multiplies_narrow_operands(name, gemm):
+  suite.check_operands_are_narrow(name, gemm)

@@ -1,0 +1,144 @@
+"""The dot and the loss on eight devices: what they compute and what they move."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tolerances
+from lattice import lattice
+
+from fp8jax import axes, mesh, recipes
+from fp8jax.ops import site as site_lib
+from fp8jax.ops.dot import dot
+from fp8jax.ops.loss import cross_entropy
+
+WEIGHTS = axes.as_rules(dict(D="fsdp", F="tensor", H="tensor", V="tensor"))
+ACTS = axes.as_rules(dict(B=("data", "fsdp"), F="tensor", H="tensor", V="tensor"))
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)]
+EQUATIONS = [
+  ("BLD,DF->BLF", dict(B=8, L=128, D=1024, F=512)),  # column parallel
+  ("BLF,FD->BLD", dict(B=8, L=128, F=512, D=1024)),  # row parallel: partial sums
+  ("BLHK,HKD->BLD", dict(B=8, L=128, H=4, K=128, D=1024)),
+]
+
+
+def _layout(shape):
+  return axes.Layout(mesh.make(shape), WEIGHTS, ACTS)
+
+
+def _site(recipe, layout):
+  return site_lib.single(recipe).with_layout(layout)
+
+
+def _place(x, letters, spec, layout):
+  return jax.device_put(x, jax.NamedSharding(layout.mesh, spec(letters)))
+
+
+def _run(eqn, x, w, g, site):
+  xs, ws, ys = eqn.replace("->", ",").split(",")
+  layout = site.layout
+  if layout.mesh is not None:
+    x, g = _place(x, xs, layout.act_spec, layout), _place(g, ys, layout.act_spec, layout)
+    w = _place(w, ws, layout.weight_spec, layout)
+
+  @jax.jit
+  def run(x, w, g, site):
+    y, pull = jax.vjp(lambda x, w, s: dot(eqn, x, w, s), x, w, site)
+    return y, *pull(g)
+
+  return run(x, w, g, site), run.lower(x, w, g, site)
+
+
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("eqn, sizes", EQUATIONS, ids=[e for e, _ in EQUATIONS])
+def test_dot_on_a_mesh_is_exact_on_lattice_inputs(rng, eqn, sizes, shape, recipe):
+  operands = [lattice(rng, *(sizes[c] for c in t)) for t in eqn.replace("->", ",").split(",")]
+  (y, dx, dw, seen), _ = _run(eqn, *operands, _site(recipe, _layout(shape)))
+  want, _ = _run(eqn, *operands, site_lib.single(recipe))
+  for got, exact in zip((y, dx, dw, seen.tap), (*want[:3], want[3].tap)):
+    np.testing.assert_array_equal(got, exact)
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_dot_on_a_mesh_scales_like_one_device(rng, shape):
+  """Magnitudes that differ by shard: a scale taken from a shard alone would differ visibly."""
+  eqn, sizes = EQUATIONS[0]
+  x, w, g = (rng.standard_normal([sizes[c] for c in t]) for t in ("BLD", "DF", "BLF"))
+  x *= np.exp(np.arange(8))[:, None, None]
+  w *= np.exp(np.arange(1024) / 200)[:, None]
+  operands = [t.astype(np.float32) for t in (x, w, g)]
+  for recipe in recipes.RECIPES:
+    got, _ = _run(eqn, *operands, _site(recipe, _layout(shape)))
+    want, _ = _run(eqn, *operands, site_lib.single(recipe))
+    for a, b in zip(got[:3], want[:3]):
+      np.testing.assert_allclose(a, b, rtol=0, atol=tolerances.FLOAT32_SUM * np.abs(b).max())
+
+
+def test_dot_gradient_of_a_weight_lies_where_the_weight_lies(rng):
+  eqn, sizes = EQUATIONS[0]
+  layout = _layout((2, 2, 2))
+  operands = [lattice(rng, *(sizes[c] for c in t)) for t in ("BLD", "DF", "BLF")]
+  (_, _, dw, _), _ = _run(eqn, *operands, _site("block_128", layout))
+  assert dw.sharding.is_equivalent_to(
+    jax.NamedSharding(layout.mesh, layout.weight_spec("DF")), 2
+  )
+
+
+def _gathered(lowered) -> set[str]:
+  """dtypes of the matrices (not scales) that all-gathers of the compiled program move."""
+  text = lowered.compile().as_text()
+  return {
+    m[1] for m in re.finditer(r"= (\w+)\[([\d,]+)\]\S* all-gather\(", text)
+    if np.prod([int(n) for n in m[2].split(",")]) > 8192
+  }  # fmt: skip
+
+
+def test_weights_cross_the_wire_narrow_where_tiles_are_whole(rng):
+  layout = _layout((1, 8, 1))
+  make = lambda n: [lattice(rng, 8, 128, n), lattice(rng, n, 512), lattice(rng, 8, 128, 512)]  # noqa: E731
+  aligned = _run("BLD,DF->BLF", *make(1024), _site("block_128", layout))[1]
+  assert _gathered(aligned) == {"u8"}
+  # 576 / 8 = 72 rows hold no whole tile: the master is gathered, and the result stays exact.
+  operands = make(576)
+  straddling = _run("BLD,DF->BLF", *operands, _site("block_128", layout))
+  assert _gathered(straddling[1]) == {"f32"}
+  want, _ = _run("BLD,DF->BLF", *operands, site_lib.single("block_128"))
+  for a, b in zip(straddling[0][:3], want[:3]):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("eqn", ["BLD,DV->BLV", "BLD,VD->BLV"])
+def test_cross_entropy_on_a_mesh_equals_one_device(rng, eqn, shape):
+  batch, length, width, vocabulary = 8, 40, 64, 128
+  layout = _layout(shape)
+  h = rng.standard_normal((batch, length, width)).astype(np.float32)
+  letters = eqn.split(",")[1].partition("->")[0]
+  head = rng.standard_normal([{"D": width, "V": vocabulary}[c] for c in letters]).astype(np.float32)
+  targets = rng.integers(0, vocabulary, (batch, length)).astype(np.int32)
+  weights = rng.random((batch, length)).astype(np.float32)
+
+  def run(site, h, head, targets, weights):
+    def loss(h, head, site):
+      return cross_entropy(h, head, eqn, targets, weights, site, chunk=16)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(h, head, site)
+
+  want = run(site_lib.single("bf16"), *map(jnp.asarray, (h, head, targets, weights)))
+  got = run(
+    _site("bf16", layout),
+    _place(h, "BLD", layout.act_spec, layout),
+    _place(head, letters, layout.weight_spec, layout),
+    _place(targets, "BL", layout.act_spec, layout),
+    _place(weights, "BL", layout.act_spec, layout),
+  )
+  np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+  for a, b in zip(got[1][:2], want[1][:2]):
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerances.FLOAT32_SUM * np.abs(b).max())
+  np.testing.assert_allclose(got[1][2].tap, want[1][2].tap, rtol=1e-6)
+  assert got[1][1].sharding.is_equivalent_to(
+    jax.NamedSharding(layout.mesh, layout.weight_spec(letters)), 2
+  )

@@ -1,0 +1,115 @@
+"""A run that dies continues exactly; one that is asked to stop saves and leaves."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from fp8jax import checkpoint
+
+ARGS = [
+  "--config=configs/debug.py",
+  "--config.steps=20",
+  "--config.batch=2",
+  "--config.length=128",
+  "--config.checkpoint.every=5",
+  "--config.optim.decay_steps=5",
+  "--config.optim.warmup_steps=5",
+  "--config.eval.tokens=256",
+  "--config.eval.batch=2",
+  "--config.log.tensorboard=False",
+]
+
+
+def _launch(root: pathlib.Path, workdir, *extra) -> subprocess.Popen:
+  env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
+  return subprocess.Popen(
+    [sys.executable, "launch.py", *ARGS, f"--workdir={workdir}", *extra],
+    cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+  )  # fmt: skip
+
+
+def _metrics(workdir) -> dict[int, dict]:
+  found = {}
+  with open(workdir / "metrics.jsonl") as f:
+    for line in f:
+      row = json.loads(line)
+      assert row["step"] not in found or "loss" not in row or "loss" not in found[row["step"]]
+      found.setdefault(row["step"], {}).update(row)
+  return found
+
+
+def _wait_for_step(process, workdir, step: int):
+  path = workdir / "metrics.jsonl"
+  deadline = time.time() + 120
+  while time.time() < deadline and process.poll() is None:
+    if path.exists() and any(json.loads(x)["step"] >= step for x in path.read_text().splitlines()):
+      return
+    time.sleep(0.05)
+  pytest.fail(f"never reached step {step}:\n{process.stdout.read()}")
+
+
+def _params(workdir, step):
+  saved = checkpoint.Checkpoints(str(workdir), 2)
+  import jax
+
+  tree = saved._manager.restore(  # noqa: SLF001 (raw: as stored, no abstract tree)
+    step, args=checkpoint.ocp.args.Composite(params=checkpoint.ocp.args.StandardRestore())
+  ).params
+  saved.close()
+  return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository):
+  whole = _launch(repository, tmp_path / "whole")
+  assert whole.wait(timeout=240) == 0, whole.stdout.read()
+  broken = _launch(repository, tmp_path / "broken")
+  _wait_for_step(broken, tmp_path / "broken", 13)  # past the checkpoint of step 10
+  broken.send_signal(signal.SIGKILL)
+  broken.wait()
+  resumed = _launch(repository, tmp_path / "broken")
+  output = resumed.communicate(timeout=240)[0]
+  assert resumed.returncode == 0, output
+  assert "resuming from step" in output
+  a, b = _metrics(tmp_path / "whole"), _metrics(tmp_path / "broken")
+  assert sorted(a) == sorted(b) == list(range(21))
+  for step in range(1, 21):
+    for key in ("loss", "grad_norm", "update_norm", "param_norm", "learning_rate"):
+      assert a[step][key] == b[step][key], (step, key)
+  for x, y in zip(_params(tmp_path / "whole", 20), _params(tmp_path / "broken", 20), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_asked_to_stop_saves_and_exits_zero(tmp_path, repository, number):
+  process = _launch(repository, tmp_path, "--config.steps=100000", "--config.checkpoint.every=0")
+  _wait_for_step(process, tmp_path, 3)
+  process.send_signal(number)
+  output = process.communicate(timeout=120)[0]
+  assert process.returncode == 0, output
+  assert "interrupted: saved step" in output
+  saved = checkpoint.Checkpoints(str(tmp_path), 2)
+  steps = saved.steps()
+  saved.close()
+  assert len(steps) == 1 and steps[0] >= 3
+
+
+def test_restart_with_other_values_names_them_and_refuses(tmp_path, repository):
+  first = _launch(repository, tmp_path, "--config.steps=10")
+  assert first.wait(timeout=120) == 0, first.stdout.read()
+  changed = ("--config.steps=10", "--config.optim.peak_lr=5e-4", "--config.log.every=3")
+  second = _launch(repository, tmp_path, *changed)
+  output = second.communicate(timeout=120)[0]
+  assert second.returncode == 1
+  assert "optim.peak_lr was 0.001 at step 10 and is 0.0005 now" in output
+  assert "log.every: 10 -> 3" in output and "log.every was" not in output
+  told = _launch(repository, tmp_path, *changed,
+                 "--config.checkpoint.accept_changes=('optim.peak_lr',)")  # fmt: skip
+  output = told.communicate(timeout=120)[0]
+  assert told.returncode == 0, output

@@ -1,0 +1,22 @@
+"""Error budgets by format. The only place with an rtol; they may only shrink.
+
+`difference` is DeepGEMM's scalar measure, 1 - 2<x, y> / (|x|^2 + |y|^2): about half the squared
+relative error.
+"""
+
+import numpy as np
+
+# GEMM of normally distributed operands against float64, per format of the wider-error operand.
+GEMM_DIFFERENCE = {"bf16": 1e-12, "e4m3": 8e-4, "e5m2": 2.5e-3}
+# float32 accumulation of up to 2^12 products against float64, relative to the largest result.
+FLOAT32_SUM = 2e-6
+# Losses of the same run on different meshes, relative.
+MESH_LOSS = 1e-5
+# Logits against transformers, both in float32, absolute.
+LOGITS_TINY = 1e-4
+LOGITS_SMOLLM2 = 5e-4
+
+
+def difference(x, y) -> float:
+  x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+  return float(1 - 2 * np.sum(x * y) / np.sum(x * x + y * y))
