@@ -8,13 +8,19 @@ from ml_collections import config_flags
 from configs import base
 from fp8jax import jobs
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "Which configuration, e.g. configs/debug.py.")
+CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "Which configuration, e.g. configs/debug.py."
+)
 JOB = flags.DEFINE_enum("job", "train", jobs.NAMES, "What to do with it.")
 WORKDIR = flags.DEFINE_string("workdir", "", "Where the run lives; default runs/<config>[_<arm>].")
 DISTRIBUTED = flags.DEFINE_boolean(
-  "distributed", False, "Call jax.distributed.initialize(), which finds SLURM, Open MPI or the flags below."
+  "distributed",
+  False,
+  "Call jax.distributed.initialize(), which finds SLURM, Open MPI or the flags below.",
 )
-COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, without a scheduler.")
+COORDINATOR = flags.DEFINE_string(
+  "coordinator", None, "host:port of process 0, without a scheduler."
+)
 PROCESSES = flags.DEFINE_integer("processes", None, "Number of processes, without a scheduler.")
 PROCESS = flags.DEFINE_integer("process", None, "Index of this process, without a scheduler.")
 

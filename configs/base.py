@@ -79,7 +79,9 @@ def get_config(arm=""):
   c.optim.eps = 1e-8
   c.optim.weight_decay = 0.1  # decoupled; not on norms and biases
   c.optim.clip = 1.0  # global gradient norm; 0 turns clipping off
-  c.optim.on_nonfinite = "stop"  # at a NaN or infinite loss or gradient: "stop", or "skip" and count
+  c.optim.on_nonfinite = (
+    "stop"  # at a NaN or infinite loss or gradient: "stop", or "skip" and count
+  )
 
   c.mesh = ConfigDict()  # devices per axis; one may be -1: whatever is left
   c.mesh.data = 1  # copies of the model
@@ -104,7 +106,8 @@ def get_config(arm=""):
   c.checkpoint = ConfigDict()
   c.checkpoint.every = 50  # steps; 0: only at the end and on interruption
   c.checkpoint.keep = 2  # newest checkpoints to keep
-  # Keys whose change a resumed run may accept although they alter the result, e.g. ("optim.peak_lr",).
+  # Keys whose change a resumed run may accept although they alter the result, e.g.
+  # ("optim.peak_lr",).
   c.checkpoint.accept_changes = ()
 
   c.log = ConfigDict()

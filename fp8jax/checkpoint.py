@@ -1,9 +1,9 @@
 """Checkpoints: Orbax, asynchronous and atomic, with the data position and the configuration.
 
-A checkpoint holds the parameters and, apart from them, the rest of the State (so that evaluation and
-export read only what they need), the loader's position on every process, and a JSON of the resolved
-configuration and the data's fingerprint. Restoring takes shardings from the abstract tree, so a run
-continues on another mesh.
+A checkpoint holds the parameters and, apart from them, the rest of the State (so that evaluation
+and export read only what they need), the loader's position on every process, and a JSON of the
+resolved configuration and the data's fingerprint. Restoring takes shardings from the abstract tree,
+so a run continues on another mesh.
 """
 
 import dataclasses
@@ -40,7 +40,9 @@ class Checkpoints:
     steps = self.steps()
     if not steps:
       where = self._manager.directory
-      raise FileNotFoundError(f"{where} holds no checkpoint; train first, or name another --workdir")
+      raise FileNotFoundError(
+        f"{where} holds no checkpoint; train first, or name another --workdir"
+      )
     if wanted == -1:
       return steps[-1]
     if wanted not in steps:

@@ -167,7 +167,9 @@ def _one_of(problems: _Problems, key: str, value: str, allowed):
 def _model(c: ConfigDict) -> model_config.ModelConfig:
   if c.model.preset == "hf":
     if not c.init.hf:
-      raise ValueError("model.preset='hf' reads the architecture of init.hf; set init.hf to a folder")
+      raise ValueError(
+        "model.preset='hf' reads the architecture of init.hf; set init.hf to a folder"
+      )
     model = hf.read_config(c.init.hf)
   elif c.model.preset in presets.PRESETS:
     model = presets.PRESETS[c.model.preset]
@@ -181,10 +183,14 @@ def _model(c: ConfigDict) -> model_config.ModelConfig:
   model = dataclasses.replace(model, **changes)
   if c.init.hf and c.model.preset != "hf":
     there = hf.read_config(c.init.hf)
+    # These do not change what the weights compute; a vocabulary may be padded.
+    harmless = {"init_std", "max_positions"}
+    if there.vocab_size <= model.vocab_size:
+      harmless.add("vocab_size")
     different = [
       f"{f.name} {getattr(there, f.name)} there, {getattr(model, f.name)} here"
       for f in dataclasses.fields(model)
-      if f.name != "init_std" and getattr(there, f.name) != getattr(model, f.name)
+      if f.name not in harmless and getattr(there, f.name) != getattr(model, f.name)
     ]
     if different:
       raise ValueError(
@@ -300,8 +306,8 @@ def _check_rules(c: ConfigDict, problems: _Problems):
     have, need = weights.get(letter, ()), acts.get(letter, ())
     problems.check(
       have[: len(need)] == need,
-      f"sharding.weights.{letter}={have} must begin with sharding.acts.{letter}={need}: a weight is "
-      "gathered to where activations are, never scattered",
+      f"sharding.weights.{letter}={have} must begin with sharding.acts.{letter}={need}: a weight "
+      "is gathered to where activations are, never scattered",
     )
 
 
@@ -363,8 +369,10 @@ def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 
 
 # Keys that may change between a run and its continuation without changing its result.
-_HARMLESS = ("log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
-             "memory.", "data.workers", "data.prefetch", "init.hf", "optim.on_nonfinite")  # fmt: skip
+_HARMLESS = (
+  "log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
+  "memory.", "data.workers", "data.prefetch", "init.hf", "optim.on_nonfinite",
+)  # fmt: skip
 
 
 def refused_changes(changes: dict[str, Any], accepted) -> list[str]:

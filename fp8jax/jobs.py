@@ -40,9 +40,12 @@ def run(job: str, c: ConfigDict, base: ConfigDict, name: str, workdir: str) -> i
     if job == "train":
       train.run(plan, workdir, config.flatten(base))
     else:
-      result = {"evaluate": _evaluate, "prepare": _prepare, "export": _export, "diagnose": _diagnose}[
-        job
-      ](plan, workdir)
+      result = {
+        "evaluate": _evaluate,
+        "prepare": _prepare,
+        "export": _export,
+        "diagnose": _diagnose,
+      }[job](plan, workdir)
       if jax.process_index() == 0:
         print(json.dumps(result, indent=2))
     return 0
@@ -74,7 +77,9 @@ def _evaluate(plan: config.Plan, workdir: str):
 def _prepare(plan: config.Plan, workdir: str):
   """Tokenizes every source into ArrayRecord files."""
   target = config.folder_of(plan.config.prepare.path, workdir, "prepared")
-  return prepare.run(plan.data, target, plan.config.prepare.shard_tokens, writers.console(stderr=True))
+  return prepare.run(
+    plan.data, target, plan.config.prepare.shard_tokens, writers.console(stderr=True)
+  )
 
 
 def _export(plan: config.Plan, workdir: str):
@@ -96,7 +101,9 @@ def _diagnose(plan: config.Plan, workdir: str):
   """Repeats the pass over the batch that a run stopped at."""
   name = os.path.join(workdir, "nonfinite", f"batch_{jax.process_index()}.npz")
   if not os.path.exists(name):
-    raise FileNotFoundError(f"{name} does not exist: no run in {workdir} stopped at a non-finite value")
+    raise FileNotFoundError(
+      f"{name} does not exist: no run in {workdir} stopped at a non-finite value"
+    )
   with np.load(name) as saved:
     host = dict(saved)
   params, step, _ = _restore_params(plan, workdir)
@@ -133,7 +140,9 @@ def initialize_distributed(coordinator, processes, process):
 
 def parse_flags(argv: list[str], base: ConfigDict) -> list[str]:
   """absl's parser, with one-line errors that name the nearest valid key."""
-  if not any(a.startswith("--config=") or a == "--config" for a in argv[1:]) and not _asks_help(argv):
+  if not any(a.startswith("--config=") or a == "--config" for a in argv[1:]) and not _asks_help(
+    argv
+  ):
     sys.exit("error: --config=FILE is required, for example --config=configs/debug.py")
   try:
     return app.parse_flags_with_usage(argv)
@@ -152,7 +161,9 @@ def parse_flags(argv: list[str], base: ConfigDict) -> list[str]:
     if os.path.exists(path):
       sys.exit(f"error: {path}: {e}")
     folder = os.path.dirname(path) or "."
-    have = sorted(f for f in os.listdir(folder) if f.endswith(".py")) if os.path.isdir(folder) else []
+    have = (
+      sorted(f for f in os.listdir(folder) if f.endswith(".py")) if os.path.isdir(folder) else []
+    )
     near = difflib.get_close_matches(os.path.basename(path), have, 1, 0.0)
     hint = f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
     sys.exit(f"error: no config file {path!r}{hint}")

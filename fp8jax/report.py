@@ -12,6 +12,8 @@ from fp8jax.kernels import backend
 from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
 
+_WIRE = {None: "-", True: "narrow", False: "wide"}
+
 
 def site_rows(plan: Plan) -> list[dict[str, Any]]:
   """One row per site: name, number of layers, GEMM sizes per device, recipe, scales, backends."""
@@ -28,8 +30,14 @@ def site_rows(plan: Plan) -> list[dict[str, Any]]:
       "recipe": site.recipe.name,
       "definition": site.recipe.to_dict(),
       "backends": dict(zip(site_lib.PASSES, site.backends)),
+      "weight_gather": _WIRE[site_lib.gathers_narrow(param, site.recipe, plan.model.dims, layout)],
       "notes": [],
     }
+    if row["weight_gather"] == "wide" and site.recipe.fwd.is_narrow:
+      row["notes"].append(
+        "FP8 weight gathers: a shard of some weights holds no whole scale tile, so that the "
+        "float32 master is gathered; choose mesh.fsdp so that every tile stays whole"
+      )
     for which in site_lib.PASSES:
       gemm = getattr(site.recipe, which)
       problem = backend.Problem(*size.of(which), gemm, plan.device)
@@ -46,13 +54,17 @@ def print_start(out: rich.console.Console, plan: Plan, changes: dict[str, Any], 
     out.print(writers.table("config, where it differs from base", ["key", "base", "here"], rows))
   count = params_lib.count(plan.declaration, plan.model.dims)
   mesh = plan.run.layout.mesh
-  shape = " x ".join(f"{a}={n}" for a, n in mesh.shape.items()) if mesh is not None else "one device"
+  shape = (
+    " x ".join(f"{a}={n}" for a, n in mesh.shape.items()) if mesh is not None else "one device"
+  )
   out.print(
     f"model {plan.model.architecture}, {count:,} parameters; compute {plan.run.dtype.name}, "
     f"attention {plan.run.attention}, remat {plan.run.remat}; {shape}; data {fingerprint}"
   )
   rows, notes = [], []
-  for row in site_rows(plan):
+  found = site_rows(plan)
+  has_gathers = any(row["weight_gather"] != "-" for row in found)
+  for row in found:
     used = list(dict.fromkeys(row["backends"].values()))
     rows.append(
       [
@@ -61,10 +73,12 @@ def print_start(out: rich.console.Console, plan: Plan, changes: dict[str, Any], 
         row["recipe"],
         scales(row["definition"]),
         "/".join(used),
+        *([row["weight_gather"]] if has_gathers else []),
       ]
     )
     notes += [n for n in row["notes"] if n not in notes]
   columns = ["site", "MxNxK per device", "recipe", "scales: x, w, gradient", "backend"]
+  columns += ["weight gather"] if has_gathers else []
   out.print(writers.table("sites", columns, rows))
   for note in notes:
     out.print(f"  passed over {note}")

@@ -223,7 +223,8 @@ class _Run:
       self.out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
     accepted = tuple(self.plan.config.checkpoint.accept_changes)
     problems = [
-      f"{key} was {changes[key][0]} at step {step} and is {changes[key][1]} now; to continue anyway, "
+      f"{key} was {changes[key][0]} at step {step} and is {changes[key][1]} now; to continue "
+      "anyway, "
       f'--config.checkpoint.accept_changes="{(*accepted, key)}"'
       for key in config.refused_changes(changes, accepted)
     ]
@@ -304,9 +305,9 @@ class _Run:
     writers.write_json(self.workdir, "nonfinite/report.json", {"step": step, **values, **found})
     raise NonFinite(
       f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. First bad site: "
-      f"{found['first_bad_site']}. The batch is in {folder}, the parameters that met it are checkpoint "
-      f"{step}; --job=diagnose repeats the pass. Lower optim.peak_lr, give the site recipe 'bf16', or "
-      "set optim.on_nonfinite='skip'"
+      f"{found['first_bad_site']}. The batch is in {folder}, the parameters that met it are "
+      f"checkpoint {step}; --job=diagnose repeats the pass. Lower optim.peak_lr, give the site "
+      "recipe 'bf16', or set optim.on_nonfinite='skip'"
     )
 
   # -- what is kept
@@ -358,7 +359,8 @@ def _peak() -> float | None:
 
 
 def keep_source_files(source: str, target: str):
-  """Copies what export will want beside the weights: config.json, tokenizer, generation settings."""
+  """Copies what export will want beside the weights: config.json, tokenizer, generation "
+  "settings."""
   os.makedirs(target, exist_ok=True)
   source = os.path.expanduser(source)
   for name in sorted(os.listdir(source)):
@@ -391,7 +393,8 @@ class _Interrupts(contextlib.AbstractContextManager):
     self._asked = True
 
   def requested(self, step: int, every: int) -> bool:
-    """Whether to stop before this step; all processes agree, at the cost of asking every few steps."""
+    """Whether to stop before this step; all processes agree, at the cost of asking every few "
+    "steps."""
     if jax.process_count() == 1:
       return self._asked
     if step % max(every, 1):

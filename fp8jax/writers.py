@@ -21,7 +21,10 @@ def console(stderr: bool = False) -> rich.console.Console:
   """Where humans read. Not a terminal: plain lines, wide enough not to wrap tables."""
   target = sys.stderr if stderr else sys.stdout
   return rich.console.Console(
-    file=target, highlight=False, width=None if target.isatty() else 120, soft_wrap=not target.isatty()
+    file=target,
+    highlight=False,
+    width=None if target.isatty() else 120,
+    soft_wrap=not target.isatty(),
   )
 
 
@@ -159,8 +162,15 @@ class Progress:
 class Speed:
   """Tokens per second over a sliding window of steps; compilation is not in it."""
 
-  def __init__(self, tokens_per_step: int, flops_per_step: float, peak: float | None, window: int = 20):
-    self._tokens, self._flops, self._peak, self._window = tokens_per_step, flops_per_step, peak, window
+  def __init__(
+    self, tokens_per_step: int, flops_per_step: float, peak: float | None, window: int = 20
+  ):
+    self._tokens, self._flops, self._peak, self._window = (
+      tokens_per_step,
+      flops_per_step,
+      peak,
+      window,
+    )
     self._times: list[float] = []
 
   def tick(self):

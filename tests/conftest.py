@@ -11,7 +11,7 @@ os.environ["XLA_FLAGS"] = (
   os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), *(str(ROOT / 'tests' / d) for d in ('', 'kernels'))]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / d) for d in ("", "kernels"))]
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402

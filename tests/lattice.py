@@ -1,7 +1,8 @@
 """Inputs that every recipe represents exactly: any difference is then plumbing, not rounding.
 
 Integers up to 7 in magnitude with a 7 planted in every run of 16 along both axes and all along the
-last row and column, where a partial tile may be short: the amax of every tile is 7, its scale a power of two (7/448, 7/57344), and every value a narrow number of E4M3 and E5M2.
+last row and column, where a partial tile may be short: the amax of every tile is 7, its scale a
+power of two (7/448, 7/57344), and every value a narrow number of E4M3 and E5M2.
 Products and sums stay integers below 2^24, exact in float32.
 """
 

@@ -45,7 +45,7 @@ def brown(target: pathlib.Path, scratch: pathlib.Path):
 
 
 def detag(line: str) -> str:
-  """"The/at jury/nn said/vbd ./." -> "The jury said." """
+  """ "The/at jury/nn said/vbd ./." -> "The jury said." """
   words = [token.rpartition("/")[0] for token in line.split()]
   text = " ".join(words)
   text = re.sub(r"`` ?", '"', re.sub(r" ?''", '"', text))

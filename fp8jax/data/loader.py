@@ -4,9 +4,9 @@
          -> drop and count -> pack to windows        \\
   ...the same for every other source...               > mix by weight -> batch -> prefetch
 
-Deterministic in the seed; independent of how many threads or workers do the work, since packing comes
-after them; resumable at any step, since the iterator's state is a small JSON value. Weights are shares
-of windows, hence of tokens.
+Deterministic in the seed; independent of how many threads or workers do the work, since packing
+comes after them; resumable at any step, since the iterator's state is a small JSON value. Weights
+are shares of windows, hence of tokens.
 """
 
 import collections
@@ -77,7 +77,8 @@ def train_batches(spec: Spec, batch: int, shard: Shard = Shard(), counts: Counts
     counts: filled while reading.
 
   Returns:
-    A grain DatasetIterator over dictionaries of arrays (see models/transformer.py), each [batch, L].
+    A grain DatasetIterator over dictionaries of arrays (see models/transformer.py), each [batch,
+    L].
   """
   counts = Counts() if counts is None else counts
   streams, weights = [], []
@@ -88,13 +89,51 @@ def train_batches(spec: Spec, batch: int, shard: Shard = Shard(), counts: Counts
   ready = mixed.batch(batch, drop_remainder=True).map(_Batch(spec.cross_document))
   if spec.prefetch:
     ready = grain.experimental.ThreadPrefetchIterDataset(ready, prefetch_buffer_size=spec.prefetch)
-  return iter(ready)
+  return _Resumable(iter(ready))
+
+
+class _Resumable(grain.DatasetIterator):
+  """An iterator whose state survives JSON.
+
+  grain 0.2.18's ConcatThenSplitIterDataset compares a slice of its state with a tuple; JSON brings
+  back a list, an empty remainder is then taken for a document, and the next one is lost. Delete
+  this class when a state that went through JSON resumes exactly without it
+  (tests/data/loader_test.py).
+  """
+
+  def __init__(self, parent: grain.DatasetIterator):
+    super().__init__(parent)
+
+  def __next__(self):
+    return next(self._parent)
+
+  def get_state(self):
+    return self._parent.get_state()
+
+  def set_state(self, state):
+    self._parent.set_state(_slices_as_tuples(state))
+
+  def close(self):
+    self._parent.close()
+
+
+def _slices_as_tuples(state):
+  if isinstance(state, list):
+    return [_slices_as_tuples(x) for x in state]
+  if not isinstance(state, dict):
+    return state
+  return {
+    key: {k: tuple(v) for k, v in value.items()}
+    if key == "remainder_slices"
+    else _slices_as_tuples(value)
+    for key, value in state.items()
+  }
 
 
 def heldout_batches(spec: Spec, name: str, batch: int, num: int, shard: Shard = Shard()):
   """Exactly `num` batches of one source's held-out documents, in an order that never changes.
 
-  Where they run out, the rest is padding of weight 0: every process gives the same number of batches.
+  Where they run out, the rest is padding of weight 0: every process gives as many batches.
   """
   stream = _windows(spec, name, spec.sources[name], "heldout", shard, Counts())
   make = _Batch(spec.cross_document)
@@ -117,7 +156,8 @@ def _windows(spec: Spec, name: str, source, split: str, shard: Shard, counts: Co
       f"data.sources.{name} has {len(documents)} {split} documents, fewer than the {shard.count} "
       "processes that read it; use fewer processes or more data"
     )
-  # The seed differs by source, so that sources of equal length do not move in step. Held-out documents
+  # The seed differs by source, so that sources of equal length do not move in step. Held-out
+  # documents
   # come in one fixed order: the first few are then a fair sample, and the same one in every run.
   own = f"{spec.seed if split == 'train' else 'heldout'}/{name}"
   seed = int.from_bytes(hashlib.sha256(own.encode()).digest()[:4], "big")
@@ -155,8 +195,8 @@ class _Keep:
     if self._patience is not None and self._dropped > self._patience:
       # An endless stream of nothing would hang the run.
       raise ValueError(
-        f"data.sources.{self._name} has no document to train on: all of them are malformed, too long "
-        f"or held out ({dict(self._counts)}); lower data.heldout or give more data"
+        f"data.sources.{self._name} has no document to train on: all of them are malformed, too "
+        f"long or held out ({dict(self._counts)}); lower data.heldout or give more data"
       )
     return is_kept
 
@@ -178,7 +218,9 @@ class _Batch:
     counts = segments[:, 1:] != 0
     batch = {"tokens_BL": tokens[:, :-1], "targets_BL": tokens[:, 1:]}
     if self.cross_document:
-      batch["positions_BL"] = np.broadcast_to(np.arange(length, dtype=np.int32), (len(tokens), length))
+      batch["positions_BL"] = np.broadcast_to(
+        np.arange(length, dtype=np.int32), (len(tokens), length)
+      )
     else:
       counts &= segments[:, 1:] == segments[:, :-1]
       batch["segments_BL"] = segments[:, :-1]

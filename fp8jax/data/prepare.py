@@ -18,7 +18,9 @@ SPLITS = ("train", "heldout")
 _CHUNK = 256
 
 
-def run(spec: loader.Spec, target: str, shard_tokens: int, out: rich.console.Console) -> dict[str, Any]:
+def run(
+  spec: loader.Spec, target: str, shard_tokens: int, out: rich.console.Console
+) -> dict[str, Any]:
   """Writes TARGET/<source>/{train,heldout}-*.array_record and an index.json beside them.
 
   Each record is one document: little-endian uint32 token ids, the end-of-document id last.

@@ -1,8 +1,8 @@
 """Random-access collections of documents.
 
-A source is a sequence: `source[i]` is a record {"text" or "tokens", "origin"} or, where the input is
-malformed, {"error", "origin"}; reading never raises for bad content, because the config decides what
-that means (see tokenize.py). Origins name file and line.
+A source is a sequence: `source[i]` is a record {"text" or "tokens", "origin"} or, where the input
+is malformed, {"error", "origin"}; reading never raises for bad content, because the config decides
+what that means (see tokenize.py). Origins name file and line.
 """
 
 import dataclasses
@@ -61,7 +61,9 @@ def open_source(spec: Mapping[str, Any], split: str = "train") -> Source:
 
 def find_files(pattern: str) -> list[str]:
   """Files that match a glob, sorted; ** descends."""
-  paths = sorted(p for p in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(p))
+  paths = sorted(
+    p for p in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(p)
+  )
   if not paths:
     raise FileNotFoundError(f"no file matches {pattern!r}")
   return paths

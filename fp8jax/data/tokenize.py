@@ -26,7 +26,7 @@ class Tokenizer:
   """Text -> token ids, ending with one end-of-document id.
 
   Attributes:
-    path: "bytes", a tokenizer.json, or a folder that holds one. Loaded on first use, in each worker.
+    path: "bytes", a tokenizer.json, or a folder that holds one. Each worker loads its own.
     eos: the token that ends a document; "" takes the folder's own eos_token.
   """
 
@@ -155,5 +155,6 @@ class Tokenize:
 
   def _refuse(self, policy: str, key: str, origin: str, what: str):
     if policy == "error":
-      raise MalformedDocument(f"{origin}: {what}. Fix it, or set {key}='skip' to pass over such "
-                              "documents and count them")
+      raise MalformedDocument(
+        f"{origin}: {what}. Fix it, or set {key}='skip' to pass over such documents and count them"
+      )

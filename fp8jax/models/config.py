@@ -1,4 +1,4 @@
-"""What a decoder is (ModelConfig) and how it runs (Execution). Neither knows about precision of GEMMs.
+"""What a decoder is (ModelConfig) and how it runs (Execution); precision of GEMMs is elsewhere.
 
 Field names follow Hugging Face's config.json where the field's literature agrees with it.
 """
@@ -117,8 +117,8 @@ class Execution:
   Attributes:
     dtype: compute dtype of activations and of GEMM operands that no recipe narrows.
     attention: implementation, see ops.attention.
-    remat: what backward keeps: "none" recomputes nothing, "linears" keeps the outputs of linears and
-      attention and recomputes norms and activations, "full" keeps only each layer's input.
+    remat: what backward keeps: "none" recomputes nothing, "linears" keeps the outputs of linears
+      and attention and recomputes norms and activations, "full" keeps only each layer's input.
     loss_chunk: positions per chunk of the cross-entropy.
     layout: mesh and sharding tables.
   """

@@ -1,11 +1,10 @@
 """Hugging Face folders: config.json and safetensors, in and out.
 
-One table maps our tree to theirs. Tensors stream: import holds the destination and one tensor, export
-one tensor, whatever the size of the files. Only safetensors are read; pickles never are.
+One table maps our tree to theirs. Tensors stream: import holds the destination and one tensor,
+export one tensor, whatever the size of the files. Only safetensors are read; pickles never are.
 """
 
 import dataclasses
-import functools
 import glob
 import json
 import os
@@ -81,6 +80,7 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
     # Llama and Qwen3 put this bias on the output projection too.
     "attention_bias": bool(c.get("attention_bias", False)),
     "use_sliding_window": bool(c.get("use_sliding_window", False)),
+    "layer_types": any(kind != "full_attention" for kind in c.get("layer_types") or ()),
     "quantization_config": c.get("quantization_config") is not None,
     "pretraining_tp": c.get("pretraining_tp", 1) != 1,
   }
@@ -127,7 +127,9 @@ def _rope_from_hf(c: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]
   kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
   stated.pop("type", None)
   if kind not in rope.KINDS:
-    raise ValueError(f"{where}: rope type {kind!r} is not supported; known: {', '.join(rope.KINDS)}")
+    raise ValueError(
+      f"{where}: rope type {kind!r} is not supported; known: {', '.join(rope.KINDS)}"
+    )
   unknown = [k for k in stated if k not in _ROPE_FIELDS]
   if unknown and kind != "default":
     raise ValueError(f"{where}: rope option {unknown[0]!r} of type {kind!r} is not supported")
@@ -138,10 +140,11 @@ def _rope_from_hf(c: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]
 
 
 def config_to_hf(cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None):
-  """config.json for these values; `base` supplies what a ModelConfig does not hold (token ids...)."""
+  """config.json for these values; `base` supplies what a ModelConfig does not hold (token "
+  "ids...)."""
   c = dict(base or {})
   # One spelling of each rope option, the one that old and new transformers both read.
-  for stale in ("rope_parameters", "torch_dtype", "quantization_config"):
+  for stale in ("rope_parameters", "layer_types", "max_window_layers", "quantization_config"):
     c.pop(stale, None)
   c.update(
     architectures=[ARCHITECTURES[cfg.architecture]],
@@ -292,8 +295,10 @@ def check(folder: Folder, cfg: ModelConfig) -> str:
   if problems:
     shown = "\n".join(f"  - {p}" for p in problems[:20])
     more = f"\n  (+{len(problems) - 20} more)" if len(problems) > 20 else ""
-    raise ValueError(f"{folder.folder!r} does not hold the {cfg.architecture} model its config "
-                     f"describes:\n{shown}{more}")
+    raise ValueError(
+      f"{folder.folder!r} does not hold the {cfg.architecture} model its config "
+      f"describes:\n{shown}{more}"
+    )
   dtypes = {codes[have[n][1]] for n in want}
   return next(d for d in ("float32", "float16", "bfloat16") if d in dtypes)
 
@@ -306,20 +311,21 @@ def _is_ignorable(name: str, cfg: ModelConfig) -> bool:
 def load_params(source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL):
   """float32 parameters of a Hugging Face folder, sharded at birth.
 
-  Host memory: the destination plus one tensor. On several processes each reads only the slices that
-  its devices hold.
+  A vocabulary that cfg makes larger than the folder's is filled up with zero rows. Host memory: the
+  destination plus one tensor.
 
   Returns:
     (parameter tree, dtype name of the file's weights)
   """
   folder = Folder(source)
-  dtype = check(folder, cfg)
+  stored = dataclasses.replace(cfg, vocab_size=read_config(source).vocab_size)
+  dtype = check(folder, stored)
   declaration = transformer.params(cfg)
   flat_params = params.flatten(declaration)
   flat = {}
   for entry in entries(cfg):
     param = flat_params[entry.path]
-    tensor = _read(folder, entry, param, cfg.dims, layout)
+    tensor = _read(folder, entry, cfg.dims, layout)
     if entry.layer is None:
       flat[entry.path] = tensor
       continue
@@ -345,20 +351,25 @@ def _zeros(param: params.Param, dims, layout: axes.Layout):
   return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=sharding)()
 
 
-def _read(folder: Folder, entry: Entry, param: params.Param, dims, layout: axes.Layout):
+def _read(folder: Folder, entry: Entry, dims, layout: axes.Layout):
   """One tensor in our order and dtype, on the devices that hold its parameter."""
-  shape = tuple(dims[x] for x in entry.letters)
   with folder.open(entry.name) as f:
-    if layout.mesh is None:
-      return jnp.asarray(_to_ours(f.get_tensor(entry.name), entry, shape))
-    # Devices of this process share one read; a tensor is dropped before the next one is read.
-    whole = functools.cache(lambda: _to_ours(f.get_tensor(entry.name), entry, shape))
-    sharding = jax.sharding.NamedSharding(layout.mesh, layout.weight_spec(entry.letters))
-    return jax.make_array_from_callback(shape, sharding, lambda index: whole()[index])
+    value = _to_ours(f.get_tensor(entry.name), entry, dims)
+  if layout.mesh is None:
+    return jax.device_put(value)
+  sharding = jax.sharding.NamedSharding(layout.mesh, layout.weight_spec(entry.letters))
+  return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
-def _to_ours(tensor: np.ndarray, entry: Entry, shape) -> np.ndarray:
+def _to_ours(tensor: np.ndarray, entry: Entry, dims) -> np.ndarray:
+  """Their order -> ours, float32, with zero rows for a padded vocabulary."""
   tensor = tensor.T if entry.inputs is not None else tensor
+  if "V" in entry.letters:
+    axis = entry.letters.index("V")
+    padding = [(0, 0)] * tensor.ndim
+    padding[axis] = (0, dims["V"] - tensor.shape[axis])
+    tensor = np.pad(tensor, padding)
+  shape = tuple(dims[x] for x in entry.letters)
   return np.ascontiguousarray(tensor.reshape(shape), np.float32)
 
 
@@ -452,7 +463,8 @@ def _theirs(group: list[Entry], flat, cfg: ModelConfig, dtype: str) -> Iterator[
 
 
 def _on_host(x) -> np.ndarray:
-  """A whole array, also where its shards live on several processes (then on all of them at once)."""
+  """A whole array, also where its shards live on several processes (then on all of them at "
+  "once)."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return multihost_utils.process_allgather(x, tiled=True)
   return np.asarray(jax.device_get(x))

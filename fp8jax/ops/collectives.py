@@ -3,12 +3,15 @@
 Called inside `shard_map`. A layout that is already manual moves nothing: its caller does.
 """
 
+import math
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
 from fp8jax.quant import scaled
-from fp8jax.recipe import WHOLE
+from fp8jax.recipe import WHOLE, Quant
 
 
 def sum_over(y, layout: axes.Layout, contracted: str):
@@ -42,9 +45,30 @@ def gather_scaled(x: scaled.Scaled, over: tuple[str, ...], axis: int) -> scaled.
   def gather(x):
     return jax.lax.all_gather(x, over, axis=axis, tiled=True)
 
-  data = jax.lax.bitcast_convert_type(gather(jax.lax.bitcast_convert_type(x.data, jnp.uint8)), x.data.dtype)
+  data = jax.lax.bitcast_convert_type(
+    gather(jax.lax.bitcast_convert_type(x.data, jnp.uint8)), x.data.dtype
+  )
   scale = x.scale if x.tile[axis] == WHOLE else gather(x.scale)
   return scaled.Scaled(data, scale, x.tile)
+
+
+def tiles_fit(
+  sizes: Mapping[str, int], free: str, contracted: str, quant: Quant, layout: axes.Layout
+) -> bool:
+  """Whether a shard of a weight holds whole scale tiles, so that narrowing commutes with gathering.
+
+  Args:
+    sizes: letter -> size of the shard.
+    free, contracted: letters of the matrix's rows and of its contraction.
+  """
+  for group, tile in zip((free, contracted), quant.tile):
+    is_split = [bool(extra_axes(layout, c)) for c in group]
+    if not any(is_split):
+      continue
+    # Only the slowest letter's shards are contiguous in the flattened axis.
+    if any(is_split[1:]) or (tile != WHOLE and math.prod(sizes[c] for c in group) % tile):
+      return False
+  return True
 
 
 def scatter_gradient(dw, letters: str, contracted: str, layout: axes.Layout):

@@ -35,7 +35,7 @@ from fp8jax.kernels import scaled_matmul
 from fp8jax.ops import collectives
 from fp8jax.ops.site import Site
 from fp8jax.quant import quantize
-from fp8jax.recipe import WHOLE, Gemm, Quant, Recipe
+from fp8jax.recipe import Gemm, Quant, Recipe
 
 
 def dot(eqn: str, x, w, site: Site, *, out_dtype=None):
@@ -58,7 +58,7 @@ def dot(eqn: str, x, w, site: Site, *, out_dtype=None):
 
 
 def fp8_dot_general(lhs, rhs, dimension_numbers, site: Site, *, out_dtype=None):
-  """`jax.lax.dot_general` in the precision `site` prescribes; lhs is the activation, rhs the weight.
+  """`jax.lax.dot_general` in the precision `site` prescribes: of an activation and a weight.
 
   Args:
     lhs: any rank.
@@ -174,45 +174,52 @@ def observe(x, w, g):
 
 def forward(plan: Plan, x, w):
   """x[acts] . w[at rest] -> y[acts] {sum over the axes of the contracted letters}."""
-  s, lay = plan.letters, plan.layout
+  s, layout = plan.letters, plan.layout
 
   def local(x, w):
-    a = _operand(x, s.x, s.contracted, s.batch, plan.recipe.fwd.lhs, x.dtype, lay)
-    b = _weight(w, s.w, s.contracted, s.batch, plan.recipe.fwd.rhs, x.dtype, lay)
+    a = _operand(x, s.x, s.contracted, s.batch, plan.recipe.fwd.lhs, x.dtype, layout)
+    b = _weight(w, s.w, s.contracted, s.batch, plan.recipe.fwd.rhs, x.dtype, layout)
     y = _product(a, b, plan.recipe.fwd, plan.backends[0], plan.out_dtype)
     y = _unflatten(y, a, b, s.y)
-    return collectives.sum_over(y, lay, s.contracted)
+    return collectives.sum_over(y, layout, s.contracted)
 
-  return on_mesh(local, lay, (lay.act_spec(s.x), lay.weight_spec(s.w)), lay.act_spec(s.y))(x, w)
+  return on_mesh(
+    local, layout, (layout.act_spec(s.x), layout.weight_spec(s.w)), layout.act_spec(s.y)
+  )(x, w)
 
 
 def data_gradient(plan: Plan, g, w, dtype):
   """g[acts] . w[at rest]' -> dx[acts] {sum over the axes of w's free letters}."""
-  s, lay = plan.letters, plan.layout
+  s, layout = plan.letters, plan.layout
   contracted = "".join(c for c in s.y if c in s.w and c not in s.x)
 
   def local(g, w):
-    a = _operand(g, s.y, contracted, s.batch, plan.recipe.dgrad.lhs, g.dtype, lay)
-    b = _weight(w, s.w, contracted, s.batch, plan.recipe.dgrad.rhs, g.dtype, lay)
+    a = _operand(g, s.y, contracted, s.batch, plan.recipe.dgrad.lhs, g.dtype, layout)
+    b = _weight(w, s.w, contracted, s.batch, plan.recipe.dgrad.rhs, g.dtype, layout)
     dx = _product(a, b, plan.recipe.dgrad, plan.backends[1], dtype)
     dx = _unflatten(dx, a, b, s.x)
-    return collectives.sum_over(dx, lay, contracted)
+    return collectives.sum_over(dx, layout, contracted)
 
-  return on_mesh(local, lay, (lay.act_spec(s.y), lay.weight_spec(s.w)), lay.act_spec(s.x))(g, w)
+  return on_mesh(
+    local, layout, (layout.act_spec(s.y), layout.weight_spec(s.w)), layout.act_spec(s.x)
+  )(g, w)
 
 
 def weight_gradient(plan: Plan, x, g, dtype):
-  """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes that only the weight is split on}."""
-  s, lay = plan.letters, plan.layout
+  """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes that only the weight is split "
+  "on}."""
+  s, layout = plan.letters, plan.layout
   contracted = "".join(c for c in s.x if c in s.y and c not in s.w)
 
   def local(x, g):
-    a = _operand(x, s.x, contracted, s.batch, plan.recipe.wgrad.lhs, x.dtype, lay)
-    b = _operand(g, s.y, contracted, s.batch, plan.recipe.wgrad.rhs, x.dtype, lay)
+    a = _operand(x, s.x, contracted, s.batch, plan.recipe.wgrad.lhs, x.dtype, layout)
+    b = _operand(g, s.y, contracted, s.batch, plan.recipe.wgrad.rhs, x.dtype, layout)
     dw = _product(a, b, plan.recipe.wgrad, plan.backends[2], dtype)
-    return collectives.scatter_gradient(_unflatten(dw, a, b, s.w), s.w, contracted, lay)
+    return collectives.scatter_gradient(_unflatten(dw, a, b, s.w), s.w, contracted, layout)
 
-  return on_mesh(local, lay, (lay.act_spec(s.x), lay.act_spec(s.y)), lay.weight_spec(s.w))(x, g)
+  return on_mesh(
+    local, layout, (layout.act_spec(s.x), layout.act_spec(s.y)), layout.weight_spec(s.w)
+  )(x, g)
 
 
 # --- operands as matrices ------------------------------------------------------------------------
@@ -235,7 +242,8 @@ class _Matrix:
 
 
 def _flatten(x, letters: str, contracted: str, batch: str):
-  """(matrix [batch?, ...], axis of the contraction 0 or 1, free letters); no copy where avoidable."""
+  """(matrix [batch?, ...], axis of the contraction 0 or 1, free letters); no copy where "
+  "avoidable."""
   free = "".join(c for c in letters if c not in contracted and c not in batch)
   contraction_first = batch + contracted + free
   contraction = 0 if letters == contraction_first else 1
@@ -246,14 +254,18 @@ def _flatten(x, letters: str, contracted: str, batch: str):
   rows = math.prod(sizes[c] for c in free)
   depth = math.prod(sizes[c] for c in contracted)
   groups = (math.prod(sizes[c] for c in batch),) if batch else ()
-  return x.reshape(*groups, *((depth, rows) if contraction == 0 else (rows, depth))), contraction, free
+  return (
+    x.reshape(*groups, *((depth, rows) if contraction == 0 else (rows, depth))),
+    contraction,
+    free,
+  )
 
 
-def _operand(x, letters, contracted, batch, quant: Quant | None, dtype, lay) -> _Matrix:
+def _operand(x, letters, contracted, batch, quant: Quant | None, dtype, layout) -> _Matrix:
   """An activation or gradient, narrow if `quant` says so."""
   sizes = dict(zip(letters, x.shape))
   matrix, contraction, free = _flatten(x, letters, contracted, batch)
-  amax_axes = (lay.act_axes_of(free), lay.act_axes_of(contracted))
+  amax_axes = (layout.act_axes_of(free), layout.act_axes_of(contracted))
   return _Matrix(_narrow(matrix, contraction, quant, dtype, amax_axes), free, batch, sizes)
 
 
@@ -309,31 +321,19 @@ def _weight(w, letters, contracted, batch, quant: Quant | None, dtype, layout) -
   extra = {c: collectives.extra_axes(layout, c) for c in letters}
   if not any(extra.values()):
     return _operand(w, letters, contracted, batch, quant, dtype, layout)
-  if quant is None or batch or not _tiles_fit(w, letters, contracted, quant, extra):
-    # Without a Quant the gather moves the compute dtype, else the master: tiles need all of it.
-    w = w.astype(dtype) if quant is None else w
-    w = collectives.gather_weight(w, letters, layout)
-    return _operand(w, letters, contracted, batch, quant, dtype, layout)
 
   matrix, contraction, free = _flatten(w, letters, contracted, batch)
+  sizes = dict(zip(letters, w.shape))
+  if quant is None or batch or not collectives.tiles_fit(sizes, free, contracted, quant, layout):
+    # Without a Quant the compute dtype travels, else the master: straddling tiles need all of it.
+    w = collectives.gather_weight(w.astype(dtype) if quant is None else w, letters, layout)
+    return _operand(w, letters, contracted, batch, quant, dtype, layout)
+
   groups = (free, contracted)
   amax_axes = tuple(tuple(a for c in group for a in layout.weight_axes(c)) for group in groups)
   narrow = _narrow(matrix, contraction, quant, dtype, amax_axes)
   for axis, group in enumerate(groups):
     if extra[group[0]]:
       narrow = collectives.gather_scaled(narrow, extra[group[0]], axis)
-  sizes = {c: n * layout.size(extra[c]) for c, n in zip(letters, w.shape)}
-  return _Matrix(narrow, free, batch, sizes)
-
-
-def _tiles_fit(w, letters: str, contracted: str, quant: Quant, extra) -> bool:
-  """Whether this shard of w holds whole scale tiles, so that narrowing commutes with gathering."""
-  sizes = dict(zip(letters, w.shape))
-  free = "".join(c for c in letters if c not in contracted)
-  for group, tile in zip((free, contracted), quant.tile):
-    if not any(extra[c] for c in group):
-      continue
-    is_leading = not any(extra[c] for c in group[1:])
-    if not is_leading or (tile != WHOLE and math.prod(sizes[c] for c in group) % tile):
-      return False
-  return True
+  full = {c: n * layout.size(extra[c]) for c, n in sizes.items()}
+  return _Matrix(narrow, free, batch, full)

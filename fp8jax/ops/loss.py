@@ -1,8 +1,8 @@
 """Cross-entropy of a large vocabulary, a chunk of positions at a time.
 
 Logits exist for `chunk` positions only: [B, chunk, V] float32, never [B, L, V]. Their gradient is
-known as soon as they are, so under differentiation each chunk multiplies its three GEMMs on the spot
-and nothing is recomputed; the backward pass merely scales what was stored.
+known as soon as they are, so under differentiation each chunk multiplies its three GEMMs on the
+spot and nothing is recomputed; the backward pass merely scales what was stored.
 
 On a mesh the whole loop runs inside one `shard_map`: the head is gathered once before it and its
 gradient reduced once after it.
@@ -105,13 +105,16 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
 def _bwd(static, residuals, g):
   del static
   dh_BLD, dhead, seen, site = residuals
-  return (g * dh_BLD).astype(dh_BLD.dtype), g * dhead, None, None, jax.tree.map(lambda _: seen, site)
+  return (
+    (g * dh_BLD).astype(dh_BLD.dtype),
+    g * dhead,
+    None,
+    None,
+    jax.tree.map(lambda _: seen, site),
+  )
 
 
 _cross_entropy.defvjp(_fwd, _bwd)
-
-
-
 
 
 def _loss_and_gradient(logits_BCV, targets_BC, weights_BC, layout: axes.Layout):

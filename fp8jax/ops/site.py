@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from fp8jax import axes, params, recipes
 from fp8jax.kernels import backend as backend_lib
-from fp8jax.recipe import WHOLE, Gemm, Quant, Recipe
+from fp8jax.ops import collectives
+from fp8jax.recipe import WHOLE, Recipe
 
 PASSES = ("fwd", "dgrad", "wgrad")
 
@@ -70,8 +71,9 @@ def single(recipe: Recipe | str = "block_128", matmul: str = "auto", name: str =
 def recipe_by_name(name: str) -> Recipe:
   if name not in recipes.RECIPES:
     near = difflib.get_close_matches(name, recipes.RECIPES, 1, 0.0)
-    raise ValueError(f"unknown recipe {name!r}; did you mean {near[0]!r}? "
-                     f"Known: {', '.join(recipes.RECIPES)}")
+    raise ValueError(
+      f"unknown recipe {name!r}; did you mean {near[0]!r}? Known: {', '.join(recipes.RECIPES)}"
+    )
   return recipes.RECIPES[name]
 
 
@@ -179,48 +181,64 @@ def local_size(param, dims, layout: axes.Layout, tokens: int) -> GemmSize:
 
 
 def find_misaligned_tiles(declaration, dims, rules, layout: axes.Layout, tokens: int) -> list[str]:
-  """Scale tiles that would straddle devices, in words: such a tile's scale depends on the mesh."""
+  """Scale tiles of GEMM operands that would straddle devices, in words.
+
+  Such a tile's scale would depend on the mesh. (Weights split for storage only are not meant: those
+  are gathered first where their tiles straddle, see `gathers_narrow`.)
+
+  Args:
+    tokens: tokens of a GEMM on one device.
+  """
   problems = []
   found = find_sites(declaration)
   names = match_rules(list(found), rules)
+  batch_shards = layout.size(layout.act_axes("B"))
 
   def check(what, extent, shards, tile, fix):
-    if shards > 1 and tile not in (WHOLE, 1) and (extent % shards or extent // shards % tile):
+    if shards > 1 and tile != WHOLE and extent // shards % tile:
       problems.append(
-        f"{what}: {extent} split over {shards} devices is {extent / shards:g} per device, which is "
-        f"no multiple of the scale tile {tile}; {fix}"
+        f"{what}: {extent} over {shards} devices is {extent // shards} per device, no multiple of "
+        f"the scale tile {tile}; {fix}"
       )
 
   for path, param in found.items():
     recipe = recipe_by_name(names[path])
-    for letters, role in zip(param.gemm_letters, ("contracted", "produced")):
-      shards = math.prod(layout.size(layout.act_axes(x)) for x in letters)
+    if not recipe.fwd.is_narrow:
+      continue
+    contracted, produced = param.gemm_letters
+    fix = f"lower mesh.tensor, or give {path} recipe 'bf16' or 'tensor_current'"
+    for role, letters, tiles in (
+      ("input", contracted, _tiles(recipe, contracted=True)),
+      ("output", produced, _tiles(recipe, contracted=False)),
+    ):
+      shards = layout.size(layout.act_axes_of(letters))
       extent = math.prod(dims[x] for x in letters)
-      tile = max((_extent(q, role) for q in _quants(recipe, role)), default=1)
-      fix = f"lower mesh.tensor or give {path} recipe 'bf16' or 'tensor_current'"
-      check(f"{path} ({role} {letters})", extent, shards, tile, fix)
-    batch_shards = layout.size(layout.act_axes("B"))
-    tile = max((q.tile[1] for q in (recipe.wgrad.lhs, recipe.wgrad.rhs) if q is not None), default=1)
-    fix = "make batch x sequence per device a multiple of it"
-    check(f"{path} (tokens of the weight gradient)", tokens * batch_shards, batch_shards, tile, fix)
+      for tile in sorted(tiles):
+        check(f"{path}, {role} {letters}", extent, shards, tile, fix)
+    for tile in sorted({recipe.wgrad.lhs.tile[1], recipe.wgrad.rhs.tile[1]}):
+      fix = "make batch / accumulation x length per device a multiple of it"
+      check(
+        f"{path}, tokens of its weight gradient", tokens * batch_shards, batch_shards, tile, fix
+      )
   return problems
 
 
-def _quants(recipe: Recipe, role: str) -> list[tuple[Quant, int]]:
-  """(Quant, axis) of every operand that has `role` letters, axis 0 rows, 1 contraction."""
+def _tiles(recipe: Recipe, contracted: bool) -> set[int]:
+  """Tile extents along the letters that the forward GEMM contracts, or along those it produces."""
   f, d, w = recipe.fwd, recipe.dgrad, recipe.wgrad
-  if role == "contracted":
-    operands = [(f.lhs, 1), (f.rhs, 1), (d.rhs, 0), (w.lhs, 0)]
-  else:
-    operands = [(f.rhs, 0), (d.lhs, 1), (d.rhs, 1), (w.rhs, 0)]
-  return [(q, axis) for q, axis in operands if q is not None]
+  if contracted:
+    return {f.lhs.tile[1], f.rhs.tile[1], d.rhs.tile[0], w.lhs.tile[0]}
+  return {f.rhs.tile[0], d.lhs.tile[1], d.rhs.tile[1], w.rhs.tile[0]}
 
 
-def _extent(operand: tuple[Quant, int], role: str) -> int:
-  del role
-  quant, axis = operand
-  return quant.tile[axis]
+def gathers_narrow(param: params.Param, recipe: Recipe, dims, layout: axes.Layout) -> bool | None:
+  """Whether a weight split for storage is gathered in its narrow format; None: nothing is.
 
-
-def is_narrow(gemm: Gemm) -> bool:
-  return gemm.is_narrow
+  False costs two to four times the bytes: the shard holds no whole number of scale tiles.
+  """
+  letters = "".join(param.gemm_letters)
+  if not any(collectives.extra_axes(layout, c) for c in letters):
+    return None
+  local = {c: dims[c] // layout.size(layout.weight_axes(c)) for c in letters}
+  rhs = recipe.fwd.rhs
+  return rhs is not None and collectives.tiles_fit(local, *param.gemm_letters[::-1], rhs, layout)

@@ -1,7 +1,7 @@
 """From numbers to Optax values: a chain (clip, Adam, decoupled weight decay) and a schedule.
 
-The learning rate multiplies the chain's output in the train step, by the step's own number: a skipped
-update then loses its turn instead of delaying the schedule.
+The learning rate multiplies the chain's output in the train step, by the step's own number: a
+skipped update then loses its turn instead of delaying the schedule.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ class Optim:
   """AdamW and its learning rate.
 
   Attributes:
-    schedule: "wsd": linear warm-up, constant, cosine from peak_lr to min_lr over the last decay_steps
-      (InfiR2's WSD with a cosine tail, arXiv:2509.22536); "cosine": warm-up, then cosine to min_lr at
-      the last step; "constant": warm-up, then peak_lr.
+    schedule: "wsd": linear warm-up, constant, cosine from peak_lr to min_lr over the last
+      decay_steps (InfiR2's WSD with a cosine tail, arXiv:2509.22536); "cosine": warm-up, then
+      cosine to min_lr at the last step; "constant": warm-up, then peak_lr.
     peak_lr, min_lr, warmup_steps, decay_steps, steps: its numbers, in steps.
     b1, b2, eps: Adam.
     weight_decay: decoupled (Loshchilov & Hutter 2019, arXiv:1711.05101).

@@ -1,14 +1,14 @@
 """quantize(x, quant) -> Scaled: tile amax, then scale, then clip and round.
 
-Source: current (just-in-time) scaling. The scale rule, amax over the format's maximum or that rounded
-up to a power of two, is the one of DeepSeek-V3 (arXiv:2412.19437) §3.3 and Transformer Engine's block
-recipe, which states it through the inverse.
-Assumes: nothing about x. A tile whose amax is 0, infinite or NaN gets scale 1; one whose amax is too
-small for a normal float32 scale gets the smallest normal. NaN stays NaN, infinity saturates.
+Source: current (just-in-time) scaling. The scale rule, amax over the format's maximum or that
+rounded up to a power of two, is the one of DeepSeek-V3 (arXiv:2412.19437) §3.3 and of Transformer
+Engine's block recipe, which states it through the inverse.
+Assumes: nothing about x. A tile whose amax is 0, infinite or NaN gets scale 1; one whose amax is
+too small for a normal float32 scale gets the smallest normal. NaN stays NaN, infinity saturates.
 
-Every operation here is one that XLA leaves alone, so that eager, jit, CPU and GPU agree to the bit. It
-rewrites a division by a constant or by a broadcast into a multiplication by a rounded reciprocal, off
-by one ulp about half of the time; therefore both reciprocals are spelled out.
+Every operation here is one that XLA leaves alone, so that eager, jit, CPU and GPU agree to the bit.
+It rewrites a division by a constant or by a broadcast into a multiplication by a rounded
+reciprocal, off by one ulp about half of the time; therefore both reciprocals are spelled out.
 """
 
 import math
@@ -52,7 +52,8 @@ def _power_of_two(amax, format: Format):
 
 
 def cast(x, format: Format):
-  """Saturating round-to-nearest-even. The clip comes first: a bare e4m3fn cast turns 465 into NaN."""
+  """Saturating round-to-nearest-even. The clip comes first: a bare e4m3fn cast turns 465 into "
+  "NaN."""
   return jnp.clip(x, -format.max, format.max).astype(format.dtype)
 
 

@@ -1,4 +1,5 @@
-"""What every scaled_matmul backend must pass. A backend's test file names itself and its recipes."""
+"""What every scaled_matmul backend must pass. A backend's test file names itself and its "
+"recipes."""
 
 import jax
 import jax.numpy as jnp

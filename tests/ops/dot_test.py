@@ -1,4 +1,5 @@
-"""The three GEMMs of the dot: exact on lattices, equal to an independent emulation, well-behaved."""
+"""The three GEMMs of the dot: exact on lattices, equal to an independent emulation, "
+"well-behaved."""
 
 import jax
 import jax.numpy as jnp

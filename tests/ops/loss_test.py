@@ -1,7 +1,6 @@
 """Chunked cross-entropy against the textbook, and its promise about memory."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -61,9 +60,7 @@ def test_cross_entropy_sees_nan(rng):
   h, head, targets, weights = _inputs(rng)
   h[1, 49, 0] = np.nan
   site = site_lib.single("bf16")
-  seen = jax.grad(
-    lambda s: cross_entropy(h, head, "BLD,DV->BLV", targets, weights, s, 16)
-  )(site)
+  seen = jax.grad(lambda s: cross_entropy(h, head, "BLD,DV->BLV", targets, weights, s, 16))(site)
   assert np.isnan(seen.tap[0]) and np.isfinite(seen.tap[1]) and np.isnan(seen.tap[2])
 
 

@@ -82,9 +82,7 @@ def test_dot_gradient_of_a_weight_lies_where_the_weight_lies(rng):
   layout = _layout((2, 2, 2))
   operands = [lattice(rng, *(sizes[c] for c in t)) for t in ("BLD", "DF", "BLF")]
   (_, _, dw, _), _ = _run(eqn, *operands, _site("block_128", layout))
-  assert dw.sharding.is_equivalent_to(
-    jax.NamedSharding(layout.mesh, layout.weight_spec("DF")), 2
-  )
+  assert dw.sharding.is_equivalent_to(jax.NamedSharding(layout.mesh, layout.weight_spec("DF")), 2)
 
 
 def _gathered(lowered) -> set[str]:

@@ -93,9 +93,7 @@ def test_special_blocks_give_finite_scales_and_saturated_data(fmt, kind):
 
 def test_cast_saturates_where_a_bare_cast_gives_nan():
   x = jnp.asarray([449.0, 464.0, 465.0, 1e9, -jnp.inf], jnp.float32)
-  np.testing.assert_array_equal(
-    np.asarray(q.cast(x, E4M3), np.float32), [448, 448, 448, 448, -448]
-  )
+  np.testing.assert_array_equal(np.asarray(q.cast(x, E4M3), np.float32), [448, 448, 448, 448, -448])
   assert np.isnan(np.float32(465).astype(ml_dtypes.float8_e4m3fn))
 
 
@@ -127,5 +125,7 @@ def test_whole_scale_is_global_inside_shard_map(rng):
   def local(x):
     return q.quantize(x, Quant(E4M3), amax_axes=(("data",), ())).scale
 
-  scales = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(x)
+  scales = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(
+    x
+  )
   np.testing.assert_array_equal(scales, np.full((8, 1), np.abs(x).max() * np.float32(1 / 448)))

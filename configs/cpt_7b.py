@@ -1,0 +1,36 @@
+"""InfiR2's continued pre-training of Qwen2.5-7B in block FP8 (arXiv:2509.22536), value for value.
+
+what:      40,000 steps of 4.2M tokens: 167.8B tokens (InfiXAI/InfiR2 scripts/CPT)
+command:   put Qwen/Qwen2.5-7B in
+           assets/Qwen2.5-7B and tokenized text (--job=prepare) in assets/cpt_data, then
+           python launch.py --config=configs/cpt_7b.py
+hardware:  8 x H200 or more GPUs of 80 GB; compiled for 8 x H200 without a GPU
+expected:  not yet measured
+"""
+
+from configs import base
+
+
+def get_config(arm=""):
+  # The published scripts run Transformer Engine's default: scales rounded up to powers of two.
+  c = base.get_config(arm or "block_128_pow2")
+  c.seed = 1236
+  c.init.hf = "assets/Qwen2.5-7B"
+  c.model.preset = "qwen25_7b"
+  c.steps, c.batch, c.length = 40_000, 128, 32_768
+  c.accumulation = 16  # one sequence per GPU in flight on 8 GPUs
+  c.data.sources = {"main": base.source("prepared", "assets/cpt_data")}
+  c.data.heldout = 0.1  # --split 90,5,5
+  c.data.cross_document = True  # no attention mask between documents
+  c.optim.schedule = "wsd"
+  c.optim.warmup_steps, c.optim.decay_steps = 5_000, 5_000
+  c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5
+  c.optim.b1, c.optim.b2, c.optim.eps = 0.9, 0.95, 1e-8
+  c.optim.weight_decay, c.optim.clip = 0.1, 1.0
+  # 3584 / 4 and 1536 / 4 are whole scale tiles, so weights are gathered in FP8; an eighth is not.
+  c.mesh.data, c.mesh.fsdp = -1, 4
+  c.memory.remat, c.memory.loss_chunk = "full", 1024
+  c.eval.every, c.eval.tokens, c.eval.batch = 100, 10 * 128 * 32_768, 8
+  c.checkpoint.every, c.checkpoint.keep = 1_000, 3
+  c.log.every = 1
+  return c

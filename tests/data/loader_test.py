@@ -1,0 +1,293 @@
+"""The loader: packing, mixture, determinism, resumption, splits, malformed input."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import rich.console
+
+from fp8jax.data import loader, prepare, sources, tokenize
+
+BYTES = tokenize.Tokenizer("bytes")
+
+
+def _source(**values):
+  return dict(kind="text", path="", field="text", dataset="", split="train", weight=1.0) | values
+
+
+def _spec(length=32, **values):
+  values = {"sources": {"main": _source(kind="pydoc")}, "tokenizer": BYTES} | values
+  return loader.Spec(length=length, **values)
+
+
+def _take(spec, n, batch=4, **kwargs):
+  iterator = loader.train_batches(spec, batch, **kwargs)
+  found = [next(iterator) for _ in range(n)]
+  iterator.close()
+  return found
+
+
+def _same(a, b) -> bool:
+  return all(
+    x.keys() == y.keys() and all(np.array_equal(x[k], y[k]) for k in x)
+    for x, y in zip(a, b, strict=True)
+  )
+
+
+def _documents(batches) -> list[str]:
+  """The documents of a stream of batches of one row, in order; the last one is cut."""
+  tokens = [t for b in batches for t in (*b["tokens_BL"][0], b["targets_BL"][0, -1])]
+  return BYTES.decode([t if t != BYTES.eos_id else ord("|") for t in tokens]).split("|")[:-1]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+  """40 documents that say who they are, as JSON lines."""
+  path = tmp_path / "corpus.jsonl"
+  with open(path, "w") as f:
+    for i in range(40):
+      f.write(json.dumps({"text": f"doc {i:02d} " + "x" * (7 * i % 50)}) + "\n")
+  return path
+
+
+def test_windows_cover_every_document_once_an_epoch_in_order_of_tokens(corpus):
+  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, heldout=0.0)
+  total = sum(len(BYTES.encode(r["text"])) for r in sources.open_source(spec.sources["main"]))
+  batches = _take(spec, total // 33 + 1, batch=1)
+  for batch in batches:
+    assert batch["tokens_BL"].shape == (1, 32)
+    np.testing.assert_array_equal(batch["tokens_BL"][:, 1:], batch["targets_BL"][:, :-1])
+  epoch = _documents(batches)[:40]
+  assert sorted(epoch) == sorted(r["text"] for r in sources.open_source(spec.sources["main"]))
+
+
+def test_documents_are_kept_apart_by_segments_positions_and_weights(corpus):
+  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, length=64, heldout=0.0)
+  (batch,) = _take(spec, 1)
+  tokens, targets = batch["tokens_BL"], batch["targets_BL"]
+  ends = tokens == BYTES.eos_id
+  # The token after an end begins a document: new segment, position 0, not a target of the old one.
+  np.testing.assert_array_equal(np.diff(batch["segments_BL"], axis=1), ends[:, :-1])
+  assert np.all(batch["positions_BL"][:, 1:][ends[:, :-1]] == 0)
+  inside = batch["segments_BL"][:, 1:] == batch["segments_BL"][:, :-1]
+  np.testing.assert_array_equal(np.diff(batch["positions_BL"], axis=1)[inside], 1)
+  np.testing.assert_array_equal(batch["weights_BL"] == 0, ends)
+  crossing = dataclasses.replace(spec, cross_document=True)
+  (other,) = _take(crossing, 1)
+  np.testing.assert_array_equal(other["targets_BL"], targets)
+  assert "segments_BL" not in other and np.all(other["weights_BL"] == 1)
+  np.testing.assert_array_equal(other["positions_BL"], np.tile(np.arange(64), (4, 1)))
+
+
+def test_order_depends_on_the_seed_alone(corpus):
+  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))})
+  first = _take(spec, 6)
+  assert _same(first, _take(spec, 6))
+  assert not _same(first, _take(dataclasses.replace(spec, seed=1), 6))
+  assert _same(first, _take(dataclasses.replace(spec, prefetch=0), 6))
+
+
+def test_order_is_independent_of_worker_processes(corpus):
+  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))})
+  want = _take(spec, 8)
+  for workers in (1, 2):
+    assert _same(want, _take(dataclasses.replace(spec, workers=workers), 8))
+
+
+@pytest.mark.parametrize("step", [0, 1, 5, 11])
+def test_state_resumes_bit_for_bit_and_is_small_json(corpus, step):
+  mixture = {"a": _source(kind="jsonl", path=str(corpus)), "b": _source(kind="pydoc", weight=2.0)}
+  spec = _spec(sources=mixture)
+  whole = _take(spec, 16)
+  iterator = loader.train_batches(spec, 4)
+  for _ in range(step):
+    next(iterator)
+  state = json.dumps(iterator.get_state())
+  assert len(state) < 2000
+  resumed = loader.train_batches(spec, 4)
+  resumed.set_state(json.loads(state))
+  assert _same(whole[step:], [next(resumed) for _ in range(16 - step)])
+
+
+def test_processes_read_disjoint_shares_of_all_documents(corpus):
+  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, heldout=0.0)
+  seen = []
+  for index, size in enumerate((14, 13, 13)):
+    shard = loader.Shard(index, 3)
+    seen.append(_documents(_take(spec, 40, batch=1, shard=shard))[:size])
+  everything = [r["text"] for r in sources.open_source(spec.sources["main"])]
+  assert sorted(sum(seen, [])) == sorted(everything)
+
+
+def test_mixture_weights_are_shares_of_tokens(tmp_path):
+  for name, size in (("a", 2000), ("b", 50)):  # documents of very different length
+    for i in range(20):
+      (tmp_path / f"{name}{i}.txt").write_text(name * size)
+  spec = _spec(
+    sources={
+      n: _source(path=str(tmp_path / f"{n}*.txt"), weight=w) for n, w in (("a", 3), ("b", 1))
+    },
+    heldout=0.0,
+  )
+  tokens = np.concatenate([b["tokens_BL"].ravel() for b in _take(spec, 50)])
+  share = np.mean(tokens == ord("a")) / np.mean(tokens != BYTES.eos_id)
+  assert abs(share - 0.75) < 0.01
+
+
+def test_heldout_split_is_by_content_and_disjoint(corpus):
+  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, heldout=0.3)
+  batches = [b for b in loader.heldout_batches(spec, "main", 1, 80) if b["weights_BL"].any()]
+  held, train = set(_documents(batches)), set(_documents(_take(spec, 90, batch=1)))
+  assert 4 <= len(held) <= 20 and not held & train
+  everything = {r["text"] for r in sources.open_source(spec.sources["main"])}
+  assert held | train == everything
+  # The same document elsewhere, among others, falls on the same side.
+  for text in everything:
+    assert tokenize.is_held_out({"text": text}, 0.3) == (text in held)
+
+
+def test_heldout_batches_pad_with_weightless_windows(corpus):
+  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, heldout=0.3)
+  batches = list(loader.heldout_batches(spec, "main", 4, 50))
+  assert len(batches) == 50 and batches[-1]["weights_BL"].sum() == 0
+  total = sum(b["weights_BL"].sum() for b in batches)
+  again = sum(b["weights_BL"].sum() for b in loader.heldout_batches(spec, "main", 4, 60))
+  assert total == again > 0
+
+
+def test_heldout_everything_is_an_error_and_not_a_hang(corpus):
+  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, heldout=0.9999999)
+  with pytest.raises(ValueError, match="has no document to train on"):
+    _take(spec, 1)
+
+
+# --- malformed input -----------------------------------------------------------------------------
+
+BAD = {
+  "jsonl": [
+    (b'{"text": "fine"}\n{"text": "broken}\n', "2", "broken JSON"),
+    (b'{"text": "fine"}\n{"body": "no text"}\n', "2", "missing field 'text' (has 'body')"),
+    (b'{"text": "fine"}\n{"text": 3}\n', "2", "field 'text' is int, expected a string"),
+    (b'{"text": "fine"}\n{"text": "\xff"}\n', "2", "bad UTF-8 at byte 10"),
+    (b'{"text": "fine"}\n\n', "2", "empty document"),
+    (b'{"text": "fine"}\n[1]\n', "2", "missing field 'text' (has list)"),
+  ],
+  "text": [(b"ab\xff\xfe", "", "bad UTF-8 at byte 2"), (b"", "", "empty document")],
+}
+CASES = [(kind, *case) for kind, cases in BAD.items() for case in cases]
+
+
+@pytest.mark.parametrize("kind, content, line, message", CASES, ids=[c[-1] for c in CASES])
+def test_malformed_documents_stop_the_run_or_are_counted(tmp_path, kind, content, line, message):
+  (tmp_path / "bad.txt").write_bytes(content)
+  (tmp_path / "good.txt").write_bytes(b'{"text": "good"}\n' * 3 if kind == "jsonl" else b"good")
+  spec = _spec(sources={"main": _source(kind=kind, path=str(tmp_path / "*.txt"))}, heldout=0.0)
+  with pytest.raises(tokenize.MalformedDocument) as error:
+    _take(spec, 3)
+  assert message in str(error.value)
+  assert str(tmp_path / "bad.txt") + (f":{line}" if line else "") in str(error.value)
+  assert "data.on_malformed='skip'" in str(error.value)
+  counts = loader.Counts()
+  _take(dataclasses.replace(spec, on_malformed="skip"), 3, counts=counts)
+  assert counts["malformed"] >= 1 and counts.summary()["malformed"] == counts["malformed"]
+
+
+def test_long_documents_are_split_refused_or_counted(tmp_path):
+  (tmp_path / "long.txt").write_text("x" * 100)
+  (tmp_path / "short.txt").write_text("y" * 10)
+  spec = _spec(sources={"main": _source(path=str(tmp_path / "*.txt"))}, heldout=0.0)
+  split = np.concatenate([b["tokens_BL"].ravel() for b in _take(spec, 3)])
+  assert {ord("x"), ord("y")} < set(split)
+  with pytest.raises(tokenize.MalformedDocument, match="long.txt: 101 tokens do not fit a window"):
+    _take(dataclasses.replace(spec, on_long="error"), 3)
+  counts = loader.Counts()
+  skipped = _take(dataclasses.replace(spec, on_long="skip"), 3, counts=counts)
+  assert ord("x") not in np.concatenate([b["tokens_BL"].ravel() for b in skipped])
+  assert counts["too long"] >= 1
+
+
+def test_errors_reach_the_run_from_worker_processes_too(tmp_path):
+  for i in range(4):
+    (tmp_path / f"{i}.txt").write_bytes(b"\xff")
+  spec = _spec(sources={"main": _source(path=str(tmp_path / "*.txt"))}, workers=1, heldout=0.0)
+  with pytest.raises(Exception, match="bad UTF-8 at byte 0"):
+    _take(spec, 1)
+
+
+# --- kinds of sources ----------------------------------------------------------------------------
+
+
+def test_parquet_is_read_by_row(tmp_path):
+  import pyarrow as pa
+  import pyarrow.parquet as pq
+
+  texts = [f"row {i}" for i in range(25)]
+  pq.write_table(pa.table({"body": texts}), tmp_path / "t.parquet", row_group_size=4)
+  spec = _source(kind="parquet", path=str(tmp_path / "*.parquet"), field="body")
+  source = sources.open_source(spec)
+  assert [source[i]["text"] for i in range(len(source))] == texts
+  assert source[7]["origin"].endswith("t.parquet:row 7")
+  with pytest.raises(ValueError, match="no column 'text'; it has body"):
+    len(sources.open_source(spec | {"field": "text"}))
+
+
+def test_tfds_is_read_without_tensorflow(tmp_path):
+  import sys
+
+  import tensorflow_datasets as tfds
+
+  class Tiny(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+      return tfds.core.DatasetInfo(
+        builder=self, features=tfds.features.FeaturesDict({"text": tfds.features.Text()})
+      )
+
+    def _split_generators(self, dl_manager):
+      del dl_manager
+      return {"train": self._generate_examples()}
+
+    def _generate_examples(self):
+      for i in range(12):
+        yield i, {"text": f"example {i}"}
+
+  Tiny(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
+  spec = _source(kind="tfds", dataset="tiny:1.0.0", path=str(tmp_path), split="train[:50%]")
+  source = sources.open_source(spec)
+  assert len(source) == 6
+  assert all(source[i]["text"].startswith("example ") for i in range(6))
+  assert all(f.endswith((".array_record-00000-of-00001",)) for f in source.files())
+  assert len(_take(_spec(sources={"main": spec}, heldout=0.0), 2)) == 2
+  assert "tensorflow" not in sys.modules
+
+
+def test_prepared_data_hold_the_same_documents(tmp_path, corpus):
+  raw = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, heldout=0.3)
+  out = rich.console.Console(quiet=True)
+  made = prepare.run(raw, str(tmp_path / "p"), 200, out)["main"]
+  assert len(made["splits"]["train"]["files"]) > 1  # 200 tokens a file
+  spec = dataclasses.replace(
+    raw, sources={"main": _source(kind="prepared", path=str(tmp_path / "p" / "main"))}
+  )
+  held = [list(loader.heldout_batches(s, "main", 2, 30)) for s in (raw, spec)]
+  tokens = [sum(b["weights_BL"].sum() for b in h) for h in held]
+  assert tokens[0] == tokens[1] > 0
+
+  assert set(_documents(_take(raw, 90, batch=1))) == set(_documents(_take(spec, 90, batch=1)))
+  stamp = (tmp_path / "p" / "main" / "index.json").stat().st_mtime_ns
+  prepare.run(raw, str(tmp_path / "p"), 200, out)
+  assert (tmp_path / "p" / "main" / "index.json").stat().st_mtime_ns == stamp
+
+
+def test_fingerprint_changes_with_content_and_settings(corpus):
+  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))})
+  first = loader.fingerprint(spec)
+  assert first == loader.fingerprint(dataclasses.replace(spec, workers=3, prefetch=0))
+  for change in (dict(seed=1), dict(length=64), dict(heldout=0.2), dict(cross_document=True)):
+    assert loader.fingerprint(dataclasses.replace(spec, **change)) != first
+  content = bytearray(corpus.read_bytes())
+  content[10] ^= 1
+  corpus.write_bytes(content)
+  assert loader.fingerprint(spec) != first
