@@ -57,6 +57,14 @@ class Layout:
   def act_spec(self, letters: str) -> PartitionSpec:
     return PartitionSpec(*(self.act_axes(letter) or None for letter in letters))
 
+  def weight_sharding(self, letters: str) -> NamedSharding | None:
+    """Where a parameter rests; None on a single device."""
+    return NamedSharding(self.mesh, self.weight_spec(letters)) if self.mesh is not None else None
+
+  def act_sharding(self, letters: str) -> NamedSharding | None:
+    """Where an activation or a batch lies; None on a single device."""
+    return NamedSharding(self.mesh, self.act_spec(letters)) if self.mesh is not None else None
+
   def size(self, axes: tuple[str, ...]) -> int:
     """Number of shards along `axes`."""
     if self.mesh is None:
@@ -76,4 +84,4 @@ def constrain(x, letters: str, layout: Layout):
   """Pins activation x, with one letter per dimension, to its place on the mesh."""
   if layout.mesh is None or layout.is_manual:
     return x
-  return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, layout.act_spec(letters)))
+  return jax.lax.with_sharding_constraint(x, layout.act_sharding(letters))

@@ -1,10 +1,7 @@
 """Host batches -> global arrays on the mesh."""
 
-import functools
-
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from fp8jax import axes
 from fp8jax.data import loader
@@ -21,15 +18,13 @@ class Spread:
     self._layout = layout
     self._rows = rows
     self._accumulation = accumulation
-    if layout.mesh is None:
+    sharding = layout.act_sharding("BL")
+    if sharding is None:
       self.local_rows, self.shard = rows, loader.Shard()
       return
-    sharding = NamedSharding(layout.mesh, layout.act_spec("BL"))
-    starts = {
-      (index[0].start or 0, rows if index[0].stop is None else index[0].stop)
-      for index in sharding.addressable_devices_indices_map((rows, 1)).values()
-    }
-    first, last = min(s for s, _ in starts), max(e for _, e in starts)
+    indices = sharding.addressable_devices_indices_map((rows, 1)).values()
+    held = [index[0].indices(rows) for index in indices if index is not None]
+    first, last = min(start for start, _, _ in held), max(stop for _, stop, _ in held)
     self.local_rows = last - first
     self.shard = loader.Shard(first // self.local_rows, rows // self.local_rows)
 
@@ -47,14 +42,8 @@ class Spread:
     if self._accumulation > 1:
       x = x.reshape(self._accumulation, -1, *x.shape[1:])
       letters = "ABL"
-    if self._layout.mesh is None:
+    sharding = self._layout.act_sharding(letters)  # no rule names A: microbatches are not split
+    if sharding is None:
       return jax.device_put(x)
-    sharding = _sharding(self._layout, letters)
     shape = (*x.shape[:-2], self._rows, x.shape[-1])
     return jax.make_array_from_process_local_data(sharding, x, shape)
-
-
-@functools.cache
-def _sharding(layout: axes.Layout, letters: str) -> NamedSharding:
-  """A is the microbatch: no rule names it, so it is never split."""
-  return NamedSharding(layout.mesh, layout.act_spec(letters))

@@ -11,7 +11,6 @@ import os
 from typing import Any
 
 import grain
-import jax
 import orbax.checkpoint as ocp
 
 from fp8jax.state import State
@@ -72,24 +71,23 @@ class Checkpoints:
 
   def meta(self, step: int) -> dict[str, Any]:
     """What `save` was given as meta."""
-    return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+    return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
   def restore_params(self, step: int, abstract):
     """Parameters alone, placed as the abstract tree says."""
-    return self._manager.restore(
-      step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract))
-    ).params
+    items = ocp.args.Composite(params=ocp.args.StandardRestore(abstract))
+    return self._manager.restore(step, args=items)["params"]
 
   def restore(self, step: int, abstract: State, iterator=None) -> State:
     """The whole state, placed as `abstract` says; moves `iterator` to where it was."""
-    items = {
+    items: dict[str, Any] = {
       "params": ocp.args.StandardRestore(abstract.params),
       "rest": ocp.args.StandardRestore(_rest(abstract)),
     }
     if iterator is not None:
       items["data"] = grain.checkpoint.CheckpointRestore(iterator)
     restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-    return State(params=restored.params, **restored.rest)
+    return State(params=restored["params"], **restored["rest"])
 
   def wait(self):
     """Returns when everything started is on disk."""
@@ -101,8 +99,3 @@ class Checkpoints:
 
 def _rest(state: State) -> dict[str, Any]:
   return {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name != "params"}
-
-
-def abstract_like(tree):
-  """ShapeDtypeStructs with the shardings of a tree of arrays."""
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -20,6 +20,9 @@ from fp8jax.models import hf, presets, transformer
 from fp8jax.ops import attention, site
 from fp8jax.optim import build as optim_build
 
+# A ConfigDict with every key of configs/base.py; types cannot know its keys.
+Config = Any
+
 
 class ConfigError(ValueError):
   """Everything that is wrong with a configuration, one line each."""
@@ -43,7 +46,7 @@ class Plan:
     data: what is read.
     microbatch: sequences per microbatch over all devices.
     device: hardware that backends are chosen for.
-    config: the ConfigDict it came from.
+    config: what it came from.
   """
 
   model: model_config.ModelConfig
@@ -54,7 +57,7 @@ class Plan:
   data: loader.Spec
   microbatch: int
   device: backend.Device
-  config: ConfigDict
+  config: Config
 
   def sites(self, recipe: str | None = None):
     """The tree of sites under the config's rules, or all in one named recipe."""
@@ -77,7 +80,7 @@ class Plan:
 
 
 def resolve(
-  c: ConfigDict, num_devices: int, device: backend.Device, make_mesh: Callable | None = None
+  c: Config, num_devices: int, device: backend.Device, make_mesh: Callable | None = None
 ) -> Plan:
   """Checks a configuration against itself, the machine and the files it names.
 
@@ -125,7 +128,7 @@ def resolve(
     _check_layout(c, model, declaration, rules, layout, microbatch, problems)
   problems.check(c.eval.tokens >= 1, f"eval.tokens={c.eval.tokens} must be at least 1")
   _one_of(problems, "export.dtype", c.export.dtype, ("auto", *hf.DTYPES))
-  if problems.found:
+  if problems.found or model is None:
     raise ConfigError(problems.found)
 
   plan = Plan(model, declaration, run, rules, optim, data, microbatch, device, c)
@@ -164,7 +167,7 @@ def _one_of(problems: _Problems, key: str, value: str, allowed):
     )
 
 
-def _model(c: ConfigDict) -> model_config.ModelConfig:
+def _model(c: Config) -> model_config.ModelConfig:
   if c.model.preset == "hf":
     if not c.init.hf:
       raise ValueError(
@@ -200,7 +203,7 @@ def _model(c: ConfigDict) -> model_config.ModelConfig:
   return model
 
 
-def _execution(c: ConfigDict, layout, device: backend.Device, problems: _Problems):
+def _execution(c: Config, layout, device: backend.Device, problems: _Problems):
   on_gpu = device.platform == "gpu"
   compute = c.precision.compute
   _one_of(problems, "precision.compute", compute, ("auto", "bfloat16", "float32"))
@@ -225,7 +228,7 @@ def _execution(c: ConfigDict, layout, device: backend.Device, problems: _Problem
   )  # fmt: skip
 
 
-def _data(c: ConfigDict, model, problems: _Problems) -> loader.Spec:
+def _data(c: Config, model, problems: _Problems) -> loader.Spec:
   _one_of(problems, "data.on_malformed", c.data.on_malformed, tokenize.POLICIES)
   _one_of(problems, "data.on_long", c.data.on_long, tokenize.LONG_POLICIES)
   problems.check(0 <= c.data.heldout < 1, f"data.heldout={c.data.heldout} must be in [0, 1)")
@@ -259,7 +262,7 @@ def _data(c: ConfigDict, model, problems: _Problems) -> loader.Spec:
   )
 
 
-def _check_prepared(spec, tokenizer: tokenize.Tokenizer, c: ConfigDict):
+def _check_prepared(spec, tokenizer: tokenize.Tokenizer, c: Config):
   index = sources.Prepared(spec["path"], "train").index
   if index["tokenizer"] != tokenizer.fingerprint:
     raise ValueError(
@@ -273,7 +276,7 @@ def _check_prepared(spec, tokenizer: tokenize.Tokenizer, c: ConfigDict):
     )
 
 
-def _microbatch(c: ConfigDict, layout: axes.Layout, problems: _Problems) -> int:
+def _microbatch(c: Config, layout: axes.Layout, problems: _Problems) -> int:
   shards = layout.size(layout.act_axes("B"))
   problems.check(
     c.accumulation < 1 or c.batch % (c.accumulation * shards) == 0,
@@ -292,7 +295,7 @@ def _round_to(n: int, multiple: int) -> int:
   return max(round(n / multiple), 1) * multiple
 
 
-def _check_rules(c: ConfigDict, problems: _Problems):
+def _check_rules(c: Config, problems: _Problems):
   """The sharding tables name real letters and axes, and weights can be gathered to activations."""
   weights, acts = dict(axes.as_rules(c.sharding.weights)), dict(axes.as_rules(c.sharding.acts))
   for table, rules in (("weights", weights), ("acts", acts)):
@@ -347,7 +350,7 @@ _WORDS = {
 # --- configurations as data ----------------------------------------------------------------------
 
 
-def flatten(c: ConfigDict) -> dict[str, Any]:
+def flatten(c: Config) -> dict[str, Any]:
   """{"optim.peak_lr": 1e-3, ...}, JSON-able."""
   flat = {}
 

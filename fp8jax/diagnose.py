@@ -37,15 +37,16 @@ def observe(plan: Plan, params, batch) -> tuple[float, dict[str, np.ndarray], di
   micro = [batch]
   if plan.config.accumulation > 1:
     micro = [{k: v[i] for k, v in batch.items()} for i in range(plan.config.accumulation)]
-  loss, seen, finite = 0.0, None, None
+  loss, seen, finite = 0.0, {}, {}
   for part in micro:
     value, taps, good = jax.device_get(look(params, sites, part))
-    taps, good = params_lib.flatten(taps), params_lib.flatten(good)
     loss += float(value) / len(micro)
-    # Amaxes combine by maximum, NaN staying NaN.
-    seen = taps if seen is None else {k: np.maximum(seen[k], taps[k]) for k in taps}
-    finite = good if finite is None else {k: finite[k] & good[k] for k in good}
-  return loss, seen, {k: bool(v) for k, v in finite.items()}
+    for name, tap in params_lib.flatten(taps).items():
+      # Amaxes combine by maximum, NaN staying NaN.
+      seen[name] = np.maximum(seen.get(name, 0), tap)
+    for name, ok in params_lib.flatten(good).items():
+      finite[name] = finite.get(name, True) and bool(ok)
+  return loss, seen, finite
 
 
 def first_bad(seen: dict[str, np.ndarray], finite: dict[str, bool], loss: float) -> str:

@@ -9,7 +9,6 @@ import sys
 import jax
 import numpy as np
 from absl import app, flags, logging
-from ml_collections import ConfigDict
 
 from fp8jax import batches, checkpoint, config, diagnose, evaluate, train, writers
 from fp8jax import params as params_lib
@@ -21,7 +20,7 @@ from fp8jax.models import hf
 NAMES = ("train", "evaluate", "prepare", "export", "diagnose")
 
 
-def run(job: str, c: ConfigDict, base: ConfigDict, name: str, workdir: str) -> int:
+def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str) -> int:
   """Runs one job; returns the process's exit code.
 
   Args:
@@ -138,7 +137,7 @@ def initialize_distributed(coordinator, processes, process):
   jax.distributed.initialize(coordinator, processes, process)
 
 
-def parse_flags(argv: list[str], base: ConfigDict) -> list[str]:
+def parse_flags(argv: list[str], base: config.Config) -> list[str]:
   """absl's parser, with one-line errors that name the nearest valid key."""
   if not any(a.startswith("--config=") or a == "--config" for a in argv[1:]) and not _asks_help(
     argv

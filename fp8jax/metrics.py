@@ -26,9 +26,9 @@ def of_step(loss, gradients, updates, params, learning_rate, is_finite) -> dict[
   """Scalars of one optimizer step, still on device."""
   return {
     "loss": loss,
-    "grad_norm": optax.global_norm(gradients),
-    "update_norm": optax.global_norm(updates),
-    "param_norm": optax.global_norm(params),
+    "grad_norm": optax.tree.norm(gradients),
+    "update_norm": optax.tree.norm(updates),
+    "param_norm": optax.tree.norm(params),
     "learning_rate": jnp.asarray(learning_rate, jnp.float32),
     "is_finite": is_finite,
   }

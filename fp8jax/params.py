@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
-from jax.sharding import NamedSharding
 
 from fp8jax import axes
 
@@ -72,18 +71,17 @@ def count(tree, dims: Mapping[str, int]) -> int:
 
 def shardings(tree, layout: axes.Layout):
   """NamedSharding of every parameter at rest, or None everywhere on a single device."""
-  if layout.mesh is None:
-    return tree_map(lambda p: None, tree)
-  return tree_map(lambda p: NamedSharding(layout.mesh, layout.weight_spec(p.letters)), tree)
+  return tree_map(lambda p: layout.weight_sharding(p.letters), tree)
 
 
 def abstract(tree, dims: Mapping[str, int], layout: axes.Layout = axes.LOCAL):
   """ShapeDtypeStructs: float32 masters, with shardings."""
-  return tree_map(
-    lambda p, s: jax.ShapeDtypeStruct(shape(p, dims), jnp.float32, sharding=s),
-    tree,
-    shardings(tree, layout) if layout.mesh is not None else tree_map(lambda p: None, tree),
-  )
+
+  def one(p: Param):
+    sharding = layout.weight_sharding(p.letters)
+    return jax.ShapeDtypeStruct(shape(p, dims), jnp.float32, sharding=sharding)
+
+  return tree_map(one, tree)
 
 
 def init(key, tree, dims: Mapping[str, int]):

@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def abstract_state(plan: config.Plan) -> State:
   def one(dtype):
     return jax.ShapeDtypeStruct((), dtype, sharding=scalar)
 
-  return State(one(jnp.int32), params, opt, one(jnp.int32), one(jnp.bool_))
+  return State(*cast(Any, (one(jnp.int32), params, opt, one(jnp.int32), one(jnp.bool_))))
 
 
 def make_state(plan: config.Plan, params=None) -> State:
@@ -102,9 +102,9 @@ def make_step(plan: config.Plan):
     loss, gradients = compute(state.params, sites, batch, total)
     updates, opt = tx.update(gradients, state.opt, state.params)
     rate = schedule(state.step)
-    updates = optax.tree.scale(-rate, updates)
+    updates = optax.tree.scale(-jnp.asarray(rate), updates)
 
-    is_finite = jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(gradients))
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(gradients))
     is_applied = is_finite & ~state.halted
 
     def keep(new, old):

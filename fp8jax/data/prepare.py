@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import rich.console
 import rich.progress
-from array_record.python import array_record_module
+from array_record.python import array_record_module  # pyright: ignore (a compiled module)
 
 from fp8jax.data import loader, tokenize
 from fp8jax.data import sources as sources_lib
@@ -93,7 +93,7 @@ class _Shards:
 
   def write(self, tokens: np.ndarray):
     if self._writer is None or self._in_file >= self._limit:
-      self._next_file()
+      self._writer = self._next_file()
     self._writer.write(tokens.astype("<u4").tobytes())
     self._in_file += len(tokens)
     self._info["documents"] += 1
@@ -104,10 +104,10 @@ class _Shards:
       self._writer.close()
     name = next(self._names)
     self._info["files"].append(name)
+    self._in_file = 0
     # One record per group: documents are read one at a time, in shuffled order.
     path = os.path.join(self._folder, name)
-    self._writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
-    self._in_file = 0
+    return array_record_module.ArrayRecordWriter(path, "group_size:1")
 
   def close(self) -> dict[str, Any]:
     if self._writer is not None:

@@ -257,7 +257,7 @@ class Prepared:
     return grain.sources.ArrayRecordDataSource(self.files())
 
   def __len__(self):
-    return len(self._source) if self.index["splits"][self.split]["documents"] else 0
+    return self.index["splits"][self.split]["documents"]
 
   def __getitem__(self, index):
     tokens = np.frombuffer(self._source[index], np.dtype("<u4")).astype(np.int32)

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from fp8jax import axes
+from fp8jax.ops.attention import Implementation
 
 REMAT = ("none", "linears", "full")
 
@@ -124,7 +125,7 @@ class Execution:
   """
 
   dtype: jnp.dtype = jnp.dtype(jnp.float32)
-  attention: str = "xla"
+  attention: Implementation = "xla"
   remat: str = "none"
   loss_chunk: int = 512
   layout: axes.Layout = axes.LOCAL

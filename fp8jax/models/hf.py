@@ -68,7 +68,7 @@ def read_config(folder: str) -> ModelConfig:
 def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
   """ModelConfig of a parsed config.json; refuses what it cannot represent, by name."""
   names = {v: k for k, v in ARCHITECTURES.items()}
-  stated = c.get("architectures") or [None]
+  stated = c.get("architectures") or [""]
   if len(stated) != 1 or stated[0] not in names:
     raise ValueError(
       f"{where}: architecture {stated[0]!r} is not supported; known: {', '.join(names)}"
@@ -344,20 +344,17 @@ def _put(stack, tensor, index):
 
 
 def _zeros(param: params.Param, dims, layout: axes.Layout):
-  shape = params.shape(param, dims)
-  if layout.mesh is None:
-    return jnp.zeros(shape, jnp.float32)
-  sharding = jax.sharding.NamedSharding(layout.mesh, layout.weight_spec(param.letters))
-  return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=sharding)()
+  sharding = layout.weight_sharding(param.letters)
+  return jnp.zeros(params.shape(param, dims), jnp.float32, device=sharding)
 
 
 def _read(folder: Folder, entry: Entry, dims, layout: axes.Layout):
   """One tensor in our order and dtype, on the devices that hold its parameter."""
   with folder.open(entry.name) as f:
     value = _to_ours(f.get_tensor(entry.name), entry, dims)
-  if layout.mesh is None:
+  sharding = layout.weight_sharding(entry.letters)
+  if sharding is None:
     return jax.device_put(value)
-  sharding = jax.sharding.NamedSharding(layout.mesh, layout.weight_spec(entry.letters))
   return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 

@@ -120,7 +120,7 @@ def _write_tokenizer(fields, target: str):
       pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
     ]
   )
-  made.decoder = decoders.ByteLevel(add_prefix_space=True, trim_offsets=True, use_regex=True)
+  made.decoder = decoders.ByteLevel()
   special = [t for t, kind in zip(names, kinds) if kind == _CONTROL]
   made.add_special_tokens(
     [tokenizers.AddedToken(t, special=True, normalized=False) for t in special]

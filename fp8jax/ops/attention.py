@@ -1,12 +1,15 @@
 """Causal attention over packed documents."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
+Implementation = Literal["xla", "cudnn"]
 IMPLEMENTATIONS = ("xla", "cudnn")
 
 
-def attention(q_BLHK, k_BMGK, v_BMGK, segments_BL, implementation: str):
+def attention(q_BLHK, k_BMGK, v_BMGK, segments_BL, implementation: Implementation):
   """Causal grouped-query attention; a token sees only its own document.
 
   Args:

@@ -20,6 +20,15 @@ def sum_over(y, layout: axes.Layout, contracted: str):
   return y if layout.is_manual or not over else jax.lax.psum(y, over)
 
 
+def max_over(x, axes: tuple[str, ...]):
+  """Elementwise maximum over mesh axes; NaN anywhere gives NaN, on every backend."""
+  if not axes:
+    return x
+  has_nan = jax.lax.pmax(jnp.isnan(x).astype(jnp.float32), axes)
+  largest = jax.lax.pmax(jnp.where(jnp.isnan(x), 0.0, x), axes)
+  return jnp.where(has_nan > 0, jnp.nan, largest)
+
+
 def extra_axes(layout: axes.Layout, letter: str) -> tuple[str, ...]:
   """Axes that split a letter of a weight at rest but not in its GEMM: FSDP's."""
   if layout.is_manual:

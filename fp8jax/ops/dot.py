@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import math
 import string
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,7 +170,12 @@ _dot.defvjp(_dot_fwd, _dot_bwd)
 
 def observe(x, w, g):
   """float32 [3]: the largest magnitude of each, NaN if any element is NaN."""
-  return jnp.stack([jnp.max(jnp.abs(t)).astype(jnp.float32) for t in (x, w, g)])
+
+  def one(t):
+    # A maximum alone may drop NaN: XLA:CPU's does.
+    return jnp.where(jnp.isnan(t).any(), jnp.nan, jnp.max(jnp.abs(t)).astype(jnp.float32))
+
+  return jnp.stack([one(t) for t in (x, w, g)])
 
 
 def forward(plan: Plan, x, w):
@@ -235,7 +241,7 @@ class _Matrix:
     sizes: letter -> local size.
   """
 
-  value: object
+  value: Any
   free: str
   batch: str
   sizes: dict[str, int]
@@ -270,7 +276,7 @@ def _operand(x, letters, contracted, batch, quant: Quant | None, dtype, layout) 
 
 
 def _narrow(matrix, contraction: int, quant: Quant | None, dtype, amax_axes):
-  """[..., rows, contraction] in `quant`, or in the compute dtype if there is none."""
+  """[batch?, rows, contraction] in `quant`, or in the compute dtype if there is none."""
   if quant is None:
     matrix = matrix.astype(dtype)
     return jnp.swapaxes(matrix, -1, -2) if contraction == 0 else matrix
@@ -331,7 +337,7 @@ def _weight(w, letters, contracted, batch, quant: Quant | None, dtype, layout) -
 
   groups = (free, contracted)
   amax_axes = tuple(tuple(a for c in group for a in layout.weight_axes(c)) for group in groups)
-  narrow = _narrow(matrix, contraction, quant, dtype, amax_axes)
+  narrow = quantize.quantize(matrix, quant, contraction=contraction, amax_axes=amax_axes)
   for axis, group in enumerate(groups):
     if extra[group[0]]:
       narrow = collectives.gather_scaled(narrow, extra[group[0]], axis)

@@ -93,7 +93,7 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
       collectives.sum_over(loss, layout, "B"),
       collectives.sum_over(dh, layout, "V"),
       collectives.scatter_gradient(dhead, letters, "BL", layout),
-      jax.lax.pmax(seen, everywhere) if everywhere else seen,
+      collectives.max_over(seen, everywhere),
     )
 
   outputs = (P(), layout.act_spec("BLD"), layout.weight_spec(letters), P())

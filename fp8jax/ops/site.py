@@ -60,12 +60,21 @@ def single(recipe: Recipe | str = "block_128", matmul: str = "auto", name: str =
   """
   recipe = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
   device = backend_lib.current_device()
-  chosen = tuple(
-    # Sizes are unknown here and no current backend depends on them.
-    backend_lib.choose(backend_lib.Problem(0, 0, 0, getattr(recipe, p), device), matmul).backend
-    for p in PASSES
-  )
+  # Sizes are unknown here and no current backend depends on them.
+  chosen = _choose(recipe, GemmSize(0, 0, 0), device, matmul)
   return Site(jnp.zeros(3, jnp.float32), name, recipe, chosen)
+
+
+def _choose(
+  recipe: Recipe, size: "GemmSize", device: backend_lib.Device, matmul: str
+) -> tuple[str, str, str]:
+  """Backends of (fwd, dgrad, wgrad)."""
+
+  def one(which):
+    problem = backend_lib.Problem(*size.of(which), getattr(recipe, which), device)
+    return backend_lib.choose(problem, matmul).backend
+
+  return one("fwd"), one("dgrad"), one("wgrad")
 
 
 def recipe_by_name(name: str) -> Recipe:
@@ -159,12 +168,7 @@ def build_sites(
   for path, param in found.items():
     recipe = recipe_by_name(names[path])
     size = local_size(param, dims, layout, tokens)
-    chosen = tuple(
-      backend_lib.choose(
-        backend_lib.Problem(*size.of(p), getattr(recipe, p), device), matmul
-      ).backend
-      for p in PASSES
-    )
+    chosen = _choose(recipe, size, device, matmul)
     stacked = (dims["N"],) if param.letters.startswith("N") else ()
     flat[path] = Site(jnp.zeros((*stacked, 3), jnp.float32), path, recipe, chosen, layout)
   return params.unflatten(flat)
@@ -215,7 +219,7 @@ def find_misaligned_tiles(declaration, dims, rules, layout: axes.Layout, tokens:
       extent = math.prod(dims[x] for x in letters)
       for tile in sorted(tiles):
         check(f"{path}, {role} {letters}", extent, shards, tile, fix)
-    for tile in sorted({recipe.wgrad.lhs.tile[1], recipe.wgrad.rhs.tile[1]}):
+    for tile in sorted({q.tile[1] for q in (recipe.wgrad.lhs, recipe.wgrad.rhs) if q}):
       fix = "make batch / accumulation x length per device a multiple of it"
       check(
         f"{path}, tokens of its weight gradient", tokens * batch_shards, batch_shards, tile, fix
@@ -227,8 +231,10 @@ def _tiles(recipe: Recipe, contracted: bool) -> set[int]:
   """Tile extents along the letters that the forward GEMM contracts, or along those it produces."""
   f, d, w = recipe.fwd, recipe.dgrad, recipe.wgrad
   if contracted:
-    return {f.lhs.tile[1], f.rhs.tile[1], d.rhs.tile[0], w.lhs.tile[0]}
-  return {f.rhs.tile[0], d.lhs.tile[1], d.rhs.tile[1], w.rhs.tile[0]}
+    operands = ((f.lhs, 1), (f.rhs, 1), (d.rhs, 0), (w.lhs, 0))
+  else:
+    operands = ((f.rhs, 0), (d.lhs, 1), (d.rhs, 1), (w.rhs, 0))
+  return {quant.tile[axis] for quant, axis in operands if quant is not None}
 
 
 def gathers_narrow(param: params.Param, recipe: Recipe, dims, layout: axes.Layout) -> bool | None:
@@ -236,9 +242,10 @@ def gathers_narrow(param: params.Param, recipe: Recipe, dims, layout: axes.Layou
 
   False costs two to four times the bytes: the shard holds no whole number of scale tiles.
   """
-  letters = "".join(param.gemm_letters)
+  contracted, produced = param.gemm_letters
+  letters = contracted + produced
   if not any(collectives.extra_axes(layout, c) for c in letters):
     return None
-  local = {c: dims[c] // layout.size(layout.weight_axes(c)) for c in letters}
+  shard = {c: dims[c] // layout.size(layout.weight_axes(c)) for c in letters}
   rhs = recipe.fwd.rhs
-  return rhs is not None and collectives.tiles_fit(local, *param.gemm_letters[::-1], rhs, layout)
+  return rhs is not None and collectives.tiles_fit(shard, produced, contracted, rhs, layout)

@@ -3,8 +3,9 @@
 Source: current (just-in-time) scaling. The scale rule, amax over the format's maximum or that
 rounded up to a power of two, is the one of DeepSeek-V3 (arXiv:2412.19437) §3.3 and of Transformer
 Engine's block recipe, which states it through the inverse.
-Assumes: nothing about x. A tile whose amax is 0, infinite or NaN gets scale 1; one whose amax is
-too small for a normal float32 scale gets the smallest normal. NaN stays NaN, infinity saturates.
+Assumes: nothing about x. NaN stays NaN and does not count towards its tile's amax; infinity
+saturates. A tile whose amax is 0 or infinite gets scale 1; one whose amax is too small for a normal
+float32 scale gets the smallest normal.
 
 Every operation here is one that XLA leaves alone, so that eager, jit, CPU and GPU agree to the bit.
 It rewrites a division by a constant or by a broadcast into a multiplication by a rounded
@@ -73,7 +74,7 @@ def quantize(x, quant: Quant, *, contraction: int = 1, amax_axes=((), ())) -> sc
   """
   tile = quant.tile
   if contraction == 0:
-    transposed = Quant(quant.format, tile[::-1], quant.scale)
+    transposed = Quant(quant.format, (tile[1], tile[0]), quant.scale)
     return quantize(x, transposed, amax_axes=amax_axes[::-1]).T
 
   extents = tuple(n if t == WHOLE else t for n, t in zip(x.shape, tile))
@@ -83,7 +84,8 @@ def quantize(x, quant: Quant, *, contraction: int = 1, amax_axes=((), ())) -> sc
   rows, cols = (n // t for n, t in zip(padded.shape, extents))
   tiles = padded.astype(jnp.float32).reshape(rows, extents[0], cols, extents[1])
 
-  amax = jnp.max(jnp.abs(tiles), axis=(1, 3))
+  # Whether a maximum passes NaN on depends on the backend (XLA:CPU's does not): leave none to it.
+  amax = jnp.max(jnp.where(jnp.isnan(tiles), 0.0, jnp.abs(tiles)), axis=(1, 3))
   shared = tuple(a for t, axes in zip(tile, amax_axes) if t == WHOLE for a in axes)
   if shared:
     amax = jax.lax.pmax(amax, shared)

@@ -40,12 +40,14 @@ class Scaled:
 
   @property
   def shape(self) -> tuple[int, int]:
-    return self.data.shape
+    rows, contraction = self.data.shape
+    return rows, contraction
 
   @property
   def T(self) -> "Scaled":
     """The transposed matrix. Exact for any tile: data, scales and tile swap together."""
-    return Scaled(self.data.T, self.scale.T, self.tile[::-1])
+    rows, contraction = self.tile
+    return Scaled(self.data.T, self.scale.T, (contraction, rows))
 
   def dequantize(self, dtype=jnp.float32):
     """[rows, contraction] = data * scale, computed in float32."""

@@ -1,0 +1,269 @@
+"""The step: the same training on every mesh and for every split into microbatches; resharding."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tolerances
+
+from configs import base
+from fp8jax import batches, checkpoint, config, diagnose, train
+from fp8jax import params as params_lib
+from fp8jax.data import loader
+from fp8jax.kernels.backend import Device
+from fp8jax.models import presets
+from fp8jax.models.config import ModelConfig
+
+CPU = Device("cpu")
+# Every local dimension holds whole scale tiles on every mesh below.
+TINY = ModelConfig(
+  architecture="llama",
+  vocab_size=512,
+  hidden_size=128,
+  intermediate_size=512,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=4,
+  head_dim=128,
+  max_positions=128,
+  tie_embeddings=True,
+)
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)]
+STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def tiny_preset(monkeypatch):
+  monkeypatch.setitem(presets.PRESETS, "tiny", TINY)
+
+
+def _config(recipe="block_128", **changes):
+  c = base.get_config(recipe)
+  c.model.preset = "tiny"
+  c.steps, c.batch, c.length, c.eval.batch = STEPS, 8, 128, 8
+  c.optim.warmup_steps, c.optim.decay_steps = 4, 4
+  c.update_from_flattened_dict(changes)
+  return c
+
+
+def _plan(c, shape=None) -> config.Plan:
+  if shape is None:
+    return config.resolve(c, 1, CPU)
+  c.mesh.data, c.mesh.fsdp, c.mesh.tensor = shape
+  return config.resolve(c, int(np.prod(shape)), CPU)
+
+
+@functools.cache
+def _host_batches():
+  """A noisy chain over the vocabulary: contexts differ, so that tokens' rounding errors average."""
+  rng = np.random.default_rng(0)
+  found = []
+  for _ in range(STEPS):
+    stream = np.zeros((8, 129), np.int32)
+    stream[:, 0] = rng.integers(0, 512, 8)
+    for i in range(128):
+      follow = (stream[:, i] * 5 + 17) % 512
+      stream[:, i + 1] = np.where(rng.random(8) < 0.7, follow, rng.integers(0, 512, 8))
+    found.append(
+      {
+        "tokens_BL": stream[:, :-1],
+        "targets_BL": stream[:, 1:],
+        "weights_BL": np.ones((8, 128), np.float32),
+        "segments_BL": np.ones((8, 128), np.int32),
+        "positions_BL": np.tile(np.arange(128, dtype=np.int32), (8, 1)),
+      }
+    )
+  return found
+
+
+@dataclasses.dataclass
+class Runner:
+  """A compiled step and the means to feed it."""
+
+  plan: config.Plan
+
+  def __post_init__(self):
+    self.spread = batches.Spread(
+      self.plan.run.layout, self.plan.microbatch, self.plan.config.accumulation
+    )
+    self.step_fn, self.sites = train.make_step(self.plan), self.plan.sites()
+
+  def step(self, state, host):
+    state, values = self.step_fn(state, self.spread.place(host), self.sites)
+    return state, {k: float(v) for k, v in values.items()}
+
+  def run(self, hosts, state=None):
+    """(losses, state)."""
+    state = train.make_state(self.plan) if state is None else state
+    losses = []
+    for host in hosts:
+      state, values = self.step(state, host)
+      losses.append(values["loss"])
+    return np.array(losses), state
+
+
+@functools.cache
+def _one_device(recipe):
+  """Per step: (state before it on the host, its metrics)."""
+  runner = Runner(_plan(_config(recipe)))
+  state, found = train.make_state(runner.plan), []
+  for host in _host_batches():
+    before = jax.tree.map(np.array, state)
+    state, values = runner.step(state, host)
+    found.append((before, values))
+  return found
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "block_128"])
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_twenty_steps_on_a_mesh_equal_one_device(shape, recipe):
+  """Loss and gradient norm of every step, each from the state that one device had there."""
+  runner = Runner(_plan(_config(recipe), shape))
+  shardings = jax.tree.map(lambda x: x.sharding, train.abstract_state(runner.plan))
+  for host, (before, want) in zip(_host_batches(), _one_device(recipe), strict=True):
+    _, got = runner.step(jax.device_put(before, shardings), host)
+    assert got["loss"] == pytest.approx(want["loss"], rel=tolerances.MESH_LOSS)
+    assert got["grad_norm"] == pytest.approx(
+      want["grad_norm"], rel=tolerances.MESH_GRADIENT[recipe]
+    )
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "block_128"])
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_a_run_of_twenty_steps_on_a_mesh_equals_one_device(shape, recipe):
+  """Left to itself, the run reports the same loss over its twenty steps.
+
+  Summation order differs by mesh, by 1e-7. Through FP8 that grows: a value that near to a rounding
+  boundary flips by a whole step, so that a relative change e of an operand moves a product by about
+  0.1 sqrt(10 e), and Adam's first updates are signs of gradients. Single steps of `block_128` then
+  differ by up to 1e-4 between any two orders of summation, in either direction.
+  """
+  losses, _ = Runner(_plan(_config(recipe), shape)).run(_host_batches())
+  want = np.array([values["loss"] for _, values in _one_device(recipe)])
+  assert want[-1] < want[0] - 0.5  # something was learnt
+  assert losses.mean() == pytest.approx(want.mean(), rel=tolerances.MESH_LOSS)
+  np.testing.assert_allclose(losses, want, rtol=tolerances.MESH_STEP[recipe])
+
+
+def test_accumulation_equals_the_whole_batch():
+  want = [values["loss"] for _, values in _one_device("bf16")[:5]]
+  for accumulation in (2, 8):
+    losses, _ = Runner(_plan(_config("bf16", accumulation=accumulation))).run(_host_batches()[:5])
+    np.testing.assert_allclose(losses, want, rtol=1e-6)
+
+
+def test_remat_changes_nothing():
+  want = [values["loss"] for _, values in _one_device("block_128")[:3]]
+  for policy in ("linears", "full"):
+    losses, _ = Runner(_plan(_config(**{"memory.remat": policy}))).run(_host_batches()[:3])
+    np.testing.assert_allclose(losses, want, rtol=1e-6)
+
+
+def test_checkpoint_restores_onto_another_mesh(tmp_path):
+  first = Runner(_plan(_config("bf16"), (2, 2, 2)))
+  _, state = first.run(_host_batches()[:4])
+  saved = checkpoint.Checkpoints(str(tmp_path))
+  iterator = loader.train_batches(first.plan.data, 8)
+  saved.save(4, state, iterator, {})
+  saved.wait()
+  want, _ = first.run(_host_batches()[4:8], state)
+  for shape in ((1, 8, 1), (1, 2, 4)):
+    second = Runner(_plan(_config("bf16"), shape))
+    abstract = train.abstract_state(second.plan)
+    restored = saved.restore(4, abstract)
+    for got, exact in zip(jax.tree.leaves(restored), jax.tree.leaves(abstract), strict=True):
+      assert got.sharding.is_equivalent_to(exact.sharding, got.ndim)
+    losses, _ = second.run(_host_batches()[4:8], restored)
+    np.testing.assert_allclose(losses, want, rtol=tolerances.MESH_LOSS)
+  saved.close()
+  iterator.close()
+
+
+def test_state_is_sharded_at_birth_and_abstractly_known():
+  plan = _plan(_config(), (1, 4, 2))
+  abstract, state = train.abstract_state(plan), train.make_state(plan)
+  for want, got in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
+    assert (want.shape, want.dtype) == (got.shape, got.dtype)
+    assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
+  up = state.params["layers"]["mlp"]["up"]
+  assert up.addressable_shards[0].data.shape == (2, 128 // 4, 512 // 2)
+
+
+def test_decay_and_moments_follow_the_declarations():
+  """A step without gradients shrinks matrices and leaves norms alone; moments stay float32."""
+  changes = {"optim.warmup_steps": 0, "optim.peak_lr": 0.5, "optim.schedule": "constant"}
+  runner = Runner(_plan(_config("bf16", **changes)))
+  state = train.make_state(runner.plan)
+  before = jax.tree.map(np.array, state.params)
+  silent = dict(_host_batches()[0], weights_BL=np.zeros((8, 128), np.float32))
+  state, values = runner.step(state, silent)
+  assert values["grad_norm"] == 0
+  after, mlp = state.params["layers"]["mlp"], before["layers"]["mlp"]
+  np.testing.assert_array_equal(state.params["norm"], before["norm"])
+  np.testing.assert_array_equal(after["norm"], mlp["norm"])
+  np.testing.assert_allclose(after["up"], mlp["up"] * (1 - 0.5 * 0.1), rtol=1e-6)
+  assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(state.opt))
+
+
+def test_learning_rate_follows_the_schedule():
+  """Warm up over 4 steps, hold, cosine to min_lr over the last 4 (InfiR2's WSD)."""
+  rates = [values["learning_rate"] for _, values in _one_device("bf16")]
+  peak, low = 1e-3, 1e-4
+  np.testing.assert_allclose(rates[:4], peak * np.arange(4) / 4, rtol=1e-6)
+  np.testing.assert_allclose(rates[4:17], peak, rtol=1e-6)
+  tail = [low + (peak - low) * 0.5 * (1 + np.cos(np.pi * k / 4)) for k in range(4)]
+  np.testing.assert_allclose(rates[16:], tail, rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_non_finite_step_changes_nothing_and_halts_or_counts(policy):
+  runner = Runner(_plan(_config("bf16", **{"optim.on_nonfinite": policy})))
+  _, state = runner.run(_host_batches()[:2])
+  good = jax.tree.map(np.array, (state.params, state.opt))
+  host = _host_batches()[2]
+  state, values = runner.step(state, dict(host, weights_BL=np.full((8, 128), np.nan, np.float32)))
+  assert not values["is_finite"]
+  assert int(state.skipped) == 1 and bool(state.halted) == (policy == "stop")
+  for a, b in zip(jax.tree.leaves(good), jax.tree.leaves((state.params, state.opt))):
+    np.testing.assert_array_equal(a, b)
+  state, values = runner.step(state, host)
+  assert values["is_finite"]
+  moved = np.any(np.asarray(state.params["norm"]) != good[0]["norm"])
+  assert moved == (policy == "skip")
+
+
+@pytest.mark.parametrize(
+  "path, layer, message",
+  [
+    ("layers/mlp/up", 1, "layers/mlp/up of layer 1: its weight is not finite"),
+    ("layers/attn/norm", 1, "layers/attn/q of layer 1: its input is not finite"),
+    ("layers/mlp/norm", 0, "layers/mlp/gate of layer 0: its input is not finite"),
+    ("norm", 3, "head: its input is not finite"),
+  ],
+)
+def test_first_bad_site_is_named(path, layer, message):
+  plan = _plan(_config("bf16", accumulation=2))
+  state = train.make_state(plan)
+  flat = params_lib.flatten(jax.tree.map(np.array, state.params))
+  flat[path][layer] = np.nan
+  poisoned = jax.tree.map(jnp.asarray, params_lib.unflatten(flat))
+  spread = batches.Spread(plan.run.layout, plan.microbatch, 2)
+  found = diagnose.report(plan, poisoned, spread.place(_host_batches()[0]))
+  assert found["first_bad_site"].startswith(message)
+
+
+def test_first_bad_site_of_the_backward_pass_is_the_last_layer_with_a_bad_gradient():
+  seen = {"layers/attn/q": np.ones((2, 3)), "layers/mlp/down": np.ones((2, 3)), "head": np.ones(3)}
+  seen |= {
+    f"layers/{n}": np.ones((2, 3)) for n in ("attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up")
+  }
+  seen["layers/attn/q"][:, 2] = np.inf
+  seen["layers/mlp/down"][0, 2] = np.inf
+  found = diagnose.first_bad(seen, {}, 1.0)
+  assert found == "layers/attn/q of layer 1: its incoming gradient is not finite (backward)"
+  assert "embed" in diagnose.first_bad(
+    {k: np.ones_like(v) for k, v in seen.items()}, {"embed": False}, 1.0
+  )
