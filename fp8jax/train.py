@@ -223,8 +223,7 @@ class _Run:
       self.out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
     accepted = tuple(self.plan.config.checkpoint.accept_changes)
     problems = [
-      f"{key} was {changes[key][0]} at step {step} and is {changes[key][1]} now; to continue "
-      "anyway, "
+      f"{key} was {changes[key][0]} at step {step} and is {changes[key][1]} now; to go on anyway, "
       f'--config.checkpoint.accept_changes="{(*accepted, key)}"'
       for key in config.refused_changes(changes, accepted)
     ]
@@ -232,7 +231,7 @@ class _Run:
       if not any(p.startswith("data.") for p in problems):
         problems.append(
           f"the data changed since step {step} (fingerprint {meta['data_fingerprint']} -> "
-          f"{self.fingerprint}); to continue anyway, "
+          f"{self.fingerprint}); to go on anyway, "
           f'--config.checkpoint.accept_changes="{(*accepted, "data")}"'
         )
     if problems:
@@ -359,8 +358,7 @@ def _peak() -> float | None:
 
 
 def keep_source_files(source: str, target: str):
-  """Copies what export will want beside the weights: config.json, tokenizer, generation "
-  "settings."""
+  """Copies what export wants beside the weights: config.json, tokenizer, generation settings."""
   os.makedirs(target, exist_ok=True)
   source = os.path.expanduser(source)
   for name in sorted(os.listdir(source)):
@@ -393,8 +391,7 @@ class _Interrupts(contextlib.AbstractContextManager):
     self._asked = True
 
   def requested(self, step: int, every: int) -> bool:
-    """Whether to stop before this step; all processes agree, at the cost of asking every few "
-    "steps."""
+    """Whether to stop before this step. Processes agree; they ask each other every few steps."""
     if jax.process_count() == 1:
       return self._asked
     if step % max(every, 1):

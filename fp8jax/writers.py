@@ -18,13 +18,14 @@ import rich.table
 
 
 def console(stderr: bool = False) -> rich.console.Console:
-  """Where humans read. Not a terminal: plain lines, wide enough not to wrap tables."""
+  """Where humans read: process 0. Not a terminal: plain lines, wide enough not to wrap tables."""
   target = sys.stderr if stderr else sys.stdout
   return rich.console.Console(
     file=target,
     highlight=False,
     width=None if target.isatty() else 120,
     soft_wrap=not target.isatty(),
+    quiet=jax.process_index() != 0,
   )
 
 

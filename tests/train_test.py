@@ -45,6 +45,7 @@ def _config(recipe="block_128", **changes):
   c.model.preset = "tiny"
   c.steps, c.batch, c.length, c.eval.batch = STEPS, 8, 128, 8
   c.optim.warmup_steps, c.optim.decay_steps = 4, 4
+  c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5  # InfiR2's
   c.update_from_flattened_dict(changes)
   return c
 
@@ -120,7 +121,13 @@ def _one_device(recipe):
 @pytest.mark.parametrize("recipe", ["bf16", "block_128"])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_twenty_steps_on_a_mesh_equal_one_device(shape, recipe):
-  """Loss and gradient norm of every step, each from the state that one device had there."""
+  """Each step from the state that one device had there, and then the run left to itself.
+
+  Summation order differs by mesh, by 1e-7, and FP8 amplifies it from step to step: a weight that
+  near to a rounding boundary flips by a whole step. For this model, any two initial states 1e-7
+  apart give block_128 losses with a standard deviation of 3e-5 per step and 6e-6 for their mean,
+  on one device as well.
+  """
   runner = Runner(_plan(_config(recipe), shape))
   shardings = jax.tree.map(lambda x: x.sharding, train.abstract_state(runner.plan))
   for host, (before, want) in zip(_host_batches(), _one_device(recipe), strict=True):
@@ -129,22 +136,10 @@ def test_twenty_steps_on_a_mesh_equal_one_device(shape, recipe):
     assert got["grad_norm"] == pytest.approx(
       want["grad_norm"], rel=tolerances.MESH_GRADIENT[recipe]
     )
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "block_128"])
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_a_run_of_twenty_steps_on_a_mesh_equals_one_device(shape, recipe):
-  """Left to itself, the run reports the same loss over its twenty steps.
-
-  Summation order differs by mesh, by 1e-7. Through FP8 that grows: a value that near to a rounding
-  boundary flips by a whole step, so that a relative change e of an operand moves a product by about
-  0.1 sqrt(10 e), and Adam's first updates are signs of gradients. Single steps of `block_128` then
-  differ by up to 1e-4 between any two orders of summation, in either direction.
-  """
-  losses, _ = Runner(_plan(_config(recipe), shape)).run(_host_batches())
+  losses, _ = runner.run(_host_batches())
   want = np.array([values["loss"] for _, values in _one_device(recipe)])
-  assert want[-1] < want[0] - 0.5  # something was learnt
-  assert losses.mean() == pytest.approx(want.mean(), rel=tolerances.MESH_LOSS)
+  assert want[-1] < want[0] - 0.1  # something was learnt
+  assert losses.mean() == pytest.approx(want.mean(), rel=tolerances.MESH_MEAN[recipe])
   np.testing.assert_allclose(losses, want, rtol=tolerances.MESH_STEP[recipe])
 
 
@@ -211,7 +206,7 @@ def test_decay_and_moments_follow_the_declarations():
 def test_learning_rate_follows_the_schedule():
   """Warm up over 4 steps, hold, cosine to min_lr over the last 4 (InfiR2's WSD)."""
   rates = [values["learning_rate"] for _, values in _one_device("bf16")]
-  peak, low = 1e-3, 1e-4
+  peak, low = 1e-4, 1e-5
   np.testing.assert_allclose(rates[:4], peak * np.arange(4) / 4, rtol=1e-6)
   np.testing.assert_allclose(rates[4:17], peak, rtol=1e-6)
   tail = [low + (peak - low) * 0.5 * (1 + np.cos(np.pi * k / 4)) for k in range(4)]

@@ -140,8 +140,7 @@ def _rope_from_hf(c: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]
 
 
 def config_to_hf(cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None):
-  """config.json for these values; `base` supplies what a ModelConfig does not hold (token "
-  "ids...)."""
+  """config.json for these values; `base` supplies what a ModelConfig lacks (token ids, ...)."""
   c = dict(base or {})
   # One spelling of each rope option, the one that old and new transformers both read.
   for stale in ("rope_parameters", "layer_types", "max_window_layers", "quantization_config"):
@@ -460,8 +459,7 @@ def _theirs(group: list[Entry], flat, cfg: ModelConfig, dtype: str) -> Iterator[
 
 
 def _on_host(x) -> np.ndarray:
-  """A whole array, also where its shards live on several processes (then on all of them at "
-  "once)."""
+  """A whole array, also where processes share its shards (then all of them call this)."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return multihost_utils.process_allgather(x, tiled=True)
   return np.asarray(jax.device_get(x))

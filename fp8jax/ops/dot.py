@@ -212,8 +212,7 @@ def data_gradient(plan: Plan, g, w, dtype):
 
 
 def weight_gradient(plan: Plan, x, g, dtype):
-  """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes that only the weight is split "
-  "on}."""
+  """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes only the weight is split on}."""
   s, layout = plan.letters, plan.layout
   contracted = "".join(c for c in s.x if c in s.y and c not in s.w)
 
@@ -248,8 +247,7 @@ class _Matrix:
 
 
 def _flatten(x, letters: str, contracted: str, batch: str):
-  """(matrix [batch?, ...], axis of the contraction 0 or 1, free letters); no copy where "
-  "avoidable."""
+  """(matrix [batch?, ...], axis of its contraction 0 or 1, free letters); copies if it must."""
   free = "".join(c for c in letters if c not in contracted and c not in batch)
   contraction_first = batch + contracted + free
   contraction = 0 if letters == contraction_first else 1

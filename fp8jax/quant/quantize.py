@@ -53,8 +53,7 @@ def _power_of_two(amax, format: Format):
 
 
 def cast(x, format: Format):
-  """Saturating round-to-nearest-even. The clip comes first: a bare e4m3fn cast turns 465 into "
-  "NaN."""
+  """Saturating round-to-nearest-even. Clips first: a bare e4m3fn cast turns 465 into NaN."""
   return jnp.clip(x, -format.max, format.max).astype(format.dtype)
 
 
