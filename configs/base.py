@@ -121,6 +121,9 @@ def get_config(arm=""):
   c.prepare = ConfigDict()
   c.prepare.path = ""  # folder to write tokenized documents to; "" is WORKDIR/prepared
   c.prepare.shard_tokens = 100_000_000  # tokens per ArrayRecord file
+  c.lock()  # a key that is not above is an error, in other configs too
+  c.sharding.weights.unlock()  # but any letter may be split
+  c.sharding.acts.unlock()
   return c
 
 

@@ -1,7 +1,7 @@
 """InfiR2's continued pre-training of Qwen2.5-1.5B in block FP8 (arXiv:2509.22536), value for value.
 
 what:      40,000 steps of 4.2M tokens: 167.8B tokens (InfiXAI/InfiR2 scripts/CPT)
-command:   put Qwen/Qwen2.5-1.5B in assets/Qwen2.5-1.5B and tokenized text in assets/cpt_data, then
+command:   put Qwen/Qwen2.5-1.5B in assets/Qwen2.5-1.5B and text as configs/cpt_7b.py says, then
            python launch.py --config=configs/cpt_1p5b.py
 hardware:  8 x H200 or H100
 expected:  not yet measured
@@ -14,5 +14,5 @@ def get_config(arm=""):
   c = cpt_7b.get_config(arm)
   c.init.hf = "assets/Qwen2.5-1.5B"
   c.model.preset = "qwen25_1p5b"  # tied; the vocabulary is padded from 151,936 to 152,064 rows
-  c.data.sources = {"main": base.source("prepared", "assets/cpt_data")}
+  c.data.sources = {"main": base.source("prepared", "assets/cpt_data/main")}
   return c

@@ -1,8 +1,11 @@
 """InfiR2's continued pre-training of Qwen2.5-7B in block FP8 (arXiv:2509.22536), value for value.
 
 what:      40,000 steps of 4.2M tokens: 167.8B tokens (InfiXAI/InfiR2 scripts/CPT)
-command:   put Qwen/Qwen2.5-7B in
-           assets/Qwen2.5-7B and tokenized text (--job=prepare) in assets/cpt_data, then
+command:   put Qwen/Qwen2.5-7B in assets/Qwen2.5-7B and a corpus in corpus/*.jsonl; once, anywhere,
+           python launch.py --config=configs/cpt_7b.py --job=prepare \
+             --config.prepare.path=assets/cpt_data --config.data.sources.main.kind=jsonl \
+             --config.data.sources.main.path='corpus/*.jsonl'
+           then on the GPUs
            python launch.py --config=configs/cpt_7b.py
 hardware:  8 x H200 or more GPUs of 80 GB; compiled for 8 x H200 without a GPU
 expected:  not yet measured
@@ -19,7 +22,7 @@ def get_config(arm=""):
   c.model.preset = "qwen25_7b"
   c.steps, c.batch, c.length = 40_000, 128, 32_768
   c.accumulation = 16  # one sequence per GPU in flight on 8 GPUs
-  c.data.sources = {"main": base.source("prepared", "assets/cpt_data")}
+  c.data.sources = {"main": base.source("prepared", "assets/cpt_data/main")}
   c.data.heldout = 0.1  # --split 90,5,5
   c.data.cross_document = True  # no attention mask between documents
   c.optim.schedule = "wsd"

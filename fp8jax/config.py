@@ -4,8 +4,10 @@ found here, and reported together.
 
 import dataclasses
 import difflib
+import functools
 import json
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,8 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from fp8jax import axes, mesh
-from fp8jax.data import loader, sources, tokenize
+from fp8jax.data import check, loader
+from fp8jax.errors import ConfigError, Problems
 from fp8jax.kernels import backend, scaled_matmul
 from fp8jax.models import config as model_config
 from fp8jax.models import hf, presets, transformer
@@ -22,15 +25,6 @@ from fp8jax.optim import build as optim_build
 
 # A ConfigDict with every key of configs/base.py; types cannot know its keys.
 Config = Any
-
-
-class ConfigError(ValueError):
-  """Everything that is wrong with a configuration, one line each."""
-
-  def __init__(self, problems: list[str]):
-    self.problems = problems
-    lines = "\n".join(f"  - {p}" for p in problems)
-    super().__init__(f"{len(problems)} problem{'s' * (len(problems) > 1)} in the config:\n{lines}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +87,10 @@ def resolve(
   Raises:
     ConfigError: with all problems found.
   """
-  problems = _Problems()
-  for name in ("steps", "batch", "accumulation", "length"):
-    problems.check(c[name] >= 1, f"{name}={c[name]} must be at least 1")
+  problems = Problems()
+  for key, least in _LEAST.items():
+    value = functools.reduce(getattr, key.split("."), c)
+    problems.check(value >= least, f"{key}={value} must be at least {least}")
 
   shape = problems.attempt(lambda: mesh.resolve(c.mesh, num_devices))
   layout = axes.LOCAL
@@ -105,7 +100,7 @@ def resolve(
       axes.as_rules(c.sharding.weights),
       axes.as_rules(c.sharding.acts),
     )
-    _check_rules(c, problems)
+  _check_sharding(c, problems)
 
   model = problems.attempt(lambda: _model(c))
   if model is not None:
@@ -114,20 +109,22 @@ def resolve(
       c.length <= model.max_positions,
       f"length={c.length} is longer than model.max_positions={model.max_positions}",
     )
+    if c.init.hf:
+      problems.attempt(lambda: _check_folder(c, model), "init.hf")
   run = _execution(c, layout, device, problems)
   optim = optim_build.Optim(
     **{k: c.optim[k] for k in c.optim if k != "on_nonfinite"}, steps=c.steps
   )
   problems.extend(optim.problems())
-  _one_of(problems, "optim.on_nonfinite", c.optim.on_nonfinite, ("stop", "skip"))
-  data = _data(c, model, problems)
+  problems.one_of("optim.schedule", optim.schedule, optim_build.SCHEDULES)
+  problems.one_of("optim.on_nonfinite", c.optim.on_nonfinite, ("stop", "skip"))
+  data = check.spec(c, model and model.vocab_size, problems)
   microbatch = _microbatch(c, layout, problems)
-  rules = tuple((str(p), str(r)) for p, r in c.precision.rules)
+  rules = problems.attempt(lambda: _rules(c.precision.rules), "precision.rules") or ()
   if model is not None and not problems.found:
     declaration = transformer.params(model)
     _check_layout(c, model, declaration, rules, layout, microbatch, problems)
-  problems.check(c.eval.tokens >= 1, f"eval.tokens={c.eval.tokens} must be at least 1")
-  _one_of(problems, "export.dtype", c.export.dtype, ("auto", *hf.DTYPES))
+  problems.one_of("export.dtype", c.export.dtype, ("auto", *hf.DTYPES))
   if problems.found or model is None:
     raise ConfigError(problems.found)
 
@@ -137,34 +134,25 @@ def resolve(
   return plan
 
 
-class _Problems:
-  def __init__(self):
-    self.found: list[str] = []
+def resolve_data(c: Config) -> loader.Spec:
+  """The data alone, without a model or a mesh: what --job=prepare reads.
 
-  def check(self, ok: bool, message: str):
-    if not ok:
-      self.found.append(message)
-
-  def extend(self, messages: list[str]):
-    self.found += messages
-
-  def attempt(self, fn):
-    """fn(), or None with its complaint noted."""
-    try:
-      return fn()
-    except ConfigError as e:
-      self.found += e.problems
-    except (ValueError, OSError) as e:
-      self.found.append(str(e))
-    return None
+  Raises:
+    ConfigError: with all problems found.
+  """
+  problems = Problems()
+  data = check.spec(c, None, problems)
+  if problems.found:
+    raise ConfigError(problems.found)
+  return data
 
 
-def _one_of(problems: _Problems, key: str, value: str, allowed):
-  if value not in allowed:
-    near = difflib.get_close_matches(value, allowed, 1, 0.0)
-    problems.found.append(
-      f"{key}={value!r} is not one of {', '.join(map(repr, allowed))}; did you mean {near[0]!r}?"
-    )
+# Smallest value of every number that has one and that nobody else checks.
+_LEAST = {
+  "steps": 1, "batch": 1, "accumulation": 1, "length": 1, "eval.tokens": 1, "eval.batch": 1,
+  "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1, "data.workers": 0,
+  "data.prefetch": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
+}  # fmt: skip
 
 
 def _model(c: Config) -> model_config.ModelConfig:
@@ -173,7 +161,10 @@ def _model(c: Config) -> model_config.ModelConfig:
       raise ValueError(
         "model.preset='hf' reads the architecture of init.hf; set init.hf to a folder"
       )
-    model = hf.read_config(c.init.hf)
+    try:
+      model = hf.read_config(c.init.hf)
+    except (ValueError, OSError) as e:
+      raise ValueError(f"init.hf: {e}") from e
   elif c.model.preset in presets.PRESETS:
     model = presets.PRESETS[c.model.preset]
   else:
@@ -183,34 +174,55 @@ def _model(c: Config) -> model_config.ModelConfig:
       f"Known: {', '.join([*presets.PRESETS, 'hf'])}"
     )
   changes = {k: v for k, v in c.model.items() if k != "preset" and v is not None}
-  model = dataclasses.replace(model, **changes)
-  if c.init.hf and c.model.preset != "hf":
-    there = hf.read_config(c.init.hf)
-    # These do not change what the weights compute; a vocabulary may be padded.
-    harmless = {"init_std", "max_positions"}
-    if there.vocab_size <= model.vocab_size:
-      harmless.add("vocab_size")
-    different = [
-      f"{f.name} {getattr(there, f.name)} there, {getattr(model, f.name)} here"
-      for f in dataclasses.fields(model)
-      if f.name not in harmless and getattr(there, f.name) != getattr(model, f.name)
-    ]
-    if different:
-      raise ValueError(
-        f"init.hf={c.init.hf!r} holds another model than the config describes: "
-        f"{'; '.join(different)}. Set model.preset='hf' to take the folder's"
-      )
-  return model
+  return dataclasses.replace(model, **changes)
 
 
-def _execution(c: Config, layout, device: backend.Device, problems: _Problems):
+def _check_folder(c: Config, model: model_config.ModelConfig):
+  """The weights that training starts from are those of the model; reads headers only."""
+  there = hf.read_config(c.init.hf)
+  # These do not change what the weights compute; a vocabulary may be padded.
+  harmless = {"init_std", "max_positions"}
+  if there.vocab_size <= model.vocab_size:
+    harmless.add("vocab_size")
+  different = [
+    f"{f.name} {getattr(there, f.name)} there, {getattr(model, f.name)} here"
+    for f in dataclasses.fields(model)
+    if f.name not in harmless and getattr(there, f.name) != getattr(model, f.name)
+  ]
+  if different:
+    raise ValueError(
+      f"{c.init.hf!r} holds another model than the config describes: {'; '.join(different)}. Set "
+      "model.preset='hf' and override nothing else of model to take the folder's"
+    )
+  hf.check(hf.Folder(c.init.hf), dataclasses.replace(model, vocab_size=there.vocab_size))
+
+
+def _rules(stated) -> tuple[tuple[str, str], ...]:
+  """precision.rules as (regular expression, recipe name) pairs."""
+  rules = tuple(stated) if isinstance(stated, (tuple, list)) else ()
+  are_pairs = all(isinstance(r, (tuple, list)) and len(r) == 2 for r in rules)
+  if not rules or not are_pairs or not all(isinstance(x, str) for r in rules for x in r):
+    raise ValueError(
+      f"{stated!r} is no sequence of (regular expression, recipe) pairs such as "
+      "(('head', 'bf16'), ('.*', 'block_128'))"
+    )
+  for pattern, recipe in rules:
+    try:
+      re.compile(pattern)
+    except re.error as e:
+      raise ValueError(f"{pattern!r} is no regular expression: {e}") from e
+    site.recipe_by_name(recipe)
+  return tuple((p, r) for p, r in rules)
+
+
+def _execution(c: Config, layout, device: backend.Device, problems: Problems):
   on_gpu = device.platform == "gpu"
   compute = c.precision.compute
-  _one_of(problems, "precision.compute", compute, ("auto", "bfloat16", "float32"))
+  problems.one_of("precision.compute", compute, ("auto", "bfloat16", "float32"))
   if compute == "auto":
     compute = "bfloat16" if on_gpu else "float32"
   implementation = c.kernels.attention
-  _one_of(problems, "kernels.attention", implementation, ("auto", *attention.IMPLEMENTATIONS))
+  problems.one_of("kernels.attention", implementation, ("auto", *attention.IMPLEMENTATIONS))
   if implementation == "auto":
     implementation = "cudnn" if on_gpu and compute == "bfloat16" else "xla"
   if implementation == "cudnn":
@@ -219,67 +231,20 @@ def _execution(c: Config, layout, device: backend.Device, problems: _Problems):
       compute == "bfloat16",
       f"kernels.attention='cudnn' needs 16-bit inputs, precision.compute is {compute!r}; use 'xla'",
     )
-  _one_of(problems, "kernels.matmul", c.kernels.matmul, ("auto", *scaled_matmul.BACKENDS))
-  _one_of(problems, "memory.remat", c.memory.remat, model_config.REMAT)
-  problems.check(c.memory.loss_chunk >= 1, f"memory.loss_chunk={c.memory.loss_chunk} must be >= 1")
+  problems.one_of("kernels.matmul", c.kernels.matmul, ("auto", *scaled_matmul.BACKENDS))
+  problems.one_of("memory.remat", c.memory.remat, model_config.REMAT)
   return model_config.Execution(
     jnp.dtype(compute if compute in ("bfloat16", "float32") else "float32"),
     implementation, c.memory.remat, c.memory.loss_chunk, layout,
   )  # fmt: skip
 
 
-def _data(c: Config, model, problems: _Problems) -> loader.Spec:
-  _one_of(problems, "data.on_malformed", c.data.on_malformed, tokenize.POLICIES)
-  _one_of(problems, "data.on_long", c.data.on_long, tokenize.LONG_POLICIES)
-  problems.check(0 <= c.data.heldout < 1, f"data.heldout={c.data.heldout} must be in [0, 1)")
-  tokenizer = tokenize.Tokenizer(c.data.tokenizer or c.init.hf or tokenize.BYTES, c.data.eos)
-  if problems.attempt(lambda: tokenizer.fingerprint) is not None and model is not None:
-    problems.check(
-      tokenizer.vocab_size <= model.vocab_size,
-      f"data.tokenizer produces ids up to {tokenizer.vocab_size - 1}, the model has "
-      f"model.vocab_size={model.vocab_size}; they do not belong together",
-    )
-  problems.check(len(c.data.sources) > 0, "data.sources is empty; give at least one")
-  for name, spec in c.data.sources.items():
-    key = f"data.sources.{name}"
-    _one_of(problems, f"{key}.kind", spec.kind, sources.KINDS)
-    problems.check(spec.weight > 0, f"{key}.weight={spec.weight} must be positive")
-    if spec.kind in sources.KINDS:
-      opened = problems.attempt(lambda spec=spec: sources.open_source(spec).files() and True)
-      if opened and spec.kind == "prepared":
-        problems.attempt(lambda spec=spec: _check_prepared(spec, tokenizer, c))
-  return loader.Spec(
-    sources={name: dict(spec) for name, spec in c.data.sources.items()},
-    tokenizer=tokenizer,
-    length=c.length,
-    heldout=c.data.heldout,
-    cross_document=c.data.cross_document,
-    on_malformed=c.data.on_malformed,
-    on_long=c.data.on_long,
-    seed=c.seed,
-    workers=c.data.workers,
-    prefetch=c.data.prefetch,
-  )
-
-
-def _check_prepared(spec, tokenizer: tokenize.Tokenizer, c: Config):
-  index = sources.Prepared(spec["path"], "train").index
-  if index["tokenizer"] != tokenizer.fingerprint:
-    raise ValueError(
-      f"{spec['path']} was prepared with another tokenizer (fingerprint {index['tokenizer']}, "
-      f"data.tokenizer has {tokenizer.fingerprint}); prepare it again with --job=prepare"
-    )
-  if index["heldout"] != c.data.heldout:
-    raise ValueError(
-      f"{spec['path']} was prepared with data.heldout={index['heldout']}, now it is "
-      f"{c.data.heldout}; prepare it again or use that value"
-    )
-
-
-def _microbatch(c: Config, layout: axes.Layout, problems: _Problems) -> int:
+def _microbatch(c: Config, layout: axes.Layout, problems: Problems) -> int:
   shards = layout.size(layout.act_axes("B"))
+  if min(c.accumulation, c.batch, c.eval.batch) < 1:
+    return 1  # said already
   problems.check(
-    c.accumulation < 1 or c.batch % (c.accumulation * shards) == 0,
+    c.batch % (c.accumulation * shards) == 0,
     f"batch={c.batch} must be a multiple of accumulation x batch shards = "
     f"{c.accumulation} x {shards}; the nearest is {_round_to(c.batch, c.accumulation * shards)}",
   )
@@ -288,18 +253,23 @@ def _microbatch(c: Config, layout: axes.Layout, problems: _Problems) -> int:
     f"eval.batch={c.eval.batch} must be a multiple of the {shards} batch shards of the mesh; "
     f"the nearest is {_round_to(c.eval.batch, shards)}",
   )
-  return max(c.batch // max(c.accumulation, 1), 1)
+  return max(c.batch // c.accumulation, 1)
 
 
 def _round_to(n: int, multiple: int) -> int:
   return max(round(n / multiple), 1) * multiple
 
 
-def _check_rules(c: Config, problems: _Problems):
+def _check_sharding(c: Config, problems: Problems):
   """The sharding tables name real letters and axes, and weights can be gathered to activations."""
   weights, acts = dict(axes.as_rules(c.sharding.weights)), dict(axes.as_rules(c.sharding.acts))
   for table, rules in (("weights", weights), ("acts", acts)):
+    letters = _WORDS.keys() | ({"B"} if table == "acts" else set())
     for letter, names in rules.items():
+      problems.check(
+        letter in letters,
+        f"sharding.{table}.{letter} cannot be split; the letters are {', '.join(sorted(letters))}",
+      )
       for name in names:
         if name not in mesh.AXES:
           problems.found.append(
@@ -321,15 +291,17 @@ def _check_layout(c, model, declaration, rules, layout: axes.Layout, microbatch,
       list(site.find_sites(transformer.site_params(model))), rules))  # fmt: skip
     return
   used = {letter for p in site.params.flatten(declaration).values() for letter in p.letters}
+  wrong = {}
   for letter in sorted(used):
     size = model.dims[letter]
     for kind, split in (("weights", layout.weight_axes(letter)), ("acts", layout.act_axes(letter))):
       shards = layout.size(split)
       if size % shards:
-        problems.found.append(
+        wrong[letter, shards] = (
           f"{_WORDS[letter]} = {size} does not divide over {shards} devices (sharding.{kind}."
           f"{letter} = {'+'.join(split)}); change mesh.{split[0]} or that sharding"
         )
+  problems.extend(list(wrong.values()))
   if not problems.found:
     tokens = microbatch * c.length // layout.size(layout.act_axes("B"))
     found = problems.attempt(

@@ -9,6 +9,7 @@ import jax
 from fp8jax import batches
 from fp8jax.config import Plan
 from fp8jax.data import loader
+from fp8jax.errors import UserError
 from fp8jax.models import transformer
 
 BF16 = "bf16"
@@ -57,7 +58,7 @@ def _summary(source: str, parts) -> dict[str, float]:
   sums = jax.device_get(parts)
   loss, tokens = (float(functools.reduce(lambda a, b: a + b, column)) for column in zip(*sums))
   if tokens == 0:
-    raise ValueError(
+    raise UserError(
       f"data.sources.{source} has no held-out token: raise data.heldout or give more documents"
     )
   mean = loss / tokens

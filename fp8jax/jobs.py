@@ -1,6 +1,5 @@
 """The jobs of the launcher: one function each, and the last stop for errors users can fix."""
 
-import contextlib
 import difflib
 import json
 import os
@@ -8,12 +7,12 @@ import sys
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
 from fp8jax import batches, checkpoint, config, diagnose, evaluate, train, writers
 from fp8jax import params as params_lib
 from fp8jax.data import prepare
-from fp8jax.data.tokenize import MalformedDocument
+from fp8jax.errors import UserError
 from fp8jax.kernels import backend
 from fp8jax.models import hf
 
@@ -35,20 +34,22 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
   if job == "evaluate" and c.eval.hf:
     c.init.hf, c.model.preset = c.eval.hf, "hf"
   try:
+    if job == "prepare":  # needs neither the model nor the mesh that the data are for
+      print(json.dumps(_prepare(c, workdir), indent=2))
+      return 0
     plan = config.resolve(c, jax.device_count(), backend.current_device())
     if job == "train":
       train.run(plan, workdir, config.flatten(base))
     else:
       result = {
         "evaluate": _evaluate,
-        "prepare": _prepare,
         "export": _export,
         "diagnose": _diagnose,
       }[job](plan, workdir)
       if jax.process_index() == 0:
         print(json.dumps(result, indent=2))
     return 0
-  except (config.ConfigError, train.NonFinite, MalformedDocument, FileNotFoundError) as e:
+  except (UserError, train.NonFinite, OSError) as e:
     print(f"error: {e}", file=sys.stderr)
     return 1
 
@@ -73,12 +74,13 @@ def _evaluate(plan: config.Plan, workdir: str):
   return {**where, "heldout": evaluate.Evaluator(plan).run(params)}
 
 
-def _prepare(plan: config.Plan, workdir: str):
+def _prepare(c: config.Config, workdir: str):
   """Tokenizes every source into ArrayRecord files."""
-  target = config.folder_of(plan.config.prepare.path, workdir, "prepared")
-  return prepare.run(
-    plan.data, target, plan.config.prepare.shard_tokens, writers.console(stderr=True)
-  )
+  if jax.process_count() > 1:
+    raise UserError("--job=prepare works in one process; leave the others out")
+  target = config.folder_of(c.prepare.path, workdir, "prepared")
+  out = writers.console(stderr=True)
+  return prepare.run(config.resolve_data(c), target, c.prepare.shard_tokens, out)
 
 
 def _export(plan: config.Plan, workdir: str):
@@ -105,15 +107,19 @@ def _diagnose(plan: config.Plan, workdir: str):
     )
   with np.load(name) as saved:
     host = dict(saved)
-  params, step, _ = _restore_params(plan, workdir)
+  # The run may have gone on since.
+  step = hf.read_json(os.path.join(workdir, "nonfinite"), "report.json")["step"]
+  params, _, _ = _restore_params(plan, workdir, step)
   spread = batches.Spread(plan.run.layout, plan.microbatch, plan.config.accumulation)
   return {"step": step, **diagnose.report(plan, params, spread.place(host))}
 
 
-def _restore_params(plan: config.Plan, workdir: str):
-  """(parameters, step, meta) of the chosen checkpoint."""
+def _restore_params(plan: config.Plan, workdir: str, step: int | None = None):
+  """(parameters, step, meta) of a checkpoint; without a step, of the one that eval.step chooses."""
+  if not os.path.isdir(workdir):  # Orbax would create it
+    raise FileNotFoundError(f"{workdir} does not exist; train first, or name another --workdir")
   saved = checkpoint.Checkpoints(workdir, plan.config.checkpoint.keep)
-  step = saved.find(plan.config.eval.step)
+  step = saved.find(plan.config.eval.step if step is None else step)
   meta = saved.meta(step)
   changes = {
     k: v for k, v in config.diff(config.flatten(plan.config), meta["config"]).items()
@@ -138,13 +144,16 @@ def initialize_distributed(coordinator, processes, process):
 
 
 def parse_flags(argv: list[str], base: config.Config) -> list[str]:
-  """absl's parser, with one-line errors that name the nearest valid key."""
-  if not any(a.startswith("--config=") or a == "--config" for a in argv[1:]) and not _asks_help(
-    argv
-  ):
+  """absl's parser, with one-line errors that name the nearest valid file, key or value."""
+  path = _config_path(argv)
+  if path is None and not any(a.lstrip("-").startswith("help") for a in argv[1:]):
     sys.exit("error: --config=FILE is required, for example --config=configs/debug.py")
+  if path is not None and not os.path.isfile(path):
+    sys.exit(f"error: no config file {path!r}{_nearest_file(path)}")
   try:
-    return app.parse_flags_with_usage(argv)
+    rest = flags.FLAGS(argv)
+    flags.FLAGS["config"].value  # noqa: B018  (without an override, the file runs only here)
+    return rest
   except (AttributeError, KeyError) as e:
     known = config.flatten(base)
     for arg in argv[1:]:
@@ -153,28 +162,23 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
         near = config.nearest_key(key.removeprefix("config."), known)
         hint = f"; did you mean --config.{near}?" if near else "; see configs/base.py for all keys"
         sys.exit(f"error: unknown key --{key}{hint}")
-    sys.exit(f"error: {e}")
-  except OSError as e:
-    name = next((a.partition("=")[2] for a in argv if a.startswith("--config=")), "")
-    path = name.partition(":")[0]
-    if os.path.exists(path):
-      sys.exit(f"error: {path}: {e}")
-    folder = os.path.dirname(path) or "."
-    have = (
-      sorted(f for f in os.listdir(folder) if f.endswith(".py")) if os.path.isdir(folder) else []
-    )
-    near = difflib.get_close_matches(os.path.basename(path), have, 1, 0.0)
-    hint = f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
-    sys.exit(f"error: no config file {path!r}{hint}")
+    sys.exit(f"error: {path}: {str(e).strip(chr(34))}")
+  except (flags.Error, ValueError) as e:
+    # absl quotes the traceback of a config file that raised; its last line says why.
+    sys.exit(f"error: {str(e).strip().splitlines()[-1].removeprefix('ValueError: ')}")
 
 
-def _asks_help(argv) -> bool:
-  return any(a.lstrip("-").startswith("help") for a in argv[1:])
+def _config_path(argv: list[str]) -> str | None:
+  """The file in --config=FILE:ARM or --config FILE:ARM."""
+  for arg, following in zip(argv[1:], [*argv[2:], ""]):
+    name, is_joined, value = arg.lstrip("-").partition("=")
+    if name == "config" and arg.startswith("-"):
+      return (value if is_joined else following).partition(":")[0]
+  return None
 
 
-@contextlib.contextmanager
-def _flags_parsed():
-  """For callers without a command line: grain's workers want absl's flags parsed."""
-  if not flags.FLAGS.is_parsed():
-    flags.FLAGS.mark_as_parsed()
-  yield
+def _nearest_file(path: str) -> str:
+  folder = os.path.dirname(path) or "."
+  have = sorted(f for f in os.listdir(folder) if f.endswith(".py")) if os.path.isdir(folder) else []
+  near = difflib.get_close_matches(os.path.basename(path), have, 1, 0.0)
+  return f"; did you mean {os.path.join(folder, near[0])}?" if near else ""

@@ -24,8 +24,9 @@ def resolve(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
     wanted[wanted.index(-1)] = num_devices // rest if num_devices % rest == 0 else 0
   if math.prod(wanted) != num_devices:
     raise ValueError(
-      f"mesh {text} does not cover the {num_devices} devices there are; set mesh.data, mesh.fsdp "
-      "and mesh.tensor so that their product is that number (-1: whatever is left)"
+      f"mesh {text} does not cover the {num_devices} device(s) there are; set mesh.data, mesh.fsdp "
+      f"and mesh.tensor so that their product is {num_devices}, for example mesh.data=1 "
+      f"mesh.fsdp={num_devices} mesh.tensor=1 (-1: whatever is left)"
     )
   return tuple(wanted)
 

@@ -1,6 +1,7 @@
 """Training: state, step, loop."""
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -113,10 +114,10 @@ def make_step(plan: config.Plan):
     params = optax.apply_updates(state.params, updates)
     values = metrics.of_step(loss, gradients, updates, state.params, rate, is_finite)
     return State(
-      step=state.step + 1,
+      step=state.step + ~state.halted,
       params=keep(params, state.params),
       opt=keep(opt, state.opt),
-      skipped=state.skipped + ~is_finite,
+      skipped=state.skipped + (~is_finite & ~state.halted),
       halted=state.halted | (~is_finite & stop),
     ), values
 
@@ -206,6 +207,9 @@ class _Run:
     self.evaluations = meta["evaluations"]
     state = self.checkpoints.restore(step, abstract_state(self.plan), self.iterator)
     self.out.print(f"resuming from step {step}")
+    if jax.device_get(state.halted):
+      self.out.print(f"step {step} met a non-finite value; going on with the batch after it")
+      state = dataclasses.replace(state, halted=state.halted ^ state.halted)
     return state, step
 
   def _fresh(self) -> State:
@@ -266,7 +270,7 @@ class _Run:
           state, values = step_fn(state, self.spread.place(host), sites)
           settle()
         step += 1
-        pending = (step, values, host)
+        pending = (step, values, host, self.iterator.get_state())
         if _is_due(step, c.checkpoint.every):
           settle()
           self._save(step, state)
@@ -278,12 +282,12 @@ class _Run:
       progress.close()
     return state, step, last
 
-  def _report(self, step, values, host, log, speed, progress, state):
+  def _report(self, step, values, host, position, log, speed, progress, state):
     values = {k: float(v) for k, v in jax.device_get(values).items()}
     speed.tick()
     if not values.pop("is_finite"):
       if self.plan.config.optim.on_nonfinite == "stop":
-        self._fail(step, values, host, state)
+        self._fail(step, values, host, position, state)
       self.out.print(f"step {step}: loss or gradient not finite; update skipped")
       values["skipped"] = 1
     passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
@@ -291,12 +295,14 @@ class _Run:
     progress.update(step, values["loss"], speed)
     return values
 
-  def _fail(self, step: int, values, host, state):
+  def _fail(self, step: int, values, host, position, state):
     """Saves what reproduces the failure, finds its first site, stops."""
     folder = os.path.join(self.workdir, "nonfinite")
     os.makedirs(folder, exist_ok=True)
     np.savez(os.path.join(folder, f"batch_{jax.process_index()}.npz"), **host)
-    # The halted state is the one that met the batch: no update was applied since.
+    # The halted state is the one that met the batch: no update was applied since. The iterator may
+    # be a batch further.
+    self.iterator.set_state(position)
     self._save(step, state)
     self.checkpoints.wait()
     with jax.transfer_guard("allow"):

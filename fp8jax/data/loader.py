@@ -21,6 +21,7 @@ import numpy as np
 
 from fp8jax.data import sources as sources_lib
 from fp8jax.data import tokenize
+from fp8jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,13 +153,12 @@ def _windows(spec: Spec, name: str, source, split: str, shard: Shard, counts: Co
   """Windows of spec.length + 1 tokens with segment ids and positions."""
   documents = sources_lib.open_source(source, split)
   if len(documents) < shard.count:
-    raise ValueError(
+    raise UserError(
       f"data.sources.{name} has {len(documents)} {split} documents, fewer than the {shard.count} "
       "processes that read it; use fewer processes or more data"
     )
   # The seed differs by source, so that sources of equal length do not move in step. Held-out
-  # documents
-  # come in one fixed order: the first few are then a fair sample, and the same one in every run.
+  # documents come in one fixed order: the first few are a fair sample, the same in every run.
   own = f"{spec.seed if split == 'train' else 'heldout'}/{name}"
   seed = int.from_bytes(hashlib.sha256(own.encode()).digest()[:4], "big")
   data = grain.MapDataset.source(documents).shuffle(seed=seed)
@@ -194,7 +194,7 @@ class _Keep:
     self._dropped = 0 if is_kept else self._dropped + 1
     if self._patience is not None and self._dropped > self._patience:
       # An endless stream of nothing would hang the run.
-      raise ValueError(
+      raise UserError(
         f"data.sources.{self._name} has no document to train on: all of them are malformed, too "
         f"long or held out ({dict(self._counts)}); lower data.heldout or give more data"
       )

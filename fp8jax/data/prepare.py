@@ -12,6 +12,7 @@ from array_record.python import array_record_module  # pyright: ignore (a compil
 
 from fp8jax.data import loader, tokenize
 from fp8jax.data import sources as sources_lib
+from fp8jax.errors import UserError
 
 SPLITS = ("train", "heldout")
 # Documents read and tokenized at a time.
@@ -41,7 +42,7 @@ def run(
 def _one(spec: loader.Spec, name: str, folder: str, shard_tokens: int, out) -> dict[str, Any]:
   source = sources_lib.open_source(spec.sources[name])
   if isinstance(source, sources_lib.Prepared):
-    raise ValueError(f"data.sources.{name} is prepared already; prepare reads raw documents")
+    raise UserError(f"data.sources.{name} is prepared already; prepare reads raw documents")
   fingerprint = loader.source_fingerprint(spec.sources[name])
   wanted = {"tokenizer": spec.tokenizer.fingerprint, "heldout": spec.heldout, "source": fingerprint}
   index_path = os.path.join(folder, "index.json")

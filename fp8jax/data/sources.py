@@ -15,7 +15,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fp8jax.errors import UserError
+
 KINDS = ("pydoc", "text", "jsonl", "parquet", "tfds", "prepared")
+
+# Keys of an entry of `data.sources`.
+KEYS = ("kind", "path", "field", "dataset", "split", "weight")
 
 Record = dict[str, Any]
 
@@ -61,11 +66,13 @@ def open_source(spec: Mapping[str, Any], split: str = "train") -> Source:
 
 def find_files(pattern: str) -> list[str]:
   """Files that match a glob, sorted; ** descends."""
-  paths = sorted(
-    p for p in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(p)
-  )
+  if not pattern:
+    raise UserError("path is empty; give a glob of files")
+  pattern = os.path.expanduser(pattern)
+  paths = sorted(p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p))
   if not paths:
-    raise FileNotFoundError(f"no file matches {pattern!r}")
+    hint = f"; it is a folder, try {os.path.join(pattern, '**/*')!r}" * os.path.isdir(pattern)
+    raise FileNotFoundError(f"no file matches {pattern!r}{hint}")
   return paths
 
 
@@ -157,30 +164,37 @@ class Parquet:
     self.field = field
 
   @functools.cached_property
-  def _groups(self) -> list[tuple[int, int, int]]:
-    """(file, row group, first row in file) of every row group."""
+  def _footers(self) -> list[Any]:
+    """Metadata of every file."""
     import pyarrow.parquet as pq  # extra `data`
 
-    groups = []
-    for i, path in enumerate(self.paths):
-      metadata = pq.ParquetFile(path).metadata
-      if self.field not in metadata.schema.to_arrow_schema().names:
-        raise ValueError(
-          f"{path}: no column {self.field!r}; it has "
-          f"{', '.join(metadata.schema.to_arrow_schema().names)}. Set data.sources.*.field"
+    footers = []
+    for path in self.paths:
+      try:
+        footers.append(pq.ParquetFile(path).metadata)
+      except ValueError as e:
+        raise UserError(f"{path} is not a Parquet file: {e}") from e
+      names = footers[-1].schema.to_arrow_schema().names
+      if self.field not in names:
+        raise UserError(
+          f"{path}: no column {self.field!r}; it has {', '.join(names)}. Set data.sources.*.field"
         )
+    return footers
+
+  @functools.cached_property
+  def _groups(self) -> list[tuple[int, int, int]]:
+    """(file, row group, first row in file) of every row group."""
+    groups = []
+    for i, footer in enumerate(self._footers):
       first = 0
-      for g in range(metadata.num_row_groups):
+      for g in range(footer.num_row_groups):
         groups.append((i, g, first))
-        first += metadata.row_group(g).num_rows
+        first += footer.row_group(g).num_rows
     return groups
 
   @functools.cached_property
   def _ends(self) -> np.ndarray:
-    import pyarrow.parquet as pq
-
-    files = {i: pq.ParquetFile(path).metadata for i, path in enumerate(self.paths)}
-    return np.cumsum([files[i].row_group(g).num_rows for i, g, _ in self._groups])
+    return np.cumsum([self._footers[i].row_group(g).num_rows for i, g, _ in self._groups])
 
   def __len__(self):
     return int(self._ends[-1])
@@ -227,7 +241,11 @@ class Tfds:
   def files(self):
     import tensorflow_datasets as tfds
 
-    builder = tfds.builder(self.dataset, data_dir=self.data_dir)
+    try:
+      builder = tfds.builder(self.dataset, data_dir=self.data_dir)
+    except Exception as e:  # whose message lists every dataset there is
+      first = str(e).splitlines()[0] if str(e) else type(e).__name__
+      raise UserError(f"tfds cannot open dataset {self.dataset!r}: {first}") from e
     return [str(f) for info in builder.info.splits.values() for f in info.filepaths]
 
   def __getstate__(self):
@@ -248,7 +266,10 @@ class Prepared:
     if not os.path.exists(name):
       raise FileNotFoundError(f"{name} does not exist; write it with --job=prepare")
     with open(name) as f:
-      return json.load(f)
+      index = json.load(f)
+    if not {"tokenizer", "heldout", "splits"} <= index.keys():
+      raise UserError(f"{name} was not written by --job=prepare; prepare again")
+    return index
 
   @functools.cached_property
   def _source(self):
@@ -264,7 +285,11 @@ class Prepared:
     return {"tokens": tokens, "origin": f"{self.path}/{self.split}:{index}"}
 
   def files(self):
-    return [os.path.join(self.path, f) for f in self.index["splits"][self.split]["files"]]
+    paths = [os.path.join(self.path, f) for f in self.index["splits"][self.split]["files"]]
+    missing = [p for p in paths if not os.path.exists(p)]
+    if missing:
+      raise FileNotFoundError(f"{missing[0]} does not exist; write it again with --job=prepare")
+    return paths
 
   def __getstate__(self):
     return {"path": self.path, "split": self.split}

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fp8jax.errors import UserError
+
 POLICIES = ("error", "skip")
 LONG_POLICIES = ("split", "error", "skip")
 
@@ -17,7 +19,7 @@ BYTES = "bytes"
 _BYTES_EOS = 256
 
 
-class MalformedDocument(ValueError):
+class MalformedDocument(UserError):
   """A document that the config says must stop the run."""
 
 
@@ -37,7 +39,10 @@ class Tokenizer:
   def _tokenizer(self):
     import tokenizers  # extra `hf`
 
-    return tokenizers.Tokenizer.from_file(self.file)
+    try:
+      return tokenizers.Tokenizer.from_file(self.file)
+    except Exception as e:  # the library raises nothing narrower
+      raise UserError(f"{self.file} is not a tokenizer.json: {e}") from e
 
   @property
   def file(self) -> str:
@@ -60,6 +65,10 @@ class Tokenizer:
   @functools.cached_property
   def eos_id(self) -> int:
     if self.path == BYTES:
+      if self.eos:
+        raise UserError(
+          f"data.eos={self.eos!r} is no token of data.tokenizer='bytes'; leave it empty"
+        )
       return _BYTES_EOS
     name = self.eos or self._configured_eos()
     index = self._tokenizer.token_to_id(name)

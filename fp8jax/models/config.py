@@ -103,6 +103,11 @@ class ModelConfig:
         f"model.num_heads={self.num_heads} must be a multiple of "
         f"model.num_kv_heads={self.num_kv_heads}: queries share keys in equal groups"
       )
+    for name in ("rope_theta", "norm_eps"):
+      if not getattr(self, name) > 0:
+        found.append(f"model.{name}={getattr(self, name)} must be positive")
+    if self.init_std < 0:
+      found.append(f"model.init_std={self.init_std} must not be negative")
     if self.head_dim % 2:
       found.append(f"model.head_dim={self.head_dim} must be even for rotary embeddings")
     return found

@@ -20,6 +20,7 @@ import safetensors
 from jax.experimental import multihost_utils
 
 from fp8jax import axes, params
+from fp8jax.errors import UserError
 from fp8jax.models import rope, transformer
 from fp8jax.models.config import ModelConfig, RopeScaling
 
@@ -60,9 +61,12 @@ def read_config(folder: str) -> ModelConfig:
 
   Raises:
     FileNotFoundError: no config.json.
-    ValueError: an architecture or an option of one that this project does not compute.
+    UserError: an architecture or an option of one that this project does not compute.
   """
-  return config_from_hf(read_json(folder, "config.json"), folder)
+  try:
+    return config_from_hf(read_json(folder, "config.json"), folder)
+  except KeyError as e:
+    raise UserError(f"{os.path.join(folder, 'config.json')} lacks {e}") from e
 
 
 def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -70,7 +74,7 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
   names = {v: k for k, v in ARCHITECTURES.items()}
   stated = c.get("architectures") or [""]
   if len(stated) != 1 or stated[0] not in names:
-    raise ValueError(
+    raise UserError(
       f"{where}: architecture {stated[0]!r} is not supported; known: {', '.join(names)}"
     )
   architecture = names[stated[0]]
@@ -86,7 +90,7 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
   }
   for key, is_refused in refused.items():
     if is_refused:
-      raise ValueError(f"{where}: {key}={c[key]!r} is not supported")
+      raise UserError(f"{where}: {key}={c[key]!r} is not supported")
   theta, scaling = _rope_from_hf(c, where)
   heads = c["num_attention_heads"]
   return ModelConfig(
@@ -127,12 +131,10 @@ def _rope_from_hf(c: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]
   kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
   stated.pop("type", None)
   if kind not in rope.KINDS:
-    raise ValueError(
-      f"{where}: rope type {kind!r} is not supported; known: {', '.join(rope.KINDS)}"
-    )
+    raise UserError(f"{where}: rope type {kind!r} is not supported; known: {', '.join(rope.KINDS)}")
   unknown = [k for k in stated if k not in _ROPE_FIELDS]
   if unknown and kind != "default":
-    raise ValueError(f"{where}: rope option {unknown[0]!r} of type {kind!r} is not supported")
+    raise UserError(f"{where}: rope option {unknown[0]!r} of type {kind!r} is not supported")
   if kind == "default":
     return theta, RopeScaling()
   values = {_ROPE_FIELDS[k]: v for k, v in stated.items() if v is not None}
@@ -294,7 +296,7 @@ def check(folder: Folder, cfg: ModelConfig) -> str:
   if problems:
     shown = "\n".join(f"  - {p}" for p in problems[:20])
     more = f"\n  (+{len(problems) - 20} more)" if len(problems) > 20 else ""
-    raise ValueError(
+    raise UserError(
       f"{folder.folder!r} does not hold the {cfg.architecture} model its config "
       f"describes:\n{shown}{more}"
     )
@@ -372,7 +374,7 @@ def _to_ours(tensor: np.ndarray, entry: Entry, dims) -> np.ndarray:
 def _check_tied(folder: Folder):
   with folder.open(_TOP["head"]) as head, folder.open(_TOP["embed"]) as embed:
     if not np.array_equal(head.get_tensor(_TOP["head"]), embed.get_tensor(_TOP["embed"])):
-      raise ValueError(
+      raise UserError(
         f"{folder.folder!r}: tie_word_embeddings is true but {_TOP['head']} differs from "
         f"{_TOP['embed']}"
       )
@@ -470,7 +472,10 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
   if not os.path.exists(path):
     raise FileNotFoundError(f"{path!r} does not exist; expected a Hugging Face folder")
   with open(path) as f:
-    return json.load(f)
+    try:
+      return json.load(f)
+    except ValueError as e:
+      raise UserError(f"{path} is not JSON: {e}") from e
 
 
 def _write_json(folder: str, name: str, value):

@@ -42,13 +42,11 @@ class Optim:
   def problems(self) -> list[str]:
     """What is impossible about these numbers, in words."""
     found = []
-    if self.schedule not in SCHEDULES:
-      found.append(f"optim.schedule={self.schedule!r}; expected one of {', '.join(SCHEDULES)}")
-    used = self.warmup_steps + (self.decay_steps if self.schedule == "wsd" else 0)
+    phases = ["warmup_steps", "decay_steps"] if self.schedule == "wsd" else ["warmup_steps"]
+    used = sum(getattr(self, name) for name in phases)
     if used > self.steps:
-      found.append(
-        f"optim.warmup_steps + optim.decay_steps = {used} exceed steps={self.steps}; shorten them"
-      )
+      words = " + ".join(f"optim.{name}" for name in phases)
+      found.append(f"{words} = {used} exceed steps={self.steps}; shorten the schedule")
     if not 0 <= self.min_lr <= self.peak_lr:
       found.append(f"need 0 <= optim.min_lr={self.min_lr} <= optim.peak_lr={self.peak_lr}")
     for name in ("b1", "b2"):

@@ -1,0 +1,179 @@
+"""What the trainer costs on a CPU: seconds per step by recipe, loader alone, import of a folder.
+
+command: GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python experiments/bench_cpu/bench.py
+         (step, loader, import; or name some of them)
+needs:   assets/smollm2-135m (make run fetches it); 12 GB of memory and 4 GB of disk for import
+
+Writes results.json beside this file, with provenance.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+MODEL = "assets/smollm2-135m"
+RECIPES = ("bf16", "tensor_current", "block_128", "block_128_pow2")
+ROUNDS, STEPS = 3, 3
+LOADER_SECONDS = 15
+
+
+def _plan(recipe):
+  from configs import smollm2_cpt
+  from fp8jax import config
+  from fp8jax.kernels import backend
+
+  c = smollm2_cpt.get_config(recipe)
+  c.batch, c.length = 4, 256
+  return config.resolve(c, 1, backend.current_device())
+
+
+def bench_step():
+  """Median seconds of a 1024-token SmolLM2-135M step; recipes take turns."""
+  import jax
+  import numpy as np
+
+  from fp8jax import batches, train
+  from fp8jax.data import loader
+
+  times = {recipe: [] for recipe in RECIPES}
+  plan = _plan("bf16")
+  host = next(loader.train_batches(plan.data, plan.config.batch))
+  for _ in range(ROUNDS):
+    for recipe in RECIPES:
+      plan = _plan(recipe)
+      step_fn, sites = train.make_step(plan), plan.sites()
+      state = train.make_state(plan)
+      batch = batches.Spread(plan.run.layout, plan.microbatch).place(host)
+      state, _ = jax.block_until_ready(step_fn(state, batch, sites))
+      for _ in range(STEPS):
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(step_fn(state, batch, sites))
+        times[recipe].append(time.perf_counter() - start)
+      del state
+  seconds = {recipe: float(np.median(t)) for recipe, t in times.items()}
+  return {
+    "tokens_per_step": 1024,
+    "seconds": {k: round(v, 3) for k, v in seconds.items()},
+    "ratio_to_bf16": {k: round(v / seconds["bf16"], 3) for k, v in seconds.items()},
+    "all_seconds": {k: [round(x, 3) for x in t] for k, t in times.items()},
+  }
+
+
+def bench_loader():
+  """Tokens per second of reading, tokenizing, packing and batching, with the model's tokenizer."""
+  from fp8jax.data import loader
+
+  plan = _plan("bf16")
+  iterator = loader.train_batches(plan.data, plan.config.batch)
+  next(iterator)
+  start, tokens = time.perf_counter(), 0
+  while time.perf_counter() - start < LOADER_SECONDS:
+    tokens += int(next(iterator)["weights_BL"].sum())
+  return {"tokens_per_second": round(tokens / (time.perf_counter() - start))}
+
+
+def bench_import():
+  """Peak memory of importing a random bfloat16 folder of Qwen2.5-1.5B's shape into float32."""
+  with tempfile.TemporaryDirectory() as folder:
+    _write_random_folder(folder)
+    code = (
+      f"import sys; sys.path.insert(0, {str(HERE)!r}); import bench; bench.import_once({folder!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  return json.loads(done.stdout)
+
+
+def _write_random_folder(folder):
+  """Shards of at most a few hundred MB, written one at a time."""
+  import ml_dtypes
+  import numpy as np
+  from safetensors.numpy import save_file
+
+  from fp8jax.models import hf, presets
+
+  cfg = presets.QWEN25_1P5B
+  (pathlib.Path(folder) / "config.json").write_text(json.dumps(hf.config_to_hf(cfg, "bfloat16")))
+  rng, index, size = np.random.default_rng(0), {}, 0
+  for number, (name, shape) in enumerate(_tensors(cfg)):
+    tensor = rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+    file = f"model-{number:05d}.safetensors"
+    save_file({name: tensor}, f"{folder}/{file}")
+    index[name] = file
+    size += tensor.nbytes
+  (pathlib.Path(folder) / "model.safetensors.index.json").write_text(
+    json.dumps({"metadata": {"total_size": size}, "weight_map": index})
+  )
+
+
+def _tensors(cfg):
+  """(name, shape) of a Qwen2 checkpoint, from its published layout."""
+  d, f, k = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
+  q, kv = cfg.num_heads * k, cfg.num_kv_heads * k
+  yield "model.embed_tokens.weight", (cfg.vocab_size, d)
+  yield "model.norm.weight", (d,)
+  for i in range(cfg.num_layers):
+    at = f"model.layers.{i}"
+    yield f"{at}.input_layernorm.weight", (d,)
+    yield f"{at}.post_attention_layernorm.weight", (d,)
+    for name, rows in (("q", q), ("k", kv), ("v", kv)):
+      yield f"{at}.self_attn.{name}_proj.weight", (rows, d)
+      yield f"{at}.self_attn.{name}_proj.bias", (rows,)
+    yield f"{at}.self_attn.o_proj.weight", (d, q)
+    yield f"{at}.mlp.gate_proj.weight", (f, d)
+    yield f"{at}.mlp.up_proj.weight", (f, d)
+    yield f"{at}.mlp.down_proj.weight", (d, f)
+
+
+def import_once(folder):
+  """In a process of its own: import, then print what it took."""
+  import jax
+
+  from fp8jax.models import hf, presets
+
+  def peak():
+    # Unlike getrusage's, this one starts anew with the program.
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+  jax.devices()
+  before, start = peak(), time.perf_counter()
+  params, _ = jax.block_until_ready(hf.load_params(folder, presets.QWEN25_1P5B))
+  sizes = [x.nbytes for x in jax.tree.leaves(params)]
+  gib = 2**30
+  print(json.dumps({
+    "seconds": round(time.perf_counter() - start, 1),
+    "peak_gib": round(peak() / gib, 2),
+    "before_gib": round(before / gib, 2),
+    "parameters_gib": round(sum(sizes) / gib, 2),
+    "largest_tensor_gib": round(presets.QWEN25_1P5B.vocab_size * 1536 * 4 / gib, 2),
+  }))  # fmt: skip
+
+
+BENCHES = {"step": bench_step, "loader": bench_loader, "import": bench_import}
+
+
+def main(names):
+  from fp8jax import writers
+
+  path = HERE / "results.json"
+  results = json.loads(path.read_text()) if path.exists() else {}
+  for name in names or BENCHES:
+    print(f"{name} ...", flush=True)
+    results[name] = {**BENCHES[name](), "provenance": _provenance(writers)}
+    print(json.dumps({k: v for k, v in results[name].items() if k != "provenance"}, indent=2))
+    path.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def _provenance(writers):
+  found = writers.provenance({}, "", 0)
+  return {k: found[k] for k in ("time", "commit", "dirty", "versions", "devices", "host")}
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

@@ -1,0 +1,89 @@
+"""The data section of a configuration, checked and typed."""
+
+import difflib
+import os
+from typing import Any
+
+from fp8jax.data import loader, sources, tokenize
+from fp8jax.errors import Problems, UserError
+
+
+def spec(c: Any, vocab_size: int | None, problems: Problems) -> loader.Spec:
+  """What to read.
+
+  Args:
+    c: the whole configuration.
+    vocab_size: the model's, or None if there is no model to fit.
+    problems: what is wrong is added here.
+  """
+  problems.one_of("data.on_malformed", c.data.on_malformed, tokenize.POLICIES)
+  problems.one_of("data.on_long", c.data.on_long, tokenize.LONG_POLICIES)
+  problems.check(0 <= c.data.heldout < 1, f"data.heldout={c.data.heldout} must be in [0, 1)")
+  tokenizer = tokenize.Tokenizer(c.data.tokenizer or c.init.hf or tokenize.BYTES, c.data.eos)
+  # A folder that is not there is init.hf's problem.
+  if c.data.tokenizer or not c.init.hf or os.path.isdir(os.path.expanduser(c.init.hf)):
+    _check_tokenizer(tokenizer, vocab_size, problems)
+  problems.check(len(c.data.sources) > 0, "data.sources is empty; give at least one")
+  for name, source in c.data.sources.items():
+    _check_source(f"data.sources.{name}", dict(source), tokenizer, c.data.heldout, problems)
+  return loader.Spec(
+    sources={name: dict(source) for name, source in c.data.sources.items()},
+    tokenizer=tokenizer,
+    length=c.length,
+    heldout=c.data.heldout,
+    cross_document=c.data.cross_document,
+    on_malformed=c.data.on_malformed,
+    on_long=c.data.on_long,
+    seed=c.seed,
+    workers=c.data.workers,
+    prefetch=c.data.prefetch,
+  )
+
+
+def _check_tokenizer(tokenizer, vocab_size: int | None, problems: Problems):
+  if problems.attempt(lambda: tokenizer.fingerprint) is not None and vocab_size is not None:
+    problems.check(
+      tokenizer.vocab_size <= vocab_size,
+      f"data.tokenizer produces ids up to {tokenizer.vocab_size - 1}, the model has "
+      f"model.vocab_size={vocab_size}; they do not belong together",
+    )
+
+
+def _check_source(key: str, source: dict[str, Any], tokenizer, heldout: float, problems: Problems):
+  for name in source.keys() - set(sources.KEYS):
+    near = difflib.get_close_matches(name, sources.KEYS, 1, 0.0)[0]
+    problems.found.append(f"{key}.{name} is unknown; did you mean {key}.{near}?")
+  missing = [name for name in sources.KEYS if name not in source]
+  if missing:
+    problems.found.append(f"{key} lacks {', '.join(missing)}; build it with configs.base.source()")
+    return
+  problems.one_of(f"{key}.kind", source["kind"], sources.KINDS)
+  problems.check(source["weight"] > 0, f"{key}.weight={source['weight']} must be positive")
+  if source["kind"] not in sources.KINDS:
+    return
+  opened = problems.attempt(lambda: _open(source), key)
+  if opened and source["kind"] == "prepared":
+    problems.attempt(lambda: _check_prepared(source, tokenizer, heldout), key)
+
+
+def _open(source: dict[str, Any]) -> bool:
+  """Whether every file is there and, where that costs little, is what it should be."""
+  opened = sources.open_source(source)
+  opened.files()
+  if source["kind"] == "parquet":
+    len(opened)  # reads the footers
+  return True
+
+
+def _check_prepared(source: dict[str, Any], tokenizer: tokenize.Tokenizer, heldout: float):
+  index = sources.Prepared(source["path"], "train").index
+  if index["tokenizer"] != tokenizer.fingerprint:
+    raise UserError(
+      f"{source['path']} was prepared with another tokenizer (fingerprint {index['tokenizer']}, "
+      f"data.tokenizer has {tokenizer.fingerprint}); prepare it again with --job=prepare"
+    )
+  if index["heldout"] != heldout:
+    raise UserError(
+      f"{source['path']} was prepared with data.heldout={index['heldout']}, now it is "
+      f"{heldout}; prepare it again or use that value"
+    )

@@ -1,0 +1,440 @@
+"""What a user can get wrong is refused before anything compiles, in words that help.
+
+A message names the key, what was wrong with it and what would be right, where possible the nearest
+valid value.
+"""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+from absl import flags
+from ml_collections import config_flags
+
+from configs import base
+from fp8jax import config, jobs
+from fp8jax.data import tokenize
+from fp8jax.kernels.backend import Device
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CPU, A100, H200 = Device("cpu"), Device("gpu", 80), Device("gpu", 90)
+
+
+def _config(**changes):
+  c = base.get_config()
+  c.update_from_flattened_dict(changes)
+  return c
+
+
+def _refusal(changes, devices=1, device=CPU) -> list[str]:
+  with pytest.raises(config.ConfigError) as e:
+    config.resolve(_config(**changes), devices, device)
+  return e.value.problems
+
+
+def _source(**changes):
+  return {f"data.sources.main.{key}": value for key, value in changes.items()}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+  """Files that mistakes are about, in the current directory."""
+  monkeypatch.chdir(tmp_path)
+  for folder in ("vocabulary", "gpt2", "hollow", "foreign", "complete", "other_tokenizer",
+                 "other_heldout"):  # fmt: skip
+    (tmp_path / folder).mkdir()
+  shutil.copytree(ROOT / "tests/golden/hf/llama", "weightless",
+                  ignore=shutil.ignore_patterns("*.safetensors*"))  # fmt: skip
+  (tmp_path / "hollow/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+  (tmp_path / "foreign/index.json").write_text("{}")
+  vocabulary = tokenizers.models.WordLevel({"<unk>": 0, "a": 511, "<eos>": 512}, "<unk>")
+  tokenizers.Tokenizer(vocabulary).save("vocabulary/tokenizer.json")
+  (tmp_path / "gpt2/config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+  splits = {"train": {"files": ["train-00000.array_record"], "documents": 1}}
+  for name, fingerprint, heldout in (
+    ("other_tokenizer", "0123456789abcdef", 0.1),
+    ("other_heldout", tokenize.Tokenizer("bytes").fingerprint, 0.2),
+    ("complete", tokenize.Tokenizer("bytes").fingerprint, 0.1),
+  ):
+    index = {"tokenizer": fingerprint, "heldout": heldout, "splits": splits}
+    (tmp_path / name / "index.json").write_text(json.dumps(index))
+    if heldout != 0.1 or fingerprint.startswith("0123"):
+      (tmp_path / name / splits["train"]["files"][0]).touch()
+
+
+def test_configs_that_mistakes_start_from_are_right():
+  config.resolve(_config(), 1, CPU)
+  config.resolve(_config(), 8, CPU)
+  config.resolve(_config(), 1, H200)
+  config.resolve(_config(**{"kernels.matmul": "reference"}), 1, A100)
+
+
+# (key, mistyped value, nearest valid one, another valid one)
+ENUMERATED = [
+  ("data.on_malformed", "skp", "skip", "error"),
+  ("data.on_long", "splt", "split", "skip"),
+  ("data.sources.main.kind", "jsonlines", "jsonl", "prepared"),
+  ("export.dtype", "bf16", "bfloat16", "auto"),
+  ("kernels.attention", "cuddn", "cudnn", "auto"),
+  ("kernels.matmul", "refrence", "reference", "auto"),
+  ("memory.remat", "ful", "full", "linears"),
+  ("optim.on_nonfinite", "stopp", "stop", "skip"),
+  ("optim.schedule", "wds", "wsd", "constant"),
+  ("precision.compute", "float_32", "float32", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("key, value, nearest, other", ENUMERATED, ids=[e[0] for e in ENUMERATED])
+def test_unknown_value_names_key_choices_and_nearest(key, value, nearest, other):
+  (problem,) = _refusal({key: value})
+  assert problem.startswith(f"{key}={value!r} is not one of ")
+  assert repr(other) in problem
+  assert problem.endswith(f"did you mean {nearest!r}?")
+
+
+# Fragments of one problem, the mistake, and where it is one if not on a single CPU.
+MISTAKES = {
+  "preset": (["model.preset='qwen25_7'", "did you mean 'qwen25_7b'?", "smollm2_135m"],
+    {"model.preset": "qwen25_7"}),
+  # --- rules
+  "recipe": (["precision.rules: unknown recipe 'blok_128'", "did you mean 'block_128'?"],
+    {"precision.rules": ((".*", "blok_128"),)}),
+  "rule matches nothing": (
+    ["rule ('haed', 'bf16') in precision.rules decides nothing", "layers/attn/q", "head"],
+    {"precision.rules": (("haed", "bf16"), (".*", "bf16"))}),
+  "rule comes too late": (
+    ["rule ('head', 'bf16') in precision.rules decides nothing", "or earlier rules already did"],
+    {"precision.rules": ((".*", "block_128"), ("head", "bf16"))}),
+  "rules that are no pairs": (["precision.rules: ('head',) is no sequence of", "(('head', 'bf16')"],
+    {"precision.rules": ("head",)}),
+  "rule that is no regular expression": (["precision.rules: '(' is no regular expression"],
+    {"precision.rules": (("(", "bf16"),)}),
+  "site without rule": (
+    ["no rule in precision.rules covers head;", "add one, for example ('.*', 'bf16')"],
+    {"precision.rules": (("layers/.*", "bf16"),)}),
+  # --- model
+  "heads": (["model.num_heads=5 must be a multiple of model.num_kv_heads=2"],
+    {"model.num_heads": 5}),
+  "no heads": (["model.num_kv_heads=0 must be at least 1"], {"model.num_kv_heads": 0}),
+  "odd head": (["model.head_dim=31 must be even"], {"model.head_dim": 31}),
+  "length over positions": (["length=1024 is longer than model.max_positions=512"],
+    {"length": 1024}),
+  "preset hf without a folder": (["model.preset='hf'", "set init.hf to a folder"],
+    {"model.preset": "hf"}),
+  # --- numbers
+  "no steps": (["steps=0 must be at least 1"], {"steps": 0}),
+  "no batch": (["batch=0 must be at least 1"], {"batch": 0}),
+  "no length": (["length=0 must be at least 1"], {"length": 0}),
+  "no chunk": (["memory.loss_chunk=0 must be at least 1"], {"memory.loss_chunk": 0}),
+  "nothing to evaluate": (["eval.tokens=0 must be at least 1"], {"eval.tokens": 0}),
+  "no microbatches": (["accumulation=0 must be at least 1"], {"accumulation": 0}),
+  "no evaluation batch": (["eval.batch=0 must be at least 1"], {"eval.batch": 0}),
+  "no lines": (["log.every=0 must be at least 1"], {"log.every": 0}),
+  "no workers": (["data.workers=-1 must be at least 0"], {"data.workers": -1}),
+  "rotary base": (["model.rope_theta=0.0 must be positive"], {"model.rope_theta": 0.0}),
+  "negative deviation": (["model.init_std=-1.0 must not be negative"], {"model.init_std": -1.0}),
+  "schedule too long": (
+    ["optim.warmup_steps + optim.decay_steps = 110 exceed steps=100", "shorten the schedule"],
+    {"optim.warmup_steps": 90}),
+  "cosine too long": (["optim.warmup_steps = 110 exceed steps=100"],
+    {"optim.warmup_steps": 110, "optim.schedule": "cosine"}),
+  "rates": (["0 <= optim.min_lr=0.01 <= optim.peak_lr=0.001"], {"optim.min_lr": 0.01}),
+  "Adam": (["optim.b2=1.0 must be in [0, 1)"], {"optim.b2": 1.0}),
+  "epsilon": (["optim.eps=0.0 must be positive"], {"optim.eps": 0.0}),
+  "clip": (["optim.clip=-1.0 must not be negative"], {"optim.clip": -1.0}),
+  "everything held out": (["data.heldout=1.0 must be in [0, 1)"], {"data.heldout": 1.0}),
+  "weight": (["data.sources.main.weight=0.0 must be positive"], _source(weight=0.0)),
+  # --- batch and mesh
+  "accumulation": (
+    ["batch=6 must be a multiple of accumulation x batch shards = 4 x 1", "the nearest is 8"],
+    {"batch": 6, "accumulation": 4}),
+  "batch shards": (
+    ["batch=44 must be a multiple of accumulation x batch shards = 2 x 8", "the nearest is 48"],
+    {"batch": 44, "accumulation": 2}, 8),
+  "evaluation batch": (
+    ["eval.batch=12 must be a multiple of the 8 batch shards", "the nearest is 16"],
+    {"eval.batch": 12}, 8),
+  "mesh": (
+    ["mesh data=3 x fsdp=-1 x tensor=1 does not cover the 8 device(s)",
+     "for example mesh.data=1 mesh.fsdp=8 mesh.tensor=1"],
+    {"mesh.data": 3}, 8),
+  "mesh for more devices": (["mesh data=1 x fsdp=4 x tensor=1 does not cover the 1 device(s)"],
+    {"mesh.fsdp": 4}),
+  "two open mesh axes": (["mesh data=-1 x fsdp=-1 x tensor=1", "at most one may be -1"],
+    {"mesh.data": -1}, 8),
+  "heads over devices": (
+    ["model.num_kv_heads = 2 does not divide over 8 devices", "sharding.acts.G", "mesh.tensor"],
+    {"mesh.fsdp": 1, "mesh.tensor": 8}, 8),
+  "width over devices": (
+    ["model.hidden_size = 100 does not divide over 8 devices", "sharding.weights.D", "mesh.fsdp"],
+    {"model.hidden_size": 100}, 8),
+  "tiles of a layer over devices": (
+    ["layers/mlp/up, output F: 384 over 2 devices is 192 per device", "scale tile 128",
+     "lower mesh.tensor", "recipe 'bf16'"],
+    {"mesh.tensor": 2}, 8),
+  "tiles of tokens over devices": (
+    ["tokens of its weight gradient", "is 64 per device", "scale tile 128",
+     "batch / accumulation x length per device"],
+    {"length": 64}, 8),
+  "mesh axis": (["sharding.weights.D names mesh axis 'fsdb'", "data, fsdp, tensor"],
+    {"sharding.weights.D": "fsdb"}, 8),
+  "mesh axis, without a mesh": (["sharding.weights.D names mesh axis 'fsdb'"],
+    {"sharding.weights.D": "fsdb"}),
+  "letter": (["sharding.weights.L cannot be split; the letters are D, F"],
+    {"sharding.weights.L": "fsdp"}),
+  "scattered weight": (
+    ["sharding.weights.D=('fsdp',) must begin with sharding.acts.D=('tensor',)"],
+    {"sharding.acts.D": "tensor"}, 8),
+  # --- backends
+  "matmul": (["kernels.matmul='xla' cannot run", "e4m3 1x128", "one XLA dot takes one scale"],
+    {"kernels.matmul": "xla"}),
+  "matmul on a GPU": (["kernels.matmul='xla' cannot run"], {"kernels.matmul": "xla"}, 1, H200),
+  "old GPU": (
+    ["needs compute capability 8.9 or newer", "8.0", "'bf16'", "kernels.matmul='reference'"],
+    {}, 1, A100),
+  "cudnn on CPU": (["kernels.attention='cudnn' needs an NVIDIA GPU; use 'xla' or 'auto'"],
+    {"kernels.attention": "cudnn"}),
+  "cudnn in float32": (
+    ["kernels.attention='cudnn' needs 16-bit inputs", "precision.compute is 'float32'"],
+    {"kernels.attention": "cudnn", "precision.compute": "float32"}, 1, H200),
+  # --- files
+  "no text": (["data.sources.main: no file matches 'corpus/*.txt'"],
+    _source(kind="text", path="corpus/*.txt")),
+  "a folder of text": (["no file matches 'gpt2'; it is a folder, try 'gpt2/**/*'"],
+    _source(kind="text", path="gpt2")),
+  "no path": (["data.sources.main: path is empty"], _source(kind="text")),
+  "source lacks keys": (["data.sources.main lacks path, field, dataset", "configs.base.source()"],
+    {"data.sources": {"main": {"kind": "pydoc", "weight": 1.0}}}),
+  "source has a key too many": (["data.sources.main.paht is unknown; did you mean", ".path?"],
+    {"data.sources": {"main": dict(base.source(), paht="x")}}),
+  "no Parquet": (["data.sources.main: gpt2/config.json is not a Parquet file"],
+    _source(kind="parquet", path="gpt2/config.json")),
+  "lost a prepared file": (["complete/train-00000.array_record does not exist", "--job=prepare"],
+    _source(kind="prepared", path="complete")),
+  "foreign index": (["foreign/index.json was not written by --job=prepare"],
+    _source(kind="prepared", path="foreign")),
+  "foreign tokenizer": (["gpt2/config.json is not a tokenizer.json"],
+    {"data.tokenizer": "gpt2/config.json", "data.eos": "<eos>"}),
+  "end of document of bytes": (["data.eos='<eos>'", "data.tokenizer='bytes'"],
+    {"data.eos": "<eos>"}),
+  "nothing prepared": (["corpus/index.json does not exist", "--job=prepare"],
+    _source(kind="prepared", path="corpus")),
+  "prepared with another tokenizer": (
+    ["other_tokenizer was prepared with another tokenizer", "0123456789abcdef", "--job=prepare"],
+    _source(kind="prepared", path="other_tokenizer")),
+  "prepared with another split": (
+    ["other_heldout was prepared with data.heldout=0.2, now it is 0.1", "prepare it again"],
+    _source(kind="prepared", path="other_heldout")),
+  "no sources": (["data.sources is empty; give at least one"], {"data.sources": {}}),
+  "no model": (
+    ["init.hf: 'assets/model/config.json' does not exist", "expected a Hugging Face folder"],
+    {"model.preset": "hf", "init.hf": "assets/model"}),
+  "foreign architecture": (
+    ["gpt2: architecture 'GPT2LMHeadModel' is not supported", "LlamaForCausalLM"],
+    {"model.preset": "hf", "init.hf": "gpt2"}),
+  "config.json without a key": (["hollow/config.json lacks 'num_attention_heads'"],
+    {"model.preset": "hf", "init.hf": "hollow"}),
+  "folder without weights": (["init.hf: no safetensors in 'weightless'"],
+    {"model.preset": "hf", "init.hf": "weightless", "data.tokenizer": "bytes", "length": 16}),
+  "overridden folder": (["num_layers 2 there, 7 here", "override nothing else of model"],
+    {"model.preset": "hf", "init.hf": str(ROOT / "tests/golden/hf/llama"), "model.num_layers": 7,
+     "data.tokenizer": "bytes"}),
+  "another model": (["init.hf:", "hidden_size 32 there, 192 here", "Set model.preset='hf'"],
+    {"init.hf": str(ROOT / "tests/golden/hf/llama"), "data.tokenizer": "bytes"}),
+  "no tokenizer": (["tokenizer 'tokenizer.json' does not exist", "set data.tokenizer to 'bytes'"],
+    {"data.tokenizer": "tokenizer.json"}),
+  "no end of document": (["tokenizer_config.json names no eos_token", "set data.eos"],
+    {"data.tokenizer": "vocabulary"}),
+  "unknown end of document": (["has no token '<end>'", "set data.eos"],
+    {"data.tokenizer": "vocabulary", "data.eos": "<end>"}),
+  "vocabulary of bytes": (["data.tokenizer produces ids up to 256", "model.vocab_size=256"],
+    {"model.vocab_size": 256}),
+  "vocabulary of a folder": (["data.tokenizer produces ids up to 512", "model.vocab_size=512"],
+    {"data.tokenizer": "vocabulary", "data.eos": "<eos>"}),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("fragments, mistake", [(m[0], m[1:]) for m in MISTAKES.values()],
+                         ids=list(MISTAKES))  # fmt: skip
+def test_mistake_is_named_with_its_remedy(fragments, mistake):
+  problems = _refusal(*mistake)
+  assert any(all(f in p for f in fragments) for p in problems), "\n".join(problems)
+
+
+def test_mistakes_are_reported_together():
+  mistakes = {
+    "steps": 0, "batch": 6, "accumulation": 4, "length": 1024, "model.num_heads": 5,
+    "memory.remat": "ful", "optim.b1": 1.0, "data.on_long": "splt", "mesh.data": 3,
+    "export.dtype": "bf16", "kernels.attention": "cudnn",
+  }  # fmt: skip
+  with pytest.raises(config.ConfigError) as e:
+    config.resolve(_config(**mistakes), 8, CPU)
+  first, *lines = str(e.value).splitlines()
+  assert first == f"{len(lines)} problems in the config:"
+  assert lines == [f"  - {problem}" for problem in e.value.problems]
+  for key, value in mistakes.items():
+    if key not in ("accumulation", "mesh.data"):  # said with batch, and as a whole mesh
+      assert any(f"{key}={value!r}" in line for line in lines), key
+  assert any("mesh data=3" in line for line in lines)
+
+
+# --- jobs in process -----------------------------------------------------------------------------
+
+
+def test_job_prints_problems_and_leaves_nothing_behind(tmp_path, capsys):
+  c = _config(**{"mesh.data": 8, "mesh.fsdp": 1, "optim.schedule": "wds", "memory.remat": "ful"})
+  workdir = tmp_path / "run"
+  assert jobs.run("train", c, base.get_config(), "configs/debug.py", str(workdir)) == 1
+  out, err = capsys.readouterr()
+  assert out == "" and not workdir.exists()
+  first, *lines = err.splitlines()
+  assert first == "error: 2 problems in the config:"
+  assert sorted(line.split("=")[0] for line in lines) == ["  - memory.remat", "  - optim.schedule"]
+
+
+@pytest.mark.parametrize(
+  "job, message",
+  [
+    ("evaluate", "holds no checkpoint; train first, or name another --workdir"),
+    ("export", "holds no checkpoint; train first, or name another --workdir"),
+    ("diagnose", "stopped at a non-finite value"),
+  ],
+)
+def test_job_on_an_empty_workdir_says_what_is_missing(job, message, tmp_path, capsys):
+  c = _config(**{"precision.rules": ((".*", "bf16"),)})
+  assert jobs.run(job, c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
+  err = capsys.readouterr().err
+  assert err.startswith("error: ") and message in err and str(tmp_path) in err
+
+
+def test_evaluation_of_a_missing_folder_names_it(tmp_path, capsys):
+  c = _config(**{"eval.hf": "assets/model", "data.tokenizer": "bytes"})
+  assert jobs.run("evaluate", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
+  assert "'assets/model/config.json' does not exist" in capsys.readouterr().err
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parse(monkeypatch):
+  """(arguments) -> the parsed config: launch.py's parser over flags of its own."""
+  monkeypatch.chdir(ROOT)
+
+  def run(*arguments):
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "", flag_values=values)
+    flags.DEFINE_enum("job", "train", jobs.NAMES, "", flag_values=values)
+    monkeypatch.setattr(flags, "FLAGS", values)
+    monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
+    jobs.parse_flags(sys.argv, base.get_config())
+    return values["config"].value
+
+  return run
+
+
+DEBUG = "--config=configs/debug.py"
+# ml_collections 1.1 loads files with a method that Python means to remove.
+loads_config_file = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+COMMAND_LINES = [
+  ([], "error: --config=FILE is required, for example --config=configs/debug.py"),
+  ([DEBUG, "--config.optim.peak_lrr=1"],
+   "error: unknown key --config.optim.peak_lrr; did you mean --config.optim.peak_lr?"),
+  ([DEBUG, "--config.step=5"], "error: unknown key --config.step; did you mean --config.steps?"),
+  ([DEBUG, "--config.peak_lr=1"],
+   "error: unknown key --config.peak_lr; did you mean --config.optim.peak_lr?"),
+  ([DEBUG, "--config.zzzzqq=1"],
+   "error: unknown key --config.zzzzqq; see configs/base.py for all keys"),
+  ([DEBUG, "--config.data.sources.main.paht=x"],
+   "did you mean --config.data.sources.main.path?"),
+  ([DEBUG, "--config.steps=many"],
+   "flag --config.steps=many: invalid literal for int() with base 10: 'many'"),
+  ([DEBUG, "--config.steps=1.5"], "flag --config.steps=1.5: invalid literal for int()"),
+  ([DEBUG, "--config.optim.peak_lr=high"],
+   "flag --config.optim.peak_lr=high: could not convert string to float: 'high'"),
+  ([DEBUG, "--config.log.tensorboard=maybe"],
+   "flag --config.log.tensorboard=maybe: ('Non-boolean argument"),
+  ([DEBUG, "--config.mesh=8"], "flag --config.mesh=8: Failed to parse '8' as a ConfigDict"),
+  ([DEBUG, "--job=tarin"],
+   "error: flag --job=tarin: value should be one of <train|evaluate|prepare|export|diagnose>"),
+  ([DEBUG, "--jobb=train"], "Unknown command line flag 'jobb'. Did you mean: job ?"),
+  (["--config=configs/debgu.py"],
+   "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),
+  (["--config", "configs/debgu.py", "--config.steps=1"],
+   "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),
+  (["--config=experiments/2025_infir2/config.py:bf17"],
+   "error: unknown arm 'bf17'; expected one of bf16, block_128"),
+  (["--config=experiments/2025_infir2/config.py:bf17", "--config.steps=1"],
+   "error: unknown arm 'bf17'; expected one of bf16, block_128"),
+]  # fmt: skip
+
+
+@loads_config_file
+@pytest.mark.parametrize("arguments, message", COMMAND_LINES,
+                         ids=[" ".join(c[0]) or "nothing" for c in COMMAND_LINES])  # fmt: skip
+def test_command_line_mistake_is_named(arguments, message, parse, capsys):
+  with pytest.raises(SystemExit) as e:
+    parse(*arguments)
+  said = f"{e.value.code}\n{capsys.readouterr().err}"
+  assert e.value.code not in (0, None) and message in said
+
+
+@loads_config_file
+def test_command_line_overrides_reach_the_config(parse):
+  c = parse(f"{DEBUG}:bf16", "--config.steps=7", "--config.precision.rules=(('.*', 'bf16'),)",
+            "--config.model.num_layers=3", "--config.data.sources.main.path=x")  # fmt: skip
+  assert (c.steps, c.model.num_layers, c.data.sources.main.path) == (7, 3, "x")
+  assert c.precision.rules == ((".*", "bf16"),)
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    ([f"{DEBUG}:block128"],
+     "error: 1 problem in the config:\n"
+     "  - precision.rules: unknown recipe 'block128'; did you mean 'block_128'?"),
+    ([DEBUG, "train"], "unexpected argument 'train'; options are written --name=value"),
+    ([DEBUG, "--config.stepz=1"],
+     "error: unknown key --config.stepz; did you mean --config.steps?"),
+  ],
+  ids=["arm", "argument", "key"],
+)  # fmt: skip
+def test_launcher_exits_with_one_message(arguments, message, tmp_path):
+  done = subprocess.run(
+    [sys.executable, ROOT / "launch.py", *arguments, f"--workdir={tmp_path / 'run'}"],
+    capture_output=True, text=True, cwd=ROOT,
+  )  # fmt: skip
+  assert done.returncode == 1
+  assert done.stderr.startswith(message) and "Traceback" not in done.stderr
+  assert not (tmp_path / "run").exists()
+
+
+# --- changes between a run and its continuation --------------------------------------------------
+
+
+def test_every_key_is_refused_or_harmless_on_resume():
+  """A new key must be put on one side."""
+  keys = set(config.flatten(base.get_config()))
+  refused = set(config.refused_changes(dict.fromkeys(keys), ()))
+  whole = {"seed", "steps", "batch", "accumulation", "length"}
+  sections = ("model.", "precision.", "data.", "optim.")
+  harmless = {"data.workers", "data.prefetch", "optim.on_nonfinite"}
+  assert refused == {k for k in keys if k in whole or k.startswith(sections)} - harmless
+
+
+def test_accepted_changes_are_not_refused():
+  changed = config.diff(
+    config.flatten(_config(**{"steps": 50, "optim.peak_lr": 0.5, "mesh.data": 2, "log.every": 1})),
+    config.flatten(_config()),
+  )
+  assert changed["optim.peak_lr"] == (1e-3, 0.5) and set(changed) == {
+    "steps", "optim.peak_lr", "mesh.data", "log.every"}  # fmt: skip
+  assert config.refused_changes(changed, ()) == ["optim.peak_lr", "steps"]
+  assert config.refused_changes(changed, ("optim.peak_lr",)) == ["steps"]
+  # Neither a section nor the beginning of a key stands for the key.
+  assert config.refused_changes(changed, ("optim", "optim.peak")) == ["optim.peak_lr", "steps"]

@@ -1,0 +1,340 @@
+"""The decoder against float64 NumPy, and what it promises about documents, time and memory."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import tolerances
+from jax.extend import core as jex_core
+
+from configs import base
+from fp8jax import config, train
+from fp8jax import params as params_lib
+from fp8jax.kernels.backend import Device
+from fp8jax.models import rope, transformer
+from fp8jax.models.config import Execution, ModelConfig
+from fp8jax.ops import basic, site
+
+# Sizes that differ from one another; the widths hold no whole number of scale tiles.
+LLAMA = ModelConfig(
+  architecture="llama", vocab_size=96, hidden_size=72, intermediate_size=144, num_layers=3,
+  num_heads=6, num_kv_heads=2, head_dim=16, max_positions=64, init_std=0.15,
+)  # fmt: skip
+MODELS = {
+  "llama": LLAMA,
+  "qwen2": dataclasses.replace(LLAMA, architecture="qwen2", qkv_bias=True, tie_embeddings=True),
+  "qwen3": dataclasses.replace(LLAMA, architecture="qwen3", qk_norm=True, num_kv_heads=6),
+}
+RUN = Execution(loss_chunk=10)
+LENGTH = 32
+# Two rows of documents, by length; what they leave of a row is padding.
+DOCUMENTS = ((5, 1, 20), (32,))
+# Directional derivatives in float32, relative to the norm of the gradient.
+GRADIENT = 1e-5
+# Logits in FP8 against its emulation, as tolerances.difference: room for a few values so near to a
+# rounding boundary that float32 and float64 fall on different sides.
+EMULATION = 1e-5
+
+
+def _batch(rng, cfg, documents=DOCUMENTS, length=LENGTH):
+  """Random tokens, packed; padding is a document of its own whose targets do not count."""
+  segments = np.zeros((len(documents), length), np.int32)
+  positions = np.zeros_like(segments)
+  for row, lengths in enumerate(documents):
+    start = 0
+    for number, n in enumerate((*lengths, length - sum(lengths)), 1):
+      segments[row, start : start + n] = number if number <= len(lengths) else 0
+      positions[row, start : start + n] = np.arange(n)
+      start += n
+  tokens, targets = rng.integers(0, cfg.vocab_size, (2, *segments.shape))
+  return {
+    "tokens_BL": tokens.astype(np.int32),
+    "targets_BL": targets.astype(np.int32),
+    "weights_BL": ((segments > 0) * rng.uniform(0.5, 2, segments.shape)).astype(np.float32),
+    "positions_BL": positions,
+    "segments_BL": segments,
+  }
+
+
+def _weights(rng, cfg):
+  """Every parameter random, those that start at one or zero as well."""
+
+  def one(p):
+    noise = rng.standard_normal(params_lib.shape(p, cfg.dims))
+    start = {"ones": 1.0, "zeros": 0.0, "normal": 0.0}[p.init]
+    return (start + (p.std if p.init == "normal" else 0.3) * noise).astype(np.float32)
+
+  return params_lib.tree_map(one, transformer.params(cfg))
+
+
+def _sites(cfg, recipe="bf16"):
+  """Everything in one recipe, head included."""
+  return site.build_sites(transformer.site_params(cfg), cfg.dims, ((".*", recipe),))
+
+
+@functools.cache
+def _jitted_logits(cfg, run=RUN):
+  return jax.jit(lambda w, s, b: transformer.logits(w, s, b, cfg, run))
+
+
+@functools.cache
+def _loss_and_gradients(cfg):
+  """(weights, sites, batch) -> mean loss, (gradients, what every site saw)."""
+
+  def mean(weights, sites, batch):
+    return transformer.loss(weights, sites, batch, cfg, RUN) / batch["weights_BL"].sum()
+
+  return jax.jit(jax.value_and_grad(mean, argnums=(0, 1)))
+
+
+def _logits(cfg, weights, batch, recipe="bf16", run=RUN):
+  return np.asarray(_jitted_logits(cfg, run)(weights, _sites(cfg, recipe), batch))
+
+
+# --- the same in float64, written from the papers ------------------------------------------------
+
+
+def _rms_norm(x, weight, eps):
+  return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def _rotate(x, positions, theta):
+  """Channels i and i + K/2 are one complex number, turned by position / theta^(2i / K)."""
+  half = x.shape[-1] // 2
+  angle = positions[:, :, None, None] * theta ** -(np.arange(half) / half)
+  turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
+  return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def _attend(q, k, v, visible):
+  """Head h reads key head h // (H / G)."""
+  k, v = (np.repeat(t, q.shape[2] // t.shape[2], axis=2) for t in (k, v))
+  score = np.einsum("blhk,bmhk->bhlm", q, k) / np.sqrt(q.shape[-1])
+  score = np.where(visible[:, None], score, -np.inf)
+  p = np.exp(score - score.max(-1, keepdims=True))
+  return np.einsum("bhlm,bmhk->blhk", p / p.sum(-1, keepdims=True), v)
+
+
+def _plain(x, w):
+  """[..., in] . [in, ...]"""
+  return np.tensordot(x, w, 1)
+
+
+def _numpy_logits(cfg, weights, batch, product=_plain):
+  """`product` makes every linear layer but the head."""
+  w = params_lib.flatten(jax.tree.map(np.float64, weights))
+  positions = batch["positions_BL"]
+  visible = np.tril(np.ones((positions.shape[1],) * 2, bool))[None]
+  if "segments_BL" in batch:
+    segments = batch["segments_BL"]
+    visible = visible & (segments[:, :, None] == segments[:, None])
+  x = w["embed"][batch["tokens_BL"]]
+  for i in range(cfg.num_layers):
+    a = {k.removeprefix("layers/attn/"): t[i] for k, t in w.items() if k.startswith("layers/attn")}
+    m = {k.removeprefix("layers/mlp/"): t[i] for k, t in w.items() if k.startswith("layers/mlp")}
+    h = _rms_norm(x, a["norm"], cfg.norm_eps)
+    q, k, v = (product(h, a[c]) + a.get(f"{c}_bias", 0) for c in "qkv")
+    if cfg.qk_norm:
+      q, k = _rms_norm(q, a["q_norm"], cfg.norm_eps), _rms_norm(k, a["k_norm"], cfg.norm_eps)
+    q, k = (_rotate(t, positions, cfg.rope_theta) for t in (q, k))
+    mixed = _attend(q, k, v, visible)
+    x = x + product(mixed.reshape(*x.shape[:2], -1), a["o"].reshape(-1, x.shape[-1]))
+    h = _rms_norm(x, m["norm"], cfg.norm_eps)
+    gate, up = product(h, m["gate"]), product(h, m["up"])
+    x = x + product(gate / (1 + np.exp(-gate)) * up, m["down"])
+  head = w["embed"].T if cfg.tie_embeddings else w["head"]
+  return _rms_norm(x, w["norm"], cfg.norm_eps) @ head
+
+
+def _numpy_loss(cfg, weights, batch):
+  logits = _numpy_logits(cfg, weights, batch)
+  top = logits.max(-1)
+  log_total = top + np.log(np.exp(logits - top[..., None]).sum(-1))
+  target = np.take_along_axis(logits, batch["targets_BL"][..., None], -1)[..., 0]
+  return np.average(log_total - target, weights=batch["weights_BL"])
+
+
+@pytest.mark.parametrize("documents", ["apart", "together"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_float64(rng, name, documents):
+  cfg = MODELS[name]
+  weights, batch = _weights(rng, cfg), _batch(rng, cfg)
+  if documents == "together":  # attention crosses from one to the next
+    del batch["segments_BL"]
+  got, want = _logits(cfg, weights, batch), _numpy_logits(cfg, weights, batch)
+  assert np.max(np.abs(got - want)) < tolerances.LOGITS_TINY
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradient_equal_float64(rng, name):
+  """The gradient by central differences of the float64 loss, along one direction per parameter."""
+  cfg = MODELS[name]
+  weights, batch = _weights(rng, cfg), _batch(rng, cfg)
+  value, (gradient, _) = _loss_and_gradients(cfg)(weights, _sites(cfg), batch)
+  np.testing.assert_allclose(value, _numpy_loss(cfg, weights, batch), rtol=tolerances.FLOAT32_SUM)
+  flat = params_lib.flatten(jax.tree.map(np.float64, weights))
+  for path, g in params_lib.flatten(gradient).items():
+    direction = rng.standard_normal(g.shape)
+
+    def moved(by, path=path, direction=direction):
+      changed = {**flat, path: flat[path] + by * direction}
+      return _numpy_loss(cfg, params_lib.unflatten(changed), batch)
+
+    want = (moved(1e-5) - moved(-1e-5)) / 2e-5
+    got = np.sum(np.float64(g) * direction)
+    assert abs(got - want) < GRADIENT * np.linalg.norm(g), path
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_site_watches_its_own_weight_once(rng, name):
+  """A site used by two GEMMs would add their observations; one that none uses would see zero."""
+  cfg = MODELS[name]
+  weights, batch = _weights(rng, cfg), _batch(rng, cfg)
+  _, (_, seen) = _loss_and_gradients(cfg)(weights, _sites(cfg), batch)
+  flat, found = params_lib.flatten(weights), params_lib.flatten(seen)
+  assert len(found) == 8
+  for path, one in found.items():
+    weight = flat["embed" if path == "head" and cfg.tie_embeddings else path]
+    by_layer = weight.reshape(*one.tap.shape[:-1], -1)
+    np.testing.assert_array_equal(one.tap[..., 1], np.abs(by_layer).max(-1), path)
+    assert np.all(one.tap > 0), path
+
+
+def test_logits_in_fp8_equal_an_emulation(rng):
+  """Layers in block_128, head in bf16: the default rules, quantised by tests/oracle.py."""
+  cfg = MODELS["llama"]
+  weights, batch = _weights(rng, cfg), _batch(rng, cfg)
+  rules = (("head", "bf16"), (".*", "block_128"))
+  sites = site.build_sites(transformer.site_params(cfg), cfg.dims, rules)
+  got = _jitted_logits(cfg)(weights, sites, batch)
+  want = _numpy_logits(cfg, weights, batch, _product_in_blocks)
+  assert tolerances.difference(got, want) < EMULATION
+  assert tolerances.difference(_numpy_logits(cfg, weights, batch), want) > 100 * EMULATION
+
+
+def _product_in_blocks(x, w):
+  """[..., in] . [in, ...] with 1x128 tiles of x and 128x128 tiles of w."""
+  a = oracle.fake_quantize(x.reshape(-1, x.shape[-1]), "e4m3", (1, 128), False)
+  b = oracle.fake_quantize(w.reshape(len(w), -1), "e4m3", (128, 128), False)
+  return (a @ b).reshape(*x.shape[:-1], *w.shape[1:])
+
+
+def test_packed_documents_equal_separate_documents(rng):
+  cfg = MODELS["llama"]
+  weights, packed = _weights(rng, cfg), _batch(rng, cfg, [DOCUMENTS[0]])
+  alone = _batch(rng, cfg, [(n,) for n in DOCUMENTS[0]])
+  starts = np.cumsum([0, *DOCUMENTS[0]])
+  for row, n in enumerate(DOCUMENTS[0]):
+    alone["tokens_BL"][row, :n] = packed["tokens_BL"][0, starts[row] : starts[row] + n]
+  together, apart = _logits(cfg, weights, packed)[0], _logits(cfg, weights, alone)
+  for row, n in enumerate(DOCUMENTS[0]):
+    difference = together[starts[row] : starts[row] + n] - apart[row, :n]
+    assert np.max(np.abs(difference)) < tolerances.LOGITS_TINY
+
+
+@pytest.mark.parametrize(
+  "recipe, dtype, is_private",
+  [
+    ("bf16", "bfloat16", True),
+    ("bf16", "float32", True),
+    ("block_128", "bfloat16", True),
+    ("block_128_pow2", "float32", True),
+    ("tensor_current", "float32", False),  # every token has a say in a whole tensor's scale
+  ],
+)
+def test_logits_depend_on_no_later_token_and_no_other_document(rng, recipe, dtype, is_private):
+  """Bit for bit."""
+  cfg, run = MODELS["llama"], dataclasses.replace(RUN, dtype=jnp.dtype(dtype))
+  weights, batch = _weights(rng, cfg), _batch(rng, cfg)
+  before = _logits(cfg, weights, batch, recipe, run)
+  row, document, now = 0, 3, 15
+  others = (batch["segments_BL"] != document) | (np.arange(LENGTH) > now)
+  others[1 - row] = True
+  tokens = np.where(others, (batch["tokens_BL"] + 7) % cfg.vocab_size, batch["tokens_BL"])
+  changed = {**batch, "tokens_BL": tokens.astype(np.int32)}
+  after = _logits(cfg, weights, changed, recipe, run)
+  assert not others[row, 6:16].any() and (~others).sum() == 10
+  assert np.array_equal(after[~others], before[~others]) == is_private
+  assert not np.any(np.all(after[row, now + 1 :] == before[row, now + 1 :], axis=-1))
+
+
+def test_padding_changes_neither_loss_nor_gradient(rng):
+  """Bit for bit, whatever its tokens and targets are."""
+  cfg = MODELS["llama"]
+  weights, batch = _weights(rng, cfg), _batch(rng, cfg)
+  is_padding = batch["weights_BL"] == 0
+  assert is_padding.sum() == 6
+  other = (batch["tokens_BL"] + 1) % cfg.vocab_size
+  tokens = np.where(is_padding, other, batch["tokens_BL"]).astype(np.int32)
+  targets = np.where(is_padding, -1, batch["targets_BL"]).astype(np.int32)
+  changed = {**batch, "tokens_BL": tokens, "targets_BL": targets}
+  (before, (want, _)), (after, (got, _)) = (
+    _loss_and_gradients(cfg)(weights, _sites(cfg), b) for b in (batch, changed)
+  )
+  assert after == before
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_dtypes_are_wide_where_it_matters(rng):
+  """Activations in the compute dtype; logits, loss and gradients of the masters in float32."""
+  cfg, run = MODELS["qwen3"], Execution(dtype=jnp.dtype(jnp.bfloat16))
+  weights, batch, sites = _weights(rng, cfg), _batch(rng, cfg), _sites(cfg, "block_128")
+
+  def dtypes(fn):
+    made = jax.eval_shape(lambda w, s, b: fn(w, s, b, cfg, run), weights, sites, batch)
+    return {x.dtype for x in jax.tree.leaves(made)}
+
+  assert dtypes(transformer.hidden) == {run.dtype}
+  assert dtypes(transformer.logits) == dtypes(transformer.loss) == {jnp.dtype(jnp.float32)}
+  assert dtypes(jax.grad(transformer.loss)) == {jnp.dtype(jnp.float32)}
+
+
+def test_small_operations_round_once(rng):
+  """With bfloat16 in and out, each is the float64 result, rounded, but for ties float32 moves."""
+  x, y = (rng.standard_normal((2, 16, 6, 32)).astype(jnp.bfloat16) for _ in range(2))
+  weight = rng.standard_normal(32).astype(np.float32)
+  positions = np.tile(np.arange(16), (2, 1))
+  angles = rope.cos_sin(jnp.asarray(positions), dataclasses.replace(LLAMA, head_dim=32))
+  a, b = np.float64(x), np.float64(y)
+  for got, want in (
+    (basic.rms_norm(x, weight, 1e-6), _rms_norm(a, np.float64(weight), 1e-6)),
+    (basic.silu_mul(x, y), a / (1 + np.exp(-a)) * b),
+    (basic.rotate(jnp.asarray(x), *angles), _rotate(a, positions, 1e4)),
+  ):
+    assert got.dtype == jnp.bfloat16
+    assert np.mean(np.asarray(got) != want.astype(jnp.bfloat16)) < 1e-3
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def _shapes(jaxpr):
+  """Shape of every value of a program, also inside calls."""
+  for eqn in jaxpr.eqns:
+    yield from (v.aval.shape for v in eqn.outvars if hasattr(v.aval, "shape"))
+    for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
+      inner = getattr(value, "jaxpr", value)
+      if isinstance(inner, jex_core.Jaxpr):
+        yield from _shapes(inner)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_train_step_never_holds_all_logits(remat):
+  c = base.get_config()
+  c.batch, c.length, c.memory.loss_chunk, c.memory.remat = 6, 96, 32, remat
+  plan = config.resolve(c, 1, Device("cpu"))
+  batch = {
+    f"{name}_BL": jax.ShapeDtypeStruct((c.batch, c.length), jnp.int32)
+    for name in ("tokens", "targets", "positions", "segments")
+  }
+  batch["weights_BL"] = jax.ShapeDtypeStruct((c.batch, c.length), jnp.float32)
+  step = jax.make_jaxpr(train.make_step(plan))(train.abstract_state(plan), batch, plan.sites())
+  size = plan.model.vocab_size
+  found = {shape for shape in _shapes(step.jaxpr) if size in shape}
+  assert (c.batch, 32, size) in found  # one chunk
+  assert max(map(np.prod, found)) < c.batch * c.length * size, sorted(found)

@@ -1,0 +1,44 @@
+"""Attention against loops in float64: groups, documents, precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tolerances
+
+from fp8jax.ops.attention import attention
+
+B, L, K = 2, 24, 16
+# Relative to the largest result. bfloat16: the probabilities are rounded to it, and the result.
+BUDGET = {jnp.float32: tolerances.FLOAT32_SUM, jnp.bfloat16: 2.0**-8}
+
+
+def _loops(q, k, v, segments):
+  """One query at a time over the keys it may see; query head h reads key head h // (H / G)."""
+  q, k, v = (np.asarray(t, np.float64) for t in (q, k, v))
+  out = np.zeros(q.shape)
+  heads_per_key = q.shape[2] // k.shape[2]
+  for b, t, h in np.ndindex(q.shape[:3]):
+    seen = [s for s in range(t + 1) if segments is None or segments[b, s] == segments[b, t]]
+    score = k[b, seen, h // heads_per_key] @ q[b, t, h] / np.sqrt(q.shape[3])
+    p = np.exp(score - score.max())
+    out[b, t, h] = p @ v[b, seen, h // heads_per_key] / p.sum()
+  return out
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("documents", ["packed", "one"])
+def test_attention_equals_loops(rng, documents, heads, dtype):
+  def draw(heads, scale=1.0):
+    return jnp.asarray(scale * rng.standard_normal((B, L, heads, K)), dtype)
+
+  # Scores up to about 100: a softmax in bfloat16 would be off by tens of per cent.
+  q, k, v = draw(heads[0], 10.0), draw(heads[1], 2.0), draw(heads[1])
+  segments = None
+  if documents == "packed":
+    segments = np.array([[1] * 7 + [2] + [3] * 12 + [0] * 4, [1] * 24], np.int32)
+  got = jax.jit(lambda *t: attention(*t, segments, "xla"))(q, k, v)
+  want = _loops(q, k, v, segments)
+  assert got.dtype == dtype
+  assert np.max(np.abs(np.asarray(got, np.float64) - want)) < BUDGET[dtype] * np.abs(want).max()

@@ -1,0 +1,102 @@
+"""Clip, AdamW and schedules against float64 NumPy and their closed forms."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tolerances
+
+from fp8jax.optim import build
+from fp8jax.params import Param
+
+OPTIM = build.Optim(
+  schedule="wsd", peak_lr=3e-2, min_lr=1e-3, warmup_steps=4, decay_steps=6, steps=20,
+  b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0,
+)  # fmt: skip
+DECLARATION = {"w": Param("DF", inputs=1), "norm": Param("D", init="ones", decay=False)}
+SHAPES = {"w": (8, 6), "norm": (8,)}
+# Sizes of five gradients: the second and fourth are below the clip, the fifth is zero.
+SIZES = (3.0, 0.02, 50.0, 1e-4, 0.0)
+
+
+def _adamw(optim, params, gradients, rates):
+  """Yields the parameters after each step (Kingma & Ba 2015, alg. 1; Loshchilov & Hutter 2019)."""
+  p = {k: v.astype(np.float64) for k, v in params.items()}
+  m, v = ({k: np.zeros(x.shape) for k, x in p.items()} for _ in range(2))
+  for t, (g, rate) in enumerate(zip(gradients, rates), 1):
+    norm = math.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in g.values()))
+    shrink = optim.clip / norm if 0 < optim.clip < norm else 1.0
+    for k, x in g.items():
+      x = x.astype(np.float64) * shrink
+      m[k] = optim.b1 * m[k] + (1 - optim.b1) * x
+      v[k] = optim.b2 * v[k] + (1 - optim.b2) * x**2
+      update = m[k] / (1 - optim.b1**t) / (np.sqrt(v[k] / (1 - optim.b2**t)) + optim.eps)
+      decay = optim.weight_decay if DECLARATION[k].decay else 0.0
+      p[k] = p[k] - rate * (update + decay * p[k])
+    yield dict(p)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [dict(), dict(clip=0.0), dict(weight_decay=0.0), dict(b1=0.0, b2=0.5, eps=1e-2)],
+  ids=str,
+)
+def test_five_steps_equal_adamw_in_float64(rng, changes):
+  """In the order of the train step: the chain's update times minus the schedule's rate."""
+  optim = dataclasses.replace(OPTIM, warmup_steps=2, **changes)
+  params = {k: rng.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()}
+  gradients = [
+    {k: (size * rng.standard_normal(s)).astype(np.float32) for k, s in SHAPES.items()}
+    for size in SIZES
+  ]
+  tx, rate_of = build.build(optim, DECLARATION), build.schedule(optim)
+  rates = [_rate(optim, step) for step in range(len(SIZES))]
+
+  @jax.jit
+  def step(params, state, g, number):
+    updates, state = tx.update(g, state, params)
+    return optax.apply_updates(params, optax.tree.scale(-rate_of(number), updates)), state
+
+  got, state = params, tx.init(params)
+  for i, want in enumerate(_adamw(optim, params, gradients, rates)):
+    got, state = step(got, state, gradients[i], i)
+    for k in SHAPES:
+      scale = np.abs(want[k]).max()
+      np.testing.assert_allclose(got[k], want[k], rtol=0, atol=tolerances.FLOAT32_SUM * scale)
+    assert np.any(got["w"] != params["w"]) == (i > 0)  # the first rate of a warm-up is zero
+
+
+def _rate(optim, step: int) -> float:
+  """Learning rate of update `step`, the first being 0."""
+  o = optim
+  if step < o.warmup_steps:
+    return o.peak_lr * step / o.warmup_steps
+  length = {"wsd": o.decay_steps, "cosine": o.steps - o.warmup_steps, "constant": 0}[o.schedule]
+  passed = max(step - (o.steps - length), 0) / max(length, 1)
+  return o.min_lr + (o.peak_lr - o.min_lr) * (1 + math.cos(math.pi * passed)) / 2
+
+
+@pytest.mark.parametrize("name", build.SCHEDULES)
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(),
+    dict(warmup_steps=0),
+    dict(decay_steps=0),
+    dict(warmup_steps=14),  # wsd: nothing held
+    dict(min_lr=0.0),
+    dict(peak_lr=0.0, min_lr=0.0),
+    dict(warmup_steps=1, decay_steps=0, steps=1),
+  ],
+  ids=str,
+)
+def test_schedule_equals_its_closed_form(name, changes):
+  optim = dataclasses.replace(OPTIM, schedule=name, **changes)
+  assert not optim.problems()
+  got = jax.vmap(build.schedule(optim))(np.arange(optim.steps))
+  want = [_rate(optim, step) for step in range(optim.steps)]
+  atol = tolerances.FLOAT32_SUM * optim.peak_lr
+  np.testing.assert_allclose(got, want, rtol=0, atol=atol)
