@@ -238,8 +238,18 @@ class _Run:
           f"{self.fingerprint}); to go on anyway, "
           f'--config.checkpoint.accept_changes="{(*accepted, "data")}"'
         )
+    was, now = meta.get("readers", self._readers()), self._readers()
+    if was != now:
+      problems.append(
+        f"at step {step}, {was['processes']} processes read {was['shares']} shares of the data; "
+        f"now {now['processes']} would read {now['shares']}, and their positions are unknown: go "
+        "on with as many processes, on a mesh that splits the batch over them in the same way"
+      )
     if problems:
       raise config.ConfigError([*problems, "or start anew with another --workdir"])
+
+  def _readers(self) -> dict[str, int]:
+    return {"processes": jax.process_count(), "shares": self.spread.shard.count}
 
   # -- the loop
 
@@ -321,6 +331,7 @@ class _Run:
     return {
       "config": self.flat,
       "data_fingerprint": self.fingerprint,
+      "readers": self._readers(),
       "weights_dtype": self.weights_dtype,
       "evaluations": self.evaluations,
     }

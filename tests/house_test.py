@@ -44,18 +44,24 @@ DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
 EXTRAS_AT_THE_TOP = {("models/hf.py", "safetensors"), ("data/prepare.py", "array-record")}
 BANNED = {"torch", "transformers", "pickle", "cloudpickle", "dill", "joblib", "shelve"}
 
-# Where alone these are called. A differentiation rule that quantises, a product or an attention
-# elsewhere would escape its recipe.
+# Where alone these are named. A product, a derivative or an attention elsewhere escapes its recipe.
 PLACES = {
   "custom_vjp": ("ops/dot.py", "ops/loss.py"),  # of the GEMM; of the loss, made of the same GEMMs
   "dot_general": ("ops/dot.py", "kernels/"),
   "dot_product_attention": ("ops/attention.py",),
+  "environ": ("writers.py",),  # recorded with a run's results, never obeyed
+  "allow_pickle": (),
+  "_src": (),  # JAX's private modules
   **dict.fromkeys(("custom_jvp", "dot", "einsum", "matmul", "tensordot", "vdot", "@"), ()),
 }
-# The environment is recorded with a run's results, never obeyed.
-ENVIRONMENT = {"writers.py"}
+LIBRARIES = ("jax", "jnp", "lax", "os")
 MAX_LINES, MAX_FUNCTION = 400, 60
 LONG = {"models/hf.py", "train.py"}
+
+ALPHABET = re.compile(r"(?<![\w.])([A-Z]) [a-z]")
+EINSUM = re.compile(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]+)")
+SUFFIX = re.compile(r"[a-z]\w*?_([A-Z]+)")
+PLACE_OF_ONE_MACHINE = re.compile(r"(?<![\w.}])/(home|root|Users|work|workspace)/[\w.]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,48 +72,36 @@ class Source:
   text: str
   tree: ast.Module
 
-  def at(self, node: ast.AST) -> str:
-    return f"fp8jax/{self.name}:{node.lineno}"
-
   @property
   def unit(self) -> str:
     return self.name.split("/")[0].removesuffix(".py")
+
+  def at(self, node: ast.AST) -> str:
+    return f"fp8jax/{self.name}:{node.lineno}"
 
   def walk(self, *kinds):
     return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
 
 
-@dataclasses.dataclass(frozen=True)
-class Import:
-  """One module that a file imports; `is_top`: as soon as the file is."""
-
-  source: Source
-  node: ast.stmt
-  module: str
-  is_top: bool
-
-
 @functools.cache
 def _sources() -> list[Source]:
-  paths = sorted(PACKAGE.rglob("*.py"))
-  texts = [path.read_text() for path in paths]
-  return [Source(p.relative_to(PACKAGE).as_posix(), t, ast.parse(t)) for p, t in zip(paths, texts)]
-
-
-@functools.cache
-def _imports() -> list[Import]:
   found = []
+  for path in sorted(PACKAGE.rglob("*.py")):
+    text = path.read_text()
+    found.append(Source(path.relative_to(PACKAGE).as_posix(), text, ast.parse(text)))
+  return found
+
+
+def _imports():
+  """(source, statement, module) of every import, also inside functions."""
   for source in _sources():
     for node in source.walk(ast.Import, ast.ImportFrom):
-      is_top = node in source.tree.body
-      if isinstance(node, ast.Import):
-        modules = [alias.name for alias in node.names]
-      else:
-        assert not node.level, f"{source.at(node)}: relative import"
-        whole = [f"{node.module}.{alias.name}" for alias in node.names]
-        modules = [name if _path_of(name) else node.module for name in whole]
-      found += [Import(source, node, module, is_top) for module in dict.fromkeys(modules)]
-  return found
+      modules = [alias.name for alias in node.names]
+      if isinstance(node, ast.ImportFrom):
+        origin = "." * node.level + (node.module or "")
+        whole = [f"{origin}.{name}" for name in modules]
+        modules = [name if _path_of(name) else origin for name in whole]
+      yield from ((source, node, module) for module in dict.fromkeys(modules))
 
 
 def _path_of(module: str) -> str | None:
@@ -119,42 +113,45 @@ def _path_of(module: str) -> str | None:
   return None
 
 
-def _report(problems):
-  problems = list(problems)
-  assert not problems, "\n" + "\n".join(problems)
+def rule(find):
+  """Makes a generator of problems a test that there are none."""
+
+  @functools.wraps(find)
+  def test():
+    problems = list(find())
+    assert not problems, "\n" + "\n".join(problems)
+
+  return test
 
 
 # --- imports -------------------------------------------------------------------------------------
 
 
+@rule
 def test_imports_go_downward():
   units = {source.unit for source in _sources()} - {"__init__"}
   assert units == set(FLOOR), "a module or folder is on no floor, or gone: see FLOORS"
-
-  def problems():
-    for i in _imports():
-      if not i.module.startswith("fp8jax.") or (i.source.unit, i.module) in IMPORTS:
-        continue
-      unit, other = i.source.unit, i.module.split(".")[1]
-      here, there = FLOOR[unit], FLOOR[other]
-      is_same = unit == other or (here == there and here != SIBLINGS)
-      if not is_same and there not in FLOORS[here][1]:
-        yield f"{i.source.at(i.node)}: {unit} (floor {here}) imports {i.module} (floor {there})"
-
-  _report(problems())
+  for source, node, module in _imports():
+    if not module.startswith("fp8jax.") or (source.unit, module) in IMPORTS:
+      continue
+    unit, other = source.unit, module.split(".")[1]
+    here, there = FLOOR[unit], FLOOR[other]
+    is_same = unit == other or (here == there and here != SIBLINGS)
+    if not is_same and there not in FLOORS[here][1]:
+      yield f"{source.at(node)}: {unit} (floor {here}) imports {module} (floor {there})"
 
 
 def test_imports_have_no_cycle():
   graph = {source.name: set() for source in _sources()}
-  for i in _imports():
-    if path := _path_of(i.module):
-      graph[i.source.name].add(path)
+  for source, _, module in _imports():
+    if path := _path_of(module):
+      graph[source.name].add(path)
   graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
 
 
 @functools.cache
 def _declared() -> tuple[dict, dict]:
-  """Requirements of pyproject.toml by name: (core, extras); the GPU's wheels are jax's own."""
+  """Requirements of pyproject.toml by name: (core, extras without those of core)."""
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   extras = [line for lines in project["optional-dependencies"].values() for line in lines]
 
@@ -166,47 +163,39 @@ def _declared() -> tuple[dict, dict]:
   return core, {k: v for k, v in by_name(extras).items() if k not in core}
 
 
+@rule
 def test_imports_are_declared():
   core, extras = _declared()
-
-  def problems():
-    for i in _imports():
-      top = i.module.split(".")[0]
-      if top == "fp8jax" or (top in sys.stdlib_module_names and top not in BANNED):
-        continue
-      name = utils.canonicalize_name(DISTRIBUTIONS.get(top, top))
-      if top in BANNED:
-        yield f"{i.source.at(i.node)}: {top} is never imported"
-      elif name not in core | extras:
-        yield f"{i.source.at(i.node)}: {name} is not among the dependencies in pyproject.toml"
-      elif name in extras and i.is_top and (i.source.name, name) not in EXTRAS_AT_THE_TOP:
-        yield f"{i.source.at(i.node)}: {name} belongs to an extra; import it where it is used"
-
-  _report(problems())
+  for source, node, module in _imports():
+    top = module.split(".")[0]
+    if top in BANNED:
+      yield f"{source.at(node)}: {top} is never imported"
+    if top in ("fp8jax", "") or top in sys.stdlib_module_names | BANNED:
+      continue
+    name = utils.canonicalize_name(DISTRIBUTIONS.get(top, top))
+    if name not in core | extras:
+      yield f"{source.at(node)}: {name} is not among the dependencies in pyproject.toml"
+    is_top = node in source.tree.body
+    if name in extras and is_top and (source.name, name) not in EXTRAS_AT_THE_TOP:
+      yield f"{source.at(node)}: {name} belongs to an extra; import it where it is used"
 
 
+@rule
 def test_imports_are_plain():
-  """None is tried, none is private, and nothing unpickles."""
-
-  def problems():
-    for source in _sources():
-      for block in source.walk(ast.Try):
-        inside = (n for n in ast.walk(block) if isinstance(n, (ast.Import, ast.ImportFrom)))
-        yield from (f"{source.at(node)}: import inside `try`" for node in inside)
-      for node in source.walk(ast.Attribute):
-        if node.attr == "_src":
-          yield f"{source.at(node)}: private module of JAX"
-      for node in source.walk(ast.keyword):
-        if node.arg == "allow_pickle" and getattr(node.value, "value", None) is not False:
-          yield f"{source.at(node.value)}: a pickle may hold any program"
-    yield from (f"{i.source.at(i.node)}: private module" for i in _imports() if "._" in i.module)
-
-  _report(problems())
+  """None is relative, none is private, and none is tried."""
+  for source, node, module in _imports():
+    if module.startswith(".") or "._" in module:
+      yield f"{source.at(node)}: relative or private import"
+  for source in _sources():
+    for block in source.walk(ast.Try):
+      inside = (n for n in ast.walk(block) if isinstance(n, (ast.Import, ast.ImportFrom)))
+      yield from (f"{source.at(node)}: import inside `try`" for node in inside)
 
 
+@rule
 def test_pins_cover_and_satisfy_the_dependencies():
   core, extras = _declared()
-  pins, problems = {}, []
+  pins = {}
   for number, line in enumerate((ROOT / "requirements.txt").read_text().splitlines(), 1):
     spec, _, reason = line.partition("#")
     if not spec.strip():
@@ -214,220 +203,174 @@ def test_pins_cover_and_satisfy_the_dependencies():
     pin = requirements.Requirement(spec.strip())
     pins[utils.canonicalize_name(pin.name)] = next(iter(pin.specifier))
     if [s.operator for s in pin.specifier] != ["=="] or not reason.strip():
-      problems.append(f"requirements.txt:{number}: needs name==version  # why")
+      yield f"requirements.txt:{number}: needs name==version  # why"
   for name, wanted in (core | extras).items():
     if name not in pins:
-      problems.append(f"requirements.txt: {name} of pyproject.toml is not pinned")
+      yield f"requirements.txt: {name} of pyproject.toml is not pinned"
     elif not wanted.specifier.contains(pins[name].version, prereleases=True):
-      problems.append(f"requirements.txt: {pins[name]} is outside {wanted} of pyproject.toml")
-  _report(problems)
+      yield f"requirements.txt: {name}{pins[name]} is outside {wanted} of pyproject.toml"
 
 
 # --- precision -----------------------------------------------------------------------------------
 
 
-def test_products_are_made_in_their_places():
+@rule
+def test_products_and_the_like_stay_in_their_places():
   def uses(source):
-    for node in source.walk(ast.Attribute):
-      if ast.unparse(node).split(".")[0] in ("jax", "jnp", "lax"):
+    for node in source.walk(ast.Attribute, ast.ImportFrom, ast.BinOp, ast.keyword):
+      if isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in LIBRARIES:
         yield node, node.attr
-    for node in source.walk(ast.ImportFrom):
-      if node.module.split(".")[0] == "jax":
+      elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
         yield from ((node, alias.name) for alias in node.names)
-    for node in source.walk(ast.BinOp):
-      if isinstance(node.op, ast.MatMult):
+      elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
         yield node, "@"
+      elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+        yield node.value, node.arg
 
-  _report(
-    f"{source.at(node)}: {name} belongs in {', '.join(PLACES[name]) or 'ops/dot.py, as its dot'}"
-    for source in _sources()
-    for node, name in uses(source)
-    if name in PLACES and not source.name.startswith(PLACES[name])
-  )
+  for source in _sources():
+    for node, name in uses(source):
+      if name in PLACES and not source.name.startswith(PLACES[name]):
+        yield f"{source.at(node)}: {name} belongs in {', '.join(PLACES[name]) or 'no file'}"
 
 
+@rule
 def test_recipe_names_are_never_asked_about():
   """A name picks a recipe once, at the edge; what a recipe does is asked of its values."""
-
-  def mentions(node):
-    for inner in ast.walk(node):
-      if isinstance(inner, ast.Constant) and inner.value in set(recipes.RECIPES):
-        yield repr(inner.value)
-      if isinstance(inner, ast.Attribute) and ast.unparse(inner).endswith("recipe.name"):
-        yield ast.unparse(inner)
-
-  def is_question(node):
-    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    if is_method and node.func.attr in ("startswith", "endswith"):
-      return True
-    return isinstance(node, (ast.Compare, ast.MatchValue))
-
-  _report(
-    f"{source.at(node)}: asks for {', '.join(mentions(node))}; ask the Recipe's fields instead"
-    for source in _sources()
-    for node in source.walk(ast.Compare, ast.Call, ast.MatchValue)
-    if is_question(node) and any(mentions(node))
-  )
+  for source in _sources():
+    for node in source.walk(ast.Compare, ast.Call, ast.MatchValue):
+      is_call = isinstance(node, ast.Call)
+      if is_call and not ast.unparse(node.func).endswith(("startswith", "endswith")):
+        continue
+      for inner in ast.walk(node):
+        is_name = isinstance(inner, ast.Constant) and inner.value in set(recipes.RECIPES)
+        if is_name or ast.unparse(inner).endswith("recipe.name"):
+          yield f"{source.at(node)}: asks for {ast.unparse(inner)}; ask the Recipe's fields instead"
 
 
-def test_environment_and_asserts_stay_out():
-  def problems():
-    for source in _sources():
-      for node in source.walk(ast.Attribute):
-        if node.attr in ("environ", "getenv") and source.name not in ENVIRONMENT:
-          yield f"{source.at(node)}: a choice belongs in the config, not in the environment"
-      for node in source.walk(ast.Assert):
-        yield f"{source.at(node)}: raise an error that says what to do"
-
-  _report(problems())
+@rule
+def test_asserts_stay_in_tests():
+  for source in _sources():
+    for node in source.walk(ast.Assert):
+      yield f"{source.at(node)}: raise an error that says what to do"
 
 
 # --- letters -------------------------------------------------------------------------------------
 
-ALPHABET = re.compile(r"(?<![\w.])([A-Z]) [a-z]")
-EINSUM = re.compile(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]+)")
-SUFFIX = re.compile(r"[a-z]\w*?_([A-Z]+)")
-
 
 def _suffix(node) -> str | None:
-  """The letters of a name: BLD of x_BLD."""
-  match = SUFFIX.fullmatch(node.id) if isinstance(node, ast.Name) else None
+  """The letters of a name or an argument: BLD of x_BLD."""
+  match = SUFFIX.fullmatch(getattr(node, "id", getattr(node, "arg", None)) or "")
   return match and match[1]
 
 
-@functools.cache
-def _alphabet() -> set[str]:
-  tree = next(s.tree for s in _sources() if s.name == "axes.py")
-  table = [x for x in ast.get_docstring(tree).splitlines() if x.startswith("  ")]
-  return {letter for line in table for letter in ALPHABET.findall(line)}
+def _einsum(node) -> re.Match | None:
+  """The letters of "BLD,DF->BLF"."""
+  is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+  return EINSUM.fullmatch(node.value) if is_text else None
 
 
+@rule
 def test_letters_are_of_the_alphabet():
   """Every suffix, einsum and declaration above the kernels; a file may add letters it explains."""
-  assert {"B", "D", "L", "S", "V"} < _alphabet()
-
-  def uses(source):
-    for node in source.walk(ast.Name, ast.arg):
-      if match := SUFFIX.fullmatch(node.id if isinstance(node, ast.Name) else node.arg):
-        yield node, match[1]
-    for node in source.walk(ast.Constant):
-      if isinstance(node.value, str) and EINSUM.fullmatch(node.value):
-        yield node, "".join(EINSUM.fullmatch(node.value).groups())
-    for node in source.walk(ast.Call):
-      if isinstance(node.func, ast.Name) and node.func.id == "Param":
-        yield node, node.args[0].value
-
-  def problems():
-    for source in _sources():
-      own = re.findall(r"\b([A-Z]) is ", ast.get_docstring(source.tree) or "")
-      for node, letters in uses(source):
-        unknown = sorted(set(letters) - _alphabet() - set(own))
-        if unknown and source.unit != "kernels":
-          yield f"{source.at(node)}: {', '.join(unknown)} of {letters} is not in axes.py"
-
-  _report(problems())
+  axes = ast.get_docstring(next(s.tree for s in _sources() if s.name == "axes.py"))
+  table = [line for line in axes.splitlines() if line.startswith("  ")]
+  alphabet = {letter for line in table for letter in ALPHABET.findall(line)}
+  assert {"B", "D", "L", "S", "V"} < alphabet
+  for source in _sources():
+    own = re.findall(r"\b([A-Z]) is ", ast.get_docstring(source.tree) or "")
+    for node in source.walk(ast.Name, ast.arg, ast.Constant, ast.Call):
+      letters = _suffix(node) or ""
+      if eqn := _einsum(node):
+        letters = "".join(eqn.groups())
+      if isinstance(node, ast.Call) and ast.unparse(node.func) == "Param":
+        letters = node.args[0].value
+      unknown = sorted(set(letters) - alphabet - set(own))
+      if unknown and source.unit != "kernels":
+        yield f"{source.at(node)}: {', '.join(unknown)} of {letters} is not in axes.py"
 
 
+@rule
 def test_suffixes_agree_with_their_letters():
   """y_BLF = dot("BLD,DF->BLF", x_BLD, ...) and constrain(x_BLD, "BLD", ...)."""
-
-  def calls(node):
-    """(name of the function, its arguments) of a call whose letters are spelled out."""
-    function = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
-    strings = [a.value for a in node.args if isinstance(a, ast.Constant)]
-    return function, node.args, "".join(s for s in strings if isinstance(s, str))
-
-  def problems():
-    for source in _sources():
-      for node in source.walk(ast.Call):
-        function, args, text = calls(node)
-        match = EINSUM.fullmatch(text)
-        if match and function == "dot":
-          if _suffix(args[1]) not in (None, match[1]):
-            yield f"{source.at(node)}: {args[1].id} is read as {match[1]} in {text!r}"
-        if function == "constrain" and _suffix(args[0]) not in (None, text):
-          yield f"{source.at(node)}: {args[0].id} is placed as {text}"
-      for node in source.walk(ast.Assign):
-        value = node.value
-        while isinstance(value, ast.Call) and calls(value)[0] == "checkpoint_name":
-          value = value.args[0]
-        match = EINSUM.fullmatch(calls(value)[2]) if isinstance(value, ast.Call) else None
-        if match and _suffix(node.targets[0]) not in (None, match[3]):
-          yield f"{source.at(node)}: {node.targets[0].id} is made as {match[3]}"
-
-  _report(problems())
+  for source in _sources():
+    for node in source.walk(ast.Call):
+      function = ast.unparse(node.func).split(".")[-1]
+      if function == "dot" and (eqn := _einsum(node.args[0])):
+        if _suffix(node.args[1]) not in (None, eqn[1]):
+          yield f"{source.at(node)}: {node.args[1].id} is read as {eqn[1]}"
+      if function == "constrain" and isinstance(node.args[1], ast.Constant):
+        if _suffix(node.args[0]) not in (None, node.args[1].value):
+          yield f"{source.at(node)}: {node.args[0].id} is placed as {node.args[1].value}"
+    for node in source.walk(ast.Assign):
+      value = node.value
+      while isinstance(value, ast.Call) and ast.unparse(value.func) == "checkpoint_name":
+        value = value.args[0]
+      eqn = _einsum(value.args[0]) if isinstance(value, ast.Call) and value.args else None
+      if eqn and _suffix(node.targets[0]) not in (None, eqn[3]):
+        yield f"{source.at(node)}: {node.targets[0].id} is made as {eqn[3]}"
 
 
 # --- files ---------------------------------------------------------------------------------------
 
 
+@rule
 def test_files_and_classes_say_what_they_are():
-  def problems():
-    for source in _sources():
-      if source.text.strip() and not ast.get_docstring(source.tree):
-        yield f"fp8jax/{source.name}:1: no docstring"
-      for node in source.walk(ast.ClassDef):
-        if not node.name.startswith("_") and not ast.get_docstring(node):
-          yield f"{source.at(node)}: {node.name} has no docstring"
-
-  _report(problems())
+  for source in _sources():
+    if source.text.strip() and not ast.get_docstring(source.tree):
+      yield f"fp8jax/{source.name}:1: no docstring"
+    for node in source.walk(ast.ClassDef):
+      if not node.name.startswith("_") and not ast.get_docstring(node):
+        yield f"{source.at(node)}: {node.name} has no docstring"
 
 
+@rule
 def test_files_and_functions_are_short():
-  def problems():
-    for source in _sources():
-      lines = len(source.text.splitlines())
-      if lines > MAX_LINES and source.name not in LONG:
-        yield f"fp8jax/{source.name}:{lines}: more than {MAX_LINES} lines; split it by subject"
-      for node in source.walk(ast.FunctionDef):
-        if node.end_lineno - node.lineno >= MAX_FUNCTION:
-          yield f"{source.at(node)}: {node.name} has more than {MAX_FUNCTION} lines"
-
-  _report(problems())
+  for source in _sources():
+    lines = len(source.text.splitlines())
+    if lines > MAX_LINES and source.name not in LONG:
+      yield f"fp8jax/{source.name}:{lines}: more than {MAX_LINES} lines; split it by subject"
+    for node in source.walk(ast.FunctionDef):
+      if node.end_lineno - node.lineno >= MAX_FUNCTION:
+        yield f"{source.at(node)}: {node.name} has more than {MAX_FUNCTION} lines"
 
 
+@rule
 def test_configs_say_what_they_are():
   paths = [*(ROOT / "configs").glob("*.py"), *(ROOT / "experiments").glob("*/config.py")]
   assert paths
-  _report(
-    f"{path.relative_to(ROOT)}:1: its docstring has no line {label!r}"
-    for path in paths
-    for label in ("what:", "command:", "hardware:", "expected:")
-    if f"\n{label}" not in (ast.get_docstring(ast.parse(path.read_text())) or "")
-  )
+  for path in paths:
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    for label in ("what:", "command:", "hardware:", "expected:"):
+      if f"\n{label}" not in text:
+        yield f"{path.relative_to(ROOT)}:1: its docstring has no line {label!r}"
 
 
+@rule
 def test_every_config_key_is_read():
   read = set()
   for source in _sources():
-    read |= {n.attr for n in source.walk(ast.Attribute)}
-    read |= {n.target.id for n in source.walk(ast.AnnAssign) if isinstance(n.target, ast.Name)}
-    read |= {n.value for n in source.walk(ast.Constant) if isinstance(n.value, str)}
+    read |= {node.attr for node in source.walk(ast.Attribute)}
+    read |= {node.value for node in source.walk(ast.Constant)}
+    read |= {ast.unparse(node.target) for node in source.walk(ast.AnnAssign)}  # optim's, by name
   tree = ast.parse((ROOT / "configs" / "base.py").read_text())
   targets = [t for n in ast.walk(tree) if isinstance(n, ast.Assign) for t in n.targets]
   keys = [t for t in targets if isinstance(t, ast.Attribute)]
   assert len(keys) > 50
-  _report(
-    f"configs/base.py:{key.lineno}: nothing under fp8jax/ reads {ast.unparse(key)}"
-    for key in keys
-    if key.attr not in read
-  )
+  for key in keys:
+    if key.attr not in read:
+      yield f"configs/base.py:{key.lineno}: nothing under fp8jax/ reads {ast.unparse(key)}"
 
 
+@rule
 def test_tracked_files_name_no_place_of_one_machine():
   listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
   if listed.returncode:
     pytest.skip("not a git checkout")
-  place = re.compile(r"(?<![\w.}])/(home|root|Users|work|workspace)/[\w.]")
-
-  def problems():
-    for name in filter(None, listed.stdout.split("\0")):
-      try:
-        lines = (ROOT / name).read_text().splitlines()
-      except (UnicodeDecodeError, FileNotFoundError):  # binary; deleted but not yet committed
-        continue
-      for number, line in enumerate(lines, 1):
-        if match := place.search(line):
-          yield f"{name}:{number}: {match[0]}"
-
-  _report(problems())
+  for name in filter(None, listed.stdout.split("\0")):
+    try:
+      lines = (ROOT / name).read_text().splitlines()
+    except (UnicodeDecodeError, FileNotFoundError):  # binary; deleted but not yet committed
+      continue
+    for number, line in enumerate(lines, 1):
+      if match := PLACE_OF_ONE_MACHINE.search(line):
+        yield f"{name}:{number}: {match[0]}"

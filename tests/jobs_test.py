@@ -21,7 +21,7 @@ import tokenizers
 from tensorboardX.proto import event_pb2
 
 from configs import base, debug
-from fp8jax import checkpoint, config, jobs, train
+from fp8jax import checkpoint, config, jobs
 from fp8jax import params as params_lib
 from fp8jax.data import loader, tokenize
 from fp8jax.kernels.backend import Device
@@ -402,13 +402,6 @@ def test_a_non_finite_loss_stops_the_run_and_names_step_and_site(stopped, poison
   assert not (stopped.workdir / "summary.json").exists()
 
 
-def test_diagnose_reproduces_it(launch, stopped, poisoned):
-  done = launch(stopped.workdir, *poisoned.flags, "--job=diagnose")
-  result, report = json.loads(done.stdout), _json(stopped.workdir / "nonfinite" / "report.json")
-  assert (result["step"], result["first_bad_site"]) == (BAD_STEP, SITE)
-  assert repr(result["amax_x_w_g"]) == repr(report["amax_x_w_g"])  # NaN included
-
-
 def test_skipping_counts_and_equals_going_on_after_a_stop(launch, stopped, poisoned, tmp_path):
   skip = "--config.optim.on_nonfinite=skip"
   done = launch(tmp_path, *poisoned.flags, skip)
@@ -426,6 +419,13 @@ def test_skipping_counts_and_equals_going_on_after_a_stop(launch, stopped, poiso
   for name in one:
     np.testing.assert_array_equal(one[name], two[name], err_msg=name)
   assert np.any(one["norm"] != before["norm"])
+
+
+def test_diagnose_reproduces_it_also_when_the_run_has_gone_on(launch, stopped, poisoned):
+  done = launch(stopped.workdir, *poisoned.flags, "--job=diagnose")
+  result, report = json.loads(done.stdout), _json(stopped.workdir / "nonfinite" / "report.json")
+  assert (result["step"], result["first_bad_site"]) == (BAD_STEP, SITE)
+  assert repr(result["amax_x_w_g"]) == repr(report["amax_x_w_g"])  # NaN included
 
 
 def test_export_dtype_auto_is_that_of_the_folder_the_run_began_with(stopped, poisoned, run_job):
