@@ -28,6 +28,8 @@ PROCESS = flags.DEFINE_integer("process", None, "Index of this process, without 
 def main(argv):
   if len(argv) > 1:
     sys.exit(f"unexpected argument {argv[1]!r}; options are written --name=value")
+  if not COORDINATOR.value and (PROCESSES.value is not None or PROCESS.value is not None):
+    sys.exit("error: --processes and --process need --coordinator=host:port of process 0")
   if DISTRIBUTED.value or COORDINATOR.value:
     jobs.initialize_distributed(COORDINATOR.value, PROCESSES.value, PROCESS.value)
   name = flags.FLAGS["config"].config_filename

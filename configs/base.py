@@ -71,7 +71,7 @@ def get_config(arm=""):
   c.optim = ConfigDict()
   c.optim.schedule = "wsd"  # "wsd" (warm up, hold, cosine tail), "cosine" or "constant"
   c.optim.peak_lr = 1e-3
-  c.optim.min_lr = 1e-4  # at the last step
+  c.optim.min_lr = 1e-4  # where the tail ends: one step after the last
   c.optim.warmup_steps = 10  # linear from 0
   c.optim.decay_steps = 20  # length of wsd's tail
   c.optim.b1 = 0.9  # Adam
@@ -111,7 +111,9 @@ def get_config(arm=""):
   c.checkpoint.accept_changes = ()
 
   c.log = ConfigDict()
-  c.log.every = 10  # steps between lines in the terminal, when it is not interactive
+  # Steps between lines where there is no terminal, and between the moments at which several
+  # processes agree on an interruption.
+  c.log.every = 10
   c.log.tensorboard = True
 
   c.export = ConfigDict()

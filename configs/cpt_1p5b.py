@@ -3,7 +3,7 @@
 what:      40,000 steps of 4.2M tokens: 167.8B tokens (InfiXAI/InfiR2 scripts/CPT)
 command:   put Qwen/Qwen2.5-1.5B in assets/Qwen2.5-1.5B and text as configs/cpt_7b.py says, then
            python launch.py --config=configs/cpt_1p5b.py
-hardware:  8 x H200 or H100
+hardware:  8 x H200 (not yet run)
 expected:  not yet measured
 """
 

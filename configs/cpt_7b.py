@@ -7,7 +7,7 @@ command:   put Qwen/Qwen2.5-7B in assets/Qwen2.5-7B and a corpus in corpus/*.jso
              --config.data.sources.main.path='corpus/*.jsonl'
            then on the GPUs
            python launch.py --config=configs/cpt_7b.py
-hardware:  8 x H200 or more GPUs of 80 GB; compiled for 8 x H200 without a GPU
+hardware:  8 x H200 (compiled for them without a GPU, not yet run); 32 or more GPUs: accumulation=4
 expected:  not yet measured
 """
 

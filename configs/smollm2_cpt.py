@@ -19,5 +19,5 @@ def get_config(arm=""):
   c.optim.schedule, c.optim.warmup_steps = "cosine", 5
   c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5
   c.eval.tokens, c.eval.batch = 4096, 4
-  c.checkpoint.every, c.checkpoint.keep = 0, 1
+  c.checkpoint.every, c.checkpoint.keep = 10, 1
   return c

@@ -19,7 +19,7 @@ from fp8jax.data import check, loader
 from fp8jax.errors import ConfigError, Problems
 from fp8jax.kernels import backend, scaled_matmul
 from fp8jax.models import config as model_config
-from fp8jax.models import hf, presets, transformer
+from fp8jax.models import hf, hf_config, presets, transformer
 from fp8jax.ops import attention, site
 from fp8jax.optim import build as optim_build
 
@@ -119,6 +119,7 @@ def resolve(
   problems.one_of("optim.schedule", optim.schedule, optim_build.SCHEDULES)
   problems.one_of("optim.on_nonfinite", c.optim.on_nonfinite, ("stop", "skip"))
   data = check.spec(c, model and model.vocab_size, problems)
+  problems.check(c.data.heldout != 0, "data.heldout=0 leaves nothing to evaluate on; raise it")
   microbatch = _microbatch(c, layout, problems)
   rules = problems.attempt(lambda: _rules(c.precision.rules), "precision.rules") or ()
   if model is not None and not problems.found:
@@ -162,7 +163,7 @@ def _model(c: Config) -> model_config.ModelConfig:
         "model.preset='hf' reads the architecture of init.hf; set init.hf to a folder"
       )
     try:
-      model = hf.read_config(c.init.hf)
+      model = hf_config.read_config(c.init.hf)
     except (ValueError, OSError) as e:
       raise ValueError(f"init.hf: {e}") from e
   elif c.model.preset in presets.PRESETS:
@@ -179,7 +180,7 @@ def _model(c: Config) -> model_config.ModelConfig:
 
 def _check_folder(c: Config, model: model_config.ModelConfig):
   """The weights that training starts from are those of the model; reads headers only."""
-  there = hf.read_config(c.init.hf)
+  there = hf_config.read_config(c.init.hf)
   # These do not change what the weights compute; a vocabulary may be padded.
   harmless = {"init_std", "max_positions"}
   if there.vocab_size <= model.vocab_size:
@@ -246,7 +247,8 @@ def _microbatch(c: Config, layout: axes.Layout, problems: Problems) -> int:
   problems.check(
     c.batch % (c.accumulation * shards) == 0,
     f"batch={c.batch} must be a multiple of accumulation x batch shards = "
-    f"{c.accumulation} x {shards}; the nearest is {_round_to(c.batch, c.accumulation * shards)}",
+    f"{c.accumulation} x {shards}; change accumulation, or take the nearest batch, "
+    f"{_round_to(c.batch, c.accumulation * shards)}",
   )
   problems.check(
     c.eval.batch % shards == 0,
@@ -264,7 +266,8 @@ def _check_sharding(c: Config, problems: Problems):
   """The sharding tables name real letters and axes, and weights can be gathered to activations."""
   weights, acts = dict(axes.as_rules(c.sharding.weights)), dict(axes.as_rules(c.sharding.acts))
   for table, rules in (("weights", weights), ("acts", acts)):
-    letters = _WORDS.keys() | ({"B"} if table == "acts" else set())
+    # Activations of a layer's width D stay whole: norms and the loss are computed per device.
+    letters = set("BFHGV") if table == "acts" else set(_WORDS)
     for letter, names in rules.items():
       problems.check(
         letter in letters,
@@ -335,6 +338,13 @@ def flatten(c: Config) -> dict[str, Any]:
 
   visit("", c)
   return flat
+
+
+def identity(plan: Plan) -> dict[str, Any]:
+  """The configuration with what "auto" and presets stand for: what a checkpoint remembers."""
+  model = {f"model.{k}": v for k, v in plan.model.to_dict().items() if k != "init_std"}
+  flat = {k: v for k, v in flatten(plan.config).items() if not k.startswith("model.")}
+  return flat | json.loads(json.dumps(model)) | {"precision.compute": plan.run.dtype.name}
 
 
 def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -17,6 +17,11 @@ class ConfigError(UserError):
     super().__init__(f"{len(problems)} problem{'s' * (len(problems) > 1)} in the config:\n{lines}")
 
 
+def missing_package(e: ModuleNotFoundError) -> str:
+  """What to install for an optional import that failed."""
+  return f"the package {e.name!r} is not installed; pip install 'fp8jax[hf,data]'"
+
+
 class Problems:
   """Collects what is wrong, so that all of it is reported at once."""
 
@@ -46,4 +51,6 @@ class Problems:
       self.found += e.problems
     except (ValueError, OSError) as e:
       self.found.append(f"{key}: {e}" if key else str(e))
+    except ModuleNotFoundError as e:
+      self.found.append(missing_package(e))
     return None

@@ -1,12 +1,11 @@
 """Held-out loss: the same documents, in the training recipe and in BF16."""
 
-import functools
 import math
 from typing import Any
 
 import jax
 
-from fp8jax import batches
+from fp8jax import batches, recipes
 from fp8jax.config import Plan
 from fp8jax.data import loader
 from fp8jax.errors import UserError
@@ -29,6 +28,8 @@ class Evaluator:
       return transformer.loss(params, sites, batch, plan.model, plan.run), batch["weights_BL"].sum()
 
     self._losses = losses
+    # Of the last evaluation, per source; this process's share.
+    self.passed_over: dict[str, dict[str, int]] = {}
 
   def run(self, params) -> dict[str, dict[str, dict[str, float]]]:
     """{source: {precision: {"loss", "perplexity", "tokens"}}}; loss in nats per token."""
@@ -38,25 +39,28 @@ class Evaluator:
     plan = self._plan
     spread = batches.Spread(plan.run.layout, plan.config.eval.batch)
     totals = {precision: [] for precision in self._sites}
+    counts = loader.Counts()
     stream = loader.heldout_batches(
-      plan.data, source, spread.local_rows, self._num_batches, spread.shard
+      plan.data, source, spread.local_rows, self._num_batches, spread.shard, counts
     )
     for batch in stream:
       batch = spread.place(batch)
       for precision, sites in self._sites.items():
         totals[precision].append(self._losses(params, sites, batch))
+    self.passed_over[source] = counts.summary()
     return {precision: _summary(source, parts) for precision, parts in totals.items()}
 
 
 def precisions(plan: Plan) -> dict[str, str | None]:
   """{label: recipe for every site, or None for the config's rules}."""
-  narrow = sorted({recipe for _, recipe in plan.rules} - {BF16})
+  used = {recipe for _, recipe in plan.rules}
+  narrow = sorted(r for r in used if recipes.RECIPES[r].fwd.is_narrow)
   return {"+".join(narrow): None, BF16: BF16} if narrow else {BF16: None}
 
 
 def _summary(source: str, parts) -> dict[str, float]:
   sums = jax.device_get(parts)
-  loss, tokens = (float(functools.reduce(lambda a, b: a + b, column)) for column in zip(*sums))
+  loss, tokens = (sum(map(float, column)) for column in zip(*sums))
   if tokens == 0:
     raise UserError(
       f"data.sources.{source} has no held-out token: raise data.heldout or give more documents"

@@ -12,9 +12,9 @@ from absl import flags, logging
 from fp8jax import batches, checkpoint, config, diagnose, evaluate, train, writers
 from fp8jax import params as params_lib
 from fp8jax.data import prepare
-from fp8jax.errors import UserError
+from fp8jax.errors import UserError, missing_package
 from fp8jax.kernels import backend
-from fp8jax.models import hf
+from fp8jax.models import hf, hf_config
 
 NAMES = ("train", "evaluate", "prepare", "export", "diagnose")
 
@@ -35,7 +35,7 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
     c.init.hf, c.model.preset = c.eval.hf, "hf"
   try:
     if job == "prepare":  # needs neither the model nor the mesh that the data are for
-      print(json.dumps(_prepare(c, workdir), indent=2))
+      print(writers.to_json(_prepare(c, workdir)))
       return 0
     plan = config.resolve(c, jax.device_count(), backend.current_device())
     if job == "train":
@@ -47,11 +47,17 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
         "diagnose": _diagnose,
       }[job](plan, workdir)
       if jax.process_index() == 0:
-        print(json.dumps(result, indent=2))
+        print(writers.to_json(result))
     return 0
   except (UserError, train.NonFinite, OSError) as e:
     print(f"error: {e}", file=sys.stderr)
     return 1
+  except ModuleNotFoundError as e:
+    print(f"error: {missing_package(e)}", file=sys.stderr)
+    return 1
+  except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    return 130
 
 
 def _stem(name: str) -> str:
@@ -92,8 +98,9 @@ def _export(plan: config.Plan, workdir: str):
   source = os.path.join(workdir, "hf_source")
   base = None
   if os.path.isdir(source):
-    train.keep_source_files(source, target)
-    base = hf.read_json(source, "config.json")
+    if jax.process_index() == 0:
+      hf.keep_source_files(source, target)
+    base = hf_config.read_json(source, "config.json")
   hf.save_params(target, params, plan.model, dtype, base)
   return {"folder": target, "step": step, "dtype": dtype}
 
@@ -108,7 +115,8 @@ def _diagnose(plan: config.Plan, workdir: str):
   with np.load(name) as saved:
     host = dict(saved)
   # The run may have gone on since.
-  step = hf.read_json(os.path.join(workdir, "nonfinite"), "report.json")["step"]
+  with open(os.path.join(workdir, "nonfinite", "report.json")) as f:
+    step = json.load(f)["step"]
   params, _, _ = _restore_params(plan, workdir, step)
   spread = batches.Spread(plan.run.layout, plan.microbatch, plan.config.accumulation)
   return {"step": step, **diagnose.report(plan, params, spread.place(host))}
@@ -122,7 +130,7 @@ def _restore_params(plan: config.Plan, workdir: str, step: int | None = None):
   step = saved.find(plan.config.eval.step if step is None else step)
   meta = saved.meta(step)
   changes = {
-    k: v for k, v in config.diff(config.flatten(plan.config), meta["config"]).items()
+    k: v for k, v in config.diff(config.identity(plan), meta["config"]).items()
     if k.startswith("model.")
   }  # fmt: skip
   if changes:

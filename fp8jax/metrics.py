@@ -1,11 +1,13 @@
 """Numbers about a step (pure) and about speed (pure)."""
 
+import re
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from fp8jax import params as params_lib
-from fp8jax.models.config import ModelConfig
 
 # Dense BF16 peak of one device in FLOP/s, from NVIDIA's data sheets (without sparsity). MFU is
 # reported against it in every recipe, so that FP8 and BF16 runs compare.
@@ -34,7 +36,7 @@ def of_step(loss, gradients, updates, params, learning_rate, is_finite) -> dict[
   }
 
 
-def flops_per_token(cfg: ModelConfig, declaration, length: int) -> float:
+def flops_per_token(declaration, dims: Mapping[str, int], length: int) -> float:
   """Training FLOPs per token: 6 per matrix parameter, plus causal attention.
 
   Attention multiplies twice by an average context of length / 2, forward and twice backward:
@@ -42,15 +44,15 @@ def flops_per_token(cfg: ModelConfig, declaration, length: int) -> float:
   """
   flat = params_lib.flatten(declaration)
   matrices = {k: p for k, p in flat.items() if p.inputs is not None}
-  count = sum(params_lib.count({k: p}, cfg.dims) for k, p in matrices.items())
-  if cfg.tie_embeddings:
-    count += cfg.vocab_size * cfg.hidden_size
-  return 6.0 * count + 6.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * length
+  count = sum(params_lib.count({k: p}, dims) for k, p in matrices.items())
+  if "head" not in flat:  # tied: the embedding multiplies
+    count += dims["V"] * dims["D"]
+  return 6.0 * count + 6.0 * dims["N"] * dims["H"] * dims["K"] * length
 
 
 def peak_flops(device_kind: str) -> float | None:
   """Dense BF16 peak of a device by JAX's name for it, None if unknown."""
   for name, peak in sorted(PEAK_FLOPS.items(), key=lambda item: -len(item[0])):
-    if all(word in device_kind.split() + device_kind.split("-") for word in name.split()):
+    if set(name.split()) <= set(re.split("[ -]", device_kind)):
       return peak
   return None

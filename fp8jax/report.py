@@ -47,8 +47,14 @@ def site_rows(plan: Plan) -> list[dict[str, Any]]:
   return rows
 
 
-def print_start(out: rich.console.Console, plan: Plan, changes: dict[str, Any], fingerprint: str):
-  """What is about to happen: the difference from base, the model, the sites."""
+def print_start(
+  out: rich.console.Console,
+  plan: Plan,
+  changes: dict[str, Any],
+  fingerprint: str,
+  sites: list[dict[str, Any]],
+):
+  """What is about to happen: the difference from base, the model, the sites (site_rows')."""
   if changes:
     rows = [[k, str(old), str(new)] for k, (old, new) in changes.items()]
     out.print(writers.table("config, where it differs from base", ["key", "base", "here"], rows))
@@ -62,9 +68,8 @@ def print_start(out: rich.console.Console, plan: Plan, changes: dict[str, Any], 
     f"attention {plan.run.attention}, remat {plan.run.remat}; {shape}; data {fingerprint}"
   )
   rows, notes = [], []
-  found = site_rows(plan)
-  has_gathers = any(row["weight_gather"] != "-" for row in found)
-  for row in found:
+  has_gathers = any(row["weight_gather"] != "-" for row in sites)
+  for row in sites:
     used = list(dict.fromkeys(row["backends"].values()))
     rows.append(
       [
@@ -107,15 +112,17 @@ def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):
   rows = []
   for source, by_precision in last.items():
     for precision, after in by_precision.items():
-      before = first[source][precision]
-      change = after["loss"] - before["loss"]
+      before = first.get(source, {}).get(precision)
+      # Another recipe, source or number of tokens since: nothing to compare with.
+      if before is not None and before["tokens"] != after["tokens"]:
+        before = None
       rows.append(
         [
           f"{source}, {precision} forward",
           f"{after['tokens']:,.0f}",
-          f"{before['loss']:.4f}",
+          f"{before['loss']:.4f}" if before else "-",
           f"{after['loss']:.4f}",
-          f"{change:+.4f}",
+          f"{after['loss'] - before['loss']:+.4f}" if before else "-",
           f"{math.exp(min(after['loss'], 700)):.3f}",
         ]
       )

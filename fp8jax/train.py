@@ -1,10 +1,7 @@
 """Training: state, step, loop."""
 
-import contextlib
 import dataclasses
 import os
-import shutil
-import signal
 from typing import Any, cast
 
 import jax
@@ -13,7 +10,17 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8jax import batches, checkpoint, config, diagnose, evaluate, metrics, report, writers
+from fp8jax import (
+  batches,
+  checkpoint,
+  config,
+  diagnose,
+  evaluate,
+  interrupts,
+  metrics,
+  report,
+  writers,
+)
 from fp8jax import params as params_lib
 from fp8jax.data import loader
 from fp8jax.models import hf, transformer
@@ -154,11 +161,9 @@ class _Run:
     self.out = writers.console()
     self.fingerprint = loader.fingerprint(plan.data)
     os.makedirs(workdir, exist_ok=True)
-    if jax.process_index() == 0:
-      report.print_start(self.out, plan, config.diff(self.flat, base), self.fingerprint)
-      writers.write_json(workdir, "sites.json", report.site_rows(plan))
-      changed = {k: new for k, (_, new) in config.diff(self.flat, base).items()}
-      writers.write_json(workdir, "config.json", {"resolved": self.flat, "changed": changed})
+    self.changes = config.diff(self.flat, base)
+    self.site_rows = report.site_rows(plan)
+    report.print_start(self.out, plan, self.changes, self.fingerprint, self.site_rows)
     self.counts = loader.Counts()
     self.spread = batches.Spread(plan.run.layout, plan.microbatch, plan.config.accumulation)
     self.iterator = loader.train_batches(
@@ -172,16 +177,14 @@ class _Run:
     c = self.plan.config
     state, start = self._start()
     evaluator = evaluate.Evaluator(self.plan)
-    log = writers.Metrics(self.workdir, start, c.log.tensorboard)
-    writers.write_json(
-      self.workdir, "provenance.json", writers.provenance(self.flat, self.fingerprint, c.seed)
-    )
+    log = writers.Metrics(self.workdir, start, self.evaluations, c.log.tensorboard)
+    self._record()
     try:
-      self._evaluate(evaluator, state, start, log)
-      with _Interrupts() as interrupts:
-        state, reached, last = self._loop(state, start, log, evaluator, interrupts)
-      self._save(reached, state)
-      self.checkpoints.wait()
+      with interrupts.Interrupts() as asked:
+        self._evaluate(evaluator, state, start, log)
+        state, reached, last = self._loop(state, start, log, evaluator, asked)
+        self._save(reached, state)
+        self.checkpoints.wait()
       if reached < c.steps:
         self.out.print(f"interrupted: saved step {reached}; the same command continues from there")
         return {"step": reached}
@@ -190,10 +193,20 @@ class _Run:
     finally:
       log.close()
       self.checkpoints.close()
-      if hasattr(self.iterator, "close"):
-        self.iterator.close()
+      self.iterator.close()
 
   # -- beginnings
+
+  def _record(self):
+    """What this run is, once it is known to be one."""
+    changed = {k: new for k, (_, new) in self.changes.items()}
+    provenance = writers.provenance(self.flat, self.fingerprint, self.plan.config.seed)
+    for name, value in (
+      ("config.json", {"resolved": self.flat, "changed": changed}),
+      ("sites.json", self.site_rows),
+      ("provenance.json", provenance),
+    ):
+      writers.write_json(self.workdir, name, value)
 
   def _start(self) -> tuple[State, int]:
     """A fresh state, or the newest checkpoint's."""
@@ -205,6 +218,7 @@ class _Run:
     self._check_same_run(meta, step)
     self.weights_dtype = meta["weights_dtype"]
     self.evaluations = meta["evaluations"]
+    self.counts.update(meta["documents"])
     state = self.checkpoints.restore(step, abstract_state(self.plan), self.iterator)
     self.out.print(f"resuming from step {step}")
     if jax.device_get(state.halted):
@@ -218,11 +232,11 @@ class _Run:
       return make_state(self.plan)
     params, self.weights_dtype = hf.load_params(source, self.plan.model, self.plan.run.layout)
     if jax.process_index() == 0:
-      keep_source_files(source, os.path.join(self.workdir, "hf_source"))
+      hf.keep_source_files(source, os.path.join(self.workdir, "hf_source"))
     return make_state(self.plan, params)
 
   def _check_same_run(self, meta: dict[str, Any], step: int):
-    changes = config.diff(self.flat, meta["config"])
+    changes = config.diff(config.identity(self.plan), meta["config"])
     for key, (old, new) in changes.items():
       self.out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
     accepted = tuple(self.plan.config.checkpoint.accept_changes)
@@ -241,25 +255,30 @@ class _Run:
     was, now = meta.get("readers", self._readers()), self._readers()
     if was != now:
       problems.append(
-        f"at step {step}, {was['processes']} processes read {was['shares']} shares of the data; "
-        f"now {now['processes']} would read {now['shares']}, and their positions are unknown: go "
-        "on with as many processes, on a mesh that splits the batch over them in the same way"
+        f"the data were read differently until step {step}, so that the place to go on from is "
+        f"unknown: {was}, now {now}. Go on with as many processes, a mesh that splits the batch "
+        "over them in the same way, and data.workers 0 or not as before"
       )
     if problems:
       raise config.ConfigError([*problems, "or start anew with another --workdir"])
 
-  def _readers(self) -> dict[str, int]:
-    return {"processes": jax.process_count(), "shares": self.spread.shard.count}
+  def _readers(self) -> dict[str, Any]:
+    """What the saved positions in the data depend on."""
+    return {
+      "processes": jax.process_count(),
+      "shares": self.spread.shard.count,
+      "in worker processes": self.plan.data.workers > 0,
+    }
 
   # -- the loop
 
-  def _loop(self, state, start: int, log, evaluator, interrupts):
+  def _loop(self, state, start: int, log, evaluator, asked: interrupts.Interrupts):
     c = self.plan.config
     step_fn, sites = make_step(self.plan), self.plan.sites()
     speed = writers.Speed(
       c.batch * c.length,
       c.batch * c.length * metrics.flops_per_token(
-        self.plan.model, self.plan.declaration, c.length),
+        self.plan.declaration, self.plan.model.dims, c.length),
       _peak(),
     )  # fmt: skip
     progress = writers.Progress(c.steps, start, c.log.every, self.out)
@@ -273,7 +292,7 @@ class _Run:
         pending = None
 
     try:
-      while step < c.steps and not interrupts.requested(step, c.log.every):
+      while step < c.steps and not asked.requested(step, c.log.every):
         host = next(self.iterator)
         # Nothing may slip between host and device unasked: each such copy would stall the device.
         with jax.transfer_guard("disallow"):
@@ -281,12 +300,13 @@ class _Run:
           settle()
         step += 1
         pending = (step, values, host, self.iterator.get_state())
-        if _is_due(step, c.checkpoint.every):
-          settle()
-          self._save(step, state)
         if _is_due(step, c.eval.every) and step < c.steps:
           settle()
           self._evaluate(evaluator, state, step, log)
+          speed.restart()
+        if _is_due(step, c.checkpoint.every):
+          settle()
+          self._save(step, state)
       settle()
     finally:
       progress.close()
@@ -313,9 +333,9 @@ class _Run:
     # The halted state is the one that met the batch: no update was applied since. The iterator may
     # be a batch further.
     self.iterator.set_state(position)
-    self._save(step, state)
-    self.checkpoints.wait()
     with jax.transfer_guard("allow"):
+      self._save(step, state)
+      self.checkpoints.wait()
       found = diagnose.report(self.plan, state.params, self.spread.place(host))
     writers.write_json(self.workdir, "nonfinite/report.json", {"step": step, **values, **found})
     raise NonFinite(
@@ -329,10 +349,11 @@ class _Run:
 
   def _meta(self) -> dict[str, Any]:
     return {
-      "config": self.flat,
+      "config": config.identity(self.plan),
       "data_fingerprint": self.fingerprint,
       "readers": self._readers(),
       "weights_dtype": self.weights_dtype,
+      "documents": dict(self.counts),
       "evaluations": self.evaluations,
     }
 
@@ -346,6 +367,8 @@ class _Run:
     self.evaluations[str(step)] = results
     log.write(step, evaluate.flat(results))
     for source, by_precision in results.items():
+      for what, number in evaluator.passed_over[source].items():
+        self.out.print(f"held-out documents of {source} passed over as {what}: {number}")
       text = "  ".join(f"{p} {v['loss']:.4f}" for p, v in by_precision.items())
       self.out.print(f"step {step}  held-out loss on {source}: {text}")
 
@@ -356,12 +379,11 @@ class _Run:
       "tokens": step * c.batch * c.length,
       "train_loss": last.get("loss"),
       "skipped_updates": int(jax.device_get(state.skipped)),
-      "documents_passed_over": self.counts.summary(),
+      "documents_passed_over": self.counts.summary_everywhere(),
       "evaluations": self.evaluations,
     }
     writers.write_json(self.workdir, "summary.json", summary)
-    if jax.process_index() == 0:
-      report.print_end(self.out, summary, self.workdir)
+    report.print_end(self.out, summary, self.workdir)
     return summary
 
 
@@ -372,47 +394,3 @@ def _is_due(step: int, every: int) -> bool:
 def _peak() -> float | None:
   one = metrics.peak_flops(jax.devices()[0].device_kind)
   return None if one is None else one * jax.device_count()
-
-
-def keep_source_files(source: str, target: str):
-  """Copies what export wants beside the weights: config.json, tokenizer, generation settings."""
-  os.makedirs(target, exist_ok=True)
-  source = os.path.expanduser(source)
-  for name in sorted(os.listdir(source)):
-    is_small = os.path.getsize(os.path.join(source, name)) < 64 << 20
-    if is_small and name.endswith((".json", ".txt", ".model", ".jinja")) and "index" not in name:
-      shutil.copyfile(os.path.join(source, name), os.path.join(target, name))
-
-
-class _Interrupts(contextlib.AbstractContextManager):
-  """SIGTERM and Ctrl-C ask the loop to save and leave; a second Ctrl-C does not ask."""
-
-  def __init__(self):
-    self._asked = False
-    self._before = {}
-
-  def __enter__(self):
-    with contextlib.suppress(ValueError):  # not in the main thread: nothing to catch
-      for number in (signal.SIGTERM, signal.SIGINT):
-        self._before[number] = signal.signal(number, self._ask)
-    return self
-
-  def __exit__(self, *exc):
-    for number, handler in self._before.items():
-      signal.signal(number, handler)
-
-  def _ask(self, number, frame):
-    del frame
-    if self._asked and number == signal.SIGINT:
-      raise KeyboardInterrupt
-    self._asked = True
-
-  def requested(self, step: int, every: int) -> bool:
-    """Whether to stop before this step. Processes agree; they ask each other every few steps."""
-    if jax.process_count() == 1:
-      return self._asked
-    if step % max(every, 1):
-      return False
-    from jax.experimental import multihost_utils
-
-    return bool(multihost_utils.process_allgather(np.asarray(self._asked)).any())

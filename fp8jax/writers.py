@@ -4,11 +4,13 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -32,12 +34,13 @@ def console(stderr: bool = False) -> rich.console.Console:
 class Metrics:
   """metrics.jsonl (the source of truth) and TensorBoard events. Only process 0 writes."""
 
-  def __init__(self, workdir: str, resume_step: int, tensorboard: bool):
+  def __init__(self, workdir: str, resume_step: int, evaluated: Collection[str], tensorboard: bool):
+    """Args: the step that the run goes on from, and the steps whose evaluation it remembers."""
     self._file = self._events = None
     if jax.process_index() != 0:
       return
     path = os.path.join(workdir, "metrics.jsonl")
-    _drop_after(path, resume_step)
+    _forget(path, resume_step, evaluated)
     self._file = open(path, "a")
     if tensorboard:
       import tensorboardX
@@ -49,7 +52,7 @@ class Metrics:
   def write(self, step: int, values: dict[str, Any]):
     if self._file is None:
       return
-    self._file.write(json.dumps({"step": step, **values}) + "\n")
+    self._file.write(to_json({"step": step, **values}, indent=None) + "\n")
     self._file.flush()
     if self._events is not None:
       for name, value in values.items():
@@ -63,12 +66,18 @@ class Metrics:
       self._events.close()
 
 
-def _drop_after(path: str, step: int):
-  """Steps after the checkpoint that a run resumes from happen again: forget their first time."""
+def _forget(path: str, step: int, evaluated: Collection[str]):
+  """What happened after the checkpoint that a run resumes from happens again: once is enough."""
   if not os.path.exists(path):
     return
   with open(path) as f:
-    lines = [line for line in f if line.endswith("\n") and json.loads(line)["step"] <= step]
+    rows = [(line, json.loads(line)) for line in f if line.endswith("\n")]
+  lines = [
+    line
+    for line, row in rows
+    if row["step"] <= step
+    and (not any(k.startswith("heldout/") for k in row) or str(row["step"]) in evaluated)
+  ]
   with open(path + ".part", "w") as f:
     f.writelines(lines)
   os.replace(path + ".part", path)
@@ -80,9 +89,21 @@ def write_json(workdir: str, name: str, value):
     return
   path = os.path.join(workdir, name)
   with open(path + ".part", "w") as f:
-    json.dump(value, f, indent=2)
-    f.write("\n")
+    f.write(to_json(value) + "\n")
   os.replace(path + ".part", path)
+
+
+def to_json(value, indent: int | None = 2) -> str:
+  """Strict JSON: numbers that are not finite become the strings "nan", "inf" and "-inf"."""
+
+  def plain(x):
+    if isinstance(x, dict):
+      return {k: plain(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+      return [plain(v) for v in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+  return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml-dtypes",
@@ -121,6 +142,9 @@ def _git() -> dict[str, Any]:
     return subprocess.run(["git", "-C", here, *args], capture_output=True, text=True, check=True)
 
   try:
+    top = run("rev-parse", "--show-toplevel").stdout.strip()
+    if not os.path.exists(os.path.join(top, "fp8jax", "writers.py")):
+      return {"commit": None, "dirty": None}  # installed inside another project
     commit = run("rev-parse", "HEAD").stdout.strip()
     return {"commit": commit, "dirty": bool(run("status", "--porcelain").stdout.strip())}
   except (OSError, subprocess.CalledProcessError):
@@ -177,6 +201,10 @@ class Speed:
   def tick(self):
     """A step's result has arrived."""
     self._times = [*self._times[-self._window :], time.perf_counter()]
+
+  def restart(self):
+    """Something else took time since the last step: measure anew."""
+    self._times = []
 
   @property
   def seconds_per_step(self) -> float | None:

@@ -125,5 +125,5 @@ def test_cpt_7b_fits_eight_h200(capsys):
 if __name__ == "__main__":
   changes = dict(a.removeprefix("--config.").split("=", 1) for a in sys.argv[2:])
   result = account(sys.argv[1], {k: __import__("ast").literal_eval(v) for k, v in changes.items()})
-  pathlib.Path("/tmp/step.hlo").write_text(result.pop("text"))
+  pathlib.Path("step.hlo").write_text(result.pop("text"))
   print(json.dumps(result, indent=2))

@@ -147,13 +147,14 @@ MISTAKES = {
   "epsilon": (["optim.eps=0.0 must be positive"], {"optim.eps": 0.0}),
   "clip": (["optim.clip=-1.0 must not be negative"], {"optim.clip": -1.0}),
   "everything held out": (["data.heldout=1.0 must be in [0, 1)"], {"data.heldout": 1.0}),
+  "nothing held out": (["data.heldout=0 leaves nothing to evaluate on"], {"data.heldout": 0.0}),
   "weight": (["data.sources.main.weight=0.0 must be positive"], _source(weight=0.0)),
   # --- batch and mesh
   "accumulation": (
-    ["batch=6 must be a multiple of accumulation x batch shards = 4 x 1", "the nearest is 8"],
+    ["batch=6 must be a multiple of accumulation x batch shards = 4 x 1", "the nearest batch, 8"],
     {"batch": 6, "accumulation": 4}),
   "batch shards": (
-    ["batch=44 must be a multiple of accumulation x batch shards = 2 x 8", "the nearest is 48"],
+    ["batch=44 must be a multiple of accumulation x batch shards = 2 x 8", "the nearest batch, 48"],
     {"batch": 44, "accumulation": 2}, 8),
   "evaluation batch": (
     ["eval.batch=12 must be a multiple of the 8 batch shards", "the nearest is 16"],
@@ -186,9 +187,11 @@ MISTAKES = {
     {"sharding.weights.D": "fsdb"}),
   "letter": (["sharding.weights.L cannot be split; the letters are D, F"],
     {"sharding.weights.L": "fsdp"}),
-  "scattered weight": (
-    ["sharding.weights.D=('fsdp',) must begin with sharding.acts.D=('tensor',)"],
+  "split width": (["sharding.acts.D cannot be split; the letters are B, F, G, H, V"],
     {"sharding.acts.D": "tensor"}, 8),
+  "scattered weight": (
+    ["sharding.weights.F=('tensor',) must begin with sharding.acts.F=('fsdp',)"],
+    {"sharding.acts.F": "fsdp"}, 8),
   # --- backends
   "matmul": (["kernels.matmul='xla' cannot run", "e4m3 1x128", "one XLA dot takes one scale"],
     {"kernels.matmul": "xla"}),

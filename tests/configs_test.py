@@ -23,7 +23,7 @@ from fp8jax import config, recipes, train
 from fp8jax import params as params_lib
 from fp8jax.data import tokenize
 from fp8jax.kernels.backend import Device
-from fp8jax.models import hf
+from fp8jax.models import hf, hf_config
 from fp8jax.optim import build as optim_build
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -98,7 +98,7 @@ def checkout(tmp_path_factory):
     tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "<unk>")).save(
       str(model / "tokenizer.json")
     )
-    _write_hollow_weights(model / "model.safetensors", hf.config_from_hf(description))
+    _write_hollow_weights(model / "model.safetensors", hf_config.config_from_hf(description))
   for name in ("python_docs/library/text.txt", "brown/text.txt"):
     text = folder / "assets/infir2_data" / name
     text.parent.mkdir(parents=True)

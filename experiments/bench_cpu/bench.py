@@ -95,10 +95,12 @@ def _write_random_folder(folder):
   import numpy as np
   from safetensors.numpy import save_file
 
-  from fp8jax.models import hf, presets
+  from fp8jax.models import hf_config, presets
 
   cfg = presets.QWEN25_1P5B
-  (pathlib.Path(folder) / "config.json").write_text(json.dumps(hf.config_to_hf(cfg, "bfloat16")))
+  (pathlib.Path(folder) / "config.json").write_text(
+    json.dumps(hf_config.config_to_hf(cfg, "bfloat16"))
+  )
   rng, index, size = np.random.default_rng(0), {}, 0
   for number, (name, shape) in enumerate(_tensors(cfg)):
     tensor = rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)

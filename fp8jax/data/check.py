@@ -70,8 +70,8 @@ def _open(source: dict[str, Any]) -> bool:
   """Whether every file is there and, where that costs little, is what it should be."""
   opened = sources.open_source(source)
   opened.files()
-  if source["kind"] == "parquet":
-    len(opened)  # reads the footers
+  if source["kind"] in ("parquet", "tfds"):
+    len(opened)  # reads footers, finds the split
   return True
 
 

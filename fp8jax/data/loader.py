@@ -17,7 +17,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import grain
+import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from fp8jax.data import sources as sources_lib
 from fp8jax.data import tokenize
@@ -60,12 +62,24 @@ class Shard:
   count: int = 1
 
 
+# What may become of a document instead of training on it, other than being held out.
+PASSED_OVER = ("malformed", "too long")
+
+
 class Counts(collections.Counter):
   """Documents by what became of them, as far as this process has read in this run."""
 
   def summary(self) -> dict[str, int]:
     """Nonzero counts of what was passed over."""
-    return {k: v for k, v in sorted(self.items()) if k in ("malformed", "too long") and v}
+    return {k: v for k, v in sorted(self.items()) if k in PASSED_OVER and v}
+
+  def summary_everywhere(self) -> dict[str, int]:
+    """The same over all processes, which must all ask."""
+    if jax.process_count() == 1:
+      return self.summary()
+    numbers = np.asarray([self[what] for what in PASSED_OVER])
+    total = multihost_utils.process_allgather(numbers).sum(0)
+    return {what: int(n) for what, n in zip(PASSED_OVER, total) if n}
 
 
 def train_batches(spec: Spec, batch: int, shard: Shard = Shard(), counts: Counts | None = None):
@@ -131,12 +145,16 @@ def _slices_as_tuples(state):
   }
 
 
-def heldout_batches(spec: Spec, name: str, batch: int, num: int, shard: Shard = Shard()):
+def heldout_batches(
+  spec: Spec, name: str, batch: int, num: int, shard: Shard = Shard(), counts: Counts | None = None
+):
   """Exactly `num` batches of one source's held-out documents, in an order that never changes.
 
   Where they run out, the rest is padding of weight 0: every process gives as many batches.
   """
-  stream = _windows(spec, name, spec.sources[name], "heldout", shard, Counts())
+  stream = _windows(
+    spec, name, spec.sources[name], "heldout", shard, Counts() if counts is None else counts
+  )
   make = _Batch(spec.cross_document)
   windows = iter(stream)
   empty = {
@@ -246,7 +264,10 @@ def source_fingerprint(source: Mapping[str, Any]) -> str:
   """
   digest = hashlib.sha256()
   digest.update(repr([source[k] for k in ("kind", "field", "dataset", "split")]).encode())
-  for path in sources_lib.open_source(source).files():
+  opened = sources_lib.open_source(source)
+  if isinstance(opened, sources_lib.Prepared):
+    digest.update(repr(opened.index).encode())  # of both splits
+  for path in opened.files():
     size = os.path.getsize(path)
     digest.update(repr((os.path.basename(path), size)).encode())
     with open(path, "rb") as f:

@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 import rich.console
 import rich.progress
-from array_record.python import array_record_module  # pyright: ignore (a compiled module)
 
 from fp8jax.data import loader, tokenize
 from fp8jax.data import sources as sources_lib
 from fp8jax.errors import UserError
 
 SPLITS = ("train", "heldout")
-# Documents read and tokenized at a time.
-_CHUNK = 256
 
 
 def run(
@@ -44,12 +41,17 @@ def _one(spec: loader.Spec, name: str, folder: str, shard_tokens: int, out) -> d
   if isinstance(source, sources_lib.Prepared):
     raise UserError(f"data.sources.{name} is prepared already; prepare reads raw documents")
   fingerprint = loader.source_fingerprint(spec.sources[name])
-  wanted = {"tokenizer": spec.tokenizer.fingerprint, "heldout": spec.heldout, "source": fingerprint}
+  wanted = {
+    "tokenizer": spec.tokenizer.fingerprint,
+    "heldout": spec.heldout,
+    "on_malformed": spec.on_malformed,
+    "source": fingerprint,
+  }
   index_path = os.path.join(folder, "index.json")
   if os.path.exists(index_path):
     with open(index_path) as f:
       index = json.load(f)
-    if all(index[k] == v for k, v in wanted.items()):
+    if all(index.get(k) == v for k, v in wanted.items()):
       out.print(f"{folder} is up to date")
       return index
     os.remove(index_path)
@@ -106,6 +108,8 @@ class _Shards:
     name = next(self._names)
     self._info["files"].append(name)
     self._in_file = 0
+    from array_record.python import array_record_module  # pyright: ignore  (extra `data`)
+
     # One record per group: documents are read one at a time, in shuffled order.
     path = os.path.join(self._folder, name)
     return array_record_module.ArrayRecordWriter(path, "group_size:1")

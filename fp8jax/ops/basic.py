@@ -11,6 +11,11 @@ def rms_norm(x, weight_D, eps: float):
   return (wide * scale * weight_D).astype(x.dtype)
 
 
+def add_bias(x, bias):
+  """x + bias; the bias's gradient is summed in float32."""
+  return (x.astype(jnp.float32) + bias).astype(x.dtype)
+
+
 def silu_mul(gate, up):
   """silu(gate) * up (Shazeer 2020, arXiv:2002.05202 §2)."""
   return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)

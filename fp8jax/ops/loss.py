@@ -110,7 +110,10 @@ def _bwd(static, residuals, g):
     g * dhead,
     None,
     None,
-    jax.tree.map(lambda _: seen, site),
+    # x and w as they were; the gradient as the caller scales it.
+    jax.tree.map(
+      lambda _: seen * jnp.stack([jnp.ones_like(g), jnp.ones_like(g), jnp.abs(g)]), site
+    ),
   )
 
 

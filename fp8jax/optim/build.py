@@ -20,7 +20,7 @@ class Optim:
   Attributes:
     schedule: "wsd": linear warm-up, constant, cosine from peak_lr to min_lr over the last
       decay_steps (InfiR2's WSD with a cosine tail, arXiv:2509.22536); "cosine": warm-up, then
-      cosine to min_lr at the last step; "constant": warm-up, then peak_lr.
+      cosine to min_lr, reached one step after the last; "constant": warm-up, then peak_lr.
     peak_lr, min_lr, warmup_steps, decay_steps, steps: its numbers, in steps.
     b1, b2, eps: Adam.
     weight_decay: decoupled (Loshchilov & Hutter 2019, arXiv:1711.05101).

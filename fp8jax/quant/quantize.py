@@ -3,9 +3,10 @@
 Source: current (just-in-time) scaling. The scale rule, amax over the format's maximum or that
 rounded up to a power of two, is the one of DeepSeek-V3 (arXiv:2412.19437) §3.3 and of Transformer
 Engine's block recipe, which states it through the inverse.
-Assumes: nothing about x. NaN stays NaN and does not count towards its tile's amax; infinity
-saturates. A tile whose amax is 0 or infinite gets scale 1; one whose amax is too small for a normal
-float32 scale gets the smallest normal.
+Assumes: nothing about x. NaN stays NaN and does not count towards its tile's amax. Infinity becomes
+NaN: any number in its place would hide it from whoever watches the loss. A tile whose amax is 0 or
+infinite gets scale 1; one whose amax is too small for a normal float32 scale gets the smallest
+normal.
 
 Every operation here is one that XLA leaves alone, so that eager, jit, CPU and GPU agree to the bit.
 It rewrites a division by a constant or by a broadcast into a multiplication by a rounded
@@ -53,8 +54,12 @@ def _power_of_two(amax, format: Format):
 
 
 def cast(x, format: Format):
-  """Saturating round-to-nearest-even. Clips first: a bare e4m3fn cast turns 465 into NaN."""
-  return jnp.clip(x, -format.max, format.max).astype(format.dtype)
+  """Saturating round-to-nearest-even; NaN for what is not finite.
+
+  Clips first: a bare e4m3fn cast turns 465 into NaN.
+  """
+  clipped = jnp.clip(x, -format.max, format.max)
+  return jnp.where(jnp.isinf(x), jnp.nan, clipped).astype(format.dtype)
 
 
 def quantize(x, quant: Quant, *, contraction: int = 1, amax_axes=((), ())) -> scaled.Scaled:

@@ -170,7 +170,10 @@ BAD = {
     (b'{"text": "fine"}\n{"body": "no text"}\n', "2", "missing field 'text' (has 'body')"),
     (b'{"text": "fine"}\n{"text": 3}\n', "2", "field 'text' is int, expected a string"),
     (b'{"text": "fine"}\n{"text": "\xff"}\n', "2", "bad UTF-8 at byte 10"),
-    (b'{"text": "fine"}\n\n', "2", "empty document"),
+    (b'{"text": "fine"}\n\n{"text": "fine"}\n', "2", "empty document"),
+    (b'{"text": "half \\ud800 of a pair"}\n', "1", "lone surrogate at character 5"),
+    (b'{"text": ' + b"[" * 100_000 + b"\n", "1", "broken JSON"),
+    (b'{"text": ' + b"9" * 5_000 + b"}\n", "1", "broken JSON"),
     (b'{"text": "fine"}\n[1]\n', "2", "missing field 'text' (has list)"),
   ],
   "text": [(b"ab\xff\xfe", "", "bad UTF-8 at byte 2"), (b"", "", "empty document")],
@@ -178,7 +181,14 @@ BAD = {
 CASES = [(kind, *case) for kind, cases in BAD.items() for case in cases]
 
 
-@pytest.mark.parametrize("kind, content, line, message", CASES, ids=[c[-1] for c in CASES])
+def test_blank_lines_at_the_end_are_no_documents(tmp_path):
+  (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n{"text": "two"}\n\n  \n')
+  assert len(sources.JsonLines([str(tmp_path / "a.jsonl")], "text")) == 2
+
+
+@pytest.mark.parametrize(
+  "kind, content, line, message", CASES, ids=[f"{c[-1]} {i}" for i, c in enumerate(CASES)]
+)
 def test_malformed_documents_stop_the_run_or_are_counted(tmp_path, kind, content, line, message):
   (tmp_path / "bad.txt").write_bytes(content)
   (tmp_path / "good.txt").write_bytes(b'{"text": "good"}\n' * 3 if kind == "jsonl" else b"good")

@@ -13,7 +13,7 @@ import safetensors.numpy
 import tolerances
 
 from fp8jax import axes, mesh, params
-from fp8jax.models import hf, presets, transformer
+from fp8jax.models import hf, hf_config, presets, transformer
 from fp8jax.models.config import Execution
 from fp8jax.ops import site
 
@@ -37,7 +37,7 @@ def _logits(cfg, weights, tokens):
 def test_logits_equal_transformers(name):
   folder = GOLDEN / "hf" / name
   golden = np.load(folder / "logits.npz")
-  cfg = hf.read_config(folder)
+  cfg = hf_config.read_config(folder)
   weights, dtype = hf.load_params(folder, cfg)
   assert dtype == "float32"
   got = _logits(cfg, weights, golden["tokens"])
@@ -48,7 +48,7 @@ def test_logits_of_smollm2_equal_transformers():
   if not SMOLLM2.exists():
     pytest.fail(f"{SMOLLM2} is missing; `make test` fetches it")
   golden = np.load(GOLDEN / "smollm2.npz")
-  cfg = hf.read_config(SMOLLM2)
+  cfg = hf_config.read_config(SMOLLM2)
   assert cfg == presets.SMOLLM2_135M
   weights, dtype = hf.load_params(SMOLLM2, cfg)
   assert dtype == "bfloat16"
@@ -88,7 +88,7 @@ def test_round_trip_is_bit_exact(tmp_path, name, dtype):
     for path in (*source.glob("*.safetensors"), *source.glob("*.index.json")):
       path.unlink()
     safetensors.numpy.save_file(tensors, source / "model.safetensors")
-  cfg = hf.read_config(source)
+  cfg = hf_config.read_config(source)
   weights, found = hf.load_params(source, cfg)
   assert found == dtype
   target = tmp_path / "target"
@@ -101,14 +101,32 @@ def test_round_trip_is_bit_exact(tmp_path, name, dtype):
   for key in a:
     assert a[key].dtype == b[key].dtype
     np.testing.assert_array_equal(a[key].view(np.uint8), b[key].view(np.uint8))
-  assert hf.read_config(target) == cfg
+  assert hf_config.read_config(target) == cfg
   index = json.loads((target / "model.safetensors.index.json").read_text())
   assert index["metadata"]["total_size"] == sum(t.nbytes for t in b.values())
 
 
+def test_export_leaves_nothing_of_an_earlier_one(tmp_path):
+  source, target = str(GOLDEN / "hf" / "llama"), str(tmp_path)
+  cfg = hf_config.read_config(source)
+  weights, _ = hf.load_params(source, cfg)
+  hf.save_params(target, weights, cfg, "float32", shard_bytes=20_000)
+  hf.save_params(target, jax.tree.map(lambda x: 0 * x, weights), cfg, "bfloat16")
+  read, dtype = hf.load_params(target, cfg)
+  assert dtype == "bfloat16" and not any(np.any(x) for x in jax.tree.leaves(read))
+
+
+def test_import_names_a_file_that_is_cut_off(tmp_path):
+  folder = _copy(tmp_path)
+  path = next(folder.glob("*.safetensors"))
+  path.write_bytes(path.read_bytes()[:-100])
+  with pytest.raises(ValueError, match=f"{path.name} is no whole safetensors file"):
+    hf.load_params(folder, hf_config.read_config(folder))
+
+
 def test_import_onto_a_mesh_gives_the_same_sharded_parameters():
   folder = GOLDEN / "hf" / "qwen2"
-  cfg = hf.read_config(folder)
+  cfg = hf_config.read_config(folder)
   rules = dict(D="fsdp", F="tensor", H="tensor", G="tensor", V="tensor")
   layout = axes.Layout(mesh.make((1, 4, 2)), axes.as_rules(rules), axes.as_rules({"B": "fsdp"}))
   plain, _ = hf.load_params(folder, cfg)
@@ -147,7 +165,7 @@ def test_import_refuses_what_it_cannot_compute(tmp_path, changes, message):
   folder = _copy(tmp_path)
   _edit_config(folder, **changes)
   with pytest.raises(ValueError, match=message):
-    hf.read_config(folder)
+    hf_config.read_config(folder)
 
 
 def test_import_reads_both_spellings_of_rope_options():
@@ -155,7 +173,7 @@ def test_import_reads_both_spellings_of_rope_options():
   new = dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
   rest = json.loads((GOLDEN / "hf" / "llama" / "config.json").read_text())
   rest.pop("rope_parameters")
-  assert hf.config_from_hf(rest | old) == hf.config_from_hf(rest | new)
+  assert hf_config.config_from_hf(rest | old) == hf_config.config_from_hf(rest | new)
 
 
 def test_import_names_missing_surplus_and_misshapen_tensors(tmp_path):
@@ -166,7 +184,7 @@ def test_import_names_missing_surplus_and_misshapen_tensors(tmp_path):
   tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int32)
   safetensors.numpy.save_file(tensors, folder / "model.safetensors")
   with pytest.raises(ValueError) as error:
-    hf.load_params(folder, hf.read_config(folder))
+    hf.load_params(folder, hf_config.read_config(folder))
   for part in (
     "missing tensor model.layers.1.mlp.up_proj.weight",
     "surplus tensor model.layers.7.mlp.up_proj.weight",
@@ -181,14 +199,14 @@ def test_import_never_reads_a_pickle(tmp_path):
   (folder / "model.safetensors").unlink()
   (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
   with pytest.raises(FileNotFoundError, match="pytorch_model.bin is a pickle, which is never read"):
-    hf.load_params(folder, hf.read_config(folder))
+    hf.load_params(folder, hf_config.read_config(folder))
 
 
 def test_import_names_a_missing_shard(tmp_path):
   folder = _copy(tmp_path, "qwen3")
   (folder / "model-00002-of-00005.safetensors").unlink()
   with pytest.raises(FileNotFoundError, match="names 'model-00002-of-00005.safetensors'"):
-    hf.load_params(folder, hf.read_config(folder))
+    hf.load_params(folder, hf_config.read_config(folder))
 
 
 def test_import_refuses_a_tied_head_that_differs(tmp_path):
@@ -197,4 +215,4 @@ def test_import_refuses_a_tied_head_that_differs(tmp_path):
   tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
   safetensors.numpy.save_file(tensors, folder / "model.safetensors")
   with pytest.raises(ValueError, match="tie_word_embeddings is true but lm_head.weight differs"):
-    hf.load_params(folder, hf.read_config(folder))
+    hf.load_params(folder, hf_config.read_config(folder))

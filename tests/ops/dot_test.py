@@ -187,6 +187,22 @@ def test_dot_multiplies_narrow_operands_in_all_three_gemms(rng, recipe):
   assert found == {(g.lhs.format.dtype, g.rhs.format.dtype) for g in gemms}
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_infinity_anywhere_is_seen_in_the_result(rng, recipe):
+  """A narrow format has no infinity; a finite number in its place would hide it from the loss."""
+  site = site_lib.single(recipe)
+  x, w, g = (
+    rng.standard_normal(shape).astype(np.float32) for shape in ((8, 256), (256, 64), (8, 64))
+  )
+  x[1, 2] = np.inf
+  y, pull = jax.vjp(lambda x, w: dot("TD,DF->TF", x, w, site), x, w)
+  assert not np.isfinite(y[1]).any()
+  assert not np.isfinite(pull(g)[1][2]).all()
+  g[3, 4] = -np.inf
+  dx, dw = pull(g)
+  assert not np.isfinite(dx[3]).any() and not np.isfinite(dw[:, 4]).any()
+
+
 def test_observation_is_the_largest_magnitude_of_each_tensor(rng):
   x, w, g = _normal(rng, 2, 8, 32), _normal(rng, 32, 16), _normal(rng, 2, 8, 16)
   site = site_lib.single("block_128")

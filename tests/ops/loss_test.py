@@ -56,6 +56,20 @@ def test_cross_entropy_scales_its_gradient_by_what_comes_in(rng):
   np.testing.assert_allclose(three, 3 * one, rtol=1e-6)
 
 
+def test_observation_follows_the_scale_that_comes_in(rng):
+  h, head, targets, weights = _inputs(rng)
+
+  def seen(scale):
+    def loss(site):
+      return scale * cross_entropy(h, head, "BLD,DV->BLV", targets, weights, site, 16)
+
+    return np.asarray(jax.grad(loss)(site_lib.single("bf16")).tap)
+
+  one = seen(1.0)
+  np.testing.assert_array_equal(seen(0.125), one * [1, 1, 0.125])
+  assert one[2] > 0 and np.isnan(seen(np.nan)[2])
+
+
 def test_cross_entropy_sees_nan(rng):
   h, head, targets, weights = _inputs(rng)
   h[1, 49, 0] = np.nan

@@ -68,7 +68,7 @@ def test_scale_around_every_power_of_two_never_overflows(fmt, kind):
 
 @pytest.mark.parametrize("kind", list(Scale), ids=lambda k: k.value)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-def test_special_blocks_give_finite_scales_and_saturated_data(fmt, kind):
+def test_special_blocks_give_finite_scales_and_hide_nothing(fmt, kind):
   inf, nan, tiny = np.inf, np.nan, np.float32(1e-44)
   rows = [
     [0, 0, 0, 0],
@@ -86,16 +86,16 @@ def test_special_blocks_give_finite_scales_and_saturated_data(fmt, kind):
   assert np.all(np.isfinite(scale)) and np.all(scale >= 2.0**-126)
   np.testing.assert_array_equal(scale[[0, 1, 4, 5], 0], 1.0)
   # NaN does not hide the rest of its tile.
-  assert data[6, 3] > fmt.max / 2 and data[6, 3] * scale[6, 0] == 3
+  assert data[6, 3] > fmt.max / 2 and data[6, 3] * scale[6, 0] == pytest.approx(3, rel=2**-22)
   assert not np.isinf(data).any()
-  np.testing.assert_array_equal(np.isnan(data), np.isnan(np.asarray(rows)))
-  assert data[4, 0] == fmt.max and data[5, 0] == -fmt.max and data[5, 1] == fmt.max
+  np.testing.assert_array_equal(np.isnan(data), ~np.isfinite(rows))
+  assert data[5, 1] == fmt.max
   # Rounding up to a power of two may leave up to half of the range unused.
   assert data[7, 0] >= fmt.max / 2 and data[7, 3] <= -fmt.max / 2
 
 
 def test_cast_saturates_where_a_bare_cast_gives_nan():
-  x = jnp.asarray([449.0, 464.0, 465.0, 1e9, -jnp.inf], jnp.float32)
+  x = jnp.asarray([449.0, 464.0, 465.0, 1e9, -1e9], jnp.float32)
   np.testing.assert_array_equal(np.asarray(q.cast(x, E4M3), np.float32), [448, 448, 448, 448, -448])
   assert np.isnan(np.float32(465).astype(ml_dtypes.float8_e4m3fn))
 
@@ -103,11 +103,11 @@ def test_cast_saturates_where_a_bare_cast_gives_nan():
 def test_cast_rounds_every_bfloat16_as_ml_dtypes_does():
   x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
   for fmt in (E4M3, E5M2):
-    is_nan = np.isnan(x)
-    want = np.clip(np.where(is_nan, 0, x), -fmt.max, fmt.max).astype(fmt.dtype)
+    is_lost = ~np.isfinite(x)
+    want = np.clip(np.where(is_lost, 0, x), -fmt.max, fmt.max).astype(fmt.dtype)
     got = np.asarray(jax.jit(lambda x, f=fmt: q.cast(x, f))(x))
-    np.testing.assert_array_equal(got[~is_nan].view(np.uint8), want[~is_nan].view(np.uint8))
-    assert np.isnan(got[is_nan].astype(np.float32)).all()
+    np.testing.assert_array_equal(got[~is_lost].view(np.uint8), want[~is_lost].view(np.uint8))
+    assert np.isnan(got[is_lost].astype(np.float32)).all()
 
 
 def test_lattice_is_exact_in_every_format_and_tile(rng):
