@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 import grain
+import jax
 import orbax.checkpoint as ocp
 
 from fp8jax.state import State
@@ -75,14 +76,14 @@ class Checkpoints:
 
   def restore_params(self, step: int, abstract):
     """Parameters alone, placed as the abstract tree says."""
-    items = ocp.args.Composite(params=ocp.args.StandardRestore(abstract))
+    items = ocp.args.Composite(params=ocp.args.StandardRestore(_placed(abstract)))
     return self._manager.restore(step, args=items)["params"]
 
   def restore(self, step: int, abstract: State, iterator=None) -> State:
     """The whole state, placed as `abstract` says; moves `iterator` to where it was."""
     items: dict[str, Any] = {
-      "params": ocp.args.StandardRestore(abstract.params),
-      "rest": ocp.args.StandardRestore(_rest(abstract)),
+      "params": ocp.args.StandardRestore(_placed(abstract.params)),
+      "rest": ocp.args.StandardRestore(_placed(_rest(abstract))),
     }
     if iterator is not None:
       items["data"] = grain.checkpoint.CheckpointRestore(iterator)
@@ -95,6 +96,14 @@ class Checkpoints:
 
   def close(self):
     self._manager.close()
+
+
+def _placed(abstract):
+  """What has no sharding goes to this device: Orbax would look for the devices it was saved on."""
+  here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here), abstract
+  )
 
 
 def _rest(state: State) -> dict[str, Any]:

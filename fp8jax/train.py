@@ -181,7 +181,8 @@ class _Run:
     self._record()
     try:
       with interrupts.Interrupts() as asked:
-        self._evaluate(evaluator, state, start, log)
+        if not self.evaluations:
+          self._evaluate(evaluator, state, start, log)
         state, reached, last = self._loop(state, start, log, evaluator, asked)
         self._save(reached, state)
         self.checkpoints.wait()
@@ -218,7 +219,8 @@ class _Run:
     self._check_same_run(meta, step)
     self.weights_dtype = meta["weights_dtype"]
     self.evaluations = meta["evaluations"]
-    self.counts.update(meta["documents"])
+    if jax.process_index() == 0:  # of all processes together
+      self.counts.update(meta["documents"])
     state = self.checkpoints.restore(step, abstract_state(self.plan), self.iterator)
     self.out.print(f"resuming from step {step}")
     if jax.device_get(state.halted):
@@ -353,7 +355,7 @@ class _Run:
       "data_fingerprint": self.fingerprint,
       "readers": self._readers(),
       "weights_dtype": self.weights_dtype,
-      "documents": dict(self.counts),
+      "documents": self.counts.summary_everywhere(),
       "evaluations": self.evaluations,
     }
 

@@ -16,7 +16,10 @@ import pytest
 import rich.console
 import tolerances
 
+from fp8jax import axes, checkpoint
+from fp8jax import params as params_lib
 from fp8jax.data import loader, prepare, tokenize
+from fp8jax.models import hf, presets, transformer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -69,8 +72,8 @@ def prepared(tmp_path_factory):
 class Launch:
   """launch.py in `count` processes with four devices together."""
 
-  def __init__(self, cache, spec, workdir, count):
-    flags = [*ARGS, f"--workdir={workdir}"]
+  def __init__(self, cache, spec, workdir, count, *extra):
+    flags = [*ARGS, f"--workdir={workdir}", *extra]
     flags.append(f"--config.data.sources.main.path={spec.sources['main']['path']}")
     if count > 1:
       flags += [f"--coordinator=localhost:{_free_port()}", f"--processes={count}"]
@@ -110,7 +113,7 @@ def _free_port() -> int:
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory, prepared):
   cache = tmp_path_factory.mktemp("cache")
-  return lambda workdir, count: Launch(cache, prepared, workdir, count)
+  return lambda *args: Launch(cache, prepared, *args)
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +197,17 @@ def test_positions_of_two_processes_do_not_serve_one(launch, two):
   ((_, error),) = launch(two.workdir, 1).finish(code=1)
   assert f"the data were read differently until step {STEPS}" in error
   assert "Traceback" not in error
+
+
+def test_two_processes_export_what_one_restores(launch, two):
+  found = launch(two.workdir, 2, "--job=export", "--config.export.dtype=float32").finish()
+  assert ['"dtype": "float32"' in output for output, _ in found] == [True, False]
+  cfg = presets.DEBUG
+  abstract = params_lib.abstract(transformer.params(cfg), cfg.dims, axes.LOCAL)
+  saved = checkpoint.Checkpoints(str(two.workdir))
+  want = params_lib.flatten(saved.restore_params(STEPS, abstract))
+  saved.close()
+  got, _ = hf.load_params(str(two.workdir / "hf"), cfg)
+  for name, value in params_lib.flatten(got).items():
+    np.testing.assert_array_equal(value, want.pop(name), err_msg=name)
+  assert not want

@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 MODEL = "assets/smollm2-135m"
 RECIPES = ("bf16", "tensor_current", "block_128", "block_128_pow2")
-ROUNDS, STEPS = 3, 3
+ROUNDS, STEPS = 2, 3
 LOADER_SECONDS = 15
 
 
