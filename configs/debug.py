@@ -2,8 +2,8 @@
 
 what:      a full run of the trainer (FP8 blocks, evaluation, checkpoint) on a 0.7M-parameter model
 command:   python launch.py --config=configs/debug.py
-hardware:  any CPU, about 20 seconds
-expected:  held-out loss below 3.0 after 60 steps, from 6.3
+hardware:  any CPU, under a minute
+expected:  held-out loss 5.17 -> 2.09 in 60 steps
 """
 
 from configs import base
