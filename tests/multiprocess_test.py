@@ -161,7 +161,7 @@ def test_two_processes_stopped_and_resumed_equal_one(one, two):
   for precision in ("block_128", "bf16"):
     key = f"heldout/main/{precision}/loss"
     assert got[0][key] == pytest.approx(want[0][key], rel=tolerances.MESH_LOSS)
-    assert got[STEPS][key] == pytest.approx(want[STEPS][key], rel=tolerances.MESH_MEAN["block_128"])
+    assert got[STEPS][key] == pytest.approx(want[STEPS][key], rel=tolerances.MESH_STEP["block_128"])
 
 
 def test_process_zero_alone_speaks(two):
