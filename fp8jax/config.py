@@ -92,16 +92,8 @@ def resolve(
     value = functools.reduce(getattr, key.split("."), c)
     problems.check(value >= least, f"{key}={value} must be at least {least}")
 
-  shape = problems.attempt(lambda: mesh.resolve(c.mesh, num_devices))
-  layout = axes.LOCAL
-  if shape is not None and num_devices > 1:
-    layout = axes.Layout(
-      (make_mesh or mesh.make)(shape),
-      axes.as_rules(c.sharding.weights),
-      axes.as_rules(c.sharding.acts),
-    )
-  _check_sharding(c, problems)
-
+  chosen = _layout(c, num_devices, make_mesh or mesh.make, problems)
+  layout = chosen or axes.LOCAL
   model = problems.attempt(lambda: _model(c))
   if model is not None:
     problems.extend(model.problems())
@@ -122,7 +114,8 @@ def resolve(
   problems.check(c.data.heldout != 0, "data.heldout=0 leaves nothing to evaluate on; raise it")
   microbatch = _microbatch(c, layout, problems)
   rules = problems.attempt(lambda: _rules(c.precision.rules), "precision.rules") or ()
-  if model is not None and not problems.found:
+  declaration = None
+  if model is not None and not model.problems() and chosen and rules:
     declaration = transformer.params(model)
     _check_layout(c, model, declaration, rules, layout, microbatch, problems)
   problems.one_of("export.dtype", c.export.dtype, ("auto", *hf.DTYPES))
@@ -154,6 +147,18 @@ _LEAST = {
   "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1, "data.workers": 0,
   "data.prefetch": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
 }  # fmt: skip
+
+
+def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: Problems):
+  """Where each letter lives, or None if mesh or sharding tables are wrong."""
+  shape = problems.attempt(lambda: mesh.resolve(c.mesh, num_devices))
+  if not _check_sharding(c, problems) or shape is None:
+    return None
+  if num_devices == 1:
+    return axes.LOCAL
+  return axes.Layout(
+    make_mesh(shape), axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
+  )
 
 
 def _model(c: Config) -> model_config.ModelConfig:
@@ -262,8 +267,9 @@ def _round_to(n: int, multiple: int) -> int:
   return max(round(n / multiple), 1) * multiple
 
 
-def _check_sharding(c: Config, problems: Problems):
-  """The sharding tables name real letters and axes, and weights can be gathered to activations."""
+def _check_sharding(c: Config, problems: Problems) -> bool:
+  """Whether the tables name real letters and axes, and weights can be gathered to activations."""
+  before = len(problems.found)
   weights, acts = dict(axes.as_rules(c.sharding.weights)), dict(axes.as_rules(c.sharding.acts))
   for table, rules in (("weights", weights), ("acts", acts)):
     # Activations of a layer's width D stay whole: norms and the loss are computed per device.
@@ -285,6 +291,7 @@ def _check_sharding(c: Config, problems: Problems):
       f"sharding.weights.{letter}={have} must begin with sharding.acts.{letter}={need}: a weight "
       "is gathered to where activations are, never scattered",
     )
+  return len(problems.found) == before
 
 
 def _check_layout(c, model, declaration, rules, layout: axes.Layout, microbatch, problems):
@@ -305,7 +312,7 @@ def _check_layout(c, model, declaration, rules, layout: axes.Layout, microbatch,
           f"{letter} = {'+'.join(split)}); change mesh.{split[0]} or that sharding"
         )
   problems.extend(list(wrong.values()))
-  if not problems.found:
+  if not wrong:
     tokens = microbatch * c.length // layout.size(layout.act_axes("B"))
     found = problems.attempt(
       lambda: site.find_misaligned_tiles(

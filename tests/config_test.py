@@ -183,6 +183,8 @@ MISTAKES = {
     {"length": 64}, 8),
   "mesh axis": (["sharding.weights.D names mesh axis 'fsdb'", "data, fsdp, tensor"],
     {"sharding.weights.D": "fsdb"}, 8),
+  "mesh axis of the batch": (["sharding.acts.B names mesh axis 'dta'"],
+    {"sharding.acts.B": "dta"}, 8),
   "mesh axis, without a mesh": (["sharding.weights.D names mesh axis 'fsdb'"],
     {"sharding.weights.D": "fsdb"}),
   "letter": (["sharding.weights.L cannot be split; the letters are D, F"],
