@@ -254,7 +254,7 @@ class _Run:
           f"{self.fingerprint}); to go on anyway, "
           f'--config.checkpoint.accept_changes="{(*accepted, "data")}"'
         )
-    was, now = meta.get("readers", self._readers()), self._readers()
+    was, now = meta["readers"], self._readers()
     if was != now:
       problems.append(
         f"the data were read differently until step {step}, so that the place to go on from is "
