@@ -42,8 +42,16 @@ def get_config(arm=""):
 
   c.precision = ConfigDict()
   # Which recipe each linear layer gets: (regular expression on the whole site name, recipe name),
-  # first match wins. A site that no rule covers and a rule that decides nothing are errors.
+  # first match wins. Names are "head" and "layers/3/mlp/up" with the number of the layer. A site
+  # that no rule covers and a rule that decides nothing are errors.
   c.precision.rules = (("head", "bf16"), ("layers/.*", arm or "block_128"))
+  c.precision.first_bf16 = 0  # so many first layers in recipe bf16, whatever the rules say
+  c.precision.last_bf16 = 0  # so many last layers
+  # Other rules from a step on: ((first step, rules), ...), e.g. ((900, ((".*", "bf16"),)),).
+  c.precision.schedule = ()
+  # Table of --job=calibrate that delayed and static scales start from; "" takes the ranges of the
+  # first batch.
+  c.precision.calibration = ""
   # dtype of activations and of operands that no recipe narrows: "bfloat16", "float32", or "auto":
   # bfloat16 on GPU, float32 on CPU (where XLA's bfloat16 is several times slower).
   c.precision.compute = "auto"
@@ -53,7 +61,9 @@ def get_config(arm=""):
   c.kernels.attention = "auto"  # "auto" (cudnn on GPU, xla elsewhere), "xla" or "cudnn"
 
   c.memory = ConfigDict()
-  c.memory.remat = "none"  # what backward keeps: "none" recomputes nothing, "linears", "full"
+  # What backward keeps: "none" recomputes nothing; "linears" keeps their outputs; "quantized" also
+  # the FP8 inputs of recipes that save them; "full" keeps only the input of every layer.
+  c.memory.remat = "none"
   c.memory.loss_chunk = 256  # positions per chunk of the cross-entropy
 
   c.data = ConfigDict()
@@ -82,6 +92,14 @@ def get_config(arm=""):
   c.optim.on_nonfinite = (
     "stop"  # at a NaN or infinite loss or gradient: "stop", or "skip" and count
   )
+
+  # Multiplies the loss, and divides the gradients, so that small gradients do not underflow.
+  c.loss_scale = ConfigDict()
+  # "none", or "dynamic": halve at a non-finite gradient, double after so many good steps. For 16-bit
+  # floats with narrow exponents; bfloat16 and float32 gradients and FP8 scales do not need it.
+  c.loss_scale.kind = "none"
+  c.loss_scale.start = 256.0
+  c.loss_scale.growth_steps = 2000
 
   c.mesh = ConfigDict()  # devices per axis; one may be -1: whatever is left
   c.mesh.data = 1  # copies of the model
@@ -115,10 +133,19 @@ def get_config(arm=""):
   # processes agree on an interruption.
   c.log.every = 10
   c.log.tensorboard = True
+  # Steps between looks at the ranges and rounding errors of every tensor of every site; 0: never.
+  c.log.numerics_every = 0
+  # What deserves a line: (statistic, "<" or ">", bound[, regular expression on site/tensor]).
+  # Statistics: saturation and underflow (shares), snr_db, amax, nonfinite.
+  c.log.alarms = (("saturation", ">", 0.01), ("underflow", ">", 0.3), ("snr_db", "<", 15.0))
 
   c.export = ConfigDict()
   c.export.path = ""  # folder to write; "" is WORKDIR/hf
   c.export.dtype = "auto"  # "bfloat16", "float32", or "auto": as imported, else bfloat16
+
+  c.calibrate = ConfigDict()
+  c.calibrate.path = ""  # table to write; "" is WORKDIR/calibration.json
+  c.calibrate.batches = 8  # training batches to watch
 
   c.prepare = ConfigDict()
   c.prepare.path = ""  # folder to write tokenized documents to; "" is WORKDIR/prepared

@@ -1,9 +1,9 @@
 """Checkpoints: Orbax, asynchronous and atomic, with the data position and the configuration.
 
-A checkpoint holds the parameters and, apart from them, the rest of the State (so that evaluation
-and export read only what they need), the loader's position on every process, and a JSON of the
-resolved configuration and the data's fingerprint. Restoring takes shardings from the abstract tree,
-so a run continues on another mesh.
+A checkpoint holds the parameters, what scales are made from, and, apart from them, the rest of the
+State (so that evaluation and export read only what they need), the loader's position on every
+process, and a JSON of the resolved configuration and the data's fingerprint. Restoring takes
+shardings from the abstract tree, so a run continues on another mesh.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import grain
 import jax
 import orbax.checkpoint as ocp
 
+from fp8jax.quant import history
 from fp8jax.state import State
 
 
@@ -24,7 +25,7 @@ class Checkpoints:
     self._manager = ocp.CheckpointManager(
       os.path.join(os.path.abspath(workdir), "checkpoints"),
       options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
-      item_names=("params", "rest", "data", "meta"),
+      item_names=("params", "memories", "rest", "data", "meta"),
     )
 
   def steps(self) -> list[int]:
@@ -60,15 +61,15 @@ class Checkpoints:
     """
     if step in self.steps():
       return
-    self._manager.save(
-      step,
-      args=ocp.args.Composite(
-        params=ocp.args.StandardSave(state.params),
-        rest=ocp.args.StandardSave(_rest(state)),
-        data=grain.checkpoint.CheckpointSave(iterator),
-        meta=ocp.args.JsonSave(meta),
-      ),
+    items: dict[str, Any] = dict(
+      params=ocp.args.StandardSave(state.params),
+      rest=ocp.args.StandardSave(_rest(state)),
+      data=grain.checkpoint.CheckpointSave(iterator),
+      meta=ocp.args.JsonSave(meta),
     )
+    if state.memories:  # Orbax refuses an empty tree
+      items["memories"] = ocp.args.StandardSave(_as_tree(state.memories))
+    self._manager.save(step, args=ocp.args.Composite(**items))
 
   def meta(self, step: int) -> dict[str, Any]:
     """What `save` was given as meta."""
@@ -79,6 +80,15 @@ class Checkpoints:
     items = ocp.args.Composite(params=ocp.args.StandardRestore(_placed(abstract)))
     return self._manager.restore(step, args=items)["params"]
 
+  def restore_memories(self, step: int, abstract) -> dict[str, history.Memory]:
+    """What scales were made from after `step`, like `abstract`."""
+    if not abstract:
+      return {}
+    placed = _placed(_as_tree(abstract))
+    items = ocp.args.Composite(memories=ocp.args.StandardRestore(placed))
+    tree = self._manager.restore(step, args=items)["memories"]
+    return {name: history.Memory(**tree[_as_key(name)]) for name in abstract}
+
   def restore(self, step: int, abstract: State, iterator=None) -> State:
     """The whole state, placed as `abstract` says; moves `iterator` to where it was."""
     items: dict[str, Any] = {
@@ -88,7 +98,8 @@ class Checkpoints:
     if iterator is not None:
       items["data"] = grain.checkpoint.CheckpointRestore(iterator)
     restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-    return State(params=restored["params"], **restored["rest"])
+    memories = self.restore_memories(step, abstract.memories)
+    return State(params=restored["params"], memories=memories, **restored["rest"])
 
   def wait(self):
     """Returns when everything started is on disk."""
@@ -107,4 +118,15 @@ def _placed(abstract):
 
 
 def _rest(state: State) -> dict[str, Any]:
-  return {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name != "params"}
+  names = [f.name for f in dataclasses.fields(state) if f.name not in ("params", "memories")]
+  return {name: getattr(state, name) for name in names}
+
+
+def _as_key(name: str) -> str:
+  return name.replace("/", ".")  # a key becomes part of a path
+
+
+def _as_tree(memories) -> dict[str, Any]:
+  return {
+    _as_key(name): {"amax_3": m.amax_3, "history_3H": m.history_3H} for name, m in memories.items()
+  }

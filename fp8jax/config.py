@@ -7,21 +7,21 @@ import difflib
 import functools
 import json
 import os
-import re
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from fp8jax import axes, mesh
+from fp8jax import axes, loss_scale, mesh, precision, watch
 from fp8jax.data import check, loader
 from fp8jax.errors import ConfigError, Problems
 from fp8jax.kernels import backend, scaled_matmul
 from fp8jax.models import config as model_config
 from fp8jax.models import hf, hf_config, presets, transformer
-from fp8jax.ops import attention, site
+from fp8jax.ops import alignment, attention, site
 from fp8jax.optim import build as optim_build
+from fp8jax.quant import observe
 
 # A ConfigDict with every key of configs/base.py; types cannot know its keys.
 Config = Any
@@ -35,7 +35,7 @@ class Plan:
     model: architecture.
     declaration: tree of Param.
     run: how the model executes, layout included.
-    rules: site name pattern -> recipe name.
+    precision: recipes, phase by phase.
     optim: optimizer numbers.
     data: what is read.
     microbatch: sequences per microbatch over all devices.
@@ -46,16 +46,26 @@ class Plan:
   model: model_config.ModelConfig
   declaration: Any
   run: model_config.Execution
-  rules: tuple[tuple[str, str], ...]
+  precision: precision.Precision
   optim: optim_build.Optim
   data: loader.Spec
   microbatch: int
   device: backend.Device
   config: Config
 
-  def sites(self, recipe: str | None = None):
-    """The tree of sites under the config's rules, or all in one named recipe."""
-    rules = self.rules if recipe is None else ((".*", recipe),)
+  def phase(self, step: int) -> int:
+    """Index of the precision phase that the step after `step` steps belongs to."""
+    return self.precision.at(step)
+
+  def sites(self, recipe: str | None = None, *, phase: int = 0, statistics: int = observe.QUIET):
+    """The tree of sites.
+
+    Args:
+      recipe: all sites in this named recipe; None takes the config's rules.
+      phase: whose rules.
+      statistics: observe.QUIET, or observe.LOUD to watch everything.
+    """
+    rules = self.precision.phases[phase].rules if recipe is None else ((".*", recipe),)
     return site.build_sites(
       transformer.site_params(self.model),
       self.model.dims,
@@ -64,6 +74,7 @@ class Plan:
       matmul=self.config.kernels.matmul,
       device=self.device,
       tokens=self.tokens_per_device,
+      statistics=statistics,
     )
 
   @property
@@ -113,17 +124,25 @@ def resolve(
   data = check.spec(c, model and model.vocab_size, problems)
   problems.check(c.data.heldout != 0, "data.heldout=0 leaves nothing to evaluate on; raise it")
   microbatch = _microbatch(c, layout, problems)
-  rules = problems.attempt(lambda: _rules(c.precision.rules), "precision.rules") or ()
+  recipes = problems.attempt(lambda: precision.read(c))
   declaration = None
-  if model is not None and not model.problems() and chosen and rules:
+  if model is not None and not model.problems():
     declaration = transformer.params(model)
-    _check_layout(c, model, declaration, rules, layout, microbatch, problems)
+    if recipes:
+      recipes = problems.attempt(lambda: precision.with_ends(recipes, c, model))
+    if chosen and recipes:
+      _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
+  problems.attempt(lambda: watch.read_alarms(c.log.alarms))
+  names = {name for phase in recipes.phases for _, name in phase.rules} if recipes else set()
+  problems.extend(loss_scale.problems(c.loss_scale, names))
   problems.one_of("export.dtype", c.export.dtype, ("auto", *hf.DTYPES))
-  if problems.found or model is None:
+  if problems.found or model is None or recipes is None:
     raise ConfigError(problems.found)
 
-  plan = Plan(model, declaration, run, rules, optim, data, microbatch, device, c)
-  if problems.attempt(plan.sites) is None:
+  plan = Plan(model, declaration, run, recipes, optim, data, microbatch, device, c)
+  for phase in range(len(recipes.phases)):
+    problems.attempt(lambda phase=phase: plan.sites(phase=phase))
+  if problems.found:
     raise ConfigError(problems.found)
   return plan
 
@@ -144,8 +163,9 @@ def resolve_data(c: Config) -> loader.Spec:
 # Smallest value of every number that has one and that nobody else checks.
 _LEAST = {
   "steps": 1, "batch": 1, "accumulation": 1, "length": 1, "eval.tokens": 1, "eval.batch": 1,
-  "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1, "data.workers": 0,
-  "data.prefetch": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
+  "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1,
+  "log.numerics_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
+  "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
 }  # fmt: skip
 
 
@@ -201,24 +221,6 @@ def _check_folder(c: Config, model: model_config.ModelConfig):
       "model.preset='hf' and override nothing else of model to take the folder's"
     )
   hf.check(hf.Folder(c.init.hf), dataclasses.replace(model, vocab_size=there.vocab_size))
-
-
-def _rules(stated) -> tuple[tuple[str, str], ...]:
-  """precision.rules as (regular expression, recipe name) pairs."""
-  rules = tuple(stated) if isinstance(stated, (tuple, list)) else ()
-  are_pairs = all(isinstance(r, (tuple, list)) and len(r) == 2 for r in rules)
-  if not rules or not are_pairs or not all(isinstance(x, str) for r in rules for x in r):
-    raise ValueError(
-      f"{stated!r} is no sequence of (regular expression, recipe) pairs such as "
-      "(('head', 'bf16'), ('.*', 'block_128'))"
-    )
-  for pattern, recipe in rules:
-    try:
-      re.compile(pattern)
-    except re.error as e:
-      raise ValueError(f"{pattern!r} is no regular expression: {e}") from e
-    site.recipe_by_name(recipe)
-  return tuple((p, r) for p, r in rules)
 
 
 def _execution(c: Config, layout, device: backend.Device, problems: Problems):
@@ -294,11 +296,9 @@ def _check_sharding(c: Config, problems: Problems) -> bool:
   return len(problems.found) == before
 
 
-def _check_layout(c, model, declaration, rules, layout: axes.Layout, microbatch, problems):
+def _check_layout(c, model, declaration, recipes, layout: axes.Layout, microbatch, problems):
   """Every split dimension divides, and no scale tile straddles devices."""
   if layout.mesh is None:
-    problems.attempt(lambda: site.match_rules(
-      list(site.find_sites(transformer.site_params(model))), rules))  # fmt: skip
     return
   used = {letter for p in site.params.flatten(declaration).values() for letter in p.letters}
   wrong = {}
@@ -314,12 +314,14 @@ def _check_layout(c, model, declaration, rules, layout: axes.Layout, microbatch,
   problems.extend(list(wrong.values()))
   if not wrong:
     tokens = microbatch * c.length // layout.size(layout.act_axes("B"))
-    found = problems.attempt(
-      lambda: site.find_misaligned_tiles(
-        transformer.site_params(model), model.dims, rules, layout, tokens
+    found = [
+      problem
+      for phase in recipes.phases
+      for problem in alignment.find_misaligned_tiles(
+        transformer.site_params(model), model.dims, phase.rules, layout, tokens
       )
-    )
-    problems.extend(found or [])
+    ]
+    problems.extend(list(dict.fromkeys(found)))
 
 
 _WORDS = {

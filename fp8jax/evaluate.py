@@ -1,15 +1,20 @@
-"""Held-out loss: the same documents, in the training recipe and in BF16."""
+"""Held-out loss: the same documents, in the training recipe and in BF16.
+
+Evaluation reads scales and moves none.
+"""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from fp8jax import batches, recipes
+from fp8jax import batches
 from fp8jax.config import Plan
 from fp8jax.data import loader
 from fp8jax.errors import UserError
 from fp8jax.models import transformer
+from fp8jax.ops import site as site_lib
 
 BF16 = "bf16"
 
@@ -19,7 +24,6 @@ class Evaluator:
 
   def __init__(self, plan: Plan):
     self._plan = plan
-    self._sites = {name: plan.sites(recipe) for name, recipe in precisions(plan).items()}
     per_batch = plan.config.eval.batch * plan.data.length
     self._num_batches = math.ceil(plan.config.eval.tokens / per_batch)
 
@@ -31,30 +35,46 @@ class Evaluator:
     # Of the last evaluation, per source; this process's share.
     self.passed_over: dict[str, dict[str, int]] = {}
 
-  def run(self, params) -> dict[str, dict[str, dict[str, float]]]:
-    """{source: {precision: {"loss", "perplexity", "tokens"}}}; loss in nats per token."""
-    return {name: self._one_source(params, name) for name in self._plan.data.sources}
+  def run(self, params, memories: Mapping[str, Any], phase: int = 0):
+    """Evaluates in the recipes of a phase of the precision schedule, and in BF16.
 
-  def _one_source(self, params, source: str):
+    Args:
+      memories: what delayed and static scales are made from, the training state's. Without any,
+        those scales are chosen from the evaluated tensors themselves.
+
+    Returns:
+      {source: {precision: {"loss", "perplexity", "tokens"}}}; loss in nats per token.
+    """
+    sites = {}
+    for label, recipe in precisions(self._plan, phase).items():
+      tree = self._plan.sites(recipe, phase=phase)
+      if site_lib.memories(tree):
+        tree = (
+          site_lib.with_memories(tree, memories) if memories else site_lib.with_current_scales(tree)
+        )
+      sites[label] = tree
+    return {name: self._one_source(params, sites, name) for name in self._plan.data.sources}
+
+  def _one_source(self, params, sites_of, source: str):
     plan = self._plan
     spread = batches.Spread(plan.run.layout, plan.config.eval.batch)
-    totals = {precision: [] for precision in self._sites}
+    totals = {precision: [] for precision in sites_of}
     counts = loader.Counts()
     stream = loader.heldout_batches(
       plan.data, source, spread.local_rows, self._num_batches, spread.shard, counts
     )
     for batch in stream:
       batch = spread.place(batch)
-      for precision, sites in self._sites.items():
+      for precision, sites in sites_of.items():
         totals[precision].append(self._losses(params, sites, batch))
     self.passed_over[source] = counts.summary()
     return {precision: _summary(source, parts) for precision, parts in totals.items()}
 
 
-def precisions(plan: Plan) -> dict[str, str | None]:
-  """{label: recipe for every site, or None for the config's rules}."""
-  used = {recipe for _, recipe in plan.rules}
-  narrow = sorted(r for r in used if recipes.RECIPES[r].fwd.is_narrow)
+def precisions(plan: Plan, phase: int = 0) -> dict[str, str | None]:
+  """{label: recipe for every site, or None for the rules of the phase}."""
+  used = {site.recipe for site in site_lib.flatten(plan.sites(phase=phase)).values()}
+  narrow = sorted(r.name for r in used if r.is_narrow)
   return {"+".join(narrow): None, BF16: BF16} if narrow else {BF16: None}
 
 

@@ -9,14 +9,15 @@ import jax
 import numpy as np
 from absl import flags, logging
 
-from fp8jax import batches, checkpoint, config, diagnose, evaluate, train, writers
+from fp8jax import batches, calibration, checkpoint, config, diagnose, evaluate, train, writers
 from fp8jax import params as params_lib
-from fp8jax.data import prepare
+from fp8jax import step as step_lib
+from fp8jax.data import loader, prepare
 from fp8jax.errors import UserError, missing_package
 from fp8jax.kernels import backend
 from fp8jax.models import hf, hf_config
 
-NAMES = ("train", "evaluate", "prepare", "export", "diagnose")
+NAMES = ("train", "evaluate", "prepare", "export", "calibrate", "diagnose")
 
 
 def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str) -> int:
@@ -44,6 +45,7 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
       result = {
         "evaluate": _evaluate,
         "export": _export,
+        "calibrate": _calibrate,
         "diagnose": _diagnose,
       }[job](plan, workdir)
       if jax.process_index() == 0:
@@ -73,11 +75,12 @@ def _evaluate(plan: config.Plan, workdir: str):
   """Held-out loss and perplexity of a checkpoint or a Hugging Face folder."""
   if plan.config.eval.hf:
     params, _ = hf.load_params(plan.config.eval.hf, plan.model, plan.run.layout)
-    where = {"hf": plan.config.eval.hf}
+    memories, phase, where = {}, 0, {"hf": plan.config.eval.hf}
   else:
     params, step, _ = _restore_params(plan, workdir)
-    where = {"workdir": workdir, "step": step}
-  return {**where, "heldout": evaluate.Evaluator(plan).run(params)}
+    memories = _restore_memories(plan, workdir, step)
+    phase, where = plan.phase(max(step - 1, 0)), {"workdir": workdir, "step": step}
+  return {**where, "heldout": evaluate.Evaluator(plan).run(params, memories, phase)}
 
 
 def _prepare(c: config.Config, workdir: str):
@@ -103,6 +106,29 @@ def _export(plan: config.Plan, workdir: str):
     base = hf_config.read_json(source, "config.json")
   hf.save_params(target, params, plan.model, dtype, base)
   return {"folder": target, "step": step, "dtype": dtype}
+
+
+def _calibrate(plan: config.Plan, workdir: str):
+  """Writes the range of every tensor of every site, over some training batches."""
+  c, step = plan.config, 0
+  if os.path.isdir(os.path.join(workdir, "checkpoints")):
+    params, step, _ = _restore_params(plan, workdir)
+  elif c.init.hf:
+    params, _ = hf.load_params(c.init.hf, plan.model, plan.run.layout)
+  else:
+    params = step_lib.make_state(plan).params
+  fingerprint = loader.fingerprint(plan.data)
+  spread = batches.Spread(plan.run.layout, plan.microbatch, c.accumulation)
+  stream = loader.train_batches(plan.data, spread.local_batch, spread.shard, loader.Counts())
+  placed = (spread.place(next(stream)) for _ in range(c.calibrate.batches))
+  try:
+    table = calibration.run(plan, params, placed, step=step, fingerprint=fingerprint)
+  finally:
+    stream.close()
+  os.makedirs(workdir, exist_ok=True)
+  path = config.folder_of(c.calibrate.path, workdir, "calibration.json")
+  writers.write_json(*os.path.split(path), table)
+  return {"table": path, "rows": len(table["rows"]), "batches": table["batches"], "step": step}
 
 
 def _diagnose(plan: config.Plan, workdir: str):
@@ -141,6 +167,13 @@ def _restore_params(plan: config.Plan, workdir: str, step: int | None = None):
   params = saved.restore_params(step, abstract)
   saved.close()
   return params, step, meta
+
+
+def _restore_memories(plan: config.Plan, workdir: str, step: int):
+  saved = checkpoint.Checkpoints(workdir, plan.config.checkpoint.keep)
+  memories = saved.restore_memories(step, step_lib.abstract_state(plan, step).memories)
+  saved.close()
+  return memories
 
 
 # --- command line --------------------------------------------------------------------------------

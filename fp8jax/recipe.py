@@ -16,10 +16,83 @@ WHOLE = 0
 
 
 class Scale(enum.Enum):
-  """How the scale of a tile is stored."""
+  """How the scale of a tile is chosen and stored."""
 
   F32 = "f32"  # amax / max, one float32 rounding
   POW2 = "pow2"  # the same rounded UP to a power of two, so that nothing overflows
+  # OCP MX v1.0 §6.3: 2^(exponent of amax - exponent of the format's maximum). The largest elements
+  # of a tile may saturate.
+  FLOOR = "floor"
+  # FLOOR after rounding amax to the format's mantissa bits: torchao's EVEN. Saturates less often.
+  EVEN = "even"
+  # NVFP4 (arXiv:2509.25149, appendix B): an E4M3 scale per tile, over one float32 for the tensor.
+  E4M3_OVER_F32 = "e4m3_over_f32"
+
+
+class Rounding(enum.Enum):
+  """How an element meets its format's grid."""
+
+  NEAREST = "nearest"  # ties to even
+  STOCHASTIC = "stochastic"  # up or down with the probability that makes the mean exact
+
+
+class Save(enum.Enum):
+  """What a linear layer keeps of its input for the weight gradient."""
+
+  INPUTS = "inputs"  # the input as it came
+  QUANTIZED = "quantized"  # only the narrow operand of the weight gradient, made in the forward
+
+
+@dataclasses.dataclass(frozen=True)
+class Current:
+  """The scale comes from the tensor itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Delayed:
+  """The scale comes from past steps: Transformer Engine's DelayedScaling (arXiv:2209.05433 §5).
+
+  Attributes:
+    steps: length of the history.
+    reduce: "max" over the history, or "latest".
+    margin: the scale leaves a factor 2^margin unused above the amax.
+  """
+
+  steps: int = 1024
+  reduce: str = "max"
+  margin: int = 0
+
+  def __post_init__(self):
+    if self.steps < 1:
+      raise ValueError(f"Delayed.steps={self.steps} must be at least 1: how many amaxes to keep")
+    if self.reduce not in ("max", "latest"):
+      raise ValueError(f"Delayed.reduce={self.reduce!r} must be 'max' or 'latest'")
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+  """The scale comes from a calibration and stays."""
+
+
+Source = Current | Delayed | Static
+CURRENT = Current()
+
+
+@dataclasses.dataclass(frozen=True)
+class Hadamard:
+  """Random Hadamard transform along the contraction, before quantising (arXiv:2509.25149 §4.2).
+
+  Both operands of a product are rotated alike, so that it does not change.
+
+  Attributes:
+    size: of the blocks that are rotated, a power of two.
+  """
+
+  size: int = 16
+
+  def __post_init__(self):
+    if self.size < 2 or self.size & (self.size - 1):
+      raise ValueError(f"Hadamard.size={self.size} must be a power of two, at least 2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,22 +103,45 @@ class Quant:
     format: the narrow format of the data.
     tile: extents that share one scale, (rows, contraction); WHOLE means the full axis. A last tile
       may be partial.
-    scale: how a tile's scale is stored.
+    scale: how a tile's scale is chosen and stored.
+    source: which amax the scale is chosen from.
+    rounding: how elements are rounded.
+    transform: applied before quantising; the product undoes it.
   """
 
   format: Format
   tile: tuple[int, int] = (WHOLE, WHOLE)
   scale: Scale = Scale.F32
+  source: Source = CURRENT
+  rounding: Rounding = Rounding.NEAREST
+  transform: Hadamard | None = None
 
   def __post_init__(self):
     if len(self.tile) != 2 or any(not isinstance(t, int) or t < 0 for t in self.tile):
       raise ValueError(
         f"tile={self.tile!r} must be two extents (rows, contraction), each >= 1 or WHOLE={WHOLE}"
       )
+    if not self.format.is_narrow:
+      raise ValueError(
+        f"format={self.format} is no element format of a GEMM operand; to multiply in the compute "
+        "dtype give None instead of a Quant"
+      )
+    if self.source != CURRENT and self.tile != (WHOLE, WHOLE):
+      raise ValueError(
+        f"source={self.source} remembers one amax per tensor, so tile must be "
+        f"({WHOLE}, {WHOLE}); got {self.tile}. Use source=CURRENT for finer tiles"
+      )
+    if self.source != CURRENT and self.scale not in (Scale.F32, Scale.POW2):
+      raise ValueError(
+        f"source={self.source} needs scale 'f32' or 'pow2', got {self.scale.value!r}"
+      )
 
   def __repr__(self):
     rows, contraction = ("*" if t == WHOLE else str(t) for t in self.tile)
-    return f"{self.format.name} {rows}x{contraction} {self.scale.value}"
+    extra = "" if self.source == CURRENT else f" {type(self.source).__name__.lower()}"
+    extra += "" if self.rounding is Rounding.NEAREST else " stochastic"
+    extra += f" hadamard{self.transform.size}" if self.transform else ""
+    return f"{self.format.name} {rows}x{contraction} {self.scale.value}{extra}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +165,11 @@ class Gemm:
         f"lhs={self.lhs} and rhs={self.rhs}: both operands of a GEMM are narrow or neither is; "
         "no matrix unit multiplies FP8 by BF16. Set both, or both to None."
       )
+    if self.lhs and self.rhs and self.lhs.transform != self.rhs.transform:
+      raise ValueError(
+        f"lhs.transform={self.lhs.transform} and rhs.transform={self.rhs.transform} must be equal: "
+        "the product of two operands rotated differently is another product"
+      )
     for name, quant in (("lhs", self.lhs), ("rhs", self.rhs)):
       if quant is None or quant.tile[1] == WHOLE:
         continue
@@ -83,43 +184,130 @@ class Gemm:
     return self.lhs is not None
 
 
+PASSES = ("fwd", "dgrad", "wgrad")
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
   """The three GEMMs of a linear layer: y = x.w, dx = g.w', dw = x'.g.
 
   Operands, as rows x contraction: fwd (x: tokens x in, w: out x in), dgrad (g: tokens x out,
   w: in x out), wgrad (x: in x tokens, g: out x tokens).
+
+  Attributes:
+    name: in logs and configs.
+    save: what is kept of x between forward and backward.
   """
 
   name: str
   fwd: Gemm = Gemm()
   dgrad: Gemm = Gemm()
   wgrad: Gemm = Gemm()
+  save: Save = Save.INPUTS
+
+  def __post_init__(self):
+    if self.save is Save.QUANTIZED and not self.wgrad.is_narrow:
+      raise ValueError(
+        f"recipe {self.name!r}: save='quantized' keeps the narrow operand of the weight gradient, "
+        "and wgrad.lhs is None. Give wgrad two Quants, or set save='inputs'"
+      )
+    for tensor, uses in self.uses().items():
+      sources = {u.source for u in uses}
+      if len(sources) > 1:
+        raise ValueError(
+          f"recipe {self.name!r}: {tensor} has sources {sorted(map(str, sources))} in different "
+          "products; a tensor has one history, so give all its uses the same source"
+        )
 
   def __repr__(self):
     return self.name
 
+  def uses(self) -> dict[str, list[Quant]]:
+    """{"x", "w", "g": the Quants that make that tensor narrow}, without repetition."""
+    f, d, w = self.fwd, self.dgrad, self.wgrad
+    pairs = {"x": (f.lhs, w.lhs), "w": (f.rhs, d.rhs), "g": (d.lhs, w.rhs)}
+    return {t: list(dict.fromkeys(q for q in quants if q)) for t, quants in pairs.items()}
+
+  @property
+  def is_narrow(self) -> bool:
+    """Whether any of the three products is."""
+    return any(getattr(self, p).is_narrow for p in PASSES)
+
+  @property
+  def history(self) -> int:
+    """Amaxes that a site remembers: the longest history; 1 if every scale is current or static."""
+    quants = [q for uses in self.uses().values() for q in uses]
+    return max((q.source.steps for q in quants if isinstance(q.source, Delayed)), default=1)
+
+  @property
+  def is_stateful(self) -> bool:
+    """Whether scales depend on anything but the operands."""
+    return any(q.source != CURRENT for uses in self.uses().values() for q in uses)
+
+  @property
+  def is_random(self) -> bool:
+    """Whether it rounds stochastically, so that a site needs a key."""
+    return any(q.rounding is Rounding.STOCHASTIC for uses in self.uses().values() for q in uses)
+
+  def with_current_scales(self) -> "Recipe":
+    """The same formats and tiles with scales from the operands themselves: for calibration."""
+
+    def quant(q):
+      return q and dataclasses.replace(q, source=CURRENT)
+
+    def gemm(g):
+      return dataclasses.replace(g, lhs=quant(g.lhs), rhs=quant(g.rhs))
+
+    return dataclasses.replace(self, **{p: gemm(getattr(self, p)) for p in PASSES})
+
   def to_dict(self) -> dict[str, Any]:
     """A JSON-able description; `from_dict` inverts it exactly."""
 
-    def quant(q):
-      if q is None:
-        return None
-      return {"format": q.format.name, "tile": list(q.tile), "scale": q.scale.value}
-
     def gemm(g):
-      return {"lhs": quant(g.lhs), "rhs": quant(g.rhs), "accumulate": g.accumulate}
+      return {
+        "lhs": _quant_to_dict(g.lhs),
+        "rhs": _quant_to_dict(g.rhs),
+        "accumulate": g.accumulate,
+      }
 
-    return {"name": self.name, **{k: gemm(getattr(self, k)) for k in ("fwd", "dgrad", "wgrad")}}
+    gemms = {p: gemm(getattr(self, p)) for p in PASSES}
+    return {"name": self.name, **gemms, "save": self.save.value}
 
   @classmethod
   def from_dict(cls, description: dict[str, Any]) -> "Recipe":
-    def quant(q):
-      if q is None:
-        return None
-      return Quant(FORMATS[q["format"]], tuple(q["tile"]), Scale(q["scale"]))
-
     def gemm(g):
-      return Gemm(quant(g["lhs"]), quant(g["rhs"]), g["accumulate"])
+      return Gemm(_quant_from_dict(g["lhs"]), _quant_from_dict(g["rhs"]), g["accumulate"])
 
-    return cls(description["name"], *(gemm(description[k]) for k in ("fwd", "dgrad", "wgrad")))
+    gemms = {p: gemm(description[p]) for p in PASSES}
+    return cls(description["name"], **gemms, save=Save(description["save"]))
+
+
+_SOURCES = {"current": Current, "delayed": Delayed, "static": Static}
+
+
+def _quant_to_dict(q: Quant | None) -> dict[str, Any] | None:
+  if q is None:
+    return None
+  kind = type(q.source).__name__.lower()
+  return {
+    "format": q.format.name,
+    "tile": list(q.tile),
+    "scale": q.scale.value,
+    "source": {"kind": kind, **dataclasses.asdict(q.source)},
+    "rounding": q.rounding.value,
+    "transform": q.transform and dataclasses.asdict(q.transform),
+  }
+
+
+def _quant_from_dict(q: dict[str, Any] | None) -> Quant | None:
+  if q is None:
+    return None
+  source = dict(q["source"])
+  return Quant(
+    FORMATS[q["format"]],
+    tuple(q["tile"]),
+    Scale(q["scale"]),
+    _SOURCES[source.pop("kind")](**source),
+    Rounding(q["rounding"]),
+    q["transform"] and Hadamard(**q["transform"]),
+  )

@@ -10,27 +10,30 @@ from fp8jax import writers
 from fp8jax.config import Plan
 from fp8jax.kernels import backend
 from fp8jax.models import transformer
+from fp8jax.ops import alignment, rules
 from fp8jax.ops import site as site_lib
+from fp8jax.recipe import PASSES
 
 _WIRE = {None: "-", True: "narrow", False: "wide"}
 
 
-def site_rows(plan: Plan) -> list[dict[str, Any]]:
+def site_rows(plan: Plan, phase: int = 0) -> list[dict[str, Any]]:
   """One row per site: name, number of layers, GEMM sizes per device, recipe, scales, backends."""
   layout = plan.run.layout
+  declared = site_lib.find_sites(transformer.site_params(plan.model))
   rows = []
-  sites = params_lib.flatten(plan.sites())
-  for name, param in site_lib.find_sites(transformer.site_params(plan.model)).items():
-    site = sites[name]
+  for name, site in site_lib.flatten(plan.sites(phase=phase)).items():
+    param = declared[rules.path_of(name)]
     size = site_lib.local_size(param, plan.model.dims, layout, plan.tokens_per_device)
+    narrow = alignment.gathers_narrow(param, site.recipe, plan.model.dims, layout)
     row = {
       "site": name,
-      "layers": plan.model.num_layers if param.letters.startswith("N") else 1,
+      "layers": len(site.layer_names),
       "m_n_k": list(size.of("fwd")),
       "recipe": site.recipe.name,
       "definition": site.recipe.to_dict(),
-      "backends": dict(zip(site_lib.PASSES, site.backends)),
-      "weight_gather": _WIRE[site_lib.gathers_narrow(param, site.recipe, plan.model.dims, layout)],
+      "backends": dict(zip(PASSES, site.backends)),
+      "weight_gather": _WIRE[narrow],
       "notes": [],
     }
     if row["weight_gather"] == "wide" and site.recipe.fwd.is_narrow:
@@ -38,7 +41,7 @@ def site_rows(plan: Plan) -> list[dict[str, Any]]:
         "FP8 weight gathers: a shard of some weights holds no whole scale tile, so that the "
         "float32 master is gathered; choose mesh.fsdp so that every tile stays whole"
       )
-    for which in site_lib.PASSES:
+    for which in PASSES:
       gemm = getattr(site.recipe, which)
       problem = backend.Problem(*size.of(which), gemm, plan.device)
       row["notes"] += backend.choose(problem, plan.config.kernels.matmul).notes

@@ -15,6 +15,8 @@ class State:
     step: int32 scalar, number of steps taken.
     params: float32 master parameters.
     opt: optimizer state.
+    memories: {site name: history.Memory} of sites whose scales are not all current.
+    loss_scale: {"scale": float32, "good_steps": int32} while it is dynamic, else {}.
     skipped: int32 scalar, updates not applied because the loss or gradient was not finite.
     halted: bool scalar; once True no step changes anything, so that the state stays as it was when
       the first non-finite value appeared.
@@ -23,5 +25,7 @@ class State:
   step: jax.Array
   params: Any
   opt: Any
+  memories: Any
+  loss_scale: dict[str, jax.Array]
   skipped: jax.Array
   halted: jax.Array

@@ -1,17 +1,15 @@
-"""Training: state, step, loop."""
+"""Training: the loop around the step."""
 
 import dataclasses
 import os
-from typing import Any, cast
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import (
   batches,
+  calibration,
   checkpoint,
   config,
   diagnose,
@@ -19,116 +17,19 @@ from fp8jax import (
   interrupts,
   metrics,
   report,
+  watch,
   writers,
 )
-from fp8jax import params as params_lib
+from fp8jax import step as step_lib
 from fp8jax.data import loader
-from fp8jax.models import hf, transformer
-from fp8jax.optim import build as optim_build
+from fp8jax.models import hf
+from fp8jax.ops import site as site_lib
+from fp8jax.quant import observe
 from fp8jax.state import State
 
 
 class NonFinite(RuntimeError):
   """The loss or the gradient stopped being a number."""
-
-
-# --- state ---------------------------------------------------------------------------------------
-
-
-def abstract_state(plan: config.Plan) -> State:
-  """Shapes, dtypes and shardings of the state; allocates nothing."""
-  layout = plan.run.layout
-  params = params_lib.abstract(plan.declaration, plan.model.dims, layout)
-  tx = optim_build.build(plan.optim, plan.declaration)
-  scalar = None if layout.mesh is None else NamedSharding(layout.mesh, PartitionSpec())
-  # Moments have the shape of a parameter and live where it lives; the rest are scalars.
-  opt = optax.tree_map_params(
-    tx,
-    lambda _, p: p,
-    jax.eval_shape(tx.init, params),
-    params,
-    transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=scalar),
-  )
-
-  def one(dtype):
-    return jax.ShapeDtypeStruct((), dtype, sharding=scalar)
-
-  return State(*cast(Any, (one(jnp.int32), params, opt, one(jnp.int32), one(jnp.bool_))))
-
-
-def make_state(plan: config.Plan, params=None) -> State:
-  """A fresh state, sharded at birth; random parameters unless some are given."""
-  abstract = abstract_state(plan)
-  tx = optim_build.build(plan.optim, plan.declaration)
-
-  def init(key, params):
-    if params is None:
-      params = params_lib.init(key, plan.declaration, plan.model.dims)
-    zero = jnp.zeros((), jnp.int32)
-    return State(zero, params, tx.init(params), zero, jnp.zeros((), jnp.bool_))
-
-  shardings = None
-  if plan.run.layout.mesh is not None:
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
-  make = jax.jit(init, out_shardings=shardings, donate_argnums=1)
-  return make(jax.random.key(plan.config.seed), params)
-
-
-# --- step ----------------------------------------------------------------------------------------
-
-
-def make_step(plan: config.Plan):
-  """(state, batch, sites) -> (state, metrics), jitted, state donated.
-
-  batch is [B, L], or [A, B, L] for A microbatches whose gradients are accumulated in float32.
-  """
-  tx = optim_build.build(plan.optim, plan.declaration)
-  schedule = optim_build.schedule(plan.optim)
-  stop = plan.config.optim.on_nonfinite == "stop"
-  shardings = params_lib.shardings(plan.declaration, plan.run.layout)
-
-  def gradients_of(params, sites, batch, total):
-    def loss(params):
-      return transformer.loss(params, sites, batch, plan.model, plan.run) / total
-
-    value, gradients = jax.value_and_grad(loss)(params)
-    if plan.run.layout.mesh is not None:
-      gradients = jax.lax.with_sharding_constraint(gradients, shardings)
-    return value, gradients
-
-  def accumulate(params, sites, batch, total):
-    def add(carry, micro):
-      return jax.tree.map(jnp.add, carry, gradients_of(params, sites, micro, total)), None
-
-    zeros = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
-    return jax.lax.scan(add, zeros, batch)[0]
-
-  def step(state: State, batch, sites):
-    # One mean over all tokens of the step, however they are split into microbatches.
-    total = jnp.maximum(batch["weights_BL"].sum(), 1)
-    compute = gradients_of if plan.config.accumulation == 1 else accumulate
-    loss, gradients = compute(state.params, sites, batch, total)
-    updates, opt = tx.update(gradients, state.opt, state.params)
-    rate = schedule(state.step)
-    updates = optax.tree.scale(-jnp.asarray(rate), updates)
-
-    is_finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(gradients))
-    is_applied = is_finite & ~state.halted
-
-    def keep(new, old):
-      return jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
-
-    params = optax.apply_updates(state.params, updates)
-    values = metrics.of_step(loss, gradients, updates, state.params, rate, is_finite)
-    return State(
-      step=state.step + ~state.halted,
-      params=keep(params, state.params),
-      opt=keep(opt, state.opt),
-      skipped=state.skipped + (~is_finite & ~state.halted),
-      halted=state.halted | (~is_finite & stop),
-    ), values
-
-  return jax.jit(step, donate_argnums=0)
 
 
 # --- loop ----------------------------------------------------------------------------------------
@@ -164,6 +65,12 @@ class _Run:
     self.changes = config.diff(self.flat, base)
     self.site_rows = report.site_rows(plan)
     report.print_start(self.out, plan, self.changes, self.fingerprint, self.site_rows)
+    self.calibration = self._read_calibration()
+    alarms = watch.read_alarms(plan.config.log.alarms)
+    self.watches = [
+      watch.Watch(alarms, site_lib.recipes_of(plan.sites(phase=phase)))
+      for phase in range(len(plan.precision.phases))
+    ]
     self.counts = loader.Counts()
     self.spread = batches.Spread(plan.run.layout, plan.microbatch, plan.config.accumulation)
     self.iterator = loader.train_batches(
@@ -172,6 +79,11 @@ class _Run:
     self.checkpoints = checkpoint.Checkpoints(workdir, plan.config.checkpoint.keep)
     self.weights_dtype = "bfloat16"
     self.evaluations: dict[str, Any] = {}
+    self.sites: dict[bool, Any] = {}  # quiet and loud ones of the present phase
+
+  def _read_calibration(self):
+    path = self.plan.config.precision.calibration
+    return calibration.read(os.path.expanduser(path)) if path else None
 
   def run(self) -> dict[str, Any]:
     c = self.plan.config
@@ -221,7 +133,7 @@ class _Run:
     self.evaluations = meta["evaluations"]
     if jax.process_index() == 0:  # of all processes together
       self.counts.update(meta["documents"])
-    state = self.checkpoints.restore(step, abstract_state(self.plan), self.iterator)
+    state = self.checkpoints.restore(step, step_lib.abstract_state(self.plan, step), self.iterator)
     self.out.print(f"resuming from step {step}")
     if jax.device_get(state.halted):
       self.out.print(f"step {step} met a non-finite value; going on with the batch after it")
@@ -231,11 +143,11 @@ class _Run:
   def _fresh(self) -> State:
     source = self.plan.config.init.hf
     if not source:
-      return make_state(self.plan)
+      return step_lib.make_state(self.plan)
     params, self.weights_dtype = hf.load_params(source, self.plan.model, self.plan.run.layout)
     if jax.process_index() == 0:
       hf.keep_source_files(source, os.path.join(self.workdir, "hf_source"))
-    return make_state(self.plan, params)
+    return step_lib.make_state(self.plan, params)
 
   def _check_same_run(self, meta: dict[str, Any], step: int):
     changes = config.diff(config.identity(self.plan), meta["config"])
@@ -276,7 +188,7 @@ class _Run:
 
   def _loop(self, state, start: int, log, evaluator, asked: interrupts.Interrupts):
     c = self.plan.config
-    step_fn, sites = make_step(self.plan), self.plan.sites()
+    step_fn, phase = step_lib.make_step(self.plan), None
     speed = writers.Speed(
       c.batch * c.length,
       c.batch * c.length * metrics.flops_per_token(
@@ -296,9 +208,14 @@ class _Run:
     try:
       while step < c.steps and not asked.requested(step, c.log.every):
         host = next(self.iterator)
+        if self.plan.phase(step) != phase:
+          settle()
+          phase = self.plan.phase(step)
+          state = self._enter(phase, state, step, host)
         # Nothing may slip between host and device unasked: each such copy would stall the device.
         with jax.transfer_guard("disallow"):
-          state, values = step_fn(state, self.spread.place(host), sites)
+          is_loud = _is_due(step, c.log.numerics_every)
+          state, values = step_fn(state, self.spread.place(host), self.sites[is_loud])
           settle()
         step += 1
         pending = (step, values, host, self.iterator.get_state())
@@ -314,8 +231,32 @@ class _Run:
       progress.close()
     return state, step, last
 
+  def _enter(self, phase: int, state: State, step: int, host):
+    """The state with which a phase of the precision schedule begins; sets the sites to train in.
+
+    Scales that are not current begin from the phase's own first batch, unless the state already
+    belongs to the phase; interrupted or not, a run therefore takes the same steps.
+    """
+    if step > self.plan.precision.phases[phase].start:
+      pass  # resumed within the phase
+    elif self.calibration and step == 0:
+      memories = calibration.memories(self.calibration, self.plan.sites(phase=phase))
+      state = dataclasses.replace(state, memories=memories)
+    else:
+      if step:
+        self.out.print(f"step {step}: precision.schedule enters its phase {phase}")
+      with jax.transfer_guard("allow"):
+        state = step_lib.calibrate(self.plan, state, self.spread.place(host), phase)
+    self.sites = {
+      is_loud: self.plan.sites(phase=phase, statistics=observe.LOUD if is_loud else observe.QUIET)
+      for is_loud in (False, True)
+    }
+    return state
+
   def _report(self, step, values, host, position, log, speed, progress, state):
-    values = {k: float(v) for k, v in jax.device_get(values).items()}
+    values = jax.device_get(values)
+    seen = values.pop("seen", None)
+    values = {k: float(v) for k, v in values.items()}
     speed.tick()
     if not values.pop("is_finite"):
       if self.plan.config.optim.on_nonfinite == "stop":
@@ -324,8 +265,17 @@ class _Run:
       values["skipped"] = 1
     passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
     log.write(step, {**values, **passed_over, **speed.values()})
+    if seen is not None:
+      self._look(step, seen, log)
     progress.update(step, values["loss"], speed)
     return values
+
+  def _look(self, step: int, seen, log):
+    """Writes what every site saw in a loud step, and says what is alarming."""
+    numerics = watch.summarise(self.sites[True], seen)
+    log.write_nested(step, "numerics", numerics, watch.flat(numerics))
+    for line in self.watches[self.plan.phase(step - 1)].lines(step, numerics):
+      self.out.print(line)
 
   def _fail(self, step: int, values, host, position, state):
     """Saves what reproduces the failure, finds its first site, stops."""
@@ -338,7 +288,8 @@ class _Run:
     with jax.transfer_guard("allow"):
       self._save(step, state)
       self.checkpoints.wait()
-      found = diagnose.report(self.plan, state.params, self.spread.place(host))
+      phase = self.plan.phase(max(step - 1, 0))
+      found = diagnose.report(self.plan, state.params, self.spread.place(host), phase)
     writers.write_json(self.workdir, "nonfinite/report.json", {"step": step, **values, **found})
     raise NonFinite(
       f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. First bad site: "
@@ -365,7 +316,7 @@ class _Run:
   def _evaluate(self, evaluator, state, step: int, log):
     if str(step) in self.evaluations:
       return
-    results = evaluator.run(state.params)
+    results = evaluator.run(state.params, state.memories, self.plan.phase(max(step - 1, 0)))
     self.evaluations[str(step)] = results
     log.write(step, evaluate.flat(results))
     for source, by_precision in results.items():

@@ -59,6 +59,16 @@ class Metrics:
         if isinstance(value, (int, float)):
           self._events.add_scalar(name, value, step)
 
+  def write_nested(self, step: int, key: str, nested: dict[str, Any], curves: dict[str, float]):
+    """`nested` as one row of the file, `curves` as one curve each in TensorBoard."""
+    if self._file is None:
+      return
+    self._file.write(to_json({"step": step, key: nested}, indent=None) + "\n")
+    self._file.flush()
+    if self._events is not None:
+      for name, value in curves.items():
+        self._events.add_scalar(name, value, step)
+
   def close(self):
     if self._file is not None:
       self._file.close()

@@ -31,7 +31,8 @@ def account(config_path: str, overrides: dict, gpu: str = "h200", num: int = 8) 
   from jax.experimental import topologies
   from jax.sharding import NamedSharding
 
-  from fp8jax import config, mesh, train
+  from fp8jax import config, mesh
+  from fp8jax import step as step_lib
   from fp8jax.kernels.backend import Device
 
   path, _, arm = config_path.partition(":")
@@ -56,7 +57,7 @@ def account(config_path: str, overrides: dict, gpu: str = "h200", num: int = 8) 
   assert len(devices) == num
   plan = config.resolve(c, num, Device("gpu", 90), make_mesh)
   layout = plan.run.layout
-  state = train.abstract_state(plan)
+  state = step_lib.abstract_state(plan)
   letters = "BL" if c.accumulation == 1 else "ABL"
   shape = (plan.microbatch, c.length)
   shape = shape if c.accumulation == 1 else (c.accumulation, *shape)
@@ -71,7 +72,7 @@ def account(config_path: str, overrides: dict, gpu: str = "h200", num: int = 8) 
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=scalar), plan.sites()
   )
   start = time.time()
-  lowered = train.make_step(plan).lower(state, batch, sites)
+  lowered = step_lib.make_step(plan).lower(state, batch, sites)
   lowered_at = time.time()
   compiled = lowered.compile()
   text = compiled.as_text()

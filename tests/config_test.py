@@ -104,7 +104,7 @@ MISTAKES = {
   "recipe": (["precision.rules: unknown recipe 'blok_128'", "did you mean 'block_128'?"],
     {"precision.rules": ((".*", "blok_128"),)}),
   "rule matches nothing": (
-    ["rule ('haed', 'bf16') in precision.rules decides nothing", "layers/attn/q", "head"],
+    ["rule ('haed', 'bf16') in precision.rules decides nothing", "layers/0/attn/q", "head and"],
     {"precision.rules": (("haed", "bf16"), (".*", "bf16"))}),
   "rule comes too late": (
     ["rule ('head', 'bf16') in precision.rules decides nothing", "or earlier rules already did"],

@@ -19,11 +19,12 @@ import pytest
 import tokenizers
 
 from configs import base
-from fp8jax import config, recipes, train
-from fp8jax import params as params_lib
+from fp8jax import config, recipes
+from fp8jax import step as step_lib
 from fp8jax.data import tokenize
 from fp8jax.kernels.backend import Device
 from fp8jax.models import hf, hf_config
+from fp8jax.ops import site as site_lib
 from fp8jax.optim import build as optim_build
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -190,14 +191,16 @@ def test_state_and_step_build_without_allocating(name, arm, checkout, monkeypatc
   monkeypatch.chdir(checkout)
   before = _bytes_alive()
   plan = _resolve(name, arm)
-  state = train.abstract_state(plan)
+  state = step_lib.abstract_state(plan)
   assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
   counted = sum(x.size for x in jax.tree.leaves(state.params))
   # Adam's two moments beside every parameter; the rest are scalars.
   assert sum(x.size for x in jax.tree.leaves(state.opt) if x.ndim) == 2 * counted
   # cuDNN's attention asks for a GPU even when nothing runs.
   plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, attention="xla"))
-  after, values = jax.eval_shape(train.make_step(plan), state, _abstract_batch(plan), plan.sites())
+  after, values = jax.eval_shape(
+    step_lib.make_step(plan), state, _abstract_batch(plan), plan.sites()
+  )
   assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
     lambda x: (x.shape, x.dtype), state
   )
@@ -218,7 +221,7 @@ def test_parameters_are_as_many_as_published(name, folder, checkout, monkeypatch
   monkeypatch.chdir(checkout)
   published = PUBLISHED[folder]
   assert _count_by_formula(published) == PUBLISHED_PARAMETERS[folder]
-  state = train.abstract_state(_resolve(name))
+  state = step_lib.abstract_state(_resolve(name))
   # InfiR2 pads the small model's vocabulary.
   padded = {"Qwen2.5-1.5B": 152_064}.get(folder, published["vocab_size"])
   padding = (padded - published["vocab_size"]) * published["hidden_size"]
@@ -228,7 +231,7 @@ def test_parameters_are_as_many_as_published(name, folder, checkout, monkeypatch
 
 def test_debug_model_has_as_many_parameters_as_its_header_says(checkout, monkeypatch):
   monkeypatch.chdir(checkout)
-  state = train.abstract_state(_resolve("configs/debug.py"))
+  state = step_lib.abstract_state(_resolve("configs/debug.py"))
   d, f, heads, kv = 192, 384, 4 * 32, 2 * 32
   layer = 2 * d * heads + 2 * d * kv + 3 * d * f + 2 * d
   counted = sum(x.size for x in jax.tree.leaves(state.params))
@@ -274,7 +277,7 @@ def test_continued_pretraining_holds_infir2_values(name, checkout, monkeypatch):
   schedule = optim_build.schedule(plan.optim)
   rates = [float(schedule(s)) for s in (0, 2_500, 5_000, 20_000, 35_000, 37_500, 40_000)]
   np.testing.assert_allclose(rates, [0, 5e-5, 1e-4, 1e-4, 1e-4, 5.5e-5, 1e-5], rtol=1e-5)
-  sites = params_lib.flatten(plan.sites())
+  sites = site_lib.flatten(plan.sites())
   assert {s.recipe.name for path, s in sites.items() if path != "head"} == {"block_128_pow2"}
 
 
@@ -286,7 +289,7 @@ def test_7b_state_fits_the_gpus_that_its_header_names(checkout, monkeypatch):
   assert plan.microbatch == 8 and plan.tokens_per_device == 32_768
   local = sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(train.abstract_state(plan))
+    for x in jax.tree.leaves(step_lib.abstract_state(plan))
   )
   assert local == pytest.approx(12 * PUBLISHED_PARAMETERS["Qwen2.5-7B"] / 4, rel=1e-3)
 

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import sys
+import tempfile
 import zlib
 
 # Before jax is imported anywhere.
@@ -13,9 +14,16 @@ os.environ["XLA_FLAGS"] = (
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / d) for d in ("", "kernels"))]
 
+import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from absl import flags  # noqa: E402
+
+# Many tests compile the same programs: the second time they are read back. The folder is this
+# run's own.
+_CACHE = tempfile.TemporaryDirectory(prefix="fp8jax_compiled_")
+jax.config.update("jax_compilation_cache_dir", _CACHE.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 # grain's worker processes read absl flags, which only a launcher parses.
 flags.FLAGS.mark_as_parsed()

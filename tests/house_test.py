@@ -30,7 +30,11 @@ FLOORS = (
   ("ops", (0, 1, 2)),
   ("models", (0, 3)),
   ("checkpoint data interrupts metrics optim writers", (0, 1)),
-  ("batches config diagnose evaluate report train", (0, 1, 2, 3, 4, 5)),
+  (
+    "batches calibration config diagnose evaluate flax loss_scale precision proof report step train"
+    " watch",
+    (0, 1, 2, 3, 4, 5),
+  ),
   ("jobs", (0, 1, 2, 3, 4, 5, 6)),
 )
 SIBLINGS = 5

@@ -3,38 +3,85 @@
 import ml_dtypes
 import numpy as np
 
-DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+DTYPES = {
+  "e4m3": ml_dtypes.float8_e4m3fn,
+  "e5m2": ml_dtypes.float8_e5m2,
+  "e3m4": ml_dtypes.float8_e3m4,
+  "e2m1": ml_dtypes.float4_e2m1fn,
+}
+MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e3m4": 15.5, "e2m1": 6.0}
+MANTISSA = {"e4m3": 3, "e5m2": 2, "e3m4": 4, "e2m1": 1}
+TINY = np.float32(2.0**-126)
 
 
-def quantize(x, fmt: str, tile, pow2: bool):
+def cast(x, fmt: str) -> np.ndarray:
+  """Saturating, ties to even, by ml_dtypes; NaN becomes +0 where the format has none."""
+  x = np.asarray(x, np.float32)
+  if fmt == "e2m1":
+    x = np.where(np.isnan(x), np.float32(0), x)
+  with np.errstate(invalid="ignore"):
+    return np.clip(x, -MAX[fmt], MAX[fmt]).astype(DTYPES[fmt])
+
+
+def scale_of(amax, fmt: str, rule: str) -> np.float32:
+  """The scale of one tile, from a float32 amax; `rule` is a Scale's value, for one level."""
+  amax = np.float32(amax)
+  if not TINY <= amax < np.inf:
+    return np.float32(1)
+  if rule == "f32":
+    return max(amax * np.float32(1 / MAX[fmt]), TINY)
+  emax = int(np.floor(np.log2(MAX[fmt])))
+  mantissa, exponent = np.frexp(np.float64(amax))  # mantissa in [1/2, 1)
+  if rule == "pow2":
+    mantissa, exponent = np.frexp(np.float64(amax) / MAX[fmt])
+    exponent -= mantissa == 0.5
+  elif rule == "floor":
+    exponent -= 1 + emax
+  elif rule == "even":
+    units = 2.0 ** MANTISSA[fmt]
+    has_carried = np.floor(2 * mantissa * units + 0.5) / units >= 2
+    exponent -= 1 + emax - has_carried
+  else:
+    raise ValueError(rule)
+  return max(np.ldexp(np.float32(1), exponent), TINY)
+
+
+def two_level(amax, tensor_amax, fmt: str) -> tuple[np.float32, np.float32]:
+  """(E4M3 number of one tile, float32 factor of the tensor), in the order that quantize states."""
+  amax, tensor_amax, one = np.float32(amax), np.float32(tensor_amax), np.float32(1)
+  encode = one
+  if TINY <= tensor_amax < np.inf:
+    with np.errstate(over="ignore"):
+      encode = min(np.float32(448 * MAX[fmt]) / tensor_amax, np.float32(2.0**117))
+  s8 = one
+  if TINY <= amax < np.inf:
+    s8 = cast(amax * (encode * np.float32(1 / MAX[fmt])), "e4m3").astype(np.float32)
+  return max(s8, np.float32(2.0**-9)), one / encode
+
+
+def quantize(x, fmt: str, tile, rule: str | bool):
   """(data in the narrow dtype, float32 scale per element) of a matrix, tile by tile.
 
-  tile: (rows, columns), 0 for the full axis.
+  tile: (rows, columns), 0 for the full axis. rule: a Scale's value; False for f32, True for pow2.
   """
+  rule = {False: "f32", True: "pow2"}.get(rule, rule)
   x = np.asarray(x, np.float32)
   data, scale = np.zeros(x.shape, DTYPES[fmt]), np.zeros(x.shape, np.float32)
+  magnitude = np.where(np.isnan(x), 0, np.abs(x))
   rows, cols = (n if t == 0 else t for n, t in zip(x.shape, tile))
   for r in range(0, x.shape[0], rows):
     for c in range(0, x.shape[1], cols):
-      part = x[r : r + rows, c : c + cols]
-      amax = np.max(np.abs(part))
-      s = np.float32(1.0)
-      if np.isfinite(amax) and amax > 0:
-        s = np.float32(amax) * np.float32(1 / MAX[fmt])
-        if pow2:
-          mantissa, exponent = np.frexp(np.float64(amax) / MAX[fmt])
-          s = np.ldexp(np.float32(1.0), exponent - (mantissa == 0.5))
-        s = max(s, np.float32(2.0**-126))
-      with np.errstate(invalid="ignore", over="ignore"):
-        inverse = np.float32(1) / np.float32(s)
-        narrow = np.clip(part * inverse, -MAX[fmt], MAX[fmt]).astype(DTYPES[fmt])
-      data[r : r + rows, c : c + cols] = narrow
-      scale[r : r + rows, c : c + cols] = s
+      part = (slice(r, r + rows), slice(c, c + cols))
+      if rule == "e4m3_over_f32":
+        s = np.prod(two_level(magnitude[part].max(), magnitude.max(), fmt))
+      else:
+        s = scale_of(magnitude[part].max(), fmt, rule)
+      data[part] = cast(x[part] * (np.float32(1) / np.float32(s)), fmt)
+      scale[part] = s
   return data, scale
 
 
-def fake_quantize(x, fmt: str, tile, pow2: bool) -> np.ndarray:
+def fake_quantize(x, fmt: str, tile, rule: str | bool) -> np.ndarray:
   """float64 values that the narrow matrix stands for."""
-  data, scale = quantize(x, fmt, tile, pow2)
+  data, scale = quantize(x, fmt, tile, rule)
   return data.astype(np.float64) * scale.astype(np.float64)

@@ -7,7 +7,12 @@ relative error.
 import numpy as np
 
 # GEMM of normally distributed operands against float64, per format of the wider-error operand.
-GEMM_DIFFERENCE = {"bf16": 1e-12, "e4m3": 8e-4, "e5m2": 2.5e-3}
+GEMM_DIFFERENCE = {
+  "bf16": 1e-12, "e4m3": 8e-4, "e5m2": 2.5e-3, "e2m1": 1.5e-2, "e2m1_stochastic": 3e-2
+}  # fmt: skip
+# Error of one quantised element beyond its format's half step, relative: what float32 loses in
+# x * (1 / scale), two roundings, against the smallest half step, E3M4's 2^-6 of the element.
+QUANTIZE_SLACK = 2.0**-16
 # float32 accumulation of up to 2^12 products against float64, relative to the largest result.
 FLOAT32_SUM = 2e-6
 # The same training on different meshes, relative: loss and gradient norm of a step from the same
@@ -16,6 +21,13 @@ MESH_LOSS = 1e-5
 MESH_GRADIENT = {"bf16": 1e-5, "block_128": 1e-3}
 MESH_MEAN = {"bf16": 1e-5, "block_128": 2e-5}
 MESH_STEP = {"bf16": 1e-5, "block_128": 1.5e-4}
+# One step taken in two ways, relative: loss, worst parameter's gradient by norm, amaxes seen (see
+# invariance_test.py).
+INVARIANCE = {
+  "same scales": (1e-6, 1e-2, 1e-3),
+  "scales of the microbatch": (1e-3, 0.1, 0.1),
+  "other random bits": (1e-3, 0.3, 0.3),
+}
 # Logits against transformers, both in float32, absolute.
 LOGITS_TINY = 1e-4
 LOGITS_SMOLLM2 = 5e-4

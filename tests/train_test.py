@@ -10,8 +10,9 @@ import pytest
 import tolerances
 
 from configs import base
-from fp8jax import batches, checkpoint, config, diagnose, train
+from fp8jax import batches, checkpoint, config, diagnose
 from fp8jax import params as params_lib
+from fp8jax import step as step_lib
 from fp8jax.data import loader
 from fp8jax.kernels.backend import Device
 from fp8jax.models import presets
@@ -90,7 +91,7 @@ class Runner:
     self.spread = batches.Spread(
       self.plan.run.layout, self.plan.microbatch, self.plan.config.accumulation
     )
-    self.step_fn, self.sites = train.make_step(self.plan), self.plan.sites()
+    self.step_fn, self.sites = step_lib.make_step(self.plan), self.plan.sites()
 
   def step(self, state, host):
     state, values = self.step_fn(state, self.spread.place(host), self.sites)
@@ -98,7 +99,7 @@ class Runner:
 
   def run(self, hosts, state=None):
     """(losses, state)."""
-    state = train.make_state(self.plan) if state is None else state
+    state = step_lib.make_state(self.plan) if state is None else state
     losses = []
     for host in hosts:
       state, values = self.step(state, host)
@@ -110,7 +111,7 @@ class Runner:
 def _one_device(recipe):
   """Per step: (state before it on the host, its metrics)."""
   runner = Runner(_plan(_config(recipe)))
-  state, found = train.make_state(runner.plan), []
+  state, found = step_lib.make_state(runner.plan), []
   for host in _host_batches():
     before = jax.tree.map(np.array, state)
     state, values = runner.step(state, host)
@@ -129,7 +130,7 @@ def test_twenty_steps_on_a_mesh_equal_one_device(shape, recipe):
   on one device as well.
   """
   runner = Runner(_plan(_config(recipe), shape))
-  shardings = jax.tree.map(lambda x: x.sharding, train.abstract_state(runner.plan))
+  shardings = jax.tree.map(lambda x: x.sharding, step_lib.abstract_state(runner.plan))
   for host, (before, want) in zip(_host_batches(), _one_device(recipe), strict=True):
     _, got = runner.step(jax.device_put(before, shardings), host)
     assert got["loss"] == pytest.approx(want["loss"], rel=tolerances.MESH_LOSS)
@@ -167,7 +168,7 @@ def test_checkpoint_restores_onto_another_mesh(tmp_path):
   want, _ = first.run(_host_batches()[4:8], state)
   for shape in ((1, 8, 1), (1, 2, 4)):
     second = Runner(_plan(_config("bf16"), shape))
-    abstract = train.abstract_state(second.plan)
+    abstract = step_lib.abstract_state(second.plan)
     restored = saved.restore(4, abstract)
     for got, exact in zip(jax.tree.leaves(restored), jax.tree.leaves(abstract), strict=True):
       assert got.sharding.is_equivalent_to(exact.sharding, got.ndim)
@@ -179,7 +180,7 @@ def test_checkpoint_restores_onto_another_mesh(tmp_path):
 
 def test_state_is_sharded_at_birth_and_abstractly_known():
   plan = _plan(_config(), (1, 4, 2))
-  abstract, state = train.abstract_state(plan), train.make_state(plan)
+  abstract, state = step_lib.abstract_state(plan), step_lib.make_state(plan)
   for want, got in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
     assert (want.shape, want.dtype) == (got.shape, got.dtype)
     assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
@@ -191,7 +192,7 @@ def test_decay_and_moments_follow_the_declarations():
   """A step without gradients shrinks matrices and leaves norms alone; moments stay float32."""
   changes = {"optim.warmup_steps": 0, "optim.peak_lr": 0.5, "optim.schedule": "constant"}
   runner = Runner(_plan(_config("bf16", **changes)))
-  state = train.make_state(runner.plan)
+  state = step_lib.make_state(runner.plan)
   before = jax.tree.map(np.array, state.params)
   silent = dict(_host_batches()[0], weights_BL=np.zeros((8, 128), np.float32))
   state, values = runner.step(state, silent)
@@ -233,15 +234,15 @@ def test_non_finite_step_changes_nothing_and_halts_or_counts(policy):
 @pytest.mark.parametrize(
   "path, layer, message",
   [
-    ("layers/mlp/up", 1, "layers/mlp/up of layer 1: its weight is not finite"),
-    ("layers/attn/norm", 1, "layers/attn/q of layer 1: its input is not finite"),
-    ("layers/mlp/norm", 0, "layers/mlp/gate of layer 0: its input is not finite"),
+    ("layers/mlp/up", 1, "layers/1/mlp/up: its weight is not finite"),
+    ("layers/attn/norm", 1, "layers/1/attn/q: its input is not finite"),
+    ("layers/mlp/norm", 0, "layers/0/mlp/gate: its input is not finite"),
     ("norm", 3, "head: its input is not finite"),
   ],
 )
 def test_first_bad_site_is_named(path, layer, message):
   plan = _plan(_config("bf16", accumulation=2))
-  state = train.make_state(plan)
+  state = step_lib.make_state(plan)
   flat = params_lib.flatten(jax.tree.map(np.array, state.params))
   flat[path][layer] = np.nan
   poisoned = jax.tree.map(jnp.asarray, params_lib.unflatten(flat))
@@ -251,14 +252,13 @@ def test_first_bad_site_is_named(path, layer, message):
 
 
 def test_first_bad_site_of_the_backward_pass_is_the_last_layer_with_a_bad_gradient():
-  seen = {"layers/attn/q": np.ones((2, 3)), "layers/mlp/down": np.ones((2, 3)), "head": np.ones(3)}
-  seen |= {
-    f"layers/{n}": np.ones((2, 3)) for n in ("attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up")
-  }
-  seen["layers/attn/q"][:, 2] = np.inf
-  seen["layers/mlp/down"][0, 2] = np.inf
+  names = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")
+  seen = {f"layers/{i}/{n}": np.ones((3, 1)) for n in names for i in range(2)}
+  seen["head"] = np.ones((3, 1))
+  for name in ("layers/0/attn/q", "layers/1/attn/q", "layers/0/mlp/down"):
+    seen[name][2] = np.inf
   found = diagnose.first_bad(seen, {}, 1.0)
-  assert found == "layers/attn/q of layer 1: its incoming gradient is not finite (backward)"
+  assert found == "layers/1/attn/q: its incoming gradient is not finite (backward)"
   assert "embed" in diagnose.first_bad(
     {k: np.ones_like(v) for k, v in seen.items()}, {"embed": False}, 1.0
   )

@@ -38,7 +38,8 @@ def bench_step():
   import jax
   import numpy as np
 
-  from fp8jax import batches, train
+  from fp8jax import batches
+  from fp8jax import step as step_lib
   from fp8jax.data import loader
 
   times = {recipe: [] for recipe in RECIPES}
@@ -47,8 +48,8 @@ def bench_step():
   for _ in range(ROUNDS):
     for recipe in RECIPES:
       plan = _plan(recipe)
-      step_fn, sites = train.make_step(plan), plan.sites()
-      state = train.make_state(plan)
+      step_fn, sites = step_lib.make_step(plan), plan.sites()
+      state = step_lib.make_state(plan)
       batch = batches.Spread(plan.run.layout, plan.microbatch).place(host)
       state, _ = jax.block_until_ready(step_fn(state, batch, sites))
       for _ in range(STEPS):

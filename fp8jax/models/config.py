@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from fp8jax import axes
 from fp8jax.ops.attention import Implementation
 
-REMAT = ("none", "linears", "full")
+REMAT = ("none", "linears", "quantized", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,9 @@ class Execution:
     dtype: compute dtype of activations and of GEMM operands that no recipe narrows.
     attention: implementation, see ops.attention.
     remat: what backward keeps: "none" recomputes nothing, "linears" keeps the outputs of linears
-      and attention and recomputes norms and activations, "full" keeps only each layer's input.
+      and attention and recomputes norms, activations and quantization, "quantized" also keeps the
+      narrow inputs of recipes that save them, so that no quantization is repeated, "full" keeps
+      only each layer's input.
     loss_chunk: positions per chunk of the cross-entropy.
     layout: mesh and sharding tables.
   """

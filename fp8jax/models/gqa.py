@@ -6,7 +6,7 @@ from fp8jax import axes
 from fp8jax.models.config import Execution, ModelConfig
 from fp8jax.ops.attention import attention
 from fp8jax.ops.basic import add_bias, rms_norm, rotate
-from fp8jax.ops.dot import dot
+from fp8jax.ops.dot import dot, dots
 from fp8jax.params import Param
 
 
@@ -40,9 +40,10 @@ def apply(p, s, x_BLD, rope, segments_BL, cfg: ModelConfig, run: Execution):
     segments_BL: document of each token, or None if documents may attend to each other.
   """
   h_BLD = rms_norm(x_BLD, p["norm"], cfg.norm_eps)
-  q_BLHK = dot("BLD,DHK->BLHK", h_BLD, p["q"], s["q"])
-  k_BLGK = dot("BLD,DGK->BLGK", h_BLD, p["k"], s["k"])
-  v_BLGK = dot("BLD,DGK->BLGK", h_BLD, p["v"], s["v"])
+  q_BLHK, k_BLGK, v_BLGK = dots(
+    ("BLD,DHK->BLHK", "BLD,DGK->BLGK", "BLD,DGK->BLGK"),
+    h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]),
+  )  # fmt: skip
   if cfg.qkv_bias:
     q_BLHK = add_bias(q_BLHK, p["q_bias"])
     k_BLGK = add_bias(k_BLGK, p["k_bias"])

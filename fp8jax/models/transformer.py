@@ -1,7 +1,8 @@
 """The decoder: embed, scan over layers, normalise, predict.
 
 Parameters and sites are plain nested dictionaries with the same keys; those of the layers are
-stacked in front along N. A batch is a dictionary of arrays:
+stacked in front along N, the sites in runs of layers that multiply alike. A batch is a dictionary
+of arrays:
 
   tokens_BL      int32 inputs
   targets_BL     int32, the token that follows each input
@@ -20,7 +21,7 @@ from fp8jax import params as params_lib
 from fp8jax.models import gqa, rope, swiglu
 from fp8jax.models.config import Execution, ModelConfig
 from fp8jax.ops.basic import rms_norm
-from fp8jax.ops.dot import dot
+from fp8jax.ops.dot import SAVED_NAME, dot
 from fp8jax.ops.loss import cross_entropy
 from fp8jax.params import Param
 
@@ -55,7 +56,14 @@ def hidden(params, sites, batch, cfg: ModelConfig, run: Execution):
     x_BLD = swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg)
     return axes.constrain(x_BLD, "BLD", run.layout), None
 
-  x_BLD, _ = jax.lax.scan(_remat(layer, run.remat), x_BLD, (params["layers"], sites["layers"]))
+  start = 0
+  for run_of_layers in sites["layers"]:
+    stop = start + jax.tree.leaves(run_of_layers)[0].shape[0]
+    of_run = params["layers"]
+    if stop - start < cfg.num_layers:
+      of_run = jax.tree.map(lambda p, a=start, b=stop: p[a:b], of_run)
+    x_BLD, _ = jax.lax.scan(_remat(layer, run.remat), x_BLD, (of_run, run_of_layers))
+    start = stop
   return rms_norm(x_BLD, params["norm"], cfg.norm_eps)
 
 
@@ -85,7 +93,8 @@ def _remat(layer, policy: str):
   if policy == "none":
     return layer
   saved = jax.checkpoint_policies.nothing_saveable
-  if policy == "linears":
-    saved = jax.checkpoint_policies.save_only_these_names("linear")
+  names = {"linears": ("linear",), "quantized": ("linear", SAVED_NAME)}
+  if policy in names:
+    saved = jax.checkpoint_policies.save_only_these_names(*names[policy])
   # Inside scan the loop already keeps XLA from merging forward and recomputation.
   return functools.partial(jax.checkpoint, policy=saved, prevent_cse=False)(layer)

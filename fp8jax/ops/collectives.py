@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
+from fp8jax.formats import E2M1, E4M3
 from fp8jax.quant import scaled
 from fp8jax.recipe import WHOLE, Quant
 
@@ -18,15 +19,6 @@ def sum_over(y, layout: axes.Layout, contracted: str):
   """y {sum over the axes that split the contracted letters} -> y."""
   over = layout.act_axes_of(contracted)
   return y if layout.is_manual or not over else jax.lax.psum(y, over)
-
-
-def max_over(x, axes: tuple[str, ...]):
-  """Elementwise maximum over mesh axes; NaN anywhere gives NaN, on every backend."""
-  if not axes:
-    return x
-  has_nan = jax.lax.pmax(jnp.isnan(x).astype(jnp.float32), axes)
-  largest = jax.lax.pmax(jnp.where(jnp.isnan(x), 0.0, x), axes)
-  return jnp.where(has_nan > 0, jnp.nan, largest)
 
 
 def extra_axes(layout: axes.Layout, letter: str) -> tuple[str, ...]:
@@ -54,9 +46,11 @@ def gather_scaled(x: scaled.Scaled, over: tuple[str, ...], axis: int) -> scaled.
   def gather(x):
     return jax.lax.all_gather(x, over, axis=axis, tiled=True)
 
+  # Four bits fill no byte; every E2M1 number is an E4M3 one.
+  data = x.data.astype(E4M3.dtype) if x.data.dtype == E2M1.dtype else x.data
   data = jax.lax.bitcast_convert_type(
-    gather(jax.lax.bitcast_convert_type(x.data, jnp.uint8)), x.data.dtype
-  )
+    gather(jax.lax.bitcast_convert_type(data, jnp.uint8)), data.dtype
+  ).astype(x.data.dtype)
   scale = x.scale if x.tile[axis] == WHOLE else gather(x.scale)
   return scaled.Scaled(data, scale, x.tile)
 

@@ -9,8 +9,10 @@ A linear layer is three products. With x [tokens, in], w [in, out] and the incom
 Each product quantises both of its operands along *its own* contraction, because a scale can only be
 pulled out of a sum over elements that share it. A weight tile of 128x128 reads the same both ways;
 an activation tile of 1x128 does not, so x and g are quantised a second time, along tokens, for the
-weight gradient. Residuals are x and w as they came in; weights are always quantised from the master
-copy. Gradients of w come back in w's dtype (float32 masters give float32 weight gradients).
+weight gradient. What waits for the backward pass is w as it came in (weights are always quantised
+from the master copy) and x: as it came in, or, where the recipe saves narrow, already as the
+operand of the weight gradient. Gradients of w come back in w's dtype (float32 masters give float32
+weight gradients).
 
 Letters carry the sharding (axes.py). A product runs inside `shard_map`: the weight shard is made
 narrow first and gathered narrow where its tiles allow, partial sums over split letters are reduced,
@@ -22,21 +24,25 @@ and the weight gradient leaves scattered like the weight:
 This module holds the project's only GEMM `custom_vjp`.
 """
 
-import dataclasses
 import functools
-import math
 import string
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax import axes
 from fp8jax.kernels import scaled_matmul
-from fp8jax.ops import collectives
+from fp8jax.ops import collectives, guard, operands
+from fp8jax.ops.operands import Matrix, Narrow
+from fp8jax.ops.plan import Inputs, Plan, make_plan
 from fp8jax.ops.site import Site
-from fp8jax.quant import quantize
-from fp8jax.recipe import Gemm, Quant, Recipe
+from fp8jax.quant import observe
+from fp8jax.recipe import Gemm, Quant, Save
+
+# What a remat policy may keep of a dot (see jax.ad_checkpoint.checkpoint_name).
+SAVED_NAME = "quantized"
 
 
 def dot(eqn: str, x, w, site: Site, *, out_dtype=None):
@@ -53,9 +59,30 @@ def dot(eqn: str, x, w, site: Site, *, out_dtype=None):
     y, with the letters after "->".
 
   Raises:
-    ValueError: letters and shapes disagree, or nothing is contracted.
+    ValueError: letters and shapes disagree, nothing is contracted, or the site is in use already.
   """
-  return _dot(make_plan(eqn, x, w, site, out_dtype=out_dtype), x, w, site.tap)
+  return dots((eqn,), x, (w,), (site,), out_dtype=out_dtype)[0]
+
+
+def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
+  """`dot` of one activation with several weights: what is kept of x is kept once.
+
+  Args:
+    eqns: one per weight.
+    ws: weights.
+    sites: one per weight.
+
+  Returns:
+    One y per weight.
+  """
+  plans = tuple(
+    make_plan(e, x, w, s, out_dtype=out_dtype) for e, w, s in zip(eqns, ws, sites, strict=True)
+  )
+  for site in sites:
+    site.claim()
+  x, ws, inputs = guard.vary_alike(x, tuple(ws), tuple(Inputs.of(s) for s in sites))
+  taps = (s.tap if p.is_observable else guard.vary_alike(s.tap, x)[0] for p, s in zip(plans, sites))
+  return _dots(plans, x, ws, tuple(taps), inputs)
 
 
 def fp8_dot_general(lhs, rhs, dimension_numbers, site: Site, *, out_dtype=None):
@@ -86,228 +113,199 @@ def fp8_dot_general(lhs, rhs, dimension_numbers, site: Site, *, out_dtype=None):
   return dot(eqn, lhs, rhs, site, out_dtype=out_dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Letters:
-  """The three operands of an einsum, by letter."""
-
-  x: str
-  w: str
-  y: str
-
-  @property
-  def contracted(self) -> str:
-    return "".join(c for c in self.x if c in self.w and c not in self.y)
-
-  @property
-  def batch(self) -> str:
-    return "".join(c for c in self.x if c in self.w and c in self.y)
+# --- differentiation -----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """Everything about a dot that is known when it is traced."""
-
-  letters: _Letters
-  recipe: Recipe
-  backends: tuple[str, str, str]
-  layout: axes.Layout
-  out_dtype: jnp.dtype
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dots(plans, x, ws, taps, inputs):
+  del taps
+  return tuple(forward(plan, x, w, i) for plan, w, i in zip(plans, ws, inputs))
 
 
-def make_plan(eqn: str, x, w, site: Site, *, out_dtype=None) -> Plan:
-  """The static part of `dot`: see there for the arguments."""
-  letters = _parse(eqn, x.shape, w.shape)
-  return Plan(letters, site.recipe, site.backends, site.layout, jnp.dtype(out_dtype or x.dtype))
+def _dots_fwd(plans, x, ws, taps, inputs):
+  ys = tuple(forward(plan, x, w, i) for plan, w, i in zip(plans, ws, inputs))
+  saved, seen = {}, []
+  for n, (plan, w, tap, i) in enumerate(zip(plans, ws, taps, inputs)):
+    if plan.is_observable:
+      guard.refuse_vmap(plan.name, x, tap)
+      guard.refuse_shared(plan.name, x, tap)
+    seen.append(jnp.stack([look(plan, "x", x, i), look(plan, "w", w, i)]))
+    how = _kept_as(plan, n)
+    if how not in saved:
+      saved[how] = save_input(plan, x, i)
+  seen = tuple(checkpoint_name(t, SAVED_NAME) for t in seen)
+  return ys, (saved, ws, seen, inputs)
 
 
-def _parse(eqn: str, x_shape, w_shape) -> _Letters:
-  operands, _, y = eqn.partition("->")
-  x, _, w = operands.partition(",")
-  letters = _Letters(x, w, y)
-  wrong = None
-  if not all(s and s.isalpha() and len(set(s)) == len(s) for s in (x, w, y)):
-    wrong = "needs the form 'BLD,DF->BLF', every letter at most once per operand"
-  elif len(x) != len(x_shape) or len(w) != len(w_shape):
-    wrong = f"names {len(x)} and {len(w)} dimensions, the operands have {x_shape} and {w_shape}"
-  elif set(y) != (set(x) ^ set(w)) | set(letters.batch):
-    wrong = "must keep every letter that only one operand has, and no other"
-  elif not letters.contracted:
-    wrong = "contracts nothing"
-  else:
-    sizes = dict(zip(x, x_shape))
-    bad = [c for c, n in zip(w, w_shape) if sizes.get(c, n) != n]
-    if bad:
-      wrong = f"gives {', '.join(bad)} two sizes: the operands have {x_shape} and {w_shape}"
-  if wrong:
-    raise ValueError(f"einsum {eqn!r} {wrong}")
-  return letters
+def _kept_as(plan: Plan, n: int) -> str:
+  """A name for what product `n` keeps of x: products that keep the same thing give the same."""
+  recipe, letters = plan.recipe, plan.letters
+  if recipe.save is Save.INPUTS:
+    return "input"
+  # Scales that are not current differ from site to site, random bits too.
+  own = f" of {n}" if recipe.is_stateful or recipe.is_random else ""
+  return f"{letters.batch} {letters.contracted} {recipe.wgrad.lhs}{own}"
+
+
+def _dots_bwd(plans, residuals, gs):
+  saved, ws, seen, inputs = residuals
+  dx, dws, taps = None, [], []
+  for n, (plan, w, i, g) in enumerate(zip(plans, ws, inputs, gs)):
+    taps.append(jnp.concatenate([seen[n], look(plan, "y", g, i)[None]]))
+    # A float32 cotangent (of a float32 head) still meets x in x's dtype.
+    g = g.astype(plan.x_dtype)
+    part = data_gradient(plan, g, w, i)
+    dx = part if dx is None else dx + part
+    dws.append(weight_gradient(plan, saved[_kept_as(plan, n)], g, w.dtype, i))
+  return dx, tuple(dws), tuple(taps), None
+
+
+_dots.defvjp(_dots_fwd, _dots_bwd)
 
 
 # --- the three products --------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(plan: Plan, x, w, tap):
-  del tap
-  return forward(plan, x, w)
-
-
-def _dot_fwd(plan: Plan, x, w, tap):
-  del tap
-  return forward(plan, x, w), (x, w)
-
-
-def _dot_bwd(plan: Plan, residuals, g):
-  x, w = residuals
-  seen = observe(x, w, g)
-  # A float32 cotangent (of a float32 head) still meets x in x's dtype.
-  g = g.astype(x.dtype)
-  return data_gradient(plan, g, w, x.dtype), weight_gradient(plan, x, g, w.dtype), seen
-
-
-_dot.defvjp(_dot_fwd, _dot_bwd)
-
-
-def observe(x, w, g):
-  """float32 [3]: the largest magnitude of each, NaN if any element is NaN."""
-
-  def one(t):
-    # A maximum alone may drop NaN: XLA:CPU's does.
-    return jnp.where(jnp.isnan(t).any(), jnp.nan, jnp.max(jnp.abs(t)).astype(jnp.float32))
-
-  return jnp.stack([one(t) for t in (x, w, g)])
-
-
-def forward(plan: Plan, x, w):
+def forward(plan: Plan, x, w, inputs: Inputs):
   """x[acts] . w[at rest] -> y[acts] {sum over the axes of the contracted letters}."""
-  s, layout = plan.letters, plan.layout
+  s, layout, gemm = plan.letters, plan.layout, plan.recipe.fwd
 
-  def local(x, w):
-    a = _operand(x, s.x, s.contracted, s.batch, plan.recipe.fwd.lhs, x.dtype, layout)
-    b = _weight(w, s.w, s.contracted, s.batch, plan.recipe.fwd.rhs, x.dtype, layout)
-    y = _product(a, b, plan.recipe.fwd, plan.backends[0], plan.out_dtype)
-    y = _unflatten(y, a, b, s.y)
-    return collectives.sum_over(y, layout, s.contracted)
-
-  return on_mesh(
-    local, layout, (layout.act_spec(s.x), layout.weight_spec(s.w)), layout.act_spec(s.y)
-  )(x, w)
-
-
-def data_gradient(plan: Plan, g, w, dtype):
-  """g[acts] . w[at rest]' -> dx[acts] {sum over the axes of w's free letters}."""
-  s, layout = plan.letters, plan.layout
-  contracted = "".join(c for c in s.y if c in s.w and c not in s.x)
-
-  def local(g, w):
-    a = _operand(g, s.y, contracted, s.batch, plan.recipe.dgrad.lhs, g.dtype, layout)
-    b = _weight(w, s.w, contracted, s.batch, plan.recipe.dgrad.rhs, g.dtype, layout)
-    dx = _product(a, b, plan.recipe.dgrad, plan.backends[1], dtype)
-    dx = _unflatten(dx, a, b, s.x)
-    return collectives.sum_over(dx, layout, contracted)
-
-  return on_mesh(
-    local, layout, (layout.act_spec(s.y), layout.weight_spec(s.w)), layout.act_spec(s.x)
-  )(g, w)
-
-
-def weight_gradient(plan: Plan, x, g, dtype):
-  """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes only the weight is split on}."""
-  s, layout = plan.letters, plan.layout
-  contracted = "".join(c for c in s.x if c in s.y and c not in s.w)
-
-  def local(x, g):
-    a = _operand(x, s.x, contracted, s.batch, plan.recipe.wgrad.lhs, x.dtype, layout)
-    b = _operand(g, s.y, contracted, s.batch, plan.recipe.wgrad.rhs, x.dtype, layout)
-    dw = _product(a, b, plan.recipe.wgrad, plan.backends[2], dtype)
-    return collectives.scatter_gradient(_unflatten(dw, a, b, s.w), s.w, contracted, layout)
-
-  return on_mesh(
-    local, layout, (layout.act_spec(s.x), layout.act_spec(s.y)), layout.weight_spec(s.w)
-  )(x, g)
-
-
-# --- operands as matrices ------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Matrix:
-  """One operand as [batch..., rows, contraction] ready to multiply.
-
-  Attributes:
-    value: a Scaled or an array [rows, contraction], with a leading batch axis if `batch`.
-    free: letters of the rows, in order.
-    sizes: letter -> local size.
-  """
-
-  value: Any
-  free: str
-  batch: str
-  sizes: dict[str, int]
-
-
-def _flatten(x, letters: str, contracted: str, batch: str):
-  """(matrix [batch?, ...], axis of its contraction 0 or 1, free letters); copies if it must."""
-  free = "".join(c for c in letters if c not in contracted and c not in batch)
-  contraction_first = batch + contracted + free
-  contraction = 0 if letters == contraction_first else 1
-  wanted = contraction_first if contraction == 0 else batch + free + contracted
-  if letters != wanted:
-    x = jnp.transpose(x, [letters.index(c) for c in wanted])
-  sizes = dict(zip(wanted, x.shape))
-  rows = math.prod(sizes[c] for c in free)
-  depth = math.prod(sizes[c] for c in contracted)
-  groups = (math.prod(sizes[c] for c in batch),) if batch else ()
-  return (
-    x.reshape(*groups, *((depth, rows) if contraction == 0 else (rows, depth))),
-    contraction,
-    free,
-  )
-
-
-def _operand(x, letters, contracted, batch, quant: Quant | None, dtype, layout) -> _Matrix:
-  """An activation or gradient, narrow if `quant` says so."""
-  sizes = dict(zip(letters, x.shape))
-  matrix, contraction, free = _flatten(x, letters, contracted, batch)
-  amax_axes = (layout.act_axes_of(free), layout.act_axes_of(contracted))
-  return _Matrix(_narrow(matrix, contraction, quant, dtype, amax_axes), free, batch, sizes)
-
-
-def _narrow(matrix, contraction: int, quant: Quant | None, dtype, amax_axes):
-  """[batch?, rows, contraction] in `quant`, or in the compute dtype if there is none."""
-  if quant is None:
-    matrix = matrix.astype(dtype)
-    return jnp.swapaxes(matrix, -1, -2) if contraction == 0 else matrix
-  make = functools.partial(
-    quantize.quantize, quant=quant, contraction=contraction, amax_axes=amax_axes
-  )
-  return jax.vmap(make)(matrix) if matrix.ndim == 3 else make(matrix)
-
-
-def _product(a: _Matrix, b: _Matrix, gemm: Gemm, backend: str, out_dtype):
-  """[batch?, M, N] in out_dtype."""
-  if not gemm.is_narrow:
-    lead = tuple(range(a.value.ndim - 2))
-    last = a.value.ndim - 1
-    return jax.lax.dot_general(
-      a.value, b.value, (((last,), (last,)), (lead, lead)), preferred_element_type=out_dtype
+  def local(x, w, inputs):
+    a = operands.activation(
+      x, s.x, s.contracted, s.batch, inputs.narrow(0, 0, gemm.lhs), x.dtype, layout
     )
-  multiply = functools.partial(
-    scaled_matmul.scaled_matmul, accumulate=gemm.accumulate, backend=backend
-  )
-  product = jax.vmap(multiply) if a.batch else multiply
-  return product(a.value, b.value).astype(out_dtype)
+    b = operands.weight(
+      w, s.w, s.contracted, s.batch, inputs.narrow(1, 0, gemm.rhs), x.dtype, layout
+    )
+    y = _product(a, b, gemm, plan, 0, plan.out_dtype)
+    return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted)  # fmt: skip
+
+  specs = (layout.act_spec(s.x), layout.weight_spec(s.w), _P())
+  return on_mesh(local, layout, specs, layout.act_spec(s.y))(x, w, inputs)
 
 
-def _unflatten(product, a: _Matrix, b: _Matrix, out: str):
-  """[batch?, M, N] -> the letters of `out`."""
-  have = a.batch + a.free + b.free
-  sizes = {**a.sizes, **b.sizes}
-  product = product.reshape([sizes[c] for c in have])
-  return jnp.transpose(product, [have.index(c) for c in out]) if have != out else product
+def data_gradient(plan: Plan, g, w, inputs: Inputs):
+  """g[acts] . w[at rest]' -> dx[acts] {sum over the axes of w's free letters}."""
+  s, layout, gemm = plan.letters, plan.layout, plan.recipe.dgrad
+
+  def local(g, w, inputs):
+    a = operands.activation(
+      g, s.y, s.produced, s.batch, inputs.narrow(2, 1, gemm.lhs), g.dtype, layout
+    )
+    b = operands.weight(w, s.w, s.produced, s.batch, inputs.narrow(1, 1, gemm.rhs), g.dtype, layout)
+    dx = _product(a, b, gemm, plan, 1, plan.x_dtype)
+    return collectives.sum_over(operands.unflatten(dx, a, b, s.x), layout, s.produced)  # fmt: skip
+
+  specs = (layout.act_spec(s.y), layout.weight_spec(s.w), _P())
+  return on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
 
 
-# --- meshes --------------------------------------------------------------------------------------
+def weight_gradient(plan: Plan, kept, g, dtype, inputs: Inputs):
+  """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes only the weight is split on}.
+
+  Args:
+    kept: what `save_input` returned.
+  """
+  s, layout, gemm = plan.letters, plan.layout, plan.recipe.wgrad
+
+  def local(kept, g, inputs):
+    if plan.recipe.save is Save.QUANTIZED:
+      a = Matrix(kept, s.contracted, s.batch, plan.local_sizes())
+    else:
+      a = operands.activation(
+        kept, s.x, s.tokens, s.batch, inputs.narrow(0, 2, gemm.lhs), g.dtype, layout)  # fmt: skip
+    b = operands.activation(
+      g, s.y, s.tokens, s.batch, inputs.narrow(2, 2, gemm.rhs), g.dtype, layout)  # fmt: skip
+    dw = _product(a, b, gemm, plan, 2, dtype)
+    return collectives.scatter_gradient(operands.unflatten(dw, a, b, s.w), s.w, s.tokens, layout)
+
+  specs = (_kept_spec(plan), layout.act_spec(s.y), _P())
+  return on_mesh(local, layout, specs, layout.weight_spec(s.w))(kept, g, inputs)
+
+
+def save_input(plan: Plan, x, inputs: Inputs):
+  """What the weight gradient will need of x: x, or a Scaled [batch?, in, tokens]."""
+  s, layout, quant = plan.letters, plan.layout, plan.recipe.wgrad.lhs
+  if plan.recipe.save is Save.INPUTS:
+    return x
+
+  def local(x, inputs):
+    narrow = inputs.narrow(0, 2, quant)
+    return operands.activation(x, s.x, s.tokens, s.batch, narrow, x.dtype, layout).value
+
+  kept = on_mesh(local, layout, (layout.act_spec(s.x), _P()), _kept_spec(plan))(x, inputs)
+  return jax.tree.map(lambda t: checkpoint_name(t, SAVED_NAME), kept)
+
+
+def _kept_spec(plan: Plan):
+  s, quant = plan.letters, plan.recipe.wgrad.lhs
+  if plan.recipe.save is Save.INPUTS or quant is None:
+    return plan.layout.act_spec(s.x)
+  return operands.specs(s.contracted, s.tokens, s.batch, quant, plan.layout)
+
+
+def look(plan: Plan, role: str, t, inputs: Inputs):
+  """float32 [S]: what tensor t is like, and what its first narrowing does to it.
+
+  Args:
+    role: "x", "w" or "y" (for the gradient g of y).
+  """
+  if not plan.is_watched:
+    return jnp.zeros(plan.statistics, jnp.float32)
+  s, layout, recipe = plan.letters, plan.layout, plan.recipe
+  letters = getattr(s, role)
+  tensor, which, contracted, quant = {
+    "x": (0, 0, s.contracted, recipe.fwd.lhs),
+    "w": (1, 0, s.contracted, recipe.fwd.rhs),
+    "y": (2, 1, s.produced, recipe.dgrad.lhs),
+  }[role]
+
+  def local(t, inputs):
+    if plan.statistics == observe.QUIET:
+      axes_ = layout.weight_axes if role == "w" else layout.act_axes
+      seen, over = observe.amax(t)[None], [a for c in letters for a in axes_(c)]
+    else:
+      if role == "w":
+        t = collectives.gather_weight(t, letters, layout)
+      wide, narrow = (
+        operands.activation(t, letters, contracted, s.batch, how, t.dtype, layout).value
+        for how in (Narrow(None), inputs.narrow(tensor, which, quant))
+      )
+      seen, over = _statistics(wide, narrow, quant), layout.act_axes_of(letters)
+    return seen if layout.is_manual else observe.over_mesh(seen, tuple(over))
+
+  spec = layout.weight_spec(letters) if role == "w" else layout.act_spec(letters)
+  return on_mesh(local, layout, (spec, _P()), _P())(t, inputs)
+
+
+# --- pieces --------------------------------------------------------------------------------------
+
+_P = jax.sharding.PartitionSpec
+
+
+def _statistics(wide, narrow, quant: Quant | None):
+  """float32 [LOUD] of a matrix or a batch of them."""
+  one = functools.partial(observe.statistics, quant=quant)
+  if wide.ndim == 2:
+    return one(wide, narrow)
+  return observe.combine_all(jax.vmap(one)(wide, narrow), axis=0)
+
+
+def _product(a: Matrix, b: Matrix, gemm: Gemm, plan: Plan, which: int, out_dtype):
+  """[batch?, M, N] in out_dtype."""
+  # The compiled program carries this name, so that what became of each product can be told.
+  with jax.named_scope(f"{plan.name}:{('fwd', 'dgrad', 'wgrad')[which]}"):
+    if not gemm.is_narrow:
+      lead = tuple(range(a.value.ndim - 2))
+      last = a.value.ndim - 1
+      return jax.lax.dot_general(
+        a.value, b.value, (((last,), (last,)), (lead, lead)), preferred_element_type=out_dtype
+      )
+    multiply = functools.partial(
+      scaled_matmul.scaled_matmul, accumulate=gemm.accumulate, backend=plan.backends[which]
+    )
+    product = jax.vmap(multiply) if a.batch else multiply
+    return product(a.value, b.value).astype(out_dtype)
 
 
 def on_mesh(local, layout: axes.Layout, in_specs, out_specs):
@@ -318,26 +316,3 @@ def on_mesh(local, layout: axes.Layout, in_specs, out_specs):
   return jax.shard_map(
     local, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
   )
-
-
-def _weight(w, letters, contracted, batch, quant: Quant | None, dtype, layout) -> _Matrix:
-  """A weight as its GEMM needs it: narrow then gathered, or gathered first where tiles straddle."""
-  extra = {c: collectives.extra_axes(layout, c) for c in letters}
-  if not any(extra.values()):
-    return _operand(w, letters, contracted, batch, quant, dtype, layout)
-
-  matrix, contraction, free = _flatten(w, letters, contracted, batch)
-  sizes = dict(zip(letters, w.shape))
-  if quant is None or batch or not collectives.tiles_fit(sizes, free, contracted, quant, layout):
-    # Without a Quant the compute dtype travels, else the master: straddling tiles need all of it.
-    w = collectives.gather_weight(w.astype(dtype) if quant is None else w, letters, layout)
-    return _operand(w, letters, contracted, batch, quant, dtype, layout)
-
-  groups = (free, contracted)
-  amax_axes = tuple(tuple(a for c in group for a in layout.weight_axes(c)) for group in groups)
-  narrow = quantize.quantize(matrix, quant, contraction=contraction, amax_axes=amax_axes)
-  for axis, group in enumerate(groups):
-    if extra[group[0]]:
-      narrow = collectives.gather_scaled(narrow, extra[group[0]], axis)
-  full = {c: n * layout.size(extra[c]) for c, n in sizes.items()}
-  return _Matrix(narrow, free, batch, full)

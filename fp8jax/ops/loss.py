@@ -12,6 +12,7 @@ gradient reduced once after it.
 Letters: C is a chunk of L.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -21,7 +22,9 @@ from jax.sharding import PartitionSpec as P
 from fp8jax import axes
 from fp8jax.ops import collectives
 from fp8jax.ops import dot as dot_lib
+from fp8jax.ops import plan as plan_lib
 from fp8jax.ops.site import Site
+from fp8jax.quant import observe
 
 
 def cross_entropy(h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chunk: int):
@@ -39,6 +42,7 @@ def cross_entropy(h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chu
   Returns:
     float32 scalar. Divide by the sum of the weights for the mean, exp of that for perplexity.
   """
+  site.claim()
   return _cross_entropy((eqn, chunk), h_BLD, head, targets_BL, weights_BL, site)
 
 
@@ -46,14 +50,14 @@ def cross_entropy(h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chu
 def _cross_entropy(static, h_BLD, head, targets_BL, weights_BL, site):
   eqn, chunk = static
 
-  def local(h, head, targets, weights, tap):
+  def local(h, head, targets, weights, tap, inputs):
     inside = _inside(site, tap)
     head = _gather_head(head, eqn, site, h.dtype)
 
     def one(loss, xs):
       h, targets, weights = xs
-      plan = dot_lib.make_plan(eqn, h, head, inside, out_dtype=jnp.float32)
-      logits_BCV = dot_lib.forward(plan, h, head)
+      plan = plan_lib.make_plan(eqn, h, head, inside, out_dtype=jnp.float32)
+      logits_BCV = dot_lib.forward(plan, h, head, inputs)
       loss_BC, _ = _loss_and_gradient(logits_BCV, targets, weights, site.layout)
       return loss + jnp.sum(loss_BC), None
 
@@ -61,7 +65,7 @@ def _cross_entropy(static, h_BLD, head, targets_BL, weights_BL, site):
     return collectives.sum_over(loss, site.layout, "B")
 
   run = _on_mesh(local, eqn, site.layout, P())
-  return run(h_BLD, head, targets_BL, weights_BL, site.tap)
+  return run(h_BLD, head, targets_BL, weights_BL, site.tap, plan_lib.Inputs.of(site))
 
 
 def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
@@ -69,7 +73,7 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
   letters = _head_letters(eqn)
   layout = site.layout
 
-  def local(h, head, targets, weights, tap):
+  def local(h, head, targets, weights, tap, inputs):
     inside = _inside(site, tap)
     dtype = head.dtype
     head = _gather_head(head, eqn, site, h.dtype)
@@ -77,28 +81,30 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
     def one(carry, xs):
       loss, dhead, seen = carry
       h, targets, weights = xs
-      plan = dot_lib.make_plan(eqn, h, head, inside, out_dtype=jnp.float32)
-      logits_BCV = dot_lib.forward(plan, h, head)
+      plan = plan_lib.make_plan(eqn, h, head, inside, out_dtype=jnp.float32)
+      logits_BCV = dot_lib.forward(plan, h, head, inputs)
       loss_BC, g_BCV = _loss_and_gradient(logits_BCV, targets, weights, layout)
       g_BCV = g_BCV.astype(h.dtype)
-      dh = dot_lib.data_gradient(plan, g_BCV, head, h.dtype)
-      dhead = dhead + dot_lib.weight_gradient(plan, h, g_BCV, dtype)
-      seen = jnp.maximum(seen, dot_lib.observe(h, head, g_BCV))
+      dh = dot_lib.data_gradient(plan, g_BCV, head, inputs)
+      kept = dot_lib.save_input(plan, h, inputs)
+      dhead = dhead + dot_lib.weight_gradient(plan, kept, g_BCV, dtype, inputs)
+      looks = [dot_lib.look(plan, r, t, inputs) for r, t in zip("xwy", (h, head, g_BCV))]
+      seen = observe.combine(seen, jnp.stack(looks))
       return (loss + jnp.sum(loss_BC), dhead, seen), dh
 
-    carry = (jnp.zeros((), jnp.float32), jnp.zeros(head.shape, dtype), jnp.zeros_like(tap))
+    carry = (jnp.zeros((), jnp.float32), jnp.zeros(head.shape, dtype), observe.nothing(tap.shape))
     (loss, dhead, seen), dh = _for_chunks(one, carry, chunk, h, targets, weights)
     everywhere = tuple(dict.fromkeys(layout.act_axes_of("BV")))
     return (
       collectives.sum_over(loss, layout, "B"),
       collectives.sum_over(dh, layout, "V"),
       collectives.scatter_gradient(dhead, letters, "BL", layout),
-      collectives.max_over(seen, everywhere),
+      observe.over_mesh(seen, everywhere),
     )
 
   outputs = (P(), layout.act_spec("BLD"), layout.weight_spec(letters), P())
   run = _on_mesh(local, eqn, layout, outputs)
-  loss, *gradients = run(h_BLD, head, targets_BL, weights_BL, site.tap)
+  loss, *gradients = run(h_BLD, head, targets_BL, weights_BL, site.tap, plan_lib.Inputs.of(site))
   return loss, (*gradients, site)
 
 
@@ -110,10 +116,8 @@ def _bwd(static, residuals, g):
     g * dhead,
     None,
     None,
-    # x and w as they were; the gradient as the caller scales it.
-    jax.tree.map(
-      lambda _: seen * jnp.stack([jnp.ones_like(g), jnp.ones_like(g), jnp.abs(g)]), site
-    ),
+    # The gradient as it was made narrow: of the sum over tokens, before the caller's factor.
+    dataclasses.replace(site, tap=seen, memory=None, key=None),
   )
 
 
@@ -173,7 +177,7 @@ def _head_letters(eqn: str) -> str:
 
 def _inside(site: Site, tap) -> Site:
   """The site as seen from inside the loop's own `shard_map`."""
-  return Site(tap, site.name, site.recipe, site.backends, site.layout.manual())
+  return dataclasses.replace(site, tap=tap, layout=site.layout.manual())
 
 
 def _gather_head(head, eqn: str, site: Site, dtype):
@@ -184,5 +188,5 @@ def _gather_head(head, eqn: str, site: Site, dtype):
 
 def _on_mesh(local, eqn: str, layout: axes.Layout, outputs):
   rows = layout.act_spec("BL")
-  inputs = (layout.act_spec("BLD"), layout.weight_spec(_head_letters(eqn)), rows, rows, P())
+  inputs = (layout.act_spec("BLD"), layout.weight_spec(_head_letters(eqn)), rows, rows, P(), P())
   return dot_lib.on_mesh(local, layout, inputs, outputs)

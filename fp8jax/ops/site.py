@@ -1,28 +1,28 @@
 """A site: one linear layer's place in the model, its precision, and what was observed there.
 
 `Site` rides beside the parameters (same keys, stacked over layers for scan). Its static part says
-how to multiply; its one array, `tap`, is zeros whose cotangent carries observations out of the
-backward pass: differentiating the loss with respect to the sites returns what every site saw. When
-nobody differentiates it, XLA drops the observation.
+how to multiply. Of its arrays, `memory` goes in: past amaxes, for scales that are not current.
+`tap` comes out: zeros whose cotangent is what the site saw, so that differentiating the loss with
+respect to the taps returns an observation of every site. When nobody differentiates them, XLA drops
+the observations. `next_memories` is then an ordinary function of both.
 
-Rule: one site per GEMM call. A site used twice would add its observations.
+Rule: one site per GEMM call. A site used twice would add its observations; `Site.claim` refuses it.
 """
 
 import dataclasses
-import difflib
 import math
-import re
+import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fp8jax import axes, params, recipes
 from fp8jax.kernels import backend as backend_lib
-from fp8jax.ops import collectives
-from fp8jax.recipe import WHOLE, Recipe
-
-PASSES = ("fwd", "dgrad", "wgrad")
+from fp8jax.ops import rules as rules_lib
+from fp8jax.quant import history, observe
+from fp8jax.recipe import Recipe
 
 
 @jax.tree_util.register_dataclass
@@ -31,24 +31,50 @@ class Site:
   """How one linear layer multiplies.
 
   Attributes:
-    tap: float32 [3] ([N, 3] when stacked), zeros. Its cotangent is the largest magnitude of
-      (x, w, g), NaN if any element is NaN.
-    name: path of the weight, e.g. "layers/mlp/up".
+    tap: float32 [3, S] ([N, 3, S] when stacked), zeros. Its cotangent is the first S of
+      observe.STATISTICS for (x, w, g); S = 1, the amax, is a quiet site.
+    memory: what delayed and static scales are made from; None where every scale is current.
+    key: random key of this step, where the recipe rounds stochastically.
+    name: path of the weight, e.g. "layers/mlp/up", or "layers/2-25/mlp/up" for some layers.
+    layers: (first, one past the last) of the layers it is stacked over; () for one product.
     recipe: precision of the three GEMMs.
     backends: implementation of (fwd, dgrad, wgrad).
     layout: where the letters of x, w and y live.
   """
 
   tap: jax.Array
+  memory: history.Memory | None = None
+  key: jax.Array | None = None
   name: str = dataclasses.field(default="", metadata=dict(static=True))
   recipe: Recipe = dataclasses.field(default=recipes.BF16, metadata=dict(static=True))
   backends: tuple[str, str, str] = dataclasses.field(
     default=("xla", "xla", "xla"), metadata=dict(static=True)
   )
   layout: axes.Layout = dataclasses.field(default=axes.LOCAL, metadata=dict(static=True))
+  layers: tuple[int, ...] = dataclasses.field(default=(), metadata=dict(static=True))
+
+  @property
+  def layer_names(self) -> list[str]:
+    """What rules and tables call each of its layers: "layers/3/mlp/up"; its name if it has none."""
+    if not self.layers:
+      return [self.name]
+    return rules_lib.names_of_layers(self.name, range(*self.layers))
 
   def with_layout(self, layout: axes.Layout) -> "Site":
     return dataclasses.replace(self, layout=layout)
+
+  def claim(self):
+    """Called by every op that multiplies here; twice in one trace is an error.
+
+    The mark lies outside the fields, on the object that unflattening makes anew in every trace.
+    """
+    if isinstance(self.tap, jax.core.Tracer):
+      if getattr(self, "_claimed", False):
+        raise ValueError(
+          f"site {self.name!r} is used by two products: what they see would be added up. Give each "
+          "product a site of its own"
+        )
+      object.__setattr__(self, "_claimed", True)
 
 
 def single(recipe: Recipe | str = "block_128", matmul: str = "auto", name: str = "dot") -> Site:
@@ -57,12 +83,25 @@ def single(recipe: Recipe | str = "block_128", matmul: str = "auto", name: str =
   Args:
     recipe: a Recipe or the name of one.
     matmul: "auto" or a backend of kernels.scaled_matmul.
+    name: in error messages.
   """
-  recipe = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
+  recipe = rules_lib.recipe_by_name(recipe) if isinstance(recipe, str) else recipe
   device = backend_lib.current_device()
   # Sizes are unknown here and no current backend depends on them.
   chosen = _choose(recipe, GemmSize(0, 0, 0), device, matmul)
-  return Site(jnp.zeros(3, jnp.float32), name, recipe, chosen)
+  return _site((), observe.QUIET, name, recipe, chosen, axes.LOCAL)
+
+
+def _site(layers, statistics, name, recipe: Recipe, backends, layout) -> Site:
+  stacked = (layers[1] - layers[0],) if layers else ()
+  memory = history.fresh(recipe, stacked) if recipe.is_stateful else None
+  key = jax.random.split(_own_key(jax.random.key(0), name), stacked) if recipe.is_random else None
+  tap = jnp.zeros((*stacked, 3, statistics), jnp.float32)
+  return Site(tap, memory, key, name, recipe, backends, layout, layers)
+
+
+def _own_key(key, name: str):
+  return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def _choose(
@@ -77,49 +116,6 @@ def _choose(
   return one("fwd"), one("dgrad"), one("wgrad")
 
 
-def recipe_by_name(name: str) -> Recipe:
-  if name not in recipes.RECIPES:
-    near = difflib.get_close_matches(name, recipes.RECIPES, 1, 0.0)
-    raise ValueError(
-      f"unknown recipe {name!r}; did you mean {near[0]!r}? Known: {', '.join(recipes.RECIPES)}"
-    )
-  return recipes.RECIPES[name]
-
-
-def match_rules(names, rules) -> dict[str, str]:
-  """First matching rule wins, on the whole name.
-
-  Args:
-    names: site names.
-    rules: ordered (regular expression, value) pairs.
-
-  Raises:
-    ValueError: a name that no rule covers, or a rule that decides nothing.
-  """
-  chosen, used = {}, set()
-  for name in names:
-    for i, (pattern, value) in enumerate(rules):
-      if re.fullmatch(pattern, name):
-        chosen[name] = value
-        used.add(i)
-        break
-  problems = []
-  missing = [name for name in names if name not in chosen]
-  if missing:
-    problems.append(
-      f"no rule in precision.rules covers {', '.join(missing)}; add one, for example ('.*', 'bf16')"
-    )
-  for i, (pattern, value) in enumerate(rules):
-    if i not in used:
-      problems.append(
-        f"rule ({pattern!r}, {value!r}) in precision.rules decides nothing: it matches no site of "
-        f"{', '.join(names)}, or earlier rules already did"
-      )
-  if problems:
-    raise ValueError("; ".join(problems))
-  return chosen
-
-
 @dataclasses.dataclass(frozen=True)
 class GemmSize:
   """Global sizes of a site's forward GEMM: tokens x produced x contracted."""
@@ -132,6 +128,19 @@ class GemmSize:
     """(M, N, K) of one of the three GEMMs."""
     t, p, c = self.tokens, self.produced, self.contracted
     return {"fwd": (t, p, c), "dgrad": (t, c, p), "wgrad": (c, p, t)}[which]
+
+
+def local_size(param, dims, layout: axes.Layout, tokens: int) -> GemmSize:
+  """Sizes of a site's GEMM on one device, after weights are gathered for compute."""
+  contracted, produced = param.gemm_letters
+
+  def extent(letters):
+    return math.prod(dims[x] // layout.size(layout.act_axes(x)) for x in letters)
+
+  return GemmSize(tokens, extent(produced), extent(contracted))
+
+
+# --- trees of sites ------------------------------------------------------------------------------
 
 
 def find_sites(declaration) -> dict[str, params.Param]:
@@ -149,103 +158,141 @@ def build_sites(
   matmul: str = "auto",
   device: backend_lib.Device | None = None,
   tokens: int = 0,
+  statistics: int = observe.QUIET,
 ):
   """The tree of Sites for a declaration tree.
+
+  Sites under "layers" come as a tuple of trees, one for every run of layers that share their
+  recipes, each stacked over its layers.
 
   Args:
     declaration: tree of Param; entries with `inputs` become sites.
     dims: letter -> size.
-    rules: ordered (regular expression, recipe name); see match_rules.
+    rules: ordered (regular expression, recipe name); see rules.match.
     layout: mesh and sharding tables.
     matmul: requested backend.
     device: hardware to choose backends for; default: the one JAX runs on.
     tokens: tokens per device and GEMM call, for the backends' size checks.
+    statistics: observe.QUIET or observe.LOUD.
   """
   device = device or backend_lib.current_device()
   found = find_sites(declaration)
-  names = match_rules(list(found), rules)
-  flat = {}
-  for path, param in found.items():
-    recipe = recipe_by_name(names[path])
-    size = local_size(param, dims, layout, tokens)
+
+  def one(path, recipe_name, start, stop):
+    recipe = rules_lib.recipe_by_name(recipe_name)
+    size = local_size(found[path], dims, layout, tokens)
     chosen = _choose(recipe, size, device, matmul)
-    stacked = (dims["N"],) if param.letters.startswith("N") else ()
-    flat[path] = Site(jnp.zeros((*stacked, 3), jnp.float32), path, recipe, chosen, layout)
-  return params.unflatten(flat)
+    is_stacked = found[path].letters.startswith("N")
+    name = rules_lib.range_name(path, start, stop, dims["N"]) if is_stacked else path
+    layers = (start, stop) if is_stacked else ()
+    return _site(layers, statistics, name, recipe, chosen, layout)
+
+  layers, rest = [], {}
+  for start, stop, chosen in rules_lib.segments(list(found), dims.get("N", 1), rules):
+    flat = {p: one(p, name, start, stop) for p, name in chosen.items()}
+    layers.append(params.unflatten({p: s for p, s in flat.items() if p.startswith("layers/")}))
+    rest = {p: s for p, s in flat.items() if not p.startswith("layers/")}
+  tree = params.unflatten(rest)
+  if any(layers):
+    tree["layers"] = tuple(tree["layers"] for tree in layers)
+  return tree
 
 
-def local_size(param, dims, layout: axes.Layout, tokens: int) -> GemmSize:
-  """Sizes of a site's GEMM on one device, after weights are gathered for compute."""
-  contracted, produced = param.gemm_letters
-
-  def extent(letters):
-    return math.prod(dims[x] // layout.size(layout.act_axes(x)) for x in letters)
-
-  return GemmSize(tokens, extent(produced), extent(contracted))
+def _is_site(x) -> bool:
+  return isinstance(x, Site)
 
 
-def find_misaligned_tiles(declaration, dims, rules, layout: axes.Layout, tokens: int) -> list[str]:
-  """Scale tiles of GEMM operands that would straddle devices, in words.
-
-  Such a tile's scale would depend on the mesh. (Weights split for storage only are not meant: those
-  are gathered first where their tiles straddle, see `gathers_narrow`.)
-
-  Args:
-    tokens: tokens of a GEMM on one device.
-  """
-  problems = []
-  found = find_sites(declaration)
-  names = match_rules(list(found), rules)
-  batch_shards = layout.size(layout.act_axes("B"))
-
-  def check(what, extent, shards, tile, fix):
-    if shards > 1 and tile != WHOLE and extent // shards % tile:
-      problems.append(
-        f"{what}: {extent} over {shards} devices is {extent // shards} per device, no multiple of "
-        f"the scale tile {tile}; {fix}"
-      )
-
-  for path, param in found.items():
-    recipe = recipe_by_name(names[path])
-    if not recipe.fwd.is_narrow:
-      continue
-    contracted, produced = param.gemm_letters
-    fix = f"lower mesh.tensor, or give {path} recipe 'bf16' or 'tensor_current'"
-    for role, letters, tiles in (
-      ("input", contracted, _tiles(recipe, contracted=True)),
-      ("output", produced, _tiles(recipe, contracted=False)),
-    ):
-      shards = layout.size(layout.act_axes_of(letters))
-      extent = math.prod(dims[x] for x in letters)
-      for tile in sorted(tiles):
-        check(f"{path}, {role} {letters}", extent, shards, tile, fix)
-    for tile in sorted({q.tile[1] for q in (recipe.wgrad.lhs, recipe.wgrad.rhs) if q}):
-      fix = "make batch / accumulation x length per device a multiple of it"
-      check(
-        f"{path}, tokens of its weight gradient", tokens * batch_shards, batch_shards, tile, fix
-      )
-  return problems
+def flatten(sites) -> dict[str, Site]:
+  """{name: Site} of a tree of sites, in order of computation."""
+  leaves = jax.tree.leaves(sites, is_leaf=_is_site)
+  return {s.name: s for s in leaves}
 
 
-def _tiles(recipe: Recipe, contracted: bool) -> set[int]:
-  """Tile extents along the letters that the forward GEMM contracts, or along those it produces."""
-  f, d, w = recipe.fwd, recipe.dgrad, recipe.wgrad
-  if contracted:
-    operands = ((f.lhs, 1), (f.rhs, 1), (d.rhs, 0), (w.lhs, 0))
-  else:
-    operands = ((f.rhs, 0), (d.lhs, 1), (d.rhs, 1), (w.rhs, 0))
-  return {quant.tile[axis] for quant, axis in operands if quant is not None}
+def tree_map(fn, sites, *rest):
+  """jax.tree.map over Sites."""
+  return jax.tree.map(fn, sites, *rest, is_leaf=_is_site)
 
 
-def gathers_narrow(param: params.Param, recipe: Recipe, dims, layout: axes.Layout) -> bool | None:
-  """Whether a weight split for storage is gathered in its narrow format; None: nothing is.
+def taps(sites):
+  """The taps alone: what a loss is differentiated with respect to."""
+  return tree_map(lambda s: s.tap, sites)
 
-  False costs two to four times the bytes: the shard holds no whole number of scale tiles.
-  """
-  contracted, produced = param.gemm_letters
-  letters = contracted + produced
-  if not any(collectives.extra_axes(layout, c) for c in letters):
-    return None
-  shard = {c: dims[c] // layout.size(layout.weight_axes(c)) for c in letters}
-  rhs = recipe.fwd.rhs
-  return rhs is not None and collectives.tiles_fit(shard, produced, contracted, rhs, layout)
+
+def with_taps(sites, taps):
+  """The sites with other taps: differentiate a loss of this with respect to `taps`."""
+  return tree_map(lambda s, tap: dataclasses.replace(s, tap=tap), sites, taps)
+
+
+def by_name(sites, seen) -> dict[str, jax.Array]:
+  """A tree of observations, cotangents of `taps(sites)`, as {site name: [..., 3, S]}."""
+  values = jax.tree.leaves(tree_map(lambda s, x: [x], sites, seen))
+  return dict(zip(flatten(sites), values, strict=True))
+
+
+def per_layer(sites, seen: Mapping[str, Any]) -> dict[str, Any]:
+  """{site name: [N?, 3, S]} as {layer name: [3, S]}."""
+  flat = {}
+  for name, site in flatten(sites).items():
+    values = seen[name] if site.layers else [seen[name]]
+    flat |= dict(zip(site.layer_names, values, strict=True))
+  return flat
+
+
+def recipes_of(sites) -> dict[str, Recipe]:
+  """{layer's site: recipe}."""
+  return {name: s.recipe for s in flatten(sites).values() for name in s.layer_names}
+
+
+# --- what sites remember -------------------------------------------------------------------------
+
+
+def memories(sites) -> dict[str, history.Memory]:
+  """{site name: memory} of those whose scales are not all current: a part of the training state."""
+  return {name: s.memory for name, s in flatten(sites).items() if s.memory is not None}
+
+
+def with_memories(sites, memories: Mapping[str, history.Memory]):
+  """The sites, reading these memories."""
+
+  def one(site):
+    return dataclasses.replace(site, memory=memories[site.name]) if site.memory else site
+
+  return tree_map(one, sites)
+
+
+def next_memories(sites, memories, seen: Mapping[str, Any]) -> dict[str, history.Memory]:
+  """Memories after a step in which sites saw {name: [..., 3, S]}."""
+  recipe_of = {name: s.recipe for name, s in flatten(sites).items()}
+  return {
+    name: history.update(memory, seen[name][..., 0], recipe_of[name])
+    for name, memory in memories.items()
+  }
+
+
+def calibrated(sites, seen: Mapping[str, Any]) -> dict[str, history.Memory]:
+  """Memories that begin with the amaxes {name: [..., 3, S]}."""
+  return {
+    name: history.calibrated(s.recipe, seen[name][..., 0])
+    for name, s in flatten(sites).items()
+    if s.memory is not None
+  }
+
+
+def with_current_scales(sites):
+  """The sites with every scale chosen from its own operand: for calibration and inspection."""
+
+  def one(site):
+    return dataclasses.replace(site, recipe=site.recipe.with_current_scales(), memory=None)
+
+  return tree_map(one, sites)
+
+
+def with_keys(sites, key):
+  """The sites, rounding stochastically with bits that depend on `key` and their own names."""
+
+  def one(site):
+    if site.key is None:
+      return site
+    return dataclasses.replace(site, key=jax.random.split(_own_key(key, site.name), site.key.shape))
+
+  return tree_map(one, sites)

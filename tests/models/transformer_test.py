@@ -12,12 +12,14 @@ import tolerances
 from jax.extend import core as jex_core
 
 from configs import base
-from fp8jax import config, train
+from fp8jax import config
 from fp8jax import params as params_lib
+from fp8jax import step as step_lib
 from fp8jax.kernels.backend import Device
 from fp8jax.models import rope, transformer
 from fp8jax.models.config import Execution, ModelConfig
 from fp8jax.ops import basic, site
+from fp8jax.quant import observe
 
 # Sizes that differ from one another; the widths hold no whole number of scale tiles.
 LLAMA = ModelConfig(
@@ -71,9 +73,10 @@ def _weights(rng, cfg):
   return params_lib.tree_map(one, transformer.params(cfg))
 
 
-def _sites(cfg, recipe="bf16"):
+def _sites(cfg, recipe="bf16", statistics=observe.QUIET):
   """Everything in one recipe, head included."""
-  return site.build_sites(transformer.site_params(cfg), cfg.dims, ((".*", recipe),))
+  rules = ((".*", recipe),)
+  return site.build_sites(transformer.site_params(cfg), cfg.dims, rules, statistics=statistics)
 
 
 @functools.cache
@@ -85,10 +88,14 @@ def _jitted_logits(cfg, run=RUN):
 def _loss_and_gradients(cfg):
   """(weights, sites, batch) -> mean loss, (gradients, what every site saw)."""
 
-  def mean(weights, sites, batch):
-    return transformer.loss(weights, sites, batch, cfg, RUN) / batch["weights_BL"].sum()
+  def mean(weights, taps, sites, batch):
+    seen_by = site.with_taps(sites, taps)
+    return transformer.loss(weights, seen_by, batch, cfg, RUN) / batch["weights_BL"].sum()
 
-  return jax.jit(jax.value_and_grad(mean, argnums=(0, 1)))
+  def both(weights, sites, batch):
+    return jax.value_and_grad(mean, argnums=(0, 1))(weights, site.taps(sites), sites, batch)
+
+  return jax.jit(both)
 
 
 def _logits(cfg, weights, batch, recipe="bf16", run=RUN):
@@ -194,14 +201,15 @@ def test_every_site_watches_its_own_weight_once(rng, name):
   """A site used by two GEMMs would add their observations; one that none uses would see zero."""
   cfg = MODELS[name]
   weights, batch = _weights(rng, cfg), _batch(rng, cfg)
-  _, (_, seen) = _loss_and_gradients(cfg)(weights, _sites(cfg), batch)
-  flat, found = params_lib.flatten(weights), params_lib.flatten(seen)
+  sites = _sites(cfg, statistics=observe.LOUD)
+  _, (_, seen) = _loss_and_gradients(cfg)(weights, sites, batch)
+  flat, found = params_lib.flatten(weights), site.by_name(sites, seen)
   assert len(found) == 8
   for path, one in found.items():
     weight = flat["embed" if path == "head" and cfg.tie_embeddings else path]
-    by_layer = weight.reshape(*one.tap.shape[:-1], -1)
-    np.testing.assert_array_equal(one.tap[..., 1], np.abs(by_layer).max(-1), path)
-    assert np.all(one.tap > 0), path
+    by_layer = weight.reshape(*one.shape[:-2], -1)
+    np.testing.assert_array_equal(one[..., 1, 0], np.abs(by_layer).max(-1), path)
+    assert np.all(one[..., 0] > 0), path
 
 
 def test_logits_in_fp8_equal_an_emulation(rng):
@@ -334,7 +342,8 @@ def test_train_step_never_holds_all_logits(remat):
     for name in ("tokens", "targets", "positions", "segments")
   }
   batch["weights_BL"] = jax.ShapeDtypeStruct((c.batch, c.length), jnp.float32)
-  step = jax.make_jaxpr(train.make_step(plan))(train.abstract_state(plan), batch, plan.sites())
+  state = step_lib.abstract_state(plan)
+  step = jax.make_jaxpr(step_lib.make_step(plan))(state, batch, plan.sites())
   size = plan.model.vocab_size
   found = {shape for shape in _shapes(step.jaxpr) if size in shape}
   assert (c.batch, 32, size) in found  # one chunk

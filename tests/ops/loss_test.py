@@ -1,5 +1,7 @@
 """Chunked cross-entropy against the textbook, and its promise about memory."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -56,30 +58,33 @@ def test_cross_entropy_scales_its_gradient_by_what_comes_in(rng):
   np.testing.assert_allclose(three, 3 * one, rtol=1e-6)
 
 
-def test_observation_follows_the_scale_that_comes_in(rng):
+def _seen(site, h, head, targets, weights, scale=1.0):
+  def loss(tap):
+    watching = dataclasses.replace(site, tap=tap)
+    return scale * cross_entropy(h, head, "BLD,DV->BLV", targets, weights, watching, 16)
+
+  return np.asarray(jax.jit(jax.grad(loss))(site.tap))
+
+
+def test_observation_is_of_what_is_made_narrow(rng):
+  """The gradient of the sum over tokens, whatever the caller multiplies the loss with later."""
   h, head, targets, weights = _inputs(rng)
-
-  def seen(scale):
-    def loss(site):
-      return scale * cross_entropy(h, head, "BLD,DV->BLV", targets, weights, site, 16)
-
-    return np.asarray(jax.grad(loss)(site_lib.single("bf16")).tap)
-
-  one = seen(1.0)
-  np.testing.assert_array_equal(seen(0.125), one * [1, 1, 0.125])
-  assert one[2] > 0 and np.isnan(seen(np.nan)[2])
+  one = _seen(site_lib.single("block_128"), h, head, targets, weights)
+  logits = np.einsum("bld,dv->blv", h, head).astype(np.float64)
+  p = np.exp(logits - logits.max(-1, keepdims=True))
+  g = weights[..., None] * (p / p.sum(-1, keepdims=True) - np.eye(p.shape[-1])[targets])
+  want = [np.abs(t).max() for t in (h, head, g)]
+  np.testing.assert_allclose(one[:, 0], want, rtol=[1e-6, 1e-6, 0.2])  # g: of narrow logits
+  np.testing.assert_array_equal(
+    _seen(site_lib.single("block_128"), h, head, targets, weights, scale=0.125), one
+  )
 
 
 def test_cross_entropy_sees_nan(rng):
   h, head, targets, weights = _inputs(rng)
   h[1, 49, 0] = np.nan
-  site = site_lib.single("bf16")
-
-  def loss(site):
-    return cross_entropy(h, head, "BLD,DV->BLV", targets, weights, site, 16)
-
-  seen = jax.jit(jax.grad(loss))(site)
-  assert np.isnan(seen.tap[0]) and np.isfinite(seen.tap[1]) and np.isnan(seen.tap[2])
+  x, w, g = _seen(site_lib.single("block_128"), h, head, targets, weights)[:, 0]
+  assert np.isnan(x) and np.isfinite(w) and np.isnan(g)
 
 
 def test_cross_entropy_never_holds_all_logits(rng):

@@ -8,127 +8,332 @@ import oracle
 import pytest
 from lattice import lattice
 
-from fp8jax.formats import E4M3, E5M2
+from fp8jax.formats import E2M1, E3M4, E4M3, E5M2
 from fp8jax.quant import quantize as q
-from fp8jax.recipe import WHOLE, Quant, Scale
+from fp8jax.recipe import WHOLE, Delayed, Hadamard, Quant, Rounding, Scale, Static
 
+NARROW = [E4M3, E5M2, E3M4, E2M1]
 TILES = [(1, 128), (128, 128), (128, 1), (WHOLE, WHOLE), (1, WHOLE), (16, 32)]
+SMALL_TILES = [(1, 16), (16, 16), (WHOLE, WHOLE)]
 SHAPES = [(256, 256), (72, 576), (130, 200), (1, 3)]
+ONE_LEVEL = [k for k in Scale if k is not Scale.E4M3_OVER_F32]
 
 
-def test_formats_limits_match_ml_dtypes():
-  assert (E4M3.max, E4M3.smallest, E4M3.bits) == (448.0, 2.0**-9, 8)
-  assert (E5M2.max, E5M2.smallest, E5M2.bits) == (57344.0, 2.0**-16, 8)
+def kind_id(kind):
+  return kind.value
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("kind", list(Scale), ids=lambda k: k.value)
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_quantize_equals_numpy_bit_for_bit(rng, shape, tile, kind, fmt):
+def narrow(x, quant, **options):
+  """quantize under jit: op by op it is the same to the bit, but compiles for longer."""
+  return jax.jit(lambda x: q.quantize(x, quant, **options))(x)
+
+
+def check_equals_numpy(rng, shape, tile, kind, fmt):
   x = (rng.standard_normal(shape) * np.exp(4 * rng.standard_normal(shape))).astype(np.float32)
-  got = jax.jit(lambda x: q.quantize(x, Quant(fmt, tile, kind)))(x)
-  data, scale = oracle.quantize(x, fmt.name, tile, kind is Scale.POW2)
+  got = narrow(x, Quant(fmt, tile, kind))
+  data, scale = oracle.quantize(x, fmt.name, tile, kind.value)
   np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8), data.view(np.uint8))
   np.testing.assert_array_equal(
     got.dequantize(), (data.astype(np.float32) * scale).astype(np.float32)
   )
 
 
+@pytest.mark.parametrize("kind", [Scale.F32, Scale.POW2], ids=kind_id)
 @pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_quantize_equals_numpy_bit_for_bit(rng, shape, tile, kind):
+  check_equals_numpy(rng, shape, tile, kind, E4M3)
+
+
+@pytest.mark.parametrize("fmt", NARROW, ids=str)
+@pytest.mark.parametrize("kind", list(Scale), ids=kind_id)
+@pytest.mark.parametrize("tile", SMALL_TILES, ids=str)
+def test_quantize_equals_numpy_bit_for_bit_in_every_format(rng, tile, kind, fmt):
+  check_equals_numpy(rng, (40, 72), tile, kind, fmt)
+
+
+@pytest.mark.parametrize("fmt", [E3M4, E2M1], ids=str)
+def test_elements_are_multiplied_by_the_reciprocal(fmt):
+  """Integers next to the format's ties under integer amaxes: some, a division decides otherwise."""
+  grid = np.arange(2 ** (fmt.bits - 1), dtype=np.uint8).view(fmt.dtype).astype(np.float64)
+  grid = grid[np.isfinite(grid)]
+  amax = np.arange(1, 4001, 7)[:, None]
+  ties = np.round(amax * (grid[1:] + grid[:-1]) / 2 / fmt.max)
+  x = np.concatenate([ties, amax], axis=1).astype(np.float32)
+  want, scale = oracle.quantize(x, fmt.name, (1, WHOLE), "f32")
+  assert np.any(want != oracle.cast(x / scale, fmt.name))
+  for make in (narrow, q.quantize):
+    np.testing.assert_array_equal(make(x, Quant(fmt, (1, WHOLE))).data, want)
+
+
+@pytest.mark.parametrize("fmt", NARROW, ids=str)
+@pytest.mark.parametrize("kind", list(Scale), ids=kind_id)
+def test_quantize_is_the_same_outside_jit(rng, kind, fmt):
+  """XLA sees more at once under jit, and rewrites divisions if it is given any."""
+  check_same_outside_jit(rng, Quant(fmt, (1, 16), kind))
+
+
+@pytest.mark.parametrize("kind", [Scale.F32, Scale.E4M3_OVER_F32], ids=kind_id)
+def test_rotated_and_random_is_the_same_outside_jit(rng, kind):
+  """Blocks of 32, whose factor 1 / sqrt(32) is a constant that XLA could move."""
+  quant = Quant(E2M1, (1, 16), kind, rounding=Rounding.STOCHASTIC, transform=Hadamard(32))
+  check_same_outside_jit(rng, quant)
+
+
+def check_same_outside_jit(rng, quant):
+  x = rng.standard_normal((256, 64)) * np.exp(8 * rng.standard_normal((256, 1)))
+  x, key = x.astype(np.float32), jax.random.key(0)
+  eager = q.quantize(jnp.asarray(x), quant, key=key)
+  jitted = narrow(x, quant, key=key)
+  np.testing.assert_array_equal(eager.scale, jitted.scale)
+  np.testing.assert_array_equal(*(np.asarray(s.data).view(np.uint8) for s in (eager, jitted)))
+
+
+@pytest.mark.parametrize("tile", [*TILES, (1, 16)], ids=str)
 def test_quantize_of_transpose_is_transpose_of_quantize(rng, tile):
   x = rng.standard_normal((130, 200)).astype(np.float32)
-  a = q.quantize(x, Quant(E4M3, tile), contraction=0)
-  b = q.quantize(x.T, Quant(E4M3, tile))
-  assert a.shape == b.shape == (200, 130) and a.tile == b.tile == tile
-  np.testing.assert_array_equal(a.data, b.data)
-  np.testing.assert_array_equal(a.scale, b.scale)
+  for fmt, kind in ((E4M3, Scale.F32), (E2M1, Scale.E4M3_OVER_F32)):
+    a = narrow(x, Quant(fmt, tile, kind), contraction=0)
+    b = narrow(x.T, Quant(fmt, tile, kind))
+    assert a.shape == b.shape == (200, 130) and a.tile == b.tile == tile
+    np.testing.assert_array_equal(a.data, b.data)
+    np.testing.assert_array_equal(a.scale, b.scale)
 
 
-@pytest.mark.parametrize("kind", list(Scale), ids=lambda k: k.value)
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-def test_scale_around_every_power_of_two_never_overflows(fmt, kind):
+@pytest.mark.parametrize("kind", ONE_LEVEL, ids=kind_id)
+@pytest.mark.parametrize("fmt", NARROW, ids=str)
+def test_scale_around_every_power_of_two_stays_within_its_bound(fmt, kind):
   """Neighbours of fmt.max * 2^e for every e: rounding down by one ulp would double the data."""
-  exponents = np.arange(-126 - 20, 128 - 16)
+  exponents = np.arange(-126 - 20, 128)
   centre = np.ldexp(np.float64(fmt.max), exponents)
   centre = centre[(centre < 3e38) & (centre > 2.0**-126)].astype(np.float32)
   amax = np.concatenate(
     [centre, np.nextafter(centre, np.float32(np.inf)), np.nextafter(centre, np.float32(0))]
   )
   scale = np.asarray(jax.jit(lambda a: q.amax_to_scale(a, fmt, kind))(amax), np.float64)
-  assert np.all(np.isfinite(scale)) and np.all(scale > 0)
-  if kind is Scale.POW2:
-    assert np.all(np.frexp(scale)[0] == 0.5)
-    assert np.all(amax.astype(np.float64) <= scale * fmt.max)
-    above_floor = scale > 2.0**-126
-    assert np.all(amax[above_floor] > scale[above_floor] * fmt.max / 2)
-  else:
-    assert np.all(amax / scale <= fmt.max * (1 + 2.0**-22))
+  assert np.all(np.isfinite(scale)) and np.all(scale >= 2.0**-126)
+  ratio, is_above_floor = amax / scale, scale > 2.0**-126
+  if kind is Scale.F32:
+    assert np.all(ratio <= fmt.max * (1 + 2.0**-22))
+    return
+  assert np.all(np.frexp(scale)[0] == 0.5)
+  binade = 2.0 ** (fmt.max_exponent + 1)
+  largest = {
+    Scale.POW2: fmt.max,
+    Scale.FLOOR: np.nextafter(np.float32(binade), np.float32(0)),
+    Scale.EVEN: np.nextafter(
+      np.float32(binade * (1 - 2.0 ** -(fmt.mantissa_bits + 2))), np.float32(0)
+    ),
+  }[kind]
+  assert np.all(ratio <= largest)
+  assert np.all(ratio[is_above_floor] > largest / 2 * (1 - 2.0**-22))
 
 
-@pytest.mark.parametrize("kind", list(Scale), ids=lambda k: k.value)
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-def test_special_blocks_give_finite_scales_and_hide_nothing(fmt, kind):
-  inf, nan, tiny = np.inf, np.nan, np.float32(1e-44)
-  rows = [
+SPECIAL = np.asarray(
+  [
     [0, 0, 0, 0],
     [-0.0, 0, 0, 0],
-    [tiny, -tiny, 0, 0],  # subnormal
+    [1e-44, -1e-44, 0, 0],  # subnormal
     [2.0**-130, 2.0**-120, 0, 1e-38],
-    [inf, 1, -2, 0],
-    [-inf, 1e30, 0, 0],
-    [nan, 1, 2, 3],
+    [np.inf, 1, -2, 0],
+    [-np.inf, 1e30, 0, 0],
+    [np.nan, 1, 2, 3],
     [3e38, 1e-30, 0, -3e38],  # a lone huge element
-  ]
-  rows = np.asarray(rows, np.float32)
-  got = jax.jit(lambda x: q.quantize(x, Quant(fmt, (1, WHOLE), kind)))(rows)
-  scale, data = np.asarray(got.scale), np.asarray(got.data, np.float32)
+  ],
+  np.float32,
+)
+
+
+@pytest.mark.parametrize("kind", ONE_LEVEL, ids=kind_id)
+@pytest.mark.parametrize("fmt", NARROW, ids=str)
+def test_special_blocks_give_finite_scales(fmt, kind):
+  got = narrow(SPECIAL, Quant(fmt, (1, WHOLE), kind))
+  scale, data = np.asarray(got.scale), np.asarray(got.data).astype(np.float32)
   assert np.all(np.isfinite(scale)) and np.all(scale >= 2.0**-126)
-  np.testing.assert_array_equal(scale[[0, 1, 4, 5], 0], 1.0)
-  # NaN does not hide the rest of its tile.
-  assert data[6, 3] > fmt.max / 2 and data[6, 3] * scale[6, 0] == pytest.approx(3, rel=2**-22)
-  assert not np.isinf(data).any()
-  np.testing.assert_array_equal(np.isnan(data), ~np.isfinite(rows))
-  assert data[5, 1] == fmt.max
+  np.testing.assert_array_equal(scale[[0, 1, 2, 4, 5], 0], 1.0)
+  np.testing.assert_array_equal(data[:3], SPECIAL[:3] * 0)
+  # NaN does not hide the rest of its tile; where the format has none, it is +0.
+  assert data[6, 3] > fmt.max / 2
+  # 3 is on the grid of every format, of E2M1 even where FLOOR and EVEN leave the scale at 1/2 or 1.
+  assert data[6, 3] * scale[6, 0] == pytest.approx(3, rel=2**-22)
+  want = np.isnan(SPECIAL) if fmt.has_nan else np.zeros_like(SPECIAL, bool)
+  np.testing.assert_array_equal(np.isnan(data), want)
+  assert fmt.has_nan or (data[6, 0] == 0 and not np.signbit(data[6, 0]))
+  # Infinity saturates, and so does what is too large next to it.
+  np.testing.assert_array_equal(data[4], np.asarray([fmt.max, 1, -2, 0], np.float32))
+  np.testing.assert_array_equal(data[5], np.asarray([-fmt.max, fmt.max, 0, 0], np.float32))
   # Rounding up to a power of two may leave up to half of the range unused.
   assert data[7, 0] >= fmt.max / 2 and data[7, 3] <= -fmt.max / 2
 
 
+@pytest.mark.parametrize("fmt", NARROW, ids=str)
+@pytest.mark.parametrize("row", range(len(SPECIAL)))
+def test_special_tensors_give_finite_scales_in_two_levels(fmt, row):
+  """Each alone in its tensor with a plain tile, since an infinite amax reaches every tile."""
+  x = np.concatenate([SPECIAL[row : row + 1], [[1, 2, 3, 6]]]).astype(np.float32)
+  for rows in (x, x[:1]):
+    quant = Quant(fmt, (1, WHOLE), Scale.E4M3_OVER_F32)
+    got = q.quantize(rows, quant)
+    scale, data = np.asarray(got.scale), np.asarray(got.data).astype(np.float32)
+    want, want_scale = oracle.quantize(rows, fmt.name, (1, 0), "e4m3_over_f32")
+    np.testing.assert_array_equal(scale[:, 0], want_scale[:, 0])
+    is_normal = np.abs(rows[-1]) >= 2.0**-126  # others may be flushed
+    np.testing.assert_array_equal(data[-1][is_normal], want[-1].astype(np.float32)[is_normal])
+    assert np.all(np.isfinite(scale)) and np.all(scale >= 2.0**-126)
+    assert not np.isinf(data).any()
+    if np.isinf(rows).any():
+      assert scale[0, 0] == 1 and np.abs(data[0, 0]) == fmt.max
+  if np.abs(np.nan_to_num(SPECIAL[row])).max() < 2.0**-126:
+    assert scale[0, 0] == 1  # the tensor alone
+
+
+def test_two_level_scale_of_the_largest_tile_is_448():
+  """NVFP4's code 0x7E, for tensors of any magnitude whose factor is not clamped."""
+  amax = np.exp(np.linspace(-70, 88, 2000)).astype(np.float32)
+  scale = jax.jit(jax.vmap(lambda a: q.two_level_scale(a, a, E2M1)))(amax)
+  decode = 1 / (np.float32(2688) / amax)
+  np.testing.assert_array_equal(scale, np.float32(448) * decode)
+
+
+def test_two_level_scale_counts_the_whole_tensor():
+  """A tile a millionth of the largest keeps E4M3's smallest number, not 0."""
+  x = np.full((2, 32), 1e-6, np.float32)
+  x[0, 0] = 2688
+  got = q.quantize(x, Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32))
+  np.testing.assert_array_equal(got.scale, [[448, 2.0**-9], [2.0**-9, 2.0**-9]])
+  assert np.asarray(got.data).astype(np.float32)[0, 0] == 6
+
+
 def test_cast_saturates_where_a_bare_cast_gives_nan():
-  x = jnp.asarray([449.0, 464.0, 465.0, 1e9, -1e9], jnp.float32)
-  np.testing.assert_array_equal(np.asarray(q.cast(x, E4M3), np.float32), [448, 448, 448, 448, -448])
+  x = jnp.asarray([449.0, 464.0, 465.0, 1e9, -1e9, np.inf, -np.inf], jnp.float32)
+  want = [448, 448, 448, 448, -448, 448, -448]
+  np.testing.assert_array_equal(np.asarray(q.cast(x, E4M3), np.float32), want)
   assert np.isnan(np.float32(465).astype(ml_dtypes.float8_e4m3fn))
 
 
-def test_cast_rounds_every_bfloat16_as_ml_dtypes_does():
-  x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-  for fmt in (E4M3, E5M2):
-    is_lost = ~np.isfinite(x)
-    want = np.clip(np.where(is_lost, 0, x), -fmt.max, fmt.max).astype(fmt.dtype)
-    got = np.asarray(jax.jit(lambda x, f=fmt: q.cast(x, f))(x))
-    np.testing.assert_array_equal(got[~is_lost].view(np.uint8), want[~is_lost].view(np.uint8))
-    assert np.isnan(got[is_lost].astype(np.float32)).all()
+def test_count_nonfinite_sees_what_the_cast_hides(rng):
+  x = rng.standard_normal((8, 8)).astype(np.float32)
+  x[0, 0], x[1, 1], x[2, 2] = np.nan, np.inf, -np.inf
+  for dtype in (jnp.float32, jnp.bfloat16):
+    assert int(jax.jit(q.count_nonfinite)(jnp.asarray(x, dtype))) == 3
+  assert int(q.count_nonfinite(q.quantize(x, Quant(E2M1, (1, 8))).dequantize())) == 0
+
+
+@pytest.mark.parametrize("fmt", NARROW, ids=str)
+@pytest.mark.parametrize("kind", [Scale.F32, Scale.POW2], ids=kind_id)
+def test_scale_of_a_given_amax_ignores_x(rng, kind, fmt):
+  x = rng.standard_normal((16, 32)).astype(np.float32)
+  for source, margin in ((Static(), 0), (Delayed(8, margin=2), 2)):
+    quant = Quant(fmt, (WHOLE, WHOLE), kind, source)
+    for axis in (0, 1):
+      make = jax.jit(
+        lambda x, a, quant=quant, axis=axis: q.quantize(x, quant, contraction=axis, amax=a)
+      )
+      got = make(x, jnp.float32(0.1))
+      scale = oracle.scale_of(0.1, fmt.name, kind.value) * np.float32(2.0**margin)
+      np.testing.assert_array_equal(got.scale, [[scale]])
+      want = oracle.cast((x if axis else x.T) * (np.float32(1) / scale), fmt.name)
+      np.testing.assert_array_equal(got.data, want)
+    is_saturated = np.abs(np.asarray(got.data).astype(np.float32)) == fmt.max
+    assert is_saturated.any() and np.all(is_saturated[np.abs(x) > scale * fmt.max])
+    for amax in (0.0, -1.0, np.nan, np.inf, 1e-44):
+      assert make(x, jnp.float32(amax)).scale == 1
+    for amax in (2.0**-126, 3e38):
+      scale = float(make(x, jnp.float32(amax)).scale[0, 0])
+      assert 2.0**-126 <= scale <= 2.0**126
+
+
+def test_amax_belongs_to_sources_other_than_current():
+  x = np.ones((4, 4), np.float32)
+  with pytest.raises(ValueError, match="Static.* needs an amax"):
+    q.quantize(x, Quant(E4M3, source=Static()))
+  with pytest.raises(ValueError, match="Current.* give no amax"):
+    q.quantize(x, Quant(E4M3), amax=jnp.float32(1))
 
 
 def test_lattice_is_exact_in_every_format_and_tile(rng):
   x = lattice(rng, 130, 200)
   for fmt in (E4M3, E5M2):
-    for kind in Scale:
+    for kind in ONE_LEVEL:
       for tile in TILES:
         for axis in (0, 1):
           got = q.quantize(x, Quant(fmt, tile, kind), contraction=axis)
           np.testing.assert_array_equal(got.dequantize(), x if axis else x.T)
 
 
-def test_whole_scale_is_global_inside_shard_map(rng):
+@pytest.mark.parametrize("kind", list(Scale), ids=kind_id)
+@pytest.mark.parametrize("tile", SMALL_TILES, ids=str)
+def test_lattice_is_exact_in_fp4(rng, tile, kind):
+  x = lattice(rng, 130, 200, fmt="e2m1")
+  for axis in (0, 1):
+    got = narrow(x, Quant(E2M1, tile, kind), contraction=axis)
+    np.testing.assert_array_equal(got.dequantize(), x if axis else x.T)
+
+
+def test_lattice_is_exact_under_stochastic_rounding(rng):
+  x = lattice(rng, 130, 200, fmt="e2m1")
+  for axis in (0, 1):
+    quant = Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32, rounding=Rounding.STOCHASTIC)
+    got = narrow(x, quant, contraction=axis, key=jax.random.key(0))
+    np.testing.assert_array_equal(got.dequantize(), x if axis else x.T)
+
+
+def test_lattice_is_exact_in_e3m4_with_powers_of_two(rng):
+  x = lattice(rng, 130, 200, fmt="e3m4")
+  for kind in (Scale.POW2, Scale.FLOOR, Scale.EVEN):
+    for tile in SMALL_TILES:
+      np.testing.assert_array_equal(narrow(x, Quant(E3M4, tile, kind)).dequantize(), x)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_whole_scale_is_global_inside_shard_map(rng, axis):
+  """Rows split over eight devices, seen as a matrix of rows x contraction or as its transpose."""
   x = rng.standard_normal((16, 8)).astype(np.float32)
   mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   spec = jax.sharding.PartitionSpec("data")
+  amax_axes = (("data",), ()) if axis else ((), ("data",))
 
   def local(x):
-    return q.quantize(x, Quant(E4M3), amax_axes=(("data",), ())).scale
+    made = q.quantize(x, Quant(E4M3), contraction=axis, amax_axes=amax_axes)
+    return made.scale
 
   scales = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(
     x
   )
   np.testing.assert_array_equal(scales, np.full((8, 1), np.abs(x).max() * np.float32(1 / 448)))
+
+
+@pytest.mark.parametrize("contraction", [0, 1])
+@pytest.mark.parametrize("split", [0, 1])
+def test_row_scale_is_global_where_the_contraction_is_split(rng, split, contraction):
+  """One scale per row: of the whole row, and of no other, whichever axis of x is on the mesh."""
+  x = rng.standard_normal((16, 24)).astype(np.float32)  # rows x contraction
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  amax_axes = ((), ("data",)) if split else (("data",), ())
+
+  def local(x):
+    return q.quantize(
+      x, Quant(E4M3, (1, WHOLE)), contraction=contraction, amax_axes=amax_axes
+    ).scale
+
+  spec = jax.sharding.PartitionSpec(*((None, "data") if split == contraction else ("data", None)))
+  out = jax.sharding.PartitionSpec("data")
+  f = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False)
+  scales = np.asarray(jax.jit(f)(x if contraction else x.T))
+  want = np.abs(x).max(1)[:, None] * np.float32(1 / 448)
+  np.testing.assert_array_equal(scales, np.tile(want, (8, 1)) if split else want)
+
+
+@pytest.mark.parametrize("tile", [(1, 16), (16, 16)], ids=str)
+def test_two_levels_inside_shard_map_are_those_of_the_whole(rng, tile):
+  """Rows and contraction split; the tensor's amax comes from every shard."""
+  x = (rng.standard_normal((64, 64)) * np.exp(3 * rng.standard_normal((64, 64)))).astype(np.float32)
+  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  spec = jax.sharding.PartitionSpec("data", "model")
+  quant = Quant(E2M1, tile, Scale.E4M3_OVER_F32)
+
+  def local(x):
+    return q.quantize(x, quant, amax_axes=(("data",), ("model",))).dequantize()
+
+  got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(x)
+  np.testing.assert_array_equal(got, q.quantize(x, quant).dequantize())

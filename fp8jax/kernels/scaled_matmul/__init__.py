@@ -1,8 +1,9 @@
 """D[M, N] = A[M, K] . B[N, K]' for Scaled operands: one signature, several backends.
 
 Both operands are contraction-last ("K-major"), the only order in which Hopper's FP8 matrix unit
-reads them. A backend is a module with `supports(problem) -> None or the reason why not` and
-`scaled_matmul(a, b, accumulate) -> float32 [M, N]`.
+reads them. A backend is a module with `supports(problem) -> None or the reason why not`,
+`scaled_matmul(a, b, accumulate) -> float32 [M, N]` and `num_dots(problem) -> int`, the FP8 GEMMs
+that one call executes: what a compiled program is checked against (proof.py).
 """
 
 from fp8jax.kernels.scaled_matmul import reference, xla

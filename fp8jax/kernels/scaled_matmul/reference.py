@@ -7,6 +7,7 @@ GPU: XLA removes a narrow cast that a wide one follows and multiplies in 16 bits
 import jax
 import jax.numpy as jnp
 
+from fp8jax.formats import E2M1, E4M3
 from fp8jax.quant import scaled
 
 # Beyond this many steps along K the loop is rolled, to bound program size.
@@ -21,6 +22,11 @@ def supports(problem) -> str | None:
   return None
 
 
+def num_dots(problem) -> int:
+  """FP8 dots that run: one per partial sum."""
+  return -(-problem.k // (problem.gemm.accumulate or _DEFAULT_STEP))
+
+
 def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None):
   """float32 [M, N]; partial sums of `accumulate` (default 128) products are added in float32."""
   (m, k), n = a.shape, b.shape[0]
@@ -29,6 +35,8 @@ def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None):
   cols = scaled.expand(b.scale, 0, b.tile[0], n).T
   # The second purpose of the barrier: computed once, not inside every fused multiply-add.
   lhs, rhs, rows, cols = jax.lax.optimization_barrier((a.data, b.data, rows, cols))
+  # Hopper multiplies no 4-bit numbers and XLA:CPU refuses to; every E2M1 number is an E4M3 one.
+  lhs, rhs = (x.astype(E4M3.dtype) if x.dtype == E2M1.dtype else x for x in (lhs, rhs))
 
   def partial(i, size):
     """Step `i` of K: an FP8 product, scaled on its way into the float32 accumulator."""

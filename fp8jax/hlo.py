@@ -1,0 +1,242 @@
+"""The matrix products of a program, read from its HLO text.
+
+Every product is traced under a scope "site:product" (ops/dot.py), which XLA hands on, in the
+metadata of instructions, to whatever comes of it: a cuBLAS call, a fusion that Triton compiles, a
+kernel of ours. Executions are counted: a loop's body as often as the loop runs, so that it does not
+matter how XLA unrolls it.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+  """Which products of the program: one of a site's three, in the forward pass or computed again."""
+
+  site: str
+  product: str
+  is_recompute: bool = False
+
+  def __str__(self):
+    return f"{self.site} {self.product}" + " (recompute)" * self.is_recompute
+
+
+NO_SITE = Key("no site", "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+  """An instruction that multiplies matrices.
+
+  Attributes:
+    key: whose it is; NO_SITE if no site's.
+    is_fp8: whether the matrix unit is given FP8; on CPU, whether the dot is.
+    times: executions per run of the program.
+    work: multiply-adds per execution.
+    kernel: what multiplies, e.g. "cuBLASLt".
+    text: operands and result, e.g. "bf16[64,32] x bf16[16,32] -> f32[64,16]".
+  """
+
+  key: Key
+  is_fp8: bool
+  times: int
+  work: int
+  kernel: str
+  text: str
+
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
+_ASSIGNED = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_OPCODE = re.compile(r" ?([\w\-]+)\(")
+# Not a loop's condition: it multiplies nothing.
+_CALLED = re.compile(
+  r"(?:calls|to_apply|body|branch_computations|called_computations)=(\{[^}]*\}|[^, ]+)"
+)
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_SCOPE = re.compile(r"(?:^|[/(])((?:layers/(?:[^/:()]+/)*)?[^/:()]+):(fwd|dgrad|wgrad)(?=[/)]|$)")
+_RECOMPUTED = "rematted_computation"  # jax.checkpoint's scope
+_CUBLAS = {
+  "__cublas$lt$matmul$f8": "cuBLASLt FP8",
+  "__cublas$lt$matmul": "cuBLASLt",
+  "__cublas$gemm": "cuBLAS",
+}
+
+
+@dataclasses.dataclass
+class _Instruction:
+  """One line: name = shape opcode(operands), rest."""
+
+  name: str
+  shape: str
+  opcode: str
+  operands: list[str]
+  rest: str
+
+  def attribute(self, pattern: str) -> str:
+    match = re.search(pattern, self.rest)
+    return match[1] if match else ""
+
+  @property
+  def op_name(self) -> str:
+    return self.attribute(r'op_name="([^"]*)"')
+
+  @property
+  def called(self) -> list[str]:
+    """Computations that it runs."""
+    values = (match[1].strip("{}") for match in _CALLED.finditer(self.rest))
+    return [name.strip().lstrip("%") for value in values for name in value.split(",")]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inside:
+  """What an instruction inherits from the loop, call or fusion around it.
+
+  Attributes:
+    times: executions.
+    key: whose the loop or call is. Sites may share the body of a loop, which then has the name of
+      one of them.
+    is_recompute: whether any name on the way here says so.
+    kernel: what the fusion is compiled by, "" outside of fusions that end on the matrix unit.
+  """
+
+  times: int = 1
+  key: Key | None = None
+  is_recompute: bool = False
+  kernel: str = ""
+
+
+def products(text: str, platform: str) -> list[Product]:
+  """Every product of matrices in a program.
+
+  Args:
+    text: HLO with metadata: on GPU compiled; on CPU lowered, because XLA:CPU has no FP8 arithmetic
+      and widens every operand.
+    platform: "cpu" or "gpu".
+  """
+  return list(_Program(text, platform).visit())
+
+
+class _Program:
+  """HLO text as computations of instructions."""
+
+  def __init__(self, text: str, platform: str):
+    self.platform, self.entry = platform, ""
+    self.computations: dict[str, dict[str, _Instruction]] = collections.defaultdict(dict)
+    self.multiplies: dict[str, bool] = {}
+    here: dict[str, _Instruction] = {}
+    for line in text.splitlines():
+      if match := _ASSIGNED.match(line):
+        here[match[1]] = _instruction(match[1], match[2])
+      elif match := _HEADER.match(line):
+        here = self.computations[match[2]]
+        self.entry = match[2] if match[1] else self.entry
+
+  def visit(self, name: str = "", inside: _Inside = _Inside()) -> Iterator[Product]:
+    """Products of a computation, by default the program."""
+    for i in self.computations[name or self.entry].values():
+      again = inside.is_recompute or _RECOMPUTED in i.op_name
+      scope = _SCOPE.search(i.op_name)
+      key = inside.key or (Key(scope[1], scope[2], again) if scope else None)
+      if product := self._product(i, name or self.entry, inside, key):
+        yield product
+      callees = [callee for callee in i.called if self._multiplies(callee)]
+      if not callees:
+        continue
+      times, kernel = inside.times, inside.kernel
+      if i.opcode == "while":
+        times *= self._trips(i)
+      if "kind=kCustom" in i.rest:
+        kind = i.attribute(r'"kind":"(\w+)"')
+        kernel = next((k for k in ("Triton", "cuDNN") if k.lower() in kind), kind or "fusion")
+      # A fusion has the name of any instruction that was fused.
+      is_named = i.opcode in ("while", "call", "conditional")
+      for callee in callees:
+        yield from self.visit(
+          callee, _Inside(times, key if is_named else inside.key, again, kernel)
+        )
+
+  def _multiplies(self, name: str) -> bool:
+    """Whether a computation may multiply matrices, itself or in what it calls."""
+    if name not in self.multiplies:
+      self.multiplies[name] = any(
+        i.opcode in ("dot", "custom-call") or any(map(self._multiplies, i.called))
+        for i in self.computations[name].values()
+      )
+    return self.multiplies[name]
+
+  def _trips(self, loop: _Instruction) -> int:
+    """How often a loop runs: as XLA says, or else the constant that it counts up to."""
+    if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+      return int(known)
+    condition = self.computations[loop.attribute(r"condition=%?([\w.\-]+)")]
+    for i in condition.values():
+      if i.opcode == "compare" and "direction=LT" in i.rest:
+        bound = condition[i.operands[1]]
+        if bound.opcode == "constant":
+          return int(bound.operands[0])
+    return 1
+
+  def _product(self, i: _Instruction, name: str, inside: _Inside, key) -> Product | None:
+    target = i.attribute(r'custom_call_target="([^"]*)"')
+    if i.opcode != "dot" and not (i.opcode == "custom-call" and (target in _CUBLAS or key)):
+      return None
+    table = self.computations[name]
+    shapes = [table[o].shape.partition("{")[0] for o in i.operands if o in table]
+    if i.opcode == "dot" or target in _CUBLAS:
+      shapes = shapes[:2]
+      work = math.prod(_extents(i.shape)) * _contracted(shapes[0], i)
+    else:
+      # A kernel of ours: of its FP8 operands, both contraction-last; scales are none.
+      shapes = [s for s in shapes if s.startswith("f8e") and len(_extents(s)) > 1][:2]
+      if len(shapes) < 2:
+        return None
+      work = math.prod(_extents(shapes[0])) * _extents(shapes[1])[-2]
+    is_fp8 = all(s.startswith("f8e") for s in shapes)
+    kernel = _CUBLAS.get(target, target)
+    if i.opcode == "dot":
+      kernel = inside.kernel or "dot"
+      # On GPU any other dot is a loop of scalar operations.
+      is_fp8 = is_fp8 and (self.platform == "cpu" or bool(inside.kernel))
+    result = i.shape.lstrip("(").partition("{")[0]
+    text = f"{' x '.join(shapes)} -> {result}"
+    return Product(key or NO_SITE, is_fp8, inside.times, work, kernel, text)
+
+
+def _instruction(name: str, text: str) -> _Instruction:
+  """Of "f32[2,3]{1,0} dot(%a, %b), metadata=...", or with the shape of a tuple in parentheses."""
+  end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+  match = _OPCODE.match(text, end)
+  if match is None:
+    return _Instruction(name, text[:end], "", [], text[end:])
+  close = _closing(text, match.end() - 1)
+  # With or without its shape an operand ends in its name; a constant is its value.
+  operands = [o.split(" ")[-1].lstrip("%") for o in text[match.end() : close].split(", ")]
+  return _Instruction(name, text[:end], match[1], operands, text[close:])
+
+
+def _closing(text: str, start: int) -> int:
+  """Where the parenthesis that opens at `start` closes."""
+  depth = 0
+  for match in re.compile(r"[()]").finditer(text, start):
+    depth += 1 if match[0] == "(" else -1
+    if depth == 0:
+      return match.start()
+  return len(text) - 1
+
+
+def _extents(shape: str) -> list[int]:
+  """Of an array, or of the first one of a tuple."""
+  match = _ARRAY.search(shape)
+  return [int(n) for n in match[2].split(",") if n] if match else []
+
+
+def _contracted(lhs: str, i: _Instruction) -> int:
+  """K of a dot or of a cuBLAS call."""
+  listed = i.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
+  listed = listed or i.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]').replace('"', "")
+  extents = _extents(lhs)
+  return math.prod(extents[int(axis)] for axis in listed.split(",") if axis)

@@ -1,0 +1,68 @@
+"""Refuses, while tracing, what would silently add observations up.
+
+What it cannot see: one site closed over by a loop's body, given to two rematerialized functions, or
+replicated into a `shard_map` with check_vma=False.
+"""
+
+import jax
+
+
+def refuse_vmap(name: str, x, tap):
+  """Raises if x is mapped over by `vmap` and the site's tap is not.
+
+  Raises:
+    ValueError: the site's one observation would become the sum over the mapped axis.
+  """
+
+  @jax.custom_batching.custom_vmap
+  def both(x, tap):
+    del x
+    return tap
+
+  @both.def_vmap
+  def rule(axis_size, in_batched, x, tap):
+    del axis_size, x
+    if in_batched[0] and not in_batched[1]:
+      raise ValueError(
+        f"site {name!r} is used under vmap: what it sees in each mapped element would be added up. "
+        "Give the mapped letter to the einsum instead ('EBD,EDF->EBF'), or map over one site per "
+        "element too"
+      )
+    return tap, in_batched[1]
+
+  both(x, tap)
+
+
+def vary_alike(*trees):
+  """The trees, their arrays varying over every mesh axis over which any of them does.
+
+  Inside `shard_map` (check_vma=True) the gradient of an operand that devices share is then summed
+  over them, as that of `jax.lax.dot_general` is.
+  """
+  over = frozenset().union(*(_varying(t) for t in jax.tree.leaves(trees)))
+
+  def one(t):
+    missing = tuple(sorted(over - _varying(t)))
+    return jax.lax.pcast(t, missing, to="varying") if missing else t
+
+  return jax.tree.map(one, trees)
+
+
+def refuse_shared(name: str, x, tap):
+  """Raises if devices inside `shard_map` have an x of their own and share the site's tap.
+
+  Raises:
+    ValueError: the site's one observation would become the sum over devices.
+  """
+  missing = sorted(_varying(x) - _varying(tap))
+  if missing:
+    raise ValueError(
+      f"site {name!r} is shared by devices along {', '.join(missing)} inside shard_map: what it "
+      "sees on each would be added up. Give every device a tap of its own: stack taps "
+      f"[devices, *tap.shape] and split them with PartitionSpec({missing[0]!r})"
+    )
+
+
+def _varying(x) -> frozenset[str]:
+  """Mesh axes over which devices hold different x, inside `shard_map` with check_vma=True."""
+  return jax.typeof(x).manual_axis_type.varying

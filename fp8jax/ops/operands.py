@@ -1,0 +1,168 @@
+"""Operands as matrices: from letters to [rows, contraction], narrow, gathered.
+
+Called inside `shard_map` or on a single device: every size here is a device's own.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import axes
+from fp8jax.ops import collectives
+from fp8jax.quant import quantize, scaled
+from fp8jax.recipe import CURRENT, WHOLE, Quant
+
+
+@dataclasses.dataclass(frozen=True)
+class Letters:
+  """The three operands of an einsum, by letter."""
+
+  x: str
+  w: str
+  y: str
+
+  @property
+  def contracted(self) -> str:
+    return "".join(c for c in self.x if c in self.w and c not in self.y)
+
+  @property
+  def batch(self) -> str:
+    return "".join(c for c in self.x if c in self.w and c in self.y)
+
+  @property
+  def produced(self) -> str:
+    """Letters of w that the product keeps."""
+    return "".join(c for c in self.y if c in self.w and c not in self.x)
+
+  @property
+  def tokens(self) -> str:
+    """Letters that w does not have."""
+    return "".join(c for c in self.x if c in self.y and c not in self.w)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+  """One operand as [batch..., rows, contraction] ready to multiply.
+
+  Attributes:
+    value: a Scaled or an array [rows, contraction], with a leading batch axis if `batch`.
+    free: letters of the rows, in order.
+    sizes: letter -> local size.
+  """
+
+  value: Any
+  free: str
+  batch: str
+  sizes: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrow:
+  """How to make one tensor narrow: its Quant and what that needs beside the tensor.
+
+  Attributes:
+    quant: None keeps the tensor in the compute dtype.
+    amax: float32 scalar for scales that are not current.
+    key: for stochastic rounding.
+  """
+
+  quant: Quant | None
+  amax: Any = None
+  key: Any = None
+
+  def __call__(self, matrix, contraction: int, dtype, amax_axes):
+    """[batch?, rows, contraction] in the Quant, or in `dtype` if there is none."""
+    quant = self.quant
+    if quant is None:
+      matrix = matrix.astype(dtype)
+      return jnp.swapaxes(matrix, -1, -2) if contraction == 0 else matrix
+    make = functools.partial(
+      quantize.quantize,
+      quant=quant,
+      contraction=contraction,
+      amax_axes=amax_axes,
+      amax=None if quant.source == CURRENT else self.amax,
+    )
+    if matrix.ndim == 2:
+      return make(matrix, key=self.key)
+    if self.key is None:
+      return jax.vmap(make)(matrix)
+    return jax.vmap(lambda x, key: make(x, key=key))(
+      matrix, jax.random.split(self.key, matrix.shape[0])
+    )
+
+
+def flatten(x, letters: str, contracted: str, batch: str):
+  """(matrix [batch?, ...], axis of its contraction 0 or 1, free letters); copies if it must."""
+  free = "".join(c for c in letters if c not in contracted and c not in batch)
+  contraction_first = batch + contracted + free
+  contraction = 0 if letters == contraction_first else 1
+  wanted = contraction_first if contraction == 0 else batch + free + contracted
+  if letters != wanted:
+    x = jnp.transpose(x, [letters.index(c) for c in wanted])
+  sizes = dict(zip(wanted, x.shape))
+  rows = math.prod(sizes[c] for c in free)
+  depth = math.prod(sizes[c] for c in contracted)
+  groups = (math.prod(sizes[c] for c in batch),) if batch else ()
+  return (
+    x.reshape(*groups, *((depth, rows) if contraction == 0 else (rows, depth))),
+    contraction,
+    free,
+  )
+
+
+def unflatten(product, a: Matrix, b: Matrix, out: str):
+  """[batch?, M, N] -> the letters of `out`."""
+  have = a.batch + a.free + b.free
+  sizes = {**a.sizes, **b.sizes}
+  product = product.reshape([sizes[c] for c in have])
+  return jnp.transpose(product, [have.index(c) for c in out]) if have != out else product
+
+
+def activation(
+  x, letters: str, contracted: str, batch: str, narrow: Narrow, dtype, layout
+) -> Matrix:
+  """An activation or gradient, or a weight as its GEMM needs it."""
+  sizes = dict(zip(letters, x.shape))
+  matrix, contraction, free = flatten(x, letters, contracted, batch)
+  amax_axes = (layout.act_axes_of(free), layout.act_axes_of(contracted))
+  return Matrix(narrow(matrix, contraction, dtype, amax_axes), free, batch, sizes)
+
+
+def weight(
+  w, letters: str, contracted: str, batch: str, narrow: Narrow, dtype, layout: axes.Layout
+) -> Matrix:
+  """A weight as its GEMM needs it: narrow then gathered, or gathered first where tiles straddle."""
+  extra = {c: collectives.extra_axes(layout, c) for c in letters}
+  if not any(extra.values()):
+    return activation(w, letters, contracted, batch, narrow, dtype, layout)
+
+  matrix, contraction, free = flatten(w, letters, contracted, batch)
+  sizes = dict(zip(letters, w.shape))
+  quant = narrow.quant
+  if quant is None or batch or not collectives.tiles_fit(sizes, free, contracted, quant, layout):
+    # Without a Quant the compute dtype travels, else the master: straddling tiles need all of it.
+    w = collectives.gather_weight(w.astype(dtype) if quant is None else w, letters, layout)
+    return activation(w, letters, contracted, batch, narrow, dtype, layout)
+
+  groups = (free, contracted)
+  amax_axes = tuple(tuple(a for c in group for a in layout.weight_axes(c)) for group in groups)
+  value = narrow(matrix, contraction, dtype, amax_axes)
+  for axis, group in enumerate(groups):
+    if extra[group[0]]:
+      value = collectives.gather_scaled(value, extra[group[0]], axis)
+  full = {c: n * layout.size(extra[c]) for c, n in sizes.items()}
+  return Matrix(value, free, batch, full)
+
+
+def specs(free: str, contracted: str, batch: str, quant: Quant, layout: axes.Layout):
+  """PartitionSpecs of a Scaled [batch?, rows, contraction] that leaves or enters `shard_map`."""
+  lead = (layout.act_axes_of(batch) or None,) if batch else ()
+  axes_ = [layout.act_axes_of(free) or None, layout.act_axes_of(contracted) or None]
+  spec = jax.sharding.PartitionSpec
+  scales = [None if tile == WHOLE else a for a, tile in zip(axes_, quant.tile)]
+  return scaled.Scaled(spec(*lead, *axes_), spec(*lead, *scales), quant.tile)  # pyright: ignore

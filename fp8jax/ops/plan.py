@@ -1,0 +1,98 @@
+"""What a dot knows when it is traced, and what its site lends it beside the operands."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import axes
+from fp8jax.ops.operands import Letters, Narrow
+from fp8jax.ops.site import Site
+from fp8jax.quant import observe
+from fp8jax.recipe import Quant, Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """Everything about a dot that is known when it is traced."""
+
+  letters: Letters
+  name: str
+  recipe: Recipe
+  backends: tuple[str, str, str]
+  layout: axes.Layout
+  out_dtype: jnp.dtype
+  x_dtype: jnp.dtype
+  x_sizes: tuple[int, ...]
+  statistics: int
+  is_observable: bool
+
+  @property
+  def is_watched(self) -> bool:
+    """A quiet site observes only what it makes narrow."""
+    return self.recipe.is_narrow or self.statistics > observe.QUIET
+
+  def local_sizes(self) -> dict[str, int]:
+    """Letter of x -> size on one device."""
+    return {
+      c: n if self.layout.is_manual else n // self.layout.size(self.layout.act_axes(c))
+      for c, n in zip(self.letters.x, self.x_sizes)
+    }
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+  """What a site lends to its dot beside the operands.
+
+  Attributes:
+    amax_3: what scales of (x, w, g) are made from, None where they are current.
+    key: for stochastic rounding, None where none is.
+  """
+
+  amax_3: jax.Array | None
+  key: jax.Array | None
+
+  @classmethod
+  def of(cls, site: Site) -> "Inputs":
+    return cls(site.memory.amax_3 if site.memory is not None else None, site.key)
+
+  def narrow(self, tensor: int, which: int, quant: Quant | None) -> Narrow:
+    """How tensor 0, 1, 2 (x, w, g) is made narrow for product 0, 1, 2 (fwd, dgrad, wgrad)."""
+    return Narrow(
+      quant,
+      None if self.amax_3 is None else self.amax_3[tensor],
+      None if self.key is None else jax.random.fold_in(self.key, 3 * tensor + which),
+    )
+
+
+def make_plan(eqn: str, x, w, site: Site, *, out_dtype=None) -> Plan:
+  """The static part of `dot`: see there for the arguments."""
+  letters = _parse(eqn, x.shape, w.shape)
+  return Plan(
+    letters, site.name, site.recipe, site.backends, site.layout, jnp.dtype(out_dtype or x.dtype),
+    jnp.dtype(x.dtype), x.shape, site.tap.shape[-1], isinstance(site.tap, jax.core.Tracer),
+  )  # fmt: skip
+
+
+def _parse(eqn: str, x_shape, w_shape) -> Letters:
+  operands_, _, y = eqn.partition("->")
+  x, _, w = operands_.partition(",")
+  letters = Letters(x, w, y)
+  wrong = None
+  if not all(s and s.isalpha() and len(set(s)) == len(s) for s in (x, w, y)):
+    wrong = "needs the form 'BLD,DF->BLF', every letter at most once per operand"
+  elif len(x) != len(x_shape) or len(w) != len(w_shape):
+    wrong = f"names {len(x)} and {len(w)} dimensions, the operands have {x_shape} and {w_shape}"
+  elif set(y) != (set(x) ^ set(w)) | set(letters.batch):
+    wrong = "must keep every letter that only one operand has, and no other"
+  elif not letters.contracted:
+    wrong = "contracts nothing"
+  else:
+    sizes = dict(zip(x, x_shape))
+    bad = [c for c, n in zip(w, w_shape) if sizes.get(c, n) != n]
+    if bad:
+      wrong = f"gives {', '.join(bad)} two sizes: the operands have {x_shape} and {w_shape}"
+  if wrong:
+    raise ValueError(f"einsum {eqn!r} {wrong}")
+  return letters

@@ -1,0 +1,302 @@
+"""Proof that FP8 runs: the GEMMs of the compiled step, held against the plan.
+
+`expected` derives from the site table what must be in the program, hlo.py reads what is, `check`
+compares, and `strict` does all of it for the step that a run is about to take.
+
+On GPU the compiled program is read. XLA:CPU has no FP8 arithmetic, so that on CPU it is the program
+as it was handed to XLA: nothing says how fast it is, but the products are those of the recipes.
+
+What is compared is work, in multiply-adds, which no rewriting changes: XLA may unroll loops, stack
+the weights of sites that share an input into one GEMM, and pad to cuBLASLt's multiples of 16.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+
+from fp8jax import hlo, writers
+from fp8jax.config import Plan
+from fp8jax.errors import UserError
+from fp8jax.kernels import backend as backend_lib
+from fp8jax.kernels import scaled_matmul
+from fp8jax.models import transformer
+from fp8jax.ops import rules
+from fp8jax.ops import site as site_lib
+from fp8jax.recipe import PASSES, Gemm, Recipe
+
+# Forward GEMMs that the backward pass repeats, by remat policy (transformer.py): with the outputs
+# of linear layers kept, only the one that completes the MLP's input; never the last of a layer,
+# whose output the backward pass of the layer does not read.
+_RECOMPUTED = {
+  "none": r"(?!)",
+  "linears": r"layers/.*attn/o",
+  "quantized": r"layers/.*attn/o",
+  "full": r"layers/(?!.*mlp/down).*",
+}
+_CUBLAS_MULTIPLE = 16
+
+
+class NotFp8(UserError):
+  """A GEMM that should be FP8 and is not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A product of a site: what must be in the program, and what was there.
+
+  Attributes:
+    key: which product.
+    recipe: name of the site's.
+    backend: that multiplies it.
+    size: (M, N, K) of the product on one device; of the first chunk for the head.
+    expected: FP8 GEMMs per step and device; 0 where the recipe multiplies wide.
+    work: their multiply-adds.
+    padded: the same with every extent rounded up to cuBLASLt's multiple.
+    is_emulated: the numbers multiplied have fewer bits than the FP8 that carries them.
+    is_optional: XLA may leave it out: the recomputation of a single layer has no loop around it
+      that would keep it apart from the forward pass.
+    fp8: FP8 GEMMs found, in units of the plan's: its number of them did exactly its work.
+    done: multiply-adds of those found.
+    wide: wider GEMMs found, executions.
+    kernels: what multiplies.
+    instead: the first wide one.
+    shared: the site whose GEMM also is this one's, "" for none.
+  """
+
+  key: hlo.Key
+  recipe: str
+  backend: str
+  size: tuple[int, int, int]
+  expected: int
+  work: int
+  padded: int
+  is_emulated: bool = False
+  is_optional: bool = False
+  fp8: int = 0
+  done: int = 0
+  wide: int = 0
+  kernels: tuple[str, ...] = ()
+  instead: str = ""
+  shared: str = ""
+
+  @property
+  def is_proven(self) -> bool:
+    if self.is_optional and not self.fp8 and not self.wide:
+      return True
+    return self.fp8 == self.expected and not (self.wide and self.expected)
+
+
+# --- what must be there --------------------------------------------------------------------------
+
+
+def expected(plan: Plan, phase: int = 0) -> list[Row]:
+  """A row for every product of every site, recomputed ones included, nothing found yet."""
+  declared = site_lib.find_sites(transformer.site_params(plan.model))
+  rows = []
+  for name, site in site_lib.flatten(plan.sites(phase=phase)).items():
+    param = declared[rules.path_of(name)]
+    is_recomputed = re.fullmatch(_RECOMPUTED[plan.run.remat], name) is not None
+    products = [(p, False) for p in PASSES] + [("fwd", True)] * is_recomputed
+    for product, again in products:
+      calls = [
+        (site_lib.local_size(param, plan.model.dims, plan.run.layout, t).of(product), n)
+        for t, n in _calls(plan, site)
+      ]
+      gemm, backend = getattr(site.recipe, product), site.backends[PASSES.index(product)]
+      multiplier = scaled_matmul.BACKENDS[backend]
+      row = Row(hlo.Key(name, product, again), site.recipe.name, backend, calls[0][0], 0, 0, 0)
+      if gemm.is_narrow:
+        row = dataclasses.replace(
+          row,
+          expected=sum(
+            n * multiplier.num_dots(backend_lib.Problem(*mnk, gemm, plan.device))
+            for mnk, n in calls
+          ),
+          work=sum(n * math.prod(mnk) for mnk, n in calls),
+          padded=sum(n * math.prod(map(_padded, mnk)) for mnk, n in calls),
+          is_emulated=_is_emulated(gemm),
+          is_optional=again and len(site.layer_names) == 1,
+        )
+      rows.append(row)
+  return rows
+
+
+def _calls(plan: Plan, site: site_lib.Site) -> list[tuple[int, int]]:
+  """(tokens on a device, calls per step) of a site; the head's are of chunks of the sequence."""
+  times = plan.config.accumulation
+  if site.layers:
+    return [(plan.tokens_per_device, times * len(site.layer_names))]
+  length, chunk = plan.data.length, plan.run.loss_chunk
+  sequences = plan.tokens_per_device // length
+  whole, rest = divmod(length, chunk)
+  calls = [(sequences * chunk, times * whole), (sequences * rest, times)]
+  return [(tokens, n) for tokens, n in calls if tokens and n]
+
+
+def _padded(extent: int) -> int:
+  return -(-extent // _CUBLAS_MULTIPLE) * _CUBLAS_MULTIPLE
+
+
+def _is_emulated(gemm: Gemm) -> bool:
+  return any(quant is not None and quant.format.bits < 8 for quant in (gemm.lhs, gemm.rhs))
+
+
+# --- the comparison ------------------------------------------------------------------------------
+
+
+def compare(plan: Plan, gemms: list[hlo.Product], phase: int = 0) -> list[Row]:
+  """The rows of `expected` with what was found, and one for everything that none expects."""
+  by_key: dict[hlo.Key, list[hlo.Product]] = collections.defaultdict(list)
+  for gemm in gemms:
+    by_key[gemm.key].append(gemm)
+  rows = _share([_with_found(row, by_key.pop(row.key, [])) for row in expected(plan, phase)])
+  for key, there in by_key.items():
+    row = Row(key, "-", "-", (0, 0, 0), 0, 0, 0)
+    rows.append(_with_found(row, there))
+  return rows
+
+
+def _with_found(row: Row, there: list[hlo.Product]) -> Row:
+  fp8 = sum(g.times for g in there if g.is_fp8)
+  done = sum(g.times * g.work for g in there if g.is_fp8)
+  wide = [g for g in there if not g.is_fp8]
+  if row.expected:
+    in_bounds = row.work <= done <= row.padded
+    fp8 = row.expected if in_bounds else row.expected * done // row.work
+    fp8 = max(fp8, row.expected + 1) if done > row.padded else fp8
+  return dataclasses.replace(
+    row,
+    fp8=fp8,
+    done=done,
+    wide=sum(g.times for g in wide),
+    kernels=tuple(dict.fromkeys(g.kernel for g in there)),
+    instead=wide[0].text if wide else "",
+  )
+
+
+def _share(rows: list[Row]) -> list[Row]:
+  """The rows, what sites have in common told apart.
+
+  XLA stacks the weights of sites that share an input into one GEMM, which carries the name of one
+  of them and does exactly the work that all of them together should.
+  """
+  groups = collections.defaultdict(list)
+  for n, row in enumerate(rows):
+    if row.expected:
+      module = row.key.site.rpartition("/")[0]
+      groups[module, row.key.product, row.key.is_recompute, row.recipe].append(n)
+  rows = list(rows)
+  for group in groups.values():
+    off = [n for n in group if not rows[n].work <= rows[n].done <= rows[n].padded]
+    done = sum(rows[n].done for n in off)
+    if not sum(rows[n].work for n in off) <= done <= sum(rows[n].padded for n in off):
+      continue
+    for n in off:
+      owner = max((rows[m] for m in off), key=lambda r: r.done)
+      rows[n] = dataclasses.replace(
+        rows[n], fp8=rows[n].expected, kernels=owner.kernels, shared=owner.key.site
+      )
+  return rows
+
+
+def check(plan: Plan, text: str, phase: int = 0) -> list[Row]:
+  """The table of a program whose FP8 GEMMs are those of the plan.
+
+  Args:
+    plan: the run.
+    text: HLO of its step, see hlo.products.
+    phase: of the precision schedule.
+
+  Raises:
+    NotFp8: names the first site that differs, what it does instead, why, and what to do.
+  """
+  rows = compare(plan, hlo.products(text, plan.device.platform), phase)
+  wrong = [row for row in rows if not row.is_proven]
+  if wrong:
+    others = f" So do {len(wrong) - 1} more: {_some(wrong[1:])}." if wrong[1:] else ""
+    raise NotFp8(_complaint(wrong[0], plan) + others)
+  return rows
+
+
+def _some(rows: list[Row], most: int = 4) -> str:
+  return ", ".join(str(row.key) for row in rows[:most]) + ", ..." * (len(rows) > most)
+
+
+def _complaint(row: Row, plan: Plan) -> str:
+  """What is wrong with a product, why, and what to do about it."""
+  if not row.expected:
+    return (
+      f"{row.key}: the program has {row.fp8} FP8 GEMMs that the plan does not, by "
+      f"{', '.join(row.kernels)}. Every GEMM in FP8 belongs to a site and its recipe: use "
+      "fp8jax.ops.dot, or report this as an error of fp8jax/proof.py."
+    )
+  size = "x".join(map(str, row.size))
+  have = f"{row.wide} wide ones, the first {row.instead}" if row.wide else "nothing"
+  if row.fp8:
+    have = f"{row.fp8} FP8 ones" + (f" and {have}" if row.wide else "")
+  if not row.wide:
+    reason = "XLA changed or dropped what was traced under this name"
+  elif plan.device.platform == "cpu":
+    reason = "its operands are made wide again before they are multiplied"
+  else:
+    reason = "XLA did not match it to an FP8 kernel, or its operands are made wide before it"
+  gemm = getattr(recipe_of(plan, row), row.key.product)
+  problem = backend_lib.Problem(*row.size, gemm, plan.device)
+  notes = backend_lib.choose(problem, plan.config.kernels.matmul).notes
+  reason += "".join(f"; passed over {note}" for note in notes)
+  others = [name for name in scaled_matmul.BACKENDS if name != row.backend]
+  return (
+    f"{row.key}: the plan has {row.expected} FP8 GEMMs per step ({size} per device, recipe "
+    f"{row.recipe!r}, backend {row.backend!r}) and the program has {have}. Reason: {reason}. "
+    f"Fix: kernels.matmul={' or '.join(map(repr, others))}, another recipe for this site in "
+    "precision.rules, or precision.strict=False to run it as it is."
+  )
+
+
+def recipe_of(plan: Plan, row: Row) -> Recipe:
+  return rules.recipe_by_name(row.recipe)
+
+
+def table(rows: list[Row], title: str = "FP8 GEMMs per step and device, found/planned"):
+  """For printing: a line per site, "found/planned" per product; "12 wide" where it is not FP8."""
+  by_site: dict[str, dict[str, Row]] = collections.defaultdict(dict)
+  for row in rows:
+    by_site[row.key.site]["recompute" if row.key.is_recompute else row.key.product] = row
+  outside = by_site.pop(hlo.NO_SITE.site, {}).get(hlo.NO_SITE.product)
+  columns = ["fwd", "recompute", "dgrad", "wgrad"]
+  lines = []
+  for site, products in by_site.items():
+    first = next(iter(products.values()))
+    is_emulated = any(row.is_emulated for row in products.values())
+    recipe = first.recipe + " (emulated)" * is_emulated
+    kernels = dict.fromkeys(k for row in products.values() for k in row.kernels)
+    cells = [_cell(products[c]) if c in products else "-" for c in columns]
+    lines.append([site, recipe, *cells, ", ".join(kernels)])
+  made = writers.table(title, ["site", "recipe", *columns, "by"], lines)
+  notes = ["* in one GEMM with another site of the same input"] * any(row.shared for row in rows)
+  notes += [f"of no site: {_cell(outside)}, by {', '.join(outside.kernels)}"] if outside else []
+  made.caption, made.caption_justify = "\n".join(notes), "left"
+  return made
+
+
+def _cell(row: Row) -> str:
+  if row.is_optional and not row.fp8 and not row.wide:
+    return "merged"
+  said = [f"{row.fp8}/{row.expected}" + "*" * bool(row.shared)] if row.expected or row.fp8 else []
+  said += [f"{row.wide} wide"] if row.wide else []
+  return ", ".join(said) or "-"
+
+
+def strict(plan: Plan, step_fn, state, batch, sites, phase: int = 0) -> list[Row]:
+  """`check` of the very step that will run.
+
+  Args:
+    step_fn: step.make_step's.
+    state, batch, sites: what it will be called with; neither used up nor computed with.
+    phase: of the precision schedule that `sites` are of.
+  """
+  lowered = step_fn.lower(state, batch, sites)
+  if plan.device.platform == "cpu":
+    return check(plan, lowered.as_text("hlo", debug_info=True), phase)
+  return check(plan, lowered.compile().as_text(), phase)

@@ -1,0 +1,454 @@
+"""Flax layers with our dot: equal to plain ones on lattices, remembering, trained."""
+
+import functools
+import pydoc_data.topics
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, serialization
+from lattice import lattice
+
+from fp8jax import flax as fp8
+from fp8jax.ops import site as site_lib
+from fp8jax.ops.dot import dot
+
+# A layer of linen and of nnx with one more argument or without it, shapes of its input and kernel.
+LINEN = {
+  "Dense": (
+    lambda r: nn.Dense(32, **_hook(r, dot_general_cls=fp8.linen_dot_general)), (3, 16, 32), (32, 32)
+  ),
+  "DenseGeneral": (
+    lambda r: nn.DenseGeneral(
+      (2, 16), axis=(-2, -1), batch_dims=0, **_hook(r, dot_general_cls=fp8.linen_dot_general)
+    ),
+    (2, 16, 2, 16), (2, 2, 16, 2, 16),
+  ),
+  "Einsum": (
+    lambda r: (fp8.Einsum if r else nn.Einsum)(
+      (2, 16, 32), "...hd,hdf->...f", **({"recipe": r} if r else {})
+    ),
+    (3, 16, 2, 16), (2, 16, 32),
+  ),
+}  # fmt: skip
+NNX = {
+  "Linear": (
+    lambda r: nnx.Linear(32, 32, rngs=nnx.Rngs(0), **_hook(r, dot_general=fp8.nnx_dot_general)),
+    (3, 16, 32),
+  ),
+  "LinearGeneral": (
+    lambda r: nnx.LinearGeneral(
+      (2, 16), (2, 16), axis=(-2, -1), rngs=nnx.Rngs(0), **_hook(r, dot_general=fp8.nnx_dot_general)
+    ),
+    (16, 2, 16),
+  ),
+  "Einsum": (
+    lambda r: nnx.Einsum(
+      "...hd,hdf->...f", (2, 16, 32), (32,), rngs=nnx.Rngs(0), **_hook(r, einsum_op=fp8.nnx_einsum)
+    ),
+    (3, 16, 2, 16),
+  ),
+}  # fmt: skip
+RECIPES = ["block_128", "tensor_delayed"]
+WRT = nnx.DiffState(0, nnx.Any(nnx.Param, fp8.Fp8))
+
+
+def _hook(recipe, **make):
+  return {name: fn(recipe) for name, fn in make.items()} if recipe else {}
+
+
+def _lattice(rng, *shape):
+  """Every matrix here has 32 columns, however many axes they are spread over."""
+  return lattice(rng, int(np.prod(shape)) // 32, 32).reshape(shape)
+
+
+def _sites(tree) -> list[site_lib.Site]:
+  leaves = jax.tree.leaves(tree, is_leaf=lambda s: isinstance(s, site_lib.Site))
+  return [s for s in leaves if isinstance(s, site_lib.Site)]
+
+
+# --- one layer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layer", LINEN)
+def test_linen_layer_equals_the_plain_one_on_lattices(rng, layer, recipe):
+  make, shape, kernel_shape = LINEN[layer]
+  x = _lattice(rng, *shape)
+  plain, ours = make(None), make(recipe)
+  variables = jax.jit(ours.init)(jax.random.key(0), x)
+  params = variables["params"]
+  assert params["kernel"].shape == kernel_shape
+  params = params | {"kernel": _lattice(rng, *kernel_shape)}
+  g = _lattice(rng, *jax.eval_shape(plain.apply, {"params": params}, x).shape)
+
+  def loss(params, x, state, model):
+    y = model.apply({"params": params} | state, x)
+    return (y * g).sum(), y
+
+  state = {k: v for k, v in variables.items() if k != "params"}
+  if state:
+    of = lambda sites: loss(params, x, {"fp8": sites}, ours)[0]  # noqa: E731
+    state = {"fp8": jax.jit(lambda sites: fp8.calibrate(sites, of))(state["fp8"])}
+  run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=3)
+  got, want = run(params, x, state, ours), run(params, x, {}, plain)
+  assert "f8_e4m3fn" in str(jax.make_jaxpr(lambda x: ours.apply({"params": params} | state, x))(x))
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layer", NNX)
+def test_nnx_layer_equals_the_plain_one_on_lattices(rng, layer, recipe):
+  make, shape = NNX[layer]
+  x = _lattice(rng, *shape)
+  plain, ours = make(None), make(recipe)
+  kernel = _lattice(rng, *plain.kernel.shape)
+  g = _lattice(rng, *plain(x).shape)
+
+  def loss(model, x):
+    y = model(x)
+    return (y * g).sum(), y
+
+  results = []
+  for model in (ours, plain):
+    model.kernel[...] = jnp.asarray(kernel)
+    fp8.nnx_calibrate(model, nnx.jit(lambda m: loss(m, x)[0]))
+    run = nnx.jit(nnx.value_and_grad(loss, argnums=(WRT, 1), has_aux=True))
+    value, (gradient, dx) = run(model, x)
+    gradient = fp8.nnx_update(model, gradient)
+    results.append((value, nnx.to_pure_dict(gradient), dx))
+  assert "f8_e4m3fn" in str(jax.make_jaxpr(ours)(x))
+  jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_stateless_recipe_changes_nothing_but_the_layer(rng):
+  """No collection, no argument, and per-example gradients under vmap, where nobody observes."""
+  x = lattice(rng, 4, 16, 32)
+  model = nn.Dense(16, dot_general_cls=fp8.linen_dot_general("block_128"))
+  variables = model.init(jax.random.key(0), x[0])
+  assert list(variables) == ["params"]
+
+  def each(model):
+    of_one = jax.grad(lambda v, x: 7 * model.apply(v, x).sum())
+    return jax.jit(jax.vmap(of_one, (None, 0)))(variables, x)
+
+  jax.tree.map(np.testing.assert_array_equal, each(model), each(nn.Dense(16)))
+  assert model == nn.Dense(16, dot_general_cls=fp8.linen_dot_general("block_128"))
+
+
+def test_master_kernel_is_rounded_once(rng):
+  """In bfloat16 layers Flax casts the kernel before it asks us; keep_master does not."""
+  x = rng.standard_normal((16, 32)).astype(jnp.bfloat16)
+  w = rng.standard_normal((32, 8)).astype(np.float32)
+  site = site_lib.single("block_128")
+
+  @jax.jit
+  def want(w):
+    y, pull = jax.vjp(lambda w: dot("BD,DF->BF", x, w, site), w)
+    return y, pull(jnp.ones_like(y))[0]
+
+  hook = fp8.linen_dot_general("block_128")
+  model = nn.Dense(
+    8, False, jnp.bfloat16, promote_dtype=fp8.keep_master, dot_general_cls=hook
+  )  # fmt: skip
+  linen = jax.jit(jax.vjp, static_argnums=0)(lambda w: model.apply({"params": {"kernel": w}}, x), w)
+  model = nnx.Linear(
+    32, 8, dtype=jnp.bfloat16, promote_dtype=fp8.keep_master, use_bias=False, rngs=nnx.Rngs(0),
+    dot_general=fp8.nnx_dot_general("block_128"),
+  )  # fmt: skip
+  model.kernel[...] = jnp.asarray(w)
+  nnx_y = nnx.jit(lambda m: m(x))(model)
+  y, dw = want(w)
+  assert dw.dtype == jnp.float32 and y.dtype == jnp.bfloat16
+  for got in (linen[0], nnx_y):
+    np.testing.assert_array_equal(got, y)
+  np.testing.assert_array_equal(linen[1](jnp.ones_like(y))[0], dw)
+
+
+# --- what is remembered --------------------------------------------------------------------------
+
+
+def _rounds(rng, number=4):
+  """(x, g) of some steps, with ranges that move."""
+  for step in range(number):
+    factor = np.float32(1.5 ** (step % 3))
+    yield tuple(factor * rng.standard_normal((16, n)).astype(np.float32) for n in (32, 8))
+
+
+def test_linen_memory_is_of_the_amaxes_seen(rng):
+  model = nn.Dense(8, use_bias=False, dot_general_cls=fp8.linen_dot_general("tensor_delayed"))
+  params, sites = (lambda v: (v["params"], v["fp8"]))(
+    model.init(jax.random.key(0), np.ones((1, 32)))
+  )
+
+  @jax.jit
+  def step(params, sites, x, g):
+    def loss(params, sites):
+      return (model.apply({"params": params, "fp8": sites}, x) * g).sum()
+
+    gradient, seen = jax.grad(loss, (0, 1))(params, sites)
+    params = jax.tree.map(lambda p, d: p - 0.1 * d, params, gradient)
+    return params, fp8.update(sites, seen)
+
+  want = []
+  for x, g in _rounds(rng):
+    want.insert(0, [np.abs(t).max() for t in (x, params["kernel"], g)])
+    params, sites = step(params, sites, x, g)
+  (site,) = _sites(sites)
+  np.testing.assert_array_equal(site.memory.history_3H[:, : len(want)], np.transpose(want))
+  np.testing.assert_array_equal(site.memory.history_3H[:, len(want) :], 0)
+  np.testing.assert_array_equal(site.memory.amax_3, np.max(want, 0))
+
+  back = serialization.from_bytes(sites, serialization.to_bytes(sites))
+  jax.tree.map(np.testing.assert_array_equal, back, sites)
+
+
+def test_nnx_memory_is_of_the_amaxes_seen(rng):
+  model = nnx.Linear(
+    32, 8, use_bias=False, rngs=nnx.Rngs(0),
+    dot_general=fp8.nnx_dot_general("tensor_delayed_latest"),
+  )  # fmt: skip
+
+  @nnx.jit
+  def step(model, x, g):
+    gradient = nnx.grad(lambda m: (m(x) * g).sum(), argnums=WRT)(model)
+    gradient = fp8.nnx_update(model, gradient)
+    model.kernel[...] -= 0.1 * gradient["kernel"][...]
+
+  for x, g in _rounds(rng):
+    want = [np.abs(t).max() for t in (x, np.asarray(model.kernel[...]), g)]
+    step(model, x, g)
+    (site,) = _sites(nnx.state(model, fp8.Fp8))
+    np.testing.assert_array_equal(site.memory.amax_3, want)
+
+
+def test_calibration_measures_with_current_scales(rng):
+  """At scale 1, which a fresh memory gives, these x would saturate: y and its gradient be wrong."""
+  x, w = 256 * lattice(rng, 32, 32), lattice(rng, 32, 32)
+  want = [np.abs(t).max() for t in (x, w, x @ w)]
+  model = nn.Dense(32, use_bias=False, dot_general_cls=fp8.linen_dot_general("tensor_delayed"))
+  sites = model.init(jax.random.key(0), x)["fp8"]
+
+  def loss(sites):
+    return (model.apply({"params": {"kernel": w}, "fp8": sites}, x) ** 2).sum() / 2
+
+  layer = nnx.Linear(
+    32, 32, use_bias=False, rngs=nnx.Rngs(0), dot_general=fp8.nnx_dot_general("tensor_delayed")
+  )
+  layer.kernel[...] = jnp.asarray(w)
+  fp8.nnx_calibrate(layer, nnx.jit(lambda m: (m(x) ** 2).sum() / 2))
+  sites = jax.jit(lambda sites: fp8.calibrate(sites, loss))(sites)
+  for site in (*_sites(sites), *_sites(nnx.state(layer, fp8.Fp8))):
+    np.testing.assert_array_equal(site.memory.amax_3, want)
+    np.testing.assert_array_equal(site.memory.history_3H[:, 0], want)
+
+
+def test_microbatches_combine_by_maximum(rng):
+  model = nn.Dense(8, dot_general_cls=fp8.linen_dot_general("tensor_delayed"))
+  variables = model.init(jax.random.key(0), np.ones((1, 32)))
+
+  @jax.jit
+  def look(sites, x, g):
+    return jax.grad(lambda s: (model.apply(variables | {"fp8": s}, x) * g).sum())(sites)
+
+  rounds = list(_rounds(rng, 2))
+  (site,) = _sites(functools.reduce(fp8.combine, [look(variables["fp8"], x, g) for x, g in rounds]))
+  xs, gs = (np.abs(t).max() for t in zip(*rounds))
+  np.testing.assert_array_equal(
+    site.tap[:, 0], [xs, np.abs(variables["params"]["kernel"]).max(), gs]
+  )
+
+
+@pytest.mark.parametrize("over", [nn.scan, nn.vmap])
+def test_stacked_layers_remember_apart(rng, over):
+  """Layers under nn.scan and nn.vmap keep one site each with variable_axes={"fp8": 0}."""
+
+  class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, factor):
+      y = nn.Dense(32, use_bias=False, dot_general_cls=fp8.linen_dot_general("tensor_delayed"))(
+        x * factor
+      )
+      return (x, y) if over is nn.scan else y
+
+  axes = {"variable_axes": {"params": 0, "fp8": 0}, "split_rngs": {"params": True}}
+  axes |= {"length": 3} if over is nn.scan else {"axis_size": 3, "in_axes": (None, 0)}
+  model = over(Layer, **axes)()
+  x, factors = rng.standard_normal((16, 32)).astype(np.float32), np.float32([1, 2, 4])
+  variables = jax.jit(model.init)(jax.random.key(0), x, factors)
+
+  def loss(sites):
+    y = model.apply(variables | {"fp8": sites}, x, factors)
+    return (y[1] if over is nn.scan else y).sum()
+
+  (site,) = _sites(jax.jit(lambda s: fp8.update(s, jax.grad(loss)(s)))(variables["fp8"]))
+  (kernel,) = jax.tree.leaves(variables["params"])
+  want = [np.abs(x).max() * factors, np.abs(kernel).max((1, 2)), [1, 1, 1]]
+  np.testing.assert_array_equal(site.memory.amax_3, np.transpose(want))
+
+
+def test_attention_has_a_site_for_each_of_its_products():
+  hook = fp8.linen_dot_general("tensor_delayed")
+  model = nn.MultiHeadDotProductAttention(4, qkv_dot_general_cls=hook, out_dot_general_cls=hook)
+  variables = jax.eval_shape(model.init, jax.random.key(0), np.ones((2, 16, 32)))
+  names = {s.name for s in _sites(variables["fp8"])}
+  assert names == {"query", "key", "value", "out"}
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+class _Tied(nn.Module):
+  recipe: str
+
+  @nn.compact
+  def __call__(self, x):
+    layer = nn.Dense(32, dot_general_cls=fp8.linen_dot_general(self.recipe), name="tied")
+    return layer(layer(x))
+
+
+class _TiedNnx(nnx.Module):
+  def __init__(self):
+    shared = fp8.nnx_dot_general("tensor_delayed", name="tied")
+    self.up, self.down = (nnx.Linear(32, 32, dot_general=shared, rngs=nnx.Rngs(i)) for i in (0, 1))
+
+  def __call__(self, x):
+    return self.down(self.up(x))
+
+
+def test_a_layer_used_twice_is_refused_where_it_would_add_up():
+  x = np.ones((16, 32), np.float32)
+  variables = _Tied("tensor_delayed").init(jax.random.key(0), x)
+  with pytest.raises(ValueError, match="'tied' is used by two products"):
+    jax.jit(_Tied("tensor_delayed").apply)(variables, x)
+  with pytest.raises(ValueError, match="'tied' is used by two products"):
+    nnx.grad(lambda m: m(x).sum(), argnums=WRT)(_TiedNnx())
+  # With current scales there is nothing to add up.
+  jax.jit(_Tied("block_128").apply)({"params": variables["params"]}, x)
+
+
+def test_a_memory_shared_under_vmap_is_refused():
+  over = nn.vmap(
+    nn.Dense, {"params": 0, "fp8": None}, {"params": True}, axis_size=3, in_axes=0
+  )  # fmt: skip
+  model = over(8, dot_general_cls=fp8.linen_dot_general("tensor_delayed"))
+  x = np.ones((3, 16, 32), np.float32)
+  variables = model.init(jax.random.key(0), x)
+  with pytest.raises(ValueError, match="is used under vmap"):
+    jax.jit(jax.grad(lambda v: model.apply(v, x).sum()))(variables)
+
+
+@pytest.mark.parametrize(
+  "make", [fp8.linen_dot_general, fp8.nnx_dot_general, fp8.nnx_einsum], ids=lambda f: f.__name__
+)
+def test_unknown_recipe_names_the_nearest(make):
+  with pytest.raises(ValueError, match="did you mean 'block_128'"):
+    make("block128")
+
+
+def test_what_is_missing_or_ignored_is_refused():
+  x = np.ones((16, 32), np.float32)
+  model = nn.Dense(8, dot_general_cls=fp8.linen_dot_general("tensor_delayed"), name="up")
+  variables = model.init(jax.random.key(0), x)
+  with pytest.raises(ValueError, match="recipe 'tensor_delayed' remembers.*'fp8': variables"):
+    model.apply({"params": variables["params"]}, x)
+  model = nn.Dense(8, precision="highest", dot_general_cls=fp8.linen_dot_general("block_128"))
+  with pytest.raises(ValueError, match="precision='highest'.*leave it None"):
+    model.init(jax.random.key(0), x)
+  with pytest.raises(ValueError, match="rounds stochastically: give rngs"):
+    fp8.nnx_dot_general("nvfp4_sr_rht")
+
+
+def test_stochastic_rounding_draws_from_its_own_stream(rng):
+  x = rng.standard_normal((32, 32)).astype(np.float32)
+  model = nn.Dense(16, dot_general_cls=fp8.linen_dot_general("nvfp4_sr_rht"))
+  variables = model.init(jax.random.key(0), x)
+
+  @jax.jit
+  def gradient(seed):
+    def loss(v):
+      return (model.apply(v, x, rngs={"fp8": jax.random.key(seed)}) ** 2).sum()
+
+    return jax.grad(loss)(variables)["params"]["kernel"]
+
+  np.testing.assert_array_equal(gradient(0), gradient(0))
+  assert np.any(gradient(0) != gradient(1))
+
+  layer = nnx.Linear(
+    32, 16, rngs=nnx.Rngs(0), dot_general=fp8.nnx_dot_general("nvfp4_sr_rht", rngs=nnx.Rngs(1))
+  )
+  step = nnx.jit(lambda m: nnx.grad(lambda m: (m(x) ** 2).sum())(m)["kernel"][...])
+  assert np.any(step(layer) != step(layer))
+
+
+# --- a small model on real text ------------------------------------------------------------------
+
+CONTEXT, STEPS = 8, 80
+# Loss over the last ten steps, relative to 3.747 bits per byte of float32. Measured on the texts of
+# Python 3.12: tensor_delayed +0.14 %, block_128 +0.10 %.
+MARGIN = 0.005
+
+
+class NextByte(nn.Module):
+  """Predicts a byte from the eight before it."""
+
+  recipe: str | None
+
+  @nn.compact
+  def __call__(self, bytes_BL):
+    hook = _hook(self.recipe, dot_general_cls=fp8.linen_dot_general)
+    x = nn.Embed(128, 16)(bytes_BL).reshape(-1, CONTEXT * 16)
+    x = nn.gelu(nn.Dense(128, **hook)(x))
+    return nn.Dense(128, **hook)(x)
+
+
+def _windows():
+  """Python's own help texts, ASCII: [STEPS, 256, CONTEXT + 1]."""
+  text = "\n".join(pydoc_data.topics.topics[k] for k in sorted(pydoc_data.topics.topics))
+  data = np.frombuffer(text.encode("ascii", "ignore"), np.uint8).astype(np.int32)
+  starts = np.random.default_rng(0).integers(0, len(data) - CONTEXT - 1, (STEPS, 256, 1))
+  return data[starts + np.arange(CONTEXT + 1)]
+
+
+def _train(recipe):
+  """(losses, calibrated sites, sites at the end)."""
+  model, tx, windows = NextByte(recipe), optax.adam(5e-3), _windows()
+  variables = model.init(jax.random.key(0), windows[0, :, :CONTEXT])
+  params, sites = variables["params"], variables.get("fp8", {})
+
+  def loss(params, sites, batch):
+    logits = model.apply({"params": params, "fp8": sites}, batch[:, :CONTEXT])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, CONTEXT]).mean()
+
+  @jax.jit
+  def start(params, sites, batch):
+    return fp8.calibrate(sites, lambda sites: loss(params, sites, batch))
+
+  @jax.jit
+  def train(params, sites, windows):
+    def step(carry, batch):
+      params, opt, sites = carry
+      value, (gradient, seen) = jax.value_and_grad(loss, (0, 1))(params, sites, batch)
+      updates, opt = tx.update(gradient, opt)
+      return (optax.apply_updates(params, updates), opt, fp8.update(sites, seen)), value
+
+    (_, _, sites), losses = jax.lax.scan(step, (params, tx.init(params), sites), windows)
+    return losses / np.log(2), sites
+
+  first = start(params, sites, windows[0])
+  return *train(params, first, windows), first
+
+
+def test_next_byte_model_trains_in_every_recipe():
+  wide, _, _ = _train(None)
+  assert wide[0] > 6.9 and wide[-10:].mean() < 4.0  # it learned something
+  for recipe in RECIPES:
+    losses, last, first = _train(recipe)
+    assert abs(losses[-10:].mean() / wide[-10:].mean() - 1) < MARGIN
+    assert np.any(losses != wide)  # it did run narrow
+    assert len(_sites(last)) == (2 if recipe == "tensor_delayed" else 0)
+    for a, b in zip(_sites(first), _sites(last)):
+      assert np.all(a.memory.amax_3 > 0) and np.all(b.memory.amax_3 != a.memory.amax_3)

@@ -1,0 +1,208 @@
+"""fp8_dot_general against jax.lax.dot_general, exactly, under every transformation of JAX."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from lattice import lattice
+
+from fp8jax import axes, mesh
+from fp8jax.ops import site as site_lib
+from fp8jax.ops.dot import dot, fp8_dot_general
+from fp8jax.quant import history
+
+BATCHED = (((2,), (1,)), ((0,), (0,)))
+PLAIN = (((1,), (0,)), ((), ()))
+P = PartitionSpec
+
+
+def _site(recipe, largest=(7.0, 7.0, 7.0)):
+  """A site whose memory, if it has one, is of these amaxes of (x, w, g)."""
+  site = site_lib.single(recipe)
+  if site.memory is None:
+    return site
+  return dataclasses.replace(site, memory=history.calibrated(site.recipe, jnp.asarray(largest)))
+
+
+def _stack(sites):
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *sites)
+
+
+def _compare(ours, theirs, x, w, g, site):
+  """Results and gradients agree to the bit; returns what the site saw."""
+
+  @jax.jit
+  def run(x, w, site, g):
+    y, pull = jax.vjp(ours, x, w, site)
+    return y, *pull(g)
+
+  @jax.jit
+  def run_plain(x, w, g):
+    y, pull = jax.vjp(theirs, x, w)
+    return y, *pull(g)
+
+  y, dx, dw, seen = run(x, w, site, g)
+  for got, want in zip((y, dx, dw), run_plain(x, w, g)):
+    np.testing.assert_array_equal(got, want)
+  return np.asarray(seen.tap)
+
+
+@pytest.mark.parametrize("recipe", ["block_128", "tensor_delayed"])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.checkpoint], ids=["jit", "remat"])
+def test_dot_general_with_batch_dimensions(rng, recipe, transform):
+  x, w, g = (lattice(rng, 2, 16, 16) for _ in range(3))
+  x, g = 2 * x, g / 2  # powers of two keep a lattice one
+  seen = _compare(
+    transform(lambda x, w, site: fp8_dot_general(x, w, BATCHED, site)),
+    transform(lambda x, w: jax.lax.dot_general(x, w, BATCHED)),
+    x, w, g, _site(recipe, (14.0, 7.0, 3.5)),
+  )  # fmt: skip
+  np.testing.assert_array_equal(seen[:, 0], [14, 7, 3.5])
+
+
+def _scan(product):
+  return lambda *operands: jax.lax.scan(lambda _, each: (None, product(*each)), None, operands)[1]
+
+
+@pytest.mark.parametrize("recipe", ["block_128", "tensor_delayed"])
+@pytest.mark.parametrize("over", [_scan, jax.vmap], ids=["scan", "vmap"])
+def test_stacked_sites_see_their_own_element(rng, recipe, over):
+  """One site per element, as for the layers of a model: exact, and nothing is added up."""
+  factors = 2.0 ** np.arange(3, dtype=np.float32)
+  x, w, g = (lattice(rng, 3, 16, 16) * factors[:, None, None] for _ in range(3))
+  # The first two elements have room to spare; the third saturates at 14, half of its largest.
+  sites = [_site(recipe, (limit, 7.0 * f, 7.0 * f)) for f, limit in zip(factors, (14, 28, 14))]
+  remembers = sites[0].memory is not None
+
+  def theirs(x, w):
+    limits = np.asarray([14, 28, 14])[:, None, None] if remembers else np.inf
+    # The straight-through estimate: what saturates still has a gradient.
+    x = x + jax.lax.stop_gradient(jnp.clip(x, -limits, limits) - x)
+    return over(lambda x, w: jax.lax.dot_general(x, w, PLAIN))(x, w)
+
+  ours = over(lambda x, w, site: fp8_dot_general(x, w, PLAIN, site))
+  seen = _compare(ours, theirs, x, w, g, _stack(sites))
+  np.testing.assert_array_equal(seen[..., 0], 7 * factors[:, None] * np.ones(3))
+
+
+def test_vmap_over_an_observed_site_is_refused(rng):
+  x, w = lattice(rng, 3, 16, 16), lattice(rng, 16, 16)
+
+  def loss(w, tap):
+    site = dataclasses.replace(site_lib.single("block_128", name="mlp/up"), tap=tap)
+    return jax.vmap(lambda x: fp8_dot_general(x, w, PLAIN, site))(x).sum()
+
+  with pytest.raises(ValueError, match="'mlp/up' is used under vmap.*one site per element"):
+    jax.jit(jax.grad(loss, argnums=1))(w, jnp.zeros((3, 1)))
+  # Where nobody asks what the site sees, nothing can be added up.
+  site = site_lib.single("block_128")
+  y = jax.jit(jax.vmap(lambda x: fp8_dot_general(x, w, PLAIN, site)))(x)
+  np.testing.assert_array_equal(y, x @ w)
+
+
+def test_a_site_used_twice_in_one_trace_is_refused(rng):
+  x, w = lattice(rng, 16, 16), lattice(rng, 16, 16)
+
+  def twice(x, site):
+    return fp8_dot_general(fp8_dot_general(x, w, PLAIN, site), w, PLAIN, site)
+
+  site = site_lib.single("block_128", name="tied")
+  for run in (jax.jit(twice), jax.grad(lambda x, site: twice(x, site).sum(), argnums=1)):
+    with pytest.raises(ValueError, match="'tied' is used by two products"):
+      run(x, site)
+  assert twice(x, site).shape == (16, 16)  # eagerly nobody observes
+
+
+# Specs of x [128, 128], w and y, and what each of eight devices holds of x and w.
+SPLITS = {
+  "tokens": (P("data"), P(), P("data"), lambda t: np.split(t, 8), lambda t: [t] * 8),
+  "contracted": (
+    P(None, "data"), P("data"), P(), lambda t: np.split(t, 8, 1), lambda t: np.split(t, 8)
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["block_128", "tensor_delayed"])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_dot_general_inside_shard_map(rng, recipe, split, check_vma):
+  """Each device multiplies what it holds, with a tap of its own; partial sums are the caller's."""
+  x_spec, w_spec, y_spec, x_parts, w_parts = SPLITS[split]
+  x, g = lattice(rng, 128, 128), lattice(rng, 128, 16)
+  w = lattice(rng, 128, 16)
+  one = _site(recipe)
+  site = dataclasses.replace(one, tap=jnp.zeros((8, 3, 1)))
+  site_spec = dataclasses.replace(jax.tree.map(lambda _: P(), site), tap=P("data"))
+
+  def on_devices(product, *specs):
+    def local(x, w, *site):
+      y = product(x, w, *site)
+      return jax.lax.psum(y, "data") if split == "contracted" else y
+
+    return jax.shard_map(
+      local, mesh=mesh.make((8, 1, 1)), in_specs=(x_spec, w_spec, *specs), out_specs=y_spec,
+      check_vma=check_vma,
+    )  # fmt: skip
+
+  def ours(x, w, site):
+    return fp8_dot_general(x, w, PLAIN, dataclasses.replace(site, tap=site.tap[0]))
+
+  seen = _compare(
+    on_devices(ours, site_spec),
+    on_devices(lambda x, w: jax.lax.dot_general(x, w, PLAIN)),
+    x, w, g, site,
+  )  # fmt: skip
+  held = zip(x_parts(x), w_parts(w), strict=True)
+  np.testing.assert_array_equal(
+    seen[:, :2, 0], [[np.abs(part).max() for part in parts] for parts in held]
+  )
+
+
+def test_a_tap_shared_by_devices_is_refused(rng):
+  x, w = lattice(rng, 128, 16), lattice(rng, 16, 16)
+  site = site_lib.single("block_128", name="mlp/up")
+
+  @jax.shard_map(mesh=mesh.make((8, 1, 1)), in_specs=(P("data"), P(), P()), out_specs=P("data"))
+  def product(x, w, tap):
+    return fp8_dot_general(x, w, PLAIN, dataclasses.replace(site, tap=tap))
+
+  with pytest.raises(ValueError, match="'mlp/up' is shared by devices along data"):
+    jax.jit(jax.grad(lambda tap: product(x, w, tap).sum()))(site.tap)
+
+
+def test_a_manual_layout_scales_by_the_whole_tensor(rng):
+  """Rows that one device holds are small: with a scale of their own they would lose less."""
+  x = lattice(rng, 128, 16) * 1.1
+  x[:16] /= 1000
+  w = lattice(rng, 16, 16)
+  site = site_lib.single("tensor_current")
+  want = fp8_dot_general(x, w, PLAIN, site)
+  on_mesh = mesh.make((8, 1, 1))
+  layout = axes.Layout(on_mesh, acts=axes.as_rules({"B": "data"})).manual()
+
+  def run(product):
+    local = jax.shard_map(product, mesh=on_mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    return jax.jit(local)(x, w)
+
+  whole = run(lambda x, w: dot("BD,DF->BF", x, w, site.with_layout(layout)))
+  np.testing.assert_array_equal(whole, want)
+  assert np.any(run(lambda x, w: fp8_dot_general(x, w, PLAIN, site)) != want)
+  # jit alone splits the program and leaves its meaning: no layout is needed.
+  placed = jax.device_put(x, jax.NamedSharding(on_mesh, P("data")))
+  got = jax.jit(lambda x, w: fp8_dot_general(x, w, PLAIN, site))(placed, w)
+  np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+  "lhs, rhs, numbers, message",
+  [
+    ((4, 16), (8, 16), (((1,), (0,)), ((), ())), "two sizes"),
+    ((4,), (8,), (((), ()), ((), ())), "contracts nothing"),
+  ],
+)
+def test_dot_general_refuses_by_name(lhs, rhs, numbers, message):
+  with pytest.raises(ValueError, match=message):
+    fp8_dot_general(jnp.zeros(lhs), jnp.zeros(rhs), numbers, site_lib.single("block_128"))

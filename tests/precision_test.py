@@ -1,0 +1,330 @@
+"""Precision over a run: phases, layers, memories, calibration; interrupted or not."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from configs import base
+from fp8jax import calibration, checkpoint, config, precision, train, watch
+from fp8jax import step as step_lib
+from fp8jax.errors import ConfigError, UserError
+from fp8jax.kernels import backend
+from fp8jax.ops import site as site_lib
+from fp8jax.quant import history, observe, quantize
+from fp8jax.recipe import Delayed, Gemm, Quant, Recipe, Static
+from fp8jax.recipes import E4M3, RECIPES
+
+SMALL = dict(num_layers=3, hidden_size=64, intermediate_size=96, num_heads=1, num_kv_heads=1)
+
+
+def _config(recipe="tensor_delayed", **changes):
+  c = base.get_config(recipe)
+  c.model.update(SMALL)
+  c.update_from_flattened_dict({
+    "steps": 6, "batch": 2, "length": 64, "eval.tokens": 64, "eval.batch": 2,
+    "optim.warmup_steps": 1, "optim.decay_steps": 1, "checkpoint.every": 0,
+    "log.tensorboard": False, "memory.loss_chunk": 64, **changes,
+  })  # fmt: skip
+  return c
+
+
+def _plan(*args, **changes):
+  return config.resolve(_config(*args, **changes), 1, backend.current_device())
+
+
+def _train(workdir, *args, **changes):
+  train.run(_plan(*args, **changes), str(workdir))
+
+
+def _state(workdir, plan, step):
+  saved = checkpoint.Checkpoints(str(workdir))
+  state = jax.device_get(saved.restore(step, step_lib.abstract_state(plan, step)))
+  saved.close()
+  return state
+
+
+def _assert_equal(a, b):
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+# --- a run, in one piece and in several ----------------------------------------------------------
+
+BF16_LATE = {"precision.schedule": ((4, ((".*", "bf16"),)),)}
+STATIC_LATE = {"precision.schedule": ((3, ((".*", "e4m3_static"),)),)}
+
+
+@pytest.mark.parametrize(
+  "changes", [{}, BF16_LATE, STATIC_LATE], ids=["delayed", "to bf16", "to static"]
+)
+def test_run_is_the_same_interrupted_and_evaluated(tmp_path, changes, monkeypatch):
+  """Six steps, and six with an evaluation after each, stopped after 1, 3 and 4 of them."""
+  _train(tmp_path / "whole", **changes)
+  plan = _plan(**changes)
+  for stop in (1, 3, 4, 6):
+    monkeypatch.setattr(
+      train.interrupts.Interrupts, "requested", lambda _, step, __, stop=stop: step >= stop
+    )
+    _train(tmp_path / "parts", **changes, **{"eval.every": 1})
+  whole, parts = (_state(tmp_path / name, plan, 6) for name in ("whole", "parts"))
+  assert bool(whole.memories) == (changes is not BF16_LATE)
+  _assert_equal(whole, parts)
+
+
+def test_phase_changes_the_recipe_at_its_step(tmp_path):
+  """The last two steps in BF16 are BF16's steps from there, bit for bit."""
+  _train(tmp_path / "run", **BF16_LATE, **{"checkpoint.every": 4})
+  plan, wide = _plan(**BF16_LATE), _plan("bf16")
+  state = _state(tmp_path / "run", plan, 4)
+  rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+  losses = {r["step"]: r["loss"] for r in rows if "loss" in r}
+  step = step_lib.make_step(wide)
+  spread = train.batches.Spread(wide.run.layout, wide.microbatch)
+  stream = train.loader.train_batches(wide.data, 2)
+  hosts = [next(stream) for _ in range(6)]
+  stream.close()
+  for i in (4, 5):
+    state = dataclasses.replace(state, memories={})
+    state, values = step(state, spread.place(hosts[i]), wide.sites())
+    assert float(values["loss"]) == losses[i + 1]
+
+
+def test_delayed_scales_move_and_follow_what_was_seen():
+  plan = _plan("tensor_delayed_latest")
+  step, sites = step_lib.make_step(plan), plan.sites(statistics=observe.LOUD)
+  spread = train.batches.Spread(plan.run.layout, plan.microbatch)
+  stream = train.loader.train_batches(plan.data, 2)
+  hosts = [spread.place(next(stream)) for _ in range(4)]
+  stream.close()
+  state = step_lib.calibrate(plan, step_lib.make_state(plan), hosts[0], 0)
+  first = jax.device_get(state.memories)
+  for host in hosts:
+    state, values = step(state, host, sites)
+    for name, memory in jax.device_get(state.memories).items():
+      seen = np.asarray(values["seen"][name])[..., 0]
+      np.testing.assert_array_equal(memory.amax_3, seen)
+      np.testing.assert_array_equal(memory.history_3H[..., 0], seen)
+  for name, memory in jax.device_get(state.memories).items():
+    assert (memory.amax_3 != first[name].amax_3).all(), name
+
+
+def test_history_follows_transformer_engine():
+  """Roll, insert, reduce; 0 and what is not finite keep the scale. Against a loop in NumPy."""
+  tensor = Quant(E4M3, source=Delayed(steps=3))
+  latest = Quant(E4M3, source=Delayed(steps=1, reduce="latest"))
+  fixed = Quant(E4M3, source=Static())
+  recipe = Recipe("mixed", Gemm(tensor, latest), Gemm(fixed, latest), Gemm(tensor, fixed))
+  seen = [(4, 1, 9), (2, 0, 9), (1, 3, 9), (np.inf, np.nan, 9), (1, 0, 9), (0.5, 2, 9), (0, 0, 9)]
+  memory = history.calibrated(recipe, np.float32([3, 2, 5]))
+  past = [3.0]
+  want = np.array([3.0, 2.0, 5.0])
+  for amaxes in seen:
+    memory = jax.jit(lambda m, s: history.update(m, s, recipe))(memory, np.float32(amaxes))
+    past = [amaxes[0] if np.isfinite(amaxes[0]) else 0.0, *past][:3]
+    want[0] = max(past) or want[0]
+    want[1] = amaxes[1] if np.isfinite(amaxes[1]) and amaxes[1] else want[1]
+    np.testing.assert_array_equal(memory.amax_3, want.astype(np.float32))
+  assert memory.history_3H.shape == (3, 3)
+
+
+# --- which layer gets what -----------------------------------------------------------------------
+
+
+def test_first_and_last_layers_and_single_sites_can_be_excepted():
+  rules = (("layers/.*/attn/[kv]", "bf16"), ("layers/1/mlp/up", "rowwise"), (".*", "block_128"))
+  plan = _plan(**{"precision.rules": rules, "precision.last_bf16": 1})
+  names = {name: r.name for name, r in site_lib.recipes_of(plan.sites()).items()}
+  assert names["layers/0/attn/q"] == names["layers/1/mlp/down"] == names["head"] == "block_128"
+  assert names["layers/0/attn/k"] == names["layers/1/attn/v"] == "bf16"
+  assert names["layers/1/mlp/up"] == "rowwise"
+  assert {n for k, n in names.items() if k.startswith("layers/2/")} == {"bf16"}
+  rows = train.report.site_rows(plan)
+  assert [r["layers"] for r in rows if r["site"].endswith("/up")] == [1, 1, 1]
+
+
+MISTAKES = {
+  "step": ({"precision.schedule": ((0, ((".*", "bf16"),)),)}, "starts at step 0; phases start in"),
+  "late": ({"precision.schedule": ((6, ((".*", "bf16"),)),)}, "before the last, steps=6"),
+  "form": ({"precision.schedule": (((".*", "bf16"),),)}, "is no pair of a first step and rules"),
+  "recipe": ({"precision.schedule": ((3, ((".*", "bf61"),)),)}, "did you mean 'bf16'"),
+  "unused": ({"precision.schedule": ((3, ((".*", "bf16"), ("x", "bf16"))),)}, "decides nothing"),
+  "layers": ({"precision.first_bf16": 2, "precision.last_bf16": 2}, "more layers than the model's"),
+  "negative": ({"precision.first_bf16": -1}, "must be at least 0"),
+  "all": ({"precision.first_bf16": 3}, "decides nothing"),
+  "alarm": ({"log.alarms": (("underflo", ">", 1.0),)}, "statistics are saturation"),
+  "loss scale": ({"loss_scale.kind": "dynamic"}, "set loss_scale.kind='none'"),
+  "start": ({"loss_scale.start": 3.0}, "must be a power of two"),
+}
+
+
+@pytest.mark.parametrize("changes, message", MISTAKES.values(), ids=MISTAKES)
+def test_mistake_is_named(changes, message):
+  with pytest.raises(ConfigError, match=message):
+    _plan(**changes)
+
+
+def test_at_names_the_phase_of_every_step():
+  phases = tuple(precision.Phase(start, ()) for start in (0, 3, 5))
+  assert [precision.Precision(phases).at(s) for s in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+
+
+# --- calibration ---------------------------------------------------------------------------------
+
+
+def test_calibration_is_a_table_that_scales_start_from(tmp_path):
+  plan = _plan("e4m3_static")
+  params = step_lib.make_state(plan).params
+  spread = train.batches.Spread(plan.run.layout, plan.microbatch)
+  stream = train.loader.train_batches(plan.data, 2)
+  hosts = [spread.place(next(stream)) for _ in range(2)]
+  stream.close()
+  table = calibration.run(plan, params, hosts, step=7, fingerprint="abc")
+  assert len(table["rows"]) == 3 * (7 * 3 + 1) and table["batches"] == 2
+  one = next(r for r in table["rows"] if (r["site"], r["tensor"]) == ("layers/1/mlp/up", "w"))
+  assert (one["step"], one["data"], one["recipe"]) == (7, "abc", "e4m3_static")
+  assert one["amax"] == np.abs(params["layers"]["mlp"]["up"][1]).max()
+  assert one["scale"] == pytest.approx(one["amax"] / 448, rel=1e-6)
+  one["amax"] = 7.5  # by hand
+  path = tmp_path / "table.json"
+  path.write_text(json.dumps(table))
+  memories = calibration.memories(calibration.read(str(path)), plan.sites())
+  assert float(memories["layers/mlp/up"].amax_3[1, 1]) == 7.5
+  _train(tmp_path / "run", "e4m3_static", **{"precision.calibration": str(path)})
+  state = _state(tmp_path / "run", plan, 6)
+  _assert_equal(state.memories, memories)  # static: never moved
+
+
+@pytest.mark.parametrize(
+  "text, message",
+  [
+    ("{}", "is no table of --job=calibrate"),
+    ('{"format": "fp8jax calibration 1", "rows": [{"site": "a", "tensor": "x"}]}', "amax=None"),
+    ('{"format": "fp8jax calibration 1", "rows": [{"amax": 1, "tensor": "y"}]}', "needs a site"),
+  ],
+)
+def test_broken_table_is_refused(tmp_path, text, message):
+  (tmp_path / "t.json").write_text(text)
+  with pytest.raises(UserError, match=message):
+    calibration.read(str(tmp_path / "t.json"))
+
+
+def test_table_of_another_model_is_refused():
+  with pytest.raises(UserError, match="no row for layers/0/attn"):
+    calibration.memories({("head", "x"): 1.0}, _plan("e4m3_static").sites())
+
+
+# --- watching ------------------------------------------------------------------------------------
+
+
+def test_statistics_equal_numpy(rng):
+  x = (rng.standard_normal((32, 64)) * np.exp(3 * rng.standard_normal((32, 64)))).astype(np.float32)
+  x[3, 4], x[5] = np.nan, 0.0
+  quant = Quant(E4M3, source=Static())
+  scale = np.float32(4.0) * np.float32(1 / 448)
+  narrow = quantize.quantize(x, quant, amax=np.float32(4.0))
+  got = observe.summary(observe.statistics(x, narrow, quant))
+  good = np.where(np.isnan(x), 0, x).astype(np.float64)
+  back = np.clip(good / scale, -448, 448).astype(np.float32).astype(E4M3.dtype).astype(np.float64)
+  back = back * scale
+  assert np.isnan(got["amax"]) and got["nonfinite"] == 1
+  assert got["rms"] == pytest.approx(np.sqrt((good**2).mean()), rel=1e-5)
+  assert got["underflow"] == ((good != 0) & (back == 0)).sum() / (good != 0).sum()
+  assert got["saturation"] == (np.abs(good) > 464 * scale).sum() / good.size
+  assert got["smallest_scale"] == got["largest_scale"] == scale
+  want = 10 * np.log10((good**2).sum() / ((back - good) ** 2).sum())
+  assert got["snr_db"] == pytest.approx(want, abs=1e-3)
+
+
+def test_statistics_of_parts_combine(rng):
+  x = rng.standard_normal((64, 32)).astype(np.float32)
+  parts = [observe.statistics(part, None, None) for part in (x[:16], x[16:])]
+  whole = observe.statistics(x, None, None)
+  np.testing.assert_allclose(observe.combine(*parts), whole, rtol=1e-6)
+  np.testing.assert_allclose(observe.combine_all(np.stack(parts), 0), whole, rtol=1e-6)
+  np.testing.assert_array_equal(observe.combine(observe.nothing((10,)), parts[0]), parts[0])
+
+
+def test_loud_step_reports_and_alarms_once(tmp_path, capsys):
+  rules = (("snr_db", "<", 60.0, "layers/0/mlp/up/x"), ("saturation", ">", 2.0))
+  _train(tmp_path, "block_128", **{"log.numerics_every": 2, "log.alarms": rules})
+  rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+  looks = {r["step"]: r["numerics"] for r in rows if "numerics" in r}
+  # The step after 2 and after 4 steps; the first one too.
+  assert list(looks) == [1, 3, 5] and len(looks[1]) == 22
+  up = looks[3]["layers/0/mlp/up"]["x"]
+  assert 25 < up["snr_db"] < 40 and up["saturation"] == 0 and up["amax"] > 0
+  said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 1: ")]
+  assert len(said) == 1 and "layers/0/mlp/up/x: snr_db" in said[0] and "Try: " in said[0]
+
+
+def test_quiet_and_loud_are_exactly_two_traces():
+  plan = _plan("tensor_delayed")
+  count = 0
+  original = step_lib.transformer.loss
+
+  def counting(*args):
+    nonlocal count
+    count += 1
+    return original(*args)
+
+  step_lib.transformer.loss = counting
+  try:
+    step = step_lib.make_step(plan)
+    spread = train.batches.Spread(plan.run.layout, plan.microbatch)
+    stream = train.loader.train_batches(plan.data, 2)
+    hosts = [spread.place(next(stream)) for _ in range(5)]
+    stream.close()
+    state = step_lib.calibrate(plan, step_lib.make_state(plan), hosts[0], 0)
+    count = 0
+    sites = {n: plan.sites(statistics=n) for n in (observe.QUIET, observe.LOUD)}
+    for i, host in enumerate(hosts):
+      state, _ = step(state, host, sites[observe.LOUD if i % 2 else observe.QUIET])
+  finally:
+    step_lib.transformer.loss = original
+  assert count == 2
+
+
+def test_alarm_rings_again_after_silence():
+  alarms = watch.read_alarms((("underflow", ">", 0.3),))
+  look = watch.Watch(alarms, {"a": RECIPES["block_128"]})
+  numerics = {"a": {t: {"underflow": 0.5} for t in "xwg"}}
+  quiet = {"a": {t: {"underflow": 0.1} for t in "xwg"}}
+  first = look.lines(1, numerics)
+  assert len(first) == 3 and "a/x: underflow 50.00%, above 30.00%. Try: " in first[0]
+  assert not look.lines(2, numerics) and not look.lines(3, quiet)
+  assert len(look.lines(4, numerics)) == 3
+
+
+# --- loss scale ----------------------------------------------------------------------------------
+
+
+def test_loss_scale_halves_at_overflow_and_doubles_after_growth():
+  plan = _plan("bf16", **{"loss_scale.kind": "dynamic", "loss_scale.growth_steps": 2})
+  step = step_lib.make_step(plan)
+  spread = train.batches.Spread(plan.run.layout, plan.microbatch)
+  stream = train.loader.train_batches(plan.data, 2)
+  host = next(stream)
+  stream.close()
+  bad = dict(host, weights_BL=np.full_like(host["weights_BL"], np.inf))
+  state, scales = step_lib.make_state(plan), []
+  for batch in (host, host, host, bad, host):
+    state, values = step(state, spread.place(batch), plan.sites())
+    scales.append(float(values["loss_scale"]))
+  assert scales == [256, 256, 512, 512, 256] and int(state.skipped) == 1
+  assert not bool(state.halted)
+
+
+def test_loss_scale_leaves_the_gradients_as_they_are():
+  """A power of two in float32: exact."""
+  plain, scaled = _plan("bf16"), _plan("bf16", **{"loss_scale.kind": "dynamic"})
+  spread = train.batches.Spread(plain.run.layout, plain.microbatch)
+  stream = train.loader.train_batches(plain.data, 2)
+  host = spread.place(next(stream))
+  stream.close()
+  states = [
+    step_lib.make_step(p)(step_lib.make_state(p), host, p.sites())[0] for p in (plain, scaled)
+  ]
+  _assert_equal(states[0].opt, states[1].opt)
