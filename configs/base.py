@@ -52,6 +52,9 @@ def get_config(arm=""):
   # Table of --job=calibrate that delayed and static scales start from; "" takes the ranges of the
   # first batch.
   c.precision.calibration = ""
+  # Inspect the compiled step before it runs and stop if a GEMM is wider than its recipe says. On a
+  # GPU this compiles the step once more.
+  c.precision.strict = False
   # dtype of activations and of operands that no recipe narrows: "bfloat16", "float32", or "auto":
   # bfloat16 on GPU, float32 on CPU (where XLA's bfloat16 is several times slower).
   c.precision.compute = "auto"

@@ -115,12 +115,7 @@ def resolve(
     if c.init.hf:
       problems.attempt(lambda: _check_folder(c, model), "init.hf")
   run = _execution(c, layout, device, problems)
-  optim = optim_build.Optim(
-    **{k: c.optim[k] for k in c.optim if k != "on_nonfinite"}, steps=c.steps
-  )
-  problems.extend(optim.problems())
-  problems.one_of("optim.schedule", optim.schedule, optim_build.SCHEDULES)
-  problems.one_of("optim.on_nonfinite", c.optim.on_nonfinite, ("stop", "skip"))
+  optim = _optim(c, problems)
   data = check.spec(c, model and model.vocab_size, problems)
   problems.check(c.data.heldout != 0, "data.heldout=0 leaves nothing to evaluate on; raise it")
   microbatch = _microbatch(c, layout, problems)
@@ -129,7 +124,7 @@ def resolve(
   if model is not None and not model.problems():
     declaration = transformer.params(model)
     if recipes:
-      recipes = problems.attempt(lambda: precision.with_ends(recipes, c, model))
+      recipes = problems.attempt(functools.partial(precision.with_ends, recipes, c, model))
     if chosen and recipes:
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
   problems.attempt(lambda: watch.read_alarms(c.log.alarms))
@@ -247,6 +242,16 @@ def _execution(c: Config, layout, device: backend.Device, problems: Problems):
   )  # fmt: skip
 
 
+def _optim(c: Config, problems: Problems) -> optim_build.Optim:
+  optim = optim_build.Optim(
+    **{k: c.optim[k] for k in c.optim if k != "on_nonfinite"}, steps=c.steps
+  )
+  problems.extend(optim.problems())
+  problems.one_of("optim.schedule", optim.schedule, optim_build.SCHEDULES)
+  problems.one_of("optim.on_nonfinite", c.optim.on_nonfinite, ("stop", "skip"))
+  return optim
+
+
 def _microbatch(c: Config, layout: axes.Layout, problems: Problems) -> int:
   shards = layout.size(layout.act_axes("B"))
   if min(c.accumulation, c.batch, c.eval.batch) < 1:
@@ -297,7 +302,11 @@ def _check_sharding(c: Config, problems: Problems) -> bool:
 
 
 def _check_layout(c, model, declaration, recipes, layout: axes.Layout, microbatch, problems):
-  """Every split dimension divides, and no scale tile straddles devices."""
+  """Every split dimension divides, no scale tile straddles devices, rotations divide."""
+  sites = transformer.site_params(model)
+  tokens = microbatch * c.length // layout.size(layout.act_axes("B"))
+  for phase in recipes.phases:
+    problems.extend(alignment.find_broken_rotations(sites, model.dims, phase.rules, tokens))
   if layout.mesh is None:
     return
   used = {letter for p in site.params.flatten(declaration).values() for letter in p.letters}
@@ -313,13 +322,10 @@ def _check_layout(c, model, declaration, recipes, layout: axes.Layout, microbatc
         )
   problems.extend(list(wrong.values()))
   if not wrong:
-    tokens = microbatch * c.length // layout.size(layout.act_axes("B"))
     found = [
       problem
       for phase in recipes.phases
-      for problem in alignment.find_misaligned_tiles(
-        transformer.site_params(model), model.dims, phase.rules, layout, tokens
-      )
+      for problem in alignment.find_misaligned_tiles(sites, model.dims, phase.rules, layout, tokens)
     ]
     problems.extend(list(dict.fromkeys(found)))
 
@@ -365,7 +371,8 @@ def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 # Keys that may change between a run and its continuation without changing its result.
 _HARMLESS = (
   "log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
-  "memory.", "data.workers", "data.prefetch", "init.hf", "optim.on_nonfinite",
+  "memory.", "data.workers", "data.prefetch", "init.hf", "optim.on_nonfinite", "calibrate.",
+  "precision.strict", "precision.calibration",
 )  # fmt: skip
 
 

@@ -100,7 +100,9 @@ class LinenDotGeneral(nn.Module):
 
   def __call__(self, lhs, rhs, dimension_numbers, **options):
     out_dtype = _out_dtype(**options)
-    return dot.fp8_dot_general(lhs, rhs, dimension_numbers, self._site(), out_dtype=out_dtype)
+    return dot.fp8_dot_general(
+      lhs, rhs, dimension_numbers, self._site(), preferred_element_type=out_dtype
+    )
 
   def einsum(self, eqn: str, x, w, **options):
     return dot.dot(_explicit(eqn, x.ndim), x, w, self._site(), out_dtype=_out_dtype(**options))
@@ -162,7 +164,9 @@ class NnxDotGeneral(nnx.Module):
 
   def __call__(self, lhs, rhs, dimension_numbers, **options):
     out_dtype = _out_dtype(**options)
-    return dot.fp8_dot_general(lhs, rhs, dimension_numbers, self._site(), out_dtype=out_dtype)
+    return dot.fp8_dot_general(
+      lhs, rhs, dimension_numbers, self._site(), preferred_element_type=out_dtype
+    )
 
   def _site(self) -> site_lib.Site:
     key = None if self.rngs is None else self.rngs()

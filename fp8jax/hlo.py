@@ -39,6 +39,7 @@ class Product:
     work: multiply-adds per execution.
     kernel: what multiplies, e.g. "cuBLASLt".
     text: operands and result, e.g. "bf16[64,32] x bf16[16,32] -> f32[64,16]".
+    why: why FP8 operands are not multiplied as such, if they are not.
   """
 
   key: Key
@@ -47,6 +48,7 @@ class Product:
   work: int
   kernel: str
   text: str
+  why: str = ""
 
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
@@ -100,13 +102,13 @@ class _Inside:
     key: whose the loop or call is. Sites may share the body of a loop, which then has the name of
       one of them.
     is_recompute: whether any name on the way here says so.
-    kernel: what the fusion is compiled by, "" outside of fusions that end on the matrix unit.
+    fusion: the fusion, if it is one that is compiled for the matrix unit.
   """
 
   times: int = 1
   key: Key | None = None
   is_recompute: bool = False
-  kernel: str = ""
+  fusion: _Instruction | None = None
 
 
 def products(text: str, platform: str) -> list[Product]:
@@ -146,17 +148,13 @@ class _Program:
       callees = [callee for callee in i.called if self._multiplies(callee)]
       if not callees:
         continue
-      times, kernel = inside.times, inside.kernel
-      if i.opcode == "while":
-        times *= self._trips(i)
-      if "kind=kCustom" in i.rest:
-        kind = i.attribute(r'"kind":"(\w+)"')
-        kernel = next((k for k in ("Triton", "cuDNN") if k.lower() in kind), kind or "fusion")
+      times = inside.times * (self._trips(i) if i.opcode == "while" else 1)
+      fusion = i if "kind=kCustom" in i.rest else inside.fusion
       # A fusion has the name of any instruction that was fused.
       is_named = i.opcode in ("while", "call", "conditional")
       for callee in callees:
         yield from self.visit(
-          callee, _Inside(times, key if is_named else inside.key, again, kernel)
+          callee, _Inside(times, key if is_named else inside.key, again, fusion)
         )
 
   def _multiplies(self, name: str) -> bool:
@@ -195,15 +193,44 @@ class _Program:
       if len(shapes) < 2:
         return None
       work = math.prod(_extents(shapes[0])) * _extents(shapes[1])[-2]
-    is_fp8 = all(s.startswith("f8e") for s in shapes)
+    is_fp8, why = all(s.startswith("f8e") for s in shapes), ""
     kernel = _CUBLAS.get(target, target)
     if i.opcode == "dot":
-      kernel = inside.kernel or "dot"
-      # On GPU any other dot is a loop of scalar operations.
-      is_fp8 = is_fp8 and (self.platform == "cpu" or bool(inside.kernel))
+      kernel = "dot"
+      if self.platform != "cpu":
+        kernel, why = _compiled_by(i, inside.fusion)
     result = i.shape.lstrip("(").partition("{")[0]
-    text = f"{' x '.join(shapes)} -> {result}"
-    return Product(key or NO_SITE, is_fp8, inside.times, work, kernel, text)
+    return Product(
+      key or NO_SITE, is_fp8 and not why, inside.times, work, kernel,
+      f"{' x '.join(shapes)} -> {result}", why if is_fp8 else "",
+    )  # fmt: skip
+
+
+def _compiled_by(dot: _Instruction, fusion: _Instruction | None) -> tuple[str, str]:
+  """(what compiles a dot for GPU, why it would not multiply FP8 operands as they are)."""
+  kind = fusion.attribute(r'"kind":"([^"]*)"') if fusion else ""
+  if fusion is None or "triton" not in kind:
+    return kind or "dot", "" if kind else "it is a loop of scalar operations"
+  tiles, depth = (
+    [int(n) for n in x.attribute(r'"sizes":\[([^\]]*)\]').replace('"', "").split(",") if n]
+    for x in (fusion, dot)
+  )
+  if len(tiles) < 2 or not depth:
+    return "Triton", "its tiles are not known"
+  (m, n), warps = tiles[-2:], int(fusion.attribute(r'"num_warps":"?(\d+)') or 0)
+  # Tiles are of the fusion's result, which may be the product's transpose or something else.
+  rows = _extents(dot.shape)[-2:]
+  if _extents(fusion.shape)[-2:] != rows or rows[0] == rows[1]:
+    m, n = min(m, n), max(m, n)
+  # Seen in the PTX of tiles from 16x8x16 to 128x128x128: below these, and with other numbers of
+  # warps, FP8 operands are converted and mma.f32.f16.f16 multiplies them, on sm_90.
+  if m % 64 == 0 and n % 16 == 0 and depth[-1] % 32 == 0 and warps % 4 == 0:
+    return "Triton FP8", ""
+  return "Triton", (
+    f"Triton's tiles of {m}x{n}x{depth[-1]} with {warps} warps are too small for Hopper's FP8 "
+    "instruction (64x16x32 with 4), so that it multiplies in FP16; "
+    "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false leaves this to cuBLASLt"
+  )
 
 
 def _instruction(name: str, text: str) -> _Instruction:

@@ -28,8 +28,8 @@ def problems(c: Any, recipe_names: Iterable[str]) -> list[str]:
   if c.kind != "none" and stateful:
     found.append(
       f"loss_scale.kind={c.kind!r} changes the range of gradients from step to step, and recipe "
-      f"{', '.join(stateful)} scales them by past ranges; set loss_scale.kind='none' (FP8 scales do "
-      "its work) or take a recipe with current scales"
+      f"{', '.join(stateful)} scales them by past ranges; set loss_scale.kind='none' (FP8 scales "
+      "do its work) or take a recipe with current scales"
     )
   return found
 

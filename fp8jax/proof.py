@@ -57,10 +57,12 @@ class Row:
     is_optional: XLA may leave it out: the recomputation of a single layer has no loop around it
       that would keep it apart from the forward pass.
     fp8: FP8 GEMMs found, in units of the plan's: its number of them did exactly its work.
-    done: multiply-adds of those found.
+    calls: FP8 GEMMs found, executions.
+    done: their multiply-adds.
     wide: wider GEMMs found, executions.
     kernels: what multiplies.
     instead: the first wide one.
+    why: why one with FP8 operands is wide.
     shared: the site whose GEMM also is this one's, "" for none.
   """
 
@@ -74,10 +76,12 @@ class Row:
   is_emulated: bool = False
   is_optional: bool = False
   fp8: int = 0
+  calls: int = 0
   done: int = 0
   wide: int = 0
   kernels: tuple[str, ...] = ()
   instead: str = ""
+  why: str = ""
   shared: str = ""
 
   @property
@@ -150,7 +154,9 @@ def compare(plan: Plan, gemms: list[hlo.Product], phase: int = 0) -> list[Row]:
   by_key: dict[hlo.Key, list[hlo.Product]] = collections.defaultdict(list)
   for gemm in gemms:
     by_key[gemm.key].append(gemm)
-  rows = _share([_with_found(row, by_key.pop(row.key, [])) for row in expected(plan, phase)])
+  rows = [_with_found(row, by_key.pop(row.key, [])) for row in expected(plan, phase)]
+  if plan.device.platform != "cpu":
+    rows = _share(rows)
   for key, there in by_key.items():
     row = Row(key, "-", "-", (0, 0, 0), 0, 0, 0)
     rows.append(_with_found(row, there))
@@ -158,7 +164,7 @@ def compare(plan: Plan, gemms: list[hlo.Product], phase: int = 0) -> list[Row]:
 
 
 def _with_found(row: Row, there: list[hlo.Product]) -> Row:
-  fp8 = sum(g.times for g in there if g.is_fp8)
+  fp8 = calls = sum(g.times for g in there if g.is_fp8)
   done = sum(g.times * g.work for g in there if g.is_fp8)
   wide = [g for g in there if not g.is_fp8]
   if row.expected:
@@ -168,18 +174,20 @@ def _with_found(row: Row, there: list[hlo.Product]) -> Row:
   return dataclasses.replace(
     row,
     fp8=fp8,
+    calls=calls,
     done=done,
     wide=sum(g.times for g in wide),
     kernels=tuple(dict.fromkeys(g.kernel for g in there)),
-    instead=wide[0].text if wide else "",
+    instead=f"{wide[0].text} by {wide[0].kernel}" if wide else "",
+    why=next((g.why for g in wide if g.why), ""),
   )
 
 
 def _share(rows: list[Row]) -> list[Row]:
   """The rows, what sites have in common told apart.
 
-  XLA stacks the weights of sites that share an input into one GEMM, which carries the name of one
-  of them and does exactly the work that all of them together should.
+  XLA stacks the weights of sites that share an input into one GEMM. It carries the name of one of
+  them, is called as often as one and does exactly the work that all of them together should.
   """
   groups = collections.defaultdict(list)
   for n, row in enumerate(rows):
@@ -190,10 +198,12 @@ def _share(rows: list[Row]) -> list[Row]:
   for group in groups.values():
     off = [n for n in group if not rows[n].work <= rows[n].done <= rows[n].padded]
     done = sum(rows[n].done for n in off)
-    if not sum(rows[n].work for n in off) <= done <= sum(rows[n].padded for n in off):
+    if not off or not sum(rows[n].work for n in off) <= done <= sum(rows[n].padded for n in off):
+      continue
+    owner = max((rows[n] for n in off), key=lambda row: row.done)
+    if owner.calls != owner.expected:
       continue
     for n in off:
-      owner = max((rows[m] for m in off), key=lambda r: r.done)
       rows[n] = dataclasses.replace(
         rows[n], fp8=rows[n].expected, kernels=owner.kernels, shared=owner.key.site
       )
@@ -237,6 +247,8 @@ def _complaint(row: Row, plan: Plan) -> str:
     have = f"{row.fp8} FP8 ones" + (f" and {have}" if row.wide else "")
   if not row.wide:
     reason = "XLA changed or dropped what was traced under this name"
+  elif row.why:
+    reason = row.why
   elif plan.device.platform == "cpu":
     reason = "its operands are made wide again before they are multiplied"
   else:

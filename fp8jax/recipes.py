@@ -76,7 +76,8 @@ BLOCK_128_HYBRID = _block("block_128_hybrid", Scale.F32, gradients=E5M2)
 # OCP MX blocks of 32, E4M3 for every tensor, scales rounded up: MXFP8 as Mishra et al. 2025
 # (arXiv:2506.08027) train it. The specification's own rule (round down) can overflow.
 _MX = Quant(E4M3, (1, 32), Scale.POW2)
-MXFP8 = Recipe("mxfp8", *3 * (Gemm(_MX, _MX, accumulate=32),))
+_MX_GEMM = Gemm(_MX, _MX, accumulate=32)
+MXFP8 = Recipe("mxfp8", _MX_GEMM, _MX_GEMM, _MX_GEMM)
 
 # Blocks of 16 with two-level scales: formats and tiles of NVFP4 pre-training (arXiv:2509.25149
 # §3), emulated. Rounding to nearest and no rotation; see NVFP4_SR_RHT.

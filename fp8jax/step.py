@@ -147,7 +147,7 @@ def make_step(plan: config.Plan):
     if scale is not None:
       values["loss_scale"] = scale
     if _is_loud(sites):
-      values["seen"] = seen
+      values = {**values, "seen": seen}
     return State(
       step=state.step + ~state.halted,
       params=keep(params, state.params),

@@ -16,6 +16,7 @@ from fp8jax import (
   evaluate,
   interrupts,
   metrics,
+  proof,
   report,
   watch,
   writers,
@@ -212,6 +213,8 @@ class _Run:
           settle()
           phase = self.plan.phase(step)
           state = self._enter(phase, state, step, host)
+          if c.precision.strict:
+            self._prove(step_fn, state, host, phase)
         # Nothing may slip between host and device unasked: each such copy would stall the device.
         with jax.transfer_guard("disallow"):
           is_loud = _is_due(step, c.log.numerics_every)
@@ -252,6 +255,13 @@ class _Run:
       for is_loud in (False, True)
     }
     return state
+
+  def _prove(self, step_fn, state: State, host, phase: int):
+    """Stops before the first step of a phase unless every GEMM is as narrow as its recipe says."""
+    with jax.transfer_guard("allow"):
+      batch = self.spread.place(host)
+    rows = proof.strict(self.plan, step_fn, state, batch, self.sites[False], phase)
+    self.out.print(proof.table(rows))
 
   def _report(self, step, values, host, position, log, speed, progress, state):
     values = jax.device_get(values)

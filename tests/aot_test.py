@@ -1,4 +1,5 @@
-"""The 7B step compiled for eight H200s, without a GPU. Needs the CUDA wheels: make test-aot.
+"""Steps compiled for H200s, without a GPU: what fits, and that FP8 is FP8. Needs the CUDA wheels:
+make test-aot.
 
 `python tests/aot_test.py CONFIG[:arm] [--config.a.b=value...]` prints the account of one config.
 """
@@ -10,71 +11,102 @@ import re
 import subprocess
 import sys
 import time
+from concurrent import futures
 
 import pytest
 
 TARGETS = pathlib.Path(__file__).resolve().parent / "targets"
 ROOT = TARGETS.parent.parent
+# Without autotuning, which takes a GPU, Triton has tiles too small for Hopper's FP8 instruction;
+# cuBLASLt knows what to do.
+NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 
-def account(config_path: str, overrides: dict, gpu: str = "h200", num: int = 8) -> dict:
-  """Compiles a config's train step; runs in a process of its own, since it configures jax."""
-  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-  os.environ["JAX_PLATFORMS"] = "cpu"
-  # Triton would swallow the GEMMs and their names.
-  os.environ["XLA_FLAGS"] = "--xla_gpu_enable_triton_gemm=false"
-  sys.path.insert(0, str(ROOT))
+def load(config_path: str, overrides: dict):
+  """A config without the text and weights that it names: they do not matter to the program."""
   import importlib.util
 
+  path, _, arm = config_path.partition(":")
+  spec = importlib.util.spec_from_file_location("wanted", ROOT / path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  c = module.get_config(arm)
+  c.init.hf, c.data.tokenizer = "", "bytes"
+  c.data.sources = {"main": dict(kind="pydoc", path="", field="", dataset="", split="", weight=1.0)}
+  c.update_from_flattened_dict(overrides)
+  return c
+
+
+def lower(c, gpu: str, num: int, change=lambda sites: sites):
+  """(plan, train step lowered for so many GPUs); `change` changes the sites it is called with."""
   import jax
   import jax.numpy as jnp
   from jax.experimental import topologies
-  from jax.sharding import NamedSharding
+  from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
   from fp8jax import config, mesh
   from fp8jax import step as step_lib
   from fp8jax.kernels.backend import Device
-
-  path, _, arm = config_path.partition(":")
-  spec = importlib.util.spec_from_file_location("wanted", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  c = module.get_config(arm)
-  # Text and weights do not matter to the program.
-  c.init.hf, c.data.tokenizer = "", "bytes"
-  c.data.sources = {"main": dict(kind="pydoc", path="", field="", dataset="", split="", weight=1.0)}
-  c.update_from_flattened_dict(overrides)
 
   topology = topologies.get_topology_desc(
     platform="cuda", topology=f"1x1x{num}",
     target_config=(TARGETS / f"{gpu}.txtpb").read_text(),
   )  # fmt: skip
   devices = topology.devices
-
-  def make_mesh(shape):
-    return mesh.make(shape, devices)
-
   assert len(devices) == num
-  plan = config.resolve(c, num, Device("gpu", 90), make_mesh)
+  plan = config.resolve(c, num, Device("gpu", 90), lambda shape: mesh.make(shape, devices))
   layout = plan.run.layout
-  state = step_lib.abstract_state(plan)
-  letters = "BL" if c.accumulation == 1 else "ABL"
-  shape = (plan.microbatch, c.length)
-  shape = shape if c.accumulation == 1 else (c.accumulation, *shape)
-  sharding = NamedSharding(layout.mesh, layout.act_spec(letters))
-  names = {"tokens_BL": jnp.int32, "targets_BL": jnp.int32, "weights_BL": jnp.float32,
-           "positions_BL": jnp.int32}  # fmt: skip
-  if not c.data.cross_document:
-    names["segments_BL"] = jnp.int32
-  batch = {k: jax.ShapeDtypeStruct(shape, t, sharding=sharding) for k, t in names.items()}
-  scalar = NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
-  sites = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=scalar), plan.sites()
-  )
+  lead = () if c.accumulation == 1 else (c.accumulation,)
+  rows = everywhere = SingleDeviceSharding(devices[0])
+  if layout.mesh is not None:
+    rows = NamedSharding(layout.mesh, layout.act_spec("ABL" if lead else "BL"))
+    everywhere = NamedSharding(layout.mesh, PartitionSpec())
+
+  def put(x, sharding):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  names = ["tokens_BL", "targets_BL", "positions_BL"]
+  names += [] if c.data.cross_document else ["segments_BL"]
+  shape = (*lead, plan.microbatch, c.length)
+  batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for name in names}
+  batch["weights_BL"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+  # The second step's: what scales are made from has been seen.
+  state = step_lib.abstract_state(plan, 1)
+  state = jax.tree.map(lambda x: put(x, x.sharding or everywhere), state)
+  sites = jax.tree.map(lambda x: put(x, everywhere), change(plan.sites()))
+  return plan, step_lib.make_step(plan).lower(state, batch, sites)
+
+
+def prove(plan, text: str) -> dict:
+  """The strict table, and what strict would say."""
+  import io
+
+  import rich.console
+
+  from fp8jax import hlo, proof
+
+  rows = proof.compare(plan, hlo.products(text, "gpu"))
+  out = io.StringIO()
+  rich.console.Console(file=out, width=140).print(proof.table(rows))
+  found = {"table": out.getvalue(), "refused": ""}
+  found |= {"fp8": sum(r.fp8 for r in rows), "planned": sum(r.expected for r in rows)}
+  try:
+    proof.check(plan, text)
+  except proof.NotFp8 as e:
+    found["refused"] = str(e)
+  return found
+
+
+# --- the 7B model --------------------------------------------------------------------------------
+
+
+def account(config_path: str, overrides: dict, gpu: str = "h200", num: int = 8) -> dict:
+  """Compiles a config's train step; runs in a process of its own, since jax is configured there."""
+  c = load(config_path, overrides)
   start = time.time()
-  lowered = step_lib.make_step(plan).lower(state, batch, sites)
+  plan, lowered = lower(c, gpu, num)
   lowered_at = time.time()
-  compiled = lowered.compile()
+  compiled = lowered.compile(NO_TRITON)
   text = compiled.as_text()
   memory = compiled.memory_analysis()
   # Started: (operands, results); elements of the largest matrix that each one gives.
@@ -98,33 +130,139 @@ def account(config_path: str, overrides: dict, gpu: str = "h200", num: int = 8) 
                    "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
     },
     "elements_gathered": gathered,
+    "proof": prove(plan, text),
     "text": text,
   }  # fmt: skip
 
 
-def _account(*args) -> dict:
+def configure_jax():
+  """In a process that compiles for GPUs and has none."""
+  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ.pop("XLA_FLAGS", None)
+  sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+
+def _elsewhere(expression: str):
+  """An expression of this module, evaluated in a process of its own."""
   code = f"import sys, json; sys.path.insert(0, {str(TARGETS.parent)!r}); import aot_test; "
-  code += f"r = aot_test.account(*{args!r}); r.pop('text'); print(json.dumps(r))"
-  done = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
-    env={k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")},
-  )  # fmt: skip
+  code += f"aot_test.configure_jax(); print(json.dumps(aot_test.{expression}))"
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
   assert done.returncode == 0, done.stderr[-4000:]
   return json.loads(done.stdout.splitlines()[-1])
 
 
+def _show(capsys, found: dict):
+  with capsys.disabled():
+    print(f"\n{found['table']}{found['refused']}")
+
+
 @pytest.mark.aot
-def test_cpt_7b_fits_eight_h200(capsys):
-  found = _account("configs/cpt_7b.py", {})
+def test_cpt_7b_fits_eight_h200_in_fp8(capsys):
+  found = _elsewhere("account_without_text('configs/cpt_7b.py', {})")
+  proof = found.pop("proof")
   with capsys.disabled():
     print(json.dumps(found, indent=2))
-  assert found["custom_calls"]["__cublas$lt$matmul$f8"] > 0
+  _show(capsys, proof)
+  assert not proof["refused"] and proof["fp8"] == proof["planned"] > 0
   assert found["custom_calls"]["__cudnn$fmhaSoftmax"] > 0
   assert sum(found["gib_per_gpu"].values()) < 141e9 / 2**30
 
 
+def account_without_text(*args) -> dict:
+  return {k: v for k, v in account(*args).items() if k != "text"}
+
+
+# --- every recipe --------------------------------------------------------------------------------
+
+# Large enough for XLA to hand products to cuBLASLt, and for loops over K: nothing is computed.
+# Shards of an eighth of 3072 hold whole tiles of 128.
+SMALL = {
+  "batch": 9, "length": 256, "memory.loss_chunk": 128, "model.num_layers": 2,
+  "model.hidden_size": 3072, "model.intermediate_size": 4608, "model.num_heads": 4,
+  "model.num_kv_heads": 2, "model.head_dim": 128, "model.vocab_size": 1024,
+}  # fmt: skip
+REMAT = {"full": 8, "none": 1}  # on so many GPUs
+
+
+# Every recipe, two in one model halve the compilations: one for attention, one for the MLP.
+PAIRS = (
+  ("tensor_current", "block_128"),
+  ("tensor_delayed", "block_128_pow2"),
+  ("tensor_delayed_latest", "block_128_hybrid"),
+  ("e4m3_static", "mxfp8"),
+  ("rowwise", "nvfp4"),
+  ("rowwise_gw_hp", "nvfp4_sr_rht"),
+  ("tensor_current_saved", "block_128_saved"),
+  ("tensor_delayed_saved", "block_128_pow2_saved"),
+)
+
+
+def small(attention: str, mlp: str, remat: str, num: int, change=lambda s: s, **options) -> dict:
+  """The proof of a small model."""
+  rules = (("head", "bf16"), ("layers/.*/attn/.*", attention), (".*", mlp))
+  changes = {"precision.rules": rules, "memory.remat": remat, "batch": 9 * num, "eval.batch": num}
+  plan, lowered = lower(load("configs/base.py", SMALL | changes), "h200", num, change)
+  return prove(plan, lowered.compile(NO_TRITON | options).as_text())
+
+
+def small_all(remat: str) -> dict[str, dict]:
+  """{pair: proof}; without recomputation the recipes change places."""
+  places = slice(None, None, 1 if remat == "full" else -1)
+  return {" ".join(pair): small(*pair[places], remat, REMAT[remat]) for pair in PAIRS}
+
+
+@pytest.fixture(scope="module")
+def small_proofs():
+  with futures.ThreadPoolExecutor(2) as pool:
+    jobs = {remat: pool.submit(_elsewhere, f"small_all({remat!r})") for remat in REMAT}
+    return {remat: job.result() for remat, job in jobs.items()}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
+def test_every_recipe_runs_in_fp8_on_h200(pair, remat, small_proofs, capsys):
+  found = small_proofs[remat][" ".join(pair)]
+  _show(capsys, found)
+  assert not found["refused"] and found["fp8"] == found["planned"] > 0
+
+
+def small_broken() -> dict:
+  """One product of one site dequantises its operands before it multiplies them."""
+  import proof_test
+
+  with pytest.MonkeyPatch.context() as monkeypatch:
+
+    def change(sites):
+      return proof_test.break_one(sites, "layers/mlp/up", "dgrad", monkeypatch)
+
+    return small("tensor_current", "block_128", "none", 1, change)
+
+
+@pytest.mark.aot
+def test_a_site_that_falls_back_is_caught_on_h200(capsys):
+  found = _elsewhere("small_broken()")
+  _show(capsys, found)
+  assert found["refused"].startswith("layers/mlp/up dgrad: the plan has ")
+  assert "wide ones, the first f" in found["refused"] and "So do" not in found["refused"]
+
+
+@pytest.mark.aot
+def test_triton_that_widens_its_operands_is_caught_on_h200(capsys):
+  """The tiles of a compilation without a GPU to choose them are too small for FP8."""
+  options = {"xla_gpu_enable_triton_gemm": True}
+  found = _elsewhere(f"small('bf16', 'tensor_current', 'none', 1, **{options})")
+  _show(capsys, found)
+  assert "too small for Hopper's FP8 instruction" in found["refused"]
+  assert found["fp8"] == 0
+
+
 if __name__ == "__main__":
+  configure_jax()
   changes = dict(a.removeprefix("--config.").split("=", 1) for a in sys.argv[2:])
   result = account(sys.argv[1], {k: __import__("ast").literal_eval(v) for k, v in changes.items()})
   pathlib.Path("step.hlo").write_text(result.pop("text"))
+  proof = result.pop("proof")
   print(json.dumps(result, indent=2))
+  print(f"{proof['table']}{proof['refused'] or 'every FP8 GEMM of the plan is there'}")

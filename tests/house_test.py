@@ -31,8 +31,8 @@ FLOORS = (
   ("models", (0, 3)),
   ("checkpoint data interrupts metrics optim writers", (0, 1)),
   (
-    "batches calibration config diagnose evaluate flax loss_scale precision proof report step train"
-    " watch",
+    "batches calibration config diagnose evaluate flax hlo loss_scale precision proof report step"
+    " train watch",
     (0, 1, 2, 3, 4, 5),
   ),
   ("jobs", (0, 1, 2, 3, 4, 5, 6)),

@@ -3,9 +3,12 @@
 `python tests/invariance_test.py` prints the table recipe x invariance -> largest difference.
 
 A step of a small model is taken in two ways; loss, gradients and what the sites saw are compared.
-Summation order differs between the two, by 1e-7, and flips a few elements that lie at a rounding
-boundary: hence budgets, and differences of gradients measured by norm. Where scales are chosen from
-whole tensors, a microbatch is another tensor than the batch: those differ as formats allow.
+Recomputation and unrolling change no bit. Elsewhere the order of sums differs, by 1e-7, and
+rounding to nearest amplifies it: a relative difference d before a quantizer of relative step s
+makes d / s of the elements round the other way, by s each, which is sqrt(d s) in the norm. A few
+quantizers later the rounding errors are other ones altogether. The budget is therefore measured:
+what a change of the weights by 1e-7 does to the same step on one device. That scales themselves do
+not depend on the mesh is tested exactly in ops/mesh_test.py.
 """
 
 import dataclasses
@@ -23,7 +26,7 @@ from fp8jax import params as params_lib
 from fp8jax import step as step_lib
 from fp8jax.kernels import backend
 from fp8jax.ops import site as site_lib
-from fp8jax.recipe import CURRENT, WHOLE
+from fp8jax.recipe import WHOLE, Scale
 
 SIZES = dict(
   num_layers=2, hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, head_dim=128,
@@ -39,12 +42,10 @@ def _plan(recipe, accumulation=1, remat="none", shape=None, rows=ROWS, length=LE
   c.model.update(SIZES)
   c.update_from_flattened_dict({
     "precision.rules": ((".*", recipe),), "accumulation": accumulation, "memory.remat": remat,
-    "batch": rows, "eval.batch": 8, "length": length, "memory.loss_chunk": 64,
+    "batch": rows, "eval.batch": 8, "length": length, "memory.loss_chunk": 128,
     "mesh.fsdp": 1 if shape is None else shape[1], "mesh.data": 1 if shape is None else shape[0],
     "mesh.tensor": 1 if shape is None else shape[2],
   })  # fmt: skip
-  if recipes.RECIPES[recipe].is_stateful:
-    c.loss_scale.kind = "none"
   return config.resolve(c, 1 if shape is None else 8, backend.current_device(), mesh.make)
 
 
@@ -75,36 +76,48 @@ def _params():
 
 @functools.cache
 def _memories(recipe):
-  """Past amaxes: those of the very step, a little too small and too large here and there."""
-  plan = _plan(recipe)
-  sites = plan.sites()
+  """Past amaxes: those of the very step, and a tenth more."""
+  sites = _plan(recipe).sites()
   if not site_lib.memories(sites):
     return {}
-  _, _, seen = _gradients(plan, site_lib.with_current_scales(sites), _batch())
+  step = _step_fn(_plan(recipe), site_lib.with_current_scales(sites), _batch())
+  seen = step(_params())[2]
   return jax.tree.map(lambda x: np.float32(1.1) * x, site_lib.calibrated(sites, seen))
 
 
-def _gradients(plan, sites, batch):
+def _step_fn(plan, sites, batch):
+  """params -> (loss, gradients, {site: what it saw}), on the host."""
   spread = batches.Spread(plan.run.layout, plan.microbatch, plan.config.accumulation)
-  shardings = params_lib.shardings(plan.declaration, plan.run.layout)
-  params = _params()
-  if plan.run.layout.mesh is not None:
-    params = jax.device_put(params, shardings)
-  take = jax.jit(lambda params, batch: step_lib.gradients(plan, params, sites, batch))
-  return jax.device_get(take(params, spread.place(batch)))
+  placed = spread.place(batch)
+  take = jax.jit(lambda params: step_lib.gradients(plan, params, sites, placed))
+
+  def step(params):
+    if plan.run.layout.mesh is not None:
+      params = jax.device_put(params, params_lib.shardings(plan.declaration, plan.run.layout))
+    return jax.device_get(take(params))
+
+  return step
 
 
 @functools.cache
-def _step(recipe, *, unroll=False, rows=ROWS, length=LENGTH, **how):
-  """(loss, {parameter: gradient}, {layer's site: amaxes})."""
+def _steps(recipe, *, unroll=False, rows=ROWS, length=LENGTH, nudges=0, **how):
+  """(loss, {parameter: gradient}, {layer's site: amaxes}), also from weights nudged so often."""
   plan = _plan(recipe, rows=rows, length=length, **how)
   sites = site_lib.with_memories(plan.sites(), _memories(recipe))
   sites = site_lib.with_keys(sites, jax.random.key(3))
   if unroll:
     sites = _one_by_one(sites)
-  loss, gradient, seen = _gradients(plan, sites, _batch(rows, length))
-  amaxes = {name: x[:, 0] for name, x in site_lib.per_layer(sites, seen).items()}
-  return loss, params_lib.flatten(gradient), amaxes
+  step, rng, found = _step_fn(plan, sites, _batch(rows, length)), np.random.default_rng(0), []
+  for i in range(1 + nudges):
+    size = 1e-7 * bool(i)
+    params = jax.tree.map(
+      lambda x, size=size: (x * (1 + size * rng.standard_normal(x.shape))).astype(np.float32),
+      _params(),
+    )
+    loss, gradient, seen = step(params)
+    amaxes = {name: x[:, 0] for name, x in site_lib.per_layer(sites, seen).items()}
+    found.append((loss, params_lib.flatten(gradient), amaxes))
+  return found
 
 
 def _one_by_one(sites):
@@ -135,53 +148,81 @@ INVARIANCES = {
 }
 
 
-def _depends_on_microbatch(recipe) -> bool:
-  """Whether some current scale is chosen over all tokens of a product."""
+def _rows_are_independent(recipe) -> bool:
+  """Whether every scale is of tokens that lie in one microbatch, however it is cut."""
   r = recipes.RECIPES[recipe]
   quants = [(r.fwd.lhs, 0), (r.dgrad.lhs, 0), (r.wgrad.lhs, 1), (r.wgrad.rhs, 1)]
-  two_level = any(q and q.scale.value == "e4m3_over_f32" for q, _ in quants)
-  return two_level or any(q and q.tile[axis] == WHOLE and q.source == CURRENT for q, axis in quants)
+  return not r.is_stateful and all(
+    q is None or (q.tile[axis] != WHOLE and q.scale is not Scale.E4M3_OVER_F32)
+    for q, axis in quants
+  )
+
+
+def _difference(one, other):
+  """Relative: of the loss, of the worst parameter's gradient by norm, of the worst amax."""
+  (loss, gradient, amaxes), (want_loss, want_gradient, want_amaxes) = one, other
+  return np.array([
+    abs(loss - want_loss) / abs(want_loss),
+    max(np.linalg.norm(gradient[k] - w) / np.linalg.norm(w) for k, w in want_gradient.items()),
+    max(np.max(np.abs(amaxes[k] - w) / w) for k, w in want_amaxes.items()),
+  ])  # fmt: skip
+
+
+NUDGES = 3
+
+
+@functools.cache
+def _noise(recipe):
+  """The largest difference that weights nudged by 1e-7 make."""
+  first, *nudged = _steps(recipe, nudges=NUDGES)
+  return np.max([_difference(n, first) for n in nudged], axis=0)
 
 
 def difference(recipe, invariance):
-  """(relative differences of loss, gradients (worst parameter), amaxes; their budgets)."""
-  how = INVARIANCES[invariance]
-  loss, gradient, amaxes = _step(recipe, **how)
-  want_loss, want_gradient, want_amaxes = _step(recipe)
-  found = (
-    abs(loss - want_loss) / abs(want_loss),
-    max(
-      np.linalg.norm(gradient[k] - w) / np.linalg.norm(w) for k, w in want_gradient.items()
-    ),
-    max(np.max(np.abs(amaxes[k] - w) / w) for k, w in want_amaxes.items()),
-  )  # fmt: skip
-  kind = "same scales"
-  if recipes.RECIPES[recipe].is_random and ("mesh" in invariance or "packed" in invariance):
-    kind = "other random bits"
-  elif recipes.RECIPES[recipe].is_random and "accumulation" in invariance:
-    kind = "other random bits"
-  elif "accumulation" in invariance and _depends_on_microbatch(recipe):
-    kind = "scales of the microbatch"
-  return found, tolerances.INVARIANCE[kind], kind
+  """(relative differences of loss, gradients, amaxes; their budgets)."""
+  (taken,) = _steps(recipe, **INVARIANCES[invariance])
+  found = _difference(taken, _steps(recipe, nudges=NUDGES)[0])
+  if invariance.startswith(("remat", "unrolled")):
+    return found, np.zeros(3)
+  if _rows_are_independent(recipe) and not invariance.endswith("2x2x2"):
+    return found, np.array(tolerances.SAME_SCALES)
+  return found, tolerances.NOISE * _noise(recipe)
 
 
-@pytest.mark.parametrize("recipe", NARROW)
-@pytest.mark.parametrize("invariance", INVARIANCES)
+# The rest, which compiles for half an hour, under the marker `slow`.
+QUICK = {
+  "block_128_saved": INVARIANCES,
+  "tensor_delayed": ("accumulation 8x1", "remat quantized", "unrolled", "mesh 2x2x2"),
+  "nvfp4_sr_rht": ("remat full",),
+  "rowwise": ("mesh 8x1x1",),
+}
+CASES = [
+  pytest.param(r, i, marks=[] if i in QUICK.get(r, ()) else [pytest.mark.slow])
+  for r in NARROW
+  for i in INVARIANCES
+]
+
+
+@pytest.mark.parametrize("recipe, invariance", CASES)
 def test_step_is_the_same_however_it_is_taken(recipe, invariance):
-  found, budget, _ = difference(recipe, invariance)
-  assert all(f <= b for f, b in zip(found, budget)), (found, budget)
+  found, budget = difference(recipe, invariance)
+  assert np.all(found <= budget), (found, budget)
 
 
 def main():
-  print("| recipe | " + " | ".join(INVARIANCES) + " |")
-  print("|---|" + "---|" * len(INVARIANCES))
+  print("| recipe | 1e-7 nudge | " + " | ".join(INVARIANCES) + " |")
+  print("|---|---|" + "---|" * len(INVARIANCES))
   for recipe in NARROW:
-    cells = []
+    cells = [_cell(_noise(recipe))]
     for invariance in INVARIANCES:
-      (loss, gradient, _), _, kind = difference(recipe, invariance)
-      mark = {"same scales": "", "scales of the microbatch": " (m)", "other random bits": " (r)"}
-      cells.append(f"{loss:.0e} / {gradient:.0e}{mark[kind]}")
+      found, budget = difference(recipe, invariance)
+      cells.append(_cell(found) + " FAILS" * bool(np.any(found > budget)))
     print(f"| {recipe} | " + " | ".join(cells) + " |", flush=True)
+
+
+def _cell(found) -> str:
+  """Differences of loss and gradients, "=" where there is none at all."""
+  return " / ".join(f"{x:.0e}" for x in found[:2]) if found.any() else "="
 
 
 if __name__ == "__main__":

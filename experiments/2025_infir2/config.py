@@ -27,6 +27,7 @@ def get_config(arm="block_128"):
     raise ValueError(f"unknown arm {arm!r}; expected one of {', '.join(ARMS)}")
   c = base.get_config(ARMS[arm]["recipe"])
   c.kernels.matmul = ARMS[arm]["matmul"]
+  c.precision.strict = True
   c.init.hf = "assets/smollm2-135m"
   c.model.preset = "smollm2_135m"
   c.data.eos = "<|endoftext|>"

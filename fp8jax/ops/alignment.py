@@ -49,6 +49,28 @@ def find_misaligned_tiles(declaration, dims, rules, layout: axes.Layout, tokens:
   return problems
 
 
+def find_broken_rotations(declaration, dims, rules, tokens: int) -> list[str]:
+  """Hadamard blocks that do not divide what they rotate, in words.
+
+  Args:
+    tokens: tokens of a GEMM on one device.
+  """
+  problems = []
+  found = site_lib.find_sites(declaration)
+  for path, name in _distinct(found, dims, rules):
+    recipe = rules_lib.recipe_by_name(name)
+    contracted, produced = (math.prod(dims[c] for c in part) for part in found[path].gemm_letters)
+    for which, extent in (("fwd", contracted), ("dgrad", produced), ("wgrad", tokens)):
+      quant = getattr(recipe, which).lhs
+      if quant is not None and quant.transform is not None and extent % quant.transform.size:
+        problems.append(
+          f"{path}, {which}: recipe {name!r} rotates blocks of {quant.transform.size} and the "
+          f"product contracts {extent} on a device, no multiple of it; change batch or length, or "
+          f"give {path} another recipe"
+        )
+  return problems
+
+
 def _distinct(found, dims, rules):
   """(path, recipe name), each once however many layers have it."""
   runs = rules_lib.segments(list(found), dims["N"], rules)

@@ -26,7 +26,7 @@ This module holds the project's only GEMM `custom_vjp`.
 
 import functools
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,9 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
   return _dots(plans, x, ws, tuple(taps), inputs)
 
 
-def fp8_dot_general(lhs, rhs, dimension_numbers, site: Site, *, out_dtype=None):
+def fp8_dot_general(
+  lhs, rhs, dimension_numbers, site: Site, precision=None, preferred_element_type=None
+):
   """`jax.lax.dot_general` in the precision `site` prescribes: of an activation and a weight.
 
   Args:
@@ -93,12 +95,15 @@ def fp8_dot_general(lhs, rhs, dimension_numbers, site: Site, *, out_dtype=None):
     rhs: any rank.
     dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), as in JAX.
     site: see `site.single` for use outside a model.
-    out_dtype: dtype of the result; default lhs's.
+    precision: None; the site's recipe is the precision.
+    preferred_element_type: dtype of the result; default lhs's.
 
   Returns:
     Batch dimensions, then the free dimensions of lhs, then those of rhs, as in JAX.
   """
   (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+  if precision is not None:
+    raise ValueError(f"precision={precision!r}: the site's recipe says how to multiply; leave it")
   if site.layout.mesh is not None:
     raise ValueError("fp8_dot_general has no letters to shard by; use dot(eqn, ...) on a mesh")
   names = iter(string.ascii_letters)
@@ -110,7 +115,7 @@ def fp8_dot_general(lhs, rhs, dimension_numbers, site: Site, *, out_dtype=None):
   free = [c for c in lhs_letters if c not in rhs_letters]
   free += [c for c in rhs_letters if c not in lhs_letters]
   eqn = f"{''.join(lhs_letters)},{''.join(rhs_letters)}->{''.join(batch + free)}"
-  return dot(eqn, lhs, rhs, site, out_dtype=out_dtype)
+  return dot(eqn, lhs, rhs, site, out_dtype=preferred_element_type)
 
 
 # --- differentiation -----------------------------------------------------------------------------
@@ -308,7 +313,7 @@ def _product(a: Matrix, b: Matrix, gemm: Gemm, plan: Plan, which: int, out_dtype
     return product(a.value, b.value).astype(out_dtype)
 
 
-def on_mesh(local, layout: axes.Layout, in_specs, out_specs):
+def on_mesh(local, layout: axes.Layout, in_specs, out_specs) -> Callable:
   """`local` per device on a mesh; as it is without one, or inside a manual region."""
   if layout.mesh is None or layout.is_manual:
     return local

@@ -151,7 +151,7 @@ def weight(
 
   groups = (free, contracted)
   amax_axes = tuple(tuple(a for c in group for a in layout.weight_axes(c)) for group in groups)
-  value = narrow(matrix, contraction, dtype, amax_axes)
+  value: Any = narrow(matrix, contraction, dtype, amax_axes)
   for axis, group in enumerate(groups):
     if extra[group[0]]:
       value = collectives.gather_scaled(value, extra[group[0]], axis)

@@ -71,7 +71,7 @@ def make_plan(eqn: str, x, w, site: Site, *, out_dtype=None) -> Plan:
   letters = _parse(eqn, x.shape, w.shape)
   return Plan(
     letters, site.name, site.recipe, site.backends, site.layout, jnp.dtype(out_dtype or x.dtype),
-    jnp.dtype(x.dtype), x.shape, site.tap.shape[-1], isinstance(site.tap, jax.core.Tracer),
+    jnp.dtype(x.dtype), x.shape, site.tap.shape[-1], site.is_traced,
   )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import core
 
 from fp8jax import axes, params, recipes
 from fp8jax.kernels import backend as backend_lib
@@ -63,12 +64,17 @@ class Site:
   def with_layout(self, layout: axes.Layout) -> "Site":
     return dataclasses.replace(self, layout=layout)
 
+  @property
+  def is_traced(self) -> bool:
+    """Whether the tap is an argument of the program being traced, so that it may be observed."""
+    return isinstance(self.tap, core.Tracer)
+
   def claim(self):
     """Called by every op that multiplies here; twice in one trace is an error.
 
     The mark lies outside the fields, on the object that unflattening makes anew in every trace.
     """
-    if isinstance(self.tap, jax.core.Tracer):
+    if self.is_traced:
       if getattr(self, "_claimed", False):
         raise ValueError(
           f"site {self.name!r} is used by two products: what they see would be added up. Give each "

@@ -125,9 +125,10 @@ SPLITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", ["block_128", "tensor_delayed"])
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+  "recipe, check_vma", [("block_128", True), ("tensor_delayed", True), ("tensor_delayed", False)]
+)
 def test_dot_general_inside_shard_map(rng, recipe, split, check_vma):
   """Each device multiplies what it holds, with a tap of its own; partial sums are the caller's."""
   x_spec, w_spec, y_spec, x_parts, w_parts = SPLITS[split]

@@ -1,5 +1,6 @@
 """The dot and the loss on eight devices: what they compute and what they move."""
 
+import dataclasses
 import re
 
 import jax
@@ -44,21 +45,29 @@ def _run(eqn, x, w, g, site):
     w = _place(w, ws, layout.weight_spec, layout)
 
   @jax.jit
-  def run(x, w, g, site):
-    y, pull = jax.vjp(lambda x, w, s: dot(eqn, x, w, s), x, w, site)
+  def run(x, w, g, tap):
+    def product(x, w, tap):
+      return dot(eqn, x, w, dataclasses.replace(site, tap=tap))
+
+    y, pull = jax.vjp(product, x, w, tap)
     return y, *pull(g)
 
-  return run(x, w, g, site), run.lower(x, w, g, site)
+  return run(x, w, g, site.tap), run.lower(x, w, g, site.tap)
 
 
 @pytest.mark.parametrize("recipe", list(recipes.RECIPES))
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize("eqn, sizes", EQUATIONS, ids=[e for e, _ in EQUATIONS])
 def test_dot_on_a_mesh_is_exact_on_lattice_inputs(rng, eqn, sizes, shape, recipe):
-  operands = [lattice(rng, *(sizes[c] for c in t)) for t in eqn.replace("->", ",").split(",")]
+  fmt = "e2m1" if "fp4" in recipe else "e4m3"
+  operands = [
+    lattice(rng, *(sizes[c] for c in t), fmt=fmt) for t in eqn.replace("->", ",").split(",")
+  ]
   (y, dx, dw, seen), _ = _run(eqn, *operands, _site(recipe, _layout(shape)))
   want, _ = _run(eqn, *operands, site_lib.single(recipe))
-  for got, exact in zip((y, dx, dw, seen.tap), (*want[:3], want[3].tap)):
+  rotated = recipe == "nvfp4_sr_rht"  # a rotated lattice is none, and random bits differ by device
+  pairs = [(y, want[0]), (dx, want[1]), (seen, want[3])] + [(dw, want[2])] * (not rotated)
+  for got, exact in pairs:
     np.testing.assert_array_equal(got, exact)
 
 
@@ -70,7 +79,7 @@ def test_dot_on_a_mesh_scales_like_one_device(rng, shape):
   x *= np.exp(np.arange(8))[:, None, None]
   w *= np.exp(np.arange(1024) / 200)[:, None]
   operands = [t.astype(np.float32) for t in (x, w, g)]
-  for recipe in recipes.RECIPES:
+  for recipe in [n for n, r in recipes.RECIPES.items() if not r.is_random]:
     got, _ = _run(eqn, *operands, _site(recipe, _layout(shape)))
     want, _ = _run(eqn, *operands, site_lib.single(recipe))
     for a, b in zip(got[:3], want[:3]):

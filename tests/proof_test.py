@@ -1,0 +1,407 @@
+"""Whether the FP8 GEMMs of a step are those of the plan: every recipe, and what must be refused.
+
+On CPU the program that XLA is handed is read. What XLA makes of it on GPU is read from programs
+written out here, line by line as XLA prints them, and from compiled ones in aot_test.py.
+"""
+
+import dataclasses
+import io
+import types
+
+import aot_test
+import jax
+import jax.numpy as jnp
+import pytest
+import rich.console
+from jax.extend import core as jex_core
+
+from configs import base
+from fp8jax import config, hlo, proof, recipes
+from fp8jax import step as step_lib
+from fp8jax.formats import E2M1
+from fp8jax.kernels import scaled_matmul
+from fp8jax.kernels.backend import Device
+from fp8jax.kernels.scaled_matmul import reference
+from fp8jax.ops import site as site_lib
+from fp8jax.quant import scaled
+
+NARROW = [name for name, recipe in recipes.RECIPES.items() if recipe.is_narrow]
+
+
+CPU, HOPPER = Device("cpu"), Device("gpu", 90)
+
+
+def _plan(arm="", devices=1, device=CPU, **changes):
+  c = base.get_config(arm)
+  c.batch, c.length = 4, 64
+  c.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
+  return config.resolve(c, devices, device)
+
+
+def _arguments(plan):
+  """Shapes of what the second step of a run is called with."""
+  lead = (plan.config.accumulation,) if plan.config.accumulation > 1 else ()
+  shape = (*lead, plan.microbatch, plan.data.length)
+  names = ("tokens_BL", "targets_BL", "positions_BL", "segments_BL")
+  batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
+  batch["weights_BL"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+  return step_lib.abstract_state(plan, 1), batch, plan.sites()
+
+
+def _strict(plan, change=lambda sites: sites):
+  state, batch, sites = _arguments(plan)
+  return proof.strict(plan, step_lib.make_step(plan), state, batch, change(sites))
+
+
+def _narrow_dots(jaxpr, times=1) -> int:
+  """FP8 dots that a jaxpr executes: a count that owes nothing to XLA, to names or to the plan."""
+  total = 0
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == "dot_general":
+      total += times * all(v.aval.dtype.itemsize == 1 for v in eqn.invars)
+    runs = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+    total += sum(_narrow_dots(sub, runs) for sub in jex_core.jaxprs_in_params(eqn.params))
+  return total
+
+
+def _counts(rows, site: str) -> dict[str, int]:
+  """{"fwd", "fwd again", ...: FP8 GEMMs found} of a site."""
+  return {r.key.product + " again" * r.key.is_recompute: r.fp8 for r in rows if r.key.site == site}
+
+
+# --- what is lowered -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_every_recipe_is_proven(name):
+  plan = _plan(name, memory__remat="full")
+  state, batch, sites = _arguments(plan)
+  step_fn = step_lib.make_step(plan)
+  rows = proof.strict(plan, step_fn, state, batch, sites)
+  traced = step_fn.trace(state, batch, sites).jaxpr
+  assert sum(row.expected for row in rows) == _narrow_dots(traced.jaxpr) > 0
+  assert sum(row.fp8 for row in rows) == sum(row.expected for row in rows)
+  uses = [q for quants in recipes.RECIPES[name].uses().values() for q in quants]
+  assert any(row.is_emulated for row in rows) == any(q.format == E2M1 for q in uses)
+
+
+def test_every_recipe_is_compiled_for_h200_too():
+  assert sorted(name for pair in aot_test.PAIRS for name in pair) == sorted(NARROW)
+
+
+@pytest.mark.parametrize("remat", ["none", "linears", "quantized", "full"])
+def test_recomputed_products_are_counted(remat):
+  rows = _strict(_plan("block_128_saved", memory__remat=remat))
+  repeated = {
+    "none": "", "linears": "attn/o", "quantized": "attn/o",
+    "full": "attn/k attn/o attn/q attn/v mlp/gate mlp/up",
+  }[remat].split()  # fmt: skip
+  assert {r.key.site for r in rows if r.key.is_recompute} == {f"layers/{s}" for s in repeated}
+  # Two layers; steps of 128 along K: 192 forward, 128 backward, 256 tokens.
+  again = {"fwd again": 4} if "mlp/gate" in repeated else {}
+  assert _counts(rows, "layers/attn/q") == {"fwd": 4, **again, "dgrad": 2, "wgrad": 4}
+
+
+def test_microbatches_and_chunks_of_the_head_are_counted():
+  rules = ((".*", "block_128"),)
+  changes = dict(precision__rules=rules, accumulation=2, length=256, memory__loss_chunk=96)
+  rows = _strict(_plan(**changes))
+  # Of 256 positions 96, 96 and 64, in two sequences: K = 192 tokens, 192 and 128.
+  assert _counts(rows, "head") == {"fwd": 2 * 3 * 2, "dgrad": 2 * 3 * 4, "wgrad": 2 * (2 + 2 + 1)}
+  assert _counts(rows, "layers/attn/q") == {"fwd": 8, "dgrad": 4, "wgrad": 4 * 4}
+
+
+def test_layers_that_multiply_differently_are_told_apart():
+  rows = _strict(_plan("block_128", precision__first_bf16=1))
+  assert _counts(rows, "layers/0-0/attn/q") == {"fwd": 0, "dgrad": 0, "wgrad": 0}
+  assert _counts(rows, "layers/1-1/attn/q") == {"fwd": 2, "dgrad": 1, "wgrad": 2}
+  assert [r.wide for r in rows if r.key.site == "layers/0-0/attn/q"] == [1, 1, 1]
+
+
+def test_products_on_a_mesh_have_the_sizes_of_one_device():
+  sizes = dict(intermediate_size=512, num_heads=8, num_kv_heads=8)
+  changes = {f"model__{k}": v for k, v in sizes.items()} | dict(mesh__fsdp=2, mesh__tensor=2)
+  rows = _strict(_plan("block_128", devices=4, batch=8, **changes))
+  found = {r.key.product: r.size for r in rows if r.key.site == "layers/mlp/down"}
+  assert found == {"fwd": (256, 192, 256), "dgrad": (256, 256, 192), "wgrad": (256, 192, 256)}
+  assert _counts(rows, "layers/mlp/down") == {"fwd": 4, "dgrad": 4, "wgrad": 4}
+
+
+# --- a site that is not FP8 ----------------------------------------------------------------------
+
+
+def _dequantised(a: scaled.Scaled, b: scaled.Scaled, accumulate):
+  del accumulate
+  return jnp.einsum("mk,nk->mn", a.dequantize(), b.dequantize())
+
+
+def break_one(sites, name: str, product: str, monkeypatch):
+  """The sites, one product of one of them made wide before it multiplies."""
+  broken = types.SimpleNamespace(**vars(reference) | {"scaled_matmul": _dequantised})
+  monkeypatch.setitem(scaled_matmul.BACKENDS, "dequantised", broken)
+  which = ("fwd", "dgrad", "wgrad").index(product)
+
+  def one(site):
+    if site.name != name:
+      return site
+    chosen = tuple("dequantised" if i == which else b for i, b in enumerate(site.backends))
+    return dataclasses.replace(site, backends=chosen)
+
+  return site_lib.tree_map(one, sites)
+
+
+@pytest.mark.parametrize("product", ["fwd", "dgrad", "wgrad"])
+def test_a_site_that_multiplies_wide_is_named(product, monkeypatch):
+  plan = _plan("block_128", memory__remat="full")
+  with pytest.raises(proof.NotFp8) as e:
+    _strict(plan, lambda sites: break_one(sites, "layers/mlp/up", product, monkeypatch))
+  m = str(e.value)
+  assert m.startswith(f"layers/mlp/up {product}: the plan has ")
+  assert "2 wide ones, the first f32[" in m and "made wide again" in m
+  assert "Fix: kernels.matmul='xla'" in m and "precision.strict=False" in m
+  # The same product computed again, and nothing else.
+  again = " So do 1 more: layers/mlp/up fwd (recompute)."
+  assert m.endswith(again) if product == "fwd" else "So do" not in m
+
+
+# --- what XLA makes of it on GPU -----------------------------------------------------------------
+
+CUBLAS = (
+  '  %d = (f32[{m},{n}]{{1,0}}, s8[4096]{{0}}) custom-call(%a, %b, %s, %s), '
+  'custom_call_target="{target}", metadata={{op_name="{scope}/dot_general"}}, backend_config='
+  '{{"gemm_backend_config":{{"dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"],'
+  '"rhs_contracting_dimensions":["1"]}}}}}}\n'
+)  # fmt: skip
+FP8 = "__cublas$lt$matmul$f8"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """A product as XLA prints it: in a loop, by cuBLASLt."""
+
+  key: hlo.Key
+  m: int
+  n: int
+  k: int
+  times: int
+  dtype: str = "f8e4m3fn"
+  target: str = FP8
+
+  def text(self, i: int) -> tuple[str, str]:
+    """(computations, the loop)."""
+    again = "checkpoint/rematted_computation/" if self.key.is_recompute else ""
+    scope = f"jit(step)/jvp()/while/body/{again}{self.key.site}:{self.key.product}"
+    body = (
+      f"%body.{i} (p: s32[]) -> s32[] {{\n"
+      f"  %a = {self.dtype}[{self.m},{self.k}]{{1,0}} parameter(0)\n"
+      f"  %b = {self.dtype}[{self.n},{self.k}]{{1,0}} parameter(1)\n"
+      f"  %s = f32[] constant(1)\n"
+      + CUBLAS.format(m=self.m, n=self.n, target=self.target, scope=scope)
+      + "}\n\n"
+    )
+    trips = f'backend_config={{"known_trip_count":{{"n":"{self.times}"}}}}'
+    return body, f"  %w.{i} = s32[] while(%x), condition=%cond, body=%body.{i}, {trips}\n"
+
+
+def _program(calls) -> str:
+  bodies, loops = zip(*(call.text(i) for i, call in enumerate(calls)))
+  return "".join(bodies) + "ENTRY %main (x: s32[]) -> s32[] {\n" + "".join(loops) + "}\n"
+
+
+def _as_planned(plan) -> dict[hlo.Key, Call]:
+  """A program with every FP8 GEMM that is expected."""
+  return {
+    row.key: Call(row.key, *row.size, row.expected) for row in proof.expected(plan) if row.expected
+  }
+
+
+@pytest.fixture
+def gpu_plan():
+  changes = dict(precision__compute="float32", memory__remat="full")
+  return _plan("tensor_current", device=HOPPER, **changes)
+
+
+Q, K, V = (hlo.Key(f"layers/attn/{s}", "fwd") for s in "qkv")
+
+
+def test_a_compiled_program_is_proven(gpu_plan):
+  rows = proof.check(gpu_plan, _program(_as_planned(gpu_plan).values()))
+  # Seven sites: three products and, but for the last of a layer, the forward one again.
+  assert [r.fp8 for r in rows if r.expected] == [2] * (7 * 3 + 6)
+
+
+def _refused(plan, calls) -> str:
+  with pytest.raises(proof.NotFp8) as e:
+    proof.check(plan, _program(calls))
+  return str(e.value)
+
+
+@pytest.mark.parametrize("target", ["__cublas$lt$matmul", "__cublas$gemm"])
+def test_a_product_in_16_bits_is_refused(gpu_plan, target):
+  calls = _as_planned(gpu_plan)
+  calls[Q] = dataclasses.replace(calls[Q], dtype="bf16", target=target)
+  m = _refused(gpu_plan, calls.values())
+  assert m.startswith("layers/attn/q fwd: ") and "2 wide ones, the first bf16[256,192] x " in m
+  assert "XLA did not match it" in m
+
+
+def test_a_missing_product_is_refused(gpu_plan):
+  calls = _as_planned(gpu_plan)
+  del calls[V]
+  m = _refused(gpu_plan, calls.values())
+  assert m.startswith("layers/attn/v fwd: ") and "and the program has nothing." in m
+
+
+@pytest.mark.parametrize("change", [dict(times=1), dict(k=96), dict(times=3), dict(n=256)])
+def test_work_that_differs_is_refused(gpu_plan, change):
+  calls = _as_planned(gpu_plan)
+  calls[Q] = dataclasses.replace(calls[Q], **change)
+  assert _refused(gpu_plan, calls.values()).startswith("layers/attn/q fwd: ")
+
+
+def test_fp8_of_no_site_is_refused(gpu_plan):
+  calls = [*_as_planned(gpu_plan).values(), Call(hlo.Key("elsewhere", "fwd"), 64, 64, 64, 1)]
+  m = _refused(gpu_plan, calls)
+  assert m.startswith("elsewhere fwd: the program has 1 FP8 GEMMs that the plan does not")
+
+
+def test_an_unplanned_recomputation_is_refused(gpu_plan):
+  down = hlo.Key("layers/mlp/down", "fwd")
+  calls = _as_planned(gpu_plan)
+  again = dataclasses.replace(calls[down], key=dataclasses.replace(down, is_recompute=True))
+  m = _refused(gpu_plan, [*calls.values(), again])
+  assert m.startswith("layers/mlp/down fwd (recompute): the program has 2 FP8 GEMMs that the plan")
+
+
+def test_sites_stacked_into_one_product_are_told_apart(gpu_plan):
+  calls = _as_planned(gpu_plan)
+  one = dataclasses.replace(calls[Q], n=sum(calls.pop(key).n for key in (Q, K, V)))
+  rows = proof.check(gpu_plan, _program([*calls.values(), one]))
+  shared = {r.key: (r.fp8, r.shared) for r in rows if r.shared}
+  assert shared == dict.fromkeys((Q, K, V), (2, "layers/attn/q"))
+  # One of them less, and it proves none.
+  less = dataclasses.replace(one, n=one.n - 64)
+  assert "layers/attn/" in _refused(gpu_plan, [*calls.values(), less])
+  # As much work in more calls is something else.
+  more = dataclasses.replace(one, n=one.n // 2, times=4)
+  assert "layers/attn/" in _refused(gpu_plan, [*calls.values(), more])
+
+
+def test_padding_to_multiples_of_16_is_the_plan(gpu_plan):
+  plan = dataclasses.replace(
+    gpu_plan, model=dataclasses.replace(gpu_plan.model, hidden_size=200, head_dim=30)
+  )
+  calls = _as_planned(plan)
+  q = calls[Q]
+  assert q.n == 120
+  calls[Q] = dataclasses.replace(q, n=128, k=208)
+  assert proof.check(plan, _program(calls.values()))
+  calls[Q] = dataclasses.replace(q, n=144, k=208)
+  _refused(plan, calls.values())
+
+
+def test_a_single_layer_is_free_to_keep_what_it_would_recompute():
+  changes = dict(precision__compute="float32", memory__remat="full", precision__first_bf16=1)
+  plan = _plan("tensor_current", device=HOPPER, **changes)
+  calls = [c for key, c in _as_planned(plan).items() if not key.is_recompute]
+  rows = proof.check(plan, _program(calls))
+  text = _printed(rows)
+  assert "merged" in text and "layers/1-1/attn/q" in text
+
+
+TRITON = """
+%gemm (a: f8e4m3fn[256,64], b: f8e4m3fn[128,64]) -> f32[256,128] {{
+  %a = f8e4m3fn[256,64]{{1,0}} parameter(0)
+  %b = f8e4m3fn[128,64]{{1,0}} parameter(1)
+  ROOT %d = f32[256,128]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}, metadata={{op_name="jit(f)/head:fwd/dot_general"}}, backend_config={{"sizes":["{k}"]}}
+}}
+
+ENTRY %main (x: f8e4m3fn[256,64], y: f8e4m3fn[128,64]) -> f32[256,128] {{
+  %x = f8e4m3fn[256,64]{{1,0}} parameter(0)
+  %y = f8e4m3fn[128,64]{{1,0}} parameter(1)
+  ROOT %f = f32[256,128]{{1,0}} fusion(%x, %y), kind={kind}, calls=%gemm, metadata={{op_name="jit(f)/another:wgrad/add"}}, backend_config={{"fusion_backend_config":{{"kind":"{name}","block_level_fusion_config":{{"num_warps":"{warps}","output_tiles":[{{"sizes":["{m}","{n}"]}}]}}}}}}
+}}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+  "m, n, k, warps, is_fp8",
+  [
+    (64, 16, 32, 4, True),
+    (128, 128, 64, 8, True),
+    (32, 64, 32, 4, False),
+    (64, 8, 32, 4, False),
+    (64, 64, 16, 4, False),
+    (64, 64, 32, 2, False),
+  ],
+)
+def test_triton_is_fp8_where_its_tiles_are_large_enough(m, n, k, warps, is_fp8):
+  """As the PTX had it: wgmma with e4m3, or a conversion and mma with f16."""
+  name = "__triton_nested_gemm_fusion"
+  text = TRITON.format(m=m, n=n, k=k, warps=warps, name=name, kind="kCustom")
+  (found,) = hlo.products(text, "gpu")
+  assert (found.key, found.is_fp8) == (hlo.Key("head", "fwd"), is_fp8)
+  assert found.work == 256 * 128 * 64
+  assert ("too small" in found.why) == (not is_fp8)
+
+
+def test_a_dot_in_a_loop_fusion_is_not_fp8():
+  text = TRITON.format(m=64, n=64, k=64, warps=4, name="", kind="kLoop")
+  (found,) = hlo.products(text, "gpu")
+  assert not found.is_fp8 and "scalar" in found.why
+
+
+def test_a_kernel_of_ours_is_known_by_its_scope():
+  text = """
+ENTRY %main (x: f8e4m3fn[256,512]) -> f32[256,128] {
+  %x = f8e4m3fn[256,512]{1,0} parameter(0)
+  %s = f32[256,4]{1,0} parameter(1)
+  %w = f8e5m2[128,512]{1,0} parameter(2)
+  ROOT %k = f32[256,128]{1,0} custom-call(%x, %s, %w, %s), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/layers/mlp/up:dgrad/pallas_call"}
+}
+"""  # noqa: E501
+  (found,) = hlo.products(text, "gpu")
+  assert found.key == hlo.Key("layers/mlp/up", "dgrad") and found.is_fp8
+  assert (found.work, found.kernel) == (256 * 512 * 128, "mosaic_gpu_v2")
+  assert not hlo.products(text.replace("layers/mlp/up:dgrad/", ""), "gpu")
+
+
+def test_a_shared_loop_belongs_to_each_of_its_callers():
+  """Two sites with equal sizes may share the body of their loops, with the names of one of them."""
+  text = """
+body {
+  x = f8e4m3fn[64,32]{1,0} parameter(0)
+  ROOT d = f32[64,64]{1,0} dot(x, x), lhs_contracting_dims={1}, rhs_contracting_dims={1}, metadata={op_name="a/layers/mlp/gate:dgrad/while/body/dot_general"}
+}
+
+condition {
+  i = s32[] parameter(0)
+  n = s32[] constant(9)
+  ROOT less = pred[] compare(i, n), direction=LT
+}
+
+ENTRY main {
+  i = s32[] parameter(0)
+  gate = (s32[], /*index=1*/f32[64,64]{1,0}) while(i), condition=condition, body=body, metadata={op_name="a/layers/mlp/gate:dgrad/while"}
+  up = (s32[], f32[64,64]{1,0}) while(i), condition=condition, body=body, metadata={op_name="a/rematted_computation/layers/mlp/up:dgrad/while"}
+}
+"""  # noqa: E501
+  keys = [hlo.Key("layers/mlp/gate", "dgrad"), hlo.Key("layers/mlp/up", "dgrad", True)]
+  assert [(p.key, p.times) for p in hlo.products(text, "cpu")] == [(key, 9) for key in keys]
+
+
+def _printed(rows) -> str:
+  out = io.StringIO()
+  rich.console.Console(file=out, width=160).print(proof.table(rows))
+  return out.getvalue()
+
+
+def test_the_table_shows_found_and_planned(gpu_plan):
+  calls = _as_planned(gpu_plan)
+  calls[Q] = dataclasses.replace(calls[Q], dtype="bf16", target="__cublas$lt$matmul")
+  calls[K] = dataclasses.replace(calls[K], times=1)
+  products = hlo.products(_program(calls.values()), "gpu")
+  lines = _printed(proof.compare(gpu_plan, products)).splitlines()
+  (q,), (k,) = ([line for line in lines if f"attn/{s}" in line] for s in "qk")
+  assert "0/2, 2 wide" in q and "cuBLASLt, cuBLASLt FP8" in q
+  assert "1/2" in k and "2/2" in k
