@@ -7,6 +7,8 @@ VENV := .venv$(if $(filter-out 0.12.0.1,$(JAX)),-jax$(JAX))
 BIN := $(VENV)/bin
 MODEL := assets/smollm2-135m
 WORKDIR ?= runs/smollm2_cpt
+# A process per core, a file at a time; PARALLEL= runs in one.
+PARALLEL ?= -n auto --dist loadfile
 
 .PHONY: run test test-all test-aot check setup clean
 
@@ -15,10 +17,10 @@ run: $(MODEL)/model.safetensors
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python launch.py --config=configs/smollm2_cpt.py --workdir=$(WORKDIR)
 
 test: setup $(MODEL)/model.safetensors
-	$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) --durations=10 $(ARGS)
 
 test-all: setup $(MODEL)/model.safetensors
-	$(BIN)/python -m pytest -q -m "not gpu and not aot" --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not aot" --durations=10 $(ARGS)
 
 # CUDA wheels, no GPU: compiles for H200 topologies.
 test-aot: setup

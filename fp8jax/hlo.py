@@ -102,7 +102,7 @@ class _Inside:
     key: whose the loop or call is. Sites may share the body of a loop, which then has the name of
       one of them.
     is_recompute: whether any name on the way here says so.
-    fusion: the fusion, if it is one that is compiled for the matrix unit.
+    fusion: the outermost fusion.
   """
 
   times: int = 1
@@ -149,7 +149,7 @@ class _Program:
       if not callees:
         continue
       times = inside.times * (self._trips(i) if i.opcode == "while" else 1)
-      fusion = i if "kind=kCustom" in i.rest else inside.fusion
+      fusion = inside.fusion or (i if i.opcode == "fusion" else None)
       # A fusion has the name of any instruction that was fused.
       is_named = i.opcode in ("while", "call", "conditional")
       for callee in callees:

@@ -145,7 +145,8 @@ def _diagnose(plan: config.Plan, workdir: str):
     step = json.load(f)["step"]
   params, _, _ = _restore_params(plan, workdir, step)
   spread = batches.Spread(plan.run.layout, plan.microbatch, plan.config.accumulation)
-  return {"step": step, **diagnose.report(plan, params, spread.place(host))}
+  found = diagnose.report(plan, params, spread.place(host), plan.phase(max(step - 1, 0)))
+  return {"step": step, **found}
 
 
 def _restore_params(plan: config.Plan, workdir: str, step: int | None = None):

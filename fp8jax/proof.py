@@ -23,7 +23,7 @@ from fp8jax.kernels import scaled_matmul
 from fp8jax.models import transformer
 from fp8jax.ops import rules
 from fp8jax.ops import site as site_lib
-from fp8jax.recipe import PASSES, Gemm, Recipe
+from fp8jax.recipe import PASSES, Gemm
 
 # Forward GEMMs that the backward pass repeats, by remat policy (transformer.py): with the outputs
 # of linear layers kept, only the one that completes the MLP's input; never the last of a layer,
@@ -54,8 +54,8 @@ class Row:
     work: their multiply-adds.
     padded: the same with every extent rounded up to cuBLASLt's multiple.
     is_emulated: the numbers multiplied have fewer bits than the FP8 that carries them.
-    is_optional: XLA may leave it out: the recomputation of a single layer has no loop around it
-      that would keep it apart from the forward pass.
+    most: how often the work may be done: twice where XLA is free to do the forward product once for
+      itself and its recomputation, which have no loops around them that would keep them apart.
     fp8: FP8 GEMMs found, in units of the plan's: its number of them did exactly its work.
     calls: FP8 GEMMs found, executions.
     done: their multiply-adds.
@@ -74,7 +74,7 @@ class Row:
   work: int
   padded: int
   is_emulated: bool = False
-  is_optional: bool = False
+  most: int = 1
   fp8: int = 0
   calls: int = 0
   done: int = 0
@@ -86,8 +86,6 @@ class Row:
 
   @property
   def is_proven(self) -> bool:
-    if self.is_optional and not self.fp8 and not self.wide:
-      return True
     return self.fp8 == self.expected and not (self.wide and self.expected)
 
 
@@ -101,7 +99,9 @@ def expected(plan: Plan, phase: int = 0) -> list[Row]:
   for name, site in site_lib.flatten(plan.sites(phase=phase)).items():
     param = declared[rules.path_of(name)]
     is_recomputed = re.fullmatch(_RECOMPUTED[plan.run.remat], name) is not None
-    products = [(p, False) for p in PASSES] + [("fwd", True)] * is_recomputed
+    # XLA unrolls the loop over a single layer.
+    is_loop = len(site.layer_names) > 1
+    products = [(p, False) for p in PASSES] + [("fwd", True)] * (is_recomputed and is_loop)
     for product, again in products:
       calls = [
         (site_lib.local_size(param, plan.model.dims, plan.run.layout, t).of(product), n)
@@ -120,7 +120,7 @@ def expected(plan: Plan, phase: int = 0) -> list[Row]:
           work=sum(n * math.prod(mnk) for mnk, n in calls),
           padded=sum(n * math.prod(map(_padded, mnk)) for mnk, n in calls),
           is_emulated=_is_emulated(gemm),
-          is_optional=again and len(site.layer_names) == 1,
+          most=2 if product == "fwd" and is_recomputed and not is_loop else 1,
         )
       rows.append(row)
   return rows
@@ -152,9 +152,12 @@ def _is_emulated(gemm: Gemm) -> bool:
 def compare(plan: Plan, gemms: list[hlo.Product], phase: int = 0) -> list[Row]:
   """The rows of `expected` with what was found, and one for everything that none expects."""
   by_key: dict[hlo.Key, list[hlo.Product]] = collections.defaultdict(list)
+  rows = expected(plan, phase)
+  once = {row.key.site for row in rows if row.most > 1}
   for gemm in gemms:
-    by_key[gemm.key].append(gemm)
-  rows = [_with_found(row, by_key.pop(row.key, [])) for row in expected(plan, phase)]
+    is_again = gemm.key.is_recompute and gemm.key.site not in once
+    by_key[dataclasses.replace(gemm.key, is_recompute=is_again)].append(gemm)
+  rows = [_with_found(row, by_key.pop(row.key, [])) for row in rows]
   if plan.device.platform != "cpu":
     rows = _share(rows)
   for key, there in by_key.items():
@@ -168,9 +171,9 @@ def _with_found(row: Row, there: list[hlo.Product]) -> Row:
   done = sum(g.times * g.work for g in there if g.is_fp8)
   wide = [g for g in there if not g.is_fp8]
   if row.expected:
-    in_bounds = row.work <= done <= row.padded
-    fp8 = row.expected if in_bounds else row.expected * done // row.work
-    fp8 = max(fp8, row.expected + 1) if done > row.padded else fp8
+    most = row.most * row.padded
+    fp8 = row.expected if row.work <= done <= most else row.expected * done // row.work
+    fp8 = max(fp8, row.expected + 1) if done > most else fp8
   return dataclasses.replace(
     row,
     fp8=fp8,
@@ -193,21 +196,25 @@ def _share(rows: list[Row]) -> list[Row]:
   for n, row in enumerate(rows):
     if row.expected:
       module = row.key.site.rpartition("/")[0]
-      groups[module, row.key.product, row.key.is_recompute, row.recipe].append(n)
+      groups[module, row.key.product, row.key.is_recompute].append(n)
   rows = list(rows)
   for group in groups.values():
-    off = [n for n in group if not rows[n].work <= rows[n].done <= rows[n].padded]
-    done = sum(rows[n].done for n in off)
-    if not off or not sum(rows[n].work for n in off) <= done <= sum(rows[n].padded for n in off):
-      continue
-    owner = max((rows[n] for n in off), key=lambda row: row.done)
-    if owner.calls != owner.expected:
-      continue
-    for n in off:
-      rows[n] = dataclasses.replace(
-        rows[n], fp8=rows[n].expected, kernels=owner.kernels, shared=owner.key.site
-      )
+    lacking = [n for n in group if rows[n].done < rows[n].work]
+    # Whose calls do the most, compared with what they should do.
+    owner = max(group, key=lambda n: _per_call(rows[n]) - rows[n].work)
+    members, calls = [owner, *lacking], rows[owner].calls / rows[owner].expected
+    least, most = (sum(getattr(rows[n], w) for n in members) for w in ("work", "padded"))
+    is_whole = least <= _per_call(rows[owner]) + sum(rows[n].done for n in lacking) <= most
+    if lacking and is_whole and 1 <= calls <= rows[owner].most:
+      for n in members:
+        kernels, site = rows[owner].kernels, rows[owner].key.site
+        rows[n] = dataclasses.replace(rows[n], fp8=rows[n].expected, kernels=kernels, shared=site)
   return rows
+
+
+def _per_call(row: Row) -> float:
+  """Multiply-adds, had the GEMMs found been as many as expected."""
+  return row.done * row.expected / max(row.calls, 1)
 
 
 def check(plan: Plan, text: str, phase: int = 0) -> list[Row]:
@@ -253,21 +260,24 @@ def _complaint(row: Row, plan: Plan) -> str:
     reason = "its operands are made wide again before they are multiplied"
   else:
     reason = "XLA did not match it to an FP8 kernel, or its operands are made wide before it"
-  gemm = getattr(recipe_of(plan, row), row.key.product)
+  gemm = getattr(rules.recipe_by_name(row.recipe), row.key.product)
   problem = backend_lib.Problem(*row.size, gemm, plan.device)
   notes = backend_lib.choose(problem, plan.config.kernels.matmul).notes
   reason += "".join(f"; passed over {note}" for note in notes)
-  others = [name for name in scaled_matmul.BACKENDS if name != row.backend]
+  fixes = [
+    f"kernels.matmul={name!r}"
+    for name, module in scaled_matmul.BACKENDS.items()
+    if name != row.backend and module.supports(problem) is None
+  ]
+  fixes += [
+    "another recipe for this site in precision.rules",
+    "precision.strict=False to run it so",
+  ]
   return (
     f"{row.key}: the plan has {row.expected} FP8 GEMMs per step ({size} per device, recipe "
     f"{row.recipe!r}, backend {row.backend!r}) and the program has {have}. Reason: {reason}. "
-    f"Fix: kernels.matmul={' or '.join(map(repr, others))}, another recipe for this site in "
-    "precision.rules, or precision.strict=False to run it as it is."
+    f"Fix: {', '.join(fixes[:-1])}, or {fixes[-1]}."
   )
-
-
-def recipe_of(plan: Plan, row: Row) -> Recipe:
-  return rules.recipe_by_name(row.recipe)
 
 
 def table(rows: list[Row], title: str = "FP8 GEMMs per step and device, found/planned"):
@@ -293,8 +303,6 @@ def table(rows: list[Row], title: str = "FP8 GEMMs per step and device, found/pl
 
 
 def _cell(row: Row) -> str:
-  if row.is_optional and not row.fp8 and not row.wide:
-    return "merged"
   said = [f"{row.fp8}/{row.expected}" + "*" * bool(row.shared)] if row.expected or row.fp8 else []
   said += [f"{row.wide} wide"] if row.wide else []
   return ", ".join(said) or "-"
@@ -302,6 +310,9 @@ def _cell(row: Row) -> str:
 
 def strict(plan: Plan, step_fn, state, batch, sites, phase: int = 0) -> list[Row]:
   """`check` of the very step that will run.
+
+  The first call of step_fn with these arguments finds it traced, lowered and compiled: what this
+  costs is to print and to read the program, a second or two for a 7B model.
 
   Args:
     step_fn: step.make_step's.

@@ -363,7 +363,7 @@ def poisoned(tmp_path_factory):
   changes = _write_corpus(folder / "corpus.jsonl", documents) | {
     "init.hf": str(folder / "hf"), "model.preset": "hf", "data.tokenizer": "bytes", "steps": 5,
     "checkpoint.keep": 5, "log.every": 1, "log.tensorboard": False,
-    "precision.rules": (("layers/mlp/up", "block_128"), (".*", "bf16")),
+    "precision.rules": (("layers/.*/mlp/up", "block_128"), (".*", "bf16")),
   }  # fmt: skip
   sizes = dict(tie_embeddings=False, hidden_size=128, intermediate_size=128)
   cfg = dataclasses.replace(presets.DEBUG, **sizes)
@@ -389,7 +389,7 @@ def stopped(launch, poisoned, tmp_path_factory):
   return types.SimpleNamespace(workdir=workdir, stderr=done.stderr)
 
 
-SITE = "layers/attn/q of layer 0: its input is not finite (forward)"
+SITE = "layers/0/attn/q: its input is not finite (forward)"
 
 
 def test_a_non_finite_loss_stops_the_run_and_names_step_and_site(stopped, poisoned):

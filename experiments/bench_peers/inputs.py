@@ -2,10 +2,11 @@
 
 import ml_dtypes
 import numpy as np
+import worker
 
 SHAPES = {"512x576x1536": (512, 576, 1536), "1024x1024x1024": (1024, 1024, 1024)}  # M, K, N
 STANDARD_DEVIATIONS = {"x": 1.0, "w": 0.02, "g": 1e-3}
-TIES = "ties"  # name of the third case
+TIES = worker.UNTIMED  # name of the third case
 SEED = 0
 
 

@@ -40,7 +40,6 @@ def make(*operands):
       )
       t = {"x": x, "w": w, "g": g}[letter]
       arrays[f"{letter}_codes"] = np.asarray(codes(t, state[f"{role}_scale"])).view(np.uint8)
-      arrays[f"{letter}_scale"] = np.asarray(state[f"{role}_scale"])
     calls = {
       "forward": lambda f=forward, seen=seen: f(x, w, seen).block_until_ready(),
       "both": lambda f=both, seen=seen: jax.block_until_ready(f(x, w, g, seen)),

@@ -95,13 +95,11 @@ def make(*operands):
     arrays = {"y": np.asarray(forward(x, w))}
     calls = {"forward": lambda f=forward: f(x, w).block_until_ready()}
     found[name] = arrays, calls, pad(narrow, size)
-  for arrays, calls, narrow in found.values():
+  for arrays, _, narrow in found.values():
     narrow = jax.jit(narrow)
     qx, qw = narrow(x, w)
     arrays["x_codes"] = np.asarray(qx.qvalue).view(np.uint8)[:, :k]
     arrays["w_codes"] = np.asarray(qw.qvalue).view(np.uint8)[:k]
-    arrays["x_scale"], arrays["w_scale"] = np.asarray(qx.scale), np.asarray(qw.scale)
-    calls["code"] = lambda narrow=narrow: jax.block_until_ready(narrow(x, w))
   return {name: (arrays, calls) for name, (arrays, calls, _) in found.items()}
 
 

@@ -39,7 +39,6 @@ def _codes(config, layer, x, w, g):
       round_scales_to_power_of_2=config.round_scales_to_power_of_2,
     )
     yield f"{name}_codes", narrow._data.contiguous().view(torch.uint8).numpy()
-    yield f"{name}_multiplier", narrow._scale.numpy()
 
 
 def _float8(name, x, w, g):
@@ -58,13 +57,9 @@ def _float8(name, x, w, g):
     y.backward(g)
     return y
 
-  def code():
-    return [narrow for _, narrow in _codes(config, layer, x.detach(), w, g)]
-
   arrays = {"y": both().detach().numpy(), "dx": x.grad.numpy().copy()}
   arrays["dw"] = layer.weight.grad.t().numpy().copy()
   arrays |= _codes(config, layer, x.detach(), w, g)
-  del code
   return arrays, {"forward": forward, "both": both}
 
 
@@ -83,15 +78,13 @@ def _mx(x, w):
     (x_scale, x_data), (w_scale, w_data) = narrow()
     return torch.mm(read(x_scale, x_data), read(w_scale, w_data).t())
 
-  (x_scale, x_data), (w_scale, w_data) = narrow()
+  (_, x_data), (_, w_data) = narrow()
   arrays = {
     "y": forward().numpy(),
     "x_codes": x_data.view(torch.uint8).numpy(),
     "w_codes": w_data.view(torch.uint8).t().contiguous().numpy(),
-    "x_scale": x_scale.float().numpy(),
-    "w_scale": w_scale.float().numpy(),
   }
-  return arrays, {"forward": forward, "code": narrow}
+  return arrays, {"forward": forward}
 
 
 def make(*operands):
