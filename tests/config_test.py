@@ -366,7 +366,8 @@ COMMAND_LINES = [
    "flag --config.log.tensorboard=maybe: ('Non-boolean argument"),
   ([DEBUG, "--config.mesh=8"], "flag --config.mesh=8: Failed to parse '8' as a ConfigDict"),
   ([DEBUG, "--job=tarin"],
-   "error: flag --job=tarin: value should be one of <train|evaluate|prepare|export|diagnose>"),
+   "error: flag --job=tarin: value should be one of "
+   "<train|evaluate|prepare|export|calibrate|diagnose>"),
   ([DEBUG, "--jobb=train"], "Unknown command line flag 'jobb'. Did you mean: job ?"),
   (["--config=configs/debgu.py"],
    "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),
@@ -427,8 +428,11 @@ def test_every_key_is_refused_or_harmless_on_resume():
   keys = set(config.flatten(base.get_config()))
   refused = set(config.refused_changes(dict.fromkeys(keys), ()))
   whole = {"seed", "steps", "batch", "accumulation", "length"}
-  sections = ("model.", "precision.", "data.", "optim.")
-  harmless = {"data.workers", "data.prefetch", "optim.on_nonfinite"}
+  sections = ("model.", "precision.", "data.", "optim.", "loss_scale.")
+  harmless = {
+    "data.workers", "data.prefetch", "optim.on_nonfinite", "precision.strict",
+    "precision.calibration",
+  }  # fmt: skip
   assert refused == {k for k in keys if k in whole or k.startswith(sections)} - harmless
 
 

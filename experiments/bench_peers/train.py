@@ -4,6 +4,7 @@ Llama of 4 layers, hidden 256, feed-forward 768, 4 heads of 64, vocabulary 2048,
 AdamW; batches of 4 x 256 tokens. Nothing is recomputed in backward, except where a row says so.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -89,9 +90,12 @@ def _run(command, folder):
 
 def bench(scratch, maxtext_python):
   """[{by, run, compute, ...}], MaxText's left out where `maxtext_python` is None."""
-  runs = [("fp8jax", *run) for run in OUR_RUNS]
-  if maxtext_python is not None:
-    runs += [("MaxText", *run) for run in MAXTEXT_RUNS]
+  others = [] if maxtext_python is None else MAXTEXT_RUNS
+  ours = [("fp8jax", *run) for run in OUR_RUNS]
+  theirs = [("MaxText", *run) for run in others]
+  # They take turns, so that a machine that is busy for a while is so for both.
+  turns = itertools.zip_longest(ours, theirs)
+  runs = [run for turn in turns for run in turn if run]
   rows = []
   for by, name, options, dtype in runs:
     if by == "fp8jax":
@@ -109,4 +113,4 @@ def bench(scratch, maxtext_python):
       "load": os.getloadavg(),
     })  # fmt: skip
     print(f"  {by} {name} in {dtype}: {rows[-1]['tokens_per_second']} tokens/s", flush=True)
-  return rows
+  return sorted(rows, key=lambda r: r["by"], reverse=True)

@@ -72,8 +72,10 @@ def test_dot_on_a_mesh_is_exact_on_lattice_inputs(rng, eqn, sizes, shape, recipe
   want, _ = _run(eqn, *operands, site_lib.single(recipe))
   rotated = recipe == "nvfp4_sr_rht"  # a rotated lattice is none, and random bits differ by device
   pairs = [(y, want[0]), (dx, want[1]), (seen, want[3])] + [(dw, want[2])] * (not rotated)
+  # Heads come in fours: their lattice plants no largest element in some tiles of 16 tokens.
+  atol = tolerances.FLOAT32_SUM if "fp4" in recipe and "H" in sizes else 0
   for got, exact in pairs:
-    np.testing.assert_array_equal(got, exact)
+    np.testing.assert_allclose(got, exact, rtol=0, atol=atol * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
