@@ -98,8 +98,8 @@ def get_config(arm=""):
 
   # Multiplies the loss, and divides the gradients, so that small gradients do not underflow.
   c.loss_scale = ConfigDict()
-  # "none", or "dynamic": halve at a non-finite gradient, double after so many good steps. For 16-bit
-  # floats with narrow exponents; bfloat16 and float32 gradients and FP8 scales do not need it.
+  # "none", or "dynamic": halve at a non-finite gradient, double after so many good steps. For
+  # 16-bit floats with narrow exponents; bfloat16 and float32 gradients and FP8 scales need none.
   c.loss_scale.kind = "none"
   c.loss_scale.start = 256.0
   c.loss_scale.growth_steps = 2000
