@@ -67,7 +67,8 @@ class Metrics:
     self._file.flush()
     if self._events is not None:
       for name, value in curves.items():
-        self._events.add_scalar(name, value, step)
+        if math.isfinite(value):  # a tensor that stays wide has no signal-to-noise ratio
+          self._events.add_scalar(name, value, step)
 
   def close(self):
     if self._file is not None:
