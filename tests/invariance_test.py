@@ -196,7 +196,6 @@ def difference(recipe, invariance):
 QUICK = {
   "block_128_saved": INVARIANCES,
   "tensor_delayed": ("accumulation 8x1", "remat quantized", "unrolled", "mesh 2x2x2"),
-  "nvfp4_sr_rht": ("remat full",),
   "rowwise": ("mesh 8x1x1",),
 }
 CASES = [

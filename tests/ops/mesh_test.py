@@ -56,7 +56,7 @@ def _run(eqn, x, w, g, site):
 
 
 # One of every kind of tile and of residual; the others under the marker `slow`.
-QUICK = ("bf16", "tensor_current", "rowwise", "block_128", "block_128_saved", "nvfp4")
+QUICK = ("bf16", "tensor_current", "rowwise", "block_128", "block_128_saved")
 ALL = [r if r in QUICK else pytest.param(r, marks=pytest.mark.slow) for r in recipes.RECIPES]
 
 
