@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 MODEL := assets/smollm2-135m
 WORKDIR ?= runs/smollm2_cpt
 # A process per core, a file at a time; PARALLEL= runs in one.
-PARALLEL ?= -n auto --dist loadfile
+PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: run test test-all test-aot check setup clean
 

@@ -1,5 +1,6 @@
 """Which site went wrong first: a second look at a batch whose loss or gradient was not finite."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from fp8jax import params as params_lib
 from fp8jax import step as step_lib
 from fp8jax.config import Plan
+from fp8jax.kernels import backend as backend_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.quant import observe as observe_lib
 
@@ -28,7 +30,7 @@ def observe(plan: Plan, params, batch, phase: int = 0):
   """
   sites = plan.sites(phase=phase, statistics=observe_lib.LOUD)
 
-  @jax.jit
+  @functools.partial(jax.jit, compiler_options=backend_lib.compiler_options(plan.device))
   def look(params, batch):
     value, gradient, seen = step_lib.gradients(
       plan, params, site_lib.with_current_scales(sites), batch

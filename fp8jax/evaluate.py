@@ -3,6 +3,7 @@
 Evaluation reads scales and moves none.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from fp8jax import batches
 from fp8jax.config import Plan
 from fp8jax.data import loader
 from fp8jax.errors import UserError
+from fp8jax.kernels import backend as backend_lib
 from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
 
@@ -27,7 +29,7 @@ class Evaluator:
     per_batch = plan.config.eval.batch * plan.data.length
     self._num_batches = math.ceil(plan.config.eval.tokens / per_batch)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=backend_lib.compiler_options(plan.device))
     def losses(params, sites, batch):
       return transformer.loss(params, sites, batch, plan.model, plan.run), batch["weights_BL"].sum()
 

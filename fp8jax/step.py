@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import config, loss_scale, metrics
 from fp8jax import params as params_lib
+from fp8jax.kernels import backend as backend_lib
 from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
 from fp8jax.optim import build as optim_build
@@ -158,7 +159,8 @@ def make_step(plan: config.Plan):
       halted=state.halted | (~is_finite & stop),
     ), values
 
-  return jax.jit(step, donate_argnums=0)
+  options = backend_lib.compiler_options(plan.device)
+  return jax.jit(step, donate_argnums=0, compiler_options=options)
 
 
 def _is_loud(sites) -> bool:
@@ -177,7 +179,7 @@ def calibrate(plan: config.Plan, state: State, batch, phase: int) -> State:
   if not site_lib.memories(sites):
     return dataclasses.replace(state, memories={})
 
-  @jax.jit
+  @functools.partial(jax.jit, compiler_options=backend_lib.compiler_options(plan.device))
   def look(params, batch):
     seen = gradients(plan, params, site_lib.with_current_scales(sites), batch)[2]
     return site_lib.calibrated(sites, seen)

@@ -17,9 +17,6 @@ import pytest
 
 TARGETS = pathlib.Path(__file__).resolve().parent / "targets"
 ROOT = TARGETS.parent.parent
-# Without autotuning, which takes a GPU, Triton has tiles too small for Hopper's FP8 instruction;
-# cuBLASLt knows what to do.
-NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 
 def load(config_path: str, overrides: dict):
@@ -106,7 +103,7 @@ def account(config_path: str, overrides: dict, gpu: str = "h200", num: int = 8) 
   start = time.time()
   plan, lowered = lower(c, gpu, num)
   lowered_at = time.time()
-  compiled = lowered.compile(NO_TRITON)
+  compiled = lowered.compile()
   text = compiled.as_text()
   memory = compiled.memory_analysis()
   # Started: (operands, results); elements of the largest matrix that each one gives.
@@ -210,7 +207,7 @@ def small(recipe_of: dict[str, str], remat: str, num: int, change=lambda s: s, *
   changes = {"precision.rules": (*rules, (".*", "bf16")), "memory.remat": remat}
   changes |= {"batch": SMALL["batch"] * num, "eval.batch": num}
   plan, lowered = lower(load("configs/base.py", SMALL | changes), "h200", num, change)
-  return prove(plan, lowered.compile(NO_TRITON | options).as_text())
+  return prove(plan, lowered.compile(options).as_text())
 
 
 def small_all(remat: str) -> list[dict]:

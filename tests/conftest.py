@@ -14,19 +14,26 @@ os.environ["XLA_FLAGS"] = (
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / d) for d in ("", "kernels"))]
 
-import jax  # noqa: E402
+# Many tests compile the same programs, some in processes of their own: the second time they are
+# read back. The folder is this run's.
+_CACHE = tempfile.TemporaryDirectory(prefix="fp8jax_compiled_")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from absl import flags  # noqa: E402
 
-# Many tests compile the same programs: the second time they are read back. The folder is this
-# run's own.
-_CACHE = tempfile.TemporaryDirectory(prefix="fp8jax_compiled_")
-jax.config.update("jax_compilation_cache_dir", _CACHE.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
 # grain's worker processes read absl flags, which only a launcher parses.
 flags.FLAGS.mark_as_parsed()
+
+
+# Files that take minutes: first, so that no process is left with one when the others are done.
+_LONG = ("multiprocess_test", "train_test", "precision_test", "invariance_test", "jobs_test")
+
+
+def pytest_collection_modifyitems(items):
+  items.sort(key=lambda item: item.path.stem not in _LONG)
 
 
 @pytest.fixture

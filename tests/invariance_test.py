@@ -194,7 +194,7 @@ def difference(recipe, invariance):
 
 # The rest, which compiles for half an hour, under the marker `slow`.
 QUICK = {
-  "block_128_saved": INVARIANCES,
+  "block_128_saved": ("accumulation 8x1", "remat quantized", "unrolled", "packed", "mesh 2x2x2"),
   "tensor_delayed": ("accumulation 8x1", "remat quantized", "unrolled", "mesh 2x2x2"),
   "rowwise": ("mesh 8x1x1",),
 }
@@ -232,7 +232,8 @@ def test_step_is_the_golden_one(recipe):
   """Another machine sums in another order: the budget is that of weights nudged by 1e-7."""
   path = pathlib.Path(__file__).parent / "golden" / "step.json"
   want, got = json.loads(path.read_text())["steps"][recipe], summary(recipe)
-  loss, gradient, amax = tolerances.NOISE * _noise(recipe) + tolerances.FLOAT32_SUM
+  budget = tolerances.NOISE * _noise(recipe) + tolerances.FLOAT32_SUM
+  loss, gradient, amax = budget.tolist()
   assert got["loss"] == pytest.approx(want["loss"], rel=loss)
   for name, norm in want["gradient_norms"].items():
     assert got["gradient_norms"][name] == pytest.approx(norm, rel=gradient), name

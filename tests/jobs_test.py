@@ -46,14 +46,12 @@ PRECISIONS = {"block_128", "bf16"}
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory):
-  """Runs launch.py to its end on one device; programs are compiled once for all tests here."""
+def launch():
+  """Runs launch.py to its end on one device."""
   env = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": XLA_FLAGS,
-    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-    "JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS": "0",
   }
 
   def run(workdir, *flags, code=0):

@@ -72,7 +72,7 @@ def prepared(tmp_path_factory):
 class Launch:
   """launch.py in `count` processes with four devices together."""
 
-  def __init__(self, cache, spec, workdir, count, *extra):
+  def __init__(self, spec, workdir, count, *extra):
     flags = [*ARGS, f"--workdir={workdir}", *extra]
     flags.append(f"--config.data.sources.main.path={spec.sources['main']['path']}")
     if count > 1:
@@ -81,9 +81,6 @@ class Launch:
       **os.environ,
       "JAX_PLATFORMS": "cpu",
       "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}",
-      # The same programs are compiled again and again here.
-      "JAX_COMPILATION_CACHE_DIR": str(cache),
-      "JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     self.processes = [
       subprocess.Popen(
@@ -111,9 +108,8 @@ def _free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory, prepared):
-  cache = tmp_path_factory.mktemp("cache")
-  return lambda *args: Launch(cache, prepared, *args)
+def launch(prepared):
+  return lambda *args: Launch(prepared, *args)
 
 
 @pytest.fixture(scope="module")

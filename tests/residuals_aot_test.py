@@ -21,7 +21,7 @@ def kept(recipe: str) -> dict:
     "mesh.fsdp": 1, "mesh.data": 1, "mesh.tensor": 1,
   }  # fmt: skip
   _, lowered = aot_test.lower(aot_test.load("configs/cpt_7b.py", changes), "h200", 1)
-  compiled = lowered.compile(aot_test.NO_TRITON)
+  compiled = lowered.compile()
   loops = re.findall(r"= \((.*?)\) while\(", compiled.as_text())
   found = [re.findall(rf"(\w+)\[({LAYERS},[\d,]+)\]", loop) for loop in loops]
   arrays = max(found, key=len)

@@ -119,8 +119,12 @@ def _one_device(recipe):
   return found
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "block_128"])
-@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize(
+  "shape, recipe",
+  [(s, "block_128") for s in MESHES]
+  + [((2, 2, 2), "bf16")]
+  + [pytest.param(s, "bf16", marks=pytest.mark.slow) for s in MESHES if s != (2, 2, 2)],
+)
 def test_twenty_steps_on_a_mesh_equal_one_device(shape, recipe):
   """Each step from the state that one device had there, and then the run left to itself.
 
@@ -148,13 +152,6 @@ def test_accumulation_equals_the_whole_batch():
   want = [values["loss"] for _, values in _one_device("bf16")[:5]]
   for accumulation in (2, 8):
     losses, _ = Runner(_plan(_config("bf16", accumulation=accumulation))).run(_host_batches()[:5])
-    np.testing.assert_allclose(losses, want, rtol=1e-6)
-
-
-def test_remat_changes_nothing():
-  want = [values["loss"] for _, values in _one_device("block_128")[:3]]
-  for policy in ("linears", "full"):
-    losses, _ = Runner(_plan(_config(**{"memory.remat": policy}))).run(_host_batches()[:3])
     np.testing.assert_allclose(losses, want, rtol=1e-6)
 
 

@@ -93,6 +93,15 @@ def choose(problem: Problem, wanted: str = "auto") -> Choice:
   raise ValueError(f"no backend runs {describe(problem)}: " + "; ".join(notes))
 
 
+def compiler_options(device: Device) -> dict[str, bool] | None:
+  """For jax.jit of a program with FP8 GEMMs.
+
+  On GPU XLA's Triton may take an FP8 GEMM with tiles too small for the FP8 instruction: it then
+  converts both operands and multiplies in 16 bits. cuBLASLt never does.
+  """
+  return {"xla_gpu_enable_triton_gemm": False} if device.platform == "gpu" else None
+
+
 def describe(problem: Problem) -> str:
   gemm = problem.gemm
   return f"{problem.m}x{problem.n}x{problem.k} ({gemm.lhs} by {gemm.rhs})"
