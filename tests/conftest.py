@@ -42,6 +42,34 @@ def rng(request) -> np.random.Generator:
   return np.random.default_rng(zlib.crc32(request.node.name.encode()))
 
 
+def _interpret(monkeypatch, cores: int, detect_races: bool):
+  """GPU kernels run on CPU, on so many multiprocessors; what nobody writes is NaN."""
+  from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+
+  from fp8jax.kernels.scaled_matmul import mosaic_sm90
+
+  monkeypatch.setattr(mosaic_sm90, "num_cores", lambda: cores)
+  # The first device to finish would complain about those still at work.
+  monkeypatch.setattr(shared_memory.GPUSharedMemory, "assert_no_barriers_allocated", lambda _: None)
+  params = plgpu.InterpretGPUParams(detect_races=detect_races, uninitialized_memory="nan")
+  return plgpu.force_gpu_interpret_mode(params)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+  """GPU kernels are interpreted, and races fail."""
+  with _interpret(monkeypatch, 4, detect_races=True):
+    yield
+
+
+@pytest.fixture
+def interpreted_on_mesh(monkeypatch):
+  """The same for several devices, one kernel per program: more of them get mixed up."""
+  with _interpret(monkeypatch, 1, detect_races=False):
+    yield
+
+
 @pytest.fixture
 def repository() -> pathlib.Path:
   return ROOT

@@ -132,9 +132,9 @@ def test_products_on_a_mesh_have_the_sizes_of_one_device():
 # --- a site that is not FP8 ----------------------------------------------------------------------
 
 
-def _dequantised(a: scaled.Scaled, b: scaled.Scaled, accumulate):
+def _dequantised(a: scaled.Scaled, b: scaled.Scaled, accumulate, out_dtype):
   del accumulate
-  return jnp.einsum("mk,nk->mn", a.dequantize(), b.dequantize())
+  return jnp.einsum("mk,nk->mn", a.dequantize(), b.dequantize()).astype(out_dtype)
 
 
 def break_one(sites, name: str, product: str, monkeypatch):

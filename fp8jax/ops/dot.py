@@ -307,10 +307,12 @@ def _product(a: Matrix, b: Matrix, gemm: Gemm, plan: Plan, which: int, out_dtype
         a.value, b.value, (((last,), (last,)), (lead, lead)), preferred_element_type=out_dtype
       )
     multiply = functools.partial(
-      scaled_matmul.scaled_matmul, accumulate=gemm.accumulate, backend=plan.backends[which]
+      scaled_matmul.scaled_matmul,
+      accumulate=gemm.accumulate,
+      backend=plan.backends[which],
+      out_dtype=out_dtype,
     )
-    product = jax.vmap(multiply) if a.batch else multiply
-    return product(a.value, b.value).astype(out_dtype)
+    return (jax.vmap(multiply) if a.batch else multiply)(a.value, b.value)
 
 
 def on_mesh(local, layout: axes.Layout, in_specs, out_specs) -> Callable:

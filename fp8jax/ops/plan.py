@@ -1,13 +1,15 @@
 """What a dot knows when it is traced, and what its site lends it beside the operands."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
+from fp8jax.kernels import backend as backend_lib
 from fp8jax.ops.operands import Letters, Narrow
-from fp8jax.ops.site import Site
+from fp8jax.ops.site import GemmSize, Site, choose_backends
 from fp8jax.quant import observe
 from fp8jax.recipe import Quant, Recipe
 
@@ -19,7 +21,7 @@ class Plan:
   letters: Letters
   name: str
   recipe: Recipe
-  backends: tuple[str, str, str]
+  backends: tuple[str, ...]
   layout: axes.Layout
   out_dtype: jnp.dtype
   x_dtype: jnp.dtype
@@ -34,10 +36,7 @@ class Plan:
 
   def local_sizes(self) -> dict[str, int]:
     """Letter of x -> size on one device."""
-    return {
-      c: n if self.layout.is_manual else n // self.layout.size(self.layout.act_axes(c))
-      for c, n in zip(self.letters.x, self.x_sizes)
-    }
+    return local_sizes(self.letters.x, self.x_sizes, self.layout)
 
 
 @jax.tree_util.register_dataclass
@@ -66,11 +65,23 @@ class Inputs:
     )
 
 
+def local_sizes(letters: str, sizes, layout: axes.Layout) -> dict[str, int]:
+  """Letter -> size on one device, where activations have it."""
+  parts = [1 if layout.is_manual else layout.size(layout.act_axes(c)) for c in letters]
+  return {c: n // k for c, n, k in zip(letters, sizes, parts)}
+
+
 def make_plan(eqn: str, x, w, site: Site, *, out_dtype=None) -> Plan:
   """The static part of `dot`: see there for the arguments."""
   letters = _parse(eqn, x.shape, w.shape)
+  backends = site.backends
+  if "auto" in backends:
+    local = local_sizes(letters.x + letters.w, (*x.shape, *w.shape), site.layout)
+    groups = (letters.tokens, letters.produced, letters.contracted)
+    size = GemmSize(*(math.prod(local[c] for c in group) for group in groups))
+    backends = choose_backends(site.recipe, size, backend_lib.current_device(), "auto")
   return Plan(
-    letters, site.name, site.recipe, site.backends, site.layout, jnp.dtype(out_dtype or x.dtype),
+    letters, site.name, site.recipe, backends, site.layout, jnp.dtype(out_dtype or x.dtype),
     jnp.dtype(x.dtype), x.shape, site.tap.shape[-1], site.is_traced,
   )  # fmt: skip
 

@@ -23,7 +23,7 @@ from fp8jax import axes, params, recipes
 from fp8jax.kernels import backend as backend_lib
 from fp8jax.ops import rules as rules_lib
 from fp8jax.quant import history, observe
-from fp8jax.recipe import Recipe
+from fp8jax.recipe import PASSES, Recipe
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +39,7 @@ class Site:
     name: path of the weight, e.g. "layers/mlp/up", or "layers/2-25/mlp/up" for some layers.
     layers: (first, one past the last) of the layers it is stacked over; () for one product.
     recipe: precision of the three GEMMs.
-    backends: implementation of (fwd, dgrad, wgrad).
+    backends: implementation of (fwd, dgrad, wgrad); "auto" is decided at the dot, by its sizes.
     layout: where the letters of x, w and y live.
   """
 
@@ -48,7 +48,7 @@ class Site:
   key: jax.Array | None = None
   name: str = dataclasses.field(default="", metadata=dict(static=True))
   recipe: Recipe = dataclasses.field(default=recipes.BF16, metadata=dict(static=True))
-  backends: tuple[str, str, str] = dataclasses.field(
+  backends: tuple[str, ...] = dataclasses.field(
     default=("xla", "xla", "xla"), metadata=dict(static=True)
   )
   layout: axes.Layout = dataclasses.field(default=axes.LOCAL, metadata=dict(static=True))
@@ -92,9 +92,9 @@ def single(recipe: Recipe | str = "block_128", matmul: str = "auto", name: str =
     name: in error messages.
   """
   recipe = rules_lib.recipe_by_name(recipe) if isinstance(recipe, str) else recipe
-  device = backend_lib.current_device()
-  # Sizes are unknown here and no current backend depends on them.
-  chosen = _choose(recipe, GemmSize(0, 0, 0), device, matmul)
+  chosen = tuple(matmul if getattr(recipe, p).is_narrow else "xla" for p in PASSES)
+  if matmul != "auto":  # which is decided at the dot; sizes are unknown here
+    chosen = choose_backends(recipe, GemmSize(0, 0, 0), backend_lib.current_device(), matmul)
   return _site((), observe.QUIET, name, recipe, chosen, axes.LOCAL)
 
 
@@ -110,16 +110,14 @@ def _own_key(key, name: str):
   return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def _choose(
+def choose_backends(
   recipe: Recipe, size: "GemmSize", device: backend_lib.Device, matmul: str
-) -> tuple[str, str, str]:
+) -> tuple[str, ...]:
   """Backends of (fwd, dgrad, wgrad)."""
-
-  def one(which):
-    problem = backend_lib.Problem(*size.of(which), getattr(recipe, which), device)
-    return backend_lib.choose(problem, matmul).backend
-
-  return one("fwd"), one("dgrad"), one("wgrad")
+  return tuple(
+    backend_lib.choose(backend_lib.Problem(*size.of(p), getattr(recipe, p), device), matmul).backend
+    for p in PASSES
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +185,7 @@ def build_sites(
   def one(path, recipe_name, start, stop):
     recipe = rules_lib.recipe_by_name(recipe_name)
     size = local_size(found[path], dims, layout, tokens)
-    chosen = _choose(recipe, size, device, matmul)
+    chosen = choose_backends(recipe, size, device, matmul)
     is_stacked = found[path].letters.startswith("N")
     name = rules_lib.range_name(path, start, stop, dims["N"]) if is_stacked else path
     layers = (start, stop) if is_stacked else ()

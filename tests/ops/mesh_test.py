@@ -11,6 +11,8 @@ import tolerances
 from lattice import lattice
 
 from fp8jax import axes, mesh, recipes
+from fp8jax.ops import dot as dot_lib
+from fp8jax.ops import plan as plan_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dot import dot
 from fp8jax.ops.loss import cross_entropy
@@ -76,6 +78,28 @@ def test_dot_on_a_mesh_is_exact_on_lattice_inputs(rng, eqn, sizes, shape, recipe
   atol = tolerances.FLOAT32_SUM if "fp4" in recipe and "H" in sizes else 0
   for got, exact in pairs:
     np.testing.assert_allclose(got, exact, rtol=0, atol=atol * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("eqn", [e for e, _ in EQUATIONS[:2]])
+def test_hopper_kernel_on_a_mesh_is_exact(rng, interpreted_on_mesh, eqn, shape):
+  """Data, fsdp and tensor parallel."""
+  sizes = dict(B=8, L=64, D=256, F=512)
+  xs, ws, ys = eqn.replace("->", ",").split(",")
+  x, w, g = (lattice(rng, *(sizes[c] for c in t)) for t in (xs, ws, ys))
+  want, _ = _run(eqn, x, w, g, site_lib.single("block_128"))
+  layout = _layout(shape)
+  site = dataclasses.replace(_site("block_128", layout), backends=("mosaic_sm90",) * 3)
+  plan, inputs = plan_lib.make_plan(eqn, x, w, site), plan_lib.Inputs.of(site)
+  x, g = _place(x, xs, layout.act_spec, layout), _place(g, ys, layout.act_spec, layout)
+  w = _place(w, ws, layout.weight_spec, layout)
+  got = [
+    jax.jit(lambda x, w: dot_lib.forward(plan, x, w, inputs))(x, w),
+    jax.jit(lambda g, w: dot_lib.data_gradient(plan, g, w, inputs))(g, w),
+    jax.jit(lambda x, g: dot_lib.weight_gradient(plan, x, g, jnp.float32, inputs))(x, g),
+  ]
+  for one, exact in zip(got, want):
+    np.testing.assert_array_equal(one, exact)
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)

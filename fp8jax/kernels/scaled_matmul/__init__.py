@@ -2,26 +2,36 @@
 
 Both operands are contraction-last ("K-major"), the only order in which Hopper's FP8 matrix unit
 reads them. A backend is a module with `supports(problem) -> None or the reason why not`,
-`scaled_matmul(a, b, accumulate) -> float32 [M, N]` and `num_dots(problem) -> int`, the FP8 GEMMs
+`scaled_matmul(a, b, accumulate, out_dtype) -> [M, N]` and `num_dots(problem) -> int`, the FP8 GEMMs
 that one call executes: what a compiled program is checked against (proof.py).
 """
 
-from fp8jax.kernels.scaled_matmul import reference, xla
+import jax.numpy as jnp
+
+from fp8jax.kernels.scaled_matmul import mosaic_sm90, reference, xla
 from fp8jax.quant import scaled
 
 # In order of preference for "auto".
-BACKENDS = {"xla": xla, "reference": reference}
+BACKENDS = {"xla": xla, "mosaic_sm90": mosaic_sm90, "reference": reference}
 
 
-def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, *, accumulate: int | None, backend: str):
-  """float32 [M, N].
+def scaled_matmul(
+  a: scaled.Scaled,
+  b: scaled.Scaled,
+  *,
+  accumulate: int | None,
+  backend: str,
+  out_dtype=jnp.float32,
+):
+  """[M, N] in out_dtype, accumulated in float32.
 
   Args:
     a: [M, K].
     b: [N, K].
     accumulate: K per partial sum promoted to float32; None leaves it to the backend.
     backend: a key of BACKENDS that supports this problem (see kernels/backend.py).
+    out_dtype: float32 or bfloat16.
   """
   if a.shape[1] != b.shape[1]:
     raise ValueError(f"contraction sizes differ: A is {a.shape}, B is {b.shape}, both [rows, K]")
-  return BACKENDS[backend].scaled_matmul(a, b, accumulate)
+  return BACKENDS[backend].scaled_matmul(a, b, accumulate, out_dtype)

@@ -27,8 +27,8 @@ def num_dots(problem) -> int:
   return -(-problem.k // (problem.gemm.accumulate or _DEFAULT_STEP))
 
 
-def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None):
-  """float32 [M, N]; partial sums of `accumulate` (default 128) products are added in float32."""
+def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None, out_dtype):
+  """[M, N]; partial sums of `accumulate` (default 128) products are added in float32."""
   (m, k), n = a.shape, b.shape[0]
   step = accumulate or _DEFAULT_STEP
   rows = scaled.expand(a.scale, 0, a.tile[0], m)
@@ -53,11 +53,12 @@ def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None):
 
   whole_steps, rest = divmod(k, step)
   if whole_steps <= _MAX_UNROLL:
-    total = sum(partial(i, step) for i in range(whole_steps))
+    total = sum((partial(i, step) for i in range(whole_steps)), jnp.zeros((), jnp.float32))
   else:
     zeros = jnp.zeros((m, n), jnp.float32)
     total = jax.lax.fori_loop(0, whole_steps, lambda i, t: t + partial(i, step), zeros)
-  return total + partial(whole_steps, rest) if rest else total
+  total = total + partial(whole_steps, rest) if rest else total
+  return total.astype(out_dtype)
 
 
 def _tile(x: scaled.Scaled, start):

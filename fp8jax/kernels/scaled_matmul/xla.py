@@ -30,12 +30,12 @@ def num_dots(problem) -> int:
   return 1
 
 
-def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None):
-  """float32 [M, N], accumulated as the matrix unit does."""
+def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None, out_dtype):
+  """[M, N], accumulated as the matrix unit does."""
   del accumulate
   product = jax.lax.dot_general(
     a.data, b.data, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
   )
   rows = scaled.expand(a.scale, 0, a.tile[0], a.shape[0])
   cols = scaled.expand(b.scale, 0, b.tile[0], b.shape[0])
-  return (product * rows) * cols.T
+  return ((product * rows) * cols.T).astype(out_dtype)

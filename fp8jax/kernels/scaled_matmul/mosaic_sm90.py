@@ -1,0 +1,386 @@
+"""D = A . B' for Hopper: FP8 tiles in, float32 promotion every 128 of K, one kernel.
+
+A is [M, K] with a scale per 1x128, B is [N, K] with a scale per 128x128 (forward and data gradient)
+or per 1x128 (weight gradient); both K-major, the only order in which the FP8 matrix instruction
+reads shared memory. The algorithm is DeepSeek-V3's (arXiv:2412.19437, §3.5.2): the tensor core adds
+up 128 products with the few bits it keeps, then the sum is scaled and added in float32 registers.
+
+## One tile, from TMA to epilogue
+
+  grid      One program per SM, for good. It takes one output tile after the other, in an order in
+            which tiles of one time share rows of A and columns of B in L2 (`place`).
+  threads   Three warpgroups of 128 threads: two multiply, one does nothing but start copies. Or
+            two alone, of which the first also starts copies (Config.producer).
+  step      One output tile is K / 128 steps. Steps are numbered through all tiles of a program, so
+            that copies for the next tile start while the last one is still being written.
+  fetch     Step s lives in slot s % stages of a ring in shared memory. Once both consumers have
+            left the slot (`empty`), TMA is told to fill it: A [tile_m, 128], B [tile_n, 128] and
+            the scales that go with them. When the bytes are there, `full` completes.
+  multiply  Each consumer has half of the tile's rows, in parts of 64, the height of a WGMMA. Per
+            part a chain of WGMMAs starts from zero and runs over the 128 of K. While it runs, the
+            scales are read into registers; then total += partial * (scale of A * scale of B).
+  release   The consumer arrives at `empty`. It is the other consumer's WGMMA that keeps the tensor
+            core busy while this one promotes.
+  epilogue  Totals are cast, written to shared memory, and stored by TMA, which clips at M and N.
+            The next tile begins at once; a buffer is waited for only when it is needed again.
+
+Sizes: M is anything; K is a multiple of 128; rows of D are multiples of 16 bytes. A last tile that
+sticks out over M or N reads zeros and stores nothing there.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fp8jax.formats import E4M3, E5M2
+from fp8jax.quant import scaled
+
+BLOCK = 128
+_CONSUMERS = 2
+_WGMMA_ROWS = 64
+SMEM_BYTES = 232448
+_WGMMA = plgpu.Layout.WGMMA
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """How the work is cut up; changes speed only.
+
+  Attributes:
+    tile_m: rows of D per program, 128 or 256.
+    tile_n: columns of D, a multiple of 16 up to 256.
+    stages: slots of the ring.
+    raster: M tiles that are worked on side by side, for L2.
+    cluster_m: 2 lets two programs with neighbouring rows load each half of B's tile for both.
+    producer: "warpgroup" of its own, or "inline" in the first consumer, which leaves 255 registers
+      per thread instead of 168.
+  """
+
+  tile_m: int = 128
+  tile_n: int = 128
+  stages: int = 5
+  raster: int = 8
+  cluster_m: int = 1
+  producer: str = "warpgroup"
+
+
+def supports(problem) -> str | None:
+  device, gemm = problem.device, problem.gemm
+  if device.platform != "gpu" or device.capability != 90:
+    return "needs a Hopper GPU (compute capability 9.0)"
+  for name, quant in (("lhs", gemm.lhs), ("rhs", gemm.rhs)):
+    if quant.format not in (E4M3, E5M2):
+      return f"{name} is {quant.format.name}; the matrix unit reads 8-bit numbers only"
+    if quant.tile[1] != BLOCK or quant.tile[0] not in ((1,) if name == "lhs" else (1, BLOCK)):
+      return f"{name} tiles of {quant.tile}; it reads 1x128, and 128x128 on the right"
+  if gemm.accumulate != BLOCK:
+    return f"promotes every {BLOCK} of K, not every {gemm.accumulate}"
+  if problem.k % BLOCK:
+    return (
+      f"K={problem.k} per device is no multiple of {BLOCK}: choose sizes, or a mesh that splits "
+      "this dimension into multiples of 128"
+    )
+  if problem.n % 8:
+    return f"N={problem.n} per device is no multiple of 8, and rows of the result are 16-byte units"
+  return None
+
+
+def num_dots(problem) -> int:
+  """One kernel per product."""
+  del problem
+  return 1
+
+
+def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None, out_dtype):
+  """[M, N]; see `matmul`. Under vmap one product after the other."""
+  del accumulate
+  return jax.custom_batching.sequential_vmap(functools.partial(matmul, out_dtype=out_dtype))(a, b)
+
+
+def matmul(a: scaled.Scaled, b: scaled.Scaled, *, out_dtype, config: Config | None = None):
+  """D [M, N] in out_dtype (bfloat16 or float32).
+
+  Args:
+    a: [M, K], scales per 1x128.
+    b: [N, K], scales per 128x128 or 1x128.
+    config: default: `default_config`.
+  """
+  (m, k), n = a.shape, b.shape[0]
+  is_tiled = b.tile[0] == BLOCK
+  config = config or default_config(m, n, k, is_tiled, out_dtype)
+  _check(config, n, out_dtype)
+  # Scales as TMA reads them: along a row of A, in lines of 16 bytes.
+  a_scale = _lines(a.scale.T)
+  per_column = not is_tiled or config.tile_n != BLOCK
+  if per_column:
+    b_scale = _lines(scaled.expand(b.scale, 0, b.tile[0], n).T)
+  else:
+    b_scale = b.scale.T
+  programs = num_cores() // config.cluster_m
+
+  def scaled_matmul(*refs):
+    program = _Program(config, programs, per_column, _Global(*refs))
+    pl.run_scoped(program.run, *program.memory(), collective_axes="wg")
+
+  run = plgpu.kernel(
+    scaled_matmul,
+    out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+    grid=(programs,),
+    grid_names=("program",),
+    cluster=(config.cluster_m,),
+    cluster_names=("cluster",),
+    num_threads=_CONSUMERS + (config.producer == "warpgroup"),
+    thread_name="wg",
+    compiler_params=plgpu.CompilerParams(approx_math=True),
+  )
+  return run(a.data, b.data, a_scale, b_scale)
+
+
+def _lines(scale):
+  """[K / 128, rows] with rows padded to 16 bytes."""
+  return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % 4)))
+
+
+def default_config(m: int, n: int, k: int, is_tiled: bool, out_dtype) -> Config:
+  """For shapes nobody tuned."""
+  del m, n, k
+  stages = 5 if is_tiled and jnp.dtype(out_dtype).itemsize == 2 else 4
+  return Config(stages=stages)
+
+
+def num_cores() -> int:
+  """SMs of the device that JAX computes on, those of an H200 if it is not a GPU."""
+  device = jax.devices()[0]
+  return device.core_count if device.platform == "gpu" else 132
+
+
+def _check(config: Config, n: int, out_dtype):
+  parts = config.tile_m // (_CONSUMERS * _WGMMA_ROWS)
+  if parts not in (1, 2) or config.tile_m % (_CONSUMERS * _WGMMA_ROWS):
+    raise ValueError(f"{config}: tile_m must be 128 or 256")
+  if config.tile_n % 16 or not 16 <= config.tile_n <= 256:
+    raise ValueError(f"{config}: tile_n must be a multiple of 16 between 16 and 256")
+  if config.producer not in ("warpgroup", "inline") or config.cluster_m not in (1, 2):
+    raise ValueError(f"{config}: producer is 'warpgroup' or 'inline', cluster_m 1 or 2")
+  if n * jnp.dtype(out_dtype).itemsize % 16:
+    raise ValueError(f"rows of D are {n} x {out_dtype}: TMA stores multiples of 16 bytes")
+  if (need := smem_bytes(config, out_dtype)) > SMEM_BYTES:
+    raise ValueError(f"{config} needs {need} bytes of shared memory; there are {SMEM_BYTES}")
+
+
+def smem_bytes(config: Config, out_dtype) -> int:
+  """Shared memory of a program, at most."""
+  rows = config.tile_m + config.tile_n
+  ring = config.stages * rows * (BLOCK + 4)
+  columns, slots = _epilogue(config)
+  return ring + _CONSUMERS * slots * _WGMMA_ROWS * columns * jnp.dtype(out_dtype).itemsize + 1024
+
+
+def _epilogue(config: Config) -> tuple[int, int]:
+  """(columns per store, buffers): swizzles come in multiples of 32 bytes."""
+  n = config.tile_n
+  columns = next((c for c in (64, 32) if n % c == 0), n)
+  return columns, 1 if columns == n and n > 64 else 2
+
+
+def _swizzled(shape, dtype):
+  """Shared memory that TMA and the matrix unit address alike, free of bank conflicts."""
+  size = jnp.dtype(dtype).itemsize
+  swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
+  transforms: list[Any] = [plgpu.TilingTransform, plgpu.SwizzleTransform]  # abstract to pyright
+  tiling, swizzling = transforms[0]((8, swizzle // size)), transforms[1](swizzle)
+  return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
+
+
+class _Global(NamedTuple):
+  """Operands and result in global memory."""
+
+  a: Any
+  b: Any
+  a_scale: Any
+  b_scale: Any
+  d: Any
+
+
+class _Shared(NamedTuple):
+  """Shared memory of a program."""
+
+  a: Any
+  b: Any
+  a_scale: Any
+  b_scale: Any
+  d: Any
+  full: Any
+  empty: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+  """What the module's docstring tells, of one program."""
+
+  config: Config
+  programs: int
+  per_column: bool
+  of: _Global
+
+  @property
+  def steps(self) -> int:
+    return self.of.a.shape[1] // BLOCK
+
+  @property
+  def rows(self) -> int:
+    """Of a consumer."""
+    return self.config.tile_m // _CONSUMERS
+
+  @property
+  def grid(self) -> tuple[int, int]:
+    """Tiles of D, as a cluster of programs sees them."""
+    m, n = self.of.d.shape
+    c = self.config
+    return pl.cdiv(m, c.tile_m * c.cluster_m), pl.cdiv(n, c.tile_n)
+
+  @property
+  def num_tiles(self):
+    """Tiles of this program."""
+    rows, columns = self.grid
+    first = lax.axis_index("program")
+    return lax.div(rows * columns - first + self.programs - 1, self.programs)
+
+  def place(self, tile):
+    """(row, column) of D where this program's tile number `tile` begins."""
+    tile = lax.axis_index("program") + tile * self.programs
+    i, j = plgpu.planar_snake(tile, self.grid, 0, self.config.raster)
+    i = i * self.config.cluster_m + lax.axis_index("cluster")
+    return i * self.config.tile_m, j * self.config.tile_n
+
+  def memory(self) -> _Shared:
+    """What to allocate."""
+    c, of = self.config, self.of
+    columns, buffers = _epilogue(c)
+    if c.cluster_m > 1:
+      kind = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+    else:
+      kind = plgpu.Barrier
+    return _Shared(
+      a=_swizzled((c.stages, c.tile_m, BLOCK), of.a.dtype),
+      b=_swizzled((c.stages, c.tile_n, BLOCK), of.b.dtype),
+      a_scale=plgpu.SMEM((c.stages, c.tile_m), jnp.float32),
+      b_scale=plgpu.SMEM((c.stages, c.tile_n) if self.per_column else (1, 4), jnp.float32),
+      d=_swizzled((_CONSUMERS, buffers, _WGMMA_ROWS, columns), of.d.dtype),
+      full=plgpu.Barrier(num_arrivals=3 + self.per_column, num_barriers=c.stages),
+      empty=kind(num_arrivals=_CONSUMERS, num_barriers=c.stages),
+    )
+
+  def run(self, *shared):
+    shared = _Shared(*shared)
+    wg = lax.axis_index("wg")
+    pl.when(wg < _CONSUMERS)(lambda: self.consume(shared))
+    if self.config.producer == "warpgroup":
+      pl.when(wg == _CONSUMERS)(lambda: self.produce(shared))
+
+  def produce(self, shared: _Shared):
+    plgpu.set_max_registers(40, action="decrease")
+    lax.fori_loop(0, self.num_tiles * self.steps, lambda s, _: self.fetch(shared, s), None)
+
+  def fetch(self, shared: _Shared, s):
+    """Starts the copies of step s when its slot is free."""
+    c, of = self.config, self.of
+    row, column = self.place(lax.div(s, self.steps))
+    kb, slot = lax.rem(s, self.steps), lax.rem(s, c.stages)
+    at_m, at_n, at_k = pl.ds(row, c.tile_m), pl.ds(column, c.tile_n), pl.ds(kb * BLOCK, BLOCK)
+    both = "cluster" if c.cluster_m > 1 else None
+    full = shared.full.at[slot]
+    plgpu.barrier_wait(shared.empty.at[slot])
+    plgpu.copy_gmem_to_smem(of.a.at[at_m, at_k], shared.a.at[slot], full)
+    plgpu.copy_gmem_to_smem(of.b.at[at_n, at_k], shared.b.at[slot], full, collective_axes=both)
+    plgpu.copy_gmem_to_smem(of.a_scale.at[kb, at_m], shared.a_scale.at[slot], full)
+    if self.per_column:
+      plgpu.copy_gmem_to_smem(of.b_scale.at[kb, at_n], shared.b_scale.at[slot], full)
+
+  def fetch_inline(self, shared: _Shared, s):
+    """The same by the first consumer, if there is such a step."""
+    is_mine = (lax.axis_index("wg") == 0) & (s < self.num_tiles * self.steps)
+    pl.when(is_mine)(lambda: self.fetch(shared, s))
+
+  def consume(self, shared: _Shared):
+    c = self.config
+    if c.producer == "warpgroup":
+      plgpu.set_max_registers(232, action="increase")
+    for slot in range(c.stages):
+      plgpu.barrier_arrive(shared.empty.at[slot])
+    if c.producer == "inline":
+      for s in range(c.stages - 1):
+        self.fetch_inline(shared, s)
+    lax.fori_loop(0, self.num_tiles, lambda tile, _: self.one_tile(shared, tile), None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+  def one_tile(self, shared: _Shared, tile):
+    row, column = self.place(tile)
+    zero = jnp.zeros((_WGMMA_ROWS, self.config.tile_n), jnp.float32)
+    totals = (plgpu.layout_cast(zero, _WGMMA),) * (self.rows // _WGMMA_ROWS)
+
+    def step(kb, totals):
+      return self.one_step(shared, tile * self.steps + kb, kb, column, totals)
+
+    totals = lax.fori_loop(0, self.steps, step, totals)
+    for part, total in enumerate(totals):
+      at_m = row + lax.axis_index("wg") * self.rows + part * _WGMMA_ROWS
+      self.store(shared, total.astype(self.of.d.dtype), part, pl.ds(at_m, _WGMMA_ROWS), column)
+
+  def one_step(self, shared: _Shared, s, kb, column, totals):
+    """The totals with 128 of K more."""
+    slot = lax.rem(s, self.config.stages)
+    of_block = None
+    if not self.per_column:
+      # From global memory: this load is in flight while the next line waits for the tiles.
+      of_block = self.of.b_scale[kb, lax.div(column, BLOCK)]
+    plgpu.barrier_wait(shared.full.at[slot])
+    new = []
+    for part, total in enumerate(totals):
+      multiply = functools.partial(self.multiply, shared, s, part)
+      acc = plgpu.WGMMAAccumulatorRef((_WGMMA_ROWS, self.config.tile_n), jnp.float32)
+      partial, of_rows, of_columns = pl.run_scoped(multiply, acc)
+      if part == len(totals) - 1:
+        plgpu.barrier_arrive(shared.empty.at[slot])
+      if self.per_column:
+        scale = lax.broadcast_in_dim(of_rows, partial.shape, [0])
+        scale = scale * lax.broadcast_in_dim(of_columns, partial.shape, [1])
+      else:
+        scale = lax.broadcast_in_dim(of_rows * of_block, partial.shape, [0])
+      new.append(total + partial * scale)
+    return tuple(new)
+
+  def multiply(self, shared: _Shared, s, part: int, acc):
+    """(64 rows and 128 of K of A . B', scales of the rows, scales of the columns if many)."""
+    slot = lax.rem(s, self.config.stages)
+    at = pl.ds(lax.axis_index("wg") * self.rows + part * _WGMMA_ROWS, _WGMMA_ROWS)
+    plgpu.wgmma(acc, shared.a.at[slot, at], shared.b.at[slot].transpose((1, 0)))
+    # The tensor core is busy from here to the last line.
+    if self.config.producer == "inline" and part == 0:
+      self.fetch_inline(shared, s + self.config.stages - 1)
+    of_rows = plgpu.load(shared.a_scale.at[slot, at], layout=_WGMMA.reduce(1))
+    of_columns = None
+    if self.per_column:
+      of_columns = plgpu.load(shared.b_scale.at[slot], layout=_WGMMA.reduce(0))
+    # TMA writes there next, and by another path than these loads take.
+    plgpu.commit_smem()
+    return acc[...], of_rows, of_columns
+
+  def store(self, shared: _Shared, value, part: int, at_m, column):
+    columns, buffers = _epilogue(self.config)
+    per_part, wg = self.config.tile_n // columns, lax.axis_index("wg")
+    for c in range(per_part):
+      count = part * per_part + c
+      buffer = count % buffers
+      # The last store of the tile before may have been from this buffer, too; it is long done.
+      plgpu.wait_smem_to_gmem(buffers - 1 if count else 0, wait_read_only=True)
+      shared.d[wg, buffer] = value[:, c * columns : (c + 1) * columns]
+      plgpu.commit_smem()
+      at_n = pl.ds(column + c * columns, columns)
+      plgpu.copy_smem_to_gmem(shared.d.at[wg, buffer], self.of.d.at[at_m, at_n])

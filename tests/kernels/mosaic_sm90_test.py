@@ -1,0 +1,162 @@
+"""The Hopper kernel without a Hopper: interpreted on CPU, races looked for.
+
+Interpretation proves the arithmetic and the hand-over between threads; that it compiles, and to
+what, is tests/kernels/mosaic_aot_test.py's matter.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import matmul_suite as suite
+import numpy as np
+import pytest
+from lattice import lattice
+
+from fp8jax import recipes
+from fp8jax.kernels import backend as backend_lib
+from fp8jax.kernels import scaled_matmul
+from fp8jax.kernels.scaled_matmul import mosaic_sm90
+from fp8jax.kernels.scaled_matmul.mosaic_sm90 import Config
+from fp8jax.quant import quantize, scaled
+from fp8jax.recipe import Gemm
+
+HOPPER = backend_lib.Device("gpu", 90)
+# Products of which it runs those that differ in formats, tiles or scales.
+GEMMS = {
+  f"{name}-{which}": getattr(recipes.RECIPES[name], which)
+  for name in ("block_128", "block_128_pow2", "block_128_hybrid")
+  for which in ("fwd", "dgrad", "wgrad")
+}
+# Odd M; N of one tile, of three, of a bit more than one and of less; one to six steps.
+SHAPES = [(128, 128, 128), (200, 384, 384), (3, 136, 256), (129, 24, 768)]
+# One program has tiles after tiles, the last of them partial.
+LARGE = (456, 400, 384)
+CONFIGS = [
+  Config(stages=2),
+  Config(tile_m=256, tile_n=64, stages=3),
+  Config(tile_n=112, stages=3, producer="inline"),
+  Config(tile_n=160, stages=4, producer="inline", raster=1),
+  Config(tile_n=256, stages=2),
+  Config(stages=3, cluster_m=2),
+  Config(tile_n=192, stages=3, cluster_m=2, producer="inline"),
+]
+
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+def _problem(gemm: Gemm, m=256, n=256, k=256, device=HOPPER):
+  return backend_lib.Problem(m, n, k, gemm, device)
+
+
+@pytest.mark.parametrize(
+  "name, shape",
+  [(name, (136, 136, 256)) for name in GEMMS]
+  + [(name, shape) for shape in SHAPES for name in ("block_128-fwd", "block_128-wgrad")],
+)
+def test_kernel_is_exact_on_lattice(rng, name, shape):
+  assert mosaic_sm90.supports(_problem(GEMMS[name], *shape)) is None
+  suite.check_exact_on_lattice("mosaic_sm90", GEMMS[name], shape, rng)
+
+
+@pytest.mark.parametrize("name", ["block_128-fwd", "block_128-wgrad"])
+def test_kernel_sums_what_the_oracle_quantizes(rng, name):
+  suite.check_sum_of_quantized_operands("mosaic_sm90", GEMMS[name], (200, 384, 640), rng)
+  suite.check_extreme_scales_stay_finite("mosaic_sm90", GEMMS[name], rng)
+
+
+def _stepped(rng, *shape):
+  """The lattice, its 128x128 tiles scaled by powers of two: every scale is another."""
+  x = lattice(rng, *shape)
+  powers = 2.0 ** rng.integers(-3, 4, [-(-n // 128) for n in shape])
+  return x * np.kron(powers, np.ones((128, 128)))[: x.shape[0], : x.shape[1]].astype(np.float32)
+
+
+def _operands(rng, gemm: Gemm, m, n, k, make=_stepped):
+  a, b = make(rng, m, k), make(rng, n, k)
+  return a, b, quantize.quantize(a, gemm.lhs), quantize.quantize(b, gemm.rhs)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+  "name, dtype", [("block_128-fwd", jnp.bfloat16), ("block_128-wgrad", jnp.float32)]
+)
+def test_kernel_is_exact_however_the_work_is_cut_up(rng, name, dtype, config):
+  if mosaic_sm90.smem_bytes(config, dtype) > mosaic_sm90.SMEM_BYTES:
+    config = dataclasses.replace(config, stages=config.stages - 1)
+  a, b, narrow_a, narrow_b = _operands(rng, GEMMS[name], *LARGE)
+  got = mosaic_sm90.matmul(narrow_a, narrow_b, out_dtype=dtype, config=config)
+  want = a.astype(np.float64) @ b.astype(np.float64).T
+  np.testing.assert_array_equal(got, jnp.asarray(want, dtype))
+
+
+def test_kernel_equals_the_reference(rng):
+  """bfloat16 out: float32 sums that differ in their last bits, rounded once."""
+  for name in ("block_128-fwd", "block_128-wgrad"):
+    gemm = GEMMS[name]
+    normal = lambda rng, *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    _, _, a, b = _operands(rng, gemm, 136, 264, 1024, normal)
+    got, want = (
+      scaled_matmul.scaled_matmul(a, b, accumulate=128, backend=backend, out_dtype=jnp.bfloat16)
+      for backend in ("mosaic_sm90", "reference")
+    )
+    ulp = np.abs(np.float32(got) - np.float32(want)) / np.spacing(want.astype(jnp.bfloat16))
+    assert ulp.max() <= 1 and np.mean(ulp > 0) < 1e-3
+
+
+def test_kernel_hands_nan_on_and_no_further(rng):
+  a, b, narrow_a, narrow_b = _operands(rng, GEMMS["block_128-fwd"], 64, 136, 384)
+  data = narrow_a.data.at[3, 200].set(jnp.nan)
+  broken = scaled.Scaled(data, narrow_a.scale, narrow_a.tile)
+  got = np.asarray(mosaic_sm90.matmul(broken, narrow_b, out_dtype=jnp.float32))
+  assert np.isnan(got[3]).all()
+  want = np.delete(a.astype(np.float64) @ b.astype(np.float64).T, 3, axis=0)
+  np.testing.assert_array_equal(np.delete(got, 3, axis=0), want)
+
+
+def test_kernel_under_vmap(rng):
+  made = [_operands(rng, GEMMS["block_128-fwd"], 64, 72, 256) for _ in range(2)]
+  a, b = (jax.tree.map(lambda *x: jnp.stack(x), *(m[i] for m in made)) for i in (2, 3))
+  multiply = functools.partial(
+    scaled_matmul.scaled_matmul, accumulate=128, backend="mosaic_sm90", out_dtype=jnp.float32
+  )
+  want = np.stack([m[0].astype(np.float64) @ m[1].astype(np.float64).T for m in made])
+  np.testing.assert_array_equal(jax.vmap(multiply)(a, b), want)
+
+
+def test_supports_says_what_is_missing():
+  fwd = GEMMS["block_128-fwd"]
+
+  def reason(gemm=fwd, **how):
+    return mosaic_sm90.supports(_problem(gemm, **how)) or ""
+
+  assert reason() == ""
+  assert "Hopper" in reason(device=backend_lib.Device("gpu", 100))
+  assert "Hopper" in reason(device=backend_lib.Device("cpu"))
+  assert "K=200 per device is no multiple of 128" in reason(k=200)
+  assert "N=12 per device is no multiple of 8" in reason(n=12)
+  assert "tiles" in reason(recipes.RECIPES["tensor_current"].fwd)
+  assert "tiles" in reason(recipes.RECIPES["mxfp8"].fwd)
+  assert "8-bit" in reason(recipes.RECIPES["nvfp4"].fwd)
+  with pytest.raises(ValueError, match="K=200"):
+    backend_lib.choose(_problem(fwd, k=200), "mosaic_sm90")
+  assert backend_lib.choose(_problem(fwd)).backend == "mosaic_sm90"
+  assert backend_lib.choose(_problem(fwd, k=200)).backend == "reference"
+
+
+@pytest.mark.parametrize(
+  "config, message",
+  [
+    (Config(tile_m=192), "tile_m"),
+    (Config(tile_n=120), "tile_n"),
+    (Config(producer="warp"), "producer"),
+    (Config(stages=9), "bytes of shared memory"),
+  ],
+  ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_impossible_configs_are_refused(rng, config, message):
+  _, _, a, b = _operands(rng, GEMMS["block_128-fwd"], 128, 128, 128)
+  with pytest.raises(ValueError, match=message):
+    mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16, config=config)
