@@ -1,7 +1,8 @@
 """Steps compiled for H200s, without a GPU: what fits, and that FP8 is FP8. Needs the CUDA wheels:
 make test-aot.
 
-`python tests/aot_test.py CONFIG[:arm] [--config.a.b=value...]` prints the account of one config.
+`python tests/aot_test.py CONFIG[:arm] [--config.a.b=value...]` prints the account of one config,
+`python tests/aot_test.py --recipes CONFIG` a table of all recipes.
 """
 
 import json
@@ -87,6 +88,7 @@ def prove(plan, text: str) -> dict:
   rich.console.Console(file=out, width=140).print(proof.table(rows))
   found = {"table": out.getvalue(), "refused": ""}
   found |= {"fp8": sum(r.fp8 for r in rows), "planned": sum(r.expected for r in rows)}
+  found["by"] = sorted({kernel for r in rows if r.expected for kernel in r.kernels})
   try:
     proof.check(plan, text)
   except proof.NotFp8 as e:
@@ -261,7 +263,24 @@ def test_triton_that_widens_its_operands_is_caught_on_h200(capsys):
   assert found["fp8"] == 0
 
 
-if __name__ == "__main__":
+def table_of_recipes(config_path: str):
+  """Markdown: every recipe of a config's model on eight H200s, as the compiled step has it."""
+  from fp8jax import recipes
+
+  print("| recipe | FP8 GEMMs found/planned | by | arguments GiB | temporaries GiB |")
+  print("|---|---|---|---|---|")
+  for name in (r for r in recipes.RECIPES if recipes.RECIPES[r].is_narrow):
+    found = elsewhere(f"account_without_text({f'{config_path}:{name}'!r}, {{}})")
+    proof, gib = found["proof"], found["gib_per_gpu"]
+    count = f"{proof['fp8']}/{proof['planned']}" + f" {proof['refused']}".rstrip()
+    sizes = f"{gib['arguments']:.1f} | {gib['temporaries']:.1f}"
+    print(f"| {name} | {count} | {', '.join(proof['by'])} | {sizes} |", flush=True)
+
+
+if __name__ == "__main__" and sys.argv[1] == "--recipes":
+  configure_jax()
+  table_of_recipes(sys.argv[2])
+elif __name__ == "__main__":
   configure_jax()
   changes = dict(a.removeprefix("--config.").split("=", 1) for a in sys.argv[2:])
   result = account(sys.argv[1], {k: __import__("ast").literal_eval(v) for k, v in changes.items()})

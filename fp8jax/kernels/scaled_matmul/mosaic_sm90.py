@@ -189,7 +189,7 @@ def _epilogue(config: Config) -> tuple[int, int]:
   return columns, 1 if columns == n and n > 64 else 2
 
 
-def _swizzled(shape, dtype):
+def swizzled(shape, dtype):
   """Shared memory that TMA and the matrix unit address alike, free of bank conflicts."""
   size = jnp.dtype(dtype).itemsize
   swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
@@ -268,11 +268,11 @@ class _Program:
     else:
       kind = plgpu.Barrier
     return _Shared(
-      a=_swizzled((c.stages, c.tile_m, BLOCK), of.a.dtype),
-      b=_swizzled((c.stages, c.tile_n, BLOCK), of.b.dtype),
+      a=swizzled((c.stages, c.tile_m, BLOCK), of.a.dtype),
+      b=swizzled((c.stages, c.tile_n, BLOCK), of.b.dtype),
       a_scale=plgpu.SMEM((c.stages, c.tile_m), jnp.float32),
       b_scale=plgpu.SMEM((c.stages, c.tile_n) if self.per_column else (1, 4), jnp.float32),
-      d=_swizzled((_CONSUMERS, buffers, _WGMMA_ROWS, columns), of.d.dtype),
+      d=swizzled((_CONSUMERS, buffers, _WGMMA_ROWS, columns), of.d.dtype),
       full=plgpu.Barrier(num_arrivals=3 + self.per_column, num_barriers=c.stages),
       empty=kind(num_arrivals=_CONSUMERS, num_barriers=c.stages),
     )

@@ -1,0 +1,89 @@
+"""The Hopper quantizer, interpreted on CPU, against quant/quantize to the bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax import recipes
+from fp8jax.kernels.quantize import mosaic_sm90
+from fp8jax.quant import quantize
+from fp8jax.recipe import PASSES
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+BLOCK, POW2, HYBRID = (
+  recipes.RECIPES[name] for name in ("block_128", "block_128_pow2", "block_128_hybrid")
+)
+# An activation: forward and weight gradient; a gradient: data and weight gradient; a weight.
+PAIRS = {
+  "activation": {1: BLOCK.fwd.lhs, 0: BLOCK.wgrad.lhs},
+  "activation pow2": {1: POW2.fwd.lhs, 0: POW2.wgrad.lhs},
+  "gradient hybrid": {1: HYBRID.dgrad.lhs, 0: HYBRID.wgrad.rhs},
+  "weight": {1: BLOCK.fwd.rhs, 0: BLOCK.dgrad.rhs},
+  "weight pow2": {1: POW2.fwd.rhs, 0: POW2.dgrad.rhs},
+}
+
+
+def _matrix(rng, dtype, rows=208, columns=272):
+  """Magnitudes that vary by tile; zeros, NaN, infinity, subnormal and huge numbers."""
+  x = rng.standard_normal((rows, columns))
+  x *= np.exp(2 * rng.standard_normal((-(-rows // 16), 1))).repeat(16, 0)[:rows]
+  x[:, :128][3:5] = 0
+  x[7, 200], x[9, 3], x[130, 140] = np.nan, np.inf, -np.inf
+  x[20:24] *= 1e-40
+  x[30] *= 1e35
+  x[128:, :128] = 0
+  return jnp.asarray(x, dtype)
+
+
+def _same_bits(got, want):
+  """All bits, but for those of NaN, of which E5M2 has several."""
+  got, want = np.asarray(got), np.asarray(want)
+  width = {1: np.uint8, 4: np.uint32}[want.dtype.itemsize]
+  is_nan = np.isnan(want.astype(np.float32))
+  np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), is_nan)
+  np.testing.assert_array_equal(got.view(width)[~is_nan], want.view(width)[~is_nan])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("which", [(1,), (0,), (1, 0)], ids=["rows", "columns", "both"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_kernel_is_the_quantizer(rng, name, which, dtype):
+  x, quants = _matrix(rng, dtype), {along: PAIRS[name][along] for along in which}
+  assert all(mosaic_sm90.supports(x, q, along) is None for along, q in quants.items())
+  made = mosaic_sm90.quantize_matrix(x, quants)
+  for along, quant in quants.items():
+    want = jax.jit(lambda x, q=quant, c=along: quantize.quantize(x, q, contraction=c))(x)
+    assert made[along].tile == want.tile
+    _same_bits(made[along].scale, want.scale)
+    _same_bits(made[along].data, want.data)
+
+
+def test_only_rows_take_any_number_of_rows(rng):
+  x = _matrix(rng, jnp.bfloat16, rows=131)
+  made = mosaic_sm90.quantize_matrix(x, {1: BLOCK.fwd.lhs})[1]
+  want = quantize.quantize(x, BLOCK.fwd.lhs)
+  _same_bits(made.data, want.data)
+  _same_bits(made.scale, want.scale)
+
+
+def test_supports_says_what_is_missing():
+  x = jnp.zeros((128, 128), jnp.bfloat16)
+  reasons = {
+    "matrix": (jnp.zeros((2, 128, 128), jnp.bfloat16), BLOCK.fwd.lhs, 1),
+    "not float16": (x.astype(jnp.float16), BLOCK.fwd.lhs, 1),
+    "tiles of 1x128": (x, recipes.RECIPES["mxfp8"].fwd.lhs, 1),
+    "8-bit": (x, recipes.RECIPES["nvfp4"].fwd.lhs, 1),
+    "multiple of 16": (x[:, :100], BLOCK.fwd.lhs, 1),
+    "200x": (jnp.zeros((200, 128), jnp.bfloat16), BLOCK.wgrad.lhs, 0),
+  }
+  for part, case in reasons.items():
+    assert part in (mosaic_sm90.supports(*case) or ""), part
+  with pytest.raises(ValueError, match="multiple of 16"):
+    mosaic_sm90.quantize_matrix(x[:, :100], {1: BLOCK.fwd.lhs})
+  for name in ("block_128", "block_128_pow2", "block_128_hybrid"):
+    gemms = (getattr(recipes.RECIPES[name], p) for p in PASSES)
+    assert all(
+      mosaic_sm90.supports(x, q, along) is None
+      for gemm in gemms for q in (gemm.lhs, gemm.rhs) for along in (0, 1)
+    )  # fmt: skip
