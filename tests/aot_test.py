@@ -263,6 +263,35 @@ def test_triton_that_widens_its_operands_is_caught_on_h200(capsys):
   assert found["fp8"] == 0
 
 
+def narrow_work(recipe: str) -> dict[str, dict[str, int]]:
+  """{instruction: times in the text} of what gives FP8 in a small model's step on one H200, and of
+  the kernels that are called."""
+  import collections
+
+  rules = {"precision.rules": (("layers/.*", recipe), (".*", "bf16")), "memory.remat": "none"}
+  _, lowered = lower(load("configs/base.py", SMALL | {"eval.batch": 1} | rules), "h200", 1)
+  gives, kernels = collections.Counter(), collections.Counter()
+  for line in lowered.compile().as_text().splitlines():
+    made = re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\(", line[:2000])
+    if not made or made[2] in ("parameter", "get-tuple-element", "bitcast", "tuple", "while"):
+      continue
+    if 'custom_call_target="mosaic_gpu' in line:
+      kernels[re.search(r"kernel_name = \"?(\w+)|(quantize_fp8|scaled_matmul)", line)[0]] += 1
+    # A kernel that reads its slice of the layers' weights by itself is called in such a fusion.
+    elif re.search(r"\bf8e\w+\[\d", made[1]) and "calls=%dynamic-slice-fusion" not in line:
+      gives[f"{made[1][:60]} {made[2]}"] += 1
+  return {"gives": dict(gives), "kernels": dict(kernels)}
+
+
+@pytest.mark.aot
+def test_nothing_stands_between_quantizer_and_gemm():
+  """No transpose, copy or second cast of an FP8 matrix anywhere in the program."""
+  found = elsewhere("narrow_work('block_128')")
+  assert not found["gives"], found
+  # Two layers in one loop: 7 sites, of which q, k, v and gate, up share x.
+  assert found["kernels"] == {"scaled_matmul": 21, "quantize_fp8": 7 + 2 * 7 + 2 * 4}
+
+
 def table_of_recipes(config_path: str):
   """Markdown: every recipe of a config's model on eight H200s, as the compiled step has it."""
   from fp8jax import recipes

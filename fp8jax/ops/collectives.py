@@ -1,10 +1,10 @@
 """What crosses the wire around a GEMM: weights gathered before it, sums and scatters after it.
 
-Called inside `shard_map`. A layout that is already manual moves nothing: its caller does.
+Called inside `on_mesh`. A layout that is already manual moves nothing: its caller does.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -90,3 +90,13 @@ def scatter_gradient(dw, letters: str, contracted: str, layout: axes.Layout):
         start = jax.lax.axis_index(name) * part
         dw = jax.lax.dynamic_slice_in_dim(dw, start, part, axis=axis)
   return jax.lax.psum(dw, tuple(remaining)) if remaining else dw
+
+
+def on_mesh(local, layout: axes.Layout, in_specs, out_specs) -> Callable:
+  """`local` per device on a mesh; as it is without one, or inside a manual region."""
+  if layout.mesh is None or layout.is_manual:
+    return local
+  # Outputs are replicated by construction (explicit sums), which the checker cannot see.
+  return jax.shard_map(
+    local, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+  )

@@ -26,19 +26,18 @@ This module holds the project's only GEMM `custom_vjp`.
 
 import functools
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8jax import axes
 from fp8jax.kernels import scaled_matmul
-from fp8jax.ops import collectives, guard, operands
+from fp8jax.ops import activations, collectives, guard, operands
 from fp8jax.ops.operands import Matrix, Narrow
 from fp8jax.ops.plan import Inputs, Plan, make_plan
 from fp8jax.ops.site import Site
-from fp8jax.quant import observe
+from fp8jax.quant import observe, scaled
 from fp8jax.recipe import Gemm, Quant, Save
 
 # What a remat policy may keep of a dot (see jax.ad_checkpoint.checkpoint_name).
@@ -124,44 +123,50 @@ def fp8_dot_general(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dots(plans, x, ws, taps, inputs):
   del taps
-  return tuple(forward(plan, x, w, i) for plan, w, i in zip(plans, ws, inputs))
+  shared = activations.Shared(0, x)
+  return tuple(
+    forward(plan, shared.operands(plan, n, i, (0,))[0], w, i)
+    for n, (plan, w, i) in enumerate(zip(plans, ws, inputs))
+  )
 
 
 def _dots_fwd(plans, x, ws, taps, inputs):
-  ys = tuple(forward(plan, x, w, i) for plan, w, i in zip(plans, ws, inputs))
-  saved, seen = {}, []
+  shared, kept, ys, seen = activations.Shared(0, x), activations.Shared(0, x), [], []
+  saved = {}
   for n, (plan, w, tap, i) in enumerate(zip(plans, ws, taps, inputs)):
     if plan.is_observable:
       guard.refuse_vmap(plan.name, x, tap)
       guard.refuse_shared(plan.name, x, tap)
     seen.append(jnp.stack([look(plan, "x", x, i), look(plan, "w", w, i)]))
-    how = _kept_as(plan, n)
-    if how not in saved:
-      saved[how] = save_input(plan, x, i)
+    how = kept.name(plan, n, (2,)) if plan.recipe.save is Save.QUANTIZED else "input"
+    if how == "input":
+      (mine,), saved[how] = shared.operands(plan, n, i, (0,)), x
+    else:
+      mine, narrow = shared.operands(plan, n, i, (0, 2))
+      if how not in saved:
+        narrow = save_input(plan, narrow, i)
+        saved[how] = jax.tree.map(lambda t: checkpoint_name(t, SAVED_NAME), narrow)
+    ys.append(forward(plan, mine, w, i))
   seen = tuple(checkpoint_name(t, SAVED_NAME) for t in seen)
-  return ys, (saved, ws, seen, inputs)
-
-
-def _kept_as(plan: Plan, n: int) -> str:
-  """A name for what product `n` keeps of x: products that keep the same thing give the same."""
-  recipe, letters = plan.recipe, plan.letters
-  if recipe.save is Save.INPUTS:
-    return "input"
-  # Scales that are not current differ from site to site, random bits too.
-  own = f" of {n}" if recipe.is_stateful or recipe.is_random else ""
-  return f"{letters.batch} {letters.contracted} {recipe.wgrad.lhs}{own}"
+  return tuple(ys), (saved, ws, seen, inputs)
 
 
 def _dots_bwd(plans, residuals, gs):
   saved, ws, seen, inputs = residuals
+  shared = activations.Shared(0, saved.get("input"))
   dx, dws, taps = None, [], []
   for n, (plan, w, i, g) in enumerate(zip(plans, ws, inputs, gs)):
     taps.append(jnp.concatenate([seen[n], look(plan, "y", g, i)[None]]))
     # A float32 cotangent (of a float32 head) still meets x in x's dtype.
     g = g.astype(plan.x_dtype)
-    part = data_gradient(plan, g, w, i)
+    g_in, g_out = activations.one_reading(plan, 2, g, i, (1, 2))
+    part = data_gradient(plan, g_in, w, i)
     dx = part if dx is None else dx + part
-    dws.append(weight_gradient(plan, saved[_kept_as(plan, n)], g, w.dtype, i))
+    if plan.recipe.save is Save.QUANTIZED:
+      kept = saved[shared.name(plan, n, (2,))]
+    else:
+      (kept,) = shared.operands(plan, n, i, (2,))
+    dws.append(weight_gradient(plan, kept, g_out, w.dtype, i))
   return dx, tuple(dws), tuple(taps), None
 
 
@@ -172,21 +177,22 @@ _dots.defvjp(_dots_fwd, _dots_bwd)
 
 
 def forward(plan: Plan, x, w, inputs: Inputs):
-  """x[acts] . w[at rest] -> y[acts] {sum over the axes of the contracted letters}."""
+  """x[acts] . w[at rest] -> y[acts] {sum over the axes of the contracted letters}.
+
+  Args:
+    x: or what `activations.one_reading` made of it; the same for g and x below.
+  """
   s, layout, gemm = plan.letters, plan.layout, plan.recipe.fwd
 
   def local(x, w, inputs):
-    a = operands.activation(
-      x, s.x, s.contracted, s.batch, inputs.narrow(0, 0, gemm.lhs), x.dtype, layout
-    )
-    b = operands.weight(
-      w, s.w, s.contracted, s.batch, inputs.narrow(1, 0, gemm.rhs), x.dtype, layout
-    )
+    a = activations.as_matrix(plan, 0, x, 0, inputs)
+    narrow = plan.narrow(inputs, 1, 0)
+    b = operands.weight(w, s.w, s.contracted, s.batch, narrow, plan.x_dtype, layout)
     y = _product(a, b, gemm, plan, 0, plan.out_dtype)
     return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted)  # fmt: skip
 
-  specs = (layout.act_spec(s.x), layout.weight_spec(s.w), _P())
-  return on_mesh(local, layout, specs, layout.act_spec(s.y))(x, w, inputs)
+  specs = (activations.spec(plan, 0, x, 0), layout.weight_spec(s.w), _P())
+  return collectives.on_mesh(local, layout, specs, layout.act_spec(s.y))(x, w, inputs)
 
 
 def data_gradient(plan: Plan, g, w, inputs: Inputs):
@@ -194,59 +200,44 @@ def data_gradient(plan: Plan, g, w, inputs: Inputs):
   s, layout, gemm = plan.letters, plan.layout, plan.recipe.dgrad
 
   def local(g, w, inputs):
-    a = operands.activation(
-      g, s.y, s.produced, s.batch, inputs.narrow(2, 1, gemm.lhs), g.dtype, layout
-    )
-    b = operands.weight(w, s.w, s.produced, s.batch, inputs.narrow(1, 1, gemm.rhs), g.dtype, layout)
+    a = activations.as_matrix(plan, 2, g, 1, inputs)
+    narrow = plan.narrow(inputs, 1, 1)
+    b = operands.weight(w, s.w, s.produced, s.batch, narrow, plan.x_dtype, layout)
     dx = _product(a, b, gemm, plan, 1, plan.x_dtype)
     return collectives.sum_over(operands.unflatten(dx, a, b, s.x), layout, s.produced)  # fmt: skip
 
-  specs = (layout.act_spec(s.y), layout.weight_spec(s.w), _P())
-  return on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
+  specs = (activations.spec(plan, 2, g, 1), layout.weight_spec(s.w), _P())
+  return collectives.on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
 
 
-def weight_gradient(plan: Plan, kept, g, dtype, inputs: Inputs):
+def weight_gradient(plan: Plan, x, g, dtype, inputs: Inputs):
   """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes only the weight is split on}.
 
   Args:
-    kept: what `save_input` returned.
+    x: or what `save_input` or `activations.one_reading` made of it.
   """
   s, layout, gemm = plan.letters, plan.layout, plan.recipe.wgrad
 
-  def local(kept, g, inputs):
-    if plan.recipe.save is Save.QUANTIZED:
-      a = Matrix(kept, s.contracted, s.batch, plan.local_sizes())
-    else:
-      a = operands.activation(
-        kept, s.x, s.tokens, s.batch, inputs.narrow(0, 2, gemm.lhs), g.dtype, layout)  # fmt: skip
-    b = operands.activation(
-      g, s.y, s.tokens, s.batch, inputs.narrow(2, 2, gemm.rhs), g.dtype, layout)  # fmt: skip
+  def local(x, g, inputs):
+    a = activations.as_matrix(plan, 0, x, 2, inputs)
+    b = activations.as_matrix(plan, 2, g, 2, inputs)
     dw = _product(a, b, gemm, plan, 2, dtype)
     return collectives.scatter_gradient(operands.unflatten(dw, a, b, s.w), s.w, s.tokens, layout)
 
-  specs = (_kept_spec(plan), layout.act_spec(s.y), _P())
-  return on_mesh(local, layout, specs, layout.weight_spec(s.w))(kept, g, inputs)
+  specs = (activations.spec(plan, 0, x, 2), activations.spec(plan, 2, g, 2), _P())
+  return collectives.on_mesh(local, layout, specs, layout.weight_spec(s.w))(x, g, inputs)
 
 
 def save_input(plan: Plan, x, inputs: Inputs):
   """What the weight gradient will need of x: x, or a Scaled [batch?, in, tokens]."""
-  s, layout, quant = plan.letters, plan.layout, plan.recipe.wgrad.lhs
-  if plan.recipe.save is Save.INPUTS:
+  if plan.recipe.save is Save.INPUTS or isinstance(x, scaled.Scaled):
     return x
 
   def local(x, inputs):
-    narrow = inputs.narrow(0, 2, quant)
-    return operands.activation(x, s.x, s.tokens, s.batch, narrow, x.dtype, layout).value
+    return activations.as_matrix(plan, 0, x, 2, inputs).value
 
-  kept = on_mesh(local, layout, (layout.act_spec(s.x), _P()), _kept_spec(plan))(x, inputs)
-  return jax.tree.map(lambda t: checkpoint_name(t, SAVED_NAME), kept)
-
-
-def _kept_spec(plan: Plan):
-  s, quant = plan.letters, plan.recipe.wgrad.lhs
-  if plan.recipe.save is Save.INPUTS or quant is None:
-    return plan.layout.act_spec(s.x)
-  return operands.specs(s.contracted, s.tokens, s.batch, quant, plan.layout)
+  specs, made = (activations.spec(plan, 0, x, 2), _P()), activations.spec_of_narrow(plan, 0, 2)
+  return collectives.on_mesh(local, plan.layout, specs, made)(x, inputs)
 
 
 def look(plan: Plan, role: str, t, inputs: Inputs):
@@ -257,13 +248,10 @@ def look(plan: Plan, role: str, t, inputs: Inputs):
   """
   if not plan.is_watched:
     return jnp.zeros(plan.statistics, jnp.float32)
-  s, layout, recipe = plan.letters, plan.layout, plan.recipe
+  s, layout = plan.letters, plan.layout
   letters = getattr(s, role)
-  tensor, which, contracted, quant = {
-    "x": (0, 0, s.contracted, recipe.fwd.lhs),
-    "w": (1, 0, s.contracted, recipe.fwd.rhs),
-    "y": (2, 1, s.produced, recipe.dgrad.lhs),
-  }[role]
+  tensor, which = {"x": (0, 0), "w": (1, 0), "y": (2, 1)}[role]
+  contracted, quant = plan.contracted(which), plan.quant(tensor, which)
 
   def local(t, inputs):
     if plan.statistics == observe.QUIET:
@@ -274,13 +262,13 @@ def look(plan: Plan, role: str, t, inputs: Inputs):
         t = collectives.gather_weight(t, letters, layout)
       wide, narrow = (
         operands.activation(t, letters, contracted, s.batch, how, t.dtype, layout).value
-        for how in (Narrow(None), inputs.narrow(tensor, which, quant))
+        for how in (Narrow(None), plan.narrow(inputs, tensor, which))
       )
       seen, over = _statistics(wide, narrow, quant), layout.act_axes_of(letters)
     return seen if layout.is_manual else observe.over_mesh(seen, tuple(over))
 
   spec = layout.weight_spec(letters) if role == "w" else layout.act_spec(letters)
-  return on_mesh(local, layout, (spec, _P()), _P())(t, inputs)
+  return collectives.on_mesh(local, layout, (spec, _P()), _P())(t, inputs)
 
 
 # --- pieces --------------------------------------------------------------------------------------
@@ -313,13 +301,3 @@ def _product(a: Matrix, b: Matrix, gemm: Gemm, plan: Plan, which: int, out_dtype
       out_dtype=out_dtype,
     )
     return (jax.vmap(multiply) if a.batch else multiply)(a.value, b.value)
-
-
-def on_mesh(local, layout: axes.Layout, in_specs, out_specs) -> Callable:
-  """`local` per device on a mesh; as it is without one, or inside a manual region."""
-  if layout.mesh is None or layout.is_manual:
-    return local
-  # Outputs are replicated by construction (explicit sums), which the checker cannot see.
-  return jax.shard_map(
-    local, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-  )

@@ -189,4 +189,4 @@ def _gather_head(head, eqn: str, site: Site, dtype):
 def _on_mesh(local, eqn: str, layout: axes.Layout, outputs):
   rows = layout.act_spec("BL")
   inputs = (layout.act_spec("BLD"), layout.weight_spec(_head_letters(eqn)), rows, rows, P(), P())
-  return dot_lib.on_mesh(local, layout, inputs, outputs)
+  return collectives.on_mesh(local, layout, inputs, outputs)

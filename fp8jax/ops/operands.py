@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
+from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.ops import collectives
 from fp8jax.quant import quantize, scaled
 from fp8jax.recipe import CURRENT, WHOLE, Quant
@@ -68,11 +69,13 @@ class Narrow:
     quant: None keeps the tensor in the compute dtype.
     amax: float32 scalar for scales that are not current.
     key: for stochastic rounding.
+    backend: of the product: kernels that multiply have one that makes their operands.
   """
 
   quant: Quant | None
   amax: Any = None
   key: Any = None
+  backend: str = "xla"
 
   def __call__(self, matrix, contraction: int, dtype, amax_axes):
     """[batch?, rows, contraction] in the Quant, or in `dtype` if there is none."""
@@ -80,6 +83,8 @@ class Narrow:
     if quant is None:
       matrix = matrix.astype(dtype)
       return jnp.swapaxes(matrix, -1, -2) if contraction == 0 else matrix
+    if self.has_kernel(matrix, contraction):
+      return mosaic_sm90.quantize_matrix(matrix, {contraction: quant})[contraction]
     make = functools.partial(
       quantize.quantize,
       quant=quant,
@@ -94,6 +99,12 @@ class Narrow:
     return jax.vmap(lambda x, key: make(x, key=key))(
       matrix, jax.random.split(self.key, matrix.shape[0])
     )
+
+  def has_kernel(self, matrix, contraction: int) -> bool:
+    """Whether the backend's quantizer makes this operand."""
+    if self.backend != "mosaic_sm90" or self.quant is None:
+      return False
+    return mosaic_sm90.supports(matrix, self.quant, contraction) is None
 
 
 def flatten(x, letters: str, contracted: str, batch: str):

@@ -11,7 +11,7 @@ from fp8jax.kernels import backend as backend_lib
 from fp8jax.ops.operands import Letters, Narrow
 from fp8jax.ops.site import GemmSize, Site, choose_backends
 from fp8jax.quant import observe
-from fp8jax.recipe import Quant, Recipe
+from fp8jax.recipe import PASSES, Quant, Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Plan:
   layout: axes.Layout
   out_dtype: jnp.dtype
   x_dtype: jnp.dtype
-  x_sizes: tuple[int, ...]
+  sizes: tuple[int, ...]  # of the letters of x, then of w
   statistics: int
   is_observable: bool
 
@@ -35,8 +35,30 @@ class Plan:
     return self.recipe.is_narrow or self.statistics > observe.QUIET
 
   def local_sizes(self) -> dict[str, int]:
-    """Letter of x -> size on one device."""
-    return local_sizes(self.letters.x, self.x_sizes, self.layout)
+    """Letter -> size on one device."""
+    return local_sizes(self.letters.x + self.letters.w, self.sizes, self.layout)
+
+  def of(self, tensor: int) -> str:
+    """Letters of tensor 0, 1, 2: x, w, g."""
+    return (self.letters.x, self.letters.w, self.letters.y)[tensor]
+
+  def contracted(self, which: int) -> str:
+    """Letters that product 0, 1, 2 (fwd, dgrad, wgrad) contracts."""
+    return (self.letters.contracted, self.letters.produced, self.letters.tokens)[which]
+
+  def quant(self, tensor: int, which: int) -> Quant | None:
+    """How a tensor is made narrow for a product: x . w, g . w' and x' . g."""
+    gemm = getattr(self.recipe, PASSES[which])
+    return gemm.lhs if (tensor, which) in ((0, 0), (2, 1), (0, 2)) else gemm.rhs
+
+  def narrow(self, inputs: "Inputs", tensor: int, which: int) -> Narrow:
+    """The same, with what the site lends."""
+    return Narrow(
+      self.quant(tensor, which),
+      None if inputs.amax_3 is None else inputs.amax_3[tensor],
+      None if inputs.key is None else jax.random.fold_in(inputs.key, 3 * tensor + which),
+      self.backends[which],
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -56,14 +78,6 @@ class Inputs:
   def of(cls, site: Site) -> "Inputs":
     return cls(site.memory.amax_3 if site.memory is not None else None, site.key)
 
-  def narrow(self, tensor: int, which: int, quant: Quant | None) -> Narrow:
-    """How tensor 0, 1, 2 (x, w, g) is made narrow for product 0, 1, 2 (fwd, dgrad, wgrad)."""
-    return Narrow(
-      quant,
-      None if self.amax_3 is None else self.amax_3[tensor],
-      None if self.key is None else jax.random.fold_in(self.key, 3 * tensor + which),
-    )
-
 
 def local_sizes(letters: str, sizes, layout: axes.Layout) -> dict[str, int]:
   """Letter -> size on one device, where activations have it."""
@@ -82,7 +96,7 @@ def make_plan(eqn: str, x, w, site: Site, *, out_dtype=None) -> Plan:
     backends = choose_backends(site.recipe, size, backend_lib.current_device(), "auto")
   return Plan(
     letters, site.name, site.recipe, backends, site.layout, jnp.dtype(out_dtype or x.dtype),
-    jnp.dtype(x.dtype), x.shape, site.tap.shape[-1], site.is_traced,
+    jnp.dtype(x.dtype), (*x.shape, *w.shape), site.tap.shape[-1], site.is_traced,
   )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ other scales the odd element that lies on a rounding boundary may fall on its ot
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ def supports(x, quant: Quant, along: int) -> str | None:
   return None
 
 
-def quantize_matrix(x, quants: dict[int, Quant]) -> dict[int, scaled.Scaled]:
+def quantize_matrix(x, quants: Mapping[int, Quant]) -> dict[int, scaled.Scaled]:
   """x in each of `quants`.
 
   Args:

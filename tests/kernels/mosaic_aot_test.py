@@ -1,0 +1,152 @@
+"""The Hopper kernels compiled to machine code for an H200, without one: make test-aot.
+
+`python tests/kernels/mosaic_aot_test.py > tests/golden/kernel_resources.json` compiles every shape
+of InfiR2's models and of Transformer Engine's 5B set and writes what the compiler reports.
+"""
+
+import collections
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TABLE = ROOT / "tests" / "golden" / "kernel_resources.json"
+# Tokens, then (in, out) of the linear layers: InfiR2 (arXiv:2509.22536) and Transformer Engine's
+# docs/examples/gemm_profiling.
+LAYERS = {
+  "infir2_7b": (32768, [(3584, 4608), (3584, 3584), (3584, 37888), (18944, 3584)]),
+  "infir2_1p5b": (32768, [(1536, 2048), (1536, 1536), (1536, 17920), (8960, 1536)]),
+  "te_5b": (15872, [(4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096)]),
+}
+# Column-parallel layers split `out`, row-parallel ones `in`; tokens are split where they are not.
+ROW_PARALLEL = (1, 3)
+TENSOR_PARALLEL = {"infir2_7b": (1, 2, 4), "infir2_1p5b": (1, 2), "te_5b": (1,)}
+
+
+def gemms() -> dict[str, tuple[str, int, int, int]]:
+  """name -> (product, M, N, K) of every GEMM of every model on one device."""
+  found = {}
+  for model, (tokens, layers) in LAYERS.items():
+    for parallel in TENSOR_PARALLEL[model]:
+      for n, (inner, outer) in enumerate(layers):
+        split = (inner // parallel, outer) if n in ROW_PARALLEL else (inner, outer // parallel)
+        i, o = split
+        for product, size in {
+          "fwd": (tokens, o, i), "dgrad": (tokens, i, o), "wgrad": (i, o, tokens)
+        }.items():  # fmt: skip
+          found[f"{model}/tp{parallel}/{inner}x{outer}/{product}"] = (product, *size)
+  return found
+
+
+def compile_all(names: list[str]) -> dict[str, dict]:
+  """name -> what the compiler says; in the process that calls, which must have no GPU."""
+  folder = tempfile.mkdtemp()
+  os.environ.update(
+    JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_TO=folder,
+    MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1",
+  )  # fmt: skip
+  sys.path[:0] = [str(ROOT)]
+  import jax
+  import jax.numpy as jnp
+  from jax.experimental import topologies
+
+  from fp8jax import recipes
+  from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
+  from fp8jax.kernels.scaled_matmul import mosaic_sm90
+  from fp8jax.quant import scaled
+
+  topology = topologies.get_topology_desc(
+    platform="cuda", topology="1x1x1",
+    target_config=(ROOT / "tests" / "targets" / "h200.txtpb").read_text(),
+  )  # fmt: skip
+  there = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+  def array(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=there)
+
+  def narrow(quant, rows, depth):
+    scale = array(jnp.float32, -(-rows // quant.tile[0]), -(-depth // quant.tile[1]))
+    return scaled.Scaled(array(quant.format.dtype, rows, depth), scale, quant.tile)
+
+  recipe = recipes.RECIPES["block_128"]
+  programs = {}
+  for name, (product, m, n, k) in gemms().items():
+    gemm = getattr(recipe, product)
+    dtype = jnp.float32 if product == "wgrad" else jnp.bfloat16
+    args = narrow(gemm.lhs, m, k), narrow(gemm.rhs, n, k)
+    multiply = lambda a, b, dtype=dtype: mosaic_sm90.matmul(a, b, out_dtype=dtype)  # noqa: E731
+    programs[name] = (multiply, args)
+  for name, dtype, quants in (
+    ("quantize/rows", jnp.bfloat16, {1: recipe.fwd.lhs}),
+    ("quantize/columns", jnp.bfloat16, {0: recipe.wgrad.lhs}),
+    ("quantize/both", jnp.bfloat16, {1: recipe.fwd.lhs, 0: recipe.wgrad.lhs}),
+    ("quantize/weight", jnp.float32, {1: recipe.fwd.rhs, 0: recipe.dgrad.rhs}),
+  ):
+    make = lambda x, quants=quants: quantizer.quantize_matrix(x, quants)  # noqa: E731
+    programs[name] = (make, (array(dtype, 32768, 3584),))
+
+  found, reports = {}, {}
+  for name in names:
+    function, args = programs[name]
+    # The compiler remembers kernels, and is silent about those that it has seen.
+    kind = (name.startswith("quantize") and name, name.endswith("wgrad"), str(args))
+    if kind not in reports:
+      jax.jit(function).lower(*args).compile()
+      files = list(pathlib.Path(folder).iterdir())
+      reports[kind] = _report("".join(f.read_text(errors="ignore") for f in files))
+      for file in files:
+        file.unlink()
+    found[name] = reports[kind]
+  return found
+
+
+def _report(text: str) -> dict:
+  """What ptxas and the allocator of shared memory said of one kernel."""
+  instructions = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.([\w.]+)", text))
+  return {
+    "registers": int(re.findall(r"Used (\d+) registers", text)[0]),
+    "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text))),
+    "shared_memory_bytes": int(re.findall(r"smem_scratch_bytes=(\d+)", text)[0]),
+    "wgmma": ", ".join(sorted(instructions)),
+  }
+
+
+def _elsewhere(names: list[str]) -> dict[str, dict]:
+  code = f"import sys, json; sys.path.insert(0, {str(ROOT / 'tests' / 'kernels')!r}); "
+  code += f"import mosaic_aot_test as t; print(json.dumps(t.compile_all({names!r})))"
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+  assert done.returncode == 0, done.stderr[-4000:]
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.aot
+def test_kernels_compile_to_what_the_table_says_and_spill_nothing():
+  """One shape of every kernel that the table tells apart; all of them: see the top."""
+  table = json.loads(TABLE.read_text())["kernels"]
+  assert set(table) >= set(gemms())
+  kinds = collections.defaultdict(list)
+  for name, report in table.items():
+    kinds[json.dumps(report)].append(name)
+  chosen = [names[0] for names in kinds.values()] + ["infir2_7b/tp4/18944x3584/fwd"]
+  found = _elsewhere(chosen)
+  for name, report in found.items():
+    assert report == table[name], name
+  for name, report in table.items():
+    assert report["spilled_bytes"] == 0, name
+    is_gemm = not name.startswith("quantize/")
+    assert is_gemm == (".f32.e4m3.e4m3" in report["wgmma"]), name
+
+
+if __name__ == "__main__":
+  import importlib.metadata
+
+  quantizers = [f"quantize/{name}" for name in ("rows", "columns", "both", "weight")]
+  kernels = _elsewhere([*gemms(), *quantizers])
+  versions = {p: importlib.metadata.version(p) for p in ("jax", "jax-cuda13-plugin")}
+  print(json.dumps({"target": "sm_90a", "versions": versions, "kernels": kernels}, indent=1))

@@ -1,0 +1,74 @@
+"""The dot by its Hopper kernels, interpreted: what it computes, and how often it reads x and g."""
+
+import collections
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from lattice import lattice
+
+from fp8jax.ops import site as site_lib
+from fp8jax.ops.dot import dots
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+EQUATIONS = [
+  ("BLD,DF->BLF", dict(B=2, L=64, D=256, F=384)),
+  ("BLD,DHK->BLHK", dict(B=1, L=128, D=128, H=4, K=32)),
+  ("BLHK,HKD->BLD", dict(B=2, L=64, H=4, K=32, D=256)),
+]
+RECIPES = ["block_128", "block_128_hybrid", "block_128_pow2_saved"]
+
+
+def _gemms(eqn, operands, recipe, backend, products=1):
+  """Results of all three GEMMs of `products` dots of one x."""
+  x, w, g = operands
+  site = site_lib.single(recipe)
+  site = dataclasses.replace(site, backends=(backend,) * 3)
+
+  def run(x, w, g):
+    # A site of its own for each.
+    sites = [dataclasses.replace(site, name=str(n)) for n in range(products)]
+    ws = [w] * products
+    ys, pull = jax.vjp(lambda x, ws: dots((eqn,) * products, x, ws, sites), x, ws)
+    return ys, *pull((g,) * products)
+
+  return run, (x, w, g)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("eqn, sizes", EQUATIONS, ids=[e for e, _ in EQUATIONS])
+def test_dot_by_kernels_is_the_references(rng, eqn, sizes, recipe):
+  operands = [lattice(rng, *(sizes[c] for c in t)) for t in eqn.replace("->", ",").split(",")]
+  found = []
+  for backend in ("mosaic_sm90", "reference"):
+    run, args = _gemms(eqn, operands, recipe, backend)
+    found.append(jax.tree.leaves(jax.jit(run)(*args)))
+  for got, want in zip(*found, strict=True):
+    np.testing.assert_array_equal(got, want)
+
+
+def _kernels(jaxpr) -> collections.Counter:
+  """How often a program calls each kernel."""
+  found = collections.Counter()
+  for eqn in jaxpr.eqns:
+    if "mpmd_map" in eqn.primitive.name:
+      found[str(eqn.params["name"])] += 1
+      continue
+    for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+      if hasattr(inner, "eqns"):
+        found += _kernels(getattr(inner, "jaxpr", inner))
+  return found
+
+
+@pytest.mark.parametrize("recipe", ["block_128", "block_128_saved"])
+def test_x_and_g_are_read_once(rng, recipe):
+  """Three weights on one input, like q, k and v."""
+  eqn, sizes = EQUATIONS[0]
+  operands = [lattice(rng, *(sizes[c] for c in t)) for t in eqn.replace("->", ",").split(",")]
+  run, args = _gemms(eqn, operands, recipe, "mosaic_sm90", products=3)
+  # Every g once for two products, every w once in each direction; x once for three products, and
+  # once more in the backward pass unless its operand there was made in the forward pass.
+  times = 3 + 6 + (1 if recipe == "block_128_saved" else 2)
+  found = _kernels(jax.make_jaxpr(run)(*args).jaxpr)
+  assert found == {"quantize_fp8": times, "scaled_matmul": 9}
