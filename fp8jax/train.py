@@ -23,9 +23,11 @@ from fp8jax import (
 )
 from fp8jax import step as step_lib
 from fp8jax.data import loader
+from fp8jax.kernels import check
 from fp8jax.models import hf
 from fp8jax.ops import site as site_lib
 from fp8jax.quant import observe
+from fp8jax.recipe import PASSES
 from fp8jax.state import State
 
 
@@ -240,6 +242,7 @@ class _Run:
     Scales that are not current begin from the phase's own first batch, unless the state already
     belongs to the phase; interrupted or not, a run therefore takes the same steps.
     """
+    self._try_kernels(phase)
     if step > self.plan.precision.phases[phase].start:
       pass  # resumed within the phase
     elif self.calibration and step == 0:
@@ -255,6 +258,19 @@ class _Run:
       for is_loud in (False, True)
     }
     return state
+
+  def _try_kernels(self, phase: int):
+    """Stops before the first step of a phase if a kernel of ours is wrong on this device."""
+    gemms = {
+      getattr(site.recipe, p)
+      for site in site_lib.flatten(self.plan.sites(phase=phase)).values()
+      for p, backend in zip(PASSES, site.backends)
+      if backend == "mosaic_sm90"
+    }
+    for gemm in gemms:
+      check.hopper(gemm)
+    if gemms:
+      self.out.print(f"kernels: {len(gemms)} kinds of product tried on this device, all exact")
 
   def _prove(self, step_fn, state: State, host, phase: int):
     """Stops before the first step of a phase unless every GEMM is as narrow as its recipe says."""

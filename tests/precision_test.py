@@ -58,7 +58,12 @@ STATIC_LATE = {"precision.schedule": ((3, ((".*", "e4m3_static"),)),)}
 
 
 @pytest.mark.parametrize(
-  "changes", [{}, BF16_LATE, STATIC_LATE], ids=["delayed", "to bf16", "to static"]
+  "changes",
+  [
+    pytest.param({}, id="delayed"),
+    pytest.param(BF16_LATE, id="to bf16", marks=pytest.mark.slow),
+    pytest.param(STATIC_LATE, id="to static"),
+  ],
 )
 def test_run_is_the_same_interrupted_and_evaluated(tmp_path, changes, monkeypatch):
   """Six steps, and six with an evaluation after each, stopped after 1, 3 and 4 of them."""

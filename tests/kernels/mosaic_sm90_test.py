@@ -15,8 +15,9 @@ import pytest
 from lattice import lattice
 
 from fp8jax import recipes
+from fp8jax.errors import UserError
 from fp8jax.kernels import backend as backend_lib
-from fp8jax.kernels import scaled_matmul
+from fp8jax.kernels import check, scaled_matmul
 from fp8jax.kernels.scaled_matmul import mosaic_sm90
 from fp8jax.kernels.scaled_matmul.mosaic_sm90 import Config
 from fp8jax.quant import quantize, scaled
@@ -160,3 +161,15 @@ def test_impossible_configs_are_refused(rng, config, message):
   _, _, a, b = _operands(rng, GEMMS["block_128-fwd"], 128, 128, 128)
   with pytest.raises(ValueError, match=message):
     mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16, config=config)
+
+
+@pytest.mark.parametrize("name", ["block_128-fwd", "block_128_hybrid-wgrad"])
+def test_kernels_are_tried_before_a_run(monkeypatch, name):
+  sizes = (144, 160, 256)
+  check.hopper(GEMMS[name], sizes)
+  multiply = mosaic_sm90.matmul
+  monkeypatch.setattr(
+    mosaic_sm90, "matmul", lambda a, b, **how: multiply(a, b, **how).at[3, 5].add(1)
+  )
+  with pytest.raises(UserError, match=r"1 of .* \[3, 5\] .*kernels.matmul='reference'"):
+    check.hopper(GEMMS[name], sizes)

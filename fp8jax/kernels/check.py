@@ -1,0 +1,66 @@
+"""Kernels tried on the device at hand before a run trusts them: numbers whose products are exact.
+
+A kernel is proven where it was written; drivers, compilers and chips differ. A second of work at
+the start of a run tells a kernel that computes something else from one that trains.
+"""
+
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8jax.errors import UserError
+from fp8jax.kernels import scaled_matmul
+from fp8jax.kernels.quantize import mosaic_sm90
+from fp8jax.recipe import Gemm, Quant
+
+# Partial tiles along M and N, several tiles of both, more steps than the pipeline has stages.
+_SIZES = (400, 272, 1024)
+
+
+def hopper(gemm: Gemm, sizes: tuple[int, int, int] = _SIZES) -> None:
+  """Multiplies with the Hopper quantizer and GEMM, and in float64 on the host.
+
+  Args:
+    gemm: a product that kernels.scaled_matmul.mosaic_sm90 supports.
+    sizes: M, N, K.
+
+  Raises:
+    UserError: they differ; says where.
+  """
+  m, n, k = sizes
+  a, b = _lattice(m, k), _lattice(n, k)
+
+  lhs, rhs = cast(Quant, gemm.lhs), cast(Quant, gemm.rhs)
+
+  @jax.jit
+  def multiply(a, b):
+    narrow_a = mosaic_sm90.quantize_matrix(a, {1: lhs})[1]
+    # As the weight gradient has it: contraction first.
+    narrow_b = mosaic_sm90.quantize_matrix(b.T, {0: rhs})[0]
+    return scaled_matmul.scaled_matmul(
+      narrow_a, narrow_b, accumulate=gemm.accumulate, backend="mosaic_sm90"
+    )
+
+  got = np.asarray(multiply(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b)))
+  want = (a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32)
+  wrong = np.argwhere(got != want)
+  if len(wrong):
+    i, j = wrong[0]
+    raise UserError(
+      f"kernels.matmul: on this device mosaic_sm90 multiplies {gemm.lhs} by {gemm.rhs} wrongly: "
+      f"{len(wrong)} of {got.size} elements, the first [{i}, {j}] {got[i, j]} instead of "
+      f"{want[i, j]}. Set kernels.matmul='reference', which is slow and correct, and report this "
+      "with `nvidia-smi` and `pip freeze`"
+    )
+
+
+def _lattice(rows: int, columns: int) -> np.ndarray:
+  """float32 integers of which FP8 tiles in either direction are exact, whatever kind of scale.
+
+  Every run of 15 holds every integer from -7 to 7; tiles of 128x128 differ by powers of two.
+  """
+  i, j = np.indices((rows, columns))
+  power = (i // 128 + 2 * (j // 128)) % 5 - 2
+  return (((7 * i + 13 * j) % 15 - 7) * 2.0**power).astype(np.float32)
