@@ -178,13 +178,14 @@ def test_fp8_dot_general_agrees_with_lax_dot_general(rng, lhs, rhs, numbers, rec
 def test_dot_dtypes_follow_their_operands(rng):
   x = jnp.asarray(_normal(rng, 8, 32), jnp.bfloat16)
   w = jnp.asarray(_normal(rng, 32, 16))
+
+  def run(x, w, site, other):
+    y, pull = jax.vjp(lambda x, w: dot("TD,DF->TF", x, w, site), x, w)
+    return y, *pull(jnp.ones_like(y)), dot("TD,DF->TF", x, w, other, out_dtype=jnp.float32)
+
   for recipe in RECIPES:
-
-    def run(x, w, site=site_lib.single(recipe)):
-      y, pull = jax.vjp(lambda x, w: dot("TD,DF->TF", x, w, site), x, w)
-      return y, *pull(jnp.ones_like(y)), dot("TD,DF->TF", x, w, site, out_dtype=jnp.float32)
-
-    dtypes = [t.dtype for t in jax.eval_shape(run, x, w)]
+    site = site_lib.single(recipe)
+    dtypes = [t.dtype for t in jax.eval_shape(run, x, w, site, site)]
     assert dtypes == [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32]
 
 
