@@ -176,7 +176,7 @@ def test_fp8_dot_general_agrees_with_lax_dot_general(rng, lhs, rhs, numbers, rec
 
 
 def test_dot_dtypes_follow_their_operands(rng):
-  x = jnp.asarray(_normal(rng, 8, 32), jnp.bfloat16)
+  x = jnp.asarray(_normal(rng, 16, 32), jnp.bfloat16)
   w = jnp.asarray(_normal(rng, 32, 16))
 
   def run(x, w, site, other):
