@@ -18,8 +18,8 @@ from fp8jax import recipes
 from fp8jax.errors import UserError
 from fp8jax.kernels import backend as backend_lib
 from fp8jax.kernels import check, scaled_matmul
-from fp8jax.kernels.scaled_matmul import mosaic_sm90
-from fp8jax.kernels.scaled_matmul.mosaic_sm90 import Config
+from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles
+from fp8jax.kernels.scaled_matmul.tiles import Config
 from fp8jax.quant import quantize, scaled
 from fp8jax.recipe import Gemm
 
@@ -85,7 +85,7 @@ def _operands(rng, gemm: Gemm, m, n, k, make=_stepped):
   "name, dtype", [("block_128-fwd", jnp.bfloat16), ("block_128-wgrad", jnp.float32)]
 )
 def test_kernel_is_exact_however_the_work_is_cut_up(rng, name, dtype, config):
-  if mosaic_sm90.smem_bytes(config, dtype) > mosaic_sm90.SMEM_BYTES:
+  if tiles.smem_bytes(config, dtype) > tiles.SMEM_BYTES:
     config = dataclasses.replace(config, stages=config.stages - 1)
   a, b, narrow_a, narrow_b = _operands(rng, GEMMS[name], *LARGE)
   got = mosaic_sm90.matmul(narrow_a, narrow_b, out_dtype=dtype, config=config)
@@ -125,6 +125,24 @@ def test_kernel_under_vmap(rng):
   )
   want = np.stack([m[0].astype(np.float64) @ m[1].astype(np.float64).T for m in made])
   np.testing.assert_array_equal(jax.vmap(multiply)(a, b), want)
+
+
+@pytest.mark.parametrize("config", [None, Config(tile_n=160, stages=3, producer="inline")])
+def test_kernel_adds_to_what_is_there(rng, config):
+  """The weight gradient of one microbatch after the other."""
+  gemm, (m, n, k) = GEMMS["block_128-wgrad"], (200, 264, 256)
+  want = total = lattice(rng, m, n)
+  for _ in range(2):
+    a, b, narrow_a, narrow_b = _operands(rng, gemm, m, n, k)
+    want = want + a.astype(np.float64) @ b.astype(np.float64).T
+    total = mosaic_sm90.matmul(
+      narrow_a, narrow_b, out_dtype=jnp.float32, config=config, add_to=jnp.asarray(total)
+    )
+  np.testing.assert_array_equal(total, want)
+  with pytest.raises(ValueError, match=r"add_to is bfloat16\[200, 264\]; expected float32"):
+    mosaic_sm90.matmul(
+      narrow_a, narrow_b, out_dtype=jnp.float32, add_to=jnp.zeros((m, n), jnp.bfloat16)
+    )
 
 
 def test_supports_says_what_is_missing():

@@ -39,35 +39,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import E4M3, E5M2
+from fp8jax.kernels.scaled_matmul import tiles
+from fp8jax.kernels.scaled_matmul.tiles import BLOCK, CONSUMERS, WGMMA_ROWS, Config
 from fp8jax.quant import scaled
 
-BLOCK = 128
-_CONSUMERS = 2
-_WGMMA_ROWS = 64
-SMEM_BYTES = 232448
 _WGMMA = plgpu.Layout.WGMMA
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-  """How the work is cut up; changes speed only.
-
-  Attributes:
-    tile_m: rows of D per program, 128 or 256.
-    tile_n: columns of D, a multiple of 16 up to 256.
-    stages: slots of the ring.
-    raster: M tiles that are worked on side by side, for L2.
-    cluster_m: 2 lets two programs with neighbouring rows load each half of B's tile for both.
-    producer: "warpgroup" of its own, or "inline" in the first consumer, which leaves 255 registers
-      per thread instead of 168.
-  """
-
-  tile_m: int = 128
-  tile_n: int = 128
-  stages: int = 5
-  raster: int = 8
-  cluster_m: int = 1
-  producer: str = "warpgroup"
 
 
 def supports(problem) -> str | None:
@@ -103,18 +79,22 @@ def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None, ou
   return jax.custom_batching.sequential_vmap(functools.partial(matmul, out_dtype=out_dtype))(a, b)
 
 
-def matmul(a: scaled.Scaled, b: scaled.Scaled, *, out_dtype, config: Config | None = None):
+def matmul(
+  a: scaled.Scaled, b: scaled.Scaled, *, out_dtype, config: Config | None = None, add_to=None
+):
   """D [M, N] in out_dtype (bfloat16 or float32).
 
   Args:
     a: [M, K], scales per 1x128.
     b: [N, K], scales per 128x128 or 1x128.
-    config: default: `default_config`.
+    config: default: what was fastest for this shape, or `tiles.default`.
+    add_to: float32 [M, N] to which the product is added, tile by tile before it is stored, in place
+      if it may be overwritten: gradient accumulation without another pass.
   """
   (m, k), n = a.shape, b.shape[0]
   is_tiled = b.tile[0] == BLOCK
-  config = config or default_config(m, n, k, is_tiled, out_dtype)
-  _check(config, n, out_dtype)
+  config = config or tiles.best(m, n, k, is_tiled, out_dtype)
+  tiles.check(config, n, out_dtype)
   # Scales as TMA reads them: along a row of A, in lines of 16 bytes.
   a_scale = _lines(a.scale.T)
   per_column = not is_tiled or config.tile_n != BLOCK
@@ -123,23 +103,30 @@ def matmul(a: scaled.Scaled, b: scaled.Scaled, *, out_dtype, config: Config | No
   else:
     b_scale = b.scale.T
   programs = num_cores() // config.cluster_m
+  is_sum = add_to is not None
+  if is_sum and (add_to.shape != (m, n) or add_to.dtype != jnp.float32):
+    raise ValueError(f"add_to is {add_to.dtype}{list(add_to.shape)}; expected float32[{m}, {n}]")
 
   def scaled_matmul(*refs):
-    program = _Program(config, programs, per_column, _Global(*refs))
+    program = _Program(config, programs, per_column, is_sum, _Global(*refs))
     pl.run_scoped(program.run, *program.memory(), collective_axes="wg")
 
   run = plgpu.kernel(
     scaled_matmul,
-    out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+    out_type=() if is_sum else jax.ShapeDtypeStruct((m, n), out_dtype),
     grid=(programs,),
     grid_names=("program",),
     cluster=(config.cluster_m,),
     cluster_names=("cluster",),
-    num_threads=_CONSUMERS + (config.producer == "warpgroup"),
+    num_threads=CONSUMERS + (config.producer == "warpgroup"),
     thread_name="wg",
     compiler_params=plgpu.CompilerParams(approx_math=True),
   )
-  return run(a.data, b.data, a_scale, b_scale)
+  if not is_sum:
+    return run(a.data, b.data, a_scale, b_scale)
+  d = jax.new_ref(add_to)
+  run(a.data, b.data, a_scale, b_scale, d)
+  return jax.freeze(d)
 
 
 def _lines(scale):
@@ -147,52 +134,10 @@ def _lines(scale):
   return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % 4)))
 
 
-def default_config(m: int, n: int, k: int, is_tiled: bool, out_dtype) -> Config:
-  """For shapes nobody tuned: nothing spills.
-
-  Scales per column take registers that a third warpgroup would leave too few of. (Kernels may raise
-  their limit with setmaxnreg, but nvJitLink, which compiles them where it is installed, ignores
-  it: ptxas C7504.)
-  """
-  del m, n, k
-  if is_tiled:
-    return Config(stages=5 if jnp.dtype(out_dtype).itemsize == 2 else 4)
-  return Config(stages=4, producer="inline")
-
-
 def num_cores() -> int:
   """SMs of the device that JAX computes on, those of an H200 if it is not a GPU."""
   device = jax.devices()[0]
   return device.core_count if device.platform == "gpu" else 132
-
-
-def _check(config: Config, n: int, out_dtype):
-  parts = config.tile_m // (_CONSUMERS * _WGMMA_ROWS)
-  if parts not in (1, 2) or config.tile_m % (_CONSUMERS * _WGMMA_ROWS):
-    raise ValueError(f"{config}: tile_m must be 128 or 256")
-  if config.tile_n % 16 or not 16 <= config.tile_n <= 256:
-    raise ValueError(f"{config}: tile_n must be a multiple of 16 between 16 and 256")
-  if config.producer not in ("warpgroup", "inline") or config.cluster_m not in (1, 2):
-    raise ValueError(f"{config}: producer is 'warpgroup' or 'inline', cluster_m 1 or 2")
-  if n * jnp.dtype(out_dtype).itemsize % 16:
-    raise ValueError(f"rows of D are {n} x {out_dtype}: TMA stores multiples of 16 bytes")
-  if (need := smem_bytes(config, out_dtype)) > SMEM_BYTES:
-    raise ValueError(f"{config} needs {need} bytes of shared memory; there are {SMEM_BYTES}")
-
-
-def smem_bytes(config: Config, out_dtype) -> int:
-  """Shared memory of a program, at most."""
-  rows = config.tile_m + config.tile_n
-  ring = config.stages * rows * (BLOCK + 4)
-  columns, slots = _epilogue(config)
-  return ring + _CONSUMERS * slots * _WGMMA_ROWS * columns * jnp.dtype(out_dtype).itemsize + 1024
-
-
-def _epilogue(config: Config) -> tuple[int, int]:
-  """(columns per store, buffers): swizzles come in multiples of 32 bytes."""
-  n = config.tile_n
-  columns = next((c for c in (64, 32) if n % c == 0), n)
-  return columns, 1 if columns == n and n > 64 else 2
 
 
 def swizzled(shape, dtype):
@@ -224,6 +169,7 @@ class _Shared(NamedTuple):
   d: Any
   full: Any
   empty: Any
+  loaded: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +179,7 @@ class _Program:
   config: Config
   programs: int
   per_column: bool
+  is_sum: bool
   of: _Global
 
   @property
@@ -242,7 +189,7 @@ class _Program:
   @property
   def rows(self) -> int:
     """Of a consumer."""
-    return self.config.tile_m // _CONSUMERS
+    return self.config.tile_m // CONSUMERS
 
   @property
   def grid(self) -> tuple[int, int]:
@@ -265,30 +212,33 @@ class _Program:
     i = i * self.config.cluster_m + lax.axis_index("cluster")
     return i * self.config.tile_m, j * self.config.tile_n
 
-  def memory(self) -> _Shared:
-    """What to allocate."""
+  def memory(self) -> tuple:
+    """What to allocate, in the order of _Shared."""
     c, of = self.config, self.of
-    columns, buffers = _epilogue(c)
+    columns, buffers = tiles.epilogue(c)
     if c.cluster_m > 1:
       kind = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     else:
       kind = plgpu.Barrier
-    return _Shared(
+    memory = _Shared(
       a=swizzled((c.stages, c.tile_m, BLOCK), of.a.dtype),
       b=swizzled((c.stages, c.tile_n, BLOCK), of.b.dtype),
       a_scale=plgpu.SMEM((c.stages, c.tile_m), jnp.float32),
       b_scale=plgpu.SMEM((c.stages, c.tile_n) if self.per_column else (1, 4), jnp.float32),
-      d=swizzled((_CONSUMERS, buffers, _WGMMA_ROWS, columns), of.d.dtype),
+      d=swizzled((CONSUMERS, buffers, WGMMA_ROWS, columns), of.d.dtype),
       full=plgpu.Barrier(num_arrivals=3 + self.per_column, num_barriers=c.stages),
-      empty=kind(num_arrivals=_CONSUMERS, num_barriers=c.stages),
+      empty=kind(num_arrivals=CONSUMERS, num_barriers=c.stages),
     )
+    if self.is_sum:
+      return (*memory[:-1], plgpu.Barrier(num_barriers=CONSUMERS * buffers))
+    return memory[:-1]
 
   def run(self, *shared):
     shared = _Shared(*shared)
     wg = lax.axis_index("wg")
-    pl.when(wg < _CONSUMERS)(lambda: self.consume(shared))
+    pl.when(wg < CONSUMERS)(lambda: self.consume(shared))
     if self.config.producer == "warpgroup":
-      pl.when(wg == _CONSUMERS)(lambda: self.produce(shared))
+      pl.when(wg == CONSUMERS)(lambda: self.produce(shared))
 
   def produce(self, shared: _Shared):
     plgpu.set_max_registers(40, action="decrease")
@@ -328,16 +278,16 @@ class _Program:
 
   def one_tile(self, shared: _Shared, tile):
     row, column = self.place(tile)
-    zero = jnp.zeros((_WGMMA_ROWS, self.config.tile_n), jnp.float32)
-    totals = (plgpu.layout_cast(zero, _WGMMA),) * (self.rows // _WGMMA_ROWS)
+    zero = jnp.zeros((WGMMA_ROWS, self.config.tile_n), jnp.float32)
+    totals = (plgpu.layout_cast(zero, _WGMMA),) * (self.rows // WGMMA_ROWS)
 
     def step(kb, totals):
       return self.one_step(shared, tile * self.steps + kb, kb, column, totals)
 
     totals = lax.fori_loop(0, self.steps, step, totals)
     for part, total in enumerate(totals):
-      at_m = row + lax.axis_index("wg") * self.rows + part * _WGMMA_ROWS
-      self.store(shared, total.astype(self.of.d.dtype), part, pl.ds(at_m, _WGMMA_ROWS), column)
+      at_m = row + lax.axis_index("wg") * self.rows + part * WGMMA_ROWS
+      self.store(shared, total.astype(self.of.d.dtype), part, pl.ds(at_m, WGMMA_ROWS), column)
 
   def one_step(self, shared: _Shared, s, kb, column, totals):
     """The totals with 128 of K more."""
@@ -350,7 +300,7 @@ class _Program:
     new = []
     for part, total in enumerate(totals):
       multiply = functools.partial(self.multiply, shared, s, part)
-      acc = plgpu.WGMMAAccumulatorRef((_WGMMA_ROWS, self.config.tile_n), jnp.float32)
+      acc = plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, self.config.tile_n), jnp.float32)
       partial, of_rows, of_columns = pl.run_scoped(multiply, acc)
       if part == len(totals) - 1:
         plgpu.barrier_arrive(shared.empty.at[slot])
@@ -365,7 +315,7 @@ class _Program:
   def multiply(self, shared: _Shared, s, part: int, acc):
     """(64 rows and 128 of K of A . B', scales of the rows, scales of the columns if many)."""
     slot = lax.rem(s, self.config.stages)
-    at = pl.ds(lax.axis_index("wg") * self.rows + part * _WGMMA_ROWS, _WGMMA_ROWS)
+    at = pl.ds(lax.axis_index("wg") * self.rows + part * WGMMA_ROWS, WGMMA_ROWS)
     plgpu.wgmma(acc, shared.a.at[slot, at], shared.b.at[slot].transpose((1, 0)))
     # The tensor core is busy from here to the last line.
     if self.config.producer == "inline" and part == 0:
@@ -379,14 +329,20 @@ class _Program:
     return acc[...], of_rows, of_columns
 
   def store(self, shared: _Shared, value, part: int, at_m, column):
-    columns, buffers = _epilogue(self.config)
+    columns, buffers = tiles.epilogue(self.config)
     per_part, wg = self.config.tile_n // columns, lax.axis_index("wg")
     for c in range(per_part):
       count = part * per_part + c
       buffer = count % buffers
+      there = self.of.d.at[at_m, pl.ds(column + c * columns, columns)]
       # The last store of the tile before may have been from this buffer, too; it is long done.
       plgpu.wait_smem_to_gmem(buffers - 1 if count else 0, wait_read_only=True)
-      shared.d[wg, buffer] = value[:, c * columns : (c + 1) * columns]
+      chunk = value[:, c * columns : (c + 1) * columns]
+      if self.is_sum:
+        loaded = shared.loaded.at[wg * buffers + buffer]
+        plgpu.copy_gmem_to_smem(there, shared.d.at[wg, buffer], loaded)
+        plgpu.barrier_wait(loaded)
+        chunk = shared.d[wg, buffer] + chunk
+      shared.d[wg, buffer] = chunk
       plgpu.commit_smem()
-      at_n = pl.ds(column + c * columns, columns)
-      plgpu.copy_smem_to_gmem(shared.d.at[wg, buffer], self.of.d.at[at_m, at_n])
+      plgpu.copy_smem_to_gmem(shared.d.at[wg, buffer], there)

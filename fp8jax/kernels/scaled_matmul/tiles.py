@@ -1,0 +1,136 @@
+"""How the Hopper GEMM's work is cut up: what is possible, what was fastest, what to take otherwise.
+
+tuned/<device>.json holds {"M,N,K,kind": {"config": {...}, "ms": ..., "commit": ..., "time": ...}},
+written by experiments/bench_kernels/bench.py --tune.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 128  # of K, between promotions
+CONSUMERS = 2  # warpgroups that multiply
+WGMMA_ROWS = 64
+SMEM_BYTES = 232448  # of a program, at most
+_TUNED = pathlib.Path(__file__).parent / "tuned"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """How the work is cut up; changes speed only.
+
+  Attributes:
+    tile_m: rows of D per program, 128 or 256.
+    tile_n: columns of D, a multiple of 16 up to 256.
+    stages: slots of the ring.
+    raster: M tiles that are worked on side by side, for L2.
+    cluster_m: 2 lets two programs with neighbouring rows load each half of B's tile for both.
+    producer: "warpgroup" of its own, or "inline" in the first consumer, which leaves 255 registers
+      per thread instead of 168.
+  """
+
+  tile_m: int = 128
+  tile_n: int = 128
+  stages: int = 5
+  raster: int = 8
+  cluster_m: int = 1
+  producer: str = "warpgroup"
+
+
+def check(config: Config, n: int, out_dtype):
+  """Raises ValueError if a kernel cannot be cut up so; says why."""
+  parts = config.tile_m // (CONSUMERS * WGMMA_ROWS)
+  if parts not in (1, 2) or config.tile_m % (CONSUMERS * WGMMA_ROWS):
+    raise ValueError(f"{config}: tile_m must be 128 or 256")
+  if config.tile_n % 16 or not 16 <= config.tile_n <= 256:
+    raise ValueError(f"{config}: tile_n must be a multiple of 16 between 16 and 256")
+  if config.producer not in ("warpgroup", "inline") or config.cluster_m not in (1, 2):
+    raise ValueError(f"{config}: producer is 'warpgroup' or 'inline', cluster_m 1 or 2")
+  if n * jnp.dtype(out_dtype).itemsize % 16:
+    raise ValueError(f"rows of D are {n} x {out_dtype}: TMA stores multiples of 16 bytes")
+  if (need := smem_bytes(config, out_dtype)) > SMEM_BYTES:
+    raise ValueError(f"{config} needs {need} bytes of shared memory; there are {SMEM_BYTES}")
+
+
+def smem_bytes(config: Config, out_dtype) -> int:
+  """Shared memory of a program, at most."""
+  rows = config.tile_m + config.tile_n
+  ring = config.stages * rows * (BLOCK + 4)
+  columns, slots = epilogue(config)
+  return ring + CONSUMERS * slots * WGMMA_ROWS * columns * jnp.dtype(out_dtype).itemsize + 1024
+
+
+def epilogue(config: Config) -> tuple[int, int]:
+  """(columns per store, buffers): swizzles come in multiples of 32 bytes."""
+  n = config.tile_n
+  columns = next((c for c in (64, 32) if n % c == 0), n)
+  return columns, 1 if columns == n and n > 64 else 2
+
+
+def best(m: int, n: int, k: int, is_tiled: bool, out_dtype) -> Config:
+  """What was measured to be fastest for this shape here, or `default`."""
+  return lookup((m, n, k), is_tiled, out_dtype) or default(is_tiled, out_dtype)
+
+
+def default(is_tiled: bool, out_dtype) -> Config:
+  """For shapes nobody tuned: nothing spills.
+
+  Scales per column take registers that a third warpgroup would leave too few of. (Kernels may raise
+  their limit with setmaxnreg, but nvJitLink, which compiles them where it is installed, ignores
+  it: ptxas C7504.)
+  """
+  if is_tiled:
+    return Config(stages=5 if jnp.dtype(out_dtype).itemsize == 2 else 4)
+  return Config(stages=4, producer="inline")
+
+
+def _key(mnk: tuple[int, int, int], is_tiled: bool, out_dtype) -> str:
+  kind = f"{'128x128' if is_tiled else '1x128'},{jnp.dtype(out_dtype).name}"
+  return ",".join(map(str, mnk)) + f",{kind}"
+
+
+def _path() -> pathlib.Path:
+  return _TUNED / f"{jax.devices()[0].device_kind.lower().replace(' ', '_')}.json"
+
+
+@functools.cache
+def _table(path: pathlib.Path) -> dict[str, Any]:
+  return json.loads(path.read_text()) if path.exists() else {}
+
+
+def lookup(mnk: tuple[int, int, int], is_tiled: bool, out_dtype) -> Config | None:
+  """What was fastest for this shape on the device that JAX computes on."""
+  found = _table(_path()).get(_key(mnk, is_tiled, out_dtype))
+  return Config(**found["config"]) if found else None
+
+
+def store(mnk, is_tiled: bool, out_dtype, config, provenance: dict[str, Any]):
+  """Keeps a measured configuration."""
+  path = _path()
+  table = {**_table(path), _key(mnk, is_tiled, out_dtype): {
+    "config": dataclasses.asdict(config), **provenance}}  # fmt: skip
+  path.parent.mkdir(exist_ok=True)
+  path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+  _table.cache_clear()
+
+
+def candidates(is_tiled: bool, out_dtype) -> Iterator[Config]:
+  """Configurations worth trying: as many stages as fit."""
+  for tile_n, cluster_m, producer, raster in itertools.product(
+    (128, 112, 160, 192), (1, 2), ("warpgroup", "inline"), (4, 16)
+  ):
+    # Scales per column and a third warpgroup leave too few registers.
+    if producer == "warpgroup" and (tile_n > 128 or not is_tiled or tile_n == 112):
+      continue
+    for stages in (6, 5, 4):
+      config = Config(128, tile_n, stages, raster, cluster_m, producer)
+      if smem_bytes(config, out_dtype) <= SMEM_BYTES:
+        yield config
+        break
