@@ -44,7 +44,7 @@ def hopper(gemm: Gemm, sizes: tuple[int, int, int] = _SIZES) -> None:
     )
 
   got = np.asarray(multiply(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b)))
-  want = (a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32)
+  want = np.inner(a.astype(np.float64), b.astype(np.float64)).astype(np.float32)
   wrong = np.argwhere(got != want)
   if len(wrong):
     i, j = wrong[0]

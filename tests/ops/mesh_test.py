@@ -11,11 +11,15 @@ import tolerances
 from lattice import lattice
 
 from fp8jax import axes, mesh, recipes
+from fp8jax.kernels import backend as backend_lib
+from fp8jax.kernels.quantize import mosaic_sm90 as quantize_sm90
+from fp8jax.kernels.scaled_matmul import mosaic_sm90, reference
 from fp8jax.ops import dot as dot_lib
 from fp8jax.ops import plan as plan_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dot import dot
 from fp8jax.ops.loss import cross_entropy
+from fp8jax.quant import quantize
 
 WEIGHTS = axes.as_rules(dict(D="fsdp", F="tensor", H="tensor", V="tensor"))
 ACTS = axes.as_rules(dict(B=("data", "fsdp"), F="tensor", H="tensor", V="tensor"))
@@ -80,16 +84,14 @@ def test_dot_on_a_mesh_is_exact_on_lattice_inputs(rng, eqn, sizes, shape, recipe
     np.testing.assert_allclose(got, exact, rtol=0, atol=atol * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 2, 4)], ids=str)
-@pytest.mark.parametrize("eqn", [e for e, _ in EQUATIONS[:2]])
-def test_hopper_kernel_on_a_mesh_is_exact(rng, interpreted_on_mesh, eqn, shape):
-  """Data, fsdp and tensor parallel."""
+def _by_kernels(rng, eqn, shape, recipe):
+  """Results of the three products of the Hopper backend on a mesh, and what they should be."""
   sizes = dict(B=8, L=64, D=256, F=512)
   xs, ws, ys = eqn.replace("->", ",").split(",")
   x, w, g = (lattice(rng, *(sizes[c] for c in t)) for t in (xs, ws, ys))
-  want, _ = _run(eqn, x, w, g, site_lib.single("block_128"))
+  want, _ = _run(eqn, x, w, g, site_lib.single(recipe))
   layout = _layout(shape)
-  site = dataclasses.replace(_site("block_128", layout), backends=("mosaic_sm90",) * 3)
+  site = dataclasses.replace(_site(recipe, layout), backends=("mosaic_sm90",) * 3)
   plan, inputs = plan_lib.make_plan(eqn, x, w, site), plan_lib.Inputs.of(site)
   x, g = _place(x, xs, layout.act_spec, layout), _place(g, ys, layout.act_spec, layout)
   w = _place(w, ws, layout.weight_spec, layout)
@@ -98,6 +100,43 @@ def test_hopper_kernel_on_a_mesh_is_exact(rng, interpreted_on_mesh, eqn, shape):
     jax.jit(lambda g, w: dot_lib.data_gradient(plan, g, w, inputs))(g, w),
     jax.jit(lambda x, g: dot_lib.weight_gradient(plan, x, g, jnp.float32, inputs))(x, g),
   ]
+  return got, want
+
+
+@pytest.mark.slow  # the interpreter may run out of threads, and then waits for ever
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+def test_hopper_kernel_on_a_mesh_is_exact(rng, interpreted_on_mesh, shape):
+  """Data, fsdp and tensor parallel, the kernel interpreted on each device."""
+  for one, exact in zip(*_by_kernels(rng, EQUATIONS[0][0], shape, "block_128")):
+    np.testing.assert_array_equal(one, exact)
+
+
+@pytest.mark.parametrize("recipe", ["block_128", "block_128_saved"])
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("eqn", [e for e, _ in EQUATIONS[:2]])
+def test_operands_of_hopper_kernels_lie_right_on_a_mesh(rng, monkeypatch, eqn, shape, recipe):
+  """What surrounds the kernels: the same layouts, operands made ahead, plain JAX in their place."""
+
+  def quantize_matrix(x, quants):
+    return {axis: quantize.quantize(x, quant, contraction=axis) for axis, quant in quants.items()}
+
+  def multiply(a, b, accumulate, out_dtype):
+    problem = backend_lib.Problem(
+      a.shape[0], b.shape[0], a.shape[1], recipes.RECIPES[recipe].fwd, backend_lib.Device("gpu", 90)
+    )
+    assert mosaic_sm90.supports(problem) is None
+    return reference.scaled_matmul(a, b, accumulate, out_dtype)
+
+  monkeypatch.setattr(quantize_sm90, "quantize_matrix", quantize_matrix)
+  monkeypatch.setattr(mosaic_sm90, "scaled_matmul", multiply)
+  for one, exact in zip(*_by_kernels(rng, eqn, shape, recipe)):
+    np.testing.assert_array_equal(one, exact)
+  # And all of it in one program, x and g read once.
+  sizes = dict(B=8, L=64, D=256, F=512)
+  operands = [lattice(rng, *(sizes[c] for c in t)) for t in eqn.replace("->", ",").split(",")]
+  site = dataclasses.replace(_site(recipe, _layout(shape)), backends=("mosaic_sm90",) * 3)
+  got, _ = _run(eqn, *operands, site)
+  want, _ = _run(eqn, *operands, site_lib.single(recipe))
   for one, exact in zip(got, want):
     np.testing.assert_array_equal(one, exact)
 
