@@ -90,9 +90,17 @@ def matmul(
     config: default: what was fastest for this shape, or `tiles.default`.
     add_to: float32 [M, N] to which the product is added, tile by tile before it is stored, in place
       if it may be overwritten: gradient accumulation without another pass.
+
+  Raises:
+    ValueError: a config that does not fit, an add_to that is not what D would be.
   """
   (m, k), n = a.shape, b.shape[0]
-  is_tiled = b.tile[0] == BLOCK
+  is_tiled, is_sum = b.tile[0] == BLOCK, add_to is not None
+  if is_sum and (add_to.shape != (m, n) or not add_to.dtype == out_dtype == jnp.float32):
+    raise ValueError(
+      f"add_to is {add_to.dtype}{list(add_to.shape)} and the result {jnp.dtype(out_dtype)}; "
+      f"expected both float32[{m}, {n}]"
+    )
   config = config or tiles.best(m, n, k, is_tiled, out_dtype)
   tiles.check(config, n, out_dtype)
   # Scales as TMA reads them: along a row of A, in lines of 16 bytes.
@@ -103,9 +111,6 @@ def matmul(
   else:
     b_scale = b.scale.T
   programs = num_cores() // config.cluster_m
-  is_sum = add_to is not None
-  if is_sum and (add_to.shape != (m, n) or add_to.dtype != jnp.float32):
-    raise ValueError(f"add_to is {add_to.dtype}{list(add_to.shape)}; expected float32[{m}, {n}]")
 
   def scaled_matmul(*refs):
     program = _Program(config, programs, per_column, is_sum, _Global(*refs))
