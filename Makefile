@@ -25,7 +25,7 @@ test-all: setup $(MODEL)/model.safetensors
 # CUDA wheels, no GPU: compiles for H200 topologies.
 test-aot: setup
 	$(BIN)/python -m pip install -q "jax[cuda13]==$(JAX)"
-	$(BIN)/python -m pytest -q -n auto -m aot --durations=5 $(ARGS)
+	$(BIN)/python -m pytest -q -n auto -m "aot and not slow" --durations=5 $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

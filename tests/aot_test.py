@@ -1,5 +1,5 @@
 """Steps compiled for H200s, without a GPU: what fits, and that FP8 is FP8. Needs the CUDA wheels:
-make test-aot.
+make test-aot, or `pytest -m aot` for the slow ones too.
 
 `python tests/aot_test.py CONFIG[:arm] [--config.a.b=value...]` prints the account of one config,
 `python tests/aot_test.py --recipes CONFIG` a table of all recipes.
@@ -216,7 +216,7 @@ def small_all(remat: str) -> list[dict]:
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
 def test_every_recipe_runs_in_fp8_on_h200(remat, capsys):
   for found in elsewhere(f"small_all({remat!r})"):
     _show(capsys, found)
