@@ -96,7 +96,9 @@ def matmul(
   """
   (m, k), n = a.shape, b.shape[0]
   is_tiled, is_sum = b.tile[0] == BLOCK, add_to is not None
-  if is_sum and (add_to.shape != (m, n) or not add_to.dtype == out_dtype == jnp.float32):
+  if add_to is not None and not (
+    add_to.shape == (m, n) and add_to.dtype == out_dtype == jnp.float32
+  ):
     raise ValueError(
       f"add_to is {add_to.dtype}{list(add_to.shape)} and the result {jnp.dtype(out_dtype)}; "
       f"expected both float32[{m}, {n}]"
