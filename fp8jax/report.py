@@ -8,7 +8,7 @@ import rich.console
 from fp8jax import params as params_lib
 from fp8jax import writers
 from fp8jax.config import Plan
-from fp8jax.kernels import backend
+from fp8jax.kernels import advice, backend
 from fp8jax.models import transformer
 from fp8jax.ops import alignment, rules
 from fp8jax.ops import site as site_lib
@@ -90,6 +90,9 @@ def print_start(
   out.print(writers.table("sites", columns, rows))
   for note in notes:
     out.print(f"  passed over {note}")
+  if plan.device.platform == "gpu":
+    for line in advice.lines(sites, advice.load()):
+      out.print(f"  {line}")
 
 
 def scales(definition: dict[str, Any]) -> str:

@@ -131,9 +131,10 @@ def make_step(plan: config.Plan):
     sites = site_lib.with_keys(sites, jax.random.fold_in(key, state.step))
     scale = state.loss_scale.get("scale")
     loss, gradient, seen = gradients(plan, state.params, sites, batch, scale)
-    updates, opt = tx.update(gradient, state.opt, state.params)
     rate = schedule(state.step)
-    updates = optax.tree.scale(-jnp.asarray(rate), updates)
+    with jax.named_scope("optimizer"):
+      updates, opt = tx.update(gradient, state.opt, state.params)
+      updates = optax.tree.scale(-jnp.asarray(rate), updates)
 
     # Narrow formats saturate: an infinity can pass through a product unnoticed, so sites are asked.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(gradient)) & _all_finite(seen)
@@ -142,7 +143,8 @@ def make_step(plan: config.Plan):
     def keep(new, old):
       return jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
 
-    params = optax.apply_updates(state.params, updates)
+    with jax.named_scope("optimizer"):
+      params = optax.apply_updates(state.params, updates)
     memories = site_lib.next_memories(sites, state.memories, seen)
     values = metrics.of_step(loss, gradient, updates, state.params, rate, is_finite)
     if scale is not None:

@@ -6,12 +6,9 @@ command: python experiments/bench_kernels/bench.py            checks, then times
                                                               mean nothing there and are not kept
 needs:   jax, optax and this package; a Hopper GPU
 
-Writes results/<device>.json beside this file, with provenance, after every line; tuned tiles to
-fp8jax/kernels/scaled_matmul/tuned/<device>.json. What is in the file already, from the same commit
-and device, is not measured again. Ceilings come first: a large copy, a large BF16 product.
-
-A time is the median of several rounds, each a number of calls that are waited for together; calls
-take turns among operands that together exceed the L2 cache.
+Writes results/<device>.json beside this file, with provenance, after every line (timing.py), tuned
+tiles to fp8jax/kernels/scaled_matmul/tuned/<device>.json, and what layers of each size gain to
+fp8jax/kernels/advice/<device>.json. Ceilings come first: a large copy, a large BF16 product.
 """
 
 import argparse
@@ -21,21 +18,20 @@ import functools
 import json
 import os
 import pathlib
-import statistics
 import sys
-import time
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 if "--dry" in sys.argv:  # interpreted kernels take a thread each, and each device brings one
   os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+import timing  # noqa: E402
 
-from fp8jax import recipes, writers  # noqa: E402
-from fp8jax.kernels import check, scaled_matmul  # noqa: E402
+from fp8jax import recipes  # noqa: E402
+from fp8jax.kernels import advice, check, scaled_matmul  # noqa: E402
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer  # noqa: E402
 from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles  # noqa: E402
 from fp8jax.quant import quantize  # noqa: E402
@@ -49,96 +45,25 @@ LAYERS = {
   "infir2_7b_gate_up": (8192, 3584, 37888), "infir2_7b_down": (8192, 18944, 3584),
   "deepgemm_7168x16384": (4096, 16384, 7168), "deepgemm_4096x7168": (4096, 7168, 4096),
 }  # fmt: skip
+# Where FP8 begins to pay: layers alone, for the advice that a run is given at its start.
+SMALL = {
+  f"{tokens}x{inner}x{outer}": (tokens, inner, outer)
+  for tokens in (1024, 4096, 16384)
+  for inner, outer in ((512, 512), (1024, 1024), (2048, 512), (2048, 2048), (4096, 4096))
+}  # fmt: skip
 DRY = {"dry": (256, 256, 384)}
 PASSES = ("fwd", "dgrad", "wgrad")
-ROUNDS, SECONDS = 7, 0.1
-L2_BYTES = 128 * 2**20
 
 
-@dataclasses.dataclass
-class Bench:
-  """Results of one device, kept in a file."""
-
-  path: pathlib.Path
-  is_dry: bool
-  results: dict
-
-  @classmethod
-  def open(cls, is_dry: bool) -> "Bench":
-    kind = jax.devices()[0].device_kind.lower().replace(" ", "_")
-    path = HERE / "results" / f"{kind}.json"
-    provenance = writers.provenance({}, "", 0)
-    results = {"provenance": provenance, "lines": {}}
-    if not is_dry and path.exists():
-      found = json.loads(path.read_text())
-      same = ("commit", "dirty", "versions", "devices")
-      if all(found["provenance"].get(k) == provenance.get(k) for k in same):
-        results = found
-    return cls(path, is_dry, results)
-
-  def line(self, name: str, measure):
-    """Measures unless it is there; prints; keeps."""
-    lines = self.results["lines"]
-    if name not in lines:
-      lines[name] = measure()
-      if not self.is_dry:
-        self.path.parent.mkdir(exist_ok=True)
-        self.path.write_text(json.dumps(self.results, indent=1) + "\n")
-    print(f"{name:44s}", json.dumps(lines[name]), flush=True)
-    return lines[name]
-
-  def time(self, function, *sets) -> dict[str, float]:
-    """Median seconds of function(*operands) and their spread, operands taking turns."""
-    function = jax.jit(function)
-    jax.block_until_ready([function(*s) for s in sets])
-    start = time.perf_counter()
-    jax.block_until_ready(function(*sets[0]))
-    once = time.perf_counter() - start
-    calls = 1 if self.is_dry else max(len(sets), int(SECONDS / max(once, 1e-6)))
-    rounds = []
-    for _ in range(1 if self.is_dry else ROUNDS):
-      start = time.perf_counter()
-      last = [function(*sets[i % len(sets)]) for i in range(calls)][-1]
-      jax.block_until_ready(last)
-      rounds.append((time.perf_counter() - start) / calls)
-    return {"ms": 1e3 * statistics.median(rounds), "spread_ms": 1e3 * (max(rounds) - min(rounds))}
-
-
-def _sets(make, num_bytes: int):
-  """As many different operands as exceed the L2 cache."""
-  count = min(8, -(-L2_BYTES // num_bytes) + 1)
-  return [make(key) for key in jax.random.split(jax.random.key(0), count)]
-
-
-def _normal(key, *shape, dtype=jnp.bfloat16):
-  return jax.random.normal(key, shape, jnp.float32).astype(dtype)
-
-
-def ceilings(bench: Bench) -> tuple[float, float]:
-  """(GB/s of a copy, reads and writes counted; TFLOP/s of a BF16 product)."""
-  size = 256 if bench.is_dry else 8192
-
-  def copy():
-    x = [(_normal(jax.random.key(i), 16 * size, size),) for i in range(2)]
-    found = bench.time(lambda x: -x, *x)
-    return found | {"gb_per_s": 2 * 2 * 16 * size**2 / found["ms"] / 1e6}
-
-  def product():
-    x = [(_normal(jax.random.key(i), size, size),) * 2 for i in range(2)]
-    found = bench.time(jnp.matmul, *x)
-    return found | {"tflops": 2 * size**3 / found["ms"] / 1e9}
-
-  rate = bench.line("ceiling/copy", copy)["gb_per_s"]
-  return rate, bench.line("ceiling/bf16", product)["tflops"]
-
-
-def gemm(bench: Bench, name: str, product: str, sizes, peak: float, tune: bool):
+def gemm(bench: timing.Bench, name: str, product: str, sizes, peak: float, tune: bool):
   """One product of one layer: BF16, XLA's FP8 per tensor, ours; operands ready, GEMM alone."""
   tokens, inner, outer = sizes
   m, n, k = {"fwd": (tokens, outer, inner), "dgrad": (tokens, inner, outer),
              "wgrad": (inner, outer, tokens)}[product]  # fmt: skip
   out = jnp.float32 if product == "wgrad" else jnp.bfloat16
-  wide = _sets(lambda key: (_normal(key, m, k), _normal(key, n, k)), 2 * (m + n) * k)
+  wide = timing.sets(
+    lambda key: (timing.normal(key, m, k), timing.normal(key, n, k)), 2 * (m + n) * k
+  )
 
   def rated(function, sets):
     found = bench.time(function, *sets)
@@ -183,15 +108,15 @@ def gemm(bench: Bench, name: str, product: str, sizes, peak: float, tune: bool):
       )  # fmt: skip
 
 
-def layer(bench: Bench, name: str, sizes):
+def layer(bench: timing.Bench, name: str, sizes):
   """All three products with their quantization, as a training step has them: ours and BF16."""
   tokens, inner, outer = sizes
 
   def operands(key):
-    x, g = _normal(key, tokens, inner), _normal(key, tokens, outer)
-    return x, _normal(key, inner, outer, dtype=jnp.float32), g
+    x, g = timing.normal(key, tokens, inner), timing.normal(key, tokens, outer)
+    return x, timing.normal(key, inner, outer, dtype=jnp.float32), g
 
-  sets = _sets(operands, 2 * tokens * (inner + outer) + 4 * inner * outer)
+  sets = timing.sets(operands, 2 * tokens * (inner + outer) + 4 * inner * outer)
 
   def bf16(x, w, g):
     w = w.astype(jnp.bfloat16)
@@ -213,10 +138,10 @@ def layer(bench: Bench, name: str, sizes):
   return base["ms"], ours["ms"]
 
 
-def quantizers(bench: Bench, name: str, sizes, rate: float):
+def quantizers(bench: timing.Bench, name: str, sizes, rate: float):
   """Reading x once, writing both operands."""
   tokens, inner, _ = sizes
-  sets = _sets(lambda key: (_normal(key, tokens, inner),), 2 * tokens * inner)
+  sets = timing.sets(lambda key: (timing.normal(key, tokens, inner),), 2 * tokens * inner)
   both = {1: BLOCK.fwd.lhs, 0: BLOCK.wgrad.lhs}
 
   def measure():
@@ -244,17 +169,23 @@ def main():
     context = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams())
     mosaic_sm90.num_cores = lambda: 1
   with context:
-    bench = Bench.open(flags.dry)
+    bench = timing.Bench.open(HERE, flags.dry)
     for product in PASSES:
       check.hopper(getattr(BLOCK, product), *[(144, 160, 256)] * flags.dry)
     print("checked: exact on lattices")
-    rate, peak = ceilings(bench)
+    rate, peak = timing.ceilings(bench)
     totals = []
     for name, sizes in (DRY if flags.dry else LAYERS).items():
       quantizers(bench, name, sizes, rate)
       for product in PASSES:
         gemm(bench, name, product, sizes, peak, flags.tune)
       totals.append((name, *layer(bench, name, sizes)))
+    for name, sizes in ({} if flags.dry else SMALL).items():
+      totals.append((name, *layer(bench, name, sizes)))
+  if not flags.dry:
+    shapes = LAYERS | SMALL
+    measured = (advice.Layer("block_128", *shapes[name], *times) for name, *times in totals)
+    advice.store(measured, bench.results["provenance"])
   te = np.array([t[1:] for t in totals if t[0].startswith("te_5b") or flags.dry])
   print(f"all layers of the 5B set, quantize + GEMM, three products: BF16 {te[:, 0].sum():.3f} ms, "
         f"ours {te[:, 1].sum():.3f} ms, {te[:, 0].sum() / te[:, 1].sum():.2f} x")  # fmt: skip

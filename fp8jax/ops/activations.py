@@ -57,7 +57,8 @@ def one_reading(plan: Plan, tensor: int, t, inputs: Inputs, products: tuple[int,
     quants[axis_of[p]] = narrow.quant
 
   def local(t):
-    made = mosaic_sm90.quantize_matrix(t.reshape(shape.shape), quants)
+    with jax.named_scope("quantize"):
+      made = mosaic_sm90.quantize_matrix(t.reshape(shape.shape), quants)
     return tuple(made[axis_of[p]] for p in products)
 
   specs = (plan.layout.act_spec(plan.of(tensor)),)

@@ -9,6 +9,7 @@ Implementation = Literal["xla", "cudnn"]
 IMPLEMENTATIONS = ("xla", "cudnn")
 
 
+@jax.named_scope("attention")
 def attention(q_BLHK, k_BMGK, v_BMGK, segments_BL, implementation: Implementation):
   """Causal grouped-query attention; a token sees only its own document.
 

@@ -1,9 +1,13 @@
-"""The small operations of a decoder, each computed in float32 and returned in the input's dtype."""
+"""The small operations of a decoder, each computed in float32 and returned in the input's dtype.
+
+Their names are scopes of the compiled program, by which a profile tells where time went.
+"""
 
 import jax
 import jax.numpy as jnp
 
 
+@jax.named_scope("norm")
 def rms_norm(x, weight_D, eps: float):
   """x / rms(x) * weight over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467)."""
   wide = x.astype(jnp.float32)
@@ -16,11 +20,13 @@ def add_bias(x, bias):
   return (x.astype(jnp.float32) + bias).astype(x.dtype)
 
 
+@jax.named_scope("swiglu")
 def silu_mul(gate, up):
   """silu(gate) * up (Shazeer 2020, arXiv:2002.05202 §2)."""
   return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
+@jax.named_scope("rope")
 def rotate(x_BLHK, cos_BLK, sin_BLK):
   """Rotary position embedding, halves layout: pairs are (i, i + K/2).
 

@@ -124,6 +124,7 @@ def _bwd(static, residuals, g):
 _cross_entropy.defvjp(_fwd, _bwd)
 
 
+@jax.named_scope("loss")
 def _loss_and_gradient(logits_BCV, targets_BC, weights_BC, layout: axes.Layout):
   """weight * (logsumexp - logit of the target), and its gradient weight * (softmax - one-hot).
 

@@ -77,6 +77,7 @@ class Narrow:
   key: Any = None
   backend: str = "xla"
 
+  @jax.named_scope("quantize")
   def __call__(self, matrix, contraction: int, dtype, amax_axes):
     """[batch?, rows, contraction] in the Quant, or in `dtype` if there is none."""
     quant = self.quant

@@ -12,8 +12,9 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+
+from fp8jax.kernels import advice
 
 BLOCK = 128  # of K, between promotions
 CONSUMERS = 2  # warpgroups that multiply
@@ -97,7 +98,7 @@ def _key(mnk: tuple[int, int, int], is_tiled: bool, out_dtype) -> str:
 
 
 def _path() -> pathlib.Path:
-  return _TUNED / f"{jax.devices()[0].device_kind.lower().replace(' ', '_')}.json"
+  return _TUNED / f"{advice.device_name()}.json"
 
 
 @functools.cache

@@ -1,0 +1,285 @@
+"""Speed of training steps on the GPU at hand, FP8 beside BF16, proof first, and where time goes.
+
+command: python experiments/bench_step/bench.py            resumes where it stopped
+         python experiments/bench_step/bench.py layer_7b   only the cases named
+         python experiments/bench_step/bench.py --dry      small models on a CPU: times mean nothing
+                                                           there and are not kept
+needs:   jax, optax, ml_collections, grain and this package; one GPU of compute capability 8.9 or
+         newer
+
+Cases: one layer of InfiR2's 7B at 8k tokens, forward and backward; a step of the 1.5B at 8k tokens;
+a step of as many layers of the 7B as fit. Every case in every recipe of RECIPES: what the compiled
+step multiplies is held against the plan, then losses of its first steps against BF16's, then it is
+timed, then a few steps are profiled and their time is divided by phase. Writes
+results/<device>.json beside this file (timing.py).
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import glob
+import pathlib
+import re
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import timing  # noqa: E402
+
+from configs import base  # noqa: E402
+from fp8jax import config, params, proof  # noqa: E402
+from fp8jax import step as step_lib  # noqa: E402
+from fp8jax.kernels import backend  # noqa: E402
+from fp8jax.models import gqa, rope, swiglu  # noqa: E402
+
+RECIPES = ("bf16", "tensor_current", "block_128", "block_128_pow2")
+STEPS = 8  # timed, of every recipe in every case
+LOSS_BUDGET = 0.02  # largest relative difference to BF16 in the first steps
+MEMORY_SHARE = 0.9  # of the device, that a step may need
+# What a piece of the program belongs to: the first that its name contains.
+PHASES = {
+  "gemm fwd": r":fwd", "gemm dgrad": r":dgrad", "gemm wgrad": r":wgrad", "quantize": r"quantize",
+  "attention": r"attention", "norm": r"norm", "swiglu": r"swiglu", "rope": r"rope",
+  "loss": r"loss", "optimizer": r"optimizer",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A model and how much of it: num_layers None takes all, 0 as many as fit."""
+
+  preset: str
+  num_layers: int | None
+  tokens: int
+  is_layer: bool = False
+
+
+CASES = {
+  "layer_7b": Case("qwen25_7b", 1, 8192, is_layer=True),
+  "step_1p5b": Case("qwen25_1p5b", None, 8192),
+  "step_7b": Case("qwen25_7b", 0, 8192),
+}
+DRY = {
+  "layer_7b": Case("debug", 1, 256, is_layer=True),
+  "step_1p5b": Case("debug", None, 256),
+  "step_7b": Case("debug", 0, 256),
+}
+
+
+def make_plan(case: Case, recipe: str, num_layers: int | None = None) -> config.Plan:
+  c = base.get_config(recipe)
+  c.model.preset, c.model.max_positions = case.preset, 32768
+  c.model.num_layers = num_layers or case.num_layers or None
+  c.batch = c.eval.batch = 1
+  c.length, c.memory.loss_chunk = case.tokens, min(1024, case.tokens)
+  c.data.cross_document = True  # cudnn's own causal mask and no other
+  c.steps, c.optim.warmup_steps, c.optim.decay_steps = 1000, 1, 100
+  return config.resolve(c, 1, backend.current_device())
+
+
+# --- what runs -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Program:
+  """Something to time: compiled, its operands, and how its results become the next operands."""
+
+  compiled: object
+  operands: tuple
+  advance: object
+  flops: float
+
+  def __call__(self):
+    """Runs it once; returns the loss, or whatever tells that it has run."""
+    self.operands, result = self.advance(self.operands, self.compiled(*self.operands))
+    return result
+
+
+def step_program(case: Case, recipe: str, num_layers: int | None) -> Program:
+  plan = make_plan(case, recipe, num_layers)
+  compiled = _compiled_step(plan)
+  proof.check(plan, compiled[1])
+  state = step_lib.make_state(plan)
+  advance = lambda operands, out: ((out[0], *operands[1:]), out[1]["loss"])  # noqa: E731
+  operands = (state, _batch(plan), plan.sites())
+  return Program(compiled[0], operands, advance, _flops(plan, with_head=True))
+
+
+def _batch(plan: config.Plan):
+  """Random tokens, the same for every recipe."""
+  shape, vocabulary = (1, plan.data.length), plan.model.vocab_size
+  tokens = np.random.default_rng(0).integers(0, vocabulary, (1, shape[1] + 1), np.int32)
+  return {
+    "tokens_BL": jnp.asarray(tokens[:, :-1]),
+    "targets_BL": jnp.asarray(tokens[:, 1:]),
+    "weights_BL": jnp.ones(shape, jnp.float32),
+    "positions_BL": jnp.arange(shape[1], dtype=jnp.int32)[None],
+  }
+
+
+def _compiled_step(plan: config.Plan):
+  """(executable, the text that proof reads)."""
+  lowered = step_lib.make_step(plan).lower(
+    step_lib.abstract_state(plan), _batch(plan), plan.sites()
+  )
+  compiled = lowered.compile()
+  on_cpu = plan.device.platform == "cpu"
+  return compiled, lowered.as_text("hlo", debug_info=True) if on_cpu else compiled.as_text()
+
+
+def layer_program(case: Case, recipe: str) -> Program:
+  """Forward and backward of one layer: gradients of its input and of its weights."""
+  plan = make_plan(case, recipe)
+  model, run = plan.model, plan.run
+  declaration = {"attn": gqa.params(model), "mlp": swiglu.params(model)}
+  weights = params.init(jax.random.key(0), declaration, model.dims)
+  sites = jax.tree.map(lambda t: t[0], plan.sites()["layers"][0])
+  x, g = (timing.normal(k, 1, case.tokens, model.hidden_size, dtype=run.dtype)
+          for k in jax.random.split(jax.random.key(1)))  # fmt: skip
+
+  def forward_and_backward(weights, x, g, sites):
+    angles = rope.cos_sin(jnp.arange(case.tokens, dtype=jnp.int32)[None], model)
+
+    def layer(weights, x):
+      x = gqa.apply(weights["attn"], sites["attn"], x, angles, None, model, run)
+      return swiglu.apply(weights["mlp"], sites["mlp"], x, model)
+
+    y, pull = jax.vjp(layer, weights, x)
+    return y, pull(g)
+
+  options = backend.compiler_options(plan.device)
+  function = jax.jit(forward_and_backward, compiler_options=options)
+  compiled = function.lower(weights, x, g, sites).compile()
+  advance = lambda operands, out: (operands, jnp.linalg.norm(out[0]))  # noqa: E731
+  return Program(compiled, (weights, x, g, sites), advance, _flops(plan, with_head=False))
+
+
+def _flops(plan: config.Plan, with_head: bool) -> float:
+  """Of a step, by the algorithm: three products per weight, attention's causal half, no more."""
+  m, tokens = plan.model, plan.data.length
+  heads = 2 * m.hidden_size * m.head_dim * (m.num_heads + m.num_kv_heads)
+  weights = m.num_layers * (heads + 3 * m.hidden_size * m.intermediate_size)
+  weights += with_head * m.hidden_size * m.vocab_size
+  attention = m.num_layers * 2 * tokens**2 / 2 * m.num_heads * m.head_dim
+  return 6.0 * weights * tokens + 6.0 * attention
+
+
+def layers_that_fit(case: Case, is_dry: bool) -> dict[str, int]:
+  """The largest number of layers at which the step of every recipe fits the device."""
+  if is_dry:
+    return {"num_layers": 2}
+  limit = MEMORY_SHARE * jax.devices()[0].memory_stats()["bytes_limit"]
+  fit = []
+  for recipe in RECIPES:
+    need = []
+    for n in (2, 4):
+      m = _compiled_step(make_plan(case, recipe, n))[0].memory_analysis()
+      need.append(m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes
+                  - m.alias_size_in_bytes)  # fmt: skip
+    per_layer = (need[1] - need[0]) / 2
+    fit.append(int((limit - need[0]) / per_layer) + 2)
+  return {"num_layers": min(*fit, 28)}
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def measure_recipe(case, recipe, num_layers, base_losses, peak: float, is_dry: bool):
+  """Losses of the first steps, time of those that follow, time by phase."""
+  if case.is_layer:
+    program = layer_program(case, recipe)
+  else:
+    program = step_program(case, recipe, num_layers)
+  losses = [float(program()) for _ in range(3)]
+  for ours, theirs in zip(losses, base_losses):
+    if not abs(ours - theirs) <= LOSS_BUDGET * abs(theirs):
+      raise ValueError(f"losses {losses} are not BF16's {base_losses}: a wrong answer is not timed")
+  times = []
+  for _ in range(1 if is_dry else STEPS):
+    start = time.perf_counter()
+    jax.block_until_ready(program())
+    times.append(time.perf_counter() - start)
+  ms = 1e3 * float(np.median(times))
+  tflops = program.flops / ms / 1e9
+  return {
+    "losses": losses, "ms": ms, "spread_ms": 1e3 * (max(times) - min(times)), "tflops": tflops,
+    "share_of_bf16_ceiling": tflops / peak, "phases_ms": phases(program),
+  }  # fmt: skip
+
+
+def phases(program: Program, steps: int = 3) -> dict[str, float]:
+  """Milliseconds per step by phase, as a profile has them; "unnamed" is what it does not place."""
+  names = _names(program.compiled.as_text())
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      for _ in range(steps):
+        jax.block_until_ready(program())
+    (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+    data = jax.profiler.ProfileData.from_file(path)
+  found = collections.Counter()
+  for plane in data.planes:
+    for line in plane.lines:
+      if "GPU" in plane.name and "Stream" not in line.name:
+        continue  # sums of what the streams show
+      for event in line.events:
+        op = next((value for name, value in event.stats if name == "hlo_op"), None)
+        if op and not op.startswith(("while", "call", "conditional")):  # what is in them counts
+          found[_phase(names.get(op, ""))] += event.duration_ns / 1e6 / steps
+  return {name: round(ms, 3) for name, ms in found.most_common()}
+
+
+def _names(text: str) -> dict[str, str]:
+  """Instruction -> where in the model it comes from."""
+  found = re.finditer(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name="([^"]*)"', text, re.MULTILINE)
+  return {match[1]: match[2] for match in found}
+
+
+def _phase(name: str) -> str:
+  if not name:
+    return "unnamed"
+  return next((phase for phase, pattern in PHASES.items() if re.search(pattern, name)), "rest")
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
+  parser.add_argument("--dry", action="store_true", help="small models, on a CPU")
+  flags = parser.parse_args()
+  device = backend.current_device()
+  if not flags.dry and (device.platform != "gpu" or device.capability < 89):
+    kind = jax.devices()[0].device_kind
+    sys.exit(f"needs a GPU with FP8; this is {kind}. --dry shows the program on a CPU")
+  bench = timing.Bench.open(HERE, flags.dry)
+  _, peak = timing.ceilings(bench)
+  for name, case in (DRY if flags.dry else CASES).items():
+    if flags.cases and name not in flags.cases:
+      continue
+    run_case(bench, name, case, peak)
+
+
+def run_case(bench: timing.Bench, name: str, case: Case, peak: float):
+  """A line per recipe, and how they compare."""
+  num_layers = case.num_layers
+  if num_layers == 0:
+    fit = functools.partial(layers_that_fit, case, bench.is_dry)
+    num_layers = bench.line(f"{name}/layers", fit)["num_layers"]
+  bf16 = None
+  for recipe in RECIPES:
+    measure = functools.partial(
+      measure_recipe, case, recipe, num_layers, bf16["losses"] if bf16 else [], peak, bench.is_dry
+    )
+    found = bench.line(f"{name}/{recipe}", measure)
+    bf16 = bf16 or found
+    print(f"{name + '/' + recipe:44s} {bf16['ms'] / found['ms']:.2f} x BF16, "
+          f"{found['share_of_bf16_ceiling']:.0%} of the BF16 ceiling")  # fmt: skip
+
+
+if __name__ == "__main__":
+  main()

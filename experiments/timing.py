@@ -1,0 +1,100 @@
+"""What the benchmarks on a GPU share: a file of results that a second call goes on with, and time.
+
+A time is the median of several rounds, each a number of calls that are waited for together; calls
+take turns among operands that together exceed the L2 cache.
+"""
+
+import dataclasses
+import json
+import pathlib
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import writers
+from fp8jax.kernels import advice
+
+ROUNDS, SECONDS = 7, 0.1
+L2_BYTES = 128 * 2**20
+
+
+@dataclasses.dataclass
+class Bench:
+  """Results of one device, kept in folder/results/<device>.json after every line.
+
+  What is in the file already, from the same commit, versions and devices, is not measured again.
+  """
+
+  path: pathlib.Path
+  is_dry: bool
+  results: dict
+
+  @classmethod
+  def open(cls, folder: pathlib.Path, is_dry: bool) -> "Bench":
+    """Args: folder of the benchmark; whether it only shows that it runs, and keeps nothing."""
+    path = folder / "results" / f"{advice.device_name()}.json"
+    provenance = writers.provenance({}, "", 0)
+    results = {"provenance": provenance, "lines": {}}
+    if not is_dry and path.exists():
+      found = json.loads(path.read_text())
+      same = ("commit", "dirty", "versions", "devices")
+      if all(found["provenance"].get(k) == provenance.get(k) for k in same):
+        results = found
+    return cls(path, is_dry, results)
+
+  def line(self, name: str, measure):
+    """Measures unless it is there; prints; keeps."""
+    lines = self.results["lines"]
+    if name not in lines:
+      lines[name] = measure()
+      if not self.is_dry:
+        self.path.parent.mkdir(exist_ok=True)
+        self.path.write_text(json.dumps(self.results, indent=1) + "\n")
+    print(f"{name:44s}", json.dumps(lines[name]), flush=True)
+    return lines[name]
+
+  def time(self, function, *sets) -> dict[str, float]:
+    """Median milliseconds of function(*operands) and their spread, operands taking turns."""
+    function = jax.jit(function)
+    jax.block_until_ready([function(*s) for s in sets])
+    start = time.perf_counter()
+    jax.block_until_ready(function(*sets[0]))
+    once = time.perf_counter() - start
+    calls = 1 if self.is_dry else max(len(sets), int(SECONDS / max(once, 1e-6)))
+    rounds = []
+    for _ in range(1 if self.is_dry else ROUNDS):
+      start = time.perf_counter()
+      last = [function(*sets[i % len(sets)]) for i in range(calls)][-1]
+      jax.block_until_ready(last)
+      rounds.append((time.perf_counter() - start) / calls)
+    return {"ms": 1e3 * statistics.median(rounds), "spread_ms": 1e3 * (max(rounds) - min(rounds))}
+
+
+def sets(make, num_bytes: int):
+  """As many different operands, make(key), as exceed the L2 cache."""
+  count = min(8, -(-L2_BYTES // num_bytes) + 1)
+  return [make(key) for key in jax.random.split(jax.random.key(0), count)]
+
+
+def normal(key, *shape, dtype=jnp.bfloat16):
+  return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+
+def ceilings(bench: Bench) -> tuple[float, float]:
+  """(GB/s of a copy, reads and writes counted; TFLOP/s of a BF16 product)."""
+  size = 256 if bench.is_dry else 8192
+
+  def copy():
+    x = [(normal(jax.random.key(i), 16 * size, size),) for i in range(2)]
+    found = bench.time(lambda x: -x, *x)
+    return found | {"gb_per_s": 2 * 2 * 16 * size**2 / found["ms"] / 1e6}
+
+  def product():
+    x = [(normal(jax.random.key(i), size, size),) * 2 for i in range(2)]
+    found = bench.time(jnp.matmul, *x)
+    return found | {"tflops": 2 * size**3 / found["ms"] / 1e9}
+
+  rate = bench.line("ceiling/copy", copy)["gb_per_s"]
+  return rate, bench.line("ceiling/bf16", product)["tflops"]
