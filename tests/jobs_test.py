@@ -404,6 +404,7 @@ def test_a_non_finite_loss_stops_the_run_and_names_step_and_site(stopped, poison
   assert not (stopped.workdir / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_skipping_counts_and_equals_going_on_after_a_stop(launch, stopped, poisoned, tmp_path):
   skip = "--config.optim.on_nonfinite=skip"
   done = launch(tmp_path, *poisoned.flags, skip)

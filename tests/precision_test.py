@@ -60,7 +60,7 @@ STATIC_LATE = {"precision.schedule": ((3, ((".*", "e4m3_static"),)),)}
 @pytest.mark.parametrize(
   "changes",
   [
-    pytest.param({}, id="delayed"),
+    pytest.param({}, id="delayed", marks=pytest.mark.slow),
     pytest.param(BF16_LATE, id="to bf16", marks=pytest.mark.slow),
     pytest.param(STATIC_LATE, id="to static"),
   ],

@@ -26,6 +26,8 @@ LAYERS = {
 }
 # Column-parallel layers split `out`, row-parallel ones `in`; tokens are split where they are not.
 ROW_PARALLEL = (1, 3)
+# Experts of DeepSeek-V3 (arXiv:2412.19437 §4.2) on a device that has 8: tokens with 8 experts each.
+EXPERTS, EXPERT_TOKENS, EXPERT_SIZES = 8, 32768, (7168, 2048)
 TENSOR_PARALLEL = {"infir2_7b": (1, 2, 4), "infir2_1p5b": (1, 2), "te_5b": (1,)}
 
 
@@ -91,6 +93,19 @@ def compile_all(names: list[str]) -> dict[str, dict]:
     make = lambda x, quants=quants: quantizer.quantize_matrix(x, quants)  # noqa: E731
     programs[name] = (make, (array(dtype, 32768, 3584),))
 
+  rows, (inner, outer) = EXPERT_TOKENS + EXPERTS * 128, EXPERT_SIZES
+  groups = array(jnp.int32, rows // 128)
+  for product, n, k in (("fwd", outer, inner), ("dgrad", inner, outer)):
+    weight = narrow(recipe.fwd.rhs, n, k)
+    weight = jax.tree.map(lambda x: array(x.dtype, EXPERTS, *x.shape), weight)
+    multiply = lambda a, b, g: mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16, groups=g)  # noqa: E731
+    programs[f"grouped/{product}"] = (multiply, (narrow(recipe.fwd.lhs, rows, k), weight, groups))
+  multiply = lambda a, b, g: mosaic_sm90.matmul(  # noqa: E731
+    a, b, out_dtype=jnp.float32, groups=g, num_groups=EXPERTS
+  )
+  tokens = [narrow(recipe.wgrad.lhs, size, rows) for size in (inner, outer)]
+  programs["grouped/wgrad"] = (multiply, (*tokens, groups))
+
   found, reports = {}, {}
   for name in names:
     function, args = programs[name]
@@ -147,6 +162,7 @@ if __name__ == "__main__":
   import importlib.metadata
 
   quantizers = [f"quantize/{name}" for name in ("rows", "columns", "both", "weight")]
-  kernels = _elsewhere([*gemms(), *quantizers])
+  grouped = [f"grouped/{product}" for product in ("fwd", "dgrad", "wgrad")]
+  kernels = _elsewhere([*gemms(), *quantizers, *grouped])
   versions = {p: importlib.metadata.version(p) for p in ("jax", "jax-cuda13-plugin")}
   print(json.dumps({"target": "sm_90a", "versions": versions, "kernels": kernels}, indent=1))

@@ -80,9 +80,18 @@ def _operands(rng, gemm: Gemm, m, n, k, make=_stepped):
   return a, b, quantize.quantize(a, gemm.lhs), quantize.quantize(b, gemm.rhs)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+PRODUCTS = [("block_128-fwd", jnp.bfloat16), ("block_128-wgrad", jnp.float32)]
+
+
+# Products take turns; the other half under the marker `slow`.
 @pytest.mark.parametrize(
-  "name, dtype", [("block_128-fwd", jnp.bfloat16), ("block_128-wgrad", jnp.float32)]
+  "config, name, dtype",
+  [
+    pytest.param(config, *product, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+    for i, config in enumerate(CONFIGS)
+    for j, product in enumerate(PRODUCTS)
+  ],
+  ids=str,
 )
 def test_kernel_is_exact_however_the_work_is_cut_up(rng, name, dtype, config):
   if tiles.smem_bytes(config, dtype) > tiles.SMEM_BYTES:

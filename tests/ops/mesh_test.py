@@ -62,7 +62,7 @@ def _run(eqn, x, w, g, site):
 
 
 # One of every kind of tile and of residual; the others under the marker `slow`.
-QUICK = ("bf16", "tensor_current", "rowwise", "block_128", "block_128_saved")
+QUICK = ("tensor_current", "block_128", "block_128_saved")
 ALL = [r if r in QUICK else pytest.param(r, marks=pytest.mark.slow) for r in recipes.RECIPES]
 
 

@@ -24,6 +24,13 @@ up 128 products with the few bits it keeps, then the sum is scaled and added in 
   epilogue  Totals are cast, written to shared memory, and stored by TMA, which clips at M and N.
             The next tile begins at once; a buffer is waited for only when it is needed again.
 
+## Groups, for experts
+
+Rows of A, or steps of K, may belong to groups, 128 at a time (kernels/grouped_matmul). Of rows,
+`fetch` takes B and its scales from the group of the tile's rows. Of steps, a tile of D is as many
+results: after the last step of a group the totals are stored there and start again from zero.
+Either way the steps of a tile remain K / 128, and the ring does not notice.
+
 Sizes: M is anything; K is a multiple of 128; rows of D are multiples of 16 bytes. A last tile that
 sticks out over M or N reads zeros and stores nothing there.
 """
@@ -80,7 +87,14 @@ def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None, ou
 
 
 def matmul(
-  a: scaled.Scaled, b: scaled.Scaled, *, out_dtype, config: Config | None = None, add_to=None
+  a: scaled.Scaled,
+  b: scaled.Scaled,
+  *,
+  out_dtype,
+  config: Config | None = None,
+  add_to=None,
+  groups=None,
+  num_groups: int = 0,
 ):
   """D [M, N] in out_dtype (bfloat16 or float32).
 
@@ -90,37 +104,47 @@ def matmul(
     config: default: what was fastest for this shape, or `tiles.default`.
     add_to: float32 [M, N] to which the product is added, tile by tile before it is stored, in place
       if it may be overwritten: gradient accumulation without another pass.
+    groups: int32, see the module's docstring. [M / 128] with b [groups, N, K] and its scales
+      [groups, N / 128, K / 128]; or, ascending, [K / 128] with num_groups.
+    num_groups: D and add_to are [num_groups, M, N], the sum over K of each group; those without a
+      step are left as they were.
 
   Raises:
     ValueError: a config that does not fit, an add_to that is not what D would be.
   """
-  (m, k), n = a.shape, b.shape[0]
+  (m, k), n = a.data.shape, b.data.shape[-2]
   is_tiled, is_sum = b.tile[0] == BLOCK, add_to is not None
+  shape = (num_groups,) * bool(num_groups) + (m, n)
   if add_to is not None and not (
-    add_to.shape == (m, n) and add_to.dtype == out_dtype == jnp.float32
+    add_to.shape == shape and add_to.dtype == out_dtype == jnp.float32
   ):
     raise ValueError(
       f"add_to is {add_to.dtype}{list(add_to.shape)} and the result {jnp.dtype(out_dtype)}; "
-      f"expected both float32[{m}, {n}]"
+      f"expected both float32{list(shape)}"
     )
   config = config or tiles.best(m, n, k, is_tiled, out_dtype)
   tiles.check(config, n, out_dtype)
   # Scales as TMA reads them: along a row of A, in lines of 16 bytes.
   a_scale = _lines(a.scale.T)
+  b_scale = b.scale.swapaxes(-1, -2)
   per_column = not is_tiled or config.tile_n != BLOCK
   if per_column:
-    b_scale = _lines(scaled.expand(b.scale, 0, b.tile[0], n).T)
-  else:
-    b_scale = b.scale.T
+    b_scale = _lines(scaled.expand(b_scale, b_scale.ndim - 1, b.tile[0], n))
+  operands = [a.data, b.data, a_scale, b_scale]
+  if groups is not None:
+    if not num_groups and (config.tile_m, config.cluster_m) != (BLOCK, 1):
+      raise ValueError(f"{config}: groups of rows need tile_m={BLOCK} and cluster_m=1")
+    operands.append(jnp.append(groups, -1))  # after the last step comes another group
   programs = num_cores() // config.cluster_m
 
   def scaled_matmul(*refs):
-    program = _Program(config, programs, per_column, is_sum, _Global(*refs))
+    *refs, d = refs
+    program = _Program(config, programs, per_column, is_sum, _Global(d, *refs))
     pl.run_scoped(program.run, *program.memory(), collective_axes="wg")
 
   run = plgpu.kernel(
     scaled_matmul,
-    out_type=() if is_sum else jax.ShapeDtypeStruct((m, n), out_dtype),
+    out_type=() if is_sum else jax.ShapeDtypeStruct(shape, out_dtype),
     grid=(programs,),
     grid_names=("program",),
     cluster=(config.cluster_m,),
@@ -130,15 +154,16 @@ def matmul(
     compiler_params=plgpu.CompilerParams(approx_math=True),
   )
   if not is_sum:
-    return run(a.data, b.data, a_scale, b_scale)
+    return run(*operands)
   d = jax.new_ref(add_to)
-  run(a.data, b.data, a_scale, b_scale, d)
+  run(*operands, d)
   return jax.freeze(d)
 
 
 def _lines(scale):
-  """[K / 128, rows] with rows padded to 16 bytes."""
-  return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % 4)))
+  """[..., K / 128, rows] with rows padded to 16 bytes."""
+  pads = [(0, 0)] * (scale.ndim - 1) + [(0, -scale.shape[-1] % 4)]
+  return jnp.pad(scale, pads)
 
 
 def num_cores() -> int:
@@ -159,11 +184,12 @@ def swizzled(shape, dtype):
 class _Global(NamedTuple):
   """Operands and result in global memory."""
 
+  d: Any
   a: Any
   b: Any
   a_scale: Any
   b_scale: Any
-  d: Any
+  groups: Any = None
 
 
 class _Shared(NamedTuple):
@@ -201,9 +227,15 @@ class _Program:
   @property
   def grid(self) -> tuple[int, int]:
     """Tiles of D, as a cluster of programs sees them."""
-    m, n = self.of.d.shape
+    m, n = self.of.d.shape[-2:]
     c = self.config
     return pl.cdiv(m, c.tile_m * c.cluster_m), pl.cdiv(n, c.tile_n)
+
+  def of_group(self, ref, row):
+    """B's data or scales for the rows of D from `row` on."""
+    if len(self.of.b.shape) == 2:
+      return ref
+    return ref.at[self.of.groups[lax.div(row, BLOCK)]]
 
   @property
   def num_tiles(self):
@@ -261,10 +293,12 @@ class _Program:
     full = shared.full.at[slot]
     plgpu.barrier_wait(shared.empty.at[slot])
     plgpu.copy_gmem_to_smem(of.a.at[at_m, at_k], shared.a.at[slot], full)
-    plgpu.copy_gmem_to_smem(of.b.at[at_n, at_k], shared.b.at[slot], full, collective_axes=both)
+    b = self.of_group(of.b, row).at[at_n, at_k]
+    plgpu.copy_gmem_to_smem(b, shared.b.at[slot], full, collective_axes=both)
     plgpu.copy_gmem_to_smem(of.a_scale.at[kb, at_m], shared.a_scale.at[slot], full)
     if self.per_column:
-      plgpu.copy_gmem_to_smem(of.b_scale.at[kb, at_n], shared.b_scale.at[slot], full)
+      b_scale = self.of_group(of.b_scale, row).at[kb, at_n]
+      plgpu.copy_gmem_to_smem(b_scale, shared.b_scale.at[slot], full)
 
   def fetch_inline(self, shared: _Shared, s):
     """The same by the first consumer, if there is such a step."""
@@ -288,21 +322,31 @@ class _Program:
     zero = jnp.zeros((WGMMA_ROWS, self.config.tile_n), jnp.float32)
     totals = (plgpu.layout_cast(zero, _WGMMA),) * (self.rows // WGMMA_ROWS)
 
+    def store(d, totals):
+      for part, total in enumerate(totals):
+        at_m = row + lax.axis_index("wg") * self.rows + part * WGMMA_ROWS
+        self.store(shared, total.astype(d.dtype), part, d, pl.ds(at_m, WGMMA_ROWS), column)
+      return (plgpu.layout_cast(zero, _WGMMA),) * len(totals)
+
     def step(kb, totals):
-      return self.one_step(shared, tile * self.steps + kb, kb, column, totals)
+      totals = self.one_step(shared, tile * self.steps + kb, kb, row, column, totals)
+      if len(self.of.d.shape) == 2:
+        return totals
+      group = self.of.groups[kb]
+      is_last = self.of.groups[kb + 1] != group
+      return lax.cond(is_last, lambda: store(self.of.d.at[group], totals), lambda: totals)
 
     totals = lax.fori_loop(0, self.steps, step, totals)
-    for part, total in enumerate(totals):
-      at_m = row + lax.axis_index("wg") * self.rows + part * WGMMA_ROWS
-      self.store(shared, total.astype(self.of.d.dtype), part, pl.ds(at_m, WGMMA_ROWS), column)
+    if len(self.of.d.shape) == 2:
+      store(self.of.d, totals)
 
-  def one_step(self, shared: _Shared, s, kb, column, totals):
+  def one_step(self, shared: _Shared, s, kb, row, column, totals):
     """The totals with 128 of K more."""
     slot = lax.rem(s, self.config.stages)
     of_block = None
     if not self.per_column:
       # From global memory: this load is in flight while the next line waits for the tiles.
-      of_block = self.of.b_scale[kb, lax.div(column, BLOCK)]
+      of_block = self.of_group(self.of.b_scale, row)[kb, lax.div(column, BLOCK)]
     plgpu.barrier_wait(shared.full.at[slot])
     new = []
     for part, total in enumerate(totals):
@@ -335,13 +379,13 @@ class _Program:
     plgpu.commit_smem()
     return acc[...], of_rows, of_columns
 
-  def store(self, shared: _Shared, value, part: int, at_m, column):
+  def store(self, shared: _Shared, value, part: int, d, at_m, column):
     columns, buffers = tiles.epilogue(self.config)
     per_part, wg = self.config.tile_n // columns, lax.axis_index("wg")
     for c in range(per_part):
       count = part * per_part + c
       buffer = count % buffers
-      there = self.of.d.at[at_m, pl.ds(column + c * columns, columns)]
+      there = d.at[at_m, pl.ds(column + c * columns, columns)]
       # The last store of the tile before may have been from this buffer, too; it is long done.
       plgpu.wait_smem_to_gmem(buffers - 1 if count else 0, wait_read_only=True)
       chunk = value[:, c * columns : (c + 1) * columns]

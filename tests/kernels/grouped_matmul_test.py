@@ -1,0 +1,115 @@
+"""Grouped products: exact on lattices for any division of tokens, by the kernel and without it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lattice import lattice
+
+from fp8jax import recipes
+from fp8jax.kernels import grouped_matmul as gm
+from fp8jax.quant import quantize, scaled
+
+# Powers of two: a tile with few tokens has any amax, and integers up to 7 stay exact.
+BLOCK = recipes.RECIPES["block_128_pow2"]
+# Tokens per expert: even; none for the first and the last; all for one; a token here and there.
+SIZES = {"even": (100, 100, 100), "holes": (0, 299, 1, 0), "one": (0, 300), "few": (1, 1, 298)}
+T, D, F = 300, 128, 136
+
+
+def _operands(rng, sizes):
+  """Tokens and gradients sorted by expert, weights, and the layout."""
+  groups = gm.Groups.of(jnp.asarray(sizes, jnp.int32), T)
+  return lattice(rng, T, D), lattice(rng, T, F), lattice(rng, len(sizes), D, F), groups
+
+
+def _weights(w, spec, contraction):
+  """[G, rows, contraction] of [G, D, F]."""
+  made = [quantize.quantize(jnp.asarray(x), spec, contraction=contraction) for x in w]
+  data, scale = (jnp.stack([getattr(m, name) for m in made]) for name in ("data", "scale"))
+  return scaled.Scaled(data, scale, made[0].tile)
+
+
+def _products(x, g, w, groups, backend):
+  """Forward, data gradient, weight gradient, tokens gathered."""
+  xs, gs = groups.lay_out(jnp.asarray(x)), groups.lay_out(jnp.asarray(g))
+  y = gm.grouped_matmul(
+    quantize.quantize(xs, BLOCK.fwd.lhs), _weights(w, BLOCK.fwd.rhs, 0), groups,
+    backend=backend, out_dtype=jnp.float32,
+  )  # fmt: skip
+  narrow_g = quantize.quantize(jnp.pad(gs, ((0, 0), (0, 120))), BLOCK.dgrad.lhs)
+  wide_w = jnp.pad(w, ((0, 0), (0, 0), (0, 120)))  # K is a multiple of 128
+  dx = gm.grouped_matmul(
+    narrow_g, _weights(wide_w, BLOCK.dgrad.rhs, 1), groups, backend=backend, out_dtype=jnp.float32
+  )
+  dw = gm.grouped_weight_gradient(
+    quantize.quantize(xs, BLOCK.wgrad.lhs, contraction=0),
+    quantize.quantize(gs, BLOCK.wgrad.rhs, contraction=0), groups, len(w), backend=backend,
+  )  # fmt: skip
+  return groups.gather(y), groups.gather(dx), dw
+
+
+def _oracle(x, g, w, sizes):
+  x, g, w = (t.astype(np.float64) for t in (x, g, w))
+  ends = np.cumsum(sizes)
+  parts = [slice(end - size, end) for end, size in zip(ends, sizes)]
+  y = np.concatenate([x[p] @ w[e] for e, p in enumerate(parts)])
+  dx = np.concatenate([g[p] @ w[e].T for e, p in enumerate(parts)])
+  return y, dx, np.stack([x[p].T @ g[p] for p in parts])
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("backend", ["reference", "mosaic_sm90"])
+def test_products_are_exact_on_lattice(rng, interpreted, backend, sizes):
+  x, g, w, groups = _operands(rng, sizes)
+  run = jax.jit(_products, static_argnames="backend")
+  wanted = _oracle(x, g, w, sizes)
+  for got, want in zip(run(x, g, w, groups, backend=backend), wanted, strict=True):
+    np.testing.assert_array_equal(got, want)
+
+
+def test_one_program_takes_any_division(rng):
+  """Sizes are values: nothing is compiled anew, and tiles and places are those counted by hand."""
+  count = 0
+
+  @jax.jit
+  def place(sizes):
+    nonlocal count
+    count += 1
+    return gm.Groups.of(sizes, T)
+
+  for sizes in ((100, 0, 200), (0, 0, 300), (129, 128, 43)):
+    found = place(jnp.asarray(sizes, jnp.int32))
+    tiles = [e for e, n in enumerate(sizes) for _ in range(max(-(-n // 128), 1))]
+    tiles += [2] * (gm.num_tiles(T, 3) - len(tiles))
+    np.testing.assert_array_equal(found.of_tile, tiles)
+    firsts = [tiles.index(e) * 128 for e in range(3)]
+    want = [firsts[e] + i for e, n in enumerate(sizes) for i in range(n)]
+    np.testing.assert_array_equal(found.place, want)
+  assert count == 1
+
+
+@pytest.mark.parametrize("backend", ["reference", "mosaic_sm90"])
+def test_weight_gradient_adds_to_what_is_there(rng, interpreted, backend):
+  sizes = (130, 0, 170)
+  x, g, w, groups = _operands(rng, sizes)
+  before = lattice(rng, *w.shape)
+  xs, gs = (groups.lay_out(jnp.asarray(t)) for t in (x, g))
+  got = gm.grouped_weight_gradient(
+    quantize.quantize(xs, BLOCK.wgrad.lhs, contraction=0),
+    quantize.quantize(gs, BLOCK.wgrad.rhs, contraction=0),
+    groups, len(w), backend=backend, add_to=jnp.asarray(before),
+  )  # fmt: skip
+  np.testing.assert_array_equal(got, before + _oracle(x, g, w, sizes)[2])
+
+
+def test_what_does_not_fit_is_refused(rng):
+  x, g, w, groups = _operands(rng, (100, 200))
+  a = quantize.quantize(jnp.asarray(x), BLOCK.fwd.lhs)
+  with pytest.raises(ValueError, match="from Groups.lay_out"):
+    gm.grouped_matmul(a, _weights(w, BLOCK.fwd.rhs, 0), groups, backend="reference")
+  with pytest.raises(ValueError, match="rows of tokens last"):
+    gm.grouped_weight_gradient(a.T, a.T, groups, 2, backend="reference")
+  with pytest.raises(ValueError, match="'xla' multiplies no groups"):
+    xs = quantize.quantize(groups.lay_out(jnp.asarray(x)), BLOCK.fwd.lhs)
+    gm.grouped_matmul(xs, _weights(w, BLOCK.fwd.rhs, 0), groups, backend="xla")
