@@ -60,7 +60,7 @@ def get_config(arm=""):
   c.precision.compute = "auto"
 
   c.kernels = ConfigDict()
-  c.kernels.matmul = "auto"  # FP8 GEMM: "auto", "xla", "mosaic_sm90" or "reference"
+  c.kernels.matmul = "auto"  # FP8 GEMM: "auto" or one of kernels/scaled_matmul
   c.kernels.attention = "auto"  # "auto" (cudnn on GPU, xla elsewhere), "xla" or "cudnn"
 
   c.memory = ConfigDict()

@@ -261,14 +261,15 @@ class _Run:
 
   def _try_kernels(self, phase: int):
     """Stops before the first step of a phase if a kernel of ours is wrong on this device."""
+    trials = {"mosaic_sm90": check.hopper, "xla_sm90": check.quantizer}
     gemms = {
-      getattr(site.recipe, p)
+      (backend, getattr(site.recipe, p))
       for site in site_lib.flatten(self.plan.sites(phase=phase)).values()
       for p, backend in zip(PASSES, site.backends)
-      if backend == "mosaic_sm90"
+      if backend in trials
     }
-    for gemm in gemms:
-      check.hopper(gemm)
+    for backend, gemm in gemms:
+      trials[backend](gemm)
     if gemms:
       self.out.print(f"kernels: {len(gemms)} kinds of product tried on this device, all exact")
 

@@ -9,6 +9,10 @@ makes d / s of the elements round the other way, by s each, which is sqrt(d s) i
 quantizers later the rounding errors are other ones altogether. The budget is therefore measured:
 what a change of the weights by 1e-7 does to the same step on one device. That scales themselves do
 not depend on the mesh is tested exactly in ops/mesh_test.py.
+
+One scale for all tokens, made from them (tensor_current, nvfp4), is another one for every
+microbatch and for every chunk of the loss: cut otherwise, the step is another rounding of the same
+step by definition of the recipe. Its budget is the recipe's distance to BF16.
 """
 
 import dataclasses
@@ -180,6 +184,12 @@ def _noise(recipe):
   return np.max([_difference(n, first) for n in nudged], axis=0)
 
 
+@functools.cache
+def _error(recipe):
+  """How far two roundings of a step may be apart that are each as far from BF16 as this recipe."""
+  return 2 * _difference(_steps(recipe, nudges=NUDGES)[0], _steps("bf16", nudges=NUDGES)[0])
+
+
 def difference(recipe, invariance):
   """(relative differences of loss, gradients, amaxes; their budgets)."""
   (taken,) = _steps(recipe, **INVARIANCES[invariance])
@@ -189,7 +199,10 @@ def difference(recipe, invariance):
   # A device's share of the rows is another matrix shape, whose products sum in another order.
   if _rows_are_independent(recipe) and not invariance.startswith("mesh"):
     return found, np.array(tolerances.SAME_SCALES)
-  return found, tolerances.NOISE * _noise(recipe)
+  budget = tolerances.NOISE * _noise(recipe)
+  if not (recipes.RECIPES[recipe].is_stateful or invariance.startswith("mesh")):
+    budget = np.maximum(budget, _error(recipe))
+  return found, budget
 
 
 # The rest, which compiles for half an hour, under the marker `slow`.

@@ -56,6 +56,32 @@ def hopper(gemm: Gemm, sizes: tuple[int, int, int] = _SIZES) -> None:
     )
 
 
+def quantizer(gemm: Gemm, sizes: tuple[int, int] = _SIZES[:2]) -> None:
+  """Makes a matrix narrow with the Hopper quantizer, one scale for all of it, in both orientations.
+
+  Args:
+    gemm: a product that kernels.scaled_matmul.xla_sm90 supports.
+    sizes: rows, columns.
+
+  Raises:
+    UserError: what it stands for is another matrix; says where.
+  """
+  x = _lattice(*sizes)
+  amax = jnp.float32(np.abs(x).max())
+  for quant in (cast(Quant, gemm.lhs), cast(Quant, gemm.rhs)):
+    make = jax.jit(lambda x, q=quant: mosaic_sm90.quantize_matrix(x, {1: q, 0: q}, amax))
+    for along, made in make(jnp.asarray(x, jnp.bfloat16)).items():
+      got, want = np.asarray(made.dequantize()), x if along == 1 else x.T
+      wrong = np.argwhere(got != want)
+      if len(wrong):
+        i, j = wrong[0]
+        raise UserError(
+          f"kernels.matmul: on this device xla_sm90 makes {quant} wrongly: {len(wrong)} of "
+          f"{got.size} elements, the first [{i}, {j}] {got[i, j]} instead of {want[i, j]}. Set "
+          "kernels.matmul='xla', and report this with `nvidia-smi` and `pip freeze`"
+        )
+
+
 def _lattice(rows: int, columns: int) -> np.ndarray:
   """float32 integers of which FP8 tiles in either direction are exact, whatever kind of scale.
 

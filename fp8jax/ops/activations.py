@@ -49,21 +49,23 @@ def one_reading(plan: Plan, tensor: int, t, inputs: Inputs, products: tuple[int,
   if matrix is None:
     return (t,) * len(products)
   shape, axis_of = matrix
-  quants = {}
+  quants, letters = {}, plan.of(tensor)
   for p in products:
     narrow = plan.narrow(inputs, tensor, p)
     if narrow.quant is None or not narrow.has_kernel(shape, axis_of[p]):
       return (t,) * len(products)
     quants[axis_of[p]] = narrow.quant
 
-  def local(t):
+  def local(t, inputs):
+    # Scales that are not current come from one amax, whatever the product.
+    amax, over = plan.narrow(inputs, tensor, products[0]).amax, plan.layout.act_axes_of(letters)
     with jax.named_scope("quantize"):
-      made = mosaic_sm90.quantize_matrix(t.reshape(shape.shape), quants)
+      made = mosaic_sm90.quantize_matrix(t.reshape(shape.shape), quants, amax, over)
     return tuple(made[axis_of[p]] for p in products)
 
-  specs = (plan.layout.act_spec(plan.of(tensor)),)
+  specs = (plan.layout.act_spec(letters), jax.sharding.PartitionSpec())
   made = tuple(spec_of_narrow(plan, tensor, p) for p in products)
-  return collectives.on_mesh(local, plan.layout, specs, made)(t)
+  return collectives.on_mesh(local, plan.layout, specs, made)(t, inputs)
 
 
 def _matrix(plan: Plan, tensor: int, t, products: tuple[int, ...]):

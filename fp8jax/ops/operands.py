@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
+from fp8jax.kernels import scaled_matmul
 from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.ops import collectives
 from fp8jax.quant import quantize, scaled
@@ -85,7 +86,9 @@ class Narrow:
       matrix = matrix.astype(dtype)
       return jnp.swapaxes(matrix, -1, -2) if contraction == 0 else matrix
     if self.has_kernel(matrix, contraction):
-      return mosaic_sm90.quantize_matrix(matrix, {contraction: quant})[contraction]
+      over = tuple(dict.fromkeys(a for axes in amax_axes for a in axes))
+      made = mosaic_sm90.quantize_matrix(matrix, {contraction: quant}, self.amax, over)
+      return made[contraction]
     make = functools.partial(
       quantize.quantize,
       quant=quant,
@@ -103,7 +106,7 @@ class Narrow:
 
   def has_kernel(self, matrix, contraction: int) -> bool:
     """Whether the backend's quantizer makes this operand."""
-    if self.backend != "mosaic_sm90" or self.quant is None:
+    if self.backend not in scaled_matmul.WITH_QUANTIZER or self.quant is None:
       return False
     return mosaic_sm90.supports(matrix, self.quant, contraction) is None
 

@@ -166,11 +166,7 @@ def _narrow(x, quant: Quant, amax_axes, amax, key) -> scaled.Scaled:
   rows, cols = (n // t for n, t in zip(padded.shape, extents))
   tiles = padded.astype(jnp.float32).reshape(rows, extents[0], cols, extents[1])
 
-  if amax is None:
-    scale = _current_scale(tiles, quant, amax_axes)
-  else:
-    margin = quant.source.margin if isinstance(quant.source, Delayed) else 0
-    scale = amax_to_scale(jnp.reshape(amax, (1, 1)), quant.format, quant.scale, margin)
+  scale = _current_scale(tiles, quant, amax_axes) if amax is None else given_scale(amax, quant)
   values = tiles * (1.0 / scale)[:, None, :, None]
   if quant.rounding is Rounding.STOCHASTIC:
     for axis in sorted({a for axes in amax_axes for a in axes}):
@@ -180,6 +176,12 @@ def _narrow(x, quant: Quant, amax_axes, amax, key) -> scaled.Scaled:
     data = cast(values, quant.format)
   data = data.reshape(padded.shape)[: x.shape[0], : x.shape[1]]
   return scaled.Scaled(data, scale, quant.tile)
+
+
+def given_scale(amax, quant: Quant):
+  """float32 [1, 1] from an amax that is not x's own, margin included."""
+  margin = quant.source.margin if isinstance(quant.source, Delayed) else 0
+  return amax_to_scale(jnp.reshape(amax, (1, 1)), quant.format, quant.scale, margin)
 
 
 def _current_scale(tiles, quant: Quant, amax_axes):

@@ -18,6 +18,7 @@ from fp8jax import recipes
 from fp8jax.errors import UserError
 from fp8jax.kernels import backend as backend_lib
 from fp8jax.kernels import check, scaled_matmul
+from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
 from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles
 from fp8jax.kernels.scaled_matmul.tiles import Config
 from fp8jax.quant import quantize, scaled
@@ -188,6 +189,21 @@ def test_impossible_configs_are_refused(rng, config, message):
   _, _, a, b = _operands(rng, GEMMS["block_128-fwd"], 128, 128, 128)
   with pytest.raises(ValueError, match=message):
     mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16, config=config)
+
+
+@pytest.mark.parametrize("name", ["tensor_current", "tensor_delayed"])
+def test_the_quantizer_of_tensors_is_tried_before_a_run(monkeypatch, name):
+  gemm = recipes.RECIPES[name].dgrad
+  check.quantizer(gemm, (144, 160))
+  make = quantizer.quantize_matrix
+
+  def broken(x, quants, amax):
+    made = make(x, quants, amax)
+    return {0: made[0], 1: dataclasses.replace(made[1], data=made[1].data.at[3, 5].set(1))}
+
+  monkeypatch.setattr(quantizer, "quantize_matrix", broken)
+  with pytest.raises(UserError, match=r"1 of .* \[3, 5\] .*kernels.matmul='xla'"):
+    check.quantizer(gemm, (144, 160))
 
 
 @pytest.mark.parametrize("name", ["block_128-fwd", "block_128_hybrid-wgrad"])

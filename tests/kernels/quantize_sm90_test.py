@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 BLOCK, POW2, HYBRID = (
   recipes.RECIPES[name] for name in ("block_128", "block_128_pow2", "block_128_hybrid")
 )
+TENSOR, DELAYED = recipes.RECIPES["tensor_current"], recipes.RECIPES["tensor_delayed"]
 # An activation: forward and weight gradient; a gradient: data and weight gradient; a weight.
 PAIRS = {
   "activation": {1: BLOCK.fwd.lhs, 0: BLOCK.wgrad.lhs},
@@ -21,6 +22,8 @@ PAIRS = {
   "gradient hybrid": {1: HYBRID.dgrad.lhs, 0: HYBRID.wgrad.rhs},
   "weight": {1: BLOCK.fwd.rhs, 0: BLOCK.dgrad.rhs},
   "weight pow2": {1: POW2.fwd.rhs, 0: POW2.dgrad.rhs},
+  "tensor": {1: TENSOR.fwd.lhs, 0: TENSOR.wgrad.rhs},
+  "tensor and tiles": {1: TENSOR.fwd.lhs, 0: POW2.wgrad.lhs},
 }
 
 
@@ -55,6 +58,18 @@ def test_kernel_is_the_quantizer(rng, name, which, dtype):
   for along, quant in quants.items():
     want = jax.jit(lambda x, q=quant, c=along: quantize.quantize(x, q, contraction=c))(x)
     assert made[along].tile == want.tile
+    _same_bits(made[along].scale, want.scale)
+    _same_bits(made[along].data, want.data)
+
+
+@pytest.mark.parametrize("amax", [3.0, 0.0, np.inf])
+def test_a_scale_that_is_not_xs_own(rng, amax):
+  """Delayed: larger values saturate."""
+  x, quants = _matrix(rng, jnp.bfloat16), {1: DELAYED.fwd.lhs, 0: DELAYED.wgrad.rhs}
+  amax = jnp.float32(amax)
+  made = mosaic_sm90.quantize_matrix(x, quants, amax=amax)
+  for along, quant in quants.items():
+    want = jax.jit(lambda x, q=quant, c=along: quantize.quantize(x, q, contraction=c, amax=amax))(x)
     _same_bits(made[along].scale, want.scale)
     _same_bits(made[along].data, want.data)
 

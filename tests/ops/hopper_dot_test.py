@@ -18,6 +18,7 @@ EQUATIONS = [
   ("BLHK,HKD->BLD", dict(B=2, L=64, H=4, K=32, D=256)),
 ]
 RECIPES = ["block_128", "block_128_hybrid", "block_128_pow2_saved"]
+TENSOR = ["tensor_current", "tensor_delayed_saved"]
 
 
 def _gemms(eqn, operands, recipe, backend, products=1):
@@ -38,12 +39,13 @@ def _gemms(eqn, operands, recipe, backend, products=1):
 
 @pytest.mark.parametrize(
   "recipe, eqn, sizes",
-  [(r, *EQUATIONS[0]) for r in RECIPES] + [("block_128_hybrid", *e) for e in EQUATIONS[1:]],
+  [(r, *EQUATIONS[0]) for r in RECIPES + TENSOR]
+  + [("block_128_hybrid", *e) for e in EQUATIONS[1:]],
 )
 def test_dot_by_kernels_is_the_references(rng, recipe, eqn, sizes):
   operands = [lattice(rng, *(sizes[c] for c in t)) for t in eqn.replace("->", ",").split(",")]
   found = []
-  for backend in ("mosaic_sm90", "reference"):
+  for backend in ("xla_sm90" if recipe in TENSOR else "mosaic_sm90", "reference"):
     run, args = _gemms(eqn, operands, recipe, backend)
     found.append(jax.tree.leaves(jax.jit(run)(*args)))
   for got, want in zip(*found, strict=True):

@@ -1,6 +1,7 @@
 """The dot and the loss on eight devices: what they compute and what they move."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -117,8 +118,9 @@ def test_hopper_kernel_on_a_mesh_is_exact(rng, interpreted_on_mesh, shape):
 def test_operands_of_hopper_kernels_lie_right_on_a_mesh(rng, monkeypatch, eqn, shape, recipe):
   """What surrounds the kernels: the same layouts, operands made ahead, plain JAX in their place."""
 
-  def quantize_matrix(x, quants):
-    return {axis: quantize.quantize(x, quant, contraction=axis) for axis, quant in quants.items()}
+  def quantize_matrix(x, quants, amax=None, over=()):
+    make = functools.partial(quantize.quantize, amax_axes=(over, ()))
+    return {axis: make(x, quant, contraction=axis) for axis, quant in quants.items()}
 
   def multiply(a, b, accumulate, out_dtype):
     problem = backend_lib.Problem(
@@ -154,6 +156,31 @@ def test_dot_on_a_mesh_scales_like_one_device(rng, shape):
     want, _ = _run(eqn, *operands, site_lib.single(recipe))
     for a, b in zip(got[:3], want[:3]):
       np.testing.assert_allclose(a, b, rtol=0, atol=tolerances.FLOAT32_SUM * np.abs(b).max())
+
+
+@pytest.mark.parametrize("recipe", ["tensor_current", "tensor_current_saved"])
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 2, 4)], ids=str)
+def test_one_scale_made_ahead_is_that_of_all_devices(rng, monkeypatch, shape, recipe):
+  """The operands of XLA's dot by the Hopper quantizer, plain JAX in its place."""
+  calls = []
+
+  def quantize_matrix(x, quants, amax=None, over=()):
+    calls.append(tuple(quants))
+    make = functools.partial(quantize.quantize, amax_axes=(over, ()))
+    return {axis: make(x, quant, contraction=axis) for axis, quant in quants.items()}
+
+  monkeypatch.setattr(quantize_sm90, "quantize_matrix", quantize_matrix)
+  eqn, sizes = EQUATIONS[0]
+  x, w, g = (rng.standard_normal([sizes[c] for c in t]) for t in eqn.replace("->", ",").split(","))
+  x *= np.exp(np.arange(sizes["B"]))[:, None, None]
+  g *= np.exp(np.arange(sizes["F"]) / 200)
+  operands = [t.astype(np.float32) for t in (x, w, g)]
+  site = dataclasses.replace(_site(recipe, _layout(shape)), backends=("xla_sm90",) * 3)
+  got, _ = _run(eqn, *operands, site)
+  assert (1, 0) in calls  # both operands of a tensor from one reading
+  want, _ = _run(eqn, *operands, site_lib.single(recipe))
+  for a, b in zip(got[:3], want[:3]):
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerances.FLOAT32_SUM * np.abs(b).max())
 
 
 def test_dot_gradient_of_a_weight_lies_where_the_weight_lies(rng):

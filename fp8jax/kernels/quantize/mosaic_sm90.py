@@ -7,7 +7,8 @@ gradient), and the matrix unit wants the contraction last each time. Of x [R, C]
   along=0   data [C, R], one scale per 1x128 of a column: lines [R / 128, C]
 
 or, for weights, one scale per 128x128 either way. Lines are how the GEMM reads scales: neighbours
-along the rows of an operand lie side by side.
+along the rows of an operand lie side by side. Where one scale serves all of x it is given: the
+amax of a tensor is another pass over x, XLA's, or a delayed one.
 
 One program of one warpgroup takes a tile of 128x128: TMA brings it into shared memory; it is read
 from there twice, as it lies and transposed (ldmatrix.trans turns 16-bit elements on the way into
@@ -30,21 +31,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels.scaled_matmul.mosaic_sm90 import swizzled
 from fp8jax.quant import quantize, scaled
-from fp8jax.recipe import CURRENT, Quant, Rounding, Scale
+from fp8jax.recipe import CURRENT, WHOLE, Quant, Rounding, Scale
 
 TILE = 128
 _ROWS = 64  # of what is in registers at one time
 _WGMMA = plgpu.Layout.WGMMA
+_TENSOR = (WHOLE, WHOLE)
 
 
 def supports(x, quant: Quant, along: int) -> str | None:
   """Whether x can be made narrow for a GEMM that contracts axis `along`, or why not."""
   if x.ndim != 2 or x.dtype not in (jnp.bfloat16, jnp.float32):
     return f"takes a bfloat16 or float32 matrix, not {x.dtype}{list(x.shape)}"
-  if quant.format not in (E4M3, E5M2) or quant.tile not in ((1, TILE), (TILE, TILE)):
-    return f"writes 8-bit numbers in tiles of 1x128 and 128x128, not {quant}"
-  if quant.source != CURRENT or quant.rounding is not Rounding.NEAREST or quant.transform:
-    return f"takes scales from x and rounds to nearest, not {quant}"
+  if quant.format not in (E4M3, E5M2) or quant.tile not in ((1, TILE), (TILE, TILE), _TENSOR):
+    return f"writes 8-bit numbers in tiles of 1x128, 128x128 and the whole tensor, not {quant}"
+  if quant.rounding is not Rounding.NEAREST or quant.transform:
+    return f"rounds to nearest and transforms nothing, not {quant}"
+  if quant.source != CURRENT and quant.tile != _TENSOR:
+    return f"takes the scales of tiles from x, not {quant}"
   if quant.scale not in (Scale.F32, Scale.POW2):
     return f"scales are F32 or POW2, not {quant.scale}"
   rows, columns = x.shape
@@ -53,12 +57,17 @@ def supports(x, quant: Quant, along: int) -> str | None:
   return None
 
 
-def quantize_matrix(x, quants: Mapping[int, Quant]) -> dict[int, scaled.Scaled]:
+def quantize_matrix(
+  x, quants: Mapping[int, Quant], amax=None, over: tuple[str, ...] = ()
+) -> dict[int, scaled.Scaled]:
   """x in each of `quants`.
 
   Args:
     x: [R, C], bfloat16 or float32.
     quants: axis that the GEMM contracts (0 or 1) -> how; both axes at once cost one pass.
+    amax: float32 scalar that scales of the whole tensor come from if they are not current.
+    over: mesh axes over which x is split, inside `shard_map`: current scales of the whole tensor
+      are those of all of it.
 
   Returns:
     axis -> Scaled [rows, contraction]: [R, C] for 1, [C, R] for 0.
@@ -70,16 +79,20 @@ def quantize_matrix(x, quants: Mapping[int, Quant]) -> dict[int, scaled.Scaled]:
     if reason := supports(x, quant, along):
       raise ValueError(reason)
   rows, columns = x.shape
-  outputs, shapes = [], []
+  outputs, shapes, given = [], [], []
   for along, quant in quants.items():
     free, depth = (rows, columns) if along == 1 else (columns, rows)
-    outputs.append(_Output(along, quant))
     shapes.append(jax.ShapeDtypeStruct((free, depth), quant.format.dtype))
+    if quant.tile == _TENSOR:
+      outputs.append(_Output(along, quant, len(given)))
+      given.append(_tensor_scale(x, quant, amax, over))
+      continue
+    outputs.append(_Output(along, quant))
     lines = (pl.cdiv(depth, TILE), pl.cdiv(free, 4) * 4)
     shapes.append(jax.ShapeDtypeStruct(lines, jnp.float32))
 
   def quantize_fp8(x, *refs):
-    program = _Program(x, tuple(outputs), refs)
+    program = _Program(x, tuple(outputs), refs[: len(given)], refs[len(given) :])
     pl.run_scoped(program.run, *program.memory())
 
   run = plgpu.kernel(
@@ -89,18 +102,34 @@ def quantize_matrix(x, quants: Mapping[int, Quant]) -> dict[int, scaled.Scaled]:
     grid_names=("i", "j"),
     compiler_params=plgpu.CompilerParams(),
   )
-  made, found = run(x), {}
-  for n, (along, quant) in enumerate(quants.items()):
-    data, lines = made[2 * n : 2 * n + 2]
-    lines = lines[:, :: quant.tile[0]] if quant.tile[0] == TILE else lines[:, : data.shape[0]]
-    found[along] = scaled.Scaled(data, lines.T, quant.tile)
+  made, found = iter(run(x, *given)), {}
+  for out in outputs:
+    data, quant = next(made), out.quant
+    if out.given is not None:
+      scale = given[out.given].reshape(1, 1)
+    else:
+      lines = next(made)
+      scale = lines[:, :: quant.tile[0]] if out.is_tiled else lines[:, : data.shape[0]]
+    found[out.along] = scaled.Scaled(data, scale.T, quant.tile)
   return found
+
+
+def _tensor_scale(x, quant: Quant, amax, over):
+  """float32 [1]: the one scale of x."""
+  if quant.source != CURRENT:
+    return quantize.given_scale(amax, quant).reshape(1)
+  amax = jnp.max(jnp.where(jnp.isnan(x), 0, jnp.abs(x))).astype(jnp.float32)
+  amax = lax.pmax(amax, over) if over else amax
+  return _scale(amax, quant).reshape(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Output:
+  """One operand; `given` numbers the scale that it is handed, None if it finds its own."""
+
   along: int
   quant: Quant
+  given: int | None = None
 
   @property
   def is_tiled(self) -> bool:
@@ -113,14 +142,21 @@ class _Program:
 
   x: Any
   outputs: tuple[_Output, ...]
+  given: tuple[Any, ...]
   refs: tuple[Any, ...]
+
+  def pairs(self, flat) -> list[tuple[Any, Any]]:
+    """(data, scales or None) of every output, from either of each in a row."""
+    items = iter(flat)
+    return [(next(items), next(items) if o.given is None else None) for o in self.outputs]
 
   def memory(self):
     """x's tile, a tile and its scales per output, amaxes of rows, the barrier of TMA."""
     results = []
     for out in self.outputs:
       results.append(swizzled((TILE, TILE), out.quant.format.dtype))
-      results.append(plgpu.SMEM((TILE,), jnp.float32))
+      if out.given is None:
+        results.append(plgpu.SMEM((TILE,), jnp.float32))
     line = plgpu.SMEM((TILE,), jnp.float32)
     return swizzled((TILE, TILE), self.x.dtype), *results, line, plgpu.Barrier()
 
@@ -132,23 +168,27 @@ class _Program:
     of_tile = None
     if any(out.is_tiled for out in self.outputs):
       of_tile = self.amax_of_tile(x_smem, amaxes)
-    for n, out in enumerate(self.outputs):
-      data, scales = results[2 * n : 2 * n + 2]
+    results, refs = self.pairs(results), self.pairs(self.refs)
+    for out, (data, scales) in zip(self.outputs, results):
       view = x_smem if out.along == 1 else x_smem.transpose((1, 0))
       for start in range(0, TILE, _ROWS):
         at = pl.ds(start, _ROWS)
-        data[at], scales[at] = self.narrow(view, at, out, of_tile)
+        x = plgpu.load(view.at[at], layout=_WGMMA).astype(jnp.float32)
+        if out.given is not None:
+          data[at] = quantize.cast(x * (1.0 / self.given[out.given][0]), out.quant.format)
+        else:
+          data[at], scales[at] = self.narrow(x, out, of_tile)
     plgpu.commit_smem()
-    for n, out in enumerate(self.outputs):
+    for out, (data, scales), (data_ref, lines_ref) in zip(self.outputs, results, refs):
       free, depth = places if out.along == 1 else places[::-1]
       line = lax.axis_index("j" if out.along == 1 else "i")
-      plgpu.copy_smem_to_gmem(results[2 * n], self.refs[2 * n].at[free, depth])
-      plgpu.copy_smem_to_gmem(results[2 * n + 1], self.refs[2 * n + 1].at[line, free])
+      plgpu.copy_smem_to_gmem(data, data_ref.at[free, depth])
+      if scales is not None:
+        plgpu.copy_smem_to_gmem(scales, lines_ref.at[line, free])
     plgpu.wait_smem_to_gmem(0)
 
-  def narrow(self, view, at, out: _Output, of_tile):
+  def narrow(self, x, out: _Output, of_tile):
     """(64 rows of the tile in FP8, their scales)."""
-    x = plgpu.load(view.at[at], layout=_WGMMA).astype(jnp.float32)
     scale = _scale(_amax(x) if of_tile is None or not out.is_tiled else of_tile, out.quant)
     x = x * lax.broadcast_in_dim(1.0 / scale, x.shape, [0])
     return quantize.cast(x, out.quant.format), scale

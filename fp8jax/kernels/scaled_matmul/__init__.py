@@ -8,11 +8,15 @@ that one call executes: what a compiled program is checked against (proof.py).
 
 import jax.numpy as jnp
 
-from fp8jax.kernels.scaled_matmul import mosaic_sm90, reference, xla
+from fp8jax.kernels.scaled_matmul import mosaic_sm90, reference, xla, xla_sm90
 from fp8jax.quant import scaled
 
 # In order of preference for "auto".
-BACKENDS = {"xla": xla, "mosaic_sm90": mosaic_sm90, "reference": reference}
+BACKENDS = {
+  "xla_sm90": xla_sm90, "xla": xla, "mosaic_sm90": mosaic_sm90, "reference": reference
+}  # fmt: skip
+# Whose operands kernels/quantize makes where it can.
+WITH_QUANTIZER = ("xla_sm90", "mosaic_sm90")
 
 
 def scaled_matmul(

@@ -1,0 +1,24 @@
+"""D = A . B' by XLA's FP8 dot, one scale per tensor, operands by the Hopper quantizer.
+
+The product is scaled_matmul/xla.py's, cuBLASLt's on GPU. What differs is who makes its operands:
+kernels/quantize writes both orientations of a tensor from one reading, K-major each, where XLA's
+own fusions read it twice and transpose FP8 on the way.
+"""
+
+from fp8jax.kernels.scaled_matmul import xla
+from fp8jax.recipe import WHOLE, Rounding
+
+
+def supports(problem) -> str | None:
+  device = problem.device
+  if device.platform != "gpu" or device.capability != 90:
+    return "needs a Hopper GPU (compute capability 9.0)"
+  for name, quant in (("lhs", problem.gemm.lhs), ("rhs", problem.gemm.rhs)):
+    if quant.tile != (WHOLE, WHOLE):
+      return f"{name} scales are per {quant.tile}, its quantizer writes one per tensor"
+    if quant.rounding is not Rounding.NEAREST or quant.transform:
+      return f"{name} is {quant}; its quantizer rounds to nearest and transforms nothing"
+  return xla.supports(problem)
+
+
+num_dots, scaled_matmul = xla.num_dots, xla.scaled_matmul
