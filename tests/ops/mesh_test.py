@@ -20,7 +20,7 @@ from fp8jax.ops import plan as plan_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dot import dot
 from fp8jax.ops.loss import cross_entropy
-from fp8jax.quant import quantize
+from fp8jax.quant import quantize, scaled
 
 WEIGHTS = axes.as_rules(dict(D="fsdp", F="tensor", H="tensor", V="tensor"))
 ACTS = axes.as_rules(dict(B=("data", "fsdp"), F="tensor", H="tensor", V="tensor"))
@@ -166,8 +166,12 @@ def test_one_scale_made_ahead_is_that_of_all_devices(rng, monkeypatch, shape, re
 
   def quantize_matrix(x, quants, amax=None, over=()):
     calls.append(tuple(quants))
-    make = functools.partial(quantize.quantize, amax_axes=(over, ()))
-    return {axis: make(x, quant, contraction=axis) for axis, quant in quants.items()}
+    made = {}
+    for axis, quant in quants.items():
+      scale = quantize_sm90._tensor_scale(x, quant, amax, over).reshape(1, 1)
+      data = quantize.cast(x.astype(np.float32) * (1 / scale), quant.format)
+      made[axis] = scaled.Scaled(data if axis == 1 else data.T, scale, quant.tile)
+    return made
 
   monkeypatch.setattr(quantize_sm90, "quantize_matrix", quantize_matrix)
   eqn, sizes = EQUATIONS[0]
