@@ -3,12 +3,12 @@
 `python tests/invariance_test.py` prints the table recipe x invariance -> largest difference.
 
 A step of a small model is taken in two ways; loss, gradients and what the sites saw are compared.
-Recomputation and unrolling change no bit. Elsewhere the order of sums differs, by 1e-7, and
-rounding to nearest amplifies it: a relative difference d before a quantizer of relative step s
-makes d / s of the elements round the other way, by s each, which is sqrt(d s) in the norm. A few
-quantizers later the rounding errors are other ones altogether. The budget is therefore measured:
-what a change of the weights by 1e-7 does to the same step on one device. That scales themselves do
-not depend on the mesh is tested exactly in ops/mesh_test.py.
+Recomputation and unrolling change no bit (or the last of a sum). Elsewhere the order of sums
+differs, by 1e-7, and rounding to nearest amplifies it: a relative difference d before a quantizer
+of relative step s makes d / s of the elements round the other way, by s each, which is sqrt(d s) in
+the norm. A few quantizers later the rounding errors are other ones altogether. The budget is
+therefore measured: what a change of the weights by 1e-7 does to the same step on one device. That
+scales themselves do not depend on the mesh is tested exactly in ops/mesh_test.py.
 
 One scale for all tokens, made from them (tensor_current, nvfp4), is another one for every
 microbatch and for every chunk of the loss: cut otherwise, the step is another rounding of the same
@@ -32,7 +32,7 @@ from fp8jax import params as params_lib
 from fp8jax import step as step_lib
 from fp8jax.kernels import backend
 from fp8jax.ops import site as site_lib
-from fp8jax.recipe import WHOLE, Scale
+from fp8jax.recipe import WHOLE, Save, Scale
 
 SIZES = dict(
   num_layers=2, hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, head_dim=128,
@@ -164,6 +164,12 @@ def _rows_are_independent(recipe) -> bool:
   )
 
 
+def _is_kept_laid_out(recipe) -> bool:
+  """Whether what is kept of x is a transposed copy, which XLA need not make if it is not kept."""
+  r = recipes.RECIPES[recipe]
+  return r.save is Save.QUANTIZED and r.wgrad.lhs.tile == (WHOLE, WHOLE)
+
+
 def _difference(one, other):
   """Relative: of the loss, of the worst parameter's gradient by norm, of the worst amax."""
   (loss, gradient, amaxes), (want_loss, want_gradient, want_amaxes) = one, other
@@ -195,7 +201,7 @@ def difference(recipe, invariance):
   (taken,) = _steps(recipe, **INVARIANCES[invariance])
   found = _difference(taken, _steps(recipe, nudges=NUDGES)[0])
   if invariance.startswith(("remat", "unrolled")):
-    return found, np.zeros(3)
+    return found, np.array(tolerances.KEPT_LAID_OUT if _is_kept_laid_out(recipe) else (0, 0, 0))
   # A device's share of the rows is another matrix shape, whose products sum in another order.
   if _rows_are_independent(recipe) and not invariance.startswith("mesh"):
     return found, np.array(tolerances.SAME_SCALES)

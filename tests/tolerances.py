@@ -25,6 +25,8 @@ MESH_STEP = {"bf16": 1e-5, "block_128": 1.5e-4}
 # norm, amaxes; in multiples of what weights nudged by 1e-7 change where rounding is chaotic.
 SAME_SCALES = (1e-6, 1e-5, 1e-5)
 NOISE = 4
+# Of steps recomputed or unrolled where XLA lays an operand out otherwise: the order of a sum.
+KEPT_LAID_OUT = (0, 1.2e-7, 0)
 # Logits against transformers, both in float32, absolute.
 LOGITS_TINY = 1e-4
 LOGITS_SMOLLM2 = 5e-4
