@@ -60,6 +60,7 @@ def compile_all(names: list[str]) -> dict[str, dict]:
 
   from fp8jax import recipes
   from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
+  from fp8jax.kernels.quantize import producers
   from fp8jax.kernels.scaled_matmul import mosaic_sm90
   from fp8jax.quant import scaled
 
@@ -93,6 +94,12 @@ def compile_all(names: list[str]) -> dict[str, dict]:
     make = lambda x, quants=quants: quantizer.quantize_matrix(x, quants)  # noqa: E731
     programs[name] = (make, (array(dtype, 32768, 3584),))
 
+  matrix, both = array(jnp.bfloat16, 32768, 3584), {1: recipe.fwd.lhs, 0: recipe.wgrad.lhs}
+  lines = [array(jnp.float32, n) for n in (32768, 3584)]
+  for producer in (producers.RMS_NORM, producers.SWIGLU, producers.SWIGLU_BACKWARD):
+    args = ([matrix] * producer.matrices, [lines[axis] for axis in producer.factors])
+    make = lambda x, f, p=producer: quantizer.quantize_produced(p, x, f, [both] * p.results)  # noqa: E731
+    programs[f"quantize/{producer.name}"] = (make, args)
   rows, (inner, outer) = EXPERT_TOKENS + EXPERTS * 128, EXPERT_SIZES
   groups = array(jnp.int32, rows // 128)
   for product, n, k in (("fwd", outer, inner), ("dgrad", inner, outer)):
@@ -161,7 +168,8 @@ def test_kernels_compile_to_what_the_table_says_and_spill_nothing():
 if __name__ == "__main__":
   import importlib.metadata
 
-  quantizers = [f"quantize/{name}" for name in ("rows", "columns", "both", "weight")]
+  kinds = ("rows", "columns", "both", "weight", "rms_norm", "swiglu", "swiglu_backward")
+  quantizers = [f"quantize/{kind}" for kind in kinds]
   grouped = [f"grouped/{product}" for product in ("fwd", "dgrad", "wgrad")]
   kernels = _elsewhere([*gemms(), *quantizers, *grouped])
   versions = {p: importlib.metadata.version(p) for p in ("jax", "jax-cuda13-plugin")}

@@ -10,16 +10,17 @@ or, for weights, one scale per 128x128 either way. Lines are how the GEMM reads 
 along the rows of an operand lie side by side. Where one scale serves all of x it is given: the
 amax of a tensor is another pass over x, XLA's, or a delayed one.
 
-One program of one warpgroup takes a tile of 128x128: TMA brings it into shared memory; it is read
-from there twice, as it lies and transposed (ldmatrix.trans turns 16-bit elements on the way into
-registers), 64 rows at a time; amax, scale, clip and round happen in registers as in quant/quantize;
-TMA stores data and scales and clips what sticks out. Zeros beyond the edge never raise an amax.
+One program of one warpgroup takes a tile of 128x128: TMA brings it into shared memory, where what
+is still to be computed is computed in place (producers.py); it is read from there twice, as it lies
+and transposed (ldmatrix.trans turns 16-bit elements on the way into registers), 64 rows at a time;
+amax, scale, clip and round happen in registers as in quant/quantize; TMA stores data and scales and
+clips what sticks out. Zeros beyond the edge never raise an amax.
 The reciprocal of a scale is the hardware's, within an ulp of float32's: powers of two are exact, of
 other scales the odd element that lies on a rounding boundary may fall on its other side.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import E4M3, E5M2
+from fp8jax.kernels.quantize import producers
 from fp8jax.kernels.scaled_matmul.mosaic_sm90 import swizzled
 from fp8jax.quant import quantize, scaled
 from fp8jax.recipe import CURRENT, WHOLE, Quant, Rounding, Scale
@@ -75,24 +77,71 @@ def quantize_matrix(
   Raises:
     ValueError: `supports` says no.
   """
+  given = {}
   for along, quant in quants.items():
     if reason := supports(x, quant, along):
       raise ValueError(reason)
-  rows, columns = x.shape
-  outputs, shapes, given = [], [], []
-  for along, quant in quants.items():
-    free, depth = (rows, columns) if along == 1 else (columns, rows)
-    shapes.append(jax.ShapeDtypeStruct((free, depth), quant.format.dtype))
     if quant.tile == _TENSOR:
-      outputs.append(_Output(along, quant, len(given)))
-      given.append(_tensor_scale(x, quant, amax, over))
-      continue
-    outputs.append(_Output(along, quant))
-    lines = (pl.cdiv(depth, TILE), pl.cdiv(free, 4) * 4)
-    shapes.append(jax.ShapeDtypeStruct(lines, jnp.float32))
+      given[0, along] = _tensor_scale(x, quant, amax, over)
+  return _call(producers.IDENTITY, (x,), (), (quants,), given)[0]
 
-  def quantize_fp8(x, *refs):
-    program = _Program(x, tuple(outputs), refs[: len(given)], refs[len(given) :])
+
+def quantize_produced(
+  producer: producers.Producer,
+  matrices: Sequence[jax.Array],
+  factors: Sequence[jax.Array],
+  quants: Sequence[Mapping[int, Quant]],
+) -> list[dict[int, scaled.Scaled]]:
+  """The results of a producer, narrow; they themselves are never written.
+
+  Args:
+    producer: what to compute.
+    matrices: [R, C] each, of one dtype, to which results are rounded before they are made narrow.
+    factors: float32 [R] or [C].
+    quants: for every result what `quantize_matrix` takes; scales of tiles only, because one of a
+      whole tensor would have to be known before.
+
+  Raises:
+    ValueError: `supports` says no, or operands are not the producer's.
+  """
+  given = (len(matrices), len(factors), len(quants))
+  expected = (producer.matrices, len(producer.factors), producer.results)
+  if given != expected or len({(m.shape, m.dtype) for m in matrices}) > 1:
+    raise ValueError(
+      f"{producer.name} got {[(m.dtype, m.shape) for m in matrices]}, {len(factors)} factors and "
+      f"{len(quants)} results; expected {expected}, all matrices alike"
+    )
+  for along, quant in (item for of_result in quants for item in of_result.items()):
+    if reason := supports(matrices[0], quant, along):
+      raise ValueError(reason)
+    if quant.tile == _TENSOR:
+      raise ValueError(f"{producer.name} makes scales of tiles, not one of the tensor, as {quant}")
+  return _call(producer, tuple(matrices), tuple(factors), tuple(quants), {})
+
+
+def _call(producer: producers.Producer, matrices, factors, quants, given):
+  """Scaled by axis for every result; `given` holds scales by (result, axis)."""
+  rows, columns = matrices[0].shape
+  outputs, shapes = [], []
+  for n, of_result in enumerate(quants):
+    for along, quant in of_result.items():
+      free, depth = (rows, columns) if along == 1 else (columns, rows)
+      number = list(given).index((n, along)) if (n, along) in given else None
+      outputs.append(_Output(n, along, quant, number))
+      shapes.append(jax.ShapeDtypeStruct((free, depth), quant.format.dtype))
+      if number is None:
+        lines = (pl.cdiv(depth, TILE), pl.cdiv(free, 4) * 4)
+        shapes.append(jax.ShapeDtypeStruct(lines, jnp.float32))
+  # TMA reads multiples of 16 bytes.
+  factors = [jnp.pad(f.astype(jnp.float32), (0, -f.shape[0] % 4)) for f in factors]
+  operands = (*matrices, *factors, *given.values())
+
+  def quantize_fp8(*refs):
+    parts, at = [], 0
+    for size in (len(matrices), len(factors), len(given), len(shapes)):
+      parts.append(refs[at : at + size])
+      at += size
+    program = _Program(producer, tuple(outputs), *parts)
     pl.run_scoped(program.run, *program.memory())
 
   run = plgpu.kernel(
@@ -102,15 +151,15 @@ def quantize_matrix(
     grid_names=("i", "j"),
     compiler_params=plgpu.CompilerParams(),
   )
-  made, found = iter(run(x, *given)), {}
+  made, found = iter(run(*operands)), [{} for _ in quants]
   for out in outputs:
     data, quant = next(made), out.quant
     if out.given is not None:
-      scale = given[out.given].reshape(1, 1)
+      scale = given[out.result, out.along].reshape(1, 1)
     else:
       lines = next(made)
       scale = lines[:, :: quant.tile[0]] if out.is_tiled else lines[:, : data.shape[0]]
-    found[out.along] = scaled.Scaled(data, scale.T, quant.tile)
+    found[out.result][out.along] = scaled.Scaled(data, scale.T, quant.tile)
   return found
 
 
@@ -127,6 +176,7 @@ def _tensor_scale(x, quant: Quant, amax, over):
 class _Output:
   """One operand; `given` numbers the scale that it is handed, None if it finds its own."""
 
+  result: int
   along: int
   quant: Quant
   given: int | None = None
@@ -138,12 +188,14 @@ class _Output:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-  """One tile of x."""
+  """One tile of everything."""
 
-  x: Any
+  producer: producers.Producer
   outputs: tuple[_Output, ...]
-  given: tuple[Any, ...]
-  refs: tuple[Any, ...]
+  matrices: Sequence[Any]
+  factors: Sequence[Any]
+  given: Sequence[Any]
+  refs: Sequence[Any]
 
   def pairs(self, flat) -> list[tuple[Any, Any]]:
     """(data, scales or None) of every output, from either of each in a row."""
@@ -151,26 +203,37 @@ class _Program:
     return [(next(items), next(items) if o.given is None else None) for o in self.outputs]
 
   def memory(self):
-    """x's tile, a tile and its scales per output, amaxes of rows, the barrier of TMA."""
+    """Tiles of matrices and factors, of outputs and their scales, amaxes, the barrier of TMA."""
+    tiles = [swizzled((TILE, TILE), x.dtype) for x in self.matrices]
     results = []
     for out in self.outputs:
       results.append(swizzled((TILE, TILE), out.quant.format.dtype))
       if out.given is None:
         results.append(plgpu.SMEM((TILE,), jnp.float32))
     line = plgpu.SMEM((TILE,), jnp.float32)
-    return swizzled((TILE, TILE), self.x.dtype), *results, line, plgpu.Barrier()
+    barrier = plgpu.Barrier(num_arrivals=len(tiles) + len(self.factors))
+    return *tiles, *[line] * len(self.factors), *results, line, barrier
 
-  def run(self, x_smem, *rest):
-    *results, amaxes, barrier = rest
+  def run(self, *memory):
+    *memory, amaxes, barrier = memory
+    first, second = len(self.matrices), len(self.matrices) + len(self.factors)
+    tiles, factors, results = memory[:first], memory[first:second], memory[second:]
     places = [pl.ds(lax.axis_index(name) * TILE, TILE) for name in ("i", "j")]
-    plgpu.copy_gmem_to_smem(self.x.at[places[0], places[1]], x_smem, barrier)
+    for x, tile in zip(self.matrices, tiles):
+      plgpu.copy_gmem_to_smem(x.at[places[0], places[1]], tile, barrier)
+    for axis, x, line in zip(self.producer.factors, self.factors, factors):
+      plgpu.copy_gmem_to_smem(x.at[places[axis]], line, barrier)
     plgpu.barrier_wait(barrier)
-    of_tile = None
-    if any(out.is_tiled for out in self.outputs):
-      of_tile = self.amax_of_tile(x_smem, amaxes)
+    if self.producer != producers.IDENTITY:
+      self.produce(tiles, factors)
+    of_tiles = {
+      n: self.amax_of_tile(tiles[n], amaxes)
+      for n in dict.fromkeys(out.result for out in self.outputs if out.is_tiled)
+    }
     results, refs = self.pairs(results), self.pairs(self.refs)
     for out, (data, scales) in zip(self.outputs, results):
-      view = x_smem if out.along == 1 else x_smem.transpose((1, 0))
+      x, of_tile = tiles[out.result], of_tiles.get(out.result)
+      view = x if out.along == 1 else x.transpose((1, 0))
       for start in range(0, TILE, _ROWS):
         at = pl.ds(start, _ROWS)
         x = plgpu.load(view.at[at], layout=_WGMMA).astype(jnp.float32)
@@ -186,6 +249,20 @@ class _Program:
       if scales is not None:
         plgpu.copy_smem_to_gmem(scales, lines_ref.at[line, free])
     plgpu.wait_smem_to_gmem(0)
+
+  def produce(self, tiles, factors):
+    """Result n takes the place of matrix n."""
+    for start in range(0, TILE, _ROWS):
+      at = pl.ds(start, _ROWS)
+      operands = [plgpu.load(t.at[at], layout=_WGMMA).astype(jnp.float32) for t in tiles]
+      for axis, line in zip(self.producer.factors, factors):
+        # Per row: as many as there are rows here, one for every column of the tile; or otherwise.
+        line, layout = (line.at[at], _WGMMA.reduce(1)) if axis == 0 else (line, _WGMMA.reduce(0))
+        factor = plgpu.load(line, layout=layout)
+        operands.append(lax.broadcast_in_dim(factor, (_ROWS, TILE), [axis]))
+      for tile, result in zip(tiles, self.producer.function(*operands)):
+        tile[at] = result.astype(tile.dtype)
+    plgpu.commit_smem()
 
   def narrow(self, x, out: _Output, of_tile):
     """(64 rows of the tile in FP8, their scales)."""

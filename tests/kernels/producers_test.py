@@ -1,0 +1,75 @@
+"""Norm and SwiGLU on the way into the quantizer: what is narrow is what would have been written."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax import recipes
+from fp8jax.kernels.quantize import mosaic_sm90, producers
+from fp8jax.ops import basic
+from fp8jax.quant import quantize
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+BLOCK, TENSOR = recipes.RECIPES["block_128_pow2"], recipes.RECIPES["tensor_current"]
+ACTIVATION = {1: BLOCK.fwd.lhs, 0: BLOCK.wgrad.lhs}
+ROWS, COLUMNS = 144, 272
+
+
+def _normal(rng, *shape):
+  return jnp.asarray(rng.standard_normal(shape) * np.exp(rng.standard_normal(shape[0]))[:, None],
+                     jnp.bfloat16)  # fmt: skip
+
+
+def _check(made, wide, exact: bool):
+  """Scaled operands against the quantized bfloat16 matrix `wide`.
+
+  Not exact: where the last bit of an exponential differs, bfloat16 may round to its neighbour, and
+  FP8 then, rarely, to its own.
+  """
+  for along, quant in ACTIVATION.items():
+    want = jax.jit(lambda x, q=quant, c=along: quantize.quantize(x, q, contraction=c))(wide)
+    got_data, want_data = (np.asarray(m.data, np.float32) for m in (made[along], want))
+    differs = (got_data != want_data) | np.repeat(made[along].scale != want.scale, 128, 1)[
+      :, : want_data.shape[1]
+    ]
+    assert np.mean(differs) <= (0 if exact else 2e-3)
+    got, want = made[along].dequantize(), want.dequantize()
+    step = np.abs(want) / 8 + np.asarray(want).max() * 2.0**-9
+    assert np.all(np.abs(got - want) <= (0 if exact else step))
+
+
+def test_norm_is_quantized_as_it_would_have_been_written(rng):
+  x, weight = _normal(rng, ROWS, COLUMNS), jnp.asarray(rng.standard_normal(COLUMNS), jnp.float32)
+  scale = jax.jit(lambda x: producers.rms_scale(x, 1e-6))(x)
+  (made,) = mosaic_sm90.quantize_produced(producers.RMS_NORM, (x,), (scale, weight), (ACTIVATION,))
+  _check(made, jax.jit(lambda x, w: basic.rms_norm(x, w, 1e-6))(x, weight), exact=True)
+
+
+def test_swiglu_is_quantized_as_it_would_have_been_written(rng):
+  gate, up = _normal(rng, ROWS, COLUMNS), _normal(rng, ROWS, COLUMNS)
+  (made,) = mosaic_sm90.quantize_produced(producers.SWIGLU, (gate, up), (), (ACTIVATION,))
+  _check(made, jax.jit(basic.silu_mul)(gate, up), exact=False)
+
+
+def test_gradients_of_swiglu_are_quantized_as_they_would_have_been_written(rng):
+  g, gate, up = (_normal(rng, ROWS, COLUMNS) for _ in range(3))
+  made = mosaic_sm90.quantize_produced(
+    producers.SWIGLU_BACKWARD, (g, gate, up), (), (ACTIVATION, ACTIVATION)
+  )
+  wanted = jax.jit(lambda g, *x: jax.vjp(basic.silu_mul, *x)[1](g))(g, gate, up)
+  for one, want in zip(made, wanted, strict=True):
+    _check(one, want, exact=False)
+
+
+def test_what_does_not_fit_is_refused(rng):
+  x = _normal(rng, ROWS, COLUMNS)
+  run = mosaic_sm90.quantize_produced
+  with pytest.raises(ValueError, match=r"swiglu got .* expected \(2, 0, 1\)"):
+    run(producers.SWIGLU, (x,), (), (ACTIVATION,))
+  with pytest.raises(ValueError, match="all matrices alike"):
+    run(producers.SWIGLU, (x, x[:128]), (), (ACTIVATION,))
+  with pytest.raises(ValueError, match="not one of the tensor"):
+    run(producers.SWIGLU, (x, x), (), ({1: TENSOR.fwd.lhs},))
+  with pytest.raises(ValueError, match="multiple of 16"):
+    run(producers.SWIGLU, (x[:, :100],) * 2, (), (ACTIVATION,))
