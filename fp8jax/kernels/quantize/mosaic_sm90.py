@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels.quantize import producers
-from fp8jax.kernels.scaled_matmul.mosaic_sm90 import swizzled
+from fp8jax.kernels.smem import swizzled
 from fp8jax.quant import quantize, scaled
 from fp8jax.recipe import CURRENT, WHOLE, Quant, Rounding, Scale
 

@@ -46,6 +46,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import E4M3, E5M2
+from fp8jax.kernels import smem
 from fp8jax.kernels.scaled_matmul import tiles
 from fp8jax.kernels.scaled_matmul.tiles import BLOCK, CONSUMERS, WGMMA_ROWS, Config
 from fp8jax.quant import scaled
@@ -113,28 +114,14 @@ def matmul(
     ValueError: a config that does not fit, an add_to that is not what D would be.
   """
   (m, k), n = a.data.shape, b.data.shape[-2]
-  is_tiled, is_sum = b.tile[0] == BLOCK, add_to is not None
-  shape = (num_groups,) * bool(num_groups) + (m, n)
-  if add_to is not None and not (
-    add_to.shape == shape and add_to.dtype == out_dtype == jnp.float32
-  ):
-    raise ValueError(
-      f"add_to is {add_to.dtype}{list(add_to.shape)} and the result {jnp.dtype(out_dtype)}; "
-      f"expected both float32{list(shape)}"
-    )
+  is_sum, shape = add_to is not None, (num_groups,) * bool(num_groups) + (m, n)
+  if add_to is not None:
+    tiles.check_sum(add_to, shape, out_dtype)
+  is_tiled = b.tile[0] == BLOCK
   config = config or tiles.best(m, n, k, is_tiled, out_dtype)
-  tiles.check(config, n, out_dtype)
-  # Scales as TMA reads them: along a row of A, in lines of 16 bytes.
-  a_scale = _lines(a.scale.T)
-  b_scale = b.scale.swapaxes(-1, -2)
+  tiles.check(config, n, out_dtype, of_rows=groups is not None and not num_groups)
   per_column = not is_tiled or config.tile_n != BLOCK
-  if per_column:
-    b_scale = _lines(scaled.expand(b_scale, b_scale.ndim - 1, b.tile[0], n))
-  operands = [a.data, b.data, a_scale, b_scale]
-  if groups is not None:
-    if not num_groups and (config.tile_m, config.cluster_m) != (BLOCK, 1):
-      raise ValueError(f"{config}: groups of rows need tile_m={BLOCK} and cluster_m=1")
-    operands.append(jnp.append(groups, -1))  # after the last step comes another group
+  operands = _operands(a, b, groups, per_column)
   programs = num_cores() // config.cluster_m
 
   def scaled_matmul(*refs):
@@ -160,6 +147,16 @@ def matmul(
   return jax.freeze(d)
 
 
+def _operands(a: scaled.Scaled, b: scaled.Scaled, groups, per_column: bool) -> list[jax.Array]:
+  """What the kernel reads, in the order of _Global; scales in lines as TMA reads them."""
+  b_scale = b.scale.swapaxes(-1, -2)
+  if per_column:
+    b_scale = _lines(scaled.expand(b_scale, b_scale.ndim - 1, b.tile[0], b.data.shape[-2]))
+  operands = [a.data, b.data, _lines(a.scale.T), b_scale]
+  # After the last step comes another group.
+  return operands if groups is None else [*operands, jnp.append(groups, -1)]
+
+
 def _lines(scale):
   """[..., K / 128, rows] with rows padded to 16 bytes."""
   pads = [(0, 0)] * (scale.ndim - 1) + [(0, -scale.shape[-1] % 4)]
@@ -170,15 +167,6 @@ def num_cores() -> int:
   """SMs of the device that JAX computes on, those of an H200 if it is not a GPU."""
   device = jax.devices()[0]
   return device.core_count if device.platform == "gpu" else 132
-
-
-def swizzled(shape, dtype):
-  """Shared memory that TMA and the matrix unit address alike, free of bank conflicts."""
-  size = jnp.dtype(dtype).itemsize
-  swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
-  transforms: list[Any] = [plgpu.TilingTransform, plgpu.SwizzleTransform]  # abstract to pyright
-  tiling, swizzling = transforms[0]((8, swizzle // size)), transforms[1](swizzle)
-  return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
 
 
 class _Global(NamedTuple):
@@ -260,11 +248,11 @@ class _Program:
     else:
       kind = plgpu.Barrier
     memory = _Shared(
-      a=swizzled((c.stages, c.tile_m, BLOCK), of.a.dtype),
-      b=swizzled((c.stages, c.tile_n, BLOCK), of.b.dtype),
+      a=smem.swizzled((c.stages, c.tile_m, BLOCK), of.a.dtype),
+      b=smem.swizzled((c.stages, c.tile_n, BLOCK), of.b.dtype),
       a_scale=plgpu.SMEM((c.stages, c.tile_m), jnp.float32),
       b_scale=plgpu.SMEM((c.stages, c.tile_n) if self.per_column else (1, 4), jnp.float32),
-      d=swizzled((CONSUMERS, buffers, WGMMA_ROWS, columns), of.d.dtype),
+      d=smem.swizzled((CONSUMERS, buffers, WGMMA_ROWS, columns), of.d.dtype),
       full=plgpu.Barrier(num_arrivals=3 + self.per_column, num_barriers=c.stages),
       empty=kind(num_arrivals=CONSUMERS, num_barriers=c.stages),
     )

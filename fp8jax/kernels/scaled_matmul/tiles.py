@@ -45,8 +45,10 @@ class Config:
   producer: str = "warpgroup"
 
 
-def check(config: Config, n: int, out_dtype):
-  """Raises ValueError if a kernel cannot be cut up so; says why."""
+def check(config: Config, n: int, out_dtype, of_rows: bool = False):
+  """Raises ValueError if a kernel, of groups of rows perhaps, cannot be cut up so; says why."""
+  if of_rows and (config.tile_m, config.cluster_m) != (BLOCK, 1):
+    raise ValueError(f"{config}: groups of rows need tile_m={BLOCK} and cluster_m=1")
   parts = config.tile_m // (CONSUMERS * WGMMA_ROWS)
   if parts not in (1, 2) or config.tile_m % (CONSUMERS * WGMMA_ROWS):
     raise ValueError(f"{config}: tile_m must be 128 or 256")
@@ -58,6 +60,15 @@ def check(config: Config, n: int, out_dtype):
     raise ValueError(f"rows of D are {n} x {out_dtype}: TMA stores multiples of 16 bytes")
   if (need := smem_bytes(config, out_dtype)) > SMEM_BYTES:
     raise ValueError(f"{config} needs {need} bytes of shared memory; there are {SMEM_BYTES}")
+
+
+def check_sum(add_to, shape: tuple[int, ...], out_dtype):
+  """Raises ValueError if add_to is not what the result will be."""
+  if not (add_to.shape == shape and add_to.dtype == out_dtype == jnp.float32):
+    raise ValueError(
+      f"add_to is {add_to.dtype}{list(add_to.shape)} and the result {jnp.dtype(out_dtype)}; "
+      f"expected both float32{list(shape)}"
+    )
 
 
 def smem_bytes(config: Config, out_dtype) -> int:
