@@ -282,6 +282,11 @@ def test_nothing_stands_between_quantizer_and_gemm():
   assert not found["gives"], found
   # Two layers in one loop: 7 sites, of which q, k, v and gate, up share x.
   assert found["kernels"] == {"scaled_matmul": 21, "quantize_fp8": 7 + 2 * 7 + 2 * 4}
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_nothing_is_transposed_before_cublas():
   found = elsewhere("narrow_work('tensor_current')")
   # XLA stacks the operands of small GEMMs that share the other one, to multiply once.
   stacked = [line for line in found["gives"] if line.endswith(" concatenate")]

@@ -189,12 +189,14 @@ def test_processes_continue_with_disjoint_halves_of_the_batch(two, prepared):
   assert sorted(rows) == sorted(want) and len(set(rows)) == BATCH
 
 
+@pytest.mark.slow
 def test_positions_of_two_processes_do_not_serve_one(launch, two):
   ((_, error),) = launch(two.workdir, 1).finish(code=1)
   assert f"the data were read differently until step {STEPS}" in error
   assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_two_processes_export_what_one_restores(launch, two):
   found = launch(two.workdir, 2, "--job=export", "--config.export.dtype=float32").finish()
   assert ['"dtype": "float32"' in output for output, _ in found] == [True, False]

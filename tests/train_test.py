@@ -121,10 +121,9 @@ def _one_device(recipe):
 
 @pytest.mark.parametrize(
   "shape, recipe",
-  [((2, 2, 2), "block_128")]
-  + [pytest.param(s, "block_128", marks=pytest.mark.slow) for s in MESHES if s != (2, 2, 2)]
-  + [pytest.param(s, "bf16", marks=pytest.mark.slow) for s in MESHES],
+  [(s, r) for r in ("block_128", "bf16") for s in MESHES],
 )
+@pytest.mark.slow  # one step: invariance_test.py; ten, in two processes: multiprocess_test.py
 def test_twenty_steps_on_a_mesh_equal_one_device(shape, recipe):
   """Each step from the state that one device had there, and then the run left to itself.
 
@@ -148,6 +147,7 @@ def test_twenty_steps_on_a_mesh_equal_one_device(shape, recipe):
   np.testing.assert_allclose(losses, want, rtol=tolerances.MESH_STEP[recipe])
 
 
+@pytest.mark.slow  # a step: invariance_test.py
 def test_accumulation_equals_the_whole_batch():
   want = [values["loss"] for _, values in _one_device("bf16")[:5]]
   for accumulation in (2, 8):

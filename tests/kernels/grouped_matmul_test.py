@@ -58,8 +58,16 @@ def _oracle(x, g, w, sizes):
   return y, dx, np.stack([x[p].T @ g[p] for p in parts])
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("backend", ["reference", "mosaic_sm90"])
+@pytest.mark.parametrize(
+  "backend, sizes",
+  [
+    pytest.param(
+      b, SIZES[s], marks=[pytest.mark.slow] if s in ("one", "few") else [], id=f"{b} {s}"
+    )
+    for b in ("reference", "mosaic_sm90")
+    for s in SIZES
+  ],
+)
 def test_products_are_exact_on_lattice(rng, interpreted, backend, sizes):
   x, g, w, groups = _operands(rng, sizes)
   run = jax.jit(_products, static_argnames="backend")

@@ -49,8 +49,15 @@ def _same_bits(got, want):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
-@pytest.mark.parametrize("which", [(1,), (0,), (1, 0)], ids=["rows", "columns", "both"])
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+  "name, which",
+  # One direction alone is part of both; the other kinds of it under the marker `slow`.
+  [
+    pytest.param(n, w, marks=[pytest.mark.slow] if w != (1, 0) and n != "activation" else [])
+    for n in PAIRS
+    for w in ((1,), (0,), (1, 0))
+  ],
+)
 def test_kernel_is_the_quantizer(rng, name, which, dtype):
   x, quants = _matrix(rng, dtype), {along: PAIRS[name][along] for along in which}
   assert all(mosaic_sm90.supports(x, q, along) is None for along, q in quants.items())

@@ -196,7 +196,9 @@ def test_loss_and_gradient_equal_float64(rng, name):
     assert abs(got - want) < GRADIENT * np.linalg.norm(g), path
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+  "name", [pytest.param(n, marks=[pytest.mark.slow] if i else []) for i, n in enumerate(MODELS)]
+)
 def test_every_site_watches_its_own_weight_once(rng, name):
   """A site used by two GEMMs would add their observations; one that none uses would see zero."""
   cfg = MODELS[name]

@@ -39,7 +39,7 @@ def _gemms(eqn, operands, recipe, backend, products=1):
 
 @pytest.mark.parametrize(
   "recipe, eqn, sizes",
-  [(r, *EQUATIONS[0]) for r in RECIPES + TENSOR]
+  [(r, *EQUATIONS[0]) for r in RECIPES[::2] + TENSOR]
   + [("block_128_hybrid", *e) for e in EQUATIONS[1:]],
 )
 def test_dot_by_kernels_is_the_references(rng, recipe, eqn, sizes):

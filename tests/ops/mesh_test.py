@@ -113,7 +113,9 @@ def test_hopper_kernel_on_a_mesh_is_exact(rng, interpreted_on_mesh, shape):
 
 
 @pytest.mark.parametrize("recipe", ["block_128", "block_128_saved"])
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize(
+  "shape", [(2, 2, 2), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("eqn", [e for e, _ in EQUATIONS[:2]])
 def test_operands_of_hopper_kernels_lie_right_on_a_mesh(rng, monkeypatch, eqn, shape, recipe):
   """What surrounds the kernels: the same layouts, operands made ahead, plain JAX in their place."""
@@ -159,7 +161,9 @@ def test_dot_on_a_mesh_scales_like_one_device(rng, shape):
 
 
 @pytest.mark.parametrize("recipe", ["tensor_current", "tensor_current_saved"])
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize(
+  "shape", [(2, 2, 2), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str
+)
 def test_one_scale_made_ahead_is_that_of_all_devices(rng, monkeypatch, shape, recipe):
   """The operands of XLA's dot by the Hopper quantizer, plain JAX in its place."""
   calls = []
