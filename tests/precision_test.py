@@ -66,7 +66,7 @@ STATIC_LATE = {"precision.schedule": ((3, ((".*", "e4m3_static"),)),)}
   ],
 )
 def test_run_is_the_same_interrupted_and_evaluated(tmp_path, changes, monkeypatch):
-  """Six steps, and six with an evaluation after each, stopped after 3 of them, where its recipe changes."""
+  """Six steps, and six with an evaluation after each, stopped where the recipe changes."""
   _train(tmp_path / "whole", **changes)
   plan = _plan(**changes)
   for stop in (3, 6):
