@@ -45,15 +45,8 @@ def hopper(gemm: Gemm, sizes: tuple[int, int, int] = _SIZES) -> None:
 
   got = np.asarray(multiply(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b)))
   want = np.inner(a.astype(np.float64), b.astype(np.float64)).astype(np.float32)
-  wrong = np.argwhere(got != want)
-  if len(wrong):
-    i, j = wrong[0]
-    raise UserError(
-      f"kernels.matmul: on this device mosaic_sm90 multiplies {gemm.lhs} by {gemm.rhs} wrongly: "
-      f"{len(wrong)} of {got.size} elements, the first [{i}, {j}] {got[i, j]} instead of "
-      f"{want[i, j]}. Set kernels.matmul='reference', which is slow and correct, and report this "
-      "with `nvidia-smi` and `pip freeze`"
-    )
+  what = f"mosaic_sm90 multiplies {gemm.lhs} by {gemm.rhs}"
+  _refuse_if_wrong(got, want, what, "'reference', which is slow and correct")
 
 
 def quantizer(gemm: Gemm, sizes: tuple[int, int] = _SIZES[:2]) -> None:
@@ -72,14 +65,19 @@ def quantizer(gemm: Gemm, sizes: tuple[int, int] = _SIZES[:2]) -> None:
     make = jax.jit(lambda x, q=quant: mosaic_sm90.quantize_matrix(x, {1: q, 0: q}, amax))
     for along, made in make(jnp.asarray(x, jnp.bfloat16)).items():
       got, want = np.asarray(made.dequantize()), x if along == 1 else x.T
-      wrong = np.argwhere(got != want)
-      if len(wrong):
-        i, j = wrong[0]
-        raise UserError(
-          f"kernels.matmul: on this device xla_sm90 makes {quant} wrongly: {len(wrong)} of "
-          f"{got.size} elements, the first [{i}, {j}] {got[i, j]} instead of {want[i, j]}. Set "
-          "kernels.matmul='xla', and report this with `nvidia-smi` and `pip freeze`"
-        )
+      _refuse_if_wrong(got, want, f"xla_sm90 makes {quant}", "'xla'")
+
+
+def _refuse_if_wrong(got: np.ndarray, want: np.ndarray, what: str, instead: str) -> None:
+  """Raises UserError unless all elements are equal: `what` was done wrongly, choose `instead`."""
+  wrong = np.argwhere(got != want)
+  if len(wrong):
+    i, j = wrong[0]
+    raise UserError(
+      f"kernels.matmul: on this device {what} wrongly: {len(wrong)} of {got.size} elements, the "
+      f"first [{i}, {j}] {got[i, j]} instead of {want[i, j]}. Set kernels.matmul={instead}, and "
+      "report this with `nvidia-smi` and `pip freeze`"
+    )
 
 
 def _lattice(rows: int, columns: int) -> np.ndarray:
