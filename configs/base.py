@@ -82,6 +82,10 @@ def get_config(arm=""):
   c.data.prefetch = 2  # batches kept ready
 
   c.optim = ConfigDict()
+  c.optim.rule = "adam"  # AdamW, or "lion"
+  # How moments are kept between steps: "float32", or a name in optim/moments.py: "coat", "sqrt_v",
+  # "tensor_e4m3_e5m2", "e4m3_256", "fp8lm", "bf16", "bf16_sr". Norms and biases stay float32.
+  c.optim.moments = "float32"
   c.optim.schedule = "wsd"  # "wsd" (warm up, hold, cosine tail), "cosine" or "constant"
   c.optim.peak_lr = 1e-3
   c.optim.min_lr = 1e-4  # where the tail ends: one step after the last

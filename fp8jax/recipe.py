@@ -27,6 +27,7 @@ class Scale(enum.Enum):
   EVEN = "even"
   # NVFP4 (arXiv:2509.25149, appendix B): an E4M3 scale per tile, over one float32 for the tensor.
   E4M3_OVER_F32 = "e4m3_over_f32"
+  NONE = "none"  # 16 and 32 bits have the range to do without
 
 
 class Rounding(enum.Enum):
@@ -96,8 +97,32 @@ class Hadamard:
 
 
 @dataclasses.dataclass(frozen=True)
+class SquareRoot:
+  """Stores the square root: what must not be negative then spans half as many binades."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Expand:
+  """Dynamic range expansion (COAT, arXiv:2410.19313 §4): stores |x|^k of every group.
+
+  k, a multiple of 1/16, stretches the group's own range over `target`.
+
+  Attributes:
+    target: ratio of the largest to the smallest stored magnitude. COAT's code has 448^2 / 2, which
+      leaves the smallest at 2.3 steps of E4M3; its paper 448 * 2^9.
+  """
+
+  target: float = 448.0**2 / 2
+
+
+Transform = Hadamard | SquareRoot | Expand
+
+
+@dataclasses.dataclass(frozen=True)
 class Quant:
-  """How one GEMM operand is made narrow, seen as a matrix of rows x contraction.
+  """How one tensor is made narrow: a GEMM operand, or what is kept between steps or passes.
+
+  A GEMM operand is seen as a matrix of rows x contraction; for anything else see quant/packed.py.
 
   Attributes:
     format: the narrow format of the data.
@@ -106,7 +131,9 @@ class Quant:
     scale: how a tile's scale is chosen and stored.
     source: which amax the scale is chosen from.
     rounding: how elements are rounded.
-    transform: applied before quantising; the product undoes it.
+    transform: applied before quantising; the product undoes a Hadamard, reading the others.
+    keeps_nonzero: what is not 0 becomes the smallest magnitude of its tile rather than 0. A second
+      moment of 0 under a first one that is not makes Adam divide by eps alone.
   """
 
   format: Format
@@ -114,17 +141,27 @@ class Quant:
   scale: Scale = Scale.F32
   source: Source = CURRENT
   rounding: Rounding = Rounding.NEAREST
-  transform: Hadamard | None = None
+  transform: Transform | None = None
+  keeps_nonzero: bool = False
 
   def __post_init__(self):
     if len(self.tile) != 2 or any(not isinstance(t, int) or t < 0 for t in self.tile):
       raise ValueError(
         f"tile={self.tile!r} must be two extents (rows, contraction), each >= 1 or WHOLE={WHOLE}"
       )
-    if not self.format.is_narrow:
+    if not self.format.mantissa_bits:
+      raise ValueError(f"format={self.format} holds scales, not elements; take e4m3, e5m2, ...")
+    if self.scale is Scale.NONE and (self.format.is_narrow or self.tile != (WHOLE, WHOLE)):
       raise ValueError(
-        f"format={self.format} is no element format of a GEMM operand; to multiply in the compute "
-        "dtype give None instead of a Quant"
+        f"scale='none' with format={self.format}, tile={self.tile}: 8 bits need a scale, and "
+        f"without one there are no tiles; set scale='f32', or tile=({WHOLE}, {WHOLE}) and 16 bits"
+      )
+    if isinstance(self.transform, Expand) and (
+      not self.format.is_narrow or self.scale is not Scale.F32
+    ):
+      raise ValueError(
+        f"transform={self.transform} with format={self.format}, scale={self.scale.value!r}: what "
+        "is expanded fills 8 bits under a float32 amax; set scale='f32' and an FP8 format"
       )
     if self.source != CURRENT and self.tile != (WHOLE, WHOLE):
       raise ValueError(
@@ -140,7 +177,10 @@ class Quant:
     rows, contraction = ("*" if t == WHOLE else str(t) for t in self.tile)
     extra = "" if self.source == CURRENT else f" {type(self.source).__name__.lower()}"
     extra += "" if self.rounding is Rounding.NEAREST else " stochastic"
-    extra += f" hadamard{self.transform.size}" if self.transform else ""
+    extra += f" hadamard{self.transform.size}" if isinstance(self.transform, Hadamard) else ""
+    extra += " square root" if isinstance(self.transform, SquareRoot) else ""
+    extra += " expanded" if isinstance(self.transform, Expand) else ""
+    extra += " nonzero" if self.keeps_nonzero else ""
     return f"{self.format.name} {rows}x{contraction} {self.scale.value}{extra}"
 
 
@@ -171,7 +211,19 @@ class Gemm:
         "the product of two operands rotated differently is another product"
       )
     for name, quant in (("lhs", self.lhs), ("rhs", self.rhs)):
-      if quant is None or quant.tile[1] == WHOLE:
+      if quant is None:
+        continue
+      if not quant.format.is_narrow:
+        raise ValueError(
+          f"{name}.format={quant.format} is no element format of a GEMM operand; to multiply in "
+          "the compute dtype give None instead of a Quant"
+        )
+      if isinstance(quant.transform, SquareRoot | Expand) or quant.keeps_nonzero:
+        raise ValueError(
+          f"{name}={quant}: a product of square roots or powers is not the product. These are for "
+          "what is kept, such as an optimizer's moments; leave transform and keeps_nonzero out"
+        )
+      if quant.tile[1] == WHOLE:
         continue
       if self.accumulate is None or quant.tile[1] % self.accumulate:
         raise ValueError(
@@ -282,32 +334,45 @@ class Recipe:
     return cls(description["name"], **gemms, save=Save(description["save"]))
 
 
-_SOURCES = {"current": Current, "delayed": Delayed, "static": Static}
+_KINDS: dict[str, Any] = {
+  t.__name__.lower(): t for t in (Current, Delayed, Static, Hadamard, SquareRoot, Expand)
+}
+
+
+def _kind(value) -> dict[str, Any]:
+  return {"kind": type(value).__name__.lower()}
+
+
+def _of_kind(description: dict[str, Any] | None) -> Any:
+  if not description:
+    return None
+  fields = dict(description)
+  return _KINDS[fields.pop("kind")](**fields)
 
 
 def _quant_to_dict(q: Quant | None) -> dict[str, Any] | None:
   if q is None:
     return None
-  kind = type(q.source).__name__.lower()
   return {
     "format": q.format.name,
     "tile": list(q.tile),
     "scale": q.scale.value,
-    "source": {"kind": kind, **dataclasses.asdict(q.source)},
+    "source": _kind(q.source) | dataclasses.asdict(q.source),
     "rounding": q.rounding.value,
-    "transform": q.transform and dataclasses.asdict(q.transform),
+    "transform": q.transform and _kind(q.transform) | dataclasses.asdict(q.transform),
+    "keeps_nonzero": q.keeps_nonzero,
   }
 
 
 def _quant_from_dict(q: dict[str, Any] | None) -> Quant | None:
   if q is None:
     return None
-  source = dict(q["source"])
   return Quant(
     FORMATS[q["format"]],
     tuple(q["tile"]),
     Scale(q["scale"]),
-    _SOURCES[source.pop("kind")](**source),
+    _of_kind(q["source"]) or CURRENT,
     Rounding(q["rounding"]),
-    q["transform"] and Hadamard(**q["transform"]),
+    _of_kind(q["transform"]),
+    q["keeps_nonzero"],
   )

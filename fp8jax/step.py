@@ -15,7 +15,7 @@ from fp8jax.kernels import backend as backend_lib
 from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
 from fp8jax.optim import build as optim_build
-from fp8jax.quant import observe
+from fp8jax.quant import observe, packed
 from fp8jax.state import State
 
 
@@ -23,19 +23,28 @@ def abstract_state(plan: config.Plan, step: int = 0) -> State:
   """Shapes, dtypes and shardings of the state after `step` steps; allocates nothing."""
   layout = plan.run.layout
   params = params_lib.abstract(plan.declaration, plan.model.dims, layout)
-  tx = optim_build.build(plan.optim, plan.declaration)
+  tx = optim_build.build(plan.optim, plan.declaration, plan.config.seed)
   scalar = None if layout.mesh is None else NamedSharding(layout.mesh, PartitionSpec())
 
   def everywhere(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=scalar)
 
+  def beside(moment, param):
+    if not isinstance(moment, packed.Packed):
+      return param
+    placed = packed.shardings(moment, param.sharding)
+    return jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), moment, placed
+    )
+
   # Moments have the shape of a parameter and live where it lives; the rest are small.
   opt = optax.tree_map_params(
     tx,
-    lambda _, p: p,
+    beside,
     jax.eval_shape(tx.init, params),
     params,
     transform_non_params=everywhere,
+    is_leaf=lambda x: isinstance(x, packed.Packed),
   )
   # What the last step wrote; a fresh state is calibrated before its first.
   memories = {} if step == 0 else site_lib.memories(plan.sites(phase=plan.phase(step - 1)))
@@ -57,7 +66,7 @@ def abstract_state(plan: config.Plan, step: int = 0) -> State:
 def make_state(plan: config.Plan, params=None) -> State:
   """A fresh state, sharded at birth; random parameters unless some are given."""
   abstract = abstract_state(plan)
-  tx = optim_build.build(plan.optim, plan.declaration)
+  tx = optim_build.build(plan.optim, plan.declaration, plan.config.seed)
 
   def init(key, params):
     if params is None:
@@ -120,7 +129,8 @@ def make_step(plan: config.Plan):
   loud sites (Plan.sites) the same function, traced a second time, also returns what every site saw
   in metrics["seen"].
   """
-  tx = optim_build.build(plan.optim, plan.declaration)
+  tx = optim_build.build(plan.optim, plan.declaration, plan.config.seed)
+  rest = jax.tree.map(lambda x: x.sharding, abstract_state(plan).opt)
   schedule = optim_build.schedule(plan.optim)
   # A dynamic loss scale meets overflows on purpose, to find the largest that does not.
   stop = plan.config.optim.on_nonfinite == "stop" and plan.config.loss_scale.kind == "none"
@@ -134,6 +144,8 @@ def make_step(plan: config.Plan):
     rate = schedule(state.step)
     with jax.named_scope("optimizer"):
       updates, opt = tx.update(gradient, state.opt, state.params)
+      if plan.run.layout.mesh is not None:
+        opt = jax.lax.with_sharding_constraint(opt, rest)  # scales too come to rest where they were
       updates = optax.tree.scale(-jnp.asarray(rate), updates)
 
     # Narrow formats saturate: an infinity can pass through a product unnoticed, so sites are asked.

@@ -6,7 +6,7 @@ from fp8jax import axes, params
 from fp8jax.ops import collectives
 from fp8jax.ops import rules as rules_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.recipe import WHOLE, Recipe
+from fp8jax.recipe import WHOLE, Hadamard, Recipe
 
 
 def find_misaligned_tiles(declaration, dims, rules, layout: axes.Layout, tokens: int) -> list[str]:
@@ -61,10 +61,10 @@ def find_broken_rotations(declaration, dims, rules, tokens: int) -> list[str]:
     recipe = rules_lib.recipe_by_name(name)
     contracted, produced = (math.prod(dims[c] for c in part) for part in found[path].gemm_letters)
     for which, extent in (("fwd", contracted), ("dgrad", produced), ("wgrad", tokens)):
-      quant = getattr(recipe, which).lhs
-      if quant is not None and quant.transform is not None and extent % quant.transform.size:
+      rotation = getattr(recipe, which).lhs and getattr(recipe, which).lhs.transform
+      if isinstance(rotation, Hadamard) and extent % rotation.size:
         problems.append(
-          f"{path}, {which}: recipe {name!r} rotates blocks of {quant.transform.size} and the "
+          f"{path}, {which}: recipe {name!r} rotates blocks of {rotation.size} and the "
           f"product contracts {extent} on a device, no multiple of it; change batch or length, or "
           f"give {path} another recipe"
         )

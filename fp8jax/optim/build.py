@@ -1,4 +1,4 @@
-"""From numbers to Optax values: a chain (clip, Adam, decoupled weight decay) and a schedule.
+"""From numbers to Optax values: a chain (clip, Adam or Lion, weight decay) and a schedule.
 
 The learning rate multiplies the chain's output in the train step, by the step's own number: a
 skipped update then loses its turn instead of delaying the schedule.
@@ -9,24 +9,31 @@ import dataclasses
 import optax
 
 from fp8jax import params as params_lib
+from fp8jax.optim import adam, moments
 
 SCHEDULES = ("wsd", "cosine", "constant")
+RULES = ("adam", "lion")
 
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
-  """AdamW and its learning rate.
+  """AdamW, or Lion, and its learning rate.
 
   Attributes:
+    rule: "adam", or "lion" (arXiv:2302.06675), which has one moment and wants a learning rate three
+      to ten times smaller.
+    moments: how moments are kept, a name in moments.PRESETS.
     schedule: "wsd": linear warm-up, constant, cosine from peak_lr to min_lr over the last
       decay_steps (InfiR2's WSD with a cosine tail, arXiv:2509.22536); "cosine": warm-up, then
       cosine to min_lr, reached one step after the last; "constant": warm-up, then peak_lr.
     peak_lr, min_lr, warmup_steps, decay_steps, steps: its numbers, in steps.
-    b1, b2, eps: Adam.
+    b1, b2, eps: of Adam; b1 and b2 of Lion.
     weight_decay: decoupled (Loshchilov & Hutter 2019, arXiv:1711.05101).
     clip: global gradient norm, 0 for none.
   """
 
+  rule: str
+  moments: str
   schedule: str
   peak_lr: float
   min_lr: float
@@ -57,6 +64,11 @@ class Optim:
         found.append(f"optim.{name}={getattr(self, name)} must not be negative")
     if self.eps <= 0:
       found.append(f"optim.eps={self.eps} must be positive")
+    kept = moments.PRESETS.get(self.moments)
+    if kept is not None:
+      kept = kept if self.rule == "adam" else moments.Moments(kept.mu)
+      words = moments.problems(kept, self.b2)
+      found.extend(f"optim.moments={self.moments!r}: {words_of_one}" for words_of_one in words)
     return found
 
 
@@ -79,11 +91,27 @@ def schedule(optim: Optim) -> optax.Schedule:
   return optax.schedules.join_schedules(pieces, starts)
 
 
-def build(optim: Optim, declaration) -> optax.GradientTransformation:
-  """The chain for parameters with these declarations; its updates still want -learning_rate."""
+def build(optim: Optim, declaration, seed: int = 0) -> optax.GradientTransformation:
+  """The chain for parameters with these declarations; its updates still want -learning_rate.
+
+  Norms and biases, which weight decay leaves alone, keep float32 moments.
+
+  Args:
+    seed: of moments that are rounded stochastically.
+  """
   decayed = params_lib.tree_map(lambda p: p.decay, declaration)
+  kept = moments.PRESETS[optim.moments]
+  places = dict(
+    narrow=decayed,
+    lead=params_lib.tree_map(lambda p: int(p.letters.startswith("N")), declaration),
+    seed=seed,
+  )
+  if optim.rule == "adam":
+    move = adam.scale_by_adam(optim.b1, optim.b2, optim.eps, mu=kept.mu, nu=kept.nu, **places)
+  else:
+    move = adam.scale_by_lion(optim.b1, optim.b2, mu=kept.mu, **places)
   return optax.chain(
     optax.clip_by_global_norm(optim.clip) if optim.clip else optax.identity(),
-    optax.scale_by_adam(optim.b1, optim.b2, optim.eps),
+    move,
     optax.add_decayed_weights(optim.weight_decay, mask=decayed),
   )

@@ -23,7 +23,7 @@ import numpy as np
 
 from fp8jax.formats import E4M3, Format
 from fp8jax.quant import rounding, scaled, transforms
-from fp8jax.recipe import CURRENT, WHOLE, Delayed, Quant, Rounding, Scale
+from fp8jax.recipe import CURRENT, WHOLE, Delayed, Hadamard, Quant, Rounding, Scale
 
 # Smallest normal float32. Scales below it would be flushed to zero by CPUs and GPUs alike.
 _MIN_SCALE = np.float32(2.0**-126)
@@ -149,7 +149,7 @@ def quantize(
     raise ValueError(f"quantize to {quant}: source={quant.source} {problem}")
   if quant.rounding is Rounding.STOCHASTIC and key is None:
     raise ValueError(f"quantize to {quant}: stochastic rounding needs key=jax.random.key(...)")
-  if quant.transform is not None:
+  if isinstance(quant.transform, Hadamard):
     x = transforms.hadamard(x, quant.transform.size, contraction)
   if contraction == 0:
     flipped = dataclasses.replace(quant, tile=quant.tile[::-1])

@@ -13,6 +13,7 @@ from fp8jax.optim import build
 from fp8jax.params import Param
 
 OPTIM = build.Optim(
+  rule="adam", moments="float32",
   schedule="wsd", peak_lr=3e-2, min_lr=1e-3, warmup_steps=4, decay_steps=6, steps=20,
   b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0,
 )  # fmt: skip

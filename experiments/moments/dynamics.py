@@ -1,0 +1,139 @@
+"""What keeping Adam's moments narrow does over thousands of steps, against float64.
+
+Gradients are N(0, 1) * lognormal(0.5), drawn anew for every element and step, times fixed factors
+lognormal(1.0) of its row and of its column, times 1e-4: elements that share a scale differ widely.
+They are stationary for the first half and shrink twentyfold, evenly per step, over the second.
+b1 = 0.9, eps = 1e-8, no bias correction. Reported at the end of each half:
+
+  error   relative L2 distance of m / (sqrt(v) + eps) from float64's
+  v       median of v / float64's v: above 1 it came down too slowly
+  max     largest |m / (sqrt(v) + eps)| over float64's largest
+
+  python experiments/moments/dynamics.py                 # every preset and what they avoid
+  python experiments/moments/dynamics.py --json FILE     # and with provenance to FILE
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8jax.formats import BF16, E4M3, E5M2
+from fp8jax.optim import moments
+from fp8jax.optim.moments import Moments
+from fp8jax.quant import packed
+from fp8jax.recipe import Expand, Quant, Rounding, Scale, SquareRoot
+
+B1, EPS = 0.9, 1e-8
+STOCHASTIC = Rounding.STOCHASTIC
+
+# Rows that no preset has: what was published, what scale_by_adam refuses, and variations.
+OTHERS = {
+  "torchao: e4m3_256, v may become 0": Moments(Quant(E4M3, (1, 256)), Quant(E4M3, (1, 256))),
+  "E4M3/128 and E5M2/128": Moments(
+    Quant(E4M3, (1, 128)), Quant(E5M2, (1, 128), keeps_nonzero=True)
+  ),
+  "coat, both stochastic": Moments(
+    Quant(E4M3, (1, 128), transform=Expand(), rounding=STOCHASTIC),
+    Quant(E4M3, (1, 128), transform=Expand(), rounding=STOCHASTIC, keeps_nonzero=True),
+  ),
+  "E4M3/128 and float32": Moments(Quant(E4M3, (1, 128))),
+  "float32 and E5M2/128 of powers of two (refused)": Moments(
+    None, Quant(E5M2, (1, 128), Scale.POW2)
+  ),
+  "float32 and root E4M3/128 of powers of two (refused)": Moments(
+    None, Quant(E4M3, (1, 128), Scale.POW2, transform=SquareRoot())
+  ),
+  "float32 and E5M2/128 of powers of two, stochastic": Moments(
+    None, Quant(E5M2, (1, 128), Scale.POW2, rounding=STOCHASTIC)
+  ),
+  "float32 and E4M3 of the tensor, powers of two (refused)": Moments(
+    None, Quant(E4M3, scale=Scale.POW2)
+  ),
+  "float32 and BF16 to the nearest": Moments(None, Quant(BF16, scale=Scale.NONE)),
+}
+
+
+def simulate(rows: dict[str, Moments], b2: float, steps: int, shape, seed: int = 0):
+  """{row: [(error, v, max) at the end of the first and of the second half]}."""
+  rng = np.random.default_rng(seed)
+  factors = 1e-4 * np.exp(rng.standard_normal((shape[0], 1)) + rng.standard_normal((1, shape[1])))
+
+  @jax.jit
+  def move(state, g, key):
+    """One step of every row: (new state, its m / (sqrt(v) + eps), its v)."""
+    new, updates, seconds = {}, {}, {}
+    for n, (name, how) in enumerate(rows.items()):
+      m, v = (x.unpack() if isinstance(x, packed.Packed) else x for x in state[name])
+      m, v = B1 * m + (1 - B1) * g, b2 * v + (1 - b2) * g * g
+      updates[name], seconds[name] = m / (jnp.sqrt(v) + EPS), v
+      own = jax.random.split(jax.random.fold_in(key, n))
+      new[name] = tuple(
+        x if quant is None else packed.pack(x, quant, key=k)
+        for x, quant, k in zip((m, v), (how.mu, how.nu), own)
+      )
+    return new, updates, seconds
+
+  zero = jnp.zeros(shape)
+  state = {
+    name: tuple(
+      zero if quant is None else packed.pack(zero, quant, key=jax.random.key(0))
+      for quant in (how.mu, how.nu)
+    )
+    for name, how in rows.items()
+  }
+  m, v = np.zeros(shape), np.zeros(shape)
+  half, results = steps // 2, {name: [] for name in rows}
+  for t in range(steps):
+    shrink = 20.0 ** (-max(t - half + 1, 0) / (steps - half))
+    g = rng.standard_normal(shape) * np.exp(0.5 * rng.standard_normal(shape)) * factors * shrink
+    g = g.astype(np.float32)
+    state, updates, seconds = move(state, g, jax.random.key(t))
+    g = g.astype(np.float64)
+    m, v = B1 * m + (1 - B1) * g, b2 * v + (1 - b2) * g * g
+    if t + 1 in (half, steps):
+      exact = m / (np.sqrt(v) + EPS)
+      for name in rows:
+        # What the next step reads is what was kept: one more update from it, as it stands.
+        got = np.asarray(updates[name], np.float64)
+        results[name].append(
+          (
+            float(np.linalg.norm(got - exact) / np.linalg.norm(exact)),
+            float(np.median(np.asarray(seconds[name], np.float64) / v)),
+            float(np.abs(got).max() / np.abs(exact).max()),
+          )
+        )
+  return results
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--json", help="write results and provenance here")
+  parser.add_argument("--steps", type=int, default=2000)
+  args = parser.parse_args()
+  presets = {k: v for k, v in moments.PRESETS.items() if k != "float32"}
+  rows = presets | OTHERS
+  found = {}
+  for b2 in (0.95, 0.999):
+    print(f"\nb2 = {b2}: error / v / max after {args.steps // 2} and {args.steps} steps")
+    found[b2] = simulate(rows, b2, args.steps, (128, 1024))
+    for name, ends in found[b2].items():
+      cells = " | ".join(" / ".join(f"{x:.3g}" for x in end) for end in ends)
+      print(f"| {name} | {cells} |", flush=True)
+  if args.json:
+    from fp8jax import writers
+
+    provenance = writers.provenance({}, "synthetic", 0)
+    pathlib.Path(args.json).write_text(
+      json.dumps({"results": found, "steps": args.steps, "provenance": provenance}, indent=1)
+    )
+
+
+if __name__ == "__main__":
+  main()

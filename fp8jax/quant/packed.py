@@ -1,0 +1,210 @@
+"""A tensor of any shape kept narrow: what an optimizer remembers, what waits for a backward pass.
+
+The codes have the tensor's shape, so that they are split over a mesh like it. A tile is one of
+
+  (WHOLE, WHOLE)  the tensor, or each of those that its first axes number (layers of a stack);
+  (1, G)          G neighbours along the last axis, or along the last axes together where the last
+                  is shorter than G. A last group may be smaller.
+
+Source: group scaling of optimizer states: COAT (arXiv:2410.19313 §4), whose groups run through the
+flattened tensor; ours end with a row, so that they can be split like it.
+Assumes: nothing about x; what is NaN stays NaN. float32 subnormals count as 0.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fp8jax.quant import quantize, rounding
+from fp8jax.recipe import CURRENT, WHOLE, Expand, Hadamard, Quant, Rounding, Scale, SquareRoot
+
+# Of Expand's exponents: k = power / _POWERS.
+_POWERS = 16
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+  """value = data * scale, then the transform undone.
+
+  Attributes:
+    data: the tensor's shape, in the format's dtype.
+    scale: float32, one per tile: [first axes..., groups], or of the first axes for (WHOLE, WHOLE);
+      None for Scale.NONE. With Expand it is the group's amax, and
+      value = scale * (|data| / format.max)^(1 / k) with data's sign.
+    power: uint8 like scale, 16 k, with Expand; else None.
+    quant: how it was made.
+  """
+
+  data: jax.Array
+  scale: jax.Array | None
+  power: jax.Array | None
+  quant: Quant = dataclasses.field(metadata=dict(static=True))
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.data.shape
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of codes, scales and exponents."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+  def unpack(self):
+    """float32 of the tensor's shape."""
+    quant, wide = self.quant, self.data.astype(jnp.float32)
+    if self.scale is not None:
+      groups = _grouped(wide, self.scale.ndim, quant)
+      if self.power is not None:
+        inverse = np.float32(_POWERS) / self.power.astype(jnp.float32)
+        ratio = jnp.abs(groups) * np.float32(1 / quant.format.max)
+        groups = jnp.copysign(_power(ratio, inverse[..., None]), groups)
+      wide = _ungrouped(groups * self.scale[..., None], self.shape)
+    return jnp.square(wide) if isinstance(quant.transform, SquareRoot) else wide
+
+  def repack(self, x, key=None) -> "Packed":
+    """x, of the same shape, kept like this."""
+    lead = self.scale.ndim if self.scale is not None and self.quant.tile[1] == WHOLE else 0
+    return pack(x, self.quant, lead=lead, key=key)
+
+
+def pack(x, quant: Quant, *, lead: int = 0, key=None) -> Packed:
+  """Keeps x narrow.
+
+  Args:
+    x: any float dtype and shape; not negative for a SquareRoot.
+    quant: source CURRENT; tile (WHOLE, WHOLE) or (1, G); transform None, SquareRoot or Expand.
+    lead: so many first axes number tensors of their own; matters for tile (WHOLE, WHOLE).
+    key: a jax.random key, for stochastic rounding.
+
+  Raises:
+    ValueError: another quant, or stochastic rounding without a key.
+  """
+  check(quant)
+  x = x.astype(jnp.float32)
+  y = jnp.sqrt(x) if isinstance(quant.transform, SquareRoot) else x
+  if quant.scale is Scale.NONE:
+    return Packed(_rounded(y, quant, key), None, None, quant)
+  axes = lead if quant.tile[1] == WHOLE else group_axes(x.shape, quant.tile[1]) + 1
+  groups = _grouped(y, axes, quant)
+  # Whether a maximum passes NaN on depends on the backend: leave none to it.
+  magnitude = jnp.where(jnp.isnan(groups), 0.0, jnp.abs(groups))
+  amax = jnp.max(magnitude, axis=-1)
+  if isinstance(quant.transform, Expand):
+    scale, power = _expansion(magnitude, amax, quant.transform)
+    inverse = 1.0 / jnp.where(scale > 0, scale, 1.0)
+    ratio = jnp.minimum(jnp.abs(groups) * inverse[..., None], 1.0)
+    exponent = power.astype(jnp.float32) * np.float32(1 / _POWERS)
+    values = np.float32(quant.format.max) * _power(ratio, exponent[..., None])
+    values = jnp.copysign(values, groups)
+  else:
+    scale, power = quantize.amax_to_scale(amax, quant.format, quant.scale), None
+    values = groups * (1.0 / scale)[..., None]
+  data = _rounded(values, quant, key)
+  return Packed(_ungrouped(data, x.shape), scale, power, quant)
+
+
+def check(quant: Quant):
+  """Raises ValueError for what cannot be kept in this way."""
+  rows, group = quant.tile
+  if (rows, group) != (WHOLE, WHOLE) and (rows != 1 or group == WHOLE):
+    raise ValueError(f"tile={quant.tile} of what is kept must be ({WHOLE}, {WHOLE}) or (1, group)")
+  if quant.source != CURRENT or isinstance(quant.transform, Hadamard):
+    raise ValueError(
+      f"{quant}: what is kept takes its scale from itself and is not rotated; set source=CURRENT "
+      "and transform None, SquareRoot() or Expand()"
+    )
+  if quant.scale is Scale.E4M3_OVER_F32:
+    raise ValueError(f"{quant}: two-level scales are for GEMM operands; set scale='f32'")
+
+
+def shardings(kept: Packed, of: NamedSharding | None) -> Packed:
+  """Where codes and scales of a tensor that lies `of` belong.
+
+  A group that would straddle two devices leaves its scales whole on both.
+  """
+  if of is None:
+    return jax.tree.map(lambda _: None, kept)
+  spec = (*of.spec, *(None,) * (len(kept.shape) - len(of.spec)))
+  whole, scale = kept.quant.tile[1], None
+  if kept.scale is not None:
+    axes = kept.scale.ndim
+    if whole == WHOLE:
+      scale = spec[:axes]
+    else:
+      first, names = axes - 1, spec[axes - 1]
+      shards = math.prod(of.mesh.shape[a] for a in np.atleast_1d(names)) if names else 1
+      is_aligned = (math.prod(kept.shape[first:]) // shards) % whole == 0
+      alone = not any(spec[axes:])
+      scale = (*spec[:first], names if is_aligned and alone else None)
+    scale = NamedSharding(of.mesh, PartitionSpec(*scale))
+  data = NamedSharding(of.mesh, PartitionSpec(*spec))
+  return Packed(data, scale, scale if kept.power is not None else None, kept.quant)  # type: ignore
+
+
+def group_axes(shape: tuple[int, ...], group: int) -> int:
+  """The axis from which on a tensor is read as one row: the last, or more if that is short."""
+  first = len(shape) - 1
+  while first > 0 and math.prod(shape[first:]) < group:
+    first -= 1
+  return max(first, 0)
+
+
+def _grouped(x, axes: int, quant: Quant):
+  """[*scale's shape, elements of a tile], zeros after the last."""
+  if quant.tile[1] == WHOLE:
+    return x.reshape(*x.shape[:axes], -1)
+  group, outer = quant.tile[1], x.shape[: axes - 1]
+  rows = x.reshape(*outer, -1)
+  missing = -rows.shape[-1] % group
+  if missing:
+    rows = jnp.pad(rows, [(0, 0)] * len(outer) + [(0, missing)])
+  return rows.reshape(*outer, -1, group)
+
+
+def _ungrouped(groups, shape: tuple[int, ...]):
+  """The inverse of `_grouped`."""
+  if groups.size == math.prod(shape):
+    return groups.reshape(shape)
+  outer = groups.shape[:-2]
+  return groups.reshape(*outer, -1)[..., : math.prod(shape[len(outer) :])].reshape(shape)
+
+
+def _rounded(values, quant: Quant, key):
+  if quant.rounding is Rounding.STOCHASTIC:
+    data = rounding.stochastic(values, quant.format, key)
+  else:
+    data = quantize.cast(values, quant.format)
+  if not quant.keeps_nonzero:
+    return data
+  smallest = jnp.copysign(np.float32(quant.format.smallest), values).astype(quant.format.dtype)
+  is_lost = (values != 0) & (data.astype(jnp.float32) == 0)
+  return jnp.where(is_lost, smallest, data)
+
+
+def _expansion(magnitude, amax, how: Expand):
+  """(float32 amax, uint8 16 k) of groups; a group of zeros has amax 0, and 2^126 is the largest.
+
+  16 k is rounded down, so that the smallest stays at or above max / target, and at most 255: of
+  equal magnitudes there is nothing to spread.
+  """
+  # Their reciprocals are normal.
+  tiny, largest = np.float32(2.0**-126), np.float32(2.0**126)
+  scale = jnp.where(amax >= tiny, jnp.minimum(amax, largest), 0.0)
+  least = jnp.min(jnp.where(magnitude >= tiny, magnitude, jnp.inf), axis=-1)
+  octaves = jnp.log2(jnp.maximum(scale, tiny)) - jnp.log2(jnp.clip(least, tiny, largest))
+  power = np.float32(_POWERS * math.log2(how.target)) / jnp.maximum(octaves, np.float32(1e-6))
+  return scale, jnp.clip(jnp.floor(power), 1, 255).astype(jnp.uint8)
+
+
+def _power(x, exponent):
+  """x^exponent of x in [0, 1], NaN for NaN."""
+  return jnp.where(x == 0, 0.0, jnp.exp2(exponent * jnp.log2(jnp.where(x == 0, 1.0, x))))
+
+
+tree_map = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, Packed))

@@ -1,0 +1,115 @@
+"""Narrow moments inside the train step: on meshes, through checkpoints, at a resumed run."""
+
+import jax
+import numpy as np
+import pytest
+import tolerances
+import train_test
+
+from fp8jax import checkpoint, config
+from fp8jax import step as step_lib
+from fp8jax.kernels.backend import Device
+from fp8jax.models import presets
+from fp8jax.optim import moments
+from fp8jax.quant import packed
+
+NARROW = [name for name in moments.PRESETS if name != "float32"]
+# Groups with exponents; the others, random bits among them, are for make test-all.
+SHORT = ("coat",)
+ALL = [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in NARROW]
+
+
+@pytest.fixture(autouse=True)
+def tiny_preset(monkeypatch):
+  monkeypatch.setitem(presets.PRESETS, "tiny", train_test.TINY)
+
+
+def _runner(name, shape=None, **changes):
+  changes = {"optim.moments": name, **changes}
+  return train_test.Runner(train_test._plan(train_test._config("bf16", **changes), shape))
+
+
+def _equal(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_checkpoint_continues_to_the_bit(tmp_path, name):
+  """Four steps = two, a checkpoint, two; codes, scales and random bits included."""
+  runner, hosts = _runner(name), train_test._host_batches()
+  want, whole = runner.run(hosts[:4])
+  _, state = runner.run(hosts[:2])
+  saved = checkpoint.Checkpoints(str(tmp_path))
+  saved._manager.save(2, args=_items(state))
+  saved.wait()
+  _, other = runner.run(hosts[2:3])
+  state = saved.restore(2, step_lib.abstract_state(runner.plan, 2))
+  saved.close()
+  got, resumed = runner.run(hosts[2:4], state)
+  np.testing.assert_array_equal(got, want[2:])
+  _equal(resumed, whole)
+  assert np.any(np.asarray(other.opt[1].mu["embed"].data) != resumed.opt[1].mu["embed"].data)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_mesh_holds_what_one_device_holds(tmp_path, name):
+  """The same state on (1, 2, 4): placed as declared, and a step from it keeps the same moments."""
+  hosts = train_test._host_batches()
+  one, many = _runner(name), _runner(name, (1, 2, 4))
+  _, state = one.run(hosts[:2])
+  shardings = jax.tree.map(lambda x: x.sharding, step_lib.abstract_state(many.plan))
+  split = jax.device_put(jax.device_get(state), shardings)
+  after, values = one.step(state, hosts[2])
+  after_split, values_split = many.step(split, hosts[2])
+  assert values_split["loss"] == pytest.approx(values["loss"], rel=tolerances.MESH_LOSS)
+  for place, found in zip(jax.tree.leaves(shardings), jax.tree.leaves(after_split), strict=True):
+    assert found.sharding.is_equivalent_to(place, found.ndim)
+  gate = after_split.opt[1].nu["layers"]["mlp"]["gate"]
+  if name == "coat":  # codes and their groups: D over fsdp, F over tensor, 4 groups of F
+    assert [len(x.addressable_shards[0].data.shape) for x in jax.tree.leaves(gate)] == [3, 3, 3]
+    assert gate.data.addressable_shards[0].data.shape == (2, 64, 128)
+    assert gate.scale.addressable_shards[0].data.shape == (2, 64, 1)
+  pairs = zip(_packed(after.opt), _packed(after_split.opt), strict=True)
+  for a, b in pairs:
+    a, b = (np.asarray(x.unpack(), np.float64) for x in (a, b))
+    # Sums in another order: a code may fall on the other side of a tie, by a step.
+    assert np.linalg.norm(a - b) < 1e-2 * np.linalg.norm(a)
+
+
+def test_norms_keep_float32_and_layers_scales_of_their_own():
+  state = step_lib.make_state(_runner("tensor_e4m3_e5m2").plan)
+  adam = state.opt[1]
+  assert adam.nu["layers"]["attn"]["norm"].dtype == np.float32
+  assert adam.nu["layers"]["mlp"]["gate"].scale.shape == (2,)  # of two layers
+  assert adam.mu["embed"].scale.shape == ()
+
+
+@pytest.mark.slow
+def test_lion_trains():
+  losses, state = _runner("coat", **{"optim.rule": "lion", "optim.b2": 0.99}).run(
+    train_test._host_batches()[:8]
+  )
+  assert losses[-1] < losses[0]
+  assert not hasattr(state.opt[1], "nu")
+
+
+def test_moments_that_would_not_train_are_refused_with_the_config():
+  c = train_test._config("bf16", **{"optim.moments": "bf16", "optim.b2": 0.999})
+  with pytest.raises(config.ConfigError, match="optim.moments='bf16': nu=.*learning stop"):
+    config.resolve(c, 1, Device("cpu"))
+  with pytest.raises(config.ConfigError, match="optim.moments.*did you mean 'coat'"):
+    config.resolve(train_test._config("bf16", **{"optim.moments": "coats"}), 1, Device("cpu"))
+
+
+def _packed(tree):
+  leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, packed.Packed))
+  return [x for x in leaves if isinstance(x, packed.Packed)]
+
+
+def _items(state):
+  """What a run saves, without a place in data."""
+  ocp = checkpoint.ocp
+  return ocp.args.Composite(
+    params=ocp.args.StandardSave(state.params),
+    rest=ocp.args.StandardSave(checkpoint._rest(state)),
+  )
