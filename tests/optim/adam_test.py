@@ -1,5 +1,6 @@
 """Adam and Lion with narrow moments: Optax's numbers without them, known failures with them."""
 
+import functools
 import pathlib
 import sys
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tolerances
 
 import fp8jax.optim
 from fp8jax.formats import BF16, E4M3, E5M2
@@ -76,7 +78,8 @@ def test_kept_narrow_beside_what_is_small(rng, name):
     for k in ("w", "heads"):
       assert moment[k].data.dtype == quant.format.dtype and moment[k].shape == SHAPES[k]
       assert moment[k].nbytes == pytest.approx(moments.nbytes(quant) * params[k].size, abs=8)
-  jax.tree.map(np.testing.assert_array_equal, updates[0], wanted[0])  # nothing rounded yet
+  close = functools.partial(np.testing.assert_allclose, rtol=tolerances.FLOAT32_SUM)
+  jax.tree.map(close, updates[0], wanted[0])  # nothing rounded yet
   for k in SHAPES:
     if k in ("w", "heads"):
       mu, nu = state.mu[k].unpack(), state.nu[k].unpack()
@@ -84,7 +87,7 @@ def test_kept_narrow_beside_what_is_small(rng, name):
       assert np.linalg.norm(nu - exact.nu[k]) < 0.2 * np.linalg.norm(exact.nu[k])
       assert np.any(np.asarray(mu) != exact.mu[k])
     else:
-      np.testing.assert_array_equal(updates[-1][k], wanted[-1][k])
+      close(updates[-1][k], wanted[-1][k])
 
 
 def test_works_inside_a_chain_and_learns(rng):
