@@ -19,11 +19,16 @@ from fp8jax.quant import observe, packed
 from fp8jax.state import State
 
 
+def _transformation(plan: config.Plan):
+  layout, seed = plan.run.layout, plan.config.seed
+  return optim_build.build(plan.optim, plan.declaration, layout, seed)
+
+
 def abstract_state(plan: config.Plan, step: int = 0) -> State:
   """Shapes, dtypes and shardings of the state after `step` steps; allocates nothing."""
   layout = plan.run.layout
   params = params_lib.abstract(plan.declaration, plan.model.dims, layout)
-  tx = optim_build.build(plan.optim, plan.declaration, plan.config.seed)
+  tx = _transformation(plan)
   scalar = None if layout.mesh is None else NamedSharding(layout.mesh, PartitionSpec())
 
   def everywhere(x):
@@ -66,7 +71,7 @@ def abstract_state(plan: config.Plan, step: int = 0) -> State:
 def make_state(plan: config.Plan, params=None) -> State:
   """A fresh state, sharded at birth; random parameters unless some are given."""
   abstract = abstract_state(plan)
-  tx = optim_build.build(plan.optim, plan.declaration, plan.config.seed)
+  tx = _transformation(plan)
 
   def init(key, params):
     if params is None:
@@ -129,7 +134,7 @@ def make_step(plan: config.Plan):
   loud sites (Plan.sites) the same function, traced a second time, also returns what every site saw
   in metrics["seen"].
   """
-  tx = optim_build.build(plan.optim, plan.declaration, plan.config.seed)
+  tx = _transformation(plan)
   rest = jax.tree.map(lambda x: x.sharding, abstract_state(plan).opt)
   schedule = optim_build.schedule(plan.optim)
   # A dynamic loss scale meets overflows on purpose, to find the largest that does not.
@@ -142,12 +147,6 @@ def make_step(plan: config.Plan):
     scale = state.loss_scale.get("scale")
     loss, gradient, seen = gradients(plan, state.params, sites, batch, scale)
     rate = schedule(state.step)
-    with jax.named_scope("optimizer"):
-      updates, opt = tx.update(gradient, state.opt, state.params)
-      if plan.run.layout.mesh is not None:
-        opt = jax.lax.with_sharding_constraint(opt, rest)  # scales too come to rest where they were
-      updates = optax.tree.scale(-jnp.asarray(rate), updates)
-
     # Narrow formats saturate: an infinity can pass through a product unnoticed, so sites are asked.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(gradient)) & _all_finite(seen)
     is_applied = is_finite & ~state.halted
@@ -156,6 +155,10 @@ def make_step(plan: config.Plan):
       return jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
 
     with jax.named_scope("optimizer"):
+      updates, opt = tx.update(gradient, state.opt, state.params, is_applied=is_applied)
+      if plan.run.layout.mesh is not None:
+        opt = jax.lax.with_sharding_constraint(opt, rest)  # scales too come to rest where they were
+      updates = optax.tree.scale(-jnp.asarray(rate), updates)
       params = optax.apply_updates(state.params, updates)
     memories = site_lib.next_memories(sites, state.memories, seen)
     values = metrics.of_step(loss, gradient, updates, state.params, rate, is_finite)
@@ -166,7 +169,7 @@ def make_step(plan: config.Plan):
     return State(
       step=state.step + ~state.halted,
       params=keep(params, state.params),
-      opt=keep(opt, state.opt),
+      opt=opt,
       memories=keep(memories, state.memories),
       loss_scale=loss_scale.update(state.loss_scale, is_finite, plan.config.loss_scale),
       skipped=state.skipped + (~is_finite & ~state.halted),

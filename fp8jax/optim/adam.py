@@ -5,6 +5,8 @@ moved and used in float32; what is kept of them is rounded afterwards, so that t
 does not see its own rounding (as in COAT, FP8-LM and torchao).
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,10 @@ import optax
 
 from fp8jax.optim.moments import Moments, problems
 from fp8jax.quant import packed
-from fp8jax.recipe import WHOLE, Quant, Rounding
+from fp8jax.recipe import Quant, Rounding
+
+# Numbers that are moved at once where the first axis is walked: 64 MiB in float32.
+_PIECE = 2**24
 
 
 def is_large(params):
@@ -32,8 +37,10 @@ def scale_by_adam(
   nu: Quant | None = None,
   narrow: Any | Callable[[Any], Any] = is_large,
   lead: Any | Callable[[Any], Any] = 0,
+  walk: Any | Callable[[Any], Any] = False,
+  clip: float = 0.0,
   seed: int = 0,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
   """`optax.scale_by_adam` with moments kept as `mu` and `nu` say.
 
   Args:
@@ -43,14 +50,22 @@ def scale_by_adam(
       narrow moments. The others keep float32.
     lead: tree of ints, one int for all, or a function: so many first axes number tensors that get
       scales of their own where a scale is the tensor's (layers of a stack).
+    walk: tree of bools, one for all, or a function: which are moved a piece of the first axis after
+      the other, in place, so that float32 moments exist of a piece only. Not for an axis that is
+      split over devices.
+    clip: scales gradients down to this global norm as they are read, 0 for not. What
+      optax.clip_by_global_norm does, without another copy of them.
     seed: of stochastic rounding; what is drawn depends on it, the step and the place in the tree.
+
+  Returns:
+    A transformation whose `update` also takes is_applied=: False leaves its state as it is.
 
   Raises:
     ValueError: moments that would not train: see `moments.problems`.
   """
   _refuse(Moments(mu, nu), b2)
   if mu is None and nu is None:
-    return optax.scale_by_adam(b1, b2, eps, eps_root)
+    return _float32(clip, optax.scale_by_adam(b1, b2, eps, eps_root))
 
   def init(params):
     zeros = optax.tree.zeros_like(params)
@@ -58,11 +73,14 @@ def scale_by_adam(
       jnp.zeros([], jnp.int32), _fresh(zeros, mu, narrow, lead), _fresh(zeros, nu, narrow, lead)
     )
 
-  def update(updates, state, params=None):
+  def update(updates, state, params=None, *, is_applied=True, **_):
     del params
     count = optax.safe_increment(state.count)
 
+    factor = _clip_factor(updates, clip)
+
     def one(g, mu, nu, key):
+      g = g * factor
       mu_key, nu_key = jax.random.split(key)
       m = optax.tree.update_moment(g, _wide(mu), b1, 1)
       v = optax.tree.update_moment_per_elem_norm(g, _wide(nu), b2, 2)
@@ -71,10 +89,11 @@ def scale_by_adam(
       step = m_hat / (jnp.sqrt(v_hat + eps_root) + eps)
       return step, _kept(m, mu, mu_key), _kept(v, nu, nu_key)
 
-    updates, mu, nu = _each(one, updates, (state.mu, state.nu), lead, seed, count)
+    updates, mu, nu = _each(one, updates, (state.mu, state.nu), walk, seed, count, is_applied)
+    count = jnp.where(is_applied, count, state.count)
     return updates, optax.ScaleByAdamState(count, mu, nu)
 
-  return optax.GradientTransformation(init, update)
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def scale_by_lion(
@@ -84,30 +103,56 @@ def scale_by_lion(
   mu: Quant | None = None,
   narrow: Any | Callable[[Any], Any] = is_large,
   lead: Any | Callable[[Any], Any] = 0,
+  walk: Any | Callable[[Any], Any] = False,
+  clip: float = 0.0,
   seed: int = 0,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
   """`optax.scale_by_lion` with its momentum kept as `mu` says; see `scale_by_adam`."""
   _refuse(Moments(mu), b2)
   if mu is None:
-    return optax.scale_by_lion(b1, b2)
+    return _float32(clip, optax.scale_by_lion(b1, b2))
 
   def init(params):
     fresh = _fresh(optax.tree.zeros_like(params), mu, narrow, lead)
     return optax.ScaleByLionState(jnp.zeros([], jnp.int32), fresh)
 
-  def update(updates, state, params=None):
+  def update(updates, state, params=None, *, is_applied=True, **_):
     del params
     count = optax.safe_increment(state.count)
 
+    factor = _clip_factor(updates, clip)
+
     def one(g, mu, key):
-      m = _wide(mu)
+      g, m = g * factor, _wide(mu)
       step = jnp.sign((1.0 - b1) * g + b1 * m)
       return step, _kept(optax.tree.update_moment(g, m, b2, 1), mu, key)
 
-    updates, mu = _each(one, updates, (state.mu,), lead, seed, count)
+    updates, mu = _each(one, updates, (state.mu,), walk, seed, count, is_applied)
+    count = jnp.where(is_applied, count, state.count)
     return updates, optax.ScaleByLionState(count, mu)
 
-  return optax.GradientTransformation(init, update)
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _float32(clip: float, transformation):
+  """Optax's, with what ours do besides."""
+  clipping = optax.clip_by_global_norm(clip) if clip else optax.identity()
+
+  def update(updates, state, params=None, *, is_applied=True, **_):
+    updates, _ = clipping.update(updates, optax.EmptyState(), params)
+    updates, new = transformation.update(updates, state, params)
+    if is_applied is not True:
+      new = jax.tree.map(functools.partial(jnp.where, is_applied), new, state)
+    return updates, new
+
+  return optax.GradientTransformationExtraArgs(transformation.init, update)
+
+
+def _clip_factor(updates, clip: float):
+  if not clip:
+    return 1.0
+  norm = optax.tree.norm(updates)
+  return jnp.where(norm < clip, 1.0, clip / norm)
 
 
 def _refuse(moments: Moments, b2: float):
@@ -121,18 +166,18 @@ def _fresh(zeros, quant: Quant | None, narrow, lead):
   # No leaves: optax.tree_map_params asks with a placeholder where a state keeps parameters.
   if quant is None or not jax.tree.leaves(zeros):
     return zeros
-  chosen = narrow(zeros) if callable(narrow) else narrow
 
   def one(zero, is_narrow, lead):
     key = jax.random.key(0) if quant.rounding is Rounding.STOCHASTIC else None
     return packed.pack(zero, quant, lead=lead, key=key) if is_narrow else zero
 
-  return jax.tree.map(one, zeros, chosen, _leads(lead, zeros))
+  return jax.tree.map(one, zeros, _tree_of(narrow, zeros), _tree_of(lead, zeros))
 
 
-def _leads(lead, tree):
-  leads = lead(tree) if callable(lead) else lead
-  return jax.tree.map(lambda _: leads, tree) if isinstance(leads, int) else leads
+def _tree_of(choice, tree):
+  """A choice per leaf: given as a tree, as a function of one, or as one for all."""
+  choice = choice(tree) if callable(choice) else choice
+  return jax.tree.map(lambda _: choice, tree) if isinstance(choice, int) else choice
 
 
 def _wide(kept):
@@ -144,41 +189,50 @@ def _kept(wide, before, key):
   return before.repack(wide, key) if isinstance(before, packed.Packed) else wide
 
 
-def _each(one, updates, states, lead, seed: int, count):
-  """(updates, *states) of `one`(update, *states, key) on every leaf, keys being each leaf's own.
+def _each(one, updates, states, walk, seed: int, count, is_applied):
+  """(updates, *states) of `one`(update, *states, key) on every leaf, keys being each leaf's own."""
 
-  Layers of a stack with narrow states go one after the other, in place: float32 moments exist of
-  one layer at a time.
-  """
+  def applied(update, *states, key):
+    update, *new = one(update, *states, key)
+    if is_applied is not True:
+      new = jax.tree.map(functools.partial(jnp.where, is_applied), new, list(states))
+    return update, *new
+
   leaves, structure = jax.tree.flatten(updates)
-  leads = structure.flatten_up_to(_leads(lead, updates))
+  walks = structure.flatten_up_to(_tree_of(walk, updates))
   kept = [structure.flatten_up_to(state) for state in states]
   key = jax.random.fold_in(jax.random.key(seed), count)
   found = []
-  for place, (leaf, depth, *mine) in enumerate(zip(leaves, leads, *kept)):
+  for place, (leaf, may_walk, *mine) in enumerate(zip(leaves, walks, *kept)):
     own = jax.random.fold_in(key, place)
-    is_loop = depth == 1 and all(_is_stack(x) for x in mine)
-    found.append(_layer_by_layer(one, leaf, mine, own) if is_loop else one(leaf, *mine, own))
+    pieces = _pieces(leaf.shape, mine) if may_walk else 1
+    move = functools.partial(applied, key=own)
+    found.append(_piecewise(applied, leaf, mine, own, pieces) if pieces > 1 else move(leaf, *mine))
   return tuple(structure.unflatten(trees) for trees in zip(*found))
 
 
-def _is_stack(kept) -> bool:
-  """Whether no scale is shared between layers of a stack."""
-  if not isinstance(kept, packed.Packed):
-    return False
-  group = kept.quant.tile[1]
-  return group == WHOLE or packed.group_axes(kept.shape, group) > 0
+def _pieces(shape: tuple[int, ...], states) -> int:
+  """Into how many the first axis is cut: the fewest of at most _PIECE numbers each."""
+  for kept in states:
+    if not isinstance(kept, packed.Packed):
+      return 1
+    # A scale shared along the first axis keeps it whole.
+    if kept.scale is not None and (kept.scale.ndim == 0 or kept.scale.shape[0] != shape[0]):
+      return 1
+  least = -(-math.prod(shape) // _PIECE)
+  return next((n for n in range(least, shape[0] + 1) if shape[0] % n == 0), shape[0])
 
 
-def _layer_by_layer(one, update, states, key):
-  wide = jnp.promote_types(update.dtype, jnp.float32)
+def _piecewise(one, update, states, key, pieces: int):
+  size = update.shape[0] // pieces
 
   def body(i, carry):
-    mine = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), carry)
-    new = one(*mine, jax.random.fold_in(key, i))
+    mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * size, size), carry)
+    new = one(*mine, key=jax.random.fold_in(key, i))
     return jax.tree.map(
-      lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0), carry, new
-    )
+      lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), i * size, 0),
+      carry, new,
+    )  # fmt: skip
 
-  carry = (update.astype(wide), *states)
-  return jax.lax.fori_loop(0, update.shape[0], body, carry)
+  wide = update.astype(jnp.promote_types(update.dtype, jnp.float32))
+  return jax.lax.fori_loop(0, pieces, body, (wide, *states))

@@ -8,6 +8,7 @@ import dataclasses
 
 import optax
 
+from fp8jax import axes
 from fp8jax import params as params_lib
 from fp8jax.optim import adam, moments
 
@@ -91,12 +92,15 @@ def schedule(optim: Optim) -> optax.Schedule:
   return optax.schedules.join_schedules(pieces, starts)
 
 
-def build(optim: Optim, declaration, seed: int = 0) -> optax.GradientTransformation:
+def build(
+  optim: Optim, declaration, layout: axes.Layout = axes.LOCAL, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
   """The chain for parameters with these declarations; its updates still want -learning_rate.
 
   Norms and biases, which weight decay leaves alone, keep float32 moments.
 
   Args:
+    layout: where parameters lie; axes that are split are not walked along.
     seed: of moments that are rounded stochastically.
   """
   decayed = params_lib.tree_map(lambda p: p.decay, declaration)
@@ -104,6 +108,8 @@ def build(optim: Optim, declaration, seed: int = 0) -> optax.GradientTransformat
   places = dict(
     narrow=decayed,
     lead=params_lib.tree_map(lambda p: int(p.letters.startswith("N")), declaration),
+    walk=params_lib.tree_map(lambda p: not layout.weight_axes(p.letters[0]), declaration),
+    clip=optim.clip,
     seed=seed,
   )
   if optim.rule == "adam":
@@ -111,7 +117,7 @@ def build(optim: Optim, declaration, seed: int = 0) -> optax.GradientTransformat
   else:
     move = adam.scale_by_lion(optim.b1, optim.b2, mu=kept.mu, **places)
   return optax.chain(
-    optax.clip_by_global_norm(optim.clip) if optim.clip else optax.identity(),
+    optax.identity(),  # where clipping once was: checkpoints know the others by number
     move,
     optax.add_decayed_weights(optim.weight_decay, mask=decayed),
   )
