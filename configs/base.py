@@ -67,6 +67,9 @@ def get_config(arm=""):
   # What backward keeps: "none" recomputes nothing; "linears" keeps their outputs; "quantized" also
   # the FP8 inputs of recipes that save them; "full" keeps only the input of every layer.
   c.memory.remat = "none"
+  # --job=memory compiles for these, "h200:8" for eight H200s that need not be here; "" for the
+  # devices at hand.
+  c.memory.target = ""
   c.memory.loss_chunk = 256  # positions per chunk of the cross-entropy
 
   c.data = ConfigDict()

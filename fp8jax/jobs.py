@@ -1,5 +1,6 @@
 """The jobs of the launcher: one function each, and the last stop for errors users can fix."""
 
+import dataclasses
 import difflib
 import json
 import os
@@ -9,7 +10,19 @@ import jax
 import numpy as np
 from absl import flags, logging
 
-from fp8jax import batches, calibration, checkpoint, config, diagnose, evaluate, train, writers
+from fp8jax import (
+  account,
+  batches,
+  calibration,
+  checkpoint,
+  config,
+  diagnose,
+  evaluate,
+  report,
+  target,
+  train,
+  writers,
+)
 from fp8jax import params as params_lib
 from fp8jax import step as step_lib
 from fp8jax.data import loader, prepare
@@ -17,7 +30,7 @@ from fp8jax.errors import UserError, missing_package
 from fp8jax.kernels import backend
 from fp8jax.models import hf, hf_config
 
-NAMES = ("train", "evaluate", "prepare", "export", "calibrate", "diagnose")
+NAMES = ("train", "evaluate", "prepare", "export", "calibrate", "diagnose", "memory")
 
 
 def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str) -> int:
@@ -37,6 +50,9 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
   try:
     if job == "prepare":  # needs neither the model nor the mesh that the data are for
       print(writers.to_json(_prepare(c, workdir)))
+      return 0
+    if job == "memory":  # needs neither weights nor data, nor the devices
+      print(writers.to_json(_memory(c)))
       return 0
     plan = config.resolve(c, jax.device_count(), backend.current_device())
     if job == "train":
@@ -90,6 +106,18 @@ def _prepare(c: config.Config, workdir: str):
   target = config.folder_of(c.prepare.path, workdir, "prepared")
   out = writers.console(stderr=True)
   return prepare.run(config.resolve_data(c), target, c.prepare.shard_tokens, out)
+
+
+def _memory(c: config.Config):
+  """Bytes per device by kind, declared and found in the compiled step."""
+  plan, devices = target.resolve(c, c.memory.target)
+  out = writers.console(stderr=True)
+  rows = account.declared(plan)
+  out.print(f"compiling the step for {c.memory.target or devices[0].device_kind}")
+  found, summary = account.compiled(plan, target.lower(plan, devices))
+  rows += found
+  out.print(report.account_table(rows, summary))
+  return {"rows": [dataclasses.asdict(row) for row in rows], **summary}
 
 
 def _export(plan: config.Plan, workdir: str):

@@ -1,12 +1,14 @@
 """What a run says at its start and at its end."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import rich.console
+import rich.table
 
+from fp8jax import account, writers
 from fp8jax import params as params_lib
-from fp8jax import writers
 from fp8jax.config import Plan
 from fp8jax.kernels import advice, backend
 from fp8jax.models import transformer
@@ -141,3 +143,21 @@ def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):
   if summary["skipped_updates"]:
     out.print(f"updates skipped for non-finite values: {summary['skipped_updates']}")
   out.print(f"written to {workdir}")
+
+
+def account_table(rows: Sequence[account.Row], summary: dict[str, int]) -> rich.table.Table:
+  """Memory per device by kind, largest consumers visible, and what the compiler says in all."""
+  table = rich.table.Table(title="memory per device")
+  table.add_column("kind")
+  table.add_column("GiB", justify="right")
+  table.add_column("from")
+  for row in rows:
+    table.add_row(row.kind, f"{row.nbytes / 2**30:.3f}", row.source)
+  table.add_section()
+  for kind, key in (
+    ("arguments of the step", "arguments_compiled"),
+    ("temporaries", "temporaries_compiled"),
+    ("peak", "peak"),
+  ):
+    table.add_row(kind, f"{summary[key] / 2**30:.3f}", "compiled")
+  return table

@@ -15,8 +15,8 @@ import time
 
 import pytest
 
-TARGETS = pathlib.Path(__file__).resolve().parent / "targets"
-ROOT = TARGETS.parent.parent
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent
 
 
 def load(config_path: str, overrides: dict):
@@ -36,42 +36,11 @@ def load(config_path: str, overrides: dict):
 
 def lower(c, gpu: str, num: int, change=lambda sites: sites):
   """(plan, train step lowered for so many GPUs); `change` changes the sites it is called with."""
-  import jax
-  import jax.numpy as jnp
-  from jax.experimental import topologies
-  from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+  from fp8jax import target
 
-  from fp8jax import config, mesh
-  from fp8jax import step as step_lib
-  from fp8jax.kernels.backend import Device
-
-  topology = topologies.get_topology_desc(
-    platform="cuda", topology=f"1x1x{num}",
-    target_config=(TARGETS / f"{gpu}.txtpb").read_text(),
-  )  # fmt: skip
-  devices = topology.devices
+  plan, devices = target.resolve(c, f"{gpu}:{num}")
   assert len(devices) == num
-  plan = config.resolve(c, num, Device("gpu", 90), lambda shape: mesh.make(shape, devices))
-  layout = plan.run.layout
-  lead = () if c.accumulation == 1 else (c.accumulation,)
-  rows = everywhere = SingleDeviceSharding(devices[0])
-  if layout.mesh is not None:
-    rows = NamedSharding(layout.mesh, layout.act_spec("ABL" if lead else "BL"))
-    everywhere = NamedSharding(layout.mesh, PartitionSpec())
-
-  def put(x, sharding):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-  names = ["tokens_BL", "targets_BL", "positions_BL"]
-  names += [] if c.data.cross_document else ["segments_BL"]
-  shape = (*lead, plan.microbatch, c.length)
-  batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for name in names}
-  batch["weights_BL"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
-  # The second step's: what scales are made from has been seen.
-  state = step_lib.abstract_state(plan, 1)
-  state = jax.tree.map(lambda x: put(x, x.sharding or everywhere), state)
-  sites = jax.tree.map(lambda x: put(x, everywhere), change(plan.sites()))
-  return plan, step_lib.make_step(plan).lower(state, batch, sites)
+  return plan, target.lower(plan, devices, change)
 
 
 def prove(plan, text: str) -> dict:
@@ -143,7 +112,7 @@ def configure_jax():
 
 def elsewhere(expression: str, module: str = "aot_test"):
   """An expression of a test module, evaluated in a process of its own."""
-  code = f"import sys, json; sys.path.insert(0, {str(TARGETS.parent)!r}); import {module}; "
+  code = f"import sys, json; sys.path.insert(0, {str(HERE)!r}); import {module}; "
   code += "import aot_test; aot_test.configure_jax(); "
   code += f"print(json.dumps({module}.{expression}))"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

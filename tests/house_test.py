@@ -31,8 +31,8 @@ FLOORS = (
   ("models", (0, 3)),
   ("checkpoint data interrupts metrics optim writers", (0, 1)),
   (
-    "batches calibration config diagnose evaluate flax hlo loss_scale precision proof report step"
-    " train watch",
+    "account batches calibration config diagnose evaluate flax hlo loss_scale precision proof"
+    " report step target train watch",
     (0, 1, 2, 3, 4, 5),
   ),
   ("jobs", (0, 1, 2, 3, 4, 5, 6)),
@@ -49,7 +49,8 @@ PLACES = {
   "custom_vjp": ("ops/dot.py", "ops/loss.py"),  # of the GEMM; of the loss, made of the same GEMMs
   "dot_general": ("ops/dot.py", "kernels/"),
   "dot_product_attention": ("ops/attention.py",),
-  "environ": ("writers.py",),  # recorded with a run's results, never obeyed
+  # Recorded with a run's results, never obeyed; what XLA asks before it compiles without a GPU.
+  "environ": ("writers.py", "target.py"),
   "allow_pickle": (),
   "_src": (),  # JAX's private modules
   **dict.fromkeys(("custom_jvp", "dot", "einsum", "matmul", "tensordot", "vdot", "@"), ()),

@@ -5,9 +5,9 @@ moved and used in float32; what is kept of them is rounded afterwards, so that t
 does not see its own rounding (as in COAT, FP8-LM and torchao).
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +27,24 @@ def is_large(params):
   return jax.tree.map(lambda p: p.ndim >= 2 and p.size >= 4096, params)
 
 
+@dataclasses.dataclass(frozen=True)
+class Places:
+  """Which parameters have narrow moments, and how these lie. Each a tree like the parameters, one
+  value for all, or a function of the parameters that gives either.
+
+  Attributes:
+    narrow: bools; the others keep float32.
+    lead: ints: so many first axes number tensors that get scales of their own where a scale is the
+      tensor's (layers of a stack).
+    walk: bools: which are moved a piece of the first axis after the other, in place, so that
+      float32 moments exist of a piece only. Not for an axis that is split over devices.
+  """
+
+  narrow: Any = is_large
+  lead: Any = 0
+  walk: Any = False
+
+
 def scale_by_adam(
   b1: float = 0.9,
   b2: float = 0.999,
@@ -35,9 +53,7 @@ def scale_by_adam(
   *,
   mu: Quant | None = None,
   nu: Quant | None = None,
-  narrow: Any | Callable[[Any], Any] = is_large,
-  lead: Any | Callable[[Any], Any] = 0,
-  walk: Any | Callable[[Any], Any] = False,
+  places: Places = Places(),
   clip: float = 0.0,
   seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -46,13 +62,7 @@ def scale_by_adam(
   Args:
     b1, b2, eps, eps_root: as in Optax.
     mu, nu: see `moments.PRESETS`; None keeps float32, and both None is Optax's own.
-    narrow: tree of bools like the parameters, or a function that makes one: which of them have
-      narrow moments. The others keep float32.
-    lead: tree of ints, one int for all, or a function: so many first axes number tensors that get
-      scales of their own where a scale is the tensor's (layers of a stack).
-    walk: tree of bools, one for all, or a function: which are moved a piece of the first axis after
-      the other, in place, so that float32 moments exist of a piece only. Not for an axis that is
-      split over devices.
+    places: which parameters; by default matrices of 4096 numbers and more.
     clip: scales gradients down to this global norm as they are read, 0 for not. What
       optax.clip_by_global_norm does, without another copy of them.
     seed: of stochastic rounding; what is drawn depends on it, the step and the place in the tree.
@@ -70,7 +80,7 @@ def scale_by_adam(
   def init(params):
     zeros = optax.tree.zeros_like(params)
     return optax.ScaleByAdamState(
-      jnp.zeros([], jnp.int32), _fresh(zeros, mu, narrow, lead), _fresh(zeros, nu, narrow, lead)
+      jnp.zeros([], jnp.int32), _fresh(zeros, mu, places), _fresh(zeros, nu, places)
     )
 
   def update(updates, state, params=None, *, is_applied=True, **_):
@@ -89,7 +99,7 @@ def scale_by_adam(
       step = m_hat / (jnp.sqrt(v_hat + eps_root) + eps)
       return step, _kept(m, mu, mu_key), _kept(v, nu, nu_key)
 
-    updates, mu, nu = _each(one, updates, (state.mu, state.nu), walk, seed, count, is_applied)
+    updates, mu, nu = _each(one, updates, (state.mu, state.nu), places, seed, count, is_applied)
     count = jnp.where(is_applied, count, state.count)
     return updates, optax.ScaleByAdamState(count, mu, nu)
 
@@ -101,9 +111,7 @@ def scale_by_lion(
   b2: float = 0.99,
   *,
   mu: Quant | None = None,
-  narrow: Any | Callable[[Any], Any] = is_large,
-  lead: Any | Callable[[Any], Any] = 0,
-  walk: Any | Callable[[Any], Any] = False,
+  places: Places = Places(),
   clip: float = 0.0,
   seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -113,7 +121,7 @@ def scale_by_lion(
     return _float32(clip, optax.scale_by_lion(b1, b2))
 
   def init(params):
-    fresh = _fresh(optax.tree.zeros_like(params), mu, narrow, lead)
+    fresh = _fresh(optax.tree.zeros_like(params), mu, places)
     return optax.ScaleByLionState(jnp.zeros([], jnp.int32), fresh)
 
   def update(updates, state, params=None, *, is_applied=True, **_):
@@ -127,7 +135,7 @@ def scale_by_lion(
       step = jnp.sign((1.0 - b1) * g + b1 * m)
       return step, _kept(optax.tree.update_moment(g, m, b2, 1), mu, key)
 
-    updates, mu = _each(one, updates, (state.mu,), walk, seed, count, is_applied)
+    updates, mu = _each(one, updates, (state.mu,), places, seed, count, is_applied)
     count = jnp.where(is_applied, count, state.count)
     return updates, optax.ScaleByLionState(count, mu)
 
@@ -161,7 +169,7 @@ def _refuse(moments: Moments, b2: float):
     raise ValueError("; ".join(found))
 
 
-def _fresh(zeros, quant: Quant | None, narrow, lead):
+def _fresh(zeros, quant: Quant | None, places: Places):
   """Zeros, kept as they will be."""
   # No leaves: optax.tree_map_params asks with a placeholder where a state keeps parameters.
   if quant is None or not jax.tree.leaves(zeros):
@@ -171,7 +179,7 @@ def _fresh(zeros, quant: Quant | None, narrow, lead):
     key = jax.random.key(0) if quant.rounding is Rounding.STOCHASTIC else None
     return packed.pack(zero, quant, lead=lead, key=key) if is_narrow else zero
 
-  return jax.tree.map(one, zeros, _tree_of(narrow, zeros), _tree_of(lead, zeros))
+  return jax.tree.map(one, zeros, _tree_of(places.narrow, zeros), _tree_of(places.lead, zeros))
 
 
 def _tree_of(choice, tree):
@@ -189,7 +197,7 @@ def _kept(wide, before, key):
   return before.repack(wide, key) if isinstance(before, packed.Packed) else wide
 
 
-def _each(one, updates, states, walk, seed: int, count, is_applied):
+def _each(one, updates, states, places: Places, seed: int, count, is_applied):
   """(updates, *states) of `one`(update, *states, key) on every leaf, keys being each leaf's own."""
 
   def applied(update, *states, key):
@@ -199,7 +207,7 @@ def _each(one, updates, states, walk, seed: int, count, is_applied):
     return update, *new
 
   leaves, structure = jax.tree.flatten(updates)
-  walks = structure.flatten_up_to(_tree_of(walk, updates))
+  walks = structure.flatten_up_to(_tree_of(places.walk, updates))
   kept = [structure.flatten_up_to(state) for state in states]
   key = jax.random.fold_in(jax.random.key(seed), count)
   found = []

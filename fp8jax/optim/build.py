@@ -105,17 +105,16 @@ def build(
   """
   decayed = params_lib.tree_map(lambda p: p.decay, declaration)
   kept = moments.PRESETS[optim.moments]
-  places = dict(
+  places = adam.Places(
     narrow=decayed,
     lead=params_lib.tree_map(lambda p: int(p.letters.startswith("N")), declaration),
     walk=params_lib.tree_map(lambda p: not layout.weight_axes(p.letters[0]), declaration),
-    clip=optim.clip,
-    seed=seed,
   )
+  rest = dict(places=places, clip=optim.clip, seed=seed)
   if optim.rule == "adam":
-    move = adam.scale_by_adam(optim.b1, optim.b2, optim.eps, mu=kept.mu, nu=kept.nu, **places)
+    move = adam.scale_by_adam(optim.b1, optim.b2, optim.eps, mu=kept.mu, nu=kept.nu, **rest)
   else:
-    move = adam.scale_by_lion(optim.b1, optim.b2, mu=kept.mu, **places)
+    move = adam.scale_by_lion(optim.b1, optim.b2, mu=kept.mu, **rest)
   return optax.chain(
     optax.identity(),  # where clipping once was: checkpoints know the others by number
     move,
