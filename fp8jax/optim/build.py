@@ -5,6 +5,7 @@ skipped update then loses its turn instead of delaying the schedule.
 """
 
 import dataclasses
+from typing import Any
 
 import optax
 
@@ -110,7 +111,7 @@ def build(
     lead=params_lib.tree_map(lambda p: int(p.letters.startswith("N")), declaration),
     walk=params_lib.tree_map(lambda p: not layout.weight_axes(p.letters[0]), declaration),
   )
-  rest = dict(places=places, clip=optim.clip, seed=seed)
+  rest: dict[str, Any] = dict(places=places, clip=optim.clip, seed=seed)
   if optim.rule == "adam":
     move = adam.scale_by_adam(optim.b1, optim.b2, optim.eps, mu=kept.mu, nu=kept.nu, **rest)
   else:
