@@ -44,7 +44,7 @@ def rng(request) -> np.random.Generator:
 
 
 def _allow_last_arrivals_unobserved(monkeypatch, barrier):
-  """jax 0.12's rule in older ones: who makes no barrier afterwards need not wait for the last arrivals."""
+  """jax 0.12's rule in older ones: nobody need wait for the last arrivals at a barrier."""
   deallocate = barrier.deallocate
 
   def lenient(self):
