@@ -1,6 +1,6 @@
 """Rivals in PyTorch: its own scaled GEMMs, torchao's training, Transformer Engine's.
 
-Never run on a GPU. Written after the public API of PyTorch 2.10, torchao 0.18 and Transformer
+Never run on a GPU. Written after the public API of PyTorch 2.13, torchao 0.18 and Transformer
 Engine 2; another version whose names differ is listed as absent, one that behaves otherwise fails
 its check and is not timed.
 
