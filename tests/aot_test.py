@@ -5,6 +5,7 @@ make test-aot, or `pytest -m aot` for the slow ones too.
 `python tests/aot_test.py --recipes CONFIG` a table of all recipes.
 """
 
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -288,7 +289,10 @@ def test_nothing_stands_between_quantizer_and_gemm():
   found = elsewhere("narrow_work('block_128')")
   assert not found["gives"], found
   # Two layers in one loop: 7 sites, of which q, k, v and gate, up share x.
-  assert found["kernels"] == {"scaled_matmul": 21, "quantize_fp8": 7 + 2 * 7 + 2 * 4}
+  # The XLA of jax 0.11 multiplies by v's weight twice in the forward pass: once for attention, once
+  # in place where the results of all layers are kept.
+  twice = importlib.metadata.version("jax").startswith("0.11.")
+  assert found["kernels"] == {"scaled_matmul": 21 + twice, "quantize_fp8": 7 + 2 * 7 + 2 * 4}
 
 
 @pytest.mark.aot
