@@ -61,15 +61,23 @@ class Bench:
     jax.block_until_ready([function(*s) for s in sets])
     start = time.perf_counter()
     jax.block_until_ready(function(*sets[0]))
-    once = time.perf_counter() - start
-    calls = 1 if self.is_dry else max(len(sets), int(SECONDS / max(once, 1e-6)))
+    calls = num_calls(self, len(sets), time.perf_counter() - start)
     rounds = []
-    for _ in range(1 if self.is_dry else ROUNDS):
+    for _ in range(num_rounds(self)):
       start = time.perf_counter()
       last = [function(*sets[i % len(sets)]) for i in range(calls)][-1]
       jax.block_until_ready(last)
       rounds.append((time.perf_counter() - start) / calls)
     return {"ms": 1e3 * statistics.median(rounds), "spread_ms": 1e3 * (max(rounds) - min(rounds))}
+
+
+def num_rounds(bench: Bench) -> int:
+  return 1 if bench.is_dry else ROUNDS
+
+
+def num_calls(bench: Bench, num_sets: int, seconds: float) -> int:
+  """Calls per round, of something that takes so many seconds."""
+  return 1 if bench.is_dry else max(num_sets, int(SECONDS / max(seconds, 1e-6)))
 
 
 def sets(make, num_bytes: int):

@@ -1,20 +1,21 @@
-"""Speed of the FP8 kernels on the GPU at hand, beside BF16 and XLA's FP8, right answers first.
+"""Speed of the FP8 kernels on the GPU at hand, beside BF16, XLA's FP8 and every rival found.
 
 command: python experiments/bench_kernels/bench.py            checks, then times; resumes
          python experiments/bench_kernels/bench.py --tune     also tries tiles for every shape
          python experiments/bench_kernels/bench.py --dry      the same on a CPU, in little: times
                                                               mean nothing there and are not kept
-needs:   jax, optax and this package; a Hopper GPU
+needs:   jax, optax and this package; a Hopper GPU. Rivals: whatever of transformer_engine, torch
+         and torchao can be imported (rivals.py); the others are listed with the reason
 
 Writes results/<device>.json beside this file, with provenance, after every line (timing.py), tuned
 tiles to fp8jax/kernels/scaled_matmul/tuned/<device>.json, and what layers of each size gain to
-fp8jax/kernels/advice/<device>.json. Ceilings come first: a large copy, a large BF16 product.
+fp8jax/kernels/advice/<device>.json. Ceilings come first: a large copy, a large BF16 product. Every
+result is held against the float32 one before it is timed.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -27,16 +28,17 @@ if "--dry" in sys.argv:  # interpreted kernels take a thread each, and each devi
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
+import rivals  # noqa: E402
+import rivals_te  # noqa: E402
+import rivals_torch  # noqa: E402
 import timing  # noqa: E402
+from rivals import BLOCK  # noqa: E402
 
-from fp8jax import recipes  # noqa: E402
-from fp8jax.kernels import advice, check, scaled_matmul  # noqa: E402
+from fp8jax.kernels import advice, check  # noqa: E402
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer  # noqa: E402
 from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles  # noqa: E402
-from fp8jax.quant import quantize  # noqa: E402
 
-BLOCK, TENSOR = recipes.RECIPES["block_128"], recipes.RECIPES["tensor_current"]
+OWN = ("bf16", "tensor_xla", "block_ours")
 # (tokens, in, out): Transformer Engine's 5B set (its docs/examples/gemm_profiling), InfiR2's 7B
 # (arXiv:2509.22536), DeepGEMM's README.
 LAYERS = {
@@ -55,51 +57,58 @@ DRY = {"dry": (256, 256, 384)}
 PASSES = ("fwd", "dgrad", "wgrad")
 
 
-def gemm(bench: timing.Bench, name: str, product: str, sizes, peak: float, tune: bool):
-  """One product of one layer: BF16, XLA's FP8 per tensor, ours; operands ready, GEMM alone."""
+def race(bench: timing.Bench, prefix: str, calls, sets, want, flops: float = 0.0):
+  """{rival: milliseconds} of those whose result is right; BF16 and ours must be.
+
+  Args:
+    calls: (rival, Call) of each.
+    sets, want: see rivals.measure.
+    flops: of a call, for TFLOP/s.
+  """
+  found = {}
+  for rival, call in calls:
+    name = f"{prefix}/{rival.name}"
+    if "failed" in bench.results["lines"].get(name, {}):
+      del bench.results["lines"][name]  # it may have been the machine
+
+    def measure(rival=rival, call=call):
+      line = rivals.measure(bench, rival, call, sets, want)
+      if flops and "ms" in line:
+        line["tflops"] = flops / line["ms"] / 1e9
+      return line
+
+    line = bench.line(name, measure)
+    if "ms" in line:
+      found[rival.name] = line["ms"]
+    elif rival.name in OWN:
+      sys.exit(f"{name}: {line['failed']}")
+  return found
+
+
+def gemm(bench: timing.Bench, name: str, product: str, sizes, having, peak: float, tune: bool):
+  """One product of one layer, operands ready, GEMM alone."""
   tokens, inner, outer = sizes
   m, n, k = {"fwd": (tokens, outer, inner), "dgrad": (tokens, inner, outer),
              "wgrad": (inner, outer, tokens)}[product]  # fmt: skip
   out = jnp.float32 if product == "wgrad" else jnp.bfloat16
-  wide = timing.sets(
-    lambda key: (timing.normal(key, m, k), timing.normal(key, n, k)), 2 * (m + n) * k
-  )
 
-  def rated(function, sets):
-    found = bench.time(function, *sets)
-    found["tflops"] = 2 * m * n * k / found["ms"] / 1e9
-    return found | {"share_of_bf16_ceiling": found["tflops"] / peak}
+  def operands(key):
+    a, b = jax.random.split(key)
+    return timing.normal(a, m, k), timing.normal(b, n, k)
 
-  def bf16():
-    return rated(lambda a, b: jax.lax.dot_general(
-      a, b, (((1,), (1,)), ((), ())), preferred_element_type=out), wide)  # fmt: skip
-
-  def narrow(recipe, backend, **how):
-    spec = getattr(recipe, product)
-    make = jax.jit(lambda a, b: (quantize.quantize(a, spec.lhs), quantize.quantize(b, spec.rhs)))
-    sets = [make(a, b) for a, b in wide]
-    if backend == "mosaic_sm90":
-      return rated(functools.partial(mosaic_sm90.matmul, out_dtype=out, **how), sets)
-    multiply = functools.partial(
-      scaled_matmul.scaled_matmul, accumulate=spec.accumulate, backend=backend, out_dtype=out
-    )
-    return rated(multiply, sets)
-
-  prefix = f"gemm/{name}/{product}"
-  base = bench.line(f"{prefix}/bf16", bf16)
-  bench.line(f"{prefix}/tensor_xla", lambda: narrow(TENSOR, "xla"))
-  ours = bench.line(f"{prefix}/block_ours", lambda: narrow(BLOCK, "mosaic_sm90"))
-  print(f"{prefix:44s} {base['ms'] / ours['ms']:.2f} x BF16")
+  wide = timing.sets(operands, 2 * (m + n) * k)
+  prefix, flops, want = f"gemm/{name}/{product}", 2 * m * n * k, rivals.gemm_in_float32
+  calls = [(rival, rival.gemm(product, out)) for rival in having["gemm"]]
+  ms = race(bench, prefix, calls, wide, want, flops)
+  rate = flops / ms["block_ours"] / 1e9
+  print(f"{prefix:44s} ours: {beside(ms)}; {rate / peak:.2f} of the BF16 ceiling")
   if tune:
     is_tiled = product != "wgrad"
     tried = {}
     for config in tiles.candidates(is_tiled, out):
       key = json.dumps(dataclasses.asdict(config))
-      measure = functools.partial(narrow, BLOCK, "mosaic_sm90", config=config)
-      try:
-        tried[key] = bench.line(f"{prefix}/{key}", measure)["ms"]
-      except jax.errors.JaxRuntimeError as e:
-        print(f"{prefix}/{key}: {str(e).splitlines()[0]}")
+      one = dataclasses.replace(having["gemm"][0], name=key, precision="fp8")
+      tried |= race(bench, prefix, [(one, rivals.ours(product, out, config))], wide, want, flops)
     best = min(tried, key=tried.get)
     if not bench.is_dry:
       tiles.store(
@@ -108,34 +117,27 @@ def gemm(bench: timing.Bench, name: str, product: str, sizes, peak: float, tune:
       )  # fmt: skip
 
 
-def layer(bench: timing.Bench, name: str, sizes):
-  """All three products with their quantization, as a training step has them: ours and BF16."""
+def beside(ms: dict[str, float]) -> str:
+  """How many times faster ours is than each of the others."""
+  return ", ".join(
+    f"{time / ms['block_ours']:.2f} x {name}" for name, time in ms.items() if name != "block_ours"
+  )
+
+
+def layer(bench: timing.Bench, name: str, sizes, having) -> dict[str, float]:
+  """All three products with their quantization, as a training step has them: {rival: ms}."""
   tokens, inner, outer = sizes
 
   def operands(key):
-    x, g = timing.normal(key, tokens, inner), timing.normal(key, tokens, outer)
-    return x, timing.normal(key, inner, outer, dtype=jnp.float32), g
+    of_x, of_w, of_g = jax.random.split(key, 3)
+    w = timing.normal(of_w, inner, outer, dtype=jnp.float32)
+    return timing.normal(of_x, tokens, inner), w, timing.normal(of_g, tokens, outer)
 
   sets = timing.sets(operands, 2 * tokens * (inner + outer) + 4 * inner * outer)
-
-  def bf16(x, w, g):
-    w = w.astype(jnp.bfloat16)
-    return x @ w, g @ w.T, jax.lax.dot_general(
-      x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)  # fmt: skip
-
-  def block(x, w, g):
-    xs = quantizer.quantize_matrix(x, {1: BLOCK.fwd.lhs, 0: BLOCK.wgrad.lhs})
-    gs = quantizer.quantize_matrix(g, {1: BLOCK.dgrad.lhs, 0: BLOCK.wgrad.rhs})
-    ws = quantizer.quantize_matrix(w, {0: BLOCK.fwd.rhs, 1: BLOCK.dgrad.rhs})
-    multiply = mosaic_sm90.matmul
-    return (multiply(xs[1], ws[0], out_dtype=jnp.bfloat16),
-            multiply(gs[1], ws[1], out_dtype=jnp.bfloat16),
-            multiply(xs[0], gs[0], out_dtype=jnp.float32))  # fmt: skip
-
-  base = bench.line(f"layer/{name}/bf16", lambda: bench.time(bf16, *sets))
-  ours = bench.line(f"layer/{name}/block_ours", lambda: bench.time(block, *sets))
-  print(f"{f'layer/{name}':44s} {base['ms'] / ours['ms']:.2f} x BF16")
-  return base["ms"], ours["ms"]
+  calls = [(rival, rival.layer()) for rival in having["layer"]]
+  ms = race(bench, f"layer/{name}", calls, sets, rivals.layer_in_float32)
+  print(f"{f'layer/{name}':44s} ours: {beside(ms)}")
+  return ms
 
 
 def quantizers(bench: timing.Bench, name: str, sizes, rate: float):
@@ -150,6 +152,17 @@ def quantizers(bench: timing.Bench, name: str, sizes, rate: float):
     return found | {"share_of_copy": found["gb_per_s"] / rate}
 
   bench.line(f"quantize/{name}/both", measure)
+
+
+def entrants(bench: timing.Bench) -> dict[str, list[rivals.Rival]]:
+  """Part -> rivals that have it; lists all of them, and why others have not."""
+  found, absent = rivals.find(rivals_te.MAKERS | rivals_torch.MAKERS)
+  found = [*rivals.own(), *found]
+  listed = bench.results["rivals"] = rivals.parts(found, absent)
+  for name, has in listed.items():
+    text = "; ".join(f"{part}: {why}" for part, why in has.items())
+    print(f"rival {name:20s} {f'absent: {absent[name]}' if name in absent else text}")
+  return {part: [r for r in found if listed[r.name][part] == "yes"] for part in ("gemm", "layer")}
 
 
 def main():
@@ -174,21 +187,28 @@ def main():
       check.hopper(getattr(BLOCK, product), *[(144, 160, 256)] * flags.dry)
     print("checked: exact on lattices")
     rate, peak = timing.ceilings(bench)
-    totals = []
+    having = entrants(bench)
+    totals = {}
     for name, sizes in (DRY if flags.dry else LAYERS).items():
       quantizers(bench, name, sizes, rate)
       for product in PASSES:
-        gemm(bench, name, product, sizes, peak, flags.tune)
-      totals.append((name, *layer(bench, name, sizes)))
+        gemm(bench, name, product, sizes, having, peak, flags.tune)
+      totals[name] = layer(bench, name, sizes, having)
     for name, sizes in ({} if flags.dry else SMALL).items():
-      totals.append((name, *layer(bench, name, sizes)))
+      totals[name] = layer(bench, name, sizes, having)
   if not flags.dry:
     shapes = LAYERS | SMALL
-    measured = (advice.Layer("block_128", *shapes[name], *times) for name, *times in totals)
+    measured = (
+      advice.Layer("block_128", *shapes[name], ms["bf16"], ms["block_ours"])
+      for name, ms in totals.items()
+    )
     advice.store(measured, bench.results["provenance"])
-  te = np.array([t[1:] for t in totals if t[0].startswith("te_5b") or flags.dry])
-  print(f"all layers of the 5B set, quantize + GEMM, three products: BF16 {te[:, 0].sum():.3f} ms, "
-        f"ours {te[:, 1].sum():.3f} ms, {te[:, 0].sum() / te[:, 1].sum():.2f} x")  # fmt: skip
+  of_set = [ms for name, ms in totals.items() if name.startswith("te_5b") or flags.dry]
+  ran = [name for name in of_set[0] if all(name in ms for ms in of_set)]
+  sums = {name: sum(ms[name] for ms in of_set) for name in ran}
+  listed = ", ".join(f"{name} {ms:.3f}" for name, ms in sums.items())
+  print("all layers of the 5B set, quantize + GEMM, three products, in ms:")
+  print(f"{listed}; ours: {beside(sums)}")
 
 
 if __name__ == "__main__":

@@ -37,19 +37,27 @@ def gather_weight(w, letters: str, layout: axes.Layout):
   return w
 
 
-def gather_scaled(x: scaled.Scaled, over: tuple[str, ...], axis: int) -> scaled.Scaled:
+def gather_scaled(
+  x: scaled.Scaled, over: tuple[str, ...], axis: int, in_shards: bool = False
+) -> scaled.Scaled:
   """Gathers a narrow matrix and its scales along one of its axes.
 
   The data travel as bytes: XLA may otherwise widen an FP8 collective to 16 bits, and does on CPU.
+
+  Args:
+    over: mesh axes.
+    axis: 0 or 1.
+    in_shards: leave the data as they arrive, one shard after the other (see Scaled). Along axis 1
+      every byte would have to move again to make one matrix of them.
   """
 
-  def gather(x):
-    return jax.lax.all_gather(x, over, axis=axis, tiled=True)
+  def gather(x, in_shards=False):
+    return jax.lax.all_gather(x, over, axis=0 if in_shards else axis, tiled=not in_shards)
 
   # Four bits fill no byte; every E2M1 number is an E4M3 one.
   data = x.data.astype(E4M3.dtype) if x.data.dtype == E2M1.dtype else x.data
   data = jax.lax.bitcast_convert_type(
-    gather(jax.lax.bitcast_convert_type(data, jnp.uint8)), data.dtype
+    gather(jax.lax.bitcast_convert_type(data, jnp.uint8), in_shards), data.dtype
   ).astype(x.data.dtype)
   scale = x.scale if x.tile[axis] == WHOLE else gather(x.scale)
   return scaled.Scaled(data, scale, x.tile)

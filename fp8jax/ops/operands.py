@@ -169,7 +169,8 @@ def weight(
   value: Any = narrow(matrix, contraction, dtype, amax_axes)
   for axis, group in enumerate(groups):
     if extra[group[0]]:
-      value = collectives.gather_scaled(value, extra[group[0]], axis)
+      in_shards = axis == 1 and narrow.backend in scaled_matmul.WITH_SHARDS
+      value = collectives.gather_scaled(value, extra[group[0]], axis, in_shards)
   full = {c: n * layout.size(extra[c]) for c, n in sizes.items()}
   return Matrix(value, free, batch, full)
 

@@ -29,7 +29,8 @@ class Scaled:
   """A matrix in a narrow format: value = data * scale, always.
 
   Attributes:
-    data: [rows, contraction], a narrow dtype.
+    data: [rows, contraction], a narrow dtype. Or [shards, rows, contraction / shards]: how an
+      all-gather along the contraction leaves it, for a kernel that walks from shard to shard.
     scale: float32 [num_tiles(rows), num_tiles(contraction)], finite and positive.
     tile: elements that share one scale, (rows, contraction), WHOLE for the full axis.
   """
@@ -39,19 +40,30 @@ class Scaled:
   tile: tuple[int, int] = dataclasses.field(metadata=dict(static=True))
 
   @property
+  def is_sharded(self) -> bool:
+    return self.data.ndim > self.scale.ndim
+
+  @property
   def shape(self) -> tuple[int, int]:
-    rows, contraction = self.data.shape
-    return rows, contraction
+    shards = self.data.shape[0] if self.is_sharded else 1
+    rows, contraction = self.data.shape[self.is_sharded :]
+    return rows, contraction * shards
+
+  def in_one_piece(self) -> "Scaled":
+    """The same with data [rows, contraction], for which shards are transposed."""
+    if not self.is_sharded:
+      return self
+    return Scaled(jnp.swapaxes(self.data, 0, 1).reshape(self.shape), self.scale, self.tile)
 
   @property
   def T(self) -> "Scaled":
     """The transposed matrix. Exact for any tile: data, scales and tile swap together."""
     rows, contraction = self.tile
-    return Scaled(self.data.T, self.scale.T, (contraction, rows))
+    return Scaled(self.in_one_piece().data.T, self.scale.T, (contraction, rows))
 
   def dequantize(self, dtype=jnp.float32):
     """[rows, contraction] = data * scale, computed in float32."""
     scale = self.scale
     for axis in (0, 1):
       scale = expand(scale, axis, self.tile[axis], self.shape[axis])
-    return (self.data.astype(jnp.float32) * scale).astype(dtype)
+    return (self.in_one_piece().data.astype(jnp.float32) * scale).astype(dtype)

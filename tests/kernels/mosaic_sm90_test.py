@@ -103,6 +103,18 @@ def test_kernel_is_exact_however_the_work_is_cut_up(rng, name, dtype, config):
   np.testing.assert_array_equal(got, jnp.asarray(want, dtype))
 
 
+@pytest.mark.parametrize("shards, config", [(4, None), (2, Config(stages=3, cluster_m=2))], ids=str)
+def test_kernel_reads_a_gathered_b_shard_by_shard(rng, shards, config):
+  m, n, k = 136, 136, 512
+  a, b, narrow_a, narrow_b = _operands(rng, GEMMS["block_128-fwd"], m, n, k)
+  data = narrow_b.data.reshape(n, shards, k // shards).swapaxes(0, 1)
+  gathered = dataclasses.replace(narrow_b, data=data)
+  assert gathered.is_sharded and gathered.shape == (n, k)
+  np.testing.assert_array_equal(gathered.dequantize(), b)
+  got = mosaic_sm90.matmul(narrow_a, gathered, out_dtype=jnp.float32, config=config)
+  np.testing.assert_array_equal(got, a.astype(np.float64) @ b.astype(np.float64).T)
+
+
 def test_kernel_equals_the_reference(rng):
   """bfloat16 out: float32 sums that differ in their last bits, rounded once."""
   for name in ("block_128-fwd", "block_128-wgrad"):

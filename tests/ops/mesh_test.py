@@ -119,6 +119,7 @@ def test_hopper_kernel_on_a_mesh_is_exact(rng, interpreted_on_mesh, shape):
 @pytest.mark.parametrize("eqn", [e for e, _ in EQUATIONS[:2]])
 def test_operands_of_hopper_kernels_lie_right_on_a_mesh(rng, monkeypatch, eqn, shape, recipe):
   """What surrounds the kernels: the same layouts, operands made ahead, plain JAX in their place."""
+  shards = []
 
   def quantize_matrix(x, quants, amax=None, over=()):
     make = functools.partial(quantize.quantize, amax_axes=(over, ()))
@@ -129,12 +130,15 @@ def test_operands_of_hopper_kernels_lie_right_on_a_mesh(rng, monkeypatch, eqn, s
       a.shape[0], b.shape[0], a.shape[1], recipes.RECIPES[recipe].fwd, backend_lib.Device("gpu", 90)
     )
     assert mosaic_sm90.supports(problem) is None
-    return reference.scaled_matmul(a, b, accumulate, out_dtype)
+    shards.append(b.is_sharded)
+    return reference.scaled_matmul(a, b.in_one_piece(), accumulate, out_dtype)
 
   monkeypatch.setattr(quantize_sm90, "quantize_matrix", quantize_matrix)
   monkeypatch.setattr(mosaic_sm90, "scaled_matmul", multiply)
   for one, exact in zip(*_by_kernels(rng, eqn, shape, recipe)):
     np.testing.assert_array_equal(one, exact)
+  # D is split and contracted once: forward here, in the data gradient there.
+  assert shards == [eqn.startswith("BLD"), not eqn.startswith("BLD"), False]
   # And all of it in one program, x and g read once.
   sizes = dict(B=8, L=64, D=256, F=512)
   operands = [lattice(rng, *(sizes[c] for c in t)) for t in eqn.replace("->", ",").split(",")]

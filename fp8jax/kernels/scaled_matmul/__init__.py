@@ -17,6 +17,8 @@ BACKENDS = {
 }  # fmt: skip
 # Whose operands kernels/quantize makes where it can.
 WITH_QUANTIZER = ("xla_sm90", "mosaic_sm90")
+# Which read a B that was gathered along K as it arrives, in shards; the others want one matrix.
+WITH_SHARDS = ("mosaic_sm90",)
 
 
 def scaled_matmul(
@@ -31,7 +33,7 @@ def scaled_matmul(
 
   Args:
     a: [M, K].
-    b: [N, K].
+    b: [N, K], for backends in WITH_SHARDS perhaps in shards.
     accumulate: K per partial sum promoted to float32; None leaves it to the backend.
     backend: a key of BACKENDS that supports this problem (see kernels/backend.py).
     out_dtype: float32 or bfloat16.

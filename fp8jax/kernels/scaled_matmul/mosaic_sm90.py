@@ -24,6 +24,11 @@ up 128 products with the few bits it keeps, then the sum is scaled and added in 
   epilogue  Totals are cast, written to shared memory, and stored by TMA, which clips at M and N.
             The next tile begins at once; a buffer is waited for only when it is needed again.
 
+## Shards of B
+
+A weight that was gathered along K lies shard after shard, [shards, N, K / shards]. Only `fetch`
+needs to know: the steps of a tile walk through one shard, then through the next.
+
 ## Groups, for experts
 
 Rows of A, or steps of K, may belong to groups, 128 at a time (kernels/grouped_matmul). Of rows,
@@ -101,7 +106,7 @@ def matmul(
 
   Args:
     a: [M, K], scales per 1x128.
-    b: [N, K], scales per 128x128 or 1x128.
+    b: [N, K], scales per 128x128 or 1x128; perhaps in shards of K, each a multiple of 128.
     config: default: what was fastest for this shape, or `tiles.default`.
     add_to: float32 [M, N] to which the product is added, tile by tile before it is stored, in place
       if it may be overwritten: gradient accumulation without another pass.
@@ -221,9 +226,16 @@ class _Program:
 
   def of_group(self, ref, row):
     """B's data or scales for the rows of D from `row` on."""
-    if len(self.of.b.shape) == 2:
+    if self.of.groups is None or len(self.of.b.shape) == 2:
       return ref
     return ref.at[self.of.groups[lax.div(row, BLOCK)]]
+
+  def of_shard(self, b, kb):
+    """128 of K of B, from the shard that has them."""
+    if len(b.shape) == 3:
+      steps = b.shape[-1] // BLOCK
+      b, kb = b.at[lax.div(kb, steps)], lax.rem(kb, steps)
+    return b.at[:, pl.ds(kb * BLOCK, BLOCK)]
 
   @property
   def num_tiles(self):
@@ -281,7 +293,7 @@ class _Program:
     full = shared.full.at[slot]
     plgpu.barrier_wait(shared.empty.at[slot])
     plgpu.copy_gmem_to_smem(of.a.at[at_m, at_k], shared.a.at[slot], full)
-    b = self.of_group(of.b, row).at[at_n, at_k]
+    b = self.of_shard(self.of_group(of.b, row), kb).at[at_n]
     plgpu.copy_gmem_to_smem(b, shared.b.at[slot], full, collective_axes=both)
     plgpu.copy_gmem_to_smem(of.a_scale.at[kb, at_m], shared.a_scale.at[slot], full)
     if self.per_column:
