@@ -33,7 +33,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.kernels import scaled_matmul
-from fp8jax.ops import activations, collectives, guard, operands
+from fp8jax.ops import activations, collectives, guard, later, operands
+from fp8jax.ops.later import Later
 from fp8jax.ops.operands import Matrix, Narrow
 from fp8jax.ops.plan import Inputs, Plan, make_plan
 from fp8jax.ops.site import Site
@@ -49,7 +50,7 @@ def dot(eqn: str, x, w, site: Site, *, out_dtype=None):
 
   Args:
     eqn: e.g. "BLD,DF->BLF" or "BLHK,HKD->BLD". Letters in both x and w but not in y are contracted.
-    x: activation; gradients with respect to it have its dtype.
+    x: activation, maybe one of `later`; gradients with respect to it have its dtype.
     w: weight, usually the float32 master; gradients with respect to it have its dtype.
     site: precision, implementation and layout.
     out_dtype: dtype of the result; default x's.
@@ -68,20 +69,17 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
 
   Args:
     eqns: one per weight.
+    x: activation; one of `later` is computed in the quantizer, if it is that of all products.
     ws: weights.
     sites: one per weight.
 
   Returns:
     One y per weight.
   """
-  plans = tuple(
-    make_plan(e, x, w, s, out_dtype=out_dtype) for e, w, s in zip(eqns, ws, sites, strict=True)
-  )
-  for site in sites:
-    site.claim()
-  x, ws, inputs = guard.vary_alike(x, tuple(ws), tuple(Inputs.of(s) for s in sites))
-  taps = (s.tap if p.is_observable else guard.vary_alike(s.tap, x)[0] for p, s in zip(plans, sites))
-  return _dots(plans, x, ws, tuple(taps), inputs)
+  plans = make_plans(eqns, x, ws, sites, out_dtype)
+  if isinstance(x, Later) and not all(can_make_input(plan, x) for plan in plans):
+    x = x.value()
+  return _dots(plans, *claim(plans, x, ws, sites))
 
 
 def fp8_dot_general(
@@ -117,12 +115,33 @@ def fp8_dot_general(
   return dot(eqn, lhs, rhs, site, out_dtype=preferred_element_type)
 
 
+def make_plans(eqns, x, ws, sites, out_dtype=None) -> tuple[Plan, ...]:
+  """One per weight; x needs no more than shape and dtype."""
+  return tuple(
+    make_plan(e, x, w, s, out_dtype=out_dtype) for e, w, s in zip(eqns, ws, sites, strict=True)
+  )
+
+
+def can_make_input(plan: Plan, x: Later) -> bool:
+  """Whether every operand that a dot makes of x, forward and backward, is made from its sources."""
+  at_once = ((0, 2),) if plan.recipe.save is Save.QUANTIZED else ((0,), (2,))
+  return all(activations.can_produce((plan,), 0, x, products) for products in at_once)
+
+
+def claim(plans: Sequence[Plan], x, ws, sites: Sequence[Site]):
+  """(x, ws, taps, inputs), ready to be differentiated; the sites are in use from now on."""
+  for site in sites:
+    site.claim()
+  x, ws, inputs = guard.vary_alike(x, tuple(ws), tuple(Inputs.of(s) for s in sites))
+  taps = (s.tap if p.is_observable else guard.vary_alike(s.tap, x)[0] for p, s in zip(plans, sites))
+  return x, ws, tuple(taps), inputs
+
+
 # --- differentiation -----------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dots(plans, x, ws, taps, inputs):
-  del taps
+def multiply(plans, x, ws, inputs):
+  """The forward products alone."""
   shared = activations.Shared(0, x)
   return tuple(
     forward(plan, shared.operands(plan, n, i, (0,))[0], w, i)
@@ -130,14 +149,15 @@ def _dots(plans, x, ws, taps, inputs):
   )
 
 
-def _dots_fwd(plans, x, ws, taps, inputs):
+def multiply_and_keep(plans, x, ws, taps, inputs):
+  """(the forward products, what `gradients` needs)."""
   shared, kept, ys, seen = activations.Shared(0, x), activations.Shared(0, x), [], []
   saved = {}
   for n, (plan, w, tap, i) in enumerate(zip(plans, ws, taps, inputs)):
     if plan.is_observable:
       guard.refuse_vmap(plan.name, x, tap)
       guard.refuse_shared(plan.name, x, tap)
-    seen.append(jnp.stack([look(plan, "x", x, i), look(plan, "w", w, i)]))
+    seen.append(jnp.stack([look(plan, "x", later.value(x), i), look(plan, "w", w, i)]))
     how = kept.name(plan, n, (2,)) if plan.recipe.save is Save.QUANTIZED else "input"
     if how == "input":
       (mine,), saved[how] = shared.operands(plan, n, i, (0,)), x
@@ -147,19 +167,29 @@ def _dots_fwd(plans, x, ws, taps, inputs):
         narrow = save_input(plan, narrow, i)
         saved[how] = jax.tree.map(lambda t: checkpoint_name(t, SAVED_NAME), narrow)
     ys.append(forward(plan, mine, w, i))
+  if isinstance(x, Later):
+    saved["input"] = x  # its gradient goes on to its sources
   seen = tuple(checkpoint_name(t, SAVED_NAME) for t in seen)
   return tuple(ys), (saved, ws, seen, inputs)
 
 
-def _dots_bwd(plans, residuals, gs):
+def gradients(plans, residuals, gs):
+  """(dx, dws, cotangents of taps): dx is that of the array x, computed or not.
+
+  Args:
+    gs: one per product, or all of them as one of `later`.
+  """
   saved, ws, seen, inputs = residuals
-  shared = activations.Shared(0, saved.get("input"))
+  shared = activations.Shared(0, input_of(residuals))
+  made = [None] * len(plans)
+  if isinstance(gs, Later):
+    made, gs = activations.produce(plans, 2, gs, (1, 2)), gs.value()
   dx, dws, taps = None, [], []
   for n, (plan, w, i, g) in enumerate(zip(plans, ws, inputs, gs)):
     taps.append(jnp.concatenate([seen[n], look(plan, "y", g, i)[None]]))
     # A float32 cotangent (of a float32 head) still meets x in x's dtype.
     g = g.astype(plan.x_dtype)
-    g_in, g_out = activations.one_reading(plan, 2, g, i, (1, 2))
+    g_in, g_out = made[n] or activations.one_reading(plan, 2, g, i, (1, 2))
     part = data_gradient(plan, g_in, w, i)
     dx = part if dx is None else dx + part
     if plan.recipe.save is Save.QUANTIZED:
@@ -167,10 +197,32 @@ def _dots_bwd(plans, residuals, gs):
     else:
       (kept,) = shared.operands(plan, n, i, (2,))
     dws.append(weight_gradient(plan, kept, g_out, w.dtype, i))
-  return dx, tuple(dws), tuple(taps), None
+  return dx, tuple(dws), tuple(taps)
 
 
-_dots.defvjp(_dots_fwd, _dots_bwd)
+def input_of(residuals):
+  """x of `multiply_and_keep`: always there if it is one of `later`."""
+  return residuals[0].get("input")
+
+
+def pulled(residuals, dx):
+  """The cotangent of x from `gradients`' dx."""
+  x = input_of(residuals)
+  return x.pull(dx) if isinstance(x, Later) else dx
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dots(plans, x, ws, taps, inputs):
+  del taps
+  return multiply(plans, x, ws, inputs)
+
+
+def _dots_bwd(plans, residuals, gs):
+  dx, dws, taps = gradients(plans, residuals, gs)
+  return pulled(residuals, dx), dws, taps, None
+
+
+_dots.defvjp(multiply_and_keep, _dots_bwd)
 
 
 # --- the three products --------------------------------------------------------------------------
