@@ -18,17 +18,25 @@ from fp8jax.ops import collectives, operands
 from fp8jax.ops.later import Later
 from fp8jax.ops.operands import Matrix
 from fp8jax.ops.plan import Inputs, Plan
-from fp8jax.quant import scaled
+from fp8jax.quant import observe, scaled
 from fp8jax.recipe import WHOLE, Quant
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-  """An activation that several products take: what they need alike is made once."""
+  """An activation that several products take: what they need alike is made once.
+
+  Attributes:
+    value: an array, or one of `later`.
+    is_watched: whether its amax is wanted too, should it never be written.
+    amax: that, float32 [1], as soon as anything was made; of an array none.
+  """
 
   tensor: int
   value: Any
+  is_watched: bool = False
   made: dict[str, Any] = dataclasses.field(default_factory=dict)
+  amax: list[jax.Array] = dataclasses.field(default_factory=list)
 
   def name(self, plan: Plan, n: int, products: tuple[int, ...]) -> str:
     """Of what product `n` needs: those that need the same give the same."""
@@ -39,17 +47,19 @@ class Shared:
     return f"{letters.batch} {letters.contracted} {products} {quants}{own}"
 
   def operands(self, plan: Plan, n: int, inputs: Inputs, products: tuple[int, ...]):
-    """See `one_reading`."""
+    """For each of some products: see `one_reading` and `produce`."""
     name = self.name(plan, n, products)
-    if name not in self.made:
+    if name not in self.made and isinstance(self.value, Later):
+      is_first = self.is_watched and not self.amax
+      (self.made[name],), amax = produce((plan,), self.tensor, self.value, products, is_first)
+      self.amax.extend(amax)
+    elif name not in self.made:
       self.made[name] = one_reading(plan, self.tensor, self.value, inputs, products)
     return self.made[name]
 
 
 def one_reading(plan: Plan, tensor: int, t, inputs: Inputs, products: tuple[int, ...]):
   """Tensor 0 or 2 (x, g) for each of some products: a Scaled where one kernel makes all, else t."""
-  if isinstance(t, Later):
-    return produce((plan,), tensor, t, products)[0]
   matrix = _matrix(plan, tensor, t.dtype, products)
   if matrix is None:
     return (t,) * len(products)
@@ -90,12 +100,16 @@ def can_produce(plans: Sequence[Plan], tensor: int, t: Later, products: tuple[in
   return True
 
 
-def produce(plans: Sequence[Plan], tensor: int, t: Later, products: tuple[int, ...]):
-  """Result n of t, made narrow as plan n's products take it: a tuple of Scaled for every plan.
+def produce(
+  plans: Sequence[Plan], tensor: int, t: Later, products: tuple[int, ...], is_watched: bool
+):
+  """Results of t made narrow, nothing else of it written; `can_produce` has said yes.
 
-  Nothing else of t is written. `can_produce` has said yes.
+  Returns:
+    For every plan, whose number is that of its result, a Scaled for each of its products; and if
+    it is watched, the float32 [1] amax of every result.
   """
-  plan, letters = plans[0], plans[0].of(tensor)
+  plan, letters, layout = plans[0], plans[0].of(tensor), plans[0].layout
   found = [cast(_AsMatrix, _matrix(p, tensor, t.dtype, products)) for p in plans]
   shape, axis_of, cut = found[0].shape, found[0].axis_of, found[0].cut
 
@@ -103,15 +117,19 @@ def produce(plans: Sequence[Plan], tensor: int, t: Later, products: tuple[int, .
     matrices, factors = [m.reshape(shape) for m in matrices], [f.reshape(-1) for f in factors]
     quants = [f.quants for f in found]
     with jax.named_scope("quantize"):
-      made = mosaic_sm90.quantize_produced(t.producer, matrices, factors, quants)
-    return tuple(tuple(result[axis_of[p]] for p in products) for result in made)
+      made, seen = mosaic_sm90.quantize_produced(t.producer, matrices, factors, quants, is_watched)
+    over = () if layout.is_manual else tuple(layout.act_axes_of(letters))
+    seen = tuple(observe.over_mesh(amax[None], over) for amax in seen)
+    return tuple(tuple(result[axis_of[p]] for p in products) for result in made), seen
 
   matrices, factors = t.made_of()
-  spec_of = plan.layout.act_spec
-  parts = [spec_of((letters[:cut], letters[cut:])[axis]) for axis in t.producer.factors]
-  specs = ((spec_of(letters),) * len(matrices), tuple(parts))
+  parts = (letters[:cut], letters[cut:])
+  of_factors = tuple(layout.act_spec(parts[axis]) for axis in t.producer.factors)
+  specs = ((layout.act_spec(letters),) * len(matrices), of_factors)
   made = tuple(tuple(spec_of_narrow(p, tensor, product) for product in products) for p in plans)
-  return collectives.on_mesh(local, plan.layout, specs, made)(tuple(matrices), tuple(factors))
+  seen = (jax.sharding.PartitionSpec(),) * (t.producer.results if is_watched else 0)
+  run = collectives.on_mesh(local, plan.layout, specs, (made, seen))
+  return run(tuple(matrices), tuple(factors))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -151,13 +151,13 @@ def multiply(plans, x, ws, inputs):
 
 def multiply_and_keep(plans, x, ws, taps, inputs):
   """(the forward products, what `gradients` needs)."""
-  shared, kept, ys, seen = activations.Shared(0, x), activations.Shared(0, x), [], []
+  shared, kept = activations.Shared(0, x, is_watched=True), activations.Shared(0, x)
+  ys, seen = [], []
   saved = {}
   for n, (plan, w, tap, i) in enumerate(zip(plans, ws, taps, inputs)):
     if plan.is_observable:
       guard.refuse_vmap(plan.name, x, tap)
       guard.refuse_shared(plan.name, x, tap)
-    seen.append(jnp.stack([look(plan, "x", later.value(x), i), look(plan, "w", w, i)]))
     how = kept.name(plan, n, (2,)) if plan.recipe.save is Save.QUANTIZED else "input"
     if how == "input":
       (mine,), saved[how] = shared.operands(plan, n, i, (0,)), x
@@ -166,6 +166,8 @@ def multiply_and_keep(plans, x, ws, taps, inputs):
       if how not in saved:
         narrow = save_input(plan, narrow, i)
         saved[how] = jax.tree.map(lambda t: checkpoint_name(t, SAVED_NAME), narrow)
+    amax = shared.amax[0] if shared.amax else None
+    seen.append(jnp.stack([look(plan, "x", later.value(x), i, amax), look(plan, "w", w, i)]))
     ys.append(forward(plan, mine, w, i))
   if isinstance(x, Later):
     saved["input"] = x  # its gradient goes on to its sources
@@ -181,12 +183,13 @@ def gradients(plans, residuals, gs):
   """
   saved, ws, seen, inputs = residuals
   shared = activations.Shared(0, input_of(residuals))
-  made = [None] * len(plans)
+  made = amaxes = [None] * len(plans)
   if isinstance(gs, Later):
-    made, gs = activations.produce(plans, 2, gs, (1, 2)), gs.value()
+    made, amaxes = activations.produce(plans, 2, gs, (1, 2), is_watched=True)
+    gs = gs.value()
   dx, dws, taps = None, [], []
   for n, (plan, w, i, g) in enumerate(zip(plans, ws, inputs, gs)):
-    taps.append(jnp.concatenate([seen[n], look(plan, "y", g, i)[None]]))
+    taps.append(jnp.concatenate([seen[n], look(plan, "y", g, i, amaxes[n])[None]]))
     # A float32 cotangent (of a float32 head) still meets x in x's dtype.
     g = g.astype(plan.x_dtype)
     g_in, g_out = made[n] or activations.one_reading(plan, 2, g, i, (1, 2))
@@ -292,12 +295,15 @@ def save_input(plan: Plan, x, inputs: Inputs):
   return collectives.on_mesh(local, plan.layout, specs, made)(x, inputs)
 
 
-def look(plan: Plan, role: str, t, inputs: Inputs):
+def look(plan: Plan, role: str, t, inputs: Inputs, amax=None):
   """float32 [S]: what tensor t is like, and what its first narrowing does to it.
 
   Args:
     role: "x", "w" or "y" (for the gradient g of y).
+    amax: float32 [1] of t, if it is known: a quiet look then needs nothing else.
   """
+  if amax is not None and plan.statistics == observe.QUIET:
+    return amax
   if not plan.is_watched:
     return jnp.zeros(plan.statistics, jnp.float32)
   s, layout = plan.letters, plan.layout

@@ -55,14 +55,14 @@ def calls(monkeypatch):
     calls.append("identity")
     return {axis: quantize.quantize(x, quant, contraction=axis) for axis, quant in quants.items()}
 
-  def quantize_produced(producer, matrices, factors, quants):
+  def quantize_produced(producer, matrices, factors, quants, watched=False):
     calls.append(producer.name)
     results = _by_formula(producer, matrices, factors)
-    made = zip(results, quants, strict=True)
-    return [
+    made = [
       {axis: quantize.quantize(y, quant, contraction=axis) for axis, quant in of_result.items()}
-      for y, of_result in made
+      for y, of_result in zip(results, quants, strict=True)
     ]
+    return made, [observe.amax(y) for y in results] if watched else []
 
   def multiply(a, b, accumulate, out_dtype):
     return reference.scaled_matmul(a, b, accumulate, out_dtype)
