@@ -29,14 +29,19 @@ class Shared:
   Attributes:
     value: an array, or one of `later`.
     is_watched: whether its amax is wanted too, should it never be written.
-    amax: that, float32 [1], as soon as anything was made; of an array none.
+    seen: that, once anything was made; of an array nothing.
   """
 
   tensor: int
   value: Any
   is_watched: bool = False
   made: dict[str, Any] = dataclasses.field(default_factory=dict)
-  amax: list[jax.Array] = dataclasses.field(default_factory=list)
+  seen: list[jax.Array] = dataclasses.field(default_factory=list)
+
+  @property
+  def amax(self) -> Any:
+    """float32 [1], or None if it is not known."""
+    return self.seen[0] if self.seen else None
 
   def name(self, plan: Plan, n: int, products: tuple[int, ...]) -> str:
     """Of what product `n` needs: those that need the same give the same."""
@@ -50,9 +55,9 @@ class Shared:
     """For each of some products: see `one_reading` and `produce`."""
     name = self.name(plan, n, products)
     if name not in self.made and isinstance(self.value, Later):
-      is_first = self.is_watched and not self.amax
+      is_first = self.is_watched and not self.seen
       (self.made[name],), amax = produce((plan,), self.tensor, self.value, products, is_first)
-      self.amax.extend(amax)
+      self.seen.extend(amax)
     elif name not in self.made:
       self.made[name] = one_reading(plan, self.tensor, self.value, inputs, products)
     return self.made[name]

@@ -151,7 +151,8 @@ def multiply(plans, x, ws, inputs):
 
 def multiply_and_keep(plans, x, ws, taps, inputs):
   """(the forward products, what `gradients` needs)."""
-  shared, kept = activations.Shared(0, x, is_watched=True), activations.Shared(0, x)
+  is_kept_narrow = any(plan.recipe.save is Save.QUANTIZED for plan in plans)
+  shared, kept = activations.Shared(0, x, is_watched=is_kept_narrow), activations.Shared(0, x)
   ys, seen = [], []
   saved = {}
   for n, (plan, w, tap, i) in enumerate(zip(plans, ws, taps, inputs)):
@@ -166,12 +167,16 @@ def multiply_and_keep(plans, x, ws, taps, inputs):
       if how not in saved:
         narrow = save_input(plan, narrow, i)
         saved[how] = jax.tree.map(lambda t: checkpoint_name(t, SAVED_NAME), narrow)
-    amax = shared.amax[0] if shared.amax else None
-    seen.append(jnp.stack([look(plan, "x", later.value(x), i, amax), look(plan, "w", w, i)]))
+    # What is computed again in the backward pass is seen there: then it need not be made once more
+    # where the forward pass is repeated for other reasons.
+    of_x = None
+    if not isinstance(x, Later) or how != "input" or plan.statistics > observe.QUIET:
+      of_x = look(plan, "x", later.value(x), i, shared.amax)
+    seen.append((of_x, look(plan, "w", w, i)))
     ys.append(forward(plan, mine, w, i))
   if isinstance(x, Later):
     saved["input"] = x  # its gradient goes on to its sources
-  seen = tuple(checkpoint_name(t, SAVED_NAME) for t in seen)
+  seen = jax.tree.map(lambda t: checkpoint_name(t, SAVED_NAME), tuple(seen))
   return tuple(ys), (saved, ws, seen, inputs)
 
 
@@ -182,14 +187,13 @@ def gradients(plans, residuals, gs):
     gs: one per product, or all of them as one of `later`.
   """
   saved, ws, seen, inputs = residuals
-  shared = activations.Shared(0, input_of(residuals))
+  shared = activations.Shared(0, input_of(residuals), is_watched=True)
   made = amaxes = [None] * len(plans)
   if isinstance(gs, Later):
     made, amaxes = activations.produce(plans, 2, gs, (1, 2), is_watched=True)
     gs = gs.value()
   dx, dws, taps = None, [], []
   for n, (plan, w, i, g) in enumerate(zip(plans, ws, inputs, gs)):
-    taps.append(jnp.concatenate([seen[n], look(plan, "y", g, i, amaxes[n])[None]]))
     # A float32 cotangent (of a float32 head) still meets x in x's dtype.
     g = g.astype(plan.x_dtype)
     g_in, g_out = made[n] or activations.one_reading(plan, 2, g, i, (1, 2))
@@ -200,6 +204,9 @@ def gradients(plans, residuals, gs):
     else:
       (kept,) = shared.operands(plan, n, i, (2,))
     dws.append(weight_gradient(plan, kept, g_out, w.dtype, i))
+    of_x, of_w = seen[n]
+    of_x = shared.amax if of_x is None else of_x
+    taps.append(jnp.stack([of_x, of_w, look(plan, "y", gs[n], i, amaxes[n])]))
   return dx, tuple(dws), tuple(taps)
 
 
