@@ -77,9 +77,7 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
     One y per weight.
   """
   plans = make_plans(eqns, x, ws, sites, out_dtype)
-  if isinstance(x, Later) and not all(can_make_input(plan, x) for plan in plans):
-    x = x.value()
-  return _dots(plans, *claim(plans, x, ws, sites))
+  return _dots(plans, *claim(plans, settled(plans, x), ws, sites))
 
 
 def fp8_dot_general(
@@ -126,6 +124,13 @@ def can_make_input(plan: Plan, x: Later) -> bool:
   """Whether every operand that a dot makes of x, forward and backward, is made from its sources."""
   at_once = ((0, 2),) if plan.recipe.save is Save.QUANTIZED else ((0,), (2,))
   return all(activations.can_produce((plan,), 0, x, products) for products in at_once)
+
+
+def settled(plans: Sequence[Plan], x):
+  """x, computed now unless all of these dots compute it as they read it."""
+  if isinstance(x, Later) and not all(can_make_input(plan, x) for plan in plans):
+    return x.value()
+  return x
 
 
 def claim(plans: Sequence[Plan], x, ws, sites: Sequence[Site]):

@@ -14,7 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.ops import activations, later
 from fp8jax.ops import dot as dot_lib
-from fp8jax.ops.later import Later
 
 
 def gated(eqns, x, ws, sites, name: str):
@@ -31,8 +30,7 @@ def gated(eqns, x, ws, sites, name: str):
     What down gives, in x's dtype.
   """
   plans = dot_lib.make_plans(eqns[:2], x, ws[:2], sites[:2])
-  if isinstance(x, Later) and not all(dot_lib.can_make_input(plan, x) for plan in plans):
-    x = x.value()
+  x = dot_lib.settled(plans, x)
   h = later.silu_mul(*(jax.ShapeDtypeStruct(plan.y_shape, plan.out_dtype) for plan in plans))
   plans += dot_lib.make_plans(eqns[2:], h, ws[2:], sites[2:])
   gradients = later.silu_mul_gradients(h, *h.sources)

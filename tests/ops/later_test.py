@@ -20,7 +20,7 @@ from fp8jax.kernels.scaled_matmul import mosaic_sm90, reference
 from fp8jax.models import swiglu
 from fp8jax.ops import activations, basic, later
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.dot import dot
+from fp8jax.ops.dot import dot, dots
 from fp8jax.quant import observe, quantize
 from fp8jax.recipe import CURRENT
 
@@ -205,6 +205,19 @@ def test_who_may_compute_it_in_the_quantizer(rng, calls, recipes_, fused):
   found = collections.Counter(calls)
   del found["identity"]
   assert found == fused
+
+
+@pytest.mark.parametrize("of_k, times", [("block_128", 2), ("block_128_saved", 3), ("bf16", 0)])
+def test_one_that_reads_it_in_16_bits_has_it_written_for_all(rng, calls, of_k, times):
+  x, w = _normal(rng, 2, 64, 128), _normal(rng, 128, 128, dtype=jnp.float32)
+  sites = _sites("qk", dict(q="block_128", k=of_k))
+
+  def run(x, ws):
+    h = later.rms_norm(x, jnp.ones(128), EPS)
+    return dots(("BLD,DF->BLF",) * 2, h, ws, [sites["q"], sites["k"]])
+
+  jax.eval_shape(lambda x, ws: jax.vjp(run, x, ws)[1]((x, x)), x, (w, w))
+  assert calls.count("rms_norm") == times
 
 
 def test_on_other_backends_it_is_a_plain_array(rng, calls):
