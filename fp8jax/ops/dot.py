@@ -11,7 +11,8 @@ pulled out of a sum over elements that share it. A weight tile of 128x128 reads 
 an activation tile of 1x128 does not, so x and g are quantised a second time, along tokens, for the
 weight gradient. What waits for the backward pass is w as it came in (weights are always quantised
 from the master copy) and x: as it came in, or, where the recipe saves narrow, already as the
-operand of the weight gradient. Gradients of w come back in w's dtype (float32 masters give float32
+operand of the weight gradient. An x that is only computed in the quantizer (later.py) waits as what
+it is computed from. Gradients of w come back in w's dtype (float32 masters give float32
 weight gradients).
 
 Letters carry the sharding (axes.py). A product runs inside `shard_map`: the weight shard is made
@@ -21,7 +22,7 @@ and the weight gradient leaves scattered like the weight:
   forward   x[B_data, D] . gather(w[D_fsdp, F_tensor]) -> y[B_data, F_tensor]
   wgrad     x[B_data, D]' . g[B_data, F_tensor] -> dw[D_fsdp, F_tensor]
 
-This module holds the project's only GEMM `custom_vjp`.
+This module holds the GEMM's `custom_vjp`; gated.py and loss.py put its parts together otherwise.
 """
 
 import functools
