@@ -257,11 +257,12 @@ def test_nothing_stands_between_quantizer_and_gemm():
   """No transpose, copy or second cast of an FP8 matrix anywhere in the program."""
   found = elsewhere("narrow_work('block_128')")
   assert not found["gives"], found
-  # Two layers in one loop: 7 sites, of which q, k, v and gate, up share x.
+  # Two layers in one loop: 7 sites, of which q, k, v and gate, up share x; the gradients of gate
+  # and up are made in one reading.
   # The XLA of jax 0.11 multiplies by v's weight twice in the forward pass: once for attention, once
   # in place where the results of all layers are kept.
   twice = importlib.metadata.version("jax").startswith("0.11.")
-  assert found["kernels"] == {"scaled_matmul": 21 + twice, "quantize_fp8": 7 + 2 * 7 + 2 * 4}
+  assert found["kernels"] == {"scaled_matmul": 21 + twice, "quantize_fp8": 6 + 2 * 7 + 2 * 4}
 
 
 @pytest.mark.aot

@@ -4,6 +4,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax import axes
 from fp8jax.models.config import Execution, ModelConfig
+from fp8jax.ops import later
 from fp8jax.ops.attention import attention
 from fp8jax.ops.basic import add_bias, rms_norm, rotate
 from fp8jax.ops.dot import dot, dots
@@ -39,7 +40,7 @@ def apply(p, s, x_BLD, rope, segments_BL, cfg: ModelConfig, run: Execution):
     rope: (cos_BLK, sin_BLK).
     segments_BL: document of each token, or None if documents may attend to each other.
   """
-  h_BLD = rms_norm(x_BLD, p["norm"], cfg.norm_eps)
+  h_BLD = later.rms_norm(x_BLD, p["norm"], cfg.norm_eps)
   q_BLHK, k_BLGK, v_BLGK = dots(
     ("BLD,DHK->BLHK", "BLD,DGK->BLGK", "BLD,DGK->BLGK"),
     h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]),

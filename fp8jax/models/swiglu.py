@@ -1,10 +1,8 @@
 """SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202 §2)."""
 
-from jax.ad_checkpoint import checkpoint_name
-
 from fp8jax.models.config import ModelConfig
-from fp8jax.ops.basic import rms_norm, silu_mul
-from fp8jax.ops.dot import dot, dots
+from fp8jax.ops import later
+from fp8jax.ops.gated import gated
 from fp8jax.params import Param
 
 
@@ -19,9 +17,9 @@ def params(cfg: ModelConfig):
 
 def apply(p, s, x_BLD, cfg: ModelConfig):
   """x + down(silu(gate(norm(x))) * up(norm(x)))."""
-  h_BLD = rms_norm(x_BLD, p["norm"], cfg.norm_eps)
-  gate_BLF, up_BLF = dots(
-    ("BLD,DF->BLF", "BLD,DF->BLF"), h_BLD, (p["gate"], p["up"]), (s["gate"], s["up"])
+  h_BLD = later.rms_norm(x_BLD, p["norm"], cfg.norm_eps)
+  equations = ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD")
+  names = ("gate", "up", "down")
+  return x_BLD + gated(
+    equations, h_BLD, [p[n] for n in names], [s[n] for n in names], name="linear"
   )
-  gate_BLF, up_BLF = checkpoint_name(gate_BLF, "linear"), checkpoint_name(up_BLF, "linear")
-  return x_BLD + dot("BLF,FD->BLD", silu_mul(gate_BLF, up_BLF), p["down"], s["down"])

@@ -26,6 +26,12 @@ def silu_mul(gate, up):
   return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
+@jax.named_scope("swiglu")
+def silu_mul_gradients(g, gate, up):
+  """Gradients of gate and up from that of silu_mul."""
+  return jax.vjp(silu_mul, gate, up)[1](g)
+
+
 @jax.named_scope("rope")
 def rotate(x_BLHK, cos_BLK, sin_BLK):
   """Rotary position embedding, halves layout: pairs are (i, i + K/2).

@@ -11,7 +11,8 @@ pulled out of a sum over elements that share it. A weight tile of 128x128 reads 
 an activation tile of 1x128 does not, so x and g are quantised a second time, along tokens, for the
 weight gradient. What waits for the backward pass is w as it came in (weights are always quantised
 from the master copy) and x: as it came in, or, where the recipe saves narrow, already as the
-operand of the weight gradient. Gradients of w come back in w's dtype (float32 masters give float32
+operand of the weight gradient. An x that is only computed in the quantizer (later.py) waits as what
+it is computed from. Gradients of w come back in w's dtype (float32 masters give float32
 weight gradients).
 
 Letters carry the sharding (axes.py). A product runs inside `shard_map`: the weight shard is made
@@ -21,7 +22,7 @@ and the weight gradient leaves scattered like the weight:
   forward   x[B_data, D] . gather(w[D_fsdp, F_tensor]) -> y[B_data, F_tensor]
   wgrad     x[B_data, D]' . g[B_data, F_tensor] -> dw[D_fsdp, F_tensor]
 
-This module holds the project's only GEMM `custom_vjp`.
+This module holds the GEMM's `custom_vjp`; gated.py and loss.py put its parts together otherwise.
 """
 
 import functools
@@ -33,7 +34,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.kernels import scaled_matmul
-from fp8jax.ops import activations, collectives, guard, operands
+from fp8jax.ops import activations, collectives, guard, later, operands
+from fp8jax.ops.later import Later
 from fp8jax.ops.operands import Matrix, Narrow
 from fp8jax.ops.plan import Inputs, Plan, make_plan
 from fp8jax.ops.site import Site
@@ -49,7 +51,7 @@ def dot(eqn: str, x, w, site: Site, *, out_dtype=None):
 
   Args:
     eqn: e.g. "BLD,DF->BLF" or "BLHK,HKD->BLD". Letters in both x and w but not in y are contracted.
-    x: activation; gradients with respect to it have its dtype.
+    x: activation, maybe one of `later`; gradients with respect to it have its dtype.
     w: weight, usually the float32 master; gradients with respect to it have its dtype.
     site: precision, implementation and layout.
     out_dtype: dtype of the result; default x's.
@@ -68,20 +70,15 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
 
   Args:
     eqns: one per weight.
+    x: activation; one of `later` is computed in the quantizer, if it is that of all products.
     ws: weights.
     sites: one per weight.
 
   Returns:
     One y per weight.
   """
-  plans = tuple(
-    make_plan(e, x, w, s, out_dtype=out_dtype) for e, w, s in zip(eqns, ws, sites, strict=True)
-  )
-  for site in sites:
-    site.claim()
-  x, ws, inputs = guard.vary_alike(x, tuple(ws), tuple(Inputs.of(s) for s in sites))
-  taps = (s.tap if p.is_observable else guard.vary_alike(s.tap, x)[0] for p, s in zip(plans, sites))
-  return _dots(plans, x, ws, tuple(taps), inputs)
+  plans = make_plans(eqns, x, ws, sites, out_dtype)
+  return _dots(plans, *claim(plans, settled(plans, x), ws, sites))
 
 
 def fp8_dot_general(
@@ -117,12 +114,40 @@ def fp8_dot_general(
   return dot(eqn, lhs, rhs, site, out_dtype=preferred_element_type)
 
 
+def make_plans(eqns, x, ws, sites, out_dtype=None) -> tuple[Plan, ...]:
+  """One per weight; x needs no more than shape and dtype."""
+  return tuple(
+    make_plan(e, x, w, s, out_dtype=out_dtype) for e, w, s in zip(eqns, ws, sites, strict=True)
+  )
+
+
+def can_make_input(plan: Plan, x: Later) -> bool:
+  """Whether every operand that a dot makes of x, forward and backward, is made from its sources."""
+  at_once = ((0, 2),) if plan.recipe.save is Save.QUANTIZED else ((0,), (2,))
+  return all(activations.can_produce((plan,), 0, x, products) for products in at_once)
+
+
+def settled(plans: Sequence[Plan], x):
+  """x, computed now unless all of these dots compute it as they read it."""
+  if isinstance(x, Later) and not all(can_make_input(plan, x) for plan in plans):
+    return x.value()
+  return x
+
+
+def claim(plans: Sequence[Plan], x, ws, sites: Sequence[Site]):
+  """(x, ws, taps, inputs), ready to be differentiated; the sites are in use from now on."""
+  for site in sites:
+    site.claim()
+  x, ws, inputs = guard.vary_alike(x, tuple(ws), tuple(Inputs.of(s) for s in sites))
+  taps = (s.tap if p.is_observable else guard.vary_alike(s.tap, x)[0] for p, s in zip(plans, sites))
+  return x, ws, tuple(taps), inputs
+
+
 # --- differentiation -----------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dots(plans, x, ws, taps, inputs):
-  del taps
+def multiply(plans, x, ws, inputs):
+  """The forward products alone."""
   shared = activations.Shared(0, x)
   return tuple(
     forward(plan, shared.operands(plan, n, i, (0,))[0], w, i)
@@ -130,14 +155,16 @@ def _dots(plans, x, ws, taps, inputs):
   )
 
 
-def _dots_fwd(plans, x, ws, taps, inputs):
-  shared, kept, ys, seen = activations.Shared(0, x), activations.Shared(0, x), [], []
+def multiply_and_keep(plans, x, ws, taps, inputs):
+  """(the forward products, what `gradients` needs)."""
+  is_kept_narrow = any(plan.recipe.save is Save.QUANTIZED for plan in plans)
+  shared, kept = activations.Shared(0, x, is_watched=is_kept_narrow), activations.Shared(0, x)
+  ys, seen = [], []
   saved = {}
   for n, (plan, w, tap, i) in enumerate(zip(plans, ws, taps, inputs)):
     if plan.is_observable:
       guard.refuse_vmap(plan.name, x, tap)
       guard.refuse_shared(plan.name, x, tap)
-    seen.append(jnp.stack([look(plan, "x", x, i), look(plan, "w", w, i)]))
     how = kept.name(plan, n, (2,)) if plan.recipe.save is Save.QUANTIZED else "input"
     if how == "input":
       (mine,), saved[how] = shared.operands(plan, n, i, (0,)), x
@@ -146,20 +173,36 @@ def _dots_fwd(plans, x, ws, taps, inputs):
       if how not in saved:
         narrow = save_input(plan, narrow, i)
         saved[how] = jax.tree.map(lambda t: checkpoint_name(t, SAVED_NAME), narrow)
+    # What is computed again in the backward pass is seen there: then it need not be made once more
+    # where the forward pass is repeated for other reasons.
+    of_x = None
+    if not isinstance(x, Later) or how != "input" or plan.statistics > observe.QUIET:
+      of_x = look(plan, "x", later.value(x), i, shared.amax)
+    seen.append((of_x, look(plan, "w", w, i)))
     ys.append(forward(plan, mine, w, i))
-  seen = tuple(checkpoint_name(t, SAVED_NAME) for t in seen)
+  if isinstance(x, Later):
+    saved["input"] = x  # its gradient goes on to its sources
+  seen = jax.tree.map(lambda t: checkpoint_name(t, SAVED_NAME), tuple(seen))
   return tuple(ys), (saved, ws, seen, inputs)
 
 
-def _dots_bwd(plans, residuals, gs):
+def gradients(plans, residuals, gs):
+  """(dx, dws, cotangents of taps): dx is that of the array x, computed or not.
+
+  Args:
+    gs: one per product, or all of them as one of `later`.
+  """
   saved, ws, seen, inputs = residuals
-  shared = activations.Shared(0, saved.get("input"))
+  shared = activations.Shared(0, input_of(residuals), is_watched=True)
+  made = amaxes = [None] * len(plans)
+  if isinstance(gs, Later):
+    made, amaxes = activations.produce(plans, 2, gs, (1, 2), is_watched=True)
+    gs = gs.value()
   dx, dws, taps = None, [], []
   for n, (plan, w, i, g) in enumerate(zip(plans, ws, inputs, gs)):
-    taps.append(jnp.concatenate([seen[n], look(plan, "y", g, i)[None]]))
     # A float32 cotangent (of a float32 head) still meets x in x's dtype.
     g = g.astype(plan.x_dtype)
-    g_in, g_out = activations.one_reading(plan, 2, g, i, (1, 2))
+    g_in, g_out = made[n] or activations.one_reading(plan, 2, g, i, (1, 2))
     part = data_gradient(plan, g_in, w, i)
     dx = part if dx is None else dx + part
     if plan.recipe.save is Save.QUANTIZED:
@@ -167,10 +210,35 @@ def _dots_bwd(plans, residuals, gs):
     else:
       (kept,) = shared.operands(plan, n, i, (2,))
     dws.append(weight_gradient(plan, kept, g_out, w.dtype, i))
-  return dx, tuple(dws), tuple(taps), None
+    of_x, of_w = seen[n]
+    of_x = shared.amax if of_x is None else of_x
+    taps.append(jnp.stack([of_x, of_w, look(plan, "y", gs[n], i, amaxes[n])]))
+  return dx, tuple(dws), tuple(taps)
 
 
-_dots.defvjp(_dots_fwd, _dots_bwd)
+def input_of(residuals):
+  """x of `multiply_and_keep`: always there if it is one of `later`."""
+  return residuals[0].get("input")
+
+
+def pulled(residuals, dx):
+  """The cotangent of x from `gradients`' dx."""
+  x = input_of(residuals)
+  return x.pull(dx) if isinstance(x, Later) else dx
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dots(plans, x, ws, taps, inputs):
+  del taps
+  return multiply(plans, x, ws, inputs)
+
+
+def _dots_bwd(plans, residuals, gs):
+  dx, dws, taps = gradients(plans, residuals, gs)
+  return pulled(residuals, dx), dws, taps, None
+
+
+_dots.defvjp(multiply_and_keep, _dots_bwd)
 
 
 # --- the three products --------------------------------------------------------------------------
@@ -240,12 +308,15 @@ def save_input(plan: Plan, x, inputs: Inputs):
   return collectives.on_mesh(local, plan.layout, specs, made)(x, inputs)
 
 
-def look(plan: Plan, role: str, t, inputs: Inputs):
+def look(plan: Plan, role: str, t, inputs: Inputs, amax=None):
   """float32 [S]: what tensor t is like, and what its first narrowing does to it.
 
   Args:
     role: "x", "w" or "y" (for the gradient g of y).
+    amax: float32 [1] of t, if it is known: a quiet look then needs nothing else.
   """
+  if amax is not None and plan.statistics == observe.QUIET:
+    return amax
   if not plan.is_watched:
     return jnp.zeros(plan.statistics, jnp.float32)
   s, layout = plan.letters, plan.layout

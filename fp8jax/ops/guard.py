@@ -8,7 +8,7 @@ import jax
 
 
 def refuse_vmap(name: str, x, tap):
-  """Raises if x is mapped over by `vmap` and the site's tap is not.
+  """Raises if x, or an array of it, is mapped over by `vmap` and the site's tap is not.
 
   Raises:
     ValueError: the site's one observation would become the sum over the mapped axis.
@@ -22,7 +22,7 @@ def refuse_vmap(name: str, x, tap):
   @both.def_vmap
   def rule(axis_size, in_batched, x, tap):
     del axis_size, x
-    if in_batched[0] and not in_batched[1]:
+    if any(jax.tree.leaves(in_batched[0])) and not in_batched[1]:
       raise ValueError(
         f"site {name!r} is used under vmap: what it sees in each mapped element would be added up. "
         "Give the mapped letter to the einsum instead ('EBD,EDF->EBF'), or map over one site per "
@@ -39,7 +39,7 @@ def vary_alike(*trees):
   Inside `shard_map` (check_vma=True) the gradient of an operand that devices share is then summed
   over them, as that of `jax.lax.dot_general` is.
   """
-  over = frozenset().union(*(_varying(t) for t in jax.tree.leaves(trees)))
+  over = _varying(trees)
 
   def one(t):
     missing = tuple(sorted(over - _varying(t)))
@@ -63,6 +63,7 @@ def refuse_shared(name: str, x, tap):
     )
 
 
-def _varying(x) -> frozenset[str]:
-  """Mesh axes over which devices hold different x, inside `shard_map` with check_vma=True."""
-  return jax.typeof(x).manual_axis_type.varying
+def _varying(tree) -> frozenset[str]:
+  """Mesh axes over which devices hold different arrays, in `shard_map` with check_vma=True."""
+  axes = (jax.typeof(t).manual_axis_type.varying for t in jax.tree.leaves(tree))
+  return frozenset().union(*axes)

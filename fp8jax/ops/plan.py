@@ -34,6 +34,11 @@ class Plan:
     """A quiet site observes only what it makes narrow."""
     return self.recipe.is_narrow or self.statistics > observe.QUIET
 
+  @property
+  def y_shape(self) -> tuple[int, ...]:
+    sizes = dict(zip(self.letters.x + self.letters.w, self.sizes))
+    return tuple(sizes[c] for c in self.letters.y)
+
   def local_sizes(self) -> dict[str, int]:
     """Letter -> size on one device."""
     return local_sizes(self.letters.x + self.letters.w, self.sizes, self.layout)

@@ -108,7 +108,9 @@ def compile_all(names: list[str]) -> dict[str, dict]:
   lines = [array(jnp.float32, n) for n in (32768, 3584)]
   for producer in (producers.RMS_NORM, producers.SWIGLU, producers.SWIGLU_BACKWARD):
     args = ([matrix] * producer.matrices, [lines[axis] for axis in producer.factors])
-    make = lambda x, f, p=producer: quantizer.quantize_produced(p, x, f, [both] * p.results)  # noqa: E731
+    make = lambda x, f, p=producer: quantizer.quantize_produced(  # noqa: E731
+      p, x, f, [both] * p.results, watched=True
+    )
     programs[f"quantize/{producer.name}"] = (make, args)
   _, m, n, k = gemms()[GATHERED]
   weight = narrow(recipe.fwd.rhs, n, k)

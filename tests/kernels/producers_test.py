@@ -8,7 +8,7 @@ import pytest
 from fp8jax import recipes
 from fp8jax.kernels.quantize import mosaic_sm90, producers
 from fp8jax.ops import basic
-from fp8jax.quant import quantize
+from fp8jax.quant import observe, quantize
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 BLOCK, TENSOR = recipes.RECIPES["block_128_pow2"], recipes.RECIPES["tensor_current"]
@@ -42,19 +42,38 @@ def _check(made, wide, exact: bool):
 def test_norm_is_quantized_as_it_would_have_been_written(rng):
   x, weight = _normal(rng, ROWS, COLUMNS), jnp.asarray(rng.standard_normal(COLUMNS), jnp.float32)
   scale = jax.jit(lambda x: producers.rms_scale(x, 1e-6))(x)
-  (made,) = mosaic_sm90.quantize_produced(producers.RMS_NORM, (x,), (scale, weight), (ACTIVATION,))
-  _check(made, jax.jit(lambda x, w: basic.rms_norm(x, w, 1e-6))(x, weight), exact=True)
+  (made,), (amax,) = mosaic_sm90.quantize_produced(
+    producers.RMS_NORM, (x,), (scale, weight), (ACTIVATION,), watched=True
+  )
+  wide = jax.jit(lambda x, w: basic.rms_norm(x, w, 1e-6))(x, weight)
+  _check(made, wide, exact=True)
+  np.testing.assert_array_equal(amax, observe.amax(wide))
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_is_seen(rng, bad):
+  """In the last, partial tile of the second of two results."""
+  g, gate, up = (_normal(rng, ROWS, COLUMNS) for _ in range(3))
+  gate = jnp.clip(gate, -4, 4).at[-1, -1].set(1)
+  g = g.at[-1, -1].set(bad)
+  made, amaxes = mosaic_sm90.quantize_produced(
+    producers.SWIGLU_BACKWARD, (g, gate, jnp.zeros_like(up)), (), ({0: ACTIVATION[0]},) * 2,
+    watched=True,
+  )  # fmt: skip
+  np.testing.assert_array_equal(amaxes[1], np.float32(bad))
+  assert np.all(np.isfinite(made[1][0].scale))
 
 
 def test_swiglu_is_quantized_as_it_would_have_been_written(rng):
   gate, up = _normal(rng, ROWS, COLUMNS), _normal(rng, ROWS, COLUMNS)
-  (made,) = mosaic_sm90.quantize_produced(producers.SWIGLU, (gate, up), (), (ACTIVATION,))
+  (made,), amaxes = mosaic_sm90.quantize_produced(producers.SWIGLU, (gate, up), (), (ACTIVATION,))
+  assert not amaxes
   _check(made, jax.jit(basic.silu_mul)(gate, up), exact=False)
 
 
 def test_gradients_of_swiglu_are_quantized_as_they_would_have_been_written(rng):
   g, gate, up = (_normal(rng, ROWS, COLUMNS) for _ in range(3))
-  made = mosaic_sm90.quantize_produced(
+  made, _ = mosaic_sm90.quantize_produced(
     producers.SWIGLU_BACKWARD, (g, gate, up), (), (ACTIVATION, ACTIVATION)
   )
   wanted = jax.jit(lambda g, *x: jax.vjp(basic.silu_mul, *x)[1](g))(g, gate, up)

@@ -8,7 +8,8 @@ gradient), and the matrix unit wants the contraction last each time. Of x [R, C]
 
 or, for weights, one scale per 128x128 either way. Lines are how the GEMM reads scales: neighbours
 along the rows of an operand lie side by side. Where one scale serves all of x it is given: the
-amax of a tensor is another pass over x, XLA's, or a delayed one.
+amax of a tensor is another pass over x, XLA's, or a delayed one. Whoever watches a result that is
+never written gets its amax from here too.
 
 One program of one warpgroup takes a tile of 128x128: TMA brings it into shared memory, where what
 is still to be computed is computed in place (producers.py); it is read from there twice, as it lies
@@ -32,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels.quantize import producers
 from fp8jax.kernels.smem import swizzled
-from fp8jax.quant import quantize, scaled
+from fp8jax.quant import observe, quantize, scaled
 from fp8jax.recipe import CURRENT, WHOLE, Quant, Rounding, Scale
 
 TILE = 128
@@ -83,7 +84,7 @@ def quantize_matrix(
       raise ValueError(reason)
     if quant.tile == _TENSOR:
       given[0, along] = _tensor_scale(x, quant, amax, over)
-  return _call(producers.IDENTITY, (x,), (), (quants,), given)[0]
+  return _call(producers.IDENTITY, (x,), (), (quants,), given)[0][0]
 
 
 def quantize_produced(
@@ -91,8 +92,9 @@ def quantize_produced(
   matrices: Sequence[jax.Array],
   factors: Sequence[jax.Array],
   quants: Sequence[Mapping[int, Quant]],
-) -> list[dict[int, scaled.Scaled]]:
-  """The results of a producer, narrow; they themselves are never written.
+  watched: bool = False,
+) -> tuple[list[dict[int, scaled.Scaled]], list[jax.Array]]:
+  """(the results of a producer, narrow, their amaxes); they themselves are never written.
 
   Args:
     producer: what to compute.
@@ -100,6 +102,8 @@ def quantize_produced(
     factors: float32 [R] or [C].
     quants: for every result what `quantize_matrix` takes; scales of tiles only, because one of a
       whole tensor would have to be known before.
+    watched: whether amaxes are found as well: float32 scalars as observe.amax has them, of what is
+      here; otherwise there are none.
 
   Raises:
     ValueError: `supports` says no, or operands are not the producer's.
@@ -116,22 +120,22 @@ def quantize_produced(
       raise ValueError(reason)
     if quant.tile == _TENSOR:
       raise ValueError(f"{producer.name} makes scales of tiles, not one of the tensor, as {quant}")
-  return _call(producer, tuple(matrices), tuple(factors), tuple(quants), {})
+  return _call(producer, tuple(matrices), tuple(factors), tuple(quants), {}, watched)
 
 
-def _call(producer: producers.Producer, matrices, factors, quants, given):
-  """Scaled by axis for every result; `given` holds scales by (result, axis)."""
+def _call(producer: producers.Producer, matrices, factors, quants, given, watched=False):
+  """(Scaled by axis for every result, amaxes); `given` holds scales by (result, axis)."""
   rows, columns = matrices[0].shape
   outputs, shapes = [], []
   for n, of_result in enumerate(quants):
     for along, quant in of_result.items():
       free, depth = (rows, columns) if along == 1 else (columns, rows)
       number = list(given).index((n, along)) if (n, along) in given else None
-      outputs.append(_Output(n, along, quant, number))
+      # One orientation of a result has seen all of it.
+      outputs.append(_Output(n, along, quant, number, watched and along == next(iter(of_result))))
       shapes.append(jax.ShapeDtypeStruct((free, depth), quant.format.dtype))
-      if number is None:
-        lines = (pl.cdiv(depth, TILE), pl.cdiv(free, 4) * 4)
-        shapes.append(jax.ShapeDtypeStruct(lines, jnp.float32))
+      lines = (pl.cdiv(depth, TILE), pl.cdiv(free, 4) * 4)
+      shapes += [jax.ShapeDtypeStruct(lines, jnp.float32)] * outputs[-1].num_lines
   # TMA reads multiples of 16 bytes.
   factors = [jnp.pad(f.astype(jnp.float32), (0, -f.shape[0] % 4)) for f in factors]
   operands = (*matrices, *factors, *given.values())
@@ -151,7 +155,7 @@ def _call(producer: producers.Producer, matrices, factors, quants, given):
     grid_names=("i", "j"),
     compiler_params=plgpu.CompilerParams(),
   )
-  made, found = iter(run(*operands)), [{} for _ in quants]
+  made, found, amaxes = iter(run(*operands)), [{} for _ in quants], []
   for out in outputs:
     data, quant = next(made), out.quant
     if out.given is not None:
@@ -160,7 +164,9 @@ def _call(producer: producers.Producer, matrices, factors, quants, given):
       lines = next(made)
       scale = lines[:, :: quant.tile[0]] if out.is_tiled else lines[:, : data.shape[0]]
     found[out.result][out.along] = scaled.Scaled(data, scale.T, quant.tile)
-  return found
+    if out.is_watched:
+      amaxes.append(observe.amax(next(made)[:, : data.shape[0]]))
+  return found, amaxes
 
 
 def _tensor_scale(x, quant: Quant, amax, over):
@@ -174,12 +180,23 @@ def _tensor_scale(x, quant: Quant, amax, over):
 
 @dataclasses.dataclass(frozen=True)
 class _Output:
-  """One operand; `given` numbers the scale that it is handed, None if it finds its own."""
+  """One operand.
+
+  Attributes:
+    given: number of the scale that it is handed, None if it finds its own.
+    is_watched: whether amaxes leave as scales do, one per 128 elements.
+  """
 
   result: int
   along: int
   quant: Quant
   given: int | None = None
+  is_watched: bool = False
+
+  @property
+  def num_lines(self) -> int:
+    """Of float32 [contraction / 128, rows] that it writes: scales, amaxes."""
+    return (self.given is None) + self.is_watched
 
   @property
   def is_tiled(self) -> bool:
@@ -197,10 +214,13 @@ class _Program:
   given: Sequence[Any]
   refs: Sequence[Any]
 
-  def pairs(self, flat) -> list[tuple[Any, Any]]:
-    """(data, scales or None) of every output, from either of each in a row."""
+  def by_output(self, flat) -> list[tuple[Any, Any, Any]]:
+    """(data, scales or None, amaxes or None) of every output, from what there is in a row."""
     items = iter(flat)
-    return [(next(items), next(items) if o.given is None else None) for o in self.outputs]
+    return [
+      (next(items), next(items) if o.given is None else None, next(items) if o.is_watched else None)
+      for o in self.outputs
+    ]
 
   def memory(self):
     """Tiles of matrices and factors, of outputs and their scales, amaxes, the barrier of TMA."""
@@ -208,8 +228,7 @@ class _Program:
     results = []
     for out in self.outputs:
       results.append(swizzled((TILE, TILE), out.quant.format.dtype))
-      if out.given is None:
-        results.append(plgpu.SMEM((TILE,), jnp.float32))
+      results += [plgpu.SMEM((TILE,), jnp.float32)] * out.num_lines
     line = plgpu.SMEM((TILE,), jnp.float32)
     barrier = plgpu.Barrier(num_arrivals=len(tiles) + len(self.factors))
     return *tiles, *[line] * len(self.factors), *results, line, barrier
@@ -230,8 +249,8 @@ class _Program:
       n: self.amax_of_tile(tiles[n], amaxes)
       for n in dict.fromkeys(out.result for out in self.outputs if out.is_tiled)
     }
-    results, refs = self.pairs(results), self.pairs(self.refs)
-    for out, (data, scales) in zip(self.outputs, results):
+    results, refs = self.by_output(results), self.by_output(self.refs)
+    for out, (data, scales, seen) in zip(self.outputs, results):
       x, of_tile = tiles[out.result], of_tiles.get(out.result)
       view = x if out.along == 1 else x.transpose((1, 0))
       for start in range(0, TILE, _ROWS):
@@ -241,13 +260,16 @@ class _Program:
           data[at] = quantize.cast(x * (1.0 / self.given[out.given][0]), out.quant.format)
         else:
           data[at], scales[at] = self.narrow(x, out, of_tile)
+        if seen is not None:
+          seen[at] = _amax_or_nan(x)
     plgpu.commit_smem()
-    for out, (data, scales), (data_ref, lines_ref) in zip(self.outputs, results, refs):
+    for out, (data, *lines), (data_ref, *line_refs) in zip(self.outputs, results, refs):
       free, depth = places if out.along == 1 else places[::-1]
       line = lax.axis_index("j" if out.along == 1 else "i")
       plgpu.copy_smem_to_gmem(data, data_ref.at[free, depth])
-      if scales is not None:
-        plgpu.copy_smem_to_gmem(scales, lines_ref.at[line, free])
+      for values, ref in zip(lines, line_refs):
+        if values is not None:
+          plgpu.copy_smem_to_gmem(values, ref.at[line, free])
     plgpu.wait_smem_to_gmem(0)
 
   def produce(self, tiles, factors):
@@ -284,6 +306,12 @@ class _Program:
 def _amax(x):
   """float32 [rows]; NaN does not count."""
   return jnp.max(jnp.where(x != x, 0.0, jnp.abs(x)), axis=1)
+
+
+def _amax_or_nan(x):
+  """float32 [rows]: what observe.amax of all of them is made from."""
+  has_nan = jnp.max(jnp.where(x != x, 1.0, 0.0), axis=1)
+  return jnp.where(has_nan > 0, jnp.nan, _amax(x))
 
 
 def _scale(amax, quant: Quant):

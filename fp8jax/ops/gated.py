@@ -1,0 +1,71 @@
+"""The feed-forward layer as one operation: down(silu(gate(x)) * up(x)), three linears in one
+backward pass.
+
+Gradients go from one operation to another as arrays, so that those of gate and up, wide and of no
+use but to be made narrow, would be written by the one and read by the other. Here the gradient of
+silu(gate) * up goes into the quantizer, which makes both out of it, narrow, for the two products
+that each of them is in.
+"""
+
+import functools
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from fp8jax.ops import activations, later
+from fp8jax.ops import dot as dot_lib
+
+
+def gated(eqns, x, ws, sites, name: str):
+  """down(silu(gate(x)) * up(x)) in the precisions that the sites prescribe.
+
+  Args:
+    eqns: of gate, up and down: ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD").
+    x: activation, maybe one of `later`.
+    ws: weights of the three.
+    sites: of the three.
+    name: by which a policy of rematerialization may keep the outputs of gate and up.
+
+  Returns:
+    What down gives, in x's dtype.
+  """
+  plans = dot_lib.make_plans(eqns[:2], x, ws[:2], sites[:2])
+  x = dot_lib.settled(plans, x)
+  h = later.silu_mul(*(jax.ShapeDtypeStruct(plan.y_shape, plan.out_dtype) for plan in plans))
+  plans += dot_lib.make_plans(eqns[2:], h, ws[2:], sites[2:])
+  gradients = later.silu_mul_gradients(h, *h.sources)
+  if activations.can_produce(plans[:2], 2, gradients, (1, 2)) and (
+    dot_lib.can_make_input(plans[2], h)
+  ):
+    return _gated((plans, name), *dot_lib.claim(plans, x, ws, sites))
+  gate_up = dot_lib.dots(eqns[:2], x, ws[:2], sites[:2])
+  gate, up = (checkpoint_name(y, name) for y in gate_up)
+  return dot_lib.dot(eqns[2], later.silu_mul(gate, up), ws[2], sites[2])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(static, x, ws, taps, inputs):
+  plans, _ = static
+  del taps
+  gate, up = dot_lib.multiply(plans[:2], x, ws[:2], inputs[:2])
+  return dot_lib.multiply(plans[2:], later.silu_mul(gate, up), ws[2:], inputs[2:])[0]
+
+
+def _fwd(static, x, ws, taps, inputs):
+  plans, name = static
+  y, first = dot_lib.multiply_and_keep(plans[:2], x, ws[:2], taps[:2], inputs[:2])
+  h = later.silu_mul(*(checkpoint_name(t, name) for t in y))
+  (y,), second = dot_lib.multiply_and_keep(plans[2:], h, ws[2:], taps[2:], inputs[2:])
+  return y, (first, second)
+
+
+def _bwd(static, residuals, g):
+  plans, _ = static
+  first, second = residuals
+  dh, of_down, taps_of_down = dot_lib.gradients(plans[2:], second, (g,))
+  sources = dot_lib.input_of(second).sources
+  dx, dws, taps = dot_lib.gradients(plans[:2], first, later.silu_mul_gradients(dh, *sources))
+  return dot_lib.pulled(first, dx), (*dws, *of_down), (*taps, *taps_of_down), None
+
+
+_gated.defvjp(_fwd, _bwd)

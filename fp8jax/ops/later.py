@@ -1,0 +1,92 @@
+"""Activations that are computed where they are read.
+
+What a norm gives, or silu(gate) * up, is read by linear layers only. Where all of them make it
+narrow in a kernel, that kernel computes it on the way (kernels/quantize/producers.py) and nothing
+wide is written; elsewhere it is computed before them, as any other activation is. Which of the two
+is decided by those who read it (activations.can_produce): a model says what, never how.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from fp8jax.kernels.quantize import producers
+from fp8jax.ops import basic
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Later:
+  """function(*sources, *constants), not computed yet.
+
+  Attributes:
+    sources: arrays that it is differentiated with respect to; the first has its shape and dtype,
+      which are also those of all its results if they are several.
+    function: the plain function, of which `producer` is the kernel's version.
+    operands: (*sources, *constants) -> (matrices, factors) that the producer takes; matrices have
+      the shape of the result, factors that of its leading or of its trailing dimensions.
+    constants: hashable.
+  """
+
+  sources: tuple[Any, ...]
+  function: Callable = dataclasses.field(metadata=dict(static=True))
+  producer: producers.Producer = dataclasses.field(metadata=dict(static=True))
+  operands: Callable = dataclasses.field(metadata=dict(static=True))
+  constants: tuple = dataclasses.field(default=(), metadata=dict(static=True))
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.sources[0].shape
+
+  @property
+  def dtype(self):
+    return self.sources[0].dtype
+
+  def value(self):
+    """The array, or a tuple of several."""
+    return self.function(*self.sources, *self.constants)
+
+  def made_of(self):
+    """What the producer takes: (matrices, factors)."""
+    return self.operands(*self.sources, *self.constants)
+
+  def shapes_made_of(self):
+    """The same, without computing anything; sources may be jax.ShapeDtypeStruct."""
+    return jax.eval_shape(lambda sources: self.operands(*sources, *self.constants), self.sources)
+
+  def pull(self, g) -> "Later":
+    """Cotangents of the sources, in their places, from that of the value."""
+    _, pull = jax.vjp(lambda *sources: self.function(*sources, *self.constants), *self.sources)
+    return dataclasses.replace(self, sources=pull(g))
+
+
+def rms_norm(x, weight_D, eps: float) -> Later:
+  """basic.rms_norm, later."""
+  return Later((x, weight_D), basic.rms_norm, producers.RMS_NORM, _of_norm, (eps,))
+
+
+def silu_mul(gate, up) -> Later:
+  """basic.silu_mul, later."""
+  return Later((gate, up), basic.silu_mul, producers.SWIGLU, _matrices)
+
+
+def silu_mul_gradients(g, gate, up) -> Later:
+  """basic.silu_mul_gradients, later."""
+  sources = (g, gate, up)
+  return Later(sources, basic.silu_mul_gradients, producers.SWIGLU_BACKWARD, _matrices)
+
+
+def value(t):
+  """An array of what may be one already."""
+  return t.value() if isinstance(t, Later) else t
+
+
+@jax.named_scope("norm")
+def _of_norm(x, weight_D, eps: float):
+  return (x,), (producers.rms_scale(x, eps), weight_D)
+
+
+def _matrices(*sources):
+  return sources, ()
