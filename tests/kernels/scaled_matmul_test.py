@@ -41,14 +41,22 @@ def test_every_narrow_gemm_has_a_case():
   assert {formats(gemm) for _, gemm in (c.values for c in CASES)} == narrow
 
 
-@pytest.mark.parametrize("name, gemm", CASES)
-@pytest.mark.parametrize("shape", shapes.GEMM, ids=str)
+def _by_turns(sizes):
+  """Every product with every other shape; the rest under the marker `slow`."""
+  return [
+    pytest.param(*case.values, shape, id=f"{shape}-{case.id}", marks=[pytest.mark.slow] * odd)
+    for i, case in enumerate(CASES)
+    for j, shape in enumerate(sizes)
+    for odd in [(i + j) % 2]
+  ]
+
+
+@pytest.mark.parametrize("name, gemm, shape", _by_turns(shapes.GEMM))
 def test_scaled_matmul_is_exact_on_lattice(rng, name, gemm, shape):
   suite.check_exact_on_lattice(name, gemm, shape, rng)
 
 
-@pytest.mark.parametrize("name, gemm", CASES)
-@pytest.mark.parametrize("shape", shapes.ODD + shapes.LONG, ids=str)
+@pytest.mark.parametrize("name, gemm, shape", _by_turns(shapes.ODD + shapes.LONG))
 def test_scaled_matmul_sums_what_the_oracle_quantizes(rng, name, gemm, shape):
   suite.check_sum_of_quantized_operands(name, gemm, shape, rng)
 
