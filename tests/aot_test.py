@@ -216,6 +216,7 @@ def test_a_site_that_falls_back_is_caught_on_h200(capsys):
 
 
 @pytest.mark.aot
+@pytest.mark.slow
 def test_triton_that_widens_its_operands_is_caught_on_h200(capsys):
   """The tiles of a compilation without a GPU to choose them are too small for FP8."""
   options = {"xla_gpu_enable_triton_gemm": True}

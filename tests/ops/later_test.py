@@ -75,7 +75,7 @@ def calls(monkeypatch):
     return made, [observe.amax(y) for y in results] if watched else []
 
   def multiply(a, b, accumulate, out_dtype):
-    return reference.scaled_matmul(a, b, accumulate, out_dtype)
+    return reference.scaled_matmul(a, b.in_one_piece(), accumulate, out_dtype)
 
   monkeypatch.setattr(quantize_sm90, "quantize_matrix", quantize_matrix)
   monkeypatch.setattr(quantize_sm90, "quantize_produced", quantize_produced)

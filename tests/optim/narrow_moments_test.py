@@ -77,7 +77,7 @@ def test_mesh_holds_what_one_device_holds(tmp_path, name):
 
 
 def test_norms_keep_float32_and_layers_scales_of_their_own():
-  state = step_lib.make_state(_runner("tensor_e4m3_e5m2").plan)
+  state = step_lib.abstract_state(_runner("tensor_e4m3_e5m2").plan)
   adam = state.opt[1]
   assert adam.nu["layers"]["attn"]["norm"].dtype == np.float32
   assert adam.nu["layers"]["mlp"]["gate"].scale.shape == (2,)  # of two layers
