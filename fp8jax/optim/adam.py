@@ -86,11 +86,10 @@ def scale_by_adam(
   def update(updates, state, params=None, *, is_applied=True, **_):
     del params
     count = optax.safe_increment(state.count)
-
     factor = _clip_factor(updates, clip)
 
     def one(g, mu, nu, key):
-      g = g * factor
+      g = (g * factor).astype(g.dtype)
       mu_key, nu_key = jax.random.split(key)
       m = optax.tree.update_moment(g, _wide(mu), b1, 1)
       v = optax.tree.update_moment_per_elem_norm(g, _wide(nu), b2, 2)
@@ -127,11 +126,10 @@ def scale_by_lion(
   def update(updates, state, params=None, *, is_applied=True, **_):
     del params
     count = optax.safe_increment(state.count)
-
     factor = _clip_factor(updates, clip)
 
     def one(g, mu, key):
-      g, m = g * factor, _wide(mu)
+      g, m = (g * factor).astype(g.dtype), _wide(mu)
       step = jnp.sign((1.0 - b1) * g + b1 * m)
       return step, _kept(optax.tree.update_moment(g, m, b2, 1), mu, key)
 
@@ -194,7 +192,9 @@ def _wide(kept):
 
 def _kept(wide, before, key):
   """Like `before`, with these values."""
-  return before.repack(wide, key) if isinstance(before, packed.Packed) else wide
+  if isinstance(before, packed.Packed):
+    return before.repack(wide, key)
+  return wide.astype(before.dtype)
 
 
 def _each(one, updates, states, places: Places, seed: int, count, is_applied):
