@@ -17,7 +17,7 @@ run: $(MODEL)/model.safetensors
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python launch.py --config=configs/smollm2_cpt.py --workdir=$(WORKDIR)
 
 test: setup $(MODEL)/model.safetensors
-	$(BIN)/python -m pytest -q $(PARALLEL) --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) --durations=30 $(ARGS)
 
 test-all: setup $(MODEL)/model.safetensors
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not aot" --durations=10 $(ARGS)

@@ -267,6 +267,7 @@ def test_nothing_stands_between_quantizer_and_gemm():
 
 
 @pytest.mark.aot
+@pytest.mark.slow
 def test_gathered_weights_are_multiplied_as_they_arrive():
   """Four devices, weights split along what half of the products contract: nothing is transposed."""
   found = elsewhere("narrow_work('block_128', 4)")

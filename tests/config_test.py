@@ -367,7 +367,7 @@ COMMAND_LINES = [
   ([DEBUG, "--config.mesh=8"], "flag --config.mesh=8: Failed to parse '8' as a ConfigDict"),
   ([DEBUG, "--job=tarin"],
    "error: flag --job=tarin: value should be one of "
-   "<train|evaluate|prepare|export|calibrate|diagnose>"),
+   "<train|evaluate|prepare|export|calibrate|diagnose|memory>"),
   ([DEBUG, "--jobb=train"], "Unknown command line flag 'jobb'. Did you mean: job ?"),
   (["--config=configs/debgu.py"],
    "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),

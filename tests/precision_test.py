@@ -60,11 +60,12 @@ STATIC_LATE = {"precision.schedule": ((3, ((".*", "e4m3_static"),)),)}
 @pytest.mark.parametrize(
   "changes",
   [
-    pytest.param({}, id="delayed", marks=pytest.mark.slow),
-    pytest.param(BF16_LATE, id="to bf16", marks=pytest.mark.slow),
+    pytest.param({}, id="delayed"),
+    pytest.param(BF16_LATE, id="to bf16"),
     pytest.param(STATIC_LATE, id="to static"),
   ],
 )
+@pytest.mark.slow
 def test_run_is_the_same_interrupted_and_evaluated(tmp_path, changes, monkeypatch):
   """Six steps, and six with an evaluation after each, stopped where the recipe changes."""
   _train(tmp_path / "whole", **changes)

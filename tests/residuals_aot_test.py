@@ -94,6 +94,7 @@ def _bytes(arrays: dict[str, int], pattern: str) -> int:
 
 
 @pytest.mark.aot
+@pytest.mark.slow
 def test_saved_recipes_keep_half_the_bytes_of_bf16_inputs_once_per_input(capsys):
   wide, narrow = (
     aot_test.elsewhere(f"account({recipe!r})", "residuals_aot_test")

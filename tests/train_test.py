@@ -157,19 +157,19 @@ def test_accumulation_equals_the_whole_batch():
 
 def test_checkpoint_restores_onto_another_mesh(tmp_path):
   first = Runner(_plan(_config("bf16"), (2, 2, 2)))
-  _, state = first.run(_host_batches()[:4])
+  _, state = first.run(_host_batches()[:2])
   saved = checkpoint.Checkpoints(str(tmp_path))
   iterator = loader.train_batches(first.plan.data, 8)
-  saved.save(4, state, iterator, {})
+  saved.save(2, state, iterator, {})
   saved.wait()
-  want, _ = first.run(_host_batches()[4:8], state)
-  for shape in ((1, 8, 1), (1, 2, 4)):
+  want, _ = first.run(_host_batches()[2:4], state)
+  for shape in ((1, 2, 4),):
     second = Runner(_plan(_config("bf16"), shape))
     abstract = step_lib.abstract_state(second.plan)
-    restored = saved.restore(4, abstract)
+    restored = saved.restore(2, abstract)
     for got, exact in zip(jax.tree.leaves(restored), jax.tree.leaves(abstract), strict=True):
       assert got.sharding.is_equivalent_to(exact.sharding, got.ndim)
-    losses, _ = second.run(_host_batches()[4:8], restored)
+    losses, _ = second.run(_host_batches()[2:4], restored)
     np.testing.assert_allclose(losses, want, rtol=tolerances.MESH_LOSS)
   saved.close()
   iterator.close()

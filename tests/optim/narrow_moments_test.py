@@ -14,9 +14,7 @@ from fp8jax.optim import moments
 from fp8jax.quant import packed
 
 NARROW = [name for name in moments.PRESETS if name != "float32"]
-# Groups with exponents; the others, random bits among them, are for make test-all.
-SHORT = ("coat",)
-ALL = [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in NARROW]
+FIRST = ["coat", *(pytest.param(n, marks=pytest.mark.slow) for n in NARROW if n != "coat")]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +31,8 @@ def _equal(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NARROW)
 def test_checkpoint_continues_to_the_bit(tmp_path, name):
   """Four steps = two, a checkpoint, two; codes, scales and random bits included."""
   runner, hosts = _runner(name), train_test._host_batches()
@@ -51,7 +50,7 @@ def test_checkpoint_continues_to_the_bit(tmp_path, name):
   assert np.any(np.asarray(other.opt[1].mu["embed"].data) != resumed.opt[1].mu["embed"].data)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", FIRST)
 def test_mesh_holds_what_one_device_holds(tmp_path, name):
   """The same state on (1, 2, 4): placed as declared, and a step from it keeps the same moments."""
   hosts = train_test._host_batches()

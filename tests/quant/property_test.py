@@ -16,6 +16,7 @@ from fp8jax.recipe import WHOLE, Quant, Rounding, Scale
 SHAPE = (5, 40)
 # Partial last tiles along either axis, and one tile.
 TILES = [(1, 16), (3, 32), (WHOLE, WHOLE)]
+KINDS = [k for k in Scale if k is not Scale.NONE]  # 8 bits have one
 NARROW = [f for f in FORMATS.values() if f.is_narrow]
 
 
@@ -40,7 +41,7 @@ def arrays():
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 @hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @hypothesis.given(
-  x=arrays(), kind=st.sampled_from(list(Scale)), tile=st.sampled_from(TILES), seed=st.integers(0, 9)
+  x=arrays(), kind=st.sampled_from(KINDS), tile=st.sampled_from(TILES), seed=st.integers(0, 9)
 )
 def test_error_is_within_the_formats_bound(fmt, rounding, x, kind, tile, seed):
   """Half a step of the grid under the tile's scale, a whole one where rounding is by chance."""
@@ -72,7 +73,7 @@ def test_powers_of_two_pass_through(fmt, x, power, tile):
   """quantize(x * 2^k) = quantize(x) * 2^k where neither meets the smallest scale."""
   x = np.where(np.abs(x) < 2.0**-60, 0, x).astype(np.float32)
   factor = np.float32(2.0**power)
-  for kind in Scale:
+  for kind in KINDS:
     quant = Quant(fmt, tile, kind)
     a, b = (quantize.quantize(jnp.asarray(t), quant) for t in (x, x * factor))
     np.testing.assert_array_equal(a.data, b.data)
