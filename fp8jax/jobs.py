@@ -110,7 +110,7 @@ def _prepare(c: config.Config, workdir: str):
 
 def _memory(c: config.Config):
   """Bytes per device by kind, declared and found in the compiled step."""
-  plan, devices = target.resolve(c, c.memory.target)
+  plan, devices = target.resolve(target.without_files(c), c.memory.target)
   out = writers.console(stderr=True)
   rows = account.declared(plan)
   out.print(f"compiling the step for {c.memory.target or devices[0].device_kind}")

@@ -22,6 +22,19 @@ FOLDER = pathlib.Path(__file__).resolve().parent / "targets"
 CAPABILITY = {"h100": 90, "h200": 90, "b200": 100}
 
 
+def without_files(c: config.Config) -> config.Config:
+  """A copy without the text and, unless they say what the model is, weights that it names.
+
+  The program does not depend on them, and they need not be here when a run is planned.
+  """
+  c = c.copy_and_resolve_references()
+  if c.model.preset != "hf":
+    c.init.hf = ""
+  c.data.tokenizer, c.data.eos = "bytes", ""
+  c.data.sources = {"main": dict(kind="pydoc", path="", field="", dataset="", split="", weight=1.0)}
+  return c
+
+
 def resolve(c: config.Config, target: str) -> tuple[config.Plan, list]:
   """(plan, devices) of a configuration on a target.
 

@@ -77,3 +77,15 @@ def test_arguments_on_h200_are_those_declared(capsys):
     print(found)
   assert found["arguments_compiled"] == pytest.approx(found["state_declared"], rel=0.05)
   assert found["outputs_not_aliased"] < 2**20
+
+
+def test_a_run_is_planned_without_its_files():
+  """Weights and text that a config names may be elsewhere; the config itself stays as it is."""
+  c = train_test._config("bf16", **{"init.hf": "no/such/folder", "data.tokenizer": "no/such"})
+  c.data.sources.main.kind, c.data.sources.main.path = "jsonl", "no/such/*.jsonl"
+  c.mesh.fsdp = 8
+  plan, devices = target.resolve(target.without_files(c), "")
+  assert len(devices) == plan.run.layout.size(("fsdp",)) == 8
+  assert c.init.hf == "no/such/folder"
+  with pytest.raises(UserError, match="no/such"):
+    target.resolve(c, "")

@@ -24,13 +24,13 @@ def load(config_path: str, overrides: dict):
   """A config without the text and weights that it names: they do not matter to the program."""
   import importlib.util
 
+  from fp8jax import target
+
   path, _, arm = config_path.partition(":")
   spec = importlib.util.spec_from_file_location("wanted", ROOT / path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
-  c = module.get_config(arm)
-  c.init.hf, c.data.tokenizer = "", "bytes"
-  c.data.sources = {"main": dict(kind="pydoc", path="", field="", dataset="", split="", weight=1.0)}
+  c = target.without_files(module.get_config(arm))
   c.update_from_flattened_dict(overrides)
   return c
 
