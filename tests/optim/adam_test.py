@@ -125,7 +125,18 @@ def test_a_step_that_is_not_applied_leaves_the_state(rng, name):
   jax.tree.map(np.testing.assert_array_equal, same, state)
 
 
-def test_clips_like_optax_and_keeps_bfloat16_parameters(rng):
+def test_clips_like_optax(rng):
+  """What stays float32 beside narrow moments shows it: gradients above the norm, then below it."""
+  kept = moments.PRESETS["coat"]
+  params, *gradients = _trees(rng, 4)
+  gradients = [jax.tree.map(lambda g, s=s: s * g, gradients[0]) for s in (100.0, 1e-6, 3.0)]
+  ours = fp8jax.optim.scale_by_adam(b2=0.95, mu=kept.mu, nu=kept.nu, clip=1.0)
+  theirs = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.95))
+  got, want = (_run(tx, params, gradients)[0][-1] for tx in (ours, theirs))
+  np.testing.assert_allclose(got["bias"], want["bias"], rtol=1e-5)
+
+
+def test_keeps_bfloat16_parameters(rng):
   """Gradients above the norm, below it and in bfloat16."""
   kept = moments.PRESETS["coat"]
   params = {"w": jnp.zeros((64, 128), jnp.bfloat16), "norm": jnp.ones((128,), jnp.bfloat16)}
