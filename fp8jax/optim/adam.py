@@ -221,12 +221,8 @@ def _each(one, updates, states, places: Places, seed: int, count, is_applied):
 
 def _pieces(shape: tuple[int, ...], states) -> int:
   """Into how many the first axis is cut: the fewest of at most _PIECE numbers each."""
-  for kept in states:
-    if not isinstance(kept, packed.Packed):
-      return 1
-    # A scale shared along the first axis keeps it whole.
-    if kept.scale is not None and (kept.scale.ndim == 0 or kept.scale.shape[0] != shape[0]):
-      return 1
+  if not all(isinstance(kept, packed.Packed) and kept.is_stack for kept in states):
+    return 1
   least = -(-math.prod(shape) // _PIECE)
   return next((n for n in range(least, shape[0] + 1) if shape[0] % n == 0), shape[0])
 

@@ -69,8 +69,8 @@ class Optim:
     kept = moments.PRESETS.get(self.moments)
     if kept is not None:
       kept = kept if self.rule == "adam" else moments.Moments(kept.mu)
-      words = moments.problems(kept, self.b2)
-      found.extend(f"optim.moments={self.moments!r}: {words_of_one}" for words_of_one in words)
+      reasons = moments.problems(kept, self.b2)
+      found.extend(f"optim.moments={self.moments!r}: {reason}" for reason in reasons)
     return found
 
 

@@ -12,7 +12,6 @@ Assumes: nothing about x; what is NaN stays NaN. float32 subnormals count as 0.
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -54,6 +53,13 @@ class Packed:
   def nbytes(self) -> int:
     """Bytes of codes, scales and exponents."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+  @property
+  def is_stack(self) -> bool:
+    """Whether no scale is shared along the first axis, so that slices of all parts are Packed."""
+    if self.scale is None or self.quant.tile[1] == WHOLE:
+      return self.scale is None or self.scale.ndim > 0
+    return group_axes(self.shape, self.quant.tile[1]) > 0
 
   def unpack(self):
     """float32 of the tensor's shape."""
@@ -205,6 +211,3 @@ def _expansion(magnitude, amax, how: Expand):
 def _power(x, exponent):
   """x^exponent of x in [0, 1], NaN for NaN."""
   return jnp.where(x == 0, 0.0, jnp.exp2(exponent * jnp.log2(jnp.where(x == 0, 1.0, x))))
-
-
-tree_map = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, Packed))
