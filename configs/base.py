@@ -89,6 +89,11 @@ def get_config(arm=""):
   # How moments are kept between steps: "float32", or a name in optim/moments.py: "coat", "sqrt_v",
   # "tensor_e4m3_e5m2", "e4m3_256", "fp8lm", "bf16", "bf16_sr". Norms and biases stay float32.
   c.optim.moments = "float32"
+  # Master weights: "float32"; "bf16_sr", rounded by chance; "bf16_remainder", a float32 of which
+  # the BF16 half multiplies; "f16", scaled.
+  c.optim.master = "float32"
+  # Gradients between backward pass and update: "float32", "bf16_sr", or "e4m3".
+  c.optim.gradients = "float32"
   c.optim.schedule = "wsd"  # "wsd" (warm up, hold, cosine tail), "cosine" or "constant"
   c.optim.peak_lr = 1e-3
   c.optim.min_lr = 1e-4  # where the tail ends: one step after the last

@@ -15,7 +15,8 @@ import jax
 from fp8jax import config
 from fp8jax import params as params_lib
 from fp8jax import step as step_lib
-from fp8jax.quant import packed
+from fp8jax.ops import weights
+from fp8jax.quant import packed, split
 from fp8jax.state import State
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
@@ -42,20 +43,28 @@ def declared(plan: config.Plan) -> list[Row]:
 
 
 def _kinds(state: State) -> dict[str, int]:
-  adam = {"moments: codes": 0, "moments: scales": 0, "moments: float32": 0}
-  for leaf in jax.tree.leaves(state.opt, is_leaf=lambda x: isinstance(x, packed.Packed)):
-    if isinstance(leaf, packed.Packed):
-      codes = _nbytes(leaf.data)
-      adam["moments: codes"] += codes
-      adam["moments: scales"] += sum(map(_nbytes, jax.tree.leaves(leaf))) - codes
-    else:
-      adam["moments: float32"] += _nbytes(leaf)
-  rest = (state.step, state.memories, state.loss_scale, state.skipped, state.halted)
+  rest = (state.step, state.memories, state.loss_scale, state.room, state.skipped, state.halted)
   return {
-    "masters: float32": sum(map(_nbytes, jax.tree.leaves(state.params))),
-    **adam,
+    **_by_kind("masters", state.params),
+    **_by_kind("moments", state.opt),
     "scale memories, counters": sum(map(_nbytes, jax.tree.leaves(rest))),
   }
+
+
+def _by_kind(name: str, tree) -> dict[str, int]:
+  """{"moments: codes": bytes, ...}, without what there is none of."""
+  kinds = {"float32": 0, "16 bits": 0, "remainders": 0, "codes": 0, "scales": 0}
+  for x in jax.tree.leaves(tree, is_leaf=weights.is_kept):
+    if isinstance(x, split.Split):
+      kinds["16 bits"] += _nbytes(x.high)
+      kinds["remainders"] += _nbytes(x.low)
+    elif isinstance(x, packed.Packed):
+      data = _nbytes(x.data)
+      kinds["codes" if x.quant.format.is_narrow else "16 bits"] += data
+      kinds["scales"] += sum(map(_nbytes, jax.tree.leaves(x))) - data
+    else:
+      kinds["float32"] += _nbytes(x)
+  return {f"{name}: {kind}": n for kind, n in kinds.items() if n}
 
 
 def _nbytes(x) -> int:
@@ -70,17 +79,17 @@ def compiled(plan: config.Plan, lowered) -> tuple[list[Row], dict[str, Any]]:
   memory, text = program.memory_analysis(), program.as_text()
   state = sum(row.nbytes for row in declared(plan))
   arguments = memory.argument_size_in_bytes
-  params = step_lib.abstract_state(plan, 1).params
-  gradients = sum(map(_nbytes, jax.tree.leaves(params)))
+  params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
+  gradients = _by_kind("gradients", step_lib.abstract_gradients(plan))
   kept = _kept_by_layers(text, plan, params)
   temporaries = memory.temp_size_in_bytes
   rows = [
     Row("batch, sites, alignment", arguments - state, "compiled - declared"),
-    Row("gradients: float32", gradients, "declared"),
+    *(Row(kind, n, "declared") for kind, n in gradients.items()),
     *(Row(f"kept for backward: {name}", n, "compiled") for name, n in kept.items()),
     Row(
       "at work: gathered weights, logits, scratch",
-      temporaries - gradients - sum(kept.values()),
+      temporaries - sum(gradients.values()) - sum(kept.values()),
       "compiled - the above",
     ),
   ]

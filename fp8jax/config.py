@@ -21,7 +21,7 @@ from fp8jax.models import config as model_config
 from fp8jax.models import hf, hf_config, presets, transformer
 from fp8jax.ops import alignment, attention, site
 from fp8jax.optim import build as optim_build
-from fp8jax.optim import moments
+from fp8jax.optim import gradients, masters, moments
 from fp8jax.quant import observe
 
 # A ConfigDict with every key of configs/base.py; types cannot know its keys.
@@ -250,7 +250,8 @@ def _optim(c: Config, problems: Problems) -> optim_build.Optim:
   problems.extend(optim.problems())
   problems.one_of("optim.schedule", optim.schedule, optim_build.SCHEDULES)
   problems.one_of("optim.rule", optim.rule, optim_build.RULES)
-  problems.one_of("optim.moments", optim.moments, tuple(moments.PRESETS))
+  for kept, module in (("moments", moments), ("master", masters), ("gradients", gradients)):
+    problems.one_of(f"optim.{kept}", getattr(optim, kept), tuple(module.PRESETS))
   problems.one_of("optim.on_nonfinite", c.optim.on_nonfinite, ("stop", "skip"))
   return optim
 

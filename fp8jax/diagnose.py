@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fp8jax import params as params_lib
@@ -11,6 +12,7 @@ from fp8jax import step as step_lib
 from fp8jax.config import Plan
 from fp8jax.kernels import backend as backend_lib
 from fp8jax.ops import site as site_lib
+from fp8jax.optim import gradients
 from fp8jax.quant import observe as observe_lib
 
 # Order in which a layer computes.
@@ -35,7 +37,10 @@ def observe(plan: Plan, params, batch, phase: int = 0):
     value, gradient, seen = step_lib.gradients(
       plan, params, site_lib.with_current_scales(sites), batch
     )
-    return value, seen, jax.tree.map(lambda g: jax.numpy.isfinite(g).all(), gradient)
+    finite = jax.tree.map(
+      lambda g: jnp.isfinite(gradients.wide(g)).all(), gradient, is_leaf=gradients.is_leaf
+    )
+    return value, seen, finite
 
   loss, seen, finite = jax.device_get(look(params, batch))
   finite = {name: bool(ok) for name, ok in params_lib.flatten(finite).items()}

@@ -23,12 +23,12 @@ from fp8jax import (
   train,
   writers,
 )
-from fp8jax import params as params_lib
 from fp8jax import step as step_lib
 from fp8jax.data import loader, prepare
 from fp8jax.errors import UserError, missing_package
 from fp8jax.kernels import backend
 from fp8jax.models import hf, hf_config
+from fp8jax.ops import weights
 
 NAMES = ("train", "evaluate", "prepare", "export", "calibrate", "diagnose", "memory")
 
@@ -132,7 +132,7 @@ def _export(plan: config.Plan, workdir: str):
     if jax.process_index() == 0:
       hf.keep_source_files(source, target)
     base = hf_config.read_json(source, "config.json")
-  hf.save_params(target, params, plan.model, dtype, base)
+  hf.save_params(target, weights.master(params), plan.model, dtype, base)
   return {"folder": target, "step": step, "dtype": dtype}
 
 
@@ -192,8 +192,10 @@ def _restore_params(plan: config.Plan, workdir: str, step: int | None = None):
     raise config.ConfigError(
       [f"{k} is {new} here and {old} in the checkpoint" for k, (old, new) in changes.items()]
     )
-  abstract = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
-  params = saved.restore_params(step, abstract)
+  # As that run kept them, whatever this configuration says.
+  kept = meta["config"].get("optim.master", "float32")
+  plan = dataclasses.replace(plan, optim=dataclasses.replace(plan.optim, master=kept))
+  params = saved.restore_params(step, step_lib.abstract_params(plan))
   saved.close()
   return params, step, meta
 

@@ -3,9 +3,7 @@
 import re
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
-import optax
 
 from fp8jax import params as params_lib
 
@@ -24,13 +22,13 @@ PEAK_FLOPS = {
 }
 
 
-def of_step(loss, gradients, updates, params, learning_rate, is_finite) -> dict[str, jax.Array]:
+def of_step(loss, grad_norm, update_norm, param_norm, learning_rate, is_finite):
   """Scalars of one optimizer step, still on device."""
   return {
     "loss": loss,
-    "grad_norm": optax.tree.norm(gradients),
-    "update_norm": optax.tree.norm(updates),
-    "param_norm": optax.tree.norm(params),
+    "grad_norm": grad_norm,
+    "update_norm": update_norm,
+    "param_norm": param_norm,
     "learning_rate": jnp.asarray(learning_rate, jnp.float32),
     "is_finite": is_finite,
   }

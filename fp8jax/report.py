@@ -52,6 +52,28 @@ def site_rows(plan: Plan, phase: int = 0) -> list[dict[str, Any]]:
   return rows
 
 
+def _optimizer(plan: Plan) -> str:
+  """Which rule, how what it needs is kept, and which parameters are not kept like that."""
+  o, nbytes = plan.optim, plan.optim.bytes_per_parameter()
+  words = (
+    f"{kind} {name} ({nbytes[part]:.3g} B)"
+    for kind, name, part in (
+      ("masters", o.master, "master"),
+      ("gradients", o.gradients, "gradient"),
+      ("moments", o.moments, "moments"),
+    )
+  )
+  spared = sum(
+    params_lib.count({k: p}, plan.model.dims)
+    for k, p in params_lib.flatten(plan.declaration).items()
+    if not p.decay
+  )
+  return (
+    f"{o.rule}: {', '.join(words)} per parameter, {sum(nbytes.values()):.3g} B in all; norms and "
+    f"biases ({spared:,} parameters) keep float32"
+  )
+
+
 def print_start(
   out: rich.console.Console,
   plan: Plan,
@@ -72,6 +94,7 @@ def print_start(
     f"model {plan.model.architecture}, {count:,} parameters; compute {plan.run.dtype.name}, "
     f"attention {plan.run.attention}, remat {plan.run.remat}; {shape}; data {fingerprint}"
   )
+  out.print(_optimizer(plan))
   rows, notes = [], []
   has_gathers = any(row["weight_gather"] != "-" for row in sites)
   for row in sites:

@@ -13,10 +13,11 @@ class State:
 
   Attributes:
     step: int32 scalar, number of steps taken.
-    params: float32 master parameters.
-    opt: optimizer state.
+    params: master parameters: float32 arrays, or narrow (see optim/masters.py).
+    opt: of every parameter, in its place, the state of its Optax transformation.
     memories: {site name: history.Memory} of sites whose scales are not all current.
     loss_scale: {"scale": float32, "good_steps": int32} while it is dynamic, else {}.
+    room: {"mu": float32} where gradients have 8 bits (see optim/gradients.py), else {}.
     skipped: int32 scalar, updates not applied because the loss or gradient was not finite.
     halted: bool scalar; once True no step changes anything, so that the state stays as it was when
       the first non-finite value appeared.
@@ -27,5 +28,6 @@ class State:
   opt: Any
   memories: Any
   loss_scale: dict[str, jax.Array]
+  room: dict[str, jax.Array]
   skipped: jax.Array
   halted: jax.Array

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import config, loss_scale, metrics
@@ -14,43 +13,66 @@ from fp8jax import params as params_lib
 from fp8jax.kernels import backend as backend_lib
 from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import weights as weights_lib
 from fp8jax.optim import build as optim_build
+from fp8jax.optim import gradients as gradients_lib
+from fp8jax.optim import walk
 from fp8jax.quant import observe, packed
 from fp8jax.state import State
 
 
-def _transformation(plan: config.Plan):
-  layout, seed = plan.run.layout, plan.config.seed
-  return optim_build.build(plan.optim, plan.declaration, layout, seed)
+def _leaves(plan: config.Plan):
+  return optim_build.leaves(plan.optim, plan.declaration, plan.config.seed)
+
+
+def _placed(made, param):
+  """`made`, shapes of what stands for `param`, where that lies; counters everywhere."""
+  mesh = getattr(param.sharding, "mesh", None)
+
+  def one(x):
+    if isinstance(x, packed.Packed):
+      return jax.tree.map(at, x, packed.shardings(x, param.sharding))
+    if x.shape == param.shape:
+      return at(x, param.sharding)
+    return at(x, NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
+
+  def at(x, sharding):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  return jax.tree.map(one, made, is_leaf=lambda x: isinstance(x, packed.Packed))
+
+
+def _abstract_leaves(plan: config.Plan):
+  """(params, opt) of State."""
+  wide = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
+
+  def one(leaf, param):
+    return _placed(jax.eval_shape(functools.partial(walk.init, leaf), param), param)
+
+  both = jax.tree.map(one, _leaves(plan), wide)
+  return _part(both, wide, 1), _part(both, wide, 0)
+
+
+def _part(tree, like, which: int):
+  """Of a tree of tuples one of each."""
+  structure = jax.tree.structure(like)
+  return structure.unflatten([found[which] for found in structure.flatten_up_to(tree)])
+
+
+def abstract_params(plan: config.Plan):
+  """Shapes, dtypes and shardings of parameters as the optimizer keeps them."""
+  return _abstract_leaves(plan)[0]
 
 
 def abstract_state(plan: config.Plan, step: int = 0) -> State:
   """Shapes, dtypes and shardings of the state after `step` steps; allocates nothing."""
   layout = plan.run.layout
-  params = params_lib.abstract(plan.declaration, plan.model.dims, layout)
-  tx = _transformation(plan)
+  params, opt = _abstract_leaves(plan)
   scalar = None if layout.mesh is None else NamedSharding(layout.mesh, PartitionSpec())
 
   def everywhere(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=scalar)
 
-  def beside(moment, param):
-    if not isinstance(moment, packed.Packed):
-      return param
-    placed = packed.shardings(moment, param.sharding)
-    return jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), moment, placed
-    )
-
-  # Moments have the shape of a parameter and live where it lives; the rest are small.
-  opt = optax.tree_map_params(
-    tx,
-    beside,
-    jax.eval_shape(tx.init, params),
-    params,
-    transform_non_params=everywhere,
-    is_leaf=lambda x: isinstance(x, packed.Packed),
-  )
   # What the last step wrote; a fresh state is calibrated before its first.
   memories = {} if step == 0 else site_lib.memories(plan.sites(phase=plan.phase(step - 1)))
 
@@ -63,6 +85,7 @@ def abstract_state(plan: config.Plan, step: int = 0) -> State:
     opt=opt,
     memories=jax.tree.map(everywhere, memories),
     loss_scale=jax.tree.map(everywhere, loss_scale.fresh(plan.config.loss_scale)),
+    room=jax.tree.map(everywhere, _fresh_room(plan)),
     skipped=cast(Any, one(jnp.int32)),
     halted=cast(Any, one(jnp.bool_)),
   )
@@ -71,14 +94,21 @@ def abstract_state(plan: config.Plan, step: int = 0) -> State:
 def make_state(plan: config.Plan, params=None) -> State:
   """A fresh state, sharded at birth; random parameters unless some are given."""
   abstract = abstract_state(plan)
-  tx = _transformation(plan)
 
   def init(key, params):
     if params is None:
       params = params_lib.init(key, plan.declaration, plan.model.dims)
-    zero = jnp.zeros((), jnp.int32)
-    scale = loss_scale.fresh(plan.config.loss_scale)
-    return State(zero, params, tx.init(params), {}, scale, zero, jnp.zeros((), jnp.bool_))
+    both = jax.tree.map(walk.init, _leaves(plan), params)
+    return State(
+      step=jnp.zeros((), jnp.int32),
+      params=_part(both, params, 1),
+      opt=_part(both, params, 0),
+      memories={},
+      loss_scale=loss_scale.fresh(plan.config.loss_scale),
+      room=_fresh_room(plan),
+      skipped=jnp.zeros((), jnp.int32),
+      halted=jnp.zeros((), jnp.bool_),
+    )
 
   shardings = None
   if plan.run.layout.mesh is not None:
@@ -87,44 +117,89 @@ def make_state(plan: config.Plan, params=None) -> State:
   return make(jax.random.key(plan.config.seed), params)
 
 
-def gradients(plan: config.Plan, params, sites, batch, scale=None):
+def _fresh_room(plan: config.Plan):
+  return gradients_lib.fresh_room(gradients_lib.PRESETS[plan.optim.gradients])
+
+
+def gradients(plan: config.Plan, params, sites, batch, scale=None, step: Any = 0, room=None):
   """(mean loss, gradients, {site: what it saw}) of a batch [B, L], or [A, B, L] for A microbatches.
 
-  Microbatches add in float32; of what sites see, amaxes combine by maximum and counts by sum. The
-  loss is one mean over all tokens of the step, however they are split.
+  Microbatches add as their gradients are kept (optim.gradients); of what sites see, amaxes combine
+  by maximum and counts by sum. The loss is one mean over all tokens of the step, however they are
+  split.
 
   Args:
+    params: as the state has them.
     scale: of the loss while it is differentiated; taken out of what is returned again.
+    step: number of steps taken, for gradients that are rounded by chance.
+    room: State.room.
   """
   total = jnp.maximum(batch["weights_BL"].sum(), 1)
-  shardings = params_lib.shardings(plan.declaration, plan.run.layout)
+  leaves = _leaves(plan)
+  sinks = jax.tree.map(_sink, leaves, params)
 
-  def of_one(batch):
-    def loss(params, taps):
+  def of_one(batch, micro):
+    def loss(sinks, taps):
       seen_by = site_lib.with_taps(sites, taps)
-      value = transformer.loss(params, seen_by, batch, plan.model, plan.run) / total
+      pair = functools.partial(_weight, step=step, micro=micro, room=room)
+      weights = jax.tree.map(pair, leaves, params, sinks)
+      value = transformer.loss(weights, seen_by, batch, plan.model, plan.run) / total
       return value if scale is None else value * scale
 
-    value, (gradient, seen) = jax.value_and_grad(loss, argnums=(0, 1))(params, site_lib.taps(sites))
+    value, (gradient, seen) = jax.value_and_grad(loss, argnums=(0, 1))(sinks, site_lib.taps(sites))
     if plan.run.layout.mesh is not None:
-      gradient = jax.lax.with_sharding_constraint(gradient, shardings)
+      places = jax.tree.map(lambda x: x.sharding, abstract_gradients(plan))
+      gradient = jax.lax.with_sharding_constraint(gradient, places)
     if scale is not None:
-      value, gradient = optax.tree.scale(1 / scale, (value, gradient))
+      value, gradient = value / scale, gradients_lib.scaled(gradient, 1 / scale)
     return value, gradient, seen
 
   if plan.config.accumulation == 1:
-    value, gradient, seen = of_one(batch)
+    value, gradient, seen = of_one(batch, 0)
     return value, gradient, site_lib.by_name(sites, seen)
 
-  def add(carry, micro):
-    value, gradient, seen = of_one(micro)
-    sums = jax.tree.map(jnp.add, carry[:2], (value, gradient))
-    return (*sums, jax.tree.map(observe.combine, carry[2], seen)), None
+  def add(carry, xs):
+    micro, batch = xs
+    value, gradient, seen = of_one(batch, micro)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.config.seed), step), micro)
+    sums = gradients_lib.add(carry[1], gradient, key)
+    return (carry[0] + value, sums, jax.tree.map(observe.combine, carry[2], seen)), None
 
-  zeros = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
   nothing = jax.tree.map(lambda tap: observe.nothing(tap.shape), site_lib.taps(sites))
-  (value, gradient, seen), _ = jax.lax.scan(add, (*zeros, nothing), batch)
+  zeros = jax.tree.map(jnp.zeros_like, sinks)
+  start = (jnp.zeros(()), zeros, nothing)
+  (value, gradient, seen), _ = jax.lax.scan(
+    add, start, (jnp.arange(plan.config.accumulation), batch)
+  )
   return value, gradient, site_lib.by_name(sites, seen)
+
+
+def _sink(leaf, param):
+  """What is differentiated: a parameter that is an array itself, where its gradient is one too."""
+  if leaf.gradient is None and not weights_lib.is_kept(param):
+    return param
+  return weights_lib.sink(param, leaf.gradient, leaf.lead)
+
+
+def _weight(leaf, param, sink, *, step, micro, room):
+  if leaf.gradient is None and not weights_lib.is_kept(param):
+    return sink
+  key = jax.random.fold_in(jax.random.fold_in(jax.random.key(leaf.seed + 2), step), micro)
+  mu = room.get("mu") if room else None
+  if leaf.lead:
+    key = jax.random.split(key, param.shape[0])
+    mu = None if mu is None else jnp.broadcast_to(mu, param.shape[:1])
+  return weights_lib.Weight(param, sink, key, mu, leaf.gradient)
+
+
+def abstract_gradients(plan: config.Plan):
+  """Shapes, dtypes and shardings of gradients: they lie as their parameters do."""
+  params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
+
+  def one(leaf, p):
+    return _placed(jax.eval_shape(lambda: weights_lib.sink(p, leaf.gradient, leaf.lead)), p)
+
+  return jax.tree.map(one, _leaves(plan), params)
 
 
 def make_step(plan: config.Plan):
@@ -134,8 +209,8 @@ def make_step(plan: config.Plan):
   loud sites (Plan.sites) the same function, traced a second time, also returns what every site saw
   in metrics["seen"].
   """
-  tx = _transformation(plan)
-  rest = jax.tree.map(lambda x: x.sharding, abstract_state(plan).opt)
+  shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(plan))
+  leaves = _leaves(plan)
   schedule = optim_build.schedule(plan.optim)
   # A dynamic loss scale meets overflows on purpose, to find the largest that does not.
   stop = plan.config.optim.on_nonfinite == "stop" and plan.config.loss_scale.kind == "none"
@@ -145,39 +220,61 @@ def make_step(plan: config.Plan):
     sites = site_lib.with_memories(sites, state.memories)
     sites = site_lib.with_keys(sites, jax.random.fold_in(key, state.step))
     scale = state.loss_scale.get("scale")
-    loss, gradient, seen = gradients(plan, state.params, sites, batch, scale)
+    loss, gradient, seen = gradients(
+      plan, state.params, sites, batch, scale, state.step, state.room
+    )
+    norm = gradients_lib.norm(gradient)
     rate = schedule(state.step)
     # Narrow formats saturate: an infinity can pass through a product unnoticed, so sites are asked.
-    is_finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(gradient)) & _all_finite(seen)
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(norm) & _all_finite(seen)
     is_applied = is_finite & ~state.halted
 
     def keep(new, old):
       return jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
 
     with jax.named_scope("optimizer"):
-      updates, opt = tx.update(gradient, state.opt, state.params, is_applied=is_applied)
-      if plan.run.layout.mesh is not None:
-        opt = jax.lax.with_sharding_constraint(opt, rest)  # scales too come to rest where they were
-      updates = optax.tree.scale(-jnp.asarray(rate), updates)
-      params = optax.apply_updates(state.params, updates)
+      now = walk.Now(state.step, rate, walk.clip_factor(norm, plan.optim.clip), is_applied)
+      params, opt, squares = _move(plan, leaves, gradient, state, now)
+      if plan.run.layout.mesh is not None:  # scales too come to rest where they were
+        params, opt = jax.lax.with_sharding_constraint((params, opt), shardings)
     memories = site_lib.next_memories(sites, state.memories, seen)
-    values = metrics.of_step(loss, gradient, updates, state.params, rate, is_finite)
+    moved, before = jnp.sqrt(squares)
+    values = metrics.of_step(loss, norm, moved, before, rate, is_finite)
+    room = state.room
+    if room:
+      share = gradients_lib.saturated(gradient)
+      room = gradients_lib.next_room(room, share)
+      values |= {"gradient_room": state.room["mu"], "gradient_saturation": share}
     if scale is not None:
       values["loss_scale"] = scale
     if _is_loud(sites):
       values = {**values, "seen": seen}
     return State(
       step=state.step + ~state.halted,
-      params=keep(params, state.params),
+      params=params,
       opt=opt,
       memories=keep(memories, state.memories),
       loss_scale=loss_scale.update(state.loss_scale, is_finite, plan.config.loss_scale),
+      room=keep(room, state.room),
       skipped=state.skipped + (~is_finite & ~state.halted),
       halted=state.halted | (~is_finite & stop),
     ), values
 
   options = backend_lib.compiler_options(plan.device)
   return jax.jit(step, donate_argnums=0, compiler_options=options)
+
+
+def _move(plan: config.Plan, leaves, gradient, state: State, now: walk.Now):
+  """(params, opt, sums of squares of the update and of the parameters before it)."""
+
+  def one(leaf, p, g, opt, kept):
+    may_walk = not plan.run.layout.weight_axes(p.letters[0])
+    return walk.move(leaf, g, opt, kept, now, may_walk=may_walk)
+
+  trees = (plan.declaration, gradient, state.opt, state.params)
+  moved = jax.tree.map(one, leaves, *trees)
+  opt, params, squares = (_part(moved, plan.declaration, i) for i in range(3))
+  return params, opt, sum(jax.tree.leaves(squares))
 
 
 def _is_loud(sites) -> bool:

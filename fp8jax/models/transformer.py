@@ -1,8 +1,8 @@
 """The decoder: embed, scan over layers, normalise, predict.
 
 Parameters and sites are plain nested dictionaries with the same keys; those of the layers are
-stacked in front along N, the sites in runs of layers that multiply alike. A batch is a dictionary
-of arrays:
+stacked in front along N, the sites in runs of layers that multiply alike. A parameter may be kept
+narrow (ops/weights.py). A batch is a dictionary of arrays:
 
   tokens_BL      int32 inputs
   targets_BL     int32, the token that follows each input
@@ -20,6 +20,7 @@ from fp8jax import axes
 from fp8jax import params as params_lib
 from fp8jax.models import gqa, rope, swiglu
 from fp8jax.models.config import Execution, ModelConfig
+from fp8jax.ops import weights
 from fp8jax.ops.basic import rms_norm
 from fp8jax.ops.dot import SAVED_NAME, dot
 from fp8jax.ops.loss import cross_entropy
@@ -46,6 +47,7 @@ def site_params(cfg: ModelConfig):
 
 def hidden(params, sites, batch, cfg: ModelConfig, run: Execution):
   """Normalised last hidden states [B, L, D] in the compute dtype."""
+  params = _with_values(params)
   x_BLD = jnp.take(params["embed"], batch["tokens_BL"], axis=0, mode="clip").astype(run.dtype)
   x_BLD = axes.constrain(x_BLD, "BLD", run.layout)
   angles = rope.cos_sin(batch["positions_BL"], cfg)
@@ -69,6 +71,7 @@ def hidden(params, sites, batch, cfg: ModelConfig, run: Execution):
 
 def loss(params, sites, batch, cfg: ModelConfig, run: Execution):
   """Sum over tokens of weight * -log p(target): a float32 scalar."""
+  params = _with_values(params)
   h_BLD = hidden(params, sites, batch, cfg, run)
   head, eqn = _head(params, cfg)
   return cross_entropy(
@@ -78,9 +81,16 @@ def loss(params, sites, batch, cfg: ModelConfig, run: Execution):
 
 def logits(params, sites, batch, cfg: ModelConfig, run: Execution):
   """float32 [B, L, V]. For inspection and parity; training never builds this."""
+  params = _with_values(params)
   head, eqn = _head(params, cfg)
   h_BLD = hidden(params, sites, batch, cfg, run)
   return dot(eqn, h_BLD, head, sites["head"], out_dtype=jnp.float32)
+
+
+def _with_values(params):
+  """Arrays of all but the layers', which their dots read. A tied embedding is read once."""
+  layers = params["layers"]
+  return {**weights.value({k: p for k, p in params.items() if k != "layers"}), "layers": layers}
 
 
 def _head(params, cfg: ModelConfig):

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.kernels import scaled_matmul
-from fp8jax.ops import activations, collectives, guard, later, operands
+from fp8jax.ops import activations, collectives, guard, later, operands, weights
 from fp8jax.ops.later import Later
 from fp8jax.ops.operands import Matrix, Narrow
 from fp8jax.ops.plan import Inputs, Plan, make_plan
@@ -52,7 +52,8 @@ def dot(eqn: str, x, w, site: Site, *, out_dtype=None):
   Args:
     eqn: e.g. "BLD,DF->BLF" or "BLHK,HKD->BLD". Letters in both x and w but not in y are contracted.
     x: activation, maybe one of `later`; gradients with respect to it have its dtype.
-    w: weight, usually the float32 master; gradients with respect to it have its dtype.
+    w: weight, usually the float32 master; gradients with respect to it have its dtype. Or a node
+      that holds one (weights.py).
     site: precision, implementation and layout.
     out_dtype: dtype of the result; default x's.
 
@@ -150,7 +151,7 @@ def multiply(plans, x, ws, inputs):
   """The forward products alone."""
   shared = activations.Shared(0, x)
   return tuple(
-    forward(plan, shared.operands(plan, n, i, (0,))[0], w, i)
+    forward(plan, shared.operands(plan, n, i, (0,))[0], weights.read(w), i)
     for n, (plan, w, i) in enumerate(zip(plans, ws, inputs))
   )
 
@@ -165,6 +166,7 @@ def multiply_and_keep(plans, x, ws, taps, inputs):
     if plan.is_observable:
       guard.refuse_vmap(plan.name, x, tap)
       guard.refuse_shared(plan.name, x, tap)
+    w = weights.read(w)
     how = kept.name(plan, n, (2,)) if plan.recipe.save is Save.QUANTIZED else "input"
     if how == "input":
       (mine,), saved[how] = shared.operands(plan, n, i, (0,)), x
@@ -183,7 +185,7 @@ def multiply_and_keep(plans, x, ws, taps, inputs):
   if isinstance(x, Later):
     saved["input"] = x  # its gradient goes on to its sources
   seen = jax.tree.map(lambda t: checkpoint_name(t, SAVED_NAME), tuple(seen))
-  return tuple(ys), (saved, ws, seen, inputs)
+  return tuple(ys), (saved, tuple(map(weights.waiting, ws)), seen, inputs)
 
 
 def gradients(plans, residuals, gs):
@@ -199,7 +201,8 @@ def gradients(plans, residuals, gs):
     made, amaxes = activations.produce(plans, 2, gs, (1, 2), is_watched=True)
     gs = gs.value()
   dx, dws, taps = None, [], []
-  for n, (plan, w, i, g) in enumerate(zip(plans, ws, inputs, gs)):
+  for n, (plan, kept_w, i, g) in enumerate(zip(plans, ws, inputs, gs)):
+    w = weights.read(kept_w)
     # A float32 cotangent (of a float32 head) still meets x in x's dtype.
     g = g.astype(plan.x_dtype)
     g_in, g_out = made[n] or activations.one_reading(plan, 2, g, i, (1, 2))
@@ -209,7 +212,8 @@ def gradients(plans, residuals, gs):
       kept = saved[shared.name(plan, n, (2,))]
     else:
       (kept,) = shared.operands(plan, n, i, (2,))
-    dws.append(weight_gradient(plan, kept, g_out, w.dtype, i))
+    dw = weight_gradient(plan, kept, g_out, w.dtype, i)
+    dws.append(weights.cotangent(kept_w, dw))
     of_x, of_w = seen[n]
     of_x = shared.amax if of_x is None else of_x
     taps.append(jnp.stack([of_x, of_w, look(plan, "y", gs[n], i, amaxes[n])]))

@@ -1,17 +1,19 @@
-"""From numbers to Optax values: a chain (clip, Adam or Lion, weight decay) and a schedule.
+"""From numbers to Optax values: a chain (Adam or Lion, weight decay) per parameter, and a schedule.
 
-The learning rate multiplies the chain's output in the train step, by the step's own number: a
-skipped update then loses its turn instead of delaying the schedule.
+The learning rate multiplies a chain's output in the train step, by the step's own number: a skipped
+update then loses its turn instead of delaying the schedule. Clipping is a factor on the gradients
+as they are read, so that no second copy of them exists.
 """
 
 import dataclasses
+import zlib
 from typing import Any
 
 import optax
 
-from fp8jax import axes
 from fp8jax import params as params_lib
-from fp8jax.optim import adam, moments
+from fp8jax.optim import adam, gradients, masters, moments
+from fp8jax.params import Param
 
 SCHEDULES = ("wsd", "cosine", "constant")
 RULES = ("adam", "lion")
@@ -24,7 +26,8 @@ class Optim:
   Attributes:
     rule: "adam", or "lion" (arXiv:2302.06675), which has one moment and wants a learning rate three
       to ten times smaller.
-    moments: how moments are kept, a name in moments.PRESETS.
+    moments, master, gradients: how these are kept between steps: names in moments.PRESETS,
+      masters.PRESETS and gradients.PRESETS. Norms and biases keep float32 of all three.
     schedule: "wsd": linear warm-up, constant, cosine from peak_lr to min_lr over the last
       decay_steps (InfiR2's WSD with a cosine tail, arXiv:2509.22536); "cosine": warm-up, then
       cosine to min_lr, reached one step after the last; "constant": warm-up, then peak_lr.
@@ -36,6 +39,8 @@ class Optim:
 
   rule: str
   moments: str
+  master: str
+  gradients: str
   schedule: str
   peak_lr: float
   min_lr: float
@@ -73,6 +78,16 @@ class Optim:
       found.extend(f"optim.moments={self.moments!r}: {reason}" for reason in reasons)
     return found
 
+  def bytes_per_parameter(self) -> dict[str, float]:
+    """Of a large matrix: {"master", "gradient", "moments": bytes}, scales included."""
+    kept = moments.PRESETS[self.moments]
+    parts = (kept.mu, kept.nu) if self.rule == "adam" else (kept.mu,)
+    return {
+      "master": masters.nbytes(masters.PRESETS[self.master]),
+      "gradient": gradients.nbytes(gradients.PRESETS[self.gradients]),
+      "moments": sum(map(moments.nbytes, parts)),
+    }
+
 
 def schedule(optim: Optim) -> optax.Schedule:
   """step -> learning rate; step 0 is the first update."""
@@ -93,31 +108,54 @@ def schedule(optim: Optim) -> optax.Schedule:
   return optax.schedules.join_schedules(pieces, starts)
 
 
-def build(
-  optim: Optim, declaration, layout: axes.Layout = axes.LOCAL, seed: int = 0
-) -> optax.GradientTransformationExtraArgs:
-  """The chain for parameters with these declarations; its updates still want -learning_rate.
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """What one parameter is moved by and kept as.
 
-  Norms and biases, which weight decay leaves alone, keep float32 moments.
+  Attributes:
+    path: its name, "layers/mlp/gate".
+    transformation: an Optax transformation of this parameter alone; it still wants -learning_rate.
+    master, gradient: values of masters.PRESETS and gradients.PRESETS.
+    lead: so many first axes number tensors of their own: layers.
+    seed: of what is rounded by chance.
+  """
+
+  path: str
+  transformation: optax.GradientTransformationExtraArgs
+  master: Any
+  gradient: Any
+  lead: int
+  seed: int
+
+
+def leaves(optim: Optim, declaration, seed: int = 0):
+  """A tree of Leaf like the declaration.
+
+  Norms and biases, which weight decay leaves alone, keep float32.
 
   Args:
-    layout: where parameters lie; axes that are split are not walked along.
-    seed: of moments that are rounded stochastically.
+    seed: of the run.
   """
-  decayed = params_lib.tree_map(lambda p: p.decay, declaration)
-  kept = moments.PRESETS[optim.moments]
-  places = adam.Places(
-    narrow=decayed,
-    lead=params_lib.tree_map(lambda p: int(p.letters.startswith("N")), declaration),
-    walk=params_lib.tree_map(lambda p: not layout.weight_axes(p.letters[0]), declaration),
+
+  def one(path: str, p: Param) -> Leaf:
+    own = zlib.crc32(f"{seed}/{path}".encode())
+    lead = int(p.letters.startswith("N"))
+    move = _moved_by(optim, moments.PRESETS[optim.moments if p.decay else "float32"], lead, own)
+    if p.decay:
+      move = optax.chain(move, optax.add_decayed_weights(optim.weight_decay))
+    narrow = (masters.PRESETS[optim.master], gradients.PRESETS[optim.gradients])
+    kept, gradient = narrow if p.decay else (None, None)
+    return Leaf(path, move, kept, gradient, lead, own)
+
+  return params_lib.unflatten(
+    {path: one(path, p) for path, p in params_lib.flatten(declaration).items()}
   )
-  rest: dict[str, Any] = dict(places=places, clip=optim.clip, seed=seed)
-  if optim.rule == "adam":
-    move = adam.scale_by_adam(optim.b1, optim.b2, optim.eps, mu=kept.mu, nu=kept.nu, **rest)
-  else:
-    move = adam.scale_by_lion(optim.b1, optim.b2, mu=kept.mu, **rest)
-  return optax.chain(
-    optax.identity(),  # where clipping once was: checkpoints know the others by number
-    move,
-    optax.add_decayed_weights(optim.weight_decay, mask=decayed),
+
+
+def _moved_by(optim: Optim, kept: moments.Moments, lead: int, seed: int):
+  places = adam.Places(narrow=True, lead=lead)
+  if optim.rule == "lion":
+    return adam.scale_by_lion(optim.b1, optim.b2, mu=kept.mu, places=places, seed=seed)
+  return adam.scale_by_adam(
+    optim.b1, optim.b2, optim.eps, mu=kept.mu, nu=kept.nu, places=places, seed=seed
   )

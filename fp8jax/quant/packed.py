@@ -79,7 +79,7 @@ class Packed:
     return pack(x, self.quant, lead=lead, key=key)
 
 
-def pack(x, quant: Quant, *, lead: int = 0, key=None) -> Packed:
+def pack(x, quant: Quant, *, lead: int = 0, key=None, room=None) -> Packed:
   """Keeps x narrow.
 
   Args:
@@ -87,6 +87,8 @@ def pack(x, quant: Quant, *, lead: int = 0, key=None) -> Packed:
     quant: source CURRENT; tile (WHOLE, WHOLE) or (1, G); transform None, SquareRoot or Expand.
     lead: so many first axes number tensors of their own; matters for tile (WHOLE, WHOLE).
     key: a jax.random key, for stochastic rounding.
+    room: float32 scalar, 1 if None: a tile's largest element comes to lie at so many times the
+      format's maximum. Not for Expand.
 
   Raises:
     ValueError: another quant, or stochastic rounding without a key.
@@ -110,9 +112,17 @@ def pack(x, quant: Quant, *, lead: int = 0, key=None) -> Packed:
     values = jnp.copysign(values, groups)
   else:
     scale, power = quantize.amax_to_scale(amax, quant.format, quant.scale), None
+    scale = scale if room is None else jnp.maximum(scale / room, np.float32(2.0**-126))
     values = groups * (1.0 / scale)[..., None]
   data = _rounded(values, quant, key)
   return Packed(_ungrouped(data, x.shape), scale, power, quant)
+
+
+def on_grid(x, scale, like: Packed) -> Packed:
+  """x kept like another that has no transform, under given scales: saturates beyond them."""
+  values = _grouped(x.astype(jnp.float32), scale.ndim, like.quant) * (1.0 / scale)[..., None]
+  data = _ungrouped(quantize.cast(values, like.quant.format), x.shape)
+  return Packed(data, scale, None, like.quant)
 
 
 def check(quant: Quant):

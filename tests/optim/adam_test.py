@@ -13,7 +13,7 @@ import tolerances
 
 import fp8jax.optim
 from fp8jax.formats import BF16, E4M3, E5M2
-from fp8jax.optim import adam, moments
+from fp8jax.optim import moments
 from fp8jax.quant import packed
 from fp8jax.recipe import Quant, Rounding, Scale, SquareRoot
 
@@ -90,60 +90,14 @@ def test_kept_narrow_beside_what_is_small(rng, name):
       close(updates[-1][k], wanted[-1][k])
 
 
-@pytest.mark.parametrize("name", ["coat", "tensor_e4m3_e5m2", "bf16"])
-def test_piece_by_piece_is_the_same_to_the_bit(rng, monkeypatch, name):
-  """Layers of a stack, and runs of a matrix's rows, where scales allow it."""
-  monkeypatch.setattr(adam, "_PIECE", 100)
-  kept = moments.PRESETS[name]
-  shapes = {"stack": (3, 40, 128), "matrix": (96, 256), "short": (2, 100)}
-  params, *gradients = (
-    {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()} for _ in range(4)
-  )
-  lead = {"stack": 1, "matrix": 0, "short": 0}
-  found, loops = [], []
-  for walk in (False, True):
-    places = adam.Places(narrow=True, lead=lead, walk=walk)
-    tx = fp8jax.optim.scale_by_adam(b2=0.95, mu=kept.mu, nu=kept.nu, places=places, clip=1.0)
-    found.append(_run(tx, params, gradients))
-    traced = jax.make_jaxpr(tx.update)(gradients[0], tx.init(params), params)
-    loops.append(sum(e.primitive.name in ("while", "scan") for e in traced.eqns))
-  # A scale of the whole matrix keeps it whole; so do groups that run on over rows of 100.
-  assert loops == [0, {"coat": 2, "tensor_e4m3_e5m2": 1, "bf16": 3}[name]]
-  close = functools.partial(np.testing.assert_allclose, rtol=tolerances.FLOAT32_SUM)
-  jax.tree.map(close, *(updates for updates, _ in found))
-  jax.tree.map(np.testing.assert_array_equal, *(state for _, state in found))
-
-
-@pytest.mark.parametrize("name", ["float32", "coat"])
-def test_a_step_that_is_not_applied_leaves_the_state(rng, name):
-  kept = moments.PRESETS[name]
-  params, *gradients = _trees(rng, 4)
-  tx = fp8jax.optim.scale_by_adam(mu=kept.mu, nu=kept.nu)
-  _, state = _run(tx, params, gradients)
-  nan = jax.tree.map(lambda g: g * np.nan, gradients[0])
-  _, same = jax.jit(tx.update)(nan, state, params, is_applied=jnp.asarray(False))
-  jax.tree.map(np.testing.assert_array_equal, same, state)
-
-
-def test_clips_like_optax(rng):
-  """What stays float32 beside narrow moments shows it: gradients above the norm, then below it."""
-  kept = moments.PRESETS["coat"]
-  params, *gradients = _trees(rng, 4)
-  gradients = [jax.tree.map(lambda g, s=s: s * g, gradients[0]) for s in (100.0, 1e-6, 3.0)]
-  ours = fp8jax.optim.scale_by_adam(b2=0.95, mu=kept.mu, nu=kept.nu, clip=1.0)
-  theirs = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.95))
-  got, want = (_run(tx, params, gradients)[0][-1] for tx in (ours, theirs))
-  np.testing.assert_allclose(got["bias"], want["bias"], rtol=1e-5)
-
-
 def test_keeps_bfloat16_parameters(rng):
-  """Gradients above the norm, below it and in bfloat16."""
+  """Large gradients and small ones in bfloat16."""
   kept = moments.PRESETS["coat"]
   params = {"w": jnp.zeros((64, 128), jnp.bfloat16), "norm": jnp.ones((128,), jnp.bfloat16)}
-  ours = fp8jax.optim.scale_by_adam(b2=0.95, mu=kept.mu, nu=kept.nu, clip=1.0)
-  theirs = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.95))
+  ours = fp8jax.optim.scale_by_adam(b2=0.95, mu=kept.mu, nu=kept.nu)
+  theirs = optax.scale_by_adam(b2=0.95)
   for size in (3.0, 1e-3):
-    g = {k: (size * rng.standard_normal(p.shape)).astype(p.dtype) for k, p in params.items()}
+    g = {k: jnp.asarray(size * rng.standard_normal(p.shape), p.dtype) for k, p in params.items()}
     got, state = ours.update(g, ours.init(params), params)
     want, _ = theirs.update(g, theirs.init(params), params)
     assert state.mu["norm"].dtype == jnp.bfloat16 and got["norm"].dtype == jnp.bfloat16

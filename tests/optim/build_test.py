@@ -9,11 +9,11 @@ import optax
 import pytest
 import tolerances
 
-from fp8jax.optim import build
+from fp8jax.optim import build, walk
 from fp8jax.params import Param
 
 OPTIM = build.Optim(
-  rule="adam", moments="float32",
+  rule="adam", moments="float32", master="float32", gradients="float32",
   schedule="wsd", peak_lr=3e-2, min_lr=1e-3, warmup_steps=4, decay_steps=6, steps=20,
   b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0,
 )  # fmt: skip
@@ -46,22 +46,24 @@ def _adamw(optim, params, gradients, rates):
   ids=str,
 )
 def test_five_steps_equal_adamw_in_float64(rng, changes):
-  """In the order of the train step: the chain's update times minus the schedule's rate."""
+  """In the order of the train step: clipped as they are read, times minus the schedule's rate."""
   optim = dataclasses.replace(OPTIM, warmup_steps=2, **changes)
   params = {k: rng.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()}
   gradients = [
     {k: (size * rng.standard_normal(s)).astype(np.float32) for k, s in SHAPES.items()}
     for size in SIZES
   ]
-  tx, rate_of = build.build(optim, DECLARATION), build.schedule(optim)
+  leaves, rate_of = build.leaves(optim, DECLARATION), build.schedule(optim)
   rates = [_rate(optim, step) for step in range(len(SIZES))]
 
   @jax.jit
   def step(params, state, g, number):
-    updates, state = tx.update(g, state, params)
-    return optax.apply_updates(params, optax.tree.scale(-rate_of(number), updates)), state
+    factor = walk.clip_factor(optax.tree.norm(g), optim.clip)
+    now = walk.Now(number, rate_of(number), factor)
+    moved = {k: walk.move(leaves[k], g[k], state[k], params[k], now) for k in g}
+    return [{k: v[i] for k, v in moved.items()} for i in (1, 0)]
 
-  got, state = params, tx.init(params)
+  got, state = params, {k: walk.init(leaves[k], p)[0] for k, p in params.items()}
   for i, want in enumerate(_adamw(optim, params, gradients, rates)):
     got, state = step(got, state, gradients[i], i)
     for k in SHAPES:

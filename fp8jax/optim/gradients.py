@@ -1,0 +1,114 @@
+"""How gradients are kept between the backward pass and the update, and summed over microbatches."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8jax.formats import BF16, E4M3
+from fp8jax.quant import packed
+from fp8jax.quant.packed import Packed
+from fp8jax.recipe import Quant, Rounding, Scale
+
+PRESETS: dict[str, Quant | None] = {
+  "float32": None,
+  # By chance: sums of many microbatches to the nearest would lose the later ones.
+  "bf16_sr": Quant(BF16, scale=Scale.NONE, rounding=Rounding.STOCHASTIC),
+  # FP8-LM (arXiv:2310.18313 §2.1): 1 byte, a scale per tensor.
+  "e4m3": Quant(E4M3),
+}
+
+# FP8-LM §2.1: more than this share at the format's maximum is an overflow; without any, the room
+# for it is given up again over so many steps.
+_OVERFLOW, _STEPS = 1e-5, 1000
+
+
+def nbytes(quant: Quant | None) -> float:
+  """Bytes per parameter of a large tensor."""
+  return quant.format.bits / 8 if quant else 4.0
+
+
+def wide(g):
+  """float32 of one gradient."""
+  return g.unpack() if isinstance(g, Packed) else g.astype(jnp.float32)
+
+
+def is_leaf(g) -> bool:
+  return isinstance(g, Packed)
+
+
+def norm(tree):
+  """The global norm of what gradients stand for."""
+  leaves = jax.tree.leaves(tree, is_leaf=is_leaf)
+  return jnp.sqrt(sum(jnp.sum(jnp.square(wide(g))) for g in leaves))
+
+
+def scaled(tree, factor):
+  """Gradients times a scalar. Of those with scales the scales, to float32's precision."""
+
+  def one(g):
+    if isinstance(g, Packed) and g.scale is not None:
+      return dataclasses.replace(g, scale=g.scale * factor)
+    return jax.tree.map(lambda x: (x * factor).astype(x.dtype), g)
+
+  return jax.tree.map(one, tree, is_leaf=is_leaf)
+
+
+def add(sums, new, key):
+  """Another microbatch's, as the sums are kept.
+
+  8 bits stay on the grid of the first microbatch: rescaling at every addition would round all of
+  the sum again. What outgrows the grid saturates, and `next_room` sees it.
+
+  Args:
+    key: a jax.random key, for sums that are rounded stochastically.
+  """
+  leaves, structure = jax.tree.flatten(sums, is_leaf=is_leaf)
+  others = structure.flatten_up_to(new)
+  pairs = [
+    _add(a, b, jax.random.fold_in(key, place)) for place, (a, b) in enumerate(zip(leaves, others))
+  ]
+  return structure.unflatten(pairs)
+
+
+def _add(a, b, key):
+  if not isinstance(a, Packed):
+    return a + b
+  if a.scale is None:
+    return a.repack(a.unpack() + b.unpack(), key)
+  # A first microbatch without any gradient has no grid to offer.
+  is_empty = jnp.max(jnp.abs(a.data.astype(jnp.float32))) == 0
+  return packed.on_grid(a.unpack() + b.unpack(), jnp.where(is_empty, b.scale, a.scale), a)
+
+
+# --- room for sums in 8 bits ---------------------------------------------------------------------
+
+
+def fresh_room(quant: Quant | None) -> dict[str, jax.Array]:
+  """{"mu": float32} where gradients have 8 bits, else {}: `packed.pack`'s room for them."""
+  return {"mu": jnp.ones((), jnp.float32)} if quant and quant.format.is_narrow else {}
+
+
+def saturated(tree):
+  """Share of the elements of 8-bit gradients that are at the format's maximum."""
+  found = [g for g in jax.tree.leaves(tree, is_leaf=is_leaf) if is_leaf(g)]
+  full = sum(
+    jnp.sum(jnp.abs(g.data.astype(jnp.float32)) >= g.quant.format.max, dtype=jnp.float32)
+    for g in found
+  )
+  return full / sum(g.data.size for g in found)
+
+
+def next_room(room: dict[str, jax.Array], share):
+  """The next step's: half after an overflow, else a little more, up to 2.
+
+  The paper's controller (FP8-LM §2.1). There mu multiplies gradients whose scales are then chosen
+  from their own largest element, which takes mu out again; here it stays in. There mu is 1/2 after
+  any overflow; here it is halved, so that sums of many microbatches find their room.
+  """
+  if not room:
+    return room
+  mu = room["mu"]
+  grown = jnp.minimum(mu * np.float32(4.0 ** (1 / _STEPS)), 2.0)
+  return {"mu": jnp.where(share > _OVERFLOW, jnp.maximum(mu / 2, np.float32(2.0**-10)), grown)}

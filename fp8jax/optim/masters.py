@@ -1,0 +1,43 @@
+"""How master weights are kept between steps, as named values.
+
+What is multiplied by is made from what is kept: of "bf16_remainder" the BF16 half, of the others
+their value.
+"""
+
+from typing import Any
+
+from fp8jax.formats import BF16, F16
+from fp8jax.quant import packed, split
+from fp8jax.recipe import Quant, Rounding, Scale
+
+# BF16 and the 16 bits it lacks: see quant/split.py.
+REMAINDER = "remainder"
+
+PRESETS: dict[str, Quant | str | None] = {
+  "float32": None,
+  # To the nearest, an update below half a step of BF16 (0.2 to 0.4 %) would be lost every time; by
+  # chance it is right in the mean (Zamirai et al. 2020, arXiv:2010.06192).
+  "bf16_sr": Quant(BF16, scale=Scale.NONE, rounding=Rounding.STOCHASTIC),
+  "bf16_remainder": REMAINDER,
+  # FP8-LM (arXiv:2310.18313 §2.2): 10 bits of mantissa under a power of two per tensor.
+  "f16": Quant(F16, scale=Scale.POW2),
+}
+
+
+def keep(x, how: Quant | str | None, *, lead: int = 0, key=None) -> Any:
+  """x as it is kept: float32, Packed or Split.
+
+  Args:
+    x: float32 of any shape.
+    how: a value of PRESETS.
+    lead: so many first axes number tensors of their own.
+    key: for stochastic rounding.
+  """
+  if how is None:
+    return x
+  return packed.pack(x, how, lead=lead, key=key) if isinstance(how, Quant) else split.split(x)
+
+
+def nbytes(how: Quant | str | None) -> float:
+  """Bytes per parameter of a large tensor."""
+  return how.format.bits / 8 if isinstance(how, Quant) else 4.0

@@ -1,0 +1,130 @@
+"""A step of every parameter, in place: gradient, master and moments of a piece at a time.
+
+Optax returns an update in float32 for every parameter at once, and what is kept narrow would be
+wide for as long: 8 bytes and more per parameter beside 6. Here a parameter is moved on its own, and
+a large one by pieces of its first axis (layers of a stack, rows of a matrix), so that float32
+copies exist of a piece only.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fp8jax.optim import gradients, masters
+from fp8jax.optim.build import Leaf
+from fp8jax.quant.packed import Packed
+from fp8jax.quant.split import Split
+
+# Numbers that are moved at once where a parameter is walked along: 64 MiB in float32.
+_PIECE = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class Now:
+  """What every parameter's step is told.
+
+  Attributes:
+    step: int32 scalar, number of steps taken.
+    rate: learning rate.
+    factor: of gradients, for clipping.
+    is_applied: bool scalar; False leaves parameters and state as they are.
+  """
+
+  step: Any
+  rate: Any
+  factor: Any = 1.0
+  is_applied: Any = True
+
+
+def clip_factor(norm, clip: float):
+  """What gradients of this global norm are multiplied by so that it is at most `clip`; 0 clips
+  nothing."""
+  return jnp.where(norm < clip, 1.0, clip / norm) if clip else 1.0
+
+
+def init(leaf: Leaf, param):
+  """(state of its transformation, what is kept of a float32 parameter)."""
+  kept = masters.keep(param, leaf.master, lead=leaf.lead, key=jax.random.key(leaf.seed))
+  return leaf.transformation.init(param), kept
+
+
+def move(leaf: Leaf, g, state, kept, now: Now, *, may_walk: bool = True):
+  """One parameter's step.
+
+  Args:
+    g: its gradient, float32 or Packed.
+    state: of its transformation.
+    kept: its master: float32, Packed or Split.
+    may_walk: whether its first axis lies on one device.
+
+  Returns:
+    (state, kept, float32 [2]: sums of squares of the update and of the parameter before it).
+  """
+  # Not the key that the state's own rounding has.
+  key = jax.random.fold_in(jax.random.key(leaf.seed + 1), now.step)
+
+  def one(g, old, piece):
+    state, kept = old
+    wide = kept.unpack() if isinstance(kept, Packed | Split) else kept
+    g = gradients.wide(g) * now.factor
+    update, state = leaf.transformation.update(g, state, wide, piece=piece)
+    update = -jnp.asarray(now.rate) * jnp.asarray(update)
+    squares = jnp.stack([jnp.sum(jnp.square(update)), jnp.sum(jnp.square(wide))])
+    fresh = optax.apply_updates(wide, update)
+    own = jax.random.fold_in(key, piece)
+    new = (state, masters.keep(fresh, leaf.master, lead=leaf.lead, key=own))
+    return jax.tree.map(functools.partial(jnp.where, now.is_applied), new, old), squares
+
+  pieces = _pieces(g, (state, kept)) if may_walk else 1
+  if pieces == 1:
+    (state, kept), squares = one(g, (state, kept), 0)
+  else:
+    (state, kept), squares = _walk(one, g, (state, kept), pieces)
+  return state, kept, squares
+
+
+def _walk(one, g, before, pieces: int):
+  size = g.shape[0] // pieces
+
+  def cut(i, tree):
+    def part(x):  # a counter, or a scale of all, is every piece's
+      return jax.lax.dynamic_slice_in_dim(x, i * size, size) if x.ndim else x
+
+    return jax.tree.map(part, tree)
+
+  def body(i, carry):
+    moved, squares = carry
+    # Every piece starts from the counters before the step.
+    old = jax.tree.map(lambda x, start: x if x.ndim else start, moved, before)
+    new, more = one(cut(i, g), cut(i, old), i)
+
+    def put(x, y):
+      return jax.lax.dynamic_update_slice_in_dim(x, y, i * size, 0) if x.ndim else y
+
+    return jax.tree.map(put, moved, new), squares + more
+
+  return jax.lax.fori_loop(0, pieces, body, (before, jnp.zeros(2, jnp.float32)))
+
+
+def _pieces(g, kept) -> int:
+  """Into how many the first axis is cut: the fewest of at most _PIECE numbers each.
+
+  1 where nothing is narrow (XLA then updates in place, number by number), and where what is written
+  shares a scale along the first axis.
+  """
+  narrow = [x for x in jax.tree.leaves((g, kept), is_leaf=_is_packed) if _is_packed(x)]
+  shares = (x for x in narrow if not x.is_stack)
+  if not narrow or any(x is not g or x.scale.ndim for x in shares):
+    return 1
+  rows = g.shape[0]
+  least = -(-math.prod(g.shape) // _PIECE)
+  return next((n for n in range(least, rows + 1) if rows % n == 0), rows)
+
+
+def _is_packed(x) -> bool:
+  return isinstance(x, Packed)

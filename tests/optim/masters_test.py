@@ -1,0 +1,257 @@
+"""Narrow masters and gradients: exact where they must be, right in the mean where they round."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+import tolerances
+import train_test
+
+import fp8jax.optim
+from fp8jax import params as params_lib
+from fp8jax import step as step_lib
+from fp8jax.models import presets
+from fp8jax.ops import weights
+from fp8jax.optim import build, gradients, masters, moments, walk
+from fp8jax.quant import packed, split
+
+
+@pytest.fixture(autouse=True)
+def tiny_preset(monkeypatch):
+  monkeypatch.setitem(presets.PRESETS, "tiny", train_test.TINY)
+
+
+def _runner(shape=None, recipe="bf16", **changes):
+  changes = {f"optim.{k}" if k != "accumulation" else k: v for k, v in changes.items()}
+  return train_test.Runner(train_test._plan(train_test._config(recipe, **changes), shape))
+
+
+def _leaf(master, gradient="float32", kept="float32", lead=0):
+  kept = moments.PRESETS[kept]
+  transformation = optax.chain(
+    fp8jax.optim.scale_by_adam(b2=0.95, mu=kept.mu, nu=kept.nu), optax.add_decayed_weights(0.1)
+  )
+  masters_, gradients_ = masters.PRESETS[master], gradients.PRESETS[gradient]
+  return build.Leaf("w", transformation, masters_, gradients_, lead, 7)
+
+
+# --- BF16 and a remainder ------------------------------------------------------------------------
+
+
+def test_split_loses_nothing(rng):
+  """Every pattern of the upper half, and 2^20 float32 at random, infinities and NaN among them."""
+  bits = rng.integers(0, 2**32, 2**20, dtype=np.uint32)
+  bits[: 2**16] = (np.arange(2**16, dtype=np.uint32) << 16) | (bits[: 2**16] & 0xFFFF)
+  both = jax.jit(split.split)(jnp.asarray(bits).view(jnp.float32))
+  np.testing.assert_array_equal(np.asarray(both.unpack()).view(np.uint32), bits)
+  x = bits.view(np.float32)
+  is_normal = np.isfinite(x) & (np.abs(x) > 1e-30) & (np.abs(x) < 3e38)
+  exact, high = x[is_normal].astype(np.float64), np.asarray(both.high)[is_normal].astype(np.float64)
+  # Half a step of 8 bits, at the most.
+  assert np.max(np.abs(high - exact) / 2.0 ** np.floor(np.log2(np.abs(exact)))) <= 2.0**-8
+  ties = np.float32([1 + 2**-8, -1 - 2**-8, 1 + 3 * 2**-8])
+  np.testing.assert_array_equal(
+    np.float32(split.split(jnp.asarray(ties)).high), [1 + 2**-7, -1 - 2**-7, 1 + 2**-6]
+  )
+
+
+def test_remainder_moves_like_float32_to_the_bit(rng):
+  leaf, exact = _leaf("bf16_remainder"), _leaf("float32")
+  p = rng.standard_normal((40, 96)).astype(np.float32)
+  (state, kept), (wanted_state, wanted) = walk.init(leaf, p), walk.init(exact, p)
+  move = jax.jit(
+    lambda leaf, g, s, k: walk.move(leaf, g, s, k, walk.Now(0, 1e-3)), static_argnums=0
+  )
+  for _ in range(5):
+    g = rng.standard_normal(p.shape).astype(np.float32)
+    state, kept, _ = move(leaf, g, state, kept)
+    wanted_state, wanted, _ = move(exact, g, wanted_state, wanted)
+  np.testing.assert_array_equal(kept.unpack(), wanted)
+  assert kept.high.dtype == jnp.bfloat16 and kept.low.dtype == jnp.int16
+  np.testing.assert_array_equal(weights.value(kept), np.float32(kept.high))
+
+
+# --- rounding ------------------------------------------------------------------------------------
+
+
+def test_bfloat16_masters_move_in_the_mean_where_the_nearest_would_not(rng):
+  """100 updates of 0.02 %, a tenth of BF16's half step: all lost to the nearest."""
+  leaf = _leaf("bf16_sr")
+  _, kept = walk.init(leaf, np.full((64, 256), 1.5, np.float32))
+  leaf = build.Leaf("w", optax.with_extra_args_support(optax.identity()), leaf.master, None, 0, 7)
+  state = leaf.transformation.init(None)
+  g = jnp.full((64, 256), 3e-4)
+  assert np.float32(ml_dtypes.bfloat16(1.5 - 3e-4)) == 1.5
+
+  @jax.jit
+  def move(step, kept):
+    return walk.move(leaf, g, state, kept, walk.Now(step, 1.0))[1]
+
+  for step in range(100):
+    kept = move(step, kept)
+  found = np.float64(kept.data)
+  # Each of 100 roundings of 16,384 numbers errs by at most a step of 2^-7: 4 sigma of their mean.
+  assert abs(found.mean() - (1.5 - 0.03)) < 4 * 2**-8 * 10 / np.sqrt(found.size)
+  assert len(np.unique(found)) > 3
+
+
+def test_float16_masters_lie_under_a_power_of_two_per_layer(rng):
+  x = rng.standard_normal((3, 32, 64)).astype(np.float32) * np.float32([[[1e-6]], [[1.0]], [[3e5]]])
+  kept = masters.keep(x, masters.PRESETS["f16"], lead=1)
+  assert kept.data.dtype == jnp.float16 and kept.scale.shape == (3,)
+  np.testing.assert_array_equal(np.frexp(np.asarray(kept.scale))[0], 0.5)
+  error = np.abs(np.float64(kept.unpack()) - x).max((1, 2))
+  assert np.all(error <= 2.0**-11 * np.abs(x).max((1, 2)))
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _gradients(**changes):
+  """(function of parameters, parameters) of one batch."""
+  runner = _runner(**changes)
+  state, host = step_lib.make_state(runner.plan), train_test._host_batches()[0]
+  batch = runner.spread.place(host)
+  of = jax.jit(
+    lambda p: step_lib.gradients(runner.plan, p, runner.sites, batch, step=3, room=state.room)[1]
+  )
+  return of, state.params
+
+
+def _of(**changes):
+  of, params = _gradients(**changes)
+  return of(params)
+
+
+def test_gradients_are_kept_as_they_left_each_layer():
+  """A tied embedding too, which is read twice: nothing is added after it was made narrow."""
+  exact, coarse, half = (_of(gradients=name) for name in ("float32", "e4m3", "bf16_sr"))
+  # What clipping reads is what codes stand for.
+  np.testing.assert_allclose(gradients.norm(coarse), gradients.norm(exact), rtol=0.02)
+  for path, g in params_lib.flatten(exact).items():
+    e4m3, bf16 = (params_lib.flatten(t)[path] for t in (coarse, half))
+    if path.endswith("norm"):
+      np.testing.assert_allclose(e4m3, g, rtol=1e-5, atol=1e-9)
+      continue
+    want = packed.pack(g, gradients.PRESETS["e4m3"], lead=int(path.startswith("layers")))
+    assert np.mean(np.asarray(e4m3.data) == np.asarray(want.data)) > 0.999
+    np.testing.assert_allclose(e4m3.scale, want.scale, rtol=1e-5)
+    g, found = np.asarray(g), np.float32(bf16.data)
+    step = 2.0 ** (np.frexp(np.abs(g))[1] - 8.0)
+    assert np.all(np.abs(found - g) <= step * 1.01 + 1e-30)
+    bias = np.mean((found - g) / step)
+    assert abs(bias) < 4 / np.sqrt(g.size) and np.any(found != g)
+
+
+def test_sums_of_microbatches_are_right_in_the_mean():
+  exact = _of(accumulation=4)
+  # Eight roundings, four of the microbatches' and four of sums: of 2^-9 and 2^-4 at most, a third
+  # of that in the mean, and what is small beside its tensor's largest element a little worse.
+  for name, most in (("bf16_sr", 0.01), ("e4m3", 0.12)):
+    found = _of(accumulation=4, gradients=name)
+    for path, g in params_lib.flatten(exact).items():
+      other = gradients.wide(params_lib.flatten(found)[path])
+      assert np.linalg.norm(other - g) < most * np.linalg.norm(g), (name, path)
+
+
+def test_sums_in_8_bits_stay_on_the_first_grid_and_are_seen_to_outgrow_it():
+  quant = gradients.PRESETS["e4m3"]
+  key = jax.random.key(0)
+  first = packed.pack(jnp.asarray([448.0, 2.0, 0.0, 1.0] * 8), quant)  # a scale of 1
+  more = packed.pack(jnp.asarray([448.0, 6.0, 7.0, 0.0] * 8), quant)
+  found = gradients.add(first, more, key)
+  np.testing.assert_array_equal(np.float32(found.data)[:4], [448.0, 8.0, 7.0, 1.0])
+  assert found.scale == 1 and gradients.saturated({"a": found, "norm": more.unpack()}) == 0.25
+  room = packed.pack(first.unpack(), quant, room=0.25)  # four times as far to the maximum
+  found = gradients.add(room, packed.pack(more.unpack(), quant, room=0.25), key)
+  np.testing.assert_array_equal(np.asarray(found.unpack())[:4], [896.0, 8.0, 7.0, 1.0])
+  # What begins with nothing takes the grid of what follows.
+  nothing = weights.sink(more, quant, 0)
+  np.testing.assert_array_equal(gradients.add(nothing, more, key).unpack(), more.unpack())
+
+
+def test_room_is_halved_by_an_overflow_and_grows_back():
+  room = {"mu": jnp.float32(1.0)}
+  assert gradients.next_room(room, 2e-5)["mu"] == 0.5
+  step = jax.jit(lambda mu: gradients.next_room({"mu": mu}, 0.0)["mu"])
+  mu = jnp.float32(0.5)
+  for _ in range(1000):
+    mu = step(mu)
+  np.testing.assert_allclose(mu, 2.0, rtol=1e-3)
+  assert step(jnp.float32(2.0)) == 2.0
+
+
+def test_an_infinite_gradient_stays_visible_in_8_bits():
+  of, params = _gradients(gradients="e4m3")
+  found = of({**params, "embed": params["embed"].at[3, 5].set(jnp.inf)})
+  assert not np.isfinite(gradients.norm(found))
+
+
+# --- in the step ---------------------------------------------------------------------------------
+
+LEVELS = {
+  "lossless": dict(master="bf16_remainder", gradients="bf16_sr", moments="coat"),
+  "fp8lm": dict(master="f16", gradients="e4m3", moments="fp8lm"),
+  "bf16": dict(master="bf16_sr", gradients="bf16_sr", moments="bf16_sr"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEVELS)
+def test_mesh_holds_what_one_device_holds(name):
+  """Placed as declared on (1, 2, 4), and the same step from it."""
+  hosts = train_test._host_batches()
+  one, many = _runner(**LEVELS[name]), _runner((1, 2, 4), **LEVELS[name])
+  _, state = one.run(hosts[:2])
+  shardings = jax.tree.map(lambda x: x.sharding, step_lib.abstract_state(many.plan))
+  split_ = jax.device_put(jax.device_get(state), shardings)
+  after_split, values_split = many.step(split_, hosts[2])
+  for place, found in zip(jax.tree.leaves(shardings), jax.tree.leaves(after_split), strict=True):
+    assert found.sharding.is_equivalent_to(place, found.ndim)
+  after, values = one.step(state, hosts[2])
+  assert values_split["loss"] == pytest.approx(values["loss"], rel=tolerances.MESH_LOSS)
+  for a, b in zip(*(jax.tree.leaves(weights.master(s.params)) for s in (after, after_split))):
+    assert np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(a)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEVELS)
+def test_learns_like_float32(name):
+  hosts = train_test._host_batches()
+  exact, _ = _runner().run(hosts)
+  found, state = _runner(**LEVELS[name]).run(hosts)
+  assert found[-1] < found[0] - 0.5 * (exact[0] - exact[-1])
+  assert abs(found[-1] - exact[-1]) < 0.02 * exact[-1]
+
+
+def test_narrow_weights_do_not_wait_wide_for_the_backward_pass():
+  """Of what the loop over layers keeps, nothing is float32 in the shape of a weight."""
+  runner = _runner(**LEVELS["lossless"])
+  abstract = step_lib.abstract_state(runner.plan)
+  batch = jax.eval_shape(runner.spread.place, train_test._host_batches()[0])
+  traced = jax.make_jaxpr(
+    lambda s, b: step_lib.gradients(runner.plan, s.params, runner.sites, b)[0:2]
+  )(abstract, batch)
+  scans = [e for e in jax.tree.leaves(list(traced.eqns)) if e.primitive.name == "scan"]
+  layers = [e for e in scans if e.params["length"] == 2]
+  assert len(layers) == 2
+  shapes = [v.aval for e in layers for v in e.outvars if len(v.aval.shape) == 3]
+  wide = [a for a in shapes if a.dtype == np.float32 and a.shape in ((2, 128, 512), (2, 512, 128))]
+  assert not wide
+
+
+def test_bytes_per_parameter():
+  """FP8-LM's table (16 to 6), and 6.1 of a lossless master with COAT's moments."""
+
+  def nbytes(**how):
+    return _runner(**how).plan.optim.bytes_per_parameter()
+
+  assert sum(nbytes().values()) == 16
+  assert sum(nbytes(**LEVELS["fp8lm"]).values()) == 6
+  lossless = nbytes(**LEVELS["lossless"])
+  assert lossless["master"] + lossless["moments"] == pytest.approx(6.08, abs=0.01)
