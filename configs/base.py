@@ -52,6 +52,10 @@ def get_config(arm=""):
   # Table of --job=calibrate that delayed and static scales start from; "" takes the ranges of the
   # first batch.
   c.precision.calibration = ""
+  # Smooth-SwiGLU (arXiv:2409.12517): the input of mlp/down is divided by the largest magnitude of
+  # its linear branch, which comes back in down's weight ("channel") or output ("token"). Against
+  # outliers late in long runs (log.alarms warns); SwiGLU is then written in the compute dtype.
+  c.precision.smooth_swiglu = "none"
   # Inspect the compiled step before it runs and stop if a GEMM is wider than its recipe says. On a
   # GPU this compiles the step once more.
   c.precision.strict = False

@@ -121,6 +121,7 @@ def resolve(
   problems.check(c.data.heldout != 0, "data.heldout=0 leaves nothing to evaluate on; raise it")
   microbatch = _microbatch(c, layout, problems)
   recipes = problems.attempt(lambda: precision.read(c))
+  precision.check_smooth(c, problems)
   declaration = None
   if model is not None and not model.problems():
     declaration = transformer.params(model)
@@ -239,7 +240,7 @@ def _execution(c: Config, layout, device: backend.Device, problems: Problems):
   problems.one_of("memory.remat", c.memory.remat, model_config.REMAT)
   return model_config.Execution(
     jnp.dtype(compute if compute in ("bfloat16", "float32") else "float32"),
-    implementation, c.memory.remat, c.memory.loss_chunk, layout,
+    implementation, c.memory.remat, c.memory.loss_chunk, layout, c.precision.smooth_swiglu,
   )  # fmt: skip
 
 

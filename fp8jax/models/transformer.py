@@ -20,6 +20,7 @@ from fp8jax import axes
 from fp8jax import params as params_lib
 from fp8jax.models import gqa, rope, swiglu
 from fp8jax.models.config import Execution, ModelConfig
+from fp8jax.ops import smooth
 from fp8jax.ops.basic import rms_norm
 from fp8jax.ops.dot import SAVED_NAME, dot
 from fp8jax.ops.loss import cross_entropy
@@ -53,7 +54,7 @@ def hidden(params, sites, batch, cfg: ModelConfig, run: Execution):
   def layer(x_BLD, layer):
     p, s = layer
     x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, batch.get("segments_BL"), cfg, run)
-    x_BLD = swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg)
+    x_BLD = swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run.smooth_swiglu)
     return axes.constrain(x_BLD, "BLD", run.layout), None
 
   start = 0
@@ -65,6 +66,11 @@ def hidden(params, sites, batch, cfg: ModelConfig, run: Execution):
     x_BLD, _ = jax.lax.scan(_remat(layer, run.remat), x_BLD, (of_run, run_of_layers))
     start = stop
   return rms_norm(x_BLD, params["norm"], cfg.norm_eps)
+
+
+def alignment(params):
+  """float32 [N]: largest |cosine| of gate and up weights over the channels of every layer."""
+  return smooth.alignment(params["layers"]["mlp"]["gate"], params["layers"]["mlp"]["up"])
 
 
 def loss(params, sites, batch, cfg: ModelConfig, run: Execution):
