@@ -1,6 +1,7 @@
 """Numerics that people watch: what every site saw, and rules that raise an alarm about it."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,10 @@ ADVICE = {
   "snr_db": "narrowing loses too much of it: finer tiles (block_128, mxfp8) or bf16 for this site",
   "amax": "it grows: lower optim.peak_lr, or give this site bf16",
   "nonfinite": "something upstream overflowed: lower optim.peak_lr, or give this site bf16",
+  "kurtosis": "few elements hold most of it and set its scale: finer tiles (block_128, mxfp8), "
+  "bf16 for this site, or precision.smooth_swiglu if it is the input of mlp/down",
+  "alignment": "gate and up weights of a channel are parallel, which makes it grow with the square "
+  "of its input: precision.smooth_swiglu, finer tiles (block_128), or bf16 for this site",
 }
 # Lines per look; what is beyond is counted.
 _MOST = 8
@@ -69,12 +74,22 @@ def read_alarms(stated) -> tuple[Alarm, ...]:
   return tuple(alarms)
 
 
-def summarise(sites, seen: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-  """{layer's site: {tensor: observe.summary}} of what loud sites saw, on the host."""
-  return {
+def summarise(
+  sites, seen: Mapping[str, Any], alignment_N
+) -> dict[str, dict[str, dict[str, float]]]:
+  """{layer's site: {tensor: observe.summary}} of what loud sites saw, on the host.
+
+  Args:
+    alignment_N: of gate and up weights (ops/smooth.py); it goes with what they make, the input of
+      mlp/down.
+  """
+  numerics = {
     name: {t: observe.summary(values) for t, values in zip(history.TENSORS, tensors, strict=True)}
     for name, tensors in site_lib.per_layer(sites, seen).items()
   }
+  for i, value in enumerate(alignment_N):
+    numerics[f"layers/{i}/mlp/down"]["x"]["alignment"] = float(value)
+  return numerics
 
 
 def flat(numerics: Mapping[str, Any]) -> dict[str, float]:
@@ -108,7 +123,7 @@ class Watch:
       for tensor, summary in tensors.items():
         name = f"{site}/{tensor}"
         for alarm in self._alarms if name in self._narrow else ():
-          value = summary[alarm.statistic]
+          value = summary.get(alarm.statistic, math.nan)
           if alarm.is_met_by(value) and re.fullmatch(alarm.sites, name):
             ringing.add((name, alarm))
             if (name, alarm) not in self._ringing:
