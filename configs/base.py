@@ -156,6 +156,10 @@ def get_config(arm=""):
   c.export = ConfigDict()
   c.export.path = ""  # folder to write; "" is WORKDIR/hf
   c.export.dtype = "auto"  # "bfloat16", "float32", or "auto": as imported, else bfloat16
+  # After training with precision.smooth_swiglu="channel": fold its scales, measured over so many
+  # held-out batches of every source, into up and down, for FP8 inference with plain SwiGLU. In 16
+  # and 32 bits the model stays the same. 0: weights as trained.
+  c.export.merge_smooth = 0
 
   c.calibrate = ConfigDict()
   c.calibrate.path = ""  # table to write; "" is WORKDIR/calibration.json

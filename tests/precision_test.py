@@ -161,6 +161,10 @@ MISTAKES = {
   "negative": ({"precision.first_bf16": -1}, "must be at least 0"),
   "all": ({"precision.first_bf16": 3}, "decides nothing"),
   "smooth": ({"precision.smooth_swiglu": "chanel"}, "did you mean 'channel'"),
+  "merge": (
+    {"precision.smooth_swiglu": "token", "export.merge_smooth": 1},
+    "which no weight can hold",
+  ),
   "alarm": ({"log.alarms": (("underflo", ">", 1.0),)}, "statistics are saturation"),
   "loss scale": ({"loss_scale.kind": "dynamic"}, "set loss_scale.kind='none'"),
   "start": ({"loss_scale.start": 3.0}, "must be a power of two"),
