@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8jax.ops import site as site_lib
 from fp8jax.quant import history, observe
-from fp8jax.recipe import Recipe
+from fp8jax.recipe import WHOLE, Recipe
 
 # What a rule may test, with what to try when it fires.
 ADVICE = {
@@ -24,6 +24,8 @@ ADVICE = {
   "alignment": "gate and up weights of a channel are parallel, which makes it grow with the square "
   "of its input: precision.smooth_swiglu, finer tiles (block_128), or bf16 for this site",
 }
+# What alarms only where one scale covers a whole axis: finer tiles keep outliers to themselves.
+_OF_OUTLIERS = ("kurtosis", "alignment")
 # Lines per look; what is beyond is counted.
 _MOST = 8
 
@@ -108,8 +110,9 @@ class Watch:
   def __init__(self, alarms: tuple[Alarm, ...], recipes: Mapping[str, Recipe]):
     """Args: the rules, and {layer's site: its recipe}."""
     self._alarms = alarms
+    # Narrow tensors, and whether a tile of theirs covers a whole axis.
     self._narrow = {
-      f"{name}/{tensor}"
+      f"{name}/{tensor}": any(WHOLE in quant.tile for quant in uses)
       for name, recipe in recipes.items()
       for tensor, uses in recipe.uses().items()
       if uses
@@ -123,6 +126,8 @@ class Watch:
       for tensor, summary in tensors.items():
         name = f"{site}/{tensor}"
         for alarm in self._alarms if name in self._narrow else ():
+          if alarm.statistic in _OF_OUTLIERS and not self._narrow[name]:
+            continue
           value = summary.get(alarm.statistic, math.nan)
           if alarm.is_met_by(value) and re.fullmatch(alarm.sites, name):
             ringing.add((name, alarm))
