@@ -21,7 +21,6 @@ from fp8jax.models import config as model_config
 from fp8jax.models import hf, hf_config, presets, transformer
 from fp8jax.ops import alignment, attention, site
 from fp8jax.optim import build as optim_build
-from fp8jax.optim import gradients, masters, moments
 from fp8jax.quant import observe
 
 # A ConfigDict with every key of configs/base.py; types cannot know its keys.
@@ -121,6 +120,7 @@ def resolve(
   problems.check(c.data.heldout != 0, "data.heldout=0 leaves nothing to evaluate on; raise it")
   microbatch = _microbatch(c, layout, problems)
   recipes = problems.attempt(lambda: precision.read(c))
+  precision.check_smooth(c, problems)
   declaration = None
   if model is not None and not model.problems():
     declaration = transformer.params(model)
@@ -161,7 +161,7 @@ _LEAST = {
   "steps": 1, "batch": 1, "accumulation": 1, "length": 1, "eval.tokens": 1, "eval.batch": 1,
   "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1,
   "log.numerics_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
-  "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
+  "prepare.shard_tokens": 1, "memory.loss_chunk": 1, "export.merge_smooth": 0,
 }  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def _execution(c: Config, layout, device: backend.Device, problems: Problems):
   problems.one_of("memory.remat", c.memory.remat, model_config.REMAT)
   return model_config.Execution(
     jnp.dtype(compute if compute in ("bfloat16", "float32") else "float32"),
-    implementation, c.memory.remat, c.memory.loss_chunk, layout,
+    implementation, c.memory.remat, c.memory.loss_chunk, layout, c.precision.smooth_swiglu,
   )  # fmt: skip
 
 
@@ -248,10 +248,8 @@ def _optim(c: Config, problems: Problems) -> optim_build.Optim:
     **{k: c.optim[k] for k in c.optim if k != "on_nonfinite"}, steps=c.steps
   )
   problems.extend(optim.problems())
-  problems.one_of("optim.schedule", optim.schedule, optim_build.SCHEDULES)
-  problems.one_of("optim.rule", optim.rule, optim_build.RULES)
-  for kept, module in (("moments", moments), ("master", masters), ("gradients", gradients)):
-    problems.one_of(f"optim.{kept}", getattr(optim, kept), tuple(module.PRESETS))
+  for key, known in optim_build.CHOICES.items():
+    problems.one_of(f"optim.{key}", getattr(optim, key), known)
   problems.one_of("optim.on_nonfinite", c.optim.on_nonfinite, ("stop", "skip"))
   return optim
 

@@ -7,6 +7,7 @@ import os
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags, logging
 
@@ -27,8 +28,8 @@ from fp8jax import step as step_lib
 from fp8jax.data import loader, prepare
 from fp8jax.errors import UserError, missing_package
 from fp8jax.kernels import backend
-from fp8jax.models import hf, hf_config
-from fp8jax.ops import weights
+from fp8jax.models import hf, hf_config, transformer
+from fp8jax.ops import smooth, weights
 
 NAMES = ("train", "evaluate", "prepare", "export", "calibrate", "diagnose", "memory")
 
@@ -123,6 +124,9 @@ def _memory(c: config.Config):
 def _export(plan: config.Plan, workdir: str):
   """Writes a checkpoint as a Hugging Face folder."""
   params, step, meta = _restore_params(plan, workdir)
+  params = weights.master(params)
+  if plan.config.export.merge_smooth:
+    params = _merge_smooth(plan, params)
   target = config.folder_of(plan.config.export.path, workdir, "hf")
   dtype = plan.config.export.dtype
   dtype = meta["weights_dtype"] if dtype == "auto" else dtype
@@ -132,8 +136,24 @@ def _export(plan: config.Plan, workdir: str):
     if jax.process_index() == 0:
       hf.keep_source_files(source, target)
     base = hf_config.read_json(source, "config.json")
-  hf.save_params(target, weights.master(params), plan.model, dtype, base)
+  hf.save_params(target, params, plan.model, dtype, base)
   return {"folder": target, "step": step, "dtype": dtype}
+
+
+def _merge_smooth(plan: config.Plan, params):
+  """The parameters with Smooth-SwiGLU's scales per channel, those of held-out text, folded in."""
+  c, mlp = plan.config, params["layers"]["mlp"]
+  sites = plan.sites(evaluate.BF16)
+  look = jax.jit(lambda p, b: transformer.channel_scales(p, sites, b, plan.model, plan.run))
+  spread = batches.Spread(plan.run.layout, c.eval.batch)
+  s_NF = jnp.full(mlp["up"].shape[::2], smooth.EPSILON)
+  for source in plan.data.sources:
+    for batch in loader.heldout_batches(
+      plan.data, source, spread.local_rows, c.export.merge_smooth, spread.shard, loader.Counts()
+    ):
+      s_NF = jnp.maximum(s_NF, look(params, spread.place(batch)))
+  up, down = jax.jit(smooth.fold)(mlp["up"], mlp["down"], s_NF)
+  return {**params, "layers": {**params["layers"], "mlp": {**mlp, "up": up, "down": down}}}
 
 
 def _calibrate(plan: config.Plan, workdir: str):

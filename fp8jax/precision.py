@@ -4,8 +4,9 @@ import dataclasses
 import re
 from typing import Any
 
+from fp8jax.errors import Problems
 from fp8jax.models import config as model_config
-from fp8jax.models import transformer
+from fp8jax.models import swiglu, transformer
 from fp8jax.ops import rules as rules_lib
 from fp8jax.ops import site
 
@@ -80,6 +81,21 @@ def with_ends(precision: Precision, c: Any, model: model_config.ModelConfig) -> 
   for phase in phases:
     rules_lib.segments(paths, model.num_layers, phase.rules)
   return Precision(phases)
+
+
+def check_smooth(c: Any, problems: Problems):
+  """precision.smooth_swiglu, and whether it can be merged into the weights as export asks."""
+  form = c.precision.smooth_swiglu
+  problems.one_of("precision.smooth_swiglu", form, tuple(swiglu.FORMS))
+  reasons = {
+    "none": "there is nothing to merge",
+    "token": "every token has a scale of its own, which no weight can hold",
+  }
+  if c.export.merge_smooth and form in reasons:
+    problems.found.append(
+      f"export.merge_smooth={c.export.merge_smooth} with precision.smooth_swiglu={form!r}: "
+      f"{reasons[form]}; set export.merge_smooth=0, or train with 'channel'"
+    )
 
 
 def _rules(key: str, stated) -> Rules:

@@ -301,16 +301,17 @@ class Recipe:
     """Whether it rounds stochastically, so that a site needs a key."""
     return any(q.rounding is Rounding.STOCHASTIC for uses in self.uses().values() for q in uses)
 
-  def with_current_scales(self) -> "Recipe":
-    """The same formats and tiles with scales from the operands themselves: for calibration."""
+  def with_current_scales(self, tensors: str = "xwg") -> "Recipe":
+    """The same formats and tiles with scales of these tensors from the operands themselves."""
 
-    def quant(q):
-      return q and dataclasses.replace(q, source=CURRENT)
+    def quant(q, tensor):
+      return dataclasses.replace(q, source=CURRENT) if q and tensor in tensors else q
 
-    def gemm(g):
-      return dataclasses.replace(g, lhs=quant(g.lhs), rhs=quant(g.rhs))
+    def gemm(g, lhs, rhs):
+      return dataclasses.replace(g, lhs=quant(g.lhs, lhs), rhs=quant(g.rhs, rhs))
 
-    return dataclasses.replace(self, **{p: gemm(getattr(self, p)) for p in PASSES})
+    fwd, dgrad = gemm(self.fwd, "x", "w"), gemm(self.dgrad, "g", "w")
+    return dataclasses.replace(self, fwd=fwd, dgrad=dgrad, wgrad=gemm(self.wgrad, "x", "g"))
 
   def to_dict(self) -> dict[str, Any]:
     """A JSON-able description; `from_dict` inverts it exactly."""

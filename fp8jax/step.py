@@ -207,7 +207,7 @@ def make_step(plan: config.Plan):
 
   batch is [B, L], or [A, B, L] for A microbatches whose gradients are accumulated in float32. With
   loud sites (Plan.sites) the same function, traced a second time, also returns what every site saw
-  in metrics["seen"].
+  in metrics["seen"], and transformer.alignment.
   """
   shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(plan))
   leaves = _leaves(plan)
@@ -248,7 +248,7 @@ def make_step(plan: config.Plan):
     if scale is not None:
       values["loss_scale"] = scale
     if _is_loud(sites):
-      values = {**values, "seen": seen}
+      values = {**values, "seen": seen, "alignment": transformer.alignment(state.params)}
     return State(
       step=state.step + ~state.halted,
       params=params,

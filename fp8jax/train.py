@@ -282,7 +282,7 @@ class _Run:
 
   def _report(self, step, values, host, position, log, speed, progress, state):
     values = jax.device_get(values)
-    seen = values.pop("seen", None)
+    seen, alignment = values.pop("seen", None), values.pop("alignment", None)
     values = {k: float(v) for k, v in values.items()}
     speed.tick()
     if not values.pop("is_finite"):
@@ -293,13 +293,13 @@ class _Run:
     passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
     log.write(step, {**values, **passed_over, **speed.values()})
     if seen is not None:
-      self._look(step, seen, log)
+      self._look(step, seen, alignment, log)
     progress.update(step, values["loss"], speed)
     return values
 
-  def _look(self, step: int, seen, log):
+  def _look(self, step: int, seen, alignment, log):
     """Writes what every site saw in a loud step, and says what is alarming."""
-    numerics = watch.summarise(self.sites[True], seen)
+    numerics = watch.summarise(self.sites[True], seen, alignment)
     log.write_nested(step, "numerics", numerics, watch.flat(numerics))
     for line in self.watches[self.plan.phase(step - 1)].lines(step, numerics):
       self.out.print(line)

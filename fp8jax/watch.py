@@ -1,13 +1,14 @@
 """Numerics that people watch: what every site saw, and rules that raise an alarm about it."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.ops import site as site_lib
 from fp8jax.quant import history, observe
-from fp8jax.recipe import Recipe
+from fp8jax.recipe import WHOLE, Recipe
 
 # What a rule may test, with what to try when it fires.
 ADVICE = {
@@ -18,7 +19,13 @@ ADVICE = {
   "snr_db": "narrowing loses too much of it: finer tiles (block_128, mxfp8) or bf16 for this site",
   "amax": "it grows: lower optim.peak_lr, or give this site bf16",
   "nonfinite": "something upstream overflowed: lower optim.peak_lr, or give this site bf16",
+  "kurtosis": "few elements hold most of it and set its scale: finer tiles (block_128, mxfp8), "
+  "bf16 for this site, or precision.smooth_swiglu if it is the input of mlp/down",
+  "alignment": "gate and up weights of a channel are parallel, which makes it grow with the square "
+  "of its input: precision.smooth_swiglu, finer tiles (block_128), or bf16 for this site",
 }
+# What alarms only where one scale covers a whole axis: finer tiles keep outliers to themselves.
+_OF_OUTLIERS = ("kurtosis", "alignment")
 # Lines per look; what is beyond is counted.
 _MOST = 8
 
@@ -69,12 +76,22 @@ def read_alarms(stated) -> tuple[Alarm, ...]:
   return tuple(alarms)
 
 
-def summarise(sites, seen: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-  """{layer's site: {tensor: observe.summary}} of what loud sites saw, on the host."""
-  return {
+def summarise(
+  sites, seen: Mapping[str, Any], alignment_N
+) -> dict[str, dict[str, dict[str, float]]]:
+  """{layer's site: {tensor: observe.summary}} of what loud sites saw, on the host.
+
+  Args:
+    alignment_N: of gate and up weights (ops/smooth.py); it goes with what they make, the input of
+      mlp/down.
+  """
+  numerics = {
     name: {t: observe.summary(values) for t, values in zip(history.TENSORS, tensors, strict=True)}
     for name, tensors in site_lib.per_layer(sites, seen).items()
   }
+  for i, value in enumerate(alignment_N):
+    numerics[f"layers/{i}/mlp/down"]["x"]["alignment"] = float(value)
+  return numerics
 
 
 def flat(numerics: Mapping[str, Any]) -> dict[str, float]:
@@ -93,8 +110,9 @@ class Watch:
   def __init__(self, alarms: tuple[Alarm, ...], recipes: Mapping[str, Recipe]):
     """Args: the rules, and {layer's site: its recipe}."""
     self._alarms = alarms
+    # Narrow tensors, and whether a tile of theirs covers a whole axis.
     self._narrow = {
-      f"{name}/{tensor}"
+      f"{name}/{tensor}": any(WHOLE in quant.tile for quant in uses)
       for name, recipe in recipes.items()
       for tensor, uses in recipe.uses().items()
       if uses
@@ -108,7 +126,9 @@ class Watch:
       for tensor, summary in tensors.items():
         name = f"{site}/{tensor}"
         for alarm in self._alarms if name in self._narrow else ():
-          value = summary[alarm.statistic]
+          if alarm.statistic in _OF_OUTLIERS and not self._narrow[name]:
+            continue
+          value = summary.get(alarm.statistic, math.nan)
           if alarm.is_met_by(value) and re.fullmatch(alarm.sites, name):
             ringing.add((name, alarm))
             if (name, alarm) not in self._ringing:

@@ -238,6 +238,25 @@ def test_export_dtype_auto_is_bfloat16_for_weights_that_were_drawn(trained, run_
   np.testing.assert_array_equal(got, want.astype(ml_dtypes.bfloat16))
 
 
+def test_export_merges_scales_per_channel(trained, run_job, tmp_path):
+  """Powers of two moved from up to down, and no further ones where the same text is measured."""
+  smooth = {"precision.smooth_swiglu": "channel", "export.merge_smooth": 2}
+  to = {"export.dtype": "float32", "export.path": str(tmp_path)}
+  assert run_job("export", _config(**smooth, **to), trained.workdir)[0] == 0
+  plan = _plan(_config(**smooth))
+  merged, _ = hf.load_params(str(tmp_path), plan.model)
+  saved = _saved_params(trained.workdir, STEPS, plan)
+  got = {k: np.asarray(v) for k, v in params_lib.flatten(merged).items()}
+  s_NF = saved["layers/mlp/up"][:, 0] / got["layers/mlp/up"][:, 0]
+  assert np.all(np.frexp(s_NF)[0] == 0.5) and len(np.unique(s_NF)) > 1
+  saved["layers/mlp/up"] = saved["layers/mlp/up"] / s_NF[:, None]
+  saved["layers/mlp/down"] = saved["layers/mlp/down"] * s_NF[:, :, None]
+  for name, value in got.items():
+    np.testing.assert_array_equal(value, saved[name], err_msg=name)
+  again = jobs._merge_smooth(plan, merged)  # nothing is left to divide by
+  np.testing.assert_array_equal(again["layers"]["mlp"]["up"], got["layers/mlp/up"])
+
+
 def test_evaluate_refuses_a_checkpoint_of_another_model(trained, run_job):
   code, stdout, stderr = run_job("evaluate", _config(**{"model.num_layers": 1}), trained.workdir)
   assert (code, stdout) == (1, "")

@@ -160,6 +160,11 @@ MISTAKES = {
   "layers": ({"precision.first_bf16": 2, "precision.last_bf16": 2}, "more layers than the model's"),
   "negative": ({"precision.first_bf16": -1}, "must be at least 0"),
   "all": ({"precision.first_bf16": 3}, "decides nothing"),
+  "smooth": ({"precision.smooth_swiglu": "chanel"}, "did you mean 'channel'"),
+  "merge": (
+    {"precision.smooth_swiglu": "token", "export.merge_smooth": 1},
+    "which no weight can hold",
+  ),
   "alarm": ({"log.alarms": (("underflo", ">", 1.0),)}, "statistics are saturation"),
   "loss scale": ({"loss_scale.kind": "dynamic"}, "set loss_scale.kind='none'"),
   "start": ({"loss_scale.start": 3.0}, "must be a power of two"),
@@ -239,6 +244,8 @@ def test_statistics_equal_numpy(rng):
   assert got["rms"] == pytest.approx(np.sqrt((good**2).mean()), rel=1e-5)
   assert got["underflow"] == ((good != 0) & (back == 0)).sum() / (good != 0).sum()
   assert got["saturation"] == (np.abs(good) > 464 * scale).sum() / good.size
+  want = (good**4).mean() / (good**2).mean() ** 2
+  assert got["kurtosis"] == pytest.approx(want, rel=1e-5) and want > 30
   assert got["smallest_scale"] == got["largest_scale"] == scale
   want = 10 * np.log10((good**2).sum() / ((back - good) ** 2).sum())
   assert got["snr_db"] == pytest.approx(want, abs=1e-3)
@@ -250,7 +257,9 @@ def test_statistics_of_parts_combine(rng):
   whole = observe.statistics(x, None, None)
   np.testing.assert_allclose(observe.combine(*parts), whole, rtol=1e-6)
   np.testing.assert_allclose(observe.combine_all(np.stack(parts), 0), whole, rtol=1e-6)
-  np.testing.assert_array_equal(observe.combine(observe.nothing((10,)), parts[0]), parts[0])
+  np.testing.assert_array_equal(
+    observe.combine(observe.nothing((observe.LOUD,)), parts[0]), parts[0]
+  )
 
 
 def test_loud_step_reports_and_alarms_once(tmp_path, capsys):
@@ -262,6 +271,8 @@ def test_loud_step_reports_and_alarms_once(tmp_path, capsys):
   assert list(looks) == [1, 3, 5] and len(looks[1]) == 22
   up = looks[3]["layers/0/mlp/up"]["x"]
   assert 25 < up["snr_db"] < 40 and up["saturation"] == 0 and up["amax"] > 0
+  assert "alignment" not in up and 2 < up["kurtosis"] < 10
+  assert 0 < looks[3]["layers/2/mlp/down"]["x"]["alignment"] < 1
   said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 1: ")]
   assert len(said) == 1 and "layers/0/mlp/up/x: snr_db" in said[0] and "Try: " in said[0]
 

@@ -149,7 +149,7 @@ def layer_program(case: Case, recipe: str) -> Program:
 
     def layer(weights, x):
       x = gqa.apply(weights["attn"], sites["attn"], x, angles, None, model, run)
-      return swiglu.apply(weights["mlp"], sites["mlp"], x, model)
+      return swiglu.apply(weights["mlp"], sites["mlp"], x, model, run.smooth_swiglu)
 
     y, pull = jax.vjp(layer, weights, x)
     return y, pull(g)

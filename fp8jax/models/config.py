@@ -128,6 +128,7 @@ class Execution:
       narrow inputs of recipes that save them, so that no quantization is repeated, "full" keeps
       only each layer's input.
     loss_chunk: positions per chunk of the cross-entropy.
+    smooth_swiglu: how the feed-forward layer multiplies, a key of swiglu.FORMS.
     layout: mesh and sharding tables.
   """
 
@@ -136,3 +137,4 @@ class Execution:
   remat: str = "none"
   loss_chunk: int = 512
   layout: axes.Layout = axes.LOCAL
+  smooth_swiglu: str = "none"

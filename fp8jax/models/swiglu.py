@@ -1,9 +1,16 @@
 """SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202 §2)."""
 
+import dataclasses
+
 from fp8jax.models.config import ModelConfig
-from fp8jax.ops import later
+from fp8jax.ops import later, smooth
+from fp8jax.ops.basic import rms_norm
+from fp8jax.ops.dot import dot
 from fp8jax.ops.gated import gated
 from fp8jax.params import Param
+
+# Execution.smooth_swiglu -> down(silu(gate(x)) * up(x)), the same to the bit without quantization.
+FORMS = {"none": gated, "channel": smooth.per_channel, "token": smooth.per_token}
 
 
 def params(cfg: ModelConfig):
@@ -15,11 +22,18 @@ def params(cfg: ModelConfig):
   }
 
 
-def apply(p, s, x_BLD, cfg: ModelConfig):
-  """x + down(silu(gate(norm(x))) * up(norm(x)))."""
+def apply(p, s, x_BLD, cfg: ModelConfig, form: str = "none"):
+  """x + down(silu(gate(norm(x))) * up(norm(x))), multiplied as FORMS[form] does."""
   h_BLD = later.rms_norm(x_BLD, p["norm"], cfg.norm_eps)
   equations = ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD")
   names = ("gate", "up", "down")
-  return x_BLD + gated(
+  return x_BLD + FORMS[form](
     equations, h_BLD, [p[n] for n in names], [s[n] for n in names], name="linear"
   )
+
+
+def channel_scales(p, s, x_BLD, cfg: ModelConfig):
+  """float32 [F]: what "channel" divides up by at this input."""
+  h_BLD = rms_norm(x_BLD, p["norm"], cfg.norm_eps)
+  as_new = dataclasses.replace(s["up"])  # a product beside the layer's own
+  return smooth.channel_scales(dot("BLD,DF->BLF", h_BLD, p["up"], as_new))

@@ -20,7 +20,7 @@ from fp8jax import axes
 from fp8jax import params as params_lib
 from fp8jax.models import gqa, rope, swiglu
 from fp8jax.models.config import Execution, ModelConfig
-from fp8jax.ops import weights
+from fp8jax.ops import smooth, weights
 from fp8jax.ops.basic import rms_norm
 from fp8jax.ops.dot import SAVED_NAME, dot
 from fp8jax.ops.loss import cross_entropy
@@ -48,6 +48,21 @@ def site_params(cfg: ModelConfig):
 def hidden(params, sites, batch, cfg: ModelConfig, run: Execution):
   """Normalised last hidden states [B, L, D] in the compute dtype."""
   params = _with_values(params)
+  x_BLD, _ = _layers(params, sites, batch, cfg, run)
+  return rms_norm(x_BLD, params["norm"], cfg.norm_eps)
+
+
+def channel_scales(params, sites, batch, cfg: ModelConfig, run: Execution):
+  """float32 [N, F]: swiglu.channel_scales of every layer at a batch."""
+  return _layers(_with_values(params), sites, batch, cfg, run, swiglu.channel_scales)[1]
+
+
+def _layers(params, sites, batch, cfg: ModelConfig, run: Execution, look=lambda *_: None):
+  """(residual stream [B, L, D] after the last layer, what `look` gives of every feed-forward).
+
+  Args:
+    look: (parameters, sites, input, cfg) of one -> anything, stacked over layers.
+  """
   x_BLD = jnp.take(params["embed"], batch["tokens_BL"], axis=0, mode="clip").astype(run.dtype)
   x_BLD = axes.constrain(x_BLD, "BLD", run.layout)
   angles = rope.cos_sin(batch["positions_BL"], cfg)
@@ -55,18 +70,26 @@ def hidden(params, sites, batch, cfg: ModelConfig, run: Execution):
   def layer(x_BLD, layer):
     p, s = layer
     x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, batch.get("segments_BL"), cfg, run)
-    x_BLD = swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg)
-    return axes.constrain(x_BLD, "BLD", run.layout), None
+    seen = look(p["mlp"], s["mlp"], x_BLD, cfg)
+    x_BLD = swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run.smooth_swiglu)
+    return axes.constrain(x_BLD, "BLD", run.layout), seen
 
-  start = 0
+  start, looks = 0, []
   for run_of_layers in sites["layers"]:
     stop = start + jax.tree.leaves(run_of_layers)[0].shape[0]
     of_run = params["layers"]
     if stop - start < cfg.num_layers:
       of_run = jax.tree.map(lambda p, a=start, b=stop: p[a:b], of_run)
-    x_BLD, _ = jax.lax.scan(_remat(layer, run.remat), x_BLD, (of_run, run_of_layers))
+    x_BLD, seen = jax.lax.scan(_remat(layer, run.remat), x_BLD, (of_run, run_of_layers))
     start = stop
-  return rms_norm(x_BLD, params["norm"], cfg.norm_eps)
+    looks.append(seen)
+  return x_BLD, jax.tree.map(lambda *runs: jnp.concatenate(runs), *looks)
+
+
+def alignment(params):
+  """float32 [N]: largest |cosine| of gate and up weights over the channels of every layer."""
+  mlp = params["layers"]["mlp"]
+  return smooth.alignment(weights.read(mlp["gate"]), weights.read(mlp["up"]))
 
 
 def loss(params, sites, batch, cfg: ModelConfig, run: Execution):

@@ -16,7 +16,14 @@ from fp8jax.optim import adam, gradients, masters, moments
 from fp8jax.params import Param
 
 SCHEDULES = ("wsd", "cosine", "constant")
-RULES = ("adam", "lion")
+# Of the keys that name something.
+CHOICES = {
+  "rule": ("adam", "lion"),
+  "schedule": SCHEDULES,
+  "moments": tuple(moments.PRESETS),
+  "master": tuple(masters.PRESETS),
+  "gradients": tuple(gradients.PRESETS),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -226,6 +226,23 @@ def test_logits_in_fp8_equal_an_emulation(rng):
   assert tolerances.difference(_numpy_logits(cfg, weights, batch), want) > 100 * EMULATION
 
 
+def test_channel_scales_are_those_of_the_linear_branch(rng):
+  """Powers of two from 1 to 2 times the largest |up| of a channel over all tokens, in float64."""
+  cfg, products = MODELS["llama"], []
+  weights, batch = _weights(rng, cfg), _batch(rng, cfg)
+
+  def product(x, w):
+    products.append(_plain(x, w))
+    return products[-1]
+
+  _numpy_logits(cfg, weights, batch, product)
+  amax_NF = np.abs(products[5::7]).max((1, 2))  # q, k, v, o, gate, up, down
+  look = jax.jit(lambda w, s, b: transformer.channel_scales(w, s, b, cfg, RUN))
+  s_NF = np.asarray(look(weights, _sites(cfg), batch))
+  assert np.all(np.frexp(s_NF)[0] == 0.5) and len(np.unique(s_NF)) > 2
+  assert np.all((0.499 * s_NF < amax_NF) & (amax_NF < 1.001 * s_NF))
+
+
 def _product_in_blocks(x, w):
   """[..., in] . [in, ...] with 1x128 tiles of x and 128x128 tiles of w."""
   a = oracle.fake_quantize(x.reshape(-1, x.shape[-1]), "e4m3", (1, 128), False)
