@@ -28,12 +28,15 @@ def site_rows(plan: Plan, phase: int = 0) -> list[dict[str, Any]]:
     param = declared[rules.path_of(name)]
     size = site_lib.local_size(param, plan.model.dims, layout, plan.tokens_per_device)
     narrow = alignment.gathers_narrow(param, site.recipe, plan.model.dims, layout)
+    recipe = site.recipe
+    if plan.run.smooth_swiglu == "channel" and name.endswith("/mlp/down"):
+      recipe = recipe.with_current_scales("w")  # of smooth.per_channel
     row = {
       "site": name,
       "layers": len(site.layer_names),
       "m_n_k": list(size.of("fwd")),
-      "recipe": site.recipe.name,
-      "definition": site.recipe.to_dict(),
+      "recipe": recipe.name,
+      "definition": recipe.to_dict(),
       "backends": dict(zip(PASSES, site.backends)),
       "weight_gather": _WIRE[narrow],
       "notes": [],

@@ -151,6 +151,14 @@ def test_first_and_last_layers_and_single_sites_can_be_excepted():
   assert [r["layers"] for r in rows if r["site"].endswith("/up")] == [1, 1, 1]
 
 
+def test_table_of_sites_says_that_a_folded_weight_has_no_past():
+  plan = _plan("tensor_delayed", **{"precision.smooth_swiglu": "channel"})
+  rows = {row["site"]: row["definition"] for row in train.report.site_rows(plan)}
+  sources = {n: [q["source"]["kind"] for q in d["fwd"].values() if q] for n, d in rows.items()}
+  assert sources["layers/mlp/down"] == ["delayed", "current"]
+  assert sources["layers/mlp/up"] == ["delayed"] * 2
+
+
 MISTAKES = {
   "step": ({"precision.schedule": ((0, ((".*", "bf16"),)),)}, "starts at step 0; phases start in"),
   "late": ({"precision.schedule": ((6, ((".*", "bf16"),)),)}, "before the last, steps=6"),

@@ -8,10 +8,11 @@ past steps mispredicts it. Here |up| / s <= 1 enters the product, s being up's l
                weight before it is made narrow, and can be folded into the weights for good (`fold`)
   per token    s * down of silu(gate) * (up / s): what the paper's code does
 
-What grows linearly, silu(gate), is left. s is a power of two, so that without quantization both
-are plain SwiGLU to the bit, forward and backward, and a constant for differentiation: the layer
-does not depend on it. Per channel it is taken over all tokens of a microbatch, on all devices, so
-that tokens share it as they share the scale of a tensor.
+What grows linearly, silu(gate), is left, and s goes elsewhere: per channel into the range of down's
+weight, per token into that of the gradient that down takes. s is a power of two, so that without
+quantization both are plain SwiGLU to the bit, forward and backward, and a constant for
+differentiation: the layer does not depend on it. Per channel it is taken over all tokens of a
+microbatch, on all devices, so that tokens share it as they share the scale of a tensor.
 
 s is known only when all of up is: these forms write gate, up and their product, which `gated`
 computes inside the quantizer.

@@ -56,15 +56,16 @@ def calls_by_site(fn, sites, *args) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-  "recipe, remat",
-  [(r, "linears") for r in recipes.RECIPES]
-  + [("tensor_delayed_saved", r) for r in ("none", "quantized", "full")],
+  "recipe, remat, smooth",
+  [(r, "linears", "none") for r in recipes.RECIPES]
+  + [("tensor_delayed_saved", r, "none") for r in ("none", "quantized", "full")]
+  + [("tensor_delayed", "linears", form) for form in ("channel", "token")],
 )
-def test_every_tap_of_a_model_reaches_one_custom_vjp(recipe, remat):
+def test_every_tap_of_a_model_reaches_one_custom_vjp(recipe, remat, smooth):
   # The first layer differs: two runs of layers, one of a single layer.
   rules = (("layers/0/mlp/.*", "bf16"), (".*", recipe))
   sites = site_lib.build_sites(transformer.site_params(MODEL), MODEL.dims, rules)
-  run = Execution(remat=remat, loss_chunk=4)
+  run = Execution(remat=remat, loss_chunk=4, smooth_swiglu=smooth)
 
   def loss(sites, params, batch):
     return transformer.loss(params, sites, batch, MODEL, run)
