@@ -56,7 +56,7 @@ def pack(x, kept, at):
   if kept.scale is not None:
     magnitude = jnp.where(x != x, 0.0, jnp.abs(x))
     amax = jnp.max(magnitude, axis=1)
-    if kept.power is not None:
+    if isinstance(quant.transform, Expand):
       scale, power = _expansion(magnitude, amax, quant.transform)
       at(kept.power)[...] = power.astype(jnp.uint8)
       inverse = 1.0 / jnp.where(scale > 0, scale, 1.0)
