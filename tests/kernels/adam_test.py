@@ -164,7 +164,7 @@ def test_float32_is_optax(rng, rule):
 
 
 def test_moments_are_rounded_after_they_were_used(rng):
-  gradient, master, mu, nu = _arrays(rng, "coat")
+  gradient, master, mu, nu = _arrays(rng, "sqrt_v")
   found = _run((gradient, master, mu, nu))
   exact = _run((gradient, master, mu.unpack(), nu.unpack()))
   _assert_same_bits((found[0], found[3]), (exact[0], exact[3]))
