@@ -5,6 +5,10 @@ One signature, two backends: `reference`, in jnp, which XLA turns into several p
 updated piece by piece inside `shard_map`.
 """
 
+import math
+
+import jax
+
 from fp8jax.kernels import backend as backend_lib
 from fp8jax.kernels.adam import mosaic_sm90, reference
 from fp8jax.kernels.adam.masters import Master
@@ -33,6 +37,14 @@ def choose(
       return backend_lib.Choice(name, tuple(notes))
     notes.append(f"{name}: {reason}")
   raise ValueError("no backend: " + "; ".join(notes))
+
+
+def num_bytes(gradient, master: Master, mu: Moment, nu: Moment) -> int:
+  """What one pass reads and writes; arrays may be abstract."""
+  state = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((master, mu, nu)))
+  size = math.prod(gradient.shape)
+  compute = 0 if isinstance(master, tuple) else 2 * size
+  return size * gradient.dtype.itemsize + 2 * state + compute
 
 
 def update(
