@@ -55,17 +55,29 @@ class Bench:
     print(f"{name:44s}", json.dumps(lines[name]), flush=True)
     return lines[name]
 
-  def time(self, function, *sets) -> dict[str, float]:
-    """Median milliseconds of function(*operands) and their spread, operands taking turns."""
-    function = jax.jit(function)
-    jax.block_until_ready([function(*s) for s in sets])
+  def time(self, function, *sets, in_place: int = 0) -> dict[str, float]:
+    """Median milliseconds of function(*operands) and their spread, operands taking turns.
+
+    Args:
+      in_place: so many first operands are donated; as many first results take their place.
+    """
+    function, turns = jax.jit(function, donate_argnums=range(in_place)), list(sets)
+
+    def call(i: int):
+      results = function(*turns[i])
+      if in_place:
+        turns[i] = (*results[:in_place], *turns[i][in_place:])
+      return results
+
+    jax.block_until_ready([call(i) for i in range(len(turns))])
     start = time.perf_counter()
-    jax.block_until_ready(function(*sets[0]))
-    calls = num_calls(self, len(sets), time.perf_counter() - start)
-    rounds = []
+    jax.block_until_ready(call(0))
+    calls = num_calls(self, len(turns), time.perf_counter() - start)
+    rounds, last = [], None
     for _ in range(num_rounds(self)):
       start = time.perf_counter()
-      last = [function(*sets[i % len(sets)]) for i in range(calls)][-1]
+      for i in range(calls):
+        last = call(i % len(turns))  # and no other, or results of all calls would have to fit
       jax.block_until_ready(last)
       rounds.append((time.perf_counter() - start) / calls)
     return {"ms": 1e3 * statistics.median(rounds), "spread_ms": 1e3 * (max(rounds) - min(rounds))}

@@ -28,6 +28,7 @@ if "--dry" in sys.argv:  # interpreted kernels take a thread each, and each devi
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import optimizer  # noqa: E402
 import rivals  # noqa: E402
 import rivals_te  # noqa: E402
 import rivals_torch  # noqa: E402
@@ -187,6 +188,7 @@ def main():
       check.hopper(getattr(BLOCK, product), *[(144, 160, 256)] * flags.dry)
     print("checked: exact on lattices")
     rate, peak = timing.ceilings(bench)
+    optimizer.measure(bench)
     having = entrants(bench)
     totals = {}
     for name, sizes in (DRY if flags.dry else LAYERS).items():

@@ -13,6 +13,7 @@ reports what a thread needs. Shared memory, instructions and the absence of spil
 import collections
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import re
@@ -37,6 +38,18 @@ ROW_PARALLEL = (1, 3)
 EXPERTS, EXPERT_TOKENS, EXPERT_SIZES = 8, 32768, (7168, 2048)
 # A weight gathered along K, read as it arrives.
 GATHERED, SHARDS = "infir2_7b/tp1/3584x37888/fwd", 4
+# A weight of InfiR2's 7B; preset of the moments, the gradient's dtype, whether the master is two.
+ADAM_SHAPE = (3584, 18944)
+ADAM = {
+  "adam/coat": ("coat", "bfloat16", False),
+  "adam/coat_pair": ("coat", "bfloat16", True),
+  "adam/coat_float32_gradient": ("coat", "float32", False),
+  "adam/sqrt_v": ("sqrt_v", "bfloat16", False),
+  "adam/e4m3_256": ("e4m3_256", "bfloat16", False),
+  "adam/float32": ("float32", "float32", False),
+}
+# Kernels without products.
+ELEMENTWISE = ("quantize/", "adam/")
 TENSOR_PARALLEL = {"infir2_7b": (1, 2, 4), "infir2_1p5b": (1, 2), "te_5b": (1,)}
 
 
@@ -69,10 +82,13 @@ def compile_all(names: list[str]) -> dict[str, dict]:
 
   from fp8jax import recipes
   from fp8jax.formats import E4M3
+  from fp8jax.kernels import adam
+  from fp8jax.kernels.adam import masters
   from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
   from fp8jax.kernels.quantize import producers
   from fp8jax.kernels.scaled_matmul import mosaic_sm90
-  from fp8jax.quant import scaled
+  from fp8jax.optim import moments
+  from fp8jax.quant import packed, scaled
 
   topology = topologies.get_topology_desc(
     platform="cuda", topology="1x1x1",
@@ -130,19 +146,51 @@ def compile_all(names: list[str]) -> dict[str, dict]:
   tokens = [narrow(recipe.wgrad.lhs, size, rows) for size in (inner, outer)]
   programs["grouped/wgrad"] = (multiply, (*tokens, groups))
 
+  for name, (preset, dtype, is_pair) in ADAM.items():
+    wide, kept = array(jnp.float32, *ADAM_SHAPE), moments.PRESETS[preset]
+    mu, nu = (
+      jax.eval_shape(lambda x, q=q: packed.pack(x, q), wide) if q else wide
+      for q in (kept.mu, kept.nu)
+    )
+    state = jax.eval_shape(masters.split, wide) if is_pair else wide, mu, nu
+    state = jax.tree.map(lambda x: array(x.dtype, *x.shape), state)
+    args = (*state, array(dtype, *ADAM_SHAPE), array("int32"), array("float32"), array("bool"))
+
+    def step(master, mu, nu, gradient, count, rate, is_applied, outputs=4 - is_pair):
+      # The first half of a pair is the weight.
+      return adam.update(
+        gradient, master, mu, nu, count=count, rate=rate, is_applied=is_applied, b1=0.9, b2=0.95,
+        eps=1e-8, weight_decay=0.1, backend="mosaic_sm90",
+      )[:outputs]  # fmt: skip
+
+    programs[name] = (step, args)
+
   found, reports = {}, {}
   for name in names:
     function, args = programs[name]
     # The compiler remembers kernels, and is silent about those that it has seen.
-    kind = (name.startswith("quantize") and name, name.endswith("wgrad"), str(args))
+    kind = (name.startswith(ELEMENTWISE) and name, name.endswith("wgrad"), str(args))
     if kind not in reports:
-      jax.jit(function).lower(*args).compile()
+      in_place = (0, 1, 2) if name in ADAM else ()
+      compiled = jax.jit(function, donate_argnums=in_place).lower(*args).compile()
       files = list(pathlib.Path(folder).iterdir())
       reports[kind] = _report("".join(f.read_text(errors="ignore") for f in files))
       for file in files:
         file.unlink()
+      if in_place:
+        reports[kind]["bytes_per_parameter"] = _moved(compiled, args, math.prod(ADAM_SHAPE))
     found[name] = reports[kind]
   return found
+
+
+def _moved(compiled, args, size: int) -> float:
+  """Read and written; nothing is copied, and nothing else is allocated."""
+  import jax
+
+  plan = compiled.memory_analysis()
+  in_place = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(args[:3]))
+  assert plan.temp_size_in_bytes < 1024 and plan.alias_size_in_bytes == in_place, plan
+  return round((plan.argument_size_in_bytes + plan.output_size_in_bytes) / size, 3)
 
 
 def _report(text: str) -> dict:
@@ -188,7 +236,7 @@ def test_kernels_compile_to_what_the_table_says_and_spill_nothing():
   for name, report in table.items():
     assert report["spilled_bytes"] == 0, name
     assert max(report["registers"].values()) <= 255, name
-    is_gemm = not name.startswith("quantize/")
+    is_gemm = not name.startswith(ELEMENTWISE)
     assert is_gemm == (".f32.e4m3.e4m3" in report["wgmma"]), name
 
 
@@ -196,7 +244,7 @@ if __name__ == "__main__":
   kinds = ("rows", "columns", "both", "weight", "rms_norm", "swiglu", "swiglu_backward")
   quantizers = [f"quantize/{kind}" for kind in kinds]
   grouped = [f"grouped/{product}" for product in ("fwd", "dgrad", "wgrad")]
-  kernels = _elsewhere([*gemms(), *quantizers, *grouped, "gathered/fwd"])
+  kernels = _elsewhere([*gemms(), *quantizers, *grouped, "gathered/fwd", *ADAM])
   before = json.loads(TABLE.read_text())["kernels"] if TABLE.exists() else {}
   for name, report in kernels.items():
     known = before.get(name, report)

@@ -1,0 +1,91 @@
+"""AdamW of one parameter in jnp: the definition of what a kernel computes, and the slow way.
+
+Operations are those of optax.scale_by_adam, add_decayed_weights and a multiplication by -rate, in
+their order: jitted, float32 moments and a float32 master give Optax's bits. Moments are rounded
+after they were used.
+
+Source: Kingma & Ba 2015 (arXiv:1412.6980), Loshchilov & Hutter 2019 (arXiv:1711.05101).
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8jax.kernels.adam import masters
+from fp8jax.quant import packed
+
+Moment = packed.Packed | jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """What is constant over a run: decays of the moments, eps beside the root, decoupled decay."""
+
+  b1: float
+  b2: float
+  eps: float
+  weight_decay: float
+
+
+class Scalars(NamedTuple):
+  """What changes from step to step, float32 each.
+
+  Attributes:
+    factor: by which gradients are multiplied first: clipping, the inverse of a loss scale.
+    rate: the learning rate.
+    mu_correction, nu_correction: 1 / (1 - b^count).
+  """
+
+  factor: jax.Array
+  rate: jax.Array
+  mu_correction: jax.Array
+  nu_correction: jax.Array
+
+
+def supports(*_) -> None:
+  """Everything."""
+
+
+def scalars(count, factor, rate, rule: Rule) -> Scalars:
+  # A division by a broadcast is what XLA makes a multiplication by the reciprocal of; the kernel
+  # must not depend on it.
+  corrections = (1.0 / (1.0 - b**count) for b in (rule.b1, rule.b2))
+  return Scalars(*(jnp.asarray(x, jnp.float32) for x in (factor, rate, *corrections)))
+
+
+def move(gradient, master, mu, nu, by: Scalars, rule: Rule):
+  """(master, mu, nu) after one step; float32 arrays all, any one shape."""
+  g = gradient * by.factor
+  mu = np.float32(1 - rule.b1) * g + np.float32(rule.b1) * mu
+  nu = np.float32(1 - rule.b2) * (g * g) + np.float32(rule.b2) * nu
+  root = jnp.sqrt(nu * by.nu_correction)
+  step = (mu * by.mu_correction) / (root + np.float32(rule.eps))
+  if rule.weight_decay:
+    step = step + np.float32(rule.weight_decay) * master
+  return master + (-by.rate) * step, mu, nu
+
+
+def update(gradient, master, mu, nu, by: Scalars, is_applied, rule: Rule):
+  """See `adam.update`."""
+  wide = (masters.read(master), _unpack(mu), _unpack(nu))
+  p, m, v = move(gradient.astype(jnp.float32), *wide, by, rule)
+  new = masters.like(master, p), _kept(m, mu), _kept(v, nu)
+  if is_applied is not True:
+    keep = functools.partial(jnp.where, is_applied)
+    new = jax.tree.map(keep, new, (master, mu, nu))
+  return *new, masters.compute(new[0])
+
+
+def _unpack(kept: Moment):
+  return kept.unpack() if isinstance(kept, packed.Packed) else kept.astype(jnp.float32)
+
+
+def _kept(wide, before: Moment) -> Moment:
+  """Like `before`, with these values."""
+  if isinstance(before, packed.Packed):
+    return before.repack(wide)
+  return wide.astype(before.dtype)

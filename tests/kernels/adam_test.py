@@ -1,0 +1,220 @@
+"""AdamW of one parameter: the definition against Optax, the Hopper kernel against the definition.
+
+Interpreted, the kernel must give the definition's bits. XLA contracts mul and add to fma where it
+likes, so numbers are chosen whose products are exact: then it does not matter where.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+import tolerances
+
+from fp8jax.formats import E4M3
+from fp8jax.kernels import adam
+from fp8jax.kernels.adam import masters, mosaic_sm90
+from fp8jax.kernels.backend import Device
+from fp8jax.kernels.scaled_matmul import mosaic_sm90 as gemm
+from fp8jax.optim import moments
+from fp8jax.quant import packed
+from fp8jax.recipe import Quant
+
+HOPPER = Device("gpu", 90)
+EXACT = dict(b1=0.5, b2=0.25, eps=2.0**-20, weight_decay=0.125)
+USUAL = dict(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+# The gradient's dtype, whether the master is in two, shape, warpgroups; moments are the preset of
+# that name. A warpgroup has more tiles than slots, and somebody a partial one.
+CASES = {
+  "coat": (jnp.bfloat16, False, (2, 55, 128), 1),
+  "sqrt_v": (jnp.float32, True, (109, 4, 32), 1),
+  "e4m3_256": (jnp.bfloat16, True, (55, 256), 1),
+  "float32": (jnp.float32, False, (141, 32, 2), 2),
+  "bf16": (jnp.bfloat16, True, (47, 3, 64), 2),
+}
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "backend"))
+def _update(arrays, by, rule, backend):
+  return adam.update(*arrays, **by, **dict(rule), backend=backend)
+
+
+def _run(arrays, backend="reference", rule=EXACT, count=3, rate=2.0**-6, factor=0.5, applied=True):
+  by = dict(count=jnp.int32(count), rate=jnp.float32(rate), factor=jnp.float32(factor))
+  by["is_applied"] = jnp.asarray(applied)
+  return _update(arrays, by, tuple(rule.items()), backend)
+
+
+def _arrays(rng, name):
+  """(gradient, master, mu, nu): 8 bits of mantissa in gradient and master, scales powers of two."""
+  dtype, is_pair, shape, _ = CASES[name]
+  kept = moments.PRESETS[name]
+  group = kept.mu.tile[1] if kept.mu and kept.mu.tile[1] else 64
+  g, m, v, p = (rng.standard_normal(shape).reshape(-1, group) for _ in range(4))
+  size = 2.0 ** rng.integers(-20, 3, (len(g), 1))
+  g, m, v = g * size, m * size / 8, (v * size / 8) ** 2
+  # Their amax; 448 is E4M3's.
+  factor = 1.0 if name == "coat" else 448.0
+  m[:, 17:18], v[:, 5:6] = (
+    factor * size,
+    (factor if name == "sqrt_v" else factor**0.5) ** 2 * size**2,
+  )
+  for x in (g, m, v):
+    x[6:8] = 0
+  # Squares that underflow and overflow; what is no number, as a gradient and as a moment.
+  g[10] *= 1e-25
+  g.reshape(-1)[[5001, 6002, 7003, 8004]] = 1e30, np.nan, np.inf, -np.inf
+  m.reshape(-1)[8505] = np.nan
+
+  def few_bits(x):
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32).reshape(shape)
+
+  def keep(x, quant):
+    x = jnp.asarray(x.reshape(shape), jnp.float32)
+    if quant is None:
+      return x
+    x = packed.pack(x, quant)
+    assert x.scale is None or set(np.frexp(x.scale)[0].flat) <= {0.0, 0.5}
+    return x
+
+  p = jnp.asarray(few_bits(p))
+  arrays = keep(m, kept.mu), keep(v, kept.nu)
+  return jnp.asarray(few_bits(g), dtype), masters.split(p) if is_pair else p, *arrays
+
+
+def _assert_same_bits(got, want):
+  """All bits, but for those of NaN."""
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+    x, y = np.asarray(x), np.asarray(y)
+    assert x.dtype == y.dtype and x.shape == y.shape
+    width = {1: np.uint8, 2: np.uint16, 4: np.uint32}[y.dtype.itemsize]
+    is_nan = np.isnan(y.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(x.astype(np.float32)), is_nan)
+    np.testing.assert_array_equal(x.view(width)[~is_nan], y.view(width)[~is_nan])
+
+
+@pytest.mark.parametrize(
+  "name", [n if n != "bf16" else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
+def test_kernel_is_the_reference(rng, request, monkeypatch, name):
+  # Looking for races takes time; one that copies less than others has none of its own.
+  looks = name not in ("sqrt_v", "e4m3_256")
+  request.getfixturevalue("interpreted" if looks else "interpreted_on_mesh")
+  monkeypatch.setattr(gemm, "num_cores", lambda: 1)
+  monkeypatch.setattr(mosaic_sm90, "_WARPGROUPS", CASES[name][-1])
+  arrays = _arrays(rng, name)
+  assert mosaic_sm90.supports(*arrays, HOPPER) is None
+  got = _run(arrays, "mosaic_sm90")
+  _assert_same_bits(got, _run(arrays))
+  # What is no number stays visible everywhere, and the rest has moved.
+  master, mu, nu, compute = (np.asarray(_wide(x), np.float32).reshape(-1) for x in got)
+  assert all(np.isnan(x[6002]) for x in (master, mu, nu, compute)) and np.isnan(mu[8505])
+  assert np.mean(master != np.asarray(_wide(arrays[1])).reshape(-1)) > 0.8
+
+
+def test_a_step_that_the_kernel_does_not_apply_leaves_everything(rng, monkeypatch, interpreted):
+  monkeypatch.setattr(gemm, "num_cores", lambda: 1)
+  arrays = _arrays(rng, "float32")
+  *state, compute = _run(arrays, "mosaic_sm90", applied=False)
+  _assert_same_bits(state, list(arrays[1:]))
+  _assert_same_bits(compute, masters.compute(arrays[1]))
+
+
+def _wide(kept):
+  return kept.unpack() if isinstance(kept, packed.Packed) else masters.read(kept)
+
+
+def test_a_step_that_is_not_applied_leaves_everything(rng):
+  arrays = _arrays(rng, "coat")
+  *state, compute = _run(arrays, applied=False)
+  _assert_same_bits(state, list(arrays[1:]))
+  _assert_same_bits(compute, masters.compute(arrays[1]))
+
+
+@pytest.mark.parametrize("rule", [EXACT, USUAL], ids=["exact", "usual"])
+def test_float32_is_optax(rng, rule):
+  """Its chain as jitted: Adam, decoupled decay, times -rate, added to the parameters."""
+  rate, factor = 2.0**-7, 0.25
+  chain = optax.chain(
+    optax.scale(factor), optax.scale_by_adam(rule["b1"], rule["b2"], rule["eps"]),
+    optax.add_decayed_weights(rule["weight_decay"]), optax.scale(-rate),
+  )  # fmt: skip
+
+  @jax.jit
+  def step(g, p, state):
+    updates, state = chain.update(g, state, p)
+    return optax.apply_updates(p, updates), state
+
+  values = rng.standard_normal((5, 40, 100)).astype(ml_dtypes.bfloat16).astype(np.float32)
+  p, *gradients = map(jnp.asarray, values)
+  want, state = p, chain.init(p)
+  mu = nu = jnp.zeros_like(p)
+  for count, g in enumerate(gradients, 1):
+    want, state = step(g, want, state)
+    p, mu, nu, compute = _run((g, p, mu, nu), rule=rule, count=count, rate=rate, factor=factor)
+    _assert_same_bits(compute, p.astype(jnp.bfloat16))
+  if rule is EXACT:
+    _assert_same_bits((p, mu, nu), (want, state[1].mu, state[1].nu))
+  for x, y in ((p, want), (mu, state[1].mu), (nu, state[1].nu)):
+    np.testing.assert_allclose(x, y, rtol=tolerances.FLOAT32_SUM, atol=tolerances.FLOAT32_SUM)
+
+
+def test_moments_are_rounded_after_they_were_used(rng):
+  gradient, master, mu, nu = _arrays(rng, "sqrt_v")
+  found = _run((gradient, master, mu, nu))
+  exact = _run((gradient, master, mu.unpack(), nu.unpack()))
+  _assert_same_bits((found[0], found[3]), (exact[0], exact[3]))
+  pack = jax.jit(packed.pack, static_argnums=1)
+  _assert_same_bits(found[1:3], tuple(pack(x, k.quant) for x, k in zip(exact[1:3], (mu, nu))))
+
+
+def test_masters_in_two_are_lossless(rng):
+  bits = rng.integers(0, 2**32, 2**16, dtype=np.uint32)
+  bits[:8] = 0, 2**31, 0x7F7FFFFF, 0x00008000, 0x3F808000, 0xBF808000, 0x00000001, 0x7F800000
+  bits[8:11] = 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001  # NaN; what an NVIDIA GPU computes comes first
+  x = bits.view(np.float32)
+  high, remainder = jax.jit(masters.split)(x)
+  is_nan = np.isnan(x)
+  for back in (np.asarray(jax.jit(masters.join)(high, remainder)), np.asarray(high, np.float32)):
+    np.testing.assert_array_equal(np.isnan(back), is_nan)
+  back = np.asarray(masters.join(high, remainder))
+  np.testing.assert_array_equal(back.view(np.uint32)[~is_nan], bits[~is_nan])
+  # The high half is the nearest of BF16: half up, by the bits.
+  want = ((bits.astype(np.uint64) + 0x8000) >> 16).astype(np.uint16)
+  np.testing.assert_array_equal(np.asarray(high).view(np.uint16)[~is_nan], want[~is_nan])
+
+
+def test_supports_says_what_is_missing():
+  x = jax.ShapeDtypeStruct((8, 512), jnp.float32)
+
+  def kept(quant, shape=x.shape):
+    key = jax.random.key(0)
+    pack = functools.partial(packed.pack, quant=quant, key=key)
+    return jax.eval_shape(pack, jax.ShapeDtypeStruct(shape, x.dtype))
+
+  coat, wide = (moments.PRESETS[name] for name in ("coat", "e4m3_256"))
+  short, odd = (jax.ShapeDtypeStruct(s, x.dtype) for s in ((8, 192), (3, 5)))
+  reasons = {
+    "Hopper": (x, x, x, x, Device("gpu", 100)),
+    "not float16": (jax.ShapeDtypeStruct(x.shape, jnp.float16), x, x, x),
+    "pair of masters.split": (x, jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), x, x),
+    "to the nearest only": (x, x, *(kept(moments.PRESETS["bf16_sr"].mu),) * 2),
+    "a pass before": (x, x, *(kept(moments.PRESETS["tensor_e4m3_e5m2"].mu),) * 2),
+    "(128, 256) only": (x, x, *(kept(Quant(E4M3, (1, 64))),) * 2),
+    "[128, 256]": (x, x, kept(coat.mu), kept(wide.nu)),
+    "no multiple of 128": (short, short, kept(coat.mu, (8, 192)), kept(coat.nu, (8, 192))),
+    "no multiple of 64": (odd, odd, odd, odd),
+  }
+  for part, (*arrays, device) in ((k, (*v, HOPPER)[:5]) for k, v in reasons.items()):
+    assert part in (mosaic_sm90.supports(*arrays, device) or ""), part
+    choice = adam.choose(*arrays, device)
+    assert choice.backend == "reference" and part in choice.notes[0]
+  assert adam.choose(x, x, kept(coat.mu), kept(coat.nu), HOPPER).backend == "mosaic_sm90"
+  with pytest.raises(ValueError, match="Hopper"):
+    adam.choose(x, x, x, x, Device(), "mosaic_sm90")
+  with pytest.raises(ValueError, match="'triton'"):
+    adam.choose(x, x, x, x, HOPPER, "triton")
