@@ -244,9 +244,7 @@ def _execution(c: Config, layout, device: backend.Device, problems: Problems):
 
 
 def _optim(c: Config, problems: Problems) -> optim_build.Optim:
-  optim = optim_build.Optim(
-    **{k: c.optim[k] for k in c.optim if k != "on_nonfinite"}, steps=c.steps
-  )
+  optim = optim_build.read(c.optim, c.steps)
   problems.extend(optim.problems())
   for key, known in optim_build.CHOICES.items():
     problems.one_of(f"optim.{key}", getattr(optim, key), known)

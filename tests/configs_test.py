@@ -25,6 +25,7 @@ from fp8jax.data import tokenize
 from fp8jax.kernels.backend import Device
 from fp8jax.models import hf, hf_config
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import weights
 from fp8jax.optim import build as optim_build
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -191,11 +192,12 @@ def test_state_and_step_build_without_allocating(name, arm, checkout, monkeypatc
   monkeypatch.chdir(checkout)
   before = _bytes_alive()
   plan = _resolve(name, arm)
-  state = step_lib.abstract_state(plan)
+  state = step_lib.abstract_state(plan, 1)
   assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
-  counted = sum(x.size for x in jax.tree.leaves(state.params))
+  params, opt = jax.eval_shape(weights.master, (state.params, state.opt))
+  counted = sum(x.size for x in jax.tree.leaves(params))
   # Adam's two moments beside every parameter; the rest are scalars.
-  assert sum(x.size for x in jax.tree.leaves(state.opt) if x.ndim) == 2 * counted
+  assert sum(x.size for x in jax.tree.leaves(opt) if x.ndim) == 2 * counted
   # cuDNN's attention asks for a GPU even when nothing runs.
   plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, attention="xla"))
   after, values = jax.eval_shape(

@@ -96,6 +96,11 @@ class Optim:
     }
 
 
+def read(numbers, steps: int) -> Optim:
+  """From a configuration's `optim` and its number of steps; right or wrong."""
+  return Optim(**{k: numbers[k] for k in numbers if k != "on_nonfinite"}, steps=steps)
+
+
 def schedule(optim: Optim) -> optax.Schedule:
   """step -> learning rate; step 0 is the first update."""
   warmup = optax.schedules.linear_schedule(0.0, optim.peak_lr, optim.warmup_steps)

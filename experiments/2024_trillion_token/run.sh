@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Every arm, one after the other; about two minutes each on two CPU cores. Resumes where it stopped.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-.venv/bin/python}
+"$python" -m fp8jax.models.smollm2 assets/smollm2-135m
+for arm in float32 moments token channel all; do
+  GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "$python" launch.py \
+    --config="experiments/2024_trillion_token/config.py:$arm" --workdir="runs/2024_trillion_token/$arm"
+done
