@@ -47,7 +47,8 @@ BANNED = {"torch", "transformers", "pickle", "cloudpickle", "dill", "joblib", "s
 # Where alone these are named. A product, a derivative or an attention elsewhere escapes its recipe.
 PLACES = {
   # Of the GEMM; of the feed-forward layer and of the loss, made of the same GEMMs.
-  "custom_vjp": ("ops/dot.py", "ops/gated.py", "ops/loss.py"),
+  # And of what waits for a derivative in a narrow copy.
+  "custom_vjp": ("ops/dot.py", "ops/gated.py", "ops/kept.py", "ops/later.py", "ops/loss.py"),
   "dot_general": ("ops/dot.py", "kernels/"),
   "dot_product_attention": ("ops/attention.py",),
   # Recorded with a run's results, never obeyed; what XLA asks before it compiles without a GPU.

@@ -1,6 +1,6 @@
 """SwiGLU feed-forward (Shazeer 2020, arXiv:2002.05202 §2)."""
 
-from fp8jax.models.config import ModelConfig
+from fp8jax.models.config import Execution, ModelConfig
 from fp8jax.ops import later
 from fp8jax.ops.gated import gated
 from fp8jax.params import Param
@@ -15,11 +15,11 @@ def params(cfg: ModelConfig):
   }
 
 
-def apply(p, s, x_BLD, cfg: ModelConfig):
+def apply(p, s, x_BLD, cfg: ModelConfig, run: Execution):
   """x + down(silu(gate(norm(x))) * up(norm(x)))."""
-  h_BLD = later.rms_norm(x_BLD, p["norm"], cfg.norm_eps)
+  h_BLD = later.rms_norm(x_BLD, p["norm"], cfg.norm_eps, keep=run.kept.norms)
   equations = ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD")
   names = ("gate", "up", "down")
   return x_BLD + gated(
-    equations, h_BLD, [p[n] for n in names], [s[n] for n in names], name="linear"
+    equations, h_BLD, [p[n] for n in names], [s[n] for n in names], "linear", run.kept.gated
   )

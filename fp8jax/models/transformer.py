@@ -20,7 +20,7 @@ from fp8jax import axes
 from fp8jax import params as params_lib
 from fp8jax.models import gqa, rope, swiglu
 from fp8jax.models.config import Execution, ModelConfig
-from fp8jax.ops.basic import rms_norm
+from fp8jax.ops import kept, later
 from fp8jax.ops.dot import SAVED_NAME, dot
 from fp8jax.ops.loss import cross_entropy
 from fp8jax.params import Param
@@ -50,11 +50,16 @@ def hidden(params, sites, batch, cfg: ModelConfig, run: Execution):
   x_BLD = axes.constrain(x_BLD, "BLD", run.layout)
   angles = rope.cos_sin(batch["positions_BL"], cfg)
 
-  def layer(x_BLD, layer):
+  def layer(x_BLD, layer, angles, segments_BL):
     p, s = layer
-    x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, batch.get("segments_BL"), cfg, run)
-    x_BLD = swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg)
-    return axes.constrain(x_BLD, "BLD", run.layout), None
+    x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, segments_BL, cfg, run)
+    x_BLD = swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run)
+    return axes.constrain(x_BLD, "BLD", run.layout)
+
+  layer = _remat(layer, run)
+
+  def step(x_BLD, of_layer):
+    return layer(x_BLD, of_layer, angles, batch.get("segments_BL")), None
 
   start = 0
   for run_of_layers in sites["layers"]:
@@ -62,9 +67,9 @@ def hidden(params, sites, batch, cfg: ModelConfig, run: Execution):
     of_run = params["layers"]
     if stop - start < cfg.num_layers:
       of_run = jax.tree.map(lambda p, a=start, b=stop: p[a:b], of_run)
-    x_BLD, _ = jax.lax.scan(_remat(layer, run.remat), x_BLD, (of_run, run_of_layers))
+    x_BLD, _ = jax.lax.scan(step, x_BLD, (of_run, run_of_layers))
     start = stop
-  return rms_norm(x_BLD, params["norm"], cfg.norm_eps)
+  return later.rms_norm(x_BLD, params["norm"], cfg.norm_eps, keep=run.kept.norms).value()
 
 
 def loss(params, sites, batch, cfg: ModelConfig, run: Execution):
@@ -89,12 +94,14 @@ def _head(params, cfg: ModelConfig):
   return params["head"], "BLD,DV->BLV"
 
 
-def _remat(layer, policy: str):
-  if policy == "none":
+def _remat(layer, run: Execution):
+  if run.kept.residual is not None:
+    return kept.from_narrow_input(layer, run.kept.residual)
+  if run.remat == "none":
     return layer
   saved = jax.checkpoint_policies.nothing_saveable
-  names = {"linears": ("linear",), "quantized": ("linear", SAVED_NAME)}
-  if policy in names:
-    saved = jax.checkpoint_policies.save_only_these_names(*names[policy])
+  names = {"linears": ("linear", kept.NAME), "quantized": ("linear", kept.NAME, SAVED_NAME)}
+  if run.remat in names:
+    saved = jax.checkpoint_policies.save_only_these_names(*names[run.remat])
   # Inside scan the loop already keeps XLA from merging forward and recomputation.
   return functools.partial(jax.checkpoint, policy=saved, prevent_cse=False)(layer)
