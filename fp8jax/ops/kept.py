@@ -16,7 +16,7 @@ from collections.abc import Callable
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8jax.formats import E4M3
+from fp8jax.formats import BF16, E4M3
 from fp8jax.quant import packed
 from fp8jax.recipe import Quant, Scale
 
@@ -26,6 +26,8 @@ NAME = "kept"
 # By name, for configurations.
 QUANTS: dict[str, Quant | None] = {
   "none": None,
+  # Differentiation as it is keeps several float32 arrays of a plain norm or SwiGLU.
+  "bf16": Quant(BF16, scale=Scale.NONE),
   # COAT's groups along channels: 1.0625 bytes per element.
   "e4m3_16": Quant(E4M3, (1, 16), Scale.POW2),
   # As long as the tiles of block-scaled GEMMs: 1.008 bytes.
@@ -77,7 +79,10 @@ def from_narrow_input(function: Callable, quant: Quant) -> Callable:
 
   def backward(residuals, g):
     kept, rest = residuals
-    return jax.vjp(function, restored(kept, g.dtype), *rest)[1](g)
+    # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
+    with jax.named_scope("rematted_computation"):
+      _, pull = jax.vjp(function, restored(kept, g.dtype), *rest)
+    return pull(g)
 
   run.defvjp(forward, backward)
   return run
