@@ -32,7 +32,7 @@ FLOORS = (
   ("checkpoint data interrupts metrics optim writers", (0, 1)),
   (
     "account batches calibration config diagnose evaluate flax hlo loss_scale precision proof"
-    " report step target train watch",
+    " report step target train waiting watch",
     (0, 1, 2, 3, 4, 5),
   ),
   ("jobs", (0, 1, 2, 3, 4, 5, 6)),
