@@ -112,7 +112,9 @@ class _Layer:
       self.add("norms", _OF_PLAIN_NORM * (heads + groups) * size, jnp.float32)
     self.add("queries, keys, values", (heads + 2 * groups) * size)
     is_fused = run.attention == "cudnn"
-    if run.remat != "none" or is_fused or self.sites["attn"]["o"].recipe.save is Save.INPUTS:
+    # Its own derivative; what `o` contracts for its weight; `o` computed again.
+    needs = {"none": is_fused, "linears": True, "quantized": run.kept.norms is None}
+    if needs[run.remat] or self.sites["attn"]["o"].recipe.save is Save.INPUTS:
       self.add("attention's output", heads * size)
     if run.remat == "none":
       self.add("softmax: statistics", heads * (1 if is_fused else 2), jnp.float32)
