@@ -98,11 +98,17 @@ def row(found: dict) -> str:
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--json", type=pathlib.Path, help="write results and provenance here")
+  parser.add_argument(
+    "--only", type=int, nargs="*", help="numbers of arms; others stay as they are"
+  )
   args = parser.parse_args()
-  results = []
-  for arm in ARMS:
-    results.append(measure(*arm))
-    print(row(results[-1]), flush=True)
+  results = [None] * len(ARMS)
+  if args.json and args.json.exists():
+    before = json.loads(args.json.read_text())["results"]
+    results = [*before, *results[len(before) :]]
+  for n in range(len(ARMS)) if args.only is None else args.only:
+    results[n] = measure(*ARMS[n])
+    print(row(results[n]), flush=True)
     if args.json:
       shape = {"layers": LAYERS, "tokens": TOKENS, "target": "h200:1"}
       found = {**shape, "results": results, "provenance": writers.provenance({}, "none", 0)}

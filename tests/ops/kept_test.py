@@ -18,6 +18,7 @@ from fp8jax.ops import site as site_lib
 from fp8jax.ops.dot import dots
 from fp8jax.ops.gated import gated
 from fp8jax.ops.kept import Kept
+from fp8jax.quant import packed
 
 QUANT = kept.QUANTS["e4m3_16"]
 EPS = 1e-6
@@ -52,6 +53,7 @@ def test_values_are_exact_and_gradients_those_at_the_copy(rng, what):
   first, second, g = rng.standard_normal((3, 2, 8, 64)).astype(np.float32)
   first *= np.exp(rng.standard_normal(first.shape)).astype(np.float32)
   if what == "norm":
+    first *= np.exp(6 * rng.standard_normal(first.shape)).astype(np.float32)
     second = second[0, 0]
     plain, lately = basic.rms_norm, later.rms_norm
     arguments, oracle = (EPS,), _norm_gradients
@@ -67,6 +69,12 @@ def test_values_are_exact_and_gradients_those_at_the_copy(rng, what):
     np.testing.assert_allclose(got, want, rtol=0, atol=room)
     off = np.abs(want - exact).max()
     assert 100 * room < off < 2.0**-2 * np.abs(exact).max()
+
+
+def test_copies_have_the_bytes_that_are_said():
+  assert {name: packed.nbytes(quant) for name, quant in kept.QUANTS.items() if quant} == {
+    "bf16": 2, "e4m3_16": 1 + 1 / 16, "e4m3_128": 1 + 1 / 128,
+  }  # fmt: skip
 
 
 EQUATIONS = ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD")
