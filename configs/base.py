@@ -71,6 +71,12 @@ def get_config(arm=""):
   # What backward keeps: "none" recomputes nothing; "linears" keeps their outputs; "quantized" also
   # the FP8 inputs of recipes that save them; "full" keeps only the input of every layer.
   c.memory.remat = "none"
+  # What of it waits in a copy, for the backward pass alone: "none" (as differentiation has it),
+  # "bf16", "e4m3_16" (groups of 16 channels, 1.06 bytes per element; COAT) or "e4m3_128" (1.01
+  # bytes). Inputs of GEMMs are their recipe's to save (..._saved). See ops/kept.py.
+  c.memory.norms = "none"  # inputs of norms: the residual stream, twice per layer
+  c.memory.gated = "none"  # gate and up
+  c.memory.residual = "none"  # with remat="full": the input of every layer
   # --job=memory compiles for these, "h200:8" for eight H200s that need not be here; "" for the
   # devices at hand.
   c.memory.target = ""

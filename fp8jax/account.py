@@ -1,10 +1,12 @@
 """Where a training step's memory goes, per device: declared by the configuration, found by XLA.
 
 State is known before anything is compiled: every array's shape, dtype and place. What the step
-needs besides is the compiler's: gradients, what waits for the backward pass (read from the loop
-over layers in the compiled program), and the rest, which is gathered or worked on at a time.
+needs besides is the compiler's: gradients, what waits for the backward pass (declared in waiting.py
+and read from the loop over layers in the compiled program), and the rest, which is gathered or
+worked on at a time.
 """
 
+import collections
 import dataclasses
 import math
 import re
@@ -12,7 +14,7 @@ from typing import Any
 
 import jax
 
-from fp8jax import config
+from fp8jax import config, waiting
 from fp8jax import params as params_lib
 from fp8jax import step as step_lib
 from fp8jax.ops import weights
@@ -81,16 +83,21 @@ def compiled(plan: config.Plan, lowered) -> tuple[list[Row], dict[str, Any]]:
   arguments = memory.argument_size_in_bytes
   params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
   gradients = _by_kind("gradients", step_lib.abstract_gradients(plan))
-  kept = _kept_by_layers(text, plan, params)
+  arrays, wanted = kept_by_layers(text, plan, params), waiting.of_layers(plan)
+  kept, said = sum(arrays.values()), sum(item.nbytes for item in wanted)
+  of_kind: dict[str, int] = {}
+  for item in wanted:
+    of_kind[item.kind] = of_kind.get(item.kind, 0) + item.nbytes
   temporaries = memory.temp_size_in_bytes
   rows = [
     Row("batch, sites, alignment", arguments - state, "compiled - declared"),
     *(Row(kind, n, "declared") for kind, n in gradients.items()),
-    *(Row(f"kept for backward: {name}", n, "compiled") for name, n in kept.items()),
+    *(Row(f"kept for backward: {kind}", n, "declared") for kind, n in of_kind.items()),
+    Row("kept for backward: more than that", kept - said, _differences(arrays, wanted)),
     Row(
       "at work: gathered weights, logits, scratch",
-      temporaries - sum(gradients.values()) - sum(kept.values()),
-      "compiled - the above",
+      temporaries - sum(gradients.values()) - kept,
+      f"compiled - the above; a chunk of logits {_logits(plan) / 2**30:.3f}",
     ),
   ]
   summary = {
@@ -99,11 +106,21 @@ def compiled(plan: config.Plan, lowered) -> tuple[list[Row], dict[str, Any]]:
     "temporaries_compiled": temporaries,
     "outputs_not_aliased": memory.output_size_in_bytes - memory.alias_size_in_bytes,
     "peak": arguments + temporaries,
+    "kept_declared": said,
+    "kept_compiled": kept,
+    "kept_arrays": arrays,
   }
   return rows, summary
 
 
-def _kept_by_layers(text: str, plan: config.Plan, params) -> dict[str, int]:
+def _logits(plan: config.Plan) -> int:
+  """Bytes of one chunk's, float32."""
+  layout, c = plan.run.layout, plan.config
+  chunk = plan.tokens_per_device // c.length * min(plan.run.loss_chunk, c.length)
+  return 4 * chunk * (plan.model.vocab_size // layout.size(layout.act_axes("V")))
+
+
+def kept_by_layers(text: str, plan: config.Plan, params) -> dict[str, int]:
   """{"bf16[28,1,8192,3584] x 2": bytes}: stacks over layers that the backward loop reads.
 
   Stacks in the shape of a parameter are parameters, gradients or moments, and counted as such.
@@ -112,15 +129,30 @@ def _kept_by_layers(text: str, plan: config.Plan, params) -> dict[str, int]:
   for leaf in params_lib.flatten(params).values():
     shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
     known.add(tuple(sorted(n for n in shape if n > 1)))
-  layers, best = plan.model.num_layers, {}
-  for result in re.findall(r"= \((.*?)\) while\(", text):
-    found: dict[str, int] = {}
-    for dtype, dims in re.findall(rf"(\w+)\[({layers},[\d,]+)\]", result):
-      shape = tuple(int(n) for n in dims.split(","))
-      if tuple(sorted(n for n in shape if n > 1)) not in known:
-        found[f"{dtype}[{dims}]"] = found.get(f"{dtype}[{dims}]", 0) + math.prod(shape) * (
-          1 if dtype.startswith("f8") else _BYTES.get(dtype, 4)
-        )
-    if sum(found.values()) > sum(best.values()):
-      best = found
-  return dict(sorted(best.items(), key=lambda item: -item[1]))
+  total: dict[str, int] = {}
+  # A loop for each run of layers in the same recipes, and of what it carries the largest.
+  for layers in {stop - first for first, stop in waiting.runs(plan)}:
+    best: dict[str, int] = {}
+    for result in re.findall(r"= \((.*?)\) while\(", text):
+      counts = collections.Counter(re.findall(rf"(\w+)\[({layers},[\d,]+)\]", result))
+      found = {}
+      for (dtype, dims), count in counts.items():
+        shape = tuple(int(n) for n in dims.split(","))
+        if tuple(sorted(n for n in shape if n > 1)) not in known:
+          size = 1 if dtype.startswith("f8") else _BYTES.get(dtype, 4)
+          found[f"{dtype}[{dims}] x {count}"] = count * math.prod(shape) * size
+      if sum(found.values()) > sum(best.values()):
+        best = found
+    total |= best
+  return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def _differences(arrays: dict[str, int], wanted: list[waiting.Item]) -> str:
+  """By dtype, compiled less declared, with the arrays that there are."""
+  found = []
+  for dtype in sorted({name.partition("[")[0] for name in arrays} | {i.dtype for i in wanted}):
+    there = {name: n for name, n in arrays.items() if name.startswith(f"{dtype}[")}
+    more = sum(there.values()) - sum(item.nbytes for item in wanted if item.dtype == dtype)
+    if more:
+      found.append(f"{dtype} {more / 2**20:+.1f} MiB of {', '.join(there) or 'none'}")
+  return f"compiled - declared: {'; '.join(found) or 'nothing'}"

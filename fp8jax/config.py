@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import functools
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from fp8jax.errors import ConfigError, Problems
 from fp8jax.kernels import backend, scaled_matmul
 from fp8jax.models import config as model_config
 from fp8jax.models import hf, hf_config, presets, transformer
-from fp8jax.ops import alignment, attention, site
+from fp8jax.ops import alignment, attention, kept, site
 from fp8jax.optim import build as optim_build
 from fp8jax.quant import observe
 
@@ -124,6 +123,7 @@ def resolve(
   declaration = None
   if model is not None and not model.problems():
     declaration = transformer.params(model)
+    problems.extend(run.problems(model))
     if recipes:
       recipes = problems.attempt(functools.partial(precision.with_ends, recipes, c, model))
     if chosen and recipes:
@@ -237,9 +237,14 @@ def _execution(c: Config, layout, device: backend.Device, problems: Problems):
     )
   problems.one_of("kernels.matmul", c.kernels.matmul, ("auto", *scaled_matmul.BACKENDS))
   problems.one_of("memory.remat", c.memory.remat, model_config.REMAT)
+  names = {k: c.memory[k] for k in ("norms", "gated", "residual")}
+  for key, name in names.items():
+    problems.one_of(f"memory.{key}", name, tuple(kept.QUANTS))
+  waiting = kept.Kept(**{k: kept.QUANTS.get(name) for k, name in names.items()})
   return model_config.Execution(
     jnp.dtype(compute if compute in ("bfloat16", "float32") else "float32"),
-    implementation, c.memory.remat, c.memory.loss_chunk, layout, c.precision.smooth_swiglu,
+    implementation, c.memory.remat, waiting, c.memory.loss_chunk, layout,
+    c.precision.smooth_swiglu,
   )  # fmt: skip
 
 
@@ -371,26 +376,11 @@ def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 # Keys that may change between a run and its continuation without changing its result.
 _HARMLESS = (
   "log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
-  "memory.", "data.workers", "data.prefetch", "init.hf", "optim.on_nonfinite", "calibrate.",
-  "precision.strict", "precision.calibration",
+  "memory.remat", "memory.target", "memory.loss_chunk", "data.workers", "data.prefetch", "init.hf",
+  "optim.on_nonfinite", "calibrate.", "precision.strict", "precision.calibration",
 )  # fmt: skip
 
 
 def refused_changes(changes: dict[str, Any], accepted) -> list[str]:
   """Those changed keys that alter the result of a resumed run and were not accepted."""
   return [k for k in changes if not k.startswith(_HARMLESS) and k not in accepted]
-
-
-def nearest_key(key: str, known) -> str | None:
-  """The known key most like a mistyped one."""
-  matches = difflib.get_close_matches(key, known, 1, 0.5)
-  if not matches:
-    last = key.rpartition(".")[2]
-    by_last = {k.rpartition(".")[2]: k for k in known}
-    matches = [by_last[m] for m in difflib.get_close_matches(last, by_last, 1, 0.5)]
-  return matches[0] if matches else None
-
-
-def folder_of(path: str, workdir: str, name: str) -> str:
-  """`path`, or a folder of that name under the workdir."""
-  return os.path.expanduser(path) if path else os.path.join(workdir, name)

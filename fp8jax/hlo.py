@@ -142,7 +142,8 @@ class _Program:
     for i in self.computations[name or self.entry].values():
       again = inside.is_recompute or _RECOMPUTED in i.op_name
       scope = _SCOPE.search(i.op_name)
-      key = inside.key or (Key(scope[1], scope[2], again) if scope else None)
+      # What a backward pass computes again may name its gradients so too: these are never repeated.
+      key = inside.key or (Key(scope[1], scope[2], again and scope[2] == "fwd") if scope else None)
       if product := self._product(i, name or self.entry, inside, key):
         yield product
       callees = [callee for callee in i.called if self._multiplies(callee)]

@@ -104,7 +104,7 @@ def _prepare(c: config.Config, workdir: str):
   """Tokenizes every source into ArrayRecord files."""
   if jax.process_count() > 1:
     raise UserError("--job=prepare works in one process; leave the others out")
-  target = config.folder_of(c.prepare.path, workdir, "prepared")
+  target = _folder_of(c.prepare.path, workdir, "prepared")
   out = writers.console(stderr=True)
   return prepare.run(config.resolve_data(c), target, c.prepare.shard_tokens, out)
 
@@ -127,7 +127,7 @@ def _export(plan: config.Plan, workdir: str):
   params = weights.master(params)
   if plan.config.export.merge_smooth:
     params = _merge_smooth(plan, params)
-  target = config.folder_of(plan.config.export.path, workdir, "hf")
+  target = _folder_of(plan.config.export.path, workdir, "hf")
   dtype = plan.config.export.dtype
   dtype = meta["weights_dtype"] if dtype == "auto" else dtype
   source = os.path.join(workdir, "hf_source")
@@ -174,7 +174,7 @@ def _calibrate(plan: config.Plan, workdir: str):
   finally:
     stream.close()
   os.makedirs(workdir, exist_ok=True)
-  path = config.folder_of(c.calibrate.path, workdir, "calibration.json")
+  path = _folder_of(c.calibrate.path, workdir, "calibration.json")
   writers.write_json(*os.path.split(path), table)
   return {"table": path, "rows": len(table["rows"]), "batches": table["batches"], "step": step}
 
@@ -227,6 +227,11 @@ def _restore_memories(plan: config.Plan, workdir: str, step: int):
   return memories
 
 
+def _folder_of(path: str, workdir: str, name: str) -> str:
+  """`path`, or a folder of that name under the workdir."""
+  return os.path.expanduser(path) if path else os.path.join(workdir, name)
+
+
 # --- command line --------------------------------------------------------------------------------
 
 
@@ -251,7 +256,7 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
     for arg in argv[1:]:
       key = arg.lstrip("-").partition("=")[0]
       if key.startswith("config.") and key.removeprefix("config.") not in known:
-        near = config.nearest_key(key.removeprefix("config."), known)
+        near = _nearest_key(key.removeprefix("config."), known)
         hint = f"; did you mean --config.{near}?" if near else "; see configs/base.py for all keys"
         sys.exit(f"error: unknown key --{key}{hint}")
     sys.exit(f"error: {path}: {str(e).strip(chr(34))}")
@@ -267,6 +272,16 @@ def _config_path(argv: list[str]) -> str | None:
     if name == "config" and arg.startswith("-"):
       return (value if is_joined else following).partition(":")[0]
   return None
+
+
+def _nearest_key(key: str, known) -> str | None:
+  """The known key most like a mistyped one."""
+  matches = difflib.get_close_matches(key, known, 1, 0.5)
+  if not matches:
+    last = key.rpartition(".")[2]
+    by_last = {k.rpartition(".")[2]: k for k in known}
+    matches = [by_last[m] for m in difflib.get_close_matches(last, by_last, 1, 0.5)]
+  return matches[0] if matches else None
 
 
 def _nearest_file(path: str) -> str:

@@ -285,6 +285,39 @@ def test_nothing_is_transposed_before_cublas():
   assert found["kernels"] == {"quantize_fp8": 7 + 2 * 7 + 2 * 4}
 
 
+def amax_of_swiglu() -> list[list[str]]:
+  """Results and operands of every fusion in silu(gate) * up and the scale of all of it, on H200."""
+  import jax
+  import jax.numpy as jnp
+  from jax.sharding import SingleDeviceSharding
+
+  from fp8jax import target
+  from fp8jax.ops import later
+  from fp8jax.quant import quantize
+  from fp8jax.recipes import TENSOR_CURRENT
+
+  def both(gate, up):
+    h = later.silu_mul(gate, up).value()
+    return h, quantize.quantize(h, TENSOR_CURRENT.fwd.lhs, contraction=1).scale
+
+  (device,) = target.resolve(load("configs/base.py", {}), "h200:1")[1]
+  x = jax.ShapeDtypeStruct((8192, 18944), jnp.bfloat16, sharding=SingleDeviceSharding(device))
+  text = jax.jit(both).lower(x, x).compile().as_text()
+  found = re.findall(r"= (.*?) fusion\((.*?)\)", text[text.index("\nENTRY") :])
+  return [[re.sub(r"\{[^}]*\}", "", part) for part in pair] for pair in found]
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_the_amax_of_a_tensor_begins_where_the_tensor_is_made():
+  """COAT's group scaling: one pass gives silu(gate) * up and maxima, the next reads only these."""
+  (first, _), *rest = elsewhere("amax_of_swiglu()")
+  assert re.search(r"\(.*bf16\[8192,18944\].*\)", first) and first.count("[") == 2, first
+  assert rest and not any("8192,18944" in result for result, _ in rest)
+  sizes = [int(n) for n in re.findall(r"\[(\d+)\]", first)]
+  assert max(sizes) <= 18944
+
+
 def table_of_recipes(config_path: str):
   """Markdown: every recipe of a config's model on eight H200s, as the compiled step has it."""
   from fp8jax import recipes

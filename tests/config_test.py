@@ -81,6 +81,8 @@ ENUMERATED = [
   ("export.dtype", "bf16", "bfloat16", "auto"),
   ("kernels.attention", "cuddn", "cudnn", "auto"),
   ("kernels.matmul", "refrence", "reference", "auto"),
+  ("memory.gated", "e4m3_12", "e4m3_128", "none"),
+  ("memory.norms", "non", "none", "e4m3_16"),
   ("memory.remat", "ful", "full", "linears"),
   ("optim.on_nonfinite", "stopp", "stop", "skip"),
   ("optim.schedule", "wds", "wsd", "constant"),
@@ -130,6 +132,13 @@ MISTAKES = {
   "no batch": (["batch=0 must be at least 1"], {"batch": 0}),
   "no length": (["length=0 must be at least 1"], {"length": 0}),
   "no chunk": (["memory.loss_chunk=0 must be at least 1"], {"memory.loss_chunk": 0}),
+  # --- what waits for the backward pass
+  "residual that does not wait": (
+    ["memory.residual with memory.remat='linears'", "only 'full'", "set memory.norms"],
+    {"memory.residual": "e4m3_16", "memory.remat": "linears"}),
+  "group on two devices": (
+    ["memory.gated has groups of 128", "2 devices have 384 / 2", "another mesh.tensor"],
+    {"memory.gated": "e4m3_128", "model.intermediate_size": 384, "mesh.tensor": 2}, 8),
   "nothing to evaluate": (["eval.tokens=0 must be at least 1"], {"eval.tokens": 0}),
   "no microbatches": (["accumulation=0 must be at least 1"], {"accumulation": 0}),
   "no evaluation batch": (["eval.batch=0 must be at least 1"], {"eval.batch": 0}),
@@ -428,6 +437,8 @@ def test_every_key_is_refused_or_harmless_on_resume():
   keys = set(config.flatten(base.get_config()))
   refused = set(config.refused_changes(dict.fromkeys(keys), ()))
   whole = {"seed", "steps", "batch", "accumulation", "length"}
+  # What waits in a narrow copy has another gradient.
+  whole |= {"memory.norms", "memory.gated", "memory.residual"}
   sections = ("model.", "precision.", "data.", "optim.", "loss_scale.")
   harmless = {
     "data.workers", "data.prefetch", "optim.on_nonfinite", "precision.strict",

@@ -32,7 +32,7 @@ FLOORS = (
   ("checkpoint data interrupts metrics optim writers", (0, 1)),
   (
     "account batches calibration config diagnose evaluate flax hlo loss_scale precision proof"
-    " report step target train watch",
+    " report step target train waiting watch",
     (0, 1, 2, 3, 4, 5),
   ),
   ("jobs", (0, 1, 2, 3, 4, 5, 6)),
@@ -46,9 +46,9 @@ BANNED = {"torch", "transformers", "pickle", "cloudpickle", "dill", "joblib", "s
 
 # Where alone these are named. A product, a derivative or an attention elsewhere escapes its recipe.
 PLACES = {
-  # Of the GEMM; of the feed-forward layer and of the loss, made of the same GEMMs; of parameters,
-  # whose gradients are kept otherwise than they are.
-  "custom_vjp": ("ops/dot.py", "ops/gated.py", "ops/loss.py", "ops/weights.py"),
+  # Of the GEMM; of the feed-forward layer and of the loss, made of the same GEMMs; of what waits
+  # for a derivative in a narrow copy; of parameters, whose gradients are kept otherwise than they.
+  "custom_vjp": tuple(f"ops/{n}.py" for n in ("dot", "gated", "kept", "later", "loss", "weights")),
   "dot_general": ("ops/dot.py", "kernels/"),
   "dot_product_attention": ("ops/attention.py",),
   # Recorded with a run's results, never obeyed; what XLA asks before it compiles without a GPU.

@@ -90,13 +90,22 @@ def test_every_recipe_is_compiled_for_h200_too(remat):
   assert set(compiled) == set(NARROW)
 
 
-@pytest.mark.parametrize("remat", ["none", "linears", "quantized", "full"])
-def test_recomputed_products_are_counted(remat):
-  rows = _strict(_plan("block_128_saved", memory__remat=remat))
-  repeated = {
-    "none": "", "linears": "attn/o", "quantized": "attn/o",
-    "full": "attn/k attn/o attn/q attn/v mlp/gate mlp/up",
-  }[remat].split()  # fmt: skip
+GROUPS = "e4m3_16"
+# (policy, what waits in a narrow copy, sites of a layer whose forward product is repeated).
+REPEATED = [
+  ("none", {}, ""),
+  ("linears", {}, "attn/o"),
+  ("quantized", {}, "attn/o"),
+  ("full", {}, "attn/k attn/o attn/q attn/v mlp/gate mlp/up"),
+  ("linears", {"memory__norms": GROUPS}, ""),
+  ("full", {"memory__residual": GROUPS}, "attn/k attn/o attn/q attn/v mlp/gate mlp/up"),
+]
+
+
+@pytest.mark.parametrize("remat, copies, repeated", REPEATED, ids=str)
+def test_recomputed_products_are_counted(remat, copies, repeated):
+  rows = _strict(_plan("block_128_saved", memory__remat=remat, **copies))
+  repeated = repeated.split()
   assert {r.key.site for r in rows if r.key.is_recompute} == {f"layers/{s}" for s in repeated}
   # Two layers; steps of 128 along K: 192 forward, 128 backward, 256 tokens.
   again = {"fwd again": 4} if "mlp/gate" in repeated else {}
@@ -403,7 +412,7 @@ def test_a_shared_loop_belongs_to_each_of_its_callers():
   text = """
 body {
   x = f8e4m3fn[64,32]{1,0} parameter(0)
-  ROOT d = f32[64,64]{1,0} dot(x, x), lhs_contracting_dims={1}, rhs_contracting_dims={1}, metadata={op_name="a/layers/mlp/gate:dgrad/while/body/dot_general"}
+  ROOT d = f32[64,64]{1,0} dot(x, x), lhs_contracting_dims={1}, rhs_contracting_dims={1}, metadata={op_name="a/layers/mlp/gate:fwd/while/body/dot_general"}
 }
 
 condition {
@@ -414,11 +423,11 @@ condition {
 
 ENTRY main {
   i = s32[] parameter(0)
-  gate = (s32[], /*index=1*/f32[64,64]{1,0}) while(i), condition=condition, body=body, metadata={op_name="a/layers/mlp/gate:dgrad/while"}
-  up = (s32[], f32[64,64]{1,0}) while(i), condition=condition, body=body, metadata={op_name="a/rematted_computation/layers/mlp/up:dgrad/while"}
+  gate = (s32[], /*index=1*/f32[64,64]{1,0}) while(i), condition=condition, body=body, metadata={op_name="a/layers/mlp/gate:fwd/while"}
+  up = (s32[], f32[64,64]{1,0}) while(i), condition=condition, body=body, metadata={op_name="a/rematted_computation/layers/mlp/up:fwd/while"}
 }
 """  # noqa: E501
-  keys = [hlo.Key("layers/mlp/gate", "dgrad"), hlo.Key("layers/mlp/up", "dgrad", True)]
+  keys = [hlo.Key("layers/mlp/gate", "fwd"), hlo.Key("layers/mlp/up", "fwd", True)]
   assert [(p.key, p.times) for p in hlo.products(text, "cpu")] == [(key, 9) for key in keys]
 
 

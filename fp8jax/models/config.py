@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from fp8jax import axes
 from fp8jax.ops.attention import Implementation
+from fp8jax.ops.kept import Kept
 
 REMAT = ("none", "linears", "quantized", "full")
 
@@ -127,6 +128,7 @@ class Execution:
       and attention and recomputes norms, activations and quantization, "quantized" also keeps the
       narrow inputs of recipes that save them, so that no quantization is repeated, "full" keeps
       only each layer's input.
+    kept: what of it waits in a narrow copy; `kept.residual` for remat "full" alone.
     loss_chunk: positions per chunk of the cross-entropy.
     smooth_swiglu: how the feed-forward layer multiplies, a key of swiglu.FORMS.
     layout: mesh and sharding tables.
@@ -135,6 +137,24 @@ class Execution:
   dtype: jnp.dtype = jnp.dtype(jnp.float32)
   attention: Implementation = "xla"
   remat: str = "none"
+  kept: Kept = Kept()
   loss_chunk: int = 512
   layout: axes.Layout = axes.LOCAL
   smooth_swiglu: str = "none"
+
+  def problems(self, model: ModelConfig) -> list[str]:
+    """What makes it impossible to run this model so, in words; empty if nothing does."""
+    found = []
+    if self.kept.residual is not None and self.remat != "full":
+      found.append(
+        f"memory.residual with memory.remat={self.remat!r}: only 'full' keeps the input of every "
+        "layer as such; elsewhere it waits because norms read it, so set memory.norms instead"
+      )
+    shards = self.layout.size(self.layout.act_axes("F"))
+    if self.kept.gated is not None and model.intermediate_size // shards % self.kept.gated.tile[1]:
+      found.append(
+        f"memory.gated has groups of {self.kept.gated.tile[1]} channels, and {shards} devices have "
+        f"{model.intermediate_size} / {shards} of gate and up each: a group would lie on two. Take "
+        "a smaller group, or another mesh.tensor"
+      )
+    return found

@@ -6,7 +6,7 @@ from fp8jax import axes
 from fp8jax.models.config import Execution, ModelConfig
 from fp8jax.ops import later
 from fp8jax.ops.attention import attention
-from fp8jax.ops.basic import add_bias, rms_norm, rotate
+from fp8jax.ops.basic import add_bias, rotate
 from fp8jax.ops.dot import dot, dots
 from fp8jax.params import Param
 
@@ -40,7 +40,7 @@ def apply(p, s, x_BLD, rope, segments_BL, cfg: ModelConfig, run: Execution):
     rope: (cos_BLK, sin_BLK).
     segments_BL: document of each token, or None if documents may attend to each other.
   """
-  h_BLD = later.rms_norm(x_BLD, p["norm"], cfg.norm_eps)
+  h_BLD = later.rms_norm(x_BLD, p["norm"], cfg.norm_eps, keep=run.kept.norms)
   q_BLHK, k_BLGK, v_BLGK = dots(
     ("BLD,DHK->BLHK", "BLD,DGK->BLGK", "BLD,DGK->BLGK"),
     h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]),
@@ -50,8 +50,8 @@ def apply(p, s, x_BLD, rope, segments_BL, cfg: ModelConfig, run: Execution):
     k_BLGK = add_bias(k_BLGK, p["k_bias"])
     v_BLGK = add_bias(v_BLGK, p["v_bias"])
   if cfg.qk_norm:
-    q_BLHK = rms_norm(q_BLHK, p["q_norm"], cfg.norm_eps)
-    k_BLGK = rms_norm(k_BLGK, p["k_norm"], cfg.norm_eps)
+    q_BLHK = later.rms_norm(q_BLHK, p["q_norm"], cfg.norm_eps, keep=run.kept.norms).value()
+    k_BLGK = later.rms_norm(k_BLGK, p["k_norm"], cfg.norm_eps, keep=run.kept.norms).value()
   q_BLHK = checkpoint_name(rotate(q_BLHK, *rope), "linear")
   k_BLGK = checkpoint_name(rotate(k_BLGK, *rope), "linear")
   v_BLGK = checkpoint_name(v_BLGK, "linear")

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from fp8jax.models.config import ModelConfig
+from fp8jax.models.config import Execution, ModelConfig
 from fp8jax.ops import later, smooth
 from fp8jax.ops.basic import rms_norm
 from fp8jax.ops.dot import dot
@@ -22,13 +22,13 @@ def params(cfg: ModelConfig):
   }
 
 
-def apply(p, s, x_BLD, cfg: ModelConfig, form: str = "none"):
-  """x + down(silu(gate(norm(x))) * up(norm(x))), multiplied as FORMS[form] does."""
-  h_BLD = later.rms_norm(x_BLD, p["norm"], cfg.norm_eps)
+def apply(p, s, x_BLD, cfg: ModelConfig, run: Execution):
+  """x + down(silu(gate(norm(x))) * up(norm(x))), multiplied as FORMS says."""
+  h_BLD = later.rms_norm(x_BLD, p["norm"], cfg.norm_eps, keep=run.kept.norms)
   equations = ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD")
   names = ("gate", "up", "down")
-  return x_BLD + FORMS[form](
-    equations, h_BLD, [p[n] for n in names], [s[n] for n in names], name="linear"
+  return x_BLD + FORMS[run.smooth_swiglu](
+    equations, h_BLD, [p[n] for n in names], [s[n] for n in names], "linear", run.kept.gated
   )
 
 

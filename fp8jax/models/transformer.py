@@ -20,8 +20,7 @@ from fp8jax import axes
 from fp8jax import params as params_lib
 from fp8jax.models import gqa, rope, swiglu
 from fp8jax.models.config import Execution, ModelConfig
-from fp8jax.ops import smooth, weights
-from fp8jax.ops.basic import rms_norm
+from fp8jax.ops import kept, later, smooth, weights
 from fp8jax.ops.dot import SAVED_NAME, dot
 from fp8jax.ops.loss import cross_entropy
 from fp8jax.params import Param
@@ -48,42 +47,54 @@ def site_params(cfg: ModelConfig):
 def hidden(params, sites, batch, cfg: ModelConfig, run: Execution):
   """Normalised last hidden states [B, L, D] in the compute dtype."""
   params = _with_values(params)
-  x_BLD, _ = _layers(params, sites, batch, cfg, run)
-  return rms_norm(x_BLD, params["norm"], cfg.norm_eps)
+
+  def layer(x_BLD, layer, angles, segments_BL):
+    p, s = layer
+    x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, segments_BL, cfg, run)
+    x_BLD = swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run)
+    return axes.constrain(x_BLD, "BLD", run.layout)
+
+  layer = _remat(layer, run)
+  step = lambda *args: (layer(*args), None)  # noqa: E731
+  x_BLD, _ = _over_layers(step, params, sites, batch, cfg, run)
+  return later.rms_norm(x_BLD, params["norm"], cfg.norm_eps, keep=run.kept.norms).value()
 
 
 def channel_scales(params, sites, batch, cfg: ModelConfig, run: Execution):
   """float32 [N, F]: swiglu.channel_scales of every layer at a batch."""
-  return _layers(_with_values(params), sites, batch, cfg, run, swiglu.channel_scales)[1]
+
+  def layer(x_BLD, layer, angles, segments_BL):
+    p, s = layer
+    x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, segments_BL, cfg, run)
+    scales_F = swiglu.channel_scales(p["mlp"], s["mlp"], x_BLD, cfg)
+    return swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run), scales_F
+
+  return _over_layers(layer, _with_values(params), sites, batch, cfg, run)[1]
 
 
-def _layers(params, sites, batch, cfg: ModelConfig, run: Execution, look=lambda *_: None):
-  """(residual stream [B, L, D] after the last layer, what `look` gives of every feed-forward).
+def _over_layers(layer, params, sites, batch, cfg: ModelConfig, run: Execution):
+  """(residual stream [B, L, D] after the last layer, what else layers give, stacked).
 
   Args:
-    look: (parameters, sites, input, cfg) of one -> anything, stacked over layers.
+    layer: (residual stream, (parameters, sites), angles, segments or None) -> (stream, anything).
   """
   x_BLD = jnp.take(params["embed"], batch["tokens_BL"], axis=0, mode="clip").astype(run.dtype)
   x_BLD = axes.constrain(x_BLD, "BLD", run.layout)
   angles = rope.cos_sin(batch["positions_BL"], cfg)
 
-  def layer(x_BLD, layer):
-    p, s = layer
-    x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, batch.get("segments_BL"), cfg, run)
-    seen = look(p["mlp"], s["mlp"], x_BLD, cfg)
-    x_BLD = swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run.smooth_swiglu)
-    return axes.constrain(x_BLD, "BLD", run.layout), seen
+  def step(x_BLD, of_layer):
+    return layer(x_BLD, of_layer, angles, batch.get("segments_BL"))
 
-  start, looks = 0, []
+  start, found = 0, []
   for run_of_layers in sites["layers"]:
     stop = start + jax.tree.leaves(run_of_layers)[0].shape[0]
     of_run = params["layers"]
     if stop - start < cfg.num_layers:
       of_run = jax.tree.map(lambda p, a=start, b=stop: p[a:b], of_run)
-    x_BLD, seen = jax.lax.scan(_remat(layer, run.remat), x_BLD, (of_run, run_of_layers))
+    x_BLD, more = jax.lax.scan(step, x_BLD, (of_run, run_of_layers))
     start = stop
-    looks.append(seen)
-  return x_BLD, jax.tree.map(lambda *runs: jnp.concatenate(runs), *looks)
+    found.append(more)
+  return x_BLD, jax.tree.map(lambda *runs: jnp.concatenate(runs), *found)
 
 
 def alignment(params):
@@ -122,12 +133,14 @@ def _head(params, cfg: ModelConfig):
   return params["head"], "BLD,DV->BLV"
 
 
-def _remat(layer, policy: str):
-  if policy == "none":
+def _remat(layer, run: Execution):
+  if run.kept.residual is not None:
+    return kept.from_narrow_input(layer, run.kept.residual)
+  if run.remat == "none":
     return layer
   saved = jax.checkpoint_policies.nothing_saveable
-  names = {"linears": ("linear",), "quantized": ("linear", SAVED_NAME)}
-  if policy in names:
-    saved = jax.checkpoint_policies.save_only_these_names(*names[policy])
+  names = {"linears": ("linear", kept.NAME), "quantized": ("linear", kept.NAME, SAVED_NAME)}
+  if run.remat in names:
+    saved = jax.checkpoint_policies.save_only_these_names(*names[run.remat])
   # Inside scan the loop already keeps XLA from merging forward and recomputation.
   return functools.partial(jax.checkpoint, policy=saved, prevent_cse=False)(layer)

@@ -12,8 +12,8 @@ an activation tile of 1x128 does not, so x and g are quantised a second time, al
 weight gradient. What waits for the backward pass is w as it came in (weights are always quantised
 from the master copy) and x: as it came in, or, where the recipe saves narrow, already as the
 operand of the weight gradient. An x that is only computed in the quantizer (later.py) waits as what
-it is computed from. Gradients of w come back in w's dtype (float32 masters give float32
-weight gradients).
+it is computed from, and so does one that asks for narrow copies of that (kept.py). Gradients of w
+come back in w's dtype (float32 masters give float32 weight gradients).
 
 Letters carry the sharding (axes.py). A product runs inside `shard_map`: the weight shard is made
 narrow first and gathered narrow where its tiles allow, partial sums over split letters are reduced,
@@ -35,6 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.kernels import scaled_matmul
 from fp8jax.ops import activations, collectives, guard, later, operands, weights
+from fp8jax.ops import kept as kept_lib
 from fp8jax.ops.later import Later
 from fp8jax.ops.operands import Matrix, Narrow
 from fp8jax.ops.plan import Inputs, Plan, make_plan
@@ -129,7 +130,12 @@ def can_make_input(plan: Plan, x: Later) -> bool:
 
 
 def settled(plans: Sequence[Plan], x):
-  """x, computed now unless all of these dots compute it as they read it."""
+  """x, computed now unless these dots compute it as they read it, or keep what it is made of."""
+  return x if isinstance(x, Later) and x.keep is not None else readable(plans, x)
+
+
+def readable(plans: Sequence[Plan], x):
+  """x as these products take it: computed, unless all of them compute it as they read it."""
   if isinstance(x, Later) and not all(can_make_input(plan, x) for plan in plans):
     return x.value()
   return x
@@ -149,7 +155,7 @@ def claim(plans: Sequence[Plan], x, ws, sites: Sequence[Site]):
 
 def multiply(plans, x, ws, inputs):
   """The forward products alone."""
-  shared = activations.Shared(0, x)
+  shared = activations.Shared(0, readable(plans, x))
   return tuple(
     forward(plan, shared.operands(plan, n, i, (0,))[0], weights.read(w), i)
     for n, (plan, w, i) in enumerate(zip(plans, ws, inputs))
@@ -158,8 +164,13 @@ def multiply(plans, x, ws, inputs):
 
 def multiply_and_keep(plans, x, ws, taps, inputs):
   """(the forward products, what `gradients` needs)."""
-  is_kept_narrow = any(plan.recipe.save is Save.QUANTIZED for plan in plans)
-  shared, kept = activations.Shared(0, x, is_watched=is_kept_narrow), activations.Shared(0, x)
+  taken = readable(plans, x)
+  # A narrow copy has no infinity, so x is watched where it is whole; nor can an operand that was
+  # made of x be made of the copy again.
+  is_copied = isinstance(x, Later) and x.keep is not None
+  name = kept_lib.NAME if is_copied else SAVED_NAME
+  is_watched = is_copied or any(plan.recipe.save is Save.QUANTIZED for plan in plans)
+  shared, kept = activations.Shared(0, taken, is_watched), activations.Shared(0, taken)
   ys, seen = [], []
   saved = {}
   for n, (plan, w, tap, i) in enumerate(zip(plans, ws, taps, inputs)):
@@ -174,17 +185,18 @@ def multiply_and_keep(plans, x, ws, taps, inputs):
       mine, narrow = shared.operands(plan, n, i, (0, 2))
       if how not in saved:
         narrow = save_input(plan, narrow, i)
-        saved[how] = jax.tree.map(lambda t: checkpoint_name(t, SAVED_NAME), narrow)
+        saved[how] = jax.tree.map(lambda t: checkpoint_name(t, name), narrow)
     # What is computed again in the backward pass is seen there: then it need not be made once more
     # where the forward pass is repeated for other reasons.
     of_x = None
-    if not isinstance(x, Later) or how != "input" or plan.statistics > observe.QUIET:
-      of_x = look(plan, "x", later.value(x), i, shared.amax)
+    is_seen_again = isinstance(taken, Later) and not is_copied and how == "input"
+    if not is_seen_again or plan.statistics > observe.QUIET:
+      of_x = look(plan, "x", later.value(taken), i, shared.amax)
     seen.append((of_x, look(plan, "w", w, i)))
     ys.append(forward(plan, mine, w, i))
   if isinstance(x, Later):
-    saved["input"] = x  # its gradient goes on to its sources
-  seen = jax.tree.map(lambda t: checkpoint_name(t, SAVED_NAME), tuple(seen))
+    saved["input"] = x.kept()  # its gradient goes on to its sources
+  seen = jax.tree.map(lambda t: checkpoint_name(t, kept_lib.NAME), tuple(seen))
   return tuple(ys), (saved, tuple(map(weights.waiting, ws)), seen, inputs)
 
 
@@ -195,7 +207,7 @@ def gradients(plans, residuals, gs):
     gs: one per product, or all of them as one of `later`.
   """
   saved, ws, seen, inputs = residuals
-  shared = activations.Shared(0, input_of(residuals), is_watched=True)
+  shared = activations.Shared(0, readable(plans, input_of(plans, residuals)), is_watched=True)
   made = amaxes = [None] * len(plans)
   if isinstance(gs, Later):
     made, amaxes = activations.produce(plans, 2, gs, (1, 2), is_watched=True)
@@ -220,14 +232,15 @@ def gradients(plans, residuals, gs):
   return dx, tuple(dws), tuple(taps)
 
 
-def input_of(residuals):
-  """x of `multiply_and_keep`: always there if it is one of `later`."""
-  return residuals[0].get("input")
+def input_of(plans, residuals):
+  """x of `multiply_and_keep`, or a copy: always there if it is one of `later`."""
+  x = residuals[0].get("input")
+  return x.restored(plans[0].x_dtype) if isinstance(x, Later) else x
 
 
-def pulled(residuals, dx):
+def pulled(plans, residuals, dx):
   """The cotangent of x from `gradients`' dx."""
-  x = input_of(residuals)
+  x = input_of(plans, residuals)
   return x.pull(dx) if isinstance(x, Later) else dx
 
 
@@ -239,7 +252,7 @@ def _dots(plans, x, ws, taps, inputs):
 
 def _dots_bwd(plans, residuals, gs):
   dx, dws, taps = gradients(plans, residuals, gs)
-  return pulled(residuals, dx), dws, taps, None
+  return pulled(plans, residuals, dx), dws, taps, None
 
 
 _dots.defvjp(multiply_and_keep, _dots_bwd)

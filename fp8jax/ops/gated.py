@@ -14,9 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.ops import activations, later
 from fp8jax.ops import dot as dot_lib
+from fp8jax.recipe import Quant
 
 
-def gated(eqns, x, ws, sites, name: str):
+def gated(eqns, x, ws, sites, name: str, keep: Quant | None = None):
   """down(silu(gate(x)) * up(x)) in the precisions that the sites prescribe.
 
   Args:
@@ -25,6 +26,7 @@ def gated(eqns, x, ws, sites, name: str):
     ws: weights of the three.
     sites: of the three.
     name: by which a policy of rematerialization may keep the outputs of gate and up.
+    keep: how these wait for the backward pass; None: as they are.
 
   Returns:
     What down gives, in x's dtype.
@@ -37,35 +39,35 @@ def gated(eqns, x, ws, sites, name: str):
   if activations.can_produce(plans[:2], 2, gradients, (1, 2)) and (
     dot_lib.can_make_input(plans[2], h)
   ):
-    return _gated((plans, name), *dot_lib.claim(plans, x, ws, sites))
+    return _gated((plans, name, keep), *dot_lib.claim(plans, x, ws, sites))
   gate_up = dot_lib.dots(eqns[:2], x, ws[:2], sites[:2])
   gate, up = (checkpoint_name(y, name) for y in gate_up)
-  return dot_lib.dot(eqns[2], later.silu_mul(gate, up), ws[2], sites[2])
+  return dot_lib.dot(eqns[2], later.silu_mul(gate, up, keep=keep), ws[2], sites[2])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated(static, x, ws, taps, inputs):
-  plans, _ = static
+  plans = static[0]
   del taps
   gate, up = dot_lib.multiply(plans[:2], x, ws[:2], inputs[:2])
   return dot_lib.multiply(plans[2:], later.silu_mul(gate, up), ws[2:], inputs[2:])[0]
 
 
 def _fwd(static, x, ws, taps, inputs):
-  plans, name = static
+  plans, name, keep = static
   y, first = dot_lib.multiply_and_keep(plans[:2], x, ws[:2], taps[:2], inputs[:2])
-  h = later.silu_mul(*(checkpoint_name(t, name) for t in y))
+  h = later.silu_mul(*(checkpoint_name(t, name) for t in y), keep=keep)
   (y,), second = dot_lib.multiply_and_keep(plans[2:], h, ws[2:], taps[2:], inputs[2:])
   return y, (first, second)
 
 
 def _bwd(static, residuals, g):
-  plans, _ = static
+  plans = static[0]
   first, second = residuals
   dh, of_down, taps_of_down = dot_lib.gradients(plans[2:], second, (g,))
-  sources = dot_lib.input_of(second).sources
+  sources = dot_lib.input_of(plans[2:], second).sources
   dx, dws, taps = dot_lib.gradients(plans[:2], first, later.silu_mul_gradients(dh, *sources))
-  return dot_lib.pulled(first, dx), (*dws, *of_down), (*taps, *taps_of_down), None
+  return dot_lib.pulled(plans[:2], first, dx), (*dws, *of_down), (*taps, *taps_of_down), None
 
 
 _gated.defvjp(_fwd, _bwd)

@@ -14,6 +14,8 @@ import jax
 
 from fp8jax.kernels.quantize import producers
 from fp8jax.ops import basic
+from fp8jax.ops import kept as kept_lib
+from fp8jax.recipe import Quant
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +30,8 @@ class Later:
     operands: (*sources, *constants) -> (matrices, factors) that the producer takes; matrices have
       the shape of the result, factors that of its leading or of its trailing dimensions.
     constants: hashable.
+    keep: how sources of the result's shape wait for the backward pass; None: as they are, or as
+      what differentiation makes of the plain function.
   """
 
   sources: tuple[Any, ...]
@@ -35,6 +39,7 @@ class Later:
   producer: producers.Producer = dataclasses.field(metadata=dict(static=True))
   operands: Callable = dataclasses.field(metadata=dict(static=True))
   constants: tuple = dataclasses.field(default=(), metadata=dict(static=True))
+  keep: Quant | None = dataclasses.field(default=None, metadata=dict(static=True))
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -46,7 +51,19 @@ class Later:
 
   def value(self):
     """The array, or a tuple of several."""
-    return self.function(*self.sources, *self.constants)
+    return _plainly(self) if self.keep is None else _and_keep(self)
+
+  def kept(self) -> "Later":
+    """It as it waits for the backward pass, of use to `restored` alone."""
+    if self.keep is None:
+      return self
+    sources = (kept_lib.keep(s, self.keep) if s.shape == self.shape else s for s in self.sources)
+    return dataclasses.replace(self, sources=tuple(sources))
+
+  def restored(self, dtype) -> "Later":
+    """What waited, its matrices in `dtype` again."""
+    sources = tuple(kept_lib.restored(s, dtype) for s in self.sources)
+    return dataclasses.replace(self, sources=sources)
 
   def made_of(self):
     """What the producer takes: (matrices, factors)."""
@@ -62,14 +79,14 @@ class Later:
     return dataclasses.replace(self, sources=pull(g))
 
 
-def rms_norm(x, weight_D, eps: float) -> Later:
+def rms_norm(x, weight_D, eps: float, *, keep: Quant | None = None) -> Later:
   """basic.rms_norm, later."""
-  return Later((x, weight_D), basic.rms_norm, producers.RMS_NORM, _of_norm, (eps,))
+  return Later((x, weight_D), basic.rms_norm, producers.RMS_NORM, _of_norm, (eps,), keep)
 
 
-def silu_mul(gate, up) -> Later:
+def silu_mul(gate, up, *, keep: Quant | None = None) -> Later:
   """basic.silu_mul, later."""
-  return Later((gate, up), basic.silu_mul, producers.SWIGLU, _matrices)
+  return Later((gate, up), basic.silu_mul, producers.SWIGLU, _matrices, keep=keep)
 
 
 def silu_mul_gradients(g, gate, up) -> Later:
@@ -81,6 +98,16 @@ def silu_mul_gradients(g, gate, up) -> Later:
 def value(t):
   """An array of what may be one already."""
   return t.value() if isinstance(t, Later) else t
+
+
+def _plainly(t: Later):
+  return t.function(*t.sources, *t.constants)
+
+
+_and_keep = jax.custom_vjp(_plainly)
+_and_keep.defvjp(
+  lambda t: (_plainly(t), t.kept()), lambda kept, g: (kept.restored(g.dtype).pull(g),)
+)
 
 
 @jax.named_scope("norm")

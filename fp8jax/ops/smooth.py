@@ -14,8 +14,8 @@ quantization both are plain SwiGLU to the bit, forward and backward, and a const
 differentiation: the layer does not depend on it. Per channel it is taken over all tokens of a
 microbatch, on all devices, so that tokens share it as they share the scale of a tensor.
 
-s is known only when all of up is: these forms write gate, up and their product, which `gated`
-computes inside the quantizer.
+s is known only when all of up is: these forms write up a second time, divided by it, and the
+gradients of gate and up, which `gated` computes inside the quantizer.
 """
 
 import dataclasses
@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8jax.ops import basic, weights
 from fp8jax.ops import dot as dot_lib
+from fp8jax.ops import later, weights
+from fp8jax.recipe import Quant
 
 # The smallest amax that is brought to 1. An up that is 0 everywhere would divide by it, and rows of
 # down's weight times less than this would lose their gradients beside others.
@@ -35,7 +36,7 @@ EPSILON = np.float32(2.0**-24)
 _MAX_EXPONENT = 253
 
 
-def per_channel(eqns, x, ws, sites, name: str):
+def per_channel(eqns, x, ws, sites, name: str, keep: Quant | None = None):
   """`gated` with one s per channel, folded into down's weight.
 
   Args and result are those of `gated`; gate and up end with the letter that down contracts, which
@@ -44,18 +45,18 @@ def per_channel(eqns, x, ws, sites, name: str):
   """
   gate, up = _gate_up(eqns, x, ws, sites, name)
   s_F = channel_scales(up)
-  h = basic.silu_mul(gate, _times(up, 1 / s_F))
+  h = later.silu_mul(gate, _times(up, 1 / s_F), keep=keep)
   down = weights.value(ws[2])
   w = down * s_F.reshape(-1, *(1,) * (down.ndim - 1))
   site = dataclasses.replace(sites[2], recipe=sites[2].recipe.with_current_scales("w"))
   return dot_lib.dot(eqns[2], h, w, site)
 
 
-def per_token(eqns, x, ws, sites, name: str):
+def per_token(eqns, x, ws, sites, name: str, keep: Quant | None = None):
   """`gated` with one s per token, taken back after down. It cannot be folded into weights."""
   gate, up = _gate_up(eqns, x, ws, sites, name)
   s = _power_of_two(jnp.max(_magnitude(up), axis=-1, keepdims=True))
-  h = basic.silu_mul(gate, _times(up, 1 / s))
+  h = later.silu_mul(gate, _times(up, 1 / s), keep=keep)
   return _times(dot_lib.dot(eqns[2], h, ws[2], sites[2]), s)
 
 

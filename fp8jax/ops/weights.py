@@ -70,6 +70,22 @@ def waiting(w):
   return dataclasses.replace(w, sink=None) if isinstance(w, Weight) else w
 
 
+def without_sinks(tree):
+  """`waiting` of every parameter of a tree."""
+  return jax.tree.map(waiting, tree, is_leaf=is_kept)
+
+
+def with_sinks(tree):
+  """The tree that `without_sinks` was given, of parameters that are not stacked."""
+
+  def one(w):
+    if not isinstance(w, Weight):
+      return w
+    return dataclasses.replace(w, sink=sink(w.kept, w.quant, 0))
+
+  return jax.tree.map(one, tree, is_leaf=is_kept)
+
+
 def cotangent(w, g):
   """Of a parameter, from that of what `read` gave: for a custom_vjp that was given the node."""
   if not isinstance(w, Weight):

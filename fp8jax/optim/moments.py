@@ -5,7 +5,6 @@ over thousands of steps: `python experiments/moments/dynamics.py`.
 """
 
 import dataclasses
-import math
 
 from fp8jax.formats import BF16, E4M3, E5M2, F16
 from fp8jax.quant import packed
@@ -87,7 +86,4 @@ def problems(moments: Moments, b2: float) -> list[str]:
 
 def nbytes(quant: Quant | None) -> float:
   """Bytes per element of a large tensor."""
-  if quant is None:
-    return 4.0
-  per_group = 4 + isinstance(quant.transform, Expand) if quant.scale is not Scale.NONE else 0
-  return math.ceil(quant.format.bits / 8) + (per_group / quant.tile[1] if quant.tile[1] else 0.0)
+  return 4.0 if quant is None else packed.nbytes(quant)

@@ -24,6 +24,8 @@ from fp8jax.recipe import CURRENT, WHOLE, Expand, Hadamard, Quant, Rounding, Sca
 
 # Of Expand's exponents: k = power / _POWERS.
 _POWERS = 16
+# Scales of which a byte says everything.
+_POWERS_OF_TWO = (Scale.POW2, Scale.FLOOR, Scale.EVEN)
 
 
 @jax.tree_util.register_dataclass
@@ -33,9 +35,10 @@ class Packed:
 
   Attributes:
     data: the tensor's shape, in the format's dtype.
-    scale: float32, one per tile: [first axes..., groups], or of the first axes for (WHOLE, WHOLE);
-      None for Scale.NONE. With Expand it is the group's amax, and
-      value = scale * (|data| / format.max)^(1 / k) with data's sign.
+    scale: one per tile: [first axes..., groups], or of the first axes for (WHOLE, WHOLE); None for
+      Scale.NONE. float32, or for powers of two their biased exponent in uint8 (OCP E8M0). With
+      Expand it is the group's amax, and value = scale * (|data| / format.max)^(1 / k) with data's
+      sign.
     power: uint8 like scale, 16 k, with Expand; else None.
     quant: how it was made.
   """
@@ -70,7 +73,7 @@ class Packed:
         inverse = np.float32(_POWERS) / self.power.astype(jnp.float32)
         ratio = jnp.abs(groups) * np.float32(1 / quant.format.max)
         groups = jnp.copysign(_power(ratio, inverse[..., None]), groups)
-      wide = _ungrouped(groups * self.scale[..., None], self.shape)
+      wide = _ungrouped(groups * _decoded(self.scale)[..., None], self.shape)
     return jnp.square(wide) if isinstance(quant.transform, SquareRoot) else wide
 
   def repack(self, x, key=None) -> "Packed":
@@ -115,7 +118,7 @@ def pack(x, quant: Quant, *, lead: int = 0, key=None, room=None) -> Packed:
     scale = scale if room is None else jnp.maximum(scale / room, np.float32(2.0**-126))
     values = groups * (1.0 / scale)[..., None]
   data = _rounded(values, quant, key)
-  return Packed(_ungrouped(data, x.shape), scale, power, quant)
+  return Packed(_ungrouped(data, x.shape), _encoded(scale, quant.scale), power, quant)
 
 
 def on_grid(x, scale, like: Packed) -> Packed:
@@ -137,6 +140,18 @@ def check(quant: Quant):
     )
   if quant.scale is Scale.E4M3_OVER_F32:
     raise ValueError(f"{quant}: two-level scales are for GEMM operands; set scale='f32'")
+
+
+def nbytes(quant: Quant) -> float:
+  """Bytes per element of a large tensor."""
+  if quant.scale is Scale.NONE:
+    per_tile = 0
+  elif isinstance(quant.transform, Expand):
+    per_tile = 5
+  else:
+    per_tile = 1 if quant.scale in _POWERS_OF_TWO else 4
+  group = quant.tile[1]
+  return math.ceil(quant.format.bits / 8) + (per_tile / group if group != WHOLE else 0.0)
 
 
 def shardings(kept: Packed, of: NamedSharding | None) -> Packed:
@@ -189,6 +204,19 @@ def _ungrouped(groups, shape: tuple[int, ...]):
     return groups.reshape(shape)
   outer = groups.shape[:-2]
   return groups.reshape(*outer, -1)[..., : math.prod(shape[len(outer) :])].reshape(shape)
+
+
+def _encoded(scale, kind: Scale):
+  """As it is stored: of a normal power of two the exponent's bits, nothing else."""
+  if kind not in _POWERS_OF_TWO:
+    return scale
+  return (jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
+
+
+def _decoded(scale):
+  if scale.dtype != jnp.uint8:
+    return scale
+  return jax.lax.bitcast_convert_type(scale.astype(jnp.uint32) << 23, jnp.float32)
 
 
 def _rounded(values, quant: Quant, key):

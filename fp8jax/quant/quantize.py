@@ -185,7 +185,11 @@ def given_scale(amax, quant: Quant):
 
 
 def _current_scale(tiles, quant: Quant, amax_axes):
-  """float32 [tiles of rows, tiles of columns] from [tiles, rows, tiles, columns] of elements."""
+  """float32 [tiles of rows, tiles of columns] from [tiles, rows, tiles, columns] of elements.
+
+  A maximum of maxima is the same number in any order, so that XLA takes a large tile's in stages,
+  the first where the elements are made if it can: COAT's group scaling (arXiv:2410.19313 §5.2).
+  """
   # Whether a maximum passes NaN on depends on the backend (XLA:CPU's does not): leave none to it.
   amax = jnp.max(jnp.where(jnp.isnan(tiles), 0.0, jnp.abs(tiles)), axis=(1, 3))
   shared = tuple(a for t, axes in zip(quant.tile, amax_axes) if t == WHOLE for a in axes)

@@ -18,9 +18,11 @@ from fp8jax.kernels.quantize import mosaic_sm90 as quantize_sm90
 from fp8jax.kernels.quantize import producers
 from fp8jax.kernels.scaled_matmul import mosaic_sm90, reference
 from fp8jax.models import swiglu
-from fp8jax.ops import activations, basic, later
+from fp8jax.models.config import Execution
+from fp8jax.ops import activations, basic, kept, later
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dot import dot, dots
+from fp8jax.ops.kept import Kept
 from fp8jax.quant import observe, quantize
 from fp8jax.recipe import CURRENT
 
@@ -28,6 +30,7 @@ EPS = 1e-6
 WEIGHTS = axes.as_rules(dict(D="fsdp", F="tensor"))
 ACTS = axes.as_rules(dict(B=("data", "fsdp"), F="tensor"))
 CFG = types.SimpleNamespace(norm_eps=EPS)
+WIDE, GROUPS = Kept(), Kept(norms=kept.QUANTS["e4m3_16"], gated=kept.QUANTS["e4m3_16"])
 SIZES = dict(B=2, L=64, D=128, F=256)
 
 
@@ -119,13 +122,14 @@ def _layer(rng, sizes=SIZES):
   return p, x, g
 
 
-def _run(p, x, g, sites, wrap=lambda f: f):
+def _run(p, x, g, sites, wrap=lambda f: f, waiting=WIDE):
   """Output, gradients and observations of a feed-forward layer."""
+  execution = Execution(kept=waiting)
 
   @jax.jit
   def run(p, x, g, taps):
     def apply(p, x, taps):
-      return swiglu.apply(p, site_lib.with_taps(sites, taps), x, CFG)
+      return swiglu.apply(p, site_lib.with_taps(sites, taps), x, CFG, execution)
 
     y, pull = jax.vjp(wrap(apply), p, x, taps)
     return y, *pull(g)
@@ -145,24 +149,27 @@ def _plainly(monkeypatch):
 # Times that each is made: in both directions; once more where the forward pass is computed again;
 # once where its FP8 is kept.
 SAME = [
-  pytest.param("block_128", (), lambda f: f, 2, id="quiet", marks=pytest.mark.slow),
-  pytest.param("block_128_hybrid", ("up", "down"), jax.checkpoint, 3, id="remat"),
-  pytest.param("block_128_pow2_saved", ("gate",), lambda f: f, 1, id="saved"),
+  pytest.param("block_128", (), lambda f: f, 2, WIDE, id="quiet", marks=pytest.mark.slow),
+  pytest.param("block_128_hybrid", ("up", "down"), jax.checkpoint, 3, GROUPS, id="remat, groups"),
+  pytest.param("block_128_pow2_saved", ("gate",), lambda f: f, 1, WIDE, id="saved"),
+  pytest.param(
+    "block_128_saved", (), lambda f: f, 1, GROUPS, id="saved, groups", marks=pytest.mark.slow
+  ),
 ]
 
 
-@pytest.mark.parametrize("recipe, loud, wrap, times", SAME)
+@pytest.mark.parametrize("recipe, loud, wrap, times, waiting", SAME)
 def test_a_layer_is_the_same_bit_for_bit(
-  rng, calls, formulas, monkeypatch, recipe, loud, wrap, times
+  rng, calls, formulas, monkeypatch, recipe, loud, wrap, times, waiting
 ):
   """Output, gradients and what the sites see."""
   layer, sites = _layer(rng), _sites(("gate", "up", "down"), recipe, loud)
-  got = _run(*layer, sites, wrap)
+  got = _run(*layer, sites, wrap, waiting)
   produced = collections.Counter(call for call in calls if call != "identity")
   assert produced == dict(rms_norm=times, swiglu=times, swiglu_backward=1)
   _plainly(monkeypatch)
   calls.clear()
-  want = _run(*layer, sites, wrap)
+  want = _run(*layer, sites, wrap, waiting)
   assert set(calls) == {"identity"}
   _assert_same(got, want)
 

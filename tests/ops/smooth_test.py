@@ -14,7 +14,7 @@ import tolerances
 from configs import base
 from fp8jax import axes, mesh, watch
 from fp8jax.models import swiglu
-from fp8jax.models.config import ModelConfig
+from fp8jax.models.config import Execution, ModelConfig
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import smooth
 from fp8jax.quant import history, observe
@@ -50,9 +50,13 @@ def _sites(recipe, layout=axes.LOCAL):
   return {n: site_lib.single(recipe, name=n).with_layout(layout) for n in NAMES}
 
 
+def _run(form="none"):
+  return Execution(smooth_swiglu=form)
+
+
 def _apply(form, sites):
   """(parameters, x) -> the layer."""
-  return lambda p, x: swiglu.apply(p, sites, x, CFG, form)
+  return lambda p, x: swiglu.apply(p, sites, x, CFG, _run(form))
 
 
 def _both_ways(p, x, g, forms, sites):
@@ -209,13 +213,13 @@ def _train(form, recipe, statistics=observe.QUIET):
 
   def loss(p, taps, memories, x, y):
     used = {n: dataclasses.replace(s, memory=memories.get(n)) for n, s in sites.items()}
-    error = swiglu.apply(p, site_lib.with_taps(used, taps), x, CFG, form) - y
+    error = swiglu.apply(p, site_lib.with_taps(used, taps), x, CFG, _run(form)) - y
     return jnp.mean(jnp.sum(error**2, -1) / (1 + jnp.sum(y**2, -1)))
 
   def step(carry, at):
     (p, opt, memories), (i, x_LD) = carry, at
     p, x = aligned(p, i), x_LD[None]
-    y = swiglu.apply(aligned(teacher, i), plain, x, CFG)
+    y = swiglu.apply(aligned(teacher, i), plain, x, CFG, _run())
     value, (gradient, seen) = jax.value_and_grad(loss, (0, 1))(p, taps, memories, x, y)
     updates, opt = tx.update(gradient, opt)
     new = {n: history.update(m, seen[n][..., 0], sites[n].recipe) for n, m in memories.items()}

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from fp8jax.formats import BF16, E4M3, E5M2, F16
-from fp8jax.quant import packed
+from fp8jax.quant import packed, quantize
 from fp8jax.recipe import WHOLE, Delayed, Expand, Hadamard, Quant, Rounding, Scale, SquareRoot
 
 GROUPS = Quant(E4M3, (1, 128))
@@ -69,6 +69,26 @@ def test_a_scale_of_the_tensor_is_each_layers_own(rng):
     np.testing.assert_array_equal(stacked.unpack()[layer], one.unpack())
   again = stacked.repack(2 * x)
   np.testing.assert_array_equal(_scale(again), 2 * _scale(stacked))
+
+
+@pytest.mark.parametrize("kind", [Scale.POW2, Scale.FLOOR, Scale.EVEN], ids=lambda k: k.value)
+def test_scales_that_are_powers_of_two_take_a_byte(rng, kind):
+  """Those of quant/quantize, held by E8M0 of ml_dtypes; codes and values to match."""
+  quant = Quant(E4M3, (1, 16), kind)
+  x = (rng.standard_normal((4, 64)) * np.exp(10 * rng.standard_normal((4, 1)))).astype(np.float32)
+  x[3] = np.asarray([0.0, 2.0**-130, 2.0**127, 1.0])[:, None].repeat(16, 1).reshape(-1)
+  got = packed.pack(x, quant)
+  assert got.scale is not None and got.scale.dtype == np.uint8
+  assert got.nbytes == x.size * packed.nbytes(quant) == x.size * (1 + 1 / 16)
+  groups = x.reshape(4, 4, 16)
+  scale = quantize.amax_to_scale(jnp.abs(groups).max(-1), E4M3, kind)
+  stored = np.asarray(got.scale).view(ml_dtypes.float8_e8m0fnu)
+  np.testing.assert_array_equal(stored.astype(np.float32), scale)
+  codes = np.clip(np.float64(groups) / np.float64(scale)[..., None], -448, 448)
+  codes = codes.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+  codes[3, 1] = 0.0  # subnormal numbers count as none
+  want = (codes * np.float64(scale)[..., None]).reshape(x.shape)
+  np.testing.assert_array_equal(got.unpack(), want)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 6.0])

@@ -1,0 +1,61 @@
+"""What is declared to wait for the backward pass is what differentiation keeps."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+import train_test
+
+from fp8jax import step as step_lib
+from fp8jax import waiting
+from fp8jax.models import presets, transformer
+
+GROUPS = {"memory.norms": "e4m3_16", "memory.gated": "e4m3_16"}
+CASES = [
+  ("tiny", "bf16", {}),
+  ("tiny", "bf16", {"memory.norms": "bf16", "memory.gated": "e4m3_128"}),
+  ("tiny", "block_128_saved", {"memory.remat": "quantized"}),
+  ("tiny", "block_128_saved", {"memory.remat": "quantized", "memory.norms": "e4m3_16"}),
+  ("tiny", "tensor_current_saved", {"memory.remat": "linears", **GROUPS}),
+  ("tiny", "block_128_saved", {"precision.first_bf16": 2, "model.num_layers": 5, **GROUPS}),
+  ("tiny", "block_128", {"memory.remat": "full", "memory.residual": "e4m3_16"}),
+  ("qwen3", "tensor_current_saved", {}),
+  ("qwen3", "block_128", {"memory.remat": "linears", **GROUPS}),
+]
+
+
+@pytest.mark.parametrize("preset, recipe, changes", CASES, ids=str)
+def test_declared_is_what_differentiation_keeps(monkeypatch, preset, recipe, changes):
+  """Arrays over layers that the backward pass is given, parameters and sites' amaxes aside."""
+  monkeypatch.setitem(presets.PRESETS, "tiny", train_test.TINY)
+  qwen3 = dataclasses.replace(train_test.TINY, architecture="qwen3", qk_norm=True, num_kv_heads=2)
+  monkeypatch.setitem(presets.PRESETS, "qwen3", qwen3)
+  # A number of layers that is no other dimension's size.
+  changes = {
+    "model.preset": preset,
+    "model.num_layers": 3,
+    "precision.compute": "bfloat16",
+  } | changes
+  plan = train_test._plan(train_test._config(recipe, **changes))
+  sites = plan.sites()
+  weights = step_lib.abstract_state(plan, 1).params
+  known = {leaf.shape[1:] for leaf in jax.tree.leaves(weights["layers"])}
+  batch = {n: jax.ShapeDtypeStruct((8, 128), jnp.int32) for n in ("tokens_BL", "targets_BL")}
+  batch |= {n: jax.ShapeDtypeStruct((8, 128), jnp.int32) for n in ("positions_BL", "segments_BL")}
+  batch["weights_BL"] = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+  def leaves(weights, batch):
+    loss = lambda weights: transformer.loss(weights, sites, batch, plan.model, plan.run)  # noqa: E731
+    return jax.tree.leaves(jax.vjp(loss, weights)[1])
+
+  of_layers = [stop - first for first, stop in waiting.runs(plan)]
+  kept = [
+    leaf for leaf in jax.eval_shape(leaves, weights, batch)
+    if leaf.shape[:1] and leaf.shape[0] in of_layers and leaf.shape[1:] not in known
+    and leaf.size >= 8 * 128
+  ]  # fmt: skip
+  there = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept)
+  # Reciprocals of root mean squares, per token, are not declared.
+  assert there == pytest.approx(sum(item.nbytes for item in waiting.of_layers(plan)), rel=0.01)
