@@ -226,6 +226,7 @@ def _train(form, recipe, statistics=observe.QUIET):
     alignment = smooth.alignment(p["gate"], p["up"])
     return (optax.apply_updates(p, updates), opt, new), (value, alignment, seen)
 
+  # Of nothing: the scales of the first step are 1.
   memories = {n: s.memory for n, s in sites.items() if s.memory is not None}
   start = (student, tx.init(student), memories)
   run = jit(lambda c, xs: jax.lax.scan(step, c, xs)[1])
