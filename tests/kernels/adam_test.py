@@ -219,7 +219,6 @@ def test_supports_says_what_is_missing():
     "Hopper": (x, x, x, x, Device("gpu", 100)),
     "not float16": (jax.ShapeDtypeStruct(x.shape, jnp.float16), x, x, x),
     "pair of masters.split": (x, jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), x, x),
-    "to the nearest only": (x, x, *(kept(moments.PRESETS["bf16_sr"].mu),) * 2),
     "a pass before": (x, x, *(kept(moments.PRESETS["tensor_e4m3_e5m2"].mu),) * 2),
     "(128, 256) only": (x, x, *(kept(Quant(E4M3, (1, 64))),) * 2),
     "[128, 256]": (x, x, kept(coat.mu), kept(wide.nu)),
@@ -231,6 +230,9 @@ def test_supports_says_what_is_missing():
     choice = adam.choose(*arrays, device)
     assert choice.backend == "reference" and part in choice.notes[0]
   assert adam.choose(x, x, kept(coat.mu), kept(coat.nu), HOPPER).backend == "mosaic_sm90"
+  random = kept(moments.PRESETS["bf16_sr"].mu)
+  with pytest.raises(ValueError, match="to the nearest only.*takes no key"):
+    adam.choose(x, x, random, random, HOPPER)
   with pytest.raises(ValueError, match="Hopper"):
     adam.choose(x, x, x, x, Device(), "mosaic_sm90")
   with pytest.raises(ValueError, match="'triton'"):
