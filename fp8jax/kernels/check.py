@@ -4,6 +4,7 @@ A kernel is proven where it was written; drivers, compilers and chips differ. A 
 the start of a run tells a kernel that computes something else from one that trains.
 """
 
+import functools
 from typing import cast
 
 import jax
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.errors import UserError
-from fp8jax.kernels import scaled_matmul
+from fp8jax.kernels import adam, scaled_matmul
+from fp8jax.kernels.adam import masters
 from fp8jax.kernels.quantize import mosaic_sm90
+from fp8jax.quant import packed
 from fp8jax.recipe import Gemm, Quant
 
 # Partial tiles along M and N, several tiles of both, more steps than the pipeline has stages.
@@ -66,6 +69,46 @@ def quantizer(gemm: Gemm, sizes: tuple[int, int] = _SIZES[:2]) -> None:
     for along, made in make(jnp.asarray(x, jnp.bfloat16)).items():
       got, want = np.asarray(made.dequantize()), x if along == 1 else x.T
       _refuse_if_wrong(got, want, f"xla_sm90 makes {quant}", "'xla'")
+
+
+def optimizer(
+  mu: Quant | None, nu: Quant | None, *, is_pair: bool, dtype, sizes=(4999, 1024)
+) -> None:
+  """Updates a parameter with the Hopper kernel and by the definition.
+
+  Args:
+    mu, nu: how moments are kept; what kernels.adam.mosaic_sm90 supports.
+    is_pair: whether the master is in two.
+    dtype: of the gradient.
+    sizes: of the parameter; the default has some tiles for each warpgroup of the device.
+
+  Raises:
+    UserError: they differ by more than the hardware's functions explain; says where.
+  """
+  rng = np.random.default_rng(0)
+  size = 2.0 ** rng.integers(-20, 0, (sizes[0], 1))
+  g, m, v, p = (jnp.asarray(size * rng.standard_normal(sizes), jnp.float32) for _ in range(4))
+  kept = (packed.pack(x, q) if q else x for x, q in ((m, mu), (jnp.square(v), nu)))
+  arrays = (g.astype(dtype), masters.split(p) if is_pair else p, *kept)
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def step(arrays, backend):
+    by = dict(count=jnp.int32(3), rate=jnp.float32(0.25), b1=0.9, b2=0.95, eps=1e-8)
+    master, *kept, compute = adam.update(*arrays, **by, weight_decay=0.1, backend=backend)
+    kept = (x.unpack() if isinstance(x, packed.Packed) else x for x in kept)
+    return masters.read(master) - masters.read(arrays[1]), *kept, compute.astype(jnp.float32)
+
+  got, want = (step(arrays, backend) for backend in ("mosaic_sm90", "reference"))
+  for name, x, y in zip(("master", "mu", "nu", "weight"), got, want):
+    # A code of E4M3 may be the next one: a hundredth of its group. A lost element is a tenth.
+    x, y = (np.asarray(z, np.float64).reshape(-1, 128) for z in (x, y))
+    distance = np.linalg.norm(x - y, axis=1) / np.linalg.norm(y, axis=1)
+    if not distance.max() < 0.05:
+      raise UserError(
+        f"the optimizer's kernel: on this device {name} with mu={mu}, nu={nu} comes out wrong: "
+        f"group {distance.argmax()} of 128 by {distance.max():.2g} of itself. Use its backend "
+        "'reference', and report this with `nvidia-smi` and `pip freeze`"
+      )
 
 
 def _refuse_if_wrong(got: np.ndarray, want: np.ndarray, what: str, instead: str) -> None:

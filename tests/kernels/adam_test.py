@@ -14,9 +14,10 @@ import optax
 import pytest
 import tolerances
 
+from fp8jax.errors import UserError
 from fp8jax.formats import E4M3
-from fp8jax.kernels import adam
-from fp8jax.kernels.adam import masters, mosaic_sm90
+from fp8jax.kernels import adam, check
+from fp8jax.kernels.adam import masters, mosaic_sm90, registers
 from fp8jax.kernels.backend import Device
 from fp8jax.kernels.scaled_matmul import mosaic_sm90 as gemm
 from fp8jax.optim import moments
@@ -129,7 +130,7 @@ def _wide(kept):
 
 
 def test_a_step_that_is_not_applied_leaves_everything(rng):
-  arrays = _arrays(rng, "coat")
+  arrays = _arrays(rng, "sqrt_v")
   *state, compute = _run(arrays, applied=False)
   _assert_same_bits(state, list(arrays[1:]))
   _assert_same_bits(compute, masters.compute(arrays[1]))
@@ -188,6 +189,22 @@ def test_masters_in_two_are_lossless(rng):
   np.testing.assert_array_equal(np.asarray(high).view(np.uint16)[~is_nan], want[~is_nan])
 
 
+def test_a_device_that_computes_something_else_is_refused(monkeypatch, interpreted_on_mesh):
+  kept = moments.PRESETS["sqrt_v"]
+  trial = functools.partial(
+    check.optimizer, kept.mu, kept.nu, is_pair=True, dtype=jnp.float32, sizes=(11, 256)
+  )
+  trial()
+  over = registers._over
+
+  def of_one_row(scale, x):
+    return over(jnp.where(jnp.arange(scale.shape[0]) == 21, 1.2 * scale, scale), x)
+
+  monkeypatch.setattr(registers, "_over", of_one_row)
+  with pytest.raises(UserError, match="group 21 of 128.*'reference'"):
+    trial()
+
+
 def test_supports_says_what_is_missing():
   x = jax.ShapeDtypeStruct((8, 512), jnp.float32)
 
@@ -202,7 +219,6 @@ def test_supports_says_what_is_missing():
     "Hopper": (x, x, x, x, Device("gpu", 100)),
     "not float16": (jax.ShapeDtypeStruct(x.shape, jnp.float16), x, x, x),
     "pair of masters.split": (x, jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), x, x),
-    "to the nearest only": (x, x, *(kept(moments.PRESETS["bf16_sr"].mu),) * 2),
     "a pass before": (x, x, *(kept(moments.PRESETS["tensor_e4m3_e5m2"].mu),) * 2),
     "(128, 256) only": (x, x, *(kept(Quant(E4M3, (1, 64))),) * 2),
     "[128, 256]": (x, x, kept(coat.mu), kept(wide.nu)),
@@ -214,6 +230,9 @@ def test_supports_says_what_is_missing():
     choice = adam.choose(*arrays, device)
     assert choice.backend == "reference" and part in choice.notes[0]
   assert adam.choose(x, x, kept(coat.mu), kept(coat.nu), HOPPER).backend == "mosaic_sm90"
+  random = kept(moments.PRESETS["bf16_sr"].mu)
+  with pytest.raises(ValueError, match="to the nearest only.*takes no key"):
+    adam.choose(x, x, random, random, HOPPER)
   with pytest.raises(ValueError, match="Hopper"):
     adam.choose(x, x, x, x, Device(), "mosaic_sm90")
   with pytest.raises(ValueError, match="'triton'"):

@@ -179,6 +179,8 @@ def compile_all(names: list[str]) -> dict[str, dict]:
         file.unlink()
       if in_place:
         reports[kind]["bytes_per_parameter"] = _moved(compiled, args, math.prod(ADAM_SHAPE))
+        said = adam.num_bytes(args[3], *args[:3]) / math.prod(ADAM_SHAPE)
+        assert abs(said - reports[kind]["bytes_per_parameter"]) < 1e-3, (name, said)
     found[name] = reports[kind]
   return found
 

@@ -24,7 +24,7 @@ def choose(
   """The backend for arrays of these shapes, dtypes and Quants (they may be abstract).
 
   Raises:
-    ValueError: the wanted one cannot; says why.
+    ValueError: the wanted one cannot, or none; says why.
   """
   if wanted != "auto" and wanted not in BACKENDS:
     raise ValueError(f"backend={wanted!r} of the optimizer; expected 'auto' or {sorted(BACKENDS)}")
@@ -36,7 +36,7 @@ def choose(
     if wanted in ("auto", name) and reason is None:
       return backend_lib.Choice(name, tuple(notes))
     notes.append(f"{name}: {reason}")
-  raise ValueError("no backend: " + "; ".join(notes))
+  raise ValueError("no backend of the optimizer can: " + "; ".join(notes))
 
 
 def num_bytes(gradient, master: Master, mu: Moment, nu: Moment) -> int:
@@ -74,7 +74,7 @@ def update(
     rate: the learning rate.
     factor: gradients are multiplied by it first, in float32.
     is_applied: if False, everything is as it was.
-    b1, b2, eps, weight_decay: of AdamW; eps stands beside the root.
+    b1, b2, eps, weight_decay: of AdamW; eps is added to the root. 0 for no decay.
     backend: a key of BACKENDS that `choose` agrees to.
 
   Returns:

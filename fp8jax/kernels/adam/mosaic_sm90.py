@@ -1,8 +1,9 @@
 """AdamW of one parameter in one pass over everything that it reads and writes. For Hopper.
 
 XLA makes several passes of it, with both moments in float32 written in between, because a group's
-amax comes before its codes (45 bytes per parameter for COAT's moments, 16 here). Here a tensor is read as rows of one group each (128 or 256 numbers; 64 where nothing is
-grouped), and a tile is as many rows as a warpgroup holds in registers, 2048 or 4096 parameters:
+amax comes before its codes: 45 bytes per parameter for COAT's moments, 16 here. Here a tensor is
+read as rows of one group each (128 or 256 numbers; 64 where nothing is grouped), and a tile is as
+many rows as a warpgroup holds in registers, 2048 or 4096 parameters:
 
   TMA         gradient, master, codes, scales, powers of a tile -> one slot of shared memory
   warpgroup   slot -> registers: moments are made wide, moved and used (reference.py); the amax of a
@@ -21,9 +22,8 @@ Against the reference: the same operations in the same order, interpreted to the
 mul and add contract to fma, in XLA's programs too, and division, square root, log2 and exp2 are the
 hardware's: div.full and sqrt.approx within 2 ulp, ex2.approx 2^-22 of the result, lg2.approx 2^-22
 of the result or, between 1/2 and 2, absolute. What was expanded (kept as |x|^k, k up to 16) is so
-within 2^-18 of itself where E4M3 has steps of 2^-4 and 2^-3: computed in float64 with errors of that
-size, 14 of a million codes fell on the other side of a boundary, none further. The power of a group
-and its amax are kept as they were used, so that reading undoes what writing did in any case.
+within 2^-18 of itself, where E4M3 has steps of 2^-4 and 2^-3: computed in float64 with errors of
+that size, 14 of a million codes fell on the other side of a boundary, none further.
 """
 
 import dataclasses

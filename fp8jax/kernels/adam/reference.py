@@ -17,6 +17,7 @@ import numpy as np
 
 from fp8jax.kernels.adam import masters
 from fp8jax.quant import packed
+from fp8jax.recipe import Rounding
 
 Moment = packed.Packed | jax.Array
 
@@ -46,8 +47,14 @@ class Scalars(NamedTuple):
   nu_correction: jax.Array
 
 
-def supports(*_) -> None:
-  """Everything."""
+def supports(gradient, master, mu, nu, device) -> str | None:
+  """Everything that needs no random numbers."""
+  del gradient, master, device
+  for name, moment in (("mu", mu), ("nu", nu)):
+    quant = moment.quant if isinstance(moment, packed.Packed) else None
+    if quant is not None and quant.rounding is Rounding.STOCHASTIC:
+      return f"{name}={quant}: an update takes no key to round with"
+  return None
 
 
 def scalars(count, factor, rate, rule: Rule) -> Scalars:
