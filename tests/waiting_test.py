@@ -15,7 +15,7 @@ from fp8jax.models import presets, transformer
 GROUPS = {"memory.norms": "e4m3_16", "memory.gated": "e4m3_16"}
 CASES = [
   ("tiny", "bf16", {}),
-  ("tiny", "bf16", {"memory.norms": "bf16", "memory.gated": "e4m3_128"}),
+  ("tiny", "bf16", {"memory.norms": "e4m3_128", "memory.gated": "bf16"}),
   ("tiny", "block_128_saved", {"memory.remat": "quantized"}),
   ("tiny", "block_128_saved", {"memory.remat": "quantized", "memory.norms": "e4m3_16"}),
   ("tiny", "tensor_current_saved", {"memory.remat": "linears", **GROUPS}),

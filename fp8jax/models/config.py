@@ -151,9 +151,10 @@ class Execution:
         "layer as such; elsewhere it waits because norms read it, so set memory.norms instead"
       )
     shards = self.layout.size(self.layout.act_axes("F"))
-    if self.kept.gated is not None and model.intermediate_size // shards % self.kept.gated.tile[1]:
+    group = self.kept.group_of_gated
+    if model.intermediate_size // shards % group:
       found.append(
-        f"memory.gated has groups of {self.kept.gated.tile[1]} channels, and {shards} devices have "
+        f"memory.gated has groups of {group} channels, and {shards} devices have "
         f"{model.intermediate_size} / {shards} of gate and up each: a group would lie on two. Take "
         "a smaller group, or another mesh.tensor"
       )

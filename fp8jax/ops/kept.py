@@ -50,6 +50,11 @@ class Kept:
   gated: Quant | None = None
   residual: Quant | None = None
 
+  @property
+  def group_of_gated(self) -> int:
+    """Channels of gate and up that share a scale; 1 where none do."""
+    return max(self.gated.tile[1], 1) if self.gated is not None else 1
+
 
 def keep(x, quant: Quant):
   """x as it waits: a Packed, named NAME."""
