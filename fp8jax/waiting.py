@@ -62,7 +62,7 @@ def of_layers(plan: config.Plan) -> list[Item]:
     for key, size in _Layer(plan, sites).kept().items():
       found[key] += size * (stop - first)
   return [
-    Item(kind, _HLO.get(dtype.name, dtype.name), size, size * dtype.itemsize)
+    Item(kind, _HLO.get(str(dtype), str(dtype)), size, size * dtype.itemsize)
     for (kind, dtype), size in found.items()
   ]
 
