@@ -37,6 +37,22 @@ def pytest_collection_modifyitems(items):
   items.sort(key=lambda item: item.path.stem not in _LONG)
 
 
+# Where what is compiled is what is tested: the compiler is the one that users have. Elsewhere
+# compiling takes most of the time, and LLVM's optimizations a third of that.
+_EXACT = ("quant", "kernels", "ops")
+
+
+@pytest.fixture(autouse=True)
+def _compiled_quickly(request, monkeypatch):
+  if request.path.parent.name in _EXACT:
+    yield
+    return
+  monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of processes that a test starts
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def rng(request) -> np.random.Generator:
   """Random numbers that depend on the test's name alone."""
