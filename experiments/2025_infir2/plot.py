@@ -54,12 +54,14 @@ def print_tables(runs):
         value, base = held[source].get(step), base_heldout[source].get(step)
         cells.append("" if value is None or base is None else gap(value, base))
       print(f"| {arm} | " + " | ".join(cells) + " |")
-  print(f"\ntraining loss, mean of the {WINDOW} steps up to the last one common to the arms\n")
-  common = min(max(train) for train, _ in runs.values())
-  print(f"| arm | steps done | loss at step {common} |\n|---|---|---|")
-  base = window_mean(base_train, common)
+  lasts = sorted({max(train) for arm, (train, _) in runs.items() if arm != BASELINE})
+  print(f"\ntraining loss, mean of the {WINDOW} steps up to the last one of an arm\n")
+  print("| arm | steps done | " + " | ".join(f"step {s}" for s in lasts) + " |")
+  print("|---" * (len(lasts) + 2) + "|")
   for arm, (train, _) in runs.items():
-    print(f"| {arm} | {max(train)} | {gap(window_mean(train, common), base)} |")
+    bases = {s: window_mean(base_train, s) for s in lasts if s <= min(max(train), max(base_train))}
+    cells = [gap(window_mean(train, s), bases[s]) if s in bases else "" for s in lasts]
+    print(f"| {arm} | {max(train)} | " + " | ".join(cells) + " |")
 
 
 def plot(runs):
