@@ -66,6 +66,10 @@ def get_config(arm=""):
   c.kernels = ConfigDict()
   c.kernels.matmul = "auto"  # FP8 GEMM: "auto" or one of kernels/scaled_matmul
   c.kernels.attention = "auto"  # "auto" (cudnn on GPU, xla elsewhere), "xla" or "cudnn"
+  # AdamW's update: "xla", "mosaic_sm90" (one pass over gradient, master and moments, in place; an
+  # error where a matrix cannot be moved by it), or "auto" (mosaic_sm90 where it can). The default
+  # waits for a measurement on a GPU.
+  c.kernels.optimizer = "xla"
 
   c.memory = ConfigDict()
   # What backward keeps: "none" recomputes nothing; "linears" keeps their outputs; "quantized" also

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from fp8jax import axes, loss_scale, mesh, precision, watch
+from fp8jax import params as params_lib
 from fp8jax.data import check, loader
 from fp8jax.errors import ConfigError, Problems
 from fp8jax.kernels import backend, scaled_matmul
@@ -20,6 +21,7 @@ from fp8jax.models import config as model_config
 from fp8jax.models import hf, hf_config, presets, transformer
 from fp8jax.ops import alignment, attention, kept, site
 from fp8jax.optim import build as optim_build
+from fp8jax.optim import fused, walk
 from fp8jax.quant import observe
 
 # A ConfigDict with every key of configs/base.py; types cannot know its keys.
@@ -75,6 +77,13 @@ class Plan:
       tokens=self.tokens_per_device,
       statistics=statistics,
     )
+
+  @functools.cached_property
+  def leaves(self):
+    """Tree of optim.build.Leaf: how every parameter is kept and moved."""
+    leaves = optim_build.leaves(self.optim, self.declaration, self.config.seed)
+    params = params_lib.abstract(self.declaration, self.model.dims, self.run.layout)
+    return walk.with_backends(leaves, params, self.device, self.config.kernels.optimizer)
 
   @property
   def tokens_per_device(self) -> int:
@@ -138,6 +147,7 @@ def resolve(
   plan = Plan(model, declaration, run, recipes, optim, data, microbatch, device, c)
   for phase in range(len(recipes.phases)):
     problems.attempt(lambda phase=phase: plan.sites(phase=phase))
+  problems.attempt(lambda: plan.leaves)
   if problems.found:
     raise ConfigError(problems.found)
   return plan
@@ -253,6 +263,7 @@ def _optim(c: Config, problems: Problems) -> optim_build.Optim:
   problems.extend(optim.problems())
   for key, known in optim_build.CHOICES.items():
     problems.one_of(f"optim.{key}", getattr(optim, key), known)
+  problems.one_of("kernels.optimizer", c.kernels.optimizer, fused.CHOICES)
   problems.one_of("optim.on_nonfinite", c.optim.on_nonfinite, ("stop", "skip"))
   return optim
 

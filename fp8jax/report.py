@@ -1,5 +1,6 @@
 """What a run says at its start and at its end."""
 
+import collections
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -55,6 +56,20 @@ def site_rows(plan: Plan, phase: int = 0) -> list[dict[str, Any]]:
   return rows
 
 
+def _backends(plan: Plan) -> str:
+  """Who moves the matrices, and why not the kernel."""
+  wanted, large, passed = plan.config.kernels.optimizer, 0, collections.defaultdict(list)
+  if wanted == "xla":
+    return "all moved by xla"
+  for path, leaf in params_lib.flatten(plan.leaves).items():
+    large += leaf.is_large
+    if leaf.note:
+      passed[leaf.note].append(path)
+  by_xla = [f"; by xla {', '.join(paths)} ({note})" for note, paths in passed.items()]
+  moved = large - sum(map(len, passed.values()))
+  return f"{moved} of {large} matrices moved by mosaic_sm90{''.join(by_xla)}"
+
+
 def _optimizer(plan: Plan) -> str:
   """Which rule, how what it needs is kept, and which parameters are not kept like that."""
   o, nbytes = plan.optim, plan.optim.bytes_per_parameter()
@@ -73,7 +88,7 @@ def _optimizer(plan: Plan) -> str:
   )
   return (
     f"{o.rule}: {', '.join(words)} per parameter, {sum(nbytes.values()):.3g} B in all; norms and "
-    f"biases ({spared:,} parameters) keep float32"
+    f"biases ({spared:,} parameters) keep float32; {_backends(plan)}"
   )
 
 

@@ -17,39 +17,15 @@ from fp8jax.ops import weights as weights_lib
 from fp8jax.optim import build as optim_build
 from fp8jax.optim import gradients as gradients_lib
 from fp8jax.optim import walk
-from fp8jax.quant import observe, packed
+from fp8jax.quant import observe
 from fp8jax.state import State
-
-
-def _leaves(plan: config.Plan):
-  return optim_build.leaves(plan.optim, plan.declaration, plan.config.seed)
-
-
-def _placed(made, param):
-  """`made`, shapes of what stands for `param`, where that lies; counters everywhere."""
-  mesh = getattr(param.sharding, "mesh", None)
-
-  def one(x):
-    if isinstance(x, packed.Packed):
-      return jax.tree.map(at, x, packed.shardings(x, param.sharding))
-    if x.shape == param.shape:
-      return at(x, param.sharding)
-    return at(x, NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
-
-  def at(x, sharding):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-  return jax.tree.map(one, made, is_leaf=lambda x: isinstance(x, packed.Packed))
 
 
 def _abstract_leaves(plan: config.Plan):
   """(params, opt) of State."""
   wide = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
 
-  def one(leaf, param):
-    return _placed(jax.eval_shape(functools.partial(walk.init, leaf), param), param)
-
-  both = jax.tree.map(one, _leaves(plan), wide)
+  both = jax.tree.map(walk.abstract, plan.leaves, wide)
   return _part(both, wide, 1), _part(both, wide, 0)
 
 
@@ -98,7 +74,7 @@ def make_state(plan: config.Plan, params=None) -> State:
   def init(key, params):
     if params is None:
       params = params_lib.init(key, plan.declaration, plan.model.dims)
-    both = jax.tree.map(walk.init, _leaves(plan), params)
+    both = jax.tree.map(walk.init, plan.leaves, params)
     return State(
       step=jnp.zeros((), jnp.int32),
       params=_part(both, params, 1),
@@ -135,7 +111,7 @@ def gradients(plan: config.Plan, params, sites, batch, scale=None, step: Any = 0
     room: State.room.
   """
   total = jnp.maximum(batch["weights_BL"].sum(), 1)
-  leaves = _leaves(plan)
+  leaves = plan.leaves
   sinks = jax.tree.map(_sink, leaves, params)
 
   def of_one(batch, micro):
@@ -197,9 +173,9 @@ def abstract_gradients(plan: config.Plan):
   params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
 
   def one(leaf, p):
-    return _placed(jax.eval_shape(lambda: weights_lib.sink(p, leaf.gradient, leaf.lead)), p)
+    return walk.placed(jax.eval_shape(lambda: weights_lib.sink(p, leaf.gradient, leaf.lead)), p)
 
-  return jax.tree.map(one, _leaves(plan), params)
+  return jax.tree.map(one, plan.leaves, params)
 
 
 def make_step(plan: config.Plan):
@@ -210,7 +186,7 @@ def make_step(plan: config.Plan):
   in metrics["seen"], and transformer.alignment.
   """
   shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(plan))
-  leaves = _leaves(plan)
+  leaves = plan.leaves
   schedule = optim_build.schedule(plan.optim)
   # A dynamic loss scale meets overflows on purpose, to find the largest that does not.
   stop = plan.config.optim.on_nonfinite == "stop" and plan.config.loss_scale.kind == "none"

@@ -26,6 +26,7 @@ from fp8jax.data import loader
 from fp8jax.kernels import check
 from fp8jax.models import hf
 from fp8jax.ops import site as site_lib
+from fp8jax.optim import masters, moments
 from fp8jax.quant import observe
 from fp8jax.recipe import PASSES
 from fp8jax.state import State
@@ -272,6 +273,16 @@ class _Run:
       trials[backend](gemm)
     if gemms:
       self.out.print(f"kernels: {len(gemms)} kinds of product tried on this device, all exact")
+    if not self.sites:  # once
+      self._try_optimizer()
+
+  def _try_optimizer(self):
+    """The same for the kernel that moves parameters."""
+    moved = [leaf for leaf in jax.tree.leaves(self.plan.leaves) if leaf.backend != "xla"]
+    if moved:
+      kept, is_pair = moments.PRESETS[self.plan.optim.moments], moved[0].master == masters.REMAINDER
+      check.optimizer(kept.mu, kept.nu, is_pair=is_pair, dtype=moved[0].gradient_dtype)
+      self.out.print("kernels: the optimizer's tried on this device, as close as its arithmetic")
 
   def _prove(self, step_fn, state: State, host, phase: int):
     """Stops before the first step of a phase unless every GEMM is as narrow as its recipe says."""

@@ -81,6 +81,7 @@ ENUMERATED = [
   ("export.dtype", "bf16", "bfloat16", "auto"),
   ("kernels.attention", "cuddn", "cudnn", "auto"),
   ("kernels.matmul", "refrence", "reference", "auto"),
+  ("kernels.optimizer", "mosaic", "mosaic_sm90", "auto"),
   ("memory.gated", "e4m3_12", "e4m3_128", "none"),
   ("memory.norms", "non", "none", "e4m3_16"),
   ("memory.remat", "ful", "full", "linears"),
@@ -210,6 +211,10 @@ MISTAKES = {
   "old GPU": (
     ["needs compute capability 8.9 or newer", "8.0", "'bf16'", "kernels.matmul='reference'"],
     {}, 1, A100),
+  "optimizer": (["kernels.optimizer='mosaic_sm90' cannot move embed, layers/attn/k", "Hopper GPU",
+                 "Set 'auto'"], {"kernels.optimizer": "mosaic_sm90"}),
+  "optimizer's rule": (["cannot move embed,", "AdamW alone"],
+    {"kernels.optimizer": "mosaic_sm90", "optim.rule": "lion"}, 1, H200),
   "cudnn on CPU": (["kernels.attention='cudnn' needs an NVIDIA GPU; use 'xla' or 'auto'"],
     {"kernels.attention": "cudnn"}),
   "cudnn in float32": (

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import timing
 
 from fp8jax.kernels import adam, check
-from fp8jax.kernels.adam import masters
 from fp8jax.optim import moments
-from fp8jax.quant import packed
+from fp8jax.quant import packed, split
 
 # Of InfiR2's 7B: the feed-forward layer's, and a projection of attention.
 SHAPES = {"infir2_7b_down": (18944, 3584), "infir2_7b_proj": (3584, 3584)}
@@ -41,7 +40,7 @@ def _one(bench: timing.Bench, name: str, shape, preset: str, is_pair: bool, dtyp
     p, g, m, v = (timing.normal(k, *shape, dtype=jnp.float32) for k in keys)
     m, v = 1e-3 * m, jnp.square(1e-3 * v) + 1e-10
     mu, nu = (packed.pack(x, q) if q else x for x, q in ((m, kept.mu), (v, kept.nu)))
-    return (masters.split(p) if is_pair else p, mu, nu), (1e-3 * g).astype(dtype)
+    return (split.split(p) if is_pair else p, mu, nu), (1e-3 * g).astype(dtype)
 
   kept = moments.PRESETS[preset]
   sizes = {"sizes": shape} if bench.is_dry else {}
@@ -55,9 +54,8 @@ def _one(bench: timing.Bench, name: str, shape, preset: str, is_pair: bool, dtyp
     def step(state, gradient, backend=backend):
       by = dict(count=jnp.int32(10), rate=jnp.float32(1e-4))
       by["is_applied"] = jnp.isfinite(gradient[0, 0])
-      *state, compute = adam.update(gradient, *state, **by, **RULE, backend=backend)
-      # The weight of a master in two is its first half, already there.
-      return (tuple(state),) if is_pair else (tuple(state), compute)
+      *state, squares = adam.update(gradient, *state, **by, **RULE, backend=backend)
+      return tuple(state), squares
 
     def run(step=step):
       found = bench.time(step, *timing.sets(make, moved), in_place=1)

@@ -9,9 +9,11 @@ import dataclasses
 import zlib
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from fp8jax import params as params_lib
+from fp8jax.kernels.adam import Rule
 from fp8jax.optim import adam, gradients, masters, moments
 from fp8jax.params import Param
 
@@ -130,6 +132,11 @@ class Leaf:
     master, gradient: values of masters.PRESETS and gradients.PRESETS.
     lead: so many first axes number tensors of their own: layers.
     seed: of what is rounded by chance.
+    is_large: False of norms and biases, which keep float32 and are never a kernel's.
+    rule: the transformation where AdamW is all of it; None of others.
+    backend: "xla": Optax's operations; or a kernel's name (kernels/adam), chosen by `fused.choose`.
+    note: why no kernel moves it; "" where none was asked for.
+    sharding: where it lies on a mesh, for a kernel; None on a single device.
   """
 
   path: str
@@ -138,6 +145,15 @@ class Leaf:
   gradient: Any
   lead: int
   seed: int
+  is_large: bool = True
+  rule: Rule | None = None
+  backend: str = "xla"
+  note: str = ""
+  sharding: Any = None
+
+  @property
+  def gradient_dtype(self):
+    return self.gradient.format.dtype if self.gradient else jnp.dtype(jnp.float32)
 
 
 def leaves(optim: Optim, declaration, seed: int = 0):
@@ -153,11 +169,14 @@ def leaves(optim: Optim, declaration, seed: int = 0):
     own = zlib.crc32(f"{seed}/{path}".encode())
     lead = int(p.letters.startswith("N"))
     move = _moved_by(optim, moments.PRESETS[optim.moments if p.decay else "float32"], lead, own)
+    rule = None
     if p.decay:
       move = optax.chain(move, optax.add_decayed_weights(optim.weight_decay))
+      if optim.rule == "adam":
+        rule = Rule(optim.b1, optim.b2, optim.eps, optim.weight_decay)
     narrow = (masters.PRESETS[optim.master], gradients.PRESETS[optim.gradients])
     kept, gradient = narrow if p.decay else (None, None)
-    return Leaf(path, move, kept, gradient, lead, own)
+    return Leaf(path, move, kept, gradient, lead, own, p.decay, rule)
 
   return params_lib.unflatten(
     {path: one(path, p) for path, p in params_lib.flatten(declaration).items()}

@@ -3,7 +3,7 @@
 Optax returns an update in float32 for every parameter at once, and what is kept narrow would be
 wide for as long: 8 bytes and more per parameter beside 6. Here a parameter is moved on its own, and
 a large one by pieces of its first axis (layers of a stack, rows of a matrix), so that float32
-copies exist of a piece only.
+copies exist of a piece only. A kernel (fused.py) has none at all and takes a parameter as it is.
 """
 
 import dataclasses
@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8jax.optim import gradients, masters
+from fp8jax.optim import fused, gradients, masters
 from fp8jax.optim.build import Leaf
+from fp8jax.quant import packed
 from fp8jax.quant.packed import Packed
 from fp8jax.quant.split import Split
 
@@ -53,6 +55,51 @@ def init(leaf: Leaf, param):
   return leaf.transformation.init(param), kept
 
 
+def abstract(leaf: Leaf, param):
+  """`init` of shapes: where all of it lies too, if the parameter's says so."""
+  return placed(jax.eval_shape(functools.partial(init, leaf), param), param)
+
+
+def placed(made, param):
+  """`made`, shapes of what stands for `param`, where that lies; counters everywhere."""
+  mesh = getattr(param.sharding, "mesh", None)
+
+  def one(x):
+    if _is_packed(x):
+      return jax.tree.map(at, x, packed.shardings(x, param.sharding))
+    if x.shape == param.shape:
+      return at(x, param.sharding)
+    return at(x, NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
+
+  def at(x, sharding):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  return jax.tree.map(one, made, is_leaf=_is_packed)
+
+
+def with_backends(leaves, params, device, wanted: str):
+  """The tree of leaves, each with the backend that moves it.
+
+  Args:
+    params: the parameters in float32: shapes, and where they lie.
+    device: a kernels.backend.Device.
+    wanted: one of fused.CHOICES.
+
+  Raises:
+    ValueError: a kernel asked for by name cannot move a large parameter; says which, and why.
+  """
+  if wanted == "xla":
+    return leaves
+
+  def one(leaf, param):
+    state, kept = abstract(leaf, param)
+    return fused.choose(leaf, kept, state, device, wanted)
+
+  chosen = jax.tree.map(one, leaves, params)
+  fused.check(jax.tree.leaves(chosen), wanted)
+  return chosen
+
+
 def move(leaf: Leaf, g, state, kept, now: Now, *, may_walk: bool = True):
   """One parameter's step.
 
@@ -65,6 +112,8 @@ def move(leaf: Leaf, g, state, kept, now: Now, *, may_walk: bool = True):
   Returns:
     (state, kept, float32 [2]: sums of squares of the update and of the parameter before it).
   """
+  if leaf.backend != "xla":
+    return fused.move(leaf, g, state, kept, now)
   # Not the key that the state's own rounding has.
   key = jax.random.fold_in(jax.random.key(leaf.seed + 1), now.step)
 

@@ -83,12 +83,11 @@ def compile_all(names: list[str]) -> dict[str, dict]:
   from fp8jax import recipes
   from fp8jax.formats import E4M3
   from fp8jax.kernels import adam
-  from fp8jax.kernels.adam import masters
   from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
   from fp8jax.kernels.quantize import producers
   from fp8jax.kernels.scaled_matmul import mosaic_sm90
   from fp8jax.optim import moments
-  from fp8jax.quant import packed, scaled
+  from fp8jax.quant import packed, scaled, split
 
   topology = topologies.get_topology_desc(
     platform="cuda", topology="1x1x1",
@@ -152,16 +151,15 @@ def compile_all(names: list[str]) -> dict[str, dict]:
       jax.eval_shape(lambda x, q=q: packed.pack(x, q), wide) if q else wide
       for q in (kept.mu, kept.nu)
     )
-    state = jax.eval_shape(masters.split, wide) if is_pair else wide, mu, nu
+    state = jax.eval_shape(split.split, wide) if is_pair else wide, mu, nu
     state = jax.tree.map(lambda x: array(x.dtype, *x.shape), state)
     args = (*state, array(dtype, *ADAM_SHAPE), array("int32"), array("float32"), array("bool"))
 
-    def step(master, mu, nu, gradient, count, rate, is_applied, outputs=4 - is_pair):
-      # The first half of a pair is the weight.
+    def step(master, mu, nu, gradient, count, rate, is_applied):
       return adam.update(
         gradient, master, mu, nu, count=count, rate=rate, is_applied=is_applied, b1=0.9, b2=0.95,
         eps=1e-8, weight_decay=0.1, backend="mosaic_sm90",
-      )[:outputs]  # fmt: skip
+      )  # fmt: skip
 
     programs[name] = (step, args)
 
@@ -186,12 +184,12 @@ def compile_all(names: list[str]) -> dict[str, dict]:
 
 
 def _moved(compiled, args, size: int) -> float:
-  """Read and written; nothing is copied, and nothing else is allocated."""
+  """Read and written; nothing is copied, and nothing else is allocated but sums of rows."""
   import jax
 
   plan = compiled.memory_analysis()
   in_place = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(args[:3]))
-  assert plan.temp_size_in_bytes < 1024 and plan.alias_size_in_bytes == in_place, plan
+  assert plan.temp_size_in_bytes < size / 8 + 2**14 and plan.alias_size_in_bytes == in_place, plan
   return round((plan.argument_size_in_bytes + plan.output_size_in_bytes) / size, 3)
 
 

@@ -1,4 +1,4 @@
-"""AdamW of one parameter: gradient, master and moments -> master, moments and the BF16 weight.
+"""AdamW of one parameter: gradient, master and moments -> master and moments.
 
 One signature, two backends: `reference`, in jnp, which XLA turns into several passes, and
 `mosaic_sm90`, one kernel and one pass. Everything is of one device; a parameter that is split is
@@ -11,8 +11,7 @@ import jax
 
 from fp8jax.kernels import backend as backend_lib
 from fp8jax.kernels.adam import mosaic_sm90, reference
-from fp8jax.kernels.adam.masters import Master
-from fp8jax.kernels.adam.reference import Moment, Rule
+from fp8jax.kernels.adam.reference import Master, Moment, Rule
 
 # In order of preference for "auto".
 BACKENDS = {"mosaic_sm90": mosaic_sm90, "reference": reference}
@@ -40,11 +39,9 @@ def choose(
 
 
 def num_bytes(gradient, master: Master, mu: Moment, nu: Moment) -> int:
-  """What one pass reads and writes; arrays may be abstract."""
-  state = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((master, mu, nu)))
-  size = math.prod(gradient.shape)
-  compute = 0 if isinstance(master, tuple) else 2 * size
-  return size * gradient.dtype.itemsize + 2 * state + compute
+  """What one pass reads and writes, sums of squares aside; arrays may be abstract."""
+  arrays = (gradient, *2 * jax.tree.leaves((master, mu, nu)))
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
 def update(
@@ -63,11 +60,11 @@ def update(
   weight_decay: float,
   backend: str,
 ) -> tuple:
-  """(master, mu, nu, compute) after one step: master -= rate * (mu' / (sqrt(nu') + eps) + ...).
+  """One step: master -= rate * (mu' / (sqrt(nu') + eps) + weight_decay * master).
 
   Args:
     gradient: float32 or bfloat16, any shape.
-    master: float32 like it, or what `masters.split` makes of that.
+    master: float32 like it, or Split.
     mu, nu: like it: Packed (see quant/packed.py), float32 or bfloat16. They come back as they are
       kept: rounded after they were used.
     count: int32, the number of this step, from 1; for bias correction.
@@ -78,8 +75,8 @@ def update(
     backend: a key of BACKENDS that `choose` agrees to.
 
   Returns:
-    master, mu and nu as they came, and compute, the new master in bfloat16: rounded to the nearest
-    even, or the first half of a master in two.
+    master, mu and nu as they came, and float32 [2]: sums of squares of what was added to the master
+    and of the master before it.
   """
   rule = Rule(b1, b2, eps, weight_decay)
   by = reference.scalars(count, factor, rate, rule)

@@ -1,15 +1,14 @@
 """AdamW of one parameter in one pass over everything that it reads and writes. For Hopper.
 
 XLA makes several passes of it, with both moments in float32 written in between, because a group's
-amax comes before its codes: 45 bytes per parameter for COAT's moments, 16 here. Here a tensor is
+amax comes before its codes: 55 bytes per parameter for COAT's moments, 14 here. Here a tensor is
 read as rows of one group each (128 or 256 numbers; 64 where nothing is grouped), and a tile is as
 many rows as a warpgroup holds in registers, 2048 or 4096 parameters:
 
   TMA         gradient, master, codes, scales, powers of a tile -> one slot of shared memory
   warpgroup   slot -> registers: moments are made wide, moved and used (reference.py); the amax of a
               row, found by the lanes that share it, makes them narrow again (registers.py) -> slot
-  TMA         slot -> where all this came from, and the BF16 weight, which takes the gradient's
-              place in the slot if that is BF16 as well
+  TMA         slot -> where all this came from, and two sums of squares per row
 
 A warpgroup has two slots: while it computes one, the next tile comes in and the last goes out. It
 walks through tiles on its own; the three of a multiprocessor only share it. Operands are updated in
@@ -40,11 +39,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import BF16, E4M3, E5M2
 from fp8jax.kernels import smem
-from fp8jax.kernels.adam import masters, reference, registers
+from fp8jax.kernels.adam import reference, registers
 from fp8jax.kernels.adam.reference import Rule, Scalars
 from fp8jax.kernels.backend import Device
 from fp8jax.kernels.scaled_matmul import mosaic_sm90 as gemm
-from fp8jax.quant import packed
+from fp8jax.quant import packed, split
 from fp8jax.recipe import WHOLE, Rounding, Scale
 
 GROUPS = (128, 256)
@@ -63,7 +62,7 @@ def supports(gradient, master, mu, nu, device: Device) -> str | None:
     return f"reads gradients in float32 or bfloat16, not {gradient.dtype}"
   dtypes = [x.dtype for x in jax.tree.leaves(master)]
   if dtypes not in ([jnp.float32], [jnp.bfloat16, jnp.int16]):
-    return f"the master is float32 or the pair of masters.split, not {dtypes}"
+    return f"the master is float32 or Split, not {dtypes}"
   for name, moment in (("mu", mu), ("nu", nu)):
     if reason := _refusal(name, moment):
       return reason
@@ -90,8 +89,8 @@ def _refusal(name: str, moment) -> str | None:
     return f"{name}={quant}: a scale of the whole tensor takes a pass before this one"
   if quant.format not in (E4M3, E5M2) or quant.tile[1] not in GROUPS:
     return f"{name}={quant}: 8-bit numbers in groups of {GROUPS} only"
-  if quant.scale not in (Scale.F32, Scale.POW2):
-    return f"{name}={quant}: scales are f32 or pow2"
+  if quant.scale is not Scale.F32:
+    return f"{name}={quant}: scales are f32"
   return None
 
 
@@ -110,24 +109,27 @@ def update(gradient, master, mu, nu, by: Scalars, is_applied, rule: Rule):
 
   def adam(gradient, values, *refs):
     master, mu, nu = jax.tree.unflatten(tree, refs[: len(state)])
-    there = _Arrays(gradient, master, mu, nu, *refs[len(state) :])
+    there = _Arrays(gradient, master, mu, nu, refs[len(state) :])
     run = functools.partial(program.run, there, values)
     pl.run_scoped(run, *program.memory(there), collective_axes="warpgroup")
 
-  is_pair = isinstance(master, tuple)
   run = plgpu.kernel(
     adam,
-    out_type=() if is_pair else jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16),
+    out_type=[jax.ShapeDtypeStruct((rows,), jnp.float32)] * 2,
     grid=(pl.cdiv(program.walkers, program.warpgroups),),
     grid_names=("core",),
     num_threads=program.warpgroups,
     thread_name="warpgroup",
     compiler_params=plgpu.CompilerParams(approx_math=True),
   )
-  compute = run(as_rows(gradient), values, *kept)
+  squares = run(as_rows(gradient), values, *kept)
   state = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(kept, state)]
-  master, mu, nu = jax.tree.unflatten(tree, state)
-  return master, mu, nu, master[0] if is_pair else compute.reshape(gradient.shape)
+  return *jax.tree.unflatten(tree, state), jnp.stack([x.sum() for x in squares])
+
+
+def _over_rows(x):
+  """Sum of squares of every row."""
+  return jnp.sum(x * x, axis=1)
 
 
 def _columns(*moments) -> int:
@@ -139,14 +141,14 @@ class _Arrays(NamedTuple):
   """Everything that a step reads and writes, in global memory or in slots of shared memory.
 
   Attributes:
-    compute: None where the master's first half is the weight.
+    squares: sums over every row: of what is added to the master, and of the master before.
   """
 
   gradient: Any
   master: Any
   mu: Any
   nu: Any
-  compute: Any = None
+  squares: Any
 
   @property
   def read(self) -> list:
@@ -178,8 +180,7 @@ class _Program:
     """As many warpgroups as shared memory has slots for; `arrays` are all that is read."""
     shape = cls(rows, columns, rule)
     tile = sum(x.size * x.dtype.itemsize for x in arrays) * shape.tile_rows // rows
-    # The weight, where it has no place yet; alignment.
-    tile += 2 * shape.tile_rows * columns * (arrays[0].dtype != jnp.bfloat16) + 1024
+    tile += 2 * 128 + 1024  # sums of squares; alignment
     warpgroups = min(_WARPGROUPS, max(1, _SHARED // (_SLOTS * tile)))
     walkers = min(shape.num_tiles, gemm.num_cores() * warpgroups)
     return dataclasses.replace(shape, warpgroups=warpgroups, walkers=walkers)
@@ -211,9 +212,7 @@ class _Program:
 
   def memory(self, there: _Arrays) -> list:
     """Slots of all arrays in their order, and a barrier for each slot."""
-    slots = [self.slots(x) for x in there.read]
-    if there.compute is not None and there.gradient.dtype != jnp.bfloat16:
-      slots.append(self.slots(there.compute))
+    slots = [self.slots(x) for x in jax.tree.leaves(there)]
     barriers = self.warpgroups * _SLOTS
     return [*slots, plgpu.Barrier(num_arrivals=len(there.read), num_barriers=barriers)]
 
@@ -222,10 +221,7 @@ class _Program:
     *slots, full = memory
     warpgroup = lax.axis_index("warpgroup")
     slots = [x.at[warpgroup] for x in slots]
-    tree = jax.tree.structure(there)
-    if len(slots) < tree.num_leaves:
-      slots.append(slots[0])
-    inside = jax.tree.unflatten(tree, slots)
+    inside = jax.tree.unflatten(jax.tree.structure(there), slots)
     *by, is_applied = (values[i] for i in range(values.shape[0]))
     first = lax.axis_index("core") * self.warpgroups + warpgroup
     count = lax.div(self.num_tiles - first + self.walkers - 1, self.walkers)
@@ -261,26 +257,32 @@ class _Program:
     return x.at[number, pl.ds(0, self.tile_rows)]
 
   def step(self, inside: _Arrays, at: Callable, by: Scalars, is_applied):
-    """One step of a tile, or only its weight; `at` says where in every slot it is."""
+    """One step of a tile, or only its sums; `at` says where in every slot it is."""
 
     def load(x):
       return plgpu.load(at(x), layout=self.layout)
 
     def move():
-      g, master = load(inside.gradient).astype(jnp.float32), jax.tree.map(load, inside.master)
+      g, p = load(inside.gradient).astype(jnp.float32), read()
       m, v = (registers.unpack(x, at, self.layout) for x in (inside.mu, inside.nu))
-      p, m, v = reference.move(g, masters.read(master), m, v, by, self.rule)
-      master = masters.like(master, p)
+      change, m, v = reference.move(g, p, m, v, by, self.rule)
+      note(_over_rows(change), _over_rows(p))
+      master = split.like(p + change, inside.master)
       for place, x in zip(jax.tree.leaves(inside.master), jax.tree.leaves(master)):
         at(place)[...] = x
-      if inside.compute is not None:
-        at(inside.compute)[...] = masters.compute(master)
       registers.pack(m, inside.mu, at)
       registers.pack(v, inside.nu, at)
 
+    def read():
+      return split.wide(jax.tree.map(load, inside.master))
+
+    def note(*sums):
+      for place, x in zip(inside.squares, sums):
+        at(place)[...] = x
+
     def keep():
-      at(inside.compute)[...] = masters.compute(load(inside.master))
+      nothing = jnp.zeros(self.tile_rows, jnp.float32)
+      note(plgpu.layout_cast(nothing, self.layout.reduce(1)), _over_rows(read()))
 
     pl.when(is_applied)(move)
-    if inside.compute is not None:
-      pl.when(~is_applied)(keep)
+    pl.when(~is_applied)(keep)

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax.kernels.adam import masters
-from fp8jax.quant import packed
+from fp8jax.quant import packed, split
 from fp8jax.recipe import Rounding
 
 Moment = packed.Packed | jax.Array
+Master = split.Split | jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def scalars(count, factor, rate, rule: Rule) -> Scalars:
 
 
 def move(gradient, master, mu, nu, by: Scalars, rule: Rule):
-  """(master, mu, nu) after one step; float32 arrays all, any one shape."""
+  """(what is added to the master, mu, nu) of one step; float32 arrays all, any one shape."""
   g = gradient * by.factor
   mu = np.float32(1 - rule.b1) * g + np.float32(rule.b1) * mu
   nu = np.float32(1 - rule.b2) * (g * g) + np.float32(rule.b2) * nu
@@ -73,18 +73,18 @@ def move(gradient, master, mu, nu, by: Scalars, rule: Rule):
   step = (mu * by.mu_correction) / (root + np.float32(rule.eps))
   if rule.weight_decay:
     step = step + np.float32(rule.weight_decay) * master
-  return master + (-by.rate) * step, mu, nu
+  return (-by.rate) * step, mu, nu
 
 
 def update(gradient, master, mu, nu, by: Scalars, is_applied, rule: Rule):
   """See `adam.update`."""
-  wide = (masters.read(master), _unpack(mu), _unpack(nu))
-  p, m, v = move(gradient.astype(jnp.float32), *wide, by, rule)
-  new = masters.like(master, p), _kept(m, mu), _kept(v, nu)
+  p, g = split.wide(master), gradient.astype(jnp.float32)
+  change, m, v = move(g, p, _unpack(mu), _unpack(nu), by, rule)
+  new = split.like(p + change, master), _kept(m, mu), _kept(v, nu)
   if is_applied is not True:
     keep = functools.partial(jnp.where, is_applied)
-    new = jax.tree.map(keep, new, (master, mu, nu))
-  return *new, masters.compute(new[0])
+    change, *new = jax.tree.map(keep, (change, *new), (0.0, master, mu, nu))
+  return *new, jnp.stack([jnp.sum(jnp.square(x)) for x in (change, p)])
 
 
 def _unpack(kept: Moment):
