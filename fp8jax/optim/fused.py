@@ -71,7 +71,9 @@ def check(leaves: list[Leaf], wanted: str) -> None:
 
 def move(leaf: Leaf, g, state, kept, now):
   """See `walk.move`; a step that is not applied has an update of 0."""
-  before, *rest = state
+  if leaf.rule is None:
+    raise ValueError(f"{leaf.path}: backend={leaf.backend!r} needs a rule; see `choose`")
+  rule, (before, *rest) = dataclasses.asdict(leaf.rule), state
   is_applied = jnp.asarray(now.is_applied)
   count = optax.safe_increment(before.count)
   # Without scales: `choose` lets no others pass.
@@ -81,9 +83,7 @@ def move(leaf: Leaf, g, state, kept, now):
   over = _axes(leaf.sharding)
 
   def update(arrays, by):
-    *new, squares = adam.update(
-      *arrays, **by, **dataclasses.asdict(leaf.rule), backend=leaf.backend
-    )
+    *new, squares = adam.update(*arrays, **by, **rule, backend=leaf.backend)
     return new, jax.lax.psum(squares, over) if over else squares
 
   if leaf.sharding is not None:
