@@ -6,6 +6,7 @@ others, but for the sums of squares.
 
 import collections
 import dataclasses
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from fp8jax.kernels import adam
+from fp8jax.kernels.adam import Rule
 from fp8jax.kernels.backend import Device
 from fp8jax.optim.build import Leaf
 from fp8jax.quant import packed
@@ -82,7 +84,7 @@ def move(leaf: Leaf, g, state, kept, now):
 
   def update(arrays, by):
     *new, squares = adam.update(
-      *arrays, **by, **dataclasses.asdict(leaf.rule), backend=leaf.backend
+      *arrays, **by, **dataclasses.asdict(cast(Rule, leaf.rule)), backend=leaf.backend
     )
     return new, jax.lax.psum(squares, over) if over else squares
 
