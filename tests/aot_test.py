@@ -318,39 +318,35 @@ def test_the_amax_of_a_tensor_begins_where_the_tensor_is_made():
   assert max(sizes) <= 18944
 
 
-def moved_by(num: int) -> dict[str, dict]:
-  """By each optimizer backend: bytes of temporaries, kernels called, names of the matrices."""
+def moved_by(backend: str, num: int) -> dict:
+  """What a small model's step on so many H200s does with the optimizer's state."""
   from fp8jax import params
 
   changes = {"batch": 8 * num, "eval.batch": num, "precision.rules": ((".*", "bf16"),)}
   changes |= {"optim.moments": "coat", "optim.master": "bf16_remainder", "memory.remat": "none"}
   changes |= {"optim.gradients": "bf16_sr", "model.vocab_size": 2048, "mesh.tensor": num // 2 or 1}
-  found = {}
-  for backend in ("xla", "mosaic_sm90"):
-    c = load("configs/base.py", SMALL | changes | {"kernels.optimizer": backend})
-    plan, lowered = lower(c, "h200", num)
-    compiled = lowered.compile()
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    found[backend] = {
-      "temporaries": memory.temp_size_in_bytes,
-      "kept": memory.argument_size_in_bytes,
-      "not_in_place": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-      "calls": len(re.findall(r'custom_call_target="mosaic_gpu', text)),
-      "matrices": [k for k, leaf in params.flatten(plan.leaves).items() if leaf.is_large],
-    }
-  return found
+  c = load("configs/base.py", SMALL | changes | {"kernels.optimizer": backend})
+  plan, lowered = lower(c, "h200", num)
+  compiled = lowered.compile()
+  text, memory = compiled.as_text(), compiled.memory_analysis()
+  return {
+    "temporaries": memory.temp_size_in_bytes,
+    "calls": len(re.findall(r'custom_call_target="mosaic_gpu', text)),
+    "matrices": sum(leaf.is_large for leaf in params.flatten(plan.leaves).values()),
+    # Nothing else in this program has these dtypes: second halves of masters, and moments.
+    "copies": re.findall(r"= ((?:s16|f8e4m3fn)\[\S*) (?:copy|transpose|copy-start)\(", text),
+  }
 
 
 @pytest.mark.aot
 @pytest.mark.slow
-@pytest.mark.parametrize("num", [1, 4])
-def test_a_step_calls_the_optimizers_kernel_once_per_matrix(num):
+def test_a_step_calls_the_optimizers_kernel_once_per_matrix():
   """In place: nothing that it moves is copied first."""
-  found = elsewhere(f"moved_by({num})")
-  xla, kernel = found["xla"], found["mosaic_sm90"]
-  assert xla["calls"] == 0 and kernel["calls"] == len(kernel["matrices"]) == 9
-  assert kernel["temporaries"] <= xla["temporaries"] and kernel["kept"] == xla["kept"]
-  assert kernel["not_in_place"] <= xla["not_in_place"]
+  for num in (1, 4):
+    found = elsewhere(f"moved_by('mosaic_sm90', {num})")
+    assert found["calls"] == found["matrices"] == 8 and not found["copies"], found
+    if num == 1:  # on a mesh a gradient is laid in rows first, once per matrix in turn
+      assert found["temporaries"] <= elsewhere("moved_by('xla', 1)")["temporaries"]
 
 
 def table_of_recipes(config_path: str):

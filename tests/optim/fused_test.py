@@ -5,15 +5,22 @@ it hands over, where, and what comes back.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances
+import train_test
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fp8jax import config
+from fp8jax import step as step_lib
+from fp8jax.kernels import backend
 from fp8jax.kernels.backend import Device
+from fp8jax.models import presets
+from fp8jax.ops import weights
 from fp8jax.optim import build, walk
 from fp8jax.params import Param
 from fp8jax.quant import packed
@@ -35,25 +42,25 @@ def _leaf(name, shape, sharding=None, wanted="mosaic_sm90"):
 
 def _before(rng, leaf, shape):
   """(gradient, state, kept) of a step that is not the first."""
-  param, first, second = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(3))
-  slow = dataclasses.replace(leaf, backend="xla")
-  state, kept = walk.init(slow, param)
-  state, kept, _ = walk.move(slow, 1e-3 * first, state, kept, walk.Now(0, 0.01))
-  return packed.pack(1e-3 * second, leaf.gradient, key=jax.random.key(0)), state, kept
+  param, *found = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(3))
+  first, second = (packed.pack(1e-3 * g, leaf.gradient, key=jax.random.key(0)) for g in found)
+  state, kept, _ = _move(_by_optax(leaf), first, *jax.jit(walk.init, static_argnums=0)(leaf, param))
+  return second, state, kept
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _move(leaf, g, state, kept, is_applied=True):
-  @jax.jit
-  def step(g, state, kept, rate, factor, is_applied):
-    return walk.move(leaf, g, state, kept, walk.Now(1, rate, factor, is_applied))
+  return walk.move(leaf, g, state, kept, walk.Now(1, 0.02, 0.5, is_applied))
 
-  return step(g, state, kept, 0.02, 0.5, is_applied)
+
+def _by_optax(leaf):
+  return dataclasses.replace(leaf, backend="xla", sharding=None)
 
 
 def _assert_as_by_optax(leaf, before, found):
   """One step: masters to float32's precision, codes all but a few, and sums of what was moved."""
   state, kept, squares = found
-  want, want_kept, _ = _move(dataclasses.replace(leaf, backend="xla"), *before)
+  want, want_kept, _ = _move(_by_optax(leaf), *before)
   assert jax.tree.structure((state, kept)) == jax.tree.structure((want, want_kept))
   assert state[0].count == want[0].count == 2
   new, old = (np.float64(x.unpack()) for x in (kept, before[2]))
@@ -118,3 +125,26 @@ def test_what_the_kernel_cannot_take_is_refused_by_name():
     leaf = _leaf("matrix", shape, sharding, "auto")
     assert leaf.backend == "xla" and leaf.note
   assert _leaf("matrix", (64, 512), along).backend == "mosaic_sm90"
+
+
+@pytest.mark.slow
+def test_a_train_steps_state_is_that_of_xla(interpreted_on_mesh, monkeypatch):
+  """Two steps of a model, the GPU's plan on a CPU: metrics and all that is kept."""
+  monkeypatch.setitem(presets.PRESETS, "tiny", train_test.TINY)
+  monkeypatch.setattr(backend, "compiler_options", lambda _: None)  # those are a GPU's
+  kept = {f"optim.{k}": getattr(OPTIM, k) for k in ("moments", "master", "gradients")}
+  kept |= {"kernels.attention": "xla", "precision.compute": "float32"}
+  found = {}
+  for name in ("xla", "mosaic_sm90"):
+    c = train_test._config("bf16", **kept, **{"kernels.optimizer": name})
+    runner = train_test.Runner(config.resolve(c, 1, HOPPER))
+    state = step_lib.make_state(runner.plan)
+    for host in train_test._host_batches()[:2]:
+      state, values = runner.step(state, host)
+    found[name] = values, weights.master((state.params, state.opt))
+  (want, wanted), (got, state) = found["xla"], found["mosaic_sm90"]
+  for key in want:
+    assert got[key] == pytest.approx(want[key], rel=tolerances.FLOAT32_SUM), key
+  assert jax.tree.structure(state) == jax.tree.structure(wanted)
+  for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(wanted)):
+    assert np.linalg.norm(x - y) <= 1e-3 * np.linalg.norm(y)
