@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items):
 
 # Where what is compiled is what is tested: the compiler is the one that users have. Elsewhere
 # compiling takes most of the time, and LLVM's optimizations a third of that.
-_EXACT = ("quant", "kernels", "ops")
+_EXACT = ("quant", "kernels")
 
 
 @pytest.fixture(autouse=True)

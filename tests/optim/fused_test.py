@@ -1,7 +1,7 @@
 """A parameter moved by the kernel is the parameter moved by Optax, alone and on a mesh.
 
-The kernel to the bit, and its definition against Optax: kernels/adam_kernel_test.py. Here the walk: what
-it hands over, where, and what comes back.
+The kernel to the bit, and its definition against Optax: kernels/adam_kernel_test.py. Here the walk:
+what it hands over, where, and what comes back.
 """
 
 import dataclasses
