@@ -42,15 +42,16 @@ def pytest_collection_modifyitems(items):
 _EXACT = ("quant", "kernels")
 
 
-@pytest.fixture(autouse=True)
-def _compiled_quickly(request, monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_quickly(request):
   if request.path.parent.name in _EXACT:
     yield
     return
-  monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of processes that a test starts
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of processes that tests start
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
