@@ -93,7 +93,7 @@ class Optim:
     parts = (kept.mu, kept.nu) if self.rule == "adam" else (kept.mu,)
     return {
       "master": masters.nbytes(masters.PRESETS[self.master]),
-      "gradient": gradients.nbytes(gradients.PRESETS[self.gradients]),
+      "gradient": moments.nbytes(gradients.PRESETS[self.gradients]),
       "moments": sum(map(moments.nbytes, parts)),
     }
 

@@ -24,11 +24,6 @@ PRESETS: dict[str, Quant | None] = {
 _OVERFLOW, _STEPS = 1e-5, 1000
 
 
-def nbytes(quant: Quant | None) -> float:
-  """Bytes per parameter of a large tensor."""
-  return quant.format.bits / 8 if quant else 4.0
-
-
 def wide(g):
   """float32 of one gradient."""
   return g.unpack() if isinstance(g, Packed) else g.astype(jnp.float32)
@@ -77,8 +72,9 @@ def _add(a, b, key):
     return a + b
   if a.scale is None:
     return a.repack(a.unpack() + b.unpack(), key)
-  # A first microbatch without any gradient has no grid to offer.
-  is_empty = jnp.max(jnp.abs(a.data.astype(jnp.float32))) == 0
+  # A tensor whose first microbatch had no gradient has no grid to offer.
+  axes = tuple(range(a.scale.ndim, a.data.ndim))
+  is_empty = jnp.max(jnp.abs(a.data.astype(jnp.float32)), axis=axes) == 0
   return packed.on_grid(a.unpack() + b.unpack(), jnp.where(is_empty, b.scale, a.scale), a)
 
 

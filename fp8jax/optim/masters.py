@@ -40,4 +40,4 @@ def keep(x, how: Quant | str | None, *, lead: int = 0, key=None) -> Any:
 
 def nbytes(how: Quant | str | None) -> float:
   """Bytes per parameter of a large tensor."""
-  return how.format.bits / 8 if isinstance(how, Quant) else 4.0
+  return packed.nbytes(how) if isinstance(how, Quant) else 4.0

@@ -180,6 +180,10 @@ def test_sums_in_8_bits_stay_on_the_first_grid_and_are_seen_to_outgrow_it():
   # What begins with nothing takes the grid of what follows.
   nothing = weights.sink(more, quant, 0)
   np.testing.assert_array_equal(gradients.add(nothing, more, key).unpack(), more.unpack())
+  # Of each layer by itself.
+  x = jnp.stack([more.unpack(), 2.0**-20 * more.unpack()])
+  stack = [packed.pack(x * jnp.asarray([[1.0], [n]]), quant, lead=1) for n in (0, 1)]
+  np.testing.assert_array_equal(gradients.add(*stack, key).unpack()[1], x[1])
 
 
 def test_room_is_halved_by_an_overflow_and_grows_back():
