@@ -1,7 +1,8 @@
 """InfiR2 §4 (arXiv:2509.22536): continued pre-training in block FP8 tracks BF16.
 
-what:      SmolLM2-135M continued on Python documentation and the Brown corpus, one arm per recipe
-command:   bash experiments/2025_infir2/run.sh
+what:      SmolLM2-135M continued on Python documentation and the Brown corpus, one arm per recipe;
+           every recipe there is for 1/64 of the tokens, as arms short-RECIPE
+command:   bash experiments/2025_infir2/run.sh; python experiments/2025_infir2/every_recipe.py
 hardware:  two CPU cores, 6 GB of memory
 expected:  |loss_fp8 - loss_bf16| / loss_bf16 < 0.0025 at every evaluation (the literature's bar:
            DeepSeek-V3, arXiv:2412.19437, §3.3)
@@ -14,19 +15,32 @@ from configs import base
 DATA = "assets/infir2_data"
 
 # Each arm names the backend it was run with, and fails where that backend cannot.
-ARMS = {
-  "bf16": {"recipe": "bf16", "matmul": "auto"},
-  "block_128": {"recipe": "block_128", "matmul": "reference"},
-  "block_128_pow2": {"recipe": "block_128_pow2", "matmul": "reference"},
-  "tensor_current": {"recipe": "tensor_current", "matmul": "xla"},
+LONG = {
+  "bf16": "auto",
+  "block_128": "reference",
+  "block_128_pow2": "reference",
+  "tensor_current": "xla",
 }
+SHORT = LONG | {
+  "tensor_delayed": "xla",
+  "tensor_delayed_latest": "xla",
+  "e4m3_static": "xla",
+  "rowwise": "xla",
+  "rowwise_gw_hp": "xla",
+  "block_128_hybrid": "reference",
+  "mxfp8": "reference",
+  "nvfp4": "reference",
+  "nvfp4_sr_rht": "reference",
+}
+ARMS = tuple(LONG) + tuple(f"short-{recipe}" for recipe in SHORT)
 
 
 def get_config(arm="block_128"):
   if arm not in ARMS:
     raise ValueError(f"unknown arm {arm!r}; expected one of {', '.join(ARMS)}")
-  c = base.get_config(ARMS[arm]["recipe"])
-  c.kernels.matmul = ARMS[arm]["matmul"]
+  recipe = arm.removeprefix("short-")
+  c = base.get_config(recipe)
+  c.kernels.matmul = SHORT[recipe]
   c.precision.strict = True
   c.init.hf = "assets/smollm2-135m"
   c.model.preset = "smollm2_135m"
@@ -43,4 +57,8 @@ def get_config(arm="block_128"):
   c.eval.tokens, c.eval.batch, c.eval.every = 16384, 4, 256
   c.checkpoint.every, c.checkpoint.keep = 64, 1
   c.log.every = 16
+  if arm != recipe:
+    c.steps, c.batch = 32, 2  # 16,384 tokens
+    c.optim.warmup_steps, c.optim.decay_steps = 4, 8
+    c.eval.tokens = 4096
   return c

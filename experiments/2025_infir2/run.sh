@@ -14,3 +14,4 @@ for arm in bf16 block_128 tensor_current block_128_pow2; do
     "experiments/2025_infir2/results/$arm/"
 done
 "$python" experiments/2025_infir2/plot.py
+GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "$python" experiments/2025_infir2/every_recipe.py

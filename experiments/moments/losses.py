@@ -10,7 +10,6 @@ repeated; --only picks rows.
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 
 from absl import app, flags
@@ -19,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from configs import smollm2_cpt  # noqa: E402
+from experiments import sweep  # noqa: E402
 from fp8jax.optim import build, moments  # noqa: E402
 
 _RUNS = flags.DEFINE_string("runs", "runs/moments", "Where runs are kept.")
@@ -45,35 +45,21 @@ ROWS = {
 }
 
 
-def run(name: str) -> dict:
+def row(name: str) -> dict:
   """The row's numbers, of a run that is started, or went on, or was there already."""
   source, changes = ROWS[name]
-  folder = ROOT / _RUNS.value / name.replace(":", "_").replace(", ", "_").replace(" ", "")
-  if not (folder / "summary.json").exists():
-    overrides = [f"--config.{key}={value}" for key, value in changes.items()]
-    command = [sys.executable, "launch.py", f"--config={source}", f"--workdir={folder}", *overrides]
-    subprocess.run(command, cwd=ROOT, check=True)
-  summary, provenance = (
-    json.loads((folder / f"{n}.json").read_text()) for n in ("summary", "provenance")
-  )
-  steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-  seconds = [s["step_seconds"] for s in steps if "step_seconds" in s]
-  first, *_, last = summary["evaluations"].values()
-  resolved = provenance["config"]
+  folder = name.replace(":", "_").replace(", ", "_").replace(" ", "")
+  done = sweep.run(source, f"{_RUNS.value}/{folder}", changes)
+  (before,), (after,) = (done.heldout(which).values() for which in (0, -1))
   return {
     "row": name,
-    "bytes_per_parameter": _bytes(resolved),
-    "heldout_before": _losses(first),
-    "heldout_after": _losses(last),
-    "train_last_10": statistics.mean(s["loss"] for s in steps[-12:] if "loss" in s),
-    "median_step_seconds": statistics.median(seconds),
-    "commit": provenance["commit"],
+    "bytes_per_parameter": _bytes(done.provenance["config"]),
+    "heldout_before": before,
+    "heldout_after": after,
+    "train_last_10": statistics.mean(done.logged("loss")[-10:]),
+    "median_step_seconds": statistics.median(done.logged("step_seconds")),
+    "commit": done.provenance["commit"],
   }
-
-
-def _losses(evaluation: dict) -> dict:
-  (by_precision,) = evaluation.values()
-  return {precision: values["loss"] for precision, values in by_precision.items()}
 
 
 def _bytes(resolved: dict) -> float:
@@ -85,15 +71,15 @@ def _bytes(resolved: dict) -> float:
 
 def main(argv):
   del argv
-  rows = [run(name) for name in _ONLY.value or ROWS]
+  rows = [row(name) for name in _ONLY.value or ROWS]
   base = next((r for r in rows if r["row"] == "float32, seed 0"), rows[0])
   print("| row | bytes per parameter | held-out loss, BF16 forward | difference | s per step |")
   print("|---|---|---|---|---|")
-  for row in rows:
-    loss = row["heldout_after"]["bf16"]
+  for line in rows:
+    loss = line["heldout_after"]["bf16"]
     print(
-      f"| {row['row']} | {row['bytes_per_parameter']:.2f} | {loss:.4f} | "
-      f"{loss - base['heldout_after']['bf16']:+.4f} | {row['median_step_seconds']:.2f} |"
+      f"| {line['row']} | {line['bytes_per_parameter']:.2f} | {loss:.4f} | "
+      f"{loss - base['heldout_after']['bf16']:+.4f} | {line['median_step_seconds']:.2f} |"
     )
   if _JSON.value:
     pathlib.Path(_JSON.value).write_text(json.dumps(rows, indent=1) + "\n")
