@@ -25,10 +25,12 @@ def step(x, format: Format):
   """(s, 1 / s), float32 powers of two: x lies between two neighbouring multiples of s.
 
   Args:
-    x: float32 within ±format.max. At a power of two, s is the distance to the next larger.
+    x: float32 within ±format.max. At a power of two, s is the distance to the next larger. s is
+      at least 2^-126: BF16's own steps below 2^-119 are float32 subnormals.
   """
   exponent = (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF
-  biased = jnp.maximum(exponent, 127 + format.min_exponent) - format.mantissa_bits
+  least = max(127 + format.min_exponent, 1 + format.mantissa_bits)
+  biased = jnp.maximum(exponent, least) - format.mantissa_bits
   powers = (biased << 23, (254 - biased) << 23)
   return tuple(jax.lax.bitcast_convert_type(p, jnp.float32) for p in powers)
 
@@ -47,7 +49,8 @@ def stochastic(x, format: Format, key):
   """x in format.dtype, one of its two neighbours on the grid, with mean x; saturating.
 
   Up with probability (x - below) / (above - below), rounded down to a multiple of 2^-32: the mean
-  is exact for x of a normal magnitude, and within 2^-32 of a step of x otherwise.
+  is exact for x of a normal magnitude, and within 2^-32 of a step of x otherwise. Below 2^-119
+  the neighbours are multiples of 2^-126, of BF16 too, whose grid is finer there.
 
   Args:
     x: float32, any shape. A number on the grid, and one beyond it, has one neighbour.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from golden import conformance
 
-from fp8jax.formats import E2M1, E3M4, E4M3, E5M2, FORMATS
+from fp8jax.formats import BF16, E2M1, E3M4, E4M3, E5M2, F16, FORMATS
 from fp8jax.quant import quantize, rounding
 from fp8jax.recipe import WHOLE, Quant, Rounding, Scale
 
@@ -62,6 +62,37 @@ def test_stochastic_is_unbiased_in_every_cell(fmt):
     error = np.abs(np.asarray(draws).astype(np.float64).mean(0) - x)
     worst = max(worst, np.max(error / (step * np.sqrt(chance * (1 - chance) / num))))
   assert 0.5 < worst < sigmas
+
+
+@pytest.mark.parametrize("fmt", [BF16, F16], ids=str)
+def test_stochastic_in_16_bits_is_unbiased_in_every_binade(fmt):
+  """Neighbours by bits of ml_dtypes' and NumPy's own 16-bit numbers, down to float32's smallest."""
+  num, chance, bits = 2**12, 0.375, fmt.dtype.itemsize * 8
+  smallest = max(fmt.min_exponent, -126 + fmt.mantissa_bits)  # below it the grid is coarser
+  exponents = np.arange(smallest, int(np.log2(fmt.max)) + 1)
+  below = np.ldexp(1.25, exponents).astype(fmt.dtype)
+  codes = below.view(f"uint{bits}")
+  above = (codes + 1).view(fmt.dtype)
+  low, high = below.astype(np.float64), above.astype(np.float64)
+  x = ((1 - chance) * low + chance * high) * np.where(exponents % 2, -1, 1)
+  got = np.asarray(draw(np.broadcast_to(x, (num, len(x))), fmt, 5)).astype(np.float64)
+  assert np.all((np.abs(got) == low) | (np.abs(got) == high))
+  assert np.all(np.signbit(got) == np.signbit(x))
+  ups = np.mean(np.abs(got) == high, axis=0)
+  assert np.abs(ups - chance).max() < 5 * np.sqrt(chance * (1 - chance) / num)
+
+
+def test_stochastic_bf16_below_its_finest_float32_step():
+  """Between 2^-126 and 2^-119 the neighbours are multiples of 2^-126, and the mean is x."""
+  for exponent in range(-126, -118):
+    x = np.float32(np.ldexp(1 + 41 / 2**14, exponent))
+    got = np.asarray(draw(np.full(2**14, x), BF16, exponent + 200)).astype(np.float64)
+    unit = 2.0**-126
+    below = np.floor(np.float64(x) / unit) * unit
+    assert np.all((got == below) | (got == below + unit)), exponent
+    chance = (x - below) / unit
+    sigma = np.sqrt(max(chance * (1 - chance), 1e-4) / got.size)
+    assert abs(np.mean(got > below) - chance) < 5 * sigma, exponent
 
 
 def test_stochastic_is_unbiased_far_below_the_smallest():
