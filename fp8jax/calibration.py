@@ -86,21 +86,41 @@ def read(path: str) -> dict[tuple[str, str], float]:
   return amaxes
 
 
+def begin(plan: Plan, path: str) -> list[dict[str, history.Memory]]:
+  """What sites start from in every phase of the precision schedule.
+
+  Raises:
+    UserError: see `read` and `memories`; a table that no site of any phase starts from.
+  """
+  amaxes = read(path)
+  phases = range(len(plan.precision.phases))
+  found = [memories(amaxes, plan.sites(phase=phase)) for phase in phases]
+  if not any(found):
+    raise UserError(
+      f"precision.calibration={path!r}: every scale is current, so that nothing starts from it; "
+      'take a recipe with delayed or static scales, or set precision.calibration=""'
+    )
+  return found
+
+
 def memories(amaxes: dict[tuple[str, str], float], sites) -> dict[str, history.Memory]:
   """What sites whose scales are not current start from.
 
   Raises:
-    UserError: a site that the table does not know.
+    UserError: a tensor of a site that the table does not know and a scale is to come from.
   """
   result = {}
   for name, site in site_lib.flatten(sites).items():
     if site.memory is None:
       continue
-    missing = [n for n in site.layer_names if (n, "x") not in amaxes]
+    needed = [
+      t for t, s in zip(history.TENSORS, history.sources(site.recipe)) if s not in (None, CURRENT)
+    ]
+    missing = [(n, t) for n in site.layer_names for t in needed if (n, t) not in amaxes]
     if missing:
       raise UserError(
-        f"precision.calibration has no row for {missing[0]}; calibrate this model again with "
-        "--job=calibrate"
+        f"precision.calibration has no row for site {missing[0][0]}, tensor {missing[0][1]}; "
+        "calibrate this model again with --job=calibrate, or add the row"
       )
     table = np.asarray(
       [[amaxes.get((n, t), 0.0) for t in history.TENSORS] for n in site.layer_names], np.float32

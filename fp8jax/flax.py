@@ -226,8 +226,8 @@ def combine(seen, other):
 def calibrate(sites, loss: Callable[[Any], jax.Array]):
   """The sites, their memories begun with what a first batch shows.
 
-  A fresh memory is of amax 0, which gives scale 1. This runs forward and backward once with scales
-  from the tensors themselves.
+  A layer with a fresh memory gives NaN. This runs forward and backward once with scales from the
+  tensors themselves.
 
   Args:
     sites: as in `update`.

@@ -29,6 +29,7 @@ from fp8jax.data import loader, prepare
 from fp8jax.errors import UserError, missing_package
 from fp8jax.kernels import backend
 from fp8jax.models import hf, hf_config, transformer
+from fp8jax.ops import site as site_lib
 from fp8jax.ops import smooth, weights
 
 NAMES = ("train", "evaluate", "prepare", "export", "calibrate", "diagnose", "memory")
@@ -92,11 +93,13 @@ def _evaluate(plan: config.Plan, workdir: str):
   """Held-out loss and perplexity of a checkpoint or a Hugging Face folder."""
   if plan.config.eval.hf:
     params, _ = hf.load_params(plan.config.eval.hf, plan.model, plan.run.layout)
-    memories, phase, where = {}, 0, {"hf": plan.config.eval.hf}
+    path = os.path.expanduser(plan.config.precision.calibration)
+    memories = calibration.begin(plan, path)[0] if path else {}
+    phase, where = 0, {"hf": plan.config.eval.hf}
   else:
-    params, step, _ = _restore_params(plan, workdir)
-    memories = _restore_memories(plan, workdir, step)
+    params, step, meta = _restore_params(plan, workdir)
     phase, where = plan.phase(max(step - 1, 0)), {"workdir": workdir, "step": step}
+    memories = _restore_memories(plan, workdir, step, meta, phase)
   return {**where, "heldout": evaluate.Evaluator(plan).run(params, memories, phase)}
 
 
@@ -220,7 +223,15 @@ def _restore_params(plan: config.Plan, workdir: str, step: int | None = None):
   return params, step, meta
 
 
-def _restore_memories(plan: config.Plan, workdir: str, step: int):
+def _restore_memories(plan: config.Plan, workdir: str, step: int, meta, phase: int):
+  remembered = site_lib.remembered(plan.sites(phase=phase)) if step else {}
+  if meta.get("remembered", remembered) != remembered:
+    print(
+      f"the scales of step {step} are other recipes'; those of {workdir} are chosen anew from what "
+      "is evaluated",
+      file=sys.stderr,
+    )
+    return {}
   saved = checkpoint.Checkpoints(workdir, plan.config.checkpoint.keep)
   memories = saved.restore_memories(step, step_lib.abstract_state(plan, step).memories)
   saved.close()

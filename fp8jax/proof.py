@@ -41,6 +41,9 @@ class NotFp8(UserError):
   """A GEMM that should be FP8 and is not."""
 
 
+TITLE = "FP8 GEMMs per step and device, found/planned"
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
   """A product of a site: what must be in the program, and what was there.
@@ -283,7 +286,7 @@ def _complaint(row: Row, plan: Plan) -> str:
   )
 
 
-def table(rows: list[Row], title: str = "FP8 GEMMs per step and device, found/planned"):
+def table(rows: list[Row], title: str = TITLE):
   """For printing: a line per site, "found/planned" per product; "12 wide" where it is not FP8."""
   by_site: dict[str, dict[str, Row]] = collections.defaultdict(dict)
   for row in rows:

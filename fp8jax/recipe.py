@@ -304,8 +304,32 @@ class Recipe:
   def with_current_scales(self, tensors: str = "xwg") -> "Recipe":
     """The same formats and tiles with scales of these tensors from the operands themselves."""
 
+    return self._map(
+      lambda q, tensor: dataclasses.replace(q, source=CURRENT) if tensor in tensors else q
+    )
+
+  def with_delays(self, name: str, changes: dict[str, Any]) -> "Recipe":
+    """A recipe of this name with other fields of its Delayed sources.
+
+    Raises:
+      ValueError: no scale of it is delayed, or a number that Delayed refuses.
+    """
+    if not any(isinstance(q.source, Delayed) for uses in self.uses().values() for q in uses):
+      raise ValueError(f"recipe {name!r}: {self.name} has no delayed scales to give numbers to")
+
+    def one(q, tensor):
+      del tensor
+      if not isinstance(q.source, Delayed):
+        return q
+      return dataclasses.replace(q, source=dataclasses.replace(q.source, **changes))
+
+    return dataclasses.replace(self._map(one), name=name)
+
+  def _map(self, change) -> "Recipe":
+    """The recipe with change(Quant, "x", "w" or "g") of every Quant."""
+
     def quant(q, tensor):
-      return dataclasses.replace(q, source=CURRENT) if q and tensor in tensors else q
+      return change(q, tensor) if q else q
 
     def gemm(g, lhs, rhs):
       return dataclasses.replace(g, lhs=quant(g.lhs, lhs), rhs=quant(g.rhs, rhs))

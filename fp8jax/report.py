@@ -56,6 +56,15 @@ def site_rows(plan: Plan, phase: int = 0) -> list[dict[str, Any]]:
   return rows
 
 
+def all_site_rows(plan: Plan) -> list[dict[str, Any]]:
+  """`site_rows` of every phase of the precision schedule, with the step from which each holds."""
+  return [
+    {"from_step": start.start, **row}
+    for phase, start in enumerate(plan.precision.phases)
+    for row in site_rows(plan, phase)
+  ]
+
+
 def _backends(plan: Plan) -> str:
   """Who moves the matrices, and why not the kernel."""
   wanted, large, passed = plan.config.kernels.optimizer, 0, collections.defaultdict(list)
@@ -99,7 +108,7 @@ def print_start(
   fingerprint: str,
   sites: list[dict[str, Any]],
 ):
-  """What is about to happen: the difference from base, the model, the sites (site_rows')."""
+  """What is about to happen: the difference from base, the model, the sites (all_site_rows')."""
   if changes:
     rows = [[k, str(old), str(new)] for k, (old, new) in changes.items()]
     out.print(writers.table("config, where it differs from base", ["key", "base", "here"], rows))
@@ -113,6 +122,14 @@ def print_start(
     f"attention {plan.run.attention}, remat {plan.run.remat}; {shape}; data {fingerprint}"
   )
   out.print(_optimizer(plan))
+  for phase in plan.precision.phases:
+    _print_sites(out, [row for row in sites if row["from_step"] == phase.start], phase.start)
+  if plan.device.platform == "gpu":
+    for line in dict.fromkeys(advice.lines(sites, advice.load())):
+      out.print(f"  {line}")
+
+
+def _print_sites(out: rich.console.Console, sites: list[dict[str, Any]], start: int):
   rows, notes = [], []
   has_gathers = any(row["weight_gather"] != "-" for row in sites)
   for row in sites:
@@ -130,12 +147,10 @@ def print_start(
     notes += [n for n in row["notes"] if n not in notes]
   columns = ["site", "MxNxK per device", "recipe", "scales: x, w, gradient", "backend"]
   columns += ["weight gather"] if has_gathers else []
-  out.print(writers.table("sites", columns, rows))
+  title = f"sites from step {start}" if start else "sites"
+  out.print(writers.table(title, columns, rows))
   for note in notes:
     out.print(f"  passed over {note}")
-  if plan.device.platform == "gpu":
-    for line in advice.lines(sites, advice.load()):
-      out.print(f"  {line}")
 
 
 def scales(definition: dict[str, Any]) -> str:

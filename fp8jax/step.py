@@ -114,7 +114,7 @@ def gradients(plan: config.Plan, params, sites, batch, scale=None, step: Any = 0
   leaves = plan.leaves
   sinks = jax.tree.map(_sink, leaves, params)
 
-  def of_one(batch, micro):
+  def of_one(batch, micro, sites):
     def loss(sinks, taps):
       seen_by = site_lib.with_taps(sites, taps)
       pair = functools.partial(_weight, step=step, micro=micro, room=room)
@@ -131,12 +131,13 @@ def gradients(plan: config.Plan, params, sites, batch, scale=None, step: Any = 0
     return value, gradient, seen
 
   if plan.config.accumulation == 1:
-    value, gradient, seen = of_one(batch, 0)
+    value, gradient, seen = of_one(batch, 0, sites)
     return value, gradient, site_lib.by_name(sites, seen)
 
   def add(carry, xs):
     micro, batch = xs
-    value, gradient, seen = of_one(batch, micro)
+    # Chances of its own: the same ones would make the same errors, which then add up.
+    value, gradient, seen = of_one(batch, micro, site_lib.with_folded_keys(sites, micro))
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.config.seed), step), micro)
     sums = gradients_lib.add(carry[1], gradient, key)
     return (carry[0] + value, sums, jax.tree.map(observe.combine, carry[2], seen)), None
@@ -178,6 +179,12 @@ def abstract_gradients(plan: config.Plan):
   return jax.tree.map(one, plan.leaves, params)
 
 
+def halts(plan: config.Plan) -> bool:
+  """Whether a step that is not finite ends the run."""
+  # A dynamic loss scale meets overflows on purpose, to find the largest that does not.
+  return plan.config.optim.on_nonfinite == "stop" and plan.config.loss_scale.kind == "none"
+
+
 def make_step(plan: config.Plan):
   """(state, batch, sites) -> (state, metrics), jitted, state donated.
 
@@ -188,8 +195,7 @@ def make_step(plan: config.Plan):
   shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(plan))
   leaves = plan.leaves
   schedule = optim_build.schedule(plan.optim)
-  # A dynamic loss scale meets overflows on purpose, to find the largest that does not.
-  stop = plan.config.optim.on_nonfinite == "stop" and plan.config.loss_scale.kind == "none"
+  stop = halts(plan)
   key = jax.random.key(plan.config.seed)
 
   def step(state: State, batch, sites):

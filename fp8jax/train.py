@@ -67,9 +67,10 @@ class _Run:
     self.fingerprint = loader.fingerprint(plan.data)
     os.makedirs(workdir, exist_ok=True)
     self.changes = config.diff(self.flat, base)
-    self.site_rows = report.site_rows(plan)
+    self.site_rows = report.all_site_rows(plan)
     report.print_start(self.out, plan, self.changes, self.fingerprint, self.site_rows)
-    self.calibration = self._read_calibration()
+    path = plan.config.precision.calibration
+    self.calibration = calibration.begin(plan, os.path.expanduser(path)) if path else None
     alarms = watch.read_alarms(plan.config.log.alarms)
     self.watches = [
       watch.Watch(alarms, site_lib.recipes_of(plan.sites(phase=phase)))
@@ -84,10 +85,8 @@ class _Run:
     self.weights_dtype = "bfloat16"
     self.evaluations: dict[str, Any] = {}
     self.sites: dict[bool, Any] = {}  # quiet and loud ones of the present phase
-
-  def _read_calibration(self):
-    path = self.plan.config.precision.calibration
-    return calibration.read(os.path.expanduser(path)) if path else None
+    self.has_memories = False  # of its checkpoint, for the phase that it is in
+    self.is_proven = not plan.config.precision.strict
 
   def run(self) -> dict[str, Any]:
     c = self.plan.config
@@ -137,8 +136,15 @@ class _Run:
     self.evaluations = meta["evaluations"]
     if jax.process_index() == 0:  # of all processes together
       self.counts.update(meta["documents"])
-    state = self.checkpoints.restore(step, step_lib.abstract_state(self.plan, step), self.iterator)
+    abstract = step_lib.abstract_state(self.plan, step)
+    remembered = self._remembered(step)
+    self.has_memories = meta.get("remembered", remembered) == remembered
+    if not self.has_memories:
+      abstract = dataclasses.replace(abstract, memories={})
+    state = self.checkpoints.restore(step, abstract, self.iterator)
     self.out.print(f"resuming from step {step}")
+    if not self.has_memories:
+      self.out.print(f"other recipes made the scales of step {step}; they are begun anew")
     if jax.device_get(state.halted):
       self.out.print(f"step {step} met a non-finite value; going on with the batch after it")
       state = dataclasses.replace(state, halted=state.halted ^ state.halted)
@@ -216,7 +222,7 @@ class _Run:
           settle()
           phase = self.plan.phase(step)
           state = self._enter(phase, state, step, host)
-          if c.precision.strict:
+          if not self.is_proven:
             self._prove(step_fn, state, host, phase)
         # Nothing may slip between host and device unasked: each such copy would stall the device.
         with jax.transfer_guard("disallow"):
@@ -240,18 +246,19 @@ class _Run:
   def _enter(self, phase: int, state: State, step: int, host):
     """The state with which a phase of the precision schedule begins; sets the sites to train in.
 
-    Scales that are not current begin from the phase's own first batch, unless the state already
-    belongs to the phase; interrupted or not, a run therefore takes the same steps.
+    Scales that are not current begin from the calibration's table or the phase's own first batch,
+    unless the state already belongs to the phase; interrupted or not, a run therefore takes the
+    same steps.
     """
     self._try_kernels(phase)
-    if step > self.plan.precision.phases[phase].start:
+    is_first = step == self.plan.precision.phases[phase].start
+    if step and is_first:
+      self.out.print(f"step {step}: precision.schedule enters its phase {phase}")
+    if self.has_memories and not is_first:
       pass  # resumed within the phase
-    elif self.calibration and step == 0:
-      memories = calibration.memories(self.calibration, self.plan.sites(phase=phase))
-      state = dataclasses.replace(state, memories=memories)
+    elif self.calibration:
+      state = dataclasses.replace(state, memories=self.calibration[phase])
     else:
-      if step:
-        self.out.print(f"step {step}: precision.schedule enters its phase {phase}")
       with jax.transfer_guard("allow"):
         state = step_lib.calibrate(self.plan, state, self.spread.place(host), phase)
     self.sites = {
@@ -284,12 +291,25 @@ class _Run:
       check.optimizer(kept.mu, kept.nu, is_pair=is_pair, dtype=moved[0].gradient_dtype)
       self.out.print("kernels: the optimizer's tried on this device, as close as its arithmetic")
 
-  def _prove(self, step_fn, state: State, host, phase: int):
-    """Stops before the first step of a phase unless every GEMM is as narrow as its recipe says."""
+  def _prove(self, step_fn, state: State, host, now: int):
+    """Stops before the first step unless every GEMM is as narrow as its recipe says.
+
+    In this phase of the precision schedule and in those to come, and where numerics are watched.
+    """
     with jax.transfer_guard("allow"):
       batch = self.spread.place(host)
-    rows = proof.strict(self.plan, step_fn, state, batch, self.sites[False], phase)
-    self.out.print(proof.table(rows))
+    kinds = [observe.QUIET, *([observe.LOUD] if self.plan.config.log.numerics_every else [])]
+    for phase in range(now, len(self.plan.precision.phases)):
+      if phase > now:
+        later = step_lib.abstract_state(self.plan, self.plan.precision.phases[phase].start + 1)
+        state = dataclasses.replace(state, memories=later.memories)
+      for statistics in kinds:
+        sites = self.plan.sites(phase=phase, statistics=statistics)
+        rows = proof.strict(self.plan, step_fn, state, batch, sites, phase)
+        if statistics == observe.QUIET:
+          start = f" from step {self.plan.precision.phases[phase].start}" if phase else ""
+          self.out.print(proof.table(rows, proof.TITLE + start))
+    self.is_proven = True
 
   def _report(self, step, values, host, position, log, speed, progress, state):
     values = jax.device_get(values)
@@ -297,7 +317,7 @@ class _Run:
     values = {k: float(v) for k, v in values.items()}
     speed.tick()
     if not values.pop("is_finite"):
-      if self.plan.config.optim.on_nonfinite == "stop":
+      if step_lib.halts(self.plan):
         self._fail(step, values, host, position, state)
       self.out.print(f"step {step}: loss or gradient not finite; update skipped")
       values["skipped"] = 1
@@ -338,8 +358,13 @@ class _Run:
 
   # -- what is kept
 
-  def _meta(self) -> dict[str, Any]:
+  def _remembered(self, step: int) -> dict[str, str]:
+    """Which sites' memories the state after `step` steps has, and for which recipes."""
+    return site_lib.remembered(self.plan.sites(phase=self.plan.phase(step - 1))) if step else {}
+
+  def _meta(self, step: int) -> dict[str, Any]:
     return {
+      "remembered": self._remembered(step),
       "config": config.identity(self.plan),
       "data_fingerprint": self.fingerprint,
       "readers": self._readers(),
@@ -349,12 +374,14 @@ class _Run:
     }
 
   def _save(self, step: int, state: State):
-    self.checkpoints.save(step, state, self.iterator, self._meta())
+    self.checkpoints.save(step, state, self.iterator, self._meta(step))
 
   def _evaluate(self, evaluator, state, step: int, log):
     if str(step) in self.evaluations:
       return
-    results = evaluator.run(state.params, state.memories, self.plan.phase(max(step - 1, 0)))
+    phase = self.plan.phase(max(step - 1, 0))
+    memories = self.calibration[phase] if self.calibration and not step else state.memories
+    results = evaluator.run(state.params, memories, phase)
     self.evaluations[str(step)] = results
     log.write(step, evaluate.flat(results))
     for source, by_precision in results.items():

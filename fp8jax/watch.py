@@ -12,8 +12,8 @@ from fp8jax.recipe import WHOLE, Recipe
 
 # What a rule may test, with what to try when it fires.
 ADVICE = {
-  "saturation": "its scale is too small for what came: a shorter history, a margin, or current "
-  "scales (tensor_current, block_128)",
+  "saturation": "its scale is too small for what came: a shorter history or a margin "
+  "(tensor_delayed(steps=16, margin=1)), or current scales (tensor_current, block_128)",
   "underflow": "its range is too wide for one scale: finer tiles (block_128, mxfp8), E5M2 for "
   "gradients (block_128_hybrid), or bf16 for this site",
   "snr_db": "narrowing loses too much of it: finer tiles (block_128, mxfp8) or bf16 for this site",

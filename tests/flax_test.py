@@ -226,7 +226,7 @@ def test_nnx_memory_is_of_the_amaxes_seen(rng):
 
 
 def test_calibration_measures_with_current_scales(rng):
-  """At scale 1, which a fresh memory gives, these x would saturate: y and its gradient be wrong."""
+  """At scale 1 these x would saturate, and y and its gradient be wrong. Without a look: NaN."""
   x, w = 256 * lattice(rng, 32, 32), lattice(rng, 32, 32)
   want = [np.abs(t).max() for t in (x, w, x @ w)]
   model = nn.Dense(32, use_bias=False, dot_general_cls=fp8.linen_dot_general("tensor_delayed"))
@@ -239,6 +239,7 @@ def test_calibration_measures_with_current_scales(rng):
     32, 32, use_bias=False, rngs=nnx.Rngs(0), dot_general=fp8.nnx_dot_general("tensor_delayed")
   )
   layer.kernel[...] = jnp.asarray(w)
+  assert np.isnan(loss(sites)) and np.isnan(layer(x)).all()
   fp8.nnx_calibrate(layer, nnx.jit(lambda m: (m(x) ** 2).sum() / 2))
   sites = jax.jit(lambda sites: fp8.calibrate(sites, loss))(sites)
   for site in (*_sites(sites), *_sites(nnx.state(layer, fp8.Fp8))):

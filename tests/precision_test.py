@@ -55,6 +55,10 @@ def _assert_equal(a, b):
 
 BF16_LATE = {"precision.schedule": ((4, ((".*", "bf16"),)),)}
 STATIC_LATE = {"precision.schedule": ((3, ((".*", "e4m3_static"),)),)}
+STATIC_LATE_LAYERS = {
+  "precision.schedule": ((3, (("head", "bf16"), ("layers/.*", "e4m3_static"))),)
+}
+NAMES = [f"attn/{n}" for n in "qkvo"] + [f"mlp/{n}" for n in ("gate", "up", "down")]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +82,44 @@ def test_run_is_the_same_interrupted_and_evaluated(tmp_path, changes, monkeypatc
   whole, parts = (_state(tmp_path / name, plan, 6) for name in ("whole", "parts"))
   assert bool(whole.memories) == (changes is not BF16_LATE)
   _assert_equal(whole, parts)
+
+
+@pytest.mark.parametrize(
+  "before", ["tensor_delayed_latest", pytest.param("tensor_current", marks=pytest.mark.slow)]
+)
+def test_resumed_with_another_recipe_begins_its_scales_anew(tmp_path, before, monkeypatch, capsys):
+  """As many amaxes are remembered as there were steps since, and the first look."""
+  with monkeypatch.context() as m:
+    m.setattr(train.interrupts.Interrupts, "requested", lambda _, step, __: step >= 4)
+    _train(tmp_path, before)
+  _train(tmp_path, **{"checkpoint.accept_changes": ("precision.rules",)})
+  assert "other recipes made the scales of step 4; they are begun anew" in capsys.readouterr().out
+  memories = _state(tmp_path, _plan(), 6).memories
+  assert memories
+  for memory in memories.values():
+    counts = np.count_nonzero(memory.history_3H, axis=-1)
+    assert np.all(counts == 1 + 6 - 4)
+
+
+def test_phases_to_come_are_shown_and_proven_before_the_first_step(tmp_path, monkeypatch, capsys):
+  real, proven = train.proof.strict, []
+
+  def strict(plan, step_fn, state, batch, sites, phase):
+    assert "learning_rate" not in (tmp_path / "metrics.jsonl").read_text()  # no step yet
+    proven.append((phase, site_lib.flatten(sites)["head"].tap.shape[-1]))
+    is_lowered = proven[-1] == (1, observe.QUIET)  # one of the four programs is enough
+    return real(plan, step_fn, state, batch, sites, phase) if is_lowered else []
+
+  monkeypatch.setattr(train.evaluate.Evaluator, "run", lambda *_: {})
+  monkeypatch.setattr(train.proof, "strict", strict)
+  _train(tmp_path, **STATIC_LATE, **{"precision.strict": True, "log.numerics_every": 100})
+  assert proven == [(p, s) for p in (0, 1) for s in (observe.QUIET, observe.LOUD)]
+  shown = capsys.readouterr().out
+  assert "sites from step 3" in shown and "e4m3_static" in shown
+  rows = json.loads((tmp_path / "sites.json").read_text())
+  assert {(r["from_step"], r["recipe"]) for r in rows if r["site"] != "head"} >= {
+    (0, "tensor_delayed"), (3, "e4m3_static"),
+  }  # fmt: skip
 
 
 def test_phase_changes_the_recipe_at_its_step(tmp_path):
@@ -231,8 +273,31 @@ def test_broken_table_is_refused(tmp_path, text, message):
 
 
 def test_table_of_another_model_is_refused():
-  with pytest.raises(UserError, match="no row for layers/0/attn"):
+  with pytest.raises(UserError, match="no row for site layers/0/attn"):
     calibration.memories({("head", "x"): 1.0}, _plan("e4m3_static").sites())
+  rows = {(f"layers/{i}/{m}", t): 1.0 for i in range(3) for m in NAMES for t in "xwg"}
+  del rows["layers/1/mlp/up", "g"]
+  with pytest.raises(UserError, match="no row for site layers/1/mlp/up, tensor g"):
+    calibration.memories(rows, _plan("e4m3_static").sites())
+
+
+def test_calibration_reaches_later_phases_and_is_refused_where_nothing_starts_from_it(tmp_path):
+  path = tmp_path / "t.json"
+  rows = [
+    {"site": f"layers/{i}/{m}", "tensor": t, "amax": 2.0 + i}
+    for i in range(3) for m in NAMES for t in "xwg"
+  ]  # fmt: skip
+  path.write_text(json.dumps({"format": calibration.FORMAT, "rows": rows}))
+  late = _plan("bf16", **STATIC_LATE_LAYERS)
+  first, second = calibration.begin(late, str(path))
+  assert not first
+  np.testing.assert_array_equal(second["layers/mlp/up"].amax_3, [[2] * 3, [3] * 3, [4] * 3])
+  train.run(
+    _plan("bf16", **STATIC_LATE_LAYERS, **{"precision.calibration": str(path)}), str(tmp_path)
+  )
+  _assert_equal(_state(tmp_path, late, 6).memories, second)
+  with pytest.raises(UserError, match="nothing starts from it"):
+    calibration.begin(_plan("block_128"), str(path))
 
 
 # --- watching ------------------------------------------------------------------------------------
@@ -340,6 +405,22 @@ def test_loss_scale_halves_at_overflow_and_doubles_after_growth():
     scales.append(float(values["loss_scale"]))
   assert scales == [256, 256, 512, 512, 256] and int(state.skipped) == 1
   assert not bool(state.halted)
+
+
+def test_a_run_goes_on_after_its_loss_scale_met_an_overflow(tmp_path, monkeypatch, capsys):
+  place, calls = train.batches.Spread.place, []
+
+  def poisoned(self, host):
+    calls.append(host)
+    bad = len(calls) == 3  # the second step's, after the calibration's
+    weights = np.full_like(host["weights_BL"], np.inf) if bad else host["weights_BL"]
+    return place(self, dict(host, weights_BL=weights))
+
+  monkeypatch.setattr(train.evaluate.Evaluator, "run", lambda *_: {})
+  monkeypatch.setattr(train.batches.Spread, "place", poisoned)
+  summary = train.run(_plan("bf16", **{"loss_scale.kind": "dynamic"}), str(tmp_path))
+  assert summary["step"] == 6 and summary["skipped_updates"] == 1
+  assert "update skipped" in capsys.readouterr().out
 
 
 def test_loss_scale_leaves_the_gradients_as_they_are():

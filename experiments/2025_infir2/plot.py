@@ -18,6 +18,12 @@ SOURCES = ("python_docs", "brown")
 WINDOW = 32  # steps in a running mean of the training loss
 
 
+def fingerprint(arm):
+  """Of the data that an arm was trained on; None without results."""
+  path = HERE / "results" / arm / "provenance.json"
+  return json.loads(path.read_text())["data_fingerprint"] if path.exists() else None
+
+
 def read(arm):
   """({step: train loss}, {source: {step: held-out loss in the arm's own recipe}})."""
   path = HERE / "results" / arm / "metrics.jsonl"
@@ -89,8 +95,13 @@ def plot(runs):
 
 
 def main():
-  runs = {arm: run for arm in ARMS if (run := read(arm))[0]}
-  if BASELINE not in runs:
+  runs = {}
+  for arm in ARMS:
+    if fingerprint(arm) == fingerprint(BASELINE):
+      runs[arm] = read(arm)
+    else:
+      print(f"{arm}: other batches than {BASELINE}'s, or no results; left out")
+  if fingerprint(BASELINE) is None:
     raise SystemExit(f"no results of the {BASELINE} arm under {HERE / 'results'}; run run.sh first")
   print_tables(runs)
   plot(runs)

@@ -1,20 +1,46 @@
 """Which recipe every linear layer gets: ordered rules, first match wins."""
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from fp8jax import recipes
-from fp8jax.recipe import Recipe
+from fp8jax.recipe import Delayed, Recipe
 
 
 def recipe_by_name(name: str) -> Recipe:
-  if name not in recipes.RECIPES:
-    near = difflib.get_close_matches(name, recipes.RECIPES, 1, 0.0)
+  """A recipe of `recipes.RECIPES`, its delayed scales with other numbers if the name gives some.
+
+  Args:
+    name: "block_128", or "tensor_delayed(steps=16, reduce=max, margin=1)": any fields of Delayed.
+
+  Raises:
+    ValueError: no such recipe, or no such number of it.
+  """
+  base, opening, numbers = name.partition("(")
+  if base not in recipes.RECIPES or (opening and not numbers.endswith(")")):
+    near = difflib.get_close_matches(base, recipes.RECIPES, 1, 0.0)
     raise ValueError(
       f"unknown recipe {name!r}; did you mean {near[0]!r}? Known: {', '.join(recipes.RECIPES)}"
     )
-  return recipes.RECIPES[name]
+  recipe = recipes.RECIPES[base]
+  return recipe.with_delays(name, _delays(name, numbers[:-1])) if opening else recipe
+
+
+def _delays(name: str, numbers: str) -> dict[str, Any]:
+  """The fields of Delayed that "steps=16, margin=1" names."""
+  kinds = {f.name: type(f.default) for f in dataclasses.fields(Delayed)}
+  found = {}
+  for number in numbers.split(","):
+    key, _, value = (part.strip() for part in number.partition("="))
+    try:
+      found[key] = kinds[key](value)
+    except (KeyError, ValueError) as e:
+      known = ", ".join(f"{k}={Delayed.__dataclass_fields__[k].default}" for k in kinds)
+      raise ValueError(f"recipe {name!r}: {number.strip()!r} is none of {known}") from e
+  return found
 
 
 def layer_name(path: str, layer: int) -> str:

@@ -10,6 +10,7 @@ Rule: one site per GEMM call. A site used twice would add its observations; `Sit
 """
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Mapping
@@ -300,3 +301,20 @@ def with_keys(sites, key):
     return dataclasses.replace(site, key=jax.random.split(_own_key(key, site.name), site.key.shape))
 
   return tree_map(one, sites)
+
+
+def with_folded_keys(sites, number):
+  """The sites, each key another one of every `number`: for one microbatch of a step."""
+
+  def one(site):
+    if site.key is None:
+      return site
+    fold = functools.partial(jax.random.fold_in, data=number)
+    return dataclasses.replace(site, key=(jax.vmap(fold) if site.layers else fold)(site.key))
+
+  return tree_map(one, sites)
+
+
+def remembered(sites) -> dict[str, str]:
+  """{site: recipe} of those that remember: memories are of use to the same alone."""
+  return {name: s.recipe.name for name, s in flatten(sites).items() if s.memory is not None}

@@ -25,7 +25,8 @@ class Memory:
   """What a site remembers of (x, w, g); stacked over layers in front.
 
   Attributes:
-    amax_3: float32 [..., 3], what scales are made from now; 0 where nothing was seen yet.
+    amax_3: float32 [..., 3], what scales are made from now; NaN where nobody looked yet, 0 where
+      nothing but zeros was seen.
     history_3H: float32 [..., 3, H], newest first.
   """
 
@@ -40,9 +41,12 @@ def sources(recipe: Recipe) -> tuple[Source | None, ...]:
 
 
 def fresh(recipe: Recipe, stacked: tuple[int, ...] = ()) -> Memory:
-  """A memory of nothing. Calibrate it before use: an amax of 0 gives scale 1."""
+  """A memory of nothing, to be calibrated before use: every product made with it is NaN.
+
+  Scale 1, Transformer Engine's, would multiply: badly, and with a static scale for ever.
+  """
   return Memory(
-    jnp.zeros((*stacked, 3), jnp.float32),
+    jnp.full((*stacked, 3), jnp.nan, jnp.float32),
     jnp.zeros((*stacked, 3, recipe.history), jnp.float32),
   )
 

@@ -133,7 +133,8 @@ def quantize(
       tensor's amax of E4M3_OVER_F32. Their indices enter the key, so that shards round
       independently.
     amax: float32 scalar from which the scale comes instead of from x, for a source other than
-      CURRENT, and for no other. Larger values saturate; 0 and what is not finite give scale 1.
+      CURRENT, and for no other. Larger values saturate; 0 and infinity give scale 1. NaN, which
+      stands for one that nobody ever saw, makes the scale NaN and all that comes of it.
     key: a jax.random key, for stochastic rounding.
 
   Returns:
@@ -181,7 +182,9 @@ def _narrow(x, quant: Quant, amax_axes, amax, key) -> scaled.Scaled:
 def given_scale(amax, quant: Quant):
   """float32 [1, 1] from an amax that is not x's own, margin included."""
   margin = quant.source.margin if isinstance(quant.source, Delayed) else 0
-  return amax_to_scale(jnp.reshape(amax, (1, 1)), quant.format, quant.scale, margin)
+  amax = jnp.reshape(amax, (1, 1))
+  scale = amax_to_scale(amax, quant.format, quant.scale, margin)
+  return jnp.where(jnp.isnan(amax), jnp.nan, scale)
 
 
 def _current_scale(tiles, quant: Quant, amax_axes):
