@@ -4,6 +4,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import tracemalloc  # noqa: F401  (pytest's own import fails while etils, of TFDS, imports lazily)
 import zlib
 
 # Before jax is imported anywhere.

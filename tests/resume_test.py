@@ -52,6 +52,7 @@ def _wait_for_step(process, workdir, step: int):
     if path.exists() and any(json.loads(x)["step"] >= step for x in path.read_text().splitlines()):
       return
     time.sleep(0.05)
+  process.kill()  # what it printed ends when it does
   pytest.fail(f"never reached step {step}:\n{process.stdout.read()}")
 
 
