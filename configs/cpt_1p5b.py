@@ -1,6 +1,7 @@
-"""InfiR2's continued pre-training of Qwen2.5-1.5B in block FP8 (arXiv:2509.22536), value for value.
+"""InfiR2's continued pre-training of Qwen2.5-1.5B in block FP8 (arXiv:2509.22536).
 
-what:      40,000 steps of 4.2M tokens: 167.8B tokens (InfiXAI/InfiR2 scripts/CPT)
+what:      40,000 steps of 4.2M tokens: 167.8B tokens (InfiXAI/InfiR2 scripts/CPT). What training
+           computes has their values; the mesh is ours (they: TP 2 and 6 data workers)
 command:   put Qwen/Qwen2.5-1.5B in assets/Qwen2.5-1.5B and text as configs/cpt_7b.py says, then
            python launch.py --config=configs/cpt_1p5b.py
 hardware:  8 x H200 (not yet run)

@@ -1,6 +1,7 @@
-"""InfiR2's continued pre-training of Qwen2.5-7B in block FP8 (arXiv:2509.22536), value for value.
+"""InfiR2's continued pre-training of Qwen2.5-7B in block FP8 (arXiv:2509.22536).
 
-what:      40,000 steps of 4.2M tokens: 167.8B tokens (InfiXAI/InfiR2 scripts/CPT)
+what:      40,000 steps of 4.2M tokens: 167.8B tokens (InfiXAI/InfiR2 scripts/CPT). What training
+           computes has their values; the mesh is ours (they: TP 4 and 6 data workers)
 command:   put Qwen/Qwen2.5-7B in assets/Qwen2.5-7B and a corpus in corpus/*.jsonl; once, anywhere,
            python launch.py --config=configs/cpt_7b.py --job=prepare \
              --config.prepare.path=assets/cpt_data --config.data.sources.main.kind=jsonl \
@@ -8,8 +9,8 @@ command:   put Qwen/Qwen2.5-7B in assets/Qwen2.5-7B and a corpus in corpus/*.jso
            then on the GPUs
            python launch.py --config=configs/cpt_7b.py
 hardware:  8 x H200 (compiled for them without a GPU, not yet run); 32 or more GPUs: accumulation=4
-expected:  51.2 GiB per GPU, 12,096 FP8 GEMMs per step and GPU, all of them proven in the compiled
-           program (make test-aot); loss and speed: not yet measured
+expected:  50.6 GiB per GPU (--job=memory at commit c5682f3); 12,096 FP8 GEMMs per step and GPU, all
+           of them proven in the compiled program (make test-aot); loss and speed: not yet measured
 """
 
 from configs import base

@@ -3,7 +3,6 @@ found here, and reported together.
 """
 
 import dataclasses
-import difflib
 import functools
 import json
 from collections.abc import Callable
@@ -129,6 +128,7 @@ def resolve(
   microbatch = _microbatch(c, layout, problems)
   recipes = problems.attempt(lambda: precision.read(c))
   precision.check_smooth(c, problems)
+  problems.file("precision.calibration", c.precision.calibration, "write it with --job=calibrate")
   declaration = None
   if model is not None and not model.problems():
     declaration = transformer.params(model)
@@ -141,6 +141,7 @@ def resolve(
   names = {name for phase in recipes.phases for _, name in phase.rules} if recipes else set()
   problems.extend(loss_scale.problems(c.loss_scale, names))
   problems.one_of("export.dtype", c.export.dtype, ("auto", *hf.DTYPES))
+  problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, _acceptable(c))
   if problems.found or model is None or recipes is None:
     raise ConfigError(problems.found)
 
@@ -148,21 +149,15 @@ def resolve(
   for phase in range(len(recipes.phases)):
     problems.attempt(lambda phase=phase: plan.sites(phase=phase))
   problems.attempt(lambda: plan.leaves)
-  if problems.found:
-    raise ConfigError(problems.found)
+  problems.refuse()
   return plan
 
 
 def resolve_data(c: Config) -> loader.Spec:
-  """The data alone, without a model or a mesh: what --job=prepare reads.
-
-  Raises:
-    ConfigError: with all problems found.
-  """
+  """The data alone, without a model or a mesh: what --job=prepare reads. Raises as `resolve`."""
   problems = Problems()
   data = check.spec(c, None, problems)
-  if problems.found:
-    raise ConfigError(problems.found)
+  problems.refuse()
   return data
 
 
@@ -200,11 +195,9 @@ def _model(c: Config) -> model_config.ModelConfig:
   elif c.model.preset in presets.PRESETS:
     model = presets.PRESETS[c.model.preset]
   else:
-    near = difflib.get_close_matches(c.model.preset, [*presets.PRESETS, "hf"], 1, 0.0)[0]
-    raise ValueError(
-      f"model.preset={c.model.preset!r} is unknown; did you mean {near!r}? "
-      f"Known: {', '.join([*presets.PRESETS, 'hf'])}"
-    )
+    unknown = Problems()
+    unknown.one_of("model.preset", c.model.preset, (*presets.PRESETS, "hf"))
+    raise ConfigError(unknown.found)
   changes = {k: v for k, v in c.model.items() if k != "preset" and v is not None}
   return dataclasses.replace(model, **changes)
 
@@ -390,6 +383,13 @@ _HARMLESS = (
   "memory.remat", "memory.target", "memory.loss_chunk", "data.workers", "data.prefetch", "init.hf",
   "optim.on_nonfinite", "calibrate.", "precision.strict", "precision.calibration",
 )  # fmt: skip
+
+
+def _acceptable(c: Config) -> set[str]:
+  """What accept_changes may name: keys, also of sources that are gone, and the data's content."""
+  gone = {k for k in c.checkpoint.accept_changes if str(k).startswith("data.sources.")}
+  model = {f"model.{f.name}" for f in dataclasses.fields(model_config.ModelConfig)}
+  return {"data"} | gone | model | flatten(c).keys()
 
 
 def refused_changes(changes: dict[str, Any], accepted) -> list[str]:

@@ -1,7 +1,10 @@
 """What a user can put right: the launcher prints these in one piece, without a traceback."""
 
 import difflib
-from collections.abc import Callable
+import json
+import os
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -20,6 +23,34 @@ class ConfigError(UserError):
 def missing_package(e: ModuleNotFoundError) -> str:
   """What to install for an optional import that failed."""
   return f"the package {e.name!r} is not installed; pip install 'fp8jax[hf,data]'"
+
+
+def nearest_key(key: str, known: Collection[str]) -> str | None:
+  """The known key of a configuration most like a mistyped one."""
+  matches = difflib.get_close_matches(key, known, 1, 0.5)
+  if not matches:
+    last = key.rpartition(".")[2]
+    by_last = {k.rpartition(".")[2]: k for k in known}
+    matches = [by_last[m] for m in difflib.get_close_matches(last, by_last, 1, 0.5)]
+  return matches[0] if matches else None
+
+
+def read_json(path: str, remedy: str) -> dict[str, Any]:
+  """The JSON object in a file.
+
+  Raises:
+    FileNotFoundError, UserError: it is not there, or no such thing; with the remedy.
+  """
+  try:
+    with open(path) as f:
+      value = json.load(f)
+  except FileNotFoundError as e:
+    raise FileNotFoundError(f"{path} does not exist; {remedy}") from e
+  except ValueError as e:  # also bad UTF-8
+    raise UserError(f"{path} is not JSON: {e}; {remedy}") from e
+  if not isinstance(value, dict):
+    raise UserError(f"{path} holds {type(value).__name__}, expected an object; {remedy}")
+  return value
 
 
 class Problems:
@@ -42,6 +73,24 @@ class Problems:
       self.found.append(
         f"{key}={value!r} is not one of {', '.join(map(repr, allowed))}; did you mean {near[0]!r}?"
       )
+
+  def keys(self, where: str, names: Iterable[str], known: Collection[str]):
+    """names are keys of a configuration, or the nearest are suggested."""
+    for name in names:
+      if name not in known:
+        near = nearest_key(name, known)
+        hint = f"did you mean {near!r}?" if near else "see configs/base.py for all keys"
+        self.found.append(f"{where}: {name!r} is no key; {hint}")
+
+  def file(self, key: str, path: str, remedy: str):
+    """path is "" or of a file that is there."""
+    there = not path or os.path.isfile(os.path.expanduser(path))
+    self.check(there, f"{key}={path!r} does not exist; {remedy}")
+
+  def refuse(self):
+    """Raises what was found, if anything."""
+    if self.found:
+      raise ConfigError(self.found)
 
   def attempt(self, fn: Callable, key: str = ""):
     """fn(), or None with its complaint noted under `key`."""

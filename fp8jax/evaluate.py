@@ -5,7 +5,7 @@ Evaluation reads scales and moves none.
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -34,18 +34,26 @@ class Evaluator:
       return transformer.loss(params, sites, batch, plan.model, plan.run), batch["weights_BL"].sum()
 
     self._losses = losses
-    # Of the last evaluation, per source; this process's share.
+    # Of the last evaluation, per source.
     self.passed_over: dict[str, dict[str, int]] = {}
 
-  def run(self, params, memories: Mapping[str, Any], phase: int = 0):
+  def run(
+    self,
+    params,
+    memories: Mapping[str, Any],
+    phase: int = 0,
+    stop: Callable[[int], bool] | None = None,
+  ):
     """Evaluates in the recipes of a phase of the precision schedule, and in BF16.
 
     Args:
       memories: what delayed and static scales are made from, the training state's. Without any,
         those scales are chosen from the evaluated tensors themselves.
+      stop: asked before every batch of a source whether to leave.
 
     Returns:
-      {source: {precision: {"loss", "perplexity", "tokens"}}}; loss in nats per token.
+      {source: {precision: {"loss", "perplexity", "tokens"}}}, loss in nats per token; {} if
+      stopped.
     """
     sites = {}
     for label, recipe in precisions(self._plan, phase).items():
@@ -55,9 +63,14 @@ class Evaluator:
           site_lib.with_memories(tree, memories) if memories else site_lib.with_current_scales(tree)
         )
       sites[label] = tree
-    return {name: self._one_source(params, sites, name) for name in self._plan.data.sources}
+    found = {}
+    for name in self._plan.data.sources:
+      found[name] = self._one_source(params, sites, name, stop)
+      if not found[name]:
+        return {}
+    return found
 
-  def _one_source(self, params, sites_of, source: str):
+  def _one_source(self, params, sites_of, source: str, stop):
     plan = self._plan
     spread = batches.Spread(plan.run.layout, plan.config.eval.batch)
     totals = {precision: [] for precision in sites_of}
@@ -65,11 +78,13 @@ class Evaluator:
     stream = loader.heldout_batches(
       plan.data, source, spread.local_rows, self._num_batches, spread.shard, counts
     )
-    for batch in stream:
+    for i, batch in enumerate(stream):
+      if stop is not None and stop(i):
+        return {}
       batch = spread.place(batch)
       for precision, sites in sites_of.items():
         totals[precision].append(self._losses(params, sites, batch))
-    self.passed_over[source] = counts.summary()
+    self.passed_over[source] = counts.summary_everywhere()
     return {precision: _summary(source, parts) for precision, parts in totals.items()}
 
 

@@ -26,7 +26,7 @@ from fp8jax import (
 )
 from fp8jax import step as step_lib
 from fp8jax.data import loader, prepare
-from fp8jax.errors import UserError, missing_package
+from fp8jax.errors import Problems, UserError, missing_package, nearest_key
 from fp8jax.kernels import backend
 from fp8jax.models import hf, hf_config, transformer
 from fp8jax.ops import site as site_lib
@@ -49,6 +49,8 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
   workdir = os.path.expanduser(workdir) or os.path.join("runs", _stem(name))
   if job == "evaluate" and c.eval.hf:
     c.init.hf, c.model.preset = c.eval.hf, "hf"
+  if job not in ("train", "evaluate"):  # which read the table; it may be yet to be written
+    c.precision.calibration = ""
   try:
     if job == "prepare":  # needs neither the model nor the mesh that the data are for
       print(writers.to_json(_prepare(c, workdir)))
@@ -100,7 +102,9 @@ def _evaluate(plan: config.Plan, workdir: str):
     params, step, meta = _restore_params(plan, workdir)
     phase, where = plan.phase(max(step - 1, 0)), {"workdir": workdir, "step": step}
     memories = _restore_memories(plan, workdir, step, meta, phase)
-  return {**where, "heldout": evaluate.Evaluator(plan).run(params, memories, phase)}
+  evaluator = evaluate.Evaluator(plan)
+  heldout = evaluator.run(params, memories, phase)
+  return {**where, "heldout": heldout, "documents_passed_over": evaluator.passed_over}
 
 
 def _prepare(c: config.Config, workdir: str):
@@ -151,10 +155,14 @@ def _merge_smooth(plan: config.Plan, params):
   spread = batches.Spread(plan.run.layout, c.eval.batch)
   s_NF = jnp.full(mlp["up"].shape[::2], smooth.EPSILON)
   for source in plan.data.sources:
+    counts = loader.Counts()
     for batch in loader.heldout_batches(
-      plan.data, source, spread.local_rows, c.export.merge_smooth, spread.shard, loader.Counts()
+      plan.data, source, spread.local_rows, c.export.merge_smooth, spread.shard, counts
     ):
       s_NF = jnp.maximum(s_NF, look(params, spread.place(batch)))
+    for what, number in counts.summary_everywhere().items():
+      text = f"held-out documents of {source} passed over as {what}: {number}"
+      writers.console(stderr=True).print(text)
   up, down = jax.jit(smooth.fold)(mlp["up"], mlp["down"], s_NF)
   return {**params, "layers": {**params["layers"], "mlp": {**mlp, "up": up, "down": down}}}
 
@@ -170,7 +178,8 @@ def _calibrate(plan: config.Plan, workdir: str):
     params = step_lib.make_state(plan).params
   fingerprint = loader.fingerprint(plan.data)
   spread = batches.Spread(plan.run.layout, plan.microbatch, c.accumulation)
-  stream = loader.train_batches(plan.data, spread.local_batch, spread.shard, loader.Counts())
+  counts = loader.Counts()
+  stream = loader.train_batches(plan.data, spread.local_batch, spread.shard, counts)
   placed = (spread.place(next(stream)) for _ in range(c.calibrate.batches))
   try:
     table = calibration.run(plan, params, placed, step=step, fingerprint=fingerprint)
@@ -179,7 +188,10 @@ def _calibrate(plan: config.Plan, workdir: str):
   os.makedirs(workdir, exist_ok=True)
   path = _folder_of(c.calibrate.path, workdir, "calibration.json")
   writers.write_json(*os.path.split(path), table)
-  return {"table": path, "rows": len(table["rows"]), "batches": table["batches"], "step": step}
+  return {
+    "table": path, "rows": len(table["rows"]), "batches": table["batches"], "step": step,
+    "documents_passed_over": counts.summary_everywhere(),
+  }  # fmt: skip
 
 
 def _diagnose(plan: config.Plan, workdir: str):
@@ -253,11 +265,17 @@ def initialize_distributed(coordinator, processes, process):
 
 def parse_flags(argv: list[str], base: config.Config) -> list[str]:
   """absl's parser, with one-line errors that name the nearest valid file, key or value."""
-  path = _config_path(argv)
+  path, job = (_value_of(name, argv) for name in ("config", "job"))
+  path = path and path.partition(":")[0]
   if path is None and not any(a.lstrip("-").startswith("help") for a in argv[1:]):
     sys.exit("error: --config=FILE is required, for example --config=configs/debug.py")
   if path is not None and not os.path.isfile(path):
     sys.exit(f"error: no config file {path!r}{_nearest_file(path)}")
+  if job:
+    problems = Problems()
+    problems.one_of("--job", job, NAMES)
+    if problems.found:
+      sys.exit(f"error: {problems.found[0]}")
   try:
     rest = flags.FLAGS(argv)
     flags.FLAGS["config"].value  # noqa: B018  (without an override, the file runs only here)
@@ -267,7 +285,7 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
     for arg in argv[1:]:
       key = arg.lstrip("-").partition("=")[0]
       if key.startswith("config.") and key.removeprefix("config.") not in known:
-        near = _nearest_key(key.removeprefix("config."), known)
+        near = nearest_key(key.removeprefix("config."), known)
         hint = f"; did you mean --config.{near}?" if near else "; see configs/base.py for all keys"
         sys.exit(f"error: unknown key --{key}{hint}")
     sys.exit(f"error: {path}: {str(e).strip(chr(34))}")
@@ -276,23 +294,13 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
     sys.exit(f"error: {str(e).strip().splitlines()[-1].removeprefix('ValueError: ')}")
 
 
-def _config_path(argv: list[str]) -> str | None:
-  """The file in --config=FILE:ARM or --config FILE:ARM."""
+def _value_of(flag: str, argv: list[str]) -> str | None:
+  """What --flag=VALUE or --flag VALUE gives."""
   for arg, following in zip(argv[1:], [*argv[2:], ""]):
     name, is_joined, value = arg.lstrip("-").partition("=")
-    if name == "config" and arg.startswith("-"):
-      return (value if is_joined else following).partition(":")[0]
+    if name == flag and arg.startswith("-"):
+      return value if is_joined else following
   return None
-
-
-def _nearest_key(key: str, known) -> str | None:
-  """The known key most like a mistyped one."""
-  matches = difflib.get_close_matches(key, known, 1, 0.5)
-  if not matches:
-    last = key.rpartition(".")[2]
-    by_last = {k.rpartition(".")[2]: k for k in known}
-    matches = [by_last[m] for m in difflib.get_close_matches(last, by_last, 1, 0.5)]
-  return matches[0] if matches else None
 
 
 def _nearest_file(path: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from fp8jax.errors import Problems
 from fp8jax.ops import rules
 
 # A scale below or above is no help to any format.
@@ -17,9 +18,9 @@ _SMALLEST, _LARGEST = 2.0**-24, 2.0**24
 
 def problems(c: Any, recipe_names: Iterable[str]) -> list[str]:
   """What is wrong with a config's loss_scale section, used with these recipes, in words."""
-  found = []
-  if c.kind not in ("none", "dynamic"):
-    found.append(f"loss_scale.kind={c.kind!r} is not one of 'none', 'dynamic'")
+  collected = Problems()
+  collected.one_of("loss_scale.kind", c.kind, ("none", "dynamic"))
+  found = collected.found
   if not _SMALLEST <= c.start <= _LARGEST or math.frexp(c.start)[0] != 0.5:
     found.append(f"loss_scale.start={c.start} must be a power of two from 2^-24 to 2^24")
   if c.growth_steps < 1:

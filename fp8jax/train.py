@@ -1,6 +1,7 @@
 """Training: the loop around the step."""
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -93,7 +94,7 @@ class _Run:
     state, start = self._start()
     evaluator = evaluate.Evaluator(self.plan)
     log = writers.Metrics(self.workdir, start, self.evaluations, c.log.tensorboard)
-    self._record()
+    self._record(start)
     try:
       with interrupts.Interrupts() as asked:
         if not self.evaluations:
@@ -101,11 +102,12 @@ class _Run:
         state, reached, last = self._loop(state, start, log, evaluator, asked)
         self._save(reached, state)
         self.checkpoints.wait()
-      if reached < c.steps:
-        self.out.print(f"interrupted: saved step {reached}; the same command continues from there")
-        return {"step": reached}
-      self._evaluate(evaluator, state, reached, log)
-      return self._summarise(reached, last, state)
+        # All is saved: the last evaluation may be left, and made by the same command.
+        stop = functools.partial(asked.requested, every=c.log.every)
+        if reached < c.steps or not self._evaluate(evaluator, state, reached, log, stop):
+          self.out.print(f"interrupted: saved step {reached}; the same command goes on from there")
+          return {"step": reached}
+        return self._summarise(reached, last, state)
     finally:
       log.close()
       self.checkpoints.close()
@@ -113,10 +115,11 @@ class _Run:
 
   # -- beginnings
 
-  def _record(self):
+  def _record(self, start: int):
     """What this run is, once it is known to be one."""
     changed = {k: new for k, (_, new) in self.changes.items()}
     provenance = writers.provenance(self.flat, self.fingerprint, self.plan.config.seed)
+    provenance |= writers.history(self.workdir, start, self.flat)
     for name, value in (
       ("config.json", {"resolved": self.flat, "changed": changed}),
       ("sites.json", self.site_rows),
@@ -376,12 +379,15 @@ class _Run:
   def _save(self, step: int, state: State):
     self.checkpoints.save(step, state, self.iterator, self._meta(step))
 
-  def _evaluate(self, evaluator, state, step: int, log):
+  def _evaluate(self, evaluator, state, step: int, log, stop=None) -> bool:
+    """Whether there is an evaluation of this step now."""
     if str(step) in self.evaluations:
-      return
+      return True
     phase = self.plan.phase(max(step - 1, 0))
     memories = self.calibration[phase] if self.calibration and not step else state.memories
-    results = evaluator.run(state.params, memories, phase)
+    results = evaluator.run(state.params, memories, phase, stop)
+    if not results:
+      return False
     self.evaluations[str(step)] = results
     log.write(step, evaluate.flat(results))
     for source, by_precision in results.items():
@@ -389,13 +395,15 @@ class _Run:
         self.out.print(f"held-out documents of {source} passed over as {what}: {number}")
       text = "  ".join(f"{p} {v['loss']:.4f}" for p, v in by_precision.items())
       self.out.print(f"step {step}  held-out loss on {source}: {text}")
+    return True
 
   def _summarise(self, step: int, last, state) -> dict[str, Any]:
     c = self.plan.config
     summary = {
       "step": step,
       "tokens": step * c.batch * c.length,
-      "train_loss": last.get("loss"),
+      # A finished run that is started again takes no step.
+      "train_loss": last["loss"] if last else writers.last_logged(self.workdir, "loss"),
       "skipped_updates": int(jax.device_get(state.skipped)),
       "documents_passed_over": self.counts.summary_everywhere(),
       "evaluations": self.evaluations,

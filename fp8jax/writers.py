@@ -94,6 +94,16 @@ def _forget(path: str, step: int, evaluated: Collection[str]):
   os.replace(path + ".part", path)
 
 
+def last_logged(workdir: str, key: str) -> float | None:
+  """The newest value of a metric in WORKDIR/metrics.jsonl."""
+  path = os.path.join(workdir, "metrics.jsonl")
+  if not os.path.exists(path):
+    return None
+  with open(path) as f:
+    found = [row[key] for row in map(json.loads, f) if key in row]
+  return float(found[-1]) if found else None  # "nan" is a string in strict JSON
+
+
 def write_json(workdir: str, name: str, value):
   """Writes WORKDIR/name atomically, from process 0."""
   if jax.process_index() != 0:
@@ -137,6 +147,22 @@ def provenance(config: dict[str, Any], data: str, seed: int) -> dict[str, Any]:
     "host": {"machine": platform.machine(), "cpus": os.cpu_count(), "system": platform.system()},
     "xla_flags": os.environ.get("XLA_FLAGS", ""),
   }
+
+
+def history(workdir: str, start: int, config: dict[str, Any]) -> dict[str, Any]:
+  """Where a leg of a run starts, and the provenances of those before it, oldest first.
+
+  Each is without "config" where the leg after it has the same.
+  """
+  path = os.path.join(workdir, "provenance.json")
+  if not start or not os.path.exists(path):
+    return {"from_step": start, "earlier": []}
+  with open(path) as f:
+    before = json.load(f)
+  legs = before.pop("earlier", [])
+  if before.get("config") == config:
+    del before["config"]
+  return {"from_step": start, "earlier": [*legs, before]}
 
 
 def _versions() -> dict[str, str]:

@@ -45,12 +45,23 @@ def files(tmp_path, monkeypatch):
   """Files that mistakes are about, in the current directory."""
   monkeypatch.chdir(tmp_path)
   for folder in ("vocabulary", "gpt2", "hollow", "foreign", "complete", "other_tokenizer",
-                 "other_heldout"):  # fmt: skip
+                 "other_heldout", "cut"):  # fmt: skip
     (tmp_path / folder).mkdir()
   shutil.copytree(ROOT / "tests/golden/hf/llama", "weightless",
                   ignore=shutil.ignore_patterns("*.safetensors*"))  # fmt: skip
   (tmp_path / "hollow/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
   (tmp_path / "foreign/index.json").write_text("{}")
+  (tmp_path / "cut/index.json").write_text('{"tokenizer": ')
+  whole = json.loads((tmp_path / "weightless/config.json").read_text())
+  for folder, changes, index in (
+    ("quoted", {"num_hidden_layers": "2"}, ""),
+    ("roped", {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, ""),
+    ("torn", {}, '{"weight_map": '),
+    ("mapless", {}, '{"metadata": {}}'),
+  ):
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "config.json").write_text(json.dumps(whole | changes))
+    (tmp_path / folder / "model.safetensors.index.json").write_text(index)
   vocabulary = tokenizers.models.WordLevel({"<unk>": 0, "a": 511, "<eos>": 512}, "<unk>")
   tokenizers.Tokenizer(vocabulary).save("vocabulary/tokenizer.json")
   (tmp_path / "gpt2/config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
@@ -82,6 +93,7 @@ ENUMERATED = [
   ("kernels.attention", "cuddn", "cudnn", "auto"),
   ("kernels.matmul", "refrence", "reference", "auto"),
   ("kernels.optimizer", "mosaic", "mosaic_sm90", "auto"),
+  ("loss_scale.kind", "dynamc", "dynamic", "none"),
   ("memory.gated", "e4m3_12", "e4m3_128", "none"),
   ("memory.norms", "non", "none", "e4m3_16"),
   ("memory.remat", "ful", "full", "linears"),
@@ -220,7 +232,12 @@ MISTAKES = {
   "cudnn in float32": (
     ["kernels.attention='cudnn' needs 16-bit inputs", "precision.compute is 'float32'"],
     {"kernels.attention": "cudnn", "precision.compute": "float32"}, 1, H200),
+  "accepted change of no key": (
+    ["checkpoint.accept_changes: 'optim.peek_lr' is no key; did you mean 'optim.peak_lr'?"],
+    {"checkpoint.accept_changes": ("data", "model.norm_eps", "optim.peek_lr")}),
   # --- files
+  "no calibration": (["precision.calibration='nope.json' does not exist", "--job=calibrate"],
+    {"precision.calibration": "nope.json"}),
   "no text": (["data.sources.main: no file matches 'corpus/*.txt'"],
     _source(kind="text", path="corpus/*.txt")),
   "a folder of text": (["no file matches 'gpt2'; it is a folder, try 'gpt2/**/*'"],
@@ -250,15 +267,29 @@ MISTAKES = {
     _source(kind="prepared", path="other_heldout")),
   "no sources": (["data.sources is empty; give at least one"], {"data.sources": {}}),
   "no model": (
-    ["init.hf: 'assets/model/config.json' does not exist", "expected a Hugging Face folder"],
+    ["init.hf: assets/model/config.json does not exist", "expected a Hugging Face folder"],
     {"model.preset": "hf", "init.hf": "assets/model"}),
   "foreign architecture": (
-    ["gpt2: architecture 'GPT2LMHeadModel' is not supported", "LlamaForCausalLM"],
+    ["gpt2/config.json: architecture 'GPT2LMHeadModel' is not supported", "LlamaForCausalLM"],
     {"model.preset": "hf", "init.hf": "gpt2"}),
   "config.json without a key": (["hollow/config.json lacks 'num_attention_heads'"],
     {"model.preset": "hf", "init.hf": "hollow"}),
   "folder without weights": (["init.hf: no safetensors in 'weightless'"],
     {"model.preset": "hf", "init.hf": "weightless", "data.tokenizer": "bytes", "length": 16}),
+  "number in quotes": (
+    ["quoted/config.json: num_hidden_layers='2' is not a whole number", "fetch the file again"],
+    {"model.preset": "hf", "init.hf": "quoted"}),
+  "rope option in quotes": (
+    ["roped/config.json: rope option factor='2' is not a number", "fetch the file again"],
+    {"model.preset": "hf", "init.hf": "roped"}),
+  "broken index of weights": (
+    ["torn/model.safetensors.index.json is not JSON", "expected a Hugging Face folder"],
+    {"model.preset": "hf", "init.hf": "torn", "data.tokenizer": "bytes", "length": 16}),
+  "index of weights without a map": (
+    ["mapless/model.safetensors.index.json has no weight_map", "fetch it again"],
+    {"model.preset": "hf", "init.hf": "mapless", "data.tokenizer": "bytes", "length": 16}),
+  "broken index of prepared data": (["cut/index.json is not JSON", "--job=prepare"],
+    _source(kind="prepared", path="cut")),
   "overridden folder": (["num_layers 2 there, 7 here", "override nothing else of model"],
     {"model.preset": "hf", "init.hf": str(ROOT / "tests/golden/hf/llama"), "model.num_layers": 7,
      "data.tokenizer": "bytes"}),
@@ -334,7 +365,7 @@ def test_job_on_an_empty_workdir_says_what_is_missing(job, message, tmp_path, ca
 def test_evaluation_of_a_missing_folder_names_it(tmp_path, capsys):
   c = _config(**{"eval.hf": "assets/model", "data.tokenizer": "bytes"})
   assert jobs.run("evaluate", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
-  assert "'assets/model/config.json' does not exist" in capsys.readouterr().err
+  assert "assets/model/config.json does not exist" in capsys.readouterr().err
 
 
 # --- the command line ----------------------------------------------------------------------------
@@ -380,8 +411,8 @@ COMMAND_LINES = [
    "flag --config.log.tensorboard=maybe: ('Non-boolean argument"),
   ([DEBUG, "--config.mesh=8"], "flag --config.mesh=8: Failed to parse '8' as a ConfigDict"),
   ([DEBUG, "--job=tarin"],
-   "error: flag --job=tarin: value should be one of "
-   "<train|evaluate|prepare|export|calibrate|diagnose|memory>"),
+   "error: --job='tarin' is not one of 'train', 'evaluate', 'prepare', 'export', 'calibrate', "
+   "'diagnose', 'memory'; did you mean 'train'?"),
   ([DEBUG, "--jobb=train"], "Unknown command line flag 'jobb'. Did you mean: job ?"),
   (["--config=configs/debgu.py"],
    "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),

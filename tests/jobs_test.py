@@ -6,6 +6,8 @@ import math
 import os
 import pathlib
 import re
+import shutil
+import signal
 import string
 import struct
 import subprocess
@@ -21,7 +23,7 @@ import tokenizers
 from tensorboardX.proto import event_pb2
 
 from configs import base, debug
-from fp8jax import checkpoint, config, jobs
+from fp8jax import calibration, checkpoint, config, jobs
 from fp8jax import params as params_lib
 from fp8jax.data import loader, tokenize
 from fp8jax.kernels.backend import Device
@@ -197,6 +199,39 @@ def test_train_leaves_provenance(trained):
   assert "--config=configs/debug.py" in made["command"]
 
 
+def test_a_finished_run_is_left_in_its_last_evaluation_and_completed(
+  trained, run_job, tmp_path, monkeypatch
+):
+  workdir = tmp_path / "again"
+  shutil.copytree(trained.workdir, workdir)
+  before = [_json(workdir / f"{name}.json") for name in ("summary", "provenance")]
+  with monkeypatch.context() as patch:
+
+    def heldout(*args):
+      os.kill(os.getpid(), signal.SIGTERM)
+      return made(*args)
+
+    made = loader.heldout_batches
+    patch.setattr(loader, "heldout_batches", heldout)
+    default = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the run does not listen"))
+    try:
+      code, stdout, _ = run_job("train", _config(), workdir)
+    finally:
+      signal.signal(signal.SIGTERM, default)
+  assert code == 0 and stdout.splitlines()[-1].startswith(f"interrupted: saved step {STEPS};")
+  assert _json(workdir / "summary.json") == before[0]
+  c = _config(**{"log.every": 1})
+  code, stdout, _ = run_job("train", c, workdir)
+  assert code == 0 and _json(workdir / "summary.json") == before[0]
+  assert f"last train loss {before[0]['train_loss']:.4f}" in stdout
+  # Each leg of the run is remembered, with its configuration where that changed.
+  made = _json(workdir / "provenance.json")
+  first, second = made["earlier"]
+  assert first == {k: v for k, v in before[1].items() if k not in ("config", "earlier")}
+  assert (first["from_step"], second["from_step"], made["from_step"]) == (0, STEPS, STEPS)
+  assert second["config"] == before[1]["config"] and made["config"] == config.flatten(c)
+
+
 # --- evaluate and export -------------------------------------------------------------------------
 
 
@@ -207,6 +242,7 @@ def test_evaluate_prints_json_alone_and_repeats_the_runs_numbers(launch, trained
   summary = _json(trained.workdir / "summary.json")
   assert result["heldout"] == summary["evaluations"][str(STEPS)]
   assert result["heldout"]["main"].keys() == PRECISIONS
+  assert result["documents_passed_over"] == {"main": {}}
 
 
 def test_export_in_float32_is_the_checkpoint_and_evaluates_the_same(launch, trained, run_job):
@@ -261,6 +297,25 @@ def test_evaluate_refuses_a_checkpoint_of_another_model(trained, run_job):
   code, stdout, stderr = run_job("evaluate", _config(**{"model.num_layers": 1}), trained.workdir)
   assert (code, stdout) == (1, "")
   assert "model.num_layers is 1 here and 2 in the checkpoint" in stderr
+
+
+def test_evaluate_and_calibrate_count_what_they_pass_over(trained, run_job, tmp_path, monkeypatch):
+  path = tmp_path / "corpus.jsonl"
+  changes = _write_corpus(path, [str(i) * 50 for i in range(40)]) | {"data.on_malformed": "skip"}
+  path.write_text(path.read_text() + "{broken}\n" * 3)
+  code, stdout, _ = run_job("evaluate", _config(**changes), trained.workdir)
+  assert code == 0 and json.loads(stdout)["documents_passed_over"] == {"main": {"malformed": 3}}
+
+  def read_all(plan, params, placed, **known):
+    return {"rows": [], "batches": len(list(placed)), **known}
+
+  monkeypatch.setattr(calibration, "run", read_all)
+  table = str(tmp_path / "table.json")  # to be written, so that no job but training asks for it
+  changes |= {"calibrate.path": table, "precision.calibration": table, "data.prefetch": 0}
+  # 40 documents of 51 or 101 tokens, fewer than 16 batches of 2 x 129.
+  changes["calibrate.batches"] = 16
+  code, stdout, _ = run_job("calibrate", _config(**changes), trained.workdir)
+  assert code == 0 and 3 <= json.loads(stdout)["documents_passed_over"]["malformed"] <= 6
 
 
 @pytest.mark.parametrize("job", ["evaluate", "export"])

@@ -110,7 +110,6 @@ def test_phases_to_come_are_shown_and_proven_before_the_first_step(tmp_path, mon
     is_lowered = proven[-1] == (1, observe.QUIET)  # one of the four programs is enough
     return real(plan, step_fn, state, batch, sites, phase) if is_lowered else []
 
-  monkeypatch.setattr(train.evaluate.Evaluator, "run", lambda *_: {})
   monkeypatch.setattr(train.proof, "strict", strict)
   _train(tmp_path, **STATIC_LATE, **{"precision.strict": True, "log.numerics_every": 100})
   assert proven == [(p, s) for p in (0, 1) for s in (observe.QUIET, observe.LOUD)]
@@ -412,11 +411,10 @@ def test_a_run_goes_on_after_its_loss_scale_met_an_overflow(tmp_path, monkeypatc
 
   def poisoned(self, host):
     calls.append(host)
-    bad = len(calls) == 3  # the second step's, after the calibration's
+    bad = len(calls) == 4  # the second step's, after the evaluation's and the calibration's
     weights = np.full_like(host["weights_BL"], np.inf) if bad else host["weights_BL"]
     return place(self, dict(host, weights_BL=weights))
 
-  monkeypatch.setattr(train.evaluate.Evaluator, "run", lambda *_: {})
   monkeypatch.setattr(train.batches.Spread, "place", poisoned)
   summary = train.run(_plan("bf16", **{"loss_scale.kind": "dynamic"}), str(tmp_path))
   assert summary["step"] == 6 and summary["skipped_updates"] == 1

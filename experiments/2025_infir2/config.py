@@ -2,7 +2,7 @@
 
 what:      SmolLM2-135M continued on Python documentation and the Brown corpus, one arm per recipe;
            every recipe there is for 1/64 of the tokens, as arms short-RECIPE
-command:   bash experiments/2025_infir2/run.sh; python experiments/2025_infir2/every_recipe.py
+command:   bash experiments/2025_infir2/run.sh
 hardware:  two CPU cores, 6 GB of memory
 expected:  |loss_fp8 - loss_bf16| / loss_bf16 < 0.0025 at every evaluation (the literature's bar:
            DeepSeek-V3, arXiv:2412.19437, §3.3)

@@ -12,7 +12,10 @@ are shares of windows, hence of tokens.
 import collections
 import dataclasses
 import hashlib
+import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -191,12 +194,32 @@ def _windows(spec: Spec, name: str, source, split: str, shard: Shard, counts: Co
   threads = grain.ReadOptions(num_threads=0 if spec.workers else 4, prefetch_buffer_size=16)
   stream = data.to_iter_dataset(threads)
   if spec.workers:
-    stream = stream.mp_prefetch(grain.MultiprocessingOptions(num_workers=spec.workers))
+    stream = stream.mp_prefetch(
+      grain.MultiprocessingOptions(num_workers=spec.workers), worker_init_fn=_outlive_signals
+    )
   patience = None if split == "heldout" else 2 * len(documents)
   stream = stream.filter(_Keep(counts, name, patience)).map(_only_tokens)
   return grain.experimental.ConcatThenSplitIterDataset(
     stream, length_struct={"tokens": spec.length + 1}
   )
+
+
+def _outlive_signals(index: int, count: int):
+  """In a worker process: the run alone answers Ctrl-C and SIGTERM, which reach the whole group.
+
+  It asks for a few more batches before it leaves. A worker ends when told to, or with the run.
+  """
+  del index, count
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+  threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent():
+  parent = multiprocessing.parent_process()
+  if parent is not None:
+    parent.join()
+    os._exit(0)
 
 
 class _Keep:

@@ -49,9 +49,8 @@ def _one(spec: loader.Spec, name: str, folder: str, shard_tokens: int, out) -> d
   }
   index_path = os.path.join(folder, "index.json")
   if os.path.exists(index_path):
-    with open(index_path) as f:
-      index = json.load(f)
-    if all(index.get(k) == v for k, v in wanted.items()):
+    index = _index_of_whole(folder)
+    if index is not None and all(index.get(k) == v for k, v in wanted.items()):
       out.print(f"{folder} is up to date")
       return index
     os.remove(index_path)
@@ -83,6 +82,17 @@ def _one(spec: loader.Spec, name: str, folder: str, shard_tokens: int, out) -> d
   for split, info in splits.items():
     out.print(f"{folder} {split}: {info['documents']:,} documents, {info['tokens']:,} tokens")
   return index
+
+
+def _index_of_whole(folder: str) -> dict[str, Any] | None:
+  """The index of a folder that has every file it names."""
+  try:
+    for split in SPLITS:
+      prepared = sources_lib.Prepared(folder, split)
+      prepared.files()
+    return prepared.index
+  except (UserError, FileNotFoundError, KeyError, TypeError):  # lost, cut off or foreign
+    return None
 
 
 class _Shards:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fp8jax.errors import UserError
+from fp8jax.errors import UserError, read_json
 
 KINDS = ("pydoc", "text", "jsonl", "parquet", "tfds", "prepared")
 
@@ -242,7 +242,14 @@ class Tfds:
   def _source(self):
     import tensorflow_datasets as tfds  # extra `data`
 
-    return tfds.data_source(self.dataset, split=self.split, data_dir=self.data_dir)
+    try:
+      return tfds.data_source(self.dataset, split=self.split, data_dir=self.data_dir)
+    except NotImplementedError as e:
+      raise UserError(
+        f"tfds dataset {self.dataset!r} (data_dir {self.data_dir!r}) is stored in a format without "
+        "random access; make it again with "
+        "tfds.builder(..., file_format='array_record').download_and_prepare()"
+      ) from e
 
   def __len__(self):
     return len(self._source)
@@ -276,10 +283,7 @@ class Prepared:
   def index(self) -> dict[str, Any]:
     """What prepare wrote down: fingerprints, token counts, files per split."""
     name = os.path.join(self.path, "index.json")
-    if not os.path.exists(name):
-      raise FileNotFoundError(f"{name} does not exist; write it with --job=prepare")
-    with open(name) as f:
-      index = json.load(f)
+    index = read_json(name, "write it with --job=prepare")
     if not {"tokenizer", "heldout", "splits"} <= index.keys():
       raise UserError(f"{name} was not written by --job=prepare; prepare again")
     return index

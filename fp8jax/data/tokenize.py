@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 from typing import Any
 
 import numpy as np
 
-from fp8jax.errors import UserError
+from fp8jax.errors import UserError, read_json
 
 POLICIES = ("error", "skip")
 LONG_POLICIES = ("split", "error", "skip")
@@ -79,8 +78,7 @@ class Tokenizer:
   def _configured_eos(self) -> str:
     config = os.path.join(os.path.dirname(self.file), "tokenizer_config.json")
     if os.path.exists(config):
-      with open(config) as f:
-        eos = json.load(f).get("eos_token")
+      eos = read_json(config, "fetch it again, or set data.eos").get("eos_token")
       name = eos["content"] if isinstance(eos, dict) else eos
       if name:
         return name

@@ -111,8 +111,10 @@ class Folder:
     self.folder = os.path.expanduser(folder)
     index = os.path.join(self.folder, "model.safetensors.index.json")
     if os.path.exists(index):
-      with open(index) as f:
-        self.files = dict(json.load(f)["weight_map"])
+      listed = hf_config.read_json(self.folder, os.path.basename(index)).get("weight_map")
+      if not isinstance(listed, dict) or any(not isinstance(f, str) for f in listed.values()):
+        raise UserError(f"{index} has no weight_map from tensors to files; fetch it again")
+      self.files = listed
     else:
       self.files = {}
       for path in sorted(glob.glob(os.path.join(self.folder, "*.safetensors"))):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from fp8jax import errors
 from fp8jax.errors import UserError
 from fp8jax.models import rope
 from fp8jax.models.config import ModelConfig, RopeScaling
@@ -24,14 +25,17 @@ def read_config(folder: str) -> ModelConfig:
     FileNotFoundError: no config.json.
     UserError: an architecture or an option of one that this project does not compute.
   """
+  path = os.path.join(folder, "config.json")
   try:
-    return config_from_hf(read_json(folder, "config.json"), folder)
+    return config_from_hf(read_json(folder, "config.json"), path)
   except KeyError as e:
-    raise UserError(f"{os.path.join(folder, 'config.json')} lacks {e}") from e
+    raise UserError(f"{path} lacks {e}") from e
 
 
 def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
   """ModelConfig of a parsed config.json; refuses what it cannot represent, by name."""
+  for key in _NUMBERS:
+    _check_number(f"{where}: {key}", c.get(key), is_whole=key in _WHOLE)
   names = {v: k for k, v in ARCHITECTURES.items()}
   stated = c.get("architectures") or [""]
   if len(stated) != 1 or stated[0] not in names:
@@ -74,6 +78,20 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
   )
 
 
+_WHOLE = (
+  "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+  "num_key_value_heads", "head_dim", "max_position_embeddings",
+)  # fmt: skip
+_NUMBERS = (*_WHOLE, "rms_norm_eps", "rope_theta", "initializer_range")
+
+
+def _check_number(what: str, value, is_whole: bool = False):
+  kinds = int if is_whole else (int, float)
+  if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+    kind = "a whole number" if is_whole else "a number"
+    raise UserError(f"{what}={value!r} is not {kind}; correct it, or fetch the file again")
+
+
 _ROPE_FIELDS = {
   "factor": "factor",
   "original_max_position_embeddings": "original_max_positions",
@@ -87,7 +105,12 @@ _ROPE_FIELDS = {
 
 def _rope_from_hf(c: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]:
   """Both spellings: rope_theta + rope_scaling (transformers < 5) and rope_parameters (>= 5)."""
-  stated = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
+  stated = c.get("rope_parameters") or c.get("rope_scaling") or {}
+  if not isinstance(stated, dict):
+    raise UserError(f"{where}: rope options {stated!r} are no object; fetch the file again")
+  stated = dict(stated)
+  for key in ("rope_theta", *_ROPE_FIELDS):
+    _check_number(f"{where}: rope option {key}", stated.get(key))
   theta = float(stated.pop("rope_theta", None) or c.get("rope_theta") or 10000.0)
   kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
   stated.pop("type", None)
@@ -143,13 +166,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = 
 
 def read_json(folder: str, name: str) -> dict[str, Any]:
   path = os.path.join(os.path.expanduser(folder), name)
-  if not os.path.exists(path):
-    raise FileNotFoundError(f"{path!r} does not exist; expected a Hugging Face folder")
-  with open(path) as f:
-    try:
-      return json.load(f)
-    except ValueError as e:
-      raise UserError(f"{path} is not JSON: {e}") from e
+  return errors.read_json(path, "expected a Hugging Face folder")
 
 
 def write_json(folder: str, name: str, value):

@@ -2,12 +2,19 @@
 
 import dataclasses
 import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 import rich.console
 
 from fp8jax.data import loader, prepare, sources, tokenize
+from fp8jax.errors import UserError
 
 BYTES = tokenize.Tokenizer("bytes")
 
@@ -225,6 +232,48 @@ def test_errors_reach_the_run_from_worker_processes_too(tmp_path):
     _take(spec, 1)
 
 
+RUN = """
+import json, multiprocessing, signal, sys
+from absl import flags
+from fp8jax.data import loader, tokenize
+flags.FLAGS.mark_as_parsed()
+for number in (signal.SIGINT, signal.SIGTERM):
+  signal.signal(number, lambda *_: None)
+sources = {"main": json.loads(sys.argv[1])}
+spec = loader.Spec(sources, tokenize.Tokenizer("bytes"), length=32, workers=1, prefetch=0)
+stream = loader.train_batches(spec, 4)
+next(stream)
+print(multiprocessing.active_children()[0].pid, flush=True)
+input()
+print(len([next(stream) for _ in range(20)]), flush=True)
+input()
+"""
+
+
+def test_worker_processes_outlive_signals_to_the_group_and_end_with_the_run(corpus, repository):
+  """Ctrl-C in a terminal and a scheduler's SIGTERM reach every process; the run answers."""
+  run = subprocess.Popen(
+    [sys.executable, "-c", RUN, json.dumps(_source(kind="jsonl", path=str(corpus)))],
+    cwd=repository, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    start_new_session=True,
+  )  # fmt: skip
+  assert run.stdin is not None and run.stdout is not None
+  worker = int(run.stdout.readline())
+  for number in (signal.SIGINT, signal.SIGTERM):
+    os.killpg(run.pid, number)
+  run.stdin.write("\n")
+  run.stdin.flush()
+  assert run.stdout.readline() == "20\n"
+  run.kill()  # leaves the worker no word
+  run.wait()
+  deadline = time.time() + 20
+  while pathlib.Path(f"/proc/{worker}").exists() and time.time() < deadline:
+    time.sleep(0.05)
+  assert not pathlib.Path(f"/proc/{worker}").exists()
+  run.stdin.close()
+  run.stdout.close()
+
+
 # --- kinds of sources ----------------------------------------------------------------------------
 
 
@@ -243,8 +292,6 @@ def test_parquet_is_read_by_row(tmp_path):
 
 
 def test_tfds_is_read_without_tensorflow(tmp_path):
-  import sys
-
   import tensorflow_datasets as tfds
 
   class Tiny(tfds.core.GeneratorBasedBuilder):
@@ -271,6 +318,10 @@ def test_tfds_is_read_without_tensorflow(tmp_path):
   assert all(f.endswith((".array_record-00000-of-00001",)) for f in source.files())
   assert len(_take(_spec(sources={"main": spec}, heldout=0.0), 2)) == 2
   assert "tensorflow" not in sys.modules
+  info = next(tmp_path.rglob("dataset_info.json"))
+  info.write_text(info.read_text().replace("array_record", "tfrecord"))
+  with pytest.raises(UserError, match="'tiny:1.0.0'.* without random access.*array_record"):
+    len(sources.open_source(spec))
 
 
 def test_prepared_data_hold_the_same_documents(tmp_path, corpus):
@@ -289,6 +340,11 @@ def test_prepared_data_hold_the_same_documents(tmp_path, corpus):
   stamp = (tmp_path / "p" / "main" / "index.json").stat().st_mtime_ns
   prepare.run(raw, str(tmp_path / "p"), 200, out)
   assert (tmp_path / "p" / "main" / "index.json").stat().st_mtime_ns == stamp
+  lost = tmp_path / "p" / "main" / made["splits"]["train"]["files"][-1]
+  content = lost.read_bytes()
+  lost.unlink()
+  prepare.run(raw, str(tmp_path / "p"), 200, out)
+  assert lost.read_bytes() == content
 
 
 def test_fingerprint_changes_with_content_and_settings(corpus):

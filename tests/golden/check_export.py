@@ -31,7 +31,7 @@ def windows(folder, pattern, tokens, path):
   c.precision.compute = "float32"
   plan = config.resolve(c, 1, backend.current_device())
   params, _ = hf.load_params(folder, plan.model, plan.run.layout)
-  result = evaluate.Evaluator(plan).run(params)["main"]["bf16"]
+  result = evaluate.Evaluator(plan).run(params, {})["main"]["bf16"]
   spread = batches.Spread(plan.run.layout, BATCH)
   count = -(-int(tokens) // (BATCH * LENGTH))
   stream = loader.heldout_batches(plan.data, "main", spread.local_rows, count, spread.shard)

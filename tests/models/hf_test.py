@@ -1,5 +1,6 @@
 """Hugging Face folders: same logits as transformers, bit-exact round trips, refusals by name."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -10,7 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import tokenizers
 import tolerances
+from golden import check_export
 
 from fp8jax import axes, mesh, params
 from fp8jax.models import hf, hf_config, presets, transformer
@@ -207,6 +210,24 @@ def test_import_names_a_missing_shard(tmp_path):
   (folder / "model-00002-of-00005.safetensors").unlink()
   with pytest.raises(FileNotFoundError, match="names 'model-00002-of-00005.safetensors'"):
     hf.load_params(folder, hf_config.read_config(folder))
+
+
+def test_check_export_evaluates_a_folder(tmp_path):
+  """Weights of zero give every token of the vocabulary the same probability."""
+  cfg = dataclasses.replace(presets.DEBUG, vocab_size=640, max_positions=256)
+  weights = jax.tree.map(
+    jnp.zeros_like, params.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
+  )
+  hf.save_params(str(tmp_path), weights, cfg, "float32")
+  vocabulary = tokenizers.models.WordLevel({"a": 0, "<|endoftext|>": 1}, "a")
+  tokenizers.Tokenizer(vocabulary).save(str(tmp_path / "tokenizer.json"))
+  for i in range(40):
+    (tmp_path / f"{i}.txt").write_text(f"{i}")
+  check_export.windows(str(tmp_path), f"{tmp_path}/*.txt", 1, tmp_path / "windows.npz")
+  found = np.load(tmp_path / "windows.npz")
+  assert found["perplexity"] == pytest.approx(640, rel=1e-5)
+  assert found["tokens"] == found["weights_BL"].sum() > 0
+  assert found["tokens_BL"].shape == (check_export.BATCH, check_export.LENGTH)
 
 
 def test_import_refuses_a_tied_head_that_differs(tmp_path):
