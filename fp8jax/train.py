@@ -1,5 +1,6 @@
 """Training: the loop around the step."""
 
+import collections
 import dataclasses
 import os
 from typing import Any
@@ -262,17 +263,13 @@ class _Run:
 
   def _try_kernels(self, phase: int):
     """Stops before the first step of a phase if a kernel of ours is wrong on this device."""
-    trials = {"mosaic_sm90": check.hopper, "xla_sm90": check.quantizer}
-    gemms = {
-      (backend, getattr(site.recipe, p))
-      for site in site_lib.flatten(self.plan.sites(phase=phase)).values()
-      for p, backend in zip(PASSES, site.backends)
-      if backend in trials
-    }
-    for backend, gemm in gemms:
-      trials[backend](gemm)
-    if gemms:
-      self.out.print(f"kernels: {len(gemms)} kinds of product tried on this device, all exact")
+    sizes = {row["site"]: row["m_n_k"] for row in report.site_rows(self.plan, phase)}
+    uses = collections.defaultdict(set)
+    for name, site in site_lib.flatten(self.plan.sites(phase=phase)).items():
+      for p, backend in zip(PASSES, site.backends):
+        uses[backend, getattr(site.recipe, p)].add(site_lib.GemmSize(*sizes[name]).of(p))
+    if count := check.products(uses):
+      self.out.print(f"kernels: {count} kinds of product tried on this device, all exact")
     if not self.sites:  # once
       self._try_optimizer()
 
