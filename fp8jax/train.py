@@ -1,6 +1,5 @@
 """Training: the loop around the step."""
 
-import collections
 import dataclasses
 import os
 from typing import Any
@@ -29,7 +28,6 @@ from fp8jax.models import hf
 from fp8jax.ops import site as site_lib
 from fp8jax.optim import masters, moments
 from fp8jax.quant import observe
-from fp8jax.recipe import PASSES
 from fp8jax.state import State
 
 
@@ -263,12 +261,7 @@ class _Run:
 
   def _try_kernels(self, phase: int):
     """Stops before the first step of a phase if a kernel of ours is wrong on this device."""
-    sizes = {row["site"]: row["m_n_k"] for row in report.site_rows(self.plan, phase)}
-    uses = collections.defaultdict(set)
-    for name, site in site_lib.flatten(self.plan.sites(phase=phase)).items():
-      for p, backend in zip(PASSES, site.backends):
-        uses[backend, getattr(site.recipe, p)].add(site_lib.GemmSize(*sizes[name]).of(p))
-    if count := check.products(uses):
+    if count := check.products(proof.uses(self.plan, phase)):
       self.out.print(f"kernels: {count} kinds of product tried on this device, all exact")
     if not self.sites:  # once
       self._try_optimizer()
