@@ -201,7 +201,7 @@ def main():
   if not flags.dry:
     shapes = LAYERS | SMALL
     measured = (
-      advice.Layer("block_128", *shapes[name], ms["bf16"], ms["block_ours"])
+      advice.Layer("block_128", "mosaic_sm90", *shapes[name], ms["bf16"], ms["block_ours"])
       for name, ms in totals.items()
     )
     advice.store(measured, bench.results["provenance"])
