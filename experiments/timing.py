@@ -25,8 +25,8 @@ L2_BYTES = 128 * 2**20
 class Bench:
   """Results of one device, kept in folder/results/<device>.json after every line.
 
-  What is in the file already, from the same commit, sources, versions and devices, is not measured
-  again.
+  What is in the file already, from the same commit, sources, versions, devices and driver, is not
+  measured again.
   """
 
   path: pathlib.Path
@@ -42,7 +42,7 @@ class Bench:
     if not is_dry and path.exists():
       found = json.loads(path.read_text())
       # Not "dirty": the results themselves make it so.
-      same = ("commit", "sources", "versions", "devices")
+      same = ("commit", "sources", "versions", "devices", "driver")
       if all(found["provenance"].get(k) == provenance.get(k) for k in same):
         results = found
     return cls(path, is_dry, results)

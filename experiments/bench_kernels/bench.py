@@ -114,7 +114,8 @@ def gemm(bench: timing.Bench, name: str, product: str, sizes, having, peak: floa
     if not bench.is_dry:
       tiles.store(
         (m, n, k), is_tiled, out, mosaic_sm90.Config(**json.loads(best)),
-        {"ms": tried[best], **{k: bench.results["provenance"].get(k) for k in ("commit", "time")}},
+        {"ms": tried[best], "jax": jax.__version__,
+         **{k: bench.results["provenance"].get(k) for k in ("commit", "time", "driver")}},
       )  # fmt: skip
 
 

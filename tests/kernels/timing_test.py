@@ -46,3 +46,21 @@ def test_a_benchmark_resumes_until_its_sources_change(checkout, monkeypatch, rep
   kept = json.loads(path.read_text())
   path.write_text(json.dumps(kept | {"provenance": kept["provenance"] | {"commit": "other"}}))
   assert run() == 3
+
+
+@pytest.mark.parametrize(
+  "text, version",
+  [
+    ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Sat Feb 24 22:22:53 UTC 2024\n"
+     "GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1)\n", "535.161.08"),
+    ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n",
+     "570.86.15"),
+    (None, None),
+  ],
+)  # fmt: skip
+def test_provenance_names_the_driver(tmp_path, text, version):
+  path = tmp_path / "version"
+  if text:
+    path.write_text(text)
+  assert writers._driver(str(path)) == version
+  assert "driver" in writers.provenance({}, "", 0)
