@@ -5,6 +5,7 @@ take turns among operands that together exceed the L2 cache.
 """
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 import statistics
@@ -24,7 +25,8 @@ L2_BYTES = 128 * 2**20
 class Bench:
   """Results of one device, kept in folder/results/<device>.json after every line.
 
-  What is in the file already, from the same commit, versions and devices, is not measured again.
+  What is in the file already, from the same commit, sources, versions, devices and driver, is not
+  measured again.
   """
 
   path: pathlib.Path
@@ -35,11 +37,12 @@ class Bench:
   def open(cls, folder: pathlib.Path, is_dry: bool) -> "Bench":
     """Args: folder of the benchmark; whether it only shows that it runs, and keeps nothing."""
     path = folder / "results" / f"{advice.device_name()}.json"
-    provenance = writers.provenance({}, "", 0)
+    provenance = writers.provenance({}, "", 0) | {"sources": sources(folder)}
     results = {"provenance": provenance, "lines": {}}
     if not is_dry and path.exists():
       found = json.loads(path.read_text())
-      same = ("commit", "dirty", "versions", "devices")
+      # Not "dirty": the results themselves make it so.
+      same = ("commit", "sources", "versions", "devices", "driver")
       if all(found["provenance"].get(k) == provenance.get(k) for k in same):
         results = found
     return cls(path, is_dry, results)
@@ -51,7 +54,7 @@ class Bench:
       lines[name] = measure()
       if not self.is_dry:
         self.path.parent.mkdir(exist_ok=True)
-        self.path.write_text(json.dumps(self.results, indent=1) + "\n")
+        writers.write_json(str(self.path.parent), self.path.name, self.results)
     print(f"{name:44s}", json.dumps(lines[name]), flush=True)
     return lines[name]
 
@@ -81,6 +84,19 @@ class Bench:
       jax.block_until_ready(last)
       rounds.append((time.perf_counter() - start) / calls)
     return {"ms": 1e3 * statistics.median(rounds), "spread_ms": 1e3 * (max(rounds) - min(rounds))}
+
+
+def sources(folder: pathlib.Path) -> str:
+  """Hash of the program: the package, the configurations and the benchmark in `folder`.
+
+  What benchmarks write (results, tuned tiles, advice) is no program.
+  """
+  root, digest = folder.parents[1], hashlib.sha256()
+  files = [folder.parent / "timing.py", *folder.rglob("*.py")]
+  files += [path for name in ("fp8jax", "configs") for path in (root / name).rglob("*.py")]
+  for path in sorted(files):
+    digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+  return digest.hexdigest()[:16]
 
 
 def num_rounds(bench: Bench) -> int:

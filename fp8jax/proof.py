@@ -132,6 +132,16 @@ def expected(plan: Plan, phase: int = 0) -> list[Row]:
   return rows
 
 
+def uses(plan: Plan, phase: int = 0) -> dict[tuple[str, Gemm], set[tuple[int, int, int]]]:
+  """(backend, narrow product) -> the sizes on one device that the step calls it with."""
+  found = collections.defaultdict(set)
+  for row in expected(plan, phase):
+    if row.expected:
+      gemm = getattr(rules.recipe_by_name(row.recipe), row.key.product)
+      found[row.backend, gemm].add(row.size)
+  return found
+
+
 def _calls(plan: Plan, site: site_lib.Site) -> list[tuple[int, int]]:
   """(tokens on a device, calls per step) of a site; the head's are of chunks of the sequence."""
   times = plan.config.accumulation

@@ -29,7 +29,6 @@ from fp8jax.models import hf
 from fp8jax.ops import site as site_lib
 from fp8jax.optim import masters, moments
 from fp8jax.quant import observe
-from fp8jax.recipe import PASSES
 from fp8jax.state import State
 
 
@@ -272,17 +271,8 @@ class _Run:
 
   def _try_kernels(self, phase: int):
     """Stops before the first step of a phase if a kernel of ours is wrong on this device."""
-    trials = {"mosaic_sm90": check.hopper, "xla_sm90": check.quantizer}
-    gemms = {
-      (backend, getattr(site.recipe, p))
-      for site in site_lib.flatten(self.plan.sites(phase=phase)).values()
-      for p, backend in zip(PASSES, site.backends)
-      if backend in trials
-    }
-    for backend, gemm in gemms:
-      trials[backend](gemm)
-    if gemms:
-      self.out.print(f"kernels: {len(gemms)} kinds of product tried on this device, all exact")
+    if count := check.products(proof.uses(self.plan, phase)):
+      self.out.print(f"kernels: {count} kinds of product tried on this device, all exact")
     if not self.sites:  # once
       self._try_optimizer()
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -143,6 +144,7 @@ def provenance(config: dict[str, Any], data: str, seed: int) -> dict[str, Any]:
     "data_fingerprint": data,
     "versions": {"python": platform.python_version(), **_versions()},
     "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
+    "driver": _driver(),
     "processes": jax.process_count(),
     "host": {"machine": platform.machine(), "cpus": os.cpu_count(), "system": platform.system()},
     "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -171,6 +173,16 @@ def _versions() -> dict[str, str]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       found[name] = importlib.metadata.version(name)
   return found
+
+
+def _driver(path: str = "/proc/driver/nvidia/version") -> str | None:
+  """Version of NVIDIA's driver, None where there is none."""
+  try:
+    with open(path) as f:
+      found = re.search(r"NVRM version: .*?(\d+\.\d[\d.]*)", f.read())
+  except OSError:
+    return None
+  return found[1] if found else None
 
 
 def _git() -> dict[str, Any]:

@@ -114,7 +114,8 @@ def gemm(bench: timing.Bench, name: str, product: str, sizes, having, peak: floa
     if not bench.is_dry:
       tiles.store(
         (m, n, k), is_tiled, out, mosaic_sm90.Config(**json.loads(best)),
-        {"ms": tried[best], **{k: bench.results["provenance"].get(k) for k in ("commit", "time")}},
+        {"ms": tried[best], "jax": jax.__version__,
+         **{k: bench.results["provenance"].get(k) for k in ("commit", "time", "driver")}},
       )  # fmt: skip
 
 
@@ -184,9 +185,9 @@ def main():
     mosaic_sm90.num_cores = lambda: 1
   with context:
     bench = timing.Bench.open(HERE, flags.dry)
-    for product in PASSES:
-      check.hopper(getattr(BLOCK, product), *[(144, 160, 256)] * flags.dry)
-    print("checked: exact on lattices")
+    uses = {("mosaic_sm90", getattr(BLOCK, product)): () for product in PASSES}
+    check.products(uses, *[(144, 160, 256), (144, 160)] * flags.dry)
+    print("checked: exact on lattices, norm and SwiGLU as close as their formats")
     rate, peak = timing.ceilings(bench)
     optimizer.measure(bench)
     having = entrants(bench)
@@ -201,7 +202,7 @@ def main():
   if not flags.dry:
     shapes = LAYERS | SMALL
     measured = (
-      advice.Layer("block_128", *shapes[name], ms["bf16"], ms["block_ours"])
+      advice.Layer("block_128", "mosaic_sm90", *shapes[name], ms["bf16"], ms["block_ours"])
       for name, ms in totals.items()
     )
     advice.store(measured, bench.results["provenance"])

@@ -2,7 +2,8 @@
 
 Quantizing costs a reading of every operand, multiplying in FP8 saves half of the arithmetic: small
 layers lose. Where, only a measurement says; experiments/bench_kernels writes advice/<device>.json,
-{"provenance": {...}, "layers": [{"recipe", "tokens", "inner", "outer", "bf16_ms", "fp8_ms"}, ...]}.
+{"provenance": {...}, "layers": [{"recipe", "backend", "tokens", "inner", "outer", "bf16_ms",
+"fp8_ms"}, ...]}.
 """
 
 import dataclasses
@@ -14,6 +15,9 @@ from typing import Any
 
 import jax
 
+from fp8jax.recipe import PASSES
+from fp8jax.recipes import RECIPES
+
 _FOLDER = pathlib.Path(__file__).parent / "advice"
 # A measurement speaks for shapes no further away than this, in doublings over all three sizes.
 _REACH = 1.5
@@ -24,12 +28,13 @@ class Layer:
   """A measured linear layer: quantization and all three products, forward and backward.
 
   Attributes:
-    recipe: what it was measured in.
+    recipe, backend: what it was measured in, and by.
     tokens, inner, outer: sizes on one device.
     bf16_ms, fp8_ms: what it takes.
   """
 
   recipe: str
+  backend: str
   tokens: int
   inner: int
   outer: int
@@ -81,14 +86,43 @@ def lines(sites: Sequence[dict[str, Any]], measured: Sequence[Layer]) -> list[st
       f"FP8 on {device_name()}: not measured, whether it is faster than BF16 is unknown; "
       "experiments/bench_kernels/bench.py measures it"
     ]
-  found = []
-  for row in narrow:
-    m, n, k = row["m_n_k"]
-    layer = min(measured, key=lambda layer: layer.distance(m, k, n))
-    if layer.distance(m, k, n) <= _REACH and layer.speedup < 1:
-      found.append(
-        f"{row['site']}: {row['recipe']} is slower than BF16 at this size: {layer.speedup:.2f} x "
-        f"in {layer.recipe} with {layer.tokens} tokens, {layer.inner} to {layer.outer}, on "
-        f"{device_name()}; more tokens per device, or a rule ('{row['site']}', 'bf16')"
-      )
-  return found
+  return [line for row in narrow if (line := _line(row, measured))]
+
+
+def _line(row: dict[str, Any], measured: Sequence[Layer]) -> str:
+  """What to say of one site; nothing if it gains."""
+  m, n, k = row["m_n_k"]
+  kind, backends = _kind(row["definition"]), set(row["backends"].values())
+  of_kind = [
+    layer
+    for layer in measured
+    if {layer.backend} == backends and _kind(RECIPES[layer.recipe].to_dict()) == kind
+  ]
+  layer = min(of_kind, key=lambda layer: layer.distance(m, k, n), default=None)
+  site, recipe = row["site"], row["recipe"]
+  if layer is None or layer.distance(m, k, n) > _REACH:
+    by = ", ".join(sorted(backends))
+    what = "at a size like this" if layer else f"with its tiles and sources of scales by {by}"
+    return (
+      f"{site}: whether {recipe} is faster than BF16 is unknown: {m} tokens, {k} to {n}, not "
+      f"measured {what} on {device_name()}; experiments/bench_kernels/bench.py measures"
+    )
+  if layer.speedup >= 1:
+    return ""
+  return (
+    f"{site}: {recipe} is slower than BF16 at this size: {layer.speedup:.2f} x in {layer.recipe} "
+    f"with {layer.tokens} tokens, {layer.inner} to {layer.outer}, on {device_name()}; more tokens "
+    f"per device, or a rule ('{site}', 'bf16')"
+  )
+
+
+def _kind(definition: dict[str, Any]) -> list[Any]:
+  """What the time depends on besides the backend: tiles and where scales come from.
+
+  Not which eight bits an element has, how scales are rounded, nor what the backward pass keeps.
+  """
+  return [
+    quant and (quant["tile"], quant["source"]["kind"])
+    for gemm in (definition[p] for p in PASSES)
+    for quant in (gemm["lhs"], gemm["rhs"])
+  ]

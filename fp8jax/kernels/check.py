@@ -1,10 +1,11 @@
 """Kernels tried on the device at hand before a run trusts them: numbers whose products are exact.
 
-A kernel is proven where it was written; drivers, compilers and chips differ. A second of work at
-the start of a run tells a kernel that computes something else from one that trains.
+A kernel is proven where it was written; drivers, compilers and chips differ. Seconds of work at the
+start of a run tell a kernel that computes something else from one that trains.
 """
 
 import functools
+from collections.abc import Collection, Mapping
 from typing import cast
 
 import jax
@@ -12,50 +13,93 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.errors import UserError
-from fp8jax.kernels import adam, scaled_matmul
-from fp8jax.kernels.quantize import mosaic_sm90
+from fp8jax.kernels import adam
+from fp8jax.kernels.quantize import mosaic_sm90 as making
+from fp8jax.kernels.quantize import producers as producers_lib
+from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles
 from fp8jax.quant import packed, split
-from fp8jax.recipe import Gemm, Quant
+from fp8jax.recipe import WHOLE, Gemm, Quant
 
-# Partial tiles along M and N, several tiles of both, more steps than the pipeline has stages.
-_SIZES = (400, 272, 1024)
+# Partial tiles along M and N, more tiles of any size than a Hopper has multiprocessors, so that
+# programs go on to a second one, and more steps than the pipeline has stages.
+_SIZES = (2192, 1680, 1024)
+_MATRIX = (400, 272)
+# What the producers compute, in NumPy.
+_DEFINITIONS = {
+  producers_lib.RMS_NORM: lambda x, scale, weight: (x * scale[:, None] * weight,),
+  producers_lib.SWIGLU: lambda gate, up: (gate / (1 + np.exp(-gate)) * up,),
+  producers_lib.SWIGLU_BACKWARD: lambda g, gate, up: (
+    g * up * (1 + np.exp(-gate) * (1 + gate)) / (1 + np.exp(-gate)) ** 2,
+    g * gate / (1 + np.exp(-gate)),
+  ),
+}
 
 
-def hopper(gemm: Gemm, sizes: tuple[int, int, int] = _SIZES) -> None:
+def products(
+  uses: Mapping[tuple[str, Gemm], Collection[tuple[int, int, int]]], sizes=_SIZES, matrix=_MATRIX
+) -> int:
+  """Tries our kernels in everything that a run does with them; how many kinds of product.
+
+  Args:
+    uses: (backend, product) -> the (M, N, K) it is called with. Other backends are skipped.
+    sizes, matrix: of what is tried, see `hopper` and `quantizer`.
+
+  Raises:
+    UserError: a kernel computes something else.
+  """
+  own = {use: shapes for use, shapes in uses.items() if use[0] in ("mosaic_sm90", "xla_sm90")}
+  for (backend, gemm), shapes in own.items():
+    if backend == "mosaic_sm90":
+      hopper(gemm, shapes, sizes)
+  # In the order of the run, each once.
+  for quant in dict.fromkeys(cast(Quant, q) for _, g in own for q in (g.lhs, g.rhs)):
+    quantizer(quant, matrix)
+  for quant in dict.fromkeys(cast(Quant, g.lhs) for b, g in own if b == "mosaic_sm90"):
+    producers(quant, matrix)
+  return len(own)
+
+
+def hopper(
+  gemm: Gemm, shapes: Collection[tuple[int, int, int]] = (), sizes: tuple[int, int, int] = _SIZES
+) -> None:
   """Multiplies with the Hopper quantizer and GEMM, and in float64 on the host.
 
   Args:
     gemm: a product that kernels.scaled_matmul.mosaic_sm90 supports.
-    sizes: M, N, K.
+    shapes: M, N, K of a run, whose ways to cut up the work are tried.
+    sizes: M, N, K of what is multiplied, in BF16 and float32.
 
   Raises:
     UserError: they differ; says where.
   """
   m, n, k = sizes
   a, b = _lattice(m, k), _lattice(n, k)
-
   lhs, rhs = cast(Quant, gemm.lhs), cast(Quant, gemm.rhs)
+  is_tiled = rhs.tile[0] == tiles.BLOCK
+  # As runs have them: gradients of weights are float32.
+  dtype = jnp.bfloat16 if is_tiled else jnp.float32
+  ways = [(d, tiles.best(*sizes, is_tiled, d)) for d in (jnp.bfloat16, jnp.float32)]
+  ways += [(dtype, tiles.best(*shape, is_tiled, dtype)) for shape in sorted(shapes)]
 
-  @jax.jit
-  def multiply(a, b):
-    narrow_a = mosaic_sm90.quantize_matrix(a, {1: lhs})[1]
-    # As the weight gradient has it: contraction first.
-    narrow_b = mosaic_sm90.quantize_matrix(b.T, {0: rhs})[0]
-    return scaled_matmul.scaled_matmul(
-      narrow_a, narrow_b, accumulate=gemm.accumulate, backend="mosaic_sm90"
-    )
+  # The right one as the weight gradient has it: contraction first.
+  make = jax.jit(lambda a, b: (making.quantize_matrix(a, {1: lhs})[1],
+                               making.quantize_matrix(b.T, {0: rhs})[0]))  # fmt: skip
+  operands = make(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b))
+  want = np.inner(a.astype(np.float64), b.astype(np.float64))
+  for dtype, config in dict.fromkeys(ways):
+    multiply = functools.partial(mosaic_sm90.matmul, out_dtype=dtype, config=config)
+    got = np.asarray(jax.jit(multiply)(*operands).astype(jnp.float32))
+    # Sums are exact in float32, so that BF16 is rounded once, here and there.
+    rounded = want.astype(dtype).astype(np.float32)
+    what = f"mosaic_sm90 multiplies {lhs} by {rhs} into {jnp.dtype(dtype)} with {config}"
+    _refuse_if_wrong(got, rounded, what, _instead(rhs))
 
-  got = np.asarray(multiply(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b)))
-  want = np.inner(a.astype(np.float64), b.astype(np.float64)).astype(np.float32)
-  what = f"mosaic_sm90 multiplies {gemm.lhs} by {gemm.rhs}"
-  _refuse_if_wrong(got, want, what, "'reference', which is slow and correct")
 
-
-def quantizer(gemm: Gemm, sizes: tuple[int, int] = _SIZES[:2]) -> None:
-  """Makes a matrix narrow with the Hopper quantizer, one scale for all of it, in both orientations.
+def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:
+  """Makes a matrix narrow with the Hopper quantizer, in both orientations from one reading.
 
   Args:
-    gemm: a product that kernels.scaled_matmul.xla_sm90 supports.
+    quant: of a product that kernels.scaled_matmul.mosaic_sm90 or xla_sm90 supports.
     sizes: rows, columns.
 
   Raises:
@@ -63,11 +107,47 @@ def quantizer(gemm: Gemm, sizes: tuple[int, int] = _SIZES[:2]) -> None:
   """
   x = _lattice(*sizes)
   amax = jnp.float32(np.abs(x).max())
-  for quant in (cast(Quant, gemm.lhs), cast(Quant, gemm.rhs)):
-    make = jax.jit(lambda x, q=quant: mosaic_sm90.quantize_matrix(x, {1: q, 0: q}, amax))
-    for along, made in make(jnp.asarray(x, jnp.bfloat16)).items():
-      got, want = np.asarray(made.dequantize()), x if along == 1 else x.T
-      _refuse_if_wrong(got, want, f"xla_sm90 makes {quant}", "'xla'")
+  make = jax.jit(lambda x: making.quantize_matrix(x, {1: quant, 0: quant}, amax))
+  for along, made in make(jnp.asarray(x, jnp.bfloat16)).items():
+    want = x if along == 1 else x.T
+    what = f"the Hopper quantizer makes {quant}"
+    _refuse_if_wrong(np.asarray(made.dequantize()), want, what, _instead(quant))
+
+
+def producers(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:
+  """Computes norm, SwiGLU and its gradients on the way into the Hopper quantizer.
+
+  Args:
+    quant: of tiles, in which results are made narrow, in both orientations.
+    sizes: rows, columns.
+
+  Raises:
+    UserError: an element is further from float64's than its formats explain; says which.
+  """
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+  for producer, definition in _DEFINITIONS.items():
+    matrices = [normal(*sizes) for _ in range(producer.matrices)]
+    factors = [normal(sizes[axis]).astype(jnp.float32) for axis in producer.factors]
+    quants = ({1: quant, 0: quant},) * producer.results
+    make = lambda m, f, p=producer, q=quants: making.quantize_produced(p, m, f, q, watched=True)  # noqa: E731
+    wanted = definition(*(np.asarray(x, np.float64) for x in (*matrices, *factors)))
+    for made, amax, want in zip(*jax.jit(make)(matrices, factors), wanted, strict=True):
+      what = f"{producer.name} in the Hopper quantizer makes {quant}"
+      largest = np.abs(want).max()
+      # BF16's rounding, then the narrow format's; of small numbers that of its smallest one.
+      slack = np.abs(want) * (2.0**-7 + 2.0 ** -(quant.format.mantissa_bits + 1))
+      slack += largest * 2.0**-16
+      for along, narrow in made.items():
+        got = np.asarray(narrow.dequantize())
+        _refuse_if_wrong(got if along == 1 else got.T, want, what, _instead(quant), slack)
+      seen, want = (np.reshape(x, (1, 1)) for x in (amax, largest))
+      _refuse_if_wrong(seen, want, f"{producer.name} finds amaxes", _instead(quant), 2**-7 * want)
+
+
+def _instead(quant: Quant) -> str:
+  is_tensor = quant.tile == (WHOLE, WHOLE)
+  return "'xla'" if is_tensor else "'reference', which is slow and correct"
 
 
 def optimizer(
@@ -110,9 +190,9 @@ def optimizer(
       )
 
 
-def _refuse_if_wrong(got: np.ndarray, want: np.ndarray, what: str, instead: str) -> None:
-  """Raises UserError unless all elements are equal: `what` was done wrongly, choose `instead`."""
-  wrong = np.argwhere(got != want)
+def _refuse_if_wrong(got, want, what: str, instead: str, slack=0.0) -> None:
+  """Raises UserError if elements differ by more than `slack`: `what` was done wrongly."""
+  wrong = np.argwhere(~(np.abs(got - want) <= slack))
   if len(wrong):
     i, j = wrong[0]
     raise UserError(

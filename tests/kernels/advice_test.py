@@ -3,17 +3,19 @@
 import jax
 import pytest
 
+from fp8jax import recipes
 from fp8jax.kernels import advice
 
 KIND = jax.devices()[0].device_kind.lower().replace(" ", "_")
-BIG = advice.Layer("block_128", 8192, 4096, 4096, bf16_ms=3.0, fp8_ms=2.0)
-SMALL = advice.Layer("block_128", 512, 512, 512, bf16_ms=0.1, fp8_ms=0.125)
+OURS = ("block_128", "mosaic_sm90")
+BIG = advice.Layer(*OURS, 8192, 4096, 4096, bf16_ms=3.0, fp8_ms=2.0)
+SMALL = advice.Layer(*OURS, 512, 512, 512, bf16_ms=0.1, fp8_ms=0.125)
 
 
-def _row(m, n, k, recipe="block_128"):
-  narrow = None if recipe == "bf16" else {"format": "e4m3fn"}
-  return {"site": f"s{m}", "m_n_k": [m, n, k], "recipe": recipe,
-          "definition": {"fwd": {"lhs": narrow}}}  # fmt: skip
+def _row(m, n, k, recipe="block_128", backend="mosaic_sm90"):
+  definition = recipes.RECIPES[recipe].to_dict()
+  return {"site": f"s{m}", "m_n_k": [m, n, k], "recipe": recipe, "definition": definition,
+          "backends": dict.fromkeys(("fwd", "dgrad", "wgrad"), backend)}  # fmt: skip
 
 
 def test_what_is_stored_is_loaded(tmp_path):
@@ -26,19 +28,35 @@ def test_what_is_stored_is_loaded(tmp_path):
 @pytest.mark.parametrize(
   "row, is_told",
   [
-    (_row(512, 512, 512), True),
-    (_row(512, 1024, 256), True),  # an octave either way: 1.41 doublings
-    (_row(512, 1024, 128), False),  # too far from anything measured
-    (_row(8192, 4096, 4096), False),  # wins
-    (_row(512, 512, 512, "bf16"), False),  # does as advised
+    (_row(512, 512, 512), "slower"),
+    (_row(512, 1024, 256), "slower"),  # an octave either way: 1.41 doublings
+    (_row(512, 1024, 128), "size like this"),  # too far from anything measured
+    (_row(8192, 4096, 4096), ""),  # wins
+    (_row(512, 512, 512, "bf16"), ""),  # does as advised
+    # The same work: scales rounded otherwise, other eight bits, FP8 kept for the backward pass.
+    (_row(512, 512, 512, "block_128_pow2_saved"), "slower"),
+    (_row(512, 512, 512, "block_128_hybrid"), "slower"),
+    # Other work than what was measured.
+    (_row(512, 512, 512, "tensor_current", "xla_sm90"), "by xla_sm90"),
+    (_row(512, 512, 512, "rowwise", "xla"), "by xla"),
+    (_row(512, 512, 512, backend="reference"), "by reference"),
   ],
 )
 def test_sites_that_lose_are_named_with_the_fix(row, is_told):
   found = advice.lines([row], (BIG, SMALL))
-  assert len(found) == is_told
-  if is_told:
-    assert found[0].startswith("s512: block_128 is slower than BF16")
-    assert "0.80 x" in found[0] and "('s512', 'bf16')" in found[0]
+  assert len(found) == bool(is_told)
+  if is_told == "slower":
+    assert found[0].startswith(f"s512: {row['recipe']} is slower than BF16")
+    assert "0.80 x in block_128" in found[0] and "('s512', 'bf16')" in found[0]
+  elif is_told:
+    assert found[0].startswith(f"s512: whether {row['recipe']} is faster than BF16 is unknown")
+    assert "not measured" in found[0] and is_told in found[0] and "slower" not in found[0]
+
+
+def test_a_recipe_is_told_what_was_measured_in_its_own():
+  tensor = advice.Layer("tensor_current", "xla_sm90", 512, 512, 512, bf16_ms=0.1, fp8_ms=0.2)
+  (line,) = advice.lines([_row(512, 512, 512, "tensor_current", "xla_sm90")], (SMALL, tensor))
+  assert "0.50 x in tensor_current" in line
 
 
 def test_an_unknown_device_is_said_to_be_one():

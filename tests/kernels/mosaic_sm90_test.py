@@ -19,10 +19,11 @@ from fp8jax.errors import UserError
 from fp8jax.kernels import backend as backend_lib
 from fp8jax.kernels import check, scaled_matmul
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
+from fp8jax.kernels.quantize import producers
 from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles
 from fp8jax.kernels.scaled_matmul.tiles import Config
 from fp8jax.quant import quantize, scaled
-from fp8jax.recipe import Gemm
+from fp8jax.recipe import WHOLE, Gemm
 
 HOPPER = backend_lib.Device("gpu", 90)
 # Products of which it runs those that differ in formats, tiles or scales.
@@ -218,28 +219,71 @@ def test_impossible_configs_are_refused(rng, config, message):
     mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16, config=config)
 
 
-@pytest.mark.parametrize("name", ["tensor_current", "tensor_delayed"])
-def test_the_quantizer_of_tensors_is_tried_before_a_run(monkeypatch, name):
-  gemm = recipes.RECIPES[name].dgrad
-  check.quantizer(gemm, (144, 160))
-  make = quantizer.quantize_matrix
+@pytest.mark.parametrize(
+  "name",
+  ["tensor_current", pytest.param("tensor_delayed", marks=pytest.mark.slow), "block_128_hybrid"],
+)
+def test_the_quantizer_is_tried_before_a_run(monkeypatch, name):
+  quant = recipes.RECIPES[name].dgrad.lhs
+  check.quantizer(quant, (144, 160))
+  make, is_tensor = quantizer.quantize_matrix, quant.tile == (WHOLE, WHOLE)
 
   def broken(x, quants, amax):
     made = make(x, quants, amax)
+    assert set(quants) == {0, 1}  # from one reading
     return {0: made[0], 1: dataclasses.replace(made[1], data=made[1].data.at[3, 5].set(1))}
 
   monkeypatch.setattr(quantizer, "quantize_matrix", broken)
-  with pytest.raises(UserError, match=r"1 of .* \[3, 5\] .*kernels.matmul='xla'"):
-    check.quantizer(gemm, (144, 160))
+  instead = "'xla'" if is_tensor else "'reference'"
+  with pytest.raises(UserError, match=rf"1 of .* \[3, 5\] .*kernels.matmul={instead}"):
+    check.quantizer(quant, (144, 160))
 
 
-@pytest.mark.parametrize("name", ["block_128-fwd", "block_128_hybrid-wgrad"])
+@pytest.mark.parametrize(
+  "name", [pytest.param("block_128-fwd", marks=pytest.mark.slow), "block_128_hybrid-wgrad"]
+)
 def test_kernels_are_tried_before_a_run(monkeypatch, name):
-  sizes = (144, 160, 256)
-  check.hopper(GEMMS[name], sizes)
+  """Both dtypes of the result, more tiles than programs, and the way that a run's shape is cut."""
+  sizes, dtypes, configs = (144, 160, 256), set(), set()
+  monkeypatch.setattr(mosaic_sm90, "num_cores", lambda: 3)
+  tuned = Config(tile_n=112, stages=2, producer="inline")
+  lookup = lambda mnk, *_: tuned if mnk == (512, 1024, 2048) else None  # noqa: E731
+  monkeypatch.setattr(tiles, "lookup", lookup)
   multiply = mosaic_sm90.matmul
-  monkeypatch.setattr(
-    mosaic_sm90, "matmul", lambda a, b, **how: multiply(a, b, **how).at[3, 5].add(1)
-  )
+
+  def seen(a, b, *, out_dtype, config):
+    dtypes.add(out_dtype)
+    configs.add(config)
+    return multiply(a, b, out_dtype=out_dtype, config=config)
+
+  def broken(a, b, *, out_dtype, config):
+    d = jnp.inner(a.dequantize(), b.dequantize()).astype(out_dtype)
+    return d.at[3, 5].set(1e6) if config == tuned else d
+
+  monkeypatch.setattr(mosaic_sm90, "matmul", seen)
+  check.hopper(GEMMS[name], [(512, 1024, 2048)], sizes)
+  assert dtypes == {jnp.bfloat16, jnp.float32} and tuned in configs
+  monkeypatch.setattr(mosaic_sm90, "matmul", broken)
   with pytest.raises(UserError, match=r"1 of .* \[3, 5\] .*kernels.matmul='reference'"):
-    check.hopper(GEMMS[name], sizes)
+    check.hopper(GEMMS[name], [(512, 1024, 2048)], sizes)
+
+
+def test_producers_are_tried_before_a_run(monkeypatch):
+  quant, sizes = GEMMS["block_128-fwd"].lhs, (144, 32)
+  check.producers(quant, sizes)
+  shifted = dataclasses.replace(producers.SWIGLU, function=lambda gate, up: (gate * up,))
+  monkeypatch.setattr(check, "_DEFINITIONS", {shifted: check._DEFINITIONS[producers.SWIGLU]})
+  with pytest.raises(UserError, match=r"swiglu in the Hopper quantizer .*'reference'"):
+    check.producers(quant, sizes)
+
+
+def test_everything_that_a_run_uses_is_tried(monkeypatch):
+  tried = []
+  for name in ("hopper", "quantizer", "producers"):
+    monkeypatch.setattr(check, name, lambda *args, name=name: tried.append((name, *args[:-1])))
+  block, tensor = GEMMS["block_128-fwd"], recipes.RECIPES["tensor_current"].dgrad
+  shape = (256, 256, 256)
+  uses = {("mosaic_sm90", block): {shape}, ("xla_sm90", tensor): {shape}, ("xla", tensor): {shape}}
+  assert check.products(uses) == 2
+  quants = [("quantizer", q) for g in (block, tensor) for q in (g.lhs, g.rhs)]
+  assert tried == [("hopper", block, {shape}), *quants, ("producers", block.lhs)]
