@@ -16,6 +16,7 @@ import math
 import re
 
 from fp8jax import hlo, writers
+from fp8jax import step as step_lib
 from fp8jax.config import Plan
 from fp8jax.errors import UserError
 from fp8jax.kernels import backend as backend_lib
@@ -23,6 +24,7 @@ from fp8jax.kernels import scaled_matmul
 from fp8jax.models import transformer
 from fp8jax.ops import rules
 from fp8jax.ops import site as site_lib
+from fp8jax.quant import observe
 from fp8jax.recipe import PASSES, Gemm
 
 # Forward GEMMs that the backward pass repeats, by remat policy (transformer.py): with the outputs
@@ -339,3 +341,25 @@ def strict(plan: Plan, step_fn, state, batch, sites, phase: int = 0) -> list[Row
   if plan.device.platform == "cpu":
     return check(plan, lowered.as_text("hlo", debug_info=True), phase)
   return check(plan, lowered.compile().as_text(), phase)
+
+
+def every_step(plan: Plan, step_fn, state, batch, now: int) -> list[tuple[str, list[Row]]]:
+  """`strict` of a phase of the precision schedule and of those to come: (title, rows) of each.
+
+  Of the step that watches numerics too, where the configuration asks for it; its rows are the same.
+
+  Args:
+    step_fn, state, batch: see `strict`; the state of phase `now`.
+  """
+  loud = [observe.LOUD] if plan.config.log.numerics_every else []
+  found = []
+  for phase in range(now, len(plan.precision.phases)):
+    start = plan.precision.phases[phase].start
+    if phase > now:
+      memories = step_lib.abstract_state(plan, start + 1).memories
+      state = dataclasses.replace(state, memories=memories)
+    for statistics in [*loud, observe.QUIET]:
+      sites = plan.sites(phase=phase, statistics=statistics)
+      rows = strict(plan, step_fn, state, batch, sites, phase)
+    found.append((f"{TITLE} from step {start}" if phase else TITLE, rows))
+  return found

@@ -284,24 +284,12 @@ class _Run:
       check.optimizer(kept.mu, kept.nu, is_pair=is_pair, dtype=moved[0].gradient_dtype)
       self.out.print("kernels: the optimizer's tried on this device, as close as its arithmetic")
 
-  def _prove(self, step_fn, state: State, host, now: int):
-    """Stops before the first step unless every GEMM is as narrow as its recipe says.
-
-    In this phase of the precision schedule and in those to come, and where numerics are watched.
-    """
+  def _prove(self, step_fn, state: State, host, phase: int):
+    """Stops before the first step unless every GEMM is as narrow as its recipe says."""
     with jax.transfer_guard("allow"):
       batch = self.spread.place(host)
-    kinds = [observe.QUIET, *([observe.LOUD] if self.plan.config.log.numerics_every else [])]
-    for phase in range(now, len(self.plan.precision.phases)):
-      if phase > now:
-        later = step_lib.abstract_state(self.plan, self.plan.precision.phases[phase].start + 1)
-        state = dataclasses.replace(state, memories=later.memories)
-      for statistics in kinds:
-        sites = self.plan.sites(phase=phase, statistics=statistics)
-        rows = proof.strict(self.plan, step_fn, state, batch, sites, phase)
-        if statistics == observe.QUIET:
-          start = f" from step {self.plan.precision.phases[phase].start}" if phase else ""
-          self.out.print(proof.table(rows, proof.TITLE + start))
+    for title, rows in proof.every_step(self.plan, step_fn, state, batch, phase):
+      self.out.print(proof.table(rows, title))
     self.is_proven = True
 
   def _report(self, step, values, host, position, log, speed, progress, state):

@@ -112,7 +112,7 @@ def test_phases_to_come_are_shown_and_proven_before_the_first_step(tmp_path, mon
 
   monkeypatch.setattr(train.proof, "strict", strict)
   _train(tmp_path, **STATIC_LATE, **{"precision.strict": True, "log.numerics_every": 100})
-  assert proven == [(p, s) for p in (0, 1) for s in (observe.QUIET, observe.LOUD)]
+  assert proven == [(p, s) for p in (0, 1) for s in (observe.LOUD, observe.QUIET)]
   shown = capsys.readouterr().out
   assert "sites from step 3" in shown and "e4m3_static" in shown
   rows = json.loads((tmp_path / "sites.json").read_text())
