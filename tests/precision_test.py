@@ -231,6 +231,23 @@ def test_at_names_the_phase_of_every_step():
   assert [precision.Precision(phases).at(s) for s in range(7)] == [0, 0, 0, 1, 1, 2, 2]
 
 
+def test_recipe_by_name_takes_numbers_of_delayed_scales():
+  plan = _plan("tensor_delayed(steps=16, margin=1)")
+  recipe = site_lib.flatten(plan.sites())["layers/mlp/up"].recipe
+  (x,) = recipe.uses()["x"]
+  assert x.source == Delayed(steps=16, reduce="max", margin=1) and recipe.history == 16
+  assert recipe.name == "tensor_delayed(steps=16, margin=1)"
+  for name, message in (
+    ("tensor_delayed(step=16)", "'step=16' is none of steps=1024, reduce=max, margin=0"),
+    ("tensor_delayed(steps=many)", "'steps=many' is none of"),
+    ("tensor_delayed(reduce=mean)", "must be 'max' or 'latest'"),
+    ("block_128(steps=2)", "block_128 has no delayed scales"),
+    ("tensor_delayed(steps=2", "did you mean 'tensor_delayed'"),
+  ):
+    with pytest.raises(ConfigError, match=message):
+      _plan(name)
+
+
 # --- calibration ---------------------------------------------------------------------------------
 
 
@@ -385,6 +402,29 @@ def test_alarm_rings_again_after_silence():
   assert len(first) == 3 and "a/x: underflow 50.00%, above 30.00%. Try: " in first[0]
   assert not look.lines(2, numerics) and not look.lines(3, quiet)
   assert len(look.lines(4, numerics)) == 3
+
+
+@pytest.mark.slow
+def test_microbatches_round_by_chances_of_their_own():
+  """The same text twice: with the same chances the mean of two gradients would be the one."""
+  one = _plan("nvfp4_sr_rht", **{"model.num_layers": 1})
+  two = _plan("nvfp4_sr_rht", **{"model.num_layers": 1, "batch": 4, "accumulation": 2})
+  stream = train.loader.train_batches(one.data, 2)
+  host = next(stream)
+  stream.close()
+  params = step_lib.make_state(one).params
+
+  @jax.jit
+  def gradients(params, batch, sites):
+    plan = one if batch["tokens_BL"].ndim == 2 else two
+    return step_lib.gradients(plan, params, sites, batch)[1]["layers"]["mlp"]
+
+  of_one = gradients(params, host, one.sites())
+  twice = {k: np.stack([x, x]) for k, x in host.items()}
+  of_two = gradients(params, twice, two.sites())
+  for a, b in zip(jax.tree.leaves(of_one), jax.tree.leaves(of_two)):
+    a, b = (np.asarray(x, np.float64) for x in (a, b))
+    assert 0.01 < np.linalg.norm(a - b) / np.linalg.norm(a) < 1
 
 
 # --- loss scale ----------------------------------------------------------------------------------

@@ -26,7 +26,11 @@ def recipe_by_name(name: str) -> Recipe:
       f"unknown recipe {name!r}; did you mean {near[0]!r}? Known: {', '.join(recipes.RECIPES)}"
     )
   recipe = recipes.RECIPES[base]
-  return recipe.with_delays(name, _delays(name, numbers[:-1])) if opening else recipe
+  if not opening:
+    return recipe
+  if not any(isinstance(q.source, Delayed) for uses in recipe.uses().values() for q in uses):
+    raise ValueError(f"recipe {name!r}: {base} has no delayed scales to give numbers to")
+  return recipe.with_delays(name, _delays(name, numbers[:-1]))
 
 
 def _delays(name: str, numbers: str) -> dict[str, Any]:
