@@ -8,8 +8,11 @@ DTYPES = {
   "e5m2": ml_dtypes.float8_e5m2,
   "e3m4": ml_dtypes.float8_e3m4,
   "e2m1": ml_dtypes.float4_e2m1fn,
+  "bf16": ml_dtypes.bfloat16,
+  "f16": np.float16,
 }
 MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e3m4": 15.5, "e2m1": 6.0}
+MAX |= {"bf16": 255 * 2.0**120, "f16": 65504.0}
 MANTISSA = {"e4m3": 3, "e5m2": 2, "e3m4": 4, "e2m1": 1}
 TINY = np.float32(2.0**-126)
 

@@ -120,6 +120,23 @@ def test_saved_recipes_keep_half_the_bytes_of_bf16_inputs_once_per_input(capsys)
     _check_nothing_wide_is_written(found, again=1 if found is wide else 0)
 
 
+@pytest.mark.aot
+@pytest.mark.slow
+def test_where_nothing_else_needs_the_input_temporaries_shrink_by_what_is_saved():
+  """Not so under block_128, whose norms and SwiGLU keep their sources: see memory_pareto."""
+  wide, narrow = (
+    aot_test.elsewhere(f"account({recipe!r})", "residuals_aot_test")
+    for recipe in ("tensor_current", "tensor_current_saved")
+  )
+  # q, k and v share their input in BF16; scales per tensor are of one site each, codes too.
+  inputs = rf"\[{LAYERS},\d*,?{TOKENS},(?:{HIDDEN}|{WIDE})\]"
+  as_bf16 = 2 * LAYERS * TOKENS * (2 * HIDDEN + WIDE)
+  fp8 = _bytes(narrow["arrays"], rf"f8e4m3fn\[{LAYERS},\d+,{TOKENS}\]")
+  assert _bytes(wide["arrays"], "bf16" + inputs) == as_bf16
+  assert not _bytes(narrow["arrays"], "bf16" + inputs) and 0 < fp8 < 0.6 * as_bf16
+  assert wide["temporaries"] - narrow["temporaries"] == pytest.approx(as_bf16 - fp8, rel=0.01)
+
+
 def _check_nothing_wide_is_written(found: dict, again: int):
   """Norms and SwiGLU are computed in the quantizer: forward, `again` for weight gradients, back.
 

@@ -27,6 +27,13 @@ ARGS = [
 ]
 
 
+# Of every kind of state that a recipe adds: random bits of the step, amaxes of past ones, and none.
+MIXTURE = (
+  "--config.precision.rules=(('.*/mlp/up', 'nvfp4_sr_rht'), ('.*/mlp/gate', 'tensor_delayed'), "
+  "('.*/mlp/down', 'e4m3_static'), ('.*', 'block_128'))"
+)
+
+
 def _launch(root: pathlib.Path, workdir, *extra) -> subprocess.Popen:
   env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
   return subprocess.Popen(
@@ -68,13 +75,13 @@ def _params(workdir, step):
 
 
 def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository):
-  whole = _launch(repository, tmp_path / "whole")
+  whole = _launch(repository, tmp_path / "whole", MIXTURE)
   assert whole.wait(timeout=240) == 0, whole.stdout.read()
-  broken = _launch(repository, tmp_path / "broken")
+  broken = _launch(repository, tmp_path / "broken", MIXTURE)
   _wait_for_step(broken, tmp_path / "broken", 13)  # past the checkpoint of step 10
   broken.send_signal(signal.SIGKILL)
   broken.wait()
-  resumed = _launch(repository, tmp_path / "broken")
+  resumed = _launch(repository, tmp_path / "broken", MIXTURE)
   output = resumed.communicate(timeout=240)[0]
   assert resumed.returncode == 0, output
   assert "resuming from step" in output

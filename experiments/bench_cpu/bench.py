@@ -1,7 +1,7 @@
-"""What the trainer costs on a CPU: seconds per step by recipe, loader alone, import of a folder.
+"""What the trainer costs on a CPU: steps by recipe, quiet and loud, loader, import of a folder.
 
 command: GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python experiments/bench_cpu/bench.py
-         (step, loader, import; or name some of them)
+         (step, numerics, loader, import; or name some of them)
 needs:   assets/smollm2-135m (make run fetches it); 12 GB of memory and 4 GB of disk for import
 
 Writes results.json beside this file, with provenance.
@@ -64,6 +64,51 @@ def bench_step():
     "ratio_to_bf16": {k: round(v / seconds["bf16"], 3) for k, v in seconds.items()},
     "all_seconds": {k: [round(x, 3) for x in t] for k, t in times.items()},
   }
+
+
+NUMERICS_RECIPES, NUMERICS_EVERY = ("block_128", "tensor_delayed"), 100
+
+
+def bench_numerics():
+  """Median seconds of a quiet step and of one that reports numerics; the two take turns.
+
+  overhead: what log.numerics_every=100 adds to training on the device, as a share. Compiling the
+  loud step, once, and writing its rows are not in it.
+  """
+  import jax
+  import numpy as np
+
+  from fp8jax import batches
+  from fp8jax import step as step_lib
+  from fp8jax.data import loader
+  from fp8jax.quant import observe
+
+  found = {}
+  for recipe in NUMERICS_RECIPES:
+    plan = _plan(recipe)
+    host = next(loader.train_batches(plan.data, plan.config.batch))
+    batch = batches.Spread(plan.run.layout, plan.microbatch).place(host)
+    step_fn = step_lib.make_step(plan)
+    sites = {
+      "quiet": plan.sites(statistics=observe.QUIET), "loud": plan.sites(statistics=observe.LOUD)
+    }  # fmt: skip
+    state = step_lib.calibrate(plan, step_lib.make_state(plan), batch, 0)
+    times = {kind: [] for kind in sites}
+    for round_ in range(1 + ROUNDS * STEPS):
+      for kind, of_kind in sites.items():
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(step_fn(state, batch, of_kind))
+        if round_:  # the first compiles
+          times[kind].append(time.perf_counter() - start)
+    del state
+    quiet, loud = (float(np.median(times[kind])) for kind in sites)
+    found[recipe] = {
+      "quiet_seconds": round(quiet, 3),
+      "loud_seconds": round(loud, 3),
+      "overhead": round((loud - quiet) / (NUMERICS_EVERY * quiet), 5),
+      "all_seconds": {k: [round(x, 3) for x in t] for k, t in times.items()},
+    }
+  return {"tokens_per_step": 1024, "every": NUMERICS_EVERY, "recipes": found}
 
 
 def bench_loader():
@@ -158,7 +203,9 @@ def import_once(folder):
   }))  # fmt: skip
 
 
-BENCHES = {"step": bench_step, "loader": bench_loader, "import": bench_import}
+BENCHES = {
+  "step": bench_step, "numerics": bench_numerics, "loader": bench_loader, "import": bench_import,
+}  # fmt: skip
 
 
 def main(names):

@@ -84,24 +84,31 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
 
 
 def fp8_dot_general(
-  lhs, rhs, dimension_numbers, site: Site, precision=None, preferred_element_type=None
-):
+  lhs, rhs, dimension_numbers, site: Site, precision=None, preferred_element_type=None,
+  *, out_sharding=None,
+):  # fmt: skip
   """`jax.lax.dot_general` in the precision `site` prescribes: of an activation and a weight.
+
+  Its first three parameters, and by keyword preferred_element_type, are those of JAX. `site` stands
+  where JAX has precision; precision and out_sharding are refused unless None.
 
   Args:
     lhs: any rank.
     rhs: any rank.
     dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), as in JAX.
     site: see `site.single` for use outside a model.
-    precision: None; the site's recipe is the precision.
     preferred_element_type: dtype of the result; default lhs's.
 
   Returns:
     Batch dimensions, then the free dimensions of lhs, then those of rhs, as in JAX.
   """
   (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+  if not isinstance(site, Site):
+    raise TypeError(f"the fourth argument is {site!r}, not a Site; give site.single('block_128')")
   if precision is not None:
-    raise ValueError(f"precision={precision!r}: the site's recipe says how to multiply; leave it")
+    raise ValueError(f"precision={precision!r}: leave it out; the site's recipe is the precision")
+  if out_sharding is not None:
+    raise ValueError(f"{out_sharding=}: leave it out; dot(eqn, ...) places y as its site says")
   if site.layout.mesh is not None:
     raise ValueError("fp8_dot_general has no letters to shard by; use dot(eqn, ...) on a mesh")
   names = iter(string.ascii_letters)

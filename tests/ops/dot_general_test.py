@@ -88,6 +88,27 @@ def test_stacked_sites_see_their_own_element(rng, recipe, over):
   np.testing.assert_array_equal(seen[..., 0], 7 * factors[:, None] * np.ones(3))
 
 
+REFUSED = {
+  "precision": ({"precision": jax.lax.Precision.HIGHEST}, "leave it out; the site's recipe"),
+  "out_sharding": ({"out_sharding": P("data")}, "out_sharding=P.*leave it out; dot"),
+}
+
+
+@pytest.mark.parametrize("options, message", REFUSED.values(), ids=REFUSED)
+def test_what_only_jax_takes_is_refused(options, message):
+  x = jnp.ones((16, 16))
+  with pytest.raises(ValueError, match=message):
+    fp8_dot_general(x, x, PLAIN, site_lib.single("block_128"), **options)
+
+
+@pytest.mark.parametrize("fourth", [None, jax.lax.Precision.HIGHEST, "block_128"])
+def test_a_fourth_argument_that_is_no_site_is_refused(fourth):
+  """JAX has precision there."""
+  x = jnp.ones((16, 16))
+  with pytest.raises(TypeError, match="not a Site; give site.single"):
+    fp8_dot_general(x, x, PLAIN, fourth)
+
+
 def test_vmap_over_an_observed_site_is_refused(rng):
   x, w = lattice(rng, 3, 16, 16), lattice(rng, 16, 16)
 
