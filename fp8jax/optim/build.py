@@ -82,8 +82,10 @@ class Optim:
       found.append(f"optim.eps={self.eps} must be positive")
     kept = moments.PRESETS.get(self.moments)
     if kept is not None:
-      kept = kept if self.rule == "adam" else moments.Moments(kept.mu)
-      reasons = moments.problems(kept, self.b2)
+      if self.rule == "adam":
+        reasons = moments.problems(kept, self.b1, self.b2)
+      else:
+        reasons = moments.problems(moments.Moments(kept.mu), self.b2, self.b2)
       found.extend(f"optim.moments={self.moments!r}: {reason}" for reason in reasons)
     return found
 
