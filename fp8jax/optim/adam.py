@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import core
 
 from fp8jax.optim.moments import Moments, problems
 from fp8jax.quant import packed
@@ -133,7 +134,7 @@ def _key(seed: int, count, piece):
 
 def _refuse(moments: Moments, mu_decay, nu_decay):
   # What is traced has no value yet.
-  known = (None if isinstance(d, jax.core.Tracer) else d for d in (mu_decay, nu_decay))
+  known = (None if isinstance(d, core.Tracer) else d for d in (mu_decay, nu_decay))
   found = problems(moments, *known)
   if found:
     raise ValueError("; ".join(found))

@@ -40,6 +40,14 @@ def keep(x, how: Quant | str | None, *, lead: int = 0, key=None) -> Any:
   return packed.pack(x, how, lead=lead, key=key) if isinstance(how, Quant) else split.split(x)
 
 
-def nbytes(how: Quant | str | None) -> float:
-  """Bytes per parameter of a large tensor."""
-  return packed.nbytes(how) if isinstance(how, Quant) else 4.0
+def nbytes(how: Quant | str | None) -> tuple[float, float]:
+  """(bytes that products read as they are, bytes besides) per parameter of a large tensor.
+
+  Of float32 and F16 masters, products read BF16 or FP8 that is made in every step and not kept.
+  """
+  if how == REMAINDER:
+    return 2.0, 2.0
+  if isinstance(how, Quant):
+    own = packed.nbytes(how)
+    return (own, 0.0) if how.format is BF16 else (0.0, own)
+  return 0.0, 4.0

@@ -316,8 +316,10 @@ def test_learns_like_float32(name):
   hosts = train_test._host_batches()
   exact, _ = _runner().run(hosts)
   found, state = _runner(**LEVELS[name]).run(hosts)
-  assert found[-1] < found[0] - 0.5 * (exact[0] - exact[-1])
-  assert abs(found[-1] - exact[-1]) < 0.02 * exact[-1]
+  # In all 20 steps within 1 % of what is learned, 0.14 nats; the furthest, fp8lm, is 0.3 % away.
+  drop = exact[0] - exact[-1]
+  assert drop > 0.1
+  np.testing.assert_allclose(found, exact, rtol=0, atol=0.01 * drop)
 
 
 def test_narrow_weights_do_not_wait_wide_for_the_backward_pass():
@@ -337,15 +339,24 @@ def test_narrow_weights_do_not_wait_wide_for_the_backward_pass():
 
 
 def test_bytes_per_parameter():
-  """FP8-LM's table (16 to 6), and 6.1 of a lossless master with COAT's moments."""
+  """FP8-LM's table (16 to 6); states and master at most 4.1 where that is lossless beside the BF16
+  that products read, 6.1 where it is a float32."""
 
   def nbytes(**how):
     return _runner(**how).plan.optim.bytes_per_parameter()
 
   assert sum(nbytes().values()) == 16
   assert sum(nbytes(**LEVELS["fp8lm"]).values()) == 6
-  lossless = nbytes(**LEVELS["lossless"])
-  assert lossless["master"] + lossless["moments"] == pytest.approx(6.08, abs=0.01)
+  lossless, wide = nbytes(**LEVELS["lossless"]), nbytes(moments="coat")
+  assert lossless["weight"] == 2 and lossless["master"] + lossless["moments"] <= 4.1
+  assert wide["weight"] == 0 and wide["master"] + wide["moments"] <= 6.1
+  assert sum(lossless.values()) == pytest.approx(8.08, abs=0.01)
+  # What is allocated: a matrix of 2^16, its BF16 beside the rest.
+  x = jnp.zeros((256, 256))
+  for name, preset in masters.PRESETS.items():
+    kept = masters.keep(x, preset, key=jax.random.key(0))
+    whole = sum(a.nbytes for a in jax.tree.leaves(kept)) / x.size
+    assert sum(masters.nbytes(preset)) == pytest.approx(whole, abs=1e-4), name
 
 
 @pytest.mark.slow
