@@ -1,5 +1,6 @@
 # make run    set everything up and continue the pre-training of SmolLM2-135M in block FP8 (CPU)
 # make test   set everything up and run the default test suite;  make test JAX=0.11.2  on another jax
+# make test-all, test-aot, test-aot-all   slow tests too; programs for GPUs that are not there, the slow of these too
 # make check  lint, format and types
 
 JAX ?= 0.12.0.1
@@ -10,7 +11,7 @@ WORKDIR ?= runs/smollm2_cpt
 # A process per core, a file at a time; PARALLEL= runs in one.
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-aot check setup clean
+.PHONY: run test test-all test-aot test-aot-all check setup clean
 
 run: $(MODEL)/model.safetensors
 	@# Huge pages for XLA's scratch memory: a sixth less time per step where the kernel offers them.
@@ -23,9 +24,11 @@ test-all: setup $(MODEL)/model.safetensors
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not aot" --durations=10 $(ARGS)
 
 # CUDA wheels, no GPU: compiles for H200 topologies.
-test-aot: setup
+test-aot: AOT = aot and not slow
+test-aot-all: AOT = aot
+test-aot test-aot-all: setup
 	$(BIN)/python -m pip install -q "jax[cuda13]==$(JAX)"
-	$(BIN)/python -m pytest -q -n auto -m "aot and not slow" --durations=5 $(ARGS)
+	$(BIN)/python -m pytest -q -n auto -m "$(AOT)" --durations=5 $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -165,7 +165,8 @@ def get_config(arm=""):
   c.log.tensorboard = True
   # Steps between looks at the ranges and rounding errors of every tensor of every site; 0: never.
   c.log.numerics_every = 0
-  # What deserves a line: (statistic, "<" or ">", bound[, regular expression on site/tensor]).
+  # What deserves a line, in steps that log.numerics_every looks at (none where that is 0):
+  # (statistic, "<" or ">", bound[, regular expression on site/tensor]).
   # Statistics: saturation and underflow (shares), snr_db, amax, nonfinite; where a scale covers a
   # whole axis, kurtosis, and for x of mlp/down alignment, the largest |cosine| of the weights of
   # gate and up over its channels. Independent weights stay below 0.3; SmolLM2-135M has 0.5 to 0.86,

@@ -82,13 +82,11 @@ def _backends(plan: Plan) -> str:
 def _optimizer(plan: Plan) -> str:
   """Which rule, how what it needs is kept, and which parameters are not kept like that."""
   o, nbytes = plan.optim, plan.optim.bytes_per_parameter()
+  weight = f"{nbytes['weight']:.3g} B of BF16 weights and " if nbytes["weight"] else ""
   words = (
-    f"{kind} {name} ({nbytes[part]:.3g} B)"
-    for kind, name, part in (
-      ("masters", o.master, "master"),
-      ("gradients", o.gradients, "gradient"),
-      ("moments", o.moments, "moments"),
-    )
+    f"masters {o.master} ({weight}{nbytes['master']:.3g} B)",
+    f"gradients {o.gradients} ({nbytes['gradient']:.3g} B)",
+    f"moments {o.moments} ({nbytes['moments']:.3g} B)",
   )
   spared = sum(
     params_lib.count({k: p}, plan.model.dims)

@@ -94,7 +94,8 @@ def make_state(plan: config.Plan, params=None) -> State:
 
 
 def _fresh_room(plan: config.Plan):
-  return gradients_lib.fresh_room(gradients_lib.PRESETS[plan.optim.gradients])
+  quant = gradients_lib.PRESETS[plan.optim.gradients]
+  return gradients_lib.fresh_room(quant, plan.config.accumulation)
 
 
 def gradients(plan: config.Plan, params, sites, batch, scale=None, step: Any = 0, room=None):

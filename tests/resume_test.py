@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fp8jax import checkpoint
+from fp8jax.optim import moments
 
 ARGS = [
   "--config=configs/debug.py",
@@ -74,14 +75,31 @@ def _params(workdir, step):
   return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
-def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository):
-  whole = _launch(repository, tmp_path / "whole", MIXTURE)
+OPTIMIZERS = {
+  "coat, bf16_remainder, bf16_sr": ("coat", "bf16_remainder", "bf16_sr", 1),
+  "fp8lm, f16, e4m3, two microbatches": ("fp8lm", "f16", "e4m3", 2),
+  "masters bf16_sr": ("float32", "bf16_sr", "float32", 1),
+} | {f"moments {name}": (name, "float32", "float32", 1) for name in moments.PRESETS}
+
+
+@pytest.mark.parametrize(
+  "name", [pytest.param(n, marks=pytest.mark.slow if i else ()) for i, n in enumerate(OPTIMIZERS)]
+)
+def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository, name):
+  """However the optimizer keeps what it needs; the first with FP8 layers, which compile slowly."""
+  keys = ("optim.moments", "optim.master", "optim.gradients", "accumulation")
+  args = [f"--config.{key}={value}" for key, value in zip(keys, OPTIMIZERS[name])]
+  if name == next(iter(OPTIMIZERS)):
+    args.append(MIXTURE)
+  else:
+    args.append("--config.precision.rules=((r'.*', 'bf16'),)")
+  whole = _launch(repository, tmp_path / "whole", *args)
   assert whole.wait(timeout=240) == 0, whole.stdout.read()
-  broken = _launch(repository, tmp_path / "broken", MIXTURE)
+  broken = _launch(repository, tmp_path / "broken", *args)
   _wait_for_step(broken, tmp_path / "broken", 13)  # past the checkpoint of step 10
   broken.send_signal(signal.SIGKILL)
   broken.wait()
-  resumed = _launch(repository, tmp_path / "broken", MIXTURE)
+  resumed = _launch(repository, tmp_path / "broken", *args)
   output = resumed.communicate(timeout=240)[0]
   assert resumed.returncode == 0, output
   assert "resuming from step" in output

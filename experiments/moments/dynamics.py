@@ -35,7 +35,9 @@ STOCHASTIC = Rounding.STOCHASTIC
 
 # Rows that no preset has: what was published, what scale_by_adam refuses, and variations.
 OTHERS = {
-  "torchao: e4m3_256, v may become 0": Moments(Quant(E4M3, (1, 256)), Quant(E4M3, (1, 256))),
+  "torchao: e4m3_256, v may become 0 (refused)": Moments(
+    Quant(E4M3, (1, 256)), Quant(E4M3, (1, 256))
+  ),
   "E4M3/128 and E5M2/128": Moments(
     Quant(E4M3, (1, 128)), Quant(E5M2, (1, 128), keeps_nonzero=True)
   ),
@@ -60,7 +62,7 @@ OTHERS = {
 }
 
 
-def simulate(rows: dict[str, Moments], b2: float, steps: int, shape, seed: int = 0):
+def simulate(rows: dict[str, Moments], b2: float, steps: int, shape, seed: int = 0, eps=EPS):
   """{row: [(error, v, max) at the end of the first and of the second half]}."""
   rng = np.random.default_rng(seed)
   factors = 1e-4 * np.exp(rng.standard_normal((shape[0], 1)) + rng.standard_normal((1, shape[1])))
@@ -72,7 +74,7 @@ def simulate(rows: dict[str, Moments], b2: float, steps: int, shape, seed: int =
     for n, (name, how) in enumerate(rows.items()):
       m, v = (x.unpack() if isinstance(x, packed.Packed) else x for x in state[name])
       m, v = B1 * m + (1 - B1) * g, b2 * v + (1 - b2) * g * g
-      updates[name], seconds[name] = m / (jnp.sqrt(v) + EPS), v
+      updates[name], seconds[name] = m / (jnp.sqrt(v) + eps), v
       own = jax.random.split(jax.random.fold_in(key, n))
       new[name] = tuple(
         x if quant is None else packed.pack(x, quant, key=k)
@@ -98,7 +100,7 @@ def simulate(rows: dict[str, Moments], b2: float, steps: int, shape, seed: int =
     g = g.astype(np.float64)
     m, v = B1 * m + (1 - B1) * g, b2 * v + (1 - b2) * g * g
     if t + 1 in (half, steps):
-      exact = m / (np.sqrt(v) + EPS)
+      exact = m / (np.sqrt(v) + eps)
       for name in rows:
         # What the next step reads is what was kept: one more update from it, as it stands.
         got = np.asarray(updates[name], np.float64)

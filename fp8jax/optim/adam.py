@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import core
 
 from fp8jax.optim.moments import Moments, problems
 from fp8jax.quant import packed
@@ -50,6 +51,10 @@ def scale_by_adam(
 ) -> optax.GradientTransformationExtraArgs:
   """`optax.scale_by_adam` with moments kept as `mu` and `nu` say.
 
+  Optax's wrappers take it. Of optax.inject_hyperparams, b1 and b2 are looked at where they are
+  numbers, in `init`, and not where they are traced. optax.tree_map_params needs
+  is_leaf=lambda x: isinstance(x, packed.Packed), as a narrow moment is a node of codes and scales.
+
   Args:
     b1, b2, eps, eps_root: as in Optax.
     mu, nu: see `moments.PRESETS`; None keeps float32, and both None is Optax's own.
@@ -63,15 +68,14 @@ def scale_by_adam(
   Raises:
     ValueError: moments that would not train: see `moments.problems`.
   """
-  _refuse(Moments(mu, nu), b2)
+  _refuse(Moments(mu, nu), b1, b2)
   if mu is None and nu is None:
     return optax.with_extra_args_support(optax.scale_by_adam(b1, b2, eps, eps_root))
 
   def init(params):
-    zeros = optax.tree.zeros_like(params)
-    return optax.ScaleByAdamState(
-      jnp.zeros([], jnp.int32), _fresh(zeros, mu, places), _fresh(zeros, nu, places)
-    )
+    # Zeros of their own for each: a state that holds one array twice cannot be donated.
+    moments = (_fresh(optax.tree.zeros_like(params), quant, places) for quant in (mu, nu))
+    return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), *moments)
 
   def update(updates, state, params=None, *, piece=0, **_):
     del params
@@ -101,7 +105,7 @@ def scale_by_lion(
   seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   """`optax.scale_by_lion` with its momentum kept as `mu` says; see `scale_by_adam`."""
-  _refuse(Moments(mu), b2)
+  _refuse(Moments(mu), b2, b2)
   if mu is None:
     return optax.with_extra_args_support(optax.scale_by_lion(b1, b2))
 
@@ -128,8 +132,10 @@ def _key(seed: int, count, piece):
   return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), piece)
 
 
-def _refuse(moments: Moments, b2: float):
-  found = problems(moments, b2)
+def _refuse(moments: Moments, mu_decay, nu_decay):
+  # What is traced has no value yet.
+  known = (None if isinstance(d, core.Tracer) else d for d in (mu_decay, nu_decay))
+  found = problems(moments, *known)
   if found:
     raise ValueError("; ".join(found))
 

@@ -82,17 +82,26 @@ class Optim:
       found.append(f"optim.eps={self.eps} must be positive")
     kept = moments.PRESETS.get(self.moments)
     if kept is not None:
-      kept = kept if self.rule == "adam" else moments.Moments(kept.mu)
-      reasons = moments.problems(kept, self.b2)
+      if self.rule == "adam":
+        reasons = moments.problems(kept, self.b1, self.b2)
+      else:
+        reasons = moments.problems(moments.Moments(kept.mu), self.b2, self.b2)
       found.extend(f"optim.moments={self.moments!r}: {reason}" for reason in reasons)
     return found
 
   def bytes_per_parameter(self) -> dict[str, float]:
-    """Of a large matrix: {"master", "gradient", "moments": bytes}, scales included."""
+    """Of a large matrix: {"weight", "master", "gradient", "moments": bytes}, scales included.
+
+    "weight" is what a master keeps that products read as it is, the BF16 of "bf16_remainder" and of
+    "bf16_sr"; "master" is the rest of it. The optimizer's own, as papers count it, is master and
+    moments: 4.08 of "bf16_remainder" with "coat" beside 2 of weights, 6.08 of "float32" with it.
+    """
     kept = moments.PRESETS[self.moments]
     parts = (kept.mu, kept.nu) if self.rule == "adam" else (kept.mu,)
+    weight, master = masters.nbytes(masters.PRESETS[self.master])
     return {
-      "master": masters.nbytes(masters.PRESETS[self.master]),
+      "weight": weight,
+      "master": master,
       "gradient": moments.nbytes(gradients.PRESETS[self.gradients]),
       "moments": sum(map(moments.nbytes, parts)),
     }

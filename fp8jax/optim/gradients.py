@@ -15,13 +15,17 @@ PRESETS: dict[str, Quant | None] = {
   "float32": None,
   # By chance: sums of many microbatches to the nearest would lose the later ones.
   "bf16_sr": Quant(BF16, scale=Scale.NONE, rounding=Rounding.STOCHASTIC),
-  # FP8-LM (arXiv:2310.18313 §2.1): 1 byte, a scale per tensor.
+  # FP8-LM (arXiv:2310.18313 §2.1): 1 byte, a scale per tensor. Microbatches to the nearest, their
+  # sum by chance.
   "e4m3": Quant(E4M3),
 }
 
 # FP8-LM §2.1: more than this share at the format's maximum is an overflow; without any, the room
 # for it is given up again over so many steps.
 _OVERFLOW, _STEPS = 1e-5, 1000
+# E4M3's second largest number over its largest: a tensor's own largest element comes to lie there,
+# and what is at the maximum did not fit.
+_MOST = np.float32(416 / 448)
 
 
 def wide(g):
@@ -53,11 +57,14 @@ def scaled(tree, factor):
 def add(sums, new, key):
   """Another microbatch's, as the sums are kept.
 
-  8 bits stay on the grid of the first microbatch: rescaling at every addition would round all of
-  the sum again. What outgrows the grid saturates, and `next_room` sees it.
+  8 bits stay on the grid of the first microbatch; what outgrows it saturates, and `next_room` sees
+  it. They are rounded by chance, which FP8-LM's are not: to the nearest, a sum of 16 equal ones
+  stops at a fifth of what it should be, each being less than half a step of the sum by then. Each
+  of A additions errs by up to a step, 1/16 to 1/8 of the sum: in the end by about 0.02 sqrt(A) of a
+  sum of equals, with no sign.
 
   Args:
-    key: a jax.random key, for sums that are rounded stochastically.
+    key: a jax.random key.
   """
   leaves, structure = jax.tree.flatten(sums, is_leaf=is_leaf)
   others = structure.flatten_up_to(new)
@@ -75,15 +82,21 @@ def _add(a, b, key):
   # A tensor whose first microbatch had no gradient has no grid to offer.
   axes = tuple(range(a.scale.ndim, a.data.ndim))
   is_empty = jnp.max(jnp.abs(a.data.astype(jnp.float32)), axis=axes) == 0
-  return packed.on_grid(a.unpack() + b.unpack(), jnp.where(is_empty, b.scale, a.scale), a)
+  return packed.on_grid(a.unpack() + b.unpack(), jnp.where(is_empty, b.scale, a.scale), a, key)
 
 
 # --- room for sums in 8 bits ---------------------------------------------------------------------
 
 
-def fresh_room(quant: Quant | None) -> dict[str, jax.Array]:
-  """{"mu": float32} where gradients have 8 bits, else {}: `packed.pack`'s room for them."""
-  return {"mu": jnp.ones((), jnp.float32)} if quant and quant.format.is_narrow else {}
+def fresh_room(quant: Quant | None, microbatches: int) -> dict[str, jax.Array]:
+  """{"mu": float32} where gradients have 8 bits, else {}: `packed.pack`'s room for them.
+
+  A sum of equal microbatches comes to lie at half the maximum, as its roundings add up to some of
+  it. Where they differ that is too much room, and mu grows.
+  """
+  if quant is None or not quant.format.is_narrow:
+    return {}
+  return {"mu": jnp.asarray(_MOST / (2 * microbatches - 1))}
 
 
 def saturated(tree):
@@ -97,14 +110,15 @@ def saturated(tree):
 
 
 def next_room(room: dict[str, jax.Array], share):
-  """The next step's: half after an overflow, else a little more, up to 2.
+  """The next step's: half after an overflow, else a little more, until the largest just fits.
 
   The paper's controller (FP8-LM §2.1). There mu multiplies gradients whose scales are then chosen
-  from their own largest element, which takes mu out again; here it stays in. There mu is 1/2 after
-  any overflow; here it is halved, so that sums of many microbatches find their room.
+  from their own largest element, which takes mu out again, and may be 2; here it stays in, where
+  more than 1 would clip a microbatch by itself. There mu is 1/2 after any overflow; here it is
+  halved, so that sums of many microbatches find their room.
   """
   if not room:
     return room
   mu = room["mu"]
-  grown = jnp.minimum(mu * np.float32(4.0 ** (1 / _STEPS)), 2.0)
+  grown = jnp.minimum(mu * np.float32(4.0 ** (1 / _STEPS)), _MOST)
   return {"mu": jnp.where(share > _OVERFLOW, jnp.maximum(mu / 2, np.float32(2.0**-10)), grown)}

@@ -5,6 +5,7 @@ over thousands of steps: `python experiments/moments/dynamics.py`.
 """
 
 import dataclasses
+import math
 
 from fp8jax.formats import BF16, E4M3, E5M2, F16
 from fp8jax.quant import packed
@@ -59,29 +60,55 @@ PRESETS = {
 }  # fmt: skip
 
 
-def problems(moments: Moments, b2: float) -> list[str]:
-  """Why these moments would not train, in words; b2 is the decay of nu."""
+def problems(moments: Moments, mu_decay: float | None, nu_decay: float | None) -> list[str]:
+  """Why these moments would not train, in words.
+
+  Args:
+    mu_decay, nu_decay: what is left of each after a step without gradient: Adam's b1 and b2, b2 of
+      Lion's momentum. None where it is not known: what depends on it passes.
+  """
   found = []
-  for name, quant in (("mu", moments.mu), ("nu", moments.nu)):
+  for name, quant, decay in (("mu", moments.mu, mu_decay), ("nu", moments.nu, nu_decay)):
     if quant is None:
       continue
     try:
       packed.check(quant)
     except ValueError as e:
       found.append(f"{name}: {e}")
-  nu = moments.nu
-  if nu is None or nu.rounding is Rounding.STOCHASTIC or found:
-    return found
-  # A float32 amax / max moves the grid at every step, and nearest rounding with it.
-  is_fixed = nu.scale is not Scale.F32
-  half_step = 2.0 ** -(nu.format.mantissa_bits + 1)
-  if is_fixed and (nu.format.is_narrow or 1 - b2 < half_step):
-    found.append(
-      f"nu={nu} with b2={b2}: rounded to the nearest on a grid that does not move, v cannot fall "
-      f"by less than {half_step:.2g} of itself per step, and it wants {1 - b2:.2g}: it would stay "
-      "where it was, and learning stop. Use scale='f32', or rounding='stochastic'"
-    )
+      continue
+    # A float32 amax / max moves the grid at every step, and nearest rounding with it.
+    is_fixed = quant.scale is not Scale.F32 and quant.rounding is Rounding.NEAREST
+    half_step = 2.0 ** -(quant.format.mantissa_bits + 1)
+    is_slow = decay is not None and 1 - decay < half_step
+    # 8 bits have subnormals, whose steps are half of themselves and more. Of m, those are elements
+    # 1/30,000 of the largest; v has half of its numbers there.
+    if is_fixed and (is_slow or (name == "nu" and quant.format.is_narrow)):
+      left = "any decay" if decay is None else f"a decay of {decay}"
+      found.append(
+        f"{name}={quant} with {left}: rounded to the nearest on a grid that does not move, it "
+        f"cannot fall by less than {half_step:.2g} of itself per step: it would stay where it was, "
+        "and learning stop. Use scale='f32', or rounding='stochastic'"
+      )
+    if name == "nu" and _binades(quant) < _LEAST_BINADES and not quant.keeps_nonzero:
+      found.append(
+        f"nu={quant}: what is {_binades(quant):.0f} binades below its tile's largest becomes 0, "
+        "and m / eps a step of any size. Set keeps_nonzero=True, or transform=Expand() or "
+        "SquareRoot(), or take E5M2"
+      )
   return found
+
+
+# Of v, the square of what varies: less, and gradients 2^12 below a tile's largest count as none.
+# Plain E4M3 has 19, its square root and E5M2 over 30.
+_LEAST_BINADES = 24
+
+
+def _binades(quant: Quant) -> float:
+  """Between a tile's largest and the smallest that does not become 0."""
+  if isinstance(quant.transform, Expand):  # the tile's own range, whatever it is
+    return math.inf
+  each = math.log2(2 * quant.format.max / quant.format.smallest)
+  return 2 * each if isinstance(quant.transform, SquareRoot) else each
 
 
 def nbytes(quant: Quant | None) -> float:

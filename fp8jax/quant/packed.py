@@ -121,10 +121,11 @@ def pack(x, quant: Quant, *, lead: int = 0, key=None, room=None) -> Packed:
   return Packed(_ungrouped(data, x.shape), _encoded(scale, quant.scale), power, quant)
 
 
-def on_grid(x, scale, like: Packed) -> Packed:
-  """x kept like another that has no transform, under given scales: saturates beyond them."""
+def on_grid(x, scale, like: Packed, key) -> Packed:
+  """x kept like another that has no transform, under given scales: saturates beyond them, and is
+  rounded stochastically."""
   values = _grouped(x.astype(jnp.float32), scale.ndim, like.quant) * (1.0 / scale)[..., None]
-  data = _ungrouped(quantize.cast(values, like.quant.format), x.shape)
+  data = _ungrouped(rounding.stochastic(values, like.quant.format, key), x.shape)
   return Packed(data, scale, None, like.quant)
 
 

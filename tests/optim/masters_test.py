@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -85,34 +84,46 @@ def test_remainder_moves_like_float32_to_the_bit(rng):
 # --- rounding ------------------------------------------------------------------------------------
 
 
-def test_bfloat16_masters_move_in_the_mean_where_the_nearest_would_not(rng):
-  """100 updates of 0.02 %, a tenth of BF16's half step: all lost to the nearest."""
-  leaf = _leaf("bf16_sr")
-  _, kept = walk.init(leaf, np.full((64, 256), 1.5, np.float32))
-  leaf = build.Leaf("w", optax.with_extra_args_support(optax.identity()), leaf.master, None, 0, 7)
-  state = leaf.transformation.init(None)
-  g = jnp.full((64, 256), 3e-4)
-  assert np.float32(ml_dtypes.bfloat16(1.5 - 3e-4)) == 1.5
+@pytest.mark.parametrize(
+  "name,start,update,count,step",
+  [("bf16_sr", 1.5, 3e-4, 100, 2.0**-7), ("f16", 0.05, 1e-5, 1000, 2.0**-15)],
+)
+def test_16_bit_masters_move_in_the_mean_where_the_nearest_would_not(
+  name, start, update, count, step
+):
+  """Many updates, each below half a step: lost to the nearest, all of BF16's and most of F16's."""
+  x = np.full((64, 256), start, np.float32)
+  x[0, 0] = 1.0  # F16's scale is the largest's
+  leaf = build.Leaf(
+    "w", optax.with_extra_args_support(optax.identity()), masters.PRESETS[name], None, 0, 7
+  )
+  state, kept = walk.init(leaf, x)
+  g = jnp.full(x.shape, update).at[0, 0].set(0.0)
 
   @jax.jit
-  def move(step, kept):
-    return walk.move(leaf, g, state, kept, walk.Now(step, 1.0))[1]
+  def move(kept):
+    def one(n, kept):
+      return walk.move(leaf, g, state, kept, walk.Now(n, 1.0))[1]
 
-  for step in range(100):
-    kept = move(step, kept)
-  found = np.float64(kept.data)
-  # Each of 100 roundings of 16,384 numbers errs by at most a step of 2^-7: 4 sigma of their mean.
-  assert abs(found.mean() - (1.5 - 0.03)) < 4 * 2**-8 * 10 / np.sqrt(found.size)
+    return jax.lax.fori_loop(0, count, one, kept)
+
+  found = np.float64(move(kept).unpack())[1:]
+  # A rounding errs by at most a step, half of one in the mean square: 4 sigma of the mean.
+  assert update < step / 2
+  want = start - count * update
+  assert abs(found.mean() - want) < 4 * step / 2 * np.sqrt(count / found.size)
+  assert abs(found.mean() - want) < 0.02 * count * update
   assert len(np.unique(found)) > 3
 
 
 def test_float16_masters_lie_under_a_power_of_two_per_layer(rng):
   x = rng.standard_normal((3, 32, 64)).astype(np.float32) * np.float32([[[1e-6]], [[1.0]], [[3e5]]])
-  kept = masters.keep(x, masters.PRESETS["f16"], lead=1)
+  kept = masters.keep(x, masters.PRESETS["f16"], lead=1, key=jax.random.key(0))
   assert kept.data.dtype == jnp.float16 and kept.scale.shape == (3,)
   assert kept.scale.dtype == jnp.uint8  # its exponent
   error = np.abs(np.float64(kept.unpack()) - x).max((1, 2))
-  assert np.all(error <= 2.0**-11 * np.abs(x).max((1, 2)))
+  # A step, as it is rounded by chance: 2^5 in the binade of the maximum, which the largest is in.
+  assert np.all(error <= 2.0**-10 * np.abs(x).max((1, 2)))
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -145,7 +156,8 @@ def test_gradients_are_kept_as_they_left_each_layer():
     if path.endswith("norm"):
       np.testing.assert_allclose(e4m3, g, rtol=1e-5, atol=1e-9)
       continue
-    want = packed.pack(g, gradients.PRESETS["e4m3"], lead=int(path.startswith("layers")))
+    quant = gradients.PRESETS["e4m3"]  # the largest at E4M3's second largest number
+    want = packed.pack(g, quant, lead=int(path.startswith("layers")), room=np.float32(416 / 448))
     assert np.mean(np.asarray(e4m3.data) == np.asarray(want.data)) > 0.999
     np.testing.assert_allclose(e4m3.scale, want.scale, rtol=1e-5)
     g, found = np.asarray(g), np.float32(bf16.data)
@@ -155,10 +167,58 @@ def test_gradients_are_kept_as_they_left_each_layer():
     assert abs(bias) < 4 / np.sqrt(g.size) and np.any(found != g)
 
 
-def test_sums_of_microbatches_are_right_in_the_mean():
+def _steps(x, format):
+  """float64 distances of neighbours on a format's grid at |x|."""
+  exponent = np.frexp(np.abs(x))[1] - 1
+  return 2.0 ** (np.maximum(exponent, format.min_exponent) - format.mantissa_bits)
+
+
+@pytest.mark.parametrize(
+  "name,count,noise",
+  [
+    ("e4m3", 16, 0.0),
+    ("e4m3", 64, 0.0),
+    ("e4m3", 16, 3.0),
+    ("e4m3", 64, 3.0),
+    ("bf16_sr", 64, 0.0),
+  ],
+)
+def test_sums_of_microbatches_are_right_in_the_mean(rng, name, count, noise):
+  """Their gain, the share of the true sum in what is kept, against float64."""
+  quant = gradients.PRESETS[name]
+  signal = rng.standard_normal(4096)
+  parts = np.float32(signal + noise * rng.standard_normal((count, signal.size)))
+  room = gradients.fresh_room(quant, count).get("mu")
+
+  def add(sums, xs):
+    key, part = xs
+    mine, other = jax.random.split(key)
+    return gradients.add(sums, packed.pack(part, quant, key=mine, room=room), other), None
+
+  keys = jax.random.split(jax.random.key(count), count)
+  found, _ = jax.jit(lambda *xs: jax.lax.scan(add, weights.sink(parts[0], quant, 0), xs))(
+    keys, parts
+  )
+  if room is not None:
+    assert gradients.saturated([found]) == 0
+  parts = parts.astype(np.float64)
+  exact = parts.sum(0)
+  gain = np.vdot(found.unpack(), exact) / np.vdot(exact, exact)
+  # The variance of a rounding by chance is at most step^2 / 4, of one to the nearest step^2 / 12,
+  # and the same error in each of equal microbatches. The first's grid stands for everyone's.
+  grid = 1.0 if room is None else np.abs(parts[0]).max() / quant.format.max / float(room)
+  of_sums = (_steps(np.cumsum(parts, 0) / grid, quant.format) * grid) ** 2 / 4
+  of_parts = (_steps(parts / grid, quant.format) * grid) ** 2 / (12 if room is not None else 4)
+  variance = of_sums.sum(0) + of_parts.sum(0) * (1 if noise else count)
+  sigma = np.sqrt(np.vdot(variance, exact**2)) / np.vdot(exact, exact)
+  assert abs(gain - 1) < 4 * sigma < 0.05
+
+
+def test_sums_of_microbatches_are_near_what_they_are_in_float32():
   exact = _of(accumulation=4)
-  # Eight roundings, four of the microbatches' and four of sums: of 2^-9 and 2^-4 at most, a third
-  # of that in the mean, and what is small beside its tensor's largest element a little worse.
+  # Distances. Eight roundings, four of the microbatches' and four of sums: by chance of a step of
+  # 2^-8 (BF16) or 2^-3 (E4M3), a third of it in the mean, and what is small beside its tensor's
+  # largest element a little worse.
   for name, most in (("bf16_sr", 0.01), ("e4m3", 0.12)):
     found = _of(accumulation=4, gradients=name)
     for path, g in params_lib.flatten(exact).items():
@@ -177,6 +237,12 @@ def test_sums_in_8_bits_stay_on_the_first_grid_and_are_seen_to_outgrow_it():
   room = packed.pack(first.unpack(), quant, room=0.25)  # four times as far to the maximum
   found = gradients.add(room, packed.pack(more.unpack(), quant, room=0.25), key)
   np.testing.assert_array_equal(np.asarray(found.unpack())[:4], [896.0, 8.0, 7.0, 1.0])
+  # What lies between is rounded by chance: 16 + 0.5 to 16 or 18.
+  many = packed.Packed(jnp.full(4096, 16, jnp.float8_e4m3fn), first.scale, None, quant)
+  half = packed.Packed(jnp.full(4096, 0.5, jnp.float8_e4m3fn), first.scale, None, quant)
+  values, counts = np.unique(gradients.add(many, half, key).unpack(), return_counts=True)
+  np.testing.assert_array_equal(values, [16, 18])
+  assert abs(counts[1] / 4096 - 0.25) < 4 * np.sqrt(0.25 * 0.75 / 4096)
   # What begins with nothing takes the grid of what follows.
   nothing = weights.sink(more, quant, 0)
   np.testing.assert_array_equal(gradients.add(nothing, more, key).unpack(), more.unpack())
@@ -187,14 +253,24 @@ def test_sums_in_8_bits_stay_on_the_first_grid_and_are_seen_to_outgrow_it():
 
 
 def test_room_is_halved_by_an_overflow_and_grows_back():
-  room = {"mu": jnp.float32(1.0)}
-  assert gradients.next_room(room, 2e-5)["mu"] == 0.5
+  quant, most = gradients.PRESETS["e4m3"], np.float32(416 / 448)
+  assert (
+    gradients.fresh_room(None, 16) == gradients.fresh_room(gradients.PRESETS["bf16_sr"], 1) == {}
+  )
+  assert [gradients.fresh_room(quant, n)["mu"] for n in (1, 16)] == [most, most / 31]
+  assert gradients.next_room({"mu": jnp.float32(0.75)}, 2e-5)["mu"] == 0.375
   step = jax.jit(lambda mu: gradients.next_room({"mu": mu}, 0.0)["mu"])
-  mu = jnp.float32(0.5)
+  mu = jnp.float32(0.125)
   for _ in range(1000):
     mu = step(mu)
-  np.testing.assert_allclose(mu, 2.0, rtol=1e-3)
-  assert step(jnp.float32(2.0)) == 2.0
+  np.testing.assert_allclose(mu, 0.5, rtol=1e-3)
+  assert step(most) == most
+
+  # A single microbatch loses nothing to it, and is no overflow.
+  x = jnp.asarray([1.0, 0.5, -0.75])
+  alone = packed.pack(x, quant, room=most)
+  assert gradients.saturated([alone]) == 0
+  np.testing.assert_allclose(alone.unpack()[0], 1.0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
@@ -240,8 +316,10 @@ def test_learns_like_float32(name):
   hosts = train_test._host_batches()
   exact, _ = _runner().run(hosts)
   found, state = _runner(**LEVELS[name]).run(hosts)
-  assert found[-1] < found[0] - 0.5 * (exact[0] - exact[-1])
-  assert abs(found[-1] - exact[-1]) < 0.02 * exact[-1]
+  # In all 20 steps within 1 % of what is learned, 0.14 nats; the furthest, fp8lm, is 0.3 % away.
+  drop = exact[0] - exact[-1]
+  assert drop > 0.1
+  np.testing.assert_allclose(found, exact, rtol=0, atol=0.01 * drop)
 
 
 def test_narrow_weights_do_not_wait_wide_for_the_backward_pass():
@@ -261,15 +339,24 @@ def test_narrow_weights_do_not_wait_wide_for_the_backward_pass():
 
 
 def test_bytes_per_parameter():
-  """FP8-LM's table (16 to 6), and 6.1 of a lossless master with COAT's moments."""
+  """FP8-LM's table (16 to 6); states and master at most 4.1 where that is lossless beside the BF16
+  that products read, 6.1 where it is a float32."""
 
   def nbytes(**how):
     return _runner(**how).plan.optim.bytes_per_parameter()
 
   assert sum(nbytes().values()) == 16
   assert sum(nbytes(**LEVELS["fp8lm"]).values()) == 6
-  lossless = nbytes(**LEVELS["lossless"])
-  assert lossless["master"] + lossless["moments"] == pytest.approx(6.08, abs=0.01)
+  lossless, wide = nbytes(**LEVELS["lossless"]), nbytes(moments="coat")
+  assert lossless["weight"] == 2 and lossless["master"] + lossless["moments"] <= 4.1
+  assert wide["weight"] == 0 and wide["master"] + wide["moments"] <= 6.1
+  assert sum(lossless.values()) == pytest.approx(8.08, abs=0.01)
+  # What is allocated: a matrix of 2^16, its BF16 beside the rest.
+  x = jnp.zeros((256, 256))
+  for name, preset in masters.PRESETS.items():
+    kept = masters.keep(x, preset, key=jax.random.key(0))
+    whole = sum(a.nbytes for a in jax.tree.leaves(kept)) / x.size
+    assert sum(masters.nbytes(preset)) == pytest.approx(whole, abs=1e-4), name
 
 
 @pytest.mark.slow

@@ -38,12 +38,8 @@ def test_checkpoint_continues_to_the_bit(tmp_path, name):
   runner, hosts = _runner(name), train_test._host_batches()
   want, whole = runner.run(hosts[:4])
   _, state = runner.run(hosts[:2])
-  saved = checkpoint.Checkpoints(str(tmp_path))
-  saved._manager.save(2, args=_items(state))
-  saved.wait()
   _, other = runner.run(hosts[2:3])
-  state = saved.restore(2, step_lib.abstract_state(runner.plan, 2))
-  saved.close()
+  state = _through_checkpoint(tmp_path, state, runner.plan)
   got, resumed = runner.run(hosts[2:4], state)
   np.testing.assert_array_equal(got, want[2:])
   _equal(resumed, whole)
@@ -52,13 +48,17 @@ def test_checkpoint_continues_to_the_bit(tmp_path, name):
 
 @pytest.mark.parametrize("name", FIRST)
 def test_mesh_holds_what_one_device_holds(tmp_path, name):
-  """The same state on (1, 2, 4): placed as declared, and a step from it keeps the same moments."""
+  """A checkpoint restored onto (1, 2, 4): placed as declared, nothing lost, and a step from it
+  keeps the same moments."""
   hosts = train_test._host_batches()
   rest = {"optim.master": "bf16_remainder", "optim.gradients": "bf16_sr"} if name == "coat" else {}
   one, many = _runner(name, **rest), _runner(name, (1, 2, 4), **rest)
   _, state = one.run(hosts[:2])
   shardings = jax.tree.map(lambda x: x.sharding, step_lib.abstract_state(many.plan))
-  split = jax.device_put(jax.device_get(state), shardings)
+  split = _through_checkpoint(tmp_path, state, many.plan)
+  _equal(split, state)
+  for place, found in zip(jax.tree.leaves(shardings), jax.tree.leaves(split), strict=True):
+    assert found.sharding.is_equivalent_to(place, found.ndim)
   after, values = one.step(state, hosts[2])
   after_split, values_split = many.step(split, hosts[2])
   assert values_split["loss"] == pytest.approx(values["loss"], rel=tolerances.MESH_LOSS)
@@ -104,6 +104,16 @@ def test_moments_that_would_not_train_are_refused_with_the_config():
 def _packed(tree):
   leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, packed.Packed))
   return [x for x in leaves if isinstance(x, packed.Packed)]
+
+
+def _through_checkpoint(folder, state, plan):
+  """The state after two steps, saved and restored onto a plan's devices."""
+  saved = checkpoint.Checkpoints(str(folder))
+  saved._manager.save(2, args=_items(state))
+  saved.wait()
+  found = saved.restore(2, step_lib.abstract_state(plan, 2))
+  saved.close()
+  return found
 
 
 def _items(state):
