@@ -82,6 +82,24 @@ def test_kernel_sums_what_the_oracle_quantizes(rng, name):
   suite.check_extreme_scales_stay_finite("mosaic_sm90", GEMMS[name], rng)
 
 
+@pytest.mark.parametrize(
+  "name", ["block_128-fwd", pytest.param("block_128-wgrad", marks=pytest.mark.slow)]
+)
+def test_scales_whose_product_leaves_float32_give_no_wrong_number(rng, name):
+  """Above it nothing finite comes out, below it what is lost is below 2^-101: the contract."""
+  gemm = GEMMS[name]
+
+  def run(a, b):
+    a, b = quantize.quantize(a, gemm.lhs), quantize.quantize(b, gemm.rhs)
+    return np.asarray(mosaic_sm90.matmul(a, b, out_dtype=jnp.float32))
+
+  assert not np.isfinite(run(*suite.huge(gemm, rng))).any()
+  a, b = suite.tiny(gemm, rng)
+  want = a.astype(np.float64) @ b.astype(np.float64).T
+  assert 2.0**-126 < np.abs(want).max() < 2.0**-101
+  assert np.abs(run(a, b) - want).max() <= np.abs(want).max()
+
+
 def _stepped(rng, *shape):
   """The lattice, its 128x128 tiles scaled by powers of two: every scale is another."""
   x = lattice(rng, *shape)

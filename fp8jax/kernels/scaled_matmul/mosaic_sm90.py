@@ -37,7 +37,8 @@ results: after the last step of a group the totals are stored there and start ag
 Either way the steps of a tile remain K / 128, and the ring does not notice.
 
 Sizes: M is anything; K is a multiple of 128; rows of D are multiples of 16 bytes. A last tile that
-sticks out over M or N reads zeros and stores nothing there.
+sticks out over M or N reads zeros and stores nothing there. Scales are multiplied with each other
+first: a product beyond float32 gives infinity or NaN, below 2^-126 it may lose sums below 2^-101.
 """
 
 import dataclasses
