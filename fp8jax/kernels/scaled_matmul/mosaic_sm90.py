@@ -124,7 +124,7 @@ def matmul(
   if add_to is not None:
     tiles.check_sum(add_to, shape, out_dtype)
   is_tiled = b.tile[0] == BLOCK
-  config = config or tiles.best(m, n, k, is_tiled, out_dtype)
+  config = config or tiles.best(m, n, k, is_tiled, out_dtype, groups is not None)
   tiles.check(config, n, out_dtype, of_rows=groups is not None and not num_groups)
   per_column = not is_tiled or config.tile_n != BLOCK
   operands = _operands(a, b, groups, per_column)
