@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import matmul_suite as suite
 import numpy as np
 import pytest
+import shapes
 from lattice import lattice
 
 from fp8jax import recipes
@@ -32,8 +33,6 @@ GEMMS = {
   for name in ("block_128", "block_128_pow2", "block_128_hybrid")
   for which in ("fwd", "dgrad", "wgrad")
 }
-# Odd M; N of one tile, of three, of a bit more than one and of less; one to six steps.
-SHAPES = [(128, 128, 128), (200, 384, 384), (3, 136, 256), (129, 24, 768)]
 # One program has tiles after tiles, the last of them partial.
 LARGE = (456, 400, 384)
 CONFIGS = [
@@ -67,7 +66,7 @@ _LONG = ((200, 384, 384), (129, 24, 768))
   ]
   + [
     pytest.param(name, shape, marks=[pytest.mark.slow] if turn != (shape in _LONG) else [])
-    for shape in SHAPES
+    for shape in shapes.HOPPER
     for turn, name in enumerate(("block_128-fwd", "block_128-wgrad"))
   ],
 )
@@ -208,7 +207,11 @@ def test_supports_says_what_is_missing():
     return mosaic_sm90.supports(_problem(gemm, **how)) or ""
 
   assert reason() == ""
-  assert "Hopper" in reason(device=backend_lib.Device("gpu", 100))
+  blackwell = backend_lib.Device("gpu", 100)
+  assert "no sm_100 kernel yet" in reason(device=blackwell)
+  tensor = _problem(recipes.RECIPES["tensor_current"].fwd, device=blackwell)
+  found = backend_lib.choose(tensor)
+  assert found.backend == "xla" and "tensor_... run on cuBLASLt" in found.notes[0]
   assert "Hopper" in reason(device=backend_lib.Device("cpu"))
   assert "K=200 per device is no multiple of 128" in reason(k=200)
   assert "N=12 per device is no multiple of 8" in reason(n=12)

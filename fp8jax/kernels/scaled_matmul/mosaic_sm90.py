@@ -53,7 +53,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels import smem
-from fp8jax.kernels.scaled_matmul import tiles
+from fp8jax.kernels.scaled_matmul import tiles, xla_sm90
 from fp8jax.kernels.scaled_matmul.tiles import BLOCK, CONSUMERS, WGMMA_ROWS, Config
 from fp8jax.quant import scaled
 
@@ -62,8 +62,8 @@ _WGMMA = plgpu.Layout.WGMMA
 
 def supports(problem) -> str | None:
   device, gemm = problem.device, problem.gemm
-  if device.platform != "gpu" or device.capability != 90:
-    return "needs a Hopper GPU (compute capability 9.0)"
+  if reason := xla_sm90.missing(device):
+    return reason
   for name, quant in (("lhs", gemm.lhs), ("rhs", gemm.rhs)):
     if quant.format not in (E4M3, E5M2):
       return f"{name} is {quant.format.name}; the matrix unit reads 8-bit numbers only"
