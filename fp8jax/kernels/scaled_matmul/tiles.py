@@ -174,9 +174,9 @@ def store(mnk, is_tiled: bool, out_dtype, config, provenance: dict[str, Any]):
 
 
 def candidates(is_tiled: bool, out_dtype) -> Iterator[Config]:
-  """Configurations worth trying: as many stages as fit."""
+  """Configurations worth trying, with as many stages as fit; 192 columns spill with jax 0.11.2."""
   for tile_n, cluster_m, producer, raster in itertools.product(
-    (128, 112, 160, 192), (1, 2), ("warpgroup", "inline"), (4, 16)
+    (128, 112, 160), (1, 2), ("warpgroup", "inline"), (4, 16)
   ):
     # Scales per column and a third warpgroup leave too few registers.
     if producer == "warpgroup" and (tile_n > 128 or not is_tiled or tile_n == 112):
