@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import writers
-from fp8jax.kernels import advice
+from fp8jax.kernels import advice, backend
 
 ROUNDS, SECONDS = 7, 0.1
 L2_BYTES = 128 * 2**20
@@ -64,7 +64,9 @@ class Bench:
     Args:
       in_place: so many first operands are donated; as many first results take their place.
     """
-    function, turns = jax.jit(function, donate_argnums=range(in_place)), list(sets)
+    options = backend.compiler_options(backend.current_device())  # as steps are compiled
+    function = jax.jit(function, donate_argnums=range(in_place), compiler_options=options)
+    turns = list(sets)
 
     def call(i: int):
       results = function(*turns[i])

@@ -172,12 +172,14 @@ def mixtures(remat: str) -> list[dict[str, str]]:
   return [dict(zip((*SITES, "mlp/down"), (*around[i : i + len(SITES)], around[i]))) for i in starts]
 
 
-def small(recipe_of: dict[str, str], remat: str, num: int, change=lambda s: s, **options) -> dict:
+def small(
+  recipe_of: dict[str, str], remat: str, num: int, change=lambda s: s, gpu="h200", **options
+) -> dict:
   """The proof of a small model with these recipes by site, bf16 elsewhere."""
   rules = tuple((f"layers/.*/{site}", recipe) for site, recipe in recipe_of.items())
   changes = {"precision.rules": (*rules, (".*", "bf16")), "memory.remat": remat}
   changes |= {"batch": SMALL["batch"] * num, "eval.batch": num}
-  plan, lowered = lower(load("configs/base.py", SMALL | changes), "h200", num, change)
+  plan, lowered = lower(load("configs/base.py", SMALL | changes), gpu, num, change)
   return prove(plan, lowered.compile(options).as_text())
 
 
@@ -224,6 +226,16 @@ def test_triton_that_widens_its_operands_is_caught_on_h200(capsys):
   _show(capsys, found)
   assert "too small for Hopper's FP8 instruction" in found["refused"]
   assert found["fp8"] == 0
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_one_scale_per_tensor_runs_in_fp8_on_blackwell(capsys):
+  """All three products by cuBLASLt; which of its kernels, only a B200 would tell."""
+  found = elsewhere("small({'.*': 'tensor_current'}, 'none', 1, gpu='b200')")
+  _show(capsys, found)
+  assert not found["refused"] and found["fp8"] == found["planned"] > 0
+  assert found["by"] == ["cuBLASLt FP8"]  # __cublas$lt$matmul$f8
 
 
 def narrow_work(recipe: str, num: int = 1) -> dict[str, dict[str, int]]:

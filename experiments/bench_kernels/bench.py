@@ -26,6 +26,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 if "--dry" in sys.argv:  # interpreted kernels take a thread each, and each device brings one
   os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
+import fused  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optimizer  # noqa: E402
@@ -39,7 +40,7 @@ from fp8jax.kernels import advice, check  # noqa: E402
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer  # noqa: E402
 from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles  # noqa: E402
 
-OWN = ("bf16", "tensor_xla", "block_ours")
+OWN = ("bf16", "tensor_xla", "tensor_ours", "block_ours")
 # (tokens, in, out): Transformer Engine's 5B set (its docs/examples/gemm_profiling), InfiR2's 7B
 # (arXiv:2509.22536), DeepGEMM's README.
 LAYERS = {
@@ -58,13 +59,15 @@ DRY = {"dry": (256, 256, 384)}
 PASSES = ("fwd", "dgrad", "wgrad")
 
 
-def race(bench: timing.Bench, prefix: str, calls, sets, want, flops: float = 0.0):
-  """{rival: milliseconds} of those whose result is right; BF16 and ours must be.
+def race(bench: timing.Bench, prefix: str, calls, sets, want, flops: float, num_bytes, ceilings):
+  """{rival: milliseconds} of those whose result is right; BF16, the first, and ours must be.
 
   Args:
     calls: (rival, Call) of each.
     sets, want: see rivals.measure.
-    flops: of a call, for TFLOP/s.
+    flops: of a call.
+    num_bytes: precision of a rival -> what a call has to read and write.
+    ceilings: GB/s and TFLOP/s of this device.
   """
   found = {}
   for rival, call in calls:
@@ -74,8 +77,11 @@ def race(bench: timing.Bench, prefix: str, calls, sets, want, flops: float = 0.0
 
     def measure(rival=rival, call=call):
       line = rivals.measure(bench, rival, call, sets, want)
-      if flops and "ms" in line:
-        line["tflops"] = flops / line["ms"] / 1e9
+      if "ms" in line:
+        rates = num_bytes(rival.precision) / line["ms"] / 1e6, flops / line["ms"] / 1e9
+        line |= {"gb_per_s": rates[0], "tflops": rates[1]}
+        line |= {"share_of_copy": rates[0] / ceilings[0], "share_of_bf16": rates[1] / ceilings[1]}
+        line["x_bf16"] = found.get("bf16", line["ms"]) / line["ms"]
       return line
 
     line = bench.line(name, measure)
@@ -86,7 +92,7 @@ def race(bench: timing.Bench, prefix: str, calls, sets, want, flops: float = 0.0
   return found
 
 
-def gemm(bench: timing.Bench, name: str, product: str, sizes, having, peak: float, tune: bool):
+def gemm(bench: timing.Bench, name: str, product: str, sizes, having, ceilings, tune: bool):
   """One product of one layer, operands ready, GEMM alone."""
   tokens, inner, outer = sizes
   m, n, k = {"fwd": (tokens, outer, inner), "dgrad": (tokens, inner, outer),
@@ -99,17 +105,17 @@ def gemm(bench: timing.Bench, name: str, product: str, sizes, having, peak: floa
 
   wide = timing.sets(operands, 2 * (m + n) * k)
   prefix, flops, want = f"gemm/{name}/{product}", 2 * m * n * k, rivals.gemm_in_float32
-  calls = [(rival, rival.gemm(product, out)) for rival in having["gemm"]]
-  ms = race(bench, prefix, calls, wide, want, flops)
-  rate = flops / ms["block_ours"] / 1e9
-  print(f"{prefix:44s} ours: {beside(ms)}; {rate / peak:.2f} of the BF16 ceiling")
+  moved = lambda precision: (  # noqa: E731
+    (m + n) * k * (2 if precision == "bf16" else 1) + m * n * jnp.dtype(out).itemsize
+  )
+  rest = (wide, want, flops, moved, ceilings)
   if tune:
     is_tiled = product != "wgrad"
-    tried = {}
+    tried, before = {}, tiles.best(m, n, k, is_tiled, out)
     for config in tiles.candidates(is_tiled, out):
       key = json.dumps(dataclasses.asdict(config))
       one = dataclasses.replace(having["gemm"][0], name=key, precision="fp8")
-      tried |= race(bench, prefix, [(one, rivals.ours(product, out, config))], wide, want, flops)
+      tried |= race(bench, prefix, [(one, rivals.ours(product, out, config))], *rest)
     best = min(tried, key=tried.get)
     if not bench.is_dry:
       tiles.store(
@@ -117,6 +123,13 @@ def gemm(bench: timing.Bench, name: str, product: str, sizes, having, peak: floa
         {"ms": tried[best], "jax": jax.__version__,
          **{k: bench.results["provenance"].get(k) for k in ("commit", "time", "driver")}},
       )  # fmt: skip
+    if tiles.best(m, n, k, is_tiled, out) != before:  # what was timed with other tiles
+      for line in (f"{prefix}/block_ours", f"layer/{name}/block_ours"):
+        bench.results["lines"].pop(line, None)
+  calls = [(rival, rival.gemm(product, out)) for rival in having["gemm"]]
+  ms = race(bench, prefix, calls, *rest)
+  share = bench.results["lines"][f"{prefix}/block_ours"]["share_of_bf16"]
+  print(f"{prefix:44s} ours: {beside(ms)}; {share:.2f} of the BF16 ceiling")
 
 
 def beside(ms: dict[str, float]) -> str:
@@ -126,7 +139,7 @@ def beside(ms: dict[str, float]) -> str:
   )
 
 
-def layer(bench: timing.Bench, name: str, sizes, having) -> dict[str, float]:
+def layer(bench: timing.Bench, name: str, sizes, having, ceilings) -> dict[str, float]:
   """All three products with their quantization, as a training step has them: {rival: ms}."""
   tokens, inner, outer = sizes
 
@@ -137,7 +150,10 @@ def layer(bench: timing.Bench, name: str, sizes, having) -> dict[str, float]:
 
   sets = timing.sets(operands, 2 * tokens * (inner + outer) + 4 * inner * outer)
   calls = [(rival, rival.layer()) for rival in having["layer"]]
-  ms = race(bench, f"layer/{name}", calls, sets, rivals.layer_in_float32)
+  # x, g and w are read, y, dx and dw written; what stands between is each one's own matter.
+  moved = lambda _: 2 * 2 * tokens * (inner + outer) + 2 * 4 * inner * outer  # noqa: E731
+  flops = 6 * tokens * inner * outer
+  ms = race(bench, f"layer/{name}", calls, sets, rivals.layer_in_float32, flops, moved, ceilings)
   print(f"{f'layer/{name}':44s} ours: {beside(ms)}")
   return ms
 
@@ -149,6 +165,10 @@ def quantizers(bench: timing.Bench, name: str, sizes, rate: float):
   both = {1: BLOCK.fwd.lhs, 0: BLOCK.wgrad.lhs}
 
   def measure():
+    for along, made in jax.jit(lambda x: quantizer.quantize_matrix(x, both))(*sets[0]).items():
+      x = sets[0][0] if along == 1 else sets[0][0].T
+      if not (error := rivals.distance(made.dequantize(), x)) <= rivals.BUDGET["fp8"]:
+        sys.exit(f"quantize/{name}: {error:.3g} away from what it read, along axis {along}")
     found = bench.time(lambda x: quantizer.quantize_matrix(x, both), *sets)
     found["gb_per_s"] = (2 + 1 + 1 + 2 * 4 / 128) * tokens * inner / found["ms"] / 1e6
     return found | {"share_of_copy": found["gb_per_s"] / rate}
@@ -188,22 +208,27 @@ def main():
     uses = {("mosaic_sm90", getattr(BLOCK, product)): () for product in PASSES}
     check.products(uses, *[(144, 160, 256), (144, 160)] * flags.dry)
     print("checked: exact on lattices, norm and SwiGLU as close as their formats")
-    rate, peak = timing.ceilings(bench)
+    ceilings = timing.ceilings(bench)
     optimizer.measure(bench)
+    fused.measure(bench, ceilings)
     having = entrants(bench)
     totals = {}
     for name, sizes in (DRY if flags.dry else LAYERS).items():
-      quantizers(bench, name, sizes, rate)
+      quantizers(bench, name, sizes, ceilings[0])
       for product in PASSES:
-        gemm(bench, name, product, sizes, having, peak, flags.tune)
-      totals[name] = layer(bench, name, sizes, having)
+        gemm(bench, name, product, sizes, having, ceilings, flags.tune)
+      totals[name] = layer(bench, name, sizes, having, ceilings)
     for name, sizes in ({} if flags.dry else SMALL).items():
-      totals[name] = layer(bench, name, sizes, having)
+      totals[name] = layer(bench, name, sizes, having, ceilings)
   if not flags.dry:
     shapes = LAYERS | SMALL
     measured = (
-      advice.Layer("block_128", "mosaic_sm90", *shapes[name], ms["bf16"], ms["block_ours"])
+      advice.Layer(recipe, backend, *shapes[name], ms["bf16"], ms[rival])
       for name, ms in totals.items()
+      for rival, recipe, backend in (
+        ("block_ours", "block_128", "mosaic_sm90"),
+        ("tensor_ours", "tensor_current", "xla_sm90"),
+      )
     )
     advice.store(measured, bench.results["provenance"])
   of_set = [ms for name, ms in totals.items() if name.startswith("te_5b") or flags.dry]

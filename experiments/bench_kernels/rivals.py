@@ -129,9 +129,13 @@ def _reason(make: Callable[[], Call]) -> str:
 def own() -> Iterator[Rival]:
   """BF16 first: the others are measured by it."""
   yield Rival("bf16", _bf16, _bf16_layer, precision="bf16")
-  none = without("its layers are experiments/bench_step's matter")
-  yield Rival("tensor_xla", functools.partial(_narrow, TENSOR, "xla"), none)
-  yield Rival("block_ours", functools.partial(_narrow, BLOCK, "mosaic_sm90"), _block_layer)
+  layer = functools.partial(_layer, TENSOR, _quantize_by_xla, "xla")
+  yield Rival("tensor_xla", functools.partial(_narrow, TENSOR, "xla"), layer)
+  # Its GEMM alone is tensor_xla's.
+  layer = functools.partial(_layer, TENSOR, quantizer.quantize_matrix, "xla_sm90")
+  yield Rival("tensor_ours", without("cuBLASLt's, see tensor_xla"), layer)
+  layer = functools.partial(_layer, BLOCK, quantizer.quantize_matrix, "mosaic_sm90")
+  yield Rival("block_ours", functools.partial(_narrow, BLOCK, "mosaic_sm90"), layer)
 
 
 def _bf16(product: str, out) -> Call:
@@ -173,15 +177,24 @@ def ours(product: str, out, config) -> Call:
   return _narrow(BLOCK, "mosaic_sm90", product, out, config=config)
 
 
-def _block_layer() -> Call:
+def _quantize_by_xla(x, quants):
+  return {along: quantize.quantize(x, q, contraction=along) for along, q in quants.items()}
+
+
+def _layer(recipe, make, backend: str) -> Call:
+  """Args: make: (x, {axis: how}) -> {axis: Scaled}."""
+
+  def multiply(product, a, b, out):
+    accumulate = getattr(recipe, product).accumulate
+    return scaled_matmul.scaled_matmul(a, b, accumulate=accumulate, backend=backend, out_dtype=out)
+
   def run(x, w, g):
-    xs = quantizer.quantize_matrix(x, {1: BLOCK.fwd.lhs, 0: BLOCK.wgrad.lhs})
-    gs = quantizer.quantize_matrix(g, {1: BLOCK.dgrad.lhs, 0: BLOCK.wgrad.rhs})
-    ws = quantizer.quantize_matrix(w, {0: BLOCK.fwd.rhs, 1: BLOCK.dgrad.rhs})
-    multiply = mosaic_sm90.matmul
-    return (multiply(xs[1], ws[0], out_dtype=jnp.bfloat16),
-            multiply(gs[1], ws[1], out_dtype=jnp.bfloat16),
-            multiply(xs[0], gs[0], out_dtype=jnp.float32))  # fmt: skip
+    xs = make(x, {1: recipe.fwd.lhs, 0: recipe.wgrad.lhs})
+    gs = make(g, {1: recipe.dgrad.lhs, 0: recipe.wgrad.rhs})
+    ws = make(w, {0: recipe.fwd.rhs, 1: recipe.dgrad.rhs})
+    return (multiply("fwd", xs[1], ws[0], jnp.bfloat16),
+            multiply("dgrad", gs[1], ws[1], jnp.bfloat16),
+            multiply("wgrad", xs[0], gs[0], jnp.float32))  # fmt: skip
 
   return Call(lambda *operands: operands, run)
 
@@ -205,9 +218,15 @@ def _product(a, b):
   return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
+def distance(got, want) -> float:
+  """Relative, in the norm."""
+  return float(_distance(got, want))
+
+
 @jax.jit
 def _distance(got, want):
-  return jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
+  got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+  return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
 
 
 def measure(bench: timing.Bench, rival: Rival, call: Call, sets, want) -> dict[str, Any]:
@@ -222,7 +241,7 @@ def measure(bench: timing.Bench, rival: Rival, call: Call, sets, want) -> dict[s
     run = rival.compile(call.run)
     got = jax.tree.leaves(run(*prepared[0]))
     wanted = jax.tree.leaves(want(*sets[0]))
-    error = max(float(_distance(rival.to_jax(a), b)) for a, b in zip(got, wanted, strict=True))
+    error = max(distance(rival.to_jax(a), b) for a, b in zip(got, wanted, strict=True))
     # Not a number is no small distance.
     if not error <= BUDGET[rival.precision]:
       return {"failed": f"{error:.3g} away from the float32 result"}

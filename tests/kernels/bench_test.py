@@ -32,9 +32,15 @@ def test_bench_step_runs_from_end_to_end(repository):
 
 @pytest.mark.slow
 def test_bench_kernels_runs_from_end_to_end(repository):
-  lines = _lines(repository, "bench_kernels", "--tune")
+  lines = _lines(repository, "bench_kernels")
   products = [f"gemm/dry/{p}/block_ours" for p in ("fwd", "dgrad", "wgrad")]
-  assert set(lines) >= {"ceiling/copy", "quantize/dry/both", *products, "layer/dry/block_ours"}
+  fused = [f"quantize/{p}/{by}" for p in ("rms_norm", "swiglu", "swiglu_backward")
+           for by in ("ours", "xla")]  # fmt: skip
+  fused += [f"grouped/{p}/{by}" for p in ("fwd", "dgrad", "wgrad") for by in ("bf16", "block_ours")]
+  layers = [f"layer/dry/{r}" for r in ("bf16", "tensor_xla", "tensor_ours", "block_ours")]
+  assert set(lines) >= {"ceiling/copy", "quantize/dry/both", *products, *fused, *layers}
+  rates = {"gb_per_s", "tflops", "share_of_copy", "share_of_bf16", "x_bf16", "error"}
+  assert all(rates <= set(lines[name]) for name in (*products, *layers))
 
 
 @pytest.fixture

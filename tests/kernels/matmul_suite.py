@@ -59,12 +59,33 @@ def check_sum_of_quantized_operands(backend: str, gemm: Gemm, shape, rng):
 
 
 def check_extreme_scales_stay_finite(backend: str, gemm: Gemm, rng):
-  """The product of two scales may leave float32 although the result does not."""
+  """A zero block, or a tiny one, against a huge one."""
   a = _lattice(gemm, rng, 16, 256) * np.float32(2.0**-110)
   b = _lattice(gemm, rng, 16, 256) * np.float32(2.0**105)
-  a[:, :128] = 0  # zero blocks against huge ones: 0 times something finite
+  a[:, :128] = 0  # 0 times something finite
   want = (a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32)
   np.testing.assert_array_equal(_run(backend, gemm, a, b), want)
+
+
+def tiny(gemm: Gemm, rng):
+  """Operands whose scales' product, about 2^-130, is below float32's normal numbers; no result."""
+  return [_lattice(gemm, rng, 16, 256) * np.float32(2.0**-59) for _ in range(2)]
+
+
+def huge(gemm: Gemm, rng):
+  """Operands whose scales' product, about 2^140, is beyond float32; every result is 0."""
+  a, b = (_lattice(gemm, rng, 16, 256) * np.float32(2.0**76) for _ in range(2))
+  a[:, ::2] = b[:, 1::2] = 0
+  return a, b
+
+
+def check_scales_are_applied_one_after_the_other(backend: str, gemm: Gemm, rng):
+  """Their product may leave float32 although the result does not."""
+  a, b = tiny(gemm, rng)
+  want = (a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32)
+  assert np.abs(want[want != 0]).min() > 2.0**-126
+  np.testing.assert_array_equal(_run(backend, gemm, a, b), want)
+  np.testing.assert_array_equal(_run(backend, gemm, *huge(gemm, rng)), np.zeros((16, 16)))
 
 
 def check_operands_are_narrow(backend: str, gemm: Gemm):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import matmul_suite as suite
 import numpy as np
 import pytest
+import shapes
 from lattice import lattice
 
 from fp8jax import recipes
@@ -32,8 +33,6 @@ GEMMS = {
   for name in ("block_128", "block_128_pow2", "block_128_hybrid")
   for which in ("fwd", "dgrad", "wgrad")
 }
-# Odd M; N of one tile, of three, of a bit more than one and of less; one to six steps.
-SHAPES = [(128, 128, 128), (200, 384, 384), (3, 136, 256), (129, 24, 768)]
 # One program has tiles after tiles, the last of them partial.
 LARGE = (456, 400, 384)
 CONFIGS = [
@@ -67,7 +66,7 @@ _LONG = ((200, 384, 384), (129, 24, 768))
   ]
   + [
     pytest.param(name, shape, marks=[pytest.mark.slow] if turn != (shape in _LONG) else [])
-    for shape in SHAPES
+    for shape in shapes.HOPPER
     for turn, name in enumerate(("block_128-fwd", "block_128-wgrad"))
   ],
 )
@@ -80,6 +79,24 @@ def test_kernel_is_exact_on_lattice(rng, name, shape):
 def test_kernel_sums_what_the_oracle_quantizes(rng, name):
   suite.check_sum_of_quantized_operands("mosaic_sm90", GEMMS[name], (136, 200, 384), rng)
   suite.check_extreme_scales_stay_finite("mosaic_sm90", GEMMS[name], rng)
+
+
+@pytest.mark.parametrize(
+  "name", ["block_128-fwd", pytest.param("block_128-wgrad", marks=pytest.mark.slow)]
+)
+def test_scales_whose_product_leaves_float32_give_no_wrong_number(rng, name):
+  """Above it nothing finite comes out, below it what is lost is below 2^-101: the contract."""
+  gemm = GEMMS[name]
+
+  def run(a, b):
+    a, b = quantize.quantize(a, gemm.lhs), quantize.quantize(b, gemm.rhs)
+    return np.asarray(mosaic_sm90.matmul(a, b, out_dtype=jnp.float32))
+
+  assert not np.isfinite(run(*suite.huge(gemm, rng))).any()
+  a, b = suite.tiny(gemm, rng)
+  want = a.astype(np.float64) @ b.astype(np.float64).T
+  assert 2.0**-126 < np.abs(want).max() < 2.0**-101
+  assert np.abs(run(a, b) - want).max() <= np.abs(want).max()
 
 
 def _stepped(rng, *shape):
@@ -190,7 +207,11 @@ def test_supports_says_what_is_missing():
     return mosaic_sm90.supports(_problem(gemm, **how)) or ""
 
   assert reason() == ""
-  assert "Hopper" in reason(device=backend_lib.Device("gpu", 100))
+  blackwell = backend_lib.Device("gpu", 100)
+  assert "no sm_100 kernel yet" in reason(device=blackwell)
+  tensor = _problem(recipes.RECIPES["tensor_current"].fwd, device=blackwell)
+  found = backend_lib.choose(tensor)
+  assert found.backend == "xla" and "tensor_... run on cuBLASLt" in found.notes[0]
   assert "Hopper" in reason(device=backend_lib.Device("cpu"))
   assert "K=200 per device is no multiple of 128" in reason(k=200)
   assert "N=12 per device is no multiple of 8" in reason(n=12)

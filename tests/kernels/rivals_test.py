@@ -63,7 +63,8 @@ def test_every_rival_is_listed_with_the_reason_why_it_is_absent(bench_kernels, m
   assert all(why.startswith("not importable: ModuleNotFoundError") for why in absent.values())
   listed = rivals.parts([*rivals.own(), *found], absent)
   assert listed["block_ours"] == {"gemm": "yes", "layer": "yes"}
-  assert listed["tensor_xla"]["gemm"] == "yes" and "bench_step" in listed["tensor_xla"]["layer"]
+  assert listed["tensor_xla"] == {"gemm": "yes", "layer": "yes"}
+  assert listed["tensor_ours"] == {"gemm": "cuBLASLt's, see tensor_xla", "layer": "yes"}
   assert listed["torch_block"] == dict.fromkeys(("gemm", "layer"), absent["torch_block"])
 
 

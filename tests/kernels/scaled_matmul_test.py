@@ -64,6 +64,7 @@ def test_scaled_matmul_sums_what_the_oracle_quantizes(rng, name, gemm, shape):
 @pytest.mark.parametrize("name, gemm", CASES)
 def test_scaled_matmul_survives_extreme_scales(rng, name, gemm):
   suite.check_extreme_scales_stay_finite(name, gemm, rng)
+  suite.check_scales_are_applied_one_after_the_other(name, gemm, rng)
 
 
 @pytest.mark.parametrize("name, gemm", CASES)

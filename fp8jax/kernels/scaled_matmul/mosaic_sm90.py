@@ -37,7 +37,8 @@ results: after the last step of a group the totals are stored there and start ag
 Either way the steps of a tile remain K / 128, and the ring does not notice.
 
 Sizes: M is anything; K is a multiple of 128; rows of D are multiples of 16 bytes. A last tile that
-sticks out over M or N reads zeros and stores nothing there.
+sticks out over M or N reads zeros and stores nothing there. Scales are multiplied with each other
+first: a product beyond float32 gives infinity or NaN, below 2^-126 it may lose sums below 2^-101.
 """
 
 import dataclasses
@@ -52,7 +53,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels import smem
-from fp8jax.kernels.scaled_matmul import tiles
+from fp8jax.kernels.scaled_matmul import tiles, xla_sm90
 from fp8jax.kernels.scaled_matmul.tiles import BLOCK, CONSUMERS, WGMMA_ROWS, Config
 from fp8jax.quant import scaled
 
@@ -61,8 +62,8 @@ _WGMMA = plgpu.Layout.WGMMA
 
 def supports(problem) -> str | None:
   device, gemm = problem.device, problem.gemm
-  if device.platform != "gpu" or device.capability != 90:
-    return "needs a Hopper GPU (compute capability 9.0)"
+  if reason := xla_sm90.missing(device):
+    return reason
   for name, quant in (("lhs", gemm.lhs), ("rhs", gemm.rhs)):
     if quant.format not in (E4M3, E5M2):
       return f"{name} is {quant.format.name}; the matrix unit reads 8-bit numbers only"
@@ -123,7 +124,7 @@ def matmul(
   if add_to is not None:
     tiles.check_sum(add_to, shape, out_dtype)
   is_tiled = b.tile[0] == BLOCK
-  config = config or tiles.best(m, n, k, is_tiled, out_dtype)
+  config = config or tiles.best(m, n, k, is_tiled, out_dtype, groups is not None)
   tiles.check(config, n, out_dtype, of_rows=groups is not None and not num_groups)
   per_column = not is_tiled or config.tile_n != BLOCK
   operands = _operands(a, b, groups, per_column)

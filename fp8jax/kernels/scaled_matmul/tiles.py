@@ -1,13 +1,14 @@
 """How the Hopper GEMM's work is cut up: what is possible, what was fastest, what to take otherwise.
 
-tuned/<device>.json holds {"M,N,K,kind": {"config": {...}, "ms": ..., "commit": ..., "time": ...}},
-written by experiments/bench_kernels/bench.py --tune.
+tuned/<device>.json holds {"M,N,K,kind": {"config": {...}, "ms": ..., "jax": ..., "commit": ...,
+"time": ..., "driver": ...}}, written by experiments/bench_kernels/bench.py --tune.
 """
 
 import dataclasses
 import functools
 import itertools
 import json
+import math
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ BLOCK = 128  # of K, between promotions
 CONSUMERS = 2  # warpgroups that multiply
 WGMMA_ROWS = 64
 SMEM_BYTES = 232448  # of a program, at most
+_CORES = 132  # of an H100 or H200, where tiles are chosen that nobody timed
 _TUNED = pathlib.Path(__file__).parent / "tuned"
 
 
@@ -86,13 +88,32 @@ def epilogue(config: Config) -> tuple[int, int]:
   return columns, 1 if columns == n and n > 64 else 2
 
 
-def best(m: int, n: int, k: int, is_tiled: bool, out_dtype) -> Config:
-  """What was measured to be fastest for this shape here, or `default`."""
-  return lookup((m, n, k), is_tiled, out_dtype) or default(is_tiled, out_dtype)
+def best(m: int, n: int, k: int, is_tiled: bool, out_dtype, has_groups: bool = False) -> Config:
+  """What was measured to be fastest for this shape here, or `default`; of groups nothing was."""
+  if has_groups:
+    return plain(is_tiled, out_dtype)
+  return lookup((m, n, k), is_tiled, out_dtype) or default(m, n, is_tiled, out_dtype)
 
 
-def default(is_tiled: bool, out_dtype) -> Config:
-  """For shapes nobody tuned: nothing spills.
+def default(m: int, n: int, is_tiled: bool, out_dtype) -> Config:
+  """For shapes nobody tuned: the shortest by `_cost`, of `candidates`, none of which spills.
+
+  Not measured on a GPU: tiles of 128x128 are left only for others that promise a twentieth less.
+  """
+  if m * n <= _CORES * BLOCK * BLOCK:  # no second wave: nothing to win
+    return plain(is_tiled, out_dtype)
+
+  def cost(config):
+    return _cost(config, m, n, is_tiled) * (1 if config.tile_n == BLOCK else 1.05)
+
+  found = min((plain(is_tiled, out_dtype), *candidates(is_tiled, out_dtype)), key=cost)
+  # What is worked on at one time is about as many rows of A as of B.
+  raster = round(math.sqrt(_CORES * found.tile_n / found.tile_m)) // found.cluster_m
+  return dataclasses.replace(found, raster=raster)
+
+
+def plain(is_tiled: bool, out_dtype) -> Config:
+  """128x128, also for groups of rows.
 
   Scales per column take registers that a third warpgroup would leave too few of. (Kernels may raise
   their limit with setmaxnreg, but nvJitLink, which compiles them where it is installed, ignores
@@ -101,6 +122,25 @@ def default(is_tiled: bool, out_dtype) -> Config:
   if is_tiled:
     return Config(stages=5 if jnp.dtype(out_dtype).itemsize == 2 else 4)
   return Config(stages=4, producer="inline")
+
+
+def waves(config: Config, m: int, n: int) -> int:
+  """How many tiles the busiest program takes."""
+  rows, columns = -(-m // (config.tile_m * config.cluster_m)), -(-n // config.tile_n)
+  return -(-rows * columns // (_CORES // config.cluster_m))
+
+
+def _cost(config: Config, m: int, n: int, is_tiled: bool) -> float:
+  """Time of the product, in columns of 128 rows that are multiplied.
+
+  A step multiplies tile_n columns, and loads A's rows and B's columns, of which a cluster shares
+  the latter. Most of that happens while the tensor core is busy: an eighth is a guess, as is what
+  scales per column cost, until tuning has measured.
+  """
+  loaded = config.tile_m + config.tile_n / config.cluster_m
+  per_column = is_tiled and config.tile_n != BLOCK
+  step = config.tile_n * (1.05 if per_column else 1) + loaded / 8
+  return waves(config, m, n) * step
 
 
 def _key(mnk: tuple[int, int, int], is_tiled: bool, out_dtype) -> str:
@@ -134,9 +174,9 @@ def store(mnk, is_tiled: bool, out_dtype, config, provenance: dict[str, Any]):
 
 
 def candidates(is_tiled: bool, out_dtype) -> Iterator[Config]:
-  """Configurations worth trying: as many stages as fit."""
+  """Configurations worth trying, with as many stages as fit; 192 columns spill with jax 0.11.2."""
   for tile_n, cluster_m, producer, raster in itertools.product(
-    (128, 112, 160, 192), (1, 2), ("warpgroup", "inline"), (4, 16)
+    (128, 112, 160), (1, 2), ("warpgroup", "inline"), (4, 16)
   ):
     # Scales per column and a third warpgroup leave too few registers.
     if producer == "warpgroup" and (tile_n > 128 or not is_tiled or tile_n == 112):

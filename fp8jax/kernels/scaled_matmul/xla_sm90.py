@@ -9,10 +9,19 @@ from fp8jax.kernels.scaled_matmul import xla
 from fp8jax.recipe import WHOLE, Rounding
 
 
+def missing(device) -> str | None:
+  """Why our kernels do not run on a device."""
+  if (device.platform, device.capability) == ("gpu", 90):
+    return None
+  reason = "needs a Hopper GPU (compute capability 9.0)"
+  if device.platform == "gpu" and device.capability >= 100:
+    reason += "; there is no sm_100 kernel yet, and recipes tensor_... run on cuBLASLt"
+  return reason
+
+
 def supports(problem) -> str | None:
-  device = problem.device
-  if device.platform != "gpu" or device.capability != 90:
-    return "needs a Hopper GPU (compute capability 9.0)"
+  if reason := missing(problem.device):
+    return reason
   for name, quant in (("lhs", problem.gemm.lhs), ("rhs", problem.gemm.rhs)):
     if quant.tile != (WHOLE, WHOLE):
       return f"{name} scales are per {quant.tile}, its quantizer writes one per tensor"
