@@ -214,7 +214,7 @@ def difference(recipe, invariance):
 
 # The rest, which compiles for half an hour, under the marker `slow`.
 QUICK = {
-  "block_128_saved": ("accumulation 8x1", "remat quantized", "mesh 2x2x2"),
+  "block_128_saved": ("remat quantized", "mesh 2x2x2"),
   "tensor_delayed": (),
 }
 CASES = [

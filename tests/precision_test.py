@@ -84,9 +84,8 @@ def test_run_is_the_same_interrupted_and_evaluated(tmp_path, recipe, changes, mo
   _assert_equal(whole, parts)
 
 
-@pytest.mark.parametrize(
-  "before", ["tensor_delayed_latest", pytest.param("tensor_current", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["tensor_current", "tensor_delayed_latest"])
 def test_resumed_with_another_recipe_begins_its_scales_anew(tmp_path, before, monkeypatch, capsys):
   """As many amaxes are remembered as there were steps since, and the first look."""
   with monkeypatch.context() as m:
@@ -101,6 +100,7 @@ def test_resumed_with_another_recipe_begins_its_scales_anew(tmp_path, before, mo
     assert np.all(counts == 1 + 6 - 4)
 
 
+@pytest.mark.slow
 def test_phases_to_come_are_shown_and_proven_before_the_first_step(tmp_path, monkeypatch, capsys):
   real, proven = train.proof.strict, []
 

@@ -226,8 +226,9 @@ def _train(form, recipe, statistics=observe.QUIET):
     alignment = smooth.alignment(p["gate"], p["up"])
     return (optax.apply_updates(p, updates), opt, new), (value, alignment, seen)
 
-  # Of nothing: the scales of the first step are 1.
+  # Of zeros: the scales of the first step are 1.
   memories = {n: s.memory for n, s in sites.items() if s.memory is not None}
+  memories = jax.tree.map(jnp.zeros_like, memories)
   start = (student, tx.init(student), memories)
   run = jit(lambda c, xs: jax.lax.scan(step, c, xs)[1])
   return jax.device_get(run(start, (jnp.arange(STEPS), x_SLD)))

@@ -46,6 +46,7 @@ def test_checkpoint_continues_to_the_bit(tmp_path, name):
   assert np.any(np.asarray(other.opt["embed"][0].mu.data) != resumed.opt["embed"][0].mu.data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIRST)
 def test_mesh_holds_what_one_device_holds(tmp_path, name):
   """A checkpoint restored onto (1, 2, 4): placed as declared, nothing lost, and a step from it
