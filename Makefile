@@ -10,7 +10,7 @@ WORKDIR ?= runs/smollm2_cpt
 # A process per core, a file at a time; PARALLEL= runs in one.
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-aot check setup clean
+.PHONY: run test test-all test-aot test-gpu check setup clean
 
 run: $(MODEL)/model.safetensors
 	@# Huge pages for XLA's scratch memory: a sixth less time per step where the kernel offers them.
@@ -26,6 +26,12 @@ test-all: setup $(MODEL)/model.safetensors
 test-aot: setup
 	$(BIN)/python -m pip install -q "jax[cuda13]==$(JAX)"
 	$(BIN)/python -m pytest -q -n auto -m "aot and not slow" --durations=5 $(ARGS)
+
+# On a Hopper GPU: the kernels' own suites, compiled and run instead of interpreted, in one process.
+test-gpu: setup
+	$(BIN)/python -m pip install -q "jax[cuda13]==$(JAX)"
+	FP8JAX_TEST_GPU=1 $(BIN)/python -m pytest -q -m "not aot" $(addprefix tests/kernels/,mosaic_sm90_test.py \
+	  quantize_sm90_test.py producers_test.py grouped_matmul_test.py) $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
