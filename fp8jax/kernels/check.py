@@ -190,7 +190,7 @@ def optimizer(
       )
 
 
-def _refuse_if_wrong(got, want, what: str, instead: str, slack=0.0) -> None:
+def _refuse_if_wrong(got, want, what: str, instead: str, slack: float | np.ndarray = 0.0) -> None:
   """Raises UserError if elements differ by more than `slack`: `what` was done wrongly."""
   wrong = np.argwhere(~(np.abs(got - want) <= slack))
   if len(wrong):
