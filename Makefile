@@ -11,7 +11,11 @@ WORKDIR ?= runs/smollm2_cpt
 # A process per core, a file at a time; PARALLEL= runs in one.
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 
+<<<<<<< HEAD
 .PHONY: run test test-all test-aot test-aot-all check setup clean
+=======
+.PHONY: run test test-all test-aot test-gpu check setup clean
+>>>>>>> fix-d
 
 run: $(MODEL)/model.safetensors
 	@# Huge pages for XLA's scratch memory: a sixth less time per step where the kernel offers them.
@@ -29,6 +33,12 @@ test-aot-all: AOT = aot
 test-aot test-aot-all: setup
 	$(BIN)/python -m pip install -q "jax[cuda13]==$(JAX)"
 	$(BIN)/python -m pytest -q -n auto -m "$(AOT)" --durations=5 $(ARGS)
+
+# On a Hopper GPU: the kernels' own suites, compiled and run instead of interpreted, in one process.
+test-gpu: setup
+	$(BIN)/python -m pip install -q "jax[cuda13]==$(JAX)"
+	FP8JAX_TEST_GPU=1 $(BIN)/python -m pytest -q -m "not aot" $(addprefix tests/kernels/,mosaic_sm90_test.py \
+	  quantize_sm90_test.py producers_test.py grouped_matmul_test.py) $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

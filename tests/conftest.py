@@ -8,7 +8,9 @@ import tracemalloc  # noqa: F401  (pytest's own import fails while etils, of TFD
 import zlib
 
 # Before jax is imported anywhere.
-os.environ["JAX_PLATFORMS"] = "cpu"
+ON_GPU = os.environ.get("FP8JAX_TEST_GPU") == "1"
+if not ON_GPU:
+  os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
   os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -32,6 +34,11 @@ flags.FLAGS.mark_as_parsed()
 
 # Files that take minutes: first, so that no process is left with one when the others are done.
 _LONG = ("multiprocess_test", "train_test", "precision_test", "invariance_test", "jobs_test")
+
+
+def pytest_sessionstart():
+  if ON_GPU and (kind := jax.devices()[0]).platform != "gpu":
+    pytest.exit(f"FP8JAX_TEST_GPU=1 and there is no GPU: JAX computes on {kind.device_kind}", 1)
 
 
 def pytest_collection_modifyitems(items):
@@ -92,7 +99,10 @@ def _interpret(monkeypatch, cores: int, detect_races: bool):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-  """GPU kernels are interpreted, and races fail."""
+  """GPU kernels are interpreted, and races fail; or run on the GPU, see `make test-gpu`."""
+  if ON_GPU:
+    yield
+    return
   with _interpret(monkeypatch, 4, detect_races=True):
     yield
 

@@ -6,6 +6,8 @@ relative error.
 
 import numpy as np
 
+from fp8jax.kernels.scaled_matmul import tiles
+
 # GEMM of normally distributed operands against float64, per format of the wider-error operand.
 GEMM_DIFFERENCE = {
   "bf16": 1e-12, "e4m3": 8e-4, "e5m2": 2.5e-3, "e2m1": 1.5e-2, "e2m1_stochastic": 3e-2
@@ -13,8 +15,11 @@ GEMM_DIFFERENCE = {
 # Error of one quantised element beyond its format's half step, relative: what float32 loses in
 # x * (1 / scale), two roundings, against the smallest half step, E3M4's 2^-6 of the element.
 QUANTIZE_SLACK = 2.0**-16
-# float32 accumulation of up to 2^12 products against float64, relative to the largest result.
+# float32 accumulation of up to 2^12 products against float64, relative to the largest result: of
+# XLA:CPU and of interpreted kernels, which add up float32 exactly as it says.
 FLOAT32_SUM = 2e-6
+# The same on Hopper's tensor cores, relative to the sum of the products' magnitudes.
+TENSOR_CORE_SUM = tiles.SUM_ERROR
 # The same training on different meshes, relative: loss and gradient norm of a step from the same
 # state, mean loss and single losses of a run of twenty (see train_test.py).
 MESH_LOSS = 1e-5

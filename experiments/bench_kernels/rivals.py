@@ -17,7 +17,7 @@ import timing
 from fp8jax import recipes
 from fp8jax.kernels import scaled_matmul
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
-from fp8jax.kernels.scaled_matmul import mosaic_sm90
+from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles
 from fp8jax.quant import quantize
 
 BLOCK, TENSOR = recipes.RECIPES["block_128"], recipes.RECIPES["tensor_current"]
@@ -38,10 +38,12 @@ class Call:
   Attributes:
     prepare: operands in BF16, a [M, K] and b [N, K] or x, w and g -> what `run` takes; not timed.
     run: -> D [M, N], or (y, dx, dw).
+    is_ours: whether `run` takes two Scaled and adds up as kernels/scaled_matmul says it does.
   """
 
   prepare: Callable[..., tuple]
   run: Callable[..., Any]
+  is_ours: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +171,7 @@ def _narrow(recipe, backend: str, product: str, out, **how) -> Call:
     run = functools.partial(
       scaled_matmul.scaled_matmul, accumulate=accumulate, backend=backend, out_dtype=out
     )
-  return Call(narrow_operands(recipe, product), run)
+  return Call(narrow_operands(recipe, product), run, is_ours=backend == "mosaic_sm90")
 
 
 def ours(product: str, out, config) -> Call:
@@ -229,6 +231,16 @@ def _distance(got, want):
   return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
 
 
+@jax.jit
+def _sum_error(d, a, b):
+  """Largest error of D = A . B' for Scaled operands, in what is explained; infinity for NaN."""
+  a, b = a.dequantize(), b.dequantize()
+  want, magnitudes = _product(a, b.T), _product(jnp.abs(a), jnp.abs(b).T)
+  slack = tiles.SUM_ERROR * magnitudes + jnp.finfo(d.dtype).eps * jnp.abs(want)
+  off = jnp.abs(d.astype(jnp.float32) - want) / jnp.maximum(slack, jnp.finfo(jnp.float32).tiny)
+  return jnp.max(jnp.where(jnp.isnan(off), jnp.inf, off))
+
+
 def measure(bench: timing.Bench, rival: Rival, call: Call, sets, want) -> dict[str, Any]:
   """{"ms", "spread_ms", "error"}, or {"failed": why} without a time.
 
@@ -245,6 +257,8 @@ def measure(bench: timing.Bench, rival: Rival, call: Call, sets, want) -> dict[s
     # Not a number is no small distance.
     if not error <= BUDGET[rival.precision]:
       return {"failed": f"{error:.3g} away from the float32 result"}
+    if call.is_ours and (off := _sum_error(got[0], *prepared[0])) > 1:
+      return {"failed": f"a sum is off by {off:.3g} of what the tensor core and rounding explain"}
     return rival.time(bench, run, *prepared) | {"error": error}
   except Exception as e:  # a rival that breaks must not end the others' run
     return {"failed": _first_line(e)}

@@ -6,7 +6,7 @@ start of a run tell a kernel that computes something else from one that trains.
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -190,7 +190,7 @@ def optimizer(
       )
 
 
-def _refuse_if_wrong(got, want, what: str, instead: str, slack: Any = 0.0) -> None:
+def _refuse_if_wrong(got, want, what: str, instead: str, slack: float | np.ndarray = 0.0) -> None:
   """Raises UserError if elements differ by more than `slack`: `what` was done wrongly."""
   wrong = np.argwhere(~(np.abs(got - want) <= slack))
   if len(wrong):

@@ -68,6 +68,19 @@ def test_every_rival_is_listed_with_the_reason_why_it_is_absent(bench_kernels, m
   assert listed["torch_block"] == dict.fromkeys(("gemm", "layer"), absent["torch_block"])
 
 
+def test_our_sums_are_held_to_what_the_tensor_core_explains(rng, bench_kernels):
+  """Every element, however far FP8 itself is from BF16."""
+  rivals = bench_kernels[0]
+  wide = (jnp.asarray(rng.standard_normal((64, 256)), jnp.bfloat16) for _ in range(2))
+  a, b = rivals.narrow_operands(rivals.BLOCK, "wgrad")(*wide)
+  x, y = (np.asarray(t.dequantize(), np.float64) for t in (a, b))
+  magnitudes = np.abs(x[0]) @ np.abs(y[0])
+  for off, is_right in ((2.0**-7, True), (2.0**-5, False), (np.nan, False)):
+    d = jnp.asarray(x @ y.T, jnp.float32).at[0, 0].add(off * magnitudes)
+    assert (rivals._sum_error(d, a, b) < 1) == is_right
+  assert rivals.ours("wgrad", jnp.float32, None).is_ours
+
+
 # --- a torch of NumPy ----------------------------------------------------------------------------
 
 

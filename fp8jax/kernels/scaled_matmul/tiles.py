@@ -20,6 +20,10 @@ from fp8jax.kernels import advice
 BLOCK = 128  # of K, between promotions
 CONSUMERS = 2  # warpgroups that multiply
 WGMMA_ROWS = 64
+# How far the tensor core's sum of 128 products may be off, in the sum of their magnitudes. It keeps
+# about 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2): each of four additions of 32 numbers
+# to what there is cuts 32 numbers 13 bits below the largest. Float32 adds next to nothing.
+SUM_ERROR = 4 * 32 * 2.0**-13
 SMEM_BYTES = 232448  # of a program, at most
 _CORES = 132  # of an H100 or H200, where tiles are chosen that nobody timed
 _TUNED = pathlib.Path(__file__).parent / "tuned"
