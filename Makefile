@@ -11,11 +11,7 @@ WORKDIR ?= runs/smollm2_cpt
 # A process per core, a file at a time; PARALLEL= runs in one.
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 
-<<<<<<< HEAD
-.PHONY: run test test-all test-aot test-aot-all check setup clean
-=======
-.PHONY: run test test-all test-aot test-gpu check setup clean
->>>>>>> fix-d
+.PHONY: run test test-all test-aot test-aot-all test-gpu check setup clean
 
 run: $(MODEL)/model.safetensors
 	@# Huge pages for XLA's scratch memory: a sixth less time per step where the kernel offers them.
