@@ -2,7 +2,7 @@
 
   python experiments/moments/losses.py --json experiments/moments/losses.json
 
-Every row is a run of launch.py: `make run`'s continued pre-training of SmolLM2-135M (15,360 tokens)
+Every row is a run of launch.py: `make run`'s continued pre-training of SmolLM2-135M (10,240 tokens)
 with its linears in BF16's place (float32 on a CPU), or an experiment's arm. Finished runs are not
 repeated; --only picks rows.
 """
