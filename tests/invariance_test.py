@@ -214,8 +214,7 @@ def difference(recipe, invariance):
 
 # The rest, which compiles for half an hour, under the marker `slow`.
 QUICK = {
-  "block_128_saved": ("remat quantized", "mesh 2x2x2"),
-  "tensor_delayed": (),
+  "block_128_saved": ("mesh 2x2x2",),
 }
 CASES = [
   pytest.param(r, i, marks=[] if i in QUICK.get(r, ()) else [pytest.mark.slow])

@@ -121,6 +121,7 @@ def test_phases_to_come_are_shown_and_proven_before_the_first_step(tmp_path, mon
   }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_phase_changes_the_recipe_at_its_step(tmp_path):
   """The last two steps in BF16 are BF16's steps from there, bit for bit."""
   _train(tmp_path / "run", **BF16_LATE, **{"checkpoint.every": 4})
