@@ -7,6 +7,7 @@ make test-aot, or `pytest -m aot` for the slow ones too.
 
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import re
@@ -238,16 +239,18 @@ def test_one_scale_per_tensor_runs_in_fp8_on_blackwell(capsys):
   assert found["by"] == ["cuBLASLt FP8"]  # __cublas$lt$matmul$f8
 
 
-def narrow_work(recipe: str, num: int = 1) -> dict[str, dict[str, int]]:
+def narrow_work(recipe: str, num: int = 1) -> dict:
   """{instruction: times in the text} of what gives FP8, or moves the bytes that it is gathered as,
-  in a small model's step on so many H200s, and of the kernels that are called."""
+  in a small model's step on so many H200s, and of the kernels that are called; and what reads a
+  matrix for its maximum."""
   import collections
 
   changes = {"precision.rules": (("layers/.*", recipe), (".*", "bf16")), "memory.remat": "none"}
   changes |= {"batch": SMALL["batch"] * num, "eval.batch": num}
   _, lowered = lower(load("configs/base.py", SMALL | changes), "h200", num)
   gives, kernels = collections.Counter(), collections.Counter()
-  for line in lowered.compile().as_text().splitlines():
+  text = lowered.compile().as_text()
+  for line in text.splitlines():
     made = re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\(", line[:2000])
     if not made or made[2] in ("parameter", "get-tuple-element", "bitcast", "tuple", "while"):
       continue
@@ -262,7 +265,22 @@ def narrow_work(recipe: str, num: int = 1) -> dict[str, dict[str, int]]:
       and made[2] not in ("all-gather-start", "all-gather-done", "custom-call")
     ):
       gives[f"{made[1][:60]} {made[2]}"] += 1
-  return {"gives": dict(gives), "kernels": dict(kernels)}
+  return {"gives": dict(gives), "kernels": dict(kernels), "maxima": maxima(text)}
+
+
+def maxima(text: str) -> list[str]:
+  """Fusions that reduce an array as large as an activation by maximum."""
+  sizes, found = {}, []
+  for name, result, kind, operands, rest in re.findall(
+    r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(([^)]*)\)(.*)$", text, re.M
+  ):
+    shapes = re.findall(r"\w+\[([\d,]+)\]", result)
+    sizes[name] = max((math.prod(map(int, dims.split(","))) for dims in shapes), default=1)
+    read = max(sizes.get(operand.strip(" %"), 1) for operand in operands.split(","))
+    is_maximum = re.search(r'op_name="[^"]*/reduce_(max|or)"', rest)
+    if kind == "fusion" and is_maximum and read > SMALL["model.hidden_size"] * 1024:
+      found.append(f"{name} of {operands}")
+  return found
 
 
 @pytest.mark.aot
@@ -276,6 +294,8 @@ def test_nothing_stands_between_quantizer_and_gemm():
   # in place where the results of all layers are kept.
   twice = importlib.metadata.version("jax").startswith("0.11.")
   assert found["kernels"] == {"scaled_matmul": 21 + twice, "quantize_fp8": 6 + 2 * 7 + 2 * 4}
+  # What is watched comes out of the quantizer: x, w and g are not read again.
+  assert not found["maxima"], found
 
 
 @pytest.mark.aot

@@ -134,9 +134,9 @@ def own() -> Iterator[Rival]:
   layer = functools.partial(_layer, TENSOR, _quantize_by_xla, "xla")
   yield Rival("tensor_xla", functools.partial(_narrow, TENSOR, "xla"), layer)
   # Its GEMM alone is tensor_xla's.
-  layer = functools.partial(_layer, TENSOR, quantizer.quantize_matrix, "xla_sm90")
+  layer = functools.partial(_layer, TENSOR, _quantize_by_us, "xla_sm90")
   yield Rival("tensor_ours", without("cuBLASLt's, see tensor_xla"), layer)
-  layer = functools.partial(_layer, BLOCK, quantizer.quantize_matrix, "mosaic_sm90")
+  layer = functools.partial(_layer, BLOCK, _quantize_by_us, "mosaic_sm90")
   yield Rival("block_ours", functools.partial(_narrow, BLOCK, "mosaic_sm90"), layer)
 
 
@@ -181,6 +181,10 @@ def ours(product: str, out, config) -> Call:
 
 def _quantize_by_xla(x, quants):
   return {along: quantize.quantize(x, q, contraction=along) for along, q in quants.items()}
+
+
+def _quantize_by_us(x, quants):
+  return quantizer.quantize_matrix(x, quants)[0]
 
 
 def _layer(recipe, make, backend: str) -> Call:

@@ -82,8 +82,8 @@ def hopper(
   ways += [(dtype, tiles.best(*shape, is_tiled, dtype)) for shape in sorted(shapes)]
 
   # The right one as the weight gradient has it: contraction first.
-  make = jax.jit(lambda a, b: (making.quantize_matrix(a, {1: lhs})[1],
-                               making.quantize_matrix(b.T, {0: rhs})[0]))  # fmt: skip
+  make = jax.jit(lambda a, b: (making.quantize_matrix(a, {1: lhs})[0][1],
+                               making.quantize_matrix(b.T, {0: rhs})[0][0]))  # fmt: skip
   operands = make(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b))
   want = np.inner(a.astype(np.float64), b.astype(np.float64))
   for dtype, config in dict.fromkeys(ways):
@@ -107,7 +107,7 @@ def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:
   """
   x = _lattice(*sizes)
   amax = jnp.float32(np.abs(x).max())
-  make = jax.jit(lambda x: making.quantize_matrix(x, {1: quant, 0: quant}, amax))
+  make = jax.jit(lambda x: making.quantize_matrix(x, {1: quant, 0: quant}, amax)[0])
   for along, made in make(jnp.asarray(x, jnp.bfloat16)).items():
     want = x if along == 1 else x.T
     what = f"the Hopper quantizer makes {quant}"

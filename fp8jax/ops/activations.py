@@ -28,8 +28,8 @@ class Shared:
 
   Attributes:
     value: an array, or one of `later`.
-    is_watched: whether its amax is wanted too, should it never be written.
-    seen: that, once anything was made; of an array nothing.
+    is_watched: whether its amax is wanted too, where what makes it narrow can find it.
+    seen: that, once anything was made.
   """
 
   tensor: int
@@ -54,31 +54,44 @@ class Shared:
   def operands(self, plan: Plan, n: int, inputs: Inputs, products: tuple[int, ...]):
     """For each of some products: see `one_reading` and `produce`."""
     name = self.name(plan, n, products)
-    if name not in self.made and isinstance(self.value, Later):
-      is_first = self.is_watched and not self.seen
+    if name in self.made:
+      return self.made[name]
+    is_first = self.is_watched and not self.seen
+    if isinstance(self.value, Later):
       (self.made[name],), amax = produce((plan,), self.tensor, self.value, products, is_first)
       self.seen.extend(amax)
-    elif name not in self.made:
-      self.made[name] = one_reading(plan, self.tensor, self.value, inputs, products)
+    else:
+      made = one_reading(plan, self.tensor, self.value, inputs, products, is_first)
+      self.made[name], amax = made
+      self.seen.extend([] if amax is None else [amax])
     return self.made[name]
 
 
-def one_reading(plan: Plan, tensor: int, t, inputs: Inputs, products: tuple[int, ...]):
-  """Tensor 0 or 2 (x, g) for each of some products: a Scaled where one kernel makes all, else t."""
+def one_reading(
+  plan: Plan, tensor: int, t, inputs: Inputs, products: tuple[int, ...], is_watched: bool
+):
+  """Tensor 0 or 2 (x, g) for each of some products: a Scaled where one kernel makes all, else t.
+
+  Returns:
+    (those, the float32 [1] amax of t if it is watched and the kernel found it, else None).
+  """
   matrix = _matrix(plan, tensor, t.dtype, products)
   if matrix is None:
-    return (t,) * len(products)
+    return (t,) * len(products), None
   letters = plan.of(tensor)
 
   def local(t, inputs):
     # Scales that are not current come from one amax, whatever the product.
     amax, over = plan.narrow(inputs, tensor, products[0]).amax, plan.layout.act_axes_of(letters)
     with jax.named_scope("quantize"):
-      made = mosaic_sm90.quantize_matrix(t.reshape(matrix.shape), matrix.quants, amax, over)
-    return tuple(made[matrix.axis_of[p]] for p in products)
+      t = t.reshape(matrix.shape)
+      made, seen = mosaic_sm90.quantize_matrix(t, matrix.quants, amax, over, is_watched)
+    if seen is not None:
+      seen = observe.over_mesh(seen[None], () if plan.layout.is_manual else tuple(over))
+    return tuple(made[matrix.axis_of[p]] for p in products), seen
 
   specs = (plan.layout.act_spec(letters), jax.sharding.PartitionSpec())
-  made = tuple(spec_of_narrow(plan, tensor, p) for p in products)
+  made = tuple(spec_of_narrow(plan, tensor, p) for p in products), jax.sharding.PartitionSpec()
   return collectives.on_mesh(local, plan.layout, specs, made)(t, inputs)
 
 

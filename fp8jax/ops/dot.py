@@ -34,14 +34,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.kernels import scaled_matmul
-from fp8jax.ops import activations, collectives, guard, later, operands, weights
+from fp8jax.ops import activations, collectives, guard, later, looks, operands, weights
 from fp8jax.ops import kept as kept_lib
 from fp8jax.ops.later import Later
-from fp8jax.ops.operands import Matrix, Narrow
+from fp8jax.ops.operands import Matrix
 from fp8jax.ops.plan import Inputs, Plan, make_plan
 from fp8jax.ops.site import Site
 from fp8jax.quant import observe, scaled
-from fp8jax.recipe import Gemm, Quant, Save
+from fp8jax.recipe import Gemm, Save
 
 # What a remat policy may keep of a dot (see jax.ad_checkpoint.checkpoint_name).
 SAVED_NAME = "quantized"
@@ -176,7 +176,9 @@ def multiply_and_keep(plans, x, ws, taps, inputs):
   # made of x be made of the copy again.
   is_copied = isinstance(x, Later) and x.keep is not None
   name = kept_lib.NAME if is_copied else SAVED_NAME
+  # Later, an array is not read again for its amax.
   is_watched = is_copied or any(plan.recipe.save is Save.QUANTIZED for plan in plans)
+  is_watched |= not isinstance(taken, Later) and any(plan.is_quiet for plan in plans)
   shared, kept = activations.Shared(0, taken, is_watched), activations.Shared(0, taken)
   ys, seen = [], []
   saved = {}
@@ -198,9 +200,10 @@ def multiply_and_keep(plans, x, ws, taps, inputs):
     of_x = None
     is_seen_again = isinstance(taken, Later) and not is_copied and how == "input"
     if not is_seen_again or plan.statistics > observe.QUIET:
-      of_x = look(plan, "x", later.value(taken), i, shared.amax)
-    seen.append((of_x, look(plan, "w", w, i)))
-    ys.append(forward(plan, mine, w, i))
+      of_x = looks.look(plan, "x", later.value(taken), i, shared.amax)
+    y, of_w = forward_and_amax(plan, mine, w, i)
+    seen.append((of_x, looks.look(plan, "w", w, i, of_w)))
+    ys.append(y)
   if isinstance(x, Later):
     saved["input"] = x.kept()  # its gradient goes on to its sources
   seen = jax.tree.map(lambda t: checkpoint_name(t, kept_lib.NAME), tuple(seen))
@@ -214,8 +217,9 @@ def gradients(plans, residuals, gs):
     gs: one per product, or all of them as one of `later`.
   """
   saved, ws, seen, inputs = residuals
-  shared = activations.Shared(0, readable(plans, input_of(plans, residuals)), is_watched=True)
-  made = amaxes = [None] * len(plans)
+  is_watched = any(of_x is None for of_x, _ in seen)
+  shared = activations.Shared(0, readable(plans, input_of(plans, residuals)), is_watched)
+  made, amaxes = [None] * len(plans), [None] * len(plans)
   if isinstance(gs, Later):
     made, amaxes = activations.produce(plans, 2, gs, (1, 2), is_watched=True)
     gs = gs.value()
@@ -224,7 +228,10 @@ def gradients(plans, residuals, gs):
     w = weights.read(kept_w)
     # A float32 cotangent (of a float32 head) still meets x in x's dtype.
     g = g.astype(plan.x_dtype)
-    g_in, g_out = made[n] or activations.one_reading(plan, 2, g, i, (1, 2))
+    of_g = amaxes[n]
+    if made[n] is None:
+      made[n], of_g = activations.one_reading(plan, 2, g, i, (1, 2), plan.is_quiet)
+    g_in, g_out = made[n]
     part = data_gradient(plan, g_in, w, i)
     dx = part if dx is None else dx + part
     if plan.recipe.save is Save.QUANTIZED:
@@ -235,7 +242,7 @@ def gradients(plans, residuals, gs):
     dws.append(weights.cotangent(kept_w, dw))
     of_x, of_w = seen[n]
     of_x = shared.amax if of_x is None else of_x
-    taps.append(jnp.stack([of_x, of_w, look(plan, "y", gs[n], i, amaxes[n])]))
+    taps.append(jnp.stack([of_x, of_w, looks.look(plan, "y", gs[n], i, of_g)]))
   return dx, tuple(dws), tuple(taps)
 
 
@@ -274,17 +281,31 @@ def forward(plan: Plan, x, w, inputs: Inputs):
   Args:
     x: or what `activations.one_reading` made of it; the same for g and x below.
   """
+  return _forward(plan, x, w, inputs, False)[0]
+
+
+def forward_and_amax(plan: Plan, x, w, inputs: Inputs):
+  """(`forward`, float32 [1] amax of w, where its quantizer finds it and nothing else is asked)."""
+  return _forward(plan, x, w, inputs, plan.is_quiet)
+
+
+def _forward(plan: Plan, x, w, inputs: Inputs, is_watched: bool):
   s, layout, gemm = plan.letters, plan.layout, plan.recipe.fwd
+  over = tuple(a for c in s.w for a in layout.weight_axes(c))
 
   def local(x, w, inputs):
     a = activations.as_matrix(plan, 0, x, 0, inputs)
-    narrow = plan.narrow(inputs, 1, 0)
+    narrow = plan.narrow(inputs, 1, 0, is_watched)
     b = operands.weight(w, s.w, s.contracted, s.batch, narrow, plan.x_dtype, layout)
+    amax = b.amax
+    if amax is not None:
+      amax = observe.over_mesh(amax[None], () if layout.is_manual else over)
     y = _product(a, b, gemm, plan, 0, plan.out_dtype)
-    return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted)  # fmt: skip
+    return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted), amax
 
   specs = (activations.spec(plan, 0, x, 0), layout.weight_spec(s.w), _P())
-  return collectives.on_mesh(local, layout, specs, layout.act_spec(s.y))(x, w, inputs)
+  made = (layout.act_spec(s.y), _P())
+  return collectives.on_mesh(local, layout, specs, made)(x, w, inputs)
 
 
 def data_gradient(plan: Plan, g, w, inputs: Inputs):
@@ -332,51 +353,9 @@ def save_input(plan: Plan, x, inputs: Inputs):
   return collectives.on_mesh(local, plan.layout, specs, made)(x, inputs)
 
 
-def look(plan: Plan, role: str, t, inputs: Inputs, amax=None):
-  """float32 [S]: what tensor t is like, and what its first narrowing does to it.
-
-  Args:
-    role: "x", "w" or "y" (for the gradient g of y).
-    amax: float32 [1] of t, if it is known: a quiet look then needs nothing else.
-  """
-  if amax is not None and plan.statistics == observe.QUIET:
-    return amax
-  if not plan.is_watched:
-    return jnp.zeros(plan.statistics, jnp.float32)
-  s, layout = plan.letters, plan.layout
-  letters = getattr(s, role)
-  tensor, which = {"x": (0, 0), "w": (1, 0), "y": (2, 1)}[role]
-  contracted, quant = plan.contracted(which), plan.quant(tensor, which)
-
-  def local(t, inputs):
-    if plan.statistics == observe.QUIET:
-      axes_ = layout.weight_axes if role == "w" else layout.act_axes
-      seen, over = observe.amax(t)[None], [a for c in letters for a in axes_(c)]
-    else:
-      if role == "w":
-        t = collectives.gather_weight(t, letters, layout)
-      wide, narrow = (
-        operands.activation(t, letters, contracted, s.batch, how, t.dtype, layout).value
-        for how in (Narrow(None), plan.narrow(inputs, tensor, which))
-      )
-      seen, over = _statistics(wide, narrow, quant), layout.act_axes_of(letters)
-    return seen if layout.is_manual else observe.over_mesh(seen, tuple(over))
-
-  spec = layout.weight_spec(letters) if role == "w" else layout.act_spec(letters)
-  return collectives.on_mesh(local, layout, (spec, _P()), _P())(t, inputs)
-
-
 # --- pieces --------------------------------------------------------------------------------------
 
 _P = jax.sharding.PartitionSpec
-
-
-def _statistics(wide, narrow, quant: Quant | None):
-  """float32 [LOUD] of a matrix or a batch of them."""
-  one = functools.partial(observe.statistics, quant=quant)
-  if wide.ndim == 2:
-    return one(wide, narrow)
-  return observe.combine_all(jax.vmap(one)(wide, narrow), axis=0)
 
 
 def _product(a: Matrix, b: Matrix, gemm: Gemm, plan: Plan, which: int, out_dtype):

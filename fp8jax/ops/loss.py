@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fp8jax import axes
-from fp8jax.ops import collectives
+from fp8jax.ops import collectives, looks
 from fp8jax.ops import dot as dot_lib
 from fp8jax.ops import plan as plan_lib
 from fp8jax.ops.site import Site
@@ -88,8 +88,8 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
       dh = dot_lib.data_gradient(plan, g_BCV, head, inputs)
       kept = dot_lib.save_input(plan, h, inputs)
       dhead = dhead + dot_lib.weight_gradient(plan, kept, g_BCV, dtype, inputs)
-      looks = [dot_lib.look(plan, r, t, inputs) for r, t in zip("xwy", (h, head, g_BCV))]
-      seen = observe.combine(seen, jnp.stack(looks))
+      here = [looks.look(plan, r, t, inputs) for r, t in zip("xwy", (h, head, g_BCV))]
+      seen = observe.combine(seen, jnp.stack(here))
       return (loss + jnp.sum(loss_BC), dhead, seen), dh
 
     carry = (jnp.zeros((), jnp.float32), jnp.zeros(head.shape, dtype), observe.nothing(tap.shape))

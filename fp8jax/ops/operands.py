@@ -54,12 +54,14 @@ class Matrix:
     value: a Scaled or an array [rows, contraction], with a leading batch axis if `batch`.
     free: letters of the rows, in order.
     sizes: letter -> local size.
+    amax: float32 scalar of what became `value`, where it was asked for and the quantizer found it.
   """
 
   value: Any
   free: str
   batch: str
   sizes: dict[str, int]
+  amax: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,24 +73,27 @@ class Narrow:
     amax: float32 scalar for scales that are not current.
     key: for stochastic rounding.
     backend: of the product: kernels that multiply have one that makes their operands.
+    watched: whether the amax of the tensor is wanted too, if that costs no other reading of it.
   """
 
   quant: Quant | None
   amax: Any = None
   key: Any = None
   backend: str = "xla"
+  watched: bool = False
 
   @jax.named_scope("quantize")
   def __call__(self, matrix, contraction: int, dtype, amax_axes):
-    """[batch?, rows, contraction] in the Quant, or in `dtype` if there is none."""
+    """([batch?, rows, contraction] in the Quant, or in `dtype` if there is none, amax or None)."""
     quant = self.quant
     if quant is None:
       matrix = matrix.astype(dtype)
-      return jnp.swapaxes(matrix, -1, -2) if contraction == 0 else matrix
+      return jnp.swapaxes(matrix, -1, -2) if contraction == 0 else matrix, None
     if self.has_kernel(matrix, contraction):
       over = tuple(dict.fromkeys(a for axes in amax_axes for a in axes))
-      made = mosaic_sm90.quantize_matrix(matrix, {contraction: quant}, self.amax, over)
-      return made[contraction]
+      quants = {contraction: quant}
+      made, amax = mosaic_sm90.quantize_matrix(matrix, quants, self.amax, over, self.watched)
+      return made[contraction], amax
     make = functools.partial(
       quantize.quantize,
       quant=quant,
@@ -97,12 +102,11 @@ class Narrow:
       amax=None if quant.source == CURRENT else self.amax,
     )
     if matrix.ndim == 2:
-      return make(matrix, key=self.key)
+      return make(matrix, key=self.key), None
     if self.key is None:
-      return jax.vmap(make)(matrix)
-    return jax.vmap(lambda x, key: make(x, key=key))(
-      matrix, jax.random.split(self.key, matrix.shape[0])
-    )
+      return jax.vmap(make)(matrix), None
+    keys = jax.random.split(self.key, matrix.shape[0])
+    return jax.vmap(lambda x, key: make(x, key=key))(matrix, keys), None
 
   def has_kernel(self, matrix, contraction: int) -> bool:
     """Whether the backend's quantizer makes this operand."""
@@ -145,7 +149,8 @@ def activation(
   sizes = dict(zip(letters, x.shape))
   matrix, contraction, free = flatten(x, letters, contracted, batch)
   amax_axes = (layout.act_axes_of(free), layout.act_axes_of(contracted))
-  return Matrix(narrow(matrix, contraction, dtype, amax_axes), free, batch, sizes)
+  value, amax = narrow(matrix, contraction, dtype, amax_axes)
+  return Matrix(value, free, batch, sizes, amax)
 
 
 def weight(
@@ -166,13 +171,13 @@ def weight(
 
   groups = (free, contracted)
   amax_axes = tuple(tuple(a for c in group for a in layout.weight_axes(c)) for group in groups)
-  value: Any = narrow(matrix, contraction, dtype, amax_axes)
+  value, amax = narrow(matrix, contraction, dtype, amax_axes)
   for axis, group in enumerate(groups):
     if extra[group[0]]:
       in_shards = axis == 1 and narrow.backend in scaled_matmul.WITH_SHARDS
       value = collectives.gather_scaled(value, extra[group[0]], axis, in_shards)
   full = {c: n * layout.size(extra[c]) for c, n in sizes.items()}
-  return Matrix(value, free, batch, full)
+  return Matrix(value, free, batch, full, amax)
 
 
 def specs(free: str, contracted: str, batch: str, quant: Quant, layout: axes.Layout):

@@ -35,6 +35,11 @@ class Plan:
     return self.recipe.is_narrow or self.statistics > observe.QUIET
 
   @property
+  def is_quiet(self) -> bool:
+    """Of what it observes the amax is all, which a quantizer may find as it reads."""
+    return self.is_watched and self.statistics == observe.QUIET
+
+  @property
   def y_shape(self) -> tuple[int, ...]:
     sizes = dict(zip(self.letters.x + self.letters.w, self.sizes))
     return tuple(sizes[c] for c in self.letters.y)
@@ -56,13 +61,14 @@ class Plan:
     gemm = getattr(self.recipe, PASSES[which])
     return gemm.lhs if (tensor, which) in ((0, 0), (2, 1), (0, 2)) else gemm.rhs
 
-  def narrow(self, inputs: "Inputs", tensor: int, which: int) -> Narrow:
+  def narrow(self, inputs: "Inputs", tensor: int, which: int, watched: bool = False) -> Narrow:
     """The same, with what the site lends."""
     return Narrow(
       self.quant(tensor, which),
       None if inputs.amax_3 is None else inputs.amax_3[tensor],
       None if inputs.key is None else jax.random.fold_in(inputs.key, 3 * tensor + which),
       self.backends[which],
+      watched,
     )
 
 

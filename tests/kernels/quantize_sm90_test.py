@@ -7,7 +7,7 @@ import pytest
 
 from fp8jax import recipes
 from fp8jax.kernels.quantize import mosaic_sm90
-from fp8jax.quant import quantize
+from fp8jax.quant import observe, quantize
 from fp8jax.recipe import PASSES
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -61,7 +61,7 @@ def _same_bits(got, want):
 def test_kernel_is_the_quantizer(rng, name, which, dtype):
   x, quants = _matrix(rng, dtype), {along: PAIRS[name][along] for along in which}
   assert all(mosaic_sm90.supports(x, q, along) is None for along, q in quants.items())
-  made = mosaic_sm90.quantize_matrix(x, quants)
+  made, _ = mosaic_sm90.quantize_matrix(x, quants)
   for along, quant in quants.items():
     want = jax.jit(lambda x, q=quant, c=along: quantize.quantize(x, q, contraction=c))(x)
     assert made[along].tile == want.tile
@@ -74,7 +74,8 @@ def test_a_scale_that_is_not_xs_own(rng, amax):
   """Delayed: larger values saturate."""
   x, quants = _matrix(rng, jnp.bfloat16), {1: DELAYED.fwd.lhs, 0: DELAYED.wgrad.rhs}
   amax = jnp.float32(amax)
-  made = mosaic_sm90.quantize_matrix(x, quants, amax=amax)
+  made, seen = mosaic_sm90.quantize_matrix(x, quants, amax=amax, watched=True)
+  _same_bits(seen, observe.amax(x))
   for along, quant in quants.items():
     want = jax.jit(lambda x, q=quant, c=along: quantize.quantize(x, q, contraction=c, amax=amax))(x)
     _same_bits(made[along].scale, want.scale)
@@ -83,7 +84,7 @@ def test_a_scale_that_is_not_xs_own(rng, amax):
 
 def test_only_rows_take_any_number_of_rows(rng):
   x = _matrix(rng, jnp.bfloat16, rows=131)
-  made = mosaic_sm90.quantize_matrix(x, {1: BLOCK.fwd.lhs})[1]
+  made = mosaic_sm90.quantize_matrix(x, {1: BLOCK.fwd.lhs})[0][1]
   want = quantize.quantize(x, BLOCK.fwd.lhs)
   _same_bits(made.data, want.data)
   _same_bits(made.scale, want.scale)

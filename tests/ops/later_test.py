@@ -58,15 +58,16 @@ def calls(monkeypatch):
   """Kernels in plain JAX; the list of what the quantizer was called for."""
   calls = []
 
-  def quantize_matrix(x, quants, amax=None, over=()):
+  def quantize_matrix(x, quants, amax=None, over=(), watched=False):
     del over
     calls.append("identity")
-    return {
+    made = {
       axis: quantize.quantize(
         x, quant, contraction=axis, amax=None if quant.source == CURRENT else amax
       )
       for axis, quant in quants.items()
     }
+    return made, observe.amax(x) if watched else None
 
   def quantize_produced(producer, matrices, factors, quants, watched=False):
     calls.append(producer.name)

@@ -20,7 +20,7 @@ from fp8jax.ops import plan as plan_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dot import dot
 from fp8jax.ops.loss import cross_entropy
-from fp8jax.quant import quantize, scaled
+from fp8jax.quant import observe, quantize, scaled
 
 WEIGHTS = axes.as_rules(dict(D="fsdp", F="tensor", H="tensor", V="tensor"))
 ACTS = axes.as_rules(dict(B=("data", "fsdp"), F="tensor", H="tensor", V="tensor"))
@@ -121,9 +121,10 @@ def test_operands_of_hopper_kernels_lie_right_on_a_mesh(rng, monkeypatch, eqn, s
   """What surrounds the kernels: the same layouts, operands made ahead, plain JAX in their place."""
   shards = []
 
-  def quantize_matrix(x, quants, amax=None, over=()):
+  def quantize_matrix(x, quants, amax=None, over=(), watched=False):
     make = functools.partial(quantize.quantize, amax_axes=(over, ()))
-    return {axis: make(x, quant, contraction=axis) for axis, quant in quants.items()}
+    made = {axis: make(x, quant, contraction=axis) for axis, quant in quants.items()}
+    return made, observe.amax(x) if watched else None
 
   def multiply(a, b, accumulate, out_dtype):
     problem = backend_lib.Problem(
@@ -172,14 +173,14 @@ def test_one_scale_made_ahead_is_that_of_all_devices(rng, monkeypatch, shape, re
   """The operands of XLA's dot by the Hopper quantizer, plain JAX in its place."""
   calls = []
 
-  def quantize_matrix(x, quants, amax=None, over=()):
+  def quantize_matrix(x, quants, amax=None, over=(), watched=False):
     calls.append(tuple(quants))
     made = {}
     for axis, quant in quants.items():
       scale = quantize_sm90._tensor_scale(x, quant, amax, over).reshape(1, 1)
       data = quantize.cast(x.astype(np.float32) * (1 / scale), quant.format)
       made[axis] = scaled.Scaled(data if axis == 1 else data.T, scale, quant.tile)
-    return made
+    return made, observe.amax(x) if watched else None
 
   monkeypatch.setattr(quantize_sm90, "quantize_matrix", quantize_matrix)
   eqn, sizes = EQUATIONS[0]
@@ -193,6 +194,7 @@ def test_one_scale_made_ahead_is_that_of_all_devices(rng, monkeypatch, shape, re
   want, _ = _run(eqn, *operands, site_lib.single(recipe))
   for a, b in zip(got[:3], want[:3]):
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerances.FLOAT32_SUM * np.abs(b).max())
+  np.testing.assert_array_equal(got[3], want[3])
 
 
 def test_dot_gradient_of_a_weight_lies_where_the_weight_lies(rng):

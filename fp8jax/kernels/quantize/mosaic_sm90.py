@@ -8,8 +8,8 @@ gradient), and the matrix unit wants the contraction last each time. Of x [R, C]
 
 or, for weights, one scale per 128x128 either way. Lines are how the GEMM reads scales: neighbours
 along the rows of an operand lie side by side. Where one scale serves all of x it is given: the
-amax of a tensor is another pass over x, XLA's, or a delayed one. Whoever watches a result that is
-never written gets its amax from here too.
+amax of a tensor is another pass over x, XLA's, or a delayed one. Whoever watches x, or a result
+that is never written, gets its amax from this pass too.
 
 One program of one warpgroup takes a tile of 128x128: TMA brings it into shared memory, where what
 is still to be computed is computed in place (producers.py); it is read from there twice, as it lies
@@ -61,9 +61,9 @@ def supports(x, quant: Quant, along: int) -> str | None:
 
 
 def quantize_matrix(
-  x, quants: Mapping[int, Quant], amax=None, over: tuple[str, ...] = ()
-) -> dict[int, scaled.Scaled]:
-  """x in each of `quants`.
+  x, quants: Mapping[int, Quant], amax=None, over: tuple[str, ...] = (), watched: bool = False
+) -> tuple[dict[int, scaled.Scaled], jax.Array | None]:
+  """(x in each of `quants`, its amax).
 
   Args:
     x: [R, C], bfloat16 or float32.
@@ -71,9 +71,11 @@ def quantize_matrix(
     amax: float32 scalar that scales of the whole tensor come from if they are not current.
     over: mesh axes over which x is split, inside `shard_map`: current scales of the whole tensor
       are those of all of it.
+    watched: whether its amax is found as well, in the same pass.
 
   Returns:
-    axis -> Scaled [rows, contraction]: [R, C] for 1, [C, R] for 0.
+    axis -> Scaled [rows, contraction]: [R, C] for 1, [C, R] for 0; and if x is watched, the float32
+    scalar that observe.amax has of it, else None.
 
   Raises:
     ValueError: `supports` says no.
@@ -84,7 +86,8 @@ def quantize_matrix(
       raise ValueError(reason)
     if quant.tile == _TENSOR:
       given[0, along] = _tensor_scale(x, quant, amax, over)
-  return _call(producers.IDENTITY, (x,), (), (quants,), given)[0][0]
+  (made,), amaxes = _call(producers.IDENTITY, (x,), (), (quants,), given, watched)
+  return made, amaxes[0] if watched else None
 
 
 def quantize_produced(
