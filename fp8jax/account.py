@@ -1,9 +1,8 @@
 """Where a training step's memory goes, per device: declared by the configuration, found by XLA.
 
-State is known before anything is compiled: every array's shape, dtype and place. What the step
-needs besides is the compiler's: gradients, what waits for the backward pass (declared in waiting.py
-and read from the loop over layers in the compiled program), and the rest, which is gathered or
-worked on at a time.
+State is known before anything is compiled: every array's shape, dtype and place. What a step holds
+besides is declared for its fullest moment (working.py; what waits for the backward pass by kind in
+waiting.py) and found in the compiled program at its own (peak.py), by the shapes of what is there.
 """
 
 import collections
@@ -14,7 +13,7 @@ from typing import Any
 
 import jax
 
-from fp8jax import config, waiting
+from fp8jax import config, peak, waiting, working
 from fp8jax import params as params_lib
 from fp8jax import step as step_lib
 from fp8jax.ops import weights
@@ -30,18 +29,20 @@ class Row:
 
   Attributes:
     kind: what it is.
-    nbytes: on one device.
-    source: "declared", "compiled", or how the two differ.
+    declared, compiled: bytes on one device; None where only the other side knows.
+    note: the largest arrays found, or how the two differ.
   """
 
   kind: str
-  nbytes: int
-  source: str
+  declared: int | None
+  compiled: int | None
+  note: str = ""
 
 
 def declared(plan: config.Plan) -> list[Row]:
   """State that lives between steps."""
-  return [Row(kind, n, "declared") for kind, n in _kinds(step_lib.abstract_state(plan, 1)).items()]
+  kinds = _kinds(step_lib.abstract_state(plan, 1))
+  return [Row(kind, n, None) for kind, n in kinds.items()]
 
 
 def _kinds(state: State) -> dict[str, int]:
@@ -71,41 +72,44 @@ def _by_kind(name: str, tree) -> dict[str, int]:
 
 def _nbytes(x) -> int:
   """Of the part on one device."""
-  shape = x.sharding.shard_shape(x.shape) if x.sharding is not None else x.shape
-  return math.prod(shape) * x.dtype.itemsize
+  return math.prod(_local_shape(x)) * x.dtype.itemsize
 
 
 def compiled(plan: config.Plan, lowered) -> tuple[list[Row], dict[str, Any]]:
-  """(rows of the compiled step, a summary): needs a compiler for the plan's devices."""
-  program = lowered.compile()
-  memory, text = program.memory_analysis(), program.as_text()
-  state = sum(row.nbytes for row in declared(plan))
-  arguments = memory.argument_size_in_bytes
+  """(rows of the step beside state, a summary): needs a compiler for the plan's devices.
+
+  Rows that begin with a space say what another one is made of.
+  """
+  program, held = peak.compile_and_look(lowered)
+  memory = program.memory_analysis()
+  arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+  state = sum(row.declared or 0 for row in declared(plan))
   params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
-  gradients = _by_kind("gradients", step_lib.abstract_gradients(plan))
-  arrays, wanted = kept_by_layers(text, plan, params), waiting.of_layers(plan)
-  kept, said = sum(arrays.values()), sum(item.nbytes for item in wanted)
+  moment, wanted = working.fullest(plan)
+  there = _by_shape(held, plan, params)
+  arrays, waits = kept_by_layers(program.as_text(), plan, params), waiting.of_layers(plan)
+  kept, said = sum(arrays.values()), sum(item.nbytes for item in waits)
   of_kind: dict[str, int] = {}
-  for item in wanted:
+  for item in waits:
     of_kind[item.kind] = of_kind.get(item.kind, 0) + item.nbytes
-  temporaries = memory.temp_size_in_bytes
+  used = sum(value.nbytes for value in held)
   rows = [
-    Row("batch, sites, alignment", arguments - state, "compiled - declared"),
-    *(Row(kind, n, "declared") for kind, n in gradients.items()),
-    *(Row(f"kept for backward: {kind}", n, "declared") for kind, n in of_kind.items()),
-    Row("kept for backward: more than that", kept - said, _differences(arrays, wanted)),
-    Row(
-      "at work: gathered weights, logits, scratch",
-      temporaries - sum(gradients.values()) - kept,
-      f"compiled - the above; a chunk of logits {_logits(plan) / 2**30:.3f}",
-    ),
+    Row("batch, sites, alignment", None, arguments - state),
+    *(_row(kind, wanted, there) for kind in working.KINDS if kind in wanted or kind in there),
+    Row("free even then" if held else "not told apart", None, temporaries - used),
+    *(Row(f"  waits for backward: {kind}", n, None) for kind, n in of_kind.items()),
+    Row("  waits for backward, in all", said, kept, _differences(arrays, waits)),
   ]
+  peak_, all_declared = arguments + temporaries, state + sum(wanted.values())
   summary = {
+    "declared": all_declared,
+    "declared_moment": moment,
+    "declared_of_peak": all_declared / peak_,
     "state_declared": state,
     "arguments_compiled": arguments,
     "temporaries_compiled": temporaries,
     "outputs_not_aliased": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-    "peak": arguments + temporaries,
+    "peak": peak_,
     "kept_declared": said,
     "kept_compiled": kept,
     "kept_arrays": arrays,
@@ -113,11 +117,55 @@ def compiled(plan: config.Plan, lowered) -> tuple[list[Row], dict[str, Any]]:
   return rows, summary
 
 
-def _logits(plan: config.Plan) -> int:
-  """Bytes of one chunk's, float32."""
-  layout, c = plan.run.layout, plan.config
-  chunk = plan.tokens_per_device // c.length * min(plan.run.loss_chunk, c.length)
-  return 4 * chunk * (plan.model.vocab_size // layout.size(layout.act_axes("V")))
+def _row(kind: str, wanted: dict[str, int], there: dict[str, list[peak.Held]]) -> Row:
+  found = there.get(kind, [])
+  counts = collections.Counter(value.shape for value in found[:4])
+  largest = ", ".join(f"{n} x {shape}" if n > 1 else shape for shape, n in counts.items())
+  return Row(kind, wanted.get(kind, 0), sum(value.nbytes for value in found), largest)
+
+
+def _by_shape(held: list[peak.Held], plan, params) -> dict[str, list[peak.Held]]:
+  """Kind of working.py -> what is of that kind, largest first."""
+  stacks, matrices = _known(params), set()
+  for leaf in params_lib.flatten(params["layers"]).values():
+    for shape in (leaf.shape, _local_shape(leaf)):
+      matrices.add(_bulk(shape[1:]))
+      matrices.update(_bulk([math.prod(shape[1:i]), math.prod(shape[i:])]) for i in (2, 3))
+  vocabulary = plan.model.vocab_size
+  sizes = {vocabulary, vocabulary // plan.run.layout.size(plan.run.layout.act_axes("V"))}
+  layers = {stop - first for first, stop in waiting.runs(plan)}
+  found: dict[str, list[peak.Held]] = {}
+  for value in held:
+    dtype, _, dims = value.shape.rstrip("]").partition("[")
+    shape = tuple(int(n) for n in dims.split(",")) if dims else ()
+    if sizes & set(shape) and len(_bulk(shape)) > 1:
+      kind = working.VOCABULARY
+    elif _bulk(shape) in stacks:
+      kind = working.GRADIENTS
+    elif shape and shape[0] in layers and len(shape) > 2:
+      kind = working.KEPT
+    elif _bulk(shape) in matrices:
+      kind = working.WEIGHTS
+    elif dtype.startswith(("f8", "u8")):
+      kind = working.OPERANDS
+    else:
+      kind = working.ACTIVATIONS
+    found.setdefault(kind, []).append(value)
+  return found
+
+
+def _known(params) -> set[tuple[int, ...]]:
+  """Of every parameter's part on one device, see `_bulk`."""
+  return {_bulk(_local_shape(leaf)) for leaf in params_lib.flatten(params).values()}
+
+
+def _local_shape(leaf) -> tuple[int, ...]:
+  return leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
+
+
+def _bulk(shape) -> tuple[int, ...]:
+  """Sizes above 1, sorted: a matrix and its transpose are alike."""
+  return tuple(sorted(n for n in shape if n > 1))
 
 
 def kept_by_layers(text: str, plan: config.Plan, params) -> dict[str, int]:
@@ -125,10 +173,7 @@ def kept_by_layers(text: str, plan: config.Plan, params) -> dict[str, int]:
 
   Stacks in the shape of a parameter are parameters, gradients or moments, and counted as such.
   """
-  known = set()
-  for leaf in params_lib.flatten(params).values():
-    shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
-    known.add(tuple(sorted(n for n in shape if n > 1)))
+  known = _known(params)
   total: dict[str, int] = {}
   # A loop for each run of layers in the same recipes, and of what it carries the largest.
   for layers in {stop - first for first, stop in waiting.runs(plan)}:
@@ -138,7 +183,7 @@ def kept_by_layers(text: str, plan: config.Plan, params) -> dict[str, int]:
       found = {}
       for (dtype, dims), count in counts.items():
         shape = tuple(int(n) for n in dims.split(","))
-        if tuple(sorted(n for n in shape if n > 1)) not in known:
+        if _bulk(shape) not in known:
           size = 1 if dtype.startswith("f8") else _BYTES.get(dtype, 4)
           found[f"{dtype}[{dims}] x {count}"] = count * math.prod(shape) * size
       if sum(found.values()) > sum(best.values()):
@@ -155,4 +200,4 @@ def _differences(arrays: dict[str, int], wanted: list[waiting.Item]) -> str:
     more = sum(there.values()) - sum(item.nbytes for item in wanted if item.dtype == dtype)
     if more:
       found.append(f"{dtype} {more / 2**20:+.1f} MiB of {', '.join(there) or 'none'}")
-  return f"compiled - declared: {'; '.join(found) or 'nothing'}"
+  return f"compiled - declared: {'; '.join(found)}" if found else ""

@@ -199,19 +199,28 @@ def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):
   out.print(f"written to {workdir}")
 
 
-def account_table(rows: Sequence[account.Row], summary: dict[str, int]) -> rich.table.Table:
-  """Memory per device by kind, largest consumers visible, and what the compiler says in all."""
+def account_table(rows: Sequence[account.Row], summary: dict[str, Any]) -> rich.table.Table:
+  """Memory per device by kind, as declared and as compiled, each at its own fullest moment."""
   table = rich.table.Table(title="memory per device")
-  table.add_column("kind")
-  table.add_column("GiB", justify="right")
-  table.add_column("from")
+  for name in ("kind", "declared GiB", "compiled GiB"):
+    table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
+  table.add_column("largest arrays, differences")
+
+  def gib(n: int | None) -> str:
+    return "" if n is None else f"{n / 2**30:.3f}"
+
   for row in rows:
-    table.add_row(row.kind, f"{row.nbytes / 2**30:.3f}", row.source)
+    table.add_row(row.kind, gib(row.declared), gib(row.compiled), row.note)
   table.add_section()
-  for kind, key in (
-    ("arguments of the step", "arguments_compiled"),
-    ("temporaries", "temporaries_compiled"),
-    ("peak", "peak"),
-  ):
-    table.add_row(kind, f"{summary[key] / 2**30:.3f}", "compiled")
+  table.add_row(
+    "arguments of the step", gib(summary["state_declared"]), gib(summary["arguments_compiled"])
+  )
+  table.add_row(
+    "temporaries", gib(summary["declared"] - summary["state_declared"]),
+    gib(summary["temporaries_compiled"]), f"declared: at the {summary['declared_moment']}",
+  )  # fmt: skip
+  table.add_row(
+    "peak", gib(summary["declared"]), gib(summary["peak"]),
+    f"declared / compiled: {summary['declared_of_peak']:.3f}",
+  )  # fmt: skip
   return table

@@ -4,7 +4,7 @@
 
 Every row is a run of launch.py: `make run`'s continued pre-training of SmolLM2-135M (10,240 tokens)
 with its linears in BF16's place (float32 on a CPU), or an experiment's arm. Finished runs are not
-repeated; --only picks rows.
+repeated, nor are rows forgotten that are in the file; --only picks rows.
 """
 
 import json
@@ -33,9 +33,10 @@ _LOSSLESS = {
 }
 # row: (config:arm, what differs from it).
 ROWS = {
-  **{f"float32, seed {seed}": (_BASE, {"seed": seed}) for seed in range(3)},
-  **{f"lossless, seed {seed}": (_BASE, {"seed": seed, **_LOSSLESS}) for seed in range(3)},
-  **{n: (_BASE, {"optim.moments": n}) for n in moments.PRESETS if n != "float32"},
+  **{f"float32 seed {seed}": (_BASE, {"seed": seed}) for seed in range(3)},
+  **{f"coat seed {seed}": (_BASE, {"seed": seed, "optim.moments": "coat"}) for seed in range(3)},
+  **{f"lossless seed {seed}": (_BASE, {"seed": seed, **_LOSSLESS}) for seed in range(3)},
+  **{n: (_BASE, {"optim.moments": n}) for n in moments.PRESETS if n not in ("float32", "coat")},
   "2024_coat:float32": ("experiments/2024_coat/config.py:float32", {}),
   "2024_coat:coat": ("experiments/2024_coat/config.py:coat", {}),
   "2023_fp8_lm:float32": ("experiments/2023_fp8_lm/config.py:float32", {}),
@@ -48,7 +49,7 @@ ROWS = {
 def row(name: str) -> dict:
   """The row's numbers, of a run that is started, or went on, or was there already."""
   source, changes = ROWS[name]
-  folder = name.replace(":", "_").replace(", ", "_").replace(" ", "")
+  folder = name.replace(":", "_").replace(" seed ", "_seed")
   done = sweep.run(source, f"{_RUNS.value}/{folder}", changes)
   (before,), (after,) = (done.heldout(which).values() for which in (0, -1))
   return {
@@ -71,18 +72,23 @@ def _bytes(resolved: dict) -> float:
 
 def main(argv):
   del argv
-  rows = [row(name) for name in _ONLY.value or ROWS]
-  base = next((r for r in rows if r["row"] == "float32, seed 0"), rows[0])
+  path = pathlib.Path(_JSON.value) if _JSON.value else None
+  known = json.loads(path.read_text()) if path and path.exists() else []
+  rows = {line["row"]: line for line in known}
+  for name in _ONLY.value or ROWS:
+    rows[name] = row(name)
+    if path:
+      path.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+  rows = {name: rows[name] for name in ROWS if name in rows}
+  first = next(iter(rows.values()))["heldout_after"]["bf16"]
   print("| row | bytes per parameter | held-out loss, BF16 forward | difference | s per step |")
   print("|---|---|---|---|---|")
-  for line in rows:
+  for line in rows.values():
     loss = line["heldout_after"]["bf16"]
     print(
       f"| {line['row']} | {line['bytes_per_parameter']:.2f} | {loss:.4f} | "
-      f"{loss - base['heldout_after']['bf16']:+.4f} | {line['median_step_seconds']:.2f} |"
+      f"{loss - first:+.4f} | {line['median_step_seconds']:.2f} |"
     )
-  if _JSON.value:
-    pathlib.Path(_JSON.value).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ This module holds the GEMM's `custom_vjp`; gated.py and loss.py put its parts to
 import functools
 import string
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -219,7 +220,8 @@ def gradients(plans, residuals, gs):
   saved, ws, seen, inputs = residuals
   is_watched = any(of_x is None for of_x, _ in seen)
   shared = activations.Shared(0, readable(plans, input_of(plans, residuals)), is_watched)
-  made, amaxes = [None] * len(plans), [None] * len(plans)
+  made: list[Any] = [None] * len(plans)
+  amaxes: list[Any] = [None] * len(plans)
   if isinstance(gs, Later):
     made, amaxes = activations.produce(plans, 2, gs, (1, 2), is_watched=True)
     gs = gs.value()

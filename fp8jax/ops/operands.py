@@ -171,7 +171,8 @@ def weight(
 
   groups = (free, contracted)
   amax_axes = tuple(tuple(a for c in group for a in layout.weight_axes(c)) for group in groups)
-  value, amax = narrow(matrix, contraction, dtype, amax_axes)
+  made: tuple[Any, Any] = narrow(matrix, contraction, dtype, amax_axes)
+  value, amax = made
   for axis, group in enumerate(groups):
     if extra[group[0]]:
       in_shards = axis == 1 and narrow.backend in scaled_matmul.WITH_SHARDS

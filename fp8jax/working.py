@@ -1,0 +1,114 @@
+"""What a step works on at its fullest moment, from the configuration alone.
+
+Beside its state a step holds gradients, what waits for the backward pass of the layers (waiting.py)
+and what it has in hand. Three moments compete for the most: the loss, the backward pass of the last
+layer, and the gradient of the embedding, when all others are there. The forms are those of GPU
+programs; the compiled step is held against them (account.py).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import config, waiting
+from fp8jax import params as params_lib
+from fp8jax import step as step_lib
+
+GRADIENTS, KEPT = "gradients of layers", "kept for backward"
+VOCABULARY = "embedding, head: gradients, logits"
+WEIGHTS = "weights of a layer, their gradients"
+OPERANDS = "operands in FP8"
+ACTIVATIONS = "activations of a layer"
+VOCABULARIES = ("embed", "head")
+KINDS = (GRADIENTS, KEPT, VOCABULARY, WEIGHTS, OPERANDS, ACTIVATIONS)
+
+
+def fullest(plan: config.Plan) -> tuple[str, dict[str, int]]:
+  """(the moment that needs most, {kind: bytes on one device})."""
+  moments = {"loss": _loss(plan), "last layer": _layer(plan), "embedding": _embedding(plan)}
+  return max(moments.items(), key=lambda item: sum(item[1].values()))
+
+
+def logits(plan: config.Plan) -> int:
+  """Bytes of one chunk's, float32."""
+  c = plan.config
+  chunk = plan.tokens_per_device // c.length * min(plan.run.loss_chunk, c.length)
+  return 4 * chunk * _local(plan, "V")
+
+
+def _loss(plan) -> dict[str, int]:
+  size = _dtype(plan).itemsize
+  head = plan.model.dims["D"] * _local(plan, "V")
+  stream = plan.tokens_per_device * plan.model.dims["D"] * size
+  return {
+    GRADIENTS: _sums(plan, ["layers"]),
+    KEPT: _kept(plan),
+    # The head as it multiplies and its gradient, whole; logits, and theirs in both dtypes.
+    VOCABULARY: _sums(plan, VOCABULARIES) + (size + 4) * head + logits(plan) * (8 + size) // 4,
+    ACTIVATIONS: 3 * stream,  # after the last norm, its gradient, what the norm reads
+  }
+
+
+def _layer(plan) -> dict[str, int]:
+  """When the gradients of gate and up are there."""
+  size, tokens = _dtype(plan).itemsize, plan.tokens_per_device
+  d, f = plan.model.dims["D"], _local(plan, "F")
+  mlp = plan.sites()["layers"][-1]["mlp"]
+  is_narrow = all(mlp[name].recipe.is_narrow for name in ("gate", "up"))
+  # gate, up, and the gradient of their product; wide, that product and both their gradients too.
+  matrices = 3 if is_narrow else 6
+  if plan.run.remat in ("none", "linears", "quantized") and plan.run.kept.gated is None:
+    matrices -= 2  # gate and up are among what waits
+  weights = [d * f] * 3
+  is_gathered = any(plan.run.layout.size(plan.run.layout.weight_axes(c)) > 1 for c in "D")
+  in_hand = 4 * sum(weights) if is_gathered else 0
+  in_hand += 2 * weights[0] * (1 if is_narrow else size) if is_gathered else 0
+  return {
+    GRADIENTS: _sums(plan, ["layers"]) + _gradients(plan, ["layers"]),
+    KEPT: _kept(plan),
+    VOCABULARY: _sums(plan, VOCABULARIES) + 4 * d * _local(plan, "V"),  # the head's, whole
+    WEIGHTS: in_hand,
+    # Both gradients for both of their products, and what gate and up read.
+    OPERANDS: tokens * (4 * f + d) if is_narrow else 0,
+    ACTIVATIONS: tokens * (matrices * f + 5 * d) * size,
+  }
+
+
+def _embedding(plan) -> dict[str, int]:
+  """When every layer's gradient is there, the head's and, twice, the embedding's in float32."""
+  params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
+  head = 4 * plan.model.dims["D"] * _local(plan, "V")
+  embedding = 4 * math.prod(_shape(params["embed"]))
+  return {
+    GRADIENTS: _sums(plan, ["layers"]) + _gradients(plan, ["layers"]),
+    VOCABULARY: _sums(plan, VOCABULARIES) + head + 2 * embedding,
+  }
+
+
+def _sums(plan, of) -> int:
+  """Gradients of the microbatches before this one."""
+  return _gradients(plan, of) if plan.config.accumulation > 1 else 0
+
+
+def _gradients(plan, of) -> int:
+  tree = step_lib.abstract_gradients(plan)
+  leaves = jax.tree.leaves([tree[name] for name in of if name in tree])
+  return sum(math.prod(_shape(x)) * x.dtype.itemsize for x in leaves)
+
+
+def _kept(plan) -> int:
+  return sum(item.nbytes for item in waiting.of_layers(plan))
+
+
+def _shape(x) -> tuple[int, ...]:
+  """Of the part on one device."""
+  return x.sharding.shard_shape(x.shape) if x.sharding is not None else x.shape
+
+
+def _local(plan, letter: str) -> int:
+  return plan.model.dims[letter] // plan.run.layout.size(plan.run.layout.act_axes(letter))
+
+
+def _dtype(plan) -> jnp.dtype:
+  return jnp.dtype(plan.run.dtype)
