@@ -101,8 +101,9 @@ def get_config(arm=""):
 
   c.optim = ConfigDict()
   c.optim.rule = "adam"  # AdamW, or "lion"
-  # How moments are kept between steps: "float32", or a name in optim/moments.py: "coat", "sqrt_v",
-  # "tensor_e4m3_e5m2", "e4m3_256", "fp8lm", "bf16", "bf16_sr". Norms and biases stay float32.
+  # How moments are kept between steps: "float32", or a name in optim/moments.py: "coat" first (in
+  # experiments/moments the most exact in two bytes), or "sqrt_v", "tensor_e4m3_e5m2", "e4m3_256",
+  # "fp8lm", "bf16", "bf16_sr". Norms and biases stay float32.
   c.optim.moments = "float32"
   # Master weights: "float32"; "bf16_sr", rounded by chance; "bf16_remainder", a float32 of which
   # the BF16 half multiplies; "f16", scaled.
