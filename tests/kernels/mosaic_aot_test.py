@@ -125,8 +125,9 @@ def shipped(array, narrow) -> dict:
   for name, recipe in QUANTIZED.items():
     of = recipes.RECIPES[recipe]
     quants = {1: of.dgrad.lhs, 0: of.wgrad.rhs}
-    make = lambda x, q=quants: quantizer.quantize_matrix(x, q)  # noqa: E731
-    found[name] = (make, (array(jnp.bfloat16, 32768, 3584),))
+    for end, watched in (("", False), ("_watched", True)):
+      make = lambda x, q=quants, w=watched: quantizer.quantize_matrix(x, q, watched=w)  # noqa: E731
+      found[name + end] = (make, (array(jnp.bfloat16, 32768, 3584),))
   return found
 
 
@@ -179,8 +180,9 @@ def compile_all(wanted: list[str]) -> dict[str, dict]:
     ("quantize/both", jnp.bfloat16, {1: recipe.fwd.lhs, 0: recipe.wgrad.lhs}),
     ("quantize/weight", jnp.float32, {1: recipe.fwd.rhs, 0: recipe.dgrad.rhs}),
   ):
-    make = lambda x, quants=quants: quantizer.quantize_matrix(x, quants)  # noqa: E731
-    programs[name] = (make, (array(dtype, 32768, 3584),))
+    for end, watched in (("", False), ("_watched", True)):
+      make = lambda x, q=quants, w=watched: quantizer.quantize_matrix(x, q, watched=w)  # noqa: E731
+      programs[name + end] = (make, (array(dtype, 32768, 3584),))
 
   matrix, both = array(jnp.bfloat16, 32768, 3584), {1: recipe.fwd.lhs, 0: recipe.wgrad.lhs}
   lines = [array(jnp.float32, n) for n in (32768, 3584)]
