@@ -72,7 +72,7 @@ def _by_kind(name: str, tree) -> dict[str, int]:
 
 def _nbytes(x) -> int:
   """Of the part on one device."""
-  return math.prod(_local_shape(x)) * x.dtype.itemsize
+  return math.prod(working.local_shape(x)) * x.dtype.itemsize
 
 
 def compiled(plan: config.Plan, lowered) -> tuple[list[Row], dict[str, Any]]:
@@ -128,7 +128,7 @@ def _by_shape(held: list[peak.Held], plan, params) -> dict[str, list[peak.Held]]
   """Kind of working.py -> what is of that kind, largest first."""
   stacks, matrices = _known(params), set()
   for leaf in params_lib.flatten(params["layers"]).values():
-    for shape in (leaf.shape, _local_shape(leaf)):
+    for shape in (leaf.shape, working.local_shape(leaf)):
       matrices.add(_bulk(shape[1:]))
       matrices.update(_bulk([math.prod(shape[1:i]), math.prod(shape[i:])]) for i in (2, 3))
   vocabulary = plan.model.vocab_size
@@ -156,11 +156,7 @@ def _by_shape(held: list[peak.Held], plan, params) -> dict[str, list[peak.Held]]
 
 def _known(params) -> set[tuple[int, ...]]:
   """Of every parameter's part on one device, see `_bulk`."""
-  return {_bulk(_local_shape(leaf)) for leaf in params_lib.flatten(params).values()}
-
-
-def _local_shape(leaf) -> tuple[int, ...]:
-  return leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
+  return {_bulk(working.local_shape(leaf)) for leaf in params_lib.flatten(params).values()}
 
 
 def _bulk(shape) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def _embedding(plan) -> dict[str, int]:
   """When every layer's gradient is there, the head's and, twice, the embedding's in float32."""
   params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
   head = 4 * plan.model.dims["D"] * _local(plan, "V")
-  embedding = 4 * math.prod(_shape(params["embed"]))
+  embedding = 4 * math.prod(local_shape(params["embed"]))
   return {
     GRADIENTS: _sums(plan, ["layers"]) + _gradients(plan, ["layers"]),
     VOCABULARY: _sums(plan, VOCABULARIES) + head + 2 * embedding,
@@ -94,15 +94,15 @@ def _sums(plan, of) -> int:
 def _gradients(plan, of) -> int:
   tree = step_lib.abstract_gradients(plan)
   leaves = jax.tree.leaves([tree[name] for name in of if name in tree])
-  return sum(math.prod(_shape(x)) * x.dtype.itemsize for x in leaves)
+  return sum(math.prod(local_shape(x)) * x.dtype.itemsize for x in leaves)
 
 
 def _kept(plan) -> int:
   return sum(item.nbytes for item in waiting.of_layers(plan))
 
 
-def _shape(x) -> tuple[int, ...]:
-  """Of the part on one device."""
+def local_shape(x) -> tuple[int, ...]:
+  """Of an abstract array's part on one device."""
   return x.sharding.shard_shape(x.shape) if x.sharding is not None else x.shape
 
 
