@@ -148,6 +148,8 @@ def _fresh(zeros, quant: Quant | None, places: Places):
 
   def one(zero, is_narrow, lead):
     key = jax.random.key(0) if quant.rounding is Rounding.STOCHASTIC else None
+    # As a constant XLA would work it out while it compiles, for minutes where a model is large.
+    zero = jax.lax.optimization_barrier(zero)
     return packed.pack(zero, quant, lead=lead, key=key) if is_narrow else zero
 
   return jax.tree.map(one, zeros, _tree_of(places.narrow, zeros), _tree_of(places.lead, zeros))
