@@ -120,6 +120,10 @@ def get_config(arm=""):
   c.optim.eps = 1e-8
   c.optim.weight_decay = 0.1  # decoupled; not on norms and biases
   c.optim.clip = 1.0  # global gradient norm; 0 turns clipping off
+  # "after_backward" moves parameters when all gradients are there; "by_layer" each layer as soon as
+  # its own is, so that gradients exist of one layer at a time: with clip 0, accumulation 1, remat
+  # "full", gradients "float32", on_nonfinite "stop" and no loss scale only.
+  c.optim.order = "after_backward"
   c.optim.on_nonfinite = (
     "stop"  # at a NaN or infinite loss or gradient: "stop", or "skip" and count
   )

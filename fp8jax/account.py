@@ -167,9 +167,13 @@ def _bulk(shape) -> tuple[int, ...]:
 def kept_by_layers(text: str, plan: config.Plan, params) -> dict[str, int]:
   """{"bf16[28,1,8192,3584] x 2": bytes}: stacks over layers that the backward loop reads.
 
-  Stacks in the shape of a parameter are parameters, gradients or moments, and counted as such.
+  Stacks in the shape of a parameter are parameters, gradients or moments, and counted as such; so
+  are scales of the state, which that loop carries where it moves layers (by_layer.py).
   """
-  known = _known(params)
+  state = step_lib.abstract_state(plan, 1)
+  known = _known(params) | {
+    _bulk(working.local_shape(x)) for x in jax.tree.leaves((state.params, state.opt))
+  }
   total: dict[str, int] = {}
   # A loop for each run of layers in the same recipes, and of what it carries the largest.
   for layers in {stop - first for first, stop in waiting.runs(plan)}:

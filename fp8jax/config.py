@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from fp8jax import axes, loss_scale, mesh, precision, watch
+from fp8jax import axes, by_layer, loss_scale, mesh, precision, watch
 from fp8jax import params as params_lib
 from fp8jax.data import check, loader
 from fp8jax.errors import ConfigError, Problems
@@ -82,6 +82,8 @@ class Plan:
     """Tree of optim.build.Leaf: how every parameter is kept and moved."""
     leaves = optim_build.leaves(self.optim, self.declaration, self.config.seed)
     params = params_lib.abstract(self.declaration, self.model.dims, self.run.layout)
+    if self.optim.order == by_layer.ORDER:
+      by_layer.check(leaves, params)
     return walk.with_backends(leaves, params, self.device, self.config.kernels.optimizer)
 
   @property
@@ -258,6 +260,7 @@ def _optim(c: Config, problems: Problems) -> optim_build.Optim:
     problems.one_of(f"optim.{key}", getattr(optim, key), known)
   problems.one_of("kernels.optimizer", c.kernels.optimizer, fused.CHOICES)
   problems.one_of("optim.on_nonfinite", c.optim.on_nonfinite, ("stop", "skip"))
+  problems.extend(by_layer.problems(c))
   return optim
 
 
@@ -381,7 +384,7 @@ def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 _HARMLESS = (
   "log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
   "memory.remat", "memory.target", "memory.loss_chunk", "data.workers", "data.prefetch", "init.hf",
-  "optim.on_nonfinite", "calibrate.", "precision.strict", "precision.calibration",
+  "optim.on_nonfinite", "optim.order", "calibrate.", "precision.strict", "precision.calibration",
 )  # fmt: skip
 
 

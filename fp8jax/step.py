@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8jax import config, loss_scale, metrics
+from fp8jax import by_layer, config, loss_scale, metrics
 from fp8jax import params as params_lib
 from fp8jax.kernels import backend as backend_lib
 from fp8jax.models import transformer
@@ -26,13 +26,7 @@ def _abstract_leaves(plan: config.Plan):
   wide = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
 
   both = jax.tree.map(walk.abstract, plan.leaves, wide)
-  return _part(both, wide, 1), _part(both, wide, 0)
-
-
-def _part(tree, like, which: int):
-  """Of a tree of tuples one of each."""
-  structure = jax.tree.structure(like)
-  return structure.unflatten([found[which] for found in structure.flatten_up_to(tree)])
+  return walk.part(both, wide, 1), walk.part(both, wide, 0)
 
 
 def abstract_params(plan: config.Plan):
@@ -77,8 +71,8 @@ def make_state(plan: config.Plan, params=None) -> State:
     both = jax.tree.map(walk.init, plan.leaves, params)
     return State(
       step=jnp.zeros((), jnp.int32),
-      params=_part(both, params, 1),
-      opt=_part(both, params, 0),
+      params=walk.part(both, params, 1),
+      opt=walk.part(both, params, 0),
       memories={},
       loss_scale=loss_scale.fresh(plan.config.loss_scale),
       room=_fresh_room(plan),
@@ -186,15 +180,22 @@ def halts(plan: config.Plan) -> bool:
   return plan.config.optim.on_nonfinite == "stop" and plan.config.loss_scale.kind == "none"
 
 
+def met_it(plan: config.Plan) -> str:
+  """Which parameters a state has that is halted by a batch, in words."""
+  if plan.optim.order == by_layer.ORDER:
+    return "the parameters that met it, but for layers behind the first bad one, which have moved,"
+  return "the parameters that met it"
+
+
 def make_step(plan: config.Plan):
   """(state, batch, sites) -> (state, metrics), jitted, state donated.
 
-  batch is [B, L], or [A, B, L] for A microbatches whose gradients are accumulated in float32. With
-  loud sites (Plan.sites) the same function, traced a second time, also returns what every site saw
-  in metrics["seen"], and transformer.alignment.
+  batch is [B, L], or [A, B, L] for A microbatches whose gradients are added up. With loud sites
+  (Plan.sites) the same function, traced a second time, also returns what every site saw in
+  metrics["seen"], and transformer.alignment.
   """
   shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(plan))
-  leaves = plan.leaves
+  take = by_layer.take if plan.optim.order == by_layer.ORDER else after_backward
   schedule = optim_build.schedule(plan.optim)
   stop = halts(plan)
   key = jax.random.key(plan.config.seed)
@@ -202,62 +203,69 @@ def make_step(plan: config.Plan):
   def step(state: State, batch, sites):
     sites = site_lib.with_memories(sites, state.memories)
     sites = site_lib.with_keys(sites, jax.random.fold_in(key, state.step))
-    scale = state.loss_scale.get("scale")
-    loss, gradient, seen = gradients(
-      plan, state.params, sites, batch, scale, state.step, state.room
-    )
-    norm = gradients_lib.norm(gradient)
+    watched = {}
+    if _is_loud(sites):
+      # Before anything moves: parameters are moved in place.
+      both = (state.params, transformer.alignment(state.params))
+      params, watched["alignment"] = jax.lax.optimization_barrier(both)
+      state = dataclasses.replace(state, params=params)
     rate = schedule(state.step)
-    # Narrow formats saturate: an infinity can pass through a product unnoticed, so sites are asked.
-    is_finite = jnp.isfinite(loss) & jnp.isfinite(norm) & _all_finite(seen)
+    taken = take(plan, state, sites, batch, rate)
+    params, opt = taken.params, taken.opt
+    if plan.run.layout.mesh is not None:  # scales too come to rest where they were
+      params, opt = jax.lax.with_sharding_constraint((params, opt), shardings)
+    memories = site_lib.next_memories(sites, state.memories, taken.seen)
+    if watched:
+      watched["seen"] = taken.seen
+    is_finite = taken.is_finite
     is_applied = is_finite & ~state.halted
 
     def keep(new, old):
       return jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
 
-    with jax.named_scope("optimizer"):
-      now = walk.Now(state.step, rate, walk.clip_factor(norm, plan.optim.clip), is_applied)
-      params, opt, squares = _move(plan, leaves, gradient, state, now)
-      if plan.run.layout.mesh is not None:  # scales too come to rest where they were
-        params, opt = jax.lax.with_sharding_constraint((params, opt), shardings)
-    memories = site_lib.next_memories(sites, state.memories, seen)
-    moved, before = jnp.sqrt(squares)
-    values = metrics.of_step(loss, norm, moved, before, rate, is_finite)
-    room = state.room
-    if room:
-      share = gradients_lib.saturated(gradient)
-      room = gradients_lib.next_room(room, share)
-      values |= {"gradient_room": state.room["mu"], "gradient_saturation": share}
-    if scale is not None:
-      values["loss_scale"] = scale
-    if _is_loud(sites):
-      values = {**values, "seen": seen, "alignment": transformer.alignment(state.params)}
+    moved, before = jnp.sqrt(taken.squares)
+    values = metrics.of_step(taken.loss, taken.norm, moved, before, rate, is_finite)
     return State(
       step=state.step + ~state.halted,
       params=params,
       opt=opt,
       memories=keep(memories, state.memories),
       loss_scale=loss_scale.update(state.loss_scale, is_finite, plan.config.loss_scale),
-      room=keep(room, state.room),
+      room=keep(taken.room, state.room),
       skipped=state.skipped + (~is_finite & ~state.halted),
       halted=state.halted | (~is_finite & stop),
-    ), values
+    ), {**values, **taken.values, **watched}
 
   options = backend_lib.compiler_options(plan.device)
   return jax.jit(step, donate_argnums=0, compiler_options=options)
 
 
-def _move(plan: config.Plan, leaves, gradient, state: State, now: walk.Now):
-  """(params, opt, sums of squares of the update and of the parameters before it)."""
+def after_backward(plan: config.Plan, state: State, sites, batch, rate) -> walk.Taken:
+  """A step that moves every parameter when all gradients are there.
 
-  def one(leaf, p, g, opt, kept):
-    may_walk = not plan.run.layout.weight_axes(p.letters[0])
-    return walk.move(leaf, g, opt, kept, now, may_walk=may_walk)
-
-  trees = (plan.declaration, gradient, state.opt, state.params)
-  moved = jax.tree.map(one, leaves, *trees)
-  opt, params, squares = (_part(moved, plan.declaration, i) for i in range(3))
-  return params, opt, sum(jax.tree.leaves(squares))
+  Args:
+    sites, batch: as the model takes them.
+    rate: learning rate.
+  """
+  scale = state.loss_scale.get("scale")
+  loss, gradient, seen = gradients(plan, state.params, sites, batch, scale, state.step, state.room)
+  norm = gradients_lib.norm(gradient)
+  # Narrow formats saturate: an infinity can pass through a product unnoticed, so sites are asked.
+  is_finite = jnp.isfinite(loss) & jnp.isfinite(norm) & _all_finite(seen)
+  factor = walk.clip_factor(norm, plan.optim.clip)
+  now = walk.Now(state.step, rate, factor, is_finite & ~state.halted)
+  with jax.named_scope("optimizer"):
+    opt, params, squares = walk.move_all(
+      plan.leaves, plan.declaration, plan.run.layout, gradient, state.opt, state.params, now
+    )
+  room, values = state.room, {}
+  if room:
+    share = gradients_lib.saturated(gradient)
+    room = gradients_lib.next_room(room, share)
+    values |= {"gradient_room": state.room["mu"], "gradient_saturation": share}
+  if scale is not None:
+    values["loss_scale"] = scale
+  return walk.Taken(loss, norm, is_finite, params, opt, squares, seen, room, values)
 
 
 def _is_loud(sites) -> bool:

@@ -332,7 +332,7 @@ class _Run:
     writers.write_json(self.workdir, "nonfinite/report.json", {"step": step, **values, **found})
     raise NonFinite(
       f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. First bad site: "
-      f"{found['first_bad_site']}. The batch is in {folder}, the parameters that met it are "
+      f"{found['first_bad_site']}. The batch is in {folder}, {step_lib.met_it(self.plan)} are "
       f"checkpoint {step}; --job=diagnose repeats the pass. Lower optim.peak_lr, give the site "
       "recipe 'bf16', or set optim.on_nonfinite='skip'"
     )

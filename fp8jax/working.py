@@ -2,7 +2,8 @@
 
 Beside its state a step holds gradients, what waits for the backward pass of the layers (waiting.py)
 and what it has in hand. Three moments compete for the most: the loss, the backward pass of the last
-layer, and the gradient of the embedding, when all others are there. The forms are those of GPU
+layer, and the gradient of the embedding, when all others are there; a fourth is a layer's update
+where layers move one after the other (by_layer.py). The forms are those of GPU
 programs; the compiled step is held against them (account.py).
 """
 
@@ -11,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from fp8jax import config, waiting
+from fp8jax import by_layer, config, waiting
 from fp8jax import params as params_lib
 from fp8jax import step as step_lib
 
@@ -27,6 +28,8 @@ KINDS = (GRADIENTS, KEPT, VOCABULARY, WEIGHTS, OPERANDS, ACTIVATIONS)
 def fullest(plan: config.Plan) -> tuple[str, dict[str, int]]:
   """(the moment that needs most, {kind: bytes on one device})."""
   moments = {"loss": _loss(plan), "last layer": _layer(plan), "embedding": _embedding(plan)}
+  if plan.optim.order == by_layer.ORDER:
+    moments["update of a layer"] = _update(plan)
   return max(moments.items(), key=lambda item: sum(item[1].values()))
 
 
@@ -64,10 +67,17 @@ def _layer(plan) -> dict[str, int]:
   is_gathered = any(plan.run.layout.size(plan.run.layout.weight_axes(c)) > 1 for c in "D")
   in_hand = 4 * sum(weights) if is_gathered else 0
   in_hand += 2 * weights[0] * (1 if is_narrow else size) if is_gathered else 0
+  head = 4 * d * _local(plan, "V")  # its gradient, whole
+  if plan.optim.order == by_layer.ORDER:
+    in_hand = max(in_hand, _gradients(plan, ["layers"]) // plan.model.num_layers)
+    head *= plan.model.tie_embeddings  # or moved already
+    gradients = 0
+  else:
+    gradients = _sums(plan, ["layers"]) + _gradients(plan, ["layers"])
   return {
-    GRADIENTS: _sums(plan, ["layers"]) + _gradients(plan, ["layers"]),
+    GRADIENTS: gradients,
     KEPT: _kept(plan),
-    VOCABULARY: _sums(plan, VOCABULARIES) + 4 * d * _local(plan, "V"),  # the head's, whole
+    VOCABULARY: _sums(plan, VOCABULARIES) + head,
     WEIGHTS: in_hand,
     # Both gradients for both of their products, and what gate and up read.
     OPERANDS: tokens * (4 * f + d) if is_narrow else 0,
@@ -75,11 +85,31 @@ def _layer(plan) -> dict[str, int]:
   }
 
 
+def _update(plan) -> dict[str, int]:
+  """When a layer's gradients are there and it is moved: its part of the state, before it is put."""
+  state = step_lib.abstract_state(plan, 1)
+  arrays = jax.tree.leaves((state.params["layers"], state.opt["layers"]))
+  of_state = sum(math.prod(local_shape(x)) * x.dtype.itemsize for x in arrays)
+  stream = plan.tokens_per_device * plan.model.dims["D"] * _dtype(plan).itemsize
+  head = 4 * plan.model.dims["D"] * _local(plan, "V") * plan.model.tie_embeddings
+  return {
+    KEPT: _kept(plan),
+    VOCABULARY: head,
+    WEIGHTS: (_gradients(plan, ["layers"]) + of_state) // plan.model.num_layers,
+    ACTIVATIONS: 2 * stream,
+  }
+
+
 def _embedding(plan) -> dict[str, int]:
-  """When every layer's gradient is there, the head's and, twice, the embedding's in float32."""
+  """When every layer's gradient is there, the head's and, twice, the embedding's in float32.
+
+  Or the embedding's alone, where the others have moved.
+  """
   params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
   head = 4 * plan.model.dims["D"] * _local(plan, "V")
   embedding = 4 * math.prod(local_shape(params["embed"]))
+  if plan.optim.order == by_layer.ORDER:
+    return {VOCABULARY: head * plan.model.tie_embeddings + 2 * embedding}
   return {
     GRADIENTS: _sums(plan, ["layers"]) + _gradients(plan, ["layers"]),
     VOCABULARY: _sums(plan, VOCABULARIES) + head + 2 * embedding,

@@ -44,57 +44,85 @@ def site_params(cfg: ModelConfig):
   return {**params(cfg), "head": Param("DV", inputs=1)}
 
 
+def loss(params, sites, batch, cfg: ModelConfig, run: Execution):
+  """Sum over tokens of weight * -log p(target): a float32 scalar."""
+  params = _with_values(params)
+  x_BLD = _after_last(params, sites, batch, cfg, run)
+  return after_layers(x_BLD, params, sites, batch, cfg, run)
+
+
+def logits(params, sites, batch, cfg: ModelConfig, run: Execution):
+  """float32 [B, L, V]. For inspection and parity; training never builds this."""
+  params = _with_values(params)
+  h_BLD = hidden(params, sites, batch, cfg, run)
+  head, eqn = _head(params, cfg)
+  return dot(eqn, h_BLD, head, sites["head"], out_dtype=jnp.float32)
+
+
 def hidden(params, sites, batch, cfg: ModelConfig, run: Execution):
   """Normalised last hidden states [B, L, D] in the compute dtype."""
   params = _with_values(params)
-
-  def layer(x_BLD, layer, angles, segments_BL):
-    p, s = layer
-    x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, segments_BL, cfg, run)
-    x_BLD = swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run)
-    return axes.constrain(x_BLD, "BLD", run.layout)
-
-  layer = _remat(layer, run)
-  step = lambda *args: (layer(*args), None)  # noqa: E731
-  x_BLD, _ = _over_layers(step, params, sites, batch, cfg, run)
-  return later.rms_norm(x_BLD, params["norm"], cfg.norm_eps, keep=run.kept.norms).value()
+  x_BLD = _after_last(params, sites, batch, cfg, run)
+  return _normalised(x_BLD, params, cfg, run)
 
 
-def channel_scales(params, sites, batch, cfg: ModelConfig, run: Execution):
-  """float32 [N, F]: swiglu.channel_scales of every layer at a batch."""
-
-  def layer(x_BLD, layer, angles, segments_BL):
-    p, s = layer
-    x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, segments_BL, cfg, run)
-    scales_F = swiglu.channel_scales(p["mlp"], s["mlp"], x_BLD, cfg)
-    return swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run), scales_F
-
-  return _over_layers(layer, _with_values(params), sites, batch, cfg, run)[1]
+def stream(params, batch, run: Execution):
+  """What the first layer reads: tokens embedded, [B, L, D] in the compute dtype."""
+  embed = weights.value(params["embed"])
+  x_BLD = jnp.take(embed, batch["tokens_BL"], axis=0, mode="clip").astype(run.dtype)
+  return axes.constrain(x_BLD, "BLD", run.layout)
 
 
-def _over_layers(layer, params, sites, batch, cfg: ModelConfig, run: Execution):
-  """(residual stream [B, L, D] after the last layer, what else layers give, stacked).
+def surroundings(batch, cfg: ModelConfig):
+  """What every layer knows of a batch: (rotary angles, segments or None)."""
+  return rope.cos_sin(batch["positions_BL"], cfg), batch.get("segments_BL")
+
+
+def layer(x_BLD, of_layer, around, cfg: ModelConfig, run: Execution):
+  """The residual stream after one layer.
 
   Args:
-    layer: (residual stream, (parameters, sites), angles, segments or None) -> (stream, anything).
+    of_layer: its (parameters, sites).
+    around: of the batch, see `surroundings`.
   """
-  x_BLD = jnp.take(params["embed"], batch["tokens_BL"], axis=0, mode="clip").astype(run.dtype)
-  x_BLD = axes.constrain(x_BLD, "BLD", run.layout)
-  angles = rope.cos_sin(batch["positions_BL"], cfg)
+  (p, s), (angles, segments_BL) = of_layer, around
+  x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, segments_BL, cfg, run)
+  x_BLD = swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run)
+  return axes.constrain(x_BLD, "BLD", run.layout)
 
-  def step(x_BLD, of_layer):
-    return layer(x_BLD, of_layer, angles, batch.get("segments_BL"))
 
-  start, found = 0, []
+def runs_of_layers(params, sites, cfg: ModelConfig):
+  """(parameters, sites) of every run of layers that multiply alike, both stacked."""
+  start = 0
   for run_of_layers in sites["layers"]:
     stop = start + jax.tree.leaves(run_of_layers)[0].shape[0]
     of_run = params["layers"]
     if stop - start < cfg.num_layers:
       of_run = jax.tree.map(lambda p, a=start, b=stop: p[a:b], of_run)
-    x_BLD, more = jax.lax.scan(step, x_BLD, (of_run, run_of_layers))
+    yield of_run, run_of_layers
     start = stop
-    found.append(more)
-  return x_BLD, jax.tree.map(lambda *runs: jnp.concatenate(runs), *found)
+
+
+def after_layers(x_BLD, params, sites, batch, cfg: ModelConfig, run: Execution):
+  """`loss` of what the last layer gave; `params` and `sites` need not have the layers."""
+  params = weights.value({k: p for k, p in params.items() if k != "layers"})
+  head, eqn = _head(params, cfg)
+  h_BLD = _normalised(x_BLD, params, cfg, run)
+  return cross_entropy(
+    h_BLD, head, eqn, batch["targets_BL"], batch["weights_BL"], sites["head"], run.loss_chunk
+  )
+
+
+def channel_scales(params, sites, batch, cfg: ModelConfig, run: Execution):
+  """float32 [N, F]: swiglu.channel_scales of every layer at a batch."""
+
+  def step(x_BLD, of_layer, around):
+    (p, s), (angles, segments_BL) = of_layer, around
+    x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, segments_BL, cfg, run)
+    scales_F = swiglu.channel_scales(p["mlp"], s["mlp"], x_BLD, cfg)
+    return swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run), scales_F
+
+  return _over_layers(step, _with_values(params), sites, batch, cfg, run)[1]
 
 
 def alignment(params):
@@ -103,22 +131,28 @@ def alignment(params):
   return smooth.alignment(weights.read(mlp["gate"]), weights.read(mlp["up"]))
 
 
-def loss(params, sites, batch, cfg: ModelConfig, run: Execution):
-  """Sum over tokens of weight * -log p(target): a float32 scalar."""
-  params = _with_values(params)
-  h_BLD = hidden(params, sites, batch, cfg, run)
-  head, eqn = _head(params, cfg)
-  return cross_entropy(
-    h_BLD, head, eqn, batch["targets_BL"], batch["weights_BL"], sites["head"], run.loss_chunk
-  )
+def _after_last(params, sites, batch, cfg: ModelConfig, run: Execution):
+  """The residual stream after all layers."""
+  remembered = _remat(functools.partial(layer, cfg=cfg, run=run), run)
+  step = lambda *args: (remembered(*args), None)  # noqa: E731
+  return _over_layers(step, params, sites, batch, cfg, run)[0]
 
 
-def logits(params, sites, batch, cfg: ModelConfig, run: Execution):
-  """float32 [B, L, V]. For inspection and parity; training never builds this."""
-  params = _with_values(params)
-  head, eqn = _head(params, cfg)
-  h_BLD = hidden(params, sites, batch, cfg, run)
-  return dot(eqn, h_BLD, head, sites["head"], out_dtype=jnp.float32)
+def _over_layers(step, params, sites, batch, cfg: ModelConfig, run: Execution):
+  """(residual stream [B, L, D] after the last layer, what else layers give, stacked).
+
+  Args:
+    step: (residual stream, (parameters, sites), surroundings) -> (stream, anything).
+  """
+  x_BLD, around, found = stream(params, batch, run), surroundings(batch, cfg), []
+  for of_run in runs_of_layers(params, sites, cfg):
+    x_BLD, more = jax.lax.scan(lambda x, of_layer: step(x, of_layer, around), x_BLD, of_run)
+    found.append(more)
+  return x_BLD, jax.tree.map(lambda *runs: jnp.concatenate(runs), *found)
+
+
+def _normalised(x_BLD, params, cfg: ModelConfig, run: Execution):
+  return later.rms_norm(x_BLD, params["norm"], cfg.norm_eps, keep=run.kept.norms).value()
 
 
 def _with_values(params):

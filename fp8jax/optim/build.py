@@ -25,6 +25,7 @@ CHOICES = {
   "moments": tuple(moments.PRESETS),
   "master": tuple(masters.PRESETS),
   "gradients": tuple(gradients.PRESETS),
+  "order": ("after_backward", "by_layer"),
 }
 
 
@@ -44,6 +45,8 @@ class Optim:
     b1, b2, eps: of Adam; b1 and b2 of Lion.
     weight_decay: decoupled (Loshchilov & Hutter 2019, arXiv:1711.05101).
     clip: global gradient norm, 0 for none.
+    order: "after_backward" moves all parameters when all gradients are there; "by_layer" every
+      layer as soon as its own is (see fp8jax/by_layer.py).
   """
 
   rule: str
@@ -61,6 +64,7 @@ class Optim:
   eps: float
   weight_decay: float
   clip: float
+  order: str = "after_backward"
 
   def problems(self) -> list[str]:
     """What is impossible about these numbers, in words."""

@@ -9,13 +9,14 @@ copies exist of a piece only. A kernel (fused.py) has none at all and takes a pa
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fp8jax.axes import Layout
 from fp8jax.optim import fused, gradients, masters
 from fp8jax.optim.build import Leaf
 from fp8jax.quant import packed
@@ -41,6 +42,31 @@ class Now:
   rate: Any
   factor: Any = 1.0
   is_applied: Any = True
+
+
+class Taken(NamedTuple):
+  """A step of a model.
+
+  Attributes:
+    loss: mean over tokens.
+    norm: global norm of the gradient.
+    is_finite: bool scalar, whether loss, gradient and all that sites saw were.
+    params, opt: of State.
+    squares: float32 [2]: sums of squares of the updates and of the parameters before them.
+    seen: {site: what it saw}.
+    room: State.room.
+    values: further metrics.
+  """
+
+  loss: Any
+  norm: Any
+  is_finite: Any
+  params: Any
+  opt: Any
+  squares: Any
+  seen: dict[str, Any]
+  room: dict[str, Any]
+  values: dict[str, Any]
 
 
 def clip_factor(norm, clip: float):
@@ -100,7 +126,29 @@ def with_backends(leaves, params, device, wanted: str):
   return chosen
 
 
-def move(leaf: Leaf, g, state, kept, now: Now, *, may_walk: bool = True):
+def move_all(leaves, declaration, layout: Layout, g, state, kept, now: Now, *, piece=0):
+  """`move` of all parameters of a tree.
+
+  Returns:
+    (state, kept, squares): trees, and sums over them.
+  """
+
+  def one(leaf, p, g, state, kept):
+    may_walk = not layout.weight_axes(p.letters[0])
+    return move(leaf, g, state, kept, now, may_walk=may_walk, piece=piece)
+
+  moved = jax.tree.map(one, leaves, declaration, g, state, kept)
+  state, kept, squares = (part(moved, declaration, i) for i in range(3))
+  return state, kept, sum(jax.tree.leaves(squares))
+
+
+def part(tree, like, which: int):
+  """Of a tree of tuples one of each."""
+  structure = jax.tree.structure(like)
+  return structure.unflatten([found[which] for found in structure.flatten_up_to(tree)])
+
+
+def move(leaf: Leaf, g, state, kept, now: Now, *, may_walk: bool = True, piece=0):
   """One parameter's step.
 
   Args:
@@ -108,6 +156,7 @@ def move(leaf: Leaf, g, state, kept, now: Now, *, may_walk: bool = True):
     state: of its transformation.
     kept: its master: float32, Packed or Split.
     may_walk: whether its first axis lies on one device.
+    piece: which layer, where these are one layer's part of a parameter: what is drawn differs.
 
   Returns:
     (state, kept, float32 [2]: sums of squares of the update and of the parameter before it).
@@ -131,7 +180,7 @@ def move(leaf: Leaf, g, state, kept, now: Now, *, may_walk: bool = True):
 
   pieces = _pieces(g, (state, kept)) if may_walk else 1
   if pieces == 1:
-    (state, kept), squares = one(g, (state, kept), 0)
+    (state, kept), squares = one(g, (state, kept), piece)
   else:
     (state, kept), squares = _walk(one, g, (state, kept), pieces)
   return state, kept, squares
@@ -140,26 +189,35 @@ def move(leaf: Leaf, g, state, kept, now: Now, *, may_walk: bool = True):
 def _walk(one, g, before, pieces: int):
   size = g.shape[0] // pieces
 
-  def cut(i, tree):
-    def part(x):  # a counter, or a scale of all, is every piece's
-      return jax.lax.dynamic_slice_in_dim(x, i * size, size) if x.ndim else x
-
-    return jax.tree.map(part, tree)
-
   def body(i, carry):
     moved, squares = carry
     # Every piece starts from the counters before the step.
-    old = jax.tree.map(lambda x, start: x if x.ndim else start, moved, before)
-    new, more = one(cut(i, g), cut(i, old), i)
+    old = cut(with_counters(moved, before), i * size, size)
+    new, more = one(cut(g, i * size, size), old, i)
     # XLA would compute all of it inside the CPU's in-place update, on one thread: 3 times as long.
     new = jax.lax.platform_dependent(new, cpu=jax.lax.optimization_barrier, default=lambda new: new)
-
-    def put(x, y):
-      return jax.lax.dynamic_update_slice_in_dim(x, y, i * size, 0) if x.ndim else y
-
-    return jax.tree.map(put, moved, new), squares + more
+    return put(moved, new, i * size), squares + more
 
   return jax.lax.fori_loop(0, pieces, body, (before, jnp.zeros(2, jnp.float32)))
+
+
+def cut(tree, start, size: int):
+  """`size` entries of every array's first axis; a counter, or a scale of all, is every part's."""
+  return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size) if x.ndim else x, tree)
+
+
+def put(tree, part, start):
+  """The inverse of `cut`."""
+
+  def one(x, y):
+    return jax.lax.dynamic_update_slice_in_dim(x, y, start, 0) if x.ndim else y
+
+  return jax.tree.map(one, tree, part)
+
+
+def with_counters(tree, before):
+  """The tree with the scalars of another one."""
+  return jax.tree.map(lambda x, old: x if x.ndim else old, tree, before)
 
 
 def _pieces(g, kept) -> int:

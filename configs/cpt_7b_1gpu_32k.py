@@ -1,0 +1,21 @@
+"""All of Qwen2.5-7B on one 80 GB GPU at InfiR2's length, 32,768 tokens at a time.
+
+what:      cpt_7b_1gpu, but every layer moves as soon as its gradient is there, so that gradients
+           exist of one layer at a time. The global norm is then known too late to clip by: clip 0
+           where InfiR2 clips at 1
+command:   as for configs/cpt_7b.py, then
+           python launch.py --config=configs/cpt_7b_1gpu_32k.py
+hardware:  1 x H100 with 80 GB (compiled for it without a GPU, not yet run)
+expected:  57.6 GiB of its 74.5, by --job=memory --config.memory.target=h100:1; loss and speed: not
+           yet measured
+"""
+
+from configs import cpt_7b_1gpu
+
+
+def get_config(arm=""):
+  c = cpt_7b_1gpu.get_config(arm)
+  c.optim.order, c.optim.clip, c.optim.gradients = "by_layer", 0.0, "float32"
+  c.length = 32_768
+  c.eval.tokens = 25 * 32_768
+  return c

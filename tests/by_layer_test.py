@@ -1,0 +1,180 @@
+"""optim.order="by_layer": the steps of the other order, with one layer's gradient at a time."""
+
+import dataclasses
+
+import aot_test
+import jax
+import numpy as np
+import pytest
+import train_test
+
+from fp8jax import account, by_layer, config, errors, proof, target
+from fp8jax import params as params_lib
+from fp8jax import step as step_lib
+from fp8jax.models import presets
+from fp8jax.optim import build
+from fp8jax.params import Param
+
+OURS = {
+  "optim.order": "by_layer", "optim.clip": 0.0, "memory.remat": "full",
+  "optim.schedule": "constant", "optim.warmup_steps": 0, "model.num_layers": 4,
+}  # fmt: skip
+OTHER = {**OURS, "optim.order": "after_backward"}
+
+
+@pytest.fixture(autouse=True)
+def tiny_preset(monkeypatch):
+  monkeypatch.setitem(presets.PRESETS, "tiny", train_test.TINY)
+  untied = dataclasses.replace(train_test.TINY, tie_embeddings=False)
+  monkeypatch.setitem(presets.PRESETS, "untied", untied)
+
+
+def _runner(recipe, shape=None, **changes):
+  return train_test.Runner(train_test._plan(train_test._config(recipe, **changes), shape))
+
+
+def _begin(runner):
+  """A state whose scales are those of the first batch."""
+  state = step_lib.make_state(runner.plan)
+  return step_lib.calibrate(
+    runner.plan, state, runner.spread.place(train_test._host_batches()[0]), 0
+  )
+
+
+@pytest.mark.parametrize(
+  "recipe, changes",
+  [
+    ("bf16", {"optim.weight_decay": 0.0}),
+    # Two loops, one of sites that remember; a head of its own.
+    ("tensor_delayed", {"precision.first_bf16": 1, "optim.moments": "fp8lm",
+                        "model.preset": "untied"}),
+    ("block_128", {"optim.moments": "coat", "optim.master": "bf16_remainder",
+                   "memory.residual": "e4m3_16"}),
+    ("nvfp4_sr_rht", {"optim.rule": "lion", "optim.moments": "bf16"}),
+  ],
+)  # fmt: skip
+def test_both_orders_take_the_same_step(recipe, changes):
+  """Only the last bit of a sum differs: XLA contracts multiplications and additions otherwise."""
+  found = []
+  for order in (OURS, OTHER):
+    runner = _runner(recipe, **order, **changes)
+    state, host = _begin(runner), train_test._host_batches()[0]
+    placed = runner.spread.place(host)
+    assert proof.strict(runner.plan, runner.step_fn, state, placed, runner.sites)
+    state, values = runner.step(state, host)
+    found.append(jax.device_get((state, values)))
+  (ours, got), (other, wanted) = found
+  assert got == pytest.approx(wanted, rel=1e-5)
+  same = 0
+  for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(other), strict=True):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    same += np.mean(a == b)
+    # Codes and halves on a tie of their rounding are the exception.
+    assert np.mean(~np.isclose(a, b, rtol=1e-5, atol=1e-9)) < 1e-3
+  assert same > 0
+
+
+def test_on_a_mesh():
+  batches = train_test._host_batches()[:3]
+  wanted, one = _runner("bf16", **OURS).run(batches)
+  for shape in [(1, 8, 1), (2, 2, 2)]:
+    losses, state = _runner("bf16", shape, **OURS).run(batches)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(one.params)):
+      np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5)
+
+
+def small_on_h200(order: str) -> dict:
+  changes = {"eval.batch": 1, "optim.order": order, "optim.clip": 0.0, "memory.remat": "full"}
+  changes |= {
+    "optim.moments": "coat",
+    "optim.master": "bf16_remainder",
+    "kernels.optimizer": "auto",
+  }
+  c = aot_test.load("configs/base.py", aot_test.SMALL | changes | {"model.num_layers": 8})
+  plan, devices = target.resolve(c, "h200:1")
+  rows, summary = account.compiled(plan, target.lower(plan, devices))
+  layers = params_lib.count(plan.declaration["layers"], plan.model.dims)
+  return {"rows": {r.kind: (r.declared, r.compiled) for r in rows}, "layers": layers, **summary}
+
+
+@pytest.mark.aot
+def test_gradients_of_all_layers_are_never_there():
+  """In the program for an H200: and what is declared is what there is."""
+  ours, other = (
+    aot_test.elsewhere(f"small_on_h200({order!r})", "by_layer_test")
+    for order in ("by_layer", "after_backward")
+  )
+  assert other["rows"]["gradients of layers"][1] >= 4 * other["layers"]
+  assert ours["rows"]["gradients of layers"][1] < 0.05 * ours["layers"]
+  assert ours["temporaries_compiled"] < other["temporaries_compiled"] - 0.7 * 4 * ours["layers"]
+  assert ours["outputs_not_aliased"] < 2**20  # moved in place
+  assert ours["declared"] == pytest.approx(ours["peak"], rel=0.05)
+
+
+def test_a_bad_gradient_stops_what_comes_after_it():
+  """Layer 1's overflows: what is behind it has moved, the rest has not, nor does it ever."""
+  runner = _runner("bf16", **OURS)
+  state = step_lib.make_state(runner.plan)
+  host = jax.tree.map(np.array, state.params)
+  # Channel 0 of what gate and up read is enormous, and multiplied by 0.
+  host["layers"]["mlp"]["norm"][1, 0] = 1e30
+  for name in ("gate", "up"):
+    host["layers"]["mlp"][name][1, 0] = 0
+  poisoned = step_lib.make_state(runner.plan, jax.tree.map(jax.numpy.asarray, host))
+  state, values = runner.step(poisoned, train_test._host_batches()[0])
+  assert np.isfinite(values["loss"]) and not values["is_finite"] and state.halted
+
+  def moved(path):
+    old, new = (params_lib.flatten(t)[path] for t in (host, jax.device_get(state.params)))
+    per_layer = zip(old, new) if path.startswith("layers/") else [(old, new)]
+    return [bool(np.any(a != b)) for a, b in per_layer]
+
+  for path in params_lib.flatten(host["layers"]):
+    assert moved(f"layers/{path}") == [False, False, True, True]
+  assert moved("norm") == [True] and moved("embed") == [False]
+  halted = jax.device_get(state)
+  state, _ = runner.step(state, train_test._host_batches()[1])
+  for a, b in zip(jax.tree.leaves(halted.params), jax.tree.leaves(state.params)):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_what_needs_all_gradients_is_refused():
+  c = train_test._config(
+    "bf16",
+    **{
+      "optim.order": "by_layer", "optim.on_nonfinite": "skip", "optim.gradients": "bf16_sr",
+      "accumulation": 2, "loss_scale.kind": "dynamic",
+    },
+  )  # fmt: skip
+  with pytest.raises(errors.ConfigError) as e:
+    train_test._plan(c)
+  for key in (
+    "optim.clip=1.0", "accumulation=2", "memory.remat='none'", "optim.gradients='bf16_sr'",
+    "optim.on_nonfinite='skip'", "loss_scale.kind='dynamic'",
+  ):  # fmt: skip
+    assert f"{key} with optim.order='by_layer'" in str(e.value)
+
+
+def test_layers_that_share_a_scale_are_refused():
+  declaration = {"layers": {"small": Param("NDF")}}
+  optim = dataclasses.replace(
+    build.Optim("adam", "e4m3_256", "float32", "float32", "constant", 1e-3, 0.0, 0, 0, 1, 0.9, 0.95,
+                1e-8, 0.0, 0.0),
+    order="by_layer",
+  )  # fmt: skip
+  leaves = build.leaves(optim, declaration)
+  for dims, is_refused in (({"N": 3, "D": 8, "F": 16}, True), ({"N": 3, "D": 16, "F": 16}, False)):
+    params = params_lib.abstract(declaration, dims)
+    if is_refused:
+      with pytest.raises(ValueError, match="layers/small is so small that layers share scales"):
+        by_layer.check(leaves, params)
+    else:
+      by_layer.check(leaves, params)
+
+
+def test_layers_split_over_devices_are_refused():
+  c = train_test._config("bf16", **OURS)
+  c.sharding.weights.N, c.sharding.weights.D = "fsdp", ()
+  with pytest.raises(config.ConfigError, match="by_layer' with sharding.weights.N"):
+    train_test._plan(c, (1, 4, 1))
