@@ -47,12 +47,12 @@ def pytest_collection_modifyitems(items):
 
 # Where what is compiled is what is tested: the compiler is the one that users have. Elsewhere
 # compiling takes most of the time, and LLVM's optimizations a third of that.
-_EXACT = ("quant", "kernels")
+_EXACT = ("quant", "kernels", "invariance_test")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_quickly(request):
-  if request.path.parent.name in _EXACT:
+  if {request.path.parent.name, request.path.stem} & set(_EXACT):
     yield
     return
   with pytest.MonkeyPatch.context() as patch:

@@ -37,12 +37,15 @@ ROWS = {
   **{f"coat seed {seed}": (_BASE, {"seed": seed, "optim.moments": "coat"}) for seed in range(3)},
   **{f"lossless seed {seed}": (_BASE, {"seed": seed, **_LOSSLESS}) for seed in range(3)},
   **{n: (_BASE, {"optim.moments": n}) for n in moments.PRESETS if n not in ("float32", "coat")},
-  "2024_coat:float32": ("experiments/2024_coat/config.py:float32", {}),
-  "2024_coat:coat": ("experiments/2024_coat/config.py:coat", {}),
-  "2023_fp8_lm:float32": ("experiments/2023_fp8_lm/config.py:float32", {}),
-  "2023_fp8_lm:o1": ("experiments/2023_fp8_lm/config.py:o1", {}),
-  "2023_fp8_lm:o2": ("experiments/2023_fp8_lm/config.py:o2", {}),
-  "2024_trillion_token:all": ("experiments/2024_trillion_token/config.py:all", {}),
+  **{
+    f"{folder}:{arm}": (f"experiments/{folder}/config.py:{arm}", {})
+    for folder, arms in (
+      ("2024_coat", ("float32", "moments", "activations", "coat")),
+      ("2023_fp8_lm", ("float32", "o1", "o2")),
+      ("2024_trillion_token", ("moments", "token", "channel", "all")),
+    )
+    for arm in arms
+  },
 }
 
 
