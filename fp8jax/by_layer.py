@@ -39,8 +39,8 @@ def problems(c: Any) -> list[str]:
     ("accumulation", c.accumulation, 1, "a sum of microbatches is a gradient of all layers"),
     ("memory.remat", c.memory.remat, "full", "every layer is computed again when it is its turn"),
     ("optim.gradients", c.optim.gradients, "float32", "no gradient waits that could be narrow"),
-    ("optim.on_nonfinite", c.optim.on_nonfinite, "stop", "some layers have moved by then"),
-    ("loss_scale.kind", c.loss_scale.kind, "none", "an overflow must be seen before that"),
+    ("optim.on_nonfinite", c.optim.on_nonfinite, "stop", "layers move before another's is seen"),
+    ("loss_scale.kind", c.loss_scale.kind, "none", "layers move before an overflow is seen"),
   )  # fmt: skip
   return [
     f"{key}={value!r} with optim.order={ORDER!r}: {why}; set {key}={needed!r}, or "
@@ -122,13 +122,19 @@ def _forward(plan, x_BLD, params, sites, batch):
   cfg, run, inputs = plan.model, plan.run, []
   around = transformer.surroundings(batch, cfg)
 
-  def forward(x_BLD, of_layer):
+  def forward(x_BLD, xs):
+    i, s = xs
+    of_layer = (jax.tree.map(lambda x: x[i], params["layers"]), s)
     waits = x_BLD if run.kept.residual is None else kept.keep(x_BLD, run.kept.residual)
     return transformer.layer(x_BLD, of_layer, around, cfg, run), waits
 
-  for of_run in transformer.runs_of_layers(params, sites, cfg):
-    x_BLD, waiting = jax.lax.scan(forward, x_BLD, of_run)
+  start = 0
+  for of_run in sites["layers"]:
+    stop = start + jax.tree.leaves(of_run)[0].shape[0]
+    # By number: slices of the stacks would be copies of them.
+    x_BLD, waiting = jax.lax.scan(forward, x_BLD, (jnp.arange(start, stop), of_run))
     inputs.append(waiting)
+    start = stop
   return x_BLD, inputs
 
 
@@ -169,7 +175,8 @@ class _Taken:
   Attributes:
     params, opt: of State, some moved.
     is_finite: bool scalar, whether everything so far was.
-    squares: float32 [3], sums over what has moved: of gradients, updates and parameters before it.
+    squares: float32 [3], sums so far: of gradients, of updates, applied or not, and of parameters
+      before them.
   """
 
   params: Any

@@ -82,7 +82,7 @@ class Plan:
     """Tree of optim.build.Leaf: how every parameter is kept and moved."""
     leaves = optim_build.leaves(self.optim, self.declaration, self.config.seed)
     params = params_lib.abstract(self.declaration, self.model.dims, self.run.layout)
-    if self.optim.order == by_layer.ORDER:
+    if self.optim.is_by_layer:
       by_layer.check(leaves, params)
     return walk.with_backends(leaves, params, self.device, self.config.kernels.optimizer)
 

@@ -28,7 +28,7 @@ def observe(plan: Plan, params, batch, phase: int = 0):
 
   Returns:
     (loss, {layer's site: float32 [3, S] observe.STATISTICS of x, w, g},
-    {parameter: gradient is finite}), on the host.
+    {parameter: gradient is finite}), on the host; the last empty with optim.order="by_layer".
   """
   sites = plan.sites(phase=phase, statistics=observe_lib.LOUD)
 
@@ -37,6 +37,8 @@ def observe(plan: Plan, params, batch, phase: int = 0):
     value, gradient, seen = step_lib.gradients(
       plan, params, site_lib.with_current_scales(sites), batch
     )
+    if plan.optim.is_by_layer:  # for all gradients at once there may be no room
+      gradient = {}
     finite = jax.tree.map(
       lambda g: jnp.isfinite(gradients.wide(g)).all(), gradient, is_leaf=gradients.is_leaf
     )
@@ -63,7 +65,7 @@ def first_bad(seen: dict[str, np.ndarray], finite: dict[str, bool], loss: float)
   bad = [name for name, is_good in finite.items() if not is_good]
   if bad:
     return f"{bad[0]}: its gradient is not finite although every site's operands were"
-  return "none: the same batch and parameters now give finite values"
+  return "none: the same batch and the parameters that were saved give finite values"
 
 
 def report(plan: Plan, params, batch, phase: int = 0) -> dict[str, Any]:

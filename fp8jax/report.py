@@ -85,7 +85,8 @@ def _optimizer(plan: Plan) -> str:
   weight = f"{nbytes['weight']:.3g} B of BF16 weights and " if nbytes["weight"] else ""
   words = (
     f"masters {o.master} ({weight}{nbytes['master']:.3g} B)",
-    f"gradients {o.gradients} ({nbytes['gradient']:.3g} B)",
+    f"gradients {o.gradients} "
+    + ("of one layer at a time" if o.is_by_layer else f"({nbytes['gradient']:.3g} B)"),
     f"moments {o.moments} ({nbytes['moments']:.3g} B)",
   )
   spared = sum(

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import by_layer, config, loss_scale, metrics
@@ -180,11 +181,16 @@ def halts(plan: config.Plan) -> bool:
   return plan.config.optim.on_nonfinite == "stop" and plan.config.loss_scale.kind == "none"
 
 
-def met_it(plan: config.Plan) -> str:
-  """Which parameters a state has that is halted by a batch, in words."""
-  if plan.optim.order == by_layer.ORDER:
-    return "the parameters that met it, but for layers behind the first bad one, which have moved,"
-  return "the parameters that met it"
+def after_failure(plan: config.Plan, loss: float) -> tuple[str, str]:
+  """(which parameters a state has that a batch halted, what keeps a run going), in words."""
+  if not plan.optim.is_by_layer:
+    return "the parameters that met it", "optim.on_nonfinite='skip'"
+  saved, skip = "the parameters that met it", "optim.on_nonfinite='skip' with 'after_backward'"
+  if np.isfinite(loss):
+    saved += (
+      ", but for what is behind the first bad gradient and has moved (optim.order='by_layer'),"
+    )
+  return saved, skip
 
 
 def make_step(plan: config.Plan):
@@ -195,7 +201,7 @@ def make_step(plan: config.Plan):
   metrics["seen"], and transformer.alignment.
   """
   shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(plan))
-  take = by_layer.take if plan.optim.order == by_layer.ORDER else after_backward
+  take = by_layer.take if plan.optim.is_by_layer else after_backward
   schedule = optim_build.schedule(plan.optim)
   stop = halts(plan)
   key = jax.random.key(plan.config.seed)

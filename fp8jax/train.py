@@ -36,9 +36,6 @@ class NonFinite(RuntimeError):
   """The loss or the gradient stopped being a number."""
 
 
-# --- loop ----------------------------------------------------------------------------------------
-
-
 def run(plan: config.Plan, workdir: str, base: dict[str, Any] | None = None) -> dict[str, Any]:
   """Trains to the configured step, or resumes and does so.
 
@@ -148,7 +145,8 @@ class _Run:
     if not self.has_memories:
       self.out.print(f"other recipes made the scales of step {step}; they are begun anew")
     if jax.device_get(state.halted):
-      self.out.print(f"step {step} met a non-finite value; going on with the batch after it")
+      moved = " (some layers may have moved with it)" * self.plan.optim.is_by_layer
+      self.out.print(f"step {step} met a non-finite value{moved}; going on with the batch after it")
       state = dataclasses.replace(state, halted=state.halted ^ state.halted)
     return state, step
 
@@ -321,8 +319,7 @@ class _Run:
     folder = os.path.join(self.workdir, "nonfinite")
     os.makedirs(folder, exist_ok=True)
     np.savez(os.path.join(folder, f"batch_{jax.process_index()}.npz"), **host)
-    # The halted state is the one that met the batch: no update was applied since. The iterator may
-    # be a batch further.
+    # No update is applied once a state has halted. The iterator may be a batch further.
     self.iterator.set_state(position)
     with jax.transfer_guard("allow"):
       self._save(step, state)
@@ -330,11 +327,12 @@ class _Run:
       phase = self.plan.phase(max(step - 1, 0))
       found = diagnose.report(self.plan, state.params, self.spread.place(host), phase)
     writers.write_json(self.workdir, "nonfinite/report.json", {"step": step, **values, **found})
+    saved, skip = step_lib.after_failure(self.plan, values["loss"])
     raise NonFinite(
       f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. First bad site: "
-      f"{found['first_bad_site']}. The batch is in {folder}, {step_lib.met_it(self.plan)} are "
+      f"{found['first_bad_site']}. The batch is in {folder}, {saved} are "
       f"checkpoint {step}; --job=diagnose repeats the pass. Lower optim.peak_lr, give the site "
-      "recipe 'bf16', or set optim.on_nonfinite='skip'"
+      f"recipe 'bf16', or set {skip}"
     )
 
   # -- what is kept

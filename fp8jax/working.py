@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from fp8jax import by_layer, config, waiting
+from fp8jax import config, waiting
 from fp8jax import params as params_lib
 from fp8jax import step as step_lib
 
@@ -28,7 +28,7 @@ KINDS = (GRADIENTS, KEPT, VOCABULARY, WEIGHTS, OPERANDS, ACTIVATIONS)
 def fullest(plan: config.Plan) -> tuple[str, dict[str, int]]:
   """(the moment that needs most, {kind: bytes on one device})."""
   moments = {"loss": _loss(plan), "last layer": _layer(plan), "embedding": _embedding(plan)}
-  if plan.optim.order == by_layer.ORDER:
+  if plan.optim.is_by_layer:
     moments["update of a layer"] = _update(plan)
   return max(moments.items(), key=lambda item: sum(item[1].values()))
 
@@ -68,7 +68,7 @@ def _layer(plan) -> dict[str, int]:
   in_hand = 4 * sum(weights) if is_gathered else 0
   in_hand += 2 * weights[0] * (1 if is_narrow else size) if is_gathered else 0
   head = 4 * d * _local(plan, "V")  # its gradient, whole
-  if plan.optim.order == by_layer.ORDER:
+  if plan.optim.is_by_layer:
     in_hand = max(in_hand, _gradients(plan, ["layers"]) // plan.model.num_layers)
     head *= plan.model.tie_embeddings  # or moved already
     gradients = 0
@@ -108,7 +108,7 @@ def _embedding(plan) -> dict[str, int]:
   params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
   head = 4 * plan.model.dims["D"] * _local(plan, "V")
   embedding = 4 * math.prod(local_shape(params["embed"]))
-  if plan.optim.order == by_layer.ORDER:
+  if plan.optim.is_by_layer:
     return {VOCABULARY: head * plan.model.tie_embeddings + 2 * embedding}
   return {
     GRADIENTS: _sums(plan, ["layers"]) + _gradients(plan, ["layers"]),

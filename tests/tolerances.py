@@ -33,7 +33,7 @@ NOISE = 4
 # No more than this in any recipe: a gradient or an amax that is missing, doubled or of the other
 # sign is off by 1 or more. Of gradients 0.66 was measured (nvfp4_sr_rht in 8 microbatches, each
 # rounded with chances of its own), of their norms 0.03, of amaxes 0.52 in the same step.
-CHAOTIC = (np.inf, 0.8, 0.8)
+CHAOTIC = (np.inf, 0.8, 0.6)
 CHAOTIC_NORM = 0.25
 # Sums of the same FP8 products in another order (see golden_test.py), of the result's norm.
 GOLDEN_PRODUCT = 1e-6

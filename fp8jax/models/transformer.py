@@ -91,18 +91,6 @@ def layer(x_BLD, of_layer, around, cfg: ModelConfig, run: Execution):
   return axes.constrain(x_BLD, "BLD", run.layout)
 
 
-def runs_of_layers(params, sites, cfg: ModelConfig):
-  """(parameters, sites) of every run of layers that multiply alike, both stacked."""
-  start = 0
-  for run_of_layers in sites["layers"]:
-    stop = start + jax.tree.leaves(run_of_layers)[0].shape[0]
-    of_run = params["layers"]
-    if stop - start < cfg.num_layers:
-      of_run = jax.tree.map(lambda p, a=start, b=stop: p[a:b], of_run)
-    yield of_run, run_of_layers
-    start = stop
-
-
 def after_layers(x_BLD, params, sites, batch, cfg: ModelConfig, run: Execution):
   """`loss` of what the last layer gave; `params` and `sites` need not have the layers."""
   params = weights.value({k: p for k, p in params.items() if k != "layers"})
@@ -144,9 +132,16 @@ def _over_layers(step, params, sites, batch, cfg: ModelConfig, run: Execution):
   Args:
     step: (residual stream, (parameters, sites), surroundings) -> (stream, anything).
   """
-  x_BLD, around, found = stream(params, batch, run), surroundings(batch, cfg), []
-  for of_run in runs_of_layers(params, sites, cfg):
-    x_BLD, more = jax.lax.scan(lambda x, of_layer: step(x, of_layer, around), x_BLD, of_run)
+  x_BLD, around = stream(params, batch, run), surroundings(batch, cfg)
+  start, found = 0, []
+  for run_of_layers in sites["layers"]:
+    stop = start + jax.tree.leaves(run_of_layers)[0].shape[0]
+    of_run = params["layers"]
+    if stop - start < cfg.num_layers:
+      of_run = jax.tree.map(lambda p, a=start, b=stop: p[a:b], of_run)
+    both = (of_run, run_of_layers)
+    x_BLD, more = jax.lax.scan(lambda x, of_layer: step(x, of_layer, around), x_BLD, both)
+    start = stop
     found.append(more)
   return x_BLD, jax.tree.map(lambda *runs: jnp.concatenate(runs), *found)
 

@@ -15,7 +15,7 @@ from jax import core
 
 from fp8jax.optim.moments import Moments, problems
 from fp8jax.quant import packed
-from fp8jax.recipe import Quant, Rounding
+from fp8jax.recipe import Quant
 
 
 def is_large(params):
@@ -147,10 +147,7 @@ def _fresh(zeros, quant: Quant | None, places: Places):
     return zeros
 
   def one(zero, is_narrow, lead):
-    key = jax.random.key(0) if quant.rounding is Rounding.STOCHASTIC else None
-    # As a constant XLA would work it out while it compiles, for minutes where a model is large.
-    zero = jax.lax.optimization_barrier(zero)
-    return packed.pack(zero, quant, lead=lead, key=key) if is_narrow else zero
+    return packed.zeros(zero.shape, quant, lead=lead) if is_narrow else zero
 
   return jax.tree.map(one, zeros, _tree_of(places.narrow, zeros), _tree_of(places.lead, zeros))
 

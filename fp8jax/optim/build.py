@@ -66,6 +66,10 @@ class Optim:
   clip: float
   order: str = "after_backward"
 
+  @property
+  def is_by_layer(self) -> bool:
+    return self.order == "by_layer"
+
   def problems(self) -> list[str]:
     """What is impossible about these numbers, in words."""
     found = []
@@ -94,7 +98,8 @@ class Optim:
     return found
 
   def bytes_per_parameter(self) -> dict[str, float]:
-    """Of a large matrix: {"weight", "master", "gradient", "moments": bytes}, scales included.
+    """Of a large matrix: {"weight", "master", "gradient", "moments": bytes}, scales included; no
+    gradient where it is of one layer at a time.
 
     "weight" is what a master keeps that products read as it is, the BF16 of "bf16_remainder" and of
     "bf16_sr"; "master" is the rest of it. The optimizer's own, as papers count it, is master and
@@ -106,7 +111,7 @@ class Optim:
     return {
       "weight": weight,
       "master": master,
-      "gradient": moments.nbytes(gradients.PRESETS[self.gradients]),
+      "gradient": moments.nbytes(gradients.PRESETS[self.gradients]) * (not self.is_by_layer),
       "moments": sum(map(moments.nbytes, parts)),
     }
 

@@ -121,6 +121,16 @@ def pack(x, quant: Quant, *, lead: int = 0, key=None, room=None) -> Packed:
   return Packed(_ungrouped(data, x.shape), _encoded(scale, quant.scale), power, quant)
 
 
+def zeros(shape: tuple[int, ...], quant: Quant, *, lead: int = 0) -> Packed:
+  """What `pack` makes of zeros: without reducing them, which XLA would do while it compiles, for
+  minutes where a model is large."""
+  key = jax.eval_shape(jax.random.key, 0)
+  wide = jax.ShapeDtypeStruct(shape, jnp.float32)
+  made = jax.eval_shape(lambda x, key: pack(x, quant, lead=lead, key=key), wide, key)
+  tile = pack(jnp.zeros((1, 1)), quant, key=jax.random.key(0))
+  return jax.tree.map(lambda one, all_: jnp.full(all_.shape, one.reshape(-1)[0]), tile, made)
+
+
 def on_grid(x, scale, like: Packed, key) -> Packed:
   """x kept like another that has no transform, under given scales: saturates beyond them, and is
   rounded stochastically."""

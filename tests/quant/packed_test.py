@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from fp8jax.formats import BF16, E4M3, E5M2, F16
+from fp8jax.optim import moments
 from fp8jax.quant import packed, quantize
 from fp8jax.recipe import WHOLE, Delayed, Expand, Hadamard, Quant, Rounding, Scale, SquareRoot
 
@@ -227,3 +228,16 @@ def test_bytes():
   for (quant, want), n in itertools.product(sizes.items(), (1,)):
     x = jnp.zeros((n * 2**10, 128))
     assert packed.pack(x, quant).nbytes / x.size == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 40, 130), (3, 7)], ids=str)
+@pytest.mark.parametrize("name", [n for n in moments.PRESETS if n != "float32"])
+def test_zeros_are_what_packing_zeros_makes(name, shape):
+  for quant in (moments.PRESETS[name].mu, moments.PRESETS[name].nu):
+    if quant is not None:
+      found = packed.zeros(shape, quant, lead=1)
+      wanted = packed.pack(jnp.zeros(shape), quant, lead=1, key=jax.random.key(0))
+      assert jax.tree.structure(found) == jax.tree.structure(wanted)
+      for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
