@@ -4,7 +4,8 @@ what:      cpt_7b's model, recipe and optimizer; masters in BF16 with a 16-bit r
            losslessly), BF16 gradients rounded by chance, COAT's moments: 8.1 bytes per parameter
            instead of 16
 command:   as for configs/cpt_7b.py, then
-           python launch.py --config=configs/cpt_7b_1gpu.py
+           XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch.py --config=configs/cpt_7b_1gpu.py
+           (by itself JAX takes three quarters of the GPU, 55.9 GiB, which is too little)
 hardware:  1 x H100 with 80 GB (compiled for it without a GPU, not yet run)
 expected:  62.4 GiB of its 74.5, by --job=memory --config.memory.target=h100:1; loss and speed: not
            yet measured

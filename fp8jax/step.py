@@ -63,17 +63,17 @@ def abstract_state(plan: config.Plan, step: int = 0) -> State:
 
 
 def make_state(plan: config.Plan, params=None) -> State:
-  """A fresh state, sharded at birth; random parameters unless some are given."""
+  """A fresh state, sharded at birth; random parameters unless some are given, which it uses up."""
   abstract = abstract_state(plan)
 
-  def init(key, params):
-    if params is None:
+  def init(key, both):
+    if both is None:
       params = params_lib.init(key, plan.declaration, plan.model.dims)
-    both = jax.tree.map(walk.init, plan.leaves, params)
+      both = jax.tree.map(walk.init, plan.leaves, params)
     return State(
       step=jnp.zeros((), jnp.int32),
-      params=walk.part(both, params, 1),
-      opt=walk.part(both, params, 0),
+      params=walk.part(both, plan.declaration, 1),
+      opt=walk.part(both, plan.declaration, 0),
       memories={},
       loss_scale=loss_scale.fresh(plan.config.loss_scale),
       room=_fresh_room(plan),
@@ -84,8 +84,25 @@ def make_state(plan: config.Plan, params=None) -> State:
   shardings = None
   if plan.run.layout.mesh is not None:
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
+  both = None
+  if params is not None:
+    # One after the other: all of them in float32 beside all of the state is more than a step takes.
+    both = jax.tree.map(_kept_of, plan.leaves, params, abstract.opt, abstract.params)
   make = jax.jit(init, out_shardings=shardings, donate_argnums=1)
-  return make(jax.random.key(plan.config.seed), params)
+  return make(jax.random.key(plan.config.seed), both)
+
+
+def _kept_of(leaf, param, *abstract):
+  """`walk.init` of a parameter, which is gone afterwards."""
+  init = jax.jit(
+    functools.partial(walk.init, leaf),
+    out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+    donate_argnums=0 if leaf.master is None else (),
+  )
+  made = init(param)
+  if leaf.master is not None:  # of other bytes, so that nothing takes its place
+    param.delete()
+  return made
 
 
 def _fresh_room(plan: config.Plan):
