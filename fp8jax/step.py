@@ -202,7 +202,10 @@ def after_failure(plan: config.Plan, loss: float) -> tuple[str, str]:
   """(which parameters a state has that a batch halted, what keeps a run going), in words."""
   if not plan.optim.is_by_layer:
     return "the parameters that met it", "optim.on_nonfinite='skip'"
-  saved, skip = "the parameters that met it", "optim.on_nonfinite='skip' with 'after_backward'"
+  saved, skip = (
+    "the parameters that met it",
+    "optim.on_nonfinite='skip' with optim.order='after_backward'",
+  )
   if np.isfinite(loss):
     saved += (
       ", but for what is behind the first bad gradient and has moved (optim.order='by_layer'),"

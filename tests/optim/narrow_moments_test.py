@@ -7,6 +7,7 @@ import tolerances
 import train_test
 
 from fp8jax import checkpoint, config
+from fp8jax import params as params_lib
 from fp8jax import step as step_lib
 from fp8jax.kernels.backend import Device
 from fp8jax.models import presets
@@ -124,3 +125,21 @@ def _items(state):
     params=ocp.args.StandardSave(state.params),
     rest=ocp.args.StandardSave(checkpoint._rest(state)),
   )
+
+
+@pytest.mark.parametrize("master", ["float32", "bf16_remainder"])
+@pytest.mark.parametrize("shape", [None, (2, 2, 2)], ids=str)
+def test_given_parameters_become_the_state_and_are_used_up(master, shape):
+  """One after the other, as a model in float32 beside all of its state may not fit."""
+  plan = _runner("coat", shape, **{"optim.master": master}).plan
+  wanted = step_lib.make_state(plan)
+  places = None if shape is None else params_lib.shardings(plan.declaration, plan.run.layout)
+  init = jax.jit(
+    lambda key: params_lib.init(key, plan.declaration, plan.model.dims), out_shardings=places
+  )
+  given = init(jax.random.key(plan.config.seed))
+  found = step_lib.make_state(plan, given)
+  _equal(found, wanted)
+  assert all(x.is_deleted() for x in jax.tree.leaves(given))
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    assert a.sharding == b.sharding
