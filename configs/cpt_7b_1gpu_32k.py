@@ -2,7 +2,7 @@
 
 what:      cpt_7b_1gpu, but every layer moves as soon as its gradient is there, so that gradients
            exist of one layer at a time. The global norm is then known too late to clip by: clip 0
-           where InfiR2 clips at 1
+           where cpt_7b has 1
 command:   as for configs/cpt_7b.py, then
            XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch.py --config=configs/cpt_7b_1gpu_32k.py
            (by itself JAX takes three quarters of the GPU, 55.9 GiB, which is too little)
