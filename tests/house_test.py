@@ -60,7 +60,8 @@ PLACES = {
   **dict.fromkeys(("custom_jvp", "dot", "einsum", "matmul", "tensordot", "vdot", "@"), ()),
 }
 LIBRARIES = ("jax", "jnp", "lax", "os")
-MAX_LINES, MAX_FUNCTION = 400, 60
+# Alarms, not targets: a file follows its subject and is read in one sitting; a kernel may be longer.
+MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION = 480, 600, 60
 
 ALPHABET = re.compile(r"(?<![\w.])([A-Z]) [a-z]")
 EINSUM = re.compile(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]+)")
@@ -331,8 +332,9 @@ def test_files_and_classes_say_what_they_are():
 def test_files_and_functions_are_short():
   for source in _sources():
     lines = len(source.text.splitlines())
-    if lines > MAX_LINES:
-      yield f"fp8jax/{source.name}:{lines}: more than {MAX_LINES} lines; split it by subject"
+    most = MAX_KERNEL_LINES if source.unit == "kernels" else MAX_LINES
+    if lines > most:
+      yield f"fp8jax/{source.name}:{lines}: more than {most} lines; split it by subject"
     for node in source.walk(ast.FunctionDef):
       if node.end_lineno - node.lineno >= MAX_FUNCTION:
         yield f"{source.at(node)}: {node.name} has more than {MAX_FUNCTION} lines"
