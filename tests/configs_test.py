@@ -311,8 +311,8 @@ def test_experiment_arms_run_by_script_and_unknown_ones_refused(path):
   run = loop[1].split()
   assert set(run) <= set(module.ARMS) and len(run) == len(set(run))
   run_as = [module.get_config(arm).to_dict() for arm in run]
-  # every_recipe.py runs the short ones of 2025_infir2; O3 is O2 where there is one device.
-  left_out = [a for a in module.ARMS if a not in run and not a.startswith("short-")]
+  # every_recipe.py and paired.py run these of 2025_infir2; O3 is O2 where there is one device.
+  left_out = [a for a in module.ARMS if a not in run and not a.startswith(("short-", "paired-"))]
   assert all(module.get_config(arm).to_dict() in run_as for arm in left_out)
   with pytest.raises(ValueError, match="unknown arm 'block128'; expected one of") as e:
     module.get_config("block128")

@@ -1,7 +1,8 @@
 """InfiR2 §4 (arXiv:2509.22536): continued pre-training in block FP8 tracks BF16.
 
 what:      SmolLM2-135M continued on Python documentation and the Brown corpus, one arm per recipe;
-           every recipe there is for 1/64 of the tokens, as arms short-RECIPE
+           every recipe there is for 1/64 of the tokens, as arms short-RECIPE; arms paired-RECIPE
+           for 1/16 of them, which paired.py runs with several seeds
 command:   bash experiments/2025_infir2/run.sh
 hardware:  two CPU cores, 6 GB of memory
 expected:  |loss_fp8 - loss_bf16| / loss_bf16 < 0.0025 at every evaluation (the literature's bar:
@@ -32,13 +33,14 @@ SHORT = LONG | {
   "nvfp4": "reference",
   "nvfp4_sr_rht": "reference",
 }
-ARMS = tuple(LONG) + tuple(f"short-{recipe}" for recipe in SHORT)
+PAIRED = ("bf16", "block_128", "block_128_pow2")
+ARMS = (*LONG, *(f"short-{recipe}" for recipe in SHORT), *(f"paired-{recipe}" for recipe in PAIRED))
 
 
 def get_config(arm="block_128"):
   if arm not in ARMS:
     raise ValueError(f"unknown arm {arm!r}; expected one of {', '.join(ARMS)}")
-  recipe = arm.removeprefix("short-")
+  kind, _, recipe = arm.rpartition("-")
   c = base.get_config(recipe)
   c.kernels.matmul = SHORT[recipe]
   c.precision.strict = True
@@ -57,7 +59,12 @@ def get_config(arm="block_128"):
   c.eval.tokens, c.eval.batch, c.eval.every = 16384, 4, 256
   c.checkpoint.every, c.checkpoint.keep = 64, 1
   c.log.every = 16
-  if arm != recipe:
+  if kind == "paired":
+    c.steps = 64  # 65,536 tokens
+    c.optim.warmup_steps, c.optim.decay_steps = 8, 8
+    c.eval.tokens, c.eval.every = 8192, 0
+    c.checkpoint.every = 16
+  if kind == "short":
     c.steps, c.batch = 32, 2  # 16,384 tokens
     c.optim.warmup_steps, c.optim.decay_steps = 4, 8
     c.eval.tokens = 4096

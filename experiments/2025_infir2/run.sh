@@ -15,3 +15,4 @@ for arm in bf16 block_128 tensor_current block_128_pow2; do
 done
 "$python" experiments/2025_infir2/plot.py
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "$python" experiments/2025_infir2/every_recipe.py
+GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "$python" experiments/2025_infir2/paired.py

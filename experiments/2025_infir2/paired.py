@@ -1,0 +1,143 @@
+"""Same batches, several seeds: paired differences to bf16 with their intervals.
+
+command: python experiments/2025_infir2/paired.py [RECIPE-SEED ...]   (one at a time, resumable)
+         python experiments/2025_infir2/paired.py --table             (of the runs that are done)
+
+The design was fixed before the first run. A seed draws the order of the windows; with it, every
+recipe trains on the same 64 batches of 1,024 tokens. A difference is 100 * (loss / bf16's loss - 1)
+with the same seed. The interval is Student's over the seeds' means, 95 %. Three quantities:
+
+  training   loss of the FP8 forward pass, the mean of the differences of steps 9 to 64
+  rounding   held out, the FP8 forward pass against the BF16 forward pass of the same final weights
+  weights    held out, the BF16 forward pass of both runs: what training in FP8 did to the weights
+
+The bar is 0.25 % (DeepSeek-V3, arXiv:2412.19437, section 3.3): "met" where the whole interval is
+within it, "missed" where the whole interval is above it, otherwise "no verdict: too short".
+"""
+
+import json
+import math
+import pathlib
+import statistics
+import sys
+
+from scipy import stats
+
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import config  # noqa: E402
+
+from experiments import sweep  # noqa: E402
+
+RESULTS = HERE / "results" / "paired"
+SEEDS = (0, 1, 2)
+BASELINE, BAR, WARMUP = "bf16", 0.25, 8
+
+
+def measure(recipe: str, seed: int) -> dict:
+  """Runs an arm with a seed, or goes on with it, or reads what it left."""
+  done = sweep.run(
+    f"experiments/2025_infir2/config.py:paired-{recipe}",
+    f"runs/2025_infir2/paired-{recipe}-{seed}",
+    {"seed": seed},
+  )
+  return {
+    "recipe": recipe,
+    "seed": seed,
+    "train": done.logged("loss"),
+    "heldout_before": done.heldout(0),
+    "heldout_after": done.heldout(-1),
+    "step_seconds": statistics.median(done.logged("step_seconds")),
+    "data_fingerprint": done.provenance["data_fingerprint"],
+    "commit": done.provenance["commit"],
+    "time": done.provenance["time"],
+  }
+
+
+def percent(value: float, base: float) -> float:
+  return 100 * (value / base - 1)
+
+
+def training(run: dict, base: dict) -> float:
+  """Mean difference in percent after the warm-up."""
+  pairs = list(zip(run["train"], base["train"], strict=True))[WARMUP:]
+  return statistics.mean(percent(loss, of_base) for loss, of_base in pairs)
+
+
+def rounding(run: dict, source: str) -> float:
+  after = run["heldout_after"][source]
+  return percent(after[run["recipe"]], after[BASELINE])
+
+
+def weights(run: dict, base: dict, source: str) -> float:
+  return percent(*(r["heldout_after"][source][BASELINE] for r in (run, base)))
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+  """(mean, half width of Student's 95 % interval); a single value has no width."""
+  mean = statistics.mean(values)
+  if len(values) < 2:
+    return mean, math.inf
+  error = statistics.stdev(values) / math.sqrt(len(values))
+  return mean, float(stats.t.ppf(0.975, len(values) - 1)) * error
+
+
+def verdict(mean: float, half: float) -> str:
+  if -BAR < mean - half and mean + half < BAR:
+    return "met"
+  return "missed" if mean - half > BAR else "no verdict: too short"
+
+
+def differences(runs: dict[tuple[str, int], dict], recipe: str) -> dict[str, list[float]]:
+  """{quantity: its values by seed}, of the seeds that both have.
+
+  Raises:
+    ValueError: two runs of a seed read different data.
+  """
+  found: dict[str, list[float]] = {}
+  for seed in SEEDS:
+    run, base = runs.get((recipe, seed)), runs.get((BASELINE, seed))
+    if run is None or base is None:
+      continue
+    if run["data_fingerprint"] != base["data_fingerprint"]:
+      raise ValueError(f"{recipe} and {BASELINE} read different data with seed {seed}; rerun both")
+    found.setdefault("training", []).append(training(run, base))
+    for source in run["heldout_after"]:
+      found.setdefault(f"rounding, {source}", []).append(rounding(run, source))
+      found.setdefault(f"weights, {source}", []).append(weights(run, base, source))
+  return found
+
+
+def table(runs: dict[tuple[str, int], dict]) -> str:
+  heads = ("recipe", "quantity", "by seed, %", "mean, 95 % interval", "bar 0.25 %")
+  lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+  for recipe in config.PAIRED:
+    for quantity, values in differences(runs, recipe).items() if recipe != BASELINE else ():
+      mean, half = interval(values)
+      shown = f"{mean:+.3f} ± {half:.3f}" if math.isfinite(half) else f"{mean:+.3f}, one seed"
+      by_seed = ", ".join(f"{v:+.3f}" for v in values)
+      row = (f"`{recipe}`", quantity, by_seed, shown, verdict(mean, half))
+      lines.append(f"| {' | '.join(row)} |")
+  return "\n".join(lines)
+
+
+def read() -> dict[tuple[str, int], dict]:
+  runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+  return {(run["recipe"], run["seed"]): run for run in runs}
+
+
+def main(names: list[str]):
+  # A seed is finished in every recipe before the next one begins.
+  for name in names or [f"{recipe}-{seed}" for seed in SEEDS for recipe in config.PAIRED]:
+    if name == "--table":
+      break
+    recipe, _, seed = name.rpartition("-")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    found = measure(recipe, int(seed))
+    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+  print(table(read()))
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])
