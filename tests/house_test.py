@@ -60,7 +60,7 @@ PLACES = {
   **dict.fromkeys(("custom_jvp", "dot", "einsum", "matmul", "tensordot", "vdot", "@"), ()),
 }
 LIBRARIES = ("jax", "jnp", "lax", "os")
-# Alarms, not targets: a file follows its subject and is read in one sitting; a kernel may be longer.
+# Alarms, not targets: a file follows its subject, for one sitting; a kernel may be longer.
 MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION = 480, 600, 60
 
 ALPHABET = re.compile(r"(?<![\w.])([A-Z]) [a-z]")
