@@ -96,6 +96,11 @@ def get_config(arm=""):
   c.data.cross_document = False  # may attention cross document boundaries inside a window?
   c.data.on_malformed = "error"  # bad UTF-8, broken JSON, missing field, empty: "error" or "skip"
   c.data.on_long = "split"  # longer than a window: "split" over windows, "error" or "skip"
+  # Windows per block that is shuffled, so that the windows of one long document do not fill whole
+  # batches; prepared sources are shuffled over the whole epoch, whatever the number. A block of
+  # every source is held in memory (12 bytes per token) and read again on resume. 0: in the order
+  # of the documents.
+  c.data.shuffle_windows = 1024
   c.data.workers = 0  # worker processes per source; 0 tokenizes in threads
   c.data.prefetch = 2  # batches kept ready
 

@@ -168,7 +168,8 @@ _LEAST = {
   "steps": 1, "batch": 1, "accumulation": 1, "length": 1, "eval.tokens": 1, "eval.batch": 1,
   "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1,
   "log.numerics_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
-  "prepare.shard_tokens": 1, "memory.loss_chunk": 1, "export.merge_smooth": 0,
+  "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
+  "export.merge_smooth": 0,
 }  # fmt: skip
 
 

@@ -108,11 +108,15 @@ def checkout(tmp_path_factory):
   prepared = folder / "assets/cpt_data/main"
   prepared.mkdir(parents=True)
   fingerprint = tokenize.Tokenizer(str(folder / "assets/Qwen2.5-7B")).fingerprint
-  splits = {s: {"files": [f"{s}.array_record"], "documents": 1} for s in ("train", "heldout")}
+  splits = {
+    s: {"files": [f"{s}.array_record"], "lengths": f"{s}.uint32", "documents": 1, "tokens": 1}
+    for s in ("train", "heldout")
+  }
   index = {"tokenizer": fingerprint, "heldout": 0.1, "splits": splits}
   (prepared / "index.json").write_text(json.dumps(index))
   for split in splits:
     (prepared / f"{split}.array_record").touch()
+    (prepared / f"{split}.uint32").write_bytes((1).to_bytes(4, "little"))
   return folder
 
 

@@ -25,7 +25,10 @@ def spec(c: Any, vocab_size: int | None, problems: Problems) -> loader.Spec:
     _check_tokenizer(tokenizer, vocab_size, problems)
   problems.check(len(c.data.sources) > 0, "data.sources is empty; give at least one")
   for name, source in c.data.sources.items():
-    _check_source(f"data.sources.{name}", dict(source), tokenizer, c.data.heldout, problems)
+    key = f"data.sources.{name}"
+    _check_source(key, dict(source), tokenizer, c.data.heldout, problems)
+    if c.data.shuffle_windows and source.get("kind") == "prepared":
+      problems.attempt(lambda s=source: _check_lengths(s), key)
   return loader.Spec(
     sources={name: dict(source) for name, source in c.data.sources.items()},
     tokenizer=tokenizer,
@@ -37,6 +40,7 @@ def spec(c: Any, vocab_size: int | None, problems: Problems) -> loader.Spec:
     seed=c.seed,
     workers=c.data.workers,
     prefetch=c.data.prefetch,
+    shuffle_windows=c.data.shuffle_windows,
   )
 
 
@@ -72,6 +76,14 @@ def _open(source: dict[str, Any]) -> bool:
   opened.files()
   if source["kind"] in ("parquet", "tfds"):
     len(opened)  # reads footers, finds the split
+  return True
+
+
+def _check_lengths(source) -> bool:
+  """Whether shuffling finds the lengths of prepared documents; a folder that is not there has been
+  reported."""
+  if os.path.exists(os.path.join(source["path"], "index.json")):
+    sources.Prepared(source["path"], "train").lengths()
   return True
 
 

@@ -1,12 +1,20 @@
 """Batches of packed documents, from a weighted mixture of sources. Thin over grain.
 
   source -> shuffle -> repeat -> this process's share -> tokenize (threads or worker processes)
-         -> drop and count -> pack to windows        \\
-  ...the same for every other source...               > mix by weight -> batch -> prefetch
+         -> drop and count -> pack to windows -> shuffle windows \\
+  prepared source -> samples by number -> this process's share     > mix by weight -> batch
+  ...the same for every other source...                           /  -> prefetch
 
 Deterministic in the seed; independent of how many threads or workers do the work, since packing
 comes after them; resumable at any step, since the iterator's state is a small JSON value. Weights
 are shares of windows, hence of tokens.
+
+The windows of a long document follow each other, and would fill whole batches: Spec.shuffle_windows
+shuffles them. Prepared data have random access and are shuffled over the whole epoch
+(sample_index.py). Text that is tokenized during training is shuffled in blocks of that many
+windows (grain's WindowShuffleIterDataset): a process holds a block of every source in memory, 12
+bytes per token, waits for a whole block at its end, and reads the present block again when it
+resumes; documents that a block passes over are counted when it is read.
 """
 
 import collections
@@ -24,8 +32,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from fp8jax.data import sample_index, tokenize
 from fp8jax.data import sources as sources_lib
-from fp8jax.data import tokenize
 from fp8jax.errors import UserError
 
 
@@ -43,6 +51,8 @@ class Spec:
     seed: order of documents.
     workers: worker processes per source; 0 tokenizes in threads of this process.
     prefetch: batches kept ready.
+    shuffle_windows: windows per block that is shuffled; for prepared data any number shuffles the
+      whole epoch. 0 keeps the windows in the order of the documents.
   """
 
   sources: Mapping[str, Mapping[str, Any]]
@@ -55,6 +65,7 @@ class Spec:
   seed: int = 0
   workers: int = 0
   prefetch: int = 2
+  shuffle_windows: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +112,7 @@ def train_batches(spec: Spec, batch: int, shard: Shard = Shard(), counts: Counts
   counts = Counts() if counts is None else counts
   streams, weights = [], []
   for name, source in spec.sources.items():
-    streams.append(_windows(spec, name, source, "train", shard, counts))
+    streams.append(_train_windows(spec, name, source, shard, counts))
     weights.append(float(source["weight"]))
   mixed = streams[0] if len(streams) == 1 else grain.IterDataset.mix(streams, weights)
   ready = mixed.batch(batch, drop_remainder=True).map(_Batch(spec.cross_document))
@@ -170,6 +181,50 @@ def heldout_batches(
     yield make({key: np.stack([row[key] for row in rows]) for key in empty})
 
 
+def _train_windows(spec: Spec, name: str, source, shard: Shard, counts: Counts):
+  """Endless windows of this process's share of a source."""
+  if source["kind"] == "prepared" and spec.shuffle_windows:
+    return _samples(spec, name, source, shard, counts)
+  stream = _windows(spec, name, source, "train", shard, counts)
+  if not spec.shuffle_windows:
+    return stream
+  return grain.experimental.WindowShuffleIterDataset(
+    stream, window_size=spec.shuffle_windows, seed=_seed(f"{spec.seed}/{name}/windows")
+  )
+
+
+def _samples(spec: Spec, name: str, source, shard: Shard, counts: Counts):
+  """Shuffled windows of prepared documents.
+
+  Processes take turns, so that the batches of all of them together are the same windows, however
+  many they are.
+  """
+  samples = sample_index.Samples(
+    sources_lib.Prepared(source["path"], "train"),
+    spec.length + 1,
+    f"{spec.seed}/{name}",
+    on_long=spec.on_long,
+  )
+  data = grain.MapDataset.source(samples)[shard.index :: shard.count]
+  return _read(data, spec).map(_CountTooLong(counts))
+
+
+def _seed(text: str) -> int:
+  """31 bits: grain adds the number of a block or an epoch."""
+  return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def _read(data: grain.MapDataset, spec: Spec):
+  """The elements of `data` in order, made by threads or worker processes."""
+  threads = grain.ReadOptions(num_threads=0 if spec.workers else 4, prefetch_buffer_size=16)
+  stream = data.to_iter_dataset(threads)
+  if not spec.workers:
+    return stream
+  return stream.mp_prefetch(
+    grain.MultiprocessingOptions(num_workers=spec.workers), worker_init_fn=_outlive_signals
+  )
+
+
 def _windows(spec: Spec, name: str, source, split: str, shard: Shard, counts: Counts):
   """Windows of spec.length + 1 tokens with segment ids and positions."""
   documents = sources_lib.open_source(source, split)
@@ -191,14 +246,8 @@ def _windows(spec: Spec, name: str, source, split: str, shard: Shard, counts: Co
       spec.tokenizer, spec.heldout, split, spec.length, spec.on_malformed, spec.on_long
     )
   )
-  threads = grain.ReadOptions(num_threads=0 if spec.workers else 4, prefetch_buffer_size=16)
-  stream = data.to_iter_dataset(threads)
-  if spec.workers:
-    stream = stream.mp_prefetch(
-      grain.MultiprocessingOptions(num_workers=spec.workers), worker_init_fn=_outlive_signals
-    )
   patience = None if split == "heldout" else 2 * len(documents)
-  stream = stream.filter(_Keep(counts, name, patience)).map(_only_tokens)
+  stream = _read(data, spec).filter(_Keep(counts, name, patience)).map(_only_tokens)
   return grain.experimental.ConcatThenSplitIterDataset(
     stream, length_struct={"tokens": spec.length + 1}
   )
@@ -242,6 +291,17 @@ class _Keep:
     return is_kept
 
 
+class _CountTooLong:
+  """Takes the count of documents passed over out of a sample."""
+
+  def __init__(self, counts: Counts):
+    self._counts = counts
+
+  def __call__(self, sample):
+    self._counts["too long"] += sample["too_long"]
+    return {k: v for k, v in sample.items() if k != "too_long"}
+
+
 def _only_tokens(document):
   return {"tokens": document["tokens"]}
 
@@ -273,7 +333,7 @@ def fingerprint(spec: Spec) -> str:
   """Changes whenever a run would see other data: sources, tokenizer, packing, seed, split."""
   parts = [
     spec.tokenizer.fingerprint, spec.length, spec.heldout, spec.cross_document, spec.seed,
-    spec.on_malformed, spec.on_long,
+    spec.on_malformed, spec.on_long, spec.shuffle_windows,
     [(n, s["weight"], source_fingerprint(s)) for n, s in sorted(spec.sources.items())],
   ]  # fmt: skip
   return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -22,6 +22,7 @@ def run(
   """Writes TARGET/<source>/{train,heldout}-*.array_record and an index.json beside them.
 
   Each record is one document: little-endian uint32 token ids, the end-of-document id last.
+  {train,heldout}-lengths.uint32 has the number of tokens of every document.
 
   Args:
     spec: sources, tokenizer, held-out fraction and policies.
@@ -90,6 +91,7 @@ def _index_of_whole(folder: str) -> dict[str, Any] | None:
     for split in SPLITS:
       prepared = sources_lib.Prepared(folder, split)
       prepared.files()
+      prepared.lengths()
     return prepared.index
   except (UserError, FileNotFoundError, KeyError, TypeError):  # lost, cut off or foreign
     return None
@@ -102,12 +104,15 @@ class _Shards:
     self._folder, self._split, self._limit = folder, split, limit
     self._names = (f"{split}-{i:05d}.array_record" for i in itertools.count())
     self._writer, self._in_file = None, 0
-    self._info = {"files": [], "documents": 0, "tokens": 0}
+    lengths = f"{split}-lengths.uint32"
+    self._info = {"files": [], "lengths": lengths, "documents": 0, "tokens": 0}
+    self._lengths = open(os.path.join(folder, lengths), "wb")
 
   def write(self, tokens: np.ndarray):
     if self._writer is None or self._in_file >= self._limit:
       self._writer = self._next_file()
     self._writer.write(tokens.astype("<u4").tobytes())
+    self._lengths.write(np.uint32(len(tokens)).astype("<u4").tobytes())
     self._in_file += len(tokens)
     self._info["documents"] += 1
     self._info["tokens"] += len(tokens)
@@ -127,4 +132,5 @@ class _Shards:
   def close(self) -> dict[str, Any]:
     if self._writer is not None:
       self._writer.close()
+    self._lengths.close()
     return self._info

@@ -294,6 +294,37 @@ class Prepared:
 
     return grain.sources.ArrayRecordDataSource(self.files())
 
+  def lengths(self) -> np.ndarray:
+    """uint32 [documents]: tokens of every document, mapped from disk.
+
+    Raises:
+      UserError: the file is missing, or does not belong to the documents.
+    """
+    return self._lengths
+
+  @functools.cached_property
+  def _lengths(self) -> np.ndarray:
+    info = self.index["splits"][self.split]
+    if "lengths" not in info:
+      raise UserError(
+        f"{self.path} was prepared without the lengths of its documents, which shuffling needs; "
+        "prepare it again with --job=prepare, or set data.shuffle_windows=0"
+      )
+    path = os.path.join(self.path, info["lengths"])
+    again = "write it again with --job=prepare"
+    if not os.path.exists(path):
+      raise FileNotFoundError(f"{path} does not exist; {again}")
+    if not info["documents"]:
+      return np.zeros(0, np.uint32)
+    lengths = np.memmap(path, "<u4", "r") if os.path.getsize(path) else np.zeros(0, np.uint32)
+    total = int(lengths.sum(dtype=np.int64))
+    if (len(lengths), total) != (info["documents"], info["tokens"]):
+      raise UserError(
+        f"{path} has {len(lengths)} documents of {total} tokens, index.json says "
+        f"{info['documents']} of {info['tokens']}; {again}"
+      )
+    return lengths
+
   def __len__(self):
     return self.index["splits"][self.split]["documents"]
 
