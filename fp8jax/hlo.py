@@ -40,6 +40,8 @@ class Product:
     kernel: what multiplies, e.g. "cuBLASLt".
     text: operands and result, e.g. "bf16[64,32] x bf16[16,32] -> f32[64,16]".
     why: why FP8 operands are not multiplied as such, if they are not.
+    depth: K of the product.
+    accumulate: "fast" or "precise", see recipe.Accumulation; "" for a kernel of ours.
   """
 
   key: Key
@@ -49,6 +51,8 @@ class Product:
   kernel: str
   text: str
   why: str = ""
+  depth: int = 0
+  accumulate: str = ""
 
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
@@ -187,12 +191,14 @@ class _Program:
     shapes = [table[o].shape.partition("{")[0] for o in i.operands if o in table]
     if i.opcode == "dot" or target in _CUBLAS:
       shapes = shapes[:2]
-      work = math.prod(_extents(i.shape)) * _contracted(shapes[0], i)
+      depth, accumulate = _contracted(shapes[0], i), _accumulate(i)
+      work = math.prod(_extents(i.shape)) * depth
     else:
       # A kernel of ours: of its FP8 operands, both contraction-last; scales are none.
       shapes = [s for s in shapes if s.startswith("f8e") and len(_extents(s)) > 1][:2]
       if len(shapes) < 2:
         return None
+      depth, accumulate = _extents(shapes[1])[-1], ""
       work = math.prod(_extents(shapes[0])) * _extents(shapes[1])[-2]
     is_fp8, why = all(s.startswith("f8e") for s in shapes), ""
     kernel = _CUBLAS.get(target, target)
@@ -203,8 +209,21 @@ class _Program:
     result = i.shape.lstrip("(").partition("{")[0]
     return Product(
       key or NO_SITE, is_fp8 and not why, inside.times, work, kernel,
-      f"{' x '.join(shapes)} -> {result}", why if is_fp8 else "",
+      f"{' x '.join(shapes)} -> {result}", why if is_fp8 else "", depth, accumulate,
     )  # fmt: skip
+
+
+def _accumulate(i: _Instruction) -> str:
+  """How a dot or a cuBLAS call accumulates FP8 operands on a GPU: "fast" or "precise".
+
+  XLA's rule (gemm_rewriter.cc, Triton's emitter): an algorithm says so by its name; without one,
+  operands that both have the default precision are accumulated fast.
+  """
+  algorithm = i.attribute(r'[" ]algorithm"?[=:]"?(\w+)').lower()
+  if algorithm not in ("", "alg_unset"):
+    return "fast" if "fast_accum" in algorithm else "precise"
+  listed = i.attribute(r'operand_precision"?[=:][{\[]([^\]}]*)').replace('"', "").lower()
+  return "precise" if set(listed.split(",")) - {"", "default"} else "fast"
 
 
 def _compiled_by(dot: _Instruction, fusion: _Instruction | None) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """Proof that FP8 runs: the GEMMs of the compiled step, held against the plan.
 
 `expected` derives from the site table what must be in the program, hlo.py reads what is, `check`
-compares, and `strict` does all of it for the step that a run is about to take.
+compares, and `strict` does all of it for the step that a run is about to take. How the products are
+accumulated is part of it (recipe.Accumulation).
 
 On GPU the compiled program is read. XLA:CPU has no FP8 arithmetic, so that on CPU it is the program
 as it was handed to XLA: nothing says how fast it is, but the products are those of the recipes.
@@ -25,7 +26,7 @@ from fp8jax.models import transformer
 from fp8jax.ops import rules
 from fp8jax.ops import site as site_lib
 from fp8jax.quant import observe
-from fp8jax.recipe import PASSES, Gemm
+from fp8jax.recipe import PASSES, Gemm, accumulate_name
 
 # Forward GEMMs that the backward pass repeats, by remat policy (transformer.py): with the outputs
 # of linear layers kept, only the one that completes the MLP's input; never the last of a layer,
@@ -69,6 +70,9 @@ class Row:
     instead: the first wide one.
     why: why one with FP8 operands is wide.
     shared: the site whose GEMM also is this one's, "" for none.
+    accumulate: what the recipe says, see recipe.accumulate_name; "" where it multiplies wide.
+    accumulates: what the FP8 GEMMs found do, see hlo.Product.
+    depth: the largest K of these, of those that XLA has written.
   """
 
   key: hlo.Key
@@ -88,10 +92,31 @@ class Row:
   instead: str = ""
   why: str = ""
   shared: str = ""
+  accumulate: str = ""
+  accumulates: tuple[str, ...] = ()
+  depth: int = 0
+
+  @property
+  def accumulates_otherwise(self) -> str:
+    """How FP8 GEMMs that were found accumulate, if not as the recipe says; else "".
+
+    A kernel of ours promotes partial sums: no text says so, and its own tests do.
+    """
+    if not self.accumulate:
+      return ""
+    if self.accumulate.isdecimal():
+      return f"{self.depth} products in one sum" * (self.depth > _padded(int(self.accumulate)))
+    others = [how for how in self.accumulates if how != self.accumulate]
+    return repr(others[0] or "promoted") if others else ""
+
+  @property
+  def is_multiplied(self) -> bool:
+    """Whether the GEMMs of the plan are there, whatever their accumulation."""
+    return self.fp8 == self.expected and not (self.wide and self.expected)
 
   @property
   def is_proven(self) -> bool:
-    return self.fp8 == self.expected and not (self.wide and self.expected)
+    return self.is_multiplied and not self.accumulates_otherwise
 
 
 # --- what must be there --------------------------------------------------------------------------
@@ -128,6 +153,7 @@ def expected(plan: Plan, phase: int = 0) -> list[Row]:
           work=sum(n * math.prod(mnk) for mnk, n in calls),
           padded=sum(n * math.prod(map(_padded, mnk)) for mnk, n in calls),
           is_emulated=_is_emulated(gemm),
+          accumulate=accumulate_name(gemm.accumulate),
           most=2 if product == "fwd" and is_recomputed and not is_loop else 1,
         )
       rows.append(row)
@@ -201,6 +227,8 @@ def _with_found(row: Row, there: list[hlo.Product]) -> Row:
     kernels=tuple(dict.fromkeys(g.kernel for g in there)),
     instead=f"{wide[0].text} by {wide[0].kernel}" if wide else "",
     why=next((g.why for g in wide if g.why), ""),
+    accumulates=tuple(dict.fromkeys(g.accumulate for g in there if g.is_fp8)),
+    depth=max((g.depth for g in there if g.is_fp8 and g.accumulate), default=0),
   )
 
 
@@ -226,7 +254,11 @@ def _share(rows: list[Row]) -> list[Row]:
     if lacking and is_whole and 1 <= calls <= rows[owner].most:
       for n in members:
         kernels, site = rows[owner].kernels, rows[owner].key.site
-        rows[n] = dataclasses.replace(rows[n], fp8=rows[n].expected, kernels=kernels, shared=site)
+        accumulates = tuple(dict.fromkeys(rows[owner].accumulates + rows[n].accumulates))
+        rows[n] = dataclasses.replace(
+          rows[n], fp8=rows[n].expected, kernels=kernels, shared=site,
+          accumulates=accumulates, depth=max(rows[owner].depth, rows[n].depth),
+        )  # fmt: skip
   return rows
 
 
@@ -266,6 +298,8 @@ def _complaint(row: Row, plan: Plan) -> str:
       f"{', '.join(row.kernels)}. Every GEMM in FP8 belongs to a site and its recipe: use "
       "fp8jax.ops.dot, or report this as an error of fp8jax/proof.py."
     )
+  if row.is_multiplied:
+    return _complaint_of_accumulation(row, plan)
   size = "x".join(map(str, row.size))
   have = f"{row.wide} wide ones, the first {row.instead}" if row.wide else "nothing"
   if row.fp8:
@@ -294,6 +328,18 @@ def _complaint(row: Row, plan: Plan) -> str:
   return (
     f"{row.key}: the plan has {row.expected} FP8 GEMMs per step ({size} per device, recipe "
     f"{row.recipe!r}, backend {row.backend!r}) and the program has {have}. Reason: {reason}. "
+    f"Fix: {', '.join(fixes[:-1])}, or {fixes[-1]}."
+  )
+
+
+def _complaint_of_accumulation(row: Row, plan: Plan) -> str:
+  fixes = ["another backend in kernels.matmul", "precision.strict=False to run it so"]
+  if row.accumulates and set(row.accumulates) <= {"fast", "precise"}:
+    fixes.insert(0, f"(accumulate={row.accumulates[0]}) behind the recipe's name to have it so")
+  return (
+    f"{row.key}: recipe {row.recipe!r} accumulates {row.accumulate!r} and the program's FP8 GEMM "
+    f"accumulates {row.accumulates_otherwise} ({', '.join(row.kernels)}, backend {row.backend!r}). "
+    "Reason: the backend, or XLA, did not hand the precision of the operands on. "
     f"Fix: {', '.join(fixes[:-1])}, or {fixes[-1]}."
   )
 

@@ -7,6 +7,7 @@ recipes.py. A `None` operand means "the compute dtype": bfloat16 on accelerators
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 from fp8jax.formats import FORMATS, Format
@@ -35,6 +36,21 @@ class Rounding(enum.Enum):
 
   NEAREST = "nearest"  # ties to even
   STOCHASTIC = "stochastic"  # up or down with the probability that makes the mean exact
+
+
+class Accumulation(enum.Enum):
+  """How the matrix unit adds up FP8 products, where the recipe leaves all of K to it.
+
+  Hopper's FP8 tensor core adds with about 14 bits (DeepSeek-V3, arXiv:2412.19437, §3.3.2). cuBLASLt
+  either leaves K to it or adds its partial sums in float32. Other hardware may ignore the choice,
+  and a CPU adds in float32 either way.
+  """
+
+  # Transformer Engine: use_split_accumulator=False; torchao: use_fast_accum=True; XLA: operands of
+  # Precision.DEFAULT.
+  FAST = "fast"
+  # use_split_accumulator=True; use_fast_accum=False; Precision.HIGHEST.
+  PRECISE = "precise"
 
 
 class Save(enum.Enum):
@@ -184,6 +200,10 @@ class Quant:
     return f"{self.format.name} {rows}x{contraction} {self.scale.value}{extra}"
 
 
+# Of a product: left to the matrix unit, or added in float32 every so many K.
+Accumulate = Accumulation | int
+
+
 @dataclasses.dataclass(frozen=True)
 class Gemm:
   """One product D[M, N] = A[M, K] . B[N, K].
@@ -191,15 +211,16 @@ class Gemm:
   Attributes:
     lhs: the Quant of A, or None for the compute dtype.
     rhs: the Quant of B, or None for the compute dtype.
-    accumulate: move partial sums to float32 registers every this many K; None leaves accumulation
-      to the matrix unit (about 14 bits for FP8 on Hopper, DeepSeek-V3 §3.3.2).
+    accumulate: FAST or PRECISE, see Accumulation, or an integer: partial sums are added in float32
+      every so many K. The compute dtype is always PRECISE.
   """
 
   lhs: Quant | None = None
   rhs: Quant | None = None
-  accumulate: int | None = None
+  accumulate: Accumulate = Accumulation.PRECISE
 
   def __post_init__(self):
+    _check_accumulate(self.accumulate, self.is_narrow)
     if (self.lhs is None) != (self.rhs is None):
       raise ValueError(
         f"lhs={self.lhs} and rhs={self.rhs}: both operands of a GEMM are narrow or neither is; "
@@ -225,15 +246,43 @@ class Gemm:
         )
       if quant.tile[1] == WHOLE:
         continue
-      if self.accumulate is None or quant.tile[1] % self.accumulate:
+      if isinstance(self.accumulate, Accumulation) or quant.tile[1] % self.accumulate:
         raise ValueError(
-          f"{name}.tile={quant.tile} changes scale along K, so accumulate must be set and divide "
-          f"{quant.tile[1]}; got accumulate={self.accumulate}"
+          f"{name}.tile={quant.tile} changes scale along K, so accumulate must be a divisor of "
+          f"{quant.tile[1]}; got accumulate={accumulate_name(self.accumulate)}"
         )
 
   @property
   def is_narrow(self) -> bool:
     return self.lhs is not None
+
+
+def _check_accumulate(accumulate: Accumulate, is_narrow: bool):
+  is_count = isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate > 0
+  if not isinstance(accumulate, Accumulation) and not is_count:
+    raise ValueError(
+      f"accumulate={accumulate!r} must be Accumulation.FAST, Accumulation.PRECISE, or how many "
+      "products along K are added before their sum moves to float32, at least 1"
+    )
+  if accumulate is not Accumulation.PRECISE and not is_narrow:
+    raise ValueError(
+      f"accumulate={accumulate_name(accumulate)} is for FP8 operands, and lhs is None: the compute "
+      "dtype accumulates in float32. Leave accumulate out, or give lhs and rhs a Quant"
+    )
+
+
+def accumulate_name(accumulate: Accumulate) -> str:
+  """As configurations and tables have it: "fast", "precise", "128"."""
+  return accumulate.value if isinstance(accumulate, Accumulation) else str(accumulate)
+
+
+def accumulate_by_name(name: str) -> Accumulate:
+  """The inverse of `accumulate_name`.
+
+  Raises:
+    ValueError: the name is neither "fast" nor "precise" nor an integer.
+  """
+  return int(name) if name.isdecimal() else Accumulation(name)
 
 
 PASSES = ("fwd", "dgrad", "wgrad")
@@ -319,6 +368,19 @@ class Recipe:
 
     return dataclasses.replace(self._map(one), name=name)
 
+  def with_accumulate(self, name: str, accumulate: Sequence[Accumulate]) -> "Recipe":
+    """A recipe of this name whose FP8 products accumulate otherwise.
+
+    Args:
+      accumulate: of fwd, dgrad and wgrad; what a product in the compute dtype would get is ignored.
+    """
+    gemms = {
+      p: dataclasses.replace(getattr(self, p), accumulate=how)
+      for p, how in zip(PASSES, accumulate, strict=True)
+      if getattr(self, p).is_narrow
+    }
+    return dataclasses.replace(self, name=name, **gemms)
+
   def _map(self, change) -> "Recipe":
     """The recipe with change(Quant, "x", "w" or "g") of every Quant."""
 
@@ -338,7 +400,9 @@ class Recipe:
       return {
         "lhs": _quant_to_dict(g.lhs),
         "rhs": _quant_to_dict(g.rhs),
-        "accumulate": g.accumulate,
+        "accumulate": g.accumulate.value
+        if isinstance(g.accumulate, Accumulation)
+        else g.accumulate,
       }
 
     gemms = {p: gemm(getattr(self, p)) for p in PASSES}
@@ -347,7 +411,11 @@ class Recipe:
   @classmethod
   def from_dict(cls, description: dict[str, Any]) -> "Recipe":
     def gemm(g):
-      return Gemm(_quant_from_dict(g["lhs"]), _quant_from_dict(g["rhs"]), g["accumulate"])
+      lhs, how = _quant_from_dict(g["lhs"]), g["accumulate"]
+      if how is None:  # of versions in which XLA chose: FAST, and PRECISE for the compute dtype
+        how = Accumulation.FAST if lhs else Accumulation.PRECISE
+      how = Accumulation(how) if isinstance(how, str) else how
+      return Gemm(lhs, _quant_from_dict(g["rhs"]), how)
 
     gemms = {p: gemm(description[p]) for p in PASSES}
     return cls(description["name"], **gemms, save=Save(description["save"]))

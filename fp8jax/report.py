@@ -122,13 +122,14 @@ def print_start(
   )
   out.print(_optimizer(plan))
   for phase in plan.precision.phases:
-    _print_sites(out, [row for row in sites if row["from_step"] == phase.start], phase.start)
+    here = [row for row in sites if row["from_step"] == phase.start]
+    _print_sites(out, here, phase.start, plan.device.platform)
   if plan.device.platform == "gpu":
     for line in dict.fromkeys(advice.lines(sites, advice.load())):
       out.print(f"  {line}")
 
 
-def _print_sites(out: rich.console.Console, sites: list[dict[str, Any]], start: int):
+def _print_sites(out: rich.console.Console, sites: list[dict[str, Any]], start: int, platform: str):
   rows, notes = [], []
   has_gathers = any(row["weight_gather"] != "-" for row in sites)
   for row in sites:
@@ -139,15 +140,19 @@ def _print_sites(out: rich.console.Console, sites: list[dict[str, Any]], start: 
         "x".join(map(str, row["m_n_k"])),
         row["recipe"],
         scales(row["definition"]),
+        *([] if platform == "cpu" else [accumulation(row["definition"])]),
         "/".join(used),
         *([row["weight_gather"]] if has_gathers else []),
       ]
     )
     notes += [n for n in row["notes"] if n not in notes]
-  columns = ["site", "MxNxK per device", "recipe", "scales: x, w, gradient", "backend"]
+  columns = ["site", "MxNxK per device", "recipe", "scales: x, w, gradient"]
+  columns += ["backend"] if platform == "cpu" else ["accumulation", "backend"]
   columns += ["weight gather"] if has_gathers else []
   title = f"sites from step {start}" if start else "sites"
   out.print(writers.table(title, columns, rows))
+  if platform == "cpu" and any(row["definition"]["fwd"]["lhs"] for row in sites):
+    out.print("  FP8 products accumulate in float32 on a CPU, whatever the recipe says")
   for note in notes:
     out.print(f"  passed over {note}")
 
@@ -165,6 +170,14 @@ def scales(definition: dict[str, Any]) -> str:
   if operands[0] is None:
     return "-"
   return ", ".join(map(one, operands)) + f" ({operands[0]['scale']})"
+
+
+def accumulation(definition: dict[str, Any]) -> str:
+  """How FP8 products accumulate in fwd/dgrad/wgrad: "fast/precise/precise", "every 128"."""
+  gemms = [definition[p] for p in PASSES]
+  hows = [gemm["accumulate"] if gemm["lhs"] else "-" for gemm in gemms]
+  words = [f"every {how}" if isinstance(how, int) else how for how in hows]
+  return "/".join(words if len(set(words)) > 1 else words[:1])
 
 
 def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):

@@ -283,7 +283,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> rich.table.T
   """A plain table; numbers to the right."""
   made = rich.table.Table(title=title, title_justify="left")
   for i, name in enumerate(columns):
-    made.add_column(name, justify="left" if i == 0 else "right")
+    made.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
   for row in rows:
     made.add_row(*row)
   return made

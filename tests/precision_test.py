@@ -210,7 +210,10 @@ def test_first_and_last_layers_and_single_sites_can_be_excepted():
 def test_table_of_sites_says_that_a_folded_weight_has_no_past():
   plan = _plan("tensor_delayed", **{"precision.smooth_swiglu": "channel"})
   rows = {row["site"]: row["definition"] for row in train.report.site_rows(plan)}
-  sources = {n: [q["source"]["kind"] for q in d["fwd"].values() if q] for n, d in rows.items()}
+  sources = {
+    name: [d["fwd"][side]["source"]["kind"] for side in ("lhs", "rhs") if d["fwd"][side]]
+    for name, d in rows.items()
+  }
   assert sources["layers/mlp/down"] == ["delayed", "current"]
   assert sources["layers/mlp/up"] == ["delayed"] * 2
 

@@ -184,7 +184,8 @@ CUBLAS = (
   '  %d = (f32[{m},{n}]{{1,0}}, s8[4096]{{0}}) custom-call(%a, %b, %s, %s), '
   'custom_call_target="{target}", metadata={{op_name="{scope}/dot_general"}}, backend_config='
   '{{"gemm_backend_config":{{"dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"],'
-  '"rhs_contracting_dimensions":["1"]}}}}}}\n'
+  '"rhs_contracting_dimensions":["1"]}},"precision_config":{{"operand_precision":'
+  '["{precision}","{precision}"],"algorithm":"ALG_UNSET"}}}}}}\n'
 )  # fmt: skip
 FP8 = "__cublas$lt$matmul$f8"
 
@@ -200,6 +201,7 @@ class Call:
   times: int
   dtype: str = "f8e4m3fn"
   target: str = FP8
+  precision: str = "DEFAULT"
 
   def text(self, i: int) -> tuple[str, str]:
     """(computations, the loop)."""
@@ -210,7 +212,7 @@ class Call:
       f"  %a = {self.dtype}[{self.m},{self.k}]{{1,0}} parameter(0)\n"
       f"  %b = {self.dtype}[{self.n},{self.k}]{{1,0}} parameter(1)\n"
       f"  %s = f32[] constant(1)\n"
-      + CUBLAS.format(m=self.m, n=self.n, target=self.target, scope=scope)
+      + CUBLAS.format(m=self.m, n=self.n, target=self.target, scope=scope, precision=self.precision)
       + "}\n\n"
     )
     trips = f'backend_config={{"known_trip_count":{{"n":"{self.times}"}}}}'
@@ -224,8 +226,11 @@ def _program(calls) -> str:
 
 def _as_planned(plan) -> dict[hlo.Key, Call]:
   """A program with every FP8 GEMM that is expected."""
+  precision = {"fast": "DEFAULT", "precise": "HIGHEST"}
   return {
-    row.key: Call(row.key, *row.size, row.expected) for row in proof.expected(plan) if row.expected
+    row.key: Call(row.key, *row.size, row.expected, precision=precision[row.accumulate])
+    for row in proof.expected(plan)
+    if row.expected
   }
 
 

@@ -23,8 +23,7 @@ ARMS = {
 def get_config(arm="o2"):
   if arm not in ARMS:
     raise ValueError(f"unknown arm {arm!r}; expected one of {', '.join(ARMS)}")
-  # Scales per tensor, for activations and gradients from past steps, as theirs.
-  c = smollm2_cpt.get_config("tensor_delayed")
+  c = smollm2_cpt.get_config("fp8lm")
   c.precision.strict = True
   c.optim.master, c.optim.gradients, c.optim.moments = ARMS[arm]
   return c

@@ -26,7 +26,8 @@ ARMS = {
 def get_config(arm="all"):
   if arm not in ARMS:
     raise ValueError(f"unknown arm {arm!r}; expected one of {', '.join(ARMS)}")
-  c = smollm2_cpt.get_config("tensor_delayed")
+  # Their amax history is as long as one global step.
+  c = smollm2_cpt.get_config("tensor_delayed_latest")
   c.precision.strict = True
   c.update_from_flattened_dict(ARMS[arm])
   return c

@@ -42,7 +42,7 @@ ROWS = {
     for folder, arms in (
       ("2024_coat", ("float32", "moments", "activations", "coat")),
       ("2023_fp8_lm", ("float32", "o1", "o2")),
-      ("2024_trillion_token", ("moments", "token", "channel", "all")),
+      ("2024_trillion_token", ("float32", "moments", "token", "channel", "all")),
     )
     for arm in arms
   },

@@ -117,12 +117,13 @@ def _line(row: dict[str, Any], measured: Sequence[Layer]) -> str:
 
 
 def _kind(definition: dict[str, Any]) -> list[Any]:
-  """What the time depends on besides the backend: tiles and where scales come from.
+  """What the time depends on besides the backend: tiles, where scales come from, accumulation.
 
   Not which eight bits an element has, how scales are rounded, nor what the backward pass keeps.
   """
-  return [
+  gemms = [definition[p] for p in PASSES]
+  return [gemm["accumulate"] for gemm in gemms] + [
     quant and (quant["tile"], quant["source"]["kind"])
-    for gemm in (definition[p] for p in PASSES)
+    for gemm in gemms
     for quant in (gemm["lhs"], gemm["rhs"])
   ]

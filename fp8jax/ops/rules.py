@@ -7,20 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp8jax import recipes
-from fp8jax.recipe import Delayed, Recipe
+from fp8jax.recipe import PASSES, Accumulate, Delayed, Recipe, accumulate_by_name
 
 
 def recipe_by_name(name: str) -> Recipe:
-  """A recipe of `recipes.RECIPES`, its delayed scales with other numbers if the name gives some.
+  """A recipe of `recipes.RECIPES`, with other numbers if the name gives some.
 
   Args:
-    name: "block_128", or "tensor_delayed(steps=16, reduce=max, margin=1)": any fields of Delayed.
+    name: "block_128", or with options in parentheses: "tensor_delayed(steps=16, margin=1)", any
+      fields of Delayed; "rowwise(accumulate=fast)", for all products that FP8 multiplies, or
+      "tensor_current(accumulate=precise/precise/128)", for fwd, dgrad and wgrad.
 
   Raises:
-    ValueError: no such recipe, or no such number of it.
+    ValueError: no such recipe, no such option of it, or a value that it cannot have.
   """
-  base, opening, numbers = name.partition("(")
-  if base not in recipes.RECIPES or (opening and not numbers.endswith(")")):
+  base, opening, options = name.partition("(")
+  if base not in recipes.RECIPES or (opening and not options.endswith(")")):
     near = difflib.get_close_matches(base, recipes.RECIPES, 1, 0.0)
     raise ValueError(
       f"unknown recipe {name!r}; did you mean {near[0]!r}? Known: {', '.join(recipes.RECIPES)}"
@@ -28,23 +30,40 @@ def recipe_by_name(name: str) -> Recipe:
   recipe = recipes.RECIPES[base]
   if not opening:
     return recipe
+  delays, accumulate = _options(name, options[:-1])
+  try:
+    if accumulate:
+      recipe = recipe.with_accumulate(name, accumulate)
+  except ValueError as e:
+    raise ValueError(f"recipe {name!r}: {e}") from e
+  if not delays:
+    return recipe
   if not any(isinstance(q.source, Delayed) for uses in recipe.uses().values() for q in uses):
     raise ValueError(f"recipe {name!r}: {base} has no delayed scales to give numbers to")
-  return recipe.with_delays(name, _delays(name, numbers[:-1]))
+  return recipe.with_delays(name, delays)
 
 
-def _delays(name: str, numbers: str) -> dict[str, Any]:
-  """The fields of Delayed that "steps=16, margin=1" names."""
+def _options(name: str, options: str) -> tuple[dict[str, Any], tuple[Accumulate, ...]]:
+  """(fields of Delayed, accumulation by pass) that "steps=16, accumulate=fast" names."""
   kinds = {f.name: type(f.default) for f in dataclasses.fields(Delayed)}
-  found = {}
-  for number in numbers.split(","):
-    key, _, value = (part.strip() for part in number.partition("="))
+  delays, accumulate = {}, ()
+  for option in options.split(","):
+    key, _, value = (part.strip() for part in option.partition("="))
     try:
-      found[key] = kinds[key](value)
+      if key == "accumulate":
+        accumulate = tuple(accumulate_by_name(part.strip()) for part in value.split("/"))
+        accumulate = accumulate * len(PASSES) if len(accumulate) == 1 else accumulate
+        if len(accumulate) != len(PASSES):
+          raise ValueError
+      else:
+        delays[key] = kinds[key](value)
     except (KeyError, ValueError) as e:
       known = ", ".join(f"{k}={Delayed.__dataclass_fields__[k].default}" for k in kinds)
-      raise ValueError(f"recipe {name!r}: {number.strip()!r} is none of {known}") from e
-  return found
+      raise ValueError(
+        f"recipe {name!r}: {option.strip()!r} is none of {known}, accumulate=fast, "
+        "accumulate=precise, accumulate=N, accumulate=FWD/DGRAD/WGRAD of these"
+      ) from e
+  return delays, accumulate
 
 
 def layer_name(path: str, layer: int) -> str:

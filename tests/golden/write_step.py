@@ -42,7 +42,9 @@ def main():
     for recipe in [wanted.recipe] if wanted.recipe else recipes.RECIPES:
       found[recipe] = PARTS[part](recipe)
       print(part, recipe, flush=True)
-    golden[part] = {"header": header, "recipes": found}
+    if wanted.recipe:  # the header is of the others
+      header = golden[part]["header"]
+    golden[part] = {"header": header, "recipes": {r: found[r] for r in recipes.RECIPES}}
   PATH.write_text(json.dumps(golden, indent=1) + "\n")
 
 

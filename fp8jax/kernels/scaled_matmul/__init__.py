@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from fp8jax.kernels.scaled_matmul import mosaic_sm90, reference, xla, xla_sm90
 from fp8jax.quant import scaled
+from fp8jax.recipe import Accumulate
 
 # In order of preference for "auto".
 BACKENDS = {
@@ -25,16 +26,16 @@ def scaled_matmul(
   a: scaled.Scaled,
   b: scaled.Scaled,
   *,
-  accumulate: int | None,
+  accumulate: Accumulate,
   backend: str,
   out_dtype=jnp.float32,
 ):
-  """[M, N] in out_dtype, accumulated in float32.
+  """[M, N] in out_dtype.
 
   Args:
     a: [M, K].
     b: [N, K], for backends in WITH_SHARDS perhaps in shards.
-    accumulate: K per partial sum promoted to float32; None leaves it to the backend.
+    accumulate: Accumulation.FAST, PRECISE, or K per partial sum that is promoted to float32.
     backend: a key of BACKENDS that supports this problem (see kernels/backend.py).
     out_dtype: float32 or bfloat16.
   """

@@ -56,6 +56,7 @@ from fp8jax.kernels import smem
 from fp8jax.kernels.scaled_matmul import tiles, xla_sm90
 from fp8jax.kernels.scaled_matmul.tiles import BLOCK, CONSUMERS, WGMMA_ROWS, Config
 from fp8jax.quant import scaled
+from fp8jax.recipe import Accumulate, accumulate_name
 
 _WGMMA = plgpu.Layout.WGMMA
 
@@ -70,7 +71,7 @@ def supports(problem) -> str | None:
     if quant.tile[1] != BLOCK or quant.tile[0] not in ((1,) if name == "lhs" else (1, BLOCK)):
       return f"{name} tiles of {quant.tile}; it reads 1x128, and 128x128 on the right"
   if gemm.accumulate != BLOCK:
-    return f"promotes every {BLOCK} of K, not every {gemm.accumulate}"
+    return f"promotes every {BLOCK} of K; accumulate is {accumulate_name(gemm.accumulate)}"
   if problem.k % BLOCK:
     return (
       f"K={problem.k} per device is no multiple of {BLOCK}: choose sizes, or a mesh that splits "
@@ -87,7 +88,7 @@ def num_dots(problem) -> int:
   return 1
 
 
-def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None, out_dtype):
+def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: Accumulate, out_dtype):
   """[M, N]; see `matmul`. Under vmap one product after the other."""
   del accumulate
   return jax.custom_batching.sequential_vmap(functools.partial(matmul, out_dtype=out_dtype))(a, b)

@@ -2,6 +2,10 @@
 
 FP8 operands go into the dot itself, behind a barrier. Dequantising first would be folded away on
 GPU: XLA removes a narrow cast that a wide one follows and multiplies in 16 bits.
+
+Partial sums are added in float32 every so many K, which implements every accumulation but FAST. On
+a device without FP8 units all sums are at least as precise as asked for, on a CPU exact products
+are added in float32.
 """
 
 import jax
@@ -9,28 +13,43 @@ import jax.numpy as jnp
 
 from fp8jax.formats import E2M1, E4M3
 from fp8jax.quant import scaled
+from fp8jax.recipe import Accumulate, Accumulation
 
 # Beyond this many steps along K the loop is rolled, to bound program size.
 _MAX_UNROLL = 16
-# K per partial sum where the recipe leaves it to the hardware.
+# K per partial sum where the recipe names none.
 _DEFAULT_STEP = 128
+_FP8_UNITS = 89  # CUDA compute capability x 10 from which GPUs have them
 
 
 def supports(problem) -> str | None:
-  """None: it runs everything."""
-  del problem
+  """None but for fast accumulation where there is such a thing."""
+  device = problem.device
+  has_units = device.platform == "gpu" and device.capability >= _FP8_UNITS
+  if problem.gemm.accumulate is Accumulation.FAST and has_units:
+    return (
+      f"it adds sums of {_DEFAULT_STEP} products in float32, which is not 'fast' accumulation; "
+      "kernels.matmul='xla' is, or put (accumulate=precise) behind the recipe's name"
+    )
   return None
+
+
+def _step(accumulate: Accumulate) -> int:
+  return _DEFAULT_STEP if isinstance(accumulate, Accumulation) else accumulate
 
 
 def num_dots(problem) -> int:
   """FP8 dots that run: one per partial sum."""
-  return -(-problem.k // (problem.gemm.accumulate or _DEFAULT_STEP))
+  return -(-problem.k // _step(problem.gemm.accumulate))
 
 
-def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None, out_dtype):
-  """[M, N]; partial sums of `accumulate` (default 128) products are added in float32."""
+def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: Accumulate, out_dtype):
+  """[M, N]; partial sums of `accumulate` products, or 128, are added in float32."""
   (m, k), n = a.shape, b.shape[0]
-  step = accumulate or _DEFAULT_STEP
+  step = _step(accumulate)
+  # Within a step the matrix unit adds as it does for a product that is promoted.
+  is_precise = accumulate is Accumulation.PRECISE
+  precision = jax.lax.Precision.HIGHEST if is_precise else jax.lax.Precision.DEFAULT
   rows = scaled.expand(a.scale, 0, a.tile[0], m)
   cols = scaled.expand(b.scale, 0, b.tile[0], n).T
   # The second purpose of the barrier: computed once, not inside every fused multiply-add.
@@ -45,6 +64,7 @@ def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None, ou
       jax.lax.dynamic_slice_in_dim(lhs, start, size, axis=1),
       jax.lax.dynamic_slice_in_dim(rhs, start, size, axis=1),
       (((1,), (1,)), ((), ())),
+      precision=precision,
       preferred_element_type=jnp.float32,
     )
     # Scale by A, then by B: the product of two scales alone could overflow or vanish.

@@ -1,6 +1,10 @@
 """D = A . B' as one FP8 dot whose output is scaled: what XLA hands to cuBLASLt on GPU.
 
-Only scales that are constant along K can wait until after the product.
+Only scales that are constant along K can be applied after the product.
+
+XLA reads how to accumulate from the precision of the operands: with DEFAULT it sets cuBLASLt's flag
+for fast accumulation on every FP8 product, with any other it does not. On the CPU it widens FP8 to
+float32, so that products are exact and either precision gives the same sums.
 """
 
 import jax
@@ -8,14 +12,19 @@ import jax.numpy as jnp
 
 from fp8jax.formats import E5M2
 from fp8jax.quant import scaled
-from fp8jax.recipe import WHOLE
+from fp8jax.recipe import WHOLE, Accumulate, Accumulation
+
+_PRECISION = {
+  Accumulation.FAST: jax.lax.Precision.DEFAULT,
+  Accumulation.PRECISE: jax.lax.Precision.HIGHEST,
+}
 
 
 def supports(problem) -> str | None:
   for name, quant in (("lhs", problem.gemm.lhs), ("rhs", problem.gemm.rhs)):
     if quant.tile[1] != WHOLE:
       return f"{name} scales change along K every {quant.tile[1]}; one XLA dot takes one scale"
-  if problem.gemm.accumulate is not None:
+  if problem.gemm.accumulate not in _PRECISION:
     return f"float32 promotion every {problem.gemm.accumulate} of K needs a loop"
   if problem.platform == "cpu":
     return None
@@ -30,11 +39,14 @@ def num_dots(problem) -> int:
   return 1
 
 
-def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: int | None, out_dtype):
-  """[M, N], accumulated as the matrix unit does."""
-  del accumulate
+def scaled_matmul(a: scaled.Scaled, b: scaled.Scaled, accumulate: Accumulate, out_dtype):
+  """[M, N]; accumulate is FAST or PRECISE."""
   product = jax.lax.dot_general(
-    a.data, b.data, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    a.data,
+    b.data,
+    (((1,), (1,)), ((), ())),
+    precision=_PRECISION[Accumulation(accumulate)],
+    preferred_element_type=jnp.float32,
   )
   rows = scaled.expand(a.scale, 0, a.tile[0], a.shape[0])
   cols = scaled.expand(b.scale, 0, b.tile[0], b.shape[0])
