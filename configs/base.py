@@ -50,7 +50,8 @@ def get_config(arm=""):
   # Other rules from a step on: ((first step, rules), ...), e.g. ((900, ((".*", "bf16"),)),).
   c.precision.schedule = ()
   # Table of --job=calibrate that delayed and static scales start from; "" takes the ranges of the
-  # first batch.
+  # first batch. Resuming with another table (by content, not by path) is refused; with
+  # "precision.calibration" in checkpoint.accept_changes, scales begin anew from the table.
   c.precision.calibration = ""
   # Smooth-SwiGLU (arXiv:2409.12517): the input of mlp/down is divided by the largest magnitude of
   # its linear branch, which comes back in down's weight ("channel") or output ("token"). Against
@@ -59,8 +60,9 @@ def get_config(arm=""):
   # Inspect the compiled step before it runs and stop if a GEMM is wider than its recipe says. On a
   # GPU this compiles the step once more.
   c.precision.strict = False
-  # dtype of activations and of operands that no recipe narrows: "bfloat16", "float32", or "auto":
-  # bfloat16 on GPU, float32 on CPU (where XLA's bfloat16 is several times slower).
+  # dtype of activations and of operands that no recipe narrows: "bfloat16", "float32", "float16"
+  # (with loss_scale.kind="dynamic"; not on the Hopper kernels), or "auto": bfloat16 on GPU, float32
+  # on CPU (where XLA's bfloat16 is several times slower).
   c.precision.compute = "auto"
 
   c.kernels = ConfigDict()
@@ -136,7 +138,7 @@ def get_config(arm=""):
   # Multiplies the loss, and divides the gradients, so that small gradients do not underflow.
   c.loss_scale = ConfigDict()
   # "none", or "dynamic": halve at a non-finite gradient, double after so many good steps. For
-  # 16-bit floats with narrow exponents; bfloat16 and float32 gradients and FP8 scales need none.
+  # precision.compute="float16"; bfloat16 and float32 gradients and FP8 scales need none.
   c.loss_scale.kind = "none"
   c.loss_scale.start = 256.0
   c.loss_scale.growth_steps = 2000

@@ -4,7 +4,9 @@ found here, and reported together.
 
 import dataclasses
 import functools
+import hashlib
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -140,8 +142,7 @@ def resolve(
     if chosen and recipes:
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
   problems.attempt(lambda: watch.read_alarms(c.log.alarms))
-  names = {name for phase in recipes.phases for _, name in phase.rules} if recipes else set()
-  problems.extend(loss_scale.problems(c.loss_scale, names))
+  problems.extend(loss_scale.problems(c.loss_scale, c.precision.compute))
   problems.one_of("export.dtype", c.export.dtype, ("auto", *hf.DTYPES))
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, _acceptable(c))
   if problems.found or model is None or recipes is None:
@@ -149,7 +150,7 @@ def resolve(
 
   plan = Plan(model, declaration, run, recipes, optim, data, microbatch, device, c)
   for phase in range(len(recipes.phases)):
-    problems.attempt(lambda phase=phase: plan.sites(phase=phase))
+    problems.attempt(lambda phase=phase: _check_float16(plan, phase))
   problems.attempt(lambda: plan.leaves)
   problems.refuse()
   return plan
@@ -225,20 +226,24 @@ def _check_folder(c: Config, model: model_config.ModelConfig):
   hf.check(hf.Folder(c.init.hf), dataclasses.replace(model, vocab_size=there.vocab_size))
 
 
+_SIXTEEN_BITS = ("bfloat16", "float16")
+_COMPUTE = (*_SIXTEEN_BITS, "float32")
+
+
 def _execution(c: Config, layout, device: backend.Device, problems: Problems):
   on_gpu = device.platform == "gpu"
   compute = c.precision.compute
-  problems.one_of("precision.compute", compute, ("auto", "bfloat16", "float32"))
+  problems.one_of("precision.compute", compute, ("auto", *_COMPUTE))
   if compute == "auto":
     compute = "bfloat16" if on_gpu else "float32"
   implementation = c.kernels.attention
   problems.one_of("kernels.attention", implementation, ("auto", *attention.IMPLEMENTATIONS))
   if implementation == "auto":
-    implementation = "cudnn" if on_gpu and compute == "bfloat16" else "xla"
+    implementation = "cudnn" if on_gpu and compute in _SIXTEEN_BITS else "xla"
   if implementation == "cudnn":
     problems.check(on_gpu, "kernels.attention='cudnn' needs an NVIDIA GPU; use 'xla' or 'auto'")
     problems.check(
-      compute == "bfloat16",
+      compute in _SIXTEEN_BITS,
       f"kernels.attention='cudnn' needs 16-bit inputs, precision.compute is {compute!r}; use 'xla'",
     )
   problems.one_of("kernels.matmul", c.kernels.matmul, ("auto", *scaled_matmul.BACKENDS))
@@ -248,10 +253,22 @@ def _execution(c: Config, layout, device: backend.Device, problems: Problems):
     problems.one_of(f"memory.{key}", name, tuple(kept.QUANTS))
   waiting = kept.Kept(**{k: kept.QUANTS.get(name) for k, name in names.items()})
   return model_config.Execution(
-    jnp.dtype(compute if compute in ("bfloat16", "float32") else "float32"),
+    jnp.dtype(compute if compute in _COMPUTE else "float32"),
     implementation, c.memory.remat, waiting, c.memory.loss_chunk, layout,
     c.precision.smooth_swiglu,
   )  # fmt: skip
+
+
+def _check_float16(plan: Plan, phase: int):
+  """The sites of a phase, none of them on kernels that were written for bfloat16 alone."""
+  for one in site.flatten(plan.sites(phase=phase)).values():
+    backends = sorted(set(one.backends) & set(scaled_matmul.WITH_QUANTIZER))
+    if plan.run.dtype == jnp.float16 and backends:
+      raise ValueError(
+        f"precision.compute='float16': site {one.name} is multiplied by {', '.join(backends)}, "
+        "whose kernels read bfloat16; set precision.compute='bfloat16', or kernels.matmul='xla' or "
+        "'reference'"
+      )
 
 
 def _optim(c: Config, problems: Problems) -> optim_build.Optim:
@@ -372,7 +389,23 @@ def identity(plan: Plan) -> dict[str, Any]:
   """The configuration with what "auto" and presets stand for: what a checkpoint remembers."""
   model = {f"model.{k}": v for k, v in plan.model.to_dict().items() if k != "init_std"}
   flat = {k: v for k, v in flatten(plan.config).items() if not k.startswith("model.")}
-  return flat | json.loads(json.dumps(model)) | {"precision.compute": plan.run.dtype.name}
+  return (
+    flat
+    | json.loads(json.dumps(model))
+    | {
+      "precision.compute": plan.run.dtype.name,
+      # By content: a table may move, but not change under its name.
+      "precision.calibration": _digest(plan.config.precision.calibration),
+    }
+  )
+
+
+def _digest(path: str) -> str:
+  """Of a file; "" of none."""
+  if not path:
+    return ""
+  with open(os.path.expanduser(path), "rb") as f:
+    return "sha256 " + hashlib.sha256(f.read()).hexdigest()[:16]
 
 
 def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -385,7 +418,7 @@ def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 _HARMLESS = (
   "log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
   "memory.remat", "memory.target", "memory.loss_chunk", "data.workers", "data.prefetch", "init.hf",
-  "optim.on_nonfinite", "optim.order", "calibrate.", "precision.strict", "precision.calibration",
+  "optim.on_nonfinite", "optim.order", "calibrate.", "precision.strict",
 )  # fmt: skip
 
 

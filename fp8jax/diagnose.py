@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8jax import loss_scale
 from fp8jax import params as params_lib
 from fp8jax import step as step_lib
 from fp8jax.config import Plan
@@ -22,6 +23,8 @@ _ORDER = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/dow
 def observe(plan: Plan, params, batch, phase: int = 0):
   """One forward and backward pass that watches every site, scales chosen from what it sees.
 
+  The loss is scaled as at the start of a run.
+
   Args:
     batch: [B, L], or [A, B, L] when accumulating.
     phase: of the precision schedule.
@@ -31,11 +34,12 @@ def observe(plan: Plan, params, batch, phase: int = 0):
     {parameter: gradient is finite}), on the host; the last empty with optim.order="by_layer".
   """
   sites = plan.sites(phase=phase, statistics=observe_lib.LOUD)
+  scale = loss_scale.fresh(plan.config.loss_scale).get("scale")
 
   @functools.partial(jax.jit, compiler_options=backend_lib.compiler_options(plan.device))
   def look(params, batch):
     value, gradient, seen = step_lib.gradients(
-      plan, params, site_lib.with_current_scales(sites), batch
+      plan, params, site_lib.with_current_scales(sites), batch, scale
     )
     if plan.optim.is_by_layer:  # for all gradients at once there may be no room
       gradient = {}

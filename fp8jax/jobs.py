@@ -100,6 +100,15 @@ def _evaluate(plan: config.Plan, workdir: str):
     phase, where = 0, {"hf": plan.config.eval.hf}
   else:
     params, step, meta = _restore_params(plan, workdir)
+    table, trained = (
+      x.get("precision.calibration") for x in (config.identity(plan), meta["config"])
+    )
+    if table and table != trained:
+      raise UserError(
+        f"precision.calibration={plan.config.precision.calibration!r} is not the table that the "
+        f"checkpoint of step {step} was trained with, and evaluation takes the scales of the "
+        "checkpoint; set precision.calibration=''"
+      )
     phase, where = plan.phase(max(step - 1, 0)), {"workdir": workdir, "step": step}
     memories = _restore_memories(plan, workdir, step, meta, phase)
   evaluator = evaluate.Evaluator(plan)

@@ -119,12 +119,16 @@ def gradients(plan: config.Plan, params, sites, batch, scale=None, step: Any = 0
 
   Args:
     params: as the state has them.
-    scale: of the loss while it is differentiated; taken out of what is returned again.
+    sites: their memories are amaxes of the unscaled loss's gradients.
+    scale: of the loss while it is differentiated, a power of two; taken out of the loss, of the
+      gradients and of what sites saw again.
     step: number of steps taken, for gradients that are rounded by chance.
     room: State.room.
   """
   total = jnp.maximum(batch["weights_BL"].sum(), 1)
   leaves = plan.leaves
+  if scale is not None:
+    sites = site_lib.with_scaled_gradients(sites, scale)
   sinks = jax.tree.map(_sink, leaves, params)
 
   def of_one(batch, micro, sites):
@@ -141,6 +145,7 @@ def gradients(plan: config.Plan, params, sites, batch, scale=None, step: Any = 0
       gradient = jax.lax.with_sharding_constraint(gradient, places)
     if scale is not None:
       value, gradient = value / scale, gradients_lib.scaled(gradient, 1 / scale)
+      seen = site_lib.with_unscaled_gradients(sites, seen, scale)
     return value, gradient, seen
 
   if plan.config.accumulation == 1:
@@ -305,14 +310,22 @@ def _all_finite(seen):
 
 
 def calibrate(plan: config.Plan, state: State, batch, phase: int) -> State:
-  """The state, scales of its next step chosen from this batch where they are not current."""
+  """The state, scales of its next step chosen from this batch where they are not current.
+
+  Gradients are those under the loss scale, which is halved until they are finite.
+  """
   sites = plan.sites(phase=phase)
   if not site_lib.memories(sites):
     return dataclasses.replace(state, memories={})
 
   @functools.partial(jax.jit, compiler_options=backend_lib.compiler_options(plan.device))
-  def look(params, batch):
-    seen = gradients(plan, params, site_lib.with_current_scales(sites), batch)[2]
-    return site_lib.calibrated(sites, seen)
+  def look(params, batch, scale):
+    seen = gradients(plan, params, site_lib.with_current_scales(sites), batch, scale)[2]
+    return site_lib.calibrated(sites, seen), _all_finite(seen)
 
-  return dataclasses.replace(state, memories=look(state.params, batch))
+  scaling = state.loss_scale
+  memories, is_finite = look(state.params, batch, scaling.get("scale"))
+  while scaling and not is_finite and scaling["scale"] > loss_scale.SMALLEST:
+    scaling = loss_scale.update(scaling, is_finite, plan.config.loss_scale)
+    memories, is_finite = look(state.params, batch, scaling["scale"])
+  return dataclasses.replace(state, memories=memories, loss_scale=scaling)

@@ -68,6 +68,7 @@ class _Run:
     report.print_start(self.out, plan, self.changes, self.fingerprint, self.site_rows)
     path = plan.config.precision.calibration
     self.calibration = calibration.begin(plan, os.path.expanduser(path)) if path else None
+    self.identity = config.identity(plan)  # now: the table may be edited during the run
     alarms = watch.read_alarms(plan.config.log.alarms)
     self.watches = [
       watch.Watch(alarms, site_lib.recipes_of(plan.sites(phase=phase)))
@@ -130,19 +131,23 @@ class _Run:
       return self._fresh(), 0
     step = steps[-1]
     meta = self.checkpoints.meta(step)
-    self._check_same_run(meta, step)
+    changes = self._check_same_run(meta, step)
     self.weights_dtype = meta["weights_dtype"]
     self.evaluations = meta["evaluations"]
     if jax.process_index() == 0:  # of all processes together
       self.counts.update(meta["documents"])
     abstract = step_lib.abstract_state(self.plan, step)
     remembered = self._remembered(step)
-    self.has_memories = meta.get("remembered", remembered) == remembered
+    is_same = meta.get("remembered", remembered) == remembered
+    has_new_table = bool(self.calibration) and "precision.calibration" in changes
+    self.has_memories = is_same and not has_new_table
     if not self.has_memories:
       abstract = dataclasses.replace(abstract, memories={})
     state = self.checkpoints.restore(step, abstract, self.iterator)
     self.out.print(f"resuming from step {step}")
-    if not self.has_memories:
+    if has_new_table:
+      self.out.print(f"step {step}: scales begin anew from the table of precision.calibration")
+    elif not is_same:
       self.out.print(f"other recipes made the scales of step {step}; they are begun anew")
     if jax.device_get(state.halted):
       moved = " (some layers may have moved with it)" * self.plan.optim.is_by_layer
@@ -159,14 +164,15 @@ class _Run:
       hf.keep_source_files(source, os.path.join(self.workdir, "hf_source"))
     return step_lib.make_state(self.plan, params)
 
-  def _check_same_run(self, meta: dict[str, Any], step: int):
-    changes = config.diff(config.identity(self.plan), meta["config"])
+  def _check_same_run(self, meta: dict[str, Any], step: int) -> dict[str, tuple[Any, Any]]:
+    """What changed since the checkpoint, {key: (then, now)}; raises where that is not accepted."""
+    changes = config.diff(self.identity, meta["config"])
     for key, (old, new) in changes.items():
       self.out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
     accepted = tuple(self.plan.config.checkpoint.accept_changes)
     problems = [
-      f"{key} was {changes[key][0]} at step {step} and is {changes[key][1]} now; to go on anyway, "
-      f'--config.checkpoint.accept_changes="{(*accepted, key)}"'
+      f"{key} was {_shown(changes[key][0])} at step {step} and is {_shown(changes[key][1])} now; "
+      f'to go on anyway, --config.checkpoint.accept_changes="{(*accepted, key)}"'
       for key in config.refused_changes(changes, accepted)
     ]
     if meta["data_fingerprint"] != self.fingerprint and "data" not in accepted:
@@ -185,6 +191,7 @@ class _Run:
       )
     if problems:
       raise config.ConfigError([*problems, "or start anew with another --workdir"])
+    return changes
 
   def _readers(self) -> dict[str, Any]:
     """What the saved positions in the data depend on."""
@@ -344,7 +351,7 @@ class _Run:
   def _meta(self, step: int) -> dict[str, Any]:
     return {
       "remembered": self._remembered(step),
-      "config": config.identity(self.plan),
+      "config": self.identity,
       "data_fingerprint": self.fingerprint,
       "readers": self._readers(),
       "weights_dtype": self.weights_dtype,
@@ -387,6 +394,10 @@ class _Run:
     writers.write_json(self.workdir, "summary.json", summary)
     report.print_end(self.out, summary, self.workdir)
     return summary
+
+
+def _shown(value: Any) -> Any:
+  return "''" if value == "" else value
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -478,7 +478,6 @@ def test_every_key_is_refused_or_harmless_on_resume():
   sections = ("model.", "precision.", "data.", "optim.", "loss_scale.")
   harmless = {
     "data.workers", "data.prefetch", "optim.on_nonfinite", "optim.order", "precision.strict",
-    "precision.calibration",
   }  # fmt: skip
   assert refused == {k for k in keys if k in whole or k.startswith(sections)} - harmless
 

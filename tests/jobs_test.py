@@ -311,11 +311,22 @@ def test_evaluate_and_calibrate_count_what_they_pass_over(trained, run_job, tmp_
 
   monkeypatch.setattr(calibration, "run", read_all)
   table = str(tmp_path / "table.json")  # to be written, so that no job but training asks for it
-  changes |= {"calibrate.path": table, "precision.calibration": table, "data.prefetch": 0}
+  changes |= {"calibrate.path": table, "precision.calibration": table}
+  changes |= {"data.prefetch": 0, "data.shuffle_windows": 0}  # which read ahead, and count
   # 40 documents of 51 or 101 tokens, fewer than 16 batches of 2 x 129.
   changes["calibrate.batches"] = 16
   code, stdout, _ = run_job("calibrate", _config(**changes), trained.workdir)
   assert code == 0 and 3 <= json.loads(stdout)["documents_passed_over"]["malformed"] <= 6
+
+
+def test_evaluate_refuses_a_table_that_a_checkpoint_was_not_trained_with(
+  trained, run_job, tmp_path
+):
+  (tmp_path / "table.json").write_text("{}")
+  changed = _config(**{"precision.calibration": str(tmp_path / "table.json")})
+  code, stdout, stderr = run_job("evaluate", changed, trained.workdir)
+  assert (code, stdout) == (1, "")
+  assert "table.json' is not the table that the checkpoint of step 4" in stderr
 
 
 @pytest.mark.parametrize("job", ["evaluate", "export"])

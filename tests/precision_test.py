@@ -1,6 +1,7 @@
 """Precision over a run: phases, layers, memories, calibration; interrupted or not."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -334,6 +335,48 @@ def test_calibration_reaches_later_phases_and_is_refused_where_nothing_starts_fr
     calibration.begin(_plan("block_128"), str(path))
 
 
+def _write_table(path, factor):
+  rows = [
+    {"site": f"layers/{i}/{m}", "tensor": t, "amax": factor * (2.0 + i)}
+    for i in range(3) for m in NAMES for t in "xwg"
+  ]  # fmt: skip
+  rows += [{"site": "head", "tensor": t, "amax": factor} for t in "xwg"]
+  path.write_text(json.dumps({"format": calibration.FORMAT, "rows": rows}))
+
+
+def test_another_table_on_resume_is_refused_and_applied_where_accepted(
+  tmp_path, monkeypatch, capsys
+):
+  """Tables are compared by content: one that was edited under its name is another."""
+  path = tmp_path / "t.json"
+  _write_table(path, 1.0)
+  changes = {"model.num_layers": 1, "precision.calibration": str(path)}
+  run = functools.partial(_train, tmp_path / "run", "e4m3_static")
+  last = [2]
+  monkeypatch.setattr(
+    train.interrupts.Interrupts, "requested", lambda _, step, every: step >= last[0]
+  )
+  run(**changes)
+  plan = _plan("e4m3_static", **{"model.num_layers": 1})
+  before = _state(tmp_path / "run", plan, 2).memories
+  _write_table(path, 4.0)
+  with pytest.raises(ConfigError, match=r"precision.calibration was .* at step 2 and is .* now"):
+    run(**changes)
+  with pytest.raises(ConfigError, match=r"precision.calibration was .* at step 2 and is '' now"):
+    run(**changes | {"precision.calibration": ""})
+  changes |= {"checkpoint.accept_changes": ("precision.calibration",)}
+  last[0] = 3
+  capsys.readouterr()
+  run(**changes)
+  assert "step 2: scales begin anew from the table" in capsys.readouterr().out
+  after = _state(tmp_path / "run", plan, 3).memories
+  _assert_equal(after, jax.tree.map(lambda x: 4 * x, before))
+  unchanged = config.identity(_plan("e4m3_static", **changes))
+  path.rename(tmp_path / "moved.json")
+  changes["precision.calibration"] = str(tmp_path / "moved.json")
+  assert config.identity(_plan("e4m3_static", **changes)) == unchanged
+
+
 # --- watching ------------------------------------------------------------------------------------
 
 
@@ -519,3 +562,51 @@ def test_loss_scale_leaves_the_gradients_as_they_are():
     step_lib.make_step(p)(step_lib.make_state(p), host, p.sites())[0] for p in (plain, scaled)
   ]
   _assert_equal(states[0].opt, states[1].opt)
+
+
+# Every source of scales; the head's gradient is made narrow before any factor on the loss.
+ALL_SOURCES = {
+  "precision.rules": (
+    ("head|.*/attn/.*", "tensor_delayed(steps=3)"), (".*/up", "tensor_delayed_latest"),
+    (".*/gate", "e4m3_static"), (".*", "tensor_current"),
+  ),
+  "model.num_layers": 1,
+}  # fmt: skip
+
+
+def _steps(plan, hosts):
+  """The state after these batches, the first of which calibrates, and the loss scales."""
+  state, step, scales = step_lib.make_state(plan), step_lib.make_step(plan), []
+  for i, host in enumerate(hosts):
+    if i == 0:
+      state = step_lib.calibrate(plan, state, host, 0)
+    state, values = step(state, host, plan.sites())
+    scales.append(float(values.get("loss_scale", 1.0)))
+  return jax.device_get(state), scales
+
+
+def test_past_and_static_scales_follow_the_loss_scale_exactly():
+  """Powers of two: a run under a loss scale that grows and halves is the run without one."""
+  plain = _plan(**ALL_SOURCES, **{"optim.on_nonfinite": "skip"})
+  scaled = _plan(**ALL_SOURCES, **{"loss_scale.kind": "dynamic", "loss_scale.growth_steps": 1})
+  hosts = _batches(plain, 6)[1]
+  bad = dict(hosts[3], weights_BL=np.full_like(hosts[3]["weights_BL"], np.inf))
+  hosts = [*hosts[:3], bad, *hosts[3:]]
+  (a, _), (b, scales) = _steps(plain, hosts), _steps(scaled, hosts)
+  assert scales == [256, 512, 1024, 2048, 1024, 2048, 4096]
+  assert int(a.skipped) == int(b.skipped) == 1
+  for part in ("params", "opt", "memories"):
+    _assert_equal(getattr(a, part), getattr(b, part))
+
+
+@pytest.mark.parametrize("factor", [2.0**15, 2.0**-9])
+def test_statistics_of_a_multiple_are_the_rescaled_ones(factor):
+  """Powers of two: exactly, in NumPy's float32; gradients are seen under a loss scale."""
+  x = np.random.default_rng(0).standard_normal((32, 256), np.float32)
+  x[0, 0] = 0
+  quant = RECIPES["block_128"].dgrad.lhs
+  one, other = (
+    observe.statistics(y, quantize.quantize(y, quant=quant, contraction=1), quant)
+    for y in (x, x * np.float32(factor))
+  )
+  np.testing.assert_array_equal(observe.rescaled(one, factor), other)

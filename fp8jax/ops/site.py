@@ -292,6 +292,38 @@ def with_current_scales(sites):
   return tree_map(one, sites)
 
 
+# Its gradient is that of the sum over tokens, before any factor on the loss: see ops/loss.py.
+_HEAD = "head"
+
+
+def with_scaled_gradients(sites, factor):
+  """The sites with gradients that are `factor` times as large, in what scales are made from.
+
+  Past amaxes are those of the unscaled loss; under a loss scale, gradients are that many times as
+  large, whatever the loss scale was when the amaxes were seen.
+  """
+  factors = jnp.stack([1.0, 1.0, factor])
+
+  def one(site):
+    if site.memory is None or site.name == _HEAD:
+      return site
+    memory = dataclasses.replace(site.memory, amax_3=site.memory.amax_3 * factors)
+    return dataclasses.replace(site, memory=memory)
+
+  return tree_map(one, sites)
+
+
+def with_unscaled_gradients(sites, seen, factor):
+  """Observations, a tree like `taps(sites)`, of gradients `factor` times as large as they are."""
+
+  def one(site, tap):
+    if site.name == _HEAD:
+      return tap
+    return tap.at[..., 2, :].set(observe.rescaled(tap[..., 2, :], 1 / factor))
+
+  return tree_map(one, sites, seen)
+
+
 def with_keys(sites, key):
   """The sites, rounding stochastically with bits that depend on `key` and their own names."""
 

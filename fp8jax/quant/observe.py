@@ -99,6 +99,19 @@ def combine_all(x, axis: int):
   return jnp.concatenate([largest, jnp.sum(x[..., _MAXIMA:], axis=0)], axis=-1)
 
 
+# By which power of a factor on the tensor each of STATISTICS changes.
+_POWERS = (1, 1, 1, 0, 0, 0, 0, 0, 2, 2, 4)
+
+
+def rescaled(values, factor):
+  """Statistics [..., S] of a tensor -> those of factor * tensor, its scales rescaled with it.
+
+  Exact where factor is a power of two and nothing leaves float32's range.
+  """
+  powers = jnp.stack([factor**power for power in _POWERS])
+  return values * powers[: values.shape[-1]].astype(jnp.float32)
+
+
 def nothing(shape):
   """Statistics [..., S] of an empty part: `combine` with them changes nothing."""
   empty = jnp.asarray([0.0, -math.inf, -math.inf] + [0.0] * (LOUD - _MAXIMA), jnp.float32)
