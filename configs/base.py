@@ -171,9 +171,7 @@ def get_config(arm=""):
   c.checkpoint.accept_changes = ()
 
   c.log = ConfigDict()
-  # Steps between lines where there is no terminal, and between the moments at which several
-  # processes agree on an interruption.
-  c.log.every = 10
+  c.log.every = 10  # steps between lines where there is no terminal
   c.log.tensorboard = True
   # Steps between looks at the ranges and rounding errors of every tensor of every site; 0: never.
   c.log.numerics_every = 0

@@ -38,7 +38,9 @@ def run(config: str, folder: str, changes=()) -> Run:
   if not (path / "summary.json").exists():
     overrides = [f"--config.{key}={value}" for key, value in dict(changes).items()]
     command = [sys.executable, "launch.py", f"--config={config}", f"--workdir={path}", *overrides]
-    subprocess.run(command, cwd=ROOT, check=True)
+    # An interrupted run ends the table with its own code: 75 after SIGTERM, 130 after Ctrl-C.
+    if code := subprocess.run(command, cwd=ROOT).returncode:
+      sys.exit(code)
   summary, provenance = (
     json.loads((path / f"{name}.json").read_text()) for name in ("summary", "provenance")
   )

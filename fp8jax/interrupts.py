@@ -1,23 +1,36 @@
-"""SIGTERM and Ctrl-C as a question that the training loop answers between steps."""
+"""SIGTERM and Ctrl-C as a question that the training loop answers between steps.
+
+Exit codes: 75 (EX_TEMPFAIL of sysexits.h) after SIGTERM, which tells a scheduler to start the same
+command again; 130 (128 + SIGINT, as shells report it) after Ctrl-C.
+
+One process: our handlers note the signal. Several processes: SIGTERM belongs to JAX, which installs
+its handler in jax.distributed.initialize and lets the processes agree on the step at which all of
+them stop (jax.experimental.multihost_utils.reached_preemption_sync_point). A handler of ours would
+hide the signal from it. Ctrl-C there passes as a SIGTERM to the same agreement.
+"""
 
 import contextlib
+import os
 import signal
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
+
+EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 
 
 class Interrupts(contextlib.AbstractContextManager):
   """Inside, both signals only ask to save and leave; a second Ctrl-C raises KeyboardInterrupt."""
 
   def __init__(self):
-    self._asked = False
+    self._signal: int | None = None
+    self._questions = 0
     self._before = {}
 
   def __enter__(self):
+    ours = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else (signal.SIGINT,)
     with contextlib.suppress(ValueError):  # not in the main thread: nothing to catch
-      for number in (signal.SIGTERM, signal.SIGINT):
+      for number in ours:
         self._before[number] = signal.signal(number, self._ask)
     return self
 
@@ -27,14 +40,22 @@ class Interrupts(contextlib.AbstractContextManager):
 
   def _ask(self, number, frame):
     del frame
-    if self._asked and number == signal.SIGINT:
+    if self._signal is not None and number == signal.SIGINT:
       raise KeyboardInterrupt
-    self._asked = True
+    self._signal = number
+    if jax.process_count() > 1:
+      os.kill(os.getpid(), signal.SIGTERM)  # JAX's handler tells the other processes
 
-  def requested(self, step: int, every: int) -> bool:
-    """Whether to stop before this step. Processes agree, by asking each other every few steps."""
+  @property
+  def exit_code(self) -> int:
+    """Of a process that stops because it was asked to; the signal may have met another process."""
+    return EXIT_CODES[signal.Signals(self._signal or signal.SIGTERM)]
+
+  def requested(self, step: int) -> bool:
+    """Whether to stop before this step. All processes ask equally often, and stop at one step."""
+    del step
     if jax.process_count() == 1:
-      return self._asked
-    if step % every:
-      return False
-    return bool(multihost_utils.process_allgather(np.asarray(self._asked)).any())
+      return self._signal is not None
+    # JAX counts questions, in training and in the evaluation after it.
+    self._questions += 1
+    return multihost_utils.reached_preemption_sync_point(self._questions)

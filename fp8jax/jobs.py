@@ -16,6 +16,7 @@ from fp8jax import (
   batches,
   calibration,
   checkpoint,
+  compilation_cache,
   config,
   diagnose,
   evaluate,
@@ -51,6 +52,8 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
     c.init.hf, c.model.preset = c.eval.hf, "hf"
   if job not in ("train", "evaluate"):  # which read the table; it may be yet to be written
     c.precision.calibration = ""
+  if note := compilation_cache.enable():
+    print(note, file=sys.stderr)
   try:
     if job == "prepare":  # needs neither the model nor the mesh that the data are for
       print(writers.to_json(_prepare(c, workdir)))
@@ -60,7 +63,7 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
       return 0
     plan = config.resolve(c, jax.device_count(), backend.current_device())
     if job == "train":
-      train.run(plan, workdir, config.flatten(base))
+      return train.run(plan, workdir, config.flatten(base)).get("exit_code", 0)
     else:
       result = {
         "evaluate": _evaluate,

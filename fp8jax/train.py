@@ -1,7 +1,6 @@
 """Training: the loop around the step."""
 
 import dataclasses
-import functools
 import os
 from typing import Any
 
@@ -23,6 +22,7 @@ from fp8jax import (
   writers,
 )
 from fp8jax import step as step_lib
+from fp8jax import workdir as workdir_lib
 from fp8jax.data import loader
 from fp8jax.kernels import check
 from fp8jax.models import hf
@@ -45,13 +45,15 @@ def run(plan: config.Plan, workdir: str, base: dict[str, Any] | None = None) -> 
     base: flat base configuration, to print what differs from it.
 
   Returns:
-    The summary that is also written to WORKDIR/summary.json.
+    The summary that is also written to WORKDIR/summary.json; of an interrupted run {"step",
+    "exit_code"} (interrupts.EXIT_CODES).
 
   Raises:
     config.ConfigError: the checkpoint in workdir belongs to another configuration.
     NonFinite: see optim.on_nonfinite.
   """
-  return _Run(plan, workdir, base or {}).run()
+  with workdir_lib.locked(workdir):
+    return _Run(plan, workdir, base or {}).run()
 
 
 class _Run:
@@ -100,10 +102,13 @@ class _Run:
         self._save(reached, state)
         self.checkpoints.wait()
         # All is saved: the last evaluation may be left, and made by the same command.
-        stop = functools.partial(asked.requested, every=c.log.every)
-        if reached < c.steps or not self._evaluate(evaluator, state, reached, log, stop):
-          self.out.print(f"interrupted: saved step {reached}; the same command goes on from there")
-          return {"step": reached}
+        finished = reached >= c.steps
+        if not finished or not self._evaluate(evaluator, state, reached, log, asked.requested):
+          self.out.print(
+            f"interrupted: saved step {reached}; the same command goes on from there "
+            f"(exit code {asked.exit_code})"
+          )
+          return {"step": reached, "exit_code": asked.exit_code}
         return self._summarise(reached, last, state)
     finally:
       log.close()
@@ -223,7 +228,7 @@ class _Run:
         pending = None
 
     try:
-      while step < c.steps and not asked.requested(step, c.log.every):
+      while step < c.steps and not asked.requested(step):
         host = next(self.iterator)
         if self.plan.phase(step) != phase:
           settle()

@@ -29,7 +29,7 @@ FLOORS = (
   ("kernels", (0, 1)),
   ("ops", (0, 1, 2)),
   ("models", (0, 3)),
-  ("checkpoint data interrupts metrics optim writers", (0, 1)),
+  ("checkpoint compilation_cache data interrupts metrics optim workdir writers", (0, 1)),
   (
     "account batches by_layer calibration config diagnose evaluate flax hlo loss_scale peak"
     " precision proof report step target train waiting watch working",

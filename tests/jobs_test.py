@@ -218,7 +218,7 @@ def test_a_finished_run_is_left_in_its_last_evaluation_and_completed(
       code, stdout, _ = run_job("train", _config(), workdir)
     finally:
       signal.signal(signal.SIGTERM, default)
-  assert code == 0 and stdout.splitlines()[-1].startswith(f"interrupted: saved step {STEPS};")
+  assert code == 75 and stdout.splitlines()[-1].startswith(f"interrupted: saved step {STEPS};")
   assert _json(workdir / "summary.json") == before[0]
   c = _config(**{"log.every": 1})
   code, stdout, _ = run_job("train", c, workdir)

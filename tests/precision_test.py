@@ -76,7 +76,7 @@ def test_run_is_the_same_interrupted_and_evaluated(tmp_path, recipe, changes, mo
   plan = _plan(recipe, **changes)
   for stop in (3, 6):
     monkeypatch.setattr(
-      train.interrupts.Interrupts, "requested", lambda _, step, every, stop=stop: step >= stop
+      train.interrupts.Interrupts, "requested", lambda _, step, stop=stop: step >= stop
     )
     _train(tmp_path / "parts", recipe, **changes, **{"eval.every": 1})
   whole, parts = (_state(tmp_path / name, plan, 6) for name in ("whole", "parts"))
@@ -90,7 +90,7 @@ def test_run_is_the_same_interrupted_and_evaluated(tmp_path, recipe, changes, mo
 def test_resumed_with_another_recipe_begins_its_scales_anew(tmp_path, before, monkeypatch, capsys):
   """As many amaxes are remembered as there were steps since, and the first look."""
   with monkeypatch.context() as m:
-    m.setattr(train.interrupts.Interrupts, "requested", lambda _, step, every: step >= 4)
+    m.setattr(train.interrupts.Interrupts, "requested", lambda _, step: step >= 4)
     _train(tmp_path, before)
   _train(tmp_path, **{"checkpoint.accept_changes": ("precision.rules",)})
   assert "other recipes made the scales of step 4; they are begun anew" in capsys.readouterr().out

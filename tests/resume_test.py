@@ -110,14 +110,16 @@ def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository
     np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_asked_to_stop_saves_and_exits_zero(tmp_path, repository, number):
+@pytest.mark.parametrize(
+  "number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"]
+)
+def test_asked_to_stop_saves_and_says_so_in_the_exit_code(tmp_path, repository, number, code):
   process = _launch(repository, tmp_path, "--config.steps=100000", "--config.checkpoint.every=0")
   _wait_for_step(process, tmp_path, 3)
   process.send_signal(number)
   output = process.communicate(timeout=120)[0]
-  assert process.returncode == 0, output
-  assert "interrupted: saved step" in output
+  assert process.returncode == code, output
+  assert "interrupted: saved step" in output and f"(exit code {code})" in output
   saved = checkpoint.Checkpoints(str(tmp_path), 2)
   steps = saved.steps()
   saved.close()
