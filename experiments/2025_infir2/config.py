@@ -25,6 +25,7 @@ SHORT = LONG | {
   "tensor_delayed": "xla",
   "tensor_delayed_latest": "xla",
   "e4m3_static": "xla",
+  "fp8lm": "xla",
   "rowwise": "xla",
   "rowwise_gw_hp": "xla",
   "block_128_hybrid": "reference",
@@ -51,8 +52,8 @@ def get_config(arm="block_128"):
     "brown": base.source("text", f"{DATA}/brown/*.txt", weight=0.1),
   }
   c.steps, c.batch, c.length = 1024, 4, 256  # 1,048,576 tokens
-  # Warm up, hold, cosine tail over the last 1/8, as InfiR2. Its warm-up is 1/8, too (5,000 of 40,000
-  # steps); that of the long arms here is 1/16.
+  # Warm up, hold, cosine tail over the last 1/8, as InfiR2. Its warm-up is 1/8, too (5,000 of
+  # 40,000 steps); that of the long arms here is 1/16.
   c.optim.schedule = "wsd"
   c.optim.warmup_steps, c.optim.decay_steps = 64, 128
   c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5
