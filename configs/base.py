@@ -26,6 +26,12 @@ def get_config(arm=""):
   c.init = ConfigDict()
   c.init.hf = ""  # Hugging Face folder with safetensors to start from; "" draws random weights
 
+  # Workdir of another run to start from, while this one has no checkpoint: with the whole state
+  # (weights, optimizer, scales, place in the data). checkpoint.accept_changes must name what
+  # differs from its configuration.
+  c.init.workdir = ""
+  c.init.step = -1  # its checkpoint; -1 is the newest
+
   c.model = ConfigDict()
   c.model.preset = "debug"  # a name in models/presets.py, or "hf": read config.json of init.hf
   # What follows overrides the preset where it is not None.
@@ -160,6 +166,8 @@ def get_config(arm=""):
   c.eval.tokens = 8192  # held-out tokens per source and evaluation, rounded up to whole batches
   c.eval.batch = 8  # sequences per batch, over all devices
   c.eval.every = 0  # steps; 0: before and after training only
+  # Forward passes that are evaluated: "recipe" (that of training) and "bf16".
+  c.eval.precisions = ("recipe", "bf16")
   c.eval.hf = ""  # --job=evaluate: this Hugging Face folder instead of the workdir's checkpoint
   c.eval.step = -1  # --job=evaluate and export: which checkpoint; -1 is the newest
 

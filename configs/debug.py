@@ -3,7 +3,7 @@
 what:      a full run of the trainer (FP8 blocks, evaluation, checkpoint) on a 0.7M-parameter model
 command:   python launch.py --config=configs/debug.py
 hardware:  any CPU, under a minute
-expected:  held-out loss 5.17 -> 2.09 in 60 steps
+expected:  held-out loss 5.17 -> 1.55 in 60 steps
 """
 
 from configs import base

@@ -143,6 +143,7 @@ def resolve(
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
   problems.attempt(lambda: watch.read_alarms(c.log.alarms))
   problems.extend(loss_scale.problems(c.loss_scale, c.precision.compute))
+  _check_eval_precisions(c, problems)
   problems.one_of("export.dtype", c.export.dtype, ("auto", *hf.DTYPES))
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, _acceptable(c))
   if problems.found or model is None or recipes is None:
@@ -257,6 +258,21 @@ def _execution(c: Config, layout, device: backend.Device, problems: Problems):
     implementation, c.memory.remat, waiting, c.memory.loss_chunk, layout,
     c.precision.smooth_swiglu,
   )  # fmt: skip
+
+
+# Forward passes that an evaluation may take: the recipes of training, and 16 bits everywhere.
+EVAL_PRECISIONS = ("recipe", "bf16")
+
+
+def _check_eval_precisions(c: Config, problems: Problems):
+  names = c.eval.precisions
+  if not isinstance(names, (tuple, list)) or not names:
+    problems.found.append(
+      f"eval.precisions={names!r} names no forward pass; give some of {EVAL_PRECISIONS}"
+    )
+    return
+  for name in names:
+    problems.one_of("eval.precisions", name, EVAL_PRECISIONS)
 
 
 def _check_float16(plan: Plan, phase: int):
@@ -417,7 +433,7 @@ def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 # Keys that may change between a run and its continuation without changing its result.
 _HARMLESS = (
   "log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
-  "memory.remat", "memory.target", "memory.loss_chunk", "data.workers", "data.prefetch", "init.hf",
+  "memory.remat", "memory.target", "memory.loss_chunk", "data.workers", "data.prefetch", "init.",
   "optim.on_nonfinite", "optim.order", "calibrate.", "precision.strict",
 )  # fmt: skip
 

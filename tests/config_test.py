@@ -236,6 +236,10 @@ MISTAKES = {
     ["checkpoint.accept_changes: 'optim.peek_lr' is no key; did you mean 'optim.peak_lr'?"],
     {"checkpoint.accept_changes": ("data", "model.norm_eps", "optim.peek_lr")}),
   # --- files
+  "float16 without a loss scale": (
+    ["precision.compute='float16'", "set loss_scale.kind='dynamic'"],
+    {"precision.compute": "float16"}),
+  "no evaluation": (["eval.precisions=()", "('recipe', 'bf16')"], {"eval.precisions": ()}),
   "no calibration": (["precision.calibration='nope.json' does not exist", "--job=calibrate"],
     {"precision.calibration": "nope.json"}),
   "no text": (["data.sources.main: no file matches 'corpus/*.txt'"],
@@ -466,6 +470,18 @@ def test_launcher_exits_with_one_message(arguments, message, tmp_path):
 
 
 # --- changes between a run and its continuation --------------------------------------------------
+
+
+def test_float16_is_refused_on_kernels_that_read_bfloat16():
+  changes = {"precision.compute": "float16", "loss_scale.kind": "dynamic"}
+  changes |= {"precision.rules": (("head", "bf16"), (".*", "tensor_current"))}
+  assert config.resolve(_config(**changes), 1, CPU).run.dtype.name == "float16"
+  with pytest.raises(config.ConfigError) as e:
+    config.resolve(_config(**changes), 1, H200)
+  (problem,) = e.value.problems
+  assert "site layers/attn" in problem and "read bfloat16; set" in problem
+  changes["kernels.matmul"] = "xla"
+  assert config.resolve(_config(**changes), 1, H200).run.attention == "cudnn"
 
 
 def test_every_key_is_refused_or_harmless_on_resume():
