@@ -1,4 +1,8 @@
-"""python launch.py --config=configs/X.py[:arm] [--config.a.b=value] [--job=JOB] [--workdir=DIR]"""
+"""python launch.py --config=configs/X.py[:arm] [--config.a.b=value] [--job=JOB] [--workdir=DIR]
+
+Exit codes: 0 finished, 1 an error, 75 saved after SIGTERM (the same command resumes; schedulers
+requeue on it), 130 saved after Ctrl-C.
+"""
 
 import sys
 
@@ -22,6 +26,7 @@ COORDINATOR = flags.DEFINE_string(
   "coordinator", None, "host:port of process 0, without a scheduler."
 )
 PROCESSES = flags.DEFINE_integer("processes", None, "Number of processes, without a scheduler.")
+TIMEOUT = flags.DEFINE_integer("timeout", 300, "Seconds to wait for the other processes.")
 PROCESS = flags.DEFINE_integer("process", None, "Index of this process, without a scheduler.")
 
 
@@ -31,7 +36,7 @@ def main(argv):
   if not COORDINATOR.value and (PROCESSES.value is not None or PROCESS.value is not None):
     sys.exit("error: --processes and --process need --coordinator=host:port of process 0")
   if DISTRIBUTED.value or COORDINATOR.value:
-    jobs.initialize_distributed(COORDINATOR.value, PROCESSES.value, PROCESS.value)
+    jobs.initialize_distributed(COORDINATOR.value, PROCESSES.value, PROCESS.value, TIMEOUT.value)
   name = flags.FLAGS["config"].config_filename
   sys.exit(jobs.run(JOB.value, CONFIG.value, base.get_config(), name, WORKDIR.value))
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from fp8jax import axes, by_layer, loss_scale, mesh, precision, watch
+from fp8jax import axes, by_layer, config_file, loss_scale, mesh, precision, watch
 from fp8jax import params as params_lib
 from fp8jax.data import check, loader
 from fp8jax.errors import ConfigError, Problems
@@ -110,10 +110,7 @@ def resolve(
     ConfigError: with all problems found.
   """
   problems = Problems()
-  for key, least in _LEAST.items():
-    value = functools.reduce(getattr, key.split("."), c)
-    problems.check(value >= least, f"{key}={value} must be at least {least}")
-
+  _check_numbers(c, problems)
   chosen = _layout(c, num_devices, make_mesh or mesh.make, problems)
   layout = chosen or axes.LOCAL
   model = problems.attempt(lambda: _model(c))
@@ -173,6 +170,14 @@ _LEAST = {
   "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
   "export.merge_smooth": 0,
 }  # fmt: skip
+
+
+def _check_numbers(c: Config, problems: Problems):
+  config_file.check_numbers(flatten(c), problems)
+  problems.refuse()  # the other checks compute with these numbers
+  for key, least in _LEAST.items():
+    value = functools.reduce(getattr, key.split("."), c)
+    problems.check(value >= least, f"{key}={value} must be at least {least}")
 
 
 def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: Problems):

@@ -4,7 +4,10 @@ import dataclasses
 import difflib
 import json
 import os
+import socket
 import sys
+import time
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,7 @@ from fp8jax import (
   checkpoint,
   compilation_cache,
   config,
+  config_file,
   diagnose,
   evaluate,
   report,
@@ -47,6 +51,11 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
     workdir: or "".
   """
   logging.set_verbosity(logging.WARNING)  # Orbax narrates every file at INFO
+  try:
+    config_file.check_keys(c, base)
+  except UserError as e:
+    print(f"error: {name}: {e}", file=sys.stderr)
+    return 1
   workdir = os.path.expanduser(workdir) or os.path.join("runs", _stem(name))
   if job == "evaluate" and c.eval.hf:
     c.init.hf, c.model.preset = c.eval.hf, "hf"
@@ -182,6 +191,8 @@ def _merge_smooth(plan: config.Plan, params):
 def _calibrate(plan: config.Plan, workdir: str):
   """Writes the range of every tensor of every site, over some training batches."""
   c, step = plan.config, 0
+  path = _folder_of(c.calibrate.path, workdir, "calibration.json")
+  _check_writable(path, "calibrate.path")  # before the work, whose result would be lost
   if os.path.isdir(os.path.join(workdir, "checkpoints")):
     params, step, _ = _restore_params(plan, workdir)
   elif c.init.hf:
@@ -197,8 +208,6 @@ def _calibrate(plan: config.Plan, workdir: str):
     table = calibration.run(plan, params, placed, step=step, fingerprint=fingerprint)
   finally:
     stream.close()
-  os.makedirs(workdir, exist_ok=True)
-  path = _folder_of(c.calibrate.path, workdir, "calibration.json")
   writers.write_json(*os.path.split(path), table)
   return {
     "table": path, "rows": len(table["rows"]), "batches": table["batches"], "step": step,
@@ -262,6 +271,24 @@ def _restore_memories(plan: config.Plan, workdir: str, step: int, meta, phase: i
   return memories
 
 
+def _check_writable(path: str, key: str):
+  """Makes the folder of a file that is to be written.
+
+  Raises:
+    UserError: it cannot be made or written; names the configuration's key.
+  """
+  folder = os.path.dirname(os.path.abspath(path))
+  try:
+    os.makedirs(folder, exist_ok=True)
+    reason = "" if os.access(folder, os.W_OK) else "no permission to write"
+  except OSError as e:
+    reason = e.strerror or str(e)
+  if os.path.isdir(path):
+    reason = f"{path} is a folder"
+  if reason:
+    raise UserError(f"{key}: cannot write {path}: {reason}; name another file")
+
+
 def _folder_of(path: str, workdir: str, name: str) -> str:
   """`path`, or a folder of that name under the workdir."""
   return os.path.expanduser(path) if path else os.path.join(workdir, name)
@@ -270,9 +297,53 @@ def _folder_of(path: str, workdir: str, name: str) -> str:
 # --- command line --------------------------------------------------------------------------------
 
 
-def initialize_distributed(coordinator, processes, process):
-  """Joins the other processes; arguments are None under a scheduler JAX knows."""
-  jax.distributed.initialize(coordinator, processes, process)
+def initialize_distributed(coordinator, processes, process, timeout: int):
+  """Joins the other processes; exits with one line if that is impossible.
+
+  Args:
+    coordinator: host:port of process 0; None, like the next two, under a scheduler that JAX knows.
+    processes: their number.
+    process: index of this one.
+    timeout: seconds to wait for the others.
+  """
+  if coordinator is not None:
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdigit():
+      sys.exit(f"error: --coordinator={coordinator!r} must be host:port, for example node1:1234")
+    if processes is None or process is None:
+      sys.exit("error: --coordinator needs --processes=N and --process=I, too")
+    if not 0 <= process < processes:
+      sys.exit(
+        f"error: --process={process} must be from 0 to {processes - 1}, as --processes={processes}"
+        if processes > 0
+        else f"error: --processes={processes} must be at least 1"
+      )
+    if process > 0:
+      _await_coordinator(host, int(port), timeout)
+  try:
+    jax.distributed.initialize(coordinator, processes, process, initialization_timeout=timeout)
+  except (ValueError, RuntimeError) as e:
+    reason = " ".join(str(e).split())[:300]
+    sys.exit(
+      f"error: the processes did not find each other within --timeout={timeout} s: {reason}. Is "
+      "process 0 up, and its host:port reachable from here?"
+    )
+
+
+def _await_coordinator(host: str, port: int, timeout: int):
+  """Returns when process 0 listens; JAX would end the process with a fatal error instead."""
+  deadline = time.monotonic() + timeout
+  while True:
+    try:
+      socket.create_connection((host, port), timeout=1).close()
+      return
+    except OSError as e:
+      if time.monotonic() > deadline:
+        sys.exit(
+          f"error: --coordinator={host}:{port} did not answer within --timeout={timeout} s ({e}). "
+          "Is process 0 up, and reachable from here?"
+        )
+      time.sleep(0.2)
 
 
 def parse_flags(argv: list[str], base: config.Config) -> list[str]:
@@ -282,7 +353,8 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
   if path is None and not any(a.lstrip("-").startswith("help") for a in argv[1:]):
     sys.exit("error: --config=FILE is required, for example --config=configs/debug.py")
   if path is not None and not os.path.isfile(path):
-    sys.exit(f"error: no config file {path!r}{_nearest_file(path)}")
+    what = "a folder, not a file" if os.path.isdir(path) else "no config file"
+    sys.exit(f"error: --config: {path!r} is {what}{_nearest_file(path)}")
   if job:
     problems = Problems()
     problems.one_of("--job", job, NAMES)
@@ -300,10 +372,18 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
         near = nearest_key(key.removeprefix("config."), known)
         hint = f"; did you mean --config.{near}?" if near else "; see configs/base.py for all keys"
         sys.exit(f"error: unknown key --{key}{hint}")
-    sys.exit(f"error: {path}: {str(e).strip(chr(34))}")
+    if "has no attribute 'get_config'" in str(e):
+      sys.exit(f"error: {path} defines no get_config; write `def get_config(arm='')` in it")
+    sys.exit(f"error: {path}: {type(e).__name__}: {str(e).strip(chr(34))}")
   except (flags.Error, ValueError) as e:
     # absl quotes the traceback of a config file that raised; its last line says why.
     sys.exit(f"error: {str(e).strip().splitlines()[-1].removeprefix('ValueError: ')}")
+  except SyntaxError as e:
+    sys.exit(f"error: {e.filename}, line {e.lineno}: {e.msg}; the config file is no valid Python")
+  except Exception as e:  # of the user's file
+    lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename.endswith(path)]
+    where = f"{path}, line {lines[-1]}" if lines else path
+    sys.exit(f"error: {where}: {type(e).__name__}: {e}")
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:
@@ -316,7 +396,9 @@ def _value_of(flag: str, argv: list[str]) -> str | None:
 
 
 def _nearest_file(path: str) -> str:
-  folder = os.path.dirname(path) or "."
+  folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
   have = sorted(f for f in os.listdir(folder) if f.endswith(".py")) if os.path.isdir(folder) else []
+  if folder == path:
+    return f"; it holds {', '.join(have)}" if have else ""
   near = difflib.get_close_matches(os.path.basename(path), have, 1, 0.0)
   return f"; did you mean {os.path.join(folder, near[0])}?" if near else ""

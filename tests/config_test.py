@@ -12,8 +12,6 @@ import sys
 
 import pytest
 import tokenizers
-from absl import flags
-from ml_collections import config_flags
 
 from configs import base
 from fp8jax import config, jobs
@@ -375,23 +373,6 @@ def test_evaluation_of_a_missing_folder_names_it(tmp_path, capsys):
 # --- the command line ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def parse(monkeypatch):
-  """(arguments) -> the parsed config: launch.py's parser over flags of its own."""
-  monkeypatch.chdir(ROOT)
-
-  def run(*arguments):
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, "", flag_values=values)
-    flags.DEFINE_enum("job", "train", jobs.NAMES, "", flag_values=values)
-    monkeypatch.setattr(flags, "FLAGS", values)
-    monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
-    jobs.parse_flags(sys.argv, base.get_config())
-    return values["config"].value
-
-  return run
-
-
 DEBUG = "--config=configs/debug.py"
 # ml_collections 1.1 loads files with a method that Python means to remove.
 loads_config_file = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
@@ -419,9 +400,9 @@ COMMAND_LINES = [
    "'diagnose', 'memory'; did you mean 'train'?"),
   ([DEBUG, "--jobb=train"], "Unknown command line flag 'jobb'. Did you mean: job ?"),
   (["--config=configs/debgu.py"],
-   "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),
+   "error: --config: 'configs/debgu.py' is no config file; did you mean configs/debug.py?"),
   (["--config", "configs/debgu.py", "--config.steps=1"],
-   "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),
+   "error: --config: 'configs/debgu.py' is no config file; did you mean configs/debug.py?"),
   (["--config=experiments/2025_infir2/config.py:bf17"],
    "error: unknown arm 'bf17'; expected one of bf16, block_128"),
   (["--config=experiments/2025_infir2/config.py:bf17", "--config.steps=1"],

@@ -117,3 +117,26 @@ def interpreted_on_mesh(monkeypatch):
 @pytest.fixture
 def repository() -> pathlib.Path:
   return ROOT
+
+
+@pytest.fixture
+def parse(monkeypatch):
+  """(arguments) -> the parsed config: launch.py's parser over flags of its own."""
+  from ml_collections import config_flags
+
+  from configs import base
+  from fp8jax import jobs
+
+  monkeypatch.chdir(ROOT)
+
+  def run(*arguments):
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "", flag_values=values)
+    flags.DEFINE_enum("job", "train", jobs.NAMES, "", flag_values=values)
+    monkeypatch.setattr(flags, "FLAGS", values)
+    monkeypatch.delitem(sys.modules, "config_config", raising=False)  # the file loaded before
+    monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
+    jobs.parse_flags(sys.argv, base.get_config())
+    return values["config"].value
+
+  return run

@@ -31,8 +31,8 @@ FLOORS = (
   ("models", (0, 3)),
   ("checkpoint compilation_cache data interrupts metrics optim workdir writers", (0, 1)),
   (
-    "account batches by_layer calibration config diagnose evaluate flax hlo loss_scale peak"
-    " precision proof report step target train waiting watch working",
+    "account batches by_layer calibration config config_file diagnose evaluate flax hlo loss_scale"
+    " peak precision proof report step target train waiting watch working",
     (0, 1, 2, 3, 4, 5),
   ),
   ("jobs", (0, 1, 2, 3, 4, 5, 6)),
