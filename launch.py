@@ -1,5 +1,6 @@
 """python launch.py --config=configs/X.py[:arm] [--config.a.b=value] [--job=JOB] [--workdir=DIR]"""
 
+import os
 import sys
 
 from absl import app, flags
@@ -30,6 +31,8 @@ def main(argv):
     sys.exit(f"unexpected argument {argv[1]!r}; options are written --name=value")
   if not COORDINATOR.value and (PROCESSES.value is not None or PROCESS.value is not None):
     sys.exit("error: --processes and --process need --coordinator=host:port of process 0")
+  for name, value in jobs.environment(CONFIG.value).items():
+    os.environ.setdefault(name, value)
   if DISTRIBUTED.value or COORDINATOR.value:
     jobs.initialize_distributed(COORDINATOR.value, PROCESSES.value, PROCESS.value)
   name = flags.FLAGS["config"].config_filename

@@ -4,8 +4,8 @@ what:      cpt_7b's model, recipe and optimizer; masters in BF16 with a 16-bit r
            losslessly), BF16 gradients rounded by chance, COAT's moments: 8.1 bytes per parameter
            instead of 16
 command:   as for configs/cpt_7b.py, then
-           XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch.py --config=configs/cpt_7b_1gpu.py
-           (by itself JAX takes three quarters of the GPU, 55.9 GiB, which is too little)
+           python launch.py --config=configs/cpt_7b_1gpu.py
+           (memory.gpu_fraction: by itself JAX takes three quarters of the GPU, 55.9 GiB)
 hardware:  1 x H100 with 80 GB (compiled for it without a GPU, not yet run)
 expected:  62.4 GiB of its 74.5, by --job=memory --config.memory.target=h100:1; loss and speed: not
            yet measured
@@ -21,4 +21,5 @@ def get_config(arm=""):
   c.batch, c.length, c.accumulation = 1, 8_192, 1
   c.eval.batch, c.eval.tokens = 1, 100 * 8_192
   c.mesh.data, c.mesh.fsdp = 1, 1
+  c.memory.gpu_fraction = 0.95
   return c

@@ -4,8 +4,8 @@ what:      cpt_7b_1gpu, but every layer moves as soon as its gradient is there, 
            exist of one layer at a time. The global norm is then known too late to clip by: clip 0
            where cpt_7b has 1
 command:   as for configs/cpt_7b.py, then
-           XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch.py --config=configs/cpt_7b_1gpu_32k.py
-           (by itself JAX takes three quarters of the GPU, 55.9 GiB, which is too little)
+           python launch.py --config=configs/cpt_7b_1gpu_32k.py
+           (memory.gpu_fraction: by itself JAX takes three quarters of the GPU, 55.9 GiB)
 hardware:  1 x H100 with 80 GB (compiled for it without a GPU, not yet run)
 expected:  57.6 GiB of its 74.5, by --job=memory --config.memory.target=h100:1; loss and speed: not
            yet measured

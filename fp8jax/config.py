@@ -5,6 +5,7 @@ found here, and reported together.
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,12 @@ class Plan:
     if self.optim.is_by_layer:
       by_layer.check(leaves, params)
     return walk.with_backends(leaves, params, self.device, self.config.kernels.optimizer)
+
+  @property
+  def num_devices(self) -> int:
+    """Devices that the run computes on: those of its mesh, all processes' together."""
+    mesh_ = self.run.layout.mesh
+    return 1 if mesh_ is None else mesh_.size
 
   @property
   def tokens_per_device(self) -> int:
@@ -168,7 +175,8 @@ _LEAST = {
   "steps": 1, "batch": 1, "accumulation": 1, "length": 1, "eval.tokens": 1, "eval.batch": 1,
   "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1,
   "log.numerics_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
-  "prepare.shard_tokens": 1, "memory.loss_chunk": 1, "export.merge_smooth": 0,
+  "prepare.shard_tokens": 1, "memory.loss_chunk": 1, "memory.gpu_fraction": 0,
+  "export.merge_smooth": 0,
 }  # fmt: skip
 
 
@@ -177,7 +185,7 @@ def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: Problems
   shape = problems.attempt(lambda: mesh.resolve(c.mesh, num_devices))
   if not _check_sharding(c, problems) or shape is None:
     return None
-  if num_devices == 1:
+  if math.prod(shape) == 1:
     return axes.LOCAL
   return axes.Layout(
     make_mesh(shape), axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
@@ -225,23 +233,28 @@ def _check_folder(c: Config, model: model_config.ModelConfig):
 
 
 def _execution(c: Config, layout, device: backend.Device, problems: Problems):
-  on_gpu = device.platform == "gpu"
   compute = c.precision.compute
   problems.one_of("precision.compute", compute, ("auto", "bfloat16", "float32"))
   if compute == "auto":
-    compute = "bfloat16" if on_gpu else "float32"
+    compute = backend.compute_dtype(device)
+  if reason := backend.lacks_dtype(device, compute):
+    problems.found.append(f"precision.compute={compute!r}: {reason}; use 'float32' or 'auto'")
   implementation = c.kernels.attention
   problems.one_of("kernels.attention", implementation, ("auto", *attention.IMPLEMENTATIONS))
   if implementation == "auto":
-    implementation = "cudnn" if on_gpu and compute == "bfloat16" else "xla"
+    implementation = backend.attention(device, compute)
   if implementation == "cudnn":
-    problems.check(on_gpu, "kernels.attention='cudnn' needs an NVIDIA GPU; use 'xla' or 'auto'")
+    reason = backend.lacks_cudnn(device)
+    problems.check(reason is None, f"kernels.attention='cudnn' {reason}; use 'xla' or 'auto'")
     problems.check(
       compute == "bfloat16",
       f"kernels.attention='cudnn' needs 16-bit inputs, precision.compute is {compute!r}; use 'xla'",
     )
   problems.one_of("kernels.matmul", c.kernels.matmul, ("auto", *scaled_matmul.BACKENDS))
   problems.one_of("memory.remat", c.memory.remat, model_config.REMAT)
+  problems.check(
+    c.memory.gpu_fraction <= 1, f"memory.gpu_fraction={c.memory.gpu_fraction} must be at most 1"
+  )
   names = {k: c.memory[k] for k in ("norms", "gated", "residual")}
   for key, name in names.items():
     problems.one_of(f"memory.{key}", name, tuple(kept.QUANTS))
@@ -383,8 +396,9 @@ def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 # Keys that may change between a run and its continuation without changing its result.
 _HARMLESS = (
   "log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
-  "memory.remat", "memory.target", "memory.loss_chunk", "data.workers", "data.prefetch", "init.hf",
-  "optim.on_nonfinite", "optim.order", "calibrate.", "precision.strict", "precision.calibration",
+  "memory.remat", "memory.target", "memory.loss_chunk", "memory.gpu_fraction", "data.workers",
+  "data.prefetch", "init.hf", "optim.on_nonfinite", "optim.order", "calibrate.", "precision.strict",
+  "precision.calibration",
 )  # fmt: skip
 
 

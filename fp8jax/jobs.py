@@ -1,9 +1,9 @@
 """The jobs of the launcher: one function each, and the last stop for errors users can fix."""
 
 import dataclasses
-import difflib
 import json
 import os
+import shlex
 import sys
 
 import jax
@@ -19,6 +19,8 @@ from fp8jax import (
   config,
   diagnose,
   evaluate,
+  hub,
+  machine,
   report,
   target,
   train,
@@ -26,7 +28,7 @@ from fp8jax import (
 )
 from fp8jax import step as step_lib
 from fp8jax.data import loader, prepare
-from fp8jax.errors import Problems, UserError, missing_package, nearest_key
+from fp8jax.errors import UserError, missing_package, nearest, nearest_key
 from fp8jax.kernels import backend
 from fp8jax.models import hf, hf_config, transformer
 from fp8jax.ops import site as site_lib
@@ -53,11 +55,15 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
     c.precision.calibration = ""
   try:
     if job == "prepare":  # needs neither the model nor the mesh that the data are for
+      hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
       print(writers.to_json(_prepare(c, workdir)))
       return 0
     if job == "memory":  # needs neither weights nor data, nor the devices
+      hub.fetch({c.init.hf: hub.WEIGHTS} if c.model.preset == "hf" else {})
       print(writers.to_json(_memory(c)))
       return 0
+    machine.check_platform(jax.default_backend(), jax.config.jax_platforms, jax.__version__)
+    hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
     plan = config.resolve(c, jax.device_count(), backend.current_device())
     if job == "train":
       train.run(plan, workdir, config.flatten(base))
@@ -69,7 +75,7 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
         "diagnose": _diagnose,
       }[job](plan, workdir)
       if jax.process_index() == 0:
-        print(writers.to_json(result))
+        print(writers.to_json({"device": report.device_line(plan), **result}))
     return 0
   except (UserError, train.NonFinite, OSError) as e:
     print(f"error: {e}", file=sys.stderr)
@@ -77,9 +83,33 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
   except ModuleNotFoundError as e:
     print(f"error: {missing_package(e)}", file=sys.stderr)
     return 1
+  except jax.errors.JaxRuntimeError as e:
+    if _OUT_OF_MEMORY not in str(e):
+      raise
+    print(f"error: {_out_of_memory(e, sys.argv)}", file=sys.stderr)
+    return 1
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     return 130
+
+
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+def _out_of_memory(e: Exception, argv: list[str]) -> str:
+  """One line: what did not fit, and the command that shows where the memory goes."""
+  shown = " ".join(str(e).split("\n")[0].split())
+  command = [a for a in argv if not a.lstrip("-").startswith("job")]
+  return (
+    f"out of memory: {shown}. Where it goes: {shlex.join(['python', *command, '--job=memory'])}; "
+    "smaller: more accumulation, memory.remat='full', optim.moments='coat'"
+  )
+
+
+def environment(c: config.Config) -> dict[str, str]:
+  """Environment variables that a configuration asks for; to be set before JAX meets its devices."""
+  fraction = c.memory.gpu_fraction
+  return {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(fraction)} if fraction else {}
 
 
 def _stem(name: str) -> str:
@@ -272,10 +302,10 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
   if path is not None and not os.path.isfile(path):
     sys.exit(f"error: no config file {path!r}{_nearest_file(path)}")
   if job:
-    problems = Problems()
-    problems.one_of("--job", job, NAMES)
-    if problems.found:
-      sys.exit(f"error: {problems.found[0]}")
+    near = nearest(job, NAMES)
+    if job not in NAMES:
+      hint = f"did you mean {near!r}?" if near else "there is no such job"
+      sys.exit(f"error: --job={job!r} is not one of {', '.join(map(repr, NAMES))}; {hint}")
   try:
     rest = flags.FLAGS(argv)
     flags.FLAGS["config"].value  # noqa: B018  (without an override, the file runs only here)
@@ -286,9 +316,15 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
       key = arg.lstrip("-").partition("=")[0]
       if key.startswith("config.") and key.removeprefix("config.") not in known:
         near = nearest_key(key.removeprefix("config."), known)
-        hint = f"; did you mean --config.{near}?" if near else "; see configs/base.py for all keys"
-        sys.exit(f"error: unknown key --{key}{hint}")
+        hint = (
+          f"did you mean --config.{near}?" if near else "there is none like it, see configs/base.py"
+        )
+        sys.exit(f"error: unknown key --{key}; {hint}")
     sys.exit(f"error: {path}: {str(e).strip(chr(34))}")
+  except flags.UnrecognizedFlagError as e:
+    near = nearest_key(e.flagname, config.flatten(base))
+    is_key = near is not None and near.rpartition(".")[2] == e.flagname.rpartition(".")[2]
+    sys.exit(f"error: {e}" + f"; did you mean --config.{near}?" * is_key)
   except (flags.Error, ValueError) as e:
     # absl quotes the traceback of a config file that raised; its last line says why.
     sys.exit(f"error: {str(e).strip().splitlines()[-1].removeprefix('ValueError: ')}")
@@ -306,5 +342,7 @@ def _value_of(flag: str, argv: list[str]) -> str | None:
 def _nearest_file(path: str) -> str:
   folder = os.path.dirname(path) or "."
   have = sorted(f for f in os.listdir(folder) if f.endswith(".py")) if os.path.isdir(folder) else []
-  near = difflib.get_close_matches(os.path.basename(path), have, 1, 0.0)
-  return f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
+  near = nearest(os.path.basename(path), have)
+  if near:
+    return f"; did you mean {os.path.join(folder, near)}?"
+  return f"; {folder} has {', '.join(have)}" if have else ""
