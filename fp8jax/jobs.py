@@ -75,7 +75,7 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
         "diagnose": _diagnose,
       }[job](plan, workdir)
       if jax.process_index() == 0:
-        print(writers.to_json({"device": report.device_line(plan), **result}))
+        print(writers.to_json(result))
     return 0
   except (UserError, train.NonFinite, OSError) as e:
     print(f"error: {e}", file=sys.stderr)
@@ -134,7 +134,8 @@ def _evaluate(plan: config.Plan, workdir: str):
     memories = _restore_memories(plan, workdir, step, meta, phase)
   evaluator = evaluate.Evaluator(plan)
   heldout = evaluator.run(params, memories, phase)
-  return {**where, "heldout": heldout, "documents_passed_over": evaluator.passed_over}
+  counted = {"heldout": heldout, "documents_passed_over": evaluator.passed_over}
+  return {"device": report.device_line(plan), **where, **counted}
 
 
 def _prepare(c: config.Config, workdir: str):

@@ -240,6 +240,7 @@ def test_evaluate_prints_json_alone_and_repeats_the_runs_numbers(launch, trained
   done = launch(trained.workdir, "--config=configs/debug.py", "--job=evaluate", *FLAGS)
   result = json.loads(done.stdout)
   assert (result["workdir"], result["step"]) == (str(trained.workdir), STEPS)
+  assert result["device"] == "CPU: FP8 is emulated, exact and slow"
   summary = _json(trained.workdir / "summary.json")
   assert result["heldout"] == summary["evaluations"][str(STEPS)]
   assert result["heldout"]["main"].keys() == PRECISIONS
