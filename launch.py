@@ -4,6 +4,7 @@ Exit codes: 0 finished, 1 an error, 75 saved after SIGTERM (the same command res
 requeue on it), 130 saved after Ctrl-C.
 """
 
+import os
 import sys
 
 from absl import app, flags
@@ -35,6 +36,8 @@ def main(argv):
     sys.exit(f"unexpected argument {argv[1]!r}; options are written --name=value")
   if not COORDINATOR.value and (PROCESSES.value is not None or PROCESS.value is not None):
     sys.exit("error: --processes and --process need --coordinator=host:port of process 0")
+  for name, value in jobs.environment(CONFIG.value).items():
+    os.environ.setdefault(name, value)
   if DISTRIBUTED.value or COORDINATOR.value:
     jobs.initialize_distributed(COORDINATOR.value, PROCESSES.value, PROCESS.value, TIMEOUT.value)
   name = flags.FLAGS["config"].config_filename

@@ -27,7 +27,6 @@ arms:      stable   warm-up and 35,000 steps in all, no decay, into runs/cpt_7b_
 
 from configs import base
 
-
 ARMS = ("stable", "decay")
 
 

@@ -6,8 +6,8 @@ what:      cpt_7b's model, recipe and optimizer; masters in BF16 with a 16-bit r
            40,000 steps, peak rate 4.4e-6 (1e-4 / sqrt(512)), min 4.4e-7, warm-up and decay 5,000
            steps each, clip 1.0
 command:   as for configs/cpt_7b.py, then
-           XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch.py --config=configs/cpt_7b_1gpu.py
-           (by itself JAX takes three quarters of the GPU, 55.9 GiB, which is too little)
+           python launch.py --config=configs/cpt_7b_1gpu.py
+           (memory.gpu_fraction: by itself JAX takes three quarters of the GPU, 55.9 GiB)
 hardware:  1 x H100 with 80 GB (compiled for it without a GPU, not yet run)
 expected:  62.4 GiB of its 74.5, by --job=memory --config.memory.target=h100:1; loss and speed: not
            yet measured
@@ -42,4 +42,5 @@ def get_config(arm="", name="cpt_7b_1gpu"):
   c.eval.batch, c.eval.tokens = 1, 100 * 8_192
   c.mesh.data, c.mesh.fsdp = 1, 1
   for_batch(c)  # 4.4e-6, not 1e-4
+  c.memory.gpu_fraction = 0.95
   return c

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -89,6 +90,12 @@ class Plan:
     return walk.with_backends(leaves, params, self.device, self.config.kernels.optimizer)
 
   @property
+  def num_devices(self) -> int:
+    """Devices that the run computes on: those of its mesh, all processes' together."""
+    mesh_ = self.run.layout.mesh
+    return 1 if mesh_ is None else mesh_.size
+
+  @property
   def tokens_per_device(self) -> int:
     """Tokens of one microbatch on one device."""
     layout = self.run.layout
@@ -168,6 +175,7 @@ _LEAST = {
   "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1,
   "log.numerics_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
   "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
+  "memory.gpu_fraction": 0,
   "export.merge_smooth": 0,
 }  # fmt: skip
 
@@ -185,7 +193,7 @@ def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: Problems
   shape = problems.attempt(lambda: mesh.resolve(c.mesh, num_devices))
   if not _check_sharding(c, problems) or shape is None:
     return None
-  if num_devices == 1:
+  if math.prod(shape) == 1:
     return axes.LOCAL
   return axes.Layout(
     make_mesh(shape), axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
@@ -237,23 +245,28 @@ _COMPUTE = (*_SIXTEEN_BITS, "float32")
 
 
 def _execution(c: Config, layout, device: backend.Device, problems: Problems):
-  on_gpu = device.platform == "gpu"
   compute = c.precision.compute
   problems.one_of("precision.compute", compute, ("auto", *_COMPUTE))
   if compute == "auto":
-    compute = "bfloat16" if on_gpu else "float32"
+    compute = backend.compute_dtype(device)
+  if reason := backend.lacks_dtype(device, compute):
+    problems.found.append(f"precision.compute={compute!r}: {reason}; use 'float32' or 'auto'")
   implementation = c.kernels.attention
   problems.one_of("kernels.attention", implementation, ("auto", *attention.IMPLEMENTATIONS))
   if implementation == "auto":
-    implementation = "cudnn" if on_gpu and compute in _SIXTEEN_BITS else "xla"
+    implementation = backend.attention(device, compute)
   if implementation == "cudnn":
-    problems.check(on_gpu, "kernels.attention='cudnn' needs an NVIDIA GPU; use 'xla' or 'auto'")
+    reason = backend.lacks_cudnn(device)
+    problems.check(reason is None, f"kernels.attention='cudnn' {reason}; use 'xla' or 'auto'")
     problems.check(
       compute in _SIXTEEN_BITS,
       f"kernels.attention='cudnn' needs 16-bit inputs, precision.compute is {compute!r}; use 'xla'",
     )
   problems.one_of("kernels.matmul", c.kernels.matmul, ("auto", *scaled_matmul.BACKENDS))
   problems.one_of("memory.remat", c.memory.remat, model_config.REMAT)
+  problems.check(
+    c.memory.gpu_fraction <= 1, f"memory.gpu_fraction={c.memory.gpu_fraction} must be at most 1"
+  )
   names = {k: c.memory[k] for k in ("norms", "gated", "residual")}
   for key, name in names.items():
     problems.one_of(f"memory.{key}", name, tuple(kept.QUANTS))
@@ -438,8 +451,8 @@ def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 # Keys that may change between a run and its continuation without changing its result.
 _HARMLESS = (
   "log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
-  "memory.remat", "memory.target", "memory.loss_chunk", "data.workers", "data.prefetch", "init.",
-  "optim.on_nonfinite", "optim.order", "calibrate.", "precision.strict",
+  "memory.remat", "memory.target", "memory.loss_chunk", "memory.gpu_fraction", "data.workers",
+  "data.prefetch", "init.", "optim.on_nonfinite", "optim.order", "calibrate.", "precision.strict",
 )  # fmt: skip
 
 

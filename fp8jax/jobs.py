@@ -1,9 +1,9 @@
 """The jobs of the launcher: one function each, and the last stop for errors users can fix."""
 
 import dataclasses
-import difflib
 import json
 import os
+import shlex
 import socket
 import sys
 import time
@@ -24,6 +24,8 @@ from fp8jax import (
   config_file,
   diagnose,
   evaluate,
+  hub,
+  machine,
   report,
   target,
   train,
@@ -31,7 +33,7 @@ from fp8jax import (
 )
 from fp8jax import step as step_lib
 from fp8jax.data import loader, prepare
-from fp8jax.errors import Problems, UserError, missing_package, nearest_key
+from fp8jax.errors import UserError, missing_package, nearest, nearest_key
 from fp8jax.kernels import backend
 from fp8jax.models import hf, hf_config, transformer
 from fp8jax.ops import site as site_lib
@@ -65,11 +67,15 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
     print(note, file=sys.stderr)
   try:
     if job == "prepare":  # needs neither the model nor the mesh that the data are for
+      hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
       print(writers.to_json(_prepare(c, workdir)))
       return 0
     if job == "memory":  # needs neither weights nor data, nor the devices
+      hub.fetch({c.init.hf: hub.WEIGHTS} if c.model.preset == "hf" else {})
       print(writers.to_json(_memory(c)))
       return 0
+    machine.check_platform(jax.default_backend(), jax.config.jax_platforms, jax.__version__)
+    hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
     plan = config.resolve(c, jax.device_count(), backend.current_device())
     if job == "train":
       return train.run(plan, workdir, config.flatten(base)).get("exit_code", 0)
@@ -89,9 +95,33 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
   except ModuleNotFoundError as e:
     print(f"error: {missing_package(e)}", file=sys.stderr)
     return 1
+  except jax.errors.JaxRuntimeError as e:
+    if _OUT_OF_MEMORY not in str(e):
+      raise
+    print(f"error: {_out_of_memory(e, sys.argv)}", file=sys.stderr)
+    return 1
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     return 130
+
+
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+def _out_of_memory(e: Exception, argv: list[str]) -> str:
+  """One line: what did not fit, and the command that shows where the memory goes."""
+  shown = " ".join(str(e).split("\n")[0].split())
+  command = [a for a in argv if not a.lstrip("-").startswith("job")]
+  return (
+    f"out of memory: {shown}. Where it goes: {shlex.join(['python', *command, '--job=memory'])}; "
+    "smaller: more accumulation, memory.remat='full', optim.moments='coat'"
+  )
+
+
+def environment(c: config.Config) -> dict[str, str]:
+  """Environment variables that a configuration asks for; to be set before JAX meets its devices."""
+  fraction = c.memory.gpu_fraction
+  return {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(fraction)} if fraction else {}
 
 
 def _stem(name: str) -> str:
@@ -125,7 +155,8 @@ def _evaluate(plan: config.Plan, workdir: str):
     memories = _restore_memories(plan, workdir, step, meta, phase)
   evaluator = evaluate.Evaluator(plan)
   heldout = evaluator.run(params, memories, phase)
-  return {**where, "heldout": heldout, "documents_passed_over": evaluator.passed_over}
+  counted = {"heldout": heldout, "documents_passed_over": evaluator.passed_over}
+  return {"device": report.device_line(plan), **where, **counted}
 
 
 def _prepare(c: config.Config, workdir: str):
@@ -356,10 +387,10 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
     what = "a folder, not a file" if os.path.isdir(path) else "no config file"
     sys.exit(f"error: --config: {path!r} is {what}{_nearest_file(path)}")
   if job:
-    problems = Problems()
-    problems.one_of("--job", job, NAMES)
-    if problems.found:
-      sys.exit(f"error: {problems.found[0]}")
+    near = nearest(job, NAMES)
+    if job not in NAMES:
+      hint = f"did you mean {near!r}?" if near else "there is no such job"
+      sys.exit(f"error: --job={job!r} is not one of {', '.join(map(repr, NAMES))}; {hint}")
   try:
     rest = flags.FLAGS(argv)
     flags.FLAGS["config"].value  # noqa: B018  (without an override, the file runs only here)
@@ -370,11 +401,17 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
       key = arg.lstrip("-").partition("=")[0]
       if key.startswith("config.") and key.removeprefix("config.") not in known:
         near = nearest_key(key.removeprefix("config."), known)
-        hint = f"; did you mean --config.{near}?" if near else "; see configs/base.py for all keys"
-        sys.exit(f"error: unknown key --{key}{hint}")
+        hint = (
+          f"did you mean --config.{near}?" if near else "there is none like it, see configs/base.py"
+        )
+        sys.exit(f"error: unknown key --{key}; {hint}")
     if "has no attribute 'get_config'" in str(e):
       sys.exit(f"error: {path} defines no get_config; write `def get_config(arm='')` in it")
     sys.exit(f"error: {path}: {type(e).__name__}: {str(e).strip(chr(34))}")
+  except flags.UnrecognizedFlagError as e:
+    near = nearest_key(e.flagname, config.flatten(base))
+    is_key = near is not None and near.rpartition(".")[2] == e.flagname.rpartition(".")[2]
+    sys.exit(f"error: {e}" + f"; did you mean --config.{near}?" * is_key)
   except (flags.Error, ValueError) as e:
     # absl quotes the traceback of a config file that raised; its last line says why.
     sys.exit(f"error: {str(e).strip().splitlines()[-1].removeprefix('ValueError: ')}")
@@ -398,7 +435,7 @@ def _value_of(flag: str, argv: list[str]) -> str | None:
 def _nearest_file(path: str) -> str:
   folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
   have = sorted(f for f in os.listdir(folder) if f.endswith(".py")) if os.path.isdir(folder) else []
-  if folder == path:
-    return f"; it holds {', '.join(have)}" if have else ""
-  near = difflib.get_close_matches(os.path.basename(path), have, 1, 0.0)
-  return f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
+  near = nearest(os.path.basename(path), have)
+  if near:
+    return f"; did you mean {os.path.join(folder, near)}?"
+  return f"; {folder} has {', '.join(have)}" if have else ""

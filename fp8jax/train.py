@@ -232,7 +232,7 @@ class _Run:
       c.batch * c.length,
       c.batch * c.length * metrics.flops_per_token(
         self.plan.declaration, self.plan.model.dims, c.length),
-      _peak(),
+      _peak(self.plan),
     )  # fmt: skip
     progress = writers.Progress(c.steps, start, c.log.every, self.out)
     pending, last, step = None, {}, start
@@ -426,6 +426,6 @@ def _is_due(step: int, every: int) -> bool:
   return every > 0 and step % every == 0
 
 
-def _peak() -> float | None:
+def _peak(plan: config.Plan) -> float | None:
   one = metrics.peak_flops(jax.devices()[0].device_kind)
-  return None if one is None else one * jax.device_count()
+  return None if one is None else one * plan.num_devices

@@ -24,7 +24,7 @@ PACKAGE = ROOT / "fp8jax"
 # What a floor holds, and the floors below that it may import. Floor 5 is siblings: they do not
 # import each other.
 FLOORS = (
-  ("axes errors formats mesh params state", ()),
+  ("axes errors formats hub machine mesh params state", ()),
   ("recipe recipes quant", (0,)),
   ("kernels", (0, 1)),
   ("ops", (0, 1, 2)),

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fp8jax import axes, params
+from fp8jax import axes, hub, params
 from fp8jax.errors import UserError
 from fp8jax.models import hf_config, transformer
 from fp8jax.models.config import ModelConfig
@@ -108,7 +108,7 @@ class Folder:
   """The safetensors of a folder, by tensor name. Opens files as needed, one tensor at a time."""
 
   def __init__(self, folder: str):
-    self.folder = os.path.expanduser(folder)
+    self.folder = hub.local(folder)
     index = os.path.join(self.folder, "model.safetensors.index.json")
     if os.path.exists(index):
       listed = hf_config.read_json(self.folder, os.path.basename(index)).get("weight_map")
@@ -367,7 +367,7 @@ def _on_host(x) -> np.ndarray:
 def keep_source_files(source: str, target: str):
   """Copies what export wants beside the weights: config.json, tokenizer, generation settings."""
   os.makedirs(target, exist_ok=True)
-  source = os.path.expanduser(source)
+  source = hub.local(source)
   for name in sorted(os.listdir(source)):
     is_small = os.path.getsize(os.path.join(source, name)) < 64 << 20
     if is_small and name.endswith((".json", ".txt", ".model", ".jinja")) and "index" not in name:
