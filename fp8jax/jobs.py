@@ -53,42 +53,12 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
     workdir: or "".
   """
   logging.set_verbosity(logging.WARNING)  # Orbax narrates every file at INFO
-  try:
-    config_file.check_keys(c, base)
-  except UserError as e:
-    print(f"error: {name}: {e}", file=sys.stderr)
-    return 1
   workdir = os.path.expanduser(workdir) or os.path.join("runs", _stem(name))
-  if job == "evaluate" and c.eval.hf:
-    c.init.hf, c.model.preset = c.eval.hf, "hf"
-  if job not in ("train", "evaluate"):  # which read the table; it may be yet to be written
-    c.precision.calibration = ""
   if note := compilation_cache.enable():
     print(note, file=sys.stderr)
   try:
-    if job == "prepare":  # needs neither the model nor the mesh that the data are for
-      hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
-      print(writers.to_json(_prepare(c, workdir)))
-      return 0
-    if job == "memory":  # needs neither weights nor data, nor the devices
-      hub.fetch({c.init.hf: hub.WEIGHTS} if c.model.preset == "hf" else {})
-      print(writers.to_json(_memory(c)))
-      return 0
-    machine.check_platform(jax.default_backend(), jax.config.jax_platforms, jax.__version__)
-    hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
-    plan = config.resolve(c, jax.device_count(), backend.current_device())
-    if job == "train":
-      return train.run(plan, workdir, config.flatten(base)).get("exit_code", 0)
-    else:
-      result = {
-        "evaluate": _evaluate,
-        "export": _export,
-        "calibrate": _calibrate,
-        "diagnose": _diagnose,
-      }[job](plan, workdir)
-      if jax.process_index() == 0:
-        print(writers.to_json(result))
-    return 0
+    config_file.check_keys(c, base)
+    return _run(job, c, base, workdir)
   except (UserError, train.NonFinite, OSError) as e:
     print(f"error: {e}", file=sys.stderr)
     return 1
@@ -103,6 +73,33 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     return 130
+
+
+def _run(job: str, c: config.Config, base: config.Config, workdir: str) -> int:
+  if job == "evaluate" and c.eval.hf:
+    c.init.hf, c.model.preset = c.eval.hf, "hf"
+  if job not in ("train", "evaluate"):  # which read the table; it may be yet to be written
+    c.precision.calibration = ""
+  if job == "prepare":  # needs neither the model nor the mesh that the data are for
+    hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
+    print(writers.to_json(_prepare(c, workdir)))
+    return 0
+  if job == "memory":  # needs neither weights nor data, nor the devices
+    hub.fetch({c.init.hf: hub.WEIGHTS} if c.model.preset == "hf" else {})
+    print(writers.to_json(_memory(c)))
+    return 0
+  machine.check_platform(jax.default_backend(), jax.config.jax_platforms, jax.__version__)
+  hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
+  plan = config.resolve(c, jax.device_count(), backend.current_device())
+  if job == "train":
+    return train.run(plan, workdir, config.flatten(base)).get("exit_code", 0)
+  jobs = {
+    "evaluate": _evaluate, "export": _export, "calibrate": _calibrate, "diagnose": _diagnose,
+  }  # fmt: skip
+  result = jobs[job](plan, workdir)
+  if jax.process_index() == 0:
+    print(writers.to_json(result))
+  return 0
 
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -384,8 +381,9 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
   if path is None and not any(a.lstrip("-").startswith("help") for a in argv[1:]):
     sys.exit("error: --config=FILE is required, for example --config=configs/debug.py")
   if path is not None and not os.path.isfile(path):
-    what = "a folder, not a file" if os.path.isdir(path) else "no config file"
-    sys.exit(f"error: --config: {path!r} is {what}{_nearest_file(path)}")
+    if os.path.isdir(path):
+      sys.exit(f"error: --config={path} is a folder, not a file{_nearest_file(path)}")
+    sys.exit(f"error: no config file {path!r}{_nearest_file(path)}")
   if job:
     near = nearest(job, NAMES)
     if job not in NAMES:

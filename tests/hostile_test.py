@@ -2,6 +2,7 @@
 
 import json
 
+import grain
 import jax.numpy as jnp
 import ml_collections
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from configs import base
 from fp8jax import calibration, checkpoint, config_file, jobs, optim, writers
 from fp8jax import flax as fp8_flax
+from fp8jax.data import loader
 from fp8jax.errors import ConfigError, Problems, UserError
 from fp8jax.ops import dot, rules, site
 from fp8jax.optim import moments
@@ -36,7 +38,7 @@ def test_broken_config_file_is_named_with_its_line(tmp_path, text, message, pars
 
 def test_a_folder_is_no_config_file(tmp_path, parse):
   (tmp_path / "mine.py").write_text("")
-  with pytest.raises(SystemExit, match="is a folder, not a file; it holds mine.py"):
+  with pytest.raises(SystemExit, match="is a folder, not a file; .* has mine.py"):
     parse(f"--config={tmp_path}")
 
 
@@ -140,6 +142,21 @@ def test_damaged_checkpoint_names_itself_and_the_older_one(tmp_path):
     )
   assert saved.meta(3) == {"step": 3}
   saved.close()
+
+
+def test_death_of_a_data_worker_is_told_apart_from_other_errors():
+  def fail(message):
+    raise RuntimeError(message)
+
+  for message, error in (
+    ("Worker process was terminated unexpectedly with exit code -9. Search", UserError),
+    ("something else", RuntimeError),
+  ):
+    stream = grain.MapDataset.source([message]).map(fail).to_iter_dataset()
+    iterator = loader._Resumable(iter(stream))  # noqa: SLF001
+    with pytest.raises(error, match=message[:20]) as e:
+      next(iterator)
+    assert type(e.value) is error
 
 
 @pytest.mark.parametrize("rows", ["5", '[{"amax": true}]', '[{"amax": 1e300}]', "[4]"])

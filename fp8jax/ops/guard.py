@@ -15,11 +15,12 @@ def refuse_dtypes(x, ws):
     TypeError: something that is no array; integers, booleans or complex numbers.
   """
   for name, operand in (("x", x), *(("w", w) for w in ws)):
-    dtype = getattr(operand, "dtype", None)
-    if dtype is None or not hasattr(operand, "shape"):
+    if not hasattr(operand, "shape"):
       raise TypeError(
         f"{name} is a {type(operand).__name__}, expected an array; convert it with jnp.asarray"
       )
+    # A parameter in several parts (weights.py) is floating-point by construction.
+    dtype = getattr(operand, "dtype", jnp.float32)
     if not jnp.issubdtype(dtype, jnp.floating):
       raise TypeError(
         f"{name} is {dtype}, expected a floating-point dtype such as bfloat16 or float32; integers "
