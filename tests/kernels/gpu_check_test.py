@@ -34,6 +34,7 @@ from gpu_check import (  # noqa: E402
   programs,
   records,
   report,
+  time_gemm,
   worker,
 )
 
@@ -96,6 +97,18 @@ def test_a_wrong_product_is_seen(monkeypatch, broken):
   assert check_gemm.compare(want, want, magnitudes, jnp.float32, exact=False)["norm_error"] == 0
   with pytest.raises(worker.Wrong, match="normal numbers"):
     check_gemm.compare(got, want, magnitudes, jnp.float32, exact=False)
+
+
+@pytest.mark.parametrize("broken", ["", "scale"])
+def test_a_wrong_product_is_not_timed(monkeypatch, broken):
+  monkeypatch.setattr(mosaic_sm90, "matmul", _multiply(broken))
+  timed = []
+  monkeypatch.setattr(measure, "_time", lambda *args: timed.append(args) or {"ms": 2.0})
+  values = dict(product="fwd", shape=(40, 128, 256))
+  found = worker.measure(time_gemm.run, CONTEXT, values)
+  assert found["status"] == ("wrong" if broken else "ok") and len(timed) == (not broken)
+  if not broken:  # 2 M N K operations in 2 ms
+    assert found["values"]["tflops"] == 2 * 40 * 128 * 256 / 2e-3 / 1e12
 
 
 @pytest.mark.parametrize("broken", ["", "scales", "element", "amax"])
