@@ -12,7 +12,7 @@ WORKDIR ?= runs/smollm2_cpt
 # A process per core, a file at a time; PARALLEL= runs in one.
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-aot test-aot-all test-gpu check setup wheels clean
+.PHONY: run test test-all test-aot test-aot-all test-gpu gpu-check check setup wheels clean
 
 run: wheels $(MODEL)/model.safetensors
 	@# Huge pages for XLA's scratch memory: a sixth less time per step where the kernel offers them.
@@ -38,6 +38,11 @@ test-gpu: setup
 	$(BIN)/python -m pip install -q "jax[cuda13]==$(JAX)"
 	FP8JAX_TEST_GPU=1 $(BIN)/python -m pytest -q -m "not aot" $(addprefix tests/kernels/,mosaic_sm90_test.py \
 	  quantize_sm90_test.py producers_test.py grouped_matmul_test.py) $(ARGS)
+
+# On a Hopper GPU, without network: the machine's own Python; results and report.md in OUT.
+OUT ?= runs/gpu_check
+gpu-check:
+	$(or $(PYTHON),python3) experiments/gpu_check.py --out $(OUT) $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -40,7 +40,7 @@ def run(context: Context, preset, is_pair, dtype, shape) -> dict[str, Any]:
     gradient, master = jnp.asarray(g, dtype), jnp.asarray(p, jnp.float32)
     master = split.split(master) if is_pair else master
     wanted = expected(*(wide(x) for x in (gradient, master, *state)))
-    got = jax.jit(_step)(gradient, master, *state)
+    got = jax.jit(lambda *arrays: _step(*arrays))(gradient, master, *state)
     before = wide(master)
     for name, x, y in zip(("master", "mu", "nu"), got, wanted):
       x, y = (wide(x) - before, y - before) if name == "master" else (wide(x), y)

@@ -148,6 +148,8 @@ class Call:
     self.families, self.env, self.key, self.is_dry = families, env, key, flags.dry
     self.out, self.path = flags.out, flags.out / "results.jsonl"
     self.deadline = start + _available(60 * flags.minutes)
+    self.processes: set[subprocess.Popen] = set()
+    self.is_stopped = False
 
   @property
   def remaining(self) -> float:
@@ -166,6 +168,14 @@ class Call:
         # Every error of this program is raised here.
         list(pool.map(lambda f, share=share: self.family(f, f.seconds * share), group))
 
+  def stop(self, number, frame):
+    """A signal's handler: ends every subprocess, which would hold the device, and this call."""
+    del frame
+    self.is_stopped = True
+    for process in list(self.processes):
+      os.killpg(process.pid, signal.SIGKILL)
+    sys.exit(128 + number)
+
   def family(self, family: plan.Family, seconds: float):
     """Runs a family until its lines are done or `seconds` are over; begins again behind a line that
     ended the process."""
@@ -174,7 +184,7 @@ class Call:
     while names := records.unfinished(family.lines, records.read(self.path, self.key)):
       left = end - time.monotonic()
       # Nothing new began since the last process, or no time: the report lists what is missing.
-      if names == before or left < 2:
+      if names == before or left < 2 or self.is_stopped:
         return
       before = names
       self._process(family, names, left)
@@ -191,6 +201,7 @@ class Call:
         [sys.executable, "-m", "gpu_check"], stdin=subprocess.PIPE, stdout=log, stderr=log,
         env=self.env, text=True, start_new_session=True,
       )  # fmt: skip
+      self.processes.add(process)
       try:
         process.communicate(json.dumps(request), timeout=seconds + min(GRACE, 0.5 * seconds + 5))
         ended = f"ended with {process.returncode}"
@@ -198,6 +209,8 @@ class Call:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         ended = "killed: out of time"
+      finally:
+        self.processes.discard(process)
     found = records.read(self.path, self.key)
     done = sum(found.get(n, {}).get("status") in records.FINISHED for n in family.lines)
     took = time.monotonic() - start
@@ -230,6 +243,8 @@ def main(argv=None) -> int:
     device = probe(env, flags.dry)
     key = {"commit": records.commit(), "sources": records.sources(), "dry": flags.dry, **device}
     call = Call(flags, families, env, key, start)
+    for number in (signal.SIGINT, signal.SIGTERM):
+      signal.signal(number, call.stop)
     call.run()
   finally:
     if site:

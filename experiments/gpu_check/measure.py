@@ -27,11 +27,15 @@ def options() -> dict[str, bool] | None:
   return backend.compiler_options(backend.current_device())
 
 
-def time_program(context: Context, program: programs.Program, own: bool = True) -> dict[str, Any]:
+def time_program(
+  context: Context, program: programs.Program, own: bool = True, check: Callable | None = None
+) -> dict[str, Any]:
   """{"ms", "spread_ms", "wall_ms", "how"} of one call.
 
   Args:
     own: whether the Pallas kernel alone counts, or all kernels of the function.
+    check: of a result and its arguments; raises before anything is timed. It sees the very program
+      that is timed, so that nothing is compiled twice. Not for programs that donate.
   """
   size = programs.num_bytes(program.arguments)
   count = 2 if context.is_dry or program.donates else min(8, -(-L2_BYTES // size) + 1)
@@ -43,6 +47,8 @@ def time_program(context: Context, program: programs.Program, own: bool = True) 
     return [program.function(*one) for one in sets]
 
   run = jax.jit(repeated, compiler_options=options())
+  if check is not None:
+    check(run(sets)[0], *sets[0])
   return _time(context, lambda: run(sets), lambda: run, (sets,), count, own)
 
 

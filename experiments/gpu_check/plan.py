@@ -20,7 +20,7 @@ class Family:
   Attributes:
     name: of the family and of its log.
     stage: one of STAGES.
-    module: of this package; its `run(context, **values)` measures one line.
+    module: its `run(context, **values)` measures one line.
     seconds: the share of MINUTES that it may take.
     lines: name -> values, in the order of their worth.
   """
@@ -154,21 +154,21 @@ def _adam(shape) -> dict[str, dict[str, Any]]:
 
 def _correctness(is_dry: bool) -> list[Family]:
   found = [
-    Family(name, "correctness", "check_gemm", 32, lines)
+    Family(name, "correctness", "gpu_check.check_gemm", 32, lines)
     for name, lines in _gemm_families(is_dry).items()
   ]
   found += [
-    Family(name, "correctness", "check_quantize", 28, lines)
+    Family(name, "correctness", "gpu_check.check_quantize", 28, lines)
     for name, lines in _quantizer_families(is_dry).items()
   ]
   shape = (128, 128) if is_dry else (2176, 1536)
   lines = {f"correctness/prologues/{n}": {"producer": n, "shape": shape} for n in PRODUCERS}
-  found.append(Family("prologues", "correctness", "check_quantize", 28, lines))
+  found.append(Family("prologues", "correctness", "gpu_check.check_quantize", 28, lines))
   lines = {
     f"correctness/adam/{kind}": values
     for kind, values in _adam((24, 256) if is_dry else (5000, 1024)).items()
   }
-  return [*found, Family("adam", "correctness", "check_adam", 36, lines)]
+  return [*found, Family("adam", "correctness", "gpu_check.check_adam", 36, lines)]
 
 
 # --- speed ---------------------------------------------------------------------------------------
@@ -212,7 +212,8 @@ def _speed(is_dry: bool) -> list[Family]:
       for label, config in configs.items()
     }
 
-  small_k = gemms("small_k", "fwd", SMALL_K, {"default": None})
+  p2 = gemms("p2", "wgrad", P2, P2_CONFIGS)
+  p2 |= gemms("small_k", "fwd", SMALL_K, {"default": None})
   activation, weight, matrix = (
     (128, 128) if is_dry else shape for shape in (ACTIVATION, WEIGHT, MATRIX_7B)
   )
@@ -226,13 +227,13 @@ def _speed(is_dry: bool) -> list[Family]:
   adam = _adam((24, 256) if is_dry else WEIGHT)
   prologue = {n: {"producer": n, "shape": matrix} for n in PRODUCERS}
   return [
-    Family("gemm_p3", "gemm", "time_gemm", 60, gemms("p3", "fwd", P3, P3_CONFIGS)),
-    Family("gemm_p2", "gemm", "time_gemm", 60, gemms("p2", "wgrad", P2, P2_CONFIGS) | small_k),
-    Family("quantize", "elementwise", "time_elementwise", 25,
+    Family("gemm_p3", "gemm", "gpu_check.time_gemm", 60, gemms("p3", "fwd", P3, P3_CONFIGS)),
+    Family("gemm_p2", "gemm", "gpu_check.time_gemm", 60, p2),
+    Family("quantize", "elementwise", "gpu_check.time_elementwise", 25,
            {f"quantize/{k}": {"kind": "quantize", **v} for k, v in quantize.items()}),
-    Family("prologues_speed", "elementwise", "time_elementwise", 25,
+    Family("prologues_speed", "elementwise", "gpu_check.time_elementwise", 25,
            {f"prologue/{k}": {"kind": "prologue", **v} for k, v in prologue.items()}),
-    Family("adam_speed", "elementwise", "time_elementwise", 30,
+    Family("adam_speed", "elementwise", "gpu_check.time_elementwise", 30,
            {f"adam/{k}": {"kind": "adam", **v} for k, v in adam.items()}),
   ]  # fmt: skip
 
@@ -246,7 +247,7 @@ RIVAL_SHAPES = {
 
 def _rivals(is_dry: bool) -> list[Family]:
   return [
-    Family(f"rival_{name}", "rivals", "time_rivals", 12, {
+    Family(f"rival_{name}", "rivals", "gpu_check.time_rivals", 12, {
       f"rival/{name}/{label}": {
         "rival": name, "product": product, "shape": DRY_SHAPES[0] if is_dry else shape
       }
@@ -259,7 +260,7 @@ def _rivals(is_dry: bool) -> list[Family]:
 def _layer(is_dry: bool) -> Family:
   tokens = 128 if is_dry else 8192
   names = ("bf16", "block_128") if is_dry else ("bf16", "block_128", "tensor_current")
-  return Family("layer", "layer", "layer", 80, {
+  return Family("layer", "layer", "gpu_check.layer", 80, {
     f"layer/{recipe}": {"recipe": recipe, "tokens": tokens, "model": "dry" if is_dry else "7b"}
     for recipe in names
   })  # fmt: skip
@@ -272,15 +273,17 @@ def families(is_dry: bool = False, cpt: dict[str, Any] | None = None) -> list[Fa
   ceilings = {f"ceiling/{kind}": {"kind": kind, "size": size}
               for kind in ("copy", "bf16", "fp8_fast", "fp8_precise")}  # fmt: skip
   return [
-    Family("environment", "environment", "environment", 12, {
+    Family("environment", "environment", "gpu_check.environment", 12, {
       "environment/versions": {"part": "versions"},
       "environment/setmaxnreg": {"part": "setmaxnreg", "shape": shape},
     }),
-    Family("cupti", "environment", "environment", 10, {"environment/cupti": {"part": "cupti"}}),
-    Family("ceilings", "ceilings", "ceilings", 25, ceilings),
+    Family("cupti", "environment", "gpu_check.environment", 10, {
+      "environment/cupti": {"part": "cupti"},
+    }),
+    Family("ceilings", "ceilings", "gpu_check.ceilings", 25, ceilings),
     *_correctness(is_dry),
     *_speed(is_dry),
     *_rivals(is_dry),
     _layer(is_dry),
-    Family("cpt", "cpt", "cpt", 500, {"cpt/paired": {"is_dry": is_dry, **(cpt or {})}}),
+    Family("cpt", "cpt", "gpu_check.cpt", 500, {"cpt/paired": {"is_dry": is_dry, **(cpt or {})}}),
   ]  # fmt: skip

@@ -70,7 +70,7 @@ def run_family(request: dict[str, Any]):
   deadline = time.monotonic() + request["seconds"]
   context = Context(request["is_dry"], request["cupti"], deadline)
   path, key = pathlib.Path(request["out"]), request["key"]
-  module = importlib.import_module(f"gpu_check.{request['module']}")
+  module = importlib.import_module(request["module"])
   with interpreted() if context.is_dry else contextlib.nullcontext():
     for name, values in request["lines"].items():
       if time.monotonic() > deadline:
