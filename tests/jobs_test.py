@@ -376,7 +376,7 @@ def test_prepare_keeps_batches_or_at_least_documents(run_job, tmp_path, rng, hel
   """
   documents = [rng.bytes(64).hex() for _ in range(24)]
   raw = _write_corpus(tmp_path / "corpus.jsonl", documents) | {"data.heldout": heldout}
-  raw["prepare.shard_tokens"] = 129 * 5
+  raw |= {"prepare.shard_tokens": 129 * 5, "data.shuffle_windows": 0}
   code, stdout, stderr = run_job("prepare", _config(**raw), tmp_path)
   index = json.loads(stdout)["main"]
   folder = tmp_path / "prepared" / "main"
@@ -386,7 +386,8 @@ def test_prepare_keeps_batches_or_at_least_documents(run_job, tmp_path, rng, hel
   assert (train_split["documents"], train_split["tokens"]) == (count, count * 129)
   assert len(train_split["files"]) == math.ceil(count / 5)
   assert {p.name for p in folder.iterdir()} == {
-    "index.json", *(name for split in index["splits"].values() for name in split["files"])
+    "index.json",
+    *(name for s in index["splits"].values() for name in (*s["files"], s["lengths"])),
   }  # fmt: skip
   assert f"train: {count} documents" in stderr
 
