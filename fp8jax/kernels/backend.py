@@ -7,6 +7,7 @@ what it passed over; a named backend that cannot run the problem is an error bef
 
 import dataclasses
 import re
+from typing import Literal
 
 import jax
 
@@ -75,7 +76,7 @@ def compute_dtype(device: Device) -> str:
   return "bfloat16" if device.platform == "gpu" and not _is_before(device, _AMPERE) else "float32"
 
 
-def attention(device: Device, dtype: str) -> str:
+def attention(device: Device, dtype: str) -> Literal["xla", "cudnn"]:
   """The attention that "auto" stands for: cuDNN's fused one needs Ampere and 16-bit inputs."""
   is_fused = lacks_cudnn(device) is None and dtype in ("bfloat16", "float16")
   return "cudnn" if is_fused else "xla"
