@@ -110,9 +110,7 @@ def resolve(
     ConfigError: with all problems found.
   """
   problems = Problems()
-  for key, least in _LEAST.items():
-    value = functools.reduce(getattr, key.split("."), c)
-    problems.check(value >= least, f"{key}={value} must be at least {least}")
+  _check_least(c, problems)
 
   chosen = _layout(c, num_devices, make_mesh or mesh.make, problems)
   layout = chosen or axes.LOCAL
@@ -123,7 +121,7 @@ def resolve(
       c.length <= model.max_positions,
       f"length={c.length} is longer than model.max_positions={model.max_positions}",
     )
-    if c.init.hf:
+    if c.init.hf and not model.problems():
       problems.attempt(lambda: _check_folder(c, model), "init.hf")
   run = _execution(c, layout, device, problems)
   optim = _optim(c, problems)
@@ -159,6 +157,7 @@ def resolve(
 def resolve_data(c: Config) -> loader.Spec:
   """The data alone, without a model or a mesh: what --job=prepare reads. Raises as `resolve`."""
   problems = Problems()
+  _check_least(c, problems)
   data = check.spec(c, None, problems)
   problems.refuse()
   return data
@@ -172,6 +171,12 @@ _LEAST = {
   "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
   "export.merge_smooth": 0,
 }  # fmt: skip
+
+
+def _check_least(c: Config, problems: Problems):
+  for key, least in _LEAST.items():
+    value = functools.reduce(getattr, key.split("."), c)
+    problems.check(value >= least, f"{key}={value} must be at least {least}")
 
 
 def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: Problems):
