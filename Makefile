@@ -1,4 +1,5 @@
-# make run    set everything up and continue the pre-training of SmolLM2-135M in block FP8 (CPU)
+# make run    set everything up and continue the pre-training of SmolLM2-135M in block FP8: on a GPU
+#             where there is an NVIDIA driver (JAX_PLATFORMS=cpu make run: not), else on the CPU
 # make test   set everything up and run the default test suite;  make test JAX=0.11.2  on another jax
 # make test-all, test-aot, test-aot-all   slow tests too; programs for GPUs that are not there, the slow of these too
 # make check  lint, format and types
@@ -11,12 +12,14 @@ WORKDIR ?= runs/smollm2_cpt
 # A process per core, a file at a time; PARALLEL= runs in one.
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-aot test-aot-all test-gpu check setup clean
+.PHONY: run test test-all test-aot test-aot-all test-gpu gpu-check check setup wheels clean
 
-run: $(MODEL)/model.safetensors
+run: wheels $(MODEL)/model.safetensors
 	@# Huge pages for XLA's scratch memory: a sixth less time per step where the kernel offers them.
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python launch.py --config=configs/smollm2_cpt.py --workdir=$(WORKDIR)
 
+# Tests compute on the CPU, with CUDA wheels too.
+test test-all: export JAX_PLATFORMS = cpu
 test: setup $(MODEL)/model.safetensors
 	$(BIN)/python -m pytest -q $(PARALLEL) --durations=30 $(ARGS)
 
@@ -36,6 +39,11 @@ test-gpu: setup
 	FP8JAX_TEST_GPU=1 $(BIN)/python -m pytest -q -m "not aot" $(addprefix tests/kernels/,mosaic_sm90_test.py \
 	  quantize_sm90_test.py producers_test.py grouped_matmul_test.py) $(ARGS)
 
+# On a Hopper GPU, without network: the machine's own Python; results and report.md in OUT.
+OUT ?= runs/gpu_check
+gpu-check:
+	$(or $(PYTHON),python3) experiments/gpu_check.py --out $(OUT) $(ARGS)
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,14 +51,32 @@ check: setup
 
 setup: $(VENV)/.ready
 
+# JAX with the CUDA that the NVIDIA driver allows, CUDA 13 or 12; nothing where there is none.
+wheels: $(VENV)/.ready
+	@if [ "$$JAX_PLATFORMS" != cpu ]; then \
+	  cuda=$$($(BIN)/python -m fp8jax.machine) || exit 1; \
+	  if [ -n "$$cuda" ] && [ ! -e $(VENV)/.$$cuda ]; then \
+	    echo "setting up jax[$$cuda] for the NVIDIA driver"; \
+	    for old in $(VENV)/.cuda*; do if [ -e "$$old" ]; then old=$${old##*.}; \
+	      $(BIN)/python -m pip uninstall -q -y jax-$$old-plugin jax-$$old-pjrt; rm $(VENV)/.$$old; fi; done; \
+	    $(BIN)/python -m pip install -q --disable-pip-version-check "jax[$$cuda]==$(JAX)" || exit 1; \
+	    touch $(VENV)/.$$cuda; \
+	  fi; fi
+
 $(MODEL)/model.safetensors: | $(VENV)/.ready
 	$(BIN)/python -m fp8jax.models.smollm2 $(MODEL)
 
 # The first interpreter, of these and pyenv's, that is new enough and can make a virtual environment.
+# Debian and Ubuntu split ensurepip off: an interpreter that lacks it is named with its remedy.
 $(VENV)/.ready: requirements.txt pyproject.toml
 	@for p in $(PYTHON) python3.12 python3.13 python3 python "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[23]*/bin/python3; do \
-	  if "$$p" -c 'import ensurepip, sys, venv; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null; \
-	  then found="$$p"; break; fi; done; \
+	  if "$$p" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null; then \
+	    if "$$p" -c 'import ensurepip, venv' 2>/dev/null; then found="$$p"; break; fi; \
+	    without="$${without:-$$p}"; fi; done; \
+	if [ -z "$$found" ] && [ -n "$$without" ]; then \
+	  echo "error: $$("$$without" --version) ($$without) has no ensurepip, which makes virtual environments;" \
+	    "on Debian and Ubuntu: apt install python3-venv; or another: make PYTHON=/path/to/python3.12;" \
+	    "or none: README.md, \"On a GPU\""; exit 1; fi; \
 	if [ -z "$$found" ]; then \
 	  echo "error: no Python 3.12 or 3.13 found; install one, or say where it is: make PYTHON=/path/to/python3.12"; exit 1; fi; \
 	echo "setting up $(VENV) with $$("$$found" --version) and jax $(JAX)"; \

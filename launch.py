@@ -1,5 +1,10 @@
-"""python launch.py --config=configs/X.py[:arm] [--config.a.b=value] [--job=JOB] [--workdir=DIR]"""
+"""python launch.py --config=configs/X.py[:arm] [--config.a.b=value] [--job=JOB] [--workdir=DIR]
 
+Exit codes: 0 finished, 1 an error, 75 saved after SIGTERM (the same command resumes; schedulers
+requeue on it), 130 saved after Ctrl-C.
+"""
+
+import os
 import sys
 
 from absl import app, flags
@@ -22,6 +27,7 @@ COORDINATOR = flags.DEFINE_string(
   "coordinator", None, "host:port of process 0, without a scheduler."
 )
 PROCESSES = flags.DEFINE_integer("processes", None, "Number of processes, without a scheduler.")
+TIMEOUT = flags.DEFINE_integer("timeout", 300, "Seconds to wait for the other processes.")
 PROCESS = flags.DEFINE_integer("process", None, "Index of this process, without a scheduler.")
 
 
@@ -30,8 +36,10 @@ def main(argv):
     sys.exit(f"unexpected argument {argv[1]!r}; options are written --name=value")
   if not COORDINATOR.value and (PROCESSES.value is not None or PROCESS.value is not None):
     sys.exit("error: --processes and --process need --coordinator=host:port of process 0")
+  for name, value in jobs.environment(CONFIG.value).items():
+    os.environ.setdefault(name, value)
   if DISTRIBUTED.value or COORDINATOR.value:
-    jobs.initialize_distributed(COORDINATOR.value, PROCESSES.value, PROCESS.value)
+    jobs.initialize_distributed(COORDINATOR.value, PROCESSES.value, PROCESS.value, TIMEOUT.value)
   name = flags.FLAGS["config"].config_filename
   sys.exit(jobs.run(JOB.value, CONFIG.value, base.get_config(), name, WORKDIR.value))
 

@@ -24,7 +24,15 @@ def get_config(arm=""):
   c.length = 256  # positions per sequence (L)
 
   c.init = ConfigDict()
-  c.init.hf = ""  # Hugging Face folder with safetensors to start from; "" draws random weights
+  # Hugging Face folder with safetensors to start from, or an id of its hub ("Qwen/Qwen2.5-1.5B"),
+  # which is downloaded once; "" draws random weights.
+  c.init.hf = ""
+
+  # Workdir of another run to start from, while this one has no checkpoint: with the whole state
+  # (weights, optimizer, scales, place in the data). checkpoint.accept_changes must name what
+  # differs from its configuration.
+  c.init.workdir = ""
+  c.init.step = -1  # its checkpoint; -1 is the newest
 
   c.model = ConfigDict()
   c.model.preset = "debug"  # a name in models/presets.py, or "hf": read config.json of init.hf
@@ -57,17 +65,21 @@ def get_config(arm=""):
   # its linear branch, which comes back in down's weight ("channel") or output ("token"). Against
   # outliers late in long runs (log.alarms warns); SwiGLU is then written in the compute dtype.
   c.precision.smooth_swiglu = "none"
-  # Inspect the compiled step before it runs and stop if a GEMM is wider than its recipe says. On a
-  # GPU this compiles the step once more.
-  c.precision.strict = False
+  # Inspect the step before it runs and stop if a GEMM is wider than its recipe says: on a GPU the
+  # very executable that then runs, on the CPU the program handed to XLA.
+  c.precision.strict = True
   # dtype of activations and of operands that no recipe narrows: "bfloat16", "float32", "float16"
-  # (with loss_scale.kind="dynamic"; not on the Hopper kernels), or "auto": bfloat16 on GPU, float32
-  # on CPU (where XLA's bfloat16 is several times slower).
+  # (with loss_scale.kind="dynamic"; not on the Hopper kernels), or "auto": bfloat16 on GPUs since
+  # Ampere, float32 on older ones, which have no BF16 units, and on the CPU (where XLA's bfloat16 is
+  # several times slower).
   c.precision.compute = "auto"
 
   c.kernels = ConfigDict()
-  c.kernels.matmul = "auto"  # FP8 GEMM: "auto" or one of kernels/scaled_matmul
-  c.kernels.attention = "auto"  # "auto" (cudnn on GPU, xla elsewhere), "xla" or "cudnn"
+  # FP8 GEMM: "auto" or one of kernels/scaled_matmul. On a GPU "auto" never emulates; "reference"
+  # does.
+  c.kernels.matmul = "auto"
+  # "auto" (cudnn on GPUs since Ampere, with 16-bit activations; else xla), "xla" or "cudnn"
+  c.kernels.attention = "auto"
   # AdamW's update: "xla", "mosaic_sm90" (one pass over gradient, master and moments, in place; an
   # error where a matrix cannot be moved by it), or "auto" (mosaic_sm90 where it can). The default
   # waits for a measurement on a GPU.
@@ -88,9 +100,13 @@ def get_config(arm=""):
   # devices at hand.
   c.memory.target = ""
   c.memory.loss_chunk = 256  # positions per chunk of the cross-entropy
+  # Share of a GPU's memory that JAX takes at its start (XLA_PYTHON_CLIENT_MEM_FRACTION, which the
+  # environment may set instead); 0 leaves JAX's own, 0.75.
+  c.memory.gpu_fraction = 0.0
 
   c.data = ConfigDict()
-  # "bytes", a tokenizer.json, or a Hugging Face folder; "" takes init.hf's, or bytes without one.
+  # "bytes", a tokenizer.json, a Hugging Face folder or an id of its hub; "" takes init.hf's, or
+  # bytes without one.
   c.data.tokenizer = ""
   c.data.eos = ""  # token that ends a document; "" takes the tokenizer folder's eos_token
   c.data.sources = ConfigDict({"main": source(kind="pydoc")})  # name -> source
@@ -143,7 +159,8 @@ def get_config(arm=""):
   c.loss_scale.start = 256.0
   c.loss_scale.growth_steps = 2000
 
-  c.mesh = ConfigDict()  # devices per axis; one may be -1: whatever is left
+  # Devices per axis; one may be -1: whatever is left. All 1: one device, also of a larger machine.
+  c.mesh = ConfigDict()
   c.mesh.data = 1  # copies of the model
   c.mesh.fsdp = -1  # shards of parameters and optimizer state that are gathered for use
   c.mesh.tensor = 1  # shards of heads, feed-forward and vocabulary
@@ -160,6 +177,8 @@ def get_config(arm=""):
   c.eval.tokens = 8192  # held-out tokens per source and evaluation, rounded up to whole batches
   c.eval.batch = 8  # sequences per batch, over all devices
   c.eval.every = 0  # steps; 0: before and after training only
+  # Forward passes that are evaluated: "recipe" (that of training) and "bf16".
+  c.eval.precisions = ("recipe", "bf16")
   c.eval.hf = ""  # --job=evaluate: this Hugging Face folder instead of the workdir's checkpoint
   c.eval.step = -1  # --job=evaluate and export: which checkpoint; -1 is the newest
 

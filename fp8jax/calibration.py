@@ -71,6 +71,8 @@ def read(path: str) -> dict[tuple[str, str], float]:
     rows = table["rows"]
     if table["format"] != FORMAT:
       raise KeyError("format")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+      raise TypeError("rows must be a list of objects")
   except (OSError, ValueError, KeyError, TypeError) as e:
     raise UserError(
       f"precision.calibration: {path!r} is no table of --job=calibrate ({FORMAT!r}): {e}"
@@ -78,8 +80,11 @@ def read(path: str) -> dict[tuple[str, str], float]:
   amaxes = {}
   for i, row in enumerate(rows):
     amax = row.get("amax")
-    if not isinstance(amax, (int, float)) or not np.isfinite(amax) or amax < 0:
-      raise UserError(f"precision.calibration: {path}, row {i}: amax={amax!r} is no number >= 0")
+    is_number = isinstance(amax, (int, float)) and not isinstance(amax, bool)
+    if not is_number or not 0 <= amax <= float(np.finfo(np.float32).max):
+      raise UserError(
+        f"precision.calibration: {path}, row {i}: amax={amax!r} is no float32 number >= 0"
+      )
     if row.get("tensor") not in history.TENSORS or not isinstance(row.get("site"), str):
       raise UserError(f"precision.calibration: {path}, row {i}: needs a site and tensor x, w or g")
     amaxes[row["site"], row["tensor"]] = float(amax)

@@ -14,6 +14,7 @@ import grain
 import jax
 import orbax.checkpoint as ocp
 
+from fp8jax.errors import UserError
 from fp8jax.quant import history
 from fp8jax.state import State
 
@@ -73,20 +74,39 @@ class Checkpoints:
 
   def meta(self, step: int) -> dict[str, Any]:
     """What `save` was given as meta."""
-    return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+    return self._restore(step, meta=ocp.args.JsonRestore())["meta"]
+
+  def _restore(self, step: int, **items):
+    """Reads parts of a checkpoint.
+
+    Raises:
+      UserError: Orbax cannot; names the folder, the reason and the older checkpoints.
+    """
+    try:
+      return self._manager.restore(step, args=ocp.args.Composite(**items))
+    except jax.errors.JaxRuntimeError:
+      raise  # of the device: out of memory, say
+    except Exception as e:
+      folder = os.path.join(self._manager.directory, str(step))
+      aside = os.path.join(os.path.dirname(self._manager.directory), f"damaged_{step}")
+      older = [s for s in self.steps() if s < step]
+      then = f"step {older[-1]}" if older else "the beginning: there is no older checkpoint"
+      reason = " ".join(str(e).split())[:300] or type(e).__name__
+      raise UserError(
+        f"the checkpoint {folder} cannot be read ({', '.join(items)}): {reason}. To go on from "
+        f"{then}, move it away: mv {folder} {aside}"
+      ) from e
 
   def restore_params(self, step: int, abstract):
     """Parameters alone, placed as the abstract tree says."""
-    items = ocp.args.Composite(params=ocp.args.StandardRestore(_placed(abstract)))
-    return self._manager.restore(step, args=items)["params"]
+    return self._restore(step, params=ocp.args.StandardRestore(_placed(abstract)))["params"]
 
   def restore_memories(self, step: int, abstract) -> dict[str, history.Memory]:
     """What scales were made from after `step`, like `abstract`."""
     if not abstract:
       return {}
     placed = _placed(_as_tree(abstract))
-    items = ocp.args.Composite(memories=ocp.args.StandardRestore(placed))
-    tree = self._manager.restore(step, args=items)["memories"]
+    tree = self._restore(step, memories=ocp.args.StandardRestore(placed))["memories"]
     return {name: history.Memory(**tree[_as_key(name)]) for name in abstract}
 
   def restore(self, step: int, abstract: State, iterator=None) -> State:
@@ -97,7 +117,7 @@ class Checkpoints:
     }
     if iterator is not None:
       items["data"] = grain.checkpoint.CheckpointRestore(iterator)
-    restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+    restored = self._restore(step, **items)
     memories = self.restore_memories(step, abstract.memories)
     return State(params=restored["params"], memories=memories, **restored["rest"])
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from fp8jax import axes, by_layer, loss_scale, mesh, precision, watch
+from fp8jax import axes, by_layer, config_file, loss_scale, mesh, precision, watch
 from fp8jax import params as params_lib
 from fp8jax.data import check, loader
 from fp8jax.errors import ConfigError, Problems
@@ -89,6 +90,12 @@ class Plan:
     return walk.with_backends(leaves, params, self.device, self.config.kernels.optimizer)
 
   @property
+  def num_devices(self) -> int:
+    """Devices that the run computes on: those of its mesh, all processes' together."""
+    mesh_ = self.run.layout.mesh
+    return 1 if mesh_ is None else mesh_.size
+
+  @property
   def tokens_per_device(self) -> int:
     """Tokens of one microbatch on one device."""
     layout = self.run.layout
@@ -110,8 +117,7 @@ def resolve(
     ConfigError: with all problems found.
   """
   problems = Problems()
-  _check_least(c, problems)
-
+  _check_numbers(c, problems)
   chosen = _layout(c, num_devices, make_mesh or mesh.make, problems)
   layout = chosen or axes.LOCAL
   model = problems.attempt(lambda: _model(c))
@@ -141,6 +147,7 @@ def resolve(
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
   problems.attempt(lambda: watch.read_alarms(c.log.alarms))
   problems.extend(loss_scale.problems(c.loss_scale, c.precision.compute))
+  _check_eval_precisions(c, problems)
   problems.one_of("export.dtype", c.export.dtype, ("auto", *hf.DTYPES))
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, _acceptable(c))
   if problems.found or model is None or recipes is None:
@@ -157,7 +164,7 @@ def resolve(
 def resolve_data(c: Config) -> loader.Spec:
   """The data alone, without a model or a mesh: what --job=prepare reads. Raises as `resolve`."""
   problems = Problems()
-  _check_least(c, problems)
+  _check_numbers(c, problems)
   data = check.spec(c, None, problems)
   problems.refuse()
   return data
@@ -169,11 +176,14 @@ _LEAST = {
   "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1,
   "log.numerics_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
   "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
+  "memory.gpu_fraction": 0,
   "export.merge_smooth": 0,
 }  # fmt: skip
 
 
-def _check_least(c: Config, problems: Problems):
+def _check_numbers(c: Config, problems: Problems):
+  config_file.check_numbers(flatten(c), problems)
+  problems.refuse()  # the other checks compute with these numbers
   for key, least in _LEAST.items():
     value = functools.reduce(getattr, key.split("."), c)
     problems.check(value >= least, f"{key}={value} must be at least {least}")
@@ -184,7 +194,7 @@ def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: Problems
   shape = problems.attempt(lambda: mesh.resolve(c.mesh, num_devices))
   if not _check_sharding(c, problems) or shape is None:
     return None
-  if num_devices == 1:
+  if math.prod(shape) == 1:
     return axes.LOCAL
   return axes.Layout(
     make_mesh(shape), axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
@@ -236,23 +246,28 @@ _COMPUTE = (*_SIXTEEN_BITS, "float32")
 
 
 def _execution(c: Config, layout, device: backend.Device, problems: Problems):
-  on_gpu = device.platform == "gpu"
   compute = c.precision.compute
   problems.one_of("precision.compute", compute, ("auto", *_COMPUTE))
   if compute == "auto":
-    compute = "bfloat16" if on_gpu else "float32"
+    compute = backend.compute_dtype(device)
+  if reason := backend.lacks_dtype(device, compute):
+    problems.found.append(f"precision.compute={compute!r}: {reason}; use 'float32' or 'auto'")
   implementation = c.kernels.attention
   problems.one_of("kernels.attention", implementation, ("auto", *attention.IMPLEMENTATIONS))
   if implementation == "auto":
-    implementation = "cudnn" if on_gpu and compute in _SIXTEEN_BITS else "xla"
+    implementation = backend.attention(device, compute)
   if implementation == "cudnn":
-    problems.check(on_gpu, "kernels.attention='cudnn' needs an NVIDIA GPU; use 'xla' or 'auto'")
+    reason = backend.lacks_cudnn(device)
+    problems.check(reason is None, f"kernels.attention='cudnn' {reason}; use 'xla' or 'auto'")
     problems.check(
       compute in _SIXTEEN_BITS,
       f"kernels.attention='cudnn' needs 16-bit inputs, precision.compute is {compute!r}; use 'xla'",
     )
   problems.one_of("kernels.matmul", c.kernels.matmul, ("auto", *scaled_matmul.BACKENDS))
   problems.one_of("memory.remat", c.memory.remat, model_config.REMAT)
+  problems.check(
+    c.memory.gpu_fraction <= 1, f"memory.gpu_fraction={c.memory.gpu_fraction} must be at most 1"
+  )
   names = {k: c.memory[k] for k in ("norms", "gated", "residual")}
   for key, name in names.items():
     problems.one_of(f"memory.{key}", name, tuple(kept.QUANTS))
@@ -262,6 +277,21 @@ def _execution(c: Config, layout, device: backend.Device, problems: Problems):
     implementation, c.memory.remat, waiting, c.memory.loss_chunk, layout,
     c.precision.smooth_swiglu,
   )  # fmt: skip
+
+
+# Forward passes that an evaluation may take: the recipes of training, and 16 bits everywhere.
+EVAL_PRECISIONS = ("recipe", "bf16")
+
+
+def _check_eval_precisions(c: Config, problems: Problems):
+  names = c.eval.precisions
+  if not isinstance(names, (tuple, list)) or not names:
+    problems.found.append(
+      f"eval.precisions={names!r} names no forward pass; give some of {EVAL_PRECISIONS}"
+    )
+    return
+  for name in names:
+    problems.one_of("eval.precisions", name, EVAL_PRECISIONS)
 
 
 def _check_float16(plan: Plan, phase: int):
@@ -422,8 +452,8 @@ def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 # Keys that may change between a run and its continuation without changing its result.
 _HARMLESS = (
   "log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
-  "memory.remat", "memory.target", "memory.loss_chunk", "data.workers", "data.prefetch", "init.hf",
-  "optim.on_nonfinite", "optim.order", "calibrate.", "precision.strict",
+  "memory.remat", "memory.target", "memory.loss_chunk", "memory.gpu_fraction", "data.workers",
+  "data.prefetch", "init.", "optim.on_nonfinite", "optim.order", "calibrate.", "precision.strict",
 )  # fmt: skip
 
 

@@ -26,14 +26,33 @@ def missing_package(e: ModuleNotFoundError) -> str:
   return f"the package {e.name!r} is not installed; pip install 'fp8jax[hf,data]'"
 
 
-def nearest_key(key: str, known: Collection[str]) -> str | None:
-  """The known key of a configuration most like a mistyped one."""
-  matches = difflib.get_close_matches(key, known, 1, 0.5)
-  if not matches:
-    last = key.rpartition(".")[2]
-    by_last = {k.rpartition(".")[2]: k for k in known}
-    matches = [by_last[m] for m in difflib.get_close_matches(last, by_last, 1, 0.5)]
+# Names less alike than this are different names, not misspellings (difflib's ratio). Keys are many,
+# and some resemble every wish ("format" and "remat": 0.73).
+_ALIKE, _ALIKE_KEY = 0.6, 0.75
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+  """The known name that `name` misspells, or None if it is like none of them."""
+  matches = difflib.get_close_matches(name, known, 1, _ALIKE)
   return matches[0] if matches else None
+
+
+def nearest_key(key: str, known: Collection[str]) -> str | None:
+  """The known key of a configuration most like a mistyped one, or None if it is like none.
+
+  The last parts must be alike: a section in common makes no key of a wish.
+  """
+  last = key.rpartition(".")[2]
+  lasts = {k.rpartition(".")[2] for k in known}
+  alike = set(difflib.get_close_matches(last, lasts, len(lasts), _ALIKE_KEY))
+  alike |= {k for k in lasts if len(last) > 3 and k.startswith(last)}  # "warmup"
+  candidates = [k for k in known if k.rpartition(".")[2] in alike]
+
+  def likeness(candidate: str) -> tuple[float, float]:
+    of_last = difflib.SequenceMatcher(None, last, candidate.rpartition(".")[2]).ratio()
+    return difflib.SequenceMatcher(None, key, candidate).ratio() + of_last, of_last
+
+  return max(candidates, key=likeness, default=None)
 
 
 def one_line(e: Exception) -> str:
@@ -111,19 +130,18 @@ class Problems:
     self.found += messages
 
   def one_of(self, key: str, value, allowed):
-    """value is one of the strings `allowed`, or the nearest of them is suggested."""
+    """value is one of the strings `allowed`, or the one that it misspells is suggested."""
     if value not in allowed:
-      near = difflib.get_close_matches(str(value), allowed, 1, 0.0)
-      self.found.append(
-        f"{key}={value!r} is not one of {', '.join(map(repr, allowed))}; did you mean {near[0]!r}?"
-      )
+      near = nearest(str(value), allowed)
+      hint = f"; did you mean {near!r}?" if near else ", nor like one of them"
+      self.found.append(f"{key}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}")
 
   def keys(self, where: str, names: Iterable[str], known: Collection[str]):
     """names are keys of a configuration, or the nearest are suggested."""
     for name in names:
       if name not in known:
         near = nearest_key(name, known)
-        hint = f"did you mean {near!r}?" if near else "see configs/base.py for all keys"
+        hint = f"did you mean {near!r}?" if near else "there is none like it, see configs/base.py"
         self.found.append(f"{where}: {name!r} is no key; {hint}")
 
   def file(self, key: str, path: str, remedy: str):

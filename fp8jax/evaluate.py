@@ -1,4 +1,4 @@
-"""Held-out loss: the same documents, in the training recipe and in BF16.
+"""Held-out loss: the same documents, in the training recipe and in BF16 (eval.precisions).
 
 Evaluation reads scales and moves none.
 """
@@ -11,14 +11,14 @@ from typing import Any
 import jax
 
 from fp8jax import batches
-from fp8jax.config import Plan
+from fp8jax.config import EVAL_PRECISIONS, Plan
 from fp8jax.data import loader
 from fp8jax.errors import UserError
 from fp8jax.kernels import backend as backend_lib
 from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
 
-BF16 = "bf16"
+RECIPE, BF16 = EVAL_PRECISIONS
 
 
 class Evaluator:
@@ -44,7 +44,7 @@ class Evaluator:
     phase: int = 0,
     stop: Callable[[int], bool] | None = None,
   ):
-    """Evaluates in the recipes of a phase of the precision schedule, and in BF16.
+    """Evaluates in the recipes of a phase of the precision schedule and in BF16 (eval.precisions).
 
     Args:
       memories: what delayed and static scales are made from, the training state's. Without any,
@@ -89,10 +89,16 @@ class Evaluator:
 
 
 def precisions(plan: Plan, phase: int = 0) -> dict[str, str | None]:
-  """{label: recipe for every site, or None for the rules of the phase}."""
+  """{label: recipe for every site, or None for the rules of the phase}, those of eval.precisions.
+
+  Where no site is narrow, the recipe and BF16 are one.
+  """
   used = {site.recipe for site in site_lib.flatten(plan.sites(phase=phase)).values()}
   narrow = sorted(r.name for r in used if r.is_narrow)
-  return {"+".join(narrow): None, BF16: BF16} if narrow else {BF16: None}
+  if not narrow:
+    return {BF16: None}
+  both = {RECIPE: ("+".join(narrow), None), BF16: (BF16, BF16)}
+  return dict(both[name] for name in EVAL_PRECISIONS if name in plan.config.eval.precisions)
 
 
 def _summary(source: str, parts) -> dict[str, float]:

@@ -85,6 +85,11 @@ class LinenDotGeneral(nn.Module):
 
   def setup(self):
     self.kept = None
+    if not isinstance(self.recipe, Recipe):
+      raise TypeError(
+        f"LinenDotGeneral's recipe is {self.recipe!r}, expected a Recipe; "
+        f"linen_dot_general({self.recipe!r}) makes one from a name"
+      )
     if not self.recipe.is_stateful:
       return
     if not (self.has_variable(COLLECTION, "site") or self.is_mutable_collection(COLLECTION)):

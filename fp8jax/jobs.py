@@ -1,10 +1,13 @@
 """The jobs of the launcher: one function each, and the last stop for errors users can fix."""
 
 import dataclasses
-import difflib
 import json
 import os
+import shlex
+import socket
 import sys
+import time
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +21,11 @@ from fp8jax import (
   checkpoint,
   compilation_cache,
   config,
+  config_file,
   diagnose,
   evaluate,
+  hub,
+  machine,
   report,
   target,
   train,
@@ -27,7 +33,7 @@ from fp8jax import (
 )
 from fp8jax import step as step_lib
 from fp8jax.data import loader, prepare
-from fp8jax.errors import Problems, UserError, missing_package, nearest_key
+from fp8jax.errors import UserError, missing_package, nearest, nearest_key
 from fp8jax.kernels import backend
 from fp8jax.models import export_folder, hf, hf_config, transformer
 from fp8jax.ops import site as site_lib
@@ -48,41 +54,71 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
   """
   logging.set_verbosity(logging.WARNING)  # Orbax narrates every file at INFO
   workdir = os.path.expanduser(workdir) or os.path.join("runs", _stem(name))
-  if job == "evaluate" and c.eval.hf:
-    c.init.hf, c.model.preset = c.eval.hf, "hf"
-  if job not in ("train", "evaluate"):  # which read the table; it may be yet to be written
-    c.precision.calibration = ""
   if note := compilation_cache.enable():
     print(note, file=sys.stderr)
   try:
-    if job == "prepare":  # needs neither the model nor the mesh that the data are for
-      print(writers.to_json(_prepare(c, workdir)))
-      return 0
-    if job == "memory":  # needs neither weights nor data, nor the devices
-      print(writers.to_json(_memory(c)))
-      return 0
-    plan = config.resolve(c, jax.device_count(), backend.current_device())
-    if job == "train":
-      return train.run(plan, workdir, config.flatten(base)).get("exit_code", 0)
-    else:
-      result = {
-        "evaluate": _evaluate,
-        "export": _export,
-        "calibrate": _calibrate,
-        "diagnose": _diagnose,
-      }[job](plan, workdir)
-      if jax.process_index() == 0:
-        print(writers.to_json(result))
-    return 0
+    config_file.check_keys(c, base)
+    return _run(job, c, base, workdir)
   except (UserError, train.NonFinite, OSError) as e:
     print(f"error: {e}", file=sys.stderr)
     return 1
   except ModuleNotFoundError as e:
     print(f"error: {missing_package(e)}", file=sys.stderr)
     return 1
+  except jax.errors.JaxRuntimeError as e:
+    if _OUT_OF_MEMORY not in str(e):
+      raise
+    print(f"error: {_out_of_memory(e, sys.argv)}", file=sys.stderr)
+    return 1
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     return 130
+
+
+def _run(job: str, c: config.Config, base: config.Config, workdir: str) -> int:
+  if job == "evaluate" and c.eval.hf:
+    c.init.hf, c.model.preset = c.eval.hf, "hf"
+  if job not in ("train", "evaluate"):  # which read the table; it may be yet to be written
+    c.precision.calibration = ""
+  if job == "prepare":  # needs neither the model nor the mesh that the data are for
+    hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
+    print(writers.to_json(_prepare(c, workdir)))
+    return 0
+  if job == "memory":  # needs neither weights nor data, nor the devices
+    hub.fetch({c.init.hf: hub.WEIGHTS} if c.model.preset == "hf" else {})
+    print(writers.to_json(_memory(c)))
+    return 0
+  machine.check_platform(jax.default_backend(), jax.config.jax_platforms, jax.__version__)
+  hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
+  plan = config.resolve(c, jax.device_count(), backend.current_device())
+  if job == "train":
+    return train.run(plan, workdir, config.flatten(base)).get("exit_code", 0)
+  jobs = {
+    "evaluate": _evaluate, "export": _export, "calibrate": _calibrate, "diagnose": _diagnose,
+  }  # fmt: skip
+  result = jobs[job](plan, workdir)
+  if jax.process_index() == 0:
+    print(writers.to_json(result))
+  return 0
+
+
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+def _out_of_memory(e: Exception, argv: list[str]) -> str:
+  """One line: what did not fit, and the command that shows where the memory goes."""
+  shown = " ".join(str(e).split("\n")[0].split())
+  command = [a for a in argv if not a.lstrip("-").startswith("job")]
+  return (
+    f"out of memory: {shown}. Where it goes: {shlex.join(['python', *command, '--job=memory'])}; "
+    "smaller: more accumulation, memory.remat='full', optim.moments='coat'"
+  )
+
+
+def environment(c: config.Config) -> dict[str, str]:
+  """Environment variables that a configuration asks for; to be set before JAX meets its devices."""
+  fraction = c.memory.gpu_fraction
+  return {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(fraction)} if fraction else {}
 
 
 def _stem(name: str) -> str:
@@ -116,7 +152,8 @@ def _evaluate(plan: config.Plan, workdir: str):
     memories = _restore_memories(plan, workdir, step, meta, phase)
   evaluator = evaluate.Evaluator(plan)
   heldout = evaluator.run(params, memories, phase)
-  return {**where, "heldout": heldout, "documents_passed_over": evaluator.passed_over}
+  counted = {"heldout": heldout, "documents_passed_over": evaluator.passed_over}
+  return {"device": report.device_line(plan), **where, **counted}
 
 
 def _prepare(c: config.Config, workdir: str):
@@ -144,10 +181,11 @@ def _export(plan: config.Plan, workdir: str):
   """Writes a checkpoint as a Hugging Face folder."""
   target = _folder_of(plan.config.export.path, workdir, "hf")
   never = {workdir: "the run's own folder", plan.config.init.hf: "the folder of init.hf"}
-  export_folder.check(target, never=_existing(never))  # before work that takes long
+  export_folder.check_other(target, _local(never))
+  export_folder.check(target)  # before work that takes long; `claim` checks again
   params, step, meta = _restore_params(plan, workdir)
   began_with = {meta["config"].get("init.hf", ""): "the folder that training started from"}
-  export_folder.check(target, never=_existing(began_with))
+  export_folder.check_other(target, _local(began_with))
   params = weights.master(params)
   if plan.config.export.merge_smooth:
     params = _merge_smooth(plan, params)
@@ -160,8 +198,8 @@ def _export(plan: config.Plan, workdir: str):
   return {"folder": target, "step": step, "dtype": dtype}
 
 
-def _existing(folders: dict[str, str]) -> dict[str, str]:
-  return {os.path.expanduser(folder): what for folder, what in folders.items() if folder}
+def _local(folders: dict[str, str]) -> dict[str, str]:
+  return {hub.local(folder): what for folder, what in folders.items() if folder}
 
 
 def _merge_smooth(plan: config.Plan, params):
@@ -187,6 +225,8 @@ def _merge_smooth(plan: config.Plan, params):
 def _calibrate(plan: config.Plan, workdir: str):
   """Writes the range of every tensor of every site, over some training batches."""
   c, step = plan.config, 0
+  path = _folder_of(c.calibrate.path, workdir, "calibration.json")
+  _check_writable(path, "calibrate.path")  # before the work, whose result would be lost
   if os.path.isdir(os.path.join(workdir, "checkpoints")):
     params, step, _ = _restore_params(plan, workdir)
   elif c.init.hf:
@@ -202,8 +242,6 @@ def _calibrate(plan: config.Plan, workdir: str):
     table = calibration.run(plan, params, placed, step=step, fingerprint=fingerprint)
   finally:
     stream.close()
-  os.makedirs(workdir, exist_ok=True)
-  path = _folder_of(c.calibrate.path, workdir, "calibration.json")
   writers.write_json(*os.path.split(path), table)
   return {
     "table": path, "rows": len(table["rows"]), "batches": table["batches"], "step": step,
@@ -267,6 +305,24 @@ def _restore_memories(plan: config.Plan, workdir: str, step: int, meta, phase: i
   return memories
 
 
+def _check_writable(path: str, key: str):
+  """Makes the folder of a file that is to be written.
+
+  Raises:
+    UserError: it cannot be made or written; names the configuration's key.
+  """
+  folder = os.path.dirname(os.path.abspath(path))
+  try:
+    os.makedirs(folder, exist_ok=True)
+    reason = "" if os.access(folder, os.W_OK) else "no permission to write"
+  except OSError as e:
+    reason = e.strerror or str(e)
+  if os.path.isdir(path):
+    reason = f"{path} is a folder"
+  if reason:
+    raise UserError(f"{key}: cannot write {path}: {reason}; name another file")
+
+
 def _folder_of(path: str, workdir: str, name: str) -> str:
   """`path`, or a folder of that name under the workdir."""
   return os.path.expanduser(path) if path else os.path.join(workdir, name)
@@ -275,9 +331,53 @@ def _folder_of(path: str, workdir: str, name: str) -> str:
 # --- command line --------------------------------------------------------------------------------
 
 
-def initialize_distributed(coordinator, processes, process):
-  """Joins the other processes; arguments are None under a scheduler JAX knows."""
-  jax.distributed.initialize(coordinator, processes, process)
+def initialize_distributed(coordinator, processes, process, timeout: int):
+  """Joins the other processes; exits with one line if that is impossible.
+
+  Args:
+    coordinator: host:port of process 0; None, like the next two, under a scheduler that JAX knows.
+    processes: their number.
+    process: index of this one.
+    timeout: seconds to wait for the others.
+  """
+  if coordinator is not None:
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdigit():
+      sys.exit(f"error: --coordinator={coordinator!r} must be host:port, for example node1:1234")
+    if processes is None or process is None:
+      sys.exit("error: --coordinator needs --processes=N and --process=I, too")
+    if not 0 <= process < processes:
+      sys.exit(
+        f"error: --process={process} must be from 0 to {processes - 1}, as --processes={processes}"
+        if processes > 0
+        else f"error: --processes={processes} must be at least 1"
+      )
+    if process > 0:
+      _await_coordinator(host, int(port), timeout)
+  try:
+    jax.distributed.initialize(coordinator, processes, process, initialization_timeout=timeout)
+  except (ValueError, RuntimeError) as e:
+    reason = " ".join(str(e).split())[:300]
+    sys.exit(
+      f"error: the processes did not find each other within --timeout={timeout} s: {reason}. Is "
+      "process 0 up, and its host:port reachable from here?"
+    )
+
+
+def _await_coordinator(host: str, port: int, timeout: int):
+  """Returns when process 0 listens; JAX would end the process with a fatal error instead."""
+  deadline = time.monotonic() + timeout
+  while True:
+    try:
+      socket.create_connection((host, port), timeout=1).close()
+      return
+    except OSError as e:
+      if time.monotonic() > deadline:
+        sys.exit(
+          f"error: --coordinator={host}:{port} did not answer within --timeout={timeout} s ({e}). "
+          "Is process 0 up, and reachable from here?"
+        )
+      time.sleep(0.2)
 
 
 def parse_flags(argv: list[str], base: config.Config) -> list[str]:
@@ -287,12 +387,14 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
   if path is None and not any(a.lstrip("-").startswith("help") for a in argv[1:]):
     sys.exit("error: --config=FILE is required, for example --config=configs/debug.py")
   if path is not None and not os.path.isfile(path):
+    if os.path.isdir(path):
+      sys.exit(f"error: --config={path} is a folder, not a file{_nearest_file(path)}")
     sys.exit(f"error: no config file {path!r}{_nearest_file(path)}")
   if job:
-    problems = Problems()
-    problems.one_of("--job", job, NAMES)
-    if problems.found:
-      sys.exit(f"error: {problems.found[0]}")
+    near = nearest(job, NAMES)
+    if job not in NAMES:
+      hint = f"did you mean {near!r}?" if near else "there is no such job"
+      sys.exit(f"error: --job={job!r} is not one of {', '.join(map(repr, NAMES))}; {hint}")
   try:
     rest = flags.FLAGS(argv)
     flags.FLAGS["config"].value  # noqa: B018  (without an override, the file runs only here)
@@ -303,12 +405,26 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
       key = arg.lstrip("-").partition("=")[0]
       if key.startswith("config.") and key.removeprefix("config.") not in known:
         near = nearest_key(key.removeprefix("config."), known)
-        hint = f"; did you mean --config.{near}?" if near else "; see configs/base.py for all keys"
-        sys.exit(f"error: unknown key --{key}{hint}")
-    sys.exit(f"error: {path}: {str(e).strip(chr(34))}")
+        hint = (
+          f"did you mean --config.{near}?" if near else "there is none like it, see configs/base.py"
+        )
+        sys.exit(f"error: unknown key --{key}; {hint}")
+    if "has no attribute 'get_config'" in str(e):
+      sys.exit(f"error: {path} defines no get_config; write `def get_config(arm='')` in it")
+    sys.exit(f"error: {path}: {type(e).__name__}: {str(e).strip(chr(34))}")
+  except flags.UnrecognizedFlagError as e:
+    near = nearest_key(e.flagname, config.flatten(base))
+    is_key = near is not None and near.rpartition(".")[2] == e.flagname.rpartition(".")[2]
+    sys.exit(f"error: {e}" + f"; did you mean --config.{near}?" * is_key)
   except (flags.Error, ValueError) as e:
     # absl quotes the traceback of a config file that raised; its last line says why.
     sys.exit(f"error: {str(e).strip().splitlines()[-1].removeprefix('ValueError: ')}")
+  except SyntaxError as e:
+    sys.exit(f"error: {e.filename}, line {e.lineno}: {e.msg}; the config file is no valid Python")
+  except Exception as e:  # of the user's file
+    lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename.endswith(path)]
+    where = f"{path}, line {lines[-1]}" if lines else path
+    sys.exit(f"error: {where}: {type(e).__name__}: {e}")
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:
@@ -321,7 +437,9 @@ def _value_of(flag: str, argv: list[str]) -> str | None:
 
 
 def _nearest_file(path: str) -> str:
-  folder = os.path.dirname(path) or "."
+  folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
   have = sorted(f for f in os.listdir(folder) if f.endswith(".py")) if os.path.isdir(folder) else []
-  near = difflib.get_close_matches(os.path.basename(path), have, 1, 0.0)
-  return f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
+  near = nearest(os.path.basename(path), have)
+  if near:
+    return f"; did you mean {os.path.join(folder, near)}?"
+  return f"; {folder} has {', '.join(have)}" if have else ""

@@ -12,6 +12,8 @@ AXES = ("data", "fsdp", "tensor")
 def resolve(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
   """(data, fsdp, tensor) with a -1 filled in.
 
+  A mesh of one device, written out, may leave the others of a larger machine idle.
+
   Raises:
     ValueError: the sizes do not multiply to the number of devices.
   """
@@ -22,7 +24,8 @@ def resolve(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
   if -1 in wanted:
     rest = math.prod(n for n in wanted if n != -1)
     wanted[wanted.index(-1)] = num_devices // rest if num_devices % rest == 0 else 0
-  if math.prod(wanted) != num_devices:
+  is_one = math.prod(wanted) == 1 and jax.process_count() == 1
+  if math.prod(wanted) != num_devices and not is_one:
     raise ValueError(
       f"mesh {text} does not cover the {num_devices} device(s) there are; set mesh.data, mesh.fsdp "
       f"and mesh.tensor so that their product is {num_devices}, for example mesh.data=1 "

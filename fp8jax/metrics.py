@@ -7,17 +7,43 @@ import jax.numpy as jnp
 
 from fp8jax import params as params_lib
 
-# Dense BF16 peak of one device in FLOP/s, from NVIDIA's data sheets (without sparsity). MFU is
-# reported against it in every recipe, so that FP8 and BF16 runs compare.
+# Dense BF16 peak of one device in FLOP/s, without sparsity and with float32 accumulation. MFU is
+# reported against it in every recipe, so that FP8 and BF16 runs compare. From NVIDIA's data sheets
+# (half of the number with sparsity where only that is printed):
+#   A100, A10G, T4 (float16: it has no BF16), L4, L40S, H100 and H100 NVL, H200 and H200 NVL, GH200,
+#   H800 (H100's tensor cores), H20 (148), HGX B200 and B300 (36 PFLOP/s sparse for eight),
+#   GB200 and GB300 NVL72 (360 PFLOP/s sparse for 72);
+# and its architecture papers, appendix A: "NVIDIA Ada GPU Architecture" (RTX 4090), "NVIDIA RTX
+# Blackwell GPU Architecture" (RTX 5090), "NVIDIA RTX Blackwell PRO GPU Architecture" (RTX PRO
+# 6000).
+# None where a name contains another's and the number is not known.
 PEAK_FLOPS = {
-  "H100 PCIe": 756e12,
-  "H100": 989e12,
-  "H200": 989e12,
-  "GH200": 989e12,
-  "B200": 2250e12,
-  "GB200": 2500e12,
   "A100": 312e12,
+  "A10G": 70e12,
+  "B200": 2250e12,
+  "B300": 2250e12,
+  "GB200": 2500e12,
+  "GB300": 2500e12,
+  "GH200": 989e12,
+  "H100": 989e12,
+  "H100 NVL": 835e12,
+  "H100 PCIe": 756e12,
+  "H20": 148e12,
+  "H200": 989e12,
+  "H200 NVL": 835e12,
+  "H800": 989e12,
+  "H800 PCIe": 756e12,
   "L4": 121e12,
+  "L40S": 362e12,
+  "RTX 4090": 165.2e12,
+  "RTX 4090 D": None,
+  "RTX 4090 Laptop": None,
+  "RTX 5090": 209.5e12,
+  "RTX 5090 D": None,
+  "RTX 5090 Laptop": None,
+  "RTX PRO 6000": 503.8e12,
+  "RTX PRO 6000 Max Q": 438.9e12,
+  "RTX PRO 6000 Server": None,
   "T4": 65e12,
 }
 

@@ -80,8 +80,13 @@ class Delayed:
   margin: int = 0
 
   def __post_init__(self):
-    if self.steps < 1:
-      raise ValueError(f"Delayed.steps={self.steps} must be at least 1: how many amaxes to keep")
+    if not 1 <= self.steps <= 2**16:
+      raise ValueError(
+        f"Delayed.steps={self.steps} must be from 1 to {2**16}: the length of the amax history "
+        "that every tensor has"
+      )
+    if abs(self.margin) > 64:
+      raise ValueError(f"Delayed.margin={self.margin} must be from -64 to 64: a power of two")
     if self.reduce not in ("max", "latest"):
       raise ValueError(f"Delayed.reduce={self.reduce!r} must be 'max' or 'latest'")
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import rich.console
 import rich.table
 
@@ -100,6 +101,34 @@ def _optimizer(plan: Plan) -> str:
   )
 
 
+def device_line(plan: Plan, devices: Sequence[Any] | None = None) -> str:
+  """Which devices of the machine the run computes on, and what they multiply FP8 with.
+
+  Args:
+    plan: the run.
+    devices: the machine's; default: all that JAX has.
+  """
+  devices = jax.devices() if devices is None else devices
+  count, total = plan.num_devices, len(devices)
+  sites = [s for p in range(len(plan.precision.phases)) for s in _flat_sites(plan, p)]
+  used = {b for s in sites for p, b in zip(PASSES, s.backends) if getattr(s.recipe, p).is_narrow}
+  number = "" if total == 1 else f"{count} × " if count == total else f"{count} of {total} × "
+  if plan.device.platform == "cpu":
+    line = f"{number}CPU" + ": FP8 is emulated, exact and slow" * bool(used)
+  else:
+    number = number or "1 × "
+    kind = f"{number}{devices[0].device_kind} ({backend.name_of(plan.device)})"
+    line = f"{kind}: FP8 products by {', '.join(sorted(used))}" if used else f"{kind}: no FP8"
+    line += " (emulated, slow)" * ("reference" in used)
+  if count < total:
+    line += f"; mesh.data, mesh.fsdp and mesh.tensor are 1, the other {total - count} are idle"
+  return line
+
+
+def _flat_sites(plan: Plan, phase: int):
+  return site_lib.flatten(plan.sites(phase=phase)).values()
+
+
 def print_start(
   out: rich.console.Console,
   plan: Plan,
@@ -108,6 +137,11 @@ def print_start(
   sites: list[dict[str, Any]],
 ):
   """What is about to happen: the difference from base, the model, the sites (all_site_rows')."""
+  out.print(device_line(plan))
+  if note := backend.caution(plan.device):
+    out.print(f"  {note}")
+  if reason := backend.lacks_dtype(plan.device, "bfloat16"):
+    out.print(f"  {reason}: compute is {plan.run.dtype.name}, attention {plan.run.attention}")
   if changes:
     rows = [[k, str(old), str(new)] for k, (old, new) in changes.items()]
     out.print(writers.table("config, where it differs from base", ["key", "base", "here"], rows))

@@ -130,12 +130,29 @@ class _Run:
       writers.write_json(self.workdir, name, value)
 
   def _start(self) -> tuple[State, int]:
-    """A fresh state, or the newest checkpoint's."""
-    steps = self.checkpoints.steps()
-    if not steps:
+    """A fresh state, the newest checkpoint's, or that of init.workdir."""
+    steps, init = self.checkpoints.steps(), self.plan.config.init
+    if steps:
+      return self._restored(self.checkpoints, steps[-1])
+    if not init.workdir:
       return self._fresh(), 0
-    step = steps[-1]
-    meta = self.checkpoints.meta(step)
+    workdir = os.path.expanduser(init.workdir)
+    if not os.path.isdir(os.path.join(workdir, "checkpoints")):  # Orbax would create it
+      raise FileNotFoundError(f"init.workdir={init.workdir!r} holds no checkpoint")
+    other = checkpoint.Checkpoints(workdir)
+    try:
+      restored = self._restored(other, other.find(init.step))
+    finally:
+      other.close()
+    self.out.print(f"continuing the run in {init.workdir}")
+    source = os.path.join(workdir, "hf_source")
+    if os.path.isdir(source) and jax.process_index() == 0:
+      hf.keep_source_files(source, os.path.join(self.workdir, "hf_source"))
+    return restored
+
+  def _restored(self, saved: checkpoint.Checkpoints, step: int) -> tuple[State, int]:
+    """The state after `step` steps, and the data's position; raises where the run is another."""
+    meta = saved.meta(step)
     changes = self._check_same_run(meta, step)
     self.weights_dtype = meta["weights_dtype"]
     self.evaluations = meta["evaluations"]
@@ -148,7 +165,7 @@ class _Run:
     self.has_memories = is_same and not has_new_table
     if not self.has_memories:
       abstract = dataclasses.replace(abstract, memories={})
-    state = self.checkpoints.restore(step, abstract, self.iterator)
+    state = saved.restore(step, abstract, self.iterator)
     self.out.print(f"resuming from step {step}")
     if has_new_table:
       self.out.print(f"step {step}: scales begin anew from the table of precision.calibration")
@@ -215,7 +232,7 @@ class _Run:
       c.batch * c.length,
       c.batch * c.length * metrics.flops_per_token(
         self.plan.declaration, self.plan.model.dims, c.length),
-      _peak(),
+      _peak(self.plan),
     )  # fmt: skip
     progress = writers.Progress(c.steps, start, c.log.every, self.out)
     pending, last, step = None, {}, start
@@ -409,6 +426,6 @@ def _is_due(step: int, every: int) -> bool:
   return every > 0 and step % every == 0
 
 
-def _peak() -> float | None:
+def _peak(plan: config.Plan) -> float | None:
   one = metrics.peak_flops(jax.devices()[0].device_kind)
-  return None if one is None else one * jax.device_count()
+  return None if one is None else one * plan.num_devices

@@ -17,12 +17,17 @@ def locked(workdir: str):
   The kernel releases it however the process ends. The file stays, and names the last holder.
 
   Raises:
-    UserError: another run holds it; says which.
+    UserError: another run holds it, and which; or the folder cannot be made.
   """
   if jax.process_index() != 0:
     yield
     return
-  os.makedirs(workdir, exist_ok=True)
+  try:
+    os.makedirs(workdir, exist_ok=True)
+  except OSError as e:
+    raise UserError(
+      f"--workdir={workdir} cannot be a folder: {e.strerror}; name another one"
+    ) from e
   path = os.path.join(workdir, ".lock")
   with open(path, "a+") as f:
     try:

@@ -19,17 +19,46 @@ import rich.console
 import rich.progress
 import rich.table
 
+from fp8jax.errors import UserError, read_json
+
 
 def console(stderr: bool = False) -> rich.console.Console:
   """Where humans read: process 0. Not a terminal: plain lines, wide enough not to wrap tables."""
   target = sys.stderr if stderr else sys.stdout
   return rich.console.Console(
-    file=target,
+    file=_Outliving(target),
     highlight=False,
     width=None if target.isatty() else 120,
     soft_wrap=not target.isatty(),
     quiet=jax.process_index() != 0,
   )
+
+
+class _Outliving:
+  """A stream whose reader may leave (`| head`): the run goes on without it."""
+
+  def __init__(self, stream):
+    self._stream = stream
+
+  def __getattr__(self, name):
+    return getattr(self._stream, name)
+
+  def write(self, text: str) -> int:
+    self._attempt(lambda: self._stream.write(text))
+    return len(text)
+
+  def flush(self):
+    self._attempt(self._stream.flush)
+
+  def _attempt(self, action):
+    try:
+      action()
+    except BrokenPipeError:
+      # Python flushes the stream once more when it exits.
+      with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), self._stream.fileno())
+      if self._stream is not sys.stderr:
+        print("nobody reads the output any more; the run goes on", file=sys.stderr)
 
 
 class Metrics:
@@ -82,11 +111,9 @@ def _forget(path: str, step: int, evaluated: Collection[str]):
   """What happened after the checkpoint that a run resumes from happens again: once is enough."""
   if not os.path.exists(path):
     return
-  with open(path) as f:
-    rows = [(line, json.loads(line)) for line in f if line.endswith("\n")]
   lines = [
     line
-    for line, row in rows
+    for line, row in _rows(path)
     if row["step"] <= step
     and (not any(k.startswith("heldout/") for k in row) or str(row["step"]) in evaluated)
   ]
@@ -95,13 +122,35 @@ def _forget(path: str, step: int, evaluated: Collection[str]):
   os.replace(path + ".part", path)
 
 
+def _rows(path: str) -> list[tuple[str, dict[str, Any]]]:
+  """(line, row) of a metrics.jsonl. A last line that a killed run has not finished is left out.
+
+  Raises:
+    UserError: another line that is no row; names it.
+  """
+  rows = []
+  with open(path, errors="replace") as f:
+    for number, line in enumerate(f, 1):
+      if not line.endswith("\n"):
+        continue
+      try:
+        row = json.loads(line)
+        row["step"]  # noqa: B018
+      except (ValueError, KeyError, TypeError) as e:
+        raise UserError(
+          f"{path}, line {number} is no row of metrics: {line.strip()[:60]!r}; delete the line, "
+          "and the same command goes on"
+        ) from e
+      rows.append((line, row))
+  return rows
+
+
 def last_logged(workdir: str, key: str) -> float | None:
   """The newest value of a metric in WORKDIR/metrics.jsonl."""
   path = os.path.join(workdir, "metrics.jsonl")
   if not os.path.exists(path):
     return None
-  with open(path) as f:
-    found = [row[key] for row in map(json.loads, f) if key in row]
+  found = [row[key] for _, row in _rows(path) if key in row]
   return float(found[-1]) if found else None  # "nan" is a string in strict JSON
 
 
@@ -159,8 +208,7 @@ def history(workdir: str, start: int, config: dict[str, Any]) -> dict[str, Any]:
   path = os.path.join(workdir, "provenance.json")
   if not start or not os.path.exists(path):
     return {"from_step": start, "earlier": []}
-  with open(path) as f:
-    before = json.load(f)
+  before = read_json(path, "rename it, and the same command goes on without the earlier legs")
   legs = before.pop("earlier", [])
   if before.get("config") == config:
     del before["config"]

@@ -156,6 +156,8 @@ REMAT = {"full": 8, "none": 1}  # on so many GPUs
 
 
 SITES = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up")
+# No Hopper kernel multiplies these: emulation, asked for by name.
+EMULATED = ("mxfp8", "nvfp4", "nvfp4_sr_rht")
 
 
 def mixtures(remat: str) -> list[dict[str, str]]:
@@ -165,12 +167,19 @@ def mixtures(remat: str) -> list[dict[str, str]]:
   """
   from fp8jax import recipes
 
-  names = [name for name, recipe in recipes.RECIPES.items() if recipe.is_narrow]
+  def mixed(names):
+    starts, around = range(0, len(names), len(SITES)), names * len(SITES)
+    sites = (*SITES, "mlp/down")
+    return [dict(zip(sites, (*around[i : i + len(SITES)], around[i]))) for i in starts]
+
+  names = [n for n, recipe in recipes.RECIPES.items() if recipe.is_narrow and n not in EMULATED]
   # Other sites on one device than on eight.
-  names = names if remat == "full" else names[3:] + names[:3]
-  starts = range(0, len(names), len(SITES))
-  around = names + names
-  return [dict(zip((*SITES, "mlp/down"), (*around[i : i + len(SITES)], around[i]))) for i in starts]
+  return mixed(names if remat == "full" else names[3:] + names[:3]) + mixed(list(EMULATED))
+
+
+def matmul_of(*names: str) -> str:
+  """What kernels.matmul must be for recipes on Hopper."""
+  return "reference" if set(names) & set(EMULATED) else "auto"
 
 
 def small(
@@ -180,6 +189,7 @@ def small(
   rules = tuple((f"layers/.*/{site}", recipe) for site, recipe in recipe_of.items())
   changes = {"precision.rules": (*rules, (".*", "bf16")), "memory.remat": remat}
   changes |= {"batch": SMALL["batch"] * num, "eval.batch": num}
+  changes |= {"kernels.matmul": matmul_of(*recipe_of.values())}
   plan, lowered = lower(load("configs/base.py", SMALL | changes), gpu, num, change)
   return prove(plan, lowered.compile(options).as_text())
 
@@ -332,7 +342,7 @@ def amax_of_swiglu() -> list[list[str]]:
     h = later.silu_mul(gate, up).value()
     return h, quantize.quantize(h, TENSOR_CURRENT.fwd.lhs, contraction=1).scale
 
-  (device,) = target.resolve(load("configs/base.py", {}), "h200:1")[1]
+  (device,) = target.resolve(load("configs/base.py", SMALL | {"eval.batch": 1}), "h200:1")[1]
   x = jax.ShapeDtypeStruct((8192, 18944), jnp.bfloat16, sharding=SingleDeviceSharding(device))
   text = jax.jit(both).lower(x, x).compile().as_text()
   found = re.findall(r"= (.*?) fusion\((.*?)\)", text[text.index("\nENTRY") :])
@@ -390,7 +400,8 @@ def table_of_recipes(config_path: str):
   print("| recipe | FP8 GEMMs found/planned | by | arguments GiB | temporaries GiB |")
   print("|---|---|---|---|---|")
   for name in (r for r in recipes.RECIPES if recipes.RECIPES[r].is_narrow):
-    found = elsewhere(f"account_without_text({f'{config_path}:{name}'!r}, {{}})")
+    changes = {"kernels.matmul": matmul_of(name)}
+    found = elsewhere(f"account_without_text({f'{config_path}:{name}'!r}, {changes})")
     proof, gib = found["proof"], found["gib_per_gpu"]
     count = f"{proof['fp8']}/{proof['planned']}" + f" {proof['refused']}".rstrip()
     sizes = f"{gib['arguments']:.1f} | {gib['temporaries']:.1f}"

@@ -12,8 +12,6 @@ import sys
 
 import pytest
 import tokenizers
-from absl import flags
-from ml_collections import config_flags
 
 from configs import base
 from fp8jax import config, jobs
@@ -21,7 +19,11 @@ from fp8jax.data import tokenize
 from fp8jax.kernels.backend import Device
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-CPU, A100, H200 = Device("cpu"), Device("gpu", 80), Device("gpu", 90)
+CPU, T4, A100, L4, H200, B200, RTX = (
+  Device("cpu"), *(Device("gpu", capability) for capability in (75, 80, 89, 90, 100, 120))
+)  # fmt: skip
+# Every size of a layer is whole tiles of 128: what our kernels take without further ado.
+TILED = {"model.hidden_size": 256, "model.num_heads": 4, "model.num_kv_heads": 4, "length": 128}
 
 
 def _config(**changes):
@@ -83,8 +85,9 @@ def files(tmp_path, monkeypatch):
 def test_configs_that_mistakes_start_from_are_right():
   config.resolve(_config(), 1, CPU)
   config.resolve(_config(), 8, CPU)
-  config.resolve(_config(), 1, H200)
-  config.resolve(_config(**{"kernels.matmul": "reference"}), 1, A100)
+  config.resolve(_config(**TILED), 1, H200)
+  for gpu in (T4, A100, L4, H200, B200, RTX):
+    config.resolve(_config(**{"kernels.matmul": "reference"}), 1, gpu)
 
 
 # (key, mistyped value, nearest valid one, another valid one)
@@ -224,8 +227,27 @@ MISTAKES = {
     {"kernels.matmul": "xla"}),
   "matmul on a GPU": (["kernels.matmul='xla' cannot run"], {"kernels.matmul": "xla"}, 1, H200),
   "old GPU": (
-    ["needs compute capability 8.9 or newer", "8.0", "'bf16'", "kernels.matmul='reference'"],
-    {}, 1, A100),
+    ["needs compute capability 8.9 or newer", "8.0", "'bf16'", "optim.moments='coat'",
+     "optim.master='bf16_remainder'", "memory.gated='e4m3_16'",
+     "kernels.matmul='reference' with precision.strict=False", "JAX_PLATFORMS=cpu"], {}, 1, A100),
+  "Ada": (["no FP8 kernel for sm_89 runs", "needs a Hopper GPU", "Recipes that run on sm_89",
+           "(--config=FILE:tensor_current)", "kernels.matmul='reference'"], TILED, 1, L4),
+  "Hopper without a kernel": (
+    ["no FP8 kernel for sm_90 runs", "tiles of (1, 32)", "block_128_pow2"],
+    {"precision.rules": (("head", "bf16"), (".*", "mxfp8")), **TILED}, 1, H200),
+  "Blackwell": (["no FP8 kernel for sm_100 runs", "no sm_100 kernel yet", "tensor_current"],
+    TILED, 1, B200),
+  "consumer Blackwell": (
+    ["sm_120 is given FP8 products with one scale per tensor only", "nothing of this project",
+     "pytorch#192707", "Recipes that run on sm_120 at this size: tensor_current, tensor_delayed,"],
+    {"precision.rules": (("head", "bf16"), (".*", "rowwise")), **TILED}, 1, RTX),
+  "AMD": (["has not been tried on GPUs other than NVIDIA's"], {}, 1, Device("gpu", 0)),
+  "bfloat16 on Turing": (
+    ["precision.compute='bfloat16': sm_75 has no BF16 tensor cores", "use 'float32' or 'auto'"],
+    {"precision.compute": "bfloat16"}, 1, T4),
+  "cudnn on Turing": (["kernels.attention='cudnn' needs compute capability 8.0", "sm_75"],
+    {"kernels.attention": "cudnn"}, 1, T4),
+  "too much memory": (["memory.gpu_fraction=1.5 must be at most 1"], {"memory.gpu_fraction": 1.5}),
   "optimizer": (["kernels.optimizer='mosaic_sm90' cannot move embed, layers/attn/k", "Hopper GPU",
                  "Set 'auto'"], {"kernels.optimizer": "mosaic_sm90"}),
   "optimizer's rule": (["cannot move embed,", "AdamW alone"],
@@ -239,6 +261,10 @@ MISTAKES = {
     ["checkpoint.accept_changes: 'optim.peek_lr' is no key; did you mean 'optim.peak_lr'?"],
     {"checkpoint.accept_changes": ("data", "model.norm_eps", "optim.peek_lr")}),
   # --- files
+  "float16 without a loss scale": (
+    ["precision.compute='float16'", "set loss_scale.kind='dynamic'"],
+    {"precision.compute": "float16"}),
+  "no evaluation": (["eval.precisions=()", "('recipe', 'bf16')"], {"eval.precisions": ()}),
   "no calibration": (["precision.calibration='nope.json' does not exist", "--job=calibrate"],
     {"precision.calibration": "nope.json"}),
   "no text": (["data.sources.main: no file matches 'corpus/*.txt'"],
@@ -374,23 +400,6 @@ def test_evaluation_of_a_missing_folder_names_it(tmp_path, capsys):
 # --- the command line ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def parse(monkeypatch):
-  """(arguments) -> the parsed config: launch.py's parser over flags of its own."""
-  monkeypatch.chdir(ROOT)
-
-  def run(*arguments):
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, "", flag_values=values)
-    flags.DEFINE_enum("job", "train", jobs.NAMES, "", flag_values=values)
-    monkeypatch.setattr(flags, "FLAGS", values)
-    monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
-    jobs.parse_flags(sys.argv, base.get_config())
-    return values["config"].value
-
-  return run
-
-
 DEBUG = "--config=configs/debug.py"
 # ml_collections 1.1 loads files with a method that Python means to remove.
 loads_config_file = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
@@ -402,7 +411,17 @@ COMMAND_LINES = [
   ([DEBUG, "--config.peak_lr=1"],
    "error: unknown key --config.peak_lr; did you mean --config.optim.peak_lr?"),
   ([DEBUG, "--config.zzzzqq=1"],
-   "error: unknown key --config.zzzzqq; see configs/base.py for all keys"),
+   "error: unknown key --config.zzzzqq; there is none like it, see configs/base.py"),
+  # Wishes, not misspellings: a section in common makes no key of them.
+  *(([DEBUG, f"--config.{wish}=1"],
+     f"error: unknown key --config.{wish}; there is none like it, see configs/base.py")
+    for wish in ("log.wandb", "export.format", "optim.muon", "data.chat_template")),
+  ([DEBUG, "--config.optm.peak_lr=1"], "did you mean --config.optim.peak_lr?"),
+  ([DEBUG, "--config.optim.warmup=1"], "did you mean --config.optim.warmup_steps?"),
+  ([DEBUG, "--steps=5"], "Unknown command line flag 'steps'; did you mean --config.steps?"),
+  ([DEBUG, "--optim.peak_lr=5"], "'optim.peak_lr'; did you mean --config.optim.peak_lr?"),
+  ([DEBUG, "--job=sft"], "'diagnose', 'memory'; there is no such job"),
+  (["--config=configs/llama.py"], "no config file 'configs/llama.py'; configs has base.py, "),
   ([DEBUG, "--config.data.sources.main.paht=x"],
    "did you mean --config.data.sources.main.path?"),
   ([DEBUG, "--config.steps=many"],
@@ -469,6 +488,18 @@ def test_launcher_exits_with_one_message(arguments, message, tmp_path):
 
 
 # --- changes between a run and its continuation --------------------------------------------------
+
+
+def test_float16_is_refused_on_kernels_that_read_bfloat16():
+  changes = {"precision.compute": "float16", "loss_scale.kind": "dynamic"}
+  changes |= {"precision.rules": (("head", "bf16"), (".*", "tensor_current"))}
+  assert config.resolve(_config(**changes), 1, CPU).run.dtype.name == "float16"
+  with pytest.raises(config.ConfigError) as e:
+    config.resolve(_config(**changes), 1, H200)
+  (problem,) = e.value.problems
+  assert "site layers/attn" in problem and "read bfloat16; set" in problem
+  changes["kernels.matmul"] = "xla"
+  assert config.resolve(_config(**changes), 1, H200).run.attention == "cudnn"
 
 
 def test_every_key_is_refused_or_harmless_on_resume():

@@ -19,7 +19,7 @@ import pytest
 import tokenizers
 
 from configs import base
-from fp8jax import config, recipes
+from fp8jax import config, evaluate, mesh, recipes
 from fp8jax import step as step_lib
 from fp8jax.data import tokenize
 from fp8jax.kernels.backend import Device
@@ -285,6 +285,67 @@ def test_continued_pretraining_holds_infir2_values(name, checkout, monkeypatch):
   np.testing.assert_allclose(rates, [0, 5e-5, 1e-4, 1e-4, 1e-4, 5.5e-5, 1e-5], rtol=1e-5)
   sites = site_lib.flatten(plan.sites())
   assert {s.recipe.name for path, s in sites.items() if path != "head"} == {"block_128_pow2"}
+
+
+def _on(num_gpus: int, c) -> config.Plan:
+  """A plan for more devices than there are."""
+  return config.resolve(
+    c, num_gpus, Device("gpu", 90), lambda shape: jax.sharding.AbstractMesh(shape, mesh.AXES)
+  )
+
+
+@pytest.mark.parametrize("name", INFIR2_SIZES)
+def test_continued_pretraining_resolves_on_every_mesh_of_its_header(name, checkout, monkeypatch):
+  """The same 128 sequences per step, one per GPU at a time."""
+  monkeypatch.chdir(checkout)
+  rows = re.findall(
+    r"(\d+) GPUs: A=(\d+) +E=(\d+) +mesh (\d+) x (\d+)", _header("configs/cpt_7b.py")["meshes"]
+  )
+  assert [int(row[0]) for row in rows] == [8, 16, 32, 64, 128]
+  for gpus, accumulation, evaluated, data, fsdp in (map(int, row) for row in rows):
+    c = _config(name)
+    if gpus > 8:  # the defaults are those of 8
+      with pytest.raises(config.ConfigError):
+        _on(gpus, c)
+      c.accumulation, c.eval.batch = accumulation, evaluated
+    assert (c.accumulation, c.eval.batch) == (accumulation, evaluated)
+    plan = _on(gpus, c)
+    assert dict(plan.run.layout.mesh.shape) == {"data": data, "fsdp": fsdp, "tensor": 1}
+    assert (c.batch, plan.microbatch, plan.tokens_per_device) == (128, gpus, 32_768)
+    assert list(evaluate.precisions(plan)) == ["block_128_pow2"]
+
+
+# Tokens per step, and the peak rate of the header.
+ONE_GPU = {
+  "configs/cpt_7b_1gpu.py": (8_192, "4.4e-6"),
+  "configs/cpt_7b_1gpu_32k.py": (32_768, "8.8e-6"),
+  "configs/cpt_1p5b_1gpu.py": (262_144, "2.5e-5"),
+}
+
+
+@pytest.mark.parametrize("name", ONE_GPU)
+def test_small_batches_have_rates_of_the_square_root_rule(name):
+  tokens, stated = ONE_GPU[name]
+  c, full = _config(name), _config("configs/cpt_7b.py")
+  assert c.batch * c.length == tokens
+  share = (full.optim.peak_lr / c.optim.peak_lr) ** 2
+  assert share == pytest.approx(full.batch * full.length / tokens)
+  assert c.optim.min_lr / c.optim.peak_lr == pytest.approx(0.1)
+  assert f"{c.optim.peak_lr:.1e}".replace("e-0", "e-") == stated in _header(name)["what"]
+
+
+@pytest.mark.parametrize("name", [*INFIR2_SIZES, *ONE_GPU])
+def test_decay_continues_the_stable_phase_with_warm_up_0(name):
+  """Together the arms have the rates of the whole schedule; all else is the same."""
+  stem = pathlib.Path(name).stem
+  whole, stable, decay = (_config(name, arm) for arm in (None, "stable", "decay"))
+  assert (decay.init.workdir, decay.init.step) == (f"runs/{stem}_stable", stable.steps)
+  assert (stable.steps, decay.steps, decay.optim.warmup_steps) == (35_000, 40_000, 0)
+  rates = [optim_build.schedule(optim_build.read(c.optim, c.steps)) for c in (whole, stable, decay)]
+  for step in (0, 2_500, 5_000, 34_999, 35_000, 37_500, 39_999):
+    assert rates[0](step) == rates[1 if step < 35_000 else 2](step), step
+  changed = config.refused_changes(config.diff(config.flatten(decay), config.flatten(stable)), ())
+  assert sorted(changed) == sorted(decay.checkpoint.accept_changes)
 
 
 def test_7b_state_fits_the_gpus_that_its_header_names(checkout, monkeypatch):

@@ -68,19 +68,6 @@ def rng(request) -> np.random.Generator:
   return np.random.default_rng(zlib.crc32(request.node.name.encode()))
 
 
-def _allow_last_arrivals_unobserved(monkeypatch, barrier):
-  """jax 0.12's rule in older ones: who makes no other barrier may leave the last arrivals alone."""
-  deallocate = barrier.deallocate
-
-  def lenient(self):
-    with self.cv:
-      if self.ref_count == 1:
-        self.last_observed_phase_by_thread.clear()
-    deallocate(self)
-
-  monkeypatch.setattr(barrier, "deallocate", lenient)
-
-
 def _interpret(monkeypatch, cores: int, detect_races: bool):
   """GPU kernels run on CPU, on so many multiprocessors; what nobody writes is NaN."""
   from jax._src.pallas.mosaic_gpu.interpret import shared_memory
@@ -91,8 +78,6 @@ def _interpret(monkeypatch, cores: int, detect_races: bool):
   monkeypatch.setattr(mosaic_sm90, "num_cores", lambda: cores)
   # The first device to finish would complain about those still at work.
   monkeypatch.setattr(shared_memory.GPUSharedMemory, "assert_no_barriers_allocated", lambda _: None)
-  if jax.__version_info__ < (0, 12):
-    _allow_last_arrivals_unobserved(monkeypatch, shared_memory.Barrier)
   params = plgpu.InterpretGPUParams(detect_races=detect_races, uninitialized_memory="nan")
   return plgpu.force_gpu_interpret_mode(params)
 
@@ -117,3 +102,26 @@ def interpreted_on_mesh(monkeypatch):
 @pytest.fixture
 def repository() -> pathlib.Path:
   return ROOT
+
+
+@pytest.fixture
+def parse(monkeypatch):
+  """(arguments) -> the parsed config: launch.py's parser over flags of its own."""
+  from ml_collections import config_flags
+
+  from configs import base
+  from fp8jax import jobs
+
+  monkeypatch.chdir(ROOT)
+
+  def run(*arguments):
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "", flag_values=values)
+    flags.DEFINE_enum("job", "train", jobs.NAMES, "", flag_values=values)
+    monkeypatch.setattr(flags, "FLAGS", values)
+    monkeypatch.delitem(sys.modules, "config_config", raising=False)  # the file loaded before
+    monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
+    jobs.parse_flags(sys.argv, base.get_config())
+    return values["config"].value
+
+  return run

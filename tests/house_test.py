@@ -24,15 +24,15 @@ PACKAGE = ROOT / "fp8jax"
 # What a floor holds, and the floors below that it may import. Floor 5 is siblings: they do not
 # import each other.
 FLOORS = (
-  ("axes errors formats mesh params state", ()),
+  ("axes errors formats hub machine mesh params state", ()),
   ("recipe recipes quant", (0,)),
   ("kernels", (0, 1)),
   ("ops", (0, 1, 2)),
   ("models", (0, 3)),
   ("checkpoint compilation_cache data interrupts metrics optim workdir writers", (0, 1)),
   (
-    "account batches by_layer calibration config diagnose evaluate flax hlo loss_scale peak"
-    " precision proof report step target train waiting watch working",
+    "account batches by_layer calibration config config_file diagnose evaluate flax hlo loss_scale"
+    " peak precision proof report step target train waiting watch working",
     (0, 1, 2, 3, 4, 5),
   ),
   ("jobs", (0, 1, 2, 3, 4, 5, 6)),

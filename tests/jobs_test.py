@@ -26,6 +26,7 @@ from configs import base, debug
 from fp8jax import calibration, checkpoint, config, jobs
 from fp8jax import params as params_lib
 from fp8jax.data import loader, tokenize
+from fp8jax.errors import UserError
 from fp8jax.kernels.backend import Device
 from fp8jax.models import export_folder, hf, hf_config, presets, transformer
 
@@ -137,12 +138,13 @@ def test_train_prints_lines_and_a_table(trained):
 
 def test_train_prints_and_stores_the_difference_from_base(trained):
   stored = _json(trained.workdir / "config.json")
-  assert stored["changed"] == CHANGES
-  assert stored["resolved"] == config.flatten(base.get_config()) | CHANGES
+  changes = CHANGES | {"mesh.fsdp": 1}  # of configs/debug.py
+  assert stored["changed"] == changes
+  assert stored["resolved"] == config.flatten(base.get_config()) | changes
   text = trained.stdout[: trained.stdout.index("model llama")]
   printed = re.findall(r"│ (\S+) +│ +(\S+) │ +(\S+) │", text)
   before = config.flatten(base.get_config())
-  assert printed == [(k, str(before[k]), str(CHANGES[k])) for k in sorted(CHANGES)]
+  assert printed == [(k, str(before[k]), str(changes[k])) for k in sorted(changes)]
 
 
 def test_train_leaves_metrics_summary_sites_and_checkpoint(trained):
@@ -239,6 +241,7 @@ def test_evaluate_prints_json_alone_and_repeats_the_runs_numbers(launch, trained
   done = launch(trained.workdir, "--config=configs/debug.py", "--job=evaluate", *FLAGS)
   result = json.loads(done.stdout)
   assert (result["workdir"], result["step"]) == (str(trained.workdir), STEPS)
+  assert result["device"] == "CPU: FP8 is emulated, exact and slow"
   summary = _json(trained.workdir / "summary.json")
   assert result["heldout"] == summary["evaluations"][str(STEPS)]
   assert result["heldout"]["main"].keys() == PRECISIONS
@@ -266,6 +269,25 @@ def test_export_in_float32_is_the_checkpoint_and_evaluates_the_same(launch, trai
   result = json.loads(done.stdout)
   assert result["hf"] == str(folder) and not elsewhere.exists()
   assert result["heldout"] == _json(trained.workdir / "summary.json")["evaluations"][str(STEPS)]
+
+
+def test_export_writes_into_no_folder_of_the_run(trained, run_job, tmp_path):
+  before = {p: p.read_bytes() for p in trained.workdir.glob("*.json")}
+  link = tmp_path / "link"
+  link.symlink_to(trained.workdir)
+  source = tmp_path / "source"
+  source.mkdir()
+  for path, changes, what in (
+    (trained.workdir, {}, "the run's own folder"),
+    (link, {}, "the run's own folder"),
+    (trained.workdir / "checkpoints", {}, "not written by --job=export"),
+  ):
+    c = _config(**{"export.path": str(path)}, **changes)
+    code, stdout, stderr = run_job("export", c, trained.workdir)
+    assert (code, stdout) == (1, "") and what in stderr, stderr
+  with pytest.raises(UserError, match="is init.hf"):
+    export_folder.check_other(str(source), {f"{source}/../source": "init.hf"})
+  assert {p: p.read_bytes() for p in trained.workdir.glob("*.json")} == before
 
 
 def test_export_dtype_auto_is_bfloat16_for_weights_that_were_drawn(trained, run_job, tmp_path):
@@ -376,7 +398,7 @@ def test_prepare_keeps_batches_or_at_least_documents(run_job, tmp_path, rng, hel
   """
   documents = [rng.bytes(64).hex() for _ in range(24)]
   raw = _write_corpus(tmp_path / "corpus.jsonl", documents) | {"data.heldout": heldout}
-  raw["prepare.shard_tokens"] = 129 * 5
+  raw |= {"prepare.shard_tokens": 129 * 5, "data.shuffle_windows": 0}
   code, stdout, stderr = run_job("prepare", _config(**raw), tmp_path)
   index = json.loads(stdout)["main"]
   folder = tmp_path / "prepared" / "main"
@@ -386,7 +408,8 @@ def test_prepare_keeps_batches_or_at_least_documents(run_job, tmp_path, rng, hel
   assert (train_split["documents"], train_split["tokens"]) == (count, count * 129)
   assert len(train_split["files"]) == math.ceil(count / 5)
   assert {p.name for p in folder.iterdir()} == {
-    "index.json", *(name for split in index["splits"].values() for name in split["files"])
+    "index.json",
+    *(name for s in index["splits"].values() for name in (*s["files"], s["lengths"])),
   }  # fmt: skip
   assert f"train: {count} documents" in stderr
 
@@ -526,6 +549,14 @@ def test_diagnose_reproduces_it_also_when_the_run_has_gone_on(launch, stopped, p
 
 
 def test_export_dtype_auto_is_that_of_the_folder_the_run_began_with(stopped, poisoned, run_job):
-  c = _config(**poisoned.changes, **{"eval.step": BAD_STEP})
-  code, stdout, _ = run_job("export", c, stopped.workdir)
+  changes = poisoned.changes | {"eval.step": BAD_STEP}
+  code, stdout, _ = run_job("export", _config(**changes), stopped.workdir)
   assert code == 0 and json.loads(stdout)["dtype"] == "float32"
+  # That folder is an export itself, and is not replaced; also where init.hf no longer names it.
+  source = pathlib.Path(poisoned.changes["init.hf"])
+  before = {p: p.read_bytes() for p in source.iterdir()}
+  model = {"init.hf": "", "export.path": str(source)}
+  for more in ({"export.path": str(source)}, model):
+    code, _, stderr = run_job("export", _config(**changes | more), stopped.workdir)
+    assert code == 1, stderr
+  assert {p: p.read_bytes() for p in source.iterdir()} == before

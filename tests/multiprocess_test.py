@@ -26,6 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LENGTH, BATCH, STEPS = 128, 8, 10
 ARGS = [
   "--config=configs/debug.py",
+  "--config.mesh.fsdp=-1",
   f"--config.steps={STEPS}",
   f"--config.batch={BATCH}",
   f"--config.length={LENGTH}",

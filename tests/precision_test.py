@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs import base, debug
-from fp8jax import calibration, checkpoint, config, precision, train, watch
+from fp8jax import calibration, checkpoint, config, evaluate, precision, train, watch
 from fp8jax import step as step_lib
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.kernels import backend
@@ -351,6 +351,7 @@ def test_another_table_on_resume_is_refused_and_applied_where_accepted(
   path = tmp_path / "t.json"
   _write_table(path, 1.0)
   changes = {"model.num_layers": 1, "precision.calibration": str(path)}
+  monkeypatch.setattr(train._Run, "_evaluate", lambda *_: True)
   run = functools.partial(_train, tmp_path / "run", "e4m3_static")
   last = [2]
   monkeypatch.setattr(
@@ -517,6 +518,51 @@ def test_microbatches_round_by_chances_of_their_own():
     assert 0.01 < np.linalg.norm(a - b) / np.linalg.norm(a) < 1
 
 
+# --- from another run ----------------------------------------------------------------------------
+
+
+def test_decay_from_the_checkpoint_of_another_run_is_the_whole_run(tmp_path, monkeypatch, capsys):
+  """A stable phase, then decay alone from its checkpoint: bit for bit warm-up, hold and decay."""
+  monkeypatch.setattr(train._Run, "_evaluate", lambda *_: True)
+  monkeypatch.setattr(train.report, "print_end", lambda *_: None)
+  shared = {"model.num_layers": 1, "optim.schedule": "wsd", "optim.warmup_steps": 2}
+  _train(tmp_path / "whole", **shared, **{"optim.decay_steps": 2})
+  stable = {"steps": 4, "optim.decay_steps": 0}
+  _train(tmp_path / "stable", **shared, **stable)
+  decay = shared | {
+    "optim.warmup_steps": 0, "optim.decay_steps": 2, "init.workdir": str(tmp_path / "stable"),
+  }  # fmt: skip
+  with pytest.raises(ConfigError, match="optim.warmup_steps was 2 at step 4 and is 0 now"):
+    _train(tmp_path / "decay", **decay)
+  changes = ("steps", "optim.warmup_steps", "optim.decay_steps")
+  decay["checkpoint.accept_changes"] = changes
+  with pytest.raises(FileNotFoundError, match="no checkpoint of step 3; there are .4."):
+    _train(tmp_path / "decay", **decay, **{"init.step": 3})
+  _train(tmp_path / "decay", **decay)
+  assert "continuing the run in" in capsys.readouterr().out
+  plan = _plan(**shared)
+  whole, parts = (_state(tmp_path / name, plan, 6) for name in ("whole", "decay"))
+  assert whole.memories
+  _assert_equal(whole, parts)
+  missing = {"init.workdir": str(tmp_path / "nowhere")}
+  with pytest.raises(FileNotFoundError, match="nowhere' holds no checkpoint"):
+    _train(tmp_path / "other", **shared, **missing)
+  assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+  "names, recipes",
+  [
+    (("recipe", "bf16"), {"tensor_delayed": None, "bf16": "bf16"}),
+    (("recipe",), {"tensor_delayed": None}),
+    (("bf16",), {"bf16": "bf16"}),
+  ],
+)
+def test_evaluated_precisions_are_those_of_the_config(names, recipes):
+  assert evaluate.precisions(_plan(**{"eval.precisions": names})) == recipes
+  assert evaluate.precisions(_plan("bf16", **{"eval.precisions": names})) == {"bf16": None}
+
+
 # --- loss scale ----------------------------------------------------------------------------------
 
 
@@ -567,8 +613,8 @@ def test_loss_scale_leaves_the_gradients_as_they_are():
 # Every source of scales; the head's gradient is made narrow before any factor on the loss.
 ALL_SOURCES = {
   "precision.rules": (
-    ("head|.*/attn/.*", "tensor_delayed(steps=3)"), (".*/up", "tensor_delayed_latest"),
-    (".*/gate", "e4m3_static"), (".*", "tensor_current"),
+    (".*/attn/.*", "tensor_delayed(steps=3)"), (".*/up", "tensor_delayed_latest"),
+    ("head|.*/gate", "e4m3_static"), (".*", "tensor_current"),
   ),
   "model.num_layers": 1,
 }  # fmt: skip
@@ -610,3 +656,53 @@ def test_statistics_of_a_multiple_are_the_rescaled_ones(factor):
     for y in (x, x * np.float32(factor))
   )
   np.testing.assert_array_equal(observe.rescaled(one, factor), other)
+
+
+def _small_layers(state):
+  """The state with weights of layers so small that gradients inside them leave float16."""
+
+  def smaller(path, x):
+    return x * 0.05 if path[0].key == "layers" else x
+
+  return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(smaller, state.params))
+
+
+def test_float16_trains_under_a_loss_scale_where_gradients_underflow_without():
+  """Four steps against float32's: losses, and how far the first weight of the MLP came."""
+  losses, moved = {}, {}
+  for dtype, kind in (("float32", "none"), ("float16", "none"), ("float16", "dynamic")):
+    scaling = {"loss_scale.kind": kind, "loss_scale.start": 2.0**15}
+    plan = _plan("bf16", **{"model.num_layers": 1, "optim.warmup_steps": 0, **scaling})
+    # float16 without a loss scale is refused in a configuration.
+    plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, dtype=np.dtype(dtype)))
+    _, hosts = _batches(plan, 4)
+    state, step = _small_layers(step_lib.make_state(plan)), step_lib.make_step(plan)
+    before = np.asarray(state.params["layers"]["mlp"]["gate"])
+    each = []
+    for host in hosts:
+      state, values = step(state, host, plan.sites())
+      each.append(float(values["loss"]))
+    assert int(state.skipped) == 0
+    losses[dtype, kind] = np.asarray(each)
+    moved[dtype, kind] = np.asarray(state.params["layers"]["mlp"]["gate"]) - before
+  want = ("float32", "none")
+  errors = {
+    k: np.linalg.norm(v - moved[want]) / np.linalg.norm(moved[want]) for k, v in moved.items()
+  }
+  # Adam divides by the gradients' own size, so that each weighs as much, however far it rounds.
+  assert errors["float16", "dynamic"] < 0.15 and errors["float16", "none"] > 0.6
+  np.testing.assert_allclose(losses["float16", "dynamic"], losses[want], rtol=1e-4)
+
+
+def test_float16_starts_from_the_largest_loss_scale_that_does_not_overflow():
+  """Calibration halves it; scales are then those of the gradients, as float32 has them."""
+  changes = ALL_SOURCES | {"loss_scale.kind": "dynamic", "loss_scale.start": 2.0**24}
+  found = {}
+  for dtype in ("float32", "float16"):
+    plan = _plan(**changes, **{"precision.compute": dtype})
+    state, _ = _batches(plan, 1)
+    found[dtype] = jax.device_get(state)
+  assert float(found["float32"].loss_scale["scale"]) == 2.0**24
+  assert 2.0**8 < float(found["float16"].loss_scale["scale"]) < 2.0**24
+  for name, memory in found["float16"].memories.items():
+    np.testing.assert_allclose(memory.amax_3, found["float32"].memories[name].amax_3, rtol=0.02)

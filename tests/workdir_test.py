@@ -28,6 +28,30 @@ def test_a_workdir_is_one_runs_alone_until_that_ends(tmp_path):
     pass
 
 
+def test_a_file_is_no_workdir(tmp_path):
+  (tmp_path / "file").write_text("")
+  for path in ("file", "file/run"):
+    with pytest.raises(UserError, match="cannot be a folder"), workdir.locked(str(tmp_path / path)):
+      pass
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
+  """As `launch.py | head -1`: what follows is still done, and stderr says what happened."""
+  code = (
+    "import sys, time; from fp8jax import writers; out = writers.console()\n"
+    "out.print('first')\n"
+    "for i in range(20): time.sleep(0.02); out.print('x' * 10000)\n"
+    "open(sys.argv[1], 'w').write('done')"
+  )
+  done = subprocess.run(
+    f'"{sys.executable}" -c "{code}" {tmp_path}/after | head -1; exit "${{PIPESTATUS[0]}}"',
+    shell=True, executable="/bin/bash", capture_output=True, text=True,
+  )  # fmt: skip
+  assert (done.stdout, done.returncode) == ("first\n", 0), done
+  assert (tmp_path / "after").read_text() == "done"
+  assert done.stderr.splitlines() == ["nobody reads the output any more; the run goes on"]
+
+
 @pytest.fixture
 def no_cache():
   """As in a process whose user has chosen no folder."""

@@ -26,6 +26,7 @@ SHORT = LONG | {
   "tensor_delayed": "xla",
   "tensor_delayed_latest": "xla",
   "e4m3_static": "xla",
+  "fp8lm": "xla",
   "rowwise": "xla",
   "rowwise_gw_hp": "xla",
   "block_128_hybrid": "reference",

@@ -29,6 +29,7 @@ def row(recipe: str) -> dict:
     "train_last_16": statistics.mean(done.logged("loss")[-16:]),
     "step_seconds": statistics.median(done.logged("step_seconds")),
     "commit": done.provenance["commit"],
+    "data_fingerprint": done.provenance["data_fingerprint"],
   }
 
 
@@ -43,11 +44,13 @@ def table(rows: dict) -> str:
   lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
   for recipe, found in rows.items():
     cells = []
+    # Rows of 2026-11-22 and before have no fingerprint: all of them in the order of documents.
+    is_same = found.get("data_fingerprint") == base.get("data_fingerprint")
     for source in base["heldout_after"]:
       for when, precision in (("before", recipe), ("after", recipe), ("after", "bf16")):
         value, reference = (r[f"heldout_{when}"][source] for r in (found, base))
-        gap = 100 * (value[precision] / reference["bf16"] - 1)
-        cells.append(f"{value[precision]:.4f} ({gap:+.2f} %)")
+        gap = f"{100 * (value[precision] / reference['bf16'] - 1):+.2f} %"
+        cells.append(f"{value[precision]:.4f} ({gap if is_same else 'other batches'})")
     lines.append(f"| `{recipe}` | {' | '.join(cells)} |")
   return "\n".join(lines)
 

@@ -63,6 +63,7 @@ def row(name: str) -> dict:
     "train_last_10": statistics.mean(done.logged("loss")[-10:]),
     "median_step_seconds": statistics.median(done.logged("step_seconds")),
     "commit": done.provenance["commit"],
+    "order": "shuffled" if done.provenance["config"]["data.shuffle_windows"] else "documents",
   }
 
 
@@ -83,14 +84,17 @@ def main(argv):
     if path:
       path.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
   rows = {name: rows[name] for name in ROWS if name in rows}
-  first = next(iter(rows.values()))["heldout_after"]["bf16"]
+  first = next(iter(rows.values()))
   print("| row | bytes per parameter | held-out loss, BF16 forward | difference | s per step |")
   print("|---|---|---|---|---|")
   for line in rows.values():
     loss = line["heldout_after"]["bf16"]
+    # Rows of 2026-11-22 and before say nothing: windows were in the order of documents.
+    is_same = line.get("order", "documents") == first.get("order", "documents")
+    difference = f"{loss - first['heldout_after']['bf16']:+.4f}" if is_same else "other batches"
     print(
       f"| {line['row']} | {line['bytes_per_parameter']:.2f} | {loss:.4f} | "
-      f"{loss - first:+.4f} | {line['median_step_seconds']:.2f} |"
+      f"{difference} | {line['median_step_seconds']:.2f} |"
     )
 
 

@@ -1,11 +1,11 @@
 """The data section of a configuration, checked and typed."""
 
-import difflib
 import os
 from typing import Any
 
+from fp8jax import hub
 from fp8jax.data import loader, sources, tokenize
-from fp8jax.errors import Problems, UserError, check_number
+from fp8jax.errors import Problems, UserError, check_number, nearest
 
 
 def spec(c: Any, vocab_size: int | None, problems: Problems) -> loader.Spec:
@@ -21,7 +21,7 @@ def spec(c: Any, vocab_size: int | None, problems: Problems) -> loader.Spec:
   problems.check(0 <= c.data.heldout < 1, f"data.heldout={c.data.heldout} must be in [0, 1)")
   tokenizer = tokenize.Tokenizer(c.data.tokenizer or c.init.hf or tokenize.BYTES, c.data.eos)
   # A folder that is not there is init.hf's problem.
-  if c.data.tokenizer or not c.init.hf or os.path.isdir(os.path.expanduser(c.init.hf)):
+  if c.data.tokenizer or not c.init.hf or os.path.isdir(hub.local(c.init.hf)):
     _check_tokenizer(tokenizer, vocab_size, problems)
   problems.check(len(c.data.sources) > 0, "data.sources is empty; give at least one")
   for name, source in c.data.sources.items():
@@ -73,8 +73,9 @@ def _check_tokenizer(tokenizer, vocab_size: int | None, problems: Problems):
 
 def _check_source(key: str, source: dict[str, Any], tokenizer, heldout: float, problems: Problems):
   for name in source.keys() - set(sources.KEYS):
-    near = difflib.get_close_matches(name, sources.KEYS, 1, 0.0)[0]
-    problems.found.append(f"{key}.{name} is unknown; did you mean {key}.{near}?")
+    near = nearest(name, sources.KEYS)
+    hint = f"did you mean {key}.{near}?" if near else f"a source has {', '.join(sources.KEYS)}"
+    problems.found.append(f"{key}.{name} is unknown; {hint}")
   missing = [name for name in sources.KEYS if name not in source]
   if missing:
     problems.found.append(f"{key} lacks {', '.join(missing)}; build it with configs.base.source()")

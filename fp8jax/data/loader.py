@@ -134,7 +134,16 @@ class _Resumable(grain.DatasetIterator):
     super().__init__(parent)
 
   def __next__(self):
-    return next(self._parent)
+    try:
+      return next(self._parent)
+    except RuntimeError as e:
+      if "terminated unexpectedly" not in str(e):
+        raise
+      raise UserError(
+        f"a worker process that reads the data has died: {str(e).splitlines()[0]} The system may "
+        "have killed it for memory: lower data.workers or data.shuffle_windows. The same command "
+        "goes on from the newest checkpoint"
+      ) from e
 
   def get_state(self):
     return self._parent.get_state()

@@ -118,25 +118,25 @@ class Samples:
     """The epoch that sample `number` begins in."""
     return number * self._width // self._tokens
 
-  def __getitem__(self, number: int):
+  def __getitem__(self, index: int):
     """{"tokens", "tokens_segment_ids", "tokens_positions": int32 [width], "too_long": int}.
 
     Segments are numbered from 1 and positions from 0 in every sample, as
     grain's ConcatThenSplitIterDataset numbers them. "too_long" counts the documents that the epoch
     passes over; it is nonzero in one sample of an epoch.
     """
-    epoch = self.epoch_of(number)
+    epoch = self.epoch_of(index)
     begin, end = self.first(epoch), self.first(epoch + 1)
-    too_long = self.too_long if number == begin else 0
+    too_long = self.too_long if index == begin else 0
     if self._is_shuffled:
       own = grain.experimental.index_shuffle(
-        number - begin,
+        index - begin,
         max_index=end - begin - 1,
         seed=_number(f"{self._seed}/samples/{epoch}"),
         rounds=4,
       )
-      number = begin + own
-    return self._cut(number * self._width) | {"too_long": too_long}
+      index = begin + own
+    return self._cut(index * self._width) | {"too_long": too_long}
 
   def _cut(self, position: int):
     """The sample that begins at this token of the endless concatenation."""

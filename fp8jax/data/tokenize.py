@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8jax import hub
 from fp8jax.errors import UserError, read_json
 
 POLICIES = ("error", "skip")
@@ -45,14 +46,17 @@ class Tokenizer:
 
   @property
   def file(self) -> str:
-    path = os.path.expanduser(self.path)
+    path = hub.local(self.path)
     path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
     if not os.path.exists(path):
       raise FileNotFoundError(
         f"tokenizer {path!r} does not exist; set data.tokenizer to 'bytes', a tokenizer.json or a "
-        "Hugging Face folder"
+        f"Hugging Face folder{self._remedy()}"
       )
     return path
+
+  def _remedy(self) -> str:
+    return f": {hub.remedy(self.path)}" if hub.is_id(self.path) else ""
 
   @functools.cached_property
   def vocab_size(self) -> int:

@@ -21,7 +21,8 @@ from fp8jax.quant import packed, split
 from fp8jax.recipe import WHOLE, Gemm, Quant
 
 # Partial tiles along M and N, more tiles of any size than a Hopper has multiprocessors, so that
-# programs go on to a second one, and more steps than the pipeline has stages.
+# programs go on to a second one, and more steps than the pipeline has stages. N is padded, and so
+# are the columns of the matrix.
 _SIZES = (2192, 1680, 1024)
 _MATRIX = (400, 272)
 # What the producers compute, in NumPy.
@@ -151,7 +152,7 @@ def _instead(quant: Quant) -> str:
 
 
 def optimizer(
-  mu: Quant | None, nu: Quant | None, *, is_pair: bool, dtype, sizes=(4999, 1024)
+  mu: Quant | None, nu: Quant | None, *, is_pair: bool, dtype, sizes=(4998, 1024)
 ) -> None:
   """Updates a parameter with the Hopper kernel and by the definition.
 

@@ -118,7 +118,7 @@ class ModelConfig:
       if not 0 < getattr(self, name) < math.inf:
         found.append(f"model.{name}={getattr(self, name)} must be positive and finite")
     if not 0 <= self.init_std < math.inf:
-      found.append(f"model.init_std={self.init_std} must be finite and must not be negative")
+      found.append(f"model.init_std={self.init_std} must not be negative, NaN or infinite")
     if self.head_dim % 2:
       found.append(f"model.head_dim={self.head_dim} must be even for rotary embeddings")
     return found

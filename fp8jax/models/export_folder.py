@@ -16,21 +16,28 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 _REMEDY = "set export.path to a new or empty folder"
 
 
-def check(target: str, names: Collection[str] = (), never: Mapping[str, str] | None = None):
-  """Whether an export may write here; changes nothing.
+def check_other(target: str, folders: Mapping[str, str]):
+  """Refuses a target that is one of the folders {path: what it is}, by whatever path.
+
+  Raises:
+    UserError: it is.
+  """
+  real = os.path.realpath(target)
+  for folder, what in folders.items():
+    if real == os.path.realpath(folder):
+      raise UserError(f"export.path={target!r} is {what}; {_REMEDY}")
+
+
+def check(target: str, names: Collection[str] = ()):
+  """Refuses a target that an export may not write to; changes nothing.
 
   Args:
     target: the folder.
     names: files that will be written, as far as they are known.
-    never: folder -> what it is; the target must be none of them.
 
   Raises:
-    UserError: the folder is one of `never`, is no folder, or holds files of another origin.
+    UserError: it is no folder, or holds files of another origin.
   """
-  real = os.path.realpath(target)
-  for folder, what in (never or {}).items():
-    if real == os.path.realpath(folder):
-      raise UserError(f"export.path={target!r} is {what}; {_REMEDY}")
   if not os.path.lexists(target):
     return
   if not os.path.isdir(target):

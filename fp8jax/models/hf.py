@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fp8jax import axes, params
+from fp8jax import axes, hub, params
 from fp8jax.errors import UserError, inside
 from fp8jax.models import export_folder, hf_config, transformer
 from fp8jax.models.config import ModelConfig
@@ -109,7 +109,7 @@ class Folder:
   """The safetensors of a folder, by tensor name. Opens files as needed, one tensor at a time."""
 
   def __init__(self, folder: str):
-    self.folder = os.path.expanduser(folder)
+    self.folder = hub.local(folder)
     index = os.path.join(self.folder, _INDEX)
     if os.path.exists(index):
       listed = hf_config.read_json(self.folder, os.path.basename(index)).get("weight_map")
@@ -324,7 +324,7 @@ def save_params(
     copied = companions(source) if source else []
     export_folder.claim(target, [*names, *copied, _INDEX, "config.json"])
     for name in copied:
-      shutil.copyfile(os.path.join(os.path.expanduser(source), name), os.path.join(target, name))
+      shutil.copyfile(os.path.join(hub.local(source), name), os.path.join(target, name))
   weight_map = {}
   for name, group in zip(names, groups):
     weight_map.update({e.name: name for e in group})
@@ -390,7 +390,7 @@ def _on_host(x) -> np.ndarray:
 
 def companions(source: str) -> list[str]:
   """What export wants beside the weights: config.json, tokenizer, generation settings."""
-  source = os.path.expanduser(source)
+  source = hub.local(source)
   return [
     name
     for name in sorted(os.listdir(source))
@@ -406,4 +406,4 @@ def keep_source_files(source: str, target: str):
   """Copies the companions of a folder's weights."""
   os.makedirs(target, exist_ok=True)
   for name in companions(source):
-    shutil.copyfile(os.path.join(os.path.expanduser(source), name), os.path.join(target, name))
+    shutil.copyfile(os.path.join(hub.local(source), name), os.path.join(target, name))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from fp8jax import errors
+from fp8jax import errors, hub
 from fp8jax.errors import UserError, check_number
 from fp8jax.models import rope
 from fp8jax.models.config import LARGEST, ModelConfig, RopeScaling
@@ -224,8 +224,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = 
 
 
 def read_json(folder: str, name: str) -> dict[str, Any]:
-  path = os.path.join(os.path.expanduser(folder), name)
-  return errors.read_json(path, "expected a Hugging Face folder")
+  return errors.read_json(os.path.join(hub.local(folder), name), hub.remedy(folder))
 
 
 def write_json(folder: str, name: str, value):

@@ -24,6 +24,10 @@ def attention(q_BLHK, k_BMGK, v_BMGK, segments_BL, implementation: Implementatio
   Returns:
     [B, L, H, K] in q's dtype; softmax in float32.
   """
+  dtype = q_BLHK.dtype
+  if implementation == "xla" and dtype == jnp.float16:
+    # JAX asks XLA for F16_F16_F32 products, which XLA:CPU does not have.
+    q_BLHK, k_BMGK, v_BMGK = (x.astype(jnp.float32) for x in (q_BLHK, k_BMGK, v_BMGK))
   mask = None
   if segments_BL is not None:
     mask = (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
@@ -35,4 +39,4 @@ def attention(q_BLHK, k_BMGK, v_BMGK, segments_BL, implementation: Implementatio
     is_causal=True,
     scale=q_BLHK.shape[-1] ** -0.5,
     implementation=implementation,
-  ).astype(jnp.result_type(q_BLHK))
+  ).astype(dtype)

@@ -64,6 +64,10 @@ def dot(eqn: str, x, w, site: Site, *, out_dtype=None):
 
   Raises:
     ValueError: letters and shapes disagree, nothing is contracted, or the site is in use already.
+    TypeError: an operand that is no array of floating-point numbers.
+
+  FP8 saturates: an infinity in x becomes the largest number of its tile. The site's observation
+  says that there was one, and training stops at it (step.py).
   """
   return dots((eqn,), x, (w,), (site,), out_dtype=out_dtype)[0]
 
@@ -80,6 +84,7 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
   Returns:
     One y per weight.
   """
+  guard.refuse_dtypes(x, ws)
   plans = make_plans(eqns, x, ws, sites, out_dtype)
   return _dots(plans, *claim(plans, settled(plans, x), ws, sites))
 
@@ -110,6 +115,7 @@ def fp8_dot_general(
     raise ValueError(f"precision={precision!r}: leave it out; the site's recipe is the precision")
   if out_sharding is not None:
     raise ValueError(f"{out_sharding=}: leave it out; dot(eqn, ...) places y as its site says")
+  guard.refuse_dtypes(lhs, (rhs,))
   if site.layout.mesh is not None:
     raise ValueError("fp8_dot_general has no letters to shard by; use dot(eqn, ...) on a mesh")
   names = iter(string.ascii_letters)

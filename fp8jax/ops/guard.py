@@ -5,6 +5,27 @@ replicated into a `shard_map` with check_vma=False.
 """
 
 import jax
+import jax.numpy as jnp
+
+
+def refuse_dtypes(x, ws):
+  """Raises unless the operands of a dot are arrays of real floating-point numbers.
+
+  Raises:
+    TypeError: something that is no array; integers, booleans or complex numbers.
+  """
+  for name, operand in (("x", x), *(("w", w) for w in ws)):
+    if not hasattr(operand, "shape"):
+      raise TypeError(
+        f"{name} is a {type(operand).__name__}, expected an array; convert it with jnp.asarray"
+      )
+    # A parameter in several parts (weights.py) is floating-point by construction.
+    dtype = getattr(operand, "dtype", jnp.float32)
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise TypeError(
+        f"{name} is {dtype}, expected a floating-point dtype such as bfloat16 or float32; integers "
+        "and complex numbers have no FP8 product: cast them first, or use jax.lax.dot_general"
+      )
 
 
 def refuse_vmap(name: str, x, tap):

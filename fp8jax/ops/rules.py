@@ -1,12 +1,12 @@
 """Which recipe every linear layer gets: ordered rules, first match wins."""
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from fp8jax import recipes
+from fp8jax.errors import nearest
 from fp8jax.recipe import PASSES, Accumulate, Delayed, Recipe, accumulate_by_name
 
 
@@ -23,10 +23,9 @@ def recipe_by_name(name: str) -> Recipe:
   """
   base, opening, options = name.partition("(")
   if base not in recipes.RECIPES or (opening and not options.endswith(")")):
-    near = difflib.get_close_matches(base, recipes.RECIPES, 1, 0.0)
-    raise ValueError(
-      f"unknown recipe {name!r}; did you mean {near[0]!r}? Known: {', '.join(recipes.RECIPES)}"
-    )
+    near = nearest(base, recipes.RECIPES)
+    hint = f"did you mean {near!r}?" if near else "none is like it."
+    raise ValueError(f"unknown recipe {name!r}; {hint} Known: {', '.join(recipes.RECIPES)}")
   recipe = recipes.RECIPES[base]
   if not opening:
     return recipe

@@ -66,7 +66,8 @@ def scale_by_adam(
     are, where they are moved a part after the other, so that what is drawn differs.
 
   Raises:
-    ValueError: moments that would not train: see `moments.problems`.
+    ValueError: moments that would not train (see `moments.problems`), b1 or b2 outside [0, 1).
+    TypeError: mu or nu is something else than a Quant, such as a preset's name.
   """
   _refuse(Moments(mu, nu), b1, b2)
   if mu is None and nu is None:
@@ -133,7 +134,16 @@ def _key(seed: int, count, piece):
 
 
 def _refuse(moments: Moments, mu_decay, nu_decay):
-  # What is traced has no value yet.
+  for name, quant in (("mu", moments.mu), ("nu", moments.nu)):
+    if quant is not None and not isinstance(quant, Quant):
+      raise TypeError(
+        f"{name}={quant!r} must be a Quant or None; a preset gives both: "
+        f"moments.PRESETS[{str(quant)!r}].{name}"
+      )
+  # A tracer has no value yet.
+  for decay in (mu_decay, nu_decay):
+    if not isinstance(decay, core.Tracer) and not 0 <= decay < 1:
+      raise ValueError(f"a decay rate (b1, b2) is {decay}; it must be in [0, 1)")
   known = (None if isinstance(d, core.Tracer) else d for d in (mu_decay, nu_decay))
   found = problems(moments, *known)
   if found:

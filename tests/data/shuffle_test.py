@@ -27,7 +27,8 @@ def folder(tmp_path_factory):
   path = tmp_path_factory.mktemp("corpus")
   rng = np.random.default_rng(0)
   with open(path / "corpus.jsonl", "w") as f:
-    for size in [1, 2, LENGTH, LENGTH + 1, 500, *rng.integers(1, 90, 30)]:
+    sizes = [1, 2, LENGTH, LENGTH + 1, 500, *rng.integers(1, 90, 30), *rng.integers(1, 14, 40)]
+    for size in sizes:
       text = "".join(map(chr, rng.integers(97, 123, size)))
       f.write(json.dumps({"text": text}) + "\n")
   spec = _spec(path, "jsonl", 0)
@@ -98,14 +99,16 @@ def test_prepared_epochs_hold_the_same_samples_shuffled(folder):
 
 
 def test_blocks_on_the_fly_hold_the_same_windows_shuffled(folder):
-  """Every block is a permutation of its windows, another one each."""
-  a, b = (_rows(_spec(folder, "jsonl", w), 60) for w in (0, 20))
+  """Every block is a permutation of its windows, another one each and in every source."""
+  main = _spec(folder, "jsonl", 0).sources["main"]
   orders = []
-  for start in (0, 20, 40):
-    one, other = a[start : start + 20], b[start : start + 20]
-    assert _count(one) == _count(other) and one != other
-    orders.append([one.index(row) for row in other])
-  assert orders[0] != orders[1] != orders[2]
+  for name in ("main", "other"):
+    a, b = (_rows(_spec(folder, "jsonl", w, sources={name: main}), 60) for w in (0, 20))
+    for start in (0, 20, 40):
+      one, other = a[start : start + 20], b[start : start + 20]
+      assert _count(one) == _count(other)
+      orders.append(tuple(one.index(row) for row in other))
+  assert len({tuple(range(20)), *orders}) == 7
 
 
 # Kind, windows; prepared data are shuffled whole, so that the number does not matter.

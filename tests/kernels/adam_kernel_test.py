@@ -30,11 +30,11 @@ USUAL = dict(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
 # The gradient's dtype, whether the master is in two, shape, warpgroups; moments are the preset of
 # that name. A warpgroup has more tiles than slots, and somebody a partial one.
 CASES = {
-  "coat": (jnp.bfloat16, False, (2, 55, 128), 1),
-  "sqrt_v": (jnp.float32, True, (109, 4, 32), 1),
-  "e4m3_256": (jnp.bfloat16, True, (55, 256), 1),
-  "float32": (jnp.float32, False, (141, 32, 2), 2),
-  "bf16": (jnp.bfloat16, True, (47, 3, 64), 2),
+  "coat": (jnp.bfloat16, False, (2, 56, 128), 1),
+  "sqrt_v": (jnp.float32, True, (104, 4, 32), 1),
+  "e4m3_256": (jnp.bfloat16, True, (56, 256), 1),
+  "float32": (jnp.float32, False, (136, 32, 2), 2),
+  "bf16": (jnp.bfloat16, True, (68, 2, 64), 2),
 }
 
 
@@ -184,7 +184,7 @@ def test_moments_are_rounded_after_they_were_used(rng):
 def test_a_device_that_computes_something_else_is_refused(monkeypatch, interpreted_on_mesh):
   kept = moments.PRESETS["sqrt_v"]
   trial = functools.partial(
-    check.optimizer, kept.mu, kept.nu, is_pair=True, dtype=jnp.float32, sizes=(11, 256)
+    check.optimizer, kept.mu, kept.nu, is_pair=True, dtype=jnp.float32, sizes=(12, 256)
   )
   trial()
   over = registers._over
@@ -206,7 +206,7 @@ def test_supports_says_what_is_missing():
     return jax.eval_shape(pack, jax.ShapeDtypeStruct(shape, x.dtype))
 
   coat, wide = (moments.PRESETS[name] for name in ("coat", "e4m3_256"))
-  short, odd = (jax.ShapeDtypeStruct(s, x.dtype) for s in ((8, 192), (3, 5)))
+  short, odd, norm = (jax.ShapeDtypeStruct(s, x.dtype) for s in ((8, 192), (3, 5), (576,)))
   reasons = {
     "Hopper": (x, x, x, x, Device("gpu", 100)),
     "not float16": (jax.ShapeDtypeStruct(x.shape, jnp.float16), x, x, x),
@@ -217,6 +217,7 @@ def test_supports_says_what_is_missing():
     "[128, 256]": (x, x, kept(coat.mu), kept(wide.nu)),
     "no multiple of 128": (short, short, kept(coat.mu, (8, 192)), kept(coat.nu, (8, 192))),
     "no multiple of 64": (odd, odd, odd, odd),
+    "9 rows of 64 numbers; expected a multiple of 8": (norm, norm, norm, norm),
   }
   for part, (*arrays, device) in ((k, (*v, HOPPER)[:5]) for k, v in reasons.items()):
     assert part in (mosaic_sm90.supports(*arrays, device) or ""), part

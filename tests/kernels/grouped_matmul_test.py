@@ -37,10 +37,9 @@ def _products(x, g, w, groups, backend):
     quantize.quantize(xs, BLOCK.fwd.lhs), _weights(w, BLOCK.fwd.rhs, 0), groups,
     backend=backend, out_dtype=jnp.float32,
   )  # fmt: skip
-  narrow_g = quantize.quantize(jnp.pad(gs, ((0, 0), (0, 120))), BLOCK.dgrad.lhs)
-  wide_w = jnp.pad(w, ((0, 0), (0, 0), (0, 120)))  # K is a multiple of 128
+  narrow_g = quantize.quantize(gs, BLOCK.dgrad.lhs)
   dx = gm.grouped_matmul(
-    narrow_g, _weights(wide_w, BLOCK.dgrad.rhs, 1), groups, backend=backend, out_dtype=jnp.float32
+    narrow_g, _weights(w, BLOCK.dgrad.rhs, 1), groups, backend=backend, out_dtype=jnp.float32
   )
   dw = gm.grouped_weight_gradient(
     quantize.quantize(xs, BLOCK.wgrad.lhs, contraction=0),

@@ -1,8 +1,10 @@
 """How the Hopper GEMM's work is cut up where nobody tuned it."""
 
+import itertools
 import json
 import math
 
+import jax
 import jax.numpy as jnp
 import mosaic_aot_test
 import numpy as np
@@ -51,10 +53,31 @@ def test_no_shape_of_the_table_gets_longer_and_large_ones_share_what_they_load()
   for name, (product, m, n, _) in mosaic_aot_test.gemms().items():
     is_tiled, out = product != "wgrad", _dtype(product)
     before, found = tiles.plain(is_tiled, out), tiles.default(m, n, is_tiled, out)
-    tiles.check(found, n, out)
+    tiles.check(found, out)
     assert _columns(found, m, n) <= _columns(before, m, n), name
     # Pairs of rows of tiles, or one of them would be half empty.
     assert m * n < 2**24 or m % 256 or found.cluster_m == 2, name
+
+
+def test_every_slot_begins_where_tma_may_write():
+  """Multiples of 128 bytes; 112 columns of scales alone are 448."""
+  shape = jax.ShapeDtypeStruct
+  for tile_n, producer in itertools.product(range(16, 257, 16), ("warpgroup", "inline")):
+    config = Config(tile_n=tile_n, stages=2, producer=producer)
+    tiles.check(config, jnp.float32)
+    a, b = (shape((256, 512), jnp.float8_e4m3fn),) * 2
+    scales = shape((4, 256), jnp.float32)
+    of = mosaic_sm90._Global(shape((256, 256), jnp.float32), a, b, scales, scales)
+    memory = mosaic_sm90._Program(config, 132, True, False, of).memory()
+    for ref in memory[:4]:
+      assert ref.shape[0] == config.stages
+      assert math.prod(ref.shape[1:]) * jnp.dtype(ref.dtype).itemsize % 128 == 0, (tile_n, ref)
+
+
+def test_a_slot_that_tma_may_not_write_is_refused(monkeypatch):
+  monkeypatch.setattr(tiles, "scale_slot", lambda columns: columns)
+  with pytest.raises(ValueError, match="multiples of 128 bytes, not {'b_scale': 448}"):
+    tiles.check(Config(tile_n=112, producer="inline"), jnp.float32)
 
 
 def test_what_is_chosen_is_known_not_to_spill():

@@ -74,6 +74,11 @@ def supports(gradient, master, mu, nu, device: Device) -> str | None:
     row = math.prod(gradient.shape[packed.group_axes(gradient.shape, columns) :])
   if row % columns or not row:
     return f"{list(gradient.shape)} has rows of {row} numbers, no multiple of {columns}"
+  if (rows := math.prod(gradient.shape) // columns) % smem.ROWS:
+    return (
+      f"{list(gradient.shape)} is {rows} rows of {columns} numbers; expected a multiple of "
+      f"{smem.ROWS}: TMA moves whole tiles of {smem.ROWS} rows, and padding would copy the state"
+    )
   return None
 
 

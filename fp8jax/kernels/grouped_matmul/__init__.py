@@ -83,10 +83,10 @@ def grouped_matmul(
     ValueError: sizes that do not go together.
   """
   (m, k), (_, n, depth) = a.data.shape, b.data.shape
-  if (m, k) != (groups.of_tile.shape[0] * BLOCK, depth) or k % BLOCK:
+  if (m, k) != (groups.of_tile.shape[0] * BLOCK, depth):
     raise ValueError(
       f"A is [{m}, {k}] and B [G, {n}, {depth}] with {groups.of_tile.shape[0]} tiles of rows; "
-      f"expected A [tiles x {BLOCK}, K] from Groups.lay_out and a K that is a multiple of {BLOCK}"
+      f"expected A [tiles x {BLOCK}, K] from Groups.lay_out and the same K in B"
     )
   if _is_kernel(backend):
     return mosaic_sm90.matmul(a, b, out_dtype=out_dtype, groups=groups.of_tile)

@@ -14,8 +14,13 @@ that is never written, gets its amax from this pass too.
 One program of one warpgroup takes a tile of 128x128: TMA brings it into shared memory, where what
 is still to be computed is computed in place (producers.py); it is read from there twice, as it lies
 and transposed (ldmatrix.trans turns 16-bit elements on the way into registers), 64 rows at a time;
-amax, scale, clip and round happen in registers as in quant/quantize; TMA stores data and scales and
-clips what sticks out. Zeros beyond the edge never raise an amax.
+amax, scale, clip and round happen in registers as in quant/quantize; TMA stores data and scales.
+Zeros beyond the edge never raise an amax.
+
+Sizes: R and C are anything. TMA clips what sticks out of a matrix, in whole swizzled tiles: eight
+rows, 128 bytes (FP8 also 64). Operands of other sizes are copied with zeros around them, results
+are allocated larger and cut. Lines are vectors, of which TMA clips only the end of the last one: a
+line has room for whole tiles, or its last tile would overwrite the line after it.
 The reciprocal of a scale is the hardware's, within an ulp of float32's: powers of two are exact, of
 other scales the odd element that lies on a rounding boundary may fall on its other side.
 """
@@ -32,11 +37,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels.quantize import producers
-from fp8jax.kernels.smem import swizzled
+from fp8jax.kernels.smem import ROWS, padded, swizzled
 from fp8jax.quant import observe, quantize, scaled
 from fp8jax.recipe import CURRENT, WHOLE, Quant, Rounding, Scale
 
 TILE = 128
+_FP8_COLUMNS = 64  # what the contraction of a result is padded to
 _ROWS = 64  # of what is in registers at one time
 _WGMMA = plgpu.Layout.WGMMA
 _TENSOR = (WHOLE, WHOLE)
@@ -54,9 +60,6 @@ def supports(x, quant: Quant, along: int) -> str | None:
     return f"takes the scales of tiles from x, not {quant}"
   if quant.scale not in (Scale.F32, Scale.POW2):
     return f"scales are F32 or POW2, not {quant.scale}"
-  rows, columns = x.shape
-  if columns % 16 or (along == 0 and rows % 16):
-    return f"TMA moves units of 16 bytes: {rows}x{columns} has sizes that are no multiple of 16"
   return None
 
 
@@ -129,6 +132,7 @@ def quantize_produced(
 def _call(producer: producers.Producer, matrices, factors, quants, given, watched=False):
   """(Scaled by axis for every result, amaxes); `given` holds scales by (result, axis)."""
   rows, columns = matrices[0].shape
+  matrices = [_fitted(x) for x in matrices]
   outputs, shapes = [], []
   for n, of_result in enumerate(quants):
     for along, quant in of_result.items():
@@ -136,11 +140,12 @@ def _call(producer: producers.Producer, matrices, factors, quants, given, watche
       number = list(given).index((n, along)) if (n, along) in given else None
       # One orientation of a result has seen all of it.
       outputs.append(_Output(n, along, quant, number, watched and along == next(iter(of_result))))
-      shapes.append(jax.ShapeDtypeStruct((free, depth), quant.format.dtype))
-      lines = (pl.cdiv(depth, TILE), pl.cdiv(free, 4) * 4)
+      whole = padded(free, ROWS), padded(depth, _FP8_COLUMNS)
+      shapes.append(jax.ShapeDtypeStruct(whole, quant.format.dtype))
+      lines = (pl.cdiv(depth, TILE), padded(free, TILE))
       shapes += [jax.ShapeDtypeStruct(lines, jnp.float32)] * outputs[-1].num_lines
-  # TMA reads multiples of 16 bytes.
-  factors = [jnp.pad(f.astype(jnp.float32), (0, -f.shape[0] % 4)) for f in factors]
+  # Every tile reads whole ones.
+  factors = [jnp.pad(f.astype(jnp.float32), (0, -f.shape[0] % TILE)) for f in factors]
   operands = (*matrices, *factors, *given.values())
 
   def quantize_fp8(*refs):
@@ -160,16 +165,23 @@ def _call(producer: producers.Producer, matrices, factors, quants, given, watche
   )
   made, found, amaxes = iter(run(*operands)), [{} for _ in quants], []
   for out in outputs:
-    data, quant = next(made), out.quant
+    free, depth = (rows, columns) if out.along == 1 else (columns, rows)
+    data, quant = next(made)[:free, :depth], out.quant
     if out.given is not None:
       scale = given[out.result, out.along].reshape(1, 1)
     else:
       lines = next(made)
-      scale = lines[:, :: quant.tile[0]] if out.is_tiled else lines[:, : data.shape[0]]
+      scale = lines[:, :free:TILE] if out.is_tiled else lines[:, :free]
     found[out.result][out.along] = scaled.Scaled(data, scale.T, quant.tile)
     if out.is_watched:
-      amaxes.append(observe.amax(next(made)[:, : data.shape[0]]))
+      amaxes.append(observe.amax(next(made)[:, :free]))
   return found, amaxes
+
+
+def _fitted(x):
+  """The matrix with zeros up to sizes that TMA moves."""
+  pads = [(0, padded(n, unit) - n) for n, unit in zip(x.shape, (ROWS, 128 // x.dtype.itemsize))]
+  return jnp.pad(x, pads)
 
 
 def _tensor_scale(x, quant: Quant, amax, over):
@@ -229,8 +241,8 @@ class _Program:
     """Tiles of matrices and factors, of outputs and their scales, amaxes, the barrier of TMA."""
     tiles = [swizzled((TILE, TILE), x.dtype) for x in self.matrices]
     results = []
-    for out in self.outputs:
-      results.append(swizzled((TILE, TILE), out.quant.format.dtype))
+    for out, (data, *_) in zip(self.outputs, self.by_output(self.refs)):
+      results.append(swizzled((TILE, TILE), data.dtype, data.shape[1]))
       results += [plgpu.SMEM((TILE,), jnp.float32)] * out.num_lines
     line = plgpu.SMEM((TILE,), jnp.float32)
     barrier = plgpu.Barrier(num_arrivals=len(tiles) + len(self.factors))

@@ -36,9 +36,12 @@ Rows of A, or steps of K, may belong to groups, 128 at a time (kernels/grouped_m
 results: after the last step of a group the totals are stored there and start again from zero.
 Either way the steps of a tile remain K / 128, and the ring does not notice.
 
-Sizes: M is anything; K is a multiple of 128; rows of D are multiples of 16 bytes. A last tile that
-sticks out over M or N reads zeros and stores nothing there. Scales are multiplied with each other
-first: a product beyond float32 gives infinity or NaN, below 2^-126 it may lose sums below 2^-101.
+Sizes: M, N and K are anything. The last tile over M, N or K reads zeros beyond the edge and stores
+nothing there. Mosaic's TMA moves whole swizzled tiles: M in eights, K in 128s or 64s (the swizzle
+of A and B is 64 bytes wide then), rows of D in 128 bytes. `matmul` pads other sizes with zeros,
+which copies the operand once, and cuts D.
+Scales are multiplied with each other first: a product beyond float32 gives infinity or NaN, below
+2^-126 it may lose sums below 2^-101.
 """
 
 import dataclasses
@@ -72,13 +75,6 @@ def supports(problem) -> str | None:
       return f"{name} tiles of {quant.tile}; it reads 1x128, and 128x128 on the right"
   if gemm.accumulate != BLOCK:
     return f"promotes every {BLOCK} of K; accumulate is {accumulate_name(gemm.accumulate)}"
-  if problem.k % BLOCK:
-    return (
-      f"K={problem.k} per device is no multiple of {BLOCK}: choose sizes, or a mesh that splits "
-      "this dimension into multiples of 128"
-    )
-  if problem.n % 8:
-    return f"N={problem.n} per device is no multiple of 8, and rows of the result are 16-byte units"
   return None
 
 
@@ -126,10 +122,12 @@ def matmul(
     tiles.check_sum(add_to, shape, out_dtype)
   is_tiled = b.tile[0] == BLOCK
   config = config or tiles.best(m, n, k, is_tiled, out_dtype, groups is not None)
-  tiles.check(config, n, out_dtype, of_rows=groups is not None and not num_groups)
+  tiles.check(config, out_dtype, of_rows=groups is not None and not num_groups)
   per_column = not is_tiled or config.tile_n != BLOCK
+  a, b = _fitted(a, tiles.UNIT_M), _fitted(b, tiles.unit_n(out_dtype))
   operands = _operands(a, b, groups, per_column)
   programs = num_cores() // config.cluster_m
+  whole = (*shape[:-2], a.data.shape[0], b.data.shape[-2])
 
   def scaled_matmul(*refs):
     *refs, d = refs
@@ -138,7 +136,7 @@ def matmul(
 
   run = plgpu.kernel(
     scaled_matmul,
-    out_type=() if is_sum else jax.ShapeDtypeStruct(shape, out_dtype),
+    out_type=() if is_sum else jax.ShapeDtypeStruct(whole, out_dtype),
     grid=(programs,),
     grid_names=("program",),
     cluster=(config.cluster_m,),
@@ -148,10 +146,31 @@ def matmul(
     compiler_params=plgpu.CompilerParams(approx_math=True),
   )
   if not is_sum:
-    return run(*operands)
-  d = jax.new_ref(add_to)
+    return run(*operands)[..., :m, :n]
+  d = jax.new_ref(jnp.pad(add_to, [(0, new - old) for old, new in zip(shape, whole)]))
   run(*operands, d)
-  return jax.freeze(d)
+  return jax.freeze(d)[..., :m, :n]
+
+
+def _fitted(x: scaled.Scaled, unit: int) -> scaled.Scaled:
+  """The operand with zeros up to sizes that TMA moves: [rows to `unit`, K to UNIT_K].
+
+  Raises:
+    ValueError: shards of K that are no multiples of 128.
+  """
+  rows, depth = x.data.shape[-2:]
+  if x.is_sharded and depth % BLOCK:
+    raise ValueError(f"shards of B have K={depth} each; expected a multiple of {BLOCK}")
+  pads = [smem.padded(rows, unit) - rows, smem.padded(depth, tiles.UNIT_K) - depth]
+  if not any(pads):
+    return x
+  lead = [(0, 0)] * (x.data.ndim - 2)
+  data = jnp.pad(x.data, [*lead, *((0, n) for n in pads)])
+  # Each further tile repeats the last scale: any finite number would do.
+  tiles_more = scaled.num_tiles(rows + pads[0], x.tile[0]) - x.scale.shape[-2]
+  lead = [(0, 0)] * (x.scale.ndim - 2)
+  scale = jnp.pad(x.scale, [*lead, (0, tiles_more), (0, 0)], mode="edge")
+  return scaled.Scaled(data, scale, x.tile)
 
 
 def _operands(a: scaled.Scaled, b: scaled.Scaled, groups, per_column: bool) -> list[jax.Array]:
@@ -212,7 +231,7 @@ class _Program:
 
   @property
   def steps(self) -> int:
-    return self.of.a.shape[1] // BLOCK
+    return pl.cdiv(self.of.a.shape[1], BLOCK)
 
   @property
   def rows(self) -> int:
@@ -262,10 +281,12 @@ class _Program:
     else:
       kind = plgpu.Barrier
     memory = _Shared(
-      a=smem.swizzled((c.stages, c.tile_m, BLOCK), of.a.dtype),
-      b=smem.swizzled((c.stages, c.tile_n, BLOCK), of.b.dtype),
+      a=smem.swizzled((c.stages, c.tile_m, BLOCK), of.a.dtype, of.a.shape[-1]),
+      b=smem.swizzled((c.stages, c.tile_n, BLOCK), of.b.dtype, of.b.shape[-1]),
       a_scale=plgpu.SMEM((c.stages, c.tile_m), jnp.float32),
-      b_scale=plgpu.SMEM((c.stages, c.tile_n) if self.per_column else (1, 4), jnp.float32),
+      b_scale=plgpu.SMEM(
+        (c.stages, tiles.scale_slot(c.tile_n)) if self.per_column else (1, 4), jnp.float32
+      ),
       d=smem.swizzled((CONSUMERS, buffers, WGMMA_ROWS, columns), of.d.dtype),
       full=plgpu.Barrier(num_arrivals=3 + self.per_column, num_barriers=c.stages),
       empty=kind(num_arrivals=CONSUMERS, num_barriers=c.stages),
@@ -284,6 +305,17 @@ class _Program:
   def produce(self, shared: _Shared):
     plgpu.set_max_registers(40, action="decrease")
     lax.fori_loop(0, self.num_tiles * self.steps, lambda s, _: self.fetch(shared, s), None)
+    self.drain(shared)
+
+  def drain(self, shared: _Shared):
+    """Waits until nobody will arrive at this program's barriers any more.
+
+    The other program of a cluster arrives at `empty` of this one. Were this one gone, it would
+    write to shared memory of no one, or of the next program. `fetch` has waited for all arrivals
+    at a slot but the last, also where there was nothing to fetch.
+    """
+    for slot in range(self.config.stages):
+      plgpu.barrier_wait(shared.empty.at[slot])
 
   def fetch(self, shared: _Shared, s):
     """Starts the copies of step s when its slot is free."""
@@ -300,7 +332,11 @@ class _Program:
     plgpu.copy_gmem_to_smem(of.a_scale.at[kb, at_m], shared.a_scale.at[slot], full)
     if self.per_column:
       b_scale = self.of_group(of.b_scale, row).at[kb, at_n]
-      plgpu.copy_gmem_to_smem(b_scale, shared.b_scale.at[slot], full)
+      plgpu.copy_gmem_to_smem(b_scale, self.columns_of(shared, slot), full)
+
+  def columns_of(self, shared: _Shared, slot):
+    """Scales of the tile's columns."""
+    return shared.b_scale.at[slot, pl.ds(0, self.config.tile_n)]
 
   def fetch_inline(self, shared: _Shared, s):
     """The same by the first consumer, if there is such a step."""
@@ -317,6 +353,8 @@ class _Program:
       for s in range(c.stages - 1):
         self.fetch_inline(shared, s)
     lax.fori_loop(0, self.num_tiles, lambda tile, _: self.one_tile(shared, tile), None)
+    if c.producer == "inline":
+      pl.when(lax.axis_index("wg") == 0)(lambda: self.drain(shared))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   def one_tile(self, shared: _Shared, tile):
@@ -376,7 +414,7 @@ class _Program:
     of_rows = plgpu.load(shared.a_scale.at[slot, at], layout=_WGMMA.reduce(1))
     of_columns = None
     if self.per_column:
-      of_columns = plgpu.load(shared.b_scale.at[slot], layout=_WGMMA.reduce(0))
+      of_columns = plgpu.load(self.columns_of(shared, slot), layout=_WGMMA.reduce(0))
     # TMA writes there next, and by another path than these loads take.
     plgpu.commit_smem()
     return acc[...], of_rows, of_columns

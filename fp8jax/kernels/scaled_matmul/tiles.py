@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fp8jax.kernels import advice
+from fp8jax.kernels import advice, smem
 
 BLOCK = 128  # of K, between promotions
 CONSUMERS = 2  # warpgroups that multiply
@@ -24,6 +24,8 @@ WGMMA_ROWS = 64
 # about 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2): each of four additions of 32 numbers
 # to what there is cuts 32 numbers 13 bits below the largest. Float32 adds next to nothing.
 SUM_ERROR = 4 * 32 * 2.0**-13
+# What rows of A and of D, and K, must be multiples of; `matmul` pads others with zeros.
+UNIT_M, UNIT_K = smem.ROWS, 64
 SMEM_BYTES = 232448  # of a program, at most
 _CORES = 132  # of an H100 or H200, where tiles are chosen that nobody timed
 _TUNED = pathlib.Path(__file__).parent / "tuned"
@@ -51,7 +53,7 @@ class Config:
   producer: str = "warpgroup"
 
 
-def check(config: Config, n: int, out_dtype, of_rows: bool = False):
+def check(config: Config, out_dtype, of_rows: bool = False):
   """Raises ValueError if a kernel, of groups of rows perhaps, cannot be cut up so; says why."""
   if of_rows and (config.tile_m, config.cluster_m) != (BLOCK, 1):
     raise ValueError(f"{config}: groups of rows need tile_m={BLOCK} and cluster_m=1")
@@ -62,8 +64,10 @@ def check(config: Config, n: int, out_dtype, of_rows: bool = False):
     raise ValueError(f"{config}: tile_n must be a multiple of 16 between 16 and 256")
   if config.producer not in ("warpgroup", "inline") or config.cluster_m not in (1, 2):
     raise ValueError(f"{config}: producer is 'warpgroup' or 'inline', cluster_m 1 or 2")
-  if n * jnp.dtype(out_dtype).itemsize % 16:
-    raise ValueError(f"rows of D are {n} x {out_dtype}: TMA stores multiples of 16 bytes")
+  if wrong := {k: v for k, v in slot_bytes(config).items() if v % smem.ALIGNMENT}:
+    raise ValueError(
+      f"{config}: TMA fills slots at multiples of {smem.ALIGNMENT} bytes, not {wrong}"
+    )
   if (need := smem_bytes(config, out_dtype)) > SMEM_BYTES:
     raise ValueError(f"{config} needs {need} bytes of shared memory; there are {SMEM_BYTES}")
 
@@ -79,10 +83,29 @@ def check_sum(add_to, shape: tuple[int, ...], out_dtype):
 
 def smem_bytes(config: Config, out_dtype) -> int:
   """Shared memory of a program, at most."""
-  rows = config.tile_m + config.tile_n
-  ring = config.stages * rows * (BLOCK + 4)
+  ring = config.stages * sum(slot_bytes(config).values())
   columns, slots = epilogue(config)
   return ring + CONSUMERS * slots * WGMMA_ROWS * columns * jnp.dtype(out_dtype).itemsize + 1024
+
+
+def slot_bytes(config: Config) -> dict[str, int]:
+  """Bytes from one slot of the ring to the next, of each operand."""
+  return {
+    "a": config.tile_m * BLOCK,
+    "b": config.tile_n * BLOCK,
+    "a_scale": config.tile_m * 4,
+    "b_scale": scale_slot(config.tile_n) * 4,
+  }
+
+
+def scale_slot(columns: int) -> int:
+  """float32 numbers in a slot of scales per column, of which the first `columns` are used."""
+  return smem.padded(columns, smem.ALIGNMENT // 4)
+
+
+def unit_n(out_dtype) -> int:
+  """What N must be a multiple of: 128 bytes of a row of D."""
+  return 128 // jnp.dtype(out_dtype).itemsize
 
 
 def epilogue(config: Config) -> tuple[int, int]:

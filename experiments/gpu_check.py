@@ -1,0 +1,24 @@
+"""Every figure of this project that needs a Hopper GPU, from one command and without network.
+
+command: python experiments/gpu_check.py --out DIR [--minutes 9]
+         python experiments/gpu_check.py --out DIR --stages cpt --model FOLDER --batches FILE.npz
+         python experiments/gpu_check.py --plan            what runs, in which order, for how long
+         python experiments/gpu_check.py --out DIR --dry   the same on a CPU with tiny shapes
+needs:   one Hopper GPU; jax, flax, optax, safetensors and rich as the machine has them. It needs no
+         ml_collections, grain or TFDS. --wheels DIR adds packages from files.
+
+It writes DIR/results.jsonl (a line after every measurement), DIR/report.md and one log per family.
+A second call with the same DIR, commit, device and jax continues. gpu_check/plan.py has the stages.
+Exit status: 0; 1 if a result is wrong or a correctness line failed; 2 if correctness lines of the
+chosen stages did not run.
+"""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+from gpu_check import driver  # noqa: E402
+
+if __name__ == "__main__":
+  sys.exit(driver.main())

@@ -1,0 +1,1 @@
+"""The parts of experiments/gpu_check.py."""

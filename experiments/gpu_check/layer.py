@@ -1,0 +1,160 @@
+"""One layer of InfiR2's 7B, forward and backward, in each recipe, made from models, sites and
+recipes: no configuration, loader or checkpoint is imported.
+"""
+
+import dataclasses
+import functools
+import math
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import hlo, params
+from fp8jax.kernels import backend
+from fp8jax.models import gqa, presets, rope, swiglu
+from fp8jax.models.config import Execution, ModelConfig
+from fp8jax.ops import site as site_lib
+from fp8jax.recipe import PASSES
+from gpu_check import measure
+from gpu_check.worker import Context, Wrong
+
+# In the norm, against BF16. The gradients of q and k have six FP8 products in a row behind them,
+# each at most 0.059 off (E5M2): 0.145.
+BUDGET = 0.15
+LINEARS = 7
+DRY = dataclasses.replace(
+  presets.DEBUG, hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=1, head_dim=64
+)
+
+
+def _with_unit_gain(cfg: ModelConfig) -> ModelConfig:
+  """Weights that neither shrink nor grow what they multiply. With the model's own, the layer adds a
+  fiftieth of its input, of which BF16's rounding of the sum is a sixth: nothing could be judged."""
+  return dataclasses.replace(cfg, num_layers=1, init_std=cfg.hidden_size**-0.5)
+
+
+MODELS = {"7b": _with_unit_gain(presets.QWEN25_7B), "dry": _with_unit_gain(DRY)}
+
+
+def build(recipe: str, tokens: int, model: ModelConfig, device: backend.Device):
+  """(function, abstract (weights, x, g), sites): -> (what the layer adds, dx, dw)."""
+  declaration = {"attn": gqa.params(model), "mlp": swiglu.params(model)}
+  sites = site_lib.build_sites(
+    declaration, model.dims, ((".*", recipe),), device=device, tokens=tokens
+  )
+  attention = "cudnn" if device.platform == "gpu" else "xla"
+  run = Execution(dtype=jnp.dtype(jnp.bfloat16), attention=attention)
+
+  def layer(weights, x, sites):
+    angles = rope.cos_sin(jnp.arange(tokens, dtype=jnp.int32)[None], model)
+    y = gqa.apply(weights["attn"], sites["attn"], x, angles, None, model, run)
+    return swiglu.apply(weights["mlp"], sites["mlp"], y, model, run)
+
+  def forward_and_backward(weights, x, g, sites):
+    y, pull = jax.vjp(lambda weights, x: layer(weights, x, sites), weights, x)
+    weights, dx = pull(g)
+    # Every recipe hands the residual stream and its gradient on: they are taken out.
+    return y - x, dx - g, params.flatten(weights)
+
+  x = jax.ShapeDtypeStruct((1, tokens, model.hidden_size), jnp.bfloat16)
+  return forward_and_backward, (params.abstract(declaration, model.dims), x, x), sites
+
+
+def _operands(model: ModelConfig, tokens: int):
+  declaration = {"attn": gqa.params(model), "mlp": swiglu.params(model)}
+  weights = params.init(jax.random.key(0), declaration, model.dims)
+  x, g = (jax.random.normal(k, (1, tokens, model.hidden_size), jnp.bfloat16)
+          for k in jax.random.split(jax.random.key(1)))  # fmt: skip
+  return weights, x, g
+
+
+def run(context: Context, recipe: str, tokens: int, model: str) -> dict[str, Any]:
+  """{"ms", "tflops", "products", "errors", "kernels_ms"}.
+
+  Raises:
+    Wrong: a product of a narrow recipe is not FP8, or a result is further from BF16 than FP8
+      explains.
+  """
+  cfg, device = MODELS[model], backend.current_device()
+  arguments = _operands(cfg, tokens)
+  compiled, sites, text = _compile(recipe, tokens, cfg, device, arguments)
+  found = {"products": products(text, device.platform, recipe)}
+  if recipe != "bf16":
+    found["errors"] = _errors(compiled(*arguments, sites), tokens, cfg, device, arguments)
+  call = functools.partial(compiled, *arguments, sites)
+  rounds = measure.wall_times(context, call, 1)
+  found |= {"ms": statistics.median(rounds), "spread_ms": max(rounds) - min(rounds)}
+  found |= {"how": "wall clock", "tflops": flops(cfg, tokens) / found["ms"] / 1e9}
+  if context.cupti:
+    found |= _by_kernel(recipe, tokens, cfg, device, arguments)
+  return found
+
+
+def _compile(recipe: str, tokens: int, cfg: ModelConfig, device, arguments):
+  """(executable, sites, the text that products are read from)."""
+  function, _, sites = build(recipe, tokens, cfg, device)
+  lowered = jax.jit(function, compiler_options=measure.options()).lower(*arguments, sites)
+  compiled = lowered.compile()
+  on_cpu = device.platform == "cpu"
+  return compiled, sites, lowered.as_text("hlo", debug_info=True) if on_cpu else compiled.as_text()
+
+
+def products(text: str, platform: str, recipe: str) -> dict[str, int]:
+  """{"fp8", "wide"}: executions of the products of sites.
+
+  Raises:
+    Wrong: a narrow recipe multiplies wide, or the products of block_128 are not three per linear.
+  """
+  found = [p for p in hlo.products(text, platform) if p.key.product in PASSES]
+  counts = {"fp8": sum(p.times for p in found if p.is_fp8)}
+  counts["wide"] = sum(p.times for p in found if not p.is_fp8)
+  if recipe == "bf16":
+    return counts
+  wide = [f"{p.key} {p.text} by {p.kernel}" for p in found if not p.is_fp8]
+  if wide or not counts["fp8"]:
+    raise Wrong(f"{recipe}: {len(wide)} products are not FP8, the first {wide[:1]}")
+  if platform == "gpu" and recipe == "block_128" and counts["fp8"] != LINEARS * len(PASSES):
+    raise Wrong(f"{recipe}: {counts['fp8']} FP8 products, expected {LINEARS * len(PASSES)}")
+  return counts
+
+
+def _errors(got, tokens: int, cfg: ModelConfig, device, arguments) -> dict[str, float]:
+  """Distance to BF16 of the output, the input's gradient and each weight's, in the norm."""
+  compiled, sites, _ = _compile("bf16", tokens, cfg, device, arguments)
+  names = lambda results: {"y": results[0], "dx": results[1], **results[2]}  # noqa: E731
+  got, want = names(got), names(compiled(*arguments, sites))
+  norm = lambda x: float(jnp.linalg.norm(x.astype(jnp.float32).reshape(-1)))  # noqa: E731
+  errors = {k: norm(got[k].astype(jnp.float32) - x.astype(jnp.float32)) / norm(x)
+            for k, x in want.items()}  # fmt: skip
+  if wrong := {k: round(e, 3) for k, e in errors.items() if not e <= BUDGET}:
+    raise Wrong(f"{wrong} away from BF16 in the norm, at most {BUDGET} expected: not timed")
+  return {k: round(e, 4) for k, e in errors.items()}
+
+
+def flops(cfg: ModelConfig, tokens: int) -> float:
+  """Of a layer, by the algorithm: three products per weight, attention's causal half."""
+  heads = 2 * cfg.hidden_size * cfg.head_dim * (cfg.num_heads + cfg.num_kv_heads)
+  weights = heads + 3 * cfg.hidden_size * cfg.intermediate_size
+  return 6.0 * weights * tokens + 6.0 * tokens**2 * cfg.num_heads * cfg.head_dim
+
+
+def _by_kernel(recipe, tokens, cfg, device, arguments) -> dict[str, Any]:
+  """Milliseconds by kernel, the twelve longest; nothing if CUPTI fails."""
+  from jax.experimental.mosaic.gpu import profiler
+
+  function, _, sites = build(recipe, tokens, cfg, device)
+  jitted = jax.jit(function, compiler_options=measure.options())
+  try:
+    _, trace = profiler.measure(jitted, aggregate=False)(*arguments, sites)
+  except Exception as e:  # the wall clock remains
+    return {"cupti_failed": f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"}
+  total: dict[str, float] = {}
+  for name, ms in trace or ():
+    total[name[:60]] = total.get(name[:60], 0.0) + ms
+  longest = sorted(total.items(), key=lambda item: -item[1])[:12]
+  return {
+    "all_kernels_ms": math.fsum(total.values()),
+    "kernels_ms": {name: round(ms, 3) for name, ms in longest},
+  }

@@ -1,0 +1,289 @@
+"""What gpu_check runs: stages of families of lines, as values. Nothing here imports jax.
+
+A family is one subprocess. A line is one measurement; its values are arguments of the family's
+module. Families of the stage `correctness` run several at a time, all others alone.
+"""
+
+import dataclasses
+from typing import Any
+
+STAGES = ("environment", "ceilings", "correctness", "gemm", "elementwise", "rivals", "layer", "cpt")
+MINUTES = 9.0  # that the seconds below add up to
+PARALLEL = 4  # correctness families at one time
+RESERVE = 15.0  # seconds for the report
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """One subprocess.
+
+  Attributes:
+    name: of the family and of its log.
+    stage: one of STAGES.
+    module: its `run(context, **values)` measures one line.
+    seconds: the share of MINUTES that it may take.
+    lines: name -> values, in the order of their worth.
+  """
+
+  name: str
+  stage: str
+  module: str
+  seconds: float
+  lines: dict[str, dict[str, Any]]
+
+  @property
+  def wall_seconds(self) -> float:
+    """Of the plan's time, families that run side by side divided."""
+    return self.seconds / (PARALLEL if self.stage == "correctness" else 1)
+
+
+# --- shapes --------------------------------------------------------------------------------------
+
+# M, N, K: more tiles than a Hopper has multiprocessors and more steps than the ring has slots; then
+# with partial last tiles along M and N.
+FULL, PARTIAL = (2304, 1792, 1024), (2200, 1728, 1024)
+# Eight busy clusters of 66; one tile, whose cluster has a second program without rows.
+IDLE = ((456, 448, 384), (128, 128, 256))
+DRY_SHAPES = ((136, 192, 256),)
+INLINE, WARPGROUP = {"producer": "inline", "stages": 4}, {"producer": "warpgroup", "stages": 4}
+# DeepGEMM's README: forward. A weight gradient of the same model. (M, N, K)
+P3, P2 = (4096, 7168, 16384), (7168, 2048, 4096)
+SMALL_K = (8192, 17920, 1536)  # InfiR2's 1.5B, gate and up
+LAYER_7B = (8192, 37888, 3584)  # gate and up
+ACTIVATION, WEIGHT, MATRIX_7B = (15872, 4096), (18944, 3584), (8192, 18944)
+
+
+def _products(family: str, shapes, ways) -> dict[str, dict[str, Any]]:
+  """Lines of one family of GEMMs. Args: ways: (label, product, config or None)."""
+  return {
+    f"correctness/{family}/{label}/{'x'.join(map(str, shape))}": {
+      "product": product, "shape": shape, "config": config
+    }
+    for shape in shapes
+    for label, product, config in ways
+  }  # fmt: skip
+
+
+def _gemm_families(is_dry: bool) -> dict[str, dict[str, Any]]:
+  shapes = DRY_SHAPES if is_dry else (PARTIAL, FULL)
+  both = lambda config: [(p, p, config) for p in ("fwd", "wgrad")]  # noqa: E731
+
+  def tile(n, stages):
+    config = {"tile_n": n, "stages": stages, "producer": "inline"}
+    return [
+      (f"{product}/cluster{c}", product, {**config, "cluster_m": c})
+      for c in (1, 2)
+      for product in ("fwd", "wgrad")
+    ]
+
+  found = {
+    "gemm_default": _products("gemm_default", shapes, both(None)),
+    "gemm_cluster1": _products("gemm_cluster1", shapes, [
+      ("fwd", "fwd", {**WARPGROUP, "cluster_m": 1}), ("wgrad", "wgrad", {**INLINE, "cluster_m": 1}),
+    ]),
+    "gemm_cluster2": _products("gemm_cluster2", shapes, [
+      ("fwd", "fwd", {**WARPGROUP, "cluster_m": 2}), ("wgrad", "wgrad", {**INLINE, "cluster_m": 2}),
+    ]),
+    "gemm_cluster2_idle": _products("gemm_cluster2_idle", DRY_SHAPES if is_dry else IDLE, [
+      ("fwd", "fwd", {**WARPGROUP, "stages": 3, "cluster_m": 2}),
+      ("wgrad", "wgrad", {**INLINE, "stages": 3, "cluster_m": 2}),
+    ]),
+    "gemm_tile112": _products("gemm_tile112", shapes[:1], tile(112, 4)),
+    "gemm_tile160": _products("gemm_tile160", shapes[:1], tile(160, 4)),
+    # Each product with the producer that it does not have by default.
+    "gemm_producers": _products("gemm_producers", shapes[:1], [
+      ("fwd/inline", "fwd", INLINE), ("wgrad/warpgroup", "wgrad", WARPGROUP),
+      ("fwd/inline/cluster2", "fwd", {**INLINE, "cluster_m": 2}),
+      ("wgrad/warpgroup/cluster2", "wgrad", {**WARPGROUP, "cluster_m": 2}),
+    ]),
+    "gemm_add_to": _products("gemm_add_to", shapes[:1], [
+      ("wgrad", "wgrad", None), ("wgrad/cluster2", "wgrad", {**INLINE, "cluster_m": 2}),
+    ]),
+    # M is the number of tokens here, N and K an expert's sizes.
+    "gemm_groups": _products("gemm_groups", [(300, 192, 256)] if is_dry else [(2000, 1536, 1024)], [
+      ("fwd", "fwd", None), ("wgrad", "wgrad", None),
+    ]),
+  }  # fmt: skip
+  for name, extra in (("gemm_add_to", {"adds": True}), ("gemm_groups", {"groups": True})):
+    found[name] = {line: values | extra for line, values in found[name].items()}
+  return found
+
+
+def _quantizer_families(is_dry: bool) -> dict[str, dict[str, Any]]:
+  """(rows, columns): along=1 wants columns % 128, along=0 rows % 128; the other axis is partial."""
+  table = {
+    "quantize_rows": [("full", (2048, 1536), [1], "x"), ("watched", (2048, 1536), [1], "x")],
+    "quantize_both": [("full", (2176, 1536), [1, 0], "x"), ("watched", (2176, 1536), [1, 0], "x"),
+                      ("gradient", (2176, 1536), [1, 0], "g")],
+    "quantize_weight": [("full", (1536, 2048), [0, 1], "w"),
+                        ("watched", (1536, 2048), [0, 1], "w")],
+    # Lines of scales whose last 128 are partial.
+    "quantize_partial_lines": [("rows", (8200, 1536), [1], "x"), ("columns", (2048, 576), [0], "x"),
+                               ("few_columns", (2048, 192), [0], "x")],
+  }  # fmt: skip
+  small = {"rows": (136, 128), "columns": (128, 192), "few_columns": (128, 192)}
+  return {
+    family: {
+      f"correctness/{family}/{label}": {
+        "shape": small.get(label, (128, 128)) if is_dry else shape,
+        "alongs": alongs, "tensor": tensor, "watched": label == "watched",
+      }
+      for label, shape, alongs, tensor in cases
+    }
+    for family, cases in table.items()
+  }  # fmt: skip
+
+
+PRODUCERS = ("rms_norm", "swiglu", "swiglu_backward")
+# Moments (optim.moments.PRESETS), whether the master is split, the gradient's dtype.
+ADAM = {
+  "coat": ("coat", False, "bfloat16"),
+  "coat_pair": ("coat", True, "bfloat16"),
+  "sqrt_v": ("sqrt_v", False, "bfloat16"),
+  "e4m3_256": ("e4m3_256", False, "bfloat16"),
+  "float32": ("float32", False, "float32"),
+}
+
+
+def _adam(shape) -> dict[str, dict[str, Any]]:
+  return {
+    kind: {"preset": preset, "is_pair": is_pair, "dtype": dtype, "shape": shape}
+    for kind, (preset, is_pair, dtype) in ADAM.items()
+  }
+
+
+def _correctness(is_dry: bool) -> list[Family]:
+  found = [
+    Family(name, "correctness", "gpu_check.check_gemm", 32, lines)
+    for name, lines in _gemm_families(is_dry).items()
+  ]
+  found += [
+    Family(name, "correctness", "gpu_check.check_quantize", 28, lines)
+    for name, lines in _quantizer_families(is_dry).items()
+  ]
+  shape = (128, 128) if is_dry else (2176, 1536)
+  lines = {f"correctness/prologues/{n}": {"producer": n, "shape": shape} for n in PRODUCERS}
+  found.append(Family("prologues", "correctness", "gpu_check.check_quantize", 28, lines))
+  lines = {
+    f"correctness/adam/{kind}": values
+    for kind, values in _adam((24, 256) if is_dry else (5000, 1024)).items()
+  }
+  return [*found, Family("adam", "correctness", "gpu_check.check_adam", 36, lines)]
+
+
+# --- speed ---------------------------------------------------------------------------------------
+
+
+def _tile(tile_n=128, cluster_m=2, stages=4, raster=8, producer="inline", tile_m=128):
+  return {"tile_m": tile_m, "tile_n": tile_n, "stages": stages, "raster": raster,
+          "cluster_m": cluster_m, "producer": producer}  # fmt: skip
+
+
+P3_CONFIGS = {
+  "default": None,
+  "128x128_cluster2": _tile(stages=5, producer="warpgroup"),
+  "128x160_cluster2_inline": _tile(160),
+  "128x128_cluster1": _tile(cluster_m=1, stages=5, producer="warpgroup"),
+  "128x128_cluster2_raster16": _tile(stages=5, raster=16, producer="warpgroup"),
+  "128x112_cluster2_inline": _tile(112, stages=5),
+  "128x192_cluster2_inline": _tile(192, stages=3),
+  "256x128_cluster1_inline": _tile(128, 1, 3, tile_m=256),
+}
+P2_CONFIGS = {
+  "default": None,
+  "128x128_cluster2_warpgroup": _tile(producer="warpgroup"),
+  "128x128_cluster2_inline": _tile(),
+  "128x160_cluster2_warpgroup": _tile(160, stages=3, producer="warpgroup"),
+  "128x160_cluster2_inline": _tile(160, stages=3),
+  "128x112_cluster2_inline": _tile(112),
+  "128x128_cluster1_inline": _tile(cluster_m=1),
+  "128x128_cluster2_raster16": _tile(raster=16),
+}
+
+
+def _speed(is_dry: bool) -> list[Family]:
+  tiny = DRY_SHAPES[0]
+
+  def gemms(name, product, shape, configs):
+    shape = tiny if is_dry else shape
+    configs = dict(list(configs.items())[: 2 if is_dry else None])
+    return {
+      f"gemm/{name}/{label}": {"product": product, "shape": shape, "config": config}
+      for label, config in configs.items()
+    }
+
+  p2 = gemms("p2", "wgrad", P2, P2_CONFIGS)
+  p2 |= gemms("small_k", "fwd", SMALL_K, {"default": None})
+  activation, weight, matrix = (
+    (128, 128) if is_dry else shape for shape in (ACTIVATION, WEIGHT, MATRIX_7B)
+  )
+  quantize = {
+    label: {"shape": shape, "alongs": alongs, "tensor": tensor, "watched": watched}
+    for label, shape, alongs, tensor, watched in (
+      ("both", activation, [1, 0], "x", False), ("both_watched", activation, [1, 0], "x", True),
+      ("weight", weight, [0, 1], "w", False), ("rows", activation, [1], "x", False),
+    )
+  }  # fmt: skip
+  adam = _adam((24, 256) if is_dry else WEIGHT)
+  prologue = {n: {"producer": n, "shape": matrix} for n in PRODUCERS}
+  return [
+    Family("gemm_p3", "gemm", "gpu_check.time_gemm", 60, gemms("p3", "fwd", P3, P3_CONFIGS)),
+    Family("gemm_p2", "gemm", "gpu_check.time_gemm", 60, p2),
+    Family("quantize", "elementwise", "gpu_check.time_elementwise", 25,
+           {f"quantize/{k}": {"kind": "quantize", **v} for k, v in quantize.items()}),
+    Family("prologues_speed", "elementwise", "gpu_check.time_elementwise", 25,
+           {f"prologue/{k}": {"kind": "prologue", **v} for k, v in prologue.items()}),
+    Family("adam_speed", "elementwise", "gpu_check.time_elementwise", 30,
+           {f"adam/{k}": {"kind": "adam", **v} for k, v in adam.items()}),
+  ]  # fmt: skip
+
+
+RIVALS = ("deep_gemm", "torch_bf16", "torch_tensor", "torch_rowwise", "torch_block")
+RIVAL_SHAPES = {
+  "p3": ("fwd", P3), "p2": ("wgrad", P2), "layer_7b": ("fwd", LAYER_7B),
+  "small_k": ("fwd", SMALL_K),
+}  # fmt: skip
+
+
+def _rivals(is_dry: bool) -> list[Family]:
+  return [
+    Family(f"rival_{name}", "rivals", "gpu_check.time_rivals", 12, {
+      f"rival/{name}/{label}": {
+        "rival": name, "product": product, "shape": DRY_SHAPES[0] if is_dry else shape
+      }
+      for label, (product, shape) in RIVAL_SHAPES.items()
+    })
+    for name in RIVALS
+  ]  # fmt: skip
+
+
+def _layer(is_dry: bool) -> Family:
+  tokens = 128 if is_dry else 8192
+  names = ("bf16", "block_128") if is_dry else ("bf16", "block_128", "tensor_current")
+  return Family("layer", "layer", "gpu_check.layer", 80, {
+    f"layer/{recipe}": {"recipe": recipe, "tokens": tokens, "model": "dry" if is_dry else "7b"}
+    for recipe in names
+  })  # fmt: skip
+
+
+def families(is_dry: bool = False, cpt: dict[str, Any] | None = None) -> list[Family]:
+  """Everything, in order. Args: cpt: values of the line of stage `cpt`, see cpt.run."""
+  size = 256 if is_dry else 8192
+  shape = DRY_SHAPES[0] if is_dry else PARTIAL
+  ceilings = {f"ceiling/{kind}": {"kind": kind, "size": size}
+              for kind in ("copy", "bf16", "fp8_fast", "fp8_precise")}  # fmt: skip
+  return [
+    Family("environment", "environment", "gpu_check.environment", 12, {
+      "environment/versions": {"part": "versions"},
+      "environment/setmaxnreg": {"part": "setmaxnreg", "shape": shape},
+    }),
+    Family("cupti", "environment", "gpu_check.environment", 10, {
+      "environment/cupti": {"part": "cupti"},
+    }),
+    Family("ceilings", "ceilings", "gpu_check.ceilings", 25, ceilings),
+    *_correctness(is_dry),
+    *_speed(is_dry),
+    *_rivals(is_dry),
+    _layer(is_dry),
+    Family("cpt", "cpt", "gpu_check.cpt", 500, {"cpt/paired": {"is_dry": is_dry, **(cpt or {})}}),
+  ]  # fmt: skip

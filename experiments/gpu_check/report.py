@@ -1,0 +1,153 @@
+"""One page: every figure beside its prediction. Predictions are read from experiments/LOG.md."""
+
+import collections
+import dataclasses
+import re
+from typing import Any
+
+from gpu_check import plan, records
+
+LOG = records.ROOT / "experiments" / "LOG.md"
+TITLE = "*prediction* Every kernel on an H200"
+COLUMNS = ["figure", "field", "predicted", "low", "high", "unit"]
+# Lines that are divided by the copy's bandwidth.
+OF_A_COPY = ("quantize/", "prologue/", "adam/")
+# Shown of each line; other values are in results.jsonl.
+FIELDS = ("tb_per_s", "share_of_copy", "tflops", "share_of_bf16", "ms", "spread_ms", "how",
+          "x_bf16", "lattice_wrong", "norm_error", "sum_error", "error", "setmaxnreg",
+          "registers", "spilled_bytes", "works",
+          "weights", "steps", "training_difference", "training_difference_interval",
+          "forward_difference", "forward_difference_interval")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+  """A row of the table in LOG.md: what a field of a line was expected to be."""
+
+  line: str
+  field: str
+  predicted: float
+  low: float
+  high: float
+  unit: str
+
+  def verdict(self, measured: float) -> str:
+    if measured < self.low:
+      return "below"
+    return "above" if measured > self.high else "within"
+
+
+def predictions(text: str | None = None) -> list[Prediction]:
+  """The table of the section TITLE of LOG.md.
+
+  Raises:
+    ValueError: the section, its table or a number is missing.
+  """
+  text = LOG.read_text() if text is None else text
+  section = text.partition(TITLE)[2].partition("\n## ")[0]
+  rows = [[cell.strip() for cell in line.strip("|").split("|")]
+          for line in section.splitlines() if line.startswith("|")]  # fmt: skip
+  if not rows or rows[0] != COLUMNS:
+    raise ValueError(f"{LOG} has no section {TITLE!r} with a table of columns {COLUMNS}")
+  return [Prediction(r[0], r[1], *map(float, r[2:5]), r[5]) for r in rows[2:]]
+
+
+def derived(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+  """Line -> values, with the ratios between lines: share_of_copy, share_of_bf16, x_bf16."""
+  values = {name: dict(r["values"]) for name, r in found.items() if r.get("status") == "ok"}
+  copy = values.get("ceiling/copy", {}).get("tb_per_s")
+  bf16 = values.get("ceiling/bf16", {}).get("tflops")
+  for name, v in values.items():
+    if copy and name.startswith(OF_A_COPY):
+      v["share_of_copy"] = v["tb_per_s"] / copy
+    if bf16 and "tflops" in v and name.startswith(("gemm/", "rival/")):
+      v["share_of_bf16"] = v["tflops"] / bf16
+    if name.startswith("layer/") and "layer/bf16" in values:
+      v["x_bf16"] = values["layer/bf16"]["ms"] / v["ms"]
+  return values
+
+
+def summary(families: list[plan.Family], found: dict[str, dict[str, Any]]) -> str:
+  """ "97 ok, 1 wrong, 3 not run"."""
+  names = [name for f in families for name in f.lines]
+  counts = collections.Counter(found.get(n, {}).get("status", "not run") for n in names)
+  return ", ".join(f"{n} {_said(s)}" for s, n in counts.most_common())
+
+
+def _said(status: str) -> str:
+  return {"begun": "ended their process"}.get(status, status)
+
+
+def page(families: list[plan.Family], found: dict[str, dict[str, Any]], key: dict[str, Any]) -> str:
+  """Markdown: provenance, figures beside predictions, what is wrong or missing, all lines."""
+  values = derived(found)
+  parts = [f"# GPU check: {key['device']}", ""]
+  if key["dry"]:
+    parts += ["**Dry run on a CPU: kernels are interpreted, shapes tiny, times mean nothing.**", ""]
+  parts += [f"commit {key['commit']}, sources {key['sources']}, jax {key['jax']}; "
+            f"{summary(families, found)}.", ""]  # fmt: skip
+  names = {name for f in families for name in f.lines}
+  parts += _against_predictions(values, names, key["dry"])
+  parts += _missing(families, found)
+  if machine := values.get("environment/versions"):
+    parts += ["## machine", "", *(f"- {k}: {_flat(v)}" for k, v in machine.items()), ""]
+  for stage in plan.STAGES:
+    lines = [name for f in families if f.stage == stage for name in f.lines if name in values]
+    parts += _table(stage, {name: values[name] for name in lines}) if lines else []
+  return "\n".join(parts) + "\n"
+
+
+def _against_predictions(values, names, is_dry: bool) -> list[str]:
+  rows = ["## Against the predictions of experiments/LOG.md", "",
+          "| figure | field | measured | predicted | range | unit | verdict |",
+          "|---|---|---|---|---|---|---|"]  # fmt: skip
+  for p in predictions():
+    if p.line not in names:
+      continue
+    measured = values.get(p.line, {}).get(p.field)
+    shown = "not measured" if measured is None else _show(measured)
+    verdict = "" if measured is None else "dry" if is_dry else p.verdict(measured)
+    cells = (
+      p.line,
+      p.field,
+      shown,
+      f"{p.predicted:g}",
+      f"{p.low:g} to {p.high:g}",
+      p.unit,
+      verdict,
+    )
+    rows.append(f"| {' | '.join(cells)} |")
+  return [*rows, ""]
+
+
+def _missing(families, found) -> list[str]:
+  """Lines without a figure, each with the reason."""
+  rows = []
+  for family in families:
+    for name in family.lines:
+      record = found.get(name, {"status": "not run", "why": "time did not reach it"})
+      why = record.get("why", f"its process ended in this line: {family.name}.log")
+      if record["status"] != "ok":
+        rows.append(f"| {name} | {_said(record['status'])} | {re.sub(r'[|\n]', ' ', why)} |")
+  if not rows:
+    return ["Every line was measured.", ""]
+  return ["## Wrong, failed, absent or not run", "", "| line | status | reason |", "|---|---|---|",
+          *rows, ""]  # fmt: skip
+
+
+def _table(stage: str, lines: dict[str, dict[str, Any]]) -> list[str]:
+  fields = [f for f in FIELDS if any(f in v for v in lines.values())]
+  rows = [f"## {stage}", "", f"| line | {' | '.join(fields)} |", "|---" * (len(fields) + 1) + "|"]
+  rows += [f"| {name} | {' | '.join(_show(v.get(f, '')) for f in fields)} |"
+           for name, v in lines.items()]  # fmt: skip
+  return [*rows, ""]
+
+
+def _flat(value) -> str:
+  if isinstance(value, dict):
+    return ", ".join(f"{k} {v}" for k, v in value.items())
+  return str(value)
+
+
+def _show(value) -> str:
+  return f"{value:.4g}" if isinstance(value, float) else str(value)
