@@ -111,13 +111,16 @@ def test_a_wrong_product_is_not_timed(monkeypatch, broken):
     assert found["values"]["tflops"] == 2 * 40 * 128 * 256 / 2e-3 / 1e12
 
 
-@pytest.mark.parametrize("broken", ["", "scales", "element", "amax"])
+@pytest.mark.parametrize("broken", ["", "scales", "coarse", "element", "amax"])
 def test_a_wrong_quantization_is_seen(monkeypatch, broken):
   def quantize_matrix(x, quants, watched):
     made = {along: quantize.quantize(x, q, contraction=along) for along, q in quants.items()}
     one = made[1]
     if broken == "scales":  # the end of one line written over the beginning of the next
       one = dataclasses.replace(one, scale=one.scale.at[:4, 1].set(1.0))
+    if broken == "coarse":  # every element as it was, on a scale twice too large
+      data = (one.data.astype(jnp.float32) / 2).astype(one.data.dtype)
+      one = dataclasses.replace(one, data=data, scale=2 * one.scale)
     if broken == "element":
       one = dataclasses.replace(one, data=one.data.at[7, 9].set(one.data[7, 9] * 1.25 + 1))
     amax = observe.amax(x) * (0.5 if broken == "amax" else 1)
@@ -185,6 +188,9 @@ def test_a_line_that_ends_its_process_costs_itself_alone(tmp_path):
   status = {name.removeprefix("gemm/"): found[name]["status"] for name in lines}
   assert status == {"first": "ok", "crash": "begun", "error": "failed", "last": "ok"}
   assert found["gemm/error"]["why"] == "RuntimeError: no such kernel"
+  # With the others, then alone; never again in this call.
+  begun = [r for r in call.path.read_text().splitlines() if "begun" in r and "gemm/crash" in r]
+  assert len(begun) <= 3
   before = call.path.read_text().count('"ok"')
   call.run()  # resumes: measures nothing again, tries the one that crashed once more
   assert call.path.read_text().count('"ok"') == before
