@@ -127,7 +127,7 @@ def resolve(
       c.length <= model.max_positions,
       f"length={c.length} is longer than model.max_positions={model.max_positions}",
     )
-    if c.init.hf:
+    if c.init.hf and not model.problems():
       problems.attempt(lambda: _check_folder(c, model), "init.hf")
   run = _execution(c, layout, device, problems)
   optim = _optim(c, problems)
@@ -164,6 +164,7 @@ def resolve(
 def resolve_data(c: Config) -> loader.Spec:
   """The data alone, without a model or a mesh: what --job=prepare reads. Raises as `resolve`."""
   problems = Problems()
+  _check_numbers(c, problems)
   data = check.spec(c, None, problems)
   problems.refuse()
   return data

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -54,6 +55,11 @@ def nearest_key(key: str, known: Collection[str]) -> str | None:
   return max(candidates, key=likeness, default=None)
 
 
+def one_line(e: Exception) -> str:
+  """The message of a library, whatever its line breaks."""
+  return " ".join(str(e).split())
+
+
 def read_json(path: str, remedy: str) -> dict[str, Any]:
   """The JSON object in a file.
 
@@ -65,11 +71,49 @@ def read_json(path: str, remedy: str) -> dict[str, Any]:
       value = json.load(f)
   except FileNotFoundError as e:
     raise FileNotFoundError(f"{path} does not exist; {remedy}") from e
-  except ValueError as e:  # also bad UTF-8
+  except OSError as e:  # a folder, a file in place of a folder, no permission
+    raise UserError(f"{path} cannot be read: {e.strerror}; {remedy}") from e
+  except (ValueError, RecursionError) as e:  # also bad UTF-8, and a nesting beyond Python's limit
     raise UserError(f"{path} is not JSON: {e}; {remedy}") from e
   if not isinstance(value, dict):
     raise UserError(f"{path} holds {type(value).__name__}, expected an object; {remedy}")
   return value
+
+
+def inside(folder: str, name: Any, where: str) -> str:
+  """The path of a file that another file names; it stays inside `folder`.
+
+  Args:
+    folder: the folder of the file that names it.
+    name: a relative path, as read.
+    where: the file and key that name it, for the message.
+
+  Raises:
+    UserError: no text, an absolute path, or a path with "..".
+  """
+  parts = name.split("/") if isinstance(name, str) else ()
+  if not parts or set(parts) & {"", ".", ".."} or set(name) & {"\0", "\\"}:
+    raise UserError(f"{where} names {name!r}, expected the name of a file inside {folder!r}")
+  return os.path.join(folder, name)
+
+
+def check_number(what: str, value: Any, low: float, high: float, remedy: str, whole: bool = False):
+  """Refuses a value, read from a file, that is no finite number in [low, high].
+
+  Args:
+    what: the file and key, for the message.
+    value: as read; True and False are no numbers.
+    low, high: the smallest and largest value.
+    remedy: what to do, for the message.
+    whole: whether it must be an int.
+  """
+  is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+  if is_number and (isinstance(value, int) or math.isfinite(value)) and low <= value <= high:
+    return
+  kind = "a whole number" if whole else "a number"
+  is_huge = isinstance(value, int) and abs(value) > 2**64  # repr refuses thousands of digits
+  shown = "a huge integer" if is_huge else repr(value)
+  raise UserError(f"{what} is {shown}, expected {kind} from {low:g} to {high:g}; {remedy}")
 
 
 class Problems:

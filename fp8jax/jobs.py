@@ -35,7 +35,7 @@ from fp8jax import step as step_lib
 from fp8jax.data import loader, prepare
 from fp8jax.errors import UserError, missing_package, nearest, nearest_key
 from fp8jax.kernels import backend
-from fp8jax.models import hf, hf_config, transformer
+from fp8jax.models import export_folder, hf, hf_config, transformer
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import smooth, weights
 
@@ -179,21 +179,27 @@ def _memory(c: config.Config):
 
 def _export(plan: config.Plan, workdir: str):
   """Writes a checkpoint as a Hugging Face folder."""
+  target = _folder_of(plan.config.export.path, workdir, "hf")
+  never = {workdir: "the run's own folder", plan.config.init.hf: "the folder of init.hf"}
+  export_folder.check_other(target, _local(never))
+  export_folder.check(target)  # before work that takes long; `claim` checks again
   params, step, meta = _restore_params(plan, workdir)
+  began_with = {meta["config"].get("init.hf", ""): "the folder that training started from"}
+  export_folder.check_other(target, _local(began_with))
   params = weights.master(params)
   if plan.config.export.merge_smooth:
     params = _merge_smooth(plan, params)
-  target = _folder_of(plan.config.export.path, workdir, "hf")
   dtype = plan.config.export.dtype
   dtype = meta["weights_dtype"] if dtype == "auto" else dtype
   source = os.path.join(workdir, "hf_source")
-  base = None
-  if os.path.isdir(source):
-    if jax.process_index() == 0:
-      hf.keep_source_files(source, target)
-    base = hf_config.read_json(source, "config.json")
-  hf.save_params(target, params, plan.model, dtype, base)
+  source = source if os.path.isdir(source) else ""
+  base = hf_config.read_json(source, "config.json") if source else None
+  hf.save_params(target, params, plan.model, dtype, base, source=source)
   return {"folder": target, "step": step, "dtype": dtype}
+
+
+def _local(folders: dict[str, str]) -> dict[str, str]:
+  return {hub.local(folder): what for folder, what in folders.items() if folder}
 
 
 def _merge_smooth(plan: config.Plan, params):

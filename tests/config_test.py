@@ -67,7 +67,10 @@ def files(tmp_path, monkeypatch):
   vocabulary = tokenizers.models.WordLevel({"<unk>": 0, "a": 511, "<eos>": 512}, "<unk>")
   tokenizers.Tokenizer(vocabulary).save("vocabulary/tokenizer.json")
   (tmp_path / "gpt2/config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-  splits = {"train": {"files": ["train-00000.array_record"], "documents": 1}}
+  splits = {
+    "train": {"files": ["train-00000.array_record"], "documents": 1, "tokens": 9},
+    "heldout": {"files": [], "documents": 0, "tokens": 0},
+  }
   for name, fingerprint, heldout in (
     ("other_tokenizer", "0123456789abcdef", 0.1),
     ("other_heldout", tokenize.Tokenizer("bytes").fingerprint, 0.2),
@@ -173,7 +176,7 @@ MISTAKES = {
   "clip": (["optim.clip=-1.0 must not be negative"], {"optim.clip": -1.0}),
   "everything held out": (["data.heldout=1.0 must be in [0, 1)"], {"data.heldout": 1.0}),
   "nothing held out": (["data.heldout=0 leaves nothing to evaluate on"], {"data.heldout": 0.0}),
-  "weight": (["data.sources.main.weight=0.0 must be positive"], _source(weight=0.0)),
+  "weight": (["data.sources.main.weight is 0.0, expected a number"], _source(weight=0.0)),
   # --- batch and mesh
   "accumulation": (
     ["batch=6 must be a multiple of accumulation x batch shards = 4 x 1", "the nearest batch, 8"],
@@ -298,15 +301,15 @@ MISTAKES = {
   "foreign architecture": (
     ["gpt2/config.json: architecture 'GPT2LMHeadModel' is not supported", "LlamaForCausalLM"],
     {"model.preset": "hf", "init.hf": "gpt2"}),
-  "config.json without a key": (["hollow/config.json lacks 'num_attention_heads'"],
+  "config.json without a key": (["hollow/config.json lacks 'vocab_size'"],
     {"model.preset": "hf", "init.hf": "hollow"}),
   "folder without weights": (["init.hf: no safetensors in 'weightless'"],
     {"model.preset": "hf", "init.hf": "weightless", "data.tokenizer": "bytes", "length": 16}),
   "number in quotes": (
-    ["quoted/config.json: num_hidden_layers='2' is not a whole number", "fetch the file again"],
+    ["quoted/config.json: num_hidden_layers is '2', expected a whole", "fetch the file again"],
     {"model.preset": "hf", "init.hf": "quoted"}),
   "rope option in quotes": (
-    ["roped/config.json: rope option factor='2' is not a number", "fetch the file again"],
+    ["roped/config.json: rope option factor is '2', expected a number", "fetch the file again"],
     {"model.preset": "hf", "init.hf": "roped"}),
   "broken index of weights": (
     ["torn/model.safetensors.index.json is not JSON", "expected a Hugging Face folder"],
@@ -323,7 +326,7 @@ MISTAKES = {
     {"init.hf": str(ROOT / "tests/golden/hf/llama"), "data.tokenizer": "bytes"}),
   "no tokenizer": (["tokenizer 'tokenizer.json' does not exist", "set data.tokenizer to 'bytes'"],
     {"data.tokenizer": "tokenizer.json"}),
-  "no end of document": (["tokenizer_config.json names no eos_token", "set data.eos"],
+  "no end of document": (["tokenizer_config.json does not exist", "eos_token", "set data.eos"],
     {"data.tokenizer": "vocabulary"}),
   "unknown end of document": (["has no token '<end>'", "set data.eos"],
     {"data.tokenizer": "vocabulary", "data.eos": "<end>"}),

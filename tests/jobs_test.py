@@ -26,8 +26,9 @@ from configs import base, debug
 from fp8jax import calibration, checkpoint, config, jobs
 from fp8jax import params as params_lib
 from fp8jax.data import loader, tokenize
+from fp8jax.errors import UserError
 from fp8jax.kernels.backend import Device
-from fp8jax.models import hf, hf_config, presets, transformer
+from fp8jax.models import export_folder, hf, hf_config, presets, transformer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 XLA_FLAGS = "--xla_force_host_platform_device_count=1"
@@ -56,9 +57,9 @@ def launch():
     "XLA_FLAGS": XLA_FLAGS,
   }
 
-  def run(workdir, *flags, code=0):
+  def run(workdir, *flags, code=0, start=("launch.py",)):
     done = subprocess.run(
-      [sys.executable, "launch.py", f"--workdir={workdir}", *flags],
+      [sys.executable, *start, f"--workdir={workdir}", *flags],
       cwd=ROOT, env=env, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
@@ -252,7 +253,9 @@ def test_export_in_float32_is_the_checkpoint_and_evaluates_the_same(launch, trai
   folder = trained.workdir / "hf"
   assert code == 0
   assert json.loads(stdout) == {"folder": str(folder), "step": STEPS, "dtype": "float32"}
-  assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors"}
+  assert {p.name for p in folder.iterdir()} == {
+    "config.json", "model.safetensors", export_folder.MANIFEST
+  }  # fmt: skip
   weights, dtype = hf.load_params(str(folder), hf_config.read_config(str(folder)))
   assert dtype == "float32"
   want = _saved_params(trained.workdir, STEPS, _plan(_config()))
@@ -266,6 +269,25 @@ def test_export_in_float32_is_the_checkpoint_and_evaluates_the_same(launch, trai
   result = json.loads(done.stdout)
   assert result["hf"] == str(folder) and not elsewhere.exists()
   assert result["heldout"] == _json(trained.workdir / "summary.json")["evaluations"][str(STEPS)]
+
+
+def test_export_writes_into_no_folder_of_the_run(trained, run_job, tmp_path):
+  before = {p: p.read_bytes() for p in trained.workdir.glob("*.json")}
+  link = tmp_path / "link"
+  link.symlink_to(trained.workdir)
+  source = tmp_path / "source"
+  source.mkdir()
+  for path, changes, what in (
+    (trained.workdir, {}, "the run's own folder"),
+    (link, {}, "the run's own folder"),
+    (trained.workdir / "checkpoints", {}, "not written by --job=export"),
+  ):
+    c = _config(**{"export.path": str(path)}, **changes)
+    code, stdout, stderr = run_job("export", c, trained.workdir)
+    assert (code, stdout) == (1, "") and what in stderr, stderr
+  with pytest.raises(UserError, match="is init.hf"):
+    export_folder.check_other(str(source), {f"{source}/../source": "init.hf"})
+  assert {p: p.read_bytes() for p in trained.workdir.glob("*.json")} == before
 
 
 def test_export_dtype_auto_is_bfloat16_for_weights_that_were_drawn(trained, run_job, tmp_path):
@@ -435,6 +457,12 @@ def test_prepared_data_refuse_another_tokenizer_or_split(run_job, tmp_path):
 # --- non-finite ----------------------------------------------------------------------------------
 
 BAD_STEP = 3
+# The launcher without import's check for NaN: these tests need a NaN in the first weights.
+UNCHECKED = (
+  "-c",
+  "import runpy; from fp8jax.models import hf; hf._check_finite = lambda *_: None; "
+  "runpy.run_path('launch.py', run_name='__main__')",
+)
 
 
 @pytest.fixture(scope="module")
@@ -471,7 +499,7 @@ def poisoned(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stopped(launch, poisoned, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("stopped")
-  done = launch(workdir, *poisoned.flags, code=1)
+  done = launch(workdir, *poisoned.flags, code=1, start=UNCHECKED)
   return types.SimpleNamespace(workdir=workdir, stderr=done.stderr)
 
 
@@ -495,7 +523,7 @@ def test_a_non_finite_loss_stops_the_run_and_names_step_and_site(stopped, poison
 @pytest.mark.slow
 def test_skipping_counts_and_equals_going_on_after_a_stop(launch, stopped, poisoned, tmp_path):
   skip = "--config.optim.on_nonfinite=skip"
-  done = launch(tmp_path, *poisoned.flags, skip)
+  done = launch(tmp_path, *poisoned.flags, skip, start=UNCHECKED)
   assert f"step {BAD_STEP}: loss or gradient not finite; update skipped" in done.stdout
   assert "updates skipped for non-finite values: 1" in done.stdout
   resumed = launch(stopped.workdir, *poisoned.flags, skip).stdout
@@ -521,6 +549,14 @@ def test_diagnose_reproduces_it_also_when_the_run_has_gone_on(launch, stopped, p
 
 
 def test_export_dtype_auto_is_that_of_the_folder_the_run_began_with(stopped, poisoned, run_job):
-  c = _config(**poisoned.changes, **{"eval.step": BAD_STEP})
-  code, stdout, _ = run_job("export", c, stopped.workdir)
+  changes = poisoned.changes | {"eval.step": BAD_STEP}
+  code, stdout, _ = run_job("export", _config(**changes), stopped.workdir)
   assert code == 0 and json.loads(stdout)["dtype"] == "float32"
+  # That folder is an export itself, and is not replaced; also where init.hf no longer names it.
+  source = pathlib.Path(poisoned.changes["init.hf"])
+  before = {p: p.read_bytes() for p in source.iterdir()}
+  model = {"init.hf": "", "export.path": str(source)}
+  for more in ({"export.path": str(source)}, model):
+    code, _, stderr = run_job("export", _config(**changes | more), stopped.workdir)
+    assert code == 1, stderr
+  assert {p: p.read_bytes() for p in source.iterdir()} == before

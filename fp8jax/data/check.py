@@ -5,7 +5,7 @@ from typing import Any
 
 from fp8jax import hub
 from fp8jax.data import loader, sources, tokenize
-from fp8jax.errors import Problems, UserError, nearest
+from fp8jax.errors import Problems, UserError, check_number, nearest
 
 
 def spec(c: Any, vocab_size: int | None, problems: Problems) -> loader.Spec:
@@ -26,11 +26,17 @@ def spec(c: Any, vocab_size: int | None, problems: Problems) -> loader.Spec:
   problems.check(len(c.data.sources) > 0, "data.sources is empty; give at least one")
   for name, source in c.data.sources.items():
     key = f"data.sources.{name}"
+    if not problems.attempt(lambda k=key, s=source: _check_types(k, s)):
+      continue
+    before = len(problems.found)
     _check_source(key, dict(source), tokenizer, c.data.heldout, problems)
-    if c.data.shuffle_windows and source.get("kind") == "prepared":
+    if (
+      len(problems.found) == before and c.data.shuffle_windows and source.get("kind") == "prepared"
+    ):
       problems.attempt(lambda s=source: _check_lengths(s), key)
+  typed = {name: s for name, s in c.data.sources.items() if hasattr(s, "keys")}
   return loader.Spec(
-    sources={name: dict(source) for name, source in c.data.sources.items()},
+    sources={name: dict(source) for name, source in typed.items()},
     tokenizer=tokenizer,
     length=c.length,
     heldout=c.data.heldout,
@@ -42,6 +48,18 @@ def spec(c: Any, vocab_size: int | None, problems: Problems) -> loader.Spec:
     prefetch=c.data.prefetch,
     shuffle_windows=c.data.shuffle_windows,
   )
+
+
+def _check_types(key: str, source: Any) -> bool:
+  """Whether a source is a mapping of strings and one weight."""
+  if not hasattr(source, "keys"):
+    raise UserError(f"{key} is {source!r}, expected an entry as configs.base.source() makes it")
+  for name in sources.KEYS:
+    if name == "weight" and name in source:
+      check_number(f"{key}.weight", source[name], 1e-9, 1e9, "weights are shares of tokens")
+    elif not isinstance(source.get(name, ""), str):
+      raise UserError(f"{key}.{name} is {source[name]!r}, expected a string")
+  return True
 
 
 def _check_tokenizer(tokenizer, vocab_size: int | None, problems: Problems):
@@ -63,7 +81,6 @@ def _check_source(key: str, source: dict[str, Any], tokenizer, heldout: float, p
     problems.found.append(f"{key} lacks {', '.join(missing)}; build it with configs.base.source()")
     return
   problems.one_of(f"{key}.kind", source["kind"], sources.KINDS)
-  problems.check(source["weight"] > 0, f"{key}.weight={source['weight']} must be positive")
   if source["kind"] not in sources.KINDS:
     return
   opened = problems.attempt(lambda: _open(source), key)
@@ -100,3 +117,5 @@ def _check_prepared(source: dict[str, Any], tokenizer: tokenize.Tokenizer, heldo
       f"{source['path']} was prepared with data.heldout={index['heldout']}, now it is "
       f"{heldout}; prepare it again or use that value"
     )
+  for split in ("train", "heldout"):
+    sources.Prepared(source["path"], split).check()

@@ -209,7 +209,7 @@ def _samples(spec: Spec, name: str, source, shard: Shard, counts: Counts):
   many they are.
   """
   samples = sample_index.Samples(
-    sources_lib.Prepared(source["path"], "train"),
+    sources_lib.Prepared(source["path"], "train", spec.tokenizer.vocab_size),
     spec.length + 1,
     f"{spec.seed}/{name}",
     on_long=spec.on_long,
@@ -236,7 +236,7 @@ def _read(data: grain.MapDataset, spec: Spec):
 
 def _windows(spec: Spec, name: str, source, split: str, shard: Shard, counts: Counts):
   """Windows of spec.length + 1 tokens with segment ids and positions."""
-  documents = sources_lib.open_source(source, split)
+  documents = sources_lib.open_source(source, split, spec.tokenizer.vocab_size)
   if len(documents) < shard.count:
     raise UserError(
       f"data.sources.{name} has {len(documents)} {split} documents, fewer than the {shard.count} "

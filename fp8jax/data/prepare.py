@@ -90,7 +90,7 @@ def _index_of_whole(folder: str) -> dict[str, Any] | None:
   try:
     for split in SPLITS:
       prepared = sources_lib.Prepared(folder, split)
-      prepared.files()
+      prepared.check()
       prepared.lengths()
     return prepared.index
   except (UserError, FileNotFoundError, KeyError, TypeError):  # lost, cut off or foreign

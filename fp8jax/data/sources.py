@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fp8jax.errors import UserError, read_json
+from fp8jax.data.prepared import Prepared
+from fp8jax.errors import UserError, one_line
 
 KINDS = ("pydoc", "text", "jsonl", "parquet", "tfds", "prepared")
 
@@ -37,12 +38,15 @@ class Source(Protocol):
     ...
 
 
-def open_source(spec: Mapping[str, Any], split: str = "train") -> Source:
+def open_source(
+  spec: Mapping[str, Any], split: str = "train", vocab_size: int | None = None
+) -> Source:
   """The source that one entry of `data.sources` describes.
 
   Args:
     spec: kind, path, field, dataset, split (see configs/base.py).
     split: "train" or "heldout"; only prepared data are stored apart.
+    vocab_size: prepared token ids must be smaller; None does not check them.
 
   Raises:
     ValueError, FileNotFoundError: with what was wrong and what to do.
@@ -53,7 +57,7 @@ def open_source(spec: Mapping[str, Any], split: str = "train") -> Source:
   if kind == "tfds":
     return Tfds(spec["dataset"], spec["split"], spec["path"], spec["field"])
   if kind == "prepared":
-    return Prepared(spec["path"], split)
+    return Prepared(spec["path"], split, vocab_size)
   paths = find_files(spec["path"])
   if kind == "text":
     return TextFiles(paths)
@@ -65,11 +69,28 @@ def open_source(spec: Mapping[str, Any], split: str = "train") -> Source:
 
 
 def find_files(pattern: str) -> list[str]:
-  """Files that match a glob, sorted; ** descends."""
+  """Files that match a glob, sorted; ** descends.
+
+  Raises:
+    UserError: links lead to one file by several paths; its documents would be read several times.
+  """
   if not pattern:
     raise UserError("path is empty; give a glob of files")
   pattern = os.path.expanduser(pattern)
-  paths = sorted(p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p))
+  first: dict[tuple[int, int], str] = {}
+  paths = []
+  for path in glob.iglob(pattern, recursive=True):  # lazy: two links to a folder above never end
+    if not os.path.isfile(path):
+      continue
+    info = os.stat(path)
+    other = first.setdefault((info.st_dev, info.st_ino), path)
+    if other != path and os.path.realpath(other) == os.path.realpath(path):
+      raise UserError(
+        f"{pattern!r} matches one file twice, as {other!r} and {path!r}; remove the link, or give "
+        "a glob that does not follow it"
+      )
+    paths.append(path)
+  paths.sort()
   if not paths:
     hint = f"; it is a folder, try {os.path.join(pattern, '**/*')!r}" * os.path.isdir(pattern)
     raise FileNotFoundError(f"no file matches {pattern!r}{hint}")
@@ -178,9 +199,11 @@ class Parquet:
     for path in self.paths:
       try:
         footers.append(pq.ParquetFile(path).metadata)
-      except ValueError as e:
-        raise UserError(f"{path} is not a Parquet file: {e}") from e
-      names = footers[-1].schema.to_arrow_schema().names
+        names = footers[-1].schema.to_arrow_schema().names
+      except FileNotFoundError:
+        raise
+      except (ValueError, OSError) as e:
+        raise UserError(f"{path} is not a Parquet file: {one_line(e)}") from e
       if self.field not in names:
         raise UserError(
           f"{path}: no column {self.field!r}; it has {', '.join(names)}. Set data.sources.*.field"
@@ -217,7 +240,12 @@ class Parquet:
       return {"error": "no rows", "origin": self.paths[self._groups[which][0]]}
     file, group, first = self._groups[which]
     origin = f"{self.paths[file]}:row {first + row}"
-    text = _row_group(self.paths[file], group, self.field)[row].as_py()
+    try:
+      text = _row_group(self.paths[file], group, self.field)[row].as_py()
+    except UnicodeDecodeError as e:
+      return {"error": f"bad UTF-8 at byte {e.start}", "origin": origin}
+    except (ValueError, OSError, IndexError) as e:  # pyarrow's, for damaged bytes
+      return {"error": f"row group {group} cannot be read ({one_line(e)})", "origin": origin}
     return _field({self.field: text}, self.field, origin)
 
   def files(self):
@@ -273,76 +301,6 @@ class Tfds:
     return {k: v for k, v in self.__dict__.items() if k != "_source"}
 
 
-class Prepared:
-  """Token sequences that `--job=prepare` wrote to ArrayRecord files."""
-
-  def __init__(self, path: str, split: str):
-    self.path, self.split = path, split
-
-  @functools.cached_property
-  def index(self) -> dict[str, Any]:
-    """What prepare wrote down: fingerprints, token counts, files per split."""
-    name = os.path.join(self.path, "index.json")
-    index = read_json(name, "write it with --job=prepare")
-    if not {"tokenizer", "heldout", "splits"} <= index.keys():
-      raise UserError(f"{name} was not written by --job=prepare; prepare again")
-    return index
-
-  @functools.cached_property
-  def _source(self):
-    import grain
-
-    return grain.sources.ArrayRecordDataSource(self.files())
-
-  def lengths(self) -> np.ndarray:
-    """uint32 [documents]: tokens of every document, mapped from disk.
-
-    Raises:
-      UserError: the file is missing, or does not belong to the documents.
-    """
-    return self._lengths
-
-  @functools.cached_property
-  def _lengths(self) -> np.ndarray:
-    info = self.index["splits"][self.split]
-    if "lengths" not in info:
-      raise UserError(
-        f"{self.path} was prepared without the lengths of its documents, which shuffling needs; "
-        "prepare it again with --job=prepare, or set data.shuffle_windows=0"
-      )
-    path = os.path.join(self.path, info["lengths"])
-    again = "write it again with --job=prepare"
-    if not os.path.exists(path):
-      raise FileNotFoundError(f"{path} does not exist; {again}")
-    if not info["documents"]:
-      return np.zeros(0, np.uint32)
-    lengths = np.memmap(path, "<u4", "r") if os.path.getsize(path) else np.zeros(0, np.uint32)
-    total = int(lengths.sum(dtype=np.int64))
-    if (len(lengths), total) != (info["documents"], info["tokens"]):
-      raise UserError(
-        f"{path} has {len(lengths)} documents of {total} tokens, index.json says "
-        f"{info['documents']} of {info['tokens']}; {again}"
-      )
-    return lengths
-
-  def __len__(self):
-    return self.index["splits"][self.split]["documents"]
-
-  def __getitem__(self, index):
-    tokens = np.frombuffer(self._source[index], np.dtype("<u4")).astype(np.int32)
-    return {"tokens": tokens, "origin": f"{self.path}/{self.split}:{index}"}
-
-  def files(self):
-    paths = [os.path.join(self.path, f) for f in self.index["splits"][self.split]["files"]]
-    missing = [p for p in paths if not os.path.exists(p)]
-    if missing:
-      raise FileNotFoundError(f"{missing[0]} does not exist; write it again with --job=prepare")
-    return paths
-
-  def __getstate__(self):
-    return {"path": self.path, "split": self.split}
-
-
 def _decoded(data: bytes, origin: str) -> Record:
   if not data.strip():
     return {"error": "empty document", "origin": origin}
@@ -353,14 +311,14 @@ def _decoded(data: bytes, origin: str) -> Record:
 
 
 def _field(value: Any, field: str, origin: str) -> Record:
-  if not isinstance(value, Mapping) or value.get(field) is None:
+  if not isinstance(value, Mapping) or field not in value:
     have = ", ".join(map(repr, value)) if isinstance(value, Mapping) else type(value).__name__
     return {"error": f"missing field {field!r} (has {have})", "origin": origin}
   text = value[field]
   if isinstance(text, bytes):
     return _decoded(text, origin)
   if not isinstance(text, str):
-    kind = type(text).__name__
+    kind = "null" if text is None else type(text).__name__
     return {"error": f"field {field!r} is {kind}, expected a string", "origin": origin}
   if not text.strip():
     return {"error": "empty document", "origin": origin}

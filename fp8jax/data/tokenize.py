@@ -73,20 +73,25 @@ class Tokenizer:
           f"data.eos={self.eos!r} is no token of data.tokenizer='bytes'; leave it empty"
         )
       return _BYTES_EOS
+    tokenizer = self._tokenizer  # first: a broken file is no matter of its eos_token
     name = self.eos or self._configured_eos()
-    index = self._tokenizer.token_to_id(name)
+    index = tokenizer.token_to_id(name)
     if index is None:
       raise ValueError(f"{self.file} has no token {name!r}; set data.eos to one that it has")
     return index
 
   def _configured_eos(self) -> str:
     config = os.path.join(os.path.dirname(self.file), "tokenizer_config.json")
-    if os.path.exists(config):
-      eos = read_json(config, "fetch it again, or set data.eos").get("eos_token")
-      name = eos["content"] if isinstance(eos, dict) else eos
-      if name:
-        return name
-    raise ValueError(f"{config} names no eos_token; set data.eos to the token that ends a document")
+    remedy = "set data.eos to the token that ends a document"
+    if not os.path.exists(config):
+      raise UserError(f"{config} does not exist, which would name the eos_token; {remedy}")
+    eos = read_json(config, f"fetch it again, or {remedy}").get("eos_token")
+    name = eos.get("content") if isinstance(eos, dict) else eos
+    if name is None or name == "":
+      raise UserError(f"{config} names no eos_token; {remedy}")
+    if not isinstance(name, str):
+      raise UserError(f"{config}: eos_token is {eos!r}, expected a string; {remedy}")
+    return name
 
   @functools.cached_property
   def fingerprint(self) -> str:
@@ -102,8 +107,17 @@ class Tokenizer:
     if self.path == BYTES:
       ids = list(text.encode("utf-8"))
     else:
-      ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+      ids = self._ids(text)
     return np.asarray([*ids, self.eos_id], np.int32)
+
+  def _ids(self, text: str) -> list[int]:
+    try:
+      return self._tokenizer.encode(text, add_special_tokens=False).ids
+    except Exception as e:  # the library raises nothing narrower
+      raise UserError(
+        f"{self.file} cannot encode a document: {e}; add the token that it asks for, or set "
+        "data.tokenizer to another"
+      ) from e
 
   def decode(self, ids) -> str:
     if self.path == BYTES:

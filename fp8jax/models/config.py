@@ -4,6 +4,7 @@ Field names follow Hugging Face's config.json where the field's literature agree
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +12,13 @@ import jax.numpy as jnp
 from fp8jax import axes
 from fp8jax.ops.attention import Implementation
 from fp8jax.ops.kept import Kept
+
+# The largest values that are no mistake: far above any published model, and small enough that a
+# list of all tensors fits in memory.
+LARGEST = {
+  "vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**22, "num_layers": 10_000,
+  "num_heads": 2**16, "num_kv_heads": 2**16, "head_dim": 2**16, "max_positions": 2**31 - 1,
+}  # fmt: skip
 
 REMAT = ("none", "linears", "quantized", "full")
 
@@ -97,18 +105,20 @@ class ModelConfig:
     found = []
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if field.type in (int, "int") and value < 1:
+      if field.name in LARGEST and value < 1:
         found.append(f"model.{field.name}={value} must be at least 1")
+      elif field.name in LARGEST and value > LARGEST[field.name]:
+        found.append(f"model.{field.name}={value} must be at most {LARGEST[field.name]}")
     if not found and self.num_heads % self.num_kv_heads:
       found.append(
         f"model.num_heads={self.num_heads} must be a multiple of "
         f"model.num_kv_heads={self.num_kv_heads}: queries share keys in equal groups"
       )
     for name in ("rope_theta", "norm_eps"):
-      if not getattr(self, name) > 0:
-        found.append(f"model.{name}={getattr(self, name)} must be positive")
-    if self.init_std < 0:
-      found.append(f"model.init_std={self.init_std} must not be negative")
+      if not 0 < getattr(self, name) < math.inf:
+        found.append(f"model.{name}={getattr(self, name)} must be positive and finite")
+    if not 0 <= self.init_std < math.inf:
+      found.append(f"model.init_std={self.init_std} must not be negative, NaN or infinite")
     if self.head_dim % 2:
       found.append(f"model.head_dim={self.head_dim} must be even for rotary embeddings")
     return found

@@ -20,11 +20,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fp8jax import axes, hub, params
-from fp8jax.errors import UserError
-from fp8jax.models import hf_config, transformer
+from fp8jax.errors import UserError, inside
+from fp8jax.models import export_folder, hf_config, transformer
 from fp8jax.models.config import ModelConfig
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+_INDEX = "model.safetensors.index.json"
 _CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 # Ours -> theirs. Their linears are [out, in]; ours are [in..., out...].
@@ -109,11 +110,13 @@ class Folder:
 
   def __init__(self, folder: str):
     self.folder = hub.local(folder)
-    index = os.path.join(self.folder, "model.safetensors.index.json")
+    index = os.path.join(self.folder, _INDEX)
     if os.path.exists(index):
       listed = hf_config.read_json(self.folder, os.path.basename(index)).get("weight_map")
       if not isinstance(listed, dict) or any(not isinstance(f, str) for f in listed.values()):
         raise UserError(f"{index} has no weight_map from tensors to files; fetch it again")
+      for file in set(listed.values()):
+        inside(self.folder, file, f"{index}: weight_map")
       self.files = listed
     else:
       self.files = {}
@@ -132,7 +135,7 @@ class Folder:
       )
       raise FileNotFoundError(f"no safetensors in {self.folder!r}; {hint}")
     missing = sorted(
-      {f for f in self.files.values() if not os.path.exists(os.path.join(self.folder, f))}
+      {f for f in self.files.values() if not os.path.isfile(os.path.join(self.folder, f))}
     )
     if missing:
       raise FileNotFoundError(f"{index} names {missing[0]!r}, which is not in the folder")
@@ -144,10 +147,15 @@ class Folder:
     """{name: (shape, dtype code)} from the headers alone."""
     found = {}
     for file in sorted(set(self.files.values())):
-      with _open_file(os.path.join(self.folder, file)) as f:
+      path = os.path.join(self.folder, file)
+      with _open_file(path) as f:
         for name in f.keys():
-          part = f.get_slice(name)
-          found[name] = (tuple(part.get_shape()), part.get_dtype())
+          if self.files.get(name, file) == file:
+            part = f.get_slice(name)
+            found[name] = (tuple(part.get_shape()), part.get_dtype())
+      lost = sorted(n for n, where in self.files.items() if where == file and n not in found)
+      if lost:
+        raise UserError(f"the index names {lost[0]} in {path}, which lacks it; fetch both again")
     return found
 
 
@@ -160,7 +168,8 @@ def check(folder: Folder, cfg: ModelConfig) -> str:
   have = folder.describe()
   want = {e.name: e.hf_shape(cfg.dims) for e in entries(cfg)}
   surplus = [n for n in have if n not in want and not _is_ignorable(n, cfg)]
-  problems = [f"missing tensor {n}" for n in want if n not in have]
+  # A tensor that the index does not list is not read.
+  problems = [f"missing tensor {n}" for n in want if n not in have or n not in folder.files]
   problems += [f"surplus tensor {n}" for n in surplus]
   problems += [
     f"{n} has shape {have[n][0]}, expected {want[n]}"
@@ -233,10 +242,25 @@ def _read(folder: Folder, entry: Entry, dims, layout: axes.Layout):
   """One tensor in our order and dtype, on the devices that hold its parameter."""
   with folder.open(entry.name) as f:
     value = _to_ours(f.get_tensor(entry.name), entry, dims)
+  _check_finite(value, f"{folder.folder!r}: {entry.name}")
   sharding = layout.weight_sharding(entry.letters)
   if sharding is None:
     return jax.device_put(value)
   return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def _check_finite(value: np.ndarray, what: str):
+  """Refuses NaN and infinities. The sum shows them in one reading; it may also overflow itself."""
+  with np.errstate(all="ignore"):
+    total = value.sum()
+  if np.isfinite(total):
+    return
+  bad = value.size - np.count_nonzero(np.isfinite(value))
+  if bad:
+    raise UserError(
+      f"{what} has {bad} of {value.size} values that are NaN or infinite; fetch the file again, or "
+      "start from weights of an earlier checkpoint"
+    )
 
 
 def _to_ours(tensor: np.ndarray, entry: Entry, dims) -> np.ndarray:
@@ -265,23 +289,24 @@ def _check_tied(folder: Folder):
 
 def save_params(
   target: str, tree, cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None,
-  shard_bytes: int = 5_000_000_000,
+  shard_bytes: int = 5_000_000_000, source: str = "",
 ):  # fmt: skip
   """Writes config.json and safetensors that transformers loads.
 
   Args:
-    target: folder, created; weights that are there already are removed. Every process must call
-      this, the first writes.
+    target: folder, created, or one that an earlier call wrote: its weights are removed. Every
+      process must call this, the first writes.
     tree: parameters.
     cfg: their architecture.
     dtype: "bfloat16", "float16" or "float32".
     base: another config.json whose remaining keys to keep.
     shard_bytes: largest file.
+    source: folder whose tokenizer and settings to copy; "" for none.
+
+  Raises:
+    UserError: the folder holds files that are not of an earlier export.
   """
   is_writer = jax.process_index() == 0
-  if is_writer:
-    os.makedirs(target, exist_ok=True)
-    _remove_weights(target)
   flat = params.flatten(tree)
   size = np.dtype(DTYPES[dtype]).itemsize
   groups, total = [[]], 0
@@ -292,11 +317,16 @@ def save_params(
       total = 0
     groups[-1].append(entry)
     total += nbytes
+  names = ["model.safetensors"]
+  if len(groups) > 1:
+    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+  if is_writer:
+    copied = companions(source) if source else []
+    export_folder.claim(target, [*names, *copied, _INDEX, "config.json"])
+    for name in copied:
+      shutil.copyfile(os.path.join(hub.local(source), name), os.path.join(target, name))
   weight_map = {}
-  for i, group in enumerate(groups):
-    name = "model.safetensors"
-    if len(groups) > 1:
-      name = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+  for name, group in zip(names, groups):
     weight_map.update({e.name: name for e in group})
     _write(os.path.join(target, name), group, flat, cfg, dtype)
   if not is_writer:
@@ -304,16 +334,10 @@ def save_params(
   if len(groups) > 1:
     count = sum(int(np.prod(e.hf_shape(cfg.dims))) for g in groups for e in g)
     hf_config.write_json(
-      target, "model.safetensors.index.json",
+      target, _INDEX,
       {"metadata": {"total_size": count * size}, "weight_map": weight_map},
     )  # fmt: skip
   hf_config.write_json(target, "config.json", hf_config.config_to_hf(cfg, dtype, base))
-
-
-def _remove_weights(folder: str):
-  """What an earlier export left would be read in place of, or beside, what is written now."""
-  for path in glob.glob(os.path.join(folder, "*.safetensors*")):
-    os.remove(path)
 
 
 def _write(path: str, group: list[Entry], flat, cfg: ModelConfig, dtype: str):
@@ -364,11 +388,22 @@ def _on_host(x) -> np.ndarray:
   return np.asarray(jax.device_get(x))
 
 
-def keep_source_files(source: str, target: str):
-  """Copies what export wants beside the weights: config.json, tokenizer, generation settings."""
-  os.makedirs(target, exist_ok=True)
+def companions(source: str) -> list[str]:
+  """What export wants beside the weights: config.json, tokenizer, generation settings."""
   source = hub.local(source)
-  for name in sorted(os.listdir(source)):
-    is_small = os.path.getsize(os.path.join(source, name)) < 64 << 20
-    if is_small and name.endswith((".json", ".txt", ".model", ".jinja")) and "index" not in name:
-      shutil.copyfile(os.path.join(source, name), os.path.join(target, name))
+  return [
+    name
+    for name in sorted(os.listdir(source))
+    if name.endswith((".json", ".txt", ".model", ".jinja"))
+    and "index" not in name
+    and name != export_folder.MANIFEST
+    and os.path.isfile(os.path.join(source, name))
+    and os.path.getsize(os.path.join(source, name)) < 64 << 20
+  ]
+
+
+def keep_source_files(source: str, target: str):
+  """Copies the companions of a folder's weights."""
+  os.makedirs(target, exist_ok=True)
+  for name in companions(source):
+    shutil.copyfile(os.path.join(hub.local(source), name), os.path.join(target, name))

@@ -176,6 +176,7 @@ BAD = {
     (b'{"text": "fine"}\n{"text": "broken}\n', "2", "broken JSON"),
     (b'{"text": "fine"}\n{"body": "no text"}\n', "2", "missing field 'text' (has 'body')"),
     (b'{"text": "fine"}\n{"text": 3}\n', "2", "field 'text' is int, expected a string"),
+    (b'{"text": "fine"}\n{"text": null}\n', "2", "field 'text' is null, expected a string"),
     (b'{"text": "fine"}\n{"text": "\xff"}\n', "2", "bad UTF-8 at byte 10"),
     (b'{"text": "fine"}\n\n{"text": "fine"}\n', "2", "empty document"),
     (b'{"text": "half \\ud800 of a pair"}\n', "1", "lone surrogate at character 5"),

@@ -204,10 +204,10 @@ def test_lengths_that_are_lost_or_wrong_are_refused(tmp_path, folder):
   lengths = tmp_path / "main" / made["splits"]["train"]["lengths"]
   content = lengths.read_bytes()
   lengths.write_bytes(content[:-4])
-  with pytest.raises(UserError, match=r"index.json says \d+ of \d+; write it again"):
+  with pytest.raises(UserError, match=r"index.json says \d+ of \d+; delete the folder"):
     _rows(shuffled, 1)
   lengths.unlink()
-  with pytest.raises(FileNotFoundError, match="lengths.uint32 does not exist; write it again"):
+  with pytest.raises(FileNotFoundError, match="lengths.uint32 does not exist; delete the folder"):
     _rows(shuffled, 1)
   prepare.run(spec, str(tmp_path), 300, out)
   assert lengths.read_bytes() == content

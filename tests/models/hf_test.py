@@ -16,12 +16,14 @@ import tolerances
 from golden import check_export
 
 from fp8jax import axes, mesh, params
-from fp8jax.models import hf, hf_config, presets, transformer
+from fp8jax.errors import UserError
+from fp8jax.models import export_folder, hf, hf_config, presets, transformer
 from fp8jax.models.config import Execution
 from fp8jax.ops import site
 
 GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "golden"
 MODELS = sorted(p.name for p in (GOLDEN / "hf").iterdir() if p.is_dir())
+INF, NAN = float("inf"), float("nan")
 SMOLLM2 = pathlib.Path(__file__).resolve().parents[2] / "assets" / "smollm2-135m"
 
 
@@ -162,13 +164,42 @@ def _edit_config(folder, **changes):
     (dict(quantization_config={"quant_method": "fp8"}), "quantization_config="),
     (dict(rope_parameters={"rope_type": "longrope"}), "rope type 'longrope' is not supported"),
     (dict(rope_parameters={"rope_type": "yarn", "mscale": 2}), "rope option 'mscale'"),
+    (dict(num_attention_heads=0), "config.json: num_attention_heads is 0, expected a whole number"),
+    (dict(num_attention_heads=-4), "num_attention_heads is -4"),
+    (
+      dict(num_attention_heads=3, head_dim=None),
+      "hidden_size 32 is no multiple of num_attention_heads 3",
+    ),
+    (dict(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+    (dict(num_hidden_layers=2.5), "num_hidden_layers is 2.5, expected a whole number"),
+    (dict(num_key_value_heads=0), "num_key_value_heads is 0"),
+    (dict(max_position_embeddings=10**400), "max_position_embeddings is a huge integer"),
+    (dict(vocab_size=None), "vocab_size is None"),
+    (dict(head_dim=True), "head_dim is True"),
+    (dict(rms_norm_eps=None), "rms_norm_eps is None"),
+    (dict(rms_norm_eps=INF), "rms_norm_eps is inf"),
+    (dict(initializer_range=NAN), "initializer_range is nan"),
+    (dict(tie_word_embeddings="false"), "tie_word_embeddings is 'false', expected true or false"),
+    (dict(architectures=[[]]), "architecture [] is not supported"),
+    (dict(layer_types=3), "layer_types=3"),
+    (dict(rope_parameters=None, rope_theta=INF), "rope_theta is inf"),
+    (dict(rope_parameters={"rope_theta": -1}), "rope option rope_theta is -1"),
+    (dict(rope_parameters={"rope_type": ["linear"]}), "rope type ['linear'] is not supported"),
+    (dict(rope_parameters={"rope_type": "linear"}), "rope type 'linear' lacks its factor"),
+    (dict(rope_parameters={"rope_type": "yarn", "factor": 0}), "rope option factor is 0"),
+    (dict(rope_parameters={"rope_type": "linear", "factor": INF}), "rope option factor is inf"),
+    (
+      dict(rope_parameters={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}),
+      "low_freq_factor is 4.0, expected less than high_freq_factor",
+    ),
   ],
 )
 def test_import_refuses_what_it_cannot_compute(tmp_path, changes, message):
   folder = _copy(tmp_path)
   _edit_config(folder, **changes)
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(UserError) as error:
     hf_config.read_config(folder)
+  assert message in str(error.value)
 
 
 def test_import_reads_both_spellings_of_rope_options():
@@ -177,6 +208,108 @@ def test_import_reads_both_spellings_of_rope_options():
   rest = json.loads((GOLDEN / "hf" / "llama" / "config.json").read_text())
   rest.pop("rope_parameters")
   assert hf_config.config_from_hf(rest | old) == hf_config.config_from_hf(rest | new)
+
+
+FIRST = "model-00001-of-00005.safetensors"
+
+
+@pytest.mark.parametrize(
+  "name, file, message",
+  [
+    ("model.ghost.weight", FIRST, "names model.ghost.weight in .*00001.*, which lacks it"),
+    ("model.norm.weight", FIRST, "names model.norm.weight in .*00001.*, which lacks it"),
+    ("model.norm.weight", "../m/" + FIRST, "weight_map names '../m/.*inside"),
+    ("model.norm.weight", "/etc/passwd", "weight_map names '/etc/passwd', expected .*inside"),
+    ("model.norm.weight", "a/../../b", "weight_map names 'a/../../b', expected .*inside"),
+    ("model.norm.weight", "", "weight_map names '', expected .*inside"),
+    ("model.norm.weight", "a\0", "weight_map names .*inside"),
+    ("model.norm.weight", 3, "has no weight_map from tensors to files"),
+  ],
+)
+def test_import_refuses_an_index_that_misleads(tmp_path, name, file, message):
+  folder = _copy(tmp_path, "qwen3")
+  path = folder / "model.safetensors.index.json"
+  index = json.loads(path.read_text())
+  index["weight_map"][name] = file
+  path.write_text(json.dumps(index))
+  with pytest.raises(UserError, match=message):
+    hf.load_params(folder, hf_config.read_config(folder))
+
+
+def test_import_reports_a_tensor_that_the_index_does_not_list(tmp_path):
+  folder = _copy(tmp_path, "qwen3")
+  path = folder / "model.safetensors.index.json"
+  index = json.loads(path.read_text())
+  del index["weight_map"]["model.norm.weight"]
+  path.write_text(json.dumps(index))
+  with pytest.raises(UserError, match="missing tensor model.norm.weight"):
+    hf.load_params(folder, hf_config.read_config(folder))
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_import_names_a_tensor_that_is_not_finite(tmp_path, value):
+  folder = _copy(tmp_path)
+  tensors = {k: v.copy() for k, v in _tensors(folder).items()}
+  tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+  safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+  with pytest.raises(UserError, match="layers.1.mlp.up_proj.weight has 1 of .* NaN or infinite"):
+    hf.load_params(folder, hf_config.read_config(folder))
+
+
+def test_import_takes_finite_values_whose_sum_overflows():
+  hf._check_finite(np.full(4, 3e38, np.float32), "x")
+
+
+def test_import_of_a_file_in_place_of_a_folder_is_refused(tmp_path):
+  (tmp_path / "m").write_text("")
+  with pytest.raises(UserError, match="m/config.json cannot be read: Not a directory"):
+    hf_config.read_config(str(tmp_path / "m"))
+
+
+def _export(target):
+  cfg = hf_config.read_config(GOLDEN / "hf" / "llama")
+  weights, _ = hf.load_params(GOLDEN / "hf" / "llama", cfg)
+  hf.save_params(str(target), weights, cfg, "float32")
+
+
+def _content(folder):
+  return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["other.safetensors", "config.json", "notes.txt", ".git"])
+def test_export_refuses_a_folder_of_another_origin(tmp_path, name):
+  (tmp_path / name).write_text("mine")
+  with pytest.raises(UserError, match=f"holds '{name}' and was not written by --job=export"):
+    _export(tmp_path)
+  assert _content(tmp_path) == {name: b"mine"}
+
+
+def test_export_leaves_what_was_put_beside_it(tmp_path):
+  _export(tmp_path)
+  (tmp_path / "README.md").write_text("mine")
+  _export(tmp_path)
+  assert (tmp_path / "README.md").read_text() == "mine"
+  (tmp_path / "other.safetensors").write_text("mine")
+  before = _content(tmp_path)
+  with pytest.raises(UserError, match="holds 'other.safetensors', not of an export"):
+    _export(tmp_path)
+  assert _content(tmp_path) == before
+
+
+def test_export_obeys_no_manifest_that_names_files_elsewhere(tmp_path):
+  victim, target = tmp_path / "victim.safetensors", tmp_path / "target"
+  victim.write_text("mine")
+  target.mkdir()
+  (target / export_folder.MANIFEST).write_text(json.dumps({"files": ["../victim.safetensors"]}))
+  with pytest.raises(UserError, match="names '../victim.safetensors'"):
+    _export(target)
+  assert victim.read_text() == "mine"
+
+
+def test_export_refuses_a_file_as_its_folder(tmp_path):
+  (tmp_path / "x").write_text("mine")
+  with pytest.raises(UserError, match="is no folder"):
+    _export(tmp_path / "x")
 
 
 def test_import_names_missing_surplus_and_misshapen_tensors(tmp_path):

@@ -1,0 +1,95 @@
+"""The folder that an export writes: new, empty, or written by an earlier export.
+
+A manifest lists the files of an export. Only these are replaced or removed; a folder with files of
+any other origin is refused.
+"""
+
+import json
+import os
+from collections.abc import Collection, Mapping
+
+from fp8jax import errors
+from fp8jax.errors import UserError
+
+MANIFEST = "fp8jax_export.json"
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+_REMEDY = "set export.path to a new or empty folder"
+
+
+def check_other(target: str, folders: Mapping[str, str]):
+  """Refuses a target that is one of the folders {path: what it is}, by whatever path.
+
+  Raises:
+    UserError: it is.
+  """
+  real = os.path.realpath(target)
+  for folder, what in folders.items():
+    if real == os.path.realpath(folder):
+      raise UserError(f"export.path={target!r} is {what}; {_REMEDY}")
+
+
+def check(target: str, names: Collection[str] = ()):
+  """Refuses a target that an export may not write to; changes nothing.
+
+  Args:
+    target: the folder.
+    names: files that will be written, as far as they are known.
+
+  Raises:
+    UserError: it is no folder, or holds files of another origin.
+  """
+  if not os.path.lexists(target):
+    return
+  if not os.path.isdir(target):
+    raise UserError(f"export.path={target!r} is no folder; {_REMEDY}")
+  there = set(os.listdir(target))
+  owned = _owned(target)
+  if there and owned is None:
+    raise UserError(
+      f"{target!r} holds {sorted(there)[0]!r} and was not written by --job=export (it has no "
+      f"{MANIFEST}); {_REMEDY}"
+    )
+  foreign = there - (owned or set())
+  # Weights of another origin would be read beside the exported ones.
+  in_the_way = {n for n in foreign if n in names or n.endswith((*_WEIGHTS, ".bin"))}
+  if in_the_way:
+    raise UserError(f"{target!r} holds {sorted(in_the_way)[0]!r}, not of an export; {_REMEDY}")
+
+
+def claim(target: str, names: Collection[str]):
+  """Makes the folder that will hold files of these names, without the weights of an earlier export.
+
+  Raises:
+    UserError: as `check`.
+  """
+  check(target, names)
+  os.makedirs(target, exist_ok=True)
+  earlier = _owned(target) or set()
+  _write_manifest(target, earlier | set(names))  # first: an interrupted export may be repeated
+  for name in earlier:
+    path = os.path.join(target, name)
+    if name.removesuffix(".part").endswith(_WEIGHTS) and os.path.lexists(path):
+      os.remove(path)
+  _write_manifest(target, names)
+
+
+def _owned(target: str) -> set[str] | None:
+  """Names of the manifest, finished or not, and itself; None without a manifest."""
+  path = os.path.join(target, MANIFEST)
+  if not os.path.lexists(path):
+    return None
+  names = errors.read_json(path, _REMEDY).get("files")
+  if not isinstance(names, list):
+    raise UserError(f"{path} has no list of files; {_REMEDY}")
+  for name in names:
+    errors.inside(target, name, path)
+    if "/" in name:
+      raise UserError(f"{path} names {name!r}, expected the name of a file; {_REMEDY}")
+  return {*names, *(f"{name}.part" for name in names), MANIFEST, f"{MANIFEST}.part"}
+
+
+def _write_manifest(target: str, names: Collection[str]):
+  part = os.path.join(target, f"{MANIFEST}.part")
+  with open(part, "w") as f:
+    json.dump({"written_by": "fp8jax --job=export", "files": sorted(set(names))}, f, indent=2)
+  os.replace(part, os.path.join(target, MANIFEST))
