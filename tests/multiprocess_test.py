@@ -67,7 +67,8 @@ def prepared(tmp_path_factory):
   made = prepare.run(spec, str(folder), 10**6, rich.console.Console(quiet=True))["main"]
   assert [made["splits"][s]["documents"] for s in ("train", "heldout")] == [64, 8]
   source = dict(source, kind="prepared", path=str(folder / "main"))
-  return loader.Spec({"main": source}, spec.tokenizer, LENGTH, heldout=0.2)
+  # Any number shuffles prepared data over the whole epoch, as the runs do by default.
+  return loader.Spec({"main": source}, spec.tokenizer, LENGTH, heldout=0.2, shuffle_windows=1)
 
 
 class Launch:

@@ -234,7 +234,7 @@ MISTAKES = {
     "which no weight can hold",
   ),
   "alarm": ({"log.alarms": (("underflo", ">", 1.0),)}, "statistics are saturation"),
-  "loss scale": ({"loss_scale.kind": "dynamic"}, "set loss_scale.kind='none'"),
+  "loss scale": ({"precision.compute": "float16"}, "set loss_scale.kind='dynamic'"),
   "start": ({"loss_scale.start": 3.0}, "must be a power of two"),
 }
 
@@ -354,9 +354,7 @@ def test_another_table_on_resume_is_refused_and_applied_where_accepted(
   monkeypatch.setattr(train._Run, "_evaluate", lambda *_: True)
   run = functools.partial(_train, tmp_path / "run", "e4m3_static")
   last = [2]
-  monkeypatch.setattr(
-    train.interrupts.Interrupts, "requested", lambda _, step, every: step >= last[0]
-  )
+  monkeypatch.setattr(train.interrupts.Interrupts, "requested", lambda _, step: step >= last[0])
   run(**changes)
   plan = _plan("e4m3_static", **{"model.num_layers": 1})
   before = _state(tmp_path / "run", plan, 2).memories
