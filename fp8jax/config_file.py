@@ -45,11 +45,12 @@ def _compare(prefix: str, c: ConfigDict, base: ConfigDict, problems: Problems):
   for key in sorted({*base} & {*c}):
     if f"{prefix}{key}" in _OPEN:
       continue
-    if isinstance(base[key], ConfigDict) and isinstance(c[key], ConfigDict):
-      _compare(f"{prefix}{key}.", c[key], base[key], problems)
-    elif isinstance(base[key], ConfigDict) or isinstance(c[key], ConfigDict):
-      expected = "a group of keys" if isinstance(base[key], ConfigDict) else "a value"
-      problems.found.append(f"{prefix}{key} is {c[key]!r}, expected {expected}")
+    here, wanted = c[key], base[key]
+    if isinstance(here, ConfigDict) and isinstance(wanted, ConfigDict):
+      _compare(f"{prefix}{key}.", here, wanted, problems)
+    elif isinstance(here, ConfigDict) or isinstance(wanted, ConfigDict):
+      expected = "a group of keys" if isinstance(wanted, ConfigDict) else "a value"
+      problems.found.append(f"{prefix}{key} is {here!r}, expected {expected}")
 
 
 def check_numbers(flat: Mapping[str, Any], problems: Problems):

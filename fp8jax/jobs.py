@@ -422,7 +422,8 @@ def parse_flags(argv: list[str], base: config.Config) -> list[str]:
   except SyntaxError as e:
     sys.exit(f"error: {e.filename}, line {e.lineno}: {e.msg}; the config file is no valid Python")
   except Exception as e:  # of the user's file
-    lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename.endswith(path)]
+    frames = traceback.extract_tb(e.__traceback__)
+    lines = [f.lineno for f in frames if path and f.filename.endswith(path)]
     where = f"{path}, line {lines[-1]}" if lines else path
     sys.exit(f"error: {where}: {type(e).__name__}: {e}")
 

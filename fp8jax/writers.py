@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection
-from typing import Any
+from typing import IO, Any, cast
 
 import jax
 import rich.console
@@ -26,7 +26,7 @@ def console(stderr: bool = False) -> rich.console.Console:
   """Where humans read: process 0. Not a terminal: plain lines, wide enough not to wrap tables."""
   target = sys.stderr if stderr else sys.stdout
   return rich.console.Console(
-    file=_Outliving(target),
+    file=cast(IO[str], _Outliving(target)),
     highlight=False,
     width=None if target.isatty() else 120,
     soft_wrap=not target.isatty(),

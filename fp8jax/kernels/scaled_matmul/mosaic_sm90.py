@@ -145,7 +145,7 @@ def matmul(
     thread_name="wg",
     compiler_params=plgpu.CompilerParams(approx_math=True),
   )
-  if not is_sum:
+  if add_to is None:
     return run(*operands)[..., :m, :n]
   d = jax.new_ref(jnp.pad(add_to, [(0, new - old) for old, new in zip(shape, whole)]))
   run(*operands, d)

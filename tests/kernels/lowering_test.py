@@ -1,0 +1,441 @@
+"""The Hopper kernels lowered for an H200, without one: make test-aot.
+
+Mosaic refuses, when it lowers, what its TMA cannot move; interpretation knows nothing of that. Here
+sizes are drawn on what TMA moves and beside it, and taken from whatever runs on Hopper.
+
+`python tests/kernels/lowering_test.py [count]` prints the table of supports() against lowering.
+"""
+
+import functools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import zlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+COUNT = 100  # shapes of each kernel
+UNITS = (1, 4, 8, 16, 32, 64, 96, 128)
+SIDES = {"gemm": 4096, "quantize": 4096, "producers": 1024, "grouped": 1024}
+PRODUCTS = {"fwd": "bfloat16", "dgrad": "bfloat16", "wgrad": "float32"}
+RECIPES = ("block_128", "block_128_hybrid")
+PRESETS = ("coat", "sqrt_v", "e4m3_256", "float32", "bf16")
+# What a configuration's header says it runs on.
+CONFIGS = {
+  "cpt_7b": 8, "cpt_1p5b": 8, "cpt_7b_1gpu": 1, "cpt_7b_1gpu_32k": 1, "debug": 1, "smollm2_cpt": 1,
+}  # fmt: skip
+
+
+@functools.cache
+def _place():
+  """Where abstract arrays lie: an H200."""
+  import jax
+  from jax.experimental import topologies
+
+  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+  config = (ROOT / "fp8jax" / "targets" / "h200.txtpb").read_text()
+  found = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=config)
+  return jax.sharding.SingleDeviceSharding(found.devices[0])
+
+
+def _array(dtype, *shape):
+  import jax
+
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=_place())
+
+
+def _narrow(quant, *shape):
+  from fp8jax.quant import scaled
+
+  *lead, rows, depth = shape
+  scale = _array("float32", *lead, -(-rows // quant.tile[0]), -(-depth // quant.tile[1]))
+  return scaled.Scaled(_array(quant.format.dtype, *shape), scale, quant.tile)
+
+
+# --- one shape of a kernel: (what supports() says, function, operands) ---------------------------
+
+
+def gemm(recipe: str, product: str, m: int, n: int, k: int, **how):
+  from fp8jax import recipes
+  from fp8jax.kernels.backend import Device, Problem
+  from fp8jax.kernels.scaled_matmul import mosaic_sm90
+
+  of = getattr(recipes.RECIPES[recipe], product)
+  reason = mosaic_sm90.supports(Problem(m, n, k, of, Device("gpu", 90)))
+  multiply = functools.partial(mosaic_sm90.matmul, out_dtype=PRODUCTS[product], **how)
+  return reason, multiply, (_narrow(of.lhs, m, k), _narrow(of.rhs, n, k))
+
+
+def grouped(product: str, tiles: int, n: int, k: int):
+  """K and N, or the two sizes of a weight; its package refuses no size."""
+  from fp8jax import recipes
+  from fp8jax.kernels.scaled_matmul import mosaic_sm90
+
+  of, groups = getattr(recipes.RECIPES["block_128"], product), _array("int32", tiles)
+  how = {"num_groups": 3} if product == "wgrad" else {}
+  multiply = lambda a, b, g: mosaic_sm90.matmul(  # noqa: E731
+    a, b, out_dtype=PRODUCTS[product], groups=g, **how
+  )
+  if product == "wgrad":
+    return (
+      None,
+      multiply,
+      (_narrow(of.lhs, n, tiles * 128), _narrow(of.rhs, k, tiles * 128), groups),
+    )
+  return None, multiply, (_narrow(of.lhs, tiles * 128, k), _narrow(of.rhs, 3, n, k), groups)
+
+
+def quantize(recipe: str, tensor: str, dtype: str, rows: int, columns: int, watched=False):
+  """An activation, a gradient or a weight, in both directions from one reading."""
+  from fp8jax import recipes
+  from fp8jax.kernels.quantize import mosaic_sm90
+
+  of = recipes.RECIPES[recipe]
+  quants = {
+    "x": {1: of.fwd.lhs, 0: of.wgrad.lhs}, "g": {1: of.dgrad.lhs, 0: of.wgrad.rhs},
+    "w": {0: of.fwd.rhs, 1: of.dgrad.rhs}, "rows": {1: of.fwd.lhs}, "columns": {0: of.wgrad.lhs},
+  }[tensor]  # fmt: skip
+  x = _array(dtype, rows, columns)
+  reason = next(filter(None, (mosaic_sm90.supports(x, q, a) for a, q in quants.items())), None)
+  make = lambda x: mosaic_sm90.quantize_matrix(x, quants, watched=watched)  # noqa: E731
+  return reason, make, (x,)
+
+
+def produce(name: str, directions: str, rows: int, columns: int):
+  from fp8jax import recipes
+  from fp8jax.kernels.quantize import mosaic_sm90, producers
+
+  of, producer = recipes.RECIPES["block_128"], getattr(producers, name)
+  both = {1: of.fwd.lhs, 0: of.wgrad.lhs}
+  quants = both if directions == "both" else {int(directions): both[int(directions)]}
+  x = _array("bfloat16", rows, columns)
+  reason = next(filter(None, (mosaic_sm90.supports(x, q, a) for a, q in quants.items())), None)
+  make = lambda m, f: mosaic_sm90.quantize_produced(  # noqa: E731
+    producer, m, f, [quants] * producer.results, watched=True
+  )
+  factors = [_array("float32", (rows, columns)[axis]) for axis in producer.factors]
+  return reason, make, ([x] * producer.matrices, factors)
+
+
+def adam(preset: str, is_pair: bool, dtype: str, *shape: int):
+  import jax
+  import jax.numpy as jnp
+
+  from fp8jax.kernels import adam as kernels
+  from fp8jax.kernels.adam import reference
+  from fp8jax.kernels.backend import Device
+  from fp8jax.optim import moments
+  from fp8jax.quant import packed, split
+
+  kept, wide = moments.PRESETS[preset], _array("float32", *shape)
+  made = [
+    jax.eval_shape(lambda x, q=q: packed.pack(x, q), wide) if q else wide
+    for q in (kept.mu, kept.nu)
+  ]
+  master = jax.eval_shape(split.split, wide) if is_pair else wide
+  state = jax.tree.map(lambda x: _array(x.dtype, *x.shape), (master, *made))
+  arrays = (_array(dtype, *shape), *state)
+  by = reference.Scalars(*[jnp.float32(1.0)] * len(reference.Scalars._fields))
+  rule = reference.Rule(0.9, 0.95, 1e-8, 0.1)
+  step = lambda *arrays: kernels.mosaic_sm90.update(*arrays, by, True, rule)  # noqa: E731
+  return kernels.mosaic_sm90.supports(*arrays, Device("gpu", 90)), step, arrays
+
+
+def draw(kernel: str, count: int) -> list[tuple]:
+  """So many shapes: multiples of what one TMA or another moves, and of nothing."""
+  import numpy as np
+
+  rng = np.random.default_rng(zlib.crc32(kernel.encode()))
+  pick = lambda options: options[rng.integers(len(options))]  # noqa: E731
+
+  def size():
+    unit = pick(UNITS)
+    return int(unit * rng.integers(1, SIDES[kernel] // unit + 1))
+
+  def one():
+    if kernel == "gemm":
+      return gemm, pick(RECIPES), pick([*PRODUCTS]), size(), size(), size()
+    if kernel == "grouped":
+      return grouped, pick([*PRODUCTS]), int(rng.integers(3, 12)), size(), size()
+    if kernel == "quantize":
+      recipe = pick((*RECIPES, "tensor_current"))
+      tensor = pick(("x", "g", "w", "rows", "columns"))
+      return quantize, recipe, tensor, pick(("bfloat16", "float32")), size(), size()
+    if kernel == "producers":
+      of = pick(("RMS_NORM", "SWIGLU", "SWIGLU_BACKWARD"))
+      return produce, of, pick(("0", "1", "both")), size(), size()
+    preset = pick(PRESETS)
+    row = {"e4m3_256": 256, "float32": 64, "bf16": 64}.get(preset, 128)
+    rows = int(pick((1, 1, 2, 4, 8, 16)) * rng.integers(1, 200))
+    shape = pick(((rows, row), (rows, 2 * row), (2, rows, row)))
+    return adam, preset, bool(rng.integers(2)), pick(("bfloat16", "float32")), *shape
+
+  return [one() for _ in range(count)]
+
+
+def tried(cases) -> dict:
+  """Of (function of this module, its arguments): how many were accepted, what of these failed to
+  lower, what is refused although it lowers, by its reason, and how many were refused rightly."""
+  import jax
+
+  found = {"accepted": 0, "accepted_fails": {}, "refused_lowers": {}, "refused_fails": 0}
+  for make, *args in cases:
+    name = f"{make.__name__}{tuple(args)}"
+    reason, function, operands = make(*args)
+    try:
+      jax.jit(function).lower(*operands)
+      failed = None
+    except Exception as e:  # whatever Mosaic raises
+      failed = f"{type(e).__name__}: {e}"
+    if reason is None:
+      found["accepted"] += 1
+      if failed:
+        found["accepted_fails"][name] = failed
+    elif failed:
+      found["refused_fails"] += 1
+    else:
+      # Numbers differ, reasons do not.
+      kind = re.sub(r"\[[\d, ]+\] is \d+ rows of \d+", "[...] is R rows of C", reason)
+      found["refused_lowers"].setdefault(kind, []).append(name)
+  return found
+
+
+KERNELS = ("gemm", "grouped", "quantize", "producers", "adam")
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_supports_accepts_lowers(kernel):
+  found = tried(draw(kernel, COUNT))
+  print(json.dumps({kernel: found}, indent=1))
+  assert not found["accepted_fails"]
+  # AdamW alone refuses sizes; of those that lower it has fewer rows than one tile.
+  assert all("multiple of 8" in reason for reason in found["refused_lowers"])
+  assert found["accepted"] + found["refused_fails"] >= 0.9 * COUNT
+  if kernel == "adam":
+    assert found["accepted"] > COUNT / 3 and found["refused_fails"] > COUNT / 10
+  else:
+    assert found["accepted"] == COUNT
+
+
+# --- what runs on Hopper -------------------------------------------------------------------------
+
+
+def _of_layer(tokens: int, inner: int, outer: int, recipe: str = "block_128"):
+  """Three products and the operands of a linear layer."""
+  if recipe.startswith("block"):
+    yield gemm, "block_128", "fwd", tokens, outer, inner
+    yield gemm, "block_128", "dgrad", tokens, inner, outer
+    yield gemm, "block_128", "wgrad", inner, outer, tokens
+  yield quantize, recipe, "x", "bfloat16", tokens, inner
+  yield quantize, recipe, "g", "bfloat16", tokens, outer
+  yield quantize, recipe, "w", "float32", inner, outer
+
+
+def _of_plan(plan):
+  """The same of every layer of a configuration, its norm and SwiGLU."""
+  from fp8jax import proof
+
+  for (backend, of), shapes in proof.uses(plan).items():
+    if backend not in ("mosaic_sm90", "xla_sm90") or of.rhs.tile[0] == 1:
+      continue
+    for m, n, k in sorted(shapes):
+      yield from _of_layer(m, k, n, "block_128" if backend == "mosaic_sm90" else "tensor_current")
+  tokens, model = plan.tokens_per_device, plan.model
+  yield produce, "RMS_NORM", "both", tokens, model.hidden_size
+  yield produce, "SWIGLU", "both", tokens, model.intermediate_size
+  yield produce, "SWIGLU_BACKWARD", "both", tokens, model.intermediate_size
+
+
+def used_by_configs():
+  import aot_test
+
+  from fp8jax import target
+
+  for name, num in CONFIGS.items():
+    # On a GPU the backend is chosen as it is there.
+    changes = {"kernels.matmul": "auto"}
+    plan, _ = target.resolve(aot_test.load(f"configs/{name}.py", changes), f"h200:{num}")
+    found = list(_of_plan(plan))
+    assert name == "debug" or any(case[0] is gemm for case in found), name
+    yield from found
+
+
+def used_by_bench_step(monkeypatch):
+  from bench_step import bench
+
+  from fp8jax.kernels import backend
+
+  monkeypatch.setattr(backend, "current_device", lambda: backend.Device("gpu", 90))
+  for case in bench.CASES.values():
+    for recipe in bench.RECIPES[1:]:
+      yield from _of_plan(bench.make_plan(case, recipe, case.num_layers or 2))
+
+
+def used_by_bench_kernels():
+  from bench_kernels import bench, fused, optimizer
+
+  for layer in (bench.LAYERS | bench.SMALL).values():
+    yield from _of_layer(*layer)
+  tiles = fused.TOKENS // 128 + fused.EXPERTS
+  yield grouped, "fwd", tiles, fused.SIZES[1], fused.SIZES[0]
+  yield grouped, "dgrad", tiles, *fused.SIZES
+  yield grouped, "wgrad", tiles, *fused.SIZES
+  for name in ("RMS_NORM", "SWIGLU", "SWIGLU_BACKWARD"):
+    yield produce, name, "both", *fused.MATRIX
+  for shape in optimizer.SHAPES.values():
+    for preset, is_pair, dtype in optimizer.KINDS.values():
+      yield adam, preset, is_pair, dtype.__name__, *shape
+
+
+def used_by_the_self_test():
+  import inspect
+
+  from fp8jax.kernels import check
+
+  for recipe in RECIPES:
+    for product in PRODUCTS:
+      yield gemm, recipe, product, *check._SIZES
+    for tensor in ("x", "g", "w"):
+      yield quantize, recipe, tensor, "bfloat16", *check._MATRIX
+  yield quantize, "tensor_current", "x", "bfloat16", *check._MATRIX
+  m, n, k = check._SIZES
+  yield quantize, "block_128", "rows", "bfloat16", m, k
+  yield quantize, "block_128", "columns", "float32", k, n
+  for name in ("RMS_NORM", "SWIGLU", "SWIGLU_BACKWARD"):
+    yield produce, name, "both", *check._MATRIX
+  sizes = inspect.signature(check.optimizer).parameters["sizes"].default
+  for preset in PRESETS:
+    for is_pair in (False, True):
+      yield adam, preset, is_pair, "bfloat16", *sizes
+
+
+def used_by_tests():
+  import adam_kernel_test
+  import grouped_matmul_test
+  import mosaic_sm90_test
+  import producers_test
+  import shapes
+
+  for product in PRODUCTS:
+    for sizes in (*shapes.HOPPER, mosaic_sm90_test.LARGE, (136, 136, 256), (64, 64, 192)):
+      yield gemm, "block_128", product, *sizes
+  for tensor in ("x", "g", "w"):
+    for sizes in ((208, 272), (131, 201), (133, 210)):
+      yield quantize, "block_128", tensor, "bfloat16", *sizes
+  for name in ("RMS_NORM", "SWIGLU", "SWIGLU_BACKWARD"):
+    yield produce, name, "both", producers_test.ROWS, producers_test.COLUMNS
+  test = grouped_matmul_test
+  for product in PRODUCTS:
+    yield grouped, product, test.T // 128 + 3, test.F, test.D
+  for name, (dtype, is_pair, shape, _) in adam_kernel_test.CASES.items():
+    yield adam, name, is_pair, dtype.__name__, *shape
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("by", ["configs", "bench_step", "bench_kernels", "the_self_test", "tests"])
+def test_what_runs_on_hopper_lowers(monkeypatch, by):
+  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+  monkeypatch.syspath_prepend(str(ROOT / "experiments" / "bench_kernels"))
+  monkeypatch.syspath_prepend(str(ROOT / "tests"))
+  cases = globals()[f"used_by_{by}"](*[monkeypatch] * (by == "bench_step"))
+  found = tried(dict.fromkeys(cases))
+  assert found["accepted"] and found["accepted"] == sum(map(_count, found.values())), found
+
+
+def _count(what) -> int:
+  return what if isinstance(what, int) else len(what)
+
+
+@pytest.mark.aot
+def test_every_way_to_cut_up_the_work_lowers():
+  """Tiles and clusters that tests and tuning try, on sizes that fill no tile."""
+  import mosaic_sm90_test
+
+  from fp8jax.kernels.scaled_matmul import tiles
+
+  cases = []
+  for product, dtype in (("fwd", "bfloat16"), ("wgrad", "float32")):
+    configs = {*mosaic_sm90_test.CONFIGS, *tiles.candidates(product != "wgrad", dtype)}
+    for config in sorted(configs, key=str):
+      if tiles.smem_bytes(config, dtype) <= tiles.SMEM_BYTES:
+        make = functools.partial(gemm, config=config)
+        make.__name__ = str(config)  # pyright: ignore[reportAttributeAccessIssue]
+        cases.append((make, "block_128", product, 456, 400, 576))
+  found = tried(cases)
+  assert not found["accepted_fails"] and found["accepted"] == len(cases)
+
+
+# --- machine code --------------------------------------------------------------------------------
+
+
+def ptx(stages: int, producer: str) -> str:
+  """PTX of a GEMM in clusters; in a process that has no GPU and does nothing else."""
+  folder = tempfile.mkdtemp()
+  os.environ.update(
+    JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_TO=folder,
+    MOSAIC_GPU_DUMP_PTX="1",
+  )  # fmt: skip
+  sys.path[:0] = [str(ROOT)]
+  import jax
+
+  from fp8jax.kernels.scaled_matmul.tiles import Config
+
+  config = Config(stages=stages, cluster_m=2, producer=producer)
+  _, function, operands = gemm("block_128", "fwd", 456, 400, 2048, config=config)
+  jax.jit(function).lower(*operands).compile()
+  (path,) = pathlib.Path(folder).glob("*.ptx")
+  return path.read_text()
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("producer", ["warpgroup", "inline"])
+def test_a_program_waits_for_the_last_arrivals_before_it_ends(producer):
+  """After the last copy it waits at every barrier where its cluster's other program arrives, and
+  goes there at once if it has no tiles."""
+  stages = 3
+  code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests' / 'kernels')!r}); "
+  code += f"import lowering_test as t; print(t.ptx({stages}, {producer!r}))"
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+  assert done.returncode == 0, done.stderr[-4000:]
+  lines = done.stdout.splitlines()
+  find = lambda pattern: [n for n, line in enumerate(lines) if re.search(pattern, line)]  # noqa: E731
+  loads = find(r"cp\.async\.bulk\.tensor\.4d\.shared::c\w+\.global")
+  arrivals = [lines[n] for n in find(r"mapa\.shared::cluster\.u32 mapped_addr, %r\d+")]
+  waits, (end,) = find(r"mbarrier\.try_wait\.parity"), find(r"^\s*ret;")
+  # The first consumer fetches in its own loop; a producer has one without products.
+  loop = find(r"wgmma\.mma_async") if producer == "inline" else loads
+  last = [n for n in waits if n > max(*loads, *loop)]
+  assert len(last) == stages and max(last) < end
+  # `empty` of every slot, each once: those at which consumers arrive before the first step.
+  barrier = lambda line: re.search(r"\[(%r\d+)\]|mapped_addr, (%r\d+)", line)  # noqa: E731
+  assert {barrier(lines[n])[1] for n in last} == {barrier(x)[2] for x in arrivals[:stages]}
+  # Whatever skips the loop comes out before the first of these waits.
+  label = max(n for n in find(r"^\$L__BB0_\d+:") if n < last[0])
+  name = lines[label].rstrip(":").strip()
+  assert label > max(*loads, *loop)
+  assert any(n < min(loop) for n in find(rf"bra\S*\s+{re.escape(name)};"))
+
+
+def main(count: int):
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  sys.path[:0] = [str(ROOT)]
+  import importlib.metadata
+
+  print(f"jax {importlib.metadata.version('jax')}, H200: {count} shapes of each kernel")
+  print("| kernel | accepted | of these fail | refused and fail | refused though they lower |")
+  print("|---|---|---|---|---|")
+  for kernel in KERNELS:
+    found = tried(draw(kernel, count))
+    listed = "; ".join(f"{len(v)}: {k}" for k, v in found["refused_lowers"].items())
+    fails = len(found["accepted_fails"])
+    print(f"| {kernel} | {found['accepted']} | {fails} | {found['refused_fails']} | {listed} |")
+
+
+if __name__ == "__main__":
+  main(int((sys.argv[1:] or [str(COUNT)])[0]))
