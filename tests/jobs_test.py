@@ -548,15 +548,21 @@ def test_diagnose_reproduces_it_also_when_the_run_has_gone_on(launch, stopped, p
   assert result["amax_x_w_g"] == report["amax_x_w_g"]
 
 
-def test_export_dtype_auto_is_that_of_the_folder_the_run_began_with(stopped, poisoned, run_job):
+def test_export_dtype_auto_is_that_of_the_folder_the_run_began_with(
+  stopped, poisoned, run_job, tmp_path
+):
   changes = poisoned.changes | {"eval.step": BAD_STEP}
   code, stdout, _ = run_job("export", _config(**changes), stopped.workdir)
   assert code == 0 and json.loads(stdout)["dtype"] == "float32"
   # That folder is an export itself, and is not replaced; also where init.hf no longer names it.
   source = pathlib.Path(poisoned.changes["init.hf"])
   before = {p: p.read_bytes() for p in source.iterdir()}
-  model = {"init.hf": "", "export.path": str(source)}
-  for more in ({"export.path": str(source)}, model):
-    code, _, stderr = run_job("export", _config(**changes | more), stopped.workdir)
-    assert code == 1, stderr
+  shutil.copytree(source, tmp_path / "copy")
+  for init, what in (
+    (source, "the folder of init.hf"),
+    (tmp_path / "copy", "the folder that training started from"),
+  ):
+    to = {"init.hf": str(init), "export.path": str(source)}
+    code, _, stderr = run_job("export", _config(**changes | to), stopped.workdir)
+    assert code == 1 and what in stderr, stderr
   assert {p: p.read_bytes() for p in source.iterdir()} == before

@@ -77,7 +77,7 @@ class Tokenizer:
     name = self.eos or self._configured_eos()
     index = tokenizer.token_to_id(name)
     if index is None:
-      raise ValueError(f"{self.file} has no token {name!r}; set data.eos to one that it has")
+      raise UserError(f"{self.file} has no token {name!r}; set data.eos to one that it has")
     return index
 
   def _configured_eos(self) -> str:
