@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from array_record.python import array_record_module
 
 from configs import base
 from fp8jax import config, evaluate, mesh, recipes
@@ -115,7 +116,9 @@ def checkout(tmp_path_factory):
   index = {"tokenizer": fingerprint, "heldout": 0.1, "splits": splits}
   (prepared / "index.json").write_text(json.dumps(index))
   for split in splits:
-    (prepared / f"{split}.array_record").touch()
+    writer = array_record_module.ArrayRecordWriter(str(prepared / f"{split}.array_record"))
+    writer.write((1).to_bytes(4, "little"))
+    writer.close()
     (prepared / f"{split}.uint32").write_bytes((1).to_bytes(4, "little"))
   return folder
 
