@@ -1,8 +1,8 @@
 """Faults put into the source one at a time: does a test see each of them?
 
-  python tests/mutation/mutants.py draw           forty faults, the same ones every time -> drawn.json
-  python tests/mutation/mutants.py run [3 17]     runs the tests of each -> results.json; resumes
-  python tests/mutation/mutants.py table          results.md
+  python tests/mutation/mutants.py draw        forty faults, the same ones every time -> drawn.json
+  python tests/mutation/mutants.py run [3 r7]  runs the tests of each -> results.json; resumes
+  python tests/mutation/mutants.py table       results.md
 
 A fault is a small change of one expression or statement, as in Jia & Harman 2011 (An Analysis and
 Survey of the Development of Mutation Testing, §2). Why no library: mutmut 3 and cosmic-ray 8 make
@@ -191,28 +191,31 @@ def judge(folder: pathlib.Path, tests) -> tuple[str, str]:
   return "survived", ""
 
 
-def run(only: list[int]):
+def _faults() -> list[dict]:
+  """The drawn ones, and those of the review of commit 815647b, each with its tests."""
+  return [f for name in ("drawn", "reviewed") for f in _read(name)]
+
+
+def _read(name: str):
+  at = HERE / f"{name}.json"
+  return json.loads(at.read_text()) if at.exists() else {}
+
+
+def run(only: list[str]):
   """Judges the faults that results.json lacks, or those named."""
-  drawn = json.loads((HERE / "drawn.json").read_text())
-  at = HERE / "results.json"
-  results = json.loads(at.read_text()) if at.exists() else {}
-  wanted = [f for f in drawn if (f["id"] in only if only else str(f["id"]) not in results)]
-  for fault in wanted:
+  wanted = only or [str(f["id"]) for f in _faults() if str(f["id"]) not in _read("results")]
+  for fault in [f for f in _faults() if str(f["id"]) in wanted]:
+    start, commit = time.time(), _git("rev-parse", "HEAD")[:7]
     with tempfile.TemporaryDirectory(prefix="fault_") as name:
       folder = _copy(pathlib.Path(name))
       file = folder / fault["file"]
       file.write_text(applied(fault, file.read_text()))
-      start = time.time()
-      verdict, test = judge(folder, TESTS[fault["file"]])
+      verdict, test = judge(folder, fault.get("tests") or TESTS[fault["file"]])
+    results = _read("results")
     results[str(fault["id"])] = dict(
-      verdict=verdict,
-      test=test,
-      seconds=round(time.time() - start),
-      commit=_git("rev-parse", "HEAD")[:7],
+      verdict=verdict, test=test, seconds=round(time.time() - start), commit=commit
     )
-    at.write_text(
-      json.dumps(dict(sorted(results.items(), key=lambda x: int(x[0]))), indent=1) + "\n"
-    )
+    (HERE / "results.json").write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     print(fault["id"], fault["file"], fault["line"], verdict, test, flush=True)
 
 
@@ -234,29 +237,21 @@ def _copy(folder: pathlib.Path) -> pathlib.Path:
 
 def table() -> str:
   """Markdown, with what is argued in equivalents.json."""
-  drawn = json.loads((HERE / "drawn.json").read_text())
-  results = json.loads((HERE / "results.json").read_text())
-  argued = json.loads((HERE / "equivalents.json").read_text())
-  rows = [
-    "| | where | fault | verdict | seen by, or why nothing can see it |",
-    "|---|---|---|---|---|",
-  ]
-  counts = collections.Counter()
-  for fault in drawn:
+  results, argued, rows = _read("results"), _read("equivalents"), []
+  counts = {False: collections.Counter(), True: collections.Counter()}
+  for fault in _faults():
     key = str(fault["id"])
     got = results.get(key, {"verdict": "not run", "test": ""})
     is_equivalent = key in argued and got["verdict"] != "killed"
     verdict = "equivalent" if is_equivalent else got["verdict"]
-    counts[verdict] += 1
-    cells = (
-      key, f"{fault['file']}:{fault['line']}",
-      f"{fault['operator']}: `{_short(fault['before'])}` -> `{_short(fault['after'])}`",
-      verdict, argued[key] if is_equivalent else got["test"].replace("tests/", ""),
-    )  # fmt: skip
+    counts["tests" in fault][verdict] += 1
+    seen_by = argued[key] if is_equivalent else got["test"].replace("tests/", "")
+    change = f"{fault['operator']}: `{_short(fault['before'])}` -> `{_short(fault['after'])}`"
+    cells = (key, f"{fault['file']}:{fault['line']}", change, verdict, seen_by)
     rows.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
-  return (
-    ", ".join(f"{n} {what}" for what, n in counts.most_common()) + "\n\n" + "\n".join(rows) + "\n"
-  )
+  head = ["| | where | fault | verdict | seen by, or why nothing can see it |", "|---" * 5 + "|"]
+  said = [f"{name}: {dict(counts[i])}" for i, name in ((True, "reviewed"), (False, "drawn"))]
+  return "\n\n".join([*said, "\n".join(head + rows)]) + "\n"
 
 
 def _short(text: str) -> str:
@@ -269,7 +264,7 @@ if __name__ == "__main__":
     case ["draw"]:
       (HERE / "drawn.json").write_text(json.dumps(draw(), indent=1) + "\n")
     case ["run", *only]:
-      run([int(n) for n in only])
+      run(only)
     case ["table"]:
       (HERE / "results.md").write_text(table())
     case _:
