@@ -1,4 +1,4 @@
-"""results/ -> figure.png and the tables of README.md.
+"""results/ -> figure.svg and the tables of README.md.
 
 command: python experiments/2025_infir2/plot.py
 """
@@ -16,12 +16,24 @@ BASELINE = "bf16"
 ARMS = (BASELINE, "block_128", "block_128_pow2", "tensor_current")
 SOURCES = ("python_docs", "brown")
 WINDOW = 32  # steps in a running mean of the training loss
+BAR = 0.25  # %, of DeepSeek-V3 (arXiv:2412.19437, section 3.3)
+
+# The same in every panel: colour is the arm, line style is the source. Okabe and Ito's colours.
+COLORS = dict(zip(ARMS, ("black", "#0072B2", "#009E73", "#D55E00")))
+STYLES = dict(zip(SOURCES, ("-", "--")))
 
 
 def fingerprint(arm):
   """Of the data that an arm was trained on; None without results."""
   path = HERE / "results" / arm / "provenance.json"
   return json.loads(path.read_text())["data_fingerprint"] if path.exists() else None
+
+
+def tokens_per_step(arm):
+  """As its configuration says."""
+  path = HERE / "results" / arm / "provenance.json"
+  changed = json.loads(path.read_text())["config"]
+  return changed["batch"] * changed["length"]
 
 
 def read(arm):
@@ -71,27 +83,49 @@ def print_tables(runs):
 
 
 def plot(runs):
-  figure, (left, right, below) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-  base_train = runs[BASELINE][0]
+  """Three panels over tokens seen: the training loss, and differences to the baseline in %."""
+  figure, (losses, gaps, heldout) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+  gaps.sharey(heldout)
+  base_train, base_heldout = runs[BASELINE]
   for arm, (train, held) in runs.items():
+    k_tokens, color = tokens_per_step(arm) / 1000, COLORS[arm]
     steps = [s for s in sorted(train) if s >= WINDOW]
     smooth = [window_mean(train, s) for s in steps]
-    left.plot(steps, smooth, label=arm, linewidth=1)
-    for source, style in zip(SOURCES, ("o-", "s--")):
-      points = sorted(held[source].items())
-      right.plot(*zip(*points), style, label=f"{arm}, {source}", linewidth=1, markersize=4)
+    losses.plot([s * k_tokens for s in steps], smooth, color=color, linewidth=1.2, label=arm)
+    if arm == BASELINE:
+      continue
+    both = [s for s in steps if s in base_train]
+    gap_of = [100 * (window_mean(train, s) / window_mean(base_train, s) - 1) for s in both]
+    gaps.plot([s * k_tokens for s in both], gap_of, color=color, linewidth=1.2)
+    for source, style in STYLES.items():
+      points = [
+        (s * k_tokens, 100 * (value / base_heldout[source][s] - 1))
+        for s, value in sorted(held[source].items())
+        if s in base_heldout[source]
+      ]
+      heldout.plot(*zip(*points), style, marker="o", color=color, linewidth=1.2, markersize=4)
+  losses.set(title=f"training loss, mean of {WINDOW} steps", ylabel="nats per token")
+  gaps.set(title=f"training loss, difference to {BASELINE}", ylabel="%")
+  heldout.set(title=f"held-out loss, difference to {BASELINE}")
+  for axes in (gaps, heldout):
+    axes.axhline(0, color=COLORS[BASELINE], linewidth=1.2)
+    axes.axhspan(-BAR, BAR, alpha=0.12, color="grey", linewidth=0)
+  heldout.plot([], [], color=COLORS[BASELINE], label=BASELINE)
+  for arm in runs:
     if arm != BASELINE:
-      both = [s for s in steps if s in base_train]
-      gaps = [100 * (window_mean(train, s) / window_mean(base_train, s) - 1) for s in both]
-      below.plot(both, gaps, label=arm, linewidth=1)
-  left.set(title=f"training loss, mean of {WINDOW} steps", xlabel="step", ylabel="nats per token")
-  right.set(title="held-out loss", xlabel="step", ylabel="nats per token")
-  below.set(title=f"training loss relative to {BASELINE}", xlabel="step", ylabel="%")
-  below.axhspan(-0.25, 0.25, alpha=0.1, color="grey", label="the literature's bar")
-  for axes in (left, right, below):
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-  figure.savefig(HERE / "figure.png", dpi=110)
+      heldout.plot([], [], color=COLORS[arm], label=arm)
+  for source, style in STYLES.items():
+    heldout.plot([], [], style, color="grey", label=f"on {source}")
+  heldout.fill_between([], [], [], alpha=0.12, color="grey", label=f"within {BAR} %")
+  for axes in (losses, gaps, heldout):
+    axes.set(xlabel="thousands of tokens seen")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+  figure.legend(*heldout.get_legend_handles_labels(), loc="outside lower center", ncols=7)
+  # No date and no random ids, so that the same results are the same file.
+  plt.rcParams["svg.hashsalt"] = "2025_infir2"
+  figure.savefig(HERE / "figure.svg", metadata={"Date": None})
 
 
 def main():

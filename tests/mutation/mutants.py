@@ -1,0 +1,271 @@
+"""Faults put into the source one at a time: does a test see each of them?
+
+  python tests/mutation/mutants.py draw        forty faults, the same ones every time -> drawn.json
+  python tests/mutation/mutants.py run [3 r7]  runs the tests of each -> results.json; resumes
+  python tests/mutation/mutants.py table       results.md
+
+A fault is a small change of one expression or statement, as in Jia & Harman 2011 (An Analysis and
+Survey of the Development of Mutation Testing, §2). Why no library: mutmut 3 and cosmic-ray 8 make
+every fault of a file (thousands here) and have one test command for all of them; this suite needs a
+sample that a seed fixes, and minutes of tests per fault chosen by the file that it is in.
+"""
+
+import ast
+import collections
+import copy
+import json
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+SEED, COUNT = 14, 40
+TIMEOUT = 1500  # seconds per test file; the slowest takes 200 on two idle cores
+
+# The files that join the parts, and the tests that should see a fault there, nearest first.
+_STEP = ("joints", "precision", "by_layer")
+TESTS = {
+  "fp8jax/step.py": (*_STEP, "invariance", "optim/masters"),
+  "fp8jax/by_layer.py": ("by_layer", "account"),
+  "fp8jax/optim/walk.py": ("optim/walk", "joints", "optim/masters", "by_layer"),
+  "fp8jax/optim/gradients.py": ("optim/masters", "joints", "invariance"),
+  "fp8jax/batches.py": ("joints", "multiprocess"),
+  "fp8jax/evaluate.py": ("joints", "train", "precision", "multiprocess"),
+  "fp8jax/train.py": ("joints", "precision", "train", "resume", "jobs", "hostile"),
+  "fp8jax/checkpoint.py": ("joints", "resume", "jobs", "hostile", "train"),
+  "fp8jax/ops/collectives.py": ("joints", "ops/mesh", "invariance"),
+  "fp8jax/data/loader.py": ("data/loader", "data/shuffle", "joints", "data/damage", "multiprocess"),
+  "fp8jax/data/sample_index.py": ("data/shuffle", "data/damage"),
+  "fp8jax/precision.py": ("config", "precision", "ops/smooth", "configs"),
+  "fp8jax/optim/build.py": ("optim/build", "optim/adam", "config", "optim/masters"),
+  "fp8jax/loss_scale.py": ("joints", "config", "precision"),
+  "fp8jax/quant/history.py": ("joints", "ops/dot", "precision"),
+  "fp8jax/proof.py": ("proof", "accumulation", "joints"),
+  "fp8jax/hlo.py": ("proof", "accumulation"),
+}
+
+_SWAPPED = {
+  ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+  ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+  ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Mod: ast.Mult,
+  ast.FloorDiv: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+_OPPOSITE = {"min": "max", "minimum": "maximum", "any": "all", "first": "last", "floor": "ceil"}
+_OPPOSITE |= {b: a for a, b in _OPPOSITE.items()}
+# Arguments in another order raise in the first call of any test, or are the same (max, min).
+_ORDERED = ("isinstance", "map", "partial", "getattr", "tree_map", "scan", "max", "min")
+
+
+def _of_expression(node):
+  """(operator's name, the changed node) for every fault that this expression can have."""
+
+  def changed(kind, **fields):
+    new = copy.deepcopy(node)
+    for name, value in fields.items():
+      setattr(new, name, value)
+    return kind, new
+
+  match node:
+    case ast.Compare() if type(node.ops[0]) in _SWAPPED:
+      yield changed("comparison", ops=[_SWAPPED[type(node.ops[0])](), *node.ops[1:]])
+    case ast.BinOp() if type(node.op) in _SWAPPED:
+      yield changed("arithmetic", op=_SWAPPED[type(node.op)]())
+    case ast.BoolOp():
+      for i in range(len(node.values)):
+        rest = node.values[:i] + node.values[i + 1 :]
+        yield "dropped term", rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
+    case ast.UnaryOp():
+      yield "dropped sign or not", node.operand
+    case ast.IfExp():
+      yield changed("swapped branches", body=node.orelse, orelse=node.body)
+    case ast.Constant(value=bool()):
+      yield changed("flipped constant", value=not node.value)
+    case ast.Constant(value=int() | float()):
+      yield changed("constant off by one", value=node.value + 1)
+    case ast.Call():
+      name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+      starred = any(isinstance(a, ast.Starred) for a in node.args[:2])
+      if len(node.args) > 1 and not starred and name not in _ORDERED:
+        yield changed("swapped arguments", args=[node.args[1], node.args[0], *node.args[2:]])
+      for i in range(len(node.keywords)):
+        yield changed("dropped keyword", keywords=node.keywords[:i] + node.keywords[i + 1 :])
+      if name in _OPPOSITE and isinstance(node.func, ast.Attribute):
+        yield changed("opposite function", func=ast.Attribute(node.func.value, _OPPOSITE[name]))
+      elif name in _OPPOSITE:
+        yield changed("opposite function", func=ast.Name(_OPPOSITE[name]))
+
+
+def _walk(node):
+  """(operator, node, text in its place) below a node; not of messages, annotations, docstrings."""
+  match node:
+    case ast.Raise() | ast.JoinedStr() | ast.arguments():
+      return
+    case ast.Expr(value=ast.Call(func=ast.Attribute(attr="print"))):
+      return
+    case ast.Expr(value=ast.Call()):
+      yield "dropped call", node, "pass"
+    case ast.AugAssign():
+      yield "assigned instead", node, f"{ast.unparse(node.target)} = {ast.unparse(node.value)}"
+    case ast.If() | ast.While():
+      yield "negated condition", node.test, f"not ({ast.unparse(node.test)})"
+    case ast.FunctionDef():
+      for decorator in node.decorator_list:
+        yield "dropped decorator", decorator, None
+    case ast.expr():
+      for kind, new in _of_expression(node):
+        yield kind, node, f"({ast.unparse(new)})"
+  for name, value in ast.iter_fields(node):
+    if name not in ("annotation", "returns", "decorator_list"):
+      for child in value if isinstance(value, list) else [value]:
+        if isinstance(child, ast.AST):
+          yield from _walk(child)
+
+
+def candidates(file: str) -> list[dict]:
+  """Every fault that a file can have, in the order of the source."""
+  text = (ROOT / file).read_text()
+  lines, found = text.splitlines(), []
+  for kind, node, after in _walk(ast.parse(text)):
+    source = lines[node.lineno - 1]
+    before = ast.get_source_segment(text, node) or ""
+    column = len(source.encode()[: node.col_offset].decode())  # ast counts bytes
+    if after is None:
+      before, after, column = "@" + before, "", column - 1
+    found.append(dict(
+      file=file, line=node.lineno, column=column, operator=kind, source=source, before=before,
+      after=after,
+    ))  # fmt: skip
+  return found
+
+
+def draw() -> list[dict]:
+  """COUNT faults: the files in turn, of each any fault with the same chance; no line twice."""
+  rng, drawn, files = random.Random(SEED), [], []
+  faults = {file: candidates(file) for file in TESTS}
+  while len(drawn) < COUNT:
+    files = files or rng.sample(list(TESTS), len(TESTS))
+    one = rng.choice(faults[files[-1]])
+    if not any((d["file"], d["line"]) == (one["file"], one["line"]) for d in drawn):
+      drawn.append({"id": len(drawn), **one})
+      files.pop()
+  return drawn
+
+
+def applied(fault: dict, text: str) -> str:
+  """The file with its fault; it is looked for where the same line is now."""
+  lines = text.splitlines(keepends=True)
+  same = [i for i, line in enumerate(lines) if line.rstrip("\n") == fault["source"]]
+  for i in sorted(same, key=lambda i: abs(i + 1 - fault["line"])):
+    start = sum(map(len, lines[:i])) + fault["column"]
+    if text[start:].startswith(fault["before"]):
+      return text[:start] + fault["after"] + text[start + len(fault["before"]) :]
+  raise LookupError(
+    f"fault {fault['id']}: {fault['file']} has no line {fault['source']!r} any more"
+  )
+
+
+def judge(folder: pathlib.Path, tests) -> tuple[str, str]:
+  """("killed", first failure), ("survived", "") or ("timeout", test file) in a copy."""
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(folder)}
+  for name in tests:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider"]
+    file = f"tests/{name}_test.py"
+    try:
+      done = subprocess.run(
+        [*command, file], cwd=folder, env=environment, text=True, capture_output=True,
+        timeout=TIMEOUT,
+      )  # fmt: skip
+    except subprocess.TimeoutExpired:
+      return "timeout", file
+    if done.returncode in (1, 2):  # a failure, or an import that fails
+      failed = [s for s in done.stdout.splitlines() if s.startswith(("FAILED", "ERROR"))]
+      return "killed", (failed or [file])[0].partition(" - ")[0].partition(" ")[2] or file
+    if done.returncode:
+      raise RuntimeError(f"pytest {file} ended with {done.returncode}: {done.stdout[-2000:]}")
+  return "survived", ""
+
+
+def _faults() -> list[dict]:
+  """The drawn ones, and those of the review of commit 815647b, each with its tests."""
+  return [f for name in ("drawn", "reviewed") for f in _read(name)]
+
+
+def _read(name: str):
+  at = HERE / f"{name}.json"
+  return json.loads(at.read_text()) if at.exists() else {}
+
+
+def run(only: list[str]):
+  """Judges the faults that results.json lacks, or those named."""
+  wanted = only or [str(f["id"]) for f in _faults() if str(f["id"]) not in _read("results")]
+  for fault in [f for f in _faults() if str(f["id"]) in wanted]:
+    start, commit = time.time(), _git("rev-parse", "HEAD")[:7]
+    with tempfile.TemporaryDirectory(prefix="fault_") as name:
+      folder = _copy(pathlib.Path(name))
+      file = folder / fault["file"]
+      file.write_text(applied(fault, file.read_text()))
+      verdict, test = judge(folder, fault.get("tests") or TESTS[fault["file"]])
+    results = _read("results")
+    results[str(fault["id"])] = dict(
+      verdict=verdict, test=test, seconds=round(time.time() - start), commit=commit
+    )
+    (HERE / "results.json").write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    print(fault["id"], fault["file"], fault["line"], verdict, test, flush=True)
+
+
+def _git(*arguments) -> str:
+  return subprocess.run(
+    ["git", *arguments], cwd=ROOT, check=True, text=True, capture_output=True
+  ).stdout.strip()
+
+
+def _copy(folder: pathlib.Path) -> pathlib.Path:
+  for file in _git("ls-files").splitlines():
+    if (ROOT / file).is_file():
+      (folder / file).parent.mkdir(parents=True, exist_ok=True)
+      shutil.copy(ROOT / file, folder / file)
+  if (ROOT / "assets").exists():
+    (folder / "assets").symlink_to((ROOT / "assets").resolve())
+  return folder
+
+
+def table() -> str:
+  """Markdown, with what is argued in equivalents.json."""
+  results, argued, rows = _read("results"), _read("equivalents"), []
+  counts = {False: collections.Counter(), True: collections.Counter()}
+  for fault in _faults():
+    key = str(fault["id"])
+    got = results.get(key, {"verdict": "not run", "test": ""})
+    is_equivalent = key in argued and got["verdict"] != "killed"
+    verdict = "equivalent" if is_equivalent else got["verdict"]
+    counts["tests" in fault][verdict] += 1
+    seen_by = argued[key] if is_equivalent else got["test"].replace("tests/", "")
+    change = f"{fault['operator']}: `{_short(fault['before'])}` -> `{_short(fault['after'])}`"
+    cells = (key, f"{fault['file']}:{fault['line']}", change, verdict, seen_by)
+    rows.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+  head = ["| | where | fault | verdict | seen by, or why nothing can see it |", "|---" * 5 + "|"]
+  said = [f"{name}: {dict(counts[i])}" for i, name in ((True, "reviewed"), (False, "drawn"))]
+  return "\n\n".join([*said, "\n".join(head + rows)]) + "\n"
+
+
+def _short(text: str) -> str:
+  text = " ".join(text.split())
+  return text if len(text) < 90 else f"{text[:60]} ... {text[-25:]}"
+
+
+if __name__ == "__main__":
+  match sys.argv[1:]:
+    case ["draw"]:
+      (HERE / "drawn.json").write_text(json.dumps(draw(), indent=1) + "\n")
+    case ["run", *only]:
+      run(only)
+    case ["table"]:
+      (HERE / "results.md").write_text(table())
+    case _:
+      sys.exit(__doc__)
