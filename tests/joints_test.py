@@ -22,8 +22,9 @@ from fp8jax.kernels.backend import Device
 from fp8jax.models import transformer
 from fp8jax.ops import collectives
 from fp8jax.ops import site as site_lib
+from fp8jax.optim import adam, masters, walk
 from fp8jax.quant import history
-from fp8jax.recipe import Delayed
+from fp8jax.recipe import WHOLE, Delayed
 
 MODEL = dict(
   num_layers=1, hidden_size=32, intermediate_size=64, num_heads=1, num_kv_heads=1, head_dim=32,
@@ -111,6 +112,26 @@ def test_rounding_of_gradients_draws_anew_in_every_microbatch_and_step():
   assert len({jax.random.key_data(key).tobytes() for key in keys}) == 4
 
 
+def test_no_two_roundings_of_a_parameter_draw_the_same_bits(monkeypatch):
+  """Gradient, master and moments: three keys in every step, or their errors would be the same."""
+  plan = _plan(**{
+    "optim.moments": "coat", "optim.master": "bf16_sr", "optim.gradients": "bf16_sr",
+  })  # fmt: skip
+  leaf, keys = plan.leaves["layers"]["mlp"]["down"], []
+  leaf = dataclasses.replace(leaf, lead=0)  # a single key for the gradient
+  keep, key_of = masters.keep, adam._key  # noqa: SLF001
+  monkeypatch.setattr(masters, "keep", lambda *a, **k: keys.append(k["key"]) or keep(*a, **k))
+  monkeypatch.setattr(adam, "_key", lambda *a: keys.append(key_of(*a)) or keys[-1])
+  param = jnp.ones((1, 64, 32))
+  state, kept = walk.init(leaf, param)
+  keys.clear()
+  for step in (0, 1):
+    weight = step_lib._weight(leaf, kept, None, step=step, micro=0, room=None)  # noqa: SLF001
+    keys.append(weight.key)
+    state, kept, _ = walk.move(leaf, param, state, kept, walk.Now(step, 1e-3))
+  assert len(keys) == len({jax.random.key_data(key).tobytes() for key in keys}) == 6
+
+
 def test_an_infinity_that_fp8_hides_skips_the_step_with_all_that_it_would_change(rng):
   plan = _plan(**{
     "precision.rules": _only_down("tensor_delayed"), "optim.on_nonfinite": "skip",
@@ -190,6 +211,27 @@ def test_a_weight_split_over_an_axis_that_splits_no_tokens_gets_its_own_part(rng
 
   run = collectives.on_mesh(local, layout, PartitionSpec(), PartitionSpec("fsdp"))
   np.testing.assert_allclose(jax.jit(run)(dw_DF), dw_DF, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "contracted, sizes, tile, fits",
+  [
+    ("D", {"D": 96}, 32, True),
+    ("D", {"D": 96}, 128, False),
+    ("D", {"D": 96}, WHOLE, True),
+    ("D", {"D": 96}, 1, True),
+    ("F", {"F": 96}, 128, True),  # nothing is split
+    ("DF", {"D": 4, "F": 32}, 128, True),
+    ("FD", {"F": 32, "D": 4}, 128, False),  # shards of the faster letter are not contiguous
+    ("FD", {"F": 32, "D": 4}, WHOLE, False),
+  ],
+)
+def test_scales_are_made_before_gathering_where_shards_hold_whole_tiles(
+  contracted, sizes, tile, fits
+):
+  layout = axes.Layout(mesh.make((2, 4, 1)), (("D", ("fsdp",)),), (("B", ("data",)),))
+  quant = types.SimpleNamespace(tile=(1, tile))
+  assert collectives.tiles_fit({"V": 8, **sizes}, "V", contracted, quant, layout) == fits
 
 
 def test_windows_of_delayed_scales_have_their_own_lengths():

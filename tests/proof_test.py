@@ -391,6 +391,15 @@ def test_triton_is_fp8_where_its_tiles_are_large_enough(m, n, k, warps, is_fp8):
   assert ("too small" in found.why) == (not is_fp8)
 
 
+@pytest.mark.parametrize("m, n, is_fp8", [(16, 64, False), (64, 16, False), (64, 64, True)])
+def test_tiles_of_a_transposed_product_suit_fp8_either_way_round(m, n, is_fp8):
+  """Which side is wgmma's 64 rows is not known then: both have to be."""
+  text = TRITON.format(m=m, n=n, k=32, warps=4, name="__triton_gemm", kind="kCustom")
+  text = text.replace("%f = f32[256,128]", "%f = f32[128,256]")
+  (found,) = hlo.products(text, "gpu")
+  assert found.is_fp8 == is_fp8
+
+
 def test_a_dot_in_a_loop_fusion_is_not_fp8():
   text = TRITON.format(m=64, n=64, k=64, warps=4, name="", kind="kLoop")
   (found,) = hlo.products(text, "gpu")

@@ -380,7 +380,7 @@ import importlib
 for family in plan.families():
   importlib.import_module(family.module)
 from fp8jax.kernels import backend
-function, arguments, sites = layer.build("bf16", 64, layer.DRY, backend.Device("gpu", 90))
+function, arguments, sites = layer.build("bf16", 64, layer.DRY, backend.current_device())
 print(type(sites["mlp"]["up"]).__name__, jax.eval_shape(function, *arguments, sites)[0].shape)
 try:
   import grain

@@ -171,7 +171,7 @@ def draw(kernel: str, count: int) -> list[tuple]:
       return produce, of, pick(("0", "1", "both")), size(), size()
     preset = pick(PRESETS)
     row = {"e4m3_256": 256, "float32": 64, "bf16": 64}.get(preset, 128)
-    rows = int(pick((1, 1, 2, 4, 8, 16)) * rng.integers(1, 200))
+    rows = int(pick((1, 1, 2, 4, 8, 16)) * rng.integers(1, pick((5, 200, 200))))
     shape = pick(((rows, row), (rows, 2 * row), (2, rows, row)))
     return adam, preset, bool(rng.integers(2)), pick(("bfloat16", "float32")), *shape
 
@@ -216,7 +216,6 @@ def test_what_supports_accepts_lowers(kernel):
   assert not found["accepted_fails"]
   # AdamW alone refuses sizes; of those that lower it has fewer rows than one tile.
   assert all("multiple of 8" in reason for reason in found["refused_lowers"])
-  assert found["accepted"] + found["refused_fails"] >= 0.9 * COUNT
   if kernel == "adam":
     assert found["accepted"] > COUNT / 3 and found["refused_fails"] > COUNT / 10
   else:
