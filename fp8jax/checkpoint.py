@@ -6,15 +6,21 @@ process, and a JSON of the resolved configuration and the data's fingerprint. Re
 shardings from the abstract tree, so a run continues on another mesh.
 """
 
+import contextlib
 import dataclasses
+import errno
+import logging
+import math
 import os
+import shutil
 from typing import Any
 
+import absl.logging
 import grain
 import jax
 import orbax.checkpoint as ocp
 
-from fp8jax.errors import UserError
+from fp8jax.errors import UserError, one_line
 from fp8jax.quant import history
 from fp8jax.state import State
 
@@ -62,6 +68,7 @@ class Checkpoints:
     """
     if step in self.steps():
       return
+    self.check_room(state)
     items: dict[str, Any] = dict(
       params=ocp.args.StandardSave(state.params),
       rest=ocp.args.StandardSave(_rest(state)),
@@ -70,7 +77,8 @@ class Checkpoints:
     )
     if state.memories:  # Orbax refuses an empty tree
       items["memories"] = ocp.args.StandardSave(_as_tree(state.memories))
-    self._manager.save(step, args=ocp.args.Composite(**items))
+    with self._writing():
+      self._manager.save(step, args=ocp.args.Composite(**items))
 
   def meta(self, step: int) -> dict[str, Any]:
     """What `save` was given as meta."""
@@ -91,7 +99,7 @@ class Checkpoints:
       aside = os.path.join(os.path.dirname(self._manager.directory), f"damaged_{step}")
       older = [s for s in self.steps() if s < step]
       then = f"step {older[-1]}" if older else "the beginning: there is no older checkpoint"
-      reason = " ".join(str(e).split())[:300] or type(e).__name__
+      reason = one_line(e)[:300] or type(e).__name__
       raise UserError(
         f"the checkpoint {folder} cannot be read ({', '.join(items)}): {reason}. To go on from "
         f"{then}, move it away: mv {folder} {aside}"
@@ -121,12 +129,69 @@ class Checkpoints:
     memories = self.restore_memories(step, abstract.memories)
     return State(params=restored["params"], memories=memories, **restored["rest"])
 
+  def check_room(self, state: State):
+    """Refuses a state, or its shapes, for whose checkpoint the disk has no room.
+
+    Raises:
+      UserError: says how much is needed and how much is free.
+    """
+    needed = sum(_bytes_here(x) for x in jax.tree.leaves(state))
+    free = shutil.disk_usage(self._manager.directory).free
+    if free < needed:
+      raise UserError(
+        f"a checkpoint needs {needed / 1e6:,.0f} MB and {self._manager.directory} has "
+        f"{free / 1e6:,.0f} MB free; {self._then()}"
+      )
+
   def wait(self):
-    """Returns when everything started is on disk."""
-    self._manager.wait_until_finished()
+    """Returns when everything started is on disk; raises UserError if it cannot be."""
+    with self._writing():
+      self._manager.wait_until_finished()
 
   def close(self):
-    self._manager.close()
+    with self._writing():
+      self._manager.close()
+
+  @contextlib.contextmanager
+  def _writing(self):
+    """Turns what Orbax raises where the disk is full into a UserError."""
+    try:
+      yield
+    except jax.errors.JaxRuntimeError:
+      raise  # of the device
+    except (ValueError, RuntimeError, OSError) as e:
+      reason = next((r for r in _REASONS if r in str(e)), one_line(e)[:300])
+      raise UserError(
+        f"a checkpoint cannot be written to {self._manager.directory}: {reason}; {self._then()}"
+      ) from e
+
+  def _then(self) -> str:
+    steps = self.steps()
+    newest = f"from step {steps[-1]}" if steps else "from the beginning"
+    return f"make room, or lower checkpoint.keep: the same command then goes on {newest}"
+
+
+# As the operating system says it, somewhere in the messages of TensorStore.
+_REASONS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+
+
+class _NoTraceback(logging.Filter):
+  """Drops errors that Orbax logs: it raises each of them too, and four threads log the same."""
+
+  def filter(self, record: logging.LogRecord) -> bool:
+    return not ("orbax" in record.pathname and record.levelno >= logging.ERROR)
+
+
+absl.logging.get_absl_logger().addFilter(_NoTraceback())
+
+
+def _bytes_here(x) -> int:
+  """What a process writes of an array, before compression: one copy of the shards it holds."""
+  if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return 0
+  shape = x.sharding.shard_shape(x.shape) if x.sharding else x.shape
+  indices = x.sharding.addressable_devices_indices_map(x.shape).values() if x.sharding else [()]
+  return len(set(map(str, indices))) * math.prod(shape) * x.dtype.itemsize
 
 
 def _placed(abstract):

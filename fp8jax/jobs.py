@@ -60,7 +60,9 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
     config_file.check_keys(c, base)
     return _run(job, c, base, workdir)
   except (UserError, train.NonFinite, OSError) as e:
-    print(f"error: {e}", file=sys.stderr)
+    is_of_a_write = isinstance(e, OSError) and not e.filename  # a full disk: Python knows no name
+    where = f"; nothing more can be written to {workdir}" if is_of_a_write else ""
+    print(f"error: {e}{where}", file=sys.stderr)
     return 1
   except ModuleNotFoundError as e:
     print(f"error: {missing_package(e)}", file=sys.stderr)

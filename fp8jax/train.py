@@ -91,6 +91,8 @@ class _Run:
   def run(self) -> dict[str, Any]:
     c = self.plan.config
     state, start = self._start()
+    if start < c.steps:
+      self.checkpoints.check_room(state)  # now, not after hours
     evaluator = evaluate.Evaluator(self.plan)
     log = writers.Metrics(self.workdir, start, self.evaluations, c.log.tensorboard)
     self._record(start)

@@ -52,7 +52,8 @@ def _begin(runner):
                         "model.preset": "untied"}),
     ("block_128", {"optim.moments": "coat", "optim.master": "bf16_remainder",
                    "memory.residual": "e4m3_16"}),
-    ("nvfp4_sr_rht", {"optim.rule": "lion", "optim.moments": "bf16"}),
+    pytest.param("nvfp4_sr_rht", {"optim.rule": "lion", "optim.moments": "bf16"},
+                 marks=pytest.mark.slow),
   ],
 )  # fmt: skip
 def test_both_orders_take_the_same_step(recipe, changes):

@@ -1,14 +1,19 @@
 """Mistaken inputs end in one line that names them, never in a traceback."""
 
+import contextlib
 import json
+import resource
+import shutil
 
 import grain
+import jax
 import jax.numpy as jnp
 import ml_collections
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import base
-from fp8jax import calibration, checkpoint, config_file, jobs, optim, writers
+from fp8jax import calibration, checkpoint, config_file, jobs, mesh, optim, writers
 from fp8jax import flax as fp8_flax
 from fp8jax.data import loader
 from fp8jax.errors import ConfigError, Problems, UserError
@@ -141,6 +146,46 @@ def test_damaged_checkpoint_names_itself_and_the_older_one(tmp_path):
       e.value
     )
   assert saved.meta(3) == {"step": 3}
+  saved.close()
+
+
+@pytest.mark.parametrize("when", ["wait", "close"])
+def test_a_disk_that_fills_while_saving_ends_in_one_line(tmp_path, capfd, when):
+  """Files that may not grow stand for it: TensorStore reports both alike, with another errno."""
+  saved = checkpoint.Checkpoints(str(tmp_path))
+
+  def save(step, size):
+    w = jax.random.normal(jax.random.key(0), size)  # which does not compress
+    items = dict(params=checkpoint.ocp.args.StandardSave({"w": w}))
+    saved._manager.save(step, args=checkpoint.ocp.args.Composite(**items))  # noqa: SLF001
+
+  save(1, 8)
+  saved.wait()
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+  try:
+    save(2, 2**18)
+    with pytest.raises(UserError, match="same command then goes on from step 1") as e:
+      getattr(saved, when)()
+    assert f"cannot be written to {tmp_path}/checkpoints: File too large" in str(e.value)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_checkpoint_larger_than_the_disk_is_refused_before_training(tmp_path, monkeypatch):
+  sharding = NamedSharding(mesh.make((2, 2, 2)), PartitionSpec(None, "fsdp"))
+  tree = {
+    "split": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding),
+    "copied": jnp.ones((10,), jnp.bfloat16), "key": jax.random.key(0),
+  }  # fmt: skip
+  saved = checkpoint.Checkpoints(str(tmp_path))
+  usage = shutil.disk_usage(tmp_path)
+  for free in (8 * 4 * 4 + 10 * 2, 8 * 4 * 4 + 10 * 2 - 1):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _, n=free: usage._replace(free=n))
+    told = pytest.raises(UserError, match="needs 0 MB and .* has 0 MB free; make room")
+    with told if free % 2 else contextlib.nullcontext():
+      saved.check_room(tree)
   saved.close()
 
 
