@@ -239,6 +239,15 @@ def test_operands_that_fp8_cannot_hold_are_refused(dtype):
     dot.dot("TD,DF->TF", [[1.0]], good, site.single("block_128"))
 
 
+@pytest.mark.parametrize("m, n, k, letter", [(0, 8, 8, "T"), (8, 0, 8, "F"), (8, 8, 0, "D")])
+def test_products_of_nothing_are_refused(m, n, k, letter):
+  x, w = jnp.ones((m, k)), jnp.ones((k, n))
+  with pytest.raises(ValueError, match=f"gives {letter} size 0: no scale can be made"):
+    dot.dot("TD,DF->TF", x, w, site.single("block_128"))
+  with pytest.raises(ValueError, match="size 0: no scale can be made"):
+    dot.fp8_dot_general(x, w, (((1,), (0,)), ((), ())), site.single("block_128"))
+
+
 @pytest.mark.parametrize("b1, b2", [(-0.5, 0.9), (1.5, 0.9), (0.9, 1.0), (0.9, float("nan"))])
 def test_decay_rates_of_adam_are_in_their_range(b1, b2):
   for mu in (None, moments.PRESETS["coat"].mu):

@@ -126,9 +126,16 @@ def _parse(eqn: str, x_shape, w_shape) -> Letters:
     wrong = "contracts nothing"
   else:
     sizes = dict(zip(x, x_shape))
+    empty = [c for c, n in zip(x + w, (*x_shape, *w_shape)) if n == 0]
     bad = [c for c, n in zip(w, w_shape) if sizes.get(c, n) != n]
     if bad:
       wrong = f"gives {', '.join(bad)} two sizes: the operands have {x_shape} and {w_shape}"
+    elif empty:
+      # Of nothing there is no largest magnitude, and the weight gradient sums over the tokens.
+      wrong = (
+        f"gives {', '.join(dict.fromkeys(empty))} size 0: no scale can be made of the operands' "
+        f"{x_shape} and {w_shape}; leave the product out, or use jax.lax.dot_general"
+      )
   if wrong:
     raise ValueError(f"einsum {eqn!r} {wrong}")
   return letters
