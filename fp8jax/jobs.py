@@ -6,6 +6,7 @@ import os
 import shlex
 import socket
 import sys
+import threading
 import time
 import traceback
 
@@ -33,7 +34,7 @@ from fp8jax import (
 )
 from fp8jax import step as step_lib
 from fp8jax.data import loader, prepare
-from fp8jax.errors import UserError, missing_package, nearest, nearest_key
+from fp8jax.errors import UserError, missing_package, nearest, nearest_key, one_line
 from fp8jax.kernels import backend
 from fp8jax.models import export_folder, hf, hf_config, transformer
 from fp8jax.ops import site as site_lib
@@ -356,14 +357,29 @@ def initialize_distributed(coordinator, processes, process, timeout: int):
       )
     if process > 0:
       _await_coordinator(host, int(port), timeout)
+  # At its own time limit JAX aborts the process, with a stack trace: ours comes first.
+  timer = threading.Timer(timeout, _give_up, (processes, timeout))
+  timer.daemon = True
+  timer.start()
   try:
-    jax.distributed.initialize(coordinator, processes, process, initialization_timeout=timeout)
+    jax.distributed.initialize(coordinator, processes, process, initialization_timeout=timeout + 60)
   except (ValueError, RuntimeError) as e:
-    reason = " ".join(str(e).split())[:300]
     sys.exit(
-      f"error: the processes did not find each other within --timeout={timeout} s: {reason}. Is "
-      "process 0 up, and its host:port reachable from here?"
+      f"error: the processes did not find each other: {one_line(e)[:300]}. Is process 0 up, and "
+      "its host:port reachable from here?"
     )
+  finally:
+    timer.cancel()
+
+
+def _give_up(processes: int | None, timeout: int):
+  """Ends the process from a thread of its own: the main one waits inside of JAX."""
+  print(
+    f"error: not all {processes or ''} processes came within --timeout={timeout} s. Are all of "
+    "them started, each with its own --process, and is process 0 reachable from each?",
+    file=sys.stderr, flush=True,
+  )  # fmt: skip
+  os._exit(1)
 
 
 def _await_coordinator(host: str, port: int, timeout: int):

@@ -2,8 +2,12 @@
 
 import contextlib
 import json
+import pathlib
 import resource
 import shutil
+import socket
+import subprocess
+import sys
 
 import grain
 import jax
@@ -19,6 +23,8 @@ from fp8jax.data import loader
 from fp8jax.errors import ConfigError, Problems, UserError
 from fp8jax.ops import dot, rules, site
 from fp8jax.optim import moments
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # --- configuration files -------------------------------------------------------------------------
 
@@ -103,6 +109,17 @@ def test_numbers_are_finite_and_of_a_size_that_can_be_counted(flat, message):
 def test_processes_that_cannot_meet_are_told(arguments, message):
   with pytest.raises(SystemExit, match=message):
     jobs.initialize_distributed(*arguments, 0)
+
+
+def test_process_0_that_waits_in_vain_says_so():
+  """JAX itself aborts, with a stack trace."""
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+  code = f"from fp8jax import jobs; jobs.initialize_distributed('localhost:{port}', 2, 0, 1)"
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+  assert done.returncode == 1
+  assert done.stderr.splitlines()[-1].startswith("error: not all 2 processes came within --time")
 
 
 # --- files of a run ------------------------------------------------------------------------------
