@@ -122,7 +122,9 @@ class _Run:
   def _record(self, start: int):
     """What this run is, once it is known to be one."""
     changed = {k: new for k, (_, new) in self.changes.items()}
-    provenance = writers.provenance(self.flat, self.fingerprint, self.plan.config.seed)
+    provenance = writers.provenance(
+      self.flat, self.fingerprint, self.plan.config.seed, self.plan.num_devices
+    )
     provenance |= writers.history(self.workdir, start, self.flat)
     for name, value in (
       ("config.json", {"resolved": self.flat, "changed": changed}),

@@ -181,9 +181,11 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
             "ml-collections", "tokenizers", "safetensors", "fp8jax")  # fmt: skip
 
 
-def provenance(config: dict[str, Any], data: str, seed: int) -> dict[str, Any]:
-  """Everything needed to know what produced a number."""
-  devices = jax.devices()
+def provenance(
+  config: dict[str, Any], data: str, seed: int, num_devices: int | None = None
+) -> dict[str, Any]:
+  """Everything needed to know what produced a number; num_devices of those that there are."""
+  devices = jax.devices()[:num_devices]
   return {
     "command": sys.argv,
     "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -234,6 +234,13 @@ def test_scales_are_made_before_gathering_where_shards_hold_whole_tiles(
   assert collectives.tiles_fit({"V": 8, **sizes}, "V", contracted, quant, layout) == fits
 
 
+def test_scales_of_a_later_phase_begin_with_its_own_sites(rng):
+  plan = _plan(**{"precision.schedule": ((2, _only_down("tensor_delayed")),)})
+  state = step_lib.make_state(plan)
+  assert not step_lib.calibrate(plan, state, _batch(rng), 0).memories
+  assert list(step_lib.calibrate(plan, state, _batch(rng), 1).memories) == ["layers/mlp/down"]
+
+
 def test_windows_of_delayed_scales_have_their_own_lengths():
   windows = {"x": 2, "w": 4, "g": 1}
   uses = {t: [types.SimpleNamespace(source=Delayed(steps=n))] for t, n in windows.items()}

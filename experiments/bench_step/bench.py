@@ -43,10 +43,10 @@ from fp8jax.models import gqa, rope, swiglu  # noqa: E402
 RECIPES = ("bf16", "tensor_current", "block_128", "block_128_pow2")
 STEPS = 8  # timed, of every recipe in every case
 # Largest relative difference to BF16: of what the first steps say and, in the norm, of what a layer
-# gives. That has up to four FP8 products in a row behind it, of which each is at most 0.059 away
-# (E5M2; bench_kernels/rivals.py); a product that is wrong is nearer to 1.
+# gives. The gradients of q and k have six FP8 products in a row behind them, each at most 0.059 away
+# (E5M2; bench_kernels/rivals.py), 0.145 in all; a product that is wrong is nearer to 1.
 STEP_BUDGET = {"loss": 0.02, "grad_norm": 0.05}
-LAYER_BUDGET = 0.12
+LAYER_BUDGET = 0.15
 MEMORY_SHARE = 0.9  # of the device, that a step may need
 # What a piece of the program belongs to: the first that its name contains.
 PHASES = {
@@ -147,7 +147,10 @@ def _text(plan: config.Plan, lowered, compiled) -> str:
 def layer_program(case: Case, recipe: str) -> Program:
   """Forward and backward of one layer: gradients of its input and of its weights."""
   plan = make_plan(case, recipe)
-  model, run = plan.model, plan.run
+  # Weights that neither shrink nor grow what they multiply: with the model's own, the layer adds a
+  # fiftieth of its input, and BF16's rounding of that sum hides what FP8 does.
+  std = plan.model.hidden_size**-0.5
+  model, run = dataclasses.replace(plan.model, num_layers=1, init_std=std), plan.run
   declaration = {"attn": gqa.params(model), "mlp": swiglu.params(model)}
   weights = params.init(jax.random.key(0), declaration, model.dims)
   sites = jax.tree.map(lambda t: t[0], plan.sites()["layers"][0])
