@@ -1,6 +1,7 @@
 """The jobs of the launcher: one function each, and the last stop for errors users can fix."""
 
 import dataclasses
+import errno
 import json
 import os
 import shlex
@@ -61,8 +62,8 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
     config_file.check_keys(c, base)
     return _run(job, c, base, workdir)
   except (UserError, train.NonFinite, OSError) as e:
-    is_of_a_write = isinstance(e, OSError) and not e.filename  # a full disk: Python knows no name
-    where = f"; nothing more can be written to {workdir}" if is_of_a_write else ""
+    is_full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT)
+    where = f"; nothing more can be written to {workdir}" if is_full and not e.filename else ""
     print(f"error: {e}{where}", file=sys.stderr)
     return 1
   except ModuleNotFoundError as e:

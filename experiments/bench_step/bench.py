@@ -43,8 +43,8 @@ from fp8jax.models import gqa, rope, swiglu  # noqa: E402
 RECIPES = ("bf16", "tensor_current", "block_128", "block_128_pow2")
 STEPS = 8  # timed, of every recipe in every case
 # Largest relative difference to BF16: of what the first steps say and, in the norm, of what a layer
-# gives. The gradients of q and k have six FP8 products in a row behind them, each at most 0.059 away
-# (E5M2; bench_kernels/rivals.py), 0.145 in all; a product that is wrong is nearer to 1.
+# gives. The gradients of q and k have six FP8 products in a row behind them, each at most 0.059
+# away (E5M2; bench_kernels/rivals.py), 0.145 in all; a product that is wrong is nearer to 1.
 STEP_BUDGET = {"loss": 0.02, "grad_norm": 0.05}
 LAYER_BUDGET = 0.15
 MEMORY_SHARE = 0.9  # of the device, that a step may need
