@@ -18,9 +18,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / d) for d in ("", "kernels"))]
 
 # Many tests compile the same programs, some in processes of their own: the second time they are
-# read back. The folder is this run's.
+# read back. The folder is this run's, or one that several runs share.
 _CACHE = tempfile.TemporaryDirectory(prefix="fp8jax_compiled_")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _CACHE.name)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
 
 import jax  # noqa: E402
