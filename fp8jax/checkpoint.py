@@ -18,6 +18,7 @@ from typing import Any
 import absl.logging
 import grain
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from fp8jax.errors import UserError, one_line
@@ -187,7 +188,7 @@ absl.logging.get_absl_logger().addFilter(_NoTraceback())
 
 def _bytes_here(x) -> int:
   """What a process writes of an array, before compression: one copy of the shards it holds."""
-  if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     return 0
   shape = x.sharding.shard_shape(x.shape) if x.sharding else x.shape
   indices = x.sharding.addressable_devices_indices_map(x.shape).values() if x.sharding else [()]

@@ -62,8 +62,8 @@ def run(job: str, c: config.Config, base: config.Config, name: str, workdir: str
     config_file.check_keys(c, base)
     return _run(job, c, base, workdir)
   except (UserError, train.NonFinite, OSError) as e:
-    is_full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT)
-    where = f"; nothing more can be written to {workdir}" if is_full and not e.filename else ""
+    is_full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) and not e.filename
+    where = f"; nothing more can be written to {workdir}" if is_full else ""
     print(f"error: {e}{where}", file=sys.stderr)
     return 1
   except ModuleNotFoundError as e:
