@@ -54,7 +54,7 @@ setup: $(VENV)/.ready
 # JAX with the CUDA that the NVIDIA driver allows, CUDA 13 or 12; nothing where there is none.
 wheels: $(VENV)/.ready
 	@if [ "$$JAX_PLATFORMS" != cpu ]; then \
-	  cuda=$$($(BIN)/python -m fp8jax.machine) || exit 1; \
+	  cuda=$$($(BIN)/python -m fp8jax.run.machine) || exit 1; \
 	  if [ -n "$$cuda" ] && [ ! -e $(VENV)/.$$cuda ]; then \
 	    echo "setting up jax[$$cuda] for the NVIDIA driver"; \
 	    for old in $(VENV)/.cuda*; do if [ -e "$$old" ]; then old=$${old##*.}; \
@@ -64,7 +64,7 @@ wheels: $(VENV)/.ready
 	  fi; fi
 
 $(MODEL)/model.safetensors: | $(VENV)/.ready
-	$(BIN)/python -m fp8jax.models.smollm2 $(MODEL)
+	$(BIN)/python -m fp8jax.models.hf.convert_gguf $(MODEL)
 
 # The first interpreter, of these and pyenv's, that is new enough and can make a virtual environment.
 # Debian and Ubuntu split ensurepip off: an interpreter that lacks it is named with its remedy.

@@ -11,12 +11,13 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from configs import base
-from fp8jax import jobs
+from fp8jax.jobs import command_line, dispatch
+from fp8jax.run import distributed
 
 CONFIG = config_flags.DEFINE_config_file(
   "config", None, "Which configuration, e.g. configs/debug.py."
 )
-JOB = flags.DEFINE_enum("job", "train", jobs.NAMES, "What to do with it.")
+JOB = flags.DEFINE_enum("job", "train", command_line.NAMES, "What to do with it.")
 WORKDIR = flags.DEFINE_string("workdir", "", "Where the run lives; default runs/<config>[_<arm>].")
 DISTRIBUTED = flags.DEFINE_boolean(
   "distributed",
@@ -36,13 +37,13 @@ def main(argv):
     sys.exit(f"unexpected argument {argv[1]!r}; options are written --name=value")
   if not COORDINATOR.value and (PROCESSES.value is not None or PROCESS.value is not None):
     sys.exit("error: --processes and --process need --coordinator=host:port of process 0")
-  for name, value in jobs.environment(CONFIG.value).items():
+  for name, value in dispatch.environment(CONFIG.value).items():
     os.environ.setdefault(name, value)
   if DISTRIBUTED.value or COORDINATOR.value:
-    jobs.initialize_distributed(COORDINATOR.value, PROCESSES.value, PROCESS.value, TIMEOUT.value)
+    distributed.initialize(COORDINATOR.value, PROCESSES.value, PROCESS.value, TIMEOUT.value)
   name = flags.FLAGS["config"].config_filename
-  sys.exit(jobs.run(JOB.value, CONFIG.value, base.get_config(), name, WORKDIR.value))
+  sys.exit(dispatch.run(JOB.value, CONFIG.value, base.get_config(), name, WORKDIR.value))
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=lambda argv: jobs.parse_flags(argv, base.get_config()))
+  app.run(main, flags_parser=lambda argv: command_line.parse_flags(argv, base.get_config()))

@@ -1,7 +1,7 @@
 """Continued pre-training of SmolLM2-135M-Instruct on the Python language reference, in block FP8.
 
 what:      the main job of `make run`: a real model on real text through one FP8 dot
-command:   python -m fp8jax.models.smollm2 assets/smollm2-135m  (once)
+command:   python -m fp8jax.models.hf.convert_gguf assets/smollm2-135m  (once)
            python launch.py --config=configs/smollm2_cpt.py
 hardware:  two CPU cores, 4 GB of memory; one device, also of a larger machine
 expected:  held-out loss 2.866 -> 2.669 in block_128, 2.848 -> 2.655 in a BF16 forward; 5 minutes

@@ -14,8 +14,8 @@ import time
 import jax
 import jax.numpy as jnp
 
-from fp8jax import writers
-from fp8jax.kernels import advice, backend
+from fp8jax.kernels import choose, timings
+from fp8jax.run import provenance as provenance_lib
 
 ROUNDS, SECONDS = 7, 0.1
 L2_BYTES = 128 * 2**20
@@ -36,8 +36,8 @@ class Bench:
   @classmethod
   def open(cls, folder: pathlib.Path, is_dry: bool) -> "Bench":
     """Args: folder of the benchmark; whether it only shows that it runs, and keeps nothing."""
-    path = folder / "results" / f"{advice.device_name()}.json"
-    provenance = writers.provenance({}, "", 0) | {"sources": sources(folder)}
+    path = folder / "results" / f"{timings.device_name()}.json"
+    provenance = provenance_lib.provenance({}, "", 0) | {"sources": sources(folder)}
     results = {"provenance": provenance, "lines": {}}
     if not is_dry and path.exists():
       found = json.loads(path.read_text())
@@ -54,7 +54,7 @@ class Bench:
       lines[name] = measure()
       if not self.is_dry:
         self.path.parent.mkdir(exist_ok=True)
-        writers.write_json(str(self.path.parent), self.path.name, self.results)
+        provenance_lib.write_json(str(self.path.parent), self.path.name, self.results)
     print(f"{name:44s}", json.dumps(lines[name]), flush=True)
     return lines[name]
 
@@ -64,7 +64,7 @@ class Bench:
     Args:
       in_place: so many first operands are donated; as many first results take their place.
     """
-    options = backend.compiler_options(backend.current_device())  # as steps are compiled
+    options = choose.compiler_options(choose.current_device())  # as steps are compiled
     function = jax.jit(function, donate_argnums=range(in_place), compiler_options=options)
     turns = list(sets)
 

@@ -116,7 +116,7 @@ def check_number(what: str, value: Any, low: float, high: float, remedy: str, wh
   raise UserError(f"{what} is {shown}, expected {kind} from {low:g} to {high:g}; {remedy}")
 
 
-class Problems:
+class ConfigErrors:
   """Collects what is wrong, so that all of it is reported at once."""
 
   def __init__(self):

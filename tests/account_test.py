@@ -4,10 +4,10 @@ import jax
 import pytest
 import train_test
 
-from fp8jax import account, peak, target
-from fp8jax import step as step_lib
+from fp8jax.compiled import aot, memory, xla_buffers
 from fp8jax.errors import UserError
 from fp8jax.models import presets
+from fp8jax.step import train_step
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +19,8 @@ def tiny_preset(monkeypatch):
 @pytest.mark.parametrize("shape", [None, (1, 2, 4)], ids=str)
 def test_declared_bytes_are_those_on_a_device(moments, shape):
   plan = train_test._plan(train_test._config("bf16", **{"optim.moments": moments}), shape)
-  rows = {row.kind: row.declared for row in account.declared(plan)}
-  state = step_lib.make_state(plan)
+  rows = {row.kind: row.declared for row in memory.declared(plan)}
+  state = train_step.make_state(plan)
   device = jax.devices()[0]
   there = [
     piece.data.nbytes for x in jax.tree.leaves(state) for piece in x.addressable_shards
@@ -41,7 +41,7 @@ def test_declared_bytes_are_those_on_a_device(moments, shape):
 
 def test_compiled_bytes_are_explained():
   plan = train_test._plan(train_test._config("bf16"))
-  rows, summary = account.compiled(plan, target.lower(plan, jax.devices()[:1]))
+  rows, summary = memory.compiled(plan, aot.lower(plan, jax.devices()[:1]))
   parts = [row for row in rows if not row.kind.startswith(" ")]
   of = {row.kind: row.compiled for row in parts}
   batch = 5 * 8 * 128 * 4  # tokens, targets, positions, segments, weights
@@ -79,19 +79,21 @@ LIVE_RANGES = """HloLiveRange (max 9):
 
 def test_what_lies_in_memory_at_the_fullest_moment():
   """At 5 and 6 most of the block is in use; what follows in the same bytes counts once."""
-  found = [(v.name, v.shape, v.nbytes) for v in peak.fullest(ASSIGNMENT, LIVE_RANGES)]
+  found = [(v.name, v.shape, v.nbytes) for v in xla_buffers.peak(ASSIGNMENT, LIVE_RANGES)]
   assert found == [
     ("while.1{1}", "bf16[200]", 400), ("beside{}", "u8[200]", 200), ("while.1{}", "", 8)
   ]  # fmt: skip
   longer = LIVE_RANGES.replace("beside{}:5-7", "beside{}:7-8").replace("early{}:0-2", "early{}:0-3")
-  assert sum(v.nbytes for v in peak.fullest(ASSIGNMENT, longer)) == 608  # not 1008: they overlap
-  assert peak.fullest("", "") == []
+  assert (
+    sum(v.nbytes for v in xla_buffers.peak(ASSIGNMENT, longer)) == 608
+  )  # not 1008: they overlap
+  assert xla_buffers.peak("", "") == []
 
 
 def test_unknown_targets_are_refused():
   for wrong in ("h300:8", "h200:x", "h200:0"):
     with pytest.raises(UserError, match="expected one of h100:N, h200:N, b200:N"):
-      target.resolve(train_test._config("bf16"), wrong)
+      aot.resolve(train_test._config("bf16"), wrong)
 
 
 def small_on_h200() -> dict:
@@ -99,8 +101,8 @@ def small_on_h200() -> dict:
 
   changes = {"eval.batch": 1, "optim.moments": "coat", "memory.norms": "e4m3_16"}
   c = aot_test.load("configs/base.py", aot_test.SMALL | changes | {"memory.gated": "e4m3_16"})
-  plan, devices = target.resolve(c, "h200:1")
-  rows, summary = account.compiled(plan, target.lower(plan, devices))
+  plan, devices = aot.resolve(c, "h200:1")
+  rows, summary = memory.compiled(plan, aot.lower(plan, devices))
   return {"rows": {r.kind: (r.declared, r.compiled) for r in rows}, **summary}
 
 
@@ -125,8 +127,8 @@ def test_a_run_is_planned_without_its_files():
   c = train_test._config("bf16", **{"init.hf": "no/such/folder", "data.tokenizer": "no/such"})
   c.data.sources.main.kind, c.data.sources.main.path = "jsonl", "no/such/*.jsonl"
   c.mesh.fsdp = 8
-  plan, devices = target.resolve(target.without_files(c), "")
+  plan, devices = aot.resolve(aot.without_files(c), "")
   assert len(devices) == plan.run.layout.size(("fsdp",)) == 8
   assert c.init.hf == "no/such/folder"
   with pytest.raises(UserError, match="no/such"):
-    target.resolve(c, "")
+    aot.resolve(c, "")

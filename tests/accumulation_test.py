@@ -18,15 +18,17 @@ import proof_test
 import pytest
 from proof_test import HOPPER
 
-from fp8jax import hlo, proof, report
-from fp8jax.kernels import backend as backend_lib
-from fp8jax.kernels import scaled_matmul
-from fp8jax.kernels.scaled_matmul import reference, xla
-from fp8jax.ops import dot, rules
+from fp8jax.compiled import fp8_gemms, hlo
+from fp8jax.kernels import choose
+from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.kernels.gemm import reference, xla
+from fp8jax.ops import linear
 from fp8jax.ops import site as site_lib
-from fp8jax.quant import quantize
-from fp8jax.recipe import PASSES, Accumulation, Gemm, Recipe, accumulate_name
-from fp8jax.recipes import RECIPES
+from fp8jax.quantization import quantize
+from fp8jax.recipe import rules
+from fp8jax.recipe.gemm import PASSES, Accumulation, Gemm, Recipe, accumulate_name
+from fp8jax.recipe.library import RECIPES
+from fp8jax.run import startup
 
 # As the sources have it. Transformer Engine 2.x: recipe.MMParams, fp8_gemm_fprop False, dgrad and
 # wgrad True; 128 by definition of Float8BlockScaling. torchao: Float8LinearConfig's defaults, which
@@ -66,7 +68,7 @@ def _three(recipe):
   site = site_lib.single(recipe, matmul="xla")
 
   def run(x, w, g):
-    y, pull = jax.vjp(lambda x, w: dot.dot("TD,DF->TF", x, w, site), x, w)
+    y, pull = jax.vjp(lambda x, w: linear.dot("TD,DF->TF", x, w, site), x, w)
     return y, *pull(g)
 
   return run
@@ -105,7 +107,7 @@ def test_on_a_cpu_the_sums_are_the_same(rng, backend):
   quant = RECIPES["tensor_current"].fwd.lhs
   made = [quantize.quantize(x, quant) for x in (a, b)]
   fast, precise = (
-    scaled_matmul.scaled_matmul(*made, accumulate=how, backend=backend) for how in Accumulation
+    gemm_api.scaled_matmul(*made, accumulate=how, backend=backend) for how in Accumulation
   )
   np.testing.assert_array_equal(fast, precise)
 
@@ -167,20 +169,20 @@ def test_a_description_without_accumulation_is_what_xla_did():
 @pytest.mark.parametrize("how", [*Accumulation, 128])
 def test_backends_refuse_an_accumulation_that_is_not_theirs(how):
   quant = RECIPES["tensor_current"].fwd.lhs
-  problem = backend_lib.Problem(256, 256, 256, Gemm(quant, quant, how), HOPPER)
-  refused = {name: module.supports(problem) for name, module in scaled_matmul.BACKENDS.items()}
+  problem = choose.GemmProblem(256, 256, 256, Gemm(quant, quant, how), HOPPER)
+  refused = {name: module.supports(problem) for name, module in gemm_api.BACKENDS.items()}
   assert "128" in refused["mosaic_sm90"]
   for name in ("xla", "xla_sm90"):
     assert (refused[name] is None) == isinstance(how, Accumulation)
   assert (refused["reference"] is None) == (how is not Accumulation.FAST)
   if how is Accumulation.FAST:
     assert "accumulate=precise" in refused["reference"]
-    on_cpu = dataclasses.replace(problem, device=backend_lib.Device("cpu"))
-    assert scaled_matmul.BACKENDS["reference"].supports(on_cpu) is None
+    on_cpu = dataclasses.replace(problem, device=choose.Device("cpu"))
+    assert gemm_api.BACKENDS["reference"].supports(on_cpu) is None
   block = RECIPES["block_128"].fwd
   other = dataclasses.replace(block, accumulate=64)
-  problem = backend_lib.Problem(256, 256, 256, other, HOPPER)
-  assert "accumulate is 64" in scaled_matmul.BACKENDS["mosaic_sm90"].supports(problem)
+  problem = choose.GemmProblem(256, 256, 256, other, HOPPER)
+  assert "accumulate is 64" in gemm_api.BACKENDS["mosaic_sm90"].supports(problem)
 
 
 # --- read back -----------------------------------------------------------------------------------
@@ -194,14 +196,14 @@ def test_a_lowered_program_that_accumulates_otherwise_is_refused(monkeypatch):
     return xla.scaled_matmul(a, b, Accumulation.FAST, out_dtype)
 
   broken = types.SimpleNamespace(**(vars(xla) | {"scaled_matmul": default}))
-  monkeypatch.setitem(scaled_matmul.BACKENDS, "default", broken)
+  monkeypatch.setitem(gemm_api.BACKENDS, "default", broken)
 
   def change(site):
     chosen = site.backends[:2] + ("default",)
     return dataclasses.replace(site, backends=chosen) if site.name == "layers/mlp/up" else site
 
   plan = proof_test._plan("tensor_current")
-  with pytest.raises(proof.NotFp8) as e:
+  with pytest.raises(fp8_gemms.NotFp8) as e:
     proof_test._strict(plan, lambda sites: site_lib.tree_map(change, sites))
   m = str(e.value)
   assert m.startswith("layers/mlp/up wgrad: recipe 'tensor_current' accumulates 'precise' and ")
@@ -210,7 +212,7 @@ def test_a_lowered_program_that_accumulates_otherwise_is_refused(monkeypatch):
 
 def test_partial_sums_that_are_too_long_are_refused(monkeypatch):
   monkeypatch.setattr(reference, "_step", lambda accumulate: 192)
-  with pytest.raises(proof.NotFp8) as e:
+  with pytest.raises(fp8_gemms.NotFp8) as e:
     proof_test._strict(proof_test._plan("block_128"))
   assert "accumulates '128' and the program's FP8 GEMM accumulates 192 products in one" in str(
     e.value
@@ -231,13 +233,13 @@ def _compiled(changes: dict):
 @pytest.mark.parametrize(
   "key, precision, there",
   [
-    (hlo.Key("layers/mlp/up", "dgrad"), "DEFAULT", "fast"),
-    (hlo.Key("layers/attn/q", "fwd", True), "HIGHEST", "precise"),
+    (hlo.GemmKey("layers/mlp/up", "dgrad"), "DEFAULT", "fast"),
+    (hlo.GemmKey("layers/attn/q", "fwd", True), "HIGHEST", "precise"),
   ],
 )
 def test_a_compiled_program_that_accumulates_otherwise_is_refused(key, precision, there):
-  with pytest.raises(proof.NotFp8) as e:
-    proof.check(*_compiled({key: precision}))
+  with pytest.raises(fp8_gemms.NotFp8) as e:
+    fp8_gemms.check(*_compiled({key: precision}))
   assert str(e.value).startswith(f"{key}: recipe 'tensor_current' accumulates ")
   assert f"accumulates {there!r} (cuBLASLt FP8, backend 'xla_sm90')" in str(e.value)
 
@@ -252,17 +254,17 @@ def test_an_algorithm_says_how_it_accumulates():
     lines = [
       line.replace("ALG_UNSET", algorithm) if up in line else line for line in text.splitlines()
     ]
-    rows = proof.compare(plan, hlo.products("\n".join(lines), "gpu"))
+    rows = fp8_gemms.compare(plan, hlo.gemms("\n".join(lines), "gpu"))
     assert [str(r.key) for r in rows if not r.is_proven] == [up.replace(":", " ")] * is_refused
 
 
 def test_stacked_sites_accumulate_as_the_stack_does():
-  q, k, v = (hlo.Key(f"layers/attn/{s}", "fwd") for s in "qkv")
+  q, k, v = (hlo.GemmKey(f"layers/attn/{s}", "fwd") for s in "qkv")
   plan, _ = _compiled({})
   calls = proof_test._as_planned(plan)
   n = sum(calls.pop(key).n for key in (k, v)) + calls[q].n
   calls[q] = dataclasses.replace(calls[q], n=n, precision="HIGHEST")
-  rows = proof.compare(plan, hlo.products(proof_test._program(calls.values()), "gpu"))
+  rows = fp8_gemms.compare(plan, hlo.gemms(proof_test._program(calls.values()), "gpu"))
   assert [r.key for r in rows if not r.is_proven] == [k, q, v]
   assert all(r.is_multiplied for r in rows)
 
@@ -270,9 +272,9 @@ def test_stacked_sites_accumulate_as_the_stack_does():
 def test_the_table_of_sites_shows_it():
   changes = {"precision__rules": (("head", "bf16"), (".*", "rowwise_gw_hp")), "length": 128}
   plan = proof_test._plan(device=HOPPER, **changes)
-  shown = {r["site"]: report.accumulation(r["definition"]) for r in report.site_rows(plan)}
+  shown = {r["site"]: startup.accumulation(r["definition"]) for r in startup.site_rows(plan)}
   assert shown["head"] == "-" and shown["layers/mlp/up"] == "fast/precise/-"
-  assert report.accumulation(RECIPES["block_128"].to_dict()) == "every 128"
+  assert startup.accumulation(RECIPES["block_128"].to_dict()) == "every 128"
 
 
 # --- what XLA makes of it for an H200 ------------------------------------------------------------
@@ -282,13 +284,13 @@ def compiled_for_h200(recipes: list[str]) -> dict[str, list[list[str]]]:
   """{recipe: [pass, operand precision] of every __cublas$lt$matmul$f8}."""
   from jax.sharding import SingleDeviceSharding
 
-  from fp8jax import target
+  from fp8jax.compiled import aot
 
-  device = target.resolve(aot_test.load("configs/base.py", {}), "h200:1")[1][0]
+  device = aot.resolve(aot_test.load("configs/base.py", {}), "h200:1")[1][0]
   put = SingleDeviceSharding(device)
   sizes = ((2048, 1024), (1024, 1536), (2048, 1536))
   arguments = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=put) for size in sizes]
-  options = backend_lib.compiler_options(HOPPER)
+  options = choose.compiler_options(HOPPER)
   found = {}
   for recipe in recipes:
     text = jax.jit(_three(recipe), compiler_options=options).lower(*arguments).compile().as_text()

@@ -25,24 +25,24 @@ def load(config_path: str, overrides: dict):
   """A config without the text and weights that it names: they do not matter to the program."""
   import importlib.util
 
-  from fp8jax import target
+  from fp8jax.compiled import aot
 
   path, _, arm = config_path.partition(":")
   spec = importlib.util.spec_from_file_location("wanted", ROOT / path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
-  c = target.without_files(module.get_config(arm))
+  c = aot.without_files(module.get_config(arm))
   c.update_from_flattened_dict(overrides)
   return c
 
 
 def lower(c, gpu: str, num: int, change=lambda sites: sites):
   """(plan, train step lowered for so many GPUs); `change` changes the sites it is called with."""
-  from fp8jax import target
+  from fp8jax.compiled import aot
 
-  plan, devices = target.resolve(c, f"{gpu}:{num}")
+  plan, devices = aot.resolve(c, f"{gpu}:{num}")
   assert len(devices) == num
-  return plan, target.lower(plan, devices, change)
+  return plan, aot.lower(plan, devices, change)
 
 
 def prove(plan, text: str) -> dict:
@@ -51,17 +51,17 @@ def prove(plan, text: str) -> dict:
 
   import rich.console
 
-  from fp8jax import hlo, proof
+  from fp8jax.compiled import fp8_gemms, hlo
 
-  rows = proof.compare(plan, hlo.products(text, "gpu"))
+  rows = fp8_gemms.compare(plan, hlo.gemms(text, "gpu"))
   out = io.StringIO()
-  rich.console.Console(file=out, width=140).print(proof.table(rows))
+  rich.console.Console(file=out, width=140).print(fp8_gemms.table(rows))
   found = {"table": out.getvalue(), "refused": ""}
   found |= {"fp8": sum(r.fp8 for r in rows), "planned": sum(r.expected for r in rows)}
   found["by"] = sorted({kernel for r in rows if r.expected for kernel in r.kernels})
   try:
-    proof.check(plan, text)
-  except proof.NotFp8 as e:
+    fp8_gemms.check(plan, text)
+  except fp8_gemms.NotFp8 as e:
     found["refused"] = str(e)
   return found
 
@@ -165,14 +165,14 @@ def mixtures(remat: str) -> list[dict[str, str]]:
 
   The last site of a layer, never recomputed, has one that another site has too.
   """
-  from fp8jax import recipes
+  from fp8jax.recipe import library
 
   def mixed(names):
     starts, around = range(0, len(names), len(SITES)), names * len(SITES)
     sites = (*SITES, "mlp/down")
     return [dict(zip(sites, (*around[i : i + len(SITES)], around[i]))) for i in starts]
 
-  names = [n for n, recipe in recipes.RECIPES.items() if recipe.is_narrow and n not in EMULATED]
+  names = [n for n, recipe in library.RECIPES.items() if recipe.is_narrow and n not in EMULATED]
   # Other sites on one device than on eight.
   return mixed(names if remat == "full" else names[3:] + names[:3]) + mixed(list(EMULATED))
 
@@ -333,16 +333,16 @@ def amax_of_swiglu() -> list[list[str]]:
   import jax.numpy as jnp
   from jax.sharding import SingleDeviceSharding
 
-  from fp8jax import target
-  from fp8jax.ops import later
-  from fp8jax.quant import quantize
-  from fp8jax.recipes import TENSOR_CURRENT
+  from fp8jax.compiled import aot
+  from fp8jax.ops.fused import prologue
+  from fp8jax.quantization import quantize
+  from fp8jax.recipe.library import TENSOR_CURRENT
 
   def both(gate, up):
-    h = later.silu_mul(gate, up).value()
+    h = prologue.silu_mul(gate, up).value()
     return h, quantize.quantize(h, TENSOR_CURRENT.fwd.lhs, contraction=1).scale
 
-  (device,) = target.resolve(load("configs/base.py", SMALL | {"eval.batch": 1}), "h200:1")[1]
+  (device,) = aot.resolve(load("configs/base.py", SMALL | {"eval.batch": 1}), "h200:1")[1]
   x = jax.ShapeDtypeStruct((8192, 18944), jnp.bfloat16, sharding=SingleDeviceSharding(device))
   text = jax.jit(both).lower(x, x).compile().as_text()
   found = re.findall(r"= (.*?) fusion\((.*?)\)", text[text.index("\nENTRY") :])
@@ -395,11 +395,11 @@ def test_a_step_calls_the_optimizers_kernel_once_per_matrix():
 
 def table_of_recipes(config_path: str):
   """Markdown: every recipe of a config's model on eight H200s, as the compiled step has it."""
-  from fp8jax import recipes
+  from fp8jax.recipe import library
 
   print("| recipe | FP8 GEMMs found/planned | by | arguments GiB | temporaries GiB |")
   print("|---|---|---|---|---|")
-  for name in (r for r in recipes.RECIPES if recipes.RECIPES[r].is_narrow):
+  for name in (r for r in library.RECIPES if library.RECIPES[r].is_narrow):
     changes = {"kernels.matmul": matmul_of(name)}
     found = elsewhere(f"account_without_text({f'{config_path}:{name}'!r}, {changes})")
     proof, gib = found["proof"], found["gib_per_gpu"]

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import train_test
 
-from fp8jax import account, axes, by_layer, config, errors, proof, target
+from fp8jax import axes, errors
 from fp8jax import params as params_lib
-from fp8jax import step as step_lib
+from fp8jax.compiled import aot, fp8_gemms, memory
+from fp8jax.config import resolve
 from fp8jax.models import presets, transformer
-from fp8jax.ops import weights
-from fp8jax.optim import build, walk
+from fp8jax.ops import stored_params
+from fp8jax.optim import factory, update
 from fp8jax.params import Param
-from fp8jax.quant import observe
+from fp8jax.quantization import tensor_stats
+from fp8jax.step import layerwise, train_step
 
 OURS = {
   "optim.order": "by_layer", "optim.clip": 0.0, "memory.remat": "full",
@@ -37,8 +39,8 @@ def _runner(recipe, shape=None, **changes):
 
 def _begin(runner):
   """A state whose scales are those of the first batch."""
-  state = step_lib.make_state(runner.plan)
-  return step_lib.calibrate(
+  state = train_step.make_state(runner.plan)
+  return train_step.calibrate(
     runner.plan, state, runner.spread.place(train_test._host_batches()[0]), 0
   )
 
@@ -63,7 +65,7 @@ def test_both_orders_take_the_same_step(recipe, changes):
     runner = _runner(recipe, **order, **changes)
     state, host = _begin(runner), train_test._host_batches()[0]
     placed = runner.spread.place(host)
-    assert proof.strict(runner.plan, runner.step_fn, state, placed, runner.sites)
+    assert fp8_gemms.strict(runner.plan, runner.step_fn, state, placed, runner.sites)
     state, values = runner.step(state, host)
     found.append(jax.device_get((state, values)))
   (ours, got), (other, wanted) = found
@@ -76,18 +78,18 @@ def test_both_orders_take_the_same_step(recipe, changes):
 
 def test_what_is_drawn_differs_from_layer_to_layer():
   """Layers alike, in weights and gradients, on either side of a tie: rounded each for itself."""
-  optim = build.Optim("adam", "float32", "bf16_sr", "float32", "constant", 1e-3, 0.0, 0, 0, 1, 0.9,
+  optim = factory.OptimizerConfig("adam", "float32", "bf16_sr", "float32", "constant", 1e-3, 0.0, 0, 0, 1, 0.9,
                       0.95, 1e-8, 0.0, 0.0, "by_layer")  # fmt: skip
   declaration = {"stack": Param("NDF")}
-  leaves = build.leaves(optim, declaration)
-  made = walk.init(leaves["stack"], jax.numpy.ones((2, 64, 64)))
+  leaves = factory.leaves(optim, declaration)
+  made = update.init(leaves["stack"], jax.numpy.ones((2, 64, 64)))
   state, kept = ({"stack": x} for x in made)
   g = {"stack": jax.numpy.ones((1, 64, 64))}
   found = []
   for i in range(2):
-    parts = [walk.cut(tree, i, 1) for tree in (state, kept)]
-    now = walk.Now(jax.numpy.int32(0), 1e-3)
-    new = walk.move_all(leaves, declaration, axes.LOCAL, g, *parts, now, piece=i)[1]
+    parts = [update.slice_layer(tree, i, 1) for tree in (state, kept)]
+    now = update.UpdateArgs(jax.numpy.int32(0), 1e-3)
+    new = update.move_all(leaves, declaration, axes.LOCAL, g, *parts, now, piece=i)[1]
     found.append(np.asarray(new["stack"].unpack()))
   assert 0.2 < np.mean(found[0] != found[1]) < 0.5
 
@@ -96,9 +98,9 @@ def test_a_loud_step_sees_the_same():
   found = []
   for order in (OURS, OTHER):
     runner = _runner("block_128", **order)
-    state = step_lib.make_state(runner.plan)
+    state = train_step.make_state(runner.plan)
     before = transformer.alignment(state.params)
-    sites = runner.plan.sites(statistics=observe.LOUD)
+    sites = runner.plan.sites(statistics=tensor_stats.LOUD)
     placed = runner.spread.place(train_test._host_batches()[0])
     values = runner.step_fn(state, placed, sites)[1]
     np.testing.assert_allclose(values["alignment"], before, rtol=1e-6)
@@ -115,7 +117,9 @@ def test_narrow_states_on_a_mesh():
   wanted, one = _runner("block_128", **changes).run(batches)
   losses, state = _runner("block_128", (2, 2, 2), **changes).run(batches)
   np.testing.assert_allclose(losses, wanted, rtol=1e-3)
-  for a, b in zip(*(jax.tree.leaves(weights.master(s.params)) for s in (state, one)), strict=True):
+  for a, b in zip(
+    *(jax.tree.leaves(stored_params.dequantize_tree(s.params)) for s in (state, one)), strict=True
+  ):
     # A gradient of nearly 0 moves either way at first.
     assert np.mean(~np.isclose(a, b, rtol=0.01, atol=2.5e-4)) < 1e-3
 
@@ -138,8 +142,8 @@ def small_on_h200(order: str) -> dict:
     "kernels.optimizer": "auto",
   }
   c = aot_test.load("configs/base.py", aot_test.SMALL | changes | {"model.num_layers": 8})
-  plan, devices = target.resolve(c, "h200:1")
-  rows, summary = account.compiled(plan, target.lower(plan, devices))
+  plan, devices = aot.resolve(c, "h200:1")
+  rows, summary = memory.compiled(plan, aot.lower(plan, devices))
   layers = params_lib.count(plan.declaration["layers"], plan.model.dims)
   return {"rows": {r.kind: (r.declared, r.compiled) for r in rows}, "layers": layers, **summary}
 
@@ -161,13 +165,13 @@ def test_gradients_of_all_layers_are_never_there():
 def test_a_bad_gradient_stops_what_comes_after_it():
   """Layer 1's overflows: what is behind it has moved, the rest has not, nor does it ever."""
   runner = _runner("bf16", **OURS)
-  state = step_lib.make_state(runner.plan)
+  state = train_step.make_state(runner.plan)
   host = jax.tree.map(np.array, state.params)
   # Channel 0 of what gate and up read is enormous, and multiplied by 0.
   host["layers"]["mlp"]["norm"][1, 0] = 1e30
   for name in ("gate", "up"):
     host["layers"]["mlp"][name][1, 0] = 0
-  poisoned = step_lib.make_state(runner.plan, jax.tree.map(jax.numpy.asarray, host))
+  poisoned = train_step.make_state(runner.plan, jax.tree.map(jax.numpy.asarray, host))
   state, values = runner.step(poisoned, train_test._host_batches()[0])
   assert np.isfinite(values["loss"]) and not values["is_finite"] and state.halted
 
@@ -205,22 +209,22 @@ def test_what_needs_all_gradients_is_refused():
 def test_layers_that_share_a_scale_are_refused():
   declaration = {"layers": {"small": Param("NDF")}}
   optim = dataclasses.replace(
-    build.Optim("adam", "e4m3_256", "float32", "float32", "constant", 1e-3, 0.0, 0, 0, 1, 0.9, 0.95,
+    factory.OptimizerConfig("adam", "e4m3_256", "float32", "float32", "constant", 1e-3, 0.0, 0, 0, 1, 0.9, 0.95,
                 1e-8, 0.0, 0.0),
     order="by_layer",
   )  # fmt: skip
-  leaves = build.leaves(optim, declaration)
+  leaves = factory.leaves(optim, declaration)
   for dims, is_refused in (({"N": 3, "D": 8, "F": 16}, True), ({"N": 3, "D": 16, "F": 16}, False)):
     params = params_lib.abstract(declaration, dims)
     if is_refused:
       with pytest.raises(ValueError, match="layers/small is so small that layers share scales"):
-        by_layer.check(leaves, params)
+        layerwise.check(leaves, params)
     else:
-      by_layer.check(leaves, params)
+      layerwise.check(leaves, params)
 
 
 def test_layers_split_over_devices_are_refused():
   c = train_test._config("bf16", **OURS)
   c.sharding.weights.N, c.sharding.weights.D = "fsdp", ()
-  with pytest.raises(config.ConfigError, match="by_layer' with sharding.weights.N"):
+  with pytest.raises(resolve.ConfigError, match="by_layer' with sharding.weights.N"):
     train_test._plan(c, (1, 4, 1))

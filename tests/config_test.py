@@ -14,9 +14,10 @@ import pytest
 import tokenizers
 
 from configs import base
-from fp8jax import config, jobs
+from fp8jax.config import identity, resolve
 from fp8jax.data import tokenize
-from fp8jax.kernels.backend import Device
+from fp8jax.jobs import dispatch
+from fp8jax.kernels.choose import Device
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CPU, T4, A100, L4, H200, B200, RTX = (
@@ -33,8 +34,8 @@ def _config(**changes):
 
 
 def _refusal(changes, devices=1, device=CPU) -> list[str]:
-  with pytest.raises(config.ConfigError) as e:
-    config.resolve(_config(**changes), devices, device)
+  with pytest.raises(resolve.ConfigError) as e:
+    resolve.resolve(_config(**changes), devices, device)
   return e.value.problems
 
 
@@ -83,11 +84,11 @@ def files(tmp_path, monkeypatch):
 
 
 def test_configs_that_mistakes_start_from_are_right():
-  config.resolve(_config(), 1, CPU)
-  config.resolve(_config(), 8, CPU)
-  config.resolve(_config(**TILED), 1, H200)
+  resolve.resolve(_config(), 1, CPU)
+  resolve.resolve(_config(), 8, CPU)
+  resolve.resolve(_config(**TILED), 1, H200)
   for gpu in (T4, A100, L4, H200, B200, RTX):
-    config.resolve(_config(**{"kernels.matmul": "reference"}), 1, gpu)
+    resolve.resolve(_config(**{"kernels.matmul": "reference"}), 1, gpu)
 
 
 # (key, mistyped value, nearest valid one, another valid one)
@@ -351,8 +352,8 @@ def test_mistakes_are_reported_together():
     "memory.remat": "ful", "optim.b1": 1.0, "data.on_long": "splt", "mesh.data": 3,
     "export.dtype": "bf16", "kernels.attention": "cudnn",
   }  # fmt: skip
-  with pytest.raises(config.ConfigError) as e:
-    config.resolve(_config(**mistakes), 8, CPU)
+  with pytest.raises(resolve.ConfigError) as e:
+    resolve.resolve(_config(**mistakes), 8, CPU)
   first, *lines = str(e.value).splitlines()
   assert first == f"{len(lines)} problems in the config:"
   assert lines == [f"  - {problem}" for problem in e.value.problems]
@@ -368,7 +369,7 @@ def test_mistakes_are_reported_together():
 def test_job_prints_problems_and_leaves_nothing_behind(tmp_path, capsys):
   c = _config(**{"mesh.data": 8, "mesh.fsdp": 1, "optim.schedule": "wds", "memory.remat": "ful"})
   workdir = tmp_path / "run"
-  assert jobs.run("train", c, base.get_config(), "configs/debug.py", str(workdir)) == 1
+  assert dispatch.run("train", c, base.get_config(), "configs/debug.py", str(workdir)) == 1
   out, err = capsys.readouterr()
   assert out == "" and not workdir.exists()
   first, *lines = err.splitlines()
@@ -386,14 +387,14 @@ def test_job_prints_problems_and_leaves_nothing_behind(tmp_path, capsys):
 )
 def test_job_on_an_empty_workdir_says_what_is_missing(job, message, tmp_path, capsys):
   c = _config(**{"precision.rules": ((".*", "bf16"),)})
-  assert jobs.run(job, c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
+  assert dispatch.run(job, c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
   err = capsys.readouterr().err
   assert err.startswith("error: ") and message in err and str(tmp_path) in err
 
 
 def test_evaluation_of_a_missing_folder_names_it(tmp_path, capsys):
   c = _config(**{"eval.hf": "assets/model", "data.tokenizer": "bytes"})
-  assert jobs.run("evaluate", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
+  assert dispatch.run("evaluate", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
   assert "assets/model/config.json does not exist" in capsys.readouterr().err
 
 
@@ -493,19 +494,19 @@ def test_launcher_exits_with_one_message(arguments, message, tmp_path):
 def test_float16_is_refused_on_kernels_that_read_bfloat16():
   changes = {"precision.compute": "float16", "loss_scale.kind": "dynamic"}
   changes |= {"precision.rules": (("head", "bf16"), (".*", "tensor_current"))}
-  assert config.resolve(_config(**changes), 1, CPU).run.dtype.name == "float16"
-  with pytest.raises(config.ConfigError) as e:
-    config.resolve(_config(**changes), 1, H200)
+  assert resolve.resolve(_config(**changes), 1, CPU).run.dtype.name == "float16"
+  with pytest.raises(resolve.ConfigError) as e:
+    resolve.resolve(_config(**changes), 1, H200)
   (problem,) = e.value.problems
   assert "site layers/attn" in problem and "read bfloat16; set" in problem
   changes["kernels.matmul"] = "xla"
-  assert config.resolve(_config(**changes), 1, H200).run.attention == "cudnn"
+  assert resolve.resolve(_config(**changes), 1, H200).run.attention == "cudnn"
 
 
 def test_every_key_is_refused_or_harmless_on_resume():
   """A new key must be put on one side."""
-  keys = set(config.flatten(base.get_config()))
-  refused = set(config.refused_changes(dict.fromkeys(keys), ()))
+  keys = set(identity.flatten(base.get_config()))
+  refused = set(identity.refused_changes(dict.fromkeys(keys), ()))
   whole = {"seed", "steps", "batch", "accumulation", "length"}
   # What waits in a narrow copy has another gradient.
   whole |= {"memory.norms", "memory.gated", "memory.residual"}
@@ -517,13 +518,15 @@ def test_every_key_is_refused_or_harmless_on_resume():
 
 
 def test_accepted_changes_are_not_refused():
-  changed = config.diff(
-    config.flatten(_config(**{"steps": 50, "optim.peak_lr": 0.5, "mesh.data": 2, "log.every": 1})),
-    config.flatten(_config()),
+  changed = identity.diff(
+    identity.flatten(
+      _config(**{"steps": 50, "optim.peak_lr": 0.5, "mesh.data": 2, "log.every": 1})
+    ),
+    identity.flatten(_config()),
   )
   assert changed["optim.peak_lr"] == (1e-3, 0.5) and set(changed) == {
     "steps", "optim.peak_lr", "mesh.data", "log.every"}  # fmt: skip
-  assert config.refused_changes(changed, ()) == ["optim.peak_lr", "steps"]
-  assert config.refused_changes(changed, ("optim.peak_lr",)) == ["steps"]
+  assert identity.refused_changes(changed, ()) == ["optim.peak_lr", "steps"]
+  assert identity.refused_changes(changed, ("optim.peak_lr",)) == ["steps"]
   # Neither a section nor the beginning of a key stands for the key.
-  assert config.refused_changes(changed, ("optim", "optim.peak")) == ["optim.peak_lr", "steps"]
+  assert identity.refused_changes(changed, ("optim", "optim.peak")) == ["optim.peak_lr", "steps"]

@@ -20,14 +20,18 @@ import tokenizers
 from array_record.python import array_record_module
 
 from configs import base
-from fp8jax import config, evaluate, mesh, recipes
-from fp8jax import step as step_lib
+from fp8jax import mesh
+from fp8jax.config import identity, resolve
 from fp8jax.data import tokenize
-from fp8jax.kernels.backend import Device
-from fp8jax.models import hf, hf_config
+from fp8jax.kernels.choose import Device
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site as site_lib
-from fp8jax.ops import weights
-from fp8jax.optim import build as optim_build
+from fp8jax.ops import stored_params
+from fp8jax.optim import factory as optim_build
+from fp8jax.recipe import library
+from fp8jax.run import evaluator
+from fp8jax.step import run_spec, train_step
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXPERIMENTS = sorted(ROOT.glob("experiments/*/config.py"))
@@ -126,7 +130,7 @@ def checkout(tmp_path_factory):
 def _write_hollow_weights(path: pathlib.Path, cfg):
   """A header that promises every tensor, and a file as long as it says that takes no room."""
   header, end = {}, 0
-  for entry in hf.entries(cfg):
+  for entry in hf_weights.entries(cfg):
     shape = entry.hf_shape(cfg.dims)
     begin, end = end, end + 2 * math.prod(shape)
     header[entry.name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
@@ -136,19 +140,19 @@ def _write_hollow_weights(path: pathlib.Path, cfg):
     f.truncate(8 + len(text) + end)
 
 
-def _resolve(name: str, arm: str | None = None) -> config.Plan:
+def _resolve(name: str, arm: str | None = None) -> run_spec.RunSpec:
   """The plan for the hardware that the config's header asks for."""
   gpus = re.match(r"(\d+) x H", _header(name)["hardware"])
   if gpus:
-    return config.resolve(_config(name, arm), int(gpus[1]), Device("gpu", 90))
-  return config.resolve(_config(name, arm), 1, Device("cpu"))
+    return resolve.resolve(_config(name, arm), int(gpus[1]), Device("gpu", 90))
+  return resolve.resolve(_config(name, arm), 1, Device("cpu"))
 
 
 def _bytes_alive() -> int:
   return sum(x.nbytes for x in jax.live_arrays())
 
 
-def _abstract_batch(plan: config.Plan):
+def _abstract_batch(plan: run_spec.RunSpec):
   shape = (plan.microbatch, plan.config.length)
   if plan.config.accumulation > 1:
     shape = (plan.config.accumulation, *shape)
@@ -186,7 +190,7 @@ def test_keys_are_those_of_base(name, arm):
   """A mistyped key in a config would otherwise be a new key that nobody reads."""
 
   def keys(c):
-    return {k for k in config.flatten(c) if not k.startswith("data.sources.")}
+    return {k for k in identity.flatten(c) if not k.startswith("data.sources.")}
 
   c, schema = _config(name, arm), base.get_config()
   assert keys(c) == keys(schema)
@@ -203,7 +207,7 @@ _built: set[str] = set()
 
 
 def _is_new_program(plan) -> bool:
-  flat = config.flatten(plan.config)
+  flat = identity.flatten(plan.config)
   names = [k for k in sorted(flat) if not any(f"{k}.".startswith(f"{u}.") for u in _UNTRACED)]
   key = repr([(k, flat[k]) for k in names])
   return not (key in _built or _built.add(key))
@@ -216,16 +220,16 @@ def test_state_and_step_build_without_allocating(name, arm, checkout, monkeypatc
   plan = _resolve(name, arm)
   if not _is_new_program(plan):
     return
-  state = step_lib.abstract_state(plan, 1)
+  state = train_step.abstract_state(plan, 1)
   assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
-  params, opt = jax.eval_shape(weights.master, (state.params, state.opt))
+  params, opt = jax.eval_shape(stored_params.dequantize_tree, (state.params, state.opt))
   counted = sum(x.size for x in jax.tree.leaves(params))
   # Adam's two moments beside every parameter; the rest are scalars.
   assert sum(x.size for x in jax.tree.leaves(opt) if x.ndim) == 2 * counted
   # cuDNN's attention asks for a GPU even when nothing runs.
   plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, attention="xla"))
   after, values = jax.eval_shape(
-    step_lib.make_step(plan), state, _abstract_batch(plan), plan.sites()
+    train_step.make_step(plan), state, _abstract_batch(plan), plan.sites()
   )
   assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
     lambda x: (x.shape, x.dtype), state
@@ -247,7 +251,7 @@ def test_parameters_are_as_many_as_published(name, folder, checkout, monkeypatch
   monkeypatch.chdir(checkout)
   published = PUBLISHED[folder]
   assert _count_by_formula(published) == PUBLISHED_PARAMETERS[folder]
-  state = step_lib.abstract_state(_resolve(name))
+  state = train_step.abstract_state(_resolve(name))
   # InfiR2 pads the small model's vocabulary.
   padded = {"Qwen2.5-1.5B": 152_064}.get(folder, published["vocab_size"])
   padding = (padded - published["vocab_size"]) * published["hidden_size"]
@@ -257,7 +261,7 @@ def test_parameters_are_as_many_as_published(name, folder, checkout, monkeypatch
 
 def test_debug_model_has_as_many_parameters_as_its_header_says(checkout, monkeypatch):
   monkeypatch.chdir(checkout)
-  state = step_lib.abstract_state(_resolve("configs/debug.py"))
+  state = train_step.abstract_state(_resolve("configs/debug.py"))
   d, f, heads, kv = 192, 384, 4 * 32, 2 * 32
   layer = 2 * d * heads + 2 * d * kv + 3 * d * f + 2 * d
   counted = sum(x.size for x in jax.tree.leaves(state.params))
@@ -294,7 +298,7 @@ INFIR2_SIZES = {
 def test_continued_pretraining_holds_infir2_values(name, checkout, monkeypatch):
   monkeypatch.chdir(checkout)
   plan = _resolve(name)
-  flat = config.flatten(plan.config)
+  flat = identity.flatten(plan.config)
   assert {key: flat[key] for key in INFIR2} == INFIR2
   model = INFIR2_MODEL | INFIR2_SIZES[name]
   assert {key: getattr(plan.model, key) for key in model} == model
@@ -307,9 +311,9 @@ def test_continued_pretraining_holds_infir2_values(name, checkout, monkeypatch):
   assert {s.recipe.name for path, s in sites.items() if path != "head"} == {"block_128_pow2"}
 
 
-def _on(num_gpus: int, c) -> config.Plan:
+def _on(num_gpus: int, c) -> run_spec.RunSpec:
   """A plan for more devices than there are."""
-  return config.resolve(
+  return resolve.resolve(
     c, num_gpus, Device("gpu", 90), lambda shape: jax.sharding.AbstractMesh(shape, mesh.AXES)
   )
 
@@ -325,14 +329,14 @@ def test_continued_pretraining_resolves_on_every_mesh_of_its_header(name, checko
   for gpus, accumulation, evaluated, data, fsdp in (map(int, row) for row in rows):
     c = _config(name)
     if gpus > 8:  # the defaults are those of 8
-      with pytest.raises(config.ConfigError):
+      with pytest.raises(resolve.ConfigError):
         _on(gpus, c)
       c.accumulation, c.eval.batch = accumulation, evaluated
     assert (c.accumulation, c.eval.batch) == (accumulation, evaluated)
     plan = _on(gpus, c)
     assert dict(plan.run.layout.mesh.shape) == {"data": data, "fsdp": fsdp, "tensor": 1}
     assert (c.batch, plan.microbatch, plan.tokens_per_device) == (128, gpus, 32_768)
-    assert list(evaluate.precisions(plan)) == ["block_128_pow2"]
+    assert list(evaluator.precisions(plan)) == ["block_128_pow2"]
 
 
 # Tokens per step, and the peak rate of the header.
@@ -364,7 +368,9 @@ def test_decay_continues_the_stable_phase_with_warm_up_0(name):
   rates = [optim_build.schedule(optim_build.read(c.optim, c.steps)) for c in (whole, stable, decay)]
   for step in (0, 2_500, 5_000, 34_999, 35_000, 37_500, 39_999):
     assert rates[0](step) == rates[1 if step < 35_000 else 2](step), step
-  changed = config.refused_changes(config.diff(config.flatten(decay), config.flatten(stable)), ())
+  changed = identity.refused_changes(
+    identity.diff(identity.flatten(decay), identity.flatten(stable)), ()
+  )
   assert sorted(changed) == sorted(decay.checkpoint.accept_changes)
 
 
@@ -376,12 +382,12 @@ def test_7b_state_fits_the_gpus_that_its_header_names(checkout, monkeypatch):
   assert plan.microbatch == 8 and plan.tokens_per_device == 32_768
   local = sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(step_lib.abstract_state(plan))
+    for x in jax.tree.leaves(train_step.abstract_state(plan))
   )
   assert local == pytest.approx(12 * PUBLISHED_PARAMETERS["Qwen2.5-7B"] / 4, rel=1e-3)
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
+@pytest.mark.parametrize("recipe", library.RECIPES)
 def test_arm_of_a_config_is_its_recipe(recipe):
   for name in MODULES:
     if name.startswith("configs/"):

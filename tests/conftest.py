@@ -73,7 +73,7 @@ def _interpret(monkeypatch, cores: int, detect_races: bool):
   from jax._src.pallas.mosaic_gpu.interpret import shared_memory
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
-  from fp8jax.kernels.scaled_matmul import mosaic_sm90
+  from fp8jax.kernels.gemm import mosaic_sm90
 
   monkeypatch.setattr(mosaic_sm90, "num_cores", lambda: cores)
   # The first device to finish would complain about those still at work.
@@ -110,18 +110,18 @@ def parse(monkeypatch):
   from ml_collections import config_flags
 
   from configs import base
-  from fp8jax import jobs
+  from fp8jax.jobs import command_line
 
   monkeypatch.chdir(ROOT)
 
   def run(*arguments):
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, "", flag_values=values)
-    flags.DEFINE_enum("job", "train", jobs.NAMES, "", flag_values=values)
+    flags.DEFINE_enum("job", "train", command_line.NAMES, "", flag_values=values)
     monkeypatch.setattr(flags, "FLAGS", values)
     monkeypatch.delitem(sys.modules, "config_config", raising=False)  # the file loaded before
     monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
-    jobs.parse_flags(sys.argv, base.get_config())
+    command_line.parse_flags(sys.argv, base.get_config())
     return values["config"].value
 
   return run

@@ -10,11 +10,12 @@ import pytest
 from flax import nnx, serialization
 from lattice import lattice
 
-from fp8jax import flax as fp8
 from fp8jax.formats import E4M3
+from fp8jax.integrations import flax as fp8
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.dot import dot
-from fp8jax.recipe import Delayed, Gemm, Quant, Recipe, Rounding
+from fp8jax.ops.linear import dot
+from fp8jax.recipe.gemm import Gemm, Recipe
+from fp8jax.recipe.quant import Delayed, Quant, Rounding
 
 # A layer of linen and of nnx with one more argument or without it, shapes of its input and kernel.
 LINEN = {

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from fp8jax import flax as fp8
+from fp8jax.integrations import flax as fp8
 from fp8jax.ops import site as site_lib
 
 CONTEXT, STEPS = 8, 80

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import tolerances
 
-from fp8jax.kernels import scaled_matmul
-from fp8jax.ops import dot
+from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.ops import linear
 from fp8jax.ops import site as site_lib
-from fp8jax.quant import history
-from fp8jax.recipe import PASSES
-from fp8jax.recipes import RECIPES
+from fp8jax.quantization import amax_history
+from fp8jax.recipe.gemm import PASSES
+from fp8jax.recipe.library import RECIPES
 
 PATH = pathlib.Path(__file__).parent / "golden" / "step.json"
 # Tokens, in, out: partial tiles of 128; multiples of the 16 that Hadamard rotates.
@@ -61,7 +61,7 @@ def products(recipe: str) -> dict:
   amaxes = np.array([np.abs(t).max() for t in (x, w, g)], np.float32)
   if site.recipe.is_stateful:
     # Past amaxes that are those of no operand; the largest of x saturate.
-    memory = history.calibrated(site.recipe, np.float32([0.75, 1.1, 1.25]) * amaxes)
+    memory = amax_history.calibrated(site.recipe, np.float32([0.75, 1.1, 1.25]) * amaxes)
     site = dataclasses.replace(site, memory=memory)
 
   @jax.jit
@@ -72,12 +72,14 @@ def products(recipe: str) -> dict:
       made.append((a.in_one_piece(), b.in_one_piece()))
       return multiply(a, b, **how)
 
-    multiply = scaled_matmul.scaled_matmul
+    multiply = gemm_api.scaled_matmul
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(scaled_matmul, "scaled_matmul", watched)
-      y, pull = jax.vjp(lambda x, w, site: dot.dot("TD,DF->TF", x, w, site), x, w, site)
+      patch.setattr(gemm_api, "scaled_matmul", watched)
+      y, pull = jax.vjp(lambda x, w, site: linear.dot("TD,DF->TF", x, w, site), x, w, site)
       dx, dw, seen = pull(g)
-    memories = site_lib.next_memories(site, site_lib.memories(site), {site.name: seen.tap})
+    memories = site_lib.next_scaling_states(
+      site, site_lib.scaling_states(site), {site.name: seen.tap}
+    )
     return made, (y, dx, dw), {name: m.amax_3 for name, m in memories.items()}
 
   made, outputs, memories = jax.device_get(run(x, w, g, site))

@@ -17,12 +17,16 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import base
-from fp8jax import calibration, checkpoint, config_file, jobs, mesh, optim, writers
-from fp8jax import flax as fp8_flax
+from fp8jax import mesh, optim
+from fp8jax.config import files as config_files
 from fp8jax.data import loader
-from fp8jax.errors import ConfigError, Problems, UserError
-from fp8jax.ops import dot, rules, site
+from fp8jax.errors import ConfigError, ConfigErrors, UserError
+from fp8jax.integrations import flax as fp8_flax
+from fp8jax.jobs import calibrate
+from fp8jax.ops import linear, site
 from fp8jax.optim import moments
+from fp8jax.recipe import rules
+from fp8jax.run import calibration, checkpoint, distributed, metrics_writer, provenance
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -72,8 +76,8 @@ def _added():
 )
 def test_what_get_config_returns_has_the_keys_of_base(c, message):
   with pytest.raises(ConfigError, match=message):
-    config_file.check_keys(c, base.get_config())
-  config_file.check_keys(base.get_config(), base.get_config())
+    config_files.check_keys(c, base.get_config())
+  config_files.check_keys(base.get_config(), base.get_config())
 
 
 @pytest.mark.parametrize(
@@ -87,8 +91,8 @@ def test_what_get_config_returns_has_the_keys_of_base(c, message):
   ],
 )
 def test_numbers_are_finite_and_of_a_size_that_can_be_counted(flat, message):
-  problems = Problems()
-  config_file.check_numbers({"ok": [1, 2.5, True, "x", None], **flat}, problems)
+  problems = ConfigErrors()
+  config_files.check_numbers({"ok": [1, 2.5, True, "x", None], **flat}, problems)
   assert len(problems.found) == 1 and message in problems.found[0]
 
 
@@ -108,7 +112,7 @@ def test_numbers_are_finite_and_of_a_size_that_can_be_counted(flat, message):
 )
 def test_processes_that_cannot_meet_are_told(arguments, message):
   with pytest.raises(SystemExit, match=message):
-    jobs.initialize_distributed(*arguments, 0)
+    distributed.initialize(*arguments, 0)
 
 
 def test_process_0_that_waits_in_vain_says_so():
@@ -116,7 +120,7 @@ def test_process_0_that_waits_in_vain_says_so():
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
-  code = f"from fp8jax import jobs; jobs.initialize_distributed('localhost:{port}', 2, 0, 1)"
+  code = f"from fp8jax.run import distributed; distributed.initialize('localhost:{port}', 2, 0, 1)"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
   assert done.returncode == 1
   assert done.stderr.splitlines()[-1].startswith("error: not all 2 processes came within --time")
@@ -129,18 +133,18 @@ def test_process_0_that_waits_in_vain_says_so():
 def test_broken_metrics_are_named_with_their_line(tmp_path, line):
   path = tmp_path / "metrics.jsonl"
   path.write_text('{"step": 1, "loss": 2.5}\n')
-  assert writers.last_logged(str(tmp_path), "loss") == 2.5
+  assert metrics_writer.last_logged(str(tmp_path), "loss") == 2.5
   path.write_text(path.read_text() + '{"step": 2, "lo')  # killed while it wrote
-  assert writers.last_logged(str(tmp_path), "loss") == 2.5
+  assert metrics_writer.last_logged(str(tmp_path), "loss") == 2.5
   path.write_text(f'{line}\n{{"step": 1, "loss": 2.5}}\n')
   with pytest.raises(UserError, match="metrics.jsonl, line 1 is no row of metrics"):
-    writers.last_logged(str(tmp_path), "loss")
+    metrics_writer.last_logged(str(tmp_path), "loss")
 
 
 def test_broken_provenance_is_named(tmp_path):
   (tmp_path / "provenance.json").write_text("{")
   with pytest.raises(UserError, match="provenance.json is not JSON.*rename it"):
-    writers.history(str(tmp_path), 5, {})
+    provenance.history(str(tmp_path), 5, {})
 
 
 def test_damaged_checkpoint_names_itself_and_the_older_one(tmp_path):
@@ -235,8 +239,8 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_work(tmp_path):
   (tmp_path / "file").write_text("")
   for path in (tmp_path / "file/table.json", tmp_path):
     with pytest.raises(UserError, match="calibrate.path: cannot write"):
-      jobs._check_writable(str(path), "calibrate.path")  # noqa: SLF001
-  jobs._check_writable(str(tmp_path / "new/table.json"), "calibrate.path")  # noqa: SLF001
+      calibrate._check_writable(str(path), "calibrate.path")  # noqa: SLF001
+  calibrate._check_writable(str(tmp_path / "new/table.json"), "calibrate.path")  # noqa: SLF001
 
 
 # --- the library ---------------------------------------------------------------------------------
@@ -247,22 +251,22 @@ def test_operands_that_fp8_cannot_hold_are_refused(dtype):
   good, bad = jnp.ones((128, 128)), jnp.ones((128, 128), dtype)
   for x, w in ((good, bad), (bad, good)):
     for product in (
-      lambda x, w, s: dot.dot("TD,DF->TF", x, w, s),
-      lambda x, w, s: dot.fp8_dot_general(x, w, (((1,), (0,)), ((), ())), s),
+      lambda x, w, s: linear.dot("TD,DF->TF", x, w, s),
+      lambda x, w, s: linear.fp8_dot_general(x, w, (((1,), (0,)), ((), ())), s),
     ):
       with pytest.raises(TypeError, match=f"is {dtype}, expected a floating-point dtype"):
         product(x, w, site.single("block_128"))
   with pytest.raises(TypeError, match="x is a list, expected an array"):
-    dot.dot("TD,DF->TF", [[1.0]], good, site.single("block_128"))
+    linear.dot("TD,DF->TF", [[1.0]], good, site.single("block_128"))
 
 
 @pytest.mark.parametrize("m, n, k, letter", [(0, 8, 8, "T"), (8, 0, 8, "F"), (8, 8, 0, "D")])
 def test_products_of_nothing_are_refused(m, n, k, letter):
   x, w = jnp.ones((m, k)), jnp.ones((k, n))
   with pytest.raises(ValueError, match=f"gives {letter} size 0: no scale can be made"):
-    dot.dot("TD,DF->TF", x, w, site.single("block_128"))
+    linear.dot("TD,DF->TF", x, w, site.single("block_128"))
   with pytest.raises(ValueError, match="size 0: no scale can be made"):
-    dot.fp8_dot_general(x, w, (((1,), (0,)), ((), ())), site.single("block_128"))
+    linear.fp8_dot_general(x, w, (((1,), (0,)), ((), ())), site.single("block_128"))
 
 
 @pytest.mark.parametrize("b1, b2", [(-0.5, 0.9), (1.5, 0.9), (0.9, 1.0), (0.9, float("nan"))])

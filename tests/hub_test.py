@@ -11,11 +11,14 @@ import tokenizers
 from huggingface_hub import constants
 
 from configs import base
-from fp8jax import config, hub, jobs
+from fp8jax import hub
+from fp8jax.config import identity, resolve
 from fp8jax.data import tokenize
 from fp8jax.errors import UserError
-from fp8jax.kernels.backend import Device
-from fp8jax.models import hf, hf_config
+from fp8jax.jobs import dispatch, prepare
+from fp8jax.kernels.choose import Device
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import weights as hf_weights
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LLAMA = ROOT / "tests/golden/hf/llama"
@@ -67,26 +70,26 @@ def test_what_is_in_the_cache_is_read_like_a_folder(cache):
   assert hub.local(ID) == str(cache)
   cfg = hf_config.read_config(ID)
   assert cfg == hf_config.read_config(str(LLAMA))
-  got, want = hf.load_params(ID, cfg)[0], hf.load_params(str(LLAMA), cfg)[0]
+  got, want = hf_weights.load_params(ID, cfg)[0], hf_weights.load_params(str(LLAMA), cfg)[0]
   np.testing.assert_array_equal(got["embed"], want["embed"])
   assert list(tokenize.Tokenizer(ID).encode("a")) == [1, 2]
   c = base.get_config("bf16")
   c.init.hf, c.model.preset, c.length = ID, "hf", 16
-  plan = config.resolve(c, 1, Device("cpu"))
+  plan = resolve.resolve(c, 1, Device("cpu"))
   # The id, not this machine's path, is remembered with the run.
-  assert plan.model == cfg and config.flatten(plan.config)["init.hf"] == ID
+  assert plan.model == cfg and identity.flatten(plan.config)["init.hf"] == ID
 
 
 def test_a_missing_model_ends_with_the_command_that_fetches_it(cache, capsys, tmp_path):
   c = base.get_config("bf16")
   c.init.hf, c.model.preset = "Qwen/Qwen3-0.6B", "hf"
-  assert jobs.run("train", c, base.get_config(), "configs/debug.py", str(tmp_path / "run")) == 1
+  assert dispatch.run("train", c, base.get_config(), "configs/debug.py", str(tmp_path / "run")) == 1
   err = capsys.readouterr().err
   assert err.startswith("error: Qwen/Qwen3-0.6B is no folder here")
   assert "hf download Qwen/Qwen3-0.6B --local-dir assets/Qwen3-0.6B" in err
   assert not (tmp_path / "run").exists()
-  with pytest.raises(config.ConfigError, match="hf download Qwen/Qwen3-0.6B --local-dir assets/"):
-    config.resolve(c, 1, Device("cpu"))
+  with pytest.raises(resolve.ConfigError, match="hf download Qwen/Qwen3-0.6B --local-dir assets/"):
+    resolve.resolve(c, 1, Device("cpu"))
 
 
 def test_a_missing_tokenizer_ends_with_the_command_too(cache):
@@ -97,7 +100,7 @@ def test_a_missing_tokenizer_ends_with_the_command_too(cache):
 @pytest.mark.parametrize(
   "folder, command",
   [
-    ("assets/smollm2-135m", "python -m fp8jax.models.smollm2 assets/smollm2-135m"),
+    ("assets/smollm2-135m", "python -m fp8jax.models.hf.convert_gguf assets/smollm2-135m"),
     ("assets/Qwen2.5-7B", "hf download ORG/Qwen2.5-7B --local-dir assets/Qwen2.5-7B"),
   ],
 )
@@ -157,9 +160,9 @@ def test_a_failed_download_is_one_sentence_in_every_process():
 
 def test_prepare_fetches_the_tokenizer_alone(monkeypatch, tmp_path):
   fetched = {}
-  monkeypatch.setattr(jobs.hub, "fetch", fetched.update)
-  monkeypatch.setattr(jobs, "_prepare", lambda c, workdir: {})
+  monkeypatch.setattr(hub, "fetch", fetched.update)
+  monkeypatch.setattr(prepare, "run_prepare", lambda c, workdir: {})
   c = base.get_config()
   c.init.hf = ID
-  assert jobs.run("prepare", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 0
+  assert dispatch.run("prepare", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 0
   assert fetched == {ID: hub.TOKENIZER}

@@ -27,19 +27,23 @@ import pytest
 import tolerances
 
 from configs import base
-from fp8jax import batches, config, mesh, recipes
+from fp8jax import mesh
 from fp8jax import params as params_lib
-from fp8jax import step as step_lib
-from fp8jax.kernels import backend
+from fp8jax.config import resolve
+from fp8jax.data import batch_sharding
+from fp8jax.kernels import choose
 from fp8jax.ops import site as site_lib
-from fp8jax.recipe import WHOLE, Save, Scale
+from fp8jax.recipe import library
+from fp8jax.recipe.gemm import SaveForBackward
+from fp8jax.recipe.quant import WHOLE, Scale
+from fp8jax.step import train_step
 
 SIZES = dict(
   num_layers=2, hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, head_dim=128,
   vocab_size=512, max_positions=256, init_std=0.1,
 )  # fmt: skip
 ROWS, LENGTH = 8, 128
-NARROW = [name for name, r in recipes.RECIPES.items() if r.is_narrow]
+NARROW = [name for name, r in library.RECIPES.items() if r.is_narrow]
 
 
 @functools.cache
@@ -52,7 +56,7 @@ def _plan(recipe, accumulation=1, remat="none", shape=None, rows=ROWS, length=LE
     "mesh.fsdp": 1 if shape is None else shape[1], "mesh.data": 1 if shape is None else shape[0],
     "mesh.tensor": 1 if shape is None else shape[2],
   })  # fmt: skip
-  return config.resolve(c, 1 if shape is None else 8, backend.current_device(), mesh.make)
+  return resolve.resolve(c, 1 if shape is None else 8, choose.current_device(), mesh.make)
 
 
 @functools.cache
@@ -84,7 +88,7 @@ def _params():
 def _memories(recipe):
   """Past amaxes: those of the very step, and a tenth more."""
   sites = _plan(recipe).sites()
-  if not site_lib.memories(sites):
+  if not site_lib.scaling_states(sites):
     return {}
   step = _step_fn(_plan(recipe), site_lib.with_current_scales(sites), _batch())
   seen = step(_params())[2]
@@ -93,9 +97,9 @@ def _memories(recipe):
 
 def _step_fn(plan, sites, batch):
   """params -> (loss, gradients, {site: what it saw}), on the host."""
-  spread = batches.Spread(plan.run.layout, plan.microbatch, plan.config.accumulation)
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.config.accumulation)
   placed = spread.place(batch)
-  take = jax.jit(lambda params: step_lib.gradients(plan, params, sites, placed))
+  take = jax.jit(lambda params: train_step.gradients(plan, params, sites, placed))
 
   def step(params):
     if plan.run.layout.mesh is not None:
@@ -109,7 +113,7 @@ def _step_fn(plan, sites, batch):
 def _steps(recipe, *, unroll=False, rows=ROWS, length=LENGTH, nudges=0, **how):
   """(loss, {parameter: gradient}, {layer's site: amaxes}), also from weights nudged so often."""
   plan = _plan(recipe, rows=rows, length=length, **how)
-  sites = site_lib.with_memories(plan.sites(), _memories(recipe))
+  sites = site_lib.with_scaling_states(plan.sites(), _memories(recipe))
   sites = site_lib.with_keys(sites, jax.random.key(3))
   if unroll:
     sites = _one_by_one(sites)
@@ -156,7 +160,7 @@ INVARIANCES = {
 
 def _rows_are_independent(recipe) -> bool:
   """Whether every scale is of tokens that lie in one microbatch, however it is cut."""
-  r = recipes.RECIPES[recipe]
+  r = library.RECIPES[recipe]
   quants = [(r.fwd.lhs, 0), (r.dgrad.lhs, 0), (r.wgrad.lhs, 1), (r.wgrad.rhs, 1)]
   return not r.is_stateful and all(
     q is None or (q.tile[axis] != WHOLE and q.scale is not Scale.E4M3_OVER_F32)
@@ -166,8 +170,8 @@ def _rows_are_independent(recipe) -> bool:
 
 def _is_kept_laid_out(recipe) -> bool:
   """Whether what is kept of x is a transposed copy, which XLA need not make if it is not kept."""
-  r = recipes.RECIPES[recipe]
-  return r.save is Save.QUANTIZED and r.wgrad.lhs.tile == (WHOLE, WHOLE)
+  r = library.RECIPES[recipe]
+  return r.save is SaveForBackward.QUANTIZED and r.wgrad.lhs.tile == (WHOLE, WHOLE)
 
 
 def _difference(one, other):
@@ -206,7 +210,7 @@ def difference(recipe, invariance):
   if _rows_are_independent(recipe) and not invariance.startswith("mesh"):
     return found, np.array(tolerances.SAME_SCALES)
   budget = tolerances.NOISE * _noise(recipe)
-  if not (recipes.RECIPES[recipe].is_stateful or invariance.startswith("mesh")):
+  if not (library.RECIPES[recipe].is_stateful or invariance.startswith("mesh")):
     budget = np.maximum(budget, _error(recipe))
   # Where a recipe is coarse that is more than all of the gradient.
   return found, np.minimum(budget, tolerances.CHAOTIC)

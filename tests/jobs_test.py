@@ -23,12 +23,18 @@ import tokenizers
 from tensorboardX.proto import event_pb2
 
 from configs import base, debug
-from fp8jax import calibration, checkpoint, config, jobs
 from fp8jax import params as params_lib
+from fp8jax.config import identity, resolve
 from fp8jax.data import loader, tokenize
 from fp8jax.errors import UserError
-from fp8jax.kernels.backend import Device
-from fp8jax.models import export_folder, hf, hf_config, presets, transformer
+from fp8jax.jobs import dispatch, export
+from fp8jax.kernels.choose import Device
+from fp8jax.models import presets, transformer
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import export_folder
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.run import calibration, checkpoint
+from fp8jax.step import run_spec
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 XLA_FLAGS = "--xla_force_host_platform_device_count=1"
@@ -84,7 +90,7 @@ def run_job(monkeypatch, capsys):
 
   def run(job, c, workdir):
     capsys.readouterr()
-    code = jobs.run(job, c, base.get_config(), "configs/debug.py", str(workdir))
+    code = dispatch.run(job, c, base.get_config(), "configs/debug.py", str(workdir))
     return code, *capsys.readouterr()
 
   return run
@@ -112,8 +118,8 @@ def _saved_params(workdir, step, plan):
   return {k: np.asarray(v) for k, v in params_lib.flatten(found).items()}
 
 
-def _plan(c) -> config.Plan:
-  return config.resolve(c, 1, Device("cpu"))
+def _plan(c) -> run_spec.RunSpec:
+  return resolve.resolve(c, 1, Device("cpu"))
 
 
 # --- train ---------------------------------------------------------------------------------------
@@ -140,10 +146,10 @@ def test_train_prints_and_stores_the_difference_from_base(trained):
   stored = _json(trained.workdir / "config.json")
   changes = CHANGES | {"mesh.fsdp": 1}  # of configs/debug.py
   assert stored["changed"] == changes
-  assert stored["resolved"] == config.flatten(base.get_config()) | changes
+  assert stored["resolved"] == identity.flatten(base.get_config()) | changes
   text = trained.stdout[: trained.stdout.index("model llama")]
   printed = re.findall(r"│ (\S+) +│ +(\S+) │ +(\S+) │", text)
-  before = config.flatten(base.get_config())
+  before = identity.flatten(base.get_config())
   assert printed == [(k, str(before[k]), str(changes[k])) for k in sorted(changes)]
 
 
@@ -231,7 +237,7 @@ def test_a_finished_run_is_left_in_its_last_evaluation_and_completed(
   first, second = made["earlier"]
   assert first == {k: v for k, v in before[1].items() if k not in ("config", "earlier")}
   assert (first["from_step"], second["from_step"], made["from_step"]) == (0, STEPS, STEPS)
-  assert second["config"] == before[1]["config"] and made["config"] == config.flatten(c)
+  assert second["config"] == before[1]["config"] and made["config"] == identity.flatten(c)
 
 
 # --- evaluate and export -------------------------------------------------------------------------
@@ -256,7 +262,7 @@ def test_export_in_float32_is_the_checkpoint_and_evaluates_the_same(launch, trai
   assert {p.name for p in folder.iterdir()} == {
     "config.json", "model.safetensors", export_folder.MANIFEST
   }  # fmt: skip
-  weights, dtype = hf.load_params(str(folder), hf_config.read_config(str(folder)))
+  weights, dtype = hf_weights.load_params(str(folder), hf_config.read_config(str(folder)))
   assert dtype == "float32"
   want = _saved_params(trained.workdir, STEPS, _plan(_config()))
   got = params_lib.flatten(weights)
@@ -304,7 +310,7 @@ def test_export_merges_scales_per_channel(trained, run_job, tmp_path):
   to = {"export.dtype": "float32", "export.path": str(tmp_path)}
   assert run_job("export", _config(**smooth, **to), trained.workdir)[0] == 0
   plan = _plan(_config(**smooth))
-  merged, _ = hf.load_params(str(tmp_path), plan.model)
+  merged, _ = hf_weights.load_params(str(tmp_path), plan.model)
   saved = _saved_params(trained.workdir, STEPS, plan)
   got = {k: np.asarray(v) for k, v in params_lib.flatten(merged).items()}
   s_NF = saved["layers/mlp/up"][:, 0] / got["layers/mlp/up"][:, 0]
@@ -313,7 +319,7 @@ def test_export_merges_scales_per_channel(trained, run_job, tmp_path):
   saved["layers/mlp/down"] = saved["layers/mlp/down"] * s_NF[:, :, None]
   for name, value in got.items():
     np.testing.assert_array_equal(value, saved[name], err_msg=name)
-  again = jobs._merge_smooth(plan, merged)  # nothing is left to divide by
+  again = export._fold_smooth(plan, merged)  # nothing is left to divide by
   np.testing.assert_array_equal(again["layers"]["mlp"]["up"], got["layers/mlp/up"])
 
 
@@ -385,7 +391,7 @@ def _write_corpus(path, documents):
 
 
 def _take(c, n):
-  iterator = loader.train_batches(config.resolve_data(c), 2)
+  iterator = loader.train_batches(resolve.resolve_data(c), 2)
   found = [next(iterator) for _ in range(n)]
   iterator.close()
   return found
@@ -422,7 +428,7 @@ def test_prepare_keeps_batches_or_at_least_documents(run_job, tmp_path, rng, hel
       sorted(
         batch["tokens_BL"].tobytes()
         for batch in loader.heldout_batches(
-          config.resolve_data(_config(**changes)), "main", 1, 24 - count
+          resolve.resolve_data(_config(**changes)), "main", 1, 24 - count
         )
       )
       for changes in (raw, raw | prepared)
@@ -460,7 +466,7 @@ BAD_STEP = 3
 # The launcher without import's check for NaN: these tests need a NaN in the first weights.
 UNCHECKED = (
   "-c",
-  "import runpy; from fp8jax.models import hf; hf._check_finite = lambda *_: None; "
+  "import runpy; from fp8jax.models.hf import weights as hf; hf._check_finite = lambda *_: None; "
   "runpy.run_path('launch.py', run_name='__main__')",
 )
 
@@ -482,12 +488,12 @@ def poisoned(tmp_path_factory):
   sizes = dict(tie_embeddings=False, hidden_size=128, intermediate_size=128)
   cfg = dataclasses.replace(presets.DEBUG, **sizes)
   weights = params_lib.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
-  hf.save_params(str(folder / "hf"), weights, cfg, "float32")
+  hf_weights.save_params(str(folder / "hf"), weights, cfg, "float32")
   seen = [set(batch["tokens_BL"].ravel()) for batch in _take(_config(**changes), 5)]
   letters = seen[BAD_STEP - 1] & set(string.ascii_letters.encode())
   letter = min(letters.difference(*(s for i, s in enumerate(seen) if i != BAD_STEP - 1)))
   weights["embed"] = weights["embed"].at[letter].set(np.nan)
-  hf.save_params(str(folder / "hf"), weights, cfg, "float32")
+  hf_weights.save_params(str(folder / "hf"), weights, cfg, "float32")
   flags = [f"--config.{k}={v}" for k, v in (CHANGES | changes).items()]
   batch = _take(_config(**changes), BAD_STEP)[-1]
   assert letter in batch["tokens_BL"]

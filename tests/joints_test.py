@@ -15,16 +15,23 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from configs import base
-from fp8jax import axes, config, evaluate, mesh, train, watch
-from fp8jax import step as step_lib
+from fp8jax import axes, mesh
+from fp8jax.config import alarms as config_alarms
+from fp8jax.config import resolve
 from fp8jax.data import loader
-from fp8jax.kernels.backend import Device
+from fp8jax.jobs import train
+from fp8jax.kernels.choose import Device
 from fp8jax.models import transformer
 from fp8jax.ops import collectives
 from fp8jax.ops import site as site_lib
-from fp8jax.optim import adam, masters, walk
-from fp8jax.quant import history
-from fp8jax.recipe import WHOLE, Delayed
+from fp8jax.optim import adam, masters
+from fp8jax.optim import update as update_lib
+from fp8jax.quantization import amax_history
+from fp8jax.recipe.quant import WHOLE, Delayed
+from fp8jax.run import alarms as run_alarms
+from fp8jax.run import evaluator as evaluator_lib
+from fp8jax.run import preemption
+from fp8jax.step import train_step
 
 MODEL = dict(
   num_layers=1, hidden_size=32, intermediate_size=64, num_heads=1, num_kv_heads=1, head_dim=32,
@@ -41,7 +48,7 @@ def _plan(recipe="bf16", devices=1, **changes):
     "optim.warmup_steps": 1, "optim.decay_steps": 1, "checkpoint.every": 0, "memory.loss_chunk": 16,
     "log.tensorboard": False, "precision.strict": False, "data.shuffle_windows": 0, **changes,
   })  # fmt: skip
-  return config.resolve(c, devices, Device("cpu"))
+  return resolve.resolve(c, devices, Device("cpu"))
 
 
 def _only_down(recipe):
@@ -66,7 +73,7 @@ def _batch(rng, lead=()):
 
 def _poisoned(plan):
   """A state with an infinite weight that FP8 hides: the products of its layer stay finite."""
-  state = step_lib.make_state(plan)
+  state = train_step.make_state(plan)
   down = state.params["layers"]["mlp"]["down"].at[0, 0, 0].set(jnp.inf)
   layers = {**state.params["layers"], "mlp": {**state.params["layers"]["mlp"], "down": down}}
   return dataclasses.replace(state, params={**state.params, "layers": layers})
@@ -76,7 +83,7 @@ def _poisoned(plan):
 def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulation):
   plan = _plan(accumulation=accumulation)
   batch = _batch(rng, (2,) if accumulation == 2 else ())
-  params = step_lib.make_state(plan).params
+  params = train_step.make_state(plan).params
   whole = {k: v.reshape(BATCH, LENGTH) for k, v in batch.items()}
 
   def of_logits(params):
@@ -86,7 +93,7 @@ def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulatio
     return (losses * whole["weights_BL"]).sum() / whole["weights_BL"].sum()
 
   want, of_params = jax.value_and_grad(of_logits)(params)
-  loss, gradient, _ = step_lib.gradients(plan, params, plan.sites(), batch)
+  loss, gradient, _ = train_step.gradients(plan, params, plan.sites(), batch)
   assert 0 < whole["weights_BL"].sum() < whole["weights_BL"].size
   assert float(loss) == pytest.approx(float(want), rel=1e-5)
   for got, expected in zip(jax.tree.leaves(gradient), jax.tree.leaves(of_params), strict=True):
@@ -95,9 +102,9 @@ def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulatio
 
 def test_stochastic_rounding_draws_anew_in_every_step(rng):
   plan, batch = _plan(**{"precision.rules": _only_down("nvfp4_sr_rht")}), _batch(rng)
-  step, norms = step_lib.make_step(plan), []
+  step, norms = train_step.make_step(plan), []
   for number in (1, 1, 2):
-    state = dataclasses.replace(step_lib.make_state(plan), step=jnp.int32(number))
+    state = dataclasses.replace(train_step.make_state(plan), step=jnp.int32(number))
     norms.append(float(step(state, batch, plan.sites())[1]["grad_norm"]))
   assert norms[0] == norms[1] != norms[2]
 
@@ -105,7 +112,7 @@ def test_stochastic_rounding_draws_anew_in_every_step(rng):
 def test_rounding_of_gradients_draws_anew_in_every_microbatch_and_step():
   leaf = types.SimpleNamespace(gradient="any", seed=0, lead=0)
   keys = [
-    step_lib._weight(leaf, jnp.ones(4), None, step=step, micro=micro, room=None).key  # noqa: SLF001
+    train_step._weight(leaf, jnp.ones(4), None, step=step, micro=micro, room=None).key  # noqa: SLF001
     for step in (0, 1)
     for micro in (0, 1)
   ]
@@ -123,12 +130,12 @@ def test_no_two_roundings_of_a_parameter_draw_the_same_bits(monkeypatch):
   monkeypatch.setattr(masters, "keep", lambda *a, **k: keys.append(k["key"]) or keep(*a, **k))
   monkeypatch.setattr(adam, "_key", lambda *a: keys.append(key_of(*a)) or keys[-1])
   param = jnp.ones((1, 64, 32))
-  state, kept = walk.init(leaf, param)
+  state, kept = update_lib.init(leaf, param)
   keys.clear()
   for step in (0, 1):
-    weight = step_lib._weight(leaf, kept, None, step=step, micro=0, room=None)  # noqa: SLF001
+    weight = train_step._weight(leaf, kept, None, step=step, micro=0, room=None)  # noqa: SLF001
     keys.append(weight.key)
-    state, kept, _ = walk.move(leaf, param, state, kept, walk.Now(step, 1e-3))
+    state, kept, _ = update_lib.move(leaf, param, state, kept, update_lib.UpdateArgs(step, 1e-3))
   assert len(keys) == len({jax.random.key_data(key).tobytes() for key in keys}) == 6
 
 
@@ -138,10 +145,10 @@ def test_an_infinity_that_fp8_hides_skips_the_step_with_all_that_it_would_change
     "optim.gradients": "e4m3",
   })  # fmt: skip
   batch = _batch(rng)
-  state = step_lib.calibrate(plan, step_lib.make_state(plan), batch, 0)
+  state = train_step.calibrate(plan, train_step.make_state(plan), batch, 0)
   state = dataclasses.replace(_poisoned(plan), memories=state.memories)
   before = jax.tree.map(np.array, (state.params, state.memories, state.room))
-  state, values = step_lib.make_step(plan)(state, batch, plan.sites())
+  state, values = train_step.make_step(plan)(state, batch, plan.sites())
   # Neither says anything.
   assert np.isfinite(values["loss"]) and np.isfinite(values["grad_norm"])
   assert not values["is_finite"] and int(state.skipped) == 1
@@ -152,9 +159,9 @@ def test_an_infinity_that_fp8_hides_skips_the_step_with_all_that_it_would_change
 
 def test_norms_of_a_step_are_those_of_its_parameters(rng):
   plan = _plan(**{"optim.warmup_steps": 0, "optim.schedule": "constant"})
-  state = step_lib.make_state(plan)
+  state = train_step.make_state(plan)
   before = jax.tree.map(lambda x: np.array(x, np.float64), state.params)
-  state, values = step_lib.make_step(plan)(state, _batch(rng), plan.sites())
+  state, values = train_step.make_step(plan)(state, _batch(rng), plan.sites())
   after = jax.tree.map(lambda x: np.array(x, np.float64), state.params)
 
   def norm(tree):
@@ -169,10 +176,10 @@ def test_norms_of_a_step_are_those_of_its_parameters(rng):
 def test_evaluation_uses_the_scales_of_training():
   """With static scales so large that all codes are 0, layers are those whose weights are 0."""
   plan = _plan("e4m3_static")
-  params = step_lib.make_state(plan).params
+  params = train_step.make_state(plan).params
   memories = {
     name: dataclasses.replace(m, amax_3=jnp.full_like(m.amax_3, 2.0**40))
-    for name, m in site_lib.memories(plan.sites()).items()
+    for name, m in site_lib.scaling_states(plan.sites()).items()
   }
   mlp, attn = params["layers"]["mlp"], params["layers"]["attn"]
   without = {
@@ -183,7 +190,7 @@ def test_evaluation_uses_the_scales_of_training():
       "attn": {**attn, **{k: 0 * attn[k] for k in "qkvo"}},
     },
   }
-  evaluator = evaluate.Evaluator(plan)
+  evaluator = evaluator_lib.Evaluator(plan)
   (found,) = evaluator.run(params, memories).values()
   (want,) = evaluator.run(without, memories).values()
   assert found["e4m3_static"]["loss"] == pytest.approx(want["bf16"]["loss"], rel=1e-6)
@@ -193,7 +200,7 @@ def test_evaluation_uses_the_scales_of_training():
 def test_a_resumed_run_goes_on_with_its_loss_scale(tmp_path, monkeypatch):
   changes = {"loss_scale.kind": "dynamic", "loss_scale.growth_steps": 1}
   with monkeypatch.context() as m:
-    m.setattr(train.interrupts.Interrupts, "requested", lambda _, step: step >= 3)
+    m.setattr(preemption.Interrupts, "requested", lambda _, step: step >= 3)
     train.run(_plan(**changes), str(tmp_path))
   train.run(_plan(**changes), str(tmp_path))
   rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -236,18 +243,18 @@ def test_scales_are_made_before_gathering_where_shards_hold_whole_tiles(
 
 def test_scales_of_a_later_phase_begin_with_its_own_sites(rng):
   plan = _plan(**{"precision.schedule": ((2, _only_down("tensor_delayed")),)})
-  state = step_lib.make_state(plan)
-  assert not step_lib.calibrate(plan, state, _batch(rng), 0).memories
-  assert list(step_lib.calibrate(plan, state, _batch(rng), 1).memories) == ["layers/mlp/down"]
+  state = train_step.make_state(plan)
+  assert not train_step.calibrate(plan, state, _batch(rng), 0).memories
+  assert list(train_step.calibrate(plan, state, _batch(rng), 1).memories) == ["layers/mlp/down"]
 
 
 def test_windows_of_delayed_scales_have_their_own_lengths():
   windows = {"x": 2, "w": 4, "g": 1}
   uses = {t: [types.SimpleNamespace(source=Delayed(steps=n))] for t, n in windows.items()}
   recipe = types.SimpleNamespace(uses=lambda: uses, history=4)
-  memory = history.Memory(jnp.zeros(3), jnp.zeros((3, 4)))
+  memory = amax_history.ScalingState(jnp.zeros(3), jnp.zeros((3, 4)))
   for seen in (8.0, 4.0, 2.0):
-    memory = history.update(memory, jnp.full(3, seen), recipe)
+    memory = amax_history.update(memory, jnp.full(3, seen), recipe)
   assert memory.amax_3.tolist() == [4.0, 8.0, 2.0]
 
 
@@ -284,7 +291,7 @@ def test_undifferentiated_loss_is_summed_over_the_mesh(rng):
   batch, losses = _batch(rng), []
   for devices in (1, 2):
     plan = _plan(devices=devices)
-    params = step_lib.make_state(plan).params
+    params = train_step.make_state(plan).params
     loss = jax.jit(
       lambda p, b, plan=plan: transformer.loss(p, plan.sites(), b, plan.model, plan.run)
     )
@@ -293,8 +300,8 @@ def test_undifferentiated_loss_is_summed_over_the_mesh(rng):
 
 
 def test_outliers_raise_an_alarm_where_one_scale_covers_them():
-  alarms = watch.read_alarms((("kurtosis", ">", 1e4),))
+  alarms = config_alarms.read_alarms((("kurtosis", ">", 1e4),))
   numerics = {"layers/0/mlp/down": {"x": {"kurtosis": 2e4}}}
   for recipe, expected in (("tensor_current", 1), ("block_128", 0)):
     recipes = site_lib.recipes_of(_plan(recipe).sites())
-    assert len(watch.Watch(alarms, recipes).lines(7, numerics)) == expected
+    assert len(run_alarms.AlarmMonitor(alarms, recipes).lines(7, numerics)) == expected

@@ -17,9 +17,12 @@ import jax.numpy as jnp
 import pytest
 
 from configs import base, cpt_7b_1gpu, debug, smollm2_cpt
-from fp8jax import config, jobs, machine, metrics, report, target, train
+from fp8jax.compiled import aot
+from fp8jax.config import resolve
 from fp8jax.errors import UserError
-from fp8jax.kernels import backend
+from fp8jax.jobs import dispatch, train
+from fp8jax.kernels import choose
+from fp8jax.run import machine, metrics, startup
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -168,7 +171,7 @@ TILED = {"model.hidden_size": 256, "model.num_heads": 4, "model.num_kv_heads": 4
 def _plan(num=1, device="cpu", capability=0, arm="", **changes):
   c = base.get_config(arm)
   c.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
-  return config.resolve(c, num, backend.Device(device, capability))
+  return resolve.resolve(c, num, choose.Device(device, capability))
 
 
 def _devices(num, kind):
@@ -194,14 +197,14 @@ def _devices(num, kind):
   ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
 def test_the_first_line_names_devices_and_kernels(plan, devices, line):
-  assert report.device_line(plan(), devices) == line
+  assert startup.device_line(plan(), devices) == line
 
 
 @pytest.mark.parametrize("module", [debug, smollm2_cpt])
 def test_the_demo_takes_one_device_of_eight(module):
   """Its batch of two suits no eight; sizes that are tiles stand in for the model's."""
-  c = target.without_files(module.get_config("tensor_current"))
-  plan = config.resolve(c, 8, backend.Device("gpu", 90))
+  c = aot.without_files(module.get_config("tensor_current"))
+  plan = resolve.resolve(c, 8, choose.Device("gpu", 90))
   assert plan.num_devices == 1 and plan.run.layout.mesh is None
 
 
@@ -213,7 +216,7 @@ def test_turing_computes_in_float32_without_cudnn():
 
 def test_only_a_gpu_that_nothing_was_compiled_for_comes_with_a_caution():
   cautioned = [n for n in (0, 75, 89, 90, 100, 103, 120, 121)
-               if backend.caution(backend.Device("gpu", n))]  # fmt: skip
+               if choose.caution(choose.Device("gpu", n))]  # fmt: skip
   assert cautioned == [120, 121]
 
 
@@ -223,7 +226,7 @@ def test_only_a_gpu_that_nothing_was_compiled_for_comes_with_a_caution():
 def test_a_config_sets_the_share_of_memory_before_jax_meets_its_devices():
   """launch.py as it is, the job replaced by one that looks."""
   code = (
-    "import os, runpy, sys; from fp8jax import jobs; import jax._src.xla_bridge as bridge; "
+    "import os, runpy, sys; from fp8jax.jobs import dispatch as jobs; import jax._src.xla_bridge as bridge; "
     "jobs.run = lambda *a: print(os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'], "
     "bridge.backends_are_initialized()); "
     "sys.argv = ['launch.py', '--config=configs/cpt_7b_1gpu_32k.py']; "
@@ -234,9 +237,9 @@ def test_a_config_sets_the_share_of_memory_before_jax_meets_its_devices():
 
 
 def test_only_configs_that_need_it_take_more_memory():
-  assert jobs.environment(base.get_config()) == {}
+  assert dispatch.environment(base.get_config()) == {}
   wanted = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
-  assert jobs.environment(cpt_7b_1gpu.get_config()) == wanted
+  assert dispatch.environment(cpt_7b_1gpu.get_config()) == wanted
 
 
 def test_out_of_memory_ends_in_one_line_with_the_command_that_explains_it(
@@ -249,7 +252,7 @@ def test_out_of_memory_ends_in_one_line_with_the_command_that_explains_it(
   monkeypatch.setattr(sys, "argv", argv)
   monkeypatch.setattr(train, "run", too_much)
   c = debug.get_config("bf16")
-  assert jobs.run("train", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
+  assert dispatch.run("train", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith("error: out of memory: RESOURCE_EXHAUSTED")
   assert "python launch.py --config=configs/debug.py:bf16 --config.batch=8 --job=memory;" in line

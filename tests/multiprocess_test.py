@@ -16,10 +16,13 @@ import pytest
 import rich.console
 import tolerances
 
-from fp8jax import axes, checkpoint
+from fp8jax import axes
 from fp8jax import params as params_lib
-from fp8jax.data import loader, prepare, tokenize
-from fp8jax.models import hf, presets, transformer
+from fp8jax.data import config as data_config
+from fp8jax.data import loader, pretokenize, tokenize
+from fp8jax.models import presets, transformer
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.run import checkpoint
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -63,12 +66,14 @@ def prepared(tmp_path_factory):
   (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n")
   source = dict(kind="jsonl", path=str(folder / "corpus.jsonl"), field="text", dataset="",
                 split="train", weight=1.0)  # fmt: skip
-  spec = loader.Spec({"main": source}, tokenize.Tokenizer("bytes"), LENGTH, heldout=0.2)
-  made = prepare.run(spec, str(folder), 10**6, rich.console.Console(quiet=True))["main"]
+  spec = data_config.DataConfig({"main": source}, tokenize.Tokenizer("bytes"), LENGTH, heldout=0.2)
+  made = pretokenize.run(spec, str(folder), 10**6, rich.console.Console(quiet=True))["main"]
   assert [made["splits"][s]["documents"] for s in ("train", "heldout")] == [64, 8]
   source = dict(source, kind="prepared", path=str(folder / "main"))
   # Any number shuffles prepared data over the whole epoch, as the runs do by default.
-  return loader.Spec({"main": source}, spec.tokenizer, LENGTH, heldout=0.2, shuffle_windows=1)
+  return data_config.DataConfig(
+    {"main": source}, spec.tokenizer, LENGTH, heldout=0.2, shuffle_windows=1
+  )
 
 
 class Launch:
@@ -207,7 +212,7 @@ def test_two_processes_export_what_one_restores(launch, two):
   saved = checkpoint.Checkpoints(str(two.workdir))
   want = params_lib.flatten(saved.restore_params(STEPS, abstract))
   saved.close()
-  got, _ = hf.load_params(str(two.workdir / "hf"), cfg)
+  got, _ = hf_weights.load_params(str(two.workdir / "hf"), cfg)
   for name, value in params_lib.flatten(got).items():
     np.testing.assert_array_equal(value, want.pop(name), err_msg=name)
   assert not want

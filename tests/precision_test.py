@@ -11,14 +11,23 @@ import numpy as np
 import pytest
 
 from configs import base, debug
-from fp8jax import calibration, checkpoint, config, evaluate, precision, train, watch
-from fp8jax import step as step_lib
+from fp8jax.compiled import fp8_gemms
+from fp8jax.config import alarms as config_alarms
+from fp8jax.config import identity, resolve
+from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import ConfigError, UserError
-from fp8jax.kernels import backend
+from fp8jax.jobs import train
+from fp8jax.kernels import choose
+from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
-from fp8jax.quant import history, observe, quantize
-from fp8jax.recipe import Delayed, Gemm, Quant, Recipe, Static
-from fp8jax.recipes import E4M3, RECIPES
+from fp8jax.quantization import amax_history, quantize, tensor_stats
+from fp8jax.recipe import schedule
+from fp8jax.recipe.gemm import Gemm, Recipe
+from fp8jax.recipe.library import E4M3, RECIPES
+from fp8jax.recipe.quant import Delayed, Quant, Static
+from fp8jax.run import alarms as run_alarms
+from fp8jax.run import calibration, checkpoint, evaluator, preemption, startup
+from fp8jax.step import train_step
 
 SMALL = dict(num_layers=3, hidden_size=64, intermediate_size=96, num_heads=1, num_kv_heads=1)
 
@@ -35,7 +44,7 @@ def _config(recipe="tensor_delayed", **changes):
 
 
 def _plan(*args, **changes):
-  return config.resolve(_config(*args, **changes), 1, backend.current_device())
+  return resolve.resolve(_config(*args, **changes), 1, choose.current_device())
 
 
 def _train(workdir, *args, **changes):
@@ -44,7 +53,7 @@ def _train(workdir, *args, **changes):
 
 def _state(workdir, plan, step):
   saved = checkpoint.Checkpoints(str(workdir))
-  state = jax.device_get(saved.restore(step, step_lib.abstract_state(plan, step)))
+  state = jax.device_get(saved.restore(step, train_step.abstract_state(plan, step)))
   saved.close()
   return state
 
@@ -75,9 +84,7 @@ def test_run_is_the_same_interrupted_and_evaluated(tmp_path, recipe, changes, mo
   _train(tmp_path / "whole", recipe, **changes)
   plan = _plan(recipe, **changes)
   for stop in (3, 6):
-    monkeypatch.setattr(
-      train.interrupts.Interrupts, "requested", lambda _, step, stop=stop: step >= stop
-    )
+    monkeypatch.setattr(preemption.Interrupts, "requested", lambda _, step, stop=stop: step >= stop)
     _train(tmp_path / "parts", recipe, **changes, **{"eval.every": 1})
   whole, parts = (_state(tmp_path / name, plan, 6) for name in ("whole", "parts"))
   last = site_lib.flatten(plan.sites(phase=plan.phase(5))).values()
@@ -90,7 +97,7 @@ def test_run_is_the_same_interrupted_and_evaluated(tmp_path, recipe, changes, mo
 def test_resumed_with_another_recipe_begins_its_scales_anew(tmp_path, before, monkeypatch, capsys):
   """As many amaxes are remembered as there were steps since, and the first look."""
   with monkeypatch.context() as m:
-    m.setattr(train.interrupts.Interrupts, "requested", lambda _, step: step >= 4)
+    m.setattr(preemption.Interrupts, "requested", lambda _, step: step >= 4)
     _train(tmp_path, before)
   _train(tmp_path, **{"checkpoint.accept_changes": ("precision.rules",)})
   assert "other recipes made the scales of step 4; they are begun anew" in capsys.readouterr().out
@@ -103,17 +110,17 @@ def test_resumed_with_another_recipe_begins_its_scales_anew(tmp_path, before, mo
 
 @pytest.mark.slow
 def test_phases_to_come_are_shown_and_proven_before_the_first_step(tmp_path, monkeypatch, capsys):
-  real, proven = train.proof.strict, []
+  real, proven = fp8_gemms.strict, []
 
   def strict(plan, step_fn, state, batch, sites, phase):
     assert "learning_rate" not in (tmp_path / "metrics.jsonl").read_text()  # no step yet
     proven.append((phase, site_lib.flatten(sites)["head"].tap.shape[-1]))
-    is_lowered = proven[-1] == (1, observe.QUIET)  # one of the four programs is enough
+    is_lowered = proven[-1] == (1, tensor_stats.QUIET)  # one of the four programs is enough
     return real(plan, step_fn, state, batch, sites, phase) if is_lowered else []
 
-  monkeypatch.setattr(train.proof, "strict", strict)
+  monkeypatch.setattr(fp8_gemms, "strict", strict)
   _train(tmp_path, **STATIC_LATE, **{"precision.strict": True, "log.numerics_every": 100})
-  assert proven == [(p, s) for p in (0, 1) for s in (observe.LOUD, observe.QUIET)]
+  assert proven == [(p, s) for p in (0, 1) for s in (tensor_stats.LOUD, tensor_stats.QUIET)]
   shown = capsys.readouterr().out
   assert "sites from step 3" in shown and "e4m3_static" in shown
   rows = json.loads((tmp_path / "sites.json").read_text())
@@ -130,9 +137,9 @@ def test_phase_changes_the_recipe_at_its_step(tmp_path):
   state = _state(tmp_path / "run", plan, 4)
   rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
   losses = {r["step"]: r["loss"] for r in rows if "loss" in r}
-  step = step_lib.make_step(wide)
-  spread = train.batches.Spread(wide.run.layout, wide.microbatch)
-  stream = train.loader.train_batches(wide.data, 2)
+  step = train_step.make_step(wide)
+  spread = batch_sharding.BatchSharder(wide.run.layout, wide.microbatch)
+  stream = loader.train_batches(wide.data, 2)
   hosts = [next(stream) for _ in range(6)]
   stream.close()
   for i in (4, 5):
@@ -143,18 +150,18 @@ def test_phase_changes_the_recipe_at_its_step(tmp_path):
 
 def _batches(plan, count):
   """(a state calibrated on the first, so many batches of training)."""
-  spread = train.batches.Spread(plan.run.layout, plan.microbatch)
-  stream = train.loader.train_batches(plan.data, 2)
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch)
+  stream = loader.train_batches(plan.data, 2)
   hosts = [spread.place(next(stream)) for _ in range(count)]
   stream.close()
-  return step_lib.calibrate(plan, step_lib.make_state(plan), hosts[0], 0), hosts
+  return train_step.calibrate(plan, train_step.make_state(plan), hosts[0], 0), hosts
 
 
 def test_delayed_scales_move_and_follow_what_was_seen():
   """The latest amax moves with every batch, a maximum where it is exceeded: at first, here."""
   rules = (("layers/.*/mlp/.*", "tensor_delayed_latest"), (".*", "tensor_delayed"))
   plan = _plan(**{"precision.rules": rules})
-  step, sites = step_lib.make_step(plan), plan.sites(statistics=observe.LOUD)
+  step, sites = train_step.make_step(plan), plan.sites(statistics=tensor_stats.LOUD)
   length = {name: s.recipe.history for name, s in site_lib.flatten(sites).items()}
   assert set(length.values()) == {1, 1024}
   state, hosts = _batches(plan, 4)
@@ -181,11 +188,11 @@ def test_history_follows_transformer_engine():
   fixed = Quant(E4M3, source=Static())
   recipe = Recipe("mixed", Gemm(tensor, latest), Gemm(fixed, latest), Gemm(tensor, fixed))
   seen = [(4, 1, 9), (2, 0, 9), (1, 3, 9), (np.inf, np.nan, 9), (1, 0, 9), (0.5, 2, 9), (0, 0, 9)]
-  memory = history.calibrated(recipe, np.float32([3, 2, 5]))
+  memory = amax_history.calibrated(recipe, np.float32([3, 2, 5]))
   past = [3.0]
   want = np.array([3.0, 2.0, 5.0])
   for amaxes in seen:
-    memory = jax.jit(lambda m, s: history.update(m, s, recipe))(memory, np.float32(amaxes))
+    memory = jax.jit(lambda m, s: amax_history.update(m, s, recipe))(memory, np.float32(amaxes))
     past = [amaxes[0] if np.isfinite(amaxes[0]) else 0.0, *past][:3]
     want[0] = max(past) or want[0]
     want[1] = amaxes[1] if np.isfinite(amaxes[1]) and amaxes[1] else want[1]
@@ -204,13 +211,13 @@ def test_first_and_last_layers_and_single_sites_can_be_excepted():
   assert names["layers/0/attn/k"] == names["layers/1/attn/v"] == "bf16"
   assert names["layers/1/mlp/up"] == "rowwise"
   assert {n for k, n in names.items() if k.startswith("layers/2/")} == {"bf16"}
-  rows = train.report.site_rows(plan)
+  rows = startup.site_rows(plan)
   assert [r["layers"] for r in rows if r["site"].endswith("/up")] == [1, 1, 1]
 
 
 def test_table_of_sites_says_that_a_folded_weight_has_no_past():
   plan = _plan("tensor_delayed", **{"precision.smooth_swiglu": "channel"})
-  rows = {row["site"]: row["definition"] for row in train.report.site_rows(plan)}
+  rows = {row["site"]: row["definition"] for row in startup.site_rows(plan)}
   sources = {
     name: [d["fwd"][side]["source"]["kind"] for side in ("lhs", "rhs") if d["fwd"][side]]
     for name, d in rows.items()
@@ -246,8 +253,8 @@ def test_mistake_is_named(changes, message):
 
 
 def test_at_names_the_phase_of_every_step():
-  phases = tuple(precision.Phase(start, ()) for start in (0, 3, 5))
-  assert [precision.Precision(phases).at(s) for s in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+  phases = tuple(schedule.Phase(start, ()) for start in (0, 3, 5))
+  assert [schedule.Precision(phases).at(s) for s in range(7)] == [0, 0, 0, 1, 1, 2, 2]
 
 
 def test_recipe_by_name_takes_numbers_of_delayed_scales():
@@ -272,9 +279,9 @@ def test_recipe_by_name_takes_numbers_of_delayed_scales():
 
 def test_calibration_is_a_table_that_scales_start_from(tmp_path):
   plan = _plan("e4m3_static")
-  params = step_lib.make_state(plan).params
-  spread = train.batches.Spread(plan.run.layout, plan.microbatch)
-  stream = train.loader.train_batches(plan.data, 2)
+  params = train_step.make_state(plan).params
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch)
+  stream = loader.train_batches(plan.data, 2)
   hosts = [spread.place(next(stream)) for _ in range(2)]
   stream.close()
   table = calibration.run(plan, params, hosts, step=7, fingerprint="abc")
@@ -354,7 +361,7 @@ def test_another_table_on_resume_is_refused_and_applied_where_accepted(
   monkeypatch.setattr(train._Run, "_evaluate", lambda *_: True)
   run = functools.partial(_train, tmp_path / "run", "e4m3_static")
   last = [2]
-  monkeypatch.setattr(train.interrupts.Interrupts, "requested", lambda _, step: step >= last[0])
+  monkeypatch.setattr(preemption.Interrupts, "requested", lambda _, step: step >= last[0])
   run(**changes)
   plan = _plan("e4m3_static", **{"model.num_layers": 1})
   before = _state(tmp_path / "run", plan, 2).memories
@@ -370,10 +377,10 @@ def test_another_table_on_resume_is_refused_and_applied_where_accepted(
   assert "step 2: scales begin anew from the table" in capsys.readouterr().out
   after = _state(tmp_path / "run", plan, 3).memories
   _assert_equal(after, jax.tree.map(lambda x: 4 * x, before))
-  unchanged = config.identity(_plan("e4m3_static", **changes))
+  unchanged = identity.identity(_plan("e4m3_static", **changes))
   path.rename(tmp_path / "moved.json")
   changes["precision.calibration"] = str(tmp_path / "moved.json")
-  assert config.identity(_plan("e4m3_static", **changes)) == unchanged
+  assert identity.identity(_plan("e4m3_static", **changes)) == unchanged
 
 
 # --- watching ------------------------------------------------------------------------------------
@@ -385,7 +392,7 @@ def test_statistics_equal_numpy(rng):
   quant = Quant(E4M3, source=Static())
   scale = np.float32(4.0) * np.float32(1 / 448)
   narrow = quantize.quantize(x, quant, amax=np.float32(4.0))
-  got = observe.summary(observe.statistics(x, narrow, quant))
+  got = tensor_stats.summary(tensor_stats.statistics(x, narrow, quant))
   good = np.where(np.isnan(x), 0, x).astype(np.float64)
   back = np.clip(good / scale, -448, 448).astype(np.float32).astype(E4M3.dtype).astype(np.float64)
   back = back * scale
@@ -402,12 +409,12 @@ def test_statistics_equal_numpy(rng):
 
 def test_statistics_of_parts_combine(rng):
   x = rng.standard_normal((64, 32)).astype(np.float32)
-  parts = [observe.statistics(part, None, None) for part in (x[:16], x[16:])]
-  whole = observe.statistics(x, None, None)
-  np.testing.assert_allclose(observe.combine(*parts), whole, rtol=1e-6)
-  np.testing.assert_allclose(observe.combine_all(np.stack(parts), 0), whole, rtol=1e-6)
+  parts = [tensor_stats.statistics(part, None, None) for part in (x[:16], x[16:])]
+  whole = tensor_stats.statistics(x, None, None)
+  np.testing.assert_allclose(tensor_stats.combine(*parts), whole, rtol=1e-6)
+  np.testing.assert_allclose(tensor_stats.combine_all(np.stack(parts), 0), whole, rtol=1e-6)
   np.testing.assert_array_equal(
-    observe.combine(observe.nothing((observe.LOUD,)), parts[0]), parts[0]
+    tensor_stats.combine(tensor_stats.nothing((tensor_stats.LOUD,)), parts[0]), parts[0]
   )
 
 
@@ -429,20 +436,20 @@ def test_loud_step_reports_and_alarms_once(tmp_path, capsys):
 def test_quiet_and_loud_are_exactly_two_traces(monkeypatch):
   plan = _plan("tensor_delayed")
   count = 0
-  original = step_lib.transformer.loss
+  original = transformer.loss
 
   def counting(*args):
     nonlocal count
     count += 1
     return original(*args)
 
-  monkeypatch.setattr(step_lib.transformer, "loss", counting)
-  step = step_lib.make_step(plan)
+  monkeypatch.setattr(transformer, "loss", counting)
+  step = train_step.make_step(plan)
   state, hosts = _batches(plan, 5)
   count = 0
-  sites = {n: plan.sites(statistics=n) for n in (observe.QUIET, observe.LOUD)}
+  sites = {n: plan.sites(statistics=n) for n in (tensor_stats.QUIET, tensor_stats.LOUD)}
   for i, host in enumerate(hosts):
-    state, _ = step(state, host, sites[observe.LOUD if i % 2 else observe.QUIET])
+    state, _ = step(state, host, sites[tensor_stats.LOUD if i % 2 else tensor_stats.QUIET])
   assert count == 2
 
 
@@ -451,10 +458,12 @@ def _calls_of_the_host(traced) -> set[str]:
   return set(re.findall(r"\w*(?:callback|infeed|outfeed|debug_print)\w*", str(traced.jaxpr)))
 
 
-@pytest.mark.parametrize("statistics", [observe.QUIET, observe.LOUD], ids=["quiet", "loud"])
+@pytest.mark.parametrize(
+  "statistics", [tensor_stats.QUIET, tensor_stats.LOUD], ids=["quiet", "loud"]
+)
 def test_step_never_calls_the_host(statistics):
-  plan = config.resolve(debug.get_config(), 1, backend.current_device())
-  state = step_lib.abstract_state(plan, 1)
+  plan = resolve.resolve(debug.get_config(), 1, choose.current_device())
+  state = train_step.abstract_state(plan, 1)
   batch = {
     name: jax.ShapeDtypeStruct((plan.config.batch, plan.config.length), dtype)
     for name, dtype in (
@@ -462,7 +471,7 @@ def test_step_never_calls_the_host(statistics):
       ("positions_BL", np.int32), ("segments_BL", np.int32),
     )
   }  # fmt: skip
-  traced = step_lib.make_step(plan).trace(state, batch, plan.sites(statistics=statistics))
+  traced = train_step.make_step(plan).trace(state, batch, plan.sites(statistics=statistics))
   assert not _calls_of_the_host(traced)
 
 
@@ -483,8 +492,8 @@ def test_calls_of_the_host_are_found():
 
 
 def test_alarm_rings_again_after_silence():
-  alarms = watch.read_alarms((("underflow", ">", 0.3),))
-  look = watch.Watch(alarms, {"a": RECIPES["block_128"]})
+  alarms = config_alarms.read_alarms((("underflow", ">", 0.3),))
+  look = run_alarms.AlarmMonitor(alarms, {"a": RECIPES["block_128"]})
   numerics = {"a": {t: {"underflow": 0.5} for t in "xwg"}}
   quiet = {"a": {t: {"underflow": 0.1} for t in "xwg"}}
   first = look.lines(1, numerics)
@@ -498,15 +507,15 @@ def test_microbatches_round_by_chances_of_their_own():
   """The same text twice: with the same chances the mean of two gradients would be the one."""
   one = _plan("nvfp4_sr_rht", **{"model.num_layers": 1})
   two = _plan("nvfp4_sr_rht", **{"model.num_layers": 1, "batch": 4, "accumulation": 2})
-  stream = train.loader.train_batches(one.data, 2)
+  stream = loader.train_batches(one.data, 2)
   host = next(stream)
   stream.close()
-  params = step_lib.make_state(one).params
+  params = train_step.make_state(one).params
 
   @jax.jit
   def gradients(params, batch, sites):
     plan = one if batch["tokens_BL"].ndim == 2 else two
-    return step_lib.gradients(plan, params, sites, batch)[1]["layers"]["mlp"]
+    return train_step.gradients(plan, params, sites, batch)[1]["layers"]["mlp"]
 
   of_one = gradients(params, host, one.sites())
   twice = {k: np.stack([x, x]) for k, x in host.items()}
@@ -522,7 +531,7 @@ def test_microbatches_round_by_chances_of_their_own():
 def test_decay_from_the_checkpoint_of_another_run_is_the_whole_run(tmp_path, monkeypatch, capsys):
   """A stable phase, then decay alone from its checkpoint: bit for bit warm-up, hold and decay."""
   monkeypatch.setattr(train._Run, "_evaluate", lambda *_: True)
-  monkeypatch.setattr(train.report, "print_end", lambda *_: None)
+  monkeypatch.setattr(startup, "print_end", lambda *_: None)
   shared = {"model.num_layers": 1, "optim.schedule": "wsd", "optim.warmup_steps": 2}
   _train(tmp_path / "whole", **shared, **{"optim.decay_steps": 2})
   stable = {"steps": 4, "optim.decay_steps": 0}
@@ -557,8 +566,8 @@ def test_decay_from_the_checkpoint_of_another_run_is_the_whole_run(tmp_path, mon
   ],
 )
 def test_evaluated_precisions_are_those_of_the_config(names, recipes):
-  assert evaluate.precisions(_plan(**{"eval.precisions": names})) == recipes
-  assert evaluate.precisions(_plan("bf16", **{"eval.precisions": names})) == {"bf16": None}
+  assert evaluator.precisions(_plan(**{"eval.precisions": names})) == recipes
+  assert evaluator.precisions(_plan("bf16", **{"eval.precisions": names})) == {"bf16": None}
 
 
 # --- loss scale ----------------------------------------------------------------------------------
@@ -566,13 +575,13 @@ def test_evaluated_precisions_are_those_of_the_config(names, recipes):
 
 def test_loss_scale_halves_at_overflow_and_doubles_after_growth():
   plan = _plan("bf16", **{"loss_scale.kind": "dynamic", "loss_scale.growth_steps": 2})
-  step = step_lib.make_step(plan)
-  spread = train.batches.Spread(plan.run.layout, plan.microbatch)
-  stream = train.loader.train_batches(plan.data, 2)
+  step = train_step.make_step(plan)
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch)
+  stream = loader.train_batches(plan.data, 2)
   host = next(stream)
   stream.close()
   bad = dict(host, weights_BL=np.full_like(host["weights_BL"], np.inf))
-  state, scales = step_lib.make_state(plan), []
+  state, scales = train_step.make_state(plan), []
   for batch in (host, host, host, bad, host):
     state, values = step(state, spread.place(batch), plan.sites())
     scales.append(float(values["loss_scale"]))
@@ -581,7 +590,7 @@ def test_loss_scale_halves_at_overflow_and_doubles_after_growth():
 
 
 def test_a_run_goes_on_after_its_loss_scale_met_an_overflow(tmp_path, monkeypatch, capsys):
-  place, calls = train.batches.Spread.place, []
+  place, calls = batch_sharding.BatchSharder.place, []
 
   def poisoned(self, host):
     calls.append(host)
@@ -589,7 +598,7 @@ def test_a_run_goes_on_after_its_loss_scale_met_an_overflow(tmp_path, monkeypatc
     weights = np.full_like(host["weights_BL"], np.inf) if bad else host["weights_BL"]
     return place(self, dict(host, weights_BL=weights))
 
-  monkeypatch.setattr(train.batches.Spread, "place", poisoned)
+  monkeypatch.setattr(batch_sharding.BatchSharder, "place", poisoned)
   summary = train.run(_plan("bf16", **{"loss_scale.kind": "dynamic"}), str(tmp_path))
   assert summary["step"] == 6 and summary["skipped_updates"] == 1
   assert "update skipped" in capsys.readouterr().out
@@ -598,12 +607,12 @@ def test_a_run_goes_on_after_its_loss_scale_met_an_overflow(tmp_path, monkeypatc
 def test_loss_scale_leaves_the_gradients_as_they_are():
   """A power of two in float32: exact."""
   plain, scaled = _plan("bf16"), _plan("bf16", **{"loss_scale.kind": "dynamic"})
-  spread = train.batches.Spread(plain.run.layout, plain.microbatch)
-  stream = train.loader.train_batches(plain.data, 2)
+  spread = batch_sharding.BatchSharder(plain.run.layout, plain.microbatch)
+  stream = loader.train_batches(plain.data, 2)
   host = spread.place(next(stream))
   stream.close()
   states = [
-    step_lib.make_step(p)(step_lib.make_state(p), host, p.sites())[0] for p in (plain, scaled)
+    train_step.make_step(p)(train_step.make_state(p), host, p.sites())[0] for p in (plain, scaled)
   ]
   _assert_equal(states[0].opt, states[1].opt)
 
@@ -620,10 +629,10 @@ ALL_SOURCES = {
 
 def _steps(plan, hosts):
   """The state after these batches, the first of which calibrates, and the loss scales."""
-  state, step, scales = step_lib.make_state(plan), step_lib.make_step(plan), []
+  state, step, scales = train_step.make_state(plan), train_step.make_step(plan), []
   for i, host in enumerate(hosts):
     if i == 0:
-      state = step_lib.calibrate(plan, state, host, 0)
+      state = train_step.calibrate(plan, state, host, 0)
     state, values = step(state, host, plan.sites())
     scales.append(float(values.get("loss_scale", 1.0)))
   return jax.device_get(state), scales
@@ -650,10 +659,10 @@ def test_statistics_of_a_multiple_are_the_rescaled_ones(factor):
   x[0, 0] = 0
   quant = RECIPES["block_128"].dgrad.lhs
   one, other = (
-    observe.statistics(y, quantize.quantize(y, quant=quant, contraction=1), quant)
+    tensor_stats.statistics(y, quantize.quantize(y, quant=quant, contraction=1), quant)
     for y in (x, x * np.float32(factor))
   )
-  np.testing.assert_array_equal(observe.rescaled(one, factor), other)
+  np.testing.assert_array_equal(tensor_stats.rescaled(one, factor), other)
 
 
 def _small_layers(state):
@@ -674,7 +683,7 @@ def test_float16_trains_under_a_loss_scale_where_gradients_underflow_without():
     # float16 without a loss scale is refused in a configuration.
     plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, dtype=np.dtype(dtype)))
     _, hosts = _batches(plan, 4)
-    state, step = _small_layers(step_lib.make_state(plan)), step_lib.make_step(plan)
+    state, step = _small_layers(train_step.make_state(plan)), train_step.make_step(plan)
     before = np.asarray(state.params["layers"]["mlp"]["gate"])
     each = []
     for host in hosts:

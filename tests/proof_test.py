@@ -16,15 +16,17 @@ import rich.console
 from jax.extend import core as jex_core
 
 from configs import base
-from fp8jax import config, hlo, proof, recipes
-from fp8jax import step as step_lib
+from fp8jax.compiled import fp8_gemms, hlo
+from fp8jax.config import resolve
 from fp8jax.formats import E2M1
-from fp8jax.kernels import scaled_matmul
-from fp8jax.kernels.backend import Device
+from fp8jax.kernels.choose import Device
+from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.ops import site as site_lib
-from fp8jax.quant import scaled
+from fp8jax.quantization import scaled_matrix
+from fp8jax.recipe import library
+from fp8jax.step import train_step
 
-NARROW = [name for name, recipe in recipes.RECIPES.items() if recipe.is_narrow]
+NARROW = [name for name, recipe in library.RECIPES.items() if recipe.is_narrow]
 
 
 CPU, HOPPER = Device("cpu"), Device("gpu", 90)
@@ -34,7 +36,7 @@ def _plan(arm="", devices=1, device=CPU, **changes):
   c = base.get_config(arm)
   c.batch, c.length = 4, 64
   c.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
-  return config.resolve(c, devices, device)
+  return resolve.resolve(c, devices, device)
 
 
 def _arguments(plan):
@@ -44,12 +46,12 @@ def _arguments(plan):
   names = ("tokens_BL", "targets_BL", "positions_BL", "segments_BL")
   batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
   batch["weights_BL"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-  return step_lib.abstract_state(plan, 1), batch, plan.sites()
+  return train_step.abstract_state(plan, 1), batch, plan.sites()
 
 
 def _strict(plan, change=lambda sites: sites):
   state, batch, sites = _arguments(plan)
-  return proof.strict(plan, step_lib.make_step(plan), state, batch, change(sites))
+  return fp8_gemms.strict(plan, train_step.make_step(plan), state, batch, change(sites))
 
 
 def _narrow_dots(jaxpr, times=1) -> int:
@@ -75,12 +77,12 @@ def _counts(rows, site: str) -> dict[str, int]:
 def test_every_recipe_is_proven(name):
   plan = _plan(name, memory__remat="full")
   state, batch, sites = _arguments(plan)
-  step_fn = step_lib.make_step(plan)
-  rows = proof.strict(plan, step_fn, state, batch, sites)
+  step_fn = train_step.make_step(plan)
+  rows = fp8_gemms.strict(plan, step_fn, state, batch, sites)
   traced = step_fn.trace(state, batch, sites).jaxpr
   assert sum(row.expected for row in rows) == _narrow_dots(traced.jaxpr) > 0
   assert sum(row.fp8 for row in rows) == sum(row.expected for row in rows)
-  uses = [q for quants in recipes.RECIPES[name].uses().values() for q in quants]
+  uses = [q for quants in library.RECIPES[name].uses().values() for q in quants]
   assert ("(emulated)" in _printed(rows)) == any(q.format == E2M1 for q in uses)
 
 
@@ -141,7 +143,9 @@ def test_products_on_a_mesh_have_the_sizes_of_one_device():
 # --- a site that is not FP8 ----------------------------------------------------------------------
 
 
-def _dequantised(a: scaled.Scaled, b: scaled.Scaled, accumulate, out_dtype):
+def _dequantised(
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, accumulate, out_dtype
+):
   del accumulate
   return jnp.einsum("mk,nk->mn", a.dequantize(), b.dequantize()).astype(out_dtype)
 
@@ -151,7 +155,7 @@ def break_one(sites, name: str, product: str, monkeypatch):
   broken = types.SimpleNamespace(
     scaled_matmul=_dequantised, supports=lambda problem: "it is broken"
   )
-  monkeypatch.setitem(scaled_matmul.BACKENDS, "dequantised", broken)
+  monkeypatch.setitem(gemm_api.BACKENDS, "dequantised", broken)
   which = ("fwd", "dgrad", "wgrad").index(product)
 
   def one(site):
@@ -166,7 +170,7 @@ def break_one(sites, name: str, product: str, monkeypatch):
 @pytest.mark.parametrize("product", ["fwd", "dgrad", "wgrad"])
 def test_a_site_that_multiplies_wide_is_named(product, monkeypatch):
   plan = _plan("block_128", memory__remat="full")
-  with pytest.raises(proof.NotFp8) as e:
+  with pytest.raises(fp8_gemms.NotFp8) as e:
     _strict(plan, lambda sites: break_one(sites, "layers/mlp/up", product, monkeypatch))
   m = str(e.value)
   assert m.startswith(f"layers/mlp/up {product}: the plan has ")
@@ -194,7 +198,7 @@ FP8 = "__cublas$lt$matmul$f8"
 class Call:
   """A product as XLA prints it: in a loop, by cuBLASLt."""
 
-  key: hlo.Key
+  key: hlo.GemmKey
   m: int
   n: int
   k: int
@@ -224,12 +228,12 @@ def _program(calls) -> str:
   return "".join(bodies) + "ENTRY %main (x: s32[]) -> s32[] {\n" + "".join(loops) + "}\n"
 
 
-def _as_planned(plan) -> dict[hlo.Key, Call]:
+def _as_planned(plan) -> dict[hlo.GemmKey, Call]:
   """A program with every FP8 GEMM that is expected."""
   precision = {"fast": "DEFAULT", "precise": "HIGHEST"}
   return {
     row.key: Call(row.key, *row.size, row.expected, precision=precision[row.accumulate])
-    for row in proof.expected(plan)
+    for row in fp8_gemms.expected(plan)
     if row.expected
   }
 
@@ -240,18 +244,18 @@ def gpu_plan():
   return _plan("tensor_current", device=HOPPER, **changes)
 
 
-Q, K, V = (hlo.Key(f"layers/attn/{s}", "fwd") for s in "qkv")
+Q, K, V = (hlo.GemmKey(f"layers/attn/{s}", "fwd") for s in "qkv")
 
 
 def test_a_compiled_program_is_proven(gpu_plan):
-  rows = proof.check(gpu_plan, _program(_as_planned(gpu_plan).values()))
+  rows = fp8_gemms.check(gpu_plan, _program(_as_planned(gpu_plan).values()))
   # Seven sites: three products and, but for the last of a layer, the forward one again.
   assert [r.fp8 for r in rows if r.expected] == [2] * (7 * 3 + 6)
 
 
 def _refused(plan, calls) -> str:
-  with pytest.raises(proof.NotFp8) as e:
-    proof.check(plan, _program(calls))
+  with pytest.raises(fp8_gemms.NotFp8) as e:
+    fp8_gemms.check(plan, _program(calls))
   return str(e.value)
 
 
@@ -286,13 +290,13 @@ def test_work_that_differs_is_refused(gpu_plan, change):
 
 
 def test_fp8_of_no_site_is_refused(gpu_plan):
-  calls = [*_as_planned(gpu_plan).values(), Call(hlo.Key("elsewhere", "fwd"), 64, 64, 64, 1)]
+  calls = [*_as_planned(gpu_plan).values(), Call(hlo.GemmKey("elsewhere", "fwd"), 64, 64, 64, 1)]
   m = _refused(gpu_plan, calls)
   assert m.startswith("elsewhere fwd: the program has 1 FP8 GEMMs that the plan does not")
 
 
 def test_an_unplanned_recomputation_is_refused(gpu_plan):
-  down = hlo.Key("layers/mlp/down", "fwd")
+  down = hlo.GemmKey("layers/mlp/down", "fwd")
   calls = _as_planned(gpu_plan)
   again = dataclasses.replace(calls[down], key=dataclasses.replace(down, is_recompute=True))
   m = _refused(gpu_plan, [*calls.values(), again])
@@ -302,7 +306,7 @@ def test_an_unplanned_recomputation_is_refused(gpu_plan):
 def test_sites_stacked_into_one_product_are_told_apart(gpu_plan):
   calls = _as_planned(gpu_plan)
   one = dataclasses.replace(calls[Q], n=sum(calls.pop(key).n for key in (Q, K, V)))
-  rows = proof.check(gpu_plan, _program([*calls.values(), one]))
+  rows = fp8_gemms.check(gpu_plan, _program([*calls.values(), one]))
   shared = {r.key: (r.fp8, r.shared) for r in rows if r.shared}
   assert shared == dict.fromkeys((Q, K, V), (2, "layers/attn/q"))
   # One of them less, and it proves none.
@@ -319,7 +323,7 @@ def test_sites_of_different_recipes_may_be_stacked():
   plan = _plan(device=HOPPER, precision__compute="float32", precision__rules=rules)
   calls = _as_planned(plan)
   one = dataclasses.replace(calls[K], n=sum(calls.pop(key).n for key in (Q, K, V)))
-  rows = proof.check(plan, _program([*calls.values(), one]))
+  rows = fp8_gemms.check(plan, _program([*calls.values(), one]))
   assert [r.key for r in rows if r.shared] == [K, Q, V]
 
 
@@ -331,7 +335,7 @@ def test_padding_to_multiples_of_16_is_the_plan(gpu_plan):
   q = calls[Q]
   assert q.n == 120
   calls[Q] = dataclasses.replace(q, n=128, k=208)
-  assert proof.check(plan, _program(calls.values()))
+  assert fp8_gemms.check(plan, _program(calls.values()))
   calls[Q] = dataclasses.replace(q, n=144, k=208)
   _refused(plan, calls.values())
 
@@ -341,16 +345,16 @@ def test_a_single_layer_computes_forward_once_or_twice():
   changes = dict(precision__compute="float32", memory__remat="full", precision__first_bf16=1)
   plan = _plan("tensor_current", device=HOPPER, **changes)
   calls = _as_planned(plan)
-  q, k, v = (hlo.Key(f"layers/1-1/attn/{s}", "fwd") for s in "qkv")
+  q, k, v = (hlo.GemmKey(f"layers/1-1/attn/{s}", "fwd") for s in "qkv")
   again = dataclasses.replace(calls[q], key=dataclasses.replace(q, is_recompute=True))
-  assert proof.check(plan, _program(calls.values()))
-  assert proof.check(plan, _program([*calls.values(), again]))
+  assert fp8_gemms.check(plan, _program(calls.values()))
+  assert fp8_gemms.check(plan, _program([*calls.values(), again]))
   _refused(plan, [*calls.values(), again, again])
   # Stacked, computed once, and named as if computed again.
   n = sum(calls.pop(key).n for key in (q, k, v))
   stacked = dataclasses.replace(again, n=n)
-  assert proof.check(plan, _program([*calls.values(), stacked]))
-  assert proof.check(plan, _program([*calls.values(), stacked, stacked]))
+  assert fp8_gemms.check(plan, _program([*calls.values(), stacked]))
+  assert fp8_gemms.check(plan, _program([*calls.values(), stacked, stacked]))
   _refused(plan, [*calls.values(), dataclasses.replace(stacked, n=n - 64)])
   _refused(plan, [*calls.values(), stacked, stacked, stacked])
 
@@ -385,8 +389,8 @@ def test_triton_is_fp8_where_its_tiles_are_large_enough(m, n, k, warps, is_fp8):
   """As the PTX had it: wgmma with e4m3, or a conversion and mma with f16."""
   name = "__triton_nested_gemm_fusion"
   text = TRITON.format(m=m, n=n, k=k, warps=warps, name=name, kind="kCustom")
-  (found,) = hlo.products(text, "gpu")
-  assert (found.key, found.is_fp8) == (hlo.Key("head", "fwd"), is_fp8)
+  (found,) = hlo.gemms(text, "gpu")
+  assert (found.key, found.is_fp8) == (hlo.GemmKey("head", "fwd"), is_fp8)
   assert found.work == 256 * 128 * 64
   assert ("too small" in found.why) == (not is_fp8)
 
@@ -396,13 +400,13 @@ def test_tiles_of_a_transposed_product_suit_fp8_either_way_round(m, n, is_fp8):
   """Which side is wgmma's 64 rows is not known then: both have to be."""
   text = TRITON.format(m=m, n=n, k=32, warps=4, name="__triton_gemm", kind="kCustom")
   text = text.replace("%f = f32[256,128]", "%f = f32[128,256]")
-  (found,) = hlo.products(text, "gpu")
+  (found,) = hlo.gemms(text, "gpu")
   assert found.is_fp8 == is_fp8
 
 
 def test_a_dot_in_a_loop_fusion_is_not_fp8():
   text = TRITON.format(m=64, n=64, k=64, warps=4, name="", kind="kLoop")
-  (found,) = hlo.products(text, "gpu")
+  (found,) = hlo.gemms(text, "gpu")
   assert not found.is_fp8 and "scalar" in found.why
 
 
@@ -415,10 +419,10 @@ ENTRY %main (x: f8e4m3fn[256,512]) -> f32[256,128] {
   ROOT %k = f32[256,128]{1,0} custom-call(%x, %s, %w, %s), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/layers/mlp/up:dgrad/pallas_call"}
 }
 """  # noqa: E501
-  (found,) = hlo.products(text, "gpu")
-  assert found.key == hlo.Key("layers/mlp/up", "dgrad") and found.is_fp8
+  (found,) = hlo.gemms(text, "gpu")
+  assert found.key == hlo.GemmKey("layers/mlp/up", "dgrad") and found.is_fp8
   assert (found.work, found.kernel) == (256 * 512 * 128, "mosaic_gpu_v2")
-  assert not hlo.products(text.replace("layers/mlp/up:dgrad/", ""), "gpu")
+  assert not hlo.gemms(text.replace("layers/mlp/up:dgrad/", ""), "gpu")
 
 
 def test_a_shared_loop_belongs_to_each_of_its_callers():
@@ -441,13 +445,13 @@ ENTRY main {
   up = (s32[], f32[64,64]{1,0}) while(i), condition=condition, body=body, metadata={op_name="a/rematted_computation/layers/mlp/up:fwd/while"}
 }
 """  # noqa: E501
-  keys = [hlo.Key("layers/mlp/gate", "fwd"), hlo.Key("layers/mlp/up", "fwd", True)]
-  assert [(p.key, p.times) for p in hlo.products(text, "cpu")] == [(key, 9) for key in keys]
+  keys = [hlo.GemmKey("layers/mlp/gate", "fwd"), hlo.GemmKey("layers/mlp/up", "fwd", True)]
+  assert [(p.key, p.times) for p in hlo.gemms(text, "cpu")] == [(key, 9) for key in keys]
 
 
 def _printed(rows) -> str:
   out = io.StringIO()
-  rich.console.Console(file=out, width=160).print(proof.table(rows))
+  rich.console.Console(file=out, width=160).print(fp8_gemms.table(rows))
   return out.getvalue()
 
 
@@ -455,8 +459,8 @@ def test_the_table_shows_found_and_planned(gpu_plan):
   calls = _as_planned(gpu_plan)
   calls[Q] = dataclasses.replace(calls[Q], dtype="bf16", target="__cublas$lt$matmul")
   calls[K] = dataclasses.replace(calls[K], times=1)
-  products = hlo.products(_program(calls.values()), "gpu")
-  lines = _printed(proof.compare(gpu_plan, products)).splitlines()
+  products = hlo.gemms(_program(calls.values()), "gpu")
+  lines = _printed(fp8_gemms.compare(gpu_plan, products)).splitlines()
   (q,), (k,) = ([line for line in lines if f"attn/{s}" in line] for s in "qk")
   assert "0/2, 2 wide" in q and "cuBLASLt, cuBLASLt FP8" in q
   assert "1/2" in k and "2/2" in k

@@ -11,8 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from fp8jax import checkpoint
 from fp8jax.optim import moments
+from fp8jax.run import checkpoint
 
 ARGS = [
   "--config=configs/debug.py",

@@ -6,7 +6,7 @@ relative error.
 
 import numpy as np
 
-from fp8jax.kernels.scaled_matmul import tiles
+from fp8jax.kernels.gemm import tile_config
 
 # GEMM of normally distributed operands against float64, per format of the wider-error operand.
 GEMM_DIFFERENCE = {
@@ -19,7 +19,7 @@ QUANTIZE_SLACK = 2.0**-16
 # XLA:CPU and of interpreted kernels, which add up float32 exactly as it says.
 FLOAT32_SUM = 2e-6
 # The same on Hopper's tensor cores, relative to the sum of the products' magnitudes.
-TENSOR_CORE_SUM = tiles.SUM_ERROR
+TENSOR_CORE_SUM = tile_config.SUM_ERROR
 # The same training on different meshes, relative: loss and gradient norm of a step from the same
 # state, mean loss and single losses of a run of twenty (see train_test.py).
 MESH_LOSS = 1e-5

@@ -10,13 +10,14 @@ import pytest
 import tolerances
 
 from configs import base
-from fp8jax import batches, checkpoint, config, diagnose
 from fp8jax import params as params_lib
-from fp8jax import step as step_lib
-from fp8jax.data import loader
-from fp8jax.kernels.backend import Device
+from fp8jax.config import resolve
+from fp8jax.data import batch_sharding, loader
+from fp8jax.kernels.choose import Device
 from fp8jax.models import presets
 from fp8jax.models.config import ModelConfig
+from fp8jax.run import checkpoint, nonfinite
+from fp8jax.step import run_spec, train_step
 
 CPU = Device("cpu")
 # Every local dimension holds whole scale tiles on every mesh below.
@@ -51,11 +52,11 @@ def _config(recipe="block_128", **changes):
   return c
 
 
-def _plan(c, shape=None) -> config.Plan:
+def _plan(c, shape=None) -> run_spec.RunSpec:
   if shape is None:
-    return config.resolve(c, 1, CPU)
+    return resolve.resolve(c, 1, CPU)
   c.mesh.data, c.mesh.fsdp, c.mesh.tensor = shape
-  return config.resolve(c, int(np.prod(shape)), CPU)
+  return resolve.resolve(c, int(np.prod(shape)), CPU)
 
 
 @functools.cache
@@ -85,13 +86,13 @@ def _host_batches():
 class Runner:
   """A compiled step and the means to feed it."""
 
-  plan: config.Plan
+  plan: run_spec.RunSpec
 
   def __post_init__(self):
-    self.spread = batches.Spread(
+    self.spread = batch_sharding.BatchSharder(
       self.plan.run.layout, self.plan.microbatch, self.plan.config.accumulation
     )
-    self.step_fn, self.sites = step_lib.make_step(self.plan), self.plan.sites()
+    self.step_fn, self.sites = train_step.make_step(self.plan), self.plan.sites()
 
   def step(self, state, host):
     state, values = self.step_fn(state, self.spread.place(host), self.sites)
@@ -99,7 +100,7 @@ class Runner:
 
   def run(self, hosts, state=None):
     """(losses, state)."""
-    state = step_lib.make_state(self.plan) if state is None else state
+    state = train_step.make_state(self.plan) if state is None else state
     losses = []
     for host in hosts:
       state, values = self.step(state, host)
@@ -111,7 +112,7 @@ class Runner:
 def _one_device(recipe):
   """Per step: (state before it on the host, its metrics)."""
   runner = Runner(_plan(_config(recipe)))
-  state, found = step_lib.make_state(runner.plan), []
+  state, found = train_step.make_state(runner.plan), []
   for host in _host_batches():
     before = jax.tree.map(np.array, state)
     state, values = runner.step(state, host)
@@ -133,7 +134,7 @@ def test_twenty_steps_on_a_mesh_equal_one_device(shape, recipe):
   on one device as well.
   """
   runner = Runner(_plan(_config(recipe), shape))
-  shardings = jax.tree.map(lambda x: x.sharding, step_lib.abstract_state(runner.plan))
+  shardings = jax.tree.map(lambda x: x.sharding, train_step.abstract_state(runner.plan))
   for host, (before, want) in zip(_host_batches(), _one_device(recipe), strict=True):
     _, got = runner.step(jax.device_put(before, shardings), host)
     assert got["loss"] == pytest.approx(want["loss"], rel=tolerances.MESH_LOSS)
@@ -165,7 +166,7 @@ def test_checkpoint_restores_onto_another_mesh(tmp_path):
   want, _ = first.run(_host_batches()[2:4], state)
   for shape in ((1, 2, 4),):
     second = Runner(_plan(_config("bf16"), shape))
-    abstract = step_lib.abstract_state(second.plan)
+    abstract = train_step.abstract_state(second.plan)
     restored = saved.restore(2, abstract)
     for got, exact in zip(jax.tree.leaves(restored), jax.tree.leaves(abstract), strict=True):
       assert got.sharding.is_equivalent_to(exact.sharding, got.ndim)
@@ -177,7 +178,7 @@ def test_checkpoint_restores_onto_another_mesh(tmp_path):
 
 def test_state_is_sharded_at_birth_and_abstractly_known():
   plan = _plan(_config(), (1, 4, 2))
-  abstract, state = step_lib.abstract_state(plan), step_lib.make_state(plan)
+  abstract, state = train_step.abstract_state(plan), train_step.make_state(plan)
   for want, got in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
     assert (want.shape, want.dtype) == (got.shape, got.dtype)
     assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
@@ -189,7 +190,7 @@ def test_decay_and_moments_follow_the_declarations():
   """A step without gradients shrinks matrices and leaves norms alone; moments stay float32."""
   changes = {"optim.warmup_steps": 0, "optim.peak_lr": 0.5, "optim.schedule": "constant"}
   runner = Runner(_plan(_config("bf16", **changes)))
-  state = step_lib.make_state(runner.plan)
+  state = train_step.make_state(runner.plan)
   before = jax.tree.map(np.array, state.params)
   silent = dict(_host_batches()[0], weights_BL=np.zeros((8, 128), np.float32))
   state, values = runner.step(state, silent)
@@ -239,12 +240,12 @@ def test_non_finite_step_changes_nothing_and_halts_or_counts(policy):
 )
 def test_first_bad_site_is_named(path, layer, message):
   plan = _plan(_config("bf16", accumulation=2))
-  state = step_lib.make_state(plan)
+  state = train_step.make_state(plan)
   flat = params_lib.flatten(jax.tree.map(np.array, state.params))
   flat[path][layer] = np.nan
   poisoned = jax.tree.map(jnp.asarray, params_lib.unflatten(flat))
-  spread = batches.Spread(plan.run.layout, plan.microbatch, 2)
-  found = diagnose.report(plan, poisoned, spread.place(_host_batches()[0]))
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, 2)
+  found = nonfinite.report(plan, poisoned, spread.place(_host_batches()[0]))
   assert found["first_bad_site"].startswith(message)
 
 
@@ -254,8 +255,8 @@ def test_first_bad_site_of_the_backward_pass_is_the_last_layer_with_a_bad_gradie
   seen["head"] = np.ones((3, 1))
   for name in ("layers/0/attn/q", "layers/1/attn/q", "layers/0/mlp/down"):
     seen[name][2] = np.inf
-  found = diagnose.first_bad(seen, {}, 1.0)
+  found = nonfinite.first_bad(seen, {}, 1.0)
   assert found == "layers/1/attn/q: its incoming gradient is not finite (backward)"
-  assert "embed" in diagnose.first_bad(
+  assert "embed" in nonfinite.first_bad(
     {k: np.ones_like(v) for k, v in seen.items()}, {"embed": False}, 1.0
   )

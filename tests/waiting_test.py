@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 import train_test
 
-from fp8jax import step as step_lib
-from fp8jax import waiting
+from fp8jax.compiled import saved_tensors
 from fp8jax.models import presets, transformer
+from fp8jax.step import train_step
 
 GROUPS = {"memory.norms": "e4m3_16", "memory.gated": "e4m3_16"}
 CASES = [
@@ -40,7 +40,7 @@ def test_declared_is_what_differentiation_keeps(monkeypatch, preset, recipe, cha
   } | changes
   plan = train_test._plan(train_test._config(recipe, **changes))
   sites = plan.sites()
-  weights = step_lib.abstract_state(plan, 1).params
+  weights = train_step.abstract_state(plan, 1).params
   known = {leaf.shape[1:] for leaf in jax.tree.leaves(weights["layers"])}
   batch = {n: jax.ShapeDtypeStruct((8, 128), jnp.int32) for n in ("tokens_BL", "targets_BL")}
   batch |= {n: jax.ShapeDtypeStruct((8, 128), jnp.int32) for n in ("positions_BL", "segments_BL")}
@@ -50,7 +50,7 @@ def test_declared_is_what_differentiation_keeps(monkeypatch, preset, recipe, cha
     loss = lambda weights: transformer.loss(weights, sites, batch, plan.model, plan.run)  # noqa: E731
     return jax.tree.leaves(jax.vjp(loss, weights)[1])
 
-  of_layers = [stop - first for first, stop in waiting.runs(plan)]
+  of_layers = [stop - first for first, stop in saved_tensors.runs(plan)]
   kept = [
     leaf for leaf in jax.eval_shape(leaves, weights, batch)
     if leaf.shape[:1] and leaf.shape[0] in of_layers and leaf.shape[1:] not in known
@@ -58,4 +58,6 @@ def test_declared_is_what_differentiation_keeps(monkeypatch, preset, recipe, cha
   ]  # fmt: skip
   there = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept)
   # Reciprocals of root mean squares, per token, are not declared.
-  assert there == pytest.approx(sum(item.nbytes for item in waiting.of_layers(plan)), rel=0.01)
+  assert there == pytest.approx(
+    sum(item.nbytes for item in saved_tensors.of_layers(plan)), rel=0.01
+  )

@@ -6,12 +6,12 @@ import sys
 import jax
 import pytest
 
-from fp8jax import compilation_cache, workdir
 from fp8jax.errors import UserError
+from fp8jax.run import compilation_cache, workdir
 
 
 def test_a_workdir_is_one_runs_alone_until_that_ends(tmp_path):
-  code = "import sys; from fp8jax import workdir\nwith workdir.locked(sys.argv[1]):\n"
+  code = "import sys; from fp8jax.run import workdir\nwith workdir.locked(sys.argv[1]):\n"
   code += "  print('in', flush=True); sys.stdin.read()"
   other = subprocess.Popen(
     [sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -38,7 +38,7 @@ def test_a_file_is_no_workdir(tmp_path):
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
   """As `launch.py | head -1`: what follows is still done, and stderr says what happened."""
   code = (
-    "import sys, time; from fp8jax import writers; out = writers.console()\n"
+    "import sys, time; from fp8jax.console import console; out = console()\n"
     "out.print('first')\n"
     "for i in range(20): time.sleep(0.02); out.print('x' * 10000)\n"
     "open(sys.argv[1], 'w').write('done')"

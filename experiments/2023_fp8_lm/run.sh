@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
-"$python" -m fp8jax.models.smollm2 assets/smollm2-135m
+"$python" -m fp8jax.models.hf.convert_gguf assets/smollm2-135m
 # Not o3: on one device its training is o2's (README.md).
 for arm in float32 o1 o2; do
   GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "$python" launch.py \

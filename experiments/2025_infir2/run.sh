@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
-"$python" -m fp8jax.models.smollm2 assets/smollm2-135m
+"$python" -m fp8jax.models.hf.convert_gguf assets/smollm2-135m
 "$python" experiments/2025_infir2/prepare_data.py assets/infir2_data
 for arm in bf16 block_128 tensor_current block_128_pow2; do
   # Huge pages for XLA:CPU's scratch memory: a sixth less time per step.

@@ -25,12 +25,12 @@ LOADER_SECONDS = 15
 
 def _plan(recipe):
   from configs import smollm2_cpt
-  from fp8jax import config
-  from fp8jax.kernels import backend
+  from fp8jax.config import resolve
+  from fp8jax.kernels import choose
 
   c = smollm2_cpt.get_config(recipe)
   c.batch, c.length = 4, 256
-  return config.resolve(c, 1, backend.current_device())
+  return resolve.resolve(c, 1, choose.current_device())
 
 
 def bench_step():
@@ -38,9 +38,8 @@ def bench_step():
   import jax
   import numpy as np
 
-  from fp8jax import batches
-  from fp8jax import step as step_lib
-  from fp8jax.data import loader
+  from fp8jax.data import batch_sharding, loader
+  from fp8jax.step import train_step
 
   times = {recipe: [] for recipe in RECIPES}
   plan = _plan("bf16")
@@ -48,9 +47,9 @@ def bench_step():
   for _ in range(ROUNDS):
     for recipe in RECIPES:
       plan = _plan(recipe)
-      step_fn, sites = step_lib.make_step(plan), plan.sites()
-      state = step_lib.make_state(plan)
-      batch = batches.Spread(plan.run.layout, plan.microbatch).place(host)
+      step_fn, sites = train_step.make_step(plan), plan.sites()
+      state = train_step.make_state(plan)
+      batch = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch).place(host)
       state, _ = jax.block_until_ready(step_fn(state, batch, sites))
       for _ in range(STEPS):
         start = time.perf_counter()
@@ -78,21 +77,20 @@ def bench_numerics():
   import jax
   import numpy as np
 
-  from fp8jax import batches
-  from fp8jax import step as step_lib
-  from fp8jax.data import loader
-  from fp8jax.quant import observe
+  from fp8jax.data import batch_sharding, loader
+  from fp8jax.quantization import tensor_stats
+  from fp8jax.step import train_step
 
   found = {}
   for recipe in NUMERICS_RECIPES:
     plan = _plan(recipe)
     host = next(loader.train_batches(plan.data, plan.config.batch))
-    batch = batches.Spread(plan.run.layout, plan.microbatch).place(host)
-    step_fn = step_lib.make_step(plan)
+    batch = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch).place(host)
+    step_fn = train_step.make_step(plan)
     sites = {
-      "quiet": plan.sites(statistics=observe.QUIET), "loud": plan.sites(statistics=observe.LOUD)
+      "quiet": plan.sites(statistics=tensor_stats.QUIET), "loud": plan.sites(statistics=tensor_stats.LOUD)
     }  # fmt: skip
-    state = step_lib.calibrate(plan, step_lib.make_state(plan), batch, 0)
+    state = train_step.calibrate(plan, train_step.make_state(plan), batch, 0)
     times = {kind: [] for kind in sites}
     for round_ in range(1 + ROUNDS * STEPS):
       for kind, of_kind in sites.items():
@@ -141,7 +139,8 @@ def _write_random_folder(folder):
   import numpy as np
   from safetensors.numpy import save_file
 
-  from fp8jax.models import hf_config, presets
+  from fp8jax.models import presets
+  from fp8jax.models.hf import config as hf_config
 
   cfg = presets.QWEN25_1P5B
   (pathlib.Path(folder) / "config.json").write_text(
@@ -182,7 +181,8 @@ def import_once(folder):
   """In a process of its own: import, then print what it took."""
   import jax
 
-  from fp8jax.models import hf, presets
+  from fp8jax.models import presets
+  from fp8jax.models.hf import weights as hf_weights
 
   def peak():
     # Unlike getrusage's, this one starts anew with the program.
@@ -191,7 +191,7 @@ def import_once(folder):
 
   jax.devices()
   before, start = peak(), time.perf_counter()
-  params, _ = jax.block_until_ready(hf.load_params(folder, presets.QWEN25_1P5B))
+  params, _ = jax.block_until_ready(hf_weights.load_params(folder, presets.QWEN25_1P5B))
   sizes = [x.nbytes for x in jax.tree.leaves(params)]
   gib = 2**30
   print(json.dumps({
@@ -209,13 +209,13 @@ BENCHES = {
 
 
 def main(names):
-  from fp8jax import writers
+  from fp8jax.run import metrics_writer
 
   path = HERE / "results.json"
   results = json.loads(path.read_text()) if path.exists() else {}
   for name in names or BENCHES:
     print(f"{name} ...", flush=True)
-    results[name] = {**BENCHES[name](), "provenance": _provenance(writers)}
+    results[name] = {**BENCHES[name](), "provenance": _provenance(metrics_writer)}
     print(json.dumps({k: v for k, v in results[name].items() if k != "provenance"}, indent=2))
     path.write_text(json.dumps(results, indent=2) + "\n")
 

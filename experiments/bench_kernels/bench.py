@@ -36,9 +36,13 @@ import rivals_torch  # noqa: E402
 import timing  # noqa: E402
 from rivals import BLOCK  # noqa: E402
 
-from fp8jax.kernels import advice, check  # noqa: E402
+from fp8jax.kernels import (  # noqa: E402
+  self_test,
+  timings,  # noqa: E402
+)
+from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib  # noqa: E402
+from fp8jax.kernels.gemm import tile_config  # noqa: E402
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer  # noqa: E402
-from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles  # noqa: E402
 
 OWN = ("bf16", "tensor_xla", "tensor_ours", "block_ours")
 # (tokens, in, out): Transformer Engine's 5B set (its docs/examples/gemm_profiling), InfiR2's 7B
@@ -111,19 +115,19 @@ def gemm(bench: timing.Bench, name: str, product: str, sizes, having, ceilings, 
   rest = (wide, want, flops, moved, ceilings)
   if tune:
     is_tiled = product != "wgrad"
-    tried, before = {}, tiles.best(m, n, k, is_tiled, out)
-    for config in tiles.candidates(is_tiled, out):
+    tried, before = {}, tile_config.best(m, n, k, is_tiled, out)
+    for config in tile_config.candidates(is_tiled, out):
       key = json.dumps(dataclasses.asdict(config))
       one = dataclasses.replace(having["gemm"][0], name=key, precision="fp8")
       tried |= race(bench, prefix, [(one, rivals.ours(product, out, config))], *rest)
     best = min(tried, key=tried.get)
     if not bench.is_dry:
-      tiles.store(
-        (m, n, k), is_tiled, out, mosaic_sm90.Config(**json.loads(best)),
+      tile_config.store(
+        (m, n, k), is_tiled, out, mosaic_sm90_lib.Config(**json.loads(best)),
         {"ms": tried[best], "jax": jax.__version__,
          **{k: bench.results["provenance"].get(k) for k in ("commit", "time", "driver")}},
       )  # fmt: skip
-    if tiles.best(m, n, k, is_tiled, out) != before:  # what was timed with other tiles
+    if tile_config.best(m, n, k, is_tiled, out) != before:  # what was timed with other tiles
       for line in (f"{prefix}/block_ours", f"layer/{name}/block_ours"):
         bench.results["lines"].pop(line, None)
   calls = [(rival, rival.gemm(product, out)) for rival in having["gemm"]]
@@ -202,11 +206,11 @@ def main():
 
     print("dry: kernels are interpreted; these times mean nothing and are not kept")
     context = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams())
-    mosaic_sm90.num_cores = lambda: 1
+    mosaic_sm90_lib.num_cores = lambda: 1
   with context:
     bench = timing.Bench.open(HERE, flags.dry)
     uses = {("mosaic_sm90", getattr(BLOCK, product)): () for product in PASSES}
-    check.products(uses, *[(144, 160, 256), (144, 160)] * flags.dry)
+    self_test.products(uses, *[(144, 160, 256), (144, 160)] * flags.dry)
     print("checked: exact on lattices, norm and SwiGLU as close as their formats")
     ceilings = timing.ceilings(bench)
     optimizer.measure(bench)
@@ -223,14 +227,14 @@ def main():
   if not flags.dry:
     shapes = LAYERS | SMALL
     measured = (
-      advice.Layer(recipe, backend, *shapes[name], ms["bf16"], ms[rival])
+      timings.LayerTiming(recipe, backend, *shapes[name], ms["bf16"], ms[rival])
       for name, ms in totals.items()
       for rival, recipe, backend in (
         ("block_ours", "block_128", "mosaic_sm90"),
         ("tensor_ours", "tensor_current", "xla_sm90"),
       )
     )
-    advice.store(measured, bench.results["provenance"])
+    timings.store(measured, bench.results["provenance"])
   of_set = [ms for name, ms in totals.items() if name.startswith("te_5b") or flags.dry]
   ran = [name for name in of_set[0] if all(name in ms for ms in of_set)]
   sums = {name: sum(ms[name] for ms in of_set) for name in ran}

@@ -13,11 +13,11 @@ import rivals
 import timing
 from rivals import BLOCK
 
-from fp8jax.kernels import grouped_matmul as gm
+from fp8jax.kernels.gemm import grouped as gm
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
-from fp8jax.kernels.quantize import producers
-from fp8jax.ops import basic
-from fp8jax.quant import quantize, scaled
+from fp8jax.kernels.quantize import prologues
+from fp8jax.ops import elementwise
+from fp8jax.quantization import quantize, scaled_matrix
 
 # Experts of DeepSeek-V3 (arXiv:2412.19437, section 4.2) on a device that has 8: tokens with 8
 # experts each; in, out. Rows and columns of a feed-forward layer of InfiR2's 7B.
@@ -69,7 +69,7 @@ def _experts(bench, experts: int, tokens: int, sizes, ceilings):
 
   def narrow(w, quant, along):
     made = [quantize.quantize(m, quant, contraction=along) for m in w]
-    return scaled.Scaled(
+    return scaled_matrix.ScaledMatrix(
       *(jnp.stack(t) for t in zip(*((m.data, m.scale) for m in made))), (128,) * 2
     )
 
@@ -111,24 +111,24 @@ def _experts(bench, experts: int, tokens: int, sizes, ceilings):
 
 def _norm(x, scale, weight):
   del scale  # a pass of its own, XLA's in both
-  return (basic.rms_norm(x, weight, 1e-6),)
+  return (elementwise.rms_norm(x, weight, 1e-6),)
 
 
 PRODUCERS = (
-  (producers.RMS_NORM, _norm),
-  (producers.SWIGLU, lambda gate, up: (basic.silu_mul(gate, up),)),
-  (producers.SWIGLU_BACKWARD, lambda g, *x: jax.vjp(basic.silu_mul, *x)[1](g)),
+  (prologues.RMS_NORM, _norm),
+  (prologues.SWIGLU, lambda gate, up: (elementwise.silu_mul(gate, up),)),
+  (prologues.SWIGLU_BACKWARD, lambda g, *x: jax.vjp(elementwise.silu_mul, *x)[1](g)),
 )
 
 
-def _producer(bench, producer: producers.Producer, by_xla, matrix, ceilings):
+def _producer(bench, producer: prologues.Producer, by_xla, matrix, ceilings):
   def operands(key):
     keys = jax.random.split(key, producer.matrices + 1)
     matrices = [timing.normal(k, *matrix) for k in keys[1:]]
-    if producer != producers.RMS_NORM:
+    if producer != prologues.RMS_NORM:
       return tuple(matrices)
     weight = timing.normal(keys[0], matrix[1], dtype=jnp.float32)
-    return *matrices, producers.rms_scale(matrices[0], 1e-6), weight
+    return *matrices, prologues.rms_scale(matrices[0], 1e-6), weight
 
   def ours(*operands):
     first = producer.matrices

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import timing
 
-from fp8jax.kernels import adam, check
+from fp8jax.kernels import self_test
+from fp8jax.kernels.adamw import api as adamw_api
 from fp8jax.optim import moments
-from fp8jax.quant import packed, split
+from fp8jax.quantization import bf16_remainder, quantized_tensor
 
 # Of InfiR2's 7B: the feed-forward layer's, and a projection of attention.
 SHAPES = {"infir2_7b_down": (18944, 3584), "infir2_7b_proj": (3584, 3584)}
@@ -39,22 +40,22 @@ def _one(bench: timing.Bench, name: str, shape, preset: str, is_pair: bool, dtyp
     keys = jax.random.split(key, 4)
     p, g, m, v = (timing.normal(k, *shape, dtype=jnp.float32) for k in keys)
     m, v = 1e-3 * m, jnp.square(1e-3 * v) + 1e-10
-    mu, nu = (packed.pack(x, q) if q else x for x, q in ((m, kept.mu), (v, kept.nu)))
-    return (split.split(p) if is_pair else p, mu, nu), (1e-3 * g).astype(dtype)
+    mu, nu = (quantized_tensor.pack(x, q) if q else x for x, q in ((m, kept.mu), (v, kept.nu)))
+    return (bf16_remainder.split(p) if is_pair else p, mu, nu), (1e-3 * g).astype(dtype)
 
   kept = moments.PRESETS[preset]
   sizes = {"sizes": shape} if bench.is_dry else {}
-  check.optimizer(kept.mu, kept.nu, is_pair=is_pair, dtype=dtype, **sizes)
+  self_test.optimizer(kept.mu, kept.nu, is_pair=is_pair, dtype=dtype, **sizes)
   make = jax.jit(make)
   state, gradient = make(jax.random.key(1))
-  moved = adam.num_bytes(gradient, *state)
+  moved = adamw_api.num_bytes(gradient, *state)
   ms = {}
   for backend in ("mosaic_sm90", "reference"):
 
     def step(state, gradient, backend=backend):
       by = dict(count=jnp.int32(10), rate=jnp.float32(1e-4))
       by["is_applied"] = jnp.isfinite(gradient[0, 0])
-      *state, squares = adam.update(gradient, *state, **by, **RULE, backend=backend)
+      *state, squares = adamw_api.update(gradient, *state, **by, **RULE, backend=backend)
       return tuple(state), squares
 
     def run(step=step):

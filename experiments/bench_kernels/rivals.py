@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import timing
 
-from fp8jax import recipes
-from fp8jax.kernels import scaled_matmul
+from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
+from fp8jax.kernels.gemm import tile_config
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
-from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles
-from fp8jax.quant import quantize
+from fp8jax.quantization import quantize
+from fp8jax.recipe import library
 
-BLOCK, TENSOR = recipes.RECIPES["block_128"], recipes.RECIPES["tensor_current"]
+BLOCK, TENSOR = library.RECIPES["block_128"], library.RECIPES["tensor_current"]
 # Largest distance to the float32 result, in the norm. Normal numbers are 0.003 away in BF16, 0.038
 # in E4M3 and 0.059 with gradients in E5M2 (experiments/bench_peers); a wrong layout or scale is
 # above 1.
@@ -165,11 +166,11 @@ def narrow_operands(recipe, product: str) -> Callable:
 
 
 def _narrow(recipe, backend: str, product: str, out, **how) -> Call:
-  run = functools.partial(mosaic_sm90.matmul, out_dtype=out, **how)
+  run = functools.partial(mosaic_sm90_lib.matmul, out_dtype=out, **how)
   if backend != "mosaic_sm90":
     accumulate = getattr(recipe, product).accumulate
     run = functools.partial(
-      scaled_matmul.scaled_matmul, accumulate=accumulate, backend=backend, out_dtype=out
+      gemm_api.scaled_matmul, accumulate=accumulate, backend=backend, out_dtype=out
     )
   return Call(narrow_operands(recipe, product), run, is_ours=backend == "mosaic_sm90")
 
@@ -192,7 +193,7 @@ def _layer(recipe, make, backend: str) -> Call:
 
   def multiply(product, a, b, out):
     accumulate = getattr(recipe, product).accumulate
-    return scaled_matmul.scaled_matmul(a, b, accumulate=accumulate, backend=backend, out_dtype=out)
+    return gemm_api.scaled_matmul(a, b, accumulate=accumulate, backend=backend, out_dtype=out)
 
   def run(x, w, g):
     xs = make(x, {1: recipe.fwd.lhs, 0: recipe.wgrad.lhs})
@@ -240,7 +241,7 @@ def _sum_error(d, a, b):
   """Largest error of D = A . B' for Scaled operands, in what is explained; infinity for NaN."""
   a, b = a.dequantize(), b.dequantize()
   want, magnitudes = _product(a, b.T), _product(jnp.abs(a), jnp.abs(b).T)
-  slack = tiles.SUM_ERROR * magnitudes + jnp.finfo(d.dtype).eps * jnp.abs(want)
+  slack = tile_config.SUM_ERROR * magnitudes + jnp.finfo(d.dtype).eps * jnp.abs(want)
   off = jnp.abs(d.astype(jnp.float32) - want) / jnp.maximum(slack, jnp.finfo(jnp.float32).tiny)
   return jnp.max(jnp.where(jnp.isnan(off), jnp.inf, off))
 

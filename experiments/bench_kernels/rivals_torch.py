@@ -20,9 +20,9 @@ import rivals
 import timing
 from rivals import Absent, Call, Rival, need, without
 
-from fp8jax import recipes
+from fp8jax.recipe import library
 
-ROWWISE = recipes.RECIPES["rowwise"]
+ROWWISE = library.RECIPES["rowwise"]
 _NO_GEMM = "its GEMM has no public name of its own"
 _NO_LAYER = "PyTorch has no layer of it"
 

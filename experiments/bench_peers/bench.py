@@ -202,9 +202,9 @@ def publish(part, tables):
 
 
 def provenance(start, load, pythons):
-  from fp8jax import writers
+  from fp8jax.run import provenance as provenance_lib
 
-  found = writers.provenance({}, "", inputs.SEED)
+  found = provenance_lib.provenance({}, "", inputs.SEED)
   kept = {k: found[k] for k in ("time", "commit", "dirty", "versions", "devices", "host", "seed")}
   cpu = pathlib.Path("/proc/cpuinfo")
   lines = cpu.read_text().splitlines() if cpu.exists() else []

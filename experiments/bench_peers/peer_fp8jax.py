@@ -12,11 +12,12 @@ import worker
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from fp8jax import recipes  # noqa: E402
-from fp8jax.formats import E4M3  # noqa: E402
-from fp8jax.ops import dot, site  # noqa: E402
-from fp8jax.quant import history, quantize  # noqa: E402
-from fp8jax.recipe import Gemm, Quant, Recipe  # noqa: E402
+from fp8jax.formats import E4M3
+from fp8jax.ops import linear, site
+from fp8jax.quantization import amax_history, quantize
+from fp8jax.recipe import library
+from fp8jax.recipe.gemm import Gemm, Recipe
+from fp8jax.recipe.quant import Quant  # noqa: E402
 
 NUMBERS = (((1,), (0,)), ((), ()))
 # Not among the named recipes: qwix's default granularities, which have float32 scales.
@@ -24,13 +25,13 @@ _ROW, _TILE = Quant(E4M3, (1, 0)), Quant(E4M3, (1, 128))
 ROW_F32 = Recipe("row_f32", *3 * (Gemm(_ROW, _ROW),))
 TILE_128 = Recipe("tile_128", *3 * (Gemm(_TILE, _TILE, accumulate=128),))
 RECIPES = (
-  recipes.TENSOR_CURRENT,
-  recipes.TENSOR_DELAYED,
-  recipes.ROWWISE,
-  recipes.ROWWISE_GW_HP,
-  recipes.BLOCK_128,
-  recipes.BLOCK_128_POW2,
-  recipes.MXFP8,
+  library.TENSOR_CURRENT,
+  library.TENSOR_DELAYED,
+  library.ROWWISE,
+  library.ROWWISE_GW_HP,
+  library.BLOCK_128,
+  library.BLOCK_128_POW2,
+  library.MXFP8,
   ROW_F32,
   TILE_128,
 )
@@ -41,7 +42,7 @@ def _site(recipe, x, w, g):
   if made.memory is None:
     return made
   amaxes = [np.abs(t).max() for t in (x, w, g)]
-  return dataclasses.replace(made, memory=history.calibrated(recipe, amaxes))
+  return dataclasses.replace(made, memory=amax_history.calibrated(recipe, amaxes))
 
 
 def _codes(recipe, x, w, g):
@@ -83,7 +84,7 @@ def make(*operands):
   for recipe in RECIPES:
     one = _site(recipe, *operands)
     arrays, calls = product_and_gradients(
-      lambda x, w, one=one: dot.fp8_dot_general(x, w, NUMBERS, one), x, w, g
+      lambda x, w, one=one: linear.fp8_dot_general(x, w, NUMBERS, one), x, w, g
     )
     arrays |= _codes(recipe, x, w, g)
     found[recipe.name] = arrays, calls

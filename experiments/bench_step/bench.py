@@ -9,7 +9,7 @@ needs:   jax, optax, ml_collections, grain and this package; one GPU of compute 
 
 Cases: one layer of InfiR2's 7B at 8k tokens, forward and backward; a step of the 1.5B at 8k tokens;
 a step of as many layers of the 7B as fit. Every case in every recipe of RECIPES: our kernels are
-tried on the device (kernels/check.py), what the compiled program multiplies is held against the
+tried on the device (kernels/self_test.py), what the compiled program multiplies is held against the
 plan, then a layer's results and gradients, or losses and gradient norms of the first steps, against
 BF16's, then it is timed, then a few steps are profiled and their time is divided by phase. Writes
 results/<device>.json beside this file (timing.py).
@@ -35,10 +35,15 @@ import numpy as np  # noqa: E402
 import timing  # noqa: E402
 
 from configs import base  # noqa: E402
-from fp8jax import config, params, proof  # noqa: E402
-from fp8jax import step as step_lib  # noqa: E402
-from fp8jax.kernels import backend, check  # noqa: E402
-from fp8jax.models import gqa, rope, swiglu  # noqa: E402
+from fp8jax import params  # noqa: E402
+from fp8jax.compiled import fp8_gemms  # noqa: E402
+from fp8jax.config import resolve  # noqa: E402
+from fp8jax.kernels import choose, self_test  # noqa: E402
+from fp8jax.models import attention_gqa, mlp_swiglu, rope  # noqa: E402
+from fp8jax.step import (  # noqa: E402
+  run_spec,
+  train_step,  # noqa: E402
+)
 
 RECIPES = ("bf16", "tensor_current", "block_128", "block_128_pow2")
 STEPS = 8  # timed, of every recipe in every case
@@ -78,7 +83,7 @@ DRY = {
 }
 
 
-def make_plan(case: Case, recipe: str, num_layers: int | None = None) -> config.Plan:
+def make_plan(case: Case, recipe: str, num_layers: int | None = None) -> run_spec.RunSpec:
   c = base.get_config(recipe)
   c.model.preset, c.model.max_positions = case.preset, 32768
   c.model.num_layers = num_layers or case.num_layers or None
@@ -86,7 +91,7 @@ def make_plan(case: Case, recipe: str, num_layers: int | None = None) -> config.
   c.length, c.memory.loss_chunk = case.tokens, min(1024, case.tokens)
   c.data.cross_document = True  # cudnn's own causal mask and no other
   c.steps, c.optim.warmup_steps, c.optim.decay_steps = 1000, 1, 100
-  return config.resolve(c, 1, backend.current_device())
+  return resolve.resolve(c, 1, choose.current_device())
 
 
 # --- what runs -----------------------------------------------------------------------------------
@@ -110,14 +115,14 @@ class Program:
 def step_program(case: Case, recipe: str, num_layers: int | None) -> Program:
   plan = make_plan(case, recipe, num_layers)
   compiled = _compiled_step(plan)
-  proof.check(plan, compiled[1])
-  state = step_lib.make_state(plan)
+  fp8_gemms.check(plan, compiled[1])
+  state = train_step.make_state(plan)
   advance = lambda operands, out: ((out[0], *operands[1:]), out[1])  # noqa: E731
   operands = (state, _batch(plan), plan.sites())
   return Program(compiled[0], operands, advance, _flops(plan, with_head=True))
 
 
-def _batch(plan: config.Plan):
+def _batch(plan: run_spec.RunSpec):
   """Random tokens, the same for every recipe."""
   shape, vocabulary = (1, plan.data.length), plan.model.vocab_size
   tokens = np.random.default_rng(0).integers(0, vocabulary, (1, shape[1] + 1), np.int32)
@@ -129,16 +134,16 @@ def _batch(plan: config.Plan):
   }
 
 
-def _compiled_step(plan: config.Plan):
+def _compiled_step(plan: run_spec.RunSpec):
   """(executable, the text that proof reads)."""
-  lowered = step_lib.make_step(plan).lower(
-    step_lib.abstract_state(plan), _batch(plan), plan.sites()
+  lowered = train_step.make_step(plan).lower(
+    train_step.abstract_state(plan), _batch(plan), plan.sites()
   )
   compiled = lowered.compile()
   return compiled, _text(plan, lowered, compiled)
 
 
-def _text(plan: config.Plan, lowered, compiled) -> str:
+def _text(plan: run_spec.RunSpec, lowered, compiled) -> str:
   """What proof reads."""
   on_cpu = plan.device.platform == "cpu"
   return lowered.as_text("hlo", debug_info=True) if on_cpu else compiled.as_text()
@@ -151,7 +156,7 @@ def layer_program(case: Case, recipe: str) -> Program:
   # fiftieth of its input, and BF16's rounding of that sum hides what FP8 does.
   std = plan.model.hidden_size**-0.5
   model, run = dataclasses.replace(plan.model, num_layers=1, init_std=std), plan.run
-  declaration = {"attn": gqa.params(model), "mlp": swiglu.params(model)}
+  declaration = {"attn": attention_gqa.params(model), "mlp": mlp_swiglu.params(model)}
   weights = params.init(jax.random.key(0), declaration, model.dims)
   sites = jax.tree.map(lambda t: t[0], plan.sites()["layers"][0])
   x, g = (timing.normal(k, 1, case.tokens, model.hidden_size, dtype=run.dtype)
@@ -161,22 +166,22 @@ def layer_program(case: Case, recipe: str) -> Program:
     angles = rope.cos_sin(jnp.arange(case.tokens, dtype=jnp.int32)[None], model)
 
     def layer(weights, x):
-      x = gqa.apply(weights["attn"], sites["attn"], x, angles, None, model, run)
-      return swiglu.apply(weights["mlp"], sites["mlp"], x, model, run)
+      x = attention_gqa.apply(weights["attn"], sites["attn"], x, angles, None, model, run)
+      return mlp_swiglu.apply(weights["mlp"], sites["mlp"], x, model, run)
 
     y, pull = jax.vjp(layer, weights, x)
     return y, pull(g)
 
-  options = backend.compiler_options(plan.device)
+  options = choose.compiler_options(plan.device)
   function = jax.jit(forward_and_backward, compiler_options=options)
   lowered = function.lower(weights, x, g, sites)
   compiled = lowered.compile()
-  proof.check(plan, _text(plan, lowered, compiled))
+  fp8_gemms.check(plan, _text(plan, lowered, compiled))
   advance = lambda operands, out: (operands, out)  # noqa: E731
   return Program(compiled, (weights, x, g, sites), advance, _flops(plan, with_head=False))
 
 
-def _flops(plan: config.Plan, with_head: bool) -> float:
+def _flops(plan: run_spec.RunSpec, with_head: bool) -> float:
   """Of a step, by the algorithm: three products per weight, attention's causal half, no more."""
   m, tokens = plan.model, plan.data.length
   heads = 2 * m.hidden_size * m.head_dim * (m.num_heads + m.num_kv_heads)
@@ -246,7 +251,7 @@ def first_steps(program: Program, of_bf16: dict[str, list[float]]) -> dict[str, 
 
 def measure_recipe(case, recipe, num_layers, of_bf16, peak: float, is_dry: bool):
   """What its answers are like, time of steps, time by phase."""
-  check.products(proof.uses(make_plan(case, recipe, num_layers)))
+  self_test.products(fp8_gemms.uses(make_plan(case, recipe, num_layers)))
   if case.is_layer:
     program = layer_program(case, recipe)
     checked = {"errors": layer_errors(case, program) if recipe != "bf16" else {}}
@@ -304,7 +309,7 @@ def main():
   parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
   parser.add_argument("--dry", action="store_true", help="small models, on a CPU")
   flags = parser.parse_args()
-  device = backend.current_device()
+  device = choose.current_device()
   if not flags.dry and (device.platform != "gpu" or device.capability < 89):
     kind = jax.devices()[0].device_kind
     sys.exit(f"needs a GPU with FP8; this is {kind}. --dry shows the program on a CPU")

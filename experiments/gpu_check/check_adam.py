@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax import recipe
 from fp8jax.optim import moments
-from fp8jax.quant import packed, split
+from fp8jax.quantization import bf16_remainder, quantized_tensor
+from fp8jax.recipe import quant as quant_lib
 from gpu_check import operands, programs
 from gpu_check.worker import Context, Wrong
 
@@ -35,10 +35,10 @@ def run(context: Context, preset, is_pair, dtype, shape) -> dict[str, Any]:
     rng = np.random.default_rng(11)
     rows = 2.0 ** rng.integers(-20, 0, (shape[0], 1))
     g, m, v, p = (make(rng, *shape) * rows for _ in range(4))
-    state = [packed.pack(jnp.asarray(x, jnp.float32), q) if q else jnp.asarray(x, jnp.float32)
+    state = [quantized_tensor.pack(jnp.asarray(x, jnp.float32), q) if q else jnp.asarray(x, jnp.float32)
              for x, q in ((m, kept.mu), (np.square(v), kept.nu))]  # fmt: skip
     gradient, master = jnp.asarray(g, dtype), jnp.asarray(p, jnp.float32)
-    master = split.split(master) if is_pair else master
+    master = bf16_remainder.split(master) if is_pair else master
     wanted = expected(*(wide(x) for x in (gradient, master, *state)))
     got = jax.jit(lambda *arrays: _step(*arrays))(gradient, master, *state)
     before = wide(master)
@@ -46,7 +46,7 @@ def run(context: Context, preset, is_pair, dtype, shape) -> dict[str, Any]:
       x, y = (wide(x) - before, y - before) if name == "master" else (wide(x), y)
       found[name] = max(found.get(name, 0.0), _worst(x, y))
       quant = None if name == "master" else getattr(kept, name)
-      is_root = quant is not None and isinstance(quant.transform, recipe.SquareRoot)
+      is_root = quant is not None and isinstance(quant.transform, quant_lib.SquareRoot)
       budget = BUDGET["root" if is_root else "packed" if quant else "float32"]
       # A step that is small beside its parameter is rounded with it.
       budget += 2.0**-22 * _ratio(before, y) if name == "master" else 0
@@ -56,10 +56,10 @@ def run(context: Context, preset, is_pair, dtype, shape) -> dict[str, Any]:
 
 
 def _step(gradient, master, mu, nu):
-  from fp8jax.kernels import adam
+  from fp8jax.kernels.adamw import api as adamw_api
 
   by = dict(count=jnp.int32(COUNT), rate=jnp.float32(RATE), is_applied=jnp.asarray(True))
-  return adam.update(
+  return adamw_api.update(
     gradient, master, mu, nu, **by, **programs.ADAM_RULE, backend="mosaic_sm90"
   )[:3]  # fmt: skip
 

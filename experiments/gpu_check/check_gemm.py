@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax.kernels import grouped_matmul as grouped
-from fp8jax.kernels.scaled_matmul import tiles
-from fp8jax.quant import quantize, scaled
+from fp8jax.kernels.gemm import grouped, tile_config
+from fp8jax.quantization import quantize, scaled_matrix
 from gpu_check import operands, programs
 from gpu_check.worker import Context, Wrong
 
@@ -63,7 +62,7 @@ def compare(got, want, magnitudes, dtype, exact: bool) -> dict[str, float]:
       )
     return {"lattice_wrong": 0}
   norm = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-  slack = tiles.SUM_ERROR * magnitudes + float(jnp.finfo(dtype).eps) * np.abs(want)
+  slack = tile_config.SUM_ERROR * magnitudes + float(jnp.finfo(dtype).eps) * np.abs(want)
   worst = float(np.max(np.abs(got - want) / np.maximum(slack, 1e-30)))
   if not (norm <= NORM_BUDGET and worst <= 1):
     raise Wrong(
@@ -73,7 +72,7 @@ def compare(got, want, magnitudes, dtype, exact: bool) -> dict[str, float]:
   return {"norm_error": norm, "sum_error": worst}
 
 
-def quantized(x: np.ndarray, quant) -> tuple[scaled.Scaled, np.ndarray]:
+def quantized(x: np.ndarray, quant) -> tuple[scaled_matrix.ScaledMatrix, np.ndarray]:
   """(a Scaled of x [rows, contraction], by XLA, and the float64 matrix that it stands for)."""
   made = jax.jit(lambda x: quantize.quantize(x, quant))(jnp.asarray(x))
   return made, np.asarray(made.dequantize(), np.float64)
@@ -113,7 +112,7 @@ def _groups_case(make, product: str, shape, adds: bool):
     a, wide_a = quantized(lay_out(make(tokens, k)), spec.lhs)
     made = [quantized(make(n, k), spec.rhs) for _ in range(programs.GROUPS)]
     parts = [jnp.stack([getattr(w, part) for w, _ in made]) for part in ("data", "scale")]
-    b = scaled.Scaled(*parts, spec.rhs.tile)
+    b = scaled_matrix.ScaledMatrix(*parts, spec.rhs.tile)
     blocks = wide_a.reshape(len(expert), grouped.BLOCK, k)
     want, magnitudes = (
       np.concatenate([operands.product(f(x), f(made[e][1])) for x, e in zip(blocks, expert)])

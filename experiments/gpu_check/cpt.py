@@ -23,9 +23,11 @@ import numpy as np
 import optax
 
 from fp8jax import params as params_lib
-from fp8jax.kernels import backend
-from fp8jax.models import hf, hf_config, presets, transformer
-from fp8jax.models.config import Execution, ModelConfig
+from fp8jax.kernels import choose
+from fp8jax.models import presets, transformer
+from fp8jax.models.config import ComputeConfig, ModelConfig
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site as site_lib
 from gpu_check import batches as batches_lib
 from gpu_check import measure
@@ -59,7 +61,7 @@ def run(
   if windows.max() >= cfg.vocab_size:
     raise ValueError(f"{batches} has token {windows.max()} of {cfg.vocab_size}")
   if model and not is_dry:
-    params, _ = hf.load_params(model, cfg)
+    params, _ = hf_weights.load_params(model, cfg)
   else:
     params = params_lib.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
   arms = Arms(cfg, (batch, windows.shape[1] - 1), steps, peak_lr, params)
@@ -106,7 +108,7 @@ class Arms:
     self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, **ADAM))
     self.state, self.steps = {}, {}
     for recipe in RECIPES:
-      step, value, sites = build(cfg, shape, recipe, self.optimizer, backend.current_device())
+      step, value, sites = build(cfg, shape, recipe, self.optimizer, choose.current_device())
       named = site_lib.flatten(sites)
       self.backends[recipe] = sorted({b for s in named.values() for b in s.backends})
       jit = functools.partial(jax.jit, compiler_options=measure.options())
@@ -131,7 +133,7 @@ def _evaluate(loss, sites, params, batch):
   return loss(params, sites, batch)
 
 
-def build(cfg: ModelConfig, shape, recipe: str, optimizer, device: backend.Device):
+def build(cfg: ModelConfig, shape, recipe: str, optimizer, device: choose.Device):
   """(step, loss, sites): step (params, state, sites, batch) -> (params, state, loss).
 
   Args:
@@ -144,7 +146,7 @@ def build(cfg: ModelConfig, shape, recipe: str, optimizer, device: backend.Devic
     transformer.site_params(cfg), cfg.dims, rules, device=device, tokens=tokens
   )
   attention = "cudnn" if device.platform == "gpu" else "xla"
-  execution = Execution(
+  execution = ComputeConfig(
     dtype=jnp.dtype(jnp.bfloat16), attention=attention, loss_chunk=min(512, shape[1])
   )
 

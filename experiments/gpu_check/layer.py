@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8jax import hlo, params
-from fp8jax.kernels import backend
-from fp8jax.models import gqa, presets, rope, swiglu
-from fp8jax.models.config import Execution, ModelConfig
+from fp8jax import params
+from fp8jax.compiled import hlo
+from fp8jax.kernels import choose
+from fp8jax.models import attention_gqa, mlp_swiglu, presets, rope
+from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.ops import site as site_lib
-from fp8jax.recipe import PASSES
+from fp8jax.recipe.gemm import PASSES
 from gpu_check import measure
 from gpu_check.worker import Context, Wrong
 
@@ -38,19 +39,19 @@ def _with_unit_gain(cfg: ModelConfig) -> ModelConfig:
 MODELS = {"7b": _with_unit_gain(presets.QWEN25_7B), "dry": _with_unit_gain(DRY)}
 
 
-def build(recipe: str, tokens: int, model: ModelConfig, device: backend.Device):
+def build(recipe: str, tokens: int, model: ModelConfig, device: choose.Device):
   """(function, abstract (weights, x, g), sites): -> (what the layer adds, dx, dw)."""
-  declaration = {"attn": gqa.params(model), "mlp": swiglu.params(model)}
+  declaration = {"attn": attention_gqa.params(model), "mlp": mlp_swiglu.params(model)}
   sites = site_lib.build_sites(
     declaration, model.dims, ((".*", recipe),), device=device, tokens=tokens
   )
   attention = "cudnn" if device.platform == "gpu" else "xla"
-  run = Execution(dtype=jnp.dtype(jnp.bfloat16), attention=attention)
+  run = ComputeConfig(dtype=jnp.dtype(jnp.bfloat16), attention=attention)
 
   def layer(weights, x, sites):
     angles = rope.cos_sin(jnp.arange(tokens, dtype=jnp.int32)[None], model)
-    y = gqa.apply(weights["attn"], sites["attn"], x, angles, None, model, run)
-    return swiglu.apply(weights["mlp"], sites["mlp"], y, model, run)
+    y = attention_gqa.apply(weights["attn"], sites["attn"], x, angles, None, model, run)
+    return mlp_swiglu.apply(weights["mlp"], sites["mlp"], y, model, run)
 
   def forward_and_backward(weights, x, g, sites):
     y, pull = jax.vjp(lambda weights, x: layer(weights, x, sites), weights, x)
@@ -63,7 +64,7 @@ def build(recipe: str, tokens: int, model: ModelConfig, device: backend.Device):
 
 
 def _operands(model: ModelConfig, tokens: int):
-  declaration = {"attn": gqa.params(model), "mlp": swiglu.params(model)}
+  declaration = {"attn": attention_gqa.params(model), "mlp": mlp_swiglu.params(model)}
   weights = params.init(jax.random.key(0), declaration, model.dims)
   x, g = (jax.random.normal(k, (1, tokens, model.hidden_size), jnp.bfloat16)
           for k in jax.random.split(jax.random.key(1)))  # fmt: skip
@@ -77,7 +78,7 @@ def run(context: Context, recipe: str, tokens: int, model: str) -> dict[str, Any
     Wrong: a product of a narrow recipe is not FP8, or a result is further from BF16 than FP8
       explains.
   """
-  cfg, device = MODELS[model], backend.current_device()
+  cfg, device = MODELS[model], choose.current_device()
   arguments = _operands(cfg, tokens)
   compiled, sites, text = _compile(recipe, tokens, cfg, device, arguments)
   found = {"products": products(text, device.platform, recipe)}
@@ -107,7 +108,7 @@ def products(text: str, platform: str, recipe: str) -> dict[str, int]:
   Raises:
     Wrong: a narrow recipe multiplies wide, or the products of block_128 are not three per linear.
   """
-  found = [p for p in hlo.products(text, platform) if p.key.product in PASSES]
+  found = [p for p in hlo.gemms(text, platform) if p.key.product in PASSES]
   counts = {"fp8": sum(p.times for p in found if p.is_fp8)}
   counts["wide"] = sum(p.times for p in found if not p.is_fp8)
   if recipe == "bf16":

@@ -22,9 +22,9 @@ ROUNDS, SECONDS, TRACES = 5, 0.1, 3
 
 def options() -> dict[str, bool] | None:
   """Of the compiler, as training has them."""
-  from fp8jax.kernels import backend
+  from fp8jax.kernels import choose
 
-  return backend.compiler_options(backend.current_device())
+  return choose.compiler_options(choose.current_device())
 
 
 def time_program(

@@ -44,19 +44,21 @@ def concrete(tree, seed: int = 0):
   import jax
   import jax.numpy as jnp
 
-  from fp8jax.quant import scaled
+  from fp8jax.quantization import scaled_matrix
 
   def make(key, x):
-    if isinstance(x, scaled.Scaled):
+    if isinstance(x, scaled_matrix.ScaledMatrix):
       data = jax.random.normal(key, x.data.shape, jnp.bfloat16).astype(jnp.float32)
       scale = jax.random.uniform(key, x.scale.shape, minval=2.0**-7, maxval=2.0**-6)
       data = jnp.clip(150 * data, -448, 448).astype(x.data.dtype)
-      return scaled.Scaled(data, scale, x.tile)
+      return scaled_matrix.ScaledMatrix(data, scale, x.tile)
     if not jnp.issubdtype(x.dtype, jnp.floating):
       return jnp.zeros(x.shape, x.dtype)
     return jax.random.normal(key, x.shape, jnp.bfloat16).astype(x.dtype)
 
-  leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, scaled.Scaled))
+  leaves, structure = jax.tree.flatten(
+    tree, is_leaf=lambda x: isinstance(x, scaled_matrix.ScaledMatrix)
+  )
   keys = jax.random.split(jax.random.key(seed), max(1, len(leaves)))
   made = [jax.jit(lambda k, x=x: make(k, x))(k) for k, x in zip(keys, leaves)]
   return jax.tree.unflatten(structure, made)

@@ -12,19 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8jax import recipes
-from fp8jax.kernels import adam
-from fp8jax.kernels import grouped_matmul as grouped
+from fp8jax.kernels.adamw import api as adamw_api
+from fp8jax.kernels.gemm import grouped, tile_config
+from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
-from fp8jax.kernels.quantize import producers
-from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles
+from fp8jax.kernels.quantize import prologues
 from fp8jax.optim import moments
-from fp8jax.quant import packed, scaled, split
+from fp8jax.quantization import bf16_remainder, quantized_tensor
+from fp8jax.quantization import scaled_matrix as scaled_matrix_lib
+from fp8jax.recipe import library
 from gpu_check import operands
 
-BLOCK = recipes.RECIPES["block_128"]
+BLOCK = library.RECIPES["block_128"]
 GROUPS = 4  # experts
-PRODUCERS = {p.name: p for p in (producers.RMS_NORM, producers.SWIGLU, producers.SWIGLU_BACKWARD)}
+PRODUCERS = {p.name: p for p in (prologues.RMS_NORM, prologues.SWIGLU, prologues.SWIGLU_BACKWARD)}
 # Quants by the axis that is contracted, of an input, a weight [in, out] and a gradient.
 QUANTS = {
   "x": {1: BLOCK.fwd.lhs, 0: BLOCK.wgrad.lhs},
@@ -61,10 +62,12 @@ def array(dtype, *shape) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def scaled_matrix(quant, rows: int, depth: int, *lead: int) -> scaled.Scaled:
+def scaled_matrix(quant, rows: int, depth: int, *lead: int) -> scaled_matrix_lib.ScaledMatrix:
   """Abstract [*lead, rows, depth] with its scales."""
   scale = array(jnp.float32, *lead, *(-(-n // t) for n, t in zip((rows, depth), quant.tile)))
-  return scaled.Scaled(array(quant.format.dtype, *lead, rows, depth), scale, quant.tile)
+  return scaled_matrix_lib.ScaledMatrix(
+    array(quant.format.dtype, *lead, rows, depth), scale, quant.tile
+  )
 
 
 def out_dtype(product: str):
@@ -85,13 +88,13 @@ def gemm(product, shape, config=None, adds: bool = False, groups: bool = False) 
     return _grouped(product, *shape)
   m, n, k = shape
   spec, dtype = getattr(BLOCK, product), out_dtype(product)
-  how = dict(out_dtype=dtype, config=tiles.Config(**config) if config else None)
+  how = dict(out_dtype=dtype, config=tile_config.Config(**config) if config else None)
   operands = (scaled_matrix(spec.lhs, m, k), scaled_matrix(spec.rhs, n, k))
   if not adds:
-    return Program(functools.partial(mosaic_sm90.matmul, **how), operands)
+    return Program(functools.partial(mosaic_sm90_lib.matmul, **how), operands)
 
   def add(total, a, b):
-    return (mosaic_sm90.matmul(a, b, add_to=total, **how),)
+    return (mosaic_sm90_lib.matmul(a, b, add_to=total, **how),)
 
   return Program(add, (array(dtype, m, n), *operands), donates=1)
 
@@ -137,14 +140,14 @@ def adam_update(preset: str, is_pair: bool, dtype: str, shape, backend="mosaic_s
   kept = moments.PRESETS[preset]
 
   def state_of(p, m, v):
-    mu, nu = (packed.pack(x, q) if q else x for x, q in ((m, kept.mu), (v, kept.nu)))
-    return split.split(p) if is_pair else p, mu, nu
+    mu, nu = (quantized_tensor.pack(x, q) if q else x for x, q in ((m, kept.mu), (v, kept.nu)))
+    return bf16_remainder.split(p) if is_pair else p, mu, nu
 
   def step(state, gradient):
     by = dict(count=jnp.int32(10), rate=jnp.float32(1e-4))
     # An argument of the program, as in training: no constant is folded.
     by["is_applied"] = jnp.isfinite(gradient.reshape(-1)[0])
-    *state, squares = adam.update(gradient, *state, **by, **ADAM_RULE, backend=backend)
+    *state, squares = adamw_api.update(gradient, *state, **by, **ADAM_RULE, backend=backend)
     return tuple(state), squares
 
   def arguments(key):

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8jax.kernels.scaled_matmul import tiles
+from fp8jax.kernels.gemm import tile_config
 from gpu_check import measure, programs
 from gpu_check.worker import Context, Wrong
 
@@ -22,7 +22,7 @@ def run(context: Context, product, shape, config=None) -> dict[str, Any]:
       raise Wrong(f"a sum is off by {errors[0]:.3g} of what 14 bits and rounding explain")
 
   dtype = programs.out_dtype(product)
-  chosen = config or str(tiles.best(m, n, k, product != "wgrad", dtype))
+  chosen = config or str(tile_config.best(m, n, k, product != "wgrad", dtype))
   found = measure.time_program(context, program, check=check)
   rate = 2 * m * n * k / found["ms"] / 1e9
   return {"tflops": rate, **found, "sum_error": errors[0], "config": chosen}
@@ -37,6 +37,6 @@ def sum_error(d, a, b):
     return jnp.matmul(x, y.T, precision=jax.lax.Precision.HIGHEST)
 
   want, magnitudes = multiply(a, b), multiply(jnp.abs(a), jnp.abs(b))
-  slack = tiles.SUM_ERROR * magnitudes + jnp.finfo(d.dtype).eps * jnp.abs(want)
+  slack = tile_config.SUM_ERROR * magnitudes + jnp.finfo(d.dtype).eps * jnp.abs(want)
   off = jnp.abs(d.astype(jnp.float32) - want) / jnp.maximum(slack, 1e-30)
   return jnp.max(jnp.where(jnp.isnan(off), jnp.inf, off))

@@ -40,7 +40,7 @@ def interpreted():
   """Hopper kernels run on the CPU."""
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
-  from fp8jax.kernels.scaled_matmul import mosaic_sm90
+  from fp8jax.kernels.gemm import mosaic_sm90
 
   cores, mosaic_sm90.num_cores = mosaic_sm90.num_cores, lambda: 2
   try:

@@ -24,8 +24,9 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 from configs import cpt_7b  # noqa: E402
-from fp8jax import account, hlo, target, waiting, writers  # noqa: E402
-from fp8jax import step as step_lib  # noqa: E402
+from fp8jax.compiled import aot, hlo, memory, saved_tensors  # noqa: E402
+from fp8jax.run import provenance  # noqa: E402
+from fp8jax.step import train_step  # noqa: E402
 
 LAYERS, TOKENS = 3, 8192
 GROUPS = {"norms": "e4m3_16", "gated": "e4m3_16"}
@@ -49,23 +50,23 @@ ARMS = [
 
 def measure(recipe: str, remat: str, copies: dict[str, str]) -> dict:
   """One arm: bytes per token and layer, and work done again, as compiled."""
-  c = target.without_files(cpt_7b.get_config(recipe))
+  c = aot.without_files(cpt_7b.get_config(recipe))
   changes = {
     "model.num_layers": LAYERS, "batch": 1, "eval.batch": 1, "accumulation": 1, "length": TOKENS,
     "mesh.data": 1, "mesh.fsdp": 1, "memory.remat": remat,
   }  # fmt: skip
   c.update_from_flattened_dict(changes | {f"memory.{k}": v for k, v in copies.items()})
   start = time.time()
-  plan, devices = target.resolve(c, "h200:1")
-  program = target.lower(plan, devices).compile()
+  plan, devices = aot.resolve(c, "h200:1")
+  program = aot.lower(plan, devices).compile()
   text = program.as_text()
-  arrays = account.kept_by_layers(text, plan, step_lib.abstract_state(plan, 1).params)
+  arrays = memory.kept_by_layers(text, plan, train_step.abstract_state(plan, 1).params)
   work: collections.Counter[str] = collections.Counter()
-  for product in hlo.products(text, "gpu"):
+  for product in hlo.gemms(text, "gpu"):
     if product.key.product == "fwd" and product.key.site.startswith("layers/"):
       work["again" if product.key.is_recompute else "once"] += product.times * product.work
   kinds: dict[str, float] = {}
-  for item in waiting.of_layers(plan):
+  for item in saved_tensors.of_layers(plan):
     kinds[item.kind] = kinds.get(item.kind, 0) + item.nbytes / LAYERS / TOKENS
   return {
     "recipe": recipe,
@@ -111,7 +112,7 @@ def main():
     print(row(results[n]), flush=True)
     if args.json:
       shape = {"layers": LAYERS, "tokens": TOKENS, "target": "h200:1"}
-      found = {**shape, "results": results, "provenance": writers.provenance({}, "none", 0)}
+      found = {**shape, "results": results, "provenance": provenance.provenance({}, "none", 0)}
       args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

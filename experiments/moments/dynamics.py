@@ -27,8 +27,8 @@ import numpy as np
 from fp8jax.formats import BF16, E4M3, E5M2
 from fp8jax.optim import moments
 from fp8jax.optim.moments import Moments
-from fp8jax.quant import packed
-from fp8jax.recipe import Expand, Quant, Rounding, Scale, SquareRoot
+from fp8jax.quantization import quantized_tensor
+from fp8jax.recipe.quant import DynamicRangeExpansion, Quant, Rounding, Scale, SquareRoot
 
 B1, EPS = 0.9, 1e-8
 STOCHASTIC = Rounding.STOCHASTIC
@@ -42,8 +42,10 @@ OTHERS = {
     Quant(E4M3, (1, 128)), Quant(E5M2, (1, 128), keeps_nonzero=True)
   ),
   "coat, both stochastic": Moments(
-    Quant(E4M3, (1, 128), transform=Expand(), rounding=STOCHASTIC),
-    Quant(E4M3, (1, 128), transform=Expand(), rounding=STOCHASTIC, keeps_nonzero=True),
+    Quant(E4M3, (1, 128), transform=DynamicRangeExpansion(), rounding=STOCHASTIC),
+    Quant(
+      E4M3, (1, 128), transform=DynamicRangeExpansion(), rounding=STOCHASTIC, keeps_nonzero=True
+    ),
   ),
   "E4M3/128 and float32": Moments(Quant(E4M3, (1, 128))),
   "float32 and E5M2/128 of powers of two (refused)": Moments(
@@ -72,12 +74,14 @@ def simulate(rows: dict[str, Moments], b2: float, steps: int, shape, seed: int =
     """One step of every row: (new state, its m / (sqrt(v) + eps), its v)."""
     new, updates, seconds = {}, {}, {}
     for n, (name, how) in enumerate(rows.items()):
-      m, v = (x.unpack() if isinstance(x, packed.Packed) else x for x in state[name])
+      m, v = (
+        x.unpack() if isinstance(x, quantized_tensor.QuantizedTensor) else x for x in state[name]
+      )
       m, v = B1 * m + (1 - B1) * g, b2 * v + (1 - b2) * g * g
       updates[name], seconds[name] = m / (jnp.sqrt(v) + eps), v
       own = jax.random.split(jax.random.fold_in(key, n))
       new[name] = tuple(
-        x if quant is None else packed.pack(x, quant, key=k)
+        x if quant is None else quantized_tensor.pack(x, quant, key=k)
         for x, quant, k in zip((m, v), (how.mu, how.nu), own)
       )
     return new, updates, seconds
@@ -85,7 +89,7 @@ def simulate(rows: dict[str, Moments], b2: float, steps: int, shape, seed: int =
   zero = jnp.zeros(shape)
   state = {
     name: tuple(
-      zero if quant is None else packed.pack(zero, quant, key=jax.random.key(0))
+      zero if quant is None else quantized_tensor.pack(zero, quant, key=jax.random.key(0))
       for quant in (how.mu, how.nu)
     )
     for name, how in rows.items()
@@ -129,9 +133,9 @@ def main():
       cells = " | ".join(" / ".join(f"{x:.3g}" for x in end) for end in ends)
       print(f"| {name} | {cells} |", flush=True)
   if args.json:
-    from fp8jax import writers
+    from fp8jax.run import provenance as provenance_lib
 
-    provenance = writers.provenance({}, "synthetic", 0)
+    provenance = provenance_lib.provenance({}, "synthetic", 0)
     pathlib.Path(args.json).write_text(
       json.dumps({"results": found, "steps": args.steps, "provenance": provenance}, indent=1)
     )

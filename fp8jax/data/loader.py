@@ -34,38 +34,8 @@ from jax.experimental import multihost_utils
 
 from fp8jax.data import sample_index, tokenize
 from fp8jax.data import sources as sources_lib
+from fp8jax.data.config import DataConfig
 from fp8jax.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-  """Everything the data of a run depend on.
-
-  Attributes:
-    sources: name -> kind, path, field, dataset, split, weight.
-    tokenizer: how text becomes ids.
-    length: positions per sequence (L).
-    heldout: fraction of documents never trained on.
-    cross_document: whether attention and targets cross document boundaries.
-    on_malformed, on_long: see tokenize.Tokenize.
-    seed: order of documents.
-    workers: worker processes per source; 0 tokenizes in threads of this process.
-    prefetch: batches kept ready.
-    shuffle_windows: windows per block that is shuffled; for prepared data any number shuffles the
-      whole epoch. 0 keeps the windows in the order of the documents.
-  """
-
-  sources: Mapping[str, Mapping[str, Any]]
-  tokenizer: tokenize.Tokenizer
-  length: int
-  heldout: float = 0.1
-  cross_document: bool = False
-  on_malformed: str = "error"
-  on_long: str = "split"
-  seed: int = 0
-  workers: int = 0
-  prefetch: int = 2
-  shuffle_windows: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +50,7 @@ class Shard:
 PASSED_OVER = ("malformed", "too long")
 
 
-class Counts(collections.Counter):
+class DocumentCounts(collections.Counter):
   """Documents by what became of them, as far as this process has read in this run."""
 
   def summary(self) -> dict[str, int]:
@@ -96,7 +66,9 @@ class Counts(collections.Counter):
     return {what: int(n) for what, n in zip(PASSED_OVER, total) if n}
 
 
-def train_batches(spec: Spec, batch: int, shard: Shard = Shard(), counts: Counts | None = None):
+def train_batches(
+  spec: DataConfig, batch: int, shard: Shard = Shard(), counts: DocumentCounts | None = None
+):
   """Endless batches of this process's share.
 
   Args:
@@ -109,7 +81,7 @@ def train_batches(spec: Spec, batch: int, shard: Shard = Shard(), counts: Counts
     A grain DatasetIterator over dictionaries of arrays (see models/transformer.py), each [batch,
     L].
   """
-  counts = Counts() if counts is None else counts
+  counts = DocumentCounts() if counts is None else counts
   streams, weights = [], []
   for name, source in spec.sources.items():
     streams.append(_train_windows(spec, name, source, shard, counts))
@@ -169,14 +141,19 @@ def _slices_as_tuples(state):
 
 
 def heldout_batches(
-  spec: Spec, name: str, batch: int, num: int, shard: Shard = Shard(), counts: Counts | None = None
+  spec: DataConfig,
+  name: str,
+  batch: int,
+  num: int,
+  shard: Shard = Shard(),
+  counts: DocumentCounts | None = None,
 ):
   """Exactly `num` batches of one source's held-out documents, in an order that never changes.
 
   Where they run out, the rest is padding of weight 0: every process gives as many batches.
   """
   stream = _windows(
-    spec, name, spec.sources[name], "heldout", shard, Counts() if counts is None else counts
+    spec, name, spec.sources[name], "heldout", shard, DocumentCounts() if counts is None else counts
   )
   make = _Batch(spec.cross_document)
   windows = iter(stream)
@@ -190,7 +167,7 @@ def heldout_batches(
     yield make({key: np.stack([row[key] for row in rows]) for key in empty})
 
 
-def _train_windows(spec: Spec, name: str, source, shard: Shard, counts: Counts):
+def _train_windows(spec: DataConfig, name: str, source, shard: Shard, counts: DocumentCounts):
   """Endless windows of this process's share of a source."""
   if source["kind"] == "prepared" and spec.shuffle_windows:
     return _samples(spec, name, source, shard, counts)
@@ -202,7 +179,7 @@ def _train_windows(spec: Spec, name: str, source, shard: Shard, counts: Counts):
   )
 
 
-def _samples(spec: Spec, name: str, source, shard: Shard, counts: Counts):
+def _samples(spec: DataConfig, name: str, source, shard: Shard, counts: DocumentCounts):
   """Shuffled windows of prepared documents.
 
   Processes take turns, so that the batches of all of them together are the same windows, however
@@ -223,7 +200,7 @@ def _seed(text: str) -> int:
   return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
-def _read(data: grain.MapDataset, spec: Spec):
+def _read(data: grain.MapDataset, spec: DataConfig):
   """The elements of `data` in order, made by threads or worker processes."""
   threads = grain.ReadOptions(num_threads=0 if spec.workers else 4, prefetch_buffer_size=16)
   stream = data.to_iter_dataset(threads)
@@ -234,7 +211,7 @@ def _read(data: grain.MapDataset, spec: Spec):
   )
 
 
-def _windows(spec: Spec, name: str, source, split: str, shard: Shard, counts: Counts):
+def _windows(spec: DataConfig, name: str, source, split: str, shard: Shard, counts: DocumentCounts):
   """Windows of spec.length + 1 tokens with segment ids and positions."""
   documents = sources_lib.open_source(source, split, spec.tokenizer.vocab_size)
   if len(documents) < shard.count:
@@ -283,7 +260,7 @@ def _end_with_parent():
 class _Keep:
   """Drops documents that are not in the stream, and counts all of them."""
 
-  def __init__(self, counts: Counts, name: str, patience: int | None):
+  def __init__(self, counts: DocumentCounts, name: str, patience: int | None):
     self._counts, self._name, self._patience = counts, name, patience
     self._dropped = 0
 
@@ -303,7 +280,7 @@ class _Keep:
 class _CountTooLong:
   """Takes the count of documents passed over out of a sample."""
 
-  def __init__(self, counts: Counts):
+  def __init__(self, counts: DocumentCounts):
     self._counts = counts
 
   def __call__(self, sample):
@@ -338,7 +315,7 @@ class _Batch:
     return {**batch, "weights_BL": counts.astype(np.float32)}
 
 
-def fingerprint(spec: Spec) -> str:
+def fingerprint(spec: DataConfig) -> str:
   """Changes whenever a run would see other data: sources, tokenizer, packing, seed, split."""
   parts = [
     spec.tokenizer.fingerprint, spec.length, spec.heldout, spec.cross_document, spec.seed,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fp8jax.data.prepared import Prepared
+from fp8jax.data.pretokenized import Prepared
 from fp8jax.errors import UserError, one_line
 
 KINDS = ("pydoc", "text", "jsonl", "parquet", "tfds", "prepared")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fp8jax import axes
 from fp8jax.ops.attention import Implementation
-from fp8jax.ops.kept import Kept
+from fp8jax.ops.residuals import ResidualFormats
 
 # The largest values that are no mistake: far above any published model, and small enough that a
 # list of all tensors fits in memory.
@@ -128,7 +128,7 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Execution:
+class ComputeConfig:
   """How a model runs. Changes rounding and memory, never what is computed.
 
   Attributes:
@@ -147,7 +147,7 @@ class Execution:
   dtype: jnp.dtype = jnp.dtype(jnp.float32)
   attention: Implementation = "xla"
   remat: str = "none"
-  kept: Kept = Kept()
+  kept: ResidualFormats = ResidualFormats()
   loss_chunk: int = 512
   layout: axes.Layout = axes.LOCAL
   smooth_swiglu: str = "none"

@@ -2,7 +2,7 @@
 
 Parameters and sites are plain nested dictionaries with the same keys; those of the layers are
 stacked in front along N, the sites in runs of layers that multiply alike. A parameter may be kept
-narrow (ops/weights.py). A batch is a dictionary of arrays:
+narrow (ops/stored_params.py). A batch is a dictionary of arrays:
 
   tokens_BL      int32 inputs
   targets_BL     int32, the token that follows each input
@@ -18,17 +18,18 @@ import jax.numpy as jnp
 
 from fp8jax import axes
 from fp8jax import params as params_lib
-from fp8jax.models import gqa, rope, swiglu
-from fp8jax.models.config import Execution, ModelConfig
-from fp8jax.ops import kept, later, smooth, weights
-from fp8jax.ops.dot import SAVED_NAME, dot
-from fp8jax.ops.loss import cross_entropy
+from fp8jax.models import attention_gqa, mlp_swiglu, rope, smooth_swiglu
+from fp8jax.models.config import ComputeConfig, ModelConfig
+from fp8jax.ops import residuals, stored_params
+from fp8jax.ops.cross_entropy import cross_entropy
+from fp8jax.ops.fused import prologue
+from fp8jax.ops.linear import SAVED_NAME, dot
 from fp8jax.params import Param
 
 
 def params(cfg: ModelConfig):
   """The declaration tree."""
-  layer = {"attn": gqa.params(cfg), "mlp": swiglu.params(cfg)}
+  layer = {"attn": attention_gqa.params(cfg), "mlp": mlp_swiglu.params(cfg)}
   tree = {
     "embed": Param("VD", std=cfg.init_std),
     "layers": params_lib.tree_map(Param.stacked, layer),
@@ -44,14 +45,14 @@ def site_params(cfg: ModelConfig):
   return {**params(cfg), "head": Param("DV", inputs=1)}
 
 
-def loss(params, sites, batch, cfg: ModelConfig, run: Execution):
+def loss(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """Sum over tokens of weight * -log p(target): a float32 scalar."""
   params = _with_values(params)
   x_BLD = _after_last(params, sites, batch, cfg, run)
-  return after_layers(x_BLD, params, sites, batch, cfg, run)
+  return head_loss(x_BLD, params, sites, batch, cfg, run)
 
 
-def logits(params, sites, batch, cfg: ModelConfig, run: Execution):
+def logits(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """float32 [B, L, V]. For inspection and parity; training never builds this."""
   params = _with_values(params)
   h_BLD = hidden(params, sites, batch, cfg, run)
@@ -59,26 +60,26 @@ def logits(params, sites, batch, cfg: ModelConfig, run: Execution):
   return dot(eqn, h_BLD, head, sites["head"], out_dtype=jnp.float32)
 
 
-def hidden(params, sites, batch, cfg: ModelConfig, run: Execution):
+def hidden(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """Normalised last hidden states [B, L, D] in the compute dtype."""
   params = _with_values(params)
   x_BLD = _after_last(params, sites, batch, cfg, run)
   return _normalised(x_BLD, params, cfg, run)
 
 
-def stream(params, batch, run: Execution):
+def embed(params, batch, run: ComputeConfig):
   """What the first layer reads: tokens embedded, [B, L, D] in the compute dtype."""
-  embed = weights.value(params["embed"])
+  embed = stored_params.value(params["embed"])
   x_BLD = jnp.take(embed, batch["tokens_BL"], axis=0, mode="clip").astype(run.dtype)
   return axes.constrain(x_BLD, "BLD", run.layout)
 
 
-def surroundings(batch, cfg: ModelConfig):
+def layer_context(batch, cfg: ModelConfig):
   """What every layer knows of a batch: (rotary angles, segments or None)."""
   return rope.cos_sin(batch["positions_BL"], cfg), batch.get("segments_BL")
 
 
-def layer(x_BLD, of_layer, around, cfg: ModelConfig, run: Execution):
+def layer(x_BLD, of_layer, around, cfg: ModelConfig, run: ComputeConfig):
   """The residual stream after one layer.
 
   Args:
@@ -86,14 +87,14 @@ def layer(x_BLD, of_layer, around, cfg: ModelConfig, run: Execution):
     around: of the batch, see `surroundings`.
   """
   (p, s), (angles, segments_BL) = of_layer, around
-  x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, segments_BL, cfg, run)
-  x_BLD = swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run)
+  x_BLD = attention_gqa.apply(p["attn"], s["attn"], x_BLD, angles, segments_BL, cfg, run)
+  x_BLD = mlp_swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run)
   return axes.constrain(x_BLD, "BLD", run.layout)
 
 
-def after_layers(x_BLD, params, sites, batch, cfg: ModelConfig, run: Execution):
+def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """`loss` of what the last layer gave; `params` and `sites` need not have the layers."""
-  params = weights.value({k: p for k, p in params.items() if k != "layers"})
+  params = stored_params.value({k: p for k, p in params.items() if k != "layers"})
   head, eqn = _head(params, cfg)
   h_BLD = _normalised(x_BLD, params, cfg, run)
   return cross_entropy(
@@ -101,38 +102,40 @@ def after_layers(x_BLD, params, sites, batch, cfg: ModelConfig, run: Execution):
   )
 
 
-def channel_scales(params, sites, batch, cfg: ModelConfig, run: Execution):
+def channel_scales(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """float32 [N, F]: swiglu.channel_scales of every layer at a batch."""
 
   def step(x_BLD, of_layer, around):
     (p, s), (angles, segments_BL) = of_layer, around
-    x_BLD = gqa.apply(p["attn"], s["attn"], x_BLD, angles, segments_BL, cfg, run)
-    scales_F = swiglu.channel_scales(p["mlp"], s["mlp"], x_BLD, cfg)
-    return swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run), scales_F
+    x_BLD = attention_gqa.apply(p["attn"], s["attn"], x_BLD, angles, segments_BL, cfg, run)
+    scales_F = mlp_swiglu.channel_scales(p["mlp"], s["mlp"], x_BLD, cfg)
+    return mlp_swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run), scales_F
 
-  return _over_layers(step, _with_values(params), sites, batch, cfg, run)[1]
+  return _scan_layers(step, _with_values(params), sites, batch, cfg, run)[1]
 
 
 def alignment(params):
   """float32 [N]: largest |cosine| of gate and up weights over the channels of every layer."""
   mlp = params["layers"]["mlp"]
-  return smooth.alignment(weights.read(mlp["gate"]), weights.read(mlp["up"]))
+  return smooth_swiglu.alignment(
+    stored_params.compute_copy(mlp["gate"]), stored_params.compute_copy(mlp["up"])
+  )
 
 
-def _after_last(params, sites, batch, cfg: ModelConfig, run: Execution):
+def _after_last(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """The residual stream after all layers."""
   remembered = _remat(functools.partial(layer, cfg=cfg, run=run), run)
   step = lambda *args: (remembered(*args), None)  # noqa: E731
-  return _over_layers(step, params, sites, batch, cfg, run)[0]
+  return _scan_layers(step, params, sites, batch, cfg, run)[0]
 
 
-def _over_layers(step, params, sites, batch, cfg: ModelConfig, run: Execution):
+def _scan_layers(step, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """(residual stream [B, L, D] after the last layer, what else layers give, stacked).
 
   Args:
     step: (residual stream, (parameters, sites), surroundings) -> (stream, anything).
   """
-  x_BLD, around = stream(params, batch, run), surroundings(batch, cfg)
+  x_BLD, around = embed(params, batch, run), layer_context(batch, cfg)
   start, found = 0, []
   for run_of_layers in sites["layers"]:
     stop = start + jax.tree.leaves(run_of_layers)[0].shape[0]
@@ -146,14 +149,17 @@ def _over_layers(step, params, sites, batch, cfg: ModelConfig, run: Execution):
   return x_BLD, jax.tree.map(lambda *runs: jnp.concatenate(runs), *found)
 
 
-def _normalised(x_BLD, params, cfg: ModelConfig, run: Execution):
-  return later.rms_norm(x_BLD, params["norm"], cfg.norm_eps, keep=run.kept.norms).value()
+def _normalised(x_BLD, params, cfg: ModelConfig, run: ComputeConfig):
+  return prologue.rms_norm(x_BLD, params["norm"], cfg.norm_eps, keep=run.kept.norms).value()
 
 
 def _with_values(params):
   """Arrays of all but the layers', which their dots read. A tied embedding is read once."""
   layers = params["layers"]
-  return {**weights.value({k: p for k, p in params.items() if k != "layers"}), "layers": layers}
+  return {
+    **stored_params.value({k: p for k, p in params.items() if k != "layers"}),
+    "layers": layers,
+  }
 
 
 def _head(params, cfg: ModelConfig):
@@ -162,13 +168,16 @@ def _head(params, cfg: ModelConfig):
   return params["head"], "BLD,DV->BLV"
 
 
-def _remat(layer, run: Execution):
+def _remat(layer, run: ComputeConfig):
   if run.kept.residual is not None:
-    return kept.from_narrow_input(layer, run.kept.residual)
+    return residuals.from_narrow_input(layer, run.kept.residual)
   if run.remat == "none":
     return layer
   saved = jax.checkpoint_policies.nothing_saveable
-  names = {"linears": ("linear", kept.NAME), "quantized": ("linear", kept.NAME, SAVED_NAME)}
+  names = {
+    "linears": ("linear", residuals.NAME),
+    "quantized": ("linear", residuals.NAME, SAVED_NAME),
+  }
   if run.remat in names:
     saved = jax.checkpoint_policies.save_only_these_names(*names[run.remat])
   # Inside scan the loop already keeps XLA from merging forward and recomputation.

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from fp8jax import axes
+from fp8jax import axes, params
 from fp8jax.formats import E2M1, E4M3
-from fp8jax.quant import scaled
-from fp8jax.recipe import WHOLE, Quant
+from fp8jax.quantization import scaled_matrix
+from fp8jax.recipe.gemm import Recipe
+from fp8jax.recipe.quant import WHOLE, Quant
 
 
 def sum_over(y, layout: axes.Layout, contracted: str):
@@ -38,8 +39,8 @@ def gather_weight(w, letters: str, layout: axes.Layout):
 
 
 def gather_scaled(
-  x: scaled.Scaled, over: tuple[str, ...], axis: int, in_shards: bool = False
-) -> scaled.Scaled:
+  x: scaled_matrix.ScaledMatrix, over: tuple[str, ...], axis: int, in_shards: bool = False
+) -> scaled_matrix.ScaledMatrix:
   """Gathers a narrow matrix and its scales along one of its axes.
 
   The data travel as bytes: XLA may otherwise widen an FP8 collective to 16 bits, and does on CPU.
@@ -60,7 +61,7 @@ def gather_scaled(
     gather(jax.lax.bitcast_convert_type(data, jnp.uint8), in_shards), data.dtype
   ).astype(x.data.dtype)
   scale = x.scale if x.tile[axis] == WHOLE else gather(x.scale)
-  return scaled.Scaled(data, scale, x.tile)
+  return scaled_matrix.ScaledMatrix(data, scale, x.tile)
 
 
 def tiles_fit(
@@ -108,3 +109,19 @@ def on_mesh(local, layout: axes.Layout, in_specs, out_specs) -> Callable:
   return jax.shard_map(
     local, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
   )
+
+
+def gathers_quantized(
+  param: params.Param, recipe: Recipe, dims, layout: axes.Layout
+) -> bool | None:
+  """Whether a weight split for storage is gathered in its narrow format; None: nothing is.
+
+  False costs two to four times the bytes: the shard holds no whole number of scale tiles.
+  """
+  contracted, produced = param.gemm_letters
+  letters = contracted + produced
+  if not any(extra_axes(layout, c) for c in letters):
+    return None
+  shard = {c: dims[c] // layout.size(layout.weight_axes(c)) for c in letters}
+  rhs = recipe.fwd.rhs
+  return rhs is not None and tiles_fit(shard, produced, contracted, rhs, layout)

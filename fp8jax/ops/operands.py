@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
-from fp8jax.kernels import scaled_matmul
+from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.ops import collectives
-from fp8jax.quant import quantize, scaled
-from fp8jax.recipe import CURRENT, WHOLE, Quant
+from fp8jax.quantization import quantize, scaled_matrix
+from fp8jax.recipe.quant import CURRENT, WHOLE, Quant
 
 
 @dataclasses.dataclass(frozen=True)
-class Letters:
+class EinsumLetters:
   """The three operands of an einsum, by letter."""
 
   x: str
@@ -47,7 +47,7 @@ class Letters:
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrix:
+class Operand:
   """One operand as [batch..., rows, contraction] ready to multiply.
 
   Attributes:
@@ -65,7 +65,7 @@ class Matrix:
 
 
 @dataclasses.dataclass(frozen=True)
-class Narrow:
+class Quantizer:
   """How to make one tensor narrow: its Quant and what that needs beside the tensor.
 
   Attributes:
@@ -110,7 +110,7 @@ class Narrow:
 
   def has_kernel(self, matrix, contraction: int) -> bool:
     """Whether the backend's quantizer makes this operand."""
-    if self.backend not in scaled_matmul.WITH_QUANTIZER or self.quant is None:
+    if self.backend not in gemm_api.WITH_QUANTIZER or self.quant is None:
       return False
     return mosaic_sm90.supports(matrix, self.quant, contraction) is None
 
@@ -134,7 +134,7 @@ def flatten(x, letters: str, contracted: str, batch: str):
   )
 
 
-def unflatten(product, a: Matrix, b: Matrix, out: str):
+def unflatten(product, a: Operand, b: Operand, out: str):
   """[batch?, M, N] -> the letters of `out`."""
   have = a.batch + a.free + b.free
   sizes = {**a.sizes, **b.sizes}
@@ -143,19 +143,19 @@ def unflatten(product, a: Matrix, b: Matrix, out: str):
 
 
 def activation(
-  x, letters: str, contracted: str, batch: str, narrow: Narrow, dtype, layout
-) -> Matrix:
+  x, letters: str, contracted: str, batch: str, narrow: Quantizer, dtype, layout
+) -> Operand:
   """An activation or gradient, or a weight as its GEMM needs it."""
   sizes = dict(zip(letters, x.shape))
   matrix, contraction, free = flatten(x, letters, contracted, batch)
   amax_axes = (layout.act_axes_of(free), layout.act_axes_of(contracted))
   value, amax = narrow(matrix, contraction, dtype, amax_axes)
-  return Matrix(value, free, batch, sizes, amax)
+  return Operand(value, free, batch, sizes, amax)
 
 
 def weight(
-  w, letters: str, contracted: str, batch: str, narrow: Narrow, dtype, layout: axes.Layout
-) -> Matrix:
+  w, letters: str, contracted: str, batch: str, narrow: Quantizer, dtype, layout: axes.Layout
+) -> Operand:
   """A weight as its GEMM needs it: narrow then gathered, or gathered first where tiles straddle."""
   extra = {c: collectives.extra_axes(layout, c) for c in letters}
   if not any(extra.values()):
@@ -175,10 +175,10 @@ def weight(
   value, amax = made
   for axis, group in enumerate(groups):
     if extra[group[0]]:
-      in_shards = axis == 1 and narrow.backend in scaled_matmul.WITH_SHARDS
+      in_shards = axis == 1 and narrow.backend in gemm_api.WITH_SHARDS
       value = collectives.gather_scaled(value, extra[group[0]], axis, in_shards)
   full = {c: n * layout.size(extra[c]) for c, n in sizes.items()}
-  return Matrix(value, free, batch, full, amax)
+  return Operand(value, free, batch, full, amax)
 
 
 def specs(free: str, contracted: str, batch: str, quant: Quant, layout: axes.Layout):
@@ -187,4 +187,4 @@ def specs(free: str, contracted: str, batch: str, quant: Quant, layout: axes.Lay
   axes_ = [layout.act_axes_of(free) or None, layout.act_axes_of(contracted) or None]
   spec = jax.sharding.PartitionSpec
   scales = [None if tile == WHOLE else a for a, tile in zip(axes_, quant.tile)]
-  return scaled.Scaled(spec(*lead, *axes_), spec(*lead, *scales), quant.tile)  # pyright: ignore
+  return scaled_matrix.ScaledMatrix(spec(*lead, *axes_), spec(*lead, *scales), quant.tile)  # pyright: ignore

@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
-from fp8jax import axes, params, recipes
-from fp8jax.kernels import backend as backend_lib
-from fp8jax.ops import rules as rules_lib
-from fp8jax.quant import history, observe
-from fp8jax.recipe import PASSES, Recipe
+from fp8jax import axes, params
+from fp8jax.kernels import choose
+from fp8jax.quantization import amax_history, tensor_stats
+from fp8jax.recipe import library
+from fp8jax.recipe import rules as rules_lib
+from fp8jax.recipe.gemm import PASSES, Recipe
 
 
 @jax.tree_util.register_dataclass
@@ -45,10 +46,10 @@ class Site:
   """
 
   tap: jax.Array
-  memory: history.Memory | None = None
+  memory: amax_history.ScalingState | None = None
   key: jax.Array | None = None
   name: str = dataclasses.field(default="", metadata=dict(static=True))
-  recipe: Recipe = dataclasses.field(default=recipes.BF16, metadata=dict(static=True))
+  recipe: Recipe = dataclasses.field(default=library.BF16, metadata=dict(static=True))
   backends: tuple[str, ...] = dataclasses.field(
     default=("xla", "xla", "xla"), metadata=dict(static=True)
   )
@@ -95,13 +96,13 @@ def single(recipe: Recipe | str = "block_128", matmul: str = "auto", name: str =
   recipe = rules_lib.recipe_by_name(recipe) if isinstance(recipe, str) else recipe
   chosen = tuple(matmul if getattr(recipe, p).is_narrow else "xla" for p in PASSES)
   if matmul != "auto":  # which is decided at the dot; sizes are unknown here
-    chosen = choose_backends(recipe, GemmSize(0, 0, 0), backend_lib.current_device(), matmul)
-  return _site((), observe.QUIET, name, recipe, chosen, axes.LOCAL)
+    chosen = choose_backends(recipe, GemmSize(0, 0, 0), choose.current_device(), matmul)
+  return _site((), tensor_stats.QUIET, name, recipe, chosen, axes.LOCAL)
 
 
 def _site(layers, statistics, name, recipe: Recipe, backends, layout) -> Site:
   stacked = (layers[1] - layers[0],) if layers else ()
-  memory = history.fresh(recipe, stacked) if recipe.is_stateful else None
+  memory = amax_history.init(recipe, stacked) if recipe.is_stateful else None
   key = jax.random.split(_own_key(jax.random.key(0), name), stacked) if recipe.is_random else None
   tap = jnp.zeros((*stacked, 3, statistics), jnp.float32)
   return Site(tap, memory, key, name, recipe, backends, layout, layers)
@@ -112,11 +113,11 @@ def _own_key(key, name: str):
 
 
 def choose_backends(
-  recipe: Recipe, size: "GemmSize", device: backend_lib.Device, matmul: str
+  recipe: Recipe, size: "GemmSize", device: choose.Device, matmul: str
 ) -> tuple[str, ...]:
   """Backends of (fwd, dgrad, wgrad)."""
   return tuple(
-    backend_lib.choose(backend_lib.Problem(*size.of(p), getattr(recipe, p), device), matmul).backend
+    choose.choose(choose.GemmProblem(*size.of(p), getattr(recipe, p), device), matmul).backend
     for p in PASSES
   )
 
@@ -161,9 +162,9 @@ def build_sites(
   layout: axes.Layout = axes.LOCAL,
   *,
   matmul: str = "auto",
-  device: backend_lib.Device | None = None,
+  device: choose.Device | None = None,
   tokens: int = 0,
-  statistics: int = observe.QUIET,
+  statistics: int = tensor_stats.QUIET,
 ):
   """The tree of Sites for a declaration tree.
 
@@ -180,7 +181,7 @@ def build_sites(
     tokens: tokens per device and GEMM call, for the backends' size checks.
     statistics: observe.QUIET or observe.LOUD.
   """
-  device = device or backend_lib.current_device()
+  device = device or choose.current_device()
   found = find_sites(declaration)
 
   def one(path, recipe_name, start, stop):
@@ -251,12 +252,12 @@ def recipes_of(sites) -> dict[str, Recipe]:
 # --- what sites remember -------------------------------------------------------------------------
 
 
-def memories(sites) -> dict[str, history.Memory]:
+def scaling_states(sites) -> dict[str, amax_history.ScalingState]:
   """{site name: memory} of those whose scales are not all current: a part of the training state."""
   return {name: s.memory for name, s in flatten(sites).items() if s.memory is not None}
 
 
-def with_memories(sites, memories: Mapping[str, history.Memory]):
+def with_scaling_states(sites, memories: Mapping[str, amax_history.ScalingState]):
   """The sites, reading these memories."""
 
   def one(site):
@@ -265,19 +266,21 @@ def with_memories(sites, memories: Mapping[str, history.Memory]):
   return tree_map(one, sites)
 
 
-def next_memories(sites, memories, seen: Mapping[str, Any]) -> dict[str, history.Memory]:
+def next_scaling_states(
+  sites, memories, seen: Mapping[str, Any]
+) -> dict[str, amax_history.ScalingState]:
   """Memories after a step in which sites saw {name: [..., 3, S]}."""
   recipe_of = {name: s.recipe for name, s in flatten(sites).items()}
   return {
-    name: history.update(memory, seen[name][..., 0], recipe_of[name])
+    name: amax_history.update(memory, seen[name][..., 0], recipe_of[name])
     for name, memory in memories.items()
   }
 
 
-def calibrated(sites, seen: Mapping[str, Any]) -> dict[str, history.Memory]:
+def calibrated(sites, seen: Mapping[str, Any]) -> dict[str, amax_history.ScalingState]:
   """Memories that begin with the amaxes {name: [..., 3, S]}."""
   return {
-    name: history.calibrated(s.recipe, seen[name][..., 0])
+    name: amax_history.calibrated(s.recipe, seen[name][..., 0])
     for name, s in flatten(sites).items()
     if s.memory is not None
   }
@@ -292,7 +295,7 @@ def with_current_scales(sites):
   return tree_map(one, sites)
 
 
-# Its gradient is that of the sum over tokens, before any factor on the loss: see ops/loss.py.
+# Its gradient is that of the sum over tokens, before any factor on the loss: see ops/cross_entropy.py.
 _HEAD = "head"
 
 
@@ -319,7 +322,7 @@ def with_unscaled_gradients(sites, seen, factor):
   def one(site, tap):
     if site.name == _HEAD:
       return tap
-    return tap.at[..., 2, :].set(observe.rescaled(tap[..., 2, :], 1 / factor))
+    return tap.at[..., 2, :].set(tensor_stats.rescaled(tap[..., 2, :], 1 / factor))
 
   return tree_map(one, sites, seen)
 
@@ -347,6 +350,6 @@ def with_folded_keys(sites, number):
   return tree_map(one, sites)
 
 
-def remembered(sites) -> dict[str, str]:
+def scaling_recipes(sites) -> dict[str, str]:
   """{site: recipe} of those that remember: memories are of use to the same alone."""
   return {name: s.recipe.name for name, s in flatten(sites).items() if s.memory is not None}

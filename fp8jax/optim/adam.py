@@ -14,8 +14,8 @@ import optax
 from jax import core
 
 from fp8jax.optim.moments import Moments, problems
-from fp8jax.quant import packed
-from fp8jax.recipe import Quant
+from fp8jax.quantization import quantized_tensor
+from fp8jax.recipe.quant import Quant
 
 
 def is_large(params):
@@ -157,7 +157,7 @@ def _fresh(zeros, quant: Quant | None, places: Places):
     return zeros
 
   def one(zero, is_narrow, lead):
-    return packed.zeros(zero.shape, quant, lead=lead) if is_narrow else zero
+    return quantized_tensor.zeros(zero.shape, quant, lead=lead) if is_narrow else zero
 
   return jax.tree.map(one, zeros, _tree_of(places.narrow, zeros), _tree_of(places.lead, zeros))
 
@@ -169,12 +169,12 @@ def _tree_of(choice, tree):
 
 
 def _wide(kept):
-  return kept.unpack() if isinstance(kept, packed.Packed) else kept
+  return kept.unpack() if isinstance(kept, quantized_tensor.QuantizedTensor) else kept
 
 
 def _kept(wide, before, key):
   """Like `before`, with these values."""
-  if isinstance(before, packed.Packed):
+  if isinstance(before, quantized_tensor.QuantizedTensor):
     return before.repack(wide, key)
   return wide.astype(before.dtype)
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.formats import BF16, E4M3
-from fp8jax.quant import packed
-from fp8jax.quant.packed import Packed
-from fp8jax.recipe import Quant, Rounding, Scale
+from fp8jax.quantization import quantized_tensor
+from fp8jax.quantization.quantized_tensor import QuantizedTensor
+from fp8jax.recipe.quant import Quant, Rounding, Scale
 
 PRESETS: dict[str, Quant | None] = {
   "float32": None,
@@ -30,11 +30,11 @@ _MOST = np.float32(416 / 448)
 
 def wide(g):
   """float32 of one gradient."""
-  return g.unpack() if isinstance(g, Packed) else g.astype(jnp.float32)
+  return g.unpack() if isinstance(g, QuantizedTensor) else g.astype(jnp.float32)
 
 
 def is_leaf(g) -> bool:
-  return isinstance(g, Packed)
+  return isinstance(g, QuantizedTensor)
 
 
 def norm(tree):
@@ -47,7 +47,7 @@ def scaled(tree, factor):
   """Gradients times a scalar. Of those with scales the scales, to float32's precision."""
 
   def one(g):
-    if isinstance(g, Packed) and g.scale is not None:
+    if isinstance(g, QuantizedTensor) and g.scale is not None:
       return dataclasses.replace(g, scale=g.scale * factor)
     return jax.tree.map(lambda x: (x * factor).astype(x.dtype), g)
 
@@ -75,20 +75,22 @@ def add(sums, new, key):
 
 
 def _add(a, b, key):
-  if not isinstance(a, Packed):
+  if not isinstance(a, QuantizedTensor):
     return a + b
   if a.scale is None:
     return a.repack(a.unpack() + b.unpack(), key)
   # A tensor whose first microbatch had no gradient has no grid to offer.
   axes = tuple(range(a.scale.ndim, a.data.ndim))
   is_empty = jnp.max(jnp.abs(a.data.astype(jnp.float32)), axis=axes) == 0
-  return packed.on_grid(a.unpack() + b.unpack(), jnp.where(is_empty, b.scale, a.scale), a, key)
+  return quantized_tensor.on_grid(
+    a.unpack() + b.unpack(), jnp.where(is_empty, b.scale, a.scale), a, key
+  )
 
 
 # --- room for sums in 8 bits ---------------------------------------------------------------------
 
 
-def fresh_room(quant: Quant | None, microbatches: int) -> dict[str, jax.Array]:
+def init_grad_autoscale(quant: Quant | None, microbatches: int) -> dict[str, jax.Array]:
   """{"mu": float32} where gradients have 8 bits, else {}: `packed.pack`'s room for them.
 
   A sum of equal microbatches comes to lie at half the maximum, as its roundings add up to some of
@@ -109,7 +111,7 @@ def saturated(tree):
   return full / sum(g.data.size for g in found)
 
 
-def next_room(room: dict[str, jax.Array], share):
+def next_grad_autoscale(room: dict[str, jax.Array], share):
   """The next step's: half after an overflow, else a little more, until the largest just fits.
 
   The paper's controller (FP8-LM §2.1). There mu multiplies gradients whose scales are then chosen

@@ -7,10 +7,10 @@ their value.
 from typing import Any
 
 from fp8jax.formats import BF16, F16
-from fp8jax.quant import packed, split
-from fp8jax.recipe import Quant, Rounding, Scale
+from fp8jax.quantization import bf16_remainder, quantized_tensor
+from fp8jax.recipe.quant import Quant, Rounding, Scale
 
-# BF16 and the 16 bits it lacks: see quant/split.py.
+# BF16 and the 16 bits it lacks: see quantization/bf16_remainder.py.
 REMAINDER = "remainder"
 
 PRESETS: dict[str, Quant | str | None] = {
@@ -37,7 +37,11 @@ def keep(x, how: Quant | str | None, *, lead: int = 0, key=None) -> Any:
   """
   if how is None:
     return x
-  return packed.pack(x, how, lead=lead, key=key) if isinstance(how, Quant) else split.split(x)
+  return (
+    quantized_tensor.pack(x, how, lead=lead, key=key)
+    if isinstance(how, Quant)
+    else bf16_remainder.split(x)
+  )
 
 
 def nbytes(how: Quant | str | None) -> tuple[float, float]:
@@ -48,6 +52,6 @@ def nbytes(how: Quant | str | None) -> tuple[float, float]:
   if how == REMAINDER:
     return 2.0, 2.0
   if isinstance(how, Quant):
-    own = packed.nbytes(how)
+    own = quantized_tensor.nbytes(how)
     return (own, 0.0) if how.format is BF16 else (0.0, own)
   return 0.0, 4.0

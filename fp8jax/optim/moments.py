@@ -8,8 +8,8 @@ import dataclasses
 import math
 
 from fp8jax.formats import BF16, E4M3, E5M2, F16
-from fp8jax.quant import packed
-from fp8jax.recipe import WHOLE, Expand, Quant, Rounding, Scale, SquareRoot
+from fp8jax.quantization import quantized_tensor
+from fp8jax.recipe.quant import WHOLE, DynamicRangeExpansion, Quant, Rounding, Scale, SquareRoot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ PRESETS = {
   # COAT (arXiv:2410.19313 §4): every group's range stretched over E4M3's; 2.08 bytes, as amax and
   # exponent of a group take 5.
   "coat": Moments(
-    _quant(E4M3, 128, transform=Expand()), _nu(E4M3, 128, transform=Expand())
+    _quant(E4M3, 128, transform=DynamicRangeExpansion()), _nu(E4M3, 128, transform=DynamicRangeExpansion())
   ),
   # The root halves the binades of v, so that E4M3 holds them under plain scales: 2.06 bytes.
   "sqrt_v": Moments(_quant(E4M3, 128), _nu(E4M3, 128, transform=SquareRoot())),
@@ -72,7 +72,7 @@ def problems(moments: Moments, mu_decay: float | None, nu_decay: float | None) -
     if quant is None:
       continue
     try:
-      packed.check(quant)
+      quantized_tensor.check(quant)
     except ValueError as e:
       found.append(f"{name}: {e}")
       continue
@@ -105,7 +105,7 @@ _LEAST_BINADES = 24
 
 def _binades(quant: Quant) -> float:
   """Between a tile's largest and the smallest that does not become 0."""
-  if isinstance(quant.transform, Expand):  # the tile's own range, whatever it is
+  if isinstance(quant.transform, DynamicRangeExpansion):  # the tile's own range, whatever it is
     return math.inf
   each = math.log2(2 * quant.format.max / quant.format.smallest)
   return 2 * each if isinstance(quant.transform, SquareRoot) else each
@@ -113,4 +113,4 @@ def _binades(quant: Quant) -> float:
 
 def nbytes(quant: Quant | None) -> float:
   """Bytes per element of a large tensor."""
-  return 4.0 if quant is None else packed.nbytes(quant)
+  return 4.0 if quant is None else quantized_tensor.nbytes(quant)

@@ -14,8 +14,9 @@ from array_record.python import array_record_module  # pyright: ignore
 from ml_collections import ConfigDict
 
 from configs import base
-from fp8jax import config
-from fp8jax.data import loader, prepare, sources, tokenize
+from fp8jax.config import resolve
+from fp8jax.data import config as data_config
+from fp8jax.data import loader, pretokenize, sources, tokenize
 from fp8jax.errors import ConfigError, UserError
 
 
@@ -25,12 +26,12 @@ def _source(**values):
 
 def _spec(source, tokenizer=None, **values):
   tokenizer = tokenizer or tokenize.Tokenizer("bytes")
-  return loader.Spec({"main": source}, tokenizer, length=32, prefetch=0, **values)
+  return data_config.DataConfig({"main": source}, tokenizer, length=32, prefetch=0, **values)
 
 
 def _read(spec, n=20):
   """n batches; returns what was passed over."""
-  counts = loader.Counts()
+  counts = loader.DocumentCounts()
   iterator = loader.train_batches(spec, 2, counts=counts)
   for _ in range(n):
     next(iterator)
@@ -48,7 +49,7 @@ def whole(tmp_path_factory):
   lines = [json.dumps({"text": f"doc {i} " + "x" * 30}) for i in range(40)]
   (folder / "c.jsonl").write_text("\n".join(lines))
   spec = _spec(_source(kind="jsonl", path=str(folder / "c.jsonl")), heldout=0.3)
-  prepare.run(spec, str(folder / "p"), 400, rich.console.Console(quiet=True))
+  pretokenize.run(spec, str(folder / "p"), 400, rich.console.Console(quiet=True))
   return {p.name: p.read_bytes() for p in (folder / "p" / "main").iterdir()}
 
 
@@ -158,11 +159,11 @@ def test_prepare_writes_a_damaged_folder_again(tmp_path):
   (tmp_path / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
   spec = _spec(_source(kind="jsonl", path=str(tmp_path / "c.jsonl")), heldout=0.0)
   out = rich.console.Console(quiet=True)
-  prepare.run(spec, str(tmp_path / "p"), 10**6, out)
+  pretokenize.run(spec, str(tmp_path / "p"), 10**6, out)
   shard = tmp_path / "p" / "main" / SHARD
   content = shard.read_bytes()
   shard.write_bytes(content[:-50])
-  prepare.run(spec, str(tmp_path / "p"), 10**6, out)
+  pretokenize.run(spec, str(tmp_path / "p"), 10**6, out)
   assert shard.read_bytes() == content
 
 
@@ -187,7 +188,7 @@ def test_source_of_a_wrong_type_is_refused(source, message):
   with c.unlocked():
     c.data.sources = ConfigDict({"main": source}, type_safe=False)
   with pytest.raises(ConfigError) as error:
-    config.resolve_data(c)
+    resolve.resolve_data(c)
   assert message in str(error.value)
 
 
@@ -195,7 +196,7 @@ def test_prepare_refuses_a_shard_without_tokens():
   c = base.get_config()
   c.prepare.shard_tokens = 0
   with pytest.raises(ConfigError, match="prepare.shard_tokens=0 must be at least 1"):
-    config.resolve_data(c)
+    resolve.resolve_data(c)
 
 
 def test_one_file_by_two_paths_is_refused_and_a_loop_ends(tmp_path):

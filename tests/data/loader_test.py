@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import rich.console
 
-from fp8jax.data import loader, prepare, sources, tokenize
+from fp8jax.data import config as data_config
+from fp8jax.data import loader, pretokenize, sources, tokenize
 from fp8jax.errors import UserError
 
 BYTES = tokenize.Tokenizer("bytes")
@@ -25,7 +26,7 @@ def _source(**values):
 
 def _spec(length=32, **values):
   values = {"sources": {"main": _source(kind="pydoc")}, "tokenizer": BYTES} | values
-  return loader.Spec(length=length, **values)
+  return data_config.DataConfig(length=length, **values)
 
 
 def _take(spec, n, batch=4, **kwargs):
@@ -206,7 +207,7 @@ def test_malformed_documents_stop_the_run_or_are_counted(tmp_path, kind, content
   assert message in str(error.value)
   assert str(tmp_path / "bad.txt") + (f":{line}" if line else "") in str(error.value)
   assert "data.on_malformed='skip'" in str(error.value)
-  counts = loader.Counts()
+  counts = loader.DocumentCounts()
   _take(dataclasses.replace(spec, on_malformed="skip"), 3, counts=counts)
   assert counts["malformed"] >= 1 and counts.summary()["malformed"] == counts["malformed"]
 
@@ -219,7 +220,7 @@ def test_long_documents_are_split_refused_or_counted(tmp_path):
   assert {ord("x"), ord("y")} < set(split)
   with pytest.raises(tokenize.MalformedDocument, match="long.txt: 101 tokens do not fit a window"):
     _take(dataclasses.replace(spec, on_long="error"), 3)
-  counts = loader.Counts()
+  counts = loader.DocumentCounts()
   skipped = _take(dataclasses.replace(spec, on_long="skip"), 3, counts=counts)
   assert ord("x") not in np.concatenate([b["tokens_BL"].ravel() for b in skipped])
   assert counts["too long"] >= 1
@@ -328,7 +329,7 @@ def test_tfds_is_read_without_tensorflow(tmp_path):
 def test_prepared_data_hold_the_same_documents(tmp_path, corpus):
   raw = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, heldout=0.3)
   out = rich.console.Console(quiet=True)
-  made = prepare.run(raw, str(tmp_path / "p"), 200, out)["main"]
+  made = pretokenize.run(raw, str(tmp_path / "p"), 200, out)["main"]
   assert len(made["splits"]["train"]["files"]) > 1  # 200 tokens a file
   spec = dataclasses.replace(
     raw, sources={"main": _source(kind="prepared", path=str(tmp_path / "p" / "main"))}
@@ -339,12 +340,12 @@ def test_prepared_data_hold_the_same_documents(tmp_path, corpus):
 
   assert set(_documents(_take(raw, 90, batch=1))) == set(_documents(_take(spec, 90, batch=1)))
   stamp = (tmp_path / "p" / "main" / "index.json").stat().st_mtime_ns
-  prepare.run(raw, str(tmp_path / "p"), 200, out)
+  pretokenize.run(raw, str(tmp_path / "p"), 200, out)
   assert (tmp_path / "p" / "main" / "index.json").stat().st_mtime_ns == stamp
   lost = tmp_path / "p" / "main" / made["splits"]["train"]["files"][-1]
   content = lost.read_bytes()
   lost.unlink()
-  prepare.run(raw, str(tmp_path / "p"), 200, out)
+  pretokenize.run(raw, str(tmp_path / "p"), 200, out)
   assert lost.read_bytes() == content
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import rich.console
 
-from fp8jax.data import loader, prepare, sample_index, sources, tokenize
+from fp8jax.data import config as data_config
+from fp8jax.data import loader, pretokenize, sample_index, sources, tokenize
 from fp8jax.errors import UserError
 
 BYTES = tokenize.Tokenizer("bytes")
@@ -32,14 +33,14 @@ def folder(tmp_path_factory):
       text = "".join(map(chr, rng.integers(97, 123, size)))
       f.write(json.dumps({"text": text}) + "\n")
   spec = _spec(path, "jsonl", 0)
-  prepare.run(spec, str(path / "p"), 300, rich.console.Console(quiet=True))
+  pretokenize.run(spec, str(path / "p"), 300, rich.console.Console(quiet=True))
   return path
 
 
 def _spec(folder, kind, windows, **values):
   path = {"jsonl": folder / "corpus.jsonl", "prepared": folder / "p" / "main"}[kind]
   values = {"sources": {"main": _source(kind=kind, path=str(path))}, "heldout": 0.2} | values
-  return loader.Spec(tokenizer=BYTES, length=LENGTH, shuffle_windows=windows, **values)
+  return data_config.DataConfig(tokenizer=BYTES, length=LENGTH, shuffle_windows=windows, **values)
 
 
 def _rows(spec, n, batch=1, **kwargs) -> list[bytes]:
@@ -178,7 +179,7 @@ def test_long_prepared_documents_are_skipped_and_counted_once_an_epoch(folder):
   lengths = [len(source[i]["tokens"]) for i in range(len(source))]
   short = [n for n in lengths if n <= LENGTH]
   assert 0 < len(short) < len(lengths)
-  counts = loader.Counts()
+  counts = loader.DocumentCounts()
   spec = _spec(folder, "prepared", 1, on_long="skip", prefetch=0)
   n = -(-2 * sum(short) // (LENGTH + 1))  # samples that begin in the first two epochs
   iterator = loader.train_batches(spec, 1, counts=counts)
@@ -197,7 +198,7 @@ def test_long_prepared_documents_are_skipped_and_counted_once_an_epoch(folder):
 def test_lengths_that_are_lost_or_wrong_are_refused(tmp_path, folder):
   spec = _spec(folder, "jsonl", 0)
   out = rich.console.Console(quiet=True)
-  made = prepare.run(spec, str(tmp_path), 300, out)["main"]
+  made = pretokenize.run(spec, str(tmp_path), 300, out)["main"]
   shuffled = dataclasses.replace(
     spec, sources={"main": _source(kind="prepared", path=str(tmp_path / "main"))}, shuffle_windows=1
   )
@@ -209,7 +210,7 @@ def test_lengths_that_are_lost_or_wrong_are_refused(tmp_path, folder):
   lengths.unlink()
   with pytest.raises(FileNotFoundError, match="lengths.uint32 does not exist; delete the folder"):
     _rows(shuffled, 1)
-  prepare.run(spec, str(tmp_path), 300, out)
+  pretokenize.run(spec, str(tmp_path), 300, out)
   assert lengths.read_bytes() == content
   index = tmp_path / "main" / "index.json"
   old = json.loads(index.read_text())

@@ -19,20 +19,21 @@ LENGTH, BATCH = 256, 4
 def windows(folder, pattern, tokens, path):
   sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
   from configs import base
-  from fp8jax import batches, config, evaluate
-  from fp8jax.data import loader
-  from fp8jax.kernels import backend
-  from fp8jax.models import hf
+  from fp8jax.config import resolve
+  from fp8jax.data import batch_sharding, loader
+  from fp8jax.kernels import choose
+  from fp8jax.models.hf import weights as hf_weights
+  from fp8jax.run import evaluator
 
   c = base.get_config("bf16")
   c.init.hf, c.model.preset, c.data.eos = folder, "hf", "<|endoftext|>"
   c.data.sources = {"main": base.source("text", pattern)}
   c.batch, c.length, c.eval.batch, c.eval.tokens = BATCH, LENGTH, BATCH, int(tokens)
   c.precision.compute = "float32"
-  plan = config.resolve(c, 1, backend.current_device())
-  params, _ = hf.load_params(folder, plan.model, plan.run.layout)
-  result = evaluate.Evaluator(plan).run(params, {})["main"]["bf16"]
-  spread = batches.Spread(plan.run.layout, BATCH)
+  plan = resolve.resolve(c, 1, choose.current_device())
+  params, _ = hf_weights.load_params(folder, plan.model, plan.run.layout)
+  result = evaluator.Evaluator(plan).run(params, {})["main"]["bf16"]
+  spread = batch_sharding.BatchSharder(plan.run.layout, BATCH)
   count = -(-int(tokens) // (BATCH * LENGTH))
   stream = loader.heldout_batches(plan.data, "main", spread.local_rows, count, spread.shard)
   found = list(stream)

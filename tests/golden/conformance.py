@@ -24,8 +24,11 @@ sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent)]
 import oracle  # noqa: E402
 
 from fp8jax import formats  # noqa: E402
-from fp8jax.quant import packed, quantize, scaled  # noqa: E402
-from fp8jax.recipe import Quant, Scale  # noqa: E402
+from fp8jax.quantization import quantize, quantized_tensor, scaled_matrix  # noqa: E402
+from fp8jax.recipe.quant import (  # noqa: E402
+  Quant,
+  Scale,  # noqa: E402
+)
 
 NARROW = tuple(f.name for f in formats.FORMATS.values() if f.is_narrow)
 WIDE = ("bf16", "f16")
@@ -78,7 +81,7 @@ def decode(name: str):
   fmt = formats.FORMATS[name]
   codes = np.arange(2**fmt.bits, dtype=np.uint8)
   data = codes.view(fmt.dtype)[None]
-  read = jax.jit(lambda d: scaled.Scaled(d, jnp.ones((1, 1)), (0, 0)).dequantize())
+  read = jax.jit(lambda d: scaled_matrix.ScaledMatrix(d, jnp.ones((1, 1)), (0, 0)).dequantize())
   got = np.asarray(read(data))[0]
   theirs = gfloat.decode_ndarray(GFLOAT[name], codes)
   return codes.size, differences(got, data[0]) + differences(got, theirs)
@@ -180,11 +183,13 @@ def e8m0(name: str, kind: Scale):
   """
   amax, e8m0 = hard_amaxes(name), formats.E8M0.dtype
   quant = Quant(formats.FORMATS[name], (1, 1), kind)
-  kept = jax.jit(lambda a: packed.pack(a, quant))(amax[:, None])
+  kept = jax.jit(lambda a: quantized_tensor.pack(a, quant))(amax[:, None])
   want = np.asarray([oracle.scale_of(a, name, kind.value) for a in amax])
   wrong = np.sum(np.asarray(kept.scale)[:, 0] != want.astype(e8m0).view(np.uint8))
   codes = np.arange(1, 255, dtype=np.uint8)  # 2^-126 to 2^127
-  ones = packed.Packed(np.ones((codes.size, 1), quant.format.dtype), codes[:, None], None, quant)
+  ones = quantized_tensor.QuantizedTensor(
+    np.ones((codes.size, 1), quant.format.dtype), codes[:, None], None, quant
+  )
   read = np.asarray(ones.unpack())[:, 0]
   theirs = gfloat.decode_ndarray(gfloat_formats.format_info_ocp_e8m0, codes)
   wrong += differences(read, codes.view(e8m0)) + differences(read, theirs)
@@ -217,7 +222,7 @@ def golden() -> dict[str, np.ndarray]:
     return {name: arrays[name] for name in arrays.files}
 
 
-def narrow(x, name: str, kind: Scale, tile) -> scaled.Scaled:
+def narrow(x, name: str, kind: Scale, tile) -> scaled_matrix.ScaledMatrix:
   quant = Quant(formats.FORMATS[name], tile, kind)
   return jax.jit(lambda x: quantize.quantize(x, quant))(x)
 

@@ -18,7 +18,7 @@ import golden_test  # noqa: E402
 import invariance_test as small  # noqa: E402
 import jax  # noqa: E402
 
-from fp8jax import recipes  # noqa: E402
+from fp8jax.recipe import library  # noqa: E402
 
 PATH = golden_test.PATH
 PARTS = {"products": golden_test.products, "steps": small.summary}
@@ -39,12 +39,12 @@ def main():
   }
   for part in [wanted.only] if wanted.only else PARTS:
     found = golden.get(part, {}).get("recipes", {})
-    for recipe in [wanted.recipe] if wanted.recipe else recipes.RECIPES:
+    for recipe in [wanted.recipe] if wanted.recipe else library.RECIPES:
       found[recipe] = PARTS[part](recipe)
       print(part, recipe, flush=True)
     if wanted.recipe:  # the header is of the others
       header = golden[part]["header"]
-    golden[part] = {"header": header, "recipes": {r: found[r] for r in recipes.RECIPES}}
+    golden[part] = {"header": header, "recipes": {r: found[r] for r in library.RECIPES}}
   PATH.write_text(json.dumps(golden, indent=1) + "\n")
 
 

@@ -16,13 +16,15 @@ import tolerances
 
 from fp8jax.errors import UserError
 from fp8jax.formats import E4M3
-from fp8jax.kernels import adam, check
-from fp8jax.kernels.adam import mosaic_sm90, registers
-from fp8jax.kernels.backend import Device
-from fp8jax.kernels.scaled_matmul import mosaic_sm90 as gemm
+from fp8jax.kernels import self_test
+from fp8jax.kernels.adamw import api as adamw_api
+from fp8jax.kernels.adamw import lanes
+from fp8jax.kernels.adamw import mosaic_sm90 as mosaic_sm90_lib
+from fp8jax.kernels.choose import Device
+from fp8jax.kernels.gemm import mosaic_sm90 as gemm
 from fp8jax.optim import moments
-from fp8jax.quant import packed, split
-from fp8jax.recipe import Quant, Scale
+from fp8jax.quantization import bf16_remainder, quantized_tensor
+from fp8jax.recipe.quant import Quant, Scale
 
 HOPPER = Device("gpu", 90)
 EXACT = dict(b1=0.5, b2=0.25, eps=2.0**-20, weight_decay=0.125)
@@ -40,7 +42,7 @@ CASES = {
 
 @functools.partial(jax.jit, static_argnames=("rule", "backend"))
 def _update(arrays, by, rule, backend):
-  return adam.update(*arrays, **by, **dict(rule), backend=backend)
+  return adamw_api.update(*arrays, **by, **dict(rule), backend=backend)
 
 
 def _run(arrays, backend="reference", rule=EXACT, count=3, rate=2.0**-6, factor=0.5, applied=True):
@@ -77,13 +79,13 @@ def _arrays(rng, name):
     x = jnp.asarray(x.reshape(shape), jnp.float32)
     if quant is None:
       return x
-    x = packed.pack(x, quant)
+    x = quantized_tensor.pack(x, quant)
     assert x.scale is None or set(np.frexp(x.scale)[0].flat) <= {0.0, 0.5}
     return x
 
   p = jnp.asarray(few_bits(p))
   arrays = keep(m, kept.mu), keep(v, kept.nu)
-  return jnp.asarray(few_bits(g), dtype), split.split(p) if is_pair else p, *arrays
+  return jnp.asarray(few_bits(g), dtype), bf16_remainder.split(p) if is_pair else p, *arrays
 
 
 def _assert_same_bits(got, want):
@@ -106,9 +108,9 @@ def test_kernel_is_the_reference(rng, request, monkeypatch, name):
   looks = name not in ("sqrt_v", "e4m3_256")
   request.getfixturevalue("interpreted" if looks else "interpreted_on_mesh")
   monkeypatch.setattr(gemm, "num_cores", lambda: 1)
-  monkeypatch.setattr(mosaic_sm90, "_WARPGROUPS", CASES[name][-1])
+  monkeypatch.setattr(mosaic_sm90_lib, "_WARPGROUPS", CASES[name][-1])
   arrays = _arrays(rng, name)
-  assert mosaic_sm90.supports(*arrays, HOPPER) is None
+  assert mosaic_sm90_lib.supports(*arrays, HOPPER) is None
   *got, _ = _run(arrays, "mosaic_sm90")
   *want, _ = _run(arrays)
   _assert_same_bits(got, want)
@@ -127,7 +129,11 @@ def test_a_step_that_the_kernel_does_not_apply_leaves_everything(rng, monkeypatc
 
 
 def _wide(kept):
-  return kept.unpack() if isinstance(kept, packed.Packed) else split.wide(kept)
+  return (
+    kept.unpack()
+    if isinstance(kept, quantized_tensor.QuantizedTensor)
+    else bf16_remainder.wide(kept)
+  )
 
 
 def _assert_sums_of_squares(found, *arrays):
@@ -177,22 +183,22 @@ def test_moments_are_rounded_after_they_were_used(rng):
   found = _run((gradient, master, mu, nu))
   exact = _run((gradient, master, mu.unpack(), nu.unpack()))
   _assert_same_bits((found[0], found[3]), (exact[0], exact[3]))
-  pack = jax.jit(packed.pack, static_argnums=1)
+  pack = jax.jit(quantized_tensor.pack, static_argnums=1)
   _assert_same_bits(found[1:3], tuple(pack(x, k.quant) for x, k in zip(exact[1:3], (mu, nu))))
 
 
 def test_a_device_that_computes_something_else_is_refused(monkeypatch, interpreted_on_mesh):
   kept = moments.PRESETS["sqrt_v"]
   trial = functools.partial(
-    check.optimizer, kept.mu, kept.nu, is_pair=True, dtype=jnp.float32, sizes=(12, 256)
+    self_test.optimizer, kept.mu, kept.nu, is_pair=True, dtype=jnp.float32, sizes=(12, 256)
   )
   trial()
-  over = registers._over
+  over = lanes._over
 
   def of_one_row(scale, x):
     return over(jnp.where(jnp.arange(scale.shape[0]) == 21, 1.2 * scale, scale), x)
 
-  monkeypatch.setattr(registers, "_over", of_one_row)
+  monkeypatch.setattr(lanes, "_over", of_one_row)
   with pytest.raises(UserError, match="group 21 of 128.*optimizer='xla'"):
     trial()
 
@@ -202,7 +208,7 @@ def test_supports_says_what_is_missing():
 
   def kept(quant, shape=x.shape):
     key = jax.random.key(0)
-    pack = functools.partial(packed.pack, quant=quant, key=key)
+    pack = functools.partial(quantized_tensor.pack, quant=quant, key=key)
     return jax.eval_shape(pack, jax.ShapeDtypeStruct(shape, x.dtype))
 
   coat, wide = (moments.PRESETS[name] for name in ("coat", "e4m3_256"))
@@ -220,14 +226,14 @@ def test_supports_says_what_is_missing():
     "9 rows of 64 numbers; expected a multiple of 8": (norm, norm, norm, norm),
   }
   for part, (*arrays, device) in ((k, (*v, HOPPER)[:5]) for k, v in reasons.items()):
-    assert part in (mosaic_sm90.supports(*arrays, device) or ""), part
-    choice = adam.choose(*arrays, device)
+    assert part in (mosaic_sm90_lib.supports(*arrays, device) or ""), part
+    choice = adamw_api.choose(*arrays, device)
     assert choice.backend == "reference" and part in choice.notes[0]
-  assert adam.choose(x, x, kept(coat.mu), kept(coat.nu), HOPPER).backend == "mosaic_sm90"
+  assert adamw_api.choose(x, x, kept(coat.mu), kept(coat.nu), HOPPER).backend == "mosaic_sm90"
   random = kept(moments.PRESETS["bf16_sr"].mu)
   with pytest.raises(ValueError, match="to the nearest only.*takes no key"):
-    adam.choose(x, x, random, random, HOPPER)
+    adamw_api.choose(x, x, random, random, HOPPER)
   with pytest.raises(ValueError, match="Hopper"):
-    adam.choose(x, x, x, x, Device(), "mosaic_sm90")
+    adamw_api.choose(x, x, x, x, Device(), "mosaic_sm90")
   with pytest.raises(ValueError, match="'triton'"):
-    adam.choose(x, x, x, x, HOPPER, "triton")
+    adamw_api.choose(x, x, x, x, HOPPER, "triton")

@@ -3,26 +3,26 @@
 import jax
 import pytest
 
-from fp8jax import recipes
-from fp8jax.kernels import advice
+from fp8jax.kernels import timings
+from fp8jax.recipe import library
 
 KIND = jax.devices()[0].device_kind.lower().replace(" ", "_")
 OURS = ("block_128", "mosaic_sm90")
-BIG = advice.Layer(*OURS, 8192, 4096, 4096, bf16_ms=3.0, fp8_ms=2.0)
-SMALL = advice.Layer(*OURS, 512, 512, 512, bf16_ms=0.1, fp8_ms=0.125)
+BIG = timings.LayerTiming(*OURS, 8192, 4096, 4096, bf16_ms=3.0, fp8_ms=2.0)
+SMALL = timings.LayerTiming(*OURS, 512, 512, 512, bf16_ms=0.1, fp8_ms=0.125)
 
 
 def _row(m, n, k, recipe="block_128", backend="mosaic_sm90"):
-  definition = recipes.RECIPES[recipe].to_dict()
+  definition = library.RECIPES[recipe].to_dict()
   return {"site": f"s{m}", "m_n_k": [m, n, k], "recipe": recipe, "definition": definition,
           "backends": dict.fromkeys(("fwd", "dgrad", "wgrad"), backend)}  # fmt: skip
 
 
 def test_what_is_stored_is_loaded(tmp_path):
-  advice.store([BIG, SMALL], {"commit": "c"}, tmp_path)
-  assert advice.load(tmp_path) == (BIG, SMALL)
+  timings.store([BIG, SMALL], {"commit": "c"}, tmp_path)
+  assert timings.load(tmp_path) == (BIG, SMALL)
   assert (tmp_path / f"{KIND}.json").exists()
-  assert advice.load(tmp_path / "elsewhere") == ()
+  assert timings.load(tmp_path / "elsewhere") == ()
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_what_is_stored_is_loaded(tmp_path):
   ],
 )
 def test_sites_that_lose_are_named_with_the_fix(row, is_told):
-  found = advice.lines([row], (BIG, SMALL))
+  found = timings.lines([row], (BIG, SMALL))
   assert len(found) == bool(is_told)
   if is_told == "slower":
     assert found[0].startswith(f"s512: {row['recipe']} is slower than BF16")
@@ -54,12 +54,12 @@ def test_sites_that_lose_are_named_with_the_fix(row, is_told):
 
 
 def test_a_recipe_is_told_what_was_measured_in_its_own():
-  tensor = advice.Layer("tensor_current", "xla_sm90", 512, 512, 512, bf16_ms=0.1, fp8_ms=0.2)
-  (line,) = advice.lines([_row(512, 512, 512, "tensor_current", "xla_sm90")], (SMALL, tensor))
+  tensor = timings.LayerTiming("tensor_current", "xla_sm90", 512, 512, 512, bf16_ms=0.1, fp8_ms=0.2)
+  (line,) = timings.lines([_row(512, 512, 512, "tensor_current", "xla_sm90")], (SMALL, tensor))
   assert "0.50 x in tensor_current" in line
 
 
 def test_an_unknown_device_is_said_to_be_one():
-  (line,) = advice.lines([_row(512, 512, 512)], ())
+  (line,) = timings.lines([_row(512, 512, 512)], ())
   assert "not measured" in line and "bench_kernels" in line
-  assert advice.lines([_row(512, 512, 512, "bf16")], ()) == []
+  assert timings.lines([_row(512, 512, 512, "bf16")], ()) == []

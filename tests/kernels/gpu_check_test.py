@@ -38,11 +38,16 @@ from gpu_check import (  # noqa: E402
   worker,
 )
 
-from fp8jax.kernels import adam  # noqa: E402
-from fp8jax.kernels.adam import reference  # noqa: E402
+from fp8jax.kernels.adamw import api as adamw_api  # noqa: E402
+from fp8jax.kernels.adamw import reference  # noqa: E402
+from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib  # noqa: E402
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer  # noqa: E402
-from fp8jax.kernels.scaled_matmul import mosaic_sm90  # noqa: E402
-from fp8jax.quant import observe, packed, quantize, scaled  # noqa: E402
+from fp8jax.quantization import (  # noqa: E402
+  quantize,
+  quantized_tensor,
+  scaled_matrix,
+  tensor_stats,  # noqa: E402
+)
 
 CONTEXT = worker.Context(is_dry=True, cupti=False, deadline=float("inf"))
 # What a machine with a GPU lacks.
@@ -72,7 +77,7 @@ def _multiply(broken: str):
   def matmul(a, b, *, out_dtype, config=None, add_to=None):
     del config
     if broken == "scale":  # of the next row
-      a = scaled.Scaled(a.data, jnp.roll(a.scale, 1, axis=0), a.tile)
+      a = scaled_matrix.ScaledMatrix(a.data, jnp.roll(a.scale, 1, axis=0), a.tile)
     wide = [x.dequantize() for x in (a, b)]
     if broken == "step":  # the last 128 of K
       wide = [x[:, :-128] for x in wide]
@@ -85,7 +90,7 @@ def _multiply(broken: str):
 
 @pytest.mark.parametrize("broken", ["", "scale", "step", "nan", "add"])
 def test_a_wrong_product_is_seen(monkeypatch, broken):
-  monkeypatch.setattr(mosaic_sm90, "matmul", _multiply(broken))
+  monkeypatch.setattr(mosaic_sm90_lib, "matmul", _multiply(broken))
   values = dict(product="wgrad", shape=(40, 64, 256), adds=True)
   found = worker.measure(check_gemm.run, CONTEXT, values)
   assert found["status"] == ("wrong" if broken else "ok"), found
@@ -101,7 +106,7 @@ def test_a_wrong_product_is_seen(monkeypatch, broken):
 
 @pytest.mark.parametrize("broken", ["", "scale"])
 def test_a_wrong_product_is_not_timed(monkeypatch, broken):
-  monkeypatch.setattr(mosaic_sm90, "matmul", _multiply(broken))
+  monkeypatch.setattr(mosaic_sm90_lib, "matmul", _multiply(broken))
   timed = []
   monkeypatch.setattr(measure, "_time", lambda *args: timed.append(args) or {"ms": 2.0})
   values = dict(product="fwd", shape=(40, 128, 256))
@@ -123,7 +128,7 @@ def test_a_wrong_quantization_is_seen(monkeypatch, broken):
       one = dataclasses.replace(one, data=data, scale=2 * one.scale)
     if broken == "element":
       one = dataclasses.replace(one, data=one.data.at[7, 9].set(one.data[7, 9] * 1.25 + 1))
-    amax = observe.amax(x) * (0.5 if broken == "amax" else 1)
+    amax = tensor_stats.amax(x) * (0.5 if broken == "amax" else 1)
     return made | {1: one}, amax if watched else None
 
   monkeypatch.setattr(quantizer, "quantize_matrix", quantize_matrix)
@@ -145,12 +150,12 @@ def test_a_wrong_update_is_seen(monkeypatch, broken, preset):
       if broken == "nu":  # as it was
         v = nu
       if broken == "lost":
-        wide = m.unpack() if isinstance(m, packed.Packed) else m
+        wide = m.unpack() if isinstance(m, quantized_tensor.QuantizedTensor) else m
         wide = wide.at[5, 9:11].set(0)
-        m = m.repack(wide) if isinstance(m, packed.Packed) else wide
+        m = m.repack(wide) if isinstance(m, quantized_tensor.QuantizedTensor) else wide
       return new, m, v, squares
 
-  monkeypatch.setitem(adam.BACKENDS, "mosaic_sm90", Broken)
+  monkeypatch.setitem(adamw_api.BACKENDS, "mosaic_sm90", Broken)
   values = dict(preset=preset, is_pair=False, dtype="float32", shape=(24, 256))
   found = worker.measure(check_adam.run, CONTEXT, values)
   assert found["status"] == ("wrong" if broken else "ok"), found
@@ -379,7 +384,7 @@ from gpu_check import plan, cpt, layer, batches
 import importlib
 for family in plan.families():
   importlib.import_module(family.module)
-from fp8jax.kernels import backend
+from fp8jax.kernels import choose as backend
 function, arguments, sites = layer.build("bf16", 64, layer.DRY, backend.current_device())
 print(type(sites["mlp"]["up"]).__name__, jax.eval_shape(function, *arguments, sites)[0].shape)
 try:
@@ -485,9 +490,9 @@ def lower_all() -> dict[str, str]:
 
 
 def programs_device():
-  from fp8jax.kernels import backend
+  from fp8jax.kernels import choose
 
-  return backend.Device("gpu", 90)
+  return choose.Device("gpu", 90)
 
 
 def step_of_cpt(device) -> programs.Program:

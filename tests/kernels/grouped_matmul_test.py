@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from lattice import lattice
 
-from fp8jax import recipes
-from fp8jax.kernels import grouped_matmul as gm
-from fp8jax.quant import quantize, scaled
+from fp8jax.kernels.gemm import grouped as gm
+from fp8jax.quantization import quantize, scaled_matrix
+from fp8jax.recipe import library
 
 # Powers of two: a tile with few tokens has any amax, and integers up to 7 stay exact.
-BLOCK = recipes.RECIPES["block_128_pow2"]
+BLOCK = library.RECIPES["block_128_pow2"]
 # Tokens per expert: even; none for the first and the last; all for one; a token here and there.
 SIZES = {"even": (100, 100, 100), "holes": (0, 299, 1, 0), "one": (0, 300), "few": (1, 1, 298)}
 T, D, F = 300, 128, 136
@@ -27,7 +27,7 @@ def _weights(w, spec, contraction):
   """[G, rows, contraction] of [G, D, F]."""
   made = [quantize.quantize(jnp.asarray(x), spec, contraction=contraction) for x in w]
   data, scale = (jnp.stack([getattr(m, name) for m in made]) for name in ("data", "scale"))
-  return scaled.Scaled(data, scale, made[0].tile)
+  return scaled_matrix.ScaledMatrix(data, scale, made[0].tile)
 
 
 def _products(x, g, w, groups, backend):

@@ -38,7 +38,7 @@ def _place():
   from jax.experimental import topologies
 
   os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-  config = (ROOT / "fp8jax" / "targets" / "h200.txtpb").read_text()
+  config = (ROOT / "fp8jax" / "compiled" / "topologies" / "h200.txtpb").read_text()
   found = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=config)
   return jax.sharding.SingleDeviceSharding(found.devices[0])
 
@@ -50,35 +50,35 @@ def _array(dtype, *shape):
 
 
 def _narrow(quant, *shape):
-  from fp8jax.quant import scaled
+  from fp8jax.quantization import scaled_matrix
 
   *lead, rows, depth = shape
   scale = _array("float32", *lead, -(-rows // quant.tile[0]), -(-depth // quant.tile[1]))
-  return scaled.Scaled(_array(quant.format.dtype, *shape), scale, quant.tile)
+  return scaled_matrix.ScaledMatrix(_array(quant.format.dtype, *shape), scale, quant.tile)
 
 
 # --- one shape of a kernel: (what supports() says, function, operands) ---------------------------
 
 
 def gemm(recipe: str, product: str, m: int, n: int, k: int, **how):
-  from fp8jax import recipes
-  from fp8jax.kernels.backend import Device, Problem
-  from fp8jax.kernels.scaled_matmul import mosaic_sm90
+  from fp8jax.kernels.choose import Device, GemmProblem
+  from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
+  from fp8jax.recipe import library
 
-  of = getattr(recipes.RECIPES[recipe], product)
-  reason = mosaic_sm90.supports(Problem(m, n, k, of, Device("gpu", 90)))
-  multiply = functools.partial(mosaic_sm90.matmul, out_dtype=PRODUCTS[product], **how)
+  of = getattr(library.RECIPES[recipe], product)
+  reason = mosaic_sm90_lib.supports(GemmProblem(m, n, k, of, Device("gpu", 90)))
+  multiply = functools.partial(mosaic_sm90_lib.matmul, out_dtype=PRODUCTS[product], **how)
   return reason, multiply, (_narrow(of.lhs, m, k), _narrow(of.rhs, n, k))
 
 
 def grouped(product: str, tiles: int, n: int, k: int):
   """K and N, or the two sizes of a weight; its package refuses no size."""
-  from fp8jax import recipes
-  from fp8jax.kernels.scaled_matmul import mosaic_sm90
+  from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
+  from fp8jax.recipe import library
 
-  of, groups = getattr(recipes.RECIPES["block_128"], product), _array("int32", tiles)
+  of, groups = getattr(library.RECIPES["block_128"], product), _array("int32", tiles)
   how = {"num_groups": 3} if product == "wgrad" else {}
-  multiply = lambda a, b, g: mosaic_sm90.matmul(  # noqa: E731
+  multiply = lambda a, b, g: mosaic_sm90_lib.matmul(  # noqa: E731
     a, b, out_dtype=PRODUCTS[product], groups=g, **how
   )
   if product == "wgrad":
@@ -92,10 +92,10 @@ def grouped(product: str, tiles: int, n: int, k: int):
 
 def quantize(recipe: str, tensor: str, dtype: str, rows: int, columns: int, watched=False):
   """An activation, a gradient or a weight, in both directions from one reading."""
-  from fp8jax import recipes
   from fp8jax.kernels.quantize import mosaic_sm90
+  from fp8jax.recipe import library
 
-  of = recipes.RECIPES[recipe]
+  of = library.RECIPES[recipe]
   quants = {
     "x": {1: of.fwd.lhs, 0: of.wgrad.lhs}, "g": {1: of.dgrad.lhs, 0: of.wgrad.rhs},
     "w": {0: of.fwd.rhs, 1: of.dgrad.rhs}, "rows": {1: of.fwd.lhs}, "columns": {0: of.wgrad.lhs},
@@ -107,10 +107,10 @@ def quantize(recipe: str, tensor: str, dtype: str, rows: int, columns: int, watc
 
 
 def produce(name: str, directions: str, rows: int, columns: int):
-  from fp8jax import recipes
-  from fp8jax.kernels.quantize import mosaic_sm90, producers
+  from fp8jax.kernels.quantize import mosaic_sm90, prologues
+  from fp8jax.recipe import library
 
-  of, producer = recipes.RECIPES["block_128"], getattr(producers, name)
+  of, producer = library.RECIPES["block_128"], getattr(prologues, name)
   both = {1: of.fwd.lhs, 0: of.wgrad.lhs}
   quants = both if directions == "both" else {int(directions): both[int(directions)]}
   x = _array("bfloat16", rows, columns)
@@ -126,24 +126,24 @@ def adam(preset: str, is_pair: bool, dtype: str, *shape: int):
   import jax
   import jax.numpy as jnp
 
-  from fp8jax.kernels import adam as kernels
-  from fp8jax.kernels.adam import reference
-  from fp8jax.kernels.backend import Device
+  from fp8jax.kernels import adamw
+  from fp8jax.kernels.adamw import reference
+  from fp8jax.kernels.choose import Device
   from fp8jax.optim import moments
-  from fp8jax.quant import packed, split
+  from fp8jax.quantization import bf16_remainder, quantized_tensor
 
   kept, wide = moments.PRESETS[preset], _array("float32", *shape)
   made = [
-    jax.eval_shape(lambda x, q=q: packed.pack(x, q), wide) if q else wide
+    jax.eval_shape(lambda x, q=q: quantized_tensor.pack(x, q), wide) if q else wide
     for q in (kept.mu, kept.nu)
   ]
-  master = jax.eval_shape(split.split, wide) if is_pair else wide
+  master = jax.eval_shape(bf16_remainder.split, wide) if is_pair else wide
   state = jax.tree.map(lambda x: _array(x.dtype, *x.shape), (master, *made))
   arrays = (_array(dtype, *shape), *state)
-  by = reference.Scalars(*[jnp.float32(1.0)] * len(reference.Scalars._fields))
-  rule = reference.Rule(0.9, 0.95, 1e-8, 0.1)
-  step = lambda *arrays: kernels.mosaic_sm90.update(*arrays, by, True, rule)  # noqa: E731
-  return kernels.mosaic_sm90.supports(*arrays, Device("gpu", 90)), step, arrays
+  by = reference.StepScalars(*[jnp.float32(1.0)] * len(reference.StepScalars._fields))
+  rule = reference.AdamWHparams(0.9, 0.95, 1e-8, 0.1)
+  step = lambda *arrays: adamw.mosaic_sm90.update(*arrays, by, True, rule)  # noqa: E731
+  return adamw.mosaic_sm90.supports(*arrays, Device("gpu", 90)), step, arrays
 
 
 def draw(kernel: str, count: int) -> list[tuple]:
@@ -238,9 +238,9 @@ def _of_layer(tokens: int, inner: int, outer: int, recipe: str = "block_128"):
 
 def _of_plan(plan):
   """The same of every layer of a configuration, its norm and SwiGLU."""
-  from fp8jax import proof
+  from fp8jax.compiled import fp8_gemms
 
-  for (backend, of), shapes in proof.uses(plan).items():
+  for (backend, of), shapes in fp8_gemms.uses(plan).items():
     if backend not in ("mosaic_sm90", "xla_sm90") or of.rhs.tile[0] == 1:
       continue
     for m, n, k in sorted(shapes):
@@ -254,12 +254,12 @@ def _of_plan(plan):
 def used_by_configs():
   import aot_test
 
-  from fp8jax import target
+  from fp8jax.compiled import aot
 
   for name, num in CONFIGS.items():
     # On a GPU the backend is chosen as it is there.
     changes = {"kernels.matmul": "auto"}
-    plan, _ = target.resolve(aot_test.load(f"configs/{name}.py", changes), f"h200:{num}")
+    plan, _ = aot.resolve(aot_test.load(f"configs/{name}.py", changes), f"h200:{num}")
     found = list(_of_plan(plan))
     assert name == "debug" or any(case[0] is gemm for case in found), name
     yield from found
@@ -268,9 +268,9 @@ def used_by_configs():
 def used_by_bench_step(monkeypatch):
   from bench_step import bench
 
-  from fp8jax.kernels import backend
+  from fp8jax.kernels import choose
 
-  monkeypatch.setattr(backend, "current_device", lambda: backend.Device("gpu", 90))
+  monkeypatch.setattr(choose, "current_device", lambda: choose.Device("gpu", 90))
   for case in bench.CASES.values():
     for recipe in bench.RECIPES[1:]:
       yield from _of_plan(bench.make_plan(case, recipe, case.num_layers or 2))
@@ -295,20 +295,20 @@ def used_by_bench_kernels():
 def used_by_the_self_test():
   import inspect
 
-  from fp8jax.kernels import check
+  from fp8jax.kernels import self_test
 
   for recipe in RECIPES:
     for product in PRODUCTS:
-      yield gemm, recipe, product, *check._SIZES
+      yield gemm, recipe, product, *self_test._SIZES
     for tensor in ("x", "g", "w"):
-      yield quantize, recipe, tensor, "bfloat16", *check._MATRIX
-  yield quantize, "tensor_current", "x", "bfloat16", *check._MATRIX
-  m, n, k = check._SIZES
+      yield quantize, recipe, tensor, "bfloat16", *self_test._MATRIX
+  yield quantize, "tensor_current", "x", "bfloat16", *self_test._MATRIX
+  m, n, k = self_test._SIZES
   yield quantize, "block_128", "rows", "bfloat16", m, k
   yield quantize, "block_128", "columns", "float32", k, n
   for name in ("RMS_NORM", "SWIGLU", "SWIGLU_BACKWARD"):
-    yield produce, name, "both", *check._MATRIX
-  sizes = inspect.signature(check.optimizer).parameters["sizes"].default
+    yield produce, name, "both", *self_test._MATRIX
+  sizes = inspect.signature(self_test.optimizer).parameters["sizes"].default
   for preset in PRESETS:
     for is_pair in (False, True):
       yield adam, preset, is_pair, "bfloat16", *sizes
@@ -356,13 +356,13 @@ def test_every_way_to_cut_up_the_work_lowers():
   """Tiles and clusters that tests and tuning try, on sizes that fill no tile."""
   import mosaic_sm90_test
 
-  from fp8jax.kernels.scaled_matmul import tiles
+  from fp8jax.kernels.gemm import tile_config
 
   cases = []
   for product, dtype in (("fwd", "bfloat16"), ("wgrad", "float32")):
-    configs = {*mosaic_sm90_test.CONFIGS, *tiles.candidates(product != "wgrad", dtype)}
+    configs = {*mosaic_sm90_test.CONFIGS, *tile_config.candidates(product != "wgrad", dtype)}
     for config in sorted(configs, key=str):
-      if tiles.smem_bytes(config, dtype) <= tiles.SMEM_BYTES:
+      if tile_config.smem_bytes(config, dtype) <= tile_config.SMEM_BYTES:
         make = functools.partial(gemm, config=config)
         make.__name__ = str(config)  # pyright: ignore[reportAttributeAccessIssue]
         cases.append((make, "block_128", product, 456, 400, 576))
@@ -383,7 +383,7 @@ def ptx(stages: int, producer: str) -> str:
   sys.path[:0] = [str(ROOT)]
   import jax
 
-  from fp8jax.kernels.scaled_matmul.tiles import Config
+  from fp8jax.kernels.gemm.tile_config import Config
 
   config = Config(stages=stages, cluster_m=2, producer=producer)
   _, function, operands = gemm("block_128", "fwd", 456, 400, 2048, config=config)

@@ -9,9 +9,10 @@ import tolerances
 from lattice import lattice
 
 from fp8jax.formats import E2M1, E4M3
-from fp8jax.kernels import scaled_matmul
-from fp8jax.quant import quantize
-from fp8jax.recipe import CURRENT, Gemm, Quant
+from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.quantization import quantize
+from fp8jax.recipe.gemm import Gemm
+from fp8jax.recipe.quant import CURRENT, Quant
 
 
 def _narrow(x, quant: Quant):
@@ -21,7 +22,7 @@ def _narrow(x, quant: Quant):
 
 
 def _multiply(backend: str, gemm: Gemm, a, b):
-  return scaled_matmul.scaled_matmul(
+  return gemm_api.scaled_matmul(
     _narrow(a, gemm.lhs), _narrow(b, gemm.rhs), accumulate=gemm.accumulate, backend=backend
   )
 

@@ -93,32 +93,33 @@ def shipped(array, narrow) -> dict:
 
   import jax.numpy as jnp
 
-  from fp8jax import recipes
+  from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
+  from fp8jax.kernels.gemm import tile_config
   from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
-  from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles
+  from fp8jax.recipe import library
 
   found, sizes = {}, gemms()
 
   def add(name, product, out, recipe="block_128", **how):
-    gemm = getattr(recipes.RECIPES[recipe], product)
+    gemm = getattr(library.RECIPES[recipe], product)
     _, m, n, k = sizes[f"infir2_7b/tp1/3584x4608/{product}"]
-    multiply = functools.partial(mosaic_sm90.matmul, out_dtype=out, **how)
+    multiply = functools.partial(mosaic_sm90_lib.matmul, out_dtype=out, **how)
     found[name] = (multiply, (narrow(gemm.lhs, m, k), narrow(gemm.rhs, n, k)))
 
   add("float32/fwd", "fwd", jnp.float32)
   for product, out in (("dgrad", jnp.bfloat16), ("wgrad", jnp.float32)):
     add(f"hybrid/{product}", product, out, "block_128_hybrid")
   for product, out in (("fwd", jnp.bfloat16), ("wgrad", jnp.float32)):
-    for config in tiles.candidates(product == "fwd", out):
+    for config in tile_config.candidates(product == "fwd", out):
       name = f"tiles/{config.tile_n}/cluster{config.cluster_m}/{config.producer}/{product}"
       add(name, product, out, config=config)  # of several rasters the last
   _, m, n, _ = sizes["infir2_7b/tp1/3584x4608/wgrad"]
   add("add_to/wgrad", "wgrad", jnp.float32)
   multiply, args = found["add_to/wgrad"]
-  into = lambda a, b, d: mosaic_sm90.matmul(a, b, out_dtype=jnp.float32, add_to=d)  # noqa: E731
+  into = lambda a, b, d: mosaic_sm90_lib.matmul(a, b, out_dtype=jnp.float32, add_to=d)  # noqa: E731
   found["add_to/wgrad"] = (into, (*args, array(jnp.float32, m, n)))
-  rows, quant = EXPERT_TOKENS + EXPERTS * 128, recipes.RECIPES["block_128"].wgrad.lhs
-  into = lambda a, b, g, d: mosaic_sm90.matmul(  # noqa: E731
+  rows, quant = EXPERT_TOKENS + EXPERTS * 128, library.RECIPES["block_128"].wgrad.lhs
+  into = lambda a, b, g, d: mosaic_sm90_lib.matmul(  # noqa: E731
     a, b, out_dtype=jnp.float32, groups=g, num_groups=EXPERTS, add_to=d
   )
   tokens, d = (
@@ -127,7 +128,7 @@ def shipped(array, narrow) -> dict:
   )
   found["add_to/grouped_wgrad"] = (into, (*tokens, array(jnp.int32, rows // 128), d))
   for name, recipe in QUANTIZED.items():
-    of = recipes.RECIPES[recipe]
+    of = library.RECIPES[recipe]
     quants = {1: of.dgrad.lhs, 0: of.wgrad.rhs}
     for end, watched in (("", False), ("_watched", True)):
       make = lambda x, q=quants, w=watched: quantizer.quantize_matrix(x, q, watched=w)  # noqa: E731
@@ -148,14 +149,14 @@ def compile_all(wanted: list[str]) -> dict[str, dict]:
   import jax.numpy as jnp
   from jax.experimental import topologies
 
-  from fp8jax import recipes
   from fp8jax.formats import E4M3
-  from fp8jax.kernels import adam
+  from fp8jax.kernels.adamw import api as adamw_api
+  from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
   from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
-  from fp8jax.kernels.quantize import producers
-  from fp8jax.kernels.scaled_matmul import mosaic_sm90
+  from fp8jax.kernels.quantize import prologues
   from fp8jax.optim import moments
-  from fp8jax.quant import packed, scaled, split
+  from fp8jax.quantization import bf16_remainder, quantized_tensor, scaled_matrix
+  from fp8jax.recipe import library
 
   topology = topologies.get_topology_desc(
     platform="cuda", topology="1x1x1",
@@ -168,15 +169,15 @@ def compile_all(wanted: list[str]) -> dict[str, dict]:
 
   def narrow(quant, rows, depth):
     scale = array(jnp.float32, -(-rows // quant.tile[0]), -(-depth // quant.tile[1]))
-    return scaled.Scaled(array(quant.format.dtype, rows, depth), scale, quant.tile)
+    return scaled_matrix.ScaledMatrix(array(quant.format.dtype, rows, depth), scale, quant.tile)
 
-  recipe = recipes.RECIPES["block_128"]
+  recipe = library.RECIPES["block_128"]
   programs = {}
   for name, (product, m, n, k) in gemms().items():
     gemm = getattr(recipe, product)
     dtype = jnp.float32 if product == "wgrad" else jnp.bfloat16
     args = narrow(gemm.lhs, m, k), narrow(gemm.rhs, n, k)
-    multiply = lambda a, b, dtype=dtype: mosaic_sm90.matmul(a, b, out_dtype=dtype)  # noqa: E731
+    multiply = lambda a, b, dtype=dtype: mosaic_sm90_lib.matmul(a, b, out_dtype=dtype)  # noqa: E731
     programs[name] = (multiply, args)
   for name, dtype, quants in (
     ("quantize/rows", jnp.bfloat16, {1: recipe.fwd.lhs}),
@@ -190,7 +191,7 @@ def compile_all(wanted: list[str]) -> dict[str, dict]:
 
   matrix, both = array(jnp.bfloat16, 32768, 3584), {1: recipe.fwd.lhs, 0: recipe.wgrad.lhs}
   lines = [array(jnp.float32, n) for n in (32768, 3584)]
-  for producer in (producers.RMS_NORM, producers.SWIGLU, producers.SWIGLU_BACKWARD):
+  for producer in (prologues.RMS_NORM, prologues.SWIGLU, prologues.SWIGLU_BACKWARD):
     args = ([matrix] * producer.matrices, [lines[axis] for axis in producer.factors])
     make = lambda x, f, p=producer: quantizer.quantize_produced(  # noqa: E731
       p, x, f, [both] * p.results, watched=True
@@ -198,17 +199,19 @@ def compile_all(wanted: list[str]) -> dict[str, dict]:
     programs[f"quantize/{producer.name}"] = (make, args)
   _, m, n, k = gemms()[GATHERED]
   weight = narrow(recipe.fwd.rhs, n, k)
-  weight = scaled.Scaled(array(E4M3.dtype, SHARDS, n, k // SHARDS), weight.scale, weight.tile)
-  multiply = lambda a, b: mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16)  # noqa: E731
+  weight = scaled_matrix.ScaledMatrix(
+    array(E4M3.dtype, SHARDS, n, k // SHARDS), weight.scale, weight.tile
+  )
+  multiply = lambda a, b: mosaic_sm90_lib.matmul(a, b, out_dtype=jnp.bfloat16)  # noqa: E731
   programs["gathered/fwd"] = (multiply, (narrow(recipe.fwd.lhs, m, k), weight))
   rows, (inner, outer) = EXPERT_TOKENS + EXPERTS * 128, EXPERT_SIZES
   groups = array(jnp.int32, rows // 128)
   for product, n, k in (("fwd", outer, inner), ("dgrad", inner, outer)):
     weight = narrow(recipe.fwd.rhs, n, k)
     weight = jax.tree.map(lambda x: array(x.dtype, EXPERTS, *x.shape), weight)
-    multiply = lambda a, b, g: mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16, groups=g)  # noqa: E731
+    multiply = lambda a, b, g: mosaic_sm90_lib.matmul(a, b, out_dtype=jnp.bfloat16, groups=g)  # noqa: E731
     programs[f"grouped/{product}"] = (multiply, (narrow(recipe.fwd.lhs, rows, k), weight, groups))
-  multiply = lambda a, b, g: mosaic_sm90.matmul(  # noqa: E731
+  multiply = lambda a, b, g: mosaic_sm90_lib.matmul(  # noqa: E731
     a, b, out_dtype=jnp.float32, groups=g, num_groups=EXPERTS
   )
   tokens = [narrow(recipe.wgrad.lhs, size, rows) for size in (inner, outer)]
@@ -217,15 +220,15 @@ def compile_all(wanted: list[str]) -> dict[str, dict]:
   for name, (preset, dtype, is_pair) in ADAM.items():
     wide, kept = array(jnp.float32, *ADAM_SHAPE), moments.PRESETS[preset]
     mu, nu = (
-      jax.eval_shape(lambda x, q=q: packed.pack(x, q), wide) if q else wide
+      jax.eval_shape(lambda x, q=q: quantized_tensor.pack(x, q), wide) if q else wide
       for q in (kept.mu, kept.nu)
     )
-    state = jax.eval_shape(split.split, wide) if is_pair else wide, mu, nu
+    state = jax.eval_shape(bf16_remainder.split, wide) if is_pair else wide, mu, nu
     state = jax.tree.map(lambda x: array(x.dtype, *x.shape), state)
     args = (*state, array(dtype, *ADAM_SHAPE), array("int32"), array("float32"), array("bool"))
 
     def step(master, mu, nu, gradient, count, rate, is_applied):
-      return adam.update(
+      return adamw_api.update(
         gradient, master, mu, nu, count=count, rate=rate, is_applied=is_applied, b1=0.9, b2=0.95,
         eps=1e-8, weight_decay=0.1, backend="mosaic_sm90",
       )  # fmt: skip
@@ -249,7 +252,7 @@ def compile_all(wanted: list[str]) -> dict[str, dict]:
         file.unlink()
       if in_place:
         reports[kind]["bytes_per_parameter"] = _moved(compiled, args, math.prod(ADAM_SHAPE))
-        said = adam.num_bytes(args[3], *args[:3]) / math.prod(ADAM_SHAPE)
+        said = adamw_api.num_bytes(args[3], *args[:3]) / math.prod(ADAM_SHAPE)
         assert abs(said - reports[kind]["bytes_per_parameter"]) < 1e-3, (name, said)
     found[name] = reports[kind]
   return found

@@ -15,21 +15,23 @@ import pytest
 import shapes
 from lattice import lattice
 
-from fp8jax import recipes
 from fp8jax.errors import UserError
-from fp8jax.kernels import backend as backend_lib
-from fp8jax.kernels import check, scaled_matmul
+from fp8jax.kernels import choose, self_test
+from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
+from fp8jax.kernels.gemm import tile_config
+from fp8jax.kernels.gemm.tile_config import Config
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
-from fp8jax.kernels.quantize import producers
-from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles
-from fp8jax.kernels.scaled_matmul.tiles import Config
-from fp8jax.quant import quantize, scaled
-from fp8jax.recipe import WHOLE, Gemm
+from fp8jax.kernels.quantize import prologues
+from fp8jax.quantization import quantize, scaled_matrix
+from fp8jax.recipe import library
+from fp8jax.recipe.gemm import Gemm
+from fp8jax.recipe.quant import WHOLE
 
-HOPPER = backend_lib.Device("gpu", 90)
+HOPPER = choose.Device("gpu", 90)
 # Products of which it runs those that differ in formats, tiles or scales.
 GEMMS = {
-  f"{name}-{which}": getattr(recipes.RECIPES[name], which)
+  f"{name}-{which}": getattr(library.RECIPES[name], which)
   for name in ("block_128", "block_128_pow2", "block_128_hybrid")
   for which in ("fwd", "dgrad", "wgrad")
 }
@@ -50,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def _problem(gemm: Gemm, m=256, n=256, k=256, device=HOPPER):
-  return backend_lib.Problem(m, n, k, gemm, device)
+  return choose.GemmProblem(m, n, k, gemm, device)
 
 
 # What no other case here has in common with them is quick; the rest is for `make test-all`.
@@ -71,7 +73,7 @@ _LONG = ((200, 384, 384), (129, 24, 704))
   ],
 )
 def test_kernel_is_exact_on_lattice(rng, name, shape):
-  assert mosaic_sm90.supports(_problem(GEMMS[name], *shape)) is None
+  assert mosaic_sm90_lib.supports(_problem(GEMMS[name], *shape)) is None
   suite.check_exact_on_lattice("mosaic_sm90", GEMMS[name], shape, rng)
 
 
@@ -90,7 +92,7 @@ def test_scales_whose_product_leaves_float32_give_no_wrong_number(rng, name):
 
   def run(a, b):
     a, b = quantize.quantize(a, gemm.lhs), quantize.quantize(b, gemm.rhs)
-    return np.asarray(mosaic_sm90.matmul(a, b, out_dtype=jnp.float32))
+    return np.asarray(mosaic_sm90_lib.matmul(a, b, out_dtype=jnp.float32))
 
   assert not np.isfinite(run(*suite.huge(gemm, rng))).any()
   a, b = suite.tiny(gemm, rng)
@@ -128,10 +130,10 @@ _SLOW = (1, 4, 5)
   ids=str,
 )
 def test_kernel_is_exact_however_the_work_is_cut_up(rng, name, dtype, config):
-  if tiles.smem_bytes(config, dtype) > tiles.SMEM_BYTES:
+  if tile_config.smem_bytes(config, dtype) > tile_config.SMEM_BYTES:
     config = dataclasses.replace(config, stages=config.stages - 1)
   a, b, narrow_a, narrow_b = _operands(rng, GEMMS[name], *LARGE)
-  got = mosaic_sm90.matmul(narrow_a, narrow_b, out_dtype=dtype, config=config)
+  got = mosaic_sm90_lib.matmul(narrow_a, narrow_b, out_dtype=dtype, config=config)
   want = a.astype(np.float64) @ b.astype(np.float64).T
   np.testing.assert_array_equal(got, jnp.asarray(want, dtype))
 
@@ -144,7 +146,7 @@ def test_kernel_reads_a_gathered_b_shard_by_shard(rng, shards, config):
   gathered = dataclasses.replace(narrow_b, data=data)
   assert gathered.is_sharded and gathered.shape == (n, k)
   np.testing.assert_array_equal(gathered.dequantize(), b)
-  got = mosaic_sm90.matmul(narrow_a, gathered, out_dtype=jnp.float32, config=config)
+  got = mosaic_sm90_lib.matmul(narrow_a, gathered, out_dtype=jnp.float32, config=config)
   np.testing.assert_array_equal(got, a.astype(np.float64) @ b.astype(np.float64).T)
 
 
@@ -152,7 +154,7 @@ def test_shards_of_b_are_multiples_of_a_tile(rng):
   _, _, a, b = _operands(rng, GEMMS["block_128-fwd"], 8, 64, 384)
   halves = dataclasses.replace(b, data=b.data.reshape(64, 2, 192).swapaxes(0, 1))
   with pytest.raises(ValueError, match="K=192 each; expected a multiple of 128"):
-    mosaic_sm90.matmul(a, halves, out_dtype=jnp.bfloat16)
+    mosaic_sm90_lib.matmul(a, halves, out_dtype=jnp.bfloat16)
 
 
 @pytest.mark.parametrize("producer", ["warpgroup", "inline"])
@@ -161,7 +163,7 @@ def test_a_program_without_tiles_ends_well(rng, producer):
   refuses a barrier at which somebody arrived and nobody waited any more."""
   a, b, narrow_a, narrow_b = _operands(rng, GEMMS["block_128-fwd"], 64, 64, 192)
   config = Config(tile_n=64, stages=3, cluster_m=2, producer=producer)
-  got = mosaic_sm90.matmul(narrow_a, narrow_b, out_dtype=jnp.float32, config=config)
+  got = mosaic_sm90_lib.matmul(narrow_a, narrow_b, out_dtype=jnp.float32, config=config)
   np.testing.assert_array_equal(got, a.astype(np.float64) @ b.astype(np.float64).T)
 
 
@@ -172,7 +174,7 @@ def test_kernel_equals_the_reference(rng):
     normal = lambda rng, *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     _, _, a, b = _operands(rng, gemm, 136, 136, 640, normal)
     got, want = (
-      scaled_matmul.scaled_matmul(a, b, accumulate=128, backend=backend, out_dtype=jnp.bfloat16)
+      gemm_api.scaled_matmul(a, b, accumulate=128, backend=backend, out_dtype=jnp.bfloat16)
       for backend in ("mosaic_sm90", "reference")
     )
     differs = np.abs(np.float32(got) - np.float32(want))
@@ -187,8 +189,8 @@ def test_kernel_equals_the_reference(rng):
 def test_kernel_hands_nan_on_and_no_further(rng):
   a, b, narrow_a, narrow_b = _operands(rng, GEMMS["block_128-fwd"], 64, 136, 384)
   data = narrow_a.data.at[3, 200].set(jnp.nan)
-  broken = scaled.Scaled(data, narrow_a.scale, narrow_a.tile)
-  got = np.asarray(mosaic_sm90.matmul(broken, narrow_b, out_dtype=jnp.float32))
+  broken = scaled_matrix.ScaledMatrix(data, narrow_a.scale, narrow_a.tile)
+  got = np.asarray(mosaic_sm90_lib.matmul(broken, narrow_b, out_dtype=jnp.float32))
   assert np.isnan(got[3]).all()
   want = np.delete(a.astype(np.float64) @ b.astype(np.float64).T, 3, axis=0)
   np.testing.assert_array_equal(np.delete(got, 3, axis=0), want)
@@ -198,7 +200,7 @@ def test_kernel_under_vmap(rng):
   made = [_operands(rng, GEMMS["block_128-fwd"], 64, 72, 256) for _ in range(2)]
   a, b = (jax.tree.map(lambda *x: jnp.stack(x), *(m[i] for m in made)) for i in (2, 3))
   multiply = functools.partial(
-    scaled_matmul.scaled_matmul, accumulate=128, backend="mosaic_sm90", out_dtype=jnp.float32
+    gemm_api.scaled_matmul, accumulate=128, backend="mosaic_sm90", out_dtype=jnp.float32
   )
   want = np.stack([m[0].astype(np.float64) @ m[1].astype(np.float64).T for m in made])
   np.testing.assert_array_equal(jax.vmap(multiply)(a, b), want)
@@ -212,12 +214,12 @@ def test_kernel_adds_to_what_is_there(rng, config):
   for _ in range(2):
     a, b, narrow_a, narrow_b = _operands(rng, gemm, m, n, k)
     want = want + a.astype(np.float64) @ b.astype(np.float64).T
-    total = mosaic_sm90.matmul(
+    total = mosaic_sm90_lib.matmul(
       narrow_a, narrow_b, out_dtype=jnp.float32, config=config, add_to=jnp.asarray(total)
     )
   np.testing.assert_array_equal(total, want)
   with pytest.raises(ValueError, match=r"add_to is bfloat16.*expected both float32"):
-    mosaic_sm90.matmul(
+    mosaic_sm90_lib.matmul(
       narrow_a, narrow_b, out_dtype=jnp.float32, add_to=jnp.zeros((m, n), jnp.bfloat16)
     )
 
@@ -226,24 +228,24 @@ def test_supports_says_what_is_missing():
   fwd = GEMMS["block_128-fwd"]
 
   def reason(gemm=fwd, **how):
-    return mosaic_sm90.supports(_problem(gemm, **how)) or ""
+    return mosaic_sm90_lib.supports(_problem(gemm, **how)) or ""
 
   assert reason() == ""
-  blackwell = backend_lib.Device("gpu", 100)
+  blackwell = choose.Device("gpu", 100)
   assert "no sm_100 kernel yet" in reason(device=blackwell)
-  tensor = _problem(recipes.RECIPES["tensor_current"].fwd, device=blackwell)
-  found = backend_lib.choose(tensor)
+  tensor = _problem(library.RECIPES["tensor_current"].fwd, device=blackwell)
+  found = choose.choose(tensor)
   assert found.backend == "xla" and "tensor_... run on cuBLASLt" in found.notes[0]
-  assert "Hopper" in reason(device=backend_lib.Device("cpu"))
-  assert "tiles" in reason(recipes.RECIPES["tensor_current"].fwd)
-  assert "tiles" in reason(recipes.RECIPES["mxfp8"].fwd)
-  assert "8-bit" in reason(recipes.RECIPES["nvfp4"].fwd)
+  assert "Hopper" in reason(device=choose.Device("cpu"))
+  assert "tiles" in reason(library.RECIPES["tensor_current"].fwd)
+  assert "tiles" in reason(library.RECIPES["mxfp8"].fwd)
+  assert "8-bit" in reason(library.RECIPES["nvfp4"].fwd)
   tensor = dataclasses.replace(tensor, device=HOPPER)
   with pytest.raises(ValueError, match="'mosaic_sm90' cannot run .*tiles of"):
-    backend_lib.choose(tensor, "mosaic_sm90")
+    choose.choose(tensor, "mosaic_sm90")
   # Sizes are never a reason: SmolLM2-135M's, odd ones.
   for m, n, k in ((256, 256, 256), (2048, 192, 576), (2048, 576, 192), (131, 12, 201)):
-    assert backend_lib.choose(_problem(fwd, m=m, n=n, k=k)).backend == "mosaic_sm90"
+    assert choose.choose(_problem(fwd, m=m, n=n, k=k)).backend == "mosaic_sm90"
 
 
 @pytest.mark.parametrize(
@@ -259,7 +261,7 @@ def test_supports_says_what_is_missing():
 def test_impossible_configs_are_refused(rng, config, message):
   _, _, a, b = _operands(rng, GEMMS["block_128-fwd"], 128, 128, 128)
   with pytest.raises(ValueError, match=message):
-    mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16, config=config)
+    mosaic_sm90_lib.matmul(a, b, out_dtype=jnp.bfloat16, config=config)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +269,8 @@ def test_impossible_configs_are_refused(rng, config, message):
   ["tensor_current", pytest.param("tensor_delayed", marks=pytest.mark.slow), "block_128_hybrid"],
 )
 def test_the_quantizer_is_tried_before_a_run(monkeypatch, name):
-  quant = recipes.RECIPES[name].dgrad.lhs
-  check.quantizer(quant, (144, 160))
+  quant = library.RECIPES[name].dgrad.lhs
+  self_test.quantizer(quant, (144, 160))
   make, is_tensor = quantizer.quantize_matrix, quant.tile == (WHOLE, WHOLE)
 
   def broken(x, quants, amax):
@@ -279,7 +281,7 @@ def test_the_quantizer_is_tried_before_a_run(monkeypatch, name):
   monkeypatch.setattr(quantizer, "quantize_matrix", broken)
   instead = "'xla'" if is_tensor else "'reference'"
   with pytest.raises(UserError, match=rf"1 of .* \[3, 5\] .*kernels.matmul={instead}"):
-    check.quantizer(quant, (144, 160))
+    self_test.quantizer(quant, (144, 160))
 
 
 @pytest.mark.parametrize(
@@ -288,11 +290,11 @@ def test_the_quantizer_is_tried_before_a_run(monkeypatch, name):
 def test_kernels_are_tried_before_a_run(monkeypatch, name):
   """Both dtypes of the result, more tiles than programs, and the way that a run's shape is cut."""
   sizes, dtypes, configs = (144, 160, 256), set(), set()
-  monkeypatch.setattr(mosaic_sm90, "num_cores", lambda: 3)
+  monkeypatch.setattr(mosaic_sm90_lib, "num_cores", lambda: 3)
   tuned = Config(tile_n=112, stages=2, producer="inline")
   lookup = lambda mnk, *_: tuned if mnk == (512, 1024, 2048) else None  # noqa: E731
-  monkeypatch.setattr(tiles, "lookup", lookup)
-  multiply = mosaic_sm90.matmul
+  monkeypatch.setattr(tile_config, "lookup", lookup)
+  multiply = mosaic_sm90_lib.matmul
 
   def seen(a, b, *, out_dtype, config):
     dtypes.add(out_dtype)
@@ -303,30 +305,32 @@ def test_kernels_are_tried_before_a_run(monkeypatch, name):
     d = jnp.inner(a.dequantize(), b.dequantize()).astype(out_dtype)
     return d.at[3, 5].set(1e6) if config == tuned else d
 
-  monkeypatch.setattr(mosaic_sm90, "matmul", seen)
-  check.hopper(GEMMS[name], [(512, 1024, 2048)], sizes)
+  monkeypatch.setattr(mosaic_sm90_lib, "matmul", seen)
+  self_test.hopper(GEMMS[name], [(512, 1024, 2048)], sizes)
   assert dtypes == {jnp.bfloat16, jnp.float32} and tuned in configs
-  monkeypatch.setattr(mosaic_sm90, "matmul", broken)
+  monkeypatch.setattr(mosaic_sm90_lib, "matmul", broken)
   with pytest.raises(UserError, match=r"1 of .* \[3, 5\] .*kernels.matmul='reference'"):
-    check.hopper(GEMMS[name], [(512, 1024, 2048)], sizes)
+    self_test.hopper(GEMMS[name], [(512, 1024, 2048)], sizes)
 
 
 def test_producers_are_tried_before_a_run(monkeypatch):
   quant, sizes = GEMMS["block_128-fwd"].lhs, (144, 32)
-  check.producers(quant, sizes)
-  shifted = dataclasses.replace(producers.SWIGLU, function=lambda gate, up: (gate * up,))
-  monkeypatch.setattr(check, "_DEFINITIONS", {shifted: check._DEFINITIONS[producers.SWIGLU]})
+  self_test.producers(quant, sizes)
+  shifted = dataclasses.replace(prologues.SWIGLU, function=lambda gate, up: (gate * up,))
+  monkeypatch.setattr(
+    self_test, "_DEFINITIONS", {shifted: self_test._DEFINITIONS[prologues.SWIGLU]}
+  )
   with pytest.raises(UserError, match=r"swiglu in the Hopper quantizer .*'reference'"):
-    check.producers(quant, sizes)
+    self_test.producers(quant, sizes)
 
 
 def test_everything_that_a_run_uses_is_tried(monkeypatch):
   tried = []
   for name in ("hopper", "quantizer", "producers"):
-    monkeypatch.setattr(check, name, lambda *args, name=name: tried.append((name, *args[:-1])))
-  block, tensor = GEMMS["block_128-fwd"], recipes.RECIPES["tensor_current"].dgrad
+    monkeypatch.setattr(self_test, name, lambda *args, name=name: tried.append((name, *args[:-1])))
+  block, tensor = GEMMS["block_128-fwd"], library.RECIPES["tensor_current"].dgrad
   shape = (256, 256, 256)
   uses = {("mosaic_sm90", block): {shape}, ("xla_sm90", tensor): {shape}, ("xla", tensor): {shape}}
-  assert check.products(uses) == 2
+  assert self_test.products(uses) == 2
   quants = [("quantizer", q) for g in (block, tensor) for q in (g.lhs, g.rhs)]
   assert tried == [("hopper", block, {shape}), *quants, ("producers", block.lhs)]

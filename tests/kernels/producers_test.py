@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax import recipes
-from fp8jax.kernels.quantize import mosaic_sm90, producers
-from fp8jax.ops import basic
-from fp8jax.quant import observe, quantize
+from fp8jax.kernels.quantize import mosaic_sm90, prologues
+from fp8jax.ops import elementwise
+from fp8jax.quantization import quantize, tensor_stats
+from fp8jax.recipe import library
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-BLOCK, TENSOR = recipes.RECIPES["block_128_pow2"], recipes.RECIPES["tensor_current"]
+BLOCK, TENSOR = library.RECIPES["block_128_pow2"], library.RECIPES["tensor_current"]
 ACTIVATION = {1: BLOCK.fwd.lhs, 0: BLOCK.wgrad.lhs}
 ROWS, COLUMNS = 141, 271
 
@@ -41,13 +41,13 @@ def _check(made, wide, exact: bool):
 
 def test_norm_is_quantized_as_it_would_have_been_written(rng):
   x, weight = _normal(rng, ROWS, COLUMNS), jnp.asarray(rng.standard_normal(COLUMNS), jnp.float32)
-  scale = jax.jit(lambda x: producers.rms_scale(x, 1e-6))(x)
+  scale = jax.jit(lambda x: prologues.rms_scale(x, 1e-6))(x)
   (made,), (amax,) = mosaic_sm90.quantize_produced(
-    producers.RMS_NORM, (x,), (scale, weight), (ACTIVATION,), watched=True
+    prologues.RMS_NORM, (x,), (scale, weight), (ACTIVATION,), watched=True
   )
-  wide = jax.jit(lambda x, w: basic.rms_norm(x, w, 1e-6))(x, weight)
+  wide = jax.jit(lambda x, w: elementwise.rms_norm(x, w, 1e-6))(x, weight)
   _check(made, wide, exact=True)
-  np.testing.assert_array_equal(amax, observe.amax(wide))
+  np.testing.assert_array_equal(amax, tensor_stats.amax(wide))
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
@@ -57,7 +57,7 @@ def test_what_is_not_finite_is_seen(rng, bad):
   gate = jnp.clip(gate, -4, 4).at[-1, -1].set(1)
   g = g.at[-1, -1].set(bad)
   made, amaxes = mosaic_sm90.quantize_produced(
-    producers.SWIGLU_BACKWARD, (g, gate, jnp.zeros_like(up)), (), ({0: ACTIVATION[0]},) * 2,
+    prologues.SWIGLU_BACKWARD, (g, gate, jnp.zeros_like(up)), (), ({0: ACTIVATION[0]},) * 2,
     watched=True,
   )  # fmt: skip
   np.testing.assert_array_equal(amaxes[1], np.float32(bad))
@@ -66,17 +66,17 @@ def test_what_is_not_finite_is_seen(rng, bad):
 
 def test_swiglu_is_quantized_as_it_would_have_been_written(rng):
   gate, up = _normal(rng, ROWS, COLUMNS), _normal(rng, ROWS, COLUMNS)
-  (made,), amaxes = mosaic_sm90.quantize_produced(producers.SWIGLU, (gate, up), (), (ACTIVATION,))
+  (made,), amaxes = mosaic_sm90.quantize_produced(prologues.SWIGLU, (gate, up), (), (ACTIVATION,))
   assert not amaxes
-  _check(made, jax.jit(basic.silu_mul)(gate, up), exact=False)
+  _check(made, jax.jit(elementwise.silu_mul)(gate, up), exact=False)
 
 
 def test_gradients_of_swiglu_are_quantized_as_they_would_have_been_written(rng):
   g, gate, up = (_normal(rng, ROWS, COLUMNS) for _ in range(3))
   made, _ = mosaic_sm90.quantize_produced(
-    producers.SWIGLU_BACKWARD, (g, gate, up), (), (ACTIVATION, ACTIVATION)
+    prologues.SWIGLU_BACKWARD, (g, gate, up), (), (ACTIVATION, ACTIVATION)
   )
-  wanted = jax.jit(lambda g, *x: jax.vjp(basic.silu_mul, *x)[1](g))(g, gate, up)
+  wanted = jax.jit(lambda g, *x: jax.vjp(elementwise.silu_mul, *x)[1](g))(g, gate, up)
   for one, want in zip(made, wanted, strict=True):
     _check(one, want, exact=False)
 
@@ -85,10 +85,10 @@ def test_what_does_not_fit_is_refused(rng):
   x = _normal(rng, ROWS, COLUMNS)
   run = mosaic_sm90.quantize_produced
   with pytest.raises(ValueError, match=r"swiglu got .* expected \(2, 0, 1\)"):
-    run(producers.SWIGLU, (x,), (), (ACTIVATION,))
+    run(prologues.SWIGLU, (x,), (), (ACTIVATION,))
   with pytest.raises(ValueError, match="all matrices alike"):
-    run(producers.SWIGLU, (x, x[:128]), (), (ACTIVATION,))
+    run(prologues.SWIGLU, (x, x[:128]), (), (ACTIVATION,))
   with pytest.raises(ValueError, match="not one of the tensor"):
-    run(producers.SWIGLU, (x, x), (), ({1: TENSOR.fwd.lhs},))
+    run(prologues.SWIGLU, (x, x), (), ({1: TENSOR.fwd.lhs},))
   with pytest.raises(ValueError, match="not float16"):
-    run(producers.SWIGLU, (x.astype(jnp.float16),) * 2, (), (ACTIVATION,))
+    run(prologues.SWIGLU, (x.astype(jnp.float16),) * 2, (), (ACTIVATION,))

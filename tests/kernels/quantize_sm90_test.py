@@ -5,16 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax import recipes
 from fp8jax.kernels.quantize import mosaic_sm90
-from fp8jax.quant import observe, quantize
-from fp8jax.recipe import PASSES
+from fp8jax.quantization import quantize, tensor_stats
+from fp8jax.recipe import library
+from fp8jax.recipe.gemm import PASSES
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 BLOCK, POW2, HYBRID = (
-  recipes.RECIPES[name] for name in ("block_128", "block_128_pow2", "block_128_hybrid")
+  library.RECIPES[name] for name in ("block_128", "block_128_pow2", "block_128_hybrid")
 )
-TENSOR, DELAYED = recipes.RECIPES["tensor_current"], recipes.RECIPES["tensor_delayed"]
+TENSOR, DELAYED = library.RECIPES["tensor_current"], library.RECIPES["tensor_delayed"]
 # An activation: forward and weight gradient; a gradient: data and weight gradient; a weight.
 PAIRS = {
   "activation": {1: BLOCK.fwd.lhs, 0: BLOCK.wgrad.lhs},
@@ -75,7 +75,7 @@ def test_a_scale_that_is_not_xs_own(rng, amax):
   x, quants = _matrix(rng, jnp.bfloat16), {1: DELAYED.fwd.lhs, 0: DELAYED.wgrad.rhs}
   amax = jnp.float32(amax)
   made, seen = mosaic_sm90.quantize_matrix(x, quants, amax=amax, watched=True)
-  _same_bits(seen, observe.amax(x))
+  _same_bits(seen, tensor_stats.amax(x))
   for along, quant in quants.items():
     want = jax.jit(lambda x, q=quant, c=along: quantize.quantize(x, q, contraction=c, amax=amax))(x)
     _same_bits(made[along].scale, want.scale)
@@ -87,7 +87,7 @@ def test_sizes_are_anything(rng, name, rows, columns):
   """Padded operands and results: the unpadded matrix, its scales and its amax to the bit."""
   x = _matrix(rng, jnp.bfloat16, rows, columns)
   made, seen = mosaic_sm90.quantize_matrix(x, PAIRS[name], watched=True)
-  _same_bits(seen, observe.amax(x))
+  _same_bits(seen, tensor_stats.amax(x))
   for along, quant in PAIRS[name].items():
     want = jax.jit(lambda x, q=quant, c=along: quantize.quantize(x, q, contraction=c))(x)
     _same_bits(made[along].data, want.data)
@@ -121,15 +121,15 @@ def test_supports_says_what_is_missing():
   reasons = {
     "matrix": (jnp.zeros((2, 128, 128), jnp.bfloat16), BLOCK.fwd.lhs, 1),
     "not float16": (x.astype(jnp.float16), BLOCK.fwd.lhs, 1),
-    "tiles of 1x128": (x, recipes.RECIPES["mxfp8"].fwd.lhs, 1),
-    "8-bit": (x, recipes.RECIPES["nvfp4"].fwd.lhs, 1),
+    "tiles of 1x128": (x, library.RECIPES["mxfp8"].fwd.lhs, 1),
+    "8-bit": (x, library.RECIPES["nvfp4"].fwd.lhs, 1),
   }
   for part, case in reasons.items():
     assert part in (mosaic_sm90.supports(*case) or ""), part
   with pytest.raises(ValueError, match="not float16"):
     mosaic_sm90.quantize_matrix(x.astype(jnp.float16), {1: BLOCK.fwd.lhs})
   for name in ("block_128", "block_128_pow2", "block_128_hybrid"):
-    gemms = (getattr(recipes.RECIPES[name], p) for p in PASSES)
+    gemms = (getattr(library.RECIPES[name], p) for p in PASSES)
     assert all(
       mosaic_sm90.supports(x, q, along) is None
       for gemm in gemms for q in (gemm.lhs, gemm.rhs) for along in (0, 1)

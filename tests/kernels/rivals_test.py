@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8jax.kernels.scaled_matmul import reference, xla
+from fp8jax.kernels.gemm import reference, xla
 
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 SIZES = (96, 256, 384)  # tokens, in, out

@@ -6,12 +6,14 @@ import matmul_suite as suite
 import pytest
 import shapes
 
-from fp8jax import recipes
-from fp8jax.kernels import backend as backend_lib
-from fp8jax.recipe import CURRENT, Accumulation, Gemm, Rounding
+from fp8jax.kernels import choose
+from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.recipe import library
+from fp8jax.recipe.gemm import Accumulation, Gemm
+from fp8jax.recipe.quant import CURRENT, Rounding
 
-NARROW = [r for r in recipes.RECIPES.values() if r.fwd.is_narrow]
-CPU = backend_lib.Device("cpu")
+NARROW = [r for r in library.RECIPES.values() if r.fwd.is_narrow]
+CPU = choose.Device("cpu")
 
 
 def _as_multiplied(gemm: Gemm) -> Gemm:
@@ -31,8 +33,8 @@ def _cases():
           continue  # rounding is no matter of the product
         if gemm.rhs.rounding is Rounding.STOCHASTIC or gemm.lhs.transform:
           continue
-        problem = backend_lib.Problem(64, 64, 64, gemm, CPU)
-        module = backend_lib.scaled_matmul.BACKENDS[name]
+        problem = choose.GemmProblem(64, 64, 64, gemm, CPU)
+        module = gemm_api.BACKENDS[name]
         gemm = _as_multiplied(gemm)
         if module.supports(problem) is None and gemm not in seen:
           seen.add(gemm)

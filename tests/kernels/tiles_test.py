@@ -10,9 +10,9 @@ import mosaic_aot_test
 import numpy as np
 import pytest
 
-from fp8jax.kernels.scaled_matmul import mosaic_sm90, tiles
-from fp8jax.kernels.scaled_matmul.tiles import Config
-from fp8jax.quant import scaled
+from fp8jax.kernels.gemm import mosaic_sm90, tile_config
+from fp8jax.kernels.gemm.tile_config import Config
+from fp8jax.quantization import scaled_matrix
 
 
 def _dtype(product: str):
@@ -42,9 +42,9 @@ def _columns(config: Config, m: int, n: int) -> int:
 )
 def test_a_last_wave_with_little_to_do_is_avoided(product, m, n, share):
   is_tiled, out = product != "wgrad", _dtype(product)
-  before, found = tiles.plain(is_tiled, out), tiles.default(m, n, is_tiled, out)
+  before, found = tile_config.plain(is_tiled, out), tile_config.default(m, n, is_tiled, out)
   assert _columns(found, m, n) == share * _columns(before, m, n)
-  assert tiles.waves(found, m, n) * found.tile_n == _columns(found, m, n)
+  assert tile_config.waves(found, m, n) * found.tile_n == _columns(found, m, n)
   if share == 1:
     assert found.tile_n == 128
 
@@ -52,8 +52,8 @@ def test_a_last_wave_with_little_to_do_is_avoided(product, m, n, share):
 def test_no_shape_of_the_table_gets_longer_and_large_ones_share_what_they_load():
   for name, (product, m, n, _) in mosaic_aot_test.gemms().items():
     is_tiled, out = product != "wgrad", _dtype(product)
-    before, found = tiles.plain(is_tiled, out), tiles.default(m, n, is_tiled, out)
-    tiles.check(found, out)
+    before, found = tile_config.plain(is_tiled, out), tile_config.default(m, n, is_tiled, out)
+    tile_config.check(found, out)
     assert _columns(found, m, n) <= _columns(before, m, n), name
     # Pairs of rows of tiles, or one of them would be half empty.
     assert m * n < 2**24 or m % 256 or found.cluster_m == 2, name
@@ -64,7 +64,7 @@ def test_every_slot_begins_where_tma_may_write():
   shape = jax.ShapeDtypeStruct
   for tile_n, producer in itertools.product(range(16, 257, 16), ("warpgroup", "inline")):
     config = Config(tile_n=tile_n, stages=2, producer=producer)
-    tiles.check(config, jnp.float32)
+    tile_config.check(config, jnp.float32)
     a, b = (shape((256, 512), jnp.float8_e4m3fn),) * 2
     scales = shape((4, 256), jnp.float32)
     of = mosaic_sm90._Global(shape((256, 256), jnp.float32), a, b, scales, scales)
@@ -75,17 +75,17 @@ def test_every_slot_begins_where_tma_may_write():
 
 
 def test_a_slot_that_tma_may_not_write_is_refused(monkeypatch):
-  monkeypatch.setattr(tiles, "scale_slot", lambda columns: columns)
+  monkeypatch.setattr(tile_config, "scale_slot", lambda columns: columns)
   with pytest.raises(ValueError, match="multiples of 128 bytes, not {'b_scale': 448}"):
-    tiles.check(Config(tile_n=112, producer="inline"), jnp.float32)
+    tile_config.check(Config(tile_n=112, producer="inline"), jnp.float32)
 
 
 def test_what_is_chosen_is_known_not_to_spill():
   table = json.loads(mosaic_aot_test.TABLE.read_text())["kernels"]
   for product in ("fwd", "wgrad"):
-    configs = {tiles.default(m, n, product == "fwd", _dtype(product))
+    configs = {tile_config.default(m, n, product == "fwd", _dtype(product))
                for m in range(128, 8192, 384) for n in range(128, 8192, 640)}  # fmt: skip
-    for c in configs | set(tiles.candidates(product == "fwd", _dtype(product))):
+    for c in configs | set(tile_config.candidates(product == "fwd", _dtype(product))):
       name = f"tiles/{c.tile_n}/cluster{c.cluster_m}/{c.producer}/{product}"
       assert table[name]["spilled_bytes"] == 0, name
 
@@ -94,12 +94,12 @@ def test_groups_are_cut_up_without_clusters_whatever_was_tuned(monkeypatch, inte
   """The same M, N, K without groups may be fastest in a cluster."""
   looked = []
   tuned = lambda *key: looked.append(key) or Config(cluster_m=2)  # noqa: E731
-  monkeypatch.setattr(tiles, "lookup", tuned)
-  assert tiles.best(256, 128, 128, True, jnp.bfloat16).cluster_m == 2 and looked
+  monkeypatch.setattr(tile_config, "lookup", tuned)
+  assert tile_config.best(256, 128, 128, True, jnp.bfloat16).cluster_m == 2 and looked
   ones = np.ones((256, 128), np.float32)
-  a = scaled.Scaled(jnp.asarray(ones, jnp.float8_e4m3fn), jnp.ones((256, 1)), (1, 128))
+  a = scaled_matrix.ScaledMatrix(jnp.asarray(ones, jnp.float8_e4m3fn), jnp.ones((256, 1)), (1, 128))
   data = jnp.stack([jnp.full((128, 128), v, jnp.float8_e4m3fn) for v in (1, 2)])
-  b = scaled.Scaled(data, jnp.ones((2, 1, 1)), (128, 128))
+  b = scaled_matrix.ScaledMatrix(data, jnp.ones((2, 1, 1)), (128, 128))
   groups = jnp.asarray([0, 1], jnp.int32)
   got = mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16, groups=groups)
   np.testing.assert_array_equal(got[:, 0], np.repeat([128, 256], 128))

@@ -5,21 +5,21 @@ import subprocess
 
 import pytest
 
-from fp8jax import writers
-from fp8jax.kernels import advice
+from fp8jax.kernels import timings
+from fp8jax.run import metrics_writer, provenance
 
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
   """A repository of a package and a benchmark, all committed, that provenance takes for its own."""
-  for name in ("fp8jax/writers.py", "configs/base.py", "experiments/timing.py",
+  for name in ("fp8jax/run/metrics_writer.py", "configs/base.py", "experiments/timing.py",
                "experiments/bench/bench.py"):  # fmt: skip
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(f"{name!r}\n")
   commit = ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"]
   for command in (["init", "-q"], ["add", "."], commit):
     subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
-  monkeypatch.setattr(writers, "__file__", str(tmp_path / "fp8jax" / "writers.py"))
+  monkeypatch.setattr(metrics_writer, "__file__", str(tmp_path / "fp8jax" / "writers.py"))
   return tmp_path
 
 
@@ -39,10 +39,10 @@ def test_a_benchmark_resumes_until_its_sources_change(checkout, monkeypatch, rep
   tuned.mkdir(parents=True)
   (tuned / "a.json").write_text("{}")
   assert run() == 1
-  assert [p.name for p in (folder / "results").iterdir()] == [f"{advice.device_name()}.json"]
+  assert [p.name for p in (folder / "results").iterdir()] == [f"{timings.device_name()}.json"]
   (checkout / "fp8jax" / "kernels" / "new.py").write_text("")  # not even known to git
   assert run() == 2 and run() == 2
-  path = folder / "results" / f"{advice.device_name()}.json"
+  path = folder / "results" / f"{timings.device_name()}.json"
   kept = json.loads(path.read_text())
   path.write_text(json.dumps(kept | {"provenance": kept["provenance"] | {"commit": "other"}}))
   assert run() == 3
@@ -62,5 +62,5 @@ def test_provenance_names_the_driver(tmp_path, text, version):
   path = tmp_path / "version"
   if text:
     path.write_text(text)
-  assert writers._driver(str(path)) == version
-  assert "driver" in writers.provenance({}, "", 0)
+  assert provenance._driver(str(path)) == version
+  assert "driver" in provenance.provenance({}, "", 0)

@@ -17,8 +17,11 @@ from golden import check_export
 
 from fp8jax import axes, mesh, params
 from fp8jax.errors import UserError
-from fp8jax.models import export_folder, hf, hf_config, presets, transformer
-from fp8jax.models.config import Execution
+from fp8jax.models import presets, transformer
+from fp8jax.models.config import ComputeConfig
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import export_folder
+from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site
 
 GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "golden"
@@ -33,7 +36,7 @@ def _logits(cfg, weights, tokens):
     "positions_BL": jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
   }
   sites = site.build_sites(transformer.site_params(cfg), cfg.dims, ((".*", "bf16"),))
-  return jax.jit(lambda p, s, b: transformer.logits(p, s, b, cfg, Execution()))(
+  return jax.jit(lambda p, s, b: transformer.logits(p, s, b, cfg, ComputeConfig()))(
     weights, sites, batch
   )
 
@@ -43,7 +46,7 @@ def test_logits_equal_transformers(name):
   folder = GOLDEN / "hf" / name
   golden = np.load(folder / "logits.npz")
   cfg = hf_config.read_config(folder)
-  weights, dtype = hf.load_params(folder, cfg)
+  weights, dtype = hf_weights.load_params(folder, cfg)
   assert dtype == "float32"
   got = _logits(cfg, weights, golden["tokens"])
   assert np.max(np.abs(got - golden["logits"])) < tolerances.LOGITS_TINY
@@ -55,7 +58,7 @@ def test_logits_of_smollm2_equal_transformers():
   golden = np.load(GOLDEN / "smollm2.npz")
   cfg = hf_config.read_config(SMOLLM2)
   assert cfg == presets.SMOLLM2_135M
-  weights, dtype = hf.load_params(SMOLLM2, cfg)
+  weights, dtype = hf_weights.load_params(SMOLLM2, cfg)
   assert dtype == "bfloat16"
   got = np.asarray(_logits(cfg, weights, golden["ids"][None, :256]))[0]
   assert np.max(np.abs(got[golden["positions"]] - golden["logits"])) < tolerances.LOGITS_SMOLLM2
@@ -94,11 +97,11 @@ def test_round_trip_is_bit_exact(tmp_path, name, dtype):
       path.unlink()
     safetensors.numpy.save_file(tensors, source / "model.safetensors")
   cfg = hf_config.read_config(source)
-  weights, found = hf.load_params(source, cfg)
+  weights, found = hf_weights.load_params(source, cfg)
   assert found == dtype
   target = tmp_path / "target"
   base = json.loads((source / "config.json").read_text())
-  hf.save_params(target, weights, cfg, found, base, shard_bytes=20_000)
+  hf_weights.save_params(target, weights, cfg, found, base, shard_bytes=20_000)
   assert len(list(target.glob("*.safetensors"))) > 1
   assert json.loads((target / "config.json").read_text())["dtype"] == dtype
   a, b = _tensors(source), _tensors(target)
@@ -114,10 +117,10 @@ def test_round_trip_is_bit_exact(tmp_path, name, dtype):
 def test_export_leaves_nothing_of_an_earlier_one(tmp_path):
   source, target = str(GOLDEN / "hf" / "llama"), str(tmp_path)
   cfg = hf_config.read_config(source)
-  weights, _ = hf.load_params(source, cfg)
-  hf.save_params(target, weights, cfg, "float32", shard_bytes=20_000)
-  hf.save_params(target, jax.tree.map(lambda x: 0 * x, weights), cfg, "bfloat16")
-  read, dtype = hf.load_params(target, cfg)
+  weights, _ = hf_weights.load_params(source, cfg)
+  hf_weights.save_params(target, weights, cfg, "float32", shard_bytes=20_000)
+  hf_weights.save_params(target, jax.tree.map(lambda x: 0 * x, weights), cfg, "bfloat16")
+  read, dtype = hf_weights.load_params(target, cfg)
   assert dtype == "bfloat16" and not any(np.any(x) for x in jax.tree.leaves(read))
 
 
@@ -126,7 +129,7 @@ def test_import_names_a_file_that_is_cut_off(tmp_path):
   path = next(folder.glob("*.safetensors"))
   path.write_bytes(path.read_bytes()[:-100])
   with pytest.raises(ValueError, match=f"{path.name} is no whole safetensors file"):
-    hf.load_params(folder, hf_config.read_config(folder))
+    hf_weights.load_params(folder, hf_config.read_config(folder))
 
 
 def test_import_onto_a_mesh_gives_the_same_sharded_parameters():
@@ -134,8 +137,8 @@ def test_import_onto_a_mesh_gives_the_same_sharded_parameters():
   cfg = hf_config.read_config(folder)
   rules = dict(D="fsdp", F="tensor", H="tensor", G="tensor", V="tensor")
   layout = axes.Layout(mesh.make((1, 4, 2)), axes.as_rules(rules), axes.as_rules({"B": "fsdp"}))
-  plain, _ = hf.load_params(folder, cfg)
-  spread, _ = hf.load_params(folder, cfg, layout)
+  plain, _ = hf_weights.load_params(folder, cfg)
+  spread, _ = hf_weights.load_params(folder, cfg, layout)
   shardings = params.flatten(params.shardings(transformer.params(cfg), layout))
   for path, value in params.flatten(spread).items():
     assert value.sharding.is_equivalent_to(shardings[path], value.ndim), path
@@ -233,7 +236,7 @@ def test_import_refuses_an_index_that_misleads(tmp_path, name, file, message):
   index["weight_map"][name] = file
   path.write_text(json.dumps(index))
   with pytest.raises(UserError, match=message):
-    hf.load_params(folder, hf_config.read_config(folder))
+    hf_weights.load_params(folder, hf_config.read_config(folder))
 
 
 def test_import_reports_a_tensor_that_the_index_does_not_list(tmp_path):
@@ -243,7 +246,7 @@ def test_import_reports_a_tensor_that_the_index_does_not_list(tmp_path):
   del index["weight_map"]["model.norm.weight"]
   path.write_text(json.dumps(index))
   with pytest.raises(UserError, match="missing tensor model.norm.weight"):
-    hf.load_params(folder, hf_config.read_config(folder))
+    hf_weights.load_params(folder, hf_config.read_config(folder))
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -253,11 +256,11 @@ def test_import_names_a_tensor_that_is_not_finite(tmp_path, value):
   tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = value
   safetensors.numpy.save_file(tensors, folder / "model.safetensors")
   with pytest.raises(UserError, match="layers.1.mlp.up_proj.weight has 1 of .* NaN or infinite"):
-    hf.load_params(folder, hf_config.read_config(folder))
+    hf_weights.load_params(folder, hf_config.read_config(folder))
 
 
 def test_import_takes_finite_values_whose_sum_overflows():
-  hf._check_finite(np.full(4, 3e38, np.float32), "x")
+  hf_weights._check_finite(np.full(4, 3e38, np.float32), "x")
 
 
 def test_import_of_a_file_in_place_of_a_folder_is_refused(tmp_path):
@@ -268,8 +271,8 @@ def test_import_of_a_file_in_place_of_a_folder_is_refused(tmp_path):
 
 def _export(target):
   cfg = hf_config.read_config(GOLDEN / "hf" / "llama")
-  weights, _ = hf.load_params(GOLDEN / "hf" / "llama", cfg)
-  hf.save_params(str(target), weights, cfg, "float32")
+  weights, _ = hf_weights.load_params(GOLDEN / "hf" / "llama", cfg)
+  hf_weights.save_params(str(target), weights, cfg, "float32")
 
 
 def _content(folder):
@@ -320,7 +323,7 @@ def test_import_names_missing_surplus_and_misshapen_tensors(tmp_path):
   tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int32)
   safetensors.numpy.save_file(tensors, folder / "model.safetensors")
   with pytest.raises(ValueError) as error:
-    hf.load_params(folder, hf_config.read_config(folder))
+    hf_weights.load_params(folder, hf_config.read_config(folder))
   for part in (
     "missing tensor model.layers.1.mlp.up_proj.weight",
     "surplus tensor model.layers.7.mlp.up_proj.weight",
@@ -335,14 +338,14 @@ def test_import_never_reads_a_pickle(tmp_path):
   (folder / "model.safetensors").unlink()
   (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
   with pytest.raises(FileNotFoundError, match="pytorch_model.bin is a pickle, which is never read"):
-    hf.load_params(folder, hf_config.read_config(folder))
+    hf_weights.load_params(folder, hf_config.read_config(folder))
 
 
 def test_import_names_a_missing_shard(tmp_path):
   folder = _copy(tmp_path, "qwen3")
   (folder / "model-00002-of-00005.safetensors").unlink()
   with pytest.raises(FileNotFoundError, match="names 'model-00002-of-00005.safetensors'"):
-    hf.load_params(folder, hf_config.read_config(folder))
+    hf_weights.load_params(folder, hf_config.read_config(folder))
 
 
 def test_check_export_evaluates_a_folder(tmp_path):
@@ -351,7 +354,7 @@ def test_check_export_evaluates_a_folder(tmp_path):
   weights = jax.tree.map(
     jnp.zeros_like, params.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
   )
-  hf.save_params(str(tmp_path), weights, cfg, "float32")
+  hf_weights.save_params(str(tmp_path), weights, cfg, "float32")
   vocabulary = tokenizers.models.WordLevel({"a": 0, "<|endoftext|>": 1}, "a")
   tokenizers.Tokenizer(vocabulary).save(str(tmp_path / "tokenizer.json"))
   for i in range(40):
@@ -369,4 +372,4 @@ def test_import_refuses_a_tied_head_that_differs(tmp_path):
   tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
   safetensors.numpy.save_file(tensors, folder / "model.safetensors")
   with pytest.raises(ValueError, match="tie_word_embeddings is true but lm_head.weight differs"):
-    hf.load_params(folder, hf_config.read_config(folder))
+    hf_weights.load_params(folder, hf_config.read_config(folder))

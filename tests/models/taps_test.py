@@ -11,11 +11,11 @@ import pytest
 from jax.extend import core
 
 from fp8jax import params as params_lib
-from fp8jax import recipes
 from fp8jax.models import transformer
-from fp8jax.models.config import Execution, ModelConfig
-from fp8jax.ops import dot as dot_lib
+from fp8jax.models.config import ComputeConfig, ModelConfig
+from fp8jax.ops import linear
 from fp8jax.ops import site as site_lib
+from fp8jax.recipe import library
 
 MODEL = ModelConfig(
   architecture="llama", vocab_size=96, hidden_size=128, intermediate_size=256, num_layers=4,
@@ -57,7 +57,7 @@ def calls_by_site(fn, sites, *args) -> dict[str, int]:
 
 @pytest.mark.parametrize(
   "recipe, remat, smooth",
-  [(r, "linears", "none") for r in recipes.RECIPES]
+  [(r, "linears", "none") for r in library.RECIPES]
   + [("tensor_delayed_saved", r, "none") for r in ("none", "quantized", "full")]
   + [("tensor_delayed", "linears", form) for form in ("channel", "token")],
 )
@@ -65,7 +65,7 @@ def test_every_tap_of_a_model_reaches_one_custom_vjp(recipe, remat, smooth):
   # The first layer differs: two runs of layers, one of a single layer.
   rules = (("layers/0/mlp/.*", "bf16"), (".*", recipe))
   sites = site_lib.build_sites(transformer.site_params(MODEL), MODEL.dims, rules)
-  run = Execution(remat=remat, loss_chunk=4, smooth_swiglu=smooth)
+  run = ComputeConfig(remat=remat, loss_chunk=4, smooth_swiglu=smooth)
 
   def loss(sites, params, batch):
     return transformer.loss(params, sites, batch, MODEL, run)
@@ -86,13 +86,13 @@ def test_a_tap_that_two_products_share_is_counted_twice():
 
   def in_a_loop(site, x, w):
     def body(x, _):
-      return dot_lib.dot("BD,DF->BF", x, w, site), None
+      return linear.dot("BD,DF->BF", x, w, site), None
 
     return jax.lax.scan(body, x, None, length=5)[0]
 
   def twice(site, x, w):
     as_new = dataclasses.replace(site)
-    return dot_lib.dot("BD,DF->BF", dot_lib.dot("BD,DF->BF", x, w, site), w, as_new)
+    return linear.dot("BD,DF->BF", linear.dot("BD,DF->BF", x, w, site), w, as_new)
 
   assert calls_by_site(in_a_loop, site, x, w) == {"dot": 5}
   assert calls_by_site(twice, site, x, w) == {"dot": 2}

@@ -12,14 +12,14 @@ import tolerances
 from jax.extend import core as jex_core
 
 from configs import base
-from fp8jax import config
 from fp8jax import params as params_lib
-from fp8jax import step as step_lib
-from fp8jax.kernels.backend import Device
+from fp8jax.config import resolve
+from fp8jax.kernels.choose import Device
 from fp8jax.models import rope, transformer
-from fp8jax.models.config import Execution, ModelConfig
-from fp8jax.ops import basic, site
-from fp8jax.quant import observe
+from fp8jax.models.config import ComputeConfig, ModelConfig
+from fp8jax.ops import elementwise, site
+from fp8jax.quantization import tensor_stats
+from fp8jax.step import train_step
 
 # Sizes that differ from one another; the widths hold no whole number of scale tiles.
 LLAMA = ModelConfig(
@@ -31,7 +31,7 @@ MODELS = {
   "qwen2": dataclasses.replace(LLAMA, architecture="qwen2", qkv_bias=True, tie_embeddings=True),
   "qwen3": dataclasses.replace(LLAMA, architecture="qwen3", qk_norm=True, num_kv_heads=6),
 }
-RUN = Execution(loss_chunk=10)
+RUN = ComputeConfig(loss_chunk=10)
 LENGTH = 32
 # Two rows of documents, by length; what they leave of a row is padding.
 DOCUMENTS = ((5, 1, 20), (32,))
@@ -73,7 +73,7 @@ def _weights(rng, cfg):
   return params_lib.tree_map(one, transformer.params(cfg))
 
 
-def _sites(cfg, recipe="bf16", statistics=observe.QUIET):
+def _sites(cfg, recipe="bf16", statistics=tensor_stats.QUIET):
   """Everything in one recipe, head included."""
   rules = ((".*", recipe),)
   return site.build_sites(transformer.site_params(cfg), cfg.dims, rules, statistics=statistics)
@@ -203,7 +203,7 @@ def test_every_site_watches_its_own_weight_once(rng, name):
   """A site used by two GEMMs would add their observations; one that none uses would see zero."""
   cfg = MODELS[name]
   weights, batch = _weights(rng, cfg), _batch(rng, cfg)
-  sites = _sites(cfg, statistics=observe.LOUD)
+  sites = _sites(cfg, statistics=tensor_stats.LOUD)
   _, (_, seen) = _loss_and_gradients(cfg)(weights, sites, batch)
   flat, found = params_lib.flatten(weights), site.by_name(sites, seen)
   assert len(found) == 8
@@ -310,7 +310,7 @@ def test_padding_changes_neither_loss_nor_gradient(rng):
 
 def test_dtypes_are_wide_where_it_matters(rng):
   """Activations in the compute dtype; logits, loss and gradients of the masters in float32."""
-  cfg, run = MODELS["qwen3"], Execution(dtype=jnp.dtype(jnp.bfloat16))
+  cfg, run = MODELS["qwen3"], ComputeConfig(dtype=jnp.dtype(jnp.bfloat16))
   weights, batch, sites = _weights(rng, cfg), _batch(rng, cfg), _sites(cfg, "block_128")
 
   def dtypes(fn):
@@ -330,9 +330,9 @@ def test_small_operations_round_once(rng):
   angles = rope.cos_sin(jnp.asarray(positions), dataclasses.replace(LLAMA, head_dim=32))
   a, b = np.float64(x), np.float64(y)
   for got, want in (
-    (basic.rms_norm(x, weight, 1e-6), _rms_norm(a, np.float64(weight), 1e-6)),
-    (basic.silu_mul(x, y), a / (1 + np.exp(-a)) * b),
-    (basic.rotate(jnp.asarray(x), *angles), _rotate(a, positions, 1e4)),
+    (elementwise.rms_norm(x, weight, 1e-6), _rms_norm(a, np.float64(weight), 1e-6)),
+    (elementwise.silu_mul(x, y), a / (1 + np.exp(-a)) * b),
+    (elementwise.rotate(jnp.asarray(x), *angles), _rotate(a, positions, 1e4)),
   ):
     assert got.dtype == jnp.bfloat16
     assert np.mean(np.asarray(got) != want.astype(jnp.bfloat16)) < 1e-3
@@ -355,14 +355,14 @@ def _shapes(jaxpr):
 def test_train_step_never_holds_all_logits(remat):
   c = base.get_config()
   c.batch, c.length, c.memory.loss_chunk, c.memory.remat = 6, 96, 32, remat
-  plan = config.resolve(c, 1, Device("cpu"))
+  plan = resolve.resolve(c, 1, Device("cpu"))
   batch = {
     f"{name}_BL": jax.ShapeDtypeStruct((c.batch, c.length), jnp.int32)
     for name in ("tokens", "targets", "positions", "segments")
   }
   batch["weights_BL"] = jax.ShapeDtypeStruct((c.batch, c.length), jnp.float32)
-  state = step_lib.abstract_state(plan)
-  step = jax.make_jaxpr(step_lib.make_step(plan))(state, batch, plan.sites())
+  state = train_step.abstract_state(plan)
+  step = jax.make_jaxpr(train_step.make_step(plan))(state, batch, plan.sites())
   size = plan.model.vocab_size
   found = {shape for shape in _shapes(step.jaxpr) if size in shape}
   assert (c.batch, 32, size) in found  # one chunk

@@ -31,23 +31,23 @@ TIMEOUT = 1500  # seconds per test file; the slowest takes 200 on two idle cores
 # The files that join the parts, and the tests that should see a fault there, nearest first.
 _STEP = ("joints", "precision", "by_layer")
 TESTS = {
-  "fp8jax/step.py": (*_STEP, "invariance", "optim/masters"),
-  "fp8jax/by_layer.py": ("by_layer", "account"),
-  "fp8jax/optim/walk.py": ("optim/walk", "joints", "optim/masters", "by_layer"),
+  "fp8jax/step/train_step.py": (*_STEP, "invariance", "optim/masters"),
+  "fp8jax/step/layerwise.py": ("by_layer", "account"),
+  "fp8jax/optim/update.py": ("optim/walk", "joints", "optim/masters", "by_layer"),
   "fp8jax/optim/gradients.py": ("optim/masters", "joints", "invariance"),
-  "fp8jax/batches.py": ("joints", "multiprocess"),
-  "fp8jax/evaluate.py": ("joints", "train", "precision", "multiprocess"),
-  "fp8jax/train.py": ("joints", "jobs", "hostile", "resume", "train", "precision"),
-  "fp8jax/checkpoint.py": ("joints", "resume", "jobs", "hostile", "train"),
+  "fp8jax/data/batch_sharding.py": ("joints", "multiprocess"),
+  "fp8jax/run/evaluator.py": ("joints", "train", "precision", "multiprocess"),
+  "fp8jax/jobs/train.py": ("joints", "jobs", "hostile", "resume", "train", "precision"),
+  "fp8jax/run/checkpoint.py": ("joints", "resume", "jobs", "hostile", "train"),
   "fp8jax/ops/collectives.py": ("joints", "ops/mesh", "invariance"),
   "fp8jax/data/loader.py": ("data/loader", "data/shuffle", "joints", "data/damage", "multiprocess"),
   "fp8jax/data/sample_index.py": ("data/shuffle", "data/damage"),
-  "fp8jax/precision.py": ("config", "precision", "ops/smooth", "configs"),
-  "fp8jax/optim/build.py": ("optim/build", "optim/adam", "config", "optim/masters"),
-  "fp8jax/loss_scale.py": ("joints", "config", "precision"),
-  "fp8jax/quant/history.py": ("joints", "ops/dot", "precision"),
-  "fp8jax/proof.py": ("proof", "accumulation", "joints"),
-  "fp8jax/hlo.py": ("proof", "accumulation"),
+  "fp8jax/recipe/schedule.py": ("config", "precision", "ops/smooth", "configs"),
+  "fp8jax/optim/factory.py": ("optim/build", "optim/adam", "config", "optim/masters"),
+  "fp8jax/step/loss_scale.py": ("joints", "config", "precision"),
+  "fp8jax/quantization/amax_history.py": ("joints", "ops/dot", "precision"),
+  "fp8jax/compiled/fp8_gemms.py": ("proof", "accumulation", "joints"),
+  "fp8jax/compiled/hlo.py": ("proof", "accumulation"),
 }
 
 _SWAPPED = {

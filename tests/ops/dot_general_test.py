@@ -11,8 +11,8 @@ from lattice import lattice
 
 from fp8jax import axes, mesh
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.dot import dot, fp8_dot_general
-from fp8jax.quant import history
+from fp8jax.ops.linear import dot, fp8_dot_general
+from fp8jax.quantization import amax_history
 
 BATCHED = (((2,), (1,)), ((0,), (0,)))
 PLAIN = (((1,), (0,)), ((), ()))
@@ -24,7 +24,9 @@ def _site(recipe, largest=(7.0, 7.0, 7.0)):
   site = site_lib.single(recipe)
   if site.memory is None:
     return site
-  return dataclasses.replace(site, memory=history.calibrated(site.recipe, jnp.asarray(largest)))
+  return dataclasses.replace(
+    site, memory=amax_history.calibrated(site.recipe, jnp.asarray(largest))
+  )
 
 
 def _stack(sites):

@@ -13,15 +13,15 @@ import tolerances
 from jax.extend import core as jex_core
 from lattice import lattice
 
-from fp8jax import recipes
 from fp8jax.formats import E2M1, E4M3
-from fp8jax.ops import rules as rules_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.dot import dot, fp8_dot_general
-from fp8jax.quant import history
-from fp8jax.recipe import Rounding
+from fp8jax.ops.linear import dot, fp8_dot_general
+from fp8jax.quantization import amax_history
+from fp8jax.recipe import library
+from fp8jax.recipe import rules as rules_lib
+from fp8jax.recipe.quant import Rounding
 
-RECIPES = list(recipes.RECIPES)
+RECIPES = list(library.RECIPES)
 EQUATIONS = [
   # eqn, sizes: contraction last and first, two contracted letters, a transposed weight
   ("BLD,DF->BLF", dict(B=2, L=72, D=200, F=130)),
@@ -55,11 +55,11 @@ def _site(recipe, x, w, g, matmul="auto"):
   if site.memory is None:
     return site
   amaxes = np.stack([np.abs(t).max() for t in (x, w, g)])
-  return dataclasses.replace(site, memory=history.calibrated(site.recipe, amaxes))
+  return dataclasses.replace(site, memory=amax_history.calibrated(site.recipe, amaxes))
 
 
 def _lattice_of(recipe):
-  formats = {q.format.name for uses in recipes.RECIPES[recipe].uses().values() for q in uses}
+  formats = {q.format.name for uses in library.RECIPES[recipe].uses().values() for q in uses}
   return functools.partial(lattice, fmt="e2m1") if "e2m1" in formats else lattice
 
 
@@ -77,11 +77,11 @@ def test_dot_is_exact_on_lattice_inputs(rng, eqn, sizes, recipe):
   np.testing.assert_array_equal(y, np.einsum(eqn, *wide[:2]))
   np.testing.assert_array_equal(dx, np.einsum(f"{ys},{ws}->{xs}", wide[2], wide[1]))
   # A rotated lattice is none.
-  if not _is_rotated(recipes.RECIPES[recipe].wgrad):
+  if not _is_rotated(library.RECIPES[recipe].wgrad):
     np.testing.assert_array_equal(dw, np.einsum(f"{xs},{ys}->{ws}", wide[0], wide[2]))
 
 
-NEAREST = [n for n, r in recipes.RECIPES.items() if r.is_narrow and not r.is_random]
+NEAREST = [n for n, r in library.RECIPES.items() if r.is_narrow and not r.is_random]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_dot_equals_an_emulation_written_from_the_papers(rng, recipe, matmul):
       return t.astype(np.float64)
     return oracle.fake_quantize(t, quant.format.name, quant.tile, quant.scale.value)
 
-  f, d, v = (getattr(recipes.RECIPES[recipe], p) for p in ("fwd", "dgrad", "wgrad"))
+  f, d, v = (getattr(library.RECIPES[recipe], p) for p in ("fwd", "dgrad", "wgrad"))
   want = (
     narrow(x, f.lhs) @ narrow(w.T, f.rhs).T,
     narrow(g, d.lhs) @ narrow(w, d.rhs).T,
@@ -118,7 +118,7 @@ def test_dot_error_is_within_its_formats_budget(rng, recipe):
   got = _all_gemms("TD,DF->TF", x, w, g, _site(recipe, x, w, g))
   wide = [t.astype(np.float64) for t in (x, w, g)]
   want = wide[0] @ wide[1], wide[2] @ wide[1].T, wide[0].T @ wide[2]
-  value = recipes.RECIPES[recipe]
+  value = library.RECIPES[recipe]
   for result, exact, gemm in zip(got, want, (value.fwd, value.dgrad, value.wgrad)):
     budget = max(tolerances.GEMM_DIFFERENCE[n] for n in _formats(gemm))
     error = tolerances.difference(result, exact)
@@ -204,7 +204,7 @@ def test_dot_weight_gradient_is_accumulated_wide(rng):
   x = jnp.asarray(_normal(rng, 256, 16), jnp.bfloat16)
   w = jnp.asarray(_normal(rng, 16, 16))
   # One recipe for every kind of weight gradient.
-  for recipe in {recipes.RECIPES[name].wgrad: name for name in RECIPES}.values():
+  for recipe in {library.RECIPES[name].wgrad: name for name in RECIPES}.values():
     site = site_lib.single(recipe)
     loss = lambda w, s=site: dot("TD,DF->TF", x, w, s).astype(jnp.float32).sum()  # noqa: E731
     dw = jax.jit(jax.grad(loss))(w)
@@ -224,7 +224,7 @@ def _dots(jaxpr):
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "bf16"])
 def test_dot_multiplies_narrow_operands_in_all_three_gemms(rng, recipe):
-  site, value = site_lib.single(recipe), recipes.RECIPES[recipe]
+  site, value = site_lib.single(recipe), library.RECIPES[recipe]
   x, w = jnp.zeros((64, 256), jnp.bfloat16), jnp.zeros((256, 128))
 
   def loss(x, w):
@@ -257,7 +257,7 @@ def _pull(eqn, x, w, g, site):
   return jax.vjp(run, site.tap)[1](g)[0]
 
 
-@pytest.mark.parametrize("recipe", [n for n, r in recipes.RECIPES.items() if r.is_narrow])
+@pytest.mark.parametrize("recipe", [n for n, r in library.RECIPES.items() if r.is_narrow])
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_is_seen_by_the_site(rng, recipe, bad):
   """A narrow format saturates: the product alone would hide an infinity from the loss."""
@@ -304,6 +304,6 @@ def test_rules_first_match_wins_and_both_errors_are_named():
     rules_lib.recipe_by_name("block128")
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES.values(), ids=str)
+@pytest.mark.parametrize("recipe", library.RECIPES.values(), ids=str)
 def test_recipe_survives_its_description(recipe):
   assert type(recipe).from_dict(recipe.to_dict()) == recipe

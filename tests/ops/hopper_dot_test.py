@@ -9,7 +9,7 @@ import pytest
 from lattice import lattice
 
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.dot import dots
+from fp8jax.ops.linear import dots
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EQUATIONS = [

@@ -12,15 +12,16 @@ import pytest
 from fp8jax import axes, mesh
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
-from fp8jax.models.config import Execution, ModelConfig
-from fp8jax.ops import basic, kept, later
+from fp8jax.models.config import ComputeConfig, ModelConfig
+from fp8jax.ops import elementwise, residuals
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.dot import dots
-from fp8jax.ops.gated import gated
-from fp8jax.ops.kept import Kept
-from fp8jax.quant import packed
+from fp8jax.ops.fused import prologue
+from fp8jax.ops.fused.swiglu_mlp import swiglu_mlp
+from fp8jax.ops.linear import dots
+from fp8jax.ops.residuals import ResidualFormats
+from fp8jax.quantization import quantized_tensor
 
-QUANT = kept.QUANTS["e4m3_16"]
+QUANT = residuals.QUANTS["e4m3_16"]
 EPS = 1e-6
 # float32 against float64, relative to the largest element.
 FLOAT32 = 1e-6
@@ -55,11 +56,16 @@ def test_values_are_exact_and_gradients_those_at_the_copy(rng, what):
   if what == "norm":
     first *= np.exp(6 * rng.standard_normal(first.shape)).astype(np.float32)
     second = second[0, 0]
-    plain, lately = basic.rms_norm, later.rms_norm
+    plain, lately = elementwise.rms_norm, prologue.rms_norm
     arguments, oracle = (EPS,), _norm_gradients
     copies = (_copy(first), np.float64(second))
   else:
-    plain, lately, arguments, oracle = basic.silu_mul, later.silu_mul, (), _swiglu_gradients
+    plain, lately, arguments, oracle = (
+      elementwise.silu_mul,
+      prologue.silu_mul,
+      (),
+      _swiglu_gradients,
+    )
     copies = (_copy(first), _copy(second))
   y, pull = jax.vjp(lambda *xs: lately(*xs, *arguments, keep=QUANT).value(), first, second)
   np.testing.assert_array_equal(y, plain(first, second, *arguments))
@@ -72,7 +78,7 @@ def test_values_are_exact_and_gradients_those_at_the_copy(rng, what):
 
 
 def test_copies_have_the_bytes_that_are_said():
-  assert {name: packed.nbytes(quant) for name, quant in kept.QUANTS.items() if quant} == {
+  assert {name: quantized_tensor.nbytes(quant) for name, quant in residuals.QUANTS.items() if quant} == {
     "bf16": 2, "e4m3_16": 1 + 1 / 16, "e4m3_128": 1 + 1 / 128,
   }  # fmt: skip
 
@@ -101,9 +107,9 @@ def test_what_the_copy_holds_exactly_costs_nothing(rng, recipe):
   def run(keep):
     def both(x, x_of_norm, norm, ws):
       sites = [site_lib.single(recipe, name=n) for n in "abcde"]
-      h = later.rms_norm(x_of_norm, norm, EPS, keep=keep)
+      h = prologue.rms_norm(x_of_norm, norm, EPS, keep=keep)
       ys = dots(EQUATIONS[:2], h, ws[:2], sites[:2])
-      return *ys, gated(EQUATIONS, x, ws, sites[2:], "linear", keep)
+      return *ys, swiglu_mlp(EQUATIONS, x, ws, sites[2:], "linear", keep)
 
     ys, pull = jax.vjp(both, x, x, norm, ws)
     return jax.tree.leaves((ys, pull(ys)))
@@ -116,7 +122,7 @@ MODEL = ModelConfig(
   architecture="qwen3", vocab_size=64, hidden_size=64, intermediate_size=144, num_layers=2,
   num_heads=2, num_kv_heads=1, head_dim=48, max_positions=64, qk_norm=True, init_std=0.1,
 )  # fmt: skip
-GROUPS = Kept(norms=QUANT, gated=QUANT)
+GROUPS = ResidualFormats(norms=QUANT, gated=QUANT)
 
 
 def _loss(run, recipe):
@@ -163,12 +169,12 @@ def _waiting(run, recipe="bf16") -> collections.Counter:
 
 
 POLICIES = [
-  (Execution(), "bf16", {}),
-  (Execution(remat="linears"), "bf16", {}),
+  (ComputeConfig(), "bf16", {}),
+  (ComputeConfig(remat="linears"), "bf16", {}),
   # Narrow inputs of GEMMs cannot be made of the copies again; that of `o` can of what is kept.
   # What reads a norm shares one.
-  (Execution(remat="linears"), "tensor_current_saved", {"D": 2, "F": 1}),
-  (Execution(remat="quantized"), "tensor_current_saved", {"D": 2, "F": 1, "HK": 1}),
+  (ComputeConfig(remat="linears"), "tensor_current_saved", {"D": 2, "F": 1}),
+  (ComputeConfig(remat="quantized"), "tensor_current_saved", {"D": 2, "F": 1, "HK": 1}),
 ]
 
 
@@ -187,24 +193,26 @@ def test_copies_wait_and_nothing_wide_does(run, recipe, of_gemms):
 
 
 def test_of_a_layer_computed_again_one_copy_waits():
-  full = Execution(remat="full")
+  full = ComputeConfig(remat="full")
   assert _waiting(full) == {"float32 D": 1}
-  found = _waiting(dataclasses.replace(full, kept=Kept(residual=QUANT)))
+  found = _waiting(dataclasses.replace(full, kept=ResidualFormats(residual=QUANT)))
   assert found == {"float8_e4m3fn D": 1}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "remat, waiting", [("none", GROUPS), ("full", Kept(residual=QUANT))], ids=["norms", "residual"]
+  "remat, waiting",
+  [("none", GROUPS), ("full", ResidualFormats(residual=QUANT))],
+  ids=["norms", "residual"],
 )
 def test_the_loss_is_the_same_and_gradients_are_near(remat, waiting):
   """Within half a step of E4M3, relative to the whole gradient."""
 
   def run(waiting):
-    loss, arguments = _loss(Execution(remat=remat, kept=waiting), "bf16")
+    loss, arguments = _loss(ComputeConfig(remat=remat, kept=waiting), "bf16")
     return jax.jit(jax.value_and_grad(loss))(*arguments)
 
-  (loss, got), (exact_loss, exact) = run(waiting), run(Kept())
+  (loss, got), (exact_loss, exact) = run(waiting), run(ResidualFormats())
   assert loss == exact_loss
   flat = [np.concatenate([x.ravel() for x in jax.tree.leaves(t)]) for t in (got, exact)]
   error = np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
@@ -218,7 +226,7 @@ def test_copies_lie_where_the_tensor_does(rng):
   gate, up = rng.standard_normal((2, 4, 8, 64)).astype(np.float32)
 
   def run(gate, up):
-    y, pull = jax.vjp(lambda *xs: later.silu_mul(*xs, keep=QUANT).value(), gate, up)
+    y, pull = jax.vjp(lambda *xs: prologue.silu_mul(*xs, keep=QUANT).value(), gate, up)
     return pull(y), jax.tree.leaves(pull)
 
   want, _ = jax.jit(run)(gate, up)

@@ -14,23 +14,28 @@ import numpy as np
 import pytest
 
 from fp8jax import axes, mesh
+from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
+from fp8jax.kernels.gemm import reference
 from fp8jax.kernels.quantize import mosaic_sm90 as quantize_sm90
-from fp8jax.kernels.quantize import producers
-from fp8jax.kernels.scaled_matmul import mosaic_sm90, reference
-from fp8jax.models import swiglu
-from fp8jax.models.config import Execution
-from fp8jax.ops import activations, basic, kept, later
+from fp8jax.kernels.quantize import prologues
+from fp8jax.models import mlp_swiglu
+from fp8jax.models.config import ComputeConfig
+from fp8jax.ops import elementwise, quantized_inputs, residuals
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.dot import dot, dots
-from fp8jax.ops.kept import Kept
-from fp8jax.quant import observe, quantize
-from fp8jax.recipe import CURRENT
+from fp8jax.ops.fused import prologue
+from fp8jax.ops.linear import dot, dots
+from fp8jax.ops.residuals import ResidualFormats
+from fp8jax.quantization import quantize, tensor_stats
+from fp8jax.recipe.quant import CURRENT
 
 EPS = 1e-6
 WEIGHTS = axes.as_rules(dict(D="fsdp", F="tensor"))
 ACTS = axes.as_rules(dict(B=("data", "fsdp"), F="tensor"))
 CFG = types.SimpleNamespace(norm_eps=EPS)
-WIDE, GROUPS = Kept(), Kept(norms=kept.QUANTS["e4m3_16"], gated=kept.QUANTS["e4m3_16"])
+WIDE, GROUPS = (
+  ResidualFormats(),
+  ResidualFormats(norms=residuals.QUANTS["e4m3_16"], gated=residuals.QUANTS["e4m3_16"]),
+)
 SIZES = dict(B=2, L=64, D=128, F=256)
 
 
@@ -43,11 +48,11 @@ def _by_formula(producer, matrices, factors, of=lambda x: x):
 
 @jax.custom_vjp
 def _silu_mul(gate, up):
-  return _by_formula(producers.SWIGLU, (gate, up), ())[0]
+  return _by_formula(prologues.SWIGLU, (gate, up), ())[0]
 
 
 def _silu_mul_bwd(sources, g):
-  return tuple(_by_formula(producers.SWIGLU_BACKWARD, (g, *sources), ()))
+  return tuple(_by_formula(prologues.SWIGLU_BACKWARD, (g, *sources), ()))
 
 
 _silu_mul.defvjp(lambda *sources: (_silu_mul(*sources), sources), _silu_mul_bwd)
@@ -67,7 +72,7 @@ def calls(monkeypatch):
       )
       for axis, quant in quants.items()
     }
-    return made, observe.amax(x) if watched else None
+    return made, tensor_stats.amax(x) if watched else None
 
   def quantize_produced(producer, matrices, factors, quants, watched=False):
     calls.append(producer.name)
@@ -76,21 +81,21 @@ def calls(monkeypatch):
       {axis: quantize.quantize(y, quant, contraction=axis) for axis, quant in of_result.items()}
       for y, of_result in zip(results, quants, strict=True)
     ]
-    return made, [observe.amax(y) for y in results] if watched else []
+    return made, [tensor_stats.amax(y) for y in results] if watched else []
 
   def multiply(a, b, accumulate, out_dtype):
     return reference.scaled_matmul(a, b.in_one_piece(), accumulate, out_dtype)
 
   monkeypatch.setattr(quantize_sm90, "quantize_matrix", quantize_matrix)
   monkeypatch.setattr(quantize_sm90, "quantize_produced", quantize_produced)
-  monkeypatch.setattr(mosaic_sm90, "scaled_matmul", multiply)
+  monkeypatch.setattr(mosaic_sm90_lib, "scaled_matmul", multiply)
   return calls
 
 
 @pytest.fixture
 def formulas(monkeypatch):
   """SwiGLU as the producers compute it: exponentials that differ in their last bit aside."""
-  monkeypatch.setattr(basic, "silu_mul", _silu_mul)
+  monkeypatch.setattr(elementwise, "silu_mul", _silu_mul)
 
 
 def _sites(names, recipe="block_128", loud=(), backend="mosaic_sm90"):
@@ -101,7 +106,7 @@ def _sites(names, recipe="block_128", loud=(), backend="mosaic_sm90"):
     backends = tuple(
       backend if getattr(site.recipe, p).is_narrow else "xla" for p in ("fwd", "dgrad", "wgrad")
     )
-    tap = jnp.zeros((3, observe.LOUD if name in loud else observe.QUIET), jnp.float32)
+    tap = jnp.zeros((3, tensor_stats.LOUD if name in loud else tensor_stats.QUIET), jnp.float32)
     found[name] = dataclasses.replace(site, backends=backends, tap=tap)
   return found
 
@@ -125,12 +130,12 @@ def _layer(rng, sizes=SIZES):
 
 def _run(p, x, g, sites, wrap=lambda f: f, waiting=WIDE):
   """Output, gradients and observations of a feed-forward layer."""
-  execution = Execution(kept=waiting)
+  execution = ComputeConfig(kept=waiting)
 
   @jax.jit
   def run(p, x, g, taps):
     def apply(p, x, taps):
-      return swiglu.apply(p, site_lib.with_taps(sites, taps), x, CFG, execution)
+      return mlp_swiglu.apply(p, site_lib.with_taps(sites, taps), x, CFG, execution)
 
     y, pull = jax.vjp(wrap(apply), p, x, taps)
     return y, *pull(g)
@@ -144,7 +149,7 @@ def _assert_same(got, want):
 
 
 def _plainly(monkeypatch):
-  monkeypatch.setattr(activations, "can_produce", lambda *_: False)
+  monkeypatch.setattr(quantized_inputs, "can_fuse_prologue", lambda *_: False)
 
 
 # Times that each is made: in both directions; once more where the forward pass is computed again;
@@ -221,7 +226,7 @@ def test_one_that_reads_it_in_16_bits_has_it_written_for_all(rng, calls, of_k, t
   sites = _sites("qk", dict(q="block_128", k=of_k))
 
   def run(x, ws):
-    h = later.rms_norm(x, jnp.ones(128), EPS)
+    h = prologue.rms_norm(x, jnp.ones(128), EPS)
     return dots(("BLD,DF->BLF",) * 2, h, ws, [sites["q"], sites["k"]])
 
   jax.eval_shape(lambda x, ws: jax.vjp(run, x, ws)[1]((x, x)), x, (w, w))
@@ -240,9 +245,9 @@ def test_rows_and_columns_of_factors_are_those_of_the_matrix(rng, calls):
   x, weight = _normal(rng, 2, 64, 4, 32), jnp.ones(32)
   w, site = _normal(rng, 4, 32, 128, dtype=jnp.float32), _sites(("o",))["o"]
   make = jax.jit(lambda x: dot("BLHK,HKD->BLD", x, w, site))
-  got = make(later.rms_norm(x, weight, EPS))
+  got = make(prologue.rms_norm(x, weight, EPS))
   assert "rms_norm" not in calls
-  np.testing.assert_array_equal(got, make(basic.rms_norm(x, weight, EPS)))
+  np.testing.assert_array_equal(got, make(elementwise.rms_norm(x, weight, EPS)))
 
 
 def test_one_site_under_vmap_is_refused(rng, calls):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.loss import cross_entropy
+from fp8jax.ops.cross_entropy import cross_entropy
 
 B, L, D, V = 2, 50, 24, 96
 

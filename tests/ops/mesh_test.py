@@ -11,16 +11,17 @@ import pytest
 import tolerances
 from lattice import lattice
 
-from fp8jax import axes, mesh, recipes
-from fp8jax.kernels import backend as backend_lib
+from fp8jax import axes, mesh
+from fp8jax.kernels import choose
+from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
+from fp8jax.kernels.gemm import reference
 from fp8jax.kernels.quantize import mosaic_sm90 as quantize_sm90
-from fp8jax.kernels.scaled_matmul import mosaic_sm90, reference
-from fp8jax.ops import dot as dot_lib
-from fp8jax.ops import plan as plan_lib
+from fp8jax.ops import gemm_spec, linear
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.dot import dot
-from fp8jax.ops.loss import cross_entropy
-from fp8jax.quant import observe, quantize, scaled
+from fp8jax.ops.cross_entropy import cross_entropy
+from fp8jax.ops.linear import dot
+from fp8jax.quantization import quantize, scaled_matrix, tensor_stats
+from fp8jax.recipe import library
 
 WEIGHTS = axes.as_rules(dict(D="fsdp", F="tensor", H="tensor", V="tensor"))
 ACTS = axes.as_rules(dict(B=("data", "fsdp"), F="tensor", H="tensor", V="tensor"))
@@ -68,7 +69,7 @@ QUICK = [("block_128", shape) for shape in MESHES]
 QUICK += [(recipe, (2, 2, 2)) for recipe in ("tensor_current", "block_128_saved")]
 ALL = [
   pytest.param(recipe, shape, marks=[pytest.mark.slow] * ((recipe, shape) not in QUICK))
-  for recipe in recipes.RECIPES
+  for recipe in library.RECIPES
   for shape in MESHES
 ]
 
@@ -98,13 +99,13 @@ def _by_kernels(rng, eqn, shape, recipe):
   want, _ = _run(eqn, x, w, g, site_lib.single(recipe))
   layout = _layout(shape)
   site = dataclasses.replace(_site(recipe, layout), backends=("mosaic_sm90",) * 3)
-  plan, inputs = plan_lib.make_plan(eqn, x, w, site), plan_lib.Inputs.of(site)
+  plan, inputs = gemm_spec.make_spec(eqn, x, w, site), gemm_spec.ScalingInputs.of(site)
   x, g = _place(x, xs, layout.act_spec, layout), _place(g, ys, layout.act_spec, layout)
   w = _place(w, ws, layout.weight_spec, layout)
   got = [
-    jax.jit(lambda x, w: dot_lib.forward(plan, x, w, inputs))(x, w),
-    jax.jit(lambda g, w: dot_lib.data_gradient(plan, g, w, inputs))(g, w),
-    jax.jit(lambda x, g: dot_lib.weight_gradient(plan, x, g, jnp.float32, inputs))(x, g),
+    jax.jit(lambda x, w: linear.forward(plan, x, w, inputs))(x, w),
+    jax.jit(lambda g, w: linear.data_gradient(plan, g, w, inputs))(g, w),
+    jax.jit(lambda x, g: linear.weight_gradient(plan, x, g, jnp.float32, inputs))(x, g),
   ]
   return got, want
 
@@ -129,18 +130,18 @@ def test_operands_of_hopper_kernels_lie_right_on_a_mesh(rng, monkeypatch, eqn, s
   def quantize_matrix(x, quants, amax=None, over=(), watched=False):
     make = functools.partial(quantize.quantize, amax_axes=(over, ()))
     made = {axis: make(x, quant, contraction=axis) for axis, quant in quants.items()}
-    return made, observe.amax(x) if watched else None
+    return made, tensor_stats.amax(x) if watched else None
 
   def multiply(a, b, accumulate, out_dtype):
-    problem = backend_lib.Problem(
-      a.shape[0], b.shape[0], a.shape[1], recipes.RECIPES[recipe].fwd, backend_lib.Device("gpu", 90)
+    problem = choose.GemmProblem(
+      a.shape[0], b.shape[0], a.shape[1], library.RECIPES[recipe].fwd, choose.Device("gpu", 90)
     )
-    assert mosaic_sm90.supports(problem) is None
+    assert mosaic_sm90_lib.supports(problem) is None
     shards.append(b.is_sharded)
     return reference.scaled_matmul(a, b.in_one_piece(), accumulate, out_dtype)
 
   monkeypatch.setattr(quantize_sm90, "quantize_matrix", quantize_matrix)
-  monkeypatch.setattr(mosaic_sm90, "scaled_matmul", multiply)
+  monkeypatch.setattr(mosaic_sm90_lib, "scaled_matmul", multiply)
   for one, exact in zip(*_by_kernels(rng, eqn, shape, recipe)):
     np.testing.assert_array_equal(one, exact)
   # D is split and contracted once: forward here, in the data gradient there.
@@ -184,8 +185,8 @@ def test_one_scale_made_ahead_is_that_of_all_devices(rng, monkeypatch, shape, re
     for axis, quant in quants.items():
       scale = quantize_sm90._tensor_scale(x, quant, amax, over).reshape(1, 1)
       data = quantize.cast(x.astype(np.float32) * (1 / scale), quant.format)
-      made[axis] = scaled.Scaled(data if axis == 1 else data.T, scale, quant.tile)
-    return made, observe.amax(x) if watched else None
+      made[axis] = scaled_matrix.ScaledMatrix(data if axis == 1 else data.T, scale, quant.tile)
+    return made, tensor_stats.amax(x) if watched else None
 
   monkeypatch.setattr(quantize_sm90, "quantize_matrix", quantize_matrix)
   eqn, sizes = EQUATIONS[0]

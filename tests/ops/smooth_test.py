@@ -12,12 +12,13 @@ import pytest
 import tolerances
 
 from configs import base
-from fp8jax import axes, mesh, watch
-from fp8jax.models import swiglu
-from fp8jax.models.config import Execution, ModelConfig
+from fp8jax import axes, mesh
+from fp8jax.config import alarms as config_alarms
+from fp8jax.models import mlp_swiglu, smooth_swiglu
+from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.ops import site as site_lib
-from fp8jax.ops import smooth
-from fp8jax.quant import history, observe
+from fp8jax.quantization import amax_history, tensor_stats
+from fp8jax.run import alarms as run_alarms
 
 B, L, D, F = 8, 4, 16, 32
 CFG = ModelConfig(
@@ -51,12 +52,12 @@ def _sites(recipe, layout=axes.LOCAL):
 
 
 def _run(form="none"):
-  return Execution(smooth_swiglu=form)
+  return ComputeConfig(smooth_swiglu=form)
 
 
 def _apply(form, sites):
   """(parameters, x) -> the layer."""
-  return lambda p, x: swiglu.apply(p, sites, x, CFG, _run(form))
+  return lambda p, x: mlp_swiglu.apply(p, sites, x, CFG, _run(form))
 
 
 def _both_ways(p, x, g, forms, sites):
@@ -74,7 +75,7 @@ def _both_ways(p, x, g, forms, sites):
 def test_smooth_without_quantization_is_plain_swiglu(rng, dtype):
   """Bit for bit, gradients too: a power of two more here and less there."""
   p, x, g = _layer(rng)
-  found = _both_ways(p, x.astype(dtype), g.astype(dtype), swiglu.FORMS, _sites("bf16"))
+  found = _both_ways(p, x.astype(dtype), g.astype(dtype), mlp_swiglu.FORMS, _sites("bf16"))
   for form in SMOOTH:
     for got, want in zip(*map(jax.tree.leaves, (found[form], found["none"])), strict=True):
       assert np.isfinite(np.float32(want)).all() and np.any(want)
@@ -88,7 +89,7 @@ def test_scales_are_the_next_powers_of_two():
     [[1, 1.0000001, -3, 0.3, 0, np.nan, np.inf, big, 1e-30], [0, 0, 2, 0, 0, 5] + [0] * 3]
   )
   want = [1, 2, 4, 0.5, 2.0**-24, 8, 2.0**126, 2.0**126, 2.0**-24]
-  np.testing.assert_array_equal(smooth.channel_scales(up), np.float32(want))
+  np.testing.assert_array_equal(smooth_swiglu.channel_scales(up), np.float32(want))
 
 
 def _numpy(p, x, form):
@@ -108,7 +109,7 @@ def _numpy(p, x, form):
 
 def test_smooth_with_quantization_equals_float64(rng):
   p, x, _ = _layer(rng)
-  small = {form: _numpy(p, x, form).reshape(x.shape)[1::2] for form in swiglu.FORMS}
+  small = {form: _numpy(p, x, form).reshape(x.shape)[1::2] for form in mlp_swiglu.FORMS}
   for form in SMOOTH:
     got = jit(_apply(form, _sites("tensor_current")))(p, x)[1::2]
     assert tolerances.difference(got, small[form]) < EMULATION
@@ -122,8 +123,8 @@ def test_folded_weights_multiply_what_per_channel_does(rng):
 
   @jit
   def run(p, x):
-    s_F = swiglu.channel_scales(p, sites, x, CFG)
-    up, down = smooth.fold(p["up"], p["down"], s_F)
+    s_F = mlp_swiglu.channel_scales(p, sites, x, CFG)
+    up, down = smooth_swiglu.fold(p["up"], p["down"], s_F)
     merged = _apply("none", sites)({**p, "up": up, "down": down}, x)
     return s_F, merged, _apply("channel", sites)(p, x), _apply("none", sites)(p, x)
 
@@ -138,7 +139,7 @@ def test_a_weight_that_holds_scales_of_its_batch_is_not_scaled_by_the_past(rng):
 
   @jit
   def run(p, x, amax):
-    memory = history.calibrated(sites["down"].recipe, jnp.stack([1.0, amax, 1.0]))
+    memory = amax_history.calibrated(sites["down"].recipe, jnp.stack([1.0, amax, 1.0]))
     down = dataclasses.replace(sites["down"], memory=memory)
     return [_apply(form, {**sites, "down": down})(p, x) for form in ("channel", "token")]
 
@@ -183,7 +184,7 @@ def test_products_are_not_repeated_where_linears_are_kept(rng):
 STEPS, TOKENS, SPIKE_EVERY = 60, 64, 5
 
 
-def _train(form, recipe, statistics=observe.QUIET):
+def _train(form, recipe, statistics=tensor_stats.QUIET):
   """A layer learns from another one while channel 0 of both aligns and grows.
 
   Its gate and up weights are random but for one input feature, from which both read the same weight
@@ -202,7 +203,7 @@ def _train(form, recipe, statistics=observe.QUIET):
   x_SLD = normal(STEPS, TOKENS, D).at[..., 0].set(0)
   x_SLD = x_SLD.at[SPIKE_EVERY - 1 :: SPIKE_EVERY, 0].set(100 * jnp.eye(D)[0])
   sites, plain = _sites(recipe), _sites("bf16")
-  taps = {n: jnp.zeros((3, statistics if n == "down" else observe.QUIET)) for n in NAMES}
+  taps = {n: jnp.zeros((3, statistics if n == "down" else tensor_stats.QUIET)) for n in NAMES}
   tx = optax.adam(1e-2, 0.9, 0.95)
 
   def aligned(p, step):
@@ -213,17 +214,17 @@ def _train(form, recipe, statistics=observe.QUIET):
 
   def loss(p, taps, memories, x, y):
     used = {n: dataclasses.replace(s, memory=memories.get(n)) for n, s in sites.items()}
-    error = swiglu.apply(p, site_lib.with_taps(used, taps), x, CFG, _run(form)) - y
+    error = mlp_swiglu.apply(p, site_lib.with_taps(used, taps), x, CFG, _run(form)) - y
     return jnp.mean(jnp.sum(error**2, -1) / (1 + jnp.sum(y**2, -1)))
 
   def step(carry, at):
     (p, opt, memories), (i, x_LD) = carry, at
     p, x = aligned(p, i), x_LD[None]
-    y = swiglu.apply(aligned(teacher, i), plain, x, CFG, _run())
+    y = mlp_swiglu.apply(aligned(teacher, i), plain, x, CFG, _run())
     value, (gradient, seen) = jax.value_and_grad(loss, (0, 1))(p, taps, memories, x, y)
     updates, opt = tx.update(gradient, opt)
-    new = {n: history.update(m, seen[n][..., 0], sites[n].recipe) for n, m in memories.items()}
-    alignment = smooth.alignment(p["gate"], p["up"])
+    new = {n: amax_history.update(m, seen[n][..., 0], sites[n].recipe) for n, m in memories.items()}
+    alignment = smooth_swiglu.alignment(p["gate"], p["up"])
     return (optax.apply_updates(p, updates), opt, new), (value, alignment, seen)
 
   # Of zeros: the scales of the first step are 1.
@@ -237,7 +238,7 @@ def _train(form, recipe, statistics=observe.QUIET):
 def test_smooth_outlives_an_aligned_channel_and_alarms_come_before_plain_diverges():
   """Delayed scales of whole tensors; the same in float32 is the oracle."""
   exact, *_ = _train("none", "bf16")
-  plain, alignment, seen = _train("none", "tensor_delayed", observe.LOUD)
+  plain, alignment, seen = _train("none", "tensor_delayed", tensor_stats.LOUD)
   end = slice(-2 * SPIKE_EVERY, None)
   assert plain[end].mean() > 100 * exact[end].mean() and plain[-1] > 2 * plain[0]
   for form in SMOOTH:
@@ -248,10 +249,14 @@ def test_smooth_outlives_an_aligned_channel_and_alarms_come_before_plain_diverge
   # The default rules; kurtosis is at most the number of elements, here 2048.
   rules = (*base.get_config().log.alarms, ("kurtosis", ">", 1e3))
   site = dataclasses.replace(_sites("tensor_delayed")["down"], name="layers/0/mlp/down")
-  look = watch.Watch(watch.read_alarms(rules), site_lib.recipes_of({"down": site}))
+  look = run_alarms.AlarmMonitor(
+    config_alarms.read_alarms(rules), site_lib.recipes_of({"down": site})
+  )
   rings = {}
   for i in range(STEPS):
-    numerics = watch.summarise({"down": site}, {site.name: seen["down"][i]}, alignment[i : i + 1])
+    numerics = run_alarms.summarise(
+      {"down": site}, {site.name: seen["down"][i]}, alignment[i : i + 1]
+    )
     for line in look.lines(i, numerics):
       rings.setdefault(line.split()[3], i)
   assert max(rings["alignment"], rings["kurtosis"]) < diverged - 20

@@ -14,8 +14,8 @@ import tolerances
 import fp8jax.optim
 from fp8jax.formats import BF16, E4M3, E5M2
 from fp8jax.optim import moments
-from fp8jax.quant import packed
-from fp8jax.recipe import Expand, Quant, Rounding, Scale, SquareRoot
+from fp8jax.quantization import quantized_tensor
+from fp8jax.recipe.quant import DynamicRangeExpansion, Quant, Rounding, Scale, SquareRoot
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 from experiments.moments import dynamics  # noqa: E402
@@ -192,7 +192,7 @@ def test_tree_map_params_takes_a_narrow_moment_as_one_leaf(rng):
   params = _trees(rng, 1)[0]
   found = optax.tree_map_params(
     tx, lambda x, p: (x.shape, p.shape), tx.init(params), params,
-    transform_non_params=lambda _: None, is_leaf=lambda x: isinstance(x, packed.Packed),
+    transform_non_params=lambda _: None, is_leaf=lambda x: isinstance(x, quantized_tensor.QuantizedTensor),
   )  # fmt: skip
   assert found == optax.ScaleByAdamState(None, *2 * [{k: (s, s) for k, s in SHAPES.items()}])
 
@@ -246,7 +246,11 @@ def test_second_moments_that_would_become_0_are_refused(nu):
 
 
 def test_second_moments_with_the_range_or_without_a_0_are_not():
-  for change in (dict(keeps_nonzero=True), dict(transform=SquareRoot()), dict(transform=Expand())):
+  for change in (
+    dict(keeps_nonzero=True),
+    dict(transform=SquareRoot()),
+    dict(transform=DynamicRangeExpansion()),
+  ):
     fp8jax.optim.scale_by_adam(nu=Quant(E4M3, (1, 256), **change))
   fp8jax.optim.scale_by_adam(nu=Quant(E5M2, (1, 256)))
 
@@ -270,7 +274,7 @@ def test_first_moments_are_refused_where_they_stay_and_only_there(rng, name, dec
     return kept.repack(decay * kept.unpack() + (1 - decay) * g, key), None
 
   keys = jax.random.split(jax.random.key(0), steps)
-  start = packed.pack(first, quant, key=jax.random.key(1))
+  start = quantized_tensor.pack(first, quant, key=jax.random.key(1))
   kept, _ = jax.jit(lambda *a: jax.lax.scan(move, *a))(start, (keys, draws))
   left = np.median(np.asarray(kept.unpack()) / first)
   exact = decay**steps - size * (1 - decay**steps)
@@ -341,7 +345,7 @@ def test_lion_keeps_its_momentum_narrow(rng):
   tx = fp8jax.optim.scale_by_lion(mu=Quant(E4M3, (1, 128)))
   updates, state = _run(tx, params, gradients)
   wanted, exact = _run(optax.scale_by_lion(), params, gradients)
-  assert isinstance(state.mu["w"], packed.Packed)
+  assert isinstance(state.mu["w"], quantized_tensor.QuantizedTensor)
   assert np.mean(np.asarray(updates[-1]["w"]) == wanted[-1]["w"]) > 0.95
   wide = state.mu["w"].unpack()
   assert np.linalg.norm(wide - exact.mu["w"]) < 0.1 * np.linalg.norm(exact.mu["w"])

@@ -9,10 +9,11 @@ import optax
 import pytest
 import tolerances
 
-from fp8jax.optim import build, walk
+from fp8jax.optim import factory
+from fp8jax.optim import update as update_lib
 from fp8jax.params import Param
 
-OPTIM = build.Optim(
+OPTIM = factory.OptimizerConfig(
   rule="adam", moments="float32", master="float32", gradients="float32",
   schedule="wsd", peak_lr=3e-2, min_lr=1e-3, warmup_steps=4, decay_steps=6, steps=20,
   b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0,
@@ -53,17 +54,17 @@ def test_five_steps_equal_adamw_in_float64(rng, changes):
     {k: (size * rng.standard_normal(s)).astype(np.float32) for k, s in SHAPES.items()}
     for size in SIZES
   ]
-  leaves, rate_of = build.leaves(optim, DECLARATION), build.schedule(optim)
+  leaves, rate_of = factory.leaves(optim, DECLARATION), factory.schedule(optim)
   rates = [_rate(optim, step) for step in range(len(SIZES))]
 
   @jax.jit
   def step(params, state, g, number):
-    factor = walk.clip_factor(optax.tree.norm(g), optim.clip)
-    now = walk.Now(number, rate_of(number), factor)
-    moved = {k: walk.move(leaves[k], g[k], state[k], params[k], now) for k in g}
+    factor = update_lib.clip_factor(optax.tree.norm(g), optim.clip)
+    now = update_lib.UpdateArgs(number, rate_of(number), factor)
+    moved = {k: update_lib.move(leaves[k], g[k], state[k], params[k], now) for k in g}
     return [{k: v[i] for k, v in moved.items()} for i in (1, 0)]
 
-  got, state = params, {k: walk.init(leaves[k], p)[0] for k, p in params.items()}
+  got, state = params, {k: update_lib.init(leaves[k], p)[0] for k, p in params.items()}
   for i, want in enumerate(_adamw(optim, params, gradients, rates)):
     got, state = step(got, state, gradients[i], i)
     for k in SHAPES:
@@ -82,7 +83,7 @@ def _rate(optim, step: int) -> float:
   return o.min_lr + (o.peak_lr - o.min_lr) * (1 + math.cos(math.pi * passed)) / 2
 
 
-@pytest.mark.parametrize("name", build.SCHEDULES)
+@pytest.mark.parametrize("name", factory.SCHEDULES)
 @pytest.mark.parametrize(
   "changes",
   [
@@ -99,7 +100,7 @@ def _rate(optim, step: int) -> float:
 def test_schedule_equals_its_closed_form(name, changes):
   optim = dataclasses.replace(OPTIM, schedule=name, **changes)
   assert not optim.problems()
-  got = jax.vmap(build.schedule(optim))(np.arange(optim.steps))
+  got = jax.vmap(factory.schedule(optim))(np.arange(optim.steps))
   want = [_rate(optim, step) for step in range(optim.steps)]
   atol = tolerances.FLOAT32_SUM * optim.peak_lr
   np.testing.assert_allclose(got, want, rtol=0, atol=atol)

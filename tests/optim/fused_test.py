@@ -15,18 +15,18 @@ import tolerances
 import train_test
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fp8jax import config
-from fp8jax import step as step_lib
-from fp8jax.kernels import backend
-from fp8jax.kernels.backend import Device
+from fp8jax.config import resolve
+from fp8jax.kernels import choose
+from fp8jax.kernels.choose import Device
 from fp8jax.models import presets
-from fp8jax.ops import weights
-from fp8jax.optim import build, walk
+from fp8jax.ops import stored_params
+from fp8jax.optim import factory, update
 from fp8jax.params import Param
-from fp8jax.quant import packed
+from fp8jax.quantization import quantized_tensor
+from fp8jax.step import train_step
 
 HOPPER = Device("gpu", 90)
-OPTIM = build.Optim(
+OPTIM = factory.OptimizerConfig(
   rule="adam", moments="coat", master="bf16_remainder", gradients="bf16_sr", schedule="constant",
   peak_lr=1e-3, min_lr=1e-4, warmup_steps=1, decay_steps=2, steps=10,
   b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0,
@@ -35,22 +35,26 @@ LETTERS = {"stack": "NDF", "matrix": "VD"}
 
 
 def _leaf(name, shape, sharding=None, wanted="mosaic_sm90"):
-  leaf = build.leaves(OPTIM, {name: Param(LETTERS[name])})[name]
+  leaf = factory.leaves(OPTIM, {name: Param(LETTERS[name])})[name]
   param = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-  return walk.with_backends({name: leaf}, {name: param}, HOPPER, wanted)[name]
+  return update.with_backends({name: leaf}, {name: param}, HOPPER, wanted)[name]
 
 
 def _before(rng, leaf, shape):
   """(gradient, state, kept) of a step that is not the first."""
   param, *found = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(3))
-  first, second = (packed.pack(1e-3 * g, leaf.gradient, key=jax.random.key(0)) for g in found)
-  state, kept, _ = _move(_by_optax(leaf), first, *jax.jit(walk.init, static_argnums=0)(leaf, param))
+  first, second = (
+    quantized_tensor.pack(1e-3 * g, leaf.gradient, key=jax.random.key(0)) for g in found
+  )
+  state, kept, _ = _move(
+    _by_optax(leaf), first, *jax.jit(update.init, static_argnums=0)(leaf, param)
+  )
   return second, state, kept
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _move(leaf, g, state, kept, is_applied=True):
-  return walk.move(leaf, g, state, kept, walk.Now(1, 0.02, 0.5, is_applied))
+  return update.move(leaf, g, state, kept, update.UpdateArgs(1, 0.02, 0.5, is_applied))
 
 
 def _by_optax(leaf):
@@ -105,7 +109,7 @@ def test_every_device_moves_its_part(rng, interpreted_on_mesh, spec):
   leaf = _leaf("stack", shape, there)
   before = _before(rng, leaf, shape)
   param = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=there)
-  places = jax.tree.map(lambda x: x.sharding, walk.abstract(leaf, param))
+  places = jax.tree.map(lambda x: x.sharding, update.abstract(leaf, param))
   found = _move(leaf, *jax.device_put(before, (there, *places)))
   for x, place in zip(jax.tree.leaves(found[:2]), jax.tree.leaves(places), strict=True):
     assert x.sharding.is_equivalent_to(place, x.ndim)
@@ -131,17 +135,17 @@ def test_what_the_kernel_cannot_take_is_refused_by_name():
 def test_a_train_steps_state_is_that_of_xla(interpreted_on_mesh, monkeypatch):
   """Two steps of a model, the GPU's plan on a CPU: metrics and all that is kept."""
   monkeypatch.setitem(presets.PRESETS, "tiny", train_test.TINY)
-  monkeypatch.setattr(backend, "compiler_options", lambda _: None)  # those are a GPU's
+  monkeypatch.setattr(choose, "compiler_options", lambda _: None)  # those are a GPU's
   kept = {f"optim.{k}": getattr(OPTIM, k) for k in ("moments", "master", "gradients")}
   kept |= {"kernels.attention": "xla", "precision.compute": "float32"}
   found = {}
   for name in ("xla", "mosaic_sm90"):
     c = train_test._config("bf16", **kept, **{"kernels.optimizer": name})
-    runner = train_test.Runner(config.resolve(c, 1, HOPPER))
-    state = step_lib.make_state(runner.plan)
+    runner = train_test.Runner(resolve.resolve(c, 1, HOPPER))
+    state = train_step.make_state(runner.plan)
     for host in train_test._host_batches()[:2]:
       state, values = runner.step(state, host)
-    found[name] = values, weights.master((state.params, state.opt))
+    found[name] = values, stored_params.dequantize_tree((state.params, state.opt))
   (want, wanted), (got, state) = found["xla"], found["mosaic_sm90"]
   for key in want:
     assert got[key] == pytest.approx(want[key], rel=tolerances.FLOAT32_SUM), key

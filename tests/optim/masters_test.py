@@ -12,11 +12,12 @@ import train_test
 
 import fp8jax.optim
 from fp8jax import params as params_lib
-from fp8jax import step as step_lib
 from fp8jax.models import presets
-from fp8jax.ops import weights
-from fp8jax.optim import build, gradients, masters, moments, walk
-from fp8jax.quant import packed, split
+from fp8jax.ops import stored_params
+from fp8jax.optim import factory, gradients, masters, moments
+from fp8jax.optim import update as update_lib
+from fp8jax.quantization import bf16_remainder, quantized_tensor
+from fp8jax.step import train_step
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def _leaf(master, gradient="float32", kept="float32", lead=0):
     fp8jax.optim.scale_by_adam(b2=0.95, mu=kept.mu, nu=kept.nu), optax.add_decayed_weights(0.1)
   )
   masters_, gradients_ = masters.PRESETS[master], gradients.PRESETS[gradient]
-  return build.Leaf("w", transformation, masters_, gradients_, lead, 7)
+  return factory.ParamOptimizer("w", transformation, masters_, gradients_, lead, 7)
 
 
 # --- BF16 and a remainder ------------------------------------------------------------------------
@@ -50,7 +51,7 @@ def test_split_loses_nothing(rng):
   bits = rng.integers(0, 2**32, 2**20, dtype=np.uint32)
   bits[: 2**16] = (np.arange(2**16, dtype=np.uint32) << 16) | (bits[: 2**16] & 0xFFFF)
   bits[-3:] = 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001
-  both = jax.jit(split.split)(jnp.asarray(bits).view(jnp.float32))
+  both = jax.jit(bf16_remainder.split)(jnp.asarray(bits).view(jnp.float32))
   x, found = bits.view(np.float32), np.asarray(both.unpack())
   is_nan = np.isnan(x)
   np.testing.assert_array_equal(found.view(np.uint32)[~is_nan], bits[~is_nan])
@@ -61,16 +62,17 @@ def test_split_loses_nothing(rng):
   assert np.max(np.abs(high - exact) / 2.0 ** np.floor(np.log2(np.abs(exact)))) <= 2.0**-8
   ties = np.float32([1 + 2**-8, -1 - 2**-8, 1 + 3 * 2**-8])
   np.testing.assert_array_equal(
-    np.float32(split.split(jnp.asarray(ties)).high), [1 + 2**-7, -1 - 2**-7, 1 + 2**-6]
+    np.float32(bf16_remainder.split(jnp.asarray(ties)).high), [1 + 2**-7, -1 - 2**-7, 1 + 2**-6]
   )
 
 
 def test_remainder_moves_like_float32_to_the_bit(rng):
   leaf, exact = _leaf("bf16_remainder"), _leaf("float32")
   p = rng.standard_normal((40, 96)).astype(np.float32)
-  (state, kept), (wanted_state, wanted) = walk.init(leaf, p), walk.init(exact, p)
+  (state, kept), (wanted_state, wanted) = update_lib.init(leaf, p), update_lib.init(exact, p)
   move = jax.jit(
-    lambda leaf, g, s, k: walk.move(leaf, g, s, k, walk.Now(0, 1e-3)), static_argnums=0
+    lambda leaf, g, s, k: update_lib.move(leaf, g, s, k, update_lib.UpdateArgs(0, 1e-3)),
+    static_argnums=0,
   )
   for _ in range(5):
     g = rng.standard_normal(p.shape).astype(np.float32)
@@ -78,7 +80,7 @@ def test_remainder_moves_like_float32_to_the_bit(rng):
     wanted_state, wanted, _ = move(exact, g, wanted_state, wanted)
   np.testing.assert_array_equal(kept.unpack(), wanted)
   assert kept.high.dtype == jnp.bfloat16 and kept.low.dtype == jnp.int16
-  np.testing.assert_array_equal(weights.value(kept), np.float32(kept.high))
+  np.testing.assert_array_equal(stored_params.value(kept), np.float32(kept.high))
 
 
 # --- rounding ------------------------------------------------------------------------------------
@@ -94,16 +96,16 @@ def test_16_bit_masters_move_in_the_mean_where_the_nearest_would_not(
   """Many updates, each below half a step: lost to the nearest, all of BF16's and most of F16's."""
   x = np.full((64, 256), start, np.float32)
   x[0, 0] = 1.0  # F16's scale is the largest's
-  leaf = build.Leaf(
+  leaf = factory.ParamOptimizer(
     "w", optax.with_extra_args_support(optax.identity()), masters.PRESETS[name], None, 0, 7
   )
-  state, kept = walk.init(leaf, x)
+  state, kept = update_lib.init(leaf, x)
   g = jnp.full(x.shape, update).at[0, 0].set(0.0)
 
   @jax.jit
   def move(kept):
     def one(n, kept):
-      return walk.move(leaf, g, state, kept, walk.Now(n, 1.0))[1]
+      return update_lib.move(leaf, g, state, kept, update_lib.UpdateArgs(n, 1.0))[1]
 
     return jax.lax.fori_loop(0, count, one, kept)
 
@@ -133,10 +135,10 @@ def test_float16_masters_lie_under_a_power_of_two_per_layer(rng):
 def _gradients(**changes):
   """(function of parameters, parameters) of one batch."""
   runner = _runner(**changes)
-  state, host = step_lib.make_state(runner.plan), train_test._host_batches()[0]
+  state, host = train_step.make_state(runner.plan), train_test._host_batches()[0]
   batch = runner.spread.place(host)
   of = jax.jit(
-    lambda p: step_lib.gradients(runner.plan, p, runner.sites, batch, step=3, room=state.room)[1]
+    lambda p: train_step.gradients(runner.plan, p, runner.sites, batch, step=3, room=state.room)[1]
   )
   return of, state.params
 
@@ -157,7 +159,9 @@ def test_gradients_are_kept_as_they_left_each_layer():
       np.testing.assert_allclose(e4m3, g, rtol=1e-5, atol=1e-9)
       continue
     quant = gradients.PRESETS["e4m3"]  # the largest at E4M3's second largest number
-    want = packed.pack(g, quant, lead=int(path.startswith("layers")), room=np.float32(416 / 448))
+    want = quantized_tensor.pack(
+      g, quant, lead=int(path.startswith("layers")), room=np.float32(416 / 448)
+    )
     assert np.mean(np.asarray(e4m3.data) == np.asarray(want.data)) > 0.999
     np.testing.assert_allclose(e4m3.scale, want.scale, rtol=1e-5)
     g, found = np.asarray(g), np.float32(bf16.data)
@@ -188,17 +192,17 @@ def test_sums_of_microbatches_are_right_in_the_mean(rng, name, count, noise):
   quant = gradients.PRESETS[name]
   signal = rng.standard_normal(4096)
   parts = np.float32(signal + noise * rng.standard_normal((count, signal.size)))
-  room = gradients.fresh_room(quant, count).get("mu")
+  room = gradients.init_grad_autoscale(quant, count).get("mu")
 
   def add(sums, xs):
     key, part = xs
     mine, other = jax.random.split(key)
-    return gradients.add(sums, packed.pack(part, quant, key=mine, room=room), other), None
+    return gradients.add(sums, quantized_tensor.pack(part, quant, key=mine, room=room), other), None
 
   keys = jax.random.split(jax.random.key(count), count)
-  found, _ = jax.jit(lambda *xs: jax.lax.scan(add, weights.sink(parts[0], quant, 0), xs))(
-    keys, parts
-  )
+  found, _ = jax.jit(
+    lambda *xs: jax.lax.scan(add, stored_params.grad_placeholder(parts[0], quant, 0), xs)
+  )(keys, parts)
   if room is not None:
     assert gradients.saturated([found]) == 0
   parts = parts.astype(np.float64)
@@ -229,37 +233,43 @@ def test_sums_of_microbatches_are_near_what_they_are_in_float32():
 def test_sums_in_8_bits_stay_on_the_first_grid_and_are_seen_to_outgrow_it():
   quant = gradients.PRESETS["e4m3"]
   key = jax.random.key(0)
-  first = packed.pack(jnp.asarray([448.0, 2.0, 0.0, 1.0] * 8), quant)  # a scale of 1
-  more = packed.pack(jnp.asarray([448.0, 6.0, 7.0, 0.0] * 8), quant)
+  first = quantized_tensor.pack(jnp.asarray([448.0, 2.0, 0.0, 1.0] * 8), quant)  # a scale of 1
+  more = quantized_tensor.pack(jnp.asarray([448.0, 6.0, 7.0, 0.0] * 8), quant)
   found = gradients.add(first, more, key)
   np.testing.assert_array_equal(np.float32(found.data)[:4], [448.0, 8.0, 7.0, 1.0])
   assert found.scale == 1 and gradients.saturated({"a": found, "norm": more.unpack()}) == 0.25
-  room = packed.pack(first.unpack(), quant, room=0.25)  # four times as far to the maximum
-  found = gradients.add(room, packed.pack(more.unpack(), quant, room=0.25), key)
+  room = quantized_tensor.pack(first.unpack(), quant, room=0.25)  # four times as far to the maximum
+  found = gradients.add(room, quantized_tensor.pack(more.unpack(), quant, room=0.25), key)
   np.testing.assert_array_equal(np.asarray(found.unpack())[:4], [896.0, 8.0, 7.0, 1.0])
   # What lies between is rounded by chance: 16 + 0.5 to 16 or 18.
-  many = packed.Packed(jnp.full(4096, 16, jnp.float8_e4m3fn), first.scale, None, quant)
-  half = packed.Packed(jnp.full(4096, 0.5, jnp.float8_e4m3fn), first.scale, None, quant)
+  many = quantized_tensor.QuantizedTensor(
+    jnp.full(4096, 16, jnp.float8_e4m3fn), first.scale, None, quant
+  )
+  half = quantized_tensor.QuantizedTensor(
+    jnp.full(4096, 0.5, jnp.float8_e4m3fn), first.scale, None, quant
+  )
   values, counts = np.unique(gradients.add(many, half, key).unpack(), return_counts=True)
   np.testing.assert_array_equal(values, [16, 18])
   assert abs(counts[1] / 4096 - 0.25) < 4 * np.sqrt(0.25 * 0.75 / 4096)
   # What begins with nothing takes the grid of what follows.
-  nothing = weights.sink(more, quant, 0)
+  nothing = stored_params.grad_placeholder(more, quant, 0)
   np.testing.assert_array_equal(gradients.add(nothing, more, key).unpack(), more.unpack())
   # Of each layer by itself.
   x = jnp.stack([more.unpack(), 2.0**-20 * more.unpack()])
-  stack = [packed.pack(x * jnp.asarray([[1.0], [n]]), quant, lead=1) for n in (0, 1)]
+  stack = [quantized_tensor.pack(x * jnp.asarray([[1.0], [n]]), quant, lead=1) for n in (0, 1)]
   np.testing.assert_array_equal(gradients.add(*stack, key).unpack()[1], x[1])
 
 
 def test_room_is_halved_by_an_overflow_and_grows_back():
   quant, most = gradients.PRESETS["e4m3"], np.float32(416 / 448)
   assert (
-    gradients.fresh_room(None, 16) == gradients.fresh_room(gradients.PRESETS["bf16_sr"], 1) == {}
+    gradients.init_grad_autoscale(None, 16)
+    == gradients.init_grad_autoscale(gradients.PRESETS["bf16_sr"], 1)
+    == {}
   )
-  assert [gradients.fresh_room(quant, n)["mu"] for n in (1, 16)] == [most, most / 31]
-  assert gradients.next_room({"mu": jnp.float32(0.75)}, 2e-5)["mu"] == 0.375
-  step = jax.jit(lambda mu: gradients.next_room({"mu": mu}, 0.0)["mu"])
+  assert [gradients.init_grad_autoscale(quant, n)["mu"] for n in (1, 16)] == [most, most / 31]
+  assert gradients.next_grad_autoscale({"mu": jnp.float32(0.75)}, 2e-5)["mu"] == 0.375
+  step = jax.jit(lambda mu: gradients.next_grad_autoscale({"mu": mu}, 0.0)["mu"])
   mu = jnp.float32(0.125)
   for _ in range(1000):
     mu = step(mu)
@@ -268,7 +278,7 @@ def test_room_is_halved_by_an_overflow_and_grows_back():
 
   # A single microbatch loses nothing to it, and is no overflow.
   x = jnp.asarray([1.0, 0.5, -0.75])
-  alone = packed.pack(x, quant, room=most)
+  alone = quantized_tensor.pack(x, quant, room=most)
   assert gradients.saturated([alone]) == 0
   np.testing.assert_allclose(alone.unpack()[0], 1.0, rtol=1e-6)
 
@@ -277,9 +287,9 @@ def test_room_is_halved_by_an_overflow_and_grows_back():
 def test_a_gradient_that_is_not_finite_stays_visible_in_8_bits(bad):
   quant = gradients.PRESETS["e4m3"]
   w = jnp.ones((4, 8))
-  sink = weights.sink(w, quant, 0)
-  node = weights.Weight(w, sink, jax.random.key(0), None, quant)
-  g = weights.cotangent(node, w.at[1, 2].set(bad)).sink
+  sink = stored_params.grad_placeholder(w, quant, 0)
+  node = stored_params.Weight(w, sink, jax.random.key(0), None, quant)
+  g = stored_params.cotangent(node, w.at[1, 2].set(bad)).sink
   assert not np.isfinite(gradients.norm({"w": g}))
 
 
@@ -299,14 +309,16 @@ def test_mesh_holds_what_one_device_holds(name):
   hosts = train_test._host_batches()
   one, many = _runner(**LEVELS[name]), _runner((1, 2, 4), **LEVELS[name])
   _, state = one.run(hosts[:2])
-  shardings = jax.tree.map(lambda x: x.sharding, step_lib.abstract_state(many.plan))
+  shardings = jax.tree.map(lambda x: x.sharding, train_step.abstract_state(many.plan))
   split_ = jax.device_put(jax.device_get(state), shardings)
   after_split, values_split = many.step(split_, hosts[2])
   for place, found in zip(jax.tree.leaves(shardings), jax.tree.leaves(after_split), strict=True):
     assert found.sharding.is_equivalent_to(place, found.ndim)
   after, values = one.step(state, hosts[2])
   assert values_split["loss"] == pytest.approx(values["loss"], rel=tolerances.MESH_LOSS)
-  for a, b in zip(*(jax.tree.leaves(weights.master(s.params)) for s in (after, after_split))):
+  for a, b in zip(
+    *(jax.tree.leaves(stored_params.dequantize_tree(s.params)) for s in (after, after_split))
+  ):
     assert np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(a)
 
 
@@ -325,10 +337,10 @@ def test_learns_like_float32(name):
 def test_narrow_weights_do_not_wait_wide_for_the_backward_pass():
   """Of what the loop over layers keeps, nothing is float32 in the shape of a weight."""
   runner = _runner(**LEVELS["lossless"])
-  abstract = step_lib.abstract_state(runner.plan)
+  abstract = train_step.abstract_state(runner.plan)
   batch = jax.eval_shape(runner.spread.place, train_test._host_batches()[0])
   traced = jax.make_jaxpr(
-    lambda s, b: step_lib.gradients(runner.plan, s.params, runner.sites, b)[0:2]
+    lambda s, b: train_step.gradients(runner.plan, s.params, runner.sites, b)[0:2]
   )(abstract, batch)
   scans = [e for e in jax.tree.leaves(list(traced.eqns)) if e.primitive.name == "scan"]
   layers = [e for e in scans if e.params["length"] == 2]

@@ -6,13 +6,14 @@ import pytest
 import tolerances
 import train_test
 
-from fp8jax import checkpoint, config
 from fp8jax import params as params_lib
-from fp8jax import step as step_lib
-from fp8jax.kernels.backend import Device
+from fp8jax.config import resolve
+from fp8jax.kernels.choose import Device
 from fp8jax.models import presets
 from fp8jax.optim import moments
-from fp8jax.quant import packed
+from fp8jax.quantization import quantized_tensor
+from fp8jax.run import checkpoint
+from fp8jax.step import train_step
 
 NARROW = [name for name in moments.PRESETS if name != "float32"]
 FIRST = ["coat", *(pytest.param(n, marks=pytest.mark.slow) for n in NARROW if n != "coat")]
@@ -56,7 +57,7 @@ def test_mesh_holds_what_one_device_holds(tmp_path, name):
   rest = {"optim.master": "bf16_remainder", "optim.gradients": "bf16_sr"} if name == "coat" else {}
   one, many = _runner(name, **rest), _runner(name, (1, 2, 4), **rest)
   _, state = one.run(hosts[:2])
-  shardings = jax.tree.map(lambda x: x.sharding, step_lib.abstract_state(many.plan))
+  shardings = jax.tree.map(lambda x: x.sharding, train_step.abstract_state(many.plan))
   split = _through_checkpoint(tmp_path, state, many.plan)
   _equal(split, state)
   for place, found in zip(jax.tree.leaves(shardings), jax.tree.leaves(split), strict=True):
@@ -79,7 +80,7 @@ def test_mesh_holds_what_one_device_holds(tmp_path, name):
 
 
 def test_norms_keep_float32_and_layers_scales_of_their_own():
-  state = step_lib.abstract_state(_runner("tensor_e4m3_e5m2").plan)
+  state = train_step.abstract_state(_runner("tensor_e4m3_e5m2").plan)
   layers = state.opt["layers"]
   assert layers["attn"]["norm"].nu.dtype == np.float32
   assert layers["mlp"]["gate"][0].nu.scale.shape == (2,)  # of two layers
@@ -97,15 +98,15 @@ def test_lion_trains():
 
 def test_moments_that_would_not_train_are_refused_with_the_config():
   c = train_test._config("bf16", **{"optim.moments": "bf16", "optim.b2": 0.999})
-  with pytest.raises(config.ConfigError, match="optim.moments='bf16': nu=.*learning stop"):
-    config.resolve(c, 1, Device("cpu"))
-  with pytest.raises(config.ConfigError, match="optim.moments.*did you mean 'coat'"):
-    config.resolve(train_test._config("bf16", **{"optim.moments": "coats"}), 1, Device("cpu"))
+  with pytest.raises(resolve.ConfigError, match="optim.moments='bf16': nu=.*learning stop"):
+    resolve.resolve(c, 1, Device("cpu"))
+  with pytest.raises(resolve.ConfigError, match="optim.moments.*did you mean 'coat'"):
+    resolve.resolve(train_test._config("bf16", **{"optim.moments": "coats"}), 1, Device("cpu"))
 
 
 def _packed(tree):
-  leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, packed.Packed))
-  return [x for x in leaves if isinstance(x, packed.Packed)]
+  leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, quantized_tensor.QuantizedTensor))
+  return [x for x in leaves if isinstance(x, quantized_tensor.QuantizedTensor)]
 
 
 def _through_checkpoint(folder, state, plan):
@@ -113,7 +114,7 @@ def _through_checkpoint(folder, state, plan):
   saved = checkpoint.Checkpoints(str(folder))
   saved._manager.save(2, args=_items(state))
   saved.wait()
-  found = saved.restore(2, step_lib.abstract_state(plan, 2))
+  found = saved.restore(2, train_step.abstract_state(plan, 2))
   saved.close()
   return found
 
@@ -132,13 +133,13 @@ def _items(state):
 def test_given_parameters_become_the_state_and_are_used_up(master, shape):
   """One after the other, as a model in float32 beside all of its state may not fit."""
   plan = _runner("coat", shape, **{"optim.master": master}).plan
-  wanted = step_lib.make_state(plan)
+  wanted = train_step.make_state(plan)
   places = None if shape is None else params_lib.shardings(plan.declaration, plan.run.layout)
   init = jax.jit(
     lambda key: params_lib.init(key, plan.declaration, plan.model.dims), out_shardings=places
   )
   given = init(jax.random.key(plan.config.seed))
-  found = step_lib.make_state(plan, given)
+  found = train_step.make_state(plan, given)
   _equal(found, wanted)
   assert all(x.is_deleted() for x in jax.tree.leaves(given))
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

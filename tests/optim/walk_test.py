@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.ops import weights
-from fp8jax.optim import build, gradients, walk
+from fp8jax.ops import stored_params
+from fp8jax.optim import factory, gradients, update
 from fp8jax.params import Param
-from fp8jax.quant import packed
+from fp8jax.quantization import quantized_tensor
 
-OPTIM = build.Optim(
+OPTIM = factory.OptimizerConfig(
   rule="adam", moments="float32", master="float32", gradients="float32", schedule="constant",
   peak_lr=1e-3, min_lr=1e-4, warmup_steps=1, decay_steps=2, steps=10,
   b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0,
@@ -26,30 +26,32 @@ DECLARATION = {
 
 
 def _run(steps, **kept):
-  leaves = build.leaves(build.dataclasses.replace(OPTIM, **kept), DECLARATION, seed=3)
+  leaves = factory.leaves(factory.dataclasses.replace(OPTIM, **kept), DECLARATION, seed=3)
   rng = np.random.default_rng(0)
   params, *grads = (
     {k: rng.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()} for _ in range(5)
   )
-  found = jax.tree.map(walk.init, leaves, params)
+  found = jax.tree.map(update.init, leaves, params)
   state = {k: v[0] for k, v in found.items()}
   kept = {k: v[1] for k, v in found.items()}
 
   @jax.jit
   def step(g, state, kept, now):
-    moved = {k: walk.move(leaves[k], g[k], state[k], kept[k], now) for k in g}
+    moved = {k: update.move(leaves[k], g[k], state[k], kept[k], now) for k in g}
     return [{k: v[i] for k, v in moved.items()} for i in range(3)]
 
   for i in range(steps):
     g = {
-      k: packed.pack(x, leaves[k].gradient, lead=leaves[k].lead, key=jax.random.key(i))
+      k: quantized_tensor.pack(x, leaves[k].gradient, lead=leaves[k].lead, key=jax.random.key(i))
       if leaves[k].gradient else x for k, x in grads[i].items()
     }  # fmt: skip
-    state, kept, squares = step(g, state, kept, walk.Now(jnp.int32(i), 0.01 * (i + 1), 0.5))
+    state, kept, squares = step(
+      g, state, kept, update.UpdateArgs(jnp.int32(i), 0.01 * (i + 1), 0.5)
+    )
   return params, grads, (state, kept, squares), step
 
 
-jax.tree_util.register_dataclass(walk.Now, ["step", "rate", "factor", "is_applied"], [])
+jax.tree_util.register_dataclass(update.UpdateArgs, ["step", "rate", "factor", "is_applied"], [])
 
 
 @pytest.mark.parametrize(
@@ -64,17 +66,21 @@ def test_piece_by_piece_is_the_same(monkeypatch, moments, master, gradient):
   """Layers of a stack, and runs of a matrix's rows, where scales allow it."""
   kept = dict(moments=moments, master=master, gradients=gradient)
   *_, whole, _ = _run(2, **kept)
-  monkeypatch.setattr(walk, "_PIECE", 100)
+  monkeypatch.setattr(update, "_PIECE", 100)
   _, grads, pieces, step = _run(2, **kept)
   traced = str(
-    jax.make_jaxpr(step)(_packed(grads[0], gradient), *pieces[:2], walk.Now(0, 0.1, 1.0, True))
+    jax.make_jaxpr(step)(
+      _packed(grads[0], gradient), *pieces[:2], update.UpdateArgs(0, 0.1, 1.0, True)
+    )
   )
   # A scale of the whole matrix keeps it whole; so do groups that run on over rows of 100.
   loops = {"coat": 2, "tensor_e4m3_e5m2": 1, "bf16": 3}[moments]
   assert traced.count("while[") + traced.count("scan[") == loops
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), whole[2], pieces[2])
   # XLA may contract a product and a sum in the one program and not in the other.
-  pairs = zip(*(jax.tree.leaves(weights.master(x[:2])) for x in (whole, pieces)), strict=True)
+  pairs = zip(
+    *(jax.tree.leaves(stored_params.dequantize_tree(x[:2])) for x in (whole, pieces)), strict=True
+  )
   for a, b in pairs:
     np.testing.assert_allclose(a, b, rtol=0, atol=2.0**-4 * np.abs(a).max())
     assert np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(a)
@@ -83,7 +89,7 @@ def test_piece_by_piece_is_the_same(monkeypatch, moments, master, gradient):
 def _packed(grads, name):
   quant = gradients.PRESETS[name]
   return {
-    k: packed.pack(g, quant, lead=int(k == "stack"), key=jax.random.key(0))
+    k: quantized_tensor.pack(g, quant, lead=int(k == "stack"), key=jax.random.key(0))
     if quant and k != "norm" else g for k, g in grads.items()
   }  # fmt: skip
 
@@ -92,14 +98,14 @@ def _packed(grads, name):
 def test_a_step_that_is_not_applied_changes_nothing(master):
   _, grads, (state, kept, _), step = _run(3, moments="coat", master=master)
   nan = {k: g * np.nan for k, g in grads[0].items()}
-  same = step(nan, state, kept, walk.Now(jnp.int32(3), 0.01, 1.0, jnp.asarray(False)))
+  same = step(nan, state, kept, update.UpdateArgs(jnp.int32(3), 0.01, 1.0, jnp.asarray(False)))
   jax.tree.map(np.testing.assert_array_equal, same[:2], [state, kept])
 
 
 def test_what_is_drawn_differs_from_piece_to_piece(monkeypatch):
-  monkeypatch.setattr(walk, "_PIECE", 128 * 40)
-  leaf = build.leaves(build.dataclasses.replace(OPTIM, master="bf16_sr"), DECLARATION)["stack"]
-  state, kept = walk.init(leaf, np.full(SHAPES["stack"], 1.001, np.float32))
-  _, kept, _ = walk.move(leaf, jnp.ones(SHAPES["stack"]), state, kept, walk.Now(0, 1e-3))
+  monkeypatch.setattr(update, "_PIECE", 128 * 40)
+  leaf = factory.leaves(factory.dataclasses.replace(OPTIM, master="bf16_sr"), DECLARATION)["stack"]
+  state, kept = update.init(leaf, np.full(SHAPES["stack"], 1.001, np.float32))
+  _, kept, _ = update.move(leaf, jnp.ones(SHAPES["stack"]), state, kept, update.UpdateArgs(0, 1e-3))
   layers = np.float32(kept.data)
   assert np.any(layers[0] != layers[1]) and np.any(layers[1] != layers[2])

@@ -12,15 +12,24 @@ from jax.sharding import NamedSharding
 
 from fp8jax.formats import BF16, E4M3, E5M2, F16
 from fp8jax.optim import moments
-from fp8jax.quant import packed, quantize
-from fp8jax.recipe import WHOLE, Delayed, Expand, Hadamard, Quant, Rounding, Scale, SquareRoot
+from fp8jax.quantization import quantize, quantized_tensor
+from fp8jax.recipe.quant import (
+  WHOLE,
+  Delayed,
+  DynamicRangeExpansion,
+  Hadamard,
+  Quant,
+  Rounding,
+  Scale,
+  SquareRoot,
+)
 
 GROUPS = Quant(E4M3, (1, 128))
-EXPANDED = Quant(E4M3, (1, 128), transform=Expand())
+EXPANDED = Quant(E4M3, (1, 128), transform=DynamicRangeExpansion())
 TENSOR = Quant(E5M2)
 
 
-def _scale(kept: packed.Packed) -> np.ndarray:
+def _scale(kept: quantized_tensor.QuantizedTensor) -> np.ndarray:
   return np.asarray(kept.scale)
 
 
@@ -40,7 +49,7 @@ def test_numbers_on_the_grid_come_back(rng, shape, quant):
   flat = steps.reshape(-1, shape[-1])
   flat[:, ::64] = quant.format.max / 2**4
   steps = flat.reshape(shape) * 2.0**-9
-  got = packed.pack(steps, quant)
+  got = quantized_tensor.pack(steps, quant)
   assert got.data.shape == shape and got.data.dtype == quant.format.dtype
   # E5M2 has two bits of mantissa: of the integers to 16 it holds 1 to 8, 10, 12, 14 and 16.
   want = steps
@@ -53,7 +62,7 @@ def test_numbers_on_the_grid_come_back(rng, shape, quant):
 def test_groups_of_a_short_last_axis_run_on(rng):
   """Heads of 64 share groups of 128 in pairs, within a row of the first axis."""
   x = rng.standard_normal((3, 4, 64)).astype(np.float32)
-  got = packed.pack(x, GROUPS)
+  got = quantized_tensor.pack(x, GROUPS)
   assert _scale(got).shape == (3, 2)
   amax = np.abs(x.reshape(3, 2, 128)).max(-1)
   np.testing.assert_array_equal(got.scale, amax * np.float32(1 / 448))
@@ -63,10 +72,10 @@ def test_a_scale_of_the_tensor_is_each_layers_own(rng):
   x = rng.standard_normal((3, 4, 64)).astype(np.float32) * np.asarray(
     [[[1]], [[8]], [[0.5]]], np.float32
   )
-  stacked = packed.pack(x, TENSOR, lead=1)
-  assert _scale(stacked).shape == (3,) and _scale(packed.pack(x, TENSOR)).shape == ()
+  stacked = quantized_tensor.pack(x, TENSOR, lead=1)
+  assert _scale(stacked).shape == (3,) and _scale(quantized_tensor.pack(x, TENSOR)).shape == ()
   for layer in range(3):
-    one = packed.pack(x[layer], TENSOR)
+    one = quantized_tensor.pack(x[layer], TENSOR)
     np.testing.assert_array_equal(stacked.unpack()[layer], one.unpack())
   again = stacked.repack(2 * x)
   np.testing.assert_array_equal(_scale(again), 2 * _scale(stacked))
@@ -78,9 +87,9 @@ def test_scales_that_are_powers_of_two_take_a_byte(rng, kind):
   quant = Quant(E4M3, (1, 16), kind)
   x = (rng.standard_normal((4, 64)) * np.exp(10 * rng.standard_normal((4, 1)))).astype(np.float32)
   x[3] = np.asarray([0.0, 2.0**-130, 2.0**127, 1.0])[:, None].repeat(16, 1).reshape(-1)
-  got = packed.pack(x, quant)
+  got = quantized_tensor.pack(x, quant)
   assert got.scale is not None and got.scale.dtype == np.uint8
-  assert got.nbytes == x.size * packed.nbytes(quant) == x.size * (1 + 1 / 16)
+  assert got.nbytes == x.size * quantized_tensor.nbytes(quant) == x.size * (1 + 1 / 16)
   groups = x.reshape(4, 4, 16)
   scale = quantize.amax_to_scale(jnp.abs(groups).max(-1), E4M3, kind)
   stored = np.asarray(got.scale).view(ml_dtypes.float8_e8m0fnu)
@@ -97,7 +106,7 @@ def test_expansion_keeps_what_coat_keeps(rng, spread):
   """Codes and values of COAT's own rule in float64, which also stores g and S per group."""
   x = rng.standard_normal((16, 512)) * np.exp(spread * rng.standard_normal((16, 512)))
   x = x.astype(np.float32)
-  got = packed.pack(x, EXPANDED)
+  got = quantized_tensor.pack(x, EXPANDED)
   power = np.asarray(got.power).reshape(-1)
   codes = np.asarray(got.data).astype(np.float32).reshape(-1, 128)
   values = np.asarray(got.unpack()).reshape(-1, 128)
@@ -123,7 +132,7 @@ def test_expansion_of_what_has_no_range():
   x = np.zeros((3, 128), np.float32)
   x[0] = -3.0
   x[1, ::2] = 5.0
-  got = packed.pack(x, EXPANDED)
+  got = quantized_tensor.pack(x, EXPANDED)
   np.testing.assert_array_equal(got.unpack(), x)
   np.testing.assert_array_equal(got.power, [[255], [255], [255]])
 
@@ -133,7 +142,7 @@ def test_expansion_of_what_has_no_range():
 def test_extremes_have_finite_scales(quant, first):
   x = np.full((2, 128), 1.5, np.float32) if first != 1e-44 else np.zeros((2, 128), np.float32)
   x[0, 0] = first
-  got = packed.pack(x, quant)
+  got = quantized_tensor.pack(x, quant)
   assert np.all(np.isfinite(_scale(got)) & (_scale(got) >= 0))
   back = np.asarray(got.unpack())
   assert np.isnan(back[0, 0]) == np.isnan(first)
@@ -144,8 +153,10 @@ def test_extremes_have_finite_scales(quant, first):
 def test_what_is_not_zero_stays_so_on_demand(transform):
   x = np.full((1, 128), 1e-12, np.float32)
   x[0, 0], x[0, 1] = 1.0, 0.0
-  lost = packed.pack(x, dataclasses.replace(GROUPS, transform=transform))
-  kept = packed.pack(x, dataclasses.replace(GROUPS, transform=transform, keeps_nonzero=True))
+  lost = quantized_tensor.pack(x, dataclasses.replace(GROUPS, transform=transform))
+  kept = quantized_tensor.pack(
+    x, dataclasses.replace(GROUPS, transform=transform, keeps_nonzero=True)
+  )
   assert np.all(np.asarray(lost.unpack())[0, 1:] == 0)
   least = np.float32(2.0**-9) * _scale(kept)[0, 0]
   least = least**2 if transform else least
@@ -155,28 +166,33 @@ def test_what_is_not_zero_stays_so_on_demand(transform):
 def test_square_root_halves_the_binades():
   """Where v is 0.6 of E4M3's smallest step, its root still has three bits."""
   x = np.asarray([[1.0, *[0.6 * 2.0**-9 / 448] * 127]], np.float32)
-  root = packed.pack(x, dataclasses.replace(GROUPS, transform=SquareRoot())).unpack()
+  root = quantized_tensor.pack(x, dataclasses.replace(GROUPS, transform=SquareRoot())).unpack()
   np.testing.assert_allclose(root, x, rtol=2 * 2.0**-4)
-  alone = np.asarray(packed.pack(x, GROUPS).unpack())
+  alone = np.asarray(quantized_tensor.pack(x, GROUPS).unpack())
   assert abs(alone[0, 1] / x[0, 1] - 1) > 0.3
 
 
 def test_stochastic_rounding_is_unbiased_and_keyed():
   quant = Quant(BF16, scale=Scale.NONE, rounding=Rounding.STOCHASTIC)
   x = np.full((200, 200), 1.0 + 2.0**-10, np.float32)  # an eighth of BF16's step above 1
-  one, same, other = (packed.pack(x, quant, key=jax.random.key(k)).unpack() for k in (0, 0, 1))
+  one, same, other = (
+    quantized_tensor.pack(x, quant, key=jax.random.key(k)).unpack() for k in (0, 0, 1)
+  )
   np.testing.assert_array_equal(one, same)
   assert np.any(one != other)
   share = np.mean(np.asarray(one) > 1)
   assert abs(share - 1 / 8) < 5 * np.sqrt(1 / 8 * 7 / 8 / x.size)
   with pytest.raises(ValueError, match="key"):
-    packed.pack(x, quant)
+    quantized_tensor.pack(x, quant)
 
 
 def test_jit_and_eager_agree_to_the_bit(rng):
   x = rng.standard_normal((6, 200)).astype(np.float32) ** 3
   for quant in (GROUPS, EXPANDED, TENSOR, dataclasses.replace(TENSOR, scale=Scale.POW2)):
-    eager, jitted = packed.pack(x, quant), jax.jit(lambda x, q=quant: packed.pack(x, q))(x)
+    eager, jitted = (
+      quantized_tensor.pack(x, quant),
+      jax.jit(lambda x, q=quant: quantized_tensor.pack(x, q))(x),
+    )
     jax.tree.map(np.testing.assert_array_equal, eager, jitted)
 
 
@@ -193,7 +209,7 @@ def test_jit_and_eager_agree_to_the_bit(rng):
 )
 def test_refused(quant, words):
   with pytest.raises(ValueError, match=words):
-    packed.pack(jnp.zeros((2, 128)), quant)
+    quantized_tensor.pack(jnp.zeros((2, 128)), quant)
 
 
 _MESH = ((2, 4), ("fsdp", "tensor"))
@@ -215,11 +231,15 @@ def test_scales_lie_beside_their_codes(shape, spec, want):
   mesh = jax.make_mesh(*_MESH, axis_types=(jax.sharding.AxisType.Auto,) * 2)
   of = NamedSharding(mesh, jax.P(*spec))
   x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-  placed = packed.shardings(jax.eval_shape(lambda x: packed.pack(x, EXPANDED), x), of)
+  placed = quantized_tensor.shardings(
+    jax.eval_shape(lambda x: quantized_tensor.pack(x, EXPANDED), x), of
+  )
   specs = [place.spec for place in jax.tree.leaves(placed)]  # of data, scale and power
   assert specs == [jax.P(*spec), jax.P(*want), jax.P(*want)]
-  split = jax.jit(lambda x: packed.pack(x, EXPANDED), out_shardings=placed)(jax.device_put(x, of))
-  whole = jax.jit(lambda x: packed.pack(x, EXPANDED))(x)
+  split = jax.jit(lambda x: quantized_tensor.pack(x, EXPANDED), out_shardings=placed)(
+    jax.device_put(x, of)
+  )
+  whole = jax.jit(lambda x: quantized_tensor.pack(x, EXPANDED))(x)
   jax.tree.map(np.testing.assert_array_equal, split, whole)
 
 
@@ -227,7 +247,7 @@ def test_bytes():
   sizes = {GROUPS: 1 + 4 / 128, EXPANDED: 1 + 5 / 128, TENSOR: 1 + 4 / 2**17}
   for (quant, want), n in itertools.product(sizes.items(), (1,)):
     x = jnp.zeros((n * 2**10, 128))
-    assert packed.pack(x, quant).nbytes / x.size == pytest.approx(want, rel=1e-6)
+    assert quantized_tensor.pack(x, quant).nbytes / x.size == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(2, 40, 130), (3, 7)], ids=str)
@@ -235,8 +255,8 @@ def test_bytes():
 def test_zeros_are_what_packing_zeros_makes(name, shape):
   for quant in (moments.PRESETS[name].mu, moments.PRESETS[name].nu):
     if quant is not None:
-      found = packed.zeros(shape, quant, lead=1)
-      wanted = packed.pack(jnp.zeros(shape), quant, lead=1, key=jax.random.key(0))
+      found = quantized_tensor.zeros(shape, quant, lead=1)
+      wanted = quantized_tensor.pack(jnp.zeros(shape), quant, lead=1, key=jax.random.key(0))
       assert jax.tree.structure(found) == jax.tree.structure(wanted)
       for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
         assert a.dtype == b.dtype

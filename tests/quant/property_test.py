@@ -10,8 +10,8 @@ from hypothesis.extra import numpy as hnp
 from tolerances import QUANTIZE_SLACK
 
 from fp8jax.formats import FORMATS
-from fp8jax.quant import quantize, scaled
-from fp8jax.recipe import WHOLE, Quant, Rounding, Scale
+from fp8jax.quantization import quantize, scaled_matrix
+from fp8jax.recipe.quant import WHOLE, Quant, Rounding, Scale
 
 SHAPE = (5, 40)
 # Partial last tiles along either axis, and one tile.
@@ -51,7 +51,7 @@ def test_error_is_within_the_formats_bound(fmt, rounding, x, kind, tile, seed):
   assert np.all((scale >= 2.0**-126) & np.isfinite(scale))
   tiles = np.asarray(made.data).astype(np.float64)
   for axis in (0, 1):
-    scale = np.asarray(scaled.expand(scale, axis, made.tile[axis], SHAPE[axis]))
+    scale = np.asarray(scaled_matrix.expand(scale, axis, made.tile[axis], SHAPE[axis]))
   scale = np.broadcast_to(scale, SHAPE).astype(np.float64)
   value, x = tiles * scale, x.astype(np.float64)
 

@@ -9,8 +9,8 @@ import pytest
 from lattice import lattice
 
 from fp8jax.formats import E2M1, E3M4, E4M3, E5M2
-from fp8jax.quant import quantize as q
-from fp8jax.recipe import WHOLE, Delayed, Hadamard, Quant, Rounding, Scale, Static
+from fp8jax.quantization import quantize as q
+from fp8jax.recipe.quant import WHOLE, Delayed, Hadamard, Quant, Rounding, Scale, Static
 
 NARROW = [E4M3, E5M2, E3M4, E2M1]
 TILES = [(1, 128), (128, 128), (128, 1), (WHOLE, WHOLE), (1, WHOLE), (16, 32)]

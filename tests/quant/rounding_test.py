@@ -8,8 +8,8 @@ import pytest
 from golden import conformance
 
 from fp8jax.formats import BF16, E2M1, E3M4, E4M3, E5M2, F16, FORMATS
-from fp8jax.quant import quantize, rounding
-from fp8jax.recipe import WHOLE, Quant, Rounding, Scale
+from fp8jax.quantization import quantize, rounding
+from fp8jax.recipe.quant import WHOLE, Quant, Rounding, Scale
 
 NARROW = [E4M3, E5M2, E3M4, E2M1]
 STOCHASTIC = Rounding.STOCHASTIC

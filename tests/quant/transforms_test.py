@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fp8jax.formats import E2M1, E4M3
-from fp8jax.quant import quantize, transforms
-from fp8jax.recipe import Hadamard, Quant, Scale
+from fp8jax.quantization import hadamard, quantize
+from fp8jax.recipe.quant import Hadamard, Quant, Scale
 
 SIZES = [2, 16, 32, 128]
 RECORDED = {2: "+-", 4: "---+", 8: "+++-----", 32: "-----+--+-+--++++-++-++-++-+-+-+"}
@@ -19,45 +19,45 @@ def matrix(size: int) -> np.ndarray:
   h = np.ones((1, 1))
   while len(h) < size:
     h = np.kron([[1, 1], [1, -1]], h)
-  return transforms.signs(size)[:, None].astype(np.float64) * h / np.sqrt(size)
+  return hadamard.signs(size)[:, None].astype(np.float64) * h / np.sqrt(size)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_hadamard_is_its_matrix_in_every_block_of_either_axis(rng, size):
   x = rng.standard_normal((6, 3 * size)).astype(np.float32)
   want = (x.reshape(6, 3, size).astype(np.float64) @ matrix(size)).reshape(6, -1)
-  got = jax.jit(lambda x: transforms.hadamard(x, size, 1))(x)
+  got = jax.jit(lambda x: hadamard.hadamard(x, size, 1))(x)
   np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-20)
-  flipped = jax.jit(lambda x: transforms.hadamard(x, size, 0))(x.T)
+  flipped = jax.jit(lambda x: hadamard.hadamard(x, size, 0))(x.T)
   np.testing.assert_array_equal(flipped, np.asarray(got).T)
 
 
 @pytest.mark.parametrize("size", [4, 16])
 def test_hadamard_is_orthogonal_exactly(size):
   """Powers of four: no rounding at all."""
-  h = np.asarray(transforms.hadamard(np.eye(size, dtype=np.float32), size, 1))
+  h = np.asarray(hadamard.hadamard(np.eye(size, dtype=np.float32), size, 1))
   np.testing.assert_array_equal(h @ h.T, np.eye(size))
   np.testing.assert_array_equal(h, matrix(size))
 
 
 def test_hadamard_16_has_the_published_signs():
   want = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
-  np.testing.assert_array_equal(transforms.signs(16), want)
+  np.testing.assert_array_equal(hadamard.signs(16), want)
 
 
 def test_hadamard_signs_are_recorded():
   """Another vector would be another recipe."""
-  bits = {s: "".join("+" if v > 0 else "-" for v in transforms.signs(s)) for s in (2, 4, 8, 32)}
+  bits = {s: "".join("+" if v > 0 else "-" for v in hadamard.signs(s)) for s in (2, 4, 8, 32)}
   assert bits == RECORDED
   for size in SIZES[1:]:
-    assert 0 < np.count_nonzero(transforms.signs(size) > 0) < size
+    assert 0 < np.count_nonzero(hadamard.signs(size) > 0) < size
 
 
 def test_hadamard_applies_signs_before_the_rotation():
   """Afterwards they would leave every magnitude as plain H gives it, and randomise nothing."""
   x = np.ones((1, 16), np.float32)
   plain = np.asarray([[4.0] + [0.0] * 15])  # ones . H / 4
-  got = np.abs(np.asarray(transforms.hadamard(x, 16, 1)))
+  got = np.abs(np.asarray(hadamard.hadamard(x, 16, 1)))
   assert not np.array_equal(got, plain) and np.count_nonzero(got) > 8
 
 
@@ -74,7 +74,7 @@ def test_quantize_rotates_along_the_contraction_before_the_amax(rng, contraction
   plain = Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32)
   rotated = dataclasses.replace(plain, transform=Hadamard(16))
   got = jax.jit(lambda x: quantize.quantize(x, rotated, contraction=contraction))(x)
-  want = jax.jit(lambda x: quantize.quantize(transforms.hadamard(x, 16, 1), plain))(
+  want = jax.jit(lambda x: quantize.quantize(hadamard.hadamard(x, 16, 1), plain))(
     x if contraction else x.T
   )
   np.testing.assert_array_equal(got.data, want.data)
@@ -84,7 +84,7 @@ def test_quantize_rotates_along_the_contraction_before_the_amax(rng, contraction
 def test_products_do_not_change_under_the_rotation(rng):
   """Integers, so that the products are exact; the quantised ones are as close as without it."""
   a, b = rng.integers(-8, 9, (2, 32, 64)).astype(np.float32)
-  ra, rb = (np.asarray(transforms.hadamard(t, 16, 1)) for t in (a, b))
+  ra, rb = (np.asarray(hadamard.hadamard(t, 16, 1)) for t in (a, b))
   np.testing.assert_array_equal(ra @ rb.T, a @ b.T)
   a[:, 7] *= 100  # a lone outlier per row is spread, so that its block keeps its precision
   quant = Quant(E4M3, (1, 16), Scale.POW2)

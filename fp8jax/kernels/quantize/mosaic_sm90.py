@@ -36,10 +36,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import E4M3, E5M2
-from fp8jax.kernels.quantize import producers
+from fp8jax.kernels.quantize import prologues
 from fp8jax.kernels.smem import ROWS, padded, swizzled
-from fp8jax.quant import observe, quantize, scaled
-from fp8jax.recipe import CURRENT, WHOLE, Quant, Rounding, Scale
+from fp8jax.quantization import quantize, scaled_matrix, tensor_stats
+from fp8jax.recipe.quant import CURRENT, WHOLE, Quant, Rounding, Scale
 
 TILE = 128
 _FP8_COLUMNS = 64  # what the contraction of a result is padded to
@@ -65,7 +65,7 @@ def supports(x, quant: Quant, along: int) -> str | None:
 
 def quantize_matrix(
   x, quants: Mapping[int, Quant], amax=None, over: tuple[str, ...] = (), watched: bool = False
-) -> tuple[dict[int, scaled.Scaled], jax.Array | None]:
+) -> tuple[dict[int, scaled_matrix.ScaledMatrix], jax.Array | None]:
   """(x in each of `quants`, its amax).
 
   Args:
@@ -89,17 +89,17 @@ def quantize_matrix(
       raise ValueError(reason)
     if quant.tile == _TENSOR:
       given[0, along] = _tensor_scale(x, quant, amax, over)
-  (made,), amaxes = _call(producers.IDENTITY, (x,), (), (quants,), given, watched)
+  (made,), amaxes = _call(prologues.IDENTITY, (x,), (), (quants,), given, watched)
   return made, amaxes[0] if watched else None
 
 
 def quantize_produced(
-  producer: producers.Producer,
+  producer: prologues.Producer,
   matrices: Sequence[jax.Array],
   factors: Sequence[jax.Array],
   quants: Sequence[Mapping[int, Quant]],
   watched: bool = False,
-) -> tuple[list[dict[int, scaled.Scaled]], list[jax.Array]]:
+) -> tuple[list[dict[int, scaled_matrix.ScaledMatrix]], list[jax.Array]]:
   """(the results of a producer, narrow, their amaxes); they themselves are never written.
 
   Args:
@@ -129,7 +129,7 @@ def quantize_produced(
   return _call(producer, tuple(matrices), tuple(factors), tuple(quants), {}, watched)
 
 
-def _call(producer: producers.Producer, matrices, factors, quants, given, watched=False):
+def _call(producer: prologues.Producer, matrices, factors, quants, given, watched=False):
   """(Scaled by axis for every result, amaxes); `given` holds scales by (result, axis)."""
   rows, columns = matrices[0].shape
   matrices = [_fitted(x) for x in matrices]
@@ -172,9 +172,9 @@ def _call(producer: producers.Producer, matrices, factors, quants, given, watche
     else:
       lines = next(made)
       scale = lines[:, :free:TILE] if out.is_tiled else lines[:, :free]
-    found[out.result][out.along] = scaled.Scaled(data, scale.T, quant.tile)
+    found[out.result][out.along] = scaled_matrix.ScaledMatrix(data, scale.T, quant.tile)
     if out.is_watched:
-      amaxes.append(observe.amax(next(made)[:, :free]))
+      amaxes.append(tensor_stats.amax(next(made)[:, :free]))
   return found, amaxes
 
 
@@ -222,7 +222,7 @@ class _Output:
 class _Program:
   """One tile of everything."""
 
-  producer: producers.Producer
+  producer: prologues.Producer
   outputs: tuple[_Output, ...]
   matrices: Sequence[Any]
   factors: Sequence[Any]
@@ -258,7 +258,7 @@ class _Program:
     for axis, x, line in zip(self.producer.factors, self.factors, factors):
       plgpu.copy_gmem_to_smem(x.at[places[axis]], line, barrier)
     plgpu.barrier_wait(barrier)
-    if self.producer != producers.IDENTITY:
+    if self.producer != prologues.IDENTITY:
       self.produce(tiles, factors)
     of_tiles = {
       n: self.amax_of_tile(tiles[n], amaxes)

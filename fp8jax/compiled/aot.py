@@ -1,0 +1,100 @@
+"""The train step compiled: for the devices at hand, or for GPUs that are not here.
+
+XLA compiles for a GPU from a description of it, without one: the CUDA wheels are all it takes. What
+comes out says what fits and which kernels run, never how fast.
+"""
+
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from fp8jax import mesh
+from fp8jax.config import resolve as resolve_lib
+from fp8jax.errors import UserError
+from fp8jax.kernels import choose
+from fp8jax.step import run_spec, train_step
+
+# What XLA knows of a GPU: device descriptions, and compute capability x 10.
+FOLDER = pathlib.Path(__file__).resolve().parent / "topologies"
+CAPABILITY = {"h100": 90, "h200": 90, "b200": 100}
+
+
+def without_files(c: run_spec.Config) -> run_spec.Config:
+  """A copy without the text and, unless they say what the model is, weights that it names.
+
+  The program does not depend on them, and they need not be here when a run is planned.
+  """
+  c = c.copy_and_resolve_references()
+  if c.model.preset != "hf":
+    c.init.hf = ""
+  c.data.tokenizer, c.data.eos = "bytes", ""
+  c.data.sources = {"main": dict(kind="pydoc", path="", field="", dataset="", split="", weight=1.0)}
+  return c
+
+
+def resolve(c: run_spec.Config, target: str) -> tuple[run_spec.RunSpec, list]:
+  """(plan, devices) of a configuration on a target.
+
+  Args:
+    c: the configuration.
+    target: "h200:8" for so many of CAPABILITY's GPUs in one host, or "" for the devices at hand.
+
+  Raises:
+    UserError: no such target, or the CUDA wheels are missing.
+    config.ConfigError: the configuration does not suit it.
+  """
+  if not target:
+    return resolve_lib.resolve(c, jax.device_count(), choose.current_device()), jax.devices()
+  name, _, count = target.partition(":")
+  if name not in CAPABILITY or not (count or "1").isdigit() or int(count or 1) < 1:
+    known = ", ".join(f"{n}:N" for n in CAPABILITY)
+    raise UserError(f"memory.target={target!r}: expected one of {known}, N being how many")
+  devices = _devices(name, int(count or 1))
+  device = choose.Device("gpu", CAPABILITY[name])
+  plan = resolve_lib.resolve(c, len(devices), device, lambda shape: mesh.make(shape, devices))
+  return plan, devices
+
+
+def _devices(name: str, count: int):
+  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver to ask
+  try:
+    found = topologies.get_topology_desc(
+      platform="cuda",
+      topology=f"1x1x{count}",
+      target_config=(FOLDER / f"{name}.txtpb").read_text(),
+    )
+  except (RuntimeError, NotImplementedError, KeyError) as e:
+    reason = str(e).splitlines()[0]
+    raise UserError(
+      f"memory.target={name}:{count} needs XLA for CUDA, though no GPU ({reason}); "
+      'pip install "jax[cuda13]", and JAX_PLATFORMS=cpu where there is none'
+    ) from e
+  return found.devices
+
+
+def lower(plan: run_spec.RunSpec, devices, change=lambda sites: sites):
+  """The train step, lowered for them; `change` changes the sites it is called with."""
+  c, layout = plan.config, plan.run.layout
+  lead = () if c.accumulation == 1 else (c.accumulation,)
+  rows = everywhere = SingleDeviceSharding(devices[0])
+  if layout.mesh is not None:
+    rows = NamedSharding(layout.mesh, layout.act_spec("ABL" if lead else "BL"))
+    everywhere = NamedSharding(layout.mesh, PartitionSpec())
+
+  def put(x, sharding):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  names = ["tokens_BL", "targets_BL", "positions_BL"]
+  names += [] if c.data.cross_document else ["segments_BL"]
+  shape = (*lead, plan.microbatch, c.length)
+  batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for name in names}
+  batch["weights_BL"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+  # The second step's: what scales are made from has been seen.
+  state = train_step.abstract_state(plan, 1)
+  state = jax.tree.map(lambda x: put(x, x.sharding or everywhere), state)
+  sites = jax.tree.map(lambda x: put(x, everywhere), change(plan.sites()))
+  return train_step.make_step(plan).lower(state, batch, sites)

@@ -1,0 +1,413 @@
+"""Proof that FP8 runs: the GEMMs of the compiled step, held against the plan.
+
+`expected` derives from the site table what must be in the program, hlo.py reads what is, `check`
+compares, and `strict` does all of it for the step that a run is about to take. How the products are
+accumulated is part of it (recipe.Accumulation).
+
+On GPU the compiled program is read. XLA:CPU has no FP8 arithmetic, so that on CPU it is the program
+as it was handed to XLA: nothing says how fast it is, but the products are those of the recipes.
+
+What is compared is work, in multiply-adds, which no rewriting changes: XLA may unroll loops, stack
+the weights of sites that share an input into one GEMM, and pad to cuBLASLt's multiples of 16.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+
+from fp8jax import console as console_lib
+from fp8jax.compiled import hlo
+from fp8jax.errors import UserError
+from fp8jax.kernels import choose
+from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.models import transformer
+from fp8jax.ops import site as site_lib
+from fp8jax.quantization import tensor_stats
+from fp8jax.recipe import rules
+from fp8jax.recipe.gemm import PASSES, Gemm, accumulate_name
+from fp8jax.step import train_step
+from fp8jax.step.run_spec import RunSpec
+
+# Forward GEMMs that the backward pass repeats, by remat policy (transformer.py): with the outputs
+# of linear layers kept, only the one that completes the MLP's input; never the last of a layer,
+# whose output the backward pass of the layer does not read.
+_RECOMPUTED = {
+  "none": r"(?!)",
+  "linears": r"layers/.*attn/o",
+  "quantized": r"layers/.*attn/o",
+  "full": r"layers/(?!.*mlp/down).*",
+}
+_CUBLAS_MULTIPLE = 16
+
+
+class NotFp8(UserError):
+  """A GEMM that should be FP8 and is not."""
+
+
+TITLE = "FP8 GEMMs per step and device, found/planned"
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmRow:
+  """A product of a site: what must be in the program, and what was there.
+
+  Attributes:
+    key: which product.
+    recipe: name of the site's.
+    backend: that multiplies it.
+    size: (M, N, K) of the product on one device; of the first chunk for the head.
+    expected: FP8 GEMMs per step and device; 0 where the recipe multiplies wide.
+    work: their multiply-adds.
+    padded: the same with every extent rounded up to cuBLASLt's multiple.
+    is_emulated: the numbers multiplied have fewer bits than the FP8 that carries them.
+    most: how often the work may be done: twice where XLA is free to do the forward product once for
+      itself and its recomputation, which have no loops around them that would keep them apart.
+    fp8: FP8 GEMMs found, in units of the plan's: its number of them did exactly its work.
+    calls: FP8 GEMMs found, executions.
+    done: their multiply-adds.
+    wide: wider GEMMs found, executions.
+    kernels: what multiplies.
+    instead: the first wide one.
+    why: why one with FP8 operands is wide.
+    shared: the site whose GEMM also is this one's, "" for none.
+    accumulate: what the recipe says, see recipe.accumulate_name; "" where it multiplies wide.
+    accumulates: what the FP8 GEMMs found do, see hlo.Product.
+    depth: the largest K of these, of those that XLA has written.
+  """
+
+  key: hlo.GemmKey
+  recipe: str
+  backend: str
+  size: tuple[int, int, int]
+  expected: int
+  work: int
+  padded: int
+  is_emulated: bool = False
+  most: int = 1
+  fp8: int = 0
+  calls: int = 0
+  done: int = 0
+  wide: int = 0
+  kernels: tuple[str, ...] = ()
+  instead: str = ""
+  why: str = ""
+  shared: str = ""
+  accumulate: str = ""
+  accumulates: tuple[str, ...] = ()
+  depth: int = 0
+
+  @property
+  def accumulates_otherwise(self) -> str:
+    """How FP8 GEMMs that were found accumulate, if not as the recipe says; else "".
+
+    A kernel of ours promotes partial sums: no text says so, and its own tests do.
+    """
+    if not self.accumulate:
+      return ""
+    if self.accumulate.isdecimal():
+      return f"{self.depth} products in one sum" * (self.depth > _padded(int(self.accumulate)))
+    others = [how for how in self.accumulates if how != self.accumulate]
+    return repr(others[0] or "promoted") if others else ""
+
+  @property
+  def is_multiplied(self) -> bool:
+    """Whether the GEMMs of the plan are there, whatever their accumulation."""
+    return self.fp8 == self.expected and not (self.wide and self.expected)
+
+  @property
+  def is_proven(self) -> bool:
+    return self.is_multiplied and not self.accumulates_otherwise
+
+
+# --- what must be there --------------------------------------------------------------------------
+
+
+def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
+  """A row for every product of every site, recomputed ones included, nothing found yet."""
+  declared = site_lib.find_sites(transformer.site_params(plan.model))
+  rows = []
+  for name, site in site_lib.flatten(plan.sites(phase=phase)).items():
+    param = declared[rules.path_of(name)]
+    # With a copy of what the MLP's norm reads, nothing needs the product before it again.
+    has_copy = plan.run.kept.norms is not None and plan.run.remat != "full"
+    repeated = _RECOMPUTED["none" if has_copy else plan.run.remat]
+    is_recomputed = re.fullmatch(repeated, name) is not None
+    # XLA unrolls the loop over a single layer.
+    is_loop = len(site.layer_names) > 1
+    products = [(p, False) for p in PASSES] + [("fwd", True)] * (is_recomputed and is_loop)
+    for product, again in products:
+      calls = [
+        (site_lib.local_size(param, plan.model.dims, plan.run.layout, t).of(product), n)
+        for t, n in _calls(plan, site)
+      ]
+      gemm, backend = getattr(site.recipe, product), site.backends[PASSES.index(product)]
+      multiplier = gemm_api.BACKENDS[backend]
+      row = GemmRow(
+        hlo.GemmKey(name, product, again), site.recipe.name, backend, calls[0][0], 0, 0, 0
+      )
+      if gemm.is_narrow:
+        row = dataclasses.replace(
+          row,
+          expected=sum(
+            n * multiplier.num_dots(choose.GemmProblem(*mnk, gemm, plan.device)) for mnk, n in calls
+          ),
+          work=sum(n * math.prod(mnk) for mnk, n in calls),
+          padded=sum(n * math.prod(map(_padded, mnk)) for mnk, n in calls),
+          is_emulated=_is_emulated(gemm),
+          accumulate=accumulate_name(gemm.accumulate),
+          most=2 if product == "fwd" and is_recomputed and not is_loop else 1,
+        )
+      rows.append(row)
+  return rows
+
+
+def uses(plan: RunSpec, phase: int = 0) -> dict[tuple[str, Gemm], set[tuple[int, int, int]]]:
+  """(backend, narrow product) -> the sizes on one device that the step calls it with."""
+  found = collections.defaultdict(set)
+  for row in expected(plan, phase):
+    if row.expected:
+      gemm = getattr(rules.recipe_by_name(row.recipe), row.key.product)
+      found[row.backend, gemm].add(row.size)
+  return found
+
+
+def _calls(plan: RunSpec, site: site_lib.Site) -> list[tuple[int, int]]:
+  """(tokens on a device, calls per step) of a site; the head's are of chunks of the sequence."""
+  times = plan.config.accumulation
+  if site.layers:
+    return [(plan.tokens_per_device, times * len(site.layer_names))]
+  length, chunk = plan.data.length, plan.run.loss_chunk
+  sequences = plan.tokens_per_device // length
+  whole, rest = divmod(length, chunk)
+  calls = [(sequences * chunk, times * whole), (sequences * rest, times)]
+  return [(tokens, n) for tokens, n in calls if tokens and n]
+
+
+def _padded(extent: int) -> int:
+  return -(-extent // _CUBLAS_MULTIPLE) * _CUBLAS_MULTIPLE
+
+
+def _is_emulated(gemm: Gemm) -> bool:
+  return any(quant is not None and quant.format.bits < 8 for quant in (gemm.lhs, gemm.rhs))
+
+
+# --- the comparison ------------------------------------------------------------------------------
+
+
+def compare(plan: RunSpec, gemms: list[hlo.HloGemm], phase: int = 0) -> list[GemmRow]:
+  """The rows of `expected` with what was found, and one for everything that none expects."""
+  by_key: dict[hlo.GemmKey, list[hlo.HloGemm]] = collections.defaultdict(list)
+  rows = expected(plan, phase)
+  once = {row.key.site for row in rows if row.most > 1}
+  for gemm in gemms:
+    is_again = gemm.key.is_recompute and gemm.key.site not in once
+    by_key[dataclasses.replace(gemm.key, is_recompute=is_again)].append(gemm)
+  rows = [_with_found(row, by_key.pop(row.key, [])) for row in rows]
+  if plan.device.platform != "cpu":
+    rows = _share(rows)
+  for key, there in by_key.items():
+    row = GemmRow(key, "-", "-", (0, 0, 0), 0, 0, 0)
+    rows.append(_with_found(row, there))
+  return rows
+
+
+def _with_found(row: GemmRow, there: list[hlo.HloGemm]) -> GemmRow:
+  fp8 = calls = sum(g.times for g in there if g.is_fp8)
+  done = sum(g.times * g.work for g in there if g.is_fp8)
+  wide = [g for g in there if not g.is_fp8]
+  if row.expected:
+    most = row.most * row.padded
+    fp8 = row.expected if row.work <= done <= most else row.expected * done // row.work
+    fp8 = max(fp8, row.expected + 1) if done > most else fp8
+  return dataclasses.replace(
+    row,
+    fp8=fp8,
+    calls=calls,
+    done=done,
+    wide=sum(g.times for g in wide),
+    kernels=tuple(dict.fromkeys(g.kernel for g in there)),
+    instead=f"{wide[0].text} by {wide[0].kernel}" if wide else "",
+    why=next((g.why for g in wide if g.why), ""),
+    accumulates=tuple(dict.fromkeys(g.accumulate for g in there if g.is_fp8)),
+    depth=max((g.depth for g in there if g.is_fp8 and g.accumulate), default=0),
+  )
+
+
+def _share(rows: list[GemmRow]) -> list[GemmRow]:
+  """The rows, what sites have in common told apart.
+
+  XLA stacks the weights of sites that share an input into one GEMM. It carries the name of one of
+  them, is called as often as one and does exactly the work that all of them together should.
+  """
+  groups = collections.defaultdict(list)
+  for n, row in enumerate(rows):
+    if row.expected:
+      module = row.key.site.rpartition("/")[0]
+      groups[module, row.key.product, row.key.is_recompute].append(n)
+  rows = list(rows)
+  for group in groups.values():
+    lacking = [n for n in group if rows[n].done < rows[n].work]
+    # Whose calls do the most, compared with what they should do.
+    owner = max(group, key=lambda n: _per_call(rows[n]) - rows[n].work)
+    members, calls = [owner, *lacking], rows[owner].calls / rows[owner].expected
+    least, most = (sum(getattr(rows[n], w) for n in members) for w in ("work", "padded"))
+    is_whole = least <= _per_call(rows[owner]) + sum(rows[n].done for n in lacking) <= most
+    if lacking and is_whole and 1 <= calls <= rows[owner].most:
+      for n in members:
+        kernels, site = rows[owner].kernels, rows[owner].key.site
+        accumulates = tuple(dict.fromkeys(rows[owner].accumulates + rows[n].accumulates))
+        rows[n] = dataclasses.replace(
+          rows[n], fp8=rows[n].expected, kernels=kernels, shared=site,
+          accumulates=accumulates, depth=max(rows[owner].depth, rows[n].depth),
+        )  # fmt: skip
+  return rows
+
+
+def _per_call(row: GemmRow) -> float:
+  """Multiply-adds, had the GEMMs found been as many as expected."""
+  return row.done * row.expected / max(row.calls, 1)
+
+
+def check(plan: RunSpec, text: str, phase: int = 0) -> list[GemmRow]:
+  """The table of a program whose FP8 GEMMs are those of the plan.
+
+  Args:
+    plan: the run.
+    text: HLO of its step, see hlo.products.
+    phase: of the precision schedule.
+
+  Raises:
+    NotFp8: names the first site that differs, what it does instead, why, and what to do.
+  """
+  rows = compare(plan, hlo.gemms(text, plan.device.platform), phase)
+  wrong = [row for row in rows if not row.is_proven]
+  if wrong:
+    others = f" So do {len(wrong) - 1} more: {_some(wrong[1:])}." if wrong[1:] else ""
+    raise NotFp8(_complaint(wrong[0], plan) + others)
+  return rows
+
+
+def _some(rows: list[GemmRow], most: int = 4) -> str:
+  return ", ".join(str(row.key) for row in rows[:most]) + ", ..." * (len(rows) > most)
+
+
+def _complaint(row: GemmRow, plan: RunSpec) -> str:
+  """What is wrong with a product, why, and what to do about it."""
+  if not row.expected:
+    return (
+      f"{row.key}: the program has {row.fp8} FP8 GEMMs that the plan does not, by "
+      f"{', '.join(row.kernels)}. Every GEMM in FP8 belongs to a site and its recipe: use "
+      "fp8jax.ops.linear, or report this as an error of fp8jax/compiled/fp8_gemms.py."
+    )
+  if row.is_multiplied:
+    return _complaint_of_accumulation(row, plan)
+  size = "x".join(map(str, row.size))
+  have = f"{row.wide} wide ones, the first {row.instead}" if row.wide else "nothing"
+  if row.fp8:
+    have = f"{row.fp8} FP8 ones" + (f" and {have}" if row.wide else "")
+  if not row.wide:
+    reason = "XLA changed or dropped what was traced under this name"
+  elif row.why:
+    reason = row.why
+  elif plan.device.platform == "cpu":
+    reason = "its operands are made wide again before they are multiplied"
+  else:
+    reason = "XLA did not match it to an FP8 kernel, or its operands are made wide before it"
+  gemm = getattr(rules.recipe_by_name(row.recipe), row.key.product)
+  problem = choose.GemmProblem(*row.size, gemm, plan.device)
+  notes = choose.choose(problem, plan.config.kernels.matmul).notes
+  reason += "".join(f"; passed over {note}" for note in notes)
+  fixes = [
+    f"kernels.matmul={name!r}"
+    for name, module in gemm_api.BACKENDS.items()
+    if name != row.backend and module.supports(problem) is None
+  ]
+  fixes += [
+    "another recipe for this site in precision.rules",
+    "precision.strict=False to run it so",
+  ]
+  return (
+    f"{row.key}: the plan has {row.expected} FP8 GEMMs per step ({size} per device, recipe "
+    f"{row.recipe!r}, backend {row.backend!r}) and the program has {have}. Reason: {reason}. "
+    f"Fix: {', '.join(fixes[:-1])}, or {fixes[-1]}."
+  )
+
+
+def _complaint_of_accumulation(row: GemmRow, plan: RunSpec) -> str:
+  fixes = ["another backend in kernels.matmul", "precision.strict=False to run it so"]
+  if row.accumulates and set(row.accumulates) <= {"fast", "precise"}:
+    fixes.insert(0, f"(accumulate={row.accumulates[0]}) behind the recipe's name to have it so")
+  return (
+    f"{row.key}: recipe {row.recipe!r} accumulates {row.accumulate!r} and the program's FP8 GEMM "
+    f"accumulates {row.accumulates_otherwise} ({', '.join(row.kernels)}, backend {row.backend!r}). "
+    "Reason: the backend, or XLA, did not hand the precision of the operands on. "
+    f"Fix: {', '.join(fixes[:-1])}, or {fixes[-1]}."
+  )
+
+
+def table(rows: list[GemmRow], title: str = TITLE):
+  """For printing: a line per site, "found/planned" per product; "12 wide" where it is not FP8."""
+  by_site: dict[str, dict[str, GemmRow]] = collections.defaultdict(dict)
+  for row in rows:
+    by_site[row.key.site]["recompute" if row.key.is_recompute else row.key.product] = row
+  outside = by_site.pop(hlo.NO_SITE.site, {}).get(hlo.NO_SITE.product)
+  columns = ["fwd", "recompute", "dgrad", "wgrad"]
+  lines = []
+  for site, products in by_site.items():
+    first = next(iter(products.values()))
+    is_emulated = any(row.is_emulated for row in products.values())
+    recipe = first.recipe + " (emulated)" * is_emulated
+    kernels = dict.fromkeys(k for row in products.values() for k in row.kernels)
+    cells = [_cell(products[c]) if c in products else "-" for c in columns]
+    lines.append([site, recipe, *cells, ", ".join(kernels)])
+  made = console_lib.table(title, ["site", "recipe", *columns, "by"], lines)
+  notes = ["* in one GEMM with another site of the same input"] * any(row.shared for row in rows)
+  notes += [f"of no site: {_cell(outside)}, by {', '.join(outside.kernels)}"] if outside else []
+  made.caption, made.caption_justify = "\n".join(notes), "left"
+  return made
+
+
+def _cell(row: GemmRow) -> str:
+  said = [f"{row.fp8}/{row.expected}" + "*" * bool(row.shared)] if row.expected or row.fp8 else []
+  said += [f"{row.wide} wide"] if row.wide else []
+  return ", ".join(said) or "-"
+
+
+def strict(plan: RunSpec, step_fn, state, batch, sites, phase: int = 0) -> list[GemmRow]:
+  """`check` of the very step that will run.
+
+  The first call of step_fn with these arguments finds it traced, lowered and compiled: what this
+  costs is to print and to read the program, a second or two for a 7B model.
+
+  Args:
+    step_fn: step.make_step's.
+    state, batch, sites: what it will be called with; neither used up nor computed with.
+    phase: of the precision schedule that `sites` are of.
+  """
+  lowered = step_fn.lower(state, batch, sites)
+  if plan.device.platform == "cpu":
+    return check(plan, lowered.as_text("hlo", debug_info=True), phase)
+  return check(plan, lowered.compile().as_text(), phase)
+
+
+def every_step(plan: RunSpec, step_fn, state, batch, now: int) -> list[tuple[str, list[GemmRow]]]:
+  """`strict` of a phase of the precision schedule and of those to come: (title, rows) of each.
+
+  Of the step that watches numerics too, where the configuration asks for it; its rows are the same.
+
+  Args:
+    step_fn, state, batch: see `strict`; the state of phase `now`.
+  """
+  loud = [tensor_stats.LOUD] if plan.config.log.numerics_every else []
+  found = []
+  for phase in range(now, len(plan.precision.phases)):
+    start = plan.precision.phases[phase].start
+    if phase > now:
+      memories = train_step.abstract_state(plan, start + 1).memories
+      state = dataclasses.replace(state, memories=memories)
+    for statistics in [*loud, tensor_stats.QUIET]:
+      sites = plan.sites(phase=phase, statistics=statistics)
+      rows = strict(plan, step_fn, state, batch, sites, phase)
+    found.append((f"{TITLE} from step {start}" if phase else TITLE, rows))
+  return found

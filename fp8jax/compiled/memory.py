@@ -1,0 +1,205 @@
+"""Where a training step's memory goes, per device: declared by the configuration, found by XLA.
+
+State is known before anything is compiled: every array's shape, dtype and place. What a step holds
+besides is declared for its fullest moment (working.py; what waits for the backward pass by kind in
+waiting.py) and found in the compiled program at its own (peak.py), by the shapes of what is there.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+
+from fp8jax import params as params_lib
+from fp8jax.compiled import saved_tensors, workspace, xla_buffers
+from fp8jax.ops import stored_params
+from fp8jax.quantization import bf16_remainder, quantized_tensor
+from fp8jax.step import run_spec, train_step
+from fp8jax.step.state import State
+
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRow:
+  """One kind of memory.
+
+  Attributes:
+    kind: what it is.
+    declared, compiled: bytes on one device; None where only the other side knows.
+    note: the largest arrays found, or how the two differ.
+  """
+
+  kind: str
+  declared: int | None
+  compiled: int | None
+  note: str = ""
+
+
+def declared(plan: run_spec.RunSpec) -> list[MemoryRow]:
+  """State that lives between steps."""
+  kinds = _kinds(train_step.abstract_state(plan, 1))
+  return [MemoryRow(kind, n, None) for kind, n in kinds.items()]
+
+
+def _kinds(state: State) -> dict[str, int]:
+  rest = (state.step, state.memories, state.loss_scale, state.room, state.skipped, state.halted)
+  return {
+    **_by_kind("masters", state.params),
+    **_by_kind("moments", state.opt),
+    "scale memories, counters": sum(map(_nbytes, jax.tree.leaves(rest))),
+  }
+
+
+def _by_kind(name: str, tree) -> dict[str, int]:
+  """{"moments: codes": bytes, ...}, without what there is none of."""
+  kinds = {"float32": 0, "16 bits": 0, "remainders": 0, "codes": 0, "scales": 0}
+  for x in jax.tree.leaves(tree, is_leaf=stored_params.is_stored):
+    if isinstance(x, bf16_remainder.SplitFloat32):
+      kinds["16 bits"] += _nbytes(x.high)
+      kinds["remainders"] += _nbytes(x.low)
+    elif isinstance(x, quantized_tensor.QuantizedTensor):
+      data = _nbytes(x.data)
+      kinds["codes" if x.quant.format.is_narrow else "16 bits"] += data
+      kinds["scales"] += sum(map(_nbytes, jax.tree.leaves(x))) - data
+    else:
+      kinds["float32"] += _nbytes(x)
+  return {f"{name}: {kind}": n for kind, n in kinds.items() if n}
+
+
+def _nbytes(x) -> int:
+  """Of the part on one device."""
+  return math.prod(workspace.local_shape(x)) * x.dtype.itemsize
+
+
+def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str, Any]]:
+  """(rows of the step beside state, a summary): needs a compiler for the plan's devices.
+
+  Rows that begin with a space say what another one is made of.
+  """
+  program, held = xla_buffers.compile_and_look(lowered)
+  memory = program.memory_analysis()
+  arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+  state = sum(row.declared or 0 for row in declared(plan))
+  params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
+  moment, wanted = workspace.peak(plan)
+  there = _by_shape(held, plan, params)
+  arrays, waits = kept_by_layers(program.as_text(), plan, params), saved_tensors.of_layers(plan)
+  kept, said = sum(arrays.values()), sum(item.nbytes for item in waits)
+  of_kind: dict[str, int] = {}
+  for item in waits:
+    of_kind[item.kind] = of_kind.get(item.kind, 0) + item.nbytes
+  used = sum(value.nbytes for value in held)
+  rows = [
+    MemoryRow("batch, sites, alignment", None, arguments - state),
+    *(_row(kind, wanted, there) for kind in workspace.KINDS if kind in wanted or kind in there),
+    MemoryRow("free even then" if held else "not told apart", None, temporaries - used),
+    *(MemoryRow(f"  waits for backward: {kind}", n, None) for kind, n in of_kind.items()),
+    MemoryRow("  waits for backward, in all", said, kept, _differences(arrays, waits)),
+  ]
+  peak_, all_declared = arguments + temporaries, state + sum(wanted.values())
+  summary = {
+    "declared": all_declared,
+    "declared_moment": moment,
+    "declared_of_peak": all_declared / peak_,
+    "state_declared": state,
+    "arguments_compiled": arguments,
+    "temporaries_compiled": temporaries,
+    "outputs_not_aliased": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    "peak": peak_,
+    "kept_declared": said,
+    "kept_compiled": kept,
+    "kept_arrays": arrays,
+  }
+  return rows, summary
+
+
+def _row(
+  kind: str, wanted: dict[str, int], there: dict[str, list[xla_buffers.Buffer]]
+) -> MemoryRow:
+  found = there.get(kind, [])
+  counts = collections.Counter(value.shape for value in found[:4])
+  largest = ", ".join(f"{n} x {shape}" if n > 1 else shape for shape, n in counts.items())
+  return MemoryRow(kind, wanted.get(kind, 0), sum(value.nbytes for value in found), largest)
+
+
+def _by_shape(held: list[xla_buffers.Buffer], plan, params) -> dict[str, list[xla_buffers.Buffer]]:
+  """Kind of working.py -> what is of that kind, largest first."""
+  stacks, matrices = _known(params), set()
+  for leaf in params_lib.flatten(params["layers"]).values():
+    for shape in (leaf.shape, workspace.local_shape(leaf)):
+      matrices.add(_bulk(shape[1:]))
+      matrices.update(_bulk([math.prod(shape[1:i]), math.prod(shape[i:])]) for i in (2, 3))
+  vocabulary = plan.model.vocab_size
+  sizes = {vocabulary, vocabulary // plan.run.layout.size(plan.run.layout.act_axes("V"))}
+  layers = {stop - first for first, stop in saved_tensors.runs(plan)}
+  found: dict[str, list[xla_buffers.Buffer]] = {}
+  for value in held:
+    dtype, _, dims = value.shape.rstrip("]").partition("[")
+    shape = tuple(int(n) for n in dims.split(",")) if dims else ()
+    if sizes & set(shape) and len(_bulk(shape)) > 1:
+      kind = workspace.VOCABULARY
+    elif _bulk(shape) in stacks:
+      kind = workspace.GRADIENTS
+    elif shape and shape[0] in layers and len(shape) > 2:
+      kind = workspace.KEPT
+    elif _bulk(shape) in matrices:
+      kind = workspace.WEIGHTS
+    elif dtype.startswith(("f8", "u8")):
+      kind = workspace.OPERANDS
+    else:
+      kind = workspace.ACTIVATIONS
+    found.setdefault(kind, []).append(value)
+  return found
+
+
+def _known(params) -> set[tuple[int, ...]]:
+  """Of every parameter's part on one device, see `_bulk`."""
+  return {_bulk(workspace.local_shape(leaf)) for leaf in params_lib.flatten(params).values()}
+
+
+def _bulk(shape) -> tuple[int, ...]:
+  """Sizes above 1, sorted: a matrix and its transpose are alike."""
+  return tuple(sorted(n for n in shape if n > 1))
+
+
+def kept_by_layers(text: str, plan: run_spec.RunSpec, params) -> dict[str, int]:
+  """{"bf16[28,1,8192,3584] x 2": bytes}: stacks over layers that the backward loop reads.
+
+  Stacks in the shape of a parameter are parameters, gradients or moments, and counted as such; so
+  are scales of the state, which that loop carries where it moves layers (by_layer.py).
+  """
+  state = train_step.abstract_state(plan, 1)
+  known = _known(params) | {
+    _bulk(workspace.local_shape(x)) for x in jax.tree.leaves((state.params, state.opt))
+  }
+  total: dict[str, int] = {}
+  # A loop for each run of layers in the same recipes, and of what it carries the largest.
+  for layers in {stop - first for first, stop in saved_tensors.runs(plan)}:
+    best: dict[str, int] = {}
+    for result in re.findall(r"= \((.*?)\) while\(", text):
+      counts = collections.Counter(re.findall(rf"(\w+)\[({layers},[\d,]+)\]", result))
+      found = {}
+      for (dtype, dims), count in counts.items():
+        shape = tuple(int(n) for n in dims.split(","))
+        if _bulk(shape) not in known:
+          size = 1 if dtype.startswith("f8") else _BYTES.get(dtype, 4)
+          found[f"{dtype}[{dims}] x {count}"] = count * math.prod(shape) * size
+      if sum(found.values()) > sum(best.values()):
+        best = found
+    total |= best
+  return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def _differences(arrays: dict[str, int], wanted: list[saved_tensors.SavedTensor]) -> str:
+  """By dtype, compiled less declared, with the arrays that there are."""
+  found = []
+  for dtype in sorted({name.partition("[")[0] for name in arrays} | {i.dtype for i in wanted}):
+    there = {name: n for name, n in arrays.items() if name.startswith(f"{dtype}[")}
+    more = sum(there.values()) - sum(item.nbytes for item in wanted if item.dtype == dtype)
+    if more:
+      found.append(f"{dtype} {more / 2**20:+.1f} MiB of {', '.join(there) or 'none'}")
+  return f"compiled - declared: {'; '.join(found)}" if found else ""

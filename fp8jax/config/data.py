@@ -1,0 +1,124 @@
+"""The data section of a configuration, checked and typed."""
+
+import os
+from typing import Any
+
+from fp8jax import hub
+from fp8jax.data import config as data_config
+from fp8jax.data import sources, tokenize
+from fp8jax.errors import ConfigErrors, UserError, check_number, nearest
+
+
+def spec(c: Any, vocab_size: int | None, problems: ConfigErrors) -> data_config.DataConfig:
+  """What to read.
+
+  Args:
+    c: the whole configuration.
+    vocab_size: the model's, or None if there is no model to fit.
+    problems: what is wrong is added here.
+  """
+  problems.one_of("data.on_malformed", c.data.on_malformed, tokenize.POLICIES)
+  problems.one_of("data.on_long", c.data.on_long, tokenize.LONG_POLICIES)
+  problems.check(0 <= c.data.heldout < 1, f"data.heldout={c.data.heldout} must be in [0, 1)")
+  tokenizer = tokenize.Tokenizer(c.data.tokenizer or c.init.hf or tokenize.BYTES, c.data.eos)
+  # A folder that is not there is init.hf's problem.
+  if c.data.tokenizer or not c.init.hf or os.path.isdir(hub.local(c.init.hf)):
+    _check_tokenizer(tokenizer, vocab_size, problems)
+  problems.check(len(c.data.sources) > 0, "data.sources is empty; give at least one")
+  for name, source in c.data.sources.items():
+    key = f"data.sources.{name}"
+    if not problems.attempt(lambda k=key, s=source: _check_types(k, s)):
+      continue
+    before = len(problems.found)
+    _check_source(key, dict(source), tokenizer, c.data.heldout, problems)
+    if (
+      len(problems.found) == before and c.data.shuffle_windows and source.get("kind") == "prepared"
+    ):
+      problems.attempt(lambda s=source: _check_lengths(s), key)
+  typed = {name: s for name, s in c.data.sources.items() if hasattr(s, "keys")}
+  return data_config.DataConfig(
+    sources={name: dict(source) for name, source in typed.items()},
+    tokenizer=tokenizer,
+    length=c.length,
+    heldout=c.data.heldout,
+    cross_document=c.data.cross_document,
+    on_malformed=c.data.on_malformed,
+    on_long=c.data.on_long,
+    seed=c.seed,
+    workers=c.data.workers,
+    prefetch=c.data.prefetch,
+    shuffle_windows=c.data.shuffle_windows,
+  )
+
+
+def _check_types(key: str, source: Any) -> bool:
+  """Whether a source is a mapping of strings and one weight."""
+  if not hasattr(source, "keys"):
+    raise UserError(f"{key} is {source!r}, expected an entry as configs.base.source() makes it")
+  for name in sources.KEYS:
+    if name == "weight" and name in source:
+      check_number(f"{key}.weight", source[name], 1e-9, 1e9, "weights are shares of tokens")
+    elif not isinstance(source.get(name, ""), str):
+      raise UserError(f"{key}.{name} is {source[name]!r}, expected a string")
+  return True
+
+
+def _check_tokenizer(tokenizer, vocab_size: int | None, problems: ConfigErrors):
+  if problems.attempt(lambda: tokenizer.fingerprint) is not None and vocab_size is not None:
+    problems.check(
+      tokenizer.vocab_size <= vocab_size,
+      f"data.tokenizer produces ids up to {tokenizer.vocab_size - 1}, the model has "
+      f"model.vocab_size={vocab_size}; they do not belong together",
+    )
+
+
+def _check_source(
+  key: str, source: dict[str, Any], tokenizer, heldout: float, problems: ConfigErrors
+):
+  for name in source.keys() - set(sources.KEYS):
+    near = nearest(name, sources.KEYS)
+    hint = f"did you mean {key}.{near}?" if near else f"a source has {', '.join(sources.KEYS)}"
+    problems.found.append(f"{key}.{name} is unknown; {hint}")
+  missing = [name for name in sources.KEYS if name not in source]
+  if missing:
+    problems.found.append(f"{key} lacks {', '.join(missing)}; build it with configs.base.source()")
+    return
+  problems.one_of(f"{key}.kind", source["kind"], sources.KINDS)
+  if source["kind"] not in sources.KINDS:
+    return
+  opened = problems.attempt(lambda: _open(source), key)
+  if opened and source["kind"] == "prepared":
+    problems.attempt(lambda: _check_prepared(source, tokenizer, heldout), key)
+
+
+def _open(source: dict[str, Any]) -> bool:
+  """Whether every file is there and, where that costs little, is what it should be."""
+  opened = sources.open_source(source)
+  opened.files()
+  if source["kind"] in ("parquet", "tfds"):
+    len(opened)  # reads footers, finds the split
+  return True
+
+
+def _check_lengths(source) -> bool:
+  """Whether shuffling finds the lengths of prepared documents; a folder that is not there has been
+  reported."""
+  if os.path.exists(os.path.join(source["path"], "index.json")):
+    sources.Prepared(source["path"], "train").lengths()
+  return True
+
+
+def _check_prepared(source: dict[str, Any], tokenizer: tokenize.Tokenizer, heldout: float):
+  index = sources.Prepared(source["path"], "train").index
+  if index["tokenizer"] != tokenizer.fingerprint:
+    raise UserError(
+      f"{source['path']} was prepared with another tokenizer (fingerprint {index['tokenizer']}, "
+      f"data.tokenizer has {tokenizer.fingerprint}); prepare it again with --job=prepare"
+    )
+  if index["heldout"] != heldout:
+    raise UserError(
+      f"{source['path']} was prepared with data.heldout={index['heldout']}, now it is "
+      f"{heldout}; prepare it again or use that value"
+    )
+  for split in ("train", "heldout"):
+    sources.Prepared(source["path"], split).check()

@@ -1,0 +1,79 @@
+"""A configuration as its file gives it: it has the keys of configs/base.py, and usable numbers."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from fp8jax.errors import ConfigError, ConfigErrors
+
+# Steps and sizes are int32 on the device; what a corpus is counted in is not.
+_LARGEST = 2**31 - 1
+_LARGE = ("prepare.shard_tokens",)
+# Groups whose keys the user names.
+_OPEN = ("data.sources", "sharding.weights", "sharding.acts")
+
+
+def check_keys(c: Any, base: ConfigDict):
+  """Refuses a configuration that lacks a key of `base` or has one that nothing reads.
+
+  Raises:
+    ConfigError: names the keys; or what get_config returned instead of a configuration.
+  """
+  if not isinstance(c, ConfigDict):
+    raise ConfigError(
+      [
+        f"get_config returned {type(c).__name__}, expected the ConfigDict of base.get_config(); "
+        "begin with `c = base.get_config(arm)`, end with `return c`"
+      ]
+    )
+  problems = ConfigErrors()
+  _compare("", c, base, problems)
+  problems.refuse()
+
+
+def _compare(prefix: str, c: ConfigDict, base: ConfigDict, problems: ConfigErrors):
+  if missing := sorted({*base} - {*c}):
+    problems.found.append(
+      f"{', '.join(prefix + key for key in missing)}: missing; begin get_config with "
+      "`c = base.get_config(arm)`, which has every key"
+    )
+  known = [f"{prefix}{key}" for key in base]
+  added = [f"{prefix}{key}" for key in sorted({*c} - {*base})]
+  problems.keys("get_config added a key that nothing reads", added, known)
+  for key in sorted({*base} & {*c}):
+    if f"{prefix}{key}" in _OPEN:
+      continue
+    here, wanted = c[key], base[key]
+    if isinstance(here, ConfigDict) and isinstance(wanted, ConfigDict):
+      _compare(f"{prefix}{key}.", here, wanted, problems)
+    elif isinstance(here, ConfigDict) or isinstance(wanted, ConfigDict):
+      expected = "a group of keys" if isinstance(wanted, ConfigDict) else "a value"
+      problems.found.append(f"{prefix}{key} is {here!r}, expected {expected}")
+
+
+def check_numbers(flat: Mapping[str, Any], problems: ConfigErrors):
+  """Notes numbers that are not finite, and integers too large for what they count.
+
+  Args:
+    flat: {"optim.peak_lr": 1e-3, ...}; lists are searched, too.
+  """
+  for key, value in flat.items():
+    for number in _numbers(value):
+      if isinstance(number, float):
+        problems.check(math.isfinite(number), f"{key}={number} must be a finite number")
+      elif key not in _LARGE:
+        problems.check(
+          abs(number) <= _LARGEST, f"{key}={number} must be at most {_LARGEST} in magnitude"
+        )
+      else:
+        problems.check(abs(number) < 2**53, f"{key}={number} must be below 2**53")
+
+
+def _numbers(value: Any):
+  if isinstance(value, (list, tuple)):
+    for item in value:
+      yield from _numbers(item)
+  elif isinstance(value, (int, float)) and not isinstance(value, bool):
+    yield value

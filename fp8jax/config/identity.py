@@ -1,0 +1,76 @@
+"""Which runs are the same: flat configurations, their differences, and which of these a resume accepts."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from fp8jax.models import config as model_config
+from fp8jax.step.run_spec import Config, RunSpec
+
+
+def flatten(c: Config) -> dict[str, Any]:
+  """{"optim.peak_lr": 1e-3, ...}, JSON-able."""
+  flat = {}
+
+  def visit(prefix, node):
+    for key, value in node.items():
+      if isinstance(value, ConfigDict):
+        visit(f"{prefix}{key}.", value)
+      else:
+        flat[f"{prefix}{key}"] = json.loads(json.dumps(value))
+
+  visit("", c)
+  return flat
+
+
+def identity(plan: RunSpec) -> dict[str, Any]:
+  """The configuration with what "auto" and presets stand for: what a checkpoint remembers."""
+  model = {f"model.{k}": v for k, v in plan.model.to_dict().items() if k != "init_std"}
+  flat = {k: v for k, v in flatten(plan.config).items() if not k.startswith("model.")}
+  return (
+    flat
+    | json.loads(json.dumps(model))
+    | {
+      "precision.compute": plan.run.dtype.name,
+      # By content: a table may move, but not change under its name.
+      "precision.calibration": _digest(plan.config.precision.calibration),
+    }
+  )
+
+
+def _digest(path: str) -> str:
+  """Of a file; "" of none."""
+  if not path:
+    return ""
+  with open(os.path.expanduser(path), "rb") as f:
+    return "sha256 " + hashlib.sha256(f.read()).hexdigest()[:16]
+
+
+def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+  """{key: (old value, new value)} where two flat configurations differ; absent is None."""
+  keys = sorted(new.keys() | old.keys())
+  return {k: (old.get(k), new.get(k)) for k in keys if old.get(k) != new.get(k)}
+
+
+# Keys that may change between a run and its continuation without changing its result.
+_HARMLESS = (
+  "log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
+  "memory.remat", "memory.target", "memory.loss_chunk", "memory.gpu_fraction", "data.workers",
+  "data.prefetch", "init.", "optim.on_nonfinite", "optim.order", "calibrate.", "precision.strict",
+)  # fmt: skip
+
+
+def _acceptable(c: Config) -> set[str]:
+  """What accept_changes may name: keys, also of sources that are gone, and the data's content."""
+  gone = {k for k in c.checkpoint.accept_changes if str(k).startswith("data.sources.")}
+  model = {f"model.{f.name}" for f in dataclasses.fields(model_config.ModelConfig)}
+  return {"data"} | gone | model | flatten(c).keys()
+
+
+def refused_changes(changes: dict[str, Any], accepted) -> list[str]:
+  """Those changed keys that alter the result of a resumed run and were not accepted."""
+  return [k for k in changes if not k.startswith(_HARMLESS) and k not in accepted]

@@ -1,0 +1,94 @@
+"""The precision sections of a configuration: read, completed by what the model needs, checked."""
+
+import dataclasses
+import re
+from typing import Any
+
+from fp8jax.errors import ConfigErrors
+from fp8jax.models import config as model_config
+from fp8jax.models import mlp_swiglu, transformer
+from fp8jax.ops import site
+from fp8jax.recipe import rules as rules_lib
+from fp8jax.recipe.schedule import Phase, Precision, Rules
+
+
+def read(c: Any) -> Precision:
+  """`precision` of a config as phases.
+
+  Raises:
+    ValueError: a rule, a recipe or a step that makes no sense.
+  """
+  p = c.precision
+  phases = [(0, _rules("precision.rules", p.rules))]
+  for i, entry in enumerate(p.schedule):
+    key = f"precision.schedule[{i}]"
+    if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not isinstance(entry[0], int):
+      raise ValueError(
+        f"{key}={entry!r} is no pair of a first step and rules, such as (900, (('.*', 'bf16'),))"
+      )
+    if not phases[-1][0] < entry[0] < c.steps:
+      raise ValueError(
+        f"{key} starts at step {entry[0]}; phases start in order, after step {phases[-1][0]} and "
+        f"before the last, steps={c.steps}"
+      )
+    phases.append((entry[0], _rules(key, entry[1])))
+  return Precision(tuple(Phase(start, rules) for start, rules in phases))
+
+
+def with_ends(precision: Precision, c: Any, model: model_config.ModelConfig) -> Precision:
+  """The same with precision.first_bf16 and last_bf16 layers excepted.
+
+  Raises:
+    ValueError: more layers than there are; a rule that decides nothing, or a site without one.
+  """
+  first, last = c.precision.first_bf16, c.precision.last_bf16
+  for key, value in (("first_bf16", first), ("last_bf16", last)):
+    if value < 0:
+      raise ValueError(f"precision.{key}={value} must be at least 0")
+  if first + last > model.num_layers:
+    raise ValueError(
+      f"precision.first_bf16={first} and last_bf16={last} name more layers than the model's "
+      f"{model.num_layers}"
+    )
+  ends = rules_lib.ends(first, last, model.num_layers)
+  phases = tuple(dataclasses.replace(p, rules=ends + p.rules) for p in precision.phases)
+  paths = list(site.find_sites(transformer.site_params(model)))
+  for phase in phases:
+    rules_lib.segments(paths, model.num_layers, phase.rules)
+  return Precision(phases)
+
+
+def check_smooth(c: Any, problems: ConfigErrors):
+  """precision.smooth_swiglu, and whether it can be merged into the weights as export asks."""
+  form = c.precision.smooth_swiglu
+  problems.one_of("precision.smooth_swiglu", form, tuple(mlp_swiglu.FORMS))
+  reasons = {
+    "none": "there is nothing to merge",
+    "token": "every token has a scale of its own, which no weight can hold",
+  }
+  if c.export.merge_smooth and form in reasons:
+    problems.found.append(
+      f"export.merge_smooth={c.export.merge_smooth} with precision.smooth_swiglu={form!r}: "
+      f"{reasons[form]}; set export.merge_smooth=0, or train with 'channel'"
+    )
+
+
+def _rules(key: str, stated) -> Rules:
+  """(regular expression, recipe name) pairs."""
+  rules = tuple(stated) if isinstance(stated, (tuple, list)) else ()
+  are_pairs = all(isinstance(r, (tuple, list)) and len(r) == 2 for r in rules)
+  if not rules or not are_pairs or not all(isinstance(x, str) for r in rules for x in r):
+    raise ValueError(
+      f"{key}: {stated!r} is no sequence of (regular expression, recipe) pairs such as "
+      "(('head', 'bf16'), ('.*', 'block_128'))"
+    )
+  for pattern, recipe in rules:
+    try:
+      re.compile(pattern)
+    except re.error as e:
+      raise ValueError(f"{key}: {pattern!r} is no regular expression: {e}") from e
+    try:
+      rules_lib.recipe_by_name(recipe)
+    except ValueError as e:
+      raise ValueError(f"{key}: {e}") from e
+  return tuple((p, r) for p, r in rules)

@@ -1,0 +1,339 @@
+"""From a ConfigDict to checked, typed values. All that can be known to be wrong before compiling is
+found here, and reported together.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from fp8jax import axes, mesh
+from fp8jax import params as params_lib
+from fp8jax.config import alarms, checks, tile_checks
+from fp8jax.config import data as data_checks
+from fp8jax.config import files as config_files
+from fp8jax.config import precision as precision_checks
+from fp8jax.config.identity import _acceptable, flatten
+from fp8jax.data import config as data_config_lib
+from fp8jax.errors import ConfigError, ConfigErrors
+from fp8jax.kernels import choose
+from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.models import config as model_config
+from fp8jax.models import presets, transformer
+from fp8jax.models.hf import config as hf_config_lib
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.ops import attention, residuals, site
+from fp8jax.optim import factory as optim_build
+from fp8jax.optim import fused_adamw
+from fp8jax.step.run_spec import Config, RunSpec
+
+
+def resolve(
+  c: Config, num_devices: int, device: choose.Device, make_mesh: Callable | None = None
+) -> RunSpec:
+  """Checks a configuration against itself, the machine and the files it names.
+
+  Args:
+    c: a configuration with every key of configs/base.py.
+    num_devices: over all processes.
+    device: what they are.
+    make_mesh: (data, fsdp, tensor) -> mesh; default: one over JAX's devices.
+
+  Raises:
+    ConfigError: with all problems found.
+  """
+  problems = ConfigErrors()
+  _check_numbers(c, problems)
+  chosen = _layout(c, num_devices, make_mesh or mesh.make, problems)
+  layout = chosen or axes.LOCAL
+  model = problems.attempt(lambda: _model(c))
+  if model is not None:
+    problems.extend(model.problems())
+    problems.check(
+      c.length <= model.max_positions,
+      f"length={c.length} is longer than model.max_positions={model.max_positions}",
+    )
+    if c.init.hf and not model.problems():
+      problems.attempt(lambda: _check_folder(c, model), "init.hf")
+  run = _execution(c, layout, device, problems)
+  optim = _optim(c, problems)
+  data = data_checks.spec(c, model and model.vocab_size, problems)
+  problems.check(c.data.heldout != 0, "data.heldout=0 leaves nothing to evaluate on; raise it")
+  microbatch = _microbatch(c, layout, problems)
+  recipes = problems.attempt(lambda: precision_checks.read(c))
+  precision_checks.check_smooth(c, problems)
+  problems.file("precision.calibration", c.precision.calibration, "write it with --job=calibrate")
+  declaration = None
+  if model is not None and not model.problems():
+    declaration = transformer.params(model)
+    problems.extend(run.problems(model))
+    if recipes:
+      recipes = problems.attempt(functools.partial(precision_checks.with_ends, recipes, c, model))
+    if chosen and recipes:
+      _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
+  problems.attempt(lambda: alarms.read_alarms(c.log.alarms))
+  problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute))
+  _check_eval_precisions(c, problems)
+  problems.one_of("export.dtype", c.export.dtype, ("auto", *hf_weights.DTYPES))
+  problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, _acceptable(c))
+  if problems.found or model is None or recipes is None:
+    raise ConfigError(problems.found)
+
+  plan = RunSpec(model, declaration, run, recipes, optim, data, microbatch, device, c)
+  for phase in range(len(recipes.phases)):
+    problems.attempt(lambda phase=phase: _check_float16(plan, phase))
+  problems.attempt(lambda: plan.leaves)
+  problems.refuse()
+  return plan
+
+
+def resolve_data(c: Config) -> data_config_lib.DataConfig:
+  """The data alone, without a model or a mesh: what --job=prepare reads. Raises as `resolve`."""
+  problems = ConfigErrors()
+  _check_numbers(c, problems)
+  data = data_checks.spec(c, None, problems)
+  problems.refuse()
+  return data
+
+
+# Smallest value of every number that has one and that nobody else checks.
+_LEAST = {
+  "steps": 1, "batch": 1, "accumulation": 1, "length": 1, "eval.tokens": 1, "eval.batch": 1,
+  "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1,
+  "log.numerics_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
+  "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
+  "memory.gpu_fraction": 0,
+  "export.merge_smooth": 0,
+}  # fmt: skip
+
+
+def _check_numbers(c: Config, problems: ConfigErrors):
+  config_files.check_numbers(flatten(c), problems)
+  problems.refuse()  # the other checks compute with these numbers
+  for key, least in _LEAST.items():
+    value = functools.reduce(getattr, key.split("."), c)
+    problems.check(value >= least, f"{key}={value} must be at least {least}")
+
+
+def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigErrors):
+  """Where each letter lives, or None if mesh or sharding tables are wrong."""
+  shape = problems.attempt(lambda: mesh.resolve(c.mesh, num_devices))
+  if not _check_sharding(c, problems) or shape is None:
+    return None
+  if math.prod(shape) == 1:
+    return axes.LOCAL
+  return axes.Layout(
+    make_mesh(shape), axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
+  )
+
+
+def _model(c: Config) -> model_config.ModelConfig:
+  if c.model.preset == "hf":
+    if not c.init.hf:
+      raise ValueError(
+        "model.preset='hf' reads the architecture of init.hf; set init.hf to a folder"
+      )
+    try:
+      model = hf_config_lib.read_config(c.init.hf)
+    except (ValueError, OSError) as e:
+      raise ValueError(f"init.hf: {e}") from e
+  elif c.model.preset in presets.PRESETS:
+    model = presets.PRESETS[c.model.preset]
+  else:
+    unknown = ConfigErrors()
+    unknown.one_of("model.preset", c.model.preset, (*presets.PRESETS, "hf"))
+    raise ConfigError(unknown.found)
+  changes = {k: v for k, v in c.model.items() if k != "preset" and v is not None}
+  return dataclasses.replace(model, **changes)
+
+
+def _check_folder(c: Config, model: model_config.ModelConfig):
+  """The weights that training starts from are those of the model; reads headers only."""
+  there = hf_config_lib.read_config(c.init.hf)
+  # These do not change what the weights compute; a vocabulary may be padded.
+  harmless = {"init_std", "max_positions"}
+  if there.vocab_size <= model.vocab_size:
+    harmless.add("vocab_size")
+  different = [
+    f"{f.name} {getattr(there, f.name)} there, {getattr(model, f.name)} here"
+    for f in dataclasses.fields(model)
+    if f.name not in harmless and getattr(there, f.name) != getattr(model, f.name)
+  ]
+  if different:
+    raise ValueError(
+      f"{c.init.hf!r} holds another model than the config describes: {'; '.join(different)}. Set "
+      "model.preset='hf' and override nothing else of model to take the folder's"
+    )
+  hf_weights.check(
+    hf_weights.Folder(c.init.hf), dataclasses.replace(model, vocab_size=there.vocab_size)
+  )
+
+
+_SIXTEEN_BITS = ("bfloat16", "float16")
+_COMPUTE = (*_SIXTEEN_BITS, "float32")
+
+
+def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors):
+  compute = c.precision.compute
+  problems.one_of("precision.compute", compute, ("auto", *_COMPUTE))
+  if compute == "auto":
+    compute = choose.compute_dtype(device)
+  if reason := choose.lacks_dtype(device, compute):
+    problems.found.append(f"precision.compute={compute!r}: {reason}; use 'float32' or 'auto'")
+  implementation = c.kernels.attention
+  problems.one_of("kernels.attention", implementation, ("auto", *attention.IMPLEMENTATIONS))
+  if implementation == "auto":
+    implementation = choose.attention(device, compute)
+  if implementation == "cudnn":
+    reason = choose.lacks_cudnn(device)
+    problems.check(reason is None, f"kernels.attention='cudnn' {reason}; use 'xla' or 'auto'")
+    problems.check(
+      compute in _SIXTEEN_BITS,
+      f"kernels.attention='cudnn' needs 16-bit inputs, precision.compute is {compute!r}; use 'xla'",
+    )
+  problems.one_of("kernels.matmul", c.kernels.matmul, ("auto", *gemm_api.BACKENDS))
+  problems.one_of("memory.remat", c.memory.remat, model_config.REMAT)
+  problems.check(
+    c.memory.gpu_fraction <= 1, f"memory.gpu_fraction={c.memory.gpu_fraction} must be at most 1"
+  )
+  names = {k: c.memory[k] for k in ("norms", "gated", "residual")}
+  for key, name in names.items():
+    problems.one_of(f"memory.{key}", name, tuple(residuals.QUANTS))
+  waiting = residuals.ResidualFormats(
+    **{k: residuals.QUANTS.get(name) for k, name in names.items()}
+  )
+  return model_config.ComputeConfig(
+    jnp.dtype(compute if compute in _COMPUTE else "float32"),
+    implementation, c.memory.remat, waiting, c.memory.loss_chunk, layout,
+    c.precision.smooth_swiglu,
+  )  # fmt: skip
+
+
+# Forward passes that an evaluation may take: the recipes of training, and 16 bits everywhere.
+EVAL_PRECISIONS = ("recipe", "bf16")
+
+
+def _check_eval_precisions(c: Config, problems: ConfigErrors):
+  names = c.eval.precisions
+  if not isinstance(names, (tuple, list)) or not names:
+    problems.found.append(
+      f"eval.precisions={names!r} names no forward pass; give some of {EVAL_PRECISIONS}"
+    )
+    return
+  for name in names:
+    problems.one_of("eval.precisions", name, EVAL_PRECISIONS)
+
+
+def _check_float16(plan: RunSpec, phase: int):
+  """The sites of a phase, none of them on kernels that were written for bfloat16 alone."""
+  for one in site.flatten(plan.sites(phase=phase)).values():
+    backends = sorted(set(one.backends) & set(gemm_api.WITH_QUANTIZER))
+    if plan.run.dtype == jnp.float16 and backends:
+      raise ValueError(
+        f"precision.compute='float16': site {one.name} is multiplied by {', '.join(backends)}, "
+        "whose kernels read bfloat16; set precision.compute='bfloat16', or kernels.matmul='xla' or "
+        "'reference'"
+      )
+
+
+def _optim(c: Config, problems: ConfigErrors) -> optim_build.OptimizerConfig:
+  optim = optim_build.read(c.optim, c.steps)
+  problems.extend(optim.problems())
+  for key, known in optim_build.CHOICES.items():
+    problems.one_of(f"optim.{key}", getattr(optim, key), known)
+  problems.one_of("kernels.optimizer", c.kernels.optimizer, fused_adamw.CHOICES)
+  problems.one_of("optim.on_nonfinite", c.optim.on_nonfinite, ("stop", "skip"))
+  problems.extend(checks.layerwise_problems(c))
+  return optim
+
+
+def _microbatch(c: Config, layout: axes.Layout, problems: ConfigErrors) -> int:
+  shards = layout.size(layout.act_axes("B"))
+  if min(c.accumulation, c.batch, c.eval.batch) < 1:
+    return 1  # said already
+  problems.check(
+    c.batch % (c.accumulation * shards) == 0,
+    f"batch={c.batch} must be a multiple of accumulation x batch shards = "
+    f"{c.accumulation} x {shards}; change accumulation, or take the nearest batch, "
+    f"{_round_to(c.batch, c.accumulation * shards)}",
+  )
+  problems.check(
+    c.eval.batch % shards == 0,
+    f"eval.batch={c.eval.batch} must be a multiple of the {shards} batch shards of the mesh; "
+    f"the nearest is {_round_to(c.eval.batch, shards)}",
+  )
+  return max(c.batch // c.accumulation, 1)
+
+
+def _round_to(n: int, multiple: int) -> int:
+  return max(round(n / multiple), 1) * multiple
+
+
+def _check_sharding(c: Config, problems: ConfigErrors) -> bool:
+  """Whether the tables name real letters and axes, and weights can be gathered to activations."""
+  before = len(problems.found)
+  weights, acts = dict(axes.as_rules(c.sharding.weights)), dict(axes.as_rules(c.sharding.acts))
+  for table, rules in (("weights", weights), ("acts", acts)):
+    # Activations of a layer's width D stay whole: norms and the loss are computed per device.
+    letters = set("BFHGV") if table == "acts" else set(_WORDS)
+    for letter, names in rules.items():
+      problems.check(
+        letter in letters,
+        f"sharding.{table}.{letter} cannot be split; the letters are {', '.join(sorted(letters))}",
+      )
+      for name in names:
+        if name not in mesh.AXES:
+          problems.found.append(
+            f"sharding.{table}.{letter} names mesh axis {name!r}; there are {', '.join(mesh.AXES)}"
+          )
+  for letter in weights.keys() & acts.keys() | acts.keys() - {"B"}:
+    have, need = weights.get(letter, ()), acts.get(letter, ())
+    problems.check(
+      have[: len(need)] == need,
+      f"sharding.weights.{letter}={have} must begin with sharding.acts.{letter}={need}: a weight "
+      "is gathered to where activations are, never scattered",
+    )
+  return len(problems.found) == before
+
+
+def _check_layout(c, model, declaration, recipes, layout: axes.Layout, microbatch, problems):
+  """Every split dimension divides, no scale tile straddles devices, rotations divide."""
+  sites = transformer.site_params(model)
+  tokens = microbatch * c.length // layout.size(layout.act_axes("B"))
+  for phase in recipes.phases:
+    problems.extend(tile_checks.find_broken_rotations(sites, model.dims, phase.rules, tokens))
+  if layout.mesh is None:
+    return
+  used = {letter for p in params_lib.flatten(declaration).values() for letter in p.letters}
+  wrong = {}
+  for letter in sorted(used):
+    size = model.dims[letter]
+    for kind, split in (("weights", layout.weight_axes(letter)), ("acts", layout.act_axes(letter))):
+      shards = layout.size(split)
+      if size % shards:
+        wrong[letter, shards] = (
+          f"{_WORDS[letter]} = {size} does not divide over {shards} devices (sharding.{kind}."
+          f"{letter} = {'+'.join(split)}); change mesh.{split[0]} or that sharding"
+        )
+  problems.extend(list(wrong.values()))
+  if not wrong:
+    found = [
+      problem
+      for phase in recipes.phases
+      for problem in tile_checks.find_misaligned_tiles(
+        sites, model.dims, phase.rules, layout, tokens
+      )
+    ]
+    problems.extend(list(dict.fromkeys(found)))
+
+
+_WORDS = {
+  "V": "model.vocab_size", "D": "model.hidden_size", "F": "model.intermediate_size",
+  "N": "model.num_layers", "H": "model.num_heads", "G": "model.num_kv_heads",
+  "K": "model.head_dim",
+}  # fmt: skip
+
+
+# --- configurations as data ----------------------------------------------------------------------

@@ -1,0 +1,51 @@
+"""Host batches -> global arrays on the mesh."""
+
+import jax
+import numpy as np
+
+from fp8jax import axes
+from fp8jax.data import loader
+
+
+class BatchSharder:
+  """How the rows of a global batch lie on the mesh, and which of them this process must load.
+
+  Processes that hold the same rows (a tensor axis between hosts) load the same share.
+  """
+
+  def __init__(self, layout: axes.Layout, rows: int, accumulation: int = 1):
+    """Args: rows per microbatch over all devices, and number of microbatches."""
+    self._layout = layout
+    self._rows = rows
+    self._accumulation = accumulation
+    sharding = layout.act_sharding("BL")
+    if sharding is None:
+      self.local_rows, self.shard = rows, loader.Shard()
+      return
+    indices = sharding.addressable_devices_indices_map((rows, 1)).values()
+    held = [index[0].indices(rows) for index in indices if index is not None]
+    first, last = min(start for start, _, _ in held), max(stop for _, stop, _ in held)
+    self.local_rows = last - first
+    self.shard = loader.Shard(first // self.local_rows, rows // self.local_rows)
+
+  @property
+  def local_batch(self) -> int:
+    """Rows of a whole step that this process loads."""
+    return self.local_rows * self._accumulation
+
+  def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """[local_batch, L] on host -> [rows, L], or [accumulation, rows, L] when accumulating."""
+    return {name: self._place_one(x) for name, x in batch.items()}
+
+  def _place_one(self, x: np.ndarray) -> jax.Array:
+    letters = "BL"
+    if self._accumulation > 1:
+      x = x.reshape(self._accumulation, -1, *x.shape[1:])
+      letters = "ABL"
+    sharding = self._layout.act_sharding(letters)  # no rule names A: microbatches are not split
+    if sharding is None:
+      return jax.device_put(x)
+    shape = (*x.shape[:-2], self._rows, x.shape[-1])
+    # This transfer is asked for; with several processes JAX takes it for an implicit one.
+    with jax.transfer_guard("allow"):
+      return jax.make_array_from_process_local_data(sharding, x, shape)

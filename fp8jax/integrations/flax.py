@@ -1,0 +1,328 @@
+"""Our dot in Flax layers: one argument of `flax.linen` or `flax.nnx` layers picks the recipe.
+
+  nn.Dense(64, dot_general_cls=linen_dot_general("block_128"))                  # DenseGeneral too
+  Einsum((8, 16), "...d,df->...f", recipe="block_128")                          # for nn.Einsum
+  nnx.Linear(8, 64, dot_general=nnx_dot_general("block_128"), rngs=rngs)        # LinearGeneral too
+  nnx.Einsum("bd,df->bf", (8, 64), einsum_op=nnx_einsum("block_128"), rngs=rngs)
+
+With current scales nothing else changes. A recipe that remembers (delayed, static) keeps its Site
+in linen's collection "fp8" or in nnx Variables of type Fp8. Differentiate the loss with respect to
+them too: the cotangent of a Site is what it saw, and `update` (`nnx_update`) makes of it the sites
+of the next step. Observations do not add up: join those of microbatches with `combine`, and give
+every product a layer of its own, under `nn.scan` and `nn.vmap` too (variable_axes={"fp8": 0}).
+Recipes that round stochastically draw from the random stream "fp8".
+
+Assumes: lhs is an activation and rhs a kernel, as in every Flax layer. Flax casts kernels to the
+layer's dtype before any hook; `promote_dtype=keep_master` hands us the master instead.
+"""
+
+import dataclasses
+import functools
+import string
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx, serialization
+from flax.linen import dtypes
+
+from fp8jax.ops import linear
+from fp8jax.ops import site as site_lib
+from fp8jax.quantization import amax_history, tensor_stats
+from fp8jax.recipe import rules
+from fp8jax.recipe.gemm import Recipe
+
+# Of linen's variables; also the name of the random stream.
+COLLECTION = "fp8"
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def linen_dot_general(
+  recipe: Recipe | str, matmul: str = "auto"
+) -> Callable[[], "LinenDotGeneral"]:
+  """For `dot_general_cls` of nn.Dense, nn.DenseGeneral and what is made of them.
+
+  Args:
+    recipe: a Recipe or the name of one.
+    matmul: "auto" or a backend of kernels.scaled_matmul.
+  """
+  return functools.partial(LinenDotGeneral, _as_recipe(recipe), matmul)
+
+
+def nnx_dot_general(
+  recipe: Recipe | str, matmul: str = "auto", *, rngs: nnx.Rngs | None = None, name: str = "dot"
+) -> "NnxDotGeneral":
+  """For `dot_general` of nnx.Linear and nnx.LinearGeneral.
+
+  Make one per layer, when the layer is made: what `dot_general_cls` makes in every call forgets.
+
+  Args:
+    recipe: a Recipe or the name of one.
+    matmul: "auto" or a backend of kernels.scaled_matmul.
+    rngs: where the recipe rounds stochastically.
+    name: of the layer, in error messages.
+  """
+  return NnxDotGeneral(_as_recipe(recipe), matmul, rngs=rngs, name=name)
+
+
+def nnx_einsum(
+  recipe: Recipe | str, matmul: str = "auto", *, rngs: nnx.Rngs | None = None, name: str = "einsum"
+) -> "NnxEinsum":
+  """For `einsum_op` of nnx.Einsum; see `nnx_dot_general`."""
+  return NnxEinsum(_as_recipe(recipe), matmul, rngs=rngs, name=name)
+
+
+class LinenDotGeneral(nn.Module):
+  """`jax.lax.dot_general` with a site: what `linen_dot_general` makes."""
+
+  recipe: Recipe
+  matmul: str = "auto"
+
+  def setup(self):
+    self.kept = None
+    if not isinstance(self.recipe, Recipe):
+      raise TypeError(
+        f"LinenDotGeneral's recipe is {self.recipe!r}, expected a Recipe; "
+        f"linen_dot_general({self.recipe!r}) makes one from a name"
+      )
+    if not self.recipe.is_stateful:
+      return
+    if not (self.has_variable(COLLECTION, "site") or self.is_mutable_collection(COLLECTION)):
+      raise ValueError(
+        f"{self._name()}: recipe {self.recipe.name!r} remembers amaxes in collection "
+        f"{COLLECTION!r}, which `apply` was not given. Pass all that `init` returned: "
+        f"model.apply({{'params': params, {COLLECTION!r}: variables[{COLLECTION!r}]}}, ...)"
+      )
+    # Unboxing would copy the site, and a copy forgets that it is in use (Site.claim).
+    self.kept = self.variable(
+      COLLECTION, "site", _fresh, self.recipe, self.matmul, self._name(), unbox=False
+    )
+
+  def __call__(self, lhs, rhs, dimension_numbers, **options):
+    out_dtype = _out_dtype(**options)
+    return linear.fp8_dot_general(
+      lhs, rhs, dimension_numbers, self._site(), preferred_element_type=out_dtype
+    )
+
+  def einsum(self, eqn: str, x, w, **options):
+    return linear.dot(_explicit(eqn, x.ndim), x, w, self._site(), out_dtype=_out_dtype(**options))
+
+  def _site(self) -> site_lib.Site:
+    key = self.make_rng(COLLECTION) if self.recipe.is_random else None
+    if self.kept is None:
+      return _unobserved(self.recipe, self.matmul, self._name(), key)
+    return _with_key(cast(site_lib.Site, self.kept.value), key)
+
+  def _name(self) -> str:
+    """The layer's."""
+    return "/".join(self.path[:-1] or self.path)
+
+
+class Einsum(nn.Einsum):
+  """nn.Einsum, which has no hook for its product, in a recipe; the same parameters."""
+
+  recipe: Recipe | str = "block_128"
+  matmul: str = "auto"
+
+  @nn.compact
+  def __call__(self, inputs, einsum_str: str | None = None):
+    eqn = _explicit(nn.merge_param("einsum_str", self.einsum_str, einsum_str), jnp.ndim(inputs))
+    operands, _, y = eqn.partition("->")
+    w = operands.partition(",")[2]
+    kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+    sizes, bias = dict(zip(w, self.shape)), None
+    if self.use_bias:
+      shape = [sizes[c] for c in y if c in sizes]
+      bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+    inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+    product = linen_dot_general(self.recipe, self.matmul)().einsum(
+      eqn,
+      inputs,
+      kernel,
+      precision=self.precision,
+      preferred_element_type=self.preferred_element_type,
+    )
+    return product if bias is None else product + bias.reshape([sizes.get(c, 1) for c in y])
+
+
+class Fp8(nnx.Variable):
+  """The Site of a layer whose recipe remembers."""
+
+
+class NnxDotGeneral(nnx.Module):
+  """`jax.lax.dot_general` with a site: what `nnx_dot_general` makes."""
+
+  def __init__(self, recipe: Recipe, matmul: str, *, rngs: nnx.Rngs | None, name: str):
+    if recipe.is_random and rngs is None:
+      raise ValueError(
+        f"recipe {recipe.name!r} rounds stochastically: give rngs=nnx.Rngs(...), of which it takes "
+        f"the stream {COLLECTION!r}"
+      )
+    self.recipe, self.matmul, self.name = recipe, matmul, name
+    self.kept = Fp8(_fresh(recipe, matmul, name)) if recipe.is_stateful else None
+    self.rngs = rngs[COLLECTION].fork() if recipe.is_random and rngs is not None else None
+
+  def __call__(self, lhs, rhs, dimension_numbers, **options):
+    out_dtype = _out_dtype(**options)
+    return linear.fp8_dot_general(
+      lhs, rhs, dimension_numbers, self._site(), preferred_element_type=out_dtype
+    )
+
+  def _site(self) -> site_lib.Site:
+    key = None if self.rngs is None else self.rngs()
+    if self.kept is None:
+      return _unobserved(self.recipe, self.matmul, self.name, key)
+    # get_value would copy the site, and a copy forgets that it is in use (Site.claim).
+    return _with_key(self.kept.get_raw_value(), key)
+
+
+class NnxEinsum(NnxDotGeneral):
+  """An einsum with a site: what `nnx_einsum` makes."""
+
+  def __call__(self, eqn: str, x, w, **options):
+    return linear.dot(_explicit(eqn, x.ndim), x, w, self._site(), out_dtype=_out_dtype(**options))
+
+
+def keep_master(*arrays, dtype=None, inexact: bool = True):
+  """For `promote_dtype` of a layer: input and bias in its dtype, the kernel as it is stored.
+
+  The kernel is then rounded once, from the master, and its gradient has the master's dtype. Flax's
+  own promotion casts it to the layer's dtype first.
+  """
+  if len(arrays) == 1:  # nnx passes one tuple
+    (arrays,) = arrays
+  x, kernel, bias = arrays
+  dtype = dtypes.canonicalize_dtype(x, kernel, bias, dtype=dtype, inexact=inexact)
+  return jnp.asarray(x, dtype), kernel, None if bias is None else jnp.asarray(bias, dtype)
+
+
+# --- what layers remember ------------------------------------------------------------------------
+
+
+def update(sites, seen):
+  """The sites after a step: their memories take what was seen.
+
+  Args:
+    sites: a tree of Sites: variables["fp8"] of linen, nnx.state(model, Fp8) of nnx.
+    seen: the gradient of the loss with respect to it.
+  """
+
+  def one(site, gradient):
+    memory = amax_history.update(site.memory, gradient.tap[..., 0], site.recipe)
+    return dataclasses.replace(site, memory=memory)
+
+  return site_lib.tree_map(one, sites, seen)
+
+
+def combine(seen, other):
+  """What was seen of two microbatches, or on two devices, as that of both: amaxes by maximum."""
+
+  def one(a, b):
+    return dataclasses.replace(a, tap=tensor_stats.combine(a.tap, b.tap))
+
+  return site_lib.tree_map(one, seen, other)
+
+
+def calibrate(sites, loss: Callable[[Any], jax.Array]):
+  """The sites, their memories begun with what a first batch shows.
+
+  A layer with a fresh memory gives NaN. This runs forward and backward once with scales from the
+  tensors themselves.
+
+  Args:
+    sites: as in `update`.
+    loss: of such a tree, e.g. lambda fp8: loss(params, fp8, batch). What `jax.grad` can take.
+  """
+  return _calibrated(sites, jax.grad(loss)(site_lib.with_current_scales(sites)))
+
+
+def nnx_update(model: nnx.Module, gradient: nnx.State) -> nnx.State:
+  """Updates the memories of `model` in place and returns the gradient without them.
+
+  Args:
+    gradient: with respect to nnx.DiffState(0, nnx.Any(nnx.Param, Fp8)).
+  """
+  seen, rest = nnx.split_state(gradient, Fp8, ...)
+  nnx.update(model, update(nnx.state(model, Fp8), seen))
+  return rest
+
+
+def nnx_calibrate(model: nnx.Module, loss: Callable[[Any], jax.Array]):
+  """`calibrate`, of a model in place.
+
+  Args:
+    loss: of the model, e.g. lambda model: loss(model, batch).
+  """
+  probe, sites = nnx.clone(model), nnx.state(model, Fp8)
+  nnx.update(probe, site_lib.with_current_scales(sites))
+  seen = nnx.grad(loss, argnums=nnx.DiffState(0, Fp8))(probe)
+  nnx.update(model, _calibrated(sites, seen))
+
+
+# --- pieces --------------------------------------------------------------------------------------
+
+
+def _as_recipe(recipe: Recipe | str) -> Recipe:
+  return rules.recipe_by_name(recipe) if isinstance(recipe, str) else recipe
+
+
+def _fresh(recipe: Recipe, matmul: str, name: str) -> site_lib.Site:
+  """A site to keep; keys come anew with every use, and cannot be differentiated."""
+  return dataclasses.replace(site_lib.single(recipe, matmul, name), key=None)
+
+
+def _unobserved(recipe: Recipe, matmul: str, name: str, key) -> site_lib.Site:
+  """A site of which nobody asks what it saw, so that it may be used under vmap and again."""
+  site = site_lib.single(recipe, matmul, name)
+  return dataclasses.replace(site, tap=np.zeros(site.tap.shape, np.float32), key=key)
+
+
+def _with_key(site: site_lib.Site, key) -> site_lib.Site:
+  if key is None:
+    return site
+  site.claim()  # the copy would not remember
+  return dataclasses.replace(site, key=key)
+
+
+def _calibrated(sites, seen):
+  def one(site, gradient):
+    memory = amax_history.calibrated(site.recipe, gradient.tap[..., 0])
+    return dataclasses.replace(site, memory=memory)
+
+  return site_lib.tree_map(one, sites, seen)
+
+
+def _out_dtype(*, precision=None, preferred_element_type=None, out_sharding=None):
+  """The dtype of a product's result, None for that of lhs."""
+  for name, value in (("precision", precision), ("out_sharding", out_sharding)):
+    if value is not None:
+      raise ValueError(f"{name}={value!r}: the recipe decides how to multiply; leave it None")
+  return preferred_element_type
+
+
+def _explicit(eqn: str, ndim: int) -> str:
+  """An einsum without blanks, its ellipsis spelled out for an x of `ndim` dimensions."""
+  eqn = eqn.replace(" ", "")
+  spare = (c for c in string.ascii_letters if c not in eqn)
+  missing = ndim - len(eqn.partition(",")[0].replace("...", ""))
+  return eqn.replace("...", "".join(next(spare) for _ in range(missing)))
+
+
+def _to_state_dict(site: site_lib.Site):
+  return {} if site.memory is None else dict(vars(site.memory))
+
+
+def _from_state_dict(site: site_lib.Site, state) -> site_lib.Site:
+  return dataclasses.replace(site, memory=amax_history.ScalingState(**state) if state else None)
+
+
+# So that flax.serialization saves memories with the parameters. A tap is always zeros.
+serialization.register_serialization_state(
+  site_lib.Site, _to_state_dict, _from_state_dict, override=True
+)

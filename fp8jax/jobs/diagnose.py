@@ -1,0 +1,32 @@
+"""Repeats the pass over the batch that a run stopped at."""
+
+import json
+import os
+
+import jax
+import numpy as np
+
+from fp8jax.data import batch_sharding
+from fp8jax.jobs.restore import restore_params
+from fp8jax.run import (
+  nonfinite,
+)
+from fp8jax.step import run_spec
+
+
+def run(plan: run_spec.RunSpec, workdir: str):
+  """Repeats the pass over the batch that a run stopped at."""
+  name = os.path.join(workdir, "nonfinite", f"batch_{jax.process_index()}.npz")
+  if not os.path.exists(name):
+    raise FileNotFoundError(
+      f"{name} does not exist: no run in {workdir} stopped at a non-finite value"
+    )
+  with np.load(name) as saved:
+    host = dict(saved)
+  # The run may have gone on since.
+  with open(os.path.join(workdir, "nonfinite", "report.json")) as f:
+    step = json.load(f)["step"]
+  params, _, _ = restore_params(plan, workdir, step)
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.config.accumulation)
+  found = nonfinite.report(plan, params, spread.place(host), plan.phase(max(step - 1, 0)))
+  return {"step": step, **found}

@@ -1,0 +1,115 @@
+"""The jobs of the launcher: one function each, and the last stop for errors users can fix."""
+
+import errno
+import os
+import shlex
+import sys
+
+import jax
+from absl import logging
+
+from fp8jax import hub
+from fp8jax.config import files as config_files
+from fp8jax.config import identity, resolve
+from fp8jax.errors import UserError, missing_package
+from fp8jax.jobs import calibrate, diagnose, evaluate, export, memory, prepare, train
+from fp8jax.kernels import choose
+from fp8jax.run import (
+  compilation_cache,
+  machine,
+  provenance,
+)
+from fp8jax.step import run_spec
+
+
+def run(job: str, c: run_spec.Config, base: run_spec.Config, name: str, workdir: str) -> int:
+  """Runs one job; returns the process's exit code.
+
+  Args:
+    job: one of NAMES.
+    c: the configuration.
+    base: configs/base.py's, for the printed difference.
+    name: the config's file name and arm, for the default workdir.
+    workdir: or "".
+  """
+  logging.set_verbosity(logging.WARNING)  # Orbax narrates every file at INFO
+  workdir = os.path.expanduser(workdir) or os.path.join("runs", _stem(name))
+  if note := compilation_cache.enable():
+    print(note, file=sys.stderr)
+  try:
+    config_files.check_keys(c, base)
+    return _run(job, c, base, workdir)
+  except (UserError, train.NonFinite, OSError) as e:
+    is_full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) and not e.filename
+    where = f"; nothing more can be written to {workdir}" if is_full else ""
+    print(f"error: {e}{where}", file=sys.stderr)
+    return 1
+  except ModuleNotFoundError as e:
+    print(f"error: {missing_package(e)}", file=sys.stderr)
+    return 1
+  except jax.errors.JaxRuntimeError as e:
+    if _OUT_OF_MEMORY not in str(e):
+      raise
+    print(f"error: {_out_of_memory(e, sys.argv)}", file=sys.stderr)
+    return 1
+  except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    return 130
+
+
+def _run(job: str, c: run_spec.Config, base: run_spec.Config, workdir: str) -> int:
+  if job == "evaluate" and c.eval.hf:
+    c.init.hf, c.model.preset = c.eval.hf, "hf"
+  if job not in ("train", "evaluate"):  # which read the table; it may be yet to be written
+    c.precision.calibration = ""
+  if job == "prepare":  # needs neither the model nor the mesh that the data are for
+    hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
+    print(provenance.to_json(prepare.run(c, workdir)))
+    return 0
+  if job == "memory":  # needs neither weights nor data, nor the devices
+    hub.fetch({c.init.hf: hub.WEIGHTS} if c.model.preset == "hf" else {})
+    print(provenance.to_json(memory.run(c)))
+    return 0
+  machine.check_platform(jax.default_backend(), jax.config.jax_platforms, jax.__version__)
+  hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
+  plan = resolve.resolve(c, jax.device_count(), choose.current_device())
+  if job == "train":
+    return train.run(plan, workdir, identity.flatten(base)).get("exit_code", 0)
+  jobs = {
+    "evaluate": evaluate.run, "export": export.run, "calibrate": calibrate.run, "diagnose": diagnose.run,
+  }  # fmt: skip
+  result = jobs[job](plan, workdir)
+  if jax.process_index() == 0:
+    print(provenance.to_json(result))
+  return 0
+
+
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+def _out_of_memory(e: Exception, argv: list[str]) -> str:
+  """One line: what did not fit, and the command that shows where the memory goes."""
+  shown = " ".join(str(e).split("\n")[0].split())
+  command = [a for a in argv if not a.lstrip("-").startswith("job")]
+  return (
+    f"out of memory: {shown}. Where it goes: {shlex.join(['python', *command, '--job=memory'])}; "
+    "smaller: more accumulation, memory.remat='full', optim.moments='coat'"
+  )
+
+
+def environment(c: run_spec.Config) -> dict[str, str]:
+  """Environment variables that a configuration asks for; to be set before JAX meets its devices."""
+  fraction = c.memory.gpu_fraction
+  return {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(fraction)} if fraction else {}
+
+
+def _stem(name: str) -> str:
+  path, _, arm = name.partition(":")
+  stem = os.path.splitext(os.path.basename(path))[0]
+  return f"{stem}_{arm}" if arm else stem
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+# --- command line --------------------------------------------------------------------------------

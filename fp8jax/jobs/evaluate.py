@@ -1,0 +1,40 @@
+"""Held-out loss and perplexity of a checkpoint or a Hugging Face folder."""
+
+import os
+
+from fp8jax.config import identity
+from fp8jax.errors import UserError
+from fp8jax.jobs.restore import restore_params, restore_scaling_states
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.run import (
+  calibration,
+  startup,
+)
+from fp8jax.run import evaluator as evaluator_lib
+from fp8jax.step import run_spec
+
+
+def run(plan: run_spec.RunSpec, workdir: str):
+  """Held-out loss and perplexity of a checkpoint or a Hugging Face folder."""
+  if plan.config.eval.hf:
+    params, _ = hf_weights.load_params(plan.config.eval.hf, plan.model, plan.run.layout)
+    path = os.path.expanduser(plan.config.precision.calibration)
+    memories = calibration.begin(plan, path)[0] if path else {}
+    phase, where = 0, {"hf": plan.config.eval.hf}
+  else:
+    params, step, meta = restore_params(plan, workdir)
+    table, trained = (
+      x.get("precision.calibration") for x in (identity.identity(plan), meta["config"])
+    )
+    if table and table != trained:
+      raise UserError(
+        f"precision.calibration={plan.config.precision.calibration!r} is not the table that the "
+        f"checkpoint of step {step} was trained with, and evaluation takes the scales of the "
+        "checkpoint; set precision.calibration=''"
+      )
+    phase, where = plan.phase(max(step - 1, 0)), {"workdir": workdir, "step": step}
+    memories = restore_scaling_states(plan, workdir, step, meta, phase)
+  evaluator = evaluator_lib.Evaluator(plan)
+  heldout = evaluator.run(params, memories, phase)
+  counted = {"heldout": heldout, "documents_passed_over": evaluator.passed_over}
+  return {"device": startup.device_line(plan), **where, **counted}

@@ -1,0 +1,63 @@
+"""A checkpoint as a folder that Hugging Face, vLLM and others read."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import console as console_lib
+from fp8jax import hub
+from fp8jax.data import batch_sharding, loader
+from fp8jax.jobs.restore import folder_of, restore_params
+from fp8jax.models import smooth_swiglu, transformer
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import export_folder
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.ops import stored_params
+from fp8jax.run import evaluator as evaluator_lib
+from fp8jax.step import run_spec
+
+
+def run(plan: run_spec.RunSpec, workdir: str):
+  """Writes a checkpoint as a Hugging Face folder."""
+  target = folder_of(plan.config.export.path, workdir, "hf")
+  never = {workdir: "the run's own folder", plan.config.init.hf: "the folder of init.hf"}
+  export_folder.check_other(target, _local(never))
+  export_folder.check(target)  # before work that takes long; `claim` checks again
+  params, step, meta = restore_params(plan, workdir)
+  began_with = {meta["config"].get("init.hf", ""): "the folder that training started from"}
+  export_folder.check_other(target, _local(began_with))
+  params = stored_params.dequantize_tree(params)
+  if plan.config.export.merge_smooth:
+    params = _fold_smooth(plan, params)
+  dtype = plan.config.export.dtype
+  dtype = meta["weights_dtype"] if dtype == "auto" else dtype
+  source = os.path.join(workdir, "hf_source")
+  source = source if os.path.isdir(source) else ""
+  base = hf_config.read_json(source, "config.json") if source else None
+  hf_weights.save_params(target, params, plan.model, dtype, base, source=source)
+  return {"folder": target, "step": step, "dtype": dtype}
+
+
+def _local(folders: dict[str, str]) -> dict[str, str]:
+  return {hub.local(folder): what for folder, what in folders.items() if folder}
+
+
+def _fold_smooth(plan: run_spec.RunSpec, params):
+  """The parameters with Smooth-SwiGLU's scales per channel, those of held-out text, folded in."""
+  c, mlp = plan.config, params["layers"]["mlp"]
+  sites = plan.sites(evaluator_lib.BF16)
+  look = jax.jit(lambda p, b: transformer.channel_scales(p, sites, b, plan.model, plan.run))
+  spread = batch_sharding.BatchSharder(plan.run.layout, c.eval.batch)
+  s_NF = jnp.full(mlp["up"].shape[::2], smooth_swiglu.EPSILON)
+  for source in plan.data.sources:
+    counts = loader.DocumentCounts()
+    for batch in loader.heldout_batches(
+      plan.data, source, spread.local_rows, c.export.merge_smooth, spread.shard, counts
+    ):
+      s_NF = jnp.maximum(s_NF, look(params, spread.place(batch)))
+    for what, number in counts.summary_everywhere().items():
+      text = f"held-out documents of {source} passed over as {what}: {number}"
+      console_lib.console(stderr=True).print(text)
+  up, down = jax.jit(smooth_swiglu.fold)(mlp["up"], mlp["down"], s_NF)
+  return {**params, "layers": {**params["layers"], "mlp": {**mlp, "up": up, "down": down}}}

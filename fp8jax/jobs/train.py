@@ -1,0 +1,448 @@
+"""Training: the loop around the step."""
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from fp8jax import console as console_lib
+from fp8jax.compiled import fp8_gemms
+from fp8jax.config import alarms as config_alarms
+from fp8jax.config import identity, resolve
+from fp8jax.data import batch_sharding, loader
+from fp8jax.kernels import self_test
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.ops import site as site_lib
+from fp8jax.optim import masters, moments
+from fp8jax.quantization import tensor_stats
+from fp8jax.run import alarms as run_alarms
+from fp8jax.run import (
+  calibration,
+  checkpoint,
+  metrics,
+  metrics_writer,
+  nonfinite,
+  preemption,
+  startup,
+)
+from fp8jax.run import evaluator as evaluator_lib
+from fp8jax.run import progress as progress_lib
+from fp8jax.run import provenance as provenance_lib
+from fp8jax.run import workdir as workdir_lib
+from fp8jax.step import run_spec, train_step
+from fp8jax.step.state import State
+
+
+class NonFinite(RuntimeError):
+  """The loss or the gradient stopped being a number."""
+
+
+def run(plan: run_spec.RunSpec, workdir: str, base: dict[str, Any] | None = None) -> dict[str, Any]:
+  """Trains to the configured step, or resumes and does so.
+
+  Args:
+    plan: what to do.
+    workdir: where checkpoints, metrics and provenance go.
+    base: flat base configuration, to print what differs from it.
+
+  Returns:
+    The summary that is also written to WORKDIR/summary.json; of an interrupted run {"step",
+    "exit_code"} (interrupts.EXIT_CODES).
+
+  Raises:
+    config.ConfigError: the checkpoint in workdir belongs to another configuration.
+    NonFinite: see optim.on_nonfinite.
+  """
+  with workdir_lib.locked(workdir):
+    return _Run(plan, workdir, base or {}).run()
+
+
+class _Run:
+  """One call of `run`: what its phases share."""
+
+  def __init__(self, plan: run_spec.RunSpec, workdir: str, base: dict[str, Any]):
+    self.plan, self.workdir = plan, workdir
+    self.flat = identity.flatten(plan.config)
+    self.out = console_lib.console()
+    self.fingerprint = loader.fingerprint(plan.data)
+    os.makedirs(workdir, exist_ok=True)
+    self.changes = identity.diff(self.flat, base)
+    self.site_rows = startup.all_site_rows(plan)
+    startup.print_start(self.out, plan, self.changes, self.fingerprint, self.site_rows)
+    path = plan.config.precision.calibration
+    self.calibration = calibration.begin(plan, os.path.expanduser(path)) if path else None
+    self.identity = identity.identity(plan)  # now: the table may be edited during the run
+    alarms = config_alarms.read_alarms(plan.config.log.alarms)
+    self.watches = [
+      run_alarms.AlarmMonitor(alarms, site_lib.recipes_of(plan.sites(phase=phase)))
+      for phase in range(len(plan.precision.phases))
+    ]
+    self.counts = loader.DocumentCounts()
+    self.spread = batch_sharding.BatchSharder(
+      plan.run.layout, plan.microbatch, plan.config.accumulation
+    )
+    self.iterator = loader.train_batches(
+      plan.data, self.spread.local_batch, self.spread.shard, self.counts
+    )
+    self.checkpoints = checkpoint.Checkpoints(workdir, plan.config.checkpoint.keep)
+    self.weights_dtype = "bfloat16"
+    self.evaluations: dict[str, Any] = {}
+    self.sites: dict[bool, Any] = {}  # quiet and loud ones of the present phase
+    self.has_memories = False  # of its checkpoint, for the phase that it is in
+    self.is_proven = not plan.config.precision.strict
+
+  def run(self) -> dict[str, Any]:
+    c = self.plan.config
+    state, start = self._start()
+    if start < c.steps:
+      self.checkpoints.check_room(state)  # now, not after hours
+    evaluator = evaluator_lib.Evaluator(self.plan)
+    log = metrics_writer.Metrics(self.workdir, start, self.evaluations, c.log.tensorboard)
+    self._record(start)
+    try:
+      with preemption.Interrupts() as asked:
+        if not self.evaluations:
+          self._evaluate(evaluator, state, start, log)
+        state, reached, last = self._loop(state, start, log, evaluator, asked)
+        self._save(reached, state)
+        self.checkpoints.wait()
+        # All is saved: the last evaluation may be left, and made by the same command.
+        finished = reached >= c.steps
+        if not finished or not self._evaluate(evaluator, state, reached, log, asked.requested):
+          self.out.print(
+            f"interrupted: saved step {reached}; the same command goes on from there "
+            f"(exit code {asked.exit_code})"
+          )
+          return {"step": reached, "exit_code": asked.exit_code}
+        return self._summarise(reached, last, state)
+    finally:
+      log.close()
+      self.checkpoints.close()
+      self.iterator.close()
+
+  # -- beginnings
+
+  def _record(self, start: int):
+    """What this run is, once it is known to be one."""
+    changed = {k: new for k, (_, new) in self.changes.items()}
+    provenance = provenance_lib.provenance(
+      self.flat, self.fingerprint, self.plan.config.seed, self.plan.num_devices
+    )
+    provenance |= provenance_lib.history(self.workdir, start, self.flat)
+    for name, value in (
+      ("config.json", {"resolved": self.flat, "changed": changed}),
+      ("sites.json", self.site_rows),
+      ("provenance.json", provenance),
+    ):
+      provenance_lib.write_json(self.workdir, name, value)
+
+  def _start(self) -> tuple[State, int]:
+    """A fresh state, the newest checkpoint's, or that of init.workdir."""
+    steps, init = self.checkpoints.steps(), self.plan.config.init
+    if steps:
+      return self._restored(self.checkpoints, steps[-1])
+    if not init.workdir:
+      return self._fresh(), 0
+    workdir = os.path.expanduser(init.workdir)
+    if not os.path.isdir(os.path.join(workdir, "checkpoints")):  # Orbax would create it
+      raise FileNotFoundError(f"init.workdir={init.workdir!r} holds no checkpoint")
+    other = checkpoint.Checkpoints(workdir)
+    try:
+      restored = self._restored(other, other.find(init.step))
+    finally:
+      other.close()
+    self.out.print(f"continuing the run in {init.workdir}")
+    source = os.path.join(workdir, "hf_source")
+    if os.path.isdir(source) and jax.process_index() == 0:
+      hf_weights.keep_source_files(source, os.path.join(self.workdir, "hf_source"))
+    return restored
+
+  def _restored(self, saved: checkpoint.Checkpoints, step: int) -> tuple[State, int]:
+    """The state after `step` steps, and the data's position; raises where the run is another."""
+    meta = saved.meta(step)
+    changes = self._check_same_run(meta, step)
+    self.weights_dtype = meta["weights_dtype"]
+    self.evaluations = meta["evaluations"]
+    if jax.process_index() == 0:  # of all processes together
+      self.counts.update(meta["documents"])
+    abstract = train_step.abstract_state(self.plan, step)
+    remembered = self._remembered(step)
+    is_same = meta.get("remembered", remembered) == remembered
+    has_new_table = bool(self.calibration) and "precision.calibration" in changes
+    self.has_memories = is_same and not has_new_table
+    if not self.has_memories:
+      abstract = dataclasses.replace(abstract, memories={})
+    state = saved.restore(step, abstract, self.iterator)
+    self.out.print(f"resuming from step {step}")
+    if has_new_table:
+      self.out.print(f"step {step}: scales begin anew from the table of precision.calibration")
+    elif not is_same:
+      self.out.print(f"other recipes made the scales of step {step}; they are begun anew")
+    if jax.device_get(state.halted):
+      moved = " (some layers may have moved with it)" * self.plan.optim.is_by_layer
+      self.out.print(f"step {step} met a non-finite value{moved}; going on with the batch after it")
+      state = dataclasses.replace(state, halted=state.halted ^ state.halted)
+    return state, step
+
+  def _fresh(self) -> State:
+    source = self.plan.config.init.hf
+    if not source:
+      return train_step.make_state(self.plan)
+    params, self.weights_dtype = hf_weights.load_params(
+      source, self.plan.model, self.plan.run.layout
+    )
+    if jax.process_index() == 0:
+      hf_weights.keep_source_files(source, os.path.join(self.workdir, "hf_source"))
+    return train_step.make_state(self.plan, params)
+
+  def _check_same_run(self, meta: dict[str, Any], step: int) -> dict[str, tuple[Any, Any]]:
+    """What changed since the checkpoint, {key: (then, now)}; raises where that is not accepted."""
+    changes = identity.diff(self.identity, meta["config"])
+    for key, (old, new) in changes.items():
+      self.out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
+    accepted = tuple(self.plan.config.checkpoint.accept_changes)
+    problems = [
+      f"{key} was {_shown(changes[key][0])} at step {step} and is {_shown(changes[key][1])} now; "
+      f'to go on anyway, --config.checkpoint.accept_changes="{(*accepted, key)}"'
+      for key in identity.refused_changes(changes, accepted)
+    ]
+    if meta["data_fingerprint"] != self.fingerprint and "data" not in accepted:
+      if not any(p.startswith("data.") for p in problems):
+        problems.append(
+          f"the data changed since step {step} (fingerprint {meta['data_fingerprint']} -> "
+          f"{self.fingerprint}); to go on anyway, "
+          f'--config.checkpoint.accept_changes="{(*accepted, "data")}"'
+        )
+    was, now = meta["readers"], self._readers()
+    if was != now:
+      problems.append(
+        f"the data were read differently until step {step}, so that the place to go on from is "
+        f"unknown: {was}, now {now}. Go on with as many processes, a mesh that splits the batch "
+        "over them in the same way, and data.workers 0 or not as before"
+      )
+    if problems:
+      raise resolve.ConfigError([*problems, "or start anew with another --workdir"])
+    return changes
+
+  def _readers(self) -> dict[str, Any]:
+    """What the saved positions in the data depend on."""
+    return {
+      "processes": jax.process_count(),
+      "shares": self.spread.shard.count,
+      "in worker processes": self.plan.data.workers > 0,
+    }
+
+  # -- the loop
+
+  def _loop(self, state, start: int, log, evaluator, asked: preemption.Interrupts):
+    c = self.plan.config
+    step_fn, phase = train_step.make_step(self.plan), None
+    speed = progress_lib.Throughput(
+      c.batch * c.length,
+      c.batch * c.length * metrics.flops_per_token(
+        self.plan.declaration, self.plan.model.dims, c.length),
+      _peak(self.plan),
+    )  # fmt: skip
+    progress = progress_lib.Progress(c.steps, start, c.log.every, self.out)
+    pending, last, step = None, {}, start
+
+    def settle():
+      """Reads the metrics of the step before: by now the next one is under way."""
+      nonlocal pending, last
+      if pending is not None:
+        last = self._report(*pending, log, speed, progress, state)
+        pending = None
+
+    try:
+      while step < c.steps and not asked.requested(step):
+        host = next(self.iterator)
+        if self.plan.phase(step) != phase:
+          settle()
+          phase = self.plan.phase(step)
+          state = self._enter(phase, state, step, host)
+          if not self.is_proven:
+            self._prove(step_fn, state, host, phase)
+        # Nothing may slip between host and device unasked: each such copy would stall the device.
+        with jax.transfer_guard("disallow"):
+          is_loud = _is_due(step, c.log.numerics_every)
+          state, values = step_fn(state, self.spread.place(host), self.sites[is_loud])
+          settle()
+        step += 1
+        pending = (step, values, host, self.iterator.get_state())
+        if _is_due(step, c.eval.every) and step < c.steps:
+          settle()
+          self._evaluate(evaluator, state, step, log)
+          speed.restart()
+        if _is_due(step, c.checkpoint.every):
+          settle()
+          self._save(step, state)
+      settle()
+    finally:
+      progress.close()
+    return state, step, last
+
+  def _enter(self, phase: int, state: State, step: int, host):
+    """The state with which a phase of the precision schedule begins; sets the sites to train in.
+
+    Scales that are not current begin from the calibration's table or the phase's own first batch,
+    unless the state already belongs to the phase; interrupted or not, a run therefore takes the
+    same steps.
+    """
+    self._try_kernels(phase)
+    is_first = step == self.plan.precision.phases[phase].start
+    if step and is_first:
+      self.out.print(f"step {step}: precision.schedule enters its phase {phase}")
+    if self.has_memories and not is_first:
+      pass  # resumed within the phase
+    elif self.calibration:
+      state = dataclasses.replace(state, memories=self.calibration[phase])
+    else:
+      with jax.transfer_guard("allow"):
+        state = train_step.calibrate(self.plan, state, self.spread.place(host), phase)
+    self.sites = {
+      is_loud: self.plan.sites(
+        phase=phase, statistics=tensor_stats.LOUD if is_loud else tensor_stats.QUIET
+      )
+      for is_loud in (False, True)
+    }
+    return state
+
+  def _try_kernels(self, phase: int):
+    """Stops before the first step of a phase if a kernel of ours is wrong on this device."""
+    if count := self_test.products(fp8_gemms.uses(self.plan, phase)):
+      self.out.print(f"kernels: {count} kinds of product tried on this device, all exact")
+    if not self.sites:  # once
+      self._try_optimizer()
+
+  def _try_optimizer(self):
+    """The same for the kernel that moves parameters."""
+    moved = [leaf for leaf in jax.tree.leaves(self.plan.leaves) if leaf.backend != "xla"]
+    if moved:
+      kept, is_pair = moments.PRESETS[self.plan.optim.moments], moved[0].master == masters.REMAINDER
+      self_test.optimizer(kept.mu, kept.nu, is_pair=is_pair, dtype=moved[0].gradient_dtype)
+      self.out.print("kernels: the optimizer's tried on this device, as close as its arithmetic")
+
+  def _prove(self, step_fn, state: State, host, phase: int):
+    """Stops before the first step unless every GEMM is as narrow as its recipe says."""
+    with jax.transfer_guard("allow"):
+      batch = self.spread.place(host)
+    for title, rows in fp8_gemms.every_step(self.plan, step_fn, state, batch, phase):
+      self.out.print(fp8_gemms.table(rows, title))
+    self.is_proven = True
+
+  def _report(self, step, values, host, position, log, speed, progress, state):
+    values = jax.device_get(values)
+    seen, alignment = values.pop("seen", None), values.pop("alignment", None)
+    values = {k: float(v) for k, v in values.items()}
+    speed.tick()
+    if not values.pop("is_finite"):
+      if train_step.stops_on_nonfinite(self.plan):
+        self._fail(step, values, host, position, state)
+      self.out.print(f"step {step}: loss or gradient not finite; update skipped")
+      values["skipped"] = 1
+    passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
+    log.write(step, {**values, **passed_over, **speed.values()})
+    if seen is not None:
+      self._look(step, seen, alignment, log)
+    progress.update(step, values["loss"], speed)
+    return values
+
+  def _look(self, step: int, seen, alignment, log):
+    """Writes what every site saw in a loud step, and says what is alarming."""
+    numerics = run_alarms.summarise(self.sites[True], seen, alignment)
+    log.write_nested(step, "numerics", numerics, run_alarms.flat(numerics))
+    for line in self.watches[self.plan.phase(step - 1)].lines(step, numerics):
+      self.out.print(line)
+
+  def _fail(self, step: int, values, host, position, state):
+    """Saves what reproduces the failure, finds its first site, stops."""
+    folder = os.path.join(self.workdir, "nonfinite")
+    os.makedirs(folder, exist_ok=True)
+    np.savez(os.path.join(folder, f"batch_{jax.process_index()}.npz"), **host)
+    # No update is applied once a state has halted. The iterator may be a batch further.
+    self.iterator.set_state(position)
+    with jax.transfer_guard("allow"):
+      self._save(step, state)
+      self.checkpoints.wait()
+      phase = self.plan.phase(max(step - 1, 0))
+      found = nonfinite.report(self.plan, state.params, self.spread.place(host), phase)
+    provenance_lib.write_json(
+      self.workdir, "nonfinite/report.json", {"step": step, **values, **found}
+    )
+    saved, skip = train_step.after_failure(self.plan, values["loss"])
+    raise NonFinite(
+      f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. First bad site: "
+      f"{found['first_bad_site']}. The batch is in {folder}, {saved} are "
+      f"checkpoint {step}; --job=diagnose repeats the pass. Lower optim.peak_lr, give the site "
+      f"recipe 'bf16', or set {skip}"
+    )
+
+  # -- what is kept
+
+  def _remembered(self, step: int) -> dict[str, str]:
+    """Which sites' memories the state after `step` steps has, and for which recipes."""
+    return (
+      site_lib.scaling_recipes(self.plan.sites(phase=self.plan.phase(step - 1))) if step else {}
+    )
+
+  def _meta(self, step: int) -> dict[str, Any]:
+    return {
+      "remembered": self._remembered(step),
+      "config": self.identity,
+      "data_fingerprint": self.fingerprint,
+      "readers": self._readers(),
+      "weights_dtype": self.weights_dtype,
+      "documents": self.counts.summary_everywhere(),
+      "evaluations": self.evaluations,
+    }
+
+  def _save(self, step: int, state: State):
+    self.checkpoints.save(step, state, self.iterator, self._meta(step))
+
+  def _evaluate(self, evaluator, state, step: int, log, stop=None) -> bool:
+    """Whether there is an evaluation of this step now."""
+    if str(step) in self.evaluations:
+      return True
+    phase = self.plan.phase(max(step - 1, 0))
+    memories = self.calibration[phase] if self.calibration and not step else state.memories
+    results = evaluator.run(state.params, memories, phase, stop)
+    if not results:
+      return False
+    self.evaluations[str(step)] = results
+    log.write(step, evaluator_lib.flat(results))
+    for source, by_precision in results.items():
+      for what, number in evaluator.passed_over[source].items():
+        self.out.print(f"held-out documents of {source} passed over as {what}: {number}")
+      text = "  ".join(f"{p} {v['loss']:.4f}" for p, v in by_precision.items())
+      self.out.print(f"step {step}  held-out loss on {source}: {text}")
+    return True
+
+  def _summarise(self, step: int, last, state) -> dict[str, Any]:
+    c = self.plan.config
+    summary = {
+      "step": step,
+      "tokens": step * c.batch * c.length,
+      # A finished run that is started again takes no step.
+      "train_loss": last["loss"] if last else metrics_writer.last_logged(self.workdir, "loss"),
+      "skipped_updates": int(jax.device_get(state.skipped)),
+      "documents_passed_over": self.counts.summary_everywhere(),
+      "evaluations": self.evaluations,
+    }
+    provenance_lib.write_json(self.workdir, "summary.json", summary)
+    startup.print_end(self.out, summary, self.workdir)
+    return summary
+
+
+def _shown(value: Any) -> Any:
+  return "''" if value == "" else value
+
+
+def _is_due(step: int, every: int) -> bool:
+  return every > 0 and step % every == 0
+
+
+def _peak(plan: run_spec.RunSpec) -> float | None:
+  one = metrics.peak_flops(jax.devices()[0].device_kind)
+  return None if one is None else one * plan.num_devices

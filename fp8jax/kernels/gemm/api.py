@@ -1,0 +1,44 @@
+"""D[M, N] = A[M, K] . B[N, K]' for Scaled operands: one signature, several backends.
+
+Both operands are contraction-last ("K-major"), the only order in which Hopper's FP8 matrix unit
+reads them. A backend is a module with `supports(problem) -> None or the reason why not`,
+`scaled_matmul(a, b, accumulate, out_dtype) -> [M, N]` and `num_dots(problem) -> int`, the FP8 GEMMs
+that one call executes: what a compiled program is checked against (proof.py).
+"""
+
+import jax.numpy as jnp
+
+from fp8jax.kernels.gemm import mosaic_sm90, reference, xla, xla_sm90
+from fp8jax.quantization import scaled_matrix
+from fp8jax.recipe.gemm import Accumulate
+
+# In order of preference for "auto".
+BACKENDS = {
+  "xla_sm90": xla_sm90, "xla": xla, "mosaic_sm90": mosaic_sm90, "reference": reference
+}  # fmt: skip
+# Whose operands kernels/quantize makes where it can.
+WITH_QUANTIZER = ("xla_sm90", "mosaic_sm90")
+# Which read a B that was gathered along K as it arrives, in shards; the others want one matrix.
+WITH_SHARDS = ("mosaic_sm90",)
+
+
+def scaled_matmul(
+  a: scaled_matrix.ScaledMatrix,
+  b: scaled_matrix.ScaledMatrix,
+  *,
+  accumulate: Accumulate,
+  backend: str,
+  out_dtype=jnp.float32,
+):
+  """[M, N] in out_dtype.
+
+  Args:
+    a: [M, K].
+    b: [N, K], for backends in WITH_SHARDS perhaps in shards.
+    accumulate: Accumulation.FAST, PRECISE, or K per partial sum that is promoted to float32.
+    backend: a key of BACKENDS that supports this problem (see kernels/choose.py).
+    out_dtype: float32 or bfloat16.
+  """
+  if a.shape[1] != b.shape[1]:
+    raise ValueError(f"contraction sizes differ: A is {a.shape}, B is {b.shape}, both [rows, K]")
+  return BACKENDS[backend].scaled_matmul(a, b, accumulate, out_dtype)

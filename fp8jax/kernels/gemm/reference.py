@@ -1,0 +1,88 @@
+"""D = A . B' in plain JAX, for every recipe: authoritative, and what other backends must equal.
+
+FP8 operands go into the dot itself, behind a barrier. Dequantising first would be folded away on
+GPU: XLA removes a narrow cast that a wide one follows and multiplies in 16 bits.
+
+Partial sums are added in float32 every so many K, which implements every accumulation but FAST. On
+a device without FP8 units all sums are at least as precise as asked for, on a CPU exact products
+are added in float32.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.formats import E2M1, E4M3
+from fp8jax.quantization import scaled_matrix
+from fp8jax.recipe.gemm import Accumulate, Accumulation
+
+# Beyond this many steps along K the loop is rolled, to bound program size.
+_MAX_UNROLL = 16
+# K per partial sum where the recipe names none.
+_DEFAULT_STEP = 128
+_FP8_UNITS = 89  # CUDA compute capability x 10 from which GPUs have them
+
+
+def supports(problem) -> str | None:
+  """None but for fast accumulation where there is such a thing."""
+  device = problem.device
+  has_units = device.platform == "gpu" and device.capability >= _FP8_UNITS
+  if problem.gemm.accumulate is Accumulation.FAST and has_units:
+    return (
+      f"it adds sums of {_DEFAULT_STEP} products in float32, which is not 'fast' accumulation; "
+      "kernels.matmul='xla' is, or put (accumulate=precise) behind the recipe's name"
+    )
+  return None
+
+
+def _step(accumulate: Accumulate) -> int:
+  return _DEFAULT_STEP if isinstance(accumulate, Accumulation) else accumulate
+
+
+def num_dots(problem) -> int:
+  """FP8 dots that run: one per partial sum."""
+  return -(-problem.k // _step(problem.gemm.accumulate))
+
+
+def scaled_matmul(
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, accumulate: Accumulate, out_dtype
+):
+  """[M, N]; partial sums of `accumulate` products, or 128, are added in float32."""
+  (m, k), n = a.shape, b.shape[0]
+  step = _step(accumulate)
+  # Within a step the matrix unit adds as it does for a product that is promoted.
+  is_precise = accumulate is Accumulation.PRECISE
+  precision = jax.lax.Precision.HIGHEST if is_precise else jax.lax.Precision.DEFAULT
+  rows = scaled_matrix.expand(a.scale, 0, a.tile[0], m)
+  cols = scaled_matrix.expand(b.scale, 0, b.tile[0], n).T
+  # The second purpose of the barrier: computed once, not inside every fused multiply-add.
+  lhs, rhs, rows, cols = jax.lax.optimization_barrier((a.data, b.data, rows, cols))
+  # Hopper multiplies no 4-bit numbers and XLA:CPU refuses to; every E2M1 number is an E4M3 one.
+  lhs, rhs = (x.astype(E4M3.dtype) if x.dtype == E2M1.dtype else x for x in (lhs, rhs))
+
+  def partial(i, size):
+    """Step `i` of K: an FP8 product, scaled on its way into the float32 accumulator."""
+    start = i * step
+    product = jax.lax.dot_general(
+      jax.lax.dynamic_slice_in_dim(lhs, start, size, axis=1),
+      jax.lax.dynamic_slice_in_dim(rhs, start, size, axis=1),
+      (((1,), (1,)), ((), ())),
+      precision=precision,
+      preferred_element_type=jnp.float32,
+    )
+    # Scale by A, then by B: the product of two scales alone could overflow or vanish.
+    product = product * jax.lax.dynamic_slice_in_dim(rows, _tile(a, start), 1, axis=1)
+    return product * jax.lax.dynamic_slice_in_dim(cols, _tile(b, start), 1, axis=0)
+
+  whole_steps, rest = divmod(k, step)
+  if whole_steps <= _MAX_UNROLL:
+    total = sum((partial(i, step) for i in range(whole_steps)), jnp.zeros((), jnp.float32))
+  else:
+    zeros = jnp.zeros((m, n), jnp.float32)
+    total = jax.lax.fori_loop(0, whole_steps, lambda i, t: t + partial(i, step), zeros)
+  total = total + partial(whole_steps, rest) if rest else total
+  return total.astype(out_dtype)
+
+
+def _tile(x: scaled_matrix.ScaledMatrix, start):
+  """Which scale along K holds for the step that begins at `start`."""
+  return start // x.tile[1] if x.scale.shape[1] > 1 else 0

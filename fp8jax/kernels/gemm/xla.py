@@ -1,0 +1,56 @@
+"""D = A . B' as one FP8 dot whose output is scaled: what XLA hands to cuBLASLt on GPU.
+
+Only scales that are constant along K can be applied after the product.
+
+XLA reads how to accumulate from the precision of the operands: with DEFAULT it sets cuBLASLt's flag
+for fast accumulation on every FP8 product, with any other it does not. On the CPU it widens FP8 to
+float32, so that products are exact and either precision gives the same sums.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.formats import E5M2
+from fp8jax.quantization import scaled_matrix
+from fp8jax.recipe.gemm import Accumulate, Accumulation
+from fp8jax.recipe.quant import WHOLE
+
+_PRECISION = {
+  Accumulation.FAST: jax.lax.Precision.DEFAULT,
+  Accumulation.PRECISE: jax.lax.Precision.HIGHEST,
+}
+
+
+def supports(problem) -> str | None:
+  for name, quant in (("lhs", problem.gemm.lhs), ("rhs", problem.gemm.rhs)):
+    if quant.tile[1] != WHOLE:
+      return f"{name} scales change along K every {quant.tile[1]}; one XLA dot takes one scale"
+  if problem.gemm.accumulate not in _PRECISION:
+    return f"float32 promotion every {problem.gemm.accumulate} of K needs a loop"
+  if problem.platform == "cpu":
+    return None
+  if problem.gemm.lhs.format == problem.gemm.rhs.format == E5M2:
+    return "cuBLASLt does not multiply E5M2 by E5M2"
+  return None
+
+
+def num_dots(problem) -> int:
+  """FP8 dots that run."""
+  del problem
+  return 1
+
+
+def scaled_matmul(
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, accumulate: Accumulate, out_dtype
+):
+  """[M, N]; accumulate is FAST or PRECISE."""
+  product = jax.lax.dot_general(
+    a.data,
+    b.data,
+    (((1,), (1,)), ((), ())),
+    precision=_PRECISION[Accumulation(accumulate)],
+    preferred_element_type=jnp.float32,
+  )
+  rows = scaled_matrix.expand(a.scale, 0, a.tile[0], a.shape[0])
+  cols = scaled_matrix.expand(b.scale, 0, b.tile[0], b.shape[0])
+  return ((product * rows) * cols.T).astype(out_dtype)

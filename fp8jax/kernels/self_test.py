@@ -1,0 +1,215 @@
+"""Kernels tried on the device at hand before a run trusts them: numbers whose products are exact.
+
+A kernel is proven where it was written; drivers, compilers and chips differ. Seconds of work at the
+start of a run tell a kernel that computes something else from one that trains.
+"""
+
+import functools
+from collections.abc import Collection, Mapping
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8jax.errors import UserError
+from fp8jax.kernels.adamw import api as adamw_api
+from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
+from fp8jax.kernels.gemm import tile_config
+from fp8jax.kernels.quantize import mosaic_sm90 as making
+from fp8jax.kernels.quantize import prologues
+from fp8jax.quantization import bf16_remainder, quantized_tensor
+from fp8jax.recipe.gemm import Gemm
+from fp8jax.recipe.quant import WHOLE, Quant
+
+# Partial tiles along M and N, more tiles of any size than a Hopper has multiprocessors, so that
+# programs go on to a second one, and more steps than the pipeline has stages. N is padded, and so
+# are the columns of the matrix.
+_SIZES = (2192, 1680, 1024)
+_MATRIX = (400, 272)
+# What the producers compute, in NumPy.
+_DEFINITIONS = {
+  prologues.RMS_NORM: lambda x, scale, weight: (x * scale[:, None] * weight,),
+  prologues.SWIGLU: lambda gate, up: (gate / (1 + np.exp(-gate)) * up,),
+  prologues.SWIGLU_BACKWARD: lambda g, gate, up: (
+    g * up * (1 + np.exp(-gate) * (1 + gate)) / (1 + np.exp(-gate)) ** 2,
+    g * gate / (1 + np.exp(-gate)),
+  ),
+}
+
+
+def products(
+  uses: Mapping[tuple[str, Gemm], Collection[tuple[int, int, int]]], sizes=_SIZES, matrix=_MATRIX
+) -> int:
+  """Tries our kernels in everything that a run does with them; how many kinds of product.
+
+  Args:
+    uses: (backend, product) -> the (M, N, K) it is called with. Other backends are skipped.
+    sizes, matrix: of what is tried, see `hopper` and `quantizer`.
+
+  Raises:
+    UserError: a kernel computes something else.
+  """
+  own = {use: shapes for use, shapes in uses.items() if use[0] in ("mosaic_sm90", "xla_sm90")}
+  for (backend, gemm), shapes in own.items():
+    if backend == "mosaic_sm90":
+      hopper(gemm, shapes, sizes)
+  # In the order of the run, each once.
+  for quant in dict.fromkeys(cast(Quant, q) for _, g in own for q in (g.lhs, g.rhs)):
+    quantizer(quant, matrix)
+  for quant in dict.fromkeys(cast(Quant, g.lhs) for b, g in own if b == "mosaic_sm90"):
+    producers(quant, matrix)
+  return len(own)
+
+
+def hopper(
+  gemm: Gemm, shapes: Collection[tuple[int, int, int]] = (), sizes: tuple[int, int, int] = _SIZES
+) -> None:
+  """Multiplies with the Hopper quantizer and GEMM, and in float64 on the host.
+
+  Args:
+    gemm: a product that kernels.scaled_matmul.mosaic_sm90 supports.
+    shapes: M, N, K of a run, whose ways to cut up the work are tried.
+    sizes: M, N, K of what is multiplied, in BF16 and float32.
+
+  Raises:
+    UserError: they differ; says where.
+  """
+  m, n, k = sizes
+  a, b = _lattice(m, k), _lattice(n, k)
+  lhs, rhs = cast(Quant, gemm.lhs), cast(Quant, gemm.rhs)
+  is_tiled = rhs.tile[0] == tile_config.BLOCK
+  # As runs have them: gradients of weights are float32.
+  dtype = jnp.bfloat16 if is_tiled else jnp.float32
+  ways = [(d, tile_config.best(*sizes, is_tiled, d)) for d in (jnp.bfloat16, jnp.float32)]
+  ways += [(dtype, tile_config.best(*shape, is_tiled, dtype)) for shape in sorted(shapes)]
+
+  # The right one as the weight gradient has it: contraction first.
+  make = jax.jit(lambda a, b: (making.quantize_matrix(a, {1: lhs})[0][1],
+                               making.quantize_matrix(b.T, {0: rhs})[0][0]))  # fmt: skip
+  operands = make(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b))
+  want = np.inner(a.astype(np.float64), b.astype(np.float64))
+  for dtype, config in dict.fromkeys(ways):
+    multiply = functools.partial(mosaic_sm90_lib.matmul, out_dtype=dtype, config=config)
+    got = np.asarray(jax.jit(multiply)(*operands).astype(jnp.float32))
+    # Sums are exact in float32, so that BF16 is rounded once, here and there.
+    rounded = want.astype(dtype).astype(np.float32)
+    what = f"mosaic_sm90 multiplies {lhs} by {rhs} into {jnp.dtype(dtype)} with {config}"
+    _refuse_if_wrong(got, rounded, what, _instead(rhs))
+
+
+def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:
+  """Makes a matrix narrow with the Hopper quantizer, in both orientations from one reading.
+
+  Args:
+    quant: of a product that kernels.scaled_matmul.mosaic_sm90 or xla_sm90 supports.
+    sizes: rows, columns.
+
+  Raises:
+    UserError: what it stands for is another matrix; says where.
+  """
+  x = _lattice(*sizes)
+  amax = jnp.float32(np.abs(x).max())
+  make = jax.jit(lambda x: making.quantize_matrix(x, {1: quant, 0: quant}, amax)[0])
+  for along, made in make(jnp.asarray(x, jnp.bfloat16)).items():
+    want = x if along == 1 else x.T
+    what = f"the Hopper quantizer makes {quant}"
+    _refuse_if_wrong(np.asarray(made.dequantize()), want, what, _instead(quant))
+
+
+def producers(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:
+  """Computes norm, SwiGLU and its gradients on the way into the Hopper quantizer.
+
+  Args:
+    quant: of tiles, in which results are made narrow, in both orientations.
+    sizes: rows, columns.
+
+  Raises:
+    UserError: an element is further from float64's than its formats explain; says which.
+  """
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+  for producer, definition in _DEFINITIONS.items():
+    matrices = [normal(*sizes) for _ in range(producer.matrices)]
+    factors = [normal(sizes[axis]).astype(jnp.float32) for axis in producer.factors]
+    quants = ({1: quant, 0: quant},) * producer.results
+    make = lambda m, f, p=producer, q=quants: making.quantize_produced(p, m, f, q, watched=True)  # noqa: E731
+    wanted = definition(*(np.asarray(x, np.float64) for x in (*matrices, *factors)))
+    for made, amax, want in zip(*jax.jit(make)(matrices, factors), wanted, strict=True):
+      what = f"{producer.name} in the Hopper quantizer makes {quant}"
+      largest = np.abs(want).max()
+      # BF16's rounding, then the narrow format's; of small numbers that of its smallest one.
+      slack = np.abs(want) * (2.0**-7 + 2.0 ** -(quant.format.mantissa_bits + 1))
+      slack += largest * 2.0**-16
+      for along, narrow in made.items():
+        got = np.asarray(narrow.dequantize())
+        _refuse_if_wrong(got if along == 1 else got.T, want, what, _instead(quant), slack)
+      seen, want = (np.reshape(x, (1, 1)) for x in (amax, largest))
+      _refuse_if_wrong(seen, want, f"{producer.name} finds amaxes", _instead(quant), 2**-7 * want)
+
+
+def _instead(quant: Quant) -> str:
+  is_tensor = quant.tile == (WHOLE, WHOLE)
+  return "'xla'" if is_tensor else "'reference', which is slow and correct"
+
+
+def optimizer(
+  mu: Quant | None, nu: Quant | None, *, is_pair: bool, dtype, sizes=(4998, 1024)
+) -> None:
+  """Updates a parameter with the Hopper kernel and by the definition.
+
+  Args:
+    mu, nu: how moments are kept; what kernels.adam.mosaic_sm90 supports.
+    is_pair: whether the master is in two.
+    dtype: of the gradient.
+    sizes: of the parameter; the default has some tiles for each warpgroup of the device.
+
+  Raises:
+    UserError: they differ by more than the hardware's functions explain; says where.
+  """
+  rng = np.random.default_rng(0)
+  size = 2.0 ** rng.integers(-20, 0, (sizes[0], 1))
+  g, m, v, p = (jnp.asarray(size * rng.standard_normal(sizes), jnp.float32) for _ in range(4))
+  kept = (quantized_tensor.pack(x, q) if q else x for x, q in ((m, mu), (jnp.square(v), nu)))
+  arrays = (g.astype(dtype), bf16_remainder.split(p) if is_pair else p, *kept)
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def step(arrays, backend):
+    by = dict(count=jnp.int32(3), rate=jnp.float32(0.25), b1=0.9, b2=0.95, eps=1e-8)
+    master, *kept, squares = adamw_api.update(*arrays, **by, weight_decay=0.1, backend=backend)
+    kept = (x.unpack() if isinstance(x, quantized_tensor.QuantizedTensor) else x for x in kept)
+    return bf16_remainder.wide(master) - bf16_remainder.wide(arrays[1]), *kept, squares
+
+  got, want = (step(arrays, backend) for backend in ("mosaic_sm90", "reference"))
+  for name, x, y in zip(("master", "mu", "nu", "squares"), got, want):
+    # A code of E4M3 may be the next one: a hundredth of its group. A lost element is a tenth.
+    x, y = (np.asarray(z, np.float64).reshape(-1, min(z.size, 128)) for z in (x, y))
+    distance = np.linalg.norm(x - y, axis=1) / np.linalg.norm(y, axis=1)
+    if not distance.max() < 0.05:
+      raise UserError(
+        f"kernels.optimizer: on this device {name} with mu={mu}, nu={nu} comes out wrong: group "
+        f"{distance.argmax()} of 128 by {distance.max():.2g} of itself. Set "
+        "kernels.optimizer='xla', and report this with `nvidia-smi` and `pip freeze`"
+      )
+
+
+def _refuse_if_wrong(got, want, what: str, instead: str, slack: float | np.ndarray = 0.0) -> None:
+  """Raises UserError if elements differ by more than `slack`: `what` was done wrongly."""
+  wrong = np.argwhere(~(np.abs(got - want) <= slack))
+  if len(wrong):
+    i, j = wrong[0]
+    raise UserError(
+      f"kernels.matmul: on this device {what} wrongly: {len(wrong)} of {got.size} elements, the "
+      f"first [{i}, {j}] {got[i, j]} instead of {want[i, j]}. Set kernels.matmul={instead}, and "
+      "report this with `nvidia-smi` and `pip freeze`"
+    )
+
+
+def _lattice(rows: int, columns: int) -> np.ndarray:
+  """float32 integers of which FP8 tiles in either direction are exact, whatever kind of scale.
+
+  Every run of 15 holds every integer from -7 to 7; tiles of 128x128 differ by powers of two.
+  """
+  i, j = np.indices((rows, columns))
+  power = (i // 128 + 2 * (j // 128)) % 5 - 2
+  return (((7 * i + 13 * j) % 15 - 7) * 2.0**power).astype(np.float32)

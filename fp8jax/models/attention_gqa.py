@@ -1,0 +1,60 @@
+"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) of Llama, Qwen2 and Qwen3."""
+
+from jax.ad_checkpoint import checkpoint_name
+
+from fp8jax import axes
+from fp8jax.models.config import ComputeConfig, ModelConfig
+from fp8jax.ops.attention import attention
+from fp8jax.ops.elementwise import add_bias, rotate
+from fp8jax.ops.fused import prologue
+from fp8jax.ops.linear import dot, dots
+from fp8jax.params import Param
+
+
+def params(cfg: ModelConfig):
+  std = cfg.init_std
+  tree = {
+    "norm": Param("D", init="ones", decay=False),
+    "q": Param("DHK", std=std, inputs=1),
+    "k": Param("DGK", std=std, inputs=1),
+    "v": Param("DGK", std=std, inputs=1),
+    "o": Param("HKD", std=cfg.out_std, inputs=2),
+  }
+  if cfg.qkv_bias:
+    tree["q_bias"] = Param("HK", init="zeros", decay=False)
+    tree["k_bias"] = Param("GK", init="zeros", decay=False)
+    tree["v_bias"] = Param("GK", init="zeros", decay=False)
+  if cfg.qk_norm:
+    tree["q_norm"] = Param("K", init="ones", decay=False)
+    tree["k_norm"] = Param("K", init="ones", decay=False)
+  return tree
+
+
+def apply(p, s, x_BLD, rope, segments_BL, cfg: ModelConfig, run: ComputeConfig):
+  """x + attention(norm(x)).
+
+  Args:
+    p: parameters of this layer.
+    s: sites of this layer.
+    x_BLD: residual stream.
+    rope: (cos_BLK, sin_BLK).
+    segments_BL: document of each token, or None if documents may attend to each other.
+  """
+  h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, keep=run.kept.norms)
+  q_BLHK, k_BLGK, v_BLGK = dots(
+    ("BLD,DHK->BLHK", "BLD,DGK->BLGK", "BLD,DGK->BLGK"),
+    h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]),
+  )  # fmt: skip
+  if cfg.qkv_bias:
+    q_BLHK = add_bias(q_BLHK, p["q_bias"])
+    k_BLGK = add_bias(k_BLGK, p["k_bias"])
+    v_BLGK = add_bias(v_BLGK, p["v_bias"])
+  if cfg.qk_norm:
+    q_BLHK = prologue.rms_norm(q_BLHK, p["q_norm"], cfg.norm_eps, keep=run.kept.norms).value()
+    k_BLGK = prologue.rms_norm(k_BLGK, p["k_norm"], cfg.norm_eps, keep=run.kept.norms).value()
+  q_BLHK = checkpoint_name(rotate(q_BLHK, *rope), "linear")
+  k_BLGK = checkpoint_name(rotate(k_BLGK, *rope), "linear")
+  v_BLGK = checkpoint_name(v_BLGK, "linear")
+  mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, segments_BL, run.attention)
+  mixed_BLHK = checkpoint_name(axes.constrain(mixed_BLHK, "BLHK", run.layout), "linear")
+  return x_BLD + dot("BLHK,HKD->BLD", mixed_BLHK, p["o"], s["o"])

@@ -1,0 +1,197 @@
+"""Cross-entropy of a large vocabulary, a chunk of positions at a time.
+
+Logits exist for `chunk` positions only: [B, chunk, V] float32, never [B, L, V]. Their gradient is
+known as soon as they are, so under differentiation each chunk multiplies its three GEMMs on the
+spot and nothing is recomputed; the backward pass merely scales what was stored.
+
+On a mesh the whole loop runs inside one `shard_map`: the head is gathered once before it and its
+gradient reduced once after it.
+
+  h[B_data, C, D] . head[D, V_tensor] -> logits[B_data, C, V_tensor]
+
+Letters: C is a chunk of L.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from fp8jax import axes
+from fp8jax.ops import collectives, gemm_spec, linear, stats
+from fp8jax.ops.site import Site
+from fp8jax.quantization import tensor_stats
+
+
+def cross_entropy(h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chunk: int):
+  """Sum over tokens of weight * -log p(target).
+
+  Args:
+    h_BLD: last hidden states, normalised.
+    head: output embedding; [D, V], or [V, D] when tied to the input embedding.
+    eqn: "BLD,DV->BLV" or "BLD,VD->BLV".
+    targets_BL: int32 next tokens.
+    weights_BL: float32 weight of each token, 0 for padding. Not differentiated.
+    site: precision of the head.
+    chunk: positions (of L) per chunk.
+
+  Returns:
+    float32 scalar. Divide by the sum of the weights for the mean, exp of that for perplexity.
+  """
+  site.claim()
+  return _cross_entropy((eqn, chunk), h_BLD, head, targets_BL, weights_BL, site)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cross_entropy(static, h_BLD, head, targets_BL, weights_BL, site):
+  eqn, chunk = static
+
+  def local(h, head, targets, weights, tap, inputs):
+    inside = _inside(site, tap)
+    head = _gather_head(head, eqn, site, h.dtype)
+
+    def one(loss, xs):
+      h, targets, weights = xs
+      plan = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
+      logits_BCV = linear.forward(plan, h, head, inputs)
+      loss_BC, _ = _loss_and_gradient(logits_BCV, targets, weights, site.layout)
+      return loss + jnp.sum(loss_BC), None
+
+    loss, _ = _for_chunks(one, jnp.zeros((), jnp.float32), chunk, h, targets, weights)
+    return collectives.sum_over(loss, site.layout, "B")
+
+  run = _on_mesh(local, eqn, site.layout, P())
+  return run(h_BLD, head, targets_BL, weights_BL, site.tap, gemm_spec.ScalingInputs.of(site))
+
+
+def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
+  eqn, chunk = static
+  letters = _head_letters(eqn)
+  layout = site.layout
+
+  def local(h, head, targets, weights, tap, inputs):
+    inside = _inside(site, tap)
+    dtype = head.dtype
+    head = _gather_head(head, eqn, site, h.dtype)
+
+    def one(carry, xs):
+      loss, dhead, seen = carry
+      h, targets, weights = xs
+      plan = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
+      logits_BCV = linear.forward(plan, h, head, inputs)
+      loss_BC, g_BCV = _loss_and_gradient(logits_BCV, targets, weights, layout)
+      g_BCV = g_BCV.astype(h.dtype)
+      dh = linear.data_gradient(plan, g_BCV, head, inputs)
+      kept = linear.save_input(plan, h, inputs)
+      dhead = dhead + linear.weight_gradient(plan, kept, g_BCV, dtype, inputs)
+      here = [stats.operand_stats(plan, r, t, inputs) for r, t in zip("xwy", (h, head, g_BCV))]
+      seen = tensor_stats.combine(seen, jnp.stack(here))
+      return (loss + jnp.sum(loss_BC), dhead, seen), dh
+
+    carry = (
+      jnp.zeros((), jnp.float32),
+      jnp.zeros(head.shape, dtype),
+      tensor_stats.nothing(tap.shape),
+    )
+    (loss, dhead, seen), dh = _for_chunks(one, carry, chunk, h, targets, weights)
+    everywhere = tuple(dict.fromkeys(layout.act_axes_of("BV")))
+    return (
+      collectives.sum_over(loss, layout, "B"),
+      collectives.sum_over(dh, layout, "V"),
+      collectives.scatter_gradient(dhead, letters, "BL", layout),
+      tensor_stats.over_mesh(seen, everywhere),
+    )
+
+  outputs = (P(), layout.act_spec("BLD"), layout.weight_spec(letters), P())
+  run = _on_mesh(local, eqn, layout, outputs)
+  loss, *gradients = run(
+    h_BLD, head, targets_BL, weights_BL, site.tap, gemm_spec.ScalingInputs.of(site)
+  )
+  return loss, (*gradients, site)
+
+
+def _bwd(static, residuals, g):
+  del static
+  dh_BLD, dhead, seen, site = residuals
+  return (
+    (g * dh_BLD).astype(dh_BLD.dtype),
+    g * dhead,
+    None,
+    None,
+    # The gradient as it was made narrow: of the sum over tokens, before the caller's factor.
+    dataclasses.replace(site, tap=seen, memory=None, key=None),
+  )
+
+
+_cross_entropy.defvjp(_fwd, _bwd)
+
+
+@jax.named_scope("loss")
+def _loss_and_gradient(logits_BCV, targets_BC, weights_BC, layout: axes.Layout):
+  """weight * (logsumexp - logit of the target), and its gradient weight * (softmax - one-hot).
+
+  V may be split over devices: maxima, sums and the target's logit are then combined across them.
+  """
+  split = layout.act_axes("V")
+  size = logits_BCV.shape[-1]
+  index = jax.lax.broadcasted_iota(jnp.int32, (1, 1, size), 2)
+  if split:
+    index = index + jax.lax.axis_index(split) * size
+
+  def across(reduce, x):
+    return reduce(x, split) if split else x
+
+  top = across(jax.lax.pmax, jnp.max(logits_BCV, axis=-1, keepdims=True))
+  exp = jnp.exp(logits_BCV - top)
+  total = across(jax.lax.psum, jnp.sum(exp, axis=-1, keepdims=True))
+  is_target = index == targets_BC[..., None]
+  target = across(jax.lax.psum, jnp.sum(jnp.where(is_target, logits_BCV - top, 0.0), axis=-1))
+  loss_BC = weights_BC * (jnp.log(total[..., 0]) - target)
+  return loss_BC, weights_BC[..., None] * (exp / total - is_target)
+
+
+def _for_chunks(step, carry, chunk: int, *arrays_BL):
+  """`jax.lax.scan` over chunks of the second axis; the last chunk may be shorter.
+
+  Returns:
+    (carry, outputs joined along that axis again, or None if `step` returns none).
+  """
+  batch, length = arrays_BL[0].shape[:2]
+  num = length // chunk
+  pieces = []
+  if num:
+    chunked = [
+      jnp.moveaxis(x[:, : num * chunk].reshape(batch, num, chunk, *x.shape[2:]), 1, 0)
+      for x in arrays_BL
+    ]
+    carry, y = jax.lax.scan(step, carry, tuple(chunked))
+    if y is not None:
+      pieces.append(jnp.moveaxis(y, 0, 1).reshape(batch, num * chunk, *y.shape[3:]))
+  if length % chunk:
+    carry, y = step(carry, tuple(x[:, num * chunk :] for x in arrays_BL))
+    if y is not None:
+      pieces.append(y)
+  return carry, jnp.concatenate(pieces, axis=1) if pieces else None
+
+
+def _head_letters(eqn: str) -> str:
+  return eqn.partition(",")[2].partition("->")[0]
+
+
+def _inside(site: Site, tap) -> Site:
+  """The site as seen from inside the loop's own `shard_map`."""
+  return dataclasses.replace(site, tap=tap, layout=site.layout.manual())
+
+
+def _gather_head(head, eqn: str, site: Site, dtype):
+  """The head for compute; narrow recipes quantise it from the master copy."""
+  head = head if site.recipe.fwd.is_narrow else head.astype(dtype)
+  return collectives.gather_weight(head, _head_letters(eqn), site.layout)
+
+
+def _on_mesh(local, eqn: str, layout: axes.Layout, outputs):
+  rows = layout.act_spec("BL")
+  inputs = (layout.act_spec("BLD"), layout.weight_spec(_head_letters(eqn)), rows, rows, P(), P())
+  return collectives.on_mesh(local, layout, inputs, outputs)

@@ -1,0 +1,134 @@
+"""AdamW of a parameter by one kernel (kernels/adam): whose step it can take, and that step.
+
+A parameter on a mesh is moved where it lies, each device its own part: an update needs nothing of
+others, but for the sums of squares.
+"""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from fp8jax.kernels.adamw import api as adamw_api
+from fp8jax.kernels.choose import Device
+from fp8jax.optim.factory import ParamOptimizer
+from fp8jax.quantization import quantized_tensor
+from fp8jax.quantization.quantized_tensor import QuantizedTensor
+from fp8jax.recipe.quant import WHOLE
+
+# Of kernels.optimizer. "auto": the kernel where it can.
+CHOICES = ("auto", "xla", "mosaic_sm90")
+
+
+def choose(leaf: ParamOptimizer, kept, state, device: Device, wanted: str) -> ParamOptimizer:
+  """The leaf, its backend chosen, and a note where that is Optax's operations.
+
+  Args:
+    leaf: of one parameter.
+    kept, state: its master and the state of its transformation: shapes, dtypes and shardings.
+    device: that will move it.
+    wanted: one of CHOICES.
+  """
+  if wanted == "xla" or not leaf.is_large:
+    return leaf
+  if leaf.rule is None:
+    return dataclasses.replace(leaf, note="the kernel computes AdamW alone")
+  master, mu, nu = jax.tree.map(_local, (kept, state[0].mu, state[0].nu))
+  for moment in (mu, nu):
+    if _straddles(moment):
+      note = f"a group of {moment.quant.tile[1]} would lie on two devices"
+      return dataclasses.replace(leaf, note=note)
+  gradient = jax.ShapeDtypeStruct(master.shape, leaf.gradient_dtype)
+  try:
+    choice = adamw_api.choose(gradient, master, mu, nu, device, wanted)
+  except ValueError as e:
+    return dataclasses.replace(leaf, note=str(e))
+  if choice.backend == "reference":  # Optax's operations are the same, and move a piece at a time
+    return dataclasses.replace(leaf, note="; ".join(choice.notes))
+  sharding = jax.tree.leaves(kept)[0].sharding
+  return dataclasses.replace(leaf, backend=choice.backend, sharding=sharding)
+
+
+def check(leaves: list[ParamOptimizer], wanted: str) -> None:
+  """Raises ValueError if a kernel that was asked for by name cannot take all large parameters."""
+  if wanted in ("auto", "xla"):
+    return
+  refused = collections.defaultdict(list)
+  for leaf in leaves:
+    if leaf.is_large and leaf.backend != wanted:
+      refused[leaf.note].append(leaf.path)
+  if refused:
+    reasons = (f"{', '.join(paths)}: {note}" for note, paths in refused.items())
+    raise ValueError(
+      f"kernels.optimizer={wanted!r} cannot move {'; '.join(reasons)}. Set 'auto', which leaves "
+      "those to XLA, or 'xla'"
+    )
+
+
+def move(leaf: ParamOptimizer, g, state, kept, now):
+  """See `walk.move`; a step that is not applied has an update of 0."""
+  if leaf.rule is None:
+    raise ValueError(f"{leaf.path}: backend={leaf.backend!r} needs a rule; see `choose`")
+  rule, (before, *rest) = dataclasses.asdict(leaf.rule), state
+  is_applied = jnp.asarray(now.is_applied)
+  count = optax.safe_increment(before.count)
+  # Without scales: `choose` lets no others pass.
+  gradient = g.data if isinstance(g, QuantizedTensor) else g
+  arrays = (gradient, kept, before.mu, before.nu)
+  by = {"count": count, "rate": now.rate, "factor": now.factor, "is_applied": is_applied}
+  over = _axes(leaf.sharding)
+
+  def update(arrays, by):
+    *new, squares = adamw_api.update(*arrays, **by, **rule, backend=leaf.backend)
+    return new, jax.lax.psum(squares, over) if over else squares
+
+  if leaf.sharding is not None:
+    specs = jax.tree.map(lambda x: _spec(x, leaf.sharding), arrays, is_leaf=_is_packed)
+    nowhere = PartitionSpec()
+    # The checker cannot see that copies of a parameter are moved alike.
+    update = jax.shard_map(
+      update, mesh=leaf.sharding.mesh, in_specs=(specs, nowhere),
+      out_specs=(list(specs[1:]), nowhere), check_vma=False,
+    )  # fmt: skip
+  (kept, mu, nu), squares = update(arrays, jax.tree.map(jnp.asarray, by))
+  count = jnp.where(is_applied, count, before.count)
+  return (optax.ScaleByAdamState(count, mu, nu), *rest), kept, squares
+
+
+def _local(x):
+  """The part that one device has."""
+  shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+  return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def _straddles(moment) -> bool:
+  """Whether the groups of one device's part are not those that its scales are of."""
+  if not _is_packed(moment) or moment.scale is None or moment.quant.tile[1] == WHOLE:
+    return False
+  part = jax.ShapeDtypeStruct(moment.shape, jnp.float32)
+  alone = jax.eval_shape(
+    lambda x: quantized_tensor.pack(x, moment.quant, key=jax.random.key(0)), part
+  )
+  return alone.scale.shape != moment.scale.shape
+
+
+def _spec(x, sharding):
+  """PartitionSpecs of what has a parameter's shape, its scales included."""
+  if _is_packed(x):
+    return jax.tree.map(lambda s: s.spec, quantized_tensor.shardings(x, sharding))
+  return jax.tree.map(lambda _: sharding.spec, x)
+
+
+def _axes(sharding) -> tuple[str, ...]:
+  """Mesh axes over which it is split."""
+  if sharding is None:
+    return ()
+  return tuple(name for names in sharding.spec if names for name in np.atleast_1d(names))
+
+
+def _is_packed(x) -> bool:
+  return isinstance(x, QuantizedTensor)

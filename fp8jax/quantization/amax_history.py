@@ -1,0 +1,78 @@
+"""Delayed and static scaling: which amax a scale is made from.
+
+Source: Transformer Engine's DelayedScaling (arXiv:2209.05433 §5). After a step the history rolls by
+one, its first slot takes what the step saw, and the next scale comes from the maximum of the
+history or from its latest entry. An amax of 0 or one that is not finite keeps the previous scale.
+Assumes: amaxes are in the tensor's own units. Unlike Transformer Engine's, an observation that is
+not finite enters the history as 0 ("nothing seen"): as infinity it would hold the scale still until
+it left the window, a thousand steps later.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.recipe.gemm import Recipe
+from fp8jax.recipe.quant import Delayed, Source
+
+# The tensors of a linear layer: input, weight, incoming gradient.
+TENSORS = ("x", "w", "g")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScalingState:
+  """What a site remembers of (x, w, g); stacked over layers in front.
+
+  Attributes:
+    amax_3: float32 [..., 3], what scales are made from now; NaN where nobody looked yet, 0 where
+      nothing but zeros was seen.
+    history_3H: float32 [..., 3, H], newest first.
+  """
+
+  amax_3: jax.Array
+  history_3H: jax.Array
+
+
+def sources(recipe: Recipe) -> tuple[Source | None, ...]:
+  """Where the scales of (x, w, g) come from; None for a tensor that is never narrow."""
+  uses = recipe.uses()
+  return tuple(uses[t][0].source if uses[t] else None for t in TENSORS)
+
+
+def init(recipe: Recipe, stacked: tuple[int, ...] = ()) -> ScalingState:
+  """A memory of nothing, to be calibrated before use: every product made with it is NaN.
+
+  Scale 1, Transformer Engine's, would multiply: badly, and with a static scale for ever.
+  """
+  return ScalingState(
+    jnp.full((*stacked, 3), jnp.nan, jnp.float32),
+    jnp.zeros((*stacked, 3, recipe.history), jnp.float32),
+  )
+
+
+def calibrated(recipe: Recipe, amax_3) -> ScalingState:
+  """The memory of a site that saw these amaxes, float32 [..., 3], once."""
+  amax_3 = jnp.asarray(amax_3, jnp.float32)
+  older = jnp.zeros((*amax_3.shape, recipe.history - 1), jnp.float32)
+  return ScalingState(amax_3, jnp.concatenate([amax_3[..., None], older], axis=-1))
+
+
+def update(memory: ScalingState, seen_3, recipe: Recipe) -> ScalingState:
+  """The memory after a step that saw amaxes seen_3, float32 [..., 3]."""
+  if not any(isinstance(source, Delayed) for source in sources(recipe)):
+    return memory
+  is_seen = jnp.isfinite(seen_3) & (seen_3 > 0)
+  newest = jnp.where(is_seen, seen_3, 0.0)
+  history = jnp.concatenate([newest[..., None], memory.history_3H], axis=-1)
+  history = history[..., : recipe.history]
+  amaxes = []
+  for i, source in enumerate(sources(recipe)):
+    old = memory.amax_3[..., i]
+    if isinstance(source, Delayed):
+      window = history[..., i, : source.steps]
+      new = window[..., 0] if source.reduce == "latest" else jnp.max(window, axis=-1)
+      old = jnp.where(new > 0, new, old)
+    amaxes.append(old)
+  return ScalingState(jnp.stack(amaxes, axis=-1), history)

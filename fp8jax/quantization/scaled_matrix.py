@@ -1,0 +1,69 @@
+"""A narrow matrix and its scales."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.recipe.quant import WHOLE
+
+
+def num_tiles(extent: int, tile: int) -> int:
+  """How many tiles cover `extent` elements; the last may be partial."""
+  return 1 if tile == WHOLE else -(-extent // tile)
+
+
+def expand(scale, axis: int, tile: int, extent: int):
+  """Repeats one scale per tile into one scale per element along `axis`."""
+  if tile == 1 or scale.shape[axis] == extent:
+    return scale
+  if tile == WHOLE:
+    return scale  # extent 1: broadcasts
+  repeated = jnp.repeat(scale, tile, axis=axis)
+  return jax.lax.slice_in_dim(repeated, 0, extent, axis=axis)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScaledMatrix:
+  """A matrix in a narrow format: value = data * scale, always.
+
+  Attributes:
+    data: [rows, contraction], a narrow dtype. Or [shards, rows, contraction / shards]: how an
+      all-gather along the contraction leaves it, for a kernel that walks from shard to shard.
+    scale: float32 [num_tiles(rows), num_tiles(contraction)], finite and positive.
+    tile: elements that share one scale, (rows, contraction), WHOLE for the full axis.
+  """
+
+  data: jax.Array
+  scale: jax.Array
+  tile: tuple[int, int] = dataclasses.field(metadata=dict(static=True))
+
+  @property
+  def is_sharded(self) -> bool:
+    return self.data.ndim > self.scale.ndim
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    shards = self.data.shape[0] if self.is_sharded else 1
+    rows, contraction = self.data.shape[self.is_sharded :]
+    return rows, contraction * shards
+
+  def in_one_piece(self) -> "ScaledMatrix":
+    """The same with data [rows, contraction], for which shards are transposed."""
+    if not self.is_sharded:
+      return self
+    return ScaledMatrix(jnp.swapaxes(self.data, 0, 1).reshape(self.shape), self.scale, self.tile)
+
+  @property
+  def T(self) -> "ScaledMatrix":
+    """The transposed matrix. Exact for any tile: data, scales and tile swap together."""
+    rows, contraction = self.tile
+    return ScaledMatrix(self.in_one_piece().data.T, self.scale.T, (contraction, rows))
+
+  def dequantize(self, dtype=jnp.float32):
+    """[rows, contraction] = data * scale, computed in float32."""
+    scale = self.scale
+    for axis in (0, 1):
+      scale = expand(scale, axis, self.tile[axis], self.shape[axis])
+    return (self.in_one_piece().data.astype(jnp.float32) * scale).astype(dtype)

@@ -1,0 +1,160 @@
+"""What a tensor looked like and what narrowing did to it, as a few numbers that combine.
+
+A quiet step asks for the amax alone, a loud one for all of STATISTICS. They are chosen so that the
+statistics of parts (microbatches, chunks, devices) combine into those of the whole: some by sum,
+the others by maximum. Shares and ratios are derived from them at the end, on the host.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+
+from fp8jax.formats import Format
+from fp8jax.quantization import scaled_matrix
+from fp8jax.recipe.quant import Quant
+
+STATISTICS = (
+  "amax",  # NaN if any element is NaN
+  "largest_scale",
+  "minus_smallest_scale",
+  "elements",
+  "nonfinite",  # how many are NaN or infinite
+  "nonzero",
+  "underflowed",  # not zero before, zero after
+  "saturated",  # so large that rounding would have left the format's range
+  "squares",  # sum of squares
+  "squared_error",  # of dequantised minus original
+  "fourth_powers",  # sum of (_FOURTH * x)^4
+)
+# The first so many combine by maximum, the others by sum.
+_MAXIMA = 3
+QUIET, LOUD = 1, len(STATISTICS)
+# So that fourth powers of gradients down to 3e-13 and of activations up to 4e6 are float32 numbers.
+_FOURTH = 2.0**10
+
+
+def amax(x):
+  """float32 scalar: the largest magnitude, NaN if any element is NaN, on every backend."""
+  # A maximum alone may drop NaN: XLA:CPU's does.
+  return jnp.where(jnp.isnan(x).any(), jnp.nan, jnp.max(jnp.abs(x)).astype(jnp.float32))
+
+
+def statistics(x, narrow, quant: Quant | None):
+  """float32 [LOUD]: STATISTICS of the matrix x.
+
+  Args:
+    x: [rows, contraction], before narrowing and in the orientation of `narrow`.
+    narrow: the Scaled that `quant` made of it; anything where quant is None.
+  """
+  x = x.astype(jnp.float32)
+  is_finite = jnp.isfinite(x)
+  x_ = jnp.where(is_finite, x, 0.0)
+  one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+  largest, smallest, underflowed, saturated, error = one, one, zero, zero, zero
+  if quant is not None:
+    back = jnp.where(is_finite, narrow.dequantize(), 0.0)
+    largest, smallest = jnp.max(narrow.scale), jnp.min(narrow.scale)
+    underflowed = _count((x_ != 0) & (back == 0))
+    scale = narrow.scale
+    for axis in (0, 1):
+      scale = scaled_matrix.expand(scale, axis, narrow.tile[axis], narrow.shape[axis])
+    saturated = _count(is_finite & (jnp.abs(x_) > _rounds_to_max(quant.format) * scale))
+    error = jnp.sum((back - x_) ** 2)
+  return jnp.stack([
+    amax(x), largest, -smallest, jnp.float32(x.size), _count(~is_finite), _count(x_ != 0),
+    underflowed, saturated, jnp.sum(x_ * x_), error, jnp.sum((x_ * _FOURTH) ** 4),
+  ])  # fmt: skip
+
+
+def _rounds_to_max(format: Format) -> float:
+  """The largest magnitude that rounds to the format's maximum were the range unlimited."""
+  _, exponent = math.frexp(format.max)
+  return format.max + math.ldexp(0.5, exponent - 1 - ml_dtypes.finfo(format.dtype).nmant)
+
+
+def _count(mask):
+  return jnp.sum(mask.astype(jnp.float32))
+
+
+def combine(a, b):
+  """Statistics of two parts [..., S] -> those of the whole; S is QUIET or LOUD."""
+  return jnp.concatenate(
+    [_maximum(a[..., :_MAXIMA], b[..., :_MAXIMA]), a[..., _MAXIMA:] + b[..., _MAXIMA:]], axis=-1
+  )
+
+
+def _maximum(a, b):
+  """Elementwise, NaN if either is NaN."""
+  return jnp.where(jnp.isnan(a) | jnp.isnan(b), jnp.nan, jnp.maximum(a, b))
+
+
+def combine_all(x, axis: int):
+  """Statistics of the parts along `axis` -> those of the whole."""
+  x = jnp.moveaxis(x, axis, 0)
+  largest = jnp.where(
+    jnp.isnan(x[..., :_MAXIMA]).any(0), jnp.nan, jnp.max(x[..., :_MAXIMA], axis=0)
+  )
+  return jnp.concatenate([largest, jnp.sum(x[..., _MAXIMA:], axis=0)], axis=-1)
+
+
+# By which power of a factor on the tensor each of STATISTICS changes.
+_POWERS = (1, 1, 1, 0, 0, 0, 0, 0, 2, 2, 4)
+
+
+def rescaled(values, factor):
+  """Statistics [..., S] of a tensor -> those of factor * tensor, its scales rescaled with it.
+
+  Exact where factor is a power of two and nothing leaves float32's range.
+  """
+  powers = jnp.stack([factor**power for power in _POWERS])
+  return values * powers[: values.shape[-1]].astype(jnp.float32)
+
+
+def nothing(shape):
+  """Statistics [..., S] of an empty part: `combine` with them changes nothing."""
+  empty = jnp.asarray([0.0, -math.inf, -math.inf] + [0.0] * (LOUD - _MAXIMA), jnp.float32)
+  return jnp.broadcast_to(empty[: shape[-1]], shape)
+
+
+def over_mesh(x, axes: tuple[str, ...]):
+  """Statistics of this device's part -> those of all parts over mesh axes, inside `shard_map`."""
+  if not axes:
+    return x
+  largest, total = x[..., :_MAXIMA], x[..., _MAXIMA:]
+  has_nan = jax.lax.pmax(jnp.isnan(largest).astype(jnp.float32), axes)
+  largest = jax.lax.pmax(jnp.where(jnp.isnan(largest), -jnp.inf, largest), axes)
+  largest = jnp.where(has_nan > 0, jnp.nan, largest)
+  return jnp.concatenate([largest, jax.lax.psum(total, axes)], axis=-1) if total.size else largest
+
+
+def summary(values) -> dict[str, float]:
+  """One site's statistics [LOUD], on the host, as what people read.
+
+  Returns:
+    amax, rms (tensor's units); underflow (share of nonzero elements that became zero), saturation
+    (share of elements clipped); smallest_scale, largest_scale; snr_db, 10 log10 of signal over
+    error power (infinite without error); nonfinite (a count); kurtosis, mean fourth power over
+    squared mean square: 3 for a normal distribution about 0, `elements` if one holds everything,
+    NaN where fourth powers underflow.
+  """
+  s = dict(zip(STATISTICS, map(float, values), strict=True))
+  elements, nonzero = max(s["elements"], 1.0), max(s["nonzero"], 1.0)
+  noise, signal = s["squared_error"], s["squares"]
+  if noise > 0 and signal > 0:
+    snr = 10 * math.log10(signal / noise)
+  else:
+    snr = math.inf
+  fourth = s["fourth_powers"] / _FOURTH**4
+  return {
+    "amax": s["amax"],
+    "rms": math.sqrt(signal / elements),
+    "underflow": s["underflowed"] / nonzero,
+    "saturation": s["saturated"] / elements,
+    "smallest_scale": -s["minus_smallest_scale"],
+    "largest_scale": s["largest_scale"],
+    "snr_db": snr,
+    "nonfinite": s["nonfinite"],
+    "kurtosis": elements * fourth / signal**2 if fourth > 0 else math.nan,
+  }

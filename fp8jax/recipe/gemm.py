@@ -1,0 +1,314 @@
+"""What precision is, as values: Quant (one tensor), Gemm (one product), Recipe (one linear layer).
+
+Nothing here computes. A recipe is a frozen dataclass that jit treats as a constant, so the program
+is specialised per recipe and never asks about precision while it runs. Named recipes are in
+recipes.py. A `None` operand means "the compute dtype": bfloat16 on accelerators.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+from fp8jax.formats import FORMATS
+from fp8jax.recipe.quant import (
+  CURRENT,
+  WHOLE,
+  Current,
+  Delayed,
+  DynamicRangeExpansion,
+  Hadamard,
+  Quant,
+  Rounding,
+  Scale,
+  SquareRoot,
+  Static,
+)
+
+
+class Accumulation(enum.Enum):
+  """How the matrix unit adds up FP8 products, where the recipe leaves all of K to it.
+
+  Hopper's FP8 tensor core adds with about 14 bits (DeepSeek-V3, arXiv:2412.19437, §3.3.2). cuBLASLt
+  either leaves K to it or adds its partial sums in float32. Other hardware may ignore the choice,
+  and a CPU adds in float32 either way.
+  """
+
+  # Transformer Engine: use_split_accumulator=False; torchao: use_fast_accum=True; XLA: operands of
+  # Precision.DEFAULT.
+  FAST = "fast"
+  # use_split_accumulator=True; use_fast_accum=False; Precision.HIGHEST.
+  PRECISE = "precise"
+
+
+class SaveForBackward(enum.Enum):
+  """What a linear layer keeps of its input for the weight gradient."""
+
+  INPUTS = "inputs"  # the input as it came
+  QUANTIZED = "quantized"  # only the narrow operand of the weight gradient, made in the forward
+
+
+# Of a product: left to the matrix unit, or added in float32 every so many K.
+Accumulate = Accumulation | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+  """One product D[M, N] = A[M, K] . B[N, K].
+
+  Attributes:
+    lhs: the Quant of A, or None for the compute dtype.
+    rhs: the Quant of B, or None for the compute dtype.
+    accumulate: FAST or PRECISE, see Accumulation, or an integer: partial sums are added in float32
+      every so many K. The compute dtype is always PRECISE.
+  """
+
+  lhs: Quant | None = None
+  rhs: Quant | None = None
+  accumulate: Accumulate = Accumulation.PRECISE
+
+  def __post_init__(self):
+    _check_accumulate(self.accumulate, self.is_narrow)
+    if (self.lhs is None) != (self.rhs is None):
+      raise ValueError(
+        f"lhs={self.lhs} and rhs={self.rhs}: both operands of a GEMM are narrow or neither is; "
+        "no matrix unit multiplies FP8 by BF16. Set both, or both to None."
+      )
+    if self.lhs and self.rhs and self.lhs.transform != self.rhs.transform:
+      raise ValueError(
+        f"lhs.transform={self.lhs.transform} and rhs.transform={self.rhs.transform} must be equal: "
+        "the product of two operands rotated differently is another product"
+      )
+    for name, quant in (("lhs", self.lhs), ("rhs", self.rhs)):
+      if quant is None:
+        continue
+      if not quant.format.is_narrow:
+        raise ValueError(
+          f"{name}.format={quant.format} is no element format of a GEMM operand; to multiply in "
+          "the compute dtype give None instead of a Quant"
+        )
+      if isinstance(quant.transform, SquareRoot | DynamicRangeExpansion) or quant.keeps_nonzero:
+        raise ValueError(
+          f"{name}={quant}: a product of square roots or powers is not the product. These are for "
+          "what is kept, such as an optimizer's moments; leave transform and keeps_nonzero out"
+        )
+      if quant.tile[1] == WHOLE:
+        continue
+      if isinstance(self.accumulate, Accumulation) or quant.tile[1] % self.accumulate:
+        raise ValueError(
+          f"{name}.tile={quant.tile} changes scale along K, so accumulate must be a divisor of "
+          f"{quant.tile[1]}; got accumulate={accumulate_name(self.accumulate)}"
+        )
+
+  @property
+  def is_narrow(self) -> bool:
+    return self.lhs is not None
+
+
+def _check_accumulate(accumulate: Accumulate, is_narrow: bool):
+  is_count = isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate > 0
+  if not isinstance(accumulate, Accumulation) and not is_count:
+    raise ValueError(
+      f"accumulate={accumulate!r} must be Accumulation.FAST, Accumulation.PRECISE, or how many "
+      "products along K are added before their sum moves to float32, at least 1"
+    )
+  if accumulate is not Accumulation.PRECISE and not is_narrow:
+    raise ValueError(
+      f"accumulate={accumulate_name(accumulate)} is for FP8 operands, and lhs is None: the compute "
+      "dtype accumulates in float32. Leave accumulate out, or give lhs and rhs a Quant"
+    )
+
+
+def accumulate_name(accumulate: Accumulate) -> str:
+  """As configurations and tables have it: "fast", "precise", "128"."""
+  return accumulate.value if isinstance(accumulate, Accumulation) else str(accumulate)
+
+
+def accumulate_by_name(name: str) -> Accumulate:
+  """The inverse of `accumulate_name`.
+
+  Raises:
+    ValueError: the name is neither "fast" nor "precise" nor an integer.
+  """
+  return int(name) if name.isdecimal() else Accumulation(name)
+
+
+PASSES = ("fwd", "dgrad", "wgrad")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """The three GEMMs of a linear layer: y = x.w, dx = g.w', dw = x'.g.
+
+  Operands, as rows x contraction: fwd (x: tokens x in, w: out x in), dgrad (g: tokens x out,
+  w: in x out), wgrad (x: in x tokens, g: out x tokens).
+
+  Attributes:
+    name: in logs and configs.
+    save: what is kept of x between forward and backward.
+  """
+
+  name: str
+  fwd: Gemm = Gemm()
+  dgrad: Gemm = Gemm()
+  wgrad: Gemm = Gemm()
+  save: SaveForBackward = SaveForBackward.INPUTS
+
+  def __post_init__(self):
+    if self.save is SaveForBackward.QUANTIZED and not self.wgrad.is_narrow:
+      raise ValueError(
+        f"recipe {self.name!r}: save='quantized' keeps the narrow operand of the weight gradient, "
+        "and wgrad.lhs is None. Give wgrad two Quants, or set save='inputs'"
+      )
+    for tensor, uses in self.uses().items():
+      sources = {u.source for u in uses}
+      if len(sources) > 1:
+        raise ValueError(
+          f"recipe {self.name!r}: {tensor} has sources {sorted(map(str, sources))} in different "
+          "products; a tensor has one history, so give all its uses the same source"
+        )
+
+  def __repr__(self):
+    return self.name
+
+  def uses(self) -> dict[str, list[Quant]]:
+    """{"x", "w", "g": the Quants that make that tensor narrow}, without repetition."""
+    f, d, w = self.fwd, self.dgrad, self.wgrad
+    pairs = {"x": (f.lhs, w.lhs), "w": (f.rhs, d.rhs), "g": (d.lhs, w.rhs)}
+    return {t: list(dict.fromkeys(q for q in quants if q)) for t, quants in pairs.items()}
+
+  @property
+  def is_narrow(self) -> bool:
+    """Whether any of the three products is."""
+    return any(getattr(self, p).is_narrow for p in PASSES)
+
+  @property
+  def history(self) -> int:
+    """Amaxes that a site remembers: the longest history; 1 if every scale is current or static."""
+    quants = [q for uses in self.uses().values() for q in uses]
+    return max((q.source.steps for q in quants if isinstance(q.source, Delayed)), default=1)
+
+  @property
+  def is_stateful(self) -> bool:
+    """Whether scales depend on anything but the operands."""
+    return any(q.source != CURRENT for uses in self.uses().values() for q in uses)
+
+  @property
+  def is_random(self) -> bool:
+    """Whether it rounds stochastically, so that a site needs a key."""
+    return any(q.rounding is Rounding.STOCHASTIC for uses in self.uses().values() for q in uses)
+
+  def with_current_scales(self, tensors: str = "xwg") -> "Recipe":
+    """The same formats and tiles with scales of these tensors from the operands themselves."""
+
+    return self._map(
+      lambda q, tensor: dataclasses.replace(q, source=CURRENT) if tensor in tensors else q
+    )
+
+  def with_delays(self, name: str, changes: dict[str, Any]) -> "Recipe":
+    """A recipe of this name with other fields of its Delayed sources."""
+
+    def one(q, tensor):
+      del tensor
+      if not isinstance(q.source, Delayed):
+        return q
+      return dataclasses.replace(q, source=dataclasses.replace(q.source, **changes))
+
+    return dataclasses.replace(self._map(one), name=name)
+
+  def with_accumulate(self, name: str, accumulate: Sequence[Accumulate]) -> "Recipe":
+    """A recipe of this name whose FP8 products accumulate otherwise.
+
+    Args:
+      accumulate: of fwd, dgrad and wgrad; what a product in the compute dtype would get is ignored.
+    """
+    gemms = {
+      p: dataclasses.replace(getattr(self, p), accumulate=how)
+      for p, how in zip(PASSES, accumulate, strict=True)
+      if getattr(self, p).is_narrow
+    }
+    return dataclasses.replace(self, name=name, **gemms)
+
+  def _map(self, change) -> "Recipe":
+    """The recipe with change(Quant, "x", "w" or "g") of every Quant."""
+
+    def quant(q, tensor):
+      return change(q, tensor) if q else q
+
+    def gemm(g, lhs, rhs):
+      return dataclasses.replace(g, lhs=quant(g.lhs, lhs), rhs=quant(g.rhs, rhs))
+
+    fwd, dgrad = gemm(self.fwd, "x", "w"), gemm(self.dgrad, "g", "w")
+    return dataclasses.replace(self, fwd=fwd, dgrad=dgrad, wgrad=gemm(self.wgrad, "x", "g"))
+
+  def to_dict(self) -> dict[str, Any]:
+    """A JSON-able description; `from_dict` inverts it exactly."""
+
+    def gemm(g):
+      return {
+        "lhs": _quant_to_dict(g.lhs),
+        "rhs": _quant_to_dict(g.rhs),
+        "accumulate": g.accumulate.value
+        if isinstance(g.accumulate, Accumulation)
+        else g.accumulate,
+      }
+
+    gemms = {p: gemm(getattr(self, p)) for p in PASSES}
+    return {"name": self.name, **gemms, "save": self.save.value}
+
+  @classmethod
+  def from_dict(cls, description: dict[str, Any]) -> "Recipe":
+    def gemm(g):
+      lhs, how = _quant_from_dict(g["lhs"]), g["accumulate"]
+      if how is None:  # of versions in which XLA chose: FAST, and PRECISE for the compute dtype
+        how = Accumulation.FAST if lhs else Accumulation.PRECISE
+      how = Accumulation(how) if isinstance(how, str) else how
+      return Gemm(lhs, _quant_from_dict(g["rhs"]), how)
+
+    gemms = {p: gemm(description[p]) for p in PASSES}
+    return cls(description["name"], **gemms, save=SaveForBackward(description["save"]))
+
+
+_KINDS: dict[str, Any] = {
+  t.__name__.lower(): t
+  for t in (Current, Delayed, Static, Hadamard, SquareRoot, DynamicRangeExpansion)
+}
+
+
+def _kind(value) -> dict[str, Any]:
+  return {"kind": type(value).__name__.lower()}
+
+
+def _of_kind(description: dict[str, Any] | None) -> Any:
+  if not description:
+    return None
+  fields = dict(description)
+  return _KINDS[fields.pop("kind")](**fields)
+
+
+def _quant_to_dict(q: Quant | None) -> dict[str, Any] | None:
+  if q is None:
+    return None
+  return {
+    "format": q.format.name,
+    "tile": list(q.tile),
+    "scale": q.scale.value,
+    "source": _kind(q.source) | dataclasses.asdict(q.source),
+    "rounding": q.rounding.value,
+    "transform": q.transform and _kind(q.transform) | dataclasses.asdict(q.transform),
+    "keeps_nonzero": q.keeps_nonzero,
+  }
+
+
+def _quant_from_dict(q: dict[str, Any] | None) -> Quant | None:
+  if q is None:
+    return None
+  return Quant(
+    FORMATS[q["format"]],
+    tuple(q["tile"]),
+    Scale(q["scale"]),
+    _of_kind(q["source"]) or CURRENT,
+    Rounding(q["rounding"]),
+    _of_kind(q["transform"]),
+    q["keeps_nonzero"],
+  )

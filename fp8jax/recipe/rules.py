@@ -1,0 +1,160 @@
+"""Which recipe every linear layer gets: ordered rules, first match wins."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fp8jax.errors import nearest
+from fp8jax.recipe import library
+from fp8jax.recipe.gemm import PASSES, Accumulate, Recipe, accumulate_by_name
+from fp8jax.recipe.quant import Delayed
+
+
+def recipe_by_name(name: str) -> Recipe:
+  """A recipe of `recipes.RECIPES`, with other numbers if the name gives some.
+
+  Args:
+    name: "block_128", or with options in parentheses: "tensor_delayed(steps=16, margin=1)", any
+      fields of Delayed; "rowwise(accumulate=fast)", for all products that FP8 multiplies, or
+      "tensor_current(accumulate=precise/precise/128)", for fwd, dgrad and wgrad.
+
+  Raises:
+    ValueError: no such recipe, no such option of it, or a value that it cannot have.
+  """
+  base, opening, options = name.partition("(")
+  if base not in library.RECIPES or (opening and not options.endswith(")")):
+    near = nearest(base, library.RECIPES)
+    hint = f"did you mean {near!r}?" if near else "none is like it."
+    raise ValueError(f"unknown recipe {name!r}; {hint} Known: {', '.join(library.RECIPES)}")
+  recipe = library.RECIPES[base]
+  if not opening:
+    return recipe
+  delays, accumulate = _options(name, options[:-1])
+  try:
+    if accumulate:
+      recipe = recipe.with_accumulate(name, accumulate)
+  except ValueError as e:
+    raise ValueError(f"recipe {name!r}: {e}") from e
+  if not delays:
+    return recipe
+  if not any(isinstance(q.source, Delayed) for uses in recipe.uses().values() for q in uses):
+    raise ValueError(f"recipe {name!r}: {base} has no delayed scales to give numbers to")
+  return recipe.with_delays(name, delays)
+
+
+def _options(name: str, options: str) -> tuple[dict[str, Any], tuple[Accumulate, ...]]:
+  """(fields of Delayed, accumulation by pass) that "steps=16, accumulate=fast" names."""
+  kinds = {f.name: type(f.default) for f in dataclasses.fields(Delayed)}
+  delays, accumulate = {}, ()
+  for option in options.split(","):
+    key, _, value = (part.strip() for part in option.partition("="))
+    try:
+      if key == "accumulate":
+        accumulate = tuple(accumulate_by_name(part.strip()) for part in value.split("/"))
+        accumulate = accumulate * len(PASSES) if len(accumulate) == 1 else accumulate
+        if len(accumulate) != len(PASSES):
+          raise ValueError
+      else:
+        delays[key] = kinds[key](value)
+    except (KeyError, ValueError) as e:
+      known = ", ".join(f"{k}={Delayed.__dataclass_fields__[k].default}" for k in kinds)
+      raise ValueError(
+        f"recipe {name!r}: {option.strip()!r} is none of {known}, accumulate=fast, "
+        "accumulate=precise, accumulate=N, accumulate=FWD/DGRAD/WGRAD of these"
+      ) from e
+  return delays, accumulate
+
+
+def layer_name(path: str, layer: int) -> str:
+  """ "layers/mlp/up" of layer 3 is "layers/3/mlp/up": what rules are matched against."""
+  first, _, rest = path.partition("/")
+  return f"{first}/{layer}/{rest}"
+
+
+def range_name(path: str, start: int, stop: int, num_layers: int) -> str:
+  """Name of a site stacked over layers start..stop-1: the path itself if these are all."""
+  if (start, stop) == (0, num_layers):
+    return path
+  return layer_name(path, start).replace(f"/{start}/", f"/{start}-{stop - 1}/", 1)
+
+
+def names_of_layers(name: str, layers: Sequence[int]) -> list[str]:
+  """The `layer_name` of each layer that a site with this `range_name` is stacked over."""
+  return [layer_name(path_of(name), i) for i in layers]
+
+
+def path_of(name: str) -> str:
+  """Where the declaration tree has the weight of a site: the name without its range of layers."""
+  return re.sub(r"^layers/\d+-\d+/", "layers/", name)
+
+
+def ends(first: int, last: int, num_layers: int) -> tuple[tuple[str, str], ...]:
+  """Rules that give the first and last so many layers recipe 'bf16'."""
+  chosen = [*range(first), *range(num_layers - last, num_layers)]
+  if not chosen:
+    return ()
+  return ((f"layers/({'|'.join(map(str, chosen))})/.*", "bf16"),)
+
+
+def match(names: Sequence[str], rules) -> dict[str, str]:
+  """First matching rule wins, on the whole name.
+
+  Args:
+    names: site names, one per layer.
+    rules: ordered (regular expression, value) pairs.
+
+  Raises:
+    ValueError: a name that no rule covers, or a rule that decides nothing.
+  """
+  chosen, used = {}, set()
+  for name in names:
+    for i, (pattern, value) in enumerate(rules):
+      if re.fullmatch(pattern, name):
+        chosen[name] = value
+        used.add(i)
+        break
+  problems = []
+  missing = [name for name in names if name not in chosen]
+  if missing:
+    problems.append(
+      f"no rule in precision.rules covers {_some(missing)}; add one, for example ('.*', 'bf16')"
+    )
+  for i, (pattern, value) in enumerate(rules):
+    if i not in used:
+      problems.append(
+        f"rule ({pattern!r}, {value!r}) in precision.rules decides nothing: it matches no site of "
+        f"{_some(names)}, or earlier rules already did"
+      )
+  if problems:
+    raise ValueError("; ".join(problems))
+  return chosen
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+  """Names, layers abbreviated: those of layer 0 stand for the others'."""
+  shown = [n for n in names if re.match(r"layers/(?!0/)\d+/", n) is None] or list(names)
+  rest = len(names) - len(shown[:most])
+  return ", ".join(shown[:most]) + (f" and {rest} more" if rest else "")
+
+
+def segments(paths: Sequence[str], num_layers: int, rules) -> list[tuple[int, int, dict[str, str]]]:
+  """Runs of layers that share every recipe: (start, stop, {path: recipe name}).
+
+  Args:
+    paths: names of the stacked sites, "layers/mlp/up"; others are matched as they are and appear in
+      every run.
+    rules: see `match`.
+  """
+  stacked = [p for p in paths if p.startswith("layers/")]
+  single = [p for p in paths if not p.startswith("layers/")]
+  names = [*(layer_name(p, i) for i in range(num_layers) for p in stacked), *single]
+  chosen = match(names, rules)
+  runs: list[tuple[int, int, dict[str, str]]] = []
+  for i in range(num_layers):
+    recipe_of = {p: chosen[layer_name(p, i)] for p in stacked} | {p: chosen[p] for p in single}
+    if runs and runs[-1][2] == recipe_of:
+      runs[-1] = (runs[-1][0], i + 1, recipe_of)
+    else:
+      runs.append((i, i + 1, recipe_of))
+  return runs

@@ -1,0 +1,91 @@
+"""Numerics that people watch: what every site saw, and rules that raise an alarm about it."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fp8jax.config.alarms import ADVICE, Alarm
+from fp8jax.ops import site as site_lib
+from fp8jax.quantization import amax_history, tensor_stats
+from fp8jax.recipe.gemm import Recipe
+from fp8jax.recipe.quant import WHOLE
+
+# What alarms only where one scale covers a whole axis: finer tiles keep outliers to themselves.
+_OF_OUTLIERS = ("kurtosis", "alignment")
+# Lines per look; what is beyond is counted.
+_MOST = 8
+
+
+def summarise(
+  sites, seen: Mapping[str, Any], alignment_N
+) -> dict[str, dict[str, dict[str, float]]]:
+  """{layer's site: {tensor: observe.summary}} of what loud sites saw, on the host.
+
+  Args:
+    alignment_N: of gate and up weights (models/smooth_swiglu.py); it goes with what they make, the input of
+      mlp/down.
+  """
+  numerics = {
+    name: {
+      t: tensor_stats.summary(values)
+      for t, values in zip(amax_history.TENSORS, tensors, strict=True)
+    }
+    for name, tensors in site_lib.per_layer(sites, seen).items()
+  }
+  for i, value in enumerate(alignment_N):
+    numerics[f"layers/{i}/mlp/down"]["x"]["alignment"] = float(value)
+  return numerics
+
+
+def flat(numerics: Mapping[str, Any]) -> dict[str, float]:
+  """{"numerics/layers/3/mlp/up/g/underflow": ...}: one TensorBoard curve each."""
+  return {
+    f"numerics/{site}/{tensor}/{statistic}": value
+    for site, tensors in numerics.items()
+    for tensor, summary in tensors.items()
+    for statistic, value in summary.items()
+  }
+
+
+class AlarmMonitor:
+  """Checks each look at the numerics against the alarms; says what is new."""
+
+  def __init__(self, alarms: tuple[Alarm, ...], recipes: Mapping[str, Recipe]):
+    """Args: the rules, and {layer's site: its recipe}."""
+    self._alarms = alarms
+    # Narrow tensors, and whether a tile of theirs covers a whole axis.
+    self._narrow = {
+      f"{name}/{tensor}": any(WHOLE in quant.tile for quant in uses)
+      for name, recipe in recipes.items()
+      for tensor, uses in recipe.uses().items()
+      if uses
+    }
+    self._ringing: set[tuple[str, Alarm]] = set()
+
+  def lines(self, step: int, numerics: Mapping[str, Any]) -> list[str]:
+    """One line for every alarm that was silent at the last look."""
+    ringing, new = set(), []
+    for site, tensors in numerics.items():
+      for tensor, summary in tensors.items():
+        name = f"{site}/{tensor}"
+        for alarm in self._alarms if name in self._narrow else ():
+          if alarm.statistic in _OF_OUTLIERS and not self._narrow[name]:
+            continue
+          value = summary.get(alarm.statistic, math.nan)
+          if alarm.is_met_by(value) and re.fullmatch(alarm.sites, name):
+            ringing.add((name, alarm))
+            if (name, alarm) not in self._ringing:
+              new.append(_line(step, name, alarm, value))
+    self._ringing = ringing
+    if len(new) > _MOST:
+      new[_MOST:] = [f"step {step}: {len(new) - _MOST} more such alarms, see metrics.jsonl"]
+    return new
+
+
+def _line(step: int, name: str, alarm: Alarm, value: float) -> str:
+  is_share = alarm.statistic in ("saturation", "underflow")
+  show = (lambda v: f"{v:.2%}") if is_share else (lambda v: f"{v:.4g}")
+  bound = f"{'above' if alarm.relation == '>' else 'below'} {show(alarm.bound)}"
+  advice = ADVICE[alarm.statistic]
+  return f"step {step}: {name}: {alarm.statistic} {show(value)}, {bound}. Try: {advice}"

@@ -1,0 +1,138 @@
+"""Calibration: the ranges of every tensor of every site, as a table people can read and edit.
+
+The table is a JSON of rows, one per layer's site and tensor, each with where it comes from. Static
+and delayed recipes start from the `amax` of their rows; what else a row holds is for the reader.
+"""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8jax.errors import UserError
+from fp8jax.ops import site as site_lib
+from fp8jax.quantization import amax_history, tensor_stats
+from fp8jax.quantization.quantize import amax_to_scale
+from fp8jax.recipe.gemm import Recipe
+from fp8jax.recipe.quant import CURRENT
+from fp8jax.run import nonfinite
+from fp8jax.step.run_spec import RunSpec
+
+FORMAT = "fp8jax calibration 1"
+
+
+def run(plan: RunSpec, params, batches, *, step: int, fingerprint: str) -> dict[str, Any]:
+  """Watches forward and backward passes and returns the table.
+
+  Args:
+    batches: placed batches; ranges are those of all of them together.
+    step: of the weights.
+    fingerprint: of the data.
+  """
+  total, count = {}, 0
+  for batch in batches:
+    _, seen, _ = nonfinite.observe(plan, params, batch)
+    for name, values in seen.items():
+      total[name] = tensor_stats.combine(total[name], values) if name in total else values
+    count += 1
+  recipe_of = site_lib.recipes_of(plan.sites())
+  rows = []
+  for name, values in jax.device_get(total).items():
+    for tensor, statistics in zip(amax_history.TENSORS, values, strict=True):
+      rows.append(
+        {"site": name, "tensor": tensor, "step": step, "data": fingerprint}
+        | _of_tensor(recipe_of[name], tensor, statistics)
+      )
+  return {"format": FORMAT, "batches": count, "step": step, "data": fingerprint, "rows": rows}
+
+
+def _of_tensor(recipe: Recipe, tensor: str, statistics) -> dict[str, Any]:
+  summary = tensor_stats.summary(statistics)
+  uses = recipe.uses()[tensor]
+  row: dict[str, Any] = {"recipe": recipe.name, "amax": summary["amax"], "rms": summary["rms"]}
+  if uses and uses[0].source != CURRENT:
+    amax = jnp.float32(summary["amax"])
+    row["scale"] = float(amax_to_scale(amax, uses[0].format, uses[0].scale))
+  if uses:
+    row |= {k: summary[k] for k in ("underflow", "saturation", "snr_db")}
+  return row
+
+
+def read(path: str) -> dict[tuple[str, str], float]:
+  """{(layer's site, tensor): amax} of a table.
+
+  Raises:
+    UserError: not such a table, or an amax that is no positive number; names the row.
+  """
+  try:
+    with open(path) as f:
+      table = json.load(f)
+    rows = table["rows"]
+    if table["format"] != FORMAT:
+      raise KeyError("format")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+      raise TypeError("rows must be a list of objects")
+  except (OSError, ValueError, KeyError, TypeError) as e:
+    raise UserError(
+      f"precision.calibration: {path!r} is no table of --job=calibrate ({FORMAT!r}): {e}"
+    ) from e
+  amaxes = {}
+  for i, row in enumerate(rows):
+    amax = row.get("amax")
+    is_number = isinstance(amax, (int, float)) and not isinstance(amax, bool)
+    if not is_number or not 0 <= amax <= float(np.finfo(np.float32).max):
+      raise UserError(
+        f"precision.calibration: {path}, row {i}: amax={amax!r} is no float32 number >= 0"
+      )
+    if row.get("tensor") not in amax_history.TENSORS or not isinstance(row.get("site"), str):
+      raise UserError(f"precision.calibration: {path}, row {i}: needs a site and tensor x, w or g")
+    amaxes[row["site"], row["tensor"]] = float(amax)
+  return amaxes
+
+
+def begin(plan: RunSpec, path: str) -> list[dict[str, amax_history.ScalingState]]:
+  """What sites start from in every phase of the precision schedule.
+
+  Raises:
+    UserError: see `read` and `memories`; a table that no site of any phase starts from.
+  """
+  amaxes = read(path)
+  phases = range(len(plan.precision.phases))
+  found = [memories(amaxes, plan.sites(phase=phase)) for phase in phases]
+  if not any(found):
+    raise UserError(
+      f"precision.calibration={path!r}: every scale is current, so that nothing starts from it; "
+      'take a recipe with delayed or static scales, or set precision.calibration=""'
+    )
+  return found
+
+
+def memories(amaxes: dict[tuple[str, str], float], sites) -> dict[str, amax_history.ScalingState]:
+  """What sites whose scales are not current start from.
+
+  Raises:
+    UserError: a tensor of a site that the table does not know and a scale is to come from.
+  """
+  result = {}
+  for name, site in site_lib.flatten(sites).items():
+    if site.memory is None:
+      continue
+    needed = [
+      t
+      for t, s in zip(amax_history.TENSORS, amax_history.sources(site.recipe))
+      if s not in (None, CURRENT)
+    ]
+    missing = [(n, t) for n in site.layer_names for t in needed if (n, t) not in amaxes]
+    if missing:
+      raise UserError(
+        f"precision.calibration has no row for site {missing[0][0]}, tensor {missing[0][1]}; "
+        "calibrate this model again with --job=calibrate, or add the row"
+      )
+    table = np.asarray(
+      [[amaxes.get((n, t), 0.0) for t in amax_history.TENSORS] for n in site.layer_names],
+      np.float32,
+    )
+    result[name] = amax_history.calibrated(site.recipe, table if site.layers else table[0])
+  return result

@@ -1,0 +1,218 @@
+"""Checkpoints: Orbax, asynchronous and atomic, with the data position and the configuration.
+
+A checkpoint holds the parameters, what scales are made from, and, apart from them, the rest of the
+State (so that evaluation and export read only what they need), the loader's position on every
+process, and a JSON of the resolved configuration and the data's fingerprint. Restoring takes
+shardings from the abstract tree, so a run continues on another mesh.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import math
+import os
+import shutil
+from typing import Any
+
+import absl.logging
+import grain
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from fp8jax.errors import UserError, one_line
+from fp8jax.quantization import amax_history
+from fp8jax.step.state import State
+
+
+class Checkpoints:
+  """The checkpoints of a working directory."""
+
+  def __init__(self, workdir: str, keep: int = 2):
+    self._manager = ocp.CheckpointManager(
+      os.path.join(os.path.abspath(workdir), "checkpoints"),
+      options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
+      item_names=("params", "memories", "rest", "data", "meta"),
+    )
+
+  def steps(self) -> list[int]:
+    """Steps with a complete checkpoint, oldest first."""
+    return sorted(self._manager.all_steps())
+
+  def find(self, wanted: int = -1) -> int:
+    """`wanted`, or the newest for -1.
+
+    Raises:
+      FileNotFoundError: no such checkpoint; says which there are.
+    """
+    steps = self.steps()
+    if not steps:
+      where = self._manager.directory
+      raise FileNotFoundError(
+        f"{where} holds no checkpoint; train first, or name another --workdir"
+      )
+    if wanted == -1:
+      return steps[-1]
+    if wanted not in steps:
+      raise FileNotFoundError(f"no checkpoint of step {wanted}; there are {steps}")
+    return wanted
+
+  def save(self, step: int, state: State, iterator, meta: dict[str, Any]):
+    """Starts writing; returns once the state may be donated again.
+
+    Args:
+      step: steps taken.
+      state: what to save.
+      iterator: grain iterator, positioned after the batch of `step`.
+      meta: JSON-able description of the run.
+    """
+    if step in self.steps():
+      return
+    self.check_room(state)
+    items: dict[str, Any] = dict(
+      params=ocp.args.StandardSave(state.params),
+      rest=ocp.args.StandardSave(_rest(state)),
+      data=grain.checkpoint.CheckpointSave(iterator),
+      meta=ocp.args.JsonSave(meta),
+    )
+    if state.memories:  # Orbax refuses an empty tree
+      items["memories"] = ocp.args.StandardSave(_as_tree(state.memories))
+    with self._writing():
+      self._manager.save(step, args=ocp.args.Composite(**items))
+
+  def meta(self, step: int) -> dict[str, Any]:
+    """What `save` was given as meta."""
+    return self._restore(step, meta=ocp.args.JsonRestore())["meta"]
+
+  def _restore(self, step: int, **items):
+    """Reads parts of a checkpoint.
+
+    Raises:
+      UserError: Orbax cannot; names the folder, the reason and the older checkpoints.
+    """
+    try:
+      return self._manager.restore(step, args=ocp.args.Composite(**items))
+    except jax.errors.JaxRuntimeError:
+      raise  # of the device: out of memory, say
+    except Exception as e:
+      folder = os.path.join(self._manager.directory, str(step))
+      aside = os.path.join(os.path.dirname(self._manager.directory), f"damaged_{step}")
+      older = [s for s in self.steps() if s < step]
+      then = f"step {older[-1]}" if older else "the beginning: there is no older checkpoint"
+      reason = one_line(e)[:300] or type(e).__name__
+      raise UserError(
+        f"the checkpoint {folder} cannot be read ({', '.join(items)}): {reason}. To go on from "
+        f"{then}, move it away: mv {folder} {aside}"
+      ) from e
+
+  def restore_params(self, step: int, abstract):
+    """Parameters alone, placed as the abstract tree says."""
+    return self._restore(step, params=ocp.args.StandardRestore(_placed(abstract)))["params"]
+
+  def restore_memories(self, step: int, abstract) -> dict[str, amax_history.ScalingState]:
+    """What scales were made from after `step`, like `abstract`."""
+    if not abstract:
+      return {}
+    placed = _placed(_as_tree(abstract))
+    tree = self._restore(step, memories=ocp.args.StandardRestore(placed))["memories"]
+    return {name: amax_history.ScalingState(**tree[_as_key(name)]) for name in abstract}
+
+  def restore(self, step: int, abstract: State, iterator=None) -> State:
+    """The whole state, placed as `abstract` says; moves `iterator` to where it was."""
+    items: dict[str, Any] = {
+      "params": ocp.args.StandardRestore(_placed(abstract.params)),
+      "rest": ocp.args.StandardRestore(_placed(_rest(abstract))),
+    }
+    if iterator is not None:
+      items["data"] = grain.checkpoint.CheckpointRestore(iterator)
+    restored = self._restore(step, **items)
+    memories = self.restore_memories(step, abstract.memories)
+    return State(params=restored["params"], memories=memories, **restored["rest"])
+
+  def check_room(self, state: State):
+    """Refuses a state, or its shapes, for whose checkpoint the disk has no room.
+
+    Raises:
+      UserError: says how much is needed and how much is free.
+    """
+    needed = sum(_bytes_here(x) for x in jax.tree.leaves(state))
+    free = shutil.disk_usage(self._manager.directory).free
+    if free < needed:
+      raise UserError(
+        f"a checkpoint needs {needed / 1e6:,.0f} MB and {self._manager.directory} has "
+        f"{free / 1e6:,.0f} MB free; {self._then()}"
+      )
+
+  def wait(self):
+    """Returns when everything started is on disk; raises UserError if it cannot be."""
+    with self._writing():
+      self._manager.wait_until_finished()
+
+  def close(self):
+    with self._writing():
+      self._manager.close()
+
+  @contextlib.contextmanager
+  def _writing(self):
+    """Turns what Orbax raises where the disk is full into a UserError."""
+    try:
+      yield
+    except jax.errors.JaxRuntimeError:
+      raise  # of the device
+    except (ValueError, RuntimeError, OSError) as e:
+      reason = next((r for r in _REASONS if r in str(e)), one_line(e)[:300])
+      raise UserError(
+        f"a checkpoint cannot be written to {self._manager.directory}: {reason}; {self._then()}"
+      ) from e
+
+  def _then(self) -> str:
+    steps = self.steps()
+    newest = f"from step {steps[-1]}" if steps else "from the beginning"
+    return f"make room, or lower checkpoint.keep: the same command then goes on {newest}"
+
+
+# As the operating system says it, somewhere in the messages of TensorStore.
+_REASONS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+
+
+class _NoTraceback(logging.Filter):
+  """Drops errors that Orbax logs: it raises each of them too, and four threads log the same."""
+
+  def filter(self, record: logging.LogRecord) -> bool:
+    return not ("orbax" in record.pathname and record.levelno >= logging.ERROR)
+
+
+absl.logging.get_absl_logger().addFilter(_NoTraceback())
+
+
+def _bytes_here(x) -> int:
+  """What a process writes of an array, before compression: one copy of the shards it holds."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return 0
+  shape = x.sharding.shard_shape(x.shape) if x.sharding else x.shape
+  indices = x.sharding.addressable_devices_indices_map(x.shape).values() if x.sharding else [()]
+  return len(set(map(str, indices))) * math.prod(shape) * x.dtype.itemsize
+
+
+def _placed(abstract):
+  """What has no sharding goes to this device: Orbax would look for the devices it was saved on."""
+  here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here), abstract
+  )
+
+
+def _rest(state: State) -> dict[str, Any]:
+  names = [f.name for f in dataclasses.fields(state) if f.name not in ("params", "memories")]
+  return {name: getattr(state, name) for name in names}
+
+
+def _as_key(name: str) -> str:
+  return name.replace("/", ".")  # a key becomes part of a path
+
+
+def _as_tree(memories) -> dict[str, Any]:
+  return {
+    _as_key(name): {"amax_3": m.amax_3, "history_3H": m.history_3H} for name, m in memories.items()
+  }

@@ -1,0 +1,123 @@
+"""Held-out loss: the same documents, in the training recipe and in BF16 (eval.precisions).
+
+Evaluation reads scales and moves none.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from fp8jax.config.resolve import EVAL_PRECISIONS
+from fp8jax.data import batch_sharding, loader
+from fp8jax.errors import UserError
+from fp8jax.kernels import choose
+from fp8jax.models import transformer
+from fp8jax.ops import site as site_lib
+from fp8jax.step.run_spec import RunSpec
+
+RECIPE, BF16 = EVAL_PRECISIONS
+
+
+class Evaluator:
+  """Held-out evaluation of parameters under a plan. Compiles each precision once."""
+
+  def __init__(self, plan: RunSpec):
+    self._plan = plan
+    per_batch = plan.config.eval.batch * plan.data.length
+    self._num_batches = math.ceil(plan.config.eval.tokens / per_batch)
+
+    @functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))
+    def losses(params, sites, batch):
+      return transformer.loss(params, sites, batch, plan.model, plan.run), batch["weights_BL"].sum()
+
+    self._losses = losses
+    # Of the last evaluation, per source.
+    self.passed_over: dict[str, dict[str, int]] = {}
+
+  def run(
+    self,
+    params,
+    memories: Mapping[str, Any],
+    phase: int = 0,
+    stop: Callable[[int], bool] | None = None,
+  ):
+    """Evaluates in the recipes of a phase of the precision schedule and in BF16 (eval.precisions).
+
+    Args:
+      memories: what delayed and static scales are made from, the training state's. Without any,
+        those scales are chosen from the evaluated tensors themselves.
+      stop: asked before every batch of a source whether to leave.
+
+    Returns:
+      {source: {precision: {"loss", "perplexity", "tokens"}}}, loss in nats per token; {} if
+      stopped.
+    """
+    sites = {}
+    for label, recipe in precisions(self._plan, phase).items():
+      tree = self._plan.sites(recipe, phase=phase)
+      if site_lib.scaling_states(tree):
+        tree = (
+          site_lib.with_scaling_states(tree, memories)
+          if memories
+          else site_lib.with_current_scales(tree)
+        )
+      sites[label] = tree
+    found = {}
+    for name in self._plan.data.sources:
+      found[name] = self._one_source(params, sites, name, stop)
+      if not found[name]:
+        return {}
+    return found
+
+  def _one_source(self, params, sites_of, source: str, stop):
+    plan = self._plan
+    spread = batch_sharding.BatchSharder(plan.run.layout, plan.config.eval.batch)
+    totals = {precision: [] for precision in sites_of}
+    counts = loader.DocumentCounts()
+    stream = loader.heldout_batches(
+      plan.data, source, spread.local_rows, self._num_batches, spread.shard, counts
+    )
+    for i, batch in enumerate(stream):
+      if stop is not None and stop(i):
+        return {}
+      batch = spread.place(batch)
+      for precision, sites in sites_of.items():
+        totals[precision].append(self._losses(params, sites, batch))
+    self.passed_over[source] = counts.summary_everywhere()
+    return {precision: _summary(source, parts) for precision, parts in totals.items()}
+
+
+def precisions(plan: RunSpec, phase: int = 0) -> dict[str, str | None]:
+  """{label: recipe for every site, or None for the rules of the phase}, those of eval.precisions.
+
+  Where no site is narrow, the recipe and BF16 are one.
+  """
+  used = {site.recipe for site in site_lib.flatten(plan.sites(phase=phase)).values()}
+  narrow = sorted(r.name for r in used if r.is_narrow)
+  if not narrow:
+    return {BF16: None}
+  both = {RECIPE: ("+".join(narrow), None), BF16: (BF16, BF16)}
+  return dict(both[name] for name in EVAL_PRECISIONS if name in plan.config.eval.precisions)
+
+
+def _summary(source: str, parts) -> dict[str, float]:
+  sums = jax.device_get(parts)
+  loss, tokens = (sum(map(float, column)) for column in zip(*sums))
+  if tokens == 0:
+    raise UserError(
+      f"data.sources.{source} has no held-out token: raise data.heldout or give more documents"
+    )
+  mean = loss / tokens
+  return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "tokens": tokens}
+
+
+def flat(results: dict[str, Any]) -> dict[str, float]:
+  """{"heldout/<source>/<precision>/loss": ...} for metrics."""
+  return {
+    f"heldout/{source}/{precision}/loss": values["loss"]
+    for source, by_precision in results.items()
+    for precision, values in by_precision.items()
+  }

@@ -1,0 +1,92 @@
+"""The NVIDIA driver of a machine, and the JAX wheels that it allows.
+
+`python -m fp8jax.run.machine` prints the extra of jax to install, "cuda13" or "cuda12", or nothing on a
+machine without a driver.
+"""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+
+from fp8jax.errors import UserError
+
+# The first driver of each CUDA, NVIDIA's "CUDA Compatibility" guide: minor version compatibility.
+_WHEELS = ((580, "cuda13"), (525, "cuda12"))
+_QUERY = ("--query-gpu=driver_version", "--format=csv,noheader")
+_TIMEOUT_S = 30
+
+
+def driver_version() -> str | None:
+  """Version of the NVIDIA driver by nvidia-smi, "580.65.06"; None where no driver answers."""
+  program = shutil.which("nvidia-smi")
+  if program is None:
+    return None
+  try:
+    asked = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=_TIMEOUT_S)
+  except (OSError, subprocess.TimeoutExpired):
+    return None
+  lines = asked.stdout.split()
+  is_version = bool(lines) and lines[0].replace(".", "").isdigit()
+  return lines[0] if asked.returncode == 0 and is_version else None
+
+
+def wheels(driver: str) -> str:
+  """The extra of jax whose CUDA a driver runs.
+
+  Raises:
+    UserError: the driver is older than every CUDA that JAX ships.
+  """
+  major = int(driver.split(".")[0])
+  for least, extra in _WHEELS:
+    if major >= least:
+      return extra
+  raise UserError(
+    f"the NVIDIA driver {driver} is older than {_WHEELS[-1][0]}, the first that CUDA 12 runs on; "
+    "update it, or set JAX_PLATFORMS=cpu to compute on the CPU"
+  )
+
+
+def check_platform(
+  platform: str,
+  wanted: str | None,
+  jax_version: str,
+  find_driver: Callable[[], str | None] = driver_version,
+):
+  """Refuses the CPU on a machine with an NVIDIA driver, unless it was asked for.
+
+  Args:
+    platform: JAX's default backend.
+    wanted: the value of JAX_PLATFORMS, None or "" where nothing was asked for.
+    jax_version: what to install with CUDA.
+    find_driver: see driver_version.
+
+  Raises:
+    UserError: with the command that installs the CUDA wheels.
+  """
+  if platform != "cpu" or wanted:
+    return
+  driver = find_driver()
+  if driver is None:
+    return
+  package = f"jax[{wheels(driver)}]=={jax_version}"
+  raise UserError(
+    f"JAX computes on the CPU, and this machine has the NVIDIA driver {driver}. Install the CUDA "
+    f"wheels with\n  {shlex.quote(sys.executable)} -m pip install {shlex.quote(package)}\n"
+    "or set JAX_PLATFORMS=cpu to compute on the CPU"
+  )
+
+
+def main() -> int:
+  driver = driver_version()
+  try:
+    print(wheels(driver) if driver else "")
+  except UserError as e:
+    print(f"error: {e}", file=sys.stderr)
+    return 1
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,105 @@
+"""What a run leaves behind and shows: metrics.jsonl, TensorBoard, provenance, progress, tables."""
+
+import json
+import math
+import os
+from collections.abc import Collection
+from typing import Any
+
+import jax
+
+from fp8jax.errors import UserError
+from fp8jax.run.provenance import to_json
+
+
+class Metrics:
+  """metrics.jsonl (the source of truth) and TensorBoard events. Only process 0 writes."""
+
+  def __init__(self, workdir: str, resume_step: int, evaluated: Collection[str], tensorboard: bool):
+    """Args: the step that the run goes on from, and the steps whose evaluation it remembers."""
+    self._file = self._events = None
+    if jax.process_index() != 0:
+      return
+    path = os.path.join(workdir, "metrics.jsonl")
+    _forget(path, resume_step, evaluated)
+    self._file = open(path, "a")
+    if tensorboard:
+      import tensorboardX
+
+      self._events = tensorboardX.SummaryWriter(
+        os.path.join(workdir, "tensorboard"), purge_step=resume_step + 1 if resume_step else None
+      )
+
+  def write(self, step: int, values: dict[str, Any]):
+    if self._file is None:
+      return
+    self._file.write(to_json({"step": step, **values}, indent=None) + "\n")
+    self._file.flush()
+    if self._events is not None:
+      for name, value in values.items():
+        if isinstance(value, (int, float)):
+          self._events.add_scalar(name, value, step)
+
+  def write_nested(self, step: int, key: str, nested: dict[str, Any], curves: dict[str, float]):
+    """`nested` as one row of the file, `curves` as one curve each in TensorBoard."""
+    if self._file is None:
+      return
+    self._file.write(to_json({"step": step, key: nested}, indent=None) + "\n")
+    self._file.flush()
+    if self._events is not None:
+      for name, value in curves.items():
+        if math.isfinite(value):  # a tensor that stays wide has no signal-to-noise ratio
+          self._events.add_scalar(name, value, step)
+
+  def close(self):
+    if self._file is not None:
+      self._file.close()
+    if self._events is not None:
+      self._events.close()
+
+
+def _forget(path: str, step: int, evaluated: Collection[str]):
+  """What happened after the checkpoint that a run resumes from happens again: once is enough."""
+  if not os.path.exists(path):
+    return
+  lines = [
+    line
+    for line, row in _rows(path)
+    if row["step"] <= step
+    and (not any(k.startswith("heldout/") for k in row) or str(row["step"]) in evaluated)
+  ]
+  with open(path + ".part", "w") as f:
+    f.writelines(lines)
+  os.replace(path + ".part", path)
+
+
+def _rows(path: str) -> list[tuple[str, dict[str, Any]]]:
+  """(line, row) of a metrics.jsonl. A last line that a killed run has not finished is left out.
+
+  Raises:
+    UserError: another line that is no row; names it.
+  """
+  rows = []
+  with open(path, errors="replace") as f:
+    for number, line in enumerate(f, 1):
+      if not line.endswith("\n"):
+        continue
+      try:
+        row = json.loads(line)
+        row["step"]  # noqa: B018
+      except (ValueError, KeyError, TypeError) as e:
+        raise UserError(
+          f"{path}, line {number} is no row of metrics: {line.strip()[:60]!r}; delete the line, "
+          "and the same command goes on"
+        ) from e
+      rows.append((line, row))
+  return rows
+
+
+def last_logged(workdir: str, key: str) -> float | None:
+  """The newest value of a metric in WORKDIR/metrics.jsonl."""
+  path = os.path.join(workdir, "metrics.jsonl")
+  if not os.path.exists(path):
+    return None
+  found = [row[key] for _, row in _rows(path) if key in row]
+  return float(found[-1]) if found else None  # "nan" is a string in strict JSON

@@ -1,0 +1,82 @@
+"""Which site went wrong first: a second look at a batch whose loss or gradient was not finite."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8jax import params as params_lib
+from fp8jax.kernels import choose
+from fp8jax.ops import site as site_lib
+from fp8jax.optim import gradients
+from fp8jax.quantization import tensor_stats
+from fp8jax.step import loss_scale, train_step
+from fp8jax.step.run_spec import RunSpec
+
+# Order in which a layer computes.
+_ORDER = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")
+
+
+def observe(plan: RunSpec, params, batch, phase: int = 0):
+  """One forward and backward pass that watches every site, scales chosen from what it sees.
+
+  The loss is scaled as at the start of a run.
+
+  Args:
+    batch: [B, L], or [A, B, L] when accumulating.
+    phase: of the precision schedule.
+
+  Returns:
+    (loss, {layer's site: float32 [3, S] observe.STATISTICS of x, w, g},
+    {parameter: gradient is finite}), on the host; the last empty with optim.order="by_layer".
+  """
+  sites = plan.sites(phase=phase, statistics=tensor_stats.LOUD)
+  scale = loss_scale.fresh(plan.config.loss_scale).get("scale")
+
+  @functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))
+  def look(params, batch):
+    value, gradient, seen = train_step.gradients(
+      plan, params, site_lib.with_current_scales(sites), batch, scale
+    )
+    if plan.optim.is_by_layer:  # for all gradients at once there may be no room
+      gradient = {}
+    finite = jax.tree.map(
+      lambda g: jnp.isfinite(gradients.wide(g)).all(), gradient, is_leaf=gradients.is_leaf
+    )
+    return value, seen, finite
+
+  loss, seen, finite = jax.device_get(look(params, batch))
+  finite = {name: bool(ok) for name, ok in params_lib.flatten(finite).items()}
+  return float(loss), site_lib.per_layer(sites, seen), finite
+
+
+def first_bad(seen: dict[str, np.ndarray], finite: dict[str, bool], loss: float) -> str:
+  """The first site, in order of computation, at which something was not finite, in words."""
+  layers = sum(name.endswith(_ORDER[0]) for name in seen)
+  visits = [f"layers/{i}/{n}" for i in range(layers) for n in _ORDER] + ["head"]
+  for name in visits:
+    for tensor, word in ((1, "weight"), (0, "input")):
+      if not np.isfinite(seen[name][tensor, 0]):
+        return f"{name}: its {word} is not finite (forward)"
+  if not np.isfinite(loss):
+    return "the loss itself, after a finite forward pass through every site"
+  for name in reversed(visits):
+    if not np.isfinite(seen[name][2, 0]):
+      return f"{name}: its incoming gradient is not finite (backward)"
+  bad = [name for name, is_good in finite.items() if not is_good]
+  if bad:
+    return f"{bad[0]}: its gradient is not finite although every site's operands were"
+  return "none: the same batch and the parameters that were saved give finite values"
+
+
+def report(plan: RunSpec, params, batch, phase: int = 0) -> dict[str, Any]:
+  """JSON-able account of one batch: the loss, the first bad site, amaxes per site."""
+  loss, seen, finite = observe(plan, params, batch, phase)
+  return {
+    "loss": loss,
+    "first_bad_site": first_bad(seen, finite, loss),
+    "amax_x_w_g": {k: v[:, 0].tolist() for k, v in seen.items()},
+    "parameters_with_bad_gradients": [k for k, ok in finite.items() if not ok],
+  }

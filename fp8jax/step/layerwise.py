@@ -1,0 +1,231 @@
+"""A step that moves every layer as soon as its gradient is there (optim.order="by_layer").
+
+The usual order computes all gradients, then moves all parameters, so that 2 or 4 bytes per
+parameter wait in between. Here a gradient exists of one layer at a time. The backward pass is
+therefore written out: a loop over the layers from the last to the first that carries parameters and
+optimizer states, computes a layer again from its input, differentiates it and moves it in place.
+
+What has to see every gradient before anything moves is refused (`problems`): clipping by the global
+norm, sums over microbatches, skipping a step that is not finite. Where a gradient stops being a
+number, its layer and those before it stay as they are; those behind it have moved.
+
+Source: LOMO (arXiv:2306.09782 §3.1), there for SGD, here for any transformation of one parameter.
+Assumes: a layer's update needs nothing of other layers.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import params as params_lib
+from fp8jax.models import transformer
+from fp8jax.ops import residuals, stored_params
+from fp8jax.ops import site as site_lib
+from fp8jax.optim import gradients, update
+from fp8jax.quantization.quantized_tensor import QuantizedTensor
+
+ORDER = "by_layer"
+
+
+def check(leaves, params):
+  """Raises ValueError unless every layer's part of a parameter, and of what is kept of it, is its
+  own."""
+
+  def one(leaf, param):
+    made = jax.tree.leaves(
+      update.abstract(leaf, param), is_leaf=lambda x: isinstance(x, QuantizedTensor)
+    )
+    if any(isinstance(x, QuantizedTensor) and not x.is_stack for x in made):
+      raise ValueError(
+        f"optim.order={ORDER!r}: {leaf.path} is so small that layers share scales of its moments "
+        "or master; set optim.order='after_backward', or take moments with smaller groups"
+      )
+    if param.sharding is not None and param.sharding.spec[0]:
+      raise ValueError(
+        f"optim.order={ORDER!r} with sharding.weights.N: a layer must lie on all devices that move "
+        "it; split another letter, or set optim.order='after_backward'"
+      )
+
+  jax.tree.map(one, leaves["layers"], params["layers"])
+
+
+def take(plan, state, sites, batch, rate) -> update.StepResult:
+  """A step; the other order's is `step.after_backward`.
+
+  Args:
+    plan: config.Plan.
+    state: State.
+    sites, batch: as the model takes them.
+    rate: learning rate.
+  """
+  cfg, run, params = plan.model, plan.run, dict(state.params)
+  total = jnp.maximum(batch["weights_BL"].sum(), 1)
+  rows = {"embed": params["embed"]}
+  # Whose gradients the loss gives: a tied embedding's for the first time.
+  behind = {
+    k: p for k, p in params.items() if k != "layers" and (k != "embed" or cfg.tie_embeddings)
+  }
+
+  def embed(sinks):
+    return transformer.embed(_paired(rows, sinks), batch, run)
+
+  def finish(x_BLD, sinks, taps):
+    seen_by = {"head": site_lib.with_taps(sites["head"], taps)}
+    return transformer.head_loss(x_BLD, _paired(behind, sinks), seen_by, batch, cfg, run) / total
+
+  x_BLD, pull_embed = jax.vjp(embed, _sinks(rows))
+  x_BLD, inputs = _forward(plan, x_BLD, params, sites, batch)
+  loss, pull_finish = jax.vjp(finish, x_BLD, _sinks(behind), site_lib.taps(sites["head"]))
+
+  move = _Mover(plan, state, rate)
+  taken = _Taken(params, dict(state.opt), jnp.isfinite(loss))
+  g_BLD, g_behind, seen_head = pull_finish(jnp.ones_like(loss))
+  g_head = g_behind.pop("embed", None)
+  taken = move.named(g_behind, [seen_head], taken)
+  # Before any layer's turn: else the head's gradient would wait for all of them.
+  g_BLD, taken = jax.lax.optimization_barrier((g_BLD, taken))
+  g_BLD, taken, seen = _backward(plan, g_BLD, taken, move, sites, inputs, batch)
+  (g_rows,) = pull_embed(g_BLD)
+  if g_head is not None:
+    g_rows = {"embed": g_rows["embed"] + g_head}
+  taken = move.named(g_rows, [], taken)
+  seen = site_lib.by_name(sites, {**sites, "layers": seen, "head": seen_head})
+  norm, squares = jnp.sqrt(taken.squares[0]), taken.squares[1:]
+  return update.StepResult(
+    loss, norm, taken.is_finite, taken.params, taken.opt, squares, seen, state.room, {}
+  )
+
+
+def _forward(plan, x_BLD, params, sites, batch):
+  """(the residual stream after all layers, what waits of their inputs: stacks, one per run)."""
+  cfg, run, inputs = plan.model, plan.run, []
+  around = transformer.layer_context(batch, cfg)
+
+  def forward(x_BLD, xs):
+    i, s = xs
+    of_layer = (jax.tree.map(lambda x: x[i], params["layers"]), s)
+    waits = x_BLD if run.kept.residual is None else residuals.keep(x_BLD, run.kept.residual)
+    return transformer.layer(x_BLD, of_layer, around, cfg, run), waits
+
+  start = 0
+  for of_run in sites["layers"]:
+    stop = start + jax.tree.leaves(of_run)[0].shape[0]
+    # By number: slices of the stacks would be copies of them.
+    x_BLD, waiting = jax.lax.scan(forward, x_BLD, (jnp.arange(start, stop), of_run))
+    inputs.append(waiting)
+    start = stop
+  return x_BLD, inputs
+
+
+def _backward(plan, g_BLD, taken: "_Taken", move: "_Mover", sites, inputs, batch):
+  """(the gradient of the first layer's input, what has moved, what sites saw: one per run)."""
+  cfg, run, stop, seen = plan.model, plan.run, plan.model.num_layers, []
+  around = transformer.layer_context(batch, cfg)
+
+  def backward(carry, xs):
+    g_BLD, taken = carry
+    i, waits, s = xs
+    p = jax.tree.map(lambda x: x[i], taken.params["layers"])
+
+    def again(x_BLD, sinks, taps):
+      of_layer = (_paired(p, sinks), site_lib.with_taps(s, taps))
+      return transformer.layer(x_BLD, of_layer, around, cfg, run)
+
+    # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
+    with jax.named_scope("rematted_computation"):
+      _, pull = jax.vjp(again, residuals.restored(waits, run.dtype), _sinks(p), site_lib.taps(s))
+    g_BLD, gradient, seen = pull(g_BLD)
+    return (g_BLD, move.layer(i, gradient, seen, taken)), seen
+
+  for of_run, waiting in reversed(list(zip(sites["layers"], inputs, strict=True))):
+    start = stop - jax.tree.leaves(of_run)[0].shape[0]
+    xs = (jnp.arange(start, stop), waiting, of_run)
+    (g_BLD, taken), saw = jax.lax.scan(backward, (g_BLD, taken), xs, reverse=True)
+    stop = start
+    seen.append(saw)
+  return g_BLD, taken, tuple(reversed(seen))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Taken:
+  """As far as a step has come.
+
+  Attributes:
+    params, opt: of State, some moved.
+    is_finite: bool scalar, whether everything so far was.
+    squares: float32 [3], sums so far: of gradients, of updates, applied or not, and of parameters
+      before them.
+  """
+
+  params: Any
+  opt: Any
+  is_finite: Any
+  squares: Any = dataclasses.field(default_factory=lambda: jnp.zeros(3, jnp.float32))
+
+
+class _Mover:
+  """Moves parts of the parameters at a learning rate."""
+
+  def __init__(self, plan, state, rate):
+    self.plan, self.state, self.rate = plan, state, rate
+    self.places = params_lib.shardings(plan.declaration, plan.run.layout)
+
+  def named(self, gradient, seen, taken: _Taken) -> _Taken:
+    """Those parameters that `gradient` has."""
+    opt, params, is_finite, squares = self._move(
+      {k: taken.opt[k] for k in gradient}, {k: taken.params[k] for k in gradient},
+      gradient, seen, taken, lambda tree: {k: tree[k] for k in gradient},
+    )  # fmt: skip
+    return _Taken({**taken.params, **params}, {**taken.opt, **opt}, is_finite, squares)
+
+  def layer(self, i, gradient, seen, taken: _Taken) -> _Taken:
+    """Layer i."""
+    whole = (taken.opt["layers"], taken.params["layers"])
+    # Every layer starts from the counters before the step.
+    counted = update.with_scalars_of(whole[0], self.state.opt["layers"])
+    opt, params = update.slice_layer((counted, whole[1]), i, 1)
+    gradient = jax.tree.map(lambda g: g[None], gradient)
+    *new, is_finite, squares = self._move(
+      opt, params, gradient, seen, taken, lambda tree: tree["layers"], piece=i
+    )
+    opt, params = update.update_layer(whole, tuple(new), i)
+    return _Taken(
+      {**taken.params, "layers": params}, {**taken.opt, "layers": opt}, is_finite, squares
+    )
+
+  def _move(self, opt, params, gradient, seen, taken: _Taken, part, piece=0):
+    """(opt, params, is_finite, squares)."""
+    if self.plan.run.layout.mesh is not None:
+      gradient = jax.lax.with_sharding_constraint(gradient, part(self.places))
+    norm = gradients.norm(gradient)
+    amaxes = [jnp.isfinite(tap[..., 0]).all() for tap in jax.tree.leaves(seen)]
+    is_finite = functools.reduce(jnp.logical_and, amaxes, taken.is_finite & jnp.isfinite(norm))
+    now = update.UpdateArgs(self.state.step, self.rate, is_applied=is_finite & ~self.state.halted)
+    with jax.named_scope("optimizer"):
+      opt, params, squares = update.move_all(
+        part(self.plan.leaves), part(self.plan.declaration), self.plan.run.layout,
+        gradient, opt, params, now, piece=piece,
+      )  # fmt: skip
+    more = jnp.concatenate([jnp.square(norm)[None], squares])
+    return opt, params, is_finite, taken.squares + more
+
+
+def _sinks(params):
+  """Zeros for what is kept narrow, whose cotangents are its gradients; arrays as they are."""
+  return jax.tree.map(
+    lambda p: stored_params.grad_placeholder(p, None, 0) if stored_params.is_stored(p) else p,
+    params,
+    is_leaf=stored_params.is_stored,
+  )
+
+
+def _paired(params, sinks):
+  """Parameters as the model takes them, to be differentiated by their sinks."""
+  return jax.tree.map(
+    lambda p, sink: stored_params.Weight(p, sink, None) if stored_params.is_stored(p) else sink,
+    params, sinks, is_leaf=stored_params.is_stored,
+  )  # fmt: skip

@@ -1,0 +1,94 @@
+"""What a run is: the resolved, checked configuration, typed."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from fp8jax import params as params_lib
+from fp8jax.data import config as data_config_lib
+from fp8jax.kernels import choose
+from fp8jax.models import config as model_config
+from fp8jax.models import transformer
+from fp8jax.ops import site
+from fp8jax.optim import factory as optim_build
+from fp8jax.optim import update
+from fp8jax.quantization import tensor_stats
+from fp8jax.recipe import schedule
+from fp8jax.step import layerwise
+
+# A ConfigDict with every key of configs/base.py; types cannot know its keys.
+Config = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSpec:
+  """A run, resolved: what launch jobs work from.
+
+  Attributes:
+    model: architecture.
+    declaration: tree of Param.
+    run: how the model executes, layout included.
+    precision: recipes, phase by phase.
+    optim: optimizer numbers.
+    data: what is read.
+    microbatch: sequences per microbatch over all devices.
+    device: hardware that backends are chosen for.
+    config: what it came from.
+  """
+
+  model: model_config.ModelConfig
+  declaration: Any
+  run: model_config.ComputeConfig
+  precision: schedule.Precision
+  optim: optim_build.OptimizerConfig
+  data: data_config_lib.DataConfig
+  microbatch: int
+  device: choose.Device
+  config: Config
+
+  def phase(self, step: int) -> int:
+    """Index of the precision phase that the step after `step` steps belongs to."""
+    return self.precision.at(step)
+
+  def sites(
+    self, recipe: str | None = None, *, phase: int = 0, statistics: int = tensor_stats.QUIET
+  ):
+    """The tree of sites.
+
+    Args:
+      recipe: all sites in this named recipe; None takes the config's rules.
+      phase: whose rules.
+      statistics: observe.QUIET, or observe.LOUD to watch everything.
+    """
+    rules = self.precision.phases[phase].rules if recipe is None else ((".*", recipe),)
+    return site.build_sites(
+      transformer.site_params(self.model),
+      self.model.dims,
+      rules,
+      self.run.layout,
+      matmul=self.config.kernels.matmul,
+      device=self.device,
+      tokens=self.tokens_per_device,
+      statistics=statistics,
+    )
+
+  @functools.cached_property
+  def leaves(self):
+    """Tree of optim.build.Leaf: how every parameter is kept and moved."""
+    leaves = optim_build.leaves(self.optim, self.declaration, self.config.seed)
+    params = params_lib.abstract(self.declaration, self.model.dims, self.run.layout)
+    if self.optim.is_by_layer:
+      layerwise.check(leaves, params)
+    return update.with_backends(leaves, params, self.device, self.config.kernels.optimizer)
+
+  @property
+  def num_devices(self) -> int:
+    """Devices that the run computes on: those of its mesh, all processes' together."""
+    mesh_ = self.run.layout.mesh
+    return 1 if mesh_ is None else mesh_.size
+
+  @property
+  def tokens_per_device(self) -> int:
+    """Tokens of one microbatch on one device."""
+    layout = self.run.layout
+    return self.microbatch * self.data.length // layout.size(layout.act_axes("B"))
