@@ -92,7 +92,8 @@ def get_config(arm=""):
   # What of it waits in a copy, for the backward pass alone: "none" (as differentiation has it),
   # "bf16", "e4m3_16" (groups of 16 channels, 1.06 bytes per element; COAT) or "e4m3_128" (1.01
   # bytes). Inputs of GEMMs are their recipe's to save (..._saved: beside what norms and gated keep,
-  # so more in all where those are their sources, as on Hopper under block_128). See ops/residuals.py.
+  # so more in all where those are their sources, as on Hopper under block_128):
+  # ops/residuals.py.
   c.memory.norms = "none"  # inputs of norms: the residual stream, twice per layer
   c.memory.gated = "none"  # gate and up
   c.memory.residual = "none"  # with remat="full": the input of every layer

@@ -106,7 +106,8 @@ def remedy(name: str) -> str:
   """How to get the folder that a name stands for, for the end of a message."""
   last = os.path.basename(os.path.normpath(name))
   if last == "smollm2-135m":
-    return f"expected a Hugging Face folder; write it with: python -m fp8jax.models.hf.convert_gguf {name}"
+    command = f"python -m fp8jax.models.hf.convert_gguf {name}"
+    return f"expected a Hugging Face folder; write it with: {command}"
   source, target = (name, f"{_ASSETS}/{last}") if is_id(name) else (f"ORG/{last}", name)
   where = f", and name {target} instead" if is_id(name) else ""
   return (

@@ -78,8 +78,10 @@ def test_both_orders_take_the_same_step(recipe, changes):
 
 def test_what_is_drawn_differs_from_layer_to_layer():
   """Layers alike, in weights and gradients, on either side of a tie: rounded each for itself."""
-  optim = factory.OptimizerConfig("adam", "float32", "bf16_sr", "float32", "constant", 1e-3, 0.0, 0, 0, 1, 0.9,
-                      0.95, 1e-8, 0.0, 0.0, "by_layer")  # fmt: skip
+  optim = factory.OptimizerConfig(
+    "adam", "float32", "bf16_sr", "float32", "constant", 1e-3, 0.0, 0, 0, 1, 0.9, 0.95, 1e-8, 0.0,
+    0.0, "by_layer",
+  )  # fmt: skip
   declaration = {"stack": Param("NDF")}
   leaves = factory.leaves(optim, declaration)
   made = update.init(leaves["stack"], jax.numpy.ones((2, 64, 64)))
@@ -209,8 +211,8 @@ def test_what_needs_all_gradients_is_refused():
 def test_layers_that_share_a_scale_are_refused():
   declaration = {"layers": {"small": Param("NDF")}}
   optim = dataclasses.replace(
-    factory.OptimizerConfig("adam", "e4m3_256", "float32", "float32", "constant", 1e-3, 0.0, 0, 0, 1, 0.9, 0.95,
-                1e-8, 0.0, 0.0),
+    factory.OptimizerConfig("adam", "e4m3_256", "float32", "float32", "constant", 1e-3, 0.0, 0, 0,
+                            1, 0.9, 0.95, 1e-8, 0.0, 0.0),
     order="by_layer",
   )  # fmt: skip
   leaves = factory.leaves(optim, declaration)

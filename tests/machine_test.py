@@ -226,8 +226,9 @@ def test_only_a_gpu_that_nothing_was_compiled_for_comes_with_a_caution():
 def test_a_config_sets_the_share_of_memory_before_jax_meets_its_devices():
   """launch.py as it is, the job replaced by one that looks."""
   code = (
-    "import os, runpy, sys; from fp8jax.jobs import dispatch as jobs; import jax._src.xla_bridge as bridge; "
-    "jobs.run = lambda *a: print(os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'], "
+    "import os, runpy, sys; from fp8jax.jobs import dispatch; "
+    "import jax._src.xla_bridge as bridge; "
+    "dispatch.run = lambda *a: print(os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'], "
     "bridge.backends_are_initialized()); "
     "sys.argv = ['launch.py', '--config=configs/cpt_7b_1gpu_32k.py']; "
     "runpy.run_path('launch.py', run_name='__main__')"

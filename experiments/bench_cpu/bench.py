@@ -88,7 +88,8 @@ def bench_numerics():
     batch = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch).place(host)
     step_fn = train_step.make_step(plan)
     sites = {
-      "quiet": plan.sites(statistics=tensor_stats.QUIET), "loud": plan.sites(statistics=tensor_stats.LOUD)
+      "quiet": plan.sites(statistics=tensor_stats.QUIET),
+      "loud": plan.sites(statistics=tensor_stats.LOUD),
     }  # fmt: skip
     state = train_step.calibrate(plan, train_step.make_state(plan), batch, 0)
     times = {kind: [] for kind in sites}

@@ -1,6 +1,6 @@
 """Products of experts, and what is computed on the way into the quantizer, beside XLA's programs.
 
-Both are what other parts of the package call: kernels/grouped_matmul, quantize_produced. XLA's
+Both are what other parts of the package call: kernels/gemm/grouped.py, quantize_produced. XLA's
 products of groups are BF16 (jax.lax.ragged_dot); it computes norm and SwiGLU as ops/basic does and
 makes the results narrow as quant/quantize does.
 """

@@ -39,7 +39,7 @@ class Call:
   Attributes:
     prepare: operands in BF16, a [M, K] and b [N, K] or x, w and g -> what `run` takes; not timed.
     run: -> D [M, N], or (y, dx, dw).
-    is_ours: whether `run` takes two Scaled and adds up as kernels/scaled_matmul says it does.
+    is_ours: whether `run` takes two ScaledMatrix and adds up as kernels/scaled_matmul says it does.
   """
 
   prepare: Callable[..., tuple]
@@ -160,7 +160,7 @@ def _bf16_layer() -> Call:
 
 @functools.cache
 def narrow_operands(recipe, product: str) -> Callable:
-  """(a [M, K], b [N, K]) -> both Scaled, as the recipe has them in this product."""
+  """(a [M, K], b [N, K]) -> both ScaledMatrix, as the recipe has them in this product."""
   spec = getattr(recipe, product)
   return jax.jit(lambda a, b: (quantize.quantize(a, spec.lhs), quantize.quantize(b, spec.rhs)))
 
@@ -189,7 +189,7 @@ def _quantize_by_us(x, quants):
 
 
 def _layer(recipe, make, backend: str) -> Call:
-  """Args: make: (x, {axis: how}) -> {axis: Scaled}."""
+  """Args: make: (x, {axis: how}) -> {axis: ScaledMatrix}."""
 
   def multiply(product, a, b, out):
     accumulate = getattr(recipe, product).accumulate
@@ -238,7 +238,7 @@ def _distance(got, want):
 
 @jax.jit
 def _sum_error(d, a, b):
-  """Largest error of D = A . B' for Scaled operands, in what is explained; infinity for NaN."""
+  """Largest error of D = A . B' of ScaledMatrices, in units of what is explained; infinity for NaN."""
   a, b = a.dequantize(), b.dequantize()
   want, magnitudes = _product(a, b.T), _product(jnp.abs(a), jnp.abs(b).T)
   slack = tile_config.SUM_ERROR * magnitudes + jnp.finfo(d.dtype).eps * jnp.abs(want)

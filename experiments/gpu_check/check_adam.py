@@ -35,7 +35,8 @@ def run(context: Context, preset, is_pair, dtype, shape) -> dict[str, Any]:
     rng = np.random.default_rng(11)
     rows = 2.0 ** rng.integers(-20, 0, (shape[0], 1))
     g, m, v, p = (make(rng, *shape) * rows for _ in range(4))
-    state = [quantized_tensor.pack(jnp.asarray(x, jnp.float32), q) if q else jnp.asarray(x, jnp.float32)
+    state = [quantized_tensor.pack(jnp.asarray(x, jnp.float32), q) if q
+             else jnp.asarray(x, jnp.float32)
              for x, q in ((m, kept.mu), (np.square(v), kept.nu))]  # fmt: skip
     gradient, master = jnp.asarray(g, dtype), jnp.asarray(p, jnp.float32)
     master = bf16_remainder.split(master) if is_pair else master
@@ -65,7 +66,7 @@ def _step(gradient, master, mu, nu):
 
 
 def wide(x) -> np.ndarray:
-  """float64 of an array, a Split or a Packed."""
+  """float64 of an array, a Split or a QuantizedTensor."""
   return np.asarray(x.unpack() if hasattr(x, "unpack") else x, np.float64)
 
 

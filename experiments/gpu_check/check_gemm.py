@@ -73,7 +73,7 @@ def compare(got, want, magnitudes, dtype, exact: bool) -> dict[str, float]:
 
 
 def quantized(x: np.ndarray, quant) -> tuple[scaled_matrix.ScaledMatrix, np.ndarray]:
-  """(a Scaled of x [rows, contraction], by XLA, and the float64 matrix that it stands for)."""
+  """(ScaledMatrix of x [rows, contraction], by XLA, and the float64 matrix that it stands for)."""
   made = jax.jit(lambda x: quantize.quantize(x, quant))(jnp.asarray(x))
   return made, np.asarray(made.dequantize(), np.float64)
 

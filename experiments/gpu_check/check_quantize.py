@@ -55,7 +55,7 @@ def _exact(got, want, what: str):
 
 
 def expanded(made) -> np.ndarray:
-  """float64 scale of every element of a Scaled [rows, contraction]."""
+  """float64 scale of every element of a ScaledMatrix [rows, contraction]."""
   scale = np.asarray(made.scale, np.float64)
   for axis in (0, 1):
     scale = np.repeat(scale, made.tile[axis], axis)

@@ -116,14 +116,14 @@ def _grouped(product: str, tokens: int, n: int, k: int) -> Program:
 
 
 def quantize(shape, alongs, tensor: str, watched: bool = False) -> Program:
-  """-> ({axis: Scaled}, amax or None) of a matrix. Args: tensor: "x", "w" or "g"."""
+  """-> ({axis: ScaledMatrix}, amax or None) of a matrix. Args: tensor: "x", "w" or "g"."""
   quants = {axis: QUANTS[tensor][axis] for axis in alongs}
   make = functools.partial(quantizer.quantize_matrix, quants=quants, watched=watched)
   return Program(make, (array(jnp.float32 if tensor == "w" else jnp.bfloat16, *shape),))
 
 
 def prologue(producer: str, shape) -> Program:
-  """-> (a list of {axis: Scaled}, their amaxes) of BF16 matrices, as training calls it."""
+  """-> (a list of {axis: ScaledMatrix}, their amaxes) of BF16 matrices, as training calls it."""
   made = PRODUCERS[producer]
   matrices = [array(jnp.bfloat16, *shape)] * made.matrices
   factors = [array(jnp.float32, shape[axis]) for axis in made.factors]

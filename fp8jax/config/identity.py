@@ -1,4 +1,4 @@
-"""Which runs are the same: flat configurations, their differences, and which of these a resume accepts."""
+"""Which runs are the same: flat configurations, their differences, what a resume accepts."""
 
 import dataclasses
 import hashlib

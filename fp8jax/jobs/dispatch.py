@@ -76,7 +76,8 @@ def _run(job: str, c: run_spec.Config, base: run_spec.Config, workdir: str) -> i
   if job == "train":
     return train.run(plan, workdir, identity.flatten(base)).get("exit_code", 0)
   jobs = {
-    "evaluate": evaluate.run, "export": export.run, "calibrate": calibrate.run, "diagnose": diagnose.run,
+    "evaluate": evaluate.run, "export": export.run,
+    "calibrate": calibrate.run, "diagnose": diagnose.run,
   }  # fmt: skip
   result = jobs[job](plan, workdir)
   if jax.process_index() == 0:

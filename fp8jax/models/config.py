@@ -1,4 +1,4 @@
-"""What a decoder is (ModelConfig) and how it runs (Execution); precision of GEMMs is elsewhere.
+"""What a decoder is (ModelConfig) and how it runs (ComputeConfig); precision of GEMMs is elsewhere.
 
 Field names follow Hugging Face's config.json where the field's literature agrees with it.
 """

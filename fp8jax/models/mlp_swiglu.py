@@ -10,7 +10,7 @@ from fp8jax.ops.fused.swiglu_mlp import swiglu_mlp
 from fp8jax.ops.linear import dot
 from fp8jax.params import Param
 
-# Execution.smooth_swiglu -> down(silu(gate(x)) * up(x)), the same to the bit without quantization.
+# ComputeConfig.smooth_swiglu -> down(silu(gate(x)) * up(x)), the same to the bit if unquantized.
 FORMS = {"none": swiglu_mlp, "channel": smooth_swiglu.per_channel, "token": smooth_swiglu.per_token}
 
 

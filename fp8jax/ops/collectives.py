@@ -48,8 +48,8 @@ def gather_scaled(
   Args:
     over: mesh axes.
     axis: 0 or 1.
-    in_shards: leave the data as they arrive, one shard after the other (see Scaled). Along axis 1
-      every byte would have to move again to make one matrix of them.
+    in_shards: leave the data as they arrive, one shard after the other (see ScaledMatrix). Along
+      axis 1 every byte would have to move again to make one matrix of them.
   """
 
   def gather(x, in_shards=False):

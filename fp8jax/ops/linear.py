@@ -9,11 +9,13 @@ A linear layer is three products. With x [tokens, in], w [in, out] and the incom
 Each product quantises both of its operands along *its own* contraction, because a scale can only be
 pulled out of a sum over elements that share it. A weight tile of 128x128 reads the same both ways;
 an activation tile of 1x128 does not, so x and g are quantised a second time, along tokens, for the
-weight gradient. What waits for the backward pass is w as it came in (weights are always quantised
-from the master copy) and x: as it came in, or, where the recipe saves narrow, already as the
-operand of the weight gradient. An x that is only computed in the quantizer (later.py) waits as what
-it is computed from, and so does one that asks for narrow copies of that (kept.py). Gradients of w
-come back in w's dtype (float32 masters give float32 weight gradients).
+weight gradient.
+
+The residuals are x and w, unquantized: weights are always quantized from the master
+copy. Three things change the residual of x. Where the recipe saves FP8, it is the operand of the
+weight gradient. A prologue (fused/prologue.py) is saved as its own inputs and computed again. A
+compressed residual (residuals.py) is a quantized copy. Gradients of w have w's dtype: float32
+masters get float32 weight gradients.
 
 Letters carry the sharding (axes.py). A product runs inside `shard_map`: the weight shard is made
 narrow first and gathered narrow where its tiles allow, partial sums over split letters are reduced,
@@ -22,7 +24,8 @@ and the weight gradient leaves scattered like the weight:
   forward   x[B_data, D] . gather(w[D_fsdp, F_tensor]) -> y[B_data, F_tensor]
   wgrad     x[B_data, D]' . g[B_data, F_tensor] -> dw[D_fsdp, F_tensor]
 
-This module holds the GEMM's `custom_vjp`; gated.py and loss.py put its parts together otherwise.
+This module holds the GEMM's `custom_vjp`. fused/swiglu_mlp.py and cross_entropy.py compose the same
+parts in `custom_vjp`s of their own.
 """
 
 import functools
@@ -56,7 +59,7 @@ def dot(eqn: str, x, w, site: Site, *, out_dtype=None):
     eqn: e.g. "BLD,DF->BLF" or "BLHK,HKD->BLD". Letters in both x and w but not in y are contracted.
     x: activation, maybe one of `later`; gradients with respect to it have its dtype.
     w: weight, usually the float32 master; gradients with respect to it have its dtype. Or a node
-      that holds one (weights.py).
+      that holds one (stored_params.py).
     site: precision, implementation and layout.
     out_dtype: dtype of the result; default x's.
 
@@ -360,7 +363,7 @@ def weight_gradient(plan: GemmSpec, x, g, dtype, inputs: ScalingInputs):
 
 
 def save_input(plan: GemmSpec, x, inputs: ScalingInputs):
-  """What the weight gradient will need of x: x, or a Scaled [batch?, in, tokens]."""
+  """What the weight gradient will need of x: x, or a ScaledMatrix [batch?, in, tokens]."""
   if plan.recipe.save is SaveForBackward.INPUTS or isinstance(x, scaled_matrix.ScaledMatrix):
     return x
 

@@ -51,7 +51,7 @@ class Operand:
   """One operand as [batch..., rows, contraction] ready to multiply.
 
   Attributes:
-    value: a Scaled or an array [rows, contraction], with a leading batch axis if `batch`.
+    value: a ScaledMatrix or an array [rows, contraction], with a leading batch axis if `batch`.
     free: letters of the rows, in order.
     sizes: letter -> local size.
     amax: float32 scalar of what became `value`, where it was asked for and the quantizer found it.
@@ -182,7 +182,7 @@ def weight(
 
 
 def specs(free: str, contracted: str, batch: str, quant: Quant, layout: axes.Layout):
-  """PartitionSpecs of a Scaled [batch?, rows, contraction] that leaves or enters `shard_map`."""
+  """PartitionSpecs of a ScaledMatrix [batch?, rows, contraction] at `shard_map`'s border."""
   lead = (layout.act_axes_of(batch) or None,) if batch else ()
   axes_ = [layout.act_axes_of(free) or None, layout.act_axes_of(contracted) or None]
   spec = jax.sharding.PartitionSpec

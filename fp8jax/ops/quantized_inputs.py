@@ -3,7 +3,7 @@
 Two products of a linear layer take the same activation, one along its features, one along its
 tokens, and several linear layers may share an input. Where a kernel makes both operands from one
 reading (kernels/quantize), or one operand serves several products, it is made here, once; and where
-the activation is not computed yet (later.py), computed there.
+the activation is not computed yet (fused/prologue.py), computed there.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class InputCache:
 def quantize_both_orientations(
   plan: GemmSpec, tensor: int, t, inputs: ScalingInputs, products: tuple[int, ...], is_watched: bool
 ):
-  """Tensor 0 or 2 (x, g) for each of some products: a Scaled where one kernel makes all, else t.
+  """Tensor 0 or 2 (x, g) for each product: a ScaledMatrix where one kernel makes all, else t.
 
   Returns:
     (those, the float32 [1] amax of t if it is watched and the kernel found it, else None).
@@ -126,8 +126,8 @@ def run_prologue(
   """Results of t made narrow, nothing else of it written; `can_produce` has said yes.
 
   Returns:
-    For every plan, whose number is that of its result, a Scaled for each of its products; and if
-    it is watched, the float32 [1] amax of every result.
+    For every plan, whose number is that of its result, a ScaledMatrix for each of its products; and
+    if it is watched, the float32 [1] amax of every result.
   """
   plan, letters, layout = plans[0], plans[0].of(tensor), plans[0].layout
   found = [cast(_AsMatrix, _matrix(p, tensor, t.dtype, products)) for p in plans]
@@ -215,7 +215,7 @@ def spec(plan: GemmSpec, tensor: int, t, which: int):
 
 
 def spec_of_narrow(plan: GemmSpec, tensor: int, which: int):
-  """Where a Scaled that product `which` takes lies."""
+  """Where a ScaledMatrix that product `which` takes lies."""
   batch, letters, contracted = plan.letters.batch, plan.of(tensor), plan.contracted(which)
   quant = cast(Quant, plan.quant(tensor, which))  # it was made narrow
   free = "".join(c for c in letters if c not in contracted and c not in batch)

@@ -57,7 +57,7 @@ class ResidualFormats:
 
 
 def keep(x, quant: Quant):
-  """x as it waits: a Packed, named NAME."""
+  """x as it waits: a QuantizedTensor, named NAME."""
   return jax.tree.map(lambda t: checkpoint_name(t, NAME), quantized_tensor.pack(x, quant))
 
 

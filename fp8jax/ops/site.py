@@ -295,7 +295,8 @@ def with_current_scales(sites):
   return tree_map(one, sites)
 
 
-# Its gradient is that of the sum over tokens, before any factor on the loss: see ops/cross_entropy.py.
+# Its gradient is that of the sum over tokens, before any factor on the loss
+# (ops/cross_entropy.py).
 _HEAD = "head"
 
 

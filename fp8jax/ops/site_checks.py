@@ -19,7 +19,7 @@ def refuse_dtypes(x, ws):
       raise TypeError(
         f"{name} is a {type(operand).__name__}, expected an array; convert it with jnp.asarray"
       )
-    # A parameter in several parts (weights.py) is floating-point by construction.
+    # A parameter in several parts (stored_params.py) is floating-point by construction.
     dtype = getattr(operand, "dtype", jnp.float32)
     if not jnp.issubdtype(dtype, jnp.floating):
       raise TypeError(

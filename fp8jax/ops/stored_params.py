@@ -1,8 +1,8 @@
 """Parameters as a model reads them, however they are kept, and their gradients as these are kept.
 
-A parameter is an array, or a node that holds one narrow: `Packed` (16 bits, or fewer with scales)
-or `Split` (BF16 and a remainder). What is multiplied by is its `value`; a dot makes that of the
-node where it needs it, so that nothing wide waits for the backward pass.
+A parameter is an array or a stored form of one: `QuantizedTensor` (16 bits, or fewer with scales) or
+`SplitFloat32` (BF16 and a remainder). Products use its `value`. A dot computes the value from the
+stored form where it needs it, so that no high-precision copy is a residual.
 
 In training each node, and each parameter whose gradient is kept narrow, is paired with a sink,
 zeros in the form of that gradient: the gradient is the sink's cotangent, made where a layer's
@@ -28,11 +28,10 @@ class Weight:
   """A parameter in training.
 
   Attributes:
-    kept: an array, Packed or Split.
-    sink: float32 zeros, or Packed zeros, like its gradient; None for what waits for the backward
-      pass.
+    kept: an array, QuantizedTensor or SplitFloat32.
+    sink: float32 zeros, or QuantizedTensor zeros, like its gradient; None for residuals.
     key: jax random key of the gradient's rounding, of each layer where parameters are stacked.
-    room: what `packed.pack` takes under that name, or None; of each layer too.
+    room: what `quantized_tensor.pack` takes under that name, or None; of each layer too.
     quant: how the gradient is kept; None for float32.
   """
 
@@ -119,7 +118,7 @@ def grad_placeholder(param, quant: Quant | None, lead: int):
   """Zeros like the gradient of a parameter.
 
   Args:
-    param: array, Packed or Split, or anything with a shape.
+    param: array, QuantizedTensor or SplitFloat32, or anything with a shape.
     quant: how its gradient is kept; None for float32.
     lead: so many first axes number tensors with scales of their own.
   """
@@ -134,7 +133,7 @@ def grad_placeholder(param, quant: Quant | None, lead: int):
 
 
 def _kept_like(w: Weight, g):
-  """g as it is kept: float32, or Packed. What is not finite stays visible."""
+  """g as it is kept: float32, or QuantizedTensor. What is not finite stays visible."""
   if w.quant is None:
     return g
   made = quantized_tensor.pack(g, w.quant, key=w.key, room=w.room)

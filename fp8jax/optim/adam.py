@@ -53,7 +53,7 @@ def scale_by_adam(
 
   Optax's wrappers take it. Of optax.inject_hyperparams, b1 and b2 are looked at where they are
   numbers, in `init`, and not where they are traced. optax.tree_map_params needs
-  is_leaf=lambda x: isinstance(x, packed.Packed), as a narrow moment is a node of codes and scales.
+  is_leaf=lambda x: isinstance(x, QuantizedTensor), a moment being codes and scales.
 
   Args:
     b1, b2, eps, eps_root: as in Optax.

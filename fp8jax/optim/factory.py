@@ -175,7 +175,7 @@ class ParamOptimizer:
 
 
 def leaves(optim: OptimizerConfig, declaration, seed: int = 0):
-  """A tree of Leaf like the declaration.
+  """A tree of ParamOptimizer like the declaration.
 
   Norms and biases, which weight decay leaves alone, keep float32.
 

@@ -91,7 +91,7 @@ def _add(a, b, key):
 
 
 def init_grad_autoscale(quant: Quant | None, microbatches: int) -> dict[str, jax.Array]:
-  """{"mu": float32} where gradients have 8 bits, else {}: `packed.pack`'s room for them.
+  """{"mu": float32} where gradients have 8 bits, else {}: `quantized_tensor.pack`'s room for them.
 
   A sum of equal microbatches comes to lie at half the maximum, as its roundings add up to some of
   it. Where they differ that is too much room, and mu grows.

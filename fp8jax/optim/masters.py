@@ -27,7 +27,7 @@ PRESETS: dict[str, Quant | str | None] = {
 
 
 def keep(x, how: Quant | str | None, *, lead: int = 0, key=None) -> Any:
-  """x as it is kept: float32, Packed or Split.
+  """x as it is kept: float32, QuantizedTensor or SplitFloat32.
 
   Args:
     x: float32 of any shape.

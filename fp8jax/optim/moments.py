@@ -48,7 +48,8 @@ PRESETS = {
   # COAT (arXiv:2410.19313 §4): every group's range stretched over E4M3's; 2.08 bytes, as amax and
   # exponent of a group take 5.
   "coat": Moments(
-    _quant(E4M3, 128, transform=DynamicRangeExpansion()), _nu(E4M3, 128, transform=DynamicRangeExpansion())
+    _quant(E4M3, 128, transform=DynamicRangeExpansion()),
+    _nu(E4M3, 128, transform=DynamicRangeExpansion()),
   ),
   # The root halves the binades of v, so that E4M3 holds them under plain scales: 2.06 bytes.
   "sqrt_v": Moments(_quant(E4M3, 128), _nu(E4M3, 128, transform=SquareRoot())),
@@ -92,8 +93,8 @@ def problems(moments: Moments, mu_decay: float | None, nu_decay: float | None) -
     if name == "nu" and _binades(quant) < _LEAST_BINADES and not quant.keeps_nonzero:
       found.append(
         f"nu={quant}: what is {_binades(quant):.0f} binades below its tile's largest becomes 0, "
-        "and m / eps a step of any size. Set keeps_nonzero=True, or transform=Expand() or "
-        "SquareRoot(), or take E5M2"
+        "and m / eps a step of any size. Set keeps_nonzero=True, or "
+        "transform=DynamicRangeExpansion() or SquareRoot(), or take E5M2"
       )
   return found
 

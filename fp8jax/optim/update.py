@@ -152,9 +152,9 @@ def move(leaf: ParamOptimizer, g, state, kept, now: UpdateArgs, *, may_walk: boo
   """One parameter's step.
 
   Args:
-    g: its gradient, float32 or Packed.
+    g: its gradient, float32 or QuantizedTensor.
     state: of its transformation.
-    kept: its master: float32, Packed or Split.
+    kept: its master: float32, QuantizedTensor or SplitFloat32.
     may_walk: whether its first axis lies on one device.
     piece: which layer, where these are one layer's part of a parameter: what is drawn differs.
 

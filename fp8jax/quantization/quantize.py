@@ -1,4 +1,4 @@
-"""quantize(x, quant) -> Scaled: tile amax, then scale, then clip and round.
+"""quantize(x, quant) -> ScaledMatrix: tile amax, then scale, then clip and round.
 
 Source: current (just-in-time) scaling. Of the scale rules, amax over the format's maximum and that
 rounded up to a power of two are those of DeepSeek-V3 (arXiv:2412.19437) §3.3 and of Transformer
@@ -138,8 +138,8 @@ def quantize(
     key: a jax.random key, for stochastic rounding.
 
   Returns:
-    Scaled [rows, contraction]. With contraction=0 its data is a transposed view, which XLA folds
-    into the product.
+    ScaledMatrix [rows, contraction]. With contraction=0 its data is a transposed view, which XLA
+    folds into the product.
 
   Raises:
     ValueError: an amax too many or missing; a missing key; a contraction that the transform's size
@@ -159,7 +159,7 @@ def quantize(
 
 
 def _narrow(x, quant: Quant, amax_axes, amax, key) -> scaled_matrix.ScaledMatrix:
-  """Scaled of x as it lies; quant.tile and amax_axes are of x's two axes."""
+  """ScaledMatrix of x as it lies; quant.tile and amax_axes are of x's two axes."""
   extents = tuple(n if t == WHOLE else t for n, t in zip(x.shape, quant.tile))
   pads = [(0, -n % t) for n, t in zip(x.shape, extents)]
   # Zeros never raise an amax, so a partial last tile is exact.

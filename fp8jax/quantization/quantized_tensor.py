@@ -31,7 +31,7 @@ from fp8jax.recipe.quant import (
   SquareRoot,
 )
 
-# Of Expand's exponents: k = power / _POWERS.
+# Of DynamicRangeExpansion's exponents: k = power / _POWERS.
 _POWERS = 16
 # Scales of which a byte says everything.
 _POWERS_OF_TWO = (Scale.POW2, Scale.FLOOR, Scale.EVEN)
@@ -46,9 +46,9 @@ class QuantizedTensor:
     data: the tensor's shape, in the format's dtype.
     scale: one per tile: [first axes..., groups], or of the first axes for (WHOLE, WHOLE); None for
       Scale.NONE. float32, or for powers of two their biased exponent in uint8 (OCP E8M0). With
-      Expand it is the group's amax, and value = scale * (|data| / format.max)^(1 / k) with data's
-      sign.
-    power: uint8 like scale, 16 k, with Expand; else None.
+      DynamicRangeExpansion it is the group's amax, and value = scale * (|data| / format.max)^(1/k)
+      with data's sign.
+    power: uint8 like scale, 16 k, with DynamicRangeExpansion; else None.
     quant: how it was made.
   """
 
@@ -68,7 +68,7 @@ class QuantizedTensor:
 
   @property
   def is_stack(self) -> bool:
-    """Whether no scale is shared along the first axis, so that slices of all parts are Packed."""
+    """Whether no scale is shared along the first axis: then slices are QuantizedTensors too."""
     if self.scale is None or self.quant.tile[1] == WHOLE:
       return self.scale is None or self.scale.ndim > 0
     return group_axes(self.shape, self.quant.tile[1]) > 0
@@ -96,11 +96,12 @@ def pack(x, quant: Quant, *, lead: int = 0, key=None, room=None) -> QuantizedTen
 
   Args:
     x: any float dtype and shape; not negative for a SquareRoot.
-    quant: source CURRENT; tile (WHOLE, WHOLE) or (1, G); transform None, SquareRoot or Expand.
+    quant: source CURRENT; tile (WHOLE, WHOLE) or (1, G); transform None, SquareRoot or
+      DynamicRangeExpansion.
     lead: so many first axes number tensors of their own; matters for tile (WHOLE, WHOLE).
     key: a jax.random key, for stochastic rounding.
     room: float32 scalar, 1 if None: a tile's largest element comes to lie at so many times the
-      format's maximum. Not for Expand.
+      format's maximum. Not for DynamicRangeExpansion.
 
   Raises:
     ValueError: another quant, or stochastic rounding without a key.
@@ -156,7 +157,7 @@ def check(quant: Quant):
   if quant.source != CURRENT or isinstance(quant.transform, Hadamard):
     raise ValueError(
       f"{quant}: what is kept takes its scale from itself and is not rotated; set source=CURRENT "
-      "and transform None, SquareRoot() or Expand()"
+      "and transform None, SquareRoot() or DynamicRangeExpansion()"
     )
   if quant.scale is Scale.E4M3_OVER_F32:
     raise ValueError(f"{quant}: two-level scales are for GEMM operands; set scale='f32'")

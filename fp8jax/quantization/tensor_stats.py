@@ -46,7 +46,7 @@ def statistics(x, narrow, quant: Quant | None):
 
   Args:
     x: [rows, contraction], before narrowing and in the orientation of `narrow`.
-    narrow: the Scaled that `quant` made of it; anything where quant is None.
+    narrow: the ScaledMatrix that `quant` made of it; anything where quant is None.
   """
   x = x.astype(jnp.float32)
   is_finite = jnp.isfinite(x)

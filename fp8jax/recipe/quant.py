@@ -116,7 +116,8 @@ Transform = Hadamard | SquareRoot | DynamicRangeExpansion
 class Quant:
   """How one tensor is made narrow: a GEMM operand, or what is kept between steps or passes.
 
-  A GEMM operand is seen as a matrix of rows x contraction; for anything else see quantization/quantized_tensor.py.
+  A GEMM operand is seen as a matrix of rows x contraction; for anything else see
+  quantization/quantized_tensor.py.
 
   Attributes:
     format: the narrow format of the data.

@@ -20,11 +20,11 @@ _MOST = 8
 def summarise(
   sites, seen: Mapping[str, Any], alignment_N
 ) -> dict[str, dict[str, dict[str, float]]]:
-  """{layer's site: {tensor: observe.summary}} of what loud sites saw, on the host.
+  """{layer's site: {tensor: tensor_stats.summary}} of what loud sites saw, on the host.
 
   Args:
-    alignment_N: of gate and up weights (models/smooth_swiglu.py); it goes with what they make, the input of
-      mlp/down.
+    alignment_N: of gate and up weights (models/smooth_swiglu.py); reported with the input of
+      mlp/down, which these weights make.
   """
   numerics = {
     name: {

@@ -1,7 +1,7 @@
 """The NVIDIA driver of a machine, and the JAX wheels that it allows.
 
-`python -m fp8jax.run.machine` prints the extra of jax to install, "cuda13" or "cuda12", or nothing on a
-machine without a driver.
+`python -m fp8jax.run.machine` prints the extra of jax to install, "cuda13" or "cuda12", or nothing
+on a machine without a driver.
 """
 
 import shlex

@@ -56,7 +56,7 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
   """A step; the other order's is `step.after_backward`.
 
   Args:
-    plan: config.Plan.
+    plan: RunSpec.
     state: State.
     sites, batch: as the model takes them.
     rate: learning rate.

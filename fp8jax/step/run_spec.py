@@ -74,7 +74,7 @@ class RunSpec:
 
   @functools.cached_property
   def leaves(self):
-    """Tree of optim.build.Leaf: how every parameter is kept and moved."""
+    """Tree of optim.factory.ParamOptimizer: how every parameter is kept and moved."""
     leaves = optim_build.leaves(self.optim, self.declaration, self.config.seed)
     params = params_lib.abstract(self.declaration, self.model.dims, self.run.layout)
     if self.optim.is_by_layer:

@@ -224,7 +224,7 @@ def make_step(plan: run_spec.RunSpec):
   """(state, batch, sites) -> (state, metrics), jitted, state donated.
 
   batch is [B, L], or [A, B, L] for A microbatches whose gradients are added up. With loud sites
-  (Plan.sites) the same function, traced a second time, also returns what every site saw in
+  (RunSpec.sites) the same function, traced a second time, also returns what every site saw in
   metrics["seen"], and transformer.alignment.
   """
   shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(plan))

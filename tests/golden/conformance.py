@@ -77,7 +77,7 @@ def codes_of(data) -> np.ndarray:
 
 
 def decode(name: str):
-  """Every code, as Scaled reads it, against ml_dtypes and gfloat."""
+  """Every code, as ScaledMatrix reads it, against ml_dtypes and gfloat."""
   fmt = formats.FORMATS[name]
   codes = np.arange(2**fmt.bits, dtype=np.uint8)
   data = codes.view(fmt.dtype)[None]

@@ -87,7 +87,7 @@ def shipped(array, narrow) -> dict:
 
   Args:
     array: (dtype, *shape) -> an abstract array on the GPU.
-    narrow: (quant, rows, depth) -> an abstract Scaled.
+    narrow: (quant, rows, depth) -> an abstract ScaledMatrix.
   """
   import functools
 

@@ -22,7 +22,7 @@ def _normal(rng, *shape):
 
 
 def _check(made, wide, exact: bool):
-  """Scaled operands against the quantized bfloat16 matrix `wide`.
+  """ScaledMatrix operands against the quantized bfloat16 matrix `wide`.
 
   Not exact: where the last bit of an exponential differs, bfloat16 may round to its neighbour, and
   FP8 then, rarely, to its own.

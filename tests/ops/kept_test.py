@@ -78,7 +78,8 @@ def test_values_are_exact_and_gradients_those_at_the_copy(rng, what):
 
 
 def test_copies_have_the_bytes_that_are_said():
-  assert {name: quantized_tensor.nbytes(quant) for name, quant in residuals.QUANTS.items() if quant} == {
+  nbytes = quantized_tensor.nbytes
+  assert {name: nbytes(quant) for name, quant in residuals.QUANTS.items() if quant} == {
     "bf16": 2, "e4m3_16": 1 + 1 / 16, "e4m3_128": 1 + 1 / 128,
   }  # fmt: skip
 

@@ -192,7 +192,8 @@ def test_tree_map_params_takes_a_narrow_moment_as_one_leaf(rng):
   params = _trees(rng, 1)[0]
   found = optax.tree_map_params(
     tx, lambda x, p: (x.shape, p.shape), tx.init(params), params,
-    transform_non_params=lambda _: None, is_leaf=lambda x: isinstance(x, quantized_tensor.QuantizedTensor),
+    transform_non_params=lambda _: None,
+    is_leaf=lambda x: isinstance(x, quantized_tensor.QuantizedTensor),
   )  # fmt: skip
   assert found == optax.ScaleByAdamState(None, *2 * [{k: (s, s) for k, s in SHAPES.items()}])
 

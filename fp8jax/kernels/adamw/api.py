@@ -64,9 +64,9 @@ def update(
 
   Args:
     gradient: float32 or bfloat16, any shape.
-    master: float32 like it, or Split.
-    mu, nu: like it: Packed (see quantization/quantized_tensor.py), float32 or bfloat16. They come back as they are
-      kept: rounded after they were used.
+    master: float32 like it, or SplitFloat32.
+    mu, nu: like it: QuantizedTensor, float32 or bfloat16. They come back in their stored
+      format: rounded after their use.
     count: int32, the number of this step, from 1; for bias correction.
     rate: the learning rate.
     factor: gradients are multiplied by it first, in float32.

@@ -1,8 +1,8 @@
 """quant/packed for rows that a warpgroup holds in registers, a row being a group.
 
-The operations are those of packed.pack and packed.Packed.unpack, in their order; tests hold them
-against each other to the bit. They stand here again because numbers of a row must be spread over it
-in the lanes that hold it, and because what packed guards against for XLA costs instructions here.
+The operations are those of quantized_tensor.pack and QuantizedTensor.unpack, in their order; tests
+hold them against each other to the bit. They stand here again because scales must be spread over a
+row in the lanes that hold it, and because the guards against XLA would cost instructions here.
 """
 
 import math
@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fp8jax.quantization import quantize, quantized_tensor, rounding
 from fp8jax.recipe.quant import DynamicRangeExpansion, SquareRoot
 
-# Of Expand's exponents: k = power / 16, as packed has them.
+# Of DynamicRangeExpansion's exponents: k = power / 16, as quantized_tensor.py has them.
 _POWERS = np.float32(16)
 _TINY, _LARGEST = np.float32(2.0**-126), np.float32(2.0**126)
 
@@ -29,7 +29,7 @@ def unpack(kept, at, layout):
   """float32 [rows, columns] of a moment in shared memory.
 
   Args:
-    kept: Packed of refs, or a ref.
+    kept: QuantizedTensor of refs, or a ref.
     at: ref -> the part of it that these rows are.
     layout: of [rows, columns] in registers.
   """
@@ -47,7 +47,7 @@ def unpack(kept, at, layout):
 
 
 def pack(x, kept, at):
-  """Writes float32 x as packed.pack keeps it; see `unpack`."""
+  """Writes float32 x as quantized_tensor.pack keeps it; see `unpack`."""
   if not isinstance(kept, quantized_tensor.QuantizedTensor):
     at(kept)[...] = x.astype(kept.dtype)
     return

@@ -1,4 +1,4 @@
-"""D[M, N] = A[M, K] . B[N, K]' for Scaled operands: one signature, several backends.
+"""D[M, N] = A[M, K] . B[N, K]' for ScaledMatrix operands: one signature, several backends.
 
 Both operands are contraction-last ("K-major"), the only order in which Hopper's FP8 matrix unit
 reads them. A backend is a module with `supports(problem) -> None or the reason why not`,

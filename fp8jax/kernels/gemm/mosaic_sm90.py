@@ -31,7 +31,7 @@ needs to know: the steps of a tile walk through one shard, then through the next
 
 ## Groups, for experts
 
-Rows of A, or steps of K, may belong to groups, 128 at a time (kernels/grouped_matmul). Of rows,
+Rows of A, or steps of K, may belong to groups, 128 at a time (kernels/gemm/grouped.py). Of rows,
 `fetch` takes B and its scales from the group of the tile's rows. Of steps, a tile of D is as many
 results: after the last step of a group the totals are stored there and start again from zero.
 Either way the steps of a tile remain K / 128, and the ring does not notice.

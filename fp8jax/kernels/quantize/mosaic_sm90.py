@@ -77,8 +77,8 @@ def quantize_matrix(
     watched: whether its amax is found as well, in the same pass.
 
   Returns:
-    axis -> Scaled [rows, contraction]: [R, C] for 1, [C, R] for 0; and if x is watched, the float32
-    scalar that observe.amax has of it, else None.
+    axis -> ScaledMatrix [rows, contraction]: [R, C] for 1, [C, R] for 0; and if x is watched, its
+    float32 scalar amax (tensor_stats.amax), else None.
 
   Raises:
     ValueError: `supports` says no.
