@@ -238,7 +238,7 @@ def _distance(got, want):
 
 @jax.jit
 def _sum_error(d, a, b):
-  """Largest error of D = A . B' of ScaledMatrices, in units of what is explained; infinity for NaN."""
+  """Largest error of D = A . B' of ScaledMatrices, in what is explained; infinity for NaN."""
   a, b = a.dequantize(), b.dequantize()
   want, magnitudes = _product(a, b.T), _product(jnp.abs(a), jnp.abs(b).T)
   slack = tile_config.SUM_ERROR * magnitudes + jnp.finfo(d.dtype).eps * jnp.abs(want)

@@ -1,8 +1,8 @@
 """Parameters as a model reads them, however they are kept, and their gradients as these are kept.
 
-A parameter is an array or a stored form of one: `QuantizedTensor` (16 bits, or fewer with scales) or
-`SplitFloat32` (BF16 and a remainder). Products use its `value`. A dot computes the value from the
-stored form where it needs it, so that no high-precision copy is a residual.
+A parameter is an array or a stored form of one: `QuantizedTensor` (16 bits, or fewer with scales)
+or `SplitFloat32` (BF16 and a remainder). Products use its `value`. A dot computes the value itself:
+no high-precision copy is a residual.
 
 In training each node, and each parameter whose gradient is kept narrow, is paired with a sink,
 zeros in the form of that gradient: the gradient is the sink's cotangent, made where a layer's
