@@ -67,12 +67,12 @@ def get_config(arm=""):
   c.precision.smooth_swiglu = "none"
   # Inspect the step before it runs and stop if a GEMM is wider than its recipe says: on a GPU the
   # very executable that then runs, on the CPU the program handed to XLA.
-  c.precision.strict = True
+  c.precision.verify_fp8_gemms = True
   # dtype of activations and of operands that no recipe narrows: "bfloat16", "float32", "float16"
   # (with loss_scale.kind="dynamic"; not on the Hopper kernels), or "auto": bfloat16 on GPUs since
   # Ampere, float32 on older ones, which have no BF16 units, and on the CPU (where XLA's bfloat16 is
   # several times slower).
-  c.precision.compute = "auto"
+  c.precision.compute_dtype = "auto"
 
   c.kernels = ConfigDict()
   # FP8 GEMM: "auto" or one of kernels/scaled_matmul. On a GPU "auto" never emulates; "reference"
@@ -88,15 +88,15 @@ def get_config(arm=""):
   c.memory = ConfigDict()
   # What backward keeps: "none" recomputes nothing; "linears" keeps their outputs; "quantized" also
   # the FP8 inputs of recipes that save them; "full" keeps only the input of every layer.
-  c.memory.remat = "none"
+  c.memory.remat_policy = "none"
   # What of it waits in a copy, for the backward pass alone: "none" (as differentiation has it),
   # "bf16", "e4m3_16" (groups of 16 channels, 1.06 bytes per element; COAT) or "e4m3_128" (1.01
   # bytes). Inputs of GEMMs are their recipe's to save (..._saved: beside what norms and gated keep,
   # so more in all where those are their sources, as on Hopper under block_128):
   # ops/residuals.py.
-  c.memory.norms = "none"  # inputs of norms: the residual stream, twice per layer
-  c.memory.gated = "none"  # gate and up
-  c.memory.residual = "none"  # with remat="full": the input of every layer
+  c.memory.save_norm_inputs = "none"  # inputs of norms: the residual stream, twice per layer
+  c.memory.save_gate_up = "none"  # gate and up
+  c.memory.save_layer_inputs = "none"  # with remat="full": the input of every layer
   # --job=memory compiles for these, "h200:8" for eight H200s that need not be here; "" for the
   # devices at hand.
   c.memory.target = ""
@@ -111,7 +111,9 @@ def get_config(arm=""):
   c.data.tokenizer = ""
   c.data.eos = ""  # token that ends a document; "" takes the tokenizer folder's eos_token
   c.data.sources = ConfigDict({"main": source(kind="pydoc")})  # name -> source
-  c.data.heldout = 0.1  # fraction of documents never trained on, chosen by a hash of their text
+  c.data.heldout_fraction = (
+    0.1  # fraction of documents never trained on, chosen by a hash of their text
+  )
   c.data.cross_document = False  # may attention cross document boundaries inside a window?
   c.data.on_malformed = "error"  # bad UTF-8, broken JSON, missing field, empty: "error" or "skip"
   c.data.on_long = "split"  # longer than a window: "split" over windows, "error" or "skip"
@@ -124,16 +126,16 @@ def get_config(arm=""):
   c.data.prefetch = 2  # batches kept ready
 
   c.optim = ConfigDict()
-  c.optim.rule = "adam"  # AdamW, or "lion"
+  c.optim.optimizer = "adam"  # AdamW, or "lion"
   # How moments are kept between steps: "float32", or a name in optim/moments.py: "coat" first (in
   # experiments/moments the most exact in two bytes), or "sqrt_v", "tensor_e4m3_e5m2", "e4m3_256",
   # "fp8lm", "bf16", "bf16_sr". Norms and biases stay float32.
-  c.optim.moments = "float32"
+  c.optim.moment_format = "float32"
   # Master weights: "float32"; "bf16_sr", rounded by chance; "bf16_remainder", a float32 of which
   # the BF16 half multiplies; "f16", scaled.
-  c.optim.master = "float32"
+  c.optim.master_format = "float32"
   # Gradients between backward pass and update: "float32", "bf16_sr", or "e4m3".
-  c.optim.gradients = "float32"
+  c.optim.grad_format = "float32"
   c.optim.schedule = "wsd"  # "wsd" (warm up, hold, cosine tail), "cosine" or "constant"
   c.optim.peak_lr = 1e-3
   c.optim.min_lr = 1e-4  # where the tail ends: one step after the last
@@ -143,7 +145,7 @@ def get_config(arm=""):
   c.optim.b2 = 0.95
   c.optim.eps = 1e-8
   c.optim.weight_decay = 0.1  # decoupled; not on norms and biases
-  c.optim.clip = 1.0  # global gradient norm; 0 turns clipping off
+  c.optim.grad_clip_norm = 1.0  # global gradient norm; 0 turns clipping off
   # "after_backward" moves parameters when all gradients are there; "by_layer" each layer as soon as
   # its own is, so that gradients exist of one layer at a time: with clip 0, accumulation 1, remat
   # "full", gradients "float32", on_nonfinite "stop" and no loss scale only.
@@ -155,10 +157,10 @@ def get_config(arm=""):
   # Multiplies the loss, and divides the gradients, so that small gradients do not underflow.
   c.loss_scale = ConfigDict()
   # "none", or "dynamic": halve at a non-finite gradient, double after so many good steps. For
-  # precision.compute="float16"; bfloat16 and float32 gradients and FP8 scales need none.
+  # precision.compute_dtype="float16"; bfloat16 and float32 gradients and FP8 scales need none.
   c.loss_scale.kind = "none"
   c.loss_scale.start = 256.0
-  c.loss_scale.growth_steps = 2000
+  c.loss_scale.growth_interval = 2000
 
   # Devices per axis; one may be -1: whatever is left. All 1: one device, also of a larger machine.
   c.mesh = ConfigDict()
@@ -194,8 +196,8 @@ def get_config(arm=""):
   c.log.every = 10  # steps between lines where there is no terminal
   c.log.tensorboard = True
   # Steps between looks at the ranges and rounding errors of every tensor of every site; 0: never.
-  c.log.numerics_every = 0
-  # What deserves a line, in steps that log.numerics_every looks at (none where that is 0):
+  c.log.tensor_stats_every = 0
+  # What deserves a line, in steps that log.tensor_stats_every looks at (none where that is 0):
   # (statistic, "<" or ">", bound[, regular expression on site/tensor]).
   # Statistics: saturation and underflow (shares), snr_db, amax, nonfinite; where a scale covers a
   # whole axis, kurtosis, and for x of mlp/down alignment, the largest |cosine| of the weights of
@@ -213,7 +215,7 @@ def get_config(arm=""):
   # After training with precision.smooth_swiglu="channel": fold its scales, measured over so many
   # held-out batches of every source, into up and down, for FP8 inference with plain SwiGLU. In 16
   # and 32 bits the model stays the same. 0: weights as trained.
-  c.export.merge_smooth = 0
+  c.export.fold_smooth_batches = 0
 
   c.calibrate = ConfigDict()
   c.calibrate.path = ""  # table to write; "" is WORKDIR/calibration.json

@@ -41,16 +41,16 @@ def get_config(arm="", name="cpt_7b"):
   c.steps, c.batch, c.length = 40_000, 128, 32_768
   c.accumulation = 16  # one sequence per GPU in flight on 8 GPUs
   c.data.sources = {"main": base.source("prepared", "assets/cpt_data/main")}
-  c.data.heldout = 0.1  # --split 90,5,5
+  c.data.heldout_fraction = 0.1  # --split 90,5,5
   c.data.cross_document = True  # no attention mask between documents
   c.optim.schedule = "wsd"
   c.optim.warmup_steps, c.optim.decay_steps = 5_000, 5_000
   c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5
   c.optim.b1, c.optim.b2, c.optim.eps = 0.9, 0.95, 1e-8
-  c.optim.weight_decay, c.optim.clip = 0.1, 1.0
+  c.optim.weight_decay, c.optim.grad_clip_norm = 0.1, 1.0
   # 3584 / 4 and 1536 / 4 are whole scale tiles, so weights are gathered in FP8; an eighth is not.
   c.mesh.data, c.mesh.fsdp = -1, 4
-  c.memory.remat, c.memory.loss_chunk = "full", 1024
+  c.memory.remat_policy, c.memory.loss_chunk = "full", 1024
   c.eval.every, c.eval.tokens, c.eval.batch = 100, 10 * 128 * 32_768, 8
   c.eval.precisions = ("recipe",)  # as theirs; a BF16 pass besides would double the evaluation
   c.checkpoint.every, c.checkpoint.keep = 1_000, 3

@@ -36,7 +36,11 @@ def for_batch(c):
 
 def get_config(arm="", name="cpt_7b_1gpu"):
   c = cpt_7b.get_config(arm, name)
-  c.optim.master, c.optim.gradients, c.optim.moments = "bf16_remainder", "bf16_sr", "coat"
+  c.optim.master_format, c.optim.grad_format, c.optim.moment_format = (
+    "bf16_remainder",
+    "bf16_sr",
+    "coat",
+  )
   # A sum of microbatches would be a second set of gradients.
   c.batch, c.length, c.accumulation = 1, 8_192, 1
   c.eval.batch, c.eval.tokens = 1, 100 * 8_192

@@ -18,7 +18,7 @@ from configs import cpt_7b_1gpu
 
 def get_config(arm="", name="cpt_7b_1gpu_32k"):
   c = cpt_7b_1gpu.get_config(arm, name)
-  c.optim.order, c.optim.clip, c.optim.gradients = "by_layer", 0.0, "float32"
+  c.optim.order, c.optim.grad_clip_norm, c.optim.grad_format = "by_layer", 0.0, "float32"
   c.length = 32_768
   c.eval.tokens = 25 * 32_768
   cpt_7b_1gpu.for_batch(c)

@@ -18,7 +18,7 @@ def tiny_preset(monkeypatch):
 @pytest.mark.parametrize("moments", ["float32", "coat"])
 @pytest.mark.parametrize("shape", [None, (1, 2, 4)], ids=str)
 def test_declared_bytes_are_those_on_a_device(moments, shape):
-  plan = train_test._plan(train_test._config("bf16", **{"optim.moments": moments}), shape)
+  plan = train_test._plan(train_test._config("bf16", **{"optim.moment_format": moments}), shape)
   rows = {row.kind: row.declared for row in memory.declared(plan)}
   state = train_step.make_state(plan)
   device = jax.devices()[0]
@@ -99,8 +99,10 @@ def test_unknown_targets_are_refused():
 def small_on_h200() -> dict:
   import aot_test
 
-  changes = {"eval.batch": 1, "optim.moments": "coat", "memory.norms": "e4m3_16"}
-  c = aot_test.load("configs/base.py", aot_test.SMALL | changes | {"memory.gated": "e4m3_16"})
+  changes = {"eval.batch": 1, "optim.moment_format": "coat", "memory.save_norm_inputs": "e4m3_16"}
+  c = aot_test.load(
+    "configs/base.py", aot_test.SMALL | changes | {"memory.save_gate_up": "e4m3_16"}
+  )
   plan, devices = aot.resolve(c, "h200:1")
   rows, summary = memory.compiled(plan, aot.lower(plan, devices))
   return {"rows": {r.kind: (r.declared, r.compiled) for r in rows}, **summary}

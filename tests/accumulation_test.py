@@ -222,7 +222,7 @@ def test_partial_sums_that_are_too_long_are_refused(monkeypatch):
 def _compiled(changes: dict):
   """A program for Hopper with every planned product, some of which accumulate otherwise."""
   plan = proof_test._plan(
-    "tensor_current", device=HOPPER, precision__compute="float32", memory__remat="full"
+    "tensor_current", device=HOPPER, precision__compute_dtype="float32", memory__remat_policy="full"
   )
   calls = proof_test._as_planned(plan)
   for key, precision in changes.items():

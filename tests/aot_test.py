@@ -187,7 +187,7 @@ def small(
 ) -> dict:
   """The proof of a small model with these recipes by site, bf16 elsewhere."""
   rules = tuple((f"layers/.*/{site}", recipe) for site, recipe in recipe_of.items())
-  changes = {"precision.rules": (*rules, (".*", "bf16")), "memory.remat": remat}
+  changes = {"precision.rules": (*rules, (".*", "bf16")), "memory.remat_policy": remat}
   changes |= {"batch": SMALL["batch"] * num, "eval.batch": num}
   changes |= {"kernels.matmul": matmul_of(*recipe_of.values())}
   plan, lowered = lower(load("configs/base.py", SMALL | changes), gpu, num, change)
@@ -255,7 +255,10 @@ def narrow_work(recipe: str, num: int = 1) -> dict:
   matrix for its maximum."""
   import collections
 
-  changes = {"precision.rules": (("layers/.*", recipe), (".*", "bf16")), "memory.remat": "none"}
+  changes = {
+    "precision.rules": (("layers/.*", recipe), (".*", "bf16")),
+    "memory.remat_policy": "none",
+  }
   changes |= {"batch": SMALL["batch"] * num, "eval.batch": num}
   _, lowered = lower(load("configs/base.py", SMALL | changes), "h200", num)
   gives, kernels = collections.Counter(), collections.Counter()
@@ -365,8 +368,16 @@ def moved_by(backend: str, num: int) -> dict:
   from fp8jax import params
 
   changes = {"batch": 8 * num, "eval.batch": num, "precision.rules": ((".*", "bf16"),)}
-  changes |= {"optim.moments": "coat", "optim.master": "bf16_remainder", "memory.remat": "none"}
-  changes |= {"optim.gradients": "bf16_sr", "model.vocab_size": 2048, "mesh.tensor": num // 2 or 1}
+  changes |= {
+    "optim.moment_format": "coat",
+    "optim.master_format": "bf16_remainder",
+    "memory.remat_policy": "none",
+  }
+  changes |= {
+    "optim.grad_format": "bf16_sr",
+    "model.vocab_size": 2048,
+    "mesh.tensor": num // 2 or 1,
+  }
   c = load("configs/base.py", SMALL | changes | {"kernels.optimizer": backend})
   plan, lowered = lower(c, "h200", num)
   compiled = lowered.compile()

@@ -20,7 +20,7 @@ from fp8jax.quantization import tensor_stats
 from fp8jax.step import layerwise, train_step
 
 OURS = {
-  "optim.order": "by_layer", "optim.clip": 0.0, "memory.remat": "full",
+  "optim.order": "by_layer", "optim.grad_clip_norm": 0.0, "memory.remat_policy": "full",
   "optim.schedule": "constant", "optim.warmup_steps": 0, "model.num_layers": 4,
 }  # fmt: skip
 OTHER = {**OURS, "optim.order": "after_backward"}
@@ -50,11 +50,11 @@ def _begin(runner):
   [
     ("bf16", {"optim.weight_decay": 0.0}),
     # Two loops, one of sites that remember; a head of its own.
-    ("tensor_delayed", {"precision.first_bf16": 1, "optim.moments": "fp8lm",
+    ("tensor_delayed", {"precision.first_bf16": 1, "optim.moment_format": "fp8lm",
                         "model.preset": "untied"}),
-    ("block_128", {"optim.moments": "coat", "optim.master": "bf16_remainder",
-                   "memory.residual": "e4m3_16"}),
-    pytest.param("nvfp4_sr_rht", {"optim.rule": "lion", "optim.moments": "bf16"},
+    ("block_128", {"optim.moment_format": "coat", "optim.master_format": "bf16_remainder",
+                   "memory.save_layer_inputs": "e4m3_16"}),
+    pytest.param("nvfp4_sr_rht", {"optim.optimizer": "lion", "optim.moment_format": "bf16"},
                  marks=pytest.mark.slow),
   ],
 )  # fmt: skip
@@ -114,7 +114,7 @@ def test_a_loud_step_sees_the_same():
 
 def test_narrow_states_on_a_mesh():
   """Codes, scales and halves that lie on several devices are cut and put like the weights."""
-  changes = {**OURS, "optim.moments": "coat", "optim.master": "bf16_remainder"}
+  changes = {**OURS, "optim.moment_format": "coat", "optim.master_format": "bf16_remainder"}
   batches = train_test._host_batches()[:2]
   wanted, one = _runner("block_128", **changes).run(batches)
   losses, state = _runner("block_128", (2, 2, 2), **changes).run(batches)
@@ -137,10 +137,15 @@ def test_on_a_mesh():
 
 
 def small_on_h200(order: str) -> dict:
-  changes = {"eval.batch": 1, "optim.order": order, "optim.clip": 0.0, "memory.remat": "full"}
+  changes = {
+    "eval.batch": 1,
+    "optim.order": order,
+    "optim.grad_clip_norm": 0.0,
+    "memory.remat_policy": "full",
+  }
   changes |= {
-    "optim.moments": "coat",
-    "optim.master": "bf16_remainder",
+    "optim.moment_format": "coat",
+    "optim.master_format": "bf16_remainder",
     "kernels.optimizer": "auto",
   }
   c = aot_test.load("configs/base.py", aot_test.SMALL | changes | {"model.num_layers": 8})
@@ -195,14 +200,15 @@ def test_what_needs_all_gradients_is_refused():
   c = train_test._config(
     "bf16",
     **{
-      "optim.order": "by_layer", "optim.on_nonfinite": "skip", "optim.gradients": "bf16_sr",
+      "optim.order": "by_layer", "optim.on_nonfinite": "skip", "optim.grad_format": "bf16_sr",
       "accumulation": 2, "loss_scale.kind": "dynamic",
     },
   )  # fmt: skip
   with pytest.raises(errors.ConfigError) as e:
     train_test._plan(c)
   for key in (
-    "optim.clip=1.0", "accumulation=2", "memory.remat='none'", "optim.gradients='bf16_sr'",
+    "optim.grad_clip_norm=1.0", "accumulation=2", "memory.remat_policy='none'",
+    "optim.grad_format='bf16_sr'",
     "optim.on_nonfinite='skip'", "loss_scale.kind='dynamic'",
   ):  # fmt: skip
     assert f"{key} with optim.order='by_layer'" in str(e.value)

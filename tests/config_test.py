@@ -101,12 +101,12 @@ ENUMERATED = [
   ("kernels.matmul", "refrence", "reference", "auto"),
   ("kernels.optimizer", "mosaic", "mosaic_sm90", "auto"),
   ("loss_scale.kind", "dynamc", "dynamic", "none"),
-  ("memory.gated", "e4m3_12", "e4m3_128", "none"),
-  ("memory.norms", "non", "none", "e4m3_16"),
-  ("memory.remat", "ful", "full", "linears"),
+  ("memory.save_gate_up", "e4m3_12", "e4m3_128", "none"),
+  ("memory.save_norm_inputs", "non", "none", "e4m3_16"),
+  ("memory.remat_policy", "ful", "full", "linears"),
   ("optim.on_nonfinite", "stopp", "stop", "skip"),
   ("optim.schedule", "wds", "wsd", "constant"),
-  ("precision.compute", "float_32", "float32", "bfloat16"),
+  ("precision.compute_dtype", "float_32", "float32", "bfloat16"),
 ]
 
 
@@ -154,11 +154,12 @@ MISTAKES = {
   "no chunk": (["memory.loss_chunk=0 must be at least 1"], {"memory.loss_chunk": 0}),
   # --- what waits for the backward pass
   "residual that does not wait": (
-    ["memory.residual with memory.remat='linears'", "only 'full'", "set memory.norms"],
-    {"memory.residual": "e4m3_16", "memory.remat": "linears"}),
+    ["memory.save_layer_inputs with memory.remat_policy='linears'", "only 'full'",
+     "set memory.save_norm_inputs"],
+    {"memory.save_layer_inputs": "e4m3_16", "memory.remat_policy": "linears"}),
   "group on two devices": (
-    ["memory.gated has groups of 128", "2 devices have 384 / 2", "another mesh.tensor"],
-    {"memory.gated": "e4m3_128", "model.intermediate_size": 384, "mesh.tensor": 2}, 8),
+    ["memory.save_gate_up has groups of 128", "2 devices have 384 / 2", "another mesh.tensor"],
+    {"memory.save_gate_up": "e4m3_128", "model.intermediate_size": 384, "mesh.tensor": 2}, 8),
   "nothing to evaluate": (["eval.tokens=0 must be at least 1"], {"eval.tokens": 0}),
   "no microbatches": (["accumulation=0 must be at least 1"], {"accumulation": 0}),
   "no evaluation batch": (["eval.batch=0 must be at least 1"], {"eval.batch": 0}),
@@ -174,9 +175,11 @@ MISTAKES = {
   "rates": (["0 <= optim.min_lr=0.01 <= optim.peak_lr=0.001"], {"optim.min_lr": 0.01}),
   "Adam": (["optim.b2=1.0 must be in [0, 1)"], {"optim.b2": 1.0}),
   "epsilon": (["optim.eps=0.0 must be positive"], {"optim.eps": 0.0}),
-  "clip": (["optim.clip=-1.0 must not be negative"], {"optim.clip": -1.0}),
-  "everything held out": (["data.heldout=1.0 must be in [0, 1)"], {"data.heldout": 1.0}),
-  "nothing held out": (["data.heldout=0 leaves nothing to evaluate on"], {"data.heldout": 0.0}),
+  "clip": (["optim.grad_clip_norm=-1.0 must not be negative"], {"optim.grad_clip_norm": -1.0}),
+  "everything held out": (["data.heldout_fraction=1.0 must be in [0, 1)"],
+  {"data.heldout_fraction": 1.0}),
+  "nothing held out": (["data.heldout_fraction=0 leaves nothing to evaluate on"],
+  {"data.heldout_fraction": 0.0}),
   "weight": (["data.sources.main.weight is 0.0, expected a number"], _source(weight=0.0)),
   # --- batch and mesh
   "accumulation": (
@@ -228,9 +231,10 @@ MISTAKES = {
     {"kernels.matmul": "xla"}),
   "matmul on a GPU": (["kernels.matmul='xla' cannot run"], {"kernels.matmul": "xla"}, 1, H200),
   "old GPU": (
-    ["needs compute capability 8.9 or newer", "8.0", "'bf16'", "optim.moments='coat'",
-     "optim.master='bf16_remainder'", "memory.gated='e4m3_16'",
-     "kernels.matmul='reference' with precision.strict=False", "JAX_PLATFORMS=cpu"], {}, 1, A100),
+    ["needs compute capability 8.9 or newer", "8.0", "'bf16'", "optim.moment_format='coat'",
+     "optim.master_format='bf16_remainder'", "memory.save_gate_up='e4m3_16'",
+     "kernels.matmul='reference' with precision.verify_fp8_gemms=False", "JAX_PLATFORMS=cpu"], {},
+     1, A100),
   "Ada": (["no FP8 kernel for sm_89 runs", "needs a Hopper GPU", "Recipes that run on sm_89",
            "(--config=FILE:tensor_current)", "kernels.matmul='reference'"], TILED, 1, L4),
   "Hopper without a kernel": (
@@ -244,27 +248,28 @@ MISTAKES = {
     {"precision.rules": (("head", "bf16"), (".*", "rowwise")), **TILED}, 1, RTX),
   "AMD": (["has not been tried on GPUs other than NVIDIA's"], {}, 1, Device("gpu", 0)),
   "bfloat16 on Turing": (
-    ["precision.compute='bfloat16': sm_75 has no BF16 tensor cores", "use 'float32' or 'auto'"],
-    {"precision.compute": "bfloat16"}, 1, T4),
+    ["precision.compute_dtype='bfloat16': sm_75 has no BF16 tensor cores",
+     "use 'float32' or 'auto'"],
+    {"precision.compute_dtype": "bfloat16"}, 1, T4),
   "cudnn on Turing": (["kernels.attention='cudnn' needs compute capability 8.0", "sm_75"],
     {"kernels.attention": "cudnn"}, 1, T4),
   "too much memory": (["memory.gpu_fraction=1.5 must be at most 1"], {"memory.gpu_fraction": 1.5}),
   "optimizer": (["kernels.optimizer='mosaic_sm90' cannot move embed, layers/attn/k", "Hopper GPU",
                  "Set 'auto'"], {"kernels.optimizer": "mosaic_sm90"}),
   "optimizer's rule": (["cannot move embed,", "AdamW alone"],
-    {"kernels.optimizer": "mosaic_sm90", "optim.rule": "lion"}, 1, H200),
+    {"kernels.optimizer": "mosaic_sm90", "optim.optimizer": "lion"}, 1, H200),
   "cudnn on CPU": (["kernels.attention='cudnn' needs an NVIDIA GPU; use 'xla' or 'auto'"],
     {"kernels.attention": "cudnn"}),
   "cudnn in float32": (
-    ["kernels.attention='cudnn' needs 16-bit inputs", "precision.compute is 'float32'"],
-    {"kernels.attention": "cudnn", "precision.compute": "float32"}, 1, H200),
+    ["kernels.attention='cudnn' needs 16-bit inputs", "precision.compute_dtype is 'float32'"],
+    {"kernels.attention": "cudnn", "precision.compute_dtype": "float32"}, 1, H200),
   "accepted change of no key": (
     ["checkpoint.accept_changes: 'optim.peek_lr' is no key; did you mean 'optim.peak_lr'?"],
     {"checkpoint.accept_changes": ("data", "model.norm_eps", "optim.peek_lr")}),
   # --- files
   "float16 without a loss scale": (
-    ["precision.compute='float16'", "set loss_scale.kind='dynamic'"],
-    {"precision.compute": "float16"}),
+    ["precision.compute_dtype='float16'", "set loss_scale.kind='dynamic'"],
+    {"precision.compute_dtype": "float16"}),
   "no evaluation": (["eval.precisions=()", "('recipe', 'bf16')"], {"eval.precisions": ()}),
   "no calibration": (["precision.calibration='nope.json' does not exist", "--job=calibrate"],
     {"precision.calibration": "nope.json"}),
@@ -293,7 +298,8 @@ MISTAKES = {
     ["other_tokenizer was prepared with another tokenizer", "0123456789abcdef", "--job=prepare"],
     _source(kind="prepared", path="other_tokenizer")),
   "prepared with another split": (
-    ["other_heldout was prepared with data.heldout=0.2, now it is 0.1", "prepare it again"],
+    ["other_heldout was prepared with data.heldout_fraction=0.2, now it is 0.1",
+     "prepare it again"],
     _source(kind="prepared", path="other_heldout")),
   "no sources": (["data.sources is empty; give at least one"], {"data.sources": {}}),
   "no model": (
@@ -349,7 +355,7 @@ def test_mistake_is_named_with_its_remedy(fragments, mistake):
 def test_mistakes_are_reported_together():
   mistakes = {
     "steps": 0, "batch": 6, "accumulation": 4, "length": 1024, "model.num_heads": 5,
-    "memory.remat": "ful", "optim.b1": 1.0, "data.on_long": "splt", "mesh.data": 3,
+    "memory.remat_policy": "ful", "optim.b1": 1.0, "data.on_long": "splt", "mesh.data": 3,
     "export.dtype": "bf16", "kernels.attention": "cudnn",
   }  # fmt: skip
   with pytest.raises(resolve.ConfigError) as e:
@@ -367,14 +373,19 @@ def test_mistakes_are_reported_together():
 
 
 def test_job_prints_problems_and_leaves_nothing_behind(tmp_path, capsys):
-  c = _config(**{"mesh.data": 8, "mesh.fsdp": 1, "optim.schedule": "wds", "memory.remat": "ful"})
+  c = _config(
+    **{"mesh.data": 8, "mesh.fsdp": 1, "optim.schedule": "wds", "memory.remat_policy": "ful"}
+  )
   workdir = tmp_path / "run"
   assert dispatch.run("train", c, base.get_config(), "configs/debug.py", str(workdir)) == 1
   out, err = capsys.readouterr()
   assert out == "" and not workdir.exists()
   first, *lines = err.splitlines()
   assert first == "error: 2 problems in the config:"
-  assert sorted(line.split("=")[0] for line in lines) == ["  - memory.remat", "  - optim.schedule"]
+  assert sorted(line.split("=")[0] for line in lines) == [
+    "  - memory.remat_policy",
+    "  - optim.schedule",
+  ]
 
 
 @pytest.mark.parametrize(
@@ -492,7 +503,7 @@ def test_launcher_exits_with_one_message(arguments, message, tmp_path):
 
 
 def test_float16_is_refused_on_kernels_that_read_bfloat16():
-  changes = {"precision.compute": "float16", "loss_scale.kind": "dynamic"}
+  changes = {"precision.compute_dtype": "float16", "loss_scale.kind": "dynamic"}
   changes |= {"precision.rules": (("head", "bf16"), (".*", "tensor_current"))}
   assert resolve.resolve(_config(**changes), 1, CPU).run.dtype.name == "float16"
   with pytest.raises(resolve.ConfigError) as e:
@@ -509,10 +520,11 @@ def test_every_key_is_refused_or_harmless_on_resume():
   refused = set(identity.refused_changes(dict.fromkeys(keys), ()))
   whole = {"seed", "steps", "batch", "accumulation", "length"}
   # What waits in a narrow copy has another gradient.
-  whole |= {"memory.norms", "memory.gated", "memory.residual"}
+  whole |= {"memory.save_norm_inputs", "memory.save_gate_up", "memory.save_layer_inputs"}
   sections = ("model.", "precision.", "data.", "optim.", "loss_scale.")
   harmless = {
-    "data.workers", "data.prefetch", "optim.on_nonfinite", "optim.order", "precision.strict",
+    "data.workers", "data.prefetch", "optim.on_nonfinite", "optim.order",
+    "precision.verify_fp8_gemms",
   }  # fmt: skip
   assert refused == {k for k in keys if k in whole or k.startswith(sections)} - harmless
 

@@ -274,7 +274,7 @@ INFIR2 = {
   "steps": 40_000, "batch": 128, "length": 32_768, "seed": 1236,
   "optim.schedule": "wsd", "optim.warmup_steps": 5_000, "optim.decay_steps": 5_000,
   "optim.peak_lr": 1e-4, "optim.min_lr": 1e-5,
-  "optim.b1": 0.9, "optim.b2": 0.95, "optim.weight_decay": 0.1, "optim.clip": 1.0,
+  "optim.b1": 0.9, "optim.b2": 0.95, "optim.weight_decay": 0.1, "optim.grad_clip_norm": 1.0,
   "precision.rules": [["head", "bf16"], ["layers/.*", "block_128_pow2"]],
   "data.cross_document": True,
 }  # fmt: skip

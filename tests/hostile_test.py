@@ -83,7 +83,7 @@ def test_what_get_config_returns_has_the_keys_of_base(c, message):
 @pytest.mark.parametrize(
   "flat, message",
   [
-    ({"optim.clip": float("nan")}, "optim.clip=nan must be a finite number"),
+    ({"optim.grad_clip_norm": float("nan")}, "optim.grad_clip_norm=nan must be a finite number"),
     ({"optim.eps": float("inf")}, "optim.eps=inf must be"),
     ({"log.alarms": [["snr_db", "<", float("-inf")]]}, "log.alarms=-inf must be"),
     ({"steps": 10**22}, "must be at most 2147483647"),

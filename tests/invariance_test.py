@@ -51,7 +51,8 @@ def _plan(recipe, accumulation=1, remat="none", shape=None, rows=ROWS, length=LE
   c = base.get_config()
   c.model.update(SIZES)
   c.update_from_flattened_dict({
-    "precision.rules": ((".*", recipe),), "accumulation": accumulation, "memory.remat": remat,
+    "precision.rules": ((".*", recipe),), "accumulation": accumulation,
+    "memory.remat_policy": remat,
     "batch": rows, "eval.batch": 8, "length": length, "memory.loss_chunk": 128,
     "mesh.fsdp": 1 if shape is None else shape[1], "mesh.data": 1 if shape is None else shape[0],
     "mesh.tensor": 1 if shape is None else shape[2],

@@ -306,7 +306,7 @@ def test_export_dtype_auto_is_bfloat16_for_weights_that_were_drawn(trained, run_
 
 def test_export_merges_scales_per_channel(trained, run_job, tmp_path):
   """Powers of two moved from up to down, and no further ones where the same text is measured."""
-  smooth = {"precision.smooth_swiglu": "channel", "export.merge_smooth": 2}
+  smooth = {"precision.smooth_swiglu": "channel", "export.fold_smooth_batches": 2}
   to = {"export.dtype": "float32", "export.path": str(tmp_path)}
   assert run_job("export", _config(**smooth, **to), trained.workdir)[0] == 0
   plan = _plan(_config(**smooth))
@@ -403,7 +403,7 @@ def test_prepare_keeps_batches_or_at_least_documents(run_job, tmp_path, rng, hel
   documents of an epoch agree: here, where each fills a window, its rows.
   """
   documents = [rng.bytes(64).hex() for _ in range(24)]
-  raw = _write_corpus(tmp_path / "corpus.jsonl", documents) | {"data.heldout": heldout}
+  raw = _write_corpus(tmp_path / "corpus.jsonl", documents) | {"data.heldout_fraction": heldout}
   raw |= {"prepare.shard_tokens": 129 * 5, "data.shuffle_windows": 0}
   code, stdout, stderr = run_job("prepare", _config(**raw), tmp_path)
   index = json.loads(stdout)["main"]
@@ -451,7 +451,11 @@ def test_prepared_data_refuse_another_tokenizer_or_split(run_job, tmp_path):
   tokenizer = {"data.tokenizer": str(tmp_path / "tokenizer.json"), "data.eos": "<end>"}
   for job, changes, message in (
     ("train", tokenizer, f"{folder} was prepared with another tokenizer"),
-    ("evaluate", {"data.heldout": 0.2}, f"{folder} was prepared with data.heldout=0.1"),
+    (
+      "evaluate",
+      {"data.heldout_fraction": 0.2},
+      f"{folder} was prepared with data.heldout_fraction=0.1",
+    ),
     ("prepare", {}, "data.sources.main is prepared already"),
   ):
     code, stdout, stderr = run_job(job, _config(**prepared, **changes), tmp_path / "run")

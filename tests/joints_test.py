@@ -46,7 +46,8 @@ def _plan(recipe="bf16", devices=1, **changes):
   c.update_from_flattened_dict({
     "steps": 6, "batch": BATCH, "length": LENGTH, "eval.tokens": 4 * LENGTH, "eval.batch": BATCH,
     "optim.warmup_steps": 1, "optim.decay_steps": 1, "checkpoint.every": 0, "memory.loss_chunk": 16,
-    "log.tensorboard": False, "precision.strict": False, "data.shuffle_windows": 0, **changes,
+    "log.tensorboard": False, "precision.verify_fp8_gemms": False, "data.shuffle_windows": 0,
+    **changes,
   })  # fmt: skip
   return resolve.resolve(c, devices, Device("cpu"))
 
@@ -122,7 +123,7 @@ def test_rounding_of_gradients_draws_anew_in_every_microbatch_and_step():
 def test_no_two_roundings_of_a_parameter_draw_the_same_bits(monkeypatch):
   """Gradient, master and moments: three keys in every step, or their errors would be the same."""
   plan = _plan(**{
-    "optim.moments": "coat", "optim.master": "bf16_sr", "optim.gradients": "bf16_sr",
+    "optim.moment_format": "coat", "optim.master_format": "bf16_sr", "optim.grad_format": "bf16_sr",
   })  # fmt: skip
   leaf, keys = plan.leaves["layers"]["mlp"]["down"], []
   leaf = dataclasses.replace(leaf, lead=0)  # a single key for the gradient
@@ -142,7 +143,7 @@ def test_no_two_roundings_of_a_parameter_draw_the_same_bits(monkeypatch):
 def test_an_infinity_that_fp8_hides_skips_the_step_with_all_that_it_would_change(rng):
   plan = _plan(**{
     "precision.rules": _only_down("tensor_delayed"), "optim.on_nonfinite": "skip",
-    "optim.gradients": "e4m3",
+    "optim.grad_format": "e4m3",
   })  # fmt: skip
   batch = _batch(rng)
   state = train_step.calibrate(plan, train_step.make_state(plan), batch, 0)
@@ -198,7 +199,7 @@ def test_evaluation_uses_the_scales_of_training():
 
 
 def test_a_resumed_run_goes_on_with_its_loss_scale(tmp_path, monkeypatch):
-  changes = {"loss_scale.kind": "dynamic", "loss_scale.growth_steps": 1}
+  changes = {"loss_scale.kind": "dynamic", "loss_scale.growth_interval": 1}
   with monkeypatch.context() as m:
     m.setattr(preemption.Interrupts, "requested", lambda _, step: step >= 3)
     train.run(_plan(**changes), str(tmp_path))

@@ -119,7 +119,9 @@ def test_phases_to_come_are_shown_and_proven_before_the_first_step(tmp_path, mon
     return real(plan, step_fn, state, batch, sites, phase) if is_lowered else []
 
   monkeypatch.setattr(fp8_gemms, "strict", strict)
-  _train(tmp_path, **STATIC_LATE, **{"precision.strict": True, "log.numerics_every": 100})
+  _train(
+    tmp_path, **STATIC_LATE, **{"precision.verify_fp8_gemms": True, "log.tensor_stats_every": 100}
+  )
   assert proven == [(p, s) for p in (0, 1) for s in (tensor_stats.LOUD, tensor_stats.QUIET)]
   shown = capsys.readouterr().out
   assert "sites from step 3" in shown and "e4m3_static" in shown
@@ -237,11 +239,11 @@ MISTAKES = {
   "all": ({"precision.first_bf16": 3}, "decides nothing"),
   "smooth": ({"precision.smooth_swiglu": "chanel"}, "did you mean 'channel'"),
   "merge": (
-    {"precision.smooth_swiglu": "token", "export.merge_smooth": 1},
+    {"precision.smooth_swiglu": "token", "export.fold_smooth_batches": 1},
     "which no weight can hold",
   ),
   "alarm": ({"log.alarms": (("underflo", ">", 1.0),)}, "statistics are saturation"),
-  "loss scale": ({"precision.compute": "float16"}, "set loss_scale.kind='dynamic'"),
+  "loss scale": ({"precision.compute_dtype": "float16"}, "set loss_scale.kind='dynamic'"),
   "start": ({"loss_scale.start": 3.0}, "must be a power of two"),
 }
 
@@ -420,7 +422,7 @@ def test_statistics_of_parts_combine(rng):
 
 def test_loud_step_reports_and_alarms_once(tmp_path, capsys):
   rules = (("snr_db", "<", 60.0, "layers/0/mlp/up/x"), ("saturation", ">", 2.0))
-  _train(tmp_path, "block_128", **{"log.numerics_every": 2, "log.alarms": rules})
+  _train(tmp_path, "block_128", **{"log.tensor_stats_every": 2, "log.alarms": rules})
   rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
   looks = {r["step"]: r["numerics"] for r in rows if "numerics" in r}
   # The step after 2 and after 4 steps; the first one too.
@@ -574,7 +576,7 @@ def test_evaluated_precisions_are_those_of_the_config(names, recipes):
 
 
 def test_loss_scale_halves_at_overflow_and_doubles_after_growth():
-  plan = _plan("bf16", **{"loss_scale.kind": "dynamic", "loss_scale.growth_steps": 2})
+  plan = _plan("bf16", **{"loss_scale.kind": "dynamic", "loss_scale.growth_interval": 2})
   step = train_step.make_step(plan)
   spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch)
   stream = loader.train_batches(plan.data, 2)
@@ -641,7 +643,7 @@ def _steps(plan, hosts):
 def test_past_and_static_scales_follow_the_loss_scale_exactly():
   """Powers of two: a run under a loss scale that grows and halves is the run without one."""
   plain = _plan(**ALL_SOURCES, **{"optim.on_nonfinite": "skip"})
-  scaled = _plan(**ALL_SOURCES, **{"loss_scale.kind": "dynamic", "loss_scale.growth_steps": 1})
+  scaled = _plan(**ALL_SOURCES, **{"loss_scale.kind": "dynamic", "loss_scale.growth_interval": 1})
   hosts = _batches(plain, 6)[1]
   bad = dict(hosts[3], weights_BL=np.full_like(hosts[3]["weights_BL"], np.inf))
   hosts = [*hosts[:3], bad, *hosts[3:]]
@@ -706,7 +708,7 @@ def test_float16_starts_from_the_largest_loss_scale_that_does_not_overflow():
   changes = ALL_SOURCES | {"loss_scale.kind": "dynamic", "loss_scale.start": 2.0**24}
   found = {}
   for dtype in ("float32", "float16"):
-    plan = _plan(**changes, **{"precision.compute": dtype})
+    plan = _plan(**changes, **{"precision.compute_dtype": dtype})
     state, _ = _batches(plan, 1)
     found[dtype] = jax.device_get(state)
   assert float(found["float32"].loss_scale["scale"]) == 2.0**24

@@ -75,7 +75,7 @@ def _counts(rows, site: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", NARROW)
 def test_every_recipe_is_proven(name):
-  plan = _plan(name, memory__remat="full")
+  plan = _plan(name, memory__remat_policy="full")
   state, batch, sites = _arguments(plan)
   step_fn = train_step.make_step(plan)
   rows = fp8_gemms.strict(plan, step_fn, state, batch, sites)
@@ -99,14 +99,14 @@ REPEATED = [
   ("linears", {}, "attn/o"),
   ("quantized", {}, "attn/o"),
   ("full", {}, "attn/k attn/o attn/q attn/v mlp/gate mlp/up"),
-  ("linears", {"memory__norms": GROUPS}, ""),
-  ("full", {"memory__residual": GROUPS}, "attn/k attn/o attn/q attn/v mlp/gate mlp/up"),
+  ("linears", {"memory__save_norm_inputs": GROUPS}, ""),
+  ("full", {"memory__save_layer_inputs": GROUPS}, "attn/k attn/o attn/q attn/v mlp/gate mlp/up"),
 ]
 
 
 @pytest.mark.parametrize("remat, copies, repeated", REPEATED, ids=str)
 def test_recomputed_products_are_counted(remat, copies, repeated):
-  rows = _strict(_plan("block_128_saved", memory__remat=remat, **copies))
+  rows = _strict(_plan("block_128_saved", memory__remat_policy=remat, **copies))
   repeated = repeated.split()
   assert {r.key.site for r in rows if r.key.is_recompute} == {f"layers/{s}" for s in repeated}
   # Two layers; steps of 128 along K: 192 forward, 128 backward, 256 tokens.
@@ -128,7 +128,7 @@ def test_layers_that_multiply_differently_are_told_apart():
   assert _counts(rows, "layers/0-0/attn/q") == {"fwd": 0, "dgrad": 0, "wgrad": 0}
   assert _counts(rows, "layers/1-1/attn/q") == {"fwd": 2, "dgrad": 1, "wgrad": 2}
   assert [r.wide for r in rows if r.key.site == "layers/0-0/attn/q"] == [1, 1, 1]
-  _strict(_plan("block_128", precision__first_bf16=1, memory__remat="full"))
+  _strict(_plan("block_128", precision__first_bf16=1, memory__remat_policy="full"))
 
 
 def test_products_on_a_mesh_have_the_sizes_of_one_device():
@@ -169,14 +169,16 @@ def break_one(sites, name: str, product: str, monkeypatch):
 
 @pytest.mark.parametrize("product", ["fwd", "dgrad", "wgrad"])
 def test_a_site_that_multiplies_wide_is_named(product, monkeypatch):
-  plan = _plan("block_128", memory__remat="full")
+  plan = _plan("block_128", memory__remat_policy="full")
   with pytest.raises(fp8_gemms.NotFp8) as e:
     _strict(plan, lambda sites: break_one(sites, "layers/mlp/up", product, monkeypatch))
   m = str(e.value)
   assert m.startswith(f"layers/mlp/up {product}: the plan has ")
   assert "2 wide ones, the first f32[" in m and "made wide again" in m
   # 'xla' cannot multiply in blocks.
-  assert "Fix: another recipe for this site in precision.rules, or precision.strict=False" in m
+  assert (
+    "Fix: another recipe for this site in precision.rules, or precision.verify_fp8_gemms=False" in m
+  )
   # The same product computed again, and nothing else.
   again = " So do 1 more: layers/mlp/up fwd (recompute)."
   assert m.endswith(again) if product == "fwd" else "So do" not in m
@@ -240,7 +242,7 @@ def _as_planned(plan) -> dict[hlo.GemmKey, Call]:
 
 @pytest.fixture
 def gpu_plan():
-  changes = dict(precision__compute="float32", memory__remat="full")
+  changes = dict(precision__compute_dtype="float32", memory__remat_policy="full")
   return _plan("tensor_current", device=HOPPER, **changes)
 
 
@@ -320,7 +322,7 @@ def test_sites_stacked_into_one_product_are_told_apart(gpu_plan):
 def test_sites_of_different_recipes_may_be_stacked():
   """Where they make their common input narrow alike."""
   rules = (("layers/.*/q", "rowwise"), ("head", "bf16"), (".*", "rowwise_gw_hp"))
-  plan = _plan(device=HOPPER, precision__compute="float32", precision__rules=rules)
+  plan = _plan(device=HOPPER, precision__compute_dtype="float32", precision__rules=rules)
   calls = _as_planned(plan)
   one = dataclasses.replace(calls[K], n=sum(calls.pop(key).n for key in (Q, K, V)))
   rows = fp8_gemms.check(plan, _program([*calls.values(), one]))
@@ -342,7 +344,9 @@ def test_padding_to_multiples_of_16_is_the_plan(gpu_plan):
 
 def test_a_single_layer_computes_forward_once_or_twice():
   """Its loop is unrolled, and XLA may see that the recomputation has been computed already."""
-  changes = dict(precision__compute="float32", memory__remat="full", precision__first_bf16=1)
+  changes = dict(
+    precision__compute_dtype="float32", memory__remat_policy="full", precision__first_bf16=1
+  )
   plan = _plan("tensor_current", device=HOPPER, **changes)
   calls = _as_planned(plan)
   q, k, v = (hlo.GemmKey(f"layers/1-1/attn/{s}", "fwd") for s in "qkv")

@@ -31,7 +31,7 @@ def account(recipe: str, remat: str = "none") -> dict:
   """
   changes = {
     "model.num_layers": LAYERS, "batch": 1, "eval.batch": 1, "accumulation": 1, "length": TOKENS,
-    "memory.remat": remat, "precision.rules": (("head", "bf16"), ("layers/.*", recipe)),
+    "memory.remat_policy": remat, "precision.rules": (("head", "bf16"), ("layers/.*", recipe)),
     "mesh.fsdp": 1, "mesh.data": 1, "mesh.tensor": 1,
   }  # fmt: skip
   plan, lowered = aot_test.lower(aot_test.load("configs/cpt_7b.py", changes), "h200", 1)

@@ -85,7 +85,7 @@ OPTIMIZERS = {
 )
 def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository, name):
   """However the optimizer keeps what it needs; the first two with FP8 layers, slow to compile."""
-  keys = ("optim.moments", "optim.master", "optim.gradients", "accumulation")
+  keys = ("optim.moment_format", "optim.master_format", "optim.grad_format", "accumulation")
   args = [f"--config.{key}={value}" for key, value in zip(keys, OPTIMIZERS[name])]
   if name == "coat, bf16_remainder, bf16_sr":
     args.append(MIXTURE)

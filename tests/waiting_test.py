@@ -12,17 +12,21 @@ from fp8jax.compiled import saved_tensors
 from fp8jax.models import presets, transformer
 from fp8jax.step import train_step
 
-GROUPS = {"memory.norms": "e4m3_16", "memory.gated": "e4m3_16"}
+GROUPS = {"memory.save_norm_inputs": "e4m3_16", "memory.save_gate_up": "e4m3_16"}
 CASES = [
   ("tiny", "bf16", {}),
-  ("tiny", "bf16", {"memory.norms": "e4m3_128", "memory.gated": "bf16"}),
-  ("tiny", "block_128_saved", {"memory.remat": "quantized"}),
-  ("tiny", "block_128_saved", {"memory.remat": "quantized", "memory.norms": "e4m3_16"}),
-  ("tiny", "tensor_current_saved", {"memory.remat": "linears", **GROUPS}),
+  ("tiny", "bf16", {"memory.save_norm_inputs": "e4m3_128", "memory.save_gate_up": "bf16"}),
+  ("tiny", "block_128_saved", {"memory.remat_policy": "quantized"}),
+  (
+    "tiny",
+    "block_128_saved",
+    {"memory.remat_policy": "quantized", "memory.save_norm_inputs": "e4m3_16"},
+  ),
+  ("tiny", "tensor_current_saved", {"memory.remat_policy": "linears", **GROUPS}),
   ("tiny", "block_128_saved", {"precision.first_bf16": 2, "model.num_layers": 5, **GROUPS}),
-  ("tiny", "block_128", {"memory.remat": "full", "memory.residual": "e4m3_16"}),
+  ("tiny", "block_128", {"memory.remat_policy": "full", "memory.save_layer_inputs": "e4m3_16"}),
   ("qwen3", "tensor_current_saved", {}),
-  ("qwen3", "block_128", {"memory.remat": "linears", **GROUPS}),
+  ("qwen3", "block_128", {"memory.remat_policy": "linears", **GROUPS}),
 ]
 
 
@@ -36,7 +40,7 @@ def test_declared_is_what_differentiation_keeps(monkeypatch, preset, recipe, cha
   changes = {
     "model.preset": preset,
     "model.num_layers": 3,
-    "precision.compute": "bfloat16",
+    "precision.compute_dtype": "bfloat16",
   } | changes
   plan = train_test._plan(train_test._config(recipe, **changes))
   sites = plan.sites()

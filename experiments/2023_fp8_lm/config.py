@@ -24,6 +24,6 @@ def get_config(arm="o2"):
   if arm not in ARMS:
     raise ValueError(f"unknown arm {arm!r}; expected one of {', '.join(ARMS)}")
   c = smollm2_cpt.get_config("fp8lm")
-  c.precision.strict = True
-  c.optim.master, c.optim.gradients, c.optim.moments = ARMS[arm]
+  c.precision.verify_fp8_gemms = True
+  c.optim.master_format, c.optim.grad_format, c.optim.moment_format = ARMS[arm]
   return c

@@ -11,16 +11,16 @@ differs:   see README.md
 from configs import smollm2_cpt
 
 # arm: what differs from float32 states and activations in the compute dtype.
-ACTIVATIONS = {"memory.norms": "e4m3_16", "memory.gated": "e4m3_16"}
+ACTIVATIONS = {"memory.save_norm_inputs": "e4m3_16", "memory.save_gate_up": "e4m3_16"}
 ARMS = {
   "float32": {},
-  "moments": {"optim.moments": "coat"},
+  "moments": {"optim.moment_format": "coat"},
   "activations": ACTIVATIONS,
-  "coat": {"optim.moments": "coat", **ACTIVATIONS},
+  "coat": {"optim.moment_format": "coat", **ACTIVATIONS},
   "lossless": {
-    "optim.moments": "coat",
-    "optim.master": "bf16_remainder",
-    "optim.gradients": "bf16_sr",
+    "optim.moment_format": "coat",
+    "optim.master_format": "bf16_remainder",
+    "optim.grad_format": "bf16_sr",
   },
 }
 
@@ -30,6 +30,6 @@ def get_config(arm="coat"):
     raise ValueError(f"unknown arm {arm!r}; expected one of {', '.join(ARMS)}")
   # Scales per tensor from the present amax, inputs of GEMMs kept in FP8, as theirs.
   c = smollm2_cpt.get_config("tensor_current_saved")
-  c.precision.strict = True
+  c.precision.verify_fp8_gemms = True
   c.update_from_flattened_dict(ARMS[arm])
   return c

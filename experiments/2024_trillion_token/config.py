@@ -13,7 +13,7 @@ differs:   see README.md
 from configs import smollm2_cpt
 
 # arm: what differs from float32 states and plain SwiGLU.
-STATES = {"optim.master": "f16", "optim.moments": "tensor_e4m3_e5m2"}
+STATES = {"optim.master_format": "f16", "optim.moment_format": "tensor_e4m3_e5m2"}
 ARMS = {
   "float32": {},
   "moments": STATES,
@@ -28,6 +28,6 @@ def get_config(arm="all"):
     raise ValueError(f"unknown arm {arm!r}; expected one of {', '.join(ARMS)}")
   # Their amax history is as long as one global step.
   c = smollm2_cpt.get_config("tensor_delayed_latest")
-  c.precision.strict = True
+  c.precision.verify_fp8_gemms = True
   c.update_from_flattened_dict(ARMS[arm])
   return c

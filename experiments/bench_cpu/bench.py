@@ -71,7 +71,8 @@ NUMERICS_RECIPES, NUMERICS_EVERY = ("block_128", "tensor_delayed"), 100
 def bench_numerics():
   """Median seconds of a quiet step and of one that reports numerics; the two take turns.
 
-  overhead: what log.numerics_every=100 adds to training on the device, as a share. Compiling the
+  overhead: what log.tensor_stats_every=100 adds to training on the device,
+  as a share. Compiling the
   loud step, once, and writing its rows are not in it.
   """
   import jax

@@ -16,7 +16,7 @@ from fp8jax.quantization import bf16_remainder, quantized_tensor
 # Of InfiR2's 7B: the feed-forward layer's, and a projection of attention.
 SHAPES = {"infir2_7b_down": (18944, 3584), "infir2_7b_proj": (3584, 3584)}
 DRY = {"dry": (32, 256)}
-# Moments (optim.moments.PRESETS), whether the master is in two, the gradient's dtype.
+# Moments (moments.PRESETS), whether the master is in two, the gradient's dtype.
 KINDS = {
   "coat": ("coat", False, jnp.bfloat16),
   "coat_pair": ("coat", True, jnp.bfloat16),

@@ -39,7 +39,7 @@ MAXTEXT = dict(
 # Name of the row, recipe or options, compute dtype.
 RECIPES = ("bf16", "tensor_delayed", "tensor_current", "block_128")
 OUR_RUNS = [(f"{r}", {"arm": r}, d) for d in ("float32", "bfloat16") for r in RECIPES]
-OUR_RUNS.append(("bf16, remat full", {"arm": "bf16", "memory.remat": "full"}, "bfloat16"))
+OUR_RUNS.append(("bf16, remat full", {"arm": "bf16", "memory.remat_policy": "full"}, "bfloat16"))
 QWIX = {"use_qwix_quantization": True}
 MAXTEXT_RUNS = [
   ("no quantization", {}, "float32"),
@@ -56,7 +56,7 @@ def run_ours(options, dtype, scratch):
   workdir = scratch / "run"
   shutil.rmtree(workdir, ignore_errors=True)
   options = dict(options)
-  config = {**OURS, "precision.compute": dtype}
+  config = {**OURS, "precision.compute_dtype": dtype}
   arm = options.pop("arm")
   command = [sys.executable, "launch.py", f"--config=configs/debug.py:{arm}"]
   command += [f"--config.{k}={v}" for k, v in {**config, **options}.items()]

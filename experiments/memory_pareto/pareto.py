@@ -53,7 +53,7 @@ def measure(recipe: str, remat: str, copies: dict[str, str]) -> dict:
   c = aot.without_files(cpt_7b.get_config(recipe))
   changes = {
     "model.num_layers": LAYERS, "batch": 1, "eval.batch": 1, "accumulation": 1, "length": TOKENS,
-    "mesh.data": 1, "mesh.fsdp": 1, "memory.remat": remat,
+    "mesh.data": 1, "mesh.fsdp": 1, "memory.remat_policy": remat,
   }  # fmt: skip
   c.update_from_flattened_dict(changes | {f"memory.{k}": v for k, v in copies.items()})
   start = time.time()

@@ -30,16 +30,20 @@ _ONLY = flags.DEFINE_list("only", [], "Rows to run; all if empty.")
 
 _BASE = "configs/smollm2_cpt.py:bf16"
 _LOSSLESS = {
-  "optim.master": "bf16_remainder",
-  "optim.gradients": "bf16_sr",
-  "optim.moments": "coat",
+  "optim.master_format": "bf16_remainder",
+  "optim.grad_format": "bf16_sr",
+  "optim.moment_format": "coat",
 }
 # row: (config:arm, what differs from it).
 ROWS = {
   **{f"float32 seed {seed}": (_BASE, {"seed": seed}) for seed in range(3)},
-  **{f"coat seed {seed}": (_BASE, {"seed": seed, "optim.moments": "coat"}) for seed in range(3)},
+  **{
+    f"coat seed {seed}": (_BASE, {"seed": seed, "optim.moment_format": "coat"}) for seed in range(3)
+  },
   **{f"lossless seed {seed}": (_BASE, {"seed": seed, **_LOSSLESS}) for seed in range(3)},
-  **{n: (_BASE, {"optim.moments": n}) for n in moments.PRESETS if n not in ("float32", "coat")},
+  **{
+    n: (_BASE, {"optim.moment_format": n}) for n in moments.PRESETS if n not in ("float32", "coat")
+  },
   **{
     f"{folder}:{arm}": (f"experiments/{folder}/config.py:{arm}", {})
     for folder, arms in (

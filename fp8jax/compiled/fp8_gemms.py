@@ -130,7 +130,7 @@ def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
   for name, site in site_lib.flatten(plan.sites(phase=phase)).items():
     param = declared[rules.path_of(name)]
     # With a copy of what the MLP's norm reads, nothing needs the product before it again.
-    has_copy = plan.run.kept.norms is not None and plan.run.remat != "full"
+    has_copy = plan.run.residuals.norm_inputs is not None and plan.run.remat != "full"
     repeated = _RECOMPUTED["none" if has_copy else plan.run.remat]
     is_recomputed = re.fullmatch(repeated, name) is not None
     # XLA unrolls the loop over a single layer.
@@ -325,7 +325,7 @@ def _complaint(row: GemmRow, plan: RunSpec) -> str:
   ]
   fixes += [
     "another recipe for this site in precision.rules",
-    "precision.strict=False to run it so",
+    "precision.verify_fp8_gemms=False to run it so",
   ]
   return (
     f"{row.key}: the plan has {row.expected} FP8 GEMMs per step ({size} per device, recipe "
@@ -335,7 +335,7 @@ def _complaint(row: GemmRow, plan: RunSpec) -> str:
 
 
 def _complaint_of_accumulation(row: GemmRow, plan: RunSpec) -> str:
-  fixes = ["another backend in kernels.matmul", "precision.strict=False to run it so"]
+  fixes = ["another backend in kernels.matmul", "precision.verify_fp8_gemms=False to run it so"]
   if row.accumulates and set(row.accumulates) <= {"fast", "precise"}:
     fixes.insert(0, f"(accumulate={row.accumulates[0]}) behind the recipe's name to have it so")
   return (
@@ -399,7 +399,7 @@ def every_step(plan: RunSpec, step_fn, state, batch, now: int) -> list[tuple[str
   Args:
     step_fn, state, batch: see `strict`; the state of phase `now`.
   """
-  loud = [tensor_stats.LOUD] if plan.config.log.numerics_every else []
+  loud = [tensor_stats.LOUD] if plan.config.log.tensor_stats_every else []
   found = []
   for phase in range(now, len(plan.precision.phases)):
     start = plan.precision.phases[phase].start

@@ -83,22 +83,22 @@ class _Layer:
     run, model = self.run, self.model
     d, f = self.local("D"), self.local("F")
     if run.remat == "full":
-      self.copy("inputs of layers", (d,), run.kept.residual)
+      self.copy("inputs of layers", (d,), run.residuals.layer_inputs)
       return self.found
     # With copies of what norms read, nothing needs the stream itself.
-    if run.remat != "none" and run.kept.norms is None:
+    if run.remat != "none" and run.residuals.norm_inputs is None:
       self.add("inputs of layers", d)
     x = self.tensor("BLD")
     h = prologue.rms_norm(
-      x, jax.ShapeDtypeStruct((d,), jnp.float32), model.norm_eps, keep=run.kept.norms
+      x, jax.ShapeDtypeStruct((d,), jnp.float32), model.norm_eps, keep=run.residuals.norm_inputs
     )
     self.linears("attn", ("BLD,DHK->BLHK", "BLD,DGK->BLGK", "BLD,DGK->BLGK"), "qkv", h, "norms")
     self.attention()
     self.linears("attn", ("BLHK,HKD->BLD",), "o", self.tensor("BLHK"), "")
     self.linears("mlp", ("BLD,DF->BLF", "BLD,DF->BLF"), ("gate", "up"), h, "norms")
     gate = self.tensor("BLF")
-    h = prologue.silu_mul(gate, gate, keep=run.kept.gated)
-    if run.remat != "none" and run.kept.gated is None:
+    h = prologue.silu_mul(gate, gate, keep=run.residuals.gate_up)
+    if run.remat != "none" and run.residuals.gate_up is None:
       self.add("gate and up", 2 * f)
     self.linears("mlp", ("BLF,FD->BLD",), ("down",), h, "gate and up")
     return self.found
@@ -106,15 +106,15 @@ class _Layer:
   def attention(self):
     run, model = self.run, self.model
     heads, groups, size = self.local("H"), self.local("G"), model.head_dim
-    if model.qk_norm and run.kept.norms is not None:
-      self.copy("norms", (heads, size), run.kept.norms)
-      self.copy("norms", (groups, size), run.kept.norms)
+    if model.qk_norm and run.residuals.norm_inputs is not None:
+      self.copy("norms", (heads, size), run.residuals.norm_inputs)
+      self.copy("norms", (groups, size), run.residuals.norm_inputs)
     elif model.qk_norm and run.remat == "none":
       self.add("norms", _OF_PLAIN_NORM * (heads + groups) * size, jnp.float32)
     self.add("queries, keys, values", (heads + 2 * groups) * size)
     is_fused = run.attention == "cudnn"
     # Its own derivative; what `o` contracts for its weight; `o` computed again.
-    needs = {"none": is_fused, "linears": True, "quantized": run.kept.norms is None}
+    needs = {"none": is_fused, "linears": True, "quantized": run.residuals.norm_inputs is None}
     if needs[run.remat] or self.sites["attn"]["o"].recipe.save is SaveForBackward.INPUTS:
       self.add("attention's output", heads * size)
     if run.remat == "none":

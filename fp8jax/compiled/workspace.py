@@ -61,7 +61,7 @@ def _layer(plan) -> dict[str, int]:
   is_narrow = all(mlp[name].recipe.is_narrow for name in ("gate", "up"))
   # gate, up, and the gradient of their product; wide, that product and both their gradients too.
   matrices = 3 if is_narrow else 6
-  if plan.run.remat in ("none", "linears", "quantized") and plan.run.kept.gated is None:
+  if plan.run.remat in ("none", "linears", "quantized") and plan.run.residuals.gate_up is None:
     matrices -= 2  # gate and up are among what waits
   weights = [d * f] * 3
   is_gathered = any(plan.run.layout.size(plan.run.layout.weight_axes(c)) > 1 for c in "D")

@@ -13,10 +13,12 @@ def layerwise_problems(c: Any) -> list[str]:
   if c.optim.order != ORDER:
     return []
   wanted = (
-    ("optim.clip", c.optim.clip, 0.0, "the global norm is known when every layer has moved"),
+    ("optim.grad_clip_norm", c.optim.grad_clip_norm, 0.0,
+     "the global norm is known when every layer has moved"),
     ("accumulation", c.accumulation, 1, "a sum of microbatches is a gradient of all layers"),
-    ("memory.remat", c.memory.remat, "full", "every layer is computed again when it is its turn"),
-    ("optim.gradients", c.optim.gradients, "float32", "no gradient waits that could be narrow"),
+    ("memory.remat_policy", c.memory.remat_policy, "full",
+     "every layer is computed again when it is its turn"),
+    ("optim.grad_format", c.optim.grad_format, "float32", "no gradient waits that could be narrow"),
     ("optim.on_nonfinite", c.optim.on_nonfinite, "stop", "layers move before another's is seen"),
     ("loss_scale.kind", c.loss_scale.kind, "none", "layers move before an overflow is seen"),
   )  # fmt: skip
@@ -32,18 +34,19 @@ def loss_scale_problems(c: Any, compute: str) -> list[str]:
   """What is wrong with a config's loss_scale section, in words.
 
   Args:
-    compute: precision.compute.
+    compute: precision.compute_dtype.
   """
   collected = ConfigErrors()
   collected.one_of("loss_scale.kind", c.kind, ("none", "dynamic"))
   found = collected.found
   if not SMALLEST <= c.start <= _LARGEST or math.frexp(c.start)[0] != 0.5:
     found.append(f"loss_scale.start={c.start} must be a power of two from 2^-24 to 2^24")
-  if c.growth_steps < 1:
-    found.append(f"loss_scale.growth_steps={c.growth_steps} must be at least 1")
+  if c.growth_interval < 1:
+    found.append(f"loss_scale.growth_interval={c.growth_interval} must be at least 1")
   if compute == "float16" and c.kind == "none":
     found.append(
-      "precision.compute='float16' with loss_scale.kind='none': gradients below 6e-8 become 0 and "
+      "precision.compute_dtype='float16' with loss_scale.kind='none': gradients below 6e-8 "
+      "become 0 and "
       "those above 65,504 infinite; set loss_scale.kind='dynamic', or compute in 'bfloat16'"
     )
   return found

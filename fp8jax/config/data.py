@@ -19,7 +19,10 @@ def spec(c: Any, vocab_size: int | None, problems: ConfigErrors) -> data_config.
   """
   problems.one_of("data.on_malformed", c.data.on_malformed, tokenize.POLICIES)
   problems.one_of("data.on_long", c.data.on_long, tokenize.LONG_POLICIES)
-  problems.check(0 <= c.data.heldout < 1, f"data.heldout={c.data.heldout} must be in [0, 1)")
+  problems.check(
+    0 <= c.data.heldout_fraction < 1,
+    f"data.heldout_fraction={c.data.heldout_fraction} must be in [0, 1)",
+  )
   tokenizer = tokenize.Tokenizer(c.data.tokenizer or c.init.hf or tokenize.BYTES, c.data.eos)
   # A folder that is not there is init.hf's problem.
   if c.data.tokenizer or not c.init.hf or os.path.isdir(hub.local(c.init.hf)):
@@ -30,7 +33,7 @@ def spec(c: Any, vocab_size: int | None, problems: ConfigErrors) -> data_config.
     if not problems.attempt(lambda k=key, s=source: _check_types(k, s)):
       continue
     before = len(problems.found)
-    _check_source(key, dict(source), tokenizer, c.data.heldout, problems)
+    _check_source(key, dict(source), tokenizer, c.data.heldout_fraction, problems)
     if (
       len(problems.found) == before and c.data.shuffle_windows and source.get("kind") == "prepared"
     ):
@@ -40,7 +43,7 @@ def spec(c: Any, vocab_size: int | None, problems: ConfigErrors) -> data_config.
     sources={name: dict(source) for name, source in typed.items()},
     tokenizer=tokenizer,
     length=c.length,
-    heldout=c.data.heldout,
+    heldout=c.data.heldout_fraction,
     cross_document=c.data.cross_document,
     on_malformed=c.data.on_malformed,
     on_long=c.data.on_long,
@@ -117,7 +120,7 @@ def _check_prepared(source: dict[str, Any], tokenizer: tokenize.Tokenizer, heldo
     )
   if index["heldout"] != heldout:
     raise UserError(
-      f"{source['path']} was prepared with data.heldout={index['heldout']}, now it is "
+      f"{source['path']} was prepared with data.heldout_fraction={index['heldout']}, now it is "
       f"{heldout}; prepare it again or use that value"
     )
   for split in ("train", "heldout"):

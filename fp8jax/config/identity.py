@@ -35,7 +35,7 @@ def identity(plan: RunSpec) -> dict[str, Any]:
     flat
     | json.loads(json.dumps(model))
     | {
-      "precision.compute": plan.run.dtype.name,
+      "precision.compute_dtype": plan.run.dtype.name,
       # By content: a table may move, but not change under its name.
       "precision.calibration": _digest(plan.config.precision.calibration),
     }
@@ -59,8 +59,9 @@ def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 # Keys that may change between a run and its continuation without changing its result.
 _HARMLESS = (
   "log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
-  "memory.remat", "memory.target", "memory.loss_chunk", "memory.gpu_fraction", "data.workers",
-  "data.prefetch", "init.", "optim.on_nonfinite", "optim.order", "calibrate.", "precision.strict",
+  "memory.remat_policy", "memory.target", "memory.loss_chunk", "memory.gpu_fraction",
+  "data.workers", "data.prefetch", "init.", "optim.on_nonfinite", "optim.order", "calibrate.",
+  "precision.verify_fp8_gemms",
 )  # fmt: skip
 
 

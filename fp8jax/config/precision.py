@@ -66,10 +66,11 @@ def check_smooth(c: Any, problems: ConfigErrors):
     "none": "there is nothing to merge",
     "token": "every token has a scale of its own, which no weight can hold",
   }
-  if c.export.merge_smooth and form in reasons:
+  if c.export.fold_smooth_batches and form in reasons:
     problems.found.append(
-      f"export.merge_smooth={c.export.merge_smooth} with precision.smooth_swiglu={form!r}: "
-      f"{reasons[form]}; set export.merge_smooth=0, or train with 'channel'"
+      f"export.fold_smooth_batches={c.export.fold_smooth_batches} with "
+      f"precision.smooth_swiglu={form!r}: "
+      f"{reasons[form]}; set export.fold_smooth_batches=0, or train with 'channel'"
     )
 
 

@@ -60,7 +60,9 @@ def resolve(
   run = _execution(c, layout, device, problems)
   optim = _optim(c, problems)
   data = data_checks.spec(c, model and model.vocab_size, problems)
-  problems.check(c.data.heldout != 0, "data.heldout=0 leaves nothing to evaluate on; raise it")
+  problems.check(
+    c.data.heldout_fraction != 0, "data.heldout_fraction=0 leaves nothing to evaluate on; raise it"
+  )
   microbatch = _microbatch(c, layout, problems)
   recipes = problems.attempt(lambda: precision_checks.read(c))
   precision_checks.check_smooth(c, problems)
@@ -74,7 +76,7 @@ def resolve(
     if chosen and recipes:
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
   problems.attempt(lambda: alarms.read_alarms(c.log.alarms))
-  problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute))
+  problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
   _check_eval_precisions(c, problems)
   problems.one_of("export.dtype", c.export.dtype, ("auto", *hf_weights.DTYPES))
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, _acceptable(c))
@@ -102,10 +104,10 @@ def resolve_data(c: Config) -> data_config_lib.DataConfig:
 _LEAST = {
   "steps": 1, "batch": 1, "accumulation": 1, "length": 1, "eval.tokens": 1, "eval.batch": 1,
   "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1,
-  "log.numerics_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
+  "log.tensor_stats_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
   "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
   "memory.gpu_fraction": 0,
-  "export.merge_smooth": 0,
+  "export.fold_smooth_batches": 0,
 }  # fmt: skip
 
 
@@ -176,12 +178,12 @@ _COMPUTE = (*_SIXTEEN_BITS, "float32")
 
 
 def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors):
-  compute = c.precision.compute
-  problems.one_of("precision.compute", compute, ("auto", *_COMPUTE))
+  compute = c.precision.compute_dtype
+  problems.one_of("precision.compute_dtype", compute, ("auto", *_COMPUTE))
   if compute == "auto":
     compute = choose.compute_dtype(device)
   if reason := choose.lacks_dtype(device, compute):
-    problems.found.append(f"precision.compute={compute!r}: {reason}; use 'float32' or 'auto'")
+    problems.found.append(f"precision.compute_dtype={compute!r}: {reason}; use 'float32' or 'auto'")
   implementation = c.kernels.attention
   problems.one_of("kernels.attention", implementation, ("auto", *attention.IMPLEMENTATIONS))
   if implementation == "auto":
@@ -191,22 +193,27 @@ def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors)
     problems.check(reason is None, f"kernels.attention='cudnn' {reason}; use 'xla' or 'auto'")
     problems.check(
       compute in _SIXTEEN_BITS,
-      f"kernels.attention='cudnn' needs 16-bit inputs, precision.compute is {compute!r}; use 'xla'",
+      f"kernels.attention='cudnn' needs 16-bit inputs, precision.compute_dtype is {compute!r}; "
+      "use 'xla'",
     )
   problems.one_of("kernels.matmul", c.kernels.matmul, ("auto", *gemm_api.BACKENDS))
-  problems.one_of("memory.remat", c.memory.remat, model_config.REMAT)
+  problems.one_of("memory.remat_policy", c.memory.remat_policy, model_config.REMAT)
   problems.check(
     c.memory.gpu_fraction <= 1, f"memory.gpu_fraction={c.memory.gpu_fraction} must be at most 1"
   )
-  names = {k: c.memory[k] for k in ("norms", "gated", "residual")}
+  names = {
+    "norm_inputs": c.memory.save_norm_inputs,
+    "gate_up": c.memory.save_gate_up,
+    "layer_inputs": c.memory.save_layer_inputs,
+  }
   for key, name in names.items():
-    problems.one_of(f"memory.{key}", name, tuple(residuals.QUANTS))
-  waiting = residuals.ResidualFormats(
+    problems.one_of(f"memory.save_{key}", name, tuple(residuals.QUANTS))
+  formats = residuals.ResidualFormats(
     **{k: residuals.QUANTS.get(name) for k, name in names.items()}
   )
   return model_config.ComputeConfig(
     jnp.dtype(compute if compute in _COMPUTE else "float32"),
-    implementation, c.memory.remat, waiting, c.memory.loss_chunk, layout,
+    implementation, c.memory.remat_policy, formats, c.memory.loss_chunk, layout,
     c.precision.smooth_swiglu,
   )  # fmt: skip
 
@@ -232,8 +239,10 @@ def _check_float16(plan: RunSpec, phase: int):
     backends = sorted(set(one.backends) & set(gemm_api.WITH_QUANTIZER))
     if plan.run.dtype == jnp.float16 and backends:
       raise ValueError(
-        f"precision.compute='float16': site {one.name} is multiplied by {', '.join(backends)}, "
-        "whose kernels read bfloat16; set precision.compute='bfloat16', or kernels.matmul='xla' or "
+        f"precision.compute_dtype='float16': site {one.name} is multiplied by "
+        f"{', '.join(backends)}, "
+        "whose kernels read bfloat16; set precision.compute_dtype='bfloat16', or "
+        "kernels.matmul='xla' or "
         "'reference'"
       )
 

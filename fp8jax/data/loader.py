@@ -272,7 +272,7 @@ class _Keep:
       # An endless stream of nothing would hang the run.
       raise UserError(
         f"data.sources.{self._name} has no document to train on: all of them are malformed, too "
-        f"long or held out ({dict(self._counts)}); lower data.heldout or give more data"
+        f"long or held out ({dict(self._counts)}); lower data.heldout_fraction or give more data"
       )
     return is_kept
 

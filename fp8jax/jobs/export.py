@@ -28,7 +28,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
   began_with = {meta["config"].get("init.hf", ""): "the folder that training started from"}
   export_folder.check_other(target, _local(began_with))
   params = stored_params.dequantize_tree(params)
-  if plan.config.export.merge_smooth:
+  if plan.config.export.fold_smooth_batches:
     params = _fold_smooth(plan, params)
   dtype = plan.config.export.dtype
   dtype = meta["weights_dtype"] if dtype == "auto" else dtype
@@ -53,7 +53,7 @@ def _fold_smooth(plan: run_spec.RunSpec, params):
   for source in plan.data.sources:
     counts = loader.DocumentCounts()
     for batch in loader.heldout_batches(
-      plan.data, source, spread.local_rows, c.export.merge_smooth, spread.shard, counts
+      plan.data, source, spread.local_rows, c.export.fold_smooth_batches, spread.shard, counts
     ):
       s_NF = jnp.maximum(s_NF, look(params, spread.place(batch)))
     for what, number in counts.summary_everywhere().items():

@@ -91,7 +91,7 @@ class _Run:
     self.evaluations: dict[str, Any] = {}
     self.sites: dict[bool, Any] = {}  # quiet and loud ones of the present phase
     self.has_memories = False  # of its checkpoint, for the phase that it is in
-    self.is_proven = not plan.config.precision.strict
+    self.is_proven = not plan.config.precision.verify_fp8_gemms
 
   def run(self) -> dict[str, Any]:
     c = self.plan.config
@@ -266,7 +266,7 @@ class _Run:
             self._prove(step_fn, state, host, phase)
         # Nothing may slip between host and device unasked: each such copy would stall the device.
         with jax.transfer_guard("disallow"):
-          is_loud = _is_due(step, c.log.numerics_every)
+          is_loud = _is_due(step, c.log.tensor_stats_every)
           state, values = step_fn(state, self.spread.place(host), self.sites[is_loud])
           settle()
         step += 1
@@ -320,7 +320,10 @@ class _Run:
     """The same for the kernel that moves parameters."""
     moved = [leaf for leaf in jax.tree.leaves(self.plan.leaves) if leaf.backend != "xla"]
     if moved:
-      kept, is_pair = moments.PRESETS[self.plan.optim.moments], moved[0].master == masters.REMAINDER
+      kept, is_pair = (
+        moments.PRESETS[self.plan.optim.moment_format],
+        moved[0].master == masters.REMAINDER,
+      )
       self_test.optimizer(kept.mu, kept.nu, is_pair=is_pair, dtype=moved[0].gradient_dtype)
       self.out.print("kernels: the optimizer's tried on this device, as close as its arithmetic")
 

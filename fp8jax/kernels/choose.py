@@ -112,7 +112,8 @@ def caution(device: Device) -> str | None:
     return None
   return (
     f"{name_of(device)}: nothing of this project has been compiled for it or run on it. Recipes "
-    "with one scale per tensor are given to cuBLASLt; precision.strict reads the compiled program. "
+    "with one scale per tensor are given to cuBLASLt; precision.verify_fp8_gemms reads the "
+    "compiled program. "
     "Compare a short run with recipe 'bf16' first: Transformer Engine found wrong FP8 gradients on "
     "this generation (TransformerEngine#3215)"
   )
@@ -188,8 +189,9 @@ def _excluded(problem: GemmProblem) -> str | None:
     return (
       f"FP8 needs compute capability 8.9 or newer and this device has {device.capability / 10}: "
       "XLA would silently multiply in 16 bits. Use recipe 'bf16'; these save memory beside it and "
-      "need no FP8 units: optim.moments='coat', optim.master='bf16_remainder', memory.norms and "
-      "memory.gated='e4m3_16'"
+      "need no FP8 units: optim.moment_format='coat', optim.master_format='bf16_remainder', "
+      "memory.save_norm_inputs and "
+      "memory.save_gate_up='e4m3_16'"
     )
   if device.capability >= _SM120 and not problem.has_one_scale_each:
     return (
@@ -207,7 +209,7 @@ def _instead(problem: GemmProblem) -> str:
     "kernels.matmul='reference' emulates every recipe, slowly, and so does JAX_PLATFORMS=cpu"
   )
   if not native:  # nor will the compiled program have any FP8 product to prove
-    return emulate.replace("'reference'", "'reference' with precision.strict=False")
+    return emulate.replace("'reference'", "'reference' with precision.verify_fp8_gemms=False")
   return (
     f"Recipes that run on {name_of(problem.device)} at this size: {', '.join(native)} "
     f"(--config=FILE:{native[0]}). {emulate}"

@@ -138,7 +138,7 @@ class ComputeConfig:
       and attention and recomputes norms, activations and quantization, "quantized" also keeps the
       narrow inputs of recipes that save them, so that no quantization is repeated, "full" keeps
       only each layer's input.
-    kept: what of it waits in a narrow copy; `kept.residual` for remat "full" alone.
+    residuals: formats of residuals; `residuals.layer_inputs` for remat "full" alone.
     loss_chunk: positions per chunk of the cross-entropy.
     smooth_swiglu: how the feed-forward layer multiplies, a key of swiglu.FORMS.
     layout: mesh and sharding tables.
@@ -147,7 +147,7 @@ class ComputeConfig:
   dtype: jnp.dtype = jnp.dtype(jnp.float32)
   attention: Implementation = "xla"
   remat: str = "none"
-  kept: ResidualFormats = ResidualFormats()
+  residuals: ResidualFormats = ResidualFormats()
   loss_chunk: int = 512
   layout: axes.Layout = axes.LOCAL
   smooth_swiglu: str = "none"
@@ -155,16 +155,17 @@ class ComputeConfig:
   def problems(self, model: ModelConfig) -> list[str]:
     """What makes it impossible to run this model so, in words; empty if nothing does."""
     found = []
-    if self.kept.residual is not None and self.remat != "full":
+    if self.residuals.layer_inputs is not None and self.remat != "full":
       found.append(
-        f"memory.residual with memory.remat={self.remat!r}: only 'full' keeps the input of every "
-        "layer as such; elsewhere it waits because norms read it, so set memory.norms instead"
+        f"memory.save_layer_inputs with memory.remat_policy={self.remat!r}: only 'full' "
+        "saves the input of every layer as such; elsewhere norms save it: set "
+        "memory.save_norm_inputs instead"
       )
     shards = self.layout.size(self.layout.act_axes("F"))
-    group = self.kept.group_of_gated
+    group = self.residuals.gate_up_group
     if model.intermediate_size // shards % group:
       found.append(
-        f"memory.gated has groups of {group} channels, and {shards} devices have "
+        f"memory.save_gate_up has groups of {group} channels, and {shards} devices have "
         f"{model.intermediate_size} / {shards} of gate and up each: a group would lie on two. Take "
         "a smaller group, or another mesh.tensor"
       )

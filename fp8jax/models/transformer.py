@@ -150,7 +150,9 @@ def _scan_layers(step, params, sites, batch, cfg: ModelConfig, run: ComputeConfi
 
 
 def _normalised(x_BLD, params, cfg: ModelConfig, run: ComputeConfig):
-  return prologue.rms_norm(x_BLD, params["norm"], cfg.norm_eps, keep=run.kept.norms).value()
+  return prologue.rms_norm(
+    x_BLD, params["norm"], cfg.norm_eps, keep=run.residuals.norm_inputs
+  ).value()
 
 
 def _with_values(params):
@@ -169,8 +171,8 @@ def _head(params, cfg: ModelConfig):
 
 
 def _remat(layer, run: ComputeConfig):
-  if run.kept.residual is not None:
-    return residuals.from_narrow_input(layer, run.kept.residual)
+  if run.residuals.layer_inputs is not None:
+    return residuals.from_narrow_input(layer, run.residuals.layer_inputs)
   if run.remat == "none":
     return layer
   saved = jax.checkpoint_policies.nothing_saveable

@@ -38,22 +38,22 @@ QUANTS: dict[str, Quant | None] = {
 
 @dataclasses.dataclass(frozen=True)
 class ResidualFormats:
-  """How tensors wait for the backward pass; None: as they are.
+  """Formats of residuals; None saves them unquantized.
 
   Attributes:
-    norms: inputs of norms.
-    gated: gate and up, of which silu(gate) * up is made.
-    residual: the input of a layer of which nothing else is kept.
+    norm_inputs: inputs of norms.
+    gate_up: gate and up, the inputs of silu(gate) * up.
+    layer_inputs: the input of a layer, where remat "full" saves nothing else.
   """
 
-  norms: Quant | None = None
-  gated: Quant | None = None
-  residual: Quant | None = None
+  norm_inputs: Quant | None = None
+  gate_up: Quant | None = None
+  layer_inputs: Quant | None = None
 
   @property
-  def group_of_gated(self) -> int:
+  def gate_up_group(self) -> int:
     """Channels of gate and up that share a scale; 1 where none do."""
-    return max(self.gated.tile[1], 1) if self.gated is not None else 1
+    return max(self.gate_up.tile[1], 1) if self.gate_up is not None else 1
 
 
 def keep(x, quant: Quant):

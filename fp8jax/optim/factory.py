@@ -20,11 +20,11 @@ from fp8jax.params import Param
 SCHEDULES = ("wsd", "cosine", "constant")
 # Of the keys that name something.
 CHOICES = {
-  "rule": ("adam", "lion"),
+  "optimizer": ("adam", "lion"),
   "schedule": SCHEDULES,
-  "moments": tuple(moments.PRESETS),
-  "master": tuple(masters.PRESETS),
-  "gradients": tuple(gradients.PRESETS),
+  "moment_format": tuple(moments.PRESETS),
+  "master_format": tuple(masters.PRESETS),
+  "grad_format": tuple(gradients.PRESETS),
   "order": ("after_backward", "by_layer"),
 }
 
@@ -34,25 +34,26 @@ class OptimizerConfig:
   """AdamW, or Lion, and its learning rate.
 
   Attributes:
-    rule: "adam", or "lion" (arXiv:2302.06675), which has one moment and wants a learning rate three
+    optimizer: "adam", or "lion" (arXiv:2302.06675),
+    which has one moment and wants a learning rate three
       to ten times smaller.
-    moments, master, gradients: how these are kept between steps: names in moments.PRESETS,
-      masters.PRESETS and gradients.PRESETS. Norms and biases keep float32 of all three.
+    moment_format, master_format, grad_format: how these are stored between steps: names in
+      moments.PRESETS, masters.PRESETS and gradients.PRESETS. Norms and biases stay float32.
     schedule: "wsd": linear warm-up, constant, cosine from peak_lr to min_lr over the last
       decay_steps (InfiR2's WSD with a cosine tail, arXiv:2509.22536); "cosine": warm-up, then
       cosine to min_lr, reached one step after the last; "constant": warm-up, then peak_lr.
     peak_lr, min_lr, warmup_steps, decay_steps, steps: its numbers, in steps.
     b1, b2, eps: of Adam; b1 and b2 of Lion.
     weight_decay: decoupled (Loshchilov & Hutter 2019, arXiv:1711.05101).
-    clip: global gradient norm, 0 for none.
+    grad_clip_norm: global gradient norm, 0 for none.
     order: "after_backward" moves all parameters when all gradients are there; "by_layer" every
       layer as soon as its own is (see fp8jax/step/layerwise.py).
   """
 
-  rule: str
-  moments: str
-  master: str
-  gradients: str
+  optimizer: str
+  moment_format: str
+  master_format: str
+  grad_format: str
   schedule: str
   peak_lr: float
   min_lr: float
@@ -63,7 +64,7 @@ class OptimizerConfig:
   b2: float
   eps: float
   weight_decay: float
-  clip: float
+  grad_clip_norm: float
   order: str = "after_backward"
 
   @property
@@ -83,18 +84,18 @@ class OptimizerConfig:
     for name in ("b1", "b2"):
       if not 0 <= getattr(self, name) < 1:
         found.append(f"optim.{name}={getattr(self, name)} must be in [0, 1)")
-    for name in ("clip", "weight_decay", "warmup_steps", "decay_steps"):
+    for name in ("grad_clip_norm", "weight_decay", "warmup_steps", "decay_steps"):
       if getattr(self, name) < 0:
         found.append(f"optim.{name}={getattr(self, name)} must not be negative")
     if self.eps <= 0:
       found.append(f"optim.eps={self.eps} must be positive")
-    kept = moments.PRESETS.get(self.moments)
+    kept = moments.PRESETS.get(self.moment_format)
     if kept is not None:
-      if self.rule == "adam":
+      if self.optimizer == "adam":
         reasons = moments.problems(kept, self.b1, self.b2)
       else:
         reasons = moments.problems(moments.Moments(kept.mu), self.b2, self.b2)
-      found.extend(f"optim.moments={self.moments!r}: {reason}" for reason in reasons)
+      found.extend(f"optim.moment_format={self.moment_format!r}: {reason}" for reason in reasons)
     return found
 
   def bytes_per_parameter(self) -> dict[str, float]:
@@ -105,13 +106,13 @@ class OptimizerConfig:
     "bf16_sr"; "master" is the rest of it. The optimizer's own, as papers count it, is master and
     moments: 4.08 of "bf16_remainder" with "coat" beside 2 of weights, 6.08 of "float32" with it.
     """
-    kept = moments.PRESETS[self.moments]
-    parts = (kept.mu, kept.nu) if self.rule == "adam" else (kept.mu,)
-    weight, master = masters.nbytes(masters.PRESETS[self.master])
+    kept = moments.PRESETS[self.moment_format]
+    parts = (kept.mu, kept.nu) if self.optimizer == "adam" else (kept.mu,)
+    weight, master = masters.nbytes(masters.PRESETS[self.master_format])
     return {
       "weight": weight,
       "master": master,
-      "gradient": moments.nbytes(gradients.PRESETS[self.gradients]) * (not self.is_by_layer),
+      "gradient": moments.nbytes(gradients.PRESETS[self.grad_format]) * (not self.is_by_layer),
       "moments": sum(map(moments.nbytes, parts)),
     }
 
@@ -186,13 +187,15 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0):
   def one(path: str, p: Param) -> ParamOptimizer:
     own = zlib.crc32(f"{seed}/{path}".encode())
     lead = int(p.letters.startswith("N"))
-    move = _moved_by(optim, moments.PRESETS[optim.moments if p.decay else "float32"], lead, own)
+    move = _moved_by(
+      optim, moments.PRESETS[optim.moment_format if p.decay else "float32"], lead, own
+    )
     rule = None
     if p.decay:
       move = optax.chain(move, optax.add_decayed_weights(optim.weight_decay))
-      if optim.rule == "adam":
+      if optim.optimizer == "adam":
         rule = AdamWHparams(optim.b1, optim.b2, optim.eps, optim.weight_decay)
-    narrow = (masters.PRESETS[optim.master], gradients.PRESETS[optim.gradients])
+    narrow = (masters.PRESETS[optim.master_format], gradients.PRESETS[optim.grad_format])
     kept, gradient = narrow if p.decay else (None, None)
     return ParamOptimizer(path, move, kept, gradient, lead, own, p.decay, rule)
 
@@ -203,7 +206,7 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0):
 
 def _moved_by(optim: OptimizerConfig, kept: moments.Moments, lead: int, seed: int):
   places = adam.Places(narrow=True, lead=lead)
-  if optim.rule == "lion":
+  if optim.optimizer == "lion":
     return adam.scale_by_lion(optim.b1, optim.b2, mu=kept.mu, places=places, seed=seed)
   return adam.scale_by_adam(
     optim.b1, optim.b2, optim.eps, mu=kept.mu, nu=kept.nu, places=places, seed=seed

@@ -87,10 +87,10 @@ def _optimizer(plan: RunSpec) -> str:
   o, nbytes = plan.optim, plan.optim.bytes_per_parameter()
   weight = f"{nbytes['weight']:.3g} B of BF16 weights and " if nbytes["weight"] else ""
   words = (
-    f"masters {o.master} ({weight}{nbytes['master']:.3g} B)",
-    f"gradients {o.gradients} "
+    f"masters {o.master_format} ({weight}{nbytes['master']:.3g} B)",
+    f"gradients {o.grad_format} "
     + ("of one layer at a time" if o.is_by_layer else f"({nbytes['gradient']:.3g} B)"),
-    f"moments {o.moments} ({nbytes['moments']:.3g} B)",
+    f"moments {o.moment_format} ({nbytes['moments']:.3g} B)",
   )
   spared = sum(
     params_lib.count({k: p}, plan.model.dims)
@@ -98,7 +98,8 @@ def _optimizer(plan: RunSpec) -> str:
     if not p.decay
   )
   return (
-    f"{o.rule}: {', '.join(words)} per parameter, {sum(nbytes.values()):.3g} B in all; norms and "
+    f"{o.optimizer}: {', '.join(words)} per parameter, {sum(nbytes.values()):.3g} B in all; "
+    f"norms and "
     f"biases ({spared:,} parameters) keep float32; {_backends(plan)}"
   )
 

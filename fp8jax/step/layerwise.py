@@ -107,7 +107,11 @@ def _forward(plan, x_BLD, params, sites, batch):
   def forward(x_BLD, xs):
     i, s = xs
     of_layer = (jax.tree.map(lambda x: x[i], params["layers"]), s)
-    waits = x_BLD if run.kept.residual is None else residuals.keep(x_BLD, run.kept.residual)
+    waits = (
+      x_BLD
+      if run.residuals.layer_inputs is None
+      else residuals.keep(x_BLD, run.residuals.layer_inputs)
+    )
     return transformer.layer(x_BLD, of_layer, around, cfg, run), waits
 
   start = 0

@@ -21,11 +21,11 @@ def fresh(c: Any) -> dict[str, Any]:
 
 
 def update(state: dict[str, Any], is_finite, c: Any) -> dict[str, Any]:
-  """The state after a step: halved if it overflowed, doubled after growth_steps that did not."""
+  """The state after a step: halved if it overflowed, doubled after growth_interval that did not."""
   if not state:
     return {}
   good = jnp.where(is_finite, state["good_steps"] + 1, 0)
-  grows = good >= c.growth_steps
+  grows = good >= c.growth_interval
   factor = jnp.where(is_finite, jnp.where(grows, 2.0, 1.0), 0.5)
   scale = jnp.clip(state["scale"] * factor, SMALLEST, _LARGEST)
   return {"scale": scale, "good_steps": jnp.where(grows, 0, good)}

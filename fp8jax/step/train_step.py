@@ -106,16 +106,16 @@ def _kept_of(leaf, param, *abstract):
 
 
 def _initial_grad_autoscale(plan: run_spec.RunSpec):
-  quant = gradients_lib.PRESETS[plan.optim.gradients]
+  quant = gradients_lib.PRESETS[plan.optim.grad_format]
   return gradients_lib.init_grad_autoscale(quant, plan.config.accumulation)
 
 
 def gradients(plan: run_spec.RunSpec, params, sites, batch, scale=None, step: Any = 0, room=None):
   """(mean loss, gradients, {site: what it saw}) of a batch [B, L], or [A, B, L] for A microbatches.
 
-  Microbatches add as their gradients are kept (optim.gradients); of what sites see, amaxes combine
-  by maximum and counts by sum. The loss is one mean over all tokens of the step, however they are
-  split.
+  Microbatches add as their gradients are kept (optim.grad_format); of what sites see, amaxes
+  combine by maximum and counts by sum. The loss is one mean over all tokens of the step, however
+  they are split.
 
   Args:
     params: as the state has them.
@@ -285,7 +285,7 @@ def after_backward(plan: run_spec.RunSpec, state: State, sites, batch, rate) -> 
   norm = gradients_lib.norm(gradient)
   # Narrow formats saturate: an infinity can pass through a product unnoticed, so sites are asked.
   is_finite = jnp.isfinite(loss) & jnp.isfinite(norm) & _all_finite(seen)
-  factor = update.clip_factor(norm, plan.optim.clip)
+  factor = update.clip_factor(norm, plan.optim.grad_clip_norm)
   now = update.UpdateArgs(state.step, rate, factor, is_finite & ~state.halted)
   with jax.named_scope("optimizer"):
     opt, params, squares = update.move_all(

@@ -354,7 +354,7 @@ def _shapes(jaxpr):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_train_step_never_holds_all_logits(remat):
   c = base.get_config()
-  c.batch, c.length, c.memory.loss_chunk, c.memory.remat = 6, 96, 32, remat
+  c.batch, c.length, c.memory.loss_chunk, c.memory.remat_policy = 6, 96, 32, remat
   plan = resolve.resolve(c, 1, Device("cpu"))
   batch = {
     f"{name}_BL": jax.ShapeDtypeStruct((c.batch, c.length), jnp.int32)

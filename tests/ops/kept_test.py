@@ -123,7 +123,7 @@ MODEL = ModelConfig(
   architecture="qwen3", vocab_size=64, hidden_size=64, intermediate_size=144, num_layers=2,
   num_heads=2, num_kv_heads=1, head_dim=48, max_positions=64, qk_norm=True, init_std=0.1,
 )  # fmt: skip
-GROUPS = ResidualFormats(norms=QUANT, gated=QUANT)
+GROUPS = ResidualFormats(norm_inputs=QUANT, gate_up=QUANT)
 
 
 def _loss(run, recipe):
@@ -196,14 +196,14 @@ def test_copies_wait_and_nothing_wide_does(run, recipe, of_gemms):
 def test_of_a_layer_computed_again_one_copy_waits():
   full = ComputeConfig(remat="full")
   assert _waiting(full) == {"float32 D": 1}
-  found = _waiting(dataclasses.replace(full, kept=ResidualFormats(residual=QUANT)))
+  found = _waiting(dataclasses.replace(full, residuals=ResidualFormats(layer_inputs=QUANT)))
   assert found == {"float8_e4m3fn D": 1}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "remat, waiting",
-  [("none", GROUPS), ("full", ResidualFormats(residual=QUANT))],
+  [("none", GROUPS), ("full", ResidualFormats(layer_inputs=QUANT))],
   ids=["norms", "residual"],
 )
 def test_the_loss_is_the_same_and_gradients_are_near(remat, waiting):

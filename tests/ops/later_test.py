@@ -34,7 +34,7 @@ ACTS = axes.as_rules(dict(B=("data", "fsdp"), F="tensor"))
 CFG = types.SimpleNamespace(norm_eps=EPS)
 WIDE, GROUPS = (
   ResidualFormats(),
-  ResidualFormats(norms=residuals.QUANTS["e4m3_16"], gated=residuals.QUANTS["e4m3_16"]),
+  ResidualFormats(norm_inputs=residuals.QUANTS["e4m3_16"], gate_up=residuals.QUANTS["e4m3_16"]),
 )
 SIZES = dict(B=2, L=64, D=128, F=256)
 

@@ -14,9 +14,9 @@ from fp8jax.optim import update as update_lib
 from fp8jax.params import Param
 
 OPTIM = factory.OptimizerConfig(
-  rule="adam", moments="float32", master="float32", gradients="float32",
+  optimizer="adam", moment_format="float32", master_format="float32", grad_format="float32",
   schedule="wsd", peak_lr=3e-2, min_lr=1e-3, warmup_steps=4, decay_steps=6, steps=20,
-  b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0,
+  b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0,
 )  # fmt: skip
 DECLARATION = {"w": Param("DF", inputs=1), "norm": Param("D", init="ones", decay=False)}
 SHAPES = {"w": (8, 6), "norm": (8,)}
@@ -30,7 +30,7 @@ def _adamw(optim, params, gradients, rates):
   m, v = ({k: np.zeros(x.shape) for k, x in p.items()} for _ in range(2))
   for t, (g, rate) in enumerate(zip(gradients, rates), 1):
     norm = math.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in g.values()))
-    shrink = optim.clip / norm if 0 < optim.clip < norm else 1.0
+    shrink = optim.grad_clip_norm / norm if 0 < optim.grad_clip_norm < norm else 1.0
     for k, x in g.items():
       x = x.astype(np.float64) * shrink
       m[k] = optim.b1 * m[k] + (1 - optim.b1) * x
@@ -43,7 +43,7 @@ def _adamw(optim, params, gradients, rates):
 
 @pytest.mark.parametrize(
   "changes",
-  [dict(), dict(clip=0.0), dict(weight_decay=0.0), dict(b1=0.0, b2=0.5, eps=1e-2)],
+  [dict(), dict(grad_clip_norm=0.0), dict(weight_decay=0.0), dict(b1=0.0, b2=0.5, eps=1e-2)],
   ids=str,
 )
 def test_five_steps_equal_adamw_in_float64(rng, changes):
@@ -59,7 +59,7 @@ def test_five_steps_equal_adamw_in_float64(rng, changes):
 
   @jax.jit
   def step(params, state, g, number):
-    factor = update_lib.clip_factor(optax.tree.norm(g), optim.clip)
+    factor = update_lib.clip_factor(optax.tree.norm(g), optim.grad_clip_norm)
     now = update_lib.UpdateArgs(number, rate_of(number), factor)
     moved = {k: update_lib.move(leaves[k], g[k], state[k], params[k], now) for k in g}
     return [{k: v[i] for k, v in moved.items()} for i in (1, 0)]

@@ -27,9 +27,10 @@ from fp8jax.step import train_step
 
 HOPPER = Device("gpu", 90)
 OPTIM = factory.OptimizerConfig(
-  rule="adam", moments="coat", master="bf16_remainder", gradients="bf16_sr", schedule="constant",
+  optimizer="adam", moment_format="coat", master_format="bf16_remainder", grad_format="bf16_sr",
+  schedule="constant",
   peak_lr=1e-3, min_lr=1e-4, warmup_steps=1, decay_steps=2, steps=10,
-  b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0,
+  b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0,
 )  # fmt: skip
 LETTERS = {"stack": "NDF", "matrix": "VD"}
 
@@ -136,8 +137,10 @@ def test_a_train_steps_state_is_that_of_xla(interpreted_on_mesh, monkeypatch):
   """Two steps of a model, the GPU's plan on a CPU: metrics and all that is kept."""
   monkeypatch.setitem(presets.PRESETS, "tiny", train_test.TINY)
   monkeypatch.setattr(choose, "compiler_options", lambda _: None)  # those are a GPU's
-  kept = {f"optim.{k}": getattr(OPTIM, k) for k in ("moments", "master", "gradients")}
-  kept |= {"kernels.attention": "xla", "precision.compute": "float32"}
+  kept = {
+    f"optim.{k}": getattr(OPTIM, k) for k in ("moment_format", "master_format", "grad_format")
+  }
+  kept |= {"kernels.attention": "xla", "precision.compute_dtype": "float32"}
   found = {}
   for name in ("xla", "mosaic_sm90"):
     c = train_test._config("bf16", **kept, **{"kernels.optimizer": name})

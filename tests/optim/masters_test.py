@@ -150,7 +150,7 @@ def _of(**changes):
 
 def test_gradients_are_kept_as_they_left_each_layer():
   """A tied embedding too, which is read twice: nothing is added after it was made narrow."""
-  exact, coarse, half = (_of(gradients=name) for name in ("float32", "e4m3", "bf16_sr"))
+  exact, coarse, half = (_of(grad_format=name) for name in ("float32", "e4m3", "bf16_sr"))
   # What clipping reads is what codes stand for.
   np.testing.assert_allclose(gradients.norm(coarse), gradients.norm(exact), rtol=0.02)
   for path, g in params_lib.flatten(exact).items():
@@ -224,7 +224,7 @@ def test_sums_of_microbatches_are_near_what_they_are_in_float32():
   # 2^-8 (BF16) or 2^-3 (E4M3), a third of it in the mean, and what is small beside its tensor's
   # largest element a little worse.
   for name, most in (("bf16_sr", 0.01), ("e4m3", 0.12)):
-    found = _of(accumulation=4, gradients=name)
+    found = _of(accumulation=4, grad_format=name)
     for path, g in params_lib.flatten(exact).items():
       other = gradients.wide(params_lib.flatten(found)[path])
       assert np.linalg.norm(other - g) < most * np.linalg.norm(g), (name, path)
@@ -296,9 +296,9 @@ def test_a_gradient_that_is_not_finite_stays_visible_in_8_bits(bad):
 # --- in the step ---------------------------------------------------------------------------------
 
 LEVELS = {
-  "lossless": dict(master="bf16_remainder", gradients="bf16_sr", moments="coat"),
-  "fp8lm": dict(master="f16", gradients="e4m3", moments="fp8lm"),
-  "bf16": dict(master="bf16_sr", gradients="bf16_sr", moments="bf16_sr"),
+  "lossless": dict(master_format="bf16_remainder", grad_format="bf16_sr", moment_format="coat"),
+  "fp8lm": dict(master_format="f16", grad_format="e4m3", moment_format="fp8lm"),
+  "bf16": dict(master_format="bf16_sr", grad_format="bf16_sr", moment_format="bf16_sr"),
 }
 
 
@@ -359,7 +359,7 @@ def test_bytes_per_parameter():
 
   assert sum(nbytes().values()) == 16
   assert sum(nbytes(**LEVELS["fp8lm"]).values()) == 6
-  lossless, wide = nbytes(**LEVELS["lossless"]), nbytes(moments="coat")
+  lossless, wide = nbytes(**LEVELS["lossless"]), nbytes(moment_format="coat")
   assert lossless["weight"] == 2 and lossless["master"] + lossless["moments"] <= 4.1
   assert wide["weight"] == 0 and wide["master"] + wide["moments"] <= 6.1
   assert sum(lossless.values()) == pytest.approx(8.08, abs=0.01)
@@ -374,7 +374,7 @@ def test_bytes_per_parameter():
 @pytest.mark.slow
 def test_narrow_gradients_under_a_narrow_residual():
   """Layers computed again from a copy of their input: nothing of a sink waits with it."""
-  changes = {"memory.remat": "full", "memory.residual": "e4m3_16"}
+  changes = {"memory.remat_policy": "full", "memory.save_layer_inputs": "e4m3_16"}
   plan = train_test._plan(train_test._config("bf16", **changes, **_named(LEVELS["lossless"])))
   runner = train_test.Runner(plan)
   losses, _ = runner.run(train_test._host_batches()[:2])

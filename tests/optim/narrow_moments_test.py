@@ -25,7 +25,7 @@ def tiny_preset(monkeypatch):
 
 
 def _runner(name, shape=None, **changes):
-  changes = {"optim.moments": name, **changes}
+  changes = {"optim.moment_format": name, **changes}
   return train_test.Runner(train_test._plan(train_test._config("bf16", **changes), shape))
 
 
@@ -54,7 +54,11 @@ def test_mesh_holds_what_one_device_holds(tmp_path, name):
   """A checkpoint restored onto (1, 2, 4): placed as declared, nothing lost, and a step from it
   keeps the same moments."""
   hosts = train_test._host_batches()
-  rest = {"optim.master": "bf16_remainder", "optim.gradients": "bf16_sr"} if name == "coat" else {}
+  rest = (
+    {"optim.master_format": "bf16_remainder", "optim.grad_format": "bf16_sr"}
+    if name == "coat"
+    else {}
+  )
   one, many = _runner(name, **rest), _runner(name, (1, 2, 4), **rest)
   _, state = one.run(hosts[:2])
   shardings = jax.tree.map(lambda x: x.sharding, train_step.abstract_state(many.plan))
@@ -89,7 +93,7 @@ def test_norms_keep_float32_and_layers_scales_of_their_own():
 
 @pytest.mark.slow
 def test_lion_trains():
-  losses, state = _runner("coat", **{"optim.rule": "lion", "optim.b2": 0.99}).run(
+  losses, state = _runner("coat", **{"optim.optimizer": "lion", "optim.b2": 0.99}).run(
     train_test._host_batches()[:8]
   )
   assert losses[-1] < losses[0]
@@ -97,11 +101,13 @@ def test_lion_trains():
 
 
 def test_moments_that_would_not_train_are_refused_with_the_config():
-  c = train_test._config("bf16", **{"optim.moments": "bf16", "optim.b2": 0.999})
-  with pytest.raises(resolve.ConfigError, match="optim.moments='bf16': nu=.*learning stop"):
+  c = train_test._config("bf16", **{"optim.moment_format": "bf16", "optim.b2": 0.999})
+  with pytest.raises(resolve.ConfigError, match="optim.moment_format='bf16': nu=.*learning stop"):
     resolve.resolve(c, 1, Device("cpu"))
-  with pytest.raises(resolve.ConfigError, match="optim.moments.*did you mean 'coat'"):
-    resolve.resolve(train_test._config("bf16", **{"optim.moments": "coats"}), 1, Device("cpu"))
+  with pytest.raises(resolve.ConfigError, match="optim.moment_format.*did you mean 'coat'"):
+    resolve.resolve(
+      train_test._config("bf16", **{"optim.moment_format": "coats"}), 1, Device("cpu")
+    )
 
 
 def _packed(tree):
@@ -132,7 +138,7 @@ def _items(state):
 @pytest.mark.parametrize("shape", [None, (2, 2, 2)], ids=str)
 def test_given_parameters_become_the_state_and_are_used_up(master, shape):
   """One after the other, as a model in float32 beside all of its state may not fit."""
-  plan = _runner("coat", shape, **{"optim.master": master}).plan
+  plan = _runner("coat", shape, **{"optim.master_format": master}).plan
   wanted = train_step.make_state(plan)
   places = None if shape is None else params_lib.shardings(plan.declaration, plan.run.layout)
   init = jax.jit(

@@ -11,9 +11,10 @@ from fp8jax.params import Param
 from fp8jax.quantization import quantized_tensor
 
 OPTIM = factory.OptimizerConfig(
-  rule="adam", moments="float32", master="float32", gradients="float32", schedule="constant",
+  optimizer="adam", moment_format="float32", master_format="float32", grad_format="float32",
+  schedule="constant",
   peak_lr=1e-3, min_lr=1e-4, warmup_steps=1, decay_steps=2, steps=10,
-  b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0,
+  b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0,
 )  # fmt: skip
 # A stack of layers, a matrix, one whose rows are shorter than a group, a norm.
 SHAPES = {"stack": (3, 40, 128), "matrix": (96, 256), "short": (2, 100), "norm": (64,)}
@@ -64,7 +65,7 @@ jax.tree_util.register_dataclass(update.UpdateArgs, ["step", "rate", "factor", "
 )
 def test_piece_by_piece_is_the_same(monkeypatch, moments, master, gradient):
   """Layers of a stack, and runs of a matrix's rows, where scales allow it."""
-  kept = dict(moments=moments, master=master, gradients=gradient)
+  kept = dict(moment_format=moments, master_format=master, grad_format=gradient)
   *_, whole, _ = _run(2, **kept)
   monkeypatch.setattr(update, "_PIECE", 100)
   _, grads, pieces, step = _run(2, **kept)
@@ -96,7 +97,7 @@ def _packed(grads, name):
 
 @pytest.mark.parametrize("master", ["float32", "bf16_sr"])
 def test_a_step_that_is_not_applied_changes_nothing(master):
-  _, grads, (state, kept, _), step = _run(3, moments="coat", master=master)
+  _, grads, (state, kept, _), step = _run(3, moment_format="coat", master_format=master)
   nan = {k: g * np.nan for k, g in grads[0].items()}
   same = step(nan, state, kept, update.UpdateArgs(jnp.int32(3), 0.01, 1.0, jnp.asarray(False)))
   jax.tree.map(np.testing.assert_array_equal, same[:2], [state, kept])
@@ -104,7 +105,9 @@ def test_a_step_that_is_not_applied_changes_nothing(master):
 
 def test_what_is_drawn_differs_from_piece_to_piece(monkeypatch):
   monkeypatch.setattr(update, "_PIECE", 128 * 40)
-  leaf = factory.leaves(factory.dataclasses.replace(OPTIM, master="bf16_sr"), DECLARATION)["stack"]
+  leaf = factory.leaves(factory.dataclasses.replace(OPTIM, master_format="bf16_sr"), DECLARATION)[
+    "stack"
+  ]
   state, kept = update.init(leaf, np.full(SHAPES["stack"], 1.001, np.float32))
   _, kept, _ = update.move(leaf, jnp.ones(SHAPES["stack"]), state, kept, update.UpdateArgs(0, 1e-3))
   layers = np.float32(kept.data)
