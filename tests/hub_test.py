@@ -161,7 +161,7 @@ def test_a_failed_download_is_one_sentence_in_every_process():
 def test_prepare_fetches_the_tokenizer_alone(monkeypatch, tmp_path):
   fetched = {}
   monkeypatch.setattr(hub, "fetch", fetched.update)
-  monkeypatch.setattr(prepare, "run_prepare", lambda c, workdir: {})
+  monkeypatch.setattr(prepare, "run", lambda c, workdir: {})
   c = base.get_config()
   c.init.hf = ID
   assert dispatch.run("prepare", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 0

@@ -109,7 +109,7 @@ def _summary(source: str, parts) -> dict[str, float]:
   if tokens == 0:
     raise UserError(
       f"data.sources.{source} has no held-out token: raise data.heldout_fraction or give more "
-      f"documents"
+      "documents"
     )
   mean = loss / tokens
   return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "tokens": tokens}

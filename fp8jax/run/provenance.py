@@ -105,7 +105,7 @@ def _git() -> dict[str, Any]:
 
   try:
     top = run("rev-parse", "--show-toplevel").stdout.strip()
-    if not os.path.exists(os.path.join(top, "fp8jax", "writers.py")):
+    if not os.path.exists(os.path.join(top, "fp8jax", "run", "provenance.py")):
       return {"commit": None, "dirty": None}  # installed inside another project
     commit = run("rev-parse", "HEAD").stdout.strip()
     return {"commit": commit, "dirty": bool(run("status", "--porcelain").stdout.strip())}

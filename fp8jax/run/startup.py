@@ -99,8 +99,7 @@ def _optimizer(plan: RunSpec) -> str:
   )
   return (
     f"{o.optimizer}: {', '.join(words)} per parameter, {sum(nbytes.values()):.3g} B in all; "
-    f"norms and "
-    f"biases ({spared:,} parameters) keep float32; {_backends(plan)}"
+    f"norms and biases ({spared:,} parameters) keep float32; {_backends(plan)}"
   )
 
 

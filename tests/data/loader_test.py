@@ -237,12 +237,12 @@ def test_errors_reach_the_run_from_worker_processes_too(tmp_path):
 RUN = """
 import json, multiprocessing, signal, sys
 from absl import flags
-from fp8jax.data import loader, tokenize
+from fp8jax.data import config, loader, tokenize
 flags.FLAGS.mark_as_parsed()
 for number in (signal.SIGINT, signal.SIGTERM):
   signal.signal(number, lambda *_: None)
 sources = {"main": json.loads(sys.argv[1])}
-spec = loader.Spec(sources, tokenize.Tokenizer("bytes"), length=32, workers=1, prefetch=0)
+spec = config.DataConfig(sources, tokenize.Tokenizer("bytes"), length=32, workers=1, prefetch=0)
 stream = loader.train_batches(spec, 4)
 next(stream)
 print(multiprocessing.active_children()[0].pid, flush=True)
