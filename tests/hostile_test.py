@@ -151,7 +151,7 @@ def test_damaged_checkpoint_names_itself_and_the_older_one(tmp_path):
   workdir = str(tmp_path)
   saved = checkpoint.Checkpoints(workdir)
   for step in (3, 6):
-    items = dict(meta=checkpoint.ocp.args.JsonSave({"step": step}))
+    items = dict(meta=checkpoint.ocp.args.JsonSave({"step": step, "layout": 2}))
     saved._manager.save(step, args=checkpoint.ocp.args.Composite(**items))  # noqa: SLF001
   saved.wait()
   assert saved.meta(6) == {"step": 6}
@@ -167,6 +167,11 @@ def test_damaged_checkpoint_names_itself_and_the_older_one(tmp_path):
       e.value
     )
   assert saved.meta(3) == {"step": 3}
+  items = dict(meta=checkpoint.ocp.args.JsonSave({"step": 12}))  # before layouts had numbers
+  saved._manager.save(12, args=checkpoint.ocp.args.Composite(**items))  # noqa: SLF001
+  saved.wait()
+  with pytest.raises(UserError, match="step 12 .* is of another version of fp8jax"):
+    saved.meta(12)
   saved.close()
 
 

@@ -408,6 +408,14 @@ def test_tiles_of_a_transposed_product_suit_fp8_either_way_round(m, n, is_fp8):
   assert found.is_fp8 == is_fp8
 
 
+@pytest.mark.parametrize("operand", ["f8e4m3fn[256,64]", "f8e4m3fn[128,64]"])
+def test_a_product_with_one_wide_operand_is_not_fp8(operand):
+  text = TRITON.format(m=64, n=64, k=32, warps=4, name="__triton_gemm", kind="kCustom")
+  (found,) = hlo.gemms(text, "gpu")
+  (wide,) = hlo.gemms(text.replace(operand, operand.replace("f8e4m3fn", "bf16")), "gpu")
+  assert found.is_fp8 and not wide.is_fp8
+
+
 def test_a_dot_in_a_loop_fusion_is_not_fp8():
   text = TRITON.format(m=64, n=64, k=64, warps=4, name="", kind="kLoop")
   (found,) = hlo.gemms(text, "gpu")

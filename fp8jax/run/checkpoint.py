@@ -25,6 +25,9 @@ from fp8jax.errors import UserError, one_line
 from fp8jax.quantization import amax_history
 from fp8jax.step.state import State
 
+# Of the keys in `meta` and the names of arrays; raised where either changes.
+_LAYOUT = 2
+
 
 class Checkpoints:
   """The checkpoints of a working directory."""
@@ -74,7 +77,7 @@ class Checkpoints:
       params=ocp.args.StandardSave(state.params),
       rest=ocp.args.StandardSave(_rest(state)),
       data=grain.checkpoint.CheckpointSave(iterator),
-      meta=ocp.args.JsonSave(meta),
+      meta=ocp.args.JsonSave({**meta, "layout": _LAYOUT}),
     )
     if state.memories:  # Orbax refuses an empty tree
       items["memories"] = ocp.args.StandardSave(_as_tree(state.memories))
@@ -82,8 +85,19 @@ class Checkpoints:
       self._manager.save(step, args=ocp.args.Composite(**items))
 
   def meta(self, step: int) -> dict[str, Any]:
-    """What `save` was given as meta."""
-    return self._restore(step, meta=ocp.args.JsonRestore())["meta"]
+    """What `save` was given as meta.
+
+    Raises:
+      UserError: the checkpoint is damaged, or its layout is another version's.
+    """
+    meta = self._restore(step, meta=ocp.args.JsonRestore())["meta"]
+    if meta.pop("layout", 1) != _LAYOUT:
+      raise UserError(
+        f"the checkpoint of step {step} in {self._manager.directory} is of another version of "
+        "fp8jax, whose configuration keys have other names. Go on with the version that wrote it "
+        "(commit in provenance.json), export it there, or train again in another --workdir"
+      )
+    return meta
 
   def _restore(self, step: int, **items):
     """Reads parts of a checkpoint.
