@@ -7,7 +7,8 @@
 A fault is a small change of one expression or statement, as in Jia & Harman 2011 (An Analysis and
 Survey of the Development of Mutation Testing, §2). Why no library: mutmut 3 and cosmic-ray 8 make
 every fault of a file (thousands here) and have one test command for all of them; this suite needs a
-sample that a seed fixes, and minutes of tests per fault chosen by the file that it is in.
+sample that a seed fixes, and minutes of tests per fault chosen by the file that it is in. A fault
+belongs to a commit: that tree is what it is put into, and its files have the names of then.
 """
 
 import ast
@@ -25,9 +26,6 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SEED, COUNT = 14, 40
-# The tree that faults are drawn from and put into. A new draw names a commit of its own, and TESTS
-# the files as they were there.
-COMMIT = "b415dce"
 TIMEOUT = 1500  # seconds per test file; the slowest takes 200 on two idle cores
 
 # The files that join the parts, and the tests that should see a fault there, nearest first.
@@ -131,7 +129,7 @@ def _walk(node):
 
 def candidates(file: str) -> list[dict]:
   """Every fault that a file can have, in the order of the source."""
-  text = _git("show", f"{COMMIT}:{file}") + "\n"
+  text = (ROOT / file).read_text()
   lines, found = text.splitlines(), []
   for kind, node, after in _walk(ast.parse(text)):
     source = lines[node.lineno - 1]
@@ -148,13 +146,13 @@ def candidates(file: str) -> list[dict]:
 
 def draw() -> list[dict]:
   """COUNT faults: the files in turn, of each any fault with the same chance; no line twice."""
-  rng, drawn, files = random.Random(SEED), [], []
+  rng, drawn, files, commit = random.Random(SEED), [], [], _git("rev-parse", "HEAD")[:7]
   faults = {file: candidates(file) for file in TESTS}
   while len(drawn) < COUNT:
     files = files or rng.sample(list(TESTS), len(TESTS))
     one = rng.choice(faults[files[-1]])
     if not any((d["file"], d["line"]) == (one["file"], one["line"]) for d in drawn):
-      drawn.append({"id": len(drawn), **one})
+      drawn.append({"id": len(drawn), **one, "tests": TESTS[one["file"]], "commit": commit})
       files.pop()
   return drawn
 
@@ -210,15 +208,15 @@ def run(only: list[str]):
   cache = tempfile.TemporaryDirectory(prefix="fault_cache_")
   wanted = only or [str(f["id"]) for f in _faults() if str(f["id"]) not in _read("results")]
   for fault in [f for f in _faults() if str(f["id"]) in wanted]:
-    start, commit = time.time(), _git("rev-parse", "HEAD")[:7]
+    start = time.time()
     with tempfile.TemporaryDirectory(prefix="fault_") as name:
-      folder = _copy(pathlib.Path(name))
+      folder = _copy(pathlib.Path(name), fault["commit"])
       file = folder / fault["file"]
       file.write_text(applied(fault, file.read_text()))
-      verdict, test = judge(folder, fault.get("tests") or TESTS[fault["file"]], cache.name)
+      verdict, test = judge(folder, fault["tests"], cache.name)
     results = _read("results")
     results[str(fault["id"])] = dict(
-      verdict=verdict, test=test, seconds=round(time.time() - start), commit=commit
+      verdict=verdict, test=test, seconds=round(time.time() - start), commit=fault["commit"]
     )
     (HERE / "results.json").write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     print(fault["id"], fault["file"], fault["line"], verdict, test, flush=True)
@@ -230,8 +228,8 @@ def _git(*arguments) -> str:
   ).stdout.strip()
 
 
-def _copy(folder: pathlib.Path) -> pathlib.Path:
-  archive = subprocess.run(["git", "archive", COMMIT], cwd=ROOT, check=True, capture_output=True)
+def _copy(folder: pathlib.Path, commit: str) -> pathlib.Path:
+  archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True)
   subprocess.run(["tar", "-x"], cwd=folder, check=True, input=archive.stdout)
   if (ROOT / "assets").exists():
     (folder / "assets").symlink_to((ROOT / "assets").resolve())
@@ -247,7 +245,7 @@ def table() -> str:
     got = results.get(key, {"verdict": "not run", "test": ""})
     is_equivalent = key in argued and got["verdict"] != "killed"
     verdict = "equivalent" if is_equivalent else got["verdict"]
-    counts["tests" in fault][verdict] += 1
+    counts[key.startswith("r")][verdict] += 1
     seen_by = argued[key] if is_equivalent else got["test"].replace("tests/", "")
     change = f"{fault['operator']}: `{_short(fault['before'])}` -> `{_short(fault['after'])}`"
     cells = (key, f"{fault['file']}:{fault['line']}", change, verdict, seen_by)
