@@ -96,6 +96,7 @@ def test_what_is_drawn_differs_from_layer_to_layer():
   assert 0.2 < np.mean(found[0] != found[1]) < 0.5
 
 
+@pytest.mark.slow
 def test_a_loud_step_sees_the_same():
   found = []
   for order in (OURS, OTHER):
@@ -126,6 +127,7 @@ def test_narrow_states_on_a_mesh():
     assert np.mean(~np.isclose(a, b, rtol=0.01, atol=2.5e-4)) < 1e-3
 
 
+@pytest.mark.slow  # narrow states on a mesh are the default suite's
 def test_on_a_mesh():
   batches = train_test._host_batches()[:3]
   wanted, one = _runner("bf16", **OURS).run(batches)

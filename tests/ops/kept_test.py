@@ -184,7 +184,7 @@ def test_copies_wait_and_nothing_wide_does(run, recipe, of_gemms):
   """Of the stream, gate and up; queries, keys, values and attention's output are what they were."""
   before = _waiting(run, recipe)
   assert before["float32 F"] >= 2 and before["float32 D"] >= 1
-  found = _waiting(dataclasses.replace(run, kept=GROUPS), recipe)
+  found = _waiting(dataclasses.replace(run, residuals=GROUPS), recipe)
   assert not found["float32 F"] and not found["float32 D"]
   # Two norms and those of queries and keys; gate and up.
   codes = collections.Counter({"D": 2, "HK": 1, "GK": 1, "F": 2}) + collections.Counter(of_gemms)
@@ -210,7 +210,7 @@ def test_the_loss_is_the_same_and_gradients_are_near(remat, waiting):
   """Within half a step of E4M3, relative to the whole gradient."""
 
   def run(waiting):
-    loss, arguments = _loss(ComputeConfig(remat=remat, kept=waiting), "bf16")
+    loss, arguments = _loss(ComputeConfig(remat=remat, residuals=waiting), "bf16")
     return jax.jit(jax.value_and_grad(loss))(*arguments)
 
   (loss, got), (exact_loss, exact) = run(waiting), run(ResidualFormats())

@@ -130,7 +130,7 @@ def _layer(rng, sizes=SIZES):
 
 def _run(p, x, g, sites, wrap=lambda f: f, waiting=WIDE):
   """Output, gradients and observations of a feed-forward layer."""
-  execution = ComputeConfig(kept=waiting)
+  execution = ComputeConfig(residuals=waiting)
 
   @jax.jit
   def run(p, x, g, taps):

@@ -235,6 +235,7 @@ def _train(form, recipe, statistics=tensor_stats.QUIET):
   return jax.device_get(run(start, (jnp.arange(STEPS), x_SLD)))
 
 
+@pytest.mark.slow  # training dynamics
 def test_smooth_outlives_an_aligned_channel_and_alarms_come_before_plain_diverges():
   """Delayed scales of whole tensors; the same in float32 is the oracle."""
   exact, *_ = _train("none", "bf16")
