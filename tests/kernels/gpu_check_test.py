@@ -448,7 +448,7 @@ def lower_all() -> dict[str, str]:
 
   topology = topologies.get_topology_desc(
     platform="cuda", topology="1x1x1",
-    target_config=(ROOT / "fp8jax" / "targets" / "h200.txtpb").read_text(),
+    target_config=(ROOT / "fp8jax" / "compiled" / "topologies" / "h200.txtpb").read_text(),
   )  # fmt: skip
   there = jax.sharding.SingleDeviceSharding(topology.devices[0])
   hopper = programs_device()
