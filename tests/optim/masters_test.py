@@ -1,5 +1,6 @@
 """Narrow masters and gradients: exact where they must be, right in the mean where they round."""
 
+import dataclasses
 import functools
 
 import jax
@@ -358,6 +359,8 @@ def test_bytes_per_parameter():
     return _runner(**how).plan.optim.bytes_per_parameter()
 
   assert sum(nbytes().values()) == 16
+  layerwise = dataclasses.replace(_runner().plan.optim, order="by_layer").bytes_per_parameter()
+  assert layerwise == {**nbytes(), "gradient": 0}  # of one layer at a time
   assert sum(nbytes(**LEVELS["fp8lm"]).values()) == 6
   lossless, wide = nbytes(**LEVELS["lossless"]), nbytes(moment_format="coat")
   assert lossless["weight"] == 2 and lossless["master"] + lossless["moments"] <= 4.1
