@@ -19,9 +19,10 @@ def get_config(arm=""):
 
   c.seed = 0  # of initial weights and of the order of documents
   c.steps = 100  # optimizer steps in the whole run
-  c.batch = 8  # sequences per optimizer step, over all devices
-  c.accumulation = 1  # microbatches per step; batch / accumulation sequences are in flight at once
-  c.length = 256  # positions per sequence (L)
+  c.global_batch = 8  # sequences per optimizer step, over all devices
+
+  c.grad_accum_steps = 1  # microbatches per step; global_batch / grad_accum_steps sequences each
+  c.seq_len = 256  # positions per sequence (L)
 
   c.init = ConfigDict()
   # Hugging Face folder with safetensors to start from, or an id of its hub ("Qwen/Qwen2.5-1.5B"),
@@ -97,13 +98,15 @@ def get_config(arm=""):
   c.memory.save_norm_inputs = "none"  # inputs of norms: the residual stream, twice per layer
   c.memory.save_gate_up = "none"  # gate and up
   c.memory.save_layer_inputs = "none"  # with remat="full": the input of every layer
-  # --job=memory compiles for these, "h200:8" for eight H200s that need not be here; "" for the
-  # devices at hand.
-  c.memory.target = ""
   c.memory.loss_chunk = 256  # positions per chunk of the cross-entropy
   # Share of a GPU's memory that JAX takes at its start (XLA_PYTHON_CLIENT_MEM_FRACTION, which the
   # environment may set instead); 0 leaves JAX's own, 0.75.
   c.memory.gpu_fraction = 0.0
+
+  c.aot = ConfigDict()  # ahead-of-time compilation
+  # --job=memory compiles for these devices: "h200:8" is eight H200s, which need not be here; "" is
+  # the devices at hand.
+  c.aot.topology = ""
 
   c.data = ConfigDict()
   # "bytes", a tokenizer.json, a Hugging Face folder or an id of its hub; "" takes init.hf's, or
@@ -146,10 +149,10 @@ def get_config(arm=""):
   c.optim.eps = 1e-8
   c.optim.weight_decay = 0.1  # decoupled; not on norms and biases
   c.optim.grad_clip_norm = 1.0  # global gradient norm; 0 turns clipping off
-  # "after_backward" moves parameters when all gradients are there; "by_layer" each layer as soon as
-  # its own is, so that gradients exist of one layer at a time: with clip 0, accumulation 1, remat
-  # "full", gradients "float32", on_nonfinite "stop" and no loss scale only.
-  c.optim.order = "after_backward"
+  # Update every layer inside the backward pass (LOMO, arXiv:2306.09782), so that the gradients of
+  # one layer exist at a time. Needs grad_clip_norm 0, grad_accum_steps 1, remat_policy "full",
+  # grad_format "float32", on_nonfinite "stop" and no loss scale.
+  c.optim.in_backward = False
   c.optim.on_nonfinite = (
     "stop"  # at a NaN or infinite loss or gradient: "stop", or "skip" and count
   )

@@ -8,7 +8,7 @@ command:   as for configs/cpt_1p5b.py, then
            python launch.py --config=configs/cpt_1p5b_1gpu.py
 hardware:  1 x H100 with 80 GB (compiled for it without a GPU, not yet run)
 expected:  33.8 GiB of the 55.9 that JAX takes by itself, by --job=memory
-           --config.memory.target=h100:1; loss and speed: not yet measured
+           --config.aot.topology=h100:1; loss and speed: not yet measured
 """
 
 from configs import cpt_1p5b, cpt_7b_1gpu
@@ -16,7 +16,7 @@ from configs import cpt_1p5b, cpt_7b_1gpu
 
 def get_config(arm="", name="cpt_1p5b_1gpu"):
   c = cpt_1p5b.get_config(arm, name)
-  c.batch, c.accumulation = 8, 8
+  c.global_batch, c.grad_accum_steps = 8, 8
   c.eval.batch, c.eval.tokens = 1, 25 * 32_768
   c.mesh.data, c.mesh.fsdp = 1, 1
   cpt_7b_1gpu.for_batch(c)

@@ -11,7 +11,7 @@ command:   put Qwen/Qwen2.5-7B in assets/Qwen2.5-7B and a corpus in corpus/*.jso
 hardware:  8 x H200 (compiled for them without a GPU, not yet run); more: see meshes
 expected:  50.6 GiB per GPU (--job=memory at commit c5682f3); 12,096 FP8 GEMMs per step and GPU, all
            of them proven in the compiled program (make test-aot); loss and speed: not yet measured
-meshes:    128 sequences per step, one per GPU in flight: --config.accumulation=A
+meshes:    128 sequences per step, one per GPU in flight: --config.grad_accum_steps=A
            --config.eval.batch=E
              8 GPUs: A=16 E=8     mesh 2 x 4    (the defaults)
             16 GPUs: A=8  E=16    mesh 4 x 4
@@ -38,8 +38,8 @@ def get_config(arm="", name="cpt_7b"):
   c.seed = 1236
   c.init.hf = "assets/Qwen2.5-7B"
   c.model.preset = "qwen25_7b"
-  c.steps, c.batch, c.length = 40_000, 128, 32_768
-  c.accumulation = 16  # one sequence per GPU in flight on 8 GPUs
+  c.steps, c.global_batch, c.seq_len = 40_000, 128, 32_768
+  c.grad_accum_steps = 16  # one sequence per GPU in flight on 8 GPUs
   c.data.sources = {"main": base.source("prepared", "assets/cpt_data/main")}
   c.data.heldout_fraction = 0.1  # --split 90,5,5
   c.data.cross_document = True  # no attention mask between documents

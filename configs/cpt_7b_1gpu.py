@@ -9,7 +9,7 @@ command:   as for configs/cpt_7b.py, then
            python launch.py --config=configs/cpt_7b_1gpu.py
            (memory.gpu_fraction: by itself JAX takes three quarters of the GPU, 55.9 GiB)
 hardware:  1 x H100 with 80 GB (compiled for it without a GPU, not yet run)
-expected:  62.4 GiB of its 74.5, by --job=memory --config.memory.target=h100:1; loss and speed: not
+expected:  62.4 GiB of its 74.5, by --job=memory --config.aot.topology=h100:1; loss and speed: not
            yet measured
 """
 
@@ -30,7 +30,7 @@ def for_batch(c):
   arXiv:1812.06162), so that it acts on many steps here where it acts on few there. Adam
   divides by the size of past gradients, so that this only keeps one batch from outweighing others.
   """
-  scale = math.sqrt(c.batch * c.length / (128 * 32_768))
+  scale = math.sqrt(c.global_batch * c.seq_len / (128 * 32_768))
   c.optim.peak_lr, c.optim.min_lr = 1e-4 * scale, 1e-5 * scale
 
 
@@ -42,7 +42,7 @@ def get_config(arm="", name="cpt_7b_1gpu"):
     "coat",
   )
   # A sum of microbatches would be a second set of gradients.
-  c.batch, c.length, c.accumulation = 1, 8_192, 1
+  c.global_batch, c.seq_len, c.grad_accum_steps = 1, 8_192, 1
   c.eval.batch, c.eval.tokens = 1, 100 * 8_192
   c.mesh.data, c.mesh.fsdp = 1, 1
   for_batch(c)  # 4.4e-6, not 1e-4

@@ -9,7 +9,7 @@ command:   as for configs/cpt_7b.py, then
            python launch.py --config=configs/cpt_7b_1gpu_32k.py
            (memory.gpu_fraction: by itself JAX takes three quarters of the GPU, 55.9 GiB)
 hardware:  1 x H100 with 80 GB (compiled for it without a GPU, not yet run)
-expected:  57.6 GiB of its 74.5, by --job=memory --config.memory.target=h100:1; loss and speed: not
+expected:  57.6 GiB of its 74.5, by --job=memory --config.aot.topology=h100:1; loss and speed: not
            yet measured
 """
 
@@ -18,8 +18,8 @@ from configs import cpt_7b_1gpu
 
 def get_config(arm="", name="cpt_7b_1gpu_32k"):
   c = cpt_7b_1gpu.get_config(arm, name)
-  c.optim.order, c.optim.grad_clip_norm, c.optim.grad_format = "by_layer", 0.0, "float32"
-  c.length = 32_768
+  c.optim.in_backward, c.optim.grad_clip_norm, c.optim.grad_format = True, 0.0, "float32"
+  c.seq_len = 32_768
   c.eval.tokens = 25 * 32_768
   cpt_7b_1gpu.for_batch(c)
   return c

@@ -270,7 +270,7 @@ def test_stacked_sites_accumulate_as_the_stack_does():
 
 
 def test_the_table_of_sites_shows_it():
-  changes = {"precision__rules": (("head", "bf16"), (".*", "rowwise_gw_hp")), "length": 128}
+  changes = {"precision__rules": (("head", "bf16"), (".*", "rowwise_gw_hp")), "seq_len": 128}
   plan = proof_test._plan(device=HOPPER, **changes)
   shown = {r["site"]: startup.accumulation(r["definition"]) for r in startup.site_rows(plan)}
   assert shown["head"] == "-" and shown["layers/mlp/up"] == "fast/precise/-"

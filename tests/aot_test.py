@@ -148,7 +148,7 @@ def account_without_text(*args) -> dict:
 # Large enough for XLA to hand products to cuBLASLt, and for loops over K: nothing is computed.
 # Shards of an eighth of 3072 hold whole tiles of 128.
 SMALL = {
-  "batch": 9, "length": 256, "memory.loss_chunk": 128, "model.num_layers": 2,
+  "global_batch": 9, "seq_len": 256, "memory.loss_chunk": 128, "model.num_layers": 2,
   "model.hidden_size": 3072, "model.intermediate_size": 4608, "model.num_heads": 4,
   "model.num_kv_heads": 2, "model.head_dim": 128, "model.vocab_size": 1024,
 }  # fmt: skip
@@ -188,7 +188,7 @@ def small(
   """The proof of a small model with these recipes by site, bf16 elsewhere."""
   rules = tuple((f"layers/.*/{site}", recipe) for site, recipe in recipe_of.items())
   changes = {"precision.rules": (*rules, (".*", "bf16")), "memory.remat_policy": remat}
-  changes |= {"batch": SMALL["batch"] * num, "eval.batch": num}
+  changes |= {"global_batch": SMALL["global_batch"] * num, "eval.batch": num}
   changes |= {"kernels.matmul": matmul_of(*recipe_of.values())}
   plan, lowered = lower(load("configs/base.py", SMALL | changes), gpu, num, change)
   return prove(plan, lowered.compile(options).as_text())
@@ -259,7 +259,7 @@ def narrow_work(recipe: str, num: int = 1) -> dict:
     "precision.rules": (("layers/.*", recipe), (".*", "bf16")),
     "memory.remat_policy": "none",
   }
-  changes |= {"batch": SMALL["batch"] * num, "eval.batch": num}
+  changes |= {"global_batch": SMALL["global_batch"] * num, "eval.batch": num}
   _, lowered = lower(load("configs/base.py", SMALL | changes), "h200", num)
   gives, kernels = collections.Counter(), collections.Counter()
   text = lowered.compile().as_text()
@@ -367,7 +367,7 @@ def moved_by(backend: str, num: int) -> dict:
   """What a small model's step on so many H200s does with the optimizer's state."""
   from fp8jax import params
 
-  changes = {"batch": 8 * num, "eval.batch": num, "precision.rules": ((".*", "bf16"),)}
+  changes = {"global_batch": 8 * num, "eval.batch": num, "precision.rules": ((".*", "bf16"),)}
   changes |= {
     "optim.moment_format": "coat",
     "optim.master_format": "bf16_remainder",

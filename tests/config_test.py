@@ -24,7 +24,7 @@ CPU, T4, A100, L4, H200, B200, RTX = (
   Device("cpu"), *(Device("gpu", capability) for capability in (75, 80, 89, 90, 100, 120))
 )  # fmt: skip
 # Every size of a layer is whole tiles of 128: what our kernels take without further ado.
-TILED = {"model.hidden_size": 256, "model.num_heads": 4, "model.num_kv_heads": 4, "length": 128}
+TILED = {"model.hidden_size": 256, "model.num_heads": 4, "model.num_kv_heads": 4, "seq_len": 128}
 
 
 def _config(**changes):
@@ -143,14 +143,14 @@ MISTAKES = {
     {"model.num_heads": 5}),
   "no heads": (["model.num_kv_heads=0 must be at least 1"], {"model.num_kv_heads": 0}),
   "odd head": (["model.head_dim=31 must be even"], {"model.head_dim": 31}),
-  "length over positions": (["length=1024 is longer than model.max_positions=512"],
-    {"length": 1024}),
+  "length over positions": (["seq_len=1024 is longer than model.max_positions=512"],
+    {"seq_len": 1024}),
   "preset hf without a folder": (["model.preset='hf'", "set init.hf to a folder"],
     {"model.preset": "hf"}),
   # --- numbers
   "no steps": (["steps=0 must be at least 1"], {"steps": 0}),
-  "no batch": (["batch=0 must be at least 1"], {"batch": 0}),
-  "no length": (["length=0 must be at least 1"], {"length": 0}),
+  "no batch": (["global_batch=0 must be at least 1"], {"global_batch": 0}),
+  "no length": (["seq_len=0 must be at least 1"], {"seq_len": 0}),
   "no chunk": (["memory.loss_chunk=0 must be at least 1"], {"memory.loss_chunk": 0}),
   # --- what waits for the backward pass
   "residual that does not wait": (
@@ -161,7 +161,7 @@ MISTAKES = {
     ["memory.save_gate_up has groups of 128", "2 devices have 384 / 2", "another mesh.tensor"],
     {"memory.save_gate_up": "e4m3_128", "model.intermediate_size": 384, "mesh.tensor": 2}, 8),
   "nothing to evaluate": (["eval.tokens=0 must be at least 1"], {"eval.tokens": 0}),
-  "no microbatches": (["accumulation=0 must be at least 1"], {"accumulation": 0}),
+  "no microbatches": (["grad_accum_steps=0 must be at least 1"], {"grad_accum_steps": 0}),
   "no evaluation batch": (["eval.batch=0 must be at least 1"], {"eval.batch": 0}),
   "no lines": (["log.every=0 must be at least 1"], {"log.every": 0}),
   "no workers": (["data.workers=-1 must be at least 0"], {"data.workers": -1}),
@@ -182,12 +182,14 @@ MISTAKES = {
   {"data.heldout_fraction": 0.0}),
   "weight": (["data.sources.main.weight is 0.0, expected a number"], _source(weight=0.0)),
   # --- batch and mesh
-  "accumulation": (
-    ["batch=6 must be a multiple of accumulation x batch shards = 4 x 1", "the nearest batch, 8"],
-    {"batch": 6, "accumulation": 4}),
+  "grad_accum_steps": (
+    ["global_batch=6 must be a multiple of grad_accum_steps x batch shards = 4 x 1",
+     "the nearest batch, 8"],
+    {"global_batch": 6, "grad_accum_steps": 4}),
   "batch shards": (
-    ["batch=44 must be a multiple of accumulation x batch shards = 2 x 8", "the nearest batch, 48"],
-    {"batch": 44, "accumulation": 2}, 8),
+    ["global_batch=44 must be a multiple of grad_accum_steps x batch shards = 2 x 8",
+     "the nearest batch, 48"],
+    {"global_batch": 44, "grad_accum_steps": 2}, 8),
   "evaluation batch": (
     ["eval.batch=12 must be a multiple of the 8 batch shards", "the nearest is 16"],
     {"eval.batch": 12}, 8),
@@ -211,8 +213,8 @@ MISTAKES = {
     {"mesh.tensor": 2}, 8),
   "tiles of tokens over devices": (
     ["tokens of its weight gradient", "is 64 per device", "scale tile 128",
-     "batch / accumulation x length per device"],
-    {"length": 64}, 8),
+     "global_batch / grad_accum_steps x seq_len per device"],
+    {"seq_len": 64}, 8),
   "mesh axis": (["sharding.weights.D names mesh axis 'fsdb'", "data, fsdp, tensor"],
     {"sharding.weights.D": "fsdb"}, 8),
   "mesh axis of the batch": (["sharding.acts.B names mesh axis 'dta'"],
@@ -311,7 +313,7 @@ MISTAKES = {
   "config.json without a key": (["hollow/config.json lacks 'vocab_size'"],
     {"model.preset": "hf", "init.hf": "hollow"}),
   "folder without weights": (["init.hf: no safetensors in 'weightless'"],
-    {"model.preset": "hf", "init.hf": "weightless", "data.tokenizer": "bytes", "length": 16}),
+    {"model.preset": "hf", "init.hf": "weightless", "data.tokenizer": "bytes", "seq_len": 16}),
   "number in quotes": (
     ["quoted/config.json: num_hidden_layers is '2', expected a whole", "fetch the file again"],
     {"model.preset": "hf", "init.hf": "quoted"}),
@@ -320,10 +322,10 @@ MISTAKES = {
     {"model.preset": "hf", "init.hf": "roped"}),
   "broken index of weights": (
     ["torn/model.safetensors.index.json is not JSON", "expected a Hugging Face folder"],
-    {"model.preset": "hf", "init.hf": "torn", "data.tokenizer": "bytes", "length": 16}),
+    {"model.preset": "hf", "init.hf": "torn", "data.tokenizer": "bytes", "seq_len": 16}),
   "index of weights without a map": (
     ["mapless/model.safetensors.index.json has no weight_map", "fetch it again"],
-    {"model.preset": "hf", "init.hf": "mapless", "data.tokenizer": "bytes", "length": 16}),
+    {"model.preset": "hf", "init.hf": "mapless", "data.tokenizer": "bytes", "seq_len": 16}),
   "broken index of prepared data": (["cut/index.json is not JSON", "--job=prepare"],
     _source(kind="prepared", path="cut")),
   "overridden folder": (["num_layers 2 there, 7 here", "override nothing else of model"],
@@ -354,7 +356,7 @@ def test_mistake_is_named_with_its_remedy(fragments, mistake):
 
 def test_mistakes_are_reported_together():
   mistakes = {
-    "steps": 0, "batch": 6, "accumulation": 4, "length": 1024, "model.num_heads": 5,
+    "steps": 0, "global_batch": 6, "grad_accum_steps": 4, "seq_len": 1024, "model.num_heads": 5,
     "memory.remat_policy": "ful", "optim.b1": 1.0, "data.on_long": "splt", "mesh.data": 3,
     "export.dtype": "bf16", "kernels.attention": "cudnn",
   }  # fmt: skip
@@ -364,7 +366,7 @@ def test_mistakes_are_reported_together():
   assert first == f"{len(lines)} problems in the config:"
   assert lines == [f"  - {problem}" for problem in e.value.problems]
   for key, value in mistakes.items():
-    if key not in ("accumulation", "mesh.data"):  # said with batch, and as a whole mesh
+    if key not in ("grad_accum_steps", "mesh.data"):  # said with global_batch, and as a whole mesh
       assert any(f"{key}={value!r}" in line for line in lines), key
   assert any("mesh data=3" in line for line in lines)
 
@@ -518,12 +520,12 @@ def test_every_key_is_refused_or_harmless_on_resume():
   """A new key must be put on one side."""
   keys = set(identity.flatten(base.get_config()))
   refused = set(identity.refused_changes(dict.fromkeys(keys), ()))
-  whole = {"seed", "steps", "batch", "accumulation", "length"}
+  whole = {"seed", "steps", "global_batch", "grad_accum_steps", "seq_len"}
   # What waits in a narrow copy has another gradient.
   whole |= {"memory.save_norm_inputs", "memory.save_gate_up", "memory.save_layer_inputs"}
   sections = ("model.", "precision.", "data.", "optim.", "loss_scale.")
   harmless = {
-    "data.workers", "data.prefetch", "optim.on_nonfinite", "optim.order",
+    "data.workers", "data.prefetch", "optim.on_nonfinite", "optim.in_backward",
     "precision.verify_fp8_gemms",
   }  # fmt: skip
   assert refused == {k for k in keys if k in whole or k.startswith(sections)} - harmless

@@ -153,9 +153,9 @@ def _bytes_alive() -> int:
 
 
 def _abstract_batch(plan: run_spec.RunSpec):
-  shape = (plan.microbatch, plan.config.length)
-  if plan.config.accumulation > 1:
-    shape = (plan.config.accumulation, *shape)
+  shape = (plan.microbatch, plan.config.seq_len)
+  if plan.config.grad_accum_steps > 1:
+    shape = (plan.config.grad_accum_steps, *shape)
   dtypes = dict(
     tokens_BL=jnp.int32, targets_BL=jnp.int32, positions_BL=jnp.int32, weights_BL=jnp.float32
   )
@@ -271,7 +271,7 @@ def test_debug_model_has_as_many_parameters_as_its_header_says(checkout, monkeyp
 
 # InfiR2's CPT scripts and arXiv:2509.22536.
 INFIR2 = {
-  "steps": 40_000, "batch": 128, "length": 32_768, "seed": 1236,
+  "steps": 40_000, "global_batch": 128, "seq_len": 32_768, "seed": 1236,
   "optim.schedule": "wsd", "optim.warmup_steps": 5_000, "optim.decay_steps": 5_000,
   "optim.peak_lr": 1e-4, "optim.min_lr": 1e-5,
   "optim.b1": 0.9, "optim.b2": 0.95, "optim.weight_decay": 0.1, "optim.grad_clip_norm": 1.0,
@@ -331,11 +331,11 @@ def test_continued_pretraining_resolves_on_every_mesh_of_its_header(name, checko
     if gpus > 8:  # the defaults are those of 8
       with pytest.raises(resolve.ConfigError):
         _on(gpus, c)
-      c.accumulation, c.eval.batch = accumulation, evaluated
-    assert (c.accumulation, c.eval.batch) == (accumulation, evaluated)
+      c.grad_accum_steps, c.eval.batch = accumulation, evaluated
+    assert (c.grad_accum_steps, c.eval.batch) == (accumulation, evaluated)
     plan = _on(gpus, c)
     assert dict(plan.run.layout.mesh.shape) == {"data": data, "fsdp": fsdp, "tensor": 1}
-    assert (c.batch, plan.microbatch, plan.tokens_per_device) == (128, gpus, 32_768)
+    assert (c.global_batch, plan.microbatch, plan.tokens_per_device) == (128, gpus, 32_768)
     assert list(evaluator.precisions(plan)) == ["block_128_pow2"]
 
 
@@ -351,9 +351,9 @@ ONE_GPU = {
 def test_small_batches_have_rates_of_the_square_root_rule(name):
   tokens, stated = ONE_GPU[name]
   c, full = _config(name), _config("configs/cpt_7b.py")
-  assert c.batch * c.length == tokens
+  assert c.global_batch * c.seq_len == tokens
   share = (full.optim.peak_lr / c.optim.peak_lr) ** 2
-  assert share == pytest.approx(full.batch * full.length / tokens)
+  assert share == pytest.approx(full.global_batch * full.seq_len / tokens)
   assert c.optim.min_lr / c.optim.peak_lr == pytest.approx(0.1)
   assert f"{c.optim.peak_lr:.1e}".replace("e-0", "e-") == stated in _header(name)["what"]
 

@@ -74,7 +74,7 @@ def test_what_is_in_the_cache_is_read_like_a_folder(cache):
   np.testing.assert_array_equal(got["embed"], want["embed"])
   assert list(tokenize.Tokenizer(ID).encode("a")) == [1, 2]
   c = base.get_config("bf16")
-  c.init.hf, c.model.preset, c.length = ID, "hf", 16
+  c.init.hf, c.model.preset, c.seq_len = ID, "hf", 16
   plan = resolve.resolve(c, 1, Device("cpu"))
   # The id, not this machine's path, is remembered with the run.
   assert plan.model == cfg and identity.flatten(plan.config)["init.hf"] == ID

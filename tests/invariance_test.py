@@ -51,9 +51,9 @@ def _plan(recipe, accumulation=1, remat="none", shape=None, rows=ROWS, length=LE
   c = base.get_config()
   c.model.update(SIZES)
   c.update_from_flattened_dict({
-    "precision.rules": ((".*", recipe),), "accumulation": accumulation,
+    "precision.rules": ((".*", recipe),), "grad_accum_steps": accumulation,
     "memory.remat_policy": remat,
-    "batch": rows, "eval.batch": 8, "length": length, "memory.loss_chunk": 128,
+    "global_batch": rows, "eval.batch": 8, "seq_len": length, "memory.loss_chunk": 128,
     "mesh.fsdp": 1 if shape is None else shape[1], "mesh.data": 1 if shape is None else shape[0],
     "mesh.tensor": 1 if shape is None else shape[2],
   })  # fmt: skip
@@ -98,7 +98,9 @@ def _memories(recipe):
 
 def _step_fn(plan, sites, batch):
   """params -> (loss, gradients, {site: what it saw}), on the host."""
-  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.config.accumulation)
+  spread = batch_sharding.BatchSharder(
+    plan.run.layout, plan.microbatch, plan.config.grad_accum_steps
+  )
   placed = spread.place(batch)
   take = jax.jit(lambda params: train_step.gradients(plan, params, sites, placed))
 

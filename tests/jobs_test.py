@@ -41,8 +41,8 @@ XLA_FLAGS = "--xla_force_host_platform_device_count=1"
 STEPS = 4
 CHANGES = {
   "steps": STEPS,
-  "batch": 2,
-  "length": 128,
+  "global_batch": 2,
+  "seq_len": 128,
   "eval.tokens": 512,
   "eval.batch": 2,
   "checkpoint.every": 0,

@@ -44,7 +44,8 @@ def _plan(recipe="bf16", devices=1, **changes):
   c = base.get_config(recipe)
   c.model.update(MODEL)
   c.update_from_flattened_dict({
-    "steps": 6, "batch": BATCH, "length": LENGTH, "eval.tokens": 4 * LENGTH, "eval.batch": BATCH,
+    "steps": 6, "global_batch": BATCH, "seq_len": LENGTH, "eval.tokens": 4 * LENGTH,
+    "eval.batch": BATCH,
     "optim.warmup_steps": 1, "optim.decay_steps": 1, "checkpoint.every": 0, "memory.loss_chunk": 16,
     "log.tensorboard": False, "precision.verify_fp8_gemms": False, "data.shuffle_windows": 0,
     **changes,
@@ -82,7 +83,7 @@ def _poisoned(plan):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulation):
-  plan = _plan(accumulation=accumulation)
+  plan = _plan(grad_accum_steps=accumulation)
   batch = _batch(rng, (2,) if accumulation == 2 else ())
   params = train_step.make_state(plan).params
   whole = {k: v.reshape(BATCH, LENGTH) for k, v in batch.items()}

@@ -165,7 +165,7 @@ def test_make_installs_the_wheels_that_the_driver_allows(make, tmp_path, driver,
 
 # --- the first line ------------------------------------------------------------------------------
 
-TILED = {"model.hidden_size": 256, "model.num_heads": 4, "model.num_kv_heads": 4, "length": 128}
+TILED = {"model.hidden_size": 256, "model.num_heads": 4, "model.num_kv_heads": 4, "seq_len": 128}
 
 
 def _plan(num=1, device="cpu", capability=0, arm="", **changes):
@@ -249,14 +249,16 @@ def test_out_of_memory_ends_in_one_line_with_the_command_that_explains_it(
   def too_much(*args):
     jnp.zeros(2**46, jnp.int8).block_until_ready()  # 64 TiB
 
-  argv = ["launch.py", "--config=configs/debug.py:bf16", "--config.batch=8", "--job=train"]
+  argv = ["launch.py", "--config=configs/debug.py:bf16", "--config.global_batch=8", "--job=train"]
   monkeypatch.setattr(sys, "argv", argv)
   monkeypatch.setattr(train, "run", too_much)
   c = debug.get_config("bf16")
   assert dispatch.run("train", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith("error: out of memory: RESOURCE_EXHAUSTED")
-  assert "python launch.py --config=configs/debug.py:bf16 --config.batch=8 --job=memory;" in line
+
+  command = "python launch.py --config=configs/debug.py:bf16 --config.global_batch=8 --job=memory"
+  assert f"{command};" in line
 
 
 # --- MFU -----------------------------------------------------------------------------------------

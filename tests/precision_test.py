@@ -36,7 +36,7 @@ def _config(recipe="tensor_delayed", **changes):
   c = base.get_config(recipe)
   c.model.update(SMALL)
   c.update_from_flattened_dict({
-    "steps": 6, "batch": 2, "length": 64, "eval.tokens": 64, "eval.batch": 2,
+    "steps": 6, "global_batch": 2, "seq_len": 64, "eval.tokens": 64, "eval.batch": 2,
     "optim.warmup_steps": 1, "optim.decay_steps": 1, "checkpoint.every": 0,
     "log.tensorboard": False, "memory.loss_chunk": 64, **changes,
   })  # fmt: skip
@@ -467,7 +467,7 @@ def test_step_never_calls_the_host(statistics):
   plan = resolve.resolve(debug.get_config(), 1, choose.current_device())
   state = train_step.abstract_state(plan, 1)
   batch = {
-    name: jax.ShapeDtypeStruct((plan.config.batch, plan.config.length), dtype)
+    name: jax.ShapeDtypeStruct((plan.config.global_batch, plan.config.seq_len), dtype)
     for name, dtype in (
       ("tokens_BL", np.int32), ("targets_BL", np.int32), ("weights_BL", np.float32),
       ("positions_BL", np.int32), ("segments_BL", np.int32),
@@ -508,7 +508,7 @@ def test_alarm_rings_again_after_silence():
 def test_microbatches_round_by_chances_of_their_own():
   """The same text twice: with the same chances the mean of two gradients would be the one."""
   one = _plan("nvfp4_sr_rht", **{"model.num_layers": 1})
-  two = _plan("nvfp4_sr_rht", **{"model.num_layers": 1, "batch": 4, "accumulation": 2})
+  two = _plan("nvfp4_sr_rht", **{"model.num_layers": 1, "global_batch": 4, "grad_accum_steps": 2})
   stream = loader.train_batches(one.data, 2)
   host = next(stream)
   stream.close()

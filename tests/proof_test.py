@@ -34,15 +34,15 @@ CPU, HOPPER = Device("cpu"), Device("gpu", 90)
 
 def _plan(arm="", devices=1, device=CPU, **changes):
   c = base.get_config(arm)
-  c.batch, c.length = 4, 64
+  c.global_batch, c.seq_len = 4, 64
   c.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
   return resolve.resolve(c, devices, device)
 
 
 def _arguments(plan):
   """Shapes of what the second step of a run is called with."""
-  lead = (plan.config.accumulation,) if plan.config.accumulation > 1 else ()
-  shape = (*lead, plan.microbatch, plan.data.length)
+  lead = (plan.config.grad_accum_steps,) if plan.config.grad_accum_steps > 1 else ()
+  shape = (*lead, plan.microbatch, plan.data.seq_len)
   names = ("tokens_BL", "targets_BL", "positions_BL", "segments_BL")
   batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
   batch["weights_BL"] = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -116,7 +116,7 @@ def test_recomputed_products_are_counted(remat, copies, repeated):
 
 def test_microbatches_and_chunks_of_the_head_are_counted():
   rules = ((".*", "block_128"),)
-  changes = dict(precision__rules=rules, accumulation=2, length=256, memory__loss_chunk=96)
+  changes = dict(precision__rules=rules, grad_accum_steps=2, seq_len=256, memory__loss_chunk=96)
   rows = _strict(_plan(**changes))
   # Of 256 positions 96, 96 and 64, in two sequences: K = 192 tokens, 192 and 128.
   assert _counts(rows, "head") == {"fwd": 2 * 3 * 2, "dgrad": 2 * 3 * 4, "wgrad": 2 * (2 + 2 + 1)}
@@ -134,7 +134,7 @@ def test_layers_that_multiply_differently_are_told_apart():
 def test_products_on_a_mesh_have_the_sizes_of_one_device():
   sizes = dict(intermediate_size=512, num_heads=8, num_kv_heads=8)
   changes = {f"model__{k}": v for k, v in sizes.items()} | dict(mesh__fsdp=2, mesh__tensor=2)
-  rows = _strict(_plan("block_128", devices=4, batch=8, **changes))
+  rows = _strict(_plan("block_128", devices=4, global_batch=8, **changes))
   found = {r.key.product: r.size for r in rows if r.key.site == "layers/mlp/down"}
   assert found == {"fwd": (256, 192, 256), "dgrad": (256, 256, 192), "wgrad": (256, 192, 256)}
   assert _counts(rows, "layers/mlp/down") == {"fwd": 4, "dgrad": 4, "wgrad": 4}

@@ -30,7 +30,8 @@ def account(recipe: str, remat: str = "none") -> dict:
     temporaries: bytes. proof: FP8 products found and planned.
   """
   changes = {
-    "model.num_layers": LAYERS, "batch": 1, "eval.batch": 1, "accumulation": 1, "length": TOKENS,
+    "model.num_layers": LAYERS, "global_batch": 1, "eval.batch": 1, "grad_accum_steps": 1,
+    "seq_len": TOKENS,
     "memory.remat_policy": remat, "precision.rules": (("head", "bf16"), ("layers/.*", recipe)),
     "mesh.fsdp": 1, "mesh.data": 1, "mesh.tensor": 1,
   }  # fmt: skip

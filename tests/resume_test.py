@@ -17,8 +17,8 @@ from fp8jax.run import checkpoint
 ARGS = [
   "--config=configs/debug.py",
   "--config.steps=20",
-  "--config.batch=2",
-  "--config.length=128",
+  "--config.global_batch=2",
+  "--config.seq_len=128",
   "--config.checkpoint.every=5",
   "--config.optim.decay_steps=5",
   "--config.optim.warmup_steps=5",
@@ -85,7 +85,7 @@ OPTIMIZERS = {
 )
 def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository, name):
   """However the optimizer keeps what it needs; the first two with FP8 layers, slow to compile."""
-  keys = ("optim.moment_format", "optim.master_format", "optim.grad_format", "accumulation")
+  keys = ("optim.moment_format", "optim.master_format", "optim.grad_format", "grad_accum_steps")
   args = [f"--config.{key}={value}" for key, value in zip(keys, OPTIMIZERS[name])]
   if name == "coat, bf16_remainder, bf16_sr":
     args.append(MIXTURE)

@@ -45,7 +45,7 @@ def tiny_preset(monkeypatch):
 def _config(recipe="block_128", **changes):
   c = base.get_config(recipe)
   c.model.preset = "tiny"
-  c.steps, c.batch, c.length, c.eval.batch = STEPS, 8, 128, 8
+  c.steps, c.global_batch, c.seq_len, c.eval.batch = STEPS, 8, 128, 8
   c.optim.warmup_steps, c.optim.decay_steps = 4, 4
   c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5  # InfiR2's
   c.update_from_flattened_dict(changes)
@@ -90,7 +90,7 @@ class Runner:
 
   def __post_init__(self):
     self.spread = batch_sharding.BatchSharder(
-      self.plan.run.layout, self.plan.microbatch, self.plan.config.accumulation
+      self.plan.run.layout, self.plan.microbatch, self.plan.config.grad_accum_steps
     )
     self.step_fn, self.sites = train_step.make_step(self.plan), self.plan.sites()
 
@@ -152,7 +152,9 @@ def test_twenty_steps_on_a_mesh_equal_one_device(shape, recipe):
 def test_accumulation_equals_the_whole_batch():
   want = [values["loss"] for _, values in _one_device("bf16")[:5]]
   for accumulation in (2, 8):
-    losses, _ = Runner(_plan(_config("bf16", accumulation=accumulation))).run(_host_batches()[:5])
+    losses, _ = Runner(_plan(_config("bf16", grad_accum_steps=accumulation))).run(
+      _host_batches()[:5]
+    )
     np.testing.assert_allclose(losses, want, rtol=1e-6)
 
 
@@ -239,7 +241,7 @@ def test_non_finite_step_changes_nothing_and_halts_or_counts(policy):
   ],
 )
 def test_first_bad_site_is_named(path, layer, message):
-  plan = _plan(_config("bf16", accumulation=2))
+  plan = _plan(_config("bf16", grad_accum_steps=2))
   state = train_step.make_state(plan)
   flat = params_lib.flatten(jax.tree.map(np.array, state.params))
   flat[path][layer] = np.nan

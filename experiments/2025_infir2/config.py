@@ -53,7 +53,7 @@ def get_config(arm="block_128"):
     "python_docs": base.source("text", f"{DATA}/python_docs/**/*.txt", weight=0.9),
     "brown": base.source("text", f"{DATA}/brown/*.txt", weight=0.1),
   }
-  c.steps, c.batch, c.length = 1024, 4, 256  # 1,048,576 tokens
+  c.steps, c.global_batch, c.seq_len = 1024, 4, 256  # 1,048,576 tokens
   # Warm up, hold, cosine tail over the last 1/8, as InfiR2. Its warm-up is 1/8, too (5,000 of
   # 40,000 steps); that of the long arms here is 1/16.
   c.optim.schedule = "wsd"
@@ -68,7 +68,7 @@ def get_config(arm="block_128"):
     c.eval.tokens, c.eval.every = 8192, 0
     c.checkpoint.every = 16
   if kind == "short":
-    c.steps, c.batch = 32, 2  # 16,384 tokens
+    c.steps, c.global_batch = 32, 2  # 16,384 tokens
     c.optim.warmup_steps, c.optim.decay_steps = 4, 8
     c.eval.tokens = 4096
   return c

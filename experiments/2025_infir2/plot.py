@@ -33,7 +33,7 @@ def tokens_per_step(arm):
   """As its configuration says."""
   path = HERE / "results" / arm / "provenance.json"
   changed = json.loads(path.read_text())["config"]
-  return changed["batch"] * changed["length"]
+  return changed["global_batch"] * changed["seq_len"]
 
 
 def read(arm):

@@ -21,7 +21,7 @@ TOKENS = 4 * 256
 STEPS, DISCARDED = 16, 4
 
 OURS = dict(
-  steps=STEPS, batch=4, length=256,
+  steps=STEPS, global_batch=4, seq_len=256,
   **{
     "model.num_layers": 4, "model.hidden_size": 256, "model.intermediate_size": 768,
     "model.num_heads": 4, "model.num_kv_heads": 4, "model.head_dim": 64, "model.vocab_size": 2048,

@@ -87,8 +87,8 @@ def make_plan(case: Case, recipe: str, num_layers: int | None = None) -> run_spe
   c = base.get_config(recipe)
   c.model.preset, c.model.max_positions = case.preset, 32768
   c.model.num_layers = num_layers or case.num_layers or None
-  c.batch = c.eval.batch = 1
-  c.length, c.memory.loss_chunk = case.tokens, min(1024, case.tokens)
+  c.global_batch = c.eval.batch = 1
+  c.seq_len, c.memory.loss_chunk = case.tokens, min(1024, case.tokens)
   c.data.cross_document = True  # cudnn's own causal mask and no other
   c.steps, c.optim.warmup_steps, c.optim.decay_steps = 1000, 1, 100
   return resolve.resolve(c, 1, choose.current_device())
@@ -124,7 +124,7 @@ def step_program(case: Case, recipe: str, num_layers: int | None) -> Program:
 
 def _batch(plan: run_spec.RunSpec):
   """Random tokens, the same for every recipe."""
-  shape, vocabulary = (1, plan.data.length), plan.model.vocab_size
+  shape, vocabulary = (1, plan.data.seq_len), plan.model.vocab_size
   tokens = np.random.default_rng(0).integers(0, vocabulary, (1, shape[1] + 1), np.int32)
   return {
     "tokens_BL": jnp.asarray(tokens[:, :-1]),
@@ -183,7 +183,7 @@ def layer_program(case: Case, recipe: str) -> Program:
 
 def _flops(plan: run_spec.RunSpec, with_head: bool) -> float:
   """Of a step, by the algorithm: three products per weight, attention's causal half, no more."""
-  m, tokens = plan.model, plan.data.length
+  m, tokens = plan.model, plan.data.seq_len
   heads = 2 * m.hidden_size * m.head_dim * (m.num_heads + m.num_kv_heads)
   weights = m.num_layers * (heads + 3 * m.hidden_size * m.intermediate_size)
   weights += with_head * m.hidden_size * m.vocab_size

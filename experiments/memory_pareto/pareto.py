@@ -52,7 +52,8 @@ def measure(recipe: str, remat: str, copies: dict[str, str]) -> dict:
   """One arm: bytes per token and layer, and work done again, as compiled."""
   c = aot.without_files(cpt_7b.get_config(recipe))
   changes = {
-    "model.num_layers": LAYERS, "batch": 1, "eval.batch": 1, "accumulation": 1, "length": TOKENS,
+    "model.num_layers": LAYERS, "global_batch": 1, "eval.batch": 1, "grad_accum_steps": 1,
+    "seq_len": TOKENS,
     "mesh.data": 1, "mesh.fsdp": 1, "memory.remat_policy": remat,
   }  # fmt: skip
   c.update_from_flattened_dict(changes | {f"memory.{k}": v for k, v in copies.items()})

@@ -52,7 +52,7 @@ def resolve(c: run_spec.Config, target: str) -> tuple[run_spec.RunSpec, list]:
   name, _, count = target.partition(":")
   if name not in CAPABILITY or not (count or "1").isdigit() or int(count or 1) < 1:
     known = ", ".join(f"{n}:N" for n in CAPABILITY)
-    raise UserError(f"memory.target={target!r}: expected one of {known}, N being how many")
+    raise UserError(f"aot.topology={target!r}: expected one of {known}, N being how many")
   devices = _devices(name, int(count or 1))
   device = choose.Device("gpu", CAPABILITY[name])
   plan = resolve_lib.resolve(c, len(devices), device, lambda shape: mesh.make(shape, devices))
@@ -70,7 +70,7 @@ def _devices(name: str, count: int):
   except (RuntimeError, NotImplementedError, KeyError) as e:
     reason = str(e).splitlines()[0]
     raise UserError(
-      f"memory.target={name}:{count} needs XLA for CUDA, though no GPU ({reason}); "
+      f"aot.topology={name}:{count} needs XLA for CUDA, though no GPU ({reason}); "
       'pip install "jax[cuda13]", and JAX_PLATFORMS=cpu where there is none'
     ) from e
   return found.devices
@@ -79,7 +79,7 @@ def _devices(name: str, count: int):
 def lower(plan: run_spec.RunSpec, devices, change=lambda sites: sites):
   """The train step, lowered for them; `change` changes the sites it is called with."""
   c, layout = plan.config, plan.run.layout
-  lead = () if c.accumulation == 1 else (c.accumulation,)
+  lead = () if c.grad_accum_steps == 1 else (c.grad_accum_steps,)
   rows = everywhere = SingleDeviceSharding(devices[0])
   if layout.mesh is not None:
     rows = NamedSharding(layout.mesh, layout.act_spec("ABL" if lead else "BL"))
@@ -90,7 +90,7 @@ def lower(plan: run_spec.RunSpec, devices, change=lambda sites: sites):
 
   names = ["tokens_BL", "targets_BL", "positions_BL"]
   names += [] if c.data.cross_document else ["segments_BL"]
-  shape = (*lead, plan.microbatch, c.length)
+  shape = (*lead, plan.microbatch, c.seq_len)
   batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for name in names}
   batch["weights_BL"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
   # The second step's: what scales are made from has been seen.

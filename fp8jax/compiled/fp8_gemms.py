@@ -174,10 +174,10 @@ def uses(plan: RunSpec, phase: int = 0) -> dict[tuple[str, Gemm], set[tuple[int,
 
 def _calls(plan: RunSpec, site: site_lib.Site) -> list[tuple[int, int]]:
   """(tokens on a device, calls per step) of a site; the head's are of chunks of the sequence."""
-  times = plan.config.accumulation
+  times = plan.config.grad_accum_steps
   if site.layers:
     return [(plan.tokens_per_device, times * len(site.layer_names))]
-  length, chunk = plan.data.length, plan.run.loss_chunk
+  length, chunk = plan.data.seq_len, plan.run.loss_chunk
   sequences = plan.tokens_per_device // length
   whole, rest = divmod(length, chunk)
   calls = [(sequences * chunk, times * whole), (sequences * rest, times)]

@@ -170,7 +170,7 @@ def kept_by_layers(text: str, plan: run_spec.RunSpec, params) -> dict[str, int]:
   """{"bf16[28,1,8192,3584] x 2": bytes}: stacks over layers that the backward loop reads.
 
   Stacks in the shape of a parameter are parameters, gradients or moments, and counted as such; so
-  are scales of the state, which that loop carries where it moves layers (by_layer.py).
+  are scales of the state, which that loop carries where it moves layers (layerwise.py).
   """
   state = train_step.abstract_state(plan, 1)
   known = _known(params) | {

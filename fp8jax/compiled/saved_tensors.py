@@ -73,7 +73,7 @@ class _Layer:
 
   def __init__(self, plan: run_spec.RunSpec, sites):
     self.run, self.model, self.sites = plan.run, plan.model, sites
-    self.dims = {**plan.model.dims, "B": plan.microbatch, "L": plan.data.length}
+    self.dims = {**plan.model.dims, "B": plan.microbatch, "L": plan.data.seq_len}
     self.declared = transformer.params(plan.model)["layers"]
     self.tokens = plan.tokens_per_device
     self.found: collections.Counter[tuple[str, Any]] = collections.Counter()

@@ -3,7 +3,7 @@
 Beside its state a step holds gradients, what waits for the backward pass of the layers (waiting.py)
 and what it has in hand. Three moments compete for the most: the loss, the backward pass of the last
 layer, and the gradient of the embedding, when all others are there; a fourth is a layer's update
-where layers move one after the other (by_layer.py). The forms are those of GPU
+where layers move one after the other (layerwise.py). The forms are those of GPU
 programs; the compiled step is held against them (account.py).
 """
 
@@ -28,7 +28,7 @@ KINDS = (GRADIENTS, KEPT, VOCABULARY, WEIGHTS, OPERANDS, ACTIVATIONS)
 def peak(plan: run_spec.RunSpec) -> tuple[str, dict[str, int]]:
   """(the moment that needs most, {kind: bytes on one device})."""
   moments = {"loss": _loss(plan), "last layer": _layer(plan), "embedding": _embedding(plan)}
-  if plan.optim.is_by_layer:
+  if plan.optim.in_backward:
     moments["update of a layer"] = _update(plan)
   return max(moments.items(), key=lambda item: sum(item[1].values()))
 
@@ -36,7 +36,7 @@ def peak(plan: run_spec.RunSpec) -> tuple[str, dict[str, int]]:
 def logits(plan: run_spec.RunSpec) -> int:
   """Bytes of one chunk's, float32."""
   c = plan.config
-  chunk = plan.tokens_per_device // c.length * min(plan.run.loss_chunk, c.length)
+  chunk = plan.tokens_per_device // c.seq_len * min(plan.run.loss_chunk, c.seq_len)
   return 4 * chunk * _local(plan, "V")
 
 
@@ -68,7 +68,7 @@ def _layer(plan) -> dict[str, int]:
   in_hand = 4 * sum(weights) if is_gathered else 0
   in_hand += 2 * weights[0] * (1 if is_narrow else size) if is_gathered else 0
   head = 4 * d * _local(plan, "V")  # its gradient, whole
-  if plan.optim.is_by_layer:
+  if plan.optim.in_backward:
     in_hand = max(in_hand, _gradients(plan, ["layers"]) // plan.model.num_layers)
     head *= plan.model.tie_embeddings  # or moved already
     gradients = 0
@@ -108,7 +108,7 @@ def _embedding(plan) -> dict[str, int]:
   params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
   head = 4 * plan.model.dims["D"] * _local(plan, "V")
   embedding = 4 * math.prod(local_shape(params["embed"]))
-  if plan.optim.is_by_layer:
+  if plan.optim.in_backward:
     return {VOCABULARY: head * plan.model.tie_embeddings + 2 * embedding}
   return {
     GRADIENTS: _sums(plan, ["layers"]) + _gradients(plan, ["layers"]),
@@ -118,7 +118,7 @@ def _embedding(plan) -> dict[str, int]:
 
 def _sums(plan, of) -> int:
   """Gradients of the microbatches before this one."""
-  return _gradients(plan, of) if plan.config.accumulation > 1 else 0
+  return _gradients(plan, of) if plan.config.grad_accum_steps > 1 else 0
 
 
 def _gradients(plan, of) -> int:

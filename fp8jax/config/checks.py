@@ -4,18 +4,18 @@ import math
 from typing import Any
 
 from fp8jax.errors import ConfigErrors
-from fp8jax.step.layerwise import ORDER
 from fp8jax.step.loss_scale import _LARGEST, SMALLEST
 
 
 def layerwise_problems(c: Any) -> list[str]:
   """What of a configuration cannot be had in this order, in words."""
-  if c.optim.order != ORDER:
+  if not c.optim.in_backward:
     return []
   wanted = (
     ("optim.grad_clip_norm", c.optim.grad_clip_norm, 0.0,
      "the global norm is known when every layer has moved"),
-    ("accumulation", c.accumulation, 1, "a sum of microbatches is a gradient of all layers"),
+    ("grad_accum_steps", c.grad_accum_steps, 1,
+     "a sum of microbatches is a gradient of all layers"),
     ("memory.remat_policy", c.memory.remat_policy, "full",
      "every layer is computed again when it is its turn"),
     ("optim.grad_format", c.optim.grad_format, "float32", "no gradient waits that could be narrow"),
@@ -23,8 +23,8 @@ def layerwise_problems(c: Any) -> list[str]:
     ("loss_scale.kind", c.loss_scale.kind, "none", "layers move before an overflow is seen"),
   )  # fmt: skip
   return [
-    f"{key}={value!r} with optim.order={ORDER!r}: {why}; set {key}={needed!r}, or "
-    "optim.order='after_backward'"
+    f"{key}={value!r} with optim.in_backward=True: {why}; set {key}={needed!r}, or "
+    "optim.in_backward=False"
     for key, value, needed, why in wanted
     if value != needed
   ]

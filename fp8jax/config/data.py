@@ -42,7 +42,7 @@ def spec(c: Any, vocab_size: int | None, problems: ConfigErrors) -> data_config.
   return data_config.DataConfig(
     sources={name: dict(source) for name, source in typed.items()},
     tokenizer=tokenizer,
-    length=c.length,
+    seq_len=c.seq_len,
     heldout=c.data.heldout_fraction,
     cross_document=c.data.cross_document,
     on_malformed=c.data.on_malformed,

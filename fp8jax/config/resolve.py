@@ -52,8 +52,8 @@ def resolve(
   if model is not None:
     problems.extend(model.problems())
     problems.check(
-      c.length <= model.max_positions,
-      f"length={c.length} is longer than model.max_positions={model.max_positions}",
+      c.seq_len <= model.max_positions,
+      f"seq_len={c.seq_len} is longer than model.max_positions={model.max_positions}",
     )
     if c.init.hf and not model.problems():
       problems.attempt(lambda: _check_folder(c, model), "init.hf")
@@ -102,7 +102,8 @@ def resolve_data(c: Config) -> data_config_lib.DataConfig:
 
 # Smallest value of every number that has one and that nobody else checks.
 _LEAST = {
-  "steps": 1, "batch": 1, "accumulation": 1, "length": 1, "eval.tokens": 1, "eval.batch": 1,
+  "steps": 1, "global_batch": 1, "grad_accum_steps": 1, "seq_len": 1, "eval.tokens": 1,
+  "eval.batch": 1,
   "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1,
   "log.tensor_stats_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
   "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
@@ -260,20 +261,20 @@ def _optim(c: Config, problems: ConfigErrors) -> optim_build.OptimizerConfig:
 
 def _microbatch(c: Config, layout: axes.Layout, problems: ConfigErrors) -> int:
   shards = layout.size(layout.act_axes("B"))
-  if min(c.accumulation, c.batch, c.eval.batch) < 1:
+  if min(c.grad_accum_steps, c.global_batch, c.eval.batch) < 1:
     return 1  # said already
   problems.check(
-    c.batch % (c.accumulation * shards) == 0,
-    f"batch={c.batch} must be a multiple of accumulation x batch shards = "
-    f"{c.accumulation} x {shards}; change accumulation, or take the nearest batch, "
-    f"{_round_to(c.batch, c.accumulation * shards)}",
+    c.global_batch % (c.grad_accum_steps * shards) == 0,
+    f"global_batch={c.global_batch} must be a multiple of grad_accum_steps x batch shards = "
+    f"{c.grad_accum_steps} x {shards}; change grad_accum_steps, or take the nearest batch, "
+    f"{_round_to(c.global_batch, c.grad_accum_steps * shards)}",
   )
   problems.check(
     c.eval.batch % shards == 0,
     f"eval.batch={c.eval.batch} must be a multiple of the {shards} batch shards of the mesh; "
     f"the nearest is {_round_to(c.eval.batch, shards)}",
   )
-  return max(c.batch // c.accumulation, 1)
+  return max(c.global_batch // c.grad_accum_steps, 1)
 
 
 def _round_to(n: int, multiple: int) -> int:
@@ -310,7 +311,7 @@ def _check_sharding(c: Config, problems: ConfigErrors) -> bool:
 def _check_layout(c, model, declaration, recipes, layout: axes.Layout, microbatch, problems):
   """Every split dimension divides, no scale tile straddles devices, rotations divide."""
   sites = transformer.site_params(model)
-  tokens = microbatch * c.length // layout.size(layout.act_axes("B"))
+  tokens = microbatch * c.seq_len // layout.size(layout.act_axes("B"))
   for phase in recipes.phases:
     problems.extend(tile_checks.find_broken_rotations(sites, model.dims, phase.rules, tokens))
   if layout.mesh is None:

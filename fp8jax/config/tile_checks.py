@@ -42,7 +42,7 @@ def find_misaligned_tiles(declaration, dims, rules, layout: axes.Layout, tokens:
       for tile in sorted(tiles):
         check(f"{path}, {role} {letters}", extent, shards, tile, fix)
     for tile in sorted({q.tile[1] for q in (recipe.wgrad.lhs, recipe.wgrad.rhs) if q}):
-      fix = "make batch / accumulation x length per device a multiple of it"
+      fix = "make global_batch / grad_accum_steps x seq_len per device a multiple of it"
       check(
         f"{path}, tokens of its weight gradient", tokens * batch_shards, batch_shards, tile, fix
       )
@@ -65,7 +65,8 @@ def find_broken_rotations(declaration, dims, rules, tokens: int) -> list[str]:
       if isinstance(rotation, Hadamard) and extent % rotation.size:
         problems.append(
           f"{path}, {which}: recipe {name!r} rotates blocks of {rotation.size} and the "
-          f"product contracts {extent} on a device, no multiple of it; change batch or length, or "
+          f"product contracts {extent} on a device, no multiple of it; change global_batch or "
+          f"seq_len, or "
           f"give {path} another recipe"
         )
   return problems

@@ -14,7 +14,7 @@ class DataConfig:
   Attributes:
     sources: name -> kind, path, field, dataset, split, weight.
     tokenizer: how text becomes ids.
-    length: positions per sequence (L).
+    seq_len: positions per sequence (L).
     heldout: fraction of documents never trained on.
     cross_document: whether attention and targets cross document boundaries.
     on_malformed, on_long: see tokenize.Tokenize.
@@ -27,7 +27,7 @@ class DataConfig:
 
   sources: Mapping[str, Mapping[str, Any]]
   tokenizer: tokenize.Tokenizer
-  length: int
+  seq_len: int
   heldout: float = 0.1
   cross_document: bool = False
   on_malformed: str = "error"

@@ -158,9 +158,9 @@ def heldout_batches(
   make = _Batch(spec.cross_document)
   windows = iter(stream)
   empty = {
-    "tokens": np.zeros(spec.length + 1, np.int32),
-    "tokens_segment_ids": np.zeros(spec.length + 1, np.int32),
-    "tokens_positions": np.zeros(spec.length + 1, np.int32),
+    "tokens": np.zeros(spec.seq_len + 1, np.int32),
+    "tokens_segment_ids": np.zeros(spec.seq_len + 1, np.int32),
+    "tokens_positions": np.zeros(spec.seq_len + 1, np.int32),
   }
   for _ in range(num):
     rows = [next(windows, empty) for _ in range(batch)]
@@ -187,7 +187,7 @@ def _samples(spec: DataConfig, name: str, source, shard: Shard, counts: Document
   """
   samples = sample_index.Samples(
     sources_lib.Prepared(source["path"], "train", spec.tokenizer.vocab_size),
-    spec.length + 1,
+    spec.seq_len + 1,
     f"{spec.seed}/{name}",
     on_long=spec.on_long,
   )
@@ -212,7 +212,7 @@ def _read(data: grain.MapDataset, spec: DataConfig):
 
 
 def _windows(spec: DataConfig, name: str, source, split: str, shard: Shard, counts: DocumentCounts):
-  """Windows of spec.length + 1 tokens with segment ids and positions."""
+  """Windows of seq_len + 1 tokens with segment ids and positions."""
   documents = sources_lib.open_source(source, split, spec.tokenizer.vocab_size)
   if len(documents) < shard.count:
     raise UserError(
@@ -229,13 +229,13 @@ def _windows(spec: DataConfig, name: str, source, split: str, shard: Shard, coun
   data = data[shard.index :: shard.count]
   data = data.map(
     tokenize.Tokenize(
-      spec.tokenizer, spec.heldout, split, spec.length, spec.on_malformed, spec.on_long
+      spec.tokenizer, spec.heldout, split, spec.seq_len, spec.on_malformed, spec.on_long
     )
   )
   patience = None if split == "heldout" else 2 * len(documents)
   stream = _read(data, spec).filter(_Keep(counts, name, patience)).map(_only_tokens)
   return grain.experimental.ConcatThenSplitIterDataset(
-    stream, length_struct={"tokens": spec.length + 1}
+    stream, length_struct={"tokens": spec.seq_len + 1}
   )
 
 
@@ -318,7 +318,7 @@ class _Batch:
 def fingerprint(spec: DataConfig) -> str:
   """Changes whenever a run would see other data: sources, tokenizer, packing, seed, split."""
   parts = [
-    spec.tokenizer.fingerprint, spec.length, spec.heldout, spec.cross_document, spec.seed,
+    spec.tokenizer.fingerprint, spec.seq_len, spec.heldout, spec.cross_document, spec.seed,
     spec.on_malformed, spec.on_long, spec.shuffle_windows,
     [(n, s["weight"], source_fingerprint(s)) for n, s in sorted(spec.sources.items())],
   ]  # fmt: skip

@@ -62,7 +62,7 @@ def _one(
   writers = {split: _Shards(folder, split, shard_tokens) for split in SPLITS}
   counts = loader.DocumentCounts()
   encode = tokenize.Tokenize(
-    spec.tokenizer, 0.0, "train", spec.length, spec.on_malformed, on_long="split"
+    spec.tokenizer, 0.0, "train", spec.seq_len, spec.on_malformed, on_long="split"
   )
   columns = (
     rich.progress.TextColumn(name),

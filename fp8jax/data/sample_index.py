@@ -4,7 +4,7 @@ Source: the document, sample and shuffle index of Megatron-LM's GPTDataset
 (megatron/core/datasets/gpt_dataset.py, core_v0.14.0).
 
   document index   the documents of an epoch, permuted; a new permutation every epoch
-  sample index     the concatenation of these documents, cut every length + 1 tokens; epochs follow
+  sample index     the concatenation of these documents, cut every seq_len + 1 tokens; epochs follow
                    each other without a gap, so that no token is lost at the end of one
   shuffle index    the samples that begin in an epoch, permuted
 
@@ -49,7 +49,7 @@ class Samples:
 
   Args:
     source: prepared documents of one split.
-    width: tokens per sample (length + 1).
+    width: tokens per sample (seq_len + 1).
     seed: text that the permutations are derived from; other sources and seeds have another.
     is_shuffled: False keeps the samples in the order of the shuffled documents.
     on_long: documents longer than a sample are "split", or passed over ("skip"), or an "error".

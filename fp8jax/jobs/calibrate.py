@@ -25,7 +25,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
   else:
     params = train_step.make_state(plan).params
   fingerprint = loader.fingerprint(plan.data)
-  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, c.accumulation)
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, c.grad_accum_steps)
   counts = loader.DocumentCounts()
   stream = loader.train_batches(plan.data, spread.local_batch, spread.shard, counts)
   placed = (spread.place(next(stream)) for _ in range(c.calibrate.batches))

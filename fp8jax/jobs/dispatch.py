@@ -94,7 +94,7 @@ def _out_of_memory(e: Exception, argv: list[str]) -> str:
   command = [a for a in argv if not a.lstrip("-").startswith("job")]
   return (
     f"out of memory: {shown}. Where it goes: {shlex.join(['python', *command, '--job=memory'])}; "
-    "smaller: more accumulation, memory.remat_policy='full', optim.moment_format='coat'"
+    "smaller: more grad_accum_steps, memory.remat_policy='full', optim.moment_format='coat'"
   )
 
 

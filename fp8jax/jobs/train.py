@@ -81,7 +81,7 @@ class _Run:
     ]
     self.counts = loader.DocumentCounts()
     self.spread = batch_sharding.BatchSharder(
-      plan.run.layout, plan.microbatch, plan.config.accumulation
+      plan.run.layout, plan.microbatch, plan.config.grad_accum_steps
     )
     self.iterator = loader.train_batches(
       plan.data, self.spread.local_batch, self.spread.shard, self.counts
@@ -181,7 +181,7 @@ class _Run:
     elif not is_same:
       self.out.print(f"other recipes made the scales of step {step}; they are begun anew")
     if jax.device_get(state.halted):
-      moved = " (some layers may have moved with it)" * self.plan.optim.is_by_layer
+      moved = " (some layers may have moved with it)" * self.plan.optim.in_backward
       self.out.print(f"step {step} met a non-finite value{moved}; going on with the batch after it")
       state = dataclasses.replace(state, halted=state.halted ^ state.halted)
     return state, step
@@ -240,9 +240,9 @@ class _Run:
     c = self.plan.config
     step_fn, phase = train_step.make_step(self.plan), None
     speed = progress_lib.Throughput(
-      c.batch * c.length,
-      c.batch * c.length * metrics.flops_per_token(
-        self.plan.declaration, self.plan.model.dims, c.length),
+      c.global_batch * c.seq_len,
+      c.global_batch * c.seq_len * metrics.flops_per_token(
+        self.plan.declaration, self.plan.model.dims, c.seq_len),
       _peak(self.plan),
     )  # fmt: skip
     progress = progress_lib.Progress(c.steps, start, c.log.every, self.out)
@@ -426,7 +426,7 @@ class _Run:
     c = self.plan.config
     summary = {
       "step": step,
-      "tokens": step * c.batch * c.length,
+      "tokens": step * c.global_batch * c.seq_len,
       # A finished run that is started again takes no step.
       "train_loss": last["loss"] if last else metrics_writer.last_logged(self.workdir, "loss"),
       "skipped_updates": int(jax.device_get(state.skipped)),

@@ -25,7 +25,6 @@ CHOICES = {
   "moment_format": tuple(moments.PRESETS),
   "master_format": tuple(masters.PRESETS),
   "grad_format": tuple(gradients.PRESETS),
-  "order": ("after_backward", "by_layer"),
 }
 
 
@@ -46,8 +45,8 @@ class OptimizerConfig:
     b1, b2, eps: of Adam; b1 and b2 of Lion.
     weight_decay: decoupled (Loshchilov & Hutter 2019, arXiv:1711.05101).
     grad_clip_norm: global gradient norm, 0 for none.
-    order: "after_backward" moves all parameters when all gradients are there; "by_layer" every
-      layer as soon as its own is (see fp8jax/step/layerwise.py).
+    in_backward: update every layer inside the backward pass, as soon as it has a gradient
+      (fp8jax/step/layerwise.py), instead of all parameters after it.
   """
 
   optimizer: str
@@ -65,11 +64,7 @@ class OptimizerConfig:
   eps: float
   weight_decay: float
   grad_clip_norm: float
-  order: str = "after_backward"
-
-  @property
-  def is_by_layer(self) -> bool:
-    return self.order == "by_layer"
+  in_backward: bool = False
 
   def problems(self) -> list[str]:
     """What is impossible about these numbers, in words."""
@@ -112,7 +107,7 @@ class OptimizerConfig:
     return {
       "weight": weight,
       "master": master,
-      "gradient": moments.nbytes(gradients.PRESETS[self.grad_format]) * (not self.is_by_layer),
+      "gradient": moments.nbytes(gradients.PRESETS[self.grad_format]) * (not self.in_backward),
       "moments": sum(map(moments.nbytes, parts)),
     }
 

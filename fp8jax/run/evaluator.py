@@ -26,7 +26,7 @@ class Evaluator:
 
   def __init__(self, plan: RunSpec):
     self._plan = plan
-    per_batch = plan.config.eval.batch * plan.data.length
+    per_batch = plan.config.eval.batch * plan.data.seq_len
     self._num_batches = math.ceil(plan.config.eval.tokens / per_batch)
 
     @functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))

@@ -30,7 +30,7 @@ def observe(plan: RunSpec, params, batch, phase: int = 0):
 
   Returns:
     (loss, {layer's site: float32 [3, S] observe.STATISTICS of x, w, g},
-    {parameter: gradient is finite}), on the host; the last empty with optim.order="by_layer".
+    {parameter: gradient is finite}), on the host; the last empty with optim.in_backward=True.
   """
   sites = plan.sites(phase=phase, statistics=tensor_stats.LOUD)
   scale = loss_scale.fresh(plan.config.loss_scale).get("scale")
@@ -40,7 +40,7 @@ def observe(plan: RunSpec, params, batch, phase: int = 0):
     value, gradient, seen = train_step.gradients(
       plan, params, site_lib.with_current_scales(sites), batch, scale
     )
-    if plan.optim.is_by_layer:  # for all gradients at once there may be no room
+    if plan.optim.in_backward:  # for all gradients at once there may be no room
       gradient = {}
     finite = jax.tree.map(
       lambda g: jnp.isfinite(gradients.wide(g)).all(), gradient, is_leaf=gradients.is_leaf

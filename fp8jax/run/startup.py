@@ -89,7 +89,7 @@ def _optimizer(plan: RunSpec) -> str:
   words = (
     f"masters {o.master_format} ({weight}{nbytes['master']:.3g} B)",
     f"gradients {o.grad_format} "
-    + ("of one layer at a time" if o.is_by_layer else f"({nbytes['gradient']:.3g} B)"),
+    + ("of one layer at a time" if o.in_backward else f"({nbytes['gradient']:.3g} B)"),
     f"moments {o.moment_format} ({nbytes['moments']:.3g} B)",
   )
   spared = sum(

@@ -1,4 +1,4 @@
-"""A step that moves every layer as soon as its gradient is there (optim.order="by_layer").
+"""A step that moves every layer as soon as its gradient is there (optim.in_backward=True).
 
 The usual order computes all gradients, then moves all parameters, so that 2 or 4 bytes per
 parameter wait in between. Here a gradient exists of one layer at a time. The backward pass is
@@ -27,8 +27,6 @@ from fp8jax.ops import site as site_lib
 from fp8jax.optim import gradients, update
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
 
-ORDER = "by_layer"
-
 
 def check(leaves, params):
   """Raises ValueError unless every layer's part of a parameter, and of what is kept of it, is its
@@ -40,13 +38,13 @@ def check(leaves, params):
     )
     if any(isinstance(x, QuantizedTensor) and not x.is_stack for x in made):
       raise ValueError(
-        f"optim.order={ORDER!r}: {leaf.path} is so small that layers share scales of its moments "
-        "or master; set optim.order='after_backward', or take moments with smaller groups"
+        f"optim.in_backward=True: {leaf.path} is so small that layers share scales of its moments "
+        "or master; set optim.in_backward=False, or take moments with smaller groups"
       )
     if param.sharding is not None and param.sharding.spec[0]:
       raise ValueError(
-        f"optim.order={ORDER!r} with sharding.weights.N: a layer must lie on all devices that move "
-        "it; split another letter, or set optim.order='after_backward'"
+        "optim.in_backward=True with sharding.weights.N: a layer must lie on all devices that move "
+        "it; split another letter, or set optim.in_backward=False"
       )
 
   jax.tree.map(one, leaves["layers"], params["layers"])

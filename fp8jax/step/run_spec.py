@@ -77,7 +77,7 @@ class RunSpec:
     """Tree of optim.factory.ParamOptimizer: how every parameter is kept and moved."""
     leaves = optim_build.leaves(self.optim, self.declaration, self.config.seed)
     params = params_lib.abstract(self.declaration, self.model.dims, self.run.layout)
-    if self.optim.is_by_layer:
+    if self.optim.in_backward:
       layerwise.check(leaves, params)
     return update.with_backends(leaves, params, self.device, self.config.kernels.optimizer)
 
@@ -91,4 +91,4 @@ class RunSpec:
   def tokens_per_device(self) -> int:
     """Tokens of one microbatch on one device."""
     layout = self.run.layout
-    return self.microbatch * self.data.length // layout.size(layout.act_axes("B"))
+    return self.microbatch * self.data.seq_len // layout.size(layout.act_axes("B"))

@@ -20,7 +20,7 @@ class State:
     room: {"mu": float32} where gradients have 8 bits (see optim/gradients.py), else {}.
     skipped: int32 scalar, updates not applied because the loss or gradient was not finite.
     halted: bool scalar; once True no step changes anything, so that the state stays as it was when
-      the first non-finite value appeared; but see by_layer.py, where some layers move before it.
+      the first non-finite value appeared; but see layerwise.py, where some layers move before it.
   """
 
   step: jax.Array

@@ -107,7 +107,7 @@ def _kept_of(leaf, param, *abstract):
 
 def _initial_grad_autoscale(plan: run_spec.RunSpec):
   quant = gradients_lib.PRESETS[plan.optim.grad_format]
-  return gradients_lib.init_grad_autoscale(quant, plan.config.accumulation)
+  return gradients_lib.init_grad_autoscale(quant, plan.config.grad_accum_steps)
 
 
 def gradients(plan: run_spec.RunSpec, params, sites, batch, scale=None, step: Any = 0, room=None):
@@ -148,7 +148,7 @@ def gradients(plan: run_spec.RunSpec, params, sites, batch, scale=None, step: An
       seen = site_lib.with_unscaled_gradients(sites, seen, scale)
     return value, gradient, seen
 
-  if plan.config.accumulation == 1:
+  if plan.config.grad_accum_steps == 1:
     value, gradient, seen = of_one(batch, 0, sites)
     return value, gradient, site_lib.by_name(sites, seen)
 
@@ -164,7 +164,7 @@ def gradients(plan: run_spec.RunSpec, params, sites, batch, scale=None, step: An
   zeros = jax.tree.map(jnp.zeros_like, sinks)
   start = (jnp.zeros(()), zeros, nothing)
   (value, gradient, seen), _ = jax.lax.scan(
-    add, start, (jnp.arange(plan.config.accumulation), batch)
+    add, start, (jnp.arange(plan.config.grad_accum_steps), batch)
   )
   return value, gradient, site_lib.by_name(sites, seen)
 
@@ -207,15 +207,15 @@ def stops_on_nonfinite(plan: run_spec.RunSpec) -> bool:
 
 def after_failure(plan: run_spec.RunSpec, loss: float) -> tuple[str, str]:
   """(which parameters a state has that a batch halted, what keeps a run going), in words."""
-  if not plan.optim.is_by_layer:
+  if not plan.optim.in_backward:
     return "the parameters that met it", "optim.on_nonfinite='skip'"
   saved, skip = (
     "the parameters that met it",
-    "optim.on_nonfinite='skip' with optim.order='after_backward'",
+    "optim.on_nonfinite='skip' with optim.in_backward=False",
   )
   if np.isfinite(loss):
     saved += (
-      ", but for what is behind the first bad gradient and has moved (optim.order='by_layer'),"
+      ", but for what is behind the first bad gradient and has moved (optim.in_backward=True),"
     )
   return saved, skip
 
@@ -228,7 +228,7 @@ def make_step(plan: run_spec.RunSpec):
   metrics["seen"], and transformer.alignment.
   """
   shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(plan))
-  take = layerwise.take if plan.optim.is_by_layer else after_backward
+  take = layerwise.take if plan.optim.in_backward else after_backward
   schedule = optim_build.schedule(plan.optim)
   stop = stops_on_nonfinite(plan)
   key = jax.random.key(plan.config.seed)

@@ -26,7 +26,7 @@ def _source(**values):
 
 def _spec(source, tokenizer=None, **values):
   tokenizer = tokenizer or tokenize.Tokenizer("bytes")
-  return data_config.DataConfig({"main": source}, tokenizer, length=32, prefetch=0, **values)
+  return data_config.DataConfig({"main": source}, tokenizer, seq_len=32, prefetch=0, **values)
 
 
 def _read(spec, n=20):

@@ -24,9 +24,9 @@ def _source(**values):
   return dict(kind="text", path="", field="text", dataset="", split="train", weight=1.0) | values
 
 
-def _spec(length=32, **values):
+def _spec(seq_len=32, **values):
   values = {"sources": {"main": _source(kind="pydoc")}, "tokenizer": BYTES} | values
-  return data_config.DataConfig(length=length, **values)
+  return data_config.DataConfig(seq_len=seq_len, **values)
 
 
 def _take(spec, n, batch=4, **kwargs):
@@ -71,7 +71,7 @@ def test_windows_cover_every_document_once_an_epoch_in_order_of_tokens(corpus):
 
 
 def test_documents_are_kept_apart_by_segments_positions_and_weights(corpus):
-  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, length=64, heldout=0.0)
+  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, seq_len=64, heldout=0.0)
   (batch,) = _take(spec, 1)
   tokens, targets = batch["tokens_BL"], batch["targets_BL"]
   ends = tokens == BYTES.eos_id
@@ -242,7 +242,7 @@ flags.FLAGS.mark_as_parsed()
 for number in (signal.SIGINT, signal.SIGTERM):
   signal.signal(number, lambda *_: None)
 sources = {"main": json.loads(sys.argv[1])}
-spec = config.DataConfig(sources, tokenize.Tokenizer("bytes"), length=32, workers=1, prefetch=0)
+spec = config.DataConfig(sources, tokenize.Tokenizer("bytes"), seq_len=32, workers=1, prefetch=0)
 stream = loader.train_batches(spec, 4)
 next(stream)
 print(multiprocessing.active_children()[0].pid, flush=True)
@@ -353,7 +353,7 @@ def test_fingerprint_changes_with_content_and_settings(corpus):
   spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))})
   first = loader.fingerprint(spec)
   assert first == loader.fingerprint(dataclasses.replace(spec, workers=3, prefetch=0))
-  for change in (dict(seed=1), dict(length=64), dict(heldout=0.2), dict(cross_document=True)):
+  for change in (dict(seed=1), dict(seq_len=64), dict(heldout=0.2), dict(cross_document=True)):
     assert loader.fingerprint(dataclasses.replace(spec, **change)) != first
   content = bytearray(corpus.read_bytes())
   content[10] ^= 1

@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 def _spec(folder, kind, windows, **values):
   path = {"jsonl": folder / "corpus.jsonl", "prepared": folder / "p" / "main"}[kind]
   values = {"sources": {"main": _source(kind=kind, path=str(path))}, "heldout": 0.2} | values
-  return data_config.DataConfig(tokenizer=BYTES, length=LENGTH, shuffle_windows=windows, **values)
+  return data_config.DataConfig(tokenizer=BYTES, seq_len=LENGTH, shuffle_windows=windows, **values)
 
 
 def _rows(spec, n, batch=1, **kwargs) -> list[bytes]:

@@ -28,7 +28,7 @@ def windows(folder, pattern, tokens, path):
   c = base.get_config("bf16")
   c.init.hf, c.model.preset, c.data.eos = folder, "hf", "<|endoftext|>"
   c.data.sources = {"main": base.source("text", pattern)}
-  c.batch, c.length, c.eval.batch, c.eval.tokens = BATCH, LENGTH, BATCH, int(tokens)
+  c.global_batch, c.seq_len, c.eval.batch, c.eval.tokens = BATCH, LENGTH, BATCH, int(tokens)
   c.precision.compute_dtype = "float32"
   plan = resolve.resolve(c, 1, choose.current_device())
   params, _ = hf_weights.load_params(folder, plan.model, plan.run.layout)

@@ -354,16 +354,16 @@ def _shapes(jaxpr):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_train_step_never_holds_all_logits(remat):
   c = base.get_config()
-  c.batch, c.length, c.memory.loss_chunk, c.memory.remat_policy = 6, 96, 32, remat
+  c.global_batch, c.seq_len, c.memory.loss_chunk, c.memory.remat_policy = 6, 96, 32, remat
   plan = resolve.resolve(c, 1, Device("cpu"))
   batch = {
-    f"{name}_BL": jax.ShapeDtypeStruct((c.batch, c.length), jnp.int32)
+    f"{name}_BL": jax.ShapeDtypeStruct((c.global_batch, c.seq_len), jnp.int32)
     for name in ("tokens", "targets", "positions", "segments")
   }
-  batch["weights_BL"] = jax.ShapeDtypeStruct((c.batch, c.length), jnp.float32)
+  batch["weights_BL"] = jax.ShapeDtypeStruct((c.global_batch, c.seq_len), jnp.float32)
   state = train_step.abstract_state(plan)
   step = jax.make_jaxpr(train_step.make_step(plan))(state, batch, plan.sites())
   size = plan.model.vocab_size
   found = {shape for shape in _shapes(step.jaxpr) if size in shape}
-  assert (c.batch, 32, size) in found  # one chunk
-  assert max(map(np.prod, found)) < c.batch * c.length * size, sorted(found)
+  assert (c.global_batch, 32, size) in found  # one chunk
+  assert max(map(np.prod, found)) < c.global_batch * c.seq_len * size, sorted(found)

@@ -29,11 +29,11 @@ SEED, COUNT = 14, 40
 TIMEOUT = 1500  # seconds per test file; the slowest takes 200 on two idle cores
 
 # The files that join the parts, and the tests that should see a fault there, nearest first.
-_STEP = ("joints", "precision", "by_layer")
+_STEP = ("joints", "precision", "layerwise")
 TESTS = {
   "fp8jax/step/train_step.py": (*_STEP, "invariance", "optim/masters"),
-  "fp8jax/step/layerwise.py": ("by_layer", "account"),
-  "fp8jax/optim/update.py": ("optim/walk", "joints", "optim/masters", "by_layer"),
+  "fp8jax/step/layerwise.py": ("layerwise", "account"),
+  "fp8jax/optim/update.py": ("optim/walk", "joints", "optim/masters", "layerwise"),
   "fp8jax/optim/gradients.py": ("optim/masters", "joints", "precision", "invariance"),
   "fp8jax/data/batch_sharding.py": ("joints", "multiprocess"),
   "fp8jax/run/evaluator.py": ("joints", "jobs", "train", "precision", "multiprocess"),

@@ -31,7 +31,7 @@ def _runner(shape=None, recipe="bf16", **changes):
 
 
 def _named(changes):
-  return {k if k == "accumulation" else f"optim.{k}": v for k, v in changes.items()}
+  return {k if k == "grad_accum_steps" else f"optim.{k}": v for k, v in changes.items()}
 
 
 def _leaf(master, gradient="float32", kept="float32", lead=0):
@@ -220,12 +220,12 @@ def test_sums_of_microbatches_are_right_in_the_mean(rng, name, count, noise):
 
 
 def test_sums_of_microbatches_are_near_what_they_are_in_float32():
-  exact = _of(accumulation=4)
+  exact = _of(grad_accum_steps=4)
   # Distances. Eight roundings, four of the microbatches' and four of sums: by chance of a step of
   # 2^-8 (BF16) or 2^-3 (E4M3), a third of it in the mean, and what is small beside its tensor's
   # largest element a little worse.
   for name, most in (("bf16_sr", 0.01), ("e4m3", 0.12)):
-    found = _of(accumulation=4, grad_format=name)
+    found = _of(grad_accum_steps=4, grad_format=name)
     for path, g in params_lib.flatten(exact).items():
       other = gradients.wide(params_lib.flatten(found)[path])
       assert np.linalg.norm(other - g) < most * np.linalg.norm(g), (name, path)
@@ -359,7 +359,7 @@ def test_bytes_per_parameter():
     return _runner(**how).plan.optim.bytes_per_parameter()
 
   assert sum(nbytes().values()) == 16
-  layerwise = dataclasses.replace(_runner().plan.optim, order="by_layer").bytes_per_parameter()
+  layerwise = dataclasses.replace(_runner().plan.optim, in_backward=True).bytes_per_parameter()
   assert layerwise == {**nbytes(), "gradient": 0}  # of one layer at a time
   assert sum(nbytes(**LEVELS["fp8lm"]).values()) == 6
   lossless, wide = nbytes(**LEVELS["lossless"]), nbytes(moment_format="coat")

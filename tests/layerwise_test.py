@@ -1,4 +1,4 @@
-"""optim.order="by_layer": the steps of the other order, with one layer's gradient at a time."""
+"""optim.in_backward=True: the steps of the other order, with one layer's gradient at a time."""
 
 import dataclasses
 
@@ -20,10 +20,10 @@ from fp8jax.quantization import tensor_stats
 from fp8jax.step import layerwise, train_step
 
 OURS = {
-  "optim.order": "by_layer", "optim.grad_clip_norm": 0.0, "memory.remat_policy": "full",
+  "optim.in_backward": True, "optim.grad_clip_norm": 0.0, "memory.remat_policy": "full",
   "optim.schedule": "constant", "optim.warmup_steps": 0, "model.num_layers": 4,
 }  # fmt: skip
-OTHER = {**OURS, "optim.order": "after_backward"}
+OTHER = {**OURS, "optim.in_backward": False}
 
 
 @pytest.fixture(autouse=True)
@@ -138,10 +138,10 @@ def test_on_a_mesh():
       np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5)
 
 
-def small_on_h200(order: str) -> dict:
+def small_on_h200(in_backward: bool) -> dict:
   changes = {
     "eval.batch": 1,
-    "optim.order": order,
+    "optim.in_backward": in_backward,
     "optim.grad_clip_norm": 0.0,
     "memory.remat_policy": "full",
   }
@@ -161,8 +161,8 @@ def small_on_h200(order: str) -> dict:
 def test_gradients_of_all_layers_are_never_there():
   """In the program for an H200: and what is declared is what there is."""
   ours, other = (
-    aot_test.elsewhere(f"small_on_h200({order!r})", "by_layer_test")
-    for order in ("by_layer", "after_backward")
+    aot_test.elsewhere(f"small_on_h200({in_backward})", "layerwise_test")
+    for in_backward in (True, False)
   )
   assert other["rows"]["gradients of layers"][1] >= 4 * other["layers"]
   assert ours["rows"]["gradients of layers"][1] < 0.05 * ours["layers"]
@@ -202,18 +202,18 @@ def test_what_needs_all_gradients_is_refused():
   c = train_test._config(
     "bf16",
     **{
-      "optim.order": "by_layer", "optim.on_nonfinite": "skip", "optim.grad_format": "bf16_sr",
-      "accumulation": 2, "loss_scale.kind": "dynamic",
+      "optim.in_backward": True, "optim.on_nonfinite": "skip", "optim.grad_format": "bf16_sr",
+      "grad_accum_steps": 2, "loss_scale.kind": "dynamic",
     },
   )  # fmt: skip
   with pytest.raises(errors.ConfigError) as e:
     train_test._plan(c)
   for key in (
-    "optim.grad_clip_norm=1.0", "accumulation=2", "memory.remat_policy='none'",
+    "optim.grad_clip_norm=1.0", "grad_accum_steps=2", "memory.remat_policy='none'",
     "optim.grad_format='bf16_sr'",
     "optim.on_nonfinite='skip'", "loss_scale.kind='dynamic'",
   ):  # fmt: skip
-    assert f"{key} with optim.order='by_layer'" in str(e.value)
+    assert f"{key} with optim.in_backward=True" in str(e.value)
 
 
 def test_layers_that_share_a_scale_are_refused():
@@ -221,7 +221,7 @@ def test_layers_that_share_a_scale_are_refused():
   optim = dataclasses.replace(
     factory.OptimizerConfig("adam", "e4m3_256", "float32", "float32", "constant", 1e-3, 0.0, 0, 0,
                             1, 0.9, 0.95, 1e-8, 0.0, 0.0),
-    order="by_layer",
+    in_backward=True,
   )  # fmt: skip
   leaves = factory.leaves(optim, declaration)
   for dims, is_refused in (({"N": 3, "D": 8, "F": 16}, True), ({"N": 3, "D": 16, "F": 16}, False)):
@@ -236,5 +236,5 @@ def test_layers_that_share_a_scale_are_refused():
 def test_layers_split_over_devices_are_refused():
   c = train_test._config("bf16", **OURS)
   c.sharding.weights.N, c.sharding.weights.D = "fsdp", ()
-  with pytest.raises(resolve.ConfigError, match="by_layer' with sharding.weights.N"):
+  with pytest.raises(resolve.ConfigError, match="optim.in_backward=True with sharding.weights.N"):
     train_test._plan(c, (1, 4, 1))
