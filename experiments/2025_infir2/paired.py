@@ -1,7 +1,7 @@
 """Same batches, several seeds: paired differences to bf16 with their intervals.
 
 command: python experiments/2025_infir2/paired.py [RECIPE-SEED ...]   (one at a time, resumable)
-         python experiments/2025_infir2/paired.py --table             (of the runs that are done)
+         python experiments/2025_infir2/paired.py --table    (of the runs that are done; paired.svg)
 
 The design was fixed before the first run. A seed draws the order of the windows; with it, every
 recipe trains on the same 64 batches of 1,024 tokens. A difference is 100 * (loss / bf16's loss - 1)
@@ -21,12 +21,17 @@ import pathlib
 import statistics
 import sys
 
-from scipy import stats
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+from scipy import stats  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import config  # noqa: E402
+import plot  # noqa: E402
 
 from experiments import sweep  # noqa: E402
 
@@ -122,6 +127,27 @@ def table(runs: dict[tuple[str, int], dict]) -> str:
   return "\n".join(lines)
 
 
+def figure(runs: dict[tuple[str, int], dict]):
+  """paired.svg: every mean with its interval, every seed, and the bar."""
+  recipes = [recipe for recipe in config.PAIRED if recipe != BASELINE]
+  fig, axis = plt.subplots(figsize=(8, 4))
+  axis.axvspan(-BAR, BAR, color="0.9", label=f"bar: {BAR} %")
+  axis.axvline(0, color="black", lw=0.8)
+  for i, recipe in enumerate(recipes):
+    found = differences(runs, recipe)
+    for row, values in enumerate(found.values()):
+      mean, half = interval(values)
+      y, color = -row + 0.2 * (0.5 - i), plot.COLORS[recipe]
+      label = recipe if row == 0 else None
+      axis.errorbar(mean, y, xerr=half, fmt="o", color=color, capsize=3, label=label)
+      axis.plot(values, [y] * len(values), "|", color=color, ms=9)
+  axis.set_yticks([-row for row in range(len(found))], list(found))
+  axis.set_xlabel("loss relative to bf16 with the same seed, %: mean, 95 % interval, seeds")
+  axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+  fig.tight_layout()
+  fig.savefig(HERE / "paired.svg")
+
+
 def read() -> dict[tuple[str, int], dict]:
   runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
   return {(run["recipe"], run["seed"]): run for run in runs}
@@ -137,6 +163,7 @@ def main(names: list[str]):
     found = measure(recipe, int(seed))
     (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
   print(table(read()))
+  figure(read())
 
 
 if __name__ == "__main__":
