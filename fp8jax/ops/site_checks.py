@@ -54,6 +54,12 @@ def refuse_vmap(name: str, x, tap):
   both(x, tap)
 
 
+def refuse_sums(name: str, x, tap):
+  """Raises ValueError if the site's observation would be a sum over `vmap` or over devices."""
+  refuse_vmap(name, x, tap)
+  refuse_shared(name, x, tap)
+
+
 def vary_alike(*trees):
   """The trees, their arrays varying over every mesh axis over which any of them does.
 
