@@ -4,19 +4,19 @@ from fp8jax.ops import site
 from fp8jax.ops.residuals import GemmInput
 
 
-def split(name: str) -> tuple[str, GemmInput]:
+def split(variant: str) -> tuple[str, GemmInput]:
   """(recipe, form of its inputs as residuals)."""
-  recipe, _, saved = name.partition(" ")
+  recipe, _, saved = variant.partition(" ")
   return recipe, GemmInput.WGRAD_OPERAND if saved else GemmInput.INPUT
 
 
-def single(name: str, **how) -> site.Site:
+def single(variant: str, **how) -> site.Site:
   """site.single of such a name."""
-  recipe, save = split(name)
+  recipe, save = split(variant)
   return site.single(recipe, save=save, **how)
 
 
-def changes(name: str) -> dict:
+def changes(variant: str) -> dict:
   """Keys of a configuration."""
-  recipe, save = split(name)
+  recipe, save = split(variant)
   return {"precision.rules": ((".*", recipe),), "memory.save_gemm_inputs": save.value}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
-from fp8jax.ops import linear, quantized_inputs
+from fp8jax.ops import gemm_spec, quantized_inputs
 from fp8jax.ops.fused import prologue
 from fp8jax.ops.fused.prologue import Prologue
 from fp8jax.ops.gemm_spec import Role
@@ -133,7 +133,7 @@ class _Layer:
       jax.ShapeDtypeStruct(params_lib.shape(self.declared[group][name], self.dims)[1:], jnp.float32)
       for name in names
     ]
-    plans = linear.make_specs(eqns, x, ws, sites)
+    plans = gemm_spec.make_specs(eqns, x, ws, sites)
     width = math.prod(self.local(c) for c in plans[0].letters.contracted)
     is_copied = isinstance(x, Prologue) and x.save is not None
     narrow = {

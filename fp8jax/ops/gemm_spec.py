@@ -172,6 +172,13 @@ def make_spec(eqn: str, x, w, site: Site, *, out_dtype=None) -> GemmSpec:
   )  # fmt: skip
 
 
+def make_specs(eqns, x, ws, sites, out_dtype=None) -> tuple[GemmSpec, ...]:
+  """One per weight; only shape and dtype of x are read."""
+  return tuple(
+    make_spec(e, x, w, s, out_dtype=out_dtype) for e, w, s in zip(eqns, ws, sites, strict=True)
+  )
+
+
 def equation(dimension_numbers, lhs_ndim: int, rhs_ndim: int) -> str:
   """The einsum of `jax.lax.dot_general`: batch, then what lhs keeps, then what rhs keeps."""
   (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers

@@ -18,8 +18,6 @@ section of a configuration changes the form of x alone (residuals.py):
   GemmInput.WGRAD_OPERAND   the residual is X_WGRAD, quantized in the forward pass
   Prologue.save             the sources of a prologue (a norm's input, gate and up) are compressed
 
-A gradient of w has w's dtype: float32 masters get float32 weight gradients.
-
 Letters carry the sharding (axes.py). A GEMM runs inside `shard_map`. The weight shard is quantized
 before it is gathered if its tiles allow, partial sums over split letters are reduced, and the
 weight gradient is scattered like the weight:
@@ -27,10 +25,9 @@ weight gradient is scattered like the weight:
   fwd    x[B_data, D] . gather(w[D_fsdp, F_tensor]) -> y[B_data, F_tensor]
   wgrad  x[B_data, D]' . g[B_data, F_tensor] -> dw[D_fsdp, F_tensor]
 
-Two more operations are made of linear layers and have a `custom_vjp` of their own. They use this
-protocol of the module:
+Two more operations are made of linear layers and have a `custom_vjp` of their own. After
+`gemm_spec.make_specs` and `site_checks.mark_used` they use this protocol:
 
-  make_specs, mark_used                    static specs; the sites claimed, before differentiation
   forward_only                             ys, without residuals
   forward_with_residuals                   ys and Residuals
   gradients                                cotangents of x, ws and taps from Residuals and gs
@@ -48,17 +45,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.kernels.gemm import api as gemm_api
-from fp8jax.ops import collectives, operands, quantized_inputs, site_checks, stats, stored_params
+from fp8jax.ops import collectives, gemm_spec, operands, quantized_inputs, site_checks, stats
 from fp8jax.ops import residuals as residuals_lib
 from fp8jax.ops.fused import prologue
 from fp8jax.ops.fused.prologue import Prologue
-from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role, ScalingInputs, equation, make_spec
+from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role, ScalingInputs
 from fp8jax.ops.operands import Operand
 from fp8jax.ops.quantized_inputs import OperandProvider
 from fp8jax.ops.site import Site
+from fp8jax.ops.stored_params import compute_copy, cotangent, residual_view
 from fp8jax.quantization import tensor_stats
 
 # Name of quantized residuals for remat policies (see jax.ad_checkpoint.checkpoint_name).
@@ -71,8 +68,8 @@ def dot(eqn: str, x, w, site: Site, *, out_dtype=None):
   Args:
     eqn: e.g. "BLD,DF->BLF" or "BLHK,HKD->BLD". Letters in both x and w but not in y are contracted.
     x: activation or Prologue; gradients with respect to it have its dtype.
-    w: weight, usually the float32 master; gradients with respect to it have its dtype. Or a stored
-      parameter (stored_params.py).
+    w: weight, usually the float32 master, whose gradient is then float32; or a stored parameter
+      (stored_params.py).
     site: precision, implementation and layout.
     out_dtype: dtype of the result; default x's.
 
@@ -93,18 +90,16 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
   """`dot` of one activation with several weights: the residual of x is saved once.
 
   Args:
-    eqns: one per weight.
     x: activation or Prologue.
-    ws: weights.
-    sites: one per weight.
+    eqns, ws, sites: one per weight.
 
   Returns:
     One y per weight.
   """
   site_checks.refuse_dtypes(x, ws)
-  specs = make_specs(eqns, x, ws, sites, out_dtype)
+  specs = gemm_spec.make_specs(eqns, x, ws, sites, out_dtype)
   x = quantized_inputs.fused_or_array(specs, x)
-  return _dots(specs, *mark_used(specs, x, ws, sites))
+  return _dots(specs, *site_checks.mark_used(specs, x, ws, sites))
 
 
 def fp8_dot_general(
@@ -117,8 +112,7 @@ def fp8_dot_general(
   where JAX has precision; precision and out_sharding are refused unless None.
 
   Args:
-    lhs: any rank.
-    rhs: any rank.
+    lhs, rhs: any rank.
     dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), as in JAX.
     site: see `site.single` for use outside a model.
     preferred_element_type: dtype of the result; default lhs's.
@@ -135,29 +129,8 @@ def fp8_dot_general(
   site_checks.refuse_dtypes(lhs, (rhs,))
   if site.layout.mesh is not None:
     raise ValueError("fp8_dot_general has no letters to shard by; use dot(eqn, ...) on a mesh")
-  eqn = equation(dimension_numbers, lhs.ndim, rhs.ndim)
+  eqn = gemm_spec.equation(dimension_numbers, lhs.ndim, rhs.ndim)
   return dot(eqn, lhs, rhs, site, out_dtype=preferred_element_type)
-
-
-# --- before differentiation ----------------------------------------------------------------------
-
-
-def make_specs(eqns, x, ws, sites, out_dtype=None) -> tuple[GemmSpec, ...]:
-  """One per weight; only shape and dtype of x are read."""
-  return tuple(
-    make_spec(e, x, w, s, out_dtype=out_dtype) for e, w, s in zip(eqns, ws, sites, strict=True)
-  )
-
-
-def mark_used(specs: Sequence[GemmSpec], x, ws, sites: Sequence[Site]):
-  """(x, ws, taps, inputs), ready to be differentiated. Claims the sites."""
-  for site in sites:
-    site.claim()
-  x, ws, inputs = site_checks.vary_alike(x, tuple(ws), tuple(ScalingInputs.of(s) for s in sites))
-  taps = (
-    s.tap if p.is_observable else site_checks.vary_alike(s.tap, x)[0] for p, s in zip(specs, sites)
-  )
-  return x, ws, tuple(taps), inputs
 
 
 # --- forward and backward ------------------------------------------------------------------------
@@ -193,7 +166,7 @@ def forward_only(specs, x, ws, inputs):
   ys = []
   for n, (spec, w, i) in enumerate(zip(specs, ws, inputs)):
     (x_fwd,) = provider.operands(spec, n, i, (Role.X_FWD,))
-    ys.append(forward(spec, x_fwd, stored_params.compute_copy(w), i))
+    ys.append(forward(spec, x_fwd, compute_copy(w), i))
   return tuple(ys)
 
 
@@ -210,13 +183,15 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
   for n, (spec, w, tap, i) in enumerate(zip(specs, ws, taps, inputs)):
     if spec.is_observable:
       site_checks.refuse_sums(spec.name, x, tap)
-    w = stored_params.compute_copy(w)
+    w = compute_copy(w)
     if spec.saves_operand:
       x_fwd, x_wgrad = provider.operands(spec, n, i, (Role.X_FWD, Role.X_WGRAD))
       key = quantized_inputs.operand_key(spec, n, (Role.X_WGRAD,))
       if key not in x_wgrads:
         x_wgrad = quantized_inputs.quantize_now(spec, Role.X_WGRAD, x_wgrad, i)
-        x_wgrads[key] = _named(x_wgrad, residuals_lib.NAME if is_compressed else SAVED_NAME)
+        x_wgrads[key] = residuals_lib.named(
+          x_wgrad, residuals_lib.NAME if is_compressed else SAVED_NAME
+        )
     else:
       (x_fwd,), saves_x = provider.operands(spec, n, i, (Role.X_FWD,)), True
     wants_amax_w = spec.observes_amax_only
@@ -230,8 +205,8 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
   return tuple(ys), Residuals(
     (x.compressed() if isinstance(x, Prologue) else x) if saves_x else None,
     x_wgrads,
-    tuple(map(stored_params.residual_view, ws)),
-    _named(tuple(observed), residuals_lib.NAME),
+    tuple(map(residual_view, ws)),
+    residuals_lib.named(tuple(observed), residuals_lib.NAME),
     inputs,
   )
 
@@ -251,7 +226,7 @@ def gradients(specs, residuals: Residuals, gs):
     gs = gs.value()
   dx, dws, taps = None, [], []
   for n, (spec, stored_w, i, g) in enumerate(zip(specs, residuals.ws, residuals.inputs, gs)):
-    w = stored_params.compute_copy(stored_w)
+    w = compute_copy(stored_w)
     g = g.astype(spec.x_dtype)  # of a float32 head it is float32
     operands_of_g, amax_g = both_of_g[n], amaxes[n]
     if operands_of_g is None:
@@ -266,7 +241,7 @@ def gradients(specs, residuals: Residuals, gs):
     else:
       (x_wgrad,) = provider.operands(spec, n, i, (Role.X_WGRAD,))
     dw = weight_gradient(spec, x_wgrad, g_wgrad, w.dtype, i)
-    dws.append(stored_params.cotangent(stored_w, dw))
+    dws.append(cotangent(stored_w, dw))
     stats_x, stats_w = residuals.stats[n]
     stats_x = provider.amax if stats_x is None else stats_x
     stats_g = stats.operand_stats(spec, Role.G_DGRAD, gs[n], i, amax_g)
@@ -278,10 +253,6 @@ def vjp_of_input(specs, residuals: Residuals, dx):
   """The cotangent of x: dx, or that of a Prologue's sources."""
   x = residuals.input(specs[0].x_dtype)
   return x.vjp(dx) if isinstance(x, Prologue) else dx
-
-
-def _named(tree, name: str):
-  return jax.tree.map(lambda t: checkpoint_name(t, name), tree)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -306,8 +277,7 @@ _P = jax.sharding.PartitionSpec
 def forward(spec: GemmSpec, x, w, inputs: ScalingInputs):
   """x[acts] . w[at rest] -> y[acts] {sum over the axes of the contracted letters}.
 
-  Args:
-    x: the activation, or its ScaledMatrix in role X_FWD. The same holds for x and g below.
+  Here and below, x and g may be their ScaledMatrix in the GEMM's role.
   """
   return forward_and_amax(spec, x, w, inputs, wants_amax=False)[0]
 

@@ -74,7 +74,12 @@ class ResidualFormats:
 
 def compress(x, quant: Quant):
   """x as a QuantizedTensor, its arrays named NAME."""
-  return jax.tree.map(lambda t: checkpoint_name(t, NAME), quantized_tensor.pack(x, quant))
+  return named(quantized_tensor.pack(x, quant), NAME)
+
+
+def named(tree, name: str):
+  """The tree, every array named for remat policies."""
+  return jax.tree.map(lambda t: checkpoint_name(t, name), tree)
 
 
 def decompress(x, dtype):
