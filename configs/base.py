@@ -87,17 +87,19 @@ def get_config(arm=""):
   c.kernels.optimizer = "xla"
 
   c.memory = ConfigDict()
-  # What backward keeps: "none" recomputes nothing; "linears" keeps their outputs; "quantized" also
-  # the FP8 inputs of recipes that save them; "full" keeps only the input of every layer.
+  # Activations that the backward pass recomputes: "none"; "linears" saves outputs of linear layers
+  # and of attention and recomputes norms, SwiGLU and quantization; "quantized" also saves the FP8
+  # operands of save_gemm_inputs="quantized"; "full" saves only the input of every layer.
   c.memory.remat_policy = "none"
-  # What of it waits in a copy, for the backward pass alone: "none" (as differentiation has it),
-  # "bf16", "e4m3_16" (groups of 16 channels, 1.06 bytes per element; COAT) or "e4m3_128" (1.01
-  # bytes). Inputs of GEMMs are their recipe's to save (..._saved: beside what norms and gated keep,
-  # so more in all where those are their sources, as on Hopper under block_128):
-  # ops/residuals.py.
+  # Forms of the residuals (ops/residuals.py; bytes of each: the README). save_gemm_inputs: "none"
+  # saves the input x of a linear layer unquantized, or the sources of its prologue; "quantized"
+  # saves the FP8 operand of the weight gradient instead, as Transformer Engine does. Same numbers.
+  c.memory.save_gemm_inputs = "none"
+  # The others: "none" (as differentiation has them), "bf16", "e4m3_16" (groups of 16 channels, 1.06
+  # bytes per element; COAT) or "e4m3_128" (1.01 bytes). Compressed copies serve gradients alone.
   c.memory.save_norm_inputs = "none"  # inputs of norms: the residual stream, twice per layer
   c.memory.save_gate_up = "none"  # gate and up
-  c.memory.save_layer_inputs = "none"  # with remat="full": the input of every layer
+  c.memory.save_layer_inputs = "none"  # with remat_policy="full": the input of every layer
   c.memory.loss_chunk = 256  # positions per chunk of the cross-entropy
   # Share of a GPU's memory that JAX takes at its start (XLA_PYTHON_CLIENT_MEM_FRACTION, which the
   # environment may set instead); 0 leaves JAX's own, 0.75.

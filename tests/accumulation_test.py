@@ -38,8 +38,6 @@ WANTED = {
   "tensor_current": TENSOR,
   "tensor_delayed": TENSOR,
   "tensor_delayed_latest": TENSOR,
-  "tensor_current_saved": TENSOR,
-  "tensor_delayed_saved": TENSOR,
   "e4m3_static": TENSOR,
   "fp8lm": TENSOR,
   "rowwise": TENSOR,
@@ -48,9 +46,7 @@ WANTED = {
   "nvfp4": ("16",) * 3,
   "nvfp4_sr_rht": ("16",) * 3,
   "bf16": (None,) * 3,
-} | {
-  f"block_128{suffix}": ("128",) * 3 for suffix in ("", "_pow2", "_hybrid", "_saved", "_pow2_saved")
-}
+} | {f"block_128{suffix}": ("128",) * 3 for suffix in ("", "_pow2", "_hybrid")}
 PRECISION = {"fast": "DEFAULT", "precise": "HIGHEST"}  # XLA's
 
 

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 import pytest
 import tolerances
+import variants
 
 from configs import base
 from fp8jax import mesh
@@ -33,8 +34,8 @@ from fp8jax.config import resolve
 from fp8jax.data import batch_sharding
 from fp8jax.kernels import choose
 from fp8jax.ops import site as site_lib
+from fp8jax.ops.residuals import GemmInput
 from fp8jax.recipe import library
-from fp8jax.recipe.gemm import SaveForBackward
 from fp8jax.recipe.quant import WHOLE, Scale
 from fp8jax.step import train_step
 
@@ -44,6 +45,7 @@ SIZES = dict(
 )  # fmt: skip
 ROWS, LENGTH = 8, 128
 NARROW = [name for name, r in library.RECIPES.items() if r.is_narrow]
+SAVED = [f"{name} saved" for name in ("block_128", "tensor_current", "tensor_delayed")]
 
 
 @functools.cache
@@ -51,7 +53,7 @@ def _plan(recipe, accumulation=1, remat="none", shape=None, rows=ROWS, length=LE
   c = base.get_config()
   c.model.update(SIZES)
   c.update_from_flattened_dict({
-    "precision.rules": ((".*", recipe),), "grad_accum_steps": accumulation,
+    **variants.changes(recipe), "grad_accum_steps": accumulation,
     "memory.remat_policy": remat,
     "global_batch": rows, "eval.batch": 8, "seq_len": length, "memory.loss_chunk": 128,
     "mesh.fsdp": 1 if shape is None else shape[1], "mesh.data": 1 if shape is None else shape[0],
@@ -163,7 +165,7 @@ INVARIANCES = {
 
 def _rows_are_independent(recipe) -> bool:
   """Whether every scale is of tokens that lie in one microbatch, however it is cut."""
-  r = library.RECIPES[recipe]
+  r = _recipe(recipe)
   quants = [(r.fwd.lhs, 0), (r.dgrad.lhs, 0), (r.wgrad.lhs, 1), (r.wgrad.rhs, 1)]
   return not r.is_stateful and all(
     q is None or (q.tile[axis] != WHOLE and q.scale is not Scale.E4M3_OVER_F32)
@@ -171,10 +173,14 @@ def _rows_are_independent(recipe) -> bool:
   )
 
 
+def _recipe(name):
+  return library.RECIPES[variants.split(name)[0]]
+
+
 def _is_kept_laid_out(recipe) -> bool:
-  """Whether what is kept of x is a transposed copy, which XLA need not make if it is not kept."""
-  r = library.RECIPES[recipe]
-  return r.save is SaveForBackward.QUANTIZED and r.wgrad.lhs.tile == (WHOLE, WHOLE)
+  """Whether the residual of x is a transposed copy, which XLA makes only if it is saved."""
+  is_saved = variants.split(recipe)[1] is GemmInput.WGRAD_OPERAND
+  return is_saved and _recipe(recipe).wgrad.lhs.tile == (WHOLE, WHOLE)
 
 
 def _difference(one, other):
@@ -213,7 +219,7 @@ def difference(recipe, invariance):
   if _rows_are_independent(recipe) and not invariance.startswith("mesh"):
     return found, np.array(tolerances.SAME_SCALES)
   budget = tolerances.NOISE * _noise(recipe)
-  if not (library.RECIPES[recipe].is_stateful or invariance.startswith("mesh")):
+  if not (_recipe(recipe).is_stateful or invariance.startswith("mesh")):
     budget = np.maximum(budget, _error(recipe))
   # Where a recipe is coarse that is more than all of the gradient.
   return found, np.minimum(budget, tolerances.CHAOTIC)
@@ -221,11 +227,11 @@ def difference(recipe, invariance):
 
 # The rest, which compiles for half an hour, under the marker `slow`.
 QUICK = {
-  "block_128_saved": ("mesh 2x2x2",),
+  "block_128 saved": ("mesh 2x2x2",),
 }
 CASES = [
   pytest.param(r, i, marks=[] if i in QUICK.get(r, ()) else [pytest.mark.slow])
-  for r in NARROW
+  for r in (*NARROW, *SAVED)
   for i in INVARIANCES
 ]
 
@@ -239,7 +245,7 @@ def test_step_is_the_same_however_it_is_taken(recipe, invariance):
 @pytest.mark.parametrize("factor", [0, -1, 2], ids=["nothing", "its opposite", "its double"])
 def test_no_budget_is_as_large_as_a_gradient(factor):
   """What is left of each budget is less than one parameter's gradient gone wrong would take."""
-  loss, gradient, amaxes = step = _steps("block_128_saved", nudges=NUDGES)[0]
+  loss, gradient, amaxes = step = _steps("block_128 saved", nudges=NUDGES)[0]
   name = min(gradient, key=lambda k: np.linalg.norm(gradient[k]))
   found = _difference((loss, gradient | {name: factor * gradient[name]}, amaxes), step)
   assert found[1] > tolerances.CHAOTIC[1]
@@ -257,7 +263,7 @@ def summary(recipe) -> dict:
 
 GOLDEN = [
   pytest.param(r, marks=[] if r in QUICK or r == "bf16" else [pytest.mark.slow])
-  for r in ["bf16", *NARROW]
+  for r in ["bf16", *NARROW, "block_128 saved"]
 ]
 
 
@@ -268,7 +274,8 @@ def test_step_is_the_golden_one(recipe):
   Too much to tell one recipe from another; golden_test.py does that.
   """
   path = pathlib.Path(__file__).parent / "golden" / "step.json"
-  want, got = json.loads(path.read_text())["steps"]["recipes"][recipe], summary(recipe)
+  want, got = json.loads(path.read_text())["steps"]["recipes"], summary(recipe)
+  want = want[variants.split(recipe)[0]]
   budget = tolerances.NOISE * _noise(recipe) + tolerances.FLOAT32_SUM
   loss, gradient, amax = np.minimum(budget, tolerances.CHAOTIC).tolist()
   gradient = min(gradient, tolerances.CHAOTIC_NORM)
@@ -282,7 +289,7 @@ def test_step_is_the_golden_one(recipe):
 def main():
   print("| recipe | 1e-7 nudge | " + " | ".join(INVARIANCES) + " |")
   print("|---|---|" + "---|" * len(INVARIANCES))
-  for recipe in NARROW:
+  for recipe in (*NARROW, *SAVED):
     cells = [_cell(_noise(recipe))]
     for invariance in INVARIANCES:
       found, budget = difference(recipe, invariance)

@@ -106,7 +106,9 @@ REPEATED = [
 
 @pytest.mark.parametrize("remat, copies, repeated", REPEATED, ids=str)
 def test_recomputed_products_are_counted(remat, copies, repeated):
-  rows = _strict(_plan("block_128_saved", memory__remat_policy=remat, **copies))
+  rows = _strict(
+    _plan("block_128", memory__save_gemm_inputs="quantized", memory__remat_policy=remat, **copies)
+  )
   repeated = repeated.split()
   assert {r.key.site for r in rows if r.key.is_recompute} == {f"layers/{s}" for s in repeated}
   # Two layers; steps of 128 along K: 192 forward, 128 backward, 256 tokens.

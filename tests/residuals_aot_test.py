@@ -11,6 +11,7 @@ import sys
 
 import aot_test
 import pytest
+import variants
 
 LAYERS, TOKENS = 3, 2048
 BYTES = {"f32": 4, "bf16": 2, "f8e4m3fn": 1}
@@ -29,10 +30,12 @@ def account(recipe: str, remat: str = "none") -> dict:
     quantizer: {operands with tokens: calls}, in a layer.
     temporaries: bytes. proof: FP8 products found and planned.
   """
+  recipe, save = variants.split(recipe)
   changes = {
     "model.num_layers": LAYERS, "global_batch": 1, "eval.batch": 1, "grad_accum_steps": 1,
     "seq_len": TOKENS,
-    "memory.remat_policy": remat, "precision.rules": (("head", "bf16"), ("layers/.*", recipe)),
+    "memory.remat_policy": remat, "memory.save_gemm_inputs": save.value,
+    "precision.rules": (("head", "bf16"), ("layers/.*", recipe)),
     "mesh.fsdp": 1, "mesh.data": 1, "mesh.tensor": 1,
   }  # fmt: skip
   plan, lowered = aot_test.lower(aot_test.load("configs/cpt_7b.py", changes), "h200", 1)
@@ -99,7 +102,7 @@ def _bytes(arrays: dict[str, int], pattern: str) -> int:
 def test_saved_recipes_keep_half_the_bytes_of_bf16_inputs_once_per_input(capsys):
   wide, narrow = (
     aot_test.elsewhere(f"account({recipe!r})", "residuals_aot_test")
-    for recipe in ("block_128", "block_128_saved")
+    for recipe in ("block_128", "block_128 saved")
   )
   tiles = TOKENS // 128
   fp8 = _bytes(narrow["arrays"], rf"f8e4m3fn\[{LAYERS},\d+,{TOKENS}\]")
@@ -107,7 +110,7 @@ def test_saved_recipes_keep_half_the_bytes_of_bf16_inputs_once_per_input(capsys)
   as_bf16 = 2 * LAYERS * TOKENS * sum(INPUTS.values())
   with capsys.disabled():
     print(f"\nkept of linears' inputs: {(fp8 + scales) / as_bf16:.4f} of BF16")
-    for name, found in (("block_128", wide), ("block_128_saved", narrow)):
+    for name, found in (("block_128", wide), ("block_128 saved", narrow)):
       print(f"{name}: {found}")
   # q, k and v share one, gate and up another.
   assert fp8 == LAYERS * TOKENS * sum(INPUTS.values())
@@ -127,7 +130,7 @@ def test_where_nothing_else_needs_the_input_temporaries_shrink_by_what_is_saved(
   """Not so under block_128, whose norms and SwiGLU keep their sources: see memory_pareto."""
   wide, narrow = (
     aot_test.elsewhere(f"account({recipe!r})", "residuals_aot_test")
-    for recipe in ("tensor_current", "tensor_current_saved")
+    for recipe in ("tensor_current", "tensor_current saved")
   )
   # q, k and v share their input in BF16; scales per tensor are of one site each, codes too.
   inputs = rf"\[{LAYERS},\d*,?{TOKENS},(?:{HIDDEN}|{WIDE})\]"

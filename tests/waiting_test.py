@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import train_test
+import variants
 
 from fp8jax.compiled import saved_tensors
 from fp8jax.models import presets, transformer
@@ -16,16 +17,16 @@ GROUPS = {"memory.save_norm_inputs": "e4m3_16", "memory.save_gate_up": "e4m3_16"
 CASES = [
   ("tiny", "bf16", {}),
   ("tiny", "bf16", {"memory.save_norm_inputs": "e4m3_128", "memory.save_gate_up": "bf16"}),
-  ("tiny", "block_128_saved", {"memory.remat_policy": "quantized"}),
+  ("tiny", "block_128 saved", {"memory.remat_policy": "quantized"}),
   (
     "tiny",
-    "block_128_saved",
+    "block_128 saved",
     {"memory.remat_policy": "quantized", "memory.save_norm_inputs": "e4m3_16"},
   ),
-  ("tiny", "tensor_current_saved", {"memory.remat_policy": "linears", **GROUPS}),
-  ("tiny", "block_128_saved", {"precision.first_bf16": 2, "model.num_layers": 5, **GROUPS}),
+  ("tiny", "tensor_current saved", {"memory.remat_policy": "linears", **GROUPS}),
+  ("tiny", "block_128 saved", {"precision.first_bf16": 2, "model.num_layers": 5, **GROUPS}),
   ("tiny", "block_128", {"memory.remat_policy": "full", "memory.save_layer_inputs": "e4m3_16"}),
-  ("qwen3", "tensor_current_saved", {}),
+  ("qwen3", "tensor_current saved", {}),
   ("qwen3", "block_128", {"memory.remat_policy": "linears", **GROUPS}),
 ]
 
@@ -42,6 +43,8 @@ def test_declared_is_what_differentiation_keeps(monkeypatch, preset, recipe, cha
     "model.num_layers": 3,
     "precision.compute_dtype": "bfloat16",
   } | changes
+  changes["precision.rules"] = ((".*", variants.split(recipe)[0]),)
+  changes["memory.save_gemm_inputs"] = variants.split(recipe)[1].value
   plan = train_test._plan(train_test._config(recipe, **changes))
   sites = plan.sites()
   weights = train_step.abstract_state(plan, 1).params

@@ -29,7 +29,8 @@ def get_config(arm="coat"):
   if arm not in ARMS:
     raise ValueError(f"unknown arm {arm!r}; expected one of {', '.join(ARMS)}")
   # Scales per tensor from the present amax, inputs of GEMMs kept in FP8, as theirs.
-  c = smollm2_cpt.get_config("tensor_current_saved")
+  c = smollm2_cpt.get_config("tensor_current")
+  c.memory.save_gemm_inputs = "quantized"
   c.precision.verify_fp8_gemms = True
   c.update_from_flattened_dict(ARMS[arm])
   return c

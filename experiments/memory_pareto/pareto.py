@@ -29,20 +29,21 @@ from fp8jax.run import provenance  # noqa: E402
 from fp8jax.step import train_step  # noqa: E402
 
 LAYERS, TOKENS = 3, 8192
-GROUPS = {"norms": "e4m3_16", "gated": "e4m3_16"}
-BF16 = {"norms": "bf16", "gated": "bf16"}
-# recipe, policy, what waits in a copy.
+GROUPS = {"save_norm_inputs": "e4m3_16", "save_gate_up": "e4m3_16"}
+BF16 = {"save_norm_inputs": "bf16", "save_gate_up": "bf16"}
+OPERANDS = {"save_gemm_inputs": "quantized"}
+# recipe, remat_policy, forms of residuals: keys of the section memory.
 ARMS = [
   ("block_128", "none", {}),
   ("block_128", "none", GROUPS),
   ("block_128", "linears", {}),
   ("block_128", "linears", GROUPS),
   ("block_128", "full", {}),
-  ("block_128", "full", {"residual": "e4m3_16"}),
-  ("block_128_saved", "quantized", {}),
-  ("block_128_saved", "quantized", GROUPS),
-  ("tensor_current_saved", "none", GROUPS),
-  ("tensor_current_saved", "none", {}),
+  ("block_128", "full", {"save_layer_inputs": "e4m3_16"}),
+  ("block_128", "quantized", OPERANDS),
+  ("block_128", "quantized", OPERANDS | GROUPS),
+  ("tensor_current", "none", OPERANDS | GROUPS),
+  ("tensor_current", "none", OPERANDS),
   ("bf16", "none", BF16),
   ("bf16", "none", GROUPS),
 ]

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
-from fp8jax.ops import linear, quantized_inputs
+from fp8jax.ops import gemm_spec, quantized_inputs
 from fp8jax.ops.fused import prologue
 from fp8jax.ops.fused.prologue import Prologue
+from fp8jax.ops.gemm_spec import Role
+from fp8jax.ops.residuals import GemmInput
 from fp8jax.quantization import quantized_tensor
-from fp8jax.recipe.gemm import SaveForBackward
 from fp8jax.recipe.quant import WHOLE, Quant
 from fp8jax.step import run_spec
 
@@ -90,14 +91,14 @@ class _Layer:
       self.add("inputs of layers", d)
     x = self.tensor("BLD")
     h = prologue.rms_norm(
-      x, jax.ShapeDtypeStruct((d,), jnp.float32), model.norm_eps, keep=run.residuals.norm_inputs
+      x, jax.ShapeDtypeStruct((d,), jnp.float32), model.norm_eps, save=run.residuals.norm_inputs
     )
     self.linears("attn", ("BLD,DHK->BLHK", "BLD,DGK->BLGK", "BLD,DGK->BLGK"), "qkv", h, "norms")
     self.attention()
     self.linears("attn", ("BLHK,HKD->BLD",), "o", self.tensor("BLHK"), "")
     self.linears("mlp", ("BLD,DF->BLF", "BLD,DF->BLF"), ("gate", "up"), h, "norms")
     gate = self.tensor("BLF")
-    h = prologue.silu_mul(gate, gate, keep=run.residuals.gate_up)
+    h = prologue.silu_mul(gate, gate, save=run.residuals.gate_up)
     if run.remat != "none" and run.residuals.gate_up is None:
       self.add("gate and up", 2 * f)
     self.linears("mlp", ("BLF,FD->BLD",), ("down",), h, "gate and up")
@@ -115,7 +116,9 @@ class _Layer:
     is_fused = run.attention == "cudnn"
     # Its own derivative; what `o` contracts for its weight; `o` computed again.
     needs = {"none": is_fused, "linears": True, "quantized": run.residuals.norm_inputs is None}
-    if needs[run.remat] or self.sites["attn"]["o"].recipe.save is SaveForBackward.INPUTS:
+    o = self.sites["attn"]["o"]
+    saves_operand = o.save is GemmInput.WGRAD_OPERAND and o.recipe.wgrad.is_narrow
+    if needs[run.remat] or not saves_operand:
       self.add("attention's output", heads * size)
     if run.remat == "none":
       self.add("softmax: statistics", heads * (1 if is_fused else 2), jnp.float32)
@@ -130,13 +133,12 @@ class _Layer:
       jax.ShapeDtypeStruct(params_lib.shape(self.declared[group][name], self.dims)[1:], jnp.float32)
       for name in names
     ]
-    plans = linear.make_specs(eqns, x, ws, sites)
+    plans = gemm_spec.make_specs(eqns, x, ws, sites)
     width = math.prod(self.local(c) for c in plans[0].letters.contracted)
-    is_copied = isinstance(x, Prologue) and x.keep is not None
-    shared = quantized_inputs.InputCache(0, x)
+    is_copied = isinstance(x, Prologue) and x.save is not None
     narrow = {
-      shared.name(plan, n, (2,)): plan.quant(0, 2)
-      for n, plan in enumerate(plans) if plan.recipe.save is SaveForBackward.QUANTIZED
+      quantized_inputs.operand_key(plan, n, (Role.X_WGRAD,)): plan.quant(Role.X_WGRAD)
+      for n, plan in enumerate(plans) if plan.saves_operand
     }  # fmt: skip
     for quant in narrow.values():
       if quant is not None and (self.run.remat in ("none", "quantized") or is_copied):
@@ -146,17 +148,17 @@ class _Layer:
     if is_copied:
       for source in x.sources:
         if source.shape == x.shape:
-          self.copy(kind, (width,), x.keep)
+          self.copy(kind, (width,), x.save)
       return
     if self.run.remat != "none":
       return
     matrices = sum(source.shape == x.shape for source in x.sources)
-    if all(linear.can_make_input(plan, x) for plan in plans):
+    if quantized_inputs.can_fuse_input(plans, x):
       self.add(kind, matrices * width)
       return
     plain = _OF_PLAIN_NORM if matrices == 1 else _OF_PLAIN_SWIGLU
     self.add(kind, plain * width, jnp.float32)
-    if any(plan.recipe.save is SaveForBackward.INPUTS for plan in plans):
+    if not all(plan.saves_operand for plan in plans):
       self.add("inputs of linears", width)
 
   def operand(self, width: int, quant: Quant):

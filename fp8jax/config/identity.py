@@ -59,7 +59,8 @@ def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 # Keys that may change between a run and its continuation without changing its result.
 _HARMLESS = (
   "log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
-  "memory.remat_policy", "aot.topology", "memory.loss_chunk", "memory.gpu_fraction",
+  "memory.remat_policy", "memory.save_gemm_inputs", "memory.loss_chunk", "memory.gpu_fraction",
+  "aot.topology",
   "data.workers", "data.prefetch", "init.", "optim.on_nonfinite", "optim.in_backward", "calibrate.",
   "precision.verify_fp8_gemms",
 )  # fmt: skip

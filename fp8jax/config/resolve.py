@@ -209,8 +209,11 @@ def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors)
   }
   for key, name in names.items():
     problems.one_of(f"memory.save_{key}", name, tuple(residuals.QUANTS))
+  inputs = {form.value: form for form in residuals.GemmInput}
+  problems.one_of("memory.save_gemm_inputs", c.memory.save_gemm_inputs, tuple(inputs))
   formats = residuals.ResidualFormats(
-    **{k: residuals.QUANTS.get(name) for k, name in names.items()}
+    **{k: residuals.QUANTS.get(name) for k, name in names.items()},
+    gemm_inputs=inputs.get(c.memory.save_gemm_inputs, residuals.GemmInput.INPUT),
   )
   return model_config.ComputeConfig(
     jnp.dtype(compute if compute in _COMPUTE else "float32"),

@@ -40,7 +40,7 @@ def apply(p, s, x_BLD, rope, segments_BL, cfg: ModelConfig, run: ComputeConfig):
     rope: (cos_BLK, sin_BLK).
     segments_BL: document of each token, or None if documents may attend to each other.
   """
-  h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, keep=run.residuals.norm_inputs)
+  h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
   q_BLHK, k_BLGK, v_BLGK = dots(
     ("BLD,DHK->BLHK", "BLD,DGK->BLGK", "BLD,DGK->BLGK"),
     h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]),
@@ -51,10 +51,10 @@ def apply(p, s, x_BLD, rope, segments_BL, cfg: ModelConfig, run: ComputeConfig):
     v_BLGK = add_bias(v_BLGK, p["v_bias"])
   if cfg.qk_norm:
     q_BLHK = prologue.rms_norm(
-      q_BLHK, p["q_norm"], cfg.norm_eps, keep=run.residuals.norm_inputs
+      q_BLHK, p["q_norm"], cfg.norm_eps, save=run.residuals.norm_inputs
     ).value()
     k_BLGK = prologue.rms_norm(
-      k_BLGK, p["k_norm"], cfg.norm_eps, keep=run.residuals.norm_inputs
+      k_BLGK, p["k_norm"], cfg.norm_eps, save=run.residuals.norm_inputs
     ).value()
   q_BLHK = checkpoint_name(rotate(q_BLHK, *rope), "linear")
   k_BLGK = checkpoint_name(rotate(k_BLGK, *rope), "linear")

@@ -134,10 +134,10 @@ class ComputeConfig:
   Attributes:
     dtype: compute dtype of activations and of GEMM operands that no recipe narrows.
     attention: implementation, see ops.attention.
-    remat: what backward keeps: "none" recomputes nothing, "linears" keeps the outputs of linears
-      and attention and recomputes norms, activations and quantization, "quantized" also keeps the
-      narrow inputs of recipes that save them, so that no quantization is repeated, "full" keeps
-      only each layer's input.
+    remat: "none" recomputes nothing in the backward pass; "linears" saves the outputs of linear
+      layers and attention and recomputes norms, activations and quantization; "quantized" also
+      saves the operands of GemmInput.WGRAD_OPERAND, so that no quantization is repeated; "full"
+      saves only each layer's input.
     residuals: formats of residuals; `residuals.layer_inputs` for remat "full" alone.
     loss_chunk: positions per chunk of the cross-entropy.
     smooth_swiglu: how the feed-forward layer multiplies, a key of swiglu.FORMS.

@@ -25,7 +25,7 @@ def params(cfg: ModelConfig):
 
 def apply(p, s, x_BLD, cfg: ModelConfig, run: ComputeConfig):
   """x + down(silu(gate(norm(x))) * up(norm(x))), multiplied as FORMS says."""
-  h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, keep=run.residuals.norm_inputs)
+  h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
   equations = ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD")
   names = ("gate", "up", "down")
   return x_BLD + FORMS[run.smooth_swiglu](

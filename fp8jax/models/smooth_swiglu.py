@@ -36,7 +36,7 @@ EPSILON = np.float32(2.0**-24)
 _MAX_EXPONENT = 253
 
 
-def per_channel(eqns, x, ws, sites, name: str, keep: Quant | None = None):
+def per_channel(eqns, x, ws, sites, name: str, save: Quant | None = None):
   """`gated` with one s per channel, folded into down's weight.
 
   Args and result are those of `gated`; gate and up end with the letter that down contracts, which
@@ -45,18 +45,18 @@ def per_channel(eqns, x, ws, sites, name: str, keep: Quant | None = None):
   """
   gate, up = _gate_up(eqns, x, ws, sites, name)
   s_F = channel_scales(up)
-  h = prologue.silu_mul(gate, _times(up, 1 / s_F), keep=keep)
+  h = prologue.silu_mul(gate, _times(up, 1 / s_F), save=save)
   down = stored_params.value(ws[2])
   w = down * s_F.reshape(-1, *(1,) * (down.ndim - 1))
   site = dataclasses.replace(sites[2], recipe=sites[2].recipe.with_current_scales("w"))
   return linear.dot(eqns[2], h, w, site)
 
 
-def per_token(eqns, x, ws, sites, name: str, keep: Quant | None = None):
+def per_token(eqns, x, ws, sites, name: str, save: Quant | None = None):
   """`gated` with one s per token, taken back after down. It cannot be folded into weights."""
   gate, up = _gate_up(eqns, x, ws, sites, name)
   s = _power_of_two(jnp.max(_magnitude(up), axis=-1, keepdims=True))
-  h = prologue.silu_mul(gate, _times(up, 1 / s), keep=keep)
+  h = prologue.silu_mul(gate, _times(up, 1 / s), save=save)
   return _times(linear.dot(eqns[2], h, ws[2], sites[2]), s)
 
 

@@ -151,7 +151,7 @@ def _scan_layers(step, params, sites, batch, cfg: ModelConfig, run: ComputeConfi
 
 def _normalised(x_BLD, params, cfg: ModelConfig, run: ComputeConfig):
   return prologue.rms_norm(
-    x_BLD, params["norm"], cfg.norm_eps, keep=run.residuals.norm_inputs
+    x_BLD, params["norm"], cfg.norm_eps, save=run.residuals.norm_inputs
   ).value()
 
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from fp8jax import axes
 from fp8jax.ops import collectives, gemm_spec, linear, stats
+from fp8jax.ops.gemm_spec import Role
 from fp8jax.ops.site import Site
 from fp8jax.quantization import tensor_stats
 
@@ -54,8 +55,8 @@ def _cross_entropy(static, h_BLD, head, targets_BL, weights_BL, site):
 
     def one(loss, xs):
       h, targets, weights = xs
-      plan = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
-      logits_BCV = linear.forward(plan, h, head, inputs)
+      spec = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
+      logits_BCV = linear.forward(spec, h, head, inputs)
       loss_BC, _ = _loss_and_gradient(logits_BCV, targets, weights, site.layout)
       return loss + jnp.sum(loss_BC), None
 
@@ -79,15 +80,15 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
     def one(carry, xs):
       loss, dhead, seen = carry
       h, targets, weights = xs
-      plan = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
-      logits_BCV = linear.forward(plan, h, head, inputs)
+      spec = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
+      logits_BCV = linear.forward(spec, h, head, inputs)
       loss_BC, g_BCV = _loss_and_gradient(logits_BCV, targets, weights, layout)
       g_BCV = g_BCV.astype(h.dtype)
-      dh = linear.data_gradient(plan, g_BCV, head, inputs)
-      kept = linear.save_input(plan, h, inputs)
-      dhead = dhead + linear.weight_gradient(plan, kept, g_BCV, dtype, inputs)
-      here = [stats.operand_stats(plan, r, t, inputs) for r, t in zip("xwy", (h, head, g_BCV))]
-      seen = tensor_stats.combine(seen, jnp.stack(here))
+      dh = linear.data_gradient(spec, g_BCV, head, inputs)
+      dhead = dhead + linear.weight_gradient(spec, h, g_BCV, dtype, inputs)
+      tensors = ((Role.X_FWD, h), (Role.W_FWD, head), (Role.G_DGRAD, g_BCV))
+      seen_now = [stats.operand_stats(spec, role, t, inputs) for role, t in tensors]
+      seen = tensor_stats.combine(seen, jnp.stack(seen_now))
       return (loss + jnp.sum(loss_BC), dhead, seen), dh
 
     carry = (
@@ -120,7 +121,7 @@ def _bwd(static, residuals, g):
     g * dhead,
     None,
     None,
-    # The gradient as it was made narrow: of the sum over tokens, before the caller's factor.
+    # The site observed the gradient of the sum over tokens, before the caller's factor.
     dataclasses.replace(site, tap=seen, memory=None, key=None),
   )
 
@@ -186,7 +187,7 @@ def _inside(site: Site, tap) -> Site:
 
 
 def _gather_head(head, eqn: str, site: Site, dtype):
-  """The head for compute; narrow recipes quantise it from the master copy."""
+  """The head for compute; FP8 recipes quantize it from the master copy."""
   head = head if site.recipe.fwd.is_narrow else head.astype(dtype)
   return collectives.gather_weight(head, _head_letters(eqn), site.layout)
 

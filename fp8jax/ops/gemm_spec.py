@@ -1,7 +1,9 @@
 """What a dot knows when it is traced, and what its site lends it beside the operands."""
 
 import dataclasses
+import enum
 import math
+import string
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +11,61 @@ import jax.numpy as jnp
 from fp8jax import axes
 from fp8jax.kernels import choose
 from fp8jax.ops.operands import EinsumLetters, Quantizer
+from fp8jax.ops.residuals import GemmInput
 from fp8jax.ops.site import GemmSize, Site, choose_backends
 from fp8jax.quantization import tensor_stats
-from fp8jax.recipe.gemm import PASSES, Recipe
+from fp8jax.recipe.gemm import PASSES, Gemm, Recipe
 from fp8jax.recipe.quant import Quant
+
+# Order of tensors in a site's amaxes and in the numbers that random keys are folded with.
+_TENSORS = ("x", "w", "g")
+
+
+class Role(enum.Enum):
+  """The six operands of the three GEMMs of a linear layer.
+
+  Attributes:
+    tensor: "x", "w" or "g", the gradient of y.
+    gemm: "fwd", "dgrad" or "wgrad".
+    side: "lhs" or "rhs" of that Gemm.
+  """
+
+  X_FWD = ("x", "fwd", "lhs")
+  W_FWD = ("w", "fwd", "rhs")
+  G_DGRAD = ("g", "dgrad", "lhs")
+  W_DGRAD = ("w", "dgrad", "rhs")
+  X_WGRAD = ("x", "wgrad", "lhs")
+  G_WGRAD = ("g", "wgrad", "rhs")
+
+  def __init__(self, tensor: str, gemm: str, side: str):
+    self.tensor, self.gemm, self.side = tensor, gemm, side
+
+  @property
+  def number(self) -> int:
+    """Different for every pair of a tensor and a GEMM."""
+    return 3 * _TENSORS.index(self.tensor) + PASSES.index(self.gemm)
+
+
+# The operands that the backward pass makes of a gradient.
+BOTH_OF_G = (Role.G_DGRAD, Role.G_WGRAD)
 
 
 @dataclasses.dataclass(frozen=True)
 class GemmSpec:
-  """Everything about a dot that is known when it is traced."""
+  """Everything about a dot that is known when it is traced.
+
+  Attributes:
+    letters: of the einsum.
+    name: of the site.
+    recipe: precision of the three GEMMs.
+    backends: implementation of (fwd, dgrad, wgrad).
+    layout: where letters live on the mesh.
+    out_dtype, x_dtype: of y and of x.
+    sizes: of the letters of x, then of w.
+    statistics: how many statistics the site observes per tensor; tensor_stats.QUIET is the amax.
+    is_observable: whether somebody may differentiate with respect to the site's tap.
+    save: form in which x is a residual.
+  """
 
   letters: EinsumLetters
   name: str
@@ -26,19 +74,25 @@ class GemmSpec:
   layout: axes.Layout
   out_dtype: jnp.dtype
   x_dtype: jnp.dtype
-  sizes: tuple[int, ...]  # of the letters of x, then of w
+  sizes: tuple[int, ...]
   statistics: int
   is_observable: bool
+  save: GemmInput = GemmInput.INPUT
 
   @property
-  def is_watched(self) -> bool:
-    """A quiet site observes only what it makes narrow."""
+  def observes(self) -> bool:
+    """Whether the site observes anything: with the amax alone, only what it quantizes."""
     return self.recipe.is_narrow or self.statistics > tensor_stats.QUIET
 
   @property
-  def is_quiet(self) -> bool:
-    """Of what it observes the amax is all, which a quantizer may find as it reads."""
-    return self.is_watched and self.statistics == tensor_stats.QUIET
+  def observes_amax_only(self) -> bool:
+    """Whether the amax is all it observes, which a quantizer finds as it reads."""
+    return self.observes and self.statistics == tensor_stats.QUIET
+
+  @property
+  def saves_operand(self) -> bool:
+    """Whether the residual of x is X_WGRAD, quantized. In the compute dtype X_WGRAD is x itself."""
+    return self.save is GemmInput.WGRAD_OPERAND and self.quant(Role.X_WGRAD) is not None
 
   @property
   def y_shape(self) -> tuple[int, ...]:
@@ -49,29 +103,33 @@ class GemmSpec:
     """Letter -> size on one device."""
     return local_sizes(self.letters.x + self.letters.w, self.sizes, self.layout)
 
-  def of(self, tensor: int) -> str:
-    """Letters of tensor 0, 1, 2: x, w, g."""
-    return (self.letters.x, self.letters.w, self.letters.y)[tensor]
+  def letters_of(self, tensor: str) -> str:
+    """Letters of tensor "x", "w" or "g"."""
+    return {"x": self.letters.x, "w": self.letters.w, "g": self.letters.y}[tensor]
 
-  def contracted(self, which: int) -> str:
-    """Letters that product 0, 1, 2 (fwd, dgrad, wgrad) contracts."""
-    return (self.letters.contracted, self.letters.produced, self.letters.tokens)[which]
+  def contracted(self, gemm: str) -> str:
+    """Letters that a GEMM contracts."""
+    s = self.letters
+    return {"fwd": s.contracted, "dgrad": s.produced, "wgrad": s.tokens}[gemm]
 
-  def quant(self, tensor: int, which: int) -> Quant | None:
-    """How a tensor is made narrow for a product: x . w, g . w' and x' . g."""
-    gemm = getattr(self.recipe, PASSES[which])
-    return gemm.lhs if (tensor, which) in ((0, 0), (2, 1), (0, 2)) else gemm.rhs
+  def gemm(self, name: str) -> Gemm:
+    return getattr(self.recipe, name)
 
-  def narrow(
-    self, inputs: "ScalingInputs", tensor: int, which: int, watched: bool = False
-  ) -> Quantizer:
-    """The same, with what the site lends."""
+  def backend(self, gemm: str) -> str:
+    return self.backends[PASSES.index(gemm)]
+
+  def quant(self, role: Role) -> Quant | None:
+    """How an operand is quantized; None for the compute dtype."""
+    return getattr(self.gemm(role.gemm), role.side)
+
+  def quantizer(self, role: Role, inputs: "ScalingInputs", wants_amax: bool = False) -> Quantizer:
+    """The same with what the site lends: amax and random key."""
     return Quantizer(
-      self.quant(tensor, which),
-      None if inputs.amax_3 is None else inputs.amax_3[tensor],
-      None if inputs.key is None else jax.random.fold_in(inputs.key, 3 * tensor + which),
-      self.backends[which],
-      watched,
+      self.quant(role),
+      None if inputs.amax_3 is None else inputs.amax_3[_TENSORS.index(role.tensor)],
+      None if inputs.key is None else jax.random.fold_in(inputs.key, role.number),
+      self.backend(role.gemm),
+      wants_amax,
     )
 
 
@@ -81,8 +139,8 @@ class ScalingInputs:
   """What a site lends to its dot beside the operands.
 
   Attributes:
-    amax_3: what scales of (x, w, g) are made from, None where they are current.
-    key: for stochastic rounding, None where none is.
+    amax_3: float32 [3], amaxes of (x, w, g) that scales are made from; None if all are current.
+    key: random key of stochastic rounding, None if nothing is rounded so.
   """
 
   amax_3: jax.Array | None
@@ -94,7 +152,7 @@ class ScalingInputs:
 
 
 def local_sizes(letters: str, sizes, layout: axes.Layout) -> dict[str, int]:
-  """Letter -> size on one device, where activations have it."""
+  """Letter -> size on one device of a tensor that lies like an activation."""
   parts = [1 if layout.is_manual else layout.size(layout.act_axes(c)) for c in letters]
   return {c: n // k for c, n, k in zip(letters, sizes, parts)}
 
@@ -110,8 +168,27 @@ def make_spec(eqn: str, x, w, site: Site, *, out_dtype=None) -> GemmSpec:
     backends = choose_backends(site.recipe, size, choose.current_device(), "auto")
   return GemmSpec(
     letters, site.name, site.recipe, backends, site.layout, jnp.dtype(out_dtype or x.dtype),
-    jnp.dtype(x.dtype), (*x.shape, *w.shape), site.tap.shape[-1], site.is_traced,
+    jnp.dtype(x.dtype), (*x.shape, *w.shape), site.tap.shape[-1], site.is_traced, site.save,
   )  # fmt: skip
+
+
+def make_specs(eqns, x, ws, sites, out_dtype=None) -> tuple[GemmSpec, ...]:
+  """One per weight; only shape and dtype of x are read."""
+  return tuple(
+    make_spec(e, x, w, s, out_dtype=out_dtype) for e, w, s in zip(eqns, ws, sites, strict=True)
+  )
+
+
+def equation(dimension_numbers, lhs_ndim: int, rhs_ndim: int) -> str:
+  """The einsum of `jax.lax.dot_general`: batch, then what lhs keeps, then what rhs keeps."""
+  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+  lhs = list(string.ascii_letters[:lhs_ndim])
+  rhs = list(string.ascii_letters[lhs_ndim : lhs_ndim + rhs_ndim])
+  for ours, theirs in zip((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch), strict=True):
+    rhs[theirs] = lhs[ours]
+  free = [c for c in lhs if c not in rhs] + [c for c in rhs if c not in lhs]
+  y = "".join([lhs[i] for i in lhs_batch] + free)
+  return f"{''.join(lhs)},{''.join(rhs)}->{y}"
 
 
 def _parse(eqn: str, x_shape, w_shape) -> EinsumLetters:

@@ -1,65 +1,75 @@
-"""The dot: every GEMM of every model, in the precision its site prescribes.
+"""The linear layer: every GEMM of every model, in the precision that its site prescribes.
 
-A linear layer is three products. With x [tokens, in], w [in, out] and the incoming gradient g:
+A linear layer is three GEMMs of six operands. With x [tokens, in], w [in, out] and g, the gradient
+of y:
 
-  forward           y  = x . w      contracts `in`
-  data gradient     dx = g . w'     contracts `out`
-  weight gradient   dw = x' . g     contracts `tokens`
+  fwd    y  = X_FWD . W_FWD        contracts `in`
+  dgrad  dx = G_DGRAD . W_DGRAD'   contracts `out`
+  wgrad  dw = X_WGRAD' . G_WGRAD   contracts `tokens`
 
-Each product quantises both of its operands along *its own* contraction, because a scale can only be
-pulled out of a sum over elements that share it. A weight tile of 128x128 reads the same both ways;
-an activation tile of 1x128 does not, so x and g are quantised a second time, along tokens, for the
-weight gradient.
+Forward: quantize x and w, multiply, save residuals. Backward: quantize g, multiply twice. An
+operand is quantized along its own GEMM's contraction, because only elements that are summed can
+share a scale. A weight tile of 128x128 is the same for both of its GEMMs. An activation tile of
+1x128 is not: x and g are quantized a second time, along tokens, for the weight gradient.
 
-The residuals are x and w, unquantized: weights are always quantized from the master
-copy. Three things change the residual of x. Where the recipe saves FP8, it is the operand of the
-weight gradient. A prologue (fused/prologue.py) is saved as its own inputs and computed again. A
-compressed residual (residuals.py) is a quantized copy. Gradients of w have w's dtype: float32
-masters get float32 weight gradients.
+The residuals are x and w, unquantized: W_DGRAD and X_WGRAD are made again from them. The memory
+section of a configuration changes the form of x alone (residuals.py):
 
-Letters carry the sharding (axes.py). A product runs inside `shard_map`: the weight shard is made
-narrow first and gathered narrow where its tiles allow, partial sums over split letters are reduced,
-and the weight gradient leaves scattered like the weight:
+  GemmInput.WGRAD_OPERAND   the residual is X_WGRAD, quantized in the forward pass
+  Prologue.save             the sources of a prologue (a norm's input, gate and up) are compressed
 
-  forward   x[B_data, D] . gather(w[D_fsdp, F_tensor]) -> y[B_data, F_tensor]
-  wgrad     x[B_data, D]' . g[B_data, F_tensor] -> dw[D_fsdp, F_tensor]
+Letters carry the sharding (axes.py). A GEMM runs inside `shard_map`. The weight shard is quantized
+before it is gathered if its tiles allow, partial sums over split letters are reduced, and the
+weight gradient is scattered like the weight:
 
-This module holds the GEMM's `custom_vjp`. fused/swiglu_mlp.py and cross_entropy.py compose the same
-parts in `custom_vjp`s of their own.
+  fwd    x[B_data, D] . gather(w[D_fsdp, F_tensor]) -> y[B_data, F_tensor]
+  wgrad  x[B_data, D]' . g[B_data, F_tensor] -> dw[D_fsdp, F_tensor]
+
+Two more operations are made of linear layers and have a `custom_vjp` of their own. After
+`gemm_spec.make_specs` and `site_checks.mark_used` they use this protocol:
+
+  forward_only                             ys, without residuals
+  forward_with_residuals                   ys and Residuals
+  gradients                                cotangents of x, ws and taps from Residuals and gs
+  Residuals.input, vjp_of_input            x again, and the cotangent of its sources
+  forward, data_gradient, weight_gradient  one GEMM each, also inside another `shard_map`
+
+fused/swiglu_mlp.py joins the backward passes of three layers. cross_entropy.py multiplies the
+three GEMMs of the head for one chunk of positions at a time.
 """
 
+import dataclasses
 import functools
-import string
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.kernels.gemm import api as gemm_api
-from fp8jax.ops import collectives, operands, quantized_inputs, site_checks, stats, stored_params
+from fp8jax.ops import collectives, gemm_spec, operands, quantized_inputs, site_checks, stats
 from fp8jax.ops import residuals as residuals_lib
 from fp8jax.ops.fused import prologue
 from fp8jax.ops.fused.prologue import Prologue
-from fp8jax.ops.gemm_spec import GemmSpec, ScalingInputs, make_spec
+from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role, ScalingInputs
 from fp8jax.ops.operands import Operand
+from fp8jax.ops.quantized_inputs import OperandProvider
 from fp8jax.ops.site import Site
-from fp8jax.quantization import scaled_matrix, tensor_stats
-from fp8jax.recipe.gemm import Gemm, SaveForBackward
+from fp8jax.ops.stored_params import compute_copy, cotangent, residual_view
+from fp8jax.quantization import tensor_stats
 
-# What a remat policy may keep of a dot (see jax.ad_checkpoint.checkpoint_name).
+# Name of quantized residuals for remat policies (see jax.ad_checkpoint.checkpoint_name).
 SAVED_NAME = "quantized"
 
 
 def dot(eqn: str, x, w, site: Site, *, out_dtype=None):
-  """einsum of an activation and a weight in the precision `site` prescribes.
+  """einsum of an activation and a weight in the precision that `site` prescribes.
 
   Args:
     eqn: e.g. "BLD,DF->BLF" or "BLHK,HKD->BLD". Letters in both x and w but not in y are contracted.
-    x: activation, maybe one of `later`; gradients with respect to it have its dtype.
-    w: weight, usually the float32 master; gradients with respect to it have its dtype. Or a node
-      that holds one (stored_params.py).
+    x: activation or Prologue; gradients with respect to it have its dtype.
+    w: weight, usually the float32 master, whose gradient is then float32; or a stored parameter
+      (stored_params.py).
     site: precision, implementation and layout.
     out_dtype: dtype of the result; default x's.
 
@@ -68,43 +78,41 @@ def dot(eqn: str, x, w, site: Site, *, out_dtype=None):
 
   Raises:
     ValueError: letters and shapes disagree, nothing is contracted, or the site is in use already.
-    TypeError: an operand that is no array of floating-point numbers.
+    TypeError: an operand is no array of floating-point numbers.
 
-  FP8 saturates: an infinity in x becomes the largest number of its tile. The site's observation
-  says that there was one, and training stops at it (step.py).
+  FP8 saturates: an infinity in x becomes the largest number of its tile. The site observes that
+  there was one, and training stops at it (step/train_step.py).
   """
   return dots((eqn,), x, (w,), (site,), out_dtype=out_dtype)[0]
 
 
 def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
-  """`dot` of one activation with several weights: what is kept of x is kept once.
+  """`dot` of one activation with several weights: the residual of x is saved once.
 
   Args:
-    eqns: one per weight.
-    x: activation; one of `later` is computed in the quantizer, if it is that of all products.
-    ws: weights.
-    sites: one per weight.
+    x: activation or Prologue.
+    eqns, ws, sites: one per weight.
 
   Returns:
     One y per weight.
   """
   site_checks.refuse_dtypes(x, ws)
-  plans = make_specs(eqns, x, ws, sites, out_dtype)
-  return _dots(plans, *mark_used(plans, materialize_unless_fused(plans, x), ws, sites))
+  specs = gemm_spec.make_specs(eqns, x, ws, sites, out_dtype)
+  x = quantized_inputs.fused_or_array(specs, x)
+  return _dots(specs, *site_checks.mark_used(specs, x, ws, sites))
 
 
 def fp8_dot_general(
   lhs, rhs, dimension_numbers, site: Site, precision=None, preferred_element_type=None,
   *, out_sharding=None,
 ):  # fmt: skip
-  """`jax.lax.dot_general` in the precision `site` prescribes: of an activation and a weight.
+  """`jax.lax.dot_general` of an activation and a weight in the precision that `site` prescribes.
 
   Its first three parameters, and by keyword preferred_element_type, are those of JAX. `site` stands
   where JAX has precision; precision and out_sharding are refused unless None.
 
   Args:
-    lhs: any rank.
-    rhs: any rank.
+    lhs, rhs: any rank.
     dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), as in JAX.
     site: see `site.single` for use outside a model.
     preferred_element_type: dtype of the result; default lhs's.
@@ -112,7 +120,6 @@ def fp8_dot_general(
   Returns:
     Batch dimensions, then the free dimensions of lhs, then those of rhs, as in JAX.
   """
-  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
   if not isinstance(site, Site):
     raise TypeError(f"the fourth argument is {site!r}, not a Site; give site.single('block_128')")
   if precision is not None:
@@ -122,271 +129,213 @@ def fp8_dot_general(
   site_checks.refuse_dtypes(lhs, (rhs,))
   if site.layout.mesh is not None:
     raise ValueError("fp8_dot_general has no letters to shard by; use dot(eqn, ...) on a mesh")
-  names = iter(string.ascii_letters)
-  lhs_letters = [next(names) for _ in lhs.shape]
-  rhs_letters = [next(names) for _ in rhs.shape]
-  for ours, theirs in zip((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch), strict=True):
-    rhs_letters[theirs] = lhs_letters[ours]
-  batch = [lhs_letters[i] for i in lhs_batch]
-  free = [c for c in lhs_letters if c not in rhs_letters]
-  free += [c for c in rhs_letters if c not in lhs_letters]
-  eqn = f"{''.join(lhs_letters)},{''.join(rhs_letters)}->{''.join(batch + free)}"
+  eqn = gemm_spec.equation(dimension_numbers, lhs.ndim, rhs.ndim)
   return dot(eqn, lhs, rhs, site, out_dtype=preferred_element_type)
 
 
-def make_specs(eqns, x, ws, sites, out_dtype=None) -> tuple[GemmSpec, ...]:
-  """One per weight; x needs no more than shape and dtype."""
-  return tuple(
-    make_spec(e, x, w, s, out_dtype=out_dtype) for e, w, s in zip(eqns, ws, sites, strict=True)
-  )
+# --- forward and backward ------------------------------------------------------------------------
 
 
-def can_make_input(plan: GemmSpec, x: Prologue) -> bool:
-  """Whether every operand that a dot makes of x, forward and backward, is made from its sources."""
-  at_once = ((0, 2),) if plan.recipe.save is SaveForBackward.QUANTIZED else ((0,), (2,))
-  return all(quantized_inputs.can_fuse_prologue((plan,), 0, x, products) for products in at_once)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+  """What the backward pass of several dots of one x needs.
+
+  Attributes:
+    x: as it came in, a Prologue with compressed sources, or None if every X_WGRAD is saved.
+    x_wgrad: quantized_inputs.operand_key -> X_WGRAD, of dots that save it.
+    ws: weights, unquantized, as they are stored.
+    stats: per dot, float32 [S] of (x, w); of x None if the backward pass observes it.
+    inputs: ScalingInputs per dot.
+  """
+
+  x: Any
+  x_wgrad: dict[str, Any]
+  ws: tuple
+  stats: tuple
+  inputs: tuple[ScalingInputs, ...]
+
+  def input(self, dtype):
+    """x, a Prologue's sources decompressed to `dtype`."""
+    return self.x.decompressed(dtype) if isinstance(self.x, Prologue) else self.x
 
 
-def materialize_unless_fused(plans: Sequence[GemmSpec], x):
-  """x, computed now unless these dots compute it as they read it, or keep what it is made of."""
-  return x if isinstance(x, Prologue) and x.keep is not None else materialize_if_needed(plans, x)
+def forward_only(specs, x, ws, inputs):
+  """One y per weight."""
+  provider = OperandProvider(quantized_inputs.materialize_unless_fused(specs, x))
+  ys = []
+  for n, (spec, w, i) in enumerate(zip(specs, ws, inputs)):
+    (x_fwd,) = provider.operands(spec, n, i, (Role.X_FWD,))
+    ys.append(forward(spec, x_fwd, compute_copy(w), i))
+  return tuple(ys)
 
 
-def materialize_if_needed(plans: Sequence[GemmSpec], x):
-  """x as these products take it: computed, unless all of them compute it as they read it."""
-  if isinstance(x, Prologue) and not all(can_make_input(plan, x) for plan in plans):
-    return x.value()
-  return x
-
-
-def mark_used(plans: Sequence[GemmSpec], x, ws, sites: Sequence[Site]):
-  """(x, ws, taps, inputs), ready to be differentiated; the sites are in use from now on."""
-  for site in sites:
-    site.claim()
-  x, ws, inputs = site_checks.vary_alike(x, tuple(ws), tuple(ScalingInputs.of(s) for s in sites))
-  taps = (
-    s.tap if p.is_observable else site_checks.vary_alike(s.tap, x)[0] for p, s in zip(plans, sites)
-  )
-  return x, ws, tuple(taps), inputs
-
-
-# --- differentiation -----------------------------------------------------------------------------
-
-
-def forward_only(plans, x, ws, inputs):
-  """The forward products alone."""
-  shared = quantized_inputs.InputCache(0, materialize_if_needed(plans, x))
-  return tuple(
-    forward(plan, shared.operands(plan, n, i, (0,))[0], stored_params.compute_copy(w), i)
-    for n, (plan, w, i) in enumerate(zip(plans, ws, inputs))
-  )
-
-
-def forward_with_residuals(plans, x, ws, taps, inputs):
-  """(the forward products, what `gradients` needs)."""
-  taken = materialize_if_needed(plans, x)
-  # A narrow copy has no infinity, so x is watched where it is whole; nor can an operand that was
-  # made of x be made of the copy again.
-  is_copied = isinstance(x, Prologue) and x.keep is not None
-  name = residuals_lib.NAME if is_copied else SAVED_NAME
-  # Later, an array is not read again for its amax.
-  is_watched = is_copied or any(plan.recipe.save is SaveForBackward.QUANTIZED for plan in plans)
-  is_watched |= not isinstance(taken, Prologue) and any(plan.is_quiet for plan in plans)
-  shared, kept = (
-    quantized_inputs.InputCache(0, taken, is_watched),
-    quantized_inputs.InputCache(0, taken),
-  )
-  ys, seen = [], []
-  saved = {}
-  for n, (plan, w, tap, i) in enumerate(zip(plans, ws, taps, inputs)):
-    if plan.is_observable:
-      site_checks.refuse_vmap(plan.name, x, tap)
-      site_checks.refuse_shared(plan.name, x, tap)
-    w = stored_params.compute_copy(w)
-    how = kept.name(plan, n, (2,)) if plan.recipe.save is SaveForBackward.QUANTIZED else "input"
-    if how == "input":
-      (mine,), saved[how] = shared.operands(plan, n, i, (0,)), x
+def forward_with_residuals(specs, x, ws, taps, inputs):
+  """(one y per weight, Residuals)."""
+  source = quantized_inputs.materialize_unless_fused(specs, x)
+  is_compressed = isinstance(x, Prologue) and x.save is not None
+  is_recomputed = isinstance(source, Prologue) and not is_compressed
+  # The backward pass cannot observe x where the residual is quantized: an infinity is lost there.
+  wants_amax = is_compressed or any(spec.saves_operand for spec in specs)
+  wants_amax |= not isinstance(source, Prologue) and any(s.observes_amax_only for s in specs)
+  provider = OperandProvider(source, wants_amax=wants_amax)
+  ys, observed, x_wgrads, saves_x = [], [], {}, isinstance(x, Prologue)
+  for n, (spec, w, tap, i) in enumerate(zip(specs, ws, taps, inputs)):
+    if spec.is_observable:
+      site_checks.refuse_sums(spec.name, x, tap)
+    w = compute_copy(w)
+    if spec.saves_operand:
+      x_fwd, x_wgrad = provider.operands(spec, n, i, (Role.X_FWD, Role.X_WGRAD))
+      key = quantized_inputs.operand_key(spec, n, (Role.X_WGRAD,))
+      if key not in x_wgrads:
+        x_wgrad = quantized_inputs.quantize_now(spec, Role.X_WGRAD, x_wgrad, i)
+        x_wgrads[key] = residuals_lib.named(
+          x_wgrad, residuals_lib.NAME if is_compressed else SAVED_NAME
+        )
     else:
-      mine, narrow = shared.operands(plan, n, i, (0, 2))
-      if how not in saved:
-        narrow = save_input(plan, narrow, i)
-        saved[how] = jax.tree.map(lambda t: checkpoint_name(t, name), narrow)
-    # What is computed again in the backward pass is seen there: then it need not be made once more
-    # where the forward pass is repeated for other reasons.
-    of_x = None
-    is_seen_again = isinstance(taken, Prologue) and not is_copied and how == "input"
-    if not is_seen_again or plan.statistics > tensor_stats.QUIET:
-      of_x = stats.operand_stats(plan, "x", prologue.value(taken), i, shared.amax)
-    y, of_w = forward_and_amax(plan, mine, w, i)
-    seen.append((of_x, stats.operand_stats(plan, "w", w, i, of_w)))
+      (x_fwd,), saves_x = provider.operands(spec, n, i, (Role.X_FWD,)), True
+    wants_amax_w = spec.observes_amax_only
+    y, amax_w = forward_and_amax(spec, x_fwd, w, i, wants_amax=wants_amax_w)
     ys.append(y)
-  if isinstance(x, Prologue):
-    saved["input"] = x.kept()  # its gradient goes on to its sources
-  seen = jax.tree.map(lambda t: checkpoint_name(t, residuals_lib.NAME), tuple(seen))
-  return tuple(ys), (saved, tuple(map(stored_params.residual_view, ws)), seen, inputs)
+    # The backward pass observes an x that it computes again: a remat then computes it once less.
+    is_later = is_recomputed and not spec.saves_operand and spec.statistics == tensor_stats.QUIET
+    value = None if is_later else prologue.value(source)
+    stats_x = None if is_later else stats.operand_stats(spec, Role.X_FWD, value, i, provider.amax)
+    observed.append((stats_x, stats.operand_stats(spec, Role.W_FWD, w, i, amax_w)))
+  return tuple(ys), Residuals(
+    (x.compressed() if isinstance(x, Prologue) else x) if saves_x else None,
+    x_wgrads,
+    tuple(map(residual_view, ws)),
+    residuals_lib.named(tuple(observed), residuals_lib.NAME),
+    inputs,
+  )
 
 
-def gradients(plans, residuals, gs):
-  """(dx, dws, cotangents of taps): dx is that of the array x, computed or not.
+def gradients(specs, residuals: Residuals, gs):
+  """(dx, dws, cotangents of taps): dx is that of x as an array, also if x is a Prologue.
 
   Args:
-    gs: one per product, or all of them as one of `later`.
+    gs: one per dot; or a Prologue, whose results are those of all dots.
   """
-  saved, ws, seen, inputs = residuals
-  is_watched = any(of_x is None for of_x, _ in seen)
-  shared = quantized_inputs.InputCache(
-    0, materialize_if_needed(plans, input_of(plans, residuals)), is_watched
-  )
-  made: list[Any] = [None] * len(plans)
-  amaxes: list[Any] = [None] * len(plans)
+  x = quantized_inputs.materialize_unless_fused(specs, residuals.input(specs[0].x_dtype))
+  provider = OperandProvider(x, wants_amax=any(stats_x is None for stats_x, _ in residuals.stats))
+  both_of_g: Sequence[Any] = [None] * len(specs)
+  amaxes: Sequence[Any] = [None] * len(specs)
   if isinstance(gs, Prologue):
-    made, amaxes = quantized_inputs.run_prologue(plans, 2, gs, (1, 2), is_watched=True)
+    both_of_g, amaxes = quantized_inputs.run_prologue(specs, gs, BOTH_OF_G, wants_amax=True)
     gs = gs.value()
   dx, dws, taps = None, [], []
-  for n, (plan, kept_w, i, g) in enumerate(zip(plans, ws, inputs, gs)):
-    w = stored_params.compute_copy(kept_w)
-    # A float32 cotangent (of a float32 head) still meets x in x's dtype.
-    g = g.astype(plan.x_dtype)
-    of_g = amaxes[n]
-    if made[n] is None:
-      made[n], of_g = quantized_inputs.quantize_both_orientations(
-        plan, 2, g, i, (1, 2), plan.is_quiet
+  for n, (spec, stored_w, i, g) in enumerate(zip(specs, residuals.ws, residuals.inputs, gs)):
+    w = compute_copy(stored_w)
+    g = g.astype(spec.x_dtype)  # of a float32 head it is float32
+    operands_of_g, amax_g = both_of_g[n], amaxes[n]
+    if operands_of_g is None:
+      operands_of_g, amax_g = quantized_inputs.quantize_both_orientations(
+        spec, g, i, BOTH_OF_G, spec.observes_amax_only
       )
-    g_in, g_out = made[n]
-    part = data_gradient(plan, g_in, w, i)
-    dx = part if dx is None else dx + part
-    if plan.recipe.save is SaveForBackward.QUANTIZED:
-      kept = saved[shared.name(plan, n, (2,))]
+    g_dgrad, g_wgrad = operands_of_g
+    dx_n = data_gradient(spec, g_dgrad, w, i)
+    dx = dx_n if dx is None else dx + dx_n
+    if spec.saves_operand:
+      x_wgrad = residuals.x_wgrad[quantized_inputs.operand_key(spec, n, (Role.X_WGRAD,))]
     else:
-      (kept,) = shared.operands(plan, n, i, (2,))
-    dw = weight_gradient(plan, kept, g_out, w.dtype, i)
-    dws.append(stored_params.cotangent(kept_w, dw))
-    of_x, of_w = seen[n]
-    of_x = shared.amax if of_x is None else of_x
-    taps.append(jnp.stack([of_x, of_w, stats.operand_stats(plan, "y", gs[n], i, of_g)]))
+      (x_wgrad,) = provider.operands(spec, n, i, (Role.X_WGRAD,))
+    dw = weight_gradient(spec, x_wgrad, g_wgrad, w.dtype, i)
+    dws.append(cotangent(stored_w, dw))
+    stats_x, stats_w = residuals.stats[n]
+    stats_x = provider.amax if stats_x is None else stats_x
+    stats_g = stats.operand_stats(spec, Role.G_DGRAD, gs[n], i, amax_g)
+    taps.append(jnp.stack([stats_x, stats_w, stats_g]))
   return dx, tuple(dws), tuple(taps)
 
 
-def input_of(plans, residuals):
-  """x of `multiply_and_keep`, or a copy: always there if it is one of `later`."""
-  x = residuals[0].get("input")
-  return x.restored(plans[0].x_dtype) if isinstance(x, Prologue) else x
-
-
-def vjp_of_input(plans, residuals, dx):
-  """The cotangent of x from `gradients`' dx."""
-  x = input_of(plans, residuals)
-  return x.pull(dx) if isinstance(x, Prologue) else dx
+def vjp_of_input(specs, residuals: Residuals, dx):
+  """The cotangent of x: dx, or that of a Prologue's sources."""
+  x = residuals.input(specs[0].x_dtype)
+  return x.vjp(dx) if isinstance(x, Prologue) else dx
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dots(plans, x, ws, taps, inputs):
+def _dots(specs, x, ws, taps, inputs):
   del taps
-  return forward_only(plans, x, ws, inputs)
+  return forward_only(specs, x, ws, inputs)
 
 
-def _dots_bwd(plans, residuals, gs):
-  dx, dws, taps = gradients(plans, residuals, gs)
-  return vjp_of_input(plans, residuals, dx), dws, taps, None
+def _dots_bwd(specs, residuals, gs):
+  dx, dws, taps = gradients(specs, residuals, gs)
+  return vjp_of_input(specs, residuals, dx), dws, taps, None
 
 
 _dots.defvjp(forward_with_residuals, _dots_bwd)
 
 
-# --- the three products --------------------------------------------------------------------------
-
-
-def forward(plan: GemmSpec, x, w, inputs: ScalingInputs):
-  """x[acts] . w[at rest] -> y[acts] {sum over the axes of the contracted letters}.
-
-  Args:
-    x: or what `activations.one_reading` made of it; the same for g and x below.
-  """
-  return _forward(plan, x, w, inputs, False)[0]
-
-
-def forward_and_amax(plan: GemmSpec, x, w, inputs: ScalingInputs):
-  """(`forward`, float32 [1] amax of w, where its quantizer finds it and nothing else is asked)."""
-  return _forward(plan, x, w, inputs, plan.is_quiet)
-
-
-def _forward(plan: GemmSpec, x, w, inputs: ScalingInputs, is_watched: bool):
-  s, layout, gemm = plan.letters, plan.layout, plan.recipe.fwd
-  over = tuple(a for c in s.w for a in layout.weight_axes(c))
-
-  def local(x, w, inputs):
-    a = quantized_inputs.as_matrix(plan, 0, x, 0, inputs)
-    narrow = plan.narrow(inputs, 1, 0, is_watched)
-    b = operands.weight(w, s.w, s.contracted, s.batch, narrow, plan.x_dtype, layout)
-    amax = b.amax
-    if amax is not None:
-      amax = tensor_stats.over_mesh(amax[None], () if layout.is_manual else over)
-    y = _product(a, b, gemm, plan, 0, plan.out_dtype)
-    return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted), amax
-
-  specs = (quantized_inputs.spec(plan, 0, x, 0), layout.weight_spec(s.w), _P())
-  made = (layout.act_spec(s.y), _P())
-  return collectives.on_mesh(local, layout, specs, made)(x, w, inputs)
-
-
-def data_gradient(plan: GemmSpec, g, w, inputs: ScalingInputs):
-  """g[acts] . w[at rest]' -> dx[acts] {sum over the axes of w's free letters}."""
-  s, layout, gemm = plan.letters, plan.layout, plan.recipe.dgrad
-
-  def local(g, w, inputs):
-    a = quantized_inputs.as_matrix(plan, 2, g, 1, inputs)
-    narrow = plan.narrow(inputs, 1, 1)
-    b = operands.weight(w, s.w, s.produced, s.batch, narrow, plan.x_dtype, layout)
-    dx = _product(a, b, gemm, plan, 1, plan.x_dtype)
-    return collectives.sum_over(operands.unflatten(dx, a, b, s.x), layout, s.produced)  # fmt: skip
-
-  specs = (quantized_inputs.spec(plan, 2, g, 1), layout.weight_spec(s.w), _P())
-  return collectives.on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
-
-
-def weight_gradient(plan: GemmSpec, x, g, dtype, inputs: ScalingInputs):
-  """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes only the weight is split on}.
-
-  Args:
-    x: or what `save_input` or `activations.one_reading` made of it.
-  """
-  s, layout, gemm = plan.letters, plan.layout, plan.recipe.wgrad
-
-  def local(x, g, inputs):
-    a = quantized_inputs.as_matrix(plan, 0, x, 2, inputs)
-    b = quantized_inputs.as_matrix(plan, 2, g, 2, inputs)
-    dw = _product(a, b, gemm, plan, 2, dtype)
-    return collectives.scatter_gradient(operands.unflatten(dw, a, b, s.w), s.w, s.tokens, layout)
-
-  specs = (quantized_inputs.spec(plan, 0, x, 2), quantized_inputs.spec(plan, 2, g, 2), _P())
-  return collectives.on_mesh(local, layout, specs, layout.weight_spec(s.w))(x, g, inputs)
-
-
-def save_input(plan: GemmSpec, x, inputs: ScalingInputs):
-  """What the weight gradient will need of x: x, or a ScaledMatrix [batch?, in, tokens]."""
-  if plan.recipe.save is SaveForBackward.INPUTS or isinstance(x, scaled_matrix.ScaledMatrix):
-    return x
-
-  def local(x, inputs):
-    return quantized_inputs.as_matrix(plan, 0, x, 2, inputs).value
-
-  specs, made = (
-    (quantized_inputs.spec(plan, 0, x, 2), _P()),
-    quantized_inputs.spec_of_narrow(plan, 0, 2),
-  )
-  return collectives.on_mesh(local, plan.layout, specs, made)(x, inputs)
-
-
-# --- pieces --------------------------------------------------------------------------------------
+# --- the three GEMMs -----------------------------------------------------------------------------
 
 _P = jax.sharding.PartitionSpec
 
 
-def _product(a: Operand, b: Operand, gemm: Gemm, plan: GemmSpec, which: int, out_dtype):
+def forward(spec: GemmSpec, x, w, inputs: ScalingInputs):
+  """x[acts] . w[at rest] -> y[acts] {sum over the axes of the contracted letters}.
+
+  Here and below, x and g may be their ScaledMatrix in the GEMM's role.
+  """
+  return forward_and_amax(spec, x, w, inputs, wants_amax=False)[0]
+
+
+def forward_and_amax(spec: GemmSpec, x, w, inputs: ScalingInputs, *, wants_amax: bool):
+  """(`forward`, float32 [1] amax of w if it is wanted and the quantizer finds it, else None)."""
+  s, layout = spec.letters, spec.layout
+  over = tuple(a for c in s.w for a in layout.weight_axes(c))
+
+  def local(x, w, inputs):
+    a = quantized_inputs.as_matrix(spec, Role.X_FWD, x, inputs)
+    quantizer = spec.quantizer(Role.W_FWD, inputs, wants_amax)
+    b = operands.weight(w, s.w, s.contracted, s.batch, quantizer, spec.x_dtype, layout)
+    amax = b.amax
+    if amax is not None:
+      amax = tensor_stats.over_mesh(amax[None], () if layout.is_manual else over)
+    y = _multiply(spec, "fwd", a, b, spec.out_dtype)
+    return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted), amax
+
+  specs = (quantized_inputs.partition_spec(spec, Role.X_FWD, x), layout.weight_spec(s.w), _P())
+  return collectives.on_mesh(local, layout, specs, (layout.act_spec(s.y), _P()))(x, w, inputs)
+
+
+def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs):
+  """g[acts] . w[at rest]' -> dx[acts] {sum over the axes of w's free letters}."""
+  s, layout = spec.letters, spec.layout
+
+  def local(g, w, inputs):
+    a = quantized_inputs.as_matrix(spec, Role.G_DGRAD, g, inputs)
+    quantizer = spec.quantizer(Role.W_DGRAD, inputs)
+    b = operands.weight(w, s.w, s.produced, s.batch, quantizer, spec.x_dtype, layout)
+    dx = _multiply(spec, "dgrad", a, b, spec.x_dtype)
+    return collectives.sum_over(operands.unflatten(dx, a, b, s.x), layout, s.produced)
+
+  specs = (quantized_inputs.partition_spec(spec, Role.G_DGRAD, g), layout.weight_spec(s.w), _P())
+  return collectives.on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
+
+
+def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs):
+  """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes only the weight is split on}."""
+  s, layout = spec.letters, spec.layout
+
+  def local(x, g, inputs):
+    a = quantized_inputs.as_matrix(spec, Role.X_WGRAD, x, inputs)
+    b = quantized_inputs.as_matrix(spec, Role.G_WGRAD, g, inputs)
+    dw = _multiply(spec, "wgrad", a, b, dtype)
+    return collectives.scatter_gradient(operands.unflatten(dw, a, b, s.w), s.w, s.tokens, layout)
+
+  in_specs = ((Role.X_WGRAD, x), (Role.G_WGRAD, g))
+  specs = (*(quantized_inputs.partition_spec(spec, role, t) for role, t in in_specs), _P())
+  return collectives.on_mesh(local, layout, specs, layout.weight_spec(s.w))(x, g, inputs)
+
+
+def _multiply(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype):
   """[batch?, M, N] in out_dtype."""
-  # The compiled program carries this name, so that what became of each product can be told.
-  with jax.named_scope(f"{plan.name}:{('fwd', 'dgrad', 'wgrad')[which]}"):
-    if not gemm.is_narrow:
+  # The compiled program carries this name: the check of FP8 GEMMs finds the product by it.
+  with jax.named_scope(f"{spec.name}:{gemm}"):
+    if not spec.gemm(gemm).is_narrow:
       lead = tuple(range(a.value.ndim - 2))
       last = a.value.ndim - 1
       return jax.lax.dot_general(
@@ -394,8 +343,8 @@ def _product(a: Operand, b: Operand, gemm: Gemm, plan: GemmSpec, which: int, out
       )
     multiply = functools.partial(
       gemm_api.scaled_matmul,
-      accumulate=gemm.accumulate,
-      backend=plan.backends[which],
+      accumulate=spec.gemm(gemm).accumulate,
+      backend=spec.backend(gemm),
       out_dtype=out_dtype,
     )
     return (jax.vmap(multiply) if a.batch else multiply)(a.value, b.value)

@@ -1,4 +1,4 @@
-"""Operands as matrices: from letters to [rows, contraction], narrow, gathered.
+"""Operands as matrices: from letters to [rows, contraction], quantized, gathered.
 
 Called inside `shard_map` or on a single device: every size here is a device's own.
 """
@@ -54,7 +54,7 @@ class Operand:
     value: a ScaledMatrix or an array [rows, contraction], with a leading batch axis if `batch`.
     free: letters of the rows, in order.
     sizes: letter -> local size.
-    amax: float32 scalar of what became `value`, where it was asked for and the quantizer found it.
+    amax: float32 scalar of the tensor, if it was wanted and the quantizer found it.
   """
 
   value: Any
@@ -66,25 +66,25 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-  """How to make one tensor narrow: its Quant and what that needs beside the tensor.
+  """Quantizes one operand: its Quant, and what that needs beside the tensor.
 
   Attributes:
-    quant: None keeps the tensor in the compute dtype.
+    quant: None for the compute dtype.
     amax: float32 scalar for scales that are not current.
-    key: for stochastic rounding.
-    backend: of the product: kernels that multiply have one that makes their operands.
-    watched: whether the amax of the tensor is wanted too, if that costs no other reading of it.
+    key: random key of stochastic rounding.
+    backend: of the GEMM; a GEMM kernel has a quantizer kernel for its operands.
+    wants_amax: whether to find the tensor's amax too, if that costs no second reading.
   """
 
   quant: Quant | None
   amax: Any = None
   key: Any = None
   backend: str = "xla"
-  watched: bool = False
+  wants_amax: bool = False
 
   @jax.named_scope("quantize")
   def __call__(self, matrix, contraction: int, dtype, amax_axes):
-    """([batch?, rows, contraction] in the Quant, or in `dtype` if there is none, amax or None)."""
+    """([batch?, rows, contraction], quantized or else in `dtype`; amax or None)."""
     quant = self.quant
     if quant is None:
       matrix = matrix.astype(dtype)
@@ -92,7 +92,7 @@ class Quantizer:
     if self.has_kernel(matrix, contraction):
       over = tuple(dict.fromkeys(a for axes in amax_axes for a in axes))
       quants = {contraction: quant}
-      made, amax = mosaic_sm90.quantize_matrix(matrix, quants, self.amax, over, self.watched)
+      made, amax = mosaic_sm90.quantize_matrix(matrix, quants, self.amax, over, self.wants_amax)
       return made[contraction], amax
     make = functools.partial(
       quantize.quantize,
@@ -143,39 +143,39 @@ def unflatten(product, a: Operand, b: Operand, out: str):
 
 
 def activation(
-  x, letters: str, contracted: str, batch: str, narrow: Quantizer, dtype, layout
+  x, letters: str, contracted: str, batch: str, quantizer: Quantizer, dtype, layout
 ) -> Operand:
   """An activation or gradient, or a weight as its GEMM needs it."""
   sizes = dict(zip(letters, x.shape))
   matrix, contraction, free = flatten(x, letters, contracted, batch)
   amax_axes = (layout.act_axes_of(free), layout.act_axes_of(contracted))
-  value, amax = narrow(matrix, contraction, dtype, amax_axes)
+  value, amax = quantizer(matrix, contraction, dtype, amax_axes)
   return Operand(value, free, batch, sizes, amax)
 
 
 def weight(
-  w, letters: str, contracted: str, batch: str, narrow: Quantizer, dtype, layout: axes.Layout
+  w, letters: str, contracted: str, batch: str, quantizer: Quantizer, dtype, layout: axes.Layout
 ) -> Operand:
-  """A weight as its GEMM needs it: narrow then gathered, or gathered first where tiles straddle."""
+  """A weight as its GEMM takes it: quantized, then gathered; if tiles straddle, gathered first."""
   extra = {c: collectives.extra_axes(layout, c) for c in letters}
   if not any(extra.values()):
-    return activation(w, letters, contracted, batch, narrow, dtype, layout)
+    return activation(w, letters, contracted, batch, quantizer, dtype, layout)
 
   matrix, contraction, free = flatten(w, letters, contracted, batch)
   sizes = dict(zip(letters, w.shape))
-  quant = narrow.quant
+  quant = quantizer.quant
   if quant is None or batch or not collectives.tiles_fit(sizes, free, contracted, quant, layout):
     # Without a Quant the compute dtype travels, else the master: straddling tiles need all of it.
     w = collectives.gather_weight(w.astype(dtype) if quant is None else w, letters, layout)
-    return activation(w, letters, contracted, batch, narrow, dtype, layout)
+    return activation(w, letters, contracted, batch, quantizer, dtype, layout)
 
   groups = (free, contracted)
   amax_axes = tuple(tuple(a for c in group for a in layout.weight_axes(c)) for group in groups)
-  made: tuple[Any, Any] = narrow(matrix, contraction, dtype, amax_axes)
+  made: tuple[Any, Any] = quantizer(matrix, contraction, dtype, amax_axes)
   value, amax = made
   for axis, group in enumerate(groups):
     if extra[group[0]]:
-      in_shards = axis == 1 and narrow.backend in gemm_api.WITH_SHARDS
+      in_shards = axis == 1 and quantizer.backend in gemm_api.WITH_SHARDS
       value = collectives.gather_scaled(value, extra[group[0]], axis, in_shards)
   full = {c: n * layout.size(extra[c]) for c, n in sizes.items()}
   return Operand(value, free, batch, full, amax)

@@ -1,9 +1,9 @@
-"""Activations and gradients as operands, made ahead of the products that take them.
+"""Operands made of activations and gradients, ahead of the GEMMs that take them.
 
-Two products of a linear layer take the same activation, one along its features, one along its
-tokens, and several linear layers may share an input. Where a kernel makes both operands from one
-reading (kernels/quantize), or one operand serves several products, it is made here, once; and where
-the activation is not computed yet (fused/prologue.py), computed there.
+Two GEMMs of a linear layer take the same activation, one along its features, one along its tokens,
+and several linear layers may share an input. An operand is made here once if a kernel makes both
+from one reading (kernels/quantize), or if several GEMMs take the same one. The kernel also computes
+an activation that is a prologue (fused/prologue.py). Any other operand is made by its GEMM.
 """
 
 import dataclasses
@@ -16,207 +16,242 @@ import jax
 from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.ops import collectives, operands
 from fp8jax.ops.fused.prologue import Prologue
-from fp8jax.ops.gemm_spec import GemmSpec, ScalingInputs
+from fp8jax.ops.gemm_spec import GemmSpec, Role, ScalingInputs
 from fp8jax.ops.operands import Operand
 from fp8jax.quantization import scaled_matrix, tensor_stats
 from fp8jax.recipe.quant import WHOLE, Quant
 
+Roles = tuple[Role, ...]
 
-@dataclasses.dataclass(frozen=True)
-class InputCache:
-  """An activation that several products take: what they need alike is made once.
+
+class OperandProvider:
+  """Makes the operands of several GEMMs from one activation, equal ones once.
 
   Attributes:
-    value: an array, or one of `later`.
-    is_watched: whether its amax is wanted too, where what makes it narrow can find it.
-    seen: that, once anything was made.
+    amax: float32 [1] of the activation once a quantizer has found it, else None.
   """
 
-  tensor: int
-  value: Any
-  is_watched: bool = False
-  made: dict[str, Any] = dataclasses.field(default_factory=dict)
-  seen: list[jax.Array] = dataclasses.field(default_factory=list)
+  def __init__(self, source, *, wants_amax: bool = False):
+    """
+    Args:
+      source: an array or a Prologue.
+      wants_amax: whether a quantizer that reads the activation finds its amax too.
+    """
+    self.amax: Any = None
+    self._source, self._wants_amax = source, wants_amax
+    self._made: dict[str, tuple] = {}
 
-  @property
-  def amax(self) -> Any:
-    """float32 [1], or None if it is not known."""
-    return self.seen[0] if self.seen else None
+  def operands(self, spec: GemmSpec, n: int, inputs: ScalingInputs, roles: Roles) -> tuple:
+    """Dot n's operand of x in each role: a ScaledMatrix if a kernel makes them all, else x."""
+    key = operand_key(spec, n, roles)
+    if key not in self._made:
+      wants_amax = self._wants_amax and self.amax is None
+      if isinstance(self._source, Prologue):
+        (made,), amaxes = run_prologue((spec,), self._source, roles, wants_amax)
+        amax = amaxes[0] if amaxes else None
+      else:
+        made, amax = quantize_both_orientations(spec, self._source, inputs, roles, wants_amax)
+      self._made[key] = made
+      self.amax = amax if self.amax is None else self.amax
+    return self._made[key]
 
-  def name(self, plan: GemmSpec, n: int, products: tuple[int, ...]) -> str:
-    """Of what product `n` needs: those that need the same give the same."""
-    recipe, letters = plan.recipe, plan.letters
-    # Scales that are not current differ from site to site, random bits too.
-    own = f" of {n}" if recipe.is_stateful or recipe.is_random else ""
-    quants = [f"{plan.quant(self.tensor, p)} by {plan.backends[p]}" for p in products]
-    return f"{letters.batch} {letters.contracted} {products} {quants}{own}"
 
-  def operands(self, plan: GemmSpec, n: int, inputs: ScalingInputs, products: tuple[int, ...]):
-    """For each of some products: see `one_reading` and `produce`."""
-    name = self.name(plan, n, products)
-    if name in self.made:
-      return self.made[name]
-    is_first = self.is_watched and not self.seen
-    if isinstance(self.value, Prologue):
-      (self.made[name],), amax = run_prologue((plan,), self.tensor, self.value, products, is_first)
-      self.seen.extend(amax)
-    else:
-      made = quantize_both_orientations(plan, self.tensor, self.value, inputs, products, is_first)
-      self.made[name], amax = made
-      self.seen.extend([] if amax is None else [amax])
-    return self.made[name]
+def operand_key(spec: GemmSpec, n: int, roles: Roles) -> str:
+  """Names dot n's operands in these roles. Operands with the same name are equal."""
+  # Scales that are not current differ from site to site, and so do random bits.
+  own = f" of {n}" if spec.recipe.is_stateful or spec.recipe.is_random else ""
+  made = [f"{role.name} {spec.quant(role)} by {spec.backend(role.gemm)}" for role in roles]
+  return f"{spec.letters.batch} {spec.letters.contracted} {made}{own}"
 
 
 def quantize_both_orientations(
-  plan: GemmSpec, tensor: int, t, inputs: ScalingInputs, products: tuple[int, ...], is_watched: bool
+  spec: GemmSpec, t, inputs: ScalingInputs, roles: Roles, wants_amax: bool
 ):
-  """Tensor 0 or 2 (x, g) for each product: a ScaledMatrix where one kernel makes all, else t.
+  """One tensor, x or g, in each role: ScaledMatrix if one kernel makes all of them, else t.
 
   Returns:
-    (those, the float32 [1] amax of t if it is watched and the kernel found it, else None).
+    (the operands, float32 [1] amax of t if it is wanted and the kernel finds it, else None).
   """
-  matrix = _matrix(plan, tensor, t.dtype, products)
-  if matrix is None:
-    return (t,) * len(products), None
-  letters = plan.of(tensor)
+  view = _matrix_view(spec, t.dtype, roles)
+  if view is None:
+    return (t,) * len(roles), None
+  letters = spec.letters_of(roles[0].tensor)
 
   def local(t, inputs):
-    # Scales that are not current come from one amax, whatever the product.
-    amax, over = plan.narrow(inputs, tensor, products[0]).amax, plan.layout.act_axes_of(letters)
+    # A tensor's scales that are not current come from one amax in every GEMM.
+    amax, over = spec.quantizer(roles[0], inputs).amax, spec.layout.act_axes_of(letters)
     with jax.named_scope("quantize"):
-      t = t.reshape(matrix.shape)
-      made, seen = mosaic_sm90.quantize_matrix(t, matrix.quants, amax, over, is_watched)
+      t = t.reshape(view.shape)
+      made, seen = mosaic_sm90.quantize_matrix(t, view.quants, amax, over, wants_amax)
     if seen is not None:
-      seen = tensor_stats.over_mesh(seen[None], () if plan.layout.is_manual else tuple(over))
-    return tuple(made[matrix.axis_of[p]] for p in products), seen
+      seen = tensor_stats.over_mesh(seen[None], () if spec.layout.is_manual else tuple(over))
+    return tuple(made[view.axis_of[role]] for role in roles), seen
 
-  specs = (plan.layout.act_spec(letters), jax.sharding.PartitionSpec())
-  made = tuple(spec_of_narrow(plan, tensor, p) for p in products), jax.sharding.PartitionSpec()
-  return collectives.on_mesh(local, plan.layout, specs, made)(t, inputs)
+  in_specs = (spec.layout.act_spec(letters), jax.sharding.PartitionSpec())
+  out_specs = tuple(quantized_spec(spec, role) for role in roles), jax.sharding.PartitionSpec()
+  return collectives.on_mesh(local, spec.layout, in_specs, out_specs)(t, inputs)
 
 
-def can_fuse_prologue(
-  plans: Sequence[GemmSpec], tensor: int, t: Prologue, products: tuple[int, ...]
-) -> bool:
-  """Whether every operand that these dots make of t can be made from its sources.
+def can_fuse_prologue(specs: Sequence[GemmSpec], t: Prologue, roles: Roles) -> bool:
+  """Whether the quantizer makes every operand of t from the sources of t.
 
   Args:
-    plans: of all dots that take t; where t has several results, one for each.
-    products: that take tensor 0 or 2 (x, g).
+    specs: of all dots that take t; one per result where t has several results.
+    roles: in which they take it.
   """
-  matrices, factors = t.shapes_made_of()
+  matrices, factors = t.operand_shapes()
   if any((m.shape, m.dtype) != (t.shape, t.dtype) for m in matrices):
     return False
-  for plan in plans:
-    matrix = _matrix(plan, tensor, t.dtype, products)
-    if matrix is None or plan.of(tensor) != plans[0].of(tensor) or plan.x_dtype != t.dtype:
+  tensor = roles[0].tensor
+  for spec in specs:
+    view = _matrix_view(spec, t.dtype, roles)
+    if view is None or spec.x_dtype != t.dtype:
       return False
-    # Of a whole tensor the scale would have to be known before; what a site remembers is such.
-    if any(WHOLE in quant.tile for quant in matrix.quants.values()):
+    if spec.letters_of(tensor) != specs[0].letters_of(tensor):
       return False
-    parts = (t.shape[: matrix.cut], t.shape[matrix.cut :])
+    # The scale of a whole tensor would have to be known before: that of a site's history is one.
+    if any(WHOLE in quant.tile for quant in view.quants.values()):
+      return False
+    parts = (t.shape[: view.cut], t.shape[view.cut :])
     if any(f.shape != parts[axis] for axis, f in zip(t.producer.factors, factors, strict=True)):
       return False
   return True
 
 
-def run_prologue(
-  plans: Sequence[GemmSpec], tensor: int, t: Prologue, products: tuple[int, ...], is_watched: bool
-):
-  """Results of t made narrow, nothing else of it written; `can_produce` has said yes.
+def can_fuse_input(specs: Sequence[GemmSpec], x: Prologue) -> bool:
+  """Whether the quantizer computes x for every operand of it, forward and backward."""
+
+  def one(spec):
+    both = (Role.X_FWD, Role.X_WGRAD)
+    readings = (both,) if spec.saves_operand else ((Role.X_FWD,), (Role.X_WGRAD,))
+    return all(can_fuse_prologue((spec,), x, roles) for roles in readings)
+
+  return all(map(one, specs))
+
+
+def materialize_unless_fused(specs: Sequence[GemmSpec], x):
+  """x, or the array that it computes if not every GEMM computes it in its quantizer."""
+  return x.value() if isinstance(x, Prologue) and not can_fuse_input(specs, x) else x
+
+
+def fused_or_array(specs: Sequence[GemmSpec], x):
+  """x as `forward_with_residuals` takes it: a Prologue that is fused or compressed, or an array."""
+  if isinstance(x, Prologue) and x.save is not None:
+    return x
+  return materialize_unless_fused(specs, x)
+
+
+def run_prologue(specs: Sequence[GemmSpec], t: Prologue, roles: Roles, wants_amax: bool):
+  """Quantizes the results of t as it computes them; `can_fuse_prologue` is true.
 
   Returns:
-    For every plan, whose number is that of its result, a ScaledMatrix for each of its products; and
-    if it is watched, the float32 [1] amax of every result.
+    For every spec, which takes the result of its number, a ScaledMatrix in each role; and, if
+    wanted, the float32 [1] amax of every result.
   """
-  plan, letters, layout = plans[0], plans[0].of(tensor), plans[0].layout
-  found = [cast(_AsMatrix, _matrix(p, tensor, t.dtype, products)) for p in plans]
-  shape, axis_of, cut = found[0].shape, found[0].axis_of, found[0].cut
+  spec, layout = specs[0], specs[0].layout
+  letters = spec.letters_of(roles[0].tensor)
+  views = [cast(_MatrixView, _matrix_view(s, t.dtype, roles)) for s in specs]
+  shape, axis_of, cut = views[0].shape, views[0].axis_of, views[0].cut
 
   def local(matrices, factors):
     matrices, factors = [m.reshape(shape) for m in matrices], [f.reshape(-1) for f in factors]
-    quants = [f.quants for f in found]
+    quants = [view.quants for view in views]
     with jax.named_scope("quantize"):
-      made, seen = mosaic_sm90.quantize_produced(t.producer, matrices, factors, quants, is_watched)
+      made, seen = mosaic_sm90.quantize_produced(t.producer, matrices, factors, quants, wants_amax)
     over = () if layout.is_manual else tuple(layout.act_axes_of(letters))
     seen = tuple(tensor_stats.over_mesh(amax[None], over) for amax in seen)
-    return tuple(tuple(result[axis_of[p]] for p in products) for result in made), seen
+    return tuple(tuple(result[axis_of[role]] for role in roles) for result in made), seen
 
-  matrices, factors = t.made_of()
+  matrices, factors = t.producer_operands()
   parts = (letters[:cut], letters[cut:])
-  of_factors = tuple(layout.act_spec(parts[axis]) for axis in t.producer.factors)
-  specs = ((layout.act_spec(letters),) * len(matrices), of_factors)
-  made = tuple(tuple(spec_of_narrow(p, tensor, product) for product in products) for p in plans)
-  seen = (jax.sharding.PartitionSpec(),) * (t.producer.results if is_watched else 0)
-  run = collectives.on_mesh(local, plan.layout, specs, (made, seen))
+  factor_specs = tuple(layout.act_spec(parts[axis]) for axis in t.producer.factors)
+  in_specs = ((layout.act_spec(letters),) * len(matrices), factor_specs)
+  made = tuple(tuple(quantized_spec(s, role) for role in roles) for s in specs)
+  seen = (jax.sharding.PartitionSpec(),) * (t.producer.results if wants_amax else 0)
+  run = collectives.on_mesh(local, layout, in_specs, (made, seen))
   return run(tuple(matrices), tuple(factors))
 
 
 @dataclasses.dataclass(frozen=True)
-class _AsMatrix:
-  """A tensor as one matrix for several products.
+class _MatrixView:
+  """A tensor as one matrix that several GEMMs take.
 
   Attributes:
     shape: on one device.
-    cut: how many letters its rows have.
-    axis_of: product -> axis that it contracts.
-    quants: axis -> how.
+    cut: number of letters of its rows.
+    axis_of: role -> axis that its GEMM contracts.
+    quants: axis -> Quant.
   """
 
   shape: tuple[int, ...]
   cut: int
-  axis_of: dict[int, int]
+  axis_of: dict[Role, int]
   quants: dict[int, Quant]
 
 
-def _matrix(plan: GemmSpec, tensor: int, dtype, products: tuple[int, ...]) -> _AsMatrix | None:
-  """A tensor as one matrix that a kernel makes narrow for all products.
+def _matrix_view(spec: GemmSpec, dtype, roles: Roles) -> _MatrixView | None:
+  """A tensor as one matrix that a kernel quantizes for all roles.
 
-  None where it is none: letters of the contraction lie apart or differ, or there is a batch, or
-  no kernel for it.
+  None if it is no such matrix (letters of the contraction lie apart or differ, or there is a
+  batch), or if there is no kernel for it.
   """
-  letters, sizes = plan.of(tensor), plan.local_sizes()
+  letters, sizes = spec.letters_of(roles[0].tensor), spec.local_sizes()
   splits, axis_of = set(), {}
-  for p in products:
-    contracted = plan.contracted(p)
-    axis_of[p] = 0 if letters.startswith(contracted) else 1
-    cut = len(contracted) if axis_of[p] == 0 else len(letters) - len(contracted)
+  for role in roles:
+    contracted = spec.contracted(role.gemm)
+    axis_of[role] = 0 if letters.startswith(contracted) else 1
+    cut = len(contracted) if axis_of[role] == 0 else len(letters) - len(contracted)
     splits.add(cut)
     if letters[cut:] != contracted and letters[:cut] != contracted:
       return None
-  if plan.letters.batch or len(splits) > 1 or len(set(axis_of.values())) < len(products):
+  if spec.letters.batch or len(splits) > 1 or len(set(axis_of.values())) < len(roles):
     return None
   (cut,) = splits
   shape = tuple(math.prod(sizes[c] for c in part) for part in (letters[:cut], letters[cut:]))
   quants = {}
-  for p in products:
-    narrow = operands.Quantizer(plan.quant(tensor, p), backend=plan.backends[p])
-    if not narrow.has_kernel(jax.ShapeDtypeStruct(shape, dtype), axis_of[p]):
+  for role in roles:
+    quantizer = operands.Quantizer(spec.quant(role), backend=spec.backend(role.gemm))
+    if not quantizer.has_kernel(jax.ShapeDtypeStruct(shape, dtype), axis_of[role]):
       return None
-    quants[axis_of[p]] = narrow.quant
-  return _AsMatrix(shape, cut, axis_of, quants)
+    quants[axis_of[role]] = quantizer.quant
+  return _MatrixView(shape, cut, axis_of, quants)
 
 
-def as_matrix(plan: GemmSpec, tensor: int, t, which: int, inputs: ScalingInputs) -> Operand:
-  """x or g as product `which` takes it, on one device."""
-  batch, letters, contracted = plan.letters.batch, plan.of(tensor), plan.contracted(which)
+def as_matrix(spec: GemmSpec, role: Role, t, inputs: ScalingInputs) -> Operand:
+  """x or g as its GEMM takes it, on one device; t is the tensor or its ScaledMatrix."""
+  batch, letters = spec.letters.batch, spec.letters_of(role.tensor)
+  contracted = spec.contracted(role.gemm)
   if isinstance(t, scaled_matrix.ScaledMatrix):
     free = "".join(c for c in letters if c not in contracted and c not in batch)
-    return Operand(t, free, batch, plan.local_sizes())
-  narrow = plan.narrow(inputs, tensor, which)
-  return operands.activation(t, letters, contracted, batch, narrow, plan.x_dtype, plan.layout)
+    return Operand(t, free, batch, spec.local_sizes())
+  quantizer = spec.quantizer(role, inputs)
+  return operands.activation(t, letters, contracted, batch, quantizer, spec.x_dtype, spec.layout)
 
 
-def spec(plan: GemmSpec, tensor: int, t, which: int):
-  """Where x or g lies, or what was made of it for a product."""
+def quantize_now(spec: GemmSpec, role: Role, t, inputs: ScalingInputs):
+  """t as a ScaledMatrix [batch?, rows, contraction], if it is none yet: the form of a residual."""
   if isinstance(t, scaled_matrix.ScaledMatrix):
-    return spec_of_narrow(plan, tensor, which)
-  return plan.layout.act_spec(plan.of(tensor))
+    return t
+
+  def local(t, inputs):
+    return as_matrix(spec, role, t, inputs).value
+
+  in_specs = (partition_spec(spec, role, t), jax.sharding.PartitionSpec())
+  run = collectives.on_mesh(local, spec.layout, in_specs, quantized_spec(spec, role))
+  return run(t, inputs)
 
 
-def spec_of_narrow(plan: GemmSpec, tensor: int, which: int):
-  """Where a ScaledMatrix that product `which` takes lies."""
-  batch, letters, contracted = plan.letters.batch, plan.of(tensor), plan.contracted(which)
-  quant = cast(Quant, plan.quant(tensor, which))  # it was made narrow
+def partition_spec(spec: GemmSpec, role: Role, t):
+  """PartitionSpec of x or g, or of its ScaledMatrix."""
+  if isinstance(t, scaled_matrix.ScaledMatrix):
+    return quantized_spec(spec, role)
+  return spec.layout.act_spec(spec.letters_of(role.tensor))
+
+
+def quantized_spec(spec: GemmSpec, role: Role):
+  """PartitionSpec of the ScaledMatrix in this role."""
+  batch, letters = spec.letters.batch, spec.letters_of(role.tensor)
+  contracted = spec.contracted(role.gemm)
+  quant = cast(Quant, spec.quant(role))  # there is a ScaledMatrix, so it is quantized
   free = "".join(c for c in letters if c not in contracted and c not in batch)
-  return operands.specs(free, contracted, batch, quant, plan.layout)
+  return operands.specs(free, contracted, batch, quant, spec.layout)

@@ -1,9 +1,11 @@
-"""What waits for the backward pass in a narrow copy, other than the inputs of GEMMs (recipes' own).
+"""Forms of residuals, which the memory section of a configuration chooses.
 
-The forward pass computes with the tensor itself, and so does what is observed there. Whatever the
-backward pass needs it for, it has the copy: the derivative of the operation that read the tensor,
-and what that gave where it is computed again. A gradient is then off by the copy's rounding, 2^-4
-of every element at most for E4M3 under a group's scale, and the loss by nothing.
+The input of a GEMM is saved as it is, or as the operand of the weight gradient (GemmInput): the
+numbers are the same. Inputs of norms, gate and up, and inputs of layers are saved as they are or
+compressed by a Quant (ResidualFormats). The forward pass computes with the tensor itself. The
+backward pass has the compressed copy: it differentiates the operation that read the tensor there,
+and computes its result again from there. A gradient is then off by the copy's rounding, at most
+2^-4 of every element for E4M3 under a group's scale. The loss is exact.
 
 Source: COAT (arXiv:2410.19313 §5), whose forward pass reads the copies too: its gradients are those
 of what it computed, and every layer adds their rounding to the loss. Its scales are BF16 numbers,
@@ -11,6 +13,7 @@ ours powers of two, a byte less for every group of 16.
 """
 
 import dataclasses
+import enum
 from collections.abc import Callable
 
 import jax
@@ -21,13 +24,24 @@ from fp8jax.ops import stored_params
 from fp8jax.quantization import quantized_tensor
 from fp8jax.recipe.quant import Quant, Scale
 
-# By which a policy of rematerialization keeps these copies (see jax.ad_checkpoint.checkpoint_name).
-NAME = "kept"
+# Name of compressed copies for remat policies (see jax.ad_checkpoint.checkpoint_name).
+NAME = "compressed"
 
-# By name, for configurations.
+
+class GemmInput(enum.Enum):
+  """Form in which the input of a linear layer is a residual."""
+
+  # x, unquantized; the sources of x if it is a fused prologue.
+  INPUT = "none"
+  # X_WGRAD alone, quantized in the forward pass. Transformer Engine saves it for every recipe,
+  # DeepSeek-V3 (arXiv:2412.19437, section 3.3.3) for its linears.
+  WGRAD_OPERAND = "quantized"
+
+
+# Compressions by name, for configurations.
 QUANTS: dict[str, Quant | None] = {
   "none": None,
-  # Differentiation as it is keeps several float32 arrays of a plain norm or SwiGLU.
+  # Without it, differentiation saves several float32 arrays of an unfused norm or SwiGLU.
   "bf16": Quant(BF16, scale=Scale.NONE),
   # COAT's groups along channels: 1.0625 bytes per element.
   "e4m3_16": Quant(E4M3, (1, 16), Scale.POW2),
@@ -43,12 +57,14 @@ class ResidualFormats:
   Attributes:
     norm_inputs: inputs of norms.
     gate_up: gate and up, the inputs of silu(gate) * up.
-    layer_inputs: the input of a layer, where remat "full" saves nothing else.
+    layer_inputs: the input of a layer, for remat "full", which saves nothing else.
+    gemm_inputs: inputs of linear layers.
   """
 
   norm_inputs: Quant | None = None
   gate_up: Quant | None = None
   layer_inputs: Quant | None = None
+  gemm_inputs: GemmInput = GemmInput.INPUT
 
   @property
   def gate_up_group(self) -> int:
@@ -56,24 +72,29 @@ class ResidualFormats:
     return max(self.gate_up.tile[1], 1) if self.gate_up is not None else 1
 
 
-def keep(x, quant: Quant):
-  """x as it waits: a QuantizedTensor, named NAME."""
-  return jax.tree.map(lambda t: checkpoint_name(t, NAME), quantized_tensor.pack(x, quant))
+def compress(x, quant: Quant):
+  """x as a QuantizedTensor, its arrays named NAME."""
+  return named(quantized_tensor.pack(x, quant), NAME)
 
 
-def restored(kept, dtype):
-  """What `keep` was given, within its rounding; anything else as it is."""
-  return kept.unpack().astype(dtype) if isinstance(kept, quantized_tensor.QuantizedTensor) else kept
+def named(tree, name: str):
+  """The tree, every array named for remat policies."""
+  return jax.tree.map(lambda t: checkpoint_name(t, name), tree)
+
+
+def decompress(x, dtype):
+  """The array that a QuantizedTensor of `compress` stands for; anything else as it is."""
+  return x.unpack().astype(dtype) if isinstance(x, quantized_tensor.QuantizedTensor) else x
 
 
 def from_narrow_input(function: Callable, quant: Quant) -> Callable:
-  """function(x, *rest), differentiated by computing it again from a narrow copy of x.
+  """function(x, *rest), recomputed in the backward pass from a compressed copy of x.
 
-  Nothing else of it waits for the backward pass. Its sites observe what they see there.
+  The copy is the only residual. The sites observe the recomputation.
 
   Args:
     function: (x, *rest) -> an array of x's dtype; all that it depends on is among its arguments.
-    quant: how x waits.
+    quant: compresses x.
   """
 
   @jax.custom_vjp
@@ -81,14 +102,14 @@ def from_narrow_input(function: Callable, quant: Quant) -> Callable:
     return function(x, *rest)
 
   def forward(x, *rest):
-    return function(x, *rest), (keep(x, quant), stored_params.without_grad_placeholders(rest))
+    return function(x, *rest), (compress(x, quant), stored_params.without_grad_placeholders(rest))
 
   def backward(residuals, g):
-    kept, rest = residuals
-    # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
+    copy, rest = residuals
+    # jax.checkpoint's name for recomputation: the check of FP8 GEMMs looks for it.
     with jax.named_scope("rematted_computation"):
       _, pull = jax.vjp(
-        function, restored(kept, g.dtype), *stored_params.with_grad_placeholders(rest)
+        function, decompress(copy, g.dtype), *stored_params.with_grad_placeholders(rest)
       )
     return pull(g)
 

@@ -22,6 +22,7 @@ from jax import core
 
 from fp8jax import axes, params
 from fp8jax.kernels import choose
+from fp8jax.ops.residuals import GemmInput
 from fp8jax.quantization import amax_history, tensor_stats
 from fp8jax.recipe import library
 from fp8jax.recipe import rules as rules_lib
@@ -40,6 +41,7 @@ class Site:
     key: random key of this step, where the recipe rounds stochastically.
     name: path of the weight, e.g. "layers/mlp/up", or "layers/2-25/mlp/up" for some layers.
     layers: (first, one past the last) of the layers it is stacked over; () for one product.
+    save: form in which the layer's input is a residual.
     recipe: precision of the three GEMMs.
     backends: implementation of (fwd, dgrad, wgrad); "auto" is decided at the dot, by its sizes.
     layout: where the letters of x, w and y live.
@@ -55,6 +57,7 @@ class Site:
   )
   layout: axes.Layout = dataclasses.field(default=axes.LOCAL, metadata=dict(static=True))
   layers: tuple[int, ...] = dataclasses.field(default=(), metadata=dict(static=True))
+  save: GemmInput = dataclasses.field(default=GemmInput.INPUT, metadata=dict(static=True))
 
   @property
   def layer_names(self) -> list[str]:
@@ -85,27 +88,33 @@ class Site:
       object.__setattr__(self, "_claimed", True)
 
 
-def single(recipe: Recipe | str = "block_128", matmul: str = "auto", name: str = "dot") -> Site:
+def single(
+  recipe: Recipe | str = "block_128",
+  matmul: str = "auto",
+  name: str = "dot",
+  save: GemmInput = GemmInput.INPUT,
+) -> Site:
   """A site for use outside a model: one device, no sharding table.
 
   Args:
     recipe: a Recipe or the name of one.
     matmul: "auto" or a backend of kernels.scaled_matmul.
     name: in error messages.
+    save: form in which x is a residual.
   """
   recipe = rules_lib.recipe_by_name(recipe) if isinstance(recipe, str) else recipe
   chosen = tuple(matmul if getattr(recipe, p).is_narrow else "xla" for p in PASSES)
   if matmul != "auto":  # which is decided at the dot; sizes are unknown here
     chosen = choose_backends(recipe, GemmSize(0, 0, 0), choose.current_device(), matmul)
-  return _site((), tensor_stats.QUIET, name, recipe, chosen, axes.LOCAL)
+  return _site((), tensor_stats.QUIET, name, recipe, chosen, axes.LOCAL, save)
 
 
-def _site(layers, statistics, name, recipe: Recipe, backends, layout) -> Site:
+def _site(layers, statistics, name, recipe: Recipe, backends, layout, save) -> Site:
   stacked = (layers[1] - layers[0],) if layers else ()
   memory = amax_history.init(recipe, stacked) if recipe.is_stateful else None
   key = jax.random.split(_own_key(jax.random.key(0), name), stacked) if recipe.is_random else None
   tap = jnp.zeros((*stacked, 3, statistics), jnp.float32)
-  return Site(tap, memory, key, name, recipe, backends, layout, layers)
+  return Site(tap, memory, key, name, recipe, backends, layout, layers, save)
 
 
 def _own_key(key, name: str):
@@ -165,6 +174,7 @@ def build_sites(
   device: choose.Device | None = None,
   tokens: int = 0,
   statistics: int = tensor_stats.QUIET,
+  save: GemmInput = GemmInput.INPUT,
 ):
   """The tree of Sites for a declaration tree.
 
@@ -179,7 +189,8 @@ def build_sites(
     matmul: requested backend.
     device: hardware to choose backends for; default: the one JAX runs on.
     tokens: tokens per device and GEMM call, for the backends' size checks.
-    statistics: observe.QUIET or observe.LOUD.
+    statistics: tensor_stats.QUIET or tensor_stats.LOUD.
+    save: form in which inputs of linear layers are residuals.
   """
   device = device or choose.current_device()
   found = find_sites(declaration)
@@ -191,7 +202,7 @@ def build_sites(
     is_stacked = found[path].letters.startswith("N")
     name = rules_lib.range_name(path, start, stop, dims["N"]) if is_stacked else path
     layers = (start, stop) if is_stacked else ()
-    return _site(layers, statistics, name, recipe, chosen, layout)
+    return _site(layers, statistics, name, recipe, chosen, layout, save)
 
   layers, rest = [], {}
   for start, stop, chosen in rules_lib.segments(list(found), dims.get("N", 1), rules):

@@ -1,11 +1,16 @@
-"""Refuses, while tracing, what would silently add observations up.
+"""Claims sites, and refuses, while tracing, what would silently add observations up.
 
 What it cannot see: one site closed over by a loop's body, given to two rematerialized functions, or
 replicated into a `shard_map` with check_vma=False.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+
+from fp8jax.ops.gemm_spec import GemmSpec, ScalingInputs
+from fp8jax.ops.site import Site
 
 
 def refuse_dtypes(x, ws):
@@ -52,6 +57,21 @@ def refuse_vmap(name: str, x, tap):
     return tap, in_batched[1]
 
   both(x, tap)
+
+
+def refuse_sums(name: str, x, tap):
+  """Raises ValueError if the site's observation would be a sum over `vmap` or over devices."""
+  refuse_vmap(name, x, tap)
+  refuse_shared(name, x, tap)
+
+
+def mark_used(specs: Sequence[GemmSpec], x, ws, sites: Sequence[Site]):
+  """(x, ws, taps, inputs), ready to be differentiated. Claims the sites."""
+  for site in sites:
+    site.claim()
+  x, ws, inputs = vary_alike(x, tuple(ws), tuple(ScalingInputs.of(s) for s in sites))
+  taps = (s.tap if p.is_observable else vary_alike(s.tap, x)[0] for p, s in zip(specs, sites))
+  return x, ws, tuple(taps), inputs
 
 
 def vary_alike(*trees):

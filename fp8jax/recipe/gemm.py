@@ -41,13 +41,6 @@ class Accumulation(enum.Enum):
   PRECISE = "precise"
 
 
-class SaveForBackward(enum.Enum):
-  """What a linear layer keeps of its input for the weight gradient."""
-
-  INPUTS = "inputs"  # the input as it came
-  QUANTIZED = "quantized"  # only the narrow operand of the weight gradient, made in the forward
-
-
 # Of a product: left to the matrix unit, or added in float32 every so many K.
 Accumulate = Accumulation | int
 
@@ -145,21 +138,14 @@ class Recipe:
 
   Attributes:
     name: in logs and configs.
-    save: what is kept of x between forward and backward.
   """
 
   name: str
   fwd: Gemm = Gemm()
   dgrad: Gemm = Gemm()
   wgrad: Gemm = Gemm()
-  save: SaveForBackward = SaveForBackward.INPUTS
 
   def __post_init__(self):
-    if self.save is SaveForBackward.QUANTIZED and not self.wgrad.is_narrow:
-      raise ValueError(
-        f"recipe {self.name!r}: save='quantized' keeps the narrow operand of the weight gradient, "
-        "and wgrad.lhs is None. Give wgrad two Quants, or set save='inputs'"
-      )
     for tensor, uses in self.uses().items():
       sources = {u.source for u in uses}
       if len(sources) > 1:
@@ -254,7 +240,7 @@ class Recipe:
       }
 
     gemms = {p: gemm(getattr(self, p)) for p in PASSES}
-    return {"name": self.name, **gemms, "save": self.save.value}
+    return {"name": self.name, **gemms}
 
   @classmethod
   def from_dict(cls, description: dict[str, Any]) -> "Recipe":
@@ -266,7 +252,7 @@ class Recipe:
       return Gemm(lhs, _quant_from_dict(g["rhs"]), how)
 
     gemms = {p: gemm(description[p]) for p in PASSES}
-    return cls(description["name"], **gemms, save=SaveForBackward(description["save"]))
+    return cls(description["name"], **gemms)
 
 
 _KINDS: dict[str, Any] = {

@@ -9,7 +9,7 @@ NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION=1; here `tensor_delayed(accumulate=fas
 import dataclasses
 
 from fp8jax.formats import E2M1, E4M3, E5M2
-from fp8jax.recipe.gemm import Accumulation, Gemm, Recipe, SaveForBackward
+from fp8jax.recipe.gemm import Accumulation, Gemm, Recipe
 from fp8jax.recipe.quant import (
   CURRENT,
   WHOLE,
@@ -72,7 +72,7 @@ ROWWISE_GW_HP = Recipe(
 )
 
 
-def _block(name: str, scale: Scale, gradients=E4M3, save=SaveForBackward.INPUTS) -> Recipe:
+def _block(name: str, scale: Scale, gradients=E4M3) -> Recipe:
   row, block = Quant(E4M3, (1, 128), scale), Quant(E4M3, (128, 128), scale)
   grad = Quant(gradients, (1, 128), scale)
   return Recipe(
@@ -81,7 +81,6 @@ def _block(name: str, scale: Scale, gradients=E4M3, save=SaveForBackward.INPUTS)
     dgrad=Gemm(grad, block, accumulate=128),
     # Both operands are quantised anew along tokens: 1x128 tiles do not survive a transpose.
     wgrad=Gemm(row, grad, accumulate=128),
-    save=save,
   )
 
 
@@ -131,20 +130,10 @@ NVFP4_SR_RHT = Recipe(
 )
 
 
-def _saving(recipe: Recipe) -> Recipe:
-  return dataclasses.replace(recipe, name=f"{recipe.name}_saved", save=SaveForBackward.QUANTIZED)
-
-
-# The same products with only the weight gradient's FP8 operand kept between forward and backward,
-# as Transformer Engine does for every recipe and DeepSeek-V3 (§3.3.3) for its linears.
-BLOCK_128_SAVED, BLOCK_128_POW2_SAVED = _saving(BLOCK_128), _saving(BLOCK_128_POW2)
-TENSOR_CURRENT_SAVED, TENSOR_DELAYED_SAVED = _saving(TENSOR_CURRENT), _saving(TENSOR_DELAYED)
-
 RECIPES = {
   r.name: r
   for r in (
     BF16, TENSOR_CURRENT, TENSOR_DELAYED, TENSOR_DELAYED_LATEST, E4M3_STATIC, FP8LM, ROWWISE,
     ROWWISE_GW_HP, BLOCK_128, BLOCK_128_POW2, BLOCK_128_HYBRID, MXFP8, NVFP4, NVFP4_SR_RHT,
-    BLOCK_128_SAVED, BLOCK_128_POW2_SAVED, TENSOR_CURRENT_SAVED, TENSOR_DELAYED_SAVED,
   )
 }  # fmt: skip

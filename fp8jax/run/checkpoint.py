@@ -26,7 +26,7 @@ from fp8jax.quantization import amax_history
 from fp8jax.step.state import State
 
 # Of the keys in `meta` and the names of arrays; raised where either changes.
-_LAYOUT = 2
+_LAYOUT = 3
 
 
 class Checkpoints:

@@ -108,7 +108,7 @@ def _forward(plan, x_BLD, params, sites, batch):
     waits = (
       x_BLD
       if run.residuals.layer_inputs is None
-      else residuals.keep(x_BLD, run.residuals.layer_inputs)
+      else residuals.compress(x_BLD, run.residuals.layer_inputs)
     )
     return transformer.layer(x_BLD, of_layer, around, cfg, run), waits
 
@@ -138,7 +138,7 @@ def _backward(plan, g_BLD, taken: "_Taken", move: "_Mover", sites, inputs, batch
 
     # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
     with jax.named_scope("rematted_computation"):
-      _, pull = jax.vjp(again, residuals.restored(waits, run.dtype), _sinks(p), site_lib.taps(s))
+      _, pull = jax.vjp(again, residuals.decompress(waits, run.dtype), _sinks(p), site_lib.taps(s))
     g_BLD, gradient, seen = pull(g_BLD)
     return (g_BLD, move.layer(i, gradient, seen, taken)), seen
 

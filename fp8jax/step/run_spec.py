@@ -70,6 +70,7 @@ class RunSpec:
       device=self.device,
       tokens=self.tokens_per_device,
       statistics=statistics,
+      save=self.run.residuals.gemm_inputs,
     )
 
   @functools.cached_property

@@ -34,7 +34,7 @@ def test_what_is_stored_is_loaded(tmp_path):
     (_row(8192, 4096, 4096), ""),  # wins
     (_row(512, 512, 512, "bf16"), ""),  # does as advised
     # The same work: scales rounded otherwise, other eight bits, FP8 kept for the backward pass.
-    (_row(512, 512, 512, "block_128_pow2_saved"), "slower"),
+    (_row(512, 512, 512, "block_128_pow2"), "slower"),
     (_row(512, 512, 512, "block_128_hybrid"), "slower"),
     # Other work than what was measured.
     (_row(512, 512, 512, "tensor_current", "xla_sm90"), "by xla_sm90"),

@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+import variants
 from jax.extend import core
 
 from fp8jax import params as params_lib
@@ -58,13 +59,14 @@ def calls_by_site(fn, sites, *args) -> dict[str, int]:
 @pytest.mark.parametrize(
   "recipe, remat, smooth",
   [(r, "linears", "none") for r in library.RECIPES]
-  + [("tensor_delayed_saved", r, "none") for r in ("none", "quantized", "full")]
+  + [("tensor_delayed saved", r, "none") for r in ("none", "quantized", "full")]
   + [("tensor_delayed", "linears", form) for form in ("channel", "token")],
 )
 def test_every_tap_of_a_model_reaches_one_custom_vjp(recipe, remat, smooth):
   # The first layer differs: two runs of layers, one of a single layer.
+  recipe, save = variants.split(recipe)
   rules = (("layers/0/mlp/.*", "bf16"), (".*", recipe))
-  sites = site_lib.build_sites(transformer.site_params(MODEL), MODEL.dims, rules)
+  sites = site_lib.build_sites(transformer.site_params(MODEL), MODEL.dims, rules, save=save)
   run = ComputeConfig(remat=remat, loss_chunk=4, smooth_swiglu=smooth)
 
   def loss(sites, params, batch):

@@ -6,9 +6,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import variants
 from lattice import lattice
 
-from fp8jax.ops import site as site_lib
 from fp8jax.ops.linear import dots
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -17,14 +17,14 @@ EQUATIONS = [
   ("BLD,DHK->BLHK", dict(B=1, L=128, D=128, H=4, K=32)),
   ("BLHK,HKD->BLD", dict(B=2, L=64, H=4, K=32, D=256)),
 ]
-RECIPES = ["block_128", "block_128_hybrid", "block_128_pow2_saved"]
-TENSOR = ["tensor_current", "tensor_delayed_saved"]
+RECIPES = ["block_128", "block_128_hybrid", "block_128_pow2 saved"]
+TENSOR = ["tensor_current", "tensor_delayed saved"]
 
 
 def _gemms(eqn, operands, recipe, backend, products=1):
   """Results of all three GEMMs of `products` dots of one x."""
   x, w, g = operands
-  site = site_lib.single(recipe)
+  site = variants.single(recipe)
   site = dataclasses.replace(site, backends=(backend,) * 3)
 
   def run(x, w, g):
@@ -65,7 +65,7 @@ def _kernels(jaxpr) -> collections.Counter:
   return found
 
 
-@pytest.mark.parametrize("recipe", ["block_128", "block_128_saved"])
+@pytest.mark.parametrize("recipe", ["block_128", "block_128 saved"])
 def test_x_and_g_are_read_once(rng, recipe):
   """Three weights on one input, like q, k and v."""
   eqn, sizes = EQUATIONS[0]
@@ -73,6 +73,6 @@ def test_x_and_g_are_read_once(rng, recipe):
   run, args = _gemms(eqn, operands, recipe, "mosaic_sm90", products=3)
   # Every g once for two products, every w once in each direction; x once for three products, and
   # once more in the backward pass unless its operand there was made in the forward pass.
-  times = 3 + 6 + (1 if recipe == "block_128_saved" else 2)
+  times = 3 + 6 + (1 if recipe == "block_128 saved" else 2)
   found = _kernels(jax.make_jaxpr(run)(*args).jaxpr)
   assert found == {"quantize_fp8": times, "scaled_matmul": 9}

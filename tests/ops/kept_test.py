@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import variants
 
 from fp8jax import axes, mesh
 from fp8jax import params as params_lib
@@ -67,7 +68,7 @@ def test_values_are_exact_and_gradients_those_at_the_copy(rng, what):
       _swiglu_gradients,
     )
     copies = (_copy(first), _copy(second))
-  y, pull = jax.vjp(lambda *xs: lately(*xs, *arguments, keep=QUANT).value(), first, second)
+  y, pull = jax.vjp(lambda *xs: lately(*xs, *arguments, save=QUANT).value(), first, second)
   np.testing.assert_array_equal(y, plain(first, second, *arguments))
   wide = (np.float64(first), np.float64(second))
   for got, want, exact in zip(pull(g), oracle(*copies, g), oracle(*wide, g)):
@@ -95,7 +96,7 @@ def _lattice_layer(rng):
   return x, (*few, rng.standard_normal((96, 64)).astype(np.float32))
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "block_128_pow2", "block_128_pow2_saved"])
+@pytest.mark.parametrize("recipe", ["bf16", "block_128_pow2", "block_128_pow2 saved"])
 def test_what_the_copy_holds_exactly_costs_nothing(rng, recipe):
   """Bit for bit the gradients without copies, through GEMMs that keep their own input or do not.
 
@@ -107,8 +108,8 @@ def test_what_the_copy_holds_exactly_costs_nothing(rng, recipe):
 
   def run(keep):
     def both(x, x_of_norm, norm, ws):
-      sites = [site_lib.single(recipe, name=n) for n in "abcde"]
-      h = prologue.rms_norm(x_of_norm, norm, EPS, keep=keep)
+      sites = [variants.single(recipe, name=n) for n in "abcde"]
+      h = prologue.rms_norm(x_of_norm, norm, EPS, save=keep)
       ys = dots(EQUATIONS[:2], h, ws[:2], sites[:2])
       return *ys, swiglu_mlp(EQUATIONS, x, ws, sites[2:], "linear", keep)
 
@@ -136,8 +137,9 @@ def _loss(run, recipe):
   batch["weights_BL"] = np.ones(shape, np.float32)
   batch["positions_BL"] = np.tile(np.arange(32, dtype=np.int32), (2, 1))
   batch["segments_BL"] = np.ones(shape, np.int32)
+  recipe, save = variants.split(recipe)
   rules = (("head", "bf16"), (".*", recipe))
-  sites = site_lib.build_sites(transformer.site_params(MODEL), MODEL.dims, rules)
+  sites = site_lib.build_sites(transformer.site_params(MODEL), MODEL.dims, rules, save=save)
 
   def loss(weights, taps):
     seen_by = site_lib.with_taps(sites, taps)
@@ -174,8 +176,8 @@ POLICIES = [
   (ComputeConfig(remat="linears"), "bf16", {}),
   # Narrow inputs of GEMMs cannot be made of the copies again; that of `o` can of what is kept.
   # What reads a norm shares one.
-  (ComputeConfig(remat="linears"), "tensor_current_saved", {"D": 2, "F": 1}),
-  (ComputeConfig(remat="quantized"), "tensor_current_saved", {"D": 2, "F": 1, "HK": 1}),
+  (ComputeConfig(remat="linears"), "tensor_current saved", {"D": 2, "F": 1}),
+  (ComputeConfig(remat="quantized"), "tensor_current saved", {"D": 2, "F": 1, "HK": 1}),
 ]
 
 
@@ -227,7 +229,7 @@ def test_copies_lie_where_the_tensor_does(rng):
   gate, up = rng.standard_normal((2, 4, 8, 64)).astype(np.float32)
 
   def run(gate, up):
-    y, pull = jax.vjp(lambda *xs: prologue.silu_mul(*xs, keep=QUANT).value(), gate, up)
+    y, pull = jax.vjp(lambda *xs: prologue.silu_mul(*xs, save=QUANT).value(), gate, up)
     return pull(y), jax.tree.leaves(pull)
 
   want, _ = jax.jit(run)(gate, up)

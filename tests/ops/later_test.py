@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import variants
 
 from fp8jax import axes, mesh
 from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
@@ -102,7 +103,7 @@ def _sites(names, recipe="block_128", loud=(), backend="mosaic_sm90"):
   """Sites by name; recipe: of all, or by name; loud: names of those that ask for everything."""
   found = {}
   for name in names:
-    site = site_lib.single(recipe if isinstance(recipe, str) else recipe[name], name=name)
+    site = variants.single(recipe if isinstance(recipe, str) else recipe[name], name=name)
     backends = tuple(
       backend if getattr(site.recipe, p).is_narrow else "xla" for p in ("fwd", "dgrad", "wgrad")
     )
@@ -157,9 +158,9 @@ def _plainly(monkeypatch):
 SAME = [
   pytest.param("block_128", (), lambda f: f, 2, WIDE, id="quiet", marks=pytest.mark.slow),
   pytest.param("block_128_hybrid", ("up", "down"), jax.checkpoint, 3, GROUPS, id="remat, groups"),
-  pytest.param("block_128_pow2_saved", ("gate",), lambda f: f, 1, WIDE, id="saved"),
+  pytest.param("block_128_pow2 saved", ("gate",), lambda f: f, 1, WIDE, id="saved"),
   pytest.param(
-    "block_128_saved", (), lambda f: f, 1, GROUPS, id="saved, groups", marks=pytest.mark.slow
+    "block_128 saved", (), lambda f: f, 1, GROUPS, id="saved, groups", marks=pytest.mark.slow
   ),
 ]
 
@@ -204,7 +205,7 @@ MIXED = [
   (dict(gate="block_128", up="block_128", down="tensor_delayed"), {"rms_norm": 2}),
   # Scales and what waits for the backward pass may differ from linear to linear.
   (
-    dict(gate="block_128_pow2", up="block_128_saved", down="block_128"),
+    dict(gate="block_128_pow2", up="block_128 saved", down="block_128"),
     {"rms_norm": 3, "swiglu": 2, "swiglu_backward": 1},
   ),
 ]
@@ -220,7 +221,7 @@ def test_who_may_compute_it_in_the_quantizer(rng, calls, recipes_, fused):
   assert found == fused
 
 
-@pytest.mark.parametrize("of_k, times", [("block_128", 2), ("block_128_saved", 3), ("bf16", 0)])
+@pytest.mark.parametrize("of_k, times", [("block_128", 2), ("block_128 saved", 3), ("bf16", 0)])
 def test_one_that_reads_it_in_16_bits_has_it_written_for_all(rng, calls, of_k, times):
   x, w = _normal(rng, 2, 64, 128), _normal(rng, 128, 128, dtype=jnp.float32)
   sites = _sites("qk", dict(q="block_128", k=of_k))
@@ -261,7 +262,7 @@ def test_one_site_under_vmap_is_refused(rng, calls):
 def test_a_layer_by_the_kernels_themselves(rng, interpreted, formulas, monkeypatch):
   """Norm, SwiGLU and its gradients in interpreted kernels, and written by XLA in between."""
   layer = _layer(rng, dict(B=1, L=128, D=128, F=128))
-  sites = _sites(("gate", "up", "down"), "block_128_pow2_saved")
+  sites = _sites(("gate", "up", "down"), "block_128_pow2 saved")
   got = _run(*layer, sites)
   _plainly(monkeypatch)
   _assert_same(got, _run(*layer, sites))

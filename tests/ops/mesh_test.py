@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances
+import variants
 from lattice import lattice
 
 from fp8jax import axes, mesh
@@ -38,7 +39,7 @@ def _layout(shape):
 
 
 def _site(recipe, layout):
-  return site_lib.single(recipe).with_layout(layout)
+  return variants.single(recipe).with_layout(layout)
 
 
 def _place(x, letters, spec, layout):
@@ -66,10 +67,10 @@ def _run(eqn, x, w, g, site):
 # One recipe on every mesh, and one of every kind of tile and of residual on the mesh that splits
 # all axes; the others under the marker `slow`.
 QUICK = [("block_128", shape) for shape in MESHES]
-QUICK += [(recipe, (2, 2, 2)) for recipe in ("tensor_current", "block_128_saved")]
+QUICK += [(recipe, (2, 2, 2)) for recipe in ("tensor_current", "block_128 saved")]
 ALL = [
   pytest.param(recipe, shape, marks=[pytest.mark.slow] * ((recipe, shape) not in QUICK))
-  for recipe in library.RECIPES
+  for recipe in (*library.RECIPES, "block_128 saved", "tensor_current saved")
   for shape in MESHES
 ]
 
@@ -82,7 +83,7 @@ def test_dot_on_a_mesh_is_exact_on_lattice_inputs(rng, eqn, sizes, shape, recipe
     lattice(rng, *(sizes[c] for c in t), fmt=fmt) for t in eqn.replace("->", ",").split(",")
   ]
   (y, dx, dw, seen), _ = _run(eqn, *operands, _site(recipe, _layout(shape)))
-  want, _ = _run(eqn, *operands, site_lib.single(recipe))
+  want, _ = _run(eqn, *operands, variants.single(recipe))
   rotated = recipe == "nvfp4_sr_rht"  # a rotated lattice is none, and random bits differ by device
   pairs = [(y, want[0]), (dx, want[1]), (seen, want[3])] + [(dw, want[2])] * (not rotated)
   # Heads come in fours: their lattice plants no largest element in some tiles of 16 tokens.
@@ -96,7 +97,7 @@ def _by_kernels(rng, eqn, shape, recipe):
   sizes = dict(B=8, L=64, D=256, F=512)
   xs, ws, ys = eqn.replace("->", ",").split(",")
   x, w, g = (lattice(rng, *(sizes[c] for c in t)) for t in (xs, ws, ys))
-  want, _ = _run(eqn, x, w, g, site_lib.single(recipe))
+  want, _ = _run(eqn, x, w, g, variants.single(recipe))
   layout = _layout(shape)
   site = dataclasses.replace(_site(recipe, layout), backends=("mosaic_sm90",) * 3)
   plan, inputs = gemm_spec.make_spec(eqn, x, w, site), gemm_spec.ScalingInputs.of(site)
@@ -118,7 +119,7 @@ def test_hopper_kernel_on_a_mesh_is_exact(rng, interpreted_on_mesh, shape):
     np.testing.assert_array_equal(one, exact)
 
 
-@pytest.mark.parametrize("recipe", ["block_128", "block_128_saved"])
+@pytest.mark.parametrize("recipe", ["block_128", "block_128 saved"])
 @pytest.mark.parametrize(
   "shape", [(2, 2, 2), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str
 )
@@ -133,9 +134,8 @@ def test_operands_of_hopper_kernels_lie_right_on_a_mesh(rng, monkeypatch, eqn, s
     return made, tensor_stats.amax(x) if watched else None
 
   def multiply(a, b, accumulate, out_dtype):
-    problem = choose.GemmProblem(
-      a.shape[0], b.shape[0], a.shape[1], library.RECIPES[recipe].fwd, choose.Device("gpu", 90)
-    )
+    gemm, device = library.RECIPES[variants.split(recipe)[0]].fwd, choose.Device("gpu", 90)
+    problem = choose.GemmProblem(a.shape[0], b.shape[0], a.shape[1], gemm, device)
     assert mosaic_sm90_lib.supports(problem) is None
     shards.append(b.is_sharded)
     return reference.scaled_matmul(a, b.in_one_piece(), accumulate, out_dtype)
@@ -151,7 +151,7 @@ def test_operands_of_hopper_kernels_lie_right_on_a_mesh(rng, monkeypatch, eqn, s
   operands = [lattice(rng, *(sizes[c] for c in t)) for t in eqn.replace("->", ",").split(",")]
   site = dataclasses.replace(_site(recipe, _layout(shape)), backends=("mosaic_sm90",) * 3)
   got, _ = _run(eqn, *operands, site)
-  want, _ = _run(eqn, *operands, site_lib.single(recipe))
+  want, _ = _run(eqn, *operands, variants.single(recipe))
   for one, exact in zip(got, want):
     np.testing.assert_array_equal(one, exact)
 
@@ -166,12 +166,12 @@ def test_dot_on_a_mesh_scales_like_one_device(rng, shape):
   operands = [t.astype(np.float32) for t in (x, w, g)]
   for recipe in ("tensor_current", "block_128"):
     got, _ = _run(eqn, *operands, _site(recipe, _layout(shape)))
-    want, _ = _run(eqn, *operands, site_lib.single(recipe))
+    want, _ = _run(eqn, *operands, variants.single(recipe))
     for a, b in zip(got[:3], want[:3]):
       np.testing.assert_allclose(a, b, rtol=0, atol=tolerances.FLOAT32_SUM * np.abs(b).max())
 
 
-@pytest.mark.parametrize("recipe", ["tensor_current", "tensor_current_saved"])
+@pytest.mark.parametrize("recipe", ["tensor_current", "tensor_current saved"])
 @pytest.mark.parametrize(
   "shape", [(2, 2, 2), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str
 )
@@ -197,7 +197,7 @@ def test_one_scale_made_ahead_is_that_of_all_devices(rng, monkeypatch, shape, re
   site = dataclasses.replace(_site(recipe, _layout(shape)), backends=("xla_sm90",) * 3)
   got, _ = _run(eqn, *operands, site)
   assert (1, 0) in calls  # both operands of a tensor from one reading
-  want, _ = _run(eqn, *operands, site_lib.single(recipe))
+  want, _ = _run(eqn, *operands, variants.single(recipe))
   for a, b in zip(got[:3], want[:3]):
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerances.FLOAT32_SUM * np.abs(b).max())
   np.testing.assert_array_equal(got[3], want[3])

@@ -1,9 +1,9 @@
-"""Activations that are computed where they are read.
+"""Prologues: elementwise inputs of linear layers that a quantizer can compute as it reads.
 
-What a norm gives, or silu(gate) * up, is read by linear layers only. Where all of them make it
-narrow in a kernel, that kernel computes it on the way (kernels/quantize/prologues.py) and nothing
-wide is written; elsewhere it is computed before them, as any other activation is. Which of the two
-is decided by those who read it (activations.can_produce): a model says what, never how.
+Only linear layers read the output of a norm, or silu(gate) * up. If a kernel quantizes it for all
+of them, the kernel computes it too (kernels/quantize/prologues.py) and writes no BF16 array.
+Otherwise it is computed before them like any activation. The linear layers decide
+(quantized_inputs.can_fuse_input); a model only says which function it is.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from fp8jax.recipe.quant import Quant
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prologue:
-  """function(*sources, *constants), not computed yet.
+  """The activation function(*sources, *constants), not computed yet.
 
   Attributes:
     sources: arrays that it is differentiated with respect to; the first has its shape and dtype,
@@ -29,8 +29,8 @@ class Prologue:
     operands: (*sources, *constants) -> (matrices, factors) that the producer takes; matrices have
       the shape of the result, factors that of its leading or of its trailing dimensions.
     constants: hashable.
-    keep: how sources of the result's shape wait for the backward pass; None: as they are, or as
-      what differentiation makes of the plain function.
+    save: compresses residuals of the result's shape; None saves them as they are, or saves what
+      differentiation makes of the plain function.
   """
 
   sources: tuple[Any, ...]
@@ -38,7 +38,7 @@ class Prologue:
   producer: prologues.Producer = dataclasses.field(metadata=dict(static=True))
   operands: Callable = dataclasses.field(metadata=dict(static=True))
   constants: tuple = dataclasses.field(default=(), metadata=dict(static=True))
-  keep: Quant | None = dataclasses.field(default=None, metadata=dict(static=True))
+  save: Quant | None = dataclasses.field(default=None, metadata=dict(static=True))
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -50,67 +50,70 @@ class Prologue:
 
   def value(self):
     """The array, or a tuple of several."""
-    return _plainly(self) if self.keep is None else _and_keep(self)
+    return _value(self) if self.save is None else _value_and_compressed(self)
 
-  def kept(self) -> "Prologue":
-    """It as it waits for the backward pass, of use to `restored` alone."""
-    if self.keep is None:
+  def compressed(self) -> "Prologue":
+    """The residual: itself with compressed sources, of use to `decompressed` alone."""
+    quant = self.save
+    if quant is None:
       return self
-    sources = (residuals.keep(s, self.keep) if s.shape == self.shape else s for s in self.sources)
+    sources = (residuals.compress(s, quant) if s.shape == self.shape else s for s in self.sources)
     return dataclasses.replace(self, sources=tuple(sources))
 
-  def restored(self, dtype) -> "Prologue":
-    """What waited, its matrices in `dtype` again."""
-    sources = tuple(residuals.restored(s, dtype) for s in self.sources)
+  def decompressed(self, dtype) -> "Prologue":
+    """The inverse of `compressed`, within its rounding; matrices have `dtype`."""
+    sources = tuple(residuals.decompress(s, dtype) for s in self.sources)
     return dataclasses.replace(self, sources=sources)
 
-  def made_of(self):
-    """What the producer takes: (matrices, factors)."""
+  def producer_operands(self):
+    """(matrices, factors) that the producer takes."""
     return self.operands(*self.sources, *self.constants)
 
-  def shapes_made_of(self):
-    """The same, without computing anything; sources may be jax.ShapeDtypeStruct."""
+  def operand_shapes(self):
+    """Shapes and dtypes of `producer_operands`; sources may be jax.ShapeDtypeStruct."""
     return jax.eval_shape(lambda sources: self.operands(*sources, *self.constants), self.sources)
 
-  def pull(self, g) -> "Prologue":
-    """Cotangents of the sources, in their places, from that of the value."""
+  def vjp(self, g) -> "Prologue":
+    """Cotangents of the sources, in their places, from the cotangent g of the value."""
     _, pull = jax.vjp(lambda *sources: self.function(*sources, *self.constants), *self.sources)
     return dataclasses.replace(self, sources=pull(g))
 
 
-def rms_norm(x, weight_D, eps: float, *, keep: Quant | None = None) -> Prologue:
-  """basic.rms_norm, later."""
-  return Prologue((x, weight_D), elementwise.rms_norm, prologues.RMS_NORM, _of_norm, (eps,), keep)
+def rms_norm(x, weight_D, eps: float, *, save: Quant | None = None) -> Prologue:
+  """elementwise.rms_norm as a prologue."""
+  return Prologue(
+    (x, weight_D), elementwise.rms_norm, prologues.RMS_NORM, _norm_operands, (eps,), save
+  )
 
 
-def silu_mul(gate, up, *, keep: Quant | None = None) -> Prologue:
-  """basic.silu_mul, later."""
-  return Prologue((gate, up), elementwise.silu_mul, prologues.SWIGLU, _matrices, keep=keep)
+def silu_mul(gate, up, *, save: Quant | None = None) -> Prologue:
+  """elementwise.silu_mul as a prologue."""
+  return Prologue((gate, up), elementwise.silu_mul, prologues.SWIGLU, _matrices, save=save)
 
 
 def silu_mul_gradients(g, gate, up) -> Prologue:
-  """basic.silu_mul_gradients, later."""
+  """elementwise.silu_mul_gradients as a prologue."""
   sources = (g, gate, up)
   return Prologue(sources, elementwise.silu_mul_gradients, prologues.SWIGLU_BACKWARD, _matrices)
 
 
 def value(t):
-  """An array of what may be one already."""
+  """The array that a Prologue computes; an array as it is."""
   return t.value() if isinstance(t, Prologue) else t
 
 
-def _plainly(t: Prologue):
+def _value(t: Prologue):
   return t.function(*t.sources, *t.constants)
 
 
-_and_keep = jax.custom_vjp(_plainly)
-_and_keep.defvjp(
-  lambda t: (_plainly(t), t.kept()), lambda kept, g: (kept.restored(g.dtype).pull(g),)
+_value_and_compressed = jax.custom_vjp(_value)
+_value_and_compressed.defvjp(
+  lambda t: (_value(t), t.compressed()), lambda t, g: (t.decompressed(g.dtype).vjp(g),)
 )
 
 
 @jax.named_scope("norm")
-def _of_norm(x, weight_D, eps: float):
+def _norm_operands(x, weight_D, eps: float):
   return (x,), (prologues.rms_scale(x, eps), weight_D)
 
 

@@ -1,10 +1,8 @@
-"""The feed-forward layer as one operation: down(silu(gate(x)) * up(x)), three linears in one
-backward pass.
+"""The feed-forward layer as one operation: down(silu(gate(x)) * up(x)), three linear layers.
 
-Gradients go from one operation to another as arrays, so that those of gate and up, wide and of no
-use but to be made narrow, would be written by the one and read by the other. Here the gradient of
-silu(gate) * up goes into the quantizer, which makes both out of it, narrow, for the two products
-that each of them is in.
+Separate operations pass gradients as arrays: one would write the gradients of gate and up in BF16,
+and the next would read them only to quantize them. Here the gradient of silu(gate) * up is a
+prologue of the quantizer, which makes all four operands of the gradients of gate and up from it.
 """
 
 import functools
@@ -12,62 +10,62 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8jax.ops import linear, quantized_inputs
+from fp8jax.ops import gemm_spec, linear, quantized_inputs, site_checks
 from fp8jax.ops.fused import prologue
+from fp8jax.ops.gemm_spec import BOTH_OF_G
 from fp8jax.recipe.quant import Quant
 
 
-def swiglu_mlp(eqns, x, ws, sites, name: str, keep: Quant | None = None):
+def swiglu_mlp(eqns, x, ws, sites, name: str, save: Quant | None = None):
   """down(silu(gate(x)) * up(x)) in the precisions that the sites prescribe.
 
   Args:
     eqns: of gate, up and down: ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD").
-    x: activation, maybe one of `later`.
+    x: activation or Prologue.
     ws: weights of the three.
     sites: of the three.
-    name: by which a policy of rematerialization may keep the outputs of gate and up.
-    keep: how these wait for the backward pass; None: as they are.
+    name: checkpoint_name of the outputs of gate and up, for remat policies.
+    save: compresses gate and up as residuals; None saves them as they are.
 
   Returns:
-    What down gives, in x's dtype.
+    The output of down, in x's dtype.
   """
-  plans = linear.make_specs(eqns[:2], x, ws[:2], sites[:2])
-  x = linear.materialize_unless_fused(plans, x)
-  h = prologue.silu_mul(*(jax.ShapeDtypeStruct(plan.y_shape, plan.out_dtype) for plan in plans))
-  plans += linear.make_specs(eqns[2:], h, ws[2:], sites[2:])
+  specs = gemm_spec.make_specs(eqns[:2], x, ws[:2], sites[:2])
+  x = quantized_inputs.fused_or_array(specs, x)
+  h = prologue.silu_mul(*(jax.ShapeDtypeStruct(spec.y_shape, spec.out_dtype) for spec in specs))
+  specs += gemm_spec.make_specs(eqns[2:], h, ws[2:], sites[2:])
   gradients = prologue.silu_mul_gradients(h, *h.sources)
-  if quantized_inputs.can_fuse_prologue(plans[:2], 2, gradients, (1, 2)) and (
-    linear.can_make_input(plans[2], h)
-  ):
-    return _gated((plans, name, keep), *linear.mark_used(plans, x, ws, sites))
-  gate_up = linear.dots(eqns[:2], x, ws[:2], sites[:2])
-  gate, up = (checkpoint_name(y, name) for y in gate_up)
-  return linear.dot(eqns[2], prologue.silu_mul(gate, up, keep=keep), ws[2], sites[2])
+  can_fuse = quantized_inputs.can_fuse_prologue(specs[:2], gradients, BOTH_OF_G)
+  if can_fuse and quantized_inputs.can_fuse_input(specs[2:], h):
+    return _swiglu_mlp((specs, name, save), *site_checks.mark_used(specs, x, ws, sites))
+  gate, up = (checkpoint_name(y, name) for y in linear.dots(eqns[:2], x, ws[:2], sites[:2]))
+  return linear.dot(eqns[2], prologue.silu_mul(gate, up, save=save), ws[2], sites[2])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(static, x, ws, taps, inputs):
-  plans = static[0]
+def _swiglu_mlp(static, x, ws, taps, inputs):
   del taps
-  gate, up = linear.forward_only(plans[:2], x, ws[:2], inputs[:2])
-  return linear.forward_only(plans[2:], prologue.silu_mul(gate, up), ws[2:], inputs[2:])[0]
+  specs, _, _ = static
+  gate, up = linear.forward_only(specs[:2], x, ws[:2], inputs[:2])
+  return linear.forward_only(specs[2:], prologue.silu_mul(gate, up), ws[2:], inputs[2:])[0]
 
 
 def _fwd(static, x, ws, taps, inputs):
-  plans, name, keep = static
-  y, first = linear.forward_with_residuals(plans[:2], x, ws[:2], taps[:2], inputs[:2])
-  h = prologue.silu_mul(*(checkpoint_name(t, name) for t in y), keep=keep)
-  (y,), second = linear.forward_with_residuals(plans[2:], h, ws[2:], taps[2:], inputs[2:])
+  specs, name, save = static
+  gate_up, first = linear.forward_with_residuals(specs[:2], x, ws[:2], taps[:2], inputs[:2])
+  h = prologue.silu_mul(*(checkpoint_name(y, name) for y in gate_up), save=save)
+  (y,), second = linear.forward_with_residuals(specs[2:], h, ws[2:], taps[2:], inputs[2:])
   return y, (first, second)
 
 
 def _bwd(static, residuals, g):
-  plans = static[0]
+  specs, _, _ = static
   first, second = residuals
-  dh, of_down, taps_of_down = linear.gradients(plans[2:], second, (g,))
-  sources = linear.input_of(plans[2:], second).sources
-  dx, dws, taps = linear.gradients(plans[:2], first, prologue.silu_mul_gradients(dh, *sources))
-  return linear.vjp_of_input(plans[:2], first, dx), (*dws, *of_down), (*taps, *taps_of_down), None
+  dh, dw_down, taps_down = linear.gradients(specs[2:], second, (g,))
+  gate, up = second.input(specs[2].x_dtype).sources
+  g_gate_up = prologue.silu_mul_gradients(dh, gate, up)
+  dx, dws, taps = linear.gradients(specs[:2], first, g_gate_up)
+  return linear.vjp_of_input(specs[:2], first, dx), (*dws, *dw_down), (*taps, *taps_down), None
 
 
-_gated.defvjp(_fwd, _bwd)
+_swiglu_mlp.defvjp(_fwd, _bwd)
