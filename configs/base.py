@@ -132,7 +132,7 @@ def get_config(arm=""):
 
   c.optim = ConfigDict()
   c.optim.optimizer = "adam"  # AdamW, or "lion"
-  # How moments are kept between steps: "float32", or a name in optim/moments.py: "coat" first (in
+  # How moments are kept between steps: "float32", or a name in optim/storage.py: "coat" first (in
   # experiments/moments the most exact in two bytes), or "sqrt_v", "tensor_e4m3_e5m2", "e4m3_256",
   # "fp8lm", "bf16", "bf16_sr". Norms and biases stay float32.
   c.optim.moment_format = "float32"

@@ -24,7 +24,7 @@ from fp8jax.errors import ConfigError, ConfigErrors, UserError
 from fp8jax.integrations import flax as fp8_flax
 from fp8jax.jobs import calibrate
 from fp8jax.ops import linear, site
-from fp8jax.optim import moments
+from fp8jax.optim import storage
 from fp8jax.recipe import rules
 from fp8jax.run import calibration, checkpoint, distributed, metrics_writer, provenance
 
@@ -276,13 +276,13 @@ def test_products_of_nothing_are_refused(m, n, k, letter):
 
 @pytest.mark.parametrize("b1, b2", [(-0.5, 0.9), (1.5, 0.9), (0.9, 1.0), (0.9, float("nan"))])
 def test_decay_rates_of_adam_are_in_their_range(b1, b2):
-  for mu in (None, moments.PRESETS["coat"].mu):
+  for mu in (None, storage.MOMENTS["coat"].mu):
     with pytest.raises(ValueError, match=r"must be in \[0, 1\)"):
       optim.scale_by_adam(b1, b2, mu=mu)
 
 
 def test_names_where_values_are_wanted_say_how_to_get_these():
-  with pytest.raises(TypeError, match=r"moments.PRESETS\['coat'\].mu"):
+  with pytest.raises(TypeError, match=r"storage.MOMENTS\['coat'\].mu"):
     optim.scale_by_adam(mu="coat")
   module = fp8_flax.LinenDotGeneral("block_128")
   with pytest.raises(TypeError, match=r"linen_dot_general\('block_128'\)"):

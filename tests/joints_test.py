@@ -24,7 +24,7 @@ from fp8jax.kernels.choose import Device
 from fp8jax.models import transformer
 from fp8jax.ops import collectives
 from fp8jax.ops import site as site_lib
-from fp8jax.optim import adam, masters
+from fp8jax.optim import adam, storage
 from fp8jax.optim import update as update_lib
 from fp8jax.quantization import amax_history
 from fp8jax.recipe.quant import WHOLE, Delayed
@@ -128,8 +128,10 @@ def test_no_two_roundings_of_a_parameter_draw_the_same_bits(monkeypatch):
   })  # fmt: skip
   leaf, keys = plan.leaves["layers"]["mlp"]["down"], []
   leaf = dataclasses.replace(leaf, lead=0)  # a single key for the gradient
-  keep, key_of = masters.keep, adam._key  # noqa: SLF001
-  monkeypatch.setattr(masters, "keep", lambda *a, **k: keys.append(k["key"]) or keep(*a, **k))
+  keep, key_of = storage.store_master, adam._key  # noqa: SLF001
+  monkeypatch.setattr(
+    storage, "store_master", lambda *a, **k: keys.append(k["key"]) or keep(*a, **k)
+  )
   monkeypatch.setattr(adam, "_key", lambda *a: keys.append(key_of(*a)) or keys[-1])
   param = jnp.ones((1, 64, 32))
   state, kept = update_lib.init(leaf, param)
@@ -137,7 +139,9 @@ def test_no_two_roundings_of_a_parameter_draw_the_same_bits(monkeypatch):
   for step in (0, 1):
     weight = train_step._weight(leaf, kept, None, step=step, micro=0, room=None)  # noqa: SLF001
     keys.append(weight.key)
-    state, kept, _ = update_lib.move(leaf, param, state, kept, update_lib.UpdateArgs(step, 1e-3))
+    state, kept, _ = update_lib.update_param(
+      leaf, param, state, kept, update_lib.UpdateArgs(step, 1e-3)
+    )
   assert len(keys) == len({jax.random.key_data(key).tobytes() for key in keys}) == 6
 
 

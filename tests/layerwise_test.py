@@ -91,7 +91,7 @@ def test_what_is_drawn_differs_from_layer_to_layer():
   for i in range(2):
     parts = [update.slice_layer(tree, i, 1) for tree in (state, kept)]
     now = update.UpdateArgs(jax.numpy.int32(0), 1e-3)
-    new = update.move_all(leaves, declaration, axes.LOCAL, g, *parts, now, piece=i)[1]
+    new = update.update_params(leaves, declaration, axes.LOCAL, g, *parts, now, piece=i)[1]
     found.append(np.asarray(new["stack"].unpack()))
   assert 0.2 < np.mean(found[0] != found[1]) < 0.5
 

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from fp8jax.optim import moments
+from fp8jax.optim import storage
 from fp8jax.run import checkpoint
 
 ARGS = [
@@ -77,7 +77,7 @@ OPTIMIZERS = {
   "coat, bf16_remainder, bf16_sr": ("coat", "bf16_remainder", "bf16_sr", 1),
   "fp8lm, f16, e4m3, two microbatches": ("fp8lm", "f16", "e4m3", 2),
   "masters bf16_sr": ("float32", "bf16_sr", "float32", 1),
-} | {f"moments {name}": (name, "float32", "float32", 1) for name in moments.PRESETS}
+} | {f"moments {name}": (name, "float32", "float32", 1) for name in storage.MOMENTS}
 
 
 @pytest.mark.parametrize(

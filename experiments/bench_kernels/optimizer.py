@@ -10,13 +10,13 @@ import timing
 
 from fp8jax.kernels import self_test
 from fp8jax.kernels.adamw import api as adamw_api
-from fp8jax.optim import moments
+from fp8jax.optim import storage
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 
 # Of InfiR2's 7B: the feed-forward layer's, and a projection of attention.
 SHAPES = {"infir2_7b_down": (18944, 3584), "infir2_7b_proj": (3584, 3584)}
 DRY = {"dry": (32, 256)}
-# Moments (moments.PRESETS), whether the master is in two, the gradient's dtype.
+# Moments (storage.MOMENTS), whether the master is in two, the gradient's dtype.
 KINDS = {
   "coat": ("coat", False, jnp.bfloat16),
   "coat_pair": ("coat", True, jnp.bfloat16),
@@ -43,7 +43,7 @@ def _one(bench: timing.Bench, name: str, shape, preset: str, is_pair: bool, dtyp
     mu, nu = (quantized_tensor.pack(x, q) if q else x for x, q in ((m, kept.mu), (v, kept.nu)))
     return (bf16_remainder.split(p) if is_pair else p, mu, nu), (1e-3 * g).astype(dtype)
 
-  kept = moments.PRESETS[preset]
+  kept = storage.MOMENTS[preset]
   sizes = {"sizes": shape} if bench.is_dry else {}
   self_test.optimizer(kept.mu, kept.nu, is_pair=is_pair, dtype=dtype, **sizes)
   make = jax.jit(make)

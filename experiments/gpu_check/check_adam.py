@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax.optim import moments
+from fp8jax.optim import storage
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.recipe import quant as quant_lib
 from gpu_check import operands, programs
@@ -30,7 +30,7 @@ def run(context: Context, preset, is_pair, dtype, shape) -> dict[str, Any]:
     Wrong: one is above its budget.
   """
   del context
-  kept, found = moments.PRESETS[preset], {}
+  kept, found = storage.MOMENTS[preset], {}
   for kind, make in operands.MAKERS.items():
     rng = np.random.default_rng(11)
     rows = 2.0 ** rng.integers(-20, 0, (shape[0], 1))

@@ -135,7 +135,7 @@ def _quantizer_families(is_dry: bool) -> dict[str, dict[str, Any]]:
 
 
 PRODUCERS = ("rms_norm", "swiglu", "swiglu_backward")
-# Moments (moments.PRESETS), whether the master is split, the gradient's dtype.
+# Moments (storage.MOMENTS), whether the master is split, the gradient's dtype.
 ADAM = {
   "coat": ("coat", False, "bfloat16"),
   "coat_pair": ("coat", True, "bfloat16"),

@@ -17,7 +17,7 @@ from fp8jax.kernels.gemm import grouped, tile_config
 from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
 from fp8jax.kernels.quantize import prologues
-from fp8jax.optim import moments
+from fp8jax.optim import storage
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.quantization import scaled_matrix as scaled_matrix_lib
 from fp8jax.recipe import library
@@ -137,7 +137,7 @@ def prologue(producer: str, shape) -> Program:
 
 def adam_update(preset: str, is_pair: bool, dtype: str, shape, backend="mosaic_sm90") -> Program:
   """((master, mu, nu), gradient) -> ((master, mu, nu), sums of squares), in place."""
-  kept = moments.PRESETS[preset]
+  kept = storage.MOMENTS[preset]
 
   def state_of(p, m, v):
     mu, nu = (quantized_tensor.pack(x, q) if q else x for x, q in ((m, kept.mu), (v, kept.nu)))

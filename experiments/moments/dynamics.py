@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.formats import BF16, E4M3, E5M2
-from fp8jax.optim import moments
-from fp8jax.optim.moments import Moments
+from fp8jax.optim import storage
+from fp8jax.optim.storage import Moments
 from fp8jax.quantization import quantized_tensor
 from fp8jax.recipe.quant import DynamicRangeExpansion, Quant, Rounding, Scale, SquareRoot
 
@@ -123,7 +123,7 @@ def main():
   parser.add_argument("--json", help="write results and provenance here")
   parser.add_argument("--steps", type=int, default=2000)
   args = parser.parse_args()
-  presets = {k: v for k, v in moments.PRESETS.items() if k != "float32"}
+  presets = {k: v for k, v in storage.MOMENTS.items() if k != "float32"}
   rows = presets | OTHERS
   found = {}
   for b2 in (0.95, 0.999):

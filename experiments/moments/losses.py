@@ -19,10 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from configs import smollm2_cpt  # noqa: E402
 from experiments import sweep  # noqa: E402
-from fp8jax.optim import (  # noqa: E402
-  factory,
-  moments,  # noqa: E402
-)
+from fp8jax.optim import factory, storage  # noqa: E402
 
 _RUNS = flags.DEFINE_string("runs", "runs/moments", "Where runs are kept.")
 _JSON = flags.DEFINE_string("json", "", "Where the table is written.")
@@ -42,7 +39,7 @@ ROWS = {
   },
   **{f"lossless seed {seed}": (_BASE, {"seed": seed, **_LOSSLESS}) for seed in range(3)},
   **{
-    n: (_BASE, {"optim.moment_format": n}) for n in moments.PRESETS if n not in ("float32", "coat")
+    n: (_BASE, {"optim.moment_format": n}) for n in storage.MOMENTS if n not in ("float32", "coat")
   },
   **{
     f"{folder}:{arm}": (f"experiments/{folder}/config.py:{arm}", {})

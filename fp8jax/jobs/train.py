@@ -15,7 +15,7 @@ from fp8jax.data import batch_sharding, loader
 from fp8jax.kernels import self_test
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site as site_lib
-from fp8jax.optim import masters, moments
+from fp8jax.optim import storage
 from fp8jax.quantization import tensor_stats
 from fp8jax.run import alarms as run_alarms
 from fp8jax.run import (
@@ -321,8 +321,8 @@ class _Run:
     moved = [leaf for leaf in jax.tree.leaves(self.plan.leaves) if leaf.backend != "xla"]
     if moved:
       kept, is_pair = (
-        moments.PRESETS[self.plan.optim.moment_format],
-        moved[0].master == masters.REMAINDER,
+        storage.MOMENTS[self.plan.optim.moment_format],
+        moved[0].master == storage.REMAINDER,
       )
       self_test.optimizer(kept.mu, kept.nu, is_pair=is_pair, dtype=moved[0].gradient_dtype)
       self.out.print("kernels: the optimizer's tried on this device, as close as its arithmetic")

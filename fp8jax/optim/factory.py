@@ -14,7 +14,7 @@ import optax
 
 from fp8jax import params as params_lib
 from fp8jax.kernels.adamw.reference import AdamWHparams
-from fp8jax.optim import adam, gradients, masters, moments
+from fp8jax.optim import adam, storage
 from fp8jax.params import Param
 
 SCHEDULES = ("wsd", "cosine", "constant")
@@ -22,9 +22,9 @@ SCHEDULES = ("wsd", "cosine", "constant")
 CHOICES = {
   "optimizer": ("adam", "lion"),
   "schedule": SCHEDULES,
-  "moment_format": tuple(moments.PRESETS),
-  "master_format": tuple(masters.PRESETS),
-  "grad_format": tuple(gradients.PRESETS),
+  "moment_format": tuple(storage.MOMENTS),
+  "master_format": tuple(storage.MASTERS),
+  "grad_format": tuple(storage.GRADIENTS),
 }
 
 
@@ -33,11 +33,10 @@ class OptimizerConfig:
   """AdamW, or Lion, and its learning rate.
 
   Attributes:
-    optimizer: "adam", or "lion" (arXiv:2302.06675),
-    which has one moment and wants a learning rate three
-      to ten times smaller.
-    moment_format, master_format, grad_format: how these are stored between steps: names in
-      moments.PRESETS, masters.PRESETS and gradients.PRESETS. Norms and biases stay float32.
+    optimizer: "adam", or "lion" (arXiv:2302.06675), which has one moment and needs a learning rate
+      three to ten times smaller.
+    moment_format, master_format, grad_format: names in storage.MOMENTS, storage.MASTERS and
+      storage.GRADIENTS. Norms and biases are float32.
     schedule: "wsd": linear warm-up, constant, cosine from peak_lr to min_lr over the last
       decay_steps (InfiR2's WSD with a cosine tail, arXiv:2509.22536); "cosine": warm-up, then
       cosine to min_lr, reached one step after the last; "constant": warm-up, then peak_lr.
@@ -67,7 +66,7 @@ class OptimizerConfig:
   in_backward: bool = False
 
   def problems(self) -> list[str]:
-    """What is impossible about these numbers, in words."""
+    """What is wrong with these numbers, in words."""
     found = []
     phases = ["warmup_steps", "decay_steps"] if self.schedule == "wsd" else ["warmup_steps"]
     used = sum(getattr(self, name) for name in phases)
@@ -84,31 +83,31 @@ class OptimizerConfig:
         found.append(f"optim.{name}={getattr(self, name)} must not be negative")
     if self.eps <= 0:
       found.append(f"optim.eps={self.eps} must be positive")
-    kept = moments.PRESETS.get(self.moment_format)
-    if kept is not None:
+    formats = storage.MOMENTS.get(self.moment_format)
+    if formats is not None:
       if self.optimizer == "adam":
-        reasons = moments.problems(kept, self.b1, self.b2)
+        reasons = storage.moment_problems(formats, self.b1, self.b2)
       else:
-        reasons = moments.problems(moments.Moments(kept.mu), self.b2, self.b2)
+        reasons = storage.moment_problems(storage.Moments(formats.mu), self.b2, self.b2)
       found.extend(f"optim.moment_format={self.moment_format!r}: {reason}" for reason in reasons)
     return found
 
   def bytes_per_parameter(self) -> dict[str, float]:
-    """Of a large matrix: {"weight", "master", "gradient", "moments": bytes}, scales included; no
-    gradient where it is of one layer at a time.
+    """{"weight", "master", "gradient", "moments": bytes} of a large matrix, scales included.
 
-    "weight" is what a master keeps that products read as it is, the BF16 of "bf16_remainder" and of
-    "bf16_sr"; "master" is the rest of it. The optimizer's own, as papers count it, is master and
-    moments: 4.08 of "bf16_remainder" with "coat" beside 2 of weights, 6.08 of "float32" with it.
+    "weight" is the part of the master that GEMMs read as it is: the BF16 of "bf16_remainder" and
+    "bf16_sr". "master" is the rest. Papers count master and moments: 4.08 bytes for
+    "bf16_remainder" with "coat" (and 2 of weights), 6.08 for "float32" with "coat". The gradient
+    counts 0 with in_backward, when the gradients of one layer exist at a time.
     """
-    kept = moments.PRESETS[self.moment_format]
-    parts = (kept.mu, kept.nu) if self.optimizer == "adam" else (kept.mu,)
-    weight, master = masters.nbytes(masters.PRESETS[self.master_format])
+    formats = storage.MOMENTS[self.moment_format]
+    parts = (formats.mu, formats.nu) if self.optimizer == "adam" else (formats.mu,)
+    weight, master = storage.master_nbytes(storage.MASTERS[self.master_format])
     return {
       "weight": weight,
       "master": master,
-      "gradient": moments.nbytes(gradients.PRESETS[self.grad_format]) * (not self.in_backward),
-      "moments": sum(map(moments.nbytes, parts)),
+      "gradient": storage.nbytes(storage.GRADIENTS[self.grad_format]) * (not self.in_backward),
+      "moments": sum(map(storage.nbytes, parts)),
     }
 
 
@@ -138,19 +137,19 @@ def schedule(optim: OptimizerConfig) -> optax.Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class ParamOptimizer:
-  """What one parameter is moved by and kept as.
+  """The optimizer of one parameter, and the formats that it is stored in.
 
   Attributes:
     path: its name, "layers/mlp/gate".
-    transformation: an Optax transformation of this parameter alone; it still wants -learning_rate.
-    master, gradient: values of masters.PRESETS and gradients.PRESETS.
-    lead: so many first axes number tensors of their own: layers.
-    seed: of what is rounded by chance.
-    is_large: False of norms and biases, which keep float32 and are never a kernel's.
-    rule: the transformation where AdamW is all of it; None of others.
-    backend: "xla": Optax's operations; or a kernel's name (kernels/adam), chosen by `fused.choose`.
-    note: why no kernel moves it; "" where none was asked for.
-    sharding: where it lies on a mesh, for a kernel; None on a single device.
+    transformation: an Optax transformation of this parameter alone, without the learning rate.
+    master, gradient: values of storage.MASTERS and storage.GRADIENTS.
+    lead: number of first axes along which every entry is a tensor: 1 for stacked layers.
+    seed: of stochastic rounding.
+    is_large: False for norms and biases, which are float32 and have no kernel.
+    rule: hyperparameters if the transformation is AdamW, else None.
+    backend: "xla": Optax's operations; or the kernel that `fused_adamw.choose` chose.
+    note: why it has no kernel; "" if none was asked for.
+    sharding: on a mesh, for the kernel; None on a single device.
   """
 
   path: str
@@ -173,7 +172,7 @@ class ParamOptimizer:
 def leaves(optim: OptimizerConfig, declaration, seed: int = 0):
   """A tree of ParamOptimizer like the declaration.
 
-  Norms and biases, which weight decay leaves alone, keep float32.
+  Norms and biases are float32 and without weight decay.
 
   Args:
     seed: of the run.
@@ -182,27 +181,27 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0):
   def one(path: str, p: Param) -> ParamOptimizer:
     own = zlib.crc32(f"{seed}/{path}".encode())
     lead = int(p.letters.startswith("N"))
-    move = _moved_by(
-      optim, moments.PRESETS[optim.moment_format if p.decay else "float32"], lead, own
+    transformation = _transformation(
+      optim, storage.MOMENTS[optim.moment_format if p.decay else "float32"], lead, own
     )
     rule = None
     if p.decay:
-      move = optax.chain(move, optax.add_decayed_weights(optim.weight_decay))
+      transformation = optax.chain(transformation, optax.add_decayed_weights(optim.weight_decay))
       if optim.optimizer == "adam":
         rule = AdamWHparams(optim.b1, optim.b2, optim.eps, optim.weight_decay)
-    narrow = (masters.PRESETS[optim.master_format], gradients.PRESETS[optim.grad_format])
-    kept, gradient = narrow if p.decay else (None, None)
-    return ParamOptimizer(path, move, kept, gradient, lead, own, p.decay, rule)
+    formats = (storage.MASTERS[optim.master_format], storage.GRADIENTS[optim.grad_format])
+    master, gradient = formats if p.decay else (None, None)
+    return ParamOptimizer(path, transformation, master, gradient, lead, own, p.decay, rule)
 
   return params_lib.unflatten(
     {path: one(path, p) for path, p in params_lib.flatten(declaration).items()}
   )
 
 
-def _moved_by(optim: OptimizerConfig, kept: moments.Moments, lead: int, seed: int):
-  places = adam.Places(narrow=True, lead=lead)
+def _transformation(optim: OptimizerConfig, formats: storage.Moments, lead: int, seed: int):
+  mask = adam.StorageMask(quantized=True, lead=lead)
   if optim.optimizer == "lion":
-    return adam.scale_by_lion(optim.b1, optim.b2, mu=kept.mu, places=places, seed=seed)
+    return adam.scale_by_lion(optim.b1, optim.b2, mu=formats.mu, mask=mask, seed=seed)
   return adam.scale_by_adam(
-    optim.b1, optim.b2, optim.eps, mu=kept.mu, nu=kept.nu, places=places, seed=seed
+    optim.b1, optim.b2, optim.eps, mu=formats.mu, nu=formats.nu, mask=mask, seed=seed
   )

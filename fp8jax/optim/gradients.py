@@ -1,4 +1,7 @@
-"""How gradients are kept between the backward pass and the update, and summed over microbatches."""
+"""Stored gradients: their norm, their sum over microbatches, and the autoscale of 8-bit sums.
+
+A gradient is float32 or a QuantizedTensor (storage.GRADIENTS) from the backward pass to the update.
+"""
 
 import dataclasses
 
@@ -6,30 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax.formats import BF16, E4M3
 from fp8jax.quantization import quantized_tensor
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
-from fp8jax.recipe.quant import Quant, Rounding, Scale
+from fp8jax.recipe.quant import Quant
 
-PRESETS: dict[str, Quant | None] = {
-  "float32": None,
-  # By chance: sums of many microbatches to the nearest would lose the later ones.
-  "bf16_sr": Quant(BF16, scale=Scale.NONE, rounding=Rounding.STOCHASTIC),
-  # FP8-LM (arXiv:2310.18313 §2.1): 1 byte, a scale per tensor. Microbatches to the nearest, their
-  # sum by chance.
-  "e4m3": Quant(E4M3),
-}
-
-# FP8-LM §2.1: more than this share at the format's maximum is an overflow; without any, the room
-# for it is given up again over so many steps.
+# FP8-LM (arXiv:2310.18313 §2.1): a larger share of elements at the format's maximum is an overflow;
+# without overflows mu grows fourfold over so many steps.
 _OVERFLOW, _STEPS = 1e-5, 1000
-# E4M3's second largest number over its largest: a tensor's own largest element comes to lie there,
-# and what is at the maximum did not fit.
+# E4M3's second largest number over its largest: a tensor's largest element is mapped there, so that
+# an element at the maximum is one that saturated.
 _MOST = np.float32(416 / 448)
 
 
-def wide(g):
-  """float32 of one gradient."""
+def dequantize(g):
+  """One gradient in float32."""
   return g.unpack() if isinstance(g, QuantizedTensor) else g.astype(jnp.float32)
 
 
@@ -38,13 +31,13 @@ def is_leaf(g) -> bool:
 
 
 def norm(tree):
-  """The global norm of what gradients stand for."""
+  """Global norm of the dequantized gradients."""
   leaves = jax.tree.leaves(tree, is_leaf=is_leaf)
-  return jnp.sqrt(sum(jnp.sum(jnp.square(wide(g))) for g in leaves))
+  return jnp.sqrt(sum(jnp.sum(jnp.square(dequantize(g))) for g in leaves))
 
 
 def scaled(tree, factor):
-  """Gradients times a scalar. Of those with scales the scales, to float32's precision."""
+  """Gradients times a scalar: the scales, where there are any, to float32's precision."""
 
   def one(g):
     if isinstance(g, QuantizedTensor) and g.scale is not None:
@@ -55,16 +48,17 @@ def scaled(tree, factor):
 
 
 def add(sums, new, key):
-  """Another microbatch's, as the sums are kept.
+  """Sums of gradients plus those of another microbatch, in the format of the sums.
 
-  8 bits stay on the grid of the first microbatch; what outgrows it saturates, and `next_room` sees
-  it. They are rounded by chance, which FP8-LM's are not: to the nearest, a sum of 16 equal ones
-  stops at a fifth of what it should be, each being less than half a step of the sum by then. Each
-  of A additions errs by up to a step, 1/16 to 1/8 of the sum: in the end by about 0.02 sqrt(A) of a
-  sum of equals, with no sign.
+  8-bit sums stay on the grid of the first microbatch. An element that outgrows it saturates, and
+  `next_grad_autoscale` reacts. Rounding is stochastic, unlike FP8-LM's: rounded to nearest, a sum
+  of 16 equal gradients stops at a fifth of its value, because each is then below half a step of the
+  sum. Each of A additions errs by up to a step, 1/16 to 1/8 of the sum: without bias, by about
+  0.02 sqrt(A) of a sum of equal gradients.
 
   Args:
-    key: a jax.random key.
+    sums, new: trees of gradients.
+    key: random key.
   """
   leaves, structure = jax.tree.flatten(sums, is_leaf=is_leaf)
   others = structure.flatten_up_to(new)
@@ -79,7 +73,7 @@ def _add(a, b, key):
     return a + b
   if a.scale is None:
     return a.repack(a.unpack() + b.unpack(), key)
-  # A tensor whose first microbatch had no gradient has no grid to offer.
+  # A tensor whose first microbatch had gradient 0 has no grid.
   axes = tuple(range(a.scale.ndim, a.data.ndim))
   is_empty = jnp.max(jnp.abs(a.data.astype(jnp.float32)), axis=axes) == 0
   return quantized_tensor.on_grid(
@@ -87,14 +81,15 @@ def _add(a, b, key):
   )
 
 
-# --- room for sums in 8 bits ---------------------------------------------------------------------
+# --- autoscale of 8-bit sums ---------------------------------------------------------------------
 
 
 def init_grad_autoscale(quant: Quant | None, microbatches: int) -> dict[str, jax.Array]:
-  """{"mu": float32} where gradients have 8 bits, else {}: `quantized_tensor.pack`'s room for them.
+  """{"mu": float32} for 8-bit gradients, else {}: FP8-LM's automatic scaling factor.
 
-  A sum of equal microbatches comes to lie at half the maximum, as its roundings add up to some of
-  it. Where they differ that is too much room, and mu grows.
+  `quantized_tensor.pack` maps a tensor's amax to mu times the format's maximum. At this mu a sum of
+  equal microbatches reaches half the maximum, which leaves space for its rounding errors. Sums of
+  different microbatches are smaller, and mu grows.
   """
   if quant is None or not quant.format.is_narrow:
     return {}
@@ -102,7 +97,7 @@ def init_grad_autoscale(quant: Quant | None, microbatches: int) -> dict[str, jax
 
 
 def saturated(tree):
-  """Share of the elements of 8-bit gradients that are at the format's maximum."""
+  """Share of elements of 8-bit gradients at the format's maximum."""
   found = [g for g in jax.tree.leaves(tree, is_leaf=is_leaf) if is_leaf(g)]
   full = sum(
     jnp.sum(jnp.abs(g.data.astype(jnp.float32)) >= g.quant.format.max, dtype=jnp.float32)
@@ -111,16 +106,20 @@ def saturated(tree):
   return full / sum(g.data.size for g in found)
 
 
-def next_grad_autoscale(room: dict[str, jax.Array], share):
-  """The next step's: half after an overflow, else a little more, until the largest just fits.
+def next_grad_autoscale(autoscale: dict[str, jax.Array], share):
+  """The next step's mu: half of it after an overflow, else slightly more, at most _MOST.
 
-  The paper's controller (FP8-LM §2.1). There mu multiplies gradients whose scales are then chosen
-  from their own largest element, which takes mu out again, and may be 2; here it stays in, where
-  more than 1 would clip a microbatch by itself. There mu is 1/2 after any overflow; here it is
-  halved, so that sums of many microbatches find their room.
+  The controller of FP8-LM §2.1, with two differences. The paper's mu multiplies gradients whose
+  scales then follow their own amax, which cancels mu, and may be 2; here it multiplies the scale,
+  and more than 1 would clip a single microbatch. The paper sets mu to 1/2 after any overflow; here
+  it is halved, so that mu can become small enough for sums of many microbatches.
+
+  Args:
+    autoscale: of `init_grad_autoscale` or of the step before.
+    share: of `saturated`.
   """
-  if not room:
-    return room
-  mu = room["mu"]
+  if not autoscale:
+    return autoscale
+  mu = autoscale["mu"]
   grown = jnp.minimum(mu * np.float32(4.0 ** (1 / _STEPS)), _MOST)
   return {"mu": jnp.where(share > _OVERFLOW, jnp.maximum(mu / 2, np.float32(2.0**-10)), grown)}

@@ -1,9 +1,9 @@
-"""A step of every parameter, in place: gradient, master and moments of a piece at a time.
+"""The optimizer step, parameter by parameter and in place.
 
-Optax returns an update in float32 for every parameter at once, and what is kept narrow would be
-wide for as long: 8 bytes and more per parameter beside 6. Here a parameter is moved on its own, and
-a large one by pieces of its first axis (layers of a stack, rows of a matrix), so that float32
-copies exist of a piece only. A kernel (fused.py) has none at all and takes a parameter as it is.
+Optax returns float32 updates of all parameters at once, and low-precision moments and masters would
+exist in float32 for as long: 8 bytes and more per parameter beside 6. Here each parameter is
+updated alone, and a large one in chunks of its first axis (layers of a stack, rows of a matrix), so
+that float32 copies of one chunk exist. The kernel (fused_adamw.py) has no float32 copy in memory.
 """
 
 import dataclasses
@@ -17,25 +17,25 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.axes import Layout
-from fp8jax.optim import fused_adamw, gradients, masters
+from fp8jax.optim import fused_adamw, gradients, storage
 from fp8jax.optim.factory import ParamOptimizer
 from fp8jax.quantization import quantized_tensor
 from fp8jax.quantization.bf16_remainder import SplitFloat32
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
 
-# Numbers that are moved at once where a parameter is walked along: 64 MiB in float32.
-_PIECE = 2**24
+# Elements of a chunk at most: 64 MiB in float32.
+_CHUNK = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateArgs:
-  """What every parameter's step is told.
+  """Arguments of every parameter's update.
 
   Attributes:
     step: int32 scalar, number of steps taken.
     rate: learning rate.
-    factor: of gradients, for clipping.
-    is_applied: bool scalar; False leaves parameters and state as they are.
+    factor: multiplies gradients: clipping.
+    is_applied: bool scalar; False leaves parameters and states unchanged.
   """
 
   step: Any
@@ -50,10 +50,10 @@ class StepResult(NamedTuple):
   Attributes:
     loss: mean over tokens.
     norm: global norm of the gradient.
-    is_finite: bool scalar, whether loss, gradient and all that sites saw were.
+    is_finite: bool scalar, whether loss, gradient and all observations of sites are finite.
     params, opt: of State.
     squares: float32 [2]: sums of squares of the updates and of the parameters before them.
-    seen: {site: what it saw}.
+    seen: {site: its observations}.
     room: State.room.
     values: further metrics.
   """
@@ -70,28 +70,27 @@ class StepResult(NamedTuple):
 
 
 def clip_factor(norm, clip: float):
-  """What gradients of this global norm are multiplied by so that it is at most `clip`; 0 clips
-  nothing."""
+  """Factor that brings a gradient of this global norm to at most `clip`; 1 if clip is 0."""
   return jnp.where(norm < clip, 1.0, clip / norm) if clip else 1.0
 
 
 def init(leaf: ParamOptimizer, param):
-  """(state of its transformation, what is kept of a float32 parameter)."""
-  kept = masters.keep(param, leaf.master, lead=leaf.lead, key=jax.random.key(leaf.seed))
-  return leaf.transformation.init(param), kept
+  """(state of its transformation, stored master) of a float32 parameter."""
+  master = storage.store_master(param, leaf.master, lead=leaf.lead, key=jax.random.key(leaf.seed))
+  return leaf.transformation.init(param), master
 
 
 def abstract(leaf: ParamOptimizer, param):
-  """`init` of shapes: where all of it lies too, if the parameter's says so."""
+  """`init` of shapes, with shardings if the parameter has one."""
   return placed(jax.eval_shape(functools.partial(init, leaf), param), param)
 
 
-def placed(made, param):
-  """`made`, shapes of what stands for `param`, where that lies; counters everywhere."""
+def placed(tree, param):
+  """The shapes of a tree stored for `param`, sharded like it; counters are replicated."""
   mesh = getattr(param.sharding, "mesh", None)
 
   def one(x):
-    if _is_packed(x):
+    if _is_quantized(x):
       return jax.tree.map(at, x, quantized_tensor.shardings(x, param.sharding))
     if x.shape == param.shape:
       return at(x, param.sharding)
@@ -100,114 +99,123 @@ def placed(made, param):
   def at(x, sharding):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-  return jax.tree.map(one, made, is_leaf=_is_packed)
+  return jax.tree.map(one, tree, is_leaf=_is_quantized)
 
 
 def with_backends(leaves, params, device, wanted: str):
-  """The tree of leaves, each with the backend that moves it.
+  """The tree of leaves, each with the backend of its update.
 
   Args:
-    params: the parameters in float32: shapes, and where they lie.
-    device: a kernels.backend.Device.
-    wanted: one of fused.CHOICES.
+    params: shapes and shardings of the float32 parameters.
+    device: a choose.Device.
+    wanted: one of fused_adamw.CHOICES.
 
   Raises:
-    ValueError: a kernel asked for by name cannot move a large parameter; says which, and why.
+    ValueError: a kernel named by the user cannot update a large parameter; says which and why.
   """
   if wanted == "xla":
     return leaves
 
   def one(leaf, param):
-    state, kept = abstract(leaf, param)
-    return fused_adamw.choose(leaf, kept, state, device, wanted)
+    state, master = abstract(leaf, param)
+    return fused_adamw.choose(leaf, master, state, device, wanted)
 
   chosen = jax.tree.map(one, leaves, params)
   fused_adamw.check(jax.tree.leaves(chosen), wanted)
   return chosen
 
 
-def move_all(leaves, declaration, layout: Layout, g, state, kept, now: UpdateArgs, *, piece=0):
-  """`move` of all parameters of a tree.
+def update_params(
+  leaves, declaration, layout: Layout, g, state, master, args: UpdateArgs, *, piece=0
+):
+  """`update_param` of all parameters of a tree.
 
   Returns:
-    (state, kept, squares): trees, and sums over them.
+    (state, master, squares): trees, and sums over them.
   """
 
-  def one(leaf, p, g, state, kept):
-    may_walk = not layout.weight_axes(p.letters[0])
-    return move(leaf, g, state, kept, now, may_walk=may_walk, piece=piece)
+  def one(leaf, p, g, state, master):
+    may_chunk = not layout.weight_axes(p.letters[0])
+    return update_param(leaf, g, state, master, args, may_chunk=may_chunk, piece=piece)
 
-  moved = jax.tree.map(one, leaves, declaration, g, state, kept)
-  state, kept, squares = (select(moved, declaration, i) for i in range(3))
-  return state, kept, sum(jax.tree.leaves(squares))
+  updated = jax.tree.map(one, leaves, declaration, g, state, master)
+  state, master, squares = (select(updated, declaration, i) for i in range(3))
+  return state, master, sum(jax.tree.leaves(squares))
 
 
 def select(tree, like, which: int):
-  """Of a tree of tuples one of each."""
+  """A tree of tuples as the tree of their elements `which`."""
   structure = jax.tree.structure(like)
-  return structure.unflatten([found[which] for found in structure.flatten_up_to(tree)])
+  return structure.unflatten([leaf[which] for leaf in structure.flatten_up_to(tree)])
 
 
-def move(leaf: ParamOptimizer, g, state, kept, now: UpdateArgs, *, may_walk: bool = True, piece=0):
-  """One parameter's step.
+def update_param(
+  leaf: ParamOptimizer, g, state, master, args: UpdateArgs, *, may_chunk: bool = True, piece=0
+):
+  """The update of one parameter.
 
   Args:
     g: its gradient, float32 or QuantizedTensor.
     state: of its transformation.
-    kept: its master: float32, QuantizedTensor or SplitFloat32.
-    may_walk: whether its first axis lies on one device.
-    piece: which layer, where these are one layer's part of a parameter: what is drawn differs.
+    master: float32, QuantizedTensor or SplitFloat32.
+    may_chunk: whether its first axis lies on one device.
+    piece: number of the layer, if these are one layer's part: random bits depend on it.
 
   Returns:
-    (state, kept, float32 [2]: sums of squares of the update and of the parameter before it).
+    (state, master, float32 [2]: sums of squares of the update and of the parameter before it).
   """
   if leaf.backend != "xla":
-    return fused_adamw.move(leaf, g, state, kept, now)
-  # Not the key that the state's own rounding has.
-  key = jax.random.fold_in(jax.random.key(leaf.seed + 1), now.step)
+    return fused_adamw.move(leaf, g, state, master, args)
+  # The rounding of the state has another key.
+  key = jax.random.fold_in(jax.random.key(leaf.seed + 1), args.step)
 
   def one(g, old, piece):
-    state, kept = old
-    wide = kept.unpack() if isinstance(kept, QuantizedTensor | SplitFloat32) else kept
-    g = gradients.wide(g) * now.factor
-    update, state = leaf.transformation.update(g, state, wide, piece=piece)
-    update = -jnp.asarray(now.rate) * jnp.asarray(update)
-    squares = jnp.stack([jnp.sum(jnp.square(update)), jnp.sum(jnp.square(wide))])
-    fresh = optax.apply_updates(wide, update)
-    own = jax.random.fold_in(key, piece)
-    new = (state, masters.keep(fresh, leaf.master, lead=leaf.lead, key=own))
-    return jax.tree.map(functools.partial(jnp.where, now.is_applied), new, old), squares
+    state, master = old
+    value = master.unpack() if isinstance(master, QuantizedTensor | SplitFloat32) else master
+    g = gradients.dequantize(g) * args.factor
+    update, state = leaf.transformation.update(g, state, value, piece=piece)
+    update = -jnp.asarray(args.rate) * jnp.asarray(update)
+    squares = jnp.stack([jnp.sum(jnp.square(update)), jnp.sum(jnp.square(value))])
+    updated = optax.apply_updates(value, update)
+    new = (
+      state,
+      storage.store_master(
+        updated, leaf.master, lead=leaf.lead, key=jax.random.fold_in(key, piece)
+      ),
+    )
+    return jax.tree.map(functools.partial(jnp.where, args.is_applied), new, old), squares
 
-  pieces = _pieces(g, (state, kept)) if may_walk else 1
-  if pieces == 1:
-    (state, kept), squares = one(g, (state, kept), piece)
+  chunks = _num_chunks(g, (state, master)) if may_chunk else 1
+  if chunks == 1:
+    (state, master), squares = one(g, (state, master), piece)
   else:
-    (state, kept), squares = _walk(one, g, (state, kept), pieces)
-  return state, kept, squares
+    (state, master), squares = _in_chunks(one, g, (state, master), chunks)
+  return state, master, squares
 
 
-def _walk(one, g, before, pieces: int):
-  size = g.shape[0] // pieces
+def _in_chunks(one, g, before, chunks: int):
+  size = g.shape[0] // chunks
 
   def body(i, carry):
-    moved, squares = carry
-    # Every piece starts from the counters before the step.
-    old = slice_layer(with_scalars_of(moved, before), i * size, size)
+    updated, squares = carry
+    # Every chunk starts from the counters before the step.
+    old = slice_layer(with_scalars_of(updated, before), i * size, size)
     new, more = one(slice_layer(g, i * size, size), old, i)
-    # XLA would compute all of it inside the CPU's in-place update, on one thread: 3 times as long.
+    # Without a barrier XLA fuses all of it into the CPU's in-place update, on one thread: three
+    # times as slow.
     new = jax.lax.platform_dependent(new, cpu=jax.lax.optimization_barrier, default=lambda new: new)
-    return update_layer(moved, new, i * size), squares + more
+    return update_layer(updated, new, i * size), squares + more
 
-  return jax.lax.fori_loop(0, pieces, body, (before, jnp.zeros(2, jnp.float32)))
+  return jax.lax.fori_loop(0, chunks, body, (before, jnp.zeros(2, jnp.float32)))
 
 
 def slice_layer(tree, start, size: int):
-  """`size` entries of every array's first axis; a counter, or a scale of all, is every part's."""
+  """`size` entries of every array's first axis; scalars as they are."""
   return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size) if x.ndim else x, tree)
 
 
 def update_layer(tree, part, start):
-  """The inverse of `cut`."""
+  """The inverse of `slice_layer`."""
 
   def one(x, y):
     return jax.lax.dynamic_update_slice_in_dim(x, y, start, 0) if x.ndim else y
@@ -220,20 +228,20 @@ def with_scalars_of(tree, before):
   return jax.tree.map(lambda x, old: x if x.ndim else old, tree, before)
 
 
-def _pieces(g, kept) -> int:
-  """Into how many the first axis is cut: the fewest of at most _PIECE numbers each.
+def _num_chunks(g, stored) -> int:
+  """Chunks of the first axis: the fewest with at most _CHUNK elements each.
 
-  1 where nothing is narrow (XLA then updates in place, number by number), and where what is written
-  shares a scale along the first axis.
+  1 if nothing is quantized (XLA then updates element by element in place), and if entries of the
+  first axis share a scale that is written.
   """
-  narrow = [x for x in jax.tree.leaves((g, kept), is_leaf=_is_packed) if _is_packed(x)]
-  shares = (x for x in narrow if not x.is_stack)
-  if not narrow or any(x is not g or x.scale.ndim for x in shares):
+  quantized = [x for x in jax.tree.leaves((g, stored), is_leaf=_is_quantized) if _is_quantized(x)]
+  shares = (x for x in quantized if not x.is_stack)
+  if not quantized or any(x is not g or x.scale.ndim for x in shares):
     return 1
   rows = g.shape[0]
-  least = -(-math.prod(g.shape) // _PIECE)
+  least = -(-math.prod(g.shape) // _CHUNK)
   return next((n for n in range(least, rows + 1) if rows % n == 0), rows)
 
 
-def _is_packed(x) -> bool:
+def _is_quantized(x) -> bool:
   return isinstance(x, QuantizedTensor)

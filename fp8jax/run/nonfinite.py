@@ -43,7 +43,7 @@ def observe(plan: RunSpec, params, batch, phase: int = 0):
     if plan.optim.in_backward:  # for all gradients at once there may be no room
       gradient = {}
     finite = jax.tree.map(
-      lambda g: jnp.isfinite(gradients.wide(g)).all(), gradient, is_leaf=gradients.is_leaf
+      lambda g: jnp.isfinite(gradients.dequantize(g)).all(), gradient, is_leaf=gradients.is_leaf
     )
     return value, seen, finite
 

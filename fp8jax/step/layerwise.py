@@ -208,7 +208,7 @@ class _Mover:
     is_finite = functools.reduce(jnp.logical_and, amaxes, taken.is_finite & jnp.isfinite(norm))
     now = update.UpdateArgs(self.state.step, self.rate, is_applied=is_finite & ~self.state.halted)
     with jax.named_scope("optimizer"):
-      opt, params, squares = update.move_all(
+      opt, params, squares = update.update_params(
         part(self.plan.leaves), part(self.plan.declaration), self.plan.run.layout,
         gradient, opt, params, now, piece=piece,
       )  # fmt: skip

@@ -13,7 +13,7 @@ class State:
 
   Attributes:
     step: int32 scalar, number of steps taken.
-    params: master parameters: float32 arrays, or narrow (see optim/masters.py).
+    params: master parameters: float32 arrays, or narrow (see optim/storage.py).
     opt: of every parameter, in its place, the state of its Optax transformation.
     memories: {site name: history.Memory} of sites whose scales are not all current.
     loss_scale: {"scale": float32, "good_steps": int32} while it is dynamic, else {}.

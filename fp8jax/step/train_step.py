@@ -16,7 +16,7 @@ from fp8jax.ops import site as site_lib
 from fp8jax.ops import stored_params
 from fp8jax.optim import factory as optim_build
 from fp8jax.optim import gradients as gradients_lib
-from fp8jax.optim import update
+from fp8jax.optim import storage, update
 from fp8jax.quantization import tensor_stats
 from fp8jax.step import layerwise, loss_scale, metrics, run_spec
 from fp8jax.step.state import State
@@ -106,7 +106,7 @@ def _kept_of(leaf, param, *abstract):
 
 
 def _initial_grad_autoscale(plan: run_spec.RunSpec):
-  quant = gradients_lib.PRESETS[plan.optim.grad_format]
+  quant = storage.GRADIENTS[plan.optim.grad_format]
   return gradients_lib.init_grad_autoscale(quant, plan.config.grad_accum_steps)
 
 
@@ -288,7 +288,7 @@ def after_backward(plan: run_spec.RunSpec, state: State, sites, batch, rate) -> 
   factor = update.clip_factor(norm, plan.optim.grad_clip_norm)
   now = update.UpdateArgs(state.step, rate, factor, is_finite & ~state.halted)
   with jax.named_scope("optimizer"):
-    opt, params, squares = update.move_all(
+    opt, params, squares = update.update_params(
       plan.leaves, plan.declaration, plan.run.layout, gradient, state.opt, state.params, now
     )
   room, values = state.room, {}

@@ -22,7 +22,7 @@ from fp8jax.kernels.adamw import lanes
 from fp8jax.kernels.adamw import mosaic_sm90 as mosaic_sm90_lib
 from fp8jax.kernels.choose import Device
 from fp8jax.kernels.gemm import mosaic_sm90 as gemm
-from fp8jax.optim import moments
+from fp8jax.optim import storage
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.recipe.quant import Quant, Scale
 
@@ -54,7 +54,7 @@ def _run(arrays, backend="reference", rule=EXACT, count=3, rate=2.0**-6, factor=
 def _arrays(rng, name):
   """(gradient, master, mu, nu): 8 bits of mantissa in gradient and master, scales powers of two."""
   dtype, is_pair, shape, _ = CASES[name]
-  kept = moments.PRESETS[name]
+  kept = storage.MOMENTS[name]
   group = kept.mu.tile[1] if kept.mu and kept.mu.tile[1] else 64
   g, m, v, p = (rng.standard_normal(shape).reshape(-1, group) for _ in range(4))
   size = 2.0 ** rng.integers(-20, 3, (len(g), 1))
@@ -188,7 +188,7 @@ def test_moments_are_rounded_after_they_were_used(rng):
 
 
 def test_a_device_that_computes_something_else_is_refused(monkeypatch, interpreted_on_mesh):
-  kept = moments.PRESETS["sqrt_v"]
+  kept = storage.MOMENTS["sqrt_v"]
   trial = functools.partial(
     self_test.optimizer, kept.mu, kept.nu, is_pair=True, dtype=jnp.float32, sizes=(12, 256)
   )
@@ -211,13 +211,13 @@ def test_supports_says_what_is_missing():
     pack = functools.partial(quantized_tensor.pack, quant=quant, key=key)
     return jax.eval_shape(pack, jax.ShapeDtypeStruct(shape, x.dtype))
 
-  coat, wide = (moments.PRESETS[name] for name in ("coat", "e4m3_256"))
+  coat, wide = (storage.MOMENTS[name] for name in ("coat", "e4m3_256"))
   short, odd, norm = (jax.ShapeDtypeStruct(s, x.dtype) for s in ((8, 192), (3, 5), (576,)))
   reasons = {
     "Hopper": (x, x, x, x, Device("gpu", 100)),
     "not float16": (jax.ShapeDtypeStruct(x.shape, jnp.float16), x, x, x),
     "float32 or Split": (x, jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), x, x),
-    "a pass before": (x, x, *(kept(moments.PRESETS["tensor_e4m3_e5m2"].mu),) * 2),
+    "a pass before": (x, x, *(kept(storage.MOMENTS["tensor_e4m3_e5m2"].mu),) * 2),
     "(128, 256) only": (x, x, *(kept(Quant(E4M3, (1, 64))),) * 2),
     "scales are f32": (x, x, *(kept(Quant(E4M3, (1, 128), Scale.POW2)),) * 2),
     "[128, 256]": (x, x, kept(coat.mu), kept(wide.nu)),
@@ -230,7 +230,7 @@ def test_supports_says_what_is_missing():
     choice = adamw_api.choose(*arrays, device)
     assert choice.backend == "reference" and part in choice.notes[0]
   assert adamw_api.choose(x, x, kept(coat.mu), kept(coat.nu), HOPPER).backend == "mosaic_sm90"
-  random = kept(moments.PRESETS["bf16_sr"].mu)
+  random = kept(storage.MOMENTS["bf16_sr"].mu)
   with pytest.raises(ValueError, match="to the nearest only.*takes no key"):
     adamw_api.choose(x, x, random, random, HOPPER)
   with pytest.raises(ValueError, match="Hopper"):

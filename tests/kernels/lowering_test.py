@@ -129,10 +129,10 @@ def adam(preset: str, is_pair: bool, dtype: str, *shape: int):
   from fp8jax.kernels import adamw
   from fp8jax.kernels.adamw import reference
   from fp8jax.kernels.choose import Device
-  from fp8jax.optim import moments
+  from fp8jax.optim import storage
   from fp8jax.quantization import bf16_remainder, quantized_tensor
 
-  kept, wide = moments.PRESETS[preset], _array("float32", *shape)
+  kept, wide = storage.MOMENTS[preset], _array("float32", *shape)
   made = [
     jax.eval_shape(lambda x, q=q: quantized_tensor.pack(x, q), wide) if q else wide
     for q in (kept.mu, kept.nu)

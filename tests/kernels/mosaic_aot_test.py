@@ -154,7 +154,7 @@ def compile_all(wanted: list[str]) -> dict[str, dict]:
   from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
   from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
   from fp8jax.kernels.quantize import prologues
-  from fp8jax.optim import moments
+  from fp8jax.optim import storage
   from fp8jax.quantization import bf16_remainder, quantized_tensor, scaled_matrix
   from fp8jax.recipe import library
 
@@ -218,7 +218,7 @@ def compile_all(wanted: list[str]) -> dict[str, dict]:
   programs["grouped/wgrad"] = (multiply, (*tokens, groups))
 
   for name, (preset, dtype, is_pair) in ADAM.items():
-    wide, kept = array(jnp.float32, *ADAM_SHAPE), moments.PRESETS[preset]
+    wide, kept = array(jnp.float32, *ADAM_SHAPE), storage.MOMENTS[preset]
     mu, nu = (
       jax.eval_shape(lambda x, q=q: quantized_tensor.pack(x, q), wide) if q else wide
       for q in (kept.mu, kept.nu)

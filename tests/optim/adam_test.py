@@ -13,14 +13,14 @@ import tolerances
 
 import fp8jax.optim
 from fp8jax.formats import BF16, E4M3, E5M2
-from fp8jax.optim import moments
+from fp8jax.optim import storage
 from fp8jax.quantization import quantized_tensor
 from fp8jax.recipe.quant import DynamicRangeExpansion, Quant, Rounding, Scale, SquareRoot
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 from experiments.moments import dynamics  # noqa: E402
 
-NARROW = [name for name in moments.PRESETS if name != "float32"]
+NARROW = [name for name in storage.MOMENTS if name != "float32"]
 SHAPES = {"w": (32, 256), "heads": (64, 4, 32), "bias": (256,), "small": (3, 5)}
 
 
@@ -68,7 +68,7 @@ _FIRST = ("coat", "sqrt_v", "bf16_sr", "fp8lm")
 )
 def test_kept_narrow_beside_what_is_small(rng, name):
   """Matrices of 4096 numbers take the preset's formats and bytes; the rest equals Optax."""
-  kept = moments.PRESETS[name]
+  kept = storage.MOMENTS[name]
   params, *gradients = _trees(rng, 5)
   updates, state = _run(
     fp8jax.optim.scale_by_adam(b2=0.95, mu=kept.mu, nu=kept.nu), params, gradients
@@ -77,7 +77,7 @@ def test_kept_narrow_beside_what_is_small(rng, name):
   for moment, quant in ((state.mu, kept.mu), (state.nu, kept.nu)):
     for k in ("w", "heads"):
       assert moment[k].data.dtype == quant.format.dtype and moment[k].shape == SHAPES[k]
-      assert moment[k].nbytes == pytest.approx(moments.nbytes(quant) * params[k].size, abs=8)
+      assert moment[k].nbytes == pytest.approx(storage.nbytes(quant) * params[k].size, abs=8)
   close = functools.partial(np.testing.assert_allclose, rtol=tolerances.FLOAT32_SUM)
   jax.tree.map(close, updates[0], wanted[0])  # nothing rounded yet
   for k in SHAPES:
@@ -92,7 +92,7 @@ def test_kept_narrow_beside_what_is_small(rng, name):
 
 def test_keeps_bfloat16_parameters(rng):
   """Large gradients and small ones in bfloat16."""
-  kept = moments.PRESETS["coat"]
+  kept = storage.MOMENTS["coat"]
   params = {"w": jnp.zeros((64, 128), jnp.bfloat16), "norm": jnp.ones((128,), jnp.bfloat16)}
   ours = fp8jax.optim.scale_by_adam(b2=0.95, mu=kept.mu, nu=kept.nu)
   theirs = optax.scale_by_adam(b2=0.95)
@@ -111,7 +111,7 @@ def test_works_inside_a_chain_and_learns(rng):
   """A least-squares problem under optax.chain, jitted, parameters and state donated."""
   x = rng.standard_normal((512, 64)).astype(np.float32)
   truth = rng.standard_normal((64, 128)).astype(np.float32)
-  kept = moments.PRESETS["coat"]
+  kept = storage.MOMENTS["coat"]
   tx = optax.chain(
     optax.clip_by_global_norm(1.0),
     fp8jax.optim.scale_by_adam(b2=0.95, mu=kept.mu, nu=kept.nu),
@@ -155,7 +155,7 @@ _QUICK = ("coat", "inject_hyperparams")
 )
 def test_optax_wrappers_change_nothing(rng, name, wrapper):
   """Jitted, what is wrapped gives what it gives alone, narrow or not."""
-  kept = moments.PRESETS[name or "float32"]
+  kept = storage.MOMENTS[name or "float32"]
 
   def make(b1=0.9, b2=0.95):
     return fp8jax.optim.scale_by_adam(b1, b2, mu=kept.mu, nu=kept.nu)
@@ -180,14 +180,14 @@ def test_optax_wrappers_change_nothing(rng, name, wrapper):
 
 def test_what_is_injected_is_refused_where_it_is_a_number():
   """In `init`; traced, a b2 has no value to look at."""
-  kept = moments.PRESETS["bf16"]
+  kept = storage.MOMENTS["bf16"]
   make = optax.inject_hyperparams(fp8jax.optim.scale_by_adam)
   with pytest.raises(ValueError, match="learning stop"):
     make(b2=0.999, mu=kept.mu, nu=kept.nu).init({"w": jnp.zeros((64, 64))})
 
 
 def test_tree_map_params_takes_a_narrow_moment_as_one_leaf(rng):
-  kept = moments.PRESETS["coat"]
+  kept = storage.MOMENTS["coat"]
   tx = fp8jax.optim.scale_by_adam(b2=0.95, mu=kept.mu, nu=kept.nu)
   params = _trees(rng, 1)[0]
   found = optax.tree_map_params(
@@ -199,7 +199,7 @@ def test_tree_map_params_takes_a_narrow_moment_as_one_leaf(rng):
 
 
 def test_stochastic_rounding_is_a_function_of_seed_step_and_place(rng):
-  kept = moments.PRESETS["bf16_sr"]
+  kept = storage.MOMENTS["bf16_sr"]
   params = {"a": np.zeros((64, 64), np.float32), "b": np.zeros((64, 64), np.float32)}
   g = rng.standard_normal((64, 64)).astype(np.float32)
   gradients = [{"a": g, "b": g}] * 2
@@ -265,7 +265,7 @@ def test_second_moments_with_the_range_or_without_a_0_are_not():
 )  # fmt: skip
 def test_first_moments_are_refused_where_they_stay_and_only_there(rng, name, decay, size):
   """200 steps after all gradients turned around, `size` times as large as what m is of."""
-  quant, steps = moments.PRESETS[name].mu, 200
+  quant, steps = storage.MOMENTS[name].mu, 200
   first = rng.standard_normal((32, 256)).astype(np.float32)
   draws = rng.standard_normal((steps, *first.shape)).astype(np.float32)
 
@@ -279,7 +279,7 @@ def test_first_moments_are_refused_where_they_stay_and_only_there(rng, name, dec
   kept, _ = jax.jit(lambda *a: jax.lax.scan(move, *a))(start, (keys, draws))
   left = np.median(np.asarray(kept.unpack()) / first)
   exact = decay**steps - size * (1 - decay**steps)
-  if moments.problems(moments.Moments(quant), decay, None):
+  if storage.moment_problems(storage.Moments(quant), decay, None):
     assert left > 0.6 > exact
     with pytest.raises(ValueError, match="mu=.*learning stop.*stochastic"):
       fp8jax.optim.scale_by_adam(decay, mu=quant)
@@ -307,7 +307,7 @@ def test_dynamics_of_presets_and_of_what_they_avoid():
     next(row for row in dynamics.OTHERS if words in row)
     for words in ("torchao", "E5M2/128 of powers of two (refused)", "E4M3 of the tensor")
   )
-  rows = {name: moments.PRESETS[name] for name in names}
+  rows = {name: storage.MOMENTS[name] for name in names}
   rows |= {name: dynamics.OTHERS[name] for name in (torchao, e5m2, e4m3)}
   found = dynamics.simulate(rows, 0.95, 800, (32, 256))
   error = {name: [end[0] for end in ends] for name, ends in found.items()}
@@ -325,7 +325,7 @@ def test_dynamics_of_presets_and_of_what_they_avoid():
 def test_updates_stay_bounded_under_no_eps():
   """Of presets; a v of 0 is then divided by alone."""
   torchao = next(row for row in dynamics.OTHERS if "torchao" in row)
-  rows = {n: moments.PRESETS[n] for n in NARROW} | {torchao: dynamics.OTHERS[torchao]}
+  rows = {n: storage.MOMENTS[n] for n in NARROW} | {torchao: dynamics.OTHERS[torchao]}
   found = dynamics.simulate(rows, 0.95, 200, (32, 256), eps=1e-30)
   for name in NARROW:
     assert max(largest for _, _, largest in found[name]) < 1.6, name
@@ -335,7 +335,7 @@ def test_updates_stay_bounded_under_no_eps():
 
 def test_bfloat16_to_the_nearest_stalls_at_0_999():
   name = "float32 and BF16 to the nearest"
-  rows = {name: dynamics.OTHERS[name], "sr": moments.PRESETS["bf16_sr"]}
+  rows = {name: dynamics.OTHERS[name], "sr": storage.MOMENTS["bf16_sr"]}
   found = dynamics.simulate(rows, 0.999, 3000, (8, 128))
   assert found[name][1][1] > 1.5
   assert 0.95 < found["sr"][1][1] < 1.05

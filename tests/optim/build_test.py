@@ -61,7 +61,7 @@ def test_five_steps_equal_adamw_in_float64(rng, changes):
   def step(params, state, g, number):
     factor = update_lib.clip_factor(optax.tree.norm(g), optim.grad_clip_norm)
     now = update_lib.UpdateArgs(number, rate_of(number), factor)
-    moved = {k: update_lib.move(leaves[k], g[k], state[k], params[k], now) for k in g}
+    moved = {k: update_lib.update_param(leaves[k], g[k], state[k], params[k], now) for k in g}
     return [{k: v[i] for k, v in moved.items()} for i in (1, 0)]
 
   got, state = params, {k: update_lib.init(leaves[k], p)[0] for k, p in params.items()}

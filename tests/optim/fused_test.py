@@ -55,7 +55,7 @@ def _before(rng, leaf, shape):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _move(leaf, g, state, kept, is_applied=True):
-  return update.move(leaf, g, state, kept, update.UpdateArgs(1, 0.02, 0.5, is_applied))
+  return update.update_param(leaf, g, state, kept, update.UpdateArgs(1, 0.02, 0.5, is_applied))
 
 
 def _by_optax(leaf):

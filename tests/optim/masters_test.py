@@ -15,7 +15,7 @@ import fp8jax.optim
 from fp8jax import params as params_lib
 from fp8jax.models import presets
 from fp8jax.ops import stored_params
-from fp8jax.optim import factory, gradients, masters, moments
+from fp8jax.optim import factory, gradients, storage
 from fp8jax.optim import update as update_lib
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.step import train_step
@@ -35,11 +35,11 @@ def _named(changes):
 
 
 def _leaf(master, gradient="float32", kept="float32", lead=0):
-  kept = moments.PRESETS[kept]
+  kept = storage.MOMENTS[kept]
   transformation = optax.chain(
     fp8jax.optim.scale_by_adam(b2=0.95, mu=kept.mu, nu=kept.nu), optax.add_decayed_weights(0.1)
   )
-  masters_, gradients_ = masters.PRESETS[master], gradients.PRESETS[gradient]
+  masters_, gradients_ = storage.MASTERS[master], storage.GRADIENTS[gradient]
   return factory.ParamOptimizer("w", transformation, masters_, gradients_, lead, 7)
 
 
@@ -72,7 +72,7 @@ def test_remainder_moves_like_float32_to_the_bit(rng):
   p = rng.standard_normal((40, 96)).astype(np.float32)
   (state, kept), (wanted_state, wanted) = update_lib.init(leaf, p), update_lib.init(exact, p)
   move = jax.jit(
-    lambda leaf, g, s, k: update_lib.move(leaf, g, s, k, update_lib.UpdateArgs(0, 1e-3)),
+    lambda leaf, g, s, k: update_lib.update_param(leaf, g, s, k, update_lib.UpdateArgs(0, 1e-3)),
     static_argnums=0,
   )
   for _ in range(5):
@@ -98,7 +98,7 @@ def test_16_bit_masters_move_in_the_mean_where_the_nearest_would_not(
   x = np.full((64, 256), start, np.float32)
   x[0, 0] = 1.0  # F16's scale is the largest's
   leaf = factory.ParamOptimizer(
-    "w", optax.with_extra_args_support(optax.identity()), masters.PRESETS[name], None, 0, 7
+    "w", optax.with_extra_args_support(optax.identity()), storage.MASTERS[name], None, 0, 7
   )
   state, kept = update_lib.init(leaf, x)
   g = jnp.full(x.shape, update).at[0, 0].set(0.0)
@@ -106,7 +106,7 @@ def test_16_bit_masters_move_in_the_mean_where_the_nearest_would_not(
   @jax.jit
   def move(kept):
     def one(n, kept):
-      return update_lib.move(leaf, g, state, kept, update_lib.UpdateArgs(n, 1.0))[1]
+      return update_lib.update_param(leaf, g, state, kept, update_lib.UpdateArgs(n, 1.0))[1]
 
     return jax.lax.fori_loop(0, count, one, kept)
 
@@ -121,7 +121,7 @@ def test_16_bit_masters_move_in_the_mean_where_the_nearest_would_not(
 
 def test_float16_masters_lie_under_a_power_of_two_per_layer(rng):
   x = rng.standard_normal((3, 32, 64)).astype(np.float32) * np.float32([[[1e-6]], [[1.0]], [[3e5]]])
-  kept = masters.keep(x, masters.PRESETS["f16"], lead=1, key=jax.random.key(0))
+  kept = storage.store_master(x, storage.MASTERS["f16"], lead=1, key=jax.random.key(0))
   assert kept.data.dtype == jnp.float16 and kept.scale.shape == (3,)
   assert kept.scale.dtype == jnp.uint8  # its exponent
   error = np.abs(np.float64(kept.unpack()) - x).max((1, 2))
@@ -159,7 +159,7 @@ def test_gradients_are_kept_as_they_left_each_layer():
     if path.endswith("norm"):
       np.testing.assert_allclose(e4m3, g, rtol=1e-5, atol=1e-9)
       continue
-    quant = gradients.PRESETS["e4m3"]  # the largest at E4M3's second largest number
+    quant = storage.GRADIENTS["e4m3"]  # the largest at E4M3's second largest number
     want = quantized_tensor.pack(
       g, quant, lead=int(path.startswith("layers")), room=np.float32(416 / 448)
     )
@@ -190,7 +190,7 @@ def _steps(x, format):
 )
 def test_sums_of_microbatches_are_right_in_the_mean(rng, name, count, noise):
   """Their gain, the share of the true sum in what is kept, against float64."""
-  quant = gradients.PRESETS[name]
+  quant = storage.GRADIENTS[name]
   signal = rng.standard_normal(4096)
   parts = np.float32(signal + noise * rng.standard_normal((count, signal.size)))
   room = gradients.init_grad_autoscale(quant, count).get("mu")
@@ -227,12 +227,12 @@ def test_sums_of_microbatches_are_near_what_they_are_in_float32():
   for name, most in (("bf16_sr", 0.01), ("e4m3", 0.12)):
     found = _of(grad_accum_steps=4, grad_format=name)
     for path, g in params_lib.flatten(exact).items():
-      other = gradients.wide(params_lib.flatten(found)[path])
+      other = gradients.dequantize(params_lib.flatten(found)[path])
       assert np.linalg.norm(other - g) < most * np.linalg.norm(g), (name, path)
 
 
 def test_sums_in_8_bits_stay_on_the_first_grid_and_are_seen_to_outgrow_it():
-  quant = gradients.PRESETS["e4m3"]
+  quant = storage.GRADIENTS["e4m3"]
   key = jax.random.key(0)
   first = quantized_tensor.pack(jnp.asarray([448.0, 2.0, 0.0, 1.0] * 8), quant)  # a scale of 1
   more = quantized_tensor.pack(jnp.asarray([448.0, 6.0, 7.0, 0.0] * 8), quant)
@@ -262,10 +262,10 @@ def test_sums_in_8_bits_stay_on_the_first_grid_and_are_seen_to_outgrow_it():
 
 
 def test_room_is_halved_by_an_overflow_and_grows_back():
-  quant, most = gradients.PRESETS["e4m3"], np.float32(416 / 448)
+  quant, most = storage.GRADIENTS["e4m3"], np.float32(416 / 448)
   assert (
     gradients.init_grad_autoscale(None, 16)
-    == gradients.init_grad_autoscale(gradients.PRESETS["bf16_sr"], 1)
+    == gradients.init_grad_autoscale(storage.GRADIENTS["bf16_sr"], 1)
     == {}
   )
   assert [gradients.init_grad_autoscale(quant, n)["mu"] for n in (1, 16)] == [most, most / 31]
@@ -286,7 +286,7 @@ def test_room_is_halved_by_an_overflow_and_grows_back():
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_gradient_that_is_not_finite_stays_visible_in_8_bits(bad):
-  quant = gradients.PRESETS["e4m3"]
+  quant = storage.GRADIENTS["e4m3"]
   w = jnp.ones((4, 8))
   sink = stored_params.grad_placeholder(w, quant, 0)
   node = stored_params.Weight(w, sink, jax.random.key(0), None, quant)
@@ -368,10 +368,10 @@ def test_bytes_per_parameter():
   assert sum(lossless.values()) == pytest.approx(8.08, abs=0.01)
   # What is allocated: a matrix of 2^16, its BF16 beside the rest.
   x = jnp.zeros((256, 256))
-  for name, preset in masters.PRESETS.items():
-    kept = masters.keep(x, preset, key=jax.random.key(0))
+  for name, preset in storage.MASTERS.items():
+    kept = storage.store_master(x, preset, key=jax.random.key(0))
     whole = sum(a.nbytes for a in jax.tree.leaves(kept)) / x.size
-    assert sum(masters.nbytes(preset)) == pytest.approx(whole, abs=1e-4), name
+    assert sum(storage.master_nbytes(preset)) == pytest.approx(whole, abs=1e-4), name
 
 
 @pytest.mark.slow

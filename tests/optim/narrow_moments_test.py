@@ -10,12 +10,12 @@ from fp8jax import params as params_lib
 from fp8jax.config import resolve
 from fp8jax.kernels.choose import Device
 from fp8jax.models import presets
-from fp8jax.optim import moments
+from fp8jax.optim import storage
 from fp8jax.quantization import quantized_tensor
 from fp8jax.run import checkpoint
 from fp8jax.step import train_step
 
-NARROW = [name for name in moments.PRESETS if name != "float32"]
+NARROW = [name for name in storage.MOMENTS if name != "float32"]
 FIRST = ["coat", *(pytest.param(n, marks=pytest.mark.slow) for n in NARROW if n != "coat")]
 
 

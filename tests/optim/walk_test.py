@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fp8jax.ops import stored_params
-from fp8jax.optim import factory, gradients, update
+from fp8jax.optim import factory, storage, update
 from fp8jax.params import Param
 from fp8jax.quantization import quantized_tensor
 
@@ -38,7 +38,7 @@ def _run(steps, **kept):
 
   @jax.jit
   def step(g, state, kept, now):
-    moved = {k: update.move(leaves[k], g[k], state[k], kept[k], now) for k in g}
+    moved = {k: update.update_param(leaves[k], g[k], state[k], kept[k], now) for k in g}
     return [{k: v[i] for k, v in moved.items()} for i in range(3)]
 
   for i in range(steps):
@@ -67,7 +67,7 @@ def test_piece_by_piece_is_the_same(monkeypatch, moments, master, gradient):
   """Layers of a stack, and runs of a matrix's rows, where scales allow it."""
   kept = dict(moment_format=moments, master_format=master, grad_format=gradient)
   *_, whole, _ = _run(2, **kept)
-  monkeypatch.setattr(update, "_PIECE", 100)
+  monkeypatch.setattr(update, "_CHUNK", 100)
   _, grads, pieces, step = _run(2, **kept)
   traced = str(
     jax.make_jaxpr(step)(
@@ -88,7 +88,7 @@ def test_piece_by_piece_is_the_same(monkeypatch, moments, master, gradient):
 
 
 def _packed(grads, name):
-  quant = gradients.PRESETS[name]
+  quant = storage.GRADIENTS[name]
   return {
     k: quantized_tensor.pack(g, quant, lead=int(k == "stack"), key=jax.random.key(0))
     if quant and k != "norm" else g for k, g in grads.items()
@@ -104,11 +104,13 @@ def test_a_step_that_is_not_applied_changes_nothing(master):
 
 
 def test_what_is_drawn_differs_from_piece_to_piece(monkeypatch):
-  monkeypatch.setattr(update, "_PIECE", 128 * 40)
+  monkeypatch.setattr(update, "_CHUNK", 128 * 40)
   leaf = factory.leaves(factory.dataclasses.replace(OPTIM, master_format="bf16_sr"), DECLARATION)[
     "stack"
   ]
   state, kept = update.init(leaf, np.full(SHAPES["stack"], 1.001, np.float32))
-  _, kept, _ = update.move(leaf, jnp.ones(SHAPES["stack"]), state, kept, update.UpdateArgs(0, 1e-3))
+  _, kept, _ = update.update_param(
+    leaf, jnp.ones(SHAPES["stack"]), state, kept, update.UpdateArgs(0, 1e-3)
+  )
   layers = np.float32(kept.data)
   assert np.any(layers[0] != layers[1]) and np.any(layers[1] != layers[2])

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from fp8jax.formats import BF16, E4M3, E5M2, F16
-from fp8jax.optim import moments
+from fp8jax.optim import storage
 from fp8jax.quantization import quantize, quantized_tensor
 from fp8jax.recipe.quant import (
   WHOLE,
@@ -251,9 +251,9 @@ def test_bytes():
 
 
 @pytest.mark.parametrize("shape", [(2, 40, 130), (3, 7)], ids=str)
-@pytest.mark.parametrize("name", [n for n in moments.PRESETS if n != "float32"])
+@pytest.mark.parametrize("name", [n for n in storage.MOMENTS if n != "float32"])
 def test_zeros_are_what_packing_zeros_makes(name, shape):
-  for quant in (moments.PRESETS[name].mu, moments.PRESETS[name].nu):
+  for quant in (storage.MOMENTS[name].mu, storage.MOMENTS[name].nu):
     if quant is not None:
       found = quantized_tensor.zeros(shape, quant, lead=1)
       wanted = quantized_tensor.pack(jnp.zeros(shape), quant, lead=1, key=jax.random.key(0))
