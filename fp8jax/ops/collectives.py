@@ -41,7 +41,7 @@ def gather_weight(w, letters: str, layout: axes.Layout):
 def gather_scaled(
   x: scaled_matrix.ScaledMatrix, over: tuple[str, ...], axis: int, in_shards: bool = False
 ) -> scaled_matrix.ScaledMatrix:
-  """Gathers a narrow matrix and its scales along one of its axes.
+  """Gathers a quantized matrix and its scales along one of its axes.
 
   The data travel as bytes: XLA may otherwise widen an FP8 collective to 16 bits, and does on CPU.
 
@@ -67,7 +67,7 @@ def gather_scaled(
 def tiles_fit(
   sizes: Mapping[str, int], free: str, contracted: str, quant: Quant, layout: axes.Layout
 ) -> bool:
-  """Whether a shard of a weight holds whole scale tiles, so that narrowing commutes with gathering.
+  """Whether a shard of a weight holds whole scale tiles, so that it can be quantized, then gathered.
 
   Args:
     sizes: letter -> size of the shard.
@@ -114,7 +114,7 @@ def on_mesh(local, layout: axes.Layout, in_specs, out_specs) -> Callable:
 def gathers_quantized(
   param: params.Param, recipe: Recipe, dims, layout: axes.Layout
 ) -> bool | None:
-  """Whether a weight split for storage is gathered in its narrow format; None: nothing is.
+  """Whether a weight split for storage is gathered quantized; None if nothing is gathered.
 
   False costs two to four times the bytes: the shard holds no whole number of scale tiles.
   """

@@ -1,10 +1,10 @@
-"""A site: one linear layer's place in the model, its precision, and what was observed there.
+"""A site: the precision, scaling state and observation of one linear layer of a model.
 
-`Site` rides beside the parameters (same keys, stacked over layers for scan). Its static part says
-how to multiply. Of its arrays, `memory` goes in: past amaxes, for scales that are not current.
-`tap` comes out: zeros whose cotangent is what the site saw, so that differentiating the loss with
-respect to the taps returns an observation of every site. When nobody differentiates them, XLA drops
-the observations. `next_memories` is then an ordinary function of both.
+A tree of sites has the keys of the parameters and is stacked over layers for scan. The static part
+of a `Site` says how to multiply. Of its arrays, `memory` is an input: the scaling state of delayed
+and static scales. `tap` is an output: zeros whose cotangent is the site's observation, so that
+differentiating the loss with respect to all taps returns the observations of all sites. XLA drops
+observations that nobody differentiates. `next_scaling_states` computes the next state from both.
 
 Rule: one site per GEMM call. A site used twice would add its observations; `Site.claim` refuses it.
 """
@@ -36,9 +36,9 @@ class Site:
 
   Attributes:
     tap: float32 [3, S] ([N, 3, S] when stacked), zeros. Its cotangent is the first S of
-      observe.STATISTICS for (x, w, g); S = 1, the amax, is a quiet site.
-    memory: what delayed and static scales are made from; None where every scale is current.
-    key: random key of this step, where the recipe rounds stochastically.
+      tensor_stats.STATISTICS for (x, w, g); S = 1 is the amax alone (tensor_stats.QUIET).
+    memory: scaling state of delayed and static scales; None if every scale is current.
+    key: random key of this step, if the recipe rounds stochastically.
     name: path of the weight, e.g. "layers/mlp/up", or "layers/2-25/mlp/up" for some layers.
     layers: (first, one past the last) of the layers it is stacked over; () for one product.
     save: form in which the layer's input is a residual.
@@ -61,7 +61,7 @@ class Site:
 
   @property
   def layer_names(self) -> list[str]:
-    """What rules and tables call each of its layers: "layers/3/mlp/up"; its name if it has none."""
+    """Names of its layers in rules and tables, "layers/3/mlp/up"; its name if it has none."""
     if not self.layers:
       return [self.name]
     return rules_lib.names_of_layers(self.name, range(*self.layers))
@@ -75,15 +75,15 @@ class Site:
     return isinstance(self.tap, core.Tracer)
 
   def claim(self):
-    """Called by every op that multiplies here; twice in one trace is an error.
+    """Marks the site as used by a product; a second time in one trace is an error.
 
-    The mark lies outside the fields, on the object that unflattening makes anew in every trace.
+    The mark is no field: it is on the object, which unflattening makes anew in every trace.
     """
     if self.is_traced:
       if getattr(self, "_claimed", False):
         raise ValueError(
-          f"site {self.name!r} is used by two products: what they see would be added up. Give each "
-          "product a site of its own"
+          f"site {self.name!r} is used by two products: their observations would be added "
+          "up. Give each product a site of its own"
         )
       object.__setattr__(self, "_claimed", True)
 
@@ -260,16 +260,16 @@ def recipes_of(sites) -> dict[str, Recipe]:
   return {name: s.recipe for s in flatten(sites).values() for name in s.layer_names}
 
 
-# --- what sites remember -------------------------------------------------------------------------
+# --- scaling states ------------------------------------------------------------------------------
 
 
 def scaling_states(sites) -> dict[str, amax_history.ScalingState]:
-  """{site name: memory} of those whose scales are not all current: a part of the training state."""
+  """{site name: ScalingState} of delayed and static scales: a part of the training state."""
   return {name: s.memory for name, s in flatten(sites).items() if s.memory is not None}
 
 
 def with_scaling_states(sites, memories: Mapping[str, amax_history.ScalingState]):
-  """The sites, reading these memories."""
+  """The sites with these scaling states."""
 
   def one(site):
     return dataclasses.replace(site, memory=memories[site.name]) if site.memory else site
@@ -280,7 +280,7 @@ def with_scaling_states(sites, memories: Mapping[str, amax_history.ScalingState]
 def next_scaling_states(
   sites, memories, seen: Mapping[str, Any]
 ) -> dict[str, amax_history.ScalingState]:
-  """Memories after a step in which sites saw {name: [..., 3, S]}."""
+  """Scaling states after a step with the observations {name: [..., 3, S]}."""
   recipe_of = {name: s.recipe for name, s in flatten(sites).items()}
   return {
     name: amax_history.update(memory, seen[name][..., 0], recipe_of[name])
@@ -289,7 +289,7 @@ def next_scaling_states(
 
 
 def calibrated(sites, seen: Mapping[str, Any]) -> dict[str, amax_history.ScalingState]:
-  """Memories that begin with the amaxes {name: [..., 3, S]}."""
+  """Scaling states that start from the amaxes {name: [..., 3, S]}."""
   return {
     name: amax_history.calibrated(s.recipe, seen[name][..., 0])
     for name, s in flatten(sites).items()
@@ -298,7 +298,7 @@ def calibrated(sites, seen: Mapping[str, Any]) -> dict[str, amax_history.Scaling
 
 
 def with_current_scales(sites):
-  """The sites with every scale chosen from its own operand: for calibration and inspection."""
+  """The sites with current scales throughout: for calibration and inspection."""
 
   def one(site):
     return dataclasses.replace(site, recipe=site.recipe.with_current_scales(), memory=None)
@@ -312,10 +312,9 @@ _HEAD = "head"
 
 
 def with_scaled_gradients(sites, factor):
-  """The sites with gradients that are `factor` times as large, in what scales are made from.
+  """The sites with amaxes of gradients multiplied by `factor`, the loss scale.
 
-  Past amaxes are those of the unscaled loss; under a loss scale, gradients are that many times as
-  large, whatever the loss scale was when the amaxes were seen.
+  Scaling states hold the amaxes of the unscaled loss, whatever the loss scale was at the time.
   """
   factors = jnp.stack([1.0, 1.0, factor])
 
@@ -329,7 +328,7 @@ def with_scaled_gradients(sites, factor):
 
 
 def with_unscaled_gradients(sites, seen, factor):
-  """Observations, a tree like `taps(sites)`, of gradients `factor` times as large as they are."""
+  """Observations, a tree like `taps(sites)`, divided by the loss scale `factor`."""
 
   def one(site, tap):
     if site.name == _HEAD:
@@ -340,7 +339,7 @@ def with_unscaled_gradients(sites, seen, factor):
 
 
 def with_keys(sites, key):
-  """The sites, rounding stochastically with bits that depend on `key` and their own names."""
+  """The sites with random keys that depend on `key` and their names."""
 
   def one(site):
     if site.key is None:
@@ -351,7 +350,7 @@ def with_keys(sites, key):
 
 
 def with_folded_keys(sites, number):
-  """The sites, each key another one of every `number`: for one microbatch of a step."""
+  """The sites with other keys for every `number`: one microbatch of a step."""
 
   def one(site):
     if site.key is None:
@@ -363,5 +362,5 @@ def with_folded_keys(sites, number):
 
 
 def scaling_recipes(sites) -> dict[str, str]:
-  """{site: recipe} of those that remember: memories are of use to the same alone."""
+  """{site: recipe} of sites with a scaling state, which is valid for the same recipe alone."""
   return {name: s.recipe.name for name, s in flatten(sites).items() if s.memory is not None}

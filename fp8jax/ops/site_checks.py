@@ -50,7 +50,7 @@ def refuse_vmap(name: str, x, tap):
     del axis_size, x
     if any(jax.tree.leaves(in_batched[0])) and not in_batched[1]:
       raise ValueError(
-        f"site {name!r} is used under vmap: what it sees in each mapped element would be added up. "
+        f"site {name!r} is used under vmap: the observations of its elements would be added up. "
         "Give the mapped letter to the einsum instead ('EBD,EDF->EBF'), or map over one site per "
         "element too"
       )
@@ -98,8 +98,8 @@ def refuse_shared(name: str, x, tap):
   missing = sorted(_varying(x) - _varying(tap))
   if missing:
     raise ValueError(
-      f"site {name!r} is shared by devices along {', '.join(missing)} inside shard_map: what it "
-      "sees on each would be added up. Give every device a tap of its own: stack taps "
+      f"site {name!r} is shared by devices along {', '.join(missing)} inside shard_map: "
+      "their observations would be added up. Give every device a tap of its own: stack taps "
       f"[devices, *tap.shape] and split them with PartitionSpec({missing[0]!r})"
     )
 

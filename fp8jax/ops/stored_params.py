@@ -1,13 +1,13 @@
-"""Parameters as a model reads them, however they are kept, and their gradients as these are kept.
+"""Parameters in their storage format as a model reads them, and gradients in theirs.
 
-A parameter is an array or a stored form of one: `QuantizedTensor` (16 bits, or fewer with scales)
-or `SplitFloat32` (BF16 and a remainder). Products use its `value`. A dot computes the value itself:
-no high-precision copy is a residual.
+A stored parameter is a float32 array, a `QuantizedTensor` (16 bits, or fewer with scales) or a
+`SplitFloat32` (BF16 and a remainder). A GEMM reads its `compute_copy`. A dot makes the copy itself,
+so that no float32 copy is a residual.
 
-In training each node, and each parameter whose gradient is kept narrow, is paired with a sink,
-zeros in the form of that gradient: the gradient is the sink's cotangent, made where a layer's
-backward pass ends, so that a wide one exists of a layer only. Sinks are never read; nothing of them
-is in the compiled program.
+In training, a parameter that is no float32 array, or whose gradient is none, is a `Weight`: the
+parameter and a placeholder, zeros in the format of the gradient. The gradient is the placeholder's
+cotangent. Each layer's backward pass converts it, so that float32 gradients of one layer exist at a
+time. Placeholders are never read and leave nothing in the compiled program.
 """
 
 import dataclasses
@@ -28,22 +28,22 @@ class Weight:
   """A parameter in training.
 
   Attributes:
-    kept: an array, QuantizedTensor or SplitFloat32.
-    sink: float32 zeros, or QuantizedTensor zeros, like its gradient; None for residuals.
-    key: jax random key of the gradient's rounding, of each layer where parameters are stacked.
-    room: what `quantized_tensor.pack` takes under that name, or None; of each layer too.
-    quant: how the gradient is kept; None for float32.
+    stored: the parameter: float32 array, QuantizedTensor or SplitFloat32.
+    placeholder: zeros like its gradient, float32 or QuantizedTensor; None in residuals.
+    key: random key of the gradient's rounding, one per layer if parameters are stacked.
+    autoscale: `room` of `quantized_tensor.pack`, or None; one per layer too.
+    quant: format of the gradient; None for float32.
   """
 
-  kept: Any
-  sink: Any
+  stored: Any
+  placeholder: Any
   key: Any
-  room: Any = None
+  autoscale: Any = None
   quant: Quant | None = dataclasses.field(default=None, metadata=dict(static=True))
 
   @property
   def shape(self) -> tuple[int, ...]:
-    return self.kept.shape
+    return self.stored.shape
 
   @property
   def dtype(self):
@@ -51,49 +51,49 @@ class Weight:
 
 
 def is_stored(x) -> bool:
-  """Whether x is one parameter, whatever it is made of: for jax.tree.map's is_leaf."""
+  """Whether x is one stored parameter: is_leaf of jax.tree.map."""
   return isinstance(x, QuantizedTensor | SplitFloat32 | Weight)
 
 
 def compute_copy(w):
-  """The array that is multiplied by: float32, of BF16 and remainder the BF16."""
+  """The float32 array that a GEMM reads: of a SplitFloat32 its BF16 half."""
   if isinstance(w, Weight):
-    return compute_copy(w.kept)
+    return compute_copy(w.stored)
   if isinstance(w, SplitFloat32):
     return w.high.astype(jnp.float32)
   return w.unpack() if isinstance(w, QuantizedTensor) else w
 
 
 def residual_view(w):
-  """What of a parameter the backward pass needs."""
-  return dataclasses.replace(w, sink=None) if isinstance(w, Weight) else w
+  """A parameter as a residual: without its placeholder."""
+  return dataclasses.replace(w, placeholder=None) if isinstance(w, Weight) else w
 
 
 def without_grad_placeholders(tree):
-  """`waiting` of every parameter of a tree."""
+  """`residual_view` of every parameter of a tree."""
   return jax.tree.map(residual_view, tree, is_leaf=is_stored)
 
 
 def with_grad_placeholders(tree):
-  """The tree that `without_sinks` was given, of parameters that are not stacked."""
+  """The inverse of `without_grad_placeholders`, for parameters that are not stacked."""
 
   def one(w):
     if not isinstance(w, Weight):
       return w
-    return dataclasses.replace(w, sink=grad_placeholder(w.kept, w.quant, 0))
+    return dataclasses.replace(w, placeholder=grad_placeholder(w.stored, w.quant, 0))
 
   return jax.tree.map(one, tree, is_leaf=is_stored)
 
 
 def cotangent(w, g):
-  """Of a parameter, from that of what `read` gave: for a custom_vjp that was given the node."""
+  """The cotangent of a parameter from the cotangent g of its `compute_copy`."""
   if not isinstance(w, Weight):
     return g
-  return Weight(None, _kept_like(w, g), None, None, w.quant)
+  return Weight(None, _stored_gradient(w, g), None, None, w.quant)
 
 
 def value(tree):
-  """`read` of every parameter of a tree, to be differentiated as it is."""
+  """`compute_copy` of every parameter of a tree, differentiable."""
   return jax.tree.map(lambda x: _read(x) if is_stored(x) else x, tree, is_leaf=is_stored)
 
 
@@ -106,7 +106,7 @@ _read.defvjp(lambda w: (compute_copy(w), residual_view(w)), lambda w, g: (cotang
 
 
 def dequantize_tree(tree):
-  """float32 arrays of everything that is kept."""
+  """Every parameter or moment of a tree as a float32 array."""
   return jax.tree.map(
     lambda x: x.unpack() if isinstance(x, QuantizedTensor | SplitFloat32) else x,
     tree,
@@ -119,25 +119,25 @@ def grad_placeholder(param, quant: Quant | None, lead: int):
 
   Args:
     param: array, QuantizedTensor or SplitFloat32, or anything with a shape.
-    quant: how its gradient is kept; None for float32.
-    lead: so many first axes number tensors with scales of their own.
+    quant: format of its gradient; None for float32.
+    lead: number of first axes along which every entry is a tensor with scales of its own.
   """
   if quant is None:
     return jnp.zeros(param.shape, jnp.float32)
   like = jax.ShapeDtypeStruct(param.shape, jnp.float32)
   key = jax.eval_shape(jax.random.key, 0)
-  made = jax.eval_shape(
+  packed = jax.eval_shape(
     lambda x, key: quantized_tensor.pack(x, quant, lead=lead, key=key), like, key
   )
-  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), packed)
 
 
-def _kept_like(w: Weight, g):
-  """g as it is kept: float32, or QuantizedTensor. What is not finite stays visible."""
+def _stored_gradient(w: Weight, g):
+  """g in its format: float32 or QuantizedTensor. The scale is NaN if g is not finite."""
   if w.quant is None:
     return g
-  made = quantized_tensor.pack(g, w.quant, key=w.key, room=w.room)
-  if made.scale is None:
-    return made
+  stored = quantized_tensor.pack(g, w.quant, key=w.key, room=w.autoscale)
+  if stored.scale is None:
+    return stored
   # An infinity saturates in 8 bits and would pass for a large gradient.
-  return dataclasses.replace(made, scale=jnp.where(jnp.isfinite(g).all(), made.scale, jnp.nan))
+  return dataclasses.replace(stored, scale=jnp.where(jnp.isfinite(g).all(), stored.scale, jnp.nan))
