@@ -67,7 +67,7 @@ def gather_scaled(
 def tiles_fit(
   sizes: Mapping[str, int], free: str, contracted: str, quant: Quant, layout: axes.Layout
 ) -> bool:
-  """Whether a shard of a weight holds whole scale tiles, so that it can be quantized, then gathered.
+  """Whether a shard of a weight holds whole scale tiles, so that it can be quantized first.
 
   Args:
     sizes: letter -> size of the shard.
