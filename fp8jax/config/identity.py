@@ -8,8 +8,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from fp8jax.config.files import Config
 from fp8jax.models import config as model_config
-from fp8jax.step.run_spec import Config, RunSpec
+from fp8jax.step.run_spec import RunSpec
 
 
 def flatten(c: Config) -> dict[str, Any]:
@@ -30,14 +31,14 @@ def flatten(c: Config) -> dict[str, Any]:
 def identity(plan: RunSpec) -> dict[str, Any]:
   """The configuration with what "auto" and presets stand for: what a checkpoint remembers."""
   model = {f"model.{k}": v for k, v in plan.model.to_dict().items() if k != "init_std"}
-  flat = {k: v for k, v in flatten(plan.config).items() if not k.startswith("model.")}
+  flat = {k: v for k, v in plan.flat.items() if not k.startswith("model.")}
   return (
     flat
     | json.loads(json.dumps(model))
     | {
       "precision.compute_dtype": plan.run.dtype.name,
       # By content: a table may move, but not change under its name.
-      "precision.calibration": _digest(plan.config.precision.calibration),
+      "precision.calibration": _digest(plan.calibration),
     }
   )
 

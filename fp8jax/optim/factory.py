@@ -25,6 +25,7 @@ CHOICES = {
   "moment_format": tuple(moments.PRESETS),
   "master_format": tuple(masters.PRESETS),
   "grad_format": tuple(gradients.PRESETS),
+  "on_nonfinite": ("stop", "skip"),
 }
 
 
@@ -47,6 +48,7 @@ class OptimizerConfig:
     grad_clip_norm: global gradient norm, 0 for none.
     in_backward: update every layer inside the backward pass, as soon as it has a gradient
       (fp8jax/step/layerwise.py), instead of all parameters after it.
+    on_nonfinite: at a loss or gradient that is not finite: "stop", or "skip" the update.
   """
 
   optimizer: str
@@ -65,6 +67,7 @@ class OptimizerConfig:
   weight_decay: float
   grad_clip_norm: float
   in_backward: bool = False
+  on_nonfinite: str = "stop"
 
   def problems(self) -> list[str]:
     """What is impossible about these numbers, in words."""
@@ -110,11 +113,6 @@ class OptimizerConfig:
       "gradient": moments.nbytes(gradients.PRESETS[self.grad_format]) * (not self.in_backward),
       "moments": sum(map(moments.nbytes, parts)),
     }
-
-
-def read(numbers, steps: int) -> OptimizerConfig:
-  """From a configuration's `optim` and its number of steps; right or wrong."""
-  return OptimizerConfig(**{k: numbers[k] for k in numbers if k != "on_nonfinite"}, steps=steps)
 
 
 def schedule(optim: OptimizerConfig) -> optax.Schedule:
