@@ -16,7 +16,7 @@ from fp8jax.config import data as data_checks
 from fp8jax.config import files as config_files
 from fp8jax.config import precision as precision_checks
 from fp8jax.config.files import Config
-from fp8jax.config.identity import _acceptable, flatten
+from fp8jax.config.identity import acceptable_changes, flatten
 from fp8jax.data import config as data_config_lib
 from fp8jax.errors import ConfigError, ConfigErrors
 from fp8jax.kernels import choose
@@ -230,7 +230,7 @@ def _check_sections(c: Config, problems: ConfigErrors):
   """loss_scale, eval, export and checkpoint, whose numbers have been checked."""
   problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
   problems.one_of("export.dtype", c.export.dtype, ("auto", *hf_weights.DTYPES))
-  problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, _acceptable(c))
+  problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, acceptable_changes(c))
   names = c.eval.precisions
   if not isinstance(names, (tuple, list)) or not names:
     problems.found.append(
