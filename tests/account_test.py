@@ -5,6 +5,7 @@ import pytest
 import train_test
 
 from fp8jax.compiled import aot, memory, xla_buffers
+from fp8jax.config import files as config_files
 from fp8jax.errors import UserError
 from fp8jax.models import presets
 from fp8jax.step import train_step
@@ -129,7 +130,7 @@ def test_a_run_is_planned_without_its_files():
   c = train_test._config("bf16", **{"init.hf": "no/such/folder", "data.tokenizer": "no/such"})
   c.data.sources.main.kind, c.data.sources.main.path = "jsonl", "no/such/*.jsonl"
   c.mesh.fsdp = 8
-  plan, devices = aot.resolve(aot.without_files(c), "")
+  plan, devices = aot.resolve(config_files.without_files(c), "")
   assert len(devices) == plan.run.layout.size(("fsdp",)) == 8
   assert c.init.hf == "no/such/folder"
   with pytest.raises(UserError, match="no/such"):

@@ -21,7 +21,7 @@ from array_record.python import array_record_module
 
 from configs import base
 from fp8jax import mesh
-from fp8jax.config import identity, resolve
+from fp8jax.config import identity, resolve, sections
 from fp8jax.data import tokenize
 from fp8jax.kernels.choose import Device
 from fp8jax.models.hf import config as hf_config
@@ -153,13 +153,13 @@ def _bytes_alive() -> int:
 
 
 def _abstract_batch(plan: run_spec.RunSpec):
-  shape = (plan.microbatch, plan.config.seq_len)
-  if plan.config.grad_accum_steps > 1:
-    shape = (plan.config.grad_accum_steps, *shape)
+  shape = (plan.microbatch, plan.data.seq_len)
+  if plan.grad_accum_steps > 1:
+    shape = (plan.grad_accum_steps, *shape)
   dtypes = dict(
     tokens_BL=jnp.int32, targets_BL=jnp.int32, positions_BL=jnp.int32, weights_BL=jnp.float32
   )
-  if not plan.config.data.cross_document:
+  if not plan.data.cross_document:
     dtypes["segments_BL"] = jnp.int32
   return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
@@ -207,7 +207,7 @@ _built: set[str] = set()
 
 
 def _is_new_program(plan) -> bool:
-  flat = identity.flatten(plan.config)
+  flat = plan.flat
   names = [k for k in sorted(flat) if not any(f"{k}.".startswith(f"{u}.") for u in _UNTRACED)]
   key = repr([(k, flat[k]) for k in names])
   return not (key in _built or _built.add(key))
@@ -298,7 +298,7 @@ INFIR2_SIZES = {
 def test_continued_pretraining_holds_infir2_values(name, checkout, monkeypatch):
   monkeypatch.chdir(checkout)
   plan = _resolve(name)
-  flat = identity.flatten(plan.config)
+  flat = plan.flat
   assert {key: flat[key] for key in INFIR2} == INFIR2
   model = INFIR2_MODEL | INFIR2_SIZES[name]
   assert {key: getattr(plan.model, key) for key in model} == model
@@ -365,7 +365,7 @@ def test_decay_continues_the_stable_phase_with_warm_up_0(name):
   whole, stable, decay = (_config(name, arm) for arm in (None, "stable", "decay"))
   assert (decay.init.workdir, decay.init.step) == (f"runs/{stem}_stable", stable.steps)
   assert (stable.steps, decay.steps, decay.optim.warmup_steps) == (35_000, 40_000, 0)
-  rates = [optim_build.schedule(optim_build.read(c.optim, c.steps)) for c in (whole, stable, decay)]
+  rates = [optim_build.schedule(sections.read_optim(c)) for c in (whole, stable, decay)]
   for step in (0, 2_500, 5_000, 34_999, 35_000, 37_500, 39_999):
     assert rates[0](step) == rates[1 if step < 35_000 else 2](step), step
   changed = identity.refused_changes(

@@ -69,7 +69,7 @@ def _added():
   [
     (None, "get_config returned NoneType"),
     ({"steps": 3}, "get_config returned dict"),
-    (ml_collections.ConfigDict({"steps": 3}), "seed, sharding: missing; begin get_config with"),
+    (ml_collections.ConfigDict({"steps": 3}), "seed, seq_len, sharding: missing; begin"),
     (_added(), "'stepz' is no key; did you mean 'steps'"),
   ],
   ids=["None", "dict", "partial", "added"],

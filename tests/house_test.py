@@ -58,6 +58,8 @@ PLACES = {
   **dict.fromkeys(("custom_jvp", "dot", "einsum", "matmul", "tensordot", "vdot", "@"), ()),
 }
 LIBRARIES = ("jax", "jnp", "lax", "os")
+# Outside config/: they receive the ConfigDict of the command line and have it resolved.
+READ_CONFIG_DICT = ("jobs/command_line.py", "jobs/dispatch.py")
 # Alarms, not targets: a file follows its subject, for one sitting; a kernel may be longer.
 MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION = 480, 600, 60
 
@@ -212,6 +214,21 @@ def test_pins_cover_and_satisfy_the_dependencies():
       yield f"requirements.txt: {name} of pyproject.toml is not pinned"
     elif not wanted.specifier.contains(pins[name].version, prereleases=True):
       yield f"requirements.txt: {name}{pins[name]} is outside {wanted} of pyproject.toml"
+
+
+@rule
+def test_only_config_reads_the_config_dict():
+  """All others read the typed sections of RunSpec."""
+  for source, node, module in _imports():
+    if module.split(".")[0] == "ml_collections" and source.folder != "config":
+      yield f"{source.at(node)}: ml_collections belongs in config/"
+  for source in _sources():
+    if source.folder == "config" or source.name in READ_CONFIG_DICT:
+      continue
+    for node in source.walk(ast.Attribute):
+      text = ast.unparse(node)
+      if text.endswith(("plan.config", "files.Config")):
+        yield f"{source.at(node)}: {text}; config/resolve.py makes a typed field of RunSpec of it"
 
 
 # --- precision -----------------------------------------------------------------------------------

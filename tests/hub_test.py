@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from configs import base
 from fp8jax import hub
-from fp8jax.config import identity, resolve
+from fp8jax.config import resolve
 from fp8jax.data import tokenize
 from fp8jax.errors import UserError
 from fp8jax.jobs import dispatch, prepare
@@ -77,7 +77,7 @@ def test_what_is_in_the_cache_is_read_like_a_folder(cache):
   c.init.hf, c.model.preset, c.seq_len = ID, "hf", 16
   plan = resolve.resolve(c, 1, Device("cpu"))
   # The id, not this machine's path, is remembered with the run.
-  assert plan.model == cfg and identity.flatten(plan.config)["init.hf"] == ID
+  assert plan.model == cfg and plan.flat["init.hf"] == ID
 
 
 def test_a_missing_model_ends_with_the_command_that_fetches_it(cache, capsys, tmp_path):
@@ -161,7 +161,7 @@ def test_a_failed_download_is_one_sentence_in_every_process():
 def test_prepare_fetches_the_tokenizer_alone(monkeypatch, tmp_path):
   fetched = {}
   monkeypatch.setattr(hub, "fetch", fetched.update)
-  monkeypatch.setattr(prepare, "run", lambda c, workdir: {})
+  monkeypatch.setattr(prepare, "run", lambda data, config, workdir: {})
   c = base.get_config()
   c.init.hf = ID
   assert dispatch.run("prepare", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 0

@@ -100,9 +100,7 @@ def _memories(recipe):
 
 def _step_fn(plan, sites, batch):
   """params -> (loss, gradients, {site: what it saw}), on the host."""
-  spread = batch_sharding.BatchSharder(
-    plan.run.layout, plan.microbatch, plan.config.grad_accum_steps
-  )
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
   placed = spread.place(batch)
   take = jax.jit(lambda params: train_step.gradients(plan, params, sites, placed))
 

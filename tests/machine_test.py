@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs import base, cpt_7b_1gpu, debug, smollm2_cpt
-from fp8jax.compiled import aot
+from fp8jax.config import files as config_files
 from fp8jax.config import resolve
 from fp8jax.errors import UserError
 from fp8jax.jobs import dispatch, train
@@ -203,7 +203,7 @@ def test_the_first_line_names_devices_and_kernels(plan, devices, line):
 @pytest.mark.parametrize("module", [debug, smollm2_cpt])
 def test_the_demo_takes_one_device_of_eight(module):
   """Its batch of two suits no eight; sizes that are tiles stand in for the model's."""
-  c = aot.without_files(module.get_config("tensor_current"))
+  c = config_files.without_files(module.get_config("tensor_current"))
   plan = resolve.resolve(c, 8, choose.Device("gpu", 90))
   assert plan.num_devices == 1 and plan.run.layout.mesh is None
 

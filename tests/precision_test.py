@@ -467,7 +467,7 @@ def test_step_never_calls_the_host(statistics):
   plan = resolve.resolve(debug.get_config(), 1, choose.current_device())
   state = train_step.abstract_state(plan, 1)
   batch = {
-    name: jax.ShapeDtypeStruct((plan.config.global_batch, plan.config.seq_len), dtype)
+    name: jax.ShapeDtypeStruct((plan.global_batch, plan.data.seq_len), dtype)
     for name, dtype in (
       ("tokens_BL", np.int32), ("targets_BL", np.int32), ("weights_BL", np.float32),
       ("positions_BL", np.int32), ("segments_BL", np.int32),

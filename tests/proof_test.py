@@ -41,7 +41,7 @@ def _plan(arm="", devices=1, device=CPU, **changes):
 
 def _arguments(plan):
   """Shapes of what the second step of a run is called with."""
-  lead = (plan.config.grad_accum_steps,) if plan.config.grad_accum_steps > 1 else ()
+  lead = (plan.grad_accum_steps,) if plan.grad_accum_steps > 1 else ()
   shape = (*lead, plan.microbatch, plan.data.seq_len)
   names = ("tokens_BL", "targets_BL", "positions_BL", "segments_BL")
   batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}

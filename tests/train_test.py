@@ -90,7 +90,7 @@ class Runner:
 
   def __post_init__(self):
     self.spread = batch_sharding.BatchSharder(
-      self.plan.run.layout, self.plan.microbatch, self.plan.config.grad_accum_steps
+      self.plan.run.layout, self.plan.microbatch, self.plan.grad_accum_steps
     )
     self.step_fn, self.sites = train_step.make_step(self.plan), self.plan.sites()
 

@@ -43,7 +43,7 @@ def bench_step():
 
   times = {recipe: [] for recipe in RECIPES}
   plan = _plan("bf16")
-  host = next(loader.train_batches(plan.data, plan.config.global_batch))
+  host = next(loader.train_batches(plan.data, plan.global_batch))
   for _ in range(ROUNDS):
     for recipe in RECIPES:
       plan = _plan(recipe)
@@ -85,7 +85,7 @@ def bench_numerics():
   found = {}
   for recipe in NUMERICS_RECIPES:
     plan = _plan(recipe)
-    host = next(loader.train_batches(plan.data, plan.config.global_batch))
+    host = next(loader.train_batches(plan.data, plan.global_batch))
     batch = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch).place(host)
     step_fn = train_step.make_step(plan)
     sites = {
@@ -116,7 +116,7 @@ def bench_loader():
   from fp8jax.data import loader
 
   plan = _plan("bf16")
-  iterator = loader.train_batches(plan.data, plan.config.global_batch)
+  iterator = loader.train_batches(plan.data, plan.global_batch)
   next(iterator)
   start, tokens = time.perf_counter(), 0
   while time.perf_counter() - start < LOADER_SECONDS:

@@ -25,6 +25,7 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 from configs import cpt_7b  # noqa: E402
 from fp8jax.compiled import aot, hlo, memory, saved_tensors  # noqa: E402
+from fp8jax.config import files as config_files  # noqa: E402
 from fp8jax.run import provenance  # noqa: E402
 from fp8jax.step import train_step  # noqa: E402
 
@@ -51,7 +52,7 @@ ARMS = [
 
 def measure(recipe: str, remat: str, copies: dict[str, str]) -> dict:
   """One arm: bytes per token and layer, and work done again, as compiled."""
-  c = aot.without_files(cpt_7b.get_config(recipe))
+  c = config_files.without_files(cpt_7b.get_config(recipe))
   changes = {
     "model.num_layers": LAYERS, "global_batch": 1, "eval.batch": 1, "grad_accum_steps": 1,
     "seq_len": TOKENS,

@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 from configs import smollm2_cpt  # noqa: E402
 from experiments import sweep  # noqa: E402
-from fp8jax.optim import factory, storage  # noqa: E402
+from fp8jax.config import sections  # noqa: E402
+from fp8jax.optim import storage  # noqa: E402
 
 _RUNS = flags.DEFINE_string("runs", "runs/moments", "Where runs are kept.")
 _JSON = flags.DEFINE_string("json", "", "Where the table is written.")
@@ -75,7 +76,7 @@ def _bytes(resolved: dict) -> float:
   """Master, gradient and moments of a large matrix."""
   c = smollm2_cpt.get_config()
   c.update_from_flattened_dict({k: v for k, v in resolved.items() if k.startswith("optim.")})
-  return sum(factory.read(c.optim, c.steps).bytes_per_parameter().values())
+  return sum(sections.read_optim(c).bytes_per_parameter().values())
 
 
 def main(argv):

@@ -6,6 +6,7 @@ comes out says what fits and which kernels run, never how fast.
 
 import os
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +24,11 @@ FOLDER = pathlib.Path(__file__).resolve().parent / "topologies"
 CAPABILITY = {"h100": 90, "h200": 90, "b200": 100}
 
 
-def without_files(c: run_spec.Config) -> run_spec.Config:
-  """A copy without the text and, unless they say what the model is, weights that it names.
-
-  The program does not depend on them, and they need not be here when a run is planned.
-  """
-  c = c.copy_and_resolve_references()
-  if c.model.preset != "hf":
-    c.init.hf = ""
-  c.data.tokenizer, c.data.eos = "bytes", ""
-  c.data.sources = {"main": dict(kind="pydoc", path="", field="", dataset="", split="", weight=1.0)}
-  return c
-
-
-def resolve(c: run_spec.Config, target: str) -> tuple[run_spec.RunSpec, list]:
+def resolve(c: Any, target: str) -> tuple[run_spec.RunSpec, list]:
   """(plan, devices) of a configuration on a target.
 
   Args:
-    c: the configuration.
+    c: the ConfigDict, handed on unread.
     target: "h200:8" for so many of CAPABILITY's GPUs in one host, or "" for the devices at hand.
 
   Raises:
@@ -78,8 +66,8 @@ def _devices(name: str, count: int):
 
 def lower(plan: run_spec.RunSpec, devices, change=lambda sites: sites):
   """The train step, lowered for them; `change` changes the sites it is called with."""
-  c, layout = plan.config, plan.run.layout
-  lead = () if c.grad_accum_steps == 1 else (c.grad_accum_steps,)
+  layout, times = plan.run.layout, plan.grad_accum_steps
+  lead = () if times == 1 else (times,)
   rows = everywhere = SingleDeviceSharding(devices[0])
   if layout.mesh is not None:
     rows = NamedSharding(layout.mesh, layout.act_spec("ABL" if lead else "BL"))
@@ -89,8 +77,8 @@ def lower(plan: run_spec.RunSpec, devices, change=lambda sites: sites):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
   names = ["tokens_BL", "targets_BL", "positions_BL"]
-  names += [] if c.data.cross_document else ["segments_BL"]
-  shape = (*lead, plan.microbatch, c.seq_len)
+  names += [] if plan.data.cross_document else ["segments_BL"]
+  shape = (*lead, plan.microbatch, plan.data.seq_len)
   batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for name in names}
   batch["weights_BL"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
   # The second step's: what scales are made from has been seen.

@@ -174,7 +174,7 @@ def uses(plan: RunSpec, phase: int = 0) -> dict[tuple[str, Gemm], set[tuple[int,
 
 def _calls(plan: RunSpec, site: site_lib.Site) -> list[tuple[int, int]]:
   """(tokens on a device, calls per step) of a site; the head's are of chunks of the sequence."""
-  times = plan.config.grad_accum_steps
+  times = plan.grad_accum_steps
   if site.layers:
     return [(plan.tokens_per_device, times * len(site.layer_names))]
   length, chunk = plan.data.seq_len, plan.run.loss_chunk
@@ -316,7 +316,7 @@ def _complaint(row: GemmRow, plan: RunSpec) -> str:
     reason = "XLA did not match it to an FP8 kernel, or its operands are made wide before it"
   gemm = getattr(rules.recipe_by_name(row.recipe), row.key.product)
   problem = choose.GemmProblem(*row.size, gemm, plan.device)
-  notes = choose.choose(problem, plan.config.kernels.matmul).notes
+  notes = choose.choose(problem, plan.kernels.matmul).notes
   reason += "".join(f"; passed over {note}" for note in notes)
   fixes = [
     f"kernels.matmul={name!r}"
@@ -399,7 +399,7 @@ def every_step(plan: RunSpec, step_fn, state, batch, now: int) -> list[tuple[str
   Args:
     step_fn, state, batch: see `strict`; the state of phase `now`.
   """
-  loud = [tensor_stats.LOUD] if plan.config.log.tensor_stats_every else []
+  loud = [tensor_stats.LOUD] if plan.log.tensor_stats_every else []
   found = []
   for phase in range(now, len(plan.precision.phases)):
     start = plan.precision.phases[phase].start

@@ -35,8 +35,8 @@ def peak(plan: run_spec.RunSpec) -> tuple[str, dict[str, int]]:
 
 def logits(plan: run_spec.RunSpec) -> int:
   """Bytes of one chunk's, float32."""
-  c = plan.config
-  chunk = plan.tokens_per_device // c.seq_len * min(plan.run.loss_chunk, c.seq_len)
+  length = plan.data.seq_len
+  chunk = plan.tokens_per_device // length * min(plan.run.loss_chunk, length)
   return 4 * chunk * _local(plan, "V")
 
 
@@ -118,7 +118,7 @@ def _embedding(plan) -> dict[str, int]:
 
 def _sums(plan, of) -> int:
   """Gradients of the microbatches before this one."""
-  return _gradients(plan, of) if plan.config.grad_accum_steps > 1 else 0
+  return _gradients(plan, of) if plan.grad_accum_steps > 1 else 0
 
 
 def _gradients(plan, of) -> int:

@@ -1,7 +1,8 @@
 """Alarms that a configuration states: which statistic of which sites, and the limits."""
 
-import dataclasses
 import re
+
+from fp8jax.step.config import Alarm
 
 # What a rule may test, with what to try when it fires.
 ADVICE = {
@@ -17,26 +18,6 @@ ADVICE = {
   "alignment": "gate and up weights of a channel are parallel, which makes it grow with the square "
   "of its input: precision.smooth_swiglu, finer tiles (block_128), or bf16 for this site",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Alarm:
-  """Fires where a statistic of a narrow tensor lies beyond a bound.
-
-  Attributes:
-    statistic: a key of ADVICE.
-    relation: ">" or "<".
-    bound: in the statistic's unit (shares from 0 to 1, decibels, the tensor's own).
-    sites: regular expression on "layers/3/mlp/up/g", site and tensor.
-  """
-
-  statistic: str
-  relation: str
-  bound: float
-  sites: str = ".*"
-
-  def is_met_by(self, value: float) -> bool:
-    return value > self.bound if self.relation == ">" else value < self.bound
 
 
 def read_alarms(stated) -> tuple[Alarm, ...]:

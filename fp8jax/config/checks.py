@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from fp8jax.errors import ConfigErrors
-from fp8jax.step.loss_scale import _LARGEST, SMALLEST
+from fp8jax.step.loss_scale import LARGEST, SMALLEST
 
 
 def layerwise_problems(c: Any) -> list[str]:
@@ -39,7 +39,7 @@ def loss_scale_problems(c: Any, compute: str) -> list[str]:
   collected = ConfigErrors()
   collected.one_of("loss_scale.kind", c.kind, ("none", "dynamic"))
   found = collected.found
-  if not SMALLEST <= c.start <= _LARGEST or math.frexp(c.start)[0] != 0.5:
+  if not SMALLEST <= c.start <= LARGEST or math.frexp(c.start)[0] != 0.5:
     found.append(f"loss_scale.start={c.start} must be a power of two from 2^-24 to 2^24")
   if c.growth_interval < 1:
     found.append(f"loss_scale.growth_interval={c.growth_interval} must be at least 1")

@@ -8,6 +8,9 @@ from ml_collections import ConfigDict
 
 from fp8jax.errors import ConfigError, ConfigErrors
 
+# A ConfigDict with every key of configs/base.py; types cannot know its keys.
+Config = Any
+
 # Steps and sizes are int32 on the device; what a corpus is counted in is not.
 _LARGEST = 2**31 - 1
 _LARGE = ("prepare.shard_tokens",)
@@ -51,6 +54,19 @@ def _compare(prefix: str, c: ConfigDict, base: ConfigDict, problems: ConfigError
     elif isinstance(here, ConfigDict) or isinstance(wanted, ConfigDict):
       expected = "a group of keys" if isinstance(wanted, ConfigDict) else "a value"
       problems.found.append(f"{prefix}{key} is {here!r}, expected {expected}")
+
+
+def without_files(c: Config) -> Config:
+  """A copy without the text and, unless they say what the model is, weights that it names.
+
+  The program does not depend on them, and they need not be here when a run is planned.
+  """
+  c = c.copy_and_resolve_references()
+  if c.model.preset != "hf":
+    c.init.hf = ""
+  c.data.tokenizer, c.data.eos = "bytes", ""
+  c.data.sources = {"main": dict(kind="pydoc", path="", field="", dataset="", split="", weight=1.0)}
+  return c
 
 
 def check_numbers(flat: Mapping[str, Any], problems: ConfigErrors):

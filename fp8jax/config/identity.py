@@ -8,8 +8,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from fp8jax.config.files import Config
 from fp8jax.models import config as model_config
-from fp8jax.step.run_spec import Config, RunSpec
+from fp8jax.step.run_spec import RunSpec
 
 
 def flatten(c: Config) -> dict[str, Any]:
@@ -30,14 +31,14 @@ def flatten(c: Config) -> dict[str, Any]:
 def identity(plan: RunSpec) -> dict[str, Any]:
   """The configuration with what "auto" and presets stand for: what a checkpoint remembers."""
   model = {f"model.{k}": v for k, v in plan.model.to_dict().items() if k != "init_std"}
-  flat = {k: v for k, v in flatten(plan.config).items() if not k.startswith("model.")}
+  flat = {k: v for k, v in plan.flat.items() if not k.startswith("model.")}
   return (
     flat
     | json.loads(json.dumps(model))
     | {
       "precision.compute_dtype": plan.run.dtype.name,
       # By content: a table may move, but not change under its name.
-      "precision.calibration": _digest(plan.config.precision.calibration),
+      "precision.calibration": _digest(plan.calibration),
     }
   )
 
@@ -66,7 +67,7 @@ _HARMLESS = (
 )  # fmt: skip
 
 
-def _acceptable(c: Config) -> set[str]:
+def acceptable_changes(c: Config) -> set[str]:
   """What accept_changes may name: keys, also of sources that are gone, and the data's content."""
   gone = {k for k in c.checkpoint.accept_changes if str(k).startswith("data.sources.")}
   model = {f"model.{f.name}" for f in dataclasses.fields(model_config.ModelConfig)}

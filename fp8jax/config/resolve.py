@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from fp8jax import axes, mesh
 from fp8jax import params as params_lib
-from fp8jax.config import alarms, checks, tile_checks
+from fp8jax.config import alarms, checks, sections, tile_checks
 from fp8jax.config import data as data_checks
 from fp8jax.config import files as config_files
 from fp8jax.config import precision as precision_checks
-from fp8jax.config.identity import _acceptable, flatten
+from fp8jax.config.files import Config
+from fp8jax.config.identity import acceptable_changes, flatten
 from fp8jax.data import config as data_config_lib
 from fp8jax.errors import ConfigError, ConfigErrors
 from fp8jax.kernels import choose
@@ -27,7 +28,8 @@ from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import attention, residuals, site
 from fp8jax.optim import factory as optim_build
 from fp8jax.optim import fused_adamw
-from fp8jax.step.run_spec import Config, RunSpec
+from fp8jax.step import config as step_config
+from fp8jax.step.run_spec import RunSpec
 
 
 def resolve(
@@ -75,20 +77,25 @@ def resolve(
       recipes = problems.attempt(functools.partial(precision_checks.with_ends, recipes, c, model))
     if chosen and recipes:
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
-  problems.attempt(lambda: alarms.read_alarms(c.log.alarms))
-  problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
-  _check_eval_precisions(c, problems)
-  problems.one_of("export.dtype", c.export.dtype, ("auto", *hf_weights.DTYPES))
-  problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, _acceptable(c))
+  watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
+  _check_sections(c, problems)
   if problems.found or model is None or recipes is None:
     raise ConfigError(problems.found)
 
-  plan = RunSpec(model, declaration, run, recipes, optim, data, microbatch, device, c)
+  plan = RunSpec(
+    model, declaration, run, recipes, optim, data, device, microbatch,
+    **sections.read(c, watched), flat=flatten(c),
+  )  # fmt: skip
   for phase in range(len(recipes.phases)):
     problems.attempt(lambda phase=phase: _check_float16(plan, phase))
   problems.attempt(lambda: plan.leaves)
   problems.refuse()
   return plan
+
+
+def resolve_prepare(c: Config) -> tuple[data_config_lib.DataConfig, step_config.PrepareConfig]:
+  """What --job=prepare reads and writes. Raises as `resolve`."""
+  return resolve_data(c), step_config.PrepareConfig(c.prepare.path, c.prepare.shard_tokens)
 
 
 def resolve_data(c: Config) -> data_config_lib.DataConfig:
@@ -222,19 +229,19 @@ def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors)
   )  # fmt: skip
 
 
-# Forward passes that an evaluation may take: the recipes of training, and 16 bits everywhere.
-EVAL_PRECISIONS = ("recipe", "bf16")
-
-
-def _check_eval_precisions(c: Config, problems: ConfigErrors):
+def _check_sections(c: Config, problems: ConfigErrors):
+  """loss_scale, eval, export and checkpoint, whose numbers have been checked."""
+  problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
+  problems.one_of("export.dtype", c.export.dtype, ("auto", *hf_weights.DTYPES))
+  problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, acceptable_changes(c))
   names = c.eval.precisions
   if not isinstance(names, (tuple, list)) or not names:
     problems.found.append(
-      f"eval.precisions={names!r} names no forward pass; give some of {EVAL_PRECISIONS}"
+      f"eval.precisions={names!r} names no forward pass; give some of {step_config.EVAL_PRECISIONS}"
     )
     return
   for name in names:
-    problems.one_of("eval.precisions", name, EVAL_PRECISIONS)
+    problems.one_of("eval.precisions", name, step_config.EVAL_PRECISIONS)
 
 
 def _check_float16(plan: RunSpec, phase: int):
@@ -252,12 +259,11 @@ def _check_float16(plan: RunSpec, phase: int):
 
 
 def _optim(c: Config, problems: ConfigErrors) -> optim_build.OptimizerConfig:
-  optim = optim_build.read(c.optim, c.steps)
+  optim = sections.read_optim(c)
   problems.extend(optim.problems())
   for key, known in optim_build.CHOICES.items():
     problems.one_of(f"optim.{key}", getattr(optim, key), known)
   problems.one_of("kernels.optimizer", c.kernels.optimizer, fused_adamw.CHOICES)
-  problems.one_of("optim.on_nonfinite", c.optim.on_nonfinite, ("stop", "skip"))
   problems.extend(checks.layerwise_problems(c))
   return optim
 

@@ -15,20 +15,20 @@ from fp8jax.step import run_spec, train_step
 
 def run(plan: run_spec.RunSpec, workdir: str):
   """Writes the range of every tensor of every site, over some training batches."""
-  c, step = plan.config, 0
-  path = folder_of(c.calibrate.path, workdir, "calibration.json")
+  step = 0
+  path = folder_of(plan.calibrate.path, workdir, "calibration.json")
   _check_writable(path, "calibrate.path")  # before the work, whose result would be lost
   if os.path.isdir(os.path.join(workdir, "checkpoints")):
     params, step, _ = restore_params(plan, workdir)
-  elif c.init.hf:
-    params, _ = hf_weights.load_params(c.init.hf, plan.model, plan.run.layout)
+  elif plan.init.hf:
+    params, _ = hf_weights.load_params(plan.init.hf, plan.model, plan.run.layout)
   else:
     params = train_step.make_state(plan).params
   fingerprint = loader.fingerprint(plan.data)
-  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, c.grad_accum_steps)
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
   counts = loader.DocumentCounts()
   stream = loader.train_batches(plan.data, spread.local_batch, spread.shard, counts)
-  placed = (spread.place(next(stream)) for _ in range(c.calibrate.batches))
+  placed = (spread.place(next(stream)) for _ in range(plan.calibrate.batches))
   try:
     table = calibration.run(plan, params, placed, step=step, fingerprint=fingerprint)
   finally:

@@ -6,14 +6,14 @@ import traceback
 
 from absl import flags
 
+from fp8jax.config import files as config_files
 from fp8jax.config import identity
 from fp8jax.errors import nearest, nearest_key
-from fp8jax.step import run_spec
 
 NAMES = ("train", "evaluate", "prepare", "export", "calibrate", "diagnose", "memory")
 
 
-def parse_flags(argv: list[str], base: run_spec.Config) -> list[str]:
+def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
   """absl's parser, with one-line errors that name the nearest valid file, key or value."""
   path, job = (_value_of(name, argv) for name in ("config", "job"))
   path = path and path.partition(":")[0]

@@ -27,8 +27,6 @@ def run(plan: run_spec.RunSpec, workdir: str):
   with open(os.path.join(workdir, "nonfinite", "report.json")) as f:
     step = json.load(f)["step"]
   params, _, _ = restore_params(plan, workdir, step)
-  spread = batch_sharding.BatchSharder(
-    plan.run.layout, plan.microbatch, plan.config.grad_accum_steps
-  )
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
   found = nonfinite.report(plan, params, spread.place(host), plan.phase(max(step - 1, 0)))
   return {"step": step, **found}

@@ -9,6 +9,7 @@ import jax
 from absl import logging
 
 from fp8jax import hub
+from fp8jax.compiled import aot
 from fp8jax.config import files as config_files
 from fp8jax.config import identity, resolve
 from fp8jax.errors import UserError, missing_package
@@ -19,10 +20,11 @@ from fp8jax.run import (
   machine,
   provenance,
 )
-from fp8jax.step import run_spec
 
 
-def run(job: str, c: run_spec.Config, base: run_spec.Config, name: str, workdir: str) -> int:
+def run(
+  job: str, c: config_files.Config, base: config_files.Config, name: str, workdir: str
+) -> int:
   """Runs one job; returns the process's exit code.
 
   Args:
@@ -57,18 +59,20 @@ def run(job: str, c: run_spec.Config, base: run_spec.Config, name: str, workdir:
     return 130
 
 
-def _run(job: str, c: run_spec.Config, base: run_spec.Config, workdir: str) -> int:
+def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: str) -> int:
   if job == "evaluate" and c.eval.hf:
     c.init.hf, c.model.preset = c.eval.hf, "hf"
   if job not in ("train", "evaluate"):  # which read the table; it may be yet to be written
     c.precision.calibration = ""
   if job == "prepare":  # needs neither the model nor the mesh that the data are for
     hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
-    print(provenance.to_json(prepare.run(c, workdir)))
+    print(provenance.to_json(prepare.run(*resolve.resolve_prepare(c), workdir)))
     return 0
   if job == "memory":  # needs neither weights nor data, nor the devices
     hub.fetch({c.init.hf: hub.WEIGHTS} if c.model.preset == "hf" else {})
-    print(provenance.to_json(memory.run(c)))
+    topology = c.aot.topology
+    plan, devices = aot.resolve(config_files.without_files(c), topology)
+    print(provenance.to_json(memory.run(plan, devices, topology)))
     return 0
   machine.check_platform(jax.default_backend(), jax.config.jax_platforms, jax.__version__)
   hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
@@ -98,7 +102,7 @@ def _out_of_memory(e: Exception, argv: list[str]) -> str:
   )
 
 
-def environment(c: run_spec.Config) -> dict[str, str]:
+def environment(c: config_files.Config) -> dict[str, str]:
   """Environment variables that a configuration asks for; to be set before JAX meets its devices."""
   fraction = c.memory.gpu_fraction
   return {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(fraction)} if fraction else {}

@@ -16,11 +16,11 @@ from fp8jax.step import run_spec
 
 def run(plan: run_spec.RunSpec, workdir: str):
   """Held-out loss and perplexity of a checkpoint or a Hugging Face folder."""
-  if plan.config.eval.hf:
-    params, _ = hf_weights.load_params(plan.config.eval.hf, plan.model, plan.run.layout)
-    path = os.path.expanduser(plan.config.precision.calibration)
+  if plan.eval.hf:
+    params, _ = hf_weights.load_params(plan.eval.hf, plan.model, plan.run.layout)
+    path = os.path.expanduser(plan.calibration)
     memories = calibration.begin(plan, path)[0] if path else {}
-    phase, where = 0, {"hf": plan.config.eval.hf}
+    phase, where = 0, {"hf": plan.eval.hf}
   else:
     params, step, meta = restore_params(plan, workdir)
     table, trained = (
@@ -28,7 +28,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
     )
     if table and table != trained:
       raise UserError(
-        f"precision.calibration={plan.config.precision.calibration!r} is not the table that the "
+        f"precision.calibration={plan.calibration!r} is not the table that the "
         f"checkpoint of step {step} was trained with, and evaluation takes the scales of the "
         "checkpoint; set precision.calibration=''"
       )

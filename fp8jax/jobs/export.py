@@ -20,17 +20,17 @@ from fp8jax.step import run_spec
 
 def run(plan: run_spec.RunSpec, workdir: str):
   """Writes a checkpoint as a Hugging Face folder."""
-  target = folder_of(plan.config.export.path, workdir, "hf")
-  never = {workdir: "the run's own folder", plan.config.init.hf: "the folder of init.hf"}
+  target = folder_of(plan.export.path, workdir, "hf")
+  never = {workdir: "the run's own folder", plan.init.hf: "the folder of init.hf"}
   export_folder.check_other(target, _local(never))
   export_folder.check(target)  # before work that takes long; `claim` checks again
   params, step, meta = restore_params(plan, workdir)
   began_with = {meta["config"].get("init.hf", ""): "the folder that training started from"}
   export_folder.check_other(target, _local(began_with))
   params = stored_params.dequantize_tree(params)
-  if plan.config.export.fold_smooth_batches:
+  if plan.export.fold_smooth_batches:
     params = _fold_smooth(plan, params)
-  dtype = plan.config.export.dtype
+  dtype = plan.export.dtype
   dtype = meta["weights_dtype"] if dtype == "auto" else dtype
   source = os.path.join(workdir, "hf_source")
   source = source if os.path.isdir(source) else ""
@@ -45,15 +45,15 @@ def _local(folders: dict[str, str]) -> dict[str, str]:
 
 def _fold_smooth(plan: run_spec.RunSpec, params):
   """The parameters with Smooth-SwiGLU's scales per channel, those of held-out text, folded in."""
-  c, mlp = plan.config, params["layers"]["mlp"]
+  mlp = params["layers"]["mlp"]
   sites = plan.sites(evaluator_lib.BF16)
   look = jax.jit(lambda p, b: transformer.channel_scales(p, sites, b, plan.model, plan.run))
-  spread = batch_sharding.BatchSharder(plan.run.layout, c.eval.batch)
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.eval.batch)
   s_NF = jnp.full(mlp["up"].shape[::2], smooth_swiglu.EPSILON)
   for source in plan.data.sources:
     counts = loader.DocumentCounts()
     for batch in loader.heldout_batches(
-      plan.data, source, spread.local_rows, c.export.fold_smooth_batches, spread.shard, counts
+      plan.data, source, spread.local_rows, plan.export.fold_smooth_batches, spread.shard, counts
     ):
       s_NF = jnp.maximum(s_NF, look(params, spread.place(batch)))
     for what, number in counts.summary_everywhere().items():

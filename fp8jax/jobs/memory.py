@@ -1,6 +1,8 @@
 """What a step keeps on a device, declared and compiled."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from fp8jax import console as console_lib
 from fp8jax.compiled import aot, memory
@@ -10,12 +12,17 @@ from fp8jax.run import (
 from fp8jax.step import run_spec
 
 
-def run(c: run_spec.Config):
-  """Bytes per device by kind, declared and found in the compiled step."""
-  plan, devices = aot.resolve(aot.without_files(c), c.aot.topology)
+def run(plan: run_spec.RunSpec, devices: Sequence[Any], topology: str) -> dict[str, Any]:
+  """Bytes per device by kind, declared and found in the compiled step.
+
+  Args:
+    plan: the run.
+    devices: those to compile for, real or of a topology.
+    topology: aot.topology, for the message; "" where the devices are here.
+  """
   out = console_lib.console(stderr=True)
   rows = memory.declared(plan)
-  out.print(f"compiling the step for {c.aot.topology or devices[0].device_kind}")
+  out.print(f"compiling the step for {topology or devices[0].device_kind}")
   found, summary = memory.compiled(plan, aot.lower(plan, devices))
   rows += found
   out.print(startup.account_table(rows, summary))

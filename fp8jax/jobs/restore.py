@@ -16,8 +16,8 @@ def restore_params(plan: run_spec.RunSpec, workdir: str, step: int | None = None
   """(parameters, step, meta) of a checkpoint; without a step, of the one that eval.step chooses."""
   if not os.path.isdir(workdir):  # Orbax would create it
     raise FileNotFoundError(f"{workdir} does not exist; train first, or name another --workdir")
-  saved = checkpoint.Checkpoints(workdir, plan.config.checkpoint.keep)
-  step = saved.find(plan.config.eval.step if step is None else step)
+  saved = checkpoint.Checkpoints(workdir, plan.checkpoint.keep)
+  step = saved.find(plan.eval.step if step is None else step)
   meta = saved.meta(step)
   changes = {
     k: v for k, v in identity.diff(identity.identity(plan), meta["config"]).items()
@@ -44,7 +44,7 @@ def restore_scaling_states(plan: run_spec.RunSpec, workdir: str, step: int, meta
       file=sys.stderr,
     )
     return {}
-  saved = checkpoint.Checkpoints(workdir, plan.config.checkpoint.keep)
+  saved = checkpoint.Checkpoints(workdir, plan.checkpoint.keep)
   memories = saved.restore_memories(step, train_step.abstract_state(plan, step).memories)
   saved.close()
   return memories

@@ -9,7 +9,6 @@ import numpy as np
 
 from fp8jax import console as console_lib
 from fp8jax.compiled import fp8_gemms
-from fp8jax.config import alarms as config_alarms
 from fp8jax.config import identity, resolve
 from fp8jax.data import batch_sharding, loader
 from fp8jax.kernels import self_test
@@ -64,42 +63,41 @@ class _Run:
 
   def __init__(self, plan: run_spec.RunSpec, workdir: str, base: dict[str, Any]):
     self.plan, self.workdir = plan, workdir
-    self.flat = identity.flatten(plan.config)
+    self.flat = dict(plan.flat)
     self.out = console_lib.console()
     self.fingerprint = loader.fingerprint(plan.data)
     os.makedirs(workdir, exist_ok=True)
     self.changes = identity.diff(self.flat, base)
     self.site_rows = startup.all_site_rows(plan)
     startup.print_start(self.out, plan, self.changes, self.fingerprint, self.site_rows)
-    path = plan.config.precision.calibration
+    path = plan.calibration
     self.calibration = calibration.begin(plan, os.path.expanduser(path)) if path else None
     self.identity = identity.identity(plan)  # now: the table may be edited during the run
-    alarms = config_alarms.read_alarms(plan.config.log.alarms)
     self.watches = [
-      run_alarms.AlarmMonitor(alarms, site_lib.recipes_of(plan.sites(phase=phase)))
+      run_alarms.AlarmMonitor(plan.log.alarms, site_lib.recipes_of(plan.sites(phase=phase)))
       for phase in range(len(plan.precision.phases))
     ]
     self.counts = loader.DocumentCounts()
     self.spread = batch_sharding.BatchSharder(
-      plan.run.layout, plan.microbatch, plan.config.grad_accum_steps
+      plan.run.layout, plan.microbatch, plan.grad_accum_steps
     )
     self.iterator = loader.train_batches(
       plan.data, self.spread.local_batch, self.spread.shard, self.counts
     )
-    self.checkpoints = checkpoint.Checkpoints(workdir, plan.config.checkpoint.keep)
+    self.checkpoints = checkpoint.Checkpoints(workdir, plan.checkpoint.keep)
     self.weights_dtype = "bfloat16"
     self.evaluations: dict[str, Any] = {}
     self.sites: dict[bool, Any] = {}  # quiet and loud ones of the present phase
     self.has_memories = False  # of its checkpoint, for the phase that it is in
-    self.is_proven = not plan.config.precision.verify_fp8_gemms
+    self.is_proven = not plan.verify_fp8_gemms
 
   def run(self) -> dict[str, Any]:
-    c = self.plan.config
+    plan = self.plan
     state, start = self._start()
-    if start < c.steps:
+    if start < plan.steps:
       self.checkpoints.check_room(state)  # now, not after hours
-    evaluator = evaluator_lib.Evaluator(self.plan)
-    log = metrics_writer.Metrics(self.workdir, start, self.evaluations, c.log.tensorboard)
+    evaluator = evaluator_lib.Evaluator(plan)
+    log = metrics_writer.Metrics(self.workdir, start, self.evaluations, plan.log.tensorboard)
     self._record(start)
     try:
       with preemption.Interrupts() as asked:
@@ -109,7 +107,7 @@ class _Run:
         self._save(reached, state)
         self.checkpoints.wait()
         # All is saved: the last evaluation may be left, and made by the same command.
-        finished = reached >= c.steps
+        finished = reached >= plan.steps
         if not finished or not self._evaluate(evaluator, state, reached, log, asked.requested):
           self.out.print(
             f"interrupted: saved step {reached}; the same command goes on from there "
@@ -128,7 +126,7 @@ class _Run:
     """What this run is, once it is known to be one."""
     changed = {k: new for k, (_, new) in self.changes.items()}
     provenance = provenance_lib.provenance(
-      self.flat, self.fingerprint, self.plan.config.seed, self.plan.num_devices
+      self.flat, self.fingerprint, self.plan.seed, self.plan.num_devices
     )
     provenance |= provenance_lib.history(self.workdir, start, self.flat)
     for name, value in (
@@ -140,7 +138,7 @@ class _Run:
 
   def _start(self) -> tuple[State, int]:
     """A fresh state, the newest checkpoint's, or that of init.workdir."""
-    steps, init = self.checkpoints.steps(), self.plan.config.init
+    steps, init = self.checkpoints.steps(), self.plan.init
     if steps:
       return self._restored(self.checkpoints, steps[-1])
     if not init.workdir:
@@ -187,7 +185,7 @@ class _Run:
     return state, step
 
   def _fresh(self) -> State:
-    source = self.plan.config.init.hf
+    source = self.plan.init.hf
     if not source:
       return train_step.make_state(self.plan)
     params, self.weights_dtype = hf_weights.load_params(
@@ -202,7 +200,7 @@ class _Run:
     changes = identity.diff(self.identity, meta["config"])
     for key, (old, new) in changes.items():
       self.out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
-    accepted = tuple(self.plan.config.checkpoint.accept_changes)
+    accepted = self.plan.checkpoint.accept_changes
     problems = [
       f"{key} was {_shown(changes[key][0])} at step {step} and is {_shown(changes[key][1])} now; "
       f'to go on anyway, --config.checkpoint.accept_changes="{(*accepted, key)}"'
@@ -237,15 +235,12 @@ class _Run:
   # -- the loop
 
   def _loop(self, state, start: int, log, evaluator, asked: preemption.Interrupts):
-    c = self.plan.config
-    step_fn, phase = train_step.make_step(self.plan), None
-    speed = progress_lib.Throughput(
-      c.global_batch * c.seq_len,
-      c.global_batch * c.seq_len * metrics.flops_per_token(
-        self.plan.declaration, self.plan.model.dims, c.seq_len),
-      _peak(self.plan),
-    )  # fmt: skip
-    progress = progress_lib.Progress(c.steps, start, c.log.every, self.out)
+    plan = self.plan
+    step_fn, phase = train_step.make_step(plan), None
+    tokens = plan.tokens_per_step
+    flops = metrics.flops_per_token(plan.declaration, plan.model.dims, plan.data.seq_len)
+    speed = progress_lib.Throughput(tokens, tokens * flops, _peak(plan))
+    progress = progress_lib.Progress(plan.steps, start, plan.log.every, self.out)
     pending, last, step = None, {}, start
 
     def settle():
@@ -256,26 +251,26 @@ class _Run:
         pending = None
 
     try:
-      while step < c.steps and not asked.requested(step):
+      while step < plan.steps and not asked.requested(step):
         host = next(self.iterator)
-        if self.plan.phase(step) != phase:
+        if plan.phase(step) != phase:
           settle()
-          phase = self.plan.phase(step)
+          phase = plan.phase(step)
           state = self._enter(phase, state, step, host)
           if not self.is_proven:
             self._prove(step_fn, state, host, phase)
         # Nothing may slip between host and device unasked: each such copy would stall the device.
         with jax.transfer_guard("disallow"):
-          is_loud = _is_due(step, c.log.tensor_stats_every)
+          is_loud = _is_due(step, plan.log.tensor_stats_every)
           state, values = step_fn(state, self.spread.place(host), self.sites[is_loud])
           settle()
         step += 1
         pending = (step, values, host, self.iterator.get_state())
-        if _is_due(step, c.eval.every) and step < c.steps:
+        if _is_due(step, plan.eval.every) and step < plan.steps:
           settle()
           self._evaluate(evaluator, state, step, log)
           speed.restart()
-        if _is_due(step, c.checkpoint.every):
+        if _is_due(step, plan.checkpoint.every):
           settle()
           self._save(step, state)
       settle()
@@ -423,10 +418,9 @@ class _Run:
     return True
 
   def _summarise(self, step: int, last, state) -> dict[str, Any]:
-    c = self.plan.config
     summary = {
       "step": step,
-      "tokens": step * c.global_batch * c.seq_len,
+      "tokens": step * self.plan.tokens_per_step,
       # A finished run that is started again takes no step.
       "train_loss": last["loss"] if last else metrics_writer.last_logged(self.workdir, "loss"),
       "skipped_updates": int(jax.device_get(state.skipped)),

@@ -25,6 +25,7 @@ CHOICES = {
   "moment_format": tuple(storage.MOMENTS),
   "master_format": tuple(storage.MASTERS),
   "grad_format": tuple(storage.GRADIENTS),
+  "on_nonfinite": ("stop", "skip"),
 }
 
 
@@ -46,6 +47,7 @@ class OptimizerConfig:
     grad_clip_norm: global gradient norm, 0 for none.
     in_backward: update every layer inside the backward pass, as soon as it has a gradient
       (fp8jax/step/layerwise.py), instead of all parameters after it.
+    on_nonfinite: at a loss or gradient that is not finite: "stop", or "skip" the update.
   """
 
   optimizer: str
@@ -64,6 +66,7 @@ class OptimizerConfig:
   weight_decay: float
   grad_clip_norm: float
   in_backward: bool = False
+  on_nonfinite: str = "stop"
 
   def problems(self) -> list[str]:
     """What is wrong with these numbers, in words."""
@@ -109,11 +112,6 @@ class OptimizerConfig:
       "gradient": storage.nbytes(storage.GRADIENTS[self.grad_format]) * (not self.in_backward),
       "moments": sum(map(storage.nbytes, parts)),
     }
-
-
-def read(numbers, steps: int) -> OptimizerConfig:
-  """From a configuration's `optim` and its number of steps; right or wrong."""
-  return OptimizerConfig(**{k: numbers[k] for k in numbers if k != "on_nonfinite"}, steps=steps)
 
 
 def schedule(optim: OptimizerConfig) -> optax.Schedule:

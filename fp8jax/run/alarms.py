@@ -5,11 +5,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fp8jax.config.alarms import ADVICE, Alarm
+from fp8jax.config.alarms import ADVICE
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import amax_history, tensor_stats
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import WHOLE
+from fp8jax.step.config import Alarm
 
 # What alarms only where one scale covers a whole axis: finer tiles keep outliers to themselves.
 _OF_OUTLIERS = ("kurtosis", "alignment")

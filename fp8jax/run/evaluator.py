@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from fp8jax.config.resolve import EVAL_PRECISIONS
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
+from fp8jax.step.config import EVAL_PRECISIONS
 from fp8jax.step.run_spec import RunSpec
 
 RECIPE, BF16 = EVAL_PRECISIONS
@@ -26,8 +26,8 @@ class Evaluator:
 
   def __init__(self, plan: RunSpec):
     self._plan = plan
-    per_batch = plan.config.eval.batch * plan.data.seq_len
-    self._num_batches = math.ceil(plan.config.eval.tokens / per_batch)
+    per_batch = plan.eval.batch * plan.data.seq_len
+    self._num_batches = math.ceil(plan.eval.tokens / per_batch)
 
     @functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))
     def losses(params, sites, batch):
@@ -74,7 +74,7 @@ class Evaluator:
 
   def _one_source(self, params, sites_of, source: str, stop):
     plan = self._plan
-    spread = batch_sharding.BatchSharder(plan.run.layout, plan.config.eval.batch)
+    spread = batch_sharding.BatchSharder(plan.run.layout, plan.eval.batch)
     totals = {precision: [] for precision in sites_of}
     counts = loader.DocumentCounts()
     stream = loader.heldout_batches(
@@ -100,7 +100,7 @@ def precisions(plan: RunSpec, phase: int = 0) -> dict[str, str | None]:
   if not narrow:
     return {BF16: None}
   both = {RECIPE: ("+".join(narrow), None), BF16: (BF16, BF16)}
-  return dict(both[name] for name in EVAL_PRECISIONS if name in plan.config.eval.precisions)
+  return dict(both[name] for name in EVAL_PRECISIONS if name in plan.eval.precisions)
 
 
 def _summary(source: str, parts) -> dict[str, float]:

@@ -33,7 +33,7 @@ def observe(plan: RunSpec, params, batch, phase: int = 0):
     {parameter: gradient is finite}), on the host; the last empty with optim.in_backward=True.
   """
   sites = plan.sites(phase=phase, statistics=tensor_stats.LOUD)
-  scale = loss_scale.fresh(plan.config.loss_scale).get("scale")
+  scale = loss_scale.fresh(plan.loss_scale).get("scale")
 
   @functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))
   def look(params, batch):

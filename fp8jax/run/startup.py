@@ -53,7 +53,7 @@ def site_rows(plan: RunSpec, phase: int = 0) -> list[dict[str, Any]]:
     for which in PASSES:
       gemm = getattr(site.recipe, which)
       problem = choose.GemmProblem(*size.of(which), gemm, plan.device)
-      row["notes"] += choose.choose(problem, plan.config.kernels.matmul).notes
+      row["notes"] += choose.choose(problem, plan.kernels.matmul).notes
     row["notes"] = sorted(set(row["notes"]))
     rows.append(row)
   return rows
@@ -70,7 +70,7 @@ def all_site_rows(plan: RunSpec) -> list[dict[str, Any]]:
 
 def _backends(plan: RunSpec) -> str:
   """Who moves the matrices, and why not the kernel."""
-  wanted, large, passed = plan.config.kernels.optimizer, 0, collections.defaultdict(list)
+  wanted, large, passed = plan.kernels.optimizer, 0, collections.defaultdict(list)
   if wanted == "xla":
     return "all moved by xla"
   for path, leaf in params_lib.flatten(plan.leaves).items():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from fp8jax import params as params_lib
@@ -14,10 +15,8 @@ from fp8jax.optim import factory as optim_build
 from fp8jax.optim import update
 from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import schedule
+from fp8jax.step import config as step_config
 from fp8jax.step import layerwise
-
-# A ConfigDict with every key of configs/base.py; types cannot know its keys.
-Config = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +30,17 @@ class RunSpec:
     precision: recipes, phase by phase.
     optim: optimizer numbers.
     data: what is read.
-    microbatch: sequences per microbatch over all devices.
     device: hardware that backends are chosen for.
-    config: what it came from.
+    microbatch: sequences per microbatch over all devices.
+    global_batch: sequences per optimizer step over all devices.
+    grad_accum_steps: microbatches per optimizer step.
+    steps: optimizer steps in the whole run.
+    seed: of initial weights, of the order of documents and of stochastic rounding.
+    verify_fp8_gemms: whether the compiled step is checked against the recipes before step 0.
+    calibration: path of the table that delayed and static scales start from; "" for none.
+    init, kernels, loss_scale, eval, checkpoint, log, export, calibrate: the sections of that name.
+    flat: the configuration as plain values, {"optim.peak_lr": 1e-3, ...}: what provenance records
+      and a resumed run is compared by; nothing else reads it.
   """
 
   model: model_config.ModelConfig
@@ -42,9 +49,23 @@ class RunSpec:
   precision: schedule.Precision
   optim: optim_build.OptimizerConfig
   data: data_config_lib.DataConfig
-  microbatch: int
   device: choose.Device
-  config: Config
+  microbatch: int
+  global_batch: int
+  grad_accum_steps: int
+  steps: int
+  seed: int
+  verify_fp8_gemms: bool
+  calibration: str
+  init: step_config.InitConfig
+  kernels: step_config.KernelsConfig
+  loss_scale: step_config.LossScaleConfig
+  eval: step_config.EvalConfig
+  checkpoint: step_config.CheckpointConfig
+  log: step_config.LogConfig
+  export: step_config.ExportConfig
+  calibrate: step_config.CalibrateConfig
+  flat: Mapping[str, Any] = dataclasses.field(repr=False)
 
   def phase(self, step: int) -> int:
     """Index of the precision phase that the step after `step` steps belongs to."""
@@ -66,7 +87,7 @@ class RunSpec:
       self.model.dims,
       rules,
       self.run.layout,
-      matmul=self.config.kernels.matmul,
+      matmul=self.kernels.matmul,
       device=self.device,
       tokens=self.tokens_per_device,
       statistics=statistics,
@@ -76,17 +97,22 @@ class RunSpec:
   @functools.cached_property
   def leaves(self):
     """Tree of optim.factory.ParamOptimizer: how every parameter is kept and moved."""
-    leaves = optim_build.leaves(self.optim, self.declaration, self.config.seed)
+    leaves = optim_build.leaves(self.optim, self.declaration, self.seed)
     params = params_lib.abstract(self.declaration, self.model.dims, self.run.layout)
     if self.optim.in_backward:
       layerwise.check(leaves, params)
-    return update.with_backends(leaves, params, self.device, self.config.kernels.optimizer)
+    return update.with_backends(leaves, params, self.device, self.kernels.optimizer)
 
   @property
   def num_devices(self) -> int:
     """Devices that the run computes on: those of its mesh, all processes' together."""
     mesh_ = self.run.layout.mesh
     return 1 if mesh_ is None else mesh_.size
+
+  @property
+  def tokens_per_step(self) -> int:
+    """Tokens of one optimizer step over all devices."""
+    return self.global_batch * self.data.seq_len
 
   @property
   def tokens_per_device(self) -> int:

@@ -55,7 +55,7 @@ def abstract_state(plan: run_spec.RunSpec, step: int = 0) -> State:
     params=params,
     opt=opt,
     memories=jax.tree.map(everywhere, memories),
-    loss_scale=jax.tree.map(everywhere, loss_scale.fresh(plan.config.loss_scale)),
+    loss_scale=jax.tree.map(everywhere, loss_scale.fresh(plan.loss_scale)),
     room=jax.tree.map(everywhere, _initial_grad_autoscale(plan)),
     skipped=cast(Any, one(jnp.int32)),
     halted=cast(Any, one(jnp.bool_)),
@@ -75,7 +75,7 @@ def make_state(plan: run_spec.RunSpec, params=None) -> State:
       params=update.select(both, plan.declaration, 1),
       opt=update.select(both, plan.declaration, 0),
       memories={},
-      loss_scale=loss_scale.fresh(plan.config.loss_scale),
+      loss_scale=loss_scale.fresh(plan.loss_scale),
       room=_initial_grad_autoscale(plan),
       skipped=jnp.zeros((), jnp.int32),
       halted=jnp.zeros((), jnp.bool_),
@@ -89,7 +89,7 @@ def make_state(plan: run_spec.RunSpec, params=None) -> State:
     # One after the other: all of them in float32 beside all of the state is more than a step takes.
     both = jax.tree.map(_kept_of, plan.leaves, params, abstract.opt, abstract.params)
   make = jax.jit(init, out_shardings=shardings, donate_argnums=1)
-  return make(jax.random.key(plan.config.seed), both)
+  return make(jax.random.key(plan.seed), both)
 
 
 def _kept_of(leaf, param, *abstract):
@@ -107,7 +107,7 @@ def _kept_of(leaf, param, *abstract):
 
 def _initial_grad_autoscale(plan: run_spec.RunSpec):
   quant = storage.GRADIENTS[plan.optim.grad_format]
-  return gradients_lib.init_grad_autoscale(quant, plan.config.grad_accum_steps)
+  return gradients_lib.init_grad_autoscale(quant, plan.grad_accum_steps)
 
 
 def gradients(plan: run_spec.RunSpec, params, sites, batch, scale=None, step: Any = 0, room=None):
@@ -148,7 +148,7 @@ def gradients(plan: run_spec.RunSpec, params, sites, batch, scale=None, step: An
       seen = site_lib.with_unscaled_gradients(sites, seen, scale)
     return value, gradient, seen
 
-  if plan.config.grad_accum_steps == 1:
+  if plan.grad_accum_steps == 1:
     value, gradient, seen = of_one(batch, 0, sites)
     return value, gradient, site_lib.by_name(sites, seen)
 
@@ -156,16 +156,14 @@ def gradients(plan: run_spec.RunSpec, params, sites, batch, scale=None, step: An
     micro, batch = xs
     # Chances of its own: the same ones would make the same errors, which then add up.
     value, gradient, seen = of_one(batch, micro, site_lib.with_folded_keys(sites, micro))
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.config.seed), step), micro)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), step), micro)
     sums = gradients_lib.add(carry[1], gradient, key)
     return (carry[0] + value, sums, jax.tree.map(tensor_stats.combine, carry[2], seen)), None
 
   nothing = jax.tree.map(lambda tap: tensor_stats.nothing(tap.shape), site_lib.taps(sites))
   zeros = jax.tree.map(jnp.zeros_like, sinks)
   start = (jnp.zeros(()), zeros, nothing)
-  (value, gradient, seen), _ = jax.lax.scan(
-    add, start, (jnp.arange(plan.config.grad_accum_steps), batch)
-  )
+  (value, gradient, seen), _ = jax.lax.scan(add, start, (jnp.arange(plan.grad_accum_steps), batch))
   return value, gradient, site_lib.by_name(sites, seen)
 
 
@@ -202,7 +200,7 @@ def abstract_gradients(plan: run_spec.RunSpec):
 def stops_on_nonfinite(plan: run_spec.RunSpec) -> bool:
   """Whether a step that is not finite ends the run."""
   # A dynamic loss scale meets overflows on purpose, to find the largest that does not.
-  return plan.config.optim.on_nonfinite == "stop" and plan.config.loss_scale.kind == "none"
+  return plan.optim.on_nonfinite == "stop" and plan.loss_scale.kind == "none"
 
 
 def after_failure(plan: run_spec.RunSpec, loss: float) -> tuple[str, str]:
@@ -231,7 +229,7 @@ def make_step(plan: run_spec.RunSpec):
   take = layerwise.take if plan.optim.in_backward else after_backward
   schedule = optim_build.schedule(plan.optim)
   stop = stops_on_nonfinite(plan)
-  key = jax.random.key(plan.config.seed)
+  key = jax.random.key(plan.seed)
 
   def step(state: State, batch, sites):
     sites = site_lib.with_scaling_states(sites, state.memories)
@@ -263,7 +261,7 @@ def make_step(plan: run_spec.RunSpec):
       params=params,
       opt=opt,
       memories=keep(memories, state.memories),
-      loss_scale=loss_scale.update(state.loss_scale, is_finite, plan.config.loss_scale),
+      loss_scale=loss_scale.update(state.loss_scale, is_finite, plan.loss_scale),
       room=keep(taken.room, state.room),
       skipped=state.skipped + (~is_finite & ~state.halted),
       halted=state.halted | (~is_finite & stop),
@@ -328,6 +326,6 @@ def calibrate(plan: run_spec.RunSpec, state: State, batch, phase: int) -> State:
   scaling = state.loss_scale
   memories, is_finite = look(state.params, batch, scaling.get("scale"))
   while scaling and not is_finite and scaling["scale"] > loss_scale.SMALLEST:
-    scaling = loss_scale.update(scaling, is_finite, plan.config.loss_scale)
+    scaling = loss_scale.update(scaling, is_finite, plan.loss_scale)
     memories, is_finite = look(state.params, batch, scaling["scale"])
   return dataclasses.replace(state, memories=memories, loss_scale=scaling)

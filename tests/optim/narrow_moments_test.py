@@ -145,7 +145,7 @@ def test_given_parameters_become_the_state_and_are_used_up(master, shape):
   init = jax.jit(
     lambda key: params_lib.init(key, plan.declaration, plan.model.dims), out_shardings=places
   )
-  given = init(jax.random.key(plan.config.seed))
+  given = init(jax.random.key(plan.seed))
   found = train_step.make_state(plan, given)
   _equal(found, wanted)
   assert all(x.is_deleted() for x in jax.tree.leaves(given))

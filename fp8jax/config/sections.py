@@ -1,0 +1,43 @@
+"""The sections of a ConfigDict as their types, unchecked: config/resolve.py checks them."""
+
+from typing import Any
+
+from fp8jax.config.files import Config
+from fp8jax.optim.factory import OptimizerConfig
+from fp8jax.step import config as step_config
+
+
+def read(c: Config, alarms: tuple[step_config.Alarm, ...]) -> dict[str, Any]:
+  """The fields of RunSpec that need no device, model or file.
+
+  Args:
+    c: the whole configuration.
+    alarms: log.alarms, read.
+
+  Returns:
+    Keyword arguments of RunSpec.
+  """
+  checkpoint, evaluation, log = c.checkpoint, c.eval, c.log
+  return dict(
+    global_batch=c.global_batch,
+    grad_accum_steps=c.grad_accum_steps,
+    steps=c.steps,
+    seed=c.seed,
+    verify_fp8_gemms=c.precision.verify_fp8_gemms,
+    calibration=c.precision.calibration,
+    init=step_config.InitConfig(**c.init),
+    kernels=step_config.KernelsConfig(c.kernels.matmul, c.kernels.optimizer),
+    loss_scale=step_config.LossScaleConfig(**c.loss_scale),
+    eval=step_config.EvalConfig(**{**evaluation, "precisions": tuple(evaluation.precisions)}),
+    checkpoint=step_config.CheckpointConfig(
+      **{**checkpoint, "accept_changes": tuple(checkpoint.accept_changes)}
+    ),
+    log=step_config.LogConfig(**{**log, "alarms": alarms}),
+    export=step_config.ExportConfig(**c.export),
+    calibrate=step_config.CalibrateConfig(**c.calibrate),
+  )
+
+
+def read_optim(c: Config) -> OptimizerConfig:
+  """`optim` and the number of steps."""
+  return OptimizerConfig(**c.optim, steps=c.steps)

@@ -1,0 +1,167 @@
+"""The sections of a resolved configuration that no subject below has a type for.
+
+`config/resolve.py` makes them; the keys, defaults and meanings are those of configs/base.py.
+"""
+
+import dataclasses
+
+# Forward passes that an evaluation may take: the recipes of training, and 16 bits everywhere.
+EVAL_PRECISIONS = ("recipe", "bf16")
+
+
+@dataclasses.dataclass(frozen=True)
+class InitConfig:
+  """What training starts from.
+
+  Attributes:
+    hf: folder or hub id of Hugging Face weights; "" draws random weights.
+    workdir: workdir of another run to continue from; "" for none.
+    step: the checkpoint of that workdir, in optimizer steps; -1 is the newest.
+  """
+
+  hf: str
+  workdir: str
+  step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelsConfig:
+  """Backends asked for by name or by "auto"; kernels/choose.py decides.
+
+  Attributes:
+    matmul: of FP8 GEMMs, a key of kernels/gemm/api.py BACKENDS or "auto".
+    optimizer: of AdamW, one of optim/fused_adamw.py CHOICES.
+  """
+
+  matmul: str
+  optimizer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaleConfig:
+  """Loss scaling (Micikevicius et al. 2017, arXiv:1710.03740 §3.2).
+
+  Attributes:
+    kind: "none" or "dynamic".
+    start: the first scale, a power of two.
+    growth_interval: finite optimizer steps after which the scale doubles.
+  """
+
+  kind: str
+  start: float
+  growth_interval: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+  """Held-out evaluation.
+
+  Attributes:
+    tokens: held-out tokens per source and evaluation, rounded up to whole batches.
+    batch: sequences per batch, over all devices.
+    every: optimizer steps between evaluations; 0: before and after training only.
+    precisions: the forward passes, of EVAL_PRECISIONS.
+    hf: Hugging Face folder that --job=evaluate takes instead of a checkpoint; "" for none.
+    step: the checkpoint that --job=evaluate and export take, in steps; -1 is the newest.
+  """
+
+  tokens: int
+  batch: int
+  every: int
+  precisions: tuple[str, ...]
+  hf: str
+  step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """When a run is saved, and which changes a resumed run accepts.
+
+  Attributes:
+    every: optimizer steps between checkpoints; 0: only at the end and on interruption.
+    keep: how many checkpoints to keep, the newest.
+    accept_changes: flat keys whose change a resumed run accepts; "data" is the data's content.
+  """
+
+  every: int
+  keep: int
+  accept_changes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Alarm:
+  """Fires where a statistic of a quantized tensor lies beyond a bound.
+
+  Attributes:
+    statistic: a key of config/alarms.py ADVICE.
+    relation: ">" or "<".
+    bound: in the statistic's unit (shares from 0 to 1, decibels, the tensor's own).
+    sites: regular expression on "layers/3/mlp/up/g", site and tensor.
+  """
+
+  statistic: str
+  relation: str
+  bound: float
+  sites: str = ".*"
+
+  def is_met_by(self, value: float) -> bool:
+    return value > self.bound if self.relation == ">" else value < self.bound
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+  """What a run reports.
+
+  Attributes:
+    every: optimizer steps between lines where there is no terminal.
+    tensorboard: whether metrics are also written for TensorBoard.
+    tensor_stats_every: optimizer steps between loud steps; 0: never.
+    alarms: checked in loud steps.
+  """
+
+  every: int
+  tensorboard: bool
+  tensor_stats_every: int
+  alarms: tuple[Alarm, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+  """What --job=export writes.
+
+  Attributes:
+    path: folder to write; "" is WORKDIR/hf.
+    dtype: of the weights, a key of models/hf/weights.py DTYPES, or "auto": as imported.
+    fold_smooth_batches: held-out batches per source that Smooth-SwiGLU's scales are measured over
+      before they are folded into the weights; 0 leaves the weights as trained.
+  """
+
+  path: str
+  dtype: str
+  fold_smooth_batches: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrateConfig:
+  """What --job=calibrate reads and writes.
+
+  Attributes:
+    path: table to write; "" is WORKDIR/calibration.json.
+    batches: training batches to watch.
+  """
+
+  path: str
+  batches: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareConfig:
+  """What --job=prepare writes.
+
+  Attributes:
+    path: folder of tokenized documents to write; "" is WORKDIR/prepared.
+    shard_tokens: tokens per ArrayRecord file.
+  """
+
+  path: str
+  shard_tokens: int
