@@ -202,7 +202,7 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0):
 def _moved_by(optim: OptimizerConfig, kept: moments.Moments, lead: int, seed: int):
   places = adam.Places(narrow=True, lead=lead)
   if optim.optimizer == "lion":
-    return adam.scale_by_lion(optim.b1, optim.b2, mu=kept.mu, places=places, seed=seed)
+    return adam.scale_by_lion(optim.b1, optim.b2, moment_format=kept, places=places, seed=seed)
   return adam.scale_by_adam(
-    optim.b1, optim.b2, optim.eps, mu=kept.mu, nu=kept.nu, places=places, seed=seed
+    optim.b1, optim.b2, optim.eps, moment_format=kept, places=places, seed=seed
   )
