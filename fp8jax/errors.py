@@ -34,7 +34,7 @@ def missing_package(e: ModuleNotFoundError) -> str:
   """What to install for an import that failed."""
   module = (e.name or "").partition(".")[0]
   package = f"fp8jax[{EXTRAS[module]}]" if module in EXTRAS else module
-  return f"the package {module!r} is not installed; pip install '{package}'"
+  return f"the package {e.name!r} is not installed; pip install '{package}'"
 
 
 # Names less alike than this are different names, not misspellings (difflib's ratio). Keys are many,

@@ -79,6 +79,7 @@ def step(x, w):
 
 *means, q = step(jnp.ones((4, 64)), jnp.ones((64, 64)))
 print(*(round(float(m), 3) for m in means), fp8jax.dequantize(q).shape)
+import launch
 """
 
 
@@ -109,6 +110,8 @@ def test_the_library_needs_four_packages(repository):
   env.pop("XLA_FLAGS")
   done = subprocess.run(command, env=env, capture_output=True, text=True)
   assert done.stdout == "4.0 1.0 (4, 64)\n", done.stderr
+  missing = "error: the package 'ml_collections' is not installed; pip install 'fp8jax[train]'\n"
+  assert done.returncode == 1 and done.stderr.endswith(missing)  # the launcher
 
 
 # --- dot -----------------------------------------------------------------------------------------
