@@ -7,12 +7,17 @@ requeue on it), 130 saved after Ctrl-C.
 import os
 import sys
 
-from absl import app, flags
-from ml_collections import config_flags
+from fp8jax import errors
 
-from configs import base
-from fp8jax.jobs import command_line, dispatch
-from fp8jax.run import distributed
+try:
+  from absl import app, flags
+  from ml_collections import config_flags
+
+  from configs import base
+  from fp8jax.jobs import command_line, dispatch
+  from fp8jax.run import distributed
+except ModuleNotFoundError as e:  # the library alone is installed
+  sys.exit(f"error: {errors.missing_package(e)}")
 
 CONFIG = config_flags.DEFINE_config_file(
   "config", None, "Which configuration, e.g. configs/debug.py."

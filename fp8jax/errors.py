@@ -21,9 +21,20 @@ class ConfigError(UserError):
     super().__init__(f"{len(problems)} problem{'s' * (len(problems) > 1)} in the config:\n{lines}")
 
 
+# The extra of pyproject.toml that installs a module.
+EXTRAS = {
+  "absl": "train", "grain": "train", "ml_collections": "train", "orbax": "train", "rich": "train",
+  "tensorboardX": "train", "flax": "flax", "gguf": "hf", "huggingface_hub": "hf",
+  "safetensors": "hf", "tokenizers": "hf", "array_record": "data", "pyarrow": "data",
+  "tensorflow_datasets": "data",
+}  # fmt: skip
+
+
 def missing_package(e: ModuleNotFoundError) -> str:
-  """What to install for an optional import that failed."""
-  return f"the package {e.name!r} is not installed; pip install 'fp8jax[hf,data]'"
+  """What to install for an import that failed."""
+  module = (e.name or "").partition(".")[0]
+  package = f"fp8jax[{EXTRAS[module]}]" if module in EXTRAS else module
+  return f"the package {e.name!r} is not installed; pip install '{package}'"
 
 
 # Names less alike than this are different names, not misspellings (difflib's ratio). Keys are many,

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
 
 from fp8jax import axes
 
@@ -52,12 +51,24 @@ def tree_map(fn: Callable, tree, *rest):
 
 
 def flatten(tree) -> dict[str, Any]:
-  """{"layers/attn/q": leaf, ...} in tree order."""
-  return traverse_util.flatten_dict(tree, sep="/")
+  """{"layers/attn/q": leaf, ...} of nested dictionaries, in tree order; empty ones are left out."""
+  flat = {}
+  for key, value in tree.items():
+    is_folder = isinstance(value, Mapping)
+    flat |= {f"{key}/{k}": v for k, v in flatten(value).items()} if is_folder else {key: value}
+  return flat
 
 
-def unflatten(flat: Mapping[str, Any]):
-  return traverse_util.unflatten_dict(dict(flat), sep="/")
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """The inverse of `flatten`."""
+  tree = {}
+  for path, leaf in flat.items():
+    *folders, name = path.split("/")
+    inner = tree
+    for folder in folders:
+      inner = inner.setdefault(folder, {})
+    inner[name] = leaf
+  return tree
 
 
 def shape(param: Param, dims: Mapping[str, int]) -> tuple[int, ...]:

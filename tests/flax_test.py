@@ -93,7 +93,7 @@ def test_linen_layer_equals_the_plain_one_on_lattices(rng, layer, recipe):
   state = {k: v for k, v in variables.items() if k != "params"}
   if state:
     of = lambda sites: loss(params, x, {"fp8": sites}, ours)[0]  # noqa: E731
-    state = {"fp8": jax.jit(lambda sites: fp8.calibrate(sites, of))(state["fp8"])}
+    state = {"fp8": jax.jit(lambda sites: site_lib.calibrate(sites, of))(state["fp8"])}
   run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=3)
   got, want = run(params, x, state, ours), run(params, x, {}, plain)
   assert "f8_e4m3fn" in str(jax.make_jaxpr(lambda x: ours.apply({"params": params} | state, x))(x))
@@ -199,7 +199,7 @@ def test_linen_memory_is_of_the_amaxes_seen(rng):
 
     gradient, seen = jax.grad(loss, (0, 1))(params, sites)
     params = jax.tree.map(lambda p, d: p - 0.1 * d, params, gradient)
-    return params, fp8.update(sites, seen)
+    return params, site_lib.update(sites, seen)
 
   want = []
   for x, g in _rounds(rng):
@@ -251,7 +251,7 @@ def test_calibration_measures_with_current_scales(rng):
   layer.kernel[...] = jnp.asarray(w)
   assert np.isnan(loss(sites)) and np.isnan(layer(x)).all()
   fp8.nnx_calibrate(layer, nnx.jit(lambda m: (m(x) ** 2).sum() / 2))
-  sites = jax.jit(lambda sites: fp8.calibrate(sites, loss))(sites)
+  sites = jax.jit(lambda sites: site_lib.calibrate(sites, loss))(sites)
   for site in (*_sites(sites), *_sites(nnx.state(layer, fp8.Fp8))):
     np.testing.assert_array_equal(site.memory.amax_3, want)
     np.testing.assert_array_equal(site.memory.history_3H[:, 0], want)
@@ -266,7 +266,9 @@ def test_microbatches_combine_by_maximum(rng):
     return jax.grad(lambda s: (model.apply(variables | {"fp8": s}, x) * g).sum())(sites)
 
   rounds = list(_rounds(rng, 2))
-  (site,) = _sites(functools.reduce(fp8.combine, [look(variables["fp8"], x, g) for x, g in rounds]))
+  (site,) = _sites(
+    functools.reduce(site_lib.combine, [look(variables["fp8"], x, g) for x, g in rounds])
+  )
   xs, gs = (np.abs(t).max() for t in zip(*rounds))
   np.testing.assert_array_equal(
     site.tap[:, 0], [xs, np.abs(variables["params"]["kernel"]).max(), gs]
@@ -295,7 +297,7 @@ def test_stacked_layers_remember_apart(rng, over):
     y = model.apply(variables | {"fp8": sites}, x, factors)
     return (y[1] if over is nn.scan else y).sum()
 
-  (site,) = _sites(jax.jit(lambda s: fp8.update(s, jax.grad(loss)(s)))(variables["fp8"]))
+  (site,) = _sites(jax.jit(lambda s: site_lib.update(s, jax.grad(loss)(s)))(variables["fp8"]))
   (kernel,) = jax.tree.leaves(variables["params"])
   want = [np.abs(x).max() * factors, np.abs(kernel).max((1, 2)), [1, 1, 1]]
   np.testing.assert_array_equal(site.memory.amax_3, np.transpose(want))

@@ -53,7 +53,7 @@ def _train(recipe):
 
   @jax.jit
   def start(params, sites, batch):
-    return fp8.calibrate(sites, lambda sites: loss(params, sites, batch))
+    return site_lib.calibrate(sites, lambda sites: loss(params, sites, batch))
 
   @jax.jit
   def train(params, sites, windows):
@@ -61,7 +61,7 @@ def _train(recipe):
       params, opt, sites = carry
       value, (gradient, seen) = jax.value_and_grad(loss, (0, 1))(params, sites, batch)
       updates, opt = tx.update(gradient, opt)
-      return (optax.apply_updates(params, updates), opt, fp8.update(sites, seen)), value
+      return (optax.apply_updates(params, updates), opt, site_lib.update(sites, seen)), value
 
     (_, _, sites), losses = jax.lax.scan(step, (params, tx.init(params), sites), windows)
     return losses / np.log(2), sites

@@ -17,14 +17,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import base
-from fp8jax import mesh, optim
+from fp8jax import mesh
 from fp8jax.config import files as config_files
 from fp8jax.data import loader
 from fp8jax.errors import ConfigError, ConfigErrors, UserError
 from fp8jax.integrations import flax as fp8_flax
 from fp8jax.jobs import calibrate
 from fp8jax.ops import linear, site
-from fp8jax.optim import storage
+from fp8jax.optim import adam, storage
 from fp8jax.recipe import rules
 from fp8jax.run import calibration, checkpoint, distributed, metrics_writer, provenance
 
@@ -276,14 +276,16 @@ def test_products_of_nothing_are_refused(m, n, k, letter):
 
 @pytest.mark.parametrize("b1, b2", [(-0.5, 0.9), (1.5, 0.9), (0.9, 1.0), (0.9, float("nan"))])
 def test_decay_rates_of_adam_are_in_their_range(b1, b2):
-  for mu in (None, storage.MOMENTS["coat"].mu):
+  for name in ("float32", "coat"):
     with pytest.raises(ValueError, match=r"must be in \[0, 1\)"):
-      optim.scale_by_adam(b1, b2, mu=mu)
+      adam.scale_by_adam(b1, b2, moment_format=name)
 
 
 def test_names_where_values_are_wanted_say_how_to_get_these():
-  with pytest.raises(TypeError, match=r"storage.MOMENTS\['coat'\].mu"):
-    optim.scale_by_adam(mu="coat")
+  with pytest.raises(TypeError, match="mu is 'coat', expected a Quant.*moment_format=\"coat\""):
+    adam.scale_by_adam(moment_format=storage.Moments("coat"))
+  with pytest.raises(ValueError, match="did you mean 'coat'"):
+    adam.scale_by_adam(moment_format="coats")
   module = fp8_flax.LinenDotGeneral("block_128")
   with pytest.raises(TypeError, match=r"linen_dot_general\('block_128'\)"):
     module.init({}, jnp.ones((2, 2)), jnp.ones((2, 2)), (((1,), (0,)), ((), ())))

@@ -16,6 +16,7 @@ import tomllib
 import pytest
 from packaging import requirements, utils
 
+from fp8jax import errors
 from fp8jax.recipe import library
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -30,6 +31,12 @@ FLOORS = (
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
 VOCABULARY = {"__init__", "axes", "console", "errors", "formats", "hub", "mesh", "params"}
 
+# Where packages of an extra are imported at the top of a file; those of other extras are not. `pip
+# install fp8jax` gives a library that imports none of these files.
+EXTRAS_OF_FILES = {
+  "train": ("console.py", "config/", "data/", "run/", "jobs/"),
+  "flax": ("integrations/flax.py",),
+}
 # Names of distributions where they are not those of their modules.
 DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
 BANNED = {"torch", "transformers", "pickle", "cloudpickle", "dill", "joblib", "shelve"}
@@ -138,7 +145,9 @@ def test_imports_go_downward():
   assert found == VOCABULARY, "a new subject is a file in one of the folders"
   assert {source.folder for source in _sources()} == set(FLOOR)
   for source, node, module in _imports():
-    if not module.startswith("fp8jax."):
+    if module == "fp8jax":
+      yield f"{source.at(node)}: imports from the front door; name the module that has it"
+    if not module.startswith("fp8jax.") or source.name == "__init__.py":
       continue
     other = (_path_of(module) or "").rpartition("/")[0].split("/")[0]
     is_same = source.folder == other
@@ -154,23 +163,33 @@ def test_imports_have_no_cycle():
   graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
 
 
+@rule
+def test_only_the_front_door_exports_what_it_imports():
+  for source, node, module in _imports():
+    is_package = source.name.endswith("/__init__.py")
+    if is_package or any(alias.asname == alias.name for alias in node.names):
+      yield f"{source.at(node)}: re-exports {module}; only fp8jax/__init__.py does that"
+
+
 @functools.cache
-def _declared() -> tuple[dict, dict]:
-  """Requirements of pyproject.toml by name: (core, extras without those of core)."""
+def _declared() -> tuple[dict, dict[str, dict]]:
+  """Requirements of pyproject.toml by name: (core, {extra: those that core lacks})."""
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-  extras = [line for lines in project["optional-dependencies"].values() for line in lines]
 
-  def by_name(lines):
+  def by_name(lines, known):
     parsed = map(requirements.Requirement, lines)
-    return {utils.canonicalize_name(r.name): r for r in parsed if r.name != project["name"]}
+    named = {utils.canonicalize_name(r.name): r for r in parsed if r.name != project["name"]}
+    return {k: v for k, v in named.items() if k not in known}
 
-  core = by_name(project["dependencies"])
-  return core, {k: v for k, v in by_name(extras).items() if k not in core}
+  core = by_name(project["dependencies"], ())
+  extras = project["optional-dependencies"]
+  return core, {extra: by_name(lines, core) for extra, lines in extras.items()}
 
 
 @rule
 def test_imports_are_declared():
   core, extras = _declared()
+  extra_of = {name: extra for extra, names in extras.items() for name in names}
   for source, node, module in _imports():
     top = module.split(".")[0]
     if top in BANNED:
@@ -178,10 +197,14 @@ def test_imports_are_declared():
     if top in ("fp8jax", "") or top in sys.stdlib_module_names | BANNED:
       continue
     name = utils.canonicalize_name(DISTRIBUTIONS.get(top, top))
-    if name not in core | extras:
+    if name in core:
+      continue
+    extra = extra_of.get(name)
+    if not extra:
       yield f"{source.at(node)}: {name} is not among the dependencies in pyproject.toml"
-    is_top = node in source.tree.body
-    if name in extras and is_top:
+    elif errors.EXTRAS.get(top) != extra:
+      yield f"{source.at(node)}: {top} belongs to the extra {extra!r}; say so in errors.EXTRAS"
+    if node in source.tree.body and not source.name.startswith(EXTRAS_OF_FILES.get(extra, ())):
       yield f"{source.at(node)}: {name} belongs to an extra; import it where it is used"
 
 
@@ -209,7 +232,7 @@ def test_pins_cover_and_satisfy_the_dependencies():
     pins[utils.canonicalize_name(pin.name)] = next(iter(pin.specifier))
     if [s.operator for s in pin.specifier] != ["=="] or not reason.strip():
       yield f"requirements.txt:{number}: needs name==version  # why"
-  for name, wanted in (core | extras).items():
+  for name, wanted in functools.reduce(dict.__or__, extras.values(), core).items():
     if name not in pins:
       yield f"requirements.txt: {name} of pyproject.toml is not pinned"
     elif not wanted.specifier.contains(pins[name].version, prereleases=True):

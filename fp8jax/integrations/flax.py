@@ -5,12 +5,13 @@
   nnx.Linear(8, 64, dot_general=nnx_dot_general("block_128"), rngs=rngs)        # LinearGeneral too
   nnx.Einsum("bd,df->bf", (8, 64), einsum_op=nnx_einsum("block_128"), rngs=rngs)
 
-With current scales nothing else changes. A recipe that remembers (delayed, static) keeps its Site
-in linen's collection "fp8" or in nnx Variables of type Fp8. Differentiate the loss with respect to
-them too: the cotangent of a Site is what it saw, and `update` (`nnx_update`) makes of it the sites
-of the next step. Observations do not add up: join those of microbatches with `combine`, and give
-every product a layer of its own, under `nn.scan` and `nn.vmap` too (variable_axes={"fp8": 0}).
-Recipes that round stochastically draw from the random stream "fp8".
+With current scales nothing else changes. A recipe with delayed or static scales has its Site in
+linen's collection "fp8" or in nnx Variables of type Fp8. Differentiate the loss with respect to
+them too. The cotangent of a Site holds its tensor statistics, of which `fp8jax.site.update`
+(`nnx_update`) makes the sites of the next step; `fp8jax.site.calibrate` (`nnx_calibrate`) makes the
+first. Statistics of microbatches are joined by `fp8jax.site.combine`. Every product needs a layer
+of its own, under `nn.scan` and `nn.vmap` too (variable_axes={"fp8": 0}). Recipes that round
+stochastically draw from the random stream "fp8". `pip install 'fp8jax[flax]'` installs Flax.
 
 Assumes: lhs is an activation and rhs a kernel, as in every Flax layer. Flax casts kernels to the
 layer's dtype before any hook; `promote_dtype=keep_master` hands us the master instead.
@@ -18,20 +19,18 @@ layer's dtype before any hook; `promote_dtype=keep_master` hands us the master i
 
 import dataclasses
 import functools
-import string
 from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import nnx, serialization
 from flax.linen import dtypes
 
-from fp8jax.ops import linear
+from fp8jax.ops import gemm_spec, linear
 from fp8jax.ops import site as site_lib
-from fp8jax.quantization import amax_history, tensor_stats
+from fp8jax.quantization import amax_history
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Recipe
 
@@ -111,12 +110,12 @@ class LinenDotGeneral(nn.Module):
     )
 
   def einsum(self, eqn: str, x, w, **options):
-    return linear.dot(_explicit(eqn, x.ndim), x, w, self._site(), out_dtype=_out_dtype(**options))
+    return linear.dot(eqn, x, w, self._site(), out_dtype=_out_dtype(**options))
 
   def _site(self) -> site_lib.Site:
     key = self.make_rng(COLLECTION) if self.recipe.is_random else None
     if self.kept is None:
-      return _unobserved(self.recipe, self.matmul, self._name(), key)
+      return site_lib.unobserved(self.recipe, self.matmul, self._name(), key)
     return _with_key(cast(site_lib.Site, self.kept.value), key)
 
   def _name(self) -> str:
@@ -132,7 +131,8 @@ class Einsum(nn.Einsum):
 
   @nn.compact
   def __call__(self, inputs, einsum_str: str | None = None):
-    eqn = _explicit(nn.merge_param("einsum_str", self.einsum_str, einsum_str), jnp.ndim(inputs))
+    given = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
+    eqn = gemm_spec.explicit(given, jnp.ndim(inputs), len(self.shape))
     operands, _, y = eqn.partition("->")
     w = operands.partition(",")[2]
     kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
@@ -142,7 +142,7 @@ class Einsum(nn.Einsum):
       bias = self.param("bias", self.bias_init, shape, self.param_dtype)
     inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
     product = linen_dot_general(self.recipe, self.matmul)().einsum(
-      eqn,
+      given,
       inputs,
       kernel,
       precision=self.precision,
@@ -177,7 +177,7 @@ class NnxDotGeneral(nnx.Module):
   def _site(self) -> site_lib.Site:
     key = None if self.rngs is None else self.rngs()
     if self.kept is None:
-      return _unobserved(self.recipe, self.matmul, self.name, key)
+      return site_lib.unobserved(self.recipe, self.matmul, self.name, key)
     # get_value would copy the site, and a copy forgets that it is in use (Site.claim).
     return _with_key(self.kept.get_raw_value(), key)
 
@@ -186,7 +186,7 @@ class NnxEinsum(NnxDotGeneral):
   """An einsum with a site: what `nnx_einsum` makes."""
 
   def __call__(self, eqn: str, x, w, **options):
-    return linear.dot(_explicit(eqn, x.ndim), x, w, self._site(), out_dtype=_out_dtype(**options))
+    return linear.dot(eqn, x, w, self._site(), out_dtype=_out_dtype(**options))
 
 
 def keep_master(*arrays, dtype=None, inexact: bool = True):
@@ -205,43 +205,6 @@ def keep_master(*arrays, dtype=None, inexact: bool = True):
 # --- what layers remember ------------------------------------------------------------------------
 
 
-def update(sites, seen):
-  """The sites after a step: their memories take what was seen.
-
-  Args:
-    sites: a tree of Sites: variables["fp8"] of linen, nnx.state(model, Fp8) of nnx.
-    seen: the gradient of the loss with respect to it.
-  """
-
-  def one(site, gradient):
-    memory = amax_history.update(site.memory, gradient.tap[..., 0], site.recipe)
-    return dataclasses.replace(site, memory=memory)
-
-  return site_lib.tree_map(one, sites, seen)
-
-
-def combine(seen, other):
-  """What was seen of two microbatches, or on two devices, as that of both: amaxes by maximum."""
-
-  def one(a, b):
-    return dataclasses.replace(a, tap=tensor_stats.combine(a.tap, b.tap))
-
-  return site_lib.tree_map(one, seen, other)
-
-
-def calibrate(sites, loss: Callable[[Any], jax.Array]):
-  """The sites, their memories begun with what a first batch shows.
-
-  A layer with a fresh memory gives NaN. This runs forward and backward once with scales from the
-  tensors themselves.
-
-  Args:
-    sites: as in `update`.
-    loss: of such a tree, e.g. lambda fp8: loss(params, fp8, batch). What `jax.grad` can take.
-  """
-  return _calibrated(sites, jax.grad(loss)(site_lib.with_current_scales(sites)))
-
-
 def nnx_update(model: nnx.Module, gradient: nnx.State) -> nnx.State:
   """Updates the memories of `model` in place and returns the gradient without them.
 
@@ -249,20 +212,24 @@ def nnx_update(model: nnx.Module, gradient: nnx.State) -> nnx.State:
     gradient: with respect to nnx.DiffState(0, nnx.Any(nnx.Param, Fp8)).
   """
   seen, rest = nnx.split_state(gradient, Fp8, ...)
-  nnx.update(model, update(nnx.state(model, Fp8), seen))
+  nnx.update(model, site_lib.update(nnx.state(model, Fp8), seen))
   return rest
 
 
 def nnx_calibrate(model: nnx.Module, loss: Callable[[Any], jax.Array]):
-  """`calibrate`, of a model in place.
+  """`site.calibrate`, of a model in place.
 
   Args:
     loss: of the model, e.g. lambda model: loss(model, batch).
   """
-  probe, sites = nnx.clone(model), nnx.state(model, Fp8)
-  nnx.update(probe, site_lib.with_current_scales(sites))
-  seen = nnx.grad(loss, argnums=nnx.DiffState(0, Fp8))(probe)
-  nnx.update(model, _calibrated(sites, seen))
+  sites = nnx.state(model, Fp8)
+
+  def of(sites):
+    probe = nnx.clone(model)
+    nnx.update(probe, sites)
+    return loss(probe)
+
+  nnx.update(model, site_lib.calibrate(sites, of))
 
 
 # --- pieces --------------------------------------------------------------------------------------
@@ -277,25 +244,11 @@ def _fresh(recipe: Recipe, matmul: str, name: str) -> site_lib.Site:
   return dataclasses.replace(site_lib.single(recipe, matmul, name), key=None)
 
 
-def _unobserved(recipe: Recipe, matmul: str, name: str, key) -> site_lib.Site:
-  """A site of which nobody asks what it saw, so that it may be used under vmap and again."""
-  site = site_lib.single(recipe, matmul, name)
-  return dataclasses.replace(site, tap=np.zeros(site.tap.shape, np.float32), key=key)
-
-
 def _with_key(site: site_lib.Site, key) -> site_lib.Site:
   if key is None:
     return site
   site.claim()  # the copy would not remember
   return dataclasses.replace(site, key=key)
-
-
-def _calibrated(sites, seen):
-  def one(site, gradient):
-    memory = amax_history.calibrated(site.recipe, gradient.tap[..., 0])
-    return dataclasses.replace(site, memory=memory)
-
-  return site_lib.tree_map(one, sites, seen)
 
 
 def _out_dtype(*, precision=None, preferred_element_type=None, out_sharding=None):
@@ -304,14 +257,6 @@ def _out_dtype(*, precision=None, preferred_element_type=None, out_sharding=None
     if value is not None:
       raise ValueError(f"{name}={value!r}: the recipe decides how to multiply; leave it None")
   return preferred_element_type
-
-
-def _explicit(eqn: str, ndim: int) -> str:
-  """An einsum without blanks, its ellipsis spelled out for an x of `ndim` dimensions."""
-  eqn = eqn.replace(" ", "")
-  spare = (c for c in string.ascii_letters if c not in eqn)
-  missing = ndim - len(eqn.partition(",")[0].replace("...", ""))
-  return eqn.replace("...", "".join(next(spare) for _ in range(missing)))
 
 
 def _to_state_dict(site: site_lib.Site):

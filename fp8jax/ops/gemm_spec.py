@@ -191,13 +191,53 @@ def equation(dimension_numbers, lhs_ndim: int, rhs_ndim: int) -> str:
   return f"{''.join(lhs)},{''.join(rhs)}->{y}"
 
 
+def explicit(eqn: str, x_ndim: int, w_ndim: int) -> str:
+  """An equation without spaces, letters in place of its ellipses.
+
+  As in NumPy, the ellipsis of w stands for the last of the dimensions that the ellipsis of x stands
+  for. These are then batch dimensions.
+
+  Args:
+    eqn: e.g. "...D, DF -> ...F".
+    x_ndim: rank of x.
+    w_ndim: rank of w.
+
+  Raises:
+    ValueError: an ellipsis of w that names no batch dimensions, or an ellipsis of x or y alone.
+  """
+  operands_, _, y = "".join(eqn.split()).partition("->")
+  x, _, w = operands_.partition(",")
+  has_x, has_w, has_y = counts = [part.count("...") for part in (x, w, y)]
+  if not y or max(counts) != 1:  # nothing to spell out, or `_parse` refuses it
+    return f"{x},{w}->{y}"
+  of_x, of_w = (n - len(part.replace("...", "", 1)) for n, part in ((x_ndim, x), (w_ndim, w)))
+  wrong = None
+  if has_x != has_y:
+    have, lack = ("x", "y") if has_x else ("y", "x")
+    wrong = f"has '...' in {have} and not in {lack}: give it to both"
+  elif has_w and not has_x:
+    wrong = "has '...' in w alone: its dimensions are batch dimensions, so give it to x and y too"
+  elif of_x < 0 or (has_w and of_w < 0):
+    wrong = f"names more dimensions than the operands have: {x_ndim} and {w_ndim}"
+  elif has_w and of_w > of_x:
+    wrong = (
+      f"has '...' for {of_w} dimensions of w and {of_x} of x: w's are batch dimensions, so name "
+      "those that x lacks by letters"
+    )
+  if wrong:
+    raise ValueError(f"einsum {eqn!r} {wrong}")
+  spare = "".join(c for c in string.ascii_letters if c not in eqn)[:of_x]
+  x, y = (part.replace("...", spare, 1) for part in (x, y))
+  return f"{x},{w.replace('...', spare[of_x - of_w :], 1)}->{y}"
+
+
 def _parse(eqn: str, x_shape, w_shape) -> EinsumLetters:
-  operands_, _, y = eqn.partition("->")
+  operands_, _, y = explicit(eqn, len(x_shape), len(w_shape)).partition("->")
   x, _, w = operands_.partition(",")
   letters = EinsumLetters(x, w, y)
   wrong = None
   if not all(s and s.isalpha() and len(set(s)) == len(s) for s in (x, w, y)):
-    wrong = "needs the form 'BLD,DF->BLF', every letter at most once per operand"
+    wrong = "needs the form 'BLD,DF->BLF' or '...D,DF->...F', every letter at most once per operand"
   elif len(x) != len(x_shape) or len(w) != len(w_shape):
     wrong = f"names {len(x)} and {len(w)} dimensions, the operands have {x_shape} and {w_shape}"
   elif set(y) != (set(x) ^ set(w)) | set(letters.batch):
@@ -206,14 +246,18 @@ def _parse(eqn: str, x_shape, w_shape) -> EinsumLetters:
     wrong = "contracts nothing"
   else:
     sizes = dict(zip(x, x_shape))
+
+    def named(letters):
+      return ", ".join(dict.fromkeys(c if c in eqn else "'...'" for c in letters))
+
     empty = [c for c, n in zip(x + w, (*x_shape, *w_shape)) if n == 0]
     bad = [c for c, n in zip(w, w_shape) if sizes.get(c, n) != n]
     if bad:
-      wrong = f"gives {', '.join(bad)} two sizes: the operands have {x_shape} and {w_shape}"
+      wrong = f"gives {named(bad)} two sizes: the operands have {x_shape} and {w_shape}"
     elif empty:
       # Of nothing there is no largest magnitude, and the weight gradient sums over the tokens.
       wrong = (
-        f"gives {', '.join(dict.fromkeys(empty))} size 0: no scale can be made of the operands' "
+        f"gives {named(empty)} size 0: no scale can be made of the operands' "
         f"{x_shape} and {w_shape}; leave the product out, or use jax.lax.dot_general"
       )
   if wrong:

@@ -13,11 +13,12 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import core
 
 from fp8jax import axes, params
@@ -98,15 +99,35 @@ def single(
 
   Args:
     recipe: a Recipe or the name of one.
-    matmul: "auto" or a backend of kernels.scaled_matmul.
+    matmul: "auto" or a backend of kernels.choose.
     name: in error messages.
     save: form in which x is a residual.
+
+  Returns:
+    A Site, a pytree. That of a recipe with delayed or static scales has no amaxes yet, and its
+    products are NaN until `calibrate`.
+
+  Raises:
+    ValueError: the recipe is unknown, or the backend cannot run it here.
+
+  Source: the amaxes are the FP8 metas of Transformer Engine, as a value.
+
+  Example:
+    >>> import fp8jax
+    >>> fp8jax.site.single("tensor_delayed(steps=16)").memory.history_3H.shape
+    (3, 16)
   """
   recipe = rules_lib.recipe_by_name(recipe) if isinstance(recipe, str) else recipe
   chosen = tuple(matmul if getattr(recipe, p).is_narrow else "xla" for p in PASSES)
   if matmul != "auto":  # which is decided at the dot; sizes are unknown here
     chosen = choose_backends(recipe, GemmSize(0, 0, 0), choose.current_device(), matmul)
   return _site((), tensor_stats.QUIET, name, recipe, chosen, axes.LOCAL, save)
+
+
+def unobserved(recipe: Recipe, matmul: str = "auto", name: str = "dot", key=None) -> Site:
+  """A `single` site without tensor statistics, so that it may be used again and under vmap."""
+  site = single(recipe, matmul, name)
+  return dataclasses.replace(site, tap=np.zeros(site.tap.shape, np.float32), key=key)
 
 
 def _site(layers, statistics, name, recipe: Recipe, backends, layout, save) -> Site:
@@ -258,6 +279,93 @@ def per_layer(sites, seen: Mapping[str, Any]) -> dict[str, Any]:
 def recipes_of(sites) -> dict[str, Recipe]:
   """{layer's site: recipe}."""
   return {name: s.recipe for s in flatten(sites).values() for name in s.layer_names}
+
+
+# --- sites that their user keeps -----------------------------------------------------------------
+
+
+def update(sites, seen):
+  """The sites after a step: the step's amaxes enter the amax histories.
+
+  Args:
+    sites: a Site or a tree of them: variables["fp8"] of linen, nnx.state(model, Fp8) of nnx.
+    seen: the gradient of the loss with respect to `sites`; of several microbatches, see `combine`.
+
+  Returns:
+    The same tree. Sites with current scales are as they were.
+
+  Source: Transformer Engine's DelayedScaling (arXiv:2209.05433 §5).
+
+  Example:
+    >>> import jax, jax.numpy as jnp, fp8jax
+    >>> loss = lambda site: fp8jax.dot("D,DF->F", jnp.ones(8), jnp.ones((8, 4)), site).sum()
+    >>> site = fp8jax.site.calibrate(fp8jax.site.single("tensor_delayed"), loss)
+    >>> fp8jax.site.update(site, jax.grad(loss)(site)).memory.history_3H[:, :2].tolist()
+    [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
+  """
+
+  def one(site, gradient):
+    if site.memory is None:
+      return site
+    memory = amax_history.update(site.memory, gradient.tap[..., 0], site.recipe)
+    return dataclasses.replace(site, memory=memory)
+
+  return tree_map(one, sites, seen)
+
+
+def combine(seen, other):
+  """Tensor statistics of two microbatches, or of two devices, as those of both.
+
+  Args:
+    seen, other: gradients with respect to the same tree of sites.
+
+  Returns:
+    A tree like them: amaxes are the larger ones.
+
+  Source: fp8jax/quantization/tensor_stats.py.
+
+  Example:
+    >>> import dataclasses, jax.numpy as jnp, fp8jax
+    >>> one, other = (fp8jax.site.single() for _ in range(2))
+    >>> other = dataclasses.replace(other, tap=jnp.full((3, 1), 2.0))
+    >>> fp8jax.site.combine(one, other).tap[:, 0].tolist()
+    [2.0, 2.0, 2.0]
+  """
+
+  def one(a, b):
+    return dataclasses.replace(a, tap=tensor_stats.combine(a.tap, b.tap))
+
+  return tree_map(one, seen, other)
+
+
+def calibrate(sites, loss: Callable[[Any], jax.Array]):
+  """The sites with amax histories that begin with a first batch's amaxes.
+
+  It runs forward and backward once, with scales from the tensors themselves.
+
+  Args:
+    sites: as in `update`.
+    loss: a scalar function of such a tree, e.g. lambda sites: loss(params, sites, batch).
+
+  Returns:
+    The same tree. Sites with current scales are as they were.
+
+  Source: as `update`; Transformer Engine begins with scales of 1 instead.
+
+  Example:
+    >>> import jax.numpy as jnp, fp8jax
+    >>> loss = lambda site: fp8jax.dot("D,DF->F", jnp.ones(8), 2 * jnp.ones((8, 4)), site).sum()
+    >>> fp8jax.site.calibrate(fp8jax.site.single("tensor_delayed"), loss).memory.amax_3.tolist()
+    [1.0, 2.0, 1.0]
+  """
+
+  def one(site, gradient):
+    if site.memory is None:
+      return site
+    memory = amax_history.calibrated(site.recipe, gradient.tap[..., 0])
+    return dataclasses.replace(site, memory=memory)
+
+  return tree_map(one, sites, jax.grad(loss)(with_current_scales(sites)))
 
 
 # --- scaling states ------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ of its own step (as in COAT, FP8-LM and torchao).
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import core
 
+from fp8jax.errors import nearest
 from fp8jax.optim import storage
 from fp8jax.optim.storage import Moments
 from fp8jax.quantization import quantized_tensor
@@ -47,12 +49,11 @@ def scale_by_adam(
   eps: float = 1e-8,
   eps_root: float = 0.0,
   *,
-  mu: Quant | None = None,
-  nu: Quant | None = None,
+  moment_format: str | Moments = "float32",
   mask: StorageMask = StorageMask(),
   seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """`optax.scale_by_adam` with moments quantized by `mu` and `nu`.
+  """`optax.scale_by_adam` with moments in the formats of `moment_format`.
 
   Optax's wrappers take it. Of optax.inject_hyperparams, b1 and b2 are looked at where they are
   numbers, in `init`, and not where they are traced. optax.tree_map_params needs
@@ -60,8 +61,9 @@ def scale_by_adam(
 
   Args:
     b1, b2, eps, eps_root: as in Optax.
-    mu, nu: see `storage.MOMENTS`; None is float32, and both None is Optax's own transformation.
-    mask: which parameters; by default matrices of 4096 numbers and more.
+    moment_format: a name in `storage.MOMENTS`, e.g. "coat" (2.08 bytes per parameter for both); or
+      a Moments(mu, nu) of two Quants, where None is float32. "float32" is Optax's own.
+    mask: which parameters; by default matrices of 4096 elements and more.
     seed: of stochastic rounding; random bits depend on it, the step and the place in the tree.
 
   Returns:
@@ -69,46 +71,59 @@ def scale_by_adam(
     if parts are updated one after the other. Random bits depend on it.
 
   Raises:
-    ValueError: formats that would not train (`storage.moment_problems`); b1 or b2 outside [0, 1).
-    TypeError: mu or nu is something else than a Quant, such as the name of one.
+    ValueError: no such name, moments that would not train, or b1 or b2 outside [0, 1).
+    TypeError: moment_format is neither a name nor a Moments, or its fields are no Quants.
+
+  Source: Adam is arXiv:1412.6980; fp8jax/optim/storage.py cites the formats'.
+
+  Example:
+    >>> import jax.numpy as jnp, fp8jax
+    >>> state = fp8jax.scale_by_adam(moment_format="coat").init({"w": jnp.ones((64, 128))})
+    >>> state.mu["w"].data.dtype.name, state.mu["w"].scale.shape
+    ('float8_e4m3fn', (64, 1))
   """
-  _refuse(Moments(mu, nu), b1, b2)
-  if mu is None and nu is None:
+  moments = _moments(moment_format)
+  _refuse(moments, b1, b2)
+  if moments == Moments():
     return optax.with_extra_args_support(optax.scale_by_adam(b1, b2, eps, eps_root))
 
   def init(params):
     # Zeros of their own for each: a state that holds one array twice cannot be donated.
-    moments = (_quantized_zeros(optax.tree.zeros_like(params), quant, mask) for quant in (mu, nu))
-    return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), *moments)
+    mu = _quantized_zeros(optax.tree.zeros_like(params), moments.mu, mask)
+    nu = _quantized_zeros(optax.tree.zeros_like(params), moments.nu, mask)
+    return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
   def update(updates, state, params=None, *, piece=0, **_):
     del params
     count = optax.safe_increment(state.count)
-
-    def one(g, mu, nu, key):
-      mu_key, nu_key = jax.random.split(key)
-      m = optax.tree.update_moment(g, _dequantize(mu), b1, 1)
-      v = optax.tree.update_moment_per_elem_norm(g, _dequantize(nu), b2, 2)
-      m_hat = optax.tree.bias_correction(m, b1, count)
-      v_hat = optax.tree.bias_correction(v, b2, count)
-      step = m_hat / (jnp.sqrt(v_hat + eps_root) + eps)
-      return step, _requantize(m, mu, mu_key), _requantize(v, nu, nu_key)
-
+    one = functools.partial(_adam_step, count, b1, b2, eps, eps_root)
     updates, mu, nu = _each(one, updates, (state.mu, state.nu), _key(seed, count, piece))
     return updates, optax.ScaleByAdamState(count, mu, nu)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _adam_step(count, b1, b2, eps, eps_root, g, mu, nu, key):
+  """(update, mu, nu) of one parameter."""
+  mu_key, nu_key = jax.random.split(key)
+  m = optax.tree.update_moment(g, _dequantize(mu), b1, 1)
+  v = optax.tree.update_moment_per_elem_norm(g, _dequantize(nu), b2, 2)
+  m_hat = optax.tree.bias_correction(m, b1, count)
+  v_hat = optax.tree.bias_correction(v, b2, count)
+  step = m_hat / (jnp.sqrt(v_hat + eps_root) + eps)
+  return step, _requantize(m, mu, mu_key), _requantize(v, nu, nu_key)
+
+
 def scale_by_lion(
   b1: float = 0.9,
   b2: float = 0.99,
   *,
-  mu: Quant | None = None,
+  moment_format: str | Moments = "float32",
   mask: StorageMask = StorageMask(),
   seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """`optax.scale_by_lion` with its momentum quantized by `mu`; see `scale_by_adam`."""
+  """`optax.scale_by_lion` with its momentum in the format of mu; see `scale_by_adam`."""
+  mu = _moments(moment_format).mu
   _refuse(Moments(mu), b2, b2)
   if mu is None:
     return optax.with_extra_args_support(optax.scale_by_lion(b1, b2))
@@ -136,12 +151,25 @@ def _key(seed: int, count, piece):
   return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), piece)
 
 
+def _moments(moment_format: str | Moments) -> Moments:
+  """The formats of a name, or those given."""
+  if isinstance(moment_format, str):
+    if moment_format not in storage.MOMENTS:
+      near = nearest(moment_format, storage.MOMENTS)
+      hint = f"did you mean {near!r}?" if near else "none is like it."
+      raise ValueError(f"{moment_format=} is unknown; {hint} Known: {', '.join(storage.MOMENTS)}")
+    return storage.MOMENTS[moment_format]
+  if not isinstance(moment_format, Moments):
+    raise TypeError(f"{moment_format=} must be a name in storage.MOMENTS or a Moments(mu, nu)")
+  return moment_format
+
+
 def _refuse(moments: Moments, mu_decay, nu_decay):
   for name, quant in (("mu", moments.mu), ("nu", moments.nu)):
     if quant is not None and not isinstance(quant, Quant):
       raise TypeError(
-        f"{name}={quant!r} must be a Quant or None; a table entry gives both: "
-        f"storage.MOMENTS[{str(quant)!r}].{name}"
+        f"moment_format.{name} is {quant!r}, expected a Quant or None; a preset's name gives both: "
+        'moment_format="coat"'
       )
   # A tracer has no value yet.
   for decay in (mu_decay, nu_decay):

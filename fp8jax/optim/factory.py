@@ -199,7 +199,7 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0):
 def _transformation(optim: OptimizerConfig, formats: storage.Moments, lead: int, seed: int):
   mask = adam.StorageMask(quantized=True, lead=lead)
   if optim.optimizer == "lion":
-    return adam.scale_by_lion(optim.b1, optim.b2, mu=formats.mu, mask=mask, seed=seed)
+    return adam.scale_by_lion(optim.b1, optim.b2, moment_format=formats, mask=mask, seed=seed)
   return adam.scale_by_adam(
-    optim.b1, optim.b2, optim.eps, mu=formats.mu, nu=formats.nu, mask=mask, seed=seed
+    optim.b1, optim.b2, optim.eps, moment_format=formats, mask=mask, seed=seed
   )

@@ -15,6 +15,7 @@ from lattice import lattice
 
 from fp8jax.formats import E2M1, E4M3
 from fp8jax.ops import site as site_lib
+from fp8jax.ops.gemm_spec import explicit
 from fp8jax.ops.linear import dot, fp8_dot_general
 from fp8jax.quantization import amax_history
 from fp8jax.recipe import library
@@ -275,6 +276,26 @@ def test_observation_is_the_largest_magnitude_of_each_tensor(rng):
 
 
 @pytest.mark.parametrize(
+  "eqn, plain, x, w",
+  [
+    ("...D, DF -> ...F", "abD,DF->abF", (2, 8, 16), (16, 32)),
+    ("...D,DF->...F", "D,DF->F", (16,), (16, 32)),  # of nothing
+    (" B ... D,DF -> B...F", "BaD,DF->BaF", (2, 8, 16), (16, 32)),
+    ("a...D,DF->F...a", "abD,DF->Fba", (2, 8, 16), (16, 32)),  # a letter that is taken
+    ("...TD,...DF->...TF", "aTD,aDF->aTF", (3, 8, 16), (3, 16, 32)),  # a batch
+    ("...TD,...DF->...TF", "abTD,bDF->abTF", (2, 3, 8, 16), (3, 16, 32)),
+    ("...TD,...DF->...TF", "aTD,DF->aTF", (3, 8, 16), (16, 32)),
+  ],
+)
+def test_an_ellipsis_is_the_letters_it_stands_for(rng, eqn, plain, x, w):
+  """The same plan as theirs, and NumPy's own reading of the ellipsis."""
+  x, w = lattice(rng, *x), lattice(rng, *w)
+  site = site_lib.single("block_128")
+  assert explicit(eqn, x.ndim, w.ndim) == plain
+  np.testing.assert_array_equal(dot(eqn, x, w, site), np.einsum(eqn, x, w))
+
+
+@pytest.mark.parametrize(
   "eqn, x, w, message",
   [
     ("BLD,DF", (1, 2, 3), (3, 4), "needs the form"),
@@ -283,6 +304,15 @@ def test_observation_is_the_largest_magnitude_of_each_tensor(rng):
     ("BL,DF->BLDF", (1, 2), (3, 4), "contracts nothing"),
     ("BLD,DF->BL", (1, 2, 3), (3, 4), "must keep every letter"),
     ("BBD,DF->BBF", (1, 1, 3), (3, 4), "at most once"),
+    ("...D,DF", (2, 3), (3, 4), "einsum '...D,DF' needs the form"),
+    ("...D,DF->F", (2, 3), (3, 4), "has '...' in x and not in y"),
+    ("TD,DF->...F", (2, 3), (3, 4), "has '...' in y and not in x"),
+    ("TD,...DF->TF", (2, 3), (3, 4), "has '...' in w alone"),
+    ("...BLD,DF->...BLF", (2, 3), (3, 4), "names more dimensions than the operands have: 2 and 2"),
+    ("...D...,DF->...F", (2, 3), (3, 4), "needs the form"),
+    ("...D,...DF->...F", (2, 3), (5, 2, 3, 4), "for 2 dimensions of w and 1 of x"),
+    ("...TD,...DF->...TF", (5, 2, 3), (1, 3, 4), "'...TD,...DF->...TF' gives '...' two sizes"),
+    ("...D,DF->...F", (0, 3), (3, 4), "gives '...' size 0"),
   ],
 )
 def test_dot_refuses_impossible_equations_by_name(eqn, x, w, message):

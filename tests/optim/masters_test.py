@@ -11,11 +11,10 @@ import pytest
 import tolerances
 import train_test
 
-import fp8jax.optim
 from fp8jax import params as params_lib
 from fp8jax.models import presets
 from fp8jax.ops import stored_params
-from fp8jax.optim import factory, gradients, storage
+from fp8jax.optim import adam, factory, gradients, storage
 from fp8jax.optim import update as update_lib
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.step import train_step
@@ -37,7 +36,7 @@ def _named(changes):
 def _leaf(master, gradient="float32", kept="float32", lead=0):
   kept = storage.MOMENTS[kept]
   transformation = optax.chain(
-    fp8jax.optim.scale_by_adam(b2=0.95, mu=kept.mu, nu=kept.nu), optax.add_decayed_weights(0.1)
+    adam.scale_by_adam(b2=0.95, moment_format=kept), optax.add_decayed_weights(0.1)
   )
   masters_, gradients_ = storage.MASTERS[master], storage.GRADIENTS[gradient]
   return factory.ParamOptimizer("w", transformation, masters_, gradients_, lead, 7)
