@@ -241,10 +241,9 @@ class _Run:
     step_fn, phase = train_step.make_step(self.plan), None
     speed = progress_lib.Throughput(
       c.global_batch * c.seq_len,
-      c.global_batch * c.seq_len * metrics.flops_per_token(
-        self.plan.declaration, self.plan.model.dims, c.seq_len),
+      c.global_batch * c.seq_len * metrics.flops_per_token(self.plan.model, c.seq_len),
       _peak(self.plan),
-    )  # fmt: skip
+    )
     progress = progress_lib.Progress(c.steps, start, c.log.every, self.out)
     pending, last, step = None, {}, start
 
