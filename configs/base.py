@@ -48,6 +48,7 @@ def get_config(arm=""):
   c.model.max_positions = placeholder(int)  # longest context the weights are for
   c.model.rope_theta = placeholder(float)  # base of the rotary frequencies
   c.model.init_std = placeholder(float)  # of random weights
+  c.model.mixers = placeholder(tuple)  # blocks of a layer, names in models/transformer.py's MIXERS
 
   c.precision = ConfigDict()
   # Which recipe each linear layer gets: (regular expression on the whole site name, recipe name),

@@ -95,7 +95,7 @@ def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulatio
     return (losses * whole["weights_BL"]).sum() / whole["weights_BL"].sum()
 
   want, of_params = jax.value_and_grad(of_logits)(params)
-  loss, gradient, _ = train_step.gradients(plan, params, plan.sites(), batch)
+  loss, gradient, *_ = train_step.gradients(plan, params, plan.sites(), batch)
   assert 0 < whole["weights_BL"].sum() < whole["weights_BL"].size
   assert float(loss) == pytest.approx(float(want), rel=1e-5)
   for got, expected in zip(jax.tree.leaves(gradient), jax.tree.leaves(of_params), strict=True):

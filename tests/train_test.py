@@ -257,8 +257,8 @@ def test_first_bad_site_of_the_backward_pass_is_the_last_layer_with_a_bad_gradie
   seen["head"] = np.ones((3, 1))
   for name in ("layers/0/attn/q", "layers/1/attn/q", "layers/0/mlp/down"):
     seen[name][2] = np.inf
-  found = nonfinite.first_bad(seen, {}, 1.0)
+  found = nonfinite.first_bad(TINY, seen, {}, 1.0)
   assert found == "layers/1/attn/q: its incoming gradient is not finite (backward)"
   assert "embed" in nonfinite.first_bad(
-    {k: np.ones_like(v) for k, v in seen.items()}, {"embed": False}, 1.0
+    TINY, {k: np.ones_like(v) for k, v in seen.items()}, {"embed": False}, 1.0
   )

@@ -39,7 +39,7 @@ from fp8jax import params  # noqa: E402
 from fp8jax.compiled import fp8_gemms  # noqa: E402
 from fp8jax.config import resolve  # noqa: E402
 from fp8jax.kernels import choose, self_test  # noqa: E402
-from fp8jax.models import attention_gqa, mlp_swiglu, rope  # noqa: E402
+from fp8jax.models import transformer  # noqa: E402
 from fp8jax.step import (  # noqa: E402
   run_spec,
   train_step,  # noqa: E402
@@ -156,18 +156,18 @@ def layer_program(case: Case, recipe: str) -> Program:
   # fiftieth of its input, and BF16's rounding of that sum hides what FP8 does.
   std = plan.model.hidden_size**-0.5
   model, run = dataclasses.replace(plan.model, num_layers=1, init_std=std), plan.run
-  declaration = {"attn": attention_gqa.params(model), "mlp": mlp_swiglu.params(model)}
+  declaration = transformer.layer_params(model)
   weights = params.init(jax.random.key(0), declaration, model.dims)
   sites = jax.tree.map(lambda t: t[0], plan.sites()["layers"][0])
   x, g = (timing.normal(k, 1, case.tokens, model.hidden_size, dtype=run.dtype)
           for k in jax.random.split(jax.random.key(1)))  # fmt: skip
 
   def forward_and_backward(weights, x, g, sites):
-    angles = rope.cos_sin(jnp.arange(case.tokens, dtype=jnp.int32)[None], model)
+    positions = jnp.arange(case.tokens, dtype=jnp.int32)[None]
+    context = transformer.layer_context({"tokens_BL": positions, "positions_BL": positions}, model)
 
     def layer(weights, x):
-      x = attention_gqa.apply(weights["attn"], sites["attn"], x, angles, None, model, run)
-      return mlp_swiglu.apply(weights["mlp"], sites["mlp"], x, model, run)
+      return transformer.layer(x, (weights, sites), context, model, run)[0]
 
     y, pull = jax.vjp(layer, weights, x)
     return y, pull(g)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from fp8jax import params
 from fp8jax.compiled import hlo
 from fp8jax.kernels import choose
-from fp8jax.models import attention_gqa, mlp_swiglu, presets, rope
+from fp8jax.models import presets, transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe.gemm import PASSES
@@ -41,7 +41,7 @@ MODELS = {"7b": _with_unit_gain(presets.QWEN25_7B), "dry": _with_unit_gain(DRY)}
 
 def build(recipe: str, tokens: int, model: ModelConfig, device: choose.Device):
   """(function, abstract (weights, x, g), sites): -> (what the layer adds, dx, dw)."""
-  declaration = {"attn": attention_gqa.params(model), "mlp": mlp_swiglu.params(model)}
+  declaration = transformer.layer_params(model)
   sites = site_lib.build_sites(
     declaration, model.dims, ((".*", recipe),), device=device, tokens=tokens
   )
@@ -49,9 +49,9 @@ def build(recipe: str, tokens: int, model: ModelConfig, device: choose.Device):
   run = ComputeConfig(dtype=jnp.dtype(jnp.bfloat16), attention=attention)
 
   def layer(weights, x, sites):
-    angles = rope.cos_sin(jnp.arange(tokens, dtype=jnp.int32)[None], model)
-    y = attention_gqa.apply(weights["attn"], sites["attn"], x, angles, None, model, run)
-    return mlp_swiglu.apply(weights["mlp"], sites["mlp"], y, model, run)
+    positions = jnp.arange(tokens, dtype=jnp.int32)[None]
+    context = transformer.layer_context({"tokens_BL": positions, "positions_BL": positions}, model)
+    return transformer.layer(x, (weights, sites), context, model, run)[0]
 
   def forward_and_backward(weights, x, g, sites):
     y, pull = jax.vjp(lambda weights, x: layer(weights, x, sites), weights, x)
@@ -64,7 +64,7 @@ def build(recipe: str, tokens: int, model: ModelConfig, device: choose.Device):
 
 
 def _operands(model: ModelConfig, tokens: int):
-  declaration = {"attn": attention_gqa.params(model), "mlp": mlp_swiglu.params(model)}
+  declaration = transformer.layer_params(model)
   weights = params.init(jax.random.key(0), declaration, model.dims)
   x, g = (jax.random.normal(k, (1, tokens, model.hidden_size), jnp.bfloat16)
           for k in jax.random.split(jax.random.key(1)))  # fmt: skip

@@ -14,7 +14,7 @@ the weights of sites that share an input into one GEMM, and pad to cuBLASLt's mu
 import collections
 import dataclasses
 import math
-import re
+from collections.abc import Mapping
 
 from fp8jax import console as console_lib
 from fp8jax.compiled import hlo
@@ -22,6 +22,7 @@ from fp8jax.errors import UserError
 from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import transformer
+from fp8jax.models.mixer import GemmSite
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import rules
@@ -29,15 +30,6 @@ from fp8jax.recipe.gemm import PASSES, Gemm, accumulate_name
 from fp8jax.step import train_step
 from fp8jax.step.run_spec import RunSpec
 
-# Forward GEMMs that the backward pass repeats, by remat policy (transformer.py): with the outputs
-# of linear layers kept, only the one that completes the MLP's input; never the last of a layer,
-# whose output the backward pass of the layer does not read.
-_RECOMPUTED = {
-  "none": r"(?!)",
-  "linears": r"layers/.*attn/o",
-  "quantized": r"layers/.*attn/o",
-  "full": r"layers/(?!.*mlp/down).*",
-}
 _CUBLAS_MULTIPLE = 16
 
 
@@ -126,13 +118,11 @@ class GemmRow:
 def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
   """A row for every product of every site, recomputed ones included, nothing found yet."""
   declared = site_lib.find_sites(transformer.site_params(plan.model))
+  recomputed = transformer.recomputed_sites(plan.model, plan.run)
   rows = []
   for name, site in site_lib.flatten(plan.sites(phase=phase)).items():
     param = declared[rules.path_of(name)]
-    # With a copy of what the MLP's norm reads, nothing needs the product before it again.
-    has_copy = plan.run.residuals.norm_inputs is not None and plan.run.remat != "full"
-    repeated = _RECOMPUTED["none" if has_copy else plan.run.remat]
-    is_recomputed = re.fullmatch(repeated, name) is not None
+    is_recomputed = rules.path_of(name) in recomputed
     # XLA unrolls the loop over a single layer.
     is_loop = len(site.layer_names) > 1
     products = [(p, False) for p in PASSES] + [("fwd", True)] * (is_recomputed and is_loop)
@@ -173,9 +163,9 @@ def uses(plan: RunSpec, phase: int = 0) -> dict[tuple[str, Gemm], set[tuple[int,
 
 
 def _calls(plan: RunSpec, site: site_lib.Site) -> list[tuple[int, int]]:
-  """(tokens on a device, calls per step) of a site; the head's are of chunks of the sequence."""
+  """(tokens on a device, calls per step) of a site."""
   times = plan.grad_accum_steps
-  if site.layers:
+  if not transformer.gemm_sites(plan.model)[rules.path_of(site.name)].is_chunked:
     return [(plan.tokens_per_device, times * len(site.layer_names))]
   length, chunk = plan.data.seq_len, plan.run.loss_chunk
   sequences = plan.tokens_per_device // length
@@ -205,7 +195,7 @@ def compare(plan: RunSpec, gemms: list[hlo.HloGemm], phase: int = 0) -> list[Gem
     by_key[dataclasses.replace(gemm.key, is_recompute=is_again)].append(gemm)
   rows = [_with_found(row, by_key.pop(row.key, [])) for row in rows]
   if plan.device.platform != "cpu":
-    rows = _share(rows)
+    rows = _share(rows, transformer.gemm_sites(plan.model))
   for key, there in by_key.items():
     row = GemmRow(key, "-", "-", (0, 0, 0), 0, 0, 0)
     rows.append(_with_found(row, there))
@@ -234,7 +224,7 @@ def _with_found(row: GemmRow, there: list[hlo.HloGemm]) -> GemmRow:
   )
 
 
-def _share(rows: list[GemmRow]) -> list[GemmRow]:
+def _share(rows: list[GemmRow], declared: Mapping[str, GemmSite]) -> list[GemmRow]:
   """The rows, what sites have in common told apart.
 
   XLA stacks the weights of sites that share an input into one GEMM. It carries the name of one of
@@ -243,8 +233,8 @@ def _share(rows: list[GemmRow]) -> list[GemmRow]:
   groups = collections.defaultdict(list)
   for n, row in enumerate(rows):
     if row.expected:
-      module = row.key.site.rpartition("/")[0]
-      groups[module, row.key.product, row.key.is_recompute].append(n)
+      module, shared = row.key.site.rpartition("/")[0], declared[rules.path_of(row.key.site)].input
+      groups[module, shared, row.key.product, row.key.is_recompute].append(n)
   rows = list(rows)
   for group in groups.values():
     lacking = [n for n in group if rows[n].done < rows[n].work]

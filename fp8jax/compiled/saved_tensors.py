@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.ops import gemm_spec, quantized_inputs
+from fp8jax.ops import site as site_lib
 from fp8jax.ops.fused import prologue
 from fp8jax.ops.fused.prologue import Prologue
 from fp8jax.ops.gemm_spec import Role
@@ -54,7 +55,11 @@ class SavedTensor:
 
 def runs(plan: run_spec.RunSpec) -> list[tuple[int, int]]:
   """(first, one past the last) of layers that multiply alike, each a loop of its own."""
-  return [sites["attn"]["q"].layers for sites in plan.sites()["layers"]]
+  found = []
+  for sites in plan.sites()["layers"]:
+    first, stop = next(iter(site_lib.flatten(sites).values())).layers
+    found.append((first, stop))
+  return found
 
 
 def of_layers(plan: run_spec.RunSpec) -> list[SavedTensor]:

@@ -58,10 +58,16 @@ def with_ends(precision: Precision, c: Any, model: model_config.ModelConfig) -> 
   return Precision(phases)
 
 
-def check_smooth(c: Any, problems: ConfigErrors):
+def check_smooth(c: Any, model: model_config.ModelConfig | None, problems: ConfigErrors):
   """precision.smooth_swiglu, and whether it can be merged into the weights as export asks."""
   form = c.precision.smooth_swiglu
   problems.one_of("precision.smooth_swiglu", form, tuple(mlp_swiglu.FORMS))
+  if form != "none" and model is not None:
+    problems.check(
+      any(mixer.channel_scales is not None for mixer in transformer.mixers(model)),
+      f"precision.smooth_swiglu={form!r} with model.mixers={model.mixers!r}: none of them has it; "
+      "set precision.smooth_swiglu='none'",
+    )
   reasons = {
     "none": "there is nothing to merge",
     "token": "every token has a scale of its own, which no weight can hold",

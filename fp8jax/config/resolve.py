@@ -67,7 +67,7 @@ def resolve(
   )
   microbatch = _microbatch(c, layout, problems)
   recipes = problems.attempt(lambda: precision_checks.read(c))
-  precision_checks.check_smooth(c, problems)
+  precision_checks.check_smooth(c, model, problems)
   problems.file("precision.calibration", c.precision.calibration, "write it with --job=calibrate")
   declaration = None
   if model is not None and not model.problems():
@@ -156,7 +156,10 @@ def _model(c: Config) -> model_config.ModelConfig:
     unknown.one_of("model.preset", c.model.preset, (*presets.PRESETS, "hf"))
     raise ConfigError(unknown.found)
   changes = {k: v for k, v in c.model.items() if k != "preset" and v is not None}
-  return dataclasses.replace(model, **changes)
+  model = dataclasses.replace(model, **changes)
+  if found := transformer.problems(model):
+    raise ConfigError(found)
+  return model
 
 
 def _check_folder(c: Config, model: model_config.ModelConfig):

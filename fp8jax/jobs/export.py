@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from fp8jax import console as console_lib
 from fp8jax import hub
 from fp8jax.data import batch_sharding, loader
+from fp8jax.errors import UserError
 from fp8jax.jobs.restore import folder_of, restore_params
-from fp8jax.models import smooth_swiglu, transformer
+from fp8jax.models import transformer
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import export_folder
 from fp8jax.models.hf import weights as hf_weights
@@ -20,6 +21,7 @@ from fp8jax.step import run_spec
 
 def run(plan: run_spec.RunSpec, workdir: str):
   """Writes a checkpoint as a Hugging Face folder."""
+  hf_weights.entries(plan.model)  # before anything is read: raises where there is no mapping
   target = folder_of(plan.export.path, workdir, "hf")
   never = {workdir: "the run's own folder", plan.init.hf: "the folder of init.hf"}
   export_folder.check_other(target, _local(never))
@@ -45,19 +47,23 @@ def _local(folders: dict[str, str]) -> dict[str, str]:
 
 def _fold_smooth(plan: run_spec.RunSpec, params):
   """The parameters with Smooth-SwiGLU's scales per channel, those of held-out text, folded in."""
-  mlp = params["layers"]["mlp"]
+  scales = None
   sites = plan.sites(evaluator_lib.BF16)
   look = jax.jit(lambda p, b: transformer.channel_scales(p, sites, b, plan.model, plan.run))
   spread = batch_sharding.BatchSharder(plan.run.layout, plan.eval.batch)
-  s_NF = jnp.full(mlp["up"].shape[::2], smooth_swiglu.EPSILON)
   for source in plan.data.sources:
     counts = loader.DocumentCounts()
     for batch in loader.heldout_batches(
       plan.data, source, spread.local_rows, plan.export.fold_smooth_batches, spread.shard, counts
     ):
-      s_NF = jnp.maximum(s_NF, look(params, spread.place(batch)))
+      found = look(params, spread.place(batch))
+      scales = found if scales is None else jax.tree.map(jnp.maximum, scales, found)
     for what, number in counts.summary_everywhere().items():
       text = f"held-out documents of {source} passed over as {what}: {number}"
       console_lib.console(stderr=True).print(text)
-  up, down = jax.jit(smooth_swiglu.fold)(mlp["up"], mlp["down"], s_NF)
-  return {**params, "layers": {**params["layers"], "mlp": {**mlp, "up": up, "down": down}}}
+  if scales is None:
+    raise UserError(
+      "export.fold_smooth_batches needs held-out text to choose scales from, and there is none: "
+      "raise data.heldout_fraction or give more documents"
+    )
+  return transformer.fold_channel_scales(params, scales, plan.model)

@@ -238,7 +238,7 @@ class _Run:
     plan = self.plan
     step_fn, phase = train_step.make_step(plan), None
     tokens = plan.tokens_per_step
-    flops = metrics.flops_per_token(plan.declaration, plan.model.dims, plan.data.seq_len)
+    flops = metrics.flops_per_token(plan.model, plan.data.seq_len)
     speed = progress_lib.Throughput(tokens, tokens * flops, _peak(plan))
     progress = progress_lib.Progress(plan.steps, start, plan.log.every, self.out)
     pending, last, step = None, {}, start

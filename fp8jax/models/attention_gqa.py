@@ -4,11 +4,31 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax import axes
 from fp8jax.models.config import ComputeConfig, ModelConfig
+from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
 from fp8jax.ops.attention import attention
 from fp8jax.ops.elementwise import add_bias, rotate
 from fp8jax.ops.fused import prologue
 from fp8jax.ops.linear import dot, dots
 from fp8jax.params import Param
+
+SITES = (
+  GemmSite("q", "BLD,DHK->BLHK", "norm"),
+  GemmSite("k", "BLD,DGK->BLGK", "norm"),
+  GemmSite("v", "BLD,DGK->BLGK", "norm"),
+  GemmSite("o", "BLHK,HKD->BLD", "mixed", is_residual=True),
+)
+HF_NAMES = {
+  "norm": "input_layernorm.weight",
+  "q": "self_attn.q_proj.weight",
+  "k": "self_attn.k_proj.weight",
+  "v": "self_attn.v_proj.weight",
+  "o": "self_attn.o_proj.weight",
+  "q_bias": "self_attn.q_proj.bias",
+  "k_bias": "self_attn.k_proj.bias",
+  "v_bias": "self_attn.v_proj.bias",
+  "q_norm": "self_attn.q_norm.weight",
+  "k_norm": "self_attn.k_norm.weight",
+}
 
 
 def params(cfg: ModelConfig):
@@ -30,21 +50,18 @@ def params(cfg: ModelConfig):
   return tree
 
 
-def apply(p, s, x_BLD, rope, segments_BL, cfg: ModelConfig, run: ComputeConfig):
-  """x + attention(norm(x)).
+def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConfig):
+  """(x + attention(norm(x)), Aux()).
 
   Args:
     p: parameters of this layer.
     s: sites of this layer.
     x_BLD: residual stream.
-    rope: (cos_BLK, sin_BLK).
-    segments_BL: document of each token, or None if documents may attend to each other.
+    context: positions and documents of the tokens.
   """
+  *of_qkv, of_o = (site.eqn for site in SITES)
   h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
-  q_BLHK, k_BLGK, v_BLGK = dots(
-    ("BLD,DHK->BLHK", "BLD,DGK->BLGK", "BLD,DGK->BLGK"),
-    h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]),
-  )  # fmt: skip
+  q_BLHK, k_BLGK, v_BLGK = dots(of_qkv, h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]))
   if cfg.qkv_bias:
     q_BLHK = add_bias(q_BLHK, p["q_bias"])
     k_BLGK = add_bias(k_BLGK, p["k_bias"])
@@ -56,9 +73,20 @@ def apply(p, s, x_BLD, rope, segments_BL, cfg: ModelConfig, run: ComputeConfig):
     k_BLGK = prologue.rms_norm(
       k_BLGK, p["k_norm"], cfg.norm_eps, save=run.residuals.norm_inputs
     ).value()
-  q_BLHK = checkpoint_name(rotate(q_BLHK, *rope), "linear")
-  k_BLGK = checkpoint_name(rotate(k_BLGK, *rope), "linear")
+  q_BLHK = checkpoint_name(rotate(q_BLHK, *context.angles), "linear")
+  k_BLGK = checkpoint_name(rotate(k_BLGK, *context.angles), "linear")
   v_BLGK = checkpoint_name(v_BLGK, "linear")
-  mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, segments_BL, run.attention)
+  mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, context.segments_BL, run.attention)
   mixed_BLHK = checkpoint_name(axes.constrain(mixed_BLHK, "BLHK", run.layout), "linear")
-  return x_BLD + dot("BLHK,HKD->BLD", mixed_BLHK, p["o"], s["o"])
+  return x_BLD + dot(of_o, mixed_BLHK, p["o"], s["o"]), Aux()
+
+
+def flops_per_token(cfg: ModelConfig, length: int) -> float:
+  """Forward FLOPs of the two products of attention, by an average context of length / 2.
+
+  Source: PaLM (arXiv:2204.02311, appendix B), halved for causality.
+  """
+  return 2 * cfg.num_heads * cfg.head_dim * length
+
+
+MIXER = Mixer("attn", params, SITES, apply, flops_per_token, HF_NAMES)

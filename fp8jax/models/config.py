@@ -48,7 +48,8 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """One decoder of the Llama family: grouped-query attention, RMSNorm, SwiGLU, rotary positions.
+  """One decoder, by default of the Llama family: grouped-query attention, RMSNorm, SwiGLU, rotary
+  positions.
 
   Attributes:
     architecture: "llama", "qwen2" or "qwen3": names the Hugging Face class this is read from and
@@ -64,6 +65,7 @@ class ModelConfig:
     tie_embeddings: whether the output head is the input embedding.
     init_std: standard deviation of freshly drawn weights; output projections get
       init_std / sqrt(2 N) (Radford et al. 2019 §2.3).
+    mixers: blocks of every layer in order, keys of transformer.MIXERS.
   """
 
   architecture: str
@@ -82,6 +84,7 @@ class ModelConfig:
   qk_norm: bool = False
   tie_embeddings: bool = False
   init_std: float = 0.02
+  mixers: tuple[str, ...] = ("attention_gqa", "mlp_swiglu")
 
   @property
   def dims(self) -> dict[str, int]:

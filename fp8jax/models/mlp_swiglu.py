@@ -2,13 +2,29 @@
 
 import dataclasses
 
+import jax
+
 from fp8jax.models import smooth_swiglu
 from fp8jax.models.config import ComputeConfig, ModelConfig
+from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
+from fp8jax.ops import stored_params
 from fp8jax.ops.elementwise import rms_norm
 from fp8jax.ops.fused import prologue
 from fp8jax.ops.fused.swiglu_mlp import swiglu_mlp
 from fp8jax.ops.linear import dot
 from fp8jax.params import Param
+
+SITES = (
+  GemmSite("gate", "BLD,DF->BLF", "norm"),
+  GemmSite("up", "BLD,DF->BLF", "norm"),
+  GemmSite("down", "BLF,FD->BLD", "gated", is_residual=True, has_channel_scales=True),
+)
+HF_NAMES = {
+  "norm": "post_attention_layernorm.weight",
+  "gate": "mlp.gate_proj.weight",
+  "up": "mlp.up_proj.weight",
+  "down": "mlp.down_proj.weight",
+}
 
 # ComputeConfig.smooth_swiglu -> down(silu(gate(x)) * up(x)), the same to the bit if unquantized.
 FORMS = {"none": swiglu_mlp, "channel": smooth_swiglu.per_channel, "token": smooth_swiglu.per_token}
@@ -23,14 +39,13 @@ def params(cfg: ModelConfig):
   }
 
 
-def apply(p, s, x_BLD, cfg: ModelConfig, run: ComputeConfig):
-  """x + down(silu(gate(norm(x))) * up(norm(x))), multiplied as FORMS says."""
+def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConfig):
+  """(x + down(silu(gate(norm(x))) * up(norm(x))), Aux()), multiplied as FORMS says."""
+  del context
   h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
-  equations = ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD")
-  names = ("gate", "up", "down")
-  return x_BLD + FORMS[run.smooth_swiglu](
-    equations, h_BLD, [p[n] for n in names], [s[n] for n in names], "linear", run.residuals.gate_up
-  )
+  eqns, ws, sites = zip(*((site.eqn, p[site.name], s[site.name]) for site in SITES), strict=True)
+  multiply = FORMS[run.smooth_swiglu]
+  return x_BLD + multiply(eqns, h_BLD, ws, sites, "linear", run.residuals.gate_up), Aux()
 
 
 def channel_scales(p, s, x_BLD, cfg: ModelConfig):
@@ -38,3 +53,21 @@ def channel_scales(p, s, x_BLD, cfg: ModelConfig):
   h_BLD = rms_norm(x_BLD, p["norm"], cfg.norm_eps)
   as_new = dataclasses.replace(s["up"])  # a product beside the layer's own
   return smooth_swiglu.channel_scales(dot("BLD,DF->BLF", h_BLD, p["up"], as_new))
+
+
+def fold_channel_scales(p, s_NF):
+  """The parameters with these scales in the weights of up and down."""
+  up, down = jax.jit(smooth_swiglu.fold)(p["up"], p["down"], s_NF)
+  return {**p, "up": up, "down": down}
+
+
+def alignment(p):
+  """{"down": float32 [N]}: of gate and up weights, which make what down reads."""
+  gate, up = (stored_params.compute_copy(p[name]) for name in ("gate", "up"))
+  return {"down": smooth_swiglu.alignment(gate, up)}
+
+
+MIXER = Mixer(
+  "mlp", params, SITES, apply, hf_names=HF_NAMES, alignment=alignment,
+  channel_scales=channel_scales, fold_channel_scales=fold_channel_scales,
+)  # fmt: skip

@@ -1,5 +1,9 @@
 """The decoder: embed, scan over layers, normalise, predict.
 
+The model is declared here once and in order: parameters (`params`), GEMM sites (`gemm_sites`) and
+mixers (`MIXERS`, each in its own file; see mixer.py). Whoever asks what the model consists of reads
+these declarations.
+
 Parameters and sites are plain nested dictionaries with the same keys; those of the layers are
 stacked in front along N, the sites in runs of layers that multiply alike. A parameter may be kept
 narrow (ops/stored_params.py). A batch is a dictionary of arrays:
@@ -11,6 +15,7 @@ narrow (ops/stored_params.py). A batch is a dictionary of arrays:
   segments_BL    int32 document of each token; absent if documents may attend to each other
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -18,21 +23,51 @@ import jax.numpy as jnp
 
 from fp8jax import axes
 from fp8jax import params as params_lib
-from fp8jax.models import attention_gqa, mlp_swiglu, rope, smooth_swiglu
+from fp8jax.models import attention_gqa, mlp_swiglu, rope
 from fp8jax.models.config import ComputeConfig, ModelConfig
+from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
 from fp8jax.ops import residuals, stored_params
 from fp8jax.ops.cross_entropy import cross_entropy
 from fp8jax.ops.fused import prologue
 from fp8jax.ops.linear import SAVED_NAME, dot
 from fp8jax.params import Param
 
+# By name, for ModelConfig.mixers.
+MIXERS: dict[str, Mixer] = {
+  "attention_gqa": attention_gqa.MIXER,
+  "mlp_swiglu": mlp_swiglu.MIXER,
+}
+
+
+def mixers(cfg: ModelConfig) -> tuple[Mixer, ...]:
+  """The blocks of a layer, in order."""
+  return tuple(MIXERS[name] for name in cfg.mixers)
+
+
+def problems(cfg: ModelConfig) -> list[str]:
+  """What makes these mixers impossible, in words; empty if nothing does."""
+  unknown = [name for name in cfg.mixers if name not in MIXERS]
+  if unknown or not cfg.mixers:
+    return [f"model.mixers={cfg.mixers!r} must name one or more of {', '.join(MIXERS)}"]
+  keys = [mixer.key for mixer in mixers(cfg)]
+  if len(set(keys)) < len(keys):
+    return [
+      f"model.mixers={cfg.mixers!r} keep parameters under {', '.join(keys)}: two blocks of a layer "
+      "would have the same; name every mixer once"
+    ]
+  return []
+
+
+def layer_params(cfg: ModelConfig):
+  """The declaration tree of one layer."""
+  return {mixer.key: mixer.params(cfg) for mixer in mixers(cfg)}
+
 
 def params(cfg: ModelConfig):
   """The declaration tree."""
-  layer = {"attn": attention_gqa.params(cfg), "mlp": mlp_swiglu.params(cfg)}
   tree = {
     "embed": Param("VD", std=cfg.init_std),
-    "layers": params_lib.tree_map(Param.stacked, layer),
+    "layers": params_lib.tree_map(Param.stacked, layer_params(cfg)),
     "norm": Param("D", init="ones", decay=False),
   }
   if not cfg.tie_embeddings:
@@ -45,11 +80,40 @@ def site_params(cfg: ModelConfig):
   return {**params(cfg), "head": Param("DV", inputs=1)}
 
 
+def gemm_sites(cfg: ModelConfig) -> dict[str, GemmSite]:
+  """{path: site} of every GEMM, in order of computation: "layers/mlp/up", ..., "head"."""
+  head = GemmSite("head", head_eqn(cfg), "norm", is_chunked=True)
+  layers = {f"layers/{m.key}/{site.name}": site for m in mixers(cfg) for site in m.sites}
+  return {**layers, "head": head}
+
+
+def recomputed_sites(cfg: ModelConfig, run: ComputeConfig) -> set[str]:
+  """Paths of the sites whose forward GEMM the backward pass repeats, by remat policy.
+
+  With the outputs of linears saved, these are the ones that complete the input of a later block,
+  unless a copy of what its norm reads is saved. The backward pass of a layer never reads the output
+  of the layer.
+  """
+  layers = {path: site for path, site in gemm_sites(cfg).items() if path.startswith("layers/")}
+  residual = {path for path, site in layers.items() if site.is_residual}
+  last = {path for path in residual if path.startswith(f"layers/{mixers(cfg)[-1].key}/")}
+  if run.remat == "full":
+    return set(layers) - last
+  if run.remat == "none" or run.residuals.norm_inputs is not None:
+    return set()
+  return residual - last
+
+
 def loss(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """Sum over tokens of weight * -log p(target): a float32 scalar."""
+  return loss_and_aux(params, sites, batch, cfg, run)[0]
+
+
+def loss_and_aux(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
+  """(`loss`, Aux of all layers added up). Training differentiates the loss and aux.losses."""
   params = _with_values(params)
-  x_BLD = _after_last(params, sites, batch, cfg, run)
-  return head_loss(x_BLD, params, sites, batch, cfg, run)
+  x_BLD, aux = _after_last(params, sites, batch, cfg, run)
+  return head_loss(x_BLD, params, sites, batch, cfg, run), aux
 
 
 def logits(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
@@ -63,7 +127,7 @@ def logits(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
 def hidden(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """Normalised last hidden states [B, L, D] in the compute dtype."""
   params = _with_values(params)
-  x_BLD = _after_last(params, sites, batch, cfg, run)
+  x_BLD, _ = _after_last(params, sites, batch, cfg, run)
   return _normalised(x_BLD, params, cfg, run)
 
 
@@ -74,22 +138,27 @@ def embed(params, batch, run: ComputeConfig):
   return axes.constrain(x_BLD, "BLD", run.layout)
 
 
-def layer_context(batch, cfg: ModelConfig):
-  """What every layer knows of a batch: (rotary angles, segments or None)."""
-  return rope.cos_sin(batch["positions_BL"], cfg), batch.get("segments_BL")
+def layer_context(batch, cfg: ModelConfig) -> LayerContext:
+  """What every layer knows of a batch; without weights all tokens weigh 1."""
+  weights_BL = batch.get("weights_BL")
+  if weights_BL is None:
+    weights_BL = jnp.ones(batch["tokens_BL"].shape, jnp.float32)
+  angles = rope.cos_sin(batch["positions_BL"], cfg)
+  return LayerContext(angles, batch.get("segments_BL"), weights_BL)
 
 
-def layer(x_BLD, of_layer, around, cfg: ModelConfig, run: ComputeConfig):
-  """The residual stream after one layer.
+def layer(x_BLD, of_layer, context: LayerContext, cfg: ModelConfig, run: ComputeConfig):
+  """(the residual stream after one layer, Aux of its blocks added up).
 
   Args:
     of_layer: its (parameters, sites).
-    around: of the batch, see `surroundings`.
+    context: of the batch, see `layer_context`.
   """
-  (p, s), (angles, segments_BL) = of_layer, around
-  x_BLD = attention_gqa.apply(p["attn"], s["attn"], x_BLD, angles, segments_BL, cfg, run)
-  x_BLD = mlp_swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run)
-  return axes.constrain(x_BLD, "BLD", run.layout)
+  (p, s), total = of_layer, Aux()
+  for mixer in mixers(cfg):
+    x_BLD, aux = mixer.apply(p[mixer.key], s[mixer.key], x_BLD, context, cfg, run)
+    total += aux
+  return axes.constrain(x_BLD, "BLD", run.layout), total
 
 
 def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
@@ -103,39 +172,52 @@ def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig)
 
 
 def channel_scales(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
-  """float32 [N, F]: swiglu.channel_scales of every layer at a batch."""
+  """{key of a mixer: float32 [N, F]}: its channel_scales of every layer at a batch."""
 
-  def step(x_BLD, of_layer, around):
-    (p, s), (angles, segments_BL) = of_layer, around
-    x_BLD = attention_gqa.apply(p["attn"], s["attn"], x_BLD, angles, segments_BL, cfg, run)
-    scales_F = mlp_swiglu.channel_scales(p["mlp"], s["mlp"], x_BLD, cfg)
-    return mlp_swiglu.apply(p["mlp"], s["mlp"], x_BLD, cfg, run), scales_F
+  def step(x_BLD, of_layer, context):
+    (p, s), scales = of_layer, {}
+    for mixer in mixers(cfg):
+      own = (p[mixer.key], s[mixer.key], x_BLD)
+      if mixer.channel_scales is not None:
+        scales[mixer.key] = mixer.channel_scales(*own, cfg)
+      x_BLD, _ = mixer.apply(*own, context, cfg, run)
+    return x_BLD, scales
 
   return _scan_layers(step, _with_values(params), sites, batch, cfg, run)[1]
 
 
-def alignment(params):
-  """float32 [N]: largest |cosine| of gate and up weights over the channels of every layer."""
-  mlp = params["layers"]["mlp"]
-  return smooth_swiglu.alignment(
-    stored_params.compute_copy(mlp["gate"]), stored_params.compute_copy(mlp["up"])
-  )
+def fold_channel_scales(params, scales, cfg: ModelConfig):
+  """The parameters with `channel_scales` in the weights of their mixers."""
+  layers = dict(params["layers"])
+  for mixer in mixers(cfg):
+    if mixer.key in scales and mixer.fold_channel_scales is not None:
+      layers[mixer.key] = mixer.fold_channel_scales(layers[mixer.key], scales[mixer.key])
+  return {**params, "layers": layers}
+
+
+def alignment(params, cfg: ModelConfig):
+  """{path of a site: float32 [N]}: see Mixer.alignment."""
+  return {
+    f"layers/{mixer.key}/{site}": values_N
+    for mixer in mixers(cfg) if mixer.alignment is not None
+    for site, values_N in mixer.alignment(params["layers"][mixer.key]).items()
+  }  # fmt: skip
 
 
 def _after_last(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
-  """The residual stream after all layers."""
-  remembered = _remat(functools.partial(layer, cfg=cfg, run=run), run)
-  step = lambda *args: (remembered(*args), None)  # noqa: E731
-  return _scan_layers(step, params, sites, batch, cfg, run)[0]
+  """(the residual stream after all layers, Aux of them added up)."""
+  step = remat(functools.partial(layer, cfg=cfg, run=run), run)
+  x_BLD, aux = _scan_layers(step, params, sites, batch, cfg, run)
+  return x_BLD, aux.sum()
 
 
 def _scan_layers(step, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """(residual stream [B, L, D] after the last layer, what else layers give, stacked).
 
   Args:
-    step: (residual stream, (parameters, sites), surroundings) -> (stream, anything).
+    step: (residual stream, (parameters, sites), context) -> (stream, anything).
   """
-  x_BLD, around = embed(params, batch, run), layer_context(batch, cfg)
+  x_BLD, context = embed(params, batch, run), layer_context(batch, cfg)
   start, found = 0, []
   for run_of_layers in sites["layers"]:
     stop = start + jax.tree.leaves(run_of_layers)[0].shape[0]
@@ -143,7 +225,7 @@ def _scan_layers(step, params, sites, batch, cfg: ModelConfig, run: ComputeConfi
     if stop - start < cfg.num_layers:
       of_run = jax.tree.map(lambda p, a=start, b=stop: p[a:b], of_run)
     both = (of_run, run_of_layers)
-    x_BLD, more = jax.lax.scan(lambda x, of_layer: step(x, of_layer, around), x_BLD, both)
+    x_BLD, more = jax.lax.scan(lambda x, of_layer: step(x, of_layer, context), x_BLD, both)
     start = stop
     found.append(more)
   return x_BLD, jax.tree.map(lambda *runs: jnp.concatenate(runs), *found)
@@ -164,15 +246,40 @@ def _with_values(params):
   }
 
 
+def head_eqn(cfg: ModelConfig) -> str:
+  """Einsum of the head; a tied one multiplies by the embedding."""
+  return "BLD,VD->BLV" if cfg.tie_embeddings else "BLD,DV->BLV"
+
+
 def _head(params, cfg: ModelConfig):
-  if cfg.tie_embeddings:
-    return params["embed"], "BLD,VD->BLV"
-  return params["head"], "BLD,DV->BLV"
+  return params["embed" if cfg.tie_embeddings else "head"], head_eqn(cfg)
 
 
-def _remat(layer, run: ComputeConfig):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _LayerOutput:
+  """A layer's result as one value with a dtype, the residual stream's."""
+
+  x_BLD: jax.Array
+  aux: Aux
+
+  @property
+  def dtype(self):
+    return self.x_BLD.dtype
+
+
+def remat(layer, run: ComputeConfig):
+  """A function like `layer`, whose backward pass saves what run.remat and run.residuals say."""
   if run.residuals.layer_inputs is not None:
-    return residuals.from_narrow_input(layer, run.residuals.layer_inputs)
+    saving = residuals.from_narrow_input(
+      lambda *args: _LayerOutput(*layer(*args)), run.residuals.layer_inputs
+    )
+
+    def from_saved_input(*args):
+      out = saving(*args)
+      return out.x_BLD, out.aux
+
+    return from_saved_input
   if run.remat == "none":
     return layer
   saved = jax.checkpoint_policies.nothing_saveable

@@ -8,6 +8,7 @@ from typing import Any
 from fp8jax.config.alarms import ADVICE
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import amax_history, tensor_stats
+from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import WHOLE
 from fp8jax.step.config import Alarm
@@ -19,13 +20,12 @@ _MOST = 8
 
 
 def summarise(
-  sites, seen: Mapping[str, Any], alignment_N
+  sites, seen: Mapping[str, Any], alignment: Mapping[str, Any]
 ) -> dict[str, dict[str, dict[str, float]]]:
   """{layer's site: {tensor: tensor_stats.summary}} of what loud sites saw, on the host.
 
   Args:
-    alignment_N: of gate and up weights (models/smooth_swiglu.py); reported with the input of
-      mlp/down, which these weights make.
+    alignment: transformer.alignment, reported with the input of each layer's site.
   """
   numerics = {
     name: {
@@ -34,8 +34,9 @@ def summarise(
     }
     for name, tensors in site_lib.per_layer(sites, seen).items()
   }
-  for i, value in enumerate(alignment_N):
-    numerics[f"layers/{i}/mlp/down"]["x"]["alignment"] = float(value)
+  for path, values_N in alignment.items():
+    for i, value in enumerate(values_N):
+      numerics[rules.layer_name(path, i)]["x"]["alignment"] = float(value)
   return numerics
 
 

@@ -1,9 +1,11 @@
 """Numbers about a step (pure) and about speed (pure)."""
 
 import re
-from collections.abc import Mapping
 
 from fp8jax import params as params_lib
+from fp8jax.models import transformer
+from fp8jax.models.config import ModelConfig
+from fp8jax.ops import site as site_lib
 
 # Dense BF16 peak of one device in FLOP/s, without sparsity and with float32 accumulation. MFU is
 # reported against it in every recipe, so that FP8 and BF16 runs compare. From NVIDIA's data sheets
@@ -46,18 +48,15 @@ PEAK_FLOPS = {
 }
 
 
-def flops_per_token(declaration, dims: Mapping[str, int], length: int) -> float:
-  """Training FLOPs per token: 6 per matrix parameter, plus causal attention.
+def flops_per_token(cfg: ModelConfig, length: int) -> float:
+  """Training FLOPs per token: forward and twice that backward.
 
-  Attention multiplies twice by an average context of length / 2, forward and twice backward:
-  6 N H K length (PaLM, arXiv:2204.02311, appendix B, halved for causality).
+  2 per weight of a GEMM, and what mixers multiply beside these (attention).
   """
-  flat = params_lib.flatten(declaration)
-  matrices = {k: p for k, p in flat.items() if p.inputs is not None}
-  count = sum(params_lib.count({k: p}, dims) for k, p in matrices.items())
-  if "head" not in flat:  # tied: the embedding multiplies
-    count += dims["V"] * dims["D"]
-  return 6.0 * count + 6.0 * dims["N"] * dims["H"] * dims["K"] * length
+  weights = site_lib.find_sites(transformer.site_params(cfg))
+  count = sum(params_lib.count({name: p}, cfg.dims) for name, p in weights.items())
+  activations = sum(mixer.flops_per_token(cfg, length) for mixer in transformer.mixers(cfg))
+  return 6.0 * count + 3.0 * cfg.num_layers * activations
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -9,14 +9,14 @@ import numpy as np
 
 from fp8jax import params as params_lib
 from fp8jax.kernels import choose
+from fp8jax.models import transformer
+from fp8jax.models.config import ModelConfig
 from fp8jax.ops import site as site_lib
 from fp8jax.optim import gradients
 from fp8jax.quantization import tensor_stats
+from fp8jax.recipe import rules
 from fp8jax.step import loss_scale, train_step
 from fp8jax.step.run_spec import RunSpec
-
-# Order in which a layer computes.
-_ORDER = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")
 
 
 def observe(plan: RunSpec, params, batch, phase: int = 0):
@@ -37,7 +37,7 @@ def observe(plan: RunSpec, params, batch, phase: int = 0):
 
   @functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))
   def look(params, batch):
-    value, gradient, seen = train_step.gradients(
+    value, gradient, seen, _ = train_step.gradients(
       plan, params, site_lib.with_current_scales(sites), batch, scale
     )
     if plan.optim.in_backward:  # for all gradients at once there may be no room
@@ -52,10 +52,12 @@ def observe(plan: RunSpec, params, batch, phase: int = 0):
   return float(loss), site_lib.per_layer(sites, seen), finite
 
 
-def first_bad(seen: dict[str, np.ndarray], finite: dict[str, bool], loss: float) -> str:
+def first_bad(
+  cfg: ModelConfig, seen: dict[str, np.ndarray], finite: dict[str, bool], loss: float
+) -> str:
   """The first site, in order of computation, at which something was not finite, in words."""
-  layers = sum(name.endswith(_ORDER[0]) for name in seen)
-  visits = [f"layers/{i}/{n}" for i in range(layers) for n in _ORDER] + ["head"]
+  *of_layer, head = transformer.gemm_sites(cfg)
+  visits = [rules.layer_name(path, i) for i in range(cfg.num_layers) for path in of_layer] + [head]
   for name in visits:
     for tensor, word in ((1, "weight"), (0, "input")):
       if not np.isfinite(seen[name][tensor, 0]):
@@ -76,7 +78,7 @@ def report(plan: RunSpec, params, batch, phase: int = 0) -> dict[str, Any]:
   loss, seen, finite = observe(plan, params, batch, phase)
   return {
     "loss": loss,
-    "first_bad_site": first_bad(seen, finite, loss),
+    "first_bad_site": first_bad(plan.model, seen, finite, loss),
     "amax_x_w_g": {k: v[:, 0].tolist() for k, v in seen.items()},
     "parameters_with_bad_gradients": [k for k, ok in finite.items() if not ok],
   }

@@ -27,13 +27,15 @@ def site_rows(plan: RunSpec, phase: int = 0) -> list[dict[str, Any]]:
   """One row per site: name, number of layers, GEMM sizes per device, recipe, scales, backends."""
   layout = plan.run.layout
   declared = site_lib.find_sites(transformer.site_params(plan.model))
+  gemms = transformer.gemm_sites(plan.model)
   rows = []
   for name, site in site_lib.flatten(plan.sites(phase=phase)).items():
-    param = declared[rules.path_of(name)]
+    path = rules.path_of(name)
+    param = declared[path]
     size = site_lib.local_size(param, plan.model.dims, layout, plan.tokens_per_device)
     narrow = collectives.gathers_quantized(param, site.recipe, plan.model.dims, layout)
     recipe = site.recipe
-    if plan.run.smooth_swiglu == "channel" and name.endswith("/mlp/down"):
+    if plan.run.smooth_swiglu == "channel" and gemms[path].has_channel_scales:
       recipe = recipe.with_current_scales("w")  # of smooth.per_channel
     row = {
       "site": name,

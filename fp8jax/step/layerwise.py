@@ -22,10 +22,12 @@ import jax.numpy as jnp
 
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
+from fp8jax.models.mixer import Aux
 from fp8jax.ops import residuals, stored_params
 from fp8jax.ops import site as site_lib
 from fp8jax.optim import gradients, update
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
+from fp8jax.step import metrics
 
 
 def check(leaves, params):
@@ -75,17 +77,18 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
     return transformer.head_loss(x_BLD, _paired(behind, sinks), seen_by, batch, cfg, run) / total
 
   x_BLD, pull_embed = jax.vjp(embed, _sinks(rows))
-  x_BLD, inputs = _forward(plan, x_BLD, params, sites, batch)
+  x_BLD, inputs, aux = _forward(plan, x_BLD, params, sites, batch)
   loss, pull_finish = jax.vjp(finish, x_BLD, _sinks(behind), site_lib.taps(sites["head"]))
 
   move = _Mover(plan, state, rate)
-  taken = _Taken(params, dict(state.opt), jnp.isfinite(loss))
   g_BLD, g_behind, seen_head = pull_finish(jnp.ones_like(loss))
+  loss = sum((value / total for value in aux.losses.values()), start=loss)
+  taken = _Taken(params, dict(state.opt), jnp.isfinite(loss))
   g_head = g_behind.pop("embed", None)
   taken = move.named(g_behind, [seen_head], taken)
   # Before any layer's turn: else the head's gradient would wait for all of them.
   g_BLD, taken = jax.lax.optimization_barrier((g_BLD, taken))
-  g_BLD, taken, seen = _backward(plan, g_BLD, taken, move, sites, inputs, batch)
+  g_BLD, taken, seen = _backward(plan, g_BLD, 1 / total, taken, move, sites, inputs, batch)
   (g_rows,) = pull_embed(g_BLD)
   if g_head is not None:
     g_rows = {"embed": g_rows["embed"] + g_head}
@@ -93,14 +96,15 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
   seen = site_lib.by_name(sites, {**sites, "layers": seen, "head": seen_head})
   norm, squares = jnp.sqrt(taken.squares[0]), taken.squares[1:]
   return update.StepResult(
-    loss, norm, taken.is_finite, taken.params, taken.opt, squares, seen, state.room, {}
-  )
+    loss, norm, taken.is_finite, taken.params, taken.opt, squares, seen, state.room,
+    metrics.of_aux(aux, total, cfg.num_layers),
+  )  # fmt: skip
 
 
 def _forward(plan, x_BLD, params, sites, batch):
-  """(the residual stream after all layers, what waits of their inputs: stacks, one per run)."""
-  cfg, run, inputs = plan.model, plan.run, []
-  around = transformer.layer_context(batch, cfg)
+  """(the residual stream after all layers, their saved inputs: stacks, one per run, Aux)."""
+  cfg, run, inputs, total = plan.model, plan.run, [], Aux()
+  context = transformer.layer_context(batch, cfg)
 
   def forward(x_BLD, xs):
     i, s = xs
@@ -110,22 +114,28 @@ def _forward(plan, x_BLD, params, sites, batch):
       if run.residuals.layer_inputs is None
       else residuals.compress(x_BLD, run.residuals.layer_inputs)
     )
-    return transformer.layer(x_BLD, of_layer, around, cfg, run), waits
+    x_BLD, aux = transformer.layer(x_BLD, of_layer, context, cfg, run)
+    return x_BLD, (waits, aux)
 
   start = 0
   for of_run in sites["layers"]:
     stop = start + jax.tree.leaves(of_run)[0].shape[0]
     # By number: slices of the stacks would be copies of them.
-    x_BLD, waiting = jax.lax.scan(forward, x_BLD, (jnp.arange(start, stop), of_run))
+    x_BLD, (waiting, aux) = jax.lax.scan(forward, x_BLD, (jnp.arange(start, stop), of_run))
     inputs.append(waiting)
+    total += aux.sum()
     start = stop
-  return x_BLD, inputs
+  return x_BLD, inputs, total
 
 
-def _backward(plan, g_BLD, taken: "_Taken", move: "_Mover", sites, inputs, batch):
-  """(the gradient of the first layer's input, what has moved, what sites saw: one per run)."""
+def _backward(plan, g_BLD, g_aux, taken: "_Taken", move: "_Mover", sites, inputs, batch):
+  """(the gradient of the first layer's input, what has moved, what sites saw: one per run).
+
+  Args:
+    g_aux: the gradient of every aux loss.
+  """
   cfg, run, stop, seen = plan.model, plan.run, plan.model.num_layers, []
-  around = transformer.layer_context(batch, cfg)
+  context = transformer.layer_context(batch, cfg)
 
   def backward(carry, xs):
     g_BLD, taken = carry
@@ -134,12 +144,15 @@ def _backward(plan, g_BLD, taken: "_Taken", move: "_Mover", sites, inputs, batch
 
     def again(x_BLD, sinks, taps):
       of_layer = (_paired(p, sinks), site_lib.with_taps(s, taps))
-      return transformer.layer(x_BLD, of_layer, around, cfg, run)
+      x_BLD, aux = transformer.layer(x_BLD, of_layer, context, cfg, run)
+      return x_BLD, aux.losses
 
     # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
     with jax.named_scope("rematted_computation"):
-      _, pull = jax.vjp(again, residuals.decompress(waits, run.dtype), _sinks(p), site_lib.taps(s))
-    g_BLD, gradient, seen = pull(g_BLD)
+      (_, losses), pull = jax.vjp(
+        again, residuals.decompress(waits, run.dtype), _sinks(p), site_lib.taps(s)
+      )
+    g_BLD, gradient, seen = pull((g_BLD, {name: g_aux for name in losses}))
     return (g_BLD, move.layer(i, gradient, seen, taken)), seen
 
   for of_run, waiting in reversed(list(zip(sites["layers"], inputs, strict=True))):

@@ -2,6 +2,8 @@
 
 import jax.numpy as jnp
 
+from fp8jax.models.mixer import Aux
+
 
 def of_step(loss, grad_norm, update_norm, param_norm, learning_rate, is_finite):
   """Scalars of one optimizer step, still on device."""
@@ -12,4 +14,18 @@ def of_step(loss, grad_norm, update_norm, param_norm, learning_rate, is_finite):
     "param_norm": param_norm,
     "learning_rate": jnp.asarray(learning_rate, jnp.float32),
     "is_finite": is_finite,
+  }
+
+
+def of_aux(aux: Aux, tokens, num_layers: int):
+  """{"aux/<name>": scalar}: losses per token, layers added up; statistics per token and layer.
+
+  Args:
+    aux: sums over the tokens of a step, see models/mixer.py.
+    tokens: their weights added up.
+    num_layers: of the model.
+  """
+  losses = {f"aux/{name}": value / tokens for name, value in aux.losses.items()}
+  return losses | {
+    f"aux/{name}": value / (tokens * num_layers) for name, value in aux.statistics.items()
   }

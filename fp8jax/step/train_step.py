@@ -111,17 +111,16 @@ def _initial_grad_autoscale(plan: run_spec.RunSpec):
 
 
 def gradients(plan: run_spec.RunSpec, params, sites, batch, scale=None, step: Any = 0, room=None):
-  """(mean loss, gradients, {site: what it saw}) of a batch [B, L], or [A, B, L] for A microbatches.
+  """(mean loss, gradients, {site: what it saw}, Aux) of a batch [B, L], or [A, B, L].
 
-  Microbatches add as their gradients are kept (optim.grad_format); of what sites see, amaxes
-  combine by maximum and counts by sum. The loss is one mean over all tokens of the step, however
-  they are split.
+  The loss is one mean over all tokens of the step, however they are split into A microbatches, and
+  has the aux losses of mixers in it; Aux are sums over tokens. Microbatches add as their gradients
+  are kept (optim.grad_format); of what sites see, amaxes combine by maximum and counts by sum.
 
   Args:
     params: as the state has them.
     sites: their memories are amaxes of the unscaled loss's gradients.
-    scale: of the loss while it is differentiated, a power of two; taken out of the loss, of the
-      gradients and of what sites saw again.
+    scale: of the loss while it is differentiated, a power of two; taken out again of all results.
     step: number of steps taken, for gradients that are rounded by chance.
     room: State.room.
   """
@@ -136,35 +135,40 @@ def gradients(plan: run_spec.RunSpec, params, sites, batch, scale=None, step: An
       seen_by = site_lib.with_taps(sites, taps)
       pair = functools.partial(_weight, step=step, micro=micro, room=room)
       weights = jax.tree.map(pair, leaves, params, sinks)
-      value = transformer.loss(weights, seen_by, batch, plan.model, plan.run) / total
-      return value if scale is None else value * scale
+      value, aux = transformer.loss_and_aux(weights, seen_by, batch, plan.model, plan.run)
+      value = sum(aux.losses.values(), start=value) / total
+      return value if scale is None else value * scale, aux
 
-    value, (gradient, seen) = jax.value_and_grad(loss, argnums=(0, 1))(sinks, site_lib.taps(sites))
+    (value, aux), (gradient, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+      sinks, site_lib.taps(sites)
+    )
     if plan.run.layout.mesh is not None:
       places = jax.tree.map(lambda x: x.sharding, abstract_gradients(plan))
       gradient = jax.lax.with_sharding_constraint(gradient, places)
     if scale is not None:
       value, gradient = value / scale, gradients_lib.scaled(gradient, 1 / scale)
       seen = site_lib.with_unscaled_gradients(sites, seen, scale)
-    return value, gradient, seen
+    return value, gradient, seen, aux
 
   if plan.grad_accum_steps == 1:
-    value, gradient, seen = of_one(batch, 0, sites)
-    return value, gradient, site_lib.by_name(sites, seen)
+    value, gradient, seen, aux = of_one(batch, 0, sites)
+    return value, gradient, site_lib.by_name(sites, seen), aux
 
   def add(carry, xs):
     micro, batch = xs
     # Chances of its own: the same ones would make the same errors, which then add up.
-    value, gradient, seen = of_one(batch, micro, site_lib.with_folded_keys(sites, micro))
+    value, gradient, seen, aux = of_one(batch, micro, site_lib.with_folded_keys(sites, micro))
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), step), micro)
     sums = gradients_lib.add(carry[1], gradient, key)
-    return (carry[0] + value, sums, jax.tree.map(tensor_stats.combine, carry[2], seen)), None
+    return (carry[0] + value, sums, jax.tree.map(tensor_stats.combine, carry[2], seen)), aux
 
   nothing = jax.tree.map(lambda tap: tensor_stats.nothing(tap.shape), site_lib.taps(sites))
   zeros = jax.tree.map(jnp.zeros_like, sinks)
   start = (jnp.zeros(()), zeros, nothing)
-  (value, gradient, seen), _ = jax.lax.scan(add, start, (jnp.arange(plan.grad_accum_steps), batch))
-  return value, gradient, site_lib.by_name(sites, seen)
+  (value, gradient, seen), aux = jax.lax.scan(
+    add, start, (jnp.arange(plan.grad_accum_steps), batch)
+  )
+  return value, gradient, site_lib.by_name(sites, seen), aux.sum()
 
 
 def _sink(leaf, param):
@@ -237,7 +241,7 @@ def make_step(plan: run_spec.RunSpec):
     watched = {}
     if _is_loud(sites):
       # Before anything moves: parameters are moved in place.
-      both = (state.params, transformer.alignment(state.params))
+      both = (state.params, transformer.alignment(state.params, plan.model))
       params, watched["alignment"] = jax.lax.optimization_barrier(both)
       state = dataclasses.replace(state, params=params)
     rate = schedule(state.step)
@@ -279,7 +283,9 @@ def after_backward(plan: run_spec.RunSpec, state: State, sites, batch, rate) -> 
     rate: learning rate.
   """
   scale = state.loss_scale.get("scale")
-  loss, gradient, seen = gradients(plan, state.params, sites, batch, scale, state.step, state.room)
+  loss, gradient, seen, aux = gradients(
+    plan, state.params, sites, batch, scale, state.step, state.room
+  )
   norm = gradients_lib.norm(gradient)
   # Narrow formats saturate: an infinity can pass through a product unnoticed, so sites are asked.
   is_finite = jnp.isfinite(loss) & jnp.isfinite(norm) & _all_finite(seen)
@@ -289,7 +295,8 @@ def after_backward(plan: run_spec.RunSpec, state: State, sites, batch, rate) -> 
     opt, params, squares = update.update_params(
       plan.leaves, plan.declaration, plan.run.layout, gradient, state.opt, state.params, now
     )
-  room, values = state.room, {}
+  total = jnp.maximum(batch["weights_BL"].sum(), 1)
+  room, values = state.room, metrics.of_aux(aux, total, plan.model.num_layers)
   if room:
     share = gradients_lib.saturated(gradient)
     room = gradients_lib.next_grad_autoscale(room, share)

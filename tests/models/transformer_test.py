@@ -238,7 +238,7 @@ def test_channel_scales_are_those_of_the_linear_branch(rng):
   _numpy_logits(cfg, weights, batch, product)
   amax_NF = np.abs(products[5::7]).max((1, 2))  # q, k, v, o, gate, up, down
   look = jax.jit(lambda w, s, b: transformer.channel_scales(w, s, b, cfg, RUN))
-  s_NF = np.asarray(look(weights, _sites(cfg), batch))
+  s_NF = np.asarray(look(weights, _sites(cfg), batch)["mlp"])
   assert np.all(np.frexp(s_NF)[0] == 0.5) and len(np.unique(s_NF)) > 2
   assert np.all((0.499 * s_NF < amax_NF) & (amax_NF < 1.001 * s_NF))
 

@@ -136,7 +136,7 @@ def _run(p, x, g, sites, wrap=lambda f: f, waiting=WIDE):
   @jax.jit
   def run(p, x, g, taps):
     def apply(p, x, taps):
-      return mlp_swiglu.apply(p, site_lib.with_taps(sites, taps), x, CFG, execution)
+      return mlp_swiglu.apply(p, site_lib.with_taps(sites, taps), x, None, CFG, execution)[0]
 
     y, pull = jax.vjp(wrap(apply), p, x, taps)
     return y, *pull(g)

@@ -57,7 +57,7 @@ def _run(form="none"):
 
 def _apply(form, sites):
   """(parameters, x) -> the layer."""
-  return lambda p, x: mlp_swiglu.apply(p, sites, x, CFG, _run(form))
+  return lambda p, x: mlp_swiglu.apply(p, sites, x, None, CFG, _run(form))[0]
 
 
 def _both_ways(p, x, g, forms, sites):
@@ -214,13 +214,14 @@ def _train(form, recipe, statistics=tensor_stats.QUIET):
 
   def loss(p, taps, memories, x, y):
     used = {n: dataclasses.replace(s, memory=memories.get(n)) for n, s in sites.items()}
-    error = mlp_swiglu.apply(p, site_lib.with_taps(used, taps), x, CFG, _run(form)) - y
+    out, _ = mlp_swiglu.apply(p, site_lib.with_taps(used, taps), x, None, CFG, _run(form))
+    error = out - y
     return jnp.mean(jnp.sum(error**2, -1) / (1 + jnp.sum(y**2, -1)))
 
   def step(carry, at):
     (p, opt, memories), (i, x_LD) = carry, at
     p, x = aligned(p, i), x_LD[None]
-    y = mlp_swiglu.apply(aligned(teacher, i), plain, x, CFG, _run())
+    y, _ = mlp_swiglu.apply(aligned(teacher, i), plain, x, None, CFG, _run())
     value, (gradient, seen) = jax.value_and_grad(loss, (0, 1))(p, taps, memories, x, y)
     updates, opt = tx.update(gradient, opt)
     new = {n: amax_history.update(m, seen[n][..., 0], sites[n].recipe) for n, m in memories.items()}
@@ -256,7 +257,7 @@ def test_smooth_outlives_an_aligned_channel_and_alarms_come_before_plain_diverge
   rings = {}
   for i in range(STEPS):
     numerics = run_alarms.summarise(
-      {"down": site}, {site.name: seen["down"][i]}, alignment[i : i + 1]
+      {"down": site}, {site.name: seen["down"][i]}, {"layers/mlp/down": alignment[i : i + 1]}
     )
     for line in look.lines(i, numerics):
       rings.setdefault(line.split()[3], i)

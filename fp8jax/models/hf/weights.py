@@ -30,23 +30,7 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.f
 _INDEX = "model.safetensors.index.json"
 _CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
-# Ours -> theirs. Their linears are [out, in]; ours are [in..., out...].
-_LAYER = {
-  "attn/norm": "input_layernorm.weight",
-  "attn/q": "self_attn.q_proj.weight",
-  "attn/k": "self_attn.k_proj.weight",
-  "attn/v": "self_attn.v_proj.weight",
-  "attn/o": "self_attn.o_proj.weight",
-  "attn/q_bias": "self_attn.q_proj.bias",
-  "attn/k_bias": "self_attn.k_proj.bias",
-  "attn/v_bias": "self_attn.v_proj.bias",
-  "attn/q_norm": "self_attn.q_norm.weight",
-  "attn/k_norm": "self_attn.k_norm.weight",
-  "mlp/norm": "post_attention_layernorm.weight",
-  "mlp/gate": "mlp.gate_proj.weight",
-  "mlp/up": "mlp.up_proj.weight",
-  "mlp/down": "mlp.down_proj.weight",
-}
+# Ours -> theirs; mixers name those of layers. Their linears are [out, in]; ours [in..., out...].
 _TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 
 
@@ -80,17 +64,33 @@ class Entry:
 
 
 def entries(cfg: ModelConfig) -> list[Entry]:
-  """Every tensor of the model, in file order."""
+  """Every tensor of the model, in file order.
+
+  Raises:
+    UserError: a mixer of the model is unknown to Hugging Face.
+  """
+  for name, mixer in zip(cfg.mixers, transformer.mixers(cfg), strict=True):
+    if mixer.hf_names is None:
+      raise UserError(
+        f"model.mixers has {name!r}, which no Hugging Face model of ours has: such weights are "
+        "neither read from nor written to Hugging Face folders. Evaluate checkpoints of the run "
+        "itself (--job=evaluate --workdir=...)"
+      )
+  names = {
+    f"layers/{mixer.key}/{name}": theirs
+    for mixer in transformer.mixers(cfg)
+    for name, theirs in (mixer.hf_names or {}).items()
+  }
   flat = params.flatten(transformer.params(cfg))
   found = []
   for path, p in flat.items():
     if path in _TOP:
       found.append(Entry(_TOP[path], path, None, p.letters, p.inputs))
       continue
-    suffix = _LAYER[path.removeprefix("layers/")]
     letters = p.letters.removeprefix("N")
     found += [
-      Entry(f"model.layers.{i}.{suffix}", path, i, letters, p.inputs) for i in range(cfg.num_layers)
+      Entry(f"model.layers.{i}.{names[path]}", path, i, letters, p.inputs)
+      for i in range(cfg.num_layers)
     ]
   return found
 

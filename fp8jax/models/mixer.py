@@ -1,0 +1,105 @@
+"""What a block of a layer declares: everything that other folders ask about a mixer.
+
+A mixer is one residual block, x + f(norm(x)): attention, or a feed-forward layer. Its file states
+its parameters, its GEMM sites and its function; `transformer.MIXERS` names it. Start-up tables, the
+check of FP8 GEMMs, memory, alarms, diagnosis, FLOPs and the Hugging Face mapping read these.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmSite:
+  """A GEMM of a mixer, beside the declaration of its weight.
+
+  Attributes:
+    name: key of the weight and of the site.
+    eqn: einsum of the forward GEMM, "BLD,DF->BLF".
+    input: name of the activation that it reads; sites of one mixer with the same name share it.
+    is_residual: its result is added to the residual stream and nothing else reads it. Every other
+      result is named "linear" for remat policies (jax.ad_checkpoint.checkpoint_name).
+    has_channel_scales: under smooth_swiglu="channel" its weight is multiplied by channel scales,
+      so that the scale of the weight is current whatever the recipe says.
+    is_chunked: it is called once per chunk of the sequence (ComputeConfig.loss_chunk).
+  """
+
+  name: str
+  eqn: str
+  input: str
+  is_residual: bool = False
+  has_channel_scales: bool = False
+  is_chunked: bool = False
+
+
+class LayerContext(NamedTuple):
+  """What every layer knows of a batch.
+
+  Attributes:
+    angles: (cos_BLK, sin_BLK) of rotary positions.
+    segments_BL: document of each token, or None if documents may attend to each other.
+    weights_BL: float32 weight of each token in the loss.
+  """
+
+  angles: Any
+  segments_BL: Any
+  weights_BL: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Aux:
+  """What a block gives beside the residual stream; empty for attention and dense layers.
+
+  Every value is a float32 scalar and a sum over tokens of (weight of the token in the loss) x (its
+  value), so that values of layers and of microbatches add up exactly.
+
+  Attributes:
+    losses: {name: sum}, part of the loss that training differentiates, coefficients included.
+    statistics: {name: sum}, for metrics alone.
+  """
+
+  losses: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  statistics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __add__(self, other: "Aux") -> "Aux":
+    def add(a, b):
+      return {k: a[k] + b[k] if k in a and k in b else {**a, **b}[k] for k in {**a, **b}}
+
+    return Aux(add(self.losses, other.losses), add(self.statistics, other.statistics))
+
+  def sum(self) -> "Aux":
+    """Of stacked values [N]."""
+    return jax.tree.map(lambda values: values.sum(0), self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixer:
+  """A residual block of a layer.
+
+  Attributes:
+    key: of its part of a layer's parameters and sites.
+    params: ModelConfig -> {name: Param}, of one layer.
+    sites: its GEMMs, in order of computation.
+    apply: (p, s, x_BLD, context, cfg, run) -> (x_BLD, Aux), see attention_gqa.apply.
+    flops_per_token: (ModelConfig, length) -> forward FLOPs per token of products of activations.
+    hf_names: {name: Hugging Face's suffix after "model.layers.N."}; None if Hugging Face has no
+      such layer.
+    alignment: p of all layers -> {site: float32 [N]}, the largest |cosine| of the weights that make
+      that site's input (smooth_swiglu.alignment); None if there is none.
+    channel_scales: (p, s, x_BLD, cfg) -> float32 [F], see smooth_swiglu; None if there is none.
+    fold_channel_scales: (p of all layers, s_NF) -> p that holds these scales.
+  """
+
+  key: str
+  params: Callable[..., dict]
+  sites: tuple[GemmSite, ...]
+  apply: Callable[..., Any]
+  flops_per_token: Callable[..., float] = lambda cfg, length: 0
+  hf_names: Mapping[str, str] | None = None
+  alignment: Callable[..., dict] | None = None
+  channel_scales: Callable[..., Any] | None = None
+  fold_channel_scales: Callable[..., dict] | None = None
