@@ -37,7 +37,7 @@ test-aot test-aot-all: setup
 test-gpu: setup
 	$(BIN)/python -m pip install -q "jax[cuda13]==$(JAX)"
 	FP8JAX_TEST_GPU=1 $(BIN)/python -m pytest -q -m "not aot" $(addprefix tests/kernels/,mosaic_sm90_test.py \
-	  quantize_sm90_test.py producers_test.py grouped_matmul_test.py) $(ARGS)
+	  quantize_sm90_test.py prologues_test.py grouped_matmul_test.py) $(ARGS)
 
 # On a Hopper GPU, without network: the machine's own Python; results and report.md in OUT.
 OUT ?= runs/gpu_check

@@ -33,7 +33,13 @@ flags.FLAGS.mark_as_parsed()
 
 
 # Files that take minutes: first, so that no process is left with one when the others are done.
-_LONG = ("multiprocess_test", "train_test", "precision_test", "invariance_test", "jobs_test")
+_LONG = (
+  "multiprocess_test",
+  "train_step_test",
+  "continued_run_test",
+  "invariance_test",
+  "jobs_test",
+)
 
 
 def pytest_sessionstart():
@@ -47,7 +53,7 @@ def pytest_collection_modifyitems(items):
 
 # Where what is compiled is what is tested: the compiler is the one that users have. Elsewhere
 # compiling takes most of the time, and LLVM's optimizations a third of that.
-_EXACT = ("quant", "kernels", "invariance_test")
+_EXACT = ("quantization", "kernels", "invariance_test")
 
 
 @pytest.fixture(autouse=True, scope="module")

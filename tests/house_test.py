@@ -221,6 +221,28 @@ def test_imports_are_plain():
 
 
 @rule
+def test_test_files_do_not_import_each_other():
+  """What several of them share stands in a module that is no test file: tests/harness.py."""
+  paths = sorted((ROOT / "tests").rglob("*_test.py"))
+  stems = {path.stem for path in paths}
+  assert len(stems) == len(paths), "pytest imports test files by their names: each needs its own"
+  for path in paths:
+    for node in ast.walk(ast.parse(path.read_text())):
+      names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+      names += [node.module] if isinstance(node, ast.ImportFrom) else []
+      for name in stems & set(names):
+        where = f"{path.relative_to(ROOT)}:{node.lineno}"
+        yield f"{where}: imports {name}; move what both need to tests/harness.py"
+
+
+@rule
+def test_folders_of_tests_mirror_those_of_the_package():
+  folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+  for name in sorted(folders - set(FLOOR) - {"golden", "mutation", "__pycache__"}):
+    yield f"tests/{name}: fp8jax/ has no such folder"
+
+
+@rule
 def test_pins_cover_and_satisfy_the_dependencies():
   core, extras = _declared()
   pins = {}

@@ -21,13 +21,14 @@ FLOAT32_SUM = 2e-6
 # The same on Hopper's tensor cores, relative to the sum of the products' magnitudes.
 TENSOR_CORE_SUM = tile_config.SUM_ERROR
 # The same training on different meshes, relative: loss and gradient norm of a step from the same
-# state, mean loss and single losses of a run of twenty (see train_test.py).
+# state, mean loss and single losses of a run of twenty (see step/train_step_test.py).
 MESH_LOSS = 1e-5
 MESH_GRADIENT = {"bf16": 1e-5, "block_128": 1e-3}
 MESH_MEAN = {"bf16": 1e-5, "block_128": 2e-5}
 MESH_STEP = {"bf16": 1e-5, "block_128": 1.5e-4}
-# One step taken in two ways (see invariance_test.py), relative: loss, worst parameter's gradient by
-# norm, amaxes; in multiples of what weights nudged by 1e-7 change where rounding is chaotic.
+# One step taken in two ways (see step/invariance_test.py), relative: loss, worst parameter's
+# gradient by norm, amaxes; in multiples of what weights nudged by 1e-7 change where
+# rounding is chaotic.
 SAME_SCALES = (1e-6, 1e-5, 1e-5)
 NOISE = 4
 # No more than this in any recipe: a gradient or an amax that is missing, doubled or of the other
@@ -35,7 +36,8 @@ NOISE = 4
 # rounded with chances of its own), of their norms 0.03, of amaxes 0.52 in the same step.
 CHAOTIC = (np.inf, 0.8, 0.6)
 CHAOTIC_NORM = 0.25
-# Sums of the same FP8 products in another order (see golden_test.py), of the result's norm.
+# Sums of the same FP8 products in another order (see recipe/golden_products_test.py), of the
+# result's norm.
 GOLDEN_PRODUCT = 1e-6
 # Of steps recomputed or unrolled where XLA lays an operand out otherwise: the order of a sum.
 KEPT_LAID_OUT = (0, 1.2e-7, 0)

@@ -6,7 +6,7 @@ command:   bash experiments/2024_trillion_token/run.sh
 hardware:  two CPU cores, 4 GB of memory
 expected:  the held-out loss of arm float32 (their Fig. 5: on par with BF16), at 4 bytes per
            parameter for master and moments; the divergence that Smooth-SwiGLU prevents comes after
-           200 billion tokens and is a test of its own (tests/ops/smooth_test.py)
+           200 billion tokens and is a test of its own (tests/models/smooth_swiglu_test.py)
 differs:   see README.md
 """
 

@@ -44,7 +44,8 @@ def predictions(text: str | None = None) -> list[Prediction]:
     ValueError: the section, its table or a number is missing.
   """
   text = LOG.read_text() if text is None else text
-  section = text.partition(TITLE)[2].partition("\n## ")[0]
+  sections = text.split("\n## ")[1:]  # the table of contents names TITLE before them
+  section = next((s for s in sections if TITLE in s.partition("\n")[0]), "")
   rows = [[cell.strip() for cell in line.strip("|").split("|")]
           for line in section.splitlines() if line.startswith("|")]  # fmt: skip
   if not rows or rows[0] != COLUMNS:

@@ -1,7 +1,8 @@
 """Number formats and block scales against what others made of the same inputs, as a table.
 
 python tests/golden/conformance.py
-Prints one line per format and check: how many inputs, how many mismatches. tests/quant runs the
+Prints one line per format and check: how many inputs, how many mismatches. tests/quantization runs
+the
 same checks. Oracles: ml_dtypes, gfloat (with E3M4 described to it by hand), integers and float64 in
 tests/oracle.py, and torchao through mx_blocks.npz.
 """

@@ -1,9 +1,9 @@
-"""Writes step.json: products of fixed operands (golden_test.py) and one step of the small model of
-invariance_test.py, under every recipe.
+"""Writes step.json: products of fixed operands (recipe/golden_products_test.py) and one step of the
+small model of step/invariance_test.py, under every recipe.
 
-command: PYTHONPATH=.:tests python tests/golden/write_step.py [--recipe NAME] [--only PART]; read
-the numbers before committing them. A change of these numbers belongs under "Numerics" in
-CHANGELOG.md.
+command: PYTHONPATH=.:tests:tests/recipe:tests/step python tests/golden/write_step.py
+[--recipe NAME] [--only PART]; read the numbers before committing them. A change of these numbers
+belongs under "Numerics" in CHANGELOG.md.
 """
 
 import argparse
@@ -14,14 +14,14 @@ import subprocess
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import golden_test  # noqa: E402
+import golden_products_test  # noqa: E402
 import invariance_test as small  # noqa: E402
 import jax  # noqa: E402
 
 from fp8jax.recipe import library  # noqa: E402
 
-PATH = golden_test.PATH
-PARTS = {"products": golden_test.products, "steps": small.summary}
+PATH = golden_products_test.PATH
+PARTS = {"products": golden_products_test.products, "steps": small.summary}
 
 
 def main():

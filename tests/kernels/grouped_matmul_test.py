@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import kernel_cases
 import numpy as np
 import pytest
 from lattice import lattice
@@ -14,7 +15,7 @@ from fp8jax.recipe import library
 BLOCK = library.RECIPES["block_128_pow2"]
 # Tokens per expert: even; none for the first and the last; all for one; a token here and there.
 SIZES = {"even": (100, 100, 100), "holes": (0, 299, 1, 0), "one": (0, 300), "few": (1, 1, 298)}
-T, D, F = 300, 128, 136
+T, D, F = kernel_cases.GROUPED
 
 
 def _operands(rng, sizes):

@@ -252,14 +252,14 @@ def _of_plan(plan):
 
 
 def used_by_configs():
-  import aot_test
+  import aot_harness
 
   from fp8jax.compiled import aot
 
   for name, num in CONFIGS.items():
     # On a GPU the backend is chosen as it is there.
     changes = {"kernels.matmul": "auto"}
-    plan, _ = aot.resolve(aot_test.load(f"configs/{name}.py", changes), f"h200:{num}")
+    plan, _ = aot.resolve(aot_harness.load(f"configs/{name}.py", changes), f"h200:{num}")
     found = list(_of_plan(plan))
     assert name == "debug" or any(case[0] is gemm for case in found), name
     yield from found
@@ -315,24 +315,21 @@ def used_by_the_self_test():
 
 
 def used_by_tests():
-  import adam_kernel_test
-  import grouped_matmul_test
-  import mosaic_sm90_test
-  import producers_test
+  import kernel_cases
   import shapes
 
   for product in PRODUCTS:
-    for sizes in (*shapes.HOPPER, mosaic_sm90_test.LARGE, (136, 136, 256), (64, 64, 192)):
+    for sizes in (*shapes.HOPPER, kernel_cases.LARGE, (136, 136, 256), (64, 64, 192)):
       yield gemm, "block_128", product, *sizes
   for tensor in ("x", "g", "w"):
     for sizes in ((208, 272), (131, 201), (133, 210)):
       yield quantize, "block_128", tensor, "bfloat16", *sizes
   for name in ("RMS_NORM", "SWIGLU", "SWIGLU_BACKWARD"):
-    yield produce, name, "both", producers_test.ROWS, producers_test.COLUMNS
-  test = grouped_matmul_test
+    yield produce, name, "both", *kernel_cases.PROLOGUE
+  tokens, depth, columns = kernel_cases.GROUPED
   for product in PRODUCTS:
-    yield grouped, product, test.T // 128 + 3, test.F, test.D
-  for name, (dtype, is_pair, shape, _) in adam_kernel_test.CASES.items():
+    yield grouped, product, tokens // 128 + 3, columns, depth
+  for name, (dtype, is_pair, shape, _) in kernel_cases.ADAMW.items():
     yield adam, name, is_pair, dtype.__name__, *shape
 
 
@@ -354,13 +351,13 @@ def _count(what) -> int:
 @pytest.mark.aot
 def test_every_way_to_cut_up_the_work_lowers():
   """Tiles and clusters that tests and tuning try, on sizes that fill no tile."""
-  import mosaic_sm90_test
+  import kernel_cases
 
   from fp8jax.kernels.gemm import tile_config
 
   cases = []
   for product, dtype in (("fwd", "bfloat16"), ("wgrad", "float32")):
-    configs = {*mosaic_sm90_test.CONFIGS, *tile_config.candidates(product != "wgrad", dtype)}
+    configs = {*kernel_cases.CONFIGS, *tile_config.candidates(product != "wgrad", dtype)}
     for config in sorted(configs, key=str):
       if tile_config.smem_bytes(config, dtype) <= tile_config.SMEM_BYTES:
         make = functools.partial(gemm, config=config)

@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import kernel_cases
 import matmul_suite as suite
 import numpy as np
 import pytest
@@ -35,17 +36,6 @@ GEMMS = {
   for name in ("block_128", "block_128_pow2", "block_128_hybrid")
   for which in ("fwd", "dgrad", "wgrad")
 }
-# One program has tiles after tiles, the last of them partial.
-LARGE = (456, 400, 384)
-CONFIGS = [
-  Config(stages=2),
-  Config(tile_m=256, tile_n=64, stages=3),
-  Config(tile_n=112, stages=3, producer="inline"),
-  Config(tile_n=160, stages=4, producer="inline", raster=1),
-  Config(tile_n=256, stages=2),
-  Config(stages=3, cluster_m=2),
-  Config(tile_n=192, stages=3, cluster_m=2, producer="inline"),
-]
 
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -124,7 +114,7 @@ _SLOW = (1, 4, 5)
   "config, name, dtype",
   [
     pytest.param(config, *product, marks=[pytest.mark.slow] if (i + j) % 2 or i in _SLOW else [])
-    for i, config in enumerate(CONFIGS)
+    for i, config in enumerate(kernel_cases.CONFIGS)
     for j, product in enumerate(PRODUCTS)
   ],
   ids=str,
@@ -132,7 +122,7 @@ _SLOW = (1, 4, 5)
 def test_kernel_is_exact_however_the_work_is_cut_up(rng, name, dtype, config):
   if tile_config.smem_bytes(config, dtype) > tile_config.SMEM_BYTES:
     config = dataclasses.replace(config, stages=config.stages - 1)
-  a, b, narrow_a, narrow_b = _operands(rng, GEMMS[name], *LARGE)
+  a, b, narrow_a, narrow_b = _operands(rng, GEMMS[name], *kernel_cases.LARGE)
   got = mosaic_sm90_lib.matmul(narrow_a, narrow_b, out_dtype=dtype, config=config)
   want = a.astype(np.float64) @ b.astype(np.float64).T
   np.testing.assert_array_equal(got, jnp.asarray(want, dtype))

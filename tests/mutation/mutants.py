@@ -29,25 +29,75 @@ SEED, COUNT = 14, 40
 TIMEOUT = 1500  # seconds per test file; the slowest takes 200 on two idle cores
 
 # The files that join the parts, and the tests that should see a fault there, nearest first.
-_STEP = ("joints", "precision", "layerwise")
+_STEP = ("step/integration", "step/loss_scale", "jobs/recipe_schedule", "step/layerwise")
 TESTS = {
-  "fp8jax/step/train_step.py": (*_STEP, "invariance", "optim/masters"),
-  "fp8jax/step/layerwise.py": ("layerwise", "account"),
-  "fp8jax/optim/update.py": ("optim/walk", "joints", "optim/masters", "layerwise"),
-  "fp8jax/optim/gradients.py": ("optim/masters", "joints", "precision", "invariance"),
-  "fp8jax/data/batch_sharding.py": ("joints", "multiprocess"),
-  "fp8jax/run/evaluator.py": ("joints", "jobs", "train", "precision", "multiprocess"),
-  "fp8jax/jobs/train.py": ("joints", "jobs", "hostile", "resume", "train", "precision"),
-  "fp8jax/run/checkpoint.py": ("joints", "resume", "jobs", "hostile", "train"),
-  "fp8jax/ops/collectives.py": ("joints", "ops/mesh", "invariance"),
-  "fp8jax/data/loader.py": ("data/loader", "data/shuffle", "joints", "data/damage", "multiprocess"),
-  "fp8jax/data/sample_index.py": ("data/shuffle", "data/damage"),
-  "fp8jax/recipe/schedule.py": ("config", "precision", "ops/smooth", "configs"),
-  "fp8jax/optim/factory.py": ("optim/build", "optim/adam", "config", "optim/masters"),
-  "fp8jax/step/loss_scale.py": ("joints", "config", "precision"),
-  "fp8jax/quantization/amax_history.py": ("joints", "ops/dot", "precision"),
-  "fp8jax/compiled/fp8_gemms.py": ("proof", "accumulation", "joints"),
-  "fp8jax/compiled/hlo.py": ("proof", "accumulation"),
+  "fp8jax/step/train_step.py": (*_STEP, "step/invariance", "optim/masters"),
+  "fp8jax/step/layerwise.py": ("step/layerwise", "compiled/memory"),
+  "fp8jax/optim/update.py": (
+    "optim/update",
+    "step/integration",
+    "optim/masters",
+    "step/layerwise",
+  ),
+  "fp8jax/optim/gradients.py": (
+    "optim/masters",
+    "step/integration",
+    "step/loss_scale",
+    "step/invariance",
+  ),
+  "fp8jax/data/batch_sharding.py": ("step/integration", "run/multiprocess"),
+  "fp8jax/run/evaluator.py": (
+    "step/integration",
+    "jobs/jobs",
+    "step/train_step",
+    "step/loss_scale",
+    "run/multiprocess",
+  ),
+  "fp8jax/jobs/train.py": (
+    "step/integration",
+    "jobs/jobs",
+    "jobs/user_errors",
+    "jobs/resume",
+    "step/train_step",
+    "jobs/continued_run",
+    "run/calibration",
+  ),
+  "fp8jax/run/checkpoint.py": (
+    "step/integration",
+    "jobs/resume",
+    "jobs/jobs",
+    "jobs/user_errors",
+    "step/train_step",
+  ),
+  "fp8jax/ops/collectives.py": ("step/integration", "ops/linear_on_mesh", "step/invariance"),
+  "fp8jax/data/loader.py": (
+    "data/loader",
+    "data/shuffle",
+    "step/integration",
+    "data/damaged_files",
+    "run/multiprocess",
+  ),
+  "fp8jax/data/sample_index.py": ("data/shuffle", "data/damaged_files"),
+  "fp8jax/recipe/schedule.py": (
+    "config/resolve",
+    "config/precision",
+    "jobs/recipe_schedule",
+    "models/smooth_swiglu",
+    "config/shipped_configs",
+  ),
+  "fp8jax/optim/factory.py": ("optim/factory", "optim/adam", "config/resolve", "optim/masters"),
+  "fp8jax/step/loss_scale.py": ("step/integration", "config/resolve", "step/loss_scale"),
+  "fp8jax/quantization/amax_history.py": (
+    "step/integration",
+    "ops/linear",
+    "quantization/amax_history",
+  ),
+  "fp8jax/compiled/fp8_gemms.py": (
+    "compiled/fp8_gemms",
+    "compiled/accumulation",
+    "step/integration",
+  ),
+  "fp8jax/compiled/hlo.py": ("compiled/fp8_gemms", "compiled/accumulation"),
 }
 
 _SWAPPED = {

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import tolerances
-import train_test
 
 from fp8jax import params as params_lib
 from fp8jax.models import presets
@@ -22,11 +22,11 @@ from fp8jax.step import train_step
 
 @pytest.fixture(autouse=True)
 def tiny_preset(monkeypatch):
-  monkeypatch.setitem(presets.PRESETS, "tiny", train_test.TINY)
+  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
 
 
 def _runner(shape=None, recipe="bf16", **changes):
-  return train_test.Runner(train_test._plan(train_test._config(recipe, **_named(changes)), shape))
+  return harness.Runner(harness.tiny_plan(harness.tiny_config(recipe, **_named(changes)), shape))
 
 
 def _named(changes):
@@ -135,7 +135,7 @@ def test_float16_masters_lie_under_a_power_of_two_per_layer(rng):
 def _gradients(**changes):
   """(function of parameters, parameters) of one batch."""
   runner = _runner(**changes)
-  state, host = train_step.make_state(runner.plan), train_test._host_batches()[0]
+  state, host = train_step.make_state(runner.plan), harness.host_batches()[0]
   batch = runner.spread.place(host)
   of = jax.jit(
     lambda p: train_step.gradients(runner.plan, p, runner.sites, batch, step=3, room=state.room)[1]
@@ -306,7 +306,7 @@ LEVELS = {
 @pytest.mark.parametrize("name", LEVELS)
 def test_mesh_holds_what_one_device_holds(name):
   """Placed as declared on (1, 2, 4), and the same step from it."""
-  hosts = train_test._host_batches()
+  hosts = harness.host_batches()
   one, many = _runner(**LEVELS[name]), _runner((1, 2, 4), **LEVELS[name])
   _, state = one.run(hosts[:2])
   shardings = jax.tree.map(lambda x: x.sharding, train_step.abstract_state(many.plan))
@@ -325,7 +325,7 @@ def test_mesh_holds_what_one_device_holds(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LEVELS)
 def test_learns_like_float32(name):
-  hosts = train_test._host_batches()
+  hosts = harness.host_batches()
   exact, _ = _runner().run(hosts)
   found, state = _runner(**LEVELS[name]).run(hosts)
   # In all 20 steps within 1 % of what is learned, 0.14 nats; the furthest, fp8lm, is 0.3 % away.
@@ -338,7 +338,7 @@ def test_narrow_weights_do_not_wait_wide_for_the_backward_pass():
   """Of what the loop over layers keeps, nothing is float32 in the shape of a weight."""
   runner = _runner(**LEVELS["lossless"])
   abstract = train_step.abstract_state(runner.plan)
-  batch = jax.eval_shape(runner.spread.place, train_test._host_batches()[0])
+  batch = jax.eval_shape(runner.spread.place, harness.host_batches()[0])
   traced = jax.make_jaxpr(
     lambda s, b: train_step.gradients(runner.plan, s.params, runner.sites, b)[0:2]
   )(abstract, batch)
@@ -377,8 +377,8 @@ def test_bytes_per_parameter():
 def test_narrow_gradients_under_a_narrow_residual():
   """Layers computed again from a copy of their input: nothing of a sink waits with it."""
   changes = {"memory.remat_policy": "full", "memory.save_layer_inputs": "e4m3_16"}
-  plan = train_test._plan(train_test._config("bf16", **changes, **_named(LEVELS["lossless"])))
-  runner = train_test.Runner(plan)
-  losses, _ = runner.run(train_test._host_batches()[:2])
-  exact, _ = _runner(**LEVELS["lossless"]).run(train_test._host_batches()[:2])
+  plan = harness.tiny_plan(harness.tiny_config("bf16", **changes, **_named(LEVELS["lossless"])))
+  runner = harness.Runner(plan)
+  losses, _ = runner.run(harness.host_batches()[:2])
+  exact, _ = _runner(**LEVELS["lossless"]).run(harness.host_batches()[:2])
   np.testing.assert_allclose(losses, exact, rtol=1e-3)

@@ -1,0 +1,102 @@
+"""Writes the tables of this folder's pages that follow from the code.
+
+command: python experiments/guide/tables.py
+
+A page holds a table between `<!-- table: NAME -->` and `<!-- end -->`. tests/guide_test.py fails
+where a table is not what the code says.
+"""
+
+import ast
+import inspect
+import pathlib
+import re
+
+from configs import base
+from fp8jax.optim import storage
+from fp8jax.recipe.gemm import accumulate_name
+from fp8jax.recipe.library import RECIPES
+from fp8jax.recipe.quant import Delayed, Quant
+
+HERE = pathlib.Path(__file__).resolve().parent
+_MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def _markdown(head: tuple[str, ...], rows) -> str:
+  lines = [head, ("---",) * len(head), *rows]
+  return "".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |\n" for line in lines)
+
+
+def _quant(quant: Quant) -> str:
+  past = quant.source
+  return f"`{quant}`" + (
+    f" ({past.reduce} of {past.steps} steps)" if isinstance(past, Delayed) else ""
+  )
+
+
+def recipes() -> str:
+  """Every named recipe: its Quants by tensor, accumulation by product."""
+  rows = []
+  for name, recipe in RECIPES.items():
+    uses = recipe.uses()
+    tensors = [", ".join(map(_quant, uses[t])) or "compute dtype" for t in "xwg"]
+    gemms = (recipe.fwd, recipe.dgrad, recipe.wgrad)
+    how = "/".join(accumulate_name(g.accumulate) if g.is_narrow else "-" for g in gemms)
+    rows.append((f"`{name}`", *tensors, how))
+  head = ("recipe", "x", "w", "g", "accumulation: forward/dgrad/wgrad")
+  return _markdown(head, rows)
+
+
+def config_keys() -> str:
+  """Every key of configs/base.py with its default and its comments."""
+  source = inspect.getsource(base.get_config)
+  lines, rows, end = source.splitlines(), [], 0
+  for node in ast.parse(source).body[0].body:
+    is_key = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
+    if is_key:
+      above, i = [], node.lineno - 2
+      while i >= end and lines[i].strip().startswith("#"):
+        above.insert(0, lines[i].strip(" #"))
+        i -= 1
+      code = lines[node.lineno - 1 : node.end_lineno]
+      beside = [line.split("  # ", 1)[1] for line in code if "  # " in line]
+      said = [s for s in (*above, *beside) if not s.startswith("fmt:")]
+      value = ast.unparse(node.value)
+      if not value.startswith("ConfigDict()"):
+        short = re.sub(r"^placeholder\(\w+\)$", "None", value)
+        rows.append((f"`{ast.unparse(node.targets[0])[2:]}`", f"`{short}`", " ".join(said)))
+    end = node.end_lineno
+  return _markdown(("key", "default", "meaning"), rows)
+
+
+def optimizer_state() -> str:
+  """Bytes per parameter of every named format of moments, masters and gradients."""
+  rows = []
+  for name, moments in storage.MOMENTS.items():
+    size = storage.nbytes(moments.mu) + storage.nbytes(moments.nu)
+    formats = f"`{moments.mu}`, `{moments.nu}`"
+    rows.append(("`optim.moment_format`", f"`{name}`", formats, f"{size:.2f}"))
+  for key, presets, nbytes in (
+    ("master_format", storage.MASTERS, lambda how: sum(storage.master_nbytes(how))),
+    ("grad_format", storage.GRADIENTS, storage.nbytes),
+  ):
+    for name, how in presets.items():
+      rows.append((f"`optim.{key}`", f"`{name}`", f"`{how}`", f"{nbytes(how):.2f}"))
+  rows = [(*row[:2], row[2].replace("`None`", "float32"), row[3]) for row in rows]
+  return _markdown(("key", "value", "stored as", "bytes per parameter"), rows)
+
+
+TABLES = {"recipes": recipes, "config_keys": config_keys, "optimizer_state": optimizer_state}
+
+
+def current(page: str) -> str:
+  """The page with its tables as the code has them."""
+  return _MARKED.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], page)
+
+
+def main():
+  for path in sorted(HERE.glob("*.md")):
+    path.write_text(current(path.read_text()))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,69 @@
+"""What is declared to wait for the backward pass is what differentiation keeps."""
+
+import dataclasses
+import math
+
+import harness
+import jax
+import jax.numpy as jnp
+import pytest
+import variants
+
+from fp8jax.compiled import saved_tensors
+from fp8jax.models import presets, transformer
+from fp8jax.step import train_step
+
+GROUPS = {"memory.save_norm_inputs": "e4m3_16", "memory.save_gate_up": "e4m3_16"}
+CASES = [
+  ("tiny", "bf16", {}),
+  ("tiny", "bf16", {"memory.save_norm_inputs": "e4m3_128", "memory.save_gate_up": "bf16"}),
+  ("tiny", "block_128 saved", {"memory.remat_policy": "quantized"}),
+  (
+    "tiny",
+    "block_128 saved",
+    {"memory.remat_policy": "quantized", "memory.save_norm_inputs": "e4m3_16"},
+  ),
+  ("tiny", "tensor_current saved", {"memory.remat_policy": "linears", **GROUPS}),
+  ("tiny", "block_128 saved", {"precision.first_bf16": 2, "model.num_layers": 5, **GROUPS}),
+  ("tiny", "block_128", {"memory.remat_policy": "full", "memory.save_layer_inputs": "e4m3_16"}),
+  ("qwen3", "tensor_current saved", {}),
+  ("qwen3", "block_128", {"memory.remat_policy": "linears", **GROUPS}),
+]
+
+
+@pytest.mark.parametrize("preset, recipe, changes", CASES, ids=str)
+def test_declared_is_what_differentiation_keeps(monkeypatch, preset, recipe, changes):
+  """Arrays over layers that the backward pass is given, parameters and sites' amaxes aside."""
+  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
+  qwen3 = dataclasses.replace(harness.TINY, architecture="qwen3", qk_norm=True, num_kv_heads=2)
+  monkeypatch.setitem(presets.PRESETS, "qwen3", qwen3)
+  # A number of layers that is no other dimension's size.
+  changes = {
+    "model.preset": preset,
+    "model.num_layers": 3,
+    "precision.compute_dtype": "bfloat16",
+  } | changes
+  changes |= variants.changes(recipe)
+  plan = harness.tiny_plan(harness.tiny_config(**changes))
+  sites = plan.sites()
+  weights = train_step.abstract_state(plan, 1).params
+  known = {leaf.shape[1:] for leaf in jax.tree.leaves(weights["layers"])}
+  batch = {n: jax.ShapeDtypeStruct((8, 128), jnp.int32) for n in ("tokens_BL", "targets_BL")}
+  batch |= {n: jax.ShapeDtypeStruct((8, 128), jnp.int32) for n in ("positions_BL", "segments_BL")}
+  batch["weights_BL"] = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+  def leaves(weights, batch):
+    loss = lambda weights: transformer.loss(weights, sites, batch, plan.model, plan.run)  # noqa: E731
+    return jax.tree.leaves(jax.vjp(loss, weights)[1])
+
+  of_layers = [stop - first for first, stop in saved_tensors.runs(plan)]
+  kept = [
+    leaf for leaf in jax.eval_shape(leaves, weights, batch)
+    if leaf.shape[:1] and leaf.shape[0] in of_layers and leaf.shape[1:] not in known
+    and leaf.size >= 8 * 128
+  ]  # fmt: skip
+  there = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept)
+  # Reciprocals of root mean squares, per token, are not declared.
+  assert there == pytest.approx(
+    sum(item.nbytes for item in saved_tensors.of_layers(plan)), rel=0.01
+  )

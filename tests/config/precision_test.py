@@ -1,0 +1,96 @@
+"""The precision section of a configuration: rules by layer, phases, recipes by name, mistakes."""
+
+import harness
+import pytest
+
+from fp8jax.errors import ConfigError
+from fp8jax.ops import site as site_lib
+from fp8jax.recipe import schedule
+from fp8jax.recipe.quant import Delayed
+from fp8jax.run import evaluator, startup
+
+
+def test_first_and_last_layers_and_single_sites_can_be_excepted():
+  rules = (("layers/.*/attn/[kv]", "bf16"), ("layers/1/mlp/up", "rowwise"), (".*", "block_128"))
+  plan = harness.text_plan(**{"precision.rules": rules, "precision.last_bf16": 1})
+  names = {name: r.name for name, r in site_lib.recipes_of(plan.sites()).items()}
+  assert names["layers/0/attn/q"] == names["layers/1/mlp/down"] == names["head"] == "block_128"
+  assert names["layers/0/attn/k"] == names["layers/1/attn/v"] == "bf16"
+  assert names["layers/1/mlp/up"] == "rowwise"
+  assert {n for k, n in names.items() if k.startswith("layers/2/")} == {"bf16"}
+  rows = startup.site_rows(plan)
+  assert [r["layers"] for r in rows if r["site"].endswith("/up")] == [1, 1, 1]
+
+
+def test_table_of_sites_says_that_a_folded_weight_has_no_past():
+  plan = harness.text_plan("tensor_delayed", **{"precision.smooth_swiglu": "channel"})
+  rows = {row["site"]: row["definition"] for row in startup.site_rows(plan)}
+  sources = {
+    name: [d["fwd"][side]["source"]["kind"] for side in ("lhs", "rhs") if d["fwd"][side]]
+    for name, d in rows.items()
+  }
+  assert sources["layers/mlp/down"] == ["delayed", "current"]
+  assert sources["layers/mlp/up"] == ["delayed"] * 2
+
+
+MISTAKES = {
+  "step": ({"precision.schedule": ((0, ((".*", "bf16"),)),)}, "starts at step 0; phases start in"),
+  "late": ({"precision.schedule": ((6, ((".*", "bf16"),)),)}, "before the last, steps=6"),
+  "form": ({"precision.schedule": (((".*", "bf16"),),)}, "is no pair of a first step and rules"),
+  "recipe": ({"precision.schedule": ((3, ((".*", "bf61"),)),)}, "did you mean 'bf16'"),
+  "unused": ({"precision.schedule": ((3, ((".*", "bf16"), ("x", "bf16"))),)}, "decides nothing"),
+  "layers": ({"precision.first_bf16": 2, "precision.last_bf16": 2}, "more layers than the model's"),
+  "negative": ({"precision.first_bf16": -1}, "must be at least 0"),
+  "all": ({"precision.first_bf16": 3}, "decides nothing"),
+  "smooth": ({"precision.smooth_swiglu": "chanel"}, "did you mean 'channel'"),
+  "merge": (
+    {"precision.smooth_swiglu": "token", "export.fold_smooth_batches": 1},
+    "which no weight can hold",
+  ),
+  "alarm": ({"log.alarms": (("underflo", ">", 1.0),)}, "statistics are saturation"),
+  "loss scale": ({"precision.compute_dtype": "float16"}, "set loss_scale.kind='dynamic'"),
+  "start": ({"loss_scale.start": 3.0}, "must be a power of two"),
+}
+
+
+@pytest.mark.parametrize("changes, message", MISTAKES.values(), ids=MISTAKES)
+def test_mistake_is_named(changes, message):
+  with pytest.raises(ConfigError, match=message):
+    harness.text_plan(**changes)
+
+
+def test_at_names_the_phase_of_every_step():
+  phases = tuple(schedule.Phase(start, ()) for start in (0, 3, 5))
+  assert [schedule.Precision(phases).at(s) for s in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+
+
+def test_recipe_by_name_takes_numbers_of_delayed_scales():
+  plan = harness.text_plan("tensor_delayed(steps=16, margin=1)")
+  recipe = site_lib.flatten(plan.sites())["layers/mlp/up"].recipe
+  (x,) = recipe.uses()["x"]
+  assert x.source == Delayed(steps=16, reduce="max", margin=1) and recipe.history == 16
+  assert recipe.name == "tensor_delayed(steps=16, margin=1)"
+  for name, message in (
+    ("tensor_delayed(step=16)", "'step=16' is none of steps=1024, reduce=max, margin=0"),
+    ("tensor_delayed(steps=many)", "'steps=many' is none of"),
+    ("tensor_delayed(reduce=mean)", "must be 'max' or 'latest'"),
+    ("block_128(steps=2)", "block_128 has no delayed scales"),
+    ("tensor_delayed(steps=2", "did you mean 'tensor_delayed'"),
+  ):
+    with pytest.raises(ConfigError, match=message):
+      harness.text_plan(name)
+
+
+@pytest.mark.parametrize(
+  "names, recipes",
+  [
+    (("recipe", "bf16"), {"tensor_delayed": None, "bf16": "bf16"}),
+    (("recipe",), {"tensor_delayed": None}),
+    (("bf16",), {"bf16": "bf16"}),
+  ],
+)
+def test_evaluated_precisions_are_those_of_the_config(names, recipes):
+  assert evaluator.precisions(harness.text_plan(**{"eval.precisions": names})) == recipes
+  assert evaluator.precisions(harness.text_plan("bf16", **{"eval.precisions": names})) == {
+    "bf16": None
+  }

@@ -1,0 +1,546 @@
+"""What a user can get wrong is refused before anything compiles, in words that help.
+
+A message names the key, what was wrong with it and what would be right, where possible the nearest
+valid value.
+"""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+
+from configs import base
+from fp8jax.config import identity, resolve
+from fp8jax.data import tokenize
+from fp8jax.jobs import dispatch
+from fp8jax.kernels.choose import Device
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CPU, T4, A100, L4, H200, B200, RTX = (
+  Device("cpu"), *(Device("gpu", capability) for capability in (75, 80, 89, 90, 100, 120))
+)  # fmt: skip
+# Every size of a layer is whole tiles of 128: what our kernels take without further ado.
+TILED = {"model.hidden_size": 256, "model.num_heads": 4, "model.num_kv_heads": 4, "seq_len": 128}
+
+
+def _config(**changes):
+  c = base.get_config()
+  c.update_from_flattened_dict(changes)
+  return c
+
+
+def _refusal(changes, devices=1, device=CPU) -> list[str]:
+  with pytest.raises(resolve.ConfigError) as e:
+    resolve.resolve(_config(**changes), devices, device)
+  return e.value.problems
+
+
+def _source(**changes):
+  return {f"data.sources.main.{key}": value for key, value in changes.items()}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+  """Files that mistakes are about, in the current directory."""
+  monkeypatch.chdir(tmp_path)
+  for folder in ("vocabulary", "gpt2", "hollow", "foreign", "complete", "other_tokenizer",
+                 "other_heldout", "cut"):  # fmt: skip
+    (tmp_path / folder).mkdir()
+  shutil.copytree(ROOT / "tests/golden/hf/llama", "weightless",
+                  ignore=shutil.ignore_patterns("*.safetensors*"))  # fmt: skip
+  (tmp_path / "hollow/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+  (tmp_path / "foreign/index.json").write_text("{}")
+  (tmp_path / "cut/index.json").write_text('{"tokenizer": ')
+  whole = json.loads((tmp_path / "weightless/config.json").read_text())
+  for folder, changes, index in (
+    ("quoted", {"num_hidden_layers": "2"}, ""),
+    ("roped", {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, ""),
+    ("torn", {}, '{"weight_map": '),
+    ("mapless", {}, '{"metadata": {}}'),
+  ):
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "config.json").write_text(json.dumps(whole | changes))
+    (tmp_path / folder / "model.safetensors.index.json").write_text(index)
+  vocabulary = tokenizers.models.WordLevel({"<unk>": 0, "a": 511, "<eos>": 512}, "<unk>")
+  tokenizers.Tokenizer(vocabulary).save("vocabulary/tokenizer.json")
+  (tmp_path / "gpt2/config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+  splits = {
+    "train": {"files": ["train-00000.array_record"], "documents": 1, "tokens": 9},
+    "heldout": {"files": [], "documents": 0, "tokens": 0},
+  }
+  for name, fingerprint, heldout in (
+    ("other_tokenizer", "0123456789abcdef", 0.1),
+    ("other_heldout", tokenize.Tokenizer("bytes").fingerprint, 0.2),
+    ("complete", tokenize.Tokenizer("bytes").fingerprint, 0.1),
+  ):
+    index = {"tokenizer": fingerprint, "heldout": heldout, "splits": splits}
+    (tmp_path / name / "index.json").write_text(json.dumps(index))
+    if heldout != 0.1 or fingerprint.startswith("0123"):
+      (tmp_path / name / splits["train"]["files"][0]).touch()
+
+
+def test_configs_that_mistakes_start_from_are_right():
+  resolve.resolve(_config(), 1, CPU)
+  resolve.resolve(_config(), 8, CPU)
+  resolve.resolve(_config(**TILED), 1, H200)
+  for gpu in (T4, A100, L4, H200, B200, RTX):
+    resolve.resolve(_config(**{"kernels.matmul": "reference"}), 1, gpu)
+
+
+# (key, mistyped value, nearest valid one, another valid one)
+ENUMERATED = [
+  ("data.on_malformed", "skp", "skip", "error"),
+  ("data.on_long", "splt", "split", "skip"),
+  ("data.sources.main.kind", "jsonlines", "jsonl", "prepared"),
+  ("export.dtype", "bf16", "bfloat16", "auto"),
+  ("kernels.attention", "cuddn", "cudnn", "auto"),
+  ("kernels.matmul", "refrence", "reference", "auto"),
+  ("kernels.optimizer", "mosaic", "mosaic_sm90", "auto"),
+  ("loss_scale.kind", "dynamc", "dynamic", "none"),
+  ("memory.save_gate_up", "e4m3_12", "e4m3_128", "none"),
+  ("memory.save_norm_inputs", "non", "none", "e4m3_16"),
+  ("memory.remat_policy", "ful", "full", "linears"),
+  ("optim.on_nonfinite", "stopp", "stop", "skip"),
+  ("optim.schedule", "wds", "wsd", "constant"),
+  ("precision.compute_dtype", "float_32", "float32", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("key, value, nearest, other", ENUMERATED, ids=[e[0] for e in ENUMERATED])
+def test_unknown_value_names_key_choices_and_nearest(key, value, nearest, other):
+  (problem,) = _refusal({key: value})
+  assert problem.startswith(f"{key}={value!r} is not one of ")
+  assert repr(other) in problem
+  assert problem.endswith(f"did you mean {nearest!r}?")
+
+
+# Fragments of one problem, the mistake, and where it is one if not on a single CPU.
+MISTAKES = {
+  "preset": (["model.preset='qwen25_7'", "did you mean 'qwen25_7b'?", "smollm2_135m"],
+    {"model.preset": "qwen25_7"}),
+  # --- rules
+  "recipe": (["precision.rules: unknown recipe 'blok_128'", "did you mean 'block_128'?"],
+    {"precision.rules": ((".*", "blok_128"),)}),
+  "rule matches nothing": (
+    ["rule ('haed', 'bf16') in precision.rules decides nothing", "layers/0/attn/q", "head and"],
+    {"precision.rules": (("haed", "bf16"), (".*", "bf16"))}),
+  "rule comes too late": (
+    ["rule ('head', 'bf16') in precision.rules decides nothing", "or earlier rules already did"],
+    {"precision.rules": ((".*", "block_128"), ("head", "bf16"))}),
+  "rules that are no pairs": (["precision.rules: ('head',) is no sequence of", "(('head', 'bf16')"],
+    {"precision.rules": ("head",)}),
+  "rule that is no regular expression": (["precision.rules: '(' is no regular expression"],
+    {"precision.rules": (("(", "bf16"),)}),
+  "site without rule": (
+    ["no rule in precision.rules covers head;", "add one, for example ('.*', 'bf16')"],
+    {"precision.rules": (("layers/.*", "bf16"),)}),
+  # --- model
+  "heads": (["model.num_heads=5 must be a multiple of model.num_kv_heads=2"],
+    {"model.num_heads": 5}),
+  "no heads": (["model.num_kv_heads=0 must be at least 1"], {"model.num_kv_heads": 0}),
+  "odd head": (["model.head_dim=31 must be even"], {"model.head_dim": 31}),
+  "length over positions": (["seq_len=1024 is longer than model.max_positions=512"],
+    {"seq_len": 1024}),
+  "preset hf without a folder": (["model.preset='hf'", "set init.hf to a folder"],
+    {"model.preset": "hf"}),
+  # --- numbers
+  "no steps": (["steps=0 must be at least 1"], {"steps": 0}),
+  "no batch": (["global_batch=0 must be at least 1"], {"global_batch": 0}),
+  "no length": (["seq_len=0 must be at least 1"], {"seq_len": 0}),
+  "no chunk": (["memory.loss_chunk=0 must be at least 1"], {"memory.loss_chunk": 0}),
+  # --- what waits for the backward pass
+  "residual that does not wait": (
+    ["memory.save_layer_inputs with memory.remat_policy='linears'", "only 'full'",
+     "set memory.save_norm_inputs"],
+    {"memory.save_layer_inputs": "e4m3_16", "memory.remat_policy": "linears"}),
+  "group on two devices": (
+    ["memory.save_gate_up has groups of 128", "2 devices have 384 / 2", "another mesh.tensor"],
+    {"memory.save_gate_up": "e4m3_128", "model.intermediate_size": 384, "mesh.tensor": 2}, 8),
+  "nothing to evaluate": (["eval.tokens=0 must be at least 1"], {"eval.tokens": 0}),
+  "no microbatches": (["grad_accum_steps=0 must be at least 1"], {"grad_accum_steps": 0}),
+  "no evaluation batch": (["eval.batch=0 must be at least 1"], {"eval.batch": 0}),
+  "no lines": (["log.every=0 must be at least 1"], {"log.every": 0}),
+  "no workers": (["data.workers=-1 must be at least 0"], {"data.workers": -1}),
+  "rotary base": (["model.rope_theta=0.0 must be positive"], {"model.rope_theta": 0.0}),
+  "negative deviation": (["model.init_std=-1.0 must not be negative"], {"model.init_std": -1.0}),
+  "schedule too long": (
+    ["optim.warmup_steps + optim.decay_steps = 110 exceed steps=100", "shorten the schedule"],
+    {"optim.warmup_steps": 90}),
+  "cosine too long": (["optim.warmup_steps = 110 exceed steps=100"],
+    {"optim.warmup_steps": 110, "optim.schedule": "cosine"}),
+  "rates": (["0 <= optim.min_lr=0.01 <= optim.peak_lr=0.001"], {"optim.min_lr": 0.01}),
+  "Adam": (["optim.b2=1.0 must be in [0, 1)"], {"optim.b2": 1.0}),
+  "epsilon": (["optim.eps=0.0 must be positive"], {"optim.eps": 0.0}),
+  "clip": (["optim.grad_clip_norm=-1.0 must not be negative"], {"optim.grad_clip_norm": -1.0}),
+  "everything held out": (["data.heldout_fraction=1.0 must be in [0, 1)"],
+  {"data.heldout_fraction": 1.0}),
+  "nothing held out": (["data.heldout_fraction=0 leaves nothing to evaluate on"],
+  {"data.heldout_fraction": 0.0}),
+  "weight": (["data.sources.main.weight is 0.0, expected a number"], _source(weight=0.0)),
+  # --- batch and mesh
+  "grad_accum_steps": (
+    ["global_batch=6 must be a multiple of grad_accum_steps x batch shards = 4 x 1",
+     "the nearest batch, 8"],
+    {"global_batch": 6, "grad_accum_steps": 4}),
+  "batch shards": (
+    ["global_batch=44 must be a multiple of grad_accum_steps x batch shards = 2 x 8",
+     "the nearest batch, 48"],
+    {"global_batch": 44, "grad_accum_steps": 2}, 8),
+  "evaluation batch": (
+    ["eval.batch=12 must be a multiple of the 8 batch shards", "the nearest is 16"],
+    {"eval.batch": 12}, 8),
+  "mesh": (
+    ["mesh data=3 x fsdp=-1 x tensor=1 does not cover the 8 device(s)",
+     "for example mesh.data=1 mesh.fsdp=8 mesh.tensor=1"],
+    {"mesh.data": 3}, 8),
+  "mesh for more devices": (["mesh data=1 x fsdp=4 x tensor=1 does not cover the 1 device(s)"],
+    {"mesh.fsdp": 4}),
+  "two open mesh axes": (["mesh data=-1 x fsdp=-1 x tensor=1", "at most one may be -1"],
+    {"mesh.data": -1}, 8),
+  "heads over devices": (
+    ["model.num_kv_heads = 2 does not divide over 8 devices", "sharding.acts.G", "mesh.tensor"],
+    {"mesh.fsdp": 1, "mesh.tensor": 8}, 8),
+  "width over devices": (
+    ["model.hidden_size = 100 does not divide over 8 devices", "sharding.weights.D", "mesh.fsdp"],
+    {"model.hidden_size": 100}, 8),
+  "tiles of a layer over devices": (
+    ["layers/mlp/up, output F: 384 over 2 devices is 192 per device", "scale tile 128",
+     "lower mesh.tensor", "recipe 'bf16'"],
+    {"mesh.tensor": 2}, 8),
+  "tiles of tokens over devices": (
+    ["tokens of its weight gradient", "is 64 per device", "scale tile 128",
+     "global_batch / grad_accum_steps x seq_len per device"],
+    {"seq_len": 64}, 8),
+  "mesh axis": (["sharding.weights.D names mesh axis 'fsdb'", "data, fsdp, tensor"],
+    {"sharding.weights.D": "fsdb"}, 8),
+  "mesh axis of the batch": (["sharding.acts.B names mesh axis 'dta'"],
+    {"sharding.acts.B": "dta"}, 8),
+  "mesh axis, without a mesh": (["sharding.weights.D names mesh axis 'fsdb'"],
+    {"sharding.weights.D": "fsdb"}),
+  "letter": (["sharding.weights.L cannot be split; the letters are D, F"],
+    {"sharding.weights.L": "fsdp"}),
+  "split width": (["sharding.acts.D cannot be split; the letters are B, F, G, H, V"],
+    {"sharding.acts.D": "tensor"}, 8),
+  "scattered weight": (
+    ["sharding.weights.F=('tensor',) must begin with sharding.acts.F=('fsdp',)"],
+    {"sharding.acts.F": "fsdp"}, 8),
+  # --- backends
+  "matmul": (["kernels.matmul='xla' cannot run", "e4m3 1x128", "one XLA dot takes one scale"],
+    {"kernels.matmul": "xla"}),
+  "matmul on a GPU": (["kernels.matmul='xla' cannot run"], {"kernels.matmul": "xla"}, 1, H200),
+  "old GPU": (
+    ["needs compute capability 8.9 or newer", "8.0", "'bf16'", "optim.moment_format='coat'",
+     "optim.master_format='bf16_remainder'", "memory.save_gate_up='e4m3_16'",
+     "kernels.matmul='reference' with precision.verify_fp8_gemms=False", "JAX_PLATFORMS=cpu"], {},
+     1, A100),
+  "Ada": (["no FP8 kernel for sm_89 runs", "needs a Hopper GPU", "Recipes that run on sm_89",
+           "(--config=FILE:tensor_current)", "kernels.matmul='reference'"], TILED, 1, L4),
+  "Hopper without a kernel": (
+    ["no FP8 kernel for sm_90 runs", "tiles of (1, 32)", "block_128_pow2"],
+    {"precision.rules": (("head", "bf16"), (".*", "mxfp8")), **TILED}, 1, H200),
+  "Blackwell": (["no FP8 kernel for sm_100 runs", "no sm_100 kernel yet", "tensor_current"],
+    TILED, 1, B200),
+  "consumer Blackwell": (
+    ["sm_120 is given FP8 products with one scale per tensor only", "nothing of this project",
+     "pytorch#192707", "Recipes that run on sm_120 at this size: tensor_current, tensor_delayed,"],
+    {"precision.rules": (("head", "bf16"), (".*", "rowwise")), **TILED}, 1, RTX),
+  "AMD": (["has not been tried on GPUs other than NVIDIA's"], {}, 1, Device("gpu", 0)),
+  "bfloat16 on Turing": (
+    ["precision.compute_dtype='bfloat16': sm_75 has no BF16 tensor cores",
+     "use 'float32' or 'auto'"],
+    {"precision.compute_dtype": "bfloat16"}, 1, T4),
+  "cudnn on Turing": (["kernels.attention='cudnn' needs compute capability 8.0", "sm_75"],
+    {"kernels.attention": "cudnn"}, 1, T4),
+  "too much memory": (["memory.gpu_fraction=1.5 must be at most 1"], {"memory.gpu_fraction": 1.5}),
+  "optimizer": (["kernels.optimizer='mosaic_sm90' cannot move embed, layers/attn/k", "Hopper GPU",
+                 "Set 'auto'"], {"kernels.optimizer": "mosaic_sm90"}),
+  "optimizer's rule": (["cannot move embed,", "AdamW alone"],
+    {"kernels.optimizer": "mosaic_sm90", "optim.optimizer": "lion"}, 1, H200),
+  "cudnn on CPU": (["kernels.attention='cudnn' needs an NVIDIA GPU; use 'xla' or 'auto'"],
+    {"kernels.attention": "cudnn"}),
+  "cudnn in float32": (
+    ["kernels.attention='cudnn' needs 16-bit inputs", "precision.compute_dtype is 'float32'"],
+    {"kernels.attention": "cudnn", "precision.compute_dtype": "float32"}, 1, H200),
+  "accepted change of no key": (
+    ["checkpoint.accept_changes: 'optim.peek_lr' is no key; did you mean 'optim.peak_lr'?"],
+    {"checkpoint.accept_changes": ("data", "model.norm_eps", "optim.peek_lr")}),
+  # --- files
+  "float16 without a loss scale": (
+    ["precision.compute_dtype='float16'", "set loss_scale.kind='dynamic'"],
+    {"precision.compute_dtype": "float16"}),
+  "no evaluation": (["eval.precisions=()", "('recipe', 'bf16')"], {"eval.precisions": ()}),
+  "no calibration": (["precision.calibration='nope.json' does not exist", "--job=calibrate"],
+    {"precision.calibration": "nope.json"}),
+  "no text": (["data.sources.main: no file matches 'corpus/*.txt'"],
+    _source(kind="text", path="corpus/*.txt")),
+  "a folder of text": (["no file matches 'gpt2'; it is a folder, try 'gpt2/**/*'"],
+    _source(kind="text", path="gpt2")),
+  "no path": (["data.sources.main: path is empty"], _source(kind="text")),
+  "source lacks keys": (["data.sources.main lacks path, field, dataset", "configs.base.source()"],
+    {"data.sources": {"main": {"kind": "pydoc", "weight": 1.0}}}),
+  "source has a key too many": (["data.sources.main.paht is unknown; did you mean", ".path?"],
+    {"data.sources": {"main": dict(base.source(), paht="x")}}),
+  "no Parquet": (["data.sources.main: gpt2/config.json is not a Parquet file"],
+    _source(kind="parquet", path="gpt2/config.json")),
+  "lost a prepared file": (["complete/train-00000.array_record does not exist", "--job=prepare"],
+    _source(kind="prepared", path="complete")),
+  "foreign index": (["foreign/index.json was not written by --job=prepare"],
+    _source(kind="prepared", path="foreign")),
+  "foreign tokenizer": (["gpt2/config.json is not a tokenizer.json"],
+    {"data.tokenizer": "gpt2/config.json", "data.eos": "<eos>"}),
+  "end of document of bytes": (["data.eos='<eos>'", "data.tokenizer='bytes'"],
+    {"data.eos": "<eos>"}),
+  "nothing prepared": (["corpus/index.json does not exist", "--job=prepare"],
+    _source(kind="prepared", path="corpus")),
+  "prepared with another tokenizer": (
+    ["other_tokenizer was prepared with another tokenizer", "0123456789abcdef", "--job=prepare"],
+    _source(kind="prepared", path="other_tokenizer")),
+  "prepared with another split": (
+    ["other_heldout was prepared with data.heldout_fraction=0.2, now it is 0.1",
+     "prepare it again"],
+    _source(kind="prepared", path="other_heldout")),
+  "no sources": (["data.sources is empty; give at least one"], {"data.sources": {}}),
+  "no model": (
+    ["init.hf: assets/model/config.json does not exist", "expected a Hugging Face folder"],
+    {"model.preset": "hf", "init.hf": "assets/model"}),
+  "foreign architecture": (
+    ["gpt2/config.json: architecture 'GPT2LMHeadModel' is not supported", "LlamaForCausalLM"],
+    {"model.preset": "hf", "init.hf": "gpt2"}),
+  "config.json without a key": (["hollow/config.json lacks 'vocab_size'"],
+    {"model.preset": "hf", "init.hf": "hollow"}),
+  "folder without weights": (["init.hf: no safetensors in 'weightless'"],
+    {"model.preset": "hf", "init.hf": "weightless", "data.tokenizer": "bytes", "seq_len": 16}),
+  "number in quotes": (
+    ["quoted/config.json: num_hidden_layers is '2', expected a whole", "fetch the file again"],
+    {"model.preset": "hf", "init.hf": "quoted"}),
+  "rope option in quotes": (
+    ["roped/config.json: rope option factor is '2', expected a number", "fetch the file again"],
+    {"model.preset": "hf", "init.hf": "roped"}),
+  "broken index of weights": (
+    ["torn/model.safetensors.index.json is not JSON", "expected a Hugging Face folder"],
+    {"model.preset": "hf", "init.hf": "torn", "data.tokenizer": "bytes", "seq_len": 16}),
+  "index of weights without a map": (
+    ["mapless/model.safetensors.index.json has no weight_map", "fetch it again"],
+    {"model.preset": "hf", "init.hf": "mapless", "data.tokenizer": "bytes", "seq_len": 16}),
+  "broken index of prepared data": (["cut/index.json is not JSON", "--job=prepare"],
+    _source(kind="prepared", path="cut")),
+  "overridden folder": (["num_layers 2 there, 7 here", "override nothing else of model"],
+    {"model.preset": "hf", "init.hf": str(ROOT / "tests/golden/hf/llama"), "model.num_layers": 7,
+     "data.tokenizer": "bytes"}),
+  "another model": (["init.hf:", "hidden_size 32 there, 192 here", "Set model.preset='hf'"],
+    {"init.hf": str(ROOT / "tests/golden/hf/llama"), "data.tokenizer": "bytes"}),
+  "no tokenizer": (["tokenizer 'tokenizer.json' does not exist", "set data.tokenizer to 'bytes'"],
+    {"data.tokenizer": "tokenizer.json"}),
+  "no end of document": (["tokenizer_config.json does not exist", "eos_token", "set data.eos"],
+    {"data.tokenizer": "vocabulary"}),
+  "unknown end of document": (["has no token '<end>'", "set data.eos"],
+    {"data.tokenizer": "vocabulary", "data.eos": "<end>"}),
+  "vocabulary of bytes": (["data.tokenizer produces ids up to 256", "model.vocab_size=256"],
+    {"model.vocab_size": 256}),
+  "vocabulary of a folder": (["data.tokenizer produces ids up to 512", "model.vocab_size=512"],
+    {"data.tokenizer": "vocabulary", "data.eos": "<eos>"}),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("fragments, mistake", [(m[0], m[1:]) for m in MISTAKES.values()],
+                         ids=list(MISTAKES))  # fmt: skip
+def test_mistake_is_named_with_its_remedy(fragments, mistake):
+  problems = _refusal(*mistake)
+  assert any(all(f in p for f in fragments) for p in problems), "\n".join(problems)
+
+
+def test_mistakes_are_reported_together():
+  mistakes = {
+    "steps": 0, "global_batch": 6, "grad_accum_steps": 4, "seq_len": 1024, "model.num_heads": 5,
+    "memory.remat_policy": "ful", "optim.b1": 1.0, "data.on_long": "splt", "mesh.data": 3,
+    "export.dtype": "bf16", "kernels.attention": "cudnn",
+  }  # fmt: skip
+  with pytest.raises(resolve.ConfigError) as e:
+    resolve.resolve(_config(**mistakes), 8, CPU)
+  first, *lines = str(e.value).splitlines()
+  assert first == f"{len(lines)} problems in the config:"
+  assert lines == [f"  - {problem}" for problem in e.value.problems]
+  for key, value in mistakes.items():
+    if key not in ("grad_accum_steps", "mesh.data"):  # said with global_batch, and as a whole mesh
+      assert any(f"{key}={value!r}" in line for line in lines), key
+  assert any("mesh data=3" in line for line in lines)
+
+
+# --- jobs in process -----------------------------------------------------------------------------
+
+
+def test_job_prints_problems_and_leaves_nothing_behind(tmp_path, capsys):
+  c = _config(
+    **{"mesh.data": 8, "mesh.fsdp": 1, "optim.schedule": "wds", "memory.remat_policy": "ful"}
+  )
+  workdir = tmp_path / "run"
+  assert dispatch.run("train", c, base.get_config(), "configs/debug.py", str(workdir)) == 1
+  out, err = capsys.readouterr()
+  assert out == "" and not workdir.exists()
+  first, *lines = err.splitlines()
+  assert first == "error: 2 problems in the config:"
+  assert sorted(line.split("=")[0] for line in lines) == [
+    "  - memory.remat_policy",
+    "  - optim.schedule",
+  ]
+
+
+@pytest.mark.parametrize(
+  "job, message",
+  [
+    ("evaluate", "holds no checkpoint; train first, or name another --workdir"),
+    ("export", "holds no checkpoint; train first, or name another --workdir"),
+    ("diagnose", "stopped at a non-finite value"),
+  ],
+)
+def test_job_on_an_empty_workdir_says_what_is_missing(job, message, tmp_path, capsys):
+  c = _config(**{"precision.rules": ((".*", "bf16"),)})
+  assert dispatch.run(job, c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
+  err = capsys.readouterr().err
+  assert err.startswith("error: ") and message in err and str(tmp_path) in err
+
+
+def test_evaluation_of_a_missing_folder_names_it(tmp_path, capsys):
+  c = _config(**{"eval.hf": "assets/model", "data.tokenizer": "bytes"})
+  assert dispatch.run("evaluate", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
+  assert "assets/model/config.json does not exist" in capsys.readouterr().err
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+DEBUG = "--config=configs/debug.py"
+# ml_collections 1.1 loads files with a method that Python means to remove.
+loads_config_file = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+COMMAND_LINES = [
+  ([], "error: --config=FILE is required, for example --config=configs/debug.py"),
+  ([DEBUG, "--config.optim.peak_lrr=1"],
+   "error: unknown key --config.optim.peak_lrr; did you mean --config.optim.peak_lr?"),
+  ([DEBUG, "--config.step=5"], "error: unknown key --config.step; did you mean --config.steps?"),
+  ([DEBUG, "--config.peak_lr=1"],
+   "error: unknown key --config.peak_lr; did you mean --config.optim.peak_lr?"),
+  ([DEBUG, "--config.zzzzqq=1"],
+   "error: unknown key --config.zzzzqq; there is none like it, see configs/base.py"),
+  # Wishes, not misspellings: a section in common makes no key of them.
+  *(([DEBUG, f"--config.{wish}=1"],
+     f"error: unknown key --config.{wish}; there is none like it, see configs/base.py")
+    for wish in ("log.wandb", "export.format", "optim.muon", "data.chat_template")),
+  ([DEBUG, "--config.optm.peak_lr=1"], "did you mean --config.optim.peak_lr?"),
+  ([DEBUG, "--config.optim.warmup=1"], "did you mean --config.optim.warmup_steps?"),
+  ([DEBUG, "--steps=5"], "Unknown command line flag 'steps'; did you mean --config.steps?"),
+  ([DEBUG, "--optim.peak_lr=5"], "'optim.peak_lr'; did you mean --config.optim.peak_lr?"),
+  ([DEBUG, "--job=sft"], "'diagnose', 'memory'; there is no such job"),
+  (["--config=configs/llama.py"], "no config file 'configs/llama.py'; configs has base.py, "),
+  ([DEBUG, "--config.data.sources.main.paht=x"],
+   "did you mean --config.data.sources.main.path?"),
+  ([DEBUG, "--config.steps=many"],
+   "flag --config.steps=many: invalid literal for int() with base 10: 'many'"),
+  ([DEBUG, "--config.steps=1.5"], "flag --config.steps=1.5: invalid literal for int()"),
+  ([DEBUG, "--config.optim.peak_lr=high"],
+   "flag --config.optim.peak_lr=high: could not convert string to float: 'high'"),
+  ([DEBUG, "--config.log.tensorboard=maybe"],
+   "flag --config.log.tensorboard=maybe: ('Non-boolean argument"),
+  ([DEBUG, "--config.mesh=8"], "flag --config.mesh=8: Failed to parse '8' as a ConfigDict"),
+  ([DEBUG, "--job=tarin"],
+   "error: --job='tarin' is not one of 'train', 'evaluate', 'prepare', 'export', 'calibrate', "
+   "'diagnose', 'memory'; did you mean 'train'?"),
+  ([DEBUG, "--jobb=train"], "Unknown command line flag 'jobb'. Did you mean: job ?"),
+  (["--config=configs/debgu.py"],
+   "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),
+  (["--config", "configs/debgu.py", "--config.steps=1"],
+   "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),
+  (["--config=experiments/2025_infir2/config.py:bf17"],
+   "error: unknown arm 'bf17'; expected one of bf16, block_128"),
+  (["--config=experiments/2025_infir2/config.py:bf17", "--config.steps=1"],
+   "error: unknown arm 'bf17'; expected one of bf16, block_128"),
+]  # fmt: skip
+
+
+@loads_config_file
+@pytest.mark.parametrize("arguments, message", COMMAND_LINES,
+                         ids=[" ".join(c[0]) or "nothing" for c in COMMAND_LINES])  # fmt: skip
+def test_command_line_mistake_is_named(arguments, message, parse, capsys):
+  with pytest.raises(SystemExit) as e:
+    parse(*arguments)
+  said = f"{e.value.code}\n{capsys.readouterr().err}"
+  assert e.value.code not in (0, None) and message in said
+
+
+@loads_config_file
+def test_command_line_overrides_reach_the_config(parse):
+  c = parse(f"{DEBUG}:bf16", "--config.steps=7", "--config.precision.rules=(('.*', 'bf16'),)",
+            "--config.model.num_layers=3", "--config.data.sources.main.path=x")  # fmt: skip
+  assert (c.steps, c.model.num_layers, c.data.sources.main.path) == (7, 3, "x")
+  assert c.precision.rules == ((".*", "bf16"),)
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    ([f"{DEBUG}:block128"],
+     "error: 1 problem in the config:\n"
+     "  - precision.rules: unknown recipe 'block128'; did you mean 'block_128'?"),
+    ([DEBUG, "train"], "unexpected argument 'train'; options are written --name=value"),
+    ([DEBUG, "--config.stepz=1"],
+     "error: unknown key --config.stepz; did you mean --config.steps?"),
+  ],
+  ids=["arm", "argument", "key"],
+)  # fmt: skip
+def test_launcher_exits_with_one_message(arguments, message, tmp_path):
+  done = subprocess.run(
+    [sys.executable, ROOT / "launch.py", *arguments, f"--workdir={tmp_path / 'run'}"],
+    capture_output=True, text=True, cwd=ROOT,
+  )  # fmt: skip
+  assert done.returncode == 1
+  assert done.stderr.startswith(message) and "Traceback" not in done.stderr
+  assert not (tmp_path / "run").exists()
+
+
+# --- changes between a run and its continuation --------------------------------------------------
+
+
+def test_float16_is_refused_on_kernels_that_read_bfloat16():
+  changes = {"precision.compute_dtype": "float16", "loss_scale.kind": "dynamic"}
+  changes |= {"precision.rules": (("head", "bf16"), (".*", "tensor_current"))}
+  assert resolve.resolve(_config(**changes), 1, CPU).run.dtype.name == "float16"
+  with pytest.raises(resolve.ConfigError) as e:
+    resolve.resolve(_config(**changes), 1, H200)
+  (problem,) = e.value.problems
+  assert "site layers/attn" in problem and "read bfloat16; set" in problem
+  changes["kernels.matmul"] = "xla"
+  assert resolve.resolve(_config(**changes), 1, H200).run.attention == "cudnn"
+
+
+def test_every_key_is_refused_or_harmless_on_resume():
+  """A new key must be put on one side."""
+  keys = set(identity.flatten(base.get_config()))
+  refused = set(identity.refused_changes(dict.fromkeys(keys), ()))
+  whole = {"seed", "steps", "global_batch", "grad_accum_steps", "seq_len"}
+  # What waits in a narrow copy has another gradient.
+  whole |= {"memory.save_norm_inputs", "memory.save_gate_up", "memory.save_layer_inputs"}
+  sections = ("model.", "precision.", "data.", "optim.", "loss_scale.")
+  harmless = {
+    "data.workers", "data.prefetch", "optim.on_nonfinite", "optim.in_backward",
+    "precision.verify_fp8_gemms",
+  }  # fmt: skip
+  assert refused == {k for k in keys if k in whole or k.startswith(sections)} - harmless
+
+
+def test_accepted_changes_are_not_refused():
+  changed = identity.diff(
+    identity.flatten(
+      _config(**{"steps": 50, "optim.peak_lr": 0.5, "mesh.data": 2, "log.every": 1})
+    ),
+    identity.flatten(_config()),
+  )
+  assert changed["optim.peak_lr"] == (1e-3, 0.5) and set(changed) == {
+    "steps", "optim.peak_lr", "mesh.data", "log.every"}  # fmt: skip
+  assert identity.refused_changes(changed, ()) == ["optim.peak_lr", "steps"]
+  assert identity.refused_changes(changed, ("optim.peak_lr",)) == ["steps"]
+  # Neither a section nor the beginning of a key stands for the key.
+  assert identity.refused_changes(changed, ("optim", "optim.peak")) == ["optim.peak_lr", "steps"]

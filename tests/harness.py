@@ -1,0 +1,271 @@
+"""What several tests share: small models that train, and steps whose FP8 GEMMs are looked up.
+
+Programs for GPUs that are not there: aot_harness.py. Operands of exact products: lattice.py.
+"""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from configs import base
+from fp8jax.compiled import fp8_gemms, hlo
+from fp8jax.config import resolve
+from fp8jax.data import batch_sharding, loader
+from fp8jax.jobs import train
+from fp8jax.kernels import choose
+from fp8jax.kernels.choose import Device
+from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.models.config import ModelConfig
+from fp8jax.ops import site as site_lib
+from fp8jax.quantization import scaled_matrix
+from fp8jax.run import checkpoint
+from fp8jax.step import run_spec, train_step
+
+CPU, HOPPER = Device("cpu"), Device("gpu", 90)
+
+# --- a tiny model that trains ---------------------------------------------------------------------
+
+# Every local dimension holds whole scale tiles on every mesh of the tests. A test puts it under the
+# name "tiny" into presets.PRESETS.
+TINY = ModelConfig(
+  architecture="llama",
+  vocab_size=512,
+  hidden_size=128,
+  intermediate_size=512,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=4,
+  head_dim=128,
+  max_positions=128,
+  tie_embeddings=True,
+)
+STEPS = 20
+
+
+def tiny_config(recipe="block_128", **changes):
+  """A config of the preset "tiny": STEPS steps of 8 sequences of 128 tokens."""
+  c = base.get_config(recipe)
+  c.model.preset = "tiny"
+  c.steps, c.global_batch, c.seq_len, c.eval.batch = STEPS, 8, 128, 8
+  c.optim.warmup_steps, c.optim.decay_steps = 4, 4
+  c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5  # InfiR2's
+  c.update_from_flattened_dict(changes)
+  return c
+
+
+def tiny_plan(c, shape=None) -> run_spec.RunSpec:
+  """The config resolved for one CPU device, or for a mesh (data, fsdp, tensor)."""
+  if shape is None:
+    return resolve.resolve(c, 1, CPU)
+  c.mesh.data, c.mesh.fsdp, c.mesh.tensor = shape
+  return resolve.resolve(c, int(np.prod(shape)), CPU)
+
+
+@functools.cache
+def host_batches():
+  """A noisy chain over the vocabulary: contexts differ, so that tokens' rounding errors average."""
+  rng = np.random.default_rng(0)
+  found = []
+  for _ in range(STEPS):
+    stream = np.zeros((8, 129), np.int32)
+    stream[:, 0] = rng.integers(0, 512, 8)
+    for i in range(128):
+      follow = (stream[:, i] * 5 + 17) % 512
+      stream[:, i + 1] = np.where(rng.random(8) < 0.7, follow, rng.integers(0, 512, 8))
+    found.append(
+      {
+        "tokens_BL": stream[:, :-1],
+        "targets_BL": stream[:, 1:],
+        "weights_BL": np.ones((8, 128), np.float32),
+        "segments_BL": np.ones((8, 128), np.int32),
+        "positions_BL": np.tile(np.arange(128, dtype=np.int32), (8, 1)),
+      }
+    )
+  return found
+
+
+@dataclasses.dataclass
+class Runner:
+  """A compiled step and the means to feed it."""
+
+  plan: run_spec.RunSpec
+
+  def __post_init__(self):
+    self.spread = batch_sharding.BatchSharder(
+      self.plan.run.layout, self.plan.microbatch, self.plan.grad_accum_steps
+    )
+    self.step_fn, self.sites = train_step.make_step(self.plan), self.plan.sites()
+
+  def step(self, state, host):
+    state, values = self.step_fn(state, self.spread.place(host), self.sites)
+    return state, {k: float(v) for k, v in values.items()}
+
+  def run(self, hosts, state=None):
+    """(losses, state)."""
+    state = train_step.make_state(self.plan) if state is None else state
+    losses = []
+    for host in hosts:
+      state, values = self.step(state, host)
+      losses.append(values["loss"])
+    return np.array(losses), state
+
+
+# --- a small model that trains on real text -------------------------------------------------------
+
+THREE_LAYERS = dict(num_layers=3, hidden_size=64, intermediate_size=96, num_heads=1, num_kv_heads=1)
+
+
+def text_config(recipe="tensor_delayed", **changes):
+  """A config of six steps of 2 sequences of 64 tokens of the default text."""
+  c = base.get_config(recipe)
+  c.model.update(THREE_LAYERS)
+  c.update_from_flattened_dict({
+    "steps": 6, "global_batch": 2, "seq_len": 64, "eval.tokens": 64, "eval.batch": 2,
+    "optim.warmup_steps": 1, "optim.decay_steps": 1, "checkpoint.every": 0,
+    "log.tensorboard": False, "memory.loss_chunk": 64, **changes,
+  })  # fmt: skip
+  return c
+
+
+def text_plan(*args, **changes):
+  """`text_config`, resolved for one device of the kind that JAX computes on."""
+  return resolve.resolve(text_config(*args, **changes), 1, choose.current_device())
+
+
+def train_on_text(workdir, *args, **changes):
+  """Runs the train job on `text_config` in this workdir."""
+  train.run(text_plan(*args, **changes), str(workdir))
+
+
+def saved_state(workdir, plan, step):
+  """The checkpoint of a step, on the host."""
+  saved = checkpoint.Checkpoints(str(workdir))
+  state = jax.device_get(saved.restore(step, train_step.abstract_state(plan, step)))
+  saved.close()
+  return state
+
+
+def assert_trees_equal(a, b):
+  """The leaves of two trees are the same, bit for bit."""
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def calibrated_batches(plan, count):
+  """(a state calibrated on the first, so many batches of training)."""
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch)
+  stream = loader.train_batches(plan.data, 2)
+  hosts = [spread.place(next(stream)) for _ in range(count)]
+  stream.close()
+  return train_step.calibrate(plan, train_step.make_state(plan), hosts[0], 0), hosts
+
+
+# --- steps whose FP8 GEMMs are looked up ----------------------------------------------------------
+
+
+def debug_plan(arm="", devices=1, device=CPU, **changes) -> run_spec.RunSpec:
+  """configs/base.py's two random layers, resolved; `__` in a key stands for its dot."""
+  c = base.get_config(arm)
+  c.global_batch, c.seq_len = 4, 64
+  c.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
+  return resolve.resolve(c, devices, device)
+
+
+def step_arguments(plan):
+  """Shapes of what the second step of a run is called with."""
+  lead = (plan.grad_accum_steps,) if plan.grad_accum_steps > 1 else ()
+  shape = (*lead, plan.microbatch, plan.data.seq_len)
+  names = ("tokens_BL", "targets_BL", "positions_BL", "segments_BL")
+  batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
+  batch["weights_BL"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+  return train_step.abstract_state(plan, 1), batch, plan.sites()
+
+
+def strict(plan, change=lambda sites: sites):
+  """The rows of the strict check of a plan's step; `change` changes its sites."""
+  state, batch, sites = step_arguments(plan)
+  return fp8_gemms.strict(plan, train_step.make_step(plan), state, batch, change(sites))
+
+
+def _dequantised(
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, accumulate, out_dtype
+):
+  del accumulate
+  return jnp.einsum("mk,nk->mn", a.dequantize(), b.dequantize()).astype(out_dtype)
+
+
+def with_dequantized_product(sites, name: str, product: str, monkeypatch):
+  """The sites, one product of one of them dequantized before it multiplies."""
+  broken = types.SimpleNamespace(
+    scaled_matmul=_dequantised, supports=lambda problem: "it is broken"
+  )
+  monkeypatch.setitem(gemm_api.BACKENDS, "dequantised", broken)
+  which = ("fwd", "dgrad", "wgrad").index(product)
+
+  def one(site):
+    if site.name != name:
+      return site
+    chosen = tuple("dequantised" if i == which else b for i, b in enumerate(site.backends))
+    return dataclasses.replace(site, backends=chosen)
+
+  return site_lib.tree_map(one, sites)
+
+
+_CUBLAS = (
+  '  %d = (f32[{m},{n}]{{1,0}}, s8[4096]{{0}}) custom-call(%a, %b, %s, %s), '
+  'custom_call_target="{target}", metadata={{op_name="{scope}/dot_general"}}, backend_config='
+  '{{"gemm_backend_config":{{"dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"],'
+  '"rhs_contracting_dimensions":["1"]}},"precision_config":{{"operand_precision":'
+  '["{precision}","{precision}"],"algorithm":"ALG_UNSET"}}}}}}\n'
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """A product as XLA prints it: in a loop, by cuBLASLt."""
+
+  key: hlo.GemmKey
+  m: int
+  n: int
+  k: int
+  times: int
+  dtype: str = "f8e4m3fn"
+  target: str = "__cublas$lt$matmul$f8"
+  precision: str = "DEFAULT"
+
+  def text(self, i: int) -> tuple[str, str]:
+    """(computations, the loop)."""
+    again = "checkpoint/rematted_computation/" if self.key.is_recompute else ""
+    scope = f"jit(step)/jvp()/while/body/{again}{self.key.site}:{self.key.product}"
+    body = (
+      f"%body.{i} (p: s32[]) -> s32[] {{\n"
+      f"  %a = {self.dtype}[{self.m},{self.k}]{{1,0}} parameter(0)\n"
+      f"  %b = {self.dtype}[{self.n},{self.k}]{{1,0}} parameter(1)\n"
+      f"  %s = f32[] constant(1)\n"
+      + _CUBLAS.format(
+        m=self.m, n=self.n, target=self.target, scope=scope, precision=self.precision
+      )
+      + "}\n\n"
+    )
+    trips = f'backend_config={{"known_trip_count":{{"n":"{self.times}"}}}}'
+    return body, f"  %w.{i} = s32[] while(%x), condition=%cond, body=%body.{i}, {trips}\n"
+
+
+def program_text(calls) -> str:
+  """A compiled program of these calls, line by line as XLA prints it."""
+  bodies, loops = zip(*(call.text(i) for i, call in enumerate(calls)))
+  return "".join(bodies) + "ENTRY %main (x: s32[]) -> s32[] {\n" + "".join(loops) + "}\n"
+
+
+def planned_calls(plan) -> dict[hlo.GemmKey, Call]:
+  """A call for every FP8 GEMM that the plan expects."""
+  precision = {"fast": "DEFAULT", "precise": "HIGHEST"}
+  return {
+    row.key: Call(row.key, *row.size, row.expected, precision=precision[row.accumulate])
+    for row in fp8_gemms.expected(plan)
+    if row.expected
+  }

@@ -1,0 +1,128 @@
+"""Runs that are interrupted, resumed, evaluated between steps or continued from another run."""
+
+import functools
+import json
+
+import harness
+import jax
+import jax.experimental
+import numpy as np
+import pytest
+
+from fp8jax.config import identity
+from fp8jax.errors import ConfigError
+from fp8jax.jobs import train
+from fp8jax.ops import site as site_lib
+from fp8jax.recipe.library import RECIPES
+from fp8jax.run import calibration, preemption, startup
+
+BF16_LATE = {"precision.schedule": ((4, ((".*", "bf16"),)),)}
+STATIC_LATE = {"precision.schedule": ((3, ((".*", "e4m3_static"),)),)}
+NAMES = [f"attn/{n}" for n in "qkvo"] + [f"mlp/{n}" for n in ("gate", "up", "down")]
+
+
+PIECES = {r: (r, {}) for r, recipe in RECIPES.items() if recipe.is_narrow}
+
+
+PIECES |= {"to bf16": ("tensor_delayed", BF16_LATE), "to static": ("tensor_delayed", STATIC_LATE)}
+
+
+@pytest.mark.parametrize("recipe, changes", PIECES.values(), ids=PIECES)
+@pytest.mark.slow  # a mixture of recipes, killed: jobs/resume_test.py
+def test_run_is_the_same_interrupted_and_evaluated(tmp_path, recipe, changes, monkeypatch):
+  """Six steps, and six with an evaluation after each, stopped after the third."""
+  harness.train_on_text(tmp_path / "whole", recipe, **changes)
+  plan = harness.text_plan(recipe, **changes)
+  for stop in (3, 6):
+    monkeypatch.setattr(preemption.Interrupts, "requested", lambda _, step, stop=stop: step >= stop)
+    harness.train_on_text(tmp_path / "parts", recipe, **changes, **{"eval.every": 1})
+  whole, parts = (harness.saved_state(tmp_path / name, plan, 6) for name in ("whole", "parts"))
+  last = site_lib.flatten(plan.sites(phase=plan.phase(5))).values()
+  assert bool(whole.memories) == any(s.recipe.is_stateful for s in last)
+  harness.assert_trees_equal(whole, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["tensor_current", "tensor_delayed_latest"])
+def test_resumed_with_another_recipe_begins_its_scales_anew(tmp_path, before, monkeypatch, capsys):
+  """As many amaxes are remembered as there were steps since, and the first look."""
+  with monkeypatch.context() as m:
+    m.setattr(preemption.Interrupts, "requested", lambda _, step: step >= 4)
+    harness.train_on_text(tmp_path, before)
+  harness.train_on_text(tmp_path, **{"checkpoint.accept_changes": ("precision.rules",)})
+  assert "other recipes made the scales of step 4; they are begun anew" in capsys.readouterr().out
+  memories = harness.saved_state(tmp_path, harness.text_plan(), 6).memories
+  assert memories
+  for memory in memories.values():
+    counts = np.count_nonzero(memory.history_3H, axis=-1)
+    assert np.all(counts == 1 + 6 - 4)
+
+
+def test_decay_from_the_checkpoint_of_another_run_is_the_whole_run(tmp_path, monkeypatch, capsys):
+  """A stable phase, then decay alone from its checkpoint: bit for bit warm-up, hold and decay."""
+  monkeypatch.setattr(train._Run, "_evaluate", lambda *_: True)
+  monkeypatch.setattr(startup, "print_end", lambda *_: None)
+  shared = {"model.num_layers": 1, "optim.schedule": "wsd", "optim.warmup_steps": 2}
+  harness.train_on_text(tmp_path / "whole", **shared, **{"optim.decay_steps": 2})
+  stable = {"steps": 4, "optim.decay_steps": 0}
+  harness.train_on_text(tmp_path / "stable", **shared, **stable)
+  decay = shared | {
+    "optim.warmup_steps": 0, "optim.decay_steps": 2, "init.workdir": str(tmp_path / "stable"),
+  }  # fmt: skip
+  with pytest.raises(ConfigError, match="optim.warmup_steps was 2 at step 4 and is 0 now"):
+    harness.train_on_text(tmp_path / "decay", **decay)
+  changes = ("steps", "optim.warmup_steps", "optim.decay_steps")
+  decay["checkpoint.accept_changes"] = changes
+  with pytest.raises(FileNotFoundError, match="no checkpoint of step 3; there are .4."):
+    harness.train_on_text(tmp_path / "decay", **decay, **{"init.step": 3})
+  harness.train_on_text(tmp_path / "decay", **decay)
+  assert "continuing the run in" in capsys.readouterr().out
+  plan = harness.text_plan(**shared)
+  whole, parts = (harness.saved_state(tmp_path / name, plan, 6) for name in ("whole", "decay"))
+  assert whole.memories
+  harness.assert_trees_equal(whole, parts)
+  missing = {"init.workdir": str(tmp_path / "nowhere")}
+  with pytest.raises(FileNotFoundError, match="nowhere' holds no checkpoint"):
+    harness.train_on_text(tmp_path / "other", **shared, **missing)
+  assert not (tmp_path / "nowhere").exists()
+
+
+def _write_table(path, factor):
+  rows = [
+    {"site": f"layers/{i}/{m}", "tensor": t, "amax": factor * (2.0 + i)}
+    for i in range(3) for m in NAMES for t in "xwg"
+  ]  # fmt: skip
+  rows += [{"site": "head", "tensor": t, "amax": factor} for t in "xwg"]
+  path.write_text(json.dumps({"format": calibration.FORMAT, "rows": rows}))
+
+
+def test_another_table_on_resume_is_refused_and_applied_where_accepted(
+  tmp_path, monkeypatch, capsys
+):
+  """Tables are compared by content: one that was edited under its name is another."""
+  path = tmp_path / "t.json"
+  _write_table(path, 1.0)
+  changes = {"model.num_layers": 1, "precision.calibration": str(path)}
+  monkeypatch.setattr(train._Run, "_evaluate", lambda *_: True)
+  run = functools.partial(harness.train_on_text, tmp_path / "run", "e4m3_static")
+  last = [2]
+  monkeypatch.setattr(preemption.Interrupts, "requested", lambda _, step: step >= last[0])
+  run(**changes)
+  plan = harness.text_plan("e4m3_static", **{"model.num_layers": 1})
+  before = harness.saved_state(tmp_path / "run", plan, 2).memories
+  _write_table(path, 4.0)
+  with pytest.raises(ConfigError, match=r"precision.calibration was .* at step 2 and is .* now"):
+    run(**changes)
+  with pytest.raises(ConfigError, match=r"precision.calibration was .* at step 2 and is '' now"):
+    run(**changes | {"precision.calibration": ""})
+  changes |= {"checkpoint.accept_changes": ("precision.calibration",)}
+  last[0] = 3
+  capsys.readouterr()
+  run(**changes)
+  assert "step 2: scales begin anew from the table" in capsys.readouterr().out
+  after = harness.saved_state(tmp_path / "run", plan, 3).memories
+  harness.assert_trees_equal(after, jax.tree.map(lambda x: 4 * x, before))
+  unchanged = identity.identity(harness.text_plan("e4m3_static", **changes))
+  path.rename(tmp_path / "moved.json")
+  changes["precision.calibration"] = str(tmp_path / "moved.json")
+  assert identity.identity(harness.text_plan("e4m3_static", **changes)) == unchanged

@@ -1,0 +1,105 @@
+"""How the Hopper GEMM's work is cut up where nobody tuned it."""
+
+import itertools
+import json
+import math
+
+import gemm_shapes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax.kernels.gemm import mosaic_sm90, tile_config
+from fp8jax.kernels.gemm.tile_config import Config
+from fp8jax.quantization import scaled_matrix
+
+
+def _dtype(product: str):
+  return jnp.float32 if product == "wgrad" else jnp.bfloat16
+
+
+def _columns(config: Config, m: int, n: int) -> int:
+  """Columns of 128 rows that the busiest of 132 multiprocessors multiplies, tile by tile."""
+  busy = [0] * (132 // config.cluster_m)
+  rows, columns = (math.ceil(m / 128 / config.cluster_m), math.ceil(n / config.tile_n))
+  for tile in range(rows * columns):
+    busy[tile % len(busy)] += config.tile_n
+  return max(busy)
+
+
+@pytest.mark.parametrize(
+  "product, m, n, share",
+  [
+    # InfiR2's: a second wave of 12 of 144 tiles, of 60 of 192, of 64 of 196.
+    ("wgrad", 1536, 1536, 160 / 256),
+    ("wgrad", 1536, 2048, 224 / 256),
+    ("wgrad", 896, 3584, 224 / 256),
+    # Nothing to win: 70 waves with hardly a tail; one wave.
+    ("fwd", 32768, 4608, 1),
+    ("wgrad", 768, 1536, 1),
+  ],
+)
+def test_a_last_wave_with_little_to_do_is_avoided(product, m, n, share):
+  is_tiled, out = product != "wgrad", _dtype(product)
+  before, found = tile_config.plain(is_tiled, out), tile_config.default(m, n, is_tiled, out)
+  assert _columns(found, m, n) == share * _columns(before, m, n)
+  assert tile_config.waves(found, m, n) * found.tile_n == _columns(found, m, n)
+  if share == 1:
+    assert found.tile_n == 128
+
+
+def test_no_shape_of_the_table_gets_longer_and_large_ones_share_what_they_load():
+  for name, (product, m, n, _) in gemm_shapes.gemms().items():
+    is_tiled, out = product != "wgrad", _dtype(product)
+    before, found = tile_config.plain(is_tiled, out), tile_config.default(m, n, is_tiled, out)
+    tile_config.check(found, out)
+    assert _columns(found, m, n) <= _columns(before, m, n), name
+    # Pairs of rows of tiles, or one of them would be half empty.
+    assert m * n < 2**24 or m % 256 or found.cluster_m == 2, name
+
+
+def test_every_slot_begins_where_tma_may_write():
+  """Multiples of 128 bytes; 112 columns of scales alone are 448."""
+  shape = jax.ShapeDtypeStruct
+  for tile_n, producer in itertools.product(range(16, 257, 16), ("warpgroup", "inline")):
+    config = Config(tile_n=tile_n, stages=2, producer=producer)
+    tile_config.check(config, jnp.float32)
+    a, b = (shape((256, 512), jnp.float8_e4m3fn),) * 2
+    scales = shape((4, 256), jnp.float32)
+    of = mosaic_sm90._Global(shape((256, 256), jnp.float32), a, b, scales, scales)
+    memory = mosaic_sm90._Program(config, 132, True, False, of).memory()
+    for ref in memory[:4]:
+      assert ref.shape[0] == config.stages
+      assert math.prod(ref.shape[1:]) * jnp.dtype(ref.dtype).itemsize % 128 == 0, (tile_n, ref)
+
+
+def test_a_slot_that_tma_may_not_write_is_refused(monkeypatch):
+  monkeypatch.setattr(tile_config, "scale_slot", lambda columns: columns)
+  with pytest.raises(ValueError, match="multiples of 128 bytes, not {'b_scale': 448}"):
+    tile_config.check(Config(tile_n=112, producer="inline"), jnp.float32)
+
+
+def test_what_is_chosen_is_known_not_to_spill():
+  table = json.loads(gemm_shapes.TABLE.read_text())["kernels"]
+  for product in ("fwd", "wgrad"):
+    configs = {tile_config.default(m, n, product == "fwd", _dtype(product))
+               for m in range(128, 8192, 384) for n in range(128, 8192, 640)}  # fmt: skip
+    for c in configs | set(tile_config.candidates(product == "fwd", _dtype(product))):
+      name = f"tiles/{c.tile_n}/cluster{c.cluster_m}/{c.producer}/{product}"
+      assert table[name]["spilled_bytes"] == 0, name
+
+
+def test_groups_are_cut_up_without_clusters_whatever_was_tuned(monkeypatch, interpreted):
+  """The same M, N, K without groups may be fastest in a cluster."""
+  looked = []
+  tuned = lambda *key: looked.append(key) or Config(cluster_m=2)  # noqa: E731
+  monkeypatch.setattr(tile_config, "lookup", tuned)
+  assert tile_config.best(256, 128, 128, True, jnp.bfloat16).cluster_m == 2 and looked
+  ones = np.ones((256, 128), np.float32)
+  a = scaled_matrix.ScaledMatrix(jnp.asarray(ones, jnp.float8_e4m3fn), jnp.ones((256, 1)), (1, 128))
+  data = jnp.stack([jnp.full((128, 128), v, jnp.float8_e4m3fn) for v in (1, 2)])
+  b = scaled_matrix.ScaledMatrix(data, jnp.ones((2, 1, 1)), (128, 128))
+  groups = jnp.asarray([0, 1], jnp.int32)
+  got = mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16, groups=groups)
+  np.testing.assert_array_equal(got[:, 0], np.repeat([128, 256], 128))

@@ -1,0 +1,116 @@
+"""Every parameter moved on its own and by pieces; optim/factory_test.py has the numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax.ops import stored_params
+from fp8jax.optim import factory, storage, update
+from fp8jax.params import Param
+from fp8jax.quantization import quantized_tensor
+
+OPTIM = factory.OptimizerConfig(
+  optimizer="adam", moment_format="float32", master_format="float32", grad_format="float32",
+  schedule="constant",
+  peak_lr=1e-3, min_lr=1e-4, warmup_steps=1, decay_steps=2, steps=10,
+  b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0,
+)  # fmt: skip
+# A stack of layers, a matrix, one whose rows are shorter than a group, a norm.
+SHAPES = {"stack": (3, 40, 128), "matrix": (96, 256), "short": (2, 100), "norm": (64,)}
+DECLARATION = {
+  "stack": Param("NDF"),
+  "matrix": Param("VD"),
+  "short": Param("VD"),
+  "norm": Param("D", decay=False),
+}
+
+
+def _run(steps, **kept):
+  leaves = factory.leaves(factory.dataclasses.replace(OPTIM, **kept), DECLARATION, seed=3)
+  rng = np.random.default_rng(0)
+  params, *grads = (
+    {k: rng.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()} for _ in range(5)
+  )
+  found = jax.tree.map(update.init, leaves, params)
+  state = {k: v[0] for k, v in found.items()}
+  kept = {k: v[1] for k, v in found.items()}
+
+  @jax.jit
+  def step(g, state, kept, now):
+    moved = {k: update.update_param(leaves[k], g[k], state[k], kept[k], now) for k in g}
+    return [{k: v[i] for k, v in moved.items()} for i in range(3)]
+
+  for i in range(steps):
+    g = {
+      k: quantized_tensor.pack(x, leaves[k].gradient, lead=leaves[k].lead, key=jax.random.key(i))
+      if leaves[k].gradient else x for k, x in grads[i].items()
+    }  # fmt: skip
+    state, kept, squares = step(
+      g, state, kept, update.UpdateArgs(jnp.int32(i), 0.01 * (i + 1), 0.5)
+    )
+  return params, grads, (state, kept, squares), step
+
+
+jax.tree_util.register_dataclass(update.UpdateArgs, ["step", "rate", "factor", "is_applied"], [])
+
+
+@pytest.mark.parametrize(
+  "moments,master,gradient",
+  [
+    ("coat", "float32", "float32"),
+    ("tensor_e4m3_e5m2", "f16", "e4m3"),
+    ("bf16", "bf16_remainder", "e4m3"),
+  ],
+)
+def test_piece_by_piece_is_the_same(monkeypatch, moments, master, gradient):
+  """Layers of a stack, and runs of a matrix's rows, where scales allow it."""
+  kept = dict(moment_format=moments, master_format=master, grad_format=gradient)
+  *_, whole, _ = _run(2, **kept)
+  monkeypatch.setattr(update, "_CHUNK", 100)
+  _, grads, pieces, step = _run(2, **kept)
+  traced = str(
+    jax.make_jaxpr(step)(
+      _packed(grads[0], gradient), *pieces[:2], update.UpdateArgs(0, 0.1, 1.0, True)
+    )
+  )
+  # A scale of the whole matrix keeps it whole; so do groups that run on over rows of 100.
+  loops = {"coat": 2, "tensor_e4m3_e5m2": 1, "bf16": 3}[moments]
+  assert traced.count("while[") + traced.count("scan[") == loops
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), whole[2], pieces[2])
+  # XLA may contract a product and a sum in the one program and not in the other.
+  pairs = zip(
+    *(jax.tree.leaves(stored_params.dequantize_tree(x[:2])) for x in (whole, pieces)), strict=True
+  )
+  for a, b in pairs:
+    np.testing.assert_allclose(a, b, rtol=0, atol=2.0**-4 * np.abs(a).max())
+    assert np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(a)
+
+
+def _packed(grads, name):
+  quant = storage.GRADIENTS[name]
+  return {
+    k: quantized_tensor.pack(g, quant, lead=int(k == "stack"), key=jax.random.key(0))
+    if quant and k != "norm" else g for k, g in grads.items()
+  }  # fmt: skip
+
+
+@pytest.mark.parametrize("master", ["float32", "bf16_sr"])
+def test_a_step_that_is_not_applied_changes_nothing(master):
+  _, grads, (state, kept, _), step = _run(3, moment_format="coat", master_format=master)
+  nan = {k: g * np.nan for k, g in grads[0].items()}
+  same = step(nan, state, kept, update.UpdateArgs(jnp.int32(3), 0.01, 1.0, jnp.asarray(False)))
+  jax.tree.map(np.testing.assert_array_equal, same[:2], [state, kept])
+
+
+def test_what_is_drawn_differs_from_piece_to_piece(monkeypatch):
+  monkeypatch.setattr(update, "_CHUNK", 128 * 40)
+  leaf = factory.leaves(factory.dataclasses.replace(OPTIM, master_format="bf16_sr"), DECLARATION)[
+    "stack"
+  ]
+  state, kept = update.init(leaf, np.full(SHAPES["stack"], 1.001, np.float32))
+  _, kept, _ = update.update_param(
+    leaf, jnp.ones(SHAPES["stack"]), state, kept, update.UpdateArgs(0, 1e-3)
+  )
+  layers = np.float32(kept.data)
+  assert np.any(layers[0] != layers[1]) and np.any(layers[1] != layers[2])

@@ -1,0 +1,58 @@
+"""Amax histories against NumPy loops, alone and over the steps of a model."""
+
+import dataclasses
+
+import harness
+import jax
+import jax.experimental
+import numpy as np
+
+from fp8jax.ops import site as site_lib
+from fp8jax.quantization import amax_history, tensor_stats
+from fp8jax.recipe.gemm import Gemm, Recipe
+from fp8jax.recipe.library import E4M3
+from fp8jax.recipe.quant import Delayed, Quant, Static
+from fp8jax.step import train_step
+
+
+def test_delayed_scales_move_and_follow_what_was_seen():
+  """The latest amax moves with every batch, a maximum where it is exceeded: at first, here."""
+  rules = (("layers/.*/mlp/.*", "tensor_delayed_latest"), (".*", "tensor_delayed"))
+  plan = harness.text_plan(**{"precision.rules": rules})
+  step, sites = train_step.make_step(plan), plan.sites(statistics=tensor_stats.LOUD)
+  length = {name: s.recipe.history for name, s in site_lib.flatten(sites).items()}
+  assert set(length.values()) == {1, 1024}
+  state, hosts = harness.calibrated_batches(plan, 4)
+  state = dataclasses.replace(state, memories=jax.tree.map(lambda x: x / 2, state.memories))
+  first = jax.device_get(state.memories)
+  past = {name: [memory.amax_3] for name, memory in first.items()}
+  for host in hosts:
+    state, values = step(state, host, sites)
+    for name, memory in jax.device_get(state.memories).items():
+      past[name].insert(0, np.asarray(values["seen"][name])[..., 0])
+      window = np.stack(past[name][: length[name]], axis=-1)
+      known = window.shape[-1]
+      np.testing.assert_array_equal(memory.history_3H[..., :known], window)
+      assert not memory.history_3H[..., known:].any()
+      np.testing.assert_array_equal(memory.amax_3, window.max(-1))
+  for name, memory in jax.device_get(state.memories).items():
+    assert (memory.amax_3 != first[name].amax_3).all(), name
+
+
+def test_history_follows_transformer_engine():
+  """Roll, insert, reduce; 0 and what is not finite keep the scale. Against a loop in NumPy."""
+  tensor = Quant(E4M3, source=Delayed(steps=3))
+  latest = Quant(E4M3, source=Delayed(steps=1, reduce="latest"))
+  fixed = Quant(E4M3, source=Static())
+  recipe = Recipe("mixed", Gemm(tensor, latest), Gemm(fixed, latest), Gemm(tensor, fixed))
+  seen = [(4, 1, 9), (2, 0, 9), (1, 3, 9), (np.inf, np.nan, 9), (1, 0, 9), (0.5, 2, 9), (0, 0, 9)]
+  memory = amax_history.calibrated(recipe, np.float32([3, 2, 5]))
+  past = [3.0]
+  want = np.array([3.0, 2.0, 5.0])
+  for amaxes in seen:
+    memory = jax.jit(lambda m, s: amax_history.update(m, s, recipe))(memory, np.float32(amaxes))
+    past = [amaxes[0] if np.isfinite(amaxes[0]) else 0.0, *past][:3]
+    want[0] = max(past) or want[0]
+    want[1] = amaxes[1] if np.isfinite(amaxes[1]) and amaxes[1] else want[1]
+    np.testing.assert_array_equal(memory.amax_3, want.astype(np.float32))
+  assert memory.history_3H.shape == (3, 3)

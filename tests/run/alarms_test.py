@@ -1,0 +1,35 @@
+"""Alarms of tensor statistics: printed once, and again after the statistic was in range."""
+
+import json
+
+import harness
+
+from fp8jax.config import alarms as config_alarms
+from fp8jax.recipe.library import RECIPES
+from fp8jax.run import alarms as run_alarms
+
+
+def test_loud_step_reports_and_alarms_once(tmp_path, capsys):
+  rules = (("snr_db", "<", 60.0, "layers/0/mlp/up/x"), ("saturation", ">", 2.0))
+  harness.train_on_text(tmp_path, "block_128", **{"log.tensor_stats_every": 2, "log.alarms": rules})
+  rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+  looks = {r["step"]: r["numerics"] for r in rows if "numerics" in r}
+  # The step after 2 and after 4 steps; the first one too.
+  assert list(looks) == [1, 3, 5] and len(looks[1]) == 22
+  up = looks[3]["layers/0/mlp/up"]["x"]
+  assert 25 < up["snr_db"] < 40 and up["saturation"] == 0 and up["amax"] > 0
+  assert "alignment" not in up and 2 < up["kurtosis"] < 10
+  assert 0 < looks[3]["layers/2/mlp/down"]["x"]["alignment"] < 1
+  said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 1: ")]
+  assert len(said) == 1 and "layers/0/mlp/up/x: snr_db" in said[0] and "Try: " in said[0]
+
+
+def test_alarm_rings_again_after_silence():
+  alarms = config_alarms.read_alarms((("underflow", ">", 0.3),))
+  look = run_alarms.AlarmMonitor(alarms, {"a": RECIPES["block_128"]})
+  numerics = {"a": {t: {"underflow": 0.5} for t in "xwg"}}
+  quiet = {"a": {t: {"underflow": 0.1} for t in "xwg"}}
+  first = look.lines(1, numerics)
+  assert len(first) == 3 and "a/x: underflow 50.00%, above 30.00%. Try: " in first[0]
+  assert not look.lines(2, numerics) and not look.lines(3, quiet)
+  assert len(look.lines(4, numerics)) == 3

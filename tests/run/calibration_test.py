@@ -1,0 +1,84 @@
+"""Calibration tables: their amaxes, the scales that start from them, and refused tables."""
+
+import json
+
+import harness
+import numpy as np
+import pytest
+
+from fp8jax.data import batch_sharding, loader
+from fp8jax.errors import UserError
+from fp8jax.jobs import train
+from fp8jax.run import calibration
+from fp8jax.step import train_step
+
+STATIC_LATE_LAYERS = {
+  "precision.schedule": ((3, (("head", "bf16"), ("layers/.*", "e4m3_static"))),)
+}
+NAMES = [f"attn/{n}" for n in "qkvo"] + [f"mlp/{n}" for n in ("gate", "up", "down")]
+
+
+def test_calibration_is_a_table_that_scales_start_from(tmp_path):
+  plan = harness.text_plan("e4m3_static")
+  params = train_step.make_state(plan).params
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch)
+  stream = loader.train_batches(plan.data, 2)
+  hosts = [spread.place(next(stream)) for _ in range(2)]
+  stream.close()
+  table = calibration.run(plan, params, hosts, step=7, fingerprint="abc")
+  assert len(table["rows"]) == 3 * (7 * 3 + 1) and table["batches"] == 2
+  one = next(r for r in table["rows"] if (r["site"], r["tensor"]) == ("layers/1/mlp/up", "w"))
+  assert (one["step"], one["data"], one["recipe"]) == (7, "abc", "e4m3_static")
+  assert one["amax"] == np.abs(params["layers"]["mlp"]["up"][1]).max()
+  assert one["scale"] == pytest.approx(one["amax"] / 448, rel=1e-6)
+  one["amax"] = 7.5  # by hand
+  path = tmp_path / "table.json"
+  path.write_text(json.dumps(table))
+  memories = calibration.memories(calibration.read(str(path)), plan.sites())
+  assert float(memories["layers/mlp/up"].amax_3[1, 1]) == 7.5
+  harness.train_on_text(tmp_path / "run", "e4m3_static", **{"precision.calibration": str(path)})
+  state = harness.saved_state(tmp_path / "run", plan, 6)
+  harness.assert_trees_equal(state.memories, memories)  # static: never moved
+
+
+@pytest.mark.parametrize(
+  "text, message",
+  [
+    ("{}", "is no table of --job=calibrate"),
+    ('{"format": "fp8jax calibration 1", "rows": [{"site": "a", "tensor": "x"}]}', "amax=None"),
+    ('{"format": "fp8jax calibration 1", "rows": [{"amax": 1, "tensor": "y"}]}', "needs a site"),
+  ],
+)
+def test_broken_table_is_refused(tmp_path, text, message):
+  (tmp_path / "t.json").write_text(text)
+  with pytest.raises(UserError, match=message):
+    calibration.read(str(tmp_path / "t.json"))
+
+
+def test_table_of_another_model_is_refused():
+  with pytest.raises(UserError, match="no row for site layers/0/attn"):
+    calibration.memories({("head", "x"): 1.0}, harness.text_plan("e4m3_static").sites())
+  rows = {(f"layers/{i}/{m}", t): 1.0 for i in range(3) for m in NAMES for t in "xwg"}
+  del rows["layers/1/mlp/up", "g"]
+  with pytest.raises(UserError, match="no row for site layers/1/mlp/up, tensor g"):
+    calibration.memories(rows, harness.text_plan("e4m3_static").sites())
+
+
+def test_calibration_reaches_later_phases_and_is_refused_where_nothing_starts_from_it(tmp_path):
+  path = tmp_path / "t.json"
+  rows = [
+    {"site": f"layers/{i}/{m}", "tensor": t, "amax": 2.0 + i}
+    for i in range(3) for m in NAMES for t in "xwg"
+  ]  # fmt: skip
+  path.write_text(json.dumps({"format": calibration.FORMAT, "rows": rows}))
+  late = harness.text_plan("bf16", **STATIC_LATE_LAYERS)
+  first, second = calibration.begin(late, str(path))
+  assert not first
+  np.testing.assert_array_equal(second["layers/mlp/up"].amax_3, [[2] * 3, [3] * 3, [4] * 3])
+  train.run(
+    harness.text_plan("bf16", **STATIC_LATE_LAYERS, **{"precision.calibration": str(path)}),
+    str(tmp_path),
+  )
+  harness.assert_trees_equal(harness.saved_state(tmp_path, late, 6).memories, second)
+  with pytest.raises(UserError, match="nothing starts from it"):
+    calibration.begin(harness.text_plan("block_128"), str(path))

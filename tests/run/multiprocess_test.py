@@ -1,0 +1,218 @@
+"""Two processes train as one with the same mesh: same losses, one voice, one checkpoint."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+import rich.console
+import tolerances
+
+from fp8jax import axes
+from fp8jax import params as params_lib
+from fp8jax.data import config as data_config
+from fp8jax.data import loader, pretokenize, tokenize
+from fp8jax.models import presets, transformer
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.run import checkpoint
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+LENGTH, BATCH, STEPS = 128, 8, 10
+ARGS = [
+  "--config=configs/debug.py",
+  "--config.mesh.fsdp=-1",
+  f"--config.steps={STEPS}",
+  f"--config.global_batch={BATCH}",
+  f"--config.seq_len={LENGTH}",
+  "--config.eval.tokens=1024",
+  "--config.eval.batch=8",
+  "--config.data.heldout_fraction=0.2",
+  "--config.data.sources.main.kind=prepared",
+  "--config.optim.warmup_steps=4",
+  "--config.optim.decay_steps=4",
+  "--config.optim.peak_lr=1e-4",
+  "--config.optim.min_lr=1e-5",
+  "--config.checkpoint.every=0",
+  "--config.log.every=1000",  # stopping at the same step does not depend on it
+  "--config.log.tensorboard=False",
+]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+  """Spec of 64 documents to train on and 8 held out, each exactly one window long.
+
+  Without packing across documents and without a filter, process i of n reads documents i, i + n,
+  i + 2n, ...: step by step the processes together hold the rows that one process would.
+  """
+  folder = tmp_path_factory.mktemp("data")
+  rng = np.random.default_rng(0)
+  wanted, lines = {True: 8, False: 64}, []
+  while any(wanted.values()):
+    text = bytes(rng.integers(ord("a"), ord("z") + 1, LENGTH, np.uint8)).decode()
+    held = tokenize.is_held_out({"text": text}, 0.2)
+    if wanted[held]:
+      wanted[held] -= 1
+      lines.append(json.dumps({"text": text}))
+  (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+  source = dict(kind="jsonl", path=str(folder / "corpus.jsonl"), field="text", dataset="",
+                split="train", weight=1.0)  # fmt: skip
+  spec = data_config.DataConfig({"main": source}, tokenize.Tokenizer("bytes"), LENGTH, heldout=0.2)
+  made = pretokenize.run(spec, str(folder), 10**6, rich.console.Console(quiet=True))["main"]
+  assert [made["splits"][s]["documents"] for s in ("train", "heldout")] == [64, 8]
+  source = dict(source, kind="prepared", path=str(folder / "main"))
+  # Any number shuffles prepared data over the whole epoch, as the runs do by default.
+  return data_config.DataConfig(
+    {"main": source}, spec.tokenizer, LENGTH, heldout=0.2, shuffle_windows=1
+  )
+
+
+class Launch:
+  """launch.py in `count` processes with four devices together."""
+
+  def __init__(self, spec, workdir, count, *extra):
+    flags = [*ARGS, f"--workdir={workdir}", *extra]
+    flags.append(f"--config.data.sources.main.path={spec.sources['main']['path']}")
+    if count > 1:
+      flags += [f"--coordinator=localhost:{_free_port()}", f"--processes={count}"]
+    env = {
+      **os.environ,
+      "JAX_PLATFORMS": "cpu",
+      "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}",
+    }
+    self.processes = [
+      subprocess.Popen(
+        [sys.executable, "launch.py", *flags, *([f"--process={i}"] if count > 1 else [])],
+        cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+      )
+      for i in range(count)
+    ]  # fmt: skip
+
+  def finish(self, code=0) -> list[tuple[str, str]]:
+    """(stdout, stderr) of every process; all must exit with `code`."""
+    try:
+      found = [p.communicate(timeout=240) for p in self.processes]
+    finally:
+      for p in self.processes:
+        p.kill()
+    assert all(p.returncode == code for p in self.processes), found
+    return found
+
+
+def _free_port() -> int:
+  with socket.socket() as s:
+    s.bind(("localhost", 0))
+    return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def launch(prepared):
+  return lambda *args: Launch(prepared, *args)
+
+
+@pytest.fixture(scope="module")
+def one(launch, tmp_path_factory):
+  """Working directory of a run in one process."""
+  workdir = tmp_path_factory.mktemp("one")
+  launch(workdir, 1).finish()
+  return workdir
+
+
+@pytest.fixture(scope="module")
+def two(launch, tmp_path_factory):
+  """The same in two processes, stopped on the way and resumed: workdir, (stdout, stderr)s."""
+  workdir = tmp_path_factory.mktemp("two")
+  run = launch(workdir, 2)
+  deadline, path = time.time() + 200, workdir / "metrics.jsonl"
+  while not (path.exists() and path.read_text().count("grad_norm") >= 3):
+    if time.time() > deadline or any(p.poll() is not None for p in run.processes):
+      pytest.fail(f"never reached step 3: {run.finish()}")
+    time.sleep(0.02)
+  run.processes[1].send_signal(signal.SIGTERM)  # one of them is told, both leave
+  return types.SimpleNamespace(
+    workdir=workdir, first=run.finish(code=75), second=launch(workdir, 2).finish()
+  )
+
+
+def _rows(workdir) -> dict[int, dict]:
+  """metrics.jsonl by step; nothing in it may be there twice."""
+  found = {}
+  for line in (workdir / "metrics.jsonl").read_text().splitlines():
+    row = json.loads(line)
+    before = found.setdefault(row.pop("step"), {})
+    assert not before.keys() & row.keys()
+    before.update(row)
+  return found
+
+
+def test_two_processes_stopped_and_resumed_equal_one(one, two):
+  want, got = _rows(one), _rows(two.workdir)
+  assert sorted(want) == sorted(got) == list(range(STEPS + 1))
+  for step in range(1, STEPS + 1):
+    # Rounding errors of sums, which FP8 then amplifies from step to step (train_step_test.py).
+    rtol = tolerances.MESH_LOSS if step <= 3 else tolerances.MESH_STEP["block_128"]
+    assert got[step]["loss"] == pytest.approx(want[step]["loss"], rel=rtol), step
+  for precision in ("block_128", "bf16"):
+    key = f"heldout/main/{precision}/loss"
+    assert got[0][key] == pytest.approx(want[0][key], rel=tolerances.MESH_LOSS)
+    assert got[STEPS][key] == pytest.approx(want[STEPS][key], rel=tolerances.MESH_STEP["block_128"])
+
+
+def test_process_zero_alone_speaks(two):
+  (first, _), (second, _) = two.first[0], two.second[0]
+  (step,) = map(int, re.findall(r"interrupted: saved step (\d+)", first))
+  assert 3 <= step < STEPS
+  assert f"resuming from step {step}\n" in second
+  assert "held-out loss in nats per token" in second
+  for output, _ in (two.first[1], two.second[1]):
+    # Not nothing: Gloo, XLA's collectives on CPU, greets on its own.
+    assert not re.search("step|loss|config|model|written", output), output
+  made = json.loads((two.workdir / "provenance.json").read_text())
+  assert made["processes"] == 2 and made["devices"].startswith("4 x ")
+
+
+def test_processes_continue_with_disjoint_halves_of_the_batch(two, prepared):
+  """From the positions they saved, together they read the batch that one process would."""
+  rows, folder = [], two.workdir / "checkpoints" / str(STEPS) / "data"
+  for index in range(2):
+    iterator = loader.train_batches(prepared, BATCH // 2, loader.Shard(index, 2))
+    iterator.set_state(json.loads((folder / f"process_{index}-of-2.json").read_text()))
+    rows += [row.tobytes() for row in next(iterator)["tokens_BL"]]
+    iterator.close()
+  whole = loader.train_batches(prepared, BATCH)
+  for _ in range(STEPS):
+    next(whole)
+  want = [row.tobytes() for row in next(whole)["tokens_BL"]]
+  whole.close()
+  assert sorted(rows) == sorted(want) and len(set(rows)) == BATCH
+
+
+@pytest.mark.slow
+def test_positions_of_two_processes_do_not_serve_one(launch, two):
+  ((_, error),) = launch(two.workdir, 1).finish(code=1)
+  assert f"the data were read differently until step {STEPS}" in error
+  assert "Traceback" not in error
+
+
+@pytest.mark.slow
+def test_two_processes_export_what_one_restores(launch, two):
+  found = launch(two.workdir, 2, "--job=export", "--config.export.dtype=float32").finish()
+  assert ['"dtype": "float32"' in output for output, _ in found] == [True, False]
+  cfg = presets.DEBUG
+  abstract = params_lib.abstract(transformer.params(cfg), cfg.dims, axes.LOCAL)
+  saved = checkpoint.Checkpoints(str(two.workdir))
+  want = params_lib.flatten(saved.restore_params(STEPS, abstract))
+  saved.close()
+  got, _ = hf_weights.load_params(str(two.workdir / "hf"), cfg)
+  for name, value in params_lib.flatten(got).items():
+    np.testing.assert_array_equal(value, want.pop(name), err_msg=name)
+  assert not want

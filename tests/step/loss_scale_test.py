@@ -1,0 +1,146 @@
+"""Loss scales: growth, overflow; gradients, scales and parameters do not depend on them."""
+
+import dataclasses
+
+import harness
+import jax
+import jax.experimental
+import numpy as np
+
+from fp8jax.data import batch_sharding, loader
+from fp8jax.jobs import train
+from fp8jax.step import train_step
+
+
+def test_loss_scale_halves_at_overflow_and_doubles_after_growth():
+  plan = harness.text_plan(
+    "bf16", **{"loss_scale.kind": "dynamic", "loss_scale.growth_interval": 2}
+  )
+  step = train_step.make_step(plan)
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch)
+  stream = loader.train_batches(plan.data, 2)
+  host = next(stream)
+  stream.close()
+  bad = dict(host, weights_BL=np.full_like(host["weights_BL"], np.inf))
+  state, scales = train_step.make_state(plan), []
+  for batch in (host, host, host, bad, host):
+    state, values = step(state, spread.place(batch), plan.sites())
+    scales.append(float(values["loss_scale"]))
+  assert scales == [256, 256, 512, 512, 256] and int(state.skipped) == 1
+  assert not bool(state.halted)
+
+
+def test_a_run_goes_on_after_its_loss_scale_met_an_overflow(tmp_path, monkeypatch, capsys):
+  place, calls = batch_sharding.BatchSharder.place, []
+
+  def poisoned(self, host):
+    calls.append(host)
+    bad = len(calls) == 4  # the second step's, after the evaluation's and the calibration's
+    weights = np.full_like(host["weights_BL"], np.inf) if bad else host["weights_BL"]
+    return place(self, dict(host, weights_BL=weights))
+
+  monkeypatch.setattr(batch_sharding.BatchSharder, "place", poisoned)
+  summary = train.run(harness.text_plan("bf16", **{"loss_scale.kind": "dynamic"}), str(tmp_path))
+  assert summary["step"] == 6 and summary["skipped_updates"] == 1
+  assert "update skipped" in capsys.readouterr().out
+
+
+def test_loss_scale_leaves_the_gradients_as_they_are():
+  """A power of two in float32: exact. Clipping, which divides by the norm, would hide a factor."""
+  plain = harness.text_plan("bf16", **{"optim.grad_clip_norm": 0.0})
+  scaled = harness.text_plan("bf16", **{"optim.grad_clip_norm": 0.0, "loss_scale.kind": "dynamic"})
+  spread = batch_sharding.BatchSharder(plain.run.layout, plain.microbatch)
+  stream = loader.train_batches(plain.data, 2)
+  host = spread.place(next(stream))
+  stream.close()
+  states = [
+    train_step.make_step(p)(train_step.make_state(p), host, p.sites())[0] for p in (plain, scaled)
+  ]
+  harness.assert_trees_equal(states[0].opt, states[1].opt)
+
+
+# Every source of scales; the head's gradient is made narrow before any factor on the loss.
+ALL_SOURCES = {
+  "precision.rules": (
+    (".*/attn/.*", "tensor_delayed(steps=3)"), (".*/up", "tensor_delayed_latest"),
+    ("head|.*/gate", "e4m3_static"), (".*", "tensor_current"),
+  ),
+  "model.num_layers": 1,
+}  # fmt: skip
+
+
+def _steps(plan, hosts):
+  """The state after these batches, the first of which calibrates, and the loss scales."""
+  state, step, scales = train_step.make_state(plan), train_step.make_step(plan), []
+  for i, host in enumerate(hosts):
+    if i == 0:
+      state = train_step.calibrate(plan, state, host, 0)
+    state, values = step(state, host, plan.sites())
+    scales.append(float(values.get("loss_scale", 1.0)))
+  return jax.device_get(state), scales
+
+
+def test_past_and_static_scales_follow_the_loss_scale_exactly():
+  """Powers of two: a run under a loss scale that grows and halves is the run without one."""
+  plain = harness.text_plan(**ALL_SOURCES, **{"optim.on_nonfinite": "skip"})
+  scaled = harness.text_plan(
+    **ALL_SOURCES, **{"loss_scale.kind": "dynamic", "loss_scale.growth_interval": 1}
+  )
+  hosts = harness.calibrated_batches(plain, 6)[1]
+  bad = dict(hosts[3], weights_BL=np.full_like(hosts[3]["weights_BL"], np.inf))
+  hosts = [*hosts[:3], bad, *hosts[3:]]
+  (a, _), (b, scales) = _steps(plain, hosts), _steps(scaled, hosts)
+  assert scales == [256, 512, 1024, 2048, 1024, 2048, 4096]
+  assert int(a.skipped) == int(b.skipped) == 1
+  for part in ("params", "opt", "memories"):
+    harness.assert_trees_equal(getattr(a, part), getattr(b, part))
+
+
+def _small_layers(state):
+  """The state with weights of layers so small that gradients inside them leave float16."""
+
+  def smaller(path, x):
+    return x * 0.05 if path[0].key == "layers" else x
+
+  return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(smaller, state.params))
+
+
+def test_float16_trains_under_a_loss_scale_where_gradients_underflow_without():
+  """Four steps against float32's: losses, and how far the first weight of the MLP came."""
+  losses, moved = {}, {}
+  for dtype, kind in (("float32", "none"), ("float16", "none"), ("float16", "dynamic")):
+    scaling = {"loss_scale.kind": kind, "loss_scale.start": 2.0**15}
+    plan = harness.text_plan("bf16", **{"model.num_layers": 1, "optim.warmup_steps": 0, **scaling})
+    # float16 without a loss scale is refused in a configuration.
+    plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, dtype=np.dtype(dtype)))
+    _, hosts = harness.calibrated_batches(plan, 4)
+    state, step = _small_layers(train_step.make_state(plan)), train_step.make_step(plan)
+    before = np.asarray(state.params["layers"]["mlp"]["gate"])
+    each = []
+    for host in hosts:
+      state, values = step(state, host, plan.sites())
+      each.append(float(values["loss"]))
+    assert int(state.skipped) == 0
+    losses[dtype, kind] = np.asarray(each)
+    moved[dtype, kind] = np.asarray(state.params["layers"]["mlp"]["gate"]) - before
+  want = ("float32", "none")
+  errors = {
+    k: np.linalg.norm(v - moved[want]) / np.linalg.norm(moved[want]) for k, v in moved.items()
+  }
+  # Adam divides by the gradients' own size, so that each weighs as much, however far it rounds.
+  assert errors["float16", "dynamic"] < 0.15 and errors["float16", "none"] > 0.6
+  np.testing.assert_allclose(losses["float16", "dynamic"], losses[want], rtol=1e-4)
+
+
+def test_float16_starts_from_the_largest_loss_scale_that_does_not_overflow():
+  """Calibration halves it; scales are then those of the gradients, as float32 has them."""
+  changes = ALL_SOURCES | {"loss_scale.kind": "dynamic", "loss_scale.start": 2.0**24}
+  found = {}
+  for dtype in ("float32", "float16"):
+    plan = harness.text_plan(**changes, **{"precision.compute_dtype": dtype})
+    state, _ = harness.calibrated_batches(plan, 1)
+    found[dtype] = jax.device_get(state)
+  assert float(found["float32"].loss_scale["scale"]) == 2.0**24
+  assert 2.0**8 < float(found["float16"].loss_scale["scale"]) < 2.0**24
+  for name, memory in found["float16"].memories.items():
+    np.testing.assert_allclose(memory.amax_3, found["float32"].memories[name].amax_3, rtol=0.02)

@@ -1,0 +1,100 @@
+"""The traced step: one program without and one with statistics; no call of the host."""
+
+import re
+
+import harness
+import jax
+import jax.experimental
+import numpy as np
+import pytest
+
+from configs import debug
+from fp8jax.config import resolve
+from fp8jax.data import loader
+from fp8jax.kernels import choose
+from fp8jax.models import transformer
+from fp8jax.quantization import tensor_stats
+from fp8jax.step import train_step
+
+
+def test_quiet_and_loud_are_exactly_two_traces(monkeypatch):
+  plan = harness.text_plan("tensor_delayed")
+  count = 0
+  original = transformer.loss
+
+  def counting(*args):
+    nonlocal count
+    count += 1
+    return original(*args)
+
+  monkeypatch.setattr(transformer, "loss", counting)
+  step = train_step.make_step(plan)
+  state, hosts = harness.calibrated_batches(plan, 5)
+  count = 0
+  sites = {n: plan.sites(statistics=n) for n in (tensor_stats.QUIET, tensor_stats.LOUD)}
+  for i, host in enumerate(hosts):
+    state, _ = step(state, host, sites[tensor_stats.LOUD if i % 2 else tensor_stats.QUIET])
+  assert count == 2
+
+
+def _calls_of_the_host(traced) -> set[str]:
+  """Primitives of a traced program that ask the host for something."""
+  return set(re.findall(r"\w*(?:callback|infeed|outfeed|debug_print)\w*", str(traced.jaxpr)))
+
+
+@pytest.mark.parametrize(
+  "statistics", [tensor_stats.QUIET, tensor_stats.LOUD], ids=["quiet", "loud"]
+)
+def test_step_never_calls_the_host(statistics):
+  plan = resolve.resolve(debug.get_config(), 1, choose.current_device())
+  state = train_step.abstract_state(plan, 1)
+  batch = {
+    name: jax.ShapeDtypeStruct((plan.global_batch, plan.data.seq_len), dtype)
+    for name, dtype in (
+      ("tokens_BL", np.int32), ("targets_BL", np.int32), ("weights_BL", np.float32),
+      ("positions_BL", np.int32), ("segments_BL", np.int32),
+    )
+  }  # fmt: skip
+  traced = train_step.make_step(plan).trace(state, batch, plan.sites(statistics=statistics))
+  assert not _calls_of_the_host(traced)
+
+
+def test_calls_of_the_host_are_found():
+  like = jax.ShapeDtypeStruct((), np.float32)
+  calls = (
+    lambda x: jax.debug.print("{}", x),
+    lambda x: jax.debug.callback(print, x),
+    lambda x: jax.pure_callback(np.sin, like, x),
+    lambda x: jax.experimental.io_callback(np.sin, like, x),
+  )
+  for call in calls:
+
+    def layers(x, call=call):
+      return jax.lax.scan(lambda c, _: (c, call(c)), x, length=2)
+
+    assert _calls_of_the_host(jax.jit(layers).trace(like)), call
+
+
+@pytest.mark.slow
+def test_microbatches_round_by_chances_of_their_own():
+  """The same text twice: with the same chances the mean of two gradients would be the one."""
+  one = harness.text_plan("nvfp4_sr_rht", **{"model.num_layers": 1})
+  two = harness.text_plan(
+    "nvfp4_sr_rht", **{"model.num_layers": 1, "global_batch": 4, "grad_accum_steps": 2}
+  )
+  stream = loader.train_batches(one.data, 2)
+  host = next(stream)
+  stream.close()
+  params = train_step.make_state(one).params
+
+  @jax.jit
+  def gradients(params, batch, sites):
+    plan = one if batch["tokens_BL"].ndim == 2 else two
+    return train_step.gradients(plan, params, sites, batch)[1]["layers"]["mlp"]
+
+  of_one = gradients(params, host, one.sites())
+  twice = {k: np.stack([x, x]) for k, x in host.items()}
+  of_two = gradients(params, twice, two.sites())
+  for a, b in zip(jax.tree.leaves(of_one), jax.tree.leaves(of_two)):
+    a, b = (np.asarray(x, np.float64) for x in (a, b))
+    assert 0.01 < np.linalg.norm(a - b) / np.linalg.norm(a) < 1
