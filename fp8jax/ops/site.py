@@ -298,7 +298,8 @@ def update(sites, seen):
 
   Example:
     >>> import jax, jax.numpy as jnp, fp8jax
-    >>> loss = lambda site: fp8jax.dot("D,DF->F", jnp.ones(8), jnp.ones((8, 4)), site).sum()
+    >>> x, w = jnp.ones(8), jnp.ones((8, 4))
+    >>> loss = jax.jit(lambda site: fp8jax.dot("D,DF->F", x, w, site).sum())
     >>> site = fp8jax.site.calibrate(fp8jax.site.single("tensor_delayed"), loss)
     >>> fp8jax.site.update(site, jax.grad(loss)(site)).memory.history_3H[:, :2].tolist()
     [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
@@ -353,8 +354,9 @@ def calibrate(sites, loss: Callable[[Any], jax.Array]):
   Source: as `update`; Transformer Engine begins with scales of 1 instead.
 
   Example:
-    >>> import jax.numpy as jnp, fp8jax
-    >>> loss = lambda site: fp8jax.dot("D,DF->F", jnp.ones(8), 2 * jnp.ones((8, 4)), site).sum()
+    >>> import jax, jax.numpy as jnp, fp8jax
+    >>> x, w = jnp.ones(8), 2 * jnp.ones((8, 4))
+    >>> loss = jax.jit(lambda site: fp8jax.dot("D,DF->F", x, w, site).sum())
     >>> fp8jax.site.calibrate(fp8jax.site.single("tensor_delayed"), loss).memory.amax_3.tolist()
     [1.0, 2.0, 1.0]
   """
