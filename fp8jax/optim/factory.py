@@ -146,7 +146,7 @@ class ParamOptimizer:
     seed: of what is rounded by chance.
     is_large: False of norms and biases, which keep float32 and are never a kernel's.
     rule: the transformation where AdamW is all of it; None of others.
-    backend: "xla": Optax's operations; or a kernel's name (kernels/adam), chosen by `fused.choose`.
+    backend: "xla": Optax's operations; or a kernel's name, chosen by `fused_adamw.choose`.
     note: why no kernel moves it; "" where none was asked for.
     sharding: where it lies on a mesh, for a kernel; None on a single device.
   """

@@ -108,8 +108,8 @@ def with_backends(leaves, params, device, wanted: str):
 
   Args:
     params: the parameters in float32: shapes, and where they lie.
-    device: a kernels.backend.Device.
-    wanted: one of fused.CHOICES.
+    device: a kernels.device.Device.
+    wanted: one of fused_adamw.CHOICES.
 
   Raises:
     ValueError: a kernel asked for by name cannot move a large parameter; says which, and why.
