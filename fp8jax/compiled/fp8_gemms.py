@@ -306,12 +306,10 @@ def _complaint(row: GemmRow, plan: RunSpec) -> str:
     reason = "XLA did not match it to an FP8 kernel, or its operands are made wide before it"
   gemm = getattr(rules.recipe_by_name(row.recipe), row.key.product)
   problem = choose.GemmProblem(*row.size, gemm, plan.device)
-  notes = choose.choose(problem, plan.kernels.matmul).notes
+  notes = choose.gemm(problem, plan.kernels.matmul).notes
   reason += "".join(f"; passed over {note}" for note in notes)
   fixes = [
-    f"kernels.matmul={name!r}"
-    for name, module in gemm_api.BACKENDS.items()
-    if name != row.backend and module.supports(problem) is None
+    f"kernels.matmul={name!r}" for name in choose.gemm_backends(problem) if name != row.backend
   ]
   fixes += [
     "another recipe for this site in precision.rules",

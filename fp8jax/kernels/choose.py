@@ -1,37 +1,31 @@
-"""Which implementation runs a GEMM, and why not another one.
+"""Which backend runs a kernel, and why not another one: the one place that chooses.
 
-`choose` asks every backend and keeps the reasons. "auto" takes the first that says yes and reports
-what it passed over; a named backend that cannot run the problem is an error before step 0. On a GPU
-"auto" never takes `reference`: emulation there is asked for by name.
+One function per kind of kernel: `gemm`, `grouped_gemm`, `quantizer`, `adamw`, `attention`. Each
+asks the `supports` of its backends in their order of preference and keeps the reasons. "auto" takes
+the first that says yes and reports what it passed over. A named backend that cannot run the problem
+is refused; for a GEMM that is an error before step 0. On a GPU "auto" never multiplies by
+`reference`: emulation there is asked for by name.
 """
 
 import dataclasses
 import re
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 import jax
 
+from fp8jax.kernels.adamw import api as adamw_api
+from fp8jax.kernels.device import Device
 from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.kernels.gemm import grouped
+from fp8jax.kernels.quantize import mosaic_sm90 as quantize_sm90
 from fp8jax.recipe.gemm import PASSES, Gemm, Recipe
 from fp8jax.recipe.library import RECIPES
-from fp8jax.recipe.quant import WHOLE
+from fp8jax.recipe.quant import WHOLE, Quant
 
 # Compute capabilities x 10: the first with BF16 tensor cores and cuDNN's attention, the first with
 # FP8 tensor cores, and the first of the consumer Blackwells.
 _AMPERE, _ADA, _SM120 = 80, 89, 120
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-  """What a backend needs to know about the hardware.
-
-  Attributes:
-    platform: "cpu" or "gpu".
-    capability: CUDA compute capability x 10 (90 for Hopper), 0 elsewhere (also AMD's GPUs).
-  """
-
-  platform: str = "cpu"
-  capability: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +50,33 @@ class GemmProblem:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """The backend that runs a problem and what `auto` passed over on the way to it."""
+  """The backend that runs a problem.
+
+  Attributes:
+    backend: its name.
+    notes: "name: reason" of each backend that "auto" passed over on the way to it.
+  """
 
   backend: str
   notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+  """No backend that was asked for runs a problem; the reason, in words."""
+
+  reason: str
+
+
+def _first(names: Iterable[str], supports: Callable[[str], str | None]) -> Choice | tuple[str, ...]:
+  """The first of the backends without a reason against it, or the reasons against all."""
+  notes = []
+  for name in names:
+    reason = supports(name)
+    if reason is None:
+      return Choice(name, tuple(notes))
+    notes.append(f"{name}: {reason}")
+  return tuple(notes)
 
 
 def current_device() -> Device:
@@ -124,19 +141,19 @@ def _is_before(device: Device, capability: int) -> bool:
   return device.platform == "gpu" and 0 < device.capability < capability
 
 
-def choose(problem: GemmProblem, wanted: str = "auto") -> Choice:
-  """The backend for `problem`.
+def gemm(problem: GemmProblem, wanted: str = "auto") -> Choice:
+  """The backend of a GEMM.
 
   Args:
     problem: sizes, precision, hardware.
-    wanted: "auto" or a backend's name.
+    wanted: "auto" or a key of gemm_api.BACKENDS.
 
   Raises:
     ValueError: no backend can run it, or the named one cannot; says why and what to do.
   """
   if not problem.gemm.is_narrow:
     return Choice("xla")
-  device, backends = problem.device, gemm_api.BACKENDS
+  backends = gemm_api.BACKENDS
   if wanted not in ("auto", *backends):
     raise ValueError(f"kernels.matmul={wanted!r}; expected 'auto' or one of {sorted(backends)}")
   if wanted != "reference" and (reason := _excluded(problem)):
@@ -146,18 +163,91 @@ def choose(problem: GemmProblem, wanted: str = "auto") -> Choice:
     if reason is not None:
       raise ValueError(f"kernels.matmul={wanted!r} cannot run {describe(problem)}: {reason}")
     return Choice(wanted)
-  notes = []
-  for name, module in backends.items():
-    if name == "reference" and device.platform != "cpu":
-      continue
-    reason = module.supports(problem)
-    if reason is None:
-      return Choice(name, tuple(notes))
-    notes.append(f"{name}: {reason}")
+  found = _first(_automatic(backends, problem.device), lambda b: backends[b].supports(problem))
+  if isinstance(found, Choice):
+    return found
   raise ValueError(
-    f"no FP8 kernel for {name_of(device)} runs {describe(problem)}: {'; '.join(notes)}. "
+    f"no FP8 kernel for {name_of(problem.device)} runs {describe(problem)}: {'; '.join(found)}. "
     f"{_instead(problem)}"
   )
+
+
+def gemm_backends(problem: GemmProblem) -> list[str]:
+  """The names of all backends that support a GEMM, in order of preference."""
+  return [name for name, b in gemm_api.BACKENDS.items() if b.supports(problem) is None]
+
+
+def grouped_gemm(problem: GemmProblem, wanted: str = "auto") -> Choice | Refusal:
+  """The backend of a grouped GEMM (kernels/gemm/grouped.py).
+
+  Args:
+    problem: sizes of all groups together, precision, hardware.
+    wanted: "auto" or a key of grouped.BACKENDS.
+
+  Raises:
+    ValueError: `wanted` is no backend's name.
+  """
+  backends = grouped.BACKENDS
+  if wanted == "auto":
+    names = _automatic(backends, problem.device)
+  else:
+    grouped.check_backend(wanted)
+    names = [wanted]
+  if not problem.gemm.is_narrow:
+    return Refusal("a grouped GEMM reads FP8 operands; the recipe leaves these in 16 or 32 bits")
+  found = _first(names, lambda name: backends[name].supports(problem))
+  if isinstance(found, Choice):
+    return found
+  return Refusal(f"no grouped GEMM runs {describe(problem)}: {'; '.join(found)}")
+
+
+def quantizer(x, quant: Quant, along: int, gemm_backend: str) -> Choice:
+  """The backend that quantizes an operand: a kernel, or "xla" (quantization/quantize.py).
+
+  Args:
+    x: the matrix; may be abstract.
+    quant: its precision.
+    along: the axis that the GEMM contracts, 0 or 1.
+    gemm_backend: of the GEMM that reads it; those in gemm_api.WITH_QUANTIZER have a kernel.
+  """
+  if gemm_backend not in gemm_api.WITH_QUANTIZER:
+    return Choice("xla", (f"mosaic_sm90: quantizes for {gemm_api.WITH_QUANTIZER} only",))
+  reason = quantize_sm90.supports(x, quant, along)
+  return Choice("mosaic_sm90") if reason is None else Choice("xla", (f"mosaic_sm90: {reason}",))
+
+
+def adamw(gradient, master, mu, nu, device: Device, wanted: str = "auto") -> Choice | Refusal:
+  """The backend of AdamW for arrays of these shapes, dtypes and Quants (they may be abstract).
+
+  Args:
+    gradient, master, mu, nu: see kernels/adamw/api.py.
+    device: that moves the parameter.
+    wanted: "auto" or a key of adamw_api.BACKENDS.
+
+  Raises:
+    ValueError: `wanted` is no backend's name.
+  """
+  backends: Mapping[str, Any] = adamw_api.BACKENDS
+  if wanted not in ("auto", *backends):
+    raise ValueError(f"backend={wanted!r} of the optimizer; expected 'auto' or {sorted(backends)}")
+
+  def supports(name: str) -> str | None:
+    return backends[name].supports(gradient, master, mu, nu, device)
+
+  if wanted != "auto":
+    reason = supports(wanted)
+    if reason is None:
+      return Choice(wanted)
+    return Refusal(f"the optimizer's backend {wanted!r} cannot: {reason}")
+  found = _first(backends, supports)
+  if isinstance(found, Choice):
+    return found
+  return Refusal("no backend of the optimizer can: " + "; ".join(found))
+
+
+def _automatic(backends: Iterable[str], device: Device) -> list[str]:
+  """Those that "auto" may take: on a GPU no emulation."""
+  return [name for name in backends if name != "reference" or device.platform == "cpu"]
 
 
 def native_recipes(problem: GemmProblem) -> list[str]:
@@ -172,10 +262,7 @@ def native_recipes(problem: GemmProblem) -> list[str]:
 
 
 def _runs(problem: GemmProblem) -> bool:
-  if _excluded(problem):
-    return False
-  modules = (m for name, m in gemm_api.BACKENDS.items() if name != "reference")
-  return any(module.supports(problem) is None for module in modules)
+  return not _excluded(problem) and bool({*gemm_backends(problem)} - {"reference"})
 
 
 def _excluded(problem: GemmProblem) -> str | None:

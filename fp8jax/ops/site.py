@@ -147,7 +147,7 @@ def choose_backends(
 ) -> tuple[str, ...]:
   """Backends of (fwd, dgrad, wgrad)."""
   return tuple(
-    choose.choose(choose.GemmProblem(*size.of(p), getattr(recipe, p), device), matmul).backend
+    choose.gemm(choose.GemmProblem(*size.of(p), getattr(recipe, p), device), matmul).backend
     for p in PASSES
   )
 

@@ -13,8 +13,9 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from fp8jax.kernels import choose as choose_lib
 from fp8jax.kernels.adamw import api as adamw_api
-from fp8jax.kernels.choose import Device
+from fp8jax.kernels.device import Device
 from fp8jax.optim.factory import ParamOptimizer
 from fp8jax.quantization import quantized_tensor
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
@@ -43,10 +44,9 @@ def choose(leaf: ParamOptimizer, kept, state, device: Device, wanted: str) -> Pa
       note = f"a group of {moment.quant.tile[1]} would lie on two devices"
       return dataclasses.replace(leaf, note=note)
   gradient = jax.ShapeDtypeStruct(master.shape, leaf.gradient_dtype)
-  try:
-    choice = adamw_api.choose(gradient, master, mu, nu, device, wanted)
-  except ValueError as e:
-    return dataclasses.replace(leaf, note=str(e))
+  choice = choose_lib.adamw(gradient, master, mu, nu, device, wanted)
+  if isinstance(choice, choose_lib.Refusal):
+    return dataclasses.replace(leaf, note=choice.reason)
   if choice.backend == "reference":  # Optax's operations are the same, and move a piece at a time
     return dataclasses.replace(leaf, note="; ".join(choice.notes))
   sharding = jax.tree.leaves(kept)[0].sharding

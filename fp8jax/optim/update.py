@@ -107,7 +107,7 @@ def with_backends(leaves, params, device, wanted: str):
 
   Args:
     params: shapes and shardings of the float32 parameters.
-    device: a choose.Device.
+    device: a kernels.device.Device.
     wanted: one of fused_adamw.CHOICES.
 
   Raises:

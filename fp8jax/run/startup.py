@@ -55,7 +55,7 @@ def site_rows(plan: RunSpec, phase: int = 0) -> list[dict[str, Any]]:
     for which in PASSES:
       gemm = getattr(site.recipe, which)
       problem = choose.GemmProblem(*size.of(which), gemm, plan.device)
-      row["notes"] += choose.choose(problem, plan.kernels.matmul).notes
+      row["notes"] += choose.gemm(problem, plan.kernels.matmul).notes
     row["notes"] = sorted(set(row["notes"]))
     rows.append(row)
   return rows

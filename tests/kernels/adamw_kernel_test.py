@@ -5,6 +5,7 @@ likes, so numbers are chosen whose products are exact: then it does not matter w
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import tolerances
 
 from fp8jax.errors import UserError
 from fp8jax.formats import E4M3
-from fp8jax.kernels import self_test
+from fp8jax.kernels import choose, self_test
 from fp8jax.kernels.adamw import api as adamw_api
 from fp8jax.kernels.adamw import lanes
 from fp8jax.kernels.adamw import mosaic_sm90 as mosaic_sm90_lib
@@ -220,13 +221,13 @@ def test_supports_says_what_is_missing():
   }
   for part, (*arrays, device) in ((k, (*v, HOPPER)[:5]) for k, v in reasons.items()):
     assert part in (mosaic_sm90_lib.supports(*arrays, device) or ""), part
-    choice = adamw_api.choose(*arrays, device)
+    choice = choose.adamw(*arrays, device)
     assert choice.backend == "reference" and part in choice.notes[0]
-  assert adamw_api.choose(x, x, kept(coat.mu), kept(coat.nu), HOPPER).backend == "mosaic_sm90"
+  assert choose.adamw(x, x, kept(coat.mu), kept(coat.nu), HOPPER).backend == "mosaic_sm90"
   random = kept(storage.MOMENTS["bf16_sr"].mu)
-  with pytest.raises(ValueError, match="to the nearest only.*takes no key"):
-    adamw_api.choose(x, x, random, random, HOPPER)
-  with pytest.raises(ValueError, match="Hopper"):
-    adamw_api.choose(x, x, x, x, Device(), "mosaic_sm90")
+  refused = choose.adamw(x, x, random, random, HOPPER)
+  assert re.search("to the nearest only.*takes no key", refused.reason)
+  named = choose.adamw(x, x, x, x, Device(), "mosaic_sm90")
+  assert isinstance(named, choose.Refusal) and "Hopper" in named.reason
   with pytest.raises(ValueError, match="'triton'"):
-    adamw_api.choose(x, x, x, x, HOPPER, "triton")
+    choose.adamw(x, x, x, x, HOPPER, "triton")

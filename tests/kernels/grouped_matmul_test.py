@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from lattice import lattice
 
+from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import grouped as gm
 from fp8jax.quantization import quantize, scaled_matrix
 from fp8jax.recipe import library
@@ -121,3 +122,21 @@ def test_what_does_not_fit_is_refused(rng):
   with pytest.raises(ValueError, match="'xla' multiplies no groups"):
     xs = quantize.quantize(groups.lay_out(jnp.asarray(x)), BLOCK.fwd.lhs)
     gm.grouped_matmul(xs, _weights(w, BLOCK.fwd.rhs, 0), groups, backend="xla")
+
+
+def test_the_backend_is_chosen_with_a_reason():
+  def chosen(gemm, platform, capability, wanted="auto"):
+    device = choose.Device(platform, capability)
+    return choose.grouped_gemm(choose.GemmProblem(256, 128, 128, gemm, device), wanted)
+
+  assert chosen(BLOCK.fwd, "gpu", 90) == choose.Choice("mosaic_sm90")
+  on_cpu = chosen(BLOCK.fwd, "cpu", 0)
+  assert on_cpu.backend == "reference" and "Hopper" in on_cpu.notes[0]
+  # On a GPU emulation is asked for by name.
+  assert "no sm_100 kernel yet" in chosen(BLOCK.fwd, "gpu", 100).reason
+  assert chosen(BLOCK.fwd, "gpu", 100, "reference").backend == "reference"
+  whole = library.RECIPES["tensor_current"].fwd
+  assert "scales per 128 of K" in chosen(whole, "cpu", 0).reason
+  assert "FP8 operands" in chosen(library.RECIPES["bf16"].fwd, "gpu", 90).reason
+  with pytest.raises(ValueError, match="'xla' multiplies no groups"):
+    chosen(BLOCK.fwd, "gpu", 90, "xla")

@@ -224,7 +224,7 @@ def test_supports_says_what_is_missing():
   blackwell = choose.Device("gpu", 100)
   assert "no sm_100 kernel yet" in reason(device=blackwell)
   tensor = _problem(library.RECIPES["tensor_current"].fwd, device=blackwell)
-  found = choose.choose(tensor)
+  found = choose.gemm(tensor)
   assert found.backend == "xla" and "tensor_... run on cuBLASLt" in found.notes[0]
   assert "Hopper" in reason(device=choose.Device("cpu"))
   assert "tiles" in reason(library.RECIPES["tensor_current"].fwd)
@@ -232,10 +232,10 @@ def test_supports_says_what_is_missing():
   assert "8-bit" in reason(library.RECIPES["nvfp4"].fwd)
   tensor = dataclasses.replace(tensor, device=HOPPER)
   with pytest.raises(ValueError, match="'mosaic_sm90' cannot run .*tiles of"):
-    choose.choose(tensor, "mosaic_sm90")
+    choose.gemm(tensor, "mosaic_sm90")
   # Sizes are never a reason: SmolLM2-135M's, odd ones.
   for m, n, k in ((256, 256, 256), (2048, 192, 576), (2048, 576, 192), (131, 12, 201)):
-    assert choose.choose(_problem(fwd, m=m, n=n, k=k)).backend == "mosaic_sm90"
+    assert choose.gemm(_problem(fwd, m=m, n=n, k=k)).backend == "mosaic_sm90"
 
 
 @pytest.mark.parametrize(

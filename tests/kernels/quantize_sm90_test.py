@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fp8jax.kernels import choose
 from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.quantization import quantize, tensor_stats
 from fp8jax.recipe import library
@@ -126,6 +127,11 @@ def test_supports_says_what_is_missing():
   }
   for part, case in reasons.items():
     assert part in (mosaic_sm90.supports(*case) or ""), part
+    choice = choose.quantizer(*case, "mosaic_sm90")
+    assert choice.backend == "xla" and part in choice.notes[0]
+  known = (x, BLOCK.fwd.lhs, 1)
+  assert choose.quantizer(*known, "xla_sm90") == choose.Choice("mosaic_sm90")
+  assert choose.quantizer(*known, "reference").backend == "xla"
   with pytest.raises(ValueError, match="not float16"):
     mosaic_sm90.quantize_matrix(x.astype(jnp.float16), {1: BLOCK.fwd.lhs})
   for name in ("block_128", "block_128_pow2", "block_128_hybrid"):

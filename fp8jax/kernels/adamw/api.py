@@ -9,33 +9,11 @@ import math
 
 import jax
 
-from fp8jax.kernels import choose as choose_lib
 from fp8jax.kernels.adamw import mosaic_sm90, reference
 from fp8jax.kernels.adamw.reference import AdamWHparams, Master, Moment
 
-# In order of preference for "auto".
+# In order of preference for "auto"; kernels/choose.py chooses.
 BACKENDS = {"mosaic_sm90": mosaic_sm90, "reference": reference}
-
-
-def choose(
-  gradient, master, mu, nu, device: choose_lib.Device, wanted: str = "auto"
-) -> choose_lib.Choice:
-  """The backend for arrays of these shapes, dtypes and Quants (they may be abstract).
-
-  Raises:
-    ValueError: the wanted one cannot, or none; says why.
-  """
-  if wanted != "auto" and wanted not in BACKENDS:
-    raise ValueError(f"backend={wanted!r} of the optimizer; expected 'auto' or {sorted(BACKENDS)}")
-  notes = []
-  for name, module in BACKENDS.items():
-    reason = module.supports(gradient, master, mu, nu, device)
-    if wanted == name and reason is not None:
-      raise ValueError(f"the optimizer's backend {name!r} cannot: {reason}")
-    if wanted in ("auto", name) and reason is None:
-      return choose_lib.Choice(name, tuple(notes))
-    notes.append(f"{name}: {reason}")
-  raise ValueError("no backend of the optimizer can: " + "; ".join(notes))
 
 
 def num_bytes(gradient, master: Master, mu: Moment, nu: Moment) -> int:
@@ -72,7 +50,7 @@ def update(
     factor: gradients are multiplied by it first, in float32.
     is_applied: if False, everything is as it was.
     b1, b2, eps, weight_decay: of AdamW; eps is added to the root. 0 for no decay.
-    backend: a key of BACKENDS that `choose` agrees to.
+    backend: a key of BACKENDS that kernels/choose.py `adamw` agrees to.
 
   Returns:
     master, mu and nu as they came, and float32 [2]: sums of squares of what was added to the master

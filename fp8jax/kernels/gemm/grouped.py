@@ -23,7 +23,8 @@ from fp8jax.kernels.gemm import grouped_reference, mosaic_sm90
 from fp8jax.quantization import scaled_matrix
 
 BLOCK = 128
-BACKENDS = ("mosaic_sm90", "reference")
+# In order of preference for "auto"; kernels/choose.py chooses.
+BACKENDS = {"mosaic_sm90": mosaic_sm90, "reference": grouped_reference}
 
 
 def num_tiles(tokens: int, num_groups: int) -> int:
@@ -81,7 +82,7 @@ def grouped_matmul(
   Args:
     a: [M, K], scales per 1x128, laid out by `groups`.
     b: data [G, N, K], scale [G, N / 128, K / 128].
-    backend: one of BACKENDS.
+    backend: a key of BACKENDS.
 
   Raises:
     ValueError: sizes that do not go together.
@@ -92,7 +93,8 @@ def grouped_matmul(
       f"A is [{m}, {k}] and B [G, {n}, {depth}] with {groups.of_tile.shape[0]} tiles of rows; "
       f"expected A [tiles x {BLOCK}, K] from Groups.lay_out and the same K in B"
     )
-  if _is_kernel(backend):
+  check_backend(backend)
+  if backend == "mosaic_sm90":
     return mosaic_sm90.matmul(a, b, out_dtype=out_dtype, groups=groups.of_tile)
   return grouped_reference.grouped_matmul(a, b, groups.of_tile, out_dtype)
 
@@ -112,7 +114,7 @@ def grouped_weight_gradient(
     a: [D, M], scales per 1x128 along the rows laid out by `groups`.
     b: [F, M], likewise.
     num_groups: G.
-    backend: one of BACKENDS.
+    backend: a key of BACKENDS.
     add_to: float32 [G, D, F], the sum so far.
 
   Raises:
@@ -124,14 +126,15 @@ def grouped_weight_gradient(
       f"A is {list(a.data.shape)}, B {list(b.data.shape)}; expected {rows} rows of tokens last in "
       "both, as Groups.lay_out makes them"
     )
-  if _is_kernel(backend):
+  check_backend(backend)
+  if backend == "mosaic_sm90":
     return mosaic_sm90.matmul(
       a, b, out_dtype=jnp.float32, groups=groups.of_tile, num_groups=num_groups, add_to=add_to
     )
   return grouped_reference.grouped_weight_gradient(a, b, groups.of_tile, num_groups, add_to)
 
 
-def _is_kernel(backend: str) -> bool:
+def check_backend(backend: str):
+  """Raises ValueError if there is no such backend."""
   if backend not in BACKENDS:
-    raise ValueError(f"backend {backend!r} multiplies no groups; expected one of {BACKENDS}")
-  return backend == "mosaic_sm90"
+    raise ValueError(f"backend {backend!r} multiplies no groups; expected one of {(*BACKENDS,)}")

@@ -9,6 +9,15 @@ from fp8jax.quantization import scaled_matrix
 BLOCK = 128
 
 
+def supports(problem) -> str | None:
+  """Scales per 128 of K, promoted as often: what the kernels multiply."""
+  gemm = problem.gemm
+  tiles = (gemm.lhs.tile[1], gemm.rhs.tile[1])
+  if tiles != (BLOCK, BLOCK) or gemm.accumulate != BLOCK:
+    return f"multiplies scales per {BLOCK} of K, promoted every {BLOCK}; not {gemm}"
+  return None
+
+
 def grouped_matmul(
   a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, of_tile, out_dtype
 ):
