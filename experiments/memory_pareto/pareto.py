@@ -70,7 +70,8 @@ def measure(recipe: str, remat: str, copies: dict[str, str]) -> dict:
       work["again" if product.key.is_recompute else "once"] += product.times * product.work
   kinds: dict[str, float] = {}
   for item in saved_tensors.of_layers(plan):
-    kinds[item.kind] = kinds.get(item.kind, 0) + item.nbytes / LAYERS / TOKENS
+    kind = f"{item.block}, {item.dtype}"
+    kinds[kind] = kinds.get(kind, 0) + item.nbytes / LAYERS / TOKENS
   return {
     "recipe": recipe,
     "remat": remat,

@@ -1,8 +1,9 @@
 """Where a training step's memory goes, per device: declared by the configuration, found by XLA.
 
 State is known before anything is compiled: every array's shape, dtype and place. What a step holds
-besides is declared for its fullest moment (working.py; what waits for the backward pass by kind in
-waiting.py) and found in the compiled program at its own (peak.py), by the shapes of what is there.
+besides is declared for its fullest moment (workspace.py; what layers save for the backward pass, by
+block, in saved_tensors.py) and found in the compiled program at its own (xla_buffers.py), by the
+shapes of what is there.
 """
 
 import collections
@@ -85,20 +86,19 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
   arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
   state = sum(row.declared or 0 for row in declared(plan))
   params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
-  moment, wanted = workspace.peak(plan)
+  saved = saved_tensors.of_layers(plan)
+  said = sum(item.nbytes for item in saved)
+  moment, wanted = workspace.peak(plan, said)
   there = _by_shape(held, plan, params)
-  arrays, waits = kept_by_layers(program.as_text(), plan, params), saved_tensors.of_layers(plan)
-  kept, said = sum(arrays.values()), sum(item.nbytes for item in waits)
-  of_kind: dict[str, int] = {}
-  for item in waits:
-    of_kind[item.kind] = of_kind.get(item.kind, 0) + item.nbytes
+  arrays = kept_by_layers(program.as_text(), plan, params)
+  kept = sum(arrays.values())
   used = sum(value.nbytes for value in held)
   rows = [
     MemoryRow("batch, sites, alignment", None, arguments - state),
     *(_row(kind, wanted, there) for kind in workspace.KINDS if kind in wanted or kind in there),
     MemoryRow("free even then" if held else "not told apart", None, temporaries - used),
-    *(MemoryRow(f"  waits for backward: {kind}", n, None) for kind, n in of_kind.items()),
-    MemoryRow("  waits for backward, in all", said, kept, _differences(arrays, waits)),
+    *_saved_rows(saved),
+    MemoryRow("  saved for backward, in all", said, kept, _differences(arrays, saved)),
   ]
   peak_, all_declared = arguments + temporaries, state + sum(wanted.values())
   summary = {
@@ -115,6 +115,20 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
     "kept_arrays": arrays,
   }
   return rows, summary
+
+
+def _saved_rows(saved: list[saved_tensors.SavedTensor]) -> list[MemoryRow]:
+  """One row per block and dtype; its note has the largest arrays."""
+  of_kind: dict[str, list[saved_tensors.SavedTensor]] = {}
+  for item in saved:
+    of_kind.setdefault(item.kind, []).append(item)
+  rows = []
+  for kind, items in of_kind.items():
+    largest = sorted(items, key=lambda item: -item.nbytes)[:3]
+    note = ", ".join(f"{i.count} x [{','.join(map(str, i.shape))}]" for i in largest)
+    declared = sum(item.nbytes for item in items)
+    rows.append(MemoryRow(f"  saved for backward: {kind}", declared, None, note))
+  return rows
 
 
 def _row(

@@ -1,56 +1,58 @@
-"""What waits for the backward pass of the layers, from the configuration alone.
+"""What layers save for the backward pass, from the configuration alone.
 
-Every tensor that the models and `ops` keep, by kind: the policy of rematerialization says whether,
-recipes and `memory` in which form. The compiled step is held against it (account.py). What waits
-around the loss, once and not per layer, is not here.
-
-Letters: T is tokens of a microbatch on one device.
+The forward pass says it itself: each block is differentiated without computing anything, at the
+shapes of one device and with the sites of the plan; the leaves of its derivative are what it saves.
+The compiled step is held against it (memory.py). What is saved around the loss, once and not per
+layer, is not here.
 """
 
 import collections
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from fp8jax import axes
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
-from fp8jax.ops import gemm_spec, quantized_inputs
+from fp8jax.models.mixer import Aux
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.fused import prologue
-from fp8jax.ops.fused.prologue import Prologue
-from fp8jax.ops.gemm_spec import Role
-from fp8jax.ops.residuals import GemmInput
-from fp8jax.quantization import quantized_tensor
-from fp8jax.recipe.quant import WHOLE, Quant
 from fp8jax.step import run_spec
 
 _HLO = {
-  "float32": "f32", "float16": "f16", "bfloat16": "bf16", "uint8": "u8",
+  "float32": "f32", "float16": "f16", "bfloat16": "bf16", "uint8": "u8", "bool": "pred",
   "float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2", "float4_e2m1fn": "f4e2m1fn",
 }  # fmt: skip
-# What differentiation keeps of basic.rms_norm and basic.silu_mul as they stand: float32 arrays of
-# the result's shape.
-_OF_PLAIN_NORM, _OF_PLAIN_SWIGLU = 3, 5
+# The block of what no mixer saves as its own: the residual stream, as layers and blocks read it.
+STREAM = "residual stream"
+# Layers of the loop that is differentiated: no size of a model, so that stacks are told by it.
+_LAYERS = 1_000_003
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedTensor:
-  """One kind of what waits, in one dtype, of all layers together.
+  """Arrays of one shape and dtype that one block saves, of all layers together.
 
   Attributes:
-    kind: what it is.
+    block: key of the mixer, or STREAM.
     dtype: as compiled programs call it.
-    size: elements on one device.
-    nbytes: their bytes.
+    shape: of one array, of one layer, on one device.
+    count: arrays, all layers added up.
+    nbytes: of all of them.
   """
 
-  kind: str
+  block: str
   dtype: str
-  size: int
+  shape: tuple[int, ...]
+  count: int
   nbytes: int
+
+  @property
+  def kind(self) -> str:
+    return f"{self.block}, {self.dtype}"
 
 
 def runs(plan: run_spec.RunSpec) -> list[tuple[int, int]]:
@@ -63,133 +65,119 @@ def runs(plan: run_spec.RunSpec) -> list[tuple[int, int]]:
 
 
 def of_layers(plan: run_spec.RunSpec) -> list[SavedTensor]:
-  """What waits of all layers, first phase's recipes."""
-  found: collections.Counter[tuple[str, Any]] = collections.Counter()
-  for sites, (first, stop) in zip(plan.sites()["layers"], runs(plan), strict=True):
-    for key, size in _Layer(plan, sites).kept().items():
-      found[key] += size * (stop - first)
-  return [
-    SavedTensor(kind, _HLO.get(str(dtype), str(dtype)), size, size * dtype.itemsize)
-    for (kind, dtype), size in found.items()
-  ]
+  """What all layers save, first phase's recipes: in order of blocks, large before small."""
+  one = _OneDevice(plan)
+  found: collections.Counter = collections.Counter()
+  for sites, (first, stop) in zip(one.sites()["layers"], runs(plan), strict=True):
+    for key, count in one.saved(sites).items():
+      found[key] += count * (stop - first)
+  tensors = [
+    SavedTensor(block, _HLO.get(str(dtype), str(dtype)), shape, count,
+                count * math.prod(shape) * dtype.itemsize)
+    for (block, shape, dtype), count in found.items()
+  ]  # fmt: skip
+  order = [STREAM, *(mixer.key for mixer in transformer.mixers(plan.model))]
+  return sorted(tensors, key=lambda t: (order.index(t.block), -t.nbytes))
 
 
-class _Layer:
-  """One layer of a plan, in the recipes of its sites."""
+class _OneDevice:
+  """A plan as one of its devices has it: its part of tokens, heads and channels."""
 
-  def __init__(self, plan: run_spec.RunSpec, sites):
-    self.run, self.model, self.sites = plan.run, plan.model, sites
-    self.dims = {**plan.model.dims, "B": plan.microbatch, "L": plan.data.seq_len}
-    self.declared = transformer.params(plan.model)["layers"]
-    self.tokens = plan.tokens_per_device
-    self.found: collections.Counter[tuple[str, Any]] = collections.Counter()
-
-  def kept(self) -> collections.Counter:
-    """{(kind, dtype): elements}."""
-    run, model = self.run, self.model
-    d, f = self.local("D"), self.local("F")
-    if run.remat == "full":
-      self.copy("inputs of layers", (d,), run.residuals.layer_inputs)
-      return self.found
-    # With copies of what norms read, nothing needs the stream itself.
-    if run.remat != "none" and run.residuals.norm_inputs is None:
-      self.add("inputs of layers", d)
-    x = self.tensor("BLD")
-    h = prologue.rms_norm(
-      x, jax.ShapeDtypeStruct((d,), jnp.float32), model.norm_eps, save=run.residuals.norm_inputs
+  def __init__(self, plan: run_spec.RunSpec):
+    split = lambda letter, n: n // plan.run.layout.size(plan.run.layout.act_axes(letter))  # noqa: E731
+    self.plan = plan
+    self.model = dataclasses.replace(
+      plan.model,
+      intermediate_size=split("F", plan.model.intermediate_size),
+      num_heads=split("H", plan.model.num_heads),
+      num_kv_heads=split("G", plan.model.num_kv_heads),
     )
-    self.linears("attn", ("BLD,DHK->BLHK", "BLD,DGK->BLGK", "BLD,DGK->BLGK"), "qkv", h, "norms")
-    self.attention()
-    self.linears("attn", ("BLHK,HKD->BLD",), "o", self.tensor("BLHK"), "")
-    self.linears("mlp", ("BLD,DF->BLF", "BLD,DF->BLF"), ("gate", "up"), h, "norms")
-    gate = self.tensor("BLF")
-    h = prologue.silu_mul(gate, gate, save=run.residuals.gate_up)
-    if run.remat != "none" and run.residuals.gate_up is None:
-      self.add("gate and up", 2 * f)
-    self.linears("mlp", ("BLF,FD->BLD",), ("down",), h, "gate and up")
-    return self.found
+    self.run = dataclasses.replace(plan.run, layout=axes.LOCAL)
+    self.rows = split("B", plan.microbatch)
 
-  def attention(self):
-    run, model = self.run, self.model
-    heads, groups, size = self.local("H"), self.local("G"), model.head_dim
-    if model.qk_norm and run.residuals.norm_inputs is not None:
-      self.copy("norms", (heads, size), run.residuals.norm_inputs)
-      self.copy("norms", (groups, size), run.residuals.norm_inputs)
-    elif model.qk_norm and run.remat == "none":
-      self.add("norms", _OF_PLAIN_NORM * (heads + groups) * size, jnp.float32)
-    self.add("queries, keys, values", (heads + 2 * groups) * size)
-    is_fused = run.attention == "cudnn"
-    # Its own derivative; what `o` contracts for its weight; `o` computed again.
-    needs = {"none": is_fused, "linears": True, "quantized": run.residuals.norm_inputs is None}
-    o = self.sites["attn"]["o"]
-    saves_operand = o.save is GemmInput.WGRAD_OPERAND and o.recipe.wgrad.is_narrow
-    if needs[run.remat] or not saves_operand:
-      self.add("attention's output", heads * size)
-    if run.remat == "none":
-      self.add("softmax: statistics", heads * (1 if is_fused else 2), jnp.float32)
-      if not is_fused:
-        self.add("softmax: probabilities", heads * self.dims["L"], jnp.float32)
-        self.add("softmax: probabilities", heads * self.dims["L"])
+  def sites(self):
+    """The sites of the first phase, their backends chosen for the plan's devices."""
+    return dataclasses.replace(
+      self.plan, model=self.model, run=self.run, microbatch=self.rows
+    ).sites()
 
-  def linears(self, group: str, eqns, names, x, kind: str):
-    """What linears that share x keep of it; what it is made of, called `kind`, if it is later."""
-    sites = [self.sites[group][name] for name in names]
-    ws = [
-      jax.ShapeDtypeStruct(params_lib.shape(self.declared[group][name], self.dims)[1:], jnp.float32)
-      for name in names
-    ]
-    plans = gemm_spec.make_specs(eqns, x, ws, sites)
-    width = math.prod(self.local(c) for c in plans[0].letters.contracted)
-    is_copied = isinstance(x, Prologue) and x.save is not None
-    narrow = {
-      quantized_inputs.operand_key(plan, n, (Role.X_WGRAD,)): plan.quant(Role.X_WGRAD)
-      for n, plan in enumerate(plans) if plan.saves_operand
-    }  # fmt: skip
-    for quant in narrow.values():
-      if quant is not None and (self.run.remat in ("none", "quantized") or is_copied):
-        self.operand(width, quant)
-    if not isinstance(x, Prologue):
-      return
-    if is_copied:
-      for source in x.sources:
-        if source.shape == x.shape:
-          self.copy(kind, (width,), x.save)
-      return
-    if self.run.remat != "none":
-      return
-    matrices = sum(source.shape == x.shape for source in x.sources)
-    if quantized_inputs.can_fuse_input(plans, x):
-      self.add(kind, matrices * width)
-      return
-    plain = _OF_PLAIN_NORM if matrices == 1 else _OF_PLAIN_SWIGLU
-    self.add(kind, plain * width, jnp.float32)
-    if not all(plan.saves_operand for plan in plans):
-      self.add("inputs of linears", width)
+  def saved(self, sites) -> collections.Counter:
+    """{(block, shape, dtype): arrays} of one layer with these sites."""
+    layer = functools.partial(transformer.layer, cfg=self.model, run=self.run)
+    declared = transformer.layer_params(self.model)
+    total = self._stacked(layer, declared, sites, is_stream=True)
+    found: collections.Counter = collections.Counter()
+    if self.run.remat != "full":  # else a layer's input is all
+      for mixer in transformer.mixers(self.model):
+        block = functools.partial(_block, mixer, cfg=self.model, run=self.run)
+        own = self._stacked(block, declared[mixer.key], sites[mixer.key], is_stream=False)
+        own &= total  # a policy may save less of blocks that follow each other than of one alone
+        total -= own
+        found += collections.Counter({(mixer.key, *key): n for key, n in own.items()})
+    return found + collections.Counter({(STREAM, *key): n for key, n in total.items()})
 
-  def operand(self, width: int, quant: Quant):
-    """The narrow operand [width, T] of a weight gradient, and its scales."""
-    rows, run = quant.tile
-    scales = (1 if rows == WHOLE else -(-width // rows)) * (
-      1 if run == WHOLE else -(-self.tokens // run)
-    )
-    self.found["inputs of linears", quant.format.dtype] += width * self.tokens
-    self.found["inputs of linears", jnp.dtype(jnp.float32)] += scales
+  def _stacked(self, function, declared, sites, *, is_stream: bool) -> collections.Counter:
+    """{(shape, dtype): arrays} that the loop over layers stacks for its backward pass.
 
-  def copy(self, kind: str, width: tuple[int, ...], quant: Quant | None):
-    """[T, *width] as `kept.keep` has it; without a Quant in the compute dtype."""
-    if quant is None:
-      self.add(kind, math.prod(width))
-      return
-    x = jax.ShapeDtypeStruct((self.tokens, *width), self.run.dtype)
-    for leaf in jax.tree.leaves(jax.eval_shape(lambda x: quantized_tensor.pack(x, quant), x)):
-      self.found[kind, leaf.dtype] += leaf.size
+    Args:
+      function: (x_BLD, (parameters, sites), context) -> (x_BLD, Aux), run.remat not applied yet.
+      is_stream: whether x_BLD goes from layer to layer; else every layer is given one, and what is
+        saved of these themselves is left out.
+    """
+    function = transformer.remat(function, self.run)
+    rows, length = self.rows, self.plan.data.seq_len
+    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    batch = {name: tokens for name in ("tokens_BL", "positions_BL")}
+    if not self.plan.data.cross_document:
+      batch["segments_BL"] = tokens
+    x_BLD = jax.ShapeDtypeStruct((rows, length, self.model.hidden_size), self.run.dtype)
+    stack = lambda x: jax.ShapeDtypeStruct((_LAYERS, *x.shape), x.dtype)  # noqa: E731
+    weights = jax.tree.map(stack, params_lib.abstract(declared, self.model.dims))
+    one_site = lambda x: jax.eval_shape(lambda x: x[0], x)  # noqa: E731
+    sites = jax.tree.map(lambda x: stack(one_site(x)), sites)
 
-  def add(self, kind: str, width: int, dtype=None):
-    """[T, width], default in the compute dtype."""
-    self.found[kind, jnp.dtype(dtype or self.run.dtype)] += width * self.tokens
+    def residuals(x, weights, sites, batch):
+      context = transformer.layer_context(batch, self.model)
 
-  def local(self, letter: str) -> int:
-    return self.dims[letter] // self.run.layout.size(self.run.layout.act_axes(letter))
+      def layers(x, weights, taps):
+        own = site_lib.with_taps(sites, taps)
+        if is_stream:
+          return jax.lax.scan(lambda x, xs: function(x, xs, context), x, (weights, own))
+        step = lambda _, xs: (None, function(xs[0], xs[1:], context))  # noqa: E731
+        return jax.lax.scan(step, None, (x, weights, own))
 
-  def tensor(self, letters: str):
-    return jax.ShapeDtypeStruct(tuple(self.dims[c] for c in letters), self.run.dtype)
+      return jax.tree.leaves(jax.vjp(layers, x, weights, site_lib.taps(sites))[1])
+
+    x = x_BLD if is_stream else stack(x_BLD)
+    jaxpr = jax.make_jaxpr(residuals)(x, weights, sites, batch).jaxpr
+    outputs: list[Any] = jaxpr.outvars  # of which JAX's types do not say that they have shapes
+    stacks = [v for v in outputs if v.aval.shape[:1] == (_LAYERS,) and v not in jaxpr.invars]
+    made = {_source(jaxpr, v): v.aval for v in stacks}
+    return collections.Counter((aval.shape[1:], aval.dtype) for aval in made.values())
+
+
+def _source(jaxpr, var) -> tuple:
+  """What computes a variable: the same for two that hold one array, which XLA saves once."""
+  for eqn in jaxpr.eqns:
+    if var not in eqn.outvars:
+      continue
+    if eqn.primitive.name == "name":
+      return _source(jaxpr, eqn.invars[0])
+    place = eqn.outvars.index(var)
+    inner = eqn.params.get("jaxpr")
+    if inner is None or eqn.primitive.name not in ("scan", "jit"):
+      return (var,)
+    body = inner.jaxpr
+    source = _source(body, body.outvars[place])
+    is_given = len(source) == 1 and source[0] in body.invars
+    if is_given and eqn.primitive.name == "jit":
+      return _source(jaxpr, eqn.invars[body.invars.index(source[0])])
+    return (id(eqn), *source)
+  return (var,)
+
+
+def _block(mixer, x_BLD, of_block, context, *, cfg, run) -> tuple[jax.Array, Aux]:
+  """A mixer, read by a function that needs its result again, as the next block does."""
+  p, s = of_block
+  x_BLD, aux = mixer.apply(p, s, x_BLD, context, cfg, run)
+  return (x_BLD if run.remat == "none" else jnp.sin(x_BLD)), aux

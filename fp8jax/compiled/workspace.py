@@ -1,6 +1,6 @@
 """What a step works on at its fullest moment, from the configuration alone.
 
-Beside its state a step holds gradients, what waits for the backward pass of the layers (waiting.py)
+Beside its state a step holds gradients, what layers save for their backward pass (saved_tensors.py)
 and what it has in hand. Three moments compete for the most: the loss, the backward pass of the last
 layer, and the gradient of the embedding, when all others are there; a fourth is a layer's update
 where layers move one after the other (layerwise.py). The forms are those of GPU
@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import params as params_lib
-from fp8jax.compiled import saved_tensors
+from fp8jax.models import transformer
+from fp8jax.models.mixer import GemmSite
 from fp8jax.step import run_spec, train_step
 
 GRADIENTS, KEPT = "gradients of layers", "kept for backward"
@@ -21,15 +22,22 @@ VOCABULARY = "embedding, head: gradients, logits"
 WEIGHTS = "weights of a layer, their gradients"
 OPERANDS = "operands in FP8"
 ACTIVATIONS = "activations of a layer"
-VOCABULARIES = ("embed", "head")
 KINDS = (GRADIENTS, KEPT, VOCABULARY, WEIGHTS, OPERANDS, ACTIVATIONS)
 
 
-def peak(plan: run_spec.RunSpec) -> tuple[str, dict[str, int]]:
-  """(the moment that needs most, {kind: bytes on one device})."""
-  moments = {"loss": _loss(plan), "last layer": _layer(plan), "embedding": _embedding(plan)}
+def peak(plan: run_spec.RunSpec, saved: int) -> tuple[str, dict[str, int]]:
+  """(the moment that needs most, {kind: bytes on one device}).
+
+  Args:
+    saved: bytes that layers save for the backward pass (saved_tensors.py).
+  """
+  moments = {
+    "loss": {KEPT: saved, **_loss(plan)},
+    "last layer": {KEPT: saved, **_layer(plan)},
+    "embedding": _embedding(plan),
+  }
   if plan.optim.in_backward:
-    moments["update of a layer"] = _update(plan)
+    moments["update of a layer"] = {KEPT: saved, **_update(plan)}
   return max(moments.items(), key=lambda item: sum(item[1].values()))
 
 
@@ -46,27 +54,31 @@ def _loss(plan) -> dict[str, int]:
   stream = plan.tokens_per_device * plan.model.dims["D"] * size
   return {
     GRADIENTS: _sums(plan, ["layers"]),
-    KEPT: _kept(plan),
     # The head as it multiplies and its gradient, whole; logits, and theirs in both dtypes.
-    VOCABULARY: _sums(plan, VOCABULARIES) + (size + 4) * head + logits(plan) * (8 + size) // 4,
+    VOCABULARY: _sums(plan, _vocabularies(plan))
+    + (size + 4) * head
+    + logits(plan) * (8 + size) // 4,
     ACTIVATIONS: 3 * stream,  # after the last norm, its gradient, what the norm reads
   }
 
 
 def _layer(plan) -> dict[str, int]:
-  """When the gradients of gate and up are there."""
+  """When the last block has the gradients of the sites that read its norm, as of gate and up."""
   size, tokens = _dtype(plan).itemsize, plan.tokens_per_device
-  d, f = plan.model.dims["D"], _local(plan, "F")
-  mlp = plan.sites()["layers"][-1]["mlp"]
-  is_narrow = all(mlp[name].recipe.is_narrow for name in ("gate", "up"))
+  d, mixer = plan.model.dims["D"], transformer.mixers(plan.model)[-1]
+  sites = plan.sites()["layers"][-1][mixer.key]
+  gemms = {site.name: _Gemm(plan, site) for site in mixer.sites}
+  first = [gemms[site.name] for site in mixer.sites if not site.is_residual]
+  last = {site.input: gemms[site.name] for site in mixer.sites if site.is_residual}
+  is_narrow = all(sites[gemm.name].recipe.is_narrow for gemm in first)
+  made, joined = sum(gemm.produced for gemm in first), sum(g.contracted for g in last.values())
   # gate, up, and the gradient of their product; wide, that product and both their gradients too.
-  matrices = 3 if is_narrow else 6
+  matrices = made + joined if is_narrow else 2 * (made + joined)
   if plan.run.remat in ("none", "linears", "quantized") and plan.run.residuals.gate_up is None:
-    matrices -= 2  # gate and up are among what waits
-  weights = [d * f] * 3
+    matrices -= made  # which are among what is saved
   is_gathered = any(plan.run.layout.size(plan.run.layout.weight_axes(c)) > 1 for c in "D")
-  in_hand = 4 * sum(weights) if is_gathered else 0
-  in_hand += 2 * weights[0] * (1 if is_narrow else size) if is_gathered else 0
+  in_hand = 4 * sum(gemm.weight for gemm in gemms.values()) if is_gathered else 0
+  in_hand += sum(g.weight for g in first) * (1 if is_narrow else size) if is_gathered else 0
   head = 4 * d * _local(plan, "V")  # its gradient, whole
   if plan.optim.in_backward:
     in_hand = max(in_hand, _gradients(plan, ["layers"]) // plan.model.num_layers)
@@ -76,13 +88,23 @@ def _layer(plan) -> dict[str, int]:
     gradients = _sums(plan, ["layers"]) + _gradients(plan, ["layers"])
   return {
     GRADIENTS: gradients,
-    KEPT: _kept(plan),
-    VOCABULARY: _sums(plan, VOCABULARIES) + head,
+    VOCABULARY: _sums(plan, _vocabularies(plan)) + head,
     WEIGHTS: in_hand,
-    # Both gradients for both of their products, and what gate and up read.
-    OPERANDS: tokens * (4 * f + d) if is_narrow else 0,
-    ACTIVATIONS: tokens * (matrices * f + 5 * d) * size,
+    # Their gradients for both of their products, and what they read.
+    OPERANDS: tokens * (2 * made + d) if is_narrow else 0,
+    ACTIVATIONS: tokens * (matrices + 5 * d) * size,
   }
+
+
+class _Gemm:
+  """Elements on one device: per token that a site produces and contracts, and of its weight."""
+
+  def __init__(self, plan, site: GemmSite):
+    x, w = site.eqn.partition("->")[0].split(",")
+    self.name = site.name
+    self.produced = math.prod(_local(plan, c) for c in w if c not in x)
+    self.contracted = math.prod(_local(plan, c) for c in w if c in x)
+    self.weight = self.produced * self.contracted
 
 
 def _update(plan) -> dict[str, int]:
@@ -93,7 +115,6 @@ def _update(plan) -> dict[str, int]:
   stream = plan.tokens_per_device * plan.model.dims["D"] * _dtype(plan).itemsize
   head = 4 * plan.model.dims["D"] * _local(plan, "V") * plan.model.tie_embeddings
   return {
-    KEPT: _kept(plan),
     VOCABULARY: head,
     WEIGHTS: (_gradients(plan, ["layers"]) + of_state) // plan.model.num_layers,
     ACTIVATIONS: 2 * stream,
@@ -112,7 +133,7 @@ def _embedding(plan) -> dict[str, int]:
     return {VOCABULARY: head * plan.model.tie_embeddings + 2 * embedding}
   return {
     GRADIENTS: _sums(plan, ["layers"]) + _gradients(plan, ["layers"]),
-    VOCABULARY: _sums(plan, VOCABULARIES) + head + 2 * embedding,
+    VOCABULARY: _sums(plan, _vocabularies(plan)) + head + 2 * embedding,
   }
 
 
@@ -127,8 +148,11 @@ def _gradients(plan, of) -> int:
   return sum(math.prod(local_shape(x)) * x.dtype.itemsize for x in leaves)
 
 
-def _kept(plan) -> int:
-  return sum(item.nbytes for item in saved_tensors.of_layers(plan))
+def _vocabularies(plan) -> list[str]:
+  """Of parameters that have the vocabulary: the embedding, and a head of its own."""
+  return [
+    name for name, p in params_lib.flatten(plan.declaration).items() if p.letters in ("VD", "DV")
+  ]
 
 
 def local_shape(x) -> tuple[int, ...]:

@@ -63,7 +63,6 @@ def test_declared_is_what_differentiation_keeps(monkeypatch, preset, recipe, cha
     and leaf.size >= 8 * 128
   ]  # fmt: skip
   there = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept)
-  # Reciprocals of root mean squares, per token, are not declared.
   assert there == pytest.approx(
     sum(item.nbytes for item in saved_tensors.of_layers(plan)), rel=0.01
   )
