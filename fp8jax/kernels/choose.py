@@ -23,7 +23,7 @@ _AMPERE, _ADA, _SM120 = 80, 89, 120
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """What a backend needs to know about the hardware.
+  """The facts about the hardware that a backend needs.
 
   Attributes:
     platform: "cpu" or "gpu".
@@ -161,7 +161,7 @@ def choose(problem: GemmProblem, wanted: str = "auto") -> Choice:
 
 
 def native_recipes(problem: GemmProblem) -> list[str]:
-  """The narrow recipes whose three products run on FP8 hardware, at the sizes of `problem`."""
+  """Recipes with three products on FP8 hardware, at the sizes of `problem`."""
 
   def is_native(recipe: Recipe) -> bool:
     gemms = [gemm for which in PASSES if (gemm := getattr(recipe, which)).is_narrow]

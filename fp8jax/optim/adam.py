@@ -1,7 +1,7 @@
-"""Adam and Lion whose moments are kept narrow, as Optax transformations.
+"""Adam and Lion with quantized moments, as Optax transformations.
 
 Source: Kingma & Ba 2015 (arXiv:1412.6980), Chen et al. 2023 (arXiv:2302.06675). Moments are read,
-moved and used in float32; what is kept of them is rounded afterwards, so that this step's update
+moved and used in float32; the stored ones are rounded afterwards, so that this step's update
 does not see its own rounding (as in COAT, FP8-LM and torchao).
 """
 
@@ -25,8 +25,10 @@ def is_large(params):
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-  """Which parameters have narrow moments, and how these lie. Each a tree like the parameters, one
-  value for all, or a function of the parameters that gives either.
+  """Which parameters have quantized moments, and their stacked axes.
+
+  Each is a tree like the parameters, one value for all, or a function of the parameters that gives
+  either.
 
   Attributes:
     narrow: bools; the others keep float32.

@@ -33,9 +33,8 @@ class OptimizerConfig:
   """AdamW, or Lion, and its learning rate.
 
   Attributes:
-    optimizer: "adam", or "lion" (arXiv:2302.06675),
-    which has one moment and wants a learning rate three
-      to ten times smaller.
+    optimizer: "adam", or "lion" (arXiv:2302.06675), which has one moment and wants a learning
+      rate three to ten times smaller.
     moment_format, master_format, grad_format: how these are stored between steps: names in
       moments.PRESETS, masters.PRESETS and gradients.PRESETS. Norms and biases stay float32.
     schedule: "wsd": linear warm-up, constant, cosine from peak_lr to min_lr over the last
@@ -67,7 +66,7 @@ class OptimizerConfig:
   in_backward: bool = False
 
   def problems(self) -> list[str]:
-    """What is impossible about these numbers, in words."""
+    """Reasons why these numbers are impossible."""
     found = []
     phases = ["warmup_steps", "decay_steps"] if self.schedule == "wsd" else ["warmup_steps"]
     used = sum(getattr(self, name) for name in phases)
@@ -138,18 +137,19 @@ def schedule(optim: OptimizerConfig) -> optax.Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class ParamOptimizer:
-  """What one parameter is moved by and kept as.
+  """The optimizer of one parameter and the formats of its state.
 
   Attributes:
     path: its name, "layers/mlp/gate".
     transformation: an Optax transformation of this parameter alone; it still wants -learning_rate.
     master, gradient: values of masters.PRESETS and gradients.PRESETS.
     lead: so many first axes number tensors of their own: layers.
-    seed: of what is rounded by chance.
+    seed: of stochastic rounding.
     is_large: False of norms and biases, which keep float32 and are never a kernel's.
-    rule: the transformation where AdamW is all of it; None of others.
-    backend: "xla": Optax's operations; or a kernel's name (kernels/adam), chosen by `fused.choose`.
-    note: why no kernel moves it; "" where none was asked for.
+    rule: hyperparameters where the transformation is AdamW; else None.
+    backend: "xla": Optax's operations; or a kernel's name (kernels/adamw), chosen by
+      `fused_adamw.choose`.
+    note: why no kernel updates it; "" where none was asked for.
     sharding: where it lies on a mesh, for a kernel; None on a single device.
   """
 

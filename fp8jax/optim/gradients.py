@@ -1,4 +1,4 @@
-"""How gradients are kept between the backward pass and the update, and summed over microbatches."""
+"""Formats of gradients between backward pass and update, and their sums over microbatches."""
 
 import dataclasses
 
@@ -13,10 +13,10 @@ from fp8jax.recipe.quant import Quant, Rounding, Scale
 
 PRESETS: dict[str, Quant | None] = {
   "float32": None,
-  # By chance: sums of many microbatches to the nearest would lose the later ones.
+  # Stochastic: sums of many microbatches to the nearest would lose the later ones.
   "bf16_sr": Quant(BF16, scale=Scale.NONE, rounding=Rounding.STOCHASTIC),
-  # FP8-LM (arXiv:2310.18313 §2.1): 1 byte, a scale per tensor. Microbatches to the nearest, their
-  # sum by chance.
+  # FP8-LM (arXiv:2310.18313 §2.1): 1 byte, a scale per tensor. Microbatches are rounded to the
+  # nearest, their sum stochastically.
   "e4m3": Quant(E4M3),
 }
 
@@ -38,13 +38,13 @@ def is_leaf(g) -> bool:
 
 
 def norm(tree):
-  """The global norm of what gradients stand for."""
+  """The global norm of gradients in any format."""
   leaves = jax.tree.leaves(tree, is_leaf=is_leaf)
   return jnp.sqrt(sum(jnp.sum(jnp.square(wide(g))) for g in leaves))
 
 
 def scaled(tree, factor):
-  """Gradients times a scalar. Of those with scales the scales, to float32's precision."""
+  """Gradients times a scalar; where there are scales, these are multiplied, in float32."""
 
   def one(g):
     if isinstance(g, QuantizedTensor) and g.scale is not None:
@@ -55,13 +55,13 @@ def scaled(tree, factor):
 
 
 def add(sums, new, key):
-  """Another microbatch's, as the sums are kept.
+  """Adds a microbatch's gradients to the sums, in the format of the sums.
 
-  8 bits stay on the grid of the first microbatch; what outgrows it saturates, and `next_room` sees
-  it. They are rounded by chance, which FP8-LM's are not: to the nearest, a sum of 16 equal ones
-  stops at a fifth of what it should be, each being less than half a step of the sum by then. Each
-  of A additions errs by up to a step, 1/16 to 1/8 of the sum: in the end by about 0.02 sqrt(A) of a
-  sum of equals, with no sign.
+  8 bits stay on the grid of the first microbatch; larger sums saturate, and
+  `next_grad_autoscale` sees it. Rounding is stochastic, unlike FP8-LM's: to the nearest, a sum of
+  16 equal gradients stops at a fifth of its value, since each is less than half a step of the sum
+  by then. Each of A additions errs by up to a step, 1/16 to 1/8 of the sum: in the end by about
+  0.02 sqrt(A) of a sum of equals, with no sign.
 
   Args:
     key: a jax.random key.

@@ -1,7 +1,7 @@
-"""How master weights are kept between steps, as named values.
+"""Formats of master weights between steps, as named values.
 
-What is multiplied by is made from what is kept: of "bf16_remainder" the BF16 half, of the others
-their value.
+GEMM operands come from the master: from the BF16 half of "bf16_remainder", from the value of the
+others.
 """
 
 from typing import Any
@@ -15,19 +15,19 @@ REMAINDER = "remainder"
 
 PRESETS: dict[str, Quant | str | None] = {
   "float32": None,
-  # To the nearest, an update below half a step of BF16 (0.2 to 0.4 %) would be lost every time; by
-  # chance it is right in the mean (Zamirai et al. 2020, arXiv:2010.06192).
+  # To the nearest, an update below half a step of BF16 (0.2 to 0.4 %) would be lost every time;
+  # rounded stochastically it is right in the mean (Zamirai et al. 2020, arXiv:2010.06192).
   "bf16_sr": Quant(BF16, scale=Scale.NONE, rounding=Rounding.STOCHASTIC),
   "bf16_remainder": REMAINDER,
   # FP8-LM (arXiv:2310.18313 §2.2): 10 bits of mantissa under a power of two per tensor. There to
-  # the nearest; here by chance, as BF16: half a step is 0.02 to 0.05 % of a weight, and continued
-  # pre-training at rates of 1e-5 moves most of them by less.
+  # the nearest; here stochastically, as BF16: half a step is 0.02 to 0.05 % of a weight, and
+  # continued pre-training at rates of 1e-5 moves most of them by less.
   "f16": Quant(F16, scale=Scale.POW2, rounding=Rounding.STOCHASTIC),
 }
 
 
 def keep(x, how: Quant | str | None, *, lead: int = 0, key=None) -> Any:
-  """x as it is kept: float32, QuantizedTensor or SplitFloat32.
+  """x in the format of the master: float32, QuantizedTensor or SplitFloat32.
 
   Args:
     x: float32 of any shape.
@@ -47,7 +47,7 @@ def keep(x, how: Quant | str | None, *, lead: int = 0, key=None) -> Any:
 def nbytes(how: Quant | str | None) -> tuple[float, float]:
   """(bytes that products read as they are, bytes besides) per parameter of a large tensor.
 
-  Of float32 and F16 masters, products read BF16 or FP8 that is made in every step and not kept.
+  Of float32 and F16 masters, products read BF16 or FP8 that is computed anew in every step.
   """
   if how == REMAINDER:
     return 2.0, 2.0

@@ -1,4 +1,4 @@
-"""How Adam's moments are kept, as named values, and what is known to break.
+"""Formats of Adam's moments, as named values, and their known failures.
 
 Bytes are per parameter, for both moments, scales included. What each does to m / (sqrt(v) + eps)
 over thousands of steps: `python experiments/moments/dynamics.py`.
@@ -14,7 +14,7 @@ from fp8jax.recipe.quant import WHOLE, DynamicRangeExpansion, Quant, Rounding, S
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-  """How both moments are kept; None is float32.
+  """Quants of both moments; None is float32.
 
   Attributes:
     mu: the mean of gradients (Lion: its momentum).

@@ -1,9 +1,9 @@
 """A step of every parameter, in place: gradient, master and moments of a piece at a time.
 
-Optax returns an update in float32 for every parameter at once, and what is kept narrow would be
-wide for as long: 8 bytes and more per parameter beside 6. Here a parameter is moved on its own, and
-a large one by pieces of its first axis (layers of a stack, rows of a matrix), so that float32
-copies exist of a piece only. A kernel (fused.py) has none at all and takes a parameter as it is.
+Optax returns an update in float32 for every parameter at once, and quantized state would exist in
+float32 for as long: 8 bytes and more per parameter beside 6. Here each parameter is updated on its
+own, and a large one by pieces of its first axis (layers of a stack, rows of a matrix), so that
+float32 copies exist of a piece only. A kernel (fused_adamw.py) needs no such copies.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from fp8jax.quantization import quantized_tensor
 from fp8jax.quantization.bf16_remainder import SplitFloat32
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
 
-# Numbers that are moved at once where a parameter is walked along: 64 MiB in float32.
+# Elements of a piece of a parameter that is updated by pieces: 64 MiB in float32.
 _PIECE = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateArgs:
-  """What every parameter's step is told.
+  """Arguments of the step that all parameters share.
 
   Attributes:
     step: int32 scalar, number of steps taken.
@@ -50,10 +50,10 @@ class StepResult(NamedTuple):
   Attributes:
     loss: mean over tokens.
     norm: global norm of the gradient.
-    is_finite: bool scalar, whether loss, gradient and all that sites saw were.
+    is_finite: bool scalar, whether loss, gradient and all tensor statistics are finite.
     params, opt: of State.
     squares: float32 [2]: sums of squares of the updates and of the parameters before them.
-    seen: {site: what it saw}.
+    seen: {site: its tensor statistics}.
     room: State.room.
     values: further metrics.
   """
@@ -70,24 +70,24 @@ class StepResult(NamedTuple):
 
 
 def clip_factor(norm, clip: float):
-  """What gradients of this global norm are multiplied by so that it is at most `clip`; 0 clips
-  nothing."""
+  """The factor on gradients of this global norm that makes it at most `clip`; 0 turns clipping
+  off."""
   return jnp.where(norm < clip, 1.0, clip / norm) if clip else 1.0
 
 
 def init(leaf: ParamOptimizer, param):
-  """(state of its transformation, what is kept of a float32 parameter)."""
+  """(state of its transformation, master) of a float32 parameter."""
   kept = masters.keep(param, leaf.master, lead=leaf.lead, key=jax.random.key(leaf.seed))
   return leaf.transformation.init(param), kept
 
 
 def abstract(leaf: ParamOptimizer, param):
-  """`init` of shapes: where all of it lies too, if the parameter's says so."""
+  """`init` of shapes, with shardings if the parameter has one."""
   return placed(jax.eval_shape(functools.partial(init, leaf), param), param)
 
 
 def placed(made, param):
-  """`made`, shapes of what stands for `param`, where that lies; counters everywhere."""
+  """`made`, shapes of a parameter's state, with its sharding; counters are replicated."""
   mesh = getattr(param.sharding, "mesh", None)
 
   def one(x):
@@ -104,12 +104,12 @@ def placed(made, param):
 
 
 def with_backends(leaves, params, device, wanted: str):
-  """The tree of leaves, each with the backend that moves it.
+  """The tree of leaves, each with the backend that updates it.
 
   Args:
     params: the parameters in float32: shapes, and where they lie.
-    device: a kernels.backend.Device.
-    wanted: one of fused.CHOICES.
+    device: a kernels.choose.Device.
+    wanted: one of fused_adamw.CHOICES.
 
   Raises:
     ValueError: a kernel asked for by name cannot move a large parameter; says which, and why.
@@ -156,14 +156,15 @@ def move(leaf: ParamOptimizer, g, state, kept, now: UpdateArgs, *, may_walk: boo
     state: of its transformation.
     kept: its master: float32, QuantizedTensor or SplitFloat32.
     may_walk: whether its first axis lies on one device.
-    piece: which layer, where these are one layer's part of a parameter: what is drawn differs.
+    piece: number of the layer, where these are one layer's part of a parameter: random bits
+      differ by piece.
 
   Returns:
     (state, kept, float32 [2]: sums of squares of the update and of the parameter before it).
   """
   if leaf.backend != "xla":
     return fused_adamw.move(leaf, g, state, kept, now)
-  # Not the key that the state's own rounding has.
+  # Another key than that of the state's own rounding.
   key = jax.random.fold_in(jax.random.key(leaf.seed + 1), now.step)
 
   def one(g, old, piece):
@@ -202,12 +203,12 @@ def _walk(one, g, before, pieces: int):
 
 
 def slice_layer(tree, start, size: int):
-  """`size` entries of every array's first axis; a counter, or a scale of all, is every part's."""
+  """`size` entries of every array's first axis, and all scalars: counters, scales of the whole."""
   return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size) if x.ndim else x, tree)
 
 
 def update_layer(tree, part, start):
-  """The inverse of `cut`."""
+  """The inverse of `slice_layer`."""
 
   def one(x, y):
     return jax.lax.dynamic_update_slice_in_dim(x, y, start, 0) if x.ndim else y
@@ -221,10 +222,10 @@ def with_scalars_of(tree, before):
 
 
 def _pieces(g, kept) -> int:
-  """Into how many the first axis is cut: the fewest of at most _PIECE numbers each.
+  """Number of pieces of the first axis: the fewest of at most _PIECE elements each.
 
-  1 where nothing is narrow (XLA then updates in place, number by number), and where what is written
-  shares a scale along the first axis.
+  1 where nothing is quantized (XLA then updates in place, element by element), and where a written
+  tensor shares a scale along the first axis.
   """
   narrow = [x for x in jax.tree.leaves((g, kept), is_leaf=_is_packed) if _is_packed(x)]
   shares = (x for x in narrow if not x.is_stack)
