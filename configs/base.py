@@ -137,8 +137,8 @@ def get_config(arm=""):
   # experiments/moments the most exact in two bytes), or "sqrt_v", "tensor_e4m3_e5m2", "e4m3_256",
   # "fp8lm", "bf16", "bf16_sr". Norms and biases stay float32.
   c.optim.moment_format = "float32"
-  # Master weights: "float32"; "bf16_sr", rounded by chance; "bf16_remainder", a float32 of which
-  # the BF16 half multiplies; "f16", scaled.
+  # Master weights: "float32"; "bf16_sr", rounded stochastically; "bf16_remainder", a float32 of
+  # which the BF16 half multiplies; "f16", scaled.
   c.optim.master_format = "float32"
   # Gradients between backward pass and update: "float32", "bf16_sr", or "e4m3".
   c.optim.grad_format = "float32"

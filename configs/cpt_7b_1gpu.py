@@ -1,8 +1,8 @@
 """All of Qwen2.5-7B continued in block FP8 on one 80 GB GPU, 8,192 tokens at a time.
 
 what:      cpt_7b's model, recipe and optimizer; masters in BF16 with a 16-bit remainder (a float32,
-           losslessly), BF16 gradients rounded by chance, COAT's moments: 8.1 bytes per parameter
-           instead of 16. A step has 1/512 of the tokens (see `for_batch`): 328M in
+           losslessly), BF16 gradients rounded stochastically, COAT's moments: 8.1 bytes per
+           parameter instead of 16. A step has 1/512 of the tokens (see `for_batch`): 328M in
            40,000 steps, peak rate 4.4e-6 (1e-4 / sqrt(512)), min 4.4e-7, warm-up and decay 5,000
            steps each, clip 1.0
 command:   as for configs/cpt_7b.py, then

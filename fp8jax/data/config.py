@@ -1,4 +1,4 @@
-"""What data a run trains on."""
+"""The data that a run trains on."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class DataConfig:
     on_malformed, on_long: see tokenize.Tokenize.
     seed: order of documents.
     workers: worker processes per source; 0 tokenizes in threads of this process.
-    prefetch: batches kept ready.
+    prefetch: batches held ready.
     shuffle_windows: windows per block that is shuffled; for prepared data any number shuffles the
       whole epoch. 0 keeps the windows in the order of the documents.
   """

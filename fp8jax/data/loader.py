@@ -46,7 +46,7 @@ class Shard:
   count: int = 1
 
 
-# What may become of a document instead of training on it, other than being held out.
+# Outcomes of a document other than training on it or holding it out.
 PASSED_OVER = ("malformed", "too long")
 
 
@@ -94,7 +94,7 @@ def train_batches(
 
 
 class _Resumable(grain.DatasetIterator):
-  """An iterator whose state survives JSON.
+  """An iterator with a state that JSON can hold.
 
   grain 0.2.18's ConcatThenSplitIterDataset compares a slice of its state with a tuple; JSON brings
   back a list, an empty remainder is then taken for a document, and the next one is lost. Delete

@@ -24,7 +24,7 @@ class Prepared:
 
   @functools.cached_property
   def index(self) -> dict[str, Any]:
-    """What prepare wrote down: fingerprints, token counts, files per split."""
+    """The index that prepare wrote: fingerprints, token counts, files per split."""
     name = os.path.join(self.path, "index.json")
     index = read_json(name, "write it with --job=prepare")
     if not {"tokenizer", "heldout", "splits"} <= index.keys():

@@ -87,7 +87,7 @@ class Samples:
     self._begin()
 
   def _begin(self):
-    """What a process has for itself."""
+    """Creates the state that is not pickled: a lock and a cache."""
     self._lock = threading.Lock()
     self._two_epochs = functools.lru_cache(maxsize=2)(self._make_epoch)
 

@@ -27,7 +27,7 @@ Record = dict[str, Any]
 
 
 class Source(Protocol):
-  """What grain reads from."""
+  """The source that grain reads from."""
 
   def __len__(self) -> int: ...
 

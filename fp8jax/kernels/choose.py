@@ -251,7 +251,7 @@ def _automatic(backends: Iterable[str], device: Device) -> list[str]:
 
 
 def native_recipes(problem: GemmProblem) -> list[str]:
-  """The narrow recipes whose three products run on FP8 hardware, at the sizes of `problem`."""
+  """Recipes with three products on FP8 hardware, at the sizes of `problem`."""
 
   def is_native(recipe: Recipe) -> bool:
     gemms = [gemm for which in PASSES if (gemm := getattr(recipe, which)).is_narrow]

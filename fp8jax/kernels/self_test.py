@@ -27,7 +27,7 @@ from fp8jax.recipe.quant import WHOLE, Quant
 # are the columns of the matrix.
 _SIZES = (2192, 1680, 1024)
 _MATRIX = (400, 272)
-# What the producers compute, in NumPy.
+# The prologues' functions, in NumPy.
 _DEFINITIONS = {
   prologues.RMS_NORM: lambda x, scale, weight: (x * scale[:, None] * weight,),
   prologues.SWIGLU: lambda gate, up: (gate / (1 + np.exp(-gate)) * up,),
@@ -69,7 +69,7 @@ def hopper(
 
   Args:
     gemm: a product that kernels.scaled_matmul.mosaic_sm90 supports.
-    shapes: M, N, K of a run, whose ways to cut up the work are tried.
+    shapes: M, N, K of a run; each one's tile configs are tried.
     sizes: M, N, K of what is multiplied, in BF16 and float32.
 
   Raises:
@@ -99,7 +99,7 @@ def hopper(
 
 
 def quantizer(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:
-  """Makes a matrix narrow with the Hopper quantizer, in both orientations from one reading.
+  """Quantizes a matrix with the Hopper quantizer, in both orientations from one reading.
 
   Args:
     quant: of a product that kernels.scaled_matmul.mosaic_sm90 or xla_sm90 supports.
@@ -121,7 +121,7 @@ def producers(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:
   """Computes norm, SwiGLU and its gradients on the way into the Hopper quantizer.
 
   Args:
-    quant: of tiles, in which results are made narrow, in both orientations.
+    quant: with tiles, of the results, in both orientations.
     sizes: rows, columns.
 
   Raises:
@@ -138,7 +138,7 @@ def producers(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:
     for made, amax, want in zip(*jax.jit(make)(matrices, factors), wanted, strict=True):
       what = f"{producer.name} in the Hopper quantizer makes {quant}"
       largest = np.abs(want).max()
-      # BF16's rounding, then the narrow format's; of small numbers that of its smallest one.
+      # BF16's rounding, then the quantized format's; of small numbers that of its smallest one.
       slack = np.abs(want) * (2.0**-7 + 2.0 ** -(quant.format.mantissa_bits + 1))
       slack += largest * 2.0**-16
       for along, narrow in made.items():
@@ -159,7 +159,7 @@ def optimizer(
   """Updates a parameter with the Hopper kernel and by the definition.
 
   Args:
-    mu, nu: how moments are kept; what kernels.adam.mosaic_sm90 supports.
+    mu, nu: Quants of the moments; what kernels.adamw.mosaic_sm90 supports.
     is_pair: whether the master is in two.
     dtype: of the gradient.
     sizes: of the parameter; the default has some tiles for each warpgroup of the device.

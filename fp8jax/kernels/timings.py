@@ -57,7 +57,7 @@ def device_name() -> str:
 
 
 def load(folder: pathlib.Path = _FOLDER) -> tuple[LayerTiming, ...]:
-  """What was measured on this kind of device; nothing if nothing was."""
+  """Measurements on this kind of device; empty without any."""
   path = folder / f"{device_name()}.json"
   if not path.exists():
     return ()
@@ -74,7 +74,7 @@ def store(
 
 
 def lines(sites: Sequence[dict[str, Any]], measured: Sequence[LayerTiming]) -> list[str]:
-  """What a run should be told: sites that lose by their recipe, or that nobody knows.
+  """Advice for a run: sites that are slower by their recipe, or that nobody measured.
 
   Args:
     sites: report.site_rows.
@@ -92,7 +92,7 @@ def lines(sites: Sequence[dict[str, Any]], measured: Sequence[LayerTiming]) -> l
 
 
 def _line(row: dict[str, Any], measured: Sequence[LayerTiming]) -> str:
-  """What to say of one site; nothing if it gains."""
+  """The line about one site; empty if its recipe makes it faster."""
   m, n, k = row["m_n_k"]
   kind, backends = _kind(row["definition"]), set(row["backends"].values())
   of_kind = [
@@ -119,7 +119,7 @@ def _line(row: dict[str, Any], measured: Sequence[LayerTiming]) -> str:
 
 
 def _kind(definition: dict[str, Any]) -> list[Any]:
-  """What the time depends on besides the backend: tiles, where scales come from, accumulation.
+  """Properties besides the backend that time depends on: tiles, sources of scales, accumulation.
 
   Not which eight bits an element has, how scales are rounded, nor what the backward pass keeps.
   """

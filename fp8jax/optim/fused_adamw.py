@@ -1,7 +1,7 @@
-"""AdamW of a parameter by one kernel (kernels/adam): whose step it can take, and that step.
+"""AdamW of a parameter by one kernel (kernels/adamw): the parameters it supports, and its step.
 
-A parameter on a mesh is moved where it lies, each device its own part: an update needs nothing of
-others, but for the sums of squares.
+On a mesh each device updates its own part of a parameter: an update needs nothing of other devices
+but the sums of squares.
 """
 
 import collections
@@ -70,7 +70,7 @@ def check(leaves: list[ParamOptimizer], wanted: str) -> None:
 
 
 def move(leaf: ParamOptimizer, g, state, kept, now):
-  """See `walk.move`; a step that is not applied has an update of 0."""
+  """See `update.move`; a step that is not applied has an update of 0."""
   if leaf.rule is None:
     raise ValueError(f"{leaf.path}: backend={leaf.backend!r} needs a rule; see `choose`")
   rule, (before, *rest) = dataclasses.asdict(leaf.rule), state

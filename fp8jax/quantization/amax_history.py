@@ -1,4 +1,4 @@
-"""Delayed and static scaling: which amax a scale is made from.
+"""Delayed and static scaling: the amax that a scale is computed from.
 
 Source: Transformer Engine's DelayedScaling (arXiv:2209.05433 §5). After a step the history rolls by
 one, its first slot takes what the step saw, and the next scale comes from the maximum of the
@@ -23,10 +23,10 @@ TENSORS = ("x", "w", "g")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScalingState:
-  """What a site remembers of (x, w, g); stacked over layers in front.
+  """Amaxes of (x, w, g) of a site; layers are stacked on the first axis.
 
   Attributes:
-    amax_3: float32 [..., 3], what scales are made from now; NaN where nobody looked yet, 0 where
+    amax_3: float32 [..., 3], that scales are computed from; NaN before the first step, 0 where
       nothing but zeros was seen.
     history_3H: float32 [..., 3, H], newest first.
   """
@@ -36,13 +36,13 @@ class ScalingState:
 
 
 def sources(recipe: Recipe) -> tuple[Source | None, ...]:
-  """Where the scales of (x, w, g) come from; None for a tensor that is never narrow."""
+  """Sources of the scales of (x, w, g); None for a tensor that is never quantized."""
   uses = recipe.uses()
   return tuple(uses[t][0].source if uses[t] else None for t in TENSORS)
 
 
 def init(recipe: Recipe, stacked: tuple[int, ...] = ()) -> ScalingState:
-  """A memory of nothing, to be calibrated before use: every product made with it is NaN.
+  """An empty state, to be calibrated before use: every product computed with it is NaN.
 
   Scale 1, Transformer Engine's, would multiply: badly, and with a static scale for ever.
   """

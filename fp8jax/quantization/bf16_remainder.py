@@ -62,5 +62,5 @@ def wide(kept):
 
 
 def like(x, kept):
-  """float32 x as `kept` is: a Split or float32."""
+  """float32 x in the format of `kept`: a SplitFloat32 or float32."""
   return split(x) if isinstance(kept, SplitFloat32) else x

@@ -1,4 +1,4 @@
-"""The Hadamard rotation of a GEMM operand, applied before it is made narrow.
+"""The Hadamard rotation of a GEMM operand, applied before quantization.
 
 x' = (x * signs) . H / sqrt(size), in blocks of `size` along the contraction, with Sylvester's H and
 a fixed vector of signs. The rotation is orthogonal, and both operands get the same one, so that the

@@ -47,7 +47,7 @@ def amax_to_scale(amax, format: Format, kind: Scale, margin: int = 0):
 
   Args:
     amax: float32, any shape, in the tensor's own units; may be 0, inf or NaN (gives 1).
-    format: the narrow format that the tile will be stored in.
+    format: that the tile will be stored in.
     kind: any but E4M3_OVER_F32, which needs two amaxes: `two_level_scale`.
     margin: the scale is 2^margin times as large, which leaves as much unused above amax.
   """
@@ -67,7 +67,7 @@ def amax_to_scale(amax, format: Format, kind: Scale, margin: int = 0):
 def _power_of_two(amax, format: Format, kind: Scale):
   """2^(exponent of amax, raised by one where `kind` rounds up, - max_exponent), by its bits."""
   fraction_of_max = round((format.max * 2.0**-format.max_exponent - 1) * 2**23)
-  # What added to amax's bits carries into its exponent exactly where the rule rounds up.
+  # Added to amax's bits, this carries into the exponent exactly where the rule rounds up.
   carry = {
     Scale.POW2: 2**23 - 1 - fraction_of_max,
     Scale.FLOOR: 0,
@@ -115,14 +115,14 @@ def cast(x, format: Format):
 
 
 def count_nonfinite(x):
-  """int32 number of NaNs and infinities in x, which a narrow matrix may no longer show."""
+  """int32 number of NaNs and infinities in x, which a quantized matrix may no longer show."""
   return jnp.sum(~jnp.isfinite(x), dtype=jnp.int32)
 
 
 def quantize(
   x, quant: Quant, *, contraction: int = 1, amax_axes=((), ()), amax=None, key=None
 ) -> scaled_matrix.ScaledMatrix:
-  """Makes the matrix x narrow.
+  """Quantizes the matrix x.
 
   Args:
     x: [rows, contraction], or its transpose when `contraction` is 0.

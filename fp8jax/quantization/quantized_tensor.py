@@ -1,4 +1,4 @@
-"""A tensor of any shape kept narrow: what an optimizer remembers, what waits for a backward pass.
+"""A quantized tensor of any shape: optimizer moments, masters, gradients, residuals.
 
 The codes have the tensor's shape, so that they are split over a mesh like it. A tile is one of
 
@@ -49,7 +49,7 @@ class QuantizedTensor:
       DynamicRangeExpansion it is the group's amax, and value = scale * (|data| / format.max)^(1/k)
       with data's sign.
     power: uint8 like scale, 16 k, with DynamicRangeExpansion; else None.
-    quant: how it was made.
+    quant: how it was quantized.
   """
 
   data: jax.Array
@@ -86,13 +86,13 @@ class QuantizedTensor:
     return jnp.square(wide) if isinstance(quant.transform, SquareRoot) else wide
 
   def repack(self, x, key=None) -> "QuantizedTensor":
-    """x, of the same shape, kept like this."""
+    """x, of the same shape, quantized by the same Quant."""
     lead = self.scale.ndim if self.scale is not None and self.quant.tile[1] == WHOLE else 0
     return pack(x, self.quant, lead=lead, key=key)
 
 
 def pack(x, quant: Quant, *, lead: int = 0, key=None, room=None) -> QuantizedTensor:
-  """Keeps x narrow.
+  """Quantizes x.
 
   Args:
     x: any float dtype and shape; not negative for a SquareRoot.
@@ -132,7 +132,7 @@ def pack(x, quant: Quant, *, lead: int = 0, key=None, room=None) -> QuantizedTen
 
 
 def zeros(shape: tuple[int, ...], quant: Quant, *, lead: int = 0) -> QuantizedTensor:
-  """What `pack` makes of zeros: without reducing them, which XLA would do while it compiles, for
+  """`pack` of zeros, without reducing them, which XLA would do while it compiles, for
   minutes where a model is large."""
   key = jax.eval_shape(jax.random.key, 0)
   wide = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -142,22 +142,26 @@ def zeros(shape: tuple[int, ...], quant: Quant, *, lead: int = 0) -> QuantizedTe
 
 
 def on_grid(x, scale, like: QuantizedTensor, key) -> QuantizedTensor:
-  """x kept like another that has no transform, under given scales: saturates beyond them, and is
-  rounded stochastically."""
+  """x quantized like another that has no transform, under given scales.
+
+  Values beyond the scales saturate. Rounding is stochastic.
+  """
   values = _grouped(x.astype(jnp.float32), scale.ndim, like.quant) * (1.0 / scale)[..., None]
   data = _ungrouped(rounding.stochastic(values, like.quant.format, key), x.shape)
   return QuantizedTensor(data, scale, None, like.quant)
 
 
 def check(quant: Quant):
-  """Raises ValueError for what cannot be kept in this way."""
+  """Raises ValueError for a Quant that tensors cannot be stored in."""
   rows, group = quant.tile
   if (rows, group) != (WHOLE, WHOLE) and (rows != 1 or group == WHOLE):
-    raise ValueError(f"tile={quant.tile} of what is kept must be ({WHOLE}, {WHOLE}) or (1, group)")
+    raise ValueError(
+      f"tile={quant.tile} of a stored tensor must be ({WHOLE}, {WHOLE}) or (1, group)"
+    )
   if quant.source != CURRENT or isinstance(quant.transform, Hadamard):
     raise ValueError(
-      f"{quant}: what is kept takes its scale from itself and is not rotated; set source=CURRENT "
-      "and transform None, SquareRoot() or DynamicRangeExpansion()"
+      f"{quant}: a stored tensor takes its scale from itself and is not rotated; set "
+      "source=CURRENT and transform None, SquareRoot() or DynamicRangeExpansion()"
     )
   if quant.scale is Scale.E4M3_OVER_F32:
     raise ValueError(f"{quant}: two-level scales are for GEMM operands; set scale='f32'")

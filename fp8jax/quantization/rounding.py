@@ -1,4 +1,4 @@
-"""How a float32 meets the grid of a narrow format: to the nearest, or up or down by chance.
+"""Rounding of float32 to an 8- or 16-bit format: to the nearest, or stochastically.
 
 Source: OCP OFP8 v1.0, saturating conversion. Stochastic rounding for FP8 training: Wang et al. 2018
 (arXiv:1812.08011); where it is needed: NVFP4's gradients (arXiv:2509.25149 §4.4).

@@ -1,4 +1,4 @@
-"""A narrow matrix and its scales."""
+"""A quantized matrix and its scales."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def expand(scale, axis: int, tile: int, extent: int):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScaledMatrix:
-  """A matrix in a narrow format: value = data * scale, always.
+  """A matrix in an 8- or 4-bit format: value = data * scale, always.
 
   Attributes:
     data: [rows, contraction], a narrow dtype. Or [shards, rows, contraction / shards]: how an

@@ -1,4 +1,4 @@
-"""What a tensor looked like and what narrowing did to it, as a few numbers that combine.
+"""Statistics of a tensor and of its quantization error, as a few numbers that combine.
 
 A quiet step asks for the amax alone, a loud one for all of STATISTICS. They are chosen so that the
 statistics of parts (microbatches, chunks, devices) combine into those of the whole: some by sum,
@@ -45,8 +45,8 @@ def statistics(x, narrow, quant: Quant | None):
   """float32 [LOUD]: STATISTICS of the matrix x.
 
   Args:
-    x: [rows, contraction], before narrowing and in the orientation of `narrow`.
-    narrow: the ScaledMatrix that `quant` made of it; anything where quant is None.
+    x: [rows, contraction], before quantization and in the orientation of `narrow`.
+    narrow: x quantized by `quant`, a ScaledMatrix; anything where quant is None.
   """
   x = x.astype(jnp.float32)
   is_finite = jnp.isfinite(x)

@@ -1,4 +1,4 @@
-"""What precision is, as values: Quant (one tensor), Gemm (one product), Recipe (one linear layer).
+"""Precision as values: Quant (one tensor), Gemm (one product), Recipe (one linear layer).
 
 Nothing here computes. A recipe is a frozen dataclass that jit treats as a constant, so the program
 is specialised per recipe and never asks about precision while it runs. Named recipes are in
@@ -64,7 +64,7 @@ class Gemm:
     _check_accumulate(self.accumulate, self.is_narrow)
     if (self.lhs is None) != (self.rhs is None):
       raise ValueError(
-        f"lhs={self.lhs} and rhs={self.rhs}: both operands of a GEMM are narrow or neither is; "
+        f"lhs={self.lhs} and rhs={self.rhs}: both operands of a GEMM are quantized or neither is; "
         "no matrix unit multiplies FP8 by BF16. Set both, or both to None."
       )
     if self.lhs and self.rhs and self.lhs.transform != self.rhs.transform:
@@ -83,7 +83,7 @@ class Gemm:
       if isinstance(quant.transform, SquareRoot | DynamicRangeExpansion) or quant.keeps_nonzero:
         raise ValueError(
           f"{name}={quant}: a product of square roots or powers is not the product. These are for "
-          "what is kept, such as an optimizer's moments; leave transform and keeps_nonzero out"
+          "stored tensors, such as an optimizer's moments; leave transform and keeps_nonzero out"
         )
       if quant.tile[1] == WHOLE:
         continue
@@ -158,7 +158,7 @@ class Recipe:
     return self.name
 
   def uses(self) -> dict[str, list[Quant]]:
-    """{"x", "w", "g": the Quants that make that tensor narrow}, without repetition."""
+    """{"x", "w", "g": the Quants of that tensor}, without repetition."""
     f, d, w = self.fwd, self.dgrad, self.wgrad
     pairs = {"x": (f.lhs, w.lhs), "w": (f.rhs, d.rhs), "g": (d.lhs, w.rhs)}
     return {t: list(dict.fromkeys(q for q in quants if q)) for t, quants in pairs.items()}
@@ -203,7 +203,7 @@ class Recipe:
     return dataclasses.replace(self._map(one), name=name)
 
   def with_accumulate(self, name: str, accumulate: Sequence[Accumulate]) -> "Recipe":
-    """A recipe of this name whose FP8 products accumulate otherwise.
+    """This recipe under another name and with another accumulation of its FP8 products.
 
     Args:
       accumulate: of fwd, dgrad and wgrad; what a product in the compute dtype would get is ignored.

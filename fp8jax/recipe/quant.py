@@ -114,13 +114,13 @@ Transform = Hadamard | SquareRoot | DynamicRangeExpansion
 
 @dataclasses.dataclass(frozen=True)
 class Quant:
-  """How one tensor is made narrow: a GEMM operand, or what is kept between steps or passes.
+  """How one tensor is quantized: a GEMM operand, or an array stored between steps or passes.
 
   A GEMM operand is seen as a matrix of rows x contraction; for anything else see
   quantization/quantized_tensor.py.
 
   Attributes:
-    format: the narrow format of the data.
+    format: of the quantized data.
     tile: extents that share one scale, (rows, contraction); WHOLE means the full axis. A last tile
       may be partial.
     scale: how a tile's scale is chosen and stored.

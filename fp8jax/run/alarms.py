@@ -13,7 +13,7 @@ from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import WHOLE
 from fp8jax.step.config import Alarm
 
-# What alarms only where one scale covers a whole axis: finer tiles keep outliers to themselves.
+# Statistics with alarms only where one scale covers a whole axis: finer tiles contain outliers.
 _OF_OUTLIERS = ("kurtosis", "alignment")
 # Lines per look; what is beyond is counted.
 _MOST = 8

@@ -93,7 +93,7 @@ def read(path: str) -> dict[tuple[str, str], float]:
 
 
 def begin(plan: RunSpec, path: str) -> list[dict[str, amax_history.ScalingState]]:
-  """What sites start from in every phase of the precision schedule.
+  """The scaling states that sites start from in every phase of the precision schedule.
 
   Raises:
     UserError: see `read` and `memories`; a table that no site of any phase starts from.
@@ -110,7 +110,7 @@ def begin(plan: RunSpec, path: str) -> list[dict[str, amax_history.ScalingState]
 
 
 def memories(amaxes: dict[tuple[str, str], float], sites) -> dict[str, amax_history.ScalingState]:
-  """What sites whose scales are not current start from.
+  """The scaling states that sites with delayed or static scales start from.
 
   Raises:
     UserError: a tensor of a site that the table does not know and a scale is to come from.

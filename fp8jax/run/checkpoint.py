@@ -1,6 +1,6 @@
 """Checkpoints: Orbax, asynchronous and atomic, with the data position and the configuration.
 
-A checkpoint holds the parameters, what scales are made from, and, apart from them, the rest of the
+A checkpoint holds the parameters, the scaling states, and, apart from them, the rest of the
 State (so that evaluation and export read only what they need), the loader's position on every
 process, and a JSON of the resolved configuration and the data's fingerprint. Restoring takes
 shardings from the abstract tree, so a run continues on another mesh.
@@ -85,7 +85,7 @@ class Checkpoints:
       self._manager.save(step, args=ocp.args.Composite(**items))
 
   def meta(self, step: int) -> dict[str, Any]:
-    """What `save` was given as meta.
+    """The meta that `save` was given.
 
     Raises:
       UserError: the checkpoint is damaged, or its layout is another version's.
@@ -125,7 +125,7 @@ class Checkpoints:
     return self._restore(step, params=ocp.args.StandardRestore(_placed(abstract)))["params"]
 
   def restore_memories(self, step: int, abstract) -> dict[str, amax_history.ScalingState]:
-    """What scales were made from after `step`, like `abstract`."""
+    """The scaling states after `step`, like `abstract`."""
     if not abstract:
       return {}
     placed = _placed(_as_tree(abstract))
@@ -201,7 +201,7 @@ absl.logging.get_absl_logger().addFilter(_NoTraceback())
 
 
 def _bytes_here(x) -> int:
-  """What a process writes of an array, before compression: one copy of the shards it holds."""
+  """Bytes that a process writes of an array, uncompressed: one copy of the shards it holds."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     return 0
   shape = x.sharding.shard_shape(x.shape) if x.sharding else x.shape
@@ -210,7 +210,7 @@ def _bytes_here(x) -> int:
 
 
 def _placed(abstract):
-  """What has no sharding goes to this device: Orbax would look for the devices it was saved on."""
+  """Puts arrays without a sharding on this device: Orbax would look for the saving devices."""
   here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here), abstract

@@ -47,7 +47,7 @@ class Evaluator:
     """Evaluates in the recipes of a phase of the precision schedule and in BF16 (eval.precisions).
 
     Args:
-      memories: what delayed and static scales are made from, the training state's. Without any,
+      memories: the training state's scaling states, for delayed and static scales. Without any,
         those scales are chosen from the evaluated tensors themselves.
       stop: asked before every batch of a source whether to leave.
 
@@ -93,7 +93,7 @@ class Evaluator:
 def precisions(plan: RunSpec, phase: int = 0) -> dict[str, str | None]:
   """{label: recipe for every site, or None for the rules of the phase}, those of eval.precisions.
 
-  Where no site is narrow, the recipe and BF16 are one.
+  Where no site is quantized, the recipe and BF16 are one.
   """
   used = {site.recipe for site in site_lib.flatten(plan.sites(phase=phase)).values()}
   narrow = sorted(r.name for r in used if r.is_narrow)

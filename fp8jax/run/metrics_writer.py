@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: metrics.jsonl, TensorBoard, provenance, progress, tables."""
+"""The records of a run: metrics.jsonl, TensorBoard, provenance, progress, tables."""
 
 import json
 import math
@@ -48,7 +48,7 @@ class Metrics:
     self._file.flush()
     if self._events is not None:
       for name, value in curves.items():
-        if math.isfinite(value):  # a tensor that stays wide has no signal-to-noise ratio
+        if math.isfinite(value):  # an unquantized tensor has no signal-to-noise ratio
           self._events.add_scalar(name, value, step)
 
   def close(self):
@@ -59,7 +59,7 @@ class Metrics:
 
 
 def _forget(path: str, step: int, evaluated: Collection[str]):
-  """What happened after the checkpoint that a run resumes from happens again: once is enough."""
+  """Drops rows after the checkpoint that a run resumes from: those steps are written again."""
   if not os.path.exists(path):
     return
   lines = [

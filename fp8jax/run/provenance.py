@@ -1,4 +1,4 @@
-"""What produced a number: command, commit, versions, devices, data."""
+"""The origin of a number: command, commit, versions, devices, data."""
 
 import contextlib
 import datetime
@@ -47,7 +47,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 def provenance(
   config: dict[str, Any], data: str, seed: int, num_devices: int | None = None
 ) -> dict[str, Any]:
-  """Everything needed to know what produced a number; num_devices of those that there are."""
+  """Everything needed to know the origin of a number; num_devices of those that there are."""
   devices = jax.devices()[:num_devices]
   return {
     "command": sys.argv,

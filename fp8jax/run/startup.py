@@ -1,4 +1,4 @@
-"""What a run says at its start and at its end."""
+"""The messages of a run at its start and at its end."""
 
 import collections
 import math
@@ -85,7 +85,7 @@ def _backends(plan: RunSpec) -> str:
 
 
 def _optimizer(plan: RunSpec) -> str:
-  """Which rule, how what it needs is kept, and which parameters are not kept like that."""
+  """The optimizer, the formats of its state, and the parameters that have other formats."""
   o, nbytes = plan.optim, plan.optim.bytes_per_parameter()
   weight = f"{nbytes['weight']:.3g} B of BF16 weights and " if nbytes["weight"] else ""
   words = (
@@ -140,7 +140,7 @@ def print_start(
   fingerprint: str,
   sites: list[dict[str, Any]],
 ):
-  """What is about to happen: the difference from base, the model, the sites (all_site_rows')."""
+  """The plan of a run: the difference from base, the model, the sites (all_site_rows')."""
   out.print(device_line(plan))
   if note := choose.caution(plan.device):
     out.print(f"  {note}")

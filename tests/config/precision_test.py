@@ -59,7 +59,7 @@ def test_mistake_is_named(changes, message):
     harness.text_plan(**changes)
 
 
-def test_at_names_the_phase_of_every_step():
+def test_precision_at_gives_the_phase_of_every_step():
   phases = tuple(schedule.Phase(start, ()) for start in (0, 3, 5))
   assert [schedule.Precision(phases).at(s) for s in range(7)] == [0, 0, 0, 1, 1, 2, 2]
 

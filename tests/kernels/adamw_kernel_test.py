@@ -197,7 +197,7 @@ def test_a_device_that_computes_something_else_is_refused(monkeypatch, interpret
     trial()
 
 
-def test_supports_says_what_is_missing():
+def test_adamw_kernel_names_why_it_refuses_a_parameter():
   x = jax.ShapeDtypeStruct((8, 512), jnp.float32)
 
   def kept(quant, shape=x.shape):

@@ -112,7 +112,7 @@ def test_weight_gradient_adds_to_what_is_there(rng, interpreted, backend):
   np.testing.assert_array_equal(got, before + _oracle(x, g, w, sizes)[2])
 
 
-def test_what_does_not_fit_is_refused(rng):
+def test_grouped_matmul_refuses_wrong_layouts_of_operands(rng):
   x, g, w, groups = _operands(rng, (100, 200))
   a = quantize.quantize(jnp.asarray(x), BLOCK.fwd.lhs)
   with pytest.raises(ValueError, match="from Groups.lay_out"):

@@ -214,7 +214,7 @@ def test_kernel_adds_to_what_is_there(rng, config):
     )
 
 
-def test_supports_says_what_is_missing():
+def test_gemm_kernel_names_why_it_refuses_a_problem():
   fwd = GEMMS["block_128-fwd"]
 
   def reason(gemm=fwd, **how):

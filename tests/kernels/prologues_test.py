@@ -82,7 +82,7 @@ def test_gradients_of_swiglu_are_quantized_as_they_would_have_been_written(rng):
     _check(one, want, exact=False)
 
 
-def test_what_does_not_fit_is_refused(rng):
+def test_prologues_refuse_operands_of_wrong_number_or_shape(rng):
   x = _normal(rng, ROWS, COLUMNS)
   run = mosaic_sm90.quantize_produced
   with pytest.raises(ValueError, match=r"swiglu got .* expected \(2, 0, 1\)"):

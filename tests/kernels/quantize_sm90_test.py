@@ -117,7 +117,7 @@ def test_a_line_has_room_for_its_last_tile(rows, columns):
   assert sorted(lines) == sorted([*scales, scales[0]])  # the first direction has amaxes, too
 
 
-def test_supports_says_what_is_missing():
+def test_quantizer_names_why_it_refuses_a_matrix():
   x = jnp.zeros((128, 128), jnp.bfloat16)
   reasons = {
     "matrix": (jnp.zeros((2, 128, 128), jnp.bfloat16), BLOCK.fwd.lhs, 1),

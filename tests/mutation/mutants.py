@@ -302,6 +302,7 @@ def table() -> str:
     rows.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
   head = ["| | where | fault | verdict | seen by, or why nothing can see it |", "|---" * 5 + "|"]
   said = [f"{name}: {dict(counts[i])}" for i, name in ((True, "reviewed"), (False, "drawn"))]
+  said.append("Files and tests have the names that they had at the commit of the fault.")
   return "\n\n".join([*said, "\n".join(head + rows)]) + "\n"
 
 

@@ -105,7 +105,7 @@ def test_keeps_bfloat16_parameters(rng):
     )
 
 
-def test_works_inside_a_chain_and_learns(rng):
+def test_adam_with_coat_moments_learns_in_an_optax_chain(rng):
   """A least-squares problem under optax.chain, jitted, parameters and state donated."""
   x = rng.standard_normal((512, 64)).astype(np.float32)
   truth = rng.standard_normal((64, 128)).astype(np.float32)

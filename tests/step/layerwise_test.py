@@ -127,7 +127,7 @@ def test_narrow_states_on_a_mesh():
 
 
 @pytest.mark.slow  # narrow states on a mesh are the default suite's
-def test_on_a_mesh():
+def test_layerwise_losses_and_parameters_on_a_mesh_equal_one_device():
   batches = harness.host_batches()[:3]
   wanted, one = _runner("bf16", **OURS).run(batches)
   for shape in [(1, 8, 1), (2, 2, 2)]:

@@ -17,7 +17,7 @@ BACKENDS = {"mosaic_sm90": mosaic_sm90, "reference": reference}
 
 
 def num_bytes(gradient, master: Master, mu: Moment, nu: Moment) -> int:
-  """What one pass reads and writes, sums of squares aside; arrays may be abstract."""
+  """Bytes that one pass reads and writes, sums of squares aside; arrays may be abstract."""
   arrays = (gradient, *2 * jax.tree.leaves((master, mu, nu)))
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 

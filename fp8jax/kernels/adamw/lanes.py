@@ -1,4 +1,4 @@
-"""quant/packed for rows that a warpgroup holds in registers, a row being a group.
+"""quantization/quantized_tensor for rows that a warpgroup holds in registers, a row being a group.
 
 The operations are those of quantized_tensor.pack and QuantizedTensor.unpack, in their order; tests
 hold them against each other to the bit. They stand here again because scales must be spread over a
@@ -30,7 +30,7 @@ def unpack(kept, at, layout):
 
   Args:
     kept: QuantizedTensor of refs, or a ref.
-    at: ref -> the part of it that these rows are.
+    at: ref -> the part of it that holds these rows.
     layout: of [rows, columns] in registers.
   """
   data = kept.data if isinstance(kept, quantized_tensor.QuantizedTensor) else kept

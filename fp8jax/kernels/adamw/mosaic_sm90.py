@@ -6,8 +6,9 @@ read as rows of one group each (128 or 256 numbers; 64 where nothing is grouped)
 many rows as a warpgroup holds in registers, 2048 or 4096 parameters:
 
   TMA         gradient, master, codes, scales, powers of a tile -> one slot of shared memory
-  warpgroup   slot -> registers: moments are made wide, moved and used (reference.py); the amax of a
-              row, found by the lanes that share it, makes them narrow again (registers.py) -> slot
+  warpgroup   slot -> registers: moments become float32, are updated and used (reference.py);
+              the amax of a row, found by the lanes that share it, quantizes them again (lanes.py)
+              -> slot
   TMA         slot -> where all this came from, and two sums of squares per row
 
 A warpgroup has two slots: while it computes one, the next tile comes in and the last goes out. It
@@ -166,7 +167,7 @@ class _Arrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-  """What the module's docstring tells.
+  """The kernel that the module's docstring describes.
 
   Attributes:
     rows, columns: of the tensor, as the kernel reads it.
@@ -222,7 +223,7 @@ class _Program:
     return [*slots, plgpu.Barrier(num_arrivals=len(there.read), num_barriers=barriers)]
 
   def run(self, there: _Arrays, values, *memory):
-    """What a warpgroup does. `values`: Scalars, and whether the step is applied."""
+    """The program of a warpgroup. `values`: Scalars, and whether the step is applied."""
     *slots, full = memory
     warpgroup = lax.axis_index("warpgroup")
     slots = [x.at[warpgroup] for x in slots]

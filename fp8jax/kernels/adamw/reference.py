@@ -24,7 +24,7 @@ Master = bf16_remainder.SplitFloat32 | jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class AdamWHparams:
-  """What is constant over a run: decays of the moments, eps beside the root, decoupled decay."""
+  """Constants of a run: decays of the moments, eps beside the root, decoupled decay."""
 
   b1: float
   b2: float
@@ -33,7 +33,7 @@ class AdamWHparams:
 
 
 class StepScalars(NamedTuple):
-  """What changes from step to step, float32 each.
+  """Values that change from step to step, float32 each.
 
   Attributes:
     factor: by which gradients are multiplied first: clipping, the inverse of a loss scale.

@@ -16,9 +16,9 @@ from fp8jax.recipe.gemm import Accumulate
 BACKENDS = {
   "xla_sm90": xla_sm90, "xla": xla, "mosaic_sm90": mosaic_sm90, "reference": reference
 }  # fmt: skip
-# Whose operands kernels/quantize makes where it can.
+# Backends with operands from kernels/quantize, where that supports them.
 WITH_QUANTIZER = ("xla_sm90", "mosaic_sm90")
-# Which read a B that was gathered along K as it arrives, in shards; the others want one matrix.
+# Backends that read a B gathered along K in its shards; the others need one matrix.
 WITH_SHARDS = ("mosaic_sm90",)
 
 

@@ -49,7 +49,7 @@ def grouped_weight_gradient(
 
 
 def _cut(x: scaled_matrix.ScaledMatrix, tile, axis: int) -> scaled_matrix.ScaledMatrix:
-  """128 rows or columns of x, whose tiles are 1x128."""
+  """128 rows or columns of x, with 1x128 tiles."""
   data = jax.lax.dynamic_slice_in_dim(x.data, tile * BLOCK, BLOCK, axis)
   count = BLOCK // x.tile[axis]
   scale = jax.lax.dynamic_slice_in_dim(x.scale, tile * count, count, axis)

@@ -178,7 +178,7 @@ def _fitted(x: scaled_matrix.ScaledMatrix, unit: int) -> scaled_matrix.ScaledMat
 def _operands(
   a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, groups, per_column: bool
 ) -> list[jax.Array]:
-  """What the kernel reads, in the order of _Global; scales in lines as TMA reads them."""
+  """The kernel's inputs, in the order of _Global; scales in lines as TMA reads them."""
   b_scale = b.scale.swapaxes(-1, -2)
   if per_column:
     b_scale = _lines(scaled_matrix.expand(b_scale, b_scale.ndim - 1, b.tile[0], b.data.shape[-2]))
@@ -225,7 +225,7 @@ class _Shared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-  """What the module's docstring tells, of one program."""
+  """One program, as the module's docstring describes it."""
 
   config: Config
   programs: int
@@ -277,7 +277,7 @@ class _Program:
     return i * self.config.tile_m, j * self.config.tile_n
 
   def memory(self) -> tuple:
-    """What to allocate, in the order of _Shared."""
+    """Allocations, in the order of _Shared."""
     c, of = self.config, self.of
     columns, buffers = tile_config.epilogue(c)
     if c.cluster_m > 1:

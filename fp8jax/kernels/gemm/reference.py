@@ -1,7 +1,7 @@
 """D = A . B' in plain JAX, for every recipe: authoritative, and what other backends must equal.
 
 FP8 operands go into the dot itself, behind a barrier. Dequantising first would be folded away on
-GPU: XLA removes a narrow cast that a wide one follows and multiplies in 16 bits.
+GPU: XLA removes a cast to FP8 before a cast to 16 bits and multiplies in 16 bits.
 
 Partial sums are added in float32 every so many K, which implements every accumulation but FAST. On
 a device without FP8 units all sums are at least as precise as asked for, on a CPU exact products

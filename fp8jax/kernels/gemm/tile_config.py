@@ -24,7 +24,7 @@ WGMMA_ROWS = 64
 # about 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2): each of four additions of 32 numbers
 # to what there is cuts 32 numbers 13 bits below the largest. Float32 adds next to nothing.
 SUM_ERROR = 4 * 32 * 2.0**-13
-# What rows of A and of D, and K, must be multiples of; `matmul` pads others with zeros.
+# Rows of A and of D, and K, must be multiples of these; `matmul` pads others with zeros.
 UNIT_M, UNIT_K = smem.ROWS, 64
 SMEM_BYTES = 232448  # of a program, at most
 _CORES = 132  # of an H100 or H200, where tiles are chosen that nobody timed
@@ -104,7 +104,7 @@ def scale_slot(columns: int) -> int:
 
 
 def unit_n(out_dtype) -> int:
-  """What N must be a multiple of: 128 bytes of a row of D."""
+  """N must be a multiple of this: 128 bytes of a row of D."""
   return 128 // jnp.dtype(out_dtype).itemsize
 
 
@@ -116,7 +116,7 @@ def epilogue(config: Config) -> tuple[int, int]:
 
 
 def best(m: int, n: int, k: int, is_tiled: bool, out_dtype, has_groups: bool = False) -> Config:
-  """What was measured to be fastest for this shape here, or `default`; of groups nothing was."""
+  """The measured fastest config for this shape here, or `default`; groups have no measurement."""
   if has_groups:
     return plain(is_tiled, out_dtype)
   return lookup((m, n, k), is_tiled, out_dtype) or default(m, n, is_tiled, out_dtype)
@@ -185,7 +185,7 @@ def _table(path: pathlib.Path) -> dict[str, Any]:
 
 
 def lookup(mnk: tuple[int, int, int], is_tiled: bool, out_dtype) -> Config | None:
-  """What was fastest for this shape on the device that JAX computes on."""
+  """The measured fastest config for this shape on the device that JAX computes on."""
   found = _table(_path()).get(_key(mnk, is_tiled, out_dtype))
   return Config(**found["config"]) if found else None
 

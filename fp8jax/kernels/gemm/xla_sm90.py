@@ -1,6 +1,6 @@
 """D = A . B' by XLA's FP8 dot, one scale per tensor, operands by the Hopper quantizer.
 
-The product is scaled_matmul/xla.py's, cuBLASLt's on GPU. What differs is who makes its operands:
+The product is gemm/xla.py's, cuBLASLt's on GPU. Its operands come from another place:
 kernels/quantize writes both orientations of a tensor from one reading, K-major each, where XLA's
 own fusions read it twice and transpose FP8 on the way.
 """

@@ -1,1 +1,1 @@
-"""A matrix made narrow for one GEMM or for two, in one pass over it."""
+"""Quantization of a matrix for one GEMM or for two, in one pass over it."""

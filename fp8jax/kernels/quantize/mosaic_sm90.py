@@ -12,7 +12,7 @@ amax of a tensor is another pass over x, XLA's, or a delayed one. Whoever watche
 that is never written, gets its amax from this pass too.
 
 One program of one warpgroup takes a tile of 128x128: TMA brings it into shared memory, where what
-is still to be computed is computed in place (producers.py); it is read from there twice, as it lies
+is still to be computed is computed in place (prologues.py); it is read from there twice, as it lies
 and transposed (ldmatrix.trans turns 16-bit elements on the way into registers), 64 rows at a time;
 amax, scale, clip and round happen in registers as in quant/quantize; TMA stores data and scales.
 Zeros beyond the edge never raise an amax.
@@ -49,7 +49,7 @@ _TENSOR = (WHOLE, WHOLE)
 
 
 def supports(x, quant: Quant, along: int) -> str | None:
-  """Whether x can be made narrow for a GEMM that contracts axis `along`, or why not."""
+  """Whether x can be quantized for a GEMM that contracts axis `along`, or why not."""
   if x.ndim != 2 or x.dtype not in (jnp.bfloat16, jnp.float32):
     return f"takes a bfloat16 or float32 matrix, not {x.dtype}{list(x.shape)}"
   if quant.format not in (E4M3, E5M2) or quant.tile not in ((1, TILE), (TILE, TILE), _TENSOR):
@@ -100,11 +100,11 @@ def quantize_produced(
   quants: Sequence[Mapping[int, Quant]],
   watched: bool = False,
 ) -> tuple[list[dict[int, scaled_matrix.ScaledMatrix]], list[jax.Array]]:
-  """(the results of a producer, narrow, their amaxes); they themselves are never written.
+  """(quantized results of a prologue, their amaxes); the results themselves are never written.
 
   Args:
     producer: what to compute.
-    matrices: [R, C] each, of one dtype, to which results are rounded before they are made narrow.
+    matrices: [R, C] each, of one dtype, to which results are rounded before quantization.
     factors: float32 [R] or [C].
     quants: for every result what `quantize_matrix` takes; scales of tiles only, because one of a
       whole tensor would have to be known before.
@@ -324,7 +324,7 @@ def _amax(x):
 
 
 def _amax_or_nan(x):
-  """float32 [rows]: what observe.amax of all of them is made from."""
+  """float32 [rows]: from which tensor_stats.amax of all of them is computed."""
   # As integers magnitudes are in the same order, and NaN is above infinity.
   bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
   return lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)

@@ -1,8 +1,8 @@
-"""What is computed on the way into the quantizer, so that a BF16 matrix nobody else reads is never
-written: elementwise functions of matrices, with a factor per row or per column.
+"""Prologues: elementwise functions of matrices, with a factor per row or per column, computed
+inside the quantizer. A BF16 matrix that nobody else reads is then never written.
 
 A tile is computed in float32, rounded to the matrices' dtype as if it had been written and read
-(that is what the operations of ops/elementwise.py return), and then made narrow.
+(that is what the operations of ops/elementwise.py return), and then quantized.
 """
 
 import dataclasses
