@@ -151,7 +151,7 @@ def test_damaged_checkpoint_names_itself_and_the_older_one(tmp_path):
   workdir = str(tmp_path)
   saved = checkpoint.Checkpoints(workdir)
   for step in (3, 6):
-    items = dict(meta=checkpoint.ocp.args.JsonSave({"step": step, "layout": 2}))
+    items = dict(meta=checkpoint.ocp.args.JsonSave({"step": step, "layout": checkpoint._LAYOUT}))
     saved._manager.save(step, args=checkpoint.ocp.args.Composite(**items))  # noqa: SLF001
   saved.wait()
   assert saved.meta(6) == {"step": 6}

@@ -102,7 +102,7 @@ def _step_fn(plan, sites, batch):
   """params -> (loss, gradients, {site: what it saw}), on the host."""
   spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
   placed = spread.place(batch)
-  take = jax.jit(lambda params: train_step.gradients(plan, params, sites, placed))
+  take = jax.jit(lambda params: train_step.gradients(plan, params, sites, placed)[:3])
 
   def step(params):
     if plan.run.layout.mesh is not None:

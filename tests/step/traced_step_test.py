@@ -20,14 +20,14 @@ from fp8jax.step import train_step
 def test_quiet_and_loud_are_exactly_two_traces(monkeypatch):
   plan = harness.text_plan("tensor_delayed")
   count = 0
-  original = transformer.loss
+  original = transformer.loss_and_aux
 
   def counting(*args):
     nonlocal count
     count += 1
     return original(*args)
 
-  monkeypatch.setattr(transformer, "loss", counting)
+  monkeypatch.setattr(transformer, "loss_and_aux", counting)
   step = train_step.make_step(plan)
   state, hosts = harness.calibrated_batches(plan, 5)
   count = 0

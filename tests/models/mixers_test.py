@@ -9,11 +9,11 @@ COEFFICIENT * 2 * sum over experts of mean(is chosen) * mean(p), per token of th
 import functools
 import json
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import train_test
 from jax.ad_checkpoint import checkpoint_name
 
 from configs import base
@@ -76,20 +76,20 @@ MOE = Mixer("moe", _params, SITES, _apply)
 @pytest.fixture(autouse=True)
 def tables(monkeypatch):
   monkeypatch.setitem(transformer.MIXERS, "moe_of_two", MOE)
-  monkeypatch.setitem(presets.PRESETS, "tiny", train_test.TINY)
+  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
 
 
 MIXERS = {"model.mixers": ("attention_gqa", "moe_of_two"), "model.num_layers": 3}
 
 
 def _runner(recipe="bf16", **changes):
-  return train_test.Runner(train_test._plan(train_test._config(recipe, **MIXERS, **changes)))
+  return harness.Runner(harness.tiny_plan(harness.tiny_config(recipe, **MIXERS, **changes)))
 
 
 @functools.cache
 def _host():
   """A batch whose sequences have different numbers of tokens that count."""
-  host = dict(train_test._host_batches()[0])
+  host = dict(harness.host_batches()[0])
   host["weights_BL"] = (np.arange(128) < 128 - 9 * np.arange(8)[:, None]).astype(np.float32)
   return host
 
@@ -99,7 +99,7 @@ def _oracle(params, cfg, host):
   after the other, float32 and no part of the library but attention."""
   total = host["weights_BL"].sum()
   batch = {k: jnp.asarray(v) for k, v in host.items()}
-  plain = train_test._plan(train_test._config("bf16", **MIXERS))
+  plain = harness.tiny_plan(harness.tiny_config("bf16", **MIXERS))
   sites = plain.sites()
   x_BLD = transformer.embed(params, batch, plain.run)
   context = transformer.layer_context(batch, cfg)
@@ -174,10 +174,10 @@ def test_the_first_bad_site_is_told_in_the_mixer_s_own_order():
 
 def test_declared_gemms_are_those_of_the_parameters():
   """Letters of every equation are those of its weight, in the order of the mixers."""
-  for names in (train_test.TINY.mixers, MIXERS["model.mixers"]):
+  for names in (harness.TINY.mixers, MIXERS["model.mixers"]):
     for name in names:
       mixer = transformer.MIXERS[name]
-      params = mixer.params(train_test.TINY)
+      params = mixer.params(harness.TINY)
       assert [s.name for s in mixer.sites] == [n for n, p in params.items() if p.inputs is not None]
       for site in mixer.sites:
         x, w = site.eqn.partition("->")[0].split(",")
