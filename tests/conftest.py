@@ -32,14 +32,12 @@ from absl import flags  # noqa: E402
 flags.FLAGS.mark_as_parsed()
 
 
-# Files that take minutes: first, so that no process is left with one when the others are done.
+# Files that take long, longest first: no process is then left with one when the others are done.
 _LONG = (
-  "multiprocess_test",
-  "train_step_test",
-  "continued_run_test",
-  "invariance_test",
-  "jobs_test",
-)
+  "multiprocess_test", "jobs_test", "resume_test", "train_step_test", "layerwise_test",
+  "masters_test", "continued_run_test", "loss_scale_test", "invariance_test", "mixers_test",
+  "integration_test", "front_door_test", "gpu_check_test",
+)  # fmt: skip
 
 
 def pytest_sessionstart():
@@ -48,7 +46,8 @@ def pytest_sessionstart():
 
 
 def pytest_collection_modifyitems(items):
-  items.sort(key=lambda item: item.path.stem not in _LONG)
+  rank = {stem: i for i, stem in enumerate(_LONG)}
+  items.sort(key=lambda item: rank.get(item.path.stem, len(_LONG)))
 
 
 # Where what is compiled is what is tested: the compiler is the one that users have. Elsewhere

@@ -58,6 +58,7 @@ def test_resumed_with_another_recipe_begins_its_scales_anew(tmp_path, before, mo
     assert np.all(counts == 1 + 6 - 4)
 
 
+@pytest.mark.slow
 def test_decay_from_the_checkpoint_of_another_run_is_the_whole_run(tmp_path, monkeypatch, capsys):
   """A stable phase, then decay alone from its checkpoint: bit for bit warm-up, hold and decay."""
   monkeypatch.setattr(train._Run, "_evaluate", lambda *_: True)

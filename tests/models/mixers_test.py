@@ -139,7 +139,6 @@ def test_aux_adds_up_exactly_over_layers_and_microbatches():
   assert balance > 0.1 * COEFFICIENT and 0 < first < 1
   norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradient)))
   cases = {
-    "one": {},
     "two microbatches": {"grad_accum_steps": 2},
     "from narrow inputs": {"memory.remat_policy": "full", "memory.save_layer_inputs": "bf16"},
     "layerwise": LAYERWISE,

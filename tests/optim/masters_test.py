@@ -218,6 +218,7 @@ def test_sums_of_microbatches_are_right_in_the_mean(rng, name, count, noise):
   assert abs(gain - 1) < 4 * sigma < 0.05
 
 
+@pytest.mark.slow
 def test_sums_of_microbatches_are_near_what_they_are_in_float32():
   exact = _of(grad_accum_steps=4)
   # Distances. Eight roundings, four of the microbatches' and four of sums: by chance of a step of

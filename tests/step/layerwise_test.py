@@ -48,8 +48,9 @@ def _begin(runner):
   [
     ("bf16", {"optim.weight_decay": 0.0}),
     # Two loops, one of sites that remember; a head of its own.
-    ("tensor_delayed", {"precision.first_bf16": 1, "optim.moment_format": "fp8lm",
-                        "model.preset": "untied"}),
+    pytest.param("tensor_delayed", {"precision.first_bf16": 1, "optim.moment_format": "fp8lm",
+                        "model.preset": "untied"},
+                 marks=pytest.mark.slow),
     ("block_128", {"optim.moment_format": "coat", "optim.master_format": "bf16_remainder",
                    "memory.save_layer_inputs": "e4m3_16"}),
     pytest.param("nvfp4_sr_rht", {"optim.optimizer": "lion", "optim.moment_format": "bf16"},
@@ -112,6 +113,7 @@ def test_a_loud_step_sees_the_same():
     np.testing.assert_allclose(seen, found[1][name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_narrow_states_on_a_mesh():
   """Codes, scales and halves that lie on several devices are cut and put like the weights."""
   changes = {**OURS, "optim.moment_format": "coat", "optim.master_format": "bf16_remainder"}
