@@ -130,27 +130,43 @@ LAYERWISE = {
 }  # fmt: skip
 
 
-def test_aux_adds_up_exactly_over_layers_and_microbatches():
+@functools.cache
+def _want():
+  """(parameters, the oracle's values, its gradient)."""
   runner = _runner()
-  params = train_step.make_state(runner.plan).params
+  params = jax.device_get(train_step.make_state(runner.plan).params)
   (want, (balance, first)), gradient = jax.value_and_grad(_oracle, has_aux=True)(
     params, runner.plan.model, _host()
   )
   assert balance > 0.1 * COEFFICIENT and 0 < first < 1
   norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradient)))
-  cases = {
-    "two microbatches": {"grad_accum_steps": 2},
-    "from narrow inputs": {"memory.remat_policy": "full", "memory.save_layer_inputs": "bf16"},
-    "layerwise": LAYERWISE,
-  }
-  for name, changes in cases.items():
-    runner = _runner(**changes)
-    _, values = runner.step(
-      train_step.make_state(runner.plan, jax.tree.map(jnp.copy, params)), _host()
-    )
-    got = [values[k] for k in ("loss", "grad_norm", "aux/load_balance", "aux/first_expert")]
-    tolerance = 2e-2 if name == "from narrow inputs" else 2e-5
-    np.testing.assert_allclose(got, [want, norm, balance, first], rtol=tolerance, err_msg=name)
+  return params, [want, norm, balance, first], gradient
+
+
+@pytest.mark.parametrize(
+  "changes, tolerance",
+  [
+    pytest.param({"grad_accum_steps": 2}, 2e-5, id="microbatches"),
+    pytest.param(LAYERWISE, 2e-5, id="layerwise", marks=pytest.mark.slow),
+    pytest.param(
+      {"memory.remat_policy": "full", "memory.save_layer_inputs": "bf16"}, 2e-2,
+      id="compressed inputs", marks=pytest.mark.slow,
+    ),
+  ],
+)  # fmt: skip
+def test_aux_adds_up_exactly_over_layers_and_microbatches(changes, tolerance):
+  params, want, _ = _want()
+  runner = _runner(**changes)
+  _, values = runner.step(
+    train_step.make_state(runner.plan, jax.tree.map(jnp.asarray, params)), _host()
+  )
+  got = [values[k] for k in ("loss", "grad_norm", "aux/load_balance", "aux/first_expert")]
+  np.testing.assert_allclose(got, want, rtol=tolerance)
+
+
+@pytest.mark.slow
+def test_aux_losses_are_differentiated():
+  params, _, gradient = _want()
   runner = _runner(grad_accum_steps=2)
   found = jax.jit(functools.partial(train_step.gradients, runner.plan))(
     params, runner.sites, runner.spread.place(_host())
