@@ -485,9 +485,12 @@ def test_command_line_overrides_reach_the_config(parse):
     ([f"{DEBUG}:block128"],
      "error: 1 problem in the config:\n"
      "  - precision.rules: unknown recipe 'block128'; did you mean 'block_128'?"),
-    ([DEBUG, "train"], "unexpected argument 'train'; options are written --name=value"),
-    ([DEBUG, "--config.stepz=1"],
-     "error: unknown key --config.stepz; did you mean --config.steps?"),
+    # Both before JAX is imported; test_command_line_mistake_is_named has them in this process.
+    pytest.param([DEBUG, "train"], "unexpected argument 'train'; options are written --name=value",
+                 marks=pytest.mark.slow),
+    pytest.param([DEBUG, "--config.stepz=1"],
+                 "error: unknown key --config.stepz; did you mean --config.steps?",
+                 marks=pytest.mark.slow),
   ],
   ids=["arm", "argument", "key"],
 )  # fmt: skip

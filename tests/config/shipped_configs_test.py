@@ -213,7 +213,18 @@ def _is_new_program(plan) -> bool:
   return not (key in _built or _built.add(key))
 
 
-@pytest.mark.parametrize("name, arm", CASES)
+# Slow: arms that differ from another case in one value alone, and an arm per recipe; the suites of
+# the dot and of the proof have every recipe.
+_LIKE_ANOTHER = ("configs/cpt_1p5b_1gpu.py", "configs/cpt_7b_1gpu.py")
+_BUILT = [
+  pytest.param(
+    name, arm, marks=[pytest.mark.slow] * (name in _LIKE_ANOTHER or "short-" in (arm or ""))
+  )
+  for name, arm in CASES
+]
+
+
+@pytest.mark.parametrize("name, arm", _BUILT)
 def test_state_and_step_build_without_allocating(name, arm, checkout, monkeypatch):
   monkeypatch.chdir(checkout)
   before = _bytes_alive()

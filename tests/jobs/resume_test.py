@@ -111,7 +111,9 @@ def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository
 
 
 @pytest.mark.parametrize(
-  "number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"]
+  "number, code",
+  [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+  ids=["SIGTERM", "Ctrl-C"],
 )
 def test_asked_to_stop_saves_and_says_so_in_the_exit_code(tmp_path, repository, number, code):
   process = _launch(repository, tmp_path, "--config.steps=100000", "--config.checkpoint.every=0")
@@ -135,7 +137,3 @@ def test_restart_with_other_values_names_them_and_refuses(tmp_path, repository):
   assert second.returncode == 1
   assert "optim.peak_lr was 0.001 at step 10 and is 0.0005 now" in output
   assert "log.every: 10 -> 3" in output and "log.every was" not in output
-  told = _launch(repository, tmp_path, *changed,
-                 "--config.checkpoint.accept_changes=('optim.peak_lr',)")  # fmt: skip
-  output = told.communicate(timeout=120)[0]
-  assert told.returncode == 0, output

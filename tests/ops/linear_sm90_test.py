@@ -39,8 +39,10 @@ def _gemms(eqn, operands, recipe, backend, products=1):
 
 @pytest.mark.parametrize(
   "recipe, eqn, sizes",
-  [(r, *EQUATIONS[0]) for r in RECIPES[::2] + TENSOR]
-  + [("block_128_hybrid", *e) for e in EQUATIONS[1:]],
+  [(r, *EQUATIONS[0]) for r in (RECIPES[0], TENSOR[0])]
+  + [pytest.param(r, *EQUATIONS[0], marks=pytest.mark.slow) for r in (RECIPES[2], TENSOR[1])]
+  + [("block_128_hybrid", *EQUATIONS[2])]
+  + [pytest.param("block_128_hybrid", *EQUATIONS[1], marks=pytest.mark.slow)],
 )
 def test_dot_by_kernels_is_the_references(rng, recipe, eqn, sizes):
   operands = [lattice(rng, *(sizes[c] for c in t)) for t in eqn.replace("->", ",").split(",")]

@@ -68,8 +68,16 @@ def _is_rotated(gemm) -> bool:
   return gemm.lhs is not None and gemm.lhs.transform is not None
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("eqn, sizes", EQUATIONS, ids=[e for e, _ in EQUATIONS])
+# Formats of small tiles are slow to emulate: one equation each, the others under the marker `slow`.
+LATTICE = [
+  pytest.param(eqn, sizes, recipe, id=f"{eqn}-{recipe}",
+               marks=[pytest.mark.slow] * (i > 0 and recipe.startswith(("mx", "nv"))))
+  for i, (eqn, sizes) in enumerate(EQUATIONS)
+  for recipe in RECIPES
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("eqn, sizes, recipe", LATTICE)
 def test_dot_is_exact_on_lattice_inputs(rng, eqn, sizes, recipe):
   x, w, g = _operands(rng, eqn, sizes, _lattice_of(recipe))
   xs, ws, ys = eqn.replace("->", ",").split(",")

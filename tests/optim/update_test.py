@@ -58,7 +58,7 @@ jax.tree_util.register_dataclass(update.UpdateArgs, ["step", "rate", "factor", "
 @pytest.mark.parametrize(
   "moments,master,gradient",
   [
-    ("coat", "float32", "float32"),
+    pytest.param("coat", "float32", "float32", marks=pytest.mark.slow),
     ("tensor_e4m3_e5m2", "f16", "e4m3"),
     ("bf16", "bf16_remainder", "e4m3"),
   ],

@@ -46,7 +46,7 @@ def _begin(runner):
 @pytest.mark.parametrize(
   "recipe, changes",
   [
-    ("bf16", {"optim.weight_decay": 0.0}),
+    pytest.param("bf16", {"optim.weight_decay": 0.0}, marks=pytest.mark.slow),
     # Two loops, one of sites that remember; a head of its own.
     pytest.param("tensor_delayed", {"precision.first_bf16": 1, "optim.moment_format": "fp8lm",
                         "model.preset": "untied"},
