@@ -65,7 +65,7 @@ class Format:
     return math.frexp(self.smallest_normal)[1] - 1
 
   @property
-  def is_narrow(self) -> bool:
+  def is_low_bit(self) -> bool:
     """Whether GEMM operands are stored in it under scales; E8M0 holds scales, not elements."""
     return self.bits <= 8 and self.mantissa_bits > 0
 

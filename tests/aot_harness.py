@@ -104,6 +104,6 @@ def mixtures(remat: str) -> list[dict[str, str]]:
     sites = (*SITES, "mlp/down")
     return [dict(zip(sites, (*around[i : i + len(SITES)], around[i]))) for i in starts]
 
-  names = [n for n, recipe in library.RECIPES.items() if recipe.is_narrow and n not in EMULATED]
+  names = [n for n, recipe in library.RECIPES.items() if recipe.is_quantized and n not in EMULATED]
   # Other sites on one device than on eight.
   return mixed(names if remat == "full" else names[3:] + names[:3]) + mixed(list(EMULATED))

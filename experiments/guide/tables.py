@@ -40,7 +40,7 @@ def recipes() -> str:
     uses = recipe.uses()
     tensors = [", ".join(map(_quant, uses[t])) or "compute dtype" for t in "xwg"]
     gemms = (recipe.fwd, recipe.dgrad, recipe.wgrad)
-    how = "/".join(accumulate_name(g.accumulate) if g.is_narrow else "-" for g in gemms)
+    how = "/".join(accumulate_name(g.accumulate) if g.is_quantized else "-" for g in gemms)
     rows.append((f"`{name}`", *tensors, how))
   head = ("recipe", "x", "w", "g", "accumulation: forward/dgrad/wgrad")
   return _markdown(head, rows)

@@ -63,7 +63,7 @@ def measure(recipe: str, remat: str, copies: dict[str, str]) -> dict:
   plan, devices = aot.resolve(c, "h200:1")
   program = aot.lower(plan, devices).compile()
   text = program.as_text()
-  arrays = memory.kept_by_layers(text, plan, train_step.abstract_state(plan, 1).params)
+  arrays = memory.saved_by_layers(text, plan, train_step.abstract_state(plan, 1).params)
   work: collections.Counter[str] = collections.Counter()
   for product in hlo.gemms(text, "gpu"):
     if product.key.product == "fwd" and product.key.site.startswith("layers/"):

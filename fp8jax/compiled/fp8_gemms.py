@@ -42,14 +42,14 @@ TITLE = "FP8 GEMMs per step and device, found/planned"
 
 @dataclasses.dataclass(frozen=True)
 class GemmRow:
-  """A product of a site: what must be in the program, and what was there.
+  """A product of a site: expected in the program, and found there.
 
   Attributes:
     key: which product.
     recipe: name of the site's.
     backend: that multiplies it.
     size: (M, N, K) of the product on one device; of the first chunk for the head.
-    expected: FP8 GEMMs per step and device; 0 where the recipe multiplies wide.
+    expected: FP8 GEMMs per step and device; 0 where the recipe does not quantize.
     work: their multiply-adds.
     padded: the same with every extent rounded up to cuBLASLt's multiple.
     is_emulated: the numbers multiplied have fewer bits than the FP8 that carries them.
@@ -58,12 +58,12 @@ class GemmRow:
     fp8: FP8 GEMMs found, in units of the plan's: its number of them did exactly its work.
     calls: FP8 GEMMs found, executions.
     done: their multiply-adds.
-    wide: wider GEMMs found, executions.
+    unquantized: executions of GEMMs with operands of more than 8 bits.
     kernels: what multiplies.
-    instead: the first wide one.
-    why: why one with FP8 operands is wide.
+    instead: the first of these.
+    why: why one with FP8 operands is among these.
     shared: the site whose GEMM also is this one's, "" for none.
-    accumulate: what the recipe says, see recipe.accumulate_name; "" where it multiplies wide.
+    accumulate: the recipe's, see recipe.accumulate_name; "" where it does not quantize.
     accumulates: what the FP8 GEMMs found do, see hlo.Product.
     depth: the largest K of these, of those that XLA has written.
   """
@@ -80,7 +80,7 @@ class GemmRow:
   fp8: int = 0
   calls: int = 0
   done: int = 0
-  wide: int = 0
+  unquantized: int = 0
   kernels: tuple[str, ...] = ()
   instead: str = ""
   why: str = ""
@@ -105,7 +105,7 @@ class GemmRow:
   @property
   def is_multiplied(self) -> bool:
     """Whether the GEMMs of the plan are there, whatever their accumulation."""
-    return self.fp8 == self.expected and not (self.wide and self.expected)
+    return self.fp8 == self.expected and not (self.unquantized and self.expected)
 
   @property
   def is_proven(self) -> bool:
@@ -136,7 +136,7 @@ def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
       row = GemmRow(
         hlo.GemmKey(name, product, again), site.recipe.name, backend, calls[0][0], 0, 0, 0
       )
-      if gemm.is_narrow:
+      if gemm.is_quantized:
         row = dataclasses.replace(
           row,
           expected=sum(
@@ -193,19 +193,19 @@ def compare(plan: RunSpec, gemms: list[hlo.HloGemm], phase: int = 0) -> list[Gem
   for gemm in gemms:
     is_again = gemm.key.is_recompute and gemm.key.site not in once
     by_key[dataclasses.replace(gemm.key, is_recompute=is_again)].append(gemm)
-  rows = [_with_found(row, by_key.pop(row.key, [])) for row in rows]
+  rows = [_with_gemms(row, by_key.pop(row.key, [])) for row in rows]
   if plan.device.platform != "cpu":
     rows = _share(rows, transformer.gemm_sites(plan.model))
-  for key, there in by_key.items():
+  for key, gemms in by_key.items():
     row = GemmRow(key, "-", "-", (0, 0, 0), 0, 0, 0)
-    rows.append(_with_found(row, there))
+    rows.append(_with_gemms(row, gemms))
   return rows
 
 
-def _with_found(row: GemmRow, there: list[hlo.HloGemm]) -> GemmRow:
-  fp8 = calls = sum(g.times for g in there if g.is_fp8)
-  done = sum(g.times * g.work for g in there if g.is_fp8)
-  wide = [g for g in there if not g.is_fp8]
+def _with_gemms(row: GemmRow, gemms: list[hlo.HloGemm]) -> GemmRow:
+  fp8 = calls = sum(g.times for g in gemms if g.is_fp8)
+  done = sum(g.times * g.work for g in gemms if g.is_fp8)
+  unquantized = [g for g in gemms if not g.is_fp8]
   if row.expected:
     most = row.most * row.padded
     fp8 = row.expected if row.work <= done <= most else row.expected * done // row.work
@@ -215,12 +215,12 @@ def _with_found(row: GemmRow, there: list[hlo.HloGemm]) -> GemmRow:
     fp8=fp8,
     calls=calls,
     done=done,
-    wide=sum(g.times for g in wide),
-    kernels=tuple(dict.fromkeys(g.kernel for g in there)),
-    instead=f"{wide[0].text} by {wide[0].kernel}" if wide else "",
-    why=next((g.why for g in wide if g.why), ""),
-    accumulates=tuple(dict.fromkeys(g.accumulate for g in there if g.is_fp8)),
-    depth=max((g.depth for g in there if g.is_fp8 and g.accumulate), default=0),
+    unquantized=sum(g.times for g in unquantized),
+    kernels=tuple(dict.fromkeys(g.kernel for g in gemms)),
+    instead=f"{unquantized[0].text} by {unquantized[0].kernel}" if unquantized else "",
+    why=next((g.why for g in unquantized if g.why), ""),
+    accumulates=tuple(dict.fromkeys(g.accumulate for g in gemms if g.is_fp8)),
+    depth=max((g.depth for g in gemms if g.is_fp8 and g.accumulate), default=0),
   )
 
 
@@ -293,17 +293,19 @@ def _complaint(row: GemmRow, plan: RunSpec) -> str:
   if row.is_multiplied:
     return _complaint_of_accumulation(row, plan)
   size = "x".join(map(str, row.size))
-  have = f"{row.wide} wide ones, the first {row.instead}" if row.wide else "nothing"
+  have = (
+    f"{row.unquantized} unquantized ones, the first {row.instead}" if row.unquantized else "nothing"
+  )
   if row.fp8:
-    have = f"{row.fp8} FP8 ones" + (f" and {have}" if row.wide else "")
-  if not row.wide:
+    have = f"{row.fp8} FP8 ones" + (f" and {have}" if row.unquantized else "")
+  if not row.unquantized:
     reason = "XLA changed or dropped what was traced under this name"
   elif row.why:
     reason = row.why
   elif plan.device.platform == "cpu":
-    reason = "its operands are made wide again before they are multiplied"
+    reason = "its operands are dequantized before they are multiplied"
   else:
-    reason = "XLA did not match it to an FP8 kernel, or its operands are made wide before it"
+    reason = "XLA did not match it to an FP8 kernel, or its operands are dequantized before it"
   gemm = getattr(rules.recipe_by_name(row.recipe), row.key.product)
   problem = choose.GemmProblem(*row.size, gemm, plan.device)
   notes = choose.gemm(problem, plan.kernels.matmul).notes
@@ -335,7 +337,7 @@ def _complaint_of_accumulation(row: GemmRow, plan: RunSpec) -> str:
 
 
 def table(rows: list[GemmRow], title: str = TITLE):
-  """For printing: a line per site, "found/planned" per product; "12 wide" where it is not FP8."""
+  """For printing: a line per site, "found/planned" per product, and "12 unquantized" beside it."""
   by_site: dict[str, dict[str, GemmRow]] = collections.defaultdict(dict)
   for row in rows:
     by_site[row.key.site]["recompute" if row.key.is_recompute else row.key.product] = row
@@ -358,7 +360,7 @@ def table(rows: list[GemmRow], title: str = TITLE):
 
 def _cell(row: GemmRow) -> str:
   said = [f"{row.fp8}/{row.expected}" + "*" * bool(row.shared)] if row.expected or row.fp8 else []
-  said += [f"{row.wide} wide"] if row.wide else []
+  said += [f"{row.unquantized} unquantized"] if row.unquantized else []
   return ", ".join(said) or "-"
 
 
@@ -392,8 +394,8 @@ def every_step(plan: RunSpec, step_fn, state, batch, now: int) -> list[tuple[str
   for phase in range(now, len(plan.precision.phases)):
     start = plan.precision.phases[phase].start
     if phase > now:
-      memories = train_step.abstract_state(plan, start + 1).memories
-      state = dataclasses.replace(state, memories=memories)
+      scaling_states = train_step.abstract_state(plan, start + 1).scaling_states
+      state = dataclasses.replace(state, scaling_states=scaling_states)
     for statistics in [*loud, tensor_stats.QUIET]:
       sites = plan.sites(phase=phase, statistics=statistics)
       rows = strict(plan, step_fn, state, batch, sites, phase)

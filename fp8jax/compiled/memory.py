@@ -47,11 +47,18 @@ def declared(plan: run_spec.RunSpec) -> list[MemoryRow]:
 
 
 def _kinds(state: State) -> dict[str, int]:
-  rest = (state.step, state.memories, state.loss_scale, state.room, state.skipped, state.halted)
+  rest = (
+    state.step,
+    state.scaling_states,
+    state.loss_scale,
+    state.grad_autoscale,
+    state.skipped,
+    state.halted,
+  )
   return {
     **_by_kind("masters", state.params),
     **_by_kind("moments", state.opt),
-    "scale memories, counters": sum(map(_nbytes, jax.tree.leaves(rest))),
+    "scaling states, counters": sum(map(_nbytes, jax.tree.leaves(rest))),
   }
 
 
@@ -64,7 +71,7 @@ def _by_kind(name: str, tree) -> dict[str, int]:
       kinds["remainders"] += _nbytes(x.low)
     elif isinstance(x, quantized_tensor.QuantizedTensor):
       data = _nbytes(x.data)
-      kinds["codes" if x.quant.format.is_narrow else "16 bits"] += data
+      kinds["codes" if x.quant.format.is_low_bit else "16 bits"] += data
       kinds["scales"] += sum(map(_nbytes, jax.tree.leaves(x))) - data
     else:
       kinds["float32"] += _nbytes(x)
@@ -81,7 +88,7 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
 
   Rows that begin with a space say what another one is made of.
   """
-  program, held = xla_buffers.compile_and_look(lowered)
+  program, held = xla_buffers.compile_and_read(lowered)
   memory = program.memory_analysis()
   arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
   state = sum(row.declared or 0 for row in declared(plan))
@@ -90,13 +97,13 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
   said = sum(item.nbytes for item in saved)
   moment, wanted = workspace.peak(plan, said)
   there = _by_shape(held, plan, params)
-  arrays = kept_by_layers(program.as_text(), plan, params)
+  arrays = saved_by_layers(program.as_text(), plan, params)
   kept = sum(arrays.values())
   used = sum(value.nbytes for value in held)
   rows = [
     MemoryRow("batch, sites, alignment", None, arguments - state),
     *(_row(kind, wanted, there) for kind in workspace.KINDS if kind in wanted or kind in there),
-    MemoryRow("free even then" if held else "not told apart", None, temporaries - used),
+    MemoryRow("free at the peak" if held else "not told apart", None, temporaries - used),
     *_saved_rows(saved),
     MemoryRow("  saved for backward, in all", said, kept, _differences(arrays, saved)),
   ]
@@ -110,9 +117,9 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
     "temporaries_compiled": temporaries,
     "outputs_not_aliased": memory.output_size_in_bytes - memory.alias_size_in_bytes,
     "peak": peak_,
-    "kept_declared": said,
-    "kept_compiled": kept,
-    "kept_arrays": arrays,
+    "saved_declared": said,
+    "saved_compiled": kept,
+    "saved_arrays": arrays,
   }
   return rows, summary
 
@@ -159,7 +166,7 @@ def _by_shape(held: list[xla_buffers.Buffer], plan, params) -> dict[str, list[xl
     elif _bulk(shape) in stacks:
       kind = workspace.GRADIENTS
     elif shape and shape[0] in layers and len(shape) > 2:
-      kind = workspace.KEPT
+      kind = workspace.SAVED
     elif _bulk(shape) in matrices:
       kind = workspace.WEIGHTS
     elif dtype.startswith(("f8", "u8")):
@@ -180,7 +187,7 @@ def _bulk(shape) -> tuple[int, ...]:
   return tuple(sorted(n for n in shape if n > 1))
 
 
-def kept_by_layers(text: str, plan: run_spec.RunSpec, params) -> dict[str, int]:
+def saved_by_layers(text: str, plan: run_spec.RunSpec, params) -> dict[str, int]:
   """{"bf16[28,1,8192,3584] x 2": bytes}: stacks over layers that the backward loop reads.
 
   Stacks in the shape of a parameter are parameters, gradients or moments, and counted as such; so

@@ -17,12 +17,12 @@ from fp8jax.models import transformer
 from fp8jax.models.mixer import GemmSite
 from fp8jax.step import run_spec, train_step
 
-GRADIENTS, KEPT = "gradients of layers", "kept for backward"
+GRADIENTS, SAVED = "gradients of layers", "saved for backward"
 VOCABULARY = "embedding, head: gradients, logits"
 WEIGHTS = "weights of a layer, their gradients"
 OPERANDS = "operands in FP8"
 ACTIVATIONS = "activations of a layer"
-KINDS = (GRADIENTS, KEPT, VOCABULARY, WEIGHTS, OPERANDS, ACTIVATIONS)
+KINDS = (GRADIENTS, SAVED, VOCABULARY, WEIGHTS, OPERANDS, ACTIVATIONS)
 
 
 def peak(plan: run_spec.RunSpec, saved: int) -> tuple[str, dict[str, int]]:
@@ -32,12 +32,12 @@ def peak(plan: run_spec.RunSpec, saved: int) -> tuple[str, dict[str, int]]:
     saved: bytes that layers save for the backward pass (saved_tensors.py).
   """
   moments = {
-    "loss": {KEPT: saved, **_loss(plan)},
-    "last layer": {KEPT: saved, **_layer(plan)},
+    "loss": {SAVED: saved, **_loss(plan)},
+    "last layer": {SAVED: saved, **_layer(plan)},
     "embedding": _embedding(plan),
   }
   if plan.optim.in_backward:
-    moments["update of a layer"] = {KEPT: saved, **_update(plan)}
+    moments["update of a layer"] = {SAVED: saved, **_update(plan)}
   return max(moments.items(), key=lambda item: sum(item[1].values()))
 
 
@@ -70,15 +70,15 @@ def _layer(plan) -> dict[str, int]:
   gemms = {site.name: _Gemm(plan, site) for site in mixer.sites}
   first = [gemms[site.name] for site in mixer.sites if not site.is_residual]
   last = {site.input: gemms[site.name] for site in mixer.sites if site.is_residual}
-  is_narrow = all(sites[gemm.name].recipe.is_narrow for gemm in first)
+  is_quantized = all(sites[gemm.name].recipe.is_quantized for gemm in first)
   made, joined = sum(gemm.produced for gemm in first), sum(g.contracted for g in last.values())
   # gate, up, and the gradient of their product; wide, that product and both their gradients too.
-  matrices = made + joined if is_narrow else 2 * (made + joined)
+  matrices = made + joined if is_quantized else 2 * (made + joined)
   if plan.run.remat in ("none", "linears", "quantized") and plan.run.residuals.gate_up is None:
     matrices -= made  # which are among what is saved
   is_gathered = any(plan.run.layout.size(plan.run.layout.weight_axes(c)) > 1 for c in "D")
   in_hand = 4 * sum(gemm.weight for gemm in gemms.values()) if is_gathered else 0
-  in_hand += sum(g.weight for g in first) * (1 if is_narrow else size) if is_gathered else 0
+  in_hand += sum(g.weight for g in first) * (1 if is_quantized else size) if is_gathered else 0
   head = 4 * d * _local(plan, "V")  # its gradient, whole
   if plan.optim.in_backward:
     in_hand = max(in_hand, _gradients(plan, ["layers"]) // plan.model.num_layers)
@@ -91,7 +91,7 @@ def _layer(plan) -> dict[str, int]:
     VOCABULARY: _sums(plan, _vocabularies(plan)) + head,
     WEIGHTS: in_hand,
     # Their gradients for both of their products, and what they read.
-    OPERANDS: tokens * (2 * made + d) if is_narrow else 0,
+    OPERANDS: tokens * (2 * made + d) if is_quantized else 0,
     ACTIVATIONS: tokens * (matrices + 5 * d) * size,
   }
 

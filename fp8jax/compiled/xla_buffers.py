@@ -28,7 +28,7 @@ class Buffer:
   nbytes: int
 
 
-def compile_and_look(lowered):
+def compile_and_read(lowered):
   """(the compiled program, what it holds at its fullest moment; nothing if XLA does not say)."""
   with tempfile.TemporaryDirectory() as folder:
     program = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})

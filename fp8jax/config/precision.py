@@ -35,7 +35,9 @@ def read(c: Any) -> Precision:
   return Precision(tuple(Phase(start, rules) for start, rules in phases))
 
 
-def with_ends(precision: Precision, c: Any, model: model_config.ModelConfig) -> Precision:
+def with_first_last_rules(
+  precision: Precision, c: Any, model: model_config.ModelConfig
+) -> Precision:
   """The same with precision.first_bf16 and last_bf16 layers excepted.
 
   Raises:
@@ -50,7 +52,7 @@ def with_ends(precision: Precision, c: Any, model: model_config.ModelConfig) -> 
       f"precision.first_bf16={first} and last_bf16={last} name more layers than the model's "
       f"{model.num_layers}"
     )
-  ends = rules_lib.ends(first, last, model.num_layers)
+  ends = rules_lib.first_last_rules(first, last, model.num_layers)
   phases = tuple(dataclasses.replace(p, rules=ends + p.rules) for p in precision.phases)
   paths = list(site.find_sites(transformer.site_params(model)))
   for phase in phases:

@@ -74,7 +74,9 @@ def resolve(
     declaration = transformer.params(model)
     problems.extend(run.problems(model))
     if recipes:
-      recipes = problems.attempt(functools.partial(precision_checks.with_ends, recipes, c, model))
+      recipes = problems.attempt(
+        functools.partial(precision_checks.with_first_last_rules, recipes, c, model)
+      )
     if chosen and recipes:
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()

@@ -176,7 +176,7 @@ class Tokenize:
       what = f"{len(tokens)} tokens do not fit a window of {self.window}"
       self._refuse(self.on_long, "data.on_long", record["origin"], what)
       return {"tokens": nothing, "status": "too long"}
-    return {"tokens": tokens, "status": "kept"}
+    return {"tokens": tokens, "status": "used"}
 
   def _refuse(self, policy: str, key: str, origin: str, what: str):
     if policy == "error":

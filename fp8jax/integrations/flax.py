@@ -206,7 +206,7 @@ def keep_master(*arrays, dtype=None, inexact: bool = True):
 
 
 def nnx_update(model: nnx.Module, gradient: nnx.State) -> nnx.State:
-  """Updates the memories of `model` in place and returns the gradient without them.
+  """Updates the scaling states of `model` in place and returns the gradient without them.
 
   Args:
     gradient: with respect to nnx.DiffState(0, nnx.Any(nnx.Param, Fp8)).
@@ -260,14 +260,16 @@ def _out_dtype(*, precision=None, preferred_element_type=None, out_sharding=None
 
 
 def _to_state_dict(site: site_lib.Site):
-  return {} if site.memory is None else dict(vars(site.memory))
+  return {} if site.scaling_state is None else dict(vars(site.scaling_state))
 
 
 def _from_state_dict(site: site_lib.Site, state) -> site_lib.Site:
-  return dataclasses.replace(site, memory=amax_history.ScalingState(**state) if state else None)
+  return dataclasses.replace(
+    site, scaling_state=amax_history.ScalingState(**state) if state else None
+  )
 
 
-# So that flax.serialization saves memories with the parameters. A tap is always zeros.
+# So that flax.serialization saves scaling states with the parameters. A tap is always zeros.
 serialization.register_serialization_state(
   site_lib.Site, _to_state_dict, _from_state_dict, override=True
 )

@@ -19,7 +19,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
   if plan.eval.hf:
     params, _ = hf_weights.load_params(plan.eval.hf, plan.model, plan.run.layout)
     path = os.path.expanduser(plan.calibration)
-    memories = calibration.begin(plan, path)[0] if path else {}
+    scaling_states = calibration.load(plan, path)[0] if path else {}
     phase, where = 0, {"hf": plan.eval.hf}
   else:
     params, step, meta = restore_params(plan, workdir)
@@ -33,8 +33,8 @@ def run(plan: run_spec.RunSpec, workdir: str):
         "checkpoint; set precision.calibration=''"
       )
     phase, where = plan.phase(max(step - 1, 0)), {"workdir": workdir, "step": step}
-    memories = restore_scaling_states(plan, workdir, step, meta, phase)
+    scaling_states = restore_scaling_states(plan, workdir, step, meta, phase)
   evaluator = evaluator_lib.Evaluator(plan)
-  heldout = evaluator.run(params, memories, phase)
+  heldout = evaluator.run(params, scaling_states, phase)
   counted = {"heldout": heldout, "documents_passed_over": evaluator.passed_over}
   return {"device": startup.device_line(plan), **where, **counted}

@@ -5,7 +5,7 @@ import os
 import sys
 
 from fp8jax.config import identity, resolve
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import scaling as scaling_lib
 from fp8jax.run import (
   checkpoint,
 )
@@ -36,7 +36,7 @@ def restore_params(plan: run_spec.RunSpec, workdir: str, step: int | None = None
 
 
 def restore_scaling_states(plan: run_spec.RunSpec, workdir: str, step: int, meta, phase: int):
-  remembered = site_lib.scaling_recipes(plan.sites(phase=phase)) if step else {}
+  remembered = scaling_lib.recipes(plan.sites(phase=phase)) if step else {}
   if meta.get("remembered", remembered) != remembered:
     print(
       f"the scales of step {step} are other recipes'; those of {workdir} are chosen anew from what "
@@ -45,9 +45,11 @@ def restore_scaling_states(plan: run_spec.RunSpec, workdir: str, step: int, meta
     )
     return {}
   saved = checkpoint.Checkpoints(workdir, plan.checkpoint.keep)
-  memories = saved.restore_memories(step, train_step.abstract_state(plan, step).memories)
+  scaling_states = saved.restore_scaling_states(
+    step, train_step.abstract_state(plan, step).scaling_states
+  )
   saved.close()
-  return memories
+  return scaling_states
 
 
 def folder_of(path: str, workdir: str, name: str) -> str:

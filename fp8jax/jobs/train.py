@@ -13,6 +13,7 @@ from fp8jax.config import identity, resolve
 from fp8jax.data import batch_sharding, loader
 from fp8jax.kernels import self_test
 from fp8jax.models.hf import weights as hf_weights
+from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.optim import storage
 from fp8jax.quantization import tensor_stats
@@ -71,7 +72,7 @@ class _Run:
     self.site_rows = startup.all_site_rows(plan)
     startup.print_start(self.out, plan, self.changes, self.fingerprint, self.site_rows)
     path = plan.calibration
-    self.calibration = calibration.begin(plan, os.path.expanduser(path)) if path else None
+    self.calibration = calibration.load(plan, os.path.expanduser(path)) if path else None
     self.identity = identity.identity(plan)  # now: the table may be edited during the run
     self.watches = [
       run_alarms.AlarmMonitor(plan.log.alarms, site_lib.recipes_of(plan.sites(phase=phase)))
@@ -171,7 +172,7 @@ class _Run:
     has_new_table = bool(self.calibration) and "precision.calibration" in changes
     self.has_memories = is_same and not has_new_table
     if not self.has_memories:
-      abstract = dataclasses.replace(abstract, memories={})
+      abstract = dataclasses.replace(abstract, scaling_states={})
     state = saved.restore(step, abstract, self.iterator)
     self.out.print(f"resuming from step {step}")
     if has_new_table:
@@ -292,7 +293,7 @@ class _Run:
     if self.has_memories and not is_first:
       pass  # resumed within the phase
     elif self.calibration:
-      state = dataclasses.replace(state, memories=self.calibration[phase])
+      state = dataclasses.replace(state, scaling_states=self.calibration[phase])
     else:
       with jax.transfer_guard("allow"):
         state = train_step.calibrate(self.plan, state, self.spread.place(host), phase)
@@ -332,7 +333,7 @@ class _Run:
 
   def _report(self, step, values, host, position, log, speed, progress, state):
     values = jax.device_get(values)
-    seen, alignment = values.pop("seen", None), values.pop("alignment", None)
+    stats, alignment = values.pop("tensor_stats", None), values.pop("alignment", None)
     values = {k: float(v) for k, v in values.items()}
     speed.tick()
     if not values.pop("is_finite"):
@@ -342,14 +343,14 @@ class _Run:
       values["skipped"] = 1
     passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
     log.write(step, {**values, **passed_over, **speed.values()})
-    if seen is not None:
-      self._look(step, seen, alignment, log)
+    if stats is not None:
+      self._record_stats(step, stats, alignment, log)
     progress.update(step, values["loss"], speed)
     return values
 
-  def _look(self, step: int, seen, alignment, log):
+  def _record_stats(self, step: int, stats, alignment, log):
     """Writes what every site saw in a loud step, and says what is alarming."""
-    numerics = run_alarms.summarise(self.sites[True], seen, alignment)
+    numerics = run_alarms.summarise(self.sites[True], stats, alignment)
     log.write_nested(step, "numerics", numerics, run_alarms.flat(numerics))
     for line in self.watches[self.plan.phase(step - 1)].lines(step, numerics):
       self.out.print(line)
@@ -380,10 +381,8 @@ class _Run:
   # -- what is kept
 
   def _remembered(self, step: int) -> dict[str, str]:
-    """Which sites' memories the state after `step` steps has, and for which recipes."""
-    return (
-      site_lib.scaling_recipes(self.plan.sites(phase=self.plan.phase(step - 1))) if step else {}
-    )
+    """Which sites' scaling states the state after `step` steps has, and for which recipes."""
+    return scaling_lib.recipes(self.plan.sites(phase=self.plan.phase(step - 1))) if step else {}
 
   def _meta(self, step: int) -> dict[str, Any]:
     return {
@@ -404,8 +403,10 @@ class _Run:
     if str(step) in self.evaluations:
       return True
     phase = self.plan.phase(max(step - 1, 0))
-    memories = self.calibration[phase] if self.calibration and not step else state.memories
-    results = evaluator.run(state.params, memories, phase, stop)
+    scaling_states = (
+      self.calibration[phase] if self.calibration and not step else state.scaling_states
+    )
+    results = evaluator.run(state.params, scaling_states, phase, stop)
     if not results:
       return False
     self.evaluations[str(step)] = results

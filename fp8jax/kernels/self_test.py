@@ -178,7 +178,7 @@ def optimizer(
     by = dict(count=jnp.int32(3), rate=jnp.float32(0.25), b1=0.9, b2=0.95, eps=1e-8)
     master, *kept, squares = adamw_api.update(*arrays, **by, weight_decay=0.1, backend=backend)
     kept = (x.unpack() if isinstance(x, quantized_tensor.QuantizedTensor) else x for x in kept)
-    return bf16_remainder.wide(master) - bf16_remainder.wide(arrays[1]), *kept, squares
+    return bf16_remainder.to_float32(master) - bf16_remainder.to_float32(arrays[1]), *kept, squares
 
   got, want = (step(arrays, backend) for backend in ("mosaic_sm90", "reference"))
   for name, x, y in zip(("master", "mu", "nu", "squares"), got, want):

@@ -271,7 +271,7 @@ class _LayerOutput:
 def remat(layer, run: ComputeConfig):
   """A function like `layer`, whose backward pass saves what run.remat and run.residuals say."""
   if run.residuals.layer_inputs is not None:
-    saving = residuals.from_narrow_input(
+    saving = residuals.from_compressed_input(
       lambda *args: _LayerOutput(*layer(*args)), run.residuals.layer_inputs
     )
 

@@ -78,7 +78,7 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
     head = _gather_head(head, eqn, site, h.dtype)
 
     def one(carry, xs):
-      loss, dhead, seen = carry
+      loss, dhead, observed = carry
       h, targets, weights = xs
       spec = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
       logits_BCV = linear.forward(spec, h, head, inputs)
@@ -87,22 +87,22 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
       dh = linear.data_gradient(spec, g_BCV, head, inputs)
       dhead = dhead + linear.weight_gradient(spec, h, g_BCV, dtype, inputs)
       tensors = ((Role.X_FWD, h), (Role.W_FWD, head), (Role.G_DGRAD, g_BCV))
-      seen_now = [stats.operand_stats(spec, role, t, inputs) for role, t in tensors]
-      seen = tensor_stats.combine(seen, jnp.stack(seen_now))
-      return (loss + jnp.sum(loss_BC), dhead, seen), dh
+      chunk_stats = [stats.operand_stats(spec, role, t, inputs) for role, t in tensors]
+      observed = tensor_stats.combine(observed, jnp.stack(chunk_stats))
+      return (loss + jnp.sum(loss_BC), dhead, observed), dh
 
     carry = (
       jnp.zeros((), jnp.float32),
       jnp.zeros(head.shape, dtype),
       tensor_stats.nothing(tap.shape),
     )
-    (loss, dhead, seen), dh = _for_chunks(one, carry, chunk, h, targets, weights)
+    (loss, dhead, observed), dh = _for_chunks(one, carry, chunk, h, targets, weights)
     everywhere = tuple(dict.fromkeys(layout.act_axes_of("BV")))
     return (
       collectives.sum_over(loss, layout, "B"),
       collectives.sum_over(dh, layout, "V"),
       collectives.scatter_gradient(dhead, letters, "BL", layout),
-      tensor_stats.over_mesh(seen, everywhere),
+      tensor_stats.over_mesh(observed, everywhere),
     )
 
   outputs = (P(), layout.act_spec("BLD"), layout.weight_spec(letters), P())
@@ -115,14 +115,14 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
 
 def _bwd(static, residuals, g):
   del static
-  dh_BLD, dhead, seen, site = residuals
+  dh_BLD, dhead, observed, site = residuals
   return (
     (g * dh_BLD).astype(dh_BLD.dtype),
     g * dhead,
     None,
     None,
     # The site observed the gradient of the sum over tokens, before the caller's factor.
-    dataclasses.replace(site, tap=seen, memory=None, key=None),
+    dataclasses.replace(site, tap=observed, scaling_state=None, key=None),
   )
 
 
@@ -188,7 +188,7 @@ def _inside(site: Site, tap) -> Site:
 
 def _gather_head(head, eqn: str, site: Site, dtype):
   """The head for compute; FP8 recipes quantize it from the master copy."""
-  head = head if site.recipe.fwd.is_narrow else head.astype(dtype)
+  head = head if site.recipe.fwd.is_quantized else head.astype(dtype)
   return collectives.gather_weight(head, _head_letters(eqn), site.layout)
 
 

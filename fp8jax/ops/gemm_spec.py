@@ -82,7 +82,7 @@ class GemmSpec:
   @property
   def observes(self) -> bool:
     """Whether the site observes anything: with the amax alone, only what it quantizes."""
-    return self.recipe.is_narrow or self.statistics > tensor_stats.QUIET
+    return self.recipe.is_quantized or self.statistics > tensor_stats.QUIET
 
   @property
   def observes_amax_only(self) -> bool:
@@ -148,7 +148,7 @@ class ScalingInputs:
 
   @classmethod
   def of(cls, site: Site) -> "ScalingInputs":
-    return cls(site.memory.amax_3 if site.memory is not None else None, site.key)
+    return cls(site.scaling_state.amax_3 if site.scaling_state is not None else None, site.key)
 
 
 def local_sizes(letters: str, sizes, layout: axes.Layout) -> dict[str, int]:

@@ -335,7 +335,7 @@ def _multiply(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype):
   """[batch?, M, N] in out_dtype."""
   # The compiled program carries this name: the check of FP8 GEMMs finds the product by it.
   with jax.named_scope(f"{spec.name}:{gemm}"):
-    if not spec.gemm(gemm).is_narrow:
+    if not spec.gemm(gemm).is_quantized:
       lead = tuple(range(a.value.ndim - 2))
       last = a.value.ndim - 1
       return jax.lax.dot_general(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
+from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.ops import collectives
@@ -110,9 +111,9 @@ class Quantizer:
 
   def has_kernel(self, matrix, contraction: int) -> bool:
     """Whether the backend's quantizer makes this operand."""
-    if self.backend not in gemm_api.WITH_QUANTIZER or self.quant is None:
+    if self.quant is None:
       return False
-    return mosaic_sm90.supports(matrix, self.quant, contraction) is None
+    return choose.quantizer(matrix, self.quant, contraction, self.backend).backend == "mosaic_sm90"
 
 
 def flatten(x, letters: str, contracted: str, batch: str):

@@ -82,10 +82,10 @@ def quantize_both_orientations(
     amax, over = spec.quantizer(roles[0], inputs).amax, spec.layout.act_axes_of(letters)
     with jax.named_scope("quantize"):
       t = t.reshape(view.shape)
-      made, seen = mosaic_sm90.quantize_matrix(t, view.quants, amax, over, wants_amax)
-    if seen is not None:
-      seen = tensor_stats.over_mesh(seen[None], () if spec.layout.is_manual else tuple(over))
-    return tuple(made[view.axis_of[role]] for role in roles), seen
+      made, stats = mosaic_sm90.quantize_matrix(t, view.quants, amax, over, wants_amax)
+    if stats is not None:
+      stats = tensor_stats.over_mesh(stats[None], () if spec.layout.is_manual else tuple(over))
+    return tuple(made[view.axis_of[role]] for role in roles), stats
 
   in_specs = (spec.layout.act_spec(letters), jax.sharding.PartitionSpec())
   out_specs = tuple(quantized_spec(spec, role) for role in roles), jax.sharding.PartitionSpec()
@@ -157,18 +157,18 @@ def run_prologue(specs: Sequence[GemmSpec], t: Prologue, roles: Roles, wants_ama
     matrices, factors = [m.reshape(shape) for m in matrices], [f.reshape(-1) for f in factors]
     quants = [view.quants for view in views]
     with jax.named_scope("quantize"):
-      made, seen = mosaic_sm90.quantize_produced(t.producer, matrices, factors, quants, wants_amax)
+      made, stats = mosaic_sm90.quantize_produced(t.producer, matrices, factors, quants, wants_amax)
     over = () if layout.is_manual else tuple(layout.act_axes_of(letters))
-    seen = tuple(tensor_stats.over_mesh(amax[None], over) for amax in seen)
-    return tuple(tuple(result[axis_of[role]] for role in roles) for result in made), seen
+    stats = tuple(tensor_stats.over_mesh(amax[None], over) for amax in stats)
+    return tuple(tuple(result[axis_of[role]] for role in roles) for result in made), stats
 
   matrices, factors = t.producer_operands()
   parts = (letters[:cut], letters[cut:])
   factor_specs = tuple(layout.act_spec(parts[axis]) for axis in t.producer.factors)
   in_specs = ((layout.act_spec(letters),) * len(matrices), factor_specs)
   made = tuple(tuple(quantized_spec(s, role) for role in roles) for s in specs)
-  seen = (jax.sharding.PartitionSpec(),) * (t.producer.results if wants_amax else 0)
-  run = collectives.on_mesh(local, layout, in_specs, (made, seen))
+  stats = (jax.sharding.PartitionSpec(),) * (t.producer.results if wants_amax else 0)
+  run = collectives.on_mesh(local, layout, in_specs, (made, stats))
   return run(tuple(matrices), tuple(factors))
 
 

@@ -87,7 +87,7 @@ def decompress(x, dtype):
   return x.unpack().astype(dtype) if isinstance(x, quantized_tensor.QuantizedTensor) else x
 
 
-def from_narrow_input(function: Callable, quant: Quant) -> Callable:
+def from_compressed_input(function: Callable, quant: Quant) -> Callable:
   """function(x, *rest), recomputed in the backward pass from a compressed copy of x.
 
   The copy is the only residual. The sites observe the recomputation.

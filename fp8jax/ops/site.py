@@ -1,10 +1,10 @@
 """A site: the precision, scaling state and observation of one linear layer of a model.
 
 A tree of sites has the keys of the parameters and is stacked over layers for scan. The static part
-of a `Site` says how to multiply. Of its arrays, `memory` is an input: the scaling state of delayed
-and static scales. `tap` is an output: zeros whose cotangent is the site's observation, so that
+of a `Site` says how to multiply. Of its arrays, `scaling_state` is an input, for delayed and
+static scales. `tap` is an output: zeros whose cotangent is the site's observation, so that
 differentiating the loss with respect to all taps returns the observations of all sites. XLA drops
-observations that nobody differentiates. `next_scaling_states` computes the next state from both.
+observations that nobody differentiates. `scaling.next_states` computes the next state from both.
 
 Rule: one site per GEMM call. A site used twice would add its observations; `Site.claim` refuses it.
 """
@@ -38,7 +38,7 @@ class Site:
   Attributes:
     tap: float32 [3, S] ([N, 3, S] when stacked), zeros. Its cotangent is the first S of
       tensor_stats.STATISTICS for (x, w, g); S = 1 is the amax alone (tensor_stats.QUIET).
-    memory: scaling state of delayed and static scales; None if every scale is current.
+    scaling_state: scaling state of delayed and static scales; None if every scale is current.
     key: random key of this step, if the recipe rounds stochastically.
     name: path of the weight, e.g. "layers/mlp/up", or "layers/2-25/mlp/up" for some layers.
     layers: (first, one past the last) of the layers it is stacked over; () for one product.
@@ -49,7 +49,7 @@ class Site:
   """
 
   tap: jax.Array
-  memory: amax_history.ScalingState | None = None
+  scaling_state: amax_history.ScalingState | None = None
   key: jax.Array | None = None
   name: str = dataclasses.field(default="", metadata=dict(static=True))
   recipe: Recipe = dataclasses.field(default=library.BF16, metadata=dict(static=True))
@@ -114,11 +114,11 @@ def single(
 
   Example:
     >>> import fp8jax
-    >>> fp8jax.site.single("tensor_delayed(steps=16)").memory.history_3H.shape
+    >>> fp8jax.site.single("tensor_delayed(steps=16)").scaling_state.history_3H.shape
     (3, 16)
   """
   recipe = rules_lib.recipe_by_name(recipe) if isinstance(recipe, str) else recipe
-  chosen = tuple(matmul if getattr(recipe, p).is_narrow else "xla" for p in PASSES)
+  chosen = tuple(matmul if getattr(recipe, p).is_quantized else "xla" for p in PASSES)
   if matmul != "auto":  # which is decided at the dot; sizes are unknown here
     chosen = choose_backends(recipe, GemmSize(0, 0, 0), choose.current_device(), matmul)
   return _site((), tensor_stats.QUIET, name, recipe, chosen, axes.LOCAL, save)
@@ -132,10 +132,10 @@ def unobserved(recipe: Recipe, matmul: str = "auto", name: str = "dot", key=None
 
 def _site(layers, statistics, name, recipe: Recipe, backends, layout, save) -> Site:
   stacked = (layers[1] - layers[0],) if layers else ()
-  memory = amax_history.init(recipe, stacked) if recipe.is_stateful else None
+  scaling_state = amax_history.init(recipe, stacked) if recipe.is_stateful else None
   key = jax.random.split(_own_key(jax.random.key(0), name), stacked) if recipe.is_random else None
   tap = jnp.zeros((*stacked, 3, statistics), jnp.float32)
-  return Site(tap, memory, key, name, recipe, backends, layout, layers, save)
+  return Site(tap, scaling_state, key, name, recipe, backends, layout, layers, save)
 
 
 def _own_key(key, name: str):
@@ -261,17 +261,17 @@ def with_taps(sites, taps):
   return tree_map(lambda s, tap: dataclasses.replace(s, tap=tap), sites, taps)
 
 
-def by_name(sites, seen) -> dict[str, jax.Array]:
+def by_name(sites, stats) -> dict[str, jax.Array]:
   """A tree of observations, cotangents of `taps(sites)`, as {site name: [..., 3, S]}."""
-  values = jax.tree.leaves(tree_map(lambda s, x: [x], sites, seen))
+  values = jax.tree.leaves(tree_map(lambda s, x: [x], sites, stats))
   return dict(zip(flatten(sites), values, strict=True))
 
 
-def per_layer(sites, seen: Mapping[str, Any]) -> dict[str, Any]:
+def per_layer(sites, stats: Mapping[str, Any]) -> dict[str, Any]:
   """{site name: [N?, 3, S]} as {layer name: [3, S]}."""
   flat = {}
   for name, site in flatten(sites).items():
-    values = seen[name] if site.layers else [seen[name]]
+    values = stats[name] if site.layers else [stats[name]]
     flat |= dict(zip(site.layer_names, values, strict=True))
   return flat
 
@@ -284,12 +284,12 @@ def recipes_of(sites) -> dict[str, Recipe]:
 # --- sites that their user keeps -----------------------------------------------------------------
 
 
-def update(sites, seen):
+def update(sites, stats):
   """The sites after a step: the step's amaxes enter the amax histories.
 
   Args:
     sites: a Site or a tree of them: variables["fp8"] of linen, nnx.state(model, Fp8) of nnx.
-    seen: the gradient of the loss with respect to `sites`; of several microbatches, see `combine`.
+    stats: the gradient of the loss with respect to `sites`; of several microbatches, see `combine`.
 
   Returns:
     The same tree. Sites with current scales are as they were.
@@ -301,24 +301,24 @@ def update(sites, seen):
     >>> x, w = jnp.ones(8), jnp.ones((8, 4))
     >>> loss = jax.jit(lambda site: fp8jax.dot("D,DF->F", x, w, site).sum())
     >>> site = fp8jax.site.calibrate(fp8jax.site.single("tensor_delayed"), loss)
-    >>> fp8jax.site.update(site, jax.grad(loss)(site)).memory.history_3H[:, :2].tolist()
+    >>> fp8jax.site.update(site, jax.grad(loss)(site)).scaling_state.history_3H[:, :2].tolist()
     [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
   """
 
   def one(site, gradient):
-    if site.memory is None:
+    if site.scaling_state is None:
       return site
-    memory = amax_history.update(site.memory, gradient.tap[..., 0], site.recipe)
-    return dataclasses.replace(site, memory=memory)
+    scaling_state = amax_history.update(site.scaling_state, gradient.tap[..., 0], site.recipe)
+    return dataclasses.replace(site, scaling_state=scaling_state)
 
-  return tree_map(one, sites, seen)
+  return tree_map(one, sites, stats)
 
 
-def combine(seen, other):
+def combine(stats, other):
   """Tensor statistics of two microbatches, or of two devices, as those of both.
 
   Args:
-    seen, other: gradients with respect to the same tree of sites.
+    stats, other: gradients with respect to the same tree of sites.
 
   Returns:
     A tree like them: amaxes are the larger ones.
@@ -336,7 +336,7 @@ def combine(seen, other):
   def one(a, b):
     return dataclasses.replace(a, tap=tensor_stats.combine(a.tap, b.tap))
 
-  return tree_map(one, seen, other)
+  return tree_map(one, stats, other)
 
 
 def calibrate(sites, loss: Callable[[Any], jax.Array]):
@@ -357,95 +357,30 @@ def calibrate(sites, loss: Callable[[Any], jax.Array]):
     >>> import jax, jax.numpy as jnp, fp8jax
     >>> x, w = jnp.ones(8), 2 * jnp.ones((8, 4))
     >>> loss = jax.jit(lambda site: fp8jax.dot("D,DF->F", x, w, site).sum())
-    >>> fp8jax.site.calibrate(fp8jax.site.single("tensor_delayed"), loss).memory.amax_3.tolist()
+    >>> site = fp8jax.site.calibrate(fp8jax.site.single("tensor_delayed"), loss)
+    >>> site.scaling_state.amax_3.tolist()
     [1.0, 2.0, 1.0]
   """
 
   def one(site, gradient):
-    if site.memory is None:
+    if site.scaling_state is None:
       return site
-    memory = amax_history.calibrated(site.recipe, gradient.tap[..., 0])
-    return dataclasses.replace(site, memory=memory)
+    scaling_state = amax_history.calibrated(site.recipe, gradient.tap[..., 0])
+    return dataclasses.replace(site, scaling_state=scaling_state)
 
   return tree_map(one, sites, jax.grad(loss)(with_current_scales(sites)))
-
-
-# --- scaling states ------------------------------------------------------------------------------
-
-
-def scaling_states(sites) -> dict[str, amax_history.ScalingState]:
-  """{site name: ScalingState} of delayed and static scales: a part of the training state."""
-  return {name: s.memory for name, s in flatten(sites).items() if s.memory is not None}
-
-
-def with_scaling_states(sites, memories: Mapping[str, amax_history.ScalingState]):
-  """The sites with these scaling states."""
-
-  def one(site):
-    return dataclasses.replace(site, memory=memories[site.name]) if site.memory else site
-
-  return tree_map(one, sites)
-
-
-def next_scaling_states(
-  sites, memories, seen: Mapping[str, Any]
-) -> dict[str, amax_history.ScalingState]:
-  """Scaling states after a step with the observations {name: [..., 3, S]}."""
-  recipe_of = {name: s.recipe for name, s in flatten(sites).items()}
-  return {
-    name: amax_history.update(memory, seen[name][..., 0], recipe_of[name])
-    for name, memory in memories.items()
-  }
-
-
-def calibrated(sites, seen: Mapping[str, Any]) -> dict[str, amax_history.ScalingState]:
-  """Scaling states that start from the amaxes {name: [..., 3, S]}."""
-  return {
-    name: amax_history.calibrated(s.recipe, seen[name][..., 0])
-    for name, s in flatten(sites).items()
-    if s.memory is not None
-  }
 
 
 def with_current_scales(sites):
   """The sites with current scales throughout: for calibration and inspection."""
 
   def one(site):
-    return dataclasses.replace(site, recipe=site.recipe.with_current_scales(), memory=None)
+    return dataclasses.replace(site, recipe=site.recipe.with_current_scales(), scaling_state=None)
 
   return tree_map(one, sites)
 
 
-# Its gradient is that of the sum over tokens, before any factor on the loss
-# (ops/cross_entropy.py).
-_HEAD = "head"
-
-
-def with_scaled_gradients(sites, factor):
-  """The sites with amaxes of gradients multiplied by `factor`, the loss scale.
-
-  Scaling states hold the amaxes of the unscaled loss, whatever the loss scale was at the time.
-  """
-  factors = jnp.stack([1.0, 1.0, factor])
-
-  def one(site):
-    if site.memory is None or site.name == _HEAD:
-      return site
-    memory = dataclasses.replace(site.memory, amax_3=site.memory.amax_3 * factors)
-    return dataclasses.replace(site, memory=memory)
-
-  return tree_map(one, sites)
-
-
-def with_unscaled_gradients(sites, seen, factor):
-  """Observations, a tree like `taps(sites)`, divided by the loss scale `factor`."""
-
-  def one(site, tap):
-    if site.name == _HEAD:
-      return tap
-    return tap.at[..., 2, :].set(tensor_stats.rescaled(tap[..., 2, :], 1 / factor))
-
-  return tree_map(one, sites, seen)
+# --- random keys -------------------------------------------------------------------------------
 
 
 def with_keys(sites, key):
@@ -469,8 +404,3 @@ def with_folded_keys(sites, number):
     return dataclasses.replace(site, key=(jax.vmap(fold) if site.layers else fold)(site.key))
 
   return tree_map(one, sites)
-
-
-def scaling_recipes(sites) -> dict[str, str]:
-  """{site: recipe} of sites with a scaling state, which is valid for the same recipe alone."""
-  return {name: s.recipe.name for name, s in flatten(sites).items() if s.memory is not None}

@@ -30,7 +30,7 @@ def operand_stats(spec: GemmSpec, role: Role, t, inputs: ScalingInputs, amax=Non
   def local(t, inputs):
     if spec.statistics == tensor_stats.QUIET:
       axes_ = layout.weight_axes if is_weight else layout.act_axes
-      seen, over = tensor_stats.amax(t)[None], [a for c in letters for a in axes_(c)]
+      stats, over = tensor_stats.amax(t)[None], [a for c in letters for a in axes_(c)]
     else:
       if is_weight:
         t = collectives.gather_weight(t, letters, layout)
@@ -38,9 +38,9 @@ def operand_stats(spec: GemmSpec, role: Role, t, inputs: ScalingInputs, amax=Non
         operands.activation(t, letters, contracted, s.batch, quantizer, t.dtype, layout).value
         for quantizer in (Quantizer(None), spec.quantizer(role, inputs))
       )
-      seen = _statistics(unquantized, quantized, spec.quant(role))
+      stats = _statistics(unquantized, quantized, spec.quant(role))
       over = layout.act_axes_of(letters)
-    return seen if layout.is_manual else tensor_stats.over_mesh(seen, tuple(over))
+    return stats if layout.is_manual else tensor_stats.over_mesh(stats, tuple(over))
 
   everywhere = jax.sharding.PartitionSpec()
   of_t = layout.weight_spec(letters) if is_weight else layout.act_spec(letters)

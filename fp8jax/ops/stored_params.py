@@ -31,7 +31,7 @@ class Weight:
     stored: the parameter: float32 array, QuantizedTensor or SplitFloat32.
     placeholder: zeros like its gradient, float32 or QuantizedTensor; None in residuals.
     key: random key of the gradient's rounding, one per layer if parameters are stacked.
-    autoscale: `room` of `quantized_tensor.pack`, or None; one per layer too.
+    autoscale: that of `quantized_tensor.pack`, or None; one per layer too.
     quant: format of the gradient; None for float32.
   """
 
@@ -136,7 +136,7 @@ def _stored_gradient(w: Weight, g):
   """g in its format: float32 or QuantizedTensor. The scale is NaN if g is not finite."""
   if w.quant is None:
     return g
-  stored = quantized_tensor.pack(g, w.quant, key=w.key, room=w.autoscale)
+  stored = quantized_tensor.pack(g, w.quant, key=w.key, autoscale=w.autoscale)
   if stored.scale is None:
     return stored
   # An infinity saturates in 8 bits and would pass for a large gradient.

@@ -25,12 +25,12 @@ from fp8jax.recipe.quant import WHOLE
 CHOICES = ("auto", "xla", "mosaic_sm90")
 
 
-def choose(leaf: ParamOptimizer, kept, state, device: Device, wanted: str) -> ParamOptimizer:
+def choose(leaf: ParamOptimizer, master, state, device: Device, wanted: str) -> ParamOptimizer:
   """The leaf, its backend chosen, and a note where that is Optax's operations.
 
   Args:
     leaf: of one parameter.
-    kept, state: its master and the state of its transformation: shapes, dtypes and shardings.
+    master, state: its master and the state of its transformation: shapes, dtypes and shardings.
     device: that will move it.
     wanted: one of CHOICES.
   """
@@ -38,7 +38,7 @@ def choose(leaf: ParamOptimizer, kept, state, device: Device, wanted: str) -> Pa
     return leaf
   if leaf.rule is None:
     return dataclasses.replace(leaf, note="the kernel computes AdamW alone")
-  master, mu, nu = jax.tree.map(_local, (kept, state[0].mu, state[0].nu))
+  master, mu, nu = jax.tree.map(_local, (master, state[0].mu, state[0].nu))
   for moment in (mu, nu):
     if _straddles(moment):
       note = f"a group of {moment.quant.tile[1]} would lie on two devices"
@@ -49,7 +49,7 @@ def choose(leaf: ParamOptimizer, kept, state, device: Device, wanted: str) -> Pa
     return dataclasses.replace(leaf, note=choice.reason)
   if choice.backend == "reference":  # Optax's operations are the same, and move a piece at a time
     return dataclasses.replace(leaf, note="; ".join(choice.notes))
-  sharding = jax.tree.leaves(kept)[0].sharding
+  sharding = jax.tree.leaves(master)[0].sharding
   return dataclasses.replace(leaf, backend=choice.backend, sharding=sharding)
 
 
@@ -69,8 +69,8 @@ def check(leaves: list[ParamOptimizer], wanted: str) -> None:
     )
 
 
-def move(leaf: ParamOptimizer, g, state, kept, now):
-  """See `update.move`; a step that is not applied has an update of 0."""
+def apply(leaf: ParamOptimizer, g, state, master, now):
+  """See `update.update_param`; a step that is not applied has an update of 0."""
   if leaf.rule is None:
     raise ValueError(f"{leaf.path}: backend={leaf.backend!r} needs a rule; see `choose`")
   rule, (before, *rest) = dataclasses.asdict(leaf.rule), state
@@ -78,13 +78,13 @@ def move(leaf: ParamOptimizer, g, state, kept, now):
   count = optax.safe_increment(before.count)
   # Without scales: `choose` lets no others pass.
   gradient = g.data if isinstance(g, QuantizedTensor) else g
-  arrays = (gradient, kept, before.mu, before.nu)
-  by = {"count": count, "rate": now.rate, "factor": now.factor, "is_applied": is_applied}
-  over = _axes(leaf.sharding)
+  arrays = (gradient, master, before.mu, before.nu)
+  scalars = {"count": count, "rate": now.rate, "factor": now.factor, "is_applied": is_applied}
+  mesh_axes = _axes(leaf.sharding)
 
-  def update(arrays, by):
-    *new, squares = adamw_api.update(*arrays, **by, **rule, backend=leaf.backend)
-    return new, jax.lax.psum(squares, over) if over else squares
+  def update(arrays, scalars):
+    *new, squares = adamw_api.update(*arrays, **scalars, **rule, backend=leaf.backend)
+    return new, jax.lax.psum(squares, mesh_axes) if mesh_axes else squares
 
   if leaf.sharding is not None:
     specs = jax.tree.map(lambda x: _spec(x, leaf.sharding), arrays, is_leaf=_is_packed)
@@ -94,9 +94,9 @@ def move(leaf: ParamOptimizer, g, state, kept, now):
       update, mesh=leaf.sharding.mesh, in_specs=(specs, nowhere),
       out_specs=(list(specs[1:]), nowhere), check_vma=False,
     )  # fmt: skip
-  (kept, mu, nu), squares = update(arrays, jax.tree.map(jnp.asarray, by))
+  (master, mu, nu), squares = update(arrays, jax.tree.map(jnp.asarray, scalars))
   count = jnp.where(is_applied, count, before.count)
-  return (optax.ScaleByAdamState(count, mu, nu), *rest), kept, squares
+  return (optax.ScaleByAdamState(count, mu, nu), *rest), master, squares
 
 
 def _local(x):

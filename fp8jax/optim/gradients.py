@@ -91,7 +91,7 @@ def init_grad_autoscale(quant: Quant | None, microbatches: int) -> dict[str, jax
   equal microbatches reaches half the maximum, which leaves space for its rounding errors. Sums of
   different microbatches are smaller, and mu grows.
   """
-  if quant is None or not quant.format.is_narrow:
+  if quant is None or not quant.format.is_low_bit:
     return {}
   return {"mu": jnp.asarray(_MOST / (2 * microbatches - 1))}
 

@@ -89,7 +89,7 @@ def moment_problems(moments: Moments, mu_decay: float | None, nu_decay: float | 
     is_slow = decay is not None and 1 - decay < half_step
     # Steps of subnormals are half of the number and more. In 8 bits, an element of m is subnormal
     # below 1/30,000 of the largest; half of the elements of v are.
-    if is_fixed and (is_slow or (name == "nu" and quant.format.is_narrow)):
+    if is_fixed and (is_slow or (name == "nu" and quant.format.is_low_bit)):
       left = "any decay" if decay is None else f"a decay of {decay}"
       found.append(
         f"{name}={quant} with {left}: rounded to the nearest on a grid that does not move, it "

@@ -53,8 +53,8 @@ class StepResult(NamedTuple):
     is_finite: bool scalar, whether loss, gradient and all observations of sites are finite.
     params, opt: of State.
     squares: float32 [2]: sums of squares of the updates and of the parameters before them.
-    seen: {site: its observations}.
-    room: State.room.
+    tensor_stats: {site: its observations}.
+    grad_autoscale: State.grad_autoscale.
     values: further metrics.
   """
 
@@ -64,8 +64,8 @@ class StepResult(NamedTuple):
   params: Any
   opt: Any
   squares: Any
-  seen: dict[str, Any]
-  room: dict[str, Any]
+  tensor_stats: dict[str, Any]
+  grad_autoscale: dict[str, Any]
   values: dict[str, Any]
 
 
@@ -165,7 +165,7 @@ def update_param(
     (state, master, float32 [2]: sums of squares of the update and of the parameter before it).
   """
   if leaf.backend != "xla":
-    return fused_adamw.move(leaf, g, state, master, args)
+    return fused_adamw.apply(leaf, g, state, master, args)
   # The rounding of the state has another key.
   key = jax.random.fold_in(jax.random.key(leaf.seed + 1), args.step)
 

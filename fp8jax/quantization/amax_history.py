@@ -53,23 +53,23 @@ def init(recipe: Recipe, stacked: tuple[int, ...] = ()) -> ScalingState:
 
 
 def calibrated(recipe: Recipe, amax_3) -> ScalingState:
-  """The memory of a site that saw these amaxes, float32 [..., 3], once."""
+  """The state of a site that saw these amaxes, float32 [..., 3], once."""
   amax_3 = jnp.asarray(amax_3, jnp.float32)
   older = jnp.zeros((*amax_3.shape, recipe.history - 1), jnp.float32)
   return ScalingState(amax_3, jnp.concatenate([amax_3[..., None], older], axis=-1))
 
 
-def update(memory: ScalingState, seen_3, recipe: Recipe) -> ScalingState:
-  """The memory after a step that saw amaxes seen_3, float32 [..., 3]."""
+def update(state: ScalingState, amax_3, recipe: Recipe) -> ScalingState:
+  """The state after a step that saw amaxes amax_3, float32 [..., 3]."""
   if not any(isinstance(source, Delayed) for source in sources(recipe)):
-    return memory
-  is_seen = jnp.isfinite(seen_3) & (seen_3 > 0)
-  newest = jnp.where(is_seen, seen_3, 0.0)
-  history = jnp.concatenate([newest[..., None], memory.history_3H], axis=-1)
+    return state
+  is_valid = jnp.isfinite(amax_3) & (amax_3 > 0)
+  newest = jnp.where(is_valid, amax_3, 0.0)
+  history = jnp.concatenate([newest[..., None], state.history_3H], axis=-1)
   history = history[..., : recipe.history]
   amaxes = []
   for i, source in enumerate(sources(recipe)):
-    old = memory.amax_3[..., i]
+    old = state.amax_3[..., i]
     if isinstance(source, Delayed):
       window = history[..., i, : source.steps]
       new = window[..., 0] if source.reduce == "latest" else jnp.max(window, axis=-1)

@@ -56,11 +56,11 @@ def split(x) -> SplitFloat32:
   return SplitFloat32(lax.bitcast_convert_type(high.astype(jnp.int16), jnp.bfloat16), low)
 
 
-def wide(kept):
-  """float32 of a Split, or of what is float32 already."""
-  return kept.unpack() if isinstance(kept, SplitFloat32) else kept
+def to_float32(stored):
+  """float32 of a SplitFloat32, or of a float32 array."""
+  return stored.unpack() if isinstance(stored, SplitFloat32) else stored
 
 
-def like(x, kept):
-  """float32 x in the format of `kept`: a SplitFloat32 or float32."""
-  return split(x) if isinstance(kept, SplitFloat32) else x
+def like(x, stored):
+  """float32 x in the format of `stored`: a SplitFloat32 or float32."""
+  return split(x) if isinstance(stored, SplitFloat32) else x

@@ -154,11 +154,11 @@ def quantize(
     x = hadamard.hadamard(x, quant.transform.size, contraction)
   if contraction == 0:
     flipped = dataclasses.replace(quant, tile=quant.tile[::-1])
-    return _narrow(x, flipped, amax_axes[::-1], amax, key).T
-  return _narrow(x, quant, amax_axes, amax, key)
+    return _cast(x, flipped, amax_axes[::-1], amax, key).T
+  return _cast(x, quant, amax_axes, amax, key)
 
 
-def _narrow(x, quant: Quant, amax_axes, amax, key) -> scaled_matrix.ScaledMatrix:
+def _cast(x, quant: Quant, amax_axes, amax, key) -> scaled_matrix.ScaledMatrix:
   """ScaledMatrix of x as it lies; quant.tile and amax_axes are of x's two axes."""
   extents = tuple(n if t == WHOLE else t for n, t in zip(x.shape, quant.tile))
   pads = [(0, -n % t) for n, t in zip(x.shape, extents)]

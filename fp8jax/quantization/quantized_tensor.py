@@ -91,7 +91,7 @@ class QuantizedTensor:
     return pack(x, self.quant, lead=lead, key=key)
 
 
-def pack(x, quant: Quant, *, lead: int = 0, key=None, room=None) -> QuantizedTensor:
+def pack(x, quant: Quant, *, lead: int = 0, key=None, autoscale=None) -> QuantizedTensor:
   """Quantizes x.
 
   Args:
@@ -100,7 +100,7 @@ def pack(x, quant: Quant, *, lead: int = 0, key=None, room=None) -> QuantizedTen
       DynamicRangeExpansion.
     lead: so many first axes number tensors of their own; matters for tile (WHOLE, WHOLE).
     key: a jax.random key, for stochastic rounding.
-    room: float32 scalar, 1 if None: a tile's largest element comes to lie at so many times the
+    autoscale: float32 scalar, 1 if None: a tile's largest element comes to lie at so many times the
       format's maximum. Not for DynamicRangeExpansion.
 
   Raises:
@@ -125,7 +125,7 @@ def pack(x, quant: Quant, *, lead: int = 0, key=None, room=None) -> QuantizedTen
     values = jnp.copysign(values, groups)
   else:
     scale, power = quantize.amax_to_scale(amax, quant.format, quant.scale), None
-    scale = scale if room is None else jnp.maximum(scale / room, np.float32(2.0**-126))
+    scale = scale if autoscale is None else jnp.maximum(scale / autoscale, np.float32(2.0**-126))
     values = groups * (1.0 / scale)[..., None]
   data = _rounded(values, quant, key)
   return QuantizedTensor(_ungrouped(data, x.shape), _encoded(scale, quant.scale), power, quant)

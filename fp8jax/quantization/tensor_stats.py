@@ -41,12 +41,12 @@ def amax(x):
   return jnp.where(jnp.isnan(x).any(), jnp.nan, jnp.max(jnp.abs(x)).astype(jnp.float32))
 
 
-def statistics(x, narrow, quant: Quant | None):
+def statistics(x, quantized, quant: Quant | None):
   """float32 [LOUD]: STATISTICS of the matrix x.
 
   Args:
-    x: [rows, contraction], before quantization and in the orientation of `narrow`.
-    narrow: x quantized by `quant`, a ScaledMatrix; anything where quant is None.
+    x: [rows, contraction], before quantization and in the orientation of `quantized`.
+    quantized: x quantized by `quant`, a ScaledMatrix; anything where quant is None.
   """
   x = x.astype(jnp.float32)
   is_finite = jnp.isfinite(x)
@@ -54,12 +54,12 @@ def statistics(x, narrow, quant: Quant | None):
   one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
   largest, smallest, underflowed, saturated, error = one, one, zero, zero, zero
   if quant is not None:
-    back = jnp.where(is_finite, narrow.dequantize(), 0.0)
-    largest, smallest = jnp.max(narrow.scale), jnp.min(narrow.scale)
+    back = jnp.where(is_finite, quantized.dequantize(), 0.0)
+    largest, smallest = jnp.max(quantized.scale), jnp.min(quantized.scale)
     underflowed = _count((x_ != 0) & (back == 0))
-    scale = narrow.scale
+    scale = quantized.scale
     for axis in (0, 1):
-      scale = scaled_matrix.expand(scale, axis, narrow.tile[axis], narrow.shape[axis])
+      scale = scaled_matrix.expand(scale, axis, quantized.tile[axis], quantized.shape[axis])
     saturated = _count(is_finite & (jnp.abs(x_) > _rounds_to_max(quant.format) * scale))
     error = jnp.sum((back - x_) ** 2)
   return jnp.stack([

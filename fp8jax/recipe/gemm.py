@@ -61,7 +61,7 @@ class Gemm:
   accumulate: Accumulate = Accumulation.PRECISE
 
   def __post_init__(self):
-    _check_accumulate(self.accumulate, self.is_narrow)
+    _check_accumulate(self.accumulate, self.is_quantized)
     if (self.lhs is None) != (self.rhs is None):
       raise ValueError(
         f"lhs={self.lhs} and rhs={self.rhs}: both operands of a GEMM are quantized or neither is; "
@@ -75,7 +75,7 @@ class Gemm:
     for name, quant in (("lhs", self.lhs), ("rhs", self.rhs)):
       if quant is None:
         continue
-      if not quant.format.is_narrow:
+      if not quant.format.is_low_bit:
         raise ValueError(
           f"{name}.format={quant.format} is no element format of a GEMM operand; to multiply in "
           "the compute dtype give None instead of a Quant"
@@ -94,18 +94,18 @@ class Gemm:
         )
 
   @property
-  def is_narrow(self) -> bool:
+  def is_quantized(self) -> bool:
     return self.lhs is not None
 
 
-def _check_accumulate(accumulate: Accumulate, is_narrow: bool):
+def _check_accumulate(accumulate: Accumulate, is_quantized: bool):
   is_count = isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate > 0
   if not isinstance(accumulate, Accumulation) and not is_count:
     raise ValueError(
       f"accumulate={accumulate!r} must be Accumulation.FAST, Accumulation.PRECISE, or how many "
       "products along K are added before their sum moves to float32, at least 1"
     )
-  if accumulate is not Accumulation.PRECISE and not is_narrow:
+  if accumulate is not Accumulation.PRECISE and not is_quantized:
     raise ValueError(
       f"accumulate={accumulate_name(accumulate)} is for FP8 operands, and lhs is None: the compute "
       "dtype accumulates in float32. Leave accumulate out, or give lhs and rhs a Quant"
@@ -164,9 +164,9 @@ class Recipe:
     return {t: list(dict.fromkeys(q for q in quants if q)) for t, quants in pairs.items()}
 
   @property
-  def is_narrow(self) -> bool:
+  def is_quantized(self) -> bool:
     """Whether any of the three products is."""
-    return any(getattr(self, p).is_narrow for p in PASSES)
+    return any(getattr(self, p).is_quantized for p in PASSES)
 
   @property
   def history(self) -> int:
@@ -211,7 +211,7 @@ class Recipe:
     gemms = {
       p: dataclasses.replace(getattr(self, p), accumulate=how)
       for p, how in zip(PASSES, accumulate, strict=True)
-      if getattr(self, p).is_narrow
+      if getattr(self, p).is_quantized
     }
     return dataclasses.replace(self, name=name, **gemms)
 

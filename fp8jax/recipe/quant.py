@@ -146,13 +146,13 @@ class Quant:
       )
     if not self.format.mantissa_bits:
       raise ValueError(f"format={self.format} holds scales, not elements; take e4m3, e5m2, ...")
-    if self.scale is Scale.NONE and (self.format.is_narrow or self.tile != (WHOLE, WHOLE)):
+    if self.scale is Scale.NONE and (self.format.is_low_bit or self.tile != (WHOLE, WHOLE)):
       raise ValueError(
         f"scale='none' with format={self.format}, tile={self.tile}: 8 bits need a scale, and "
         f"without one there are no tiles; set scale='f32', or tile=({WHOLE}, {WHOLE}) and 16 bits"
       )
     if isinstance(self.transform, DynamicRangeExpansion) and (
-      not self.format.is_narrow or self.scale is not Scale.F32
+      not self.format.is_low_bit or self.scale is not Scale.F32
     ):
       raise ValueError(
         f"transform={self.transform} with format={self.format}, scale={self.scale.value!r}: what "

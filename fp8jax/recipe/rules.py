@@ -89,7 +89,7 @@ def path_of(name: str) -> str:
   return re.sub(r"^layers/\d+-\d+/", "layers/", name)
 
 
-def ends(first: int, last: int, num_layers: int) -> tuple[tuple[str, str], ...]:
+def first_last_rules(first: int, last: int, num_layers: int) -> tuple[tuple[str, str], ...]:
   """Rules that give the first and last so many layers recipe 'bf16'."""
   chosen = [*range(first), *range(num_layers - last, num_layers)]
   if not chosen:

@@ -20,7 +20,7 @@ _MOST = 8
 
 
 def summarise(
-  sites, seen: Mapping[str, Any], alignment: Mapping[str, Any]
+  sites, stats: Mapping[str, Any], alignment: Mapping[str, Any]
 ) -> dict[str, dict[str, dict[str, float]]]:
   """{layer's site: {tensor: tensor_stats.summary}} of what loud sites saw, on the host.
 
@@ -32,7 +32,7 @@ def summarise(
       t: tensor_stats.summary(values)
       for t, values in zip(amax_history.TENSORS, tensors, strict=True)
     }
-    for name, tensors in site_lib.per_layer(sites, seen).items()
+    for name, tensors in site_lib.per_layer(sites, stats).items()
   }
   for path, values_N in alignment.items():
     for i, value in enumerate(values_N):

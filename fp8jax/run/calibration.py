@@ -33,8 +33,8 @@ def run(plan: RunSpec, params, batches, *, step: int, fingerprint: str) -> dict[
   """
   total, count = {}, 0
   for batch in batches:
-    _, seen, _ = nonfinite.observe(plan, params, batch)
-    for name, values in seen.items():
+    _, stats, _ = nonfinite.stats_of_step(plan, params, batch)
+    for name, values in stats.items():
       total[name] = tensor_stats.combine(total[name], values) if name in total else values
     count += 1
   recipe_of = site_lib.recipes_of(plan.sites())
@@ -92,15 +92,15 @@ def read(path: str) -> dict[tuple[str, str], float]:
   return amaxes
 
 
-def begin(plan: RunSpec, path: str) -> list[dict[str, amax_history.ScalingState]]:
+def load(plan: RunSpec, path: str) -> list[dict[str, amax_history.ScalingState]]:
   """The scaling states that sites start from in every phase of the precision schedule.
 
   Raises:
-    UserError: see `read` and `memories`; a table that no site of any phase starts from.
+    UserError: see `read` and `scaling_states_of`; a table that no site of any phase starts from.
   """
   amaxes = read(path)
   phases = range(len(plan.precision.phases))
-  found = [memories(amaxes, plan.sites(phase=phase)) for phase in phases]
+  found = [scaling_states_of(amaxes, plan.sites(phase=phase)) for phase in phases]
   if not any(found):
     raise UserError(
       f"precision.calibration={path!r}: every scale is current, so that nothing starts from it; "
@@ -109,7 +109,9 @@ def begin(plan: RunSpec, path: str) -> list[dict[str, amax_history.ScalingState]
   return found
 
 
-def memories(amaxes: dict[tuple[str, str], float], sites) -> dict[str, amax_history.ScalingState]:
+def scaling_states_of(
+  amaxes: dict[tuple[str, str], float], sites
+) -> dict[str, amax_history.ScalingState]:
   """The scaling states that sites with delayed or static scales start from.
 
   Raises:
@@ -117,7 +119,7 @@ def memories(amaxes: dict[tuple[str, str], float], sites) -> dict[str, amax_hist
   """
   result = {}
   for name, site in site_lib.flatten(sites).items():
-    if site.memory is None:
+    if site.scaling_state is None:
       continue
     needed = [
       t

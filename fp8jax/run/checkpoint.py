@@ -26,7 +26,7 @@ from fp8jax.quantization import amax_history
 from fp8jax.step.state import State
 
 # Of the keys in `meta` and the names of arrays; raised where either changes.
-_LAYOUT = 3
+_LAYOUT = 4
 
 
 class Checkpoints:
@@ -36,7 +36,7 @@ class Checkpoints:
     self._manager = ocp.CheckpointManager(
       os.path.join(os.path.abspath(workdir), "checkpoints"),
       options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
-      item_names=("params", "memories", "rest", "data", "meta"),
+      item_names=("params", "scaling_states", "rest", "data", "meta"),
     )
 
   def steps(self) -> list[int]:
@@ -79,8 +79,8 @@ class Checkpoints:
       data=grain.checkpoint.CheckpointSave(iterator),
       meta=ocp.args.JsonSave({**meta, "layout": _LAYOUT}),
     )
-    if state.memories:  # Orbax refuses an empty tree
-      items["memories"] = ocp.args.StandardSave(_as_tree(state.memories))
+    if state.scaling_states:  # Orbax refuses an empty tree
+      items["scaling_states"] = ocp.args.StandardSave(_as_tree(state.scaling_states))
     with self._writing():
       self._manager.save(step, args=ocp.args.Composite(**items))
 
@@ -124,12 +124,12 @@ class Checkpoints:
     """Parameters alone, placed as the abstract tree says."""
     return self._restore(step, params=ocp.args.StandardRestore(_placed(abstract)))["params"]
 
-  def restore_memories(self, step: int, abstract) -> dict[str, amax_history.ScalingState]:
+  def restore_scaling_states(self, step: int, abstract) -> dict[str, amax_history.ScalingState]:
     """The scaling states after `step`, like `abstract`."""
     if not abstract:
       return {}
     placed = _placed(_as_tree(abstract))
-    tree = self._restore(step, memories=ocp.args.StandardRestore(placed))["memories"]
+    tree = self._restore(step, scaling_states=ocp.args.StandardRestore(placed))["scaling_states"]
     return {name: amax_history.ScalingState(**tree[_as_key(name)]) for name in abstract}
 
   def restore(self, step: int, abstract: State, iterator=None) -> State:
@@ -141,8 +141,8 @@ class Checkpoints:
     if iterator is not None:
       items["data"] = grain.checkpoint.CheckpointRestore(iterator)
     restored = self._restore(step, **items)
-    memories = self.restore_memories(step, abstract.memories)
-    return State(params=restored["params"], memories=memories, **restored["rest"])
+    scaling_states = self.restore_scaling_states(step, abstract.scaling_states)
+    return State(params=restored["params"], scaling_states=scaling_states, **restored["rest"])
 
   def check_room(self, state: State):
     """Refuses a state, or its shapes, for whose checkpoint the disk has no room.
@@ -218,7 +218,7 @@ def _placed(abstract):
 
 
 def _rest(state: State) -> dict[str, Any]:
-  names = [f.name for f in dataclasses.fields(state) if f.name not in ("params", "memories")]
+  names = [f.name for f in dataclasses.fields(state) if f.name not in ("params", "scaling_states")]
   return {name: getattr(state, name) for name in names}
 
 
@@ -226,7 +226,8 @@ def _as_key(name: str) -> str:
   return name.replace("/", ".")  # a key becomes part of a path
 
 
-def _as_tree(memories) -> dict[str, Any]:
+def _as_tree(scaling_states) -> dict[str, Any]:
   return {
-    _as_key(name): {"amax_3": m.amax_3, "history_3H": m.history_3H} for name, m in memories.items()
+    _as_key(name): {"amax_3": m.amax_3, "history_3H": m.history_3H}
+    for name, m in scaling_states.items()
   }

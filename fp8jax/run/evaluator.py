@@ -14,6 +14,7 @@ from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
+from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.step.config import EVAL_PRECISIONS
 from fp8jax.step.run_spec import RunSpec
@@ -40,14 +41,14 @@ class Evaluator:
   def run(
     self,
     params,
-    memories: Mapping[str, Any],
+    scaling_states: Mapping[str, Any],
     phase: int = 0,
     stop: Callable[[int], bool] | None = None,
   ):
     """Evaluates in the recipes of a phase of the precision schedule and in BF16 (eval.precisions).
 
     Args:
-      memories: the training state's scaling states, for delayed and static scales. Without any,
+      scaling_states: of the training state, for delayed and static scales. Without any,
         those scales are chosen from the evaluated tensors themselves.
       stop: asked before every batch of a source whether to leave.
 
@@ -58,10 +59,10 @@ class Evaluator:
     sites = {}
     for label, recipe in precisions(self._plan, phase).items():
       tree = self._plan.sites(recipe, phase=phase)
-      if site_lib.scaling_states(tree):
+      if scaling_lib.states(tree):
         tree = (
-          site_lib.with_scaling_states(tree, memories)
-          if memories
+          scaling_lib.with_states(tree, scaling_states)
+          if scaling_states
           else site_lib.with_current_scales(tree)
         )
       sites[label] = tree
@@ -96,10 +97,10 @@ def precisions(plan: RunSpec, phase: int = 0) -> dict[str, str | None]:
   Where no site is quantized, the recipe and BF16 are one.
   """
   used = {site.recipe for site in site_lib.flatten(plan.sites(phase=phase)).values()}
-  narrow = sorted(r.name for r in used if r.is_narrow)
-  if not narrow:
+  quantized = sorted(r.name for r in used if r.is_quantized)
+  if not quantized:
     return {BF16: None}
-  both = {RECIPE: ("+".join(narrow), None), BF16: (BF16, BF16)}
+  both = {RECIPE: ("+".join(quantized), None), BF16: (BF16, BF16)}
   return dict(both[name] for name in EVAL_PRECISIONS if name in plan.eval.precisions)
 
 

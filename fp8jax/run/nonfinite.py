@@ -19,7 +19,7 @@ from fp8jax.step import loss_scale, train_step
 from fp8jax.step.run_spec import RunSpec
 
 
-def observe(plan: RunSpec, params, batch, phase: int = 0):
+def stats_of_step(plan: RunSpec, params, batch, phase: int = 0):
   """One forward and backward pass that watches every site, scales chosen from what it sees.
 
   The loss is scaled as at the start of a run.
@@ -29,15 +29,15 @@ def observe(plan: RunSpec, params, batch, phase: int = 0):
     phase: of the precision schedule.
 
   Returns:
-    (loss, {layer's site: float32 [3, S] observe.STATISTICS of x, w, g},
+    (loss, {layer's site: float32 [3, S] tensor_stats.STATISTICS of x, w, g},
     {parameter: gradient is finite}), on the host; the last empty with optim.in_backward=True.
   """
   sites = plan.sites(phase=phase, statistics=tensor_stats.LOUD)
-  scale = loss_scale.fresh(plan.loss_scale).get("scale")
+  scale = loss_scale.init(plan.loss_scale).get("scale")
 
   @functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))
-  def look(params, batch):
-    value, gradient, seen, _ = train_step.gradients(
+  def run(params, batch):
+    value, gradient, stats, _ = train_step.gradients(
       plan, params, site_lib.with_current_scales(sites), batch, scale
     )
     if plan.optim.in_backward:  # for all gradients at once there may be no room
@@ -45,27 +45,27 @@ def observe(plan: RunSpec, params, batch, phase: int = 0):
     finite = jax.tree.map(
       lambda g: jnp.isfinite(gradients.dequantize(g)).all(), gradient, is_leaf=gradients.is_leaf
     )
-    return value, seen, finite
+    return value, stats, finite
 
-  loss, seen, finite = jax.device_get(look(params, batch))
+  loss, stats, finite = jax.device_get(run(params, batch))
   finite = {name: bool(ok) for name, ok in params_lib.flatten(finite).items()}
-  return float(loss), site_lib.per_layer(sites, seen), finite
+  return float(loss), site_lib.per_layer(sites, stats), finite
 
 
 def first_bad(
-  cfg: ModelConfig, seen: dict[str, np.ndarray], finite: dict[str, bool], loss: float
+  cfg: ModelConfig, stats: dict[str, np.ndarray], finite: dict[str, bool], loss: float
 ) -> str:
   """The first site, in order of computation, at which something was not finite, in words."""
   *of_layer, head = transformer.gemm_sites(cfg)
   visits = [rules.layer_name(path, i) for i in range(cfg.num_layers) for path in of_layer] + [head]
   for name in visits:
     for tensor, word in ((1, "weight"), (0, "input")):
-      if not np.isfinite(seen[name][tensor, 0]):
+      if not np.isfinite(stats[name][tensor, 0]):
         return f"{name}: its {word} is not finite (forward)"
   if not np.isfinite(loss):
     return "the loss itself, after a finite forward pass through every site"
   for name in reversed(visits):
-    if not np.isfinite(seen[name][2, 0]):
+    if not np.isfinite(stats[name][2, 0]):
       return f"{name}: its incoming gradient is not finite (backward)"
   bad = [name for name, is_good in finite.items() if not is_good]
   if bad:
@@ -75,10 +75,10 @@ def first_bad(
 
 def report(plan: RunSpec, params, batch, phase: int = 0) -> dict[str, Any]:
   """JSON-able account of one batch: the loss, the first bad site, amaxes per site."""
-  loss, seen, finite = observe(plan, params, batch, phase)
+  loss, stats, finite = stats_of_step(plan, params, batch, phase)
   return {
     "loss": loss,
-    "first_bad_site": first_bad(plan.model, seen, finite, loss),
-    "amax_x_w_g": {k: v[:, 0].tolist() for k, v in seen.items()},
+    "first_bad_site": first_bad(plan.model, stats, finite, loss),
+    "amax_x_w_g": {k: v[:, 0].tolist() for k, v in stats.items()},
     "parameters_with_bad_gradients": [k for k, ok in finite.items() if not ok],
   }

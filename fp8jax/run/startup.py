@@ -20,7 +20,7 @@ from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES
 from fp8jax.step.run_spec import RunSpec
 
-_WIRE = {None: "-", True: "narrow", False: "wide"}
+_GATHERS = {None: "-", True: "quantized", False: "unquantized"}
 
 
 def site_rows(plan: RunSpec, phase: int = 0) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def site_rows(plan: RunSpec, phase: int = 0) -> list[dict[str, Any]]:
     path = rules.path_of(name)
     param = declared[path]
     size = site_lib.local_size(param, plan.model.dims, layout, plan.tokens_per_device)
-    narrow = collectives.gathers_quantized(param, site.recipe, plan.model.dims, layout)
+    quantized = collectives.gathers_quantized(param, site.recipe, plan.model.dims, layout)
     recipe = site.recipe
     if plan.run.smooth_swiglu == "channel" and gemms[path].has_channel_scales:
       recipe = recipe.with_current_scales("w")  # of smooth.per_channel
@@ -44,10 +44,10 @@ def site_rows(plan: RunSpec, phase: int = 0) -> list[dict[str, Any]]:
       "recipe": recipe.name,
       "definition": recipe.to_dict(),
       "backends": dict(zip(PASSES, site.backends)),
-      "weight_gather": _WIRE[narrow],
+      "weight_gather": _GATHERS[quantized],
       "notes": [],
     }
-    if row["weight_gather"] == "wide" and site.recipe.fwd.is_narrow:
+    if row["weight_gather"] == "unquantized" and site.recipe.fwd.is_quantized:
       row["notes"].append(
         "FP8 weight gathers: a shard of some weights holds no whole scale tile, so that the "
         "float32 master is gathered; choose mesh.fsdp so that every tile stays whole"
@@ -71,17 +71,17 @@ def all_site_rows(plan: RunSpec) -> list[dict[str, Any]]:
 
 
 def _backends(plan: RunSpec) -> str:
-  """Who moves the matrices, and why not the kernel."""
+  """The backend that updates the matrices, and why the kernel does not."""
   wanted, large, passed = plan.kernels.optimizer, 0, collections.defaultdict(list)
   if wanted == "xla":
-    return "all moved by xla"
+    return "all updated by xla"
   for path, leaf in params_lib.flatten(plan.leaves).items():
     large += leaf.is_large
     if leaf.note:
       passed[leaf.note].append(path)
   by_xla = [f"; by xla {', '.join(paths)} ({note})" for note, paths in passed.items()]
-  moved = large - sum(map(len, passed.values()))
-  return f"{moved} of {large} matrices moved by mosaic_sm90{''.join(by_xla)}"
+  updated = large - sum(map(len, passed.values()))
+  return f"{updated} of {large} matrices updated by mosaic_sm90{''.join(by_xla)}"
 
 
 def _optimizer(plan: RunSpec) -> str:
@@ -115,7 +115,7 @@ def device_line(plan: RunSpec, devices: Sequence[Any] | None = None) -> str:
   devices = jax.devices() if devices is None else devices
   count, total = plan.num_devices, len(devices)
   sites = [s for p in range(len(plan.precision.phases)) for s in _flat_sites(plan, p)]
-  used = {b for s in sites for p, b in zip(PASSES, s.backends) if getattr(s.recipe, p).is_narrow}
+  used = {b for s in sites for p, b in zip(PASSES, s.backends) if getattr(s.recipe, p).is_quantized}
   number = "" if total == 1 else f"{count} × " if count == total else f"{count} of {total} × "
   if plan.device.platform == "cpu":
     line = f"{number}CPU" + ": FP8 is emulated, exact and slow" * bool(used)

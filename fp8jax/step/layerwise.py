@@ -73,30 +73,31 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
     return transformer.embed(_paired(rows, sinks), batch, run)
 
   def finish(x_BLD, sinks, taps):
-    seen_by = {"head": site_lib.with_taps(sites["head"], taps)}
-    return transformer.head_loss(x_BLD, _paired(behind, sinks), seen_by, batch, cfg, run) / total
+    head_site = {"head": site_lib.with_taps(sites["head"], taps)}
+    return transformer.head_loss(x_BLD, _paired(behind, sinks), head_site, batch, cfg, run) / total
 
   x_BLD, pull_embed = jax.vjp(embed, _sinks(rows))
   x_BLD, inputs, aux = _forward(plan, x_BLD, params, sites, batch)
   loss, pull_finish = jax.vjp(finish, x_BLD, _sinks(behind), site_lib.taps(sites["head"]))
 
-  move = _Mover(plan, state, rate)
-  g_BLD, g_behind, seen_head = pull_finish(jnp.ones_like(loss))
+  move = _LayerUpdater(plan, state, rate)
+  g_BLD, g_behind, head_stats = pull_finish(jnp.ones_like(loss))
   loss = sum((value / total for value in aux.losses.values()), start=loss)
-  taken = _Taken(params, dict(state.opt), jnp.isfinite(loss))
+  progress = _Progress(params, dict(state.opt), jnp.isfinite(loss))
   g_head = g_behind.pop("embed", None)
-  taken = move.named(g_behind, [seen_head], taken)
+  progress = move.named(g_behind, [head_stats], progress)
   # Before any layer's turn: else the head's gradient would wait for all of them.
-  g_BLD, taken = jax.lax.optimization_barrier((g_BLD, taken))
-  g_BLD, taken, seen = _backward(plan, g_BLD, 1 / total, taken, move, sites, inputs, batch)
+  g_BLD, progress = jax.lax.optimization_barrier((g_BLD, progress))
+  g_BLD, progress, stats = _backward(plan, g_BLD, 1 / total, progress, move, sites, inputs, batch)
   (g_rows,) = pull_embed(g_BLD)
   if g_head is not None:
     g_rows = {"embed": g_rows["embed"] + g_head}
-  taken = move.named(g_rows, [], taken)
-  seen = site_lib.by_name(sites, {**sites, "layers": seen, "head": seen_head})
-  norm, squares = jnp.sqrt(taken.squares[0]), taken.squares[1:]
+  progress = move.named(g_rows, [], progress)
+  stats = site_lib.by_name(sites, {**sites, "layers": stats, "head": head_stats})
+  norm, squares = jnp.sqrt(progress.squares[0]), progress.squares[1:]
   return update.StepResult(
-    loss, norm, taken.is_finite, taken.params, taken.opt, squares, seen, state.room,
+    loss, norm, progress.is_finite, progress.params, progress.opt, squares, stats,
+    state.grad_autoscale,
     metrics.of_aux(aux, total, cfg.num_layers),
   )  # fmt: skip
 
@@ -128,19 +129,21 @@ def _forward(plan, x_BLD, params, sites, batch):
   return x_BLD, inputs, total
 
 
-def _backward(plan, g_BLD, g_aux, taken: "_Taken", move: "_Mover", sites, inputs, batch):
-  """(the gradient of the first layer's input, what has moved, what sites saw: one per run).
+def _backward(
+  plan, g_BLD, g_aux, progress: "_Progress", move: "_LayerUpdater", sites, inputs, batch
+):
+  """(gradient of the first layer's input, progress, tensor statistics: one tree per run of layers).
 
   Args:
     g_aux: the gradient of every aux loss.
   """
-  cfg, run, stop, seen = plan.model, plan.run, plan.model.num_layers, []
+  cfg, run, stop, stats = plan.model, plan.run, plan.model.num_layers, []
   context = transformer.layer_context(batch, cfg)
 
   def backward(carry, xs):
-    g_BLD, taken = carry
+    g_BLD, progress = carry
     i, waits, s = xs
-    p = jax.tree.map(lambda x: x[i], taken.params["layers"])
+    p = jax.tree.map(lambda x: x[i], progress.params["layers"])
 
     def again(x_BLD, sinks, taps):
       of_layer = (_paired(p, sinks), site_lib.with_taps(s, taps))
@@ -152,21 +155,21 @@ def _backward(plan, g_BLD, g_aux, taken: "_Taken", move: "_Mover", sites, inputs
       (_, losses), pull = jax.vjp(
         again, residuals.decompress(waits, run.dtype), _sinks(p), site_lib.taps(s)
       )
-    g_BLD, gradient, seen = pull((g_BLD, {name: g_aux for name in losses}))
-    return (g_BLD, move.layer(i, gradient, seen, taken)), seen
+    g_BLD, gradient, stats = pull((g_BLD, {name: g_aux for name in losses}))
+    return (g_BLD, move.layer(i, gradient, stats, progress)), stats
 
   for of_run, waiting in reversed(list(zip(sites["layers"], inputs, strict=True))):
     start = stop - jax.tree.leaves(of_run)[0].shape[0]
     xs = (jnp.arange(start, stop), waiting, of_run)
-    (g_BLD, taken), saw = jax.lax.scan(backward, (g_BLD, taken), xs, reverse=True)
+    (g_BLD, progress), layer_stats = jax.lax.scan(backward, (g_BLD, progress), xs, reverse=True)
     stop = start
-    seen.append(saw)
-  return g_BLD, taken, tuple(reversed(seen))
+    stats.append(layer_stats)
+  return g_BLD, progress, tuple(reversed(stats))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Taken:
+class _Progress:
   """As far as a step has come.
 
   Attributes:
@@ -182,43 +185,43 @@ class _Taken:
   squares: Any = dataclasses.field(default_factory=lambda: jnp.zeros(3, jnp.float32))
 
 
-class _Mover:
+class _LayerUpdater:
   """Moves parts of the parameters at a learning rate."""
 
   def __init__(self, plan, state, rate):
     self.plan, self.state, self.rate = plan, state, rate
     self.places = params_lib.shardings(plan.declaration, plan.run.layout)
 
-  def named(self, gradient, seen, taken: _Taken) -> _Taken:
+  def named(self, gradient, stats, progress: _Progress) -> _Progress:
     """Those parameters that `gradient` has."""
     opt, params, is_finite, squares = self._move(
-      {k: taken.opt[k] for k in gradient}, {k: taken.params[k] for k in gradient},
-      gradient, seen, taken, lambda tree: {k: tree[k] for k in gradient},
+      {k: progress.opt[k] for k in gradient}, {k: progress.params[k] for k in gradient},
+      gradient, stats, progress, lambda tree: {k: tree[k] for k in gradient},
     )  # fmt: skip
-    return _Taken({**taken.params, **params}, {**taken.opt, **opt}, is_finite, squares)
+    return _Progress({**progress.params, **params}, {**progress.opt, **opt}, is_finite, squares)
 
-  def layer(self, i, gradient, seen, taken: _Taken) -> _Taken:
+  def layer(self, i, gradient, stats, progress: _Progress) -> _Progress:
     """Layer i."""
-    whole = (taken.opt["layers"], taken.params["layers"])
+    whole = (progress.opt["layers"], progress.params["layers"])
     # Every layer starts from the counters before the step.
     counted = update.with_scalars_of(whole[0], self.state.opt["layers"])
     opt, params = update.slice_layer((counted, whole[1]), i, 1)
     gradient = jax.tree.map(lambda g: g[None], gradient)
     *new, is_finite, squares = self._move(
-      opt, params, gradient, seen, taken, lambda tree: tree["layers"], piece=i
+      opt, params, gradient, stats, progress, lambda tree: tree["layers"], piece=i
     )
     opt, params = update.update_layer(whole, tuple(new), i)
-    return _Taken(
-      {**taken.params, "layers": params}, {**taken.opt, "layers": opt}, is_finite, squares
+    return _Progress(
+      {**progress.params, "layers": params}, {**progress.opt, "layers": opt}, is_finite, squares
     )
 
-  def _move(self, opt, params, gradient, seen, taken: _Taken, part, piece=0):
+  def _move(self, opt, params, gradient, stats, progress: _Progress, part, piece=0):
     """(opt, params, is_finite, squares)."""
     if self.plan.run.layout.mesh is not None:
       gradient = jax.lax.with_sharding_constraint(gradient, part(self.places))
     norm = gradients.norm(gradient)
-    amaxes = [jnp.isfinite(tap[..., 0]).all() for tap in jax.tree.leaves(seen)]
-    is_finite = functools.reduce(jnp.logical_and, amaxes, taken.is_finite & jnp.isfinite(norm))
+    amaxes = [jnp.isfinite(tap[..., 0]).all() for tap in jax.tree.leaves(stats)]
+    is_finite = functools.reduce(jnp.logical_and, amaxes, progress.is_finite & jnp.isfinite(norm))
     now = update.UpdateArgs(self.state.step, self.rate, is_applied=is_finite & ~self.state.halted)
     with jax.named_scope("optimizer"):
       opt, params, squares = update.update_params(
@@ -226,7 +229,7 @@ class _Mover:
         gradient, opt, params, now, piece=piece,
       )  # fmt: skip
     more = jnp.concatenate([jnp.square(norm)[None], squares])
-    return opt, params, is_finite, taken.squares + more
+    return opt, params, is_finite, progress.squares + more
 
 
 def _sinks(params):

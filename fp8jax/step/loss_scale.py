@@ -15,7 +15,7 @@ from fp8jax.step.config import LossScaleConfig
 SMALLEST, LARGEST = 2.0**-24, 2.0**24
 
 
-def fresh(c: LossScaleConfig) -> dict[str, Any]:
+def init(c: LossScaleConfig) -> dict[str, Any]:
   """The state at the start: {} where the scale is not dynamic."""
   if c.kind == "none":
     return {}

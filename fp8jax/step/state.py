@@ -15,9 +15,9 @@ class State:
     step: int32 scalar, number of steps taken.
     params: master parameters: float32 arrays, or narrow (see optim/storage.py).
     opt: of every parameter, in its place, the state of its Optax transformation.
-    memories: {site name: history.Memory} of sites whose scales are not all current.
+    scaling_states: {site name: ScalingState} of sites whose scales are not all current.
     loss_scale: {"scale": float32, "good_steps": int32} while it is dynamic, else {}.
-    room: {"mu": float32} where gradients have 8 bits (see optim/gradients.py), else {}.
+    grad_autoscale: {"mu": float32} where gradients have 8 bits (see optim/gradients.py), else {}.
     skipped: int32 scalar, updates not applied because the loss or gradient was not finite.
     halted: bool scalar; once True no step changes anything, so that the state stays as it was when
       the first non-finite value appeared; but see layerwise.py, where some layers move before it.
@@ -26,8 +26,8 @@ class State:
   step: jax.Array
   params: Any
   opt: Any
-  memories: Any
+  scaling_states: Any
   loss_scale: dict[str, jax.Array]
-  room: dict[str, jax.Array]
+  grad_autoscale: dict[str, jax.Array]
   skipped: jax.Array
   halted: jax.Array

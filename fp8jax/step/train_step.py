@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp8jax import params as params_lib
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
+from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import stored_params
 from fp8jax.optim import factory as optim_build
@@ -45,7 +46,7 @@ def abstract_state(plan: run_spec.RunSpec, step: int = 0) -> State:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=scalar)
 
   # What the last step wrote; a fresh state is calibrated before its first.
-  memories = {} if step == 0 else site_lib.scaling_states(plan.sites(phase=plan.phase(step - 1)))
+  scaling_states = {} if step == 0 else scaling_lib.states(plan.sites(phase=plan.phase(step - 1)))
 
   def one(dtype):
     return everywhere(jnp.zeros((), dtype))
@@ -54,9 +55,9 @@ def abstract_state(plan: run_spec.RunSpec, step: int = 0) -> State:
     step=cast(Any, one(jnp.int32)),
     params=params,
     opt=opt,
-    memories=jax.tree.map(everywhere, memories),
-    loss_scale=jax.tree.map(everywhere, loss_scale.fresh(plan.loss_scale)),
-    room=jax.tree.map(everywhere, _initial_grad_autoscale(plan)),
+    scaling_states=jax.tree.map(everywhere, scaling_states),
+    loss_scale=jax.tree.map(everywhere, loss_scale.init(plan.loss_scale)),
+    grad_autoscale=jax.tree.map(everywhere, _initial_grad_autoscale(plan)),
     skipped=cast(Any, one(jnp.int32)),
     halted=cast(Any, one(jnp.bool_)),
   )
@@ -74,9 +75,9 @@ def make_state(plan: run_spec.RunSpec, params=None) -> State:
       step=jnp.zeros((), jnp.int32),
       params=update.select(both, plan.declaration, 1),
       opt=update.select(both, plan.declaration, 0),
-      memories={},
-      loss_scale=loss_scale.fresh(plan.loss_scale),
-      room=_initial_grad_autoscale(plan),
+      scaling_states={},
+      loss_scale=loss_scale.init(plan.loss_scale),
+      grad_autoscale=_initial_grad_autoscale(plan),
       skipped=jnp.zeros((), jnp.int32),
       halted=jnp.zeros((), jnp.bool_),
     )
@@ -110,7 +111,9 @@ def _initial_grad_autoscale(plan: run_spec.RunSpec):
   return gradients_lib.init_grad_autoscale(quant, plan.grad_accum_steps)
 
 
-def gradients(plan: run_spec.RunSpec, params, sites, batch, scale=None, step: Any = 0, room=None):
+def gradients(
+  plan: run_spec.RunSpec, params, sites, batch, scale=None, step: Any = 0, grad_autoscale=None
+):
   """(mean loss, gradients, {site: what it saw}, Aux) of a batch [B, L], or [A, B, L].
 
   The loss is one mean over all tokens of the step, however they are split into A microbatches, and
@@ -119,27 +122,27 @@ def gradients(plan: run_spec.RunSpec, params, sites, batch, scale=None, step: An
 
   Args:
     params: as the state has them.
-    sites: their memories are amaxes of the unscaled loss's gradients.
+    sites: their scaling states are amaxes of the unscaled loss's gradients.
     scale: of the loss while it is differentiated, a power of two; taken out again of all results.
-    step: number of steps taken, for gradients that are rounded by chance.
-    room: State.room.
+    step: number of steps taken, for gradients that are rounded stochastically.
+    grad_autoscale: State.grad_autoscale.
   """
   total = jnp.maximum(batch["weights_BL"].sum(), 1)
   leaves = plan.leaves
   if scale is not None:
-    sites = site_lib.with_scaled_gradients(sites, scale)
+    sites = scaling_lib.with_scaled_gradients(sites, scale)
   sinks = jax.tree.map(_sink, leaves, params)
 
   def of_one(batch, micro, sites):
     def loss(sinks, taps):
-      seen_by = site_lib.with_taps(sites, taps)
-      pair = functools.partial(_weight, step=step, micro=micro, room=room)
+      tapped = site_lib.with_taps(sites, taps)
+      pair = functools.partial(_weight, step=step, micro=micro, grad_autoscale=grad_autoscale)
       weights = jax.tree.map(pair, leaves, params, sinks)
-      value, aux = transformer.loss_and_aux(weights, seen_by, batch, plan.model, plan.run)
+      value, aux = transformer.loss_and_aux(weights, tapped, batch, plan.model, plan.run)
       value = sum(aux.losses.values(), start=value) / total
       return value if scale is None else value * scale, aux
 
-    (value, aux), (gradient, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+    (value, aux), (gradient, stats) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
       sinks, site_lib.taps(sites)
     )
     if plan.run.layout.mesh is not None:
@@ -147,28 +150,28 @@ def gradients(plan: run_spec.RunSpec, params, sites, batch, scale=None, step: An
       gradient = jax.lax.with_sharding_constraint(gradient, places)
     if scale is not None:
       value, gradient = value / scale, gradients_lib.scaled(gradient, 1 / scale)
-      seen = site_lib.with_unscaled_gradients(sites, seen, scale)
-    return value, gradient, seen, aux
+      stats = scaling_lib.with_unscaled_gradients(sites, stats, scale)
+    return value, gradient, stats, aux
 
   if plan.grad_accum_steps == 1:
-    value, gradient, seen, aux = of_one(batch, 0, sites)
-    return value, gradient, site_lib.by_name(sites, seen), aux
+    value, gradient, stats, aux = of_one(batch, 0, sites)
+    return value, gradient, site_lib.by_name(sites, stats), aux
 
   def add(carry, xs):
     micro, batch = xs
     # Chances of its own: the same ones would make the same errors, which then add up.
-    value, gradient, seen, aux = of_one(batch, micro, site_lib.with_folded_keys(sites, micro))
+    value, gradient, stats, aux = of_one(batch, micro, site_lib.with_folded_keys(sites, micro))
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), step), micro)
     sums = gradients_lib.add(carry[1], gradient, key)
-    return (carry[0] + value, sums, jax.tree.map(tensor_stats.combine, carry[2], seen)), aux
+    return (carry[0] + value, sums, jax.tree.map(tensor_stats.combine, carry[2], stats)), aux
 
   nothing = jax.tree.map(lambda tap: tensor_stats.nothing(tap.shape), site_lib.taps(sites))
   zeros = jax.tree.map(jnp.zeros_like, sinks)
   start = (jnp.zeros(()), zeros, nothing)
-  (value, gradient, seen), aux = jax.lax.scan(
+  (value, gradient, stats), aux = jax.lax.scan(
     add, start, (jnp.arange(plan.grad_accum_steps), batch)
   )
-  return value, gradient, site_lib.by_name(sites, seen), aux.sum()
+  return value, gradient, site_lib.by_name(sites, stats), aux.sum()
 
 
 def _sink(leaf, param):
@@ -178,11 +181,11 @@ def _sink(leaf, param):
   return stored_params.grad_placeholder(param, leaf.gradient, leaf.lead)
 
 
-def _weight(leaf, param, sink, *, step, micro, room):
+def _weight(leaf, param, sink, *, step, micro, grad_autoscale):
   if leaf.gradient is None and not stored_params.is_stored(param):
     return sink
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(leaf.seed + 2), step), micro)
-  mu = room.get("mu") if room else None
+  mu = grad_autoscale.get("mu") if grad_autoscale else None
   if leaf.lead:
     key = jax.random.split(key, param.shape[0])
     mu = None if mu is None else jnp.broadcast_to(mu, param.shape[:1])
@@ -227,7 +230,7 @@ def make_step(plan: run_spec.RunSpec):
 
   batch is [B, L], or [A, B, L] for A microbatches whose gradients are added up. With loud sites
   (RunSpec.sites) the same function, traced a second time, also returns what every site saw in
-  metrics["seen"], and transformer.alignment.
+  metrics["tensor_stats"], and transformer.alignment.
   """
   shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(plan))
   take = layerwise.take if plan.optim.in_backward else after_backward
@@ -236,7 +239,7 @@ def make_step(plan: run_spec.RunSpec):
   key = jax.random.key(plan.seed)
 
   def step(state: State, batch, sites):
-    sites = site_lib.with_scaling_states(sites, state.memories)
+    sites = scaling_lib.with_states(sites, state.scaling_states)
     sites = site_lib.with_keys(sites, jax.random.fold_in(key, state.step))
     watched = {}
     if _is_loud(sites):
@@ -245,31 +248,31 @@ def make_step(plan: run_spec.RunSpec):
       params, watched["alignment"] = jax.lax.optimization_barrier(both)
       state = dataclasses.replace(state, params=params)
     rate = schedule(state.step)
-    taken = take(plan, state, sites, batch, rate)
-    params, opt = taken.params, taken.opt
+    result = take(plan, state, sites, batch, rate)
+    params, opt = result.params, result.opt
     if plan.run.layout.mesh is not None:  # scales too come to rest where they were
       params, opt = jax.lax.with_sharding_constraint((params, opt), shardings)
-    memories = site_lib.next_scaling_states(sites, state.memories, taken.seen)
+    scaling_states = scaling_lib.next_states(sites, state.scaling_states, result.tensor_stats)
     if watched:
-      watched["seen"] = taken.seen
-    is_finite = taken.is_finite
+      watched["tensor_stats"] = result.tensor_stats
+    is_finite = result.is_finite
     is_applied = is_finite & ~state.halted
 
     def keep(new, old):
       return jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
 
-    moved, before = jnp.sqrt(taken.squares)
-    values = metrics.of_step(taken.loss, taken.norm, moved, before, rate, is_finite)
+    moved, before = jnp.sqrt(result.squares)
+    values = metrics.of_step(result.loss, result.norm, moved, before, rate, is_finite)
     return State(
       step=state.step + ~state.halted,
       params=params,
       opt=opt,
-      memories=keep(memories, state.memories),
+      scaling_states=keep(scaling_states, state.scaling_states),
       loss_scale=loss_scale.update(state.loss_scale, is_finite, plan.loss_scale),
-      room=keep(taken.room, state.room),
+      grad_autoscale=keep(result.grad_autoscale, state.grad_autoscale),
       skipped=state.skipped + (~is_finite & ~state.halted),
       halted=state.halted | (~is_finite & stop),
-    ), {**values, **taken.values, **watched}
+    ), {**values, **result.values, **watched}
 
   options = choose.compiler_options(plan.device)
   return jax.jit(step, donate_argnums=0, compiler_options=options)
@@ -283,12 +286,12 @@ def after_backward(plan: run_spec.RunSpec, state: State, sites, batch, rate) -> 
     rate: learning rate.
   """
   scale = state.loss_scale.get("scale")
-  loss, gradient, seen, aux = gradients(
-    plan, state.params, sites, batch, scale, state.step, state.room
+  loss, gradient, stats, aux = gradients(
+    plan, state.params, sites, batch, scale, state.step, state.grad_autoscale
   )
   norm = gradients_lib.norm(gradient)
   # Narrow formats saturate: an infinity can pass through a product unnoticed, so sites are asked.
-  is_finite = jnp.isfinite(loss) & jnp.isfinite(norm) & _all_finite(seen)
+  is_finite = jnp.isfinite(loss) & jnp.isfinite(norm) & _all_finite(stats)
   factor = update.clip_factor(norm, plan.optim.grad_clip_norm)
   now = update.UpdateArgs(state.step, rate, factor, is_finite & ~state.halted)
   with jax.named_scope("optimizer"):
@@ -296,23 +299,25 @@ def after_backward(plan: run_spec.RunSpec, state: State, sites, batch, rate) -> 
       plan.leaves, plan.declaration, plan.run.layout, gradient, state.opt, state.params, now
     )
   total = jnp.maximum(batch["weights_BL"].sum(), 1)
-  room, values = state.room, metrics.of_aux(aux, total, plan.model.num_layers)
-  if room:
+  grad_autoscale, values = state.grad_autoscale, metrics.of_aux(aux, total, plan.model.num_layers)
+  if grad_autoscale:
     share = gradients_lib.saturated(gradient)
-    room = gradients_lib.next_grad_autoscale(room, share)
-    values |= {"gradient_room": state.room["mu"], "gradient_saturation": share}
+    grad_autoscale = gradients_lib.next_grad_autoscale(grad_autoscale, share)
+    values |= {"grad_autoscale": state.grad_autoscale["mu"], "grad_saturation": share}
   if scale is not None:
     values["loss_scale"] = scale
-  return update.StepResult(loss, norm, is_finite, params, opt, squares, seen, room, values)
+  return update.StepResult(
+    loss, norm, is_finite, params, opt, squares, stats, grad_autoscale, values
+  )
 
 
 def _is_loud(sites) -> bool:
   return any(s.tap.shape[-1] == tensor_stats.LOUD for s in site_lib.flatten(sites).values())
 
 
-def _all_finite(seen):
+def _all_finite(stats):
   """Whether every amax of every site is a number."""
-  each = [jnp.isfinite(tap[..., 0]).all() for tap in seen.values()]
+  each = [jnp.isfinite(tap[..., 0]).all() for tap in stats.values()]
   return functools.reduce(jnp.logical_and, each, jnp.asarray(True))
 
 
@@ -322,17 +327,17 @@ def calibrate(plan: run_spec.RunSpec, state: State, batch, phase: int) -> State:
   Gradients are those under the loss scale, which is halved until they are finite.
   """
   sites = plan.sites(phase=phase)
-  if not site_lib.scaling_states(sites):
-    return dataclasses.replace(state, memories={})
+  if not scaling_lib.states(sites):
+    return dataclasses.replace(state, scaling_states={})
 
   @functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))
-  def look(params, batch, scale):
-    seen = gradients(plan, params, site_lib.with_current_scales(sites), batch, scale)[2]
-    return site_lib.calibrated(sites, seen), _all_finite(seen)
+  def first_stats(params, batch, scale):
+    stats = gradients(plan, params, site_lib.with_current_scales(sites), batch, scale)[2]
+    return scaling_lib.calibrated(sites, stats), _all_finite(stats)
 
   scaling = state.loss_scale
-  memories, is_finite = look(state.params, batch, scaling.get("scale"))
+  scaling_states, is_finite = first_stats(state.params, batch, scaling.get("scale"))
   while scaling and not is_finite and scaling["scale"] > loss_scale.SMALLEST:
     scaling = loss_scale.update(scaling, is_finite, plan.loss_scale)
-    memories, is_finite = look(state.params, batch, scaling["scale"])
-  return dataclasses.replace(state, memories=memories, loss_scale=scaling)
+    scaling_states, is_finite = first_stats(state.params, batch, scaling["scale"])
+  return dataclasses.replace(state, scaling_states=scaling_states, loss_scale=scaling)

@@ -52,7 +52,7 @@ PRECISION = {"fast": "DEFAULT", "precise": "HIGHEST"}  # XLA's
 
 def test_named_recipes_accumulate_as_their_sources():
   found = {
-    name: tuple(accumulate_name(g.accumulate) if g.is_narrow else None for g in gemms)
+    name: tuple(accumulate_name(g.accumulate) if g.is_quantized else None for g in gemms)
     for name, r in RECIPES.items()
     for gemms in [(r.fwd, r.dgrad, r.wgrad)]
   }

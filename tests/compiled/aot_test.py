@@ -270,7 +270,7 @@ def test_the_amax_of_a_tensor_begins_where_the_tensor_is_made():
   assert max(sizes) <= 18944
 
 
-def moved_by(backend: str, num: int) -> dict:
+def updated_by(backend: str, num: int) -> dict:
   """What a small model's step on so many H200s does with the optimizer's state."""
   from fp8jax import params
 
@@ -305,10 +305,10 @@ def test_a_step_calls_the_optimizers_kernel_once_per_matrix():
   # The XLA of jax 0.11 has the embedding's gradient wait in float32.
   longer = 4 * 2048 * 3072 * importlib.metadata.version("jax").startswith("0.11.")
   for num in (1, 4):
-    found = _elsewhere(f"moved_by('mosaic_sm90', {num})")
+    found = _elsewhere(f"updated_by('mosaic_sm90', {num})")
     assert found["calls"] == found["matrices"] == 8 and not found["copies"], found
     if num == 1:  # on a mesh a gradient is laid in rows first, once per matrix in turn
-      assert found["temporaries"] <= _elsewhere("moved_by('xla', 1)")["temporaries"] + longer
+      assert found["temporaries"] <= _elsewhere("updated_by('xla', 1)")["temporaries"] + longer
 
 
 def table_of_recipes(config_path: str):
@@ -317,7 +317,7 @@ def table_of_recipes(config_path: str):
 
   print("| recipe | FP8 GEMMs found/planned | by | arguments GiB | temporaries GiB |")
   print("|---|---|---|---|---|")
-  for name in (r for r in library.RECIPES if library.RECIPES[r].is_narrow):
+  for name in (r for r in library.RECIPES if library.RECIPES[r].is_quantized):
     changes = {"kernels.matmul": matmul_of(name)}
     found = _elsewhere(f"account_without_text({f'{config_path}:{name}'!r}, {changes})")
     proof, gib = found["proof"], found["gib_per_gpu"]

@@ -19,7 +19,7 @@ from fp8jax.formats import E2M1
 from fp8jax.recipe import library
 from fp8jax.step import train_step
 
-NARROW = [name for name, recipe in library.RECIPES.items() if recipe.is_narrow]
+NARROW = [name for name, recipe in library.RECIPES.items() if recipe.is_quantized]
 
 
 def _narrow_dots(jaxpr, times=1) -> int:
@@ -126,7 +126,7 @@ def test_a_site_that_multiplies_wide_is_named(product, monkeypatch):
     )
   m = str(e.value)
   assert m.startswith(f"layers/mlp/up {product}: the plan has ")
-  assert "2 wide ones, the first f32[" in m and "made wide again" in m
+  assert "2 unquantized ones, the first f32[" in m and "are dequantized before" in m
   # 'xla' cannot multiply in blocks.
   assert (
     "Fix: another recipe for this site in precision.rules, or precision.verify_fp8_gemms=False" in m
@@ -165,7 +165,9 @@ def test_a_product_in_16_bits_is_refused(gpu_plan, target):
   calls = harness.planned_calls(gpu_plan)
   calls[Q] = dataclasses.replace(calls[Q], dtype="bf16", target=target)
   m = _refused(gpu_plan, calls.values())
-  assert m.startswith("layers/attn/q fwd: ") and "2 wide ones, the first bf16[256,192] x " in m
+  assert (
+    m.startswith("layers/attn/q fwd: ") and "2 unquantized ones, the first bf16[256,192] x " in m
+  )
   assert "XLA did not match it" in m and "Fix: kernels.matmul='xla', " in m
 
 
@@ -173,7 +175,7 @@ def test_a_product_in_fp8_and_again_in_16_bits_is_refused(gpu_plan):
   calls = harness.planned_calls(gpu_plan)
   wide = dataclasses.replace(calls[Q], dtype="bf16", target="__cublas$lt$matmul")
   m = _refused(gpu_plan, [*calls.values(), wide])
-  assert m.startswith("layers/attn/q fwd: ") and "has 2 FP8 ones and 2 wide ones" in m
+  assert m.startswith("layers/attn/q fwd: ") and "has 2 FP8 ones and 2 unquantized ones" in m
 
 
 def test_a_missing_product_is_refused(gpu_plan):
@@ -378,5 +380,5 @@ def test_the_table_shows_found_and_planned(gpu_plan):
   products = hlo.gemms(harness.program_text(calls.values()), "gpu")
   lines = _printed(fp8_gemms.compare(gpu_plan, products)).splitlines()
   (q,), (k,) = ([line for line in lines if f"attn/{s}" in line] for s in "qk")
-  assert "0/2, 2 wide" in q and "cuBLASLt, cuBLASLt FP8" in q
+  assert "0/2, 2 unquantized" in q and "cuBLASLt, cuBLASLt FP8" in q
   assert "1/2" in k and "2/2" in k

@@ -206,9 +206,9 @@ def test_linen_memory_is_of_the_amaxes_seen(rng):
     want.insert(0, [np.abs(t).max() for t in (x, params["kernel"], g)])
     params, sites = step(params, sites, x, g)
   (site,) = _sites(sites)
-  np.testing.assert_array_equal(site.memory.history_3H[:, : len(want)], np.transpose(want))
-  np.testing.assert_array_equal(site.memory.history_3H[:, len(want) :], 0)
-  np.testing.assert_array_equal(site.memory.amax_3, np.max(want, 0))
+  np.testing.assert_array_equal(site.scaling_state.history_3H[:, : len(want)], np.transpose(want))
+  np.testing.assert_array_equal(site.scaling_state.history_3H[:, len(want) :], 0)
+  np.testing.assert_array_equal(site.scaling_state.amax_3, np.max(want, 0))
 
   back = serialization.from_bytes(sites, serialization.to_bytes(sites))
   jax.tree.map(np.testing.assert_array_equal, back, sites)
@@ -232,7 +232,7 @@ def test_nnx_memory_is_of_the_amaxes_seen(rng):
     want = [np.abs(t).max() for t in (x, np.asarray(model.kernel[...]), g)]
     step(model, x, g)
     (site,) = _sites(nnx.state(model, fp8.Fp8))
-    np.testing.assert_array_equal(site.memory.amax_3, want)
+    np.testing.assert_array_equal(site.scaling_state.amax_3, want)
 
 
 def test_calibration_measures_with_current_scales(rng):
@@ -253,8 +253,8 @@ def test_calibration_measures_with_current_scales(rng):
   fp8.nnx_calibrate(layer, nnx.jit(lambda m: (m(x) ** 2).sum() / 2))
   sites = jax.jit(lambda sites: site_lib.calibrate(sites, loss))(sites)
   for site in (*_sites(sites), *_sites(nnx.state(layer, fp8.Fp8))):
-    np.testing.assert_array_equal(site.memory.amax_3, want)
-    np.testing.assert_array_equal(site.memory.history_3H[:, 0], want)
+    np.testing.assert_array_equal(site.scaling_state.amax_3, want)
+    np.testing.assert_array_equal(site.scaling_state.history_3H[:, 0], want)
 
 
 def test_microbatches_combine_by_maximum(rng):
@@ -300,7 +300,7 @@ def test_stacked_layers_remember_apart(rng, over):
   (site,) = _sites(jax.jit(lambda s: site_lib.update(s, jax.grad(loss)(s)))(variables["fp8"]))
   (kernel,) = jax.tree.leaves(variables["params"])
   want = [np.abs(x).max() * factors, np.abs(kernel).max((1, 2)), [1, 1, 1]]
-  np.testing.assert_array_equal(site.memory.amax_3, np.transpose(want))
+  np.testing.assert_array_equal(site.scaling_state.amax_3, np.transpose(want))
 
 
 def test_attention_has_a_site_for_each_of_its_products():

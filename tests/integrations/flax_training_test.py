@@ -79,4 +79,6 @@ def test_next_byte_model_trains_in_every_recipe():
     assert np.any(losses != wide)  # it did run narrow
     assert len(_sites(last)) == (2 if recipe == "tensor_delayed" else 0)
     for a, b in zip(_sites(first), _sites(last)):
-      assert np.all(a.memory.amax_3 > 0) and np.all(b.memory.amax_3 != a.memory.amax_3)
+      assert np.all(a.scaling_state.amax_3 > 0) and np.all(
+        b.scaling_state.amax_3 != a.scaling_state.amax_3
+      )

@@ -21,7 +21,7 @@ STATIC_LATE = {"precision.schedule": ((3, ((".*", "e4m3_static"),)),)}
 NAMES = [f"attn/{n}" for n in "qkvo"] + [f"mlp/{n}" for n in ("gate", "up", "down")]
 
 
-PIECES = {r: (r, {}) for r, recipe in RECIPES.items() if recipe.is_narrow}
+PIECES = {r: (r, {}) for r, recipe in RECIPES.items() if recipe.is_quantized}
 
 
 PIECES |= {"to bf16": ("tensor_delayed", BF16_LATE), "to static": ("tensor_delayed", STATIC_LATE)}
@@ -38,7 +38,7 @@ def test_run_is_the_same_interrupted_and_evaluated(tmp_path, recipe, changes, mo
     harness.train_on_text(tmp_path / "parts", recipe, **changes, **{"eval.every": 1})
   whole, parts = (harness.saved_state(tmp_path / name, plan, 6) for name in ("whole", "parts"))
   last = site_lib.flatten(plan.sites(phase=plan.phase(5))).values()
-  assert bool(whole.memories) == any(s.recipe.is_stateful for s in last)
+  assert bool(whole.scaling_states) == any(s.recipe.is_stateful for s in last)
   harness.assert_trees_equal(whole, parts)
 
 
@@ -51,10 +51,10 @@ def test_resumed_with_another_recipe_begins_its_scales_anew(tmp_path, before, mo
     harness.train_on_text(tmp_path, before)
   harness.train_on_text(tmp_path, **{"checkpoint.accept_changes": ("precision.rules",)})
   assert "other recipes made the scales of step 4; they are begun anew" in capsys.readouterr().out
-  memories = harness.saved_state(tmp_path, harness.text_plan(), 6).memories
-  assert memories
-  for memory in memories.values():
-    counts = np.count_nonzero(memory.history_3H, axis=-1)
+  scaling_states = harness.saved_state(tmp_path, harness.text_plan(), 6).scaling_states
+  assert scaling_states
+  for scaling_state in scaling_states.values():
+    counts = np.count_nonzero(scaling_state.history_3H, axis=-1)
     assert np.all(counts == 1 + 6 - 4)
 
 
@@ -80,7 +80,7 @@ def test_decay_from_the_checkpoint_of_another_run_is_the_whole_run(tmp_path, mon
   assert "continuing the run in" in capsys.readouterr().out
   plan = harness.text_plan(**shared)
   whole, parts = (harness.saved_state(tmp_path / name, plan, 6) for name in ("whole", "decay"))
-  assert whole.memories
+  assert whole.scaling_states
   harness.assert_trees_equal(whole, parts)
   missing = {"init.workdir": str(tmp_path / "nowhere")}
   with pytest.raises(FileNotFoundError, match="nowhere' holds no checkpoint"):
@@ -110,7 +110,7 @@ def test_another_table_on_resume_is_refused_and_applied_where_accepted(
   monkeypatch.setattr(preemption.Interrupts, "requested", lambda _, step: step >= last[0])
   run(**changes)
   plan = harness.text_plan("e4m3_static", **{"model.num_layers": 1})
-  before = harness.saved_state(tmp_path / "run", plan, 2).memories
+  before = harness.saved_state(tmp_path / "run", plan, 2).scaling_states
   _write_table(path, 4.0)
   with pytest.raises(ConfigError, match=r"precision.calibration was .* at step 2 and is .* now"):
     run(**changes)
@@ -121,7 +121,7 @@ def test_another_table_on_resume_is_refused_and_applied_where_accepted(
   capsys.readouterr()
   run(**changes)
   assert "step 2: scales begin anew from the table" in capsys.readouterr().out
-  after = harness.saved_state(tmp_path / "run", plan, 3).memories
+  after = harness.saved_state(tmp_path / "run", plan, 3).scaling_states
   harness.assert_trees_equal(after, jax.tree.map(lambda x: 4 * x, before))
   unchanged = identity.identity(harness.text_plan("e4m3_static", **changes))
   path.rename(tmp_path / "moved.json")

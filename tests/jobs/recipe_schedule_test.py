@@ -53,6 +53,6 @@ def test_phase_changes_the_recipe_at_its_step(tmp_path):
   hosts = [next(stream) for _ in range(6)]
   stream.close()
   for i in (4, 5):
-    state = dataclasses.replace(state, memories={})
+    state = dataclasses.replace(state, scaling_states={})
     state, values = step(state, spread.place(hosts[i]), wide.sites())
     assert float(values["loss"]) == losses[i + 1]

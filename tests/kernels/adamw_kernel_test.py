@@ -126,7 +126,7 @@ def _wide(kept):
   return (
     kept.unpack()
     if isinstance(kept, quantized_tensor.QuantizedTensor)
-    else bf16_remainder.wide(kept)
+    else bf16_remainder.to_float32(kept)
   )
 
 

@@ -12,7 +12,7 @@ from fp8jax.recipe import library
 from fp8jax.recipe.gemm import Accumulation, Gemm
 from fp8jax.recipe.quant import CURRENT, Rounding
 
-NARROW = [r for r in library.RECIPES.values() if r.fwd.is_narrow]
+NARROW = [r for r in library.RECIPES.values() if r.fwd.is_quantized]
 CPU = choose.Device("cpu")
 
 
@@ -29,7 +29,7 @@ def _cases():
     for recipe in NARROW:
       for which in ("fwd", "dgrad", "wgrad"):
         gemm: Gemm = getattr(recipe, which)
-        if not gemm.is_narrow or gemm.lhs.rounding is Rounding.STOCHASTIC:
+        if not gemm.is_quantized or gemm.lhs.rounding is Rounding.STOCHASTIC:
           continue  # rounding is no matter of the product
         if gemm.rhs.rounding is Rounding.STOCHASTIC or gemm.lhs.transform:
           continue
@@ -50,7 +50,7 @@ def test_every_narrow_gemm_has_a_case():
     return (gemm.lhs.format, gemm.lhs.tile, gemm.rhs.format, gemm.rhs.tile, promotes)
 
   gemms = {getattr(r, w) for r in NARROW for w in ("fwd", "dgrad", "wgrad")}
-  narrow = {formats(g) for g in gemms if g.is_narrow}
+  narrow = {formats(g) for g in gemms if g.is_quantized}
   assert {formats(gemm) for _, gemm in (c.values for c in CASES)} == narrow
 
 

@@ -243,6 +243,6 @@ def test_every_job_works_on_a_new_mixer(tmp_path, capsys, monkeypatch):
   memory = json.loads(_job("memory", tmp_path, capsys))
   kinds = {row["kind"].strip(): row for row in memory["rows"]}
   assert kinds["saved for backward: moe, f32"]["declared"] > 0
-  assert memory["kept_compiled"] == pytest.approx(memory["kept_declared"], rel=0.02)
+  assert memory["saved_compiled"] == pytest.approx(memory["saved_declared"], rel=0.02)
   error = _job("export", tmp_path, capsys, code=1)
   assert "moe_of_two" in error and "Hugging Face" in error

@@ -139,8 +139,8 @@ def test_a_weight_that_holds_scales_of_its_batch_is_not_scaled_by_the_past(rng):
 
   @jit
   def run(p, x, amax):
-    memory = amax_history.calibrated(sites["down"].recipe, jnp.stack([1.0, amax, 1.0]))
-    down = dataclasses.replace(sites["down"], memory=memory)
+    scaling_state = amax_history.calibrated(sites["down"].recipe, jnp.stack([1.0, amax, 1.0]))
+    down = dataclasses.replace(sites["down"], scaling_state=scaling_state)
     return [_apply(form, {**sites, "down": down})(p, x) for form in ("channel", "token")]
 
   (channel, token), (channel_too, token_too) = run(p, x, 1e-3), run(p, x, 1e3)
@@ -212,26 +212,30 @@ def _train(form, recipe, statistics=tensor_stats.QUIET):
       p = {**p, n: p[n].at[:, 0].set(column)}
     return p
 
-  def loss(p, taps, memories, x, y):
-    used = {n: dataclasses.replace(s, memory=memories.get(n)) for n, s in sites.items()}
+  def loss(p, taps, scaling_states, x, y):
+    used = {
+      n: dataclasses.replace(s, scaling_state=scaling_states.get(n)) for n, s in sites.items()
+    }
     out, _ = mlp_swiglu.apply(p, site_lib.with_taps(used, taps), x, None, CFG, _run(form))
     error = out - y
     return jnp.mean(jnp.sum(error**2, -1) / (1 + jnp.sum(y**2, -1)))
 
   def step(carry, at):
-    (p, opt, memories), (i, x_LD) = carry, at
+    (p, opt, scaling_states), (i, x_LD) = carry, at
     p, x = aligned(p, i), x_LD[None]
     y, _ = mlp_swiglu.apply(aligned(teacher, i), plain, x, None, CFG, _run())
-    value, (gradient, seen) = jax.value_and_grad(loss, (0, 1))(p, taps, memories, x, y)
+    value, (gradient, seen) = jax.value_and_grad(loss, (0, 1))(p, taps, scaling_states, x, y)
     updates, opt = tx.update(gradient, opt)
-    new = {n: amax_history.update(m, seen[n][..., 0], sites[n].recipe) for n, m in memories.items()}
+    new = {
+      n: amax_history.update(m, seen[n][..., 0], sites[n].recipe) for n, m in scaling_states.items()
+    }
     alignment = smooth_swiglu.alignment(p["gate"], p["up"])
     return (optax.apply_updates(p, updates), opt, new), (value, alignment, seen)
 
   # Of zeros: the scales of the first step are 1.
-  memories = {n: s.memory for n, s in sites.items() if s.memory is not None}
-  memories = jax.tree.map(jnp.zeros_like, memories)
-  start = (student, tx.init(student), memories)
+  scaling_states = {n: s.scaling_state for n, s in sites.items() if s.scaling_state is not None}
+  scaling_states = jax.tree.map(jnp.zeros_like, scaling_states)
+  start = (student, tx.init(student), scaling_states)
   run = jit(lambda c, xs: jax.lax.scan(step, c, xs)[1])
   return jax.device_get(run(start, (jnp.arange(STEPS), x_SLD)))
 

@@ -22,10 +22,10 @@ P = PartitionSpec
 def _site(recipe, largest=(7.0, 7.0, 7.0)):
   """A site whose memory, if it has one, is of these amaxes of (x, w, g)."""
   site = site_lib.single(recipe)
-  if site.memory is None:
+  if site.scaling_state is None:
     return site
   return dataclasses.replace(
-    site, memory=amax_history.calibrated(site.recipe, jnp.asarray(largest))
+    site, scaling_state=amax_history.calibrated(site.recipe, jnp.asarray(largest))
   )
 
 

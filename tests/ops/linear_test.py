@@ -53,10 +53,10 @@ def _all_gemms(eqn, x, w, g, site):
 def _site(recipe, x, w, g, matmul="auto"):
   """A site whose scales, if they are not current, were calibrated on these very operands."""
   site = site_lib.single(recipe, matmul)
-  if site.memory is None:
+  if site.scaling_state is None:
     return site
   amaxes = np.stack([np.abs(t).max() for t in (x, w, g)])
-  return dataclasses.replace(site, memory=amax_history.calibrated(site.recipe, amaxes))
+  return dataclasses.replace(site, scaling_state=amax_history.calibrated(site.recipe, amaxes))
 
 
 def _lattice_of(recipe):
@@ -90,7 +90,7 @@ def test_dot_is_exact_on_lattice_inputs(rng, eqn, sizes, recipe):
     np.testing.assert_array_equal(dw, np.einsum(f"{xs},{ys}->{ws}", wide[0], wide[2]))
 
 
-NEAREST = [n for n, r in library.RECIPES.items() if r.is_narrow and not r.is_random]
+NEAREST = [n for n, r in library.RECIPES.items() if r.is_quantized and not r.is_random]
 
 
 @pytest.mark.parametrize(
@@ -133,12 +133,12 @@ def test_dot_error_is_within_its_formats_budget(rng, recipe):
     error = tolerances.difference(result, exact)
     assert error < budget
     # A recipe that quantises must also show it: otherwise something ran wide.
-    assert not gemm.is_narrow or error > budget / 20
+    assert not gemm.is_quantized or error > budget / 20
 
 
 def _formats(gemm) -> set[str]:
   """Keys of tolerances.GEMM_DIFFERENCE."""
-  if not gemm.is_narrow:
+  if not gemm.is_quantized:
     return {"bf16"}
   return {
     q.format.name + ("_stochastic" if q.rounding is Rounding.STOCHASTIC else "")
@@ -246,7 +246,7 @@ def test_dot_multiplies_narrow_operands_in_all_three_gemms(rng, recipe):
   as_multiplied = {E2M1: E4M3.dtype}
   assert found == {
     tuple(as_multiplied.get(q.format, q.format.dtype) for q in (g.lhs, g.rhs))
-    if g.is_narrow
+    if g.is_quantized
     else wide
     for g in (value.fwd, value.dgrad, value.wgrad)
   }
@@ -266,7 +266,7 @@ def _pull(eqn, x, w, g, site):
   return jax.vjp(run, site.tap)[1](g)[0]
 
 
-@pytest.mark.parametrize("recipe", [n for n, r in library.RECIPES.items() if r.is_narrow])
+@pytest.mark.parametrize("recipe", [n for n, r in library.RECIPES.items() if r.is_quantized])
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_is_seen_by_the_site(rng, recipe, bad):
   """A narrow format saturates: the product alone would hide an infinity from the loss."""

@@ -105,7 +105,7 @@ def _sites(names, recipe="block_128", loud=(), backend="mosaic_sm90"):
   for name in names:
     site = variants.single(recipe if isinstance(recipe, str) else recipe[name], name=name)
     backends = tuple(
-      backend if getattr(site.recipe, p).is_narrow else "xla" for p in ("fwd", "dgrad", "wgrad")
+      backend if getattr(site.recipe, p).is_quantized else "xla" for p in ("fwd", "dgrad", "wgrad")
     )
     tap = jnp.zeros((3, tensor_stats.LOUD if name in loud else tensor_stats.QUIET), jnp.float32)
     found[name] = dataclasses.replace(site, backends=backends, tap=tap)

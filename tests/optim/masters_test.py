@@ -138,7 +138,9 @@ def _gradients(**changes):
   state, host = train_step.make_state(runner.plan), harness.host_batches()[0]
   batch = runner.spread.place(host)
   of = jax.jit(
-    lambda p: train_step.gradients(runner.plan, p, runner.sites, batch, step=3, room=state.room)[1]
+    lambda p: train_step.gradients(
+      runner.plan, p, runner.sites, batch, step=3, grad_autoscale=state.grad_autoscale
+    )[1]
   )
   return of, state.params
 
@@ -160,7 +162,7 @@ def test_gradients_are_kept_as_they_left_each_layer():
       continue
     quant = storage.GRADIENTS["e4m3"]  # the largest at E4M3's second largest number
     want = quantized_tensor.pack(
-      g, quant, lead=int(path.startswith("layers")), room=np.float32(416 / 448)
+      g, quant, lead=int(path.startswith("layers")), autoscale=np.float32(416 / 448)
     )
     assert np.mean(np.asarray(e4m3.data) == np.asarray(want.data)) > 0.999
     np.testing.assert_allclose(e4m3.scale, want.scale, rtol=1e-5)
@@ -192,27 +194,29 @@ def test_sums_of_microbatches_are_right_in_the_mean(rng, name, count, noise):
   quant = storage.GRADIENTS[name]
   signal = rng.standard_normal(4096)
   parts = np.float32(signal + noise * rng.standard_normal((count, signal.size)))
-  room = gradients.init_grad_autoscale(quant, count).get("mu")
+  autoscale = gradients.init_grad_autoscale(quant, count).get("mu")
 
   def add(sums, xs):
     key, part = xs
     mine, other = jax.random.split(key)
-    return gradients.add(sums, quantized_tensor.pack(part, quant, key=mine, room=room), other), None
+    return gradients.add(
+      sums, quantized_tensor.pack(part, quant, key=mine, autoscale=autoscale), other
+    ), None
 
   keys = jax.random.split(jax.random.key(count), count)
   found, _ = jax.jit(
     lambda *xs: jax.lax.scan(add, stored_params.grad_placeholder(parts[0], quant, 0), xs)
   )(keys, parts)
-  if room is not None:
+  if autoscale is not None:
     assert gradients.saturated([found]) == 0
   parts = parts.astype(np.float64)
   exact = parts.sum(0)
   gain = np.vdot(found.unpack(), exact) / np.vdot(exact, exact)
   # The variance of a rounding by chance is at most step^2 / 4, of one to the nearest step^2 / 12,
   # and the same error in each of equal microbatches. The first's grid stands for everyone's.
-  grid = 1.0 if room is None else np.abs(parts[0]).max() / quant.format.max / float(room)
+  grid = 1.0 if autoscale is None else np.abs(parts[0]).max() / quant.format.max / float(autoscale)
   of_sums = (_steps(np.cumsum(parts, 0) / grid, quant.format) * grid) ** 2 / 4
-  of_parts = (_steps(parts / grid, quant.format) * grid) ** 2 / (12 if room is not None else 4)
+  of_parts = (_steps(parts / grid, quant.format) * grid) ** 2 / (12 if autoscale is not None else 4)
   variance = of_sums.sum(0) + of_parts.sum(0) * (1 if noise else count)
   sigma = np.sqrt(np.vdot(variance, exact**2)) / np.vdot(exact, exact)
   assert abs(gain - 1) < 4 * sigma < 0.05
@@ -239,8 +243,10 @@ def test_sums_in_8_bits_stay_on_the_first_grid_and_are_seen_to_outgrow_it():
   found = gradients.add(first, more, key)
   np.testing.assert_array_equal(np.float32(found.data)[:4], [448.0, 8.0, 7.0, 1.0])
   assert found.scale == 1 and gradients.saturated({"a": found, "norm": more.unpack()}) == 0.25
-  room = quantized_tensor.pack(first.unpack(), quant, room=0.25)  # four times as far to the maximum
-  found = gradients.add(room, quantized_tensor.pack(more.unpack(), quant, room=0.25), key)
+  apart = quantized_tensor.pack(
+    first.unpack(), quant, autoscale=0.25
+  )  # four times as far to the maximum
+  found = gradients.add(apart, quantized_tensor.pack(more.unpack(), quant, autoscale=0.25), key)
   np.testing.assert_array_equal(np.asarray(found.unpack())[:4], [896.0, 8.0, 7.0, 1.0])
   # What lies between is rounded by chance: 16 + 0.5 to 16 or 18.
   many = quantized_tensor.QuantizedTensor(
@@ -279,7 +285,7 @@ def test_room_is_halved_by_an_overflow_and_grows_back():
 
   # A single microbatch loses nothing to it, and is no overflow.
   x = jnp.asarray([1.0, 0.5, -0.75])
-  alone = quantized_tensor.pack(x, quant, room=most)
+  alone = quantized_tensor.pack(x, quant, autoscale=most)
   assert gradients.saturated([alone]) == 0
   np.testing.assert_allclose(alone.unpack()[0], 1.0, rtol=1e-6)
 

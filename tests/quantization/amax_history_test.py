@@ -23,20 +23,22 @@ def test_delayed_scales_move_and_follow_what_was_seen():
   length = {name: s.recipe.history for name, s in site_lib.flatten(sites).items()}
   assert set(length.values()) == {1, 1024}
   state, hosts = harness.calibrated_batches(plan, 4)
-  state = dataclasses.replace(state, memories=jax.tree.map(lambda x: x / 2, state.memories))
-  first = jax.device_get(state.memories)
-  past = {name: [memory.amax_3] for name, memory in first.items()}
+  state = dataclasses.replace(
+    state, scaling_states=jax.tree.map(lambda x: x / 2, state.scaling_states)
+  )
+  first = jax.device_get(state.scaling_states)
+  past = {name: [scaling_state.amax_3] for name, scaling_state in first.items()}
   for host in hosts:
     state, values = step(state, host, sites)
-    for name, memory in jax.device_get(state.memories).items():
-      past[name].insert(0, np.asarray(values["seen"][name])[..., 0])
+    for name, scaling_state in jax.device_get(state.scaling_states).items():
+      past[name].insert(0, np.asarray(values["tensor_stats"][name])[..., 0])
       window = np.stack(past[name][: length[name]], axis=-1)
       known = window.shape[-1]
-      np.testing.assert_array_equal(memory.history_3H[..., :known], window)
-      assert not memory.history_3H[..., known:].any()
-      np.testing.assert_array_equal(memory.amax_3, window.max(-1))
-  for name, memory in jax.device_get(state.memories).items():
-    assert (memory.amax_3 != first[name].amax_3).all(), name
+      np.testing.assert_array_equal(scaling_state.history_3H[..., :known], window)
+      assert not scaling_state.history_3H[..., known:].any()
+      np.testing.assert_array_equal(scaling_state.amax_3, window.max(-1))
+  for name, scaling_state in jax.device_get(state.scaling_states).items():
+    assert (scaling_state.amax_3 != first[name].amax_3).all(), name
 
 
 def test_history_follows_transformer_engine():
@@ -46,13 +48,15 @@ def test_history_follows_transformer_engine():
   fixed = Quant(E4M3, source=Static())
   recipe = Recipe("mixed", Gemm(tensor, latest), Gemm(fixed, latest), Gemm(tensor, fixed))
   seen = [(4, 1, 9), (2, 0, 9), (1, 3, 9), (np.inf, np.nan, 9), (1, 0, 9), (0.5, 2, 9), (0, 0, 9)]
-  memory = amax_history.calibrated(recipe, np.float32([3, 2, 5]))
+  scaling_state = amax_history.calibrated(recipe, np.float32([3, 2, 5]))
   past = [3.0]
   want = np.array([3.0, 2.0, 5.0])
   for amaxes in seen:
-    memory = jax.jit(lambda m, s: amax_history.update(m, s, recipe))(memory, np.float32(amaxes))
+    scaling_state = jax.jit(lambda m, s: amax_history.update(m, s, recipe))(
+      scaling_state, np.float32(amaxes)
+    )
     past = [amaxes[0] if np.isfinite(amaxes[0]) else 0.0, *past][:3]
     want[0] = max(past) or want[0]
     want[1] = amaxes[1] if np.isfinite(amaxes[1]) and amaxes[1] else want[1]
-    np.testing.assert_array_equal(memory.amax_3, want.astype(np.float32))
-  assert memory.history_3H.shape == (3, 3)
+    np.testing.assert_array_equal(scaling_state.amax_3, want.astype(np.float32))
+  assert scaling_state.history_3H.shape == (3, 3)

@@ -20,7 +20,7 @@ import variants
 
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.ops import linear
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import scaling as scaling_lib
 from fp8jax.quantization import amax_history
 from fp8jax.recipe.gemm import PASSES
 from fp8jax.recipe.library import RECIPES
@@ -58,8 +58,8 @@ def products(recipe: str) -> dict:
   amaxes = np.array([np.abs(t).max() for t in (x, w, g)], np.float32)
   if site.recipe.is_stateful:
     # Past amaxes that are those of no operand; the largest of x saturate.
-    memory = amax_history.calibrated(site.recipe, np.float32([0.75, 1.1, 1.25]) * amaxes)
-    site = dataclasses.replace(site, memory=memory)
+    scaling_state = amax_history.calibrated(site.recipe, np.float32([0.75, 1.1, 1.25]) * amaxes)
+    site = dataclasses.replace(site, scaling_state=scaling_state)
 
   @jax.jit
   def run(x, w, g, site):
@@ -74,20 +74,18 @@ def products(recipe: str) -> dict:
       patch.setattr(gemm_api, "scaled_matmul", watched)
       y, pull = jax.vjp(lambda x, w, site: linear.dot("TD,DF->TF", x, w, site), x, w, site)
       dx, dw, seen = pull(g)
-    memories = site_lib.next_scaling_states(
-      site, site_lib.scaling_states(site), {site.name: seen.tap}
-    )
-    return made, (y, dx, dw), {name: m.amax_3 for name, m in memories.items()}
+    scaling_states = scaling_lib.next_states(site, scaling_lib.states(site), {site.name: seen.tap})
+    return made, (y, dx, dw), {name: m.amax_3 for name, m in scaling_states.items()}
 
-  made, outputs, memories = jax.device_get(run(x, w, g, site))
-  narrow = [p for p in PASSES if getattr(site.recipe, p).is_narrow]
+  made, outputs, scaling_states = jax.device_get(run(x, w, g, site))
+  narrow = [p for p in PASSES if getattr(site.recipe, p).is_quantized]
   return {
     "operands": {
       f"{p}.{side}": _digest(operand)
       for p, pair in zip(narrow, made, strict=True)
       for side, operand in zip(("lhs", "rhs"), pair)
     },
-    "amaxes": [float(a) for amax_3 in memories.values() for a in amax_3],
+    "amaxes": [float(a) for amax_3 in scaling_states.values() for a in amax_3],
     "outputs": dict(zip(("y", "dx", "dw"), map(_sums, outputs))),
   }
 

@@ -34,11 +34,11 @@ def test_calibration_is_a_table_that_scales_start_from(tmp_path):
   one["amax"] = 7.5  # by hand
   path = tmp_path / "table.json"
   path.write_text(json.dumps(table))
-  memories = calibration.memories(calibration.read(str(path)), plan.sites())
-  assert float(memories["layers/mlp/up"].amax_3[1, 1]) == 7.5
+  scaling_states = calibration.scaling_states_of(calibration.read(str(path)), plan.sites())
+  assert float(scaling_states["layers/mlp/up"].amax_3[1, 1]) == 7.5
   harness.train_on_text(tmp_path / "run", "e4m3_static", **{"precision.calibration": str(path)})
   state = harness.saved_state(tmp_path / "run", plan, 6)
-  harness.assert_trees_equal(state.memories, memories)  # static: never moved
+  harness.assert_trees_equal(state.scaling_states, scaling_states)  # static: never moved
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_broken_table_is_refused(tmp_path, text, message):
 
 def test_table_of_another_model_is_refused():
   with pytest.raises(UserError, match="no row for site layers/0/attn"):
-    calibration.memories({("head", "x"): 1.0}, harness.text_plan("e4m3_static").sites())
+    calibration.scaling_states_of({("head", "x"): 1.0}, harness.text_plan("e4m3_static").sites())
   rows = {(f"layers/{i}/{m}", t): 1.0 for i in range(3) for m in NAMES for t in "xwg"}
   del rows["layers/1/mlp/up", "g"]
   with pytest.raises(UserError, match="no row for site layers/1/mlp/up, tensor g"):
-    calibration.memories(rows, harness.text_plan("e4m3_static").sites())
+    calibration.scaling_states_of(rows, harness.text_plan("e4m3_static").sites())
 
 
 def test_calibration_reaches_later_phases_and_is_refused_where_nothing_starts_from_it(tmp_path):
@@ -72,13 +72,13 @@ def test_calibration_reaches_later_phases_and_is_refused_where_nothing_starts_fr
   ]  # fmt: skip
   path.write_text(json.dumps({"format": calibration.FORMAT, "rows": rows}))
   late = harness.text_plan("bf16", **STATIC_LATE_LAYERS)
-  first, second = calibration.begin(late, str(path))
+  first, second = calibration.load(late, str(path))
   assert not first
   np.testing.assert_array_equal(second["layers/mlp/up"].amax_3, [[2] * 3, [3] * 3, [4] * 3])
   train.run(
     harness.text_plan("bf16", **STATIC_LATE_LAYERS, **{"precision.calibration": str(path)}),
     str(tmp_path),
   )
-  harness.assert_trees_equal(harness.saved_state(tmp_path, late, 6).memories, second)
+  harness.assert_trees_equal(harness.saved_state(tmp_path, late, 6).scaling_states, second)
   with pytest.raises(UserError, match="nothing starts from it"):
-    calibration.begin(harness.text_plan("block_128"), str(path))
+    calibration.load(harness.text_plan("block_128"), str(path))

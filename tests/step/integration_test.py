@@ -23,6 +23,7 @@ from fp8jax.jobs import train
 from fp8jax.kernels.choose import Device
 from fp8jax.models import transformer
 from fp8jax.ops import collectives
+from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.optim import adam, storage
 from fp8jax.optim import update as update_lib
@@ -114,7 +115,7 @@ def test_stochastic_rounding_draws_anew_in_every_step(rng):
 def test_rounding_of_gradients_draws_anew_in_every_microbatch_and_step():
   leaf = types.SimpleNamespace(gradient="any", seed=0, lead=0)
   keys = [
-    train_step._weight(leaf, jnp.ones(4), None, step=step, micro=micro, room=None).key  # noqa: SLF001
+    train_step._weight(leaf, jnp.ones(4), None, step=step, micro=micro, grad_autoscale=None).key  # noqa: SLF001
     for step in (0, 1)
     for micro in (0, 1)
   ]
@@ -137,7 +138,7 @@ def test_no_two_roundings_of_a_parameter_draw_the_same_bits(monkeypatch):
   state, kept = update_lib.init(leaf, param)
   keys.clear()
   for step in (0, 1):
-    weight = train_step._weight(leaf, kept, None, step=step, micro=0, room=None)  # noqa: SLF001
+    weight = train_step._weight(leaf, kept, None, step=step, micro=0, grad_autoscale=None)  # noqa: SLF001
     keys.append(weight.key)
     state, kept, _ = update_lib.update_param(
       leaf, param, state, kept, update_lib.UpdateArgs(step, 1e-3)
@@ -152,13 +153,13 @@ def test_an_infinity_that_fp8_hides_skips_the_step_with_all_that_it_would_change
   })  # fmt: skip
   batch = _batch(rng)
   state = train_step.calibrate(plan, train_step.make_state(plan), batch, 0)
-  state = dataclasses.replace(_poisoned(plan), memories=state.memories)
-  before = jax.tree.map(np.array, (state.params, state.memories, state.room))
+  state = dataclasses.replace(_poisoned(plan), scaling_states=state.scaling_states)
+  before = jax.tree.map(np.array, (state.params, state.scaling_states, state.grad_autoscale))
   state, values = train_step.make_step(plan)(state, batch, plan.sites())
   # Neither says anything.
   assert np.isfinite(values["loss"]) and np.isfinite(values["grad_norm"])
   assert not values["is_finite"] and int(state.skipped) == 1
-  after = (state.params, state.memories, state.room)
+  after = (state.params, state.scaling_states, state.grad_autoscale)
   for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
     np.testing.assert_array_equal(old, new)
 
@@ -183,9 +184,9 @@ def test_evaluation_uses_the_scales_of_training():
   """With static scales so large that all codes are 0, layers are those whose weights are 0."""
   plan = _plan("e4m3_static")
   params = train_step.make_state(plan).params
-  memories = {
+  scaling_states = {
     name: dataclasses.replace(m, amax_3=jnp.full_like(m.amax_3, 2.0**40))
-    for name, m in site_lib.scaling_states(plan.sites()).items()
+    for name, m in scaling_lib.states(plan.sites()).items()
   }
   mlp, attn = params["layers"]["mlp"], params["layers"]["attn"]
   without = {
@@ -197,8 +198,8 @@ def test_evaluation_uses_the_scales_of_training():
     },
   }
   evaluator = evaluator_lib.Evaluator(plan)
-  (found,) = evaluator.run(params, memories).values()
-  (want,) = evaluator.run(without, memories).values()
+  (found,) = evaluator.run(params, scaling_states).values()
+  (want,) = evaluator.run(without, scaling_states).values()
   assert found["e4m3_static"]["loss"] == pytest.approx(want["bf16"]["loss"], rel=1e-6)
   assert abs(found["bf16"]["loss"] - want["bf16"]["loss"]) > 1e-4
 
@@ -250,18 +251,20 @@ def test_scales_are_made_before_gathering_where_shards_hold_whole_tiles(
 def test_scales_of_a_later_phase_begin_with_its_own_sites(rng):
   plan = _plan(**{"precision.schedule": ((2, _only_down("tensor_delayed")),)})
   state = train_step.make_state(plan)
-  assert not train_step.calibrate(plan, state, _batch(rng), 0).memories
-  assert list(train_step.calibrate(plan, state, _batch(rng), 1).memories) == ["layers/mlp/down"]
+  assert not train_step.calibrate(plan, state, _batch(rng), 0).scaling_states
+  assert list(train_step.calibrate(plan, state, _batch(rng), 1).scaling_states) == [
+    "layers/mlp/down"
+  ]
 
 
 def test_windows_of_delayed_scales_have_their_own_lengths():
   windows = {"x": 2, "w": 4, "g": 1}
   uses = {t: [types.SimpleNamespace(source=Delayed(steps=n))] for t, n in windows.items()}
   recipe = types.SimpleNamespace(uses=lambda: uses, history=4)
-  memory = amax_history.ScalingState(jnp.zeros(3), jnp.zeros((3, 4)))
+  scaling_state = amax_history.ScalingState(jnp.zeros(3), jnp.zeros((3, 4)))
   for seen in (8.0, 4.0, 2.0):
-    memory = amax_history.update(memory, jnp.full(3, seen), recipe)
-  assert memory.amax_3.tolist() == [4.0, 8.0, 2.0]
+    scaling_state = amax_history.update(scaling_state, jnp.full(3, seen), recipe)
+  assert scaling_state.amax_3.tolist() == [4.0, 8.0, 2.0]
 
 
 # --- data ----------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from fp8jax import params as params_lib
 from fp8jax.config import resolve
 from fp8jax.data import batch_sharding
 from fp8jax.kernels import choose
+from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.residuals import GemmInput
 from fp8jax.recipe import library
@@ -44,7 +45,7 @@ SIZES = dict(
   vocab_size=512, max_positions=256, init_std=0.1,
 )  # fmt: skip
 ROWS, LENGTH = 8, 128
-NARROW = [name for name, r in library.RECIPES.items() if r.is_narrow]
+NARROW = [name for name, r in library.RECIPES.items() if r.is_quantized]
 SAVED = [f"{name} saved" for name in ("block_128", "tensor_current", "tensor_delayed")]
 
 
@@ -91,11 +92,11 @@ def _params():
 def _memories(recipe):
   """Past amaxes: those of the very step, and a tenth more."""
   sites = _plan(recipe).sites()
-  if not site_lib.scaling_states(sites):
+  if not scaling_lib.states(sites):
     return {}
   step = _step_fn(_plan(recipe), site_lib.with_current_scales(sites), _batch())
   seen = step(_params())[2]
-  return jax.tree.map(lambda x: np.float32(1.1) * x, site_lib.calibrated(sites, seen))
+  return jax.tree.map(lambda x: np.float32(1.1) * x, scaling_lib.calibrated(sites, seen))
 
 
 def _step_fn(plan, sites, batch):
@@ -116,7 +117,7 @@ def _step_fn(plan, sites, batch):
 def _steps(recipe, *, unroll=False, rows=ROWS, length=LENGTH, nudges=0, **how):
   """(loss, {parameter: gradient}, {layer's site: amaxes}), also from weights nudged so often."""
   plan = _plan(recipe, rows=rows, length=length, **how)
-  sites = site_lib.with_scaling_states(plan.sites(), _memories(recipe))
+  sites = scaling_lib.with_states(plan.sites(), _memories(recipe))
   sites = site_lib.with_keys(sites, jax.random.key(3))
   if unroll:
     sites = _one_by_one(sites)

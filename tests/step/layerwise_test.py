@@ -107,7 +107,7 @@ def test_a_loud_step_sees_the_same():
     values = runner.step_fn(state, placed, sites)[1]
     (path,) = before
     np.testing.assert_allclose(values["alignment"][path], before[path], rtol=1e-6)
-    found.append(values["seen"])
+    found.append(values["tensor_stats"])
   assert found[0].keys() == found[1].keys()
   for name, seen in found[0].items():
     np.testing.assert_allclose(seen, found[1][name], rtol=1e-4, atol=1e-4, err_msg=name)

@@ -92,7 +92,7 @@ def test_past_and_static_scales_follow_the_loss_scale_exactly():
   (a, _), (b, scales) = _steps(plain, hosts), _steps(scaled, hosts)
   assert scales == [256, 512, 1024, 2048, 1024, 2048, 4096]
   assert int(a.skipped) == int(b.skipped) == 1
-  for part in ("params", "opt", "memories"):
+  for part in ("params", "opt", "scaling_states"):
     harness.assert_trees_equal(getattr(a, part), getattr(b, part))
 
 
@@ -142,5 +142,7 @@ def test_float16_starts_from_the_largest_loss_scale_that_does_not_overflow():
     found[dtype] = jax.device_get(state)
   assert float(found["float32"].loss_scale["scale"]) == 2.0**24
   assert 2.0**8 < float(found["float16"].loss_scale["scale"]) < 2.0**24
-  for name, memory in found["float16"].memories.items():
-    np.testing.assert_allclose(memory.amax_3, found["float32"].memories[name].amax_3, rtol=0.02)
+  for name, scaling_state in found["float16"].scaling_states.items():
+    np.testing.assert_allclose(
+      scaling_state.amax_3, found["float32"].scaling_states[name].amax_3, rtol=0.02
+    )

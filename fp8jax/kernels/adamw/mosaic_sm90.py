@@ -100,7 +100,7 @@ def _refusal(name: str, moment) -> str | None:
   return None
 
 
-def update(gradient, master, mu, nu, by: StepScalars, is_applied, rule: AdamWHparams):
+def update(gradient, master, mu, nu, scalars: StepScalars, is_applied, rule: AdamWHparams):
   """See `adam.update`."""
   columns = _columns(mu, nu)
   rows = gradient.size // columns
@@ -110,7 +110,7 @@ def update(gradient, master, mu, nu, by: StepScalars, is_applied, rule: AdamWHpa
     return x.reshape((rows, columns) if x.size == gradient.size else (rows,))
 
   program = _Program.of(rows, columns, [gradient, *state], rule)
-  values = jnp.stack([*by, jnp.asarray(is_applied, jnp.float32)])
+  values = jnp.stack([*scalars, jnp.asarray(is_applied, jnp.float32)])
   kept = [jax.new_ref(as_rows(x)) for x in state]
 
   def adam(gradient, values, *refs):
@@ -262,16 +262,16 @@ class _Program:
   def slot(self, x, number):
     return x.at[number, pl.ds(0, self.tile_rows)]
 
-  def step(self, inside: _Arrays, at: Callable, by: StepScalars, is_applied):
+  def step(self, inside: _Arrays, at: Callable, scalars: StepScalars, is_applied):
     """One step of a tile, or only its sums; `at` says where in every slot it is."""
 
     def load(x):
       return plgpu.load(at(x), layout=self.layout)
 
-    def move():
+    def update():
       g, p = load(inside.gradient).astype(jnp.float32), read()
       m, v = (lanes.unpack(x, at, self.layout) for x in (inside.mu, inside.nu))
-      change, m, v = reference.move(g, p, m, v, by, self.rule)
+      change, m, v = reference.step(g, p, m, v, scalars, self.rule)
       note(_over_rows(change), _over_rows(p))
       master = bf16_remainder.like(p + change, inside.master)
       for place, x in zip(jax.tree.leaves(inside.master), jax.tree.leaves(master)):
@@ -280,7 +280,7 @@ class _Program:
       lanes.pack(v, inside.nu, at)
 
     def read():
-      return bf16_remainder.wide(jax.tree.map(load, inside.master))
+      return bf16_remainder.to_float32(jax.tree.map(load, inside.master))
 
     def note(*sums):
       for place, x in zip(inside.squares, sums):
@@ -290,5 +290,5 @@ class _Program:
       nothing = jnp.zeros(self.tile_rows, jnp.float32)
       note(plgpu.layout_cast(nothing, self.layout.reduce(1)), _over_rows(read()))
 
-    pl.when(is_applied)(move)
+    pl.when(is_applied)(update)
     pl.when(~is_applied)(keep)

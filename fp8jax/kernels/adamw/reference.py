@@ -64,39 +64,39 @@ def scalars(count, factor, rate, rule: AdamWHparams) -> StepScalars:
   return StepScalars(*(jnp.asarray(x, jnp.float32) for x in (factor, rate, *corrections)))
 
 
-def move(gradient, master, mu, nu, by: StepScalars, rule: AdamWHparams):
+def step(gradient, master, mu, nu, scalars: StepScalars, rule: AdamWHparams):
   """(what is added to the master, mu, nu) of one step; float32 arrays all, any one shape."""
-  g = gradient * by.factor
+  g = gradient * scalars.factor
   mu = np.float32(1 - rule.b1) * g + np.float32(rule.b1) * mu
   nu = np.float32(1 - rule.b2) * (g * g) + np.float32(rule.b2) * nu
-  root = jnp.sqrt(nu * by.nu_correction)
-  step = (mu * by.mu_correction) / (root + np.float32(rule.eps))
+  root = jnp.sqrt(nu * scalars.nu_correction)
+  direction = (mu * scalars.mu_correction) / (root + np.float32(rule.eps))
   if rule.weight_decay:
-    step = step + np.float32(rule.weight_decay) * master
-  return (-by.rate) * step, mu, nu
+    direction = direction + np.float32(rule.weight_decay) * master
+  return (-scalars.rate) * direction, mu, nu
 
 
-def update(gradient, master, mu, nu, by: StepScalars, is_applied, rule: AdamWHparams):
+def update(gradient, master, mu, nu, scalars: StepScalars, is_applied, rule: AdamWHparams):
   """See `adam.update`."""
-  p, g = bf16_remainder.wide(master), gradient.astype(jnp.float32)
-  change, m, v = move(g, p, _unpack(mu), _unpack(nu), by, rule)
-  new = bf16_remainder.like(p + change, master), _kept(m, mu), _kept(v, nu)
+  p, g = bf16_remainder.to_float32(master), gradient.astype(jnp.float32)
+  change, m, v = step(g, p, _unpack(mu), _unpack(nu), scalars, rule)
+  new = bf16_remainder.like(p + change, master), _stored(m, mu), _stored(v, nu)
   if is_applied is not True:
-    keep = functools.partial(jnp.where, is_applied)
-    change, *new = jax.tree.map(keep, (change, *new), (0.0, master, mu, nu))
+    select = functools.partial(jnp.where, is_applied)
+    change, *new = jax.tree.map(select, (change, *new), (0.0, master, mu, nu))
   return *new, jnp.stack([jnp.sum(jnp.square(x)) for x in (change, p)])
 
 
-def _unpack(kept: Moment):
+def _unpack(stored: Moment):
   return (
-    kept.unpack()
-    if isinstance(kept, quantized_tensor.QuantizedTensor)
-    else kept.astype(jnp.float32)
+    stored.unpack()
+    if isinstance(stored, quantized_tensor.QuantizedTensor)
+    else stored.astype(jnp.float32)
   )
 
 
-def _kept(wide, before: Moment) -> Moment:
+def _stored(x, before: Moment) -> Moment:
   """Like `before`, with these values."""
   if isinstance(before, quantized_tensor.QuantizedTensor):
-    return before.repack(wide)
-  return wide.astype(before.dtype)
+    return before.repack(x)
+  return x.astype(before.dtype)

@@ -1,0 +1,100 @@
+"""Scaling states of a tree of sites: the amaxes and amax histories of delayed and static scales.
+
+They are a part of the training state. A step reads them, returns the sites' tensor statistics, and
+`next_states` computes the states of the next step. With a loss scale, states hold the amaxes of the
+gradients of the unscaled loss.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from fp8jax.ops import site as site_lib
+from fp8jax.quantization import amax_history, tensor_stats
+
+
+def states(sites) -> dict[str, amax_history.ScalingState]:
+  """{site name: ScalingState} of delayed and static scales: a part of the training state."""
+  return {
+    name: s.scaling_state
+    for name, s in site_lib.flatten(sites).items()
+    if s.scaling_state is not None
+  }
+
+
+def with_states(sites, scaling_states: Mapping[str, amax_history.ScalingState]):
+  """The sites with these scaling states."""
+
+  def one(site):
+    return (
+      dataclasses.replace(site, scaling_state=scaling_states[site.name])
+      if site.scaling_state
+      else site
+    )
+
+  return site_lib.tree_map(one, sites)
+
+
+def next_states(
+  sites, scaling_states, stats: Mapping[str, Any]
+) -> dict[str, amax_history.ScalingState]:
+  """Scaling states after a step with the observations {name: [..., 3, S]}."""
+  recipe_of = {name: s.recipe for name, s in site_lib.flatten(sites).items()}
+  return {
+    name: amax_history.update(state, stats[name][..., 0], recipe_of[name])
+    for name, state in scaling_states.items()
+  }
+
+
+def calibrated(sites, stats: Mapping[str, Any]) -> dict[str, amax_history.ScalingState]:
+  """Scaling states that start from the amaxes {name: [..., 3, S]}."""
+  return {
+    name: amax_history.calibrated(s.recipe, stats[name][..., 0])
+    for name, s in site_lib.flatten(sites).items()
+    if s.scaling_state is not None
+  }
+
+
+# The gradient of the head is that of the sum over tokens, before any factor on the loss
+# (ops/cross_entropy.py).
+_HEAD = "head"
+
+
+def with_scaled_gradients(sites, factor):
+  """The sites with amaxes of gradients multiplied by `factor`, the loss scale.
+
+  Scaling states hold the amaxes of the unscaled loss, whatever the loss scale was at the time.
+  """
+  factors = jnp.stack([1.0, 1.0, factor])
+
+  def one(site):
+    if site.scaling_state is None or site.name == _HEAD:
+      return site
+    scaling_state = dataclasses.replace(
+      site.scaling_state, amax_3=site.scaling_state.amax_3 * factors
+    )
+    return dataclasses.replace(site, scaling_state=scaling_state)
+
+  return site_lib.tree_map(one, sites)
+
+
+def with_unscaled_gradients(sites, stats, factor):
+  """Observations, a tree like `taps(sites)`, divided by the loss scale `factor`."""
+
+  def one(site, tap):
+    if site.name == _HEAD:
+      return tap
+    return tap.at[..., 2, :].set(tensor_stats.rescaled(tap[..., 2, :], 1 / factor))
+
+  return site_lib.tree_map(one, sites, stats)
+
+
+def recipes(sites) -> dict[str, str]:
+  """{site: recipe} of sites with a scaling state, which is valid for the same recipe alone."""
+  return {
+    name: s.recipe.name
+    for name, s in site_lib.flatten(sites).items()
+    if s.scaling_state is not None
+  }
