@@ -37,7 +37,7 @@ def get_config(arm=""):
 
   c.model = ConfigDict()
   c.model.preset = "debug"  # a name in models/presets.py, or "hf": read config.json of init.hf
-  # What follows overrides the preset where it is not None.
+  # The following keys override the preset where they are not None.
   c.model.num_layers = placeholder(int)  # N
   c.model.hidden_size = placeholder(int)  # D
   c.model.intermediate_size = placeholder(int)  # F
@@ -77,14 +77,14 @@ def get_config(arm=""):
   c.precision.compute_dtype = "auto"
 
   c.kernels = ConfigDict()
-  # FP8 GEMM: "auto" or one of kernels/scaled_matmul. On a GPU "auto" never emulates; "reference"
+  # FP8 GEMM: "auto" or one of kernels/gemm. On a GPU "auto" never emulates; "reference"
   # does.
   c.kernels.matmul = "auto"
   # "auto" (cudnn on GPUs since Ampere, with 16-bit activations; else xla), "xla" or "cudnn"
   c.kernels.attention = "auto"
   # AdamW's update: "xla", "mosaic_sm90" (one pass over gradient, master and moments, in place; an
   # error where a matrix cannot be moved by it), or "auto" (mosaic_sm90 where it can). The default
-  # waits for a measurement on a GPU.
+  # changes after a measurement on a GPU.
   c.kernels.optimizer = "xla"
 
   c.memory = ConfigDict()
@@ -129,11 +129,11 @@ def get_config(arm=""):
   # of the documents.
   c.data.shuffle_windows = 1024
   c.data.workers = 0  # worker processes per source; 0 tokenizes in threads
-  c.data.prefetch = 2  # batches kept ready
+  c.data.prefetch = 2  # batches held ready
 
   c.optim = ConfigDict()
   c.optim.optimizer = "adam"  # AdamW, or "lion"
-  # How moments are kept between steps: "float32", or a name in optim/storage.py: "coat" first (in
+  # Storage format of the moments: "float32", or a name in optim/storage.py: "coat" first (in
   # experiments/moments the most exact in two bytes), or "sqrt_v", "tensor_e4m3_e5m2", "e4m3_256",
   # "fp8lm", "bf16", "bf16_sr". Norms and biases stay float32.
   c.optim.moment_format = "float32"
@@ -203,7 +203,7 @@ def get_config(arm=""):
   c.log.tensorboard = True
   # Steps between looks at the ranges and rounding errors of every tensor of every site; 0: never.
   c.log.tensor_stats_every = 0
-  # What deserves a line, in steps that log.tensor_stats_every looks at (none where that is 0):
+  # Rules of alarms, checked in steps of log.tensor_stats_every (none where that is 0):
   # (statistic, "<" or ">", bound[, regular expression on site/tensor]).
   # Statistics: saturation and underflow (shares), snr_db, amax, nonfinite; where a scale covers a
   # whole axis, kurtosis, and for x of mlp/down alignment, the largest |cosine| of the weights of

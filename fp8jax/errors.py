@@ -1,4 +1,4 @@
-"""What a user can put right: the launcher prints these in one piece, without a traceback."""
+"""Errors that a user can put right: the launcher prints them in one piece, without a traceback."""
 
 import difflib
 import json
@@ -31,7 +31,7 @@ EXTRAS = {
 
 
 def missing_package(e: ModuleNotFoundError) -> str:
-  """What to install for an import that failed."""
+  """The package to install for an import that failed."""
   module = (e.name or "").partition(".")[0]
   package = f"fp8jax[{EXTRAS[module]}]" if module in EXTRAS else module
   return f"the package {e.name!r} is not installed; pip install '{package}'"

@@ -83,7 +83,7 @@ def fetch(
 
 
 def _download(ids: dict[str, Collection[str]], snapshot: Callable[..., str]) -> str | None:
-  """What went wrong, or None."""
+  """The reason of a failure, or None."""
   for name, patterns in ids.items():
     try:
       snapshot(name, allow_patterns=list(patterns), ignore_patterns=[_SUBFOLDERS])

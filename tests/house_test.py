@@ -43,8 +43,8 @@ BANNED = {"torch", "transformers", "pickle", "cloudpickle", "dill", "joblib", "s
 
 # Where alone these are named. A product, a derivative or an attention elsewhere escapes its recipe.
 PLACES = {
-  # Of the GEMM; of the feed-forward layer and of the loss, made of the same GEMMs; of what waits
-  # for a derivative in a narrow copy; of parameters, whose gradients are kept otherwise than they.
+  # Derivatives of the GEMM; of the feed-forward layer and of the loss, made of the same GEMMs; of
+  # compressed residuals; of parameters, whose gradients may have another format.
   "custom_vjp": tuple(
     f"ops/{n}.py"
     for n in (
@@ -73,6 +73,8 @@ MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION = 480, 600, 60
 ALPHABET = re.compile(r"(?<![\w.])([A-Z]) [a-z]")
 EINSUM = re.compile(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]+)")
 SUFFIX = re.compile(r"[a-z]\w*?_([A-Z]+)")
+# "What waits for the backward pass is w": a sentence whose subject is a riddle.
+RIDDLE = re.compile(r"(?:\"\"\"|# |^ *|\. )(?:What|Who|Whose|Whoever|Whatever) [a-z]+ [a-z]")
 PLACE_OF_ONE_MACHINE = re.compile(r"(?<![\w.}])/(home|root|Users|work|workspace)/[\w.]")
 
 
@@ -386,6 +388,15 @@ def test_files_and_classes_say_what_they_are():
     for node in source.walk(ast.ClassDef):
       if not node.name.startswith("_") and not ast.get_docstring(node):
         yield f"{source.at(node)}: {node.name} has no docstring"
+
+
+@rule
+def test_sentences_have_a_noun_as_subject():
+  """Subject, verb, object: no docstring or comment has a sentence about "what" or "who" does."""
+  for path in [*(PACKAGE / s.name for s in _sources()), *(ROOT / "configs").glob("*.py")]:
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+      if match := RIDDLE.search(line):
+        yield f"{path.relative_to(ROOT)}:{number}: {match[0].strip()} ...: name the thing"
 
 
 @rule

@@ -7,7 +7,7 @@ accumulated is part of it (recipe.Accumulation).
 On GPU the compiled program is read. XLA:CPU has no FP8 arithmetic, so that on CPU it is the program
 as it was handed to XLA: nothing says how fast it is, but the products are those of the recipes.
 
-What is compared is work, in multiply-adds, which no rewriting changes: XLA may unroll loops, stack
+The comparison is of work, in multiply-adds, which no rewriting changes: XLA may unroll loops, stack
 the weights of sites that share an input into one GEMM, and pad to cuBLASLt's multiples of 16.
 """
 
@@ -153,7 +153,7 @@ def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
 
 
 def uses(plan: RunSpec, phase: int = 0) -> dict[tuple[str, Gemm], set[tuple[int, int, int]]]:
-  """(backend, narrow product) -> the sizes on one device that the step calls it with."""
+  """(backend, quantized product) -> the sizes on one device that the step calls it with."""
   found = collections.defaultdict(set)
   for row in expected(plan, phase):
     if row.expected:
@@ -238,7 +238,7 @@ def _share(rows: list[GemmRow], declared: Mapping[str, GemmSite]) -> list[GemmRo
   rows = list(rows)
   for group in groups.values():
     lacking = [n for n in group if rows[n].done < rows[n].work]
-    # Whose calls do the most, compared with what they should do.
+    # The row with the most work, compared with its plan.
     owner = max(group, key=lambda n: _per_call(rows[n]) - rows[n].work)
     members, calls = [owner, *lacking], rows[owner].calls / rows[owner].expected
     least, most = (sum(getattr(rows[n], w) for n in members) for w in ("work", "padded"))
@@ -283,7 +283,7 @@ def _some(rows: list[GemmRow], most: int = 4) -> str:
 
 
 def _complaint(row: GemmRow, plan: RunSpec) -> str:
-  """What is wrong with a product, why, and what to do about it."""
+  """The problem of a product, its reason, and the remedy."""
   if not row.expected:
     return (
       f"{row.key}: the program has {row.fp8} FP8 GEMMs that the plan does not, by "

@@ -99,7 +99,7 @@ class _Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class _Inside:
-  """What an instruction inherits from the loop, call or fusion around it.
+  """Properties that an instruction inherits from the loop, call or fusion around it.
 
   Attributes:
     times: executions.
@@ -146,7 +146,7 @@ class _Program:
     for i in self.computations[name or self.entry].values():
       again = inside.is_recompute or _RECOMPUTED in i.op_name
       scope = _SCOPE.search(i.op_name)
-      # What a backward pass computes again may name its gradients so too: these are never repeated.
+      # Recomputation in a backward pass may name its gradients so too: these are never repeated.
       key = inside.key or (
         GemmKey(scope[1], scope[2], again and scope[2] == "fwd") if scope else None
       )

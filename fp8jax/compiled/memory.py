@@ -1,9 +1,8 @@
 """Where a training step's memory goes, per device: declared by the configuration, found by XLA.
 
-State is known before anything is compiled: every array's shape, dtype and place. What a step holds
-besides is declared for its fullest moment (workspace.py; what layers save for the backward pass, by
-block, in saved_tensors.py) and found in the compiled program at its own (xla_buffers.py), by the
-shapes of what is there.
+The state is known before anything is compiled: every array's shape, dtype and place. The other
+arrays of a step are declared for its peak (workspace.py; residuals of layers, by block, in
+saved_tensors.py) and read from the compiled program at its own peak (xla_buffers.py), by shape.
 """
 
 import collections
@@ -98,14 +97,14 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
   moment, wanted = workspace.peak(plan, said)
   there = _by_shape(held, plan, params)
   arrays = saved_by_layers(program.as_text(), plan, params)
-  kept = sum(arrays.values())
+  compiled_saved = sum(arrays.values())
   used = sum(value.nbytes for value in held)
   rows = [
     MemoryRow("batch, sites, alignment", None, arguments - state),
     *(_row(kind, wanted, there) for kind in workspace.KINDS if kind in wanted or kind in there),
     MemoryRow("free at the peak" if held else "not told apart", None, temporaries - used),
     *_saved_rows(saved),
-    MemoryRow("  saved for backward, in all", said, kept, _differences(arrays, saved)),
+    MemoryRow("  saved for backward, in all", said, compiled_saved, _differences(arrays, saved)),
   ]
   peak_, all_declared = arguments + temporaries, state + sum(wanted.values())
   summary = {
@@ -118,7 +117,7 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
     "outputs_not_aliased": memory.output_size_in_bytes - memory.alias_size_in_bytes,
     "peak": peak_,
     "saved_declared": said,
-    "saved_compiled": kept,
+    "saved_compiled": compiled_saved,
     "saved_arrays": arrays,
   }
   return rows, summary

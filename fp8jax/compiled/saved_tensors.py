@@ -1,9 +1,9 @@
-"""What layers save for the backward pass, from the configuration alone.
+"""Residuals of the layers, from the configuration alone.
 
-The forward pass says it itself: each block is differentiated without computing anything, at the
-shapes of one device and with the sites of the plan; the leaves of its derivative are what it saves.
-The compiled step is held against it (memory.py). What is saved around the loss, once and not per
-layer, is not here.
+Differentiation itself is asked: each block is differentiated without computing anything, at the
+shapes of one device and with the sites of the plan; the leaves of its derivative are its residuals.
+The compiled step is held against it (memory.py). The residuals of the loss, which
+are saved once, are not here.
 """
 
 import collections
@@ -65,7 +65,7 @@ def runs(plan: run_spec.RunSpec) -> list[tuple[int, int]]:
 
 
 def of_layers(plan: run_spec.RunSpec) -> list[SavedTensor]:
-  """What all layers save, first phase's recipes: in order of blocks, large before small."""
+  """Residuals of all layers under the first phase's recipes, by block, large before small."""
   one = _OneDevice(plan)
   found: collections.Counter = collections.Counter()
   for sites, (first, stop) in zip(one.sites()["layers"], runs(plan), strict=True):
@@ -157,7 +157,7 @@ class _OneDevice:
 
 
 def _source(jaxpr, var) -> tuple:
-  """What computes a variable: the same for two that hold one array, which XLA saves once."""
+  """The equation of a variable: the same for two that hold one array, which XLA saves once."""
   for eqn in jaxpr.eqns:
     if var not in eqn.outvars:
       continue

@@ -1,4 +1,4 @@
-"""What a step works on at its fullest moment, from the configuration alone.
+"""The working set of a step at its peak, from the configuration alone.
 
 Beside its state a step holds gradients, what layers save for their backward pass (saved_tensors.py)
 and what it has in hand. Three moments compete for the most: the loss, the backward pass of the last
@@ -72,7 +72,7 @@ def _layer(plan) -> dict[str, int]:
   last = {site.input: gemms[site.name] for site in mixer.sites if site.is_residual}
   is_quantized = all(sites[gemm.name].recipe.is_quantized for gemm in first)
   made, joined = sum(gemm.produced for gemm in first), sum(g.contracted for g in last.values())
-  # gate, up, and the gradient of their product; wide, that product and both their gradients too.
+  # gate, up, and the gradient of their product; unquantized: the product and both gradients too.
   matrices = made + joined if is_quantized else 2 * (made + joined)
   if plan.run.remat in ("none", "linears", "quantized") and plan.run.residuals.gate_up is None:
     matrices -= made  # which are among what is saved

@@ -1,4 +1,4 @@
-"""What lies in memory at the fullest moment of a compiled step, as XLA has assigned it.
+"""Memory at the peak of a compiled step, as XLA has assigned it.
 
 The compiler says how large the one block is that all temporaries share, not what is in it. It can
 write down where in the block every value lies and from when to when it is needed; from that comes
@@ -29,7 +29,7 @@ class Buffer:
 
 
 def compile_and_read(lowered):
-  """(the compiled program, what it holds at its fullest moment; nothing if XLA does not say)."""
+  """(the compiled program, its buffers at the peak; nothing if XLA does not say)."""
   with tempfile.TemporaryDirectory() as folder:
     program = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
     texts = []

@@ -4,7 +4,7 @@ import re
 
 from fp8jax.step.config import Alarm
 
-# What a rule may test, with what to try when it fires.
+# The quantities that a rule may test, with the advice when it fires.
 ADVICE = {
   "saturation": "its scale is too small for what came: a shorter history or a margin "
   "(tensor_delayed(steps=16, margin=1)), or current scales (tensor_current, block_128)",

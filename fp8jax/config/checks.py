@@ -1,4 +1,4 @@
-"""What is refused about a configuration, section by section."""
+"""Refusals of a configuration, section by section."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ from fp8jax.step.loss_scale import LARGEST, SMALLEST
 
 
 def layerwise_problems(c: Any) -> list[str]:
-  """What of a configuration cannot be had in this order, in words."""
+  """Settings that exclude optim.in_backward, in words."""
   if not c.optim.in_backward:
     return []
   wanted = (
@@ -18,7 +18,7 @@ def layerwise_problems(c: Any) -> list[str]:
      "a sum of microbatches is a gradient of all layers"),
     ("memory.remat_policy", c.memory.remat_policy, "full",
      "every layer is computed again when it is its turn"),
-    ("optim.grad_format", c.optim.grad_format, "float32", "no gradient waits that could be narrow"),
+    ("optim.grad_format", c.optim.grad_format, "float32", "only one layer has gradients at a time"),
     ("optim.on_nonfinite", c.optim.on_nonfinite, "stop", "layers move before another's is seen"),
     ("loss_scale.kind", c.loss_scale.kind, "none", "layers move before an overflow is seen"),
   )  # fmt: skip
@@ -31,7 +31,7 @@ def layerwise_problems(c: Any) -> list[str]:
 
 
 def loss_scale_problems(c: Any, compute: str) -> list[str]:
-  """What is wrong with a config's loss_scale section, in words.
+  """The problems of a config's loss_scale section, in words.
 
   Args:
     compute: precision.compute_dtype.

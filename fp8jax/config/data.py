@@ -10,7 +10,7 @@ from fp8jax.errors import ConfigErrors, UserError, check_number, nearest
 
 
 def spec(c: Any, vocab_size: int | None, problems: ConfigErrors) -> data_config.DataConfig:
-  """What to read.
+  """One source of data.
 
   Args:
     c: the whole configuration.

@@ -68,7 +68,7 @@ _HARMLESS = (
 
 
 def acceptable_changes(c: Config) -> set[str]:
-  """What accept_changes may name: keys, also of sources that are gone, and the data's content."""
+  """Names for accept_changes: keys, also of sources that are gone, and the data's content."""
   gone = {k for k in c.checkpoint.accept_changes if str(k).startswith("data.sources.")}
   model = {f"model.{f.name}" for f in dataclasses.fields(model_config.ModelConfig)}
   return {"data"} | gone | model | flatten(c).keys()

@@ -74,9 +74,8 @@ def resolve(
     declaration = transformer.params(model)
     problems.extend(run.problems(model))
     if recipes:
-      recipes = problems.attempt(
-        functools.partial(precision_checks.with_first_last_rules, recipes, c, model)
-      )
+      with_rules = functools.partial(precision_checks.with_first_last_rules, recipes, c, model)
+      recipes = problems.attempt(with_rules)
     if chosen and recipes:
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
@@ -96,7 +95,7 @@ def resolve(
 
 
 def resolve_prepare(c: Config) -> tuple[data_config_lib.DataConfig, step_config.PrepareConfig]:
-  """What --job=prepare reads and writes. Raises as `resolve`."""
+  """The sources and the target of --job=prepare. Raises as `resolve`."""
   return resolve_data(c), step_config.PrepareConfig(c.prepare.path, c.prepare.shard_tokens)
 
 

@@ -84,7 +84,7 @@ class LinenDotGeneral(nn.Module):
   matmul: str = "auto"
 
   def setup(self):
-    self.kept = None
+    self.stored_site = None
     if not isinstance(self.recipe, Recipe):
       raise TypeError(
         f"LinenDotGeneral's recipe is {self.recipe!r}, expected a Recipe; "
@@ -99,7 +99,7 @@ class LinenDotGeneral(nn.Module):
         f"model.apply({{'params': params, {COLLECTION!r}: variables[{COLLECTION!r}]}}, ...)"
       )
     # Unboxing would copy the site, and a copy forgets that it is in use (Site.claim).
-    self.kept = self.variable(
+    self.stored_site = self.variable(
       COLLECTION, "site", _fresh, self.recipe, self.matmul, self._name(), unbox=False
     )
 
@@ -114,9 +114,9 @@ class LinenDotGeneral(nn.Module):
 
   def _site(self) -> site_lib.Site:
     key = self.make_rng(COLLECTION) if self.recipe.is_random else None
-    if self.kept is None:
+    if self.stored_site is None:
       return site_lib.unobserved(self.recipe, self.matmul, self._name(), key)
-    return _with_key(cast(site_lib.Site, self.kept.value), key)
+    return _with_key(cast(site_lib.Site, self.stored_site.value), key)
 
   def _name(self) -> str:
     """The layer's."""
@@ -165,7 +165,7 @@ class NnxDotGeneral(nnx.Module):
         f"the stream {COLLECTION!r}"
       )
     self.recipe, self.matmul, self.name = recipe, matmul, name
-    self.kept = Fp8(_fresh(recipe, matmul, name)) if recipe.is_stateful else None
+    self.stored_site = Fp8(_fresh(recipe, matmul, name)) if recipe.is_stateful else None
     self.rngs = rngs[COLLECTION].fork() if recipe.is_random and rngs is not None else None
 
   def __call__(self, lhs, rhs, dimension_numbers, **options):
@@ -176,10 +176,10 @@ class NnxDotGeneral(nnx.Module):
 
   def _site(self) -> site_lib.Site:
     key = None if self.rngs is None else self.rngs()
-    if self.kept is None:
+    if self.stored_site is None:
       return site_lib.unobserved(self.recipe, self.matmul, self.name, key)
     # get_value would copy the site, and a copy forgets that it is in use (Site.claim).
-    return _with_key(self.kept.get_raw_value(), key)
+    return _with_key(self.stored_site.get_raw_value(), key)
 
 
 class NnxEinsum(NnxDotGeneral):

@@ -1,4 +1,4 @@
-"""What a step keeps on a device, declared and compiled."""
+"""Memory of a step on a device, declared and compiled."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -27,9 +27,9 @@ def restore_params(plan: run_spec.RunSpec, workdir: str, step: int | None = None
     raise resolve.ConfigError(
       [f"{k} is {new} here and {old} in the checkpoint" for k, (old, new) in changes.items()]
     )
-  # As that run kept them, whatever this configuration says.
-  kept = meta["config"].get("optim.master_format", "float32")
-  plan = dataclasses.replace(plan, optim=dataclasses.replace(plan.optim, master_format=kept))
+  # The master format of that run, whatever this configuration says.
+  master = meta["config"].get("optim.master_format", "float32")
+  plan = dataclasses.replace(plan, optim=dataclasses.replace(plan.optim, master_format=master))
   params = saved.restore_params(step, train_step.abstract_params(plan))
   saved.close()
   return params, step, meta

@@ -124,7 +124,7 @@ class _Run:
   # -- beginnings
 
   def _record(self, start: int):
-    """What this run is, once it is known to be one."""
+    """Writes the run's description, once nothing can refuse it any more."""
     changed = {k: new for k, (_, new) in self.changes.items()}
     provenance = provenance_lib.provenance(
       self.flat, self.fingerprint, self.plan.seed, self.plan.num_devices
@@ -197,7 +197,7 @@ class _Run:
     return train_step.make_state(self.plan, params)
 
   def _check_same_run(self, meta: dict[str, Any], step: int) -> dict[str, tuple[Any, Any]]:
-    """What changed since the checkpoint, {key: (then, now)}; raises where that is not accepted."""
+    """Changes since the checkpoint, {key: (then, now)}; raises where one is not accepted."""
     changes = identity.diff(self.identity, meta["config"])
     for key, (old, new) in changes.items():
       self.out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
@@ -226,7 +226,7 @@ class _Run:
     return changes
 
   def _readers(self) -> dict[str, Any]:
-    """What the saved positions in the data depend on."""
+    """The settings that the saved positions in the data depend on."""
     return {
       "processes": jax.process_count(),
       "shares": self.spread.shard.count,
@@ -316,15 +316,15 @@ class _Run:
     """The same for the kernel that moves parameters."""
     moved = [leaf for leaf in jax.tree.leaves(self.plan.leaves) if leaf.backend != "xla"]
     if moved:
-      kept, is_pair = (
+      moments, is_pair = (
         storage.MOMENTS[self.plan.optim.moment_format],
         moved[0].master == storage.REMAINDER,
       )
-      self_test.optimizer(kept.mu, kept.nu, is_pair=is_pair, dtype=moved[0].gradient_dtype)
+      self_test.optimizer(moments.mu, moments.nu, is_pair=is_pair, dtype=moved[0].gradient_dtype)
       self.out.print("kernels: the optimizer's tried on this device, as close as its arithmetic")
 
   def _prove(self, step_fn, state: State, host, phase: int):
-    """Stops before the first step unless every GEMM is as narrow as its recipe says."""
+    """Stops before the first step unless every GEMM has the precision of its recipe."""
     with jax.transfer_guard("allow"):
       batch = self.spread.place(host)
     for title, rows in fp8_gemms.every_step(self.plan, step_fn, state, batch, phase):
@@ -378,7 +378,7 @@ class _Run:
       f"recipe 'bf16', or set {skip}"
     )
 
-  # -- what is kept
+  # -- checkpoints
 
   def _remembered(self, step: int) -> dict[str, str]:
     """Which sites' scaling states the state after `step` steps has, and for which recipes."""

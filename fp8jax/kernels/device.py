@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """What a backend needs to know about the hardware.
+  """The hardware, as a backend asks about it.
 
   Attributes:
     platform: "cpu" or "gpu".

@@ -141,8 +141,8 @@ def producers(quant: Quant, sizes: tuple[int, int] = _MATRIX) -> None:
       # BF16's rounding, then the quantized format's; of small numbers that of its smallest one.
       slack = np.abs(want) * (2.0**-7 + 2.0 ** -(quant.format.mantissa_bits + 1))
       slack += largest * 2.0**-16
-      for along, narrow in made.items():
-        got = np.asarray(narrow.dequantize())
+      for along, quantized in made.items():
+        got = np.asarray(quantized.dequantize())
         _refuse_if_wrong(got if along == 1 else got.T, want, what, _instead(quant), slack)
       seen, want = (np.reshape(x, (1, 1)) for x in (amax, largest))
       _refuse_if_wrong(seen, want, f"{producer.name} finds amaxes", _instead(quant), 2**-7 * want)
@@ -170,15 +170,21 @@ def optimizer(
   rng = np.random.default_rng(0)
   size = 2.0 ** rng.integers(-20, 0, (sizes[0], 1))
   g, m, v, p = (jnp.asarray(size * rng.standard_normal(sizes), jnp.float32) for _ in range(4))
-  kept = (quantized_tensor.pack(x, q) if q else x for x, q in ((m, mu), (jnp.square(v), nu)))
-  arrays = (g.astype(dtype), bf16_remainder.split(p) if is_pair else p, *kept)
+  moments = (quantized_tensor.pack(x, q) if q else x for x, q in ((m, mu), (jnp.square(v), nu)))
+  arrays = (g.astype(dtype), bf16_remainder.split(p) if is_pair else p, *moments)
 
   @functools.partial(jax.jit, static_argnums=1)
   def step(arrays, backend):
     by = dict(count=jnp.int32(3), rate=jnp.float32(0.25), b1=0.9, b2=0.95, eps=1e-8)
-    master, *kept, squares = adamw_api.update(*arrays, **by, weight_decay=0.1, backend=backend)
-    kept = (x.unpack() if isinstance(x, quantized_tensor.QuantizedTensor) else x for x in kept)
-    return bf16_remainder.to_float32(master) - bf16_remainder.to_float32(arrays[1]), *kept, squares
+    master, *moments, squares = adamw_api.update(*arrays, **by, weight_decay=0.1, backend=backend)
+    moments = (
+      x.unpack() if isinstance(x, quantized_tensor.QuantizedTensor) else x for x in moments
+    )
+    return (
+      bf16_remainder.to_float32(master) - bf16_remainder.to_float32(arrays[1]),
+      *moments,
+      squares,
+    )
 
   got, want = (step(arrays, backend) for backend in ("mosaic_sm90", "reference"))
   for name, x, y in zip(("master", "mu", "nu", "squares"), got, want):

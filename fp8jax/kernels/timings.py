@@ -80,15 +80,15 @@ def lines(sites: Sequence[dict[str, Any]], measured: Sequence[LayerTiming]) -> l
     sites: report.site_rows.
     measured: `load`.
   """
-  narrow = [row for row in sites if row["definition"]["fwd"]["lhs"] is not None]
-  if not narrow:
+  quantized = [row for row in sites if row["definition"]["fwd"]["lhs"] is not None]
+  if not quantized:
     return []
   if not measured:
     return [
       f"FP8 on {device_name()}: not measured, whether it is faster than BF16 is unknown; "
       "experiments/bench_kernels/bench.py measures it"
     ]
-  return [line for row in narrow if (line := _line(row, measured))]
+  return [line for row in quantized if (line := _line(row, measured))]
 
 
 def _line(row: dict[str, Any], measured: Sequence[LayerTiming]) -> str:

@@ -1,4 +1,4 @@
-"""What a decoder is (ModelConfig) and how it runs (ComputeConfig); precision of GEMMs is elsewhere.
+"""The decoder (ModelConfig) and its execution (ComputeConfig); precision of GEMMs is elsewhere.
 
 Field names follow Hugging Face's config.json where the field's literature agrees with it.
 """
@@ -53,7 +53,7 @@ class ModelConfig:
 
   Attributes:
     architecture: "llama", "qwen2" or "qwen3": names the Hugging Face class this is read from and
-      written as. What differs is in the other fields.
+      written as. The differences are in the other fields.
     vocab_size, hidden_size, intermediate_size, num_layers: V, D, F, N.
     num_heads, num_kv_heads, head_dim: H, G, K.
     max_positions: longest context the weights were made for.
@@ -104,7 +104,7 @@ class ModelConfig:
     return self.init_std / (2 * self.num_layers) ** 0.5
 
   def problems(self) -> list[str]:
-    """What makes this configuration impossible, in words; empty if nothing does."""
+    """The problems of this configuration, in words; empty without any."""
     found = []
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
@@ -156,7 +156,7 @@ class ComputeConfig:
   smooth_swiglu: str = "none"
 
   def problems(self, model: ModelConfig) -> list[str]:
-    """What makes it impossible to run this model so, in words; empty if nothing does."""
+    """Reasons why this model cannot run so, in words; empty without any."""
     found = []
     if self.residuals.layer_inputs is not None and self.remat != "full":
       found.append(

@@ -1,4 +1,4 @@
-"""What a block of a layer declares: everything that other folders ask about a mixer.
+"""The declaration of a block of a layer: everything that other folders ask about a mixer.
 
 A mixer is one residual block, x + f(norm(x)): attention, or a feed-forward layer. Its file states
 its parameters, its GEMM sites and its function; `transformer.MIXERS` names it. Start-up tables, the
@@ -36,7 +36,7 @@ class GemmSite:
 
 
 class LayerContext(NamedTuple):
-  """What every layer knows of a batch.
+  """The part of a batch that every layer reads.
 
   Attributes:
     angles: (cos_BLK, sin_BLK) of rotary positions.
@@ -52,7 +52,7 @@ class LayerContext(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Aux:
-  """What a block gives beside the residual stream; empty for attention and dense layers.
+  """Sums of a block beside the residual stream; empty for attention and dense layers.
 
   Every value is a float32 scalar and a sum over tokens of (weight of the token in the loss) x (its
   value), so that values of layers and of microbatches add up exactly.

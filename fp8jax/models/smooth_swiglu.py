@@ -5,12 +5,12 @@ weights of a channel align; the channel then grows with the square of its input,
 past steps mispredicts it. Here |up| / s <= 1 enters the product, s being up's largest magnitude
 
   per channel  down_F[s * w] of silu(gate) * (up / s): the paper's; s multiplies rows of down's
-               weight before it is made narrow, and can be folded into the weights for good (`fold`)
+               weight before it is quantized, and can be folded into the weights for good (`fold`)
   per token    s * down of silu(gate) * (up / s): what the paper's code does
 
-What grows linearly, silu(gate), is left, and s goes elsewhere: per channel into the range of down's
-weight, per token into that of the gradient that down takes. s is a power of two, so that without
-quantization both are plain SwiGLU to the bit, forward and backward, and a constant for
+The factor that grows linearly, silu(gate), stays, and s goes elsewhere: per channel into the range
+of down's weight, per token into that of the gradient that down takes. s is a power of two, so that
+without quantization both are plain SwiGLU to the bit, forward and backward, and a constant for
 differentiation: the layer does not depend on it. Per channel it is taken over all tokens of a
 microbatch, on all devices, so that tokens share it as they share the scale of a tensor.
 
@@ -69,7 +69,7 @@ def fold(up_DF, down_FD, s_F):
   """(up, down) weights of the plain SwiGLU that multiplies what `per_channel` does at these s.
 
   Exact, for powers of two: without quantization nothing changes, with it up / s is what is made
-  narrow. Leading dimensions, if there are any, are alike: [N, D, F], [N, F, D] and [N, F].
+  quantized. Leading dimensions, if there are any, are alike: [N, D, F], [N, F, D] and [N, F].
   """
   return up_DF / s_F[..., None, :], down_FD * s_F[..., :, None]
 

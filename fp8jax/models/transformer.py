@@ -1,12 +1,12 @@
 """The decoder: embed, scan over layers, normalise, predict.
 
 The model is declared here once and in order: parameters (`params`), GEMM sites (`gemm_sites`) and
-mixers (`MIXERS`, each in its own file; see mixer.py). Whoever asks what the model consists of reads
-these declarations.
+mixers (`MIXERS`, each in its own file; see mixer.py). Other folders that ask for the parts of the
+model read these declarations.
 
 Parameters and sites are plain nested dictionaries with the same keys; those of the layers are
-stacked in front along N, the sites in runs of layers that multiply alike. A parameter may be kept
-narrow (ops/stored_params.py). A batch is a dictionary of arrays:
+stacked in front along N, the sites in runs of layers that multiply alike. A parameter may be
+stored in a low-bit format (ops/stored_params.py). A batch is a dictionary of arrays:
 
   tokens_BL      int32 inputs
   targets_BL     int32, the token that follows each input
@@ -45,7 +45,7 @@ def mixers(cfg: ModelConfig) -> tuple[Mixer, ...]:
 
 
 def problems(cfg: ModelConfig) -> list[str]:
-  """What makes these mixers impossible, in words; empty if nothing does."""
+  """The problems of these mixers, in words; empty without any."""
   unknown = [name for name in cfg.mixers if name not in MIXERS]
   if unknown or not cfg.mixers:
     return [f"model.mixers={cfg.mixers!r} must name one or more of {', '.join(MIXERS)}"]
@@ -132,14 +132,14 @@ def hidden(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
 
 
 def embed(params, batch, run: ComputeConfig):
-  """What the first layer reads: tokens embedded, [B, L, D] in the compute dtype."""
+  """The input of the first layer: tokens embedded, [B, L, D] in the compute dtype."""
   embed = stored_params.value(params["embed"])
   x_BLD = jnp.take(embed, batch["tokens_BL"], axis=0, mode="clip").astype(run.dtype)
   return axes.constrain(x_BLD, "BLD", run.layout)
 
 
 def layer_context(batch, cfg: ModelConfig) -> LayerContext:
-  """What every layer knows of a batch; without weights all tokens weigh 1."""
+  """The part of a batch that every layer reads; without weights all tokens weigh 1."""
   weights_BL = batch.get("weights_BL")
   if weights_BL is None:
     weights_BL = jnp.ones(batch["tokens_BL"].shape, jnp.float32)

@@ -93,7 +93,7 @@ def dot_general(
 
 
 def quantize(x, quant: Quant, *, axis: int = -1, amax=None, key=None) -> ScaledMatrix:
-  """A matrix in a narrow format under scales: x = data * scale, up to rounding.
+  """A matrix in a low-bit format under scales: x = data * scale, up to rounding.
 
   Args:
     x: [m, n], floating-point. `dot` reads a tensor of higher rank as the matrix of its contracted
@@ -138,8 +138,8 @@ def quantize(x, quant: Quant, *, axis: int = -1, amax=None, key=None) -> ScaledM
       f"{quant} is for storage: it has no scale, or data * scale is not the value; leave scale, "
       "transform and keeps_nonzero out, or use fp8jax.quantization.quantized_tensor.pack"
     )
-  narrow = quantize_lib.quantize(x, quant, contraction=axis % 2, amax=amax, key=key)
-  return narrow if axis % 2 else narrow.T
+  quantized = quantize_lib.quantize(x, quant, contraction=axis % 2, amax=amax, key=key)
+  return quantized if axis % 2 else quantized.T
 
 
 def dequantize(q: ScaledMatrix | QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:

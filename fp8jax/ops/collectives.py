@@ -1,4 +1,4 @@
-"""What crosses the wire around a GEMM: weights gathered before it, sums and scatters after it.
+"""Communication around a GEMM: weights gathered before it, sums and scatters after it.
 
 Called inside `on_mesh`. A layout that is already manual moves nothing: its caller does.
 """

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 @jax.named_scope("norm")
 def rms_norm(x, weight_D, eps: float):
   """x / rms(x) * weight over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467)."""
-  wide = x.astype(jnp.float32)
-  scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-  return (wide * scale * weight_D).astype(x.dtype)
+  x32 = x.astype(jnp.float32)
+  scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+  return (x32 * scale * weight_D).astype(x.dtype)
 
 
 def add_bias(x, bias):
@@ -43,5 +43,5 @@ def rotate(x_BLHK, cos_BLK, sin_BLK):
   """
   first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
   turned = jnp.concatenate([-second, first], axis=-1)
-  wide = x_BLHK.astype(jnp.float32) * cos_BLK[:, :, None] + turned * sin_BLK[:, :, None]
-  return wide.astype(x_BLHK.dtype)
+  x32_BLHK = x_BLHK.astype(jnp.float32) * cos_BLK[:, :, None] + turned * sin_BLK[:, :, None]
+  return x32_BLHK.astype(x_BLHK.dtype)

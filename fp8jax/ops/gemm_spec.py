@@ -1,4 +1,4 @@
-"""What a dot knows when it is traced, and what its site lends it beside the operands."""
+"""The static specification of a dot, and the scaling inputs of its site."""
 
 import dataclasses
 import enum
@@ -136,7 +136,7 @@ class GemmSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScalingInputs:
-  """What a site lends to its dot beside the operands.
+  """The arrays that a dot reads from its site, beside the operands.
 
   Attributes:
     amax_3: float32 [3], amaxes of (x, w, g) that scales are made from; None if all are current.

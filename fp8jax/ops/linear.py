@@ -139,7 +139,7 @@ def fp8_dot_general(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-  """What the backward pass of several dots of one x needs.
+  """The residuals of several dots of one x.
 
   Attributes:
     x: as it came in, a Prologue with compressed sources, or None if every X_WGRAD is saved.

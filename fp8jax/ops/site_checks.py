@@ -1,6 +1,6 @@
 """Claims sites, and refuses, while tracing, what would silently add observations up.
 
-What it cannot see: one site closed over by a loop's body, given to two rematerialized functions, or
+It cannot see: one site closed over by a loop's body, given to two rematerialized functions, or
 replicated into a `shard_map` with check_vma=False.
 """
 

@@ -69,7 +69,7 @@ class OptimizerConfig:
   on_nonfinite: str = "stop"
 
   def problems(self) -> list[str]:
-    """What is wrong with these numbers, in words."""
+    """The problems of these numbers, in words."""
     found = []
     phases = ["warmup_steps", "decay_steps"] if self.schedule == "wsd" else ["warmup_steps"]
     used = sum(getattr(self, name) for name in phases)

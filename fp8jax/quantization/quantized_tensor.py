@@ -75,15 +75,15 @@ class QuantizedTensor:
 
   def unpack(self):
     """float32 of the tensor's shape."""
-    quant, wide = self.quant, self.data.astype(jnp.float32)
+    quant, x = self.quant, self.data.astype(jnp.float32)
     if self.scale is not None:
-      groups = _grouped(wide, self.scale.ndim, quant)
+      groups = _grouped(x, self.scale.ndim, quant)
       if self.power is not None:
         inverse = np.float32(_POWERS) / self.power.astype(jnp.float32)
         ratio = jnp.abs(groups) * np.float32(1 / quant.format.max)
         groups = jnp.copysign(_power(ratio, inverse[..., None]), groups)
-      wide = _ungrouped(groups * _decoded(self.scale)[..., None], self.shape)
-    return jnp.square(wide) if isinstance(quant.transform, SquareRoot) else wide
+      x = _ungrouped(groups * _decoded(self.scale)[..., None], self.shape)
+    return jnp.square(x) if isinstance(quant.transform, SquareRoot) else x
 
   def repack(self, x, key=None) -> "QuantizedTensor":
     """x, of the same shape, quantized by the same Quant."""
@@ -135,8 +135,8 @@ def zeros(shape: tuple[int, ...], quant: Quant, *, lead: int = 0) -> QuantizedTe
   """`pack` of zeros, without reducing them, which XLA would do while it compiles, for
   minutes where a model is large."""
   key = jax.eval_shape(jax.random.key, 0)
-  wide = jax.ShapeDtypeStruct(shape, jnp.float32)
-  made = jax.eval_shape(lambda x, key: pack(x, quant, lead=lead, key=key), wide, key)
+  abstract = jax.ShapeDtypeStruct(shape, jnp.float32)
+  made = jax.eval_shape(lambda x, key: pack(x, quant, lead=lead, key=key), abstract, key)
   tile = pack(jnp.zeros((1, 1)), quant, key=jax.random.key(0))
   return jax.tree.map(lambda one, all_: jnp.full(all_.shape, one.reshape(-1)[0]), tile, made)
 
@@ -179,28 +179,28 @@ def nbytes(quant: Quant) -> float:
   return math.ceil(quant.format.bits / 8) + (per_tile / group if group != WHOLE else 0.0)
 
 
-def shardings(kept: QuantizedTensor, of: NamedSharding | None) -> QuantizedTensor:
+def shardings(x: QuantizedTensor, of: NamedSharding | None) -> QuantizedTensor:
   """Where codes and scales of a tensor that lies `of` belong.
 
   A group that would straddle two devices leaves its scales whole on both.
   """
   if of is None:
-    return jax.tree.map(lambda _: None, kept)
-  spec = (*of.spec, *(None,) * (len(kept.shape) - len(of.spec)))
-  whole, scale = kept.quant.tile[1], None
-  if kept.scale is not None:
-    axes = kept.scale.ndim
+    return jax.tree.map(lambda _: None, x)
+  spec = (*of.spec, *(None,) * (len(x.shape) - len(of.spec)))
+  whole, scale = x.quant.tile[1], None
+  if x.scale is not None:
+    axes = x.scale.ndim
     if whole == WHOLE:
       scale = spec[:axes]
     else:
       first, names = axes - 1, spec[axes - 1]
       shards = math.prod(of.mesh.shape[a] for a in np.atleast_1d(names)) if names else 1
-      is_aligned = (math.prod(kept.shape[first:]) // shards) % whole == 0
+      is_aligned = (math.prod(x.shape[first:]) // shards) % whole == 0
       alone = not any(spec[axes:])
       scale = (*spec[:first], names if is_aligned and alone else None)
     scale = NamedSharding(of.mesh, PartitionSpec(*scale))
   data = NamedSharding(of.mesh, PartitionSpec(*spec))
-  return QuantizedTensor(data, scale, scale if kept.power is not None else None, kept.quant)  # type: ignore
+  return QuantizedTensor(data, scale, scale if x.power is not None else None, x.quant)  # type: ignore
 
 
 def group_axes(shape: tuple[int, ...], group: int) -> int:

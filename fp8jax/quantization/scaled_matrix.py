@@ -29,7 +29,7 @@ class ScaledMatrix:
   """A matrix in an 8- or 4-bit format: value = data * scale, always.
 
   Attributes:
-    data: [rows, contraction], a narrow dtype. Or [shards, rows, contraction / shards]: how an
+    data: [rows, contraction], an FP8 or FP4 dtype. Or [shards, rows, contraction / shards]: how an
       all-gather along the contraction leaves it, for a kernel that walks from shard to shard.
     scale: float32 [num_tiles(rows), num_tiles(contraction)], finite and positive.
     tile: elements that share one scale, (rows, contraction), WHOLE for the full axis.

@@ -254,7 +254,7 @@ def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):
 
 
 def account_table(rows: Sequence[memory.MemoryRow], summary: dict[str, Any]) -> rich.table.Table:
-  """Memory per device by kind, as declared and as compiled, each at its own fullest moment."""
+  """Memory per device by kind, as declared and as compiled, each at its own peak."""
   table = rich.table.Table(title="memory per device")
   for name in ("kind", "declared GiB", "compiled GiB"):
     table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)

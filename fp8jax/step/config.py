@@ -11,7 +11,7 @@ EVAL_PRECISIONS = ("recipe", "bf16")
 
 @dataclasses.dataclass(frozen=True)
 class InitConfig:
-  """What training starts from.
+  """The start of training.
 
   Attributes:
     hf: folder or hub id of Hugging Face weights; "" draws random weights.
@@ -110,7 +110,7 @@ class Alarm:
 
 @dataclasses.dataclass(frozen=True)
 class LogConfig:
-  """What a run reports.
+  """The reports of a run.
 
   Attributes:
     every: optimizer steps between lines where there is no terminal.

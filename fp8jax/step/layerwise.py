@@ -5,9 +5,9 @@ parameter wait in between. Here a gradient exists of one layer at a time. The ba
 therefore written out: a loop over the layers from the last to the first that carries parameters and
 optimizer states, computes a layer again from its input, differentiates it and moves it in place.
 
-What has to see every gradient before anything moves is refused (`problems`): clipping by the global
-norm, sums over microbatches, skipping a step that is not finite. Where a gradient stops being a
-number, its layer and those before it stay as they are; those behind it have moved.
+Features that need every gradient before the first update are refused (`problems`): clipping by the
+global norm, sums over microbatches, skipping a step that is not finite. Where a gradient stops
+being a number, its layer and those before it stay as they are; those behind it have moved.
 
 Source: LOMO (arXiv:2306.09782 §3.1), there for SGD, here for any transformation of one parameter.
 Assumes: a layer's update needs nothing of other layers.
@@ -31,7 +31,7 @@ from fp8jax.step import metrics
 
 
 def check(leaves, params):
-  """Raises ValueError unless every layer's part of a parameter, and of what is kept of it, is its
+  """Raises ValueError unless every layer's part of a parameter, and of its stored state, is its
   own."""
 
   def one(leaf, param):
@@ -64,7 +64,7 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
   cfg, run, params = plan.model, plan.run, dict(state.params)
   total = jnp.maximum(batch["weights_BL"].sum(), 1)
   rows = {"embed": params["embed"]}
-  # Whose gradients the loss gives: a tied embedding's for the first time.
+  # Parameters with a gradient from the loss; a tied embedding gets another one below.
   behind = {
     k: p for k, p in params.items() if k != "layers" and (k != "embed" or cfg.tie_embeddings)
   }
@@ -86,7 +86,7 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
   progress = _Progress(params, dict(state.opt), jnp.isfinite(loss))
   g_head = g_behind.pop("embed", None)
   progress = move.named(g_behind, [head_stats], progress)
-  # Before any layer's turn: else the head's gradient would wait for all of them.
+  # Before any layer's turn: else the head's gradient would be alive during all of them.
   g_BLD, progress = jax.lax.optimization_barrier((g_BLD, progress))
   g_BLD, progress, stats = _backward(plan, g_BLD, 1 / total, progress, move, sites, inputs, batch)
   (g_rows,) = pull_embed(g_BLD)
@@ -110,20 +110,20 @@ def _forward(plan, x_BLD, params, sites, batch):
   def forward(x_BLD, xs):
     i, s = xs
     of_layer = (jax.tree.map(lambda x: x[i], params["layers"]), s)
-    waits = (
+    layer_inputs = (
       x_BLD
       if run.residuals.layer_inputs is None
       else residuals.compress(x_BLD, run.residuals.layer_inputs)
     )
     x_BLD, aux = transformer.layer(x_BLD, of_layer, context, cfg, run)
-    return x_BLD, (waits, aux)
+    return x_BLD, (layer_inputs, aux)
 
   start = 0
   for of_run in sites["layers"]:
     stop = start + jax.tree.leaves(of_run)[0].shape[0]
     # By number: slices of the stacks would be copies of them.
-    x_BLD, (waiting, aux) = jax.lax.scan(forward, x_BLD, (jnp.arange(start, stop), of_run))
-    inputs.append(waiting)
+    x_BLD, (layer_inputs, aux) = jax.lax.scan(forward, x_BLD, (jnp.arange(start, stop), of_run))
+    inputs.append(layer_inputs)
     total += aux.sum()
     start = stop
   return x_BLD, inputs, total
@@ -142,7 +142,7 @@ def _backward(
 
   def backward(carry, xs):
     g_BLD, progress = carry
-    i, waits, s = xs
+    i, layer_inputs, s = xs
     p = jax.tree.map(lambda x: x[i], progress.params["layers"])
 
     def again(x_BLD, sinks, taps):
@@ -153,14 +153,14 @@ def _backward(
     # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
     with jax.named_scope("rematted_computation"):
       (_, losses), pull = jax.vjp(
-        again, residuals.decompress(waits, run.dtype), _sinks(p), site_lib.taps(s)
+        again, residuals.decompress(layer_inputs, run.dtype), _sinks(p), site_lib.taps(s)
       )
     g_BLD, gradient, stats = pull((g_BLD, {name: g_aux for name in losses}))
     return (g_BLD, move.layer(i, gradient, stats, progress)), stats
 
-  for of_run, waiting in reversed(list(zip(sites["layers"], inputs, strict=True))):
+  for of_run, layer_inputs in reversed(list(zip(sites["layers"], inputs, strict=True))):
     start = stop - jax.tree.leaves(of_run)[0].shape[0]
-    xs = (jnp.arange(start, stop), waiting, of_run)
+    xs = (jnp.arange(start, stop), layer_inputs, of_run)
     (g_BLD, progress), layer_stats = jax.lax.scan(backward, (g_BLD, progress), xs, reverse=True)
     stop = start
     stats.append(layer_stats)
@@ -233,7 +233,7 @@ class _LayerUpdater:
 
 
 def _sinks(params):
-  """Zeros for what is kept narrow, whose cotangents are its gradients; arrays as they are."""
+  """Gradient placeholders (zeros) of parameters in low-bit formats; arrays as they are."""
   return jax.tree.map(
     lambda p: stored_params.grad_placeholder(p, None, 0) if stored_params.is_stored(p) else p,
     params,

@@ -1,4 +1,4 @@
-"""What a step reports."""
+"""The metrics of a step."""
 
 import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""What a run is: the resolved, checked configuration, typed."""
+"""RunSpec: the resolved, checked configuration, typed."""
 
 import dataclasses
 import functools
@@ -96,7 +96,7 @@ class RunSpec:
 
   @functools.cached_property
   def leaves(self):
-    """Tree of optim.factory.ParamOptimizer: how every parameter is kept and moved."""
+    """Tree of optim.factory.ParamOptimizer: storage and update of every parameter."""
     leaves = optim_build.leaves(self.optim, self.declaration, self.seed)
     params = params_lib.abstract(self.declaration, self.model.dims, self.run.layout)
     if self.optim.in_backward:

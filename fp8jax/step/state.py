@@ -1,4 +1,4 @@
-"""What training carries from step to step, and what a checkpoint holds."""
+"""The training state: carried from step to step and stored in checkpoints."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ class State:
 
   Attributes:
     step: int32 scalar, number of steps taken.
-    params: master parameters: float32 arrays, or narrow (see optim/storage.py).
+    params: master parameters: float32 arrays, or in another format of optim/storage.py.
     opt: of every parameter, in its place, the state of its Optax transformation.
     scaling_states: {site name: ScalingState} of sites whose scales are not all current.
     loss_scale: {"scale": float32, "good_steps": int32} while it is dynamic, else {}.

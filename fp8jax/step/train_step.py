@@ -25,10 +25,10 @@ from fp8jax.step.state import State
 
 def _abstract_leaves(plan: run_spec.RunSpec):
   """(params, opt) of State."""
-  wide = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
+  abstract = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
 
-  both = jax.tree.map(update.abstract, plan.leaves, wide)
-  return update.select(both, wide, 1), update.select(both, wide, 0)
+  both = jax.tree.map(update.abstract, plan.leaves, abstract)
+  return update.select(both, abstract, 1), update.select(both, abstract, 0)
 
 
 def abstract_params(plan: run_spec.RunSpec):
@@ -45,7 +45,7 @@ def abstract_state(plan: run_spec.RunSpec, step: int = 0) -> State:
   def everywhere(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=scalar)
 
-  # What the last step wrote; a fresh state is calibrated before its first.
+  # The states that the last step wrote; a new state is calibrated before its first step.
   scaling_states = {} if step == 0 else scaling_lib.states(plan.sites(phase=plan.phase(step - 1)))
 
   def one(dtype):
@@ -114,11 +114,11 @@ def _initial_grad_autoscale(plan: run_spec.RunSpec):
 def gradients(
   plan: run_spec.RunSpec, params, sites, batch, scale=None, step: Any = 0, grad_autoscale=None
 ):
-  """(mean loss, gradients, {site: what it saw}, Aux) of a batch [B, L], or [A, B, L].
+  """(mean loss, gradients, {site: tensor statistics}, Aux) of a batch [B, L], or [A, B, L].
 
   The loss is one mean over all tokens of the step, however they are split into A microbatches, and
-  has the aux losses of mixers in it; Aux are sums over tokens. Microbatches add as their gradients
-  are kept (optim.grad_format); of what sites see, amaxes combine by maximum and counts by sum.
+  has the aux losses of mixers in it; Aux are sums over tokens. Gradients of
+  microbatches add in optim.grad_format; amaxes of sites combine by maximum, counts by sum.
 
   Args:
     params: as the state has them.
@@ -127,8 +127,7 @@ def gradients(
     step: number of steps taken, for gradients that are rounded stochastically.
     grad_autoscale: State.grad_autoscale.
   """
-  total = jnp.maximum(batch["weights_BL"].sum(), 1)
-  leaves = plan.leaves
+  total, leaves = jnp.maximum(batch["weights_BL"].sum(), 1), plan.leaves
   if scale is not None:
     sites = scaling_lib.with_scaled_gradients(sites, scale)
   sinks = jax.tree.map(_sink, leaves, params)
@@ -159,15 +158,14 @@ def gradients(
 
   def add(carry, xs):
     micro, batch = xs
-    # Chances of its own: the same ones would make the same errors, which then add up.
+    # Random keys of its own: with the same ones rounding errors would be the same and add up.
     value, gradient, stats, aux = of_one(batch, micro, site_lib.with_folded_keys(sites, micro))
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), step), micro)
     sums = gradients_lib.add(carry[1], gradient, key)
     return (carry[0] + value, sums, jax.tree.map(tensor_stats.combine, carry[2], stats)), aux
 
   nothing = jax.tree.map(lambda tap: tensor_stats.nothing(tap.shape), site_lib.taps(sites))
-  zeros = jax.tree.map(jnp.zeros_like, sinks)
-  start = (jnp.zeros(()), zeros, nothing)
+  start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, sinks), nothing)
   (value, gradient, stats), aux = jax.lax.scan(
     add, start, (jnp.arange(plan.grad_accum_steps), batch)
   )
@@ -175,7 +173,7 @@ def gradients(
 
 
 def _sink(leaf, param):
-  """What is differentiated: a parameter that is an array itself, where its gradient is one too."""
+  """The differentiated value: the parameter itself where it and its gradient are plain arrays."""
   if leaf.gradient is None and not stored_params.is_stored(param):
     return param
   return stored_params.grad_placeholder(param, leaf.gradient, leaf.lead)

@@ -21,7 +21,7 @@ read and written in 4 to 16 bytes per lane, and what a scale costs is repeated b
 Against the reference: the same operations in the same order, interpreted to the same bits. On a GPU
 mul and add contract to fma, in XLA's programs too, and division, square root, log2 and exp2 are the
 hardware's: div.full and sqrt.approx within 2 ulp, ex2.approx 2^-22 of the result, lg2.approx 2^-22
-of the result or, between 1/2 and 2, absolute. What was expanded (kept as |x|^k, k up to 16) is so
+of the result or, between 1/2 and 2, absolute. Expanded values (stored as |x|^k, k up to 16) are so
 within 2^-18 of itself, where E4M3 has steps of 2^-4 and 2^-3: computed in float64 with errors of
 that size, 14 of a million codes fell on the other side of a boundary, none further.
 """
@@ -111,7 +111,7 @@ def update(gradient, master, mu, nu, scalars: StepScalars, is_applied, rule: Ada
 
   program = _Program.of(rows, columns, [gradient, *state], rule)
   values = jnp.stack([*scalars, jnp.asarray(is_applied, jnp.float32)])
-  kept = [jax.new_ref(as_rows(x)) for x in state]
+  refs = [jax.new_ref(as_rows(x)) for x in state]
 
   def adam(gradient, values, *refs):
     master, mu, nu = jax.tree.unflatten(tree, refs[: len(state)])
@@ -128,8 +128,8 @@ def update(gradient, master, mu, nu, scalars: StepScalars, is_applied, rule: Ada
     thread_name="warpgroup",
     compiler_params=plgpu.CompilerParams(approx_math=True),
   )
-  squares = run(as_rows(gradient), values, *kept)
-  state = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(kept, state)]
+  squares = run(as_rows(gradient), values, *refs)
+  state = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, state)]
   return *jax.tree.unflatten(tree, state), jnp.stack([x.sum() for x in squares])
 
 
@@ -241,7 +241,7 @@ class _Program:
 
     def one(n, _):
       slot = lax.rem(n, _SLOTS)
-      # What the other slot held is on its way out, and must be before that is written again.
+      # The other slot's results are being stored; the store must end before the slot is written.
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       pl.when(n + 1 < count)(lambda: fetch(n + 1))
       plgpu.barrier_wait(full.at[warpgroup * _SLOTS + slot])

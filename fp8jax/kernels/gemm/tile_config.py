@@ -134,7 +134,7 @@ def default(m: int, n: int, is_tiled: bool, out_dtype) -> Config:
     return _cost(config, m, n, is_tiled) * (1 if config.tile_n == BLOCK else 1.05)
 
   found = min((plain(is_tiled, out_dtype), *candidates(is_tiled, out_dtype)), key=cost)
-  # What is worked on at one time is about as many rows of A as of B.
+  # The tiles in flight cover about as many rows of A as of B.
   raster = round(math.sqrt(_CORES * found.tile_n / found.tile_m)) // found.cluster_m
   return dataclasses.replace(found, raster=raster)
 

@@ -8,8 +8,8 @@ gradient), and the matrix unit wants the contraction last each time. Of x [R, C]
 
 or, for weights, one scale per 128x128 either way. Lines are how the GEMM reads scales: neighbours
 along the rows of an operand lie side by side. Where one scale serves all of x it is given: the
-amax of a tensor is another pass over x, XLA's, or a delayed one. Whoever watches x, or a result
-that is never written, gets its amax from this pass too.
+amax of a tensor is another pass over x, XLA's, or a delayed one. A site that observes x, or a
+result that is never written, gets its amax from this pass too.
 
 One program of one warpgroup takes a tile of 128x128: TMA brings it into shared memory, where what
 is still to be computed is computed in place (prologues.py); it is read from there twice, as it lies
@@ -274,7 +274,7 @@ class _Program:
         if out.given is not None:
           data[at] = quantize.cast(x * (1.0 / self.given[out.given][0]), out.quant.format)
         else:
-          data[at], scales[at] = self.narrow(x, out, of_tile)
+          data[at], scales[at] = self.cast(x, out, of_tile)
         if seen is not None:
           seen[at] = _amax_or_nan(x)
     plgpu.commit_smem()
@@ -301,7 +301,7 @@ class _Program:
         tile[at] = result.astype(tile.dtype)
     plgpu.commit_smem()
 
-  def narrow(self, x, out: _Output, of_tile):
+  def cast(self, x, out: _Output, of_tile):
     """(64 rows of the tile in FP8, their scales)."""
     scale = _scale(_amax(x) if of_tile is None or not out.is_tiled else of_tile, out.quant)
     x = x * lax.broadcast_in_dim(1.0 / scale, x.shape, [0])

@@ -57,5 +57,5 @@ IDENTITY = Producer("identity", 1, (), 1, lambda x: (x,))
 
 def rms_scale(x, eps: float):
   """float32 [R]: RMS_NORM's factor per row of x [R, C]."""
-  wide = x.astype(jnp.float32)
-  return jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1) + eps)
+  x32 = x.astype(jnp.float32)
+  return jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1) + eps)

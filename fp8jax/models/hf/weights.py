@@ -391,7 +391,7 @@ def _on_host(x) -> np.ndarray:
 
 
 def companions(source: str) -> list[str]:
-  """What export wants beside the weights: config.json, tokenizer, generation settings."""
+  """The files of an export beside the weights: config.json, tokenizer, generation settings."""
   source = hub.local(source)
   return [
     name
