@@ -39,10 +39,10 @@ RECIPES = (
 
 def _site(recipe, x, w, g):
   made = site.single(recipe)
-  if made.memory is None:
+  if made.scaling_state is None:
     return made
   amaxes = [np.abs(t).max() for t in (x, w, g)]
-  return dataclasses.replace(made, memory=amax_history.calibrated(recipe, amaxes))
+  return dataclasses.replace(made, scaling_state=amax_history.calibrated(recipe, amaxes))
 
 
 def _codes(recipe, x, w, g):

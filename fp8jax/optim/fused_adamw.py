@@ -38,13 +38,13 @@ def choose(leaf: ParamOptimizer, master, state, device: Device, wanted: str) -> 
     return leaf
   if leaf.rule is None:
     return dataclasses.replace(leaf, note="the kernel computes AdamW alone")
-  master, mu, nu = jax.tree.map(_local, (master, state[0].mu, state[0].nu))
+  local, mu, nu = jax.tree.map(_local, (master, state[0].mu, state[0].nu))
   for moment in (mu, nu):
     if _straddles(moment):
       note = f"a group of {moment.quant.tile[1]} would lie on two devices"
       return dataclasses.replace(leaf, note=note)
-  gradient = jax.ShapeDtypeStruct(master.shape, leaf.gradient_dtype)
-  choice = choose_lib.adamw(gradient, master, mu, nu, device, wanted)
+  gradient = jax.ShapeDtypeStruct(local.shape, leaf.gradient_dtype)
+  choice = choose_lib.adamw(gradient, local, mu, nu, device, wanted)
   if isinstance(choice, choose_lib.Refusal):
     return dataclasses.replace(leaf, note=choice.reason)
   if choice.backend == "reference":  # Optax's operations are the same, and move a piece at a time

@@ -98,7 +98,7 @@ def test_layers_that_multiply_differently_are_told_apart():
   rows = harness.strict(harness.debug_plan("block_128", precision__first_bf16=1))
   assert _counts(rows, "layers/0-0/attn/q") == {"fwd": 0, "dgrad": 0, "wgrad": 0}
   assert _counts(rows, "layers/1-1/attn/q") == {"fwd": 2, "dgrad": 1, "wgrad": 2}
-  assert [r.wide for r in rows if r.key.site == "layers/0-0/attn/q"] == [1, 1, 1]
+  assert [r.unquantized for r in rows if r.key.site == "layers/0-0/attn/q"] == [1, 1, 1]
   harness.strict(
     harness.debug_plan("block_128", precision__first_bf16=1, memory__remat_policy="full")
   )

@@ -31,7 +31,7 @@ from fp8jax.recipe.quant import (  # noqa: E402
   Scale,  # noqa: E402
 )
 
-NARROW = tuple(f.name for f in formats.FORMATS.values() if f.is_quantized)
+NARROW = tuple(f.name for f in formats.FORMATS.values() if f.is_low_bit)
 WIDE = ("bf16", "f16")
 ONE_LEVEL = (Scale.F32, Scale.POW2, Scale.FLOOR, Scale.EVEN)
 GFLOAT = {

@@ -187,12 +187,12 @@ def test_a_device_that_computes_something_else_is_refused(monkeypatch, interpret
     self_test.optimizer, kept.mu, kept.nu, is_pair=True, dtype=jnp.float32, sizes=(12, 256)
   )
   trial()
-  over = lanes._over
+  over = lanes._broadcast
 
   def of_one_row(scale, x):
     return over(jnp.where(jnp.arange(scale.shape[0]) == 21, 1.2 * scale, scale), x)
 
-  monkeypatch.setattr(lanes, "_over", of_one_row)
+  monkeypatch.setattr(lanes, "_broadcast", of_one_row)
   with pytest.raises(UserError, match="group 21 of 128.*optimizer='xla'"):
     trial()
 

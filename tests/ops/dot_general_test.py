@@ -77,7 +77,7 @@ def test_stacked_sites_see_their_own_element(rng, recipe, over):
   x, w, g = (lattice(rng, 3, 16, 16) * factors[:, None, None] for _ in range(3))
   # The first two elements have room to spare; the third saturates at 14, half of its largest.
   sites = [_site(recipe, (limit, 7.0 * f, 7.0 * f)) for f, limit in zip(factors, (14, 28, 14))]
-  remembers = sites[0].memory is not None
+  remembers = sites[0].scaling_state is not None
 
   def theirs(x, w):
     limits = np.asarray([14, 28, 14])[:, None, None] if remembers else np.inf

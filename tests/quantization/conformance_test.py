@@ -43,7 +43,7 @@ def test_formats_limits():
   for f, want in table.items():
     assert formats.FORMATS[f.name] is f
     got = (f.max, f.smallest_normal, f.smallest, f.bits, f.mantissa_bits, f.max_exponent)
-    assert (*got, f.min_exponent, f.has_inf, f.has_nan, f.is_quantized) == want, f
+    assert (*got, f.min_exponent, f.has_inf, f.has_nan, f.is_low_bit) == want, f
     with np.errstate(all="ignore"):
       codes = np.arange(2 ** min(f.bits, 16), dtype=np.uint16)
       if f.bits <= 16:

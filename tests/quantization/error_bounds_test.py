@@ -17,7 +17,7 @@ SHAPE = (5, 40)
 # Partial last tiles along either axis, and one tile.
 TILES = [(1, 16), (3, 32), (WHOLE, WHOLE)]
 KINDS = [k for k in Scale if k is not Scale.NONE]  # 8 bits have one
-NARROW = [f for f in FORMATS.values() if f.is_quantized]
+NARROW = [f for f in FORMATS.values() if f.is_low_bit]
 
 
 def largest_ratio(fmt, kind: Scale, scale, tensor_amax) -> np.ndarray:
