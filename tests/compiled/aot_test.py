@@ -132,7 +132,7 @@ def test_a_site_that_falls_back_is_caught_on_h200(capsys):
   found = _elsewhere("small_broken()")
   _show(capsys, found)
   assert found["refused"].startswith("layers/mlp/up dgrad: the plan has ")
-  assert "wide ones, the first f" in found["refused"] and "So do" not in found["refused"]
+  assert "unquantized ones, the first f" in found["refused"] and "So do" not in found["refused"]
 
 
 @pytest.mark.aot

@@ -1,0 +1,97 @@
+"""Mistakes on the command line end in one message that names the fix, before anything is loaded."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DEBUG = "--config=configs/debug.py"
+# ml_collections 1.1 loads files with a method that Python means to remove.
+loads_config_file = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+COMMAND_LINES = [
+  ([], "error: --config=FILE is required, for example --config=configs/debug.py"),
+  ([DEBUG, "--config.optim.peak_lrr=1"],
+   "error: unknown key --config.optim.peak_lrr; did you mean --config.optim.peak_lr?"),
+  ([DEBUG, "--config.step=5"], "error: unknown key --config.step; did you mean --config.steps?"),
+  ([DEBUG, "--config.peak_lr=1"],
+   "error: unknown key --config.peak_lr; did you mean --config.optim.peak_lr?"),
+  ([DEBUG, "--config.zzzzqq=1"],
+   "error: unknown key --config.zzzzqq; there is none like it, see configs/base.py"),
+  # Wishes, not misspellings: a section in common makes no key of them.
+  *(([DEBUG, f"--config.{wish}=1"],
+     f"error: unknown key --config.{wish}; there is none like it, see configs/base.py")
+    for wish in ("log.wandb", "export.format", "optim.muon", "data.chat_template")),
+  ([DEBUG, "--config.optm.peak_lr=1"], "did you mean --config.optim.peak_lr?"),
+  ([DEBUG, "--config.optim.warmup=1"], "did you mean --config.optim.warmup_steps?"),
+  ([DEBUG, "--steps=5"], "Unknown command line flag 'steps'; did you mean --config.steps?"),
+  ([DEBUG, "--optim.peak_lr=5"], "'optim.peak_lr'; did you mean --config.optim.peak_lr?"),
+  ([DEBUG, "--job=sft"], "'diagnose', 'memory'; there is no such job"),
+  (["--config=configs/llama.py"], "no config file 'configs/llama.py'; configs has base.py, "),
+  ([DEBUG, "--config.data.sources.main.paht=x"],
+   "did you mean --config.data.sources.main.path?"),
+  ([DEBUG, "--config.steps=many"],
+   "flag --config.steps=many: invalid literal for int() with base 10: 'many'"),
+  ([DEBUG, "--config.steps=1.5"], "flag --config.steps=1.5: invalid literal for int()"),
+  ([DEBUG, "--config.optim.peak_lr=high"],
+   "flag --config.optim.peak_lr=high: could not convert string to float: 'high'"),
+  ([DEBUG, "--config.log.tensorboard=maybe"],
+   "flag --config.log.tensorboard=maybe: ('Non-boolean argument"),
+  ([DEBUG, "--config.mesh=8"], "flag --config.mesh=8: Failed to parse '8' as a ConfigDict"),
+  ([DEBUG, "--job=tarin"],
+   "error: --job='tarin' is not one of 'train', 'evaluate', 'prepare', 'export', 'calibrate', "
+   "'diagnose', 'memory'; did you mean 'train'?"),
+  ([DEBUG, "--jobb=train"], "Unknown command line flag 'jobb'. Did you mean: job ?"),
+  (["--config=configs/debgu.py"],
+   "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),
+  (["--config", "configs/debgu.py", "--config.steps=1"],
+   "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),
+  (["--config=experiments/2025_infir2/config.py:bf17"],
+   "error: unknown arm 'bf17'; expected one of bf16, block_128"),
+  (["--config=experiments/2025_infir2/config.py:bf17", "--config.steps=1"],
+   "error: unknown arm 'bf17'; expected one of bf16, block_128"),
+]  # fmt: skip
+
+
+@loads_config_file
+@pytest.mark.parametrize("arguments, message", COMMAND_LINES,
+                         ids=[" ".join(c[0]) or "nothing" for c in COMMAND_LINES])  # fmt: skip
+def test_command_line_mistake_is_named(arguments, message, parse, capsys):
+  with pytest.raises(SystemExit) as e:
+    parse(*arguments)
+  said = f"{e.value.code}\n{capsys.readouterr().err}"
+  assert e.value.code not in (0, None) and message in said
+
+
+@loads_config_file
+def test_command_line_overrides_reach_the_config(parse):
+  c = parse(f"{DEBUG}:bf16", "--config.steps=7", "--config.precision.rules=(('.*', 'bf16'),)",
+            "--config.model.num_layers=3", "--config.data.sources.main.path=x")  # fmt: skip
+  assert (c.steps, c.model.num_layers, c.data.sources.main.path) == (7, 3, "x")
+  assert c.precision.rules == ((".*", "bf16"),)
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    ([f"{DEBUG}:block128"],
+     "error: 1 problem in the config:\n"
+     "  - precision.rules: unknown recipe 'block128'; did you mean 'block_128'?"),
+    # Both before JAX is imported; test_command_line_mistake_is_named has them in this process.
+    pytest.param([DEBUG, "train"], "unexpected argument 'train'; options are written --name=value",
+                 marks=pytest.mark.slow),
+    pytest.param([DEBUG, "--config.stepz=1"],
+                 "error: unknown key --config.stepz; did you mean --config.steps?",
+                 marks=pytest.mark.slow),
+  ],
+  ids=["arm", "argument", "key"],
+)  # fmt: skip
+def test_launcher_exits_with_one_message(arguments, message, tmp_path):
+  done = subprocess.run(
+    [sys.executable, ROOT / "launch.py", *arguments, f"--workdir={tmp_path / 'run'}"],
+    capture_output=True, text=True, cwd=ROOT,
+  )  # fmt: skip
+  assert done.returncode == 1
+  assert done.stderr.startswith(message) and "Traceback" not in done.stderr
+  assert not (tmp_path / "run").exists()
