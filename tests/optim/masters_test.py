@@ -124,7 +124,7 @@ def test_float16_masters_lie_under_a_power_of_two_per_layer(rng):
   assert kept.data.dtype == jnp.float16 and kept.scale.shape == (3,)
   assert kept.scale.dtype == jnp.uint8  # its exponent
   error = np.abs(np.float64(kept.unpack()) - x).max((1, 2))
-  # A step, as it is rounded by chance: 2^5 in the binade of the maximum, which the largest is in.
+  # A step, as stochastic rounding takes it: 2^5 in the binade of the maximum, which the largest is in.
   assert np.all(error <= 2.0**-10 * np.abs(x).max((1, 2)))
 
 
@@ -212,7 +212,7 @@ def test_sums_of_microbatches_are_right_in_the_mean(rng, name, count, noise):
   parts = parts.astype(np.float64)
   exact = parts.sum(0)
   gain = np.vdot(found.unpack(), exact) / np.vdot(exact, exact)
-  # The variance of a rounding by chance is at most step^2 / 4, of one to the nearest step^2 / 12,
+  # The variance of a stochastic rounding is at most step^2 / 4, of one to the nearest step^2 / 12,
   # and the same error in each of equal microbatches. The first's grid stands for everyone's.
   grid = 1.0 if autoscale is None else np.abs(parts[0]).max() / quant.format.max / float(autoscale)
   of_sums = (_steps(np.cumsum(parts, 0) / grid, quant.format) * grid) ** 2 / 4
@@ -225,7 +225,7 @@ def test_sums_of_microbatches_are_right_in_the_mean(rng, name, count, noise):
 @pytest.mark.slow
 def test_sums_of_microbatches_are_near_what_they_are_in_float32():
   exact = _of(grad_accum_steps=4)
-  # Distances. Eight roundings, four of the microbatches' and four of sums: by chance of a step of
+  # Distances. Eight roundings, four of the microbatches' and four of sums: stochastic, of a step of
   # 2^-8 (BF16) or 2^-3 (E4M3), a third of it in the mean, and what is small beside its tensor's
   # largest element a little worse.
   for name, most in (("bf16_sr", 0.01), ("e4m3", 0.12)):
@@ -248,7 +248,7 @@ def test_sums_in_8_bits_stay_on_the_first_grid_and_are_seen_to_outgrow_it():
   )  # four times as far to the maximum
   found = gradients.add(apart, quantized_tensor.pack(more.unpack(), quant, autoscale=0.25), key)
   np.testing.assert_array_equal(np.asarray(found.unpack())[:4], [896.0, 8.0, 7.0, 1.0])
-  # What lies between is rounded by chance: 16 + 0.5 to 16 or 18.
+  # Values between are rounded stochastically: 16 + 0.5 to 16 or 18.
   many = quantized_tensor.QuantizedTensor(
     jnp.full(4096, 16, jnp.float8_e4m3fn), first.scale, None, quant
   )

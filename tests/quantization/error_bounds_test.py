@@ -44,7 +44,7 @@ def arrays():
   x=arrays(), kind=st.sampled_from(KINDS), tile=st.sampled_from(TILES), seed=st.integers(0, 9)
 )
 def test_error_is_within_the_formats_bound(fmt, rounding, x, kind, tile, seed):
-  """Half a step of the grid under the tile's scale, a whole one where rounding is by chance."""
+  """Half a step of the grid under the tile's scale, a whole one where rounding is stochastic."""
   quant = Quant(fmt, tile, kind, rounding=rounding)
   made = quantize.quantize(jnp.asarray(x), quant, key=jax.random.key(seed))  # compiled op by op
   scale = np.asarray(made.scale, np.float64)
