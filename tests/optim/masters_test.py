@@ -124,7 +124,7 @@ def test_float16_masters_lie_under_a_power_of_two_per_layer(rng):
   assert kept.data.dtype == jnp.float16 and kept.scale.shape == (3,)
   assert kept.scale.dtype == jnp.uint8  # its exponent
   error = np.abs(np.float64(kept.unpack()) - x).max((1, 2))
-  # A step, as stochastic rounding takes it: 2^5 in the binade of the maximum, which the largest is in.
+  # One step of stochastic rounding: 2^5 in the binade of the maximum, which the largest is in.
   assert np.all(error <= 2.0**-10 * np.abs(x).max((1, 2)))
 
 
