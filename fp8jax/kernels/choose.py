@@ -307,9 +307,16 @@ def compiler_options(device: Device) -> dict[str, bool] | None:
   """For jax.jit of a program with FP8 GEMMs.
 
   On GPU XLA's Triton may take an FP8 GEMM with tiles too small for the FP8 instruction: it then
-  converts both operands and multiplies in 16 bits. cuBLASLt never does.
+  converts both operands and multiplies in 16 bits. cuBLASLt never does. The XLA of jax 0.11 may put
+  a GEMM into the fusion that stores its result among those of all layers, and multiply a second
+  time for its other readers; 0.12 does not.
   """
-  return {"xla_gpu_enable_triton_gemm": False} if device.platform == "gpu" else None
+  if device.platform != "gpu":
+    return None
+  options = {"xla_gpu_enable_triton_gemm": False}
+  if jax.__version_info__ < (0, 12):
+    options["xla_gpu_enable_dynamic_slice_fusion"] = False
+  return options
 
 
 def describe(problem: GemmProblem) -> str:
