@@ -92,9 +92,10 @@ def get_config(arm=""):
   # and of attention and recomputes norms, SwiGLU and quantization; "quantized" also saves the FP8
   # operands of save_gemm_inputs="quantized"; "full" saves only the input of every layer.
   c.memory.remat_policy = "none"
-  # Forms of the residuals (ops/residuals.py; bytes of each: the README). save_gemm_inputs: "none"
-  # saves the input x of a linear layer unquantized, or the sources of its prologue; "quantized"
-  # saves the FP8 operand of the weight gradient instead, as Transformer Engine does. Same numbers.
+  # Forms of the residuals (ops/residuals.py; bytes of each: experiments/guide/memory.md).
+  # save_gemm_inputs: "none" saves the input x of a linear layer unquantized, or the sources of its
+  # prologue; "quantized" saves the FP8 operand of the weight gradient instead, as Transformer
+  # Engine does. Same numbers. Refused with remat_policy="linears", which computes it again.
   c.memory.save_gemm_inputs = "none"
   # The others: "none" (as differentiation has them), "bf16", "e4m3_16" (groups of 16 channels, 1.06
   # bytes per element; COAT) or "e4m3_128" (1.01 bytes). Compressed copies serve gradients alone.
@@ -156,9 +157,9 @@ def get_config(arm=""):
   # one layer exist at a time. Needs grad_clip_norm 0, grad_accum_steps 1, remat_policy "full",
   # grad_format "float32", on_nonfinite "stop" and no loss scale.
   c.optim.in_backward = False
-  c.optim.on_nonfinite = (
-    "stop"  # at a NaN or infinite loss or gradient: "stop", or "skip" and count
-  )
+  # At a loss, gradient or GEMM operand with a NaN or infinity: "stop", or "skip" the update and
+  # count. A dynamic loss scale is halved first, and stops at the smallest scale, 2^-24.
+  c.optim.on_nonfinite = "stop"
 
   # Multiplies the loss, and divides the gradients, so that small gradients do not underflow.
   c.loss_scale = ConfigDict()

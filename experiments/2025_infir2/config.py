@@ -2,7 +2,8 @@
 
 what:      SmolLM2-135M continued on Python documentation and the Brown corpus, one arm per recipe;
            every recipe there is for 1/64 of the tokens, as arms short-RECIPE; arms paired-RECIPE
-           for 1/16 of them, which paired.py runs with several seeds
+           for 1/16 of them, and arms scratch-RECIPE, 3.4M parameters from random weights on
+           1,048,576 tokens of the manual, which paired.py runs with several seeds
 command:   bash experiments/2025_infir2/run.sh
 hardware:  two CPU cores, 6 GB of memory
 expected:  |loss_fp8 - loss_bf16| / loss_bf16 < 0.0025 at every evaluation (the literature's bar:
@@ -35,7 +36,11 @@ SHORT = LONG | {
   "nvfp4_sr_rht": "reference",
 }
 PAIRED = ("bf16", "block_128", "block_128_pow2")
-ARMS = (*LONG, *(f"short-{recipe}" for recipe in SHORT), *(f"paired-{recipe}" for recipe in PAIRED))
+ARMS = (
+  *LONG,
+  *(f"short-{recipe}" for recipe in SHORT),
+  *(f"{kind}-{recipe}" for kind in ("paired", "scratch") for recipe in PAIRED),
+)
 
 
 def get_config(arm="block_128"):
@@ -71,4 +76,20 @@ def get_config(arm="block_128"):
     c.steps, c.global_batch = 32, 2  # 16,384 tokens
     c.optim.warmup_steps, c.optim.decay_steps = 4, 8
     c.eval.tokens = 4096
+  if kind == "scratch":
+    _from_scratch(c)
   return c
+
+
+def _from_scratch(c):
+  """Random weights of 3.4M parameters whose every matrix is whole tiles of 128×128."""
+  c.init.hf, c.model.preset = "", "debug"
+  c.model.num_layers, c.model.hidden_size, c.model.intermediate_size = 3, 256, 768
+  c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = 4, 2, 64
+  c.model.vocab_size = 4096
+  c.data.tokenizer = f"{DATA}/bpe_4096/tokenizer.json"
+  del c.data.sources["brown"]
+  c.steps, c.global_batch, c.seq_len = 512, 8, 256
+  c.optim.peak_lr, c.optim.min_lr = 2e-3, 2e-4
+  c.optim.warmup_steps, c.optim.decay_steps = 64, 64
+  c.eval.tokens, c.eval.batch, c.eval.every = 65536, 8, 0

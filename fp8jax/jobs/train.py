@@ -182,6 +182,7 @@ class _Run:
     if jax.device_get(state.halted):
       moved = " (some layers may have moved with it)" * self.plan.optim.in_backward
       self.out.print(f"step {step} met a non-finite value{moved}; going on with the batch after it")
+      # False, on the devices where it was.
       state = dataclasses.replace(state, halted=state.halted ^ state.halted)
     return state, step
 
@@ -337,9 +338,9 @@ class _Run:
     values = {k: float(v) for k, v in values.items()}
     speed.tick()
     if not values.pop("is_finite"):
-      if train_step.stops_on_nonfinite(self.plan):
+      if train_step.stops_on_nonfinite(self.plan, values.get("loss_scale")):
         self._fail(step, values, host, position, state)
-      self.out.print(f"step {step}: loss or gradient not finite; update skipped")
+      self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
       values["skipped"] = 1
     passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
     log.write(step, {**values, **passed_over, **speed.values()})

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fp8jax import axes
 from fp8jax.ops.attention import Implementation
-from fp8jax.ops.residuals import ResidualFormats
+from fp8jax.ops.residuals import GemmInput, ResidualFormats
 
 # The largest values that are no mistake: far above any published model, and small enough that a
 # list of all tensors fits in memory.
@@ -163,6 +163,19 @@ class ComputeConfig:
         f"memory.save_layer_inputs with memory.remat_policy={self.remat!r}: only 'full' "
         "saves the input of every layer as such; elsewhere norms save it: set "
         "memory.save_norm_inputs instead"
+      )
+    saves_operand = self.residuals.gemm_inputs is GemmInput.WGRAD_OPERAND
+    if saves_operand and self.remat == "linears":
+      found.append(
+        "memory.save_gemm_inputs='quantized' with memory.remat_policy='linears': 'linears' saves "
+        "no FP8 operands; set memory.remat_policy='quantized', or "
+        "memory.save_gemm_inputs='none'"
+      )
+    if self.remat == "quantized" and not saves_operand:
+      found.append(
+        "memory.remat_policy='quantized' saves the FP8 operands of "
+        "memory.save_gemm_inputs='quantized', which is 'none': set it, or "
+        "memory.remat_policy='linears', which saves the same without them"
       )
     shards = self.layout.size(self.layout.act_axes("F"))
     group = self.residuals.gate_up_group

@@ -2,7 +2,7 @@
 
 Source: current (just-in-time) scaling. Of the scale rules, amax over the format's maximum and that
 rounded up to a power of two are those of DeepSeek-V3 (arXiv:2412.19437) §3.3 and of Transformer
-Engine's block recipe, which states them through the inverse; the others are cited in recipe.Scale.
+Engine's block recipe, which states them through the inverse; `Scale` cites the others.
 Assumes: nothing about x. NaN stays NaN and does not count towards its tile's amax; E2M1, which has
 no NaN, stores +0, and `count_nonfinite` tells whoever watches. Infinity saturates (OCP OFP8 v1.0,
 saturating conversion). A tile whose amax is 0, a float32 subnormal or infinite gets scale 1; one

@@ -31,7 +31,8 @@ class ScaledMatrix:
   Attributes:
     data: [rows, contraction], an FP8 or FP4 dtype. Or [shards, rows, contraction / shards]: how an
       all-gather along the contraction leaves it, for a kernel that walks from shard to shard.
-    scale: float32 [num_tiles(rows), num_tiles(contraction)], finite and positive.
+    scale: float32 [num_tiles(rows), num_tiles(contraction)], finite and positive; NaN
+      where the scale comes from an amax that was NaN (quantize.given_scale).
     tile: elements that share one scale, (rows, contraction), WHOLE for the full axis.
   """
 

@@ -1,8 +1,8 @@
-"""Precision as values: Quant (one tensor), Gemm (one product), Recipe (one linear layer).
+"""Precision as values: Gemm (one product) and Recipe (one linear layer); Quant is in quant.py.
 
 Nothing here computes. A recipe is a frozen dataclass that jit treats as a constant, so the program
 is specialised per recipe and never asks about precision while it runs. Named recipes are in
-recipes.py. A `None` operand means "the compute dtype": bfloat16 on accelerators.
+library.py. A `None` operand means "the compute dtype": bfloat16 on accelerators.
 """
 
 import dataclasses

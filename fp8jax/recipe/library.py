@@ -87,9 +87,10 @@ def _block(name: str, scale: Scale, gradients=E4M3) -> Recipe:
 # Hybrid granularity: activations and gradients 1x128, weights 128x128, E4M3 throughout, partial
 # sums promoted to float32 every 128 of K: the tiles of DeepSeek-V3 (arXiv:2412.19437) §3.3, as
 # Transformer Engine's Float8BlockScaling has them and InfiR2 (arXiv:2509.22536) trains with them.
-# All operands are made from the unquantized tensors. DeepSeek-V3 keeps activations in FP8 and
-# quantizes these again along tokens for the weight gradient; three named tensors have power-of-two
-# scales.
+# All operands are made from the unquantized tensors. DeepSeek-V3 differs: it keeps activations in
+# FP8 and quantizes these again along tokens for the weight gradient; the inputs of attention's
+# output projection and of the MoE's up-projection, and the gradient into its down-projection, have
+# power-of-two scales there.
 BLOCK_128 = _block("block_128", Scale.F32)
 # The same with scales rounded up to a power of two: what InfiR2's CPT and SFT scripts run
 # (Transformer Engine's default), and what UE8M0 hardware can hold.

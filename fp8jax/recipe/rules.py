@@ -12,7 +12,7 @@ from fp8jax.recipe.quant import Delayed
 
 
 def recipe_by_name(name: str) -> Recipe:
-  """A recipe of `recipes.RECIPES`, with other numbers if the name gives some.
+  """A recipe of `library.RECIPES`, with other numbers if the name gives some.
 
   Args:
     name: "block_128", or with options in parentheses: "tensor_delayed(steps=16, margin=1)", any

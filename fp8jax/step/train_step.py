@@ -202,10 +202,17 @@ def abstract_gradients(plan: run_spec.RunSpec):
   return jax.tree.map(one, plan.leaves, params)
 
 
-def stops_on_nonfinite(plan: run_spec.RunSpec) -> bool:
-  """Whether a step that is not finite ends the run."""
-  # A dynamic loss scale meets overflows on purpose, to find the largest that does not.
-  return plan.optim.on_nonfinite == "stop" and plan.loss_scale.kind == "none"
+def stops_on_nonfinite(plan: run_spec.RunSpec, scale=None):
+  """Whether a step that is not finite ends the run.
+
+  A dynamic loss scale meets overflows on purpose, to find the largest scale without one. At the
+  smallest scale the loss scale is not the reason.
+
+  Args:
+    scale: the step's loss scale, where it is dynamic.
+  """
+  stops = plan.optim.on_nonfinite == "stop"
+  return stops if scale is None else stops & (scale <= loss_scale.SMALLEST)
 
 
 def after_failure(plan: run_spec.RunSpec, loss: float) -> tuple[str, str]:
@@ -233,7 +240,6 @@ def make_step(plan: run_spec.RunSpec):
   shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(plan))
   take = layerwise.take if plan.optim.in_backward else after_backward
   schedule = optim_build.schedule(plan.optim)
-  stop = stops_on_nonfinite(plan)
   key = jax.random.key(plan.seed)
 
   def step(state: State, batch, sites):
@@ -269,7 +275,7 @@ def make_step(plan: run_spec.RunSpec):
       loss_scale=loss_scale.update(state.loss_scale, is_finite, plan.loss_scale),
       grad_autoscale=keep(result.grad_autoscale, state.grad_autoscale),
       skipped=state.skipped + (~is_finite & ~state.halted),
-      halted=state.halted | (~is_finite & stop),
+      halted=state.halted | (~is_finite & stops_on_nonfinite(plan, state.loss_scale.get("scale"))),
     ), {**values, **result.values, **watched}
 
   options = choose.compiler_options(plan.device)

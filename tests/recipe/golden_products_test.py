@@ -142,6 +142,6 @@ def test_products_are_the_golden_ones(recipe):
 
 def test_no_recipe_passes_for_another():
   golden = _golden()
-  assert list(golden) == list(RECIPES)
+  assert list(golden) == list(RECIPES), "python tests/golden/write_step.py --recipe NAME"
   for one, other in itertools.permutations(golden, 2):
     assert differences(golden[one], golden[other]), (one, other)

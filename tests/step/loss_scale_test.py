@@ -5,11 +5,13 @@ import dataclasses
 import harness
 import jax
 import jax.experimental
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fp8jax.data import batch_sharding, loader
 from fp8jax.jobs import train
-from fp8jax.step import train_step
+from fp8jax.step import loss_scale, train_step
 
 
 def test_loss_scale_halves_at_overflow_and_doubles_after_growth():
@@ -146,3 +148,17 @@ def test_float16_starts_from_the_largest_loss_scale_that_does_not_overflow():
     np.testing.assert_allclose(
       scaling_state.amax_3, found["float32"].scaling_states[name].amax_3, rtol=0.02
     )
+
+
+@pytest.mark.parametrize("policy, is_last", [("stop", True), ("stop", False), ("skip", True)])
+def test_overflow_at_the_smallest_loss_scale_ends_a_run(policy, is_last):
+  """No smaller scale would help, and skipping for ever looks like training."""
+  changes = {"loss_scale.kind": "dynamic", "optim.on_nonfinite": policy, "model.num_layers": 1}
+  plan = harness.text_plan("bf16", **changes)
+  state, hosts = harness.calibrated_batches(plan, 1)
+  scale = jnp.float32(loss_scale.SMALLEST * (1 if is_last else 2))
+  state = dataclasses.replace(state, loss_scale={**state.loss_scale, "scale": scale})
+  bad = dict(hosts[0], weights_BL=np.full_like(hosts[0]["weights_BL"], np.inf))
+  state, values = train_step.make_step(plan)(state, bad, plan.sites())
+  assert not values["is_finite"] and int(state.skipped) == 1
+  assert bool(state.halted) == (policy == "stop" and is_last)
