@@ -55,15 +55,16 @@ def test_verdict_needs_the_whole_interval(paired, mean, half, expected):
 
 
 def test_differences_pair_seeds_and_keep_forward_passes_apart(paired):
-  warm_up = [9.0] * paired.WARMUP  # must not count
+  design = paired.Design("any", (0, 1, 2), 3)
+  warm_up = [9.0] * design.warmup  # must not count
   runs = {}
   for seed, factor in ((0, 1.01), (1, 1.03)):
     base = [2.0, 4.0 + seed]
-    runs["bf16", seed] = _run("bf16", seed, [1.0] * paired.WARMUP + base, 2.0, 2.0)
+    runs["bf16", seed] = _run("bf16", seed, [1.0] * design.warmup + base, 2.0, 2.0)
     train = warm_up + [factor * loss for loss in base]
     runs["block_128", seed] = _run("block_128", seed, train, 2.04 * 1.05, 2.04)
   runs["block_128", 2] = _run("block_128", 2, warm_up, 1.0, 1.0)  # has no baseline yet
-  found = paired.differences(runs, "block_128")
+  found = paired.differences(design, runs, "block_128")
   assert found["training"] == pytest.approx([1.0, 3.0])
   assert found["rounding, docs"] == pytest.approx([5.0, 5.0])
   assert found["weights, docs"] == pytest.approx([2.0, 2.0])
@@ -75,4 +76,4 @@ def test_other_data_are_refused(paired):
     ("block_128", 0): _run("block_128", 0, [1.0] * 9, 1.0, 1.0, "other"),
   }
   with pytest.raises(ValueError, match="read different data with seed 0"):
-    paired.differences(runs, "block_128")
+    paired.differences(paired.Design("any", (0,), 3), runs, "block_128")

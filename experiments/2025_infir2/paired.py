@@ -1,13 +1,20 @@
 """Same batches, several seeds: paired differences to bf16 with their intervals.
 
-command: python experiments/2025_infir2/paired.py [RECIPE-SEED ...]   (one at a time, resumable)
-         python experiments/2025_infir2/paired.py --table    (of the runs that are done; paired.svg)
+command: python experiments/2025_infir2/paired.py [--design=scratch] [RECIPE-SEED ...]
+         (one at a time, resumable; --table instead of names: of the runs that are done)
 
-The design was fixed before the first run. A seed draws the order of the windows; with it, every
-recipe trains on the same 64 batches of 1,024 tokens. A difference is 100 * (loss / bf16's loss - 1)
-with the same seed. The interval is Student's over the seeds' means, 95 %. Three quantities:
+Designs, fixed before their first run:
 
-  training   loss of the FP8 forward pass, the mean of the differences of steps 9 to 64
+  paired     SmolLM2-135M continued on 64 batches of 1,024 tokens, three seeds; differences of
+             training from step 9 on
+  scratch    3.4M parameters from random weights on 512 batches of 2,048 tokens, five seeds;
+             differences from step 65 on
+
+A seed draws the order of the windows, and the random weights; with it, every recipe trains on the
+same batches. A difference is 100 * (loss / bf16's loss - 1) with the same seed. The interval is
+Student's over the seeds' means, 95 %. Three quantities:
+
+  training   loss of the FP8 forward pass, the mean of the differences after the warm-up
   rounding   held out, the FP8 forward pass against the BF16 forward pass of the same final weights
   weights    held out, the BF16 forward pass of both runs: what training in FP8 did to the weights
 
@@ -15,11 +22,13 @@ The bar is 0.25 % (DeepSeek-V3, arXiv:2412.19437, section 3.3): "met" where the 
 within it, "missed" where the whole interval is above it, otherwise "no verdict: too short".
 """
 
+import argparse
 import json
 import math
 import pathlib
 import statistics
 import sys
+from typing import NamedTuple
 
 import matplotlib
 
@@ -35,16 +44,38 @@ import plot  # noqa: E402
 
 from experiments import sweep  # noqa: E402
 
-RESULTS = HERE / "results" / "paired"
-SEEDS = (0, 1, 2)
-BASELINE, BAR, WARMUP = "bf16", 0.25, 8
+BASELINE, BAR = "bf16", 0.25
 
 
-def measure(recipe: str, seed: int) -> dict:
-  """Runs an arm with a seed, or goes on with it, or reads what it left."""
+class Design(NamedTuple):
+  """A comparison of recipes, fixed before its first run.
+
+  Attributes:
+    name: kind of arm in config.py, folder in results/, stem of the figure.
+    seeds: every recipe runs with each.
+    warmup: steps whose training losses are not compared.
+  """
+
+  name: str
+  seeds: tuple[int, ...]
+  warmup: int
+
+  @property
+  def results(self) -> pathlib.Path:
+    return HERE / "results" / self.name
+
+
+DESIGNS = {
+  design.name: design
+  for design in (Design("paired", (0, 1, 2), 8), Design("scratch", (0, 1, 2, 3, 4), 64))
+}
+
+
+def measure(design: Design, recipe: str, seed: int) -> dict:
+  """Runs an arm with a seed, or goes on with it, or reads the results of the finished run."""
   done = sweep.run(
-    f"experiments/2025_infir2/config.py:paired-{recipe}",
-    f"runs/2025_infir2/paired-{recipe}-{seed}",
+    f"experiments/2025_infir2/config.py:{design.name}-{recipe}",
+    f"runs/2025_infir2/{design.name}-{recipe}-{seed}",
     {"seed": seed},
   )
   return {
@@ -64,9 +95,9 @@ def percent(value: float, base: float) -> float:
   return 100 * (value / base - 1)
 
 
-def training(run: dict, base: dict) -> float:
+def training(run: dict, base: dict, warmup: int) -> float:
   """Mean difference in percent after the warm-up."""
-  pairs = list(zip(run["train"], base["train"], strict=True))[WARMUP:]
+  pairs = list(zip(run["train"], base["train"], strict=True))[warmup:]
   return statistics.mean(percent(loss, of_base) for loss, of_base in pairs)
 
 
@@ -94,31 +125,34 @@ def verdict(mean: float, half: float) -> str:
   return "missed" if mean - half > BAR else "no verdict: too short"
 
 
-def differences(runs: dict[tuple[str, int], dict], recipe: str) -> dict[str, list[float]]:
+def differences(
+  design: Design, runs: dict[tuple[str, int], dict], recipe: str
+) -> dict[str, list[float]]:
   """{quantity: its values by seed}, of the seeds that both have.
 
   Raises:
     ValueError: two runs of a seed read different data.
   """
   found: dict[str, list[float]] = {}
-  for seed in SEEDS:
+  for seed in design.seeds:
     run, base = runs.get((recipe, seed)), runs.get((BASELINE, seed))
     if run is None or base is None:
       continue
     if run["data_fingerprint"] != base["data_fingerprint"]:
       raise ValueError(f"{recipe} and {BASELINE} read different data with seed {seed}; rerun both")
-    found.setdefault("training", []).append(training(run, base))
+    found.setdefault("training", []).append(training(run, base, design.warmup))
     for source in run["heldout_after"]:
       found.setdefault(f"rounding, {source}", []).append(rounding(run, source))
       found.setdefault(f"weights, {source}", []).append(weights(run, base, source))
   return found
 
 
-def table(runs: dict[tuple[str, int], dict]) -> str:
+def table(design: Design, runs: dict[tuple[str, int], dict]) -> str:
   heads = ("recipe", "quantity", "by seed, %", "mean, 95 % interval", "bar 0.25 %")
   lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
   for recipe in config.PAIRED:
-    for quantity, values in differences(runs, recipe).items() if recipe != BASELINE else ():
+    found = differences(design, runs, recipe) if recipe != BASELINE else {}
+    for quantity, values in found.items():
       mean, half = interval(values)
       shown = f"{mean:+.3f} ± {half:.3f}" if math.isfinite(half) else f"{mean:+.3f}, one seed"
       by_seed = ", ".join(f"{v:+.3f}" for v in values)
@@ -127,14 +161,14 @@ def table(runs: dict[tuple[str, int], dict]) -> str:
   return "\n".join(lines)
 
 
-def figure(runs: dict[tuple[str, int], dict]):
-  """paired.svg: every mean with its interval, every seed, and the bar."""
+def figure(design: Design, runs: dict[tuple[str, int], dict]):
+  """DESIGN.svg: every mean with its interval, every seed, and the bar."""
   recipes = [recipe for recipe in config.PAIRED if recipe != BASELINE]
   fig, axis = plt.subplots(figsize=(8, 4))
   axis.axvspan(-BAR, BAR, color="0.9", label=f"bar: {BAR} %")
   axis.axvline(0, color="black", lw=0.8)
   for i, recipe in enumerate(recipes):
-    found = differences(runs, recipe)
+    found = differences(design, runs, recipe)
     for row, values in enumerate(found.values()):
       mean, half = interval(values)
       y, color = -row + 0.2 * (0.5 - i), plot.COLORS[recipe]
@@ -145,26 +179,31 @@ def figure(runs: dict[tuple[str, int], dict]):
   axis.set_xlabel("loss relative to bf16 with the same seed, %: mean, 95 % interval, seeds")
   axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
   fig.tight_layout()
-  fig.savefig(HERE / "paired.svg")
+  fig.savefig(HERE / f"{design.name}.svg")
 
 
-def read() -> dict[tuple[str, int], dict]:
-  runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+def read(design: Design) -> dict[tuple[str, int], dict]:
+  runs = [json.loads(path.read_text()) for path in sorted(design.results.glob("*.json"))]
   return {(run["recipe"], run["seed"]): run for run in runs}
 
 
-def main(names: list[str]):
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--design", choices=DESIGNS, default="paired")
+  parser.add_argument("--table", action="store_true", help="run nothing")
+  parser.add_argument("runs", nargs="*", metavar="RECIPE-SEED", help="these alone")
+  args = parser.parse_args()
+  design = DESIGNS[args.design]
   # A seed is finished in every recipe before the next one begins.
-  for name in names or [f"{recipe}-{seed}" for seed in SEEDS for recipe in config.PAIRED]:
-    if name == "--table":
-      break
+  every = [f"{recipe}-{seed}" for seed in design.seeds for recipe in config.PAIRED]
+  for name in () if args.table else args.runs or every:
     recipe, _, seed = name.rpartition("-")
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    found = measure(recipe, int(seed))
-    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-  print(table(read()))
-  figure(read())
+    design.results.mkdir(parents=True, exist_ok=True)
+    found = measure(design, recipe, int(seed))
+    (design.results / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+  print(table(design, read(design)))
+  figure(design, read(design))
 
 
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  main()
