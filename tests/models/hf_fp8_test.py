@@ -20,7 +20,7 @@ from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import fp8_export, fp8_formats, names
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.fp8_formats import COMPRESSED, FINE_GRAINED, Fp8Format
-from fp8jax.ops import linear, site, stored_params
+from fp8jax.ops import gemm_spec, linear, site, stored_params
 from fp8jax.quantization import amax_history, bf16_remainder
 
 TINY = ModelConfig(
@@ -81,7 +81,9 @@ def _multiplied(monkeypatch, weights, recipe, amaxes) -> dict[str, list[np.ndarr
           amax_3 = jnp.float32([amaxes[path.replace("/", "/1/", 1), t] for t in "xwg"])
           state = amax_history.calibrated(one.recipe, amax_3)
           one = dataclasses.replace(one, scaling_state=state)
-        linear.dot(gemm.eqn, x, jax.tree.map(lambda a: a[1], flat[path]), one)
+        w = jax.tree.map(lambda a: a[1], flat[path])
+        spec = gemm_spec.make_spec(gemm.eqn, x, w, one)
+        linear.forward_only((spec,), x, (w,), (gemm_spec.ScalingInputs.of(one),))
     monkeypatch.undo()
     return seen
 
