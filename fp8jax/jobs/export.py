@@ -13,6 +13,7 @@ from fp8jax.jobs.restore import folder_of, restore_params
 from fp8jax.models import transformer
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import export_folder
+from fp8jax.models.hf import names as hf_names
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import stored_params
 from fp8jax.run import evaluator as evaluator_lib
@@ -21,7 +22,7 @@ from fp8jax.step import run_spec
 
 def run(plan: run_spec.RunSpec, workdir: str):
   """Writes a checkpoint as a Hugging Face folder."""
-  hf_weights.entries(plan.model)  # before anything is read: raises where there is no mapping
+  hf_names.entries(plan.model)  # before anything is read: raises where there is no mapping
   target = folder_of(plan.export.path, workdir, "hf")
   never = {workdir: "the run's own folder", plan.init.hf: "the folder of init.hf"}
   export_folder.check_other(target, _local(never))

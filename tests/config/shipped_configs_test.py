@@ -25,7 +25,7 @@ from fp8jax.config import identity, resolve, sections
 from fp8jax.data import tokenize
 from fp8jax.kernels.choose import Device
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import weights as hf_weights
+from fp8jax.models.hf import names as hf_names
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import stored_params
 from fp8jax.optim import factory as optim_build
@@ -130,7 +130,7 @@ def checkout(tmp_path_factory):
 def _write_hollow_weights(path: pathlib.Path, cfg):
   """A header that promises every tensor, and a file as long as it says that takes no room."""
   header, end = {}, 0
-  for entry in hf_weights.entries(cfg):
+  for entry in hf_names.entries(cfg):
     shape = entry.hf_shape(cfg.dims)
     begin, end = end, end + 2 * math.prod(shape)
     header[entry.name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}

@@ -164,7 +164,7 @@ def _edit_config(folder, **changes):
     (dict(attention_bias=True), "attention_bias=True"),
     (dict(use_sliding_window=True), "use_sliding_window=True"),
     (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types="),
-    (dict(quantization_config={"quant_method": "fp8"}), "quantization_config="),
+    (dict(quantization_config={"quant_method": "gptq"}), "quantization_config="),
     (dict(rope_parameters={"rope_type": "longrope"}), "rope type 'longrope' is not supported"),
     (dict(rope_parameters={"rope_type": "yarn", "mscale": 2}), "rope option 'mscale'"),
     (dict(num_attention_heads=0), "config.json: num_attention_heads is 0, expected a whole number"),

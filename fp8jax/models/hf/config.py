@@ -10,6 +10,7 @@ from fp8jax import errors, hub
 from fp8jax.errors import UserError, check_number
 from fp8jax.models import rope
 from fp8jax.models.config import LARGEST, ModelConfig, RopeScaling
+from fp8jax.models.hf import fp8_formats
 
 ARCHITECTURES = {
   "llama": "LlamaForCausalLM",
@@ -48,12 +49,12 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
     "attention_bias": bool(c.get("attention_bias", False)),
     "use_sliding_window": bool(c.get("use_sliding_window", False)),
     "layer_types": not _is_full_attention(c.get("layer_types")),
-    "quantization_config": c.get("quantization_config") is not None,
     "pretraining_tp": c.get("pretraining_tp", 1) != 1,
   }
   for key, is_refused in refused.items():
     if is_refused:
       raise UserError(f"{where}: {key}={c[key]!r} is not supported")
+  fp8_formats.of_config(c, where)
   theta, scaling = _rope_from_hf(c, where)
   heads = c["num_attention_heads"]
   return ModelConfig(
@@ -186,8 +187,16 @@ def _rope_from_hf(c: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]
   return theta, scaling
 
 
-def config_to_hf(cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None):
-  """config.json for these values; `base` supplies what a ModelConfig lacks (token ids, ...)."""
+def config_to_hf(
+  cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None,
+  quantization: Mapping[str, Any] | None = None,
+):  # fmt: skip
+  """config.json for these values.
+
+  Args:
+    base: supplies what a ModelConfig lacks (token ids, ...).
+    quantization: quantization_config; None for none.
+  """
   c = dict(base or {})
   # One spelling of each rope option, the one that old and new transformers both read.
   for stale in ("rope_parameters", "layer_types", "max_window_layers", "quantization_config"):
@@ -220,6 +229,8 @@ def config_to_hf(cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = 
     c["rope_scaling"] = {"rope_type": kind} | {
       inverse[k]: v for k, v in fields.items() if k == "factor" or v != defaults[k]
     }
+  if quantization is not None:
+    c["quantization_config"] = dict(quantization)
   return c
 
 

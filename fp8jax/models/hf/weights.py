@@ -5,12 +5,11 @@ export one tensor, whatever the size of the files. Only safetensors are read; pi
 """
 
 import dataclasses
+import functools
 import glob
-import json
 import os
 import shutil
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -24,75 +23,16 @@ from fp8jax.errors import UserError, inside
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import export_folder
+from fp8jax.models.hf import export_folder, fp8_export, fp8_formats, names, shards
+from fp8jax.models.hf.names import Entry
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
-_INDEX = "model.safetensors.index.json"
 _CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-
-# Ours -> theirs; mixers name those of layers. Their linears are [out, in]; ours [in..., out...].
-_TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
-
-
-# --- names and shapes ----------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-  """One of their tensors and the slot of ours that it fills.
-
-  Attributes:
-    name: theirs.
-    path: ours.
-    layer: index along N, or None for an unstacked parameter.
-    letters: ours, without N.
-    inputs: leading letters that are their second axis; None: same order, no transpose.
-  """
-
-  name: str
-  path: str
-  layer: int | None
-  letters: str
-  inputs: int | None
-
-  def hf_shape(self, dims: Mapping[str, int]) -> tuple[int, ...]:
-    sizes = [dims[x] for x in self.letters]
-    if self.inputs is None:
-      # Vectors are flat there: a bias over heads is one axis.
-      return (sizes[0], sizes[1]) if self.letters == "VD" else (int(np.prod(sizes)),)
-    return int(np.prod(sizes[self.inputs :])), int(np.prod(sizes[: self.inputs]))
-
-
-def entries(cfg: ModelConfig) -> list[Entry]:
-  """Every tensor of the model, in file order.
-
-  Raises:
-    UserError: a mixer of the model is unknown to Hugging Face.
-  """
-  for name, mixer in zip(cfg.mixers, transformer.mixers(cfg), strict=True):
-    if mixer.hf_names is None:
-      raise UserError(
-        f"model.mixers has {name!r}, which no Hugging Face model of ours has: such weights are "
-        "neither read from nor written to Hugging Face folders. Evaluate checkpoints of the run "
-        "itself (--job=evaluate --workdir=...)"
-      )
-  names = {
-    f"layers/{mixer.key}/{name}": theirs
-    for mixer in transformer.mixers(cfg)
-    for name, theirs in (mixer.hf_names or {}).items()
-  }
-  flat = params.flatten(transformer.params(cfg))
-  found = []
-  for path, p in flat.items():
-    if path in _TOP:
-      found.append(Entry(_TOP[path], path, None, p.letters, p.inputs))
-      continue
-    letters = p.letters.removeprefix("N")
-    found += [
-      Entry(f"model.layers.{i}.{names[path]}", path, i, letters, p.inputs)
-      for i in range(cfg.num_layers)
-    ]
-  return found
+# Dtypes that safetensors' NumPy reader does not know.
+_FP8_DTYPES = {
+  fp8_formats.WEIGHT_CODE: fp8_formats.WEIGHT_DTYPE,
+  "F8_E8M0": fp8_formats.SCALE_DTYPES["F8_E8M0"],
+}
 
 
 # --- import --------------------------------------------------------------------------------------
@@ -112,7 +52,7 @@ class Folder:
 
   def __init__(self, folder: str):
     self.folder = hub.local(folder)
-    index = os.path.join(self.folder, _INDEX)
+    index = os.path.join(self.folder, shards.INDEX)
     if os.path.exists(index):
       listed = hf_config.read_json(self.folder, os.path.basename(index)).get("weight_map")
       if not isinstance(listed, dict) or any(not isinstance(f, str) for f in listed.values()):
@@ -125,6 +65,12 @@ class Folder:
       for path in sorted(glob.glob(os.path.join(self.folder, "*.safetensors"))):
         with _open_file(path) as f:
           self.files.update({name: os.path.basename(path) for name in f.keys()})
+    # None where no config.json is: whoever reads the model then says so.
+    has_config = os.path.isfile(os.path.join(self.folder, "config.json"))
+    self.fp8 = fp8_formats.of_config(
+      hf_config.read_json(self.folder, "config.json") if has_config else {},
+      os.path.join(self.folder, "config.json"),
+    )
     if not self.files:
       pickles = glob.glob(os.path.join(self.folder, "*.bin")) + glob.glob(
         os.path.join(self.folder, "*.pt*")
@@ -144,6 +90,23 @@ class Folder:
 
   def open(self, name: str):
     return _open_file(os.path.join(self.folder, self.files[name]))
+
+  def read(self, name: str) -> np.ndarray:
+    """A tensor as it is stored, of FP8 the codes."""
+    with self.open(name) as f:
+      code = f.get_slice(name).get_dtype()
+      if code not in _FP8_DTYPES:
+        return f.get_tensor(name)
+    path = os.path.join(self.folder, self.files[name])
+    return shards.read_bytes(path, name, _FP8_DTYPES[code])
+
+  def read_float(self, name: str) -> np.ndarray:
+    """A weight as numbers: of an FP8 matrix code * scale in float32, else as it is stored."""
+    value = self.read(name)
+    if value.dtype != fp8_formats.WEIGHT_DTYPE or self.fp8 is None:
+      return value
+    scale = self.read(self.fp8.scale_name(name))
+    return fp8_formats.dequantize(value, scale, self.fp8, f"{self.folder!r}: {name}")
 
   def describe(self) -> dict[str, tuple[tuple[int, ...], str]]:
     """{name: (shape, dtype code)} from the headers alone."""
@@ -168,22 +131,26 @@ def check(folder: Folder, cfg: ModelConfig) -> str:
     The dtype of the weights: "bfloat16", "float16" or "float32" (the widest there is).
   """
   have = folder.describe()
-  want = {e.name: e.hf_shape(cfg.dims) for e in entries(cfg)}
-  surplus = [n for n in have if n not in want and not _is_ignorable(n, cfg)]
+  want = {e.name: e for e in names.entries(cfg)}
+  in_fp8 = [n for n, e in want.items() if _is_fp8(have.get(n)) and e.inputs is not None]
+  scales = {folder.fp8.scale_name(n) for n in in_fp8} if folder.fp8 else set()
+  scales |= {n.removesuffix("weight") + "input_scale" for n in in_fp8}
+  surplus = [n for n in have if n not in want and n not in scales and not _is_ignorable(n, cfg)]
   # A tensor that the index does not list is not read.
   problems = [f"missing tensor {n}" for n in want if n not in have or n not in folder.files]
   problems += [f"surplus tensor {n}" for n in surplus]
   problems += [
-    f"{n} has shape {have[n][0]}, expected {want[n]}"
-    for n in want
-    if n in have and have[n][0] != want[n]
+    f"{n} has shape {have[n][0]}, expected {e.hf_shape(cfg.dims)}"
+    for n, e in want.items()
+    if n in have and have[n][0] != e.hf_shape(cfg.dims)
   ]
   codes = {v: k for k, v in _CODES.items()}
   problems += [
     f"{n} has dtype {have[n][1]}, expected one of {', '.join(codes)}"
     for n in want
-    if n in have and have[n][1] not in codes
+    if n in have and n not in in_fp8 and have[n][1] not in codes
   ]
+  problems += [p for n in in_fp8 for p in fp8_formats.problems(n, have, folder.fp8)]
   if problems:
     shown = "\n".join(f"  - {p}" for p in problems[:20])
     more = f"\n  (+{len(problems) - 20} more)" if len(problems) > 20 else ""
@@ -191,13 +158,19 @@ def check(folder: Folder, cfg: ModelConfig) -> str:
       f"{folder.folder!r} does not hold the {cfg.architecture} model its config "
       f"describes:\n{shown}{more}"
     )
-  dtypes = {codes[have[n][1]] for n in want}
+  dtypes = {codes[have[n][1]] for n in want if n not in in_fp8}
   return next(d for d in ("float32", "float16", "bfloat16") if d in dtypes)
+
+
+def _is_fp8(described: tuple[tuple[int, ...], str] | None) -> bool:
+  return (
+    described is not None and described[1] == fp8_formats.WEIGHT_CODE and (len(described[0]) == 2)
+  )
 
 
 def _is_ignorable(name: str, cfg: ModelConfig) -> bool:
   """Buffers that old files carry, and a tied head written out: both derive from what is read."""
-  return name.endswith("rotary_emb.inv_freq") or (cfg.tie_embeddings and name == _TOP["head"])
+  return name.endswith("rotary_emb.inv_freq") or (cfg.tie_embeddings and name == names.TOP["head"])
 
 
 def load_params(source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL):
@@ -215,7 +188,7 @@ def load_params(source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL)
   declaration = transformer.params(cfg)
   flat_params = params.flatten(declaration)
   flat = {}
-  for entry in entries(cfg):
+  for entry in names.entries(cfg):
     param = flat_params[entry.path]
     tensor = _read(folder, entry, cfg.dims, layout)
     if entry.layer is None:
@@ -225,7 +198,7 @@ def load_params(source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL)
       flat[entry.path] = _zeros(param, cfg.dims, layout)
     # Donated: the stack is updated in place, a layer at a time.
     flat[entry.path] = _put(flat[entry.path], tensor, entry.layer)
-  if cfg.tie_embeddings and _TOP["head"] in folder.files:
+  if cfg.tie_embeddings and names.TOP["head"] in folder.files:
     _check_tied(folder)
   return params.unflatten({path: flat[path] for path in flat_params}), dtype
 
@@ -242,8 +215,7 @@ def _zeros(param: params.Param, dims, layout: axes.Layout):
 
 def _read(folder: Folder, entry: Entry, dims, layout: axes.Layout):
   """One tensor in our order and dtype, on the devices that hold its parameter."""
-  with folder.open(entry.name) as f:
-    value = _to_ours(f.get_tensor(entry.name), entry, dims)
+  value = _to_ours(folder.read_float(entry.name), entry, dims)
   _check_finite(value, f"{folder.folder!r}: {entry.name}")
   sharding = layout.weight_sharding(entry.letters)
   if sharding is None:
@@ -278,11 +250,11 @@ def _to_ours(tensor: np.ndarray, entry: Entry, dims) -> np.ndarray:
 
 
 def _check_tied(folder: Folder):
-  with folder.open(_TOP["head"]) as head, folder.open(_TOP["embed"]) as embed:
-    if not np.array_equal(head.get_tensor(_TOP["head"]), embed.get_tensor(_TOP["embed"])):
+  with folder.open(names.TOP["head"]) as head, folder.open(names.TOP["embed"]) as embed:
+    if not np.array_equal(head.get_tensor(names.TOP["head"]), embed.get_tensor(names.TOP["embed"])):
       raise UserError(
-        f"{folder.folder!r}: tie_word_embeddings is true but {_TOP['head']} differs from "
-        f"{_TOP['embed']}"
+        f"{folder.folder!r}: tie_word_embeddings is true but {names.TOP['head']} differs from "
+        f"{names.TOP['embed']}"
       )
 
 
@@ -291,7 +263,8 @@ def _check_tied(folder: Folder):
 
 def save_params(
   target: str, tree, cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None,
-  shard_bytes: int = 5_000_000_000, source: str = "",
+  shard_bytes: int = 5_000_000_000, source: str = "", fp8: fp8_export.Fp8Plan | None = None,
+  operands=None, extra: Collection[str] = (),
 ):  # fmt: skip
   """Writes config.json and safetensors that transformers loads.
 
@@ -300,87 +273,71 @@ def save_params(
       process must call this, the first writes.
     tree: parameters.
     cfg: their architecture.
-    dtype: "bfloat16", "float16" or "float32".
+    dtype: "bfloat16", "float16" or "float32"; of the wide tensors.
     base: another config.json whose remaining keys to keep.
     shard_bytes: largest file.
     source: folder whose tokenizer and settings to copy; "" for none.
+    fp8: the matrices that are FP8; None for none.
+    operands: parameters as GEMMs read them, for FP8 codes; default tree. They differ where a
+      master has more bits than the GEMM reads.
+    extra: names of files that the caller writes beside these.
 
   Raises:
     UserError: the folder holds files that are not of an earlier export.
   """
-  is_writer = jax.process_index() == 0
   flat = params.flatten(tree)
-  size = np.dtype(DTYPES[dtype]).itemsize
-  groups, total = [[]], 0
-  for entry in entries(cfg):
-    nbytes = int(np.prod(entry.hf_shape(cfg.dims))) * size
-    if groups[-1] and total + nbytes > shard_bytes:
-      groups.append([])
-      total = 0
-    groups[-1].append(entry)
-    total += nbytes
-  names = ["model.safetensors"]
-  if len(groups) > 1:
-    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-  if is_writer:
+  read = params.flatten(tree if operands is None else operands)
+  files = shards.split(_pieces(flat, read, cfg, dtype, fp8), shard_bytes)
+  if jax.process_index() == 0:
     copied = companions(source) if source else []
-    export_folder.claim(target, [*names, *copied, _INDEX, "config.json"])
+    export_folder.claim(target, [*files, *copied, shards.INDEX, "config.json", *extra])
     for name in copied:
       shutil.copyfile(os.path.join(hub.local(source), name), os.path.join(target, name))
-  weight_map = {}
-  for name, group in zip(names, groups):
-    weight_map.update({e.name: name for e in group})
-    _write(os.path.join(target, name), group, flat, cfg, dtype)
-  if not is_writer:
-    return
-  if len(groups) > 1:
-    count = sum(int(np.prod(e.hf_shape(cfg.dims))) for g in groups for e in g)
-    hf_config.write_json(
-      target, _INDEX,
-      {"metadata": {"total_size": count * size}, "weight_map": weight_map},
-    )  # fmt: skip
-  hf_config.write_json(target, "config.json", hf_config.config_to_hf(cfg, dtype, base))
-
-
-def _write(path: str, group: list[Entry], flat, cfg: ModelConfig, dtype: str):
-  """The safetensors format, a tensor at a time: safetensors' own writer wants all of them at once.
-
-  8 bytes little-endian header size, a JSON header padded with spaces, the tensors' bytes
-  (https://github.com/huggingface/safetensors#format).
-  """
-  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-  offset = 0
-  for entry in group:
-    shape = entry.hf_shape(cfg.dims)
-    end = offset + int(np.prod(shape)) * np.dtype(DTYPES[dtype]).itemsize
-    header[entry.name] = {
-      "dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]
-    }  # fmt: skip
-    offset = end
-  tensors = _theirs(group, flat, cfg, dtype)
+  for name, pieces in files.items():
+    shards.write(os.path.join(target, name), pieces)
   if jax.process_index() != 0:
-    for _ in tensors:  # the writer needs the shards that are here
-      pass
     return
-  text = json.dumps(header).encode()
-  text += b" " * (-len(text) % 8)
-  part = path + ".part"
-  with open(part, "wb") as f:
-    f.write(struct.pack("<Q", len(text)))
-    f.write(text)
-    for tensor in tensors:
-      f.write(tensor.tobytes())
-  os.replace(part, path)
+  if len(files) > 1:
+    hf_config.write_json(target, shards.INDEX, shards.index(files))
+  quantization = fp8 and fp8.to_config()
+  config = hf_config.config_to_hf(cfg, dtype, base, quantization)
+  hf_config.write_json(target, "config.json", config)
 
 
-def _theirs(group: list[Entry], flat, cfg: ModelConfig, dtype: str) -> Iterator[np.ndarray]:
-  for entry in group:
-    value = flat[entry.path]
-    value = _on_host(value if entry.layer is None else value[entry.layer])
+def _pieces(flat, read, cfg: ModelConfig, dtype: str, fp8) -> list[shards.Piece]:
+  """The tensors of the model in file order, made as they are written."""
+  found, by_name = [], {e.name: e for e in names.entries(cfg)}
+  for entry in by_name.values():
     shape = entry.hf_shape(cfg.dims)
-    if entry.inputs is not None:
-      value = value.reshape(shape[::-1]).T
-    yield np.ascontiguousarray(value.reshape(shape).astype(DTYPES[dtype]))
+    matrix = fp8 and fp8.matrices.get(entry.name)
+    if matrix is None:
+      make = functools.partial(_wide, entry, flat, shape, dtype)
+      found.append(shards.Piece(((entry.name, _CODES[dtype], shape),), make))
+      continue
+    shared = [by_name[n] for n in matrix.shared]
+    make = functools.partial(_fp8, entry, read, shape, matrix, shared, fp8.fp8)
+    found.append(shards.Piece(fp8_export.tensors(entry.name, shape, matrix, fp8.fp8), make))
+  return found
+
+
+def _wide(entry: Entry, flat, shape, dtype: str) -> list[np.ndarray]:
+  value = _of_layer(entry, flat)
+  if entry.inputs is not None:
+    value = value.reshape(shape[::-1]).T
+  return [np.ascontiguousarray(value.reshape(shape).astype(DTYPES[dtype]))]
+
+
+def _fp8(entry: Entry, read, shape, matrix, shared: list[Entry], fp8) -> list[np.ndarray]:
+  amax = matrix.amax
+  if shared:
+    amax = max(float(np.max(np.abs(_of_layer(e, read)))) for e in shared)
+  return fp8_export.quantized(_of_layer(entry, read).reshape(shape[::-1]), matrix, amax, fp8)
+
+
+def _of_layer(entry: Entry, flat) -> np.ndarray:
+  """The parameter on the host, in our order."""
+  value = flat[entry.path]
+  return _on_host(value if entry.layer is None else value[entry.layer])
 
 
 def _on_host(x) -> np.ndarray:

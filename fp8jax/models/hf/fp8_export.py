@@ -1,0 +1,240 @@
+"""The FP8 matrices of an export: which there are, their codes and their scales.
+
+A matrix that training multiplied in FP8 keeps the codes of the forward GEMM, to the bit. In a model
+that trained without FP8 every matrix that the format can hold is quantized. Embeddings, head and
+norms stay wide, and so does a matrix with partial tiles, whose scales transformers would spread
+over other rows without a word. Servers fuse q, k and v, and gate and up: these are FP8 together or
+not at all.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8jax.errors import UserError
+from fp8jax.formats import E4M3
+from fp8jax.models.hf import fp8_formats
+from fp8jax.models.hf.fp8_formats import COMPRESSED, FINE_GRAINED, Fp8Format
+from fp8jax.models.hf.names import Entry
+from fp8jax.quantization import quantize
+from fp8jax.recipe.gemm import Recipe
+from fp8jax.recipe.quant import CURRENT, Quant, Scale, Static
+
+FORMATS = ("hf-bf16", "hf-fp8-block", "compressed-tensors")
+METHODS = {"hf-fp8-block": FINE_GRAINED, "compressed-tensors": COMPRESSED}
+# Projections that servers multiply as one.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+  """One FP8 matrix of an export.
+
+  Attributes:
+    quant: of the matrix [out, in].
+    is_trained: whether its codes are those of the training GEMM.
+    amax: that the scale is made from where quant.source is not CURRENT.
+    shared: names of the weights whose common amax the scale is made from; () for its own.
+    input_scale: of its activations, or None.
+  """
+
+  quant: Quant
+  is_trained: bool
+  amax: float | None = None
+  shared: tuple[str, ...] = ()
+  input_scale: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Plan:
+  """An export's FP8 format and matrices.
+
+  Attributes:
+    fp8: the format.
+    matrices: by the weight's name.
+    wide: {name of a linear layer's weight that is not FP8: the reason}.
+    share: of the parameters that are FP8.
+  """
+
+  fp8: Fp8Format
+  matrices: Mapping[str, Matrix]
+  wide: Mapping[str, str]
+  share: float
+
+  def to_config(self):
+    return self.fp8.to_config([name.removesuffix(".weight") for name in self.wide])
+
+
+def site_of(entry: Entry) -> str:
+  """Name of a layer's site in rules and tables: "layers/3/mlp/up"."""
+  return entry.path.replace("layers/", f"layers/{entry.layer}/", 1)
+
+
+def make_plan(
+  entries: list[Entry], dims: Mapping[str, int], recipes: Mapping[str, Recipe], fp8: Fp8Format,
+  *, scale_fmt: str = "auto", requantize: bool = False,
+  scales_from: Mapping[tuple[str, str], float] | None = None,
+  inputs: Mapping[tuple[str, str], float] | None = None,
+) -> Fp8Plan:  # fmt: skip
+  """Chooses the FP8 matrices of an export.
+
+  Args:
+    entries: every tensor of the model.
+    dims: letter -> size.
+    recipes: of every layer's site.
+    fp8: the format; its scale_fmt is replaced.
+    scale_fmt: of fp8_formats.SCALE_FMTS, or "auto": "ue8m0" where all codes of training have
+      scales that are powers of two.
+    requantize: whether weights that training multiplied with other codes are quantized anew.
+    scales_from: {(site, "w"): amax} for recipes with delayed or static scales.
+    inputs: {(site, "x"): amax} of static input scales.
+
+  Raises:
+    UserError: codes would change and requantize is False, no matrix would be FP8, or an amax is
+      missing; with the fix.
+  """
+  linears = [e for e in entries if e.layer is not None and e.inputs is not None]
+  own = {e.name: recipes[site_of(e)].fwd.rhs for e in linears}
+  is_trained = any(own.values())
+  fp8 = dataclasses.replace(fp8, scale_fmt=_scale_fmt(scale_fmt, fp8, own))
+  wide, matrices, refused = {}, {}, {}
+  for e in linears:
+    quant = own[e.name]
+    if is_trained and quant is None:
+      wide[e.name] = f"recipe {recipes[site_of(e)].name}"
+    elif not fp8.fits(e.hf_shape(dims)):
+      wide[e.name] = f"{_by(e.hf_shape(dims))} has partial tiles of {_by(fp8.block)}"
+    elif quant is not None and fp8.holds(quant):
+      matrices[e.name] = Matrix(quant, True)
+    else:
+      matrices[e.name] = Matrix(fp8.quant, False)
+      if quant is not None and not requantize:
+        refused[recipes[site_of(e)].name] = quant
+  for name in _partners(wide, matrices):
+    wide[name] = "a server multiplies it together with one that is wide"
+    del matrices[name]
+  if not matrices:
+    raise UserError(_nothing_in_fp8(fp8, wide))
+  if refused:
+    raise UserError("; ".join(_refusal(name, quant, fp8) for name, quant in refused.items()))
+  matrices = {name: _shared(name, m, matrices) for name, m in matrices.items()}
+  sites = {e.name: site_of(e) for e in linears}
+  for name, matrix in matrices.items():
+    if matrix.is_trained and matrix.quant.source != CURRENT:
+      amax = _amax(scales_from, sites[name], "w", "the checkpoint's scaling states")
+      matrices[name] = dataclasses.replace(matrix, amax=amax)
+    if fp8.static_inputs:
+      amax = _amax(inputs, sites[name], "x", "export.input_scales")
+      scale = float(quantize.amax_to_scale(jnp.float32(amax), E4M3, Scale.F32))
+      matrices[name] = dataclasses.replace(matrices[name], input_scale=scale)
+  sizes = {e.name: int(np.prod(e.hf_shape(dims))) for e in entries}
+  share = sum(sizes[name] for name in matrices) / sum(sizes.values())
+  return Fp8Plan(fp8, matrices, wide, share)
+
+
+def _scale_fmt(wish: str, fp8: Fp8Format, own: Mapping[str, Quant | None]) -> str:
+  if wish != "auto":
+    return wish
+  kept = [q for q in own.values() if q is not None]
+  pow2 = dataclasses.replace(fp8, scale_fmt="ue8m0")
+  is_pow2 = kept and fp8.method == FINE_GRAINED and all(pow2.holds(q) for q in kept)
+  return "ue8m0" if is_pow2 else "float32"
+
+
+def _partners(wide: Mapping[str, str], matrices: Mapping[str, Matrix]) -> list[str]:
+  """FP8 matrices that servers fuse with a wide one."""
+  return [name for name in matrices if any(other in wide for other in _fused_with(name))]
+
+
+def _fused_with(name: str) -> tuple[str, ...]:
+  """The weights that servers fuse with this one, itself included."""
+  stem, _, last = name.removesuffix(".weight").rpartition(".")
+  group = next((g for g in _FUSED if last in g), (last,))
+  return tuple(f"{stem}.{n}.weight" for n in group)
+
+
+def _shared(name: str, matrix: Matrix, matrices: Mapping[str, Matrix]) -> Matrix:
+  """One scale for fused matrices: vLLM would quantize them a second time, to the largest scale."""
+  if matrix.is_trained or matrix.quant.tile != (0, 0):
+    return matrix
+  group = _fused_with(name)
+  if any(other not in matrices for other in group):
+    return matrix
+  quant = dataclasses.replace(matrix.quant, source=Static())
+  return dataclasses.replace(matrix, quant=quant, shared=group)
+
+
+def _amax(table: Mapping[tuple[str, str], float] | None, site: str, tensor: str, what: str):
+  amax = (table or {}).get((site, tensor))
+  if amax is None or not np.isfinite(amax):
+    raise UserError(
+      f"{what} has no amax of tensor {tensor} of site {site}; calibrate this model with "
+      "--job=calibrate"
+    )
+  return amax
+
+
+def _by(shape: tuple[int, ...]) -> str:
+  return "x".join(map(str, shape))
+
+
+def _nothing_in_fp8(fp8: Fp8Format, wide: Mapping[str, str]) -> str:
+  reasons = ", ".join(list(dict.fromkeys(wide.values()))[:3])
+  fix = "export.format='hf-bf16'"
+  if fp8.strategy == "block":
+    fix = f"export.format='compressed-tensors' with export.strategy='channel', or {fix}"
+  return f"export.format: no matrix of this model would be FP8 ({reasons}); set {fix}"
+
+
+def _refusal(recipe: str, quant: Quant, fp8: Fp8Format) -> str:
+  """Codes would change: the message, with the formats that keep them."""
+  keeping = [
+    f"export.format={name!r}" + (f" with export.strategy={s!r}" if name == COMPRESSED else "")
+    for name, method in METHODS.items()
+    for s in (fp8_formats.STRATEGIES if name == COMPRESSED else ("block",))
+    if Fp8Format(method, s).holds(quant)
+  ]
+  keeping = keeping or ["export.format='hf-bf16'"]
+  return (
+    f"export.format: recipe {recipe!r} multiplied weights as {quant}, and this format has "
+    f"{fp8.quant}: the codes would not be those of training. Set {' or '.join(keeping)} to keep "
+    "the weights as they are, or export.requantize=True to quantize them anew"
+  )
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def quantized(w, matrix: Matrix, amax: float | None, fp8: Fp8Format) -> list[np.ndarray]:
+  """[codes [out, in], scales] of a weight in our order, and its input scale if it has one.
+
+  Args:
+    w: float32 [in, out], as the training GEMM reads it.
+    amax: of the scale where matrix.quant.source is not CURRENT.
+  """
+  given = None if matrix.quant.source == CURRENT else np.float32(amax)
+  data, scale = jax.device_get(_quantize(np.asarray(w, np.float32), given, matrix.quant))
+  scale = scale.reshape(fp8.scale_shape(data.shape)).astype(np.float32)
+  extra = [] if matrix.input_scale is None else [np.full(1, matrix.input_scale, np.float32)]
+  return [np.ascontiguousarray(data), np.ascontiguousarray(scale), *extra]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _quantize(w, amax, quant: Quant):
+  made = quantize.quantize(w, quant, contraction=0, amax=amax)
+  return made.data, made.scale
+
+
+def tensors(name: str, shape, matrix: Matrix, fp8: Fp8Format):
+  """(name, dtype code, shape) of what `quantized` gives."""
+  found = [
+    (name, fp8_formats.WEIGHT_CODE, tuple(shape)),
+    (fp8.scale_name(name), "F32", fp8.scale_shape(shape)),
+  ]
+  if matrix.input_scale is not None:
+    found.append((name.removesuffix("weight") + "input_scale", "F32", (1,)))
+  return tuple(found)

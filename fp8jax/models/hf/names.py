@@ -1,0 +1,72 @@
+"""One table maps our parameter tree to the tensors of Hugging Face folders: names and shapes."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from fp8jax import params
+from fp8jax.errors import UserError
+from fp8jax.models import transformer
+from fp8jax.models.config import ModelConfig
+
+# Ours -> theirs; mixers name those of layers. Their linears are [out, in]; ours [in..., out...].
+TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """One of their tensors and the slot of ours that it fills.
+
+  Attributes:
+    name: theirs.
+    path: ours.
+    layer: index along N, or None for an unstacked parameter.
+    letters: ours, without N.
+    inputs: leading letters that are their second axis; None: same order, no transpose.
+  """
+
+  name: str
+  path: str
+  layer: int | None
+  letters: str
+  inputs: int | None
+
+  def hf_shape(self, dims: Mapping[str, int]) -> tuple[int, ...]:
+    sizes = [dims[x] for x in self.letters]
+    if self.inputs is None:
+      # Vectors are flat there: a bias over heads is one axis.
+      return (sizes[0], sizes[1]) if self.letters == "VD" else (int(np.prod(sizes)),)
+    return int(np.prod(sizes[self.inputs :])), int(np.prod(sizes[: self.inputs]))
+
+
+def entries(cfg: ModelConfig) -> list[Entry]:
+  """Every tensor of the model, in file order.
+
+  Raises:
+    UserError: a mixer of the model is unknown to Hugging Face.
+  """
+  for name, mixer in zip(cfg.mixers, transformer.mixers(cfg), strict=True):
+    if mixer.hf_names is None:
+      raise UserError(
+        f"model.mixers has {name!r}, which no Hugging Face model of ours has: such weights are "
+        "neither read from nor written to Hugging Face folders. Evaluate checkpoints of the run "
+        "itself (--job=evaluate --workdir=...)"
+      )
+  names = {
+    f"layers/{mixer.key}/{name}": theirs
+    for mixer in transformer.mixers(cfg)
+    for name, theirs in (mixer.hf_names or {}).items()
+  }
+  flat = params.flatten(transformer.params(cfg))
+  found = []
+  for path, p in flat.items():
+    if path in TOP:
+      found.append(Entry(TOP[path], path, None, p.letters, p.inputs))
+      continue
+    letters = p.letters.removeprefix("N")
+    found += [
+      Entry(f"model.layers.{i}.{names[path]}", path, i, letters, p.inputs)
+      for i in range(cfg.num_layers)
+    ]
+  return found

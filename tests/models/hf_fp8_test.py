@@ -1,0 +1,314 @@
+"""FP8 in Hugging Face folders: the codes of training written, both formats read, refusals."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+from fp8jax import params
+from fp8jax.errors import UserError
+from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.models import transformer
+from fp8jax.models.config import ModelConfig
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import fp8_export, fp8_formats, names
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.models.hf.fp8_formats import COMPRESSED, FINE_GRAINED, Fp8Format
+from fp8jax.ops import gemm_spec, linear, site, stored_params
+from fp8jax.quantization import amax_history, bf16_remainder
+
+TINY = ModelConfig(
+  architecture="llama", vocab_size=128, hidden_size=128, intermediate_size=256, num_layers=2,
+  num_heads=2, num_kv_heads=2, head_dim=64, max_positions=64,
+)  # fmt: skip
+BLOCKS = Fp8Format(FINE_GRAINED)
+CHANNELS, TENSORS = Fp8Format(COMPRESSED, "channel"), Fp8Format(COMPRESSED, "tensor")
+E4M3 = ml_dtypes.float8_e4m3fn
+# In the order of a layer's declaration.
+MULTIPLIED = (
+  *(f"self_attn.{n}_proj" for n in "qkvo"), *(f"mlp.{n}_proj" for n in ("gate", "up", "down"))
+)  # fmt: skip
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def _weights(cfg=TINY):
+  return params.init(jax.random.key(1), transformer.params(cfg), cfg.dims)
+
+
+def _sites(recipe, cfg=TINY):
+  rules = (("head", "bf16"), ("layers/.*", recipe))
+  return site.build_sites(transformer.site_params(cfg), cfg.dims, rules, matmul="reference")
+
+
+def _plan(fp8, recipe="bf16", cfg=TINY, **wishes):
+  recipes = site.recipes_of(_sites(recipe, cfg))
+  return fp8_export.make_plan(names.entries(cfg), cfg.dims, recipes, fp8, **wishes)
+
+
+def _raw(folder) -> dict[str, tuple[str, np.ndarray]]:
+  """{tensor: (dtype code, values)} by safetensors' own reader of bytes."""
+  dtypes = {"F8_E4M3": E4M3, "F32": np.float32, "BF16": ml_dtypes.bfloat16}
+  return {
+    name: (t["dtype"], np.frombuffer(t["data"], dtypes[t["dtype"]]).reshape(t["shape"]))
+    for path in folder.glob("*.safetensors")
+    for name, t in safetensors.deserialize(path.read_bytes())
+  }
+
+
+def _multiplied(monkeypatch, weights, recipe, amaxes) -> dict[str, list[np.ndarray]]:
+  """{name of a weight of layer 1: [codes, scales] that its forward GEMM multiplies}."""
+
+  def layer(flat):
+    seen = []
+
+    def watched(a, b, **how):
+      seen.append([b.data, b.scale])
+      return jnp.zeros((a.shape[0], b.shape[0]), how["out_dtype"])
+
+    monkeypatch.setattr(gemm_api, "scaled_matmul", watched)
+    for path, gemm in transformer.gemm_sites(TINY).items():
+      if path != "head":
+        letters = gemm.eqn.partition(",")[0].replace("B", "").replace("L", "")
+        x = jnp.ones((1, 2, *(TINY.dims[c] for c in letters)))
+        one = site.single(recipe, "reference")
+        if one.scaling_state is not None:
+          amax_3 = jnp.float32([amaxes[path.replace("/", "/1/", 1), t] for t in "xwg"])
+          state = amax_history.calibrated(one.recipe, amax_3)
+          one = dataclasses.replace(one, scaling_state=state)
+        w = jax.tree.map(lambda a: a[1], flat[path])
+        spec = gemm_spec.make_spec(gemm.eqn, x, w, one)
+        linear.forward_only((spec,), x, (w,), (gemm_spec.ScalingInputs.of(one),))
+    monkeypatch.undo()
+    return seen
+
+  seen = jax.device_get(jax.jit(layer)(params.flatten(weights)))
+  return dict(zip((f"model.layers.1.{name}.weight" for name in MULTIPLIED), seen, strict=True))
+
+
+@pytest.mark.parametrize(
+  "recipe, fp8, scale_fmt, is_split",
+  [
+    ("block_128", BLOCKS, "float32", False),
+    ("block_128", Fp8Format(COMPRESSED, "block"), "float32", True),
+    ("block_128_pow2", BLOCKS, "ue8m0", True),
+    ("rowwise", CHANNELS, "float32", False),
+    ("tensor_delayed", TENSORS, "float32", False),
+  ],
+)
+def test_export_writes_the_codes_that_the_training_gemm_multiplies(
+  tmp_path, monkeypatch, recipe, fp8, scale_fmt, is_split
+):
+  weights = _weights()
+  amaxes = {(n, t): 0.05 + 0.01 * i for i, n in enumerate(site.recipes_of(_sites(recipe)))
+            for t in "xwg"}  # fmt: skip
+  stored = weights
+  if is_split:  # a GEMM reads the BF16 half of such masters
+    flat = {k: bf16_remainder.split(v) if v.ndim > 2 else v
+            for k, v in params.flatten(weights).items()}  # fmt: skip
+    stored = params.unflatten(flat)
+  want = _multiplied(monkeypatch, stored, recipe, amaxes)
+  plan = _plan(fp8, recipe, scales_from=amaxes)
+  assert plan.fp8.scale_fmt == scale_fmt and not plan.wide
+  operands = jax.tree.map(stored_params.compute_copy, stored, is_leaf=stored_params.is_stored)
+  hf_weights.save_params(
+    str(tmp_path), weights, TINY, "bfloat16", shard_bytes=200_000, fp8=plan, operands=operands
+  )
+  raw = _raw(tmp_path)
+  assert len(list(tmp_path.glob("*.safetensors"))) > 1 and len(want) == 7
+  for name, (codes, scales) in want.items():
+    kind, data = raw[name]
+    assert kind == "F8_E4M3"
+    np.testing.assert_array_equal(data.view(np.uint8), codes.view(np.uint8), err_msg=name)
+    kind, written = raw[plan.fp8.scale_name(name)]
+    assert kind == "F32" and written.shape == plan.fp8.scale_shape(codes.shape)
+    np.testing.assert_array_equal(written.reshape(scales.shape), scales, err_msg=name)
+  index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+  assert index["weight_map"].keys() == raw.keys()
+  wide = {name for name, (kind, _) in raw.items() if kind == "BF16"}
+  norms = {n for n in raw if "norm" in n}
+  assert wide == norms | {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("fp8", [BLOCKS, CHANNELS, TENSORS, Fp8Format(COMPRESSED, "block")])
+def test_export_reads_back_as_codes_times_scales(tmp_path, fp8):
+  weights = _weights()
+  hf_weights.save_params(str(tmp_path), weights, TINY, "bfloat16", fp8=_plan(fp8))
+  raw = _raw(tmp_path)
+  cfg = hf_config.read_config(str(tmp_path))
+  got, dtype = hf_weights.load_params(str(tmp_path), cfg)
+  assert cfg == TINY and dtype == "bfloat16"
+  codes, scale = raw[UP][1].astype(np.float64), raw[fp8.scale_name(UP)][1]
+  rows, cols = {"block": (128, 128), "channel": (1, 128), "tensor": (256, 128)}[fp8.strategy]
+  want = codes * np.kron(scale.reshape(-1, 1), np.ones((rows, cols)))
+  np.testing.assert_array_equal(got["layers"]["mlp"]["up"][1], want.T.astype(np.float32))
+  # E4M3 rounds by at most 1/16 of a number, and 2^-10 of the scale near 0.
+  error = np.abs(want.T - np.asarray(weights["layers"]["mlp"]["up"][1]))
+  assert np.all(error <= np.abs(want.T) / 15 + scale.max() * 2**-9)
+  np.testing.assert_array_equal(got["embed"], weights["embed"].astype(jnp.bfloat16))
+
+
+def test_export_states_both_names_of_skipped_modules_and_the_scales_of_inputs(tmp_path):
+  hf_weights.save_params(str(tmp_path), _weights(), TINY, "bfloat16", fp8=_plan(BLOCKS))
+  stated = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+  assert stated == {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
+    "ignored_layers": ["lm_head"],
+  }  # fmt: skip
+  static = dataclasses.replace(TENSORS, static_inputs=True)
+  seen = {(n, "x"): 448.0 + i for i, n in enumerate(site.recipes_of(_sites("bf16")))}
+  plan = _plan(static, inputs=seen)
+  target = tmp_path / "static"
+  hf_weights.save_params(str(target), _weights(), TINY, "bfloat16", fp8=plan)
+  raw = _raw(target)
+  position = list(seen).index(("layers/1/mlp/up", "x"))
+  scale = raw[UP.replace("weight", "input_scale")][1]
+  np.testing.assert_allclose(scale, [1 + position / 448], rtol=1e-6)
+  # One scale for matrices that a server fuses, so that it quantizes none a second time.
+  shared = [raw[UP.replace("up_proj.weight", f"{n}_proj.weight_scale")][1] for n in ("gate", "up")]
+  w = _weights()["layers"]["mlp"]
+  amax = max(float(jnp.max(jnp.abs(w[n][1]))) for n in ("gate", "up"))
+  np.testing.assert_allclose(shared, amax / 448, rtol=1e-6)
+  hf_weights.load_params(str(target), hf_config.read_config(str(target)))
+  with pytest.raises(UserError, match="no amax of tensor x of site layers/1/mlp/up"):
+    _plan(static, inputs={k: v for k, v in seen.items() if k != ("layers/1/mlp/up", "x")})
+
+
+def test_export_keeps_partial_tiles_and_their_partners_wide():
+  cfg = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=512)
+  plan = _plan(BLOCKS, cfg=cfg)  # k and v have 64 rows
+  wide = {name.split(".")[4] for name in plan.wide}
+  assert wide == {"q_proj", "k_proj", "v_proj"}
+  skipped = plan.to_config()["modules_to_not_convert"]
+  assert len(skipped) == 1 + 6 and "model.layers.1.self_attn.k_proj" in skipped
+  total = 2 * 512 * 128 + 2 * (128 * 128 * 2 + 64 * 128 * 2 + 3 * 256 * 128 + 2 * 128) + 128
+  assert plan.share == 2 * (128 * 128 + 3 * 256 * 128) / total
+  odd = dataclasses.replace(cfg, hidden_size=192)
+  with pytest.raises(UserError, match="no matrix of this model would be FP8 .*export.strategy='ch"):
+    _plan(BLOCKS, cfg=odd)
+  assert len(_plan(CHANNELS, cfg=odd).matrices) == 14
+
+
+@pytest.mark.parametrize(
+  "recipe, fp8, fix",
+  [
+    ("block_128", CHANNELS, "'hf-fp8-block' or .*export.strategy='block'.* export.requantize=True"),
+    ("rowwise", BLOCKS, "export.strategy='channel'"),
+    ("tensor_current", BLOCKS, "export.strategy='tensor'"),
+    ("mxfp8", BLOCKS, "Set export.format='hf-bf16'"),
+    ("nvfp4", CHANNELS, "recipe 'nvfp4' multiplied weights as e2m1 16x16"),
+  ],
+)
+def test_export_refuses_to_change_the_codes_of_training_unasked(recipe, fp8, fix):
+  with pytest.raises(UserError, match=fix):
+    _plan(fp8, recipe)
+  plan = _plan(fp8, recipe, requantize=True)
+  assert len(plan.matrices) == 14 and not any(m.is_trained for m in plan.matrices.values())
+
+
+def test_export_with_float32_scales_is_no_power_of_two_unless_asked():
+  with pytest.raises(UserError, match="and this format has e4m3 128x128 pow2"):
+    _plan(BLOCKS, "block_128", scale_fmt="ue8m0")
+  anew = _plan(BLOCKS, "block_128", scale_fmt="ue8m0", requantize=True)
+  assert anew.to_config()["scale_fmt"] == "ue8m0"
+  as_float = _plan(BLOCKS, "block_128_pow2", scale_fmt="float32")
+  assert all(m.is_trained for m in as_float.matrices.values())
+  assert "scale_fmt" not in as_float.to_config()
+
+
+# --- import --------------------------------------------------------------------------------------
+
+
+def _deepseek(tmp_path, change=lambda tensors: None, **config):
+  """A block-FP8 folder by safetensors' own writer; its matrices are codes * 2^(row + col)."""
+  weights = _weights()
+  hf_weights.save_params(str(tmp_path), weights, TINY, "bfloat16")
+  tensors = dict(safetensors.numpy.load_file(tmp_path / "model.safetensors"))
+  for name in [n for n in tensors if "_proj" in n]:
+    rows, cols = (n // 128 for n in tensors[name].shape)
+    scale = 2.0 ** np.add.outer(np.arange(rows), np.arange(cols)) / 4096
+    tensors[name] = (tensors[name].astype(np.float32) * 4096).astype(E4M3)
+    tensors[name.removesuffix("weight") + "weight_scale_inv"] = scale.astype(np.float32)
+  change(tensors)
+  safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+  path = tmp_path / "config.json"
+  stated = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]} | config
+  path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stated}))
+  return tmp_path, tensors
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16])
+def test_import_dequantizes_blocks_whatever_the_dtype_of_scales(tmp_path, dtype):
+  def change(tensors):
+    for name in [n for n in tensors if n.endswith("_scale_inv")]:
+      tensors[name] = tensors[name].astype(dtype)
+
+  folder, tensors = _deepseek(tmp_path, change, scale_fmt="ue8m0", activation_scheme="dynamic")
+  got, _ = hf_weights.load_params(str(folder), hf_config.read_config(str(folder)))
+  codes = tensors[UP].astype(np.float32).reshape(2, 128, 128)
+  want = (codes * np.float32([1, 2])[:, None, None] / 4096).reshape(256, 128)
+  np.testing.assert_array_equal(got["layers"]["mlp"]["up"][1], want.T)
+
+
+def _without(name):
+  return lambda tensors: tensors.pop(name)
+
+
+def _with(name, value):
+  return lambda tensors: tensors.update({name: value})
+
+
+INV = UP.replace("weight", "weight_scale_inv")
+
+
+@pytest.mark.parametrize(
+  "change, config, message",
+  [
+    (_without(INV), {}, f"{UP} is F8_E4M3 and its scales {INV} are missing"),
+    (_with(INV, np.ones((1, 2), np.float32)), {}, r"has shape \(1, 2\), expected \(2, 1\)"),
+    (_with(INV, np.ones((2, 1), np.int32)), {}, "weight_scale_inv has dtype I32"),
+    (_with(INV, np.full((2, 1), -3.4e38, np.float32)), {}, "has 2 of 2 scales that are not posit"),
+    (_with(UP, np.full((256, 128), np.nan, E4M3)), {}, "up_proj.weight has 32768 of .* NaN"),
+    (_with("model.norm.weight", np.ones(128, E4M3)), {}, "norm.weight has dtype F8_E4M3, expected"),
+    (_with(UP, np.ones((256, 128), np.float32)), {}, f"surplus tensor {INV}"),
+    (lambda t: None, {"weight_block_size": [64]}, r"weight_block_size=\[64\], expected two pos"),
+    (lambda t: None, {"fmt": "e5m2"}, "fmt='e5m2' is not supported, expected 'e4m3'"),
+    (lambda t: None, {"activation_scheme": "static"}, "activation_scheme='static' is not supp"),
+    (lambda t: None, {"scale_fmt": "e5m3"}, "scale_fmt='e5m3', expected one of float32, ue8m0"),
+    (lambda t: None, {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+     "format='pack-quantized' is not supported, expected 'float-quantized'"),
+  ],
+)  # fmt: skip
+def test_import_refuses_damaged_fp8_by_name(tmp_path, change, config, message):
+  folder, _ = _deepseek(tmp_path, change, **config)
+  with pytest.raises(UserError, match=message):
+    hf_weights.load_params(str(folder), hf_config.read_config(str(folder)))
+
+
+def test_import_refuses_fp8_that_config_json_does_not_state(tmp_path):
+  folder, _ = _deepseek(tmp_path)
+  config = json.loads((folder / "config.json").read_text())
+  (folder / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+  with pytest.raises(UserError, match="is F8_E4M3, and config.json has no quantization_config"):
+    hf_weights.load_params(str(folder), hf_config.read_config(str(folder)))
+
+
+def test_import_names_an_fp8_file_that_is_cut_off(tmp_path):
+  hf_weights.save_params(str(tmp_path), _weights(), TINY, "bfloat16", fp8=_plan(BLOCKS))
+  path = tmp_path / "model.safetensors"
+  path.write_bytes(path.read_bytes()[:-100])
+  with pytest.raises(UserError, match="model.safetensors is no whole safetensors file"):
+    hf_weights.load_params(str(tmp_path), hf_config.read_config(str(tmp_path)))
+
+
+def test_import_dequantizes_partial_tiles_of_other_writers():
+  fp8 = Fp8Format(FINE_GRAINED)
+  codes = np.ones((130, 64), E4M3)
+  got = fp8_formats.dequantize(codes, np.float32([[2], [3]]), fp8, "x.weight")
+  np.testing.assert_array_equal(got[:, 0], [2] * 128 + [3, 3])
