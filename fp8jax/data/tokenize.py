@@ -110,9 +110,23 @@ class Tokenizer:
       ids = self._ids(text)
     return np.asarray([*ids, self.eos_id], np.int32)
 
+  def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """(int32 ids [n], int64 [n, 2]: first and end character of each), nothing added."""
+    if self.path == BYTES:
+      sizes = [len(character.encode("utf-8")) for character in text]
+      first = np.repeat(np.arange(len(text)), sizes)
+      return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32), np.stack(
+        [first, first + 1], 1
+      )
+    encoding = self._encoding(text)
+    return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+
   def _ids(self, text: str) -> list[int]:
+    return self._encoding(text).ids
+
+  def _encoding(self, text: str):
     try:
-      return self._tokenizer.encode(text, add_special_tokens=False).ids
+      return self._tokenizer.encode(text, add_special_tokens=False)
     except Exception as e:  # the library raises nothing narrower
       raise UserError(
         f"{self.file} cannot encode a document: {e}; add the token that it asks for, or set "

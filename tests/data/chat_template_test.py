@@ -1,0 +1,278 @@
+"""Chat templates and their trained tokens, beside transformers' rendering and counts by hand."""
+
+import json
+import pathlib
+import pickle
+
+import numpy as np
+import pytest
+import tokenizers
+
+from fp8jax.data import tokenize
+from fp8jax.data.chat import conversation, encode
+from fp8jax.data.chat.template import MARKS, ChatTemplate
+from fp8jax.errors import UserError
+
+FOLDER = pathlib.Path(__file__).resolve().parents[1] / "golden/chat_templates"
+GOLDEN = json.loads((FOLDER / "rendered.json").read_text())
+CASES = [(t, c) for t, of in GOLDEN["rendered"].items() for c in of]
+CHATML, LLAMA = ("qwen2_5", "qwen2_5_training", "qwen3", "smollm2"), ("llama3", "llama3_training")
+
+
+def _template(name: str, **changes) -> ChatTemplate:
+  text = (FOLDER / f"{name}.jinja").read_text()
+  values = dict(special_tokens=GOLDEN["special_tokens"], date=GOLDEN["date"]) | changes
+  return ChatTemplate(text, **values)
+
+
+def _user(text):
+  return {"role": "user", "content": text}
+
+
+def _assistant(text, **more):
+  return {"role": "assistant", "content": text, **more}
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, case", CASES, ids=["-".join(case) for case in CASES])
+def test_templates_render_as_transformers_renders_them(name, case):
+  template, golden = _template(name), GOLDEN["rendered"][name][case]
+  given = GOLDEN["conversations"][case]
+  if "error" in golden:
+    with pytest.raises(UserError, match="refuses the conversation"):
+      template.render(given["messages"], tools=given["tools"])
+    return
+  assert template.render(given["messages"], tools=given["tools"]) == golden["text"]
+  prompted = template.render(given["messages"], add_generation_prompt=True, tools=given["tools"])
+  assert prompted == golden["prompted"]
+  text, spans = template.render_marked(given["messages"], given["tools"])
+  assert text == golden["text"] and [list(span) for span in spans] == golden["spans"]
+  assert template.has_generation == name.endswith("_training")
+
+
+def test_sandbox_refuses_to_reach_or_change_what_it_is_given():
+  for text in (
+    "{{ messages.append(1) }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ namespace(__class__=1) }}",
+    "{{ dict.mro() }}",
+  ):
+    with pytest.raises(UserError, match="refuses the conversation"):
+      ChatTemplate(text).render([_user("x")])
+
+
+def test_date_is_a_setting():
+  assert "Today Date: 31 Jan 2026\n" in _template("llama3_2").render([_user("x")])
+  with pytest.raises(UserError, match="data.template_date"):
+    _template("llama3_2", date="").check()
+  with pytest.raises(UserError, match="is no date"):
+    _template("llama3_2", date="tomorrow").check()
+
+
+def test_template_is_the_files_or_the_folders_or_the_configs(tmp_path):
+  with pytest.raises(UserError, match="no chat template.*set data.chat_template"):
+    ChatTemplate.load(str(tmp_path))
+  config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+  several = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d{{ bos_token }}"}]
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": several}))
+  assert ChatTemplate.load(str(tmp_path)).render([]) == "d<s>"
+  (tmp_path / "chat_template.jinja").write_text("f{{ eos_token }}")
+  assert ChatTemplate.load(str(tmp_path)).render([]) == "f</s>"
+  assert ChatTemplate.load(str(tmp_path / "tokenizer_config.json")).render([]) == "f</s>"
+  (tmp_path / "own.jinja").write_text("own")
+  own = ChatTemplate.load(str(tmp_path), str(tmp_path / "own.jinja"))
+  assert own.render([]) == "own" == pickle.loads(pickle.dumps(own)).render([])
+  with pytest.raises(FileNotFoundError, match="data.chat_template"):
+    ChatTemplate.load(str(tmp_path), "missing.jinja")
+  (tmp_path / "chat_template.jinja").write_text("{% if %}")
+  with pytest.raises(UserError, match="no jinja: line 1"):
+    ChatTemplate.load(str(tmp_path))
+
+
+def test_generated_text_that_a_template_computes_with_is_refused():
+  cut = "{% set x %}{% generation %}{{ messages[0].content }}{% endgeneration %}{% endset %}"
+  for use in ("{{ x | length }}", "{{ x[:3] }}"):
+    with pytest.raises(UserError, match="computes with the text"):
+      ChatTemplate(cut + use).render_marked([_user("abcd")])
+
+
+# --- trained tokens ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def characters(tmp_path_factory):
+  """A tokenizer with a token for every character, and one for every special token."""
+  path = tmp_path_factory.mktemp("characters")
+  special = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>"]
+  special += ["<|start_header_id|>", "<|end_header_id|>"]
+  letters = ["<unk>", "\n", *map(chr, range(32, 127))]
+  model = tokenizers.models.WordLevel({text: i for i, text in enumerate(letters)}, "<unk>")
+  made = tokenizers.Tokenizer(model)
+  made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+  made.add_special_tokens(special)
+  made.save(str(path / "tokenizer.json"))
+  return tokenize.Tokenizer(str(path), "<|im_end|>")
+
+
+@pytest.mark.parametrize("name", [*CHATML, *LLAMA])
+def test_trained_tokens_are_those_of_the_assistant(characters, name):
+  """One token per character and per special token: the count needs no offsets."""
+  if name == "qwen3":  # its last turn has thoughts, also without any
+    answers, extra = [["one"], ["three 3"]], len("<think>\n\n</think>\n\n")
+  else:
+    answers, extra = [["one", "three 3"]], 0
+  chat = [_user("One?"), _assistant("one"), _user("Three?"), _assistant("three 3")]
+  # ChatML ends a turn with a line break; trl's blocks also have the one that follows "assistant".
+  turn = 1 if name in LLAMA else 2
+  extra += name == "qwen2_5_training"
+  samples = encode.Encoder(characters, _template(name)).samples({"messages": chat})
+  assert len(samples) == len(answers)
+  for sample, texts in zip(samples, answers):
+    assert sample.trained.sum() == sum(len(text) + turn + extra for text in texts)
+    kept = characters.decode(sample.tokens[sample.trained].tolist()).replace(" ", "")
+    for text in texts:
+      assert text.replace(" ", "") in kept
+    assert "One?" not in kept and "Three?" not in kept
+    ends = sample.tokens == characters._tokenizer.token_to_id(
+      "<|eot_id|>" if name in LLAMA else "<|im_end|>"
+    )
+    assert (sample.trained & ends).sum() == len(texts)  # of the assistant's turns alone
+
+
+def test_turns_that_change_later_are_samples_of_their_own(characters):
+  """Qwen3 drops the thoughts of earlier turns; each sample is what the model meets at its turn."""
+  given = GOLDEN["conversations"]["thoughts"]["messages"]
+  first, last = encode.render(_template("qwen3"), given)
+  assert "Two and two." in first.text and "3+3" not in first.text
+  assert "Two and two." not in last.text and "Threes." in last.text
+  for one, answer in ((first, "Two and two.\n</think>\n\n4."), (last, "Threes.\n</think>\n\n6.")):
+    ((start, end),) = one.spans
+    assert one.text[start:end] == "<think>\n" + answer + "<|im_end|>\n" and end == len(one.text)
+  (stable,) = encode.render(_template("qwen2_5"), given)
+  assert len(stable.spans) == 2
+
+
+def test_turns_of_weight_0_and_what_follows_the_last_turn_are_not_trained():
+  chat = [_user("a"), _assistant("no", weight=0), _user("b"), _assistant("yes"), _user("c")]
+  for name in ("qwen2_5", "qwen2_5_training"):
+    (one,) = encode.render(_template(name), chat)
+    assert [one.text[a:b].strip("\n") for a, b in one.spans] == ["yes<|im_end|>"]
+    assert one.text.endswith("yes<|im_end|>\n")
+  (none,) = encode.render(_template("qwen2_5"), [_user("only a question")])
+  assert none.spans == ()
+
+
+def test_tokens_of_a_real_tokenizer_are_cut_as_in_the_whole_text():
+  """Byte-level BPE: a character of several tokens, a decomposed one, merged line breaks."""
+  folder = pathlib.Path(__file__).resolve().parents[2] / "assets/smollm2-135m"
+  if not (folder / "tokenizer.json").exists():
+    pytest.skip("make run fetches the tokenizer")
+  tokenizer = tokenize.Tokenizer(str(folder))
+  chat = [_user("Ü 👩‍🚀\n\n"), _assistant("\n\nDé́jà 👋🏽 vu"), _user("?"), _assistant("ok")]
+  (sample,) = encode.Encoder(tokenizer, ChatTemplate.load(str(folder))).samples({"messages": chat})
+  # Special tokens cut the text: pieces between them are tokenized alone, and masks laid by hand.
+  pieces = [
+    ("<|im_start|>", 0), ("system\nYou are a helpful AI assistant named SmolLM, trained by "
+    "Hugging Face", 0), ("<|im_end|>", 0), ("\n", 0),
+    ("<|im_start|>", 0), ("user\nÜ 👩‍🚀\n\n", 0), ("<|im_end|>", 0), ("\n", 0),
+    ("<|im_start|>", 0), ("assistant\n\n\nDé́jà 👋🏽 vu", 1), ("<|im_end|>", 1), ("\n", 1),
+    ("<|im_start|>", 0), ("user\n?", 0), ("<|im_end|>", 0), ("\n", 0),
+    ("<|im_start|>", 0), ("assistant\nok", 1), ("<|im_end|>", 1), ("\n", 1),
+  ]  # fmt: skip
+  ids, trained = [], []
+  for text, is_trained in pieces:
+    own = tokenizer.encode(text)[:-1].tolist()
+    # "ass", "istant" and line breaks, which merge to one token, are the header of the turn.
+    header = 3 if text.startswith("assistant") else 0
+    ids += own
+    trained += [False] * header + [bool(is_trained)] * (len(own) - header)
+  np.testing.assert_array_equal(sample.tokens, ids)
+  np.testing.assert_array_equal(sample.trained, trained)
+
+
+def test_bytes_of_the_built_in_tokenizer_have_the_offsets_of_their_characters():
+  template = ChatTemplate("{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+                          "{{ 'a:' if add_generation_prompt }}")  # fmt: skip
+  encoder = encode.Encoder(tokenize.Tokenizer("bytes"), template)
+  (sample,) = encoder.samples({"messages": [_user("é"), _assistant("ü!")]})
+  assert bytes(sample.tokens.tolist()).decode() == "u:é;a:ü!;"
+  assert sample.trained.tolist() == [False] * 7 + [True] * 4
+
+
+def test_template_that_hides_where_a_turn_begins_is_refused():
+  text = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'Answer:' if add_generation_prompt }}"
+  )
+  with pytest.raises(UserError, match="{% generation %}"):
+    encode.render(ChatTemplate(text), [_user("x"), _assistant("y")])
+
+
+# --- formats -------------------------------------------------------------------------------------
+
+WANT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+ROWS = {
+  "OpenAI": ("messages", {"messages": WANT}),
+  "OpenAI parts": (
+    "messages",
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, WANT[1]]},
+  ),
+  "Parquet nulls": (
+    "messages",
+    {"messages": [{**m, "tool_calls": None, "name": None} for m in WANT], "tools": None},
+  ),
+  "JSON in a column": ("messages", {"messages": json.dumps(WANT)}),
+  "ShareGPT": (
+    "sharegpt",
+    {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+  ),
+  "texts": ("prompt", {"prompt": "q", "completion": "a"}),
+  "lists": ("prompt", {"prompt": WANT[:1], "completion": WANT[1:]}),
+}
+
+
+@pytest.mark.parametrize("format, row", ROWS.values(), ids=ROWS)
+def test_formats_give_the_same_conversation(format, row):
+  record = conversation.read(row, format, conversation.FIELDS[format], "here")
+  assert record["messages"] == WANT and record["tools"] is None and record["origin"] == "here"
+
+
+def test_conversations_keep_their_system_text_tools_and_thoughts():
+  row = {"conversations": [{"from": "human", "value": "q"}], "system": "s", "tools": "[{}]"}
+  record = conversation.read(row, "sharegpt", "conversations", "")
+  assert record["messages"][0] == {"role": "system", "content": "s"} and record["tools"] == [{}]
+  row = {"m": [WANT[0], {**WANT[1], "reasoning": "r"}]}
+  (_, turn) = conversation.read(row, "messages", "m", "")["messages"]
+  assert turn["reasoning_content"] == "r"
+
+
+BAD = {
+  "unknown role": ({"role": "critic", "content": "x"}, "unknown role 'critic'.*rename it"),
+  "empty assistant": ({"role": "assistant", "content": " \n"}, "is empty; write its answer"),
+  "no object": ("x", "message 1 is str"),
+  "an image": ({"role": "user", "content": [{"type": "image_url"}]}, "only text is trained on"),
+  "a number": ({"role": "user", "content": 3}, "content of type int"),
+  "a mark": ({"role": "user", "content": MARKS[0]}, "remove them"),
+  "half a pair": ({"role": "user", "content": "\ud800"}, "lone surrogate"),
+}
+
+
+@pytest.mark.parametrize("message, problem", BAD.values(), ids=BAD)
+def test_malformed_messages_are_named(message, problem):
+  record = conversation.read({"messages": [_user("q"), message]}, "messages", "messages", "")
+  with pytest.raises(ValueError, match=problem):
+    raise ValueError(record["error"])
+
+
+def test_malformed_rows_are_named():
+  def error(row, format="messages"):
+    return conversation.read(row, format, conversation.FIELDS[format], "")["error"]
+
+  assert "missing field 'messages' (has 'text')" in error({"text": "x"})
+  assert "no list of messages" in error({"messages": "x"})
+  assert "missing field 'completion'" in error({"prompt": "x"}, "prompt")
+  assert "answers nothing" in error({"messages": [_assistant("hello")]})
+  # An empty tool-calling turn is no empty answer.
+  call = {"messages": [_user("q"), _assistant("", tool_calls=[{}])]}
+  assert "error" not in conversation.read(call, "messages", "messages", "")
