@@ -80,7 +80,9 @@ def get_config(arm=""):
   # FP8 GEMM: "auto" or one of kernels/gemm. On a GPU "auto" never emulates; "reference"
   # does.
   c.kernels.matmul = "auto"
-  # "auto" (cudnn on GPUs since Ampere, with 16-bit activations; else xla), "xla" or "cudnn"
+  # "xla", "cudnn" (GPUs since Ampere, 16-bit activations; isolates documents by an L x L bias),
+  # "tokamax" (Hopper, 16-bit activations, extra `attention`; no such bias), or "auto": cudnn on a
+  # GPU, with isolated documents tokamax, else xla. A bias above 256 MiB must be asked for by name.
   c.kernels.attention = "auto"
   # AdamW's update: "xla", "mosaic_sm90" (one pass over gradient, master and moments, in place; an
   # error where a matrix cannot be moved by it), or "auto" (mosaic_sm90 where it can). The default

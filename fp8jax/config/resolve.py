@@ -20,12 +20,13 @@ from fp8jax.config.identity import acceptable_changes, flatten
 from fp8jax.data import config as data_config_lib
 from fp8jax.errors import ConfigError, ConfigErrors
 from fp8jax.kernels import choose
+from fp8jax.kernels.attention import api as attention_api
 from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.models import attention_gqa, presets, transformer
 from fp8jax.models import config as model_config
-from fp8jax.models import presets, transformer
 from fp8jax.models.hf import config as hf_config_lib
 from fp8jax.models.hf import weights as hf_weights
-from fp8jax.ops import attention, residuals, site
+from fp8jax.ops import residuals, site
 from fp8jax.optim import factory as optim_build
 from fp8jax.optim import fused_adamw
 from fp8jax.step import config as step_config
@@ -62,10 +63,10 @@ def resolve(
   run = _execution(c, layout, device, problems)
   optim = _optim(c, problems)
   data = data_checks.spec(c, model and model.vocab_size, problems)
-  problems.check(
-    c.data.heldout_fraction != 0, "data.heldout_fraction=0 leaves nothing to evaluate on; raise it"
-  )
+  has_heldout = c.data.heldout_fraction != 0
+  problems.check(has_heldout, "data.heldout_fraction=0 leaves nothing to evaluate on; raise it")
   microbatch = _microbatch(c, layout, problems)
+  run = _with_attention(c, run, model, microbatch, device, problems)
   recipes = problems.attempt(lambda: precision_checks.read(c))
   precision_checks.check_smooth(c, model, problems)
   problems.file("precision.calibration", c.precision.calibration, "write it with --job=calibrate")
@@ -196,18 +197,6 @@ def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors)
     compute = choose.compute_dtype(device)
   if reason := choose.lacks_dtype(device, compute):
     problems.found.append(f"precision.compute_dtype={compute!r}: {reason}; use 'float32' or 'auto'")
-  implementation = c.kernels.attention
-  problems.one_of("kernels.attention", implementation, ("auto", *attention.IMPLEMENTATIONS))
-  if implementation == "auto":
-    implementation = choose.attention(device, compute)
-  if implementation == "cudnn":
-    reason = choose.lacks_cudnn(device)
-    problems.check(reason is None, f"kernels.attention='cudnn' {reason}; use 'xla' or 'auto'")
-    problems.check(
-      compute in _SIXTEEN_BITS,
-      f"kernels.attention='cudnn' needs 16-bit inputs, precision.compute_dtype is {compute!r}; "
-      "use 'xla'",
-    )
   problems.one_of("kernels.matmul", c.kernels.matmul, ("auto", *gemm_api.BACKENDS))
   problems.one_of("memory.remat_policy", c.memory.remat_policy, model_config.REMAT)
   problems.check(
@@ -228,9 +217,26 @@ def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors)
   )
   return model_config.ComputeConfig(
     jnp.dtype(compute if compute in _COMPUTE else "float32"),
-    implementation, c.memory.remat_policy, formats, c.memory.loss_chunk, layout,
+    "xla", c.memory.remat_policy, formats, c.memory.loss_chunk, layout,
     c.precision.smooth_swiglu,
   )  # fmt: skip
+
+
+def _with_attention(c: Config, run, model, microbatch: int, device, problems: ConfigErrors):
+  """`run` with the attention that kernels.attention names or "auto" stands for."""
+  wanted = c.kernels.attention
+  problems.one_of("kernels.attention", wanted, ("auto", *attention_api.BACKENDS))
+  if wanted not in ("auto", *attention_api.BACKENDS):
+    return run
+  problem = attention_api.AttentionProblem(1, 128, 1, 1, 128, run.dtype.name, True, device)
+  if model is not None and not model.problems():
+    size = (max(microbatch, c.eval.batch), c.seq_len, not c.data.cross_document)
+    problem = attention_gqa.problem(model, run, device, *size)
+  chosen = choose.attention(problem, wanted)
+  if isinstance(chosen, choose.Refusal):
+    problems.found.append(chosen.reason)
+    return run
+  return dataclasses.replace(run, attention=chosen.backend)
 
 
 def _check_sections(c: Config, problems: ConfigErrors):

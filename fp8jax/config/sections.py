@@ -26,7 +26,7 @@ def read(c: Config, alarms: tuple[step_config.Alarm, ...]) -> dict[str, Any]:
     verify_fp8_gemms=c.precision.verify_fp8_gemms,
     calibration=c.precision.calibration,
     init=step_config.InitConfig(**c.init),
-    kernels=step_config.KernelsConfig(c.kernels.matmul, c.kernels.optimizer),
+    kernels=step_config.KernelsConfig(c.kernels.matmul, c.kernels.optimizer, c.kernels.attention),
     loss_scale=step_config.LossScaleConfig(**c.loss_scale),
     eval=step_config.EvalConfig(**{**evaluation, "precisions": tuple(evaluation.precisions)}),
     checkpoint=step_config.CheckpointConfig(

@@ -10,11 +10,12 @@ is refused; for a GEMM that is an error before step 0. On a GPU "auto" never mul
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 from fp8jax.kernels.adamw import api as adamw_api
+from fp8jax.kernels.attention import api as attention_api
 from fp8jax.kernels.device import Device
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.gemm import grouped
@@ -23,8 +24,8 @@ from fp8jax.recipe.gemm import PASSES, Gemm, Recipe
 from fp8jax.recipe.library import RECIPES
 from fp8jax.recipe.quant import WHOLE, Quant
 
-# Compute capabilities x 10: the first with BF16 tensor cores and cuDNN's attention, the first with
-# FP8 tensor cores, and the first of the consumer Blackwells.
+# Compute capabilities x 10: the first with BF16 tensor cores, the first with FP8 tensor cores, and
+# the first of the consumer Blackwells.
 _AMPERE, _ADA, _SM120 = 80, 89, 120
 
 
@@ -94,19 +95,46 @@ def compute_dtype(device: Device) -> str:
   return "bfloat16" if device.platform == "gpu" and not _is_before(device, _AMPERE) else "float32"
 
 
-def attention(device: Device, dtype: str) -> Literal["xla", "cudnn"]:
-  """The attention that "auto" stands for: cuDNN's fused one needs Ampere and 16-bit inputs."""
-  is_fused = lacks_cudnn(device) is None and dtype in ("bfloat16", "float16")
-  return "cudnn" if is_fused else "xla"
+def attention(problem: attention_api.AttentionProblem, wanted: str = "auto") -> Choice | Refusal:
+  """The backend of attention.
+
+  Args:
+    problem: sizes per device, isolation of documents, hardware.
+    wanted: "auto" or one of attention_api.BACKENDS.
+
+  Returns:
+    Its notes name the backends that "auto" passed over, and what isolation costs. "auto" refuses
+    where isolation would take an array of length x length that is larger than LARGEST_SQUARE.
+
+  Raises:
+    ValueError: `wanted` is no backend's name.
+  """
+  if wanted not in ("auto", *attention_api.BACKENDS):
+    known = sorted(attention_api.BACKENDS)
+    raise ValueError(f"kernels.attention={wanted!r}; expected 'auto' or one of {known}")
+  if wanted != "auto":
+    reason = attention_api.supports(wanted, problem)
+    if reason is not None:
+      return Refusal(f"kernels.attention={wanted!r} {reason}; use 'xla' or 'auto'")
+    return Choice(wanted, _cost_of_isolation(wanted, problem))
+
+  def reason_against(name: str) -> str | None:
+    return attention_api.supports(name, problem) or attention_api.too_large(name, problem)
+
+  found = _first(attention_api.preference(problem), reason_against)
+  if isinstance(found, Choice):
+    passed_over = found.notes if problem.device.platform == "gpu" else ()
+    return Choice(found.backend, passed_over + _cost_of_isolation(found.backend, problem))
+  return Refusal(
+    f"no attention isolates documents on {name_of(problem.device)} within memory: "
+    f"{'; '.join(found)}. Remove the reason against tokamax, or set data.cross_document=True, or "
+    "name kernels.attention='cudnn' to pay for its array"
+  )
 
 
-def lacks_cudnn(device: Device) -> str | None:
-  """Why cuDNN's attention does not run on a device, or None."""
-  if device.platform != "gpu" or device.capability == 0:
-    return "needs an NVIDIA GPU"
-  if device.capability < _AMPERE:
-    return f"needs compute capability 8.0 or newer and this GPU is {name_of(device)}"
-  return None
+def _cost_of_isolation(name: str, problem: attention_api.AttentionProblem) -> tuple[str, ...]:
+  nbytes = attention_api.square_bytes(name, problem)
+  return (f"{name}: isolation takes {nbytes / 2**20:,.0f} MiB per device",) if nbytes else ()
 
 
 def lacks_dtype(device: Device, dtype: str) -> str | None:

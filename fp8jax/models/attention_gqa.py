@@ -3,6 +3,8 @@
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax import axes
+from fp8jax.kernels.attention.api import AttentionProblem
+from fp8jax.kernels.device import Device
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
 from fp8jax.ops.attention import attention
@@ -76,9 +78,29 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
   q_BLHK = checkpoint_name(rotate(q_BLHK, *context.angles), "linear")
   k_BLGK = checkpoint_name(rotate(k_BLGK, *context.angles), "linear")
   v_BLGK = checkpoint_name(v_BLGK, "linear")
-  mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, context.segments_BL, run.attention)
+  mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, context.segments_BL, run.attention, run.layout)
   mixed_BLHK = checkpoint_name(axes.constrain(mixed_BLHK, "BLHK", run.layout), "linear")
   return x_BLD + dot(of_o, mixed_BLHK, p["o"], s["o"]), Aux()
+
+
+def problem(
+  cfg: ModelConfig, run: ComputeConfig, device: Device, sequences: int, length: int,
+  is_isolated: bool,
+) -> AttentionProblem:  # fmt: skip
+  """The attention of a layer as kernels/choose.py is asked for it.
+
+  Args:
+    cfg, run: the model, and its layout and compute dtype.
+    device: hardware.
+    sequences: of a batch over all devices.
+    length: tokens of a sequence.
+    is_isolated: whether a token sees its own document alone.
+  """
+  shards = {letter: run.layout.size(run.layout.act_axes(letter)) for letter in "BHG"}
+  return AttentionProblem(
+    max(sequences // shards["B"], 1), length, cfg.num_heads // shards["H"],
+    cfg.num_kv_heads // shards["G"], cfg.head_dim, run.dtype.name, is_isolated, device,
+  )  # fmt: skip
 
 
 def flops_per_token(cfg: ModelConfig, length: int) -> float:

@@ -5,25 +5,44 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Implementation = Literal["xla", "cudnn"]
-IMPLEMENTATIONS = ("xla", "cudnn")
+from fp8jax import axes
+from fp8jax.kernels.attention import api as attention_api
+from fp8jax.kernels.attention import tokamax_sm90
+from fp8jax.ops import collectives
+
+Implementation = Literal["xla", "cudnn", "tokamax"]
+IMPLEMENTATIONS = attention_api.BACKENDS
 
 
 @jax.named_scope("attention")
-def attention(q_BLHK, k_BMGK, v_BMGK, segments_BL, implementation: Implementation):
+def attention(
+  q_BLHK,
+  k_BMGK,
+  v_BMGK,
+  segments_BL,
+  implementation: Implementation,
+  layout: axes.Layout = axes.LOCAL,
+):
   """Causal grouped-query attention; a token sees only its own document.
 
   Args:
     q_BLHK: queries; H is a multiple of G.
     k_BMGK: keys, one head per group of queries.
     v_BMGK: values.
-    segments_BL: int32 document number of each token, or None if documents may see each other.
-    implementation: "xla", or "cudnn" (fused, NVIDIA GPU, 16-bit inputs). With cudnn a segment mask
-      becomes a [B, 1, L, L] bias.
+    segments_BL: int32 document number of each token, or None if documents may see each other. With
+      "tokamax" the tokens of a document are neighbours.
+    implementation: "xla"; "cudnn" (fused, NVIDIA GPU, 16-bit inputs), where a segment mask becomes
+      a [B, 1, L, L] bias; or "tokamax" (fused, Hopper, 16-bit inputs), without such an array.
+    layout: of activations, for "tokamax".
 
   Returns:
     [B, L, H, K] in q's dtype; softmax in float32.
   """
+  if implementation == "tokamax":
+    first_key_BL = None if segments_BL is None else first_keys(segments_BL)
+    in_specs = tuple(layout.act_spec(letters) for letters in ("BLHK", "BMGK", "BMGK", "BL"))
+    run = collectives.on_mesh(_tokamax, layout, in_specs, layout.act_spec("BLHK"))
+    return run(q_BLHK, k_BMGK, v_BMGK, first_key_BL)
   dtype = q_BLHK.dtype
   if implementation == "xla" and dtype == jnp.float16:
     # JAX asks XLA for F16_F16_F32 products, which XLA:CPU does not have.
@@ -40,3 +59,36 @@ def attention(q_BLHK, k_BMGK, v_BMGK, segments_BL, implementation: Implementatio
     scale=q_BLHK.shape[-1] ** -0.5,
     implementation=implementation,
   ).astype(dtype)
+
+
+def first_keys(segments_BL):
+  """int32 [B, L]: the position of the first token of each token's document.
+
+  Together with causality this is the whole mask: a query sees the keys from its first key to
+  itself. Tokens of one document are neighbours, and a number that comes back is a new document.
+  """
+  positions_L = jnp.arange(segments_BL.shape[1], dtype=jnp.int32)
+  is_new_BL = segments_BL[:, 1:] != segments_BL[:, :-1]
+  starts_BL = jnp.pad(jnp.where(is_new_BL, positions_L[1:], 0), [(0, 0), (1, 0)])
+  return jax.lax.cummax(starts_BL, axis=1)
+
+
+@jax.custom_vjp
+def _tokamax(q_BLHK, k_BMGK, v_BMGK, first_key_BL):
+  return _forward(q_BLHK, k_BMGK, v_BMGK, first_key_BL)[0]
+
+
+def _forward(q_BLHK, k_BMGK, v_BMGK, first_key_BL):
+  args = (q_BLHK, k_BMGK, v_BMGK, first_key_BL)
+  out_BLHK, softmax = tokamax_sm90.forward(*args, scale=q_BLHK.shape[-1] ** -0.5)
+  return out_BLHK, (*args, out_BLHK, softmax)
+
+
+def _backward(residuals, g_BLHK):
+  q, k, v, first_key, out, softmax = residuals
+  scale = g_BLHK.shape[-1] ** -0.5
+  dq, dk, dv = tokamax_sm90.backward(q, k, v, first_key, out, softmax, g_BLHK, scale)
+  return dq, dk, dv, None
+
+
+_tokamax.defvjp(_forward, _backward)

@@ -160,6 +160,9 @@ def print_start(
     f"model {plan.model.architecture}, {count:,} parameters; compute {plan.run.dtype.name}, "
     f"attention {plan.run.attention}, remat {plan.run.remat}; {shape}; data {fingerprint}"
   )
+  if isinstance(plan.attention, choose.Choice):
+    for note in plan.attention.notes:
+      out.print(f"  attention: {note}")
   out.print(_optimizer(plan))
   for phase in plan.precision.phases:
     here = [row for row in sites if row["from_step"] == phase.start]

@@ -31,10 +31,12 @@ class KernelsConfig:
   Attributes:
     matmul: of FP8 GEMMs, a key of kernels/gemm/api.py BACKENDS or "auto".
     optimizer: of AdamW, one of optim/fused_adamw.py CHOICES.
+    attention: one of kernels/attention/api.py BACKENDS or "auto".
   """
 
   matmul: str
   optimizer: str
+  attention: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True)

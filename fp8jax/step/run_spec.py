@@ -8,8 +8,8 @@ from typing import Any
 from fp8jax import params as params_lib
 from fp8jax.data import config as data_config_lib
 from fp8jax.kernels import choose
+from fp8jax.models import attention_gqa, transformer
 from fp8jax.models import config as model_config
-from fp8jax.models import transformer
 from fp8jax.ops import site
 from fp8jax.optim import factory as optim_build
 from fp8jax.optim import update
@@ -108,6 +108,14 @@ class RunSpec:
     """Devices that the run computes on: those of its mesh, all processes' together."""
     mesh_ = self.run.layout.mesh
     return 1 if mesh_ is None else mesh_.size
+
+  @property
+  def attention(self) -> choose.Choice | choose.Refusal:
+    """The choice of the attention that `run` has, with its notes."""
+    is_isolated = not self.data.cross_document
+    size = (max(self.microbatch, self.eval.batch), self.data.seq_len, is_isolated)
+    problem = attention_gqa.problem(self.model, self.run, self.device, *size)
+    return choose.attention(problem, self.kernels.attention)
 
   @property
   def tokens_per_step(self) -> int:

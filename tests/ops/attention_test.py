@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tolerances
 
-from fp8jax.ops.attention import attention
+from fp8jax.ops.attention import attention, first_keys
 
 B, L, K = 2, 24, 16
 # Relative to the largest result. bfloat16: the probabilities are rounded to it, and the result.
@@ -42,3 +42,20 @@ def test_attention_equals_loops(rng, documents, heads, dtype):
   want = _loops(q, k, v, segments)
   assert got.dtype == dtype
   assert np.max(np.abs(np.asarray(got, np.float64) - want)) < BUDGET[dtype] * np.abs(want).max()
+
+
+def test_first_keys_and_causality_are_the_mask_of_documents(rng):
+  """Against loops over pairs of tokens; the last document of a row is its padding, segment 0."""
+  segments = np.zeros((40, 50), np.int32)
+  for row in segments:
+    stops = np.sort(rng.integers(0, 51, rng.integers(1, 9)))
+    for number, (start, stop) in enumerate(zip([0, *stops], stops), 1):
+      row[start:stop] = number
+  first = np.asarray(first_keys(jnp.asarray(segments)))
+  for b, t, s in np.ndindex(40, 50, 50):
+    is_seen = s <= t and segments[b, s] == segments[b, t]
+    assert is_seen == (first[b, t] <= s <= t), (b, t, s)
+
+
+def test_first_keys_of_a_segment_number_that_returns_are_of_its_own_run():
+  assert first_keys(jnp.asarray([[1, 1, 2, 1, 0, 0]])).tolist() == [[0, 0, 2, 3, 4, 4]]
