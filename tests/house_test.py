@@ -26,7 +26,7 @@ PACKAGE = ROOT / "fp8jax"
 # other, except that `run` may ask what a compiled program says. "" is the vocabulary: single files.
 FLOORS = (
   ("",), ("recipe",), ("quantization",), ("kernels",), ("ops",), ("models", "optim", "data"),
-  ("step",), ("config",), ("compiled",), ("run",), ("evaluation",),
+  ("generation",), ("step",), ("config",), ("compiled",), ("run",), ("evaluation",),
   ("jobs", "integrations"),
 )  # fmt: skip
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}

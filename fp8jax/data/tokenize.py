@@ -121,12 +121,32 @@ class Tokenizer:
     encoding = self._encoding(text)
     return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
 
+  def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Ids of a text that is to be continued: without the end-of-document id.
+
+    Args:
+      add_special_tokens: whether tokens that the tokenizer puts before a text (Llama's
+        <|begin_of_text|>) are added; not where a chat template has written them.
+    """
+    if self.path == BYTES:
+      return list(text.encode("utf-8"))
+    return self._encoding(text, add_special_tokens).ids
+
+  def token_id(self, name: str) -> int | None:
+    """Id of the token of that name, or None."""
+    return None if self.path == BYTES else self._tokenizer.token_to_id(name)
+
+  def special_id(self, name: str) -> int | None:
+    """Id of a special token, which `decode` leaves out; None if there is none of that name."""
+    token = self.token_id(name)
+    return token if token is not None and not self.decode([token]) else None
+
   def _ids(self, text: str) -> list[int]:
     return self._encoding(text).ids
 
-  def _encoding(self, text: str):
+  def _encoding(self, text: str, add_special_tokens: bool = False):
     try:
-      return self._tokenizer.encode(text, add_special_tokens=False)
+      return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except Exception as e:  # the library raises nothing narrower
       raise UserError(
         f"{self.file} cannot encode a document: {e}; add the token that it asks for, or set "

@@ -61,6 +61,15 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
     x_BLD: residual stream.
     context: positions and documents of the tokens.
   """
+  return apply_with_state(p, s, x_BLD, context, None, cfg, run)[0], Aux()
+
+
+def apply_with_state(p, s, x_BLD, context: LayerContext, cache, cfg: ModelConfig, run):
+  """(x + attention(norm(x)), keys and values of these tokens as the cache stores them).
+
+  Args:
+    cache: of this layer, with `attend` (generation/cache.py); None for attention among the tokens.
+  """
   *of_qkv, of_o = (site.eqn for site in SITES)
   h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
   q_BLHK, k_BLGK, v_BLGK = dots(of_qkv, h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]))
@@ -78,9 +87,13 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
   q_BLHK = checkpoint_name(rotate(q_BLHK, *context.angles), "linear")
   k_BLGK = checkpoint_name(rotate(k_BLGK, *context.angles), "linear")
   v_BLGK = checkpoint_name(v_BLGK, "linear")
-  mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, context.segments_BL, run.attention, run.layout)
+  if cache is None:
+    added, layout = None, run.layout
+    mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, context.segments_BL, run.attention, layout)
+  else:
+    mixed_BLHK, added = cache.attend(q_BLHK, k_BLGK, v_BLGK, context.positions_BL, run.attention)
   mixed_BLHK = checkpoint_name(axes.constrain(mixed_BLHK, "BLHK", run.layout), "linear")
-  return x_BLD + dot(of_o, mixed_BLHK, p["o"], s["o"]), Aux()
+  return x_BLD + dot(of_o, mixed_BLHK, p["o"], s["o"]), added
 
 
 def problem(
@@ -111,4 +124,7 @@ def flops_per_token(cfg: ModelConfig, length: int) -> float:
   return 2 * cfg.num_heads * cfg.head_dim * length
 
 
-MIXER = Mixer("attn", params, SITES, apply, flops_per_token, HF_NAMES)
+MIXER = Mixer(
+  "attn", params, SITES, apply, flops_per_token, hf_names=HF_NAMES,
+  apply_with_state=apply_with_state,
+)  # fmt: skip

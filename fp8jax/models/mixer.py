@@ -42,11 +42,13 @@ class LayerContext(NamedTuple):
     angles: (cos_BLK, sin_BLK) of rotary positions.
     segments_BL: document of each token, or None if documents may attend to each other.
     weights_BL: float32 weight of each token in the loss.
+    positions_BL: position of each token in its sequence, for mixers with states; else None.
   """
 
   angles: Any
   segments_BL: Any
   weights_BL: Any
+  positions_BL: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -85,6 +87,9 @@ class Mixer:
     params: ModelConfig -> {name: Param}, of one layer.
     sites: its GEMMs, in order of computation.
     apply: (p, s, x_BLD, context, cfg, run) -> (x_BLD, Aux), see attention_gqa.apply.
+    apply_with_state: (p, s, x_BLD, context, state, cfg, run) -> (x_BLD, the tokens' part of the
+      state): `apply` where a state stands for the tokens before these (a KV cache); None for a
+      mixer that treats every token by itself.
     flops_per_token: (ModelConfig, length) -> forward FLOPs per token of products of activations.
     hf_names: {name: Hugging Face's suffix after "model.layers.N."}; None if Hugging Face has no
       such layer.
@@ -99,6 +104,7 @@ class Mixer:
   sites: tuple[GemmSite, ...]
   apply: Callable[..., Any]
   flops_per_token: Callable[..., float] = lambda cfg, length: 0
+  apply_with_state: Callable[..., Any] | None = None
   hf_names: Mapping[str, str] | None = None
   alignment: Callable[..., dict] | None = None
   channel_scales: Callable[..., Any] | None = None

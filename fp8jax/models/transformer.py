@@ -119,7 +119,11 @@ def loss_and_aux(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
 def logits(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """float32 [B, L, V]. For inspection and parity; training never builds this."""
   params = _with_values(params)
-  h_BLD = hidden(params, sites, batch, cfg, run)
+  return head_logits(hidden(params, sites, batch, cfg, run), params, sites, cfg)
+
+
+def head_logits(h_BLD, params, sites, cfg: ModelConfig):
+  """`logits` of what `hidden` gave, or of some of its positions."""
   head, eqn = _head(params, cfg)
   return dot(eqn, h_BLD, head, sites["head"], out_dtype=jnp.float32)
 
@@ -129,6 +133,34 @@ def hidden(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   params = _with_values(params)
   x_BLD, _ = _after_last(params, sites, batch, cfg, run)
   return _normalised(x_BLD, params, cfg, run)
+
+
+def hidden_with_states(params, sites, batch, states, cfg: ModelConfig, run: ComputeConfig):
+  """(`hidden`, what the tokens add to the states): the forward pass of generation.
+
+  Args:
+    params: as in `loss`, or quantized for inference (generation/weights.py).
+    batch: tokens_BL and positions_BL.
+    states: {key of a mixer: its state of every layer, stacked}, see Mixer.apply_with_state.
+
+  Returns:
+    Normalised last hidden states [B, L, D], and a tree like the states.
+  """
+  params = _with_values(params)
+
+  def step(x_BLD, of_layer, context):
+    (p, s, state), added = of_layer, {}
+    context = context._replace(positions_BL=batch["positions_BL"])
+    for mixer in mixers(cfg):
+      own = (p[mixer.key], s[mixer.key], x_BLD, context)
+      if mixer.apply_with_state is None:
+        x_BLD, _ = mixer.apply(*own, cfg, run)
+      else:
+        x_BLD, added[mixer.key] = mixer.apply_with_state(*own, state[mixer.key], cfg, run)
+    return x_BLD, added
+
+  x_BLD, added = _scan_layers(step, params, sites, batch, cfg, run, states)
+  return _normalised(x_BLD, params, cfg, run), added
 
 
 def embed(params, batch, run: ComputeConfig):
@@ -211,24 +243,35 @@ def _after_last(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   return x_BLD, aux.sum()
 
 
-def _scan_layers(step, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
+def _scan_layers(step, params, sites, batch, cfg: ModelConfig, run: ComputeConfig, *more):
   """(residual stream [B, L, D] after the last layer, what else layers give, stacked).
 
   Args:
-    step: (residual stream, (parameters, sites), context) -> (stream, anything).
+    step: (residual stream, (parameters, sites, *more), context) -> (stream, anything).
+    more: trees of arrays, stacked over layers.
   """
   x_BLD, context = embed(params, batch, run), layer_context(batch, cfg)
   start, found = 0, []
-  for run_of_layers in sites["layers"]:
+  for number, run_of_layers in enumerate(sites["layers"]):
     stop = start + jax.tree.leaves(run_of_layers)[0].shape[0]
-    of_run = params["layers"]
-    if stop - start < cfg.num_layers:
-      of_run = jax.tree.map(lambda p, a=start, b=stop: p[a:b], of_run)
-    both = (of_run, run_of_layers)
-    x_BLD, more = jax.lax.scan(lambda x, of_layer: step(x, of_layer, context), x_BLD, both)
+    layers = slice(start, stop)
+    of_run, *others = (_of_run(stack, number, layers) for stack in (params["layers"], *more))
+    xs = (of_run, run_of_layers, *others)
+    x_BLD, more_found = jax.lax.scan(lambda x, of_layer: step(x, of_layer, context), x_BLD, xs)
     start = stop
-    found.append(more)
+    found.append(more_found)
   return x_BLD, jax.tree.map(lambda *runs: jnp.concatenate(runs), *found)
+
+
+def _of_run(stack, number: int, layers: slice):
+  """The layers of one run; a tuple has a stack of its own for every run."""
+  if isinstance(stack, tuple):
+    return stack[number]
+
+  def part(p):
+    return p if layers == slice(0, p.shape[0]) else p[layers]
+
+  return jax.tree.map(part, stack)
 
 
 def _normalised(x_BLD, params, cfg: ModelConfig, run: ComputeConfig):
@@ -252,7 +295,8 @@ def head_eqn(cfg: ModelConfig) -> str:
 
 
 def _head(params, cfg: ModelConfig):
-  return params["embed" if cfg.tie_embeddings else "head"], head_eqn(cfg)
+  # Inference has a tied head beside the embedding if it is quantized.
+  return params["head" if "head" in params else "embed"], head_eqn(cfg)
 
 
 @jax.tree_util.register_dataclass

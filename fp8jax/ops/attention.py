@@ -61,6 +61,27 @@ def attention(
   ).astype(dtype)
 
 
+@jax.named_scope("attention")
+def cached_attention(q_BLHK, k_BMGK, v_BMGK, positions_BL):
+  """Grouped-query attention of new tokens to a cache that holds their own keys already.
+
+  Args:
+    q_BLHK: queries; H is a multiple of G.
+    k_BMGK, v_BMGK: keys and values by position in the sequence; what lies beyond a token is unread.
+    positions_BL: int32 position of each query: it sees the first position + 1 keys.
+
+  Returns:
+    [B, L, H, K] in q's dtype; softmax in float32.
+  """
+  dtype = q_BLHK.dtype
+  if dtype == jnp.float16:  # as above
+    q_BLHK, k_BMGK, v_BMGK = (x.astype(jnp.float32) for x in (q_BLHK, k_BMGK, v_BMGK))
+  mask = jnp.arange(k_BMGK.shape[1]) <= positions_BL[:, None, :, None]
+  return jax.nn.dot_product_attention(
+    q_BLHK, k_BMGK, v_BMGK, mask=mask, scale=q_BLHK.shape[-1] ** -0.5, implementation="xla"
+  ).astype(dtype)
+
+
 def first_keys(segments_BL):
   """int32 [B, L]: the position of the first token of each token's document.
 

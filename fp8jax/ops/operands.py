@@ -16,6 +16,7 @@ from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.ops import collectives
+from fp8jax.ops.stored_params import QuantizedWeight
 from fp8jax.quantization import quantize, scaled_matrix
 from fp8jax.recipe.quant import CURRENT, WHOLE, Quant
 
@@ -158,6 +159,9 @@ def weight(
   w, letters: str, contracted: str, batch: str, quantizer: Quantizer, dtype, layout: axes.Layout
 ) -> Operand:
   """A weight as its GEMM takes it: quantized, then gathered; if tiles straddle, gathered first."""
+  if isinstance(w, QuantizedWeight):
+    free = "".join(c for c in letters if c not in contracted and c not in batch)
+    return Operand(w.matrix, free, batch, dict(zip(letters, w.shape)))
   extra = {c: collectives.extra_axes(layout, c) for c in letters}
   if not any(extra.values()):
     return activation(w, letters, contracted, batch, quantizer, dtype, layout)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from fp8jax.quantization import quantized_tensor
 from fp8jax.quantization.bf16_remainder import SplitFloat32
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
+from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.recipe.quant import Quant
 
 
@@ -48,6 +49,20 @@ class Weight:
   @property
   def dtype(self):
     return jnp.dtype(jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeight:
+  """A weight quantized once, as its forward GEMM reads it: for inference alone.
+
+  Attributes:
+    matrix: [produced, contracted]; stacked over layers, its arrays have the layers in front.
+    shape: of the weight, by its letters, without the layers.
+  """
+
+  matrix: ScaledMatrix
+  shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
 
 def is_stored(x) -> bool:

@@ -1,0 +1,280 @@
+"""Completions and scores of a model: `load` a folder, then `generate` and `score`."""
+
+import collections
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+
+import jax
+
+from fp8jax import hub
+from fp8jax.data.tokenize import Tokenizer
+from fp8jax.errors import ConfigErrors, UserError, read_json
+from fp8jax.generation import batching, weights
+from fp8jax.generation import cache as cache_lib
+from fp8jax.generation.completion import Completion, Growing
+from fp8jax.generation.sampling import Sampling, row_seed
+from fp8jax.kernels import choose
+from fp8jax.models import attention_gqa, transformer
+from fp8jax.models.config import ComputeConfig, ModelConfig
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.ops import site as site_lib
+
+# (index of the prompt, number of the sample, piece of text, the completion with its last piece).
+OnText = Callable[[int, int, str, Completion | None], None]
+
+
+class Generator:
+  """A model, its tokenizer and its compiled programs.
+
+  Attributes:
+    tokenizer: of prompts and completions.
+    end_ids: tokens that end a completion.
+    max_length: tokens of the longest prompt and completion together.
+    folder: with the tokenizer's files and settings; "" if there is none.
+  """
+
+  def __init__(
+    self, params, sites, cfg: ModelConfig, run: ComputeConfig, tokenizer: Tokenizer,
+    end_ids: Sequence[int], *, slots: int = 8, cache_format: str = cache_lib.COMPUTE,
+    max_length: int = 0, folder: str = "",
+  ):  # fmt: skip
+    """
+    Args:
+      params: as they are stored.
+      sites: of all GEMMs; delayed and static scales with their states.
+      cfg: architecture.
+      run: how it computes; one device.
+      slots: sequences that are decoded together.
+      cache_format: "compute" for run.dtype, or "e4m3".
+      max_length: positions of the cache; 0 takes as many as a call needs. A fixed number makes
+        completions independent, to the bit, of the lengths of a call's other prompts.
+
+    Raises:
+      UserError: the model or its configuration cannot be generated with; all reasons.
+    """
+    problems = ConfigErrors()
+    problems.extend(problems_of(cfg, run))
+    problems.check(slots >= 1, f"slots={slots} must be at least 1")
+    problems.one_of("cache_format", cache_format, cache_lib.FORMATS)
+    longest = _longest(cfg)
+    problems.check(
+      0 <= max_length <= longest,
+      f"max_length={max_length} must be from 0 to {longest}, the longest context of the model",
+    )
+    problems.refuse()
+    self.tokenizer, self.end_ids, self.folder = tokenizer, frozenset(end_ids), folder
+    self.max_length, self._is_fixed = max_length or longest, bool(max_length)
+    params = weights.for_inference(params, sites, cfg, run.dtype)
+    device = choose.current_device()
+    run = dataclasses.replace(run, attention=_prefill_attention(cfg, run, device, self.max_length))
+    options = choose.compiler_options(device)
+    self._engine = batching.Engine(params, sites, cfg, run, slots, cache_format, options)
+
+  def generate(
+    self,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    num_samples: int = 1,
+    on_text: OnText | None = None,
+  ) -> list[list[Completion]]:
+    """Completes every prompt so many times.
+
+    A completion depends on its prompt, the sampling and its number, and on no other prompt; a
+    prompt that occurs again goes on with the numbers. Greedy samples of a prompt are equal.
+
+    Args:
+      prompts: token ids, at least one each.
+      sampling: how tokens are drawn.
+      num_samples: completions per prompt.
+      on_text: is called with every piece of text as it becomes certain.
+
+    Returns:
+      For every prompt its completions.
+
+    Raises:
+      UserError: a prompt is empty or leaves no room for a token; a value of `sampling`.
+    """
+    problems = ConfigErrors()
+    problems.extend(sampling.problems())
+    problems.check(num_samples >= 1, f"num_samples={num_samples} must be at least 1")
+    problems.extend(self._unfit(prompts))
+    problems.refuse()
+    stop_ids = {s: self.tokenizer.special_id(s) for s in sampling.stop}
+    texts = [s for s, token in stop_ids.items() if token is None]
+    ids = frozenset(token for token in stop_ids.values() if token is not None)
+    draws = 1 if sampling.temperature == 0 else num_samples
+    growing: dict[tuple[int, int], Growing] = {}
+    requests, seen = [], collections.Counter()
+    for index, prompt in enumerate(map(tuple, prompts)):
+      limit = min(sampling.max_new_tokens, self.max_length - len(prompt))
+      for number in range(draws):
+        seed = row_seed(sampling.seed, prompt, seen[prompt])
+        seen[prompt] += 1
+        requests.append(batching.Request(prompt, limit, seed, index, number))
+        growing[index, number] = Growing(self.tokenizer.decode, texts, self.end_ids, ids, limit)
+
+    def push(request: batching.Request, token: int) -> bool:
+      grown = growing[request.index, request.number]
+      piece = grown.push(token)
+      if on_text is not None and (piece or grown.result):
+        on_text(request.index, request.number, piece, grown.result)
+      return grown.result is not None
+
+    needed = max((len(r.prompt) + r.limit for r in requests), default=1)
+    length = self.max_length if self._is_fixed else batching.bucket(needed, self.max_length)
+    self._engine.run(requests, sampling, length, push)
+    found = [[growing[i, n].completion for n in range(draws)] for i in range(len(prompts))]
+    return [(own * num_samples)[:num_samples] for own in found]
+
+  def score(
+    self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+  ) -> list[tuple[float, bool]]:
+    """Log-probabilities of continuations.
+
+    Args:
+      sequences: (context, continuation) as token ids, both not empty.
+
+    Returns:
+      For each (sum of the log-probabilities of the continuation's tokens, in nats; whether greedy
+      generation would give it).
+
+    Raises:
+      UserError: a part is empty, or both together are too long for the model.
+    """
+    problems = ConfigErrors()
+    for i, (context, continuation) in enumerate(sequences):
+      problems.check(
+        bool(len(context) and len(continuation)),
+        f"sequence {i} has {len(context)} tokens of context and {len(continuation)} of "
+        "continuation, expected at least one of each; begin an empty context with the "
+        "end-of-document token",
+      )
+      length = len(context) + len(continuation)
+      problems.check(
+        length - 1 <= self.max_length,
+        f"sequence {i} has {length} tokens, expected at most {self.max_length + 1}: cut its "
+        "context on the left",
+      )
+    problems.refuse()
+    scored = self._engine.score([(*context, *rest) for context, rest in sequences])
+    return [
+      (float(logp[-len(rest) :].astype("float64").sum()), bool(is_best[-len(rest) :].all()))
+      for (_, rest), (logp, is_best) in zip(sequences, scored, strict=True)
+    ]
+
+  def _unfit(self, prompts) -> list[str]:
+    found = []
+    for i, prompt in enumerate(prompts):
+      if not len(prompt):
+        found.append(f"prompt {i} is empty, expected at least one token")
+      elif len(prompt) >= self.max_length:
+        found.append(
+          f"prompt {i} has {len(prompt)} tokens and the model takes {self.max_length} together "
+          "with the completion: shorten it"
+        )
+    return found
+
+
+def load(
+  folder: str, *, recipe: str = "bf16", compute_dtype: str = "auto", slots: int = 8,
+  cache_format: str = cache_lib.COMPUTE, max_length: int = 0, stop_tokens: Sequence[str] = (),
+) -> Generator:  # fmt: skip
+  """The generator of a Hugging Face folder.
+
+  Args:
+    folder: with config.json, safetensors and tokenizer.json; or a hub id that is in the cache.
+    recipe: of the linear layers of attention and MLP; the head stays in the compute dtype.
+    compute_dtype: "float32", "bfloat16", or "auto": bfloat16 on GPUs, float32 on the CPU.
+    slots, cache_format, max_length: see Generator.
+    stop_tokens: names of further end tokens.
+
+  Raises:
+    UserError, FileNotFoundError: the folder is incomplete or holds another kind of model.
+
+  Example:
+    generator = load("assets/smollm2-135m", recipe="block_128")
+    ids = generator.tokenizer.encode_prompt("The capital of France is")
+    [[completion]] = generator.generate([ids], Sampling(max_new_tokens=8))
+  """
+  device = choose.current_device()
+  cfg = hf_config.read_config(folder)
+  dtype = choose.compute_dtype(device) if compute_dtype == "auto" else compute_dtype
+  run = ComputeConfig(jax.numpy.dtype(dtype))
+  params, _ = hf_weights.load_params(folder, cfg)
+  rules = (("head", "bf16"), ("layers/.*", recipe))
+  declaration = transformer.site_params(cfg)
+  sites = site_lib.build_sites(declaration, cfg.dims, rules, device=device, tokens=slots)
+  tokenizer = Tokenizer(folder)
+  return Generator(
+    params, site_lib.with_current_scales(sites), cfg, run, tokenizer,
+    end_ids(folder, tokenizer, stop_tokens), slots=slots, cache_format=cache_format,
+    max_length=max_length, folder=folder,
+  )  # fmt: skip
+
+
+def end_ids(folder: str, tokenizer: Tokenizer, stop_tokens: Sequence[str] = ()) -> list[int]:
+  """Tokens that end a completion: those of generation_config.json, else config.json, else the
+  tokenizer's, as in transformers; and `stop_tokens`.
+
+  Args:
+    folder: of the model; "" for none.
+    stop_tokens: names of tokens.
+
+  Raises:
+    UserError: a file states something else than ids, or the tokenizer has no token of that name.
+  """
+  found = []
+  for name in ("generation_config.json", "config.json"):
+    path = os.path.join(hub.local(folder), name)
+    if found or not folder or not os.path.exists(path):
+      continue
+    stated = read_json(path, "correct it, or fetch it again").get("eos_token_id")
+    stated = [] if stated is None else stated if isinstance(stated, list) else [stated]
+    if any(not isinstance(i, int) or isinstance(i, bool) for i in stated):
+      raise UserError(f"{path}: eos_token_id is {stated!r}, expected ids; correct it")
+    found = stated
+  for name in stop_tokens:
+    token = tokenizer.token_id(name)
+    if token is None:
+      raise UserError(f"stop token {name!r} is no token of {tokenizer.file}; give one that it has")
+    found = [*found, token]
+  return found or [tokenizer.eos_id]
+
+
+def problems_of(cfg: ModelConfig, run: ComputeConfig) -> list[str]:
+  """Reasons why nothing can be generated by a model so, in words; empty without any."""
+  found = []
+  keys = [mixer.key for mixer in transformer.mixers(cfg) if mixer.apply_with_state is not None]
+  if keys != [cache_lib.MIXER]:
+    found.append(
+      f"model.mixers={cfg.mixers!r}: generation keeps keys and values of one attention per layer; "
+      "use 'attention_gqa' and blocks that treat every token by itself"
+    )
+  if run.layout.mesh is not None:
+    found.append(
+      f"a mesh of {run.layout.mesh.size} devices: generation runs on one; set mesh.data, mesh.fsdp "
+      "and mesh.tensor to 1"
+    )
+  if run.smooth_swiglu == "channel":
+    found.append(
+      "precision.smooth_swiglu='channel' takes its scales from all tokens of a batch, which come "
+      "one by one here: fold them (--job=export with export.fold_smooth_batches) and generate from "
+      "the export, or set precision.smooth_swiglu='none'"
+    )
+  return found
+
+
+def _prefill_attention(cfg: ModelConfig, run: ComputeConfig, device: choose.Device, length: int):
+  """The backend of a prompt's attention: of one sequence, a single document."""
+  problem = attention_gqa.problem(cfg, run, device, 1, length, is_isolated=False)
+  chosen = choose.attention(problem)
+  return chosen.backend if isinstance(chosen, choose.Choice) else "xla"
+
+
+def _longest(cfg: ModelConfig) -> int:
+  """Positions that the model was made for; "dynamic" stretches by length beyond its original."""
+  if cfg.rope_scaling.kind == "dynamic":
+    return min(cfg.max_positions, cfg.rope_scaling.original_max_positions or cfg.max_positions)
+  return cfg.max_positions

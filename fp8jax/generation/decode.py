@@ -1,0 +1,119 @@
+"""The three programs of generation: prefill of prompts, one decode step, scores of sequences.
+
+All are the model's own forward pass (models/transformer.py) with a cache for a state. B is slots of
+the cache, R is prompts that are prefilled together, P is positions that are scored together.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.generation import cache as cache_lib
+from fp8jax.generation import sampling
+from fp8jax.generation.sampling import Method
+from fp8jax.models import transformer
+from fp8jax.models.config import ComputeConfig, ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+  """The sequences that are being decoded.
+
+  Attributes:
+    cache: of their tokens, all but the newest.
+    tokens_B: int32, the newest token of each.
+    positions_B: int32, its position.
+    seeds_B: uint32, see sampling.row_seed.
+  """
+
+  cache: cache_lib.KVCache
+  tokens_B: jax.Array
+  positions_B: jax.Array
+  seeds_B: jax.Array
+
+  @classmethod
+  def empty(cls, cfg: ModelConfig, rows: int, length: int, format_: str, dtype) -> "Slots":
+    """So many slots without a sequence."""
+    zeros = jnp.zeros(rows, jnp.int32)
+    cache = cache_lib.KVCache.zeros(cfg, rows, length, format_, dtype)
+    return cls(cache, zeros, zeros + 0, zeros.astype(jnp.uint32))
+
+
+def prefill(
+  params, sites, slots: Slots, prompts, temperature, top_p, *, method: Method,
+  cfg: ModelConfig, run: ComputeConfig,
+):  # fmt: skip
+  """(slots that hold the prompts, int32 [R] their first sampled tokens).
+
+  Args:
+    prompts: {"tokens_RL", "lengths_R", "rows_R", "seeds_R"}: int32 tokens, padded on the right to
+      one length; how many count; the slots that they take, each one once.
+    temperature, top_p, method: see sampling.sample.
+  """
+  tokens_RL, lengths_R, rows_R, seeds_R = (
+    prompts[k] for k in ("tokens_RL", "lengths_R", "rows_R", "seeds_R")
+  )
+  positions_RL = jnp.broadcast_to(jnp.arange(tokens_RL.shape[1]), tokens_RL.shape)
+  batch = {"tokens_BL": tokens_RL, "positions_BL": positions_RL}
+  past = cache_lib.states(cache_lib.NoPast(slots.cache.format))
+  h_RLD, added = transformer.hidden_with_states(params, sites, batch, past, cfg, run)
+  last_RLD = jnp.take_along_axis(h_RLD, lengths_R[:, None, None] - 1, axis=1)
+  logits_RLV = transformer.head_logits(last_RLD, params, sites, cfg)
+  first_R = sampling.sample(logits_RLV[:, 0], seeds_R, lengths_R, temperature, top_p, method)
+  return Slots(
+    slots.cache.write(added[cache_lib.MIXER], rows_R, positions_RL),
+    slots.tokens_B.at[rows_R].set(first_R),
+    slots.positions_B.at[rows_R].set(lengths_R),
+    slots.seeds_B.at[rows_R].set(seeds_R),
+  ), first_R
+
+
+def decode(
+  params, sites, slots: Slots, temperature, top_p, *, method: Method,
+  cfg: ModelConfig, run: ComputeConfig,
+) -> Slots:  # fmt: skip
+  """The slots after one more token of each; a slot without a sequence decodes nonsense."""
+  logits_BV, cache = next_logits(params, sites, slots, cfg, run)
+  # An idle slot must not walk out of the cache: rotations and masks are of its positions.
+  positions_B = jnp.minimum(slots.positions_B + 1, slots.cache.length - 1)
+  tokens_B = sampling.sample(logits_BV, slots.seeds_B, positions_B, temperature, top_p, method)
+  return Slots(cache, tokens_B, positions_B, slots.seeds_B)
+
+
+def next_logits(params, sites, slots: Slots, cfg: ModelConfig, run: ComputeConfig):
+  """(float32 [B, V] logits after each slot's newest token, the cache that holds this token too)."""
+  positions_BL = slots.positions_B[:, None]
+  batch = {"tokens_BL": slots.tokens_B[:, None], "positions_BL": positions_BL}
+  past = cache_lib.states(slots.cache)
+  h_BLD, added = transformer.hidden_with_states(params, sites, batch, past, cfg, run)
+  rows_B = jnp.arange(positions_BL.shape[0])
+  cache = slots.cache.write(added[cache_lib.MIXER], rows_B, positions_BL)
+  return transformer.head_logits(h_BLD, params, sites, cfg)[:, 0], cache
+
+
+def score(params, sites, batch, *, chunk: int, cfg: ModelConfig, run: ComputeConfig):
+  """(float32 [B, L] log-probability of every target, bool [B, L] whether it is the best token).
+
+  Args:
+    batch: tokens_BL, positions_BL, targets_BL.
+    chunk: positions P whose logits exist at a time; divides L.
+  """
+  h_BLD = transformer.hidden(params, sites, batch, cfg, run)
+  num_rows, length, _ = h_BLD.shape
+
+  def chunks(x):
+    parts = x.reshape(num_rows, length // chunk, chunk, *x.shape[2:])
+    return jnp.moveaxis(parts, 1, 0)
+
+  def one(part):
+    h_BPD, targets_BP = part
+    logits_BPV = transformer.head_logits(h_BPD, params, sites, cfg)
+    of_target = jnp.take_along_axis(logits_BPV, targets_BP[..., None], axis=-1)[..., 0]
+    logp_BP = of_target - jax.nn.logsumexp(logits_BPV, axis=-1)
+    return logp_BP, jnp.argmax(logits_BPV, axis=-1) == targets_BP
+
+  found = jax.lax.map(one, (chunks(h_BLD), chunks(batch["targets_BL"])))
+  logp_BL, is_best_BL = (jnp.moveaxis(x, 0, 1).reshape(num_rows, length) for x in found)
+  return logp_BL, is_best_BL

@@ -1,0 +1,129 @@
+"""From logits to a token: greedy, or a draw after temperature, top-k and top-p, in this order.
+
+Source: the order and the sets are those of transformers' logits processors (temperature, top-k,
+top-p); nucleus sampling is Holtzman et al. 2020 (arXiv:1904.09751) §3.1. Of equal logits at the
+border of a set the lower ids stay.
+
+Every row draws with a key of its own, from its seed and its token's position: a completion does not
+depend on the rows beside it.
+"""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How completions are drawn.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the best token.
+    top_p: the smallest set of most probable tokens that has at least this probability; 1 is all.
+    top_k: so many most probable tokens; 0 is all.
+    max_new_tokens: tokens after which a completion ends, the end token among them.
+    stop: texts at which a completion ends; they are left out of its text.
+    seed: of all draws.
+  """
+
+  temperature: float = 0.0
+  top_p: float = 1.0
+  top_k: int = 0
+  max_new_tokens: int = 256
+  stop: tuple[str, ...] = ()
+  seed: int = 0
+
+  def problems(self, where: str = "") -> list[str]:
+    """Values that mean nothing, in words; empty without any.
+
+    Args:
+      where: before the names of the fields, "generate.".
+    """
+    found = []
+
+    def check(ok: bool, name: str, expected: str):
+      if not ok:
+        found.append(f"{where}{name}={getattr(self, name)!r} must be {expected}")
+
+    check(0 <= self.temperature < math.inf, "temperature", "0 (greedy) or positive and finite")
+    check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 keeps all tokens)")
+    check(self.top_k >= 0, "top_k", "at least 0 (0 keeps all tokens)")
+    check(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
+    check(0 <= self.seed < 2**63, "seed", "from 0 to 2**63 - 1")
+    is_texts = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
+    check(is_texts, "stop", "a tuple of texts that are not empty")
+    return found
+
+  @property
+  def method(self) -> "Method":
+    """The part that programs are compiled for."""
+    if self.temperature == 0:
+      return Method(True, 0, False)
+    return Method(False, self.top_k, self.top_p < 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """The static part of a Sampling.
+
+  Attributes:
+    is_greedy: the best token; the rest is unread.
+    top_k: as in Sampling.
+    has_top_p: whether top_p is below 1.
+  """
+
+  is_greedy: bool
+  top_k: int
+  has_top_p: bool
+
+
+def row_seed(seed: int, prompt: Sequence[int], number: int) -> int:
+  """The seed of a row, 32 bits, from a Sampling's seed, the prompt and the sample's number."""
+  text = f"{seed}|{number}|{','.join(map(str, prompt))}"
+  return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+def sample(logits_BV, seeds_B, positions_B, temperature, top_p, method: Method):
+  """int32 [B], one token per row.
+
+  Args:
+    logits_BV: float32.
+    seeds_B: uint32, see `row_seed`.
+    positions_B: int32 position of the sampled token in its sequence.
+    temperature, top_p: float32 scalars; unread by a greedy method.
+  """
+  if method.is_greedy:
+    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+  scores_BV, ids_BV = filtered(logits_BV, temperature, top_p, method)
+
+  def draw(seed, position, scores):
+    key = jax.random.fold_in(jax.random.key(seed), position)
+    return jax.random.categorical(key, scores)
+
+  chosen_B = jax.vmap(draw)(seeds_B, positions_B, scores_BV)
+  if ids_BV is None:
+    return chosen_B.astype(jnp.int32)
+  return jnp.take_along_axis(ids_BV, chosen_B[:, None], axis=1)[:, 0].astype(jnp.int32)
+
+
+def filtered(logits_BV, temperature, top_p, method: Method):
+  """(scores of the tokens that may be drawn, -inf for others; their ids, or None for all in order).
+
+  With a filter they come by descending score, the first top_k of them.
+  """
+  scores_BV = logits_BV / temperature
+  if not method.top_k and not method.has_top_p:
+    return scores_BV, None
+  count = min(method.top_k or logits_BV.shape[-1], logits_BV.shape[-1])
+  scores_BV, ids_BV = jax.lax.top_k(scores_BV, count)
+  if method.has_top_p:
+    p_BV = jax.nn.softmax(scores_BV, axis=-1)
+    # A token stays if the more probable ones have less than top_p together: the first always does.
+    before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
+    scores_BV = jnp.where(before_BV < top_p, scores_BV, -np.inf)
+  return scores_BV, ids_BV

@@ -1,0 +1,267 @@
+"""Completions and scores against transformers, and against one another in other company."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tolerances
+
+from fp8jax.data.tokenize import Tokenizer
+from fp8jax.errors import UserError
+from fp8jax.generation import api, batching, decode, weights
+from fp8jax.generation.api import Sampling
+from fp8jax.models import transformer
+from fp8jax.models.config import ComputeConfig
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.ops import site
+from fp8jax.ops.stored_params import QuantizedWeight
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
+SMOLLM2 = pathlib.Path(__file__).resolve().parents[2] / "assets" / "smollm2-135m"
+RUN = ComputeConfig()
+# A token that the tiny models' bytes do not have.
+NEVER = 10**6
+# E4M3 keys and values against float32 ones, as tolerances.difference of all logits.
+E4M3_CACHE = 2e-3
+
+
+@functools.cache
+def _model(name):
+  folder = GOLDEN / "hf" / name
+  cfg = hf_config.read_config(str(folder))
+  return cfg, hf_weights.load_params(str(folder), cfg)[0], np.load(folder / "logits.npz")
+
+
+def _sites(cfg, *rules):
+  return site.build_sites(transformer.site_params(cfg), cfg.dims, rules or ((".*", "bf16"),))
+
+
+def _generator(name="llama", rules=(), **options):
+  cfg, params, _ = _model(name)
+  options = {"end_ids": [NEVER], "slots": 3} | options
+  return api.Generator(params, _sites(cfg, *rules), cfg, RUN, Tokenizer("bytes"), **options)
+
+
+def _prompts(rng, lengths, vocab=96):
+  return [rng.integers(0, vocab, n).tolist() for n in lengths]
+
+
+def _same_as_transformers(count, new_tokens):
+  """Compares with smollm2_generations.json; near ties may differ, and end a comparison."""
+  if not SMOLLM2.exists():
+    pytest.fail(f"{SMOLLM2} is missing; `make test` fetches it")
+  rows = json.loads((GOLDEN / "smollm2_generations.json").read_text())["rows"][:count]
+  generator = api.load(str(SMOLLM2), slots=min(count, 8))
+  sampling = Sampling(max_new_tokens=new_tokens)
+  found = generator.generate([row["prompt"] for row in rows], sampling)
+  for row, [completion] in zip(rows, found, strict=True):
+    near = {tie["position"] for tie in row["near"]}
+    for position, (ours, theirs) in enumerate(zip(completion.tokens, row["tokens"])):
+      if ours != theirs:
+        assert position in near, (row["prompt"], position)
+        break
+    else:
+      assert len(completion.tokens) == min(len(row["tokens"]), new_tokens)
+
+
+def test_greedy_tokens_of_smollm2_equal_transformers():
+  _same_as_transformers(6, 12)
+
+
+@pytest.mark.slow
+def test_greedy_tokens_of_smollm2_equal_transformers_for_64_prompts():
+  _same_as_transformers(64, 32)
+
+
+def _forced_logits(cfg, params, sites, tokens_BL, lengths, format_="compute"):
+  """float32 [B, L, V]: logits after each prefix, prompts of these lengths prefilled together."""
+  num_rows, length = tokens_BL.shape
+  width, lengths = max(lengths), np.asarray(lengths, np.int32)
+  slots = decode.Slots.empty(cfg, num_rows, length, format_, RUN.dtype)
+  prompts = dict(
+    tokens_RL=np.where(np.arange(width) < lengths[:, None], tokens_BL[:, :width], 7),
+    lengths_R=lengths, rows_R=np.arange(num_rows)[::-1].copy(), seeds_R=np.zeros(num_rows, "u4"),
+  )  # fmt: skip
+  method = Sampling().method
+  fill = jax.jit(functools.partial(decode.prefill, method=method, cfg=cfg, run=RUN))
+  step = jax.jit(functools.partial(decode.next_logits, cfg=cfg, run=RUN))
+  slots, _ = fill(params, sites, slots, prompts, 1.0, 1.0)
+  found = np.full((num_rows, length, cfg.vocab_size), np.nan, np.float32)
+  for n in range(length - min(lengths)):
+    positions = np.minimum(lengths + n, length - 1)[::-1]
+    rows = np.arange(num_rows)[::-1]
+    forced = jnp.asarray(tokens_BL[rows, positions])
+    slots = dataclasses.replace(slots, tokens_B=forced, positions_B=jnp.asarray(positions))
+    logits_BV, cache = step(params, sites, slots)
+    slots = dataclasses.replace(slots, cache=cache)
+    found[rows, positions] = logits_BV
+  return found
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen2", "qwen3", "llama_llama3"])
+def test_logits_over_a_cache_equal_transformers(name):
+  cfg, params, golden = _model(name)
+  lengths = (5, 17)
+  got = _forced_logits(cfg, params, _sites(cfg), golden["tokens"], lengths)
+  for row, length in enumerate(lengths):
+    wrong = np.abs(got[row, length:] - golden["logits"][row, length:]).max()
+    assert wrong < tolerances.LOGITS_TINY
+
+
+def test_logits_over_an_e4m3_cache_lie_within_its_bound():
+  cfg, params, golden = _model("qwen3")
+  got = _forced_logits(cfg, params, _sites(cfg), golden["tokens"], (1, 1), "e4m3")[:, 1:]
+  off = tolerances.difference(got, golden["logits"][:, 1:])
+  assert 1e-6 < off < E4M3_CACHE
+
+
+RULES = {
+  "block_128": ((".*", "block_128"),),
+  "rowwise": (("head", "bf16"), (".*", "rowwise")),
+  "tensor_current": ((".*", "tensor_current"),),
+  "mixed": (("head", "bf16"), ("layers/0/.*", "bf16"), (".*/mlp/.*", "mxfp8"), (".*", "block_128")),
+}
+
+
+@pytest.mark.parametrize("name, rules", RULES.items(), ids=RULES)
+def test_weights_quantized_once_give_the_logits_of_the_training_forward_pass(name, rules):
+  cfg, params, golden = _model("llama_tied")
+  sites = _sites(cfg, *rules)
+  tokens = jnp.asarray(golden["tokens"])
+  batch = {"tokens_BL": tokens, "positions_BL": jnp.broadcast_to(jnp.arange(48), tokens.shape)}
+  logits = jax.jit(lambda p: transformer.logits(p, sites, batch, cfg, RUN))
+  made = weights.for_inference(params, sites, cfg, RUN.dtype)
+  np.testing.assert_array_equal(logits(made), logits(params))
+  stored = jax.tree.leaves(made, is_leaf=lambda w: isinstance(w, QuantizedWeight))
+  quantized = [w for w in stored if isinstance(w, QuantizedWeight)]
+  assert len(quantized) == {"block_128": 8, "rowwise": 7, "tensor_current": 8, "mixed": 7}[name]
+  assert all(w.matrix.data.dtype == jnp.float8_e4m3fn for w in quantized)
+
+
+def test_decoding_in_fp8_equals_the_training_forward_pass():
+  """Scales are per token, so that a token alone multiplies as it does among others."""
+  cfg, params, golden = _model("llama")
+  sites = _sites(cfg, *RULES["block_128"])
+  tokens = golden["tokens"]
+  batch = {"tokens_BL": jnp.asarray(tokens), "positions_BL": jnp.tile(jnp.arange(48), (2, 1))}
+  want = jax.jit(lambda p: transformer.logits(p, sites, batch, cfg, RUN))(params)
+  made = weights.for_inference(params, sites, cfg, RUN.dtype)
+  got = _forced_logits(cfg, made, sites, tokens, (4, 9))
+  for row, length in enumerate((4, 9)):
+    assert tolerances.difference(got[row, length:], want[row, length:]) < 1e-4
+
+
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, top_k=40, max_new_tokens=9, seed=3)
+
+
+@pytest.mark.parametrize("rules", [(), RULES["block_128"]], ids=["bf16", "block_128"])
+@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=9), SAMPLED], ids=["greedy", "drawn"])
+def test_a_completion_does_not_depend_on_the_prompts_beside_it(rng, sampling, rules):
+  generator = _generator(rules=rules, max_length=48)
+  prompts = _prompts(rng, (3, 30, 17, 1, 16, 8, 33, 2))
+  together = generator.generate(prompts, sampling)
+  backwards = generator.generate(prompts[::-1], sampling)[::-1]
+  alone = [generator.generate([prompt], sampling)[0] for prompt in prompts]
+  assert together == backwards == alone
+  assert len({c.tokens for [c] in together}) == len(prompts)
+  # One step; prompts of 1 to 16, to 32 and to 48 tokens.
+  assert generator._engine._decode._cache_size() == 1
+  assert generator._engine._prefill._cache_size() == 3
+
+
+def test_samples_of_a_prompt_differ_and_those_of_a_seed_return(rng):
+  generator, [prompt] = _generator(), _prompts(rng, (5,))
+  first = generator.generate([prompt, prompt], SAMPLED, num_samples=3)
+  assert len({c.tokens for own in first for c in own}) == 6
+  assert first == generator.generate([prompt, prompt], SAMPLED, num_samples=3)
+  assert first[0] == generator.generate([prompt], SAMPLED, num_samples=3)[0]
+  other = dataclasses.replace(SAMPLED, seed=4)
+  assert first[0][0] != generator.generate([prompt], other)[0][0]
+  greedy = generator.generate([prompt], Sampling(max_new_tokens=3), num_samples=2)[0]
+  assert greedy[0] == greedy[1]
+
+
+def test_scores_are_log_softmax_of_transformers_logits():
+  _, _, golden = _model("llama")
+  z = golden["logits"].astype(np.float64)
+  logp = z - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True))
+  logp -= z.max(-1, keepdims=True)
+  tokens = golden["tokens"].tolist()
+  best = golden["logits"].argmax(-1)
+  cuts = [(0, 4, 9), (1, 1, 48), (0, 40, 41), (1, 20, 36), (0, 7, 8)]
+  sequences = [(tokens[row][:a], tokens[row][a:b]) for row, a, b in cuts]
+  sequences.append((tokens[0][:6], [int(best[0, 5])]))
+  found = _generator().score(sequences)
+  for (row, a, b), (got, is_greedy) in zip(cuts, found):
+    want = sum(logp[row, i - 1, tokens[row][i]] for i in range(a, b))
+    assert abs(got - want) < 1e-3
+    assert is_greedy == all(best[row, i - 1] == tokens[row][i] for i in range(a, b))
+  assert found[-1][1]
+
+
+def test_end_tokens_end_a_completion_and_are_left_out_of_its_text(rng):
+  generator, [prompt] = _generator(), _prompts(rng, (6,))
+  [[free]] = generator.generate([prompt], Sampling(max_new_tokens=12))
+  assert (len(free.tokens), free.finish_reason) == (12, "length")
+  assert free.text == bytes(free.tokens).decode("utf-8", "replace")
+  end = free.tokens[5]
+  cut = free.tokens[: free.tokens.index(end) + 1]
+  [[ended]] = _generator(end_ids=[NEVER, end]).generate([prompt], Sampling(max_new_tokens=12))
+  assert (ended.tokens, ended.finish_reason) == (cut, "eos")
+  assert ended.text == bytes(cut[:-1]).decode("utf-8", "replace")
+
+
+def test_pieces_of_text_are_those_of_the_completions(rng):
+  generator, prompts = _generator(), _prompts(rng, (4, 9, 2, 6, 5))
+  pieces, done = {}, []
+
+  def on_text(index, number, piece, completion):
+    pieces[index] = pieces.get(index, "") + piece
+    if completion:
+      done.append((index, completion))
+
+  found = generator.generate(prompts, SAMPLED, on_text=on_text)
+  assert dict(done) == {i: own[0] for i, own in enumerate(found)}
+  assert [pieces[i] for i in range(5)] == [own[0].text for own in found]
+
+
+def test_end_tokens_are_those_of_the_generation_settings_then_of_the_config(tmp_path):
+  tokenizer = Tokenizer("bytes")
+  assert api.end_ids("", tokenizer) == [256]
+  (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+  assert api.end_ids(str(tmp_path), tokenizer) == [5]
+  (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+  assert api.end_ids(str(tmp_path), tokenizer) == [7, 8]
+  (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+  assert api.end_ids(str(tmp_path), tokenizer) == [5]
+  (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+  with pytest.raises(UserError, match="eos_token_id is \\['</s>'\\], expected ids"):
+    api.end_ids(str(tmp_path), tokenizer)
+
+
+def test_all_that_is_wrong_with_a_call_is_said_at_once():
+  generator = _generator()
+  wrong = Sampling(temperature=-1.0, top_p=0.0, top_k=-1, max_new_tokens=0, stop=("",), seed=-1)
+  with pytest.raises(UserError) as error:
+    generator.generate([[], [1] * 64], wrong, num_samples=0)
+  for part in (
+    "temperature=-1.0 must", "top_p=0.0 must", "top_k=-1 must", "max_new_tokens=0 must",
+    "stop=('',) must", "seed=-1 must", "num_samples=0 must", "prompt 0 is empty",
+    "prompt 1 has 64 tokens and the model takes 64",
+  ):  # fmt: skip
+    assert part in str(error.value)
+  with pytest.raises(UserError, match="sequence 0 has 0 tokens of context(.|\n)*sequence 1 has 66"):
+    generator.score([([], [1]), ([1] * 64, [2, 3])])
+  with pytest.raises(UserError, match="slots=0 must(.|\n)*'fp8' is not one of(.|\n)*max_length=65"):
+    _generator(slots=0, cache_format="fp8", max_length=65)
+
+
+def test_buckets_double_from_16_to_the_longest():
+  sizes = [batching.bucket(n, 100) for n in (1, 16, 17, 64, 65, 100)]
+  assert sizes == [16, 16, 32, 64, 100, 100]
