@@ -269,3 +269,45 @@ def planned_calls(plan) -> dict[hlo.GemmKey, Call]:
     for row in fp8_gemms.expected(plan)
     if row.expected
   }
+
+
+# --- one layer, quick to compile ----------------------------------------------------------------
+
+ONE_LAYER_LENGTH, ONE_LAYER_BATCH = 32, 4
+
+
+def one_layer_plan(recipe="bf16", devices=1, **changes):
+  """A resolved run of one small layer."""
+  c = base.get_config(recipe)
+  c.model.update(
+    num_layers=1, hidden_size=32, intermediate_size=64, num_heads=1, num_kv_heads=1, head_dim=32,
+    vocab_size=320,
+  )  # fmt: skip
+  c.update_from_flattened_dict({
+    "steps": 6, "global_batch": ONE_LAYER_BATCH, "seq_len": ONE_LAYER_LENGTH,
+    "eval.tokens": 4 * ONE_LAYER_LENGTH, "eval.batch": ONE_LAYER_BATCH,
+    "optim.warmup_steps": 1, "optim.decay_steps": 1, "checkpoint.every": 0, "memory.loss_chunk": 16,
+    "log.tensorboard": False, "precision.verify_fp8_gemms": False, "data.shuffle_windows": 0,
+    **changes,
+  })  # fmt: skip
+  return resolve.resolve(c, devices, Device("cpu"))
+
+
+def only_down(recipe):
+  """One site is enough, and one compiles quickly."""
+  return (("layers/.*/mlp/down", recipe), (".*", "bf16"))
+
+
+def weighted_batch(rng, lead=()):
+  """Tokens whose loss weights differ, zeros among them, more so in later microbatches."""
+  shape = (*lead, ONE_LAYER_BATCH // (lead[0] if lead else 1), ONE_LAYER_LENGTH)
+  weights = rng.random(shape) < np.linspace(0.9, 0.2, shape[-2])[:, None]
+  if lead:
+    weights &= rng.random(shape) < np.linspace(1.0, 0.3, lead[0])[:, None, None]
+  return {
+    "tokens_BL": rng.integers(0, 256, shape).astype(np.int32),
+    "targets_BL": rng.integers(0, 256, shape).astype(np.int32),
+    "weights_BL": weights.astype(np.float32),
+    "segments_BL": np.ones(shape, np.int32),
+    "positions_BL": np.broadcast_to(np.arange(ONE_LAYER_LENGTH, dtype=np.int32), shape),
+  }

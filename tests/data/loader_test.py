@@ -359,3 +359,22 @@ def test_fingerprint_changes_with_content_and_settings(corpus):
   content[10] ^= 1
   corpus.write_bytes(content)
   assert loader.fingerprint(spec) != first
+
+
+def test_sources_of_equal_length_have_different_orders():
+  (source,) = _spec().sources.values()
+  a, b, again = (
+    _take(_spec(sources={name: source}), 1)[0]["tokens_BL"] for name in ("a", "b", "a")
+  )
+  assert np.array_equal(a, again) and not np.array_equal(a, b)
+
+
+def test_shards_of_held_out_documents_are_disjoint_and_complete():
+
+  def rows(shard, num):
+    batches = loader.heldout_batches(_spec(heldout_fraction=0.1), "main", 1, num, shard)
+    return [b["tokens_BL"].tobytes() for b in batches if b["weights_BL"].any()]
+
+  first, second = (set(rows(loader.Shard(i, 2), 6)) for i in (0, 1))
+  assert len(first) == len(second) == 6 and not first & second
+  assert rows(loader.Shard(), 1)[0] in first | second

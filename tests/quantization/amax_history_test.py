@@ -1,10 +1,12 @@
 """Amax histories against NumPy loops, alone and over the steps of a model."""
 
 import dataclasses
+import types
 
 import harness
 import jax
 import jax.experimental
+import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.ops import site as site_lib
@@ -60,3 +62,13 @@ def test_history_follows_transformer_engine():
     want[1] = amaxes[1] if np.isfinite(amaxes[1]) and amaxes[1] else want[1]
     np.testing.assert_array_equal(scaling_state.amax_3, want.astype(np.float32))
   assert scaling_state.history_3H.shape == (3, 3)
+
+
+def test_windows_of_delayed_scales_have_their_own_lengths():
+  windows = {"x": 2, "w": 4, "g": 1}
+  uses = {t: [types.SimpleNamespace(source=Delayed(steps=n))] for t, n in windows.items()}
+  recipe = types.SimpleNamespace(uses=lambda: uses, history=4)
+  scaling_state = amax_history.ScalingState(jnp.zeros(3), jnp.zeros((3, 4)))
+  for seen in (8.0, 4.0, 2.0):
+    scaling_state = amax_history.update(scaling_state, jnp.full(3, seen), recipe)
+  assert scaling_state.amax_3.tolist() == [4.0, 8.0, 2.0]

@@ -5,6 +5,7 @@ import json
 import harness
 
 from fp8jax.config import alarms as config_alarms
+from fp8jax.ops import site as site_lib
 from fp8jax.recipe.library import RECIPES
 from fp8jax.run import alarms as run_alarms
 
@@ -33,3 +34,11 @@ def test_alarm_rings_again_after_silence():
   assert len(first) == 3 and "a/x: underflow 50.00%, above 30.00%. Try: " in first[0]
   assert not look.lines(2, numerics) and not look.lines(3, quiet)
   assert len(look.lines(4, numerics)) == 3
+
+
+def test_outliers_raise_an_alarm_where_one_scale_covers_them():
+  alarms = config_alarms.read_alarms((("kurtosis", ">", 1e4),))
+  numerics = {"layers/0/mlp/down": {"x": {"kurtosis": 2e4}}}
+  for recipe, expected in (("tensor_current", 1), ("block_128", 0)):
+    recipes = site_lib.recipes_of(harness.one_layer_plan(recipe).sites())
+    assert len(run_alarms.AlarmMonitor(alarms, recipes).lines(7, numerics)) == expected

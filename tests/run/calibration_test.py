@@ -82,3 +82,14 @@ def test_calibration_reaches_later_phases_and_is_refused_where_nothing_starts_fr
   harness.assert_trees_equal(harness.saved_state(tmp_path, late, 6).scaling_states, second)
   with pytest.raises(UserError, match="nothing starts from it"):
     calibration.load(harness.text_plan("block_128"), str(path))
+
+
+def test_scales_of_a_later_phase_begin_with_its_own_sites(rng):
+  plan = harness.one_layer_plan(
+    **{"precision.schedule": ((2, harness.only_down("tensor_delayed")),)}
+  )
+  state = train_step.make_state(plan)
+  assert not train_step.calibrate(plan, state, harness.weighted_batch(rng), 0).scaling_states
+  assert list(train_step.calibrate(plan, state, harness.weighted_batch(rng), 1).scaling_states) == [
+    "layers/mlp/down"
+  ]

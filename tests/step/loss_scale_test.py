@@ -1,6 +1,7 @@
 """Loss scales: growth, overflow; gradients, scales and parameters do not depend on them."""
 
 import dataclasses
+import json
 
 import harness
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from fp8jax.data import batch_sharding, loader
 from fp8jax.jobs import train
+from fp8jax.run import preemption
 from fp8jax.step import loss_scale, train_step
 
 
@@ -162,3 +164,14 @@ def test_overflow_at_the_smallest_loss_scale_ends_a_run(policy, is_last):
   state, values = train_step.make_step(plan)(state, bad, plan.sites())
   assert not values["is_finite"] and int(state.skipped) == 1
   assert bool(state.halted) == (policy == "stop" and is_last)
+
+
+def test_a_resumed_run_goes_on_with_its_loss_scale(tmp_path, monkeypatch):
+  changes = {"loss_scale.kind": "dynamic", "loss_scale.growth_interval": 1}
+  with monkeypatch.context() as m:
+    m.setattr(preemption.Interrupts, "requested", lambda _, step: step >= 3)
+    train.run(harness.one_layer_plan(**changes), str(tmp_path))
+  train.run(harness.one_layer_plan(**changes), str(tmp_path))
+  rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+  scales = [row["loss_scale"] for row in rows if "loss_scale" in row]
+  assert scales == [256.0 * 2**step for step in range(6)]

@@ -1,5 +1,6 @@
 """The step: the same training on every mesh and for every split into microbatches; resharding."""
 
+import dataclasses
 import functools
 
 import harness
@@ -11,7 +12,7 @@ import tolerances
 
 from fp8jax import params as params_lib
 from fp8jax.data import batch_sharding, loader
-from fp8jax.models import presets
+from fp8jax.models import presets, transformer
 from fp8jax.run import checkpoint, nonfinite
 from fp8jax.step import train_step
 
@@ -178,3 +179,80 @@ def test_first_bad_site_of_the_backward_pass_is_the_last_layer_with_a_bad_gradie
   assert "embed" in nonfinite.first_bad(
     harness.TINY, {k: np.ones_like(v) for k, v in seen.items()}, {"embed": False}, 1.0
   )
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulation):
+  plan = harness.one_layer_plan(grad_accum_steps=accumulation)
+  batch = harness.weighted_batch(rng, (2,) if accumulation == 2 else ())
+  params = train_step.make_state(plan).params
+  whole = {
+    k: v.reshape(harness.ONE_LAYER_BATCH, harness.ONE_LAYER_LENGTH) for k, v in batch.items()
+  }
+
+  def of_logits(params):
+    logits = transformer.logits(params, plan.sites(), whole, plan.model, plan.run)
+    logits = jax.nn.log_softmax(logits.astype(jnp.float32))
+    losses = -jnp.take_along_axis(logits, whole["targets_BL"][..., None], -1)[..., 0]
+    return (losses * whole["weights_BL"]).sum() / whole["weights_BL"].sum()
+
+  want, of_params = jax.value_and_grad(of_logits)(params)
+  loss, gradient, *_ = train_step.gradients(plan, params, plan.sites(), batch)
+  assert 0 < whole["weights_BL"].sum() < whole["weights_BL"].size
+  assert float(loss) == pytest.approx(float(want), rel=1e-5)
+  for got, expected in zip(jax.tree.leaves(gradient), jax.tree.leaves(of_params), strict=True):
+    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-6)
+
+
+def _poisoned(plan):
+  """A state with an infinite weight that FP8 hides: the products of its layer stay finite."""
+  state = train_step.make_state(plan)
+  down = state.params["layers"]["mlp"]["down"].at[0, 0, 0].set(jnp.inf)
+  layers = {**state.params["layers"], "mlp": {**state.params["layers"]["mlp"], "down": down}}
+  return dataclasses.replace(state, params={**state.params, "layers": layers})
+
+
+def test_an_infinity_that_fp8_hides_skips_the_step_with_all_that_it_would_change(rng):
+  plan = harness.one_layer_plan(**{
+    "precision.rules": harness.only_down("tensor_delayed"), "optim.on_nonfinite": "skip",
+    "optim.grad_format": "e4m3",
+  })  # fmt: skip
+  batch = harness.weighted_batch(rng)
+  state = train_step.calibrate(plan, train_step.make_state(plan), batch, 0)
+  state = dataclasses.replace(_poisoned(plan), scaling_states=state.scaling_states)
+  before = jax.tree.map(np.array, (state.params, state.scaling_states, state.grad_autoscale))
+  state, values = train_step.make_step(plan)(state, batch, plan.sites())
+  # Neither says anything.
+  assert np.isfinite(values["loss"]) and np.isfinite(values["grad_norm"])
+  assert not values["is_finite"] and int(state.skipped) == 1
+  after = (state.params, state.scaling_states, state.grad_autoscale)
+  for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+    np.testing.assert_array_equal(old, new)
+
+
+def test_norms_of_a_step_are_those_of_its_parameters(rng):
+  plan = harness.one_layer_plan(**{"optim.warmup_steps": 0, "optim.schedule": "constant"})
+  state = train_step.make_state(plan)
+  before = jax.tree.map(lambda x: np.array(x, np.float64), state.params)
+  state, values = train_step.make_step(plan)(state, harness.weighted_batch(rng), plan.sites())
+  after = jax.tree.map(lambda x: np.array(x, np.float64), state.params)
+
+  def norm(tree):
+    return np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(tree)))
+
+  update = jax.tree.map(np.subtract, after, before)
+  assert float(values["update_norm"]) == pytest.approx(norm(update), rel=1e-3)
+  assert float(values["param_norm"]) == pytest.approx(norm(before), rel=1e-3)
+  assert norm(update) < norm(before) / 10
+
+
+def test_undifferentiated_loss_is_summed_over_the_mesh(rng):
+  batch, losses = harness.weighted_batch(rng), []
+  for devices in (1, 2):
+    plan = harness.one_layer_plan(devices=devices)
+    params = train_step.make_state(plan).params
+    loss = jax.jit(
+      lambda p, b, plan=plan: transformer.loss(p, plan.sites(), b, plan.model, plan.run)
+    )
+    losses.append(float(loss(params, batch)))
+  assert losses[1] == pytest.approx(losses[0], rel=1e-5)

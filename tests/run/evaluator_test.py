@@ -1,0 +1,35 @@
+"""Held-out losses: the forward passes that are evaluated."""
+
+import dataclasses
+
+import harness
+import jax.numpy as jnp
+import pytest
+
+from fp8jax.ops import scaling as scaling_lib
+from fp8jax.run import evaluator as evaluator_lib
+from fp8jax.step import train_step
+
+
+def test_evaluation_uses_the_scales_of_training():
+  """With static scales so large that all codes are 0, layers are those whose weights are 0."""
+  plan = harness.one_layer_plan("e4m3_static")
+  params = train_step.make_state(plan).params
+  scaling_states = {
+    name: dataclasses.replace(m, amax_3=jnp.full_like(m.amax_3, 2.0**40))
+    for name, m in scaling_lib.states(plan.sites()).items()
+  }
+  mlp, attn = params["layers"]["mlp"], params["layers"]["attn"]
+  without = {
+    **params,
+    "layers": {
+      **params["layers"],
+      "mlp": {**mlp, **{k: 0 * mlp[k] for k in ("gate", "up", "down")}},
+      "attn": {**attn, **{k: 0 * attn[k] for k in "qkvo"}},
+    },
+  }
+  evaluator = evaluator_lib.Evaluator(plan)
+  (found,) = evaluator.run(params, scaling_states).values()
+  (want,) = evaluator.run(without, scaling_states).values()
+  assert found["e4m3_static"]["loss"] == pytest.approx(want["bf16"]["loss"], rel=1e-6)
+  assert abs(found["bf16"]["loss"] - want["bf16"]["loss"]) > 1e-4
