@@ -31,7 +31,7 @@ class _Malformed(ValueError):
   """Says what is wrong with a row, what was expected and what to do."""
 
 
-def columns(format: str, field: str) -> tuple[str, ...]:
+def columns(field: str) -> tuple[str, ...]:
   """The columns that a row must have."""
   return tuple(name.strip() for name in field.split(","))
 
@@ -54,7 +54,7 @@ def read(row: Any, format: str, field: str, origin: str) -> Record:
     The record; malformed rows are records with an "error".
   """
   try:
-    messages, tools = _read(row, format, columns(format, field))
+    messages, tools = _read(row, format, columns(field))
   except _Malformed as e:
     return {"error": str(e), "origin": origin}
   text = json.dumps([messages, tools], ensure_ascii=False, sort_keys=True)
@@ -71,14 +71,14 @@ def _read(row: Any, format: str, names: tuple[str, ...]):
   if missing:
     raise _Malformed(
       f"missing field {missing[0]!r} (has {', '.join(map(repr, have)) or type(row).__name__}); set "
-      "the source's field, or its format"
+      "the source's field, or its chat"
     )
   if format == "prompt":
     turns = _side(row[names[0]], "user") + _side(row[names[1]], "assistant")
   else:
     turns = _decoded(row[names[0]])
   if not isinstance(turns, (list, tuple)) or not turns:
-    raise _Malformed(f"field {names[0]!r} is no list of messages; set the source's field or format")
+    raise _Malformed(f"field {names[0]!r} is no list of messages; set the source's field or chat")
   turns = [_message(i, turn, format) for i, turn in enumerate(turns)]
   if format == "sharegpt" and row.get("system"):
     turns.insert(0, {"role": "system", "content": str(row["system"])})
