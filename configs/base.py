@@ -34,6 +34,9 @@ def get_config(arm=""):
   # differs from its configuration.
   c.init.workdir = ""
   c.init.step = -1  # its checkpoint; -1 is the newest
+  # Of init.workdir the weights alone: another stage, with its own data, schedule and recipe, a
+  # fresh optimizer, and scales from its own first batch.
+  c.init.weights_only = False
 
   c.model = ConfigDict()
   c.model.preset = "debug"  # a name in models/presets.py, or "hf": read config.json of init.hf
@@ -124,8 +127,12 @@ def get_config(arm=""):
     0.1  # fraction of documents never trained on, chosen by a hash of their text
   )
   c.data.cross_document = False  # may attention cross document boundaries inside a window?
-  c.data.on_malformed = "error"  # bad UTF-8, broken JSON, missing field, empty: "error" or "skip"
-  c.data.on_long = "split"  # longer than a window: "split" over windows, "error" or "skip"
+  # Bad UTF-8, broken JSON, missing field, empty; of conversations unknown roles and empty answers:
+  # "error" or "skip".
+  c.data.on_malformed = "error"
+  # Longer than a window: documents "split" over windows, "error" or "skip"; samples of
+  # conversations "error", "skip" or "truncate", which cuts their end off.
+  c.data.on_long = "split"
   # Windows per block that is shuffled, so that the windows of one long document do not fill whole
   # batches; prepared sources are shuffled over the whole epoch, whatever the number. A block of
   # every source is held in memory (12 bytes per token) and read again on resume. 0: in the order
@@ -133,6 +140,17 @@ def get_config(arm=""):
   c.data.shuffle_windows = 1024
   c.data.workers = 0  # worker processes per source; 0 tokenizes in threads
   c.data.prefetch = 2  # batches held ready
+
+  # Conversations (sources with a format other than "text"): supervised fine-tuning. A .jinja file;
+  # "" takes the chat template of the tokenizer's folder.
+  c.data.chat_template = ""
+  c.data.template_date = ""  # date that a template writes as today's, YYYY-MM-DD
+  # Samples per optimizer step, over all devices, packed into global_batch windows of seq_len.
+  c.data.samples_per_step = 0
+  # Passes over the samples; > 0 replaces steps by epochs x samples / samples_per_step, rounded
+  # down.
+  c.data.epochs = 0.0
+  c.data.on_untrained = "error"  # samples without a trained token: "error" or "skip"
 
   c.optim = ConfigDict()
   c.optim.optimizer = "adam"  # AdamW, or "lion"
@@ -149,6 +167,7 @@ def get_config(arm=""):
   c.optim.peak_lr = 1e-3
   c.optim.min_lr = 1e-4  # where the tail ends: one step after the last
   c.optim.warmup_steps = 10  # linear from 0
+  c.optim.warmup_share = 0.0  # > 0: of the steps, rounded down, instead of warmup_steps
   c.optim.decay_steps = 20  # length of wsd's tail
   c.optim.b1 = 0.9  # Adam
   c.optim.b2 = 0.95
@@ -186,7 +205,8 @@ def get_config(arm=""):
   )
 
   c.eval = ConfigDict()
-  c.eval.tokens = 8192  # held-out tokens per source and evaluation, rounded up to whole batches
+  # Held-out tokens per source and evaluation, rounded up to whole batches; 0: no evaluation.
+  c.eval.tokens = 8192
   c.eval.batch = 8  # sequences per batch, over all devices
   c.eval.every = 0  # steps; 0: before and after training only
   # Forward passes that are evaluated: "recipe" (that of training) and "bf16".
@@ -239,17 +259,27 @@ def get_config(arm=""):
   return c
 
 
-def source(kind="text", path="", field="text", dataset="", split="train", weight=1.0):
+# The columns of a source's format, unless it says otherwise.
+_FIELDS = {"messages": "messages", "sharegpt": "conversations", "prompt": "prompt,completion"}
+
+
+def source(kind="text", path="", field="", dataset="", split="train", weight=1.0, format="text"):
   """One entry of data.sources.
 
   kind     "pydoc" (ships with Python), "text" (a document per file), "jsonl" (per line), "parquet"
-           (per row), "tfds", "prepared" (written by --job=prepare)
-  path     glob of files; for tfds its data_dir; for prepared its folder
-  field    key or column that holds the text
-  dataset  tfds: name[/config][:version]
-  split    tfds: split or slice of one
-  weight   share of tokens
+           (per row), "datasets" (Hugging Face's), "tfds", "prepared" (written by --job=prepare)
+  path     glob of files; for datasets a folder that save_to_disk wrote; for tfds its data_dir; for
+           prepared its folder
+  field    key or column of the text ("text"); of conversations see format
+  dataset  tfds: name[/config][:version]; datasets: name[:configuration]
+  split    tfds and datasets: split or slice of one
+  weight   share of tokens; conversations: 1
+  format   "text", or conversations: "messages" (OpenAI's, in column "messages"), "sharegpt" ("from"
+           and "value", in "conversations"), "prompt" (two columns, "prompt,completion")
   """
+  field = field or _FIELDS.get(format, "text")
   return ConfigDict(
-    dict(kind=kind, path=path, field=field, dataset=dataset, split=split, weight=weight)
+    dict(
+      kind=kind, path=path, format=format, field=field, dataset=dataset, split=split, weight=weight
+    )
   )

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from fp8jax import hub
+from fp8jax.config import chat as chat_checks
 from fp8jax.data import config as data_config
 from fp8jax.data import sources, tokenize
 from fp8jax.errors import ConfigErrors, UserError, check_number, nearest
@@ -18,7 +19,9 @@ def spec(c: Any, vocab_size: int | None, problems: ConfigErrors) -> data_config.
     problems: what is wrong is added here.
   """
   problems.one_of("data.on_malformed", c.data.on_malformed, tokenize.POLICIES)
-  problems.one_of("data.on_long", c.data.on_long, tokenize.LONG_POLICIES)
+  is_chat = chat_checks.has_chats(c)
+  if not is_chat:
+    problems.one_of("data.on_long", c.data.on_long, tokenize.LONG_POLICIES)
   problems.check(
     0 <= c.data.heldout_fraction < 1,
     f"data.heldout_fraction={c.data.heldout_fraction} must be in [0, 1)",
@@ -51,6 +54,7 @@ def spec(c: Any, vocab_size: int | None, problems: ConfigErrors) -> data_config.
     workers=c.data.workers,
     prefetch=c.data.prefetch,
     shuffle_windows=c.data.shuffle_windows,
+    chat=chat_checks.read(c, tokenizer.path, problems) if is_chat else None,
   )
 
 
@@ -87,7 +91,8 @@ def _check_source(
     problems.found.append(f"{key} lacks {', '.join(missing)}; build it with configs.base.source()")
     return
   problems.one_of(f"{key}.kind", source["kind"], sources.KINDS)
-  if source["kind"] not in sources.KINDS:
+  problems.one_of(f"{key}.format", source["format"], sources.FORMATS)
+  if source["kind"] not in sources.KINDS or source["format"] not in sources.FORMATS:
     return
   opened = problems.attempt(lambda: _open(source), key)
   if opened and source["kind"] == "prepared":
@@ -98,7 +103,7 @@ def _open(source: dict[str, Any]) -> bool:
   """Whether every file is there and, where that costs little, is what it should be."""
   opened = sources.open_source(source)
   opened.files()
-  if source["kind"] in ("parquet", "tfds"):
+  if source["kind"] in ("parquet", "tfds", "datasets"):
     len(opened)  # reads footers, finds the split
   return True
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from fp8jax import axes, mesh
 from fp8jax import params as params_lib
 from fp8jax.config import alarms, checks, sections, tile_checks
+from fp8jax.config import chat as chat_checks
 from fp8jax.config import data as data_checks
 from fp8jax.config import files as config_files
 from fp8jax.config import precision as precision_checks
@@ -61,10 +62,9 @@ def resolve(
     if c.init.hf and not model.problems():
       problems.attempt(lambda: _check_folder(c, model), "init.hf")
   run = _execution(c, layout, device, problems)
-  optim = _optim(c, problems)
   data = data_checks.spec(c, model and model.vocab_size, problems)
-  has_heldout = c.data.heldout_fraction != 0
-  problems.check(has_heldout, "data.heldout_fraction=0 leaves nothing to evaluate on; raise it")
+  steps = chat_checks.steps(c, data, problems)
+  optim = _optim(c, steps, problems)
   microbatch = _microbatch(c, layout, problems)
   run = _with_attention(c, run, model, microbatch, device, problems)
   recipes = problems.attempt(lambda: precision_checks.read(c))
@@ -86,7 +86,7 @@ def resolve(
 
   plan = RunSpec(
     model, declaration, run, recipes, optim, data, device, microbatch,
-    **sections.read(c, watched), flat=flatten(c),
+    **sections.read(c, watched, steps), flat=flatten(c),
   )  # fmt: skip
   for phase in range(len(recipes.phases)):
     problems.attempt(lambda phase=phase: _check_float16(plan, phase))
@@ -111,8 +111,8 @@ def resolve_data(c: Config) -> data_config_lib.DataConfig:
 
 # Smallest value of every number that has one and that nobody else checks.
 _LEAST = {
-  "steps": 1, "global_batch": 1, "grad_accum_steps": 1, "seq_len": 1, "eval.tokens": 1,
-  "eval.batch": 1,
+  "steps": 1, "global_batch": 1, "grad_accum_steps": 1, "seq_len": 1, "eval.tokens": 0,
+  "eval.batch": 1, "data.samples_per_step": 0, "data.epochs": 0, "optim.warmup_share": 0,
   "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1,
   "log.tensor_stats_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
   "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
@@ -244,6 +244,15 @@ def _check_sections(c: Config, problems: ConfigErrors):
   problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
   problems.one_of("export.dtype", c.export.dtype, ("auto", *hf_weights.DTYPES))
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, acceptable_changes(c))
+  problems.check(
+    c.data.heldout_fraction != 0 or c.eval.tokens == 0,
+    "data.heldout_fraction=0 leaves nothing to evaluate on; raise it, or set eval.tokens=0",
+  )
+  problems.check(
+    bool(c.init.workdir) or not c.init.weights_only,
+    "init.weights_only=True without init.workdir; name the run whose weights training starts from, "
+    "or a Hugging Face folder as init.hf",
+  )
   names = c.eval.precisions
   if not isinstance(names, (tuple, list)) or not names:
     problems.found.append(
@@ -268,8 +277,10 @@ def _check_float16(plan: RunSpec, phase: int):
       )
 
 
-def _optim(c: Config, problems: ConfigErrors) -> optim_build.OptimizerConfig:
-  optim = sections.read_optim(c)
+def _optim(c: Config, steps: int, problems: ConfigErrors) -> optim_build.OptimizerConfig:
+  optim = sections.read_optim(c, steps)
+  share = c.optim.warmup_share
+  problems.check(share <= 1, f"optim.warmup_share={share} must be a share of the steps, at most 1")
   problems.extend(optim.problems())
   for key, known in optim_build.CHOICES.items():
     problems.one_of(f"optim.{key}", getattr(optim, key), known)

@@ -7,12 +7,13 @@ from fp8jax.optim.factory import OptimizerConfig
 from fp8jax.step import config as step_config
 
 
-def read(c: Config, alarms: tuple[step_config.Alarm, ...]) -> dict[str, Any]:
+def read(c: Config, alarms: tuple[step_config.Alarm, ...], steps: int) -> dict[str, Any]:
   """The fields of RunSpec that need no device, model or file.
 
   Args:
     c: the whole configuration.
     alarms: log.alarms, read.
+    steps: of the run, by c.steps or data.epochs.
 
   Returns:
     Keyword arguments of RunSpec.
@@ -21,7 +22,7 @@ def read(c: Config, alarms: tuple[step_config.Alarm, ...]) -> dict[str, Any]:
   return dict(
     global_batch=c.global_batch,
     grad_accum_steps=c.grad_accum_steps,
-    steps=c.steps,
+    steps=steps,
     seed=c.seed,
     verify_fp8_gemms=c.precision.verify_fp8_gemms,
     calibration=c.precision.calibration,
@@ -38,6 +39,9 @@ def read(c: Config, alarms: tuple[step_config.Alarm, ...]) -> dict[str, Any]:
   )
 
 
-def read_optim(c: Config) -> OptimizerConfig:
-  """`optim` and the number of steps."""
-  return OptimizerConfig(**c.optim, steps=c.steps)
+def read_optim(c: Config, steps: int) -> OptimizerConfig:
+  """`optim` for a run of so many steps."""
+  values = dict(c.optim)
+  if share := values.pop("warmup_share"):
+    values["warmup_steps"] = int(share * steps)
+  return OptimizerConfig(**values, steps=steps)

@@ -5,6 +5,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.data import tokenize
+from fp8jax.data.chat.template import ChatTemplate
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatConfig:
+  """How conversations are trained on (supervised fine-tuning).
+
+  Attributes:
+    template: from messages to text.
+    samples_per_step: samples of an optimizer step, over all devices.
+    on_untrained: samples without a trained token are an "error", or passed over ("skip").
+  """
+
+  template: ChatTemplate
+  samples_per_step: int
+  on_untrained: str = "error"
+
+  def fingerprint(self) -> str:
+    """Changes whenever the same conversations would be other samples or other steps."""
+    template = self.template
+    parts = [
+      template.text, sorted(template.special_tokens.items()), template.date, self.samples_per_step,
+      self.on_untrained,
+    ]  # fmt: skip
+    return repr(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,7 +37,7 @@ class DataConfig:
   """Everything the data of a run depend on.
 
   Attributes:
-    sources: name -> kind, path, field, dataset, split, weight.
+    sources: name -> kind, path, format, field, dataset, split, weight.
     tokenizer: how text becomes ids.
     seq_len: positions per sequence (L).
     heldout: fraction of documents never trained on.
@@ -23,6 +48,7 @@ class DataConfig:
     prefetch: batches held ready.
     shuffle_windows: windows per block that is shuffled; for prepared data any number shuffles the
       whole epoch. 0 keeps the windows in the order of the documents.
+    chat: how the sources, all of them conversations, are trained on; None for documents.
   """
 
   sources: Mapping[str, Mapping[str, Any]]
@@ -36,3 +62,4 @@ class DataConfig:
   workers: int = 0
   prefetch: int = 2
   shuffle_windows: int = 0
+  chat: ChatConfig | None = None

@@ -20,10 +20,7 @@ resumes; documents that a block passes over are counted when it is read.
 import collections
 import dataclasses
 import hashlib
-import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,8 +29,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fp8jax.data import sample_index, tokenize
+from fp8jax.data import reading, sample_index, tokenize
 from fp8jax.data import sources as sources_lib
+from fp8jax.data.chat import packing
+from fp8jax.data.chat import samples as chat_samples
 from fp8jax.data.config import DataConfig
 from fp8jax.errors import UserError
 
@@ -47,7 +46,7 @@ class Shard:
 
 
 # Outcomes of a document other than training on it or holding it out.
-PASSED_OVER = ("malformed", "too long")
+PASSED_OVER = ("malformed", "too long", "untrained")
 
 
 class DocumentCounts(collections.Counter):
@@ -82,6 +81,8 @@ def train_batches(
     L].
   """
   counts = DocumentCounts() if counts is None else counts
+  if spec.chat is not None:
+    return _chat_steps(spec, batch, shard, counts)
   streams, weights = [], []
   for name, source in spec.sources.items():
     streams.append(_train_windows(spec, name, source, shard, counts))
@@ -152,6 +153,10 @@ def heldout_batches(
 
   Where they run out, the rest is padding of weight 0: every process gives as many batches.
   """
+  if spec.chat is not None:
+    chats = chat_samples.of_split(spec, chat_index(spec), "heldout", name)
+    yield from packing.batches(chats, spec.seq_len, batch, num, shard.index, shard.count)
+    return
   stream = _windows(
     spec, name, spec.sources[name], "heldout", shard, DocumentCounts() if counts is None else counts
   )
@@ -165,6 +170,49 @@ def heldout_batches(
   for _ in range(num):
     rows = [next(windows, empty) for _ in range(batch)]
     yield make({key: np.stack([row[key] for row in rows]) for key in empty})
+
+
+def chat_index(spec: DataConfig) -> chat_samples.Index:
+  """The samples of all chats, which are read once in a process to know their lengths."""
+  key = fingerprint(spec)
+  if key not in _INDICES:
+    _INDICES.clear()
+    _INDICES[key] = chat_samples.make_index(spec)
+  return _INDICES[key]
+
+
+_INDICES: dict[str, chat_samples.Index] = {}  # the newest alone
+
+
+def chat_steps(spec: DataConfig, windows: int, shard: Shard = Shard()) -> packing.Steps:
+  """The steps of training on chats, by number; `windows` over all processes."""
+  return packing.Steps(
+    chat_samples.of_split(spec, chat_index(spec), "train"),
+    spec.seq_len,
+    packing.Shape(spec.chat.samples_per_step if spec.chat else 0, windows),
+    f"{spec.seed}/chat",
+    (shard.index, shard.count),
+  )
+
+
+def _chat_steps(spec: DataConfig, batch: int, shard: Shard, counts: DocumentCounts):
+  """Endless steps of chats, this process's windows of each."""
+  steps = chat_steps(spec, batch * shard.count, shard)
+  passed_over = chat_index(spec).counts if shard.index == 0 else {}
+  ready = reading.read(grain.MapDataset.source(steps), spec.workers, max(spec.prefetch, 1))
+  return _Resumable(iter(ready.map(_CountOnce(counts, passed_over))))
+
+
+class _CountOnce:
+  """Takes a step's number out of it; counts what all steps pass over at the first one."""
+
+  def __init__(self, counts: DocumentCounts, passed_over: Mapping[str, int]):
+    self._counts, self._passed_over = counts, passed_over
+
+  def __call__(self, step):
+    if step["step"] == 0:
+      self._counts.update(self._passed_over)
+    return {k: v for k, v in step.items() if k != "step"}
 
 
 def _train_windows(spec: DataConfig, name: str, source, shard: Shard, counts: DocumentCounts):
@@ -192,23 +240,12 @@ def _samples(spec: DataConfig, name: str, source, shard: Shard, counts: Document
     on_long=spec.on_long,
   )
   data = grain.MapDataset.source(samples)[shard.index :: shard.count]
-  return _read(data, spec).map(_CountTooLong(counts))
+  return reading.read(data, spec.workers).map(_CountTooLong(counts))
 
 
 def _seed(text: str) -> int:
   """31 bits: grain adds the number of a block or an epoch."""
   return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
-
-
-def _read(data: grain.MapDataset, spec: DataConfig):
-  """The elements of `data` in order, made by threads or worker processes."""
-  threads = grain.ReadOptions(num_threads=0 if spec.workers else 4, prefetch_buffer_size=16)
-  stream = data.to_iter_dataset(threads)
-  if not spec.workers:
-    return stream
-  return stream.mp_prefetch(
-    grain.MultiprocessingOptions(num_workers=spec.workers), worker_init_fn=_outlive_signals
-  )
 
 
 def _windows(spec: DataConfig, name: str, source, split: str, shard: Shard, counts: DocumentCounts):
@@ -233,28 +270,10 @@ def _windows(spec: DataConfig, name: str, source, split: str, shard: Shard, coun
     )
   )
   patience = None if split == "heldout" else 2 * len(documents)
-  stream = _read(data, spec).filter(_Keep(counts, name, patience)).map(_only_tokens)
+  stream = reading.read(data, spec.workers).filter(_Keep(counts, name, patience)).map(_only_tokens)
   return grain.experimental.ConcatThenSplitIterDataset(
     stream, length_struct={"tokens": spec.seq_len + 1}
   )
-
-
-def _outlive_signals(index: int, count: int):
-  """In a worker process: the run alone answers Ctrl-C and SIGTERM, which reach the whole group.
-
-  It asks for a few more batches before it leaves. A worker ends when told to, or with the run.
-  """
-  del index, count
-  for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
-  threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent():
-  parent = multiprocessing.parent_process()
-  if parent is not None:
-    parent.join()
-    os._exit(0)
 
 
 class _Keep:
@@ -322,6 +341,8 @@ def fingerprint(spec: DataConfig) -> str:
     spec.on_malformed, spec.on_long, spec.shuffle_windows,
     [(n, s["weight"], source_fingerprint(s)) for n, s in sorted(spec.sources.items())],
   ]  # fmt: skip
+  if spec.chat is not None:
+    parts.append(spec.chat.fingerprint())
   return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -333,6 +354,8 @@ def source_fingerprint(source: Mapping[str, Any]) -> str:
   """
   digest = hashlib.sha256()
   digest.update(repr([source[k] for k in ("kind", "field", "dataset", "split")]).encode())
+  if (form := source.get("format", "text")) != "text":
+    digest.update(form.encode())
   opened = sources_lib.open_source(source)
   if isinstance(opened, sources_lib.Prepared):
     digest.update(repr(opened.index).encode())  # of both splits

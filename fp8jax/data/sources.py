@@ -10,18 +10,24 @@ import functools
 import glob
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
+from fp8jax.data.chat import conversation
+from fp8jax.data.hf_datasets import HfDataset
 from fp8jax.data.pretokenized import Prepared
 from fp8jax.errors import UserError, one_line
 
-KINDS = ("pydoc", "text", "jsonl", "parquet", "tfds", "prepared")
+KINDS = ("pydoc", "text", "jsonl", "parquet", "datasets", "tfds", "prepared")
+# Kinds whose rows may be conversations.
+CHAT_KINDS = ("jsonl", "parquet", "datasets")
 
 # Keys of an entry of `data.sources`.
-KEYS = ("kind", "path", "field", "dataset", "split", "weight")
+KEYS = ("kind", "path", "format", "field", "dataset", "split", "weight")
+# Of a row: a document, or a conversation in one of chat/conversation.py's formats.
+FORMATS = ("text", *conversation.FIELDS)
 
 Record = dict[str, Any]
 
@@ -44,7 +50,7 @@ def open_source(
   """The source that one entry of `data.sources` describes.
 
   Args:
-    spec: kind, path, field, dataset, split (see configs/base.py).
+    spec: kind, path, format, field, dataset, split (see configs/base.py).
     split: "train" or "heldout"; only prepared data are stored apart.
     vocab_size: prepared token ids must be smaller; None does not check them.
 
@@ -52,20 +58,48 @@ def open_source(
     ValueError, FileNotFoundError: with what was wrong and what to do.
   """
   kind = spec["kind"]
+  rows = Rows(spec.get("format", "text"), spec["field"])
   if kind == "pydoc":
     return PydocTopics()
   if kind == "tfds":
     return Tfds(spec["dataset"], spec["split"], spec["path"], spec["field"])
   if kind == "prepared":
     return Prepared(spec["path"], split, vocab_size)
+  if kind == "datasets":
+    return HfDataset(spec["path"], spec["dataset"], spec["split"], rows)
   paths = find_files(spec["path"])
   if kind == "text":
     return TextFiles(paths)
   if kind == "jsonl":
-    return JsonLines(paths, spec["field"])
+    return JsonLines(paths, rows)
   if kind == "parquet":
-    return Parquet(paths, spec["field"])
+    return Parquet(paths, rows)
   raise ValueError(f"unknown source kind {kind!r}; expected one of {', '.join(KINDS)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """From a row, a mapping of columns, to a record.
+
+  Attributes:
+    format: one of FORMATS.
+    field: the column of the text; of conversations see chat/conversation.py.
+  """
+
+  format: str
+  field: str
+
+  def __call__(self, row: Any, origin: str) -> Record:
+    if self.format == "text":
+      return _field(row, self.field, origin)
+    return conversation.read(row, self.format, self.field, origin)
+
+  def columns(self, have: Collection[str]) -> list[str]:
+    """The columns to read of a table that has these; those that must be there first."""
+    if self.format == "text":
+      return [self.field]
+    more = conversation.optional_columns(self.format)
+    return [*conversation.columns(self.field), *(name for name in more if name in have)]
 
 
 def find_files(pattern: str) -> list[str]:
@@ -138,11 +172,10 @@ class TextFiles:
 
 
 class JsonLines:
-  """One document per line, in `field` of a JSON object."""
+  """One document or conversation per line, in fields of a JSON object."""
 
-  def __init__(self, paths: list[str], field: str):
-    self.paths = paths
-    self.field = field
+  def __init__(self, paths: list[str], rows: Rows):
+    self.paths, self.rows = paths, rows
 
   @functools.cached_property
   def _offsets(self) -> list[np.ndarray]:
@@ -173,22 +206,27 @@ class JsonLines:
       return {"error": f"broken JSON ({e.msg} at column {e.colno})", "origin": origin}
     except (ValueError, RecursionError) as e:  # a number or a nesting beyond Python's limits
       return {"error": f"broken JSON ({e})", "origin": origin}
-    return _field(value, self.field, origin)
+    return self.rows(value, origin)
 
   def files(self):
     return self.paths
 
 
 class Parquet:
-  """One document per row, in column `field`.
+  """One document or conversation per row.
 
   Rows come in shuffled order and a row group is read whole; the last few stay in memory. Large row
   groups are read many times over: use --job=prepare.
   """
 
-  def __init__(self, paths: list[str], field: str):
-    self.paths = paths
-    self.field = field
+  def __init__(self, paths: list[str], rows: Rows):
+    self.paths, self.rows = paths, rows
+
+  @functools.cached_property
+  def _columns(self) -> tuple[str, ...]:
+    """Those that are read, of the first file's; others' must have them too."""
+    names = self._footers[0].schema.to_arrow_schema().names
+    return tuple(self.rows.columns(names))
 
   @functools.cached_property
   def _footers(self) -> list[Any]:
@@ -204,10 +242,11 @@ class Parquet:
         raise
       except (ValueError, OSError) as e:
         raise UserError(f"{path} is not a Parquet file: {one_line(e)}") from e
-      if self.field not in names:
-        raise UserError(
-          f"{path}: no column {self.field!r}; it has {', '.join(names)}. Set data.sources.*.field"
-        )
+      for name in self.rows.columns(()):
+        if name not in names:
+          raise UserError(
+            f"{path}: no column {name!r}; it has {', '.join(names)}. Set data.sources.*.field"
+          )
     return footers
 
   @functools.cached_property
@@ -241,22 +280,22 @@ class Parquet:
     file, group, first = self._groups[which]
     origin = f"{self.paths[file]}:row {first + row}"
     try:
-      text = _row_group(self.paths[file], group, self.field)[row].as_py()
+      value = _row_group(self.paths[file], group, self._columns).slice(row, 1).to_pylist()[0]
     except UnicodeDecodeError as e:
       return {"error": f"bad UTF-8 at byte {e.start}", "origin": origin}
     except (ValueError, OSError, IndexError) as e:  # pyarrow's, for damaged bytes
       return {"error": f"row group {group} cannot be read ({one_line(e)})", "origin": origin}
-    return _field({self.field: text}, self.field, origin)
+    return self.rows(value, origin)
 
   def files(self):
     return self.paths
 
 
 @functools.lru_cache(maxsize=8)
-def _row_group(path: str, group: int, field: str):
+def _row_group(path: str, group: int, columns: tuple[str, ...]):
   import pyarrow.parquet as pq
 
-  return pq.ParquetFile(path).read_row_group(group, columns=[field]).column(field)
+  return pq.ParquetFile(path).read_row_group(group, columns=list(columns))
 
 
 class Tfds:

@@ -64,6 +64,8 @@ def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: s
     c.init.hf, c.model.preset = c.eval.hf, "hf"
   if job not in ("train", "evaluate"):  # which read the table; it may be yet to be written
     c.precision.calibration = ""
+  if job != "train":
+    c.data.epochs = 0.0  # the others need no number of steps, for which all samples are read
   if job == "prepare":  # needs neither the model nor the mesh that the data are for
     hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
     print(provenance.to_json(prepare.run(*resolve.resolve_prepare(c), workdir)))
@@ -111,7 +113,7 @@ def environment(c: config_files.Config) -> dict[str, str]:
 def _stem(name: str) -> str:
   path, _, arm = name.partition(":")
   stem = os.path.splitext(os.path.basename(path))[0]
-  return f"{stem}_{arm}" if arm else stem
+  return f"{stem}_{arm.replace(',', '_')}" if arm else stem
 
 
 # --- jobs ----------------------------------------------------------------------------------------

@@ -11,10 +11,12 @@ from fp8jax import console as console_lib
 from fp8jax.compiled import fp8_gemms
 from fp8jax.config import identity, resolve
 from fp8jax.data import batch_sharding, loader
+from fp8jax.jobs import restore
 from fp8jax.kernels import self_test
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import stored_params
 from fp8jax.optim import storage
 from fp8jax.quantization import tensor_stats
 from fp8jax.run import alarms as run_alarms
@@ -82,6 +84,8 @@ class _Run:
     self.spread = batch_sharding.BatchSharder(
       plan.run.layout, plan.microbatch, plan.grad_accum_steps
     )
+    if plan.data.chat is not None:
+      startup.print_chats(self.out, plan, plan.data.chat.samples_per_step)
     self.iterator = loader.train_batches(
       plan.data, self.spread.local_batch, self.spread.shard, self.counts
     )
@@ -146,16 +150,18 @@ class _Run:
       return self._fresh(), 0
     workdir = os.path.expanduser(init.workdir)
     if not os.path.isdir(os.path.join(workdir, "checkpoints")):  # Orbax would create it
-      raise FileNotFoundError(f"init.workdir={init.workdir!r} holds no checkpoint")
+      raise FileNotFoundError(
+        f"init.workdir={init.workdir!r} holds no checkpoint; train that run first, or name another"
+      )
+    if init.weights_only:
+      return self._stage(workdir), 0
     other = checkpoint.Checkpoints(workdir)
     try:
       restored = self._restored(other, other.find(init.step))
     finally:
       other.close()
     self.out.print(f"continuing the run in {init.workdir}")
-    source = os.path.join(workdir, "hf_source")
-    if os.path.isdir(source) and jax.process_index() == 0:
-      hf_weights.keep_source_files(source, os.path.join(self.workdir, "hf_source"))
+    self._take_source(workdir)
     return restored
 
   def _restored(self, saved: checkpoint.Checkpoints, step: int) -> tuple[State, int]:
@@ -196,6 +202,30 @@ class _Run:
     if jax.process_index() == 0:
       hf_weights.keep_source_files(source, os.path.join(self.workdir, "hf_source"))
     return train_step.make_state(self.plan, params)
+
+  def _stage(self, workdir: str) -> State:
+    """A fresh state with the weights of another run's checkpoint, whose masters are float32 here.
+
+    Raises:
+      ConfigError: the checkpoint is of another model.
+    """
+    try:
+      params, step, meta = restore.restore_params(self.plan, workdir, self.plan.init.step)
+    except resolve.ConfigError as e:
+      raise resolve.ConfigError(
+        [f"init.workdir={self.plan.init.workdir!r} holds another model: {p}" for p in e.problems]
+        + ["set model.preset and its overrides as in that run, or name another"]
+      ) from e
+    self.weights_dtype = meta["weights_dtype"]
+    self.out.print(f"starting from the weights of step {step} in {self.plan.init.workdir}")
+    self._take_source(workdir)
+    return train_step.make_state(self.plan, stored_params.dequantize_tree(params))
+
+  def _take_source(self, workdir: str):
+    """Keeps the Hugging Face files that another run began with, for --job=export."""
+    source = os.path.join(workdir, "hf_source")
+    if os.path.isdir(source) and jax.process_index() == 0:
+      hf_weights.keep_source_files(source, os.path.join(self.workdir, "hf_source"))
 
   def _check_same_run(self, meta: dict[str, Any], step: int) -> dict[str, tuple[Any, Any]]:
     """Changes since the checkpoint, {key: (then, now)}; raises where one is not accepted."""
@@ -400,8 +430,8 @@ class _Run:
     self.checkpoints.save(step, state, self.iterator, self._meta(step))
 
   def _evaluate(self, evaluator, state, step: int, log, stop=None) -> bool:
-    """Whether there is an evaluation of this step now."""
-    if str(step) in self.evaluations:
+    """Whether there is an evaluation of this step now, if there shall be any."""
+    if str(step) in self.evaluations or not self.plan.eval.tokens:
       return True
     phase = self.plan.phase(max(step - 1, 0))
     scaling_states = (

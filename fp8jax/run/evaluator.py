@@ -109,8 +109,8 @@ def _summary(source: str, parts) -> dict[str, float]:
   loss, tokens = (sum(map(float, column)) for column in zip(*sums))
   if tokens == 0:
     raise UserError(
-      f"data.sources.{source} has no held-out token: raise data.heldout_fraction or give more "
-      "documents"
+      f"data.sources.{source} has no held-out token: raise data.heldout_fraction or eval.tokens, "
+      "or give more documents"
     )
   mean = loss / tokens
   return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "tokens": tokens}

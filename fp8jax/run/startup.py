@@ -12,6 +12,7 @@ import rich.table
 from fp8jax import console as console_lib
 from fp8jax import params as params_lib
 from fp8jax.compiled import memory
+from fp8jax.data import loader
 from fp8jax.kernels import choose, timings
 from fp8jax.models import transformer
 from fp8jax.ops import collectives
@@ -223,11 +224,32 @@ def accumulation(definition: dict[str, Any]) -> str:
   return "/".join(words if len(set(words)) > 1 else words[:1])
 
 
+def print_chats(out: rich.console.Console, plan: RunSpec, per_step: int):
+  """The samples of a run on conversations; stops it if they do not fit its windows.
+
+  Args:
+    per_step: samples of an optimizer step.
+
+  Raises:
+    UserError: a step needs more windows than global_batch.
+  """
+  steps = loader.chat_steps(plan.data, plan.global_batch)
+  needed, count = steps.check(plan.steps), len(steps.samples)
+  positions, trained = int(steps.samples.lengths.sum()), int(steps.samples.trained.sum())
+  out.print(
+    f"{count:,} samples of {positions:,} tokens, {trained:,} of them trained; {plan.steps:,} steps "
+    f"of {per_step} samples, {plan.steps * per_step / count:.2f} epochs; the fullest step needs "
+    f"{needed} of {plan.global_batch} windows"
+  )
+  for what, number in sorted(loader.chat_index(plan.data).counts.items()):
+    out.print(f"samples {what}: {number:,}")
+
+
 def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):
   """The closing table: tokens, training loss, held-out loss before and after in every precision."""
   evaluations = summary["evaluations"]
   steps = sorted(evaluations, key=int)
-  first, last = evaluations[steps[0]], evaluations[steps[-1]]
+  first, last = (evaluations[steps[i]] if steps else {} for i in (0, -1))
   rows = []
   for source, by_precision in last.items():
     for precision, after in by_precision.items():
@@ -248,7 +270,8 @@ def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):
   train = f"{summary['train_loss']:.4f}" if summary["train_loss"] is not None else "-"
   out.print(f"{summary['step']} steps, {summary['tokens']:,} tokens seen, last train loss {train}")
   columns = ["held-out", "tokens", "loss before", "after", "change", "perplexity after"]
-  out.print(console_lib.table("held-out loss in nats per token", columns, rows))
+  if rows:
+    out.print(console_lib.table("held-out loss in nats per token", columns, rows))
   if summary["documents_passed_over"]:
     out.print(f"documents passed over: {summary['documents_passed_over']}")
   if summary["skipped_updates"]:

@@ -17,11 +17,13 @@ class InitConfig:
     hf: folder or hub id of Hugging Face weights; "" draws random weights.
     workdir: workdir of another run to continue from; "" for none.
     step: the checkpoint of that workdir, in optimizer steps; -1 is the newest.
+    weights_only: whether only its weights are taken, for another stage.
   """
 
   hf: str
   workdir: str
   step: int
+  weights_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,7 @@ class EvalConfig:
   """Held-out evaluation.
 
   Attributes:
-    tokens: held-out tokens per source and evaluation, rounded up to whole batches.
+    tokens: held-out tokens per source and evaluation, rounded up to whole batches; 0: none.
     batch: sequences per batch, over all devices.
     every: optimizer steps between evaluations; 0: before and after training only.
     precisions: the forward passes, of EVAL_PRECISIONS.

@@ -31,7 +31,7 @@ class _Malformed(ValueError):
   """Says what is wrong with a row, what was expected and what to do."""
 
 
-def columns(format: str, field: str) -> tuple[str, ...]:
+def columns(field: str) -> tuple[str, ...]:
   """The columns that a row must have."""
   return tuple(name.strip() for name in field.split(","))
 
@@ -54,7 +54,7 @@ def read(row: Any, format: str, field: str, origin: str) -> Record:
     The record; malformed rows are records with an "error".
   """
   try:
-    messages, tools = _read(row, format, columns(format, field))
+    messages, tools = _read(row, format, columns(field))
   except _Malformed as e:
     return {"error": str(e), "origin": origin}
   text = json.dumps([messages, tools], ensure_ascii=False, sort_keys=True)

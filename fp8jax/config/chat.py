@@ -1,0 +1,104 @@
+"""Conversations in a configuration: checked, typed, and counted into steps."""
+
+from typing import Any
+
+from fp8jax.data import config as data_config
+from fp8jax.data import loader, sources, tokenize
+from fp8jax.data.chat import samples
+from fp8jax.data.chat.template import ChatTemplate
+from fp8jax.errors import ConfigErrors, UserError
+
+
+def _formats(c: Any) -> dict[str, str]:
+  """{name: format} of the sources that are mappings."""
+  return {
+    name: source.get("format", "text")
+    for name, source in c.data.sources.items()
+    if hasattr(source, "keys")
+  }
+
+
+def has_chats(c: Any) -> bool:
+  """Whether a source has conversations."""
+  return any(form != "text" for form in _formats(c).values())
+
+
+def read(c: Any, tokenizer: str, problems: ConfigErrors) -> data_config.ChatConfig | None:
+  """The data section of conversations; None where no template can be had.
+
+  Args:
+    c: the whole configuration.
+    tokenizer: its path.
+    problems: what is wrong is added here.
+  """
+  d = c.data
+  for name, form in _formats(c).items():
+    source, key = d.sources[name], f"data.sources.{name}"
+    if form == "text":
+      problems.found.append(
+        f"{key} has documents, other sources conversations; train on them in runs of their own "
+        "(init.workdir with init.weights_only), or give the documents a format"
+      )
+    elif source.get("kind") not in sources.CHAT_KINDS:
+      problems.found.append(
+        f"{key}.kind={source.get('kind')!r} has no conversations; use one of "
+        f"{', '.join(sources.CHAT_KINDS)}, or {key}.format='text'"
+      )
+    problems.check(
+      source.get("weight", 1.0) == 1.0,
+      f"{key}.weight={source.get('weight')}: every sample is read once an epoch; set it to 1",
+    )
+  if d.on_long not in samples.LONG_POLICIES:
+    problems.found.append(
+      f"data.on_long={d.on_long!r} says nothing of a conversation longer than seq_len; choose "
+      "'error', 'skip' (counted) or 'truncate' (its end is cut off)"
+    )
+  problems.one_of("data.on_untrained", d.on_untrained, samples.UNTRAINED_POLICIES)
+  problems.check(
+    d.samples_per_step > 0,
+    f"data.samples_per_step={d.samples_per_step} with conversations; set the samples of an "
+    "optimizer step (InfiR2: 64), which global_batch windows must hold",
+  )
+  problems.check(
+    not d.cross_document,
+    "data.cross_document=True with conversations, which would attend to each other; set it to "
+    "False",
+  )
+  template = problems.attempt(lambda: _template(c, tokenizer))
+  return template and data_config.ChatConfig(template, d.samples_per_step, d.on_untrained)
+
+
+def _template(c: Any, tokenizer: str) -> ChatTemplate:
+  if tokenizer == tokenize.BYTES and not c.data.chat_template:
+    raise UserError(
+      "data.tokenizer='bytes' has no chat template; set data.tokenizer to a Hugging Face folder, "
+      "or data.chat_template to a .jinja file"
+    )
+  return ChatTemplate.load(tokenizer, c.data.chat_template, c.data.template_date)
+
+
+def steps(c: Any, data: data_config.DataConfig, problems: ConfigErrors) -> int:
+  """Optimizer steps of the run: `steps`, or those of data.epochs, for which all chats are read."""
+  if not c.data.epochs:
+    return c.steps
+  if not has_chats(c):
+    problems.found.append(
+      f"data.epochs={c.data.epochs} counts samples of conversations; documents have steps, set "
+      "data.epochs=0"
+    )
+  if problems.found or data.chat is None:
+    return c.steps
+  found = problems.attempt(lambda: _steps_of_epochs(c.data.epochs, data))
+  return found or c.steps
+
+
+def _steps_of_epochs(epochs: float, data: data_config.DataConfig) -> int:
+  per_step = data.chat.samples_per_step if data.chat else 1
+  count = len(samples.of_split(data, loader.chat_index(data), "train"))
+  found = int(epochs * count) // per_step
+  if not found:
+    raise UserError(
+      f"data.epochs={epochs} of {count} samples are less than one step of data.samples_per_step="
+      f"{per_step}; lower it, or give more data"
+    )
+  return found

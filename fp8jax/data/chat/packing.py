@@ -1,0 +1,198 @@
+"""Samples -> steps: exactly so many samples in exactly so many windows.
+
+The samples of a step are laid into its windows by first fit, the longest first (Johnson 1973). Each
+is a segment of its own with positions from 0; the room that is left in a window is a segment too,
+of weight 0. grain's FirstFitPackIterDataset gives its windows when a sample no longer fits, so that
+steps of a fixed number of samples are not to be had from it; held-out samples, which have no steps,
+are packed by it.
+
+Every epoch is a permutation of all samples; a step at its end goes on in the next one. Permutations
+are functions of (seed, epoch), so a step is made from its number alone: the place in the data is
+that number, and processes take different windows of the same step.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from fp8jax.data.chat.encode import Sample
+from fp8jax.data.chat.samples import Samples
+from fp8jax.errors import UserError
+
+# Steps are numbered without end; grain wants a length, and slices it.
+_ENDLESS = 2**48
+Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """A step over all processes: its samples and windows."""
+
+  samples: int
+  windows: int
+
+
+def first_fit(lengths: Sequence[int] | np.ndarray, room: int) -> np.ndarray:
+  """int32 [n]: the window of every sample, the longest placed first, ties in their order.
+
+  Args:
+    lengths: positions of the samples, each at most `room`.
+    room: positions of a window.
+  """
+  free: list[int] = []
+  window = np.zeros(len(lengths), np.int32)
+  for i in np.argsort(-np.asarray(lengths), kind="stable"):
+    size = int(lengths[i])
+    at = next((w for w, left in enumerate(free) if left >= size), len(free))
+    if at == len(free):
+      free.append(room)
+    free[at] -= size
+    window[i] = at
+  return window
+
+
+def pack(samples: Sequence[Sample], length: int) -> Batch:
+  """One window, as the model reads it: arrays [length].
+
+  Args:
+    samples: at most `length` positions in all.
+    length: positions of the window.
+  """
+  window = {
+    "tokens_BL": np.zeros(length, np.int32),
+    "targets_BL": np.zeros(length, np.int32),
+    "weights_BL": np.zeros(length, np.float32),
+    "segments_BL": np.full(length, len(samples) + 1, np.int32),
+    "positions_BL": np.zeros(length, np.int32),
+  }
+  end = 0
+  for number, sample in enumerate(samples, 1):
+    start, end = end, end + len(sample) - 1
+    window["tokens_BL"][start:end] = sample.tokens[:-1]
+    window["targets_BL"][start:end] = sample.tokens[1:]
+    window["weights_BL"][start:end] = sample.trained[1:]
+    window["segments_BL"][start:end] = number
+    window["positions_BL"][start:end] = np.arange(end - start)
+  window["positions_BL"][end:] = np.arange(length - end)
+  return window
+
+
+class Steps:
+  """Step k of training; a random-access source for grain.
+
+  Args:
+    samples: what is trained on.
+    length: positions of a window.
+    shape: of a step over all processes.
+    seed: text that the permutations are derived from.
+    shard: (index, count): a process takes every count-th window, from the index-th on.
+
+  Raises:
+    UserError: there is no sample.
+  """
+
+  def __init__(
+    self, samples: Samples, length: int, shape: Shape, seed: str, shard: tuple[int, int] = (0, 1)
+  ):
+    if not len(samples):
+      raise UserError(
+        "data.sources have no sample to train on: all conversations are malformed, too long, "
+        "without an assistant or held out; lower data.heldout_fraction or give more data"
+      )
+    self.samples, self.length, self.shape = samples, length, shape
+    self._seed, self._shard = seed, shard
+
+  def __len__(self):
+    return _ENDLESS
+
+  def numbers(self, step: int) -> np.ndarray:
+    """int64 [samples]: the samples of a step, in the order of their epochs."""
+    total = len(self.samples)
+    places = range(step * self.shape.samples, (step + 1) * self.shape.samples)
+    return np.asarray([self._shuffled(*divmod(place, total)) for place in places], np.int64)
+
+  def _shuffled(self, epoch: int, i: int) -> int:
+    total = len(self.samples)
+    if total == 1:
+      return 0
+    seed = _number(f"{self._seed}/{epoch}")
+    return grain.experimental.index_shuffle(i, max_index=total - 1, seed=seed, rounds=4)
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    """Step number `index`: arrays [windows of this process, length], and "step"."""
+    numbers = self.numbers(index)
+    window = first_fit(self.samples.lengths[numbers], self.length)
+    if window.max() >= self.shape.windows:
+      raise UserError(self._too_many(index, int(window.max()) + 1))
+    first, count = self._shard
+    rows = [
+      pack([self.samples[int(n)] for n in numbers[window == w]], self.length)
+      for w in range(first, self.shape.windows, count)
+    ]
+    return {**{key: np.stack([row[key] for row in rows]) for key in rows[0]}, "step": index}
+
+  def check(self, steps: int) -> int:
+    """The windows that the fullest of the first `steps` steps needs.
+
+    Raises:
+      UserError: there are fewer; says how many global_batch must be.
+    """
+    # Epochs differ in their permutations alone, but steps may lie across their ends.
+    needed = [
+      int(first_fit(self.samples.lengths[self.numbers(step)], self.length).max()) + 1
+      for step in range(steps)
+    ]
+    most = max(needed, default=0)
+    if most > self.shape.windows:
+      raise UserError(self._too_many(int(np.argmax(needed)), most))
+    return most
+
+  def _too_many(self, step: int, needed: int) -> str:
+    return (
+      f"the {self.shape.samples} samples of step {step} need {needed} windows of "
+      f"{self.length} positions, global_batch={self.shape.windows}; set global_batch={needed} or "
+      "more, or a smaller data.samples_per_step"
+    )
+
+
+def batches(samples: Samples, length: int, rows: int, num: int, index: int, count: int):
+  """Exactly `num` batches [rows, length] of samples in order, packed by grain's first fit.
+
+  Where samples run out, the rest is padding of weight 0. A process takes every count-th sample.
+  """
+  data = grain.MapDataset.source(samples)[index::count].map(_shifted).to_iter_dataset()
+  packed = grain.experimental.FirstFitPackIterDataset(
+    data,
+    length_struct={"tokens": length, "targets": length, "weights": length},
+    num_packing_bins=rows,
+    shuffle_bins=False,
+  )
+  empty = pack([], length)
+  windows = iter(packed) if len(samples) > index else iter(())
+  for _ in range(num):
+    made = [_window(row) if (row := next(windows, None)) else empty for _ in range(rows)]
+    yield {key: np.stack([window[key] for window in made]) for key in empty}
+
+
+def _shifted(sample: Sample) -> Batch:
+  return {
+    "tokens": sample.tokens[:-1],
+    "targets": sample.tokens[1:],
+    "weights": sample.trained[1:].astype(np.float32),
+  }
+
+
+def _window(packed: Batch) -> Batch:
+  """One of grain's windows, with the names of the model."""
+  names = {"tokens": "tokens_BL", "targets": "targets_BL", "weights": "weights_BL"}
+  names |= {"tokens_segment_ids": "segments_BL", "tokens_positions": "positions_BL"}
+  return {name: packed[key] for key, name in names.items()}
+
+
+def _number(text: str) -> int:
+  """An unsigned 32-bit seed."""
+  return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

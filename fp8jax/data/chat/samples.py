@@ -1,0 +1,170 @@
+"""The samples of a run by number, and their lengths.
+
+A conversation is one sample or several, and a step is a fixed number of samples. So all
+conversations are rendered and tokenized once before the first step; the index of their lengths
+stays in memory (21 bytes per sample), and a sample is made again when its step comes.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import grain
+import numpy as np
+
+from fp8jax import console as console_lib
+from fp8jax.data import reading, tokenize
+from fp8jax.data import sources as sources_lib
+from fp8jax.data.chat import encode
+from fp8jax.data.config import DataConfig
+from fp8jax.errors import UserError
+
+# For data.on_long and data.on_untrained.
+LONG_POLICIES = ("error", "skip", "truncate")
+UNTRAINED_POLICIES = ("error", "skip")
+# From so many conversations on, reading all of them takes long enough to say so.
+_MANY = 5_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+  """The samples of all sources, in their order; arrays are [samples].
+
+  Attributes:
+    source: int32 number of the source.
+    record: int32 number of the conversation in it.
+    part: int32 number of the sample in the conversation.
+    length: int32 positions: tokens less one, as the last has no successor.
+    trained: int32 positions whose target is trained.
+    is_heldout: whether the conversation is held out.
+    counts: {"malformed", "too long", "untrained", "truncated": number}; the first of
+      conversations, the others of samples.
+  """
+
+  source: np.ndarray
+  record: np.ndarray
+  part: np.ndarray
+  length: np.ndarray
+  trained: np.ndarray
+  is_heldout: np.ndarray
+  counts: Mapping[str, int]
+
+
+def make_index(spec: DataConfig) -> Index:
+  """Renders and tokenizes every conversation once.
+
+  Raises:
+    UserError: a conversation that must stop the run, with file and line.
+  """
+  rows, counts = [], collections.Counter()
+  opened = _open(spec)
+  total = sum(map(len, opened))
+  if total > _MANY:
+    out = console_lib.console(stderr=True)
+    out.print(f"reading {total:,} conversations once, to know the lengths of their samples")
+  for i, source in enumerate(opened):
+    # Malformed rows, templates and policies: every reason to stop comes up here.
+    data = grain.MapDataset.source(source).map(_Describe(spec))
+    for j, found in enumerate(reading.read(data, spec.workers)):
+      counts.update(found["counts"])
+      rows += [(i, j, *numbers, found["is_heldout"]) for numbers in found["samples"]]
+  source, record, part, length, trained, held = np.asarray(rows, np.int32).reshape(-1, 6).T
+  return Index(source, record, part, length, trained, held.astype(bool), dict(counts))
+
+
+def _open(spec: DataConfig) -> list[sources_lib.Source]:
+  return [sources_lib.open_source(source) for source in spec.sources.values()]
+
+
+def encoded(spec: DataConfig, record) -> list[encode.Sample]:
+  """The samples of a conversation; too long ones cut where data.on_long says so."""
+  if spec.chat is None:
+    raise UserError("the sources are no conversations; set their format")
+  try:
+    samples = encode.Encoder(spec.tokenizer, spec.chat.template).samples(record)
+  except UserError as e:
+    raise UserError(f"{record['origin']}: {e}") from e
+  if spec.on_long == "truncate":
+    most = spec.seq_len + 1
+    samples = [encode.Sample(s.tokens[:most], s.trained[:most]) for s in samples]
+  return samples
+
+
+@dataclasses.dataclass(frozen=True)
+class _Describe:
+  """A record -> [(part, length, trained), ...] of its samples that are trained on."""
+
+  spec: DataConfig
+
+  def __call__(self, record):
+    spec, counts = self.spec, collections.Counter()
+    if "error" in record:
+      self._refuse(spec.on_malformed, "data.on_malformed='skip'", record["origin"], record["error"])
+      return {"samples": [], "counts": {"malformed": 1}, "is_heldout": False}
+    kept, whole = [], dataclasses.replace(spec, on_long="")
+    for part, sample in enumerate(encoded(whole, record)):
+      length = len(sample) - 1
+      if length > spec.seq_len:
+        counts["truncated" if spec.on_long == "truncate" else "too long"] += 1
+        problem = f"a sample of {length + 1} tokens does not fit seq_len={spec.seq_len}"
+        remedies = "data.on_long='skip' or 'truncate'"
+        self._refuse(spec.on_long, remedies, record["origin"], problem)
+        if spec.on_long == "skip":
+          continue
+        length = spec.seq_len
+      trained = int(sample.trained[1 : length + 1].sum())
+      if not trained:
+        counts["untrained"] += 1
+        problem = "a sample has no trained token: no turn of the assistant" + (
+          f" begins in its first {spec.seq_len} tokens" * (length == spec.seq_len)
+        )
+        on_untrained = spec.chat.on_untrained if spec.chat else "error"
+        self._refuse(on_untrained, "data.on_untrained='skip'", record["origin"], problem)
+        continue
+      kept.append((part, length, trained))
+    held = tokenize.is_held_out(record, spec.heldout)
+    return {"samples": kept, "counts": dict(counts), "is_heldout": held}
+
+  def _refuse(self, policy: str, remedy: str, origin: str, problem: str):
+    if policy == "error":
+      raise tokenize.MalformedDocument(
+        f"{origin}: {problem}. Fix it, or set {remedy}, which is counted"
+      )
+
+
+class Samples:
+  """Some samples of an index; a random-access source for grain.
+
+  Attributes:
+    numbers: int64 [n], their numbers in the index.
+    lengths: int32 [n], positions of each.
+    trained: int32 [n], positions of each whose target is trained.
+  """
+
+  def __init__(self, spec: DataConfig, index: Index, numbers: np.ndarray):
+    self._spec, self._index, self.numbers = spec, index, numbers
+    self.lengths, self.trained = index.length[numbers], index.trained[numbers]
+
+  @functools.cached_property
+  def _sources(self) -> list[sources_lib.Source]:
+    return _open(self._spec)
+
+  def __len__(self):
+    return len(self.numbers)
+
+  def __getitem__(self, index) -> encode.Sample:
+    at, number = self._index, self.numbers[index]
+    record = self._sources[at.source[number]][int(at.record[number])]
+    return encoded(self._spec, record)[at.part[number]]
+
+  def __getstate__(self):
+    return {k: v for k, v in self.__dict__.items() if k != "_sources"}
+
+
+def of_split(spec: DataConfig, index: Index, split: str, source: str | None = None) -> Samples:
+  """The samples of "train" or "heldout", of one source or of all."""
+  wanted = index.is_heldout == (split == "heldout")
+  if source is not None:
+    wanted = wanted & (index.source == list(spec.sources).index(source))
+  return Samples(spec, index, np.flatnonzero(wanted))

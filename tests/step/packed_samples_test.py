@@ -1,0 +1,61 @@
+"""Samples packed into windows have the losses of samples alone, a window each."""
+
+import chats
+import harness
+import jax
+import numpy as np
+import pytest
+
+from fp8jax.data import loader
+from fp8jax.data.chat import packing
+from fp8jax.models import transformer
+from fp8jax.step import train_step
+
+# A product's sums may be cut up otherwise for another number of rows, and nothing else may differ.
+BOUNDS = {"float32": 5e-6, "bfloat16": 5e-3}
+
+
+@pytest.mark.parametrize(
+  "recipe, dtype",
+  [
+    ("bf16", "float32"),
+    ("bf16", "bfloat16"),
+    ("block_128", "float32"),
+    pytest.param("block_128", "bfloat16", marks=pytest.mark.slow),
+  ],
+)
+def test_packed_losses_are_those_of_samples_alone(tmp_path, recipe, dtype):
+  """Token by token, in the forward pass's scales per 1x128; then their sum by the step's loss."""
+  chats.write(tmp_path / "a.jsonl", 12)
+  spec = chats.spec(tmp_path / "a.jsonl", seq_len=64, samples_per_step=12)
+  steps = loader.chat_steps(spec, 5)
+  alone = [packing.pack([steps.samples[i]], 64) for i in range(12)]
+  alone = {key: np.stack([window[key] for window in alone]) for key in alone[0]}
+  packed = {key: x for key, x in steps[0].items() if key != "step"}
+  assert len(packed["tokens_BL"]) == 5 and packed["segments_BL"].max() > 3
+  plan = harness.debug_plan(recipe, precision__compute_dtype=dtype, memory__loss_chunk=64)
+  params, sites = train_step.make_state(plan).params, plan.sites()
+
+  @jax.jit
+  def losses(batch):
+    """(Minus log-probability of every target [B, L], the loss that is trained)."""
+    logits = transformer.logits(params, sites, batch, plan.model, plan.run)
+    each_BL = -jax.nn.log_softmax(logits)[
+      np.arange(len(logits))[:, None], np.arange(64)[None], batch["targets_BL"]
+    ]
+    return each_BL, transformer.loss(params, sites, batch, plan.model, plan.run)
+
+  def by_sample(batch):
+    each_BL, total = map(np.asarray, losses(batch))
+    found = {}
+    for row, segments in enumerate(batch["segments_BL"]):
+      for number in set(segments[batch["weights_BL"][row] > 0]):
+        here = segments == number
+        found[bytes(batch["tokens_BL"][row][here].tolist())] = each_BL[row][here]
+    return found, total, (each_BL * batch["weights_BL"]).sum()
+
+  (together, of_packed, its_sum), (apart, of_alone, _) = by_sample(packed), by_sample(alone)
+  assert together.keys() == apart.keys() and len(apart) == 12
+  for text, want in apart.items():
+    np.testing.assert_allclose(together[text], want, rtol=BOUNDS[dtype])
+  np.testing.assert_allclose([of_packed, its_sum], of_alone, rtol=BOUNDS[dtype])
