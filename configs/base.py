@@ -141,8 +141,8 @@ def get_config(arm=""):
   c.data.workers = 0  # worker processes per source; 0 tokenizes in threads
   c.data.prefetch = 2  # batches held ready
 
-  # Conversations (sources with a format other than "text"): supervised fine-tuning. A .jinja file;
-  # "" takes the chat template of the tokenizer's folder.
+  # For conversations, supervised fine-tuning (source(chat=...)). A .jinja file; "" takes the chat
+  # template of the tokenizer's folder.
   c.data.chat_template = ""
   c.data.template_date = ""  # date that a template writes as today's, YYYY-MM-DD
   # Samples per optimizer step, over all devices, packed into global_batch windows of seq_len.
@@ -167,7 +167,7 @@ def get_config(arm=""):
   c.optim.peak_lr = 1e-3
   c.optim.min_lr = 1e-4  # where the tail ends: one step after the last
   c.optim.warmup_steps = 10  # linear from 0
-  c.optim.warmup_share = 0.0  # > 0: of the steps, rounded down, instead of warmup_steps
+  c.optim.warmup_fraction = 0.0  # > 0: of the steps, rounded down, instead of warmup_steps
   c.optim.decay_steps = 20  # length of wsd's tail
   c.optim.b1 = 0.9  # Adam
   c.optim.b2 = 0.95
@@ -259,27 +259,26 @@ def get_config(arm=""):
   return c
 
 
-# The columns of a source's format, unless it says otherwise.
+# The columns of conversations, unless a source says otherwise.
 _FIELDS = {"messages": "messages", "sharegpt": "conversations", "prompt": "prompt,completion"}
 
 
-def source(kind="text", path="", field="", dataset="", split="train", weight=1.0, format="text"):
+def source(kind="text", path="", field="", dataset="", split="train", weight=1.0, chat=""):
   """One entry of data.sources.
 
   kind     "pydoc" (ships with Python), "text" (a document per file), "jsonl" (per line), "parquet"
            (per row), "datasets" (Hugging Face's), "tfds", "prepared" (written by --job=prepare)
   path     glob of files; for datasets a folder that save_to_disk wrote; for tfds its data_dir; for
            prepared its folder
-  field    key or column of the text ("text"); of conversations see format
+  field    key or column of the text; "" is "text", and of conversations those below
   dataset  tfds: name[/config][:version]; datasets: name[:configuration]
   split    tfds and datasets: split or slice of one
   weight   share of tokens; conversations: 1
-  format   "text", or conversations: "messages" (OpenAI's, in column "messages"), "sharegpt" ("from"
-           and "value", in "conversations"), "prompt" (two columns, "prompt,completion")
+  chat     "": documents; or the format of conversations: "messages" (OpenAI's, in the column
+           "messages"), "sharegpt" ("from" and "value", in "conversations"), "prompt" (two columns,
+           "prompt,completion")
   """
-  field = field or _FIELDS.get(format, "text")
+  field = field or _FIELDS.get(chat, "text")
   return ConfigDict(
-    dict(
-      kind=kind, path=path, format=format, field=field, dataset=dataset, split=split, weight=weight
-    )
+    dict(kind=kind, path=path, chat=chat, field=field, dataset=dataset, split=split, weight=weight)
   )

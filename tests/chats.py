@@ -45,7 +45,7 @@ def whole(chat) -> str:
 
 def spec(path, **changes) -> data_config.DataConfig:
   """Data of conversations in bytes, windows of LENGTH positions, 8 samples a step."""
-  source = dict(base.source("jsonl", str(path), format="messages"))
+  source = dict(base.source("jsonl", str(path), chat="messages"))
   per_step = changes.pop("samples_per_step", 8)
   chat = data_config.ChatConfig(
     ChatTemplate(TEMPLATE), per_step, changes.pop("on_untrained", "error")

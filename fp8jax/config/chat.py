@@ -10,9 +10,9 @@ from fp8jax.errors import ConfigErrors, UserError
 
 
 def _formats(c: Any) -> dict[str, str]:
-  """{name: format} of the sources that are mappings."""
+  """{name: format of its conversations, or ""} of the sources that are mappings."""
   return {
-    name: source.get("format", "text")
+    name: source.get("chat", "")
     for name, source in c.data.sources.items()
     if hasattr(source, "keys")
   }
@@ -20,7 +20,7 @@ def _formats(c: Any) -> dict[str, str]:
 
 def has_chats(c: Any) -> bool:
   """Whether a source has conversations."""
-  return any(form != "text" for form in _formats(c).values())
+  return any(_formats(c).values())
 
 
 def read(c: Any, tokenizer: str, problems: ConfigErrors) -> data_config.ChatConfig | None:
@@ -34,15 +34,15 @@ def read(c: Any, tokenizer: str, problems: ConfigErrors) -> data_config.ChatConf
   d = c.data
   for name, form in _formats(c).items():
     source, key = d.sources[name], f"data.sources.{name}"
-    if form == "text":
+    if not form:
       problems.found.append(
         f"{key} has documents, other sources conversations; train on them in runs of their own "
-        "(init.workdir with init.weights_only), or give the documents a format"
+        f"(init.workdir with init.weights_only), or set {key}.chat"
       )
     elif source.get("kind") not in sources.CHAT_KINDS:
       problems.found.append(
         f"{key}.kind={source.get('kind')!r} has no conversations; use one of "
-        f"{', '.join(sources.CHAT_KINDS)}, or {key}.format='text'"
+        f"{', '.join(sources.CHAT_KINDS)}, or {key}.chat=''"
       )
     problems.check(
       source.get("weight", 1.0) == 1.0,

@@ -91,8 +91,8 @@ def _check_source(
     problems.found.append(f"{key} lacks {', '.join(missing)}; build it with configs.base.source()")
     return
   problems.one_of(f"{key}.kind", source["kind"], sources.KINDS)
-  problems.one_of(f"{key}.format", source["format"], sources.FORMATS)
-  if source["kind"] not in sources.KINDS or source["format"] not in sources.FORMATS:
+  problems.one_of(f"{key}.chat", source["chat"], sources.CHAT_FORMATS)
+  if source["kind"] not in sources.KINDS or source["chat"] not in sources.CHAT_FORMATS:
     return
   opened = problems.attempt(lambda: _open(source), key)
   if opened and source["kind"] == "prepared":

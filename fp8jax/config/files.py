@@ -65,10 +65,8 @@ def without_files(c: Config) -> Config:
   if c.model.preset != "hf":
     c.init.hf = ""
   c.data.tokenizer, c.data.eos = "bytes", ""
-  names = ("path", "field", "dataset", "split")
-  c.data.sources = {
-    "main": dict(kind="pydoc", format="text", weight=1.0, **dict.fromkeys(names, ""))
-  }
+  names = ("path", "chat", "field", "dataset", "split")
+  c.data.sources = {"main": dict(kind="pydoc", weight=1.0, **dict.fromkeys(names, ""))}
   c.data.samples_per_step, c.data.epochs = 0, 0.0
   return c
 

@@ -112,7 +112,7 @@ def resolve_data(c: Config) -> data_config_lib.DataConfig:
 # Smallest value of every number that has one and that nobody else checks.
 _LEAST = {
   "steps": 1, "global_batch": 1, "grad_accum_steps": 1, "seq_len": 1, "eval.tokens": 0,
-  "eval.batch": 1, "data.samples_per_step": 0, "data.epochs": 0, "optim.warmup_share": 0,
+  "eval.batch": 1, "data.samples_per_step": 0, "data.epochs": 0, "optim.warmup_fraction": 0,
   "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1,
   "log.tensor_stats_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
   "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
@@ -279,8 +279,10 @@ def _check_float16(plan: RunSpec, phase: int):
 
 def _optim(c: Config, steps: int, problems: ConfigErrors) -> optim_build.OptimizerConfig:
   optim = sections.read_optim(c, steps)
-  share = c.optim.warmup_share
-  problems.check(share <= 1, f"optim.warmup_share={share} must be a share of the steps, at most 1")
+  share = c.optim.warmup_fraction
+  problems.check(
+    share <= 1, f"optim.warmup_fraction={share} must be a share of the steps, at most 1"
+  )
   problems.extend(optim.problems())
   for key, known in optim_build.CHOICES.items():
     problems.one_of(f"optim.{key}", getattr(optim, key), known)

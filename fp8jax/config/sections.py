@@ -42,6 +42,6 @@ def read(c: Config, alarms: tuple[step_config.Alarm, ...], steps: int) -> dict[s
 def read_optim(c: Config, steps: int) -> OptimizerConfig:
   """`optim` for a run of so many steps."""
   values = dict(c.optim)
-  if share := values.pop("warmup_share"):
+  if share := values.pop("warmup_fraction"):
     values["warmup_steps"] = int(share * steps)
   return OptimizerConfig(**values, steps=steps)

@@ -37,7 +37,7 @@ class DataConfig:
   """Everything the data of a run depend on.
 
   Attributes:
-    sources: name -> kind, path, format, field, dataset, split, weight.
+    sources: name -> kind, path, chat, field, dataset, split, weight.
     tokenizer: how text becomes ids.
     seq_len: positions per sequence (L).
     heldout: fraction of documents never trained on.

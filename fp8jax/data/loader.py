@@ -354,8 +354,7 @@ def source_fingerprint(source: Mapping[str, Any]) -> str:
   """
   digest = hashlib.sha256()
   digest.update(repr([source[k] for k in ("kind", "field", "dataset", "split")]).encode())
-  if (form := source.get("format", "text")) != "text":
-    digest.update(form.encode())
+  digest.update(source.get("chat", "").encode())
   opened = sources_lib.open_source(source)
   if isinstance(opened, sources_lib.Prepared):
     digest.update(repr(opened.index).encode())  # of both splits

@@ -25,9 +25,9 @@ KINDS = ("pydoc", "text", "jsonl", "parquet", "datasets", "tfds", "prepared")
 CHAT_KINDS = ("jsonl", "parquet", "datasets")
 
 # Keys of an entry of `data.sources`.
-KEYS = ("kind", "path", "format", "field", "dataset", "split", "weight")
-# Of a row: a document, or a conversation in one of chat/conversation.py's formats.
-FORMATS = ("text", *conversation.FIELDS)
+KEYS = ("kind", "path", "chat", "field", "dataset", "split", "weight")
+# A row is a document (""), or a conversation in one of chat/conversation.py's formats.
+CHAT_FORMATS = ("", *conversation.FIELDS)
 
 Record = dict[str, Any]
 
@@ -50,7 +50,7 @@ def open_source(
   """The source that one entry of `data.sources` describes.
 
   Args:
-    spec: kind, path, format, field, dataset, split (see configs/base.py).
+    spec: kind, path, chat, field, dataset, split (see configs/base.py).
     split: "train" or "heldout"; only prepared data are stored apart.
     vocab_size: prepared token ids must be smaller; None does not check them.
 
@@ -58,7 +58,7 @@ def open_source(
     ValueError, FileNotFoundError: with what was wrong and what to do.
   """
   kind = spec["kind"]
-  rows = Rows(spec.get("format", "text"), spec["field"])
+  rows = Rows(spec.get("chat", ""), spec["field"])
   if kind == "pydoc":
     return PydocTopics()
   if kind == "tfds":
@@ -82,23 +82,23 @@ class Rows:
   """From a row, a mapping of columns, to a record.
 
   Attributes:
-    format: one of FORMATS.
+    chat: one of CHAT_FORMATS.
     field: the column of the text; of conversations see chat/conversation.py.
   """
 
-  format: str
+  chat: str
   field: str
 
   def __call__(self, row: Any, origin: str) -> Record:
-    if self.format == "text":
+    if not self.chat:
       return _field(row, self.field, origin)
-    return conversation.read(row, self.format, self.field, origin)
+    return conversation.read(row, self.chat, self.field, origin)
 
   def columns(self, have: Collection[str]) -> list[str]:
     """The columns to read of a table that has these; those that must be there first."""
-    if self.format == "text":
+    if not self.chat:
       return [self.field]
-    more = conversation.optional_columns(self.format)
+    more = conversation.optional_columns(self.chat)
     return [*conversation.columns(self.field), *(name for name in more if name in have)]
 
 

@@ -165,7 +165,7 @@ MISTAKES = {
   "group on two devices": (
     ["memory.save_gate_up has groups of 128", "2 devices have 384 / 2", "another mesh.tensor"],
     {"memory.save_gate_up": "e4m3_128", "model.intermediate_size": 384, "mesh.tensor": 2}, 8),
-  "nothing to evaluate": (["eval.tokens=0 must be at least 1"], {"eval.tokens": 0}),
+  "nothing to evaluate": (["eval.tokens=-1 must be at least 0"], {"eval.tokens": -1}),
   "no microbatches": (["grad_accum_steps=0 must be at least 1"], {"grad_accum_steps": 0}),
   "no evaluation batch": (["eval.batch=0 must be at least 1"], {"eval.batch": 0}),
   "no lines": (["log.every=0 must be at least 1"], {"log.every": 0}),
@@ -285,7 +285,7 @@ MISTAKES = {
   "a folder of text": (["no file matches 'gpt2'; it is a folder, try 'gpt2/**/*'"],
     _source(kind="text", path="gpt2")),
   "no path": (["data.sources.main: path is empty"], _source(kind="text")),
-  "source lacks keys": (["data.sources.main lacks path, field, dataset", "configs.base.source()"],
+  "source lacks keys": (["data.sources.main lacks path, chat, field", "configs.base.source()"],
     {"data.sources": {"main": {"kind": "pydoc", "weight": 1.0}}}),
   "source has a key too many": (["data.sources.main.paht is unknown; did you mean", ".path?"],
     {"data.sources": {"main": dict(base.source(), paht="x")}}),

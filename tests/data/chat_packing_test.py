@@ -216,7 +216,7 @@ def test_conversations_of_every_kind_of_source_are_the_same(tmp_path):
   pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
   found = {}
   for kind in ("jsonl", "parquet"):
-    source = sources.open_source(base.source(kind, str(tmp_path / f"a.{kind}"), format="messages"))
+    source = sources.open_source(base.source(kind, str(tmp_path / f"a.{kind}"), chat="messages"))
     found[kind] = [source[i]["messages"] for i in range(len(source))]
   assert found["jsonl"] == found["parquet"] == [row["messages"] for row in rows]
 
@@ -225,12 +225,12 @@ def test_set_of_the_datasets_library_is_read_from_its_folder(tmp_path):
   datasets = pytest.importorskip("datasets")
   rows = chats.write(tmp_path / "a.jsonl", 6)
   datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
-  source = base.source("datasets", str(tmp_path / "saved"), format="messages")
+  source = base.source("datasets", str(tmp_path / "saved"), chat="messages")
   opened = sources.open_source(source)
   assert [opened[i]["messages"] for i in range(6)] == [row["messages"] for row in rows]
   assert opened.files() and loader.source_fingerprint(source)
   with pytest.raises(UserError, match="datasets cannot open"):
-    len(sources.open_source(base.source("datasets", str(tmp_path / "gone"), format="messages")))
+    len(sources.open_source(base.source("datasets", str(tmp_path / "gone"), chat="messages")))
 
 
 def test_index_counts_positions_and_trained_targets(folder, rows):

@@ -71,14 +71,14 @@ def _read(row: Any, format: str, names: tuple[str, ...]):
   if missing:
     raise _Malformed(
       f"missing field {missing[0]!r} (has {', '.join(map(repr, have)) or type(row).__name__}); set "
-      "the source's field, or its format"
+      "the source's field, or its chat"
     )
   if format == "prompt":
     turns = _side(row[names[0]], "user") + _side(row[names[1]], "assistant")
   else:
     turns = _decoded(row[names[0]])
   if not isinstance(turns, (list, tuple)) or not turns:
-    raise _Malformed(f"field {names[0]!r} is no list of messages; set the source's field or format")
+    raise _Malformed(f"field {names[0]!r} is no list of messages; set the source's field or chat")
   turns = [_message(i, turn, format) for i, turn in enumerate(turns)]
   if format == "sharegpt" and row.get("system"):
     turns.insert(0, {"role": "system", "content": str(row["system"])})

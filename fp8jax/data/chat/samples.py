@@ -80,7 +80,7 @@ def _open(spec: DataConfig) -> list[sources_lib.Source]:
 def encoded(spec: DataConfig, record) -> list[encode.Sample]:
   """The samples of a conversation; too long ones cut where data.on_long says so."""
   if spec.chat is None:
-    raise UserError("the sources are no conversations; set their format")
+    raise UserError("the sources are no conversations; set their chat")
   try:
     samples = encode.Encoder(spec.tokenizer, spec.chat.template).samples(record)
   except UserError as e:

@@ -1,0 +1,139 @@
+"""Training on conversations: epochs, interruption, and stages that start from others' weights."""
+
+import chats
+import harness
+import jax
+import numpy as np
+import pytest
+
+from configs import base
+from fp8jax.config import resolve
+from fp8jax.errors import ConfigError
+from fp8jax.jobs import train
+from fp8jax.kernels import choose
+from fp8jax.run import preemption
+
+
+def _config(folder, recipe="block_128", **changes):
+  """40 conversations in bytes, 8 a step: two epochs are 10 steps."""
+  c = harness.text_config(recipe)
+  c.data.sources = {"main": base.source("jsonl", str(folder / "a.jsonl"), chat="messages")}
+  c.update_from_flattened_dict({
+    "data.chat_template": str(folder / "template.jinja"), "data.tokenizer": "bytes",
+    "data.on_long": "error", "data.samples_per_step": 8, "data.epochs": 1.0, "global_batch": 6,
+    "data.heldout_fraction": 0.0, "eval.tokens": 0, "optim.schedule": "cosine",
+    "optim.warmup_fraction": 0.25, "optim.peak_lr": 3e-3, "model.num_layers": 1, **changes,
+  })  # fmt: skip
+  return c
+
+
+def _plan(*args, **changes):
+  return resolve.resolve(_config(*args, **changes), 1, choose.current_device())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  path = tmp_path_factory.mktemp("chats")
+  chats.write(path / "a.jsonl", 40)
+  (path / "template.jinja").write_text(chats.TEMPLATE)
+  return path
+
+
+def _stop(after):
+  """Interrupts runs after so many steps, until undone."""
+  patch = pytest.MonkeyPatch()
+  patch.setattr(preemption.Interrupts, "requested", lambda _, step: step >= after)
+  return patch
+
+
+def test_epochs_are_steps_and_a_stage_starts_from_weights_alone(folder, tmp_path, capsys):
+  plan = _plan(folder, "bf16")
+  assert plan.steps == 5 and plan.optim.steps == 5 and plan.optim.warmup_steps == 1
+  summary = train.run(plan, str(tmp_path / "first"))
+  assert summary["step"] == 5 and summary["evaluations"] == {}
+  said = " ".join(capsys.readouterr().out.split())
+  assert "40 samples of" in said and "5 steps of 8 samples, 1.00 epochs" in said
+  first = harness.saved_state(tmp_path / "first", plan, 5)
+  assert any(np.any(x) for x in jax.tree.leaves(first.opt))
+  # Another recipe, schedule and length, stopped before its first step.
+  other = {"init.workdir": str(tmp_path / "first"), "init.weights_only": True, "seq_len": 80}
+  plan = _plan(folder, "tensor_delayed", **other)
+  patch = _stop(0)
+  assert train.run(plan, str(tmp_path / "second"))["step"] == 0
+  patch.undo()
+  state = harness.saved_state(tmp_path / "second", plan, 0)
+  harness.assert_trees_equal(state.params, first.params)
+  assert state.step == 0 and not any(np.any(x) for x in jax.tree.leaves(state.opt))
+  assert "starting from the weights of step 5" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_stage_is_the_same_interrupted_and_chooses_its_own_scales(folder, tmp_path):
+  train.run(_plan(folder), str(tmp_path / "first"))
+  other = {"init.workdir": str(tmp_path / "first"), "init.weights_only": True}
+  plan = _plan(folder, "tensor_delayed", **other)
+  train.run(plan, str(tmp_path / "whole"))
+  patch = _stop(2)
+  assert train.run(plan, str(tmp_path / "parts"))["step"] == 2
+  patch.undo()
+  train.run(plan, str(tmp_path / "parts"))
+  whole, parts = (harness.saved_state(tmp_path / name, plan, 5) for name in ("whole", "parts"))
+  harness.assert_trees_equal(whole, parts)
+  histories = [s.history_3H for s in whole.scaling_states.values()]
+  assert histories and all(np.count_nonzero(h, axis=-1).max() == 6 for h in histories)  # and a look
+
+
+def test_stage_without_a_checkpoint_or_of_another_model_is_refused(folder, tmp_path):
+  with pytest.raises(ConfigError, match="init.weights_only=True without init.workdir"):
+    _plan(folder, **{"init.weights_only": True})
+  first = {"init.workdir": str(tmp_path / "first"), "init.weights_only": True}
+  with pytest.raises(FileNotFoundError, match="holds no checkpoint; train that run first"):
+    train.run(_plan(folder, **first), str(tmp_path / "second"))
+  patch = _stop(0)
+  train.run(_plan(folder), str(tmp_path / "first"))
+  patch.undo()
+  other = _plan(folder, **first, **{"model.num_layers": 2})
+  with pytest.raises(ConfigError, match="holds another model: model.num_layers is 2 here and 1"):
+    train.run(other, str(tmp_path / "second"))
+  with pytest.raises(FileNotFoundError, match="no checkpoint of step 7; there are"):
+    train.run(_plan(folder, **first, **{"init.step": 7}), str(tmp_path / "second"))
+
+
+REFUSED = {
+  "a text": ({"data.on_long": "split"}, "data.on_long='split' says nothing of a conversation"),
+  "no number": ({"data.samples_per_step": 0}, "set the samples of an optimizer step"),
+  "no template": ({"data.chat_template": ""}, "data.tokenizer='bytes' has no chat template"),
+  "no file": ({"data.chat_template": "gone.jinja"}, "data.chat_template='gone.jinja' does not"),
+  "mixing": ({"data.cross_document": True}, "which would attend to each other"),
+  "weight": ({"data.sources.main.weight": 2.0}, "every sample is read once an epoch"),
+  "kind": ({"data.sources.main.kind": "text"}, "has no conversations; use one of jsonl, parquet"),
+  "chat": ({"data.sources.main.chat": "mesages"}, "did you mean 'messages'"),
+  "share": ({"optim.warmup_fraction": 1.5}, "optim.warmup_fraction=1.5"),
+  "too few": ({"data.epochs": 0.1}, "data.epochs=0.1 of 40 samples are less than one step"),
+  "held out": ({"eval.tokens": 64}, "data.heldout_fraction=0 leaves nothing to evaluate on"),
+  "untrained": ({"data.on_untrained": "drop"}, "data.on_untrained='drop' is not one of"),
+}
+
+
+@pytest.mark.parametrize("changes, problem", REFUSED.values(), ids=REFUSED)
+def test_configurations_of_conversations_are_refused_with_the_remedy(folder, changes, problem):
+  with pytest.raises(ConfigError) as error:
+    _plan(folder, **changes)
+  assert problem in str(error.value)
+
+
+def test_epochs_of_documents_and_mixtures_with_documents_are_refused(folder):
+  c = harness.text_config()
+  c.data.epochs = 2.0
+  with pytest.raises(ConfigError, match="documents have steps, set data.epochs=0"):
+    resolve.resolve(c, 1, choose.current_device())
+  c = _config(folder)
+  c.data.sources = {**c.data.sources, "text": base.source("pydoc")}
+  with pytest.raises(ConfigError, match="data.sources.text has documents, other sources conv"):
+    resolve.resolve(c, 1, choose.current_device())
+
+
+def test_windows_that_are_too_few_stop_the_run_before_it_compiles(folder, tmp_path):
+  plan = _plan(folder, **{"global_batch": 2})
+  with pytest.raises(ValueError, match="set global_batch="):
+    train.run(plan, str(tmp_path))
