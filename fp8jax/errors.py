@@ -26,7 +26,8 @@ EXTRAS = {
   "absl": "train", "grain": "train", "ml_collections": "train", "orbax": "train", "rich": "train",
   "tensorboardX": "train", "flax": "flax", "gguf": "hf", "huggingface_hub": "hf",
   "safetensors": "hf", "tokenizers": "hf", "array_record": "data", "pyarrow": "data",
-  "tensorflow_datasets": "data", "jinja2": "sft", "tokamax": "attention",
+  "tensorflow_datasets": "data", "jinja2": "sft", "reasoning_gym": "eval", "math_verify": "eval",
+  "tokamax": "attention",
 }  # fmt: skip
 
 
