@@ -26,7 +26,7 @@ PACKAGE = ROOT / "fp8jax"
 # other, except that `run` may ask what a compiled program says. "" is the vocabulary: single files.
 FLOORS = (
   ("",), ("recipe",), ("quantization",), ("kernels",), ("ops",), ("models", "optim", "data"),
-  ("generation",), ("step",), ("config",), ("compiled",), ("run",), ("evaluation",),
+  ("generation",), ("evaluation",), ("step",), ("config",), ("compiled",), ("run",),
   ("jobs", "integrations"),
 )  # fmt: skip
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
@@ -264,7 +264,7 @@ def test_pins_cover_and_satisfy_the_dependencies():
       yield f"requirements.txt:{number}: needs name==version  # why"
   for name, wanted in functools.reduce(dict.__or__, extras.values(), core).items():
     if name not in pins and [s.operator for s in wanted.specifier] == ["=="]:
-      continue  # pinned where it is declared: of use on a GPU alone, and not installed for tests
+      continue  # pinned where it is declared: not installed for the default tests
     if name not in pins:
       yield f"requirements.txt: {name} of pyproject.toml is not pinned"
     elif not wanted.specifier.contains(pins[name].version, prereleases=True):

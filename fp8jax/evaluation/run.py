@@ -1,0 +1,173 @@
+"""The evaluation of tasks: ask, verify, store, sum up, compare.
+
+I is an item; J is a sample, one of the outputs of an item.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from fp8jax.errors import UserError
+from fp8jax.evaluation import statistics, store
+from fp8jax.evaluation.tasks import Item, Task
+from fp8jax.generation.sampling import Sampling
+
+# Renders and encodes the prompt of an item: (text as it is stored, token ids).
+Ask = Callable[[Task, Item], tuple[str, Sequence[int]]]
+
+
+class Generates(Protocol):
+  """The part of generation.api.Generator that evaluations call."""
+
+  def generate(self, prompts, sampling, num_samples=1, on_text=None) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+  """A finished task.
+
+  Attributes:
+    task: the task.
+    scores_IJ: 0 or 1, (items, samples).
+    summary: JSON values: avg@n and pass@k with intervals, finish reasons, lengths, seconds.
+  """
+
+  task: Task
+  scores_IJ: np.ndarray
+  summary: dict[str, Any]
+
+
+def evaluate(
+  task: Task,
+  generator: Generates,
+  ask: Ask,
+  folder: str,
+  settings: Mapping[str, Any],
+  seed: int = 0,
+  say: Callable[[str], None] = print,
+) -> Evaluated:
+  """Asks the items that are not answered yet, and sums up all.
+
+  Args:
+    task: the task.
+    generator: see generation.api.
+    ask: makes the prompts.
+    folder: of the stored evaluation (evaluation/store.py).
+    settings: what decides the outputs besides the task and the seed.
+    seed: of sampling.
+    say: takes a line of progress, ten or so per task.
+
+  Raises:
+    UserError: the folder holds another evaluation, or a prompt is too long.
+  """
+  writer = store.Writer(folder, task, {**settings, "seed": seed})
+  try:
+    seconds = _ask_the_rest(task, generator, ask, writer, seed, say)
+    return Evaluated(task, writer.scores(), _summary(task, writer, seconds))
+  finally:
+    writer.close()
+
+
+def _ask_the_rest(task: Task, generator, ask: Ask, writer: store.Writer, seed: int, say) -> float:
+  """Seconds of generation and verification; 0 where all was answered before."""
+  rest = [item for item in task.items if item.name not in writer.done]
+  if len(rest) < len(task.items):
+    say(f"{task.name}: {len(task.items) - len(rest)} of {len(task.items)} items are answered")
+  if not rest:
+    return 0.0
+  protocol, start = task.protocol, time.perf_counter()
+  sampling = Sampling(
+    temperature=protocol.temperature, top_p=protocol.top_p, stop=protocol.stop,
+    max_new_tokens=protocol.max_new_tokens, seed=seed,
+  )  # fmt: skip
+  asked = [ask(task, item) for item in rest]
+  total, correct, done = len(rest) * protocol.samples, 0, set()
+
+  def finish(index: int, sample: int, completion):
+    nonlocal correct
+    verdict = task.judge(rest[index], completion.text)
+    writer.add(rest[index], sample, asked[index][0], completion, verdict)
+    done.add((index, sample))
+    correct += verdict.correct
+    if len(done) * 10 // total > (len(done) - 1) * 10 // total:
+      minutes = (time.perf_counter() - start) / 60
+      say(f"{task.name}: {len(done)}/{total} outputs, {correct} correct, {minutes:.1f} min")
+
+  def on_text(index: int, sample: int, piece: str, completion):
+    del piece
+    if completion is not None:
+      finish(index, sample, completion)
+
+  prompts = [ids for _, ids in asked]
+  found = generator.generate(prompts, sampling, protocol.samples, on_text)
+  for index, samples in enumerate(found):
+    for sample, completion in enumerate(samples):
+      if (index, sample) not in done:
+        finish(index, sample, completion)
+  return time.perf_counter() - start
+
+
+def _summary(task: Task, writer: store.Writer, seconds: float) -> dict[str, Any]:
+  rows, scores_IJ = writer.rows(), writer.scores()
+  n = task.protocol.samples
+  ks = sorted({k for k in (2, 4, 8, 16, 32) if k < n} | ({n} if n > 1 else set()))
+  passed = {k: statistics.pass_at_k_of_items(scores_IJ, k) for k in ks}
+  reasons = collections.Counter(row["finish_reason"] for row in rows)
+  notes = collections.Counter(row["note"].partition(":")[0] for row in rows if row["note"])
+  return {
+    "items": len(task.items),
+    "samples": n,
+    "avg": dataclasses.asdict(statistics.interval(scores_IJ)),
+    "pass": {str(k): dataclasses.asdict(_of_items(x)) for k, x in passed.items()},
+    "finish_reasons": dict(sorted(reasons.items())),
+    "notes": dict(notes.most_common(8)),
+    "mean_tokens": sum(row["tokens"] for row in rows) / len(rows),
+    "seconds": round(seconds, 1),
+    "protocol": dataclasses.asdict(task.protocol),
+    "margin": task.margin,
+    "fingerprint": task.fingerprint,
+    "source": task.source,
+  }
+
+
+def _of_items(scores_I: np.ndarray) -> statistics.Interval:
+  """The interval of a mean of pass@k; Wilson's where a bootstrap would have no width."""
+  if np.ptp(scores_I) == 0:
+    return statistics.wilson(float(scores_I.sum()), len(scores_I))
+  return statistics.bootstrap(scores_I)
+
+
+def compare(
+  candidates: Sequence[Mapping[str, store.Scores]], baselines: Sequence[Mapping[str, store.Scores]]
+) -> dict[str, statistics.Comparison]:
+  """{task: comparison} of two arms, paired by seed and item.
+
+  Args:
+    candidates, baselines: the stored scores of every seed, in the same order of seeds; the tasks of
+      the first candidate are compared. The margin is the one stored with the task.
+
+  Raises:
+    UserError: a run lacks a task, or has it with another definition.
+  """
+  if len(candidates) != len(baselines) or not candidates:
+    raise UserError(
+      f"{len(candidates)} runs of one arm and {len(baselines)} of the other; expected the same "
+      "seeds"
+    )
+  found = {}
+  for name, first in candidates[0].items():
+    for run in (*candidates, *baselines):
+      if name not in run:
+        raise UserError(f"a run has not finished the task {name!r}; evaluate it there too")
+      if run[name].fingerprint != first.fingerprint:
+        raise UserError(f"two runs have different definitions of {name!r}; evaluate one of them "
+                        "again, with the same eval settings")  # fmt: skip
+    arms = [
+      np.stack([run[name].scores_IJ.mean(1) for run in runs]) for runs in (candidates, baselines)
+    ]
+    found[name] = statistics.compare(*arms, margin=first.margin)
+  return found

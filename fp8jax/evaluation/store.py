@@ -1,0 +1,228 @@
+"""Stored evaluations: prompts, outputs and verdicts of a task as JSON lines, and its definition.
+
+FOLDER/TASK.json holds the definition: everything that decides the outputs and their verdicts, the
+margin of comparisons among it; it is written before the first output. FOLDER/TASK.jsonl holds one
+line per output, in the order in which they ended. An evaluation goes on after the items whose
+samples are all there. I is an item; J is a sample, one of the outputs of an item.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fp8jax.errors import UserError, read_json
+from fp8jax.evaluation.tasks import Item, Task, Verdict
+
+_KEYS = {"item", "sample", "prompt", "output", "correct"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+  """The verdicts of a task.
+
+  Attributes:
+    task: its name.
+    fingerprint: of its definition.
+    margin: of comparisons, in points.
+    items: names, in the order of the rows.
+    scores_IJ: 0 or 1, (items, samples).
+  """
+
+  task: str
+  fingerprint: str
+  margin: float
+  items: tuple[str, ...]
+  scores_IJ: np.ndarray
+
+
+class Writer:
+  """Appends the outputs of one task to its file.
+
+  Attributes:
+    done: {item name: {sample: row}} of the items whose samples are all there.
+  """
+
+  def __init__(self, folder: str, task: Task, settings: Mapping[str, Any]):
+    """
+    Args:
+      folder: of the evaluation; made where it is not there.
+      task: to be evaluated.
+      settings: what else decides the outputs: weights, precision, seed, ...; JSON values.
+
+    Raises:
+      UserError: the folder holds this task with another definition; names what differs.
+    """
+    os.makedirs(folder, exist_ok=True)
+    self._task, stem = task, os.path.join(folder, slug(task.name))
+    self.path, definition = stem + ".jsonl", _definition(task, settings)
+    if os.path.exists(stem + ".json"):
+      _check_same(stem + ".json", definition)
+    elif os.path.exists(self.path):
+      raise UserError(f"{self.path} has no definition beside it; delete or move it")
+    else:
+      _write(stem + ".json", json.dumps(definition, indent=2, ensure_ascii=False) + "\n")
+    rows = read_rows(self.path) if os.path.exists(self.path) else []
+    self.done = _complete(rows, {i.name for i in task.items}, task.protocol.samples)
+    kept = [row for samples in self.done.values() for row in samples.values()]
+    if len(kept) != len(rows) or _is_cut(self.path):
+      _write(self.path, "".join(map(_line, kept)))
+    self._file = open(self.path, "a", encoding="utf-8")
+
+  def add(self, item: Item, sample: int, prompt: str, completion, verdict: Verdict):
+    """Appends one output; `completion` as the generator gives it."""
+    row = {
+      "item": item.name, "sample": sample, "correct": verdict.correct,
+      "extracted": verdict.extracted, "answer": item.answer, "note": verdict.note,
+      "finish_reason": completion.finish_reason, "tokens": len(completion.tokens),
+      "prompt": prompt, "output": completion.text,
+    }  # fmt: skip
+    self.done.setdefault(item.name, {})[sample] = row
+    self._file.write(_line(row))
+    self._file.flush()
+
+  def close(self):
+    self._file.close()
+
+  def rows(self) -> list[dict[str, Any]]:
+    """In the order of the task's items and samples."""
+    return [self.done[i.name][j] for i in self._task.items for j in sorted(self.done[i.name])]
+
+  def scores(self) -> np.ndarray:
+    """0 or 1, (items, samples)."""
+    n = self._task.protocol.samples
+    values = [[self.done[i.name][j]["correct"] for j in range(n)] for i in self._task.items]
+    return np.array(values, np.float64)
+
+
+def read_scores(folder: str) -> dict[str, Scores]:
+  """{task: Scores} of every finished task in a folder.
+
+  Raises:
+    FileNotFoundError, UserError: there is none, or a file is damaged.
+  """
+  found = {}
+  names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+  for name in names:
+    stem = os.path.join(folder, name.removesuffix(".json"))
+    if not name.endswith(".json") or not os.path.exists(stem + ".jsonl"):
+      continue
+    definition = read_json(stem + ".json", "evaluate again into another workdir")
+    items, n = tuple(definition["items"]), definition["protocol"]["samples"]
+    done = _complete(read_rows(stem + ".jsonl"), set(items), n)
+    if len(done) == len(items):
+      values = [[done[i][j]["correct"] for j in range(n)] for i in items]
+      found[definition["name"]] = Scores(
+        definition["name"], definition["fingerprint"], definition["margin"], items,
+        np.array(values, np.float64),
+      )  # fmt: skip
+  if not found:
+    raise FileNotFoundError(f"{folder} holds no finished task; evaluate with --job=evaluate first")
+  return found
+
+
+def newest(workdir: str) -> str:
+  """The folder of a workdir's newest evaluation, by the time of its summary.
+
+  Raises:
+    FileNotFoundError: there is none.
+  """
+  root = os.path.join(os.path.expanduser(workdir), FOLDER)
+  names = os.listdir(root) if os.path.isdir(root) else []
+  paths = [os.path.join(root, name, SUMMARY) for name in names]
+  paths = [path for path in paths if os.path.exists(path)]
+  if not paths:
+    raise FileNotFoundError(
+      f"{root} holds no finished evaluation; run --job=evaluate with the same eval.tasks there"
+    )
+  return os.path.dirname(max(paths, key=os.path.getmtime))
+
+
+FOLDER, SUMMARY = "evaluation", "summary.json"
+
+
+def slug(name: str) -> str:
+  """A file name of a task's name."""
+  return re.sub(r"[^\w.=-]+", "_", name).strip("_")
+
+
+def read_rows(path: str) -> list[dict[str, Any]]:
+  """The rows of a file; a last line that a killed process has not finished is left out.
+
+  Raises:
+    UserError: another line is no row; names it.
+  """
+  rows = []
+  with open(path, encoding="utf-8") as f:
+    for number, line in enumerate(f, 1):
+      if not line.endswith("\n"):
+        continue
+      try:
+        row = json.loads(line)
+        is_row = isinstance(row, dict) and row.keys() >= _KEYS
+      except ValueError:
+        is_row = False
+      if not is_row:
+        raise UserError(
+          f"{path}, line {number} is no row of an evaluation: {line.strip()[:60]!r}; delete the "
+          "line, and the same command asks that item again"
+        )
+      rows.append(row)
+  return rows
+
+
+def _definition(task: Task, settings: Mapping[str, Any]) -> dict[str, Any]:
+  fields = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
+  del fields["verify"]
+  fields["items"] = [item.name for item in task.items]
+  fields["protocol"] = dataclasses.asdict(task.protocol)
+  made = {"fingerprint": task.fingerprint, **fields, "settings": dict(settings)}
+  return json.loads(json.dumps(made))
+
+
+def _check_same(path: str, definition: Mapping[str, Any]):
+  old = read_json(path, "move it away, and the same command begins anew")
+  different = [k for k in definition if definition[k] != old.get(k)]
+  if not different:
+    return
+  inner = [k for k in different if isinstance(definition[k], dict) and isinstance(old.get(k), dict)]
+  shown = [k for k in different if k not in (*inner, "fingerprint", "items")]
+  for k in inner:
+    pairs = ((x, definition[k].get(x), old[k].get(x)) for x in {**definition[k], **old[k]})
+    shown += [f"{k}.{x} ({b!r} there, {a!r} here)" for x, a, b in pairs if a != b]
+  raise UserError(
+    f"{path} describes another evaluation: {', '.join(shown or ['the items'])} differ; take "
+    "another --workdir, or move the folder away"
+  )
+
+
+def _complete(rows, names: set[str], samples: int) -> dict[str, dict[int, dict[str, Any]]]:
+  """{item: {sample: row}} of the items that have all of their samples."""
+  found: dict[str, dict[int, dict[str, Any]]] = {}
+  for row in rows:
+    found.setdefault(row["item"], {})[row["sample"]] = row
+  wanted = set(range(samples))
+  return {k: v for k, v in found.items() if k in names and v.keys() == wanted}
+
+
+def _is_cut(path: str) -> bool:
+  """Whether the last line was not finished."""
+  if not os.path.exists(path) or not os.path.getsize(path):
+    return False
+  with open(path, "rb") as f:
+    f.seek(-1, os.SEEK_END)
+    return f.read() != b"\n"
+
+
+def _line(row: Mapping[str, Any]) -> str:
+  return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def _write(path: str, text: str):
+  with open(path + ".part", "w", encoding="utf-8") as f:
+    f.write(text)
+  os.replace(path + ".part", path)

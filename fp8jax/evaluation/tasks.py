@@ -1,0 +1,254 @@
+"""A task: questions, the way a model is asked, and the verification of its outputs.
+
+A Task is a value. Its fingerprint covers everything that decides a score, the margin of a
+comparison among it, and is stored before the first output is drawn.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from fp8jax.errors import UserError
+from fp8jax.evaluation import statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+  """A question with its answer.
+
+  Attributes:
+    name: unique within the task.
+    question: as the prompt's {question}.
+    answer: the expected answer; "" where `data` decides (tests of a program).
+    data: what the task's verifier needs besides; JSON values.
+  """
+
+  name: str
+  question: str
+  answer: str
+  data: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+  """How outputs are drawn.
+
+  Attributes:
+    samples: outputs per item (n).
+    temperature: 0 is greedy.
+    top_p: nucleus sampling; 1 is all tokens.
+    max_new_tokens: tokens after which an output ends.
+    stop: texts at which an output ends.
+  """
+
+  samples: int = 1
+  temperature: float = 0.0
+  top_p: float = 1.0
+  max_new_tokens: int = 256
+  stop: tuple[str, ...] = ()
+
+  def problems(self, where: str) -> list[str]:
+    """Values that mean nothing, in words."""
+    found = []
+    if self.samples < 1 or self.max_new_tokens < 1:
+      found.append(f"{where}: samples={self.samples} and max_new_tokens={self.max_new_tokens} "
+                   "must be at least 1")  # fmt: skip
+    if not 0 <= self.temperature < float("inf") or not 0 < self.top_p <= 1:
+      found.append(f"{where}: temperature={self.temperature} must be 0 or more, top_p={self.top_p} "
+                   "above 0 and at most 1")  # fmt: skip
+    if self.samples > 1 and self.temperature == 0:
+      found.append(f"{where}: {self.samples} greedy samples of an item are all the same; set a "
+                   "temperature above 0, or samples to 1")  # fmt: skip
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+  """The judgement of one output.
+
+  Attributes:
+    correct: whether it counts.
+    extracted: the answer that was found in the output, "" for none.
+    note: why it does not count, where a verifier knows ("timeout").
+  """
+
+  correct: bool
+  extracted: str
+  note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """Questions, prompts, sampling and verification.
+
+  Attributes:
+    name: of its files and of its row in tables.
+    items: in the order in which they are asked.
+    verify: (item, output after the thoughts) -> Verdict.
+    verifier: name of `verify`, for the fingerprint.
+    prompt: the user's turn; {question} stands for the item's question.
+    system: the system's turn; "" for none.
+    prefix: beginning of the model's own turn, e.g. an opened think tag.
+    think_end: tag that closes the thoughts: the output up to its last occurrence is not verified;
+      "" for none. Without the tag the whole output is verified, as in evalscope.
+    protocol: of sampling.
+    margin: points that an arm may lose against its baseline, fixed with the task.
+    source: the file or generator that the items come from.
+  """
+
+  name: str
+  items: tuple[Item, ...]
+  verify: Callable[[Item, str], Verdict] = dataclasses.field(compare=False)
+  verifier: str
+  prompt: str = "{question}"
+  system: str = ""
+  prefix: str = ""
+  think_end: str = ""
+  protocol: Protocol = Protocol()
+  margin: float = statistics.MARGIN
+  source: str = ""
+
+  def user_text(self, item: Item) -> str:
+    """The user's turn for an item."""
+    return self.prompt.replace("{question}", item.question)
+
+  def judge(self, item: Item, output: str) -> Verdict:
+    """Verifies what follows the thoughts."""
+    return self.verify(item, without_thoughts(output, self.think_end))
+
+  @property
+  def fingerprint(self) -> str:
+    """SHA-256 of everything that decides a score."""
+    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    del fields["verify"], fields["source"]
+    fields["items"] = [[i.name, i.question, i.answer] for i in self.items]
+    fields["protocol"] = dataclasses.asdict(self.protocol)
+    text = json.dumps(fields, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def without_thoughts(output: str, think_end: str) -> str:
+  """The output after the last closing think tag."""
+  return output.rpartition(think_end)[2] if think_end else output
+
+
+def normalized(question: str) -> str:
+  """Questions that differ in case, white space or Unicode form alone are one question."""
+  return " ".join(unicodedata.normalize("NFKC", question).casefold().split())
+
+
+def check_items(items: Sequence[Item], source: str) -> tuple[Item, ...]:
+  """Items with unique names.
+
+  Raises:
+    UserError: there is none, or two have one name.
+  """
+  names: set[str] = set()
+  for item in items:
+    if item.name in names:
+      raise UserError(f"{source}: two items are called {item.name!r}; give each a name of its own")
+    names.add(item.name)
+  if not items:
+    raise UserError(f"{source} has no item, expected at least one; name another file")
+  return tuple(items)
+
+
+def apart(items: Sequence[Item], trained: Collection[str]) -> tuple[tuple[Item, ...], int]:
+  """(items whose question is in no training set, how many were left out).
+
+  Args:
+    trained: normalized questions of the training set.
+  """
+  kept = tuple(item for item in items if normalized(item.question) not in trained)
+  return kept, len(items) - len(kept)
+
+
+_QUESTION_KEYS = ("question", "prompt", "problem")
+
+
+def read_trained(path: str) -> frozenset[str]:
+  """Normalized questions of a training set in JSONL.
+
+  Every line is an object with "messages" (OpenAI) or "conversations" (ShareGPT), of which the
+  user's turns count, or with "question", "prompt" or "problem".
+
+  Raises:
+    UserError, FileNotFoundError: there is no such file, or a line has no question.
+  """
+  found = set()
+  for where, row in read_jsonl(path):
+    texts = [row[k] for k in _QUESTION_KEYS if isinstance(row.get(k), str)]
+    for turn in row.get("messages") or row.get("conversations") or ():
+      if turn.get("role", turn.get("from")) in ("user", "human"):
+        texts.append(turn.get("content", turn.get("value")))
+    if not texts:
+      raise UserError(
+        f"{where} has no question; expected 'messages', 'conversations' or one of {_QUESTION_KEYS}"
+      )
+    found.update(normalized(t) for t in texts if isinstance(t, str))
+  return frozenset(found)
+
+
+def read_jsonl(path: str) -> list[tuple[str, dict[str, Any]]]:
+  """[("FILE, line 3", object)] of the lines that are not blank.
+
+  Raises:
+    FileNotFoundError, UserError: there is no such file, or a line is no JSON object.
+  """
+  rows = []
+  try:
+    with open(path, encoding="utf-8") as f:
+      for number, line in enumerate(f, 1):
+        where = f"{path}, line {number}"
+        if line.strip():
+          rows.append((where, json.loads(line)))
+          if not isinstance(rows[-1][1], dict):
+            raise UserError(f"{where} is {type(rows[-1][1]).__name__}, expected a JSON object")
+  except FileNotFoundError as e:
+    raise FileNotFoundError(f"{path} does not exist; name a file with one JSON per line") from e
+  except UserError:
+    raise
+  except (ValueError, RecursionError) as e:
+    raise UserError(f"{where} is not JSON: {e}; correct the line, or delete it") from e
+  return rows
+
+
+# --- answers in outputs ---------------------------------------------------------------------------
+
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_DECORATION = " \t\n*`$"
+_PHRASE = re.compile(r"(?:answer\s+is|answer:|####)\s*:?\s*(.+)", re.IGNORECASE)
+
+
+def final_answer(output: str) -> str:
+  r"""The answer that an output ends with, "" for an empty one.
+
+  The last \boxed{...}; else the last <answer>...</answer>; else the rest of the line after the last
+  "answer is", "answer:" or "####"; else the last line that is not blank.
+  """
+  found = _last_boxed(output)
+  for pattern in (_TAG, _PHRASE):
+    matches = pattern.findall(output) if found is None else ()
+    found = matches[-1] if matches else found
+  if found is None:
+    lines = [line for line in output.splitlines() if line.strip()]
+    found = lines[-1] if lines else ""
+  found = found.strip(_DECORATION)
+  if found.endswith(".") and not found.endswith(".."):
+    found = found[:-1].strip(_DECORATION)
+  return found
+
+
+def _last_boxed(output: str) -> str | None:
+  r"""The inside of the last \boxed{...} whose braces close."""
+  for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", output)]):
+    depth = 1
+    for i, c in enumerate(output[start:], start):
+      depth += (c == "{") - (c == "}")
+      if depth == 0:
+        return output[start:i]
+  return None

@@ -1,0 +1,147 @@
+"""Asking, storing, going on, summing up, comparing; a fake stands for the generator."""
+
+import dataclasses
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from fp8jax.errors import UserError
+from fp8jax.evaluation import report, run, statistics, store, tasks, verifiers
+from fp8jax.generation.completion import Completion
+from fp8jax.generation.sampling import Sampling
+
+
+class Coin:
+  """Answers right or wrong by a hash of prompt, seed and sample; may die after so many outputs."""
+
+  def __init__(self, dies_after=None):
+    self.asked, self.left = [], dies_after
+
+  def answer(self, prompt: str, seed: int, sample: int) -> Completion:
+    bit = hashlib.sha256(f"{prompt} {seed} {sample}".encode()).digest()[0] % 3
+    text = "2" if bit else "3"
+    return Completion(tuple(range(5 + bit)), text, "length" if bit == 2 else "eos")
+
+  def generate(self, prompts, sampling, num_samples=1, on_text=None):
+    assert isinstance(sampling, Sampling)
+    found = [[] for _ in prompts]
+    for sample in range(num_samples):  # the samples of an item do not end together
+      for index, prompt in enumerate(prompts):
+        text = bytes(prompt).decode()
+        self.asked.append((text, sample))
+        found[index].append(self.answer(text, sampling.seed, sample))
+        if on_text is not None:
+          on_text(index, sample, "2", None)
+          on_text(index, sample, "", found[index][-1])
+        if self.left is not None:
+          self.left -= 1
+          if self.left == 0:
+            raise KeyboardInterrupt
+    return found
+
+
+def _task(n=3, items=20, **changes):
+  made = tuple(tasks.Item(f"i{i}", f"1 + 1, {i}?", "2") for i in range(items))
+  protocol = tasks.Protocol(n, 0.65 if n > 1 else 0.0)
+  return tasks.Task("sums (two)", made, verifiers.exact, "exact", protocol=protocol, **changes)
+
+
+def _ask(task, item):
+  text = task.user_text(item)
+  return text, list(text.encode())
+
+
+def _evaluate(folder, task, generator, seed=0, settings=None, say=lambda line: None):
+  return run.evaluate(task, generator, _ask, str(folder), settings or {"step": 4}, seed, say)
+
+
+def test_outputs_and_verdicts_are_stored_and_summed_up(tmp_path):
+  coin, lines = Coin(), []
+  found = _evaluate(tmp_path, _task(), coin, say=lines.append)
+  assert len(lines) == 10 and lines[-1].startswith("sums (two): 60/60 outputs")
+  rows = store.read_rows(str(tmp_path / "sums_two.jsonl"))
+  assert len(rows) == 60
+  for row in rows:
+    expected = coin.answer(row["prompt"], 0, row["sample"])
+    assert (row["output"], row["tokens"]) == (expected.text, len(expected.tokens))
+    assert row["correct"] == (row["output"] == "2") and row["answer"] == "2"
+  share = np.mean([row["correct"] for row in rows])
+  summary = found.summary
+  assert summary["avg"]["estimate"] == share == found.scores_IJ.mean()
+  assert summary["avg"]["low"] < share < summary["avg"]["high"]
+  assert set(summary["pass"]) == {"2", "3"}
+  assert summary["pass"]["3"]["estimate"] == found.scores_IJ.max(1).mean()
+  assert sum(summary["finish_reasons"].values()) == 60
+  definition = json.loads((tmp_path / "sums_two.json").read_text())
+  assert definition["margin"] == 2.0 and definition["settings"] == {"step": 4, "seed": 0}
+  [row] = report.rows([found])
+  assert row[:2] == ["sums (two)", "20 x 3"] and row[2].startswith(f"{100 * share:.1f} [")
+
+
+def test_an_interrupted_evaluation_goes_on_to_the_same_result(tmp_path):
+  whole = _evaluate(tmp_path / "whole", _task(), Coin())
+  with pytest.raises(KeyboardInterrupt):
+    _evaluate(tmp_path / "parts", _task(), Coin(dies_after=47))
+  path = tmp_path / "parts" / "sums_two.jsonl"
+  path.write_text(path.read_text() + '{"item": "i9", "sam')  # killed while it wrote
+  coin = Coin()
+  found = _evaluate(tmp_path / "parts", _task(), coin)
+  # 47 outputs are two samples of all 20 items, and the third of 7.
+  assert {text for text, _ in coin.asked} == {f"1 + 1, {i}?" for i in range(7, 20)}
+  assert np.array_equal(found.scores_IJ, whole.scores_IJ)
+  assert found.summary | {"seconds": 0} == whole.summary | {"seconds": 0}
+  rows = store.read_rows(str(path))
+  assert len(rows) == len({(r["item"], r["sample"]) for r in rows}) == 60
+  coin = Coin()
+  _evaluate(tmp_path / "parts", _task(), coin)
+  assert coin.asked == []
+
+
+def test_another_evaluation_in_the_folder_is_refused(tmp_path):
+  _evaluate(tmp_path, _task(), Coin())
+  longer = dataclasses.replace(_task().protocol, max_new_tokens=300)
+  cases = (
+    (_task(margin=5.0), {}, "margin differ"),
+    (dataclasses.replace(_task(), protocol=longer), {}, "max_new_tokens (256 there, 300 here)"),
+    (_task(), {"seed": 1}, "settings.seed (0 there, 1 here)"),
+    (_task(), {"settings": {"step": 5}}, "settings.step (4 there, 5 here)"),
+    (_task(items=19), {}, "the items differ"),
+  )
+  for task, changes, words in cases:
+    with pytest.raises(UserError) as e:
+      _evaluate(tmp_path, task, Coin(), **changes)
+    assert words in str(e.value) and "another --workdir" in str(e.value)
+  path = tmp_path / "sums_two.jsonl"
+  path.write_text("{}\n" + path.read_text())
+  with pytest.raises(UserError, match="line 1 is no row"):
+    _evaluate(tmp_path, _task(), Coin())
+
+
+def test_arms_are_compared_by_seed_and_item(tmp_path):
+  stored = {}
+  for arm, margin in (("fp8", 2.0), ("bf16", 2.0), ("other", 3.0)):
+    for seed in range(2):
+      folder = tmp_path / f"{arm}{seed}"
+      salt = seed if arm == "fp8" else seed + 10
+      _evaluate(folder, _task(n=1, items=50, margin=margin), Coin(), seed=salt)
+      stored[arm, seed] = store.read_scores(str(folder))
+  arms = {arm: [stored[arm, seed] for seed in range(2)] for arm in ("fp8", "bf16", "other")}
+  [(name, found)] = run.compare(arms["fp8"], arms["bf16"]).items()
+  scores = {k: v["sums (two)"].scores_IJ[:, 0] for k, v in stored.items()}
+  expected = statistics.compare(
+    *(np.stack([scores[arm, seed] for seed in range(2)]) for arm in ("fp8", "bf16"))
+  )
+  assert name == "sums (two)" and found == expected and found.seeds == 2
+  [row] = report.compared_rows({name: found})
+  assert row[2:4] == ["-2", "2 x 50"] and "no verdict" in row[4]
+  assert run.compare(arms["bf16"], arms["bf16"])[name].verdict == "parity"
+  with pytest.raises(UserError, match="different definitions"):
+    run.compare(arms["fp8"], arms["other"])
+  with pytest.raises(UserError, match="not finished the task"):
+    run.compare(arms["fp8"], [{}, {}])
+  with pytest.raises(UserError, match="the same seeds"):
+    run.compare(arms["fp8"], arms["bf16"][:1])
+  with pytest.raises(FileNotFoundError, match="no finished task"):
+    store.read_scores(str(tmp_path))
