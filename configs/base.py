@@ -211,7 +211,8 @@ def get_config(arm=""):
   c.eval.every = 0  # steps; 0: before and after training only
   # Forward passes that are evaluated: "recipe" (that of training) and "bf16".
   c.eval.precisions = ("recipe", "bf16")
-  c.eval.hf = ""  # --job=evaluate: this Hugging Face folder instead of the workdir's checkpoint
+  # --job=evaluate and export: this Hugging Face folder instead of the workdir's checkpoint.
+  c.eval.hf = ""
   c.eval.step = -1  # --job=evaluate and export: which checkpoint; -1 is the newest
 
   c.checkpoint = ConfigDict()
@@ -240,7 +241,29 @@ def get_config(arm=""):
 
   c.export = ConfigDict()
   c.export.path = ""  # folder to write; "" is WORKDIR/hf
-  c.export.dtype = "auto"  # "bfloat16", "float32", or "auto": as imported, else bfloat16
+  # "hf-bf16": all weights in export.dtype. "hf-fp8-block": FP8 as DeepSeek-V3 and Qwen publish it,
+  # 128x128. "compressed-tensors": FP8 as llm-compressor writes it, by export.strategy.
+  c.export.format = "hf-bf16"
+  # Of weights that are not FP8: "bfloat16", "float16", "float32", or "auto": as imported, else
+  # bfloat16.
+  c.export.dtype = "auto"
+  c.export.strategy = "channel"  # compressed-tensors: what shares a scale: channel, block, tensor
+  # hf-fp8-block: "float32", "ue8m0" (powers of two), or "auto": as training multiplied.
+  c.export.scale_fmt = "auto"
+  # Whether an FP8 format that cannot hold the codes of training gets new ones, from the masters.
+  c.export.requantize = False
+  # compressed-tensors: table of --job=calibrate that static scales of inputs come from; "": servers
+  # scale every token.
+  c.export.input_scales = ""
+  # The gate: the logits of the written folder are compared with the source's on so many tokens of
+  # every source's held-out documents, or of a text file.
+  c.export.gate_tokens = 1024
+  c.export.gate_text = ""
+  c.export.max_kl = 0.1  # nats per token; a folder that differs more is not written
+  # Python of an environment with torch and transformers (and compressed-tensors), which then reads
+  # the folder too, on the CPU: "oracle/bin/python".
+  c.export.client_python = ""
+  c.export.push_to = ""  # repository of the Hugging Face hub, ORG/NAME; made private if new
   # After training with precision.smooth_swiglu="channel": fold its scales, measured over so many
   # held-out batches of every source, into up and down, for FP8 inference with plain SwiGLU. In 16
   # and 32 bits the model stays the same. 0: weights as trained.

@@ -14,6 +14,7 @@ from fp8jax import params as params_lib
 from fp8jax.config import alarms, checks, sections, tile_checks
 from fp8jax.config import chat as chat_checks
 from fp8jax.config import data as data_checks
+from fp8jax.config import export as export_checks
 from fp8jax.config import files as config_files
 from fp8jax.config import precision as precision_checks
 from fp8jax.config.files import Config
@@ -88,9 +89,7 @@ def resolve(
     model, declaration, run, recipes, optim, data, device, microbatch,
     **sections.read(c, watched, steps), flat=flatten(c),
   )  # fmt: skip
-  for phase in range(len(recipes.phases)):
-    problems.attempt(lambda phase=phase: _check_float16(plan, phase))
-  problems.attempt(lambda: plan.leaves)
+  _check_plan(plan, problems)
   problems.refuse()
   return plan
 
@@ -242,7 +241,7 @@ def _with_attention(c: Config, run, model, microbatch: int, device, problems: Co
 def _check_sections(c: Config, problems: ConfigErrors):
   """loss_scale, eval, export and checkpoint, whose numbers have been checked."""
   problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
-  problems.one_of("export.dtype", c.export.dtype, ("auto", *hf_weights.DTYPES))
+  export_checks.check(c, problems)
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, acceptable_changes(c))
   problems.check(
     c.data.heldout_fraction != 0 or c.eval.tokens == 0,
@@ -261,6 +260,15 @@ def _check_sections(c: Config, problems: ConfigErrors):
     return
   for name in names:
     problems.one_of("eval.precisions", name, step_config.EVAL_PRECISIONS)
+
+
+def _check_plan(plan: RunSpec, problems: ConfigErrors):
+  """The checks that need everything else: sites, parameters, and the weights of an export."""
+  for phase in range(len(plan.precision.phases)):
+    problems.attempt(lambda phase=phase: _check_float16(plan, phase))
+  problems.attempt(lambda: plan.leaves)
+  last = plan.eval.step if plan.eval.step >= 0 else plan.steps
+  problems.attempt(lambda: export_checks.choose(plan, plan.phase(max(last - 1, 0))))
 
 
 def _check_float16(plan: RunSpec, phase: int):

@@ -1,49 +1,198 @@
 """A checkpoint as a folder that Hugging Face, vLLM and others read."""
 
+import collections
+import dataclasses
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
 from fp8jax import console as console_lib
 from fp8jax import hub
+from fp8jax.config import export as export_config
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
-from fp8jax.jobs.restore import folder_of, restore_params
+from fp8jax.jobs import export_gate
+from fp8jax.jobs.restore import folder_of, restore_params, restore_scaling_states
 from fp8jax.models import transformer
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import export_folder
+from fp8jax.models.hf import export_folder, fp8_export, publish
 from fp8jax.models.hf import names as hf_names
 from fp8jax.models.hf import weights as hf_weights
+from fp8jax.ops import scaling as scaling_lib
+from fp8jax.ops import site as site_lib
 from fp8jax.ops import stored_params
+from fp8jax.run import calibration, provenance
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step import run_spec
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """The weights to export.
+
+  Attributes:
+    params: as they are stored.
+    where: {"step": of the checkpoint} or {"hf": folder}.
+    phase: of the precision schedule.
+    weights_dtype: that the weights came in, before training.
+    companions: folder of tokenizer and settings; "" for none.
+    amaxes: {(site, tensor): amax} of delayed and static scales.
+    trained: provenance of the training; {} where there is none.
+  """
+
+  params: Any
+  where: dict[str, Any]
+  phase: int
+  weights_dtype: str
+  companions: str
+  amaxes: dict[tuple[str, str], float]
+  trained: dict[str, Any]
+
+
 def run(plan: run_spec.RunSpec, workdir: str):
-  """Writes a checkpoint as a Hugging Face folder."""
+  """Writes a checkpoint, or the folder eval.hf, as a Hugging Face folder.
+
+  The folder is written beside its place and moved there once the gate has passed it.
+  """
   hf_names.entries(plan.model)  # before anything is read: raises where there is no mapping
   target = folder_of(plan.export.path, workdir, "hf")
-  never = {workdir: "the run's own folder", plan.init.hf: "the folder of init.hf"}
+  never = {workdir: "the run's own folder", plan.init.hf: "the folder of init.hf",
+           plan.eval.hf: "the folder of eval.hf"}  # fmt: skip
   export_folder.check_other(target, _local(never))
-  export_folder.check(target)  # before work that takes long; `claim` checks again
-  params, step, meta = restore_params(plan, workdir)
-  began_with = {meta["config"].get("init.hf", ""): "the folder that training started from"}
-  export_folder.check_other(target, _local(began_with))
-  params = stored_params.dequantize_tree(params)
+  # Before work that takes long; `move` checks again.
+  export_folder.check(target, ["config.json", publish.CARD])
+  versions = export_gate.probe(plan) if jax.process_index() == 0 else {}
+  if plan.export.push_to and jax.process_index() == 0:
+    publish.check_login(plan.export.push_to)
+  source = _source(plan, workdir, target)
+  fp8 = _fp8(plan, source)
+  params = stored_params.dequantize_tree(source.params)
+  operands = jax.tree.map(
+    stored_params.compute_copy, source.params, is_leaf=stored_params.is_stored
+  )
   if plan.export.fold_smooth_batches:
-    params = _fold_smooth(plan, params)
+    params = operands = _fold_smooth(plan, params)
   dtype = plan.export.dtype
-  dtype = meta["weights_dtype"] if dtype == "auto" else dtype
-  source = os.path.join(workdir, "hf_source")
-  source = source if os.path.isdir(source) else ""
-  base = hf_config.read_json(source, "config.json") if source else None
-  hf_weights.save_params(target, params, plan.model, dtype, base, source=source)
-  return {"folder": target, "step": step, "dtype": dtype}
+  if dtype == "auto":
+    dtype = source.weights_dtype if fp8 is None else "bfloat16"
+  base = hf_config.read_json(source.companions, "config.json") if source.companions else None
+  gate = export_gate.Gate(plan, params)
+  part = target.rstrip(os.sep) + ".part"
+  try:
+    hf_weights.save_params(
+      part, params, plan.model, dtype, base, source=source.companions, fp8=fp8, operands=operands,
+      extra=[publish.CARD],
+    )  # fmt: skip
+    del params, operands
+    source = dataclasses.replace(source, params=None)
+    _wait("the export's files")
+    gate.read_back(part)
+    if plan.export.client_python:
+      gate.client(part, versions)
+    result = {"folder": target, **source.where, "dtype": dtype, **_summary(plan, fp8)}
+    result["gate"] = gate.report
+    if jax.process_index() == 0:
+      _write_card(plan, part, target, source, result)
+      export_folder.move(part, target)
+  except BaseException:
+    if jax.process_index() == 0:
+      export_folder.discard(part)
+    raise
+  if plan.export.push_to and jax.process_index() == 0:
+    result["pushed_to"] = publish.push(target, plan.export.push_to)
+  return result
 
 
 def _local(folders: dict[str, str]) -> dict[str, str]:
   return {hub.local(folder): what for folder, what in folders.items() if folder}
+
+
+def _wait(what: str):
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(what)
+
+
+def _source(plan: run_spec.RunSpec, workdir: str, target: str) -> Source:
+  if plan.eval.hf:
+    params, dtype = hf_weights.load_params(plan.eval.hf, plan.model, plan.run.layout)
+    return Source(params, {"hf": plan.eval.hf}, 0, dtype, hub.local(plan.eval.hf), {}, {})
+  params, step, meta = restore_params(plan, workdir)
+  began_with = {meta["config"].get("init.hf", ""): "the folder that training started from"}
+  export_folder.check_other(target, _local(began_with))
+  phase = plan.phase(max(step - 1, 0))
+  states = {}
+  if export_config.fp8_format(plan.export) is not None:
+    states = restore_scaling_states(plan, workdir, step, meta, phase)
+  kept = os.path.join(workdir, "hf_source")
+  kept = kept if os.path.isdir(kept) else ""
+  made = os.path.join(workdir, "provenance.json")
+  trained = hf_config.read_json(workdir, "provenance.json") if os.path.exists(made) else {}
+  amaxes = _amaxes(plan, phase, states)
+  return Source(params, {"step": step}, phase, meta["weights_dtype"], kept, amaxes, trained)
+
+
+def _amaxes(plan: run_spec.RunSpec, phase: int, states) -> dict[tuple[str, str], float]:
+  """{(layer's site, tensor): amax} of the checkpoint's delayed and static scales."""
+  sites = plan.sites(phase=phase)
+  if not states or not scaling_lib.states(sites):
+    return {}
+  found = {}
+  for site in site_lib.flatten(scaling_lib.with_states(sites, states)).values():
+    if site.scaling_state is not None:
+      amax_N3 = np.asarray(hf_weights.on_host(site.scaling_state.amax_3)).reshape(-1, 3)
+      for name, amax_3 in zip(site.layer_names, amax_N3, strict=True):
+        found |= {(name, tensor): float(a) for tensor, a in zip("xwg", amax_3)}
+  return found
+
+
+def _fp8(plan: run_spec.RunSpec, source: Source) -> fp8_export.Fp8Plan | None:
+  """The FP8 matrices, with the amaxes of their scales; told before anything is written."""
+  fp8 = export_config.choose(plan, source.phase)
+  if fp8 is None:
+    return None
+  path = os.path.expanduser(plan.export.input_scales)
+  inputs = calibration.read(path) if path else {}
+  fp8 = fp8_export.with_amaxes(fp8, hf_names.entries(plan.model), source.amaxes, inputs)
+  reasons = collections.Counter(fp8.wide.values())
+  wide = "".join(f"; wide: {n} matrices, {reason}" for reason, n in reasons.items())
+  text = f"{fp8.share:.1%} of the parameters in FP8 ({len(fp8.matrices)} matrices){wide}"
+  console_lib.console(stderr=True).print(text)
+  return fp8
+
+
+def _summary(plan: run_spec.RunSpec, fp8: fp8_export.Fp8Plan | None) -> dict[str, Any]:
+  if fp8 is None:
+    return {"format": plan.export.format}
+  trained = sum(m.is_trained for m in fp8.matrices.values())
+  return {
+    "format": plan.export.format, "strategy": fp8.fp8.strategy, "scale_fmt": fp8.fp8.scale_fmt,
+    "fp8_share": fp8.share, "fp8_matrices": len(fp8.matrices), "codes_of_training": trained,
+    "wide_matrices": len(fp8.wide),
+  }  # fmt: skip
+
+
+def _write_card(plan: run_spec.RunSpec, part: str, target: str, source: Source, result):
+  """README.md with the facts of the export and the provenance of the training."""
+  here = provenance.provenance(dict(plan.flat), "", plan.seed, plan.num_devices)
+  kept = ("commit", "dirty", "seed", "data_fingerprint", "devices", "versions", "time", "command")
+  fp8 = result.get("fp8_share")
+  weights = {
+    "FP8": f"{fp8:.1%} of the parameters, {result['strategy']} scales" if fp8 else "",
+    **{k: v for k, v in result.items() if k not in ("gate", "folder", "fp8_share", "strategy")},
+  }
+  facts = {
+    "Weights": {k: v for k, v in weights.items() if v != ""},
+    "Logits compared with the source's": result["gate"],
+    "Training": {k: source.trained[k] for k in kept if k in source.trained} or source.where,
+    "Export": {k: here[k] for k in ("commit", "dirty", "versions", "time")},
+  }
+  began = (source.trained.get("config") or {}).get("init.hf", "") or plan.eval.hf
+  base = began if began and hub.is_id(began) else ""
+  publish.write_card(part, os.path.basename(os.path.abspath(target)), facts, base)
 
 
 def _fold_smooth(plan: run_spec.RunSpec, params):

@@ -65,7 +65,8 @@ class EvalConfig:
     batch: sequences per batch, over all devices.
     every: optimizer steps between evaluations; 0: before and after training only.
     precisions: the forward passes, of EVAL_PRECISIONS.
-    hf: Hugging Face folder that --job=evaluate takes instead of a checkpoint; "" for none.
+    hf: Hugging Face folder that --job=evaluate and export take instead of a checkpoint; "" for
+      none.
     step: the checkpoint that --job=evaluate and export take, in steps; -1 is the newest.
   """
 
@@ -135,14 +136,35 @@ class ExportConfig:
 
   Attributes:
     path: folder to write; "" is WORKDIR/hf.
-    dtype: of the weights, a key of models/hf/weights.py DTYPES, or "auto": as imported.
+    format: one of models/hf/fp8_export.py FORMATS.
+    dtype: of the wide weights, a key of models/hf/weights.py DTYPES, or "auto": as imported,
+      bfloat16 beside FP8.
     fold_smooth_batches: held-out batches per source that Smooth-SwiGLU's scales are measured over
       before they are folded into the weights; 0 leaves the weights as trained.
+    strategy: of "compressed-tensors", one of models/hf/fp8_formats.py STRATEGIES.
+    scale_fmt: of "hf-fp8-block", one of models/hf/fp8_formats.py SCALE_FMTS, or "auto": as trained.
+    requantize: whether weights that training multiplied with other codes are quantized anew.
+    input_scales: table of --job=calibrate that static scales of inputs come from; "" for none.
+    gate_tokens: tokens per source that logits are compared on, rounded up to whole batches.
+    gate_text: text file that they come from; "" for held-out documents.
+    max_kl: largest mean KL from the source's logits, in nats per token.
+    client_python: interpreter with transformers that reads the folder too; "" for none.
+    push_to: repository of the Hugging Face hub to upload to; "" for none.
   """
 
   path: str
+  format: str
   dtype: str
   fold_smooth_batches: int
+  strategy: str
+  scale_fmt: str
+  requantize: bool
+  input_scales: str
+  gate_tokens: int
+  gate_text: str
+  max_kl: float
+  client_python: str
+  push_to: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ COMMAND_LINES = [
   # Wishes, not misspellings: a section in common makes no key of them.
   *(([DEBUG, f"--config.{wish}=1"],
      f"error: unknown key --config.{wish}; there is none like it, see configs/base.py")
-    for wish in ("log.wandb", "export.format", "optim.muon", "data.collate")),
+    for wish in ("log.wandb", "export.gguf", "optim.muon", "data.collate")),
   ([DEBUG, "--config.optm.peak_lr=1"], "did you mean --config.optim.peak_lr?"),
   ([DEBUG, "--config.optim.warmup=1"], "did you mean --config.optim.warmup_steps?"),
   ([DEBUG, "--steps=5"], "Unknown command line flag 'steps'; did you mean --config.steps?"),

@@ -258,9 +258,14 @@ def test_export_in_float32_is_the_checkpoint_and_evaluates_the_same(launch, trai
   code, stdout, _ = run_job("export", _config(**{"export.dtype": "float32"}), trained.workdir)
   folder = trained.workdir / "hf"
   assert code == 0
-  assert json.loads(stdout) == {"folder": str(folder), "step": STEPS, "dtype": "float32"}
+  result = json.loads(stdout)
+  gate = result.pop("gate")
+  assert result == {
+    "folder": str(folder), "step": STEPS, "dtype": "float32", "format": "hf-bf16"
+  }  # fmt: skip
+  assert gate == {"tokens": 1022, "fp8jax": {"kl": 0.0, "top1": 1.0}}
   assert {p.name for p in folder.iterdir()} == {
-    "config.json", "model.safetensors", export_folder.MANIFEST
+    "config.json", "model.safetensors", "README.md", export_folder.MANIFEST
   }  # fmt: skip
   weights, dtype = hf_weights.load_params(str(folder), hf_config.read_config(str(folder)))
   assert dtype == "float32"
@@ -559,9 +564,12 @@ def test_diagnose_reproduces_it_also_when_the_run_has_gone_on(launch, stopped, p
 
 
 def test_export_dtype_auto_is_that_of_the_folder_the_run_began_with(
-  stopped, poisoned, run_job, tmp_path
+  stopped, poisoned, run_job, tmp_path, monkeypatch
 ):
-  changes = poisoned.changes | {"eval.step": BAD_STEP}
+  monkeypatch.setattr(hf_weights, "_check_finite", lambda *_: None)  # the weights have a NaN
+  (tmp_path / "digits.txt").write_text("0123456789")
+  text = {"export.gate_text": str(tmp_path / "digits.txt"), "export.gate_tokens": 8}
+  changes = poisoned.changes | {"eval.step": BAD_STEP} | text
   code, stdout, _ = run_job("export", _config(**changes), stopped.workdir)
   assert code == 0 and json.loads(stdout)["dtype"] == "float32"
   # That folder is an export itself, and is not replaced; also where init.hf no longer names it.

@@ -46,9 +46,10 @@ def _sites(recipe, cfg=TINY):
   return site.build_sites(transformer.site_params(cfg), cfg.dims, rules, matmul="reference")
 
 
-def _plan(fp8, recipe="bf16", cfg=TINY, **wishes):
-  recipes = site.recipes_of(_sites(recipe, cfg))
-  return fp8_export.make_plan(names.entries(cfg), cfg.dims, recipes, fp8, **wishes)
+def _plan(fp8, recipe="bf16", cfg=TINY, trained=None, inputs=None, **wishes):
+  recipes, entries = site.recipes_of(_sites(recipe, cfg)), names.entries(cfg)
+  plan = fp8_export.choose(entries, cfg.dims, recipes, fp8, **wishes)
+  return fp8_export.with_amaxes(plan, entries, trained or {}, inputs or {})
 
 
 def _raw(folder) -> dict[str, tuple[str, np.ndarray]]:
@@ -113,7 +114,7 @@ def test_export_writes_the_codes_that_the_training_gemm_multiplies(
             for k, v in params.flatten(weights).items()}  # fmt: skip
     stored = params.unflatten(flat)
   want = _multiplied(monkeypatch, stored, recipe, amaxes)
-  plan = _plan(fp8, recipe, scales_from=amaxes)
+  plan = _plan(fp8, recipe, trained=amaxes)
   assert plan.fp8.scale_fmt == scale_fmt and not plan.wide
   operands = jax.tree.map(stored_params.compute_copy, stored, is_leaf=stored_params.is_stored)
   hf_weights.save_params(

@@ -4,6 +4,7 @@ A manifest lists the files of an export. Only these are replaced or removed; a f
 any other origin is refused.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -71,6 +72,41 @@ def claim(target: str, names: Collection[str]):
     if name.removesuffix(".part").endswith(_WEIGHTS) and os.path.lexists(path):
       os.remove(path)
   _write_manifest(target, names)
+
+
+def files(target: str) -> list[str]:
+  """Names of the files of the export in this folder, those that are there."""
+  owned = (_owned(target) or set()) - {MANIFEST}
+  return [name for name in sorted(owned) if os.path.isfile(os.path.join(target, name))]
+
+
+def move(part: str, target: str):
+  """Moves an export to its place: nothing, an empty folder, or that of an earlier export.
+
+  Raises:
+    UserError: as `check`.
+  """
+  names = files(part)
+  check(target, names)
+  if not os.path.lexists(target):
+    os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
+    os.rename(part, target)
+    return
+  claim(target, names)
+  for name in names:
+    os.replace(os.path.join(part, name), os.path.join(target, name))
+  discard(part)
+
+
+def discard(part: str):
+  """Removes an export, finished or not, and its folder unless it holds something else."""
+  if not os.path.isdir(part):
+    return
+  for name in _owned(part) or ():
+    with contextlib.suppress(FileNotFoundError):
+      os.remove(os.path.join(part, name))
+  with contextlib.suppress(OSError):
+    os.rmdir(part)
 
 
 def _owned(target: str) -> set[str] | None:

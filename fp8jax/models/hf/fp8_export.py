@@ -74,11 +74,9 @@ def site_of(entry: Entry) -> str:
   return entry.path.replace("layers/", f"layers/{entry.layer}/", 1)
 
 
-def make_plan(
+def choose(
   entries: list[Entry], dims: Mapping[str, int], recipes: Mapping[str, Recipe], fp8: Fp8Format,
   *, scale_fmt: str = "auto", requantize: bool = False,
-  scales_from: Mapping[tuple[str, str], float] | None = None,
-  inputs: Mapping[tuple[str, str], float] | None = None,
 ) -> Fp8Plan:  # fmt: skip
   """Chooses the FP8 matrices of an export.
 
@@ -90,12 +88,12 @@ def make_plan(
     scale_fmt: of fp8_formats.SCALE_FMTS, or "auto": "ue8m0" where all codes of training have
       scales that are powers of two.
     requantize: whether weights that training multiplied with other codes are quantized anew.
-    scales_from: {(site, "w"): amax} for recipes with delayed or static scales.
-    inputs: {(site, "x"): amax} of static input scales.
+
+  Returns:
+    A plan without the amaxes that matrices take from elsewhere: see `with_amaxes`.
 
   Raises:
-    UserError: codes would change and requantize is False, no matrix would be FP8, or an amax is
-      missing; with the fix.
+    UserError: codes would change and requantize is False, or no matrix would be FP8; with the fix.
   """
   linears = [e for e in entries if e.layer is not None and e.inputs is not None]
   own = {e.name: recipes[site_of(e)].fwd.rhs for e in linears}
@@ -122,18 +120,38 @@ def make_plan(
   if refused:
     raise UserError("; ".join(_refusal(name, quant, fp8) for name, quant in refused.items()))
   matrices = {name: _shared(name, m, matrices) for name, m in matrices.items()}
-  sites = {e.name: site_of(e) for e in linears}
-  for name, matrix in matrices.items():
-    if matrix.is_trained and matrix.quant.source != CURRENT:
-      amax = _amax(scales_from, sites[name], "w", "the checkpoint's scaling states")
-      matrices[name] = dataclasses.replace(matrix, amax=amax)
-    if fp8.static_inputs:
-      amax = _amax(inputs, sites[name], "x", "export.input_scales")
-      scale = float(quantize.amax_to_scale(jnp.float32(amax), E4M3, Scale.F32))
-      matrices[name] = dataclasses.replace(matrices[name], input_scale=scale)
   sizes = {e.name: int(np.prod(e.hf_shape(dims))) for e in entries}
   share = sum(sizes[name] for name in matrices) / sum(sizes.values())
   return Fp8Plan(fp8, matrices, wide, share)
+
+
+def with_amaxes(
+  plan: Fp8Plan, entries: list[Entry], trained: Mapping[tuple[str, str], float],
+  inputs: Mapping[tuple[str, str], float],
+) -> Fp8Plan:  # fmt: skip
+  """The plan with the amaxes that scales are made from.
+
+  Args:
+    trained: {(site, "w"): amax} of recipes with delayed or static scales.
+    inputs: {(site, "x"): amax} of static input scales.
+
+  Raises:
+    UserError: one is missing.
+  """
+  matrices = dict(plan.matrices)
+  for e in entries:
+    if e.name not in matrices:
+      continue
+    matrix = matrices[e.name]
+    if matrix.is_trained and matrix.quant.source != CURRENT:
+      amax = _amax(trained, site_of(e), "w", "the checkpoint's scaling states")
+      matrix = dataclasses.replace(matrix, amax=amax)
+    if plan.fp8.static_inputs:
+      amax = _amax(inputs, site_of(e), "x", "export.input_scales")
+      scale = float(quantize.amax_to_scale(jnp.float32(amax), E4M3, Scale.F32))
+      matrix = dataclasses.replace(matrix, input_scale=scale)
+    matrices[e.name] = matrix
+  return dataclasses.replace(plan, matrices=matrices)
 
 
 def _scale_fmt(wish: str, fp8: Fp8Format, own: Mapping[str, Quant | None]) -> str:
@@ -168,8 +186,8 @@ def _shared(name: str, matrix: Matrix, matrices: Mapping[str, Matrix]) -> Matrix
   return dataclasses.replace(matrix, quant=quant, shared=group)
 
 
-def _amax(table: Mapping[tuple[str, str], float] | None, site: str, tensor: str, what: str):
-  amax = (table or {}).get((site, tensor))
+def _amax(table: Mapping[tuple[str, str], float], site: str, tensor: str, what: str):
+  amax = table.get((site, tensor))
   if amax is None or not np.isfinite(amax):
     raise UserError(
       f"{what} has no amax of tensor {tensor} of site {site}; calibrate this model with "

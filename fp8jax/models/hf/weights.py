@@ -337,10 +337,10 @@ def _fp8(entry: Entry, read, shape, matrix, shared: list[Entry], fp8) -> list[np
 def _of_layer(entry: Entry, flat) -> np.ndarray:
   """The parameter on the host, in our order."""
   value = flat[entry.path]
-  return _on_host(value if entry.layer is None else value[entry.layer])
+  return on_host(value if entry.layer is None else value[entry.layer])
 
 
-def _on_host(x) -> np.ndarray:
+def on_host(x) -> np.ndarray:
   """A whole array, also where processes share its shards (then all of them call this)."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return multihost_utils.process_allgather(x, tiled=True)

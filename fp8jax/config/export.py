@@ -1,0 +1,108 @@
+"""What --job=export would write: the section's own checks, and the FP8 matrices it chooses."""
+
+import dataclasses
+import os
+import re
+import shutil
+from collections.abc import Mapping
+
+from fp8jax.config.files import Config
+from fp8jax.errors import ConfigErrors
+from fp8jax.models.hf import fp8_export, fp8_formats, names
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.ops import site
+from fp8jax.recipe.quant import CURRENT
+from fp8jax.step import config as step_config
+from fp8jax.step.config import EVAL_PRECISIONS
+from fp8jax.step.run_spec import RunSpec
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def check(c: Config, problems: ConfigErrors):
+  """The section `export` against itself and the files it names."""
+  e = c.export
+  problems.one_of("export.dtype", e.dtype, ("auto", *hf_weights.DTYPES))
+  problems.one_of("export.format", e.format, fp8_export.FORMATS)
+  problems.one_of("export.strategy", e.strategy, fp8_formats.STRATEGIES)
+  problems.one_of("export.scale_fmt", e.scale_fmt, ("auto", *fp8_formats.SCALE_FMTS))
+  problems.file("export.input_scales", e.input_scales, "write it with --job=calibrate")
+  problems.file("export.gate_text", e.gate_text, "name a text file, or '' for held-out text")
+  problems.check(e.gate_tokens >= 1, f"export.gate_tokens={e.gate_tokens} must be at least 1")
+  problems.check(e.max_kl > 0, f"export.max_kl={e.max_kl} must be positive, in nats per token")
+  client = os.path.expanduser(e.client_python)
+  problems.check(
+    not client or shutil.which(client) is not None,
+    f"export.client_python={e.client_python!r} is no program; name the python of an environment "
+    "with torch and transformers, or '' for none",
+  )
+  problems.check(
+    not e.push_to or _REPOSITORY.fullmatch(e.push_to) is not None,
+    f"export.push_to={e.push_to!r} must be a repository of the Hugging Face hub, ORG/NAME",
+  )
+  _check_fp8(e, problems)
+
+
+def _check_fp8(e: Config, problems: ConfigErrors):
+  is_fp8 = e.format in fp8_export.METHODS
+  problems.check(
+    e.scale_fmt == "auto" or e.format == "hf-fp8-block",
+    f"export.scale_fmt={e.scale_fmt!r} is of export.format='hf-fp8-block'; set it to 'auto'",
+  )
+  problems.check(
+    not e.input_scales or (e.format == "compressed-tensors" and e.strategy != "block"),
+    f"export.input_scales={e.input_scales!r}: static scales of inputs are of "
+    "export.format='compressed-tensors' with export.strategy='channel' or 'tensor'; blocks scale "
+    "every token. Set export.input_scales=''",
+  )
+  problems.check(
+    not (e.format == "hf-fp8-block" and e.dtype == "float32"),
+    "export.dtype='float32' with export.format='hf-fp8-block': transformers multiplies such a "
+    "model in 16 bits; set export.dtype='auto' or 'bfloat16'",
+  )
+  problems.check(
+    not (is_fp8 and e.fold_smooth_batches and not e.requantize),
+    f"export.fold_smooth_batches={e.fold_smooth_batches} with export.format={e.format!r} changes "
+    "weights, whose codes are then not those of training; set export.requantize=True",
+  )
+
+
+def fp8_format(e: step_config.ExportConfig) -> fp8_formats.Fp8Format | None:
+  """The FP8 format of the section; None for none."""
+  if e.format not in fp8_export.METHODS:
+    return None
+  strategy = "block" if e.format == "hf-fp8-block" else e.strategy
+  return fp8_formats.Fp8Format(
+    fp8_export.METHODS[e.format], strategy, static_inputs=bool(e.input_scales)
+  )
+
+
+def choose(plan: RunSpec, phase: int) -> fp8_export.Fp8Plan | None:
+  """The FP8 matrices of an export of a checkpoint in this phase of the precision schedule.
+
+  A Hugging Face folder (eval.hf) was trained nobody knows how: all of it is quantized.
+
+  Raises:
+    UserError: see fp8_export.choose, and names.entries.
+  """
+  fp8 = fp8_format(plan.export)
+  if fp8 is None:
+    return None
+  sites = plan.sites(EVAL_PRECISIONS[1] if plan.eval.hf else None, phase=phase)
+  chosen = fp8_export.choose(
+    names.entries(plan.model), plan.model.dims, site.recipes_of(sites), fp8,
+    scale_fmt=plan.export.scale_fmt, requantize=plan.export.requantize,
+  )  # fmt: skip
+  if not plan.export.fold_smooth_batches:
+    return chosen
+  return dataclasses.replace(chosen, matrices=_as_new(chosen.matrices))
+
+
+def _as_new(matrices: Mapping[str, fp8_export.Matrix]) -> dict[str, fp8_export.Matrix]:
+  """The same with scales from the weights themselves: folding changes the weights."""
+  return {
+    name: dataclasses.replace(
+      m, is_trained=False, quant=dataclasses.replace(m.quant, source=CURRENT), shared=()
+    )
+    for name, m in matrices.items()
+  }

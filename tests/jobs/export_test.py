@@ -1,0 +1,258 @@
+"""--job=export in FP8: the gate, the client, what is refused, the model card and the upload."""
+
+import dataclasses
+import json
+import stat
+import sys
+import types
+
+import huggingface_hub
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+
+from configs import base, debug
+from fp8jax import params as params_lib
+from fp8jax.config import resolve
+from fp8jax.jobs import dispatch, export_gate, restore
+from fp8jax.kernels.choose import Device
+from fp8jax.models import presets, transformer
+from fp8jax.models.hf import export_folder
+from fp8jax.models.hf import weights as hf_weights
+
+SIZES = dict(
+  hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, head_dim=64, num_layers=2
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+  """A Hugging Face folder of random weights whose sizes are multiples of 128."""
+  folder = tmp_path_factory.mktemp("source")
+  cfg = dataclasses.replace(presets.DEBUG, **SIZES, init_std=0.05)
+  weights = params_lib.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
+  hf_weights.save_params(str(folder), weights, cfg, "bfloat16")
+  (folder / "tokenizer_config.json").write_text("{}")
+  return folder
+
+
+@pytest.fixture
+def export(source, tmp_path, monkeypatch, capsys):
+  """--job=export of the folder in this process: (exit code, stdout, stderr, target)."""
+  monkeypatch.setattr(jax, "device_count", lambda: 1)
+  target = tmp_path / "target"
+
+  def run(job="export", workdir=tmp_path / "run", **changes):
+    c = debug.get_config()
+    hf = {"model.preset": "hf", "init.hf": str(source), "eval.hf": str(source)}
+    small = {
+      "data.tokenizer": "bytes",
+      "seq_len": 128,
+      "eval.batch": 2,
+      "global_batch": 2,
+      "export.gate_tokens": 64,
+    }
+    c.update_from_flattened_dict(hf | small | {"export.path": str(target)} | changes)
+    capsys.readouterr()
+    code = dispatch.run(job, c, base.get_config(), "configs/debug.py", str(workdir))
+    out, err = capsys.readouterr()
+    plan = None if code else resolve.resolve(c, 1, Device("cpu"))
+    return types.SimpleNamespace(code=code, target=target, stdout=out, stderr=err, plan=plan)
+
+  return run
+
+
+FP8 = {"export.format": "hf-fp8-block"}
+
+
+def _script(path, text):
+  path.write_text(f"#!{sys.executable}\n{text}")
+  path.chmod(path.stat().st_mode | stat.S_IXUSR)
+  return str(path)
+
+
+# Answers as an interpreter with transformers would: the logits come from a file.
+CLIENT = """
+import json, shutil, sys
+_, flag, script, *arguments = sys.argv
+if "import_module" in script and "transformers" in arguments:
+  print(json.dumps({"transformers": "5"}))
+else:
+  shutil.copyfile("LOGITS", arguments[2])
+"""
+
+
+@pytest.mark.parametrize("spoil", [False, True])
+def test_export_writes_fp8_that_both_readers_pass_and_nothing_otherwise(
+  export, tmp_path, monkeypatch, spoil
+):
+  logits = tmp_path / "logits.npy"
+  client = export_gate.Gate.client
+
+  def watched(gate, folder, versions):
+    found = np.concatenate([np.asarray(x) for x in gate._source])
+    np.save(logits, -found if spoil else found)
+    return client(gate, folder, versions)
+
+  monkeypatch.setattr(export_gate.Gate, "client", watched)
+  script = _script(tmp_path / "python", CLIENT.replace("LOGITS", str(logits)))
+  done = export(**FP8, **{"export.client_python": script})
+  assert not (tmp_path / "target.part").exists()
+  if spoil:
+    assert done.code == 1 and not done.target.exists()
+    assert "refused, nothing was written: read by transformers, the model differs" in done.stderr
+    return
+  assert done.code == 0, done.stderr
+  result = json.loads(done.stdout)
+  gate = result.pop("gate")
+  assert gate["transformers"] == {"kl": 0.0, "top1": 1.0, "transformers": "5"}
+  assert 0 < gate["fp8jax"]["kl"] < 0.05 < 0.6 < gate["fp8jax"]["top1"]
+  matrices = 2 * (4 * 128 * 128 + 3 * 128 * 256)
+  share = matrices / (matrices + 5 * 128 + 512 * 128)
+  assert result == {
+    "folder": str(done.target), "hf": result["hf"], "dtype": "bfloat16", "format": "hf-fp8-block",
+    "strategy": "block", "scale_fmt": "float32", "fp8_share": share, "fp8_matrices": 14,
+    "codes_of_training": 0, "wide_matrices": 0,
+  }  # fmt: skip
+  assert f"{share:.1%} of the parameters in FP8 (14 matrices)" in done.stderr
+  assert set(export_folder.files(str(done.target))) == {
+    "README.md", "config.json", "model.safetensors", "tokenizer_config.json"
+  }  # fmt: skip
+  card = huggingface_hub.ModelCard.load(str(done.target / "README.md"))
+  assert card.data.library_name == "transformers" and "fp8" in card.data.tags
+  assert f"| FP8 | {share:.1%} of the parameters" in card.content
+  assert json.dumps(gate["fp8jax"]) in card.content
+
+
+def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
+  assert export().code == 0
+  before = {p.name: p.read_bytes() for p in export().target.iterdir()}
+  done = export(**FP8, **{"export.max_kl": 1e-9})
+  assert done.code == 1 and "more than export.max_kl=1e-09; take a finer" in done.stderr
+  assert {p.name: p.read_bytes() for p in done.target.iterdir()} == before
+  assert not done.target.with_name("target.part").exists()
+  text = done.target.with_name("text.txt")
+  text.write_text("given")
+  done = export(**FP8, **{"export.gate_text": str(text)})
+  assert json.loads(done.stdout)["gate"]["tokens"] == len("given") + 1
+  after = {p.name: p.read_bytes() for p in done.target.iterdir()}
+  assert after.keys() == before.keys() and after["config.json"] != before["config.json"]
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"eval.hf": "", **FP8, "model.hidden_size": 192, "init.hf": "", "model.preset": "debug"},
+     "no matrix of this model would be FP8 (64x192 has partial tiles of 128x128"),
+    ({"eval.hf": "", "export.format": "compressed-tensors"},
+     "recipe 'block_128' multiplied weights as e4m3 128x128 f32"),
+    ({"export.format": "gguf", "export.strategy": "row"}, "export.strategy='row' is not one of"),
+    ({"export.scale_fmt": "ue8m0"}, "export.scale_fmt='ue8m0' is of export.format='hf-fp8-block'"),
+    (FP8 | {"export.input_scales": "launch.py"}, "blocks scale every token"),
+    (FP8 | {"export.dtype": "float32"}, "transformers multiplies such a model in 16 bits"),
+    ({"export.client_python": "/no/python"}, "export.client_python='/no/python' is no program"),
+    ({"export.push_to": "name"}, "export.push_to='name' must be a repository"),
+    ({"export.max_kl": 0.0, "export.gate_tokens": 0}, "export.max_kl=0.0 must be positive"),
+    ({"export.gate_text": "none.txt"}, "export.gate_text='none.txt' does not exist"),
+  ],
+)  # fmt: skip
+def test_export_refuses_what_a_format_cannot_hold_before_it_reads(export, changes, message):
+  done = export(**changes)
+  assert (done.code, done.stdout) == (1, "") and message in done.stderr, done.stderr
+  assert not done.target.exists() and not done.target.with_name("target.part").exists()
+
+
+def test_a_client_without_its_packages_is_refused_before_anything_is_read(
+  export, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(hf_weights, "load_params", lambda *_: pytest.fail("the weights were read"))
+  script = _script(tmp_path / "python", "raise ModuleNotFoundError('No module named x')")
+  done = export(**{"export.client_python": script})
+  assert (
+    done.code == 1
+    and "ModuleNotFoundError: No module named x; export.format='hf-bf16'" in done.stderr
+  )
+
+
+class Hub:
+  """huggingface_hub.HfApi, as far as an export uses it."""
+
+  def __init__(self):
+    self.calls, self.fails = [], ""
+
+  def whoami(self):
+    if self.fails == "whoami":
+      raise OSError("no token")
+
+  def create_repo(self, repository, **how):
+    self.calls.append((repository, how))
+    return f"hub/{repository}"
+
+  def upload_folder(self, **how):
+    if self.fails == "upload_folder":
+      raise OSError("too large")
+    self.calls.append(how)
+
+
+def test_export_uploads_its_own_files_to_a_private_repository(export, monkeypatch, tmp_path):
+  hub = Hub()
+  monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+  to = {"export.push_to": "org/name"}
+  hub.fails = "whoami"
+  done = export(**to)
+  assert done.code == 1 and "no token; log in with `hf auth login`" in done.stderr
+  assert not done.target.exists() and not hub.calls
+  hub.fails = "upload_folder"
+  done = export(**to)
+  assert done.code == 1 and "hf upload org/name" in done.stderr and done.target.exists()
+  (done.target / "notes.txt").write_text("mine")
+  hub.fails, hub.calls = "", []
+  done = export(**to)
+  assert json.loads(done.stdout)["pushed_to"] == "hub/org/name"
+  made, upload = hub.calls
+  assert made == ("org/name", {"private": True, "exist_ok": True})
+  assert (
+    upload["folder_path"] == str(done.target) and "model.safetensors" in (upload["allow_patterns"])
+  )
+  assert "notes.txt" not in upload["allow_patterns"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe, strategy", [("block_128_pow2", ""), ("tensor_delayed", "tensor")])
+def test_a_checkpoint_is_exported_with_the_codes_of_its_next_step(
+  export, tmp_path, recipe, strategy
+):
+  """The scales are those of the masters' own tiles, or of the checkpoint's amax history."""
+  changes = {
+    "eval.hf": "", "init.hf": "", "model.preset": "debug", "steps": 2, "optim.warmup_steps": 1,
+    "optim.decay_steps": 1, "eval.tokens": 256, "optim.master_format": "bf16_remainder",
+    "precision.rules": (("head", "bf16"), ("layers/.*", recipe)),
+    "export.format": "compressed-tensors" if strategy else "hf-fp8-block",
+    **({"export.strategy": strategy} if strategy else {}),
+    **{f"model.{k}": v for k, v in SIZES.items()},
+  }  # fmt: skip
+  assert export("train", **changes).code == 0
+  done = export(**changes)
+  assert done.code == 0, done.stderr
+  result = json.loads(done.stdout)
+  assert result["codes_of_training"] == 14 and result["step"] == 2
+  assert result["scale_fmt"] == ("float32" if strategy else "ue8m0")
+  stored, _, meta = restore.restore_params(done.plan, str(tmp_path / "run"))
+  w = np.asarray(stored["layers"]["mlp"]["up"].high[1], np.float32).T  # as a GEMM reads it
+  if strategy:
+    states = restore.restore_scaling_states(done.plan, str(tmp_path / "run"), 2, meta, 0)
+    amax = np.asarray(states["layers/mlp/up"].amax_3)[1, 1]
+    assert amax != np.abs(w).max()  # of a past step
+    scales = np.float32([[amax * np.float32(1 / 448)]])
+  else:
+    tiles = np.abs(w).reshape(2, 128, 1, 128).max((1, 3))
+    scales = np.float32(2.0 ** np.ceil(np.log2(tiles.astype(np.float64) / 448)))
+  raw = dict(safetensors.deserialize((done.target / "model.safetensors").read_bytes()))
+  name = "model.layers.1.mlp.up_proj."
+  written = raw[name + ("weight_scale" if strategy else "weight_scale_inv")]["data"]
+  np.testing.assert_array_equal(np.frombuffer(written, np.float32), scales.ravel())
+  want = np.clip(w * np.kron(1 / scales, np.ones((256 // len(scales), 128))), -448, 448)
+  codes = np.frombuffer(raw[name + "weight"]["data"], ml_dtypes.float8_e4m3fn).reshape(256, 128)
+  np.testing.assert_array_equal(codes, want.astype(np.float32).astype(codes.dtype))
