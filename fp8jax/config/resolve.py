@@ -243,6 +243,7 @@ def _check_sections(c: Config, problems: ConfigErrors):
   """loss_scale, eval, export and checkpoint, whose numbers have been checked."""
   problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
   problems.one_of("export.dtype", c.export.dtype, ("auto", *hf_weights.DTYPES))
+  problems.extend(checks.generate_problems(sections.read_generate(c.generate)))
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, acceptable_changes(c))
   names = c.eval.precisions
   if not isinstance(names, (tuple, list)) or not names:
