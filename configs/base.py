@@ -211,9 +211,10 @@ def get_config(arm=""):
   c.eval.every = 0  # steps; 0: before and after training only
   # Forward passes that are evaluated: "recipe" (that of training) and "bf16".
   c.eval.precisions = ("recipe", "bf16")
-  # --job=evaluate and export: this Hugging Face folder instead of the workdir's checkpoint.
+  # --job=evaluate, export and generate: this Hugging Face folder instead of the workdir's
+  # checkpoint.
   c.eval.hf = ""
-  c.eval.step = -1  # --job=evaluate and export: which checkpoint; -1 is the newest
+  c.eval.step = -1  # --job=evaluate, export and generate: which checkpoint; -1 is the newest
 
   c.checkpoint = ConfigDict()
   c.checkpoint.every = 50  # steps; 0: only at the end and on interruption
@@ -276,6 +277,28 @@ def get_config(arm=""):
   c.prepare = ConfigDict()
   c.prepare.path = ""  # folder to write tokenized documents to; "" is WORKDIR/prepared
   c.prepare.shard_tokens = 100_000_000  # tokens per ArrayRecord file
+
+  c.generate = ConfigDict()  # --job=generate, on one device
+  c.generate.hf = ""  # this Hugging Face folder instead of the workdir's checkpoint (eval.step)
+  # File of prompts: JSON lines with "prompt" (text) or "messages" (a chat, written by the
+  # tokenizer's template); any other file has a prompt per line. "" reads lines of standard input.
+  c.generate.prompts = ""
+  # JSON lines to write, one per completion as it ends; "" streams texts to standard output.
+  c.generate.out = ""
+  c.generate.precision = "recipe"  # forward pass: "recipe" (that of training) or "bf16"
+  # Keys and values of past tokens: "compute" (precision.compute_dtype), or "e4m3" with a float32
+  # scale per head of every token.
+  c.generate.cache_format = "compute"
+  c.generate.slots = 8  # sequences that are decoded together
+  c.generate.max_length = 0  # tokens of prompt and completion a slot holds; 0: as many as needed
+  c.generate.num_samples = 1  # completions per prompt
+  c.generate.temperature = 0.0  # 0 takes the best token
+  c.generate.top_p = 1.0  # the smallest set of tokens that has this probability; 1 keeps all
+  c.generate.top_k = 0  # so many most probable tokens; 0 keeps all
+  c.generate.max_new_tokens = 256  # tokens per completion at most
+  c.generate.stop = ()  # texts at which a completion ends
+  c.generate.stop_tokens = ()  # names of tokens that end one, beside the model's own
+  c.generate.seed = 0  # of all draws
   c.lock()  # a key that is not above is an error, in other configs too
   c.sharding.weights.unlock()  # but any letter may be split
   c.sharding.acts.unlock()

@@ -1,9 +1,12 @@
 """Refusals of a configuration, section by section."""
 
 import math
+import os
 from typing import Any
 
 from fp8jax.errors import ConfigErrors
+from fp8jax.generation import cache
+from fp8jax.step.config import EVAL_PRECISIONS, GenerateConfig
 from fp8jax.step.loss_scale import LARGEST, SMALLEST
 
 
@@ -50,3 +53,19 @@ def loss_scale_problems(c: Any, compute: str) -> list[str]:
       "those above 65,504 infinite; set loss_scale.kind='dynamic', or compute in 'bfloat16'"
     )
   return found
+
+
+def generate_problems(c: GenerateConfig) -> list[str]:
+  """The problems of a config's generate section, in words."""
+  collected = ConfigErrors()
+  collected.extend(c.sampling.problems("generate."))
+  collected.one_of("generate.precision", c.precision, EVAL_PRECISIONS)
+  collected.one_of("generate.cache_format", c.cache_format, cache.FORMATS)
+  for name, least in (("slots", 1), ("num_samples", 1), ("max_length", 0)):
+    value = getattr(c, name)
+    collected.check(value >= least, f"generate.{name}={value} must be at least {least}")
+  remedy = "name a file with a prompt per line, or JSON lines with 'prompt' or 'messages'"
+  collected.file("generate.prompts", c.prompts, remedy)
+  taken = bool(c.out) and os.path.exists(os.path.expanduser(c.out))
+  collected.check(not taken, f"generate.out={c.out!r} exists; move it away or name another file")
+  return collected.found

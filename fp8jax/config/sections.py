@@ -1,8 +1,10 @@
 """The sections of a ConfigDict as their types, unchecked: config/resolve.py checks them."""
 
+import dataclasses
 from typing import Any
 
 from fp8jax.config.files import Config
+from fp8jax.generation.sampling import Sampling
 from fp8jax.optim.factory import OptimizerConfig
 from fp8jax.step import config as step_config
 
@@ -36,7 +38,16 @@ def read(c: Config, alarms: tuple[step_config.Alarm, ...], steps: int) -> dict[s
     log=step_config.LogConfig(**{**log, "alarms": alarms}),
     export=step_config.ExportConfig(**c.export),
     calibrate=step_config.CalibrateConfig(**c.calibrate),
+    generate=read_generate(c.generate),
   )
+
+
+def read_generate(c: Config) -> step_config.GenerateConfig:
+  """`generate`, its sampling apart."""
+  values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in c.items()}
+  names = [field.name for field in dataclasses.fields(Sampling)]
+  sampling = Sampling(**{name: values.pop(name) for name in names})
+  return step_config.GenerateConfig(**values, sampling=sampling)
 
 
 def read_optim(c: Config, steps: int) -> OptimizerConfig:

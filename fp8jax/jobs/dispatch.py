@@ -13,7 +13,7 @@ from fp8jax.compiled import aot
 from fp8jax.config import files as config_files
 from fp8jax.config import identity, resolve
 from fp8jax.errors import UserError, missing_package
-from fp8jax.jobs import calibrate, diagnose, evaluate, export, memory, prepare, train
+from fp8jax.jobs import calibrate, diagnose, evaluate, export, generate, memory, prepare, train
 from fp8jax.kernels import choose
 from fp8jax.run import (
   compilation_cache,
@@ -62,7 +62,15 @@ def run(
 def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: str) -> int:
   if job == "evaluate" and c.eval.hf:
     c.init.hf, c.model.preset = c.eval.hf, "hf"
-  if job not in ("train", "evaluate"):  # which read the table; it may be yet to be written
+  if job == "generate":
+    c.mesh.data = c.mesh.fsdp = c.mesh.tensor = 1  # on one device, also of a larger machine
+    if c.generate.hf:
+      c.init.hf, c.model.preset, c.data.tokenizer, c.data.eos = c.generate.hf, "hf", "", ""
+  if job not in (
+    "train",
+    "evaluate",
+    "generate",
+  ):  # which read the table; it may be yet to be written
     c.precision.calibration = ""
   if job != "train":
     c.data.epochs = 0.0  # the others need no number of steps, for which all samples are read
@@ -83,11 +91,13 @@ def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: s
     return train.run(plan, workdir, identity.flatten(base)).get("exit_code", 0)
   jobs = {
     "evaluate": evaluate.run, "export": export.run,
-    "calibrate": calibrate.run, "diagnose": diagnose.run,
+    "calibrate": calibrate.run, "diagnose": diagnose.run, "generate": generate.run,
   }  # fmt: skip
   result = jobs[job](plan, workdir)
   if jax.process_index() == 0:
-    print(provenance.to_json(result))
+    # Standard output may hold completions.
+    to = sys.stderr if job == "generate" and not c.generate.out else sys.stdout
+    print(provenance.to_json(result), file=to)
   return 0
 
 

@@ -5,6 +5,8 @@
 
 import dataclasses
 
+from fp8jax.generation.sampling import Sampling
+
 # Forward passes that an evaluation may take: the recipes of training, and 16 bits everywhere.
 EVAL_PRECISIONS = ("recipe", "bf16")
 
@@ -178,6 +180,35 @@ class CalibrateConfig:
 
   path: str
   batches: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+  """The completions of --job=generate.
+
+  Attributes:
+    hf: Hugging Face folder that is taken instead of a checkpoint; "" for none.
+    prompts: file of prompts; "" reads standard input.
+    out: JSON lines to write; "" streams to standard output.
+    precision: the forward pass, of EVAL_PRECISIONS.
+    cache_format: of keys and values, of generation/cache.py FORMATS.
+    slots: sequences that are decoded together.
+    max_length: tokens of prompt and completion that a slot holds; 0: as many as needed.
+    num_samples: completions per prompt.
+    stop_tokens: names of tokens that end a completion, beside the model's own.
+    sampling: how tokens are drawn.
+  """
+
+  hf: str
+  prompts: str
+  out: str
+  precision: str
+  cache_format: str
+  slots: int
+  max_length: int
+  num_samples: int
+  stop_tokens: tuple[str, ...]
+  sampling: Sampling
 
 
 @dataclasses.dataclass(frozen=True)

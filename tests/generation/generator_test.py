@@ -104,7 +104,12 @@ def _forced_logits(cfg, params, sites, tokens_BL, lengths, format_="compute"):
   return found
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen2", "qwen3", "llama_llama3"])
+# The others in `make test-all`.
+SLOW = pytest.mark.slow
+NAMES = ["qwen2", *(pytest.param(n, marks=SLOW) for n in ("llama_tied", "qwen3", "llama_llama3"))]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_over_a_cache_equal_transformers(name):
   cfg, params, golden = _model(name)
   lengths = (5, 17)
@@ -129,10 +134,10 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("name, rules", RULES.items(), ids=RULES)
-def test_weights_quantized_once_give_the_logits_of_the_training_forward_pass(name, rules):
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[SLOW] * (n != "mixed")) for n in RULES])
+def test_weights_quantized_once_give_the_logits_of_the_training_forward_pass(name):
   cfg, params, golden = _model("llama_tied")
-  sites = _sites(cfg, *rules)
+  sites = _sites(cfg, *RULES[name])
   tokens = jnp.asarray(golden["tokens"])
   batch = {"tokens_BL": tokens, "positions_BL": jnp.broadcast_to(jnp.arange(48), tokens.shape)}
   logits = jax.jit(lambda p: transformer.logits(p, sites, batch, cfg, RUN))
@@ -144,6 +149,7 @@ def test_weights_quantized_once_give_the_logits_of_the_training_forward_pass(nam
   assert all(w.matrix.data.dtype == jnp.float8_e4m3fn for w in quantized)
 
 
+@SLOW
 def test_decoding_in_fp8_equals_the_training_forward_pass():
   """Scales are per token, so that a token alone multiplies as it does among others."""
   cfg, params, golden = _model("llama")
@@ -160,8 +166,14 @@ def test_decoding_in_fp8_equals_the_training_forward_pass():
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, top_k=40, max_new_tokens=9, seed=3)
 
 
-@pytest.mark.parametrize("rules", [(), RULES["block_128"]], ids=["bf16", "block_128"])
-@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=9), SAMPLED], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+  "rules", [pytest.param((), id="bf16"), pytest.param(RULES["block_128"], id="fp8", marks=SLOW)]
+)
+@pytest.mark.parametrize(
+  "sampling",
+  [SAMPLED, pytest.param(Sampling(max_new_tokens=9), marks=SLOW)],
+  ids=["drawn", "greedy"],
+)
 def test_a_completion_does_not_depend_on_the_prompts_beside_it(rng, sampling, rules):
   generator = _generator(rules=rules, max_length=48)
   prompts = _prompts(rng, (3, 30, 17, 1, 16, 8, 33, 2))

@@ -1,0 +1,195 @@
+"""Completions of prompts, streamed as they grow or written as JSON lines."""
+
+import collections
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from fp8jax import console as console_lib
+from fp8jax.data.tokenize import Tokenizer
+from fp8jax.errors import UserError
+from fp8jax.generation.completion import Completion
+from fp8jax.jobs import generator as generator_lib
+from fp8jax.run import startup
+from fp8jax.step import run_spec
+
+_BETWEEN = "\n---\n"
+
+
+def run(plan: run_spec.RunSpec, workdir: str):
+  """Completes every prompt of plan.generate; returns counts and tokens per second."""
+  config = plan.generate
+  records = read_prompts(config.prompts)
+  generator, where = generator_lib.load(plan, workdir)
+  texts, prompts = _encoded(records, generator)
+  total = len(prompts) * config.num_samples
+  log = console_lib.console(stderr=True)
+  log.print(f"{startup.device_line(plan)}: {len(prompts)} prompts, {total} completions")
+  reasons, tokens, done, start = collections.Counter(), 0, 0, time.perf_counter()
+  with contextlib.ExitStack() as stack:
+    if config.out:
+      out = stack.enter_context(open(os.path.expanduser(config.out), "x", encoding="utf-8"))
+      sink = JsonLines(out, records)
+    else:
+      sink = Stream(sys.stdout, texts, len(prompts), config.num_samples)
+
+    def on_text(index: int, number: int, piece: str, completion: Completion | None):
+      nonlocal tokens, done
+      sink.add(index, number, piece, completion)
+      if completion is None:
+        return
+      reasons[completion.finish_reason] += 1
+      tokens, done = tokens + len(completion.tokens), done + 1
+      if config.out and done * 10 // total > (done - 1) * 10 // total:
+        rate = tokens / (time.perf_counter() - start)
+        log.print(f"{done}/{total} completions, {tokens} tokens, {rate:.1f} tokens/s")
+
+    found = generator.generate(prompts, config.sampling, config.num_samples, on_text)
+    sink.close(found)
+  seconds = time.perf_counter() - start
+  return {
+    **where,
+    "prompts": len(prompts),
+    "prompt_tokens": sum(map(len, prompts)),
+    "completions": total,
+    "finish_reasons": dict(reasons),
+    "tokens": tokens,
+    "seconds": round(seconds, 2),  # programs are compiled in them
+    "tokens_per_second": round(tokens / seconds, 2),
+  }
+
+
+def read_prompts(path: str, stdin: IO[str] | None = None) -> list[dict[str, Any]]:
+  """[{"prompt": text} or {"messages": [...]}, with the other fields of its line].
+
+  Args:
+    path: JSON lines if it ends in .jsonl; else a prompt per line that is not blank; "" is `stdin`.
+    stdin: default: standard input.
+
+  Raises:
+    UserError: a line is no such record, or there is no prompt; with its number.
+  """
+  if path:
+    with open(os.path.expanduser(path), encoding="utf-8") as f:
+      lines = f.read().split("\n")
+  else:
+    source = stdin or sys.stdin
+    if source.isatty():
+      print("a prompt per line; Ctrl-D ends them", file=sys.stderr)
+    lines = source.read().split("\n")
+  if path.endswith(".jsonl"):
+    numbered = ((i, line) for i, line in enumerate(lines, 1) if line.strip())
+    found = [_record(line, f"{path}, line {i}") for i, line in numbered]
+  else:
+    found = [{"prompt": line} for line in lines if line.strip()]
+  if not found:
+    raise UserError(
+      f"{path or 'standard input'} has no prompt; give one per line, or JSON lines with 'prompt' "
+      "or 'messages' in a file that ends in .jsonl"
+    )
+  return found
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+  try:
+    record = json.loads(line)
+  except ValueError as e:
+    raise UserError(f"{where} is not JSON: {e}; correct it") from e
+  kinds = [k for k in ("prompt", "messages") if isinstance(record, dict) and k in record]
+  if len(kinds) != 1:
+    raise UserError(f"{where} must be an object with either 'prompt' or 'messages'")
+  if not isinstance(record[kinds[0]], str if kinds == ["prompt"] else list) or not record[kinds[0]]:
+    expected = "a text" if kinds == ["prompt"] else "a list of messages"
+    raise UserError(f"{where}: {kinds[0]} is {record[kinds[0]]!r}, expected {expected}")
+  return record
+
+
+def _encoded(records, generator) -> tuple[list[str], list[list[int]]]:
+  """(what stands before each completion when it is shown, token ids)."""
+  tokenizer: Tokenizer = generator.tokenizer
+  is_chat = any("messages" in record for record in records)
+  template = generator_lib.chat_template(generator) if is_chat else None
+  texts, prompts = [], []
+  for record in records:
+    if template is not None and "messages" in record:
+      text = template.render(record["messages"], add_generation_prompt=True)
+      texts.append("")
+      prompts.append(tokenizer.encode_prompt(text, add_special_tokens=False))
+    else:
+      texts.append(record["prompt"])
+      prompts.append(tokenizer.encode_prompt(record["prompt"]))
+  return texts, prompts
+
+
+class JsonLines:
+  """Writes a completion as a line when it ends, in that order."""
+
+  def __init__(self, out: IO[str], records: Sequence[Mapping[str, Any]]):
+    self._out, self._records = out, records
+    self._written: set[tuple[int, int]] = set()
+
+  def add(self, index: int, number: int, piece: str, completion: Completion | None):
+    """Takes what Generator.generate tells."""
+    del piece
+    if completion is not None:
+      self._write(index, number, completion)
+
+  def close(self, found: list[list[Completion]]):
+    """Writes samples that were not drawn one by one: equal greedy ones."""
+    for index, own in enumerate(found):
+      for number, completion in enumerate(own):
+        if (index, number) not in self._written:
+          self._write(index, number, completion)
+
+  def _write(self, index: int, number: int, completion: Completion):
+    self._written.add((index, number))
+    line = {
+      "index": index, "sample": number, **self._records[index], "text": completion.text,
+      "tokens": completion.tokens, "finish_reason": completion.finish_reason,
+    }  # fmt: skip
+    self._out.write(json.dumps(line, ensure_ascii=False) + "\n")
+    self._out.flush()
+
+
+class Stream:
+  """Writes prompts and completions in order: the first unfinished one as it grows."""
+
+  def __init__(self, out: IO[str], texts: list[str], num_prompts: int, num_samples: int):
+    self._out, self._texts = out, texts
+    self._order = [(i, n) for i in range(num_prompts) for n in range(num_samples)]
+    self._waiting: dict[tuple[int, int], str] = collections.defaultdict(str)
+    self._finished: set[tuple[int, int]] = set()
+    self._current = 0
+    self._begin()
+
+  def add(self, index: int, number: int, piece: str, completion: Completion | None):
+    """Takes what Generator.generate tells."""
+    self._waiting[index, number] += piece
+    if completion is not None:
+      self._finished.add((index, number))
+    self._advance()
+
+  def close(self, found: list[list[Completion]]):
+    """Writes samples that were not drawn one by one: equal greedy ones."""
+    for index, number in self._order[self._current :]:
+      if (index, number) not in self._finished:
+        self.add(index, number, found[index][number].text, found[index][number])
+
+  def _advance(self):
+    while self._current < len(self._order):
+      key = self._order[self._current]
+      self._out.write(self._waiting.pop(key, ""))
+      if key not in self._finished:
+        break
+      self._current += 1
+      self._out.write("\n" if self._current == len(self._order) else _BETWEEN)
+      self._begin()
+    self._out.flush()
+
+  def _begin(self):
+    if self._current < len(self._order):
+      self._out.write(self._texts[self._order[self._current][0]])

@@ -1,0 +1,76 @@
+"""A generator of a run's checkpoint, or of a Hugging Face folder, in the precision of a run."""
+
+import os
+
+from fp8jax import hub
+from fp8jax.data.chat.template import ChatTemplate
+from fp8jax.data.tokenize import BYTES, Tokenizer
+from fp8jax.errors import ConfigErrors, UserError
+from fp8jax.generation import api
+from fp8jax.jobs.restore import restore_params, restore_scaling_states
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.ops import scaling as scaling_lib
+from fp8jax.ops import site as site_lib
+from fp8jax.run import calibration
+from fp8jax.run import evaluator as evaluator_lib
+from fp8jax.step import run_spec
+
+
+def load(plan: run_spec.RunSpec, workdir: str) -> tuple[api.Generator, dict]:
+  """(the generator that plan.generate describes, the place of its weights for a report).
+
+  Delayed and static scales are those of the checkpoint or of the calibration; without any, they are
+  taken from the tensors of every step.
+  """
+  problems = ConfigErrors()
+  problems.extend(api.problems_of(plan.model, plan.run))
+  problems.refuse()
+  g = plan.generate
+  if g.hf:
+    params, _ = hf_weights.load_params(g.hf, plan.model, plan.run.layout)
+    path = os.path.expanduser(plan.calibration)
+    states = calibration.load(plan, path)[0] if path else {}
+    phase, where = 0, {"hf": g.hf}
+  else:
+    params, step, meta = restore_params(plan, workdir)
+    phase, where = plan.phase(max(step - 1, 0)), {"workdir": workdir, "step": step}
+    states = restore_scaling_states(plan, workdir, step, meta, phase)
+  recipe = evaluator_lib.BF16 if g.precision == evaluator_lib.BF16 else None
+  sites = plan.sites(recipe, phase=phase)
+  if scaling_lib.states(sites):
+    sites = (
+      scaling_lib.with_states(sites, states) if states else site_lib.with_current_scales(sites)
+    )
+  folder = folder_of(plan, workdir)
+  tokenizer = plan.data.tokenizer
+  ends = api.end_ids(folder, tokenizer, g.stop_tokens)
+  generator = api.Generator(
+    params, sites, plan.model, plan.run, tokenizer, ends, slots=g.slots,
+    cache_format=g.cache_format, max_length=g.max_length, folder=folder,
+  )  # fmt: skip
+  return generator, where
+
+
+def folder_of(plan: run_spec.RunSpec, workdir: str) -> str:
+  """The folder of a model's settings: generate.hf, the one kept by training, init.hf, or ""."""
+  if plan.generate.hf:
+    return plan.generate.hf
+  kept = os.path.join(workdir, "hf_source")
+  if os.path.isdir(kept):
+    return kept
+  return plan.init.hf if plan.init.hf and os.path.isdir(hub.local(plan.init.hf)) else ""
+
+
+def chat_template(generator: api.Generator) -> ChatTemplate:
+  """The template of a generator's tokenizer.
+
+  Raises:
+    UserError, FileNotFoundError: there is none.
+  """
+  tokenizer: Tokenizer = generator.tokenizer
+  if tokenizer.path == BYTES:
+    raise UserError(
+      "messages need a chat template, and data.tokenizer='bytes' has none; set data.tokenizer to "
+      "a Hugging Face folder, or give texts as 'prompt'"
+    )
+  return ChatTemplate.load(tokenizer.path)

@@ -1,0 +1,161 @@
+"""--job=generate: prompts in, completions out, in order; all errors of its section at once."""
+
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+from configs import base
+from fp8jax import params as params_lib
+from fp8jax.config import resolve
+from fp8jax.errors import ConfigError, UserError
+from fp8jax.generation.completion import Completion
+from fp8jax.jobs import dispatch, generate
+from fp8jax.kernels.choose import Device
+from fp8jax.models import transformer
+from fp8jax.models.config import ModelConfig
+from fp8jax.models.hf import weights as hf_weights
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A random two-layer Llama with a byte-level tokenizer and a chat template."""
+  where = tmp_path_factory.mktemp("model")
+  cfg = ModelConfig(
+    "llama", vocab_size=260, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2,
+    num_kv_heads=1, head_dim=16, max_positions=512, init_std=0.3,
+  )  # fmt: skip
+  rng = np.random.default_rng(0)
+  tree = params_lib.tree_map(
+    lambda p: rng.normal(p.init == "ones", 0.3, params_lib.shape(p, cfg.dims)).astype(np.float32),
+    transformer.params(cfg),
+  )
+  hf_weights.save_params(str(where), jax.tree.map(jax.numpy.asarray, tree), cfg, "float32")
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=260, special_tokens=["</s>"], show_progress=False,
+    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+  )  # fmt: skip
+  tokenizer.train_from_iterator(["the quick brown fox"], trainer)
+  tokenizer.save(str(where / "tokenizer.json"))
+  settings = {"eos_token": "</s>", "chat_template": TEMPLATE}
+  (where / "tokenizer_config.json").write_text(json.dumps(settings))
+  return where
+
+
+def _config(folder, **changes):
+  c = base.get_config("tensor_current")
+  c.generate.hf, c.generate.max_new_tokens, c.generate.slots = str(folder), 6, 2
+  c.update_from_flattened_dict({f"generate.{k}": v for k, v in changes.items()})
+  return c
+
+
+def test_prompts_of_a_file_are_completed_to_standard_output_and_to_json_lines(
+  folder, tmp_path, capsys
+):
+  chat, out = "<user>the fox</s><assistant>", tmp_path / "out.jsonl"
+  texts = ["the fox", "quick quick", chat]
+  # The best token, by a draw among one.
+  drawn = dict(temperature=1.0, top_k=1, num_samples=2)
+  (tmp_path / "p.txt").write_text("\n\n".join(texts) + "\n")
+  c = _config(folder, prompts=str(tmp_path / "p.txt"), **drawn)
+  assert dispatch.run("generate", c, base.get_config(), "x.py", "") == 0
+  stdout, stderr = capsys.readouterr()
+  report = json.loads(stderr[stderr.index("{\n") :])
+  assert (report["prompts"], report["completions"]) == (3, 6)
+  assert report["tokens_per_second"] > 0 and report["tokens"] <= 36
+
+  records = [{"prompt": text, "id": i} for i, text in enumerate(texts)]
+  records.append({"messages": [{"role": "user", "content": "the fox"}]})
+  (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+  c = _config(folder, prompts=str(tmp_path / "p.jsonl"), out=str(out), **drawn)
+  assert dispatch.run("generate", c, base.get_config(), "x.py", "") == 0
+  rows = [json.loads(line) for line in out.read_text().splitlines()]
+  assert sorted((r["index"], r["sample"]) for r in rows) == [
+    (i, n) for i in range(4) for n in (0, 1)
+  ]
+  rows = {(r["index"], r["sample"]): r for r in rows}
+  assert rows[1, 0]["id"] == 1 and rows[3, 0]["messages"] == records[3]["messages"]
+  assert rows[3, 0]["tokens"] == rows[2, 0]["tokens"]  # by the template, and written out
+  shown = "\n---\n".join(texts[i] + rows[i, n]["text"] for i in range(3) for n in (0, 1))
+  assert stdout == shown + "\n"
+  capsys.readouterr()
+  assert dispatch.run("generate", c, base.get_config(), "x.py", "") == 1
+  assert "exists; move it away" in capsys.readouterr().err
+
+
+def _read(tmp_path, text, name="p.jsonl"):
+  path = tmp_path / name
+  path.write_text(text)
+  return generate.read_prompts(str(path))
+
+
+def test_a_line_of_prompts_that_is_none_is_named(tmp_path):
+  assert generate.read_prompts("", io.StringIO("a\n\n b\n")) == [{"prompt": "a"}, {"prompt": " b"}]
+  assert _read(tmp_path, "{not json}\n", "p.txt") == [{"prompt": "{not json}"}]
+  good = '{"prompt": "a"}\n\n'
+  for line, message in (
+    ("{", "p.jsonl, line 3 is not JSON"),
+    ("[]", "line 3 must be an object with either 'prompt' or 'messages'"),
+    ('{"prompt": "a", "messages": []}', "line 3 must be an object with either"),
+    ('{"prompt": ""}', "line 3: prompt is '', expected a text"),
+    ('{"messages": "hi"}', "line 3: messages is 'hi', expected a list of messages"),
+  ):
+    with pytest.raises(UserError, match=message):
+      _read(tmp_path, good + line)
+  with pytest.raises(UserError, match="has no prompt"):
+    _read(tmp_path, "\n")
+
+
+def test_streamed_completions_come_in_order_and_the_first_as_it_grows():
+  out = io.StringIO()
+  stream = generate.Stream(out, ["A:", "B:"], 2, 2)
+  done = Completion((1,), "", "length")
+  seen = []
+  for index, number, piece, completion in (
+    (0, 1, "x", None), (0, 0, "p", None), (1, 0, "r", done), (0, 0, "q", done), (0, 1, "y", done),
+    (1, 1, "s", None),
+  ):  # fmt: skip
+    stream.add(index, number, piece, completion)
+    seen.append(out.getvalue())
+  assert seen[:3] == ["A:", "A:p", "A:p"]
+  assert seen[3] == "A:pq\n---\nA:x"
+  assert seen[5] == "A:pq\n---\nA:xy\n---\nB:r\n---\nB:s"
+
+
+def test_all_that_is_wrong_with_the_section_is_said_at_once(tmp_path):
+  c = base.get_config()
+  (tmp_path / "out").write_text("")
+  c.generate.update(
+    dict(temperature=-0.5, top_p=1.5, top_k=-2, max_new_tokens=0, seed=-1, slots=0, num_samples=0,
+         max_length=-1, precision="fp8", cache_format="bf16", prompts=str(tmp_path / "none"),
+         out=str(tmp_path / "out"), stop=("",))
+  )  # fmt: skip
+  with pytest.raises(ConfigError) as error:
+    resolve.resolve(c, 1, Device("cpu"))
+  for key in ("temperature=-0.5 must", "top_p=1.5 must", "top_k=-2 must", "max_new_tokens=0 must",
+              "seed=-1 must", "slots=0 must", "num_samples=0 must", "max_length=-1 must",
+              "precision='fp8' is not", "cache_format='bf16' is not", "prompts='", "out='",
+              "stop=('',) must"):  # fmt: skip
+    assert f"generate.{key}" in str(error.value), key
+
+
+def test_a_prompt_that_is_a_chat_needs_a_template(folder, tmp_path, capsys):
+  (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
+  c = base.get_config()
+  c.generate.prompts, c.generate.precision = str(tmp_path / "p.jsonl"), "bf16"
+  c.model.num_layers, c.generate.hf = None, str(folder)
+  (folder / "tokenizer_config.json").rename(tmp_path / "kept.json")
+  (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+  try:
+    assert dispatch.run("generate", c, base.get_config(), "x.py", "") == 1
+  finally:
+    (tmp_path / "kept.json").rename(folder / "tokenizer_config.json")
+  assert "has no chat template" in capsys.readouterr().err
