@@ -238,7 +238,7 @@ def end_ids(folder: str, tokenizer: Tokenizer, stop_tokens: Sequence[str] = ()) 
   for name in stop_tokens:
     token = tokenizer.token_id(name)
     if token is None:
-      raise UserError(f"stop token {name!r} is no token of {tokenizer.file}; give one that it has")
+      raise UserError(f"stop token {name!r} is no token of {tokenizer.path}; give one that it has")
     found = [*found, token]
   return found or [tokenizer.eos_id]
 
