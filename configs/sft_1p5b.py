@@ -10,7 +10,7 @@ arms:      as configs/sft_7b.py
 
 The sources disagree; the scripts are followed:
   weight decay   0 in the script, 0.05 on the model card
-  RoPE base      1e6 as in continued pre-training; a file of their trainer says 1e4, for Qwen2.5-Math
+  RoPE base      1e6 as in continued pre-training; their trainer has 1e4 in a file for Qwen2.5-Math
   vocabulary     152,064 rows as in continued pre-training; that file says 151,936
 """
 

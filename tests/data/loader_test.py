@@ -372,7 +372,7 @@ def test_sources_of_equal_length_have_different_orders():
 def test_shards_of_held_out_documents_are_disjoint_and_complete():
 
   def rows(shard, num):
-    batches = loader.heldout_batches(_spec(heldout_fraction=0.1), "main", 1, num, shard)
+    batches = loader.heldout_batches(_spec(heldout=0.1), "main", 1, num, shard)
     return [b["tokens_BL"].tobytes() for b in batches if b["weights_BL"].any()]
 
   first, second = (set(rows(loader.Shard(i, 2), 6)) for i in (0, 1))
