@@ -56,7 +56,9 @@ def test_frequencies_of_draws_pass_a_chi_square_test():
   draw = jax.jit(lambda position: sampling.sample(
     np.tile(logits, (len(seeds), 1)), seeds, position + 0 * seeds.astype(np.int32),
     temperature, top_p, method))  # fmt: skip
-  tokens = np.concatenate([draw(position) for position in range(4)])
+  by_position = [np.asarray(draw(position)) for position in range(4)]
+  assert np.mean(by_position[0] == by_position[1]) < 0.5  # a row's draws are independent
+  tokens = np.concatenate(by_position)
   want = draws * _kept(logits, temperature, top_k, top_p)
   counts = np.bincount(tokens, minlength=len(logits))
   is_kept = want > 0
