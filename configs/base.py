@@ -256,13 +256,13 @@ def get_config(arm=""):
   # compressed-tensors: table of --job=calibrate that static scales of inputs come from; "": servers
   # scale every token.
   c.export.input_scales = ""
-  # The gate: the logits of the written folder are compared with the source's on so many tokens of
-  # every source's held-out documents, or of a text file.
+  # The gate: the logits of the written folder are compared with the source's on so many tokens, of
+  # every data source's held-out documents or of gate_text.
   c.export.gate_tokens = 1024
-  c.export.gate_text = ""
+  c.export.gate_text = ""  # text file to compare on; "": held-out documents
   c.export.max_kl = 0.1  # nats per token; a folder that differs more is not written
-  # Python of an environment with torch and transformers (and compressed-tensors), which then reads
-  # the folder too, on the CPU: "oracle/bin/python".
+  # Python of an environment with torch, transformers and, by format, accelerate or
+  # compressed-tensors, which then reads the folder too, on the CPU: "torch-env/bin/python".
   c.export.client_python = ""
   c.export.push_to = ""  # repository of the Hugging Face hub, ORG/NAME; made private if new
   # After training with precision.smooth_swiglu="channel": fold its scales, measured over so many

@@ -8,16 +8,19 @@ where a table is not what the code says.
 
 import ast
 import inspect
+import json
 import pathlib
 import re
 
 from configs import base
+from fp8jax.models.hf import fp8_formats
 from fp8jax.optim import storage
 from fp8jax.recipe.gemm import accumulate_name
 from fp8jax.recipe.library import RECIPES
 from fp8jax.recipe.quant import Delayed, Quant
 
 HERE = pathlib.Path(__file__).resolve().parent
+_CLIENTS = HERE.parents[1] / "tests" / "golden" / "fp8_clients.json"
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -85,7 +88,41 @@ def optimizer_state() -> str:
   return _markdown(("key", "value", "stored as", "bytes per parameter"), rows)
 
 
-TABLES = {"recipes": recipes, "config_keys": config_keys, "optimizer_state": optimizer_state}
+def export_formats() -> str:
+  """Whether each FP8 format of an export keeps the codes of each recipe's forward GEMM."""
+  fine, compressed = fp8_formats.FINE_GRAINED, fp8_formats.COMPRESSED
+  formats = [fp8_formats.Fp8Format(fine, scale_fmt=fmt) for fmt in fp8_formats.SCALE_FMTS]
+  formats += [fp8_formats.Fp8Format(compressed, s) for s in ("block", "channel", "tensor")]
+  rows = []
+  for name, recipe in RECIPES.items():
+    quant = recipe.fwd.rhs
+    kept = ["quantized" if not quant else "kept" if f.holds(quant) else "-" for f in formats]
+    rows.append((f"`{name}`", *kept))
+  head = ("recipe", "`hf-fp8-block`", "`hf-fp8-block`, `ue8m0`", "`compressed-tensors`: `block`",
+          "`channel`", "`tensor`")  # fmt: skip
+  return _markdown(head, rows)
+
+
+def fp8_clients() -> str:
+  """The findings of tests/golden/check_fp8_clients.py."""
+  found = json.loads(_CLIENTS.read_text())
+  rows = [
+    (
+      f"`{r['folder']}`", str(r["matrices"]), str(r["unequal_weights"]),
+      f"{r['kl_from_back']:.1e}", f"{r['kl_from_source']:.1e}", f"{r['top1_of_source']:.3f}",
+    )
+    for r in found["folders"]
+  ]  # fmt: skip
+  head = ("folder", "FP8 matrices", "weights that differ", "KL from fp8jax's reading",
+          "KL from the source", "top-1 as the source")  # fmt: skip
+  versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
+  return _markdown(head, rows) + f"\n{versions}\n"
+
+
+TABLES = {
+  "recipes": recipes, "config_keys": config_keys, "optimizer_state": optimizer_state,
+  "export_formats": export_formats, "fp8_clients": fp8_clients,
+}  # fmt: skip
 
 
 def current(page: str) -> str:

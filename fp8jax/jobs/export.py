@@ -42,6 +42,7 @@ class Source:
     companions: folder of tokenizer and settings; "" for none.
     amaxes: {(site, tensor): amax} of delayed and static scales.
     trained: provenance of the training; {} where there is none.
+    changed: configuration keys that training changed.
   """
 
   params: Any
@@ -51,6 +52,7 @@ class Source:
   companions: str
   amaxes: dict[tuple[str, str], float]
   trained: dict[str, Any]
+  changed: dict[str, Any]
 
 
 def run(plan: run_spec.RunSpec, workdir: str):
@@ -119,7 +121,7 @@ def _wait(what: str):
 def _source(plan: run_spec.RunSpec, workdir: str, target: str) -> Source:
   if plan.eval.hf:
     params, dtype = hf_weights.load_params(plan.eval.hf, plan.model, plan.run.layout)
-    return Source(params, {"hf": plan.eval.hf}, 0, dtype, hub.local(plan.eval.hf), {}, {})
+    return Source(params, {"hf": plan.eval.hf}, 0, dtype, hub.local(plan.eval.hf), {}, {}, {})
   params, step, meta = restore_params(plan, workdir)
   began_with = {meta["config"].get("init.hf", ""): "the folder that training started from"}
   export_folder.check_other(target, _local(began_with))
@@ -129,10 +131,17 @@ def _source(plan: run_spec.RunSpec, workdir: str, target: str) -> Source:
     states = restore_scaling_states(plan, workdir, step, meta, phase)
   kept = os.path.join(workdir, "hf_source")
   kept = kept if os.path.isdir(kept) else ""
-  made = os.path.join(workdir, "provenance.json")
-  trained = hf_config.read_json(workdir, "provenance.json") if os.path.exists(made) else {}
-  amaxes = _amaxes(plan, phase, states)
-  return Source(params, {"step": step}, phase, meta["weights_dtype"], kept, amaxes, trained)
+  trained, config = (_json(workdir, f"{name}.json") for name in ("provenance", "config"))
+  return Source(
+    params, {"step": step}, phase, meta["weights_dtype"], kept, _amaxes(plan, phase, states),
+    trained, config.get("changed", {}),
+  )  # fmt: skip
+
+
+def _json(workdir: str, name: str) -> dict[str, Any]:
+  """A file of the run; {} where it is not there."""
+  there = os.path.exists(os.path.join(workdir, name))
+  return hf_config.read_json(workdir, name) if there else {}
 
 
 def _amaxes(plan: run_spec.RunSpec, phase: int, states) -> dict[tuple[str, str], float]:
@@ -178,7 +187,7 @@ def _summary(plan: run_spec.RunSpec, fp8: fp8_export.Fp8Plan | None) -> dict[str
 def _write_card(plan: run_spec.RunSpec, part: str, target: str, source: Source, result):
   """README.md with the facts of the export and the provenance of the training."""
   here = provenance.provenance(dict(plan.flat), "", plan.seed, plan.num_devices)
-  kept = ("commit", "dirty", "seed", "data_fingerprint", "devices", "versions", "time", "command")
+  kept = ("commit", "dirty", "seed", "data_fingerprint", "devices", "versions", "time")
   fp8 = result.get("fp8_share")
   weights = {
     "FP8": f"{fp8:.1%} of the parameters, {result['strategy']} scales" if fp8 else "",
@@ -188,6 +197,7 @@ def _write_card(plan: run_spec.RunSpec, part: str, target: str, source: Source, 
     "Weights": {k: v for k, v in weights.items() if v != ""},
     "Logits compared with the source's": result["gate"],
     "Training": {k: source.trained[k] for k in kept if k in source.trained} or source.where,
+    "Configuration that differs from configs/base.py": source.changed or "nothing",
     "Export": {k: here[k] for k in ("commit", "dirty", "versions", "time")},
   }
   began = (source.trained.get("config") or {}).get("init.hf", "") or plan.eval.hf
