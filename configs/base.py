@@ -53,6 +53,16 @@ def get_config(arm=""):
   c.model.init_std = placeholder(float)  # of random weights
   c.model.mixers = placeholder(tuple)  # blocks of a layer, names in models/transformer.py's MIXERS
 
+  # Low-rank adapters (arXiv:2106.09685) beside a frozen model; rank 0 trains every parameter.
+  c.model.lora = ConfigDict()
+  c.model.lora.rank = 0
+  c.model.lora.alpha = 16.0  # the adapter's product is multiplied by alpha / rank
+  # Regular expressions on names of linear layers: "attn/q", "mlp/.*".
+  c.model.lora.targets = ("attn/.*", "mlp/.*")
+  # Storage of the frozen linear layers: "block_fp8" (E4M3 codes with a scale per 128x128, which
+  # block recipes multiply as they are; those of a checkpoint in FP8 to the bit) or "bf16".
+  c.model.lora.base = "block_fp8"
+
   c.precision = ConfigDict()
   # Which recipe each linear layer gets: (regular expression on the whole site name, recipe name),
   # first match wins. Names are "head" and "layers/3/mlp/up" with the number of the layer. A site

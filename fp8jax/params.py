@@ -26,6 +26,7 @@ class Param:
     std: standard deviation for "normal".
     inputs: number of leading letters (after N) that a GEMM contracts; None: not a GEMM weight.
     decay: whether weight decay applies.
+    trainable: False for a frozen parameter, without gradient, optimizer state and master.
   """
 
   letters: str
@@ -33,6 +34,7 @@ class Param:
   std: float = 0.02
   inputs: int | None = None
   decay: bool = True
+  trainable: bool = True
 
   def stacked(self) -> "Param":
     """The same parameter for every layer, stacked in front along N."""

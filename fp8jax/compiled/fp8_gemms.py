@@ -125,7 +125,8 @@ def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
     is_recomputed = rules.path_of(name) in recomputed
     # XLA unrolls the loop over a single layer.
     is_loop = len(site.layer_names) > 1
-    products = [(p, False) for p in PASSES] + [("fwd", True)] * (is_recomputed and is_loop)
+    passes = [p for p in PASSES if p != "wgrad" or param.trainable]
+    products = [(p, False) for p in passes] + [("fwd", True)] * (is_recomputed and is_loop)
     for product, again in products:
       calls = [
         (site_lib.local_size(param, plan.model.dims, plan.run.layout, t).of(product), n)

@@ -17,6 +17,7 @@ from fp8jax import params as params_lib
 from fp8jax.compiled import saved_tensors, workspace, xla_buffers
 from fp8jax.ops import stored_params
 from fp8jax.quantization import bf16_remainder, quantized_tensor
+from fp8jax.quantization.block_codes import BlockCodes
 from fp8jax.step import run_spec, train_step
 from fp8jax.step.state import State
 
@@ -41,11 +42,11 @@ class MemoryRow:
 
 def declared(plan: run_spec.RunSpec) -> list[MemoryRow]:
   """State that lives between steps."""
-  kinds = _kinds(train_step.abstract_state(plan, 1))
+  kinds = _kinds(train_step.abstract_state(plan, 1), plan.declaration)
   return [MemoryRow(kind, n, None) for kind, n in kinds.items()]
 
 
-def _kinds(state: State) -> dict[str, int]:
+def _kinds(state: State, declaration) -> dict[str, int]:
   rest = (
     state.step,
     state.scaling_states,
@@ -55,10 +56,19 @@ def _kinds(state: State) -> dict[str, int]:
     state.halted,
   )
   return {
-    **_by_kind("masters", state.params),
+    **_by_kind("masters", _part(state.params, declaration, is_trainable=True)),
+    **_by_kind("frozen", _part(state.params, declaration, is_trainable=False)),
     **_by_kind("moments", state.opt),
     "scaling states, counters": sum(map(_nbytes, jax.tree.leaves(rest))),
   }
+
+
+def _part(tree, declaration, *, is_trainable: bool) -> list:
+  """The parameters that are trained, or those that are not."""
+  structure = jax.tree.structure(declaration)
+  declared = jax.tree.leaves(declaration)
+  both = zip(declared, structure.flatten_up_to(tree), strict=True)
+  return [value for p, value in both if p.trainable == is_trainable]
 
 
 def _by_kind(name: str, tree) -> dict[str, int]:
@@ -72,6 +82,9 @@ def _by_kind(name: str, tree) -> dict[str, int]:
       data = _nbytes(x.data)
       kinds["codes" if x.quant.format.is_low_bit else "16 bits"] += data
       kinds["scales"] += sum(map(_nbytes, jax.tree.leaves(x))) - data
+    elif isinstance(x, BlockCodes):
+      kinds["codes"] += _nbytes(x.data)
+      kinds["scales"] += _nbytes(x.scale)
     else:
       kinds["float32"] += _nbytes(x)
   return {f"{name}: {kind}": n for kind, n in kinds.items() if n}

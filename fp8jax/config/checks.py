@@ -33,6 +33,23 @@ def layerwise_problems(c: Any) -> list[str]:
   ]
 
 
+def lora_problems(c: Any) -> list[str]:
+  """Settings that exclude adapters, in words."""
+  if not c.model.lora.rank:
+    return []
+  wanted = (
+    ("optim.in_backward", c.optim.in_backward, False, "most of a layer is frozen, nothing to save"),
+    ("precision.smooth_swiglu", c.precision.smooth_swiglu, "none",
+     "its channel scales belong into weights that are frozen"),
+  )  # fmt: skip
+  return [
+    f"{key}={value!r} with model.lora.rank={c.model.lora.rank}: {why}; set {key}={needed!r}, or "
+    "model.lora.rank=0"
+    for key, value, needed, why in wanted
+    if value != needed
+  ]
+
+
 def loss_scale_problems(c: Any, compute: str) -> list[str]:
   """The problems of a config's loss_scale section, in words.
 

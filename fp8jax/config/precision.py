@@ -1,13 +1,16 @@
 """The precision sections of a configuration: read, completed by what the model needs, checked."""
 
 import dataclasses
+import math
 import re
 from typing import Any
 
+from fp8jax import axes
 from fp8jax.errors import ConfigErrors
 from fp8jax.models import config as model_config
-from fp8jax.models import mlp_swiglu, transformer
+from fp8jax.models import lora, mlp_swiglu, transformer
 from fp8jax.ops import site
+from fp8jax.quantization import block_codes
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.recipe.schedule import Phase, Precision, Rules
 
@@ -53,11 +56,49 @@ def with_first_last_rules(
       f"{model.num_layers}"
     )
   ends = rules_lib.first_last_rules(first, last, model.num_layers)
+  ends = lora.RULES + ends if model.lora else ends
   phases = tuple(dataclasses.replace(p, rules=ends + p.rules) for p in precision.phases)
   paths = list(site.find_sites(transformer.site_params(model)))
   for phase in phases:
     rules_lib.segments(paths, model.num_layers, phase.rules)
   return Precision(phases)
+
+
+def frozen_problems(
+  precision: Precision, model: model_config.ModelConfig, layout: axes.Layout
+) -> list[str]:
+  """Recipes that cannot multiply the codes of a frozen base, and meshes that split their tiles."""
+  if model.lora is None or model.lora.base != "block_fp8":
+    return []
+  found, declared = [], site.find_sites(transformer.site_params(model))
+  for phase in precision.phases:
+    for _, _, chosen in rules_lib.segments(list(declared), model.num_layers, phase.rules):
+      for path, name in chosen.items():
+        recipe, is_base = rules_lib.recipe_by_name(name), path.startswith("layers/")
+        if not is_base or lora.is_adapter(path):
+          continue
+        operands = (recipe.fwd.rhs, recipe.dgrad.rhs)
+        if not all(map(block_codes.is_compatible, operands)):
+          found.append(
+            f"{path} has recipe {name!r} and model.lora.base='block_fp8' keeps its weight in codes "
+            "of 128x128: give it a block recipe or 'bf16', or set model.lora.base='bf16'"
+          )
+        elif recipe.is_quantized and not _tiles_are_whole(declared[path], model, layout):
+          found.append(
+            f"{path}: model.lora.base='block_fp8' on this mesh would split tiles of 128x128 over "
+            "devices; take a smaller mesh.fsdp, or set model.lora.base='bf16'"
+          )
+  return list(dict.fromkeys(found))
+
+
+def _tiles_are_whole(param, model: model_config.ModelConfig, layout: axes.Layout) -> bool:
+  """Whether every device's part of a weight begins and ends with a tile."""
+  for group in param.gemm_letters:
+    parts = [layout.size(layout.weight_axes(letter)) for letter in group]
+    extent = math.prod(model.dims[letter] for letter in group)
+    if max(parts[1:], default=1) > 1 or (parts[0] > 1 and extent // parts[0] % block_codes.TILE):
+      return False
+  return True
 
 
 def check_smooth(c: Any, model: model_config.ModelConfig | None, problems: ConfigErrors):

@@ -24,13 +24,13 @@ from fp8jax.errors import ConfigError, ConfigErrors
 from fp8jax.kernels import choose
 from fp8jax.kernels.attention import api as attention_api
 from fp8jax.kernels.gemm import api as gemm_api
-from fp8jax.models import attention_gqa, presets, transformer
+from fp8jax.models import attention_gqa, lora, presets, transformer
 from fp8jax.models import config as model_config
 from fp8jax.models.hf import config as hf_config_lib
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import residuals, site
 from fp8jax.optim import factory as optim_build
-from fp8jax.optim import fused_adamw
+from fp8jax.optim import fused_adamw, storage
 from fp8jax.step import config as step_config
 from fp8jax.step.run_spec import RunSpec
 
@@ -156,9 +156,15 @@ def _model(c: Config) -> model_config.ModelConfig:
     unknown = ConfigErrors()
     unknown.one_of("model.preset", c.model.preset, (*presets.PRESETS, "hf"))
     raise ConfigError(unknown.found)
-  changes = {k: v for k, v in c.model.items() if k != "preset" and v is not None}
+  changes = {k: v for k, v in c.model.items() if k not in ("preset", "lora") and v is not None}
+  if c.model.lora.rank:
+    wanted = {**c.model.lora, "targets": tuple(c.model.lora.targets)}
+    changes["lora"] = model_config.Lora(**wanted)
   model = dataclasses.replace(model, **changes)
-  if found := transformer.problems(model):
+  found = transformer.problems(model)
+  if model.lora and not found:
+    found += lora.problems(model.lora, transformer.linear_layers(model), storage.FROZEN)
+  if found:
     raise ConfigError(found)
   return model
 
@@ -167,7 +173,7 @@ def _check_folder(c: Config, model: model_config.ModelConfig):
   """The weights that training starts from are those of the model; reads headers only."""
   there = hf_config_lib.read_config(c.init.hf)
   # These do not change what the weights compute; a vocabulary may be padded.
-  harmless = {"init_std", "max_positions"}
+  harmless = {"init_std", "max_positions", "lora"}
   if there.vocab_size <= model.vocab_size:
     harmless.add("vocab_size")
   different = [
@@ -240,6 +246,7 @@ def _with_attention(c: Config, run, model, microbatch: int, device, problems: Co
 
 def _check_sections(c: Config, problems: ConfigErrors):
   """loss_scale, eval, export and checkpoint, whose numbers have been checked."""
+  problems.extend(checks.lora_problems(c))
   problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
   export_checks.check(c, problems)
   problems.extend(checks.generate_problems(sections.read_generate(c.generate)))
@@ -351,6 +358,7 @@ def _check_sharding(c: Config, problems: ConfigErrors) -> bool:
 
 def _check_layout(c, model, declaration, recipes, layout: axes.Layout, microbatch, problems):
   """Every split dimension divides, no scale tile straddles devices, rotations divide."""
+  problems.extend(precision_checks.frozen_problems(recipes, model, layout))
   sites = transformer.site_params(model)
   tokens = microbatch * c.seq_len // layout.size(layout.act_axes("B"))
   for phase in recipes.phases:

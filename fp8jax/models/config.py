@@ -47,6 +47,25 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+  """Low-rank adapters beside a frozen model (Hu et al. 2021, arXiv:2106.09685).
+
+  Attributes:
+    rank: r, columns of a and rows of b.
+    alpha: the adapter's product is multiplied by alpha / rank.
+    targets: regular expressions on whole names of linear layers, "attn/q", "mlp/.*".
+    base: storage of the frozen linear layers, a key of optim/storage.py FROZEN: "block_fp8" (E4M3
+      codes, one scale per 128x128) or "bf16". Embedding and head are BF16; norms and biases
+      float32.
+  """
+
+  rank: int
+  alpha: float = 16.0
+  targets: tuple[str, ...] = ("attn/.*", "mlp/.*")
+  base: str = "block_fp8"
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """One decoder, by default of the Llama family: grouped-query attention, RMSNorm, SwiGLU, rotary
   positions.
@@ -66,6 +85,7 @@ class ModelConfig:
     init_std: standard deviation of freshly drawn weights; output projections get
       init_std / sqrt(2 N) (Radford et al. 2019 §2.3).
     mixers: blocks of every layer in order, keys of transformer.MIXERS.
+    lora: adapters, all other parameters being frozen; None trains every parameter.
   """
 
   architecture: str
@@ -85,6 +105,7 @@ class ModelConfig:
   tie_embeddings: bool = False
   init_std: float = 0.02
   mixers: tuple[str, ...] = ("attention_gqa", "mlp_swiglu")
+  lora: Lora | None = None
 
   @property
   def dims(self) -> dict[str, int]:
@@ -97,6 +118,7 @@ class ModelConfig:
       "H": self.num_heads,
       "G": self.num_kv_heads,
       "K": self.head_dim,
+      "R": self.lora.rank if self.lora else 0,
     }
 
   @property

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from fp8jax import axes
 from fp8jax import params as params_lib
-from fp8jax.models import attention_gqa, mlp_swiglu, rope
+from fp8jax.models import attention_gqa, lora, mlp_swiglu, rope
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
 from fp8jax.ops import residuals, stored_params
@@ -60,31 +60,41 @@ def problems(cfg: ModelConfig) -> list[str]:
 
 def layer_params(cfg: ModelConfig):
   """The declaration tree of one layer."""
-  return {mixer.key: mixer.params(cfg) for mixer in mixers(cfg)}
+  return lora.declared({mixer.key: mixer.params(cfg) for mixer in mixers(cfg)}, cfg)
 
 
 def params(cfg: ModelConfig):
   """The declaration tree."""
+  is_trainable = cfg.lora is None
   tree = {
-    "embed": Param("VD", std=cfg.init_std),
+    "embed": Param("VD", std=cfg.init_std, trainable=is_trainable),
     "layers": params_lib.tree_map(Param.stacked, layer_params(cfg)),
-    "norm": Param("D", init="ones", decay=False),
+    "norm": Param("D", init="ones", decay=False, trainable=is_trainable),
   }
   if not cfg.tie_embeddings:
-    tree["head"] = Param("DV", std=cfg.init_std, inputs=1)
+    tree["head"] = Param("DV", std=cfg.init_std, inputs=1, trainable=is_trainable)
   return tree
 
 
 def site_params(cfg: ModelConfig):
   """The declarations that become sites: `params`, and the head even where it is tied."""
-  return {**params(cfg), "head": Param("DV", inputs=1)}
+  return {**params(cfg), "head": Param("DV", inputs=1, trainable=cfg.lora is None)}
 
 
 def gemm_sites(cfg: ModelConfig) -> dict[str, GemmSite]:
   """{path: site} of every GEMM, in order of computation: "layers/mlp/up", ..., "head"."""
   head = GemmSite("head", head_eqn(cfg), "norm", is_chunked=True)
-  layers = {f"layers/{m.key}/{site.name}": site for m in mixers(cfg) for site in m.sites}
+  layers = {}
+  for mixer in mixers(cfg):
+    adapted = lora.targets(mixer.params(cfg), mixer.key, cfg.lora) if cfg.lora else ()
+    sites = lora.with_sites(mixer.sites, adapted)
+    layers |= {f"layers/{mixer.key}/{site.name}": site for site in sites}
   return {**layers, "head": head}
+
+
+def linear_layers(cfg: ModelConfig) -> list[str]:
+  """ "attn/q" of every linear layer of a layer, adapters aside."""
+  return [f"{mixer.key}/{site.name}" for mixer in mixers(cfg) for site in mixer.sites]
 
 
 def recomputed_sites(cfg: ModelConfig, run: ComputeConfig) -> set[str]:
@@ -152,7 +162,7 @@ def hidden_with_states(params, sites, batch, states, cfg: ModelConfig, run: Comp
     (p, s, state), added = of_layer, {}
     context = context._replace(positions_BL=batch["positions_BL"])
     for mixer in mixers(cfg):
-      own = (p[mixer.key], s[mixer.key], x_BLD, context)
+      own = (lora.attached(p[mixer.key], s[mixer.key], cfg), s[mixer.key], x_BLD, context)
       if mixer.apply_with_state is None:
         x_BLD, _ = mixer.apply(*own, cfg, run)
       else:
@@ -188,7 +198,8 @@ def layer(x_BLD, of_layer, context: LayerContext, cfg: ModelConfig, run: Compute
   """
   (p, s), total = of_layer, Aux()
   for mixer in mixers(cfg):
-    x_BLD, aux = mixer.apply(p[mixer.key], s[mixer.key], x_BLD, context, cfg, run)
+    own = lora.attached(p[mixer.key], s[mixer.key], cfg)
+    x_BLD, aux = mixer.apply(own, s[mixer.key], x_BLD, context, cfg, run)
     total += aux
   return axes.constrain(x_BLD, "BLD", run.layout), total
 
@@ -199,8 +210,9 @@ def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig)
   head, eqn = _head(params, cfg)
   h_BLD = _normalised(x_BLD, params, cfg, run)
   return cross_entropy(
-    h_BLD, head, eqn, batch["targets_BL"], batch["weights_BL"], sites["head"], run.loss_chunk
-  )
+    h_BLD, head, eqn, batch["targets_BL"], batch["weights_BL"], sites["head"], run.loss_chunk,
+    is_frozen=cfg.lora is not None,
+  )  # fmt: skip
 
 
 def channel_scales(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):

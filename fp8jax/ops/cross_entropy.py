@@ -26,7 +26,9 @@ from fp8jax.ops.site import Site
 from fp8jax.quantization import tensor_stats
 
 
-def cross_entropy(h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chunk: int):
+def cross_entropy(
+  h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chunk: int, *, is_frozen: bool = False
+):
   """Sum over tokens of weight * -log p(target).
 
   Args:
@@ -37,17 +39,18 @@ def cross_entropy(h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chu
     weights_BL: float32 weight of each token, 0 for padding. Not differentiated.
     site: precision of the head.
     chunk: positions (of L) per chunk.
+    is_frozen: whether the head has no gradient, so that its product is left out.
 
   Returns:
     float32 scalar. Divide by the sum of the weights for the mean, exp of that for perplexity.
   """
   site.claim()
-  return _cross_entropy((eqn, chunk), h_BLD, head, targets_BL, weights_BL, site)
+  return _cross_entropy((eqn, chunk, is_frozen), h_BLD, head, targets_BL, weights_BL, site)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(static, h_BLD, head, targets_BL, weights_BL, site):
-  eqn, chunk = static
+  eqn, chunk, _ = static
 
   def local(h, head, targets, weights, tap, inputs):
     inside = _inside(site, tap)
@@ -68,7 +71,7 @@ def _cross_entropy(static, h_BLD, head, targets_BL, weights_BL, site):
 
 
 def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
-  eqn, chunk = static
+  eqn, chunk, is_frozen = static
   letters = _head_letters(eqn)
   layout = site.layout
 
@@ -85,7 +88,8 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
       loss_BC, g_BCV = _loss_and_gradient(logits_BCV, targets, weights, layout)
       g_BCV = g_BCV.astype(h.dtype)
       dh = linear.data_gradient(spec, g_BCV, head, inputs)
-      dhead = dhead + linear.weight_gradient(spec, h, g_BCV, dtype, inputs)
+      if not is_frozen:
+        dhead = dhead + linear.weight_gradient(spec, h, g_BCV, dtype, inputs)
       tensors = ((Role.X_FWD, h), (Role.W_FWD, head), (Role.G_DGRAD, g_BCV))
       chunk_stats = [stats.operand_stats(spec, role, t, inputs) for role, t in tensors]
       observed = tensor_stats.combine(observed, jnp.stack(chunk_stats))
@@ -93,7 +97,7 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
 
     carry = (
       jnp.zeros((), jnp.float32),
-      jnp.zeros(head.shape, dtype),
+      jnp.zeros(() if is_frozen else head.shape, dtype),
       tensor_stats.nothing(tap.shape),
     )
     (loss, dhead, observed), dh = _for_chunks(one, carry, chunk, h, targets, weights)
@@ -101,11 +105,12 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
     return (
       collectives.sum_over(loss, layout, "B"),
       collectives.sum_over(dh, layout, "V"),
-      collectives.scatter_gradient(dhead, letters, "BL", layout),
+      dhead if is_frozen else collectives.scatter_gradient(dhead, letters, "BL", layout),
       tensor_stats.over_mesh(observed, everywhere),
     )
 
-  outputs = (P(), layout.act_spec("BLD"), layout.weight_spec(letters), P())
+  of_head = P() if is_frozen else layout.weight_spec(letters)
+  outputs = (P(), layout.act_spec("BLD"), of_head, P())
   run = _on_mesh(local, eqn, layout, outputs)
   loss, *gradients = run(
     h_BLD, head, targets_BL, weights_BL, site.tap, gemm_spec.ScalingInputs.of(site)
@@ -114,11 +119,11 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
 
 
 def _bwd(static, residuals, g):
-  del static
+  is_frozen = static[2]
   dh_BLD, dhead, observed, site = residuals
   return (
     (g * dh_BLD).astype(dh_BLD.dtype),
-    g * dhead,
+    None if is_frozen else g * dhead,
     None,
     None,
     # The site observed the gradient of the sum over tokens, before the caller's factor.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from fp8jax import axes
 from fp8jax.kernels import choose
+from fp8jax.ops import stored_params
 from fp8jax.ops.operands import EinsumLetters, Quantizer
 from fp8jax.ops.residuals import GemmInput
 from fp8jax.ops.site import GemmSize, Site, choose_backends
@@ -65,6 +66,7 @@ class GemmSpec:
     statistics: how many statistics the site observes per tensor; tensor_stats.QUIET is the amax.
     is_observable: whether somebody may differentiate with respect to the site's tap.
     save: form in which x is a residual.
+    is_frozen: whether w has no gradient, so that there is no weight gradient.
   """
 
   letters: EinsumLetters
@@ -78,6 +80,7 @@ class GemmSpec:
   statistics: int
   is_observable: bool
   save: GemmInput = GemmInput.INPUT
+  is_frozen: bool = False
 
   @property
   def observes(self) -> bool:
@@ -92,7 +95,14 @@ class GemmSpec:
   @property
   def saves_operand(self) -> bool:
     """Whether the residual of x is X_WGRAD, quantized. In the compute dtype X_WGRAD is x itself."""
-    return self.save is GemmInput.WGRAD_OPERAND and self.quant(Role.X_WGRAD) is not None
+    if self.is_frozen or self.save is not GemmInput.WGRAD_OPERAND:
+      return False
+    return self.quant(Role.X_WGRAD) is not None
+
+  @property
+  def roles_of_g(self) -> tuple[Role, ...]:
+    """The operands that the backward pass makes of a gradient."""
+    return (Role.G_DGRAD,) if self.is_frozen else BOTH_OF_G
 
   @property
   def y_shape(self) -> tuple[int, ...]:
@@ -169,6 +179,7 @@ def make_spec(eqn: str, x, w, site: Site, *, out_dtype=None) -> GemmSpec:
   return GemmSpec(
     letters, site.name, site.recipe, backends, site.layout, jnp.dtype(out_dtype or x.dtype),
     jnp.dtype(x.dtype), (*x.shape, *w.shape), site.tap.shape[-1], site.is_traced, site.save,
+    stored_params.is_frozen(w),
   )  # fmt: skip
 
 

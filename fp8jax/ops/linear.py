@@ -47,7 +47,15 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax.kernels.gemm import api as gemm_api
-from fp8jax.ops import collectives, gemm_spec, operands, quantized_inputs, site_checks, stats
+from fp8jax.ops import (
+  adapters,
+  collectives,
+  gemm_spec,
+  operands,
+  quantized_inputs,
+  site_checks,
+  stats,
+)
 from fp8jax.ops import residuals as residuals_lib
 from fp8jax.ops.fused import prologue
 from fp8jax.ops.fused.prologue import Prologue
@@ -55,8 +63,9 @@ from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role, ScalingInputs
 from fp8jax.ops.operands import Operand
 from fp8jax.ops.quantized_inputs import OperandProvider
 from fp8jax.ops.site import Site
-from fp8jax.ops.stored_params import compute_copy, cotangent, residual_view
-from fp8jax.quantization import tensor_stats
+from fp8jax.ops.stored_params import cotangent, gemm_operand, residual_view
+from fp8jax.quantization import block_codes, tensor_stats
+from fp8jax.quantization.block_codes import BlockCodes
 
 # Name of quantized residuals for remat policies (see jax.ad_checkpoint.checkpoint_name).
 SAVED_NAME = "quantized"
@@ -96,10 +105,27 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
   Returns:
     One y per weight.
   """
+  if any(isinstance(w, adapters.Adapted) for w in ws):
+    return _adapted_dots(eqns, x, ws, sites, out_dtype)
   site_checks.refuse_dtypes(x, ws)
   specs = gemm_spec.make_specs(eqns, x, ws, sites, out_dtype)
   x = quantized_inputs.fused_or_array(specs, x)
   return _dots(specs, *site_checks.mark_used(specs, x, ws, sites))
+
+
+def _adapted_dots(eqns, x, ws, sites, out_dtype):
+  """`dots` of weights of which some have adapters: x a is multiplied for each, x computed once."""
+  x = prologue.value(x)
+  ys = list(dots(eqns, x, [adapters.base_of(w) for w in ws], sites, out_dtype=out_dtype))
+  places = [n for n, w in enumerate(ws) if isinstance(w, adapters.Adapted)]
+  adapted = [ws[n] for n in places]
+  both = [adapters.equations(eqns[n]) for n in places]
+  of_a = [w.sites[0] for w in adapted]
+  inner = dots([eqn for eqn, _ in both], x, [w.a for w in adapted], of_a)
+  for n, w, (_, eqn), h in zip(places, adapted, both, inner, strict=True):
+    delta = dot(eqn, h, w.b, w.sites[1], out_dtype=ys[n].dtype)
+    ys[n] = adapters.add(ys[n], delta, w.scale)
+  return tuple(ys)
 
 
 def fp8_dot_general(
@@ -166,7 +192,7 @@ def forward_only(specs, x, ws, inputs):
   ys = []
   for n, (spec, w, i) in enumerate(zip(specs, ws, inputs)):
     (x_fwd,) = provider.operands(spec, n, i, (Role.X_FWD,))
-    ys.append(forward(spec, x_fwd, compute_copy(w), i))
+    ys.append(forward(spec, x_fwd, gemm_operand(w), i))
   return tuple(ys)
 
 
@@ -183,7 +209,7 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
   for n, (spec, w, tap, i) in enumerate(zip(specs, ws, taps, inputs)):
     if spec.is_observable:
       site_checks.refuse_sums(spec.name, x, tap)
-    w = compute_copy(w)
+    w = gemm_operand(w)
     if spec.saves_operand:
       x_fwd, x_wgrad = provider.operands(spec, n, i, (Role.X_FWD, Role.X_WGRAD))
       key = quantized_inputs.operand_key(spec, n, (Role.X_WGRAD,))
@@ -193,12 +219,14 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
           x_wgrad, residuals_lib.NAME if is_compressed else SAVED_NAME
         )
     else:
-      (x_fwd,), saves_x = provider.operands(spec, n, i, (Role.X_FWD,)), True
+      (x_fwd,) = provider.operands(spec, n, i, (Role.X_FWD,))
+      saves_x |= not spec.is_frozen
     wants_amax_w = spec.observes_amax_only
     y, amax_w = forward_and_amax(spec, x_fwd, w, i, wants_amax=wants_amax_w)
     ys.append(y)
     # The backward pass observes an x that it computes again: a remat then computes it once less.
-    is_later = is_recomputed and not spec.saves_operand and spec.statistics == tensor_stats.QUIET
+    is_later = is_recomputed and not spec.saves_operand and not spec.is_frozen
+    is_later &= spec.statistics == tensor_stats.QUIET
     value = None if is_later else prologue.value(source)
     stats_x = None if is_later else stats.operand_stats(spec, Role.X_FWD, value, i, provider.amax)
     observed.append((stats_x, stats.operand_stats(spec, Role.W_FWD, w, i, amax_w)))
@@ -217,31 +245,37 @@ def gradients(specs, residuals: Residuals, gs):
   Args:
     gs: one per dot; or a Prologue, whose results are those of all dots.
   """
-  x = quantized_inputs.materialize_unless_fused(specs, residuals.input(specs[0].x_dtype))
+  x = None
+  if not all(spec.is_frozen for spec in specs):
+    x = quantized_inputs.materialize_unless_fused(specs, residuals.input(specs[0].x_dtype))
   provider = OperandProvider(x, wants_amax=any(stats_x is None for stats_x, _ in residuals.stats))
   both_of_g: Sequence[Any] = [None] * len(specs)
   amaxes: Sequence[Any] = [None] * len(specs)
   if isinstance(gs, Prologue):
-    both_of_g, amaxes = quantized_inputs.run_prologue(specs, gs, BOTH_OF_G, wants_amax=True)
+    roles = BOTH_OF_G if x is not None else specs[0].roles_of_g
+    both_of_g, amaxes = quantized_inputs.run_prologue(specs, gs, roles, wants_amax=True)
     gs = gs.value()
   dx, dws, taps = None, [], []
   for n, (spec, stored_w, i, g) in enumerate(zip(specs, residuals.ws, residuals.inputs, gs)):
-    w = compute_copy(stored_w)
+    w = gemm_operand(stored_w)
     g = g.astype(spec.x_dtype)  # of a float32 head it is float32
     operands_of_g, amax_g = both_of_g[n], amaxes[n]
     if operands_of_g is None:
       operands_of_g, amax_g = quantized_inputs.quantize_both_orientations(
-        spec, g, i, BOTH_OF_G, spec.observes_amax_only
+        spec, g, i, spec.roles_of_g, spec.observes_amax_only
       )
-    g_dgrad, g_wgrad = operands_of_g
+    g_dgrad, g_wgrad = operands_of_g[0], operands_of_g[-1]
     dx_n = data_gradient(spec, g_dgrad, w, i)
     dx = dx_n if dx is None else dx + dx_n
-    if spec.saves_operand:
-      x_wgrad = residuals.x_wgrad[quantized_inputs.operand_key(spec, n, (Role.X_WGRAD,))]
+    if spec.is_frozen:
+      dws.append(None)
     else:
-      (x_wgrad,) = provider.operands(spec, n, i, (Role.X_WGRAD,))
-    dw = weight_gradient(spec, x_wgrad, g_wgrad, w.dtype, i)
-    dws.append(cotangent(stored_w, dw))
+      if spec.saves_operand:
+        x_wgrad = residuals.x_wgrad[quantized_inputs.operand_key(spec, n, (Role.X_WGRAD,))]
+      else:
+        (x_wgrad,) = provider.operands(spec, n, i, (Role.X_WGRAD,))
+      dw = weight_gradient(spec, x_wgrad, g_wgrad, w.dtype, i)
+      dws.append(cotangent(stored_w, dw))
     stats_x, stats_w = residuals.stats[n]
     stats_x = provider.amax if stats_x is None else stats_x
     stats_g = stats.operand_stats(spec, Role.G_DGRAD, gs[n], i, amax_g)
@@ -297,7 +331,8 @@ def forward_and_amax(spec: GemmSpec, x, w, inputs: ScalingInputs, *, wants_amax:
     y = _multiply(spec, "fwd", a, b, spec.out_dtype)
     return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted), amax
 
-  specs = (quantized_inputs.partition_spec(spec, Role.X_FWD, x), layout.weight_spec(s.w), _P())
+  of_x = quantized_inputs.partition_spec(spec, Role.X_FWD, x)
+  specs = (of_x, _weight_specs(w, s.w, layout), _P())
   return collectives.on_mesh(local, layout, specs, (layout.act_spec(s.y), _P()))(x, w, inputs)
 
 
@@ -312,8 +347,15 @@ def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs):
     dx = _multiply(spec, "dgrad", a, b, spec.x_dtype)
     return collectives.sum_over(operands.unflatten(dx, a, b, s.x), layout, s.produced)
 
-  specs = (quantized_inputs.partition_spec(spec, Role.G_DGRAD, g), layout.weight_spec(s.w), _P())
+  of_g = quantized_inputs.partition_spec(spec, Role.G_DGRAD, g)
+  specs = (of_g, _weight_specs(w, s.w, layout), _P())
   return collectives.on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
+
+
+def _weight_specs(w, letters: str, layout):
+  """PartitionSpecs of a weight at rest, an array or codes."""
+  whole = layout.weight_spec(letters)
+  return block_codes.specs(w, whole) if isinstance(w, BlockCodes) else whole
 
 
 def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs):

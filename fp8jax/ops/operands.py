@@ -17,7 +17,8 @@ from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.ops import collectives
 from fp8jax.ops.stored_params import QuantizedWeight
-from fp8jax.quantization import quantize, scaled_matrix
+from fp8jax.quantization import block_codes, quantize, scaled_matrix
+from fp8jax.quantization.block_codes import BlockCodes
 from fp8jax.recipe.quant import CURRENT, WHOLE, Quant
 
 
@@ -162,6 +163,10 @@ def weight(
   if isinstance(w, QuantizedWeight):
     free = "".join(c for c in letters if c not in contracted and c not in batch)
     return Operand(w.matrix, free, batch, dict(zip(letters, w.shape)))
+  if isinstance(w, BlockCodes):
+    if quantizer.quant is not None:
+      return _codes(w, letters, contracted, quantizer, layout)
+    w = w.unpack()
   extra = {c: collectives.extra_axes(layout, c) for c in letters}
   if not any(extra.values()):
     return activation(w, letters, contracted, batch, quantizer, dtype, layout)
@@ -178,12 +183,48 @@ def weight(
   amax_axes = tuple(tuple(a for c in group for a in layout.weight_axes(c)) for group in groups)
   made: tuple[Any, Any] = quantizer(matrix, contraction, dtype, amax_axes)
   value, amax = made
+  full = {c: n * layout.size(extra[c]) for c, n in sizes.items()}
+  return Operand(_gathered(value, groups, extra, quantizer.backend), free, batch, full, amax)
+
+
+def _gathered(value: scaled_matrix.ScaledMatrix, groups, extra, backend: str):
+  """A quantized shard of a weight as the whole.
+
+  Args:
+    groups: letters of its rows and of its contraction.
+    extra: letter -> mesh axes to gather over.
+  """
   for axis, group in enumerate(groups):
     if extra[group[0]]:
-      in_shards = axis == 1 and quantizer.backend in gemm_api.WITH_SHARDS
+      in_shards = axis == 1 and backend in gemm_api.WITH_SHARDS
       value = collectives.gather_scaled(value, extra[group[0]], axis, in_shards)
-  full = {c: n * layout.size(extra[c]) for c, n in sizes.items()}
-  return Operand(value, free, batch, full, amax)
+  return value
+
+
+def _codes(w: BlockCodes, letters: str, contracted: str, quantizer: Quantizer, layout) -> Operand:
+  """A weight that is quantized already, its shards gathered.
+
+  Raises:
+    ValueError: the recipe quantizes weights otherwise, or devices share a tile.
+  """
+  if not block_codes.is_compatible(quantizer.quant):
+    raise ValueError(
+      f"a weight in codes of {block_codes.QUANT} cannot be multiplied as {quantizer.quant}; give "
+      "its site a block recipe or 'bf16', or keep the base in BF16: model.lora.base='bf16'"
+    )
+  free = "".join(c for c in letters if c not in contracted)
+  sizes, extra = (
+    dict(zip(letters, w.shape)),
+    {c: collectives.extra_axes(layout, c) for c in letters},
+  )
+  if not collectives.tiles_fit(sizes, free, contracted, block_codes.QUANT, layout):
+    raise ValueError(
+      f"a shard {w.shape} of a weight in codes holds no whole tiles of {block_codes.TILE}; take a "
+      "smaller mesh.fsdp, or model.lora.base='bf16'"
+    )
+  value = w.matrix().T if letters.startswith(contracted) else w.matrix()
+  value = _gathered(value, (free, contracted), extra, quantizer.backend)
+  return Operand(value, free, "", {c: n * layout.size(extra[c]) for c, n in sizes.items()})
 
 
 def specs(free: str, contracted: str, batch: str, quant: Quant, layout: axes.Layout):

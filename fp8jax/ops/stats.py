@@ -9,6 +9,7 @@ from fp8jax.ops import collectives, operands
 from fp8jax.ops.gemm_spec import GemmSpec, Role, ScalingInputs
 from fp8jax.ops.operands import Quantizer
 from fp8jax.quantization import tensor_stats
+from fp8jax.quantization.block_codes import BlockCodes
 from fp8jax.recipe.quant import Quant
 
 
@@ -23,6 +24,10 @@ def operand_stats(spec: GemmSpec, role: Role, t, inputs: ScalingInputs, amax=Non
     return amax
   if not spec.observes:
     return jnp.zeros(spec.statistics, jnp.float32)
+  if isinstance(t, BlockCodes):
+    if spec.statistics == tensor_stats.QUIET:
+      return t.amax()
+    t = t.unpack()
   s, layout = spec.letters, spec.layout
   letters, contracted = spec.letters_of(role.tensor), spec.contracted(role.gemm)
   is_weight = role.tensor == "w"

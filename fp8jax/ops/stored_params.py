@@ -1,7 +1,8 @@
 """Parameters in their storage format as a model reads them, and gradients in theirs.
 
 A stored parameter is a float32 array, a `QuantizedTensor` (16 bits, or fewer with scales) or a
-`SplitFloat32` (BF16 and a remainder). A GEMM reads its `compute_copy`. A dot makes the copy itself,
+`SplitFloat32` (BF16 and a remainder). A frozen one may be `BlockCodes`, which GEMMs multiply as
+they are. A GEMM reads its `compute_copy`. A dot makes the copy itself,
 so that no float32 copy is a residual.
 
 In training, a parameter that is no float32 array, or whose gradient is none, is a `Weight`: the
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 
 from fp8jax.quantization import quantized_tensor
 from fp8jax.quantization.bf16_remainder import SplitFloat32
+from fp8jax.quantization.block_codes import BlockCodes
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.recipe.quant import Quant
@@ -34,6 +36,7 @@ class Weight:
     key: random key of the gradient's rounding, one per layer if parameters are stacked.
     autoscale: that of `quantized_tensor.pack`, or None; one per layer too.
     quant: format of the gradient; None for float32.
+    is_frozen: whether it has no gradient; placeholder and key are then None.
   """
 
   stored: Any
@@ -41,6 +44,7 @@ class Weight:
   key: Any
   autoscale: Any = None
   quant: Quant | None = dataclasses.field(default=None, metadata=dict(static=True))
+  is_frozen: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -67,7 +71,12 @@ class QuantizedWeight:
 
 def is_stored(x) -> bool:
   """Whether x is one stored parameter: is_leaf of jax.tree.map."""
-  return isinstance(x, QuantizedTensor | SplitFloat32 | Weight)
+  return isinstance(x, QuantizedTensor | SplitFloat32 | BlockCodes | Weight)
+
+
+def is_frozen(w) -> bool:
+  """Whether a parameter in training has no gradient."""
+  return isinstance(w, BlockCodes) or (isinstance(w, Weight) and w.is_frozen)
 
 
 def compute_copy(w):
@@ -76,7 +85,13 @@ def compute_copy(w):
     return compute_copy(w.stored)
   if isinstance(w, SplitFloat32):
     return w.high.astype(jnp.float32)
-  return w.unpack() if isinstance(w, QuantizedTensor) else w
+  return w.unpack() if isinstance(w, QuantizedTensor | BlockCodes) else w
+
+
+def gemm_operand(w):
+  """`compute_copy`, or the BlockCodes that a GEMM multiplies as they are."""
+  stored = w.stored if isinstance(w, Weight) else w
+  return stored if isinstance(stored, BlockCodes) else compute_copy(stored)
 
 
 def residual_view(w):
@@ -93,15 +108,22 @@ def with_grad_placeholders(tree):
   """The inverse of `without_grad_placeholders`, for parameters that are not stacked."""
 
   def one(w):
-    if not isinstance(w, Weight):
+    if not isinstance(w, Weight) or w.is_frozen:
       return w
     return dataclasses.replace(w, placeholder=grad_placeholder(w.stored, w.quant, 0))
 
   return jax.tree.map(one, tree, is_leaf=is_stored)
 
 
+def frozen(w) -> Weight:
+  """A parameter in training that has no gradient."""
+  return Weight(w, None, None, is_frozen=True)
+
+
 def cotangent(w, g):
-  """The cotangent of a parameter from the cotangent g of its `compute_copy`."""
+  """The cotangent of a parameter from the cotangent g of its `compute_copy`; None if frozen."""
+  if is_frozen(w):
+    return None
   if not isinstance(w, Weight):
     return g
   return Weight(None, _stored_gradient(w, g), None, None, w.quant)
@@ -123,7 +145,7 @@ _read.defvjp(lambda w: (compute_copy(w), residual_view(w)), lambda w, g: (cotang
 def dequantize_tree(tree):
   """Every parameter or moment of a tree as a float32 array."""
   return jax.tree.map(
-    lambda x: x.unpack() if isinstance(x, QuantizedTensor | SplitFloat32) else x,
+    lambda x: x.unpack() if isinstance(x, QuantizedTensor | SplitFloat32 | BlockCodes) else x,
     tree,
     is_leaf=is_stored,
   )

@@ -7,7 +7,7 @@ as they are read, so that no second copy of them exists.
 
 import dataclasses
 import zlib
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import optax
@@ -148,6 +148,8 @@ class ParamOptimizer:
     backend: "xla": Optax's operations; or the kernel that `fused_adamw.choose` chose.
     note: why it has no kernel; "" if none was asked for.
     sharding: on a mesh, for the kernel; None on a single device.
+    is_frozen: whether it is not trained; `master` is then its format, of storage.FROZEN.
+    inputs: axes that its GEMM contracts, 0 if none does.
   """
 
   path: str
@@ -161,24 +163,37 @@ class ParamOptimizer:
   backend: str = "xla"
   note: str = ""
   sharding: Any = None
+  is_frozen: bool = False
+  inputs: int = 0
 
   @property
   def gradient_dtype(self):
     return self.gradient.format.dtype if self.gradient else jnp.dtype(jnp.float32)
 
 
-def leaves(optim: OptimizerConfig, declaration, seed: int = 0):
+# Of a frozen parameter: no state, and nothing that moves it.
+_NOTHING = cast(optax.GradientTransformationExtraArgs, optax.identity())
+
+
+def leaves(optim: OptimizerConfig, declaration, seed: int = 0, base: str = "bf16"):
   """A tree of ParamOptimizer like the declaration.
 
   Norms and biases are float32 and without weight decay.
 
   Args:
     seed: of the run.
+    base: storage of frozen linear layers, a key of storage.FROZEN. Frozen embeddings and heads are
+      BF16, frozen norms and biases float32.
   """
 
   def one(path: str, p: Param) -> ParamOptimizer:
     own = zlib.crc32(f"{seed}/{path}".encode())
     lead = int(p.letters.startswith("N"))
+    if not p.trainable:
+      format = storage.FROZEN[base if lead and p.inputs else "bf16"] if p.decay else None
+      return ParamOptimizer(
+        path, _NOTHING, format, None, lead, own, False, is_frozen=True, inputs=p.inputs or 0
+      )
     transformation = _transformation(
       optim, storage.MOMENTS[optim.moment_format if p.decay else "float32"], lead, own
     )

@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp8jax.axes import Layout
 from fp8jax.optim import fused_adamw, gradients, storage
 from fp8jax.optim.factory import ParamOptimizer
-from fp8jax.quantization import quantized_tensor
+from fp8jax.quantization import block_codes, quantized_tensor
 from fp8jax.quantization.bf16_remainder import SplitFloat32
+from fp8jax.quantization.block_codes import BlockCodes
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
 
 # Elements of a chunk at most: 64 MiB in float32.
@@ -76,6 +77,9 @@ def clip_factor(norm, clip: float):
 
 def init(leaf: ParamOptimizer, param):
   """(state of its transformation, stored master) of a float32 parameter."""
+  if leaf.is_frozen:
+    frozen = storage.store_frozen(param, leaf.master, inputs=leaf.inputs, lead=leaf.lead)
+    return leaf.transformation.init(param), frozen
   master = storage.store_master(param, leaf.master, lead=leaf.lead, key=jax.random.key(leaf.seed))
   return leaf.transformation.init(param), master
 
@@ -92,6 +96,8 @@ def placed(tree, param):
   def one(x):
     if _is_quantized(x):
       return jax.tree.map(at, x, quantized_tensor.shardings(x, param.sharding))
+    if isinstance(x, BlockCodes):
+      return jax.tree.map(at, x, block_codes.shardings(x, param.sharding))
     if x.shape == param.shape:
       return at(x, param.sharding)
     return at(x, NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
@@ -99,7 +105,8 @@ def placed(tree, param):
   def at(x, sharding):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-  return jax.tree.map(one, tree, is_leaf=_is_quantized)
+  is_stored = lambda x: _is_quantized(x) or isinstance(x, BlockCodes)  # noqa: E731
+  return jax.tree.map(one, tree, is_leaf=is_stored)
 
 
 def with_backends(leaves, params, device, wanted: str):
@@ -164,6 +171,8 @@ def update_param(
   Returns:
     (state, master, float32 [2]: sums of squares of the update and of the parameter before it).
   """
+  if leaf.is_frozen:
+    return state, master, jnp.zeros(2, jnp.float32)
   if leaf.backend != "xla":
     return fused_adamw.apply(leaf, g, state, master, args)
   # The rounding of the state has another key.

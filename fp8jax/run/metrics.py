@@ -49,14 +49,16 @@ PEAK_FLOPS = {
 
 
 def flops_per_token(cfg: ModelConfig, length: int) -> float:
-  """Training FLOPs per token: forward and twice that backward.
+  """Training FLOPs per token: forward and twice that backward, once where a weight is frozen.
 
   2 per weight of a GEMM, and what mixers multiply beside these (attention).
   """
   weights = site_lib.find_sites(transformer.site_params(cfg))
-  count = sum(params_lib.count({name: p}, cfg.dims) for name, p in weights.items())
+  flops = 0.0
+  for name, p in weights.items():
+    flops += (6.0 if p.trainable else 4.0) * params_lib.count({name: p}, cfg.dims)
   activations = sum(mixer.flops_per_token(cfg, length) for mixer in transformer.mixers(cfg))
-  return 6.0 * count + 3.0 * cfg.num_layers * activations
+  return flops + 3.0 * cfg.num_layers * activations
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -85,6 +85,15 @@ def _backends(plan: RunSpec) -> str:
   return f"{updated} of {large} matrices updated by mosaic_sm90{''.join(by_xla)}"
 
 
+def _lora(plan: RunSpec) -> str:
+  """The storage of frozen linear layers, and the adapters."""
+  one = plan.model.lora
+  if one is None:
+    return "no adapters"
+  stored = "E4M3 codes per 128x128" if one.base == "block_fp8" else "BF16"
+  return f"linear layers as {stored}, adapters of rank {one.rank} at {', '.join(one.targets)}"
+
+
 def _optimizer(plan: RunSpec) -> str:
   """The optimizer, the formats of its state, and the parameters that have other formats."""
   o, nbytes = plan.optim, plan.optim.bytes_per_parameter()
@@ -95,14 +104,14 @@ def _optimizer(plan: RunSpec) -> str:
     + ("of one layer at a time" if o.in_backward else f"({nbytes['gradient']:.3g} B)"),
     f"moments {o.moment_format} ({nbytes['moments']:.3g} B)",
   )
-  spared = sum(
-    params_lib.count({k: p}, plan.model.dims)
-    for k, p in params_lib.flatten(plan.declaration).items()
-    if not p.decay
-  )
+  declared, dims = params_lib.flatten(plan.declaration), plan.model.dims
+  counts = {k: params_lib.count({k: p}, dims) for k, p in declared.items()}
+  spared = sum(counts[k] for k, p in declared.items() if not p.decay and p.trainable)
+  frozen = sum(counts[k] for k, p in declared.items() if not p.trainable)
   return (
     f"{o.optimizer}: {', '.join(words)} per parameter, {sum(nbytes.values()):.3g} B in all; "
     f"norms and biases ({spared:,} parameters) keep float32; {_backends(plan)}"
+    + (f"; {frozen:,} parameters frozen, {_lora(plan)}" if frozen else "")
   )
 
 

@@ -99,7 +99,8 @@ class RunSpec:
   @functools.cached_property
   def leaves(self):
     """Tree of optim.factory.ParamOptimizer: storage and update of every parameter."""
-    leaves = optim_build.leaves(self.optim, self.declaration, self.seed)
+    base = self.model.lora.base if self.model.lora else "bf16"
+    leaves = optim_build.leaves(self.optim, self.declaration, self.seed, base)
     params = params_lib.abstract(self.declaration, self.model.dims, self.run.layout)
     if self.optim.in_backward:
       layerwise.check(leaves, params)

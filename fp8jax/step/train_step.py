@@ -87,14 +87,33 @@ def make_state(plan: run_spec.RunSpec, params=None) -> State:
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
   both = None
   if params is not None:
+    params = _with_adapters(plan, params)
     # One after the other: all of them in float32 beside all of the state is more than a step takes.
     both = jax.tree.map(_kept_of, plan.leaves, params, abstract.opt, abstract.params)
   make = jax.jit(init, out_shardings=shardings, donate_argnums=1)
   return make(jax.random.key(plan.seed), both)
 
 
+def _with_adapters(plan: run_spec.RunSpec, params):
+  """The parameters of a model's files, with fresh adapters, which these do not have."""
+  flat, declared = params_lib.flatten(params), params_lib.flatten(plan.declaration)
+  missing = {path: p for path, p in declared.items() if path not in flat and p.trainable}
+  shardings = {path: plan.run.layout.weight_sharding(p.letters) for path, p in missing.items()}
+  if missing:
+    init = jax.jit(
+      lambda key: params_lib.flatten(
+        params_lib.init(key, params_lib.unflatten(missing), plan.model.dims)
+      ),
+      out_shardings=None if plan.run.layout.mesh is None else shardings,
+    )
+    flat |= init(jax.random.key(plan.seed))
+  return params_lib.unflatten({path: flat[path] for path in declared})
+
+
 def _kept_of(leaf, param, *abstract):
-  """`walk.init` of a parameter, which is gone afterwards."""
+  """`update.init` of a parameter, which is gone afterwards."""
+  if leaf.is_frozen and stored_params.is_stored(param):
+    return update.init(leaf, param)
   init = jax.jit(
     functools.partial(update.init, leaf),
     out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
@@ -174,12 +193,16 @@ def gradients(
 
 def _sink(leaf, param):
   """The differentiated value: the parameter itself where it and its gradient are plain arrays."""
+  if leaf.is_frozen:
+    return ()
   if leaf.gradient is None and not stored_params.is_stored(param):
     return param
   return stored_params.grad_placeholder(param, leaf.gradient, leaf.lead)
 
 
 def _weight(leaf, param, sink, *, step, micro, grad_autoscale):
+  if leaf.is_frozen:  # norms and biases are no GEMM's: arrays as they are
+    return param if leaf.master is None else stored_params.frozen(param)
   if leaf.gradient is None and not stored_params.is_stored(param):
     return sink
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(leaf.seed + 2), step), micro)
@@ -195,6 +218,8 @@ def abstract_gradients(plan: run_spec.RunSpec):
   params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
 
   def one(leaf, p):
+    if leaf.is_frozen:
+      return ()
     return update.placed(
       jax.eval_shape(lambda: stored_params.grad_placeholder(p, leaf.gradient, leaf.lead)), p
     )

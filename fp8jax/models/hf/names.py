@@ -7,7 +7,7 @@ import numpy as np
 
 from fp8jax import params
 from fp8jax.errors import UserError
-from fp8jax.models import transformer
+from fp8jax.models import lora, transformer
 from fp8jax.models.config import ModelConfig
 
 # Ours -> theirs; mixers name those of layers. Their linears are [out, in]; ours [in..., out...].
@@ -58,7 +58,7 @@ def entries(cfg: ModelConfig) -> list[Entry]:
     for mixer in transformer.mixers(cfg)
     for name, theirs in (mixer.hf_names or {}).items()
   }
-  flat = params.flatten(transformer.params(cfg))
+  flat = params.flatten(transformer.params(lora.without(cfg)))
   found = []
   for path, p in flat.items():
     if path in TOP:

@@ -23,7 +23,7 @@ from fp8jax.errors import UserError, inside
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import export_folder, fp8_export, fp8_formats, names, shards
+from fp8jax.models.hf import export_folder, fp8_base, fp8_export, fp8_formats, names, shards
 from fp8jax.models.hf.names import Entry
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -99,6 +99,11 @@ class Folder:
         return f.get_tensor(name)
     path = os.path.join(self.folder, self.files[name])
     return shards.read_bytes(path, name, _FP8_DTYPES[code])
+
+  def is_fp8(self, name: str) -> bool:
+    """Whether a tensor is stored as E4M3 codes."""
+    with self.open(name) as f:
+      return f.get_slice(name).get_dtype() == fp8_formats.WEIGHT_CODE
 
   def read_float(self, name: str) -> np.ndarray:
     """A weight as numbers: of an FP8 matrix code * scale in float32, else as it is stored."""
@@ -177,7 +182,8 @@ def load_params(source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL)
   """float32 parameters of a Hugging Face folder, sharded at birth.
 
   A vocabulary that cfg makes larger than the folder's is filled up with zero rows. Host memory: the
-  destination plus one tensor.
+  destination plus one tensor. Adapters of cfg.lora are not in the tree. Where its base is
+  "block_fp8" and the folder has FP8 blocks, linear layers of layers are BlockCodes, to the bit.
 
   Returns:
     (parameter tree, dtype name of the file's weights)
@@ -190,6 +196,10 @@ def load_params(source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL)
   flat = {}
   for entry in names.entries(cfg):
     param = flat_params[entry.path]
+    if _stays_in_codes(folder, entry, cfg):
+      codes = fp8_base.read(folder, entry, cfg.dims, layout)
+      flat[entry.path] = fp8_base.put(flat.get(entry.path), codes, entry, param, cfg.dims, layout)
+      continue
     tensor = _read(folder, entry, cfg.dims, layout)
     if entry.layer is None:
       flat[entry.path] = tensor
@@ -200,7 +210,15 @@ def load_params(source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL)
     flat[entry.path] = _put(flat[entry.path], tensor, entry.layer)
   if cfg.tie_embeddings and names.TOP["head"] in folder.files:
     _check_tied(folder)
-  return params.unflatten({path: flat[path] for path in flat_params}), dtype
+  return params.unflatten({path: flat[path] for path in flat_params if path in flat}), dtype
+
+
+def _stays_in_codes(folder: Folder, entry: Entry, cfg: ModelConfig) -> bool:
+  """Whether a matrix is read as it is stored: the frozen base of adapters, from FP8 blocks."""
+  if cfg.lora is None or cfg.lora.base != "block_fp8" or entry.layer is None:
+    return False
+  is_linear = entry.inputs is not None
+  return is_linear and fp8_base.has_blocks(folder.fp8) and folder.is_fp8(entry.name)
 
 
 @jax.jit(donate_argnums=0)

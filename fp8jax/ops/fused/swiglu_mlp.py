@@ -10,7 +10,7 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8jax.ops import gemm_spec, linear, quantized_inputs, site_checks
+from fp8jax.ops import adapters, gemm_spec, linear, quantized_inputs, site_checks
 from fp8jax.ops.fused import prologue
 from fp8jax.ops.gemm_spec import BOTH_OF_G
 from fp8jax.recipe.quant import Quant
@@ -30,6 +30,8 @@ def swiglu_mlp(eqns, x, ws, sites, name: str, save: Quant | None = None):
   Returns:
     The output of down, in x's dtype.
   """
+  if any(isinstance(w, adapters.Adapted) for w in ws):
+    return _separate(eqns, x, ws, sites, name, save)
   specs = gemm_spec.make_specs(eqns[:2], x, ws[:2], sites[:2])
   x = quantized_inputs.fused_or_array(specs, x)
   h = prologue.silu_mul(*(jax.ShapeDtypeStruct(spec.y_shape, spec.out_dtype) for spec in specs))
@@ -38,6 +40,10 @@ def swiglu_mlp(eqns, x, ws, sites, name: str, save: Quant | None = None):
   can_fuse = quantized_inputs.can_fuse_prologue(specs[:2], gradients, BOTH_OF_G)
   if can_fuse and quantized_inputs.can_fuse_input(specs[2:], h):
     return _swiglu_mlp((specs, name, save), *site_checks.mark_used(specs, x, ws, sites))
+  return _separate(eqns, x, ws, sites, name, save)
+
+
+def _separate(eqns, x, ws, sites, name: str, save: Quant | None):
   gate, up = (checkpoint_name(y, name) for y in linear.dots(eqns[:2], x, ws[:2], sites[:2]))
   return linear.dot(eqns[2], prologue.silu_mul(gate, up, save=save), ws[2], sites[2])
 

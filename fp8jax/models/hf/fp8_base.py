@@ -1,0 +1,82 @@
+"""FP8 blocks of a Hugging Face folder as the frozen base of adapters: codes and scales to the bit.
+
+Theirs are [out, in] with scales [ceil(out / 128), ceil(in / 128)], float32 or E8M0; ours are
+transposed. A mixture is a folder whose layers are partly wide, and refused: quantize it as a whole.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8jax import axes, params
+from fp8jax.errors import UserError
+from fp8jax.models.hf import fp8_formats
+from fp8jax.models.hf.names import Entry
+from fp8jax.quantization import block_codes, scaled_matrix
+from fp8jax.quantization.block_codes import BlockCodes
+
+
+def has_blocks(fp8: fp8_formats.Fp8Format | None) -> bool:
+  """Whether scales are of 128x128."""
+  return fp8 is not None and fp8.strategy == "block" and fp8.block == block_codes.QUANT.tile
+
+
+def read(folder, entry: Entry, dims, layout: axes.Layout) -> BlockCodes:
+  """One layer's weight, on the devices that hold it.
+
+  Args:
+    folder: weights.Folder.
+    entry: of the matrix.
+
+  Raises:
+    UserError: a scale is not finite and positive, or the scales do not cover the matrix.
+  """
+  name = folder.fp8.scale_name(entry.name)
+  scale = folder.read(name).astype(np.float32).T
+  data = folder.read(entry.name).T
+  shape = tuple(scaled_matrix.num_tiles(n, block_codes.TILE) for n in data.shape)
+  wrong = ""
+  if scale.shape != shape:
+    wrong = f"{name} has shape {scale.shape[::-1]}, expected {shape[::-1]}"
+  elif not (np.isfinite(scale) & (scale > 0)).all():
+    wrong = f"{name} has a scale that is not finite and positive"
+  elif np.isnan(data.astype(np.float32)).any():
+    wrong = f"{entry.name} has codes that are NaN"
+  if wrong:
+    raise UserError(f"{folder.folder!r}: {wrong}; fetch the file again")
+  data = np.ascontiguousarray(data).reshape([dims[letter] for letter in entry.letters])
+  on_host: tuple[Any, Any] = (data, np.ascontiguousarray(scale))  # yet to be placed
+  codes = BlockCodes(on_host[0], on_host[1], entry.inputs or 0)
+  return _placed(codes, layout.weight_sharding(entry.letters))
+
+
+def put(
+  stack: BlockCodes | None, codes: BlockCodes, entry: Entry, param: params.Param, dims,
+  layout: axes.Layout,
+) -> BlockCodes:  # fmt: skip
+  """The stack of all layers, one layer's codes in their place; without a stack in a new one."""
+  if stack is None:
+    like = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct((dims["N"], *x.shape), x.dtype), codes
+    )  # fmt: skip
+    places = block_codes.shardings(like, layout.weight_sharding(param.letters))
+    stack = jax.tree.map(lambda x, at: jnp.zeros(x.shape, x.dtype, device=at), like, places)
+  return _set(stack, codes, entry.layer)
+
+
+@jax.jit(donate_argnums=0)
+def _set(stack, codes, layer):
+  return jax.tree.map(
+    lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, layer, 0), stack, codes
+  )
+
+
+def _placed(codes: BlockCodes, sharding) -> BlockCodes:
+  if sharding is None:
+    return jax.device_put(codes)
+  return jax.tree.map(
+    lambda x, at: jax.make_array_from_callback(x.shape, at, lambda index, x=x: x[index]),
+    codes, block_codes.shardings(codes, sharding),
+  )  # fmt: skip

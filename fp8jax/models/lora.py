@@ -1,0 +1,139 @@
+"""Low-rank adapters of a model's linear layers: declared, attached, merged.
+
+An adapter of "layers/attn/q" is two parameters beside it, "q_lora_a" [contracted letters, R] and
+"q_lora_b" [R, produced letters], each with a GEMM site of its own name in recipe bf16. R is the
+rank of the adapter. Every other parameter is frozen (params.Param.trainable).
+
+Source: LoRA (Hu et al. 2021, arXiv:2106.09685 §4.1): a is random, b zero.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import params as params_lib
+from fp8jax.models.config import Lora, ModelConfig
+from fp8jax.models.mixer import GemmSite
+from fp8jax.ops import adapters, site, stored_params
+from fp8jax.ops.linear import dot
+from fp8jax.params import Param
+from fp8jax.recipe import library
+
+_A, _B = "_lora_a", "_lora_b"
+# Of adapters, before the rules of a configuration.
+RULES = ((f".*({_A}|{_B})", "bf16"),)
+
+
+def is_adapter(name: str) -> bool:
+  """Whether a path is of an adapter's parameter or site."""
+  return name.endswith((_A, _B))
+
+
+def problems(lora: Lora, names: Iterable[str], formats: Iterable[str]) -> list[str]:
+  """The problems of these adapters, in words.
+
+  Args:
+    names: "attn/q" of every linear layer of a layer.
+    formats: known storage formats of the base.
+  """
+  found, names = [], list(names)
+  if lora.rank < 1:
+    found.append(f"model.lora.rank={lora.rank} must be at least 1, or 0 for no adapters")
+  if not 0 < lora.alpha < math.inf:
+    found.append(f"model.lora.alpha={lora.alpha} must be positive and finite")
+  if lora.base not in formats:
+    found.append(f"model.lora.base={lora.base!r} is not one of {', '.join(formats)}")
+  if not lora.targets:
+    found.append("model.lora.targets is empty; name linear layers, e.g. ('attn/.*', 'mlp/.*')")
+  for pattern in lora.targets:
+    try:
+      is_used = any(re.fullmatch(pattern, name) for name in names)
+    except re.error as e:
+      found.append(f"model.lora.targets: {pattern!r} is no regular expression: {e}")
+      continue
+    if not is_used:
+      found.append(
+        f"model.lora.targets: {pattern!r} matches no linear layer; there are {', '.join(names)}"
+      )
+  return found
+
+
+def declared(of_layer: Mapping[str, Mapping[str, Param]], cfg: ModelConfig):
+  """The declaration tree of one layer with its adapters, all else frozen."""
+  if cfg.lora is None:
+    return of_layer
+  tree = {}
+  for key, params in of_layer.items():
+    tree[key] = {name: dataclasses.replace(p, trainable=False) for name, p in params.items()}
+    for name in targets(params, key, cfg.lora):
+      contracted, produced = params[name].gemm_letters
+      std = (3 * math.prod(cfg.dims[c] for c in contracted)) ** -0.5
+      p, of_a = params[name], contracted + "R"
+      tree[key][name + _A] = dataclasses.replace(p, letters=of_a, init="normal", std=std)
+      tree[key][name + _B] = dataclasses.replace(p, letters="R" + produced, init="zeros", inputs=1)
+  return tree
+
+
+def targets(params: Mapping[str, Param], key: str, lora: Lora) -> list[str]:
+  """Names of the linear layers of a mixer that have adapters."""
+  linear = [name for name, p in params.items() if p.inputs is not None]
+  return [n for n in linear if any(re.fullmatch(t, f"{key}/{n}") for t in lora.targets)]
+
+
+def with_sites(sites: Iterable[GemmSite], names: Iterable[str]) -> list[GemmSite]:
+  """The sites of a mixer, each followed by those of its adapter if it is among `names`."""
+  found = []
+  for one in sites:
+    found.append(one)
+    if one.name in names:
+      of_a, of_b = adapters.equations(one.eqn)
+      found.append(GemmSite(one.name + _A, of_a, one.input))
+      found.append(GemmSite(one.name + _B, of_b, one.name + _A))
+  return found
+
+
+def attached(p: Mapping[str, Any], s: Mapping[str, Any], cfg: ModelConfig):
+  """The parameters of a mixer, a weight with an adapter as the linear layer takes both."""
+  if cfg.lora is None:
+    return p
+  tree = {name: value for name, value in p.items() if not is_adapter(name)}
+  for name in tree:
+    if name + _A in p:
+      sites = (s[name + _A], s[name + _B])
+      scale = cfg.lora.alpha / cfg.lora.rank
+      tree[name] = adapters.Adapted(tree[name], p[name + _A], p[name + _B], sites, scale)
+  return tree
+
+
+def without(cfg: ModelConfig) -> ModelConfig:
+  """The model without adapters."""
+  return dataclasses.replace(cfg, lora=None)
+
+
+def merged(params, declaration, cfg: ModelConfig):
+  """float32 parameters of `without(cfg)`: weights w + (alpha / r) a b, multiplied in float32.
+
+  Args:
+    params: as a run has them, stored in any format.
+    declaration: of the same tree.
+  """
+  flat = params_lib.flatten(stored_params.dequantize_tree(params))
+  letters = {path: p.letters for path, p in params_lib.flatten(declaration).items()}
+  found = {}
+  for path, w in flat.items():
+    if is_adapter(path):
+      continue
+    w = jnp.asarray(w, jnp.float32)
+    if cfg.lora is not None and path + _A in flat:
+      eqn = f"{letters[path + _A]},{letters[path + _B]}->{letters[path]}"
+      multiply = site.unobserved(library.BF16)  # no quantization: the operands' own float32
+      with jax.default_matmul_precision("highest"):
+        delta = dot(eqn, flat[path + _A], flat[path + _B], multiply)
+      w = w + cfg.lora.alpha / cfg.lora.rank * delta
+    found[path] = w
+  return params_lib.unflatten(found)

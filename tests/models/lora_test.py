@@ -1,0 +1,248 @@
+"""Adapters beside a frozen model: numbers, gradients, state, and FP8 checkpoints as their base."""
+
+import json
+import math
+import struct
+
+import grain
+import harness
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from harness import tiny_config, tiny_plan
+
+from fp8jax import params as params_lib
+from fp8jax.config import resolve
+from fp8jax.models import lora, presets, transformer
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.ops import site as site_lib
+from fp8jax.ops import stored_params
+from fp8jax.quantization.block_codes import BlockCodes
+from fp8jax.run import checkpoint
+from fp8jax.step import train_step
+
+RANK = {"model.lora.rank": 4}
+SMALL = {
+  "global_batch": 1, "seq_len": 128, "eval.batch": 1, "model.num_layers": 2, "steps": 4,
+  "model.num_heads": 2, "model.num_kv_heads": 1, "model.intermediate_size": 256,
+  "optim.decay_steps": 1, "optim.warmup_steps": 0, "optim.peak_lr": 1e-2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
+
+
+def _plan(recipe="block_128", **changes):
+  return tiny_plan(tiny_config(recipe, **SMALL, **changes))
+
+
+def _weights(plan):
+  """Random weights that BF16 holds, so that every storage begins with the same numbers."""
+  params = params_lib.init(jax.random.key(3), transformer.params(lora.without(plan.model)),
+                           plan.model.dims)  # fmt: skip
+  return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+
+
+def _host():
+  return {name: value[:1] for name, value in harness.host_batches()[0].items()}
+
+
+def _random_adapters(params):
+  flat = params_lib.flatten(params)
+  draws = iter(jax.random.split(jax.random.key(5), len(flat)))
+  return params_lib.unflatten({
+    path: 0.05 * jax.random.normal(next(draws), x.shape) if lora.is_adapter(path) else x
+    for path, x in flat.items()
+  })  # fmt: skip
+
+
+def _logits(plan, params):
+  return jax.jit(lambda p, b: transformer.logits(p, plan.sites(), b, plan.model, plan.run))(
+    params, _host()
+  )
+
+
+@pytest.mark.slow
+def test_step_0_is_the_base_to_the_bit():
+  plain, plan = _plan(), _plan(**RANK)
+  want = _logits(plain, train_step.make_state(plain, _weights(plain)).params)
+  params = train_step.make_state(plan, _weights(plan)).params
+  np.testing.assert_array_equal(_logits(plan, params), want)
+  assert np.any(np.asarray(_logits(plan, _random_adapters(params))) != want)
+
+
+@pytest.mark.slow
+def test_gradients_of_adapters_are_those_of_the_merged_weights():
+  """d loss / d a = s (d loss / d w) b', d loss / d b = s a' (d loss / d w), in float32."""
+  plan = _plan("bf16", **RANK, **{"model.lora.base": "bf16", "model.lora.targets": (".*",)})
+  plain = _plan("bf16")
+  params = _random_adapters(train_step.make_state(plan, _weights(plan)).params)
+  merged = lora.merged(params, plan.declaration, plan.model)
+  scale = plan.model.lora.alpha / plan.model.lora.rank
+  got = params_lib.flatten(train_step.gradients(plan, params, plan.sites(), _host())[1])
+  want = params_lib.flatten(train_step.gradients(plain, merged, plain.sites(), _host())[1])
+  flat, checked = params_lib.flatten(params), 0
+  for path in want:
+    if path + "_lora_a" not in flat:
+      assert got[path] == ()
+      continue
+    a, b = (np.asarray(flat[path + end], np.float64) for end in ("_lora_a", "_lora_b"))
+    layers, rank = a.shape[0], a.shape[-1]
+    a, b = a.reshape(layers, -1, rank), b.reshape(layers, rank, -1)
+    dw = np.asarray(want[path], np.float64).reshape(layers, a.shape[1], b.shape[2])
+    assert_close(got[path + "_lora_a"].reshape(a.shape), scale * dw @ b.swapaxes(1, 2))
+    assert_close(got[path + "_lora_b"].reshape(b.shape), scale * a.swapaxes(1, 2) @ dw)
+    checked += 1
+  assert checked == 7
+
+
+def assert_close(got, want):
+  assert np.abs(np.asarray(got) - want).max() < 1e-4 * np.abs(want).max()
+
+
+@pytest.mark.slow
+def test_frozen_parameters_have_no_state_and_never_move_and_a_resumed_run_is_bitwise(tmp_path):
+  plan = _plan(**RANK)
+  runner, host = harness.Runner(plan), [_host()] * 4
+  state = train_step.make_state(plan, _weights(plan))
+  declared = params_lib.flatten(plan.declaration)
+  before = jax.tree.map(np.asarray, params_lib.flatten(state.params))
+  for path, p in declared.items():
+    opt = params_lib.flatten(state.opt)[path]
+    is_moved = lora.is_adapter(path)
+    assert p.trainable == is_moved and bool(jax.tree.leaves(opt)) == is_moved
+    stored = before[path]
+    if path.startswith("layers/") and p.inputs and not is_moved:
+      assert isinstance(stored, BlockCodes) and stored.data.dtype == ml_dtypes.float8_e4m3fn
+      shape = params_lib.shape(p, plan.model.dims)
+      assert stored.data.nbytes == math.prod(shape)
+  _, whole = runner.run(host, jax.tree.map(jnp.copy, state))
+  _, half = runner.run(host[:2], state)
+  saved = checkpoint.Checkpoints(str(tmp_path))
+  saved.save(2, half, iter(grain.MapDataset.range(4).to_iter_dataset()), {})
+  saved.wait()
+  _, resumed = runner.run(host[2:], saved.restore(2, train_step.abstract_state(plan, 2)))
+  saved.close()
+  jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+  after = jax.tree.map(np.asarray, params_lib.flatten(whole.params))
+  for path in declared:
+    same = jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y), before[path], after[path]))
+    assert same != lora.is_adapter(path), path
+
+
+@pytest.mark.slow
+def test_the_step_multiplies_codes_forward_and_back_and_has_no_weight_gradient_of_them():
+  plan = _plan(**RANK)
+  rows = harness.strict(plan)
+  quantized = {str(row.key) for row in rows if row.expected}
+  assert all(row.is_proven for row in rows)
+  for name in transformer.linear_layers(plan.model):
+    assert {f"layers/{name} fwd", f"layers/{name} dgrad"} <= quantized
+    assert not any(str(row.key) == f"layers/{name} wgrad" for row in rows)
+
+
+# --- FP8 checkpoints -----------------------------------------------------------------------------
+
+
+def _write_fp8_folder(folder, cfg, rng, scale_dtype):
+  """A folder in DeepSeek's format, written by hand: {path: (codes, scales)} of what is in FP8."""
+  from fp8jax.models.hf import names
+
+  tensors, codes = {}, {}
+  for entry in names.entries(lora.without(cfg)):
+    shape = entry.hf_shape(cfg.dims)
+    if entry.layer is None or entry.inputs is None:
+      tensors[entry.name] = np.ones(shape) if len(shape) == 1 else 0.05 * rng.standard_normal(shape)
+      tensors[entry.name] = tensors[entry.name].astype(ml_dtypes.bfloat16)
+      continue
+    data = rng.integers(-120, 121, shape).astype(np.int8).view(ml_dtypes.float8_e4m3fn)
+    data = np.where(np.isnan(data.astype(np.float32)), 0, data).astype(data.dtype)
+    tiles = tuple(-(-n // 128) for n in shape)
+    scale = np.exp2(rng.integers(-14, -11, tiles)).astype(np.float32)
+    if scale_dtype == np.float32:
+      scale = (scale * rng.uniform(1, 2, tiles)).astype(np.float32)
+    tensors[entry.name] = data
+    tensors[entry.name.removesuffix("weight") + "weight_scale_inv"] = scale.astype(scale_dtype)
+    codes[entry.path, entry.layer] = (data, scale)
+  kinds = {"float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "float32": "F32",
+           "bfloat16": "BF16"}  # fmt: skip
+  header, offset = {}, 0
+  for name, x in tensors.items():
+    spot = [offset, offset + x.nbytes]
+    header[name] = {"dtype": kinds[x.dtype.name], "shape": list(x.shape), "data_offsets": spot}
+    offset += x.nbytes
+  text = json.dumps(header).encode()
+  with open(folder / "model.safetensors", "wb") as f:
+    f.write(struct.pack("<Q", len(text)) + text + b"".join(x.tobytes() for x in tensors.values()))
+  config = hf_config.config_to_hf(lora.without(cfg), "bfloat16")
+  config["quantization_config"] = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+  }  # fmt: skip
+  if scale_dtype != np.float32:
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+  (folder / "config.json").write_text(json.dumps(config))
+  return codes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale_dtype", [np.float32, ml_dtypes.float8_e8m0fnu],
+                         ids=["float32", "ue8m0"])  # fmt: skip
+def test_an_fp8_checkpoint_is_the_base_to_the_bit(tmp_path, rng, scale_dtype):
+  plan = _plan(**RANK)
+  written = _write_fp8_folder(tmp_path, plan.model, rng, scale_dtype)
+  params, _ = hf_weights.load_params(str(tmp_path), plan.model)
+  state = train_step.make_state(plan, params)
+  flat = params_lib.flatten(state.params)
+  for (path, layer), (data, scale) in written.items():
+    stored = flat[path]
+    got = np.asarray(stored.data[layer]).reshape(data.T.shape)
+    np.testing.assert_array_equal(got.view(np.uint8), data.T.view(np.uint8))
+    np.testing.assert_array_equal(stored.scale[layer], scale.T)
+  # What they multiply is the model that a plain import of the folder gives, in float32.
+  plain = _plan("bf16")
+  want = _logits(plain, hf_weights.load_params(str(tmp_path), plain.model)[0])
+  got = _logits(_plan("bf16", **RANK), state.params)
+  assert_close(got, np.asarray(want))
+
+
+# --- merge and refusals --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_merged_weights_are_the_adapted_model():
+  plan, plain = _plan("bf16", **RANK, **{"model.lora.base": "bf16"}), _plan("bf16")
+  params = _random_adapters(train_step.make_state(plan, _weights(plan)).params)
+  merged = lora.merged(params, plan.declaration, plan.model)
+  assert_close(_logits(plan, params), np.asarray(_logits(plain, merged)))
+  q, a, b = (np.asarray(stored_params.compute_copy(params["layers"]["attn"][n]), np.float64)
+             for n in ("q", "q_lora_a", "q_lora_b"))  # fmt: skip
+  want = q + 4.0 * np.einsum("ndr,nrhk->ndhk", a, b)
+  np.testing.assert_allclose(merged["layers"]["attn"]["q"], want, atol=1e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("changes, words", [
+  ({"model.lora.rank": -1}, "model.lora.rank=-1 must be at least 1"),
+  ({"model.lora.targets": ("attn/z",)}, "'attn/z' matches no linear layer; there are attn/q"),
+  ({"model.lora.targets": ("(",)}, "'(' is no regular expression"),
+  ({"model.lora.base": "int4"}, "model.lora.base='int4' is not one of block_fp8, bf16"),
+  ({"optim.in_backward": True}, "optim.in_backward=True with model.lora.rank=4"),
+  ({"precision.smooth_swiglu": "token"}, "precision.smooth_swiglu='token' with model.lora.rank=4"),
+  ({"precision.rules": ((".*", "tensor_current"),)}, "has recipe 'tensor_current' and model.lora"),
+])  # fmt: skip
+def test_settings_that_exclude_adapters_are_refused(changes, words):
+  with pytest.raises(resolve.ConfigError) as e:
+    _plan(**{**RANK, **changes})
+  assert words in str(e.value)
+
+
+def test_adapters_have_sites_in_bf16():
+  plan = _plan(**RANK)
+  recipes = {name: s.recipe.name for name, s in site_lib.flatten(plan.sites()).items()}
+  assert recipes["layers/attn/q"] == "block_128"
+  assert recipes["layers/attn/q_lora_a"] == recipes["layers/mlp/down_lora_b"] == "bf16"
