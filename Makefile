@@ -24,7 +24,7 @@ test: setup $(MODEL)/model.safetensors
 	$(BIN)/python -m pytest -q $(PARALLEL) --durations=30 $(ARGS)
 
 test-all: setup $(MODEL)/model.safetensors
-	$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not aot" --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not aot and not browser" --durations=10 $(ARGS)
 
 # CUDA wheels and tokamax's attention, no GPU: compiles for H200 topologies.
 test-aot: AOT = aot and not slow

@@ -1,5 +1,8 @@
 """python launch.py --config=configs/X.py[:arm] [--config.a.b=value] [--job=JOB] [--workdir=DIR]
 
+python launch.py --job=report --workdir=DIR and python launch.py --job=compare DIR... read the
+folders of runs alone.
+
 Exit codes: 0 finished, 1 an error, 75 saved after SIGTERM (the same command resumes; schedulers
 requeue on it), 130 saved after Ctrl-C.
 """
@@ -24,6 +27,9 @@ CONFIG = config_flags.DEFINE_config_file(
 )
 JOB = flags.DEFINE_enum("job", "train", command_line.NAMES, "What to do with it.")
 WORKDIR = flags.DEFINE_string("workdir", "", "Where the run lives; default runs/<config>[_<arm>].")
+BASELINE = flags.DEFINE_string(
+  "baseline", "bf16", "--job=compare RUN...: the arm that the others are compared with."
+)
 DISTRIBUTED = flags.DEFINE_boolean(
   "distributed",
   False,
@@ -38,6 +44,9 @@ PROCESS = flags.DEFINE_integer("process", None, "Index of this process, without 
 
 
 def main(argv):
+  if JOB.value in command_line.OF_FILES:
+    name = flags.FLAGS["config"].config_filename if CONFIG.value is not None else ""
+    sys.exit(dispatch.run_of_files(JOB.value, name, WORKDIR.value, argv[1:], BASELINE.value))
   if len(argv) > 1:
     sys.exit(f"unexpected argument {argv[1]!r}; options are written --name=value")
   if not COORDINATOR.value and (PROCESSES.value is not None or PROCESS.value is not None):

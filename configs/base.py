@@ -236,6 +236,9 @@ def get_config(arm=""):
   c.log = ConfigDict()
   c.log.every = 10  # steps between lines where there is no terminal
   c.log.tensorboard = True
+  c.log.report = (
+    True  # write WORKDIR/report.html at the end (extra `report`); --job=report at any time
+  )
   # Steps between looks at the ranges and rounding errors of every tensor of every site; 0: never.
   c.log.tensor_stats_every = 0
   # Rules of alarms, checked in steps of log.tensor_stats_every (none where that is 0):

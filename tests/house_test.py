@@ -26,7 +26,7 @@ PACKAGE = ROOT / "fp8jax"
 # other, except that `run` may ask what a compiled program says. "" is the vocabulary: single files.
 FLOORS = (
   ("",), ("recipe",), ("quantization",), ("kernels",), ("ops",), ("models", "optim", "data"),
-  ("generation",), ("evaluation",), ("step",), ("config",), ("compiled",), ("run",),
+  ("generation",), ("evaluation",), ("step",), ("config",), ("compiled",), ("run",), ("report",),
   ("jobs", "integrations"),
 )  # fmt: skip
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
@@ -37,9 +37,11 @@ VOCABULARY = {"__init__", "axes", "console", "errors", "formats", "hub", "mesh",
 EXTRAS_OF_FILES = {
   "train": ("console.py", "config/", "data/", "run/", "jobs/"),
   "flax": ("integrations/flax.py",),
+  "report": ("report/charts.py", "report/compare_charts.py", "report/run_report.py"),
 }
 # Names of distributions where they are not those of their modules.
-DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
+DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint",
+                 "vl_convert": "vl-convert-python"}  # fmt: skip
 BANNED = {"torch", "transformers", "pickle", "cloudpickle", "dill", "joblib", "shelve"}
 
 # Where alone these are named. A product, a derivative or an attention elsewhere escapes its recipe.

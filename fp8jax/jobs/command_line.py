@@ -10,14 +10,21 @@ from fp8jax.config import files as config_files
 from fp8jax.config import identity
 from fp8jax.errors import nearest, nearest_key
 
-NAMES = ("train", "evaluate", "prepare", "export", "calibrate", "diagnose", "memory", "generate")
+NAMES = ("train", "evaluate", "prepare", "export", "calibrate", "diagnose", "memory",
+         "generate", "report", "compare")  # fmt: skip
+# They read the folders of runs, and need no configuration.
+OF_FILES = ("report", "compare")
 
 
 def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
   """absl's parser, with one-line errors that name the nearest valid file, key or value."""
   path, job = (_value_of(name, argv) for name in ("config", "job"))
   path = path and path.partition(":")[0]
-  if path is None and not any(a.lstrip("-").startswith("help") for a in argv[1:]):
+  if (
+    path is None
+    and job not in OF_FILES
+    and not any(a.lstrip("-").startswith("help") for a in argv[1:])
+  ):
     sys.exit("error: --config=FILE is required, for example --config=configs/debug.py")
   if path is not None and not os.path.isfile(path):
     if os.path.isdir(path):

@@ -4,6 +4,7 @@ import errno
 import os
 import shlex
 import sys
+from collections.abc import Callable
 
 import jax
 from absl import logging
@@ -38,9 +39,42 @@ def run(
   workdir = os.path.expanduser(workdir) or os.path.join("runs", _stem(name))
   if note := compilation_cache.enable():
     print(note, file=sys.stderr)
-  try:
+
+  def action() -> int:
     config_files.check_keys(c, base)
     return _run(job, c, base, workdir)
+
+  return _reported(action, workdir)
+
+
+def run_of_files(job: str, name: str, workdir: str, folders: list[str], baseline: str) -> int:
+  """Runs a job that reads the folders of runs alone; returns the process's exit code.
+
+  Args:
+    job: one of command_line.OF_FILES.
+    name: the config's file name and arm, for the default workdir; "" without one.
+    workdir: of the run to report on, or the folder of a comparison; or "".
+    folders: of the runs to compare.
+    baseline: the arm that others are compared with.
+  """
+  workdir = os.path.expanduser(workdir) or (os.path.join("runs", _stem(name)) if name else "")
+
+  def action() -> int:
+    from fp8jax.jobs import report  # Altair and vl-convert are extras
+
+    if job == "report":
+      report.run(workdir, folders)
+    else:
+      report.compare(workdir, folders, baseline)
+    return 0
+
+  return _reported(action, workdir)
+
+
+def _reported(action: Callable[[], int], workdir: str) -> int:
+  """The exit code of `action`; errors that users can put right are one line on stderr."""
+  try:
+    return action()
   except (UserError, train.NonFinite, OSError) as e:
     is_full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) and not e.filename
     where = f"; nothing more can be written to {workdir}" if is_full else ""
@@ -82,7 +116,10 @@ def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: s
     hub.fetch({c.init.hf: hub.WEIGHTS} if c.model.preset == "hf" else {})
     topology = c.aot.topology
     plan, devices = aot.resolve(config_files.without_files(c), topology)
-    print(provenance.to_json(memory.run(plan, devices, topology)))
+    found = memory.run(plan, devices, topology)
+    if os.path.isdir(workdir):  # of a run: its report shows the bars
+      provenance.write_json(workdir, "memory.json", found)
+    print(provenance.to_json(found))
     return 0
   machine.check_platform(jax.default_backend(), jax.config.jax_platforms, jax.__version__)
   hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
@@ -124,9 +161,3 @@ def _stem(name: str) -> str:
   path, _, arm = name.partition(":")
   stem = os.path.splitext(os.path.basename(path))[0]
   return f"{stem}_{arm.replace(',', '_')}" if arm else stem
-
-
-# --- jobs ----------------------------------------------------------------------------------------
-
-
-# --- command line --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from fp8jax import console as console_lib
 from fp8jax.compiled import fp8_gemms
 from fp8jax.config import identity, resolve
 from fp8jax.data import batch_sharding, loader
+from fp8jax.jobs import report
 from fp8jax.jobs import restore
 from fp8jax.kernels import self_test
 from fp8jax.models.hf import weights as hf_weights
@@ -284,7 +286,9 @@ class _Run:
 
     try:
       while step < plan.steps and not asked.requested(step):
+        asked_at = time.perf_counter()
         host = next(self.iterator)
+        waited = time.perf_counter() - asked_at
         if plan.phase(step) != phase:
           settle()
           phase = plan.phase(step)
@@ -297,7 +301,7 @@ class _Run:
           state, values = step_fn(state, self.spread.place(host), self.sites[is_loud])
           settle()
         step += 1
-        pending = (step, values, host, self.iterator.get_state())
+        pending = (step, values, host, self.iterator.get_state(), waited)
         if _is_due(step, plan.eval.every) and step < plan.steps:
           settle()
           self._evaluate(evaluator, state, step, log)
@@ -362,7 +366,7 @@ class _Run:
       self.out.print(fp8_gemms.table(rows, title))
     self.is_proven = True
 
-  def _report(self, step, values, host, position, log, speed, progress, state):
+  def _report(self, step, values, host, position, waited, log, speed, progress, state):
     values = jax.device_get(values)
     stats, alignment = values.pop("tensor_stats", None), values.pop("alignment", None)
     values = {k: float(v) for k, v in values.items()}
@@ -373,7 +377,7 @@ class _Run:
       self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
       values["skipped"] = 1
     passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
-    log.write(step, {**values, **passed_over, **speed.values()})
+    log.write(step, {**values, **passed_over, "data_wait_seconds": waited, **speed.values()})
     if stats is not None:
       self._record_stats(step, stats, alignment, log)
     progress.update(step, values["loss"], speed)
@@ -383,7 +387,9 @@ class _Run:
     """Writes what every site saw in a loud step, and says what is alarming."""
     numerics = run_alarms.summarise(self.sites[True], stats, alignment)
     log.write_nested(step, "numerics", numerics, run_alarms.flat(numerics))
-    for line in self.watches[self.plan.phase(step - 1)].lines(step, numerics):
+    if alarms := self.watches[self.plan.phase(step - 1)].new(numerics):
+      log.write_row(step, {"alarms": alarms})
+    for line in run_alarms.as_lines(step, alarms):
       self.out.print(line)
 
   def _fail(self, step: int, values, host, position, state):
@@ -401,6 +407,7 @@ class _Run:
     provenance_lib.write_json(
       self.workdir, "nonfinite/report.json", {"step": step, **values, **found}
     )
+    self._draw()
     saved, skip = train_step.after_failure(self.plan, values["loss"])
     raise NonFinite(
       f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. First bad site: "
@@ -461,7 +468,13 @@ class _Run:
     }
     provenance_lib.write_json(self.workdir, "summary.json", summary)
     startup.print_end(self.out, summary, self.workdir)
+    self._draw()
     return summary
+
+  def _draw(self):
+    """Writes WORKDIR/report.html; says why not, and the run goes on."""
+    if self.plan.log.report and jax.process_index() == 0:
+      self.out.print(report.attempt(self.workdir))
 
 
 def _shown(value: Any) -> Any:

@@ -65,8 +65,8 @@ class AlarmMonitor:
     }
     self._ringing: set[tuple[str, Alarm]] = set()
 
-  def lines(self, step: int, numerics: Mapping[str, Any]) -> list[str]:
-    """One line for every alarm that was silent at the last look."""
+  def new(self, numerics: Mapping[str, Any]) -> list[dict[str, str]]:
+    """{"place", "text"} of every alarm that was silent at the last look."""
     ringing, new = set(), []
     for site, tensors in numerics.items():
       for tensor, summary in tensors.items():
@@ -78,16 +78,26 @@ class AlarmMonitor:
           if alarm.is_met_by(value) and re.fullmatch(alarm.sites, name):
             ringing.add((name, alarm))
             if (name, alarm) not in self._ringing:
-              new.append(_line(step, name, alarm, value))
+              new.append({"place": name, "text": _text(alarm, value)})
     self._ringing = ringing
-    if len(new) > _MOST:
-      new[_MOST:] = [f"step {step}: {len(new) - _MOST} more such alarms, see metrics.jsonl"]
     return new
 
+  def lines(self, step: int, numerics: Mapping[str, Any]) -> list[str]:
+    """One line for every alarm that was silent at the last look."""
+    return as_lines(step, self.new(numerics))
 
-def _line(step: int, name: str, alarm: Alarm, value: float) -> str:
+
+def as_lines(step: int, alarms: list[dict[str, str]]) -> list[str]:
+  """Alarms of a look as people read them; the first few, and how many more there are."""
+  lines = [f"step {step}: {alarm['place']}: {alarm['text']}" for alarm in alarms]
+  if len(lines) > _MOST:
+    lines[_MOST:] = [f"step {step}: {len(lines) - _MOST} more such alarms, see metrics.jsonl"]
+  return lines
+
+
+def _text(alarm: Alarm, value: float) -> str:
   is_share = alarm.statistic in ("saturation", "underflow")
   show = (lambda v: f"{v:.2%}") if is_share else (lambda v: f"{v:.4g}")
   bound = f"{'above' if alarm.relation == '>' else 'below'} {show(alarm.bound)}"
   advice = ADVICE[alarm.statistic]
-  return f"step {step}: {name}: {alarm.statistic} {show(value)}, {bound}. Try: {advice}"
+  return f"{alarm.statistic} {show(value)}, {bound}. Try: {advice}"

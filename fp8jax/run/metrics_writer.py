@@ -31,21 +31,21 @@ class Metrics:
       )
 
   def write(self, step: int, values: dict[str, Any]):
-    if self._file is None:
-      return
-    self._file.write(to_json({"step": step, **values}, indent=None) + "\n")
-    self._file.flush()
+    self.write_row(step, values)
     if self._events is not None:
       for name, value in values.items():
         if isinstance(value, (int, float)):
           self._events.add_scalar(name, value, step)
 
+  def write_row(self, step: int, values: dict[str, Any]):
+    """A row of the file alone."""
+    if self._file is not None:
+      self._file.write(to_json({"step": step, **values}, indent=None) + "\n")
+      self._file.flush()
+
   def write_nested(self, step: int, key: str, nested: dict[str, Any], curves: dict[str, float]):
     """`nested` as one row of the file, `curves` as one curve each in TensorBoard."""
-    if self._file is None:
-      return
-    self._file.write(to_json({"step": step, key: nested}, indent=None) + "\n")
-    self._file.flush()
+    self.write_row(step, {key: nested})
     if self._events is not None:
       for name, value in curves.items():
         if math.isfinite(value):  # an unquantized tensor has no signal-to-noise ratio
@@ -64,7 +64,7 @@ def _forget(path: str, step: int, evaluated: Collection[str]):
     return
   lines = [
     line
-    for line, row in _rows(path)
+    for line, row in rows(path)
     if row["step"] <= step
     and (not any(k.startswith("heldout/") for k in row) or str(row["step"]) in evaluated)
   ]
@@ -73,13 +73,13 @@ def _forget(path: str, step: int, evaluated: Collection[str]):
   os.replace(path + ".part", path)
 
 
-def _rows(path: str) -> list[tuple[str, dict[str, Any]]]:
+def rows(path: str) -> list[tuple[str, dict[str, Any]]]:
   """(line, row) of a metrics.jsonl. A last line that a killed run has not finished is left out.
 
   Raises:
     UserError: another line that is no row; names it.
   """
-  rows = []
+  found = []
   with open(path, errors="replace") as f:
     for number, line in enumerate(f, 1):
       if not line.endswith("\n"):
@@ -92,8 +92,8 @@ def _rows(path: str) -> list[tuple[str, dict[str, Any]]]:
           f"{path}, line {number} is no row of metrics: {line.strip()[:60]!r}; delete the line, "
           "and the same command goes on"
         ) from e
-      rows.append((line, row))
-  return rows
+      found.append((line, row))
+  return found
 
 
 def last_logged(workdir: str, key: str) -> float | None:
@@ -101,5 +101,5 @@ def last_logged(workdir: str, key: str) -> float | None:
   path = os.path.join(workdir, "metrics.jsonl")
   if not os.path.exists(path):
     return None
-  found = [row[key] for _, row in _rows(path) if key in row]
+  found = [row[key] for _, row in rows(path) if key in row]
   return float(found[-1]) if found else None  # "nan" is a string in strict JSON

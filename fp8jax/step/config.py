@@ -122,12 +122,14 @@ class LogConfig:
   Attributes:
     every: optimizer steps between lines where there is no terminal.
     tensorboard: whether metrics are also written for TensorBoard.
+    report: whether training ends with a report.
     tensor_stats_every: optimizer steps between loud steps; 0: never.
     alarms: checked in loud steps.
   """
 
   every: int
   tensorboard: bool
+  report: bool
   tensor_stats_every: int
   alarms: tuple[Alarm, ...]
 

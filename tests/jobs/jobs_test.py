@@ -49,6 +49,7 @@ CHANGES = {
   "log.every": 2,
   "optim.warmup_steps": 1,
   "optim.decay_steps": 1,
+  "log.report": False,
 }
 FLAGS = tuple(f"--config.{k}={v}" for k, v in CHANGES.items())
 PRECISIONS = {"block_128", "bf16"}

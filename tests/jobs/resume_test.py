@@ -25,6 +25,7 @@ ARGS = [
   "--config.eval.tokens=256",
   "--config.eval.batch=2",
   "--config.log.tensorboard=False",
+  "--config.log.report=False",
 ]
 
 

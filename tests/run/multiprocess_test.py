@@ -44,6 +44,7 @@ ARGS = [
   "--config.checkpoint.every=0",
   "--config.log.every=1000",  # stopping at the same step does not depend on it
   "--config.log.tensorboard=False",
+  "--config.log.report=False",
 ]
 
 

@@ -1,0 +1,344 @@
+"""Charts of a run as Vega-Lite specifications, made with Altair."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+import numpy as np
+
+from fp8jax.report import thin
+from fp8jax.report.files import Cell, Looks, RunFiles
+from fp8jax.run import palette
+
+# Heat maps: statistic, title, kind of colour scale, whether small values are what to look at.
+STATISTICS = (
+  ("snr_db", "signal-to-noise ratio, dB", "linear", True),
+  ("underflow", "underflow, share of nonzero elements", "symlog", False),
+  ("saturation", "saturation, share of elements", "symlog", False),
+  ("amax", "amax", "log", False),
+  ("kurtosis", "kurtosis", "log", False),
+)
+# Below this share a symlog scale is linear; a scale of shares ends no earlier than _LEAST_SHARE.
+_SMALL_SHARE, _LEAST_SHARE = 1e-5, 1e-3
+_CELL = 13  # pixels
+_WIDTH, _HEIGHT = 380, 190
+# With gaps, so that a curve that was not finite is broken there.
+_LINE: dict[str, Any] = dict(strokeWidth=1.5, invalid="break-paths-show-domains")
+
+
+def unchecked():
+  """A context in which charts are made without comparing each number with a schema.
+
+  The comparison takes a minute for 100 looks at 631 tensors; tests make the same charts with it.
+  """
+  return alt.utils.schemapi.debug_mode(False)
+
+
+def spec(chart: Any, checked: bool = True) -> dict[str, Any]:
+  """The Vega-Lite specification of a chart.
+
+  Args:
+    checked: compare it with Vega-Lite's schema.
+  """
+  with alt.data_transformers.enable(consolidate_datasets=False):
+    return chart.to_dict(validate=checked)
+
+
+def themed(chart):
+  """A finished chart in the look of all of them."""
+  return chart.configure_axis(
+    labelFontSize=11, titleFontSize=11, titleFontWeight="normal", gridOpacity=0.4
+  ).configure_title(fontSize=12, anchor="start", fontWeight="normal")
+
+
+def rows(**columns: Sequence[Any] | np.ndarray) -> alt.Data:
+  """Columns as the rows of a chart; numbers with few digits."""
+  names = list(columns)
+
+  def plain(value):
+    if isinstance(value, (int, np.integer)):
+      return int(value)
+    return thin.number(float(value)) if isinstance(value, (float, np.floating)) else value
+
+  return alt.Data(
+    values=[dict(zip(names, map(plain, row))) for row in zip(*columns.values(), strict=True)]
+  )
+
+
+def metric(
+  run: RunFiles,
+  names: Sequence[str],
+  title: str,
+  scale: str = "linear",
+  digits: str = "~s",
+  factor: float = 1.0,
+) -> Any | None:
+  """The first of these metrics that the run has, over steps: means, smallest and largest."""
+  name = next((n for n in names if n in run.curves), None)
+  if name is None:
+    return None
+  c = thin.curve(run.curves[name])
+  if scale == "log" and not np.nanmin([*c.low, math.inf]) > 0:
+    scale = "symlog"
+  data = rows(step=c.steps, mean=factor * c.mean, low=factor * c.low, high=factor * c.high)
+  color = palette.of_arms([run.recipe])[run.recipe]
+  scales: dict[str, Any] = dict(type=scale) if scale == "log" else dict(type=scale, zero=False)
+  y = alt.Y("mean:Q", title=None, axis=alt.Axis(format=digits), scale=alt.Scale(**scales))
+  base = alt.Chart(data).encode(x=alt.X("step:Q", title="step"))
+  band = base.mark_area(opacity=0.2, color=color).encode(y=alt.Y("low:Q"), y2="high:Q")
+  line = base.mark_line(color=color, **_LINE).encode(
+    y=y, tooltip=[alt.Tooltip(f"{n}:Q") for n in ("step", "mean", "low", "high")]
+  )
+  layers = [band, line] if c.per_point > 1 else [line]
+  return alt.layer(*layers).properties(title=title, width=_WIDTH, height=_HEIGHT)
+
+
+def loss(run: RunFiles) -> Any | None:
+  """The training loss, and held-out losses as points: colour is the forward pass's precision."""
+  layers = [chart] if (chart := metric(run, ["loss"], "")) else []
+  if run.heldout:
+    layers.append(_heldout_points(run))
+  if not layers:
+    return None
+  title = "loss, nats per token: training (line), held-out (points)"
+  return alt.layer(*layers).properties(title=title, width=_WIDTH, height=_HEIGHT)
+
+
+def _heldout_points(run: RunFiles) -> alt.Chart:
+  held = run.heldout
+  colors = palette.of_arms([h.precision for h in held])
+  data = rows(
+    step=[h.step for h in held],
+    loss=[h.loss for h in held],
+    forward=[h.precision for h in held],
+    source=[h.source for h in held],
+  )
+  return (
+    alt.Chart(data)
+    .mark_point(size=35, filled=True)
+    .encode(
+      x="step:Q",
+      y=alt.Y("loss:Q", scale=alt.Scale(zero=False)),
+      color=_arm_color("forward", colors, "forward pass"),
+      shape=alt.Shape("source:N", title="held-out source"),
+      tooltip=["step:Q", "source:N", "forward:N", "loss:Q"],
+    )
+  )
+
+
+def _arm_color(field: str, colors: dict[str, str], title: str) -> alt.Color:
+  scale = alt.Scale(domain=list(colors), range=list(colors.values()))
+  return alt.Color(f"{field}:N", title=title, scale=scale)
+
+
+def gaps(run: RunFiles) -> list[tuple[int, str, str, float]]:
+  """(step, source, precision, percent) by which a forward pass's held-out loss exceeds BF16's."""
+  losses = {(h.step, h.source, h.precision): h.loss for h in run.heldout}
+  base = {(h.step, h.source): h.loss for h in run.heldout if h.precision == BASELINE}
+  return [
+    (step, source, precision, 100 * (value / base[step, source] - 1))
+    for (step, source, precision), value in losses.items()
+    if precision != BASELINE and (step, source) in base
+  ]
+
+
+BASELINE = "bf16"  # the other forward pass of eval.precisions
+
+
+def gap(run: RunFiles) -> Any | None:
+  """Held-out loss of the recipe's forward pass relative to that of the BF16 forward pass."""
+  found = gaps(run)
+  if not found:
+    return None
+  step, source, precision, percent = zip(*found)
+  colors = palette.of_arms(precision)
+  base = alt.Chart(rows(step=step, source=source, forward=precision, percent=percent)).encode(
+    x=alt.X("step:Q", title="step"),
+    y=alt.Y("percent:Q", title=None, axis=alt.Axis(format="+.2f")),
+    color=_arm_color("forward", colors, "forward pass"),
+  )
+  line = base.mark_line(strokeWidth=1.5).encode(strokeDash=alt.StrokeDash("source:N", title=None))
+  points = base.mark_point(filled=True, size=35).encode(
+    tooltip=["step:Q", "source:N", "forward:N", alt.Tooltip("percent:Q", format="+.3f")]
+  )
+  zero = alt.Chart(rows(percent=[0])).mark_rule(strokeWidth=1.2).encode(y="percent:Q")
+  title = "held-out loss of the forward pass relative to BF16's, %"
+  return alt.layer(zero, line, points).properties(title=title, width=_WIDTH, height=_HEIGHT)
+
+
+# --- tensor statistics ---------------------------------------------------------------------------
+
+
+def row_label(cell: Cell) -> str:
+  """The row of a heat map that a cell is in."""
+  return f"{cell.site} {cell.tensor}"
+
+
+def column_label(cell: Cell) -> str:
+  """The column: its layer, or a dash."""
+  return "–" if cell.layer is None else str(cell.layer)
+
+
+def domain(values: np.ndarray, kind: str) -> list[float]:
+  """Ends of a colour scale over all looks, so that the slider changes no colour's meaning."""
+  finite = values[np.isfinite(values)]
+  if kind == "log":
+    finite = finite[finite > 0]
+  if not finite.size:
+    return [1e-6, 1.0] if kind == "log" else [0.0, 1.0]
+  low, high = float(finite.min()), float(finite.max())
+  if kind == "symlog":
+    return [0.0, max(high, _LEAST_SHARE)]
+  if low == high:
+    return [low / 2, high * 2] if kind == "log" else [low - 1, high + 1]
+  return [float(f"{low:.3g}"), float(f"{high:.3g}")]
+
+
+def heat_maps(looks: Looks) -> alt.ConcatChart:
+  """Layer × (site, tensor) of every statistic, with a slider over looks.
+
+  Its data are the data set "looks" of the specification, see `look_values`.
+  """
+  picked = thin.chosen(looks)
+  names = [s for s, *_ in STATISTICS if s in looks.values]
+  slider = alt.param(
+    name="look",
+    value=len(picked) - 1,
+    bind=alt.binding_range(min=0, max=max(len(picked) - 1, 1), step=1, name="look "),
+  )
+  panels = [_panel(looks, picked, *statistic) for statistic in STATISTICS if statistic[0] in names]
+  return (
+    # One level of concatenation: an inner one would share its colours between statistics.
+    alt.concat(*panels, columns=2, data=alt.NamedData("looks"))
+    .add_params(slider)
+    .resolve_scale(color="independent", x="independent", y="independent")
+  )
+
+
+def look_values(looks: Looks) -> list[dict[str, Any]]:
+  """Rows of the data set "looks": one per look, its cells as arrays that the chart takes apart.
+
+  A look at 631 tensors costs 5 numbers a tensor and no keys.
+  """
+  names = [s for s, *_ in STATISTICS if s in looks.values]
+  return [
+    {
+      "look": at,
+      "step": int(looks.steps[i]),
+      **{s: [thin.number(v) for v in looks.values[s][i]] for s in names},
+    }
+    for at, i in enumerate(thin.chosen(looks))
+  ]
+
+
+def _panel(looks: Looks, picked, name: str, title: str, kind: str, is_reversed: bool) -> alt.Chart:
+  layers = sorted({c.layer for c in looks.cells if c.layer is not None})
+  columns = [str(i) for i in layers] + ["–"] * any(c.layer is None for c in looks.cells)
+  labels = list(dict.fromkeys(row_label(c) for c in looks.cells))
+  cells = rows(
+    cell=range(1, len(looks.cells) + 1),
+    tensor=[row_label(c) for c in looks.cells],
+    layer=[column_label(c) for c in looks.cells],
+  )
+  scale: dict[str, Any] = dict(
+    type=kind, domain=domain(looks.values[name][picked], kind), range=list(palette.RAMP)
+  )
+  if kind == "symlog":
+    scale["constant"] = _SMALL_SHARE
+  if is_reversed:
+    scale["reverse"] = True
+  form = ".1~%" if kind == "symlog" else ".3~s"
+  steps = ", ".join(str(s) for s in looks.steps[picked])
+  missing = f"datum['{name}'] === null || !isValid(datum['{name}'])"
+  return (
+    alt.Chart()
+    .transform_filter("datum.look === look")
+    .transform_flatten([name])
+    .transform_window(cell="row_number()")
+    .transform_lookup("cell", alt.LookupData(cells, "cell", ["tensor", "layer"]))
+    .mark_rect(invalid="show")
+    .encode(
+      x=alt.X("layer:N", sort=columns, title="layer",
+              axis=alt.Axis(labelAngle=0, labelOverlap=True), scale=alt.Scale(domain=columns)),
+      y=alt.Y("tensor:N", sort=labels, title=None, scale=alt.Scale(domain=labels)),
+      color=alt.condition(
+        missing, alt.value(palette.MISSING),
+        alt.Color(f"{name}:Q", title=None, scale=alt.Scale(**scale),
+                  legend=alt.Legend(format=form, gradientLength=150)),
+      ),
+      tooltip=["step:Q", "tensor:N", "layer:N", alt.Tooltip(f"{name}:Q", format=".4~g")],
+    )
+    .properties(
+      width=max(_CELL * len(columns), 120), height=_CELL * len(labels),
+      title=alt.TitleParams(text=alt.expr(f"'{title}, step ' + [{steps}][look]")),
+    )
+  )  # fmt: skip
+
+
+def scale_ranges(looks: Looks) -> Any | None:
+  """Smallest and largest scale over a site's layers, over looks; quantized tensors alone."""
+  if not {"smallest_scale", "largest_scale", "snr_db"} <= looks.values.keys():
+    return None
+  found: dict[str, list[tuple[int, str, float, float]]] = {}
+  low, high = looks.values["smallest_scale"], looks.values["largest_scale"]
+  groups: dict[tuple[str, str], list[int]] = {}
+  for j, cell in enumerate(looks.cells):
+    if np.isfinite(looks.values["snr_db"][:, j]).any():
+      groups.setdefault((cell.tensor, cell.site), []).append(j)
+  for (tensor, site), columns in groups.items():
+    for i in thin.chosen(looks):
+      ends = float(np.nanmin(low[i, columns])), float(np.nanmax(high[i, columns]))
+      found.setdefault(tensor, []).append((int(looks.steps[i]), site, *ends))
+  if not found:
+    return None
+  sites = sorted({cell.site for cell in looks.cells})
+  panels = []
+  for tensor, items in found.items():
+    step, site, smallest, largest = zip(*items)
+    picked = alt.selection_point(fields=["site"], bind="legend", name=f"site_{tensor}")
+    base = alt.Chart(rows(step=step, site=site, smallest=smallest, largest=largest)).encode(
+      x=alt.X("step:Q", title="step"),
+      color=alt.Color("site:N", scale=alt.Scale(domain=sites, scheme="tableau10"), title="site"),
+      opacity=alt.condition(picked, alt.value(0.8), alt.value(0.05)),
+    )
+    y: dict[str, Any] = dict(scale=alt.Scale(type="log"), title=None, axis=alt.Axis(format=".0e"))
+    tooltip = ["step:Q", "site:N", "smallest:Q", "largest:Q"]
+    ends = [
+      base.mark_line(strokeWidth=1.2, strokeDash=dash, point=alt.OverlayMarkDef(size=8)).encode(
+        y=alt.Y(f"{end}:Q", **y), tooltip=tooltip
+      )
+      for end, dash in (("smallest", [3, 2]), ("largest", [1, 0]))
+    ]
+    title = f"scales of {tensor}: largest (solid), smallest (dashed)"
+    panels.append(alt.layer(*ends).add_params(picked).properties(title=title, width=240))
+  return alt.hconcat(*panels).resolve_scale(y="independent")
+
+
+def memory(run: RunFiles) -> Any | None:
+  """Bytes per device by kind, declared beside compiled, where --job=memory wrote them."""
+  if run.memory is None:
+    return None
+  bars = [
+    (row["kind"].strip(), side, row[side] / 2**30)
+    for row in run.memory["rows"]
+    if not row["kind"].startswith(" ")  # these say what another row is made of
+    for side in ("declared", "compiled")
+    if row[side]
+  ]
+  bars += [("peak", side, run.memory[key] / 2**30)
+           for side, key in (("declared", "declared"), ("compiled", "peak"))]  # fmt: skip
+  kind, side, gib = zip(*bars)
+  colors = {"declared": "#56B4E9", "compiled": "#0072B2"}
+  return (
+    alt.Chart(rows(kind=kind, side=side, gib=gib))
+    .mark_bar()
+    .encode(
+      y=alt.Y("kind:N", sort=list(dict.fromkeys(kind)), title=None),
+      yOffset=alt.YOffset("side:N", sort=list(colors)),
+      x=alt.X("gib:Q", title="GiB per device"),
+      color=_arm_color("side", colors, ""),
+      tooltip=["kind:N", "side:N", "gib:Q"],
+    )
+    .properties(width=_WIDTH, title="memory per device")
+  )

@@ -1,0 +1,261 @@
+"""The files of a run, read into typed tables: finished runs, and runs that go on.
+
+Nothing but the folder is read: no device is asked and no configuration resolved, so that a report
+may be made beside a run that holds the GPU.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fp8jax.errors import UserError, read_json
+from fp8jax.quantization import amax_history
+from fp8jax.recipe.gemm import PASSES
+from fp8jax.run import metrics_writer
+
+_LAYER = re.compile(r"layers/(\d+)/(.+)")
+_HELDOUT = re.compile(r"heldout/(.+)/([^/]+)/loss")
+_REMEDY = "name the folder of a run, which holds metrics.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+  """A metric over steps.
+
+  Attributes:
+    steps: int64 [N], increasing.
+    values: float64 [N]; NaN and infinite where the run was.
+  """
+
+  steps: np.ndarray
+  values: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+  """A held-out loss: of a source, in a precision of the forward pass, in nats per token."""
+
+  step: int
+  source: str
+  precision: str
+  loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+  """A tensor of a site; layer is None where the site is in no layer (the head)."""
+
+  site: str
+  layer: int | None
+  tensor: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Looks:
+  """Tensor statistics of the loud steps.
+
+  Attributes:
+    steps: int64 [N].
+    cells: C of them, by site, tensor and layer.
+    values: {statistic: float64 [N, C]}; NaN where a look has no such number, infinite where the
+      tensor has no rounding error.
+  """
+
+  steps: np.ndarray
+  cells: tuple[Cell, ...]
+  values: Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+  """An alarm, or an action of a policy: the step, the place, and a sentence."""
+
+  step: int
+  kind: str
+  place: str
+  text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFiles:
+  """All that a run's folder says; empty where a file is not written yet.
+
+  Attributes:
+    name: last part of the folder's path.
+    curves: {metric: its Curve}, of rows that have "loss".
+    looks: None where tensor statistics were not recorded.
+    resolved, changed: flat configuration, and its difference from base.
+    sites: rows of sites.json, see startup.all_site_rows.
+    memory: what --job=memory found, or None.
+    nonfinite: the report of a failure, or None.
+    summary: of a finished run, or None.
+  """
+
+  workdir: str
+  name: str
+  curves: Mapping[str, Curve]
+  heldout: tuple[HeldOut, ...]
+  looks: Looks | None
+  events: tuple[Event, ...]
+  resolved: Mapping[str, Any]
+  changed: Mapping[str, Any]
+  provenance: Mapping[str, Any]
+  sites: tuple[Mapping[str, Any], ...]
+  memory: Mapping[str, Any] | None
+  nonfinite: Mapping[str, Any] | None
+  summary: Mapping[str, Any] | None
+
+  @property
+  def step(self) -> int:
+    """The last step with a training loss; 0 before the first."""
+    loss = self.curves.get("loss")
+    return int(loss.steps[-1]) if loss is not None else 0
+
+  @property
+  def tokens_per_step(self) -> int:
+    """Tokens of one optimizer step."""
+    r = self.resolved
+    return r.get("global_batch", 0) * r.get("seq_len", 0)
+
+  @property
+  def recipe(self) -> str:
+    """The recipe of most GEMMs of the first phase, with "+" where there are several phases."""
+    counts: collections.Counter[str] = collections.Counter()
+    for row in self.sites:
+      if row["from_step"] == 0:
+        counts[row["recipe"]] += row["layers"]
+    if not counts:
+      return "unknown"
+    has_phases = len({row["from_step"] for row in self.sites}) > 1
+    return counts.most_common(1)[0][0] + "+" * has_phases
+
+  @property
+  def device_line(self) -> str:
+    """The devices and what multiplies FP8 on them."""
+    used = sorted(
+      {
+        row["backends"][p]
+        for row in self.sites
+        for p in PASSES
+        if row["definition"][p]["lhs"] is not None
+      }
+    )
+    devices = self.provenance.get("devices", "unknown devices")
+    if not used:
+      return f"{devices}: no FP8 products"
+    slow = " (emulated: exact, slow)" * ("reference" in used)
+    return f"{devices}: FP8 products by {', '.join(used)}{slow}"
+
+
+def read(workdir: str) -> RunFiles:
+  """Reads the folder of a run.
+
+  Raises:
+    UserError: it is no folder of a run, or a file in it is damaged; with the remedy.
+  """
+  path = os.path.join(workdir, "metrics.jsonl")
+  if not os.path.isfile(path):
+    raise UserError(f"{workdir!r} is no folder of a run: there is no {path}; {_REMEDY}")
+  rows = [row for _, row in metrics_writer.rows(path)]
+  config = _json(workdir, "config.json") or {}
+  return RunFiles(
+    workdir=workdir,
+    name=os.path.basename(os.path.abspath(workdir)),
+    curves=_curves(rows),
+    heldout=_heldout(rows),
+    looks=_looks(rows),
+    events=_events(rows),
+    resolved=config.get("resolved", {}),
+    changed=config.get("changed", {}),
+    provenance=_json(workdir, "provenance.json") or {},
+    sites=tuple(_json_list(workdir, "sites.json")),
+    memory=_json(workdir, "memory.json"),
+    nonfinite=_json(workdir, os.path.join("nonfinite", "report.json")),
+    summary=_json(workdir, "summary.json"),
+  )
+
+
+def _json(workdir: str, name: str) -> dict[str, Any] | None:
+  path = os.path.join(workdir, name)
+  return read_json(path, "delete it, and the report goes without") if os.path.exists(path) else None
+
+
+def _json_list(workdir: str, name: str) -> list[dict[str, Any]]:
+  path = os.path.join(workdir, name)
+  if not os.path.exists(path):
+    return []
+  with open(path) as f:
+    return json.load(f)
+
+
+def _number(value: Any) -> float:
+  """Numbers that are not finite are strings in strict JSON."""
+  return float(value)
+
+
+def _curves(rows: list[dict[str, Any]]) -> dict[str, Curve]:
+  found: dict[str, dict[int, float]] = {}
+  for row in rows:
+    if "loss" in row:
+      for name, value in row.items():
+        if name != "step" and isinstance(value, (int, float, str)):
+          found.setdefault(name, {})[row["step"]] = _number(value)
+  return {name: _curve(values) for name, values in found.items()}
+
+
+def _curve(values: Mapping[int, float]) -> Curve:
+  steps = sorted(values)
+  return Curve(np.array(steps, np.int64), np.array([values[s] for s in steps], np.float64))
+
+
+def _heldout(rows: list[dict[str, Any]]) -> tuple[HeldOut, ...]:
+  found = {}
+  for row in rows:
+    for name, value in row.items():
+      if match := _HELDOUT.fullmatch(name):
+        found[row["step"], match[1], match[2]] = _number(value)
+  return tuple(HeldOut(s, source, p, loss) for (s, source, p), loss in sorted(found.items()))
+
+
+def _looks(rows: list[dict[str, Any]]) -> Looks | None:
+  looks = {row["step"]: row["numerics"] for row in rows if "numerics" in row}
+  if not looks:
+    return None
+  steps, places, statistics = sorted(looks), {}, {}
+  for numerics in looks.values():
+    for name, tensors in numerics.items():
+      match = _LAYER.fullmatch(name)
+      for tensor, summary in tensors.items():
+        cell = Cell(match[2], int(match[1]), tensor) if match else Cell(name, None, tensor)
+        places[cell] = (name, tensor)
+        statistics.update(dict.fromkeys(summary))
+  cells = tuple(sorted(places, key=_cell_order))
+  values = {name: np.full((len(steps), len(cells)), math.nan) for name in statistics}
+  for i, step in enumerate(steps):
+    for j, cell in enumerate(cells):
+      site, tensor = places[cell]
+      for name, value in looks[step].get(site, {}).get(tensor, {}).items():
+        values[name][i, j] = _number(value)
+  return Looks(np.array(steps, np.int64), cells, values)
+
+
+def _cell_order(cell: Cell):
+  tensor = amax_history.TENSORS.index(cell.tensor) if cell.tensor in amax_history.TENSORS else 9
+  return cell.layer is None, cell.site, tensor, cell.layer or 0
+
+
+def _events(rows: list[dict[str, Any]]) -> tuple[Event, ...]:
+  """Rows "alarms" and "actions": lists of objects with "place" and "text"."""
+  found = []
+  for row in rows:
+    for key, kind in (("alarms", "alarm"), ("actions", "action")):
+      for item in row.get(key, ()):
+        found.append(Event(row["step"], kind, str(item.get("place", "")), str(item["text"])))
+  return tuple(sorted(found, key=lambda e: e.step))

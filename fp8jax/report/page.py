@@ -1,0 +1,138 @@
+"""A report as one HTML file: its charts, tables and the program that draws them are inside."""
+
+import dataclasses
+import html
+import importlib.metadata
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fp8jax.run import compilation_cache
+
+_STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; margin: 1.5em auto; max-width: 1280px;
+       padding: 0 1em; color: #1a1a1a; background: #fff }
+h1 { font-size: 1.4em; margin: 0 0 .2em } h2 { font-size: 1.1em; margin: 1.6em 0 .3em }
+p.note { color: #555; margin: .2em 0 .6em; max-width: 90ch }
+table { border-collapse: collapse; font-size: 13px } th { text-align: left; font-weight: 600 }
+th, td { padding: .15em .8em .15em 0; border-bottom: 1px solid #ddd; vertical-align: top;
+         overflow-wrap: anywhere }
+.charts { display: flex; flex-wrap: wrap; gap: 1em } .scroll { overflow-x: auto }
+.vega-bind-name { margin-right: .5em } .vega-bind input[type=range] { width: 420px }
+pre { white-space: pre-wrap; font-size: 12px }
+"""
+# Every chart draws itself; the page says when all have, or which failed.
+_SCRIPT = """
+const specs = JSON.parse(document.getElementById("specs").textContent);
+const views = window.views = {};
+Promise.all(Object.entries(specs).map(([id, spec]) =>
+  vegaEmbed("#" + id, spec, {bind: "#" + id + "_bind", renderer: "canvas",
+    actions: {export: true, source: false, compiled: false, editor: false}})
+    .then(result => { views[id] = result.view; })
+)).then(() => { document.body.dataset.drawn = Object.keys(views).length; })
+  .catch(error => { document.body.dataset.failed = String(error); console.error(error); });
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+  """A part of a page.
+
+  Attributes:
+    title: its heading.
+    note: a sentence under it, plain text.
+    charts: Vega-Lite specifications by their ids in the page.
+    tables: (column names, rows) of plain text.
+    text: shown as it is, in a font of fixed width.
+  """
+
+  title: str
+  note: str = ""
+  charts: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+  tables: Sequence[tuple[Sequence[str], Sequence[Sequence[Any]]]] = ()
+  text: str = ""
+
+
+def render(title: str, sections: Sequence[Section], program: str) -> str:
+  """The page.
+
+  Args:
+    program: JavaScript that defines vegaEmbed, see `vega`.
+  """
+  specs = {key: spec for s in sections for key, spec in s.charts.items()}
+  # "</" may not occur inside a script element.
+  data = json.dumps(specs, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+  body = "\n".join(map(_section, sections))
+  return (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+    '<link rel="icon" href="data:,">\n'
+    f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+    f"<h1>{html.escape(title)}</h1>\n{body}\n"
+    f'<script type="application/json" id="specs">{data}</script>\n'
+    f"<script>{program.replace('</script', '<' + chr(92) + '/script')}</script>\n"
+    f"<script>{_SCRIPT}</script>\n</body></html>\n"
+  )
+
+
+def _section(section: Section) -> str:
+  parts = [f"<section><h2>{html.escape(section.title)}</h2>"]
+  if section.note:
+    parts.append(f'<p class="note">{html.escape(section.note)}</p>')
+  if section.charts:
+    drawn = "".join(
+      f'<div><div id="{key}_bind"></div><div id="{key}"></div></div>'
+      for key in map(html.escape, section.charts)
+    )
+    parts.append(f'<div class="charts scroll">{drawn}</div>')
+  for columns, rows in section.tables:
+    head = "".join(f"<th>{html.escape(str(c))}</th>" for c in columns)
+    lines = "".join(
+      "<tr>" + "".join(f"<td>{html.escape(str(v))}</td>" for v in row) + "</tr>" for row in rows
+    )
+    parts.append(f'<div class="scroll"><table><tr>{head}</tr>{lines}</table></div>')
+  if section.text:
+    parts.append(f"<pre>{html.escape(section.text)}</pre>")
+  return "\n".join(parts) + "</section>"
+
+
+def vega() -> str:
+  """JavaScript that defines vegaEmbed, Vega and Vega-Lite: 0.9 MB, kept after the first time.
+
+  vl-convert packs it in a few seconds; a copy by its version lies beside the compiled programs.
+  """
+  import vl_convert
+
+  folder = os.path.join(os.path.dirname(os.path.expanduser(compilation_cache.ROOT)), "vega")
+  path = os.path.join(folder, f"vega-{importlib.metadata.version('vl-convert-python')}.js")
+  if os.path.exists(path):
+    with open(path, encoding="utf-8") as f:
+      return f.read()
+  no_snippet: Any = ()  # its types ask for one
+  program = vl_convert.javascript_bundle(*no_snippet)
+  if os.access(_existing(folder), os.W_OK):
+    os.makedirs(folder, exist_ok=True)
+    write(path, program)
+  return program
+
+
+def _existing(folder: str) -> str:
+  """The folder, or the nearest one above it that is there."""
+  while not os.path.isdir(folder):
+    folder = os.path.dirname(folder)
+  return folder
+
+
+def write(path: str, text: str):
+  """Writes a file at once: a reader never sees half of it."""
+  part = f"{path}.{os.getpid()}.part"
+  with open(part, "w", encoding="utf-8") as f:
+    f.write(text)
+  os.replace(part, path)
+
+
+def picture(path: str, spec: dict[str, Any]):
+  """Writes a chart as SVG, without a browser."""
+  import vl_convert
+
+  write(path, vl_convert.vegalite_to_svg(spec))

@@ -1,0 +1,176 @@
+"""WORKDIR/report.html: the sections of a run's report."""
+
+import json
+import os
+from typing import Any
+
+import altair as alt
+
+from fp8jax.report import charts, files, page, thin
+from fp8jax.report.files import RunFiles
+from fp8jax.report.page import Section
+
+# Rows of the tables of alarms and of numerics that a page shows; the files have all.
+MAX_EVENTS = 200
+
+
+def write(workdir: str) -> str:
+  """Writes WORKDIR/report.html from the other files of WORKDIR; returns its path.
+
+  Raises:
+    UserError: the folder is no run's, or a file in it is damaged.
+    ModuleNotFoundError: the extra `report` is not installed.
+  """
+  run = files.read(workdir)
+  path = os.path.join(workdir, "report.html")
+  page.write(path, page.render(f"{run.name}: {run.recipe}", sections(run), page.vega()))
+  return path
+
+
+def sections(run: RunFiles) -> list[Section]:
+  """All parts of the report that the run's files have something for."""
+  with charts.unchecked():
+    return _sections(run)
+
+
+def _sections(run: RunFiles) -> list[Section]:
+  found = [_head(run), _training(run), _speed(run), *_numerics(run), _events(run), _memory(run)]
+  return [s for s in [*found, _config(run), _sites(run), _provenance(run)] if s is not None]
+
+
+def _charts(**named: alt.TopLevelMixin | None) -> dict[str, dict[str, Any]]:
+  return {
+    k: charts.spec(charts.themed(c), checked=False) for k, c in named.items() if c is not None
+  }
+
+
+def _head(run: RunFiles) -> Section:
+  steps = run.resolved.get("steps", "?")
+  state = "finished" if run.summary else "not finished: drawn from what is written so far"
+  rows = [
+    ("devices", run.device_line),
+    ("state", f"step {run.step} of {steps}, {state}"),
+    ("tokens", f"{run.step * run.tokens_per_step:,}"),
+    ("recipe of most sites", run.recipe),
+    ("written by", f"commit {run.provenance.get('commit')}, {run.provenance.get('time')}"),
+  ]
+  if run.nonfinite:
+    bad, at = run.nonfinite.get("first_bad_site"), run.nonfinite.get("step")
+    rows.append(("stopped", f"not finite at step {at}; first bad site: {bad}"))
+  skipped = run.curves.get("skipped")
+  if skipped is not None:
+    rows.append(("skipped updates", f"{len(skipped.steps)}: steps {_few(skipped.steps)}"))
+  return Section("Run", tables=[(("", ""), rows)])
+
+
+def _few(values, most: int = 12) -> str:
+  shown = ", ".join(str(v) for v in values[:most])
+  return shown + f" and {len(values) - most} more" * (len(values) > most)
+
+
+def _training(run: RunFiles) -> Section | None:
+  if "loss" not in run.curves and not run.heldout:
+    return None
+  drawn = _charts(
+    loss=charts.loss(run),
+    gap=charts.gap(run),
+    learning_rate=charts.metric(run, ["learning_rate"], "learning rate", digits=".1e"),
+    grad_norm=charts.metric(run, ["grad_norm"], "gradient norm", scale="log"),
+  )
+  return Section("Loss", _thinning(run), drawn)
+
+
+def _thinning(run: RunFiles) -> str:
+  """A sentence about how many steps a point of the curves stands for."""
+  if "loss" not in run.curves:
+    return ""
+  size = thin.curve(run.curves["loss"]).per_point
+  if size == 1:
+    return "Every step is a point."
+  return f"A point is the mean of {size} steps; the band is their smallest and largest value."
+
+
+def _speed(run: RunFiles) -> Section | None:
+  drawn = _charts(
+    tokens_per_second=charts.metric(run, ["tokens_per_second"], "tokens per second"),
+    mfu=charts.metric(run, ["mfu"], "MFU, of the dense BF16 peak", digits=".1%"),
+    data_wait=charts.metric(run, ["data_wait_seconds"], "wait for data, ms per step", factor=1e3),
+    step_seconds=charts.metric(run, ["step_seconds"], "step time, s"),
+  )
+  if not drawn:
+    return None
+  note = "Means over a sliding window of 20 steps, without compilation. "
+  lacks = "" if "mfu" in run.curves else "No MFU: the peak of this device is not known."
+  return Section("Speed", note + lacks, drawn)
+
+
+def _numerics(run: RunFiles) -> list[Section]:
+  if run.looks is None:
+    note = "None recorded: --config.log.tensor_stats_every=100 looks at every 100th step."
+    return [Section("Tensor statistics", note)]
+  looks, picked = run.looks, thin.chosen(run.looks)
+  number = f"all {len(looks.steps)} looks" if len(picked) == len(looks.steps) else (
+    f"{len(picked)} of {len(looks.steps)} looks, evenly spread")  # fmt: skip
+  note = (
+    f"Layer by site and tensor (x input, w weight, g gradient), {number}, numbers with "
+    f"{thin.DIGITS} digits. Bright is what to look at: low signal-to-noise ratio, high everything "
+    "else. Grey: not quantized, or no number. Colours keep their meaning over all looks."
+  )
+  specs = _charts(heat_maps=charts.heat_maps(looks))
+  specs["heat_maps"]["datasets"] = {"looks": charts.look_values(looks)}
+  drawn = [Section("Tensor statistics", note, specs)]
+  if scales := charts.scale_ranges(looks):
+    note = (
+      "Over all layers of a site; a click in the legend picks a site. "
+      "The scale of a tile of zeros is 1."
+    )
+    drawn.append(Section("Scales", note, _charts(scale_ranges=scales)))
+  return drawn
+
+
+def _events(run: RunFiles) -> Section:
+  if not run.events:
+    return Section("Alarms and actions", "None recorded.")
+  shown = run.events[:MAX_EVENTS]
+  more = len(run.events) - len(shown)
+  acted = any(e.kind == "action" for e in run.events)
+  note = "" if acted else "No policy acted on these alarms: nothing was changed. "
+  note += f"The first {len(shown)} of {len(run.events)}; metrics.jsonl has all." * bool(more)
+  rows = [(e.step, e.kind, e.place, e.text) for e in shown]
+  return Section("Alarms and actions", note, tables=[(("step", "", "place", ""), rows)])
+
+
+def _memory(run: RunFiles) -> Section | None:
+  if run.memory is None:
+    return None
+  note = "Declared by the configuration beside found in the compiled step, each at its own peak."
+  return Section("Memory", note, _charts(memory=charts.memory(run)))
+
+
+def _config(run: RunFiles) -> Section:
+  rows = [(k, json.dumps(v)) for k, v in sorted(run.changed.items())]
+  note = "" if rows else "As configs/base.py says."
+  tables = [(("key", "here"), rows)] if rows else []
+  return Section("Configuration, where it differs from base", note, tables=tables)
+
+
+def _sites(run: RunFiles) -> Section | None:
+  if not run.sites:
+    return None
+  rows = [
+    (r["from_step"], r["site"], r["layers"], "×".join(map(str, r["m_n_k"])), r["recipe"],
+     "/".join(dict.fromkeys(r["backends"].values())), "; ".join(r["notes"]))
+    for r in run.sites
+  ]  # fmt: skip
+  columns = ("from step", "site", "layers", "m×n×k per device", "recipe", "backends", "notes")
+  return Section("Sites", tables=[(columns, rows)])
+
+
+def _provenance(run: RunFiles) -> Section:
+  shown = {k: v for k, v in run.provenance.items() if k not in ("config", "earlier")}
+  legs = run.provenance.get("earlier", [])
+  note = f"{len(legs) + 1} legs: the run was interrupted and went on." if legs else ""
+  rows = [(leg.get("from_step"), leg.get("time"), leg.get("commit"), leg.get("devices"))
+          for leg in [*legs, run.provenance]]  # fmt: skip
+  tables = [(("from step", "time", "commit", "devices"), rows)] if legs else []
+  return Section("Provenance", note, tables=tables, text=json.dumps(shown, indent=1))

@@ -1,0 +1,61 @@
+"""Fewer points than a run has, said with the picture: means of consecutive steps, chosen looks."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from fp8jax.report.files import Curve, Looks
+
+# Points of a curve, and looks of a heat map. A report of 100 looks at 30 layers stays below 5 MB.
+MAX_POINTS, MAX_LOOKS = 400, 100
+# Significant digits of numbers in a report; metrics.jsonl has all of them.
+DIGITS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Thinned:
+  """Means of consecutive steps, with the smallest and the largest of each.
+
+  Attributes:
+    steps: the last step of each group.
+    mean, low, high: of its finite values; NaN where there is none.
+    per_point: how many steps a point stands for.
+  """
+
+  steps: np.ndarray
+  mean: np.ndarray
+  low: np.ndarray
+  high: np.ndarray
+  per_point: int
+
+
+def curve(c: Curve, most: int = MAX_POINTS) -> Thinned:
+  """At most `most` points of a curve; the last group may be smaller."""
+  n = len(c.steps)
+  size = max(1, math.ceil(n / most))
+  starts = range(0, n, size)
+  parts = [c.values[i : i + size] for i in starts]
+  parts = [part[np.isfinite(part)] for part in parts]
+  steps = np.array([c.steps[min(i + size, n) - 1] for i in starts], np.int64)
+
+  def of(fn):
+    return np.array([fn(part) if part.size else math.nan for part in parts])
+
+  return Thinned(steps, of(np.mean), of(np.min), of(np.max), size)
+
+
+def chosen(looks: Looks, most: int = MAX_LOOKS) -> np.ndarray:
+  """Indices of at most `most` looks, evenly spread, the first and the last among them."""
+  n = len(looks.steps)
+  if n <= most:
+    return np.arange(n)
+  return np.unique(np.linspace(0, n - 1, most).round().astype(int))
+
+
+def number(value: float, digits: int = DIGITS) -> float | int | None:
+  """A number with few digits for JSON, None where it is not finite."""
+  if not math.isfinite(value):
+    return None
+  rounded = float(f"{value:.{digits}g}")
+  return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e6 else rounded

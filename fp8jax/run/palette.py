@@ -1,0 +1,30 @@
+"""Colours, the same in every picture: of recipes, of tensors, of statistics."""
+
+from collections.abc import Iterable
+
+# Okabe and Ito's colours, which people with any colour vision tell apart ("Color Universal Design",
+# 2008), then further hues. A recipe keeps its colour in all pictures.
+RECIPES = {
+  "bf16": "#000000", "block_128": "#0072B2", "block_128_pow2": "#009E73",
+  "block_128_hybrid": "#56B4E9", "tensor_current": "#D55E00", "tensor_delayed": "#E69F00",
+  "tensor_delayed_latest": "#B8860B", "e4m3_static": "#8C564B", "fp8lm": "#CC79A7",
+  "rowwise": "#7F3C8D", "rowwise_gw_hp": "#B497E7", "mxfp8": "#11A579", "nvfp4": "#E73F74",
+  "nvfp4_sr_rht": "#A5214E",
+}  # fmt: skip
+# For arms that are no recipe of the table.
+_FURTHER = ("#3969AC", "#80BA5A", "#F2B701", "#008695", "#CF1C90", "#f97b72", "#4b4b8f", "#A5AA99")
+TENSORS = {"x": "#0072B2", "w": "#009E73", "g": "#D55E00"}
+MISSING = "#d9d9d9"
+
+# From harmless to alarming: viridis (van der Walt and Smith 2015) at nine places. In every heat map
+# bright is what to look at.
+RAMP = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30",
+        "#fde725")  # fmt: skip
+
+
+def of_arms(names: Iterable[str]) -> dict[str, str]:
+  """{arm: colour}: a recipe's own, and for other arms one that depends on the other arms alone."""
+  names = sorted(set(names))
+  others = [name for name in names if name not in RECIPES]
+  further = {name: _FURTHER[i % len(_FURTHER)] for i, name in enumerate(others)}
+  return {name: RECIPES.get(name) or further[name] for name in names}

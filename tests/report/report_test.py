@@ -1,0 +1,165 @@
+"""Tables and specifications of a report against the JSONL itself, read another way."""
+
+import json
+import math
+import re
+import statistics
+
+import numpy as np
+import pytest
+
+from fp8jax.errors import UserError
+from fp8jax.jobs import report
+from fp8jax.report import files, thin
+
+LAYERS, SITES = 30, ("attn/k", "attn/o", "attn/q", "attn/v", "mlp/down", "mlp/gate", "mlp/up")
+STATISTICS = ("amax", "underflow", "saturation", "smallest_scale", "largest_scale", "snr_db",
+              "kurtosis", "rms", "nonfinite")  # fmt: skip
+MEMORY = {"declared": 3 * 2**30, "peak": 2**32, "rows": [
+  {"kind": "masters", "declared": 2**30, "compiled": None, "note": ""},
+  {"kind": " part of another", "declared": 7, "compiled": None, "note": ""},
+]}  # fmt: skip
+
+
+def write_run(folder, steps=1000, looks=100, layers=LAYERS, seed=0):
+  """The files of a run with random numbers: SmolLM2's sites, every step, `looks` looks."""
+  rng = np.random.default_rng(seed)
+  names = ["head"] + [f"layers/{i}/{s}" for i in range(layers) for s in SITES]
+  lines = [{"step": 0, "heldout/main/block_128/loss": 2.02, "heldout/main/bf16/loss": 2.0}]
+  every = max(1, steps // looks)
+  for step in range(1, steps + 1):
+    row = {"step": step, "loss": 3 - step / steps + rng.normal() / 50, "grad_norm": rng.random()}
+    lines.append({**row, "learning_rate": 1e-3, "data_wait_seconds": 0.01})
+    if step % every == 0:
+      # As numbers are in a run: all digits.
+      lines.append({"step": step, "numerics": {
+        name: {t: dict(zip(STATISTICS, rng.random(len(STATISTICS)).tolist())) for t in "xwg"}
+        for name in names
+      }})  # fmt: skip
+  lines[-1]["numerics"]["head"]["x"]["snr_db"] = "inf"
+  alarms = [{"place": "layers/3/mlp/up/x", "text": "snr_db </script> low. Try: less"}]
+  lines.append({"step": steps, "alarms": alarms})
+  lines.append({"step": steps, "heldout/main/block_128/loss": 1.01, "heldout/main/bf16/loss": 1.0})
+  text = "".join(json.dumps(line) + "\n" for line in lines)
+  (folder / "metrics.jsonl").write_text(text + '{"step": 10')  # a row that is being written
+  gemms = dict.fromkeys(("fwd", "dgrad", "wgrad"), {"lhs": {"format": "e4m3"}, "rhs": None})
+  site = {"from_step": 0, "site": "layers/mlp/up", "layers": layers, "m_n_k": [1, 2, 3],
+          "recipe": "block_128", "definition": gemms,
+          "backends": dict.fromkeys(gemms, "reference"), "notes": []}  # fmt: skip
+  config = {"resolved": {"steps": 2 * steps, "global_batch": 4, "seq_len": 8},
+            "changed": {"steps": 2 * steps}}  # fmt: skip
+  origin = {"devices": "1 x cpu (cpu)", "commit": "c0ffee"}
+  written = {"config": config, "sites": [site], "memory": MEMORY, "provenance": origin}
+  for name, value in written.items():
+    (folder / f"{name}.json").write_text(json.dumps(value))
+  return lines
+
+
+def specs_of(page):
+  return json.loads(re.search(r'id="specs">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_tables_hold_what_the_rows_say(tmp_path):
+  lines = write_run(tmp_path, steps=20, looks=4, layers=3)
+  run = files.read(str(tmp_path))
+  losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+  assert dict(zip(run.curves["loss"].steps, run.curves["loss"].values)) == losses
+  assert (run.step, run.tokens_per_step, run.recipe) == (20, 32, "block_128")
+  assert run.device_line == "1 x cpu (cpu): FP8 products by reference (emulated: exact, slow)"
+  assert [(e.step, e.kind, e.place) for e in run.events] == [(20, "alarm", "layers/3/mlp/up/x")]
+  looks = [line for line in lines if "numerics" in line]
+  assert list(run.looks.steps) == [line["step"] for line in looks]
+  assert len(run.looks.cells) == 3 * (7 * 3 + 1)
+  for i, line in enumerate(looks):
+    for j, cell in enumerate(run.looks.cells):
+      name = cell.site if cell.layer is None else f"layers/{cell.layer}/{cell.site}"
+      for statistic, value in line["numerics"][name][cell.tensor].items():
+        assert run.looks.values[statistic][i, j] == float(value)
+
+
+@pytest.mark.parametrize("n", [1, 7, 399, 400, 401, 1999])
+def test_thinned_curve_has_means_and_extremes_of_consecutive_steps(n):
+  values = np.sin(np.arange(n)) + 2
+  values[n // 2] = math.nan
+  steps = np.arange(1, n + 1)
+  found = thin.curve(files.Curve(steps, values))
+  assert len(found.mean) <= 400 and found.steps[-1] == n and found.per_point == -(-n // 400)
+  for k, last in enumerate(found.steps):
+    first = found.steps[k - 1] if k else 0
+    part = [v for s, v in zip(steps, values) if first < s <= last and math.isfinite(v)]
+    if part:
+      assert found.mean[k] == pytest.approx(statistics.fmean(part), rel=1e-12)
+      assert (found.low[k], found.high[k]) == (min(part), max(part))
+    else:
+      assert math.isnan(found.mean[k])
+
+
+def test_chosen_looks_keep_both_ends():
+  looks = files.Looks(np.arange(1, 1001), (), {})
+  picked = thin.chosen(looks)
+  assert len(picked) == 100 and (picked[0], picked[-1]) == (0, 999)
+  assert set(np.diff(picked)) <= {10, 11}
+
+
+def test_folder_without_a_run_is_refused_with_the_remedy(tmp_path):
+  with pytest.raises(UserError, match=r"no folder of a run: there is no .*metrics\.jsonl; name"):
+    files.read(str(tmp_path))
+  with pytest.raises(UserError, match="--job=report --workdir=runs/NAME"):
+    report.run("", [])
+
+
+def test_report_of_100_looks_at_smollm2_is_small_offline_and_true(tmp_path):
+  pytest.importorskip("altair")
+  lines = write_run(tmp_path)
+  path = tmp_path / "report.html"
+  assert report.run(str(tmp_path), []) == str(path)
+  page = path.read_text()
+  assert len(page.encode()) < 5_000_000
+  # Nothing is loaded from anywhere: the program and the data are inside.
+  markup = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+  assert not re.search(r"<script[^>]*src|url\(|@import", page.split("<script>")[0])
+  assert not re.search(r'(src|href)="(?!data:,")', markup)
+  assert "snr_db &lt;/script&gt; low" in page and page.count("</script>") == 3
+  assert "step 1000 of 2000, not finished" in page and "A point is the mean of 3 steps" in page
+  specs = specs_of(page)
+  assert set(specs) >= {"loss", "gap", "learning_rate", "grad_norm", "data_wait", "heat_maps",
+                        "scale_ranges", "memory"}  # fmt: skip
+  gap = [row["percent"] for layer in specs["gap"]["layer"][1:2] for row in layer["data"]["values"]]
+  assert gap == [1, 1]
+  heat = specs["heat_maps"]
+  looks = [line for line in lines if "numerics" in line]
+  assert [row["step"] for row in heat["datasets"]["looks"]] == [line["step"] for line in looks]
+  cells = heat["concat"][0]["transform"][3]["from"]["data"]["values"]
+  row = heat["datasets"]["looks"][-1]
+  for cell in cells:
+    site, tensor = cell["tensor"].rsplit(" ", 1)
+    name = site if cell["layer"] == "–" else f"layers/{cell['layer']}/{site}"
+    for statistic in ("snr_db", "underflow", "saturation", "amax", "kurtosis"):
+      shown, value = (
+        row[statistic][cell["cell"] - 1],
+        looks[-1]["numerics"][name][tensor][statistic],
+      )
+      assert shown is None if value == "inf" else shown == pytest.approx(value, rel=5e-3)
+  # Panels share no scale of colour, and none depends on the look that is shown.
+  assert heat["resolve"]["scale"]["color"] == "independent" and len(heat["concat"]) == 5
+  for panel in heat["concat"]:
+    low, high = (
+      panel["encoding"]["color"]["scale"]["domain"]
+      if "scale" in panel["encoding"]["color"]
+      else panel["encoding"]["color"]["condition"]["scale"]["domain"]
+    )
+    assert low < high
+  bars = specs["memory"]["data"]["values"]
+  assert {(b["kind"], b["side"]): b["gib"] for b in bars} == {
+    ("masters", "declared"): 1, ("peak", "declared"): 3, ("peak", "compiled"): 4}  # fmt: skip
+
+
+def test_report_that_cannot_be_drawn_is_said_and_fails_nothing(tmp_path, monkeypatch):
+  said = report.attempt(str(tmp_path))
+  assert said.startswith("no report.html: ") and "metrics.jsonl" in said or "fp8jax[report]" in said
+
+  def missing(name):
+    raise ModuleNotFoundError("No module named 'altair'", name="altair")
+
+  monkeypatch.setattr(report.importlib, "import_module", missing)
+  assert "pip install 'fp8jax[report]'" in report.attempt(str(tmp_path))
