@@ -27,6 +27,7 @@ EXTRAS = {
   "tensorboardX": "train", "flax": "flax", "gguf": "hf", "huggingface_hub": "hf",
   "safetensors": "hf", "tokenizers": "hf", "array_record": "data", "pyarrow": "data",
   "tensorflow_datasets": "data", "jinja2": "sft", "tokamax": "attention",
+  "optuna": "sweep", "submitit": "sweep",
 }  # fmt: skip
 
 

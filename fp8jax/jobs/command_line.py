@@ -1,6 +1,7 @@
 """The launcher's flags, with one-line errors that name the nearest valid file, key or value."""
 
 import os
+import re
 import sys
 import traceback
 
@@ -17,7 +18,11 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
   """absl's parser, with one-line errors that name the nearest valid file, key or value."""
   path, job = (_value_of(name, argv) for name in ("config", "job"))
   path = path and path.partition(":")[0]
-  if path is None and not any(a.lstrip("-").startswith("help") for a in argv[1:]):
+  if (
+    path is None
+    and not _value_of("sweep", argv)
+    and not any(a.lstrip("-").startswith("help") for a in argv[1:])
+  ):
     sys.exit("error: --config=FILE is required, for example --config=configs/debug.py")
   if path is not None and not os.path.isfile(path):
     if os.path.isdir(path):
@@ -59,6 +64,17 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
     lines = [f.lineno for f in frames if path and f.filename.endswith(path)]
     where = f"{path}, line {lines[-1]}" if lines else path
     sys.exit(f"error: {where}: {type(e).__name__}: {e}")
+
+
+def with_changes(workdir: str, argv: list[str]) -> str:
+  """`workdir` with the overrides of a command line in place of "{changes}".
+
+  Launchers of others (an agent of Weights & Biases, a shell loop) thus give each of their runs a
+  workdir of its own: "optim.peak_lr=0.001-seed=1", or "unchanged".
+  """
+  found = [a.lstrip("-").removeprefix("config.") for a in argv[1:] if a.startswith("--config.")]
+  names = [re.sub(r"[^\w.+=,-]+", "_", change) for change in sorted(found)]
+  return workdir.replace("{changes}", "-".join(names) or "unchanged")
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:

@@ -56,6 +56,10 @@ def run(plan: run_spec.RunSpec, workdir: str, base: dict[str, Any] | None = None
     NonFinite: see optim.on_nonfinite.
   """
   with workdir_lib.locked(workdir):
+    summary = workdir_lib.finished(workdir, dict(plan.flat), loader.fingerprint(plan.data))
+    if summary is not None:
+      console_lib.console().print(f"{workdir} is finished: step {summary['step']}")
+      return summary
     return _Run(plan, workdir, base or {}).run()
 
 
@@ -428,6 +432,7 @@ class _Run:
       "skipped_updates": int(jax.device_get(state.skipped)),
       "documents_passed_over": self.counts.summary_everywhere(),
       "evaluations": self.evaluations,
+      "objective": evaluator_lib.objective(self.evaluations[str(step)]),
     }
     provenance_lib.write_json(self.workdir, "summary.json", summary)
     startup.print_end(self.out, summary, self.workdir)
