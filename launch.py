@@ -1,6 +1,7 @@
 """python launch.py --config=configs/X.py[:arm] [--config.a.b=value] [--job=JOB] [--workdir=DIR]
 
 python launch.py --sweep=experiments/sweeps/X.py [--parallel=N | --submit=slurm | --print]
+python launch.py --job=doctor; --explain optim.peak_lr; --help-config
 
 Exit codes: 0 finished, 1 an error, 3 diverged (loss or gradient not finite), 75 saved after SIGTERM
 (the same command resumes; schedulers requeue on it), 130 saved after Ctrl-C. A finished run that is
@@ -18,7 +19,7 @@ try:
   from ml_collections import config_flags
 
   from configs import base
-  from fp8jax.jobs import command_line, dispatch
+  from fp8jax.jobs import command_line, dispatch, doctor
   from fp8jax.run import distributed
 except ModuleNotFoundError as e:  # the library alone is installed
   sys.exit(f"error: {errors.missing_package(e)}")
@@ -50,6 +51,8 @@ def main(argv):
     sys.exit(f"unexpected argument {argv[1]!r}; options are written --name=value")
   if not COORDINATOR.value and (PROCESSES.value is not None or PROCESS.value is not None):
     sys.exit("error: --processes and --process need --coordinator=host:port of process 0")
+  if JOB.value == "doctor":
+    sys.exit(doctor.run())
   if SWEEP.value:
     root = os.path.dirname(os.path.abspath(__file__))
     sys.exit(
@@ -67,4 +70,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+  command_line.answer(sys.argv, base.get_config)
   app.run(main, flags_parser=lambda argv: command_line.parse_flags(argv, base.get_config()))
