@@ -1,10 +1,13 @@
 """python launch.py --config=configs/X.py[:arm] [--config.a.b=value] [--job=JOB] [--workdir=DIR]
 
-python launch.py --job=report --workdir=DIR and python launch.py --job=compare DIR... read the
-folders of runs alone.
+python launch.py --job=report --workdir=DIR; --job=compare DIR...
+python launch.py --sweep=experiments/sweeps/X.py [--parallel=N | --submit=slurm | --print]
+python launch.py --job=doctor; --explain optim.peak_lr; --help-config
 
-Exit codes: 0 finished, 1 an error, 75 saved after SIGTERM (the same command resumes; schedulers
-requeue on it), 130 saved after Ctrl-C.
+Exit codes: 0 finished, 1 an error, 3 diverged (loss or gradient not finite), 75 saved after SIGTERM
+(the same command resumes; schedulers requeue on it), 130 saved after Ctrl-C. A finished run that is
+started again takes no step; WORKDIR/summary.json has the held-out loss as "objective". `{changes}`
+in --workdir stands for the keys that the command line overrides.
 """
 
 import os
@@ -17,7 +20,7 @@ try:
   from ml_collections import config_flags
 
   from configs import base
-  from fp8jax.jobs import command_line, dispatch
+  from fp8jax.jobs import command_line, dispatch, doctor
   from fp8jax.run import distributed
 except ModuleNotFoundError as e:  # the library alone is installed
   sys.exit(f"error: {errors.missing_package(e)}")
@@ -41,6 +44,10 @@ COORDINATOR = flags.DEFINE_string(
 PROCESSES = flags.DEFINE_integer("processes", None, "Number of processes, without a scheduler.")
 TIMEOUT = flags.DEFINE_integer("timeout", 300, "Seconds to wait for the other processes.")
 PROCESS = flags.DEFINE_integer("process", None, "Index of this process, without a scheduler.")
+SWEEP = flags.DEFINE_string("sweep", "", "Runs the trials of this file (experiments/sweeps).")
+PARALLEL = flags.DEFINE_integer("parallel", 0, "Trials at a time; default one per GPU or core.")
+SUBMIT = flags.DEFINE_string("submit", "", "Runs the trials as jobs: slurm, or local to try it.")
+PRINT = flags.DEFINE_boolean("print", False, "Prints the commands of trials that are not over.")
 
 
 def main(argv):
@@ -51,13 +58,24 @@ def main(argv):
     sys.exit(f"unexpected argument {argv[1]!r}; options are written --name=value")
   if not COORDINATOR.value and (PROCESSES.value is not None or PROCESS.value is not None):
     sys.exit("error: --processes and --process need --coordinator=host:port of process 0")
+  if JOB.value == "doctor":
+    sys.exit(doctor.run())
+  if SWEEP.value:
+    root = os.path.dirname(os.path.abspath(__file__))
+    sys.exit(
+      dispatch.run_sweep(
+        SWEEP.value, root, WORKDIR.value, PARALLEL.value, SUBMIT.value, PRINT.value
+      )
+    )
   for name, value in dispatch.environment(CONFIG.value).items():
     os.environ.setdefault(name, value)
   if DISTRIBUTED.value or COORDINATOR.value:
     distributed.initialize(COORDINATOR.value, PROCESSES.value, PROCESS.value, TIMEOUT.value)
   name = flags.FLAGS["config"].config_filename
-  sys.exit(dispatch.run(JOB.value, CONFIG.value, base.get_config(), name, WORKDIR.value))
+  workdir = command_line.with_changes(WORKDIR.value, sys.argv)
+  sys.exit(dispatch.run(JOB.value, CONFIG.value, base.get_config(), name, workdir))
 
 
 if __name__ == "__main__":
+  command_line.answer(sys.argv, base.get_config)
   app.run(main, flags_parser=lambda argv: command_line.parse_flags(argv, base.get_config()))

@@ -1,7 +1,7 @@
 """InfiR2's supervised fine-tuning of the 7B model in block FP8, two stages (arXiv:2509.22536).
 
 what:      5 epochs of InfiAlign-SFT-72k, then of InfiAlign-SFT-165k, 64 samples a step (InfiXAI/
-           InfiR2 scripts/SFT); what training computes has their values, the mesh is ours (they: TP 4
+           InfiR2 scripts/SFT); training computes with their values on a mesh of ours (theirs: TP 4
            on 2 x 8 GPUs)
 command:   train configs/cpt_7b.py; put the tokenizer of Qwen/Qwen2.5-7B-Instruct in
            assets/Qwen2.5-7B-Instruct and the data in assets/InfiAlign-SFT-{72k,165k}/*.jsonl, then

@@ -27,6 +27,7 @@ PACKAGE = ROOT / "fp8jax"
 FLOORS = (
   ("",), ("recipe",), ("quantization",), ("kernels",), ("ops",), ("models", "optim", "data"),
   ("generation",), ("evaluation",), ("step",), ("config",), ("compiled",), ("run",), ("report",),
+  ("sweeps",),
   ("jobs", "integrations"),
 )  # fmt: skip
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
@@ -35,7 +36,7 @@ VOCABULARY = {"__init__", "axes", "console", "errors", "formats", "hub", "mesh",
 # Where packages of an extra are imported at the top of a file; those of other extras are not. `pip
 # install fp8jax` gives a library that imports none of these files.
 EXTRAS_OF_FILES = {
-  "train": ("console.py", "config/", "data/", "run/", "jobs/"),
+  "train": ("console.py", "config/", "data/", "run/", "jobs/", "sweeps/"),
   "flax": ("integrations/flax.py",),
   "report": ("report/charts.py", "report/compare_charts.py", "report/run_report.py"),
 }
@@ -63,8 +64,9 @@ PLACES = {
   ),
   "dot_general": ("ops/linear.py", "kernels/"),
   "dot_product_attention": ("ops/attention.py",),
-  # Recorded with a run's results, never obeyed; what XLA asks before it compiles without a GPU.
-  "environ": ("run/provenance.py", "compiled/aot.py"),
+  # Recorded with a run's results, never obeyed; what XLA asks before it compiles without a GPU; the
+  # GPUs that a scheduler leaves to a sweep.
+  "environ": ("run/provenance.py", "compiled/aot.py", "run/machine.py"),
   "allow_pickle": (),
   "_src": (),  # JAX's private modules
   **dict.fromkeys(("custom_jvp", "dot", "einsum", "matmul", "tensordot", "vdot", "@"), ()),

@@ -1,7 +1,12 @@
 """The launch scripts, executed with stand-ins for the scheduler's commands."""
 
+import contextlib
 import os
+import pathlib
+import runpy
 import subprocess
+import sys
+import types
 
 import pytest
 
@@ -28,3 +33,28 @@ def test_slurm_script_requeues_what_was_preempted(tmp_path, repository, code, no
   assert done.returncode == (0 if requeued else code)
   options = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
   assert "#SBATCH --requeue" in options and "#SBATCH --signal=TERM@300" in options
+
+
+@pytest.mark.parametrize("code, logged", [(0, [{"objective": 2.5}]), (3, [])])
+def test_agent_of_weights_and_biases_gives_each_run_a_workdir(
+  tmp_path, repository, monkeypatch, code, logged
+):
+  """The package is a stand-in, and so is the run: its summary.json lies where launch.py is told."""
+  said, commands = [], []
+  run = types.SimpleNamespace(config={"optim.peak_lr": 0.01, "seed": 1}, log=said.append)
+  wandb = types.SimpleNamespace(init=lambda: contextlib.nullcontext(run))
+  monkeypatch.setitem(sys.modules, "wandb", wandb)
+  agent = runpy.run_path(str(repository / "experiments/sweeps/wandb_agent.py"))
+  agent["trial"].__globals__["ROOT"] = tmp_path
+
+  def start(command, cwd):
+    commands.append(command)
+    workdir = pathlib.Path(command[-1].removeprefix("--workdir="))
+    workdir.mkdir(parents=True)
+    (workdir / "summary.json").write_text('{"objective": 2.5}')
+    return types.SimpleNamespace(returncode=code)
+
+  monkeypatch.setattr(subprocess, "run", start)
+  agent["trial"]()
+  assert said == logged and commands[0][3:5] == ["--config.optim.peak_lr=0.01", "--config.seed=1"]
+  assert commands[0][-1] == f"--workdir={tmp_path}/runs/wandb/optim.peak_lr=0.01-seed=1"

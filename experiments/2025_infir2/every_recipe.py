@@ -14,15 +14,15 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import config  # noqa: E402
 
-from experiments import sweep  # noqa: E402
+from fp8jax.sweeps import run as sweep  # noqa: E402
 
 RESULTS = HERE / "results" / "every_recipe.json"
 
 
 def row(recipe: str) -> dict:
-  done = sweep.run(
-    f"experiments/2025_infir2/config.py:short-{recipe}", f"runs/2025_infir2/short-{recipe}"
-  )
+  root = HERE.parents[1]
+  workdir = str(root / f"runs/2025_infir2/short-{recipe}")
+  done = sweep.one(f"experiments/2025_infir2/config.py:short-{recipe}", workdir, {}, str(root))
   return {
     "heldout_before": done.heldout(0),
     "heldout_after": done.heldout(-1),

@@ -42,7 +42,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import config  # noqa: E402
 import plot  # noqa: E402
 
-from experiments import sweep  # noqa: E402
+from fp8jax.sweeps import run as sweep  # noqa: E402
 
 BASELINE, BAR = "bf16", 0.25
 
@@ -73,10 +73,11 @@ DESIGNS = {
 
 def measure(design: Design, recipe: str, seed: int) -> dict:
   """Runs an arm with a seed, or goes on with it, or reads the results of the finished run."""
-  done = sweep.run(
+  done = sweep.one(
     f"experiments/2025_infir2/config.py:{design.name}-{recipe}",
-    f"runs/2025_infir2/{design.name}-{recipe}-{seed}",
+    str(HERE.parents[1] / f"runs/2025_infir2/{design.name}-{recipe}-{seed}"),
     {"seed": seed},
+    str(HERE.parents[1]),
   )
   return {
     "recipe": recipe,

@@ -6,13 +6,12 @@ A page holds a table between `<!-- table: NAME -->` and `<!-- end -->`. tests/gu
 where a table is not what the code says.
 """
 
-import ast
-import inspect
 import json
 import pathlib
 import re
 
 from configs import base
+from fp8jax.config import comments
 from fp8jax.models.hf import fp8_formats
 from fp8jax.optim import storage
 from fp8jax.recipe.gemm import accumulate_name
@@ -51,23 +50,8 @@ def recipes() -> str:
 
 def config_keys() -> str:
   """Every key of configs/base.py with its default and its comments."""
-  source = inspect.getsource(base.get_config)
-  lines, rows, end = source.splitlines(), [], 0
-  for node in ast.parse(source).body[0].body:
-    is_key = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
-    if is_key:
-      above, i = [], node.lineno - 2
-      while i >= end and lines[i].strip().startswith("#"):
-        above.insert(0, lines[i].strip(" #"))
-        i -= 1
-      code = lines[node.lineno - 1 : node.end_lineno]
-      beside = [line.split("  # ", 1)[1] for line in code if "  # " in line]
-      said = [s for s in (*above, *beside) if not s.startswith("fmt:")]
-      value = ast.unparse(node.value)
-      if not value.startswith("ConfigDict()"):
-        short = re.sub(r"^placeholder\(\w+\)$", "None", value)
-        rows.append((f"`{ast.unparse(node.targets[0])[2:]}`", f"`{short}`", " ".join(said)))
-    end = node.end_lineno
+  found = comments.keys(base.get_config)
+  rows = [(f"`{key.name}`", f"`{key.default}`", key.meaning) for key in found]
   return _markdown(("key", "default", "meaning"), rows)
 
 

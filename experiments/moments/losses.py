@@ -18,9 +18,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from configs import smollm2_cpt  # noqa: E402
-from experiments import sweep  # noqa: E402
 from fp8jax.config import sections  # noqa: E402
 from fp8jax.optim import storage  # noqa: E402
+from fp8jax.sweeps import run as sweep  # noqa: E402
 
 _RUNS = flags.DEFINE_string("runs", "runs/moments", "Where runs are kept.")
 _JSON = flags.DEFINE_string("json", "", "Where the table is written.")
@@ -58,7 +58,7 @@ def row(name: str) -> dict:
   """The row's numbers, of a run that is started, or went on, or was there already."""
   source, changes = ROWS[name]
   folder = name.replace(":", "_").replace(" seed ", "_seed")
-  done = sweep.run(source, f"{_RUNS.value}/{folder}", changes)
+  done = sweep.one(source, str(ROOT / _RUNS.value / folder), changes, str(ROOT))
   (before,), (after,) = (done.heldout(which).values() for which in (0, -1))
   return {
     "row": name,

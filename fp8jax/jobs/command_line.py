@@ -1,30 +1,33 @@
 """The launcher's flags, with one-line errors that name the nearest valid file, key or value."""
 
 import os
+import re
 import sys
 import traceback
+from collections.abc import Callable
 
 from absl import flags
 
+from fp8jax.config import comments, identity
 from fp8jax.config import files as config_files
-from fp8jax.config import identity
-from fp8jax.errors import nearest, nearest_key
+from fp8jax.errors import UserError, nearest, nearest_key
 
-NAMES = ("train", "evaluate", "prepare", "export", "calibrate", "diagnose", "memory",
-         "generate", "report", "compare")  # fmt: skip
-# They read the folders of runs, and need no configuration.
+NAMES = (
+  "train", "evaluate", "prepare", "export", "calibrate", "diagnose", "memory", "generate",
+  "report", "compare", "doctor",
+)  # fmt: skip
+# They read the folders of runs.
 OF_FILES = ("report", "compare")
+# Jobs of files or of a machine, not of a configuration.
+_WITHOUT_CONFIG = (*OF_FILES, "doctor")
 
 
 def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
   """absl's parser, with one-line errors that name the nearest valid file, key or value."""
   path, job = (_value_of(name, argv) for name in ("config", "job"))
   path = path and path.partition(":")[0]
-  if (
-    path is None
-    and job not in OF_FILES
-    and not any(a.lstrip("-").startswith("help") for a in argv[1:])
-  ):
+  is_alone = any(a.lstrip("-").startswith(("help", "sweep")) for a in argv[1:])
+  if path is None and not is_alone and job not in _WITHOUT_CONFIG:
     sys.exit("error: --config=FILE is required, for example --config=configs/debug.py")
   if path is not None and not os.path.isfile(path):
     if os.path.isdir(path):
@@ -66,6 +69,34 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
     lines = [f.lineno for f in frames if path and f.filename.endswith(path)]
     where = f"{path}, line {lines[-1]}" if lines else path
     sys.exit(f"error: {where}: {type(e).__name__}: {e}")
+
+
+def answer(argv: list[str], get_config: Callable):
+  """Prints what --explain KEY or --help-config asks for, and exits; returns without one of them.
+
+  Args:
+    argv: the command line.
+    get_config: of configs/base.py, whose comments are the text.
+  """
+  name = _value_of("explain", argv)
+  if name is None and not {"--help-config", "--help_config"} & {*argv}:
+    return
+  try:
+    print(comments.explain((name or "").removeprefix("config."), get_config))
+  except UserError as e:
+    sys.exit(f"error: {e}")
+  sys.exit(0)
+
+
+def with_changes(workdir: str, argv: list[str]) -> str:
+  """`workdir` with the overrides of a command line in place of "{changes}".
+
+  Launchers of others (an agent of Weights & Biases, a shell loop) thus give each of their runs a
+  workdir of its own: "optim.peak_lr=0.001-seed=1", or "unchanged".
+  """
+  found = [a.lstrip("-").removeprefix("config.") for a in argv[1:] if a.startswith("--config.")]
+  names = [re.sub(r"[^\w.+=,-]+", "_", change) for change in sorted(found)]
+  return workdir.replace("{changes}", "-".join(names) or "unchanged")
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:

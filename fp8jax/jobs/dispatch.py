@@ -21,6 +21,7 @@ from fp8jax.run import (
   machine,
   provenance,
 )
+from fp8jax.sweeps import run as sweep_run
 
 
 def run(
@@ -75,7 +76,10 @@ def _reported(action: Callable[[], int], workdir: str) -> int:
   """The exit code of `action`; errors that users can put right are one line on stderr."""
   try:
     return action()
-  except (UserError, train.NonFinite, OSError) as e:
+  except train.NonFinite as e:
+    print(f"error: {e}", file=sys.stderr)
+    return _NONFINITE
+  except (UserError, OSError) as e:
     is_full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) and not e.filename
     where = f"; nothing more can be written to {workdir}" if is_full else ""
     print(f"error: {e}{where}", file=sys.stderr)
@@ -91,6 +95,19 @@ def _reported(action: Callable[[], int], workdir: str) -> int:
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     return 130
+
+
+def run_sweep(
+  path: str, root: str, workdir: str, parallel: int, submit: str, is_printed: bool
+) -> int:
+  """Runs the trials of a sweep's file (sweeps/run.py); returns the process's exit code."""
+  try:
+    return sweep_run.run(path, root, workdir, parallel, submit, is_printed)
+  except (UserError, OSError) as e:
+    print(f"error: {e}", file=sys.stderr)
+  except ModuleNotFoundError as e:
+    print(f"error: {missing_package(e)}", file=sys.stderr)
+  return 1
 
 
 def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: str) -> int:
@@ -139,6 +156,7 @@ def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: s
 
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+_NONFINITE = 3  # exit code: the loss or the gradient stopped being a number
 
 
 def _out_of_memory(e: Exception, argv: list[str]) -> str:

@@ -12,8 +12,7 @@ from fp8jax import console as console_lib
 from fp8jax.compiled import fp8_gemms
 from fp8jax.config import identity, resolve
 from fp8jax.data import batch_sharding, loader
-from fp8jax.jobs import report
-from fp8jax.jobs import restore
+from fp8jax.jobs import report, restore
 from fp8jax.kernels import self_test
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
@@ -60,6 +59,10 @@ def run(plan: run_spec.RunSpec, workdir: str, base: dict[str, Any] | None = None
     NonFinite: see optim.on_nonfinite.
   """
   with workdir_lib.locked(workdir):
+    summary = workdir_lib.finished(workdir, dict(plan.flat), loader.fingerprint(plan.data))
+    if summary is not None:
+      console_lib.console().print(f"{workdir} is finished: step {summary['step']}")
+      return summary
     return _Run(plan, workdir, base or {}).run()
 
 
@@ -465,6 +468,7 @@ class _Run:
       "skipped_updates": int(jax.device_get(state.skipped)),
       "documents_passed_over": self.counts.summary_everywhere(),
       "evaluations": self.evaluations,
+      "objective": evaluator_lib.objective(self.evaluations[str(step)]),
     }
     provenance_lib.write_json(self.workdir, "summary.json", summary)
     startup.print_end(self.out, summary, self.workdir)

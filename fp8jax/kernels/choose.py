@@ -200,6 +200,17 @@ def gemm(problem: GemmProblem, wanted: str = "auto") -> Choice:
   )
 
 
+def reason_against(problem: GemmProblem) -> str | None:
+  """Why "auto" refuses a GEMM, without the remedies; None where it runs."""
+  if not problem.gemm.is_quantized:
+    return None
+  if reason := _excluded(problem):
+    return reason
+  backends = gemm_api.BACKENDS
+  found = _first(_automatic(backends, problem.device), lambda b: backends[b].supports(problem))
+  return None if isinstance(found, Choice) else "; ".join(found)
+
+
 def gemm_backends(problem: GemmProblem) -> list[str]:
   """The names of all backends that support a GEMM, in order of preference."""
   return [name for name, b in gemm_api.BACKENDS.items() if b.supports(problem) is None]

@@ -116,6 +116,16 @@ def _summary(source: str, parts) -> dict[str, float]:
   return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "tokens": tokens}
 
 
+def objective(results: dict[str, Any]) -> float:
+  """The number that a sweep minimizes: held-out loss in nats, the mean over the sources.
+
+  In the BF16 forward pass where that was evaluated, so that recipes compare by their weights; else
+  in the first precision.
+  """
+  values = [by.get("bf16", next(iter(by.values())))["loss"] for by in results.values()]
+  return sum(values) / len(values)
+
+
 def flat(results: dict[str, Any]) -> dict[str, float]:
   """{"heldout/<source>/<precision>/loss": ...} for metrics."""
   return {

@@ -4,6 +4,7 @@
 on a machine without a driver.
 """
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -30,6 +31,21 @@ def driver_version() -> str | None:
   lines = asked.stdout.split()
   is_version = bool(lines) and lines[0].replace(".", "").isdigit()
   return lines[0] if asked.returncode == 0 and is_version else None
+
+
+def visible_gpus() -> list[str]:
+  """Indices of the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves to this process; JAX stays away."""
+  if "CUDA_VISIBLE_DEVICES" in os.environ:
+    return [x for x in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if x not in ("", "-1")]
+  program = shutil.which("nvidia-smi")
+  if program is None:
+    return []
+  query = [program, "--query-gpu=index", "--format=csv,noheader"]
+  try:
+    asked = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S)
+  except (OSError, subprocess.TimeoutExpired):
+    return []
+  return asked.stdout.split() if asked.returncode == 0 else []
 
 
 def wheels(driver: str) -> str:

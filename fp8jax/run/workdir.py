@@ -4,10 +4,22 @@ import contextlib
 import fcntl
 import os
 import socket
+from typing import Any
 
 import jax
 
-from fp8jax.errors import UserError
+from fp8jax.errors import UserError, read_json
+
+
+def finished(workdir: str, flat: dict[str, Any], fingerprint: str) -> dict[str, Any] | None:
+  """The summary of a run that is finished under this very configuration and data, else None."""
+  names = ("summary.json", "config.json", "provenance.json")
+  paths = [os.path.join(workdir, name) for name in names]
+  if jax.process_count() > 1 or not all(map(os.path.exists, paths)):
+    return None  # several processes may not see the same folder
+  summary, config, provenance = (read_json(path, "remove it to go on") for path in paths)
+  is_same = config.get("resolved") == flat and provenance.get("data_fingerprint") == fingerprint
+  return summary if is_same and summary.get("step", 0) >= flat["steps"] else None
 
 
 @contextlib.contextmanager

@@ -1,10 +1,15 @@
 """Mistakes on the command line end in one message that names the fix, before anything is loaded."""
 
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
+
+from configs import base
+from fp8jax.config import identity
+from fp8jax.jobs import command_line
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEBUG = "--config=configs/debug.py"
@@ -27,7 +32,7 @@ COMMAND_LINES = [
   ([DEBUG, "--config.optim.warmup=1"], "did you mean --config.optim.warmup_steps?"),
   ([DEBUG, "--steps=5"], "Unknown command line flag 'steps'; did you mean --config.steps?"),
   ([DEBUG, "--optim.peak_lr=5"], "'optim.peak_lr'; did you mean --config.optim.peak_lr?"),
-  ([DEBUG, "--job=sft"], "'memory', 'generate'; there is no such job"),
+  ([DEBUG, "--job=sft"], "'compare', 'doctor'; there is no such job"),
   (["--config=configs/llama.py"], "no config file 'configs/llama.py'; configs has base.py, "),
   ([DEBUG, "--config.data.sources.main.paht=x"],
    "did you mean --config.data.sources.main.path?"),
@@ -41,7 +46,7 @@ COMMAND_LINES = [
   ([DEBUG, "--config.mesh=8"], "flag --config.mesh=8: Failed to parse '8' as a ConfigDict"),
   ([DEBUG, "--job=tarin"],
    "error: --job='tarin' is not one of 'train', 'evaluate', 'prepare', 'export', 'calibrate', "
-   "'diagnose', 'memory', 'generate'; did you mean 'train'?"),
+   "'diagnose', 'memory', 'generate', 'report', 'compare', 'doctor'; did you mean 'train'?"),
   ([DEBUG, "--jobb=train"], "Unknown command line flag 'jobb'. Did you mean: job ?"),
   (["--config=configs/debgu.py"],
    "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),
@@ -95,3 +100,29 @@ def test_launcher_exits_with_one_message(arguments, message, tmp_path):
   assert done.returncode == 1
   assert done.stderr.startswith(message) and "Traceback" not in done.stderr
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+  "arguments, code, text",
+  [
+    (["--explain", "optim.peak_lr"], 0, "optim.peak_lr = 0.001\n"),
+    (["--explain=config.optim.b1"], 0, "optim.b1 = 0.9\n    Adam\n"),
+    (["--explain=data.sources.main.path"], 0, "data.sources = "),
+    (["--explain=optim.peak_lrr"], "error: 'optim.peak_lrr' is no key of the configuration; did "
+     "you mean optim.peak_lr?", ""),
+  ],
+)  # fmt: skip
+def test_explain_prints_the_comments_of_a_key(arguments, code, text, capsys):
+  with pytest.raises(SystemExit) as e:
+    command_line.answer(["launch.py", *arguments], base.get_config)
+  assert e.value.code == code and capsys.readouterr().out.startswith(text)
+
+
+def test_help_config_has_every_key(capsys):
+  with pytest.raises(SystemExit):
+    command_line.answer(["launch.py", "--help-config"], base.get_config)
+  named = re.findall(r"^(\S+) = ", capsys.readouterr().out, re.M)
+  open_keys = ("data.sources.", "sharding.weights.", "sharding.acts.")
+  known = [k for k in identity.flatten(base.get_config()) if not k.startswith(open_keys)]
+  assert set(known) <= {*named} and len(named) == len({*named})
+  command_line.answer(["launch.py", "--config=x"], base.get_config)  # no question, no answer

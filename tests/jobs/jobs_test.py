@@ -165,6 +165,7 @@ def test_train_leaves_metrics_summary_sites_and_checkpoint(trained):
   summary = _json(trained.workdir / "summary.json")
   assert (summary["step"], summary["tokens"], summary["skipped_updates"]) == (4, 4 * 2 * 128, 0)
   assert summary["train_loss"] == steps[4]["loss"]
+  assert summary["objective"] == held[4]["heldout/main/bf16/loss"]
   for step, by_source in summary["evaluations"].items():
     assert by_source["main"].keys() == PRECISIONS
     for precision, values in by_source["main"].items():
@@ -515,7 +516,7 @@ def poisoned(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stopped(launch, poisoned, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("stopped")
-  done = launch(workdir, *poisoned.flags, code=1, start=UNCHECKED)
+  done = launch(workdir, *poisoned.flags, code=3, start=UNCHECKED)
   return types.SimpleNamespace(workdir=workdir, stderr=done.stderr)
 
 

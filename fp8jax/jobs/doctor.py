@@ -1,0 +1,166 @@
+"""--job=doctor: the abilities of this machine, in words: devices, wheels, extras, recipes."""
+
+import dataclasses
+import importlib.util
+import pathlib
+import shlex
+import sys
+from collections.abc import Callable
+
+import jax
+import rich.console
+
+from fp8jax import console as console_lib
+from fp8jax.errors import EXTRAS, UserError
+from fp8jax.kernels import choose
+from fp8jax.kernels.device import Device
+from fp8jax.recipe.gemm import PASSES, Recipe
+from fp8jax.recipe.library import RECIPES
+from fp8jax.run import machine, metrics
+
+# A linear layer whose sizes every backend accepts: 8,192 tokens, 4,096 to 4,096 channels.
+_SIZES = (8192, 4096, 4096)
+# The first of these that runs on FP8 hardware is advised.
+_PREFERRED = ("block_128", "tensor_current")
+_HOPPER_ONLY = ("attention",)  # extras that other devices have no use for
+# The memory half of the project, which needs no FP8 units.
+_NARROW = (
+  "--config.optim.moment_format=coat", "--config.optim.master_format=bf16_remainder",
+  "--config.memory.save_norm_inputs=e4m3_16", "--config.memory.save_gate_up=e4m3_16",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+  """The facts that the advice follows from.
+
+  Attributes:
+    device: as backends ask about it.
+    kind, count: JAX's name for it, and how many there are.
+    driver: of NVIDIA, or None.
+    jax: version of JAX.
+    missing: modules of extras that are not installed.
+    wanted: the value of JAX_PLATFORMS, or None.
+  """
+
+  device: Device
+  kind: str
+  count: int
+  driver: str | None
+  jax: str
+  missing: tuple[str, ...] = ()
+  wanted: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeRow:
+  """A recipe on a device: the backend of each product, or why it is refused."""
+
+  name: str
+  backends: tuple[str, ...]
+  refusal: str = ""
+
+
+def this_machine() -> Machine:
+  """Asks JAX, the driver and the installed packages."""
+  devices = jax.devices()
+  missing = tuple(name for name in EXTRAS if importlib.util.find_spec(name) is None)
+  return Machine(
+    choose.current_device(), devices[0].device_kind, len(devices), machine.driver_version(),
+    jax.__version__, missing, jax.config.jax_platforms,
+  )  # fmt: skip
+
+
+def recipes(device: Device) -> list[RecipeRow]:
+  """Every named recipe on a device, for a linear layer that divides into every tile."""
+  return [_row(name, recipe, device) for name, recipe in RECIPES.items()]
+
+
+def _row(name: str, recipe: Recipe, device: Device) -> RecipeRow:
+  backends = []
+  for which in PASSES:
+    problem = choose.GemmProblem(*_SIZES, getattr(recipe, which), device)
+    if reason := choose.reason_against(problem):
+      return RecipeRow(name, (), reason)
+    backends.append(choose.gemm(problem).backend)
+  return RecipeRow(name, tuple(backends))
+
+
+def advice(device: Device) -> str:
+  """The options of a first run on a device, and their reason."""
+  if device.platform == "cpu":
+    return "any recipe, emulated: exact products, no speed. --config=FILE:block_128"
+  fp8 = [RECIPES[name].fwd for name in _PREFERRED]
+  native = choose.native_recipes(choose.GemmProblem(*_SIZES, fp8[0], device))
+  for name in _PREFERRED:
+    if name in native:
+      return f"FP8 products: --config=FILE:{name}"
+  narrow = " ".join(_NARROW)
+  half = choose.lacks_dtype(device, "bfloat16")
+  dtype = (
+    " (in float32; in half precision --config.precision.compute_dtype=float16 "
+    "--config.loss_scale.kind=dynamic)"
+  )
+  return (
+    f"no FP8 products; FP8 moments, narrow masters and saved activations: --config=FILE:bf16 "
+    f"{narrow}{dtype if half else ''}. --config.kernels.matmul=reference emulates the other "
+    "recipes, slowly, for a look at their numerics"
+  )
+
+
+def install_lines(found: Machine, in_clone: bool) -> list[str]:
+  """Commands that install what is missing, each with its reason."""
+  lines, pip = [], f"{shlex.quote(sys.executable)} -m pip install"
+  if found.device.platform == "cpu" and found.driver:
+    try:
+      package = f"jax[{machine.wheels(found.driver)}]=={found.jax}"
+      lines.append(f"{pip} {shlex.quote(package)}  # for the driver {found.driver}")
+    except UserError as e:
+      lines.append(f"# {e}")
+  extras: dict[str, list[str]] = {}
+  for module in found.missing:
+    if EXTRAS[module] in _HOPPER_ONLY and found.device.capability != 90:
+      continue
+    extras.setdefault(EXTRAS[module], []).append(module)
+  for extra, modules in extras.items():
+    package = f"-e '.[{extra}]'" if in_clone else f"'fp8jax[{extra}]'"
+    lines.append(f"{pip} {package}  # {', '.join(modules)}")
+  return lines
+
+
+def show(found: Machine, out: rich.console.Console, in_clone: bool):
+  """Prints everything."""
+  peak = metrics.peak_flops(found.kind)
+  flops = f", {peak / 1e12:.0f} TFLOP/s dense in 16 bits" if peak else ""
+  capability = f", {choose.name_of(found.device)}" if found.device.capability else ""
+  out.print(f"device: {found.count} x {found.kind}{capability}{flops}", markup=False)
+  out.print(
+    f"jax {found.jax} computes on {found.device.platform}; NVIDIA driver {found.driver or 'none'}; "
+    f"activations in {choose.compute_dtype(found.device)}"
+  )
+  if found.device.platform == "cpu" and found.driver:
+    asked = f"JAX_PLATFORMS={found.wanted}" if found.wanted else "the CUDA wheels are missing"
+    out.print(f"the GPU is not used: {asked}")
+  if note := choose.caution(found.device):
+    out.print(f"caution: {note}", markup=False)
+  rows = recipes(found.device)
+  table = [[r.name, ", ".join(dict.fromkeys(r.backends)) or "refused"] for r in rows]
+  out.print(console_lib.table("backends of a linear layer's products", ["recipe", ""], table))
+  reasons: dict[str, list[str]] = {}
+  for row in rows:
+    if row.refusal:
+      reasons.setdefault(row.refusal, []).append(row.name)
+  for reason, names in reasons.items():
+    out.print(f"refused, {', '.join(names)}: {reason}", markup=False)
+  out.print(f"first run: {advice(found.device)}", markup=False)
+  lines = install_lines(found, in_clone)
+  out.print("to install:" if lines else "all extras are installed")
+  for line in lines:
+    out.print(f"  {line}", markup=False)
+
+
+def run(find: Callable[[], Machine] = this_machine) -> int:
+  """Prints the report; returns the exit code."""
+  in_clone = (pathlib.Path(__file__).resolve().parents[2] / "pyproject.toml").exists()
+  show(find(), console_lib.console(), in_clone)
+  return 0

@@ -1,0 +1,120 @@
+"""The trials of a sweep in the order in which they are started: all known, or suggested."""
+
+import collections
+from typing import Any, Protocol
+
+from fp8jax.errors import UserError
+from fp8jax.sweeps import spec
+from fp8jax.sweeps.outcome import Outcome
+from fp8jax.sweeps.spec import Sweep, Trial
+
+
+class Plan(Protocol):
+  """Hands out trials and takes their outcomes."""
+
+  def take(self) -> Trial | None:
+    """The next trial, None where there is none now."""
+    ...
+
+  def give(self, trial: Trial, outcome: Outcome): ...
+
+
+class Listed:
+  """Trials that are known beforehand."""
+
+  def __init__(self, trials: list[Trial]):
+    self._waiting = collections.deque(trials)
+
+  def take(self) -> Trial | None:
+    return self._waiting.popleft() if self._waiting else None
+
+  def give(self, trial: Trial, outcome: Outcome):
+    """Nothing depends on it."""
+
+
+class Suggested:
+  """Points that Optuna suggests; the objective of one is the mean over its seeds.
+
+  The study is a journal in the sweep's folder: a sweep that goes on asks for the points that it
+  has not told of, and suggests new ones with what all others gave.
+  """
+
+  def __init__(self, sweep: Sweep, search: spec.Optuna, folder: str):
+    import optuna  # pyright: ignore  (extra `sweep`)
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    self._states = optuna.trial.TrialState
+    self._sweep, self._search, self._folder = sweep, search, folder
+    storage = optuna.storages.JournalStorage(
+      optuna.storages.journal.JournalFileBackend(f"{folder}/optuna.journal")
+    )
+    self._distributions = {k: _distribution(d) for k, d in search.distributions.items()}
+    self._points = sweep.points()
+    self._studies = {
+      (arm, i): optuna.create_study(
+        study_name=f"{arm or 'all'}-{i}", storage=storage, load_if_exists=True
+      )
+      for arm in sweep.arms
+      for i in range(len(self._points))
+    }
+    for study in self._studies.values():
+      # The sampler's generator is not saved: with the same seed it would repeat its first points.
+      seed = search.seed + len(study.get_trials())
+      study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+    self._waiting: collections.deque = collections.deque()
+    self._left: dict[str, tuple[Any, int, list]] = {}  # by workdir; the list is shared by seeds
+    self._resume()
+
+  def _resume(self):
+    for which, study in self._studies.items():
+      for old in study.get_trials(states=(self._states.RUNNING,)):
+        self._expand(which, old.number, old.params)
+
+  def take(self) -> Trial | None:
+    if not self._waiting:
+      short = [w for w, s in self._studies.items() if len(s.get_trials()) < self._search.count]
+      if short:
+        which = min(short, key=lambda w: len(self._studies[w].get_trials()))
+        asked = self._studies[which].ask(self._distributions)
+        self._expand(which, asked.number, asked.params)
+    return self._waiting.popleft() if self._waiting else None
+
+  def _expand(self, which, number: int, params: dict[str, Any]):
+    arm, i = which
+    found: list[Outcome] = []
+    for seed in self._sweep.seeds:
+      trial = self._sweep.trial(self._folder, arm, {**self._points[i], **params}, seed)
+      self._left[trial.workdir] = (self._studies[which], number, found)
+      self._waiting.append(trial)
+
+  def give(self, trial: Trial, outcome: Outcome):
+    study, number, found = self._left[trial.workdir]
+    if outcome.status not in ("finished", "diverged"):
+      return  # asked for again by the next call
+    found.append(outcome)
+    if len(found) < len(self._sweep.seeds):
+      return
+    objectives = [o.objective for o in found if o.objective is not None]
+    if len(objectives) < len(found):  # TPE takes it for one of the bad points
+      study.tell(number, state=self._states.PRUNED)
+    else:
+      study.tell(number, sum(objectives) / len(objectives))
+
+
+def _distribution(one: spec.Distribution):
+  from optuna import distributions  # pyright: ignore  (extra `sweep`)
+
+  if isinstance(one, spec.Choice):
+    return distributions.CategoricalDistribution(one.values)
+  if isinstance(one, spec.Integer):
+    return distributions.IntDistribution(one.low, one.high)
+  if isinstance(one, (spec.Uniform, spec.LogUniform)):
+    return distributions.FloatDistribution(one.low, one.high, log=isinstance(one, spec.LogUniform))
+  raise UserError(f"Optuna has no distribution like {one!r}; use those of fp8jax/sweeps/spec.py")
+
+
+def of(sweep: Sweep, folder: str) -> Plan:
+  """The plan of a sweep."""
+  if sweep.search is None:
+    return Listed(sweep.trials(folder))
+  return Suggested(sweep, sweep.search, folder)

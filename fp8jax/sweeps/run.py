@@ -1,0 +1,133 @@
+"""--sweep: runs what is not finished, and ends in a table.
+
+Exit codes: 0 all trials are over (finished or diverged), 1 one failed, 75 after SIGTERM and 130
+after Ctrl-C: running trials were saved, and the same command goes on.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import rich.console
+
+from fp8jax import console as console_lib
+from fp8jax.errors import UserError
+from fp8jax.sweeps import outcome as outcome_lib
+from fp8jax.sweeps import plan as plan_lib
+from fp8jax.sweeps import process, slurm, spec, table
+from fp8jax.sweeps.outcome import Outcome
+from fp8jax.sweeps.spec import Trial
+
+_POLL_S = 0.2
+
+
+class Handle(Protocol):
+  """A trial that runs somewhere."""
+
+  trial: Trial
+
+  def poll(self) -> Outcome | None: ...
+
+  def stop(self): ...
+
+
+def run(path: str, root: str, workdir: str, parallel: int, submit: str, is_printed: bool) -> int:
+  """Runs the sweep in a file; returns the exit code.
+
+  Args:
+    path: the sweep's file.
+    root: the folder of launch.py.
+    workdir: the sweep's folder; "" is runs/<name of the file>.
+    parallel: trials at a time; 0: one per GPU or core, all of those for a scheduler.
+    submit: "" for processes here, or a cluster of submitit.
+    is_printed: print the commands of the trials that are not over, and start none.
+  """
+  sweep = spec.load(path)
+  stem = os.path.splitext(os.path.basename(path))[0]
+  folder = os.path.abspath(os.path.expanduser(workdir) or os.path.join("runs", stem))
+  out = console_lib.console()
+  if is_printed:
+    if sweep.search is not None:
+      raise UserError("--print: a search suggests points from objectives; run it, or list points")
+    for trial in sweep.trials(folder):
+      if outcome_lib.read(trial) is None:
+        print(process.shown(trial))
+    return 0
+  os.makedirs(folder, exist_ok=True)
+  begin = _starter(sweep, root, folder, parallel, submit)
+  results, code = _all(plan_lib.of(sweep, folder), *begin, out)
+  table.write(folder, path, sweep, results)
+  table.show(out, sweep, results)
+  out.print(f"{folder}/sweep.json has the trials and their workdirs")
+  if code is not None:
+    return code
+  return int(any(o.status not in ("finished", "diverged") for _, o in results))
+
+
+def _starter(sweep, root: str, folder: str, parallel: int, submit: str):
+  """([a place per trial at a time], (trial, place) -> Handle)."""
+  if submit:
+    executor = slurm.Executor(sweep, submit, folder, root)
+    count = parallel or len(sweep.trials(folder)) * (sweep.search.count if sweep.search else 1)
+    return [None] * count, lambda trial, place: executor.start(trial)
+  places = process.slots(parallel)
+  return places, lambda trial, place: process.start(trial, root, sweep.stop_above, place)
+
+
+def _all(
+  plan: plan_lib.Plan, free: list, start: Callable[..., Handle], out: rich.console.Console
+) -> tuple[table.Results, int | None]:
+  """Every trial of a plan, in so many places at a time; the exit code of an interruption."""
+  results, running, asked = [], [], []
+  before = {n: signal.signal(n, lambda n, _: asked.append(n)) for n in _SIGNALS}
+
+  def settle(trial: Trial, found: Outcome, verb: str):
+    said = f" {found.objective:.4f}" if found.objective is not None else ""
+    out.print(f"{verb}{found.status}{said}: {trial.workdir}")
+    results.append((trial, found))
+    plan.give(trial, found)
+
+  try:
+    while True:
+      while free and not asked and (trial := plan.take()) is not None:
+        if (found := outcome_lib.read(trial)) is not None:
+          settle(trial, found, "was ")
+          continue
+        place = free.pop(0)
+        out.print(f"starts: {trial.workdir}")
+        running.append((start(trial, place), place))
+      if not running:
+        return results, _SIGNALS[asked[0]] if asked else None
+      for entry in list(running):
+        handle, place = entry
+        if asked:
+          handle.stop()
+        if (found := handle.poll()) is not None:
+          running.remove(entry)
+          free.append(place)
+          settle(handle.trial, found, "")
+          if found.status == "failed":
+            out.print(f"  see {handle.trial.workdir}/log.txt")
+      time.sleep(_POLL_S)
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+_SIGNALS = {signal.SIGTERM: outcome_lib.PREEMPTED, signal.SIGINT: outcome_lib.INTERRUPTED}
+
+
+def one(config: str, workdir: str, changes: Mapping[str, Any], root: str) -> outcome_lib.Records:
+  """The records of a single run: started, gone on with, or finished before.
+
+  An interrupted run ends the program with its exit code: 75 after SIGTERM, 130 after Ctrl-C.
+  """
+  if not os.path.exists(os.path.join(workdir, "summary.json")):
+    trial = Trial(config, dict(changes), workdir)
+    if code := subprocess.run(process.command(trial, root), cwd=root).returncode:
+      sys.exit(code)
+  return outcome_lib.records(workdir)

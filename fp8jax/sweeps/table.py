@@ -1,0 +1,60 @@
+"""The end of a sweep: a table, and sweep.json, from which others draw."""
+
+import os
+import statistics
+from typing import Any
+
+import rich.console
+
+from fp8jax import console as console_lib
+from fp8jax.run.provenance import to_json
+from fp8jax.sweeps.outcome import Outcome
+from fp8jax.sweeps.spec import Sweep, Trial
+
+Results = list[tuple[Trial, Outcome]]
+
+
+def write(folder: str, path: str, sweep: Sweep, results: Results):
+  """FOLDER/sweep.json: the trials with workdirs, points, seeds, statuses and objectives."""
+  trials = [
+    {"workdir": t.workdir, "config": t.config, "arm": t.arm, "point": t.point, "seed": t.seed,
+     "status": o.status, "objective": o.objective}
+    for t, o in results
+  ]  # fmt: skip
+  content = {"sweep": path, "keys": sweep.keys, "trials": trials}
+  target = os.path.join(folder, "sweep.json")
+  with open(target + ".part", "w") as f:
+    f.write(to_json(content) + "\n")
+  os.replace(target + ".part", target)
+
+
+def rows(sweep: Sweep, results: Results) -> list[list[str]]:
+  """One row per arm and point: objective's mean, deviation over seeds, and how trials ended."""
+  groups: dict[Any, tuple[Trial, list[Outcome]]] = {}
+  for trial, outcome in results:
+    key = (trial.arm, tuple(map(repr, trial.point.items())))
+    groups.setdefault(key, (trial, []))[1].append(outcome)
+  means, found = {}, []
+  for key, (trial, outcomes) in groups.items():
+    done = [o.objective for o in outcomes if o.objective is not None]
+    if len(done) == len(outcomes):
+      means[key] = statistics.mean(done)
+    spread = f"{statistics.stdev(done):.4f}" if len(done) > 1 else "-"
+    others = [o.status for o in outcomes if o.status != "finished"]
+    said = ", ".join(f"{others.count(s)} {s}" for s in dict.fromkeys(others))
+    mean = f"{statistics.mean(done):.4f}" if done else "-"
+    point = [f"{trial.point.get(k, '')}" for k in sweep.keys]
+    found.append((key, [trial.arm, *point, mean, spread, f"{len(done)}/{len(outcomes)}", said]))
+  for arm in {key[0] for key in means}:
+    best = min((key for key in means if key[0] == arm), key=lambda key: means[key])
+    for key, row in found:
+      if key == best:
+        row[-1] = "; ".join(filter(None, ["best", row[-1]]))
+  return [row for _, row in found]
+
+
+def show(out: rich.console.Console, sweep: Sweep, results: Results):
+  """Prints the table."""
+  columns = ["arm", *sweep.keys, "held-out loss", "deviation over seeds", "finished", ""]
+  title = f"{sweep.config}: objectives in nats per token"
+  out.print(console_lib.table(title, columns, rows(sweep, results)))

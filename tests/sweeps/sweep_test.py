@@ -1,0 +1,198 @@
+"""Sweeps, run with a stand-in for launch.py: what is started, skipped, stopped and tabulated."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from fp8jax.config import identity, named
+from fp8jax.errors import ConfigError
+from fp8jax.jobs import command_line
+from fp8jax.sweeps import run, slurm, spec
+
+# A launch.py whose objective is rate + seed / 100. Rates above 1 end as a diverged run does, above
+# 10 the loss grows without end, above 100 nothing is said, and all but the first wait for SIGTERM.
+LAUNCH = """
+import json, pathlib, signal, sys, time
+values = dict(a.lstrip("-").split("=", 1) for a in sys.argv[1:])
+workdir = pathlib.Path(values["workdir"])
+workdir.mkdir(parents=True, exist_ok=True)
+rate, seed = float(values["config.optim.peak_lr"]), int(values["config.seed"])
+name = values["config"].partition(":")[2]
+flat = {"seed": seed, "steps": 4, "optim.peak_lr": rate, "name": name}
+with open(workdir.parent / "started.txt", "a") as f: f.write(workdir.name + "\\n")
+(workdir / "config.json").write_text(json.dumps({"resolved": flat}))
+if rate > 10:
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+  with open(workdir / "metrics.jsonl", "a") as f:
+    for step in range(10**6):
+      loss = 5.0 + step if rate < 100 else 5.0
+      f.write(json.dumps({"step": step, "loss": loss}) + "\\n"); f.flush(); time.sleep(0.01)
+if rate > 1: sys.exit(3)
+summary = {"step": 4, "objective": rate + seed / 100}
+(workdir / "summary.json").write_text(json.dumps(summary))
+"""
+CONFIG = """
+from ml_collections import ConfigDict
+def get_config(arm=""):
+  return ConfigDict({"seed": 0, "steps": 4, "optim": {"peak_lr": 1.0}, "name": arm}).lock()
+"""
+
+
+time_sleep = time.sleep
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  """A root with a stand-in for launch.py, a configuration, and a place for the sweep."""
+  (tmp_path / "launch.py").write_text(LAUNCH)
+  (tmp_path / "c.py").write_text(CONFIG)
+  monkeypatch.chdir(tmp_path)
+  return tmp_path
+
+
+def _sweep(folder, monkeypatch, sweep, **options):
+  """(exit code, trials of sweep.json, names of the trials started)."""
+  monkeypatch.setattr(spec, "load", lambda path: sweep)
+  given = {"parallel": 1, "submit": "", "is_printed": False, **options}
+  code = run.run("s.py", str(folder), str(folder / "out"), **given)
+  started = folder / "out" / "started.txt"
+  names = started.read_text().split() if started.exists() else []
+  started.unlink(missing_ok=True)
+  return code, json.loads((folder / "out" / "sweep.json").read_text())["trials"], names
+
+
+def _rates(*rates, **more):
+  return spec.Sweep("c.py", axes=(spec.Grid({"optim.peak_lr": rates}),), **more)
+
+
+def test_sweep_runs_each_trial_once_and_reads_its_objective(folder, monkeypatch):
+  sweep = _rates(0.5, 0.25, arms=("a", "b"), seeds=(0, 1))
+  code, trials, names = _sweep(folder, monkeypatch, sweep)
+  assert code == 0 and len(set(names)) == 8 and "a-peak_lr=0.25-seed=1" in names
+  assert {(t["arm"], t["point"]["optim.peak_lr"], t["seed"]): t["objective"] for t in trials} == {
+    (arm, rate, seed): rate + seed / 100 for arm in "ab" for rate in (0.5, 0.25) for seed in (0, 1)
+  }
+  os.remove(folder / "out" / "b-peak_lr=0.5-seed=0" / "summary.json")  # as of a killed run
+  code, again, names = _sweep(folder, monkeypatch, sweep)
+  assert (code, names) == (0, ["b-peak_lr=0.5-seed=0"])
+  assert sorted(map(str, again)) == sorted(map(str, trials))
+
+
+def test_edited_configuration_is_another_trial(folder, monkeypatch):
+  _sweep(folder, monkeypatch, _rates(0.5))
+  (folder / "c.py").write_text(CONFIG.replace('"steps": 4', '"steps": 5'))
+  assert _sweep(folder, monkeypatch, _rates(0.5))[2] == ["peak_lr=0.5"]
+
+
+def test_diverged_trials_are_stopped_and_stay_stopped(folder, monkeypatch):
+  """One by its exit code; the other's loss runs away, and the sweep stops it."""
+  code, trials, names = _sweep(folder, monkeypatch, _rates(0.5, 2.0, 20.0))
+  assert code == 0 and len(names) == 3
+  assert [t["status"] for t in trials] == ["finished", "diverged", "diverged"]
+  why = json.loads((folder / "out" / "peak_lr=20.0" / "trial.json").read_text())["why"]
+  first, mean = float(why.split("first ")[1]), float(why.split("steps ")[1].split(",")[0])
+  assert first == 5 and mean > 6
+  assert _sweep(folder, monkeypatch, _rates(0.5, 2.0, 20.0))[2] == []
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_interrupted_sweep_saves_its_trials(folder, monkeypatch, number, code):
+  threading.Timer(1.0, os.kill, (os.getpid(), number)).start()
+  found, trials, _ = _sweep(folder, monkeypatch, _rates(200.0, 0.5))
+  assert found == code and [t["status"] for t in trials] == ["interrupted"]
+  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_mistakes_in_a_sweep_are_reported_together(folder):
+  sweep = spec.Sweep(
+    "c.py", (spec.Grid({"optim.peak_lrr": (1.0, 1.0)}), spec.Grid({"steps": ("x",)}))
+  )
+  with pytest.raises(ConfigError) as e:
+    spec.check(sweep, "s.py")
+  said = str(e.value)
+  assert "occurs twice" in said and "did you mean 'optim.peak_lr'" in said
+
+
+def test_workdirs_are_named_by_what_differs(folder):
+  listed = tuple({"steps": n, "optim.peak_lr": 0.1} for n in (1, 2))
+  sweep = spec.Sweep("c.py", (spec.Points(listed), spec.Grid({"name": ("a/b", "a:b")})))
+  names = [os.path.basename(t.workdir) for t in sweep.trials("x")]
+  assert len(set(names)) == 4 and all(n.startswith("steps=") and "name=a_b_" in n for n in names)
+  argv = ["launch.py", "--config=c.py", "--config.b=2", "--config.optim.a=x/y", "--workdir={}"]
+  assert command_line.with_changes("r/{changes}", argv) == "r/b=2-optim.a=x_y"
+  assert command_line.with_changes("r/{changes}", argv[:2]) == "r/unchanged"
+
+
+def test_random_axis_repeats_its_points():
+  axis = spec.Random({"r": spec.LogUniform(1e-3, 1e-1), "n": spec.Integer(1, 3)}, 50, seed=3)
+  points = axis.points()
+  assert points == axis.points() and len({p["r"] for p in points}) == 50
+  assert all(1e-3 <= p["r"] <= 1e-1 for p in points) and {p["n"] for p in points} == {1, 2, 3}
+  assert 15 < sum(p["r"] < 1e-2 for p in points) < 35  # half of the decades
+
+
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+def test_printed_commands_give_the_configurations_of_the_trials(parse, repository):
+  """The command line's parser is the oracle of what a trial compares its workdir with."""
+  sweep = spec.load(str(repository / "experiments/sweeps/recipes_by_rate.py"))
+  trials = sweep.trials("runs")
+  assert len(trials) == 18
+  for trial in (trials[0], trials[-1]):
+    assert identity.flatten(parse(*trial.arguments()[:-1])) == named.flat(
+      trial.config, trial.changes
+    )
+
+
+@pytest.mark.slow
+def test_jobs_of_a_scheduler_run_once(folder, monkeypatch, repository):
+  """By submitit's local executor."""
+  pytest.importorskip("submitit")
+  paths = [str(repository), *(p for p in sys.path if p)]
+  monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, paths)))
+  sweep = _rates(0.5, 2.0)
+  code, trials, names = _sweep(folder, monkeypatch, sweep, submit="local", parallel=2)
+  assert code == 0 and sorted(t["status"] for t in trials) == ["diverged", "finished"]
+  assert len(names) == 2 and _sweep(folder, monkeypatch, sweep, submit="local")[2] == []
+
+
+def test_preempted_job_saves_and_is_requeued(folder, monkeypatch):
+  """submitit's warning stops the child; a child that met a SIGTERM requeues its job."""
+  submitit = pytest.importorskip("submitit")
+  trial = _rates(200.0).trials(str(folder / "out"))[0]
+  metrics = folder / "out" / "peak_lr=200.0" / "metrics.jsonl"
+  job = slurm.Job(trial, str(folder), 1.0)
+  answers = []
+
+  def warn():
+    while not metrics.exists():
+      time.sleep(0.01)
+    answers.append(job.checkpoint())
+
+  thread = threading.Thread(target=warn)
+  thread.start()
+  commands = []
+  monkeypatch.setattr(slurm.time, "sleep", lambda seconds: seconds < 1 and time_sleep(seconds))
+  monkeypatch.setattr(slurm.subprocess, "run", lambda words, check: commands.append(words))
+  environment = types.SimpleNamespace(cluster="slurm", job_id="7")
+  monkeypatch.setattr(submitit, "JobEnvironment", lambda: environment)
+  assert job()["status"] == "interrupted" and commands == [["scontrol", "requeue", "7"]]
+  thread.join()
+  assert isinstance(answers[0], submitit.helpers.DelayedSubmission)
+
+
+def test_search_goes_on_where_it_was_interrupted(folder, monkeypatch):
+  pytest.importorskip("optuna")
+  search = spec.Optuna({"optim.peak_lr": spec.LogUniform(0.01, 0.9)}, count=4)
+  sweep = spec.Sweep("c.py", arms=("a", "b"), seeds=(0, 1), search=search)
+  monkeypatch.setattr(run.table, "show", lambda *_: None)
+  _, trials, names = _sweep(folder, monkeypatch, sweep)
+  assert len(names) == 16 and len({(t["arm"], *t["point"].values()) for t in trials}) == 8
+  more = spec.Sweep("c.py", arms=("a", "b"), seeds=(0, 1),
+                    search=spec.Optuna(search.distributions, 5))  # fmt: skip
+  assert len(_sweep(folder, monkeypatch, more)[2]) == 4
