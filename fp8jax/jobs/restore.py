@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from fp8jax.config import identity, resolve
 from fp8jax.ops import scaling as scaling_lib
@@ -55,3 +57,44 @@ def restore_scaling_states(plan: run_spec.RunSpec, workdir: str, step: int, meta
 def folder_of(path: str, workdir: str, name: str) -> str:
   """`path`, or a folder of that name under the workdir."""
   return os.path.expanduser(path) if path else os.path.join(workdir, name)
+
+
+def check_same_run(
+  changes: dict[str, tuple[Any, Any]], meta: dict[str, Any], step: int, fingerprint: str,
+  readers: dict[str, Any], accepted: Sequence[str],
+):  # fmt: skip
+  """Whether a checkpoint's run may go on.
+
+  Args:
+    changes: of its configuration, {key: (then, now)}.
+    meta, step: of the checkpoint.
+    fingerprint, readers: of the data now.
+    accepted: checkpoint.accept_changes.
+
+  Raises:
+    ConfigError: something else would be computed, or read, and is not accepted; all reasons.
+  """
+  problems = [
+    f"{key} was {_shown(changes[key][0])} at step {step} and is {_shown(changes[key][1])} now; "
+    f'to go on anyway, --config.checkpoint.accept_changes="{(*accepted, key)}"'
+    for key in identity.refused_changes(changes, accepted)
+  ]
+  if meta["data_fingerprint"] != fingerprint and "data" not in accepted:
+    if not any(p.startswith("data.") for p in problems):
+      problems.append(
+        f"the data changed since step {step} (fingerprint {meta['data_fingerprint']} -> "
+        f"{fingerprint}); to go on anyway, "
+        f'--config.checkpoint.accept_changes="{(*accepted, "data")}"'
+      )
+  if meta["readers"] != readers:
+    problems.append(
+      f"the data were read differently until step {step}, so that the place to go on from is "
+      f"unknown: {meta['readers']}, now {readers}. Go on with as many processes, a mesh that splits "
+      "the batch over them in the same way, and data.workers 0 or not as before"
+    )
+  if problems:
+    raise resolve.ConfigError([*problems, "or start anew with another --workdir"])
+
+
+def _shown(value: Any) -> Any:
+  return "''" if value == "" else value

@@ -238,27 +238,7 @@ class _Run:
     for key, (old, new) in changes.items():
       self.out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
     accepted = self.plan.checkpoint.accept_changes
-    problems = [
-      f"{key} was {_shown(changes[key][0])} at step {step} and is {_shown(changes[key][1])} now; "
-      f'to go on anyway, --config.checkpoint.accept_changes="{(*accepted, key)}"'
-      for key in identity.refused_changes(changes, accepted)
-    ]
-    if meta["data_fingerprint"] != self.fingerprint and "data" not in accepted:
-      if not any(p.startswith("data.") for p in problems):
-        problems.append(
-          f"the data changed since step {step} (fingerprint {meta['data_fingerprint']} -> "
-          f"{self.fingerprint}); to go on anyway, "
-          f'--config.checkpoint.accept_changes="{(*accepted, "data")}"'
-        )
-    was, now = meta["readers"], self._readers()
-    if was != now:
-      problems.append(
-        f"the data were read differently until step {step}, so that the place to go on from is "
-        f"unknown: {was}, now {now}. Go on with as many processes, a mesh that splits the batch "
-        "over them in the same way, and data.workers 0 or not as before"
-      )
-    if problems:
-      raise resolve.ConfigError([*problems, "or start anew with another --workdir"])
+    restore.check_same_run(changes, meta, step, self.fingerprint, self._readers(), accepted)
     return changes
 
   def _readers(self) -> dict[str, Any]:
@@ -479,10 +459,6 @@ class _Run:
     """Writes WORKDIR/report.html; says why not, and the run goes on."""
     if self.plan.log.report and jax.process_index() == 0:
       self.out.print(report.attempt(self.workdir))
-
-
-def _shown(value: Any) -> Any:
-  return "''" if value == "" else value
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import altair as alt
 import numpy as np
+from altair.utils import schemapi
 
 from fp8jax.report import thin
 from fp8jax.report.files import Cell, Looks, RunFiles
@@ -32,7 +33,7 @@ def unchecked():
 
   The comparison takes a minute for 100 looks at 631 tensors; tests make the same charts with it.
   """
-  return alt.utils.schemapi.debug_mode(False)
+  return schemapi.debug_mode(False)
 
 
 def spec(chart: Any, checked: bool = True) -> dict[str, Any]:

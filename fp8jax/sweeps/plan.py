@@ -45,10 +45,12 @@ class Suggested:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     self._states = optuna.trial.TrialState
     self._sweep, self._search, self._folder = sweep, search, folder
-    storage = optuna.storages.JournalStorage(
-      optuna.storages.journal.JournalFileBackend(f"{folder}/optuna.journal")
-    )
-    self._distributions = {k: _distribution(d) for k, d in search.distributions.items()}
+    import optuna.storages.journal as journal  # pyright: ignore
+
+    storage = optuna.storages.JournalStorage(journal.JournalFileBackend(f"{folder}/optuna.journal"))
+    self._distributions: dict[str, Any] = {
+      k: _distribution(d) for k, d in search.distributions.items()
+    }
     self._points = sweep.points()
     self._studies = {
       (arm, i): optuna.create_study(
