@@ -10,7 +10,9 @@ from fp8jax.config import files as config_files
 from fp8jax.config import identity
 from fp8jax.errors import nearest, nearest_key
 
-NAMES = ("train", "evaluate", "prepare", "export", "calibrate", "diagnose", "memory", "generate")
+NAMES = (
+  "train", "evaluate", "prepare", "preview", "export", "calibrate", "diagnose", "memory", "generate",
+)  # fmt: skip
 
 
 def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
