@@ -11,7 +11,8 @@ from fp8jax.config import identity
 from fp8jax.errors import nearest, nearest_key
 
 NAMES = (
-  "train", "evaluate", "prepare", "preview", "export", "calibrate", "diagnose", "memory", "generate",
+  "train", "evaluate", "prepare", "preview", "export", "calibrate", "diagnose", "memory",
+  "generate",
 )  # fmt: skip
 
 

@@ -48,8 +48,8 @@ def checkout(tmp_path_factory):
 
 
 def _index(count):
-  """As many samples as the data set has, of random lengths."""
-  lengths = np.random.default_rng(0).integers(200, 24_000, count).astype(np.int32)
+  """As many samples as the data set has, of random lengths up to half a window."""
+  lengths = np.random.default_rng(0).integers(200, 16_384, count).astype(np.int32)
   nothing = np.zeros(count, np.int32)
   return samples.Index(nothing, nothing, nothing, lengths, lengths, nothing > 0, {})
 
@@ -70,10 +70,9 @@ def test_values_are_those_of_the_scripts(size, arm, checkout, monkeypatch):
   assert plan.steps == c.steps == STEPS[stage] == plan.optim.steps
   assert plan.data.chat.samples_per_step == 64 and plan.data.seq_len == 32_768
   steps = loader.chat_steps(plan.data, plan.global_batch)
-  assert steps.needed(200) <= plan.global_batch == 32 and plan.grad_accum_steps == 4
-  epoch = np.concatenate([steps.numbers(step) for step in range(SAMPLES[stage] // 64)])
-  assert len(set(epoch.tolist())) == len(epoch)  # shuffled, each once
-  assert not np.array_equal(epoch, np.sort(epoch))
+  assert steps.needed(20) <= plan.global_batch == 32 and plan.grad_accum_steps == 4
+  first = np.concatenate([steps.numbers(step) for step in range(20)])  # shuffled
+  assert len(set(first.tolist())) == 20 * 64 and not np.array_equal(first, np.sort(first))
   # The optimizer.
   optim = plan.optim
   assert (optim.peak_lr, optim.min_lr) == RATES[size]
