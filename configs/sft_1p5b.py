@@ -4,7 +4,7 @@ what:      as configs/sft_7b.py, with the 1.5B model's learning rates (their TP 
 command:   train configs/cpt_1p5b.py, put the data where configs/sft_7b.py says, then
            python launch.py --config=configs/sft_1p5b.py:stage1
            python launch.py --config=configs/sft_1p5b.py:stage2
-hardware:  8 x H200 (not yet run)
+hardware:  8 x H200 (not yet run); needs the extra "attention"
 expected:  not yet measured
 arms:      as configs/sft_7b.py
 

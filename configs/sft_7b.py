@@ -10,7 +10,7 @@ command:   train configs/cpt_7b.py; put the tokenizer of Qwen/Qwen2.5-7B-Instruc
            other data: --config.data.sources.main.{kind,path,chat,field}; other weights:
            --config.init.workdir=DIR, or --config.init.workdir= --config.init.weights_only=False
            and --config.init.hf=FOLDER
-hardware:  8 x H200 (not yet run)
+hardware:  8 x H200 (not yet run); needs the extra "attention", which isolates samples at 32k
 expected:  not yet measured
 arms:      stage1 or stage2, and after a comma a recipe: "stage1", "stage1,bf16", "stage2",
            "stage2,bf16"; a recipe alone is stage 1. Stage 2 starts from stage 1 in the same recipe

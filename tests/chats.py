@@ -18,6 +18,7 @@ LENGTH = 48
 
 def write(path, count: int, seed: int = 0, longest: int = 20) -> list[dict]:
   """So many conversations of one or two turns, as JSON lines; returns them."""
+  path.parent.mkdir(parents=True, exist_ok=True)
   rng = np.random.default_rng(seed)
 
   def text(most):

@@ -67,7 +67,7 @@ def without_files(c: Config) -> Config:
   c.data.tokenizer, c.data.eos = "bytes", ""
   names = ("path", "chat", "field", "dataset", "split")
   c.data.sources = {"main": dict(kind="pydoc", weight=1.0, **dict.fromkeys(names, ""))}
-  c.data.samples_per_step, c.data.epochs = 0, 0.0
+  c.data.samples_per_step, c.data.epochs, c.data.on_long = 0, 0.0, "split"
   return c
 
 

@@ -99,6 +99,16 @@ def resolve_prepare(c: Config) -> tuple[data_config_lib.DataConfig, step_config.
   return resolve_data(c), step_config.PrepareConfig(c.prepare.path, c.prepare.shard_tokens)
 
 
+def resolve_preview(c: Config) -> tuple[data_config_lib.DataConfig, int, int]:
+  """The sources, steps and windows of a step that --job=preview shows. Raises as `resolve`."""
+  problems = ConfigErrors()
+  _check_numbers(c, problems)
+  data = data_checks.spec(c, None, problems)
+  steps = chat_checks.steps(c, data, problems)
+  problems.refuse()
+  return data, steps, c.global_batch
+
+
 def resolve_data(c: Config) -> data_config_lib.DataConfig:
   """The data alone, without a model or a mesh: what --job=prepare reads. Raises as `resolve`."""
   problems = ConfigErrors()

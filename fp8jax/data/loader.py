@@ -199,7 +199,7 @@ def _chat_steps(spec: DataConfig, batch: int, shard: Shard, counts: DocumentCoun
   """Endless steps of chats, this process's windows of each."""
   steps = chat_steps(spec, batch * shard.count, shard)
   passed_over = chat_index(spec).counts if shard.index == 0 else {}
-  ready = reading.read(grain.MapDataset.source(steps), spec.workers, max(spec.prefetch, 1))
+  ready = reading.read(grain.MapDataset.source(steps), spec.workers, max(spec.prefetch, 4))
   return _Resumable(iter(ready.map(_CountOnce(counts, passed_over))))
 
 

@@ -153,10 +153,11 @@ class Tokenizer:
         "data.tokenizer to another"
       ) from e
 
-  def decode(self, ids) -> str:
+  def decode(self, ids, special: bool = False) -> str:
+    """Text; `special` keeps the text of special tokens."""
     if self.path == BYTES:
       return bytes(i for i in ids if i < _BYTES_EOS).decode("utf-8", "replace")
-    return self._tokenizer.decode(list(ids))
+    return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
   def __getstate__(self):
     # Only the description travels to worker processes.

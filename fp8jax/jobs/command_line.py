@@ -13,8 +13,8 @@ from fp8jax.config import files as config_files
 from fp8jax.errors import UserError, nearest, nearest_key
 
 NAMES = (
-  "train", "evaluate", "prepare", "export", "calibrate", "diagnose", "memory", "generate",
-  "report", "compare", "doctor",
+  "train", "evaluate", "prepare", "preview", "export", "calibrate", "diagnose", "memory",
+  "generate", "report", "compare", "doctor",
 )  # fmt: skip
 # They read the folders of runs.
 OF_FILES = ("report", "compare")

@@ -9,12 +9,23 @@ from collections.abc import Callable
 import jax
 from absl import logging
 
+from fp8jax import console as console_lib
 from fp8jax import hub
 from fp8jax.compiled import aot
 from fp8jax.config import files as config_files
 from fp8jax.config import identity, resolve
 from fp8jax.errors import UserError, missing_package
-from fp8jax.jobs import calibrate, diagnose, evaluate, export, generate, memory, prepare, train
+from fp8jax.jobs import (
+  calibrate,
+  diagnose,
+  evaluate,
+  export,
+  generate,
+  memory,
+  prepare,
+  preview,
+  train,
+)
 from fp8jax.kernels import choose
 from fp8jax.run import (
   compilation_cache,
@@ -123,11 +134,16 @@ def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: s
     "generate",
   ):  # which read the table; it may be yet to be written
     c.precision.calibration = ""
-  if job != "train":
+  if job not in ("train", "preview"):
     c.data.epochs = 0.0  # the others need no number of steps, for which all samples are read
   if job == "prepare":  # needs neither the model nor the mesh that the data are for
     hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
     print(provenance.to_json(prepare.run(*resolve.resolve_prepare(c), workdir)))
+    return 0
+  if job == "preview":
+    hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
+    counts = preview.run(*resolve.resolve_preview(c), console_lib.console())
+    print(provenance.to_json(counts))
     return 0
   if job == "memory":  # needs neither weights nor data, nor the devices
     hub.fetch({c.init.hf: hub.WEIGHTS} if c.model.preset == "hf" else {})

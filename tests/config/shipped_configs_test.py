@@ -11,7 +11,9 @@ import json
 import math
 import pathlib
 import re
+import shutil
 
+import chats
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,7 @@ from configs import base
 from fp8jax import mesh
 from fp8jax.config import identity, resolve, sections
 from fp8jax.data import tokenize
+from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.kernels.choose import Device
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import names as hf_names
@@ -110,6 +113,12 @@ def checkout(tmp_path_factory):
     text = folder / "assets/infir2_data" / name
     text.parent.mkdir(parents=True)
     text.write_text("word")
+  for name in ("InfiAlign-SFT-72k/a", "InfiAlign-SFT-165k/a", "sft_demo/stage1", "sft_demo/stage2"):
+    chats.write(folder / "assets" / f"{name}.jsonl", 80, longest=3)
+  instruct = folder / "assets/Qwen2.5-7B-Instruct"
+  shutil.copytree(folder / "assets/Qwen2.5-7B", instruct)
+  for model in (instruct, folder / "assets/smollm2-135m"):
+    (model / "chat_template.jinja").write_text(chats.TEMPLATE)
   prepared = folder / "assets/cpt_data/main"
   prepared.mkdir(parents=True)
   fingerprint = tokenize.Tokenizer(str(folder / "assets/Qwen2.5-7B")).fingerprint
@@ -227,6 +236,7 @@ _BUILT = [
 @pytest.mark.parametrize("name, arm", _BUILT)
 def test_state_and_step_build_without_allocating(name, arm, checkout, monkeypatch):
   monkeypatch.chdir(checkout)
+  monkeypatch.setattr(tokamax_sm90, "lacks", lambda: None)
   before = _bytes_alive()
   plan = _resolve(name, arm)
   if not _is_new_program(plan):

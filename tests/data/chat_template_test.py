@@ -63,6 +63,11 @@ def test_sandbox_refuses_to_reach_or_change_what_it_is_given():
       ChatTemplate(text).render([_user("x")])
 
 
+def test_blocks_are_trimmed_and_loops_controlled():
+  text = "{% for m in messages %}\n  {% if loop.index0 == 1 %}\n  {% break %}\n  {% endif %}\n-\n"
+  assert ChatTemplate(text + "{% endfor %}\nend").render([_user("x")] * 3) == "-\nend"
+
+
 def test_date_is_a_setting():
   assert "Today Date: 31 Jan 2026\n" in _template("llama3_2").render([_user("x")])
   with pytest.raises(UserError, match="data.template_date"):

@@ -135,21 +135,23 @@ class Steps:
     ]
     return {**{key: np.stack([row[key] for row in rows]) for key in rows[0]}, "step": index}
 
+  def needed(self, steps: int) -> int:
+    """The windows that the fullest of the first `steps` steps needs."""
+    return max(self._needed(step) for step in range(steps))
+
   def check(self, steps: int) -> int:
-    """The windows that the fullest of the first `steps` steps needs.
+    """`needed`.
 
     Raises:
       UserError: there are fewer; says how many global_batch must be.
     """
-    # Epochs differ in their permutations alone, but steps may lie across their ends.
-    needed = [
-      int(first_fit(self.samples.lengths[self.numbers(step)], self.length).max()) + 1
-      for step in range(steps)
-    ]
-    most = max(needed, default=0)
-    if most > self.shape.windows:
-      raise UserError(self._too_many(int(np.argmax(needed)), most))
-    return most
+    needed = [self._needed(step) for step in range(steps)]
+    if max(needed) > self.shape.windows:
+      raise UserError(self._too_many(int(np.argmax(needed)), max(needed)))
+    return max(needed)
+
+  def _needed(self, step: int) -> int:
+    return int(first_fit(self.samples.lengths[self.numbers(step)], self.length).max()) + 1
 
   def _too_many(self, step: int, needed: int) -> str:
     return (
