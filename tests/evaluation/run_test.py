@@ -89,7 +89,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_result(tmp_path):
   coin = Coin()
   found = _evaluate(tmp_path / "parts", _task(), coin)
   # 47 outputs are two samples of all 20 items, and the third of 7.
-  assert {text for text, _ in coin.asked} == {f"1 + 1, {i}?" for i in range(7, 20)}
+  assert {text for text, _ in coin.asked} == {f"1 + 1, {i}?\n" for i in range(7, 20)}
   assert np.array_equal(found.scores_IJ, whole.scores_IJ)
   assert found.summary | {"seconds": 0} == whole.summary | {"seconds": 0}
   rows = store.read_rows(str(path))
