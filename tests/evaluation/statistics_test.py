@@ -59,7 +59,7 @@ def test_bootstraps_agree_with_the_enumeration_of_every_resample():
   means = _all_means(100 * (candidate - baseline))
   assert compared.difference == pytest.approx(means.mean())
   exact = np.quantile(means, (0.025, 0.975))
-  assert np.abs([compared.low, compared.high] - exact).max() < 0.6  # of about 60 points
+  assert np.abs([compared.low, compared.high] - exact).max() < 1.5  # of 77 points, in steps of 1
   few = [statistics.compare(candidate, baseline, resamples=50, seed=seed) for seed in (0, 0, 1)]
   assert few[0] == few[1] != few[2]
 

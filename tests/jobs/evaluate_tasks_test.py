@@ -84,7 +84,9 @@ def test_a_folder_is_evaluated_stored_and_compared(folder, tmp_path, capsys):
     (tmp_path / "a" / "evaluation" / f"hf_{folder.name}" / "summary.json").read_text()
   )
   assert summary["tasks"] == report["tasks"]
-  assert summary["tasks"]["letters"]["avg"]["estimate"] == np.mean([r["correct"] for r in rows])
+  assert summary["tasks"]["letters"]["avg"]["estimate"] == pytest.approx(
+    np.mean([r["correct"] for r in rows])
+  )
   assert summary["provenance"]["config"]["eval.chat"] is True
   assert "letters" in out and "6 x 2" in out
 
