@@ -215,7 +215,7 @@ def get_config(arm=""):
   )
 
   c.eval = ConfigDict()
-  # Held-out tokens per source and evaluation, rounded up to whole batches; 0: no evaluation.
+  # Held-out tokens per source and evaluation, rounded up to whole batches; 0: no held-out loss.
   c.eval.tokens = 8192
   c.eval.batch = 8  # sequences per batch, over all devices
   c.eval.every = 0  # steps; 0: before and after training only
@@ -225,6 +225,24 @@ def get_config(arm=""):
   # checkpoint.
   c.eval.hf = ""
   c.eval.step = -1  # --job=evaluate, export and generate: which checkpoint; -1 is the newest
+  # --job=evaluate: questions with verifiable answers, as a comma list of families of reasoning-gym,
+  # also with arguments ("chain_sum(max_terms=2)"), benchmarks ("aime24"), .jsonl files of questions
+  # and .json task files. Prompts, outputs and verdicts go to WORKDIR/evaluation. How tokens are
+  # computed is in `generate` (precision, slots, cache_format); how they are drawn is in the task.
+  c.eval.tasks = ""
+  c.eval.chat = False  # write prompts with the tokenizer's chat template
+  c.eval.questions = 0  # per task, the first; 0: all, and 200 of a family
+  c.eval.samples = 0  # outputs per question (n of avg@n); 0: the task's own
+  c.eval.temperature = -1.0  # of sampling; -1: the task's own
+  c.eval.max_new_tokens = 0  # tokens per output at most; 0: the task's own
+  c.eval.seed = 0  # of sampling
+  c.eval.data_dir = "assets/benchmarks"  # folder of the benchmarks' data, which users bring
+  # JSONL of a training set ("messages", "question" or "prompt"): its questions are not asked.
+  c.eval.train_data = ""
+  # Execute programs that the model writes (livecodebench_v5), in a subprocess with limits.
+  c.eval.allow_code_execution = False
+  # Workdir of another run with the same tasks evaluated: its paired difference to this one.
+  c.eval.compare_with = ""
 
   c.checkpoint = ConfigDict()
   c.checkpoint.every = 50  # steps; 0: only at the end and on interruption

@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from fp8jax.errors import ConfigErrors
+from fp8jax.evaluation import catalog
 from fp8jax.generation import cache
 from fp8jax.step.config import EVAL_PRECISIONS, GenerateConfig
 from fp8jax.step.loss_scale import LARGEST, SMALLEST
@@ -86,3 +87,25 @@ def generate_problems(c: GenerateConfig) -> list[str]:
   taken = bool(c.out) and os.path.exists(os.path.expanduser(c.out))
   collected.check(not taken, f"generate.out={c.out!r} exists; move it away or name another file")
   return collected.found
+
+
+def task_problems(c: Any, options: catalog.Options) -> list[str]:
+  """The problems of eval.tasks and of the settings that belong to it, in words.
+
+  Args:
+    c: the whole configuration.
+    options: those of eval that all tasks have in common.
+  """
+  found = catalog.problems(c.eval.tasks, options)
+  if not 0 <= c.eval.seed < 2**63:
+    found.append(f"eval.seed={c.eval.seed} must be from 0 to 2**63 - 1")
+  if options.temperature != -1 and not 0 <= options.temperature < math.inf:
+    found.append(
+      f"eval.temperature={options.temperature} must be 0 (greedy) or positive; -1 is the task's own"
+    )
+  other = c.eval.compare_with
+  if other and not os.path.isdir(os.path.expanduser(other)):
+    found.append(
+      f"eval.compare_with={other!r} does not exist; name the workdir of an evaluated run, or ''"
+    )
+  return found

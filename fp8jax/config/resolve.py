@@ -270,6 +270,7 @@ def _check_sections(c: Config, problems: ConfigErrors):
     "init.weights_only=True without init.workdir; name the run whose weights training starts from, "
     "or a Hugging Face folder as init.hf",
   )
+  problems.extend(checks.task_problems(c, sections.read_task_options(c)))
   names = c.eval.precisions
   if not isinstance(names, (tuple, list)) or not names:
     problems.found.append(

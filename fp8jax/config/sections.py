@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from fp8jax.config.files import Config
+from fp8jax.evaluation import catalog
 from fp8jax.generation.sampling import Sampling
 from fp8jax.optim.factory import OptimizerConfig
 from fp8jax.step import config as step_config
@@ -20,7 +21,7 @@ def read(c: Config, alarms: tuple[step_config.Alarm, ...], steps: int) -> dict[s
   Returns:
     Keyword arguments of RunSpec.
   """
-  checkpoint, evaluation, log = c.checkpoint, c.eval, c.log
+  checkpoint, log = c.checkpoint, c.log
   return dict(
     global_batch=c.global_batch,
     grad_accum_steps=c.grad_accum_steps,
@@ -31,7 +32,7 @@ def read(c: Config, alarms: tuple[step_config.Alarm, ...], steps: int) -> dict[s
     init=step_config.InitConfig(**c.init),
     kernels=step_config.KernelsConfig(c.kernels.matmul, c.kernels.optimizer, c.kernels.attention),
     loss_scale=step_config.LossScaleConfig(**c.loss_scale),
-    eval=step_config.EvalConfig(**{**evaluation, "precisions": tuple(evaluation.precisions)}),
+    eval=read_eval(c),
     checkpoint=step_config.CheckpointConfig(
       **{**checkpoint, "accept_changes": tuple(checkpoint.accept_changes)}
     ),
@@ -56,3 +57,35 @@ def read_optim(c: Config, steps: int) -> OptimizerConfig:
   if share := values.pop("warmup_fraction"):
     values["warmup_steps"] = int(share * steps)
   return OptimizerConfig(**values, steps=steps)
+
+
+def read_eval(c: Config) -> step_config.EvalConfig:
+  """`eval`, the options of its tasks together."""
+  e = c.eval
+  return step_config.EvalConfig(
+    tokens=e.tokens,
+    batch=e.batch,
+    every=e.every,
+    precisions=tuple(e.precisions),
+    hf=e.hf,
+    step=e.step,
+    tasks=e.tasks,
+    options=read_task_options(c),
+    chat=e.chat,
+    seed=e.seed,
+    compare_with=e.compare_with,
+  )
+
+
+def read_task_options(c: Config) -> catalog.Options:
+  """The settings of `eval` that all tasks have in common."""
+  e = c.eval
+  return catalog.Options(
+    data_dir=e.data_dir,
+    train_data=e.train_data,
+    allow_code=e.allow_code_execution,
+    questions=e.questions,
+    samples=e.samples,
+    temperature=e.temperature,
+    max_new_tokens=e.max_new_tokens,
+  )

@@ -64,7 +64,7 @@ class Benchmark:
   read: Callable[[str], list[Item]]
   verify: Callable[[Item, str], Verdict]
   protocol: Protocol
-  prompt: str = "{question}"
+  prompt: str = "{question}\n"
   system: str = ""
   prefix: str = ""
   runs_code: bool = False

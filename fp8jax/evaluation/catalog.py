@@ -21,14 +21,14 @@ class Options:
     data_dir: folder of the benchmarks' data.
     train_data: JSONL of a training set, whose questions are not asked; "" for none.
     allow_code: whether programs that the model writes are executed.
-    items: questions per task, the first ones; 0: all, or reasoning_gym_tasks.SIZE of a family.
+    questions: per task, the first ones; 0: all, or reasoning_gym_tasks.SIZE of a family.
     samples, temperature, max_new_tokens: instead of the task's own; 0, -1 and 0 leave those.
   """
 
   data_dir: str = ""
   train_data: str = ""
   allow_code: bool = False
-  items: int = 0
+  questions: int = 0
   samples: int = 0
   temperature: float = -1.0
   max_new_tokens: int = 0
@@ -45,7 +45,7 @@ def problems(names: str, options: Options) -> list[str]:
   for name in split(names):
     collected.extend(_problems_of(name, options))
   collected.file("eval.train_data", options.train_data, "name the JSONL of the training set, or ''")
-  for key in ("items", "samples", "max_new_tokens"):
+  for key in ("questions", "samples", "max_new_tokens"):
     value = getattr(options, key)
     collected.check(value >= 0, f"eval.{key}={value} must be at least 0 (0: the task's own)")
   return collected.found
@@ -88,7 +88,7 @@ def _load(name: str, options: Options, trained: frozenset[str]) -> tasks.Task:
       task, items=tasks.check_items(items, f"{name} without eval.train_data")
     )
   family, arguments = parse_call(name)
-  return reasoning_gym_tasks.make(family, arguments, options.items, trained=trained)
+  return reasoning_gym_tasks.make(family, arguments, options.questions, trained=trained)
 
 
 def _with_options(task: tasks.Task, options: Options) -> tasks.Task:
@@ -102,7 +102,7 @@ def _with_options(task: tasks.Task, options: Options) -> tasks.Task:
   return dataclasses.replace(
     task,
     protocol=dataclasses.replace(task.protocol, **changes),
-    items=task.items[: options.items or None],
+    items=task.items[: options.questions or None],
   )
 
 

@@ -90,7 +90,8 @@ class Task:
     items: in the order in which they are asked.
     verify: (item, output after the thoughts) -> Verdict.
     verifier: name of `verify`, for the fingerprint.
-    prompt: the user's turn; {question} stands for the item's question.
+    prompt: the user's turn; {question} stands for the item's question. A chat template gets it
+      without white space at its ends.
     system: the system's turn; "" for none.
     prefix: beginning of the model's own turn, e.g. an opened think tag.
     think_end: tag that closes the thoughts: the output up to its last occurrence is not verified;
@@ -104,7 +105,7 @@ class Task:
   items: tuple[Item, ...]
   verify: Callable[[Item, str], Verdict] = dataclasses.field(compare=False)
   verifier: str
-  prompt: str = "{question}"
+  prompt: str = "{question}\n"
   system: str = ""
   prefix: str = ""
   think_end: str = ""

@@ -124,6 +124,8 @@ def run_sweep(
 def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: str) -> int:
   if job == "evaluate" and c.eval.hf:
     c.init.hf, c.model.preset = c.eval.hf, "hf"
+  if job == "evaluate" and c.eval.tasks:  # generation runs on one device
+    c.mesh.data = c.mesh.fsdp = c.mesh.tensor = 1
   if job == "generate":
     c.mesh.data = c.mesh.fsdp = c.mesh.tensor = 1  # on one device, also of a larger machine
     if c.generate.hf:

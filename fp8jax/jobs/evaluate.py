@@ -1,9 +1,10 @@
-"""Held-out loss and perplexity of a checkpoint or a Hugging Face folder."""
+"""Held-out loss and tasks of a checkpoint or a Hugging Face folder."""
 
 import os
 
 from fp8jax.config import identity
 from fp8jax.errors import UserError
+from fp8jax.jobs import evaluate_tasks
 from fp8jax.jobs.restore import restore_params, restore_scaling_states
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.run import (
@@ -15,7 +16,22 @@ from fp8jax.step import run_spec
 
 
 def run(plan: run_spec.RunSpec, workdir: str):
-  """Held-out loss and perplexity of a checkpoint or a Hugging Face folder."""
+  """Held-out loss (eval.tokens) and verifiable answers (eval.tasks) of a model.
+
+  Raises:
+    UserError: neither is asked for, or the checkpoint is another run's.
+  """
+  if not plan.eval.tokens and not plan.eval.tasks:
+    raise UserError("eval.tokens=0 without eval.tasks leaves nothing to evaluate; set one of them")
+  found = {"device": startup.device_line(plan)}
+  if plan.eval.tokens:
+    found |= _heldout(plan, workdir)
+  if plan.eval.tasks:
+    found |= evaluate_tasks.run(plan, workdir)
+  return found
+
+
+def _heldout(plan: run_spec.RunSpec, workdir: str):
   if plan.eval.hf:
     params, _ = hf_weights.load_params(plan.eval.hf, plan.model, plan.run.layout)
     path = os.path.expanduser(plan.calibration)
@@ -37,4 +53,4 @@ def run(plan: run_spec.RunSpec, workdir: str):
   evaluator = evaluator_lib.Evaluator(plan)
   heldout = evaluator.run(params, scaling_states, phase)
   counted = {"heldout": heldout, "documents_passed_over": evaluator.passed_over}
-  return {"device": startup.device_line(plan), **where, **counted}
+  return {**where, **counted}

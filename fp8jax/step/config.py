@@ -5,6 +5,7 @@
 
 import dataclasses
 
+from fp8jax.evaluation import catalog
 from fp8jax.generation.sampling import Sampling
 
 # Forward passes that an evaluation may take: the recipes of training, and 16 bits everywhere.
@@ -70,6 +71,12 @@ class EvalConfig:
     hf: Hugging Face folder that --job=evaluate and export take instead of a checkpoint; "" for
       none.
     step: the checkpoint that --job=evaluate and export take, in steps; -1 is the newest.
+    tasks: names of tasks with verifiable answers, evaluation/catalog.py; "" for none.
+    options: of all tasks.
+    chat: whether prompts are written with the chat template.
+    seed: of sampling.
+    compare_with: workdir of another run, whose evaluation of the same tasks is compared; "" for
+      none.
   """
 
   tokens: int
@@ -78,6 +85,11 @@ class EvalConfig:
   precisions: tuple[str, ...]
   hf: str
   step: int
+  tasks: str
+  options: catalog.Options
+  chat: bool
+  seed: int
+  compare_with: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,7 +69,8 @@ def test_outputs_and_verdicts_are_stored_and_summed_up(tmp_path):
     assert row["correct"] == (row["output"] == "2") and row["answer"] == "2"
   share = np.mean([row["correct"] for row in rows])
   summary = found.summary
-  assert summary["avg"]["estimate"] == share == found.scores_IJ.mean()
+  assert summary["avg"]["estimate"] == pytest.approx(share)
+  assert found.scores_IJ.mean() == pytest.approx(share)
   assert summary["avg"]["low"] < share < summary["avg"]["high"]
   assert set(summary["pass"]) == {"2", "3"}
   assert summary["pass"]["3"]["estimate"] == found.scores_IJ.max(1).mean()
@@ -89,7 +90,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_result(tmp_path):
   coin = Coin()
   found = _evaluate(tmp_path / "parts", _task(), coin)
   # 47 outputs are two samples of all 20 items, and the third of 7.
-  assert {text for text, _ in coin.asked} == {f"1 + 1, {i}?" for i in range(7, 20)}
+  assert {text for text, _ in coin.asked} == {f"1 + 1, {i}?\n" for i in range(7, 20)}
   assert np.array_equal(found.scores_IJ, whole.scores_IJ)
   assert found.summary | {"seconds": 0} == whole.summary | {"seconds": 0}
   rows = store.read_rows(str(path))

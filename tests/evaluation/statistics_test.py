@@ -51,15 +51,15 @@ def _all_means(values_RI: np.ndarray) -> np.ndarray:
 def test_bootstraps_agree_with_the_enumeration_of_every_resample():
   rng = np.random.default_rng(0)
   scores_I = rng.uniform(size=6)
-  found = statistics.bootstrap(scores_I, resamples=100_000)
+  found = statistics.bootstrap(scores_I, resamples=40_000)
   exact = np.quantile(_all_means(scores_I[None]), (0.025, 0.975))
-  assert np.abs([found.low, found.high] - exact).max() < 0.003
+  assert np.abs([found.low, found.high] - exact).max() < 0.005
   candidate, baseline = rng.uniform(size=(2, 3, 5))
-  compared = statistics.compare(candidate, baseline, resamples=100_000)
+  compared = statistics.compare(candidate, baseline, resamples=40_000)
   means = _all_means(100 * (candidate - baseline))
   assert compared.difference == pytest.approx(means.mean())
   exact = np.quantile(means, (0.025, 0.975))
-  assert np.abs([compared.low, compared.high] - exact).max() < 0.3  # of about 60 points
+  assert np.abs([compared.low, compared.high] - exact).max() < 1.5  # of 77 points, in steps of 1
   few = [statistics.compare(candidate, baseline, resamples=50, seed=seed) for seed in (0, 0, 1)]
   assert few[0] == few[1] != few[2]
 

@@ -90,7 +90,7 @@ def test_a_family_asks_distinct_questions_outside_the_training_set(gym, tmp_path
   ]  # fmt: skip
   path = tmp_path / "train.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  options = catalog.Options(train_data=str(path), items=30)
+  options = catalog.Options(train_data=str(path), questions=30)
   [apart] = catalog.load("gcd(highest=9)", options)
   left_out = set(questions) - {item.question for item in apart.items}
   assert {questions[0], questions[2], questions[3]} <= left_out and questions[1] not in left_out
@@ -128,7 +128,7 @@ def test_task_files_describe_families_and_questions(gym, tmp_path):
   assert (mine.margin, sums.margin, mine.name, sums.name) == (1.5, 2.0, "mine", "sums")
   assert mine.judge(mine.items[0], "2").correct and mine.judge(mine.items[1], "17").correct
   assert len(sums.items) == 5 and plain.name == "gcd(highest=90)"
-  options = catalog.Options(items=1, samples=2, temperature=0.5, max_new_tokens=7)
+  options = catalog.Options(questions=1, samples=2, temperature=0.5, max_new_tokens=7)
   [changed] = catalog.load(f"{tmp_path}/mine.json", options)
   assert len(changed.items) == 1
   assert changed.protocol == tasks.Protocol(2, 0.5, max_new_tokens=7, stop=("\n\n",))
@@ -169,10 +169,10 @@ def test_broken_names_and_files_are_refused_with_the_remedy(tmp_path):
   found = refused("h.json", '{"family": "gdc", "prompt": "no place", "margin": -1}')
   assert all(text in found for text in ("did you mean 'gcd'", "lacks {question}", "positive"))
   assert "either 'questions'" in refused("i.json", "{}")
-  options = catalog.Options(train_data=str(tmp_path / "none"), items=-1)
+  options = catalog.Options(train_data=str(tmp_path / "none"), questions=-1)
   found = "\n".join(catalog.problems("gdc,a.jsonl,gcd(1),x y", options))
   for text in ("did you mean 'gcd'", "a.jsonl does not exist", "'gcd(1)' is no task",
-               "'x y' is no task", "eval.train_data=", "eval.items=-1"):  # fmt: skip
+               "'x y' is no task", "eval.train_data=", "eval.questions=-1"):  # fmt: skip
     assert text in found, text
 
 

@@ -1,0 +1,153 @@
+"""Tasks with verifiable answers: the second half of --job=evaluate."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from fp8jax import console as console_lib
+from fp8jax import hub
+from fp8jax.data.tokenize import Tokenizer
+from fp8jax.evaluation import catalog, code_sandbox, report, store
+from fp8jax.evaluation import run as run_lib
+from fp8jax.evaluation.tasks import Item, Task
+from fp8jax.jobs import generator as generator_lib
+from fp8jax.run import checkpoint, provenance
+from fp8jax.step import run_spec
+from fp8jax.step.config import EVAL_PRECISIONS
+
+_RECIPE = EVAL_PRECISIONS[0]
+
+
+def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
+  """Evaluates plan.eval.tasks; prints their table and writes WORKDIR/evaluation.
+
+  Returns:
+    {"evaluation": folder, "tasks": {task: summary}}, and "comparison" with eval.compare_with.
+  """
+  console = console_lib.console()
+  tasks = catalog.load(plan.eval.tasks, plan.eval.options)
+  plan = dataclasses.replace(plan, generate=dataclasses.replace(plan.generate, hf=plan.eval.hf))
+  generator, where = generator_lib.load(plan, workdir)
+  ask = _asker(plan, generator)
+  settings, folder = _settings(plan, where), _folder(plan, workdir, where)
+  if plan.eval.options.allow_code and not code_sandbox.isolation():
+    console.print("eval.allow_code_execution: this system gives users no namespaces; programs run "
+                  "with limits, and with the network")  # fmt: skip
+  done = []
+  for task in tasks:
+    done.append(
+      run_lib.evaluate(task, generator, ask, folder, settings, plan.eval.seed, console.print)
+    )
+  summary = _summary(plan, settings, folder, done)
+  title = f"{folder}: intervals over items"
+  console.print(console_lib.table(title, report.COLUMNS, report.rows(done)))
+  if plan.eval.compare_with:
+    summary["comparison"] = _compare(plan.eval.compare_with, folder, tasks, console)
+  provenance.write_json(folder, store.SUMMARY, summary)
+  kept = ("tasks", "comparison")
+  return {"evaluation": folder, **{k: summary[k] for k in kept if k in summary}}
+
+
+def _asker(plan: run_spec.RunSpec, generator) -> run_lib.Ask:
+  """Writes prompts by the chat template (eval.chat), or as plain text."""
+  tokenizer: Tokenizer = generator.tokenizer
+  template = generator_lib.chat_template(generator) if plan.eval.chat else None
+
+  def ask(task: Task, item: Item) -> tuple[str, Sequence[int]]:
+    user = task.user_text(item)
+    if template is None:
+      text = "\n\n".join(filter(None, (task.system, user))) + task.prefix
+      return text, tokenizer.encode_prompt(text)
+    turns = [{"role": "system", "content": task.system}] if task.system else []
+    turns.append({"role": "user", "content": user.strip()})
+    text = template.render(turns, add_generation_prompt=True) + task.prefix
+    return text, tokenizer.encode_prompt(text, add_special_tokens=False)
+
+  return ask
+
+
+def _settings(plan: run_spec.RunSpec, where: dict[str, Any]) -> dict[str, Any]:
+  """All that decides the outputs besides the task; a change is another evaluation."""
+  if plan.eval.hf:
+    weights = {"hf": os.path.basename(os.path.normpath(plan.eval.hf)), "digest": _digest(plan)}
+  else:
+    saved = checkpoint.Checkpoints(where["workdir"], plan.checkpoint.keep)
+    config = json.dumps(saved.meta(where["step"])["config"], sort_keys=True)
+    saved.close()
+    weights = {"step": where["step"], "digest": hashlib.sha256(config.encode()).hexdigest()[:16]}
+  g = plan.generate
+  return {
+    **weights,
+    "precision": g.precision,
+    "rules": plan.flat["precision.rules"] if g.precision == _RECIPE else [],
+    "compute_dtype": plan.run.dtype.name,
+    "cache_format": g.cache_format,
+    "max_length": g.max_length,
+    "stop_tokens": list(g.stop_tokens),
+    "chat": plan.eval.chat,
+    "tokenizer": plan.data.tokenizer.fingerprint,
+  }
+
+
+def _digest(plan: run_spec.RunSpec) -> str:
+  """Of the ends of a folder's safetensors, which hold weights."""
+  folder, digest = hub.local(plan.eval.hf), hashlib.sha256()
+  for name in sorted(os.listdir(folder)):
+    if name.endswith(".safetensors"):
+      with open(os.path.join(folder, name), "rb") as f:
+        size = f.seek(0, os.SEEK_END)
+        f.seek(max(size - (1 << 16), 0))
+        digest.update(f"{name} {size}".encode() + f.read())
+  return digest.hexdigest()[:16]
+
+
+def _folder(plan: run_spec.RunSpec, workdir: str, where: dict[str, Any]) -> str:
+  """WORKDIR/evaluation/step_100, or .../hf_NAME; "_bf16" where that is the forward pass."""
+  label = f"step_{where['step']}" if "step" in where else f"hf_{store.slug(_name(plan.eval.hf))}"
+  suffix = "" if plan.generate.precision == _RECIPE else f"_{plan.generate.precision}"
+  return os.path.join(workdir, store.FOLDER, label + suffix)
+
+
+def _name(path: str) -> str:
+  return os.path.basename(os.path.normpath(path))
+
+
+def _summary(plan, settings, folder: str, done: list[run_lib.Evaluated]) -> dict[str, Any]:
+  prints = " ".join(one.task.fingerprint for one in done)
+  data = hashlib.sha256(prints.encode()).hexdigest()
+  isolated = bool(code_sandbox.isolation()) if plan.eval.options.allow_code else None
+  earlier = _earlier_seconds(folder)
+  for one in done:
+    one.summary["seconds"] = round(one.summary["seconds"] + earlier.get(one.task.name, 0.0), 1)
+  return {
+    "tasks": {one.task.name: one.summary for one in done},
+    "settings": {**settings, "seed": plan.eval.seed, "code_isolated": isolated},
+    "provenance": provenance.provenance(plan.flat, data, plan.seed, 1),
+  }
+
+
+def _earlier_seconds(folder: str) -> dict[str, float]:
+  """Seconds per task of a summary that is replaced: a finished task is not asked again."""
+  path = os.path.join(folder, store.SUMMARY)
+  if not os.path.exists(path):
+    return {}
+  with open(path, encoding="utf-8") as f:
+    tasks = json.load(f).get("tasks", {})
+  return {name: summary.get("seconds", 0.0) for name, summary in tasks.items()}
+
+
+def _compare(other: str, folder: str, tasks: Sequence[Task], console) -> dict[str, dict[str, Any]]:
+  """Prints and returns this evaluation minus the other workdir's newest, by task."""
+  there = store.newest(other)
+  names = {task.name for task in tasks}
+  mine = {k: v for k, v in store.read_scores(folder).items() if k in names}
+  found = run_lib.compare([mine], [store.read_scores(there)])
+  title = f"{folder} - {there}: two runs, bootstrap over items"
+  console.print(console_lib.table(title, report.COMPARED, report.compared_rows(found)))
+  return {
+    name: {**dataclasses.asdict(c), "verdict": c.verdict, "with": there}
+    for name, c in found.items()
+  }

@@ -1,0 +1,121 @@
+"""--job=evaluate --config.eval.tasks: from a folder to stored verdicts, table and comparison."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+from configs import base
+from fp8jax import params as params_lib
+from fp8jax.config import resolve
+from fp8jax.errors import ConfigError
+from fp8jax.evaluation import store
+from fp8jax.jobs import dispatch
+from fp8jax.kernels.choose import Device
+from fp8jax.models import transformer
+from fp8jax.models.config import ModelConfig
+from fp8jax.models.hf import weights as hf_weights
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A random one-layer Llama with a byte-level tokenizer and a chat template."""
+  where = tmp_path_factory.mktemp("model")
+  cfg = ModelConfig(
+    "llama", vocab_size=260, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2,
+    num_kv_heads=1, head_dim=16, max_positions=256, init_std=0.3,
+  )  # fmt: skip
+  rng = np.random.default_rng(0)
+  tree = params_lib.tree_map(
+    lambda p: rng.normal(p.init == "ones", 0.3, params_lib.shape(p, cfg.dims)).astype(np.float32),
+    transformer.params(cfg),
+  )
+  hf_weights.save_params(str(where), jax.tree.map(jax.numpy.asarray, tree), cfg, "float32")
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=260, special_tokens=["</s>"], show_progress=False,
+    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+  )  # fmt: skip
+  tokenizer.train_from_iterator(["x"], trainer)
+  tokenizer.save(str(where / "tokenizer.json"))
+  settings = {"eos_token": "</s>", "chat_template": TEMPLATE}
+  (where / "tokenizer_config.json").write_text(json.dumps(settings))
+  return where
+
+
+def _config(folder, **changes):
+  c = base.get_config("tensor_current")
+  c.eval.hf, c.eval.tokens, c.generate.slots = str(folder), 0, 4
+  c.data.tokenizer = str(folder)
+  c.update_from_flattened_dict({f"eval.{k}": v for k, v in changes.items()})
+  return c
+
+
+def _evaluate(workdir, c):
+  return dispatch.run("evaluate", c, base.get_config(), "x.py", str(workdir))
+
+
+def test_a_folder_is_evaluated_stored_and_compared(folder, tmp_path, capsys):
+  questions = [{"question": f"say {i}", "answer": ".", "verifier": "regex"} for i in range(6)]
+  (tmp_path / "say.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+  task = {"questions": "say.jsonl", "samples": 2, "temperature": 1.0, "max_new_tokens": 4,
+          "system": "One letter.", "prefix": "<think>", "think_end": "q"}  # fmt: skip
+  (tmp_path / "letters.json").write_text(json.dumps(task))
+  tasks = str(tmp_path / "letters.json")
+  assert _evaluate(tmp_path / "a", _config(folder, tasks=tasks, chat=True)) == 0
+  out = capsys.readouterr().out
+  report = json.loads(out[out.index("{\n") :])
+  where = report["evaluation"]
+  assert where == f"{tmp_path}/a/evaluation/hf_{folder.name}"
+  rows = store.read_rows(f"{where}/letters.jsonl")
+  expected = "<system>One letter.</s><user>say 3</s><assistant><think>"
+  assert {r["prompt"] for r in rows if r["item"] == "4"} == {expected}
+  assert len(rows) == 12 and all(r["tokens"] <= 4 for r in rows)
+  for row in rows:  # the thoughts end with q, and the whole final answer is one character
+    last = [x for x in row["output"].rpartition("q")[2].splitlines() if x.strip()][-1:]
+    assert row["correct"] == (len("".join(last).strip(" *`$").removesuffix(".")) == 1), row
+  summary = json.loads(
+    (tmp_path / "a" / "evaluation" / f"hf_{folder.name}" / "summary.json").read_text()
+  )
+  assert summary["tasks"] == report["tasks"]
+  assert summary["tasks"]["letters"]["avg"]["estimate"] == pytest.approx(
+    np.mean([r["correct"] for r in rows])
+  )
+  assert summary["provenance"]["config"]["eval.chat"] is True
+  assert "letters" in out and "6 x 2" in out
+
+  # The same command finds all answers; another arm is compared with it.
+  assert _evaluate(tmp_path / "a", _config(folder, tasks=tasks, chat=True)) == 0
+  assert "6 of 6 items are answered" in capsys.readouterr().out
+  other = _config(folder, tasks=tasks, chat=True, compare_with=str(tmp_path / "a"))
+  other.generate.precision = "bf16"
+  assert _evaluate(tmp_path / "b", other) == 0
+  out = capsys.readouterr().out
+  [comparison] = json.loads(out[out.index("{\n") :])["comparison"].values()
+  assert comparison["seeds"] == 1 and comparison["items"] == 6 and comparison["margin"] == 2.0
+  assert (tmp_path / "b" / "evaluation" / f"hf_{folder.name}_bf16" / "summary.json").exists()
+
+  assert _evaluate(tmp_path / "a", _config(folder, tasks=tasks)) == 1
+  assert "settings.chat (True there, False here)" in capsys.readouterr().err
+  assert _evaluate(tmp_path / "a", _config(folder)) == 1
+  assert "leaves nothing to evaluate; set one of them" in capsys.readouterr().err
+
+
+def test_all_mistakes_of_tasks_are_reported_at_once():
+  c = base.get_config()
+  c.eval.tasks, c.eval.train_data, c.eval.compare_with = "aime24,nothing.jsonl", "none", "nowhere"
+  c.eval.seed, c.eval.temperature, c.eval.questions = -1, -2.0, -3
+  with pytest.raises(ConfigError) as e:
+    resolve.resolve(c, 1, Device("cpu"))
+  for words in (
+    "aime24 needs assets/benchmarks/aime24.jsonl, which does not exist", "nothing.jsonl does not",
+    "eval.train_data='none'", "eval.compare_with='nowhere'", "eval.seed=-1", "eval.temperature=-2",
+    "eval.questions=-3",
+  ):  # fmt: skip
+    assert any(words in problem for problem in e.value.problems), (words, e.value.problems)
