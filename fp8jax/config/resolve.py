@@ -259,7 +259,7 @@ def _check_sections(c: Config, problems: ConfigErrors):
   problems.extend(checks.lora_problems(c))
   problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
   export_checks.check(c, problems)
-  problems.extend(checks.generate_problems(sections.read_generate(c.generate)))
+  problems.extend(checks.generate_problems(sections.read_generate(c)))
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, acceptable_changes(c))
   problems.check(
     c.data.heldout_fraction != 0 or c.eval.tokens == 0,

@@ -39,13 +39,15 @@ def read(c: Config, alarms: tuple[step_config.Alarm, ...], steps: int) -> dict[s
     log=step_config.LogConfig(**{**log, "alarms": alarms}),
     export=step_config.ExportConfig(**c.export),
     calibrate=step_config.CalibrateConfig(**c.calibrate),
-    generate=read_generate(c.generate),
+    generate=read_generate(c),
   )
 
 
 def read_generate(c: Config) -> step_config.GenerateConfig:
-  """`generate`, its sampling apart."""
-  values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in c.items()}
+  """`generate`, its sampling apart, and the chat template that `data` names."""
+  section = c.generate.items()
+  values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in section}
+  values |= dict(chat_template=c.data.chat_template, template_date=c.data.template_date)
   names = [field.name for field in dataclasses.fields(Sampling)]
   sampling = Sampling(**{name: values.pop(name) for name in names})
   return step_config.GenerateConfig(**values, sampling=sampling)

@@ -25,7 +25,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
   config = plan.generate
   records = read_prompts(config.prompts)
   generator, where = generator_lib.load(plan, workdir)
-  texts, prompts = _encoded(records, generator)
+  texts, prompts = _encoded(records, generator, config)
   total = len(prompts) * config.num_samples
   log = console_lib.console(stderr=True)
   log.print(f"{startup.device_line(plan)}: {len(prompts)} prompts, {total} completions")
@@ -108,11 +108,14 @@ def _record(line: str, where: str) -> dict[str, Any]:
   return record
 
 
-def _encoded(records, generator) -> tuple[list[str], list[list[int]]]:
+def _encoded(records, generator, config) -> tuple[list[str], list[list[int]]]:
   """(what stands before each completion when it is shown, token ids)."""
   tokenizer: Tokenizer = generator.tokenizer
   is_chat = any("messages" in record for record in records)
-  template = generator_lib.chat_template(generator) if is_chat else None
+  template = None
+  if is_chat:
+    of_data = (config.chat_template, config.template_date)
+    template = generator_lib.chat_template(generator, *of_data)
   texts, prompts = [], []
   for record in records:
     if template is not None and "messages" in record:

@@ -61,8 +61,12 @@ def folder_of(plan: run_spec.RunSpec, workdir: str) -> str:
   return plan.init.hf if plan.init.hf and os.path.isdir(hub.local(plan.init.hf)) else ""
 
 
-def chat_template(generator: api.Generator) -> ChatTemplate:
+def chat_template(generator: api.Generator, template: str = "", date: str = "") -> ChatTemplate:
   """The template of a generator's tokenizer.
+
+  Args:
+    template: data.chat_template, a file instead.
+    date: data.template_date, which a template may write.
 
   Raises:
     UserError, FileNotFoundError: there is none.
@@ -73,4 +77,4 @@ def chat_template(generator: api.Generator) -> ChatTemplate:
       "messages need a chat template, and data.tokenizer='bytes' has none; set data.tokenizer to "
       "a Hugging Face folder, or give texts as 'prompt'"
     )
-  return ChatTemplate.load(tokenizer.path)
+  return ChatTemplate.load(tokenizer.path, template, date)

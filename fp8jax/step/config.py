@@ -210,6 +210,7 @@ class GenerateConfig:
     max_length: tokens of prompt and completion that a slot holds; 0: as many as needed.
     num_samples: completions per prompt.
     stop_tokens: names of tokens that end a completion, beside the model's own.
+    chat_template, template_date: data's, for prompts that are chats.
     sampling: how tokens are drawn.
   """
 
@@ -222,6 +223,8 @@ class GenerateConfig:
   max_length: int
   num_samples: int
   stop_tokens: tuple[str, ...]
+  chat_template: str
+  template_date: str
   sampling: Sampling
 
 
