@@ -89,8 +89,8 @@ def check_same_run(
   if meta["readers"] != readers:
     problems.append(
       f"the data were read differently until step {step}, so that the place to go on from is "
-      f"unknown: {meta['readers']}, now {readers}. Go on with as many processes, a mesh that splits "
-      "the batch over them in the same way, and data.workers 0 or not as before"
+      f"unknown: {meta['readers']}, now {readers}. Go on with as many processes, a mesh that "
+      "splits the batch over them in the same way, and data.workers 0 or not as before"
     )
   if problems:
     raise resolve.ConfigError([*problems, "or start anew with another --workdir"])
