@@ -1,5 +1,6 @@
 # make run    set everything up and continue the pre-training of SmolLM2-135M in block FP8: on a GPU
 #             where there is an NVIDIA driver (JAX_PLATFORMS=cpu make run: not), else on the CPU
+# make recipe the whole recipe in miniature: CPT, two stages of SFT, evaluation, FP8 export, an answer
 # make test   set everything up and run the default test suite;  make test JAX=0.11.2  on another jax
 # make test-all, test-aot, test-aot-all   slow tests too; programs for GPUs that are not there, the slow of these too
 # make check  lint, format and types
@@ -12,11 +13,16 @@ WORKDIR ?= runs/smollm2_cpt
 # A process per core, a file at a time; PARALLEL= runs in one.
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-aot test-aot-all test-gpu gpu-check check setup wheels clean
+.PHONY: run recipe test test-all test-aot test-aot-all test-gpu gpu-check check setup wheels clean
 
 run: wheels $(MODEL)/model.safetensors
 	@# Huge pages for XLA's scratch memory: a sixth less time per step where the kernel offers them.
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python launch.py --config=configs/smollm2_cpt.py --workdir=$(WORKDIR)
+
+# The whole recipe in miniature: pre-training, fine-tuning, evaluation, export.
+recipe: wheels $(MODEL)/model.safetensors
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[eval]"
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python experiments/2025_infir2/recipe.py
 
 # Tests compute on the CPU, with CUDA wheels too.
 test test-all: export JAX_PLATFORMS = cpu

@@ -44,7 +44,7 @@ def get_config(arm="stage1"):
     c.data.eos = "<|endoftext|>"
     c.data.sources = {
       "manual": base.source("pydoc", weight=0.5),
-      "solutions": base.source("text", f"{DATA}/cpt/*.txt", weight=0.5),
+      "solutions": base.source("jsonl", f"{DATA}/cpt.jsonl", weight=0.5),
     }
     c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5
     c.steps = 12 if size else 39  # 1,024 tokens each
