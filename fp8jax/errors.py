@@ -27,7 +27,7 @@ EXTRAS = {
   "tensorboardX": "train", "flax": "flax", "gguf": "hf", "huggingface_hub": "hf",
   "safetensors": "hf", "tokenizers": "hf", "array_record": "data", "pyarrow": "data",
   "tensorflow_datasets": "data", "jinja2": "sft", "tokamax": "attention", "datasets": "datasets",
-  "reasoning_gym": "eval", "math_verify": "eval",
+  "reasoning_gym": "eval", "math_verify": "eval", "lm_eval": "lm_eval",
 }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ VOCABULARY = {"__init__", "axes", "console", "errors", "formats", "hub", "mesh",
 EXTRAS_OF_FILES = {
   "train": ("console.py", "config/", "data/", "run/", "jobs/"),
   "flax": ("integrations/flax.py",),
+  "lm_eval": ("integrations/lm_eval.py",),
 }
 # Names of distributions where they are not those of their modules.
 DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
