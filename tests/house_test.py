@@ -39,6 +39,7 @@ EXTRAS_OF_FILES = {
   "train": ("console.py", "config/", "data/", "run/", "jobs/", "sweeps/"),
   "flax": ("integrations/flax.py",),
   "report": ("report/charts.py", "report/compare_charts.py", "report/run_report.py"),
+  "lm_eval": ("integrations/lm_eval.py",),
 }
 # Names of distributions where they are not those of their modules.
 DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint",

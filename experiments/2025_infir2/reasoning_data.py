@@ -1,139 +1,151 @@
-"""Reasoning data of the whole recipe: worked solutions to generated questions.
+"""Training data of result (a): worked solutions of reasoning-gym's questions, as text and as chats.
 
-command: python experiments/2025_infir2/reasoning_data.py FOLDER [--samples=N]
+command: python experiments/2025_infir2/reasoning_data.py OUT [--samples 120] [--tasks FILE ...]
+needs:   pip install "fp8jax[eval]"
 
-reasoning-gym (arXiv:2505.24760) generates the questions; the solutions are written here, step by
-step, and end with "The answer is ANSWER." FOLDER gets
-  cpt/*.txt       questions and solutions as plain text, 16 to a document
-  stage1.jsonl    conversations ("messages"), a family after the other in turn
-  stage2.jsonl    others of the same families, whose seeds and questions differ
-No question is in two of them, by normalized text. Evaluation leaves out whatever is in one
-(eval.trained) and has seeds of its own.
+The test questions are drawn first, as the evaluation draws them from tasks/*.json; a training
+question that equals one of them, or an earlier training question, but for case and white space is
+left out. Training seeds lie below those of evaluations. OUT gets
+
+  cpt.jsonl      {"text": question and solution}: continual pre-training
+  stage1.jsonl   {"messages": [user, assistant]}: supervised fine-tuning
+  stage2.jsonl   likewise, other questions
+  counts.json    how many of each family were written and left out, and the files' SHA-256
+
+The solutions are short: tens and units, legs per animal, Euclid's steps, and gsm_symbolic's
+own. Each is checked against the family's answer, and by its scorer, before it is written.
 """
 
 import argparse
-import itertools
+import hashlib
 import json
-import math
 import pathlib
+import re
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
 
-from fp8jax.evaluation import reasoning_gym_tasks  # noqa: E402
-from fp8jax.evaluation.tasks import normalized  # noqa: E402
+from fp8jax.evaluation import jsonl_tasks, reasoning_gym_tasks, tasks  # noqa: E402
 
-# Families with their arguments, small enough to be learnt from a few hundred samples.
-FAMILIES: dict[str, dict[str, Any]] = {
-  "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-  "leg_counting": {
-    "min_animals": 2, "max_animals": 2, "min_instances": 1, "max_instances": 9,
-  },
-  "gcd": {"min_numbers": 2, "max_numbers": 2, "max_value": 100},
-}  # fmt: skip
-# Questions of a family are drawn in this order of parts; far below the evaluation's seeds.
-PARTS = ("stage1", "stage2", "cpt")
-TRAINING_SEED = 1_000_000
-_PER_DOCUMENT = 16
+# Seed of the first question of each file; far apart, for item i of seed s is item 0 of s + i.
+SEEDS = {"cpt": 0, "stage1": 100_000_000, "stage2": 200_000_000}
 
 
-def solution(family: str, entry: Mapping[str, Any]) -> str:
+def chain_sum(entry: dict) -> tuple[list[str], int]:
+  """47 - 38: tens and units apart, term by term."""
+  parts = entry["metadata"]["expression"].split()
+  total, steps = int(parts[0]), []
+  for sign, text in zip(parts[1::2], parts[2::2]):
+    a, b = total, int(text)
+    tens, units = (10 * (a // 10), 10 * (b // 10)), (a % 10, b % 10)
+    high, low = (x + y if sign == "+" else x - y for x, y in (tens, units))
+    total = high + low
+    joined = f"{high} + {low}" if low >= 0 else f"{high} - {-low}"
+    steps.append(f"{tens[0]} {sign} {tens[1]} = {high}, {units[0]} {sign} {units[1]} = {low}, "
+                 f"{joined} = {total}.")  # fmt: skip
+  return steps, total
+
+
+def leg_counting(entry: dict) -> tuple[list[str], int]:
+  """Legs of each kind, then their sum."""
+  from reasoning_gym.arithmetic.leg_counting import ANIMALS
+
+  animals = entry["metadata"]["animals"]
+  legs = [count * ANIMALS[name] for name, count in animals.items()]
+  steps = [
+    f"{name}: {count} x {ANIMALS[name]} = {n}." for (name, count), n in zip(animals.items(), legs)
+  ]
+  return [*steps, f"{' + '.join(map(str, legs))} = {sum(legs)}."], sum(legs)
+
+
+def gcd(entry: dict) -> tuple[list[str], int]:
+  """Euclid's algorithm, number by number."""
+  numbers = entry["metadata"]["numbers"]
+  a, steps = numbers[0], []
+  for b in numbers[1:]:
+    a, b = max(a, b), min(a, b)
+    while b:
+      steps.append(f"{a} = {a // b} x {b} + {a % b}.")
+      a, b = b, a % b
+  return steps, a
+
+
+def gsm_symbolic(entry: dict) -> tuple[list[str], int]:
+  """The family's own solution."""
+  text, _, answer = entry["metadata"]["answer_cot"].rpartition("####")
+  return text.strip().split("\n"), int(float(answer))
+
+
+SOLVERS = {f.__name__: f for f in (chain_sum, leg_counting, gcd, gsm_symbolic)}
+
+
+def solution(entry: dict) -> str:
   """The worked solution of a question.
 
   Raises:
-    ValueError: the steps do not lead to the entry's answer.
+    ValueError: it ends in another answer than the family's.
   """
-  steps, answer = _STEPS[family](entry["metadata"])
-  if str(answer) != str(entry["answer"]):
-    raise ValueError(f"{family}: {steps} leads to {answer}, the answer is {entry['answer']}")
-  return f"{steps} The answer is {answer}."
+  steps, answer = SOLVERS[entry["metadata"]["source_dataset"]](entry)
+  text = " ".join([*steps, f"The answer is {answer}."])
+  item = tasks.Item("", entry["question"], entry["answer"], {"entry": entry})
+  if not reasoning_gym_tasks.verify(item, text).correct:
+    raise ValueError(f"{text!r} does not answer {entry['question']!r} with {entry['answer']!r}")
+  return text
 
 
-def _sum(data: Mapping[str, Any]) -> tuple[str, int]:
-  first, sign, second = data["expression"].split()
-  answer = int(first) + int(second) * (1 if sign == "+" else -1)
-  return f"{first} {sign} {second} = {answer}.", answer
-
-
-def _legs(data: Mapping[str, Any]) -> tuple[str, int]:
-  from reasoning_gym.arithmetic import leg_counting  # extra `eval`
-
-  legs = {name: leg_counting.ANIMALS[name] for name in data["animals"]}
-  parts = [(count, legs[name], name) for name, count in data["animals"].items()]
-  steps = [f"{n} {name}{'s' * (n > 1)}: {n} x {each} = {n * each} legs." for n, each, name in parts]
-  totals = [n * each for n, each, _ in parts]
-  return f"{' '.join(steps)} {' + '.join(map(str, totals))} = {sum(totals)}.", sum(totals)
-
-
-def _gcd(data: Mapping[str, Any]) -> tuple[str, int]:
-  """Euclid's algorithm, a remainder a step."""
-  larger, smaller = sorted(data["numbers"], reverse=True)
-  steps = []
-  while smaller:
-    steps.append(f"{larger} = {larger // smaller} x {smaller} + {larger % smaller}.")
-    larger, smaller = smaller, larger % smaller
-  return " ".join(steps), math.gcd(*data["numbers"])
-
-
-_STEPS = {"chain_sum": _sum, "leg_counting": _legs, "gcd": _gcd}
-
-
-def questions(family: str) -> Iterator[Mapping[str, Any]]:
-  """Entries of a family whose questions all differ, without end."""
-  seen: set[str] = set()
-  for chunk in itertools.count():
-    size = 10_000
-    drawn = reasoning_gym_tasks.entries(
-      family, FAMILIES[family], TRAINING_SEED + chunk * size, size
-    )
-    for i in range(size):
-      key = normalized(drawn[i]["question"])
-      if key not in seen:
-        seen.add(key)
-        yield drawn[i]
-
-
-def write(folder: pathlib.Path, samples: int):
-  """Writes the three parts, of each so many samples.
-
-  Args:
-    samples: of a part, over all families.
-  """
-  folder.mkdir(parents=True, exist_ok=True)
-  sources = {family: questions(family) for family in FAMILIES}
-  for part in PARTS:
-    families = itertools.islice(itertools.cycle(FAMILIES), samples)
-    pairs = []
-    for family in families:
-      entry = next(sources[family])
-      pairs.append((entry["question"].strip(), solution(family, entry)))
-    if part == "cpt":
-      _write_documents(folder / part, pairs)
+def draw(family: str, arguments: dict, seed: int, count: int, taken: set[str]):
+  """(count entries whose questions are not in `taken`, how many were left out); adds to `taken`."""
+  draws = 50 * count
+  drawn = reasoning_gym_tasks.entries(family, arguments, seed, draws)
+  found, left_out = [], 0
+  for i in range(draws):
+    key = tasks.normalized(drawn[i]["question"])
+    if key in taken:
+      left_out += 1
       continue
-    rows = [
-      {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-      for q, a in pairs
-    ]
-    (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    taken.add(key)
+    found.append(drawn[i])
+    if len(found) == count:
+      return found, left_out
+  raise ValueError(f"{family} {arguments} has no {count} further questions; lower --samples")
 
 
-def _write_documents(folder: pathlib.Path, pairs: list[tuple[str, str]]):
-  folder.mkdir(exist_ok=True)
-  for number, chunk in enumerate(itertools.batched(pairs, _PER_DOCUMENT)):
-    text = "\n\n".join(f"Question: {q}\nAnswer: {a}" for q, a in chunk)
-    (folder / f"{number:04}.txt").write_text(text + "\n")
-
-
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("folder", type=pathlib.Path)
-  parser.add_argument("--samples", type=int, default=720, help="of a part (720)")
-  args = parser.parse_args()
-  write(args.folder, args.samples)
-  print(f"{args.folder}: {args.samples} samples of {', '.join(FAMILIES)} in each part")
+def main(out: pathlib.Path, paths: list[str], samples: int):
+  out.mkdir(parents=True, exist_ok=True)
+  described = [json.loads(pathlib.Path(path).read_text()) for path in paths]
+  for path, one in zip(paths, described):
+    if one.get("family") not in SOLVERS:
+      sys.exit(f"error: {path} is of no family with worked solutions: {', '.join(SOLVERS)}")
+  tests = [jsonl_tasks.from_description(path) for path in paths]
+  taken = {tasks.normalized(item.question) for test in tests for item in test.items}
+  counts: dict = {"test": {t.name: {"items": len(t.items), "fingerprint": t.fingerprint}
+                           for t in tests}}  # fmt: skip
+  for name, seed in SEEDS.items():
+    columns, counts[name] = [], {}
+    for one in described:
+      entries, left_out = draw(one["family"], one["arguments"], seed, samples, taken)
+      columns.append(entries)
+      counts[name][one["family"]] = {"written": len(entries), "left_out": left_out}
+    lines = []
+    for entry in (e for row in zip(*columns) for e in row):  # families take turns
+      user, assistant = entry["question"].strip(), solution(entry)
+      messages = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+      row = {"text": f"{user}\n{assistant}"} if name == "cpt" else {"messages": messages}
+      lines.append(json.dumps(row) + "\n")
+    text = "".join(lines)
+    (out / f"{name}.jsonl").write_text(text)
+    counts[name]["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    counts[name]["words"] = len(re.findall(r"\S+", text))
+  (out / "counts.json").write_text(json.dumps(counts, indent=1) + "\n")
+  print(json.dumps(counts, indent=1))
 
 
 if __name__ == "__main__":
-  main()
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("out", type=pathlib.Path)
+  parser.add_argument("--samples", type=int, default=120, help="questions per family and file")
+  default = sorted(map(str, (HERE / "tasks").glob("*.json")))
+  parser.add_argument("--tasks", nargs="+", default=default, help="task files")
+  asked = parser.parse_args()
+  main(asked.out, asked.tasks, asked.samples)

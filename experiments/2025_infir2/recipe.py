@@ -16,9 +16,7 @@ import time
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT)]
-
-import reasoning  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from fp8jax import console as console_lib  # noqa: E402
 
@@ -64,8 +62,7 @@ def config(row: str) -> list[str]:
   """The command line of a stage."""
   stage, recipe, before = STAGES[row]
   found = [f"--config={CONFIG}:{stage},{recipe},mini", f"--workdir={workdir(row)}"]
-  sources = {"cpt": ("solutions", "cpt")}.get(stage, ("solutions", stage))
-  found.append(f"--config.data.sources.{sources[0]}.path={DATA}/{sources[1]}.jsonl")
+  found.append(f"--config.data.sources.solutions.path={DATA}/{stage}.jsonl")
   return found + ([f"--config.init.workdir={workdir(before)}"] if before else [])
 
 
@@ -127,7 +124,7 @@ def answer(folder: pathlib.Path, question: str) -> str:
     f"--config.generate.prompts={prompts}", f"--config.generate.out={out}",
     "--config.generate.max_new_tokens=64",
   )  # fmt: skip
-  return json.loads(out.read_text().splitlines()[0])["completions"][0]["text"]
+  return json.loads(out.read_text().splitlines()[0])["text"]
 
 
 def percent(summary: dict) -> str:
