@@ -5,7 +5,9 @@ needs:   assets/smollm2-135m (make run fetches it), and another Python with torc
          python3.11 -m venv oracle && oracle/bin/pip install torch==2.13.0 transformers==5.23.0
 
 Every arm runs in a process of its own, arms take turns, and a round is a whole call of generate
-after a first one that compiles and warms up. Writes results.json beside this file, with provenance.
+after a first one that compiles and warms up. --cpus=1 pins both sides to one core. The time of the
+clock and that of the processor are written: on a machine with other work the second is the fairer.
+Writes results.json beside this file, with provenance.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import sys
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 MODEL = "assets/smollm2-135m"
-PROMPT, NEW_TOKENS, TURNS, ROUNDS = 32, 48, 2, 2
+PROMPT, NEW_TOKENS, ROUNDS = 32, 24, 2
 BATCHES = (8,)
 # Arms of fp8jax: recipe of the linear layers, format of the cache. The CPU emulates FP8.
 ARMS = {
@@ -50,13 +52,14 @@ def worker(arm: str, batch: int):
   prompts, sampling = _prompts(batch), api.Sampling(max_new_tokens=NEW_TOKENS)
 
   def once():
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     found = generator.generate(prompts, sampling)
-    return time.perf_counter() - start, [own[0].tokens for own in found]
+    tokens = [own[0].tokens for own in found]
+    return time.perf_counter() - start, time.process_time() - used, tokens
 
   once()
-  seconds, tokens = zip(*(once() for _ in range(ROUNDS)))
-  print(json.dumps({"seconds": seconds, "tokens": tokens[-1]}))
+  seconds, cpu_seconds, tokens = zip(*(once() for _ in range(ROUNDS)))
+  print(json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens[-1]}))
 
 
 def _run(command: list[str], text: str = "") -> dict:
@@ -79,6 +82,9 @@ def main():
   parser.add_argument("--oracle", help="a Python with torch and transformers")
   parser.add_argument("--worker", help=argparse.SUPPRESS)
   parser.add_argument("--batch", type=int, default=1, help=argparse.SUPPRESS)
+  parser.add_argument("--cpus", type=int, default=0, help="cores of both sides; 0: all")
+  parser.add_argument("--turns", type=int, default=2, help="processes of every arm")
+  parser.add_argument("--arms", default="", help="comma list of fp8jax's arms by number; all")
   options = parser.parse_args()
   os.chdir(HERE.parents[1])
   if options.worker:
@@ -86,38 +92,48 @@ def main():
     return
   if not options.oracle:
     parser.error("--oracle=PATH is needed: a Python with torch and transformers")
+  if options.cpus:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cpus])  # of workers too
   from fp8jax.run import provenance as provenance_lib
 
+  names = list(ARMS)
+  chosen = [names[int(i)] for i in options.arms.split(",")] if options.arms else names
   oracle, lines, peer = str(pathlib.Path(options.oracle).absolute()), {}, {}
   for batch in BATCHES:
-    found = {arm: [] for arm in (PEER, *ARMS)}
-    loads, tokens = [], {}
-    for _ in range(TURNS):
+    found, loads = {arm: [] for arm in (PEER, *chosen)}, []
+    for _ in range(options.turns):
       for arm in found:
         loads.append(round(os.getloadavg()[0], 1))
-        made = _measure(arm, batch, oracle)
-        found[arm] += made["seconds"]
-        tokens[arm] = made["tokens"]
-        if arm == PEER:
-          peer = {k: made[k] for k in ("torch", "transformers", "threads", "cpus")}
-    count = batch * NEW_TOKENS
-    for arm, seconds in found.items():
-      lines[f"{arm}, batch {batch}"] = {
-        "tokens_per_second": round(count / statistics.median(seconds), 1),
-        "all_seconds": [round(s, 3) for s in seconds],
-        "equal_tokens": sum(
-          a == b for x, y in zip(tokens[arm], tokens[PEER], strict=True) for a, b in zip(x, y)
-        )
-        / count,
-      }
-      print(f"{arm}, batch {batch}", json.dumps(lines[f"{arm}, batch {batch}"]), flush=True)
+        found[arm].append(_measure(arm, batch, oracle))
+    last = found[PEER][-1]
+    peer = {k: last[k] for k in ("torch", "transformers", "threads", "cpus")}
+    for arm, turns in found.items():
+      line = lines[f"{arm}, batch {batch}"] = _summary(turns, last["tokens"])
+      print(f"{arm}, batch {batch}", json.dumps(line), flush=True)
     lines[f"load average, batch {batch}"] = loads
-  settings = {"prompt_tokens": PROMPT, "new_tokens": NEW_TOKENS, "turns": TURNS, "rounds": ROUNDS}
+  settings = {"prompt_tokens": PROMPT, "new_tokens": NEW_TOKENS, "rounds": ROUNDS} | vars(options)
+  settings = {k: v for k, v in settings.items() if k not in ("worker", "batch", "oracle")}
   results = {
     "provenance": provenance_lib.provenance(settings, MODEL, 0) | {"peer": peer},
     "lines": lines,
   }
+  results["provenance"]["command"][1:] = [a for a in sys.argv[1:] if "oracle" not in a]
   (HERE / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+def _summary(turns: list[dict], expected: list[list[int]]) -> dict:
+  """Medians over all rounds, and the share of tokens that are transformers'."""
+  made = turns[-1]["tokens"]
+  count = sum(map(len, made))
+  seconds, cpu = ([s for turn in turns for s in turn[key]] for key in ("seconds", "cpu_seconds"))
+  pairs = [(a, b) for x, y in zip(made, expected, strict=True) for a, b in zip(x, y, strict=True)]
+  return {
+    "tokens_per_second": round(count / statistics.median(seconds), 1),
+    "tokens_per_cpu_second": round(count / statistics.median(cpu), 1),
+    "seconds": [round(s, 3) for s in seconds],
+    "cpu_seconds": [round(s, 3) for s in cpu],
+    "equal_tokens": round(sum(a == b for a, b in pairs) / count, 4),
+  }
 
 
 if __name__ == "__main__":

@@ -24,15 +24,17 @@ def main():
   settings = dict(do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0)
 
   def once():
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    return time.perf_counter() - start, out[:, ids.shape[1] :].tolist()
+    tokens = out[:, ids.shape[1] :].tolist()
+    return time.perf_counter() - start, time.process_time() - used, tokens
 
   once()
-  seconds, tokens = zip(*(once() for _ in range(request["rounds"])))
+  seconds, cpu_seconds, tokens = zip(*(once() for _ in range(request["rounds"])))
   versions = {"torch": torch.__version__, "transformers": transformers.__version__}
   threads = {"threads": torch.get_num_threads(), "cpus": os.cpu_count()}
-  print(json.dumps({"seconds": seconds, "tokens": tokens[-1], **versions, **threads}))
+  times = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+  print(json.dumps({**times, "tokens": tokens[-1], **versions, **threads}))
 
 
 if __name__ == "__main__":
