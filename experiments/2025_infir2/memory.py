@@ -3,7 +3,9 @@
 Compiles the train step of the paper's two rows with 0.86 (README of InfiXAI/InfiR2, peak memory per
 GPU) for eight H200s, which need not be here: the 7B model at 32,768 tokens, a sequence per four
 GPUs, and the 1.5B model at 8,192 tokens, two sequences per GPU. The optimizer is in float32 in
-every arm, as theirs; only the linear layers of the decoder differ.
+every arm, as theirs; only the linear layers of the decoder differ. Norms and SwiGLU of `bf16` save
+their inputs in BF16, as fused kernels do; what plain differentiation of them saves instead, several
+float32 arrays, is in the arm `bf16, unfused`.
 
   JAX_PLATFORMS=cpu python experiments/2025_infir2/memory.py [ROW/ARM ...]   # some or all
   ... memory.py --table                                             # of results/memory.json
@@ -39,11 +41,13 @@ ROWS = {
     (68.1, 58.3),
   ),
 }
-# Arm -> (recipe, memory.save_gemm_inputs).
+_BF16 = {"memory.save_norm_inputs": "bf16", "memory.save_gate_up": "bf16"}
+# Arm -> (recipe, changes).
 ARMS = {
-  "bf16": ("bf16", "none"),
-  "block_128_pow2": ("block_128_pow2", "none"),
-  "block_128_pow2, quantized inputs": ("block_128_pow2", "quantized"),
+  "bf16": ("bf16", _BF16),
+  "bf16, unfused": ("bf16", {}),
+  "block_128_pow2": ("block_128_pow2", {}),
+  "block_128_pow2, quantized inputs": ("block_128_pow2", {"memory.save_gemm_inputs": "quantized"}),
 }
 COMMON = {"grad_accum_steps": 1, "mesh.data": 1, "memory.remat_policy": "none"}
 
@@ -51,9 +55,9 @@ COMMON = {"grad_accum_steps": 1, "mesh.data": 1, "memory.remat_policy": "none"}
 def measure(row: str, arm: str) -> dict:
   """Bytes per GPU of one compiled step."""
   module, changes, _ = ROWS[row]
-  recipe, saved = ARMS[arm]
+  recipe, formats = ARMS[arm]
   c = config_files.without_files(module.get_config(recipe))
-  c.update_from_flattened_dict(COMMON | changes | {"memory.save_gemm_inputs": saved})
+  c.update_from_flattened_dict(COMMON | changes | formats)
   plan, devices = aot.resolve(c, "h200:8")
   found = memory.compiled(plan, aot.lower(plan, devices))[1]
   names = ("peak", "temporaries_compiled", "arguments_compiled", "saved_compiled", "saved_declared")
