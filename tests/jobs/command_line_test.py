@@ -45,13 +45,9 @@ COMMAND_LINES = [
    "flag --config.log.tensorboard=maybe: ('Non-boolean argument"),
   ([DEBUG, "--config.mesh=8"], "flag --config.mesh=8: Failed to parse '8' as a ConfigDict"),
   ([DEBUG, "--job=tarin"],
-<<<<<<< HEAD
-   "error: --job='tarin' is not one of 'train', 'evaluate', 'prepare', 'export', 'calibrate', "
-   "'diagnose', 'memory', 'generate', 'report', 'compare', 'doctor'; did you mean 'train'?"),
-=======
    "error: --job='tarin' is not one of 'train', 'evaluate', 'prepare', 'preview', 'export', "
-   "'calibrate', 'diagnose', 'memory', 'generate'; did you mean 'train'?"),
->>>>>>> g-sft
+   "'calibrate', 'diagnose', 'memory', 'generate', 'report', 'compare', 'doctor'; did you mean "
+   "'train'?"),
   ([DEBUG, "--jobb=train"], "Unknown command line flag 'jobb'. Did you mean: job ?"),
   (["--config=configs/debgu.py"],
    "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),
