@@ -98,10 +98,15 @@ def make(
 
 
 def verify(item: Item, output: str) -> Verdict:
-  """The family's own scorer gives the final answer its full mark; partial credit does not count."""
+  """The family's own scorer gives the final answer its full mark; partial credit does not count.
+
+  Of a final answer that is an equation, its right side is the answer.
+  """
   import reasoning_gym  # extra `eval`  # pyright: ignore[reportMissingImports]
 
   answer, entry = final_answer(output), item.data["entry"]
+  if "=" not in item.answer:  # "12 + 7 = 19"
+    answer = answer.rpartition("=")[2].strip()
   score = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
   mark = float(score(answer, entry)) if answer else 0.0
   return Verdict(mark >= 1.0, answer, "" if mark in (0.0, 1.0) else f"partial credit {mark:.2f}")

@@ -165,6 +165,6 @@ def _bos(folder: str) -> str:
 
 
 if __name__ == "__main__":
-  from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+  import runpy
 
-  cli_evaluate()
+  runpy.run_module("lm_eval", run_name="__main__")

@@ -106,6 +106,7 @@ def test_a_family_asks_distinct_questions_outside_the_training_set(gym, tmp_path
 def test_partial_credit_of_a_family_does_not_count(gym):
   [item] = reasoning_gym_tasks.make("gcd", size=1).items
   assert reasoning_gym_tasks.verify(item, f"The answer is {item.answer}.").correct
+  assert reasoning_gym_tasks.verify(item, f"Well,\n{item.question} {item.answer}").correct
   near = reasoning_gym_tasks.verify(item, f"about {item.answer} or so")
   assert not near.correct and near.note == "partial credit 0.10"
 
