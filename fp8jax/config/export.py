@@ -1,17 +1,15 @@
 """What --job=export would write: the section's own checks, and the FP8 matrices it chooses."""
 
-import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Mapping
 
 from fp8jax.config.files import Config
 from fp8jax.errors import ConfigErrors
+from fp8jax.models import transformer
 from fp8jax.models.hf import fp8_export, fp8_formats, names
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site
-from fp8jax.recipe.quant import CURRENT
 from fp8jax.step import config as step_config
 from fp8jax.step.config import EVAL_PRECISIONS
 from fp8jax.step.run_spec import RunSpec
@@ -44,7 +42,6 @@ def check(c: Config, problems: ConfigErrors):
 
 
 def _check_fp8(e: Config, problems: ConfigErrors):
-  is_fp8 = e.format in fp8_export.METHODS
   problems.check(
     e.scale_fmt == "auto" or e.format == "hf-fp8-block",
     f"export.scale_fmt={e.scale_fmt!r} is of export.format='hf-fp8-block'; set it to 'auto'",
@@ -59,11 +56,6 @@ def _check_fp8(e: Config, problems: ConfigErrors):
     not (e.format == "hf-fp8-block" and e.dtype == "float32"),
     "export.dtype='float32' with export.format='hf-fp8-block': transformers multiplies such a "
     "model in 16 bits; set export.dtype='auto' or 'bfloat16'",
-  )
-  problems.check(
-    not (is_fp8 and e.fold_smooth_batches and not e.requantize),
-    f"export.fold_smooth_batches={e.fold_smooth_batches} with export.format={e.format!r} changes "
-    "weights, whose codes are then not those of training; set export.requantize=True",
   )
 
 
@@ -89,20 +81,20 @@ def choose(plan: RunSpec, phase: int) -> fp8_export.Fp8Plan | None:
   if fp8 is None:
     return None
   sites = plan.sites(EVAL_PRECISIONS[1] if plan.eval.hf else None, phase=phase)
-  chosen = fp8_export.choose(
+  return fp8_export.choose(
     names.entries(plan.model), plan.model.dims, site.recipes_of(sites), fp8,
-    scale_fmt=plan.export.scale_fmt, requantize=plan.export.requantize,
+    scale_fmt=plan.export.scale_fmt, requantize=plan.export.requantize, changed=_changed(plan),
   )  # fmt: skip
-  if not plan.export.fold_smooth_batches:
-    return chosen
-  return dataclasses.replace(chosen, matrices=_as_new(chosen.matrices))
 
 
-def _as_new(matrices: Mapping[str, fp8_export.Matrix]) -> dict[str, fp8_export.Matrix]:
-  """The same with scales from the weights themselves: folding changes the weights."""
+def _changed(plan: RunSpec) -> set[str]:
+  """Paths of the weights that Smooth-SwiGLU's scales per channel multiply, in training or here."""
+  if plan.run.smooth_swiglu != "channel":
+    return set()
+  is_folded = bool(plan.export.fold_smooth_batches)
   return {
-    name: dataclasses.replace(
-      m, is_trained=False, quant=dataclasses.replace(m.quant, source=CURRENT), shared=()
-    )
-    for name, m in matrices.items()
+    f"layers/{mixer.key}/{one.name}"
+    for mixer in transformer.mixers(plan.model)
+    for one in mixer.sites
+    if one.has_channel_scales or (is_folded and mixer.fold_channel_scales is not None)
   }

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from fp8jax import console as console_lib
 from fp8jax import hub
 from fp8jax.config import export as export_config
+from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.jobs import export_gate
@@ -128,6 +129,7 @@ def _source(plan: run_spec.RunSpec, workdir: str, target: str) -> Source:
   phase = plan.phase(max(step - 1, 0))
   states = {}
   if export_config.fp8_format(plan.export) is not None:
+    _check_precision(plan, meta["config"], step)
     states = restore_scaling_states(plan, workdir, step, meta, phase)
   kept = os.path.join(workdir, "hf_source")
   kept = kept if os.path.isdir(kept) else ""
@@ -136,6 +138,22 @@ def _source(plan: run_spec.RunSpec, workdir: str, target: str) -> Source:
     params, {"step": step}, phase, meta["weights_dtype"], kept, _amaxes(plan, phase, states),
     trained, config.get("changed", {}),
   )  # fmt: skip
+
+
+# They say which codes training multiplied.
+_PRECISION = ("rules", "first_bf16", "last_bf16", "schedule", "smooth_swiglu")
+
+
+def _check_precision(plan: run_spec.RunSpec, trained: dict[str, Any], step: int):
+  """Refuses to call codes those of training that a checkpoint was not trained with."""
+  changes = identity.diff(identity.identity(plan), trained)
+  other = [key for key in changes if key in {f"precision.{name}" for name in _PRECISION}]
+  if other:
+    old, new = changes[other[0]]
+    raise UserError(
+      f"{other[0]} is {new!r} here and {old!r} in the checkpoint of step {step}, so that the codes "
+      "of its training are not known: export it with the configuration that it was trained with"
+    )
 
 
 def _json(workdir: str, name: str) -> dict[str, Any]:

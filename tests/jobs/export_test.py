@@ -236,6 +236,10 @@ def test_a_checkpoint_is_exported_with_the_codes_of_its_next_step(
   assert export("train", **changes).code == 0
   done = export(**changes)
   assert done.code == 0, done.stderr
+  other = export(**changes | {"precision.rules": ((".*", "bf16"),)})
+  assert other.code == 1 and "precision.rules is" in other.stderr, other.stderr
+  here, _, there = other.stderr.partition(" here and ")
+  assert recipe not in here and recipe in there.partition(" in the checkpoint of step 2")[0]
   result = json.loads(done.stdout)
   assert result["codes_of_training"] == 14 and result["step"] == 2
   assert result["scale_fmt"] == ("float32" if strategy else "ue8m0")

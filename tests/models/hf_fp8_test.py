@@ -213,6 +213,15 @@ def test_export_refuses_to_change_the_codes_of_training_unasked(recipe, fp8, fix
   assert len(plan.matrices) == 14 and not any(m.is_trained for m in plan.matrices.values())
 
 
+def test_export_refuses_codes_of_weights_that_training_scaled_first():
+  down = {"layers/mlp/down"}
+  with pytest.raises(UserError, match="layers/mlp/down is not the weight whose codes training"):
+    _plan(BLOCKS, "block_128", changed=down)
+  plan = _plan(BLOCKS, "block_128", changed=down, requantize=True)
+  anew = {name.split(".")[4] for name, m in plan.matrices.items() if not m.is_trained}
+  assert anew == {"down_proj"}
+
+
 def test_export_with_float32_scales_is_no_power_of_two_unless_asked():
   with pytest.raises(UserError, match="and this format has e4m3 128x128 pow2"):
     _plan(BLOCKS, "block_128", scale_fmt="ue8m0")

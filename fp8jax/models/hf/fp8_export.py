@@ -9,7 +9,7 @@ not at all.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ def site_of(entry: Entry) -> str:
 
 def choose(
   entries: list[Entry], dims: Mapping[str, int], recipes: Mapping[str, Recipe], fp8: Fp8Format,
-  *, scale_fmt: str = "auto", requantize: bool = False,
+  *, scale_fmt: str = "auto", requantize: bool = False, changed: Collection[str] = (),
 ) -> Fp8Plan:  # fmt: skip
   """Chooses the FP8 matrices of an export.
 
@@ -88,6 +88,7 @@ def choose(
     scale_fmt: of fp8_formats.SCALE_FMTS, or "auto": "ue8m0" where all codes of training have
       scales that are powers of two.
     requantize: whether weights that training multiplied with other codes are quantized anew.
+    changed: paths of weights, "layers/mlp/down", that training multiplied by something else first.
 
   Returns:
     A plan without the amaxes that matrices take from elsewhere: see `with_amaxes`.
@@ -106,19 +107,20 @@ def choose(
       wide[e.name] = f"recipe {recipes[site_of(e)].name}"
     elif not fp8.fits(e.hf_shape(dims)):
       wide[e.name] = f"{_by(e.hf_shape(dims))} has partial tiles of {_by(fp8.block)}"
-    elif quant is not None and fp8.holds(quant):
+    elif quant is not None and fp8.holds(quant) and e.path not in changed:
       matrices[e.name] = Matrix(quant, True)
     else:
       matrices[e.name] = Matrix(fp8.quant, False)
       if quant is not None and not requantize:
-        refused[recipes[site_of(e)].name] = quant
+        refused[recipes[site_of(e)].name, e.path if e.path in changed else ""] = quant
   for name in _partners(wide, matrices):
     wide[name] = "a server multiplies it together with one that is wide"
     del matrices[name]
   if not matrices:
     raise UserError(_nothing_in_fp8(fp8, wide))
   if refused:
-    raise UserError("; ".join(_refusal(name, quant, fp8) for name, quant in refused.items()))
+    told = [_refusal(name, path, quant, fp8) for (name, path), quant in refused.items()]
+    raise UserError("; ".join(told))
   matrices = {name: _shared(name, m, matrices) for name, m in matrices.items()}
   sizes = {e.name: int(np.prod(e.hf_shape(dims))) for e in entries}
   share = sum(sizes[name] for name in matrices) / sum(sizes.values())
@@ -144,10 +146,11 @@ def with_amaxes(
       continue
     matrix = matrices[e.name]
     if matrix.is_trained and matrix.quant.source != CURRENT:
-      amax = _amax(trained, site_of(e), "w", "the checkpoint's scaling states")
+      amax = _amax(trained, site_of(e), "w", "the checkpoint's scaling states", "train further")
       matrix = dataclasses.replace(matrix, amax=amax)
     if plan.fp8.static_inputs:
-      amax = _amax(inputs, site_of(e), "x", "export.input_scales")
+      remedy = "calibrate this model with --job=calibrate"
+      amax = _amax(inputs, site_of(e), "x", "export.input_scales", remedy)
       scale = float(quantize.amax_to_scale(jnp.float32(amax), E4M3, Scale.F32))
       matrix = dataclasses.replace(matrix, input_scale=scale)
     matrices[e.name] = matrix
@@ -186,13 +189,10 @@ def _shared(name: str, matrix: Matrix, matrices: Mapping[str, Matrix]) -> Matrix
   return dataclasses.replace(matrix, quant=quant, shared=group)
 
 
-def _amax(table: Mapping[tuple[str, str], float], site: str, tensor: str, what: str):
+def _amax(table: Mapping[tuple[str, str], float], site: str, tensor: str, what: str, remedy: str):
   amax = table.get((site, tensor))
   if amax is None or not np.isfinite(amax):
-    raise UserError(
-      f"{what} has no amax of tensor {tensor} of site {site}; calibrate this model with "
-      "--job=calibrate"
-    )
+    raise UserError(f"{what} has no amax of tensor {tensor} of site {site}; {remedy}")
   return amax
 
 
@@ -208,8 +208,14 @@ def _nothing_in_fp8(fp8: Fp8Format, wide: Mapping[str, str]) -> str:
   return f"export.format: no matrix of this model would be FP8 ({reasons}); set {fix}"
 
 
-def _refusal(recipe: str, quant: Quant, fp8: Fp8Format) -> str:
+def _refusal(recipe: str, changed: str, quant: Quant, fp8: Fp8Format) -> str:
   """Codes would change: the message, with the formats that keep them."""
+  if changed:
+    return (
+      f"export.format: with precision.smooth_swiglu='channel', or folded, {changed} is not the "
+      "weight whose codes training multiplied; set export.requantize=True to quantize it anew, or "
+      "export.format='hf-bf16'"
+    )
   keeping = [
     f"export.format={name!r}" + (f" with export.strategy={s!r}" if name == COMPRESSED else "")
     for name, method in METHODS.items()
