@@ -33,6 +33,7 @@ class Generator:
     end_ids: tokens that end a completion.
     max_length: tokens of the longest prompt and completion together.
     folder: with the tokenizer's files and settings; "" if there is none.
+    cache_bytes_per_token: of keys and values, all layers.
   """
 
   def __init__(
@@ -66,6 +67,8 @@ class Generator:
     problems.refuse()
     self.tokenizer, self.end_ids, self.folder = tokenizer, frozenset(end_ids), folder
     self.max_length, self._is_fixed = max_length or longest, bool(max_length)
+    width = run.dtype.itemsize
+    self.cache_bytes_per_token = cache_lib.bytes_per_token(cfg, cache_format, width)
     params = weights.for_inference(params, sites, cfg, run.dtype)
     device = choose.current_device()
     run = dataclasses.replace(run, attention=_prefill_attention(cfg, run, device, self.max_length))

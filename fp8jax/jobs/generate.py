@@ -58,6 +58,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
     "completions": total,
     "finish_reasons": dict(reasons),
     "tokens": tokens,
+    "cache_bytes_per_token": generator.cache_bytes_per_token,
     "seconds": round(seconds, 2),  # programs are compiled in them
     "tokens_per_second": round(tokens / seconds, 2),
   }

@@ -14,7 +14,7 @@ import tolerances
 
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import UserError
-from fp8jax.generation import api, batching, decode, weights
+from fp8jax.generation import api, batching, cache, decode, weights
 from fp8jax.generation.api import Sampling
 from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig
@@ -128,6 +128,14 @@ def test_logits_over_an_e4m3_cache_lie_within_its_bound():
   got = _forced_logits(cfg, params, _sites(cfg), golden["tokens"], (1, 1), "e4m3")[:, 1:]
   off = tolerances.difference(got, golden["logits"][:, 1:])
   assert 1e-6 < off < E4M3_CACHE
+
+
+@pytest.mark.parametrize("format_", ["compute", "e4m3"])
+def test_bytes_per_token_are_those_of_the_cache(format_):
+  cfg, _, _ = _model("llama")
+  made = cache.KVCache.zeros(cfg, 3, 5, format_, jnp.bfloat16)
+  nbytes = sum(x.nbytes for x in jax.tree.leaves(made))
+  assert nbytes == 15 * cache.bytes_per_token(cfg, format_, 2)
 
 
 RULES = {
