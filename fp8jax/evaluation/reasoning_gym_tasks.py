@@ -5,6 +5,7 @@ Evaluation therefore starts at EVALUATION_SEED, and training uses seeds below it
 training set holds all the same, by normalized text, are replaced by further ones.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ _STRIDE = 10_000_000
 SIZE = 200
 # A family is exhausted when so many draws per item give no new question.
 _PATIENCE = 20
+_WHOLE = re.compile(r"-?\d+")
+_NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
 
 
 def entries(family: str, arguments: Mapping[str, Any], seed: int, draws: int):
@@ -100,13 +103,16 @@ def make(
 def verify(item: Item, output: str) -> Verdict:
   """The family's own scorer gives the final answer its full mark; partial credit does not count.
 
-  Of a final answer that is an equation, its right side is the answer.
+  Of a final answer that is an equation, its right side is the answer; where a whole number is asked
+  for, the last number of a sentence is.
   """
   import reasoning_gym  # extra `eval`  # pyright: ignore[reportMissingImports]
 
   answer, entry = final_answer(output), item.data["entry"]
   if "=" not in item.answer:  # "12 + 7 = 19"
     answer = answer.rpartition("=")[2].strip()
+  if _WHOLE.fullmatch(item.answer) and (numbers := _NUMBER.findall(answer)):
+    answer = numbers[-1].replace(",", "")
   score = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
   mark = float(score(answer, entry)) if answer else 0.0
   return Verdict(mark >= 1.0, answer, "" if mark in (0.0, 1.0) else f"partial credit {mark:.2f}")

@@ -107,7 +107,11 @@ def test_partial_credit_of_a_family_does_not_count(gym):
   [item] = reasoning_gym_tasks.make("gcd", size=1).items
   assert reasoning_gym_tasks.verify(item, f"The answer is {item.answer}.").correct
   assert reasoning_gym_tasks.verify(item, f"Well,\n{item.question} {item.answer}").correct
-  near = reasoning_gym_tasks.verify(item, f"about {item.answer} or so")
+  sentence = f"So 1,000 is wrong, and 3 + 4 is {item.answer}, my friend."
+  assert reasoning_gym_tasks.verify(item, sentence).correct
+  assert not reasoning_gym_tasks.verify(item, f"{item.answer} is less than 99").correct
+  words = tasks.Item("1", "q", "two words", {"entry": dict(item.data["entry"], answer="two words")})
+  near = reasoning_gym_tasks.verify(words, "about two words or so")
   assert not near.correct and near.note == "partial credit 0.10"
 
 
