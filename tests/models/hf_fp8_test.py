@@ -95,10 +95,12 @@ def _multiplied(monkeypatch, weights, recipe, amaxes) -> dict[str, list[np.ndarr
 @pytest.mark.parametrize(
   "recipe, fp8, scale_fmt, is_split",
   [
-    ("block_128", BLOCKS, "float32", False),
-    ("block_128", Fp8Format(COMPRESSED, "block"), "float32", True),
+    pytest.param("block_128", BLOCKS, "float32", False, marks=pytest.mark.slow),
+    pytest.param(
+      "block_128", Fp8Format(COMPRESSED, "block"), "float32", True, marks=pytest.mark.slow
+    ),
     ("block_128_pow2", BLOCKS, "ue8m0", True),
-    ("rowwise", CHANNELS, "float32", False),
+    pytest.param("rowwise", CHANNELS, "float32", False, marks=pytest.mark.slow),
     ("tensor_delayed", TENSORS, "float32", False),
   ],
 )
