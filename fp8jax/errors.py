@@ -27,7 +27,8 @@ EXTRAS = {
   "tensorboardX": "train", "flax": "flax", "gguf": "hf", "huggingface_hub": "hf",
   "safetensors": "hf", "tokenizers": "hf", "array_record": "data", "pyarrow": "data",
   "tensorflow_datasets": "data", "jinja2": "sft", "tokamax": "attention",
-  "altair": "report", "vl_convert": "report", "scipy": "report",
+  "altair": "report", "vl_convert": "report", "scipy": "report", "PIL": "train",
+  "trackio": "track", "wandb": "track",
 }  # fmt: skip
 
 
