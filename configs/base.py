@@ -257,6 +257,7 @@ def get_config(arm=""):
   c.log.report = (
     True  # write WORKDIR/report.html at the end (extra `report`); --job=report at any time
   )
+  c.log.tracker = ""  # also to "trackio" or "wandb" (extra `track`), as they are set up
   # Steps between looks at the ranges and rounding errors of every tensor of every site; 0: never.
   c.log.tensor_stats_every = 0
   # Rules of alarms, checked in steps of log.tensor_stats_every (none where that is 0):

@@ -28,7 +28,8 @@ EXTRAS = {
   "safetensors": "hf", "tokenizers": "hf", "array_record": "data", "pyarrow": "data",
   "tensorflow_datasets": "data", "jinja2": "sft", "tokamax": "attention", "datasets": "datasets",
   "reasoning_gym": "eval", "math_verify": "eval", "altair": "report", "vl_convert": "report",
-  "scipy": "report", "optuna": "sweep", "submitit": "sweep", "lm_eval": "lm_eval",
+  "scipy": "report", "optuna": "sweep", "submitit": "sweep", "lm_eval": "lm_eval", "PIL": "train",
+  "trackio": "track", "wandb": "track",
 }  # fmt: skip
 
 

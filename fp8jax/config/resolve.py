@@ -80,6 +80,7 @@ def resolve(
       recipes = problems.attempt(with_rules)
     if chosen and recipes:
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
+  problems.one_of("log.tracker", c.log.tracker, ("", "trackio", "wandb"))
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
   _check_sections(c, problems)
   if problems.found or model is None or recipes is None:

@@ -1,12 +1,13 @@
 """Pictures of runs, from their folders alone: report.html, and the comparison of several runs."""
 
 import importlib
+import os
 
 from fp8jax.errors import UserError, missing_package, one_line
 
 
 def run(workdir: str, extra: list[str]) -> str:
-  """Writes WORKDIR/report.html; prints and returns its path.
+  """Writes WORKDIR/report.html and pictures of it; prints their paths, returns the page's.
 
   Raises:
     UserError: no folder is named, or it is no run's.
@@ -20,7 +21,7 @@ def run(workdir: str, extra: list[str]) -> str:
       f"--job=compare {named or 'runs/A runs/B'}"
     )
   path = run_report.write(workdir)
-  print(path)
+  print("\n".join([path, *run_report.pictures(workdir)]))
   return path
 
 
@@ -35,6 +36,21 @@ def attempt(workdir: str) -> str:
     return f"no report.html: {type(e).__name__}: {one_line(e)}; the run itself is complete"
 
 
-def compare(workdir: str, folders: list[str], baseline: str):
-  """Writes WORKDIR/compare.html and its tables; default folder runs/compare."""
-  raise UserError("--job=compare is not there yet")
+def compare(workdir: str, folders: list[str], baseline: str) -> str:
+  """Compares runs; writes compare.html, .json and .svg into WORKDIR, prints the tables.
+
+  Args:
+    workdir: "" is runs/compare.
+    folders: of the runs.
+    baseline: the arm that the others are compared with.
+
+  Raises:
+    UserError: see report.compare.compare.
+  """
+  from fp8jax.report import compare as comparison
+  from fp8jax.report import compare_page
+
+  found = comparison.compare(folders, baseline)
+  path = compare_page.write(found, workdir or os.path.join("runs", "compare"))
+  print(f"{compare_page.text(found)}\n\n{path}")
+  return path

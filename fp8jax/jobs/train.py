@@ -27,8 +27,10 @@ from fp8jax.run import (
   metrics,
   metrics_writer,
   nonfinite,
+  numerics_image,
   preemption,
   startup,
+  tracker,
 )
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run import progress as progress_lib
@@ -107,7 +109,11 @@ class _Run:
     if start < plan.steps:
       self.checkpoints.check_room(state)  # now, not after hours
     evaluator = evaluator_lib.Evaluator(plan)
-    log = metrics_writer.Metrics(self.workdir, start, self.evaluations, plan.log.tensorboard)
+    name = plan.log.tracker
+    log = metrics_writer.Metrics(
+      self.workdir, start, self.evaluations, plan.log.tensorboard,
+      (lambda: tracker.Tracker(name, self.workdir, self.flat)) if name else None,
+    )  # fmt: skip
     self._record(start)
     try:
       with preemption.Interrupts() as asked:
@@ -369,7 +375,7 @@ class _Run:
   def _record_stats(self, step: int, stats, alignment, log):
     """Writes what every site saw in a loud step, and says what is alarming."""
     numerics = run_alarms.summarise(self.sites[True], stats, alignment)
-    log.write_nested(step, "numerics", numerics, run_alarms.flat(numerics))
+    log.write_nested(step, "numerics", numerics, lambda: numerics_image.draw(numerics))
     if alarms := self.watches[self.plan.phase(step - 1)].new(numerics):
       log.write_row(step, {"alarms": alarms})
     for line in run_alarms.as_lines(step, alarms):

@@ -9,7 +9,7 @@ import numpy as np
 from altair.utils import schemapi
 
 from fp8jax.report import thin
-from fp8jax.report.files import Cell, Looks, RunFiles
+from fp8jax.report.files import UNQUANTIZED, Cell, Looks, RunFiles
 from fp8jax.run import palette
 
 # Heat maps: statistic, title, kind of colour scale, whether small values are what to look at.
@@ -136,15 +136,12 @@ def _arm_color(field: str, colors: dict[str, str], title: str) -> alt.Color:
 def gaps(run: RunFiles) -> list[tuple[int, str, str, float]]:
   """(step, source, precision, percent) by which a forward pass's held-out loss exceeds BF16's."""
   losses = {(h.step, h.source, h.precision): h.loss for h in run.heldout}
-  base = {(h.step, h.source): h.loss for h in run.heldout if h.precision == BASELINE}
+  base = {(h.step, h.source): h.loss for h in run.heldout if h.precision == UNQUANTIZED}
   return [
     (step, source, precision, 100 * (value / base[step, source] - 1))
     for (step, source, precision), value in losses.items()
-    if precision != BASELINE and (step, source) in base
+    if precision != UNQUANTIZED and (step, source) in base
   ]
-
-
-BASELINE = "bf16"  # the other forward pass of eval.precisions
 
 
 def gap(run: RunFiles) -> Any | None:

@@ -20,6 +20,9 @@ from fp8jax.quantization import amax_history
 from fp8jax.recipe.gemm import PASSES
 from fp8jax.run import metrics_writer
 
+# The other forward pass of eval.precisions: what a recipe's is compared with.
+UNQUANTIZED = "bf16"
+
 _LAYER = re.compile(r"layers/(\d+)/(.+)")
 _HELDOUT = re.compile(r"heldout/(.+)/([^/]+)/loss")
 _REMEDY = "name the folder of a run, which holds metrics.jsonl"
@@ -131,8 +134,9 @@ class RunFiles:
     for row in self.sites:
       if row["from_step"] == 0:
         counts[row["recipe"]] += row["layers"]
-    if not counts:
-      return "unknown"
+    if not counts:  # results that were kept without sites.json
+      rules = self.resolved.get("precision.rules") or [["", "unknown"]]
+      return rules[-1][1]
     has_phases = len({row["from_step"] for row in self.sites}) > 1
     return counts.most_common(1)[0][0] + "+" * has_phases
 
@@ -148,6 +152,8 @@ class RunFiles:
       }
     )
     devices = self.provenance.get("devices", "unknown devices")
+    if not self.sites:
+      return devices
     if not used:
       return f"{devices}: no FP8 products"
     slow = " (emulated: exact, slow)" * ("reference" in used)
@@ -165,6 +171,7 @@ def read(workdir: str) -> RunFiles:
     raise UserError(f"{workdir!r} is no folder of a run: there is no {path}; {_REMEDY}")
   rows = [row for _, row in metrics_writer.rows(path)]
   config = _json(workdir, "config.json") or {}
+  provenance = _json(workdir, "provenance.json") or {}
   return RunFiles(
     workdir=workdir,
     name=os.path.basename(os.path.abspath(workdir)),
@@ -172,9 +179,9 @@ def read(workdir: str) -> RunFiles:
     heldout=_heldout(rows),
     looks=_looks(rows),
     events=_events(rows),
-    resolved=config.get("resolved", {}),
+    resolved=config.get("resolved") or provenance.get("config", {}),
     changed=config.get("changed", {}),
-    provenance=_json(workdir, "provenance.json") or {},
+    provenance=provenance,
     sites=tuple(_json_list(workdir, "sites.json")),
     memory=_json(workdir, "memory.json"),
     nonfinite=_json(workdir, os.path.join("nonfinite", "report.json")),

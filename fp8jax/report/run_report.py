@@ -27,6 +27,17 @@ def write(workdir: str) -> str:
   return path
 
 
+def pictures(workdir: str) -> list[str]:
+  """Writes WORKDIR/loss.svg and WORKDIR/numerics.svg, where there is something; their paths."""
+  found = {s: spec for part in sections(files.read(workdir)) for s, spec in part.charts.items()}
+  paths = []
+  for key, name in (("loss", "loss.svg"), ("heat_maps", "numerics.svg")):
+    if key in found:
+      paths.append(os.path.join(workdir, name))
+      page.picture(paths[-1], found[key])
+  return paths
+
+
 def sections(run: RunFiles) -> list[Section]:
   """All parts of the report that the run's files have something for."""
   with charts.unchecked():

@@ -40,16 +40,6 @@ def summarise(
   return numerics
 
 
-def flat(numerics: Mapping[str, Any]) -> dict[str, float]:
-  """{"numerics/layers/3/mlp/up/g/underflow": ...}: one TensorBoard curve each."""
-  return {
-    f"numerics/{site}/{tensor}/{statistic}": value
-    for site, tensors in numerics.items()
-    for tensor, summary in tensors.items()
-    for statistic, value in summary.items()
-  }
-
-
 class AlarmMonitor:
   """Checks each look at the numerics against the alarms; says what is new."""
 

@@ -1,27 +1,36 @@
 """The records of a run: metrics.jsonl, TensorBoard, provenance, progress, tables."""
 
 import json
-import math
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import numpy as np
 
 from fp8jax.errors import UserError
+from fp8jax.run import tracker
 from fp8jax.run.provenance import to_json
 
 
 class Metrics:
   """metrics.jsonl (the source of truth) and TensorBoard events. Only process 0 writes."""
 
-  def __init__(self, workdir: str, resume_step: int, evaluated: Collection[str], tensorboard: bool):
+  def __init__(
+    self,
+    workdir: str,
+    resume_step: int,
+    evaluated: Collection[str],
+    tensorboard: bool,
+    track: Callable[[], tracker.Tracker] | None = None,
+  ):
     """Args: the step that the run goes on from, and the steps whose evaluation it remembers."""
-    self._file = self._events = None
+    self._file = self._events = self._tracker = None
     if jax.process_index() != 0:
       return
     path = os.path.join(workdir, "metrics.jsonl")
     _forget(path, resume_step, evaluated)
+    self._tracker = track() if track else None
     self._file = open(path, "a")
     if tensorboard:
       import tensorboardX
@@ -32,6 +41,8 @@ class Metrics:
 
   def write(self, step: int, values: dict[str, Any]):
     self.write_row(step, values)
+    if self._tracker is not None:
+      self._tracker.write(step, values)
     if self._events is not None:
       for name, value in values.items():
         if isinstance(value, (int, float)):
@@ -43,19 +54,21 @@ class Metrics:
       self._file.write(to_json({"step": step, **values}, indent=None) + "\n")
       self._file.flush()
 
-  def write_nested(self, step: int, key: str, nested: dict[str, Any], curves: dict[str, float]):
-    """`nested` as one row of the file, `curves` as one curve each in TensorBoard."""
+  def write_nested(
+    self, step: int, key: str, nested: dict[str, Any], draw: Callable[[], np.ndarray]
+  ):
+    """`nested` as one row of the file, and as one image, uint8 [H, W, 3], in TensorBoard."""
     self.write_row(step, {key: nested})
     if self._events is not None:
-      for name, value in curves.items():
-        if math.isfinite(value):  # an unquantized tensor has no signal-to-noise ratio
-          self._events.add_scalar(name, value, step)
+      self._events.add_image(key, draw(), step, dataformats="HWC")
 
   def close(self):
     if self._file is not None:
       self._file.close()
     if self._events is not None:
       self._events.close()
+    if self._tracker is not None:
+      self._tracker.close()
 
 
 def _forget(path: str, step: int, evaluated: Collection[str]):

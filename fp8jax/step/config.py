@@ -135,6 +135,7 @@ class LogConfig:
     every: optimizer steps between lines where there is no terminal.
     tensorboard: whether metrics are also written for TensorBoard.
     report: whether training ends with a report.
+    tracker: the package that metrics are also sent to, or "".
     tensor_stats_every: optimizer steps between loud steps; 0: never.
     alarms: checked in loud steps.
   """
@@ -142,6 +143,7 @@ class LogConfig:
   every: int
   tensorboard: bool
   report: bool
+  tracker: str
   tensor_stats_every: int
   alarms: tuple[Alarm, ...]
 

@@ -7,52 +7,11 @@ import statistics
 
 import numpy as np
 import pytest
+import run_files
 
 from fp8jax.errors import UserError
 from fp8jax.jobs import report
 from fp8jax.report import files, thin
-
-LAYERS, SITES = 30, ("attn/k", "attn/o", "attn/q", "attn/v", "mlp/down", "mlp/gate", "mlp/up")
-STATISTICS = ("amax", "underflow", "saturation", "smallest_scale", "largest_scale", "snr_db",
-              "kurtosis", "rms", "nonfinite")  # fmt: skip
-MEMORY = {"declared": 3 * 2**30, "peak": 2**32, "rows": [
-  {"kind": "masters", "declared": 2**30, "compiled": None, "note": ""},
-  {"kind": " part of another", "declared": 7, "compiled": None, "note": ""},
-]}  # fmt: skip
-
-
-def write_run(folder, steps=1000, looks=100, layers=LAYERS, seed=0):
-  """The files of a run with random numbers: SmolLM2's sites, every step, `looks` looks."""
-  rng = np.random.default_rng(seed)
-  names = ["head"] + [f"layers/{i}/{s}" for i in range(layers) for s in SITES]
-  lines = [{"step": 0, "heldout/main/block_128/loss": 2.02, "heldout/main/bf16/loss": 2.0}]
-  every = max(1, steps // looks)
-  for step in range(1, steps + 1):
-    row = {"step": step, "loss": 3 - step / steps + rng.normal() / 50, "grad_norm": rng.random()}
-    lines.append({**row, "learning_rate": 1e-3, "data_wait_seconds": 0.01})
-    if step % every == 0:
-      # As numbers are in a run: all digits.
-      lines.append({"step": step, "numerics": {
-        name: {t: dict(zip(STATISTICS, rng.random(len(STATISTICS)).tolist())) for t in "xwg"}
-        for name in names
-      }})  # fmt: skip
-  lines[-1]["numerics"]["head"]["x"]["snr_db"] = "inf"
-  alarms = [{"place": "layers/3/mlp/up/x", "text": "snr_db </script> low. Try: less"}]
-  lines.append({"step": steps, "alarms": alarms})
-  lines.append({"step": steps, "heldout/main/block_128/loss": 1.01, "heldout/main/bf16/loss": 1.0})
-  text = "".join(json.dumps(line) + "\n" for line in lines)
-  (folder / "metrics.jsonl").write_text(text + '{"step": 10')  # a row that is being written
-  gemms = dict.fromkeys(("fwd", "dgrad", "wgrad"), {"lhs": {"format": "e4m3"}, "rhs": None})
-  site = {"from_step": 0, "site": "layers/mlp/up", "layers": layers, "m_n_k": [1, 2, 3],
-          "recipe": "block_128", "definition": gemms,
-          "backends": dict.fromkeys(gemms, "reference"), "notes": []}  # fmt: skip
-  config = {"resolved": {"steps": 2 * steps, "global_batch": 4, "seq_len": 8},
-            "changed": {"steps": 2 * steps}}  # fmt: skip
-  origin = {"devices": "1 x cpu (cpu)", "commit": "c0ffee"}
-  written = {"config": config, "sites": [site], "memory": MEMORY, "provenance": origin}
-  for name, value in written.items():
-    (folder / f"{name}.json").write_text(json.dumps(value))
-  return lines
 
 
 def specs_of(page):
@@ -60,7 +19,7 @@ def specs_of(page):
 
 
 def test_tables_hold_what_the_rows_say(tmp_path):
-  lines = write_run(tmp_path, steps=20, looks=4, layers=3)
+  lines = run_files.write_run(tmp_path, steps=20, looks=4, layers=3)
   run = files.read(str(tmp_path))
   losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
   assert dict(zip(run.curves["loss"].steps, run.curves["loss"].values)) == losses
@@ -110,7 +69,7 @@ def test_folder_without_a_run_is_refused_with_the_remedy(tmp_path):
 
 def test_report_of_100_looks_at_smollm2_is_small_offline_and_true(tmp_path):
   pytest.importorskip("altair")
-  lines = write_run(tmp_path)
+  lines = run_files.write_run(tmp_path)
   path = tmp_path / "report.html"
   assert report.run(str(tmp_path), []) == str(path)
   page = path.read_text()
@@ -163,3 +122,37 @@ def test_report_that_cannot_be_drawn_is_said_and_fails_nothing(tmp_path, monkeyp
 
   monkeypatch.setattr(report.importlib, "import_module", missing)
   assert "pip install 'fp8jax[report]'" in report.attempt(str(tmp_path))
+
+
+def without_data(spec):
+  """A specification with the number of rows in place of its data."""
+  if isinstance(spec, dict):
+    return {
+      k: len(v) if k in ("values", "looks") and isinstance(v, list) else without_data(v)
+      for k, v in spec.items()
+      if k != "$schema"
+    }
+  return [without_data(v) for v in spec] if isinstance(spec, list) else spec
+
+
+def test_specifications_are_golden_and_keep_vega_lites_schema(tmp_path, repository):
+  alt = pytest.importorskip("altair")
+  from fp8jax.report import charts
+
+  run_files.write_run(tmp_path, steps=20, looks=4, layers=3)
+  run = files.read(str(tmp_path))
+  made = {
+    "loss": charts.loss(run),
+    "gap": charts.gap(run),
+    "grad_norm": charts.metric(run, ["grad_norm"], "gradient norm", scale="log"),
+    "heat_maps": charts.heat_maps(run.looks),
+    "scale_ranges": charts.scale_ranges(run.looks),
+    "memory": charts.memory(run),
+  }
+  assert all(isinstance(chart, alt.TopLevelMixin) for chart in made.values())
+  specs = {name: without_data(charts.spec(chart)) for name, chart in made.items()}
+  path = repository / "tests" / "golden" / "report_specs.json"
+  # A changed picture: look at it, delete the file, and run this test again.
+  if not path.exists():
+    path.write_text(json.dumps(specs, indent=1, sort_keys=True) + "\n")
+  assert json.loads(path.read_text()) == specs

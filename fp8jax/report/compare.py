@@ -1,0 +1,369 @@
+"""Runs beside each other: paired differences of loss, loss by learning rate, cost of equal loss.
+
+Runs are paired with those of the baseline that have the same seed, the same data and the same
+other settings: the two then read the same batches, and their difference is the recipe's. R is a
+seed, S is a step.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fp8jax.errors import UserError
+from fp8jax.report import files
+from fp8jax.report.files import UNQUANTIZED, RunFiles
+
+CONFIDENCE = 0.95
+# Percent of the baseline's loss, DeepSeek-V3 (arXiv:2412.19437, section 3.3).
+BAR = 0.25
+TOO_SHORT = "no verdict: too short"
+# A smoothed loss is the mean of so many steps, and of no more than this share of a run.
+WINDOW, _WINDOW_SHARE = 32, 8
+# Keys that no comparison is about.
+_APART = ("log.", "checkpoint.", "eval.", "export.", "prepare.", "calibrate.", "aot.", "seed",
+          "precision.verify_fp8_gemms")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+  """A mean over seeds with Student's interval.
+
+  Attributes:
+    mean: of the seeds' values; infinite where a run diverged.
+    low, high: ends of the two-sided 95 % interval; infinite with one seed.
+    by_seed: the values.
+  """
+
+  mean: float
+  low: float
+  high: float
+  by_seed: tuple[float, ...]
+
+  @property
+  def verdict(self) -> str:
+    """Where the interval lies: "met", "missed", or that the runs are too few or too short."""
+    if not all(map(math.isfinite, self.by_seed)):
+      return "missed: diverged"
+    if -BAR < self.low and self.high < BAR:
+      return "met"
+    return "missed" if self.low > BAR else TOO_SHORT
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A quantity of an arm relative to the baseline, in percent."""
+
+  arm: str
+  setting: str
+  quantity: str
+  estimate: Estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualLoss:
+  """The cost of the baseline's final training loss, as multiples of the baseline's own cost.
+
+  Attributes:
+    target: the baseline's smoothed loss at the last step that both have, nats per token, the mean
+      over seeds.
+    tokens, seconds: mean multiples over the seeds that reach it; None where none does, or no time
+      was logged.
+    reached, seeds: how many seeds reach it, of how many.
+  """
+
+  arm: str
+  setting: str
+  target: float
+  tokens: float | None
+  seconds: float | None
+  reached: int
+  seeds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+  """The paired difference of the smoothed training loss along a run, in percent.
+
+  Attributes:
+    tokens: float64 [S], seen so far.
+    mean, low, high: float64 [S], over seeds: the mean, the smallest and the largest.
+    window: steps of the running mean.
+  """
+
+  arm: str
+  setting: str
+  tokens: np.ndarray
+  mean: np.ndarray
+  low: np.ndarray
+  high: np.ndarray
+  window: int
+  seeds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+  """A run and its part in the comparison."""
+
+  run: RunFiles
+  arm: str
+  setting: str
+  seed: int
+
+  @property
+  def final_loss(self) -> float:
+    """Last held-out loss in the run's own precision, mean over sources; else smoothed training."""
+    held = [h for h in self.run.heldout if h.precision != UNQUANTIZED]
+    held = held or list(self.run.heldout)
+    if held:
+      last = max(h.step for h in held)
+      return float(np.mean([h.loss for h in held if h.step == last]))
+    return float(smoothed(self.run)[1][-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  """All that the pictures and tables of a comparison show.
+
+  Attributes:
+    config: {key: {run: value}} of keys in which the runs differ.
+    notes: what was left out, and why.
+  """
+
+  baseline: str
+  members: tuple[Member, ...]
+  rows: tuple[Row, ...]
+  differences: tuple[Difference, ...]
+  equal_loss: tuple[EqualLoss, ...]
+  config: Mapping[str, Mapping[str, Any]]
+  notes: tuple[str, ...]
+
+
+def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
+  """Compares the runs in these folders, finished or not.
+
+  Args:
+    folders: of at least two runs.
+    baseline: an arm: the recipe of most sites, see RunFiles.recipe, or the text that the table of
+      runs gives for it.
+
+  Raises:
+    UserError: fewer than two runs, a folder that is no run's, or no run of the baseline.
+  """
+  if len(folders) < 2:
+    raise UserError("a comparison needs at least two runs: --job=compare runs/A runs/B")
+  runs = [files.read(folder) for folder in folders]
+  notes = [f"{r.name}: no training step yet, left out" for r in runs if "loss" not in r.curves]
+  runs = [r for r in runs if "loss" in r.curves]
+  config = _differing(runs)
+  members = _members(runs, config)
+  arms = sorted({m.arm for m in members})
+  if baseline not in arms:
+    raise UserError(f"no run is of the baseline {baseline!r}; --baseline= one of {', '.join(arms)}")
+  pairs: dict[tuple[str, str], list[tuple[Member, Member]]] = {}
+  base = {(m.setting, m.seed): m for m in members if m.arm == baseline}
+  for m in members:
+    other = base.get((m.setting, m.seed))
+    if m.arm == baseline:
+      continue
+    if other is None:
+      notes.append(f"{m.run.name}: no run of {baseline} with its seed and settings, not compared")
+    elif _data(m.run) != _data(other.run):
+      notes.append(f"{m.run.name}: other data than {other.run.name}, not compared")
+    else:
+      pairs.setdefault((m.arm, m.setting), []).append((m, other))
+  rows, differences, equal = [], [], []
+  for (arm, setting), found in sorted(pairs.items()):
+    found.sort(key=lambda pair: pair[0].seed)
+    rows += _rows(arm, setting, found)
+    differences += [d for d in [_difference(arm, setting, found)] if d is not None]
+    equal.append(_equal_loss(arm, setting, found))
+  return Comparison(
+    baseline, tuple(members), tuple(rows), tuple(differences), tuple(equal), config, tuple(notes)
+  )
+
+
+def _data(run: RunFiles) -> Any:
+  return run.provenance.get("data_fingerprint")
+
+
+def _differing(runs: Sequence[RunFiles]) -> dict[str, dict[str, Any]]:
+  """{key: {run's name: value}} where the resolved configurations differ."""
+  keys = sorted(set().union(*(r.resolved for r in runs)))
+  values = {k: {r.workdir: r.resolved.get(k) for r in runs} for k in keys}
+  return {
+    k: v
+    for k, v in values.items()
+    if any(x != y for x, y in zip(list(v.values()), list(v.values())[1:]))
+  }
+
+
+def _members(runs: Sequence[RunFiles], config: Mapping[str, Mapping[str, Any]]) -> list[Member]:
+  """Arms by recipe, told apart further where another key of the precision differs within one."""
+  varied = [k for k in config if not k.startswith(_APART)]
+  settings = [k for k in varied if not k.startswith(("precision.", "memory.", "kernels.", "mesh."))]
+  members = []
+  for run in runs:
+    same = [r for r in runs if r.recipe == run.recipe]
+    details = [
+      k for k in varied
+      if k.startswith("precision.") and any(r.resolved.get(k) != run.resolved.get(k) for r in same)
+    ]  # fmt: skip
+    members.append(
+      Member(
+        run,
+        " ".join([run.recipe, *_said(run, details)]),
+        ", ".join(_said(run, settings)),
+        int(run.resolved.get("seed", 0)),
+      )  # fmt: skip
+    )
+  return members
+
+
+def _said(run: RunFiles, keys: Sequence[str]) -> list[str]:
+  """["peak_lr=0.001", ...]"""
+  return [f"{k.rpartition('.')[2]}={run.resolved.get(k)}" for k in keys]
+
+
+# --- quantities ----------------------------------------------------------------------------------
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+  """Mean over seeds and Student's two-sided interval; a single value has an infinite one."""
+  by_seed = tuple(map(float, values))
+  mean = float(np.mean(by_seed))
+  if len(by_seed) < 2 or not math.isfinite(mean):
+    return Estimate(mean, -math.inf, math.inf, by_seed)
+  from scipy import stats
+
+  error = float(np.std(by_seed, ddof=1)) / math.sqrt(len(by_seed))
+  half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(by_seed) - 1)) * error
+  return Estimate(mean, mean - half, mean + half, by_seed)
+
+
+def _rows(arm: str, setting: str, pairs: Sequence[tuple[Member, Member]]) -> list[Row]:
+  """Training; held out: the recipe's rounding, and what training in it did to the weights."""
+  found: dict[str, list[float]] = {}
+  for mine, base in pairs:
+    found.setdefault("training", []).append(training(mine.run, base.run))
+    ours, theirs = _last_heldout(mine.run, base.run)
+    for (source, precision), value in ours.items():
+      if precision == UNQUANTIZED:
+        if (source, precision) in theirs:
+          percent = _percent(value, theirs[source, precision])
+          found.setdefault(f"weights, {source}", []).append(percent)
+      elif (source, UNQUANTIZED) in ours:
+        percent = _percent(value, ours[source, UNQUANTIZED])
+        found.setdefault(f"rounding, {source}", []).append(percent)
+  return [Row(arm, setting, quantity, estimate(values)) for quantity, values in found.items()]
+
+
+def _percent(value: float, base: float) -> float:
+  return 100 * (value / base - 1) if math.isfinite(value) else math.inf
+
+
+def training(run: RunFiles, base: RunFiles) -> float:
+  """Mean percentage by which the training loss exceeds the baseline's after the warm-up.
+
+  Infinite where the loss was not finite: the run diverged.
+  """
+  of_run, of_base = _paired(run, base)
+  if not of_run.size:
+    return math.nan
+  return float(np.mean(100 * (of_run / of_base - 1))) if np.isfinite(of_run).all() else math.inf
+
+
+def _paired(run: RunFiles, base: RunFiles) -> tuple[np.ndarray, np.ndarray]:
+  """Losses of the steps that both have, after the warm-up where they reach that far."""
+  steps, i, j = _common(run, base)
+  warmup = run.resolved.get("optim.warmup_steps", 0)
+  after = steps > warmup if (steps > warmup).any() else steps > 0
+  return run.curves["loss"].values[i][after], base.curves["loss"].values[j][after]
+
+
+def _common(run: RunFiles, base: RunFiles):
+  """(steps that both have, their places in the one, in the other)."""
+  return np.intersect1d(run.curves["loss"].steps, base.curves["loss"].steps, return_indices=True)
+
+
+def _last_heldout(*runs: RunFiles) -> list[dict[tuple[str, str], float]]:
+  """{(source, precision): loss} of each run at the last step at which all were evaluated."""
+  steps = set.intersection(*({h.step for h in run.heldout if h.step} for run in runs))
+  last = max(steps, default=0)
+  return [
+    {(h.source, h.precision): h.loss for h in run.heldout if h.step == last and last}
+    for run in runs
+  ]
+
+
+def smoothed(run: RunFiles, window: int = 0) -> tuple[np.ndarray, np.ndarray]:
+  """(steps, running mean of the training loss over the `window` steps that end there)."""
+  c = run.curves["loss"]
+  window = window or max(1, min(WINDOW, len(c.steps) // _WINDOW_SHARE))
+  means = np.convolve(c.values, np.ones(window) / window, "valid")
+  return c.steps[window - 1 :], means
+
+
+def _difference(arm, setting, pairs: Sequence[tuple[Member, Member]]) -> Difference | None:
+  """Differences of the steps that every seed has."""
+  common = [_common(mine.run, base.run) for mine, base in pairs]
+  steps = np.array(sorted(set.intersection(*(set(c[0].tolist()) for c in common))), np.int64)
+  window = max(1, min(WINDOW, len(steps) // _WINDOW_SHARE))
+  if not len(steps):
+    return None
+  by_seed = []
+  for (mine, base), (both, i, j) in zip(pairs, common):
+    at = np.isin(both, steps)
+    kernel = np.ones(window) / window
+    ours, theirs = (
+      np.convolve(m.run.curves["loss"].values[k][at], kernel, "valid")
+      for m, k in ((mine, i), (base, j))
+    )
+    by_seed.append(100 * (ours / theirs - 1))
+  values_RS = np.array(by_seed)
+  tokens = steps[window - 1 :] * float(pairs[0][0].run.tokens_per_step)
+  return Difference(
+    arm, setting, tokens, values_RS.mean(0), values_RS.min(0), values_RS.max(0), window, len(pairs)
+  )
+
+
+def _equal_loss(arm, setting, pairs: Sequence[tuple[Member, Member]]) -> EqualLoss:
+  tokens, seconds, targets = [], [], []
+  for mine, base in pairs:
+    steps, means = smoothed(base.run)
+    # A run may be shorter than its baseline: the loss that this has at the shorter one's end.
+    target = float(means[max(0, np.searchsorted(steps, mine.run.step, "right") - 1)])
+    targets.append(target)
+    ours, theirs = cost(mine.run, target), cost(base.run, target)
+    if ours is None or theirs is None:
+      continue
+    tokens.append(ours[0] / theirs[0])
+    if ours[1] is not None and theirs[1] is not None:
+      seconds.append(ours[1] / theirs[1])
+  mean = lambda values: float(np.mean(values)) if values else None  # noqa: E731
+  reached = len(tokens)
+  return EqualLoss(
+    arm, setting, float(np.mean(targets)), mean(tokens), mean(seconds), reached, len(pairs)
+  )
+
+
+def cost(run: RunFiles, target: float) -> tuple[float, float | None] | None:
+  """(tokens, seconds of training) until the smoothed loss is at most `target`; None if never.
+
+  Seconds are the steps' own, without compilation, evaluation and checkpoints; None where no time
+  was logged.
+  """
+  steps, means = smoothed(run)
+  below = np.flatnonzero(means <= target)
+  if not below.size:
+    return None
+  step = int(steps[below[0]])
+  times = run.curves.get("step_seconds")
+  seconds = None
+  if times is not None and np.isfinite(times.values).any():
+    # Steps without a time (the first ones) take the mean.
+    seconds = step * float(np.nanmean(times.values[times.steps <= step])) if (
+      times.steps <= step).any() else None  # fmt: skip
+  return step * float(run.tokens_per_step), seconds

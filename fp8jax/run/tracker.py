@@ -1,0 +1,23 @@
+"""Metrics for trackio or Weights & Biases, beside metrics.jsonl: one interface, theirs."""
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+
+class Tracker:
+  """Sends the numbers of each row; the account, the server and offline modes are the package's."""
+
+  def __init__(self, package: str, workdir: str, config: Mapping[str, Any]):
+    """Args: "trackio" or "wandb", the folder whose name the run gets, its configuration."""
+    self._package = importlib.import_module(package)
+    name = os.path.basename(os.path.abspath(workdir))
+    self._package.init(project="fp8jax", name=name, config=dict(config), resume="allow")
+
+  def write(self, step: int, values: Mapping[str, Any]):
+    numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
+    self._package.log(numbers, step=step)
+
+  def close(self):
+    self._package.finish()

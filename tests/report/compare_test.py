@@ -1,0 +1,115 @@
+"""Comparisons against closed forms on losses whose differences are known."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import run_files
+from scipy import stats
+
+from fp8jax.errors import UserError
+from fp8jax.jobs import report
+from fp8jax.report import compare
+
+STEPS = 40
+BASE = 3 - np.arange(STEPS) / STEPS
+
+
+def folders(tmp_path, percents, **base):
+  """bf16 and block_128 with each seed; block_128's loss is larger by so many percent."""
+  found = []
+  for seed, percent in enumerate(percents):
+    held = {"bf16": 2.0, "block_128": 2.0 * (1 + percent / 100)}
+    kinds = (("bf16", 0.0, 1.0, {"bf16": 2.0}), ("block_128", percent, 0.5, held))
+    for recipe, more, seconds, heldout in kinds:
+      losses = (BASE * (1 + more / 100)).tolist()
+      path = tmp_path / f"{recipe}-{seed}"
+      found.append(run_files.write_steps(path, losses, recipe, seed, seconds, heldout, **base))
+  return found
+
+
+def test_paired_differences_have_students_interval_and_a_verdict(tmp_path):
+  percents = (0.05, 0.11, 0.08)
+  found = compare.compare(folders(tmp_path, percents))
+  rows = {r.quantity: r.estimate for r in found.rows}
+  mean, error = np.mean(percents), stats.sem(percents)
+  low, high = stats.t.interval(0.95, 2, mean, error)
+  for quantity in ("training", "rounding, main"):
+    e = rows[quantity]
+    assert (e.mean, e.low, e.high) == pytest.approx((mean, low, high), abs=1e-9)
+    assert e.by_seed == pytest.approx(percents, abs=1e-9) and e.verdict == "met"
+  assert rows["weights, main"].by_seed == (0, 0, 0)
+  (difference,) = found.differences
+  np.testing.assert_allclose(difference.mean, mean, atol=1e-9)
+  np.testing.assert_allclose(difference.low, min(percents), atol=1e-9)
+  np.testing.assert_allclose(difference.high, max(percents), atol=1e-9)
+  assert difference.tokens[-1] == STEPS * 16 and difference.seeds == 3
+
+
+@pytest.mark.parametrize(
+  "percents, verdict",
+  [((1.0,), "no verdict: too short"), ((0.1, 0.4), "no verdict: too short"),
+   ((0.9, 1.0, 1.1), "missed"), ((0.1, math.nan), "missed: diverged")],
+)  # fmt: skip
+def test_verdict_needs_the_whole_interval(tmp_path, percents, verdict):
+  paths = folders(tmp_path, percents)
+  rows = {r.quantity: r.estimate for r in compare.compare(paths).rows}
+  assert rows["training"].verdict == verdict
+
+
+def test_cost_of_equal_loss_is_where_the_running_mean_crosses(tmp_path):
+  """Losses that fall in a straight line: 1 % more loss is a known number of steps."""
+  base = run_files.write_steps(tmp_path / "a", BASE.tolist(), "bf16", 0, seconds=1.0)
+  fast = 3 - 2 * np.arange(STEPS) / STEPS
+  mine = run_files.write_steps(tmp_path / "b", fast.tolist(), "block_128", 0, seconds=0.5)
+  (equal,) = compare.compare([base, mine]).equal_loss
+  window = STEPS // 8
+  target = np.mean(BASE[-window:])
+  step = next(s for s in range(window, STEPS + 1) if np.mean(fast[s - window : s]) <= target)
+  assert equal.target == pytest.approx(target)
+  assert equal.tokens == pytest.approx(step / STEPS)
+  assert equal.seconds == pytest.approx(0.5 * step / STEPS)
+  (never,) = compare.compare([base, mine], "block_128").equal_loss
+  assert (never.reached, never.tokens) == (0, None)
+
+
+def test_runs_that_cannot_be_paired_are_named(tmp_path):
+  paths = folders(tmp_path, (0.1,), **{"optim.peak_lr": 1e-3})
+  other = {"optim.peak_lr": 1e-2}
+  paths.append(run_files.write_steps(tmp_path / "alone", BASE.tolist(), "mxfp8", 0, **other))
+  data = tmp_path / "block_128-0" / "provenance.json"
+  data.write_text(json.dumps({"data_fingerprint": "another"}))
+  found = compare.compare(paths)
+  assert not found.rows and set(found.config) == {"optim.peak_lr", "precision.rules"}
+  assert any("alone: no run of bf16 with its seed and settings" in note for note in found.notes)
+  assert any("block_128-0: other data than bf16-0" in note for note in found.notes)
+  with pytest.raises(UserError, match="at least two runs"):
+    compare.compare(paths[:1])
+  with pytest.raises(UserError, match="no run is of the baseline 'x'; --baseline= one of bf16, bl"):
+    compare.compare(paths, "x")
+
+
+def test_comparison_is_written_as_page_json_picture_and_table(tmp_path, capsys):
+  pytest.importorskip("altair")
+  paths = folders(tmp_path, (0.05, 0.11), **{"optim.peak_lr": 1e-3})
+  for i, seed in enumerate((0, 1)):
+    path = tmp_path / f"high-{i}"
+    other = {"optim.peak_lr": 1e-2}
+    paths.append(run_files.write_steps(path, (BASE + 1).tolist(), "bf16", seed, **other))
+  path = report.compare(str(tmp_path / "out"), paths, "bf16")
+  page = (tmp_path / "out" / "compare.html").read_text()
+  specs = json.loads(page.split('id="specs">')[1].split("</script>")[0])
+  assert set(specs) == {"differences", "intervals", "rates", "losses"}
+  colors = {"bf16": "#000000", "block_128": "#0072B2"}  # the same in every picture
+  for spec in specs.values():
+    layers = [e for e in spec.get("layer", [spec]) if "color" in e.get("encoding", {})]
+    for layer in layers:
+      scale = layer["encoding"]["color"]["scale"]
+      assert dict(zip(scale["domain"], scale["range"])) == colors
+  found = json.loads((tmp_path / "out" / "compare.json").read_text())
+  assert [row["quantity"] for row in found["differences"]][0] == "training"
+  assert "<svg" in (tmp_path / "out" / "compare.svg").read_text()
+  said = capsys.readouterr().out
+  assert "| block_128 | peak_lr=0.001 | training | +0.050, +0.110 | +0.080 ± 0.381 |" in said
+  assert path.endswith("compare.html") and path in said
