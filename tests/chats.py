@@ -10,6 +10,7 @@ from fp8jax.data import tokenize
 from fp8jax.data.chat.template import ChatTemplate
 
 TEMPLATE = (
+  "{% if messages[0].role == 'system' %}{{ raise_exception('no system text here') }}{% endif %}"
   "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
   "{{ 'a:' if add_generation_prompt }}"
 )

@@ -97,7 +97,12 @@ def resolve(
 
 def resolve_prepare(c: Config) -> tuple[data_config_lib.DataConfig, step_config.PrepareConfig]:
   """The sources and the target of --job=prepare. Raises as `resolve`."""
-  return resolve_data(c), step_config.PrepareConfig(c.prepare.path, c.prepare.shard_tokens)
+  data = resolve_data(c)
+  if data.chat is not None:
+    raise ConfigError(
+      ["--job=prepare writes documents; training reads conversations from the files themselves"]
+    )
+  return data, step_config.PrepareConfig(c.prepare.path, c.prepare.shard_tokens)
 
 
 def resolve_preview(c: Config) -> tuple[data_config_lib.DataConfig, int, int]:

@@ -54,7 +54,12 @@ def _index(count):
   return samples.Index(nothing, nothing, nothing, lengths, lengths, nothing > 0, {})
 
 
-CASES = [(size, arm) for size in MODULES for arm in sft_7b.ARMS]
+# Slow: those that differ from the others in a name.
+CASES = [
+  pytest.param(size, arm, marks=[pytest.mark.slow] * ((size == "7b") != arm.endswith("bf16")))
+  for size in MODULES
+  for arm in sft_7b.ARMS
+]
 
 
 @pytest.mark.parametrize("size, arm", CASES)

@@ -171,6 +171,10 @@ ODD = {
     {"messages": [{"role": "critic", "content": "x"}]},
     "on_malformed", "skip", "unknown role 'critic'",
   ),
+  "refused": (
+    {"messages": [{"role": "system", "content": "x"}, *_turns("q", "a")["messages"]]},
+    "on_malformed", "skip", "the chat template refuses the conversation: no system text here",
+  ),
 }  # fmt: skip
 
 

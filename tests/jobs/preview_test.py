@@ -1,58 +1,62 @@
 """--job=preview shows the samples of training, trained text between marks, and counts them."""
 
-import re
-import subprocess
-import sys
+import io
 
 import chats
 import pytest
+import rich.console
 
 from configs import base
 from fp8jax.config import resolve
-from fp8jax.errors import UserError
+from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import preview
 
 
-def test_preview_shows_trained_text_and_counts(tmp_path):
-  """From the command line, whose text and JSON are read back."""
-  import json
+def _config(folder):
+  c = base.get_config()
+  c.data.sources = {"main": base.source("jsonl", str(folder / "a.jsonl"), chat="messages")}
+  c.data.chat_template, c.data.tokenizer = str(folder / "t.jinja"), "bytes"
+  c.data.on_long, c.data.on_malformed, c.data.heldout_fraction = "error", "skip", 0.0
+  c.data.samples_per_step, c.data.epochs = 6, 2.0
+  return c
 
-  rows = chats.write(tmp_path / "a.jsonl", 30)
-  with open(tmp_path / "a.jsonl", "a") as f:
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  path = tmp_path_factory.mktemp("chats")
+  chats.write(path / "a.jsonl", 30)
+  with open(path / "a.jsonl", "a") as f:
     f.write('{"messages": []}\n')
-  (tmp_path / "t.jinja").write_text(chats.TEMPLATE)
-  keys = {
-    "tokenizer": "bytes", "chat_template": tmp_path / "t.jinja", "on_long": "error",
-    "samples_per_step": 6, "epochs": 2.0, "on_malformed": "skip", "heldout_fraction": 0.0,
-    "sources.main.kind": "jsonl", "sources.main.path": tmp_path / "a.jsonl",
-    "sources.main.chat": "messages", "sources.main.field": "messages",
+  (path / "t.jinja").write_text(chats.TEMPLATE)
+  return path
+
+
+def test_preview_shows_trained_text_and_counts(folder, tmp_path):
+  rows = chats.write(tmp_path / "same.jsonl", 30)
+  out = rich.console.Console(file=io.StringIO(), width=200)
+  counts = preview.run(*resolve.resolve_preview(_config(folder)), out)
+  shown = [line for line in out.file.getvalue().splitlines() if line.startswith("u:")]
+  marked = {"a": "a:⟦{};⟧", "u": "u:{};"}
+  want = {"".join(marked[m["role"][0]].format(m["content"]) for m in r["messages"]) for r in rows}
+  assert len(set(shown)) == 10 and set(shown) <= want
+  tokens = sum(len(chats.whole(row)) - 1 for row in rows)
+  assert counts == {
+    "samples": 30, "tokens": tokens, "heldout_samples": 0, "steps": 10, "malformed": 1,
+    "trained_tokens": sum(len(chats.trained_bytes(row)) for row in rows),
+    "windows_needed": 1, "padding": pytest.approx(1 - 2 * tokens / (10 * 8 * 256), abs=1e-4),
   }  # fmt: skip
-  command = [sys.executable, "launch.py", "--config=configs/debug.py", "--job=preview"]
-  command += [f"--config.data.{key}={value}" for key, value in keys.items()]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-  assert done.returncode == 0, done.stderr
-  text, _, counts = done.stdout.rpartition("\n{")
-  shown = re.findall(r"^(u:.*(?:\n(?!\d+ tokens).*)*)", text, re.MULTILINE)
-  shown = {re.sub(r"\n", "", one) for one in shown}
-  assert len(shown) == 10
-  want = {
-    "".join(
-      f"{m['role'][0]}:"
-      + (f"⟦{m['content']};⟧" if m["role"] == "assistant" else f"{m['content']};")
-      for m in row["messages"]
-    )
-    for row in rows
-  }
-  assert shown <= want
-  counts = json.loads("{" + counts)
-  assert counts["samples"] == 30 and counts["malformed"] == 1 and counts["steps"] == 10
-  assert counts["tokens"] == sum(len(chats.whole(row)) - 1 for row in rows)
-  assert counts["trained_tokens"] == sum(len(chats.trained_bytes(row)) for row in rows)
-  assert counts["windows_needed"] == 1  # of 256 positions
-  assert counts["padding"] == pytest.approx(1 - 2 * counts["tokens"] / (10 * 8 * 256), abs=1e-4)
 
 
-def test_preview_of_documents_is_refused():
+def test_preview_cuts_long_samples_short(folder, monkeypatch):
+  monkeypatch.setattr(preview, "_MOST", 5)
+  out = rich.console.Console(file=io.StringIO(), width=200)
+  preview.run(*resolve.resolve_preview(_config(folder)), out)
+  assert "characters more" in out.file.getvalue() and "⟦" not in out.file.getvalue()
+
+
+def test_documents_are_not_previewed_and_conversations_not_prepared(folder):
   data, steps, windows = resolve.resolve_preview(base.get_config())
   with pytest.raises(UserError, match="--job=preview shows conversations"):
-    preview.run(data, steps, windows, None)
+    preview.run(data, steps, windows, rich.console.Console(file=io.StringIO()))
+  with pytest.raises(ConfigError, match="--job=prepare writes documents"):
+    resolve.resolve_prepare(_config(folder))

@@ -81,10 +81,7 @@ def encoded(spec: DataConfig, record) -> list[encode.Sample]:
   """The samples of a conversation; too long ones cut where data.on_long says so."""
   if spec.chat is None:
     raise UserError("the sources are no conversations; set their chat")
-  try:
-    samples = encode.Encoder(spec.tokenizer, spec.chat.template).samples(record)
-  except UserError as e:
-    raise UserError(f"{record['origin']}: {e}") from e
+  samples = encode.Encoder(spec.tokenizer, spec.chat.template).samples(record)
   if spec.on_long == "truncate":
     most = spec.seq_len + 1
     samples = [encode.Sample(s.tokens[:most], s.trained[:most]) for s in samples]
@@ -99,11 +96,16 @@ class _Describe:
 
   def __call__(self, record):
     spec, counts = self.spec, collections.Counter()
-    if "error" in record:
-      self._refuse(spec.on_malformed, "data.on_malformed='skip'", record["origin"], record["error"])
+    kept, made, problem = [], [], record.get("error")
+    if problem is None:
+      try:
+        made = encoded(dataclasses.replace(spec, on_long=""), record)
+      except UserError as e:  # the template refuses it
+        problem = str(e)
+    if problem is not None:
+      self._refuse(spec.on_malformed, "data.on_malformed='skip'", record["origin"], problem)
       return {"samples": [], "counts": {"malformed": 1}, "is_heldout": False}
-    kept, whole = [], dataclasses.replace(spec, on_long="")
-    for part, sample in enumerate(encoded(whole, record)):
+    for part, sample in enumerate(made):
       length = len(sample) - 1
       if length > spec.seq_len:
         counts["truncated" if spec.on_long == "truncate" else "too long"] += 1
