@@ -26,7 +26,7 @@ EXTRAS = {
   "absl": "train", "grain": "train", "ml_collections": "train", "orbax": "train", "rich": "train",
   "tensorboardX": "train", "flax": "flax", "gguf": "hf", "huggingface_hub": "hf",
   "safetensors": "hf", "tokenizers": "hf", "array_record": "data", "pyarrow": "data",
-  "tensorflow_datasets": "data", "jinja2": "sft", "tokamax": "attention",
+  "tensorflow_datasets": "data", "etils": "data", "jinja2": "sft", "tokamax": "attention",
   "optuna": "sweep", "submitit": "sweep",
 }  # fmt: skip
 

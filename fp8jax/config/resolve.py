@@ -97,7 +97,7 @@ def resolve(
 
 def resolve_prepare(c: Config) -> tuple[data_config_lib.DataConfig, step_config.PrepareConfig]:
   """The sources and the target of --job=prepare. Raises as `resolve`."""
-  return resolve_data(c), step_config.PrepareConfig(c.prepare.path, c.prepare.shard_tokens)
+  return resolve_data(c), step_config.PrepareConfig(**c.prepare)
 
 
 def resolve_data(c: Config) -> data_config_lib.DataConfig:
@@ -117,7 +117,7 @@ _LEAST = {
   "log.tensor_stats_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
   "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
   "memory.gpu_fraction": 0,
-  "export.fold_smooth_batches": 0,
+  "export.fold_smooth_batches": 0, "prepare.processes": 0,
 }  # fmt: skip
 
 
