@@ -309,6 +309,7 @@ def get_config(arm=""):
   c.prepare = ConfigDict()
   c.prepare.path = ""  # folder to write tokenized documents to; "" is WORKDIR/prepared
   c.prepare.shard_tokens = 100_000_000  # tokens per ArrayRecord file
+  c.prepare.processes = 0  # that tokenize; 0: one per core, and one for less than 8 MiB of files
 
   c.generate = ConfigDict()  # --job=generate, on one device
   c.generate.hf = ""  # this Hugging Face folder instead of the workdir's checkpoint (eval.step)

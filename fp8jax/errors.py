@@ -29,7 +29,7 @@ EXTRAS = {
   "tensorflow_datasets": "data", "jinja2": "sft", "tokamax": "attention", "datasets": "datasets",
   "reasoning_gym": "eval", "math_verify": "eval", "altair": "report", "vl_convert": "report",
   "scipy": "report", "optuna": "sweep", "submitit": "sweep", "lm_eval": "lm_eval", "PIL": "train",
-  "trackio": "track", "wandb": "track",
+  "trackio": "track", "wandb": "track", "etils": "data",
 }  # fmt: skip
 
 

@@ -68,8 +68,8 @@ PLACES = {
   "dot_general": ("ops/linear.py", "kernels/"),
   "dot_product_attention": ("ops/attention.py",),
   # Recorded with a run's results, never obeyed; what XLA asks before it compiles without a GPU; the
-  # GPUs that a scheduler leaves to a sweep.
-  "environ": ("run/provenance.py", "compiled/aot.py", "run/machine.py"),
+  # GPUs that a scheduler leaves to a sweep; a library's threads in worker processes.
+  "environ": ("run/provenance.py", "compiled/aot.py", "run/machine.py", "data/encode.py"),
   "allow_pickle": (),
   "_src": (),  # JAX's private modules
   **dict.fromkeys(("custom_jvp", "dot", "einsum", "matmul", "tensordot", "vdot", "@"), ()),

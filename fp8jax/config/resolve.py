@@ -102,7 +102,7 @@ def resolve_prepare(c: Config) -> tuple[data_config_lib.DataConfig, step_config.
     raise ConfigError(
       ["--job=prepare writes documents; training reads conversations from the files themselves"]
     )
-  return data, step_config.PrepareConfig(c.prepare.path, c.prepare.shard_tokens)
+  return data, step_config.PrepareConfig(**c.prepare)
 
 
 def resolve_preview(c: Config) -> tuple[data_config_lib.DataConfig, int, int]:
@@ -132,7 +132,7 @@ _LEAST = {
   "log.tensor_stats_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
   "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
   "memory.gpu_fraction": 0,
-  "export.fold_smooth_batches": 0,
+  "export.fold_smooth_batches": 0, "prepare.processes": 0,
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fp8jax.data import reading, sample_index, tokenize
+from fp8jax.data import reading, sample_index, streams, tokenize
 from fp8jax.data import sources as sources_lib
 from fp8jax.data.chat import packing
 from fp8jax.data.chat import samples as chat_samples
@@ -359,9 +359,9 @@ def source_fingerprint(source: Mapping[str, Any]) -> str:
   if isinstance(opened, sources_lib.Prepared):
     digest.update(repr(opened.index).encode())  # of both splits
   for path in opened.files():
-    size = os.path.getsize(path)
+    size = streams.size(path)
     digest.update(repr((os.path.basename(path), size)).encode())
-    with open(path, "rb") as f:
+    with streams.open_stored(path) as f:
       digest.update(f.read(1 << 20))
       f.seek(max(size - (1 << 20), 0))
       digest.update(f.read(1 << 20))

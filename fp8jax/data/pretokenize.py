@@ -1,6 +1,5 @@
 """--job=prepare: tokenize once, into ArrayRecord files that training reads back at full speed."""
 
-import itertools
 import json
 import os
 from typing import Any
@@ -10,15 +9,19 @@ import rich.console
 import rich.progress
 
 from fp8jax.data import config as data_config
-from fp8jax.data import loader, tokenize
+from fp8jax.data import encode, loader, streams
 from fp8jax.data import sources as sources_lib
-from fp8jax.errors import UserError
+from fp8jax.errors import UserError, read_json
 
 SPLITS = ("train", "heldout")
 
 
 def run(
-  spec: data_config.DataConfig, target: str, shard_tokens: int, out: rich.console.Console
+  spec: data_config.DataConfig,
+  target: str,
+  shard_tokens: int,
+  out: rich.console.Console,
+  processes: int = 0,
 ) -> dict[str, Any]:
   """Writes TARGET/<source>/{train,heldout}-*.array_record and an index.json beside them.
 
@@ -28,18 +31,21 @@ def run(
   Args:
     spec: sources, tokenizer, held-out fraction and policies.
     target: folder; a source that is there with the same fingerprint is left alone.
-    shard_tokens: tokens per file.
+    shard_tokens: tokens per file; an interrupted call goes on after the last whole one.
+    out: for progress and messages.
+    processes: see encode.encoded; the files do not depend on it.
 
   Returns:
     {source: index}, as written.
   """
   return {
-    name: _one(spec, name, os.path.join(target, name), shard_tokens, out) for name in spec.sources
+    name: _one(spec, name, os.path.join(target, name), shard_tokens, out, processes)
+    for name in spec.sources
   }
 
 
 def _one(
-  spec: data_config.DataConfig, name: str, folder: str, shard_tokens: int, out
+  spec: data_config.DataConfig, name: str, folder: str, shard_tokens: int, out, processes: int
 ) -> dict[str, Any]:
   source = sources_lib.open_source(spec.sources[name])
   if isinstance(source, sources_lib.Prepared):
@@ -59,11 +65,14 @@ def _one(
       return index
     os.remove(index_path)
   os.makedirs(folder, exist_ok=True)
-  writers = {split: _Shards(folder, split, shard_tokens) for split in SPLITS}
-  counts = loader.DocumentCounts()
-  encode = tokenize.Tokenize(
-    spec.tokenizer, 0.0, "train", spec.seq_len, spec.on_malformed, on_long="split"
+  written = _Written(folder, {**wanted, "shard_tokens": shard_tokens}, shard_tokens)
+  if written.read:
+    out.print(f"{folder}: goes on after {written.read:,} documents")
+  encoder = encode.Encoder(
+    dict(spec.sources[name]), spec.tokenizer, spec.heldout, spec.on_malformed
   )
+  nbytes = sum(map(streams.size, source.files()))
+  total = None if isinstance(source, sources_lib.JsonLinesStream) else len(source)
   columns = (
     rich.progress.TextColumn(name),
     rich.progress.BarColumn(),
@@ -71,21 +80,64 @@ def _one(
     rich.progress.TimeRemainingColumn(),
   )
   with rich.progress.Progress(*columns, console=out, disable=not out.is_terminal) as progress:
-    for i in progress.track(range(len(source))):
-      record = source[i]
-      document = encode(record)
-      counts[document["status"]] += 1
-      if len(document["tokens"]):
-        held = tokenize.is_held_out(record, spec.heldout)
-        writers["heldout" if held else "train"].write(document["tokens"])
-  splits = {split: w.close() for split, w in writers.items()}
-  index = {**wanted, "passed_over": counts.summary(), "splits": splits}
-  with open(index_path + ".part", "w") as f:
-    json.dump(index, f, indent=2)
-  os.replace(index_path + ".part", index_path)
+    bar = progress.add_task(name, total=total, completed=written.read)
+    for chunk in encode.encoded(encoder, source, written.read, processes, nbytes):
+      written.write(chunk)
+      progress.update(bar, completed=written.read)
+  splits = written.close()
+  index = {**wanted, "passed_over": written.counts.summary(), "splits": splits}
+  _write_json(index_path, index)
+  written.forget()
   for split, info in splits.items():
     out.print(f"{folder} {split}: {info['documents']:,} documents, {info['tokens']:,} tokens")
   return index
+
+
+class _Written:
+  """The files of both splits so far, and progress.json: where an interrupted call goes on."""
+
+  def __init__(self, folder: str, wanted: dict[str, Any], shard_tokens: int):
+    self._path, self._wanted = os.path.join(folder, "progress.json"), wanted
+    place = _place(self._path, wanted)
+    self._shards = {s: _Shards(folder, s, shard_tokens, place["splits"].get(s)) for s in SPLITS}
+    self.counts = loader.DocumentCounts(place["counts"])
+    self.read: int = place["read"]
+
+  def write(self, chunk: encode.Encoded):
+    """Adds documents; ends the files of both splits when one of `train` is full."""
+    for status, is_held_out, tokens in zip(chunk.statuses, chunk.is_held_out, chunk.tokens):
+      if len(tokens) and not is_held_out and self._shards["train"].is_full:
+        splits = {split: shards.cut() for split, shards in self._shards.items()}
+        at = {"read": self.read, "counts": dict(self.counts), "splits": splits}
+        _write_json(self._path, {**self._wanted, **at})
+      self.counts[status] += 1
+      if len(tokens):
+        self._shards["heldout" if is_held_out else "train"].write(tokens)
+      self.read += 1
+
+  def close(self) -> dict[str, Any]:
+    return {split: shards.close() for split, shards in self._shards.items()}
+
+  def forget(self):
+    """The index says it all."""
+    if os.path.exists(self._path):
+      os.remove(self._path)
+
+
+def _write_json(path: str, value: dict[str, Any]):
+  with open(path + ".part", "w") as f:
+    json.dump(value, f, indent=2)
+  os.replace(path + ".part", path)
+
+
+def _place(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
+  """Where an interrupted preparation goes on: documents read, counts, and files that are whole."""
+  if os.path.exists(path):
+    place = read_json(path, "remove it to prepare anew")
+    if all(place.get(k) == v for k, v in wanted.items()):
+      return place
+    os.remove(path)
+  return {"read": 0, "counts": {}, "splits": {}}
 
 
 def _index_of_whole(folder: str) -> dict[str, Any] | None:
@@ -101,18 +153,23 @@ def _index_of_whole(folder: str) -> dict[str, Any] | None:
 
 
 class _Shards:
-  """ArrayRecord files of about `limit` tokens."""
+  """ArrayRecord files of about `limit` tokens; `before` is what `cut` returned earlier."""
 
-  def __init__(self, folder: str, split: str, limit: int):
+  def __init__(self, folder: str, split: str, limit: int, before: dict[str, Any] | None = None):
     self._folder, self._split, self._limit = folder, split, limit
-    self._names = (f"{split}-{i:05d}.array_record" for i in itertools.count())
     self._writer, self._in_file = None, 0
     lengths = f"{split}-lengths.uint32"
-    self._info = {"files": [], "lengths": lengths, "documents": 0, "tokens": 0}
-    self._lengths = open(os.path.join(folder, lengths), "wb")
+    self._info = before or {"files": [], "lengths": lengths, "documents": 0, "tokens": 0}
+    self._lengths = open(os.path.join(folder, lengths), "r+b" if before else "wb")
+    self._lengths.truncate(4 * self._info["documents"])
+    self._lengths.seek(0, os.SEEK_END)
+
+  @property
+  def is_full(self) -> bool:
+    return self._in_file >= self._limit
 
   def write(self, tokens: np.ndarray):
-    if self._writer is None or self._in_file >= self._limit:
+    if self._writer is None or self.is_full:
       self._writer = self._next_file()
     self._writer.write(tokens.astype("<u4").tobytes())
     self._lengths.write(np.uint32(len(tokens)).astype("<u4").tobytes())
@@ -121,19 +178,24 @@ class _Shards:
     self._info["tokens"] += len(tokens)
 
   def _next_file(self):
-    if self._writer is not None:
-      self._writer.close()
-    name = next(self._names)
+    self.cut()
+    name = f"{self._split}-{len(self._info['files']):05d}.array_record"
     self._info["files"].append(name)
-    self._in_file = 0
     from array_record.python import array_record_module  # pyright: ignore  (extra `data`)
 
     # One record per group: documents are read one at a time, in shuffled order.
     path = os.path.join(self._folder, name)
     return array_record_module.ArrayRecordWriter(path, "group_size:1")
 
-  def close(self) -> dict[str, Any]:
+  def cut(self) -> dict[str, Any]:
+    """Ends the file that is being written; returns what all files hold."""
     if self._writer is not None:
       self._writer.close()
-    self._lengths.close()
+    self._writer, self._in_file = None, 0
+    self._lengths.flush()
     return self._info
+
+  def close(self) -> dict[str, Any]:
+    info = self.cut()
+    self._lengths.close()
+    return info

@@ -10,11 +10,12 @@ import functools
 import glob
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
+from fp8jax.data import streams
 from fp8jax.data.chat import conversation
 from fp8jax.data.hf_datasets import HfDataset
 from fp8jax.data.pretokenized import Prepared
@@ -71,8 +72,11 @@ def open_source(
   if kind == "text":
     return TextFiles(paths)
   if kind == "jsonl":
-    return JsonLines(paths, rows)
+    is_stream = any(streams.is_remote(p) or streams.is_compressed(p) for p in paths)
+    return (JsonLinesStream if is_stream else JsonLines)(paths, rows)
   if kind == "parquet":
+    if remote := [p for p in paths if streams.is_remote(p)]:
+      raise UserError(f"{remote[0]}: Parquet files are read from disk; copy them")
     return Parquet(paths, rows)
   raise ValueError(f"unknown source kind {kind!r}; expected one of {', '.join(KINDS)}")
 
@@ -110,6 +114,8 @@ def find_files(pattern: str) -> list[str]:
   """
   if not pattern:
     raise UserError("path is empty; give a glob of files")
+  if streams.is_remote(pattern):
+    return streams.find(pattern)
   pattern = os.path.expanduser(pattern)
   first: dict[tuple[int, int], str] = {}
   paths = []
@@ -164,8 +170,13 @@ class TextFiles:
 
   def __getitem__(self, index):
     path = self.paths[index]
-    with open(path, "rb") as f:
-      return _decoded(f.read(), path)
+    try:
+      with streams.open_content(path) as f:
+        return _decoded(f.read(), path)
+    except (EOFError, OSError) as e:
+      if not streams.is_compressed(path):
+        raise
+      return {"error": f"damaged ({one_line(e)})", "origin": path}
 
   def files(self):
     return self.paths
@@ -197,19 +208,53 @@ class JsonLines:
     origin = f"{path}:{line + 1}"
     with open(path, "rb") as f:
       f.seek(start)
-      record = _decoded(f.read(end - start).strip(), origin)
-    if "error" in record:
-      return record
-    try:
-      value = json.loads(record["text"])
-    except json.JSONDecodeError as e:
-      return {"error": f"broken JSON ({e.msg} at column {e.colno})", "origin": origin}
-    except (ValueError, RecursionError) as e:  # a number or a nesting beyond Python's limits
-      return {"error": f"broken JSON ({e})", "origin": origin}
-    return self.rows(value, origin)
+      return json_line(f.read(end - start), self.rows, origin)
 
   def files(self):
     return self.paths
+
+
+class JsonLinesStream:
+  """Lines of compressed or remote files, which are read from the first to the last.
+
+  Training reads documents in shuffled order: --job=prepare alone takes them.
+  """
+
+  def __init__(self, paths: list[str], rows: Rows):
+    self.paths = paths
+    self.rows = rows
+
+  def lines(self) -> Iterator[tuple[str, bytes]]:
+    """(origin, line) of every document."""
+    for path in self.paths:
+      for number, line in enumerate(streams.lines(path), 1):
+        yield f"{path}:{number}", line
+
+  def __len__(self):
+    raise UserError(
+      f"{self.paths[0]} can only be read from its first line on, and training reads documents in "
+      "shuffled order; tokenize it once with --job=prepare and train on kind='prepared'"
+    )
+
+  def __getitem__(self, index: int) -> Record:
+    return {"error": str(len(self)), "origin": self.paths[0]}  # which len refuses
+
+  def files(self):
+    return self.paths
+
+
+def json_line(line: bytes, rows: Rows, origin: str) -> Record:
+  """The record of a line of a .jsonl file."""
+  record = _decoded(line.strip(), origin)
+  if "error" in record:
+    return record
+  try:
+    value = json.loads(record["text"])
+  except json.JSONDecodeError as e:
+    return {"error": f"broken JSON ({e.msg} at column {e.colno})", "origin": origin}
+  except (ValueError, RecursionError) as e:  # a number or a nesting beyond Python's limits
+    return {"error": f"broken JSON ({e})", "origin": origin}
+  return rows(value, origin)
 
 
 class Parquet:

@@ -16,4 +16,4 @@ def run(data: data_config.DataConfig, config: step_config.PrepareConfig, workdir
     raise UserError("--job=prepare works in one process; leave the others out")
   target = folder_of(config.path, workdir, "prepared")
   out = console_lib.console(stderr=True)
-  return pretokenize.run(data, target, config.shard_tokens, out)
+  return pretokenize.run(data, target, config.shard_tokens, out, config.processes)

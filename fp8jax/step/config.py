@@ -237,7 +237,9 @@ class PrepareConfig:
   Attributes:
     path: folder of tokenized documents to write; "" is WORKDIR/prepared.
     shard_tokens: tokens per ArrayRecord file.
+    processes: that tokenize; 0 chooses.
   """
 
   path: str
   shard_tokens: int
+  processes: int = 0

@@ -1,0 +1,139 @@
+"""Documents to tokens in several processes, in the order of the documents."""
+
+import collections
+import dataclasses
+import itertools
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import numpy as np
+
+from fp8jax.data import sources as sources_lib
+from fp8jax.data import tokenize
+
+# Documents per task.
+CHUNK = 128
+# Chunks that wait per process.
+_AHEAD = 4
+# Fewer stored bytes than this are tokenized here: starting processes takes as long.
+_SMALL = 1 << 23
+
+# Numbers of random-access documents, or (origin, line) of a stream.
+Task = range | list[tuple[str, bytes]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+  """The documents of a task: status and split of each, and the tokens of those that have any."""
+
+  statuses: list[str]
+  is_held_out: list[bool]
+  tokens: list[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+  """From a task to tokens; travels to worker processes.
+
+  Attributes:
+    source: an entry of data.sources.
+    tokenizer: how to encode.
+    heldout: fraction of documents in the held-out split.
+    on_malformed: "error" or "skip".
+  """
+
+  source: dict[str, Any]
+  tokenizer: tokenize.Tokenizer
+  heldout: float
+  on_malformed: str
+
+  def __call__(self, task: Task) -> Encoded:
+    records = self._records(task)
+    # Empty tokens and the status of what is passed over; raises by data.on_malformed.
+    check = tokenize.Tokenize(self.tokenizer, 0.0, "heldout", 1, self.on_malformed)
+    bad = ["error" in record for record in records]
+    statuses = [check(r)["status"] if b else "used" for r, b in zip(records, bad)]
+    good = [record for record, is_bad in zip(records, bad) if not is_bad]
+    encoded = iter(self.tokenizer.encode_batch([record["text"] for record in good]))
+    nothing = np.zeros((0,), np.int32)
+    tokens = [nothing if is_bad else next(encoded) for is_bad in bad]
+    held = [not b and tokenize.is_held_out(r, self.heldout) for r, b in zip(records, bad)]
+    return Encoded(statuses, held, tokens)
+
+  def _records(self, task: Task) -> list[sources_lib.Record]:
+    if isinstance(task, range):
+      source = _opened(self.source)
+      return [source[i] for i in task]
+    rows = sources_lib.Rows("", self.source["field"])
+    return [sources_lib.json_line(line, rows, origin) for origin, line in task]
+
+
+# The source of this process, by its entry: line starts are found once.
+_SOURCES: dict[str, sources_lib.Source] = {}
+
+
+def _opened(spec: dict[str, Any]) -> sources_lib.Source:
+  key = repr(sorted(spec.items()))
+  if key not in _SOURCES:
+    _SOURCES.clear()
+    _SOURCES[key] = sources_lib.open_source(spec)
+  return _SOURCES[key]
+
+
+def tasks(source: sources_lib.Source, first: int) -> Iterator[Task]:
+  """The documents from number `first` on, CHUNK at a time."""
+  if isinstance(source, sources_lib.JsonLinesStream):
+    rest = itertools.islice(source.lines(), first, None)
+    while chunk := list(itertools.islice(rest, CHUNK)):
+      yield chunk
+  else:
+    for start in range(first, len(source), CHUNK):
+      yield range(start, min(start + CHUNK, len(source)))
+
+
+def encoded(
+  encoder: Encoder, source: sources_lib.Source, first: int, processes: int, nbytes: int
+) -> Iterator[Encoded]:
+  """The documents of a source from number `first` on, in order.
+
+  Args:
+    encoder: what is done with a task.
+    source: opened.
+    first: documents that were encoded before.
+    processes: workers; 0: as many as cores, or none for `nbytes` below 8 MiB.
+    nbytes: size of the source's files.
+  """
+  if processes == 0:
+    processes = len(os.sched_getaffinity(0)) if nbytes >= _SMALL else 1
+  work = tasks(source, first)
+  if processes == 1:
+    yield from map(encoder, work)
+    return
+  context = multiprocessing.get_context("spawn")  # JAX's threads do not survive a fork
+  with futures.ProcessPoolExecutor(processes, context, _begin, (encoder,)) as pool:
+    waiting: collections.deque[futures.Future] = collections.deque()
+    try:
+      for task in work:
+        waiting.append(pool.submit(_encode, task))
+        if len(waiting) > _AHEAD * processes:
+          yield waiting.popleft().result()
+      while waiting:
+        yield waiting.popleft().result()
+    finally:
+      pool.shutdown(cancel_futures=True)
+
+
+_ENCODER: list[Encoder] = []
+
+
+def _begin(encoder: Encoder):
+  """In a worker: the library's own threads would compete with the other processes."""
+  os.environ["TOKENIZERS_PARALLELISM"] = "false"
+  _ENCODER.append(encoder)
+
+
+def _encode(task: Task) -> Encoded:
+  return _ENCODER[0](task)

@@ -1,0 +1,160 @@
+"""--job=prepare: the same files whatever the processes, interruptions and compression."""
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow
+import pytest
+import rich.console
+import tokenizers
+
+from fp8jax.data import config as data_config
+from fp8jax.data import pretokenize, sources, tokenize
+from fp8jax.data.pretokenized import Prepared
+from fp8jax.errors import UserError
+
+OUT = rich.console.Console(quiet=True)
+SHARD = 4000  # tokens
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  """(lines of a .jsonl file with one broken line and blanks at its end, a trained BPE)."""
+  folder = tmp_path_factory.mktemp("corpus")
+  rng = np.random.default_rng(0)
+  words = ["fox", "Jäger", "läuft", "of", "\n\n", "  ", "∑", "🦊", "naïve", "12,345"]
+  texts = [" ".join(rng.choice(words, rng.integers(1, 60))) + f" {i}" for i in range(700)]
+  lines = [json.dumps({"text": text}) for text in texts]
+  lines[300] = "{broken"
+  bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+  bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"])
+  bpe.train_from_iterator(texts, trainer)
+  bpe.save(str(folder / "tokenizer.json"))
+  return "\n".join(lines).encode() + b"\n\n", str(folder / "tokenizer.json")
+
+
+def _prepare(path, tokenizer, target, processes=1, **changes):
+  """(index of the only source, {name: bytes of its file})."""
+  source = dict(kind="jsonl", path=str(path), field="text", dataset="", split="train", weight=1.0)
+  spec = data_config.DataConfig(
+    sources={"main": source}, tokenizer=tokenize.Tokenizer(tokenizer, "<end>"), seq_len=64,
+    heldout=0.2, cross_document=False, seed=0, workers=0, prefetch=1, shuffle_windows=0,
+    **{"on_malformed": "skip", "on_long": "split", **changes},
+  )  # fmt: skip
+  index = pretokenize.run(spec, str(target), SHARD, OUT, processes)["main"]
+  return index, {p.name: p.read_bytes() for p in (target / "main").iterdir()}
+
+
+def _documents(target):
+  return {
+    split: [made[i]["tokens"].tolist() for i in range(len(made))]
+    for split in ("train", "heldout")
+    for made in [Prepared(str(target / "main"), split)]
+  }
+
+
+def test_files_hold_what_the_tokenizer_says_one_document_after_the_other(tmp_path, corpus):
+  """The tokenizer's own single call is the oracle; a second process changes no byte."""
+  text, tokenizer = corpus
+  path = tmp_path / "a.jsonl"
+  path.write_bytes(text)
+  index, files = _prepare(path, tokenizer, tmp_path / "one")
+  bpe = tokenizers.Tokenizer.from_file(tokenizer)
+  wanted = {"train": [], "heldout": []}
+  for i, line in enumerate(text.decode().splitlines()[:700]):
+    if i == 300:
+      continue
+    record = json.loads(line)
+    ids = bpe.encode(record["text"], add_special_tokens=False).ids
+    split = "heldout" if tokenize.is_held_out(record, 0.2) else "train"
+    wanted[split].append([*ids, bpe.token_to_id("<end>")])
+  assert _documents(tmp_path / "one") == wanted and index["passed_over"] == {"malformed": 1}
+  assert len(index["splits"]["train"]["files"]) > 3 and "progress.json" not in files
+  assert _prepare(path, tokenizer, tmp_path / "two", processes=2) == (index, files)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_interrupted_preparation_ends_with_the_same_documents(
+  tmp_path, corpus, suffix, monkeypatch
+):
+  text, tokenizer = corpus
+  plain, path = tmp_path / "a.jsonl", tmp_path / f"b.jsonl{suffix}"
+  plain.write_bytes(text)
+  half = len(text) // 2
+  packed = {
+    "": lambda b: b,
+    ".gz": gzip.compress,
+    ".zst": lambda b: pyarrow.compress(b, "zstd", asbytes=True),
+  }[suffix]
+  path.write_bytes(packed(text[:half]) + packed(text[half:]))  # two members, as appending makes
+  write, count = pretokenize._Shards.write, 0
+
+  def stop(self, tokens):
+    nonlocal count
+    count += 1
+    if count == 400:
+      raise KeyboardInterrupt
+    write(self, tokens)
+
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(pretokenize._Shards, "write", stop)
+    _prepare(path, tokenizer, tmp_path / "p")
+  read = json.loads((tmp_path / "p" / "main" / "progress.json").read_text())["read"]
+  assert 200 < read < 402
+  count = -(10**6)
+  monkeypatch.setattr(pretokenize._Shards, "write", stop)
+  index, files = _prepare(path, tokenizer, tmp_path / "p")
+  assert count == 699 - (read - (read > 300)) - 10**6  # nothing whole is done again
+  whole, others = _prepare(plain, tokenizer, tmp_path / "whole")
+  assert index["splits"] == whole["splits"] and index["passed_over"] == whole["passed_over"]
+  assert {k: v for k, v in files.items() if k != "index.json"} == {
+    k: v for k, v in others.items() if k != "index.json"
+  }
+
+
+def test_remote_files_are_read_like_local_ones(tmp_path, corpus):
+  """A file system in memory under s3://, by way of etils and fsspec."""
+  fsspec = pytest.importorskip("fsspec")
+  memory = pytest.importorskip("fsspec.implementations.memory")
+
+  class Bucket(memory.MemoryFileSystem):
+    protocol, store, pseudo_dirs = "s3", {}, [""]
+
+    @classmethod
+    def _strip_protocol(cls, path):
+      if isinstance(path, list):
+        return [cls._strip_protocol(p) for p in path]
+      return super()._strip_protocol(path.replace("s3://", "memory://"))
+
+  text, tokenizer = corpus
+  before = fsspec.registry.get("s3") if hasattr(fsspec.registry, "get") else None
+  fsspec.register_implementation("s3", Bucket, clobber=True)
+  try:
+    Bucket().pipe("/bucket/a/b/c.jsonl.gz", gzip.compress(text))
+    Bucket().pipe("/bucket/a/other.txt", b"x")
+    (tmp_path / "a.jsonl").write_bytes(text)
+    remote, _ = _prepare("s3://bucket/**/*.jsonl.gz", tokenizer, tmp_path / "remote")
+    local, _ = _prepare(tmp_path / "a.jsonl", tokenizer, tmp_path / "local")
+    assert remote["splits"] == local["splits"]
+    assert sources.find_files("s3://bucket/a/*.txt") == ["s3://bucket/a/other.txt"]
+    with pytest.raises(FileNotFoundError, match="no file matches"):
+      sources.find_files("s3://bucket/*.gz")
+  finally:
+    if before is not None:
+      fsspec.register_implementation("s3", before, clobber=True)
+
+
+def test_damaged_and_misused_streams_say_what_to_do(tmp_path, corpus):
+  text, tokenizer = corpus
+  path = tmp_path / "a.jsonl.gz"
+  path.write_bytes(gzip.compress(text)[:-2000])
+  with pytest.raises(UserError, match="a.jsonl.gz is damaged after line .*fetch it again"):
+    _prepare(path, tokenizer, tmp_path / "p")
+  path.write_bytes(gzip.compress(text))
+  with pytest.raises(ValueError, match=r"a.jsonl.gz:301: broken JSON.*data.on_malformed"):
+    _prepare(path, tokenizer, tmp_path / "q", on_malformed="error")
+  spec = dict(kind="jsonl", path=str(path), field="text", dataset="", split="train", weight=1.0)
+  with pytest.raises(UserError, match="with --job=prepare"):
+    len(sources.open_source(spec))
