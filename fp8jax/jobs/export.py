@@ -12,13 +12,14 @@ from jax.experimental import multihost_utils
 
 from fp8jax import console as console_lib
 from fp8jax import hub
+from fp8jax import params as params_lib
 from fp8jax.config import export as export_config
 from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.jobs import export_gate
 from fp8jax.jobs.restore import folder_of, restore_params, restore_scaling_states
-from fp8jax.models import transformer
+from fp8jax.models import lora, transformer
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import export_folder, fp8_export, publish
 from fp8jax.models.hf import names as hf_names
@@ -72,6 +73,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
   if plan.export.push_to and jax.process_index() == 0:
     publish.check_login(plan.export.push_to)
   source = _source(plan, workdir, target)
+  adapted, plan, source = _merged(plan, source)
   fp8 = _fp8(plan, source)
   params = stored_params.dequantize_tree(source.params)
   operands = jax.tree.map(
@@ -83,7 +85,8 @@ def run(plan: run_spec.RunSpec, workdir: str):
   if dtype == "auto":
     dtype = source.weights_dtype if fp8 is None else "bfloat16"
   base = hf_config.read_json(source.companions, "config.json") if source.companions else None
-  gate = export_gate.Gate(plan, params)
+  gate = export_gate.Gate(plan, *(adapted or (params, plan)))
+  del adapted
   part = target.rstrip(os.sep) + ".part"
   try:
     hf_weights.save_params(
@@ -160,6 +163,32 @@ def _json(workdir: str, name: str) -> dict[str, Any]:
   """A file of the run; {} where it is not there."""
   there = os.path.exists(os.path.join(workdir, name))
   return hf_config.read_json(workdir, name) if there else {}
+
+
+def _merged(
+  plan: run_spec.RunSpec, source: Source
+) -> tuple[tuple[Any, run_spec.RunSpec] | None, run_spec.RunSpec, Source]:
+  """((float32 parameters, plan) of a model with adapters, or None; plan and source without them).
+
+  The merged weights are float32; the format of the export rounds or quantizes them, and the gate
+  compares the result with the adapters beside their base.
+  """
+  if plan.model.lora is None:
+    return None, plan, source
+  without = lora.without(plan.model)
+  phases = tuple(
+    dataclasses.replace(p, rules=tuple(rule for rule in p.rules if rule not in lora.RULES))
+    for p in plan.precision.phases
+  )
+  merged = dataclasses.replace(
+    plan, model=without, declaration=transformer.params(without),
+    precision=dataclasses.replace(plan.precision, phases=phases),
+  )  # fmt: skip
+  params = lora.merged(source.params, plan.declaration, plan.model)
+  adapted = None
+  if any(map(lora.is_adapter, params_lib.flatten(source.params))):  # a folder has none
+    adapted = (stored_params.dequantize_tree(source.params), plan)
+  return adapted, merged, dataclasses.replace(source, params=params)
 
 
 def _amaxes(plan: run_spec.RunSpec, phase: int, states) -> dict[tuple[str, str], float]:

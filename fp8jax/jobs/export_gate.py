@@ -7,6 +7,7 @@ difference is that of the weights; transformers also quantizes activations where
 """
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -137,17 +138,26 @@ class Gate:
     report: {reader: {"kl", "top1"}} of the comparisons, and "tokens".
   """
 
-  def __init__(self, plan: RunSpec, params):
-    """Args: params: of the source, float32."""
-    self._plan = plan
+  def __init__(self, plan: RunSpec, params, of_source: RunSpec | None = None):
+    """
+    Args:
+      plan: of the models that are compared.
+      params: of the source, float32.
+      of_source: the source's plan where that is another model, one with adapters; default: plan.
+    """
+    self._plan, of_source = plan, of_source or plan
     self._batches = batches(plan)
     self._sites = plan.sites(evaluator_lib.BF16)
     options = choose.compiler_options(plan.device)
-    self._logits = jax.jit(
-      lambda p, s, b: transformer.logits(p, s, b, plan.model, plan.run), compiler_options=options
-    )
+
+    def logits_of(plan: RunSpec):
+      run = functools.partial(transformer.logits, cfg=plan.model, run=plan.run)
+      return jax.jit(run, compiler_options=options)
+
+    self._logits, source_logits = logits_of(plan), logits_of(of_source)
     self._compare = jax.jit(_compare, compiler_options=options)
-    self._source = [self._logits(params, self._sites, b.inputs) for b in self._batches]
+    sites = of_source.sites(evaluator_lib.BF16)
+    self._source = [source_logits(params, sites, b.inputs) for b in self._batches]
     self.report: dict[str, Any] = {
       "tokens": int(sum(float(jnp.sum(b.counts_BL)) for b in self._batches))
     }
