@@ -446,6 +446,7 @@ class _Run:
     return True
 
   def _summarise(self, step: int, last, state) -> dict[str, Any]:
+    evaluated = self.evaluations.get(str(step))  # none with eval.tokens=0
     summary = {
       "step": step,
       "tokens": step * self.plan.tokens_per_step,
@@ -454,7 +455,7 @@ class _Run:
       "skipped_updates": int(jax.device_get(state.skipped)),
       "documents_passed_over": self.counts.summary_everywhere(),
       "evaluations": self.evaluations,
-      "objective": evaluator_lib.objective(self.evaluations[str(step)]),
+      "objective": evaluator_lib.objective(evaluated) if evaluated else None,
     }
     provenance_lib.write_json(self.workdir, "summary.json", summary)
     startup.print_end(self.out, summary, self.workdir)
