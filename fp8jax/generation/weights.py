@@ -79,13 +79,13 @@ def quantized(w, site: Site, eqn: str, dtype):
     eqn: of the GEMM, "BLD,DF->BLF".
     dtype: compute dtype.
   """
-  w = stored_params.compute_copy(w)
+  w = stored_params.gemm_operand(w)
   letters, _, of_w = eqn.partition("->")[0].partition(",")
   sizes = dict(zip(of_w, w.shape))
   x = jax.ShapeDtypeStruct(tuple(sizes.get(c, 1) for c in letters), jnp.dtype(dtype))
   spec = make_spec(eqn, x, w, site)
   if spec.quant(Role.W_FWD) is None:
-    return w.astype(dtype)
+    return stored_params.compute_copy(w).astype(dtype)
   s, quantizer = spec.letters, spec.quantizer(Role.W_FWD, ScalingInputs.of(site))
   made = operands.weight(w, s.w, s.contracted, s.batch, quantizer, spec.x_dtype, spec.layout)
   return QuantizedWeight(made.value, w.shape)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import fp8jax
+from fp8jax import axes, mesh
 from fp8jax.ops import adapters, stored_params
 from fp8jax.ops.linear import dot
 from fp8jax.quantization import block_codes
@@ -86,3 +87,32 @@ def test_codes_of_another_recipe_are_refused(rng):
   x, w, _ = _case(rng)
   with pytest.raises(ValueError, match="cannot be multiplied as e4m3 .*model.lora.base='bf16'"):
     dot(EQN, x, block_codes.pack(w, 1), fp8jax.site.single("tensor_current"))
+
+
+@pytest.mark.parametrize("eqn", ["BLD,DF->BLF", "BLF,FD->BLD"])
+def test_shards_of_codes_multiply_as_the_whole(rng, eqn):
+  """Codes split over fsdp and tensor travel and multiply as one device's: y and dx."""
+  sizes = dict(B=4, L=128, D=256, F=256)
+  x_letters, w_letters, y_letters = eqn.replace("->", ",").split(",")
+  shapes = [tuple(sizes[c] for c in letters) for letters in (x_letters, w_letters, y_letters)]
+  x, w, g = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
+  codes = block_codes.pack(w, 1)
+  layout = axes.Layout(
+    mesh.make((1, 2, 2), jax.devices()[:4]),
+    axes.as_rules(dict(D="fsdp", F="tensor")), axes.as_rules(dict(B="fsdp", F="tensor")),
+  )  # fmt: skip
+
+  def both(x, codes, g, layout=axes.LOCAL):
+    site = fp8jax.site.single("block_128").with_layout(layout)
+    y, pull = jax.vjp(lambda x: dot(eqn, x, stored_params.frozen(codes), site), x)
+    return y, pull(g)[0]
+
+  want = jax.jit(both)(x, codes, g)
+  places = block_codes.shardings(codes, layout.weight_sharding(w_letters))
+  assert places.scale.spec == layout.weight_spec(w_letters)
+  args = (jax.device_put(x, layout.act_sharding(x_letters)),
+          jax.tree.map(jax.device_put, codes, places),
+          jax.device_put(g, layout.act_sharding(y_letters)))  # fmt: skip
+  got = jax.jit(lambda *a: both(*a, layout=layout))(*args)
+  for a, b in zip(got, want):
+    assert np.abs(np.asarray(a) - np.asarray(b)).max() < 1e-5 * np.abs(np.asarray(b)).max()
