@@ -58,3 +58,81 @@ def test_agent_of_weights_and_biases_gives_each_run_a_workdir(
   agent["trial"]()
   assert said == logged and commands[0][3:5] == ["--config.optim.peak_lr=0.01", "--config.seed=1"]
   assert commands[0][-1] == f"--workdir={tmp_path}/runs/wandb/optim.peak_lr=0.01-seed=1"
+
+
+# Fields of the schemas (JobSet v1alpha2, batch/v1 Job, core/v1 Pod) that the example may have, and
+# those that must be there. A field of another name is refused by the server.
+JOBSET = {
+  "": ({"apiVersion", "kind", "metadata", "spec"}, {"apiVersion", "kind", "metadata", "spec"}),
+  "spec": ({"replicatedJobs", "failurePolicy", "successPolicy", "network", "suspend"}, set()),
+  "spec.failurePolicy": ({"maxRestarts", "rules", "restartStrategy"}, set()),
+  "spec.failurePolicy.rules": (
+    {"name", "action", "onJobFailureReasons", "targetReplicatedJobs"}, {"name", "action"}),
+  "spec.replicatedJobs": ({"name", "replicas", "template", "groupName"}, {"name", "template"}),
+  "spec.replicatedJobs.template": ({"metadata", "spec"}, {"spec"}),
+  "spec.replicatedJobs.template.spec": (
+    {"parallelism", "completions", "completionMode", "backoffLimit", "podFailurePolicy",
+     "template", "activeDeadlineSeconds"}, {"template"}),
+  "spec.replicatedJobs.template.spec.podFailurePolicy": ({"rules"}, {"rules"}),
+  "spec.replicatedJobs.template.spec.podFailurePolicy.rules": (
+    {"action", "onExitCodes", "onPodConditions"}, {"action"}),
+  "spec.replicatedJobs.template.spec.podFailurePolicy.rules.onExitCodes": (
+    {"containerName", "operator", "values"}, {"operator", "values"}),
+}  # fmt: skip
+POD = {
+  "": ({"metadata", "spec"}, {"spec"}),
+  "spec": ({"restartPolicy", "terminationGracePeriodSeconds", "containers", "volumes",
+            "nodeSelector"}, {"containers"}),
+  "spec.containers": ({"name", "image", "command", "args", "env", "resources", "volumeMounts"},
+                      {"name", "image"}),
+  "spec.containers.resources": ({"limits", "requests"}, set()),
+  "spec.containers.volumeMounts": ({"name", "mountPath", "readOnly"}, {"name", "mountPath"}),
+  "spec.volumes": ({"name", "persistentVolumeClaim", "hostPath", "emptyDir"}, {"name"}),
+  "spec.volumes.persistentVolumeClaim": ({"claimName", "readOnly"}, {"claimName"}),
+}  # fmt: skip
+
+
+def _check(node, schema, path=""):
+  for one in node if isinstance(node, list) else [node]:
+    if path in schema:
+      allowed, needed = schema[path]
+      assert needed <= set(one) <= allowed, path
+      for key, value in one.items():
+        _check(value, schema, f"{path}.{key}".lstrip("."))
+
+
+def test_jobset_has_the_fields_of_its_schema_and_restarts_what_was_preempted(repository):
+  yaml = pytest.importorskip("yaml")
+  jobset = yaml.safe_load((repository / "experiments/launch/jobset.yaml").read_text())
+  assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+  _check(jobset, JOBSET)
+  (replicated,) = jobset["spec"]["replicatedJobs"]
+  job = replicated["template"]["spec"]
+  _check(job["template"], POD)
+  (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+  assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+  assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]  # batch/v1's reason of FailJob
+  (of_pod,) = job["podFailurePolicy"]["rules"]
+  assert of_pod["action"] == "FailJob" and 75 in of_pod["onExitCodes"]["values"]
+  assert 0 not in of_pod["onExitCodes"]["values"] and 130 not in of_pod["onExitCodes"]["values"]
+  pod = job["template"]["spec"]
+  assert pod["restartPolicy"] == "Never"  # which podFailurePolicy demands
+  assert pod["terminationGracePeriodSeconds"] >= 300
+  words = pod["containers"][0]["command"][-1].split()
+  host = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['metadata']['name']}"
+  assert f"--coordinator={host}:1234" in words and f"--processes={job['completions']}" in words
+  assert job["parallelism"] == job["completions"] and job["completionMode"] == "Indexed"
+
+
+def test_ray_job_starts_the_launcher_and_is_retried(repository, monkeypatch):
+  """Ray's decorator is a stand-in that keeps its options."""
+  options, commands = {}, []
+  ray = types.SimpleNamespace(remote=lambda **given: options.update(given) or (lambda task: task))
+  monkeypatch.setitem(sys.modules, "ray", ray)
+  job = runpy.run_path(str(repository / "experiments/launch/ray_job.py"))
+  monkeypatch.setattr(subprocess, "run", lambda words, check: commands.append((words, check)))
+  job["train"](["--config=x.py"])
+  assert commands == [([sys.executable, "launch.py", "--config=x.py"], True)]
+  # Names and types of ray.remote's options for tasks.
+  assert set(options) <= {"num_gpus", "num_cpus", "max_retries", "retry_exceptions", "resources"}
+  assert options["max_retries"] > 0 and options["retry_exceptions"] is True
