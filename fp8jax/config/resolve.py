@@ -80,7 +80,6 @@ def resolve(
       recipes = problems.attempt(with_rules)
     if chosen and recipes:
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
-  problems.one_of("log.tracker", c.log.tracker, ("", "trackio", "wandb"))
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
   _check_sections(c, problems)
   if problems.found or model is None or recipes is None:
@@ -266,6 +265,7 @@ def _check_sections(c: Config, problems: ConfigErrors):
   problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
   export_checks.check(c, problems)
   problems.extend(checks.generate_problems(sections.read_generate(c)))
+  problems.one_of("log.tracker", c.log.tracker, ("", "trackio", "wandb"))
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, acceptable_changes(c))
   problems.check(
     c.data.heldout_fraction != 0 or c.eval.tokens == 0,
