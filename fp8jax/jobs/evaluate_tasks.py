@@ -54,7 +54,8 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
 def _asker(plan: run_spec.RunSpec, generator) -> run_lib.Ask:
   """Writes prompts by the chat template (eval.chat), or as plain text."""
   tokenizer: Tokenizer = generator.tokenizer
-  template = generator_lib.chat_template(generator) if plan.eval.chat else None
+  of_data = (plan.generate.chat_template, plan.generate.template_date)
+  template = generator_lib.chat_template(generator, *of_data) if plan.eval.chat else None
 
   def ask(task: Task, item: Item) -> tuple[str, Sequence[int]]:
     user = task.user_text(item)
