@@ -170,21 +170,20 @@ class Gate:
 
   def client(self, folder: str, versions: dict[str, str]):
     """The same of the folder in transformers, on the CPU."""
+    # The source's logits go to the host, where one process has them all; the others do not wait.
     tokens = [hf_weights.on_host(b.inputs["tokens_BL"]) for b in self._batches]
-    made = None
+    source = [hf_weights.on_host(x) for x in self._source]
+    counts = [hf_weights.on_host(b.counts_BL) for b in self._batches]
+    if jax.process_index() != 0:
+      return
     with tempfile.TemporaryDirectory() as scratch:
       files = [os.path.join(scratch, name) for name in ("tokens.npy", "logits.npy")]
       np.save(files[0], np.concatenate(tokens))
-      if jax.process_index() == 0:
-        _run(self._plan, _CLIENT, os.path.abspath(folder), *files)
-        made = np.load(files[1])
-    # The source's logits go to the host, where one process has them all.
-    source = [hf_weights.on_host(x) for x in self._source]
-    counts = [hf_weights.on_host(b.counts_BL) for b in self._batches]
-    if made is not None:
-      rows = self._plan.eval.batch
-      theirs = [made[i * rows : (i + 1) * rows] for i in range(len(source))]
-      self._judge("transformers", theirs, source, counts, versions)
+      _run(self._plan, _CLIENT, os.path.abspath(folder), *files)
+      made = np.load(files[1])
+    rows = self._plan.eval.batch
+    theirs = [made[i * rows : (i + 1) * rows] for i in range(len(source))]
+    self._judge("transformers", theirs, source, counts, versions)
 
   def _judge(self, reader: str, made, source=None, counts=None, versions=None):
     counts = counts or [b.counts_BL for b in self._batches]
