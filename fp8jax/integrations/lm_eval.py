@@ -11,9 +11,12 @@ the left and split into windows as lm_eval's Hugging Face backend does.
 import os
 from typing import Any
 
-from lm_eval import utils  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
+  get_rolling_token_windows,
+  make_disjoint_window,
+)
 
 from fp8jax import hub
 from fp8jax.data.chat.template import ChatTemplate
@@ -106,8 +109,8 @@ class FP8JaxLM(TemplateLM):
     windows, owners = [], []
     for index, request in enumerate(requests):
       tokens = self.tok_encode(request.args[0])
-      pairs = utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
-      for context, continuation in map(utils.make_disjoint_window, pairs):
+      pairs = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
+      for context, continuation in map(make_disjoint_window, pairs):
         windows.append((None, context, continuation))
         owners.append(index)
     found = [0.0] * len(requests)

@@ -23,7 +23,7 @@ CASES = [
     "block_128 saved",
     {"memory.remat_policy": "quantized", "memory.save_norm_inputs": "e4m3_16"},
   ),
-  ("tiny", "tensor_current saved", {"memory.remat_policy": "linears", **GROUPS}),
+  ("tiny", "tensor_current saved", {"memory.remat_policy": "quantized", **GROUPS}),
   ("tiny", "block_128 saved", {"precision.first_bf16": 2, "model.num_layers": 5, **GROUPS}),
   ("tiny", "block_128", {"memory.remat_policy": "full", "memory.save_layer_inputs": "e4m3_16"}),
   ("qwen3", "tensor_current saved", {}),

@@ -25,7 +25,7 @@ def test_stochastic_rounding_draws_anew_in_every_step(rng):
 
 
 def test_rounding_of_gradients_draws_anew_in_every_microbatch_and_step():
-  leaf = types.SimpleNamespace(gradient="any", seed=0, lead=0)
+  leaf = types.SimpleNamespace(gradient="any", seed=0, lead=0, is_frozen=False)
   keys = [
     train_step._weight(leaf, jnp.ones(4), None, step=step, micro=micro, grad_autoscale=None).key  # noqa: SLF001
     for step in (0, 1)

@@ -103,10 +103,12 @@ def test_diverged_trials_are_stopped_and_stay_stopped(folder, monkeypatch):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_interrupted_sweep_saves_its_trials(folder, monkeypatch, number, code):
+  # As in a terminal; a process in the background of a script begins with SIGINT ignored.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
   threading.Timer(1.0, os.kill, (os.getpid(), number)).start()
   found, trials, _ = _sweep(folder, monkeypatch, _rates(200.0, 0.5))
   assert found == code and [t["status"] for t in trials] == ["interrupted"]
-  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+  assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 def test_mistakes_in_a_sweep_are_reported_together(folder):
