@@ -63,7 +63,7 @@ def _oracle(x, g, w, sizes):
   "backend, sizes",
   [
     pytest.param(
-      b, SIZES[s], marks=[pytest.mark.slow] if s in ("one", "few") else [], id=f"{b} {s}"
+      b, SIZES[s], marks=[pytest.mark.slow] if s in ("one", "few", "even") else [], id=f"{b} {s}"
     )
     for b in ("reference", "mosaic_sm90")
     for s in SIZES

@@ -190,11 +190,11 @@ def test_preempted_job_saves_and_is_requeued(folder, monkeypatch):
 
 def test_search_goes_on_where_it_was_interrupted(folder, monkeypatch):
   pytest.importorskip("optuna")
-  search = spec.Optuna({"optim.peak_lr": spec.LogUniform(0.01, 0.9)}, count=4)
+  search = spec.Optuna({"optim.peak_lr": spec.LogUniform(0.01, 0.9)}, count=2)
   sweep = spec.Sweep("c.py", arms=("a", "b"), seeds=(0, 1), search=search)
   monkeypatch.setattr(run.table, "show", lambda *_: None)
   _, trials, names = _sweep(folder, monkeypatch, sweep)
-  assert len(names) == 16 and len({(t["arm"], *t["point"].values()) for t in trials}) == 8
+  assert len(names) == 8 and len({(t["arm"], *t["point"].values()) for t in trials}) == 4
   more = spec.Sweep("c.py", arms=("a", "b"), seeds=(0, 1),
-                    search=spec.Optuna(search.distributions, 5))  # fmt: skip
+                    search=spec.Optuna(search.distributions, 3))  # fmt: skip
   assert len(_sweep(folder, monkeypatch, more)[2]) == 4
