@@ -152,7 +152,8 @@ def test_specifications_are_golden_and_keep_vega_lites_schema(tmp_path, reposito
   assert all(isinstance(chart, alt.TopLevelMixin) for chart in made.values())
   specs = {name: without_data(charts.spec(chart)) for name, chart in made.items()}
   path = repository / "tests" / "golden" / "report_specs.json"
-  # A changed picture: look at it, delete the file, and run this test again.
   if not path.exists():
     path.write_text(json.dumps(specs, indent=1, sort_keys=True) + "\n")
+    pytest.fail(f"{path} was missing and has been written: look at the pictures, run this again")
+  # A changed picture: look at it, delete the file, and run this test twice.
   assert json.loads(path.read_text()) == specs
