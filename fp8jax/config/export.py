@@ -1,4 +1,4 @@
-"""What --job=export would write: the section's own checks, and the FP8 matrices it chooses."""
+"""The section `export`: its checks, and the choice of the matrices that are FP8."""
 
 import os
 import re

@@ -136,7 +136,7 @@ class Steps:
     return {**{key: np.stack([row[key] for row in rows]) for key in rows[0]}, "step": index}
 
   def needed(self, steps: int) -> int:
-    """The windows that the fullest of the first `steps` steps needs."""
+    """The largest number of windows that one of the first `steps` steps fills."""
     return max(self._needed(step) for step in range(steps))
 
   def check(self, steps: int) -> int:
