@@ -213,9 +213,9 @@ def _fp8(plan: run_spec.RunSpec, source: Source) -> fp8_export.Fp8Plan | None:
   path = os.path.expanduser(plan.export.input_scales)
   inputs = calibration.read(path) if path else {}
   fp8 = fp8_export.with_amaxes(fp8, hf_names.entries(plan.model), source.amaxes, inputs)
-  reasons = collections.Counter(fp8.wide.values())
-  wide = "".join(f"; wide: {n} matrices, {reason}" for reason, n in reasons.items())
-  text = f"{fp8.share:.1%} of the parameters in FP8 ({len(fp8.matrices)} matrices){wide}"
+  reasons = collections.Counter(fp8.unquantized.values())
+  unquantized = "".join(f"; unquantized: {n} matrices, {reason}" for reason, n in reasons.items())
+  text = f"{fp8.share:.1%} of the parameters in FP8 ({len(fp8.matrices)} matrices){unquantized}"
   console_lib.console(stderr=True).print(text)
   return fp8
 
@@ -227,7 +227,7 @@ def _summary(plan: run_spec.RunSpec, fp8: fp8_export.Fp8Plan | None) -> dict[str
   return {
     "format": plan.export.format, "strategy": fp8.fp8.strategy, "scale_fmt": fp8.fp8.scale_fmt,
     "fp8_share": fp8.share, "fp8_matrices": len(fp8.matrices), "codes_of_training": trained,
-    "wide_matrices": len(fp8.wide),
+    "unquantized_matrices": len(fp8.unquantized),
   }  # fmt: skip
 
 

@@ -197,7 +197,7 @@ class Gate:
         f"export refused, nothing was written: read by {reader}, the model differs from its source "
         f"by KL {found['kl']:.4f} nats per token (the most likely token is the same in "
         f"{found['top1']:.1%} of {total:.0f}), more than export.max_kl={most}; take a finer "
-        "export.strategy, keep layers wide by precision.first_bf16 and last_bf16, or raise "
+        "export.strategy, keep layers unquantized by precision.first_bf16 and last_bf16, or raise "
         "export.max_kl"
       )
 

@@ -114,7 +114,7 @@ def test_export_writes_fp8_that_both_readers_pass_and_nothing_otherwise(
   assert result == {
     "folder": str(done.target), "hf": result["hf"], "dtype": "bfloat16", "format": "hf-fp8-block",
     "strategy": "block", "scale_fmt": "float32", "fp8_share": share, "fp8_matrices": 14,
-    "codes_of_training": 0, "wide_matrices": 0,
+    "codes_of_training": 0, "unquantized_matrices": 0,
   }  # fmt: skip
   assert f"{share:.1%} of the parameters in FP8 (14 matrices)" in done.stderr
   assert set(export_folder.files(str(done.target))) == {

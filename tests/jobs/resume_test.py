@@ -16,12 +16,12 @@ from fp8jax.run import checkpoint
 
 ARGS = [
   "--config=configs/debug.py",
-  "--config.steps=20",
+  "--config.steps=12",
   "--config.global_batch=2",
   "--config.seq_len=128",
-  "--config.checkpoint.every=5",
-  "--config.optim.decay_steps=5",
-  "--config.optim.warmup_steps=5",
+  "--config.checkpoint.every=3",
+  "--config.optim.decay_steps=3",
+  "--config.optim.warmup_steps=3",
   "--config.eval.tokens=256",
   "--config.eval.batch=2",
   "--config.log.tensorboard=False",
@@ -95,7 +95,7 @@ def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository
   whole = _launch(repository, tmp_path / "whole", *args)
   assert whole.wait(timeout=240) == 0, whole.stdout.read()
   broken = _launch(repository, tmp_path / "broken", *args)
-  _wait_for_step(broken, tmp_path / "broken", 13)  # past the checkpoint of step 10
+  _wait_for_step(broken, tmp_path / "broken", 8)  # past the checkpoint of step 6
   broken.send_signal(signal.SIGKILL)
   broken.wait()
   resumed = _launch(repository, tmp_path / "broken", *args)
@@ -103,11 +103,11 @@ def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository
   assert resumed.returncode == 0, output
   assert "resuming from step" in output
   a, b = _metrics(tmp_path / "whole"), _metrics(tmp_path / "broken")
-  assert sorted(a) == sorted(b) == list(range(21))
-  for step in range(1, 21):
+  assert sorted(a) == sorted(b) == list(range(13))
+  for step in range(1, 13):
     for key in ("loss", "grad_norm", "update_norm", "param_norm", "learning_rate"):
       assert a[step][key] == b[step][key], (step, key)
-  for x, y in zip(_params(tmp_path / "whole", 20), _params(tmp_path / "broken", 20), strict=True):
+  for x, y in zip(_params(tmp_path / "whole", 12), _params(tmp_path / "broken", 12), strict=True):
     np.testing.assert_array_equal(x, y)
 
 
@@ -130,11 +130,11 @@ def test_asked_to_stop_saves_and_says_so_in_the_exit_code(tmp_path, repository, 
 
 
 def test_restart_with_other_values_names_them_and_refuses(tmp_path, repository):
-  first = _launch(repository, tmp_path, "--config.steps=10")
+  first = _launch(repository, tmp_path, "--config.steps=6")
   assert first.wait(timeout=120) == 0, first.stdout.read()
-  changed = ("--config.steps=10", "--config.optim.peak_lr=5e-4", "--config.log.every=3")
+  changed = ("--config.steps=6", "--config.optim.peak_lr=5e-4", "--config.log.every=3")
   second = _launch(repository, tmp_path, *changed)
   output = second.communicate(timeout=120)[0]
   assert second.returncode == 1
-  assert "optim.peak_lr was 0.001 at step 10 and is 0.0005 now" in output
+  assert "optim.peak_lr was 0.001 at step 6 and is 0.0005 now" in output
   assert "log.every: 10 -> 3" in output and "log.every was" not in output

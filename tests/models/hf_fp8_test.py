@@ -117,7 +117,7 @@ def test_export_writes_the_codes_that_the_training_gemm_multiplies(
     stored = params.unflatten(flat)
   want = _multiplied(monkeypatch, stored, recipe, amaxes)
   plan = _plan(fp8, recipe, trained=amaxes)
-  assert plan.fp8.scale_fmt == scale_fmt and not plan.wide
+  assert plan.fp8.scale_fmt == scale_fmt and not plan.unquantized
   operands = jax.tree.map(stored_params.compute_copy, stored, is_leaf=stored_params.is_stored)
   hf_weights.save_params(
     str(tmp_path), weights, TINY, "bfloat16", shard_bytes=200_000, fp8=plan, operands=operands
@@ -133,9 +133,9 @@ def test_export_writes_the_codes_that_the_training_gemm_multiplies(
     np.testing.assert_array_equal(written.reshape(scales.shape), scales, err_msg=name)
   index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
   assert index["weight_map"].keys() == raw.keys()
-  wide = {name for name, (kind, _) in raw.items() if kind == "BF16"}
+  unquantized = {name for name, (kind, _) in raw.items() if kind == "BF16"}
   norms = {n for n in raw if "norm" in n}
-  assert wide == norms | {"model.embed_tokens.weight", "lm_head.weight"}
+  assert unquantized == norms | {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 @pytest.mark.parametrize("fp8", [BLOCKS, CHANNELS, TENSORS, Fp8Format(COMPRESSED, "block")])
@@ -186,8 +186,8 @@ def test_export_states_both_names_of_skipped_modules_and_the_scales_of_inputs(tm
 def test_export_keeps_partial_tiles_and_their_partners_wide():
   cfg = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=512)
   plan = _plan(BLOCKS, cfg=cfg)  # k and v have 64 rows
-  wide = {name.split(".")[4] for name in plan.wide}
-  assert wide == {"q_proj", "k_proj", "v_proj"}
+  unquantized = {name.split(".")[4] for name in plan.unquantized}
+  assert unquantized == {"q_proj", "k_proj", "v_proj"}
   skipped = plan.to_config()["modules_to_not_convert"]
   assert len(skipped) == 1 + 6 and "model.layers.1.self_attn.k_proj" in skipped
   total = 2 * 512 * 128 + 2 * (128 * 128 * 2 + 64 * 128 * 2 + 3 * 256 * 128 + 2 * 128) + 128

@@ -1,7 +1,7 @@
 """FP8 blocks of a Hugging Face folder as the frozen base of adapters: codes and scales to the bit.
 
 Theirs are [out, in] with scales [ceil(out / 128), ceil(in / 128)], float32 or E8M0; ours are
-transposed. A mixture is a folder whose layers are partly wide, and refused: quantize it as a whole.
+transposed. A folder that quantizes only some of its layers is refused: quantize it as a whole.
 """
 
 from typing import Any

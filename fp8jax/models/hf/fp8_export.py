@@ -2,9 +2,9 @@
 
 A matrix that training multiplied in FP8 keeps the codes of the forward GEMM, to the bit. In a model
 that trained without FP8 every matrix that the format can hold is quantized. Embeddings, head and
-norms stay wide, and so does a matrix with partial tiles, whose scales transformers would spread
-over other rows without a word. Servers fuse q, k and v, and gate and up: these are FP8 together or
-not at all.
+norms stay unquantized, and so does a matrix with partial tiles, whose scales transformers would
+spread over other rows without a word. Servers fuse q, k and v, and gate and up: these are FP8
+together or not at all.
 """
 
 import dataclasses
@@ -56,17 +56,17 @@ class Fp8Plan:
   Attributes:
     fp8: the format.
     matrices: by the weight's name.
-    wide: {name of a linear layer's weight that is not FP8: the reason}.
+    unquantized: {name of a linear layer's weight that is not FP8: the reason}.
     share: of the parameters that are FP8.
   """
 
   fp8: Fp8Format
   matrices: Mapping[str, Matrix]
-  wide: Mapping[str, str]
+  unquantized: Mapping[str, str]
   share: float
 
   def to_config(self):
-    return self.fp8.to_config([name.removesuffix(".weight") for name in self.wide])
+    return self.fp8.to_config([name.removesuffix(".weight") for name in self.unquantized])
 
 
 def site_of(entry: Entry) -> str:
@@ -100,31 +100,31 @@ def choose(
   own = {e.name: recipes[site_of(e)].fwd.rhs for e in linears}
   is_trained = any(own.values())
   fp8 = dataclasses.replace(fp8, scale_fmt=_scale_fmt(scale_fmt, fp8, own))
-  wide, matrices, refused = {}, {}, {}
+  unquantized, matrices, refused = {}, {}, {}
   for e in linears:
     quant = own[e.name]
     if is_trained and quant is None:
-      wide[e.name] = f"recipe {recipes[site_of(e)].name}"
+      unquantized[e.name] = f"recipe {recipes[site_of(e)].name}"
     elif not fp8.fits(e.hf_shape(dims)):
-      wide[e.name] = f"{_by(e.hf_shape(dims))} has partial tiles of {_by(fp8.block)}"
+      unquantized[e.name] = f"{_by(e.hf_shape(dims))} has partial tiles of {_by(fp8.block)}"
     elif quant is not None and fp8.holds(quant) and e.path not in changed:
       matrices[e.name] = Matrix(quant, True)
     else:
       matrices[e.name] = Matrix(fp8.quant, False)
       if quant is not None and not requantize:
         refused[recipes[site_of(e)].name, e.path if e.path in changed else ""] = quant
-  for name in _partners(wide, matrices):
-    wide[name] = "a server multiplies it together with one that is wide"
+  for name in _partners(unquantized, matrices):
+    unquantized[name] = "a server multiplies it together with one that is not FP8"
     del matrices[name]
   if not matrices:
-    raise UserError(_nothing_in_fp8(fp8, wide))
+    raise UserError(_nothing_in_fp8(fp8, unquantized))
   if refused:
     told = [_refusal(name, path, quant, fp8) for (name, path), quant in refused.items()]
     raise UserError("; ".join(told))
   matrices = {name: _shared(name, m, matrices) for name, m in matrices.items()}
   sizes = {e.name: int(np.prod(e.hf_shape(dims))) for e in entries}
   share = sum(sizes[name] for name in matrices) / sum(sizes.values())
-  return Fp8Plan(fp8, matrices, wide, share)
+  return Fp8Plan(fp8, matrices, unquantized, share)
 
 
 def with_amaxes(
@@ -166,9 +166,9 @@ def _scale_fmt(wish: str, fp8: Fp8Format, own: Mapping[str, Quant | None]) -> st
   return "ue8m0" if is_pow2 else "float32"
 
 
-def _partners(wide: Mapping[str, str], matrices: Mapping[str, Matrix]) -> list[str]:
-  """FP8 matrices that servers fuse with a wide one."""
-  return [name for name in matrices if any(other in wide for other in _fused_with(name))]
+def _partners(unquantized: Mapping[str, str], matrices: Mapping[str, Matrix]) -> list[str]:
+  """FP8 matrices that servers fuse with an unquantized one."""
+  return [name for name in matrices if any(other in unquantized for other in _fused_with(name))]
 
 
 def _fused_with(name: str) -> tuple[str, ...]:
@@ -200,8 +200,8 @@ def _by(shape: tuple[int, ...]) -> str:
   return "x".join(map(str, shape))
 
 
-def _nothing_in_fp8(fp8: Fp8Format, wide: Mapping[str, str]) -> str:
-  reasons = ", ".join(list(dict.fromkeys(wide.values()))[:3])
+def _nothing_in_fp8(fp8: Fp8Format, unquantized: Mapping[str, str]) -> str:
+  reasons = ", ".join(list(dict.fromkeys(unquantized.values()))[:3])
   fix = "export.format='hf-bf16'"
   if fp8.strategy == "block":
     fix = f"export.format='compressed-tensors' with export.strategy='channel', or {fix}"

@@ -93,11 +93,11 @@ class Fp8Format:
     block = tuple(-(-n // b) for n, b in zip(shape, self.block))
     return {"block": block, "channel": (rows, 1), "tensor": (1,)}[self.strategy]
 
-  def to_config(self, wide: list[str]) -> dict[str, Any]:
+  def to_config(self, unquantized: list[str]) -> dict[str, Any]:
     """quantization_config of config.json.
 
     Args:
-      wide: names of the linear modules that are not FP8, e.g. "model.layers.0.mlp.up_proj".
+      unquantized: names of the linear modules that are not FP8, e.g. "model.layers.0.mlp.up_proj".
     """
     if self.method == FINE_GRAINED:
       # transformers and vLLM each read one of the two names of the skipped modules.
@@ -105,7 +105,7 @@ class Fp8Format:
       return {
         "quant_method": FINE_GRAINED, "fmt": "e4m3", "activation_scheme": "dynamic",
         "weight_block_size": list(self.block), **pow2,
-        "modules_to_not_convert": [HEAD, *wide], "ignored_layers": [HEAD, *wide],
+        "modules_to_not_convert": [HEAD, *unquantized], "ignored_layers": [HEAD, *unquantized],
       }  # fmt: skip
     common = {"num_bits": 8, "type": "float", "symmetric": True}
     weights = common | {"strategy": self.strategy, "dynamic": False}
@@ -118,7 +118,7 @@ class Fp8Format:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
       "quant_method": COMPRESSED, "format": "float-quantized", "quantization_status": "compressed",
-      "config_groups": {"group_0": group}, "ignore": [HEAD, *wide], "kv_cache_scheme": None,
+      "config_groups": {"group_0": group}, "ignore": [HEAD, *unquantized], "kv_cache_scheme": None,
     }  # fmt: skip
 
 

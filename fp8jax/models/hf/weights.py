@@ -291,7 +291,7 @@ def save_params(
       process must call this, the first writes.
     tree: parameters.
     cfg: their architecture.
-    dtype: "bfloat16", "float16" or "float32"; of the wide tensors.
+    dtype: "bfloat16", "float16" or "float32"; of the unquantized tensors.
     base: another config.json whose remaining keys to keep.
     shard_bytes: largest file.
     source: folder whose tokenizer and settings to copy; "" for none.
@@ -329,7 +329,7 @@ def _pieces(flat, read, cfg: ModelConfig, dtype: str, fp8) -> list[shards.Piece]
     shape = entry.hf_shape(cfg.dims)
     matrix = fp8 and fp8.matrices.get(entry.name)
     if matrix is None:
-      make = functools.partial(_wide, entry, flat, shape, dtype)
+      make = functools.partial(_unquantized, entry, flat, shape, dtype)
       found.append(shards.Piece(((entry.name, _CODES[dtype], shape),), make))
       continue
     shared = [by_name[n] for n in matrix.shared]
@@ -338,7 +338,7 @@ def _pieces(flat, read, cfg: ModelConfig, dtype: str, fp8) -> list[shards.Piece]
   return found
 
 
-def _wide(entry: Entry, flat, shape, dtype: str) -> list[np.ndarray]:
+def _unquantized(entry: Entry, flat, shape, dtype: str) -> list[np.ndarray]:
   value = _of_layer(entry, flat)
   if entry.inputs is not None:
     value = value.reshape(shape[::-1]).T

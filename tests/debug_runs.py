@@ -1,0 +1,72 @@
+"""Short runs of configs/debug.py in the tests of jobs: configurations, and what a run leaves."""
+
+import json
+import pathlib
+
+import numpy as np
+
+from configs import debug
+from fp8jax import params as params_lib
+from fp8jax.config import resolve
+from fp8jax.data import loader
+from fp8jax.kernels.choose import Device
+from fp8jax.run import checkpoint
+from fp8jax.step import run_spec
+
+STEPS = 4
+CHANGES = {
+  "steps": STEPS,
+  "global_batch": 2,
+  "seq_len": 128,
+  "eval.tokens": 512,
+  "eval.batch": 2,
+  "checkpoint.every": 0,
+  "log.every": 2,
+  "optim.warmup_steps": 1,
+  "optim.decay_steps": 1,
+  "log.report": False,
+}
+FLAGS = tuple(f"--config.{k}={v}" for k, v in CHANGES.items())
+
+
+def config(arm="", **changes):
+  """configs/debug.py with CHANGES and these."""
+  c = debug.get_config(arm)
+  c.update_from_flattened_dict(CHANGES | changes)
+  return c
+
+
+def plan(c) -> run_spec.RunSpec:
+  return resolve.resolve(c, 1, Device("cpu"))
+
+
+def read_json(path):
+  return json.loads(pathlib.Path(path).read_text())
+
+
+def rows(workdir) -> list[dict]:
+  """The rows of metrics.jsonl."""
+  return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved_params(workdir, step, plan) -> dict[str, np.ndarray]:
+  """The parameters of a checkpoint, by path."""
+  saved = checkpoint.Checkpoints(str(workdir))
+  abstract = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
+  found = saved.restore_params(step, abstract)
+  saved.close()
+  return {k: np.asarray(v) for k, v in params_lib.flatten(found).items()}
+
+
+def write_corpus(path, documents) -> dict:
+  """Writes a JSONL file; the changes of a configuration that reads it."""
+  path.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
+  return {"data.sources.main.kind": "jsonl", "data.sources.main.path": str(path)}
+
+
+def take(c, n) -> list[dict]:
+  """The first n batches of two sequences."""
+  iterator = loader.train_batches(resolve.resolve_data(c), 2)
+  found = [next(iterator) for _ in range(n)]
+  iterator.close()
+  return found

@@ -1,0 +1,45 @@
+"""Jobs as tests run them: the launcher in a process of its own, and a job in this one."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from configs import base
+from fp8jax.jobs import dispatch
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+ONE_DEVICE = "--xla_force_host_platform_device_count=1"
+
+
+@pytest.fixture(scope="module")
+def launch():
+  """Runs launch.py to its end on one device."""
+  env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ONE_DEVICE}
+
+  def run(workdir, *flags, code=0, start=("launch.py",)):
+    done = subprocess.run(
+      [sys.executable, *start, f"--workdir={workdir}", *flags],
+      cwd=ROOT, env=env, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+  return run
+
+
+@pytest.fixture
+def run_job(monkeypatch, capsys):
+  """A job in this process, on one of its devices: (exit code, stdout, stderr)."""
+  monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+  def run(job, c, workdir):
+    capsys.readouterr()
+    code = dispatch.run(job, c, base.get_config(), "configs/debug.py", str(workdir))
+    return code, *capsys.readouterr()
+
+  return run

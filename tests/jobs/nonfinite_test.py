@@ -1,0 +1,138 @@
+"""A loss that is not finite: the run stops, names step and site, and can be diagnosed."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import string
+import types
+
+import debug_runs
+import jax
+import numpy as np
+import pytest
+
+from fp8jax import params as params_lib
+from fp8jax.models import presets, transformer
+from fp8jax.models.hf import weights as hf_weights
+
+BAD_STEP = 3
+# The launcher without import's check for NaN: these tests need a NaN in the first weights.
+UNCHECKED = (
+  "-c",
+  "import runpy; from fp8jax.models.hf import weights as hf; hf._check_finite = lambda *_: None; "
+  "runpy.run_path('launch.py', run_name='__main__')",
+)
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory):
+  """Flags of a run whose loss is NaN at step BAD_STEP alone, and that step's batch.
+
+  The embedding of one letter is NaN, and one document has that letter.
+  """
+  folder = tmp_path_factory.mktemp("poisoned")
+  rng = np.random.default_rng(0)
+  documents = [x + "".join(map(str, rng.integers(0, 10, 80))) for x in string.ascii_letters]
+  changes = debug_runs.write_corpus(folder / "corpus.jsonl", documents) | {
+    "init.hf": str(folder / "hf"), "model.preset": "hf", "data.tokenizer": "bytes", "steps": 5,
+    "checkpoint.keep": 5, "log.every": 1, "log.tensorboard": False,
+    "precision.rules": (("layers/.*/mlp/up", "block_128"), (".*", "bf16")),
+  }  # fmt: skip
+  sizes = dict(tie_embeddings=False, hidden_size=128, intermediate_size=128)
+  cfg = dataclasses.replace(presets.DEBUG, **sizes)
+  weights = params_lib.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
+  hf_weights.save_params(str(folder / "hf"), weights, cfg, "float32")
+  seen = [
+    set(batch["tokens_BL"].ravel()) for batch in debug_runs.take(debug_runs.config(**changes), 5)
+  ]
+  letters = seen[BAD_STEP - 1] & set(string.ascii_letters.encode())
+  letter = min(letters.difference(*(s for i, s in enumerate(seen) if i != BAD_STEP - 1)))
+  weights["embed"] = weights["embed"].at[letter].set(np.nan)
+  hf_weights.save_params(str(folder / "hf"), weights, cfg, "float32")
+  flags = [f"--config.{k}={v}" for k, v in (debug_runs.CHANGES | changes).items()]
+  batch = debug_runs.take(debug_runs.config(**changes), BAD_STEP)[-1]
+  assert letter in batch["tokens_BL"]
+  return types.SimpleNamespace(
+    flags=("--config=configs/debug.py", *flags), changes=changes, batch=batch
+  )
+
+
+@pytest.fixture(scope="module")
+def stopped(launch, poisoned, tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("stopped")
+  done = launch(workdir, *poisoned.flags, code=3, start=UNCHECKED)
+  return types.SimpleNamespace(workdir=workdir, stderr=done.stderr)
+
+
+SITE = "layers/0/attn/q: its input is not finite (forward)"
+
+
+def test_a_non_finite_loss_stops_the_run_and_names_step_and_site(stopped, poisoned):
+  assert f"error: step {BAD_STEP}: loss nan" in stopped.stderr and SITE in stopped.stderr
+  folder = stopped.workdir / "nonfinite"
+  assert str(folder) in stopped.stderr and "--job=diagnose" in stopped.stderr
+  with np.load(folder / "batch_0.npz") as saved:
+    assert saved.keys() == poisoned.batch.keys()
+    for key in saved:
+      np.testing.assert_array_equal(saved[key], poisoned.batch[key])
+  report = debug_runs.read_json(folder / "report.json")
+  assert (report["step"], report["first_bad_site"]) == (BAD_STEP, SITE)
+  assert [r["step"] for r in debug_runs.rows(stopped.workdir) if "loss" in r] == [1, 2]
+  assert not (stopped.workdir / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_skipping_counts_and_equals_going_on_after_a_stop(launch, stopped, poisoned, tmp_path):
+  skip = "--config.optim.on_nonfinite=skip"
+  done = launch(tmp_path, *poisoned.flags, skip, start=UNCHECKED)
+  assert f"step {BAD_STEP}: loss or gradient not finite; update skipped" in done.stdout
+  assert "updates skipped for non-finite values: 1" in done.stdout
+  resumed = launch(stopped.workdir, *poisoned.flags, skip).stdout
+  assert f"step {BAD_STEP} met a non-finite value; going on with the batch after it" in resumed
+  for workdir in (tmp_path, stopped.workdir):
+    assert debug_runs.read_json(workdir / "summary.json")["skipped_updates"] == 1
+  a, b = (
+    [r["loss"] for r in debug_runs.rows(w) if "loss" in r] for w in (tmp_path, stopped.workdir)
+  )
+  assert a.pop(BAD_STEP - 1) == "nan"  # strict JSON has no number for it
+  assert a == b and np.all(np.isfinite(b))
+  plan = debug_runs.plan(debug_runs.config(**poisoned.changes))
+  one, two, before = (debug_runs.saved_params(w, s, plan) for w, s in (
+    (tmp_path, 5), (stopped.workdir, 5), (stopped.workdir, BAD_STEP)))  # fmt: skip
+  for name in one:
+    np.testing.assert_array_equal(one[name], two[name], err_msg=name)
+  assert np.any(one["norm"] != before["norm"])
+
+
+def test_diagnose_reproduces_it_also_when_the_run_has_gone_on(launch, stopped, poisoned):
+  done = launch(stopped.workdir, *poisoned.flags, "--job=diagnose")
+  result, report = (
+    json.loads(done.stdout),
+    debug_runs.read_json(stopped.workdir / "nonfinite" / "report.json"),
+  )
+  assert (result["step"], result["first_bad_site"]) == (BAD_STEP, SITE)
+  assert result["amax_x_w_g"] == report["amax_x_w_g"]
+
+
+def test_export_dtype_auto_is_that_of_the_folder_the_run_began_with(
+  stopped, poisoned, run_job, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(hf_weights, "_check_finite", lambda *_: None)  # the weights have a NaN
+  (tmp_path / "digits.txt").write_text("0123456789")
+  text = {"export.gate_text": str(tmp_path / "digits.txt"), "export.gate_tokens": 8}
+  changes = poisoned.changes | {"eval.step": BAD_STEP} | text
+  code, stdout, _ = run_job("export", debug_runs.config(**changes), stopped.workdir)
+  assert code == 0 and json.loads(stdout)["dtype"] == "float32"
+  # That folder is an export itself, and is not replaced; also where init.hf no longer names it.
+  source = pathlib.Path(poisoned.changes["init.hf"])
+  before = {p: p.read_bytes() for p in source.iterdir()}
+  shutil.copytree(source, tmp_path / "copy")
+  for init, what in (
+    (source, "the folder of init.hf"),
+    (tmp_path / "copy", "the folder that training started from"),
+  ):
+    to = {"init.hf": str(init), "export.path": str(source)}
+    code, _, stderr = run_job("export", debug_runs.config(**changes | to), stopped.workdir)
+    assert code == 1 and what in stderr, stderr
+  assert {p: p.read_bytes() for p in source.iterdir()} == before
