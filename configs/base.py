@@ -104,7 +104,7 @@ def get_config(arm=""):
 
   c.memory = ConfigDict()
   # Activations that the backward pass recomputes: "none"; "linears" saves outputs of linear layers
-  # and of attention and recomputes norms, SwiGLU and quantization; "quantized" also saves the FP8
+  # and of attention and recomputes norms, SwiGLU and quantization; "operands" also saves the FP8
   # operands of save_gemm_inputs="quantized"; "full" saves only the input of every layer.
   c.memory.remat_policy = "none"
   # Forms of the residuals (ops/residuals.py; bytes of each: experiments/guide/memory.md).

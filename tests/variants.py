@@ -7,7 +7,7 @@ from fp8jax.ops.residuals import GemmInput
 def split(variant: str) -> tuple[str, GemmInput]:
   """(recipe, form of its inputs as residuals)."""
   recipe, _, saved = variant.partition(" ")
-  return recipe, GemmInput.WGRAD_OPERAND if saved else GemmInput.INPUT
+  return recipe, GemmInput.WGRAD_OPERAND if saved else GemmInput.UNQUANTIZED
 
 
 def single(variant: str, **how) -> site.Site:

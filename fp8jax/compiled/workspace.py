@@ -74,7 +74,7 @@ def _layer(plan) -> dict[str, int]:
   made, joined = sum(gemm.produced for gemm in first), sum(g.contracted for g in last.values())
   # gate, up, and the gradient of their product; unquantized: the product and both gradients too.
   matrices = made + joined if is_quantized else 2 * (made + joined)
-  if plan.run.remat in ("none", "linears", "quantized") and plan.run.residuals.gate_up is None:
+  if plan.run.remat in ("none", "linears", "operands") and plan.run.residuals.gate_up is None:
     matrices -= made  # which are among what is saved
   is_gathered = any(plan.run.layout.size(plan.run.layout.weight_axes(c)) > 1 for c in "D")
   in_hand = 4 * sum(gemm.weight for gemm in gemms.values()) if is_gathered else 0

@@ -233,7 +233,7 @@ def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors)
   problems.one_of("memory.save_gemm_inputs", c.memory.save_gemm_inputs, tuple(inputs))
   formats = residuals.ResidualFormats(
     **{k: residuals.QUANTS.get(name) for k, name in names.items()},
-    gemm_inputs=inputs.get(c.memory.save_gemm_inputs, residuals.GemmInput.INPUT),
+    gemm_inputs=inputs.get(c.memory.save_gemm_inputs, residuals.GemmInput.UNQUANTIZED),
   )
   return model_config.ComputeConfig(
     jnp.dtype(compute if compute in _COMPUTE else "float32"),

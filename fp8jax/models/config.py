@@ -20,7 +20,7 @@ LARGEST = {
   "num_heads": 2**16, "num_kv_heads": 2**16, "head_dim": 2**16, "max_positions": 2**31 - 1,
 }  # fmt: skip
 
-REMAT = ("none", "linears", "quantized", "full")
+REMAT = ("none", "linears", "operands", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,7 @@ class ComputeConfig:
     dtype: compute dtype of activations and of GEMM operands that no recipe narrows.
     attention: implementation, see ops.attention.
     remat: "none" recomputes nothing in the backward pass; "linears" saves the outputs of linear
-      layers and attention and recomputes norms, activations and quantization; "quantized" also
+      layers and attention and recomputes norms, activations and quantization; "operands" also
       saves the operands of GemmInput.WGRAD_OPERAND, so that no quantization is repeated; "full"
       saves only each layer's input.
     residuals: formats of residuals; `residuals.layer_inputs` for remat "full" alone.
@@ -190,12 +190,12 @@ class ComputeConfig:
     if saves_operand and self.remat == "linears":
       found.append(
         "memory.save_gemm_inputs='quantized' with memory.remat_policy='linears': 'linears' saves "
-        "no FP8 operands; set memory.remat_policy='quantized', or "
+        "no FP8 operands; set memory.remat_policy='operands', or "
         "memory.save_gemm_inputs='none'"
       )
-    if self.remat == "quantized" and not saves_operand:
+    if self.remat == "operands" and not saves_operand:
       found.append(
-        "memory.remat_policy='quantized' saves the FP8 operands of "
+        "memory.remat_policy='operands' saves the FP8 operands of "
         "memory.save_gemm_inputs='quantized', which is 'none': set it, or "
         "memory.remat_policy='linears', which saves the same without them"
       )

@@ -341,7 +341,7 @@ def remat(layer, run: ComputeConfig):
   saved = jax.checkpoint_policies.nothing_saveable
   names = {
     "linears": ("linear", residuals.NAME),
-    "quantized": ("linear", residuals.NAME, SAVED_NAME),
+    "operands": ("linear", residuals.NAME, SAVED_NAME),
   }
   if run.remat in names:
     saved = jax.checkpoint_policies.save_only_these_names(*names[run.remat])

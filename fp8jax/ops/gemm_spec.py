@@ -79,7 +79,7 @@ class GemmSpec:
   sizes: tuple[int, ...]
   statistics: int
   is_observable: bool
-  save: GemmInput = GemmInput.INPUT
+  save: GemmInput = GemmInput.UNQUANTIZED
   is_frozen: bool = False
 
   @property

@@ -67,8 +67,8 @@ from fp8jax.ops.stored_params import cotangent, gemm_operand, residual_view
 from fp8jax.quantization import block_codes, tensor_stats
 from fp8jax.quantization.block_codes import BlockCodes
 
-# Name of quantized residuals for remat policies (see jax.ad_checkpoint.checkpoint_name).
-SAVED_NAME = "quantized"
+# Name of residuals that are operands, for remat policies (see jax.ad_checkpoint.checkpoint_name).
+SAVED_NAME = "operands"
 
 
 def dot(eqn: str, x, w, site: Site, *, out_dtype=None):

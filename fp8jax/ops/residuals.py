@@ -32,7 +32,7 @@ class GemmInput(enum.Enum):
   """Form in which the input of a linear layer is a residual."""
 
   # x, unquantized; the sources of x if it is a fused prologue.
-  INPUT = "none"
+  UNQUANTIZED = "none"
   # X_WGRAD alone, quantized in the forward pass. Transformer Engine saves it for every recipe,
   # DeepSeek-V3 (arXiv:2412.19437, section 3.3.3) for its linears.
   WGRAD_OPERAND = "quantized"
@@ -64,7 +64,7 @@ class ResidualFormats:
   norm_inputs: Quant | None = None
   gate_up: Quant | None = None
   layer_inputs: Quant | None = None
-  gemm_inputs: GemmInput = GemmInput.INPUT
+  gemm_inputs: GemmInput = GemmInput.UNQUANTIZED
 
   @property
   def gate_up_group(self) -> int:

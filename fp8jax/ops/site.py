@@ -58,7 +58,7 @@ class Site:
   )
   layout: axes.Layout = dataclasses.field(default=axes.LOCAL, metadata=dict(static=True))
   layers: tuple[int, ...] = dataclasses.field(default=(), metadata=dict(static=True))
-  save: GemmInput = dataclasses.field(default=GemmInput.INPUT, metadata=dict(static=True))
+  save: GemmInput = dataclasses.field(default=GemmInput.UNQUANTIZED, metadata=dict(static=True))
 
   @property
   def layer_names(self) -> list[str]:
@@ -93,7 +93,7 @@ def single(
   recipe: Recipe | str = "block_128",
   matmul: str = "auto",
   name: str = "dot",
-  save: GemmInput = GemmInput.INPUT,
+  save: GemmInput = GemmInput.UNQUANTIZED,
 ) -> Site:
   """A site for use outside a model: one device, no sharding table.
 
@@ -195,7 +195,7 @@ def build_sites(
   device: choose.Device | None = None,
   tokens: int = 0,
   statistics: int = tensor_stats.QUIET,
-  save: GemmInput = GemmInput.INPUT,
+  save: GemmInput = GemmInput.UNQUANTIZED,
 ):
   """The tree of Sites for a declaration tree.
 

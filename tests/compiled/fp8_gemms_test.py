@@ -67,7 +67,7 @@ GROUPS = "e4m3_16"
 REPEATED = [
   ("none", {}, ""),
   ("linears", {}, "attn/o"),
-  ("quantized", {}, "attn/o"),
+  ("operands", {}, "attn/o"),
   ("full", {}, "attn/k attn/o attn/q attn/v mlp/gate mlp/up"),
   ("linears", {"memory__save_norm_inputs": GROUPS}, ""),
   ("full", {"memory__save_layer_inputs": GROUPS}, "attn/k attn/o attn/q attn/v mlp/gate mlp/up"),

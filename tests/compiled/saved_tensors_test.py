@@ -17,13 +17,13 @@ GROUPS = {"memory.save_norm_inputs": "e4m3_16", "memory.save_gate_up": "e4m3_16"
 CASES = [
   ("tiny", "bf16", {}),
   ("tiny", "bf16", {"memory.save_norm_inputs": "e4m3_128", "memory.save_gate_up": "bf16"}),
-  ("tiny", "block_128 saved", {"memory.remat_policy": "quantized"}),
+  ("tiny", "block_128 saved", {"memory.remat_policy": "operands"}),
   (
     "tiny",
     "block_128 saved",
-    {"memory.remat_policy": "quantized", "memory.save_norm_inputs": "e4m3_16"},
+    {"memory.remat_policy": "operands", "memory.save_norm_inputs": "e4m3_16"},
   ),
-  ("tiny", "tensor_current saved", {"memory.remat_policy": "quantized", **GROUPS}),
+  ("tiny", "tensor_current saved", {"memory.remat_policy": "operands", **GROUPS}),
   ("tiny", "block_128 saved", {"precision.first_bf16": 2, "model.num_layers": 5, **GROUPS}),
   ("tiny", "block_128", {"memory.remat_policy": "full", "memory.save_layer_inputs": "e4m3_16"}),
   ("qwen3", "tensor_current saved", {}),

@@ -157,11 +157,11 @@ MISTAKES = {
     {"memory.save_layer_inputs": "e4m3_16", "memory.remat_policy": "linears"}),
   "operands that no policy saves": (
     ["memory.save_gemm_inputs='quantized' with memory.remat_policy='linears'",
-     "set memory.remat_policy='quantized'"],
+     "set memory.remat_policy='operands'"],
     {"memory.save_gemm_inputs": "quantized", "memory.remat_policy": "linears"}),
   "policy without operands": (
-    ["memory.remat_policy='quantized'", "memory.save_gemm_inputs='quantized', which is 'none'"],
-    {"memory.remat_policy": "quantized"}),
+    ["memory.remat_policy='operands'", "memory.save_gemm_inputs='quantized', which is 'none'"],
+    {"memory.remat_policy": "operands"}),
   "group on two devices": (
     ["memory.save_gate_up has groups of 128", "2 devices have 384 / 2", "another mesh.tensor"],
     {"memory.save_gate_up": "e4m3_128", "model.intermediate_size": 384, "mesh.tensor": 2}, 8),

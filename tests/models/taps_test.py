@@ -59,7 +59,7 @@ def calls_by_site(fn, sites, *args) -> dict[str, int]:
 @pytest.mark.parametrize(
   "recipe, remat, smooth",
   [(r, "linears", "none") for r in library.RECIPES]
-  + [("tensor_delayed saved", r, "none") for r in ("none", "quantized", "full")]
+  + [("tensor_delayed saved", r, "none") for r in ("none", "operands", "full")]
   + [("tensor_delayed", "linears", form) for form in ("channel", "token")],
 )
 def test_every_tap_of_a_model_reaches_one_custom_vjp(recipe, remat, smooth):

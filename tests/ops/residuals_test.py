@@ -177,7 +177,7 @@ POLICIES = [
   # Narrow inputs of GEMMs cannot be made of the copies again; that of `o` can of what is kept.
   # What reads a norm shares one.
   (ComputeConfig(remat="linears"), "tensor_current saved", {"D": 2, "F": 1}),
-  (ComputeConfig(remat="quantized"), "tensor_current saved", {"D": 2, "F": 1, "HK": 1}),
+  (ComputeConfig(remat="operands"), "tensor_current saved", {"D": 2, "F": 1, "HK": 1}),
 ]
 
 
