@@ -1,4 +1,4 @@
-"""Memory of a step on a device, declared and compiled, and the FP8 GEMMs that it was compiled to."""
+"""Memory of a step on a device, declared and compiled, and its FP8 GEMMs."""
 
 import dataclasses
 from collections.abc import Sequence
