@@ -15,6 +15,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from fp8jax import console as console_lib
 from fp8jax.compiled import hlo
@@ -277,6 +278,22 @@ def check(plan: RunSpec, text: str, phase: int = 0) -> list[GemmRow]:
     others = f" So do {len(wrong) - 1} more: {_some(wrong[1:])}." if wrong[1:] else ""
     raise NotFp8(_complaint(wrong[0], plan) + others)
   return rows
+
+
+def summary(plan: RunSpec, text: str) -> dict[str, Any]:
+  """What `check` counts: {"found", "planned", "by", "problem"}, the last "" where all is proven."""
+  rows = compare(plan, hlo.gemms(text, plan.device.platform))
+  try:
+    check(plan, text)
+    problem = ""
+  except NotFp8 as e:
+    problem = str(e)
+  return {
+    "found": sum(row.fp8 for row in rows),
+    "planned": sum(row.expected for row in rows),
+    "by": sorted({kernel for row in rows if row.expected for kernel in row.kernels}),
+    "problem": problem,
+  }
 
 
 def _some(rows: list[GemmRow], most: int = 4) -> str:

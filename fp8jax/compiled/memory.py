@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from fp8jax import params as params_lib
-from fp8jax.compiled import saved_tensors, workspace, xla_buffers
+from fp8jax.compiled import fp8_gemms, saved_tensors, workspace, xla_buffers
 from fp8jax.ops import stored_params
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.quantization.block_codes import BlockCodes
@@ -109,7 +109,8 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
   said = sum(item.nbytes for item in saved)
   moment, wanted = workspace.peak(plan, said)
   there = _by_shape(held, plan, params)
-  arrays = saved_by_layers(program.as_text(), plan, params)
+  text = program.as_text()
+  arrays = saved_by_layers(text, plan, params)
   compiled_saved = sum(arrays.values())
   used = sum(value.nbytes for value in held)
   rows = [
@@ -132,8 +133,16 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
     "saved_declared": said,
     "saved_compiled": compiled_saved,
     "saved_arrays": arrays,
+    "fp8_gemms": _proof(plan, lowered, text),
   }
   return rows, summary
+
+
+def _proof(plan: run_spec.RunSpec, lowered, text: str) -> dict[str, Any]:
+  """FP8 GEMMs of the step, as the strict check counts them, and what it would complain of."""
+  is_cpu = plan.device.platform == "cpu"  # see fp8_gemms.py
+  text = lowered.as_text("hlo", debug_info=True) if is_cpu else text
+  return fp8_gemms.summary(plan, text)
 
 
 def _saved_rows(saved: list[saved_tensors.SavedTensor]) -> list[MemoryRow]:

@@ -1,4 +1,4 @@
-"""Memory of a step on a device, declared and compiled."""
+"""Memory of a step on a device, declared and compiled, and its FP8 GEMMs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from fp8jax.step import run_spec
 
 
 def run(plan: run_spec.RunSpec, devices: Sequence[Any], topology: str) -> dict[str, Any]:
-  """Bytes per device by kind, declared and found in the compiled step.
+  """Bytes per device by kind and FP8 GEMMs, declared and found in the compiled step.
 
   Args:
     plan: the run.
@@ -26,4 +26,10 @@ def run(plan: run_spec.RunSpec, devices: Sequence[Any], topology: str) -> dict[s
   found, summary = memory.compiled(plan, aot.lower(plan, devices))
   rows += found
   out.print(startup.account_table(rows, summary))
+  proof = summary["fp8_gemms"]
+  out.print(
+    f"FP8 GEMMs per step and device: {proof['found']} of {proof['planned']} planned"
+    + (f", by {', '.join(proof['by'])}" if proof["by"] else "")
+    + (f"; {proof['problem']}" if proof["problem"] else "")
+  )
   return {"rows": [dataclasses.asdict(row) for row in rows], **summary}
