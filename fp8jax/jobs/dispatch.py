@@ -122,6 +122,7 @@ def run_sweep(
 
 
 def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: str) -> int:
+  _check_adapters(job, c)
   if job == "evaluate" and c.eval.hf:
     c.init.hf, c.model.preset = c.eval.hf, "hf"
   if job == "evaluate" and c.eval.tasks:  # generation runs on one device
@@ -171,6 +172,16 @@ def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: s
     to = sys.stderr if job == "generate" and not c.generate.out else sys.stdout
     print(provenance.to_json(result), file=to)
   return 0
+
+
+def _check_adapters(job: str, c: config_files.Config):
+  """Refuses to read adapters from a Hugging Face folder, which has none."""
+  key = {"evaluate": "eval.hf", "generate": "generate.hf"}.get(job)
+  if key and c[key] and c.model.lora.rank:
+    raise UserError(
+      f"model.lora.rank={c.model.lora.rank} with {key}={c[key]!r}, which has no adapters; set "
+      f"model.lora.rank=0 for the folder alone, or {key}='' for the checkpoint with its adapters"
+    )
 
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
