@@ -124,11 +124,10 @@ def _halves(plan: run_spec.RunSpec) -> dict[str, list[dict[str, np.ndarray]]]:
   each = math.ceil(plan.sensitivity.tokens / 2 / (size * plan.data.seq_len)) * size
   found: dict[str, list[dict[str, np.ndarray]]] = {half: [] for half in HALVES}
   for name in plan.data.sources:
-    # Windows of a document that both halves would share are left out, so that there are more.
-    stream = loader.heldout_batches(plan.data, name, size, 3 * each // size)
-    windows = [{k: v[i].copy() for k, v in batch.items()} for batch in stream for i in range(size)]
-    later = _without_first_document(windows[each:])[:each]
-    for half, some in zip(HALVES, (windows[:each], later), strict=True):
+    windows = _windows(plan, name)
+    first = [next(windows) for _ in range(each)]
+    later = _after_first_document(windows, each)
+    for half, some in zip(HALVES, (first, later), strict=True):
       if not sum(w["weights_BL"].sum() for w in some):
         raise UserError(
           f"data.sources.{name} has no held-out token for the half {half!r} of sensitivity.tokens="
@@ -136,22 +135,34 @@ def _halves(plan: run_spec.RunSpec) -> dict[str, list[dict[str, np.ndarray]]]:
         )
       batches = (some[i : i + size] for i in range(0, each, size))
       found[half] += [{k: np.stack([w[k] for w in rows]) for k in rows[0]} for rows in batches]
+    windows.close()
   return found
 
 
-def _without_first_document(windows: Sequence[dict[str, np.ndarray]]):
-  """The windows after the document that the first begins with, which may have begun before it.
+def _windows(plan: run_spec.RunSpec, name: str):
+  """Held-out windows of a source, one after the other; where they run out, windows of weight 0."""
+  stream = loader.heldout_batches(plan.data, name, plan.eval.batch, sys.maxsize)
+  for batch in stream:
+    for i in range(plan.eval.batch):
+      yield {k: np.array(v[i]) for k, v in batch.items()}
+  stream.close()
+
+
+def _after_first_document(windows, count: int) -> list[dict[str, np.ndarray]]:
+  """So many windows after the document that the next begins with, which may have begun before.
 
   Where it ends within a window, its tokens have weight 0.
   """
-  for i, window in enumerate(windows):
-    if "segments_BL" not in window:
-      break
-    is_first = window["segments_BL"] == window["segments_BL"][0]
-    window["weights_BL"][is_first] = 0
-    if not is_first.all():
-      return [*windows[i:], *windows[:i]]
-  return list(windows)
+  for window in windows:
+    segments = window.get("segments_BL")
+    is_over = segments is None or not window["weights_BL"].any()
+    if not is_over:
+      is_first = segments == segments[0]
+      window["weights_BL"][is_first] = 0
+      is_over = not is_first.all()
+    if is_over:
+      return [window, *(next(windows) for _ in range(count - 1))]
+  return []
 
 
 def _header(plan: run_spec.RunSpec, params, sites, fingerprint: str, states) -> dict[str, Any]:
