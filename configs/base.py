@@ -306,6 +306,24 @@ def get_config(arm=""):
   c.calibrate.path = ""  # table to write; "" is WORKDIR/calibration.json
   c.calibrate.batches = 8  # training batches to watch
 
+  # --job=sensitivity, on one device: the loss that each linear layer's forward GEMM loses by its
+  # recipe (precision.rules), with eval.hf's weights, the workdir's checkpoint's, or init.hf's.
+  c.sensitivity = ConfigDict()
+  c.sensitivity.path = (
+    ""  # folder of results, to which the same command adds; "": WORKDIR/sensitivity
+  )
+  # Held-out tokens per source, rounded up to whole batches of eval.batch: rules are chosen on one
+  # half and reported on the other. Memory: tokens x layers x hidden_size x 4 bytes on the host.
+  c.sensitivity.tokens = 8192
+  # Switched on alone and measured, beside all at once: "kinds" (mlp/up of all layers), "layers",
+  # and "tensors" (inputs or weights of all sites).
+  c.sensitivity.groups = ("tensors", "kinds", "layers")
+  c.sensitivity.top = 20  # sites measured alone, the most sensitive by estimate
+  # Budgets that rules are written for. max_loss: percent that the held-out loss may exceed BF16's.
+  # min_fp8: share of the forward FLOPs of the sites that precision.rules quantizes. 0: none.
+  c.sensitivity.max_loss = 0.25
+  c.sensitivity.min_fp8 = 0.9
+
   c.prepare = ConfigDict()
   c.prepare.path = ""  # folder to write tokenized documents to; "" is WORKDIR/prepared
   c.prepare.shard_tokens = 100_000_000  # tokens per ArrayRecord file

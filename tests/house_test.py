@@ -38,7 +38,13 @@ VOCABULARY = {"__init__", "axes", "console", "errors", "formats", "hub", "mesh",
 EXTRAS_OF_FILES = {
   "train": ("console.py", "config/", "data/", "run/", "jobs/", "sweeps/"),
   "flax": ("integrations/flax.py",),
-  "report": ("report/charts.py", "report/compare_charts.py", "report/run_report.py"),
+  "report": (
+    "report/charts.py",
+    "report/compare_charts.py",
+    "report/run_report.py",
+    "report/sensitivity_charts.py",
+    "report/sensitivity_page.py",
+  ),
   "lm_eval": ("integrations/lm_eval.py",),
 }
 # Names of distributions where they are not those of their modules.

@@ -7,7 +7,7 @@ from typing import Any
 from fp8jax.errors import ConfigErrors
 from fp8jax.evaluation import catalog
 from fp8jax.generation import cache
-from fp8jax.step.config import EVAL_PRECISIONS, GenerateConfig
+from fp8jax.step.config import EVAL_PRECISIONS, SENSITIVITY_GROUPS, GenerateConfig
 from fp8jax.step.loss_scale import LARGEST, SMALLEST
 
 
@@ -86,6 +86,27 @@ def generate_problems(c: GenerateConfig) -> list[str]:
   collected.file("generate.prompts", c.prompts, remedy)
   taken = bool(c.out) and os.path.exists(os.path.expanduser(c.out))
   collected.check(not taken, f"generate.out={c.out!r} exists; move it away or name another file")
+  return collected.found
+
+
+def sensitivity_problems(c: Any) -> list[str]:
+  """The problems of a config's sensitivity section, in words."""
+  collected = ConfigErrors()
+  if isinstance(c.groups, (tuple, list)):
+    for name in c.groups:
+      collected.one_of("sensitivity.groups", name, SENSITIVITY_GROUPS)
+  else:
+    collected.found.append(
+      f"sensitivity.groups={c.groups!r} is no sequence; give some of {SENSITIVITY_GROUPS}, or ()"
+    )
+  collected.check(c.tokens >= 2, f"sensitivity.tokens={c.tokens} must be at least 2: two halves")
+  collected.check(c.top >= 0, f"sensitivity.top={c.top} must be at least 0")
+  collected.check(
+    c.max_loss >= 0, f"sensitivity.max_loss={c.max_loss} must be percent, at least 0; 0 is none"
+  )
+  collected.check(
+    0 <= c.min_fp8 <= 1, f"sensitivity.min_fp8={c.min_fp8} must be a share from 0 to 1; 0 is none"
+  )
   return collected.found
 
 

@@ -63,7 +63,7 @@ _HARMLESS = (
   "memory.remat_policy", "memory.save_gemm_inputs", "memory.loss_chunk", "memory.gpu_fraction",
   "aot.topology",
   "data.workers", "data.prefetch", "init.", "optim.on_nonfinite", "optim.in_backward", "calibrate.",
-  "precision.verify_fp8_gemms", "generate.",
+  "precision.verify_fp8_gemms", "generate.", "sensitivity.",
 )  # fmt: skip
 
 

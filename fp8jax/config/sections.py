@@ -40,6 +40,9 @@ def read(c: Config, alarms: tuple[step_config.Alarm, ...], steps: int) -> dict[s
     export=step_config.ExportConfig(**c.export),
     calibrate=step_config.CalibrateConfig(**c.calibrate),
     generate=read_generate(c),
+    sensitivity=step_config.SensitivityConfig(
+      **{**c.sensitivity, "groups": tuple(c.sensitivity.groups)}
+    ),
   )
 
 

@@ -109,6 +109,37 @@ def bootstrap(
   return Interval(float(scores_I.mean()), low, high, "bootstrap")
 
 
+def bootstrap_ratio(
+  numerators_I: np.ndarray,
+  denominators_I: np.ndarray,
+  confidence: float = CONFIDENCE,
+  resamples: int = RESAMPLES,
+  seed: int = 0,
+) -> Interval:
+  """The percentile bootstrap of sum(numerators) / sum(denominators) over items (Efron 1979).
+
+  Args:
+    numerators_I, denominators_I: of every item: its sum of losses and its tokens, say.
+    seed: of the resampling; the same seed gives the same interval.
+
+  Raises:
+    ValueError: no item, other shapes, or denominators whose sum is not positive.
+  """
+  pairs = np.stack([np.asarray(x, np.float64) for x in (numerators_I, denominators_I)])
+  if pairs.ndim != 2 or not pairs.size or not pairs[1].sum() > 0:
+    raise ValueError(
+      f"items of shape {pairs.shape[1:]} with denominators that sum to {pairs[1].sum()}; expected "
+      "(items,) of which the sum is positive"
+    )
+  rng, items, ratios = np.random.default_rng(seed), pairs.shape[1], []
+  for size in _blocks(resamples, items):
+    sums = pairs[:, rng.integers(0, items, (size, items))].sum(-1)
+    ratios.append(sums[0] / np.where(sums[1] > 0, sums[1], np.nan))
+  ratios = np.concatenate(ratios)
+  low, high = _quantiles(ratios[np.isfinite(ratios)], confidence)
+  return Interval(float(pairs[0].sum() / pairs[1].sum()), low, high, "bootstrap")
+
+
 def interval(
   scores_IJ: np.ndarray,
   confidence: float = CONFIDENCE,

@@ -24,6 +24,7 @@ from fp8jax.jobs import (
   memory,
   prepare,
   preview,
+  sensitivity,
   train,
 )
 from fp8jax.kernels import choose
@@ -131,10 +132,15 @@ def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: s
     c.mesh.data = c.mesh.fsdp = c.mesh.tensor = 1  # on one device, also of a larger machine
     if c.generate.hf:
       c.init.hf, c.model.preset, c.data.tokenizer, c.data.eos = c.generate.hf, "hf", "", ""
+  if job == "sensitivity":
+    c.mesh.data = c.mesh.fsdp = c.mesh.tensor = 1  # switches are for one device
+    if c.eval.hf:
+      c.init.hf, c.model.preset = c.eval.hf, "hf"
   if job not in (
     "train",
     "evaluate",
     "generate",
+    "sensitivity",
   ):  # which read the table; it may be yet to be written
     c.precision.calibration = ""
   if job not in ("train", "preview"):
@@ -165,6 +171,7 @@ def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: s
   jobs = {
     "evaluate": evaluate.run, "export": export.run,
     "calibrate": calibrate.run, "diagnose": diagnose.run, "generate": generate.run,
+    "sensitivity": sensitivity.run,
   }  # fmt: skip
   result = jobs[job](plan, workdir)
   if jax.process_index() == 0:

@@ -145,6 +145,38 @@ def hidden(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   return _normalised(x_BLD, params, cfg, run)
 
 
+def hidden_and_inputs(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
+  """(`hidden`, inputs of all layers [N, B, L, D])."""
+  params = _with_values(params)
+
+  def step(x_BLD, of_layer, context):
+    return layer(x_BLD, of_layer, context, cfg, run)[0], x_BLD
+
+  x_BLD, inputs_NBLD = _scan_layers(step, params, sites, batch, cfg, run)
+  return _normalised(x_BLD, params, cfg, run), inputs_NBLD
+
+
+def hidden_from(x_BLD, start, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
+  """`hidden`, computed from the input of one layer on; has no gradient.
+
+  Args:
+    x_BLD: the input of layer `start`.
+    start: int32 scalar, an argument of the program or a constant.
+  """
+  params, context, first = _with_values(params), layer_context(batch, cfg), 0
+  for number, run_of_layers in enumerate(sites["layers"]):
+    stop = first + jax.tree.leaves(run_of_layers)[0].shape[0]
+    of_run = _of_run(params["layers"], number, slice(first, stop))
+
+    def one(i, x_BLD, of=(of_run, run_of_layers), first=first):
+      of_layer = jax.tree.map(lambda x: x[i - first], of)
+      return layer(x_BLD, of_layer, context, cfg, run)[0]
+
+    x_BLD = jax.lax.fori_loop(jnp.maximum(start, first), stop, one, x_BLD)
+    first = stop
+  return _normalised(x_BLD, params, cfg, run)
+
+
 def hidden_with_states(params, sites, batch, states, cfg: ModelConfig, run: ComputeConfig):
   """(`hidden`, what the tokens add to the states): the forward pass of generation.
 

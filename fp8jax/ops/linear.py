@@ -55,6 +55,7 @@ from fp8jax.ops import (
   quantized_inputs,
   site_checks,
   stats,
+  switch,
 )
 from fp8jax.ops import residuals as residuals_lib
 from fp8jax.ops.fused import prologue
@@ -107,6 +108,8 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
   """
   if any(isinstance(w, adapters.Adapted) for w in ws):
     return _adapted_dots(eqns, x, ws, sites, out_dtype)
+  if any(site.switch is not None for site in sites):
+    return _switched_dots(eqns, x, ws, sites, out_dtype)
   site_checks.refuse_dtypes(x, ws)
   specs = gemm_spec.make_specs(eqns, x, ws, sites, out_dtype)
   x = quantized_inputs.fused_or_array(specs, x)
@@ -125,6 +128,24 @@ def _adapted_dots(eqns, x, ws, sites, out_dtype):
   for n, w, (_, eqn), h in zip(places, adapted, both, inner, strict=True):
     delta = dot(eqn, h, w.b, w.sites[1], out_dtype=ys[n].dtype)
     ys[n] = adapters.add(ys[n], delta, w.scale)
+  return tuple(ys)
+
+
+def _switched_dots(eqns, x, ws, sites, out_dtype):
+  """`dots` of sites of which some have switches (switch.py), differentiated as it is written."""
+  x, ys = prologue.value(x), []
+  for eqn, w, site in zip(eqns, ws, sites, strict=True):
+    if site.switch is None:
+      ys.append(dot(eqn, x, w, site, out_dtype=out_dtype))
+      continue
+    spec = gemm_spec.make_spec(eqn, x, w, site, out_dtype=out_dtype)
+    of = switch.operands_of(spec, x, gemm_operand(w), ScalingInputs.of(site), site.switch)
+    y = _multiply(of.spec, "fwd", of.x, of.w, of.spec.out_dtype)
+    if of.error_of_w is not None:  # x is a constant of this part, which is 0 at switches of 0
+      constant = dataclasses.replace(of.x, value=jax.lax.stop_gradient(of.x.value))
+      by_error = _multiply(of.spec, "fwd", constant, of.error_of_w, of.spec.out_dtype)
+      y = y + of.on_w.astype(y.dtype) * by_error
+    ys.append(operands.unflatten(y, of.x, of.w, of.spec.letters.y))
   return tuple(ys)
 
 

@@ -46,6 +46,8 @@ class Site:
     recipe: precision of the three GEMMs.
     backends: implementation of (fwd, dgrad, wgrad); "auto" is decided at the dot, by its sizes.
     layout: where the letters of x, w and y live.
+    switch: float32 [2] or [2, tokens] that switches the quantization of x and w in the forward
+      GEMM (switch.py), for diagnosis; None multiplies as the recipe says.
   """
 
   tap: jax.Array
@@ -59,6 +61,7 @@ class Site:
   layout: axes.Layout = dataclasses.field(default=axes.LOCAL, metadata=dict(static=True))
   layers: tuple[int, ...] = dataclasses.field(default=(), metadata=dict(static=True))
   save: GemmInput = dataclasses.field(default=GemmInput.UNQUANTIZED, metadata=dict(static=True))
+  switch: jax.Array | None = None
 
   @property
   def layer_names(self) -> list[str]:
@@ -80,6 +83,11 @@ class Site:
 
     The mark is no field: it is on the object, which unflattening makes anew in every trace.
     """
+    if self.switch is not None:
+      raise ValueError(
+        f"site {self.name!r} has a switch, and the operation that multiplies it reads none; leave "
+        "the site out, or multiply it by linear.dot"
+      )
     if self.is_traced:
       if getattr(self, "_claimed", False):
         raise ValueError(
@@ -259,6 +267,16 @@ def taps(sites):
 def with_taps(sites, taps):
   """The sites with other taps: differentiate a loss of this with respect to `taps`."""
   return tree_map(lambda s, tap: dataclasses.replace(s, tap=tap), sites, taps)
+
+
+def with_switches(sites, switches):
+  """The sites with switches (switch.py).
+
+  Args:
+    switches: a tree like the sites, of arrays [2] or [2, tokens], [N, ...] for a site that is
+      stacked over N layers, or None for a site that multiplies as its recipe says.
+  """
+  return tree_map(lambda s, switch: dataclasses.replace(s, switch=switch), sites, switches)
 
 
 def by_name(sites, stats) -> dict[str, jax.Array]:

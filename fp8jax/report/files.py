@@ -99,6 +99,7 @@ class RunFiles:
     memory: what --job=memory found, or None.
     nonfinite: the report of a failure, or None.
     summary: of a finished run, or None.
+    sensitivity: what --job=sensitivity found, or None.
   """
 
   workdir: str
@@ -114,6 +115,7 @@ class RunFiles:
   memory: Mapping[str, Any] | None
   nonfinite: Mapping[str, Any] | None
   summary: Mapping[str, Any] | None
+  sensitivity: Mapping[str, Any] | None = None
 
   @property
   def step(self) -> int:
@@ -186,6 +188,7 @@ def read(workdir: str) -> RunFiles:
     memory=_json(workdir, "memory.json"),
     nonfinite=_json(workdir, os.path.join("nonfinite", "report.json")),
     summary=_json(workdir, "summary.json"),
+    sensitivity=_json(workdir, os.path.join("sensitivity", "sensitivity.json")),
   )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import altair as alt
 
-from fp8jax.report import charts, files, page, thin
+from fp8jax.report import charts, files, page, sensitivity_page, thin
 from fp8jax.report.files import RunFiles
 from fp8jax.report.page import Section
 
@@ -46,6 +46,7 @@ def sections(run: RunFiles) -> list[Section]:
 
 def _sections(run: RunFiles) -> list[Section]:
   found = [_head(run), _training(run), _speed(run), *_numerics(run), _events(run), _memory(run)]
+  found += sensitivity_page.sections(run.sensitivity) if run.sensitivity else []
   return [s for s in [*found, _config(run), _sites(run), _provenance(run)] if s is not None]
 
 

@@ -10,6 +10,8 @@ from fp8jax.generation.sampling import Sampling
 
 # Forward passes that an evaluation may take: the recipes of training, and 16 bits everywhere.
 EVAL_PRECISIONS = ("recipe", "bf16")
+# Sets of sites that --job=sensitivity measures alone.
+SENSITIVITY_GROUPS = ("tensors", "kinds", "layers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +198,27 @@ class CalibrateConfig:
 
   path: str
   batches: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SensitivityConfig:
+  """What --job=sensitivity measures.
+
+  Attributes:
+    path: folder of its results; "" is WORKDIR/sensitivity.
+    tokens: held-out tokens per source, of both halves together.
+    groups: measured alone, of SENSITIVITY_GROUPS.
+    top: how many sites are measured alone.
+    max_loss: budget of loss above BF16's, in percent; 0 for none.
+    min_fp8: budget of FLOPs in low precision, a share; 0 for none.
+  """
+
+  path: str
+  tokens: int
+  groups: tuple[str, ...]
+  top: int
+  max_loss: float
+  min_fp8: float
 
 
 @dataclasses.dataclass(frozen=True)

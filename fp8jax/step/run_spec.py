@@ -38,8 +38,8 @@ class RunSpec:
     seed: of initial weights, of the order of documents and of stochastic rounding.
     verify_fp8_gemms: whether the compiled step is checked against the recipes before step 0.
     calibration: path of the table that delayed and static scales start from; "" for none.
-    init, kernels, loss_scale, eval, checkpoint, log, export, calibrate, generate: the sections of
-      that name.
+    init, kernels, loss_scale, eval, checkpoint, log, export, calibrate, generate, sensitivity: the
+      sections of that name.
     flat: the configuration as plain values, {"optim.peak_lr": 1e-3, ...}: what provenance records
       and a resumed run is compared by; nothing else reads it.
   """
@@ -67,6 +67,7 @@ class RunSpec:
   export: step_config.ExportConfig
   calibrate: step_config.CalibrateConfig
   generate: step_config.GenerateConfig
+  sensitivity: step_config.SensitivityConfig
   flat: Mapping[str, Any] = dataclasses.field(repr=False)
 
   def phase(self, step: int) -> int:

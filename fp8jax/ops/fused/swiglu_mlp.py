@@ -30,7 +30,7 @@ def swiglu_mlp(eqns, x, ws, sites, name: str, save: Quant | None = None):
   Returns:
     The output of down, in x's dtype.
   """
-  if any(isinstance(w, adapters.Adapted) for w in ws):
+  if any(isinstance(w, adapters.Adapted) for w in ws) or any(s.switch is not None for s in sites):
     return _separate(eqns, x, ws, sites, name, save)
   specs = gemm_spec.make_specs(eqns[:2], x, ws[:2], sites[:2])
   x = quantized_inputs.fused_or_array(specs, x)

@@ -1,0 +1,119 @@
+"""Charts of --job=sensitivity, as Vega-Lite specifications."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+import numpy as np
+
+from fp8jax.report import charts
+from fp8jax.run import palette
+
+_CELL = 13  # pixels
+_WIDTH = 420
+Result = Mapping[str, Any]
+
+
+def heat_map(result: Result) -> alt.Chart:
+  """Estimated KL of every site and tensor alone: layer by kind and tensor."""
+  cells = [
+    (f"{s['kind']} {tensor}", "–" if s["layer"] is None else str(s["layer"]), s["name"],
+     s["estimated"][tensor]["kl"][0], s["estimated"][tensor]["loss_percent"][0])
+    for s in result["sites"] for tensor in ("x", "w")
+  ]  # fmt: skip
+  tensor, layer, site, kl, loss = zip(*cells)
+  columns = sorted({c for c in layer if c != "–"}, key=int) + ["–"] * ("–" in layer)
+  labels = list(dict.fromkeys(tensor))
+  scale = alt.Scale(type="log", domain=charts.domain(np.array(kl), "log"), range=[*palette.RAMP])
+  missing = "datum.kl === null || datum.kl <= 0"
+  return (
+    alt.Chart(charts.rows(tensor=tensor, layer=layer, site=site, kl=kl, loss=loss))
+    .mark_rect()
+    .encode(
+      x=alt.X("layer:N", sort=columns, title="layer",
+              axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+      y=alt.Y("tensor:N", sort=labels, title=None),
+      color=alt.condition(
+        missing, alt.value(palette.MISSING),
+        alt.Color("kl:Q", title=None, scale=scale, legend=alt.Legend(format=".0e")),
+      ),
+      tooltip=["site:N", "tensor:N", alt.Tooltip("kl:Q", format=".3e"),
+               alt.Tooltip("loss:Q", format="+.4f")],
+    )
+    .properties(
+      width=max(_CELL * len(columns), 120), height=_CELL * len(labels),
+      title="estimated KL from BF16, nats per token, one tensor of one site quantized",
+    )
+  )  # fmt: skip
+
+
+def groups(result: Result, group: str) -> Any | None:
+  """Measured change of the loss of every member of a group alone, with its interval."""
+  members = [g for g in result["groups"] if g["group"] == group]
+  if not members:
+    return None
+  order = [g["name"] for g in members]
+  title = {"kinds": "kind", "layers": "layer", "tensors": "tensor"}[group]
+  return _intervals(
+    order, [g["loss_percent"] for g in members], [g["kl"] for g in members], title
+  ).properties(title=f"loss relative to BF16, %: one {title} quantized, 95 % intervals")
+
+
+def arms(budget: Mapping[str, Any]) -> Any:
+  """Loss of the chosen rules and of others, on the half that rules were not chosen on."""
+  rows = budget["arms"]
+  names = [f"{a['arm']} ({100 * a['bf16_flops']:.0f} % BF16)" for a in rows]
+  losses, kls = ([a["report"][key] for a in rows] for key in ("loss_percent", "kl"))
+  title = f"{budget['budget']}: loss relative to BF16, %, on the other half"
+  return _intervals(names, losses, kls, None).properties(title=title)
+
+
+def _intervals(names: Sequence[str], losses, kls, title: str | None) -> alt.LayerChart:
+  mean, low, high = zip(*losses)
+  data = charts.rows(name=names, mean=mean, low=low, high=high, kl=[k[0] for k in kls])
+  base = alt.Chart(data).encode(y=alt.Y("name:N", sort=list(names), title=title))
+  tooltip = [alt.Tooltip(f"{n}:Q", format="+.4f") for n in ("mean", "low", "high")]
+  x = alt.X("low:Q", title=None, axis=alt.Axis(format="+.2f"))
+  rule = base.mark_rule(strokeWidth=1.5, color=palette.TENSORS["x"]).encode(x=x, x2="high:Q")
+  point = base.mark_point(filled=True, size=45, color=palette.TENSORS["x"]).encode(
+    x="mean:Q", tooltip=["name:N", *tooltip, alt.Tooltip("kl:Q", format=".3e")]
+  )
+  zero = alt.Chart(charts.rows(zero=[0])).mark_rule(color="#888888").encode(x="zero:Q")
+  return alt.layer(zero, rule, point).properties(width=_WIDTH, height=max(14 * len(names), 60))
+
+
+def agreement(result: Result) -> Any | None:
+  """Estimated against measured KL: sites alone, and sums over the members of groups."""
+  by_site = {s["name"]: s["estimated"]["both"]["kl"][0] for s in result["sites"]}
+  found = [
+    ("site", s["name"], by_site[s["name"]], s["measured"]["kl"][0])
+    for s in result["sites"] if s["measured"]
+  ]  # fmt: skip
+  keys = {"kinds": "kind", "layers": "layer"}
+  for g in result["groups"]:
+    if key := keys.get(g["group"]):
+      total = sum(by_site[s["name"]] for s in result["sites"] if str(s[key]) == g["name"])
+      found.append((key, f"{key} {g['name']}", total, g["kl"][0]))
+  found = [row for row in found if row[2] > 0 and row[3] > 0]
+  if not found:
+    return None
+  what, name, estimated, measured = zip(*found)
+  ends = [min(*estimated, *measured), max(*estimated, *measured)]
+  scale = alt.Scale(type="log", domain=ends)
+  axis: dict[str, Any] = dict(scale=scale, axis=alt.Axis(format=".0e", tickCount=5))
+  points = (
+    alt.Chart(charts.rows(what=what, name=name, estimated=estimated, measured=measured))
+    .mark_point(size=30)
+    .encode(
+      x=alt.X("estimated:Q", title="estimated", **axis),
+      y=alt.Y("measured:Q", title="measured", **axis),
+      color=alt.Color("what:N", title=None, scale=alt.Scale(scheme="tableau10")),
+      tooltip=["name:N", "estimated:Q", "measured:Q"],
+    )
+  )
+  line = alt.Chart(charts.rows(estimated=ends, measured=ends)).mark_line(
+    color="#888888", strokeWidth=1
+  )
+  return alt.layer(line.encode(x="estimated:Q", y="measured:Q"), points).properties(
+    title="KL from BF16, nats per token", width=240, height=240
+  )

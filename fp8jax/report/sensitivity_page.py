@@ -1,0 +1,73 @@
+"""The page and the pictures of --job=sensitivity."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import altair as alt
+
+from fp8jax.report import charts, page, sensitivity_charts
+from fp8jax.report.page import Section
+
+
+def sections(result: Mapping[str, Any]) -> list[Section]:
+  """Parts of a page, its own or a run's."""
+  tokens, where = result["tokens"], result["weights"]
+  source = " ".join(f"{k} {v}" for k, v in where.items())
+  note = (
+    f"Weights: {source}. {tokens['choose']:,} held-out tokens to choose on, {tokens['report']:,} "
+    "of other documents to report on. Estimates are of the first, groups and sites of both."
+  )
+  drawn: dict[str, Any] = {"sensitivity": sensitivity_charts.heat_map(result)}
+  drawn["sensitivity_agreement"] = sensitivity_charts.agreement(result)
+  for group in ("kinds", "layers", "tensors"):
+    drawn[f"sensitivity_{group}"] = sensitivity_charts.groups(result, group)
+  found = [Section("Sensitivity of sites", note, _specs(drawn))]
+  for i, budget in enumerate(result["budgets"]):
+    rows = [
+      (a["arm"], f"{100 * a['bf16_flops']:.1f} %", _interval(a["report"]["loss_percent"]),
+       f"{a['report']['kl'][0]:.3g}", a["runs_of_layers"])
+      for a in budget["arms"]
+    ]  # fmt: skip
+    columns = ("rules", "FLOPs in BF16", "loss, %", "KL", "runs of layers")
+    text = f"precision.rules = {tuple(map(tuple, budget['arms'][0]['rules']))}"
+    charted = _specs({f"sensitivity_budget_{i}": sensitivity_charts.arms(budget)})
+    found.append(
+      Section(f"Rules: {budget['budget']}", "", charted, tables=[(columns, rows)], text=text)
+    )
+  return found
+
+
+def _interval(values) -> str:
+  return f"{values[0]:+.3f} [{values[1]:+.3f}, {values[2]:+.3f}]"
+
+
+def _specs(named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  with charts.unchecked():
+    return {
+      k: charts.spec(charts.themed(c), checked=False) for k, c in named.items() if c is not None
+    }
+
+
+def write(folder: str, result: Mapping[str, Any]) -> list[str]:
+  """Writes sensitivity.html, .svg and .png; returns their paths."""
+  import vl_convert
+
+  paths = [os.path.join(folder, f"sensitivity.{end}") for end in ("html", "svg", "png")]
+  page.write(paths[0], page.render("Sensitivity", sections(result), page.vega()))
+  spec = _specs({"picture": picture(result)})["picture"]
+  page.picture(paths[1], spec)
+  with open(paths[2], "wb") as f:
+    f.write(vl_convert.vegalite_to_png(spec, scale=2))
+  return paths
+
+
+def picture(result: Mapping[str, Any]) -> alt.TopLevelMixin:
+  """The heat map above the measured kinds and the chosen rules."""
+  below = [sensitivity_charts.groups(result, "kinds")]
+  below += [sensitivity_charts.arms(budget) for budget in result["budgets"][:1]]
+  below = [chart for chart in below if chart is not None]
+  above = sensitivity_charts.heat_map(result)
+  if not below:
+    return above
+  return alt.vconcat(above, alt.hconcat(*below)).resolve_scale(color="independent")
