@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from absl import logging
@@ -122,7 +123,51 @@ def run_sweep(
   return 1
 
 
+def call(
+  job: str, c: config_files.Config, base: config_files.Config, workdir: str
+) -> dict[str, Any]:
+  """Runs one job in this process, e.g. in a notebook, and returns its result; errors are raised.
+
+  The same call goes on with a run that was interrupted, and leaves one alone that is finished.
+
+  Args:
+    job: one of NAMES, but for those that read files alone.
+    c: the configuration.
+    base: configs/base.py's.
+    workdir: of the run.
+
+  Raises:
+    UserError: a setting is wrong, or JAX has read it already.
+  """
+  if fraction := c.memory.gpu_fraction:
+    raise UserError(
+      f"memory.gpu_fraction={fraction} is read when JAX starts, which it has; leave it 0, and set "
+      f"the variable XLA_PYTHON_CLIENT_MEM_FRACTION={fraction} before JAX is imported"
+    )
+  logging.set_verbosity(logging.WARNING)
+  compilation_cache.enable()
+  config_files.check_keys(c, base)
+  return _call(job, c, base, os.path.expanduser(workdir))
+
+
 def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: str) -> int:
+  result = _call(job, c, base, workdir)
+  if job == "train":
+    return result.get("exit_code", 0)
+  if job in _WITHOUT_DEVICES or jax.process_index() == 0:
+    # Standard output may hold completions.
+    to = sys.stderr if job == "generate" and not c.generate.out else sys.stdout
+    print(provenance.to_json(result), file=to)
+  return 0
+
+
+# Jobs that need neither the model nor the mesh that a configuration is for, nor its devices.
+_WITHOUT_DEVICES = ("prepare", "preview", "memory")
+
+
+def _call(
+  job: str, c: config_files.Config, base: config_files.Config, workdir: str
+) -> dict[str, Any]:
   _check_adapters(job, c)
   if job == "evaluate" and c.eval.hf:
     c.init.hf, c.model.preset = c.eval.hf, "hf"
@@ -145,40 +190,31 @@ def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: s
     c.precision.calibration = ""
   if job not in ("train", "preview"):
     c.data.epochs = 0.0  # the others need no number of steps, for which all samples are read
-  if job == "prepare":  # needs neither the model nor the mesh that the data are for
+  if job == "prepare":
     hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
-    print(provenance.to_json(prepare.run(*resolve.resolve_prepare(c), workdir)))
-    return 0
+    return prepare.run(*resolve.resolve_prepare(c), workdir)
   if job == "preview":
     hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
-    counts = preview.run(*resolve.resolve_preview(c), console_lib.console())
-    print(provenance.to_json(counts))
-    return 0
-  if job == "memory":  # needs neither weights nor data, nor the devices
+    return preview.run(*resolve.resolve_preview(c), console_lib.console())
+  if job == "memory":
     hub.fetch({c.init.hf: hub.WEIGHTS} if c.model.preset == "hf" else {})
     topology = c.aot.topology
     plan, devices = aot.resolve(config_files.without_files(c), topology)
     found = memory.run(plan, devices, topology)
     if os.path.isdir(workdir):  # of a run: its report shows the bars
       provenance.write_json(workdir, "memory.json", found)
-    print(provenance.to_json(found))
-    return 0
+    return found
   machine.check_platform(jax.default_backend(), jax.config.jax_platforms, jax.__version__)
   hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
   plan = resolve.resolve(c, jax.device_count(), choose.current_device())
   if job == "train":
-    return train.run(plan, workdir, identity.flatten(base)).get("exit_code", 0)
+    return train.run(plan, workdir, identity.flatten(base))
   jobs = {
     "evaluate": evaluate.run, "export": export.run,
     "calibrate": calibrate.run, "diagnose": diagnose.run, "generate": generate.run,
     "sensitivity": sensitivity.run,
   }  # fmt: skip
-  result = jobs[job](plan, workdir)
-  if jax.process_index() == 0:
-    # Standard output may hold completions.
-    to = sys.stderr if job == "generate" and not c.generate.out else sys.stdout
-    print(provenance.to_json(result), file=to)
-  return 0
+  return jobs[job](plan, workdir)
 
 
 def _check_adapters(job: str, c: config_files.Config):

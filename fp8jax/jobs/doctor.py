@@ -24,10 +24,11 @@ _SIZES = (8192, 4096, 4096)
 _PREFERRED = ("block_128", "tensor_current")
 _HOPPER_ONLY = ("attention",)  # extras that other devices have no use for
 # The memory half of the project, which needs no FP8 units.
-_NARROW = (
-  "--config.optim.moment_format=coat", "--config.optim.master_format=bf16_remainder",
-  "--config.memory.save_norm_inputs=e4m3_16", "--config.memory.save_gate_up=e4m3_16",
-)  # fmt: skip
+_NARROW = {
+  "optim.moment_format": "coat", "optim.master_format": "bf16_remainder",
+  "memory.save_norm_inputs": "e4m3_16", "memory.save_gate_up": "e4m3_16",
+}  # fmt: skip
+_HALF = {"precision.compute_dtype": "float16", "loss_scale.kind": "dynamic"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,27 @@ class RecipeRow:
   refusal: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class FirstRun:
+  """The options of a first run on a device.
+
+  Attributes:
+    recipe: of the layers, for --config=FILE:RECIPE.
+    changes: {config key: value} beside it.
+    reason: the advice in words, without the options.
+  """
+
+  recipe: str
+  changes: dict[str, str]
+  reason: str
+
+  @property
+  def options(self) -> str:
+    """As words of a command line."""
+    changes = (f"--config.{key}={value}" for key, value in self.changes.items())
+    return " ".join((f"--config=FILE:{self.recipe}", *changes))
+
+
 def this_machine() -> Machine:
   """Asks JAX, the driver and the installed packages."""
   devices = jax.devices()
@@ -86,26 +108,32 @@ def _row(name: str, recipe: Recipe, device: Device) -> RecipeRow:
   return RecipeRow(name, tuple(backends))
 
 
-def advice(device: Device) -> str:
-  """The options of a first run on a device, and their reason."""
+def first_run(device: Device, untried: bool = True) -> FirstRun:
+  """The options of a first run on a device, and their reason.
+
+  Args:
+    untried: whether FP8 products are advised on a device that choose.caution warns of.
+  """
   if device.platform == "cpu":
-    return "any recipe, emulated: exact products, no speed. --config=FILE:block_128"
-  fp8 = [RECIPES[name].fwd for name in _PREFERRED]
-  native = choose.native_recipes(choose.GemmProblem(*_SIZES, fp8[0], device))
+    return FirstRun("block_128", {}, "any recipe, emulated: exact products, no speed")
+  native = choose.native_recipes(choose.GemmProblem(*_SIZES, RECIPES[_PREFERRED[0]].fwd, device))
+  is_allowed = untried or choose.caution(device) is None
   for name in _PREFERRED:
-    if name in native:
-      return f"FP8 products: --config=FILE:{name}"
-  narrow = " ".join(_NARROW)
-  half = choose.lacks_dtype(device, "bfloat16")
-  dtype = (
-    " (in float32; in half precision --config.precision.compute_dtype=float16 "
-    "--config.loss_scale.kind=dynamic)"
-  )
-  return (
-    f"no FP8 products; FP8 moments, narrow masters and saved activations: --config=FILE:bf16 "
-    f"{narrow}{dtype if half else ''}. --config.kernels.matmul=reference emulates the other "
-    "recipes, slowly, for a look at their numerics"
-  )
+    if name in native and is_allowed:
+      return FirstRun(name, {}, "FP8 products")
+  reason = "no FP8 products; FP8 moments, narrow masters and saved activations"
+  half = _HALF if choose.lacks_dtype(device, "bfloat16") else {}
+  return FirstRun("bf16", {**_NARROW, **half}, reason)
+
+
+def advice(device: Device) -> str:
+  """`first_run` as a sentence."""
+  found = first_run(device)
+  line = f"{found.reason}: {found.options}"
+  if device.platform == "cpu" or found.recipe in _PREFERRED:
+    return line
+  emulate = "--config.kernels.matmul=reference emulates the other recipes, slowly"
+  return f"{line}. {emulate}, for a look at their numerics"
 
 
 def install_lines(found: Machine, in_clone: bool) -> list[str]:
