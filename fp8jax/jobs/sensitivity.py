@@ -1,5 +1,6 @@
 """The loss that each linear layer loses by its recipe, and `precision.rules` for a budget of it."""
 
+import dataclasses
 import hashlib
 import math
 import os
@@ -23,6 +24,7 @@ from fp8jax.ops import switch
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.run import calibration, provenance, sensitivity, sensitivity_records, sensitivity_rules
 from fp8jax.run.sensitivity import CHOOSE, HALVES, PARTS, REPORT, Measured, Study
+from fp8jax.step import config as step_config
 from fp8jax.step import run_spec
 
 _BOTH = PARTS[-1]
@@ -60,14 +62,16 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
     print(f"{time.time() - started:6.0f} s  {line}", file=sys.stderr, flush=True)
 
   study = Study(plan, params, sites, batches, records, say)
-  result = {
-    "format": sensitivity_records.FORMAT,
-    "weights": where,
-    **_results(study, plan, phase),
-    "programs_compiled": study.programs.compiled(),
-    "provenance": provenance.provenance(dict(plan.flat), fingerprint, plan.seed, 1),
-  }
-  provenance.write_json(folder, "sensitivity.json", result)
+  result: dict[str, Any] = {}
+  for part in _stages(plan.sensitivity):
+    result = {
+      "format": sensitivity_records.FORMAT,
+      "weights": where,
+      **_results(study, dataclasses.replace(plan, sensitivity=part), phase),
+      "programs_compiled": study.programs.compiled(),
+      "provenance": provenance.provenance(dict(plan.flat), fingerprint, plan.seed, 1),
+    }
+    provenance.write_json(folder, "sensitivity.json", result)
   lines, pictures = table(result), _pictures(folder, result)
   print("\n".join(lines), file=sys.stderr)
   return {
@@ -76,6 +80,13 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
     "seconds": round(time.time() - started),
     "rules": [{"budget": b["budget"], "rules": b["arms"][0]["rules"]} for b in result["budgets"]],
   }
+
+
+def _stages(s: step_config.SensitivityConfig) -> list[step_config.SensitivityConfig]:
+  """Parts of the work, each with those before it: results are written after each of them."""
+  few = tuple(group for group in s.groups if group != "layers")
+  parts = (((), 0), (few, 0), (few, s.top), (s.groups, s.top))
+  return [dataclasses.replace(s, groups=groups, top=top) for groups, top in parts]
 
 
 # --- what is measured ----------------------------------------------------------------------------
@@ -193,15 +204,14 @@ def _digest(tree) -> str:
 
 
 def _results(study: Study, plan: run_spec.RunSpec, phase: int) -> dict[str, Any]:
-  """Everything measured, the most telling first, since a job may be stopped at any time."""
+  """Everything that plan.sensitivity asks for, measured unless it has been."""
   names = [place.name for place in study.places]
   together = {half: study.measure("all sites", dict.fromkeys(names, _ON), half) for half in HALVES}
   estimates = study.estimate()
   damage = {name: float(parts[_BOTH]["kl"].sum()) for name, parts in estimates.items()}
   order = sensitivity_rules.ordered(study.places, damage)
-  groups = _groups(study, plan.sensitivity.groups[:2])
   budgets = _budgets(study, plan, phase, order)
-  groups += _groups(study, plan.sensitivity.groups[2:])
+  groups = _groups(study, plan.sensitivity.groups)
   top = sorted(names, key=lambda name: -damage[name])[: plan.sensitivity.top]
   measured = {name: _both(study, name, {name: _ON}) for name in top}
   base = together[CHOOSE]
@@ -272,12 +282,12 @@ def _budgets(study: Study, plan: run_spec.RunSpec, phase: int, order: list[str])
 
   s, found = plan.sensitivity, []
   chosen_for: dict[str, list[str]] = {}
-  if s.max_loss:
-    name = f"at most {s.max_loss:g} % loss"
-    chosen_for[name] = sensitivity_rules.within_loss(order, change, s.max_loss)
   if s.min_fp8:
     name = f"at least {100 * s.min_fp8:g} % of FLOPs"
     chosen_for[name] = sensitivity_rules.within_flops(study.places, order, s.min_fp8)
+  if s.max_loss:
+    name = f"at most {s.max_loss:g} % loss"
+    chosen_for[name] = sensitivity_rules.within_loss(order, change, s.max_loss)
   rules, layers = plan.precision.phases[phase].rules, plan.model.num_layers
   names = _all_names(plan)
   for budget, chosen in chosen_for.items():

@@ -1,0 +1,251 @@
+"""Sensitivity: measurements against whole forward passes, estimates against small switches, rules
+against the matcher of rules, records against interruption."""
+
+import functools
+import itertools
+import re
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax.config import resolve
+from fp8jax.errors import ConfigError, UserError
+from fp8jax.jobs import sensitivity as job
+from fp8jax.models import transformer
+from fp8jax.ops import site as site_lib
+from fp8jax.recipe import rules as rules_lib
+from fp8jax.run import sensitivity, sensitivity_rules
+from fp8jax.run.sensitivity import CHOOSE, REPORT, Place
+from fp8jax.run.sensitivity_records import Records
+from fp8jax.step import train_step
+
+ON = (1.0, 1.0)
+# Errors that float32 losses show; three layers in two runs, one site in BF16.
+RULES = (("layers/0/attn/v", "bf16"), ("head", "bf16"), (".*", "nvfp4"))
+CHANGES = {
+  "precision.rules": RULES, "eval.batch": 2, "seq_len": 64, "model.init_std": 0.1,
+  "sensitivity.tokens": 512, "sensitivity.top": 2, "data.heldout_fraction": 0.5,
+  "precision.verify_fp8_gemms": False,
+}  # fmt: skip
+
+
+@functools.cache
+def _plan():
+  return harness.text_plan(**CHANGES)
+
+
+@functools.cache
+def _params():
+  return train_step.make_state(_plan()).params
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+  path = tmp_path_factory.mktemp("study") / "measurements.jsonl"
+  plan = _plan()
+  return sensitivity.Study(plan, _params(), plan.sites(), job._halves(plan), Records(path, {}))
+
+
+@functools.cache
+def _logits(rules, batch_index=0):
+  """Of a half's first batch with these rules, by the ordinary model."""
+  plan = harness.text_plan(**{**CHANGES, "precision.rules": rules})
+  batch = {k: jnp.asarray(v) for k, v in job._halves(_plan())[CHOOSE][batch_index].items()}
+  run = jax.jit(lambda p, s: transformer.logits(p, s, batch, plan.model, plan.run))
+  return np.asarray(run(_params(), plan.sites()), np.float64), batch
+
+
+def _losses(logits, batch):
+  top = logits.max(-1, keepdims=True)
+  log_p = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+  picked = np.take_along_axis(log_p, np.asarray(batch["targets_BL"])[..., None], -1)[..., 0]
+  return log_p, -picked * np.asarray(batch["weights_BL"])
+
+
+@pytest.mark.parametrize("name", ["layers/0/attn/q", "layers/1/mlp/up", "layers/2/mlp/down"])
+def test_measured_site_is_the_model_with_that_site_in_its_recipe(study, name):
+  found = study.measure(f"only {name}", {name: ON}, CHOOSE)
+  base, batch = _logits(((".*", "bf16"),))
+  changed, _ = _logits(((name, "nvfp4"), (".*", "bf16")))
+  log_p, base_loss = _losses(base, batch)
+  log_q, loss = _losses(changed, batch)
+  kl = ((np.exp(log_p) * (log_p - log_q)).sum(-1) * np.asarray(batch["weights_BL"])).sum(1)
+  rows = slice(0, 2)
+  np.testing.assert_allclose(found.base_I[rows], base_loss.sum(1), rtol=1e-6)
+  difference = found.loss_I - found.base_I
+  np.testing.assert_allclose(difference[rows], (loss - base_loss).sum(1), rtol=0, atol=2e-3)
+  np.testing.assert_allclose(found.kl_I[rows], kl, rtol=0.02, atol=2e-4)
+  assert abs((loss - base_loss).sum(1)).max() > 0.02  # or the budget above says nothing
+
+
+def test_estimates_are_slopes_of_small_switches(study):
+  estimated = study.estimate()
+  everything = [place.name for place in study.places]
+  assert "layers/0/attn/v" not in everything and len(everything) == 3 * 7 - 1
+  step = 0.05
+  ends = [
+    study.measure(f"all at {s}", dict.fromkeys(everything, (s, s)), CHOOSE) for s in (step, -step)
+  ]
+  slope = (ends[0].loss_I.sum() - ends[1].loss_I.sum()) / (2 * step)
+  total = sum(parts["both"]["loss"].sum() for parts in estimated.values())
+  assert slope == pytest.approx(total, rel=0.02)
+  # Errors of the last layer reach their own token alone, so that the estimate of KL is unbiased.
+  last = "layers/2/mlp/down"
+  small = study.measure("last at a quarter", {last: (0.25, 0.25)}, CHOOSE)
+  assert 16 * small.kl_I.sum() == pytest.approx(estimated[last]["both"]["kl"].sum(), rel=0.3)
+
+
+def test_measurements_compile_nothing(study):
+  study.measure("to compile", {"layers/0/mlp/up": ON}, CHOOSE)
+  study.estimate()
+  before = study.programs.compiled()
+  assert before == 3
+  for i, place in enumerate(study.places[:4]):
+    study.measure(f"{place.name} at {i}", {place.name: (1.0, i / 4)}, REPORT)
+  assert study.programs.compiled() == before
+
+
+def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch, capsys):
+  plan = _plan()
+  monkeypatch.setattr(job, "_weights", lambda *_: (_params(), 0, {}, {"hf": "a test"}))
+  first = job.run(plan, str(tmp_path))
+  lines = (tmp_path / "sensitivity" / "measurements.jsonl").read_text()
+  with open(tmp_path / "sensitivity" / "measurements.jsonl", "a") as f:
+    f.write('{"name": "half a li')
+  assert job.run(plan, str(tmp_path))["rules"] == first["rules"]
+  assert (tmp_path / "sensitivity" / "measurements.jsonl").read_text() == lines
+  result = job.provenance and __import__("json").loads(
+    (tmp_path / "sensitivity" / "sensitivity.json").read_text()
+  )
+  assert result["programs_compiled"] == 0  # everything was there
+  assert len(result["sites"]) == 20 and sum(s["measured"] is not None for s in result["sites"]) == 2
+  assert {g["group"] for g in result["groups"]} == {"tensors", "kinds", "layers"}
+  for budget in result["budgets"]:
+    for arm in budget["arms"]:
+      sites = harness.text_plan(**{**CHANGES, "precision.rules": tuple(arm["rules"])}).sites()
+      recipes = site_lib.recipes_of(sites)
+      in_bf16 = [n for n, r in recipes.items() if not r.fwd.is_quantized]
+      assert len(in_bf16) == arm["bf16_sites"] + 2  # beside those that were BF16 before
+  with pytest.raises(UserError, match="windows was .*512.* and is .*1024"):
+    job.run(harness.text_plan(**CHANGES, **{"sensitivity.tokens": 1024}), str(tmp_path))
+
+
+def test_halves_share_no_document():
+  halves = job._halves(_plan())
+  documents = {}
+  for half, batches in halves.items():
+    rows = np.concatenate([b["targets_BL"] for b in batches])
+    counted = np.concatenate([b["weights_BL"] for b in batches]) > 0
+    assert counted.sum() > 100
+    documents[half] = "".join(map(chr, rows[counted] % 256))
+  # Runs of text as long as a sentence do not occur in both.
+  pieces = {documents[CHOOSE][i : i + 60] for i in range(0, len(documents[CHOOSE]) - 60, 7)}
+  assert not [piece for piece in pieces if piece in documents[REPORT]]
+
+
+# --- rules ---------------------------------------------------------------------------------------
+
+NAMES = [*(f"layers/{i}/{k}" for i in range(12) for k in ("attn/q", "mlp/up", "mlp/down")), "head"]
+OLD = (("head", "bf16"), ("layers/1/.*", "rowwise"), ("layers/.*", "block_128"))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_written_rules_put_these_sites_in_bf16_and_no_others(seed):
+  rng = np.random.default_rng(seed)
+  chosen = {n for n in NAMES if rng.random() < seed / 4}
+  written = sensitivity_rules.with_bf16(OLD, NAMES, chosen, 12)
+  before, after = rules_lib.match(NAMES, OLD), rules_lib.match(NAMES, written)  # refuses idle rules
+  assert after == {n: "bf16" if n in chosen else before[n] for n in NAMES}
+
+
+def test_rule_of_a_whole_kind_names_no_layers():
+  chosen = [n for n in NAMES if n.endswith("up")]
+  written = sensitivity_rules.with_bf16(OLD, NAMES, chosen, 12)
+  assert written[0] == ("layers/.*/mlp/up", "bf16") and len(written) == 4
+
+
+def _places():
+  flops = {"attn/q": 1.0, "mlp/up": 3.0, "mlp/down": 3.0}
+  return tuple(
+    Place(n, re.sub(r"layers/\d+/", "", n), int(n.split("/")[1]), flops[n.split("/", 2)[2]], "r")
+    for n in NAMES if n != "head"
+  )  # fmt: skip
+
+
+def test_order_is_damage_per_flop_and_budgets_hold():
+  places, rng = _places(), np.random.default_rng(0)
+  damage = {p.name: float(rng.random()) for p in places}
+  order = sensitivity_rules.ordered(places, damage)
+  flops = {p.name: p.flops for p in places}
+  ratios = [damage[n] / flops[n] for n in order]
+  assert ratios == sorted(ratios, reverse=True)
+  for most in (0.0, 0.01, 3.0, 100.0):
+    asked = []
+
+    def change(bf16, asked=asked):
+      asked.append(len(bf16))
+      return sum(damage.values()) - sum(damage[n] for n in bf16)
+
+    chosen = sensitivity_rules.within_loss(order, change, most)
+    left = [sum(damage.values()) - sum(damage[n] for n in order[:k]) for k in range(len(order) + 1)]
+    assert len(chosen) == next(k for k, v in enumerate(left) if v <= most or k == len(order))
+    assert len(asked) <= 6
+  for least in (1.0, 0.9, 0.5, 0.0):
+    chosen = sensitivity_rules.within_flops(places, order, least)
+    spent = sum(flops[n] for n in chosen) / sum(flops.values())
+    assert spent <= 1 - least + 1e-9 and spent > 1 - least - 3.01 / sum(flops.values())
+
+
+def test_rivals_have_at_least_as_many_flops_in_bf16():
+  places = _places()
+  for count in (1, 5, 30):
+    chosen = [p.name for p in places[:count]]
+    wanted = sensitivity_rules.share(places, chosen)
+    for arm, bf16 in sensitivity_rules.rivals(places, chosen, 12, 0).items():
+      assert wanted - 1e-9 <= sensitivity_rules.share(places, bf16) <= wanted + 7.01 / 84, arm
+
+
+# --- records and refusals ------------------------------------------------------------------------
+
+
+def test_records_survive_a_kill_and_refuse_another_study(tmp_path):
+  path = tmp_path / "m.jsonl"
+  made = itertools.count()
+  records = Records(path, {"a": 1})
+  assert [records.get(n, lambda: next(made)) for n in ("x", "y", "x")] == [0, 1, 0]
+  whole = path.read_text()
+  path.write_text(whole[:-4])  # killed while it wrote y
+  again = Records(path, {"a": 1})
+  assert [again.get(n, lambda: next(made)) for n in ("x", "y")] == [0, 2]
+  with pytest.raises(UserError, match="a was 1 and is 2"):
+    Records(path, {"a": 2})
+  path.write_text(whole + "{}\n")
+  with pytest.raises(UserError, match="line 4 is no result"):
+    Records(path, {"a": 1})
+
+
+def test_studies_that_would_mislead_are_refused(tmp_path):
+  with pytest.raises(UserError, match="random weights say nothing"):
+    job.run(_plan(), str(tmp_path))
+  delayed = harness.text_plan("tensor_delayed")
+  with pytest.raises(UserError, match="precision.calibration=TABLE"):
+    job._with_scales(delayed, 0, {})
+  lora = harness.text_plan("block_128", **{"model.lora.rank": 2, "model.lora.base": "bf16"})
+  with pytest.raises(UserError, match="merge them by --job=export"):
+    job.run(lora, str(tmp_path))
+
+
+def test_section_is_checked_as_a_whole():
+  c = harness.text_config(**{
+    "sensitivity.tokens": 1, "sensitivity.groups": ("kind",), "sensitivity.top": -1,
+    "sensitivity.max_loss": -1.0, "sensitivity.min_fp8": 90.0,
+  })  # fmt: skip
+  with pytest.raises(ConfigError) as e:
+    resolve.resolve(c, 1, harness.CPU)
+  found = str(e.value)
+  for key in ("tokens", "groups", "top", "max_loss", "min_fp8"):
+    assert f"sensitivity.{key}" in found
+  assert "did you mean 'kinds'?" in found
