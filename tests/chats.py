@@ -1,13 +1,21 @@
-"""Conversations for tests: files of them, a template, and the bytes that must be trained."""
+"""Conversations for tests: files of them, a template, the bytes that must be trained; a model."""
 
 import json
+import pathlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import tokenizers
 
 from configs import base
+from fp8jax import params as params_lib
 from fp8jax.data import config as data_config
 from fp8jax.data import tokenize
 from fp8jax.data.chat.template import ChatTemplate
+from fp8jax.models import transformer
+from fp8jax.models.config import ModelConfig
+from fp8jax.models.hf import weights as hf_weights
 
 TEMPLATE = (
   "{% if messages[0].role == 'system' %}{{ raise_exception('no system text here') }}{% endif %}"
@@ -57,3 +65,34 @@ def spec(path, **changes) -> data_config.DataConfig:
     "heldout": 0.0, "on_long": "error", "chat": chat,
   }  # fmt: skip
   return data_config.DataConfig(**(values | changes))
+
+
+# --- a model that answers ------------------------------------------------------------------------
+
+MODEL_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
+
+
+def write_model(folder: pathlib.Path, num_layers: int, max_positions: int) -> pathlib.Path:
+  """A random Llama with a byte-level tokenizer and MODEL_TEMPLATE, as a Hugging Face folder."""
+  cfg = ModelConfig(
+    "llama", vocab_size=260, hidden_size=32, intermediate_size=64, num_layers=num_layers,
+    num_heads=2, num_kv_heads=1, head_dim=16, max_positions=max_positions, init_std=0.3,
+  )  # fmt: skip
+  rng = np.random.default_rng(0)
+  tree = params_lib.tree_map(
+    lambda p: rng.normal(p.init == "ones", 0.3, params_lib.shape(p, cfg.dims)).astype(np.float32),
+    transformer.params(cfg),
+  )
+  hf_weights.save_params(str(folder), jax.tree.map(jnp.asarray, tree), cfg, "float32")
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=260, special_tokens=["</s>"], show_progress=False,
+    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+  )  # fmt: skip
+  tokenizer.train_from_iterator(["the quick brown fox"], trainer)
+  tokenizer.save(str(folder / "tokenizer.json"))
+  settings = {"eos_token": "</s>", "chat_template": MODEL_TEMPLATE}
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  return folder

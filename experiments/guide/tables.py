@@ -12,6 +12,8 @@ import re
 
 from configs import base
 from fp8jax.config import comments
+from fp8jax.data.chat import encode
+from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.models.hf import fp8_formats
 from fp8jax.optim import storage
 from fp8jax.recipe.gemm import accumulate_name
@@ -19,7 +21,8 @@ from fp8jax.recipe.library import RECIPES
 from fp8jax.recipe.quant import Delayed, Quant
 
 HERE = pathlib.Path(__file__).resolve().parent
-_CLIENTS = HERE.parents[1] / "tests" / "golden" / "fp8_clients.json"
+_GOLDEN = HERE.parents[1] / "tests" / "golden"
+_CLIENTS, _TEMPLATES = _GOLDEN / "fp8_clients.json", _GOLDEN / "chat_templates"
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -103,9 +106,22 @@ def fp8_clients() -> str:
   return _markdown(head, rows) + f"\n{versions}\n"
 
 
+def template_masks() -> str:
+  """The trained text of every sample that a conversation of two turns with thoughts becomes."""
+  golden = json.loads((_TEMPLATES / "rendered.json").read_text())
+  chat = golden["conversations"]["thoughts"]["messages"]
+  rows = []
+  for path in sorted(_TEMPLATES.glob("*.jinja")):
+    template = ChatTemplate(path.read_text(), golden["special_tokens"], golden["date"])
+    for number, one in enumerate(encode.render(template, chat), 1):
+      trained = ", ".join(f"`{json.dumps(one.text[a:b])[1:-1]}`" for a, b in one.spans)
+      rows.append((f"`{path.stem}`", str(number), trained))
+  return _markdown(("template", "sample", "trained text, turn by turn"), rows)
+
+
 TABLES = {
   "recipes": recipes, "config_keys": config_keys, "optimizer_state": optimizer_state,
-  "export_formats": export_formats, "fp8_clients": fp8_clients,
+  "export_formats": export_formats, "fp8_clients": fp8_clients, "template_masks": template_masks,
 }  # fmt: skip
 
 

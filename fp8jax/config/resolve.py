@@ -61,7 +61,7 @@ def resolve(
       f"seq_len={c.seq_len} is longer than model.max_positions={model.max_positions}",
     )
     if c.init.hf and not model.problems():
-      problems.attempt(lambda: _check_folder(c, model), "init.hf")
+      problems.attempt(lambda: _check_folder(c, model), _folder_key(c))
   run = _execution(c, layout, device, problems)
   data = data_checks.spec(c, model and model.vocab_size, problems)
   steps = chat_checks.steps(c, data, problems)
@@ -155,6 +155,12 @@ def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigEr
   )
 
 
+def _folder_key(c: Config) -> str:
+  """The key that named init.hf: jobs that read another folder put theirs in its place."""
+  others = {"generate.hf": c.generate.hf, "eval.hf": c.eval.hf}
+  return next((key for key, folder in others.items() if folder == c.init.hf), "init.hf")
+
+
 def _model(c: Config) -> model_config.ModelConfig:
   if c.model.preset == "hf":
     if not c.init.hf:
@@ -164,7 +170,7 @@ def _model(c: Config) -> model_config.ModelConfig:
     try:
       model = hf_config_lib.read_config(c.init.hf)
     except (ValueError, OSError) as e:
-      raise ValueError(f"init.hf: {e}") from e
+      raise ValueError(f"{_folder_key(c)}: {e}") from e
   elif c.model.preset in presets.PRESETS:
     model = presets.PRESETS[c.model.preset]
   else:

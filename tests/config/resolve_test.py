@@ -317,8 +317,11 @@ MISTAKES = {
     {"model.preset": "hf", "init.hf": "gpt2"}),
   "config.json without a key": (["hollow/config.json lacks 'vocab_size'"],
     {"model.preset": "hf", "init.hf": "hollow"}),
-  "folder without weights": (["init.hf: no safetensors in 'weightless'"],
+  "folder without weights": (["init.hf: no safetensors in 'weightless'", "fetch the model again"],
     {"model.preset": "hf", "init.hf": "weightless", "data.tokenizer": "bytes", "seq_len": 16}),
+  "folder of prompts without weights": (["generate.hf: no safetensors in 'weightless'"],
+    {"model.preset": "hf", "init.hf": "weightless", "generate.hf": "weightless",
+     "data.tokenizer": "bytes", "seq_len": 16}),
   "number in quotes": (
     ["quoted/config.json: num_hidden_layers is '2', expected a whole", "fetch the file again"],
     {"model.preset": "hf", "init.hf": "quoted"}),

@@ -2,51 +2,21 @@
 
 import json
 
-import jax
+import chats
 import numpy as np
 import pytest
-import tokenizers
 
 from configs import base
-from fp8jax import params as params_lib
 from fp8jax.config import resolve
 from fp8jax.errors import ConfigError
 from fp8jax.evaluation import store
 from fp8jax.jobs import dispatch
 from fp8jax.kernels.choose import Device
-from fp8jax.models import transformer
-from fp8jax.models.config import ModelConfig
-from fp8jax.models.hf import weights as hf_weights
-
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """A random one-layer Llama with a byte-level tokenizer and a chat template."""
-  where = tmp_path_factory.mktemp("model")
-  cfg = ModelConfig(
-    "llama", vocab_size=260, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2,
-    num_kv_heads=1, head_dim=16, max_positions=256, init_std=0.3,
-  )  # fmt: skip
-  rng = np.random.default_rng(0)
-  tree = params_lib.tree_map(
-    lambda p: rng.normal(p.init == "ones", 0.3, params_lib.shape(p, cfg.dims)).astype(np.float32),
-    transformer.params(cfg),
-  )
-  hf_weights.save_params(str(where), jax.tree.map(jax.numpy.asarray, tree), cfg, "float32")
-  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  tokenizer.decoder = tokenizers.decoders.ByteLevel()
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=260, special_tokens=["</s>"], show_progress=False,
-    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-  )  # fmt: skip
-  tokenizer.train_from_iterator(["x"], trainer)
-  tokenizer.save(str(where / "tokenizer.json"))
-  settings = {"eos_token": "</s>", "chat_template": TEMPLATE}
-  (where / "tokenizer_config.json").write_text(json.dumps(settings))
-  return where
+  return chats.write_model(tmp_path_factory.mktemp("model"), num_layers=1, max_positions=256)
 
 
 def _config(folder, **changes):

@@ -77,6 +77,15 @@ def prepared(tmp_path_factory):
   )
 
 
+# Of a collective and of a process, in seconds: on cores that others use as well, one process may
+# still compile what the other has begun to run.
+PATIENCE = 900
+_FLAGS = (
+  f"--xla_cpu_collective_timeout_seconds={PATIENCE} "
+  f"--xla_cpu_collective_call_terminate_timeout_seconds={PATIENCE}"
+)
+
+
 class Launch:
   """launch.py in `count` processes with four devices together."""
 
@@ -88,7 +97,7 @@ class Launch:
     env = {
       **os.environ,
       "JAX_PLATFORMS": "cpu",
-      "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}",
+      "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count} {_FLAGS}",
     }
     self.processes = [
       subprocess.Popen(
@@ -101,7 +110,7 @@ class Launch:
   def finish(self, code=0) -> list[tuple[str, str]]:
     """(stdout, stderr) of every process; all must exit with `code`."""
     try:
-      found = [p.communicate(timeout=240) for p in self.processes]
+      found = [p.communicate(timeout=PATIENCE) for p in self.processes]
     finally:
       for p in self.processes:
         p.kill()
@@ -133,7 +142,7 @@ def two(launch, tmp_path_factory):
   """The same in two processes, stopped on the way and resumed: workdir, (stdout, stderr)s."""
   workdir = tmp_path_factory.mktemp("two")
   run = launch(workdir, 2)
-  deadline, path = time.time() + 200, workdir / "metrics.jsonl"
+  deadline, path = time.time() + PATIENCE, workdir / "metrics.jsonl"
   while not (path.exists() and path.read_text().count("grad_norm") >= 3):
     if time.time() > deadline or any(p.poll() is not None for p in run.processes):
       pytest.fail(f"never reached step 3: {run.finish()}")

@@ -79,7 +79,8 @@ class Folder:
         f"{os.path.basename(pickles[0])} is a pickle, which is never read: convert it with "
         "transformers' save_pretrained"
         if pickles
-        else "expected model.safetensors or model.safetensors.index.json"
+        else "expected model.safetensors or model.safetensors.index.json; fetch the model again, "
+        "or name another folder"
       )
       raise FileNotFoundError(f"no safetensors in {self.folder!r}; {hint}")
     missing = sorted(
