@@ -72,6 +72,9 @@ def get_config(arm=""):
   c.precision.last_bf16 = 0  # so many last layers
   # Other rules from a step on: ((first step, rules), ...), e.g. ((900, ((".*", "bf16"),)),).
   c.precision.schedule = ()
+  # Changes that the run makes to itself (experiments/guide/control.md), texts or mappings, e.g.
+  # ("refresh(alarm='underflow')", "switch_recipe(to='bf16', k=3, looks=5)", "roll_back(z=6.0)").
+  c.precision.policy = ()
   # Table of --job=calibrate that delayed and static scales start from; "" takes the ranges of the
   # first batch. Resuming with another table (by content, not by path) is refused; with
   # "precision.calibration" in checkpoint.accept_changes, scales begin anew from the table.

@@ -61,7 +61,7 @@ def with_first_last_rules(
   paths = list(site.find_sites(transformer.site_params(model)))
   for phase in phases:
     rules_lib.segments(paths, model.num_layers, phase.rules)
-  return Precision(phases)
+  return dataclasses.replace(precision, phases=phases)
 
 
 def frozen_problems(

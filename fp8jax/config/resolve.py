@@ -16,6 +16,7 @@ from fp8jax.config import chat as chat_checks
 from fp8jax.config import data as data_checks
 from fp8jax.config import export as export_checks
 from fp8jax.config import files as config_files
+from fp8jax.config import policy as policy_checks
 from fp8jax.config import precision as precision_checks
 from fp8jax.config.files import Config
 from fp8jax.config.identity import acceptable_changes, flatten
@@ -81,6 +82,7 @@ def resolve(
     if chosen and recipes:
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
+  recipes = policy_checks.attach(c, recipes, watched, problems)
   _check_sections(c, problems)
   if problems.found or model is None or recipes is None:
     raise ConfigError(problems.found)
@@ -298,6 +300,7 @@ def _check_plan(plan: RunSpec, problems: ConfigErrors):
   """The checks that need everything else: sites, parameters, and the weights of an export."""
   for phase in range(len(plan.precision.phases)):
     problems.attempt(lambda phase=phase: _check_float16(plan, phase))
+  problems.extend(policy_checks.switch_problems(plan))
   problems.attempt(lambda: plan.leaves)
   last = plan.eval.step if plan.eval.step >= 0 else plan.steps
   problems.attempt(lambda: export_checks.choose(plan, plan.phase(max(last - 1, 0))))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from fp8jax.data import batch_sharding
-from fp8jax.jobs.restore import restore_params
+from fp8jax.jobs.restore import as_trained, restore_params
 from fp8jax.run import (
   nonfinite,
 )
@@ -26,7 +26,8 @@ def run(plan: run_spec.RunSpec, workdir: str):
   # The run may have gone on since.
   with open(os.path.join(workdir, "nonfinite", "report.json")) as f:
     step = json.load(f)["step"]
-  params, _, _ = restore_params(plan, workdir, step)
+  params, _, meta = restore_params(plan, workdir, step)
+  plan = as_trained(plan, meta)
   spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
   found = nonfinite.report(plan, params, spread.place(host), plan.phase(max(step - 1, 0)))
   return {"step": step, **found}

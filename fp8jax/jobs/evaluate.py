@@ -5,7 +5,7 @@ import os
 from fp8jax.config import identity
 from fp8jax.errors import UserError
 from fp8jax.jobs import evaluate_tasks
-from fp8jax.jobs.restore import restore_params, restore_scaling_states
+from fp8jax.jobs.restore import as_trained, restore_params, restore_scaling_states
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.run import (
   calibration,
@@ -48,6 +48,7 @@ def _heldout(plan: run_spec.RunSpec, workdir: str):
         f"checkpoint of step {step} was trained with, and evaluation takes the scales of the "
         "checkpoint; set precision.calibration=''"
       )
+    plan = as_trained(plan, meta)
     phase, where = plan.phase(max(step - 1, 0)), {"workdir": workdir, "step": step}
     scaling_states = restore_scaling_states(plan, workdir, step, meta, phase)
   evaluator = evaluator_lib.Evaluator(plan)

@@ -18,7 +18,7 @@ from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.jobs import export_gate
-from fp8jax.jobs.restore import folder_of, restore_params, restore_scaling_states
+from fp8jax.jobs.restore import as_trained, folder_of, restore_params, restore_scaling_states
 from fp8jax.models import lora, transformer
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import export_folder, fp8_export, publish
@@ -72,7 +72,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
   versions = export_gate.probe(plan) if jax.process_index() == 0 else {}
   if plan.export.push_to and jax.process_index() == 0:
     publish.check_login(plan.export.push_to)
-  source = _source(plan, workdir, target)
+  plan, source = _source(plan, workdir, target)
   adapted, plan, source = _merged(plan, source)
   fp8 = _fp8(plan, source)
   params = stored_params.dequantize_tree(source.params)
@@ -122,22 +122,24 @@ def _wait(what: str):
     multihost_utils.sync_global_devices(what)
 
 
-def _source(plan: run_spec.RunSpec, workdir: str, target: str) -> Source:
+def _source(plan: run_spec.RunSpec, workdir: str, target: str) -> tuple[run_spec.RunSpec, Source]:
+  """(the plan with the recipes that policies gave, the weights to export)."""
   if plan.eval.hf:
     params, dtype = hf_weights.load_params(plan.eval.hf, plan.model, plan.run.layout)
-    return Source(params, {"hf": plan.eval.hf}, 0, dtype, hub.local(plan.eval.hf), {}, {}, {})
+    where = {"hf": plan.eval.hf}
+    return plan, Source(params, where, 0, dtype, hub.local(plan.eval.hf), {}, {}, {})
   params, step, meta = restore_params(plan, workdir)
   began_with = {meta["config"].get("init.hf", ""): "the folder that training started from"}
   export_folder.check_other(target, _local(began_with))
-  phase = plan.phase(max(step - 1, 0))
-  states = {}
+  plan = as_trained(plan, meta)
+  phase, states = plan.phase(max(step - 1, 0)), {}
   if export_config.fp8_format(plan.export) is not None:
     _check_precision(plan, meta["config"], step)
     states = restore_scaling_states(plan, workdir, step, meta, phase)
   kept = os.path.join(workdir, "hf_source")
   kept = kept if os.path.isdir(kept) else ""
   trained, config = (_json(workdir, f"{name}.json") for name in ("provenance", "config"))
-  return Source(
+  return plan, Source(
     params, {"step": step}, phase, meta["weights_dtype"], kept, _amaxes(plan, phase, states),
     trained, config.get("changed", {}),
   )  # fmt: skip

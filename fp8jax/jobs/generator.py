@@ -7,7 +7,7 @@ from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.generation import api
-from fp8jax.jobs.restore import restore_params, restore_scaling_states
+from fp8jax.jobs.restore import as_trained, restore_params, restore_scaling_states
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
@@ -33,6 +33,7 @@ def load(plan: run_spec.RunSpec, workdir: str) -> tuple[api.Generator, dict]:
     phase, where = 0, {"hf": g.hf}
   else:
     params, step, meta = restore_params(plan, workdir)
+    plan = as_trained(plan, meta)
     phase, where = plan.phase(max(step - 1, 0)), {"workdir": workdir, "step": step}
     states = restore_scaling_states(plan, workdir, step, meta, phase)
   recipe = evaluator_lib.BF16 if g.precision == evaluator_lib.BF16 else None

@@ -8,9 +8,8 @@ from typing import Any
 
 from fp8jax.config import identity, resolve
 from fp8jax.ops import scaling as scaling_lib
-from fp8jax.run import (
-  checkpoint,
-)
+from fp8jax.ops import site as site_lib
+from fp8jax.run import checkpoint, control
 from fp8jax.step import run_spec, train_step
 
 
@@ -52,6 +51,20 @@ def restore_scaling_states(plan: run_spec.RunSpec, workdir: str, step: int, meta
   )
   saved.close()
   return scaling_states
+
+
+def with_changes(plan: run_spec.RunSpec, changes) -> run_spec.RunSpec:
+  """The plan with the recipes that policies gave, see Precision.with_changes."""
+  if not changes:
+    return plan
+  names = list(site_lib.recipes_of(plan.sites()))
+  return dataclasses.replace(plan, precision=plan.precision.with_changes(names, changes))
+
+
+def as_trained(plan: run_spec.RunSpec, meta: dict[str, Any]) -> run_spec.RunSpec:
+  """The plan with the recipes that policies gave until a checkpoint with this meta."""
+  saved = meta.get("policy")
+  return with_changes(plan, control.Memory.from_json(saved).recipes) if saved else plan
 
 
 def folder_of(path: str, workdir: str, name: str) -> str:

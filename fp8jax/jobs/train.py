@@ -3,30 +3,27 @@
 import dataclasses
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from fp8jax import console as console_lib
 from fp8jax.compiled import fp8_gemms
-from fp8jax.config import identity, resolve
+from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
-from fp8jax.jobs import report, restore
-from fp8jax.kernels import self_test
-from fp8jax.models.hf import weights as hf_weights
+from fp8jax.jobs import failure, report, restore, self_tests, steering
+from fp8jax.jobs import start as start_lib
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.ops import stored_params
-from fp8jax.optim import storage
 from fp8jax.quantization import tensor_stats
 from fp8jax.run import alarms as run_alarms
 from fp8jax.run import (
   calibration,
   checkpoint,
+  control,
   metrics,
   metrics_writer,
-  nonfinite,
   numerics_image,
   preemption,
   startup,
@@ -44,13 +41,20 @@ class NonFinite(RuntimeError):
   """The loss or the gradient stopped being a number."""
 
 
-def run(plan: run_spec.RunSpec, workdir: str, base: dict[str, Any] | None = None) -> dict[str, Any]:
+def run(
+  plan: run_spec.RunSpec,
+  workdir: str,
+  base: dict[str, Any] | None = None,
+  disturb: Callable[[State, Any, int], tuple[State, Any]] | None = None,
+) -> dict[str, Any]:
   """Trains to the configured step, or resumes and does so.
 
   Args:
     plan: what to do.
     workdir: where checkpoints, metrics and provenance go.
     base: flat base configuration, to print what differs from it.
+    disturb: a fault for drills of precision.policy: (state, host batch, number of the batch) ->
+      (state, host batch), called before every step.
 
   Returns:
     The summary that is also written to WORKDIR/summary.json; of an interrupted run {"step",
@@ -65,14 +69,14 @@ def run(plan: run_spec.RunSpec, workdir: str, base: dict[str, Any] | None = None
     if summary is not None:
       console_lib.console().print(f"{workdir} is finished: step {summary['step']}")
       return summary
-    return _Run(plan, workdir, base or {}).run()
+    return _Run(plan, workdir, base or {}, disturb).run()
 
 
 class _Run:
   """One call of `run`: what its phases share."""
 
-  def __init__(self, plan: run_spec.RunSpec, workdir: str, base: dict[str, Any]):
-    self.plan, self.workdir = plan, workdir
+  def __init__(self, plan: run_spec.RunSpec, workdir: str, base: dict[str, Any], disturb):
+    self.plan, self.workdir, self.disturb = plan, workdir, disturb
     self.flat = dict(plan.flat)
     self.out = console_lib.console()
     self.fingerprint = loader.fingerprint(plan.data)
@@ -83,10 +87,8 @@ class _Run:
     path = plan.calibration
     self.calibration = calibration.load(plan, os.path.expanduser(path)) if path else None
     self.identity = identity.identity(plan)  # now: the table may be edited during the run
-    self.watches = [
-      run_alarms.AlarmMonitor(plan.log.alarms, site_lib.recipes_of(plan.sites(phase=phase)))
-      for phase in range(len(plan.precision.phases))
-    ]
+    self.steering = steering.Steering(plan, self._tell)
+    self.watch = run_alarms.AlarmMonitor(plan.log.alarms, {})  # of the present phase
     self.counts = loader.DocumentCounts()
     self.spread = batch_sharding.BatchSharder(
       plan.run.layout, plan.microbatch, plan.grad_accum_steps
@@ -110,15 +112,17 @@ class _Run:
       self.checkpoints.check_room(state)  # now, not after hours
     evaluator = evaluator_lib.Evaluator(plan)
     name = plan.log.tracker
-    log = metrics_writer.Metrics(
+    self.log = log = metrics_writer.Metrics(
       self.workdir, start, self.evaluations, plan.log.tensorboard,
       (lambda: tracker.Tracker(name, self.workdir, self.flat)) if name else None,
     )  # fmt: skip
-    self._record(start)
+    start_lib.record(plan, self.workdir, start, self.changes, self.fingerprint, self.site_rows)
     try:
       with preemption.Interrupts() as asked:
         if not self.evaluations:
           self._evaluate(evaluator, state, start, log)
+        if control.roll_back(plan.precision.policy) and not self.checkpoints.steps():
+          self._save(start, state)  # to go back to
         state, reached, last = self._loop(state, start, log, evaluator, asked)
         self._save(reached, state)
         self.checkpoints.wait()
@@ -138,47 +142,36 @@ class _Run:
 
   # -- beginnings
 
-  def _record(self, start: int):
-    """Writes the run's description, once nothing can refuse it any more."""
-    changed = {k: new for k, (_, new) in self.changes.items()}
-    provenance = provenance_lib.provenance(
-      self.flat, self.fingerprint, self.plan.seed, self.plan.num_devices
-    )
-    provenance |= provenance_lib.history(self.workdir, start, self.flat)
-    for name, value in (
-      ("config.json", {"resolved": self.flat, "changed": changed}),
-      ("sites.json", self.site_rows),
-      ("provenance.json", provenance),
-    ):
-      provenance_lib.write_json(self.workdir, name, value)
-
   def _start(self) -> tuple[State, int]:
     """A fresh state, the newest checkpoint's, or that of init.workdir."""
     steps, init = self.checkpoints.steps(), self.plan.init
     if steps:
       return self._restored(self.checkpoints, steps[-1])
     if not init.workdir:
-      return self._fresh(), 0
+      state, self.weights_dtype = start_lib.fresh(self.plan, self.workdir)
+      return state, 0
     workdir = os.path.expanduser(init.workdir)
     if not os.path.isdir(os.path.join(workdir, "checkpoints")):  # Orbax would create it
       raise FileNotFoundError(
         f"init.workdir={init.workdir!r} holds no checkpoint; train that run first, or name another"
       )
     if init.weights_only:
-      return self._stage(workdir), 0
+      state, self.weights_dtype = start_lib.stage(self.plan, workdir, self.workdir, self.out)
+      return state, 0
     other = checkpoint.Checkpoints(workdir)
     try:
       restored = self._restored(other, other.find(init.step))
     finally:
       other.close()
     self.out.print(f"continuing the run in {init.workdir}")
-    self._take_source(workdir)
+    start_lib.take_source(workdir, self.workdir)
     return restored
 
   def _restored(self, saved: checkpoint.Checkpoints, step: int) -> tuple[State, int]:
     """The state after `step` steps, and the data's position; raises where the run is another."""
     meta = saved.meta(step)
     changes = self._check_same_run(meta, step)
+    self._remember(meta)
     self.weights_dtype = meta["weights_dtype"]
     self.evaluations = meta["evaluations"]
     if jax.process_index() == 0:  # of all processes together
@@ -203,41 +196,6 @@ class _Run:
       state = dataclasses.replace(state, halted=state.halted ^ state.halted)
     return state, step
 
-  def _fresh(self) -> State:
-    source = self.plan.init.hf
-    if not source:
-      return train_step.make_state(self.plan)
-    params, self.weights_dtype = hf_weights.load_params(
-      source, self.plan.model, self.plan.run.layout
-    )
-    if jax.process_index() == 0:
-      hf_weights.keep_source_files(source, os.path.join(self.workdir, "hf_source"))
-    return train_step.make_state(self.plan, params)
-
-  def _stage(self, workdir: str) -> State:
-    """A fresh state with the weights of another run's checkpoint, whose masters are float32 here.
-
-    Raises:
-      ConfigError: the checkpoint is of another model.
-    """
-    try:
-      params, step, meta = restore.restore_params(self.plan, workdir, self.plan.init.step)
-    except resolve.ConfigError as e:
-      raise resolve.ConfigError(
-        [f"init.workdir={self.plan.init.workdir!r} holds another model: {p}" for p in e.problems]
-        + ["set model.preset and its overrides as in that run, or name another"]
-      ) from e
-    self.weights_dtype = meta["weights_dtype"]
-    self.out.print(f"starting from the weights of step {step} in {self.plan.init.workdir}")
-    self._take_source(workdir)
-    return train_step.make_state(self.plan, stored_params.dequantize_tree(params))
-
-  def _take_source(self, workdir: str):
-    """Keeps the Hugging Face files that another run began with, for --job=export."""
-    source = os.path.join(workdir, "hf_source")
-    if os.path.isdir(source) and jax.process_index() == 0:
-      hf_weights.keep_source_files(source, os.path.join(self.workdir, "hf_source"))
-
   def _check_same_run(self, meta: dict[str, Any], step: int) -> dict[str, tuple[Any, Any]]:
     """Changes since the checkpoint, {key: (then, now)}; raises where one is not accepted."""
     changes = identity.diff(self.identity, meta["config"])
@@ -259,6 +217,7 @@ class _Run:
 
   def _loop(self, state, start: int, log, evaluator, asked: preemption.Interrupts):
     plan = self.plan
+    # Recipes arrive with the sites, so that policies leave the function as it is.
     step_fn, phase = train_step.make_step(plan), None
     tokens = plan.tokens_per_step
     flops = metrics.flops_per_token(plan.model, plan.data.seq_len)
@@ -276,14 +235,17 @@ class _Run:
     try:
       while step < plan.steps and not asked.requested(step):
         asked_at = time.perf_counter()
-        host = next(self.iterator)
+        host, number = self.steering.next_batch(self.iterator, step)
         waited = time.perf_counter() - asked_at
-        if plan.phase(step) != phase:
+        if self.plan.phase(step) != phase:
           settle()
-          phase = plan.phase(step)
+          phase = self.plan.phase(step)
           state = self._enter(phase, state, step, host)
           if not self.is_proven:
             self._prove(step_fn, state, host, phase)
+        state = self.steering.refreshed(state, lambda: self.spread.place(host), step, phase)  # noqa: B023
+        if self.disturb is not None:
+          state, host = self.disturb(state, host, number)
         # Nothing may slip between host and device unasked: each such copy would stall the device.
         with jax.transfer_guard("disallow"):
           is_loud = _is_due(step, plan.log.tensor_stats_every)
@@ -291,6 +253,14 @@ class _Run:
           settle()
         step += 1
         pending = (step, values, host, self.iterator.get_state(), waited)
+        if self.steering.waits_for(is_loud):
+          settle()
+          to = self.steering.target(step, last["loss"], self.checkpoints)
+          if to is not None:
+            state = None  # before another one is read
+            state, step, phase = self._roll_back(step, last["loss"], to), to, None
+            continue
+          self._steer(step, is_loud)
         if _is_due(step, plan.eval.every) and step < plan.steps:
           settle()
           self._evaluate(evaluator, state, step, log)
@@ -310,14 +280,21 @@ class _Run:
     unless the state already belongs to the phase; interrupted or not, a run therefore takes the
     same steps.
     """
-    self._try_kernels(phase)
-    is_first = step == self.plan.precision.phases[phase].start
-    if step and is_first:
+    self_tests.products(self.plan, phase, self.out)
+    if not self.sites:  # once
+      self_tests.optimizer(self.plan, self.out)
+    here = self.plan.precision.phases[phase]
+    is_first = step == here.start
+    if step and is_first and not here.by_policy:
       self.out.print(f"step {step}: precision.schedule enters its phase {phase}")
     if self.has_memories and not is_first:
       pass  # resumed within the phase
+    elif here.by_policy and is_first:
+      with jax.transfer_guard("allow"):
+        state = self.steering.begin_phase(state, self.spread.place(host), step, phase)
     elif self.calibration:
-      state = dataclasses.replace(state, scaling_states=self.calibration[phase])
+      scaling_states = self.calibration[self.steering.configured.phase(step)]
+      state = dataclasses.replace(state, scaling_states=scaling_states)
     else:
       with jax.transfer_guard("allow"):
         state = train_step.calibrate(self.plan, state, self.spread.place(host), phase)
@@ -327,25 +304,55 @@ class _Run:
       )
       for is_loud in (False, True)
     }
+    recipes = site_lib.recipes_of(self.sites[False])
+    self.watch = run_alarms.AlarmMonitor(self.plan.log.alarms, recipes)
     return state
 
-  def _try_kernels(self, phase: int):
-    """Stops before the first step of a phase if a kernel of ours is wrong on this device."""
-    if count := self_test.products(fp8_gemms.uses(self.plan, phase)):
-      self.out.print(f"kernels: {count} kinds of product tried on this device, all exact")
-    if not self.sites:  # once
-      self._try_optimizer()
+  # -- policies
 
-  def _try_optimizer(self):
-    """The same for the kernel that moves parameters."""
-    moved = [leaf for leaf in jax.tree.leaves(self.plan.leaves) if leaf.backend != "xla"]
-    if moved:
-      moments, is_pair = (
-        storage.MOMENTS[self.plan.optim.moment_format],
-        moved[0].master == storage.REMAINDER,
-      )
-      self_test.optimizer(moments.mu, moments.nu, is_pair=is_pair, dtype=moved[0].gradient_dtype)
-      self.out.print("kernels: the optimizer's tried on this device, as close as its arithmetic")
+  def _remember(self, meta: dict[str, Any]):
+    """Takes what policies remembered at a checkpoint."""
+    if saved := meta.get("policy"):
+      self.steering.set(control.Memory.from_json(saved))
+    self._take_plan()
+
+  def _take_plan(self):
+    """Follows the recipes that policies gave."""
+    if self.plan is not self.steering.plan:
+      self.plan = self.steering.plan
+      self.site_rows = startup.all_site_rows(self.plan)
+      self.is_proven = not self.plan.verify_fp8_gemms
+
+  def _tell(self, step: int, events: list[control.Event]):
+    """Writes down what policies did."""
+    if events:
+      self.log.write_row(step, {"actions": [event.row for event in events]})
+    for line in run_alarms.as_lines(step, [event.row for event in events]):
+      self.out.print(line)
+
+  def _steer(self, step: int, is_loud: bool):
+    """Lets policies decide after a step."""
+    if is_loud:
+      self.steering.look(step, self.watch.rung)
+      if self.plan is not self.steering.plan:
+        self._take_plan()
+        provenance_lib.write_json(self.workdir, "sites.json", self.site_rows)
+
+  def _roll_back(self, step: int, loss: float, to: int) -> State:
+    """The state of an older checkpoint; the rest of the run becomes as it was then."""
+    self.checkpoints.drop_after(to)
+    meta = self.checkpoints.meta(to)
+    self.steering.roll_back(step, loss, to, meta["policy"])
+    self._take_plan()
+    self.evaluations, self.has_memories = meta["evaluations"], True
+    abstract = train_step.abstract_state(self.plan, to)
+    state = self.checkpoints.restore(to, abstract, self.iterator)
+    self.counts.clear()
+    if jax.process_index() == 0:
+      self.counts.update(meta["documents"])
+    self.log.forget(to, self.evaluations)
+    self.steering.tell_undone(to)
+    return state
 
   def _prove(self, step_fn, state: State, host, phase: int):
     """Stops before the first step unless every GEMM has the precision of its recipe."""
@@ -361,7 +368,8 @@ class _Run:
     values = {k: float(v) for k, v in values.items()}
     speed.tick()
     if not values.pop("is_finite"):
-      if train_step.stops_on_nonfinite(self.plan, values.get("loss_scale")):
+      stops = train_step.stops_on_nonfinite(self.plan, values.get("loss_scale"))
+      if stops and not self.steering.can_undo(step, self.checkpoints):
         self._fail(step, values, host, position, state)
       self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
       values["skipped"] = 1
@@ -376,34 +384,23 @@ class _Run:
     """Writes what every site saw in a loud step, and says what is alarming."""
     numerics = run_alarms.summarise(self.sites[True], stats, alignment)
     log.write_nested(step, "numerics", numerics, lambda: numerics_image.draw(numerics))
-    if alarms := self.watches[self.plan.phase(step - 1)].new(numerics):
+    if alarms := self.watch.new(numerics):
       log.write_row(step, {"alarms": alarms})
     for line in run_alarms.as_lines(step, alarms):
       self.out.print(line)
 
   def _fail(self, step: int, values, host, position, state):
     """Saves what reproduces the failure, finds its first site, stops."""
-    folder = os.path.join(self.workdir, "nonfinite")
-    os.makedirs(folder, exist_ok=True)
-    np.savez(os.path.join(folder, f"batch_{jax.process_index()}.npz"), **host)
+    failure.keep_batch(self.workdir, host)
     # No update is applied once a state has halted. The iterator may be a batch further.
     self.iterator.set_state(position)
     with jax.transfer_guard("allow"):
       self._save(step, state)
       self.checkpoints.wait()
-      phase = self.plan.phase(max(step - 1, 0))
-      found = nonfinite.report(self.plan, state.params, self.spread.place(host), phase)
-    provenance_lib.write_json(
-      self.workdir, "nonfinite/report.json", {"step": step, **values, **found}
-    )
+      batch = self.spread.place(host)
+      message = failure.report(self.plan, self.workdir, step, values, state.params, batch)
     self._draw()
-    saved, skip = train_step.after_failure(self.plan, values["loss"])
-    raise NonFinite(
-      f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. First bad site: "
-      f"{found['first_bad_site']}. The batch is in {folder}, {saved} are "
-      f"checkpoint {step}; --job=diagnose repeats the pass. Lower optim.peak_lr, give the site "
-      f"recipe 'bf16', or set {skip}"
-    )
+    raise NonFinite(message)
 
   # -- checkpoints
 
@@ -414,6 +411,7 @@ class _Run:
   def _meta(self, step: int) -> dict[str, Any]:
     return {
       "remembered": self._remembered(step),
+      **({"policy": self.steering.memory.to_json()} if self.plan.precision.policy else {}),
       "config": self.identity,
       "data_fingerprint": self.fingerprint,
       "readers": self._readers(),
@@ -430,6 +428,7 @@ class _Run:
     if str(step) in self.evaluations or not self.plan.eval.tokens:
       return True
     phase = self.plan.phase(max(step - 1, 0))
+    evaluator.follow(self.plan)
     scaling_states = (
       self.calibration[phase] if self.calibration and not step else state.scaling_states
     )

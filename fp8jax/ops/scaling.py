@@ -6,13 +6,17 @@ gradients of the unscaled loss.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import amax_history, tensor_stats
+from fp8jax.recipe.gemm import Recipe
+from fp8jax.recipe.quant import Delayed, Static
 
 
 def states(sites) -> dict[str, amax_history.ScalingState]:
@@ -98,3 +102,62 @@ def recipes(sites) -> dict[str, str]:
     for name, s in site_lib.flatten(sites).items()
     if s.scaling_state is not None
   }
+
+
+def _memory(recipe: Recipe):
+  """Of each tensor, whatever must agree for a scaling state to serve another recipe; no margins."""
+  kinds = []
+  for source in amax_history.sources(recipe):
+    if isinstance(source, Delayed | Static):
+      source = dataclasses.replace(source, margin=0)
+    kinds.append(source)
+  return kinds, recipe.history
+
+
+def carried(
+  old_sites, old: Mapping[str, amax_history.ScalingState], new_sites, fresh
+) -> dict[str, amax_history.ScalingState]:
+  """The scaling states of sites after some layers' sites got other recipes.
+
+  Args:
+    old_sites, old: before, with their states.
+    new_sites, fresh: after, with states made anew.
+
+  Returns:
+    {site: ScalingState}: of a layer the old one where its recipe remembers alike, else the fresh.
+  """
+  rows = {}
+  for name, site in site_lib.flatten(old_sites).items():
+    for i, layer in enumerate(site.layer_names if name in old else ()):
+      row = jax.tree.map(lambda x, i=i: x[i], old[name]) if site.layers else old[name]
+      rows[layer] = (_memory(site.recipe), row)
+  result = {}
+  for name, site in site_lib.flatten(new_sites).items():
+    if site.scaling_state is None:
+      continue
+    found = []
+    for i, layer in enumerate(site.layer_names):
+      memory, row = rows.get(layer, (None, None))
+      if memory != _memory(site.recipe):
+        row = jax.tree.map(lambda x, i=i: x[i], fresh[name]) if site.layers else fresh[name]
+      found.append(row)
+    result[name] = jax.tree.map(lambda *x: jnp.stack(x), *found) if site.layers else found[0]
+  return result
+
+
+def replaced(
+  sites, old: Mapping[str, amax_history.ScalingState], fresh, layers: Collection[str]
+) -> dict[str, amax_history.ScalingState]:
+  """The old scaling states, those of the layers' sites `layers` replaced by the fresh ones."""
+  result = {}
+  for name, site in site_lib.flatten(sites).items():
+    if site.scaling_state is None:
+      continue
+    mask = np.array([layer in layers for layer in site.layer_names])
+    mask = mask if site.layers else mask[0]
+
+    def one(new, before, mask=mask):
+      return jnp.where(mask.reshape(mask.shape + (1,) * (new.ndim - mask.ndim)), new, before)
+
+    result[name] = jax.tree.map(one, fresh[name], old[name])
+  return result

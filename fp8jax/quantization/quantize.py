@@ -23,7 +23,7 @@ import numpy as np
 
 from fp8jax.formats import E4M3, Format
 from fp8jax.quantization import hadamard, rounding, scaled_matrix
-from fp8jax.recipe.quant import CURRENT, WHOLE, Delayed, Hadamard, Quant, Rounding, Scale
+from fp8jax.recipe.quant import CURRENT, WHOLE, Delayed, Hadamard, Quant, Rounding, Scale, Static
 
 # Smallest normal float32. Scales below it would be flushed to zero by CPUs and GPUs alike.
 _MIN_SCALE = np.float32(2.0**-126)
@@ -181,7 +181,7 @@ def _cast(x, quant: Quant, amax_axes, amax, key) -> scaled_matrix.ScaledMatrix:
 
 def given_scale(amax, quant: Quant):
   """float32 [1, 1] from an amax that is not x's own, margin included."""
-  margin = quant.source.margin if isinstance(quant.source, Delayed) else 0
+  margin = quant.source.margin if isinstance(quant.source, Delayed | Static) else 0
   amax = jnp.reshape(amax, (1, 1))
   scale = amax_to_scale(amax, quant.format, quant.scale, margin)
   return jnp.where(jnp.isnan(amax), jnp.nan, scale)

@@ -192,13 +192,13 @@ class Recipe:
     )
 
   def with_delays(self, name: str, changes: dict[str, Any]) -> "Recipe":
-    """A recipe of this name with other fields of its Delayed sources."""
+    """A recipe of this name with other fields of its Delayed sources, and margins of its Static."""
 
     def one(q, tensor):
       del tensor
-      if not isinstance(q.source, Delayed):
-        return q
-      return dataclasses.replace(q, source=dataclasses.replace(q.source, **changes))
+      names = [f.name for f in dataclasses.fields(q.source)]
+      of_source = {k: v for k, v in changes.items() if k in names}
+      return dataclasses.replace(q, source=dataclasses.replace(q.source, **of_source))
 
     return dataclasses.replace(self._map(one), name=name)
 

@@ -31,6 +31,11 @@ class Rounding(enum.Enum):
   STOCHASTIC = "stochastic"  # up or down with the probability that makes the mean exact
 
 
+def _check_margin(kind: str, margin: int):
+  if abs(margin) > 64:
+    raise ValueError(f"{kind}.margin={margin} must be from -64 to 64: a power of two")
+
+
 @dataclasses.dataclass(frozen=True)
 class Current:
   """The scale comes from the tensor itself."""
@@ -56,15 +61,23 @@ class Delayed:
         f"Delayed.steps={self.steps} must be from 1 to {2**16}: the length of the amax history "
         "that every tensor has"
       )
-    if abs(self.margin) > 64:
-      raise ValueError(f"Delayed.margin={self.margin} must be from -64 to 64: a power of two")
+    _check_margin("Delayed", self.margin)
     if self.reduce not in ("max", "latest"):
       raise ValueError(f"Delayed.reduce={self.reduce!r} must be 'max' or 'latest'")
 
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-  """The scale comes from a calibration and stays."""
+  """The scale comes from a calibration and stays.
+
+  Attributes:
+    margin: as of Delayed.
+  """
+
+  margin: int = 0
+
+  def __post_init__(self):
+    _check_margin("Static", self.margin)
 
 
 Source = Current | Delayed | Static

@@ -8,7 +8,7 @@ from typing import Any
 from fp8jax.errors import nearest
 from fp8jax.recipe import library
 from fp8jax.recipe.gemm import PASSES, Accumulate, Recipe, accumulate_by_name
-from fp8jax.recipe.quant import Delayed
+from fp8jax.recipe.quant import Delayed, Static
 
 
 def recipe_by_name(name: str) -> Recipe:
@@ -38,9 +38,35 @@ def recipe_by_name(name: str) -> Recipe:
     raise ValueError(f"recipe {name!r}: {e}") from e
   if not delays:
     return recipe
-  if not any(isinstance(q.source, Delayed) for uses in recipe.uses().values() for q in uses):
+  sources = [q.source for uses in recipe.uses().values() for q in uses]
+  takes = Static if set(delays) == {"margin"} else Delayed
+  if not any(isinstance(source, Delayed | takes) for source in sources):
     raise ValueError(f"recipe {name!r}: {base} has no delayed scales to give numbers to")
   return recipe.with_delays(name, delays)
+
+
+def with_wider_margin(name: str, by: int, most: int) -> str | None:
+  """The name of a recipe with a margin wider by so many powers of two.
+
+  Args:
+    name: of a recipe.
+    by: how much wider.
+    most: the widest margin.
+
+  Returns:
+    None where there is none: all scales are current, or the margin is the widest already.
+  """
+  margins = [
+    q.source.margin
+    for uses in recipe_by_name(name).uses().values()
+    for q in uses
+    if isinstance(q.source, Delayed | Static)
+  ]
+  if not margins or max(margins) >= most:
+    return None
+  base, _, options = name.rstrip(")").partition("(")
+  stated = [o.strip() for o in options.split(",") if o.strip() and not o.strip().startswith("marg")]
+  return f"{base}({', '.join([*stated, f'margin={min(max(margins) + by, most)}'])})"
 
 
 def _options(name: str, options: str) -> tuple[dict[str, Any], tuple[Accumulate, ...]]:

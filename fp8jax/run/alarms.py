@@ -55,6 +55,11 @@ class AlarmMonitor:
     }
     self._ringing: set[tuple[str, Alarm]] = set()
 
+  @property
+  def rung(self) -> set[tuple[str, str]]:
+    """(layer's site, statistic) of every alarm that rang at the last look."""
+    return {(name.rpartition("/")[0], alarm.statistic) for name, alarm in self._ringing}
+
   def new(self, numerics: Mapping[str, Any]) -> list[dict[str, str]]:
     """{"place", "text"} of every alarm that was silent at the last look."""
     ringing, new = set(), []

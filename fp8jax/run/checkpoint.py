@@ -144,6 +144,13 @@ class Checkpoints:
     scaling_states = self.restore_scaling_states(step, abstract.scaling_states)
     return State(params=restored["params"], scaling_states=scaling_states, **restored["rest"])
 
+  def drop_after(self, step: int):
+    """Deletes the checkpoints after a step that the run goes back to."""
+    self.wait()
+    for later in reversed(self.steps()):
+      if later > step:
+        self._manager.delete(later)
+
   def check_room(self, state: State):
     """Refuses a state, or its shapes, for whose checkpoint the disk has no room.
 

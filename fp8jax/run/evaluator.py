@@ -38,6 +38,10 @@ class Evaluator:
     # Of the last evaluation, per source.
     self.passed_over: dict[str, dict[str, int]] = {}
 
+  def follow(self, plan: RunSpec):
+    """Evaluates in the recipes of this plan from here on."""
+    self._plan = plan
+
   def run(
     self,
     params,

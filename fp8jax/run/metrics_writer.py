@@ -26,17 +26,27 @@ class Metrics:
   ):
     """Args: the step that the run goes on from, and the steps whose evaluation it remembers."""
     self._file = self._events = self._tracker = None
+    self._workdir, self._has_tensorboard = workdir, tensorboard
     if jax.process_index() != 0:
       return
-    path = os.path.join(workdir, "metrics.jsonl")
-    _forget(path, resume_step, evaluated)
     self._tracker = track() if track else None
+    self.forget(resume_step, evaluated)
+
+  def forget(self, step: int, evaluated: Collection[str]):
+    """Takes back the rows after a step that the run goes on from; see the constructor."""
+    if jax.process_index() != 0:
+      return
+    path = os.path.join(self._workdir, "metrics.jsonl")
+    for open_one in (self._file, self._events):
+      if open_one is not None:
+        open_one.close()
+    _forget(path, step, evaluated)
     self._file = open(path, "a")
-    if tensorboard:
+    if self._has_tensorboard:
       import tensorboardX
 
       self._events = tensorboardX.SummaryWriter(
-        os.path.join(workdir, "tensorboard"), purge_step=resume_step + 1 if resume_step else None
+        os.path.join(self._workdir, "tensorboard"), purge_step=step + 1 if step else None
       )
 
   def write(self, step: int, values: dict[str, Any]):

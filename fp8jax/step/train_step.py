@@ -350,23 +350,32 @@ def _all_finite(stats):
   return functools.reduce(jnp.logical_and, each, jnp.asarray(True))
 
 
-def calibrate(plan: run_spec.RunSpec, state: State, batch, phase: int) -> State:
-  """The state, scales of its next step chosen from this batch where they are not current.
+def make_calibration(plan: run_spec.RunSpec, phase: int):
+  """(state, batch) -> the state, scales of its next step chosen from this batch where they are not
+  current; jitted.
 
   Gradients are those under the loss scale, which is halved until they are finite.
   """
   sites = plan.sites(phase=phase)
   if not scaling_lib.states(sites):
-    return dataclasses.replace(state, scaling_states={})
+    return lambda state, batch: dataclasses.replace(state, scaling_states={})
 
   @functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))
   def first_stats(params, batch, scale):
     stats = gradients(plan, params, site_lib.with_current_scales(sites), batch, scale)[2]
     return scaling_lib.calibrated(sites, stats), _all_finite(stats)
 
-  scaling = state.loss_scale
-  scaling_states, is_finite = first_stats(state.params, batch, scaling.get("scale"))
-  while scaling and not is_finite and scaling["scale"] > loss_scale.SMALLEST:
-    scaling = loss_scale.update(scaling, is_finite, plan.loss_scale)
-    scaling_states, is_finite = first_stats(state.params, batch, scaling["scale"])
-  return dataclasses.replace(state, scaling_states=scaling_states, loss_scale=scaling)
+  def calibrate(state: State, batch) -> State:
+    scaling = state.loss_scale
+    scaling_states, is_finite = first_stats(state.params, batch, scaling.get("scale"))
+    while scaling and not is_finite and scaling["scale"] > loss_scale.SMALLEST:
+      scaling = loss_scale.update(scaling, is_finite, plan.loss_scale)
+      scaling_states, is_finite = first_stats(state.params, batch, scaling["scale"])
+    return dataclasses.replace(state, scaling_states=scaling_states, loss_scale=scaling)
+
+  return calibrate
+
+
+def calibrate(plan: run_spec.RunSpec, state: State, batch, phase: int) -> State:
+  """`make_calibration`, once."""
+  return make_calibration(plan, phase)(state, batch)

@@ -1,0 +1,141 @@
+"""precision.policy of a configuration: read, and checked against the rest of it."""
+
+import ast
+import dataclasses
+import re
+from typing import Any
+
+from fp8jax.config.alarms import ADVICE
+from fp8jax.errors import ConfigErrors, nearest
+from fp8jax.ops import site
+from fp8jax.recipe import policy as policy_lib
+from fp8jax.recipe import rules
+from fp8jax.recipe.policy import Policy
+from fp8jax.recipe.schedule import Precision
+from fp8jax.step.config import Alarm
+from fp8jax.step.run_spec import RunSpec
+
+_EXAMPLE = "\"refresh(every=500, alarm='underflow')\" or {'kind': 'refresh', 'every': 500}"
+
+
+def read(stated) -> tuple[Policy, ...]:
+  """precision.policy as values.
+
+  Args:
+    stated: texts "kind(field=value, ...)", or mappings with the key "kind" and the fields.
+
+  Raises:
+    ValueError: a policy that is none, or that is there twice.
+  """
+  if isinstance(stated, (str, dict)):
+    raise ValueError(f"precision.policy={stated!r} is one policy; write a tuple of them: (…,)")
+  found: list[Policy] = []
+  for i, entry in enumerate(stated):
+    key = f"precision.policy[{i}]"
+    try:
+      policy = policy_lib.make(*_parts(entry))
+    except ValueError as e:
+      raise ValueError(f"{key}: {e}") from e
+    name = policy_lib.name_of(policy)
+    if policy in found:
+      raise ValueError(f"{key}: {name} is there twice; leave one out")
+    is_second = isinstance(policy, policy_lib.RollBack) and any(
+      isinstance(p, policy_lib.RollBack) for p in found
+    )
+    if is_second:
+      raise ValueError(f"{key}: {name} is a second roll_back; a loss is judged by one")
+    found.append(policy)
+  return tuple(found)
+
+
+def _parts(entry) -> tuple[str, dict[str, Any]]:
+  """(kind, fields) of a text or a mapping."""
+  if hasattr(entry, "items"):
+    fields = dict(entry.items())
+    if not isinstance(kind := fields.pop("kind", None), str):
+      raise ValueError(f"{entry!r} has no 'kind'; write {_EXAMPLE}")
+    return kind, fields
+  try:
+    node = ast.parse(entry.strip(), mode="eval").body
+    if isinstance(node, ast.Name):
+      return node.id, {}
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+      raise ValueError
+    return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+  except (SyntaxError, ValueError, AttributeError) as e:
+    raise ValueError(f"{entry!r} is no policy; write {_EXAMPLE}") from e
+
+
+def attach(
+  c: Any, precision: Precision | None, alarms: tuple[Alarm, ...], found: ConfigErrors
+) -> Precision | None:
+  """The precision with precision.policy of a configuration; problems go to `found`."""
+  policies = found.attempt(lambda: read(c.precision.policy)) or ()
+  found.extend(problems(c, policies, alarms))
+  return precision and dataclasses.replace(precision, policy=policies)
+
+
+def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) -> list[str]:
+  """Settings that a policy needs and that are not there, in words.
+
+  Args:
+    c: the whole configuration.
+    policies: precision.policy, read.
+    alarms: log.alarms, read.
+  """
+  found, rung = [], {alarm.statistic for alarm in alarms}
+  for policy in policies:
+    name = f"precision.policy: {policy_lib.name_of(policy)}"
+    if statistic := policy_lib.alarm_of(policy):
+      if statistic != policy_lib.ANY and statistic not in ADVICE:
+        near = nearest(statistic, ADVICE)
+        hint = f"did you mean {near!r}? " if near else ""
+        found.append(f"{name}: no statistic {statistic!r}; {hint}There are {', '.join(ADVICE)}")
+      elif statistic not in rung and (statistic != policy_lib.ANY or not rung):
+        found.append(f"{name}: log.alarms has no rule about it that could ring; add one")
+      if not c.log.tensor_stats_every:
+        found.append(
+          f"{name}: waits for alarms, and log.tensor_stats_every=0 never looks; set it, to 20 say"
+        )
+    if isinstance(policy, policy_lib.SwitchRecipe):
+      try:
+        rules.recipe_by_name(policy.to)
+      except ValueError as e:
+        found.append(f"{name}: {e}")
+    if isinstance(policy, policy_lib.RollBack):
+      found += [f"{name}: {problem}" for problem in _roll_back_problems(c, policy)]
+  return found
+
+
+def switch_problems(plan: RunSpec) -> list[str]:
+  """Sites that cannot have the recipe that a policy may give them, in words."""
+  found, names = [], list(site.recipes_of(plan.sites()))
+  for policy in plan.precision.policy:
+    if not isinstance(policy, policy_lib.SwitchRecipe):
+      continue
+    name = f"precision.policy: {policy_lib.name_of(policy)}"
+    chosen = {n: policy.to for n in names if re.fullmatch(policy.sites, n)}
+    if not chosen:
+      found.append(f"{name}: sites={policy.sites!r} matches none of {', '.join(names[:8])}, …")
+      continue
+    changed = plan.precision.with_changes(names, [(0, chosen)])
+    try:
+      dataclasses.replace(plan, precision=changed).sites()
+    except ValueError as e:
+      found.append(f"{name}: {e}")
+  return found
+
+
+def _roll_back_problems(c: Any, policy: policy_lib.RollBack) -> list[str]:
+  found, every, keep = [], c.checkpoint.every, c.checkpoint.keep
+  if not every:
+    found.append("checkpoint.every=0 leaves no checkpoint to go back to; set it")
+  elif keep < 2 or every * (keep - 1) < policy.skip:
+    found.append(
+      f"checkpoint.every={every} and keep={keep} may keep no checkpoint from before the "
+      f"skip={policy.skip} batches that are left out; keep at least "
+      f"{max(2, -(-policy.skip // every) + 1)}"
+    )
+  if c.optim.in_backward:
+    found.append("with optim.in_backward=True layers move before the loss is seen; leave one out")
+  return found

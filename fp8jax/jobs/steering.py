@@ -1,0 +1,155 @@
+"""The policies of a run at work: decisions of run/control.py, carried out on the training state."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+
+from fp8jax.jobs import restore
+from fp8jax.ops import scaling as scaling_lib
+from fp8jax.ops import site as site_lib
+from fp8jax.recipe import policy as policy_lib
+from fp8jax.run import checkpoint, control
+from fp8jax.step import run_spec, train_step
+from fp8jax.step.state import State
+
+
+class Steering:
+  """The policies of a run: their memory, and the plan that they have changed.
+
+  Attributes:
+    plan: the configuration's, with the phases that policies began.
+    memory: of the policies; part of every checkpoint.
+  """
+
+  def __init__(self, plan: run_spec.RunSpec, say: Callable[[int, list[control.Event]], None]):
+    """Args: the configuration's plan, and what writes down events under a step."""
+    self.configured, self._say = plan, say
+    self.policies = plan.precision.policy
+    self._calibrations: dict[Any, Callable] = {}
+    self.set(control.Memory())
+
+  def set(self, memory: control.Memory):
+    """Takes another memory, and with it the recipes that it gives."""
+    self.memory = memory
+    self.plan = restore.with_changes(self.configured, memory.recipes)
+
+  # -- batches
+
+  def next_batch(self, iterator, step: int):
+    """(the batch of the step after `step` steps, its number); batches left out are passed over."""
+    number = control.drawn(step, self.memory.skipped)
+    while number in self.memory.skipped:
+      next(iterator)
+      number += 1
+    return next(iterator), number
+
+  # -- scales
+
+  def begin_phase(self, state: State, batch, step: int, phase: int) -> State:
+    """The state for a phase that a policy began: sites that keep their recipe keep their scales."""
+    fresh = self._calibrated(state, batch, phase)
+    kept = scaling_lib.carried(
+      self.plan.sites(phase=self.plan.phase(step - 1)), state.scaling_states,
+      self.plan.sites(phase=phase), fresh.scaling_states,
+    )  # fmt: skip
+    return dataclasses.replace(fresh, scaling_states=kept)
+
+  def refreshed(self, state: State, place: Callable[[], Any], step: int, phase: int) -> State:
+    """The state for the step after `step` steps, with the scales that are due made anew.
+
+    Args:
+      place: makes the placed batch of that step.
+    """
+    due, sites = control.due(self.policies, step), self.plan.sites(phase=phase)
+    recipe_of = site_lib.recipes_of(sites)
+    chosen, events = set(self.memory.refresh), []
+    for policy in due:
+      matched = {s for s, r in recipe_of.items() if r.is_stateful and re.fullmatch(policy.sites, s)}
+      chosen |= matched
+      text = f"{policy_lib.name_of(policy)}: scales of {len(matched)} sites begin anew from a batch"
+      events.append(control.Event(step + 1, policy.sites, text))
+    if not chosen:
+      return state
+    with jax.transfer_guard("allow"):
+      fresh = self._calibrated(state, place(), phase)
+      states = scaling_lib.replaced(sites, state.scaling_states, fresh.scaling_states, chosen)
+    self.memory = dataclasses.replace(self.memory, refresh=())
+    self._say(step + 1, events)
+    return dataclasses.replace(fresh, scaling_states=states)
+
+  def _calibrated(self, state: State, batch, phase: int) -> State:
+    rules = self.plan.precision.phases[phase].rules
+    if rules not in self._calibrations:
+      self._calibrations[rules] = train_step.make_calibration(self.plan, phase)
+    return self._calibrations[rules](state, batch)
+
+  # -- decisions
+
+  def waits_for(self, is_loud: bool) -> bool:
+    """Whether a step must be read before the next one begins, for a policy to judge it."""
+    has_alarms = any(map(policy_lib.alarm_of, self.policies))
+    return control.roll_back(self.policies) is not None or (is_loud and has_alarms)
+
+  def look(self, step: int, rung: Collection[tuple[str, str]]):
+    """Decides after a look at the tensor statistics; new recipes hold from the next step on.
+
+    Args:
+      step: steps taken.
+      rung: (layer's site, statistic) of all alarms that ring.
+    """
+    if step >= self.plan.steps or not any(map(policy_lib.alarm_of, self.policies)):
+      return
+    sites = self.plan.sites(phase=self.plan.phase(step - 1))
+    names = {name: recipe.name for name, recipe in site_lib.recipes_of(sites).items()}
+    memory, events = control.after_look(self.policies, self.memory, step, rung, names)
+    self.set(memory)
+    self._say(step, events)
+
+  def target(self, step: int, loss: float, saved: checkpoint.Checkpoints) -> int | None:
+    """The checkpoint to go back to after a loss that jumped; None to go on.
+
+    A jump that cannot be undone is an event, too.
+    """
+    policy = control.roll_back(self.policies)
+    if policy is None:
+      return None
+    z = control.z_score(policy, self.memory, loss)
+    if z > policy.z:
+      to = self._good(policy, step, saved)
+      if to is not None:
+        return to
+      text = f"the loss of step {step} jumped (z={z:.1f}), and nothing is left to go back to"
+      event = control.Event(step, "loss", f"{policy_lib.name_of(policy)}: {text}")
+      self._say(step, [event])
+    self.memory = control.with_loss(self.policies, self.memory, loss)
+    return None
+
+  def can_undo(self, step: int, saved: checkpoint.Checkpoints) -> bool:
+    """Whether a step that is not finite will be undone."""
+    policy = control.roll_back(self.policies)
+    return policy is not None and self._good(policy, step, saved) is not None
+
+  def _good(self, policy, step: int, saved: checkpoint.Checkpoints) -> int | None:
+    """The newest checkpoint from before the batches that are left out, if one may be taken."""
+    good = [s for s in saved.steps() if s <= step - policy.skip]
+    return good[-1] if good and len(self.memory.undone) < policy.most else None
+
+  def roll_back(self, step: int, loss: float, to: int, saved: dict[str, Any]):
+    """Takes the memory of the checkpoint of step `to`, and what a roll-back keeps.
+
+    Args:
+      saved: "policy" of the checkpoint's meta.
+    """
+    then = control.Memory.from_json(saved)
+    for policy in filter(None, [control.roll_back(self.policies)]):
+      z = control.z_score(policy, self.memory, loss)
+      self.set(control.rolled_back(policy, step, z, self.memory, then, to))
+
+  def tell_undone(self, after: int):
+    """Writes the events of roll-backs to a step again, whose rows were taken back."""
+    events = [event for event in self.memory.undone if event.step > after]
+    for step in sorted({event.step for event in events}):
+      self._say(step, [event for event in events if event.step == step])

@@ -1,0 +1,84 @@
+"""precision.policy of a configuration: read as values, refused with the reason and the remedy."""
+
+import harness
+import pytest
+
+from fp8jax.config import policy as policy_config
+from fp8jax.errors import ConfigError
+from fp8jax.recipe import policy as policy_lib
+from fp8jax.recipe import rules, schedule
+
+
+def test_texts_and_mappings_make_the_same_values():
+  wanted = policy_lib.SwitchRecipe(to="block_128", k=2, sites="layers/0/.*")
+  text = "switch_recipe(to='block_128', k=2, sites='layers/0/.*')"
+  mapping = {"kind": "switch_recipe", "to": "block_128", "k": 2, "sites": "layers/0/.*"}
+  assert policy_config.read((text,)) == policy_config.read((mapping,)) == (wanted,)
+  assert policy_config.read((policy_lib.name_of(wanted), "roll_back")) == (
+    wanted, policy_lib.RollBack(),
+  )  # fmt: skip
+
+
+REFUSED = {
+  "refresh(evry=5)": "refresh has no 'evry'; it has every, alarm, sites",
+  "refresh()": "never refreshes anything",
+  "refresh(every=5.0)": "every=5.0 must be of type int",
+  "refresh(every=True)": "every=True must be of type int",
+  "refresh(every=5, sites='(')": "is no regular expression",
+  "rewind(z=2)": "'rewind' is no policy; there are refresh, widen_margin, switch_recipe, roll_back",
+  "switch_recipe(k=6, looks=5)": "need 1 <= k <= looks",
+  "widen_margin(by=4, most=3)": "need 1 <= by <= most",
+  "roll_back(z=0)": "z=0 must be positive",
+  "roll_back(window=1)": "window=1 must be at least 2",
+  "__import__('os').system('true')": "is no policy; write",
+  "refresh(5)": "is no policy; write",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_policy_that_makes_no_sense_is_refused(text):
+  with pytest.raises(ValueError) as e:
+    policy_config.read((text,))
+  assert REFUSED[text] in str(e.value) and "precision.policy[0]" in str(e.value)
+
+
+def test_what_policies_need_and_lack_is_said_together():
+  with pytest.raises(ConfigError) as e:
+    harness.one_layer_plan(**{
+      "precision.policy": (
+        "refresh(alarm='underflw')", "switch_recipe(to='block_12', alarm='amax')", "roll_back()",
+        "switch_recipe(to='block_128', sites='layers/7/.*')",
+      )
+    })  # fmt: skip
+  for text in (
+    "did you mean 'underflow'?", "log.tensor_stats_every=0 never looks", "did you mean 'block_128'",
+    "log.alarms has no rule about it", "checkpoint.every=0 leaves no checkpoint",
+  ):  # fmt: skip
+    assert text in str(e.value)
+  with pytest.raises(ConfigError, match=r"sites='layers/7/\.\*' matches none of"):
+    changes = {
+      "log.tensor_stats_every": 1,
+      "precision.policy": ("switch_recipe(sites='layers/7/.*')",),
+    }
+    harness.one_layer_plan(**changes)
+
+
+def test_changes_of_policies_hold_through_the_phases_of_the_configuration():
+  names = [f"layers/{i}/mlp/{site}" for i in range(2) for site in ("up", "down")]
+  phases = (
+    schedule.Phase(0, ((".*/down", "mxfp8"), (".*", "block_128"))),
+    schedule.Phase(10, ((".*", "bf16"),)),
+  )
+  changes = [(4, {names[1]: "rowwise"}), (7, {names[1]: "rowwise", names[3]: "rowwise"}), (12, {})]
+  changed = schedule.Precision(phases).with_changes(names, changes)
+  assert [(p.start, p.by_policy) for p in changed.phases] == [
+    (0, False), (4, True), (7, True), (10, False), (12, True),
+  ]  # fmt: skip
+  for step, expected in {
+    3: ("block_128", "mxfp8", "block_128", "mxfp8"),
+    4: ("block_128", "rowwise", "block_128", "mxfp8"),
+    9: ("block_128", "rowwise", "block_128", "rowwise"), 11: ("bf16", "rowwise", "bf16", "rowwise"),
+    13: ("bf16",) * 4,
+  }.items():  # fmt: skip
+    chosen = rules.match(names, changed.phases[changed.at(step)].rules)  # no rule decides nothing
+    assert tuple(chosen[name] for name in names) == expected

@@ -1,0 +1,95 @@
+"""precision.policy in runs: refreshes, recipes and roll-backs, each resumed bit for bit."""
+
+import dataclasses
+import json
+
+import harness
+import pytest
+
+from fp8jax.jobs import train
+from fp8jax.run import checkpoint, preemption
+
+
+def run(workdir, disturb=None, **changes):
+  plan = harness.text_plan(**changes)
+  train.run(plan, str(workdir), base=dict(plan.flat), disturb=disturb)
+
+
+def run_until(step, monkeypatch, *args, **changes):
+  """As a run that is asked to stop after so many steps."""
+  with monkeypatch.context() as patch:
+    patch.setattr(preemption.Interrupts, "requested", lambda self, now: now >= step)
+    run(*args, **changes)
+
+
+def rows(workdir):
+  return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(workdir):
+  return [(r["step"], r["loss"], r["grad_norm"]) for r in rows(workdir) if "loss" in r]
+
+
+def actions(workdir):
+  return [(r["step"], a["place"], a["text"]) for r in rows(workdir) for a in r.get("actions", ())]
+
+
+def policy_memory(workdir, step):
+  saved = checkpoint.Checkpoints(str(workdir))
+  memory = saved.meta(step)["policy"]
+  saved.close()
+  return memory
+
+
+def blown_up(state, host, number):
+  """Batch 5 meets an embedding that is eight times too large: a transient fault."""
+  if number == 5:
+    params = {**state.params, "embed": state.params["embed"] * 8}
+    state = dataclasses.replace(state, params=params)
+  return state, host
+
+
+LOOKS = {
+  "precision.rules": (("layers/.*/mlp/down", "tensor_delayed(steps=4)"), (".*", "bf16")),
+  "precision.verify_fp8_gemms": False, "log.tensor_stats_every": 2,
+  "log.alarms": (("snr_db", "<", 90.0),), "eval.tokens": 0,
+}  # fmt: skip
+POLICIES = {
+  "refresh": {
+    **LOOKS, "precision.policy": ("refresh(every=3, sites='layers/0/.*')",
+                                  "refresh(alarm='snr_db', sites='layers/1/.*')"),
+  },
+  "switch and back, and widen": {
+    **LOOKS, "steps": 8, "precision.policy": (
+      "switch_recipe(alarm='snr_db', k=1, looks=1, back_after=1, most=1, sites='layers/1/.*')",
+      {"kind": "widen_margin", "alarm": "snr_db", "most": 1, "sites": "layers/2/.*"},
+    ),
+  },
+  "roll back": {
+    **LOOKS, "precision.policy": ("roll_back(z=4.0, window=4)",), "checkpoint.every": 2,
+    "steps": 9, "optim.peak_lr": 1e-5, "optim.min_lr": 0.0, "log.tensor_stats_every": 0,
+  },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
+def test_stopped_around_an_action_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, name):
+  changes, steps = POLICIES[name], POLICIES[name].get("steps", 6)
+  disturb = blown_up if name == "roll back" else None
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  run(whole, disturb, **changes)
+  for step in (3, 4) if name == "roll back" else (1, 3):
+    run_until(step, monkeypatch, broken, disturb, **changes)
+  run(broken, disturb, **changes)
+  assert losses(whole) == losses(broken)
+  if name == "roll back":  # it went back to the newest checkpoint, here of the interruption
+    assert [a[1] for a in actions(whole)] == [a[1] for a in actions(broken)] == ["loss"]
+  else:
+    assert actions(whole) == actions(broken) and len(actions(whole)) > 2
+    assert policy_memory(whole, steps) == policy_memory(broken, steps)
+  plan = harness.text_plan(**changes)
+  changed = train.restore.as_trained(plan, {"policy": policy_memory(whole, steps)})
+  harness.assert_trees_equal(
+    harness.saved_state(whole, changed, steps), harness.saved_state(broken, changed, steps)
+  )
