@@ -109,10 +109,15 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
 
 def switch_problems(plan: RunSpec) -> list[str]:
   """Sites that cannot have the recipe that a policy may give them, in words."""
-  found, names = [], list(site.recipes_of(plan.sites()))
-  for policy in plan.precision.policy:
-    if not isinstance(policy, policy_lib.SwitchRecipe):
-      continue
+  switches = [p for p in plan.precision.policy if isinstance(p, policy_lib.SwitchRecipe)]
+  if not switches:
+    return []
+  try:
+    names = list(site.recipes_of(plan.sites()))
+  except ValueError:
+    return []  # sites that cannot be built without a policy are told by the check of sites
+  found = []
+  for policy in switches:
     name = f"precision.policy: {policy_lib.name_of(policy)}"
     chosen = {n: policy.to for n in names if re.fullmatch(policy.sites, n)}
     if not chosen:

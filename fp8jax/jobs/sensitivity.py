@@ -353,8 +353,13 @@ def table(result: Mapping[str, Any]) -> list[str]:
 def _pictures(folder: str, result: Mapping[str, Any]) -> list[str]:
   """Paths of the page and the pictures; none, and a line that says so, without the extra."""
   try:
-    from fp8jax.report import sensitivity_page
+    return _draw(folder, result)
   except ModuleNotFoundError as e:
     print(f"no pictures: {missing_package(e)}; then the same command draws them", file=sys.stderr)
     return []
+
+
+def _draw(folder: str, result: Mapping[str, Any]) -> list[str]:
+  from fp8jax.report import sensitivity_page  # the extra `report`
+
   return sensitivity_page.write(folder, result)

@@ -32,7 +32,7 @@ COMMAND_LINES = [
   ([DEBUG, "--config.optim.warmup=1"], "did you mean --config.optim.warmup_steps?"),
   ([DEBUG, "--steps=5"], "Unknown command line flag 'steps'; did you mean --config.steps?"),
   ([DEBUG, "--optim.peak_lr=5"], "'optim.peak_lr'; did you mean --config.optim.peak_lr?"),
-  ([DEBUG, "--job=sft"], "'compare', 'doctor'; there is no such job"),
+  ([DEBUG, "--job=sft"], "'doctor', 'sensitivity'; there is no such job"),
   (["--config=configs/llama.py"], "no config file 'configs/llama.py'; configs has base.py, "),
   ([DEBUG, "--config.data.sources.main.paht=x"],
    "did you mean --config.data.sources.main.path?"),
@@ -46,8 +46,8 @@ COMMAND_LINES = [
   ([DEBUG, "--config.mesh=8"], "flag --config.mesh=8: Failed to parse '8' as a ConfigDict"),
   ([DEBUG, "--job=tarin"],
    "error: --job='tarin' is not one of 'train', 'evaluate', 'prepare', 'preview', 'export', "
-   "'calibrate', 'diagnose', 'memory', 'generate', 'report', 'compare', 'doctor'; did you mean "
-   "'train'?"),
+   "'calibrate', 'diagnose', 'memory', 'generate', 'report', 'compare', 'doctor', 'sensitivity'; "
+   "did you mean 'train'?"),
   ([DEBUG, "--jobb=train"], "Unknown command line flag 'jobb'. Did you mean: job ?"),
   (["--config=configs/debgu.py"],
    "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),
