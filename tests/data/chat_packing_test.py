@@ -73,6 +73,13 @@ def test_steps_hold_their_samples_and_epochs_every_sample_once(folder, rows):
   assert order != [chats.whole(row) for row in rows[:8]]
 
 
+def test_every_epoch_is_another_permutation(folder):
+  steps = loader.chat_steps(chats.spec(folder / "a.jsonl"), WINDOWS)
+  order = np.concatenate([steps.numbers(step) for step in range(11)]).reshape(2, COUNT)
+  np.testing.assert_array_equal(np.sort(order), [range(COUNT)] * 2)
+  assert (order[0] == order[1]).sum() < COUNT // 4
+
+
 def test_order_is_the_seeds_and_resumes_at_every_step(folder):
   spec = chats.spec(folder / "a.jsonl")
   want = _steps(spec, 9)
@@ -197,6 +204,17 @@ def test_odd_conversations_stop_the_run_or_are_counted(tmp_path, row, key, polic
   again.set_state(iterator.get_state())
   next(again)
   assert resumed.summary() == {}  # of the run as a whole, counted once
+
+
+def test_a_sample_of_a_whole_window_fits_and_one_token_more_does_not(tmp_path):
+  path = tmp_path / "edge.jsonl"
+  around = len("u:q;a:;") - 1  # the last token has no successor
+  for more, counts in ((0, {}), (1, {"too long": 1})):
+    rows = [*GOOD, _turns("q", "x" * (chats.LENGTH - around + more))]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    index = samples.make_index(chats.spec(path, on_long="skip"))
+    assert index.counts == counts and len(index.length) == 9 - more
+    assert index.length.max() == (chats.LENGTH if not more else len("u:q;a:fine;") - 1)
 
 
 def test_truncated_samples_keep_their_beginning_or_are_untrained(tmp_path):
