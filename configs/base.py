@@ -187,6 +187,11 @@ def get_config(arm=""):
   c.optim.eps = 1e-8
   c.optim.weight_decay = 0.1  # decoupled; not on norms and biases
   c.optim.grad_clip_norm = 1.0  # global gradient norm; 0 turns clipping off
+  # Groups that are clipped by a norm of their own instead (grad_clip_norm=0), and factors on the
+  # learning rate: (regular expression on parameters of a layer, number), the first that matches,
+  # e.g. (("layers/.*/attn/.*", 1.0), ("layers/.*", 2.0)). Parameters of no group are not clipped.
+  c.optim.clip_groups = ()
+  c.optim.lr_multipliers = ()
   # Update every layer inside the backward pass (LOMO, arXiv:2306.09782), so that the gradients of
   # one layer exist at a time. Needs grad_clip_norm 0, grad_accum_steps 1, remat_policy "full",
   # grad_format "float32", on_nonfinite "stop" and no loss scale.

@@ -9,9 +9,9 @@ reference that ships with Python. One fault begins at batch 60. One policy, POLI
 all faults. The measure is the held-out loss after 200 steps in the recipe's own forward pass, and
 in BF16, which says how the weights alone fared. FAULTS say what each fault does; all but
 "loss_spike" leave the function of the model as it is in exact arithmetic, so that the precision
-alone suffers. The table gives differences to the undisturbed run of the same seed,
-beside the spread of these. FP8 are mlp/down and attn/v, the linear layers that the faults touch;
-the others are BF16, so that a run compiles in seconds.
+alone suffers. The table gives differences to the undisturbed run of the same seed, beside the
+spread of these. FP8 are mlp/down and attn/v, the linear layers that the faults touch; the others
+are BF16, so that a run compiles in seconds.
 """
 
 import argparse

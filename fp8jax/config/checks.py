@@ -2,11 +2,14 @@
 
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.errors import ConfigErrors
 from fp8jax.evaluation import catalog
 from fp8jax.generation import cache
+from fp8jax.optim import groups
+from fp8jax.optim.factory import OptimizerConfig
 from fp8jax.step.config import EVAL_PRECISIONS, SENSITIVITY_GROUPS, GenerateConfig
 from fp8jax.step.loss_scale import LARGEST, SMALLEST
 
@@ -32,6 +35,33 @@ def layerwise_problems(c: Any) -> list[str]:
     for key, value, needed, why in wanted
     if value != needed
   ]
+
+
+def group_problems(c: Any, optim: OptimizerConfig, named: Mapping[str, list[str]]) -> list[str]:
+  """The problems of optim.clip_groups and lr_multipliers, in words.
+
+  Args:
+    c: the whole configuration.
+    optim: its section, read.
+    named: of optim.groups.names; {} where the model is not known.
+  """
+  found, keys = [], ("clip_groups", "lr_multipliers")
+  for key in keys:
+    found += groups.problems(f"optim.{key}", getattr(optim, key), named)
+  used = " and ".join(f"optim.{key}" for key in keys if getattr(optim, key))
+  if optim.clip_groups and optim.grad_clip_norm:
+    found.append(
+      f"optim.grad_clip_norm={optim.grad_clip_norm} with optim.clip_groups: gradients are clipped "
+      "together or by groups; set optim.grad_clip_norm=0.0, or optim.clip_groups=()"
+    )
+  if used and optim.in_backward:
+    found.append(f"{used} with optim.in_backward=True: layers move one by one; leave one out")
+  if used and c.kernels.optimizer != "xla":
+    found.append(
+      f"{used} with kernels.optimizer={c.kernels.optimizer!r}: the kernel has one rate and one "
+      "norm for all; set kernels.optimizer='xla'"
+    )
+  return found
 
 
 def lora_problems(c: Any) -> list[str]:

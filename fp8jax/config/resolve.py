@@ -31,7 +31,7 @@ from fp8jax.models.hf import config as hf_config_lib
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import residuals, site
 from fp8jax.optim import factory as optim_build
-from fp8jax.optim import fused_adamw, storage
+from fp8jax.optim import fused_adamw, groups, storage
 from fp8jax.step import config as step_config
 from fp8jax.step.run_spec import RunSpec
 
@@ -81,6 +81,8 @@ def resolve(
       recipes = problems.attempt(with_rules)
     if chosen and recipes:
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
+  named = groups.names(declaration, model.num_layers) if declaration and model else {}
+  problems.extend(checks.group_problems(c, optim, named))
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
   recipes = policy_checks.attach(c, recipes, watched, problems)
   _check_sections(c, problems)

@@ -61,6 +61,10 @@ def read_optim(c: Config, steps: int) -> OptimizerConfig:
   values = dict(c.optim)
   if share := values.pop("warmup_fraction"):
     values["warmup_steps"] = int(share * steps)
+  for key in ("clip_groups", "lr_multipliers"):
+    stated = values[key]
+    pairs = stated if isinstance(stated, (tuple, list)) else (stated,)
+    values[key] = tuple(tuple(p) if isinstance(p, (tuple, list)) else p for p in pairs)
   return OptimizerConfig(**values, steps=steps)
 
 

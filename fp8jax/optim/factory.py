@@ -48,6 +48,8 @@ class OptimizerConfig:
     in_backward: update every layer inside the backward pass, as soon as it has a gradient
       (fp8jax/step/layerwise.py), instead of all parameters after it.
     on_nonfinite: at a loss or gradient that is not finite: "stop", or "skip" the update.
+    clip_groups: (pattern, norm) of groups that are clipped on their own, see optim/groups.py.
+    lr_multipliers: (pattern, factor on the learning rate).
   """
 
   optimizer: str
@@ -67,6 +69,8 @@ class OptimizerConfig:
   grad_clip_norm: float
   in_backward: bool = False
   on_nonfinite: str = "stop"
+  clip_groups: tuple[tuple[str, float], ...] = ()
+  lr_multipliers: tuple[tuple[str, float], ...] = ()
 
   def problems(self) -> list[str]:
     """The problems of these numbers, in words."""

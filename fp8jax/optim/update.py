@@ -35,7 +35,7 @@ class UpdateArgs:
   Attributes:
     step: int32 scalar, number of steps taken.
     rate: learning rate.
-    factor: multiplies gradients: clipping.
+    factor: multiplies gradients: clipping. Both are scalars, or arrays [N] over a stack of layers.
     is_applied: bool scalar; False leaves parameters and states unchanged.
   """
 
@@ -133,17 +133,23 @@ def with_backends(leaves, params, device, wanted: str):
 
 
 def update_params(
-  leaves, declaration, layout: Layout, g, state, master, args: UpdateArgs, *, piece=0
+  leaves, declaration, layout: Layout, g, state, master, args: UpdateArgs, *, piece=0, own=None
 ):
   """`update_param` of all parameters of a tree.
+
+  Args:
+    own: {path: groups.Own} of parameters whose rate or clipping is their own.
 
   Returns:
     (state, master, squares): trees, and sums over them.
   """
 
   def one(leaf, p, g, state, master):
-    may_chunk = not layout.weight_axes(p.letters[0])
-    return update_param(leaf, g, state, master, args, may_chunk=may_chunk, piece=piece)
+    may_chunk, args_ = not layout.weight_axes(p.letters[0]), args
+    if own and leaf.path in own:
+      its = own[leaf.path]
+      args_ = dataclasses.replace(args, rate=args.rate * its.rate, factor=args.factor * its.clip)
+    return update_param(leaf, g, state, master, args_, may_chunk=may_chunk, piece=piece)
 
   updated = jax.tree.map(one, leaves, declaration, g, state, master)
   state, master, squares = (select(updated, declaration, i) for i in range(3))
@@ -178,12 +184,13 @@ def update_param(
   # The rounding of the state has another key.
   key = jax.random.fold_in(jax.random.key(leaf.seed + 1), args.step)
 
-  def one(g, old, piece):
+  def one(g, old, piece, scalars=(args.rate, args.factor)):
     state, master = old
+    rate, factor = (_along(x, len(g.shape)) for x in scalars)
     value = master.unpack() if isinstance(master, QuantizedTensor | SplitFloat32) else master
-    g = gradients.dequantize(g) * args.factor
+    g = gradients.dequantize(g) * factor
     update, state = leaf.transformation.update(g, state, value, piece=piece)
-    update = -jnp.asarray(args.rate) * jnp.asarray(update)
+    update = -rate * jnp.asarray(update)
     squares = jnp.stack([jnp.sum(jnp.square(update)), jnp.sum(jnp.square(value))])
     updated = optax.apply_updates(value, update)
     new = (
@@ -198,18 +205,26 @@ def update_param(
   if chunks == 1:
     (state, master), squares = one(g, (state, master), piece)
   else:
-    (state, master), squares = _in_chunks(one, g, (state, master), chunks)
+    scalars = (jnp.asarray(args.rate), jnp.asarray(args.factor))
+    (state, master), squares = _in_chunks(one, g, (state, master), chunks, scalars)
   return state, master, squares
 
 
-def _in_chunks(one, g, before, chunks: int):
+def _along(x, ndim: int):
+  """A scalar, or [N] as [N, 1, …] of so many axes."""
+  x = jnp.asarray(x)
+  return x.reshape(x.shape + (1,) * (ndim - 1)) if x.ndim else x
+
+
+def _in_chunks(one, g, before, chunks: int, scalars):
   size = g.shape[0] // chunks
 
   def body(i, carry):
     updated, squares = carry
     # Every chunk starts from the counters before the step.
     old = slice_layer(with_scalars_of(updated, before), i * size, size)
-    new, more = one(slice_layer(g, i * size, size), old, i)
+    of_chunk = slice_layer(scalars, i * size, size)
+    new, more = one(slice_layer(g, i * size, size), old, i, of_chunk)
     # Without a barrier XLA fuses all of it into the CPU's in-place update, on one thread: three
     # times as slow.
     new = jax.lax.platform_dependent(new, cpu=jax.lax.optimization_barrier, default=lambda new: new)

@@ -17,7 +17,7 @@ from fp8jax.ops import site as site_lib
 from fp8jax.ops import stored_params
 from fp8jax.optim import factory as optim_build
 from fp8jax.optim import gradients as gradients_lib
-from fp8jax.optim import storage, update
+from fp8jax.optim import groups, storage, update
 from fp8jax.quantization import tensor_stats
 from fp8jax.step import layerwise, loss_scale, metrics, run_spec
 from fp8jax.step.state import State
@@ -325,8 +325,9 @@ def after_backward(plan: run_spec.RunSpec, state: State, sites, batch, rate) -> 
   now = update.UpdateArgs(state.step, rate, factor, is_finite & ~state.halted)
   with jax.named_scope("optimizer"):
     opt, params, squares = update.update_params(
-      plan.leaves, plan.declaration, plan.run.layout, gradient, state.opt, state.params, now
-    )
+      plan.leaves, plan.declaration, plan.run.layout, gradient, state.opt, state.params, now,
+      own=groups.own_args(plan.optim, plan.declaration, plan.model.num_layers, gradient),
+    )  # fmt: skip
   total = jnp.maximum(batch["weights_BL"].sum(), 1)
   grad_autoscale, values = state.grad_autoscale, metrics.of_aux(aux, total, plan.model.num_layers)
   if grad_autoscale:

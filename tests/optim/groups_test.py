@@ -1,0 +1,98 @@
+"""Clipping by groups of layers and learning rates of their own, beside float64 NumPy."""
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax import axes
+from fp8jax.errors import ConfigError
+from fp8jax.optim import factory, groups, update
+from fp8jax.params import Param
+
+OPTIM = factory.OptimizerConfig(
+  optimizer="adam", moment_format="float32", master_format="float32", grad_format="float32",
+  schedule="constant", peak_lr=1e-3, min_lr=1e-4, warmup_steps=1, decay_steps=2, steps=10,
+  b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0,
+  clip_groups=(("layers/0/.*", 2.0), ("layers/.*/up", 30.0), ("embed", 1e6)),
+  lr_multipliers=(("layers/1/up", 0.8), (".*/norm|embed", 1.25)),
+)  # fmt: skip
+DECLARATION = {
+  "embed": Param("VD"),
+  "layers": {"up": Param("NDF"), "norm": Param("ND", decay=False)},
+}
+SHAPES = {"embed": (6, 8), "layers": {"up": (3, 8, 128), "norm": (3, 8)}}
+RATE = 0.125
+
+
+def arrays(seed):
+  rng = np.random.default_rng(seed)
+  shapes = SHAPES["layers"]
+  made = lambda shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+  return {
+    "embed": made(SHAPES["embed"]),
+    "layers": {name: made(shape) for name, shape in shapes.items()},
+  }
+
+
+def clipped(grads):
+  """{(parameter, layer): its gradient after clipping}, float64."""
+  g = {(name, i): np.float64(grads["layers"][name][i]) for name in ("up", "norm") for i in range(3)}
+  for members, most in (
+    ([("up", 0), ("norm", 0)], 2.0),
+    ([("up", 1), ("up", 2)], 30.0),
+  ):
+    norm = np.sqrt(sum(np.sum(g[key] ** 2) for key in members))
+    for key in members:
+      g[key] = g[key] * min(1.0, most / norm)
+  return g
+
+
+def test_groups_are_clipped_by_their_own_norms_and_rates_multiplied():
+  """The moments after a step are 0.1 of the clipped gradient; steps are proportional to rates."""
+  leaves, params, grads = factory.leaves(OPTIM, DECLARATION), arrays(0), arrays(1)
+  both = jax.tree.map(update.init, leaves, params)
+  opt, master = (update.select(both, DECLARATION, i) for i in (0, 1))
+
+  @jax.jit
+  def step(grads, opt, master):
+    own = groups.own_args(OPTIM, DECLARATION, 3, grads)
+    args = update.UpdateArgs(jnp.int32(0), RATE)
+    return update.update_params(leaves, DECLARATION, axes.LOCAL, grads, opt, master, args, own=own)
+
+  opt, moved, _ = step(grads, opt, master)
+  g = clipped(grads)
+  for name in ("up", "norm"):
+    mu = jax.tree.leaves(opt["layers"][name])
+    mu = next(x for x in mu if getattr(x, "shape", ()) == SHAPES["layers"][name])
+    wanted = np.stack([0.1 * g[name, i] for i in range(3)])
+    np.testing.assert_allclose(mu, wanted, rtol=1e-5)
+  # Adam's first step is rate * multiplier * sign(g), whatever the gradient's size.
+  multipliers = {"up": (1.0, 0.8, 1.0), "norm": (1.25,) * 3}
+  for name, factors in multipliers.items():
+    change = np.abs(np.asarray(moved["layers"][name], np.float64) - params["layers"][name])
+    for i, factor in enumerate(factors):
+      np.testing.assert_allclose(change[i], RATE * factor, rtol=2e-2)
+  np.testing.assert_allclose(np.abs(moved["embed"] - params["embed"]), 1.25 * RATE, rtol=2e-2)
+
+
+def test_patterns_that_decide_nothing_are_refused():
+  named = groups.names(DECLARATION, 3)
+  assert named["layers/up"] == [f"layers/{i}/up" for i in range(3)] and named["embed"] == ["embed"]
+  pairs = (("layers/.*", 1.0), ("layers/1/up", 2.0))
+  (problem,) = groups.problems("optim.clip_groups", pairs, named)
+  assert "'layers/1/up' decides nothing" in problem
+  for bad in (("embed",), ("embed", 0.0), ("(", 1.0), "embed", ("embed", "1")):
+    (problem,) = groups.problems("optim.lr_multipliers", (bad,), named)
+    assert "is no pair such as" in problem
+
+
+def test_settings_that_exclude_groups_are_refused_together():
+  with pytest.raises(ConfigError) as e:
+    harness.one_layer_plan(**{
+      "optim.clip_groups": (("layers/.*/mlp/.*", 1.0),), "kernels.optimizer": "auto",
+      "optim.lr_multipliers": (("layers/4/.*", 1.1),),
+    })  # fmt: skip
+  for text in ("set optim.grad_clip_norm=0.0", "set kernels.optimizer='xla'", "decides nothing"):
+    assert text in str(e.value)
