@@ -14,7 +14,7 @@ from fp8jax.errors import UserError, nearest, nearest_key
 
 NAMES = (
   "train", "evaluate", "prepare", "preview", "export", "calibrate", "diagnose", "memory",
-  "generate", "report", "compare", "doctor", "sensitivity",
+  "generate", "sensitivity", "report", "compare", "doctor",
 )  # fmt: skip
 # They read the folders of runs.
 OF_FILES = ("report", "compare")

@@ -68,7 +68,7 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
       "format": sensitivity_records.FORMAT,
       "weights": where,
       **_results(study, dataclasses.replace(plan, sensitivity=part), phase),
-      "programs_compiled": study.programs.compiled(),
+      "programs_compiled": study.programs.compiled,
       "provenance": provenance.provenance(dict(plan.flat), fingerprint, plan.seed, 1),
     }
     provenance.write_json(folder, "sensitivity.json", result)
@@ -166,8 +166,10 @@ def _after_first_document(windows, count: int) -> list[dict[str, np.ndarray]]:
   """
   for window in windows:
     segments = window.get("segments_BL")
-    is_over = segments is None or not window["weights_BL"].any()
-    if not is_over:
+    is_over = not window["weights_BL"].any()
+    if segments is None:  # documents are not kept apart
+      is_over = True
+    elif not is_over:
       is_first = segments == segments[0]
       window["weights_BL"][is_first] = 0
       is_over = not is_first.all()
@@ -299,13 +301,11 @@ def _budgets(study: Study, plan: run_spec.RunSpec, phase: int, order: list[str])
     for arm, bf16 in arms.items():
       on_report = measured(bf16, REPORT)
       written = sensitivity_rules.with_bf16(rules, names, bf16, layers)
-      difference = on_report.minus(best)
       rows.append({
         "arm": arm, "bf16_sites": len(bf16),
         "bf16_flops": round(sensitivity_rules.share(study.places, bf16), 4),
         "report": on_report.row(),
-        "percent_above_chosen": [float(f"{v:.6g}") for v in (
-          difference.estimate, difference.low, difference.high)],
+        "above_chosen": on_report.minus(best),
         "runs_of_layers": sensitivity_rules.layers_apart(written, names, layers),
         "rules": written,
       })  # fmt: skip

@@ -141,7 +141,9 @@ def _switched_dots(eqns, x, ws, sites, out_dtype):
     spec = gemm_spec.make_spec(eqn, x, w, site, out_dtype=out_dtype)
     of = switch.operands_of(spec, x, gemm_operand(w), ScalingInputs.of(site), site.switch)
     y = _multiply(of.spec, "fwd", of.x, of.w, of.spec.out_dtype)
-    if of.error_of_w is not None:  # x is a constant of this part, which is 0 at switches of 0
+    if (
+      of.error_of_w is not None and of.on_w is not None
+    ):  # x is a constant of this part, which is 0 at switches of 0
       constant = dataclasses.replace(of.x, value=jax.lax.stop_gradient(of.x.value))
       by_error = _multiply(of.spec, "fwd", constant, of.error_of_w, of.spec.out_dtype)
       y = y + of.on_w.astype(y.dtype) * by_error

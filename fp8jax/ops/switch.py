@@ -77,11 +77,9 @@ def operands_of(spec: GemmSpec, x, w, inputs: ScalingInputs, switch) -> Switched
   on_x, on_w = switch
   plain_x, plain_w = make(plain, Role.X_FWD), make(plain, Role.W_FWD)
   if switch.ndim == 1:
-    values = [
-      _measured(operand.value, lambda role=role: dequantized(role), on)
-      for operand, role, on in ((plain_x, Role.X_FWD, on_x), (plain_w, Role.W_FWD, on_w))
-    ]
-    return Switched(plain, *map(_with_value, (plain_x, plain_w), values))
+    value_x = _measured(plain_x.value, lambda: dequantized(Role.X_FWD), on_x)
+    value_w = _measured(plain_w.value, lambda: dequantized(Role.W_FWD), on_w)
+    return Switched(plain, _with_value(plain_x, value_x), _with_value(plain_w, value_w))
   error_x = dequantized(Role.X_FWD) - jax.lax.stop_gradient(plain_x.value)
   error_w = dequantized(Role.W_FWD) - jax.lax.stop_gradient(plain_w.value)
   x_with_error = plain_x.value + on_x[:, None].astype(error_x.dtype) * error_x

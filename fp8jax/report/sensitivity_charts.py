@@ -68,7 +68,7 @@ def arms(budget: Mapping[str, Any]) -> Any:
   return _intervals(names, losses, kls, None).properties(title=title)
 
 
-def _intervals(names: Sequence[str], losses, kls, title: str | None) -> alt.LayerChart:
+def _intervals(names: Sequence[str], losses, kls, title: str | None) -> Any:
   mean, low, high = zip(*losses)
   data = charts.rows(name=names, mean=mean, low=low, high=high, kl=[k[0] for k in kls])
   base = alt.Chart(data).encode(y=alt.Y("name:N", sort=list(names), title=title))

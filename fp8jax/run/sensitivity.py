@@ -43,6 +43,8 @@ from fp8jax.step.run_spec import RunSpec
 CHOOSE, REPORT = HALVES = ("choose", "report")
 # Of an estimate: each tensor alone, and both.
 PARTS = (*switch.TENSORS, "both")
+# Of intervals, of which a study has thousands.
+_RESAMPLES = 2000
 # Positions of a chunk of the head.
 _CHUNK = 256
 
@@ -115,12 +117,12 @@ class Measured:
   @property
   def change(self) -> statistics.Interval:
     """Change of the loss in percent of BF16's, paired by window."""
-    return statistics.bootstrap_ratio(100 * (self.loss_I - self.base_I), self.base_I)
+    return _interval(100 * (self.loss_I - self.base_I), self.base_I)
 
   @property
   def kl(self) -> statistics.Interval:
     """Nats per token."""
-    return statistics.bootstrap_ratio(self.kl_I, self.tokens_I)
+    return _interval(self.kl_I, self.tokens_I)
 
   def joined(self, other: "Measured") -> "Measured":
     """Of the windows of both."""
@@ -128,15 +130,21 @@ class Measured:
     both = {f: np.concatenate([getattr(self, f), getattr(other, f)]) for f in fields}
     return Measured(**both)
 
-  def minus(self, other: "Measured") -> statistics.Interval:
-    """Difference of the losses to those of another set, in percent of BF16's, paired."""
-    return statistics.bootstrap_ratio(100 * (self.loss_I - other.loss_I), self.base_I)
+  def minus(self, other: "Measured") -> dict[str, list[float]]:
+    """Differences to another set, paired: of losses in percent of BF16's, and of KL."""
+    loss = _interval(100 * (self.loss_I - other.loss_I), self.base_I)
+    kl = _interval(self.kl_I - other.kl_I, self.tokens_I)
+    return {"loss_percent": _row(loss), "kl": _row(kl)}
 
   def row(self) -> dict[str, Any]:
     """As results have it."""
     return {
       "loss_percent": _row(self.change), "kl": _row(self.kl), "tokens": int(self.tokens_I.sum()),
     }  # fmt: skip
+
+
+def _interval(over_I, under_I) -> statistics.Interval:
+  return statistics.bootstrap_ratio(over_I, under_I, resamples=_RESAMPLES)
 
 
 def _row(interval: statistics.Interval) -> list[float]:
@@ -151,18 +159,21 @@ class Programs:
   """The three programs of a study; each is compiled once.
 
   Attributes:
+    compiled: programs that have been traced so far, and so compiled.
     reference, gradient, measure: jitted; see the functions they are made of.
   """
 
   def __init__(self, plan: RunSpec):
-    jit = functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))
-    self.reference = jit(functools.partial(_reference, plan))
-    self.gradient = jit(functools.partial(_gradient, plan))
-    self.measure = jit(functools.partial(_measure, plan))
+    self.compiled = 0
 
-  def compiled(self) -> int:
-    """Programs that have been compiled so far."""
-    return sum(f._cache_size() for f in (self.reference, self.gradient, self.measure))
+    def jit(fn):
+      def traced(*args):
+        self.compiled += 1
+        return fn(plan, *args)
+
+      return jax.jit(traced, compiler_options=choose.compiler_options(plan.device))
+
+    self.reference, self.gradient, self.measure = map(jit, (_reference, _gradient, _measure))
 
 
 def _reference(plan: RunSpec, params, sites, batch, key):

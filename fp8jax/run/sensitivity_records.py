@@ -26,16 +26,16 @@ class Records:
       UserError: the file is another study's, or damaged; says what differs.
     """
     self._path, self._found = path, {}
-    header = json.loads(to_json({"format": FORMAT, **header}))
+    stated = json.loads(to_json({"format": FORMAT, **header}))
     lines = _whole_lines(path)
     if lines:
-      _check_header(path, lines[0], header)
+      _check_header(path, lines[0], stated)
       for number, line in enumerate(lines[1:], 2):
         record = _parsed(path, number, line)
         self._found[record["name"]] = record["value"]
     else:
       with open(path, "w") as f:
-        f.write(to_json(header, indent=None) + "\n")
+        f.write(to_json(stated, indent=None) + "\n")
 
   def get(self, name: str, make: Callable[[], Any]) -> Any:
     """The result of this name; the first time it is made and written."""
@@ -66,13 +66,12 @@ def _whole_lines(path: str) -> list[str]:
 def _parsed(path: str, number: int, line: str) -> dict[str, Any]:
   try:
     record = json.loads(line)
-    record["name"], record["value"]  # noqa: B018
+    return {"name": record["name"], "value": record["value"]}
   except (ValueError, KeyError, TypeError) as e:
     raise UserError(
       f"{path}, line {number} is no result: {line[:60]!r}; delete the line, and the same command "
       "measures it again"
     ) from e
-  return record
 
 
 def _check_header(path: str, line: str, header: dict[str, Any]):

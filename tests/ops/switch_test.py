@@ -32,22 +32,25 @@ def _y(x, w, one):
 def test_switch_off_is_the_compute_dtype_and_on_the_recipe(recipe):
   x, w = _operands()
   plain, quantized = _y(x, w, site.single("bf16")), _y(x, w, site.single(recipe))
-  np.testing.assert_array_equal(_y(x, w, _switched(recipe, (0, 0))), plain)
-  # The same dequantized operands, their products summed in another order.
+  # The same operands, their products summed in another order.
   budget = 2e-6 * np.abs(x).max() * np.abs(w).sum(0).max()
+  np.testing.assert_allclose(_y(x, w, _switched(recipe, (0, 0))), plain, rtol=0, atol=budget)
   np.testing.assert_allclose(_y(x, w, _switched(recipe, (1, 1))), quantized, rtol=0, atol=budget)
   for numbers in ((1, 0), (0, 1)):  # each tensor has its own
     y = _y(x, w, _switched(recipe, numbers))
     assert np.abs(y - plain).max() > 10 * budget and np.abs(y - quantized).max() > 10 * budget
 
 
-def test_switch_on_is_the_recipe_to_the_bit_where_sums_are_exact():
+@pytest.mark.parametrize("recipe", ["block_128", "tensor_current"])
+def test_switch_is_exact_at_both_ends_where_sums_are_exact(recipe):
   rng = np.random.default_rng(1)
-  x, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((2, 4, IN), (IN, OUT)))
-  x[..., 0], w[0] = 448, 448  # scales of 1: the operands are their own codes
-  for recipe in ("block_128", "tensor_current"):
-    y = _y(x, w, _switched(recipe, (1, 1)))
-    np.testing.assert_array_equal(y, _y(x, w, site.single(recipe)))
+  x, w = (rng.integers(-20, 21, shape).astype(np.float32) for shape in ((2, 4, IN), (IN, OUT)))
+  x[..., ::128], w[::128] = 448, 448  # scales of 1; 17 and 19 are no codes, the others are
+  off, on = (_y(x, w, _switched(recipe, numbers)) for numbers in ((0, 0), (1, 1)))
+  np.testing.assert_array_equal(off, _y(x, w, site.single("bf16")))
+  np.testing.assert_array_equal(off, np.einsum("bld,df->blf", x, w))
+  np.testing.assert_array_equal(on, _y(x, w, site.single(recipe)))
+  assert not np.array_equal(on, off)
 
 
 def _block_error(t, rows, columns):
