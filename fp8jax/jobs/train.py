@@ -12,23 +12,23 @@ from fp8jax import console as console_lib
 from fp8jax.compiled import fp8_gemms
 from fp8jax.config import identity, resolve
 from fp8jax.data import batch_sharding, loader
-from fp8jax.jobs import report, restore
-from fp8jax.kernels import self_test
+from fp8jax.jobs import kernel_trials, report, restore
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import stored_params
-from fp8jax.optim import storage
 from fp8jax.quantization import tensor_stats
 from fp8jax.run import alarms as run_alarms
 from fp8jax.run import (
   calibration,
   checkpoint,
+  goodput,
   metrics,
   metrics_writer,
   nonfinite,
   numerics_image,
   preemption,
+  profiler,
   startup,
   tracker,
 )
@@ -72,7 +72,7 @@ class _Run:
   """One call of `run`: what its phases share."""
 
   def __init__(self, plan: run_spec.RunSpec, workdir: str, base: dict[str, Any]):
-    self.plan, self.workdir = plan, workdir
+    self.plan, self.workdir, self.clock = plan, workdir, goodput.Clock()
     self.flat = dict(plan.flat)
     self.out = console_lib.console()
     self.fingerprint = loader.fingerprint(plan.data)
@@ -102,6 +102,8 @@ class _Run:
     self.sites: dict[bool, Any] = {}  # quiet and loud ones of the present phase
     self.has_memories = False  # of its checkpoint, for the phase that it is in
     self.is_proven = not plan.verify_fp8_gemms
+    self.profiler = profiler.Profiler(workdir, plan.log, self.out)
+    self.compiled: set[Any] = set()  # (phase, whether loud) of steps taken here
 
   def run(self) -> dict[str, Any]:
     plan = self.plan
@@ -119,9 +121,11 @@ class _Run:
       with preemption.Interrupts() as asked:
         if not self.evaluations:
           self._evaluate(evaluator, state, start, log)
-        state, reached, last = self._loop(state, start, log, evaluator, asked)
+        with self.clock.on("step"):
+          state, reached, last = self._loop(state, start, log, evaluator, asked)
         self._save(reached, state)
-        self.checkpoints.wait()
+        with self.clock.on("checkpoint"):
+          self.checkpoints.wait()
         # All is saved: the last evaluation may be left, and made by the same command.
         finished = reached >= plan.steps
         if not finished or not self._evaluate(evaluator, state, reached, log, asked.requested):
@@ -156,6 +160,8 @@ class _Run:
     """A fresh state, the newest checkpoint's, or that of init.workdir."""
     steps, init = self.checkpoints.steps(), self.plan.init
     if steps:
+      before = self.checkpoints.meta(steps[-1]).get("seconds", {})
+      self.clock.go_on(before, metrics_writer.last_logged(self.workdir, "elapsed_seconds"))
       return self._restored(self.checkpoints, steps[-1])
     if not init.workdir:
       return self._fresh(), 0
@@ -275,19 +281,27 @@ class _Run:
 
     try:
       while step < plan.steps and not asked.requested(step):
-        asked_at = time.perf_counter()
-        host = next(self.iterator)
-        waited = time.perf_counter() - asked_at
+        if self.profiler.ends(step):
+          settle()
+          self.profiler.close()
+        with self.clock.on("data_wait"):
+          asked_at = time.perf_counter()
+          host = next(self.iterator)
+          waited = time.perf_counter() - asked_at
         if plan.phase(step) != phase:
           settle()
           phase = plan.phase(step)
-          state = self._enter(phase, state, step, host)
-          if not self.is_proven:
-            self._prove(step_fn, state, host, phase)
+          with self.clock.on("compile"):
+            state = self._enter(phase, state, step, host)
+            if not self.is_proven:
+              self._prove(step_fn, state, host, phase)
         # Nothing may slip between host and device unasked: each such copy would stall the device.
         with jax.transfer_guard("disallow"):
           is_loud = _is_due(step, plan.log.tensor_stats_every)
-          state, values = step_fn(state, self.spread.place(host), self.sites[is_loud])
+          kind = "step" if (phase, is_loud) in self.compiled else "compile"
+          with self.clock.on(kind), self.profiler.step(step):
+            state, values = step_fn(state, self.spread.place(host), self.sites[is_loud])
+          self.compiled.add((phase, is_loud))
           settle()
         step += 1
         pending = (step, values, host, self.iterator.get_state(), waited)
@@ -301,6 +315,7 @@ class _Run:
       settle()
     finally:
       progress.close()
+      self.profiler.close()
     return state, step, last
 
   def _enter(self, phase: int, state: State, step: int, host):
@@ -310,7 +325,7 @@ class _Run:
     unless the state already belongs to the phase; interrupted or not, a run therefore takes the
     same steps.
     """
-    self._try_kernels(phase)
+    kernel_trials.run(self.plan, phase, self.out, with_optimizer=not self.sites)
     is_first = step == self.plan.precision.phases[phase].start
     if step and is_first:
       self.out.print(f"step {step}: precision.schedule enters its phase {phase}")
@@ -328,24 +343,6 @@ class _Run:
       for is_loud in (False, True)
     }
     return state
-
-  def _try_kernels(self, phase: int):
-    """Stops before the first step of a phase if a kernel of ours is wrong on this device."""
-    if count := self_test.products(fp8_gemms.uses(self.plan, phase)):
-      self.out.print(f"kernels: {count} kinds of product tried on this device, all exact")
-    if not self.sites:  # once
-      self._try_optimizer()
-
-  def _try_optimizer(self):
-    """The same for the kernel that moves parameters."""
-    moved = [leaf for leaf in jax.tree.leaves(self.plan.leaves) if leaf.backend != "xla"]
-    if moved:
-      moments, is_pair = (
-        storage.MOMENTS[self.plan.optim.moment_format],
-        moved[0].master == storage.REMAINDER,
-      )
-      self_test.optimizer(moments.mu, moments.nu, is_pair=is_pair, dtype=moved[0].gradient_dtype)
-      self.out.print("kernels: the optimizer's tried on this device, as close as its arithmetic")
 
   def _prove(self, step_fn, state: State, host, phase: int):
     """Stops before the first step unless every GEMM has the precision of its recipe."""
@@ -366,7 +363,9 @@ class _Run:
       self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
       values["skipped"] = 1
     passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
-    log.write(step, {**values, **passed_over, "data_wait_seconds": waited, **speed.values()})
+    times = self.clock.metrics(_is_due(step, self.plan.log.every) or step == self.plan.steps)
+    times |= {"data_wait_seconds": waited, **speed.values()}
+    log.write(step, {**values, **passed_over, **times})
     if stats is not None:
       self._record_stats(step, stats, alignment, log)
     progress.update(step, values["loss"], speed)
@@ -420,10 +419,12 @@ class _Run:
       "weights_dtype": self.weights_dtype,
       "documents": self.counts.summary_everywhere(),
       "evaluations": self.evaluations,
+      "seconds": self.clock.seconds(),
     }
 
   def _save(self, step: int, state: State):
-    self.checkpoints.save(step, state, self.iterator, self._meta(step))
+    with self.clock.on("checkpoint"):
+      self.checkpoints.save(step, state, self.iterator, self._meta(step))
 
   def _evaluate(self, evaluator, state, step: int, log, stop=None) -> bool:
     """Whether there is an evaluation of this step now, if there shall be any."""
@@ -433,7 +434,8 @@ class _Run:
     scaling_states = (
       self.calibration[phase] if self.calibration and not step else state.scaling_states
     )
-    results = evaluator.run(state.params, scaling_states, phase, stop)
+    with self.clock.on("evaluation"):
+      results = evaluator.run(state.params, scaling_states, phase, stop)
     if not results:
       return False
     self.evaluations[str(step)] = results
@@ -456,6 +458,7 @@ class _Run:
       "documents_passed_over": self.counts.summary_everywhere(),
       "evaluations": self.evaluations,
       "objective": evaluator_lib.objective(evaluated) if evaluated else None,
+      **goodput.as_summary(self.clock.seconds()),
     }
     provenance_lib.write_json(self.workdir, "summary.json", summary)
     startup.print_end(self.out, summary, self.workdir)
