@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from fp8jax.config import identity, resolve
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
@@ -72,11 +74,11 @@ def folder_of(path: str, workdir: str, name: str) -> str:
   return os.path.expanduser(path) if path else os.path.join(workdir, name)
 
 
-def check_same_run(
+def lines_of_changes(
   changes: dict[str, tuple[Any, Any]], meta: dict[str, Any], step: int, fingerprint: str,
   readers: dict[str, Any], accepted: Sequence[str],
-):  # fmt: skip
-  """Whether a checkpoint's run may go on.
+) -> list[str]:  # fmt: skip
+  """A line per change with which a checkpoint's run may go on.
 
   Args:
     changes: of its configuration, {key: (then, now)}.
@@ -107,7 +109,27 @@ def check_same_run(
     )
   if problems:
     raise resolve.ConfigError([*problems, "or start anew with another --workdir"])
+  return [
+    f"config changed since the checkpoint: {key}: {old} -> {new}"
+    for key, (old, new) in changes.items()
+  ]
 
 
 def _shown(value: Any) -> Any:
   return "''" if value == "" else value
+
+
+def readers(shares: int, workers: int) -> dict[str, Any]:
+  """The settings that the saved positions in the data depend on."""
+  return {
+    "processes": jax.process_count(),
+    "shares": shares,
+    "in worker processes": workers > 0,
+  }
+
+
+def lines_of_scales(step: int, is_same: bool, has_new_table: bool) -> list[str]:
+  """A line about scales that do not go on from a checkpoint, of another table or recipe."""
+  if has_new_table:
+    return [f"step {step}: scales begin anew from the table of precision.calibration"]
+  return [] if is_same else [f"other recipes made the scales of step {step}; they are begun anew"]

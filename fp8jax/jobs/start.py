@@ -67,3 +67,13 @@ def take_source(other: str, workdir: str):
   source = os.path.join(other, "hf_source")
   if os.path.isdir(source) and jax.process_index() == 0:
     hf_weights.keep_source_files(source, os.path.join(workdir, "hf_source"))
+
+
+def source(workdir: str) -> str:
+  """The workdir of init.workdir; raises FileNotFoundError where it has no checkpoint."""
+  path = os.path.expanduser(workdir)
+  if not os.path.isdir(os.path.join(path, "checkpoints")):  # Orbax would create it
+    raise FileNotFoundError(
+      f"init.workdir={workdir!r} holds no checkpoint; train that run first, or name another"
+    )
+  return path

@@ -22,10 +22,12 @@ from fp8jax.run import (
   calibration,
   checkpoint,
   control,
+  goodput,
   metrics,
   metrics_writer,
   numerics_image,
   preemption,
+  profiler,
   startup,
   tracker,
 )
@@ -77,6 +79,7 @@ class _Run:
 
   def __init__(self, plan: run_spec.RunSpec, workdir: str, base: dict[str, Any], disturb):
     self.plan, self.workdir, self.disturb = plan, workdir, disturb
+    self.clock = goodput.Clock()
     self.flat = dict(plan.flat)
     self.out = console_lib.console()
     self.fingerprint = loader.fingerprint(plan.data)
@@ -93,6 +96,7 @@ class _Run:
     self.spread = batch_sharding.BatchSharder(
       plan.run.layout, plan.microbatch, plan.grad_accum_steps
     )
+    self.readers = restore.readers(self.spread.shard.count, plan.data.workers)
     if plan.data.chat is not None:
       startup.print_chats(self.out, plan, plan.data.chat.samples_per_step)
     self.iterator = loader.train_batches(
@@ -104,6 +108,8 @@ class _Run:
     self.sites: dict[bool, Any] = {}  # quiet and loud ones of the present phase
     self.has_memories = False  # of its checkpoint, for the phase that it is in
     self.is_proven = not plan.verify_fp8_gemms
+    self.profiler = profiler.Profiler(workdir, plan.log, self.out)
+    self.compiled: set[Any] = set()  # (rules, whether loud) of steps taken here
 
   def run(self) -> dict[str, Any]:
     plan = self.plan
@@ -112,7 +118,7 @@ class _Run:
       self.checkpoints.check_room(state)  # now, not after hours
     evaluator = evaluator_lib.Evaluator(plan)
     name = plan.log.tracker
-    self.log = log = metrics_writer.Metrics(
+    self.log = metrics_writer.Metrics(
       self.workdir, start, self.evaluations, plan.log.tensorboard,
       (lambda: tracker.Tracker(name, self.workdir, self.flat)) if name else None,
     )  # fmt: skip
@@ -120,15 +126,17 @@ class _Run:
     try:
       with preemption.Interrupts() as asked:
         if not self.evaluations:
-          self._evaluate(evaluator, state, start, log)
+          self._evaluate(evaluator, state, start)
         if control.roll_back(plan.precision.policy) and not self.checkpoints.steps():
           self._save(start, state)  # to go back to
-        state, reached, last = self._loop(state, start, log, evaluator, asked)
+        with self.clock.on("step"):
+          state, reached, last = self._loop(state, start, evaluator, asked)
         self._save(reached, state)
-        self.checkpoints.wait()
+        with self.clock.on("checkpoint"):
+          self.checkpoints.wait()
         # All is saved: the last evaluation may be left, and made by the same command.
         finished = reached >= plan.steps
-        if not finished or not self._evaluate(evaluator, state, reached, log, asked.requested):
+        if not finished or not self._evaluate(evaluator, state, reached, asked.requested):
           self.out.print(
             f"interrupted: saved step {reached}; the same command goes on from there "
             f"(exit code {asked.exit_code})"
@@ -136,7 +144,7 @@ class _Run:
           return {"step": reached, "exit_code": asked.exit_code}
         return self._summarise(reached, last, state)
     finally:
-      log.close()
+      self.log.close()
       self.checkpoints.close()
       self.iterator.close()
 
@@ -146,15 +154,13 @@ class _Run:
     """A fresh state, the newest checkpoint's, or that of init.workdir."""
     steps, init = self.checkpoints.steps(), self.plan.init
     if steps:
+      before = self.checkpoints.meta(steps[-1]).get("seconds", {})
+      self.clock.go_on(before, metrics_writer.last_logged(self.workdir, "elapsed_seconds"))
       return self._restored(self.checkpoints, steps[-1])
     if not init.workdir:
       state, self.weights_dtype = start_lib.fresh(self.plan, self.workdir)
       return state, 0
-    workdir = os.path.expanduser(init.workdir)
-    if not os.path.isdir(os.path.join(workdir, "checkpoints")):  # Orbax would create it
-      raise FileNotFoundError(
-        f"init.workdir={init.workdir!r} holds no checkpoint; train that run first, or name another"
-      )
+    workdir = start_lib.source(init.workdir)
     if init.weights_only:
       state, self.weights_dtype = start_lib.stage(self.plan, workdir, self.workdir, self.out)
       return state, 0
@@ -170,7 +176,10 @@ class _Run:
   def _restored(self, saved: checkpoint.Checkpoints, step: int) -> tuple[State, int]:
     """The state after `step` steps, and the data's position; raises where the run is another."""
     meta = saved.meta(step)
-    changes = self._check_same_run(meta, step)
+    changes = identity.diff(self.identity, meta["config"])
+    accepted, read = self.plan.checkpoint.accept_changes, (self.fingerprint, self.readers)
+    for line in restore.lines_of_changes(changes, meta, step, *read, accepted):
+      self.out.print(line)
     self._remember(meta)
     self.weights_dtype = meta["weights_dtype"]
     self.evaluations = meta["evaluations"]
@@ -185,10 +194,8 @@ class _Run:
       abstract = dataclasses.replace(abstract, scaling_states={})
     state = saved.restore(step, abstract, self.iterator)
     self.out.print(f"resuming from step {step}")
-    if has_new_table:
-      self.out.print(f"step {step}: scales begin anew from the table of precision.calibration")
-    elif not is_same:
-      self.out.print(f"other recipes made the scales of step {step}; they are begun anew")
+    for line in restore.lines_of_scales(step, is_same, has_new_table):
+      self.out.print(line)
     if jax.device_get(state.halted):
       moved = " (some layers may have moved with it)" * self.plan.optim.in_backward
       self.out.print(f"step {step} met a non-finite value{moved}; going on with the batch after it")
@@ -196,32 +203,15 @@ class _Run:
       state = dataclasses.replace(state, halted=state.halted ^ state.halted)
     return state, step
 
-  def _check_same_run(self, meta: dict[str, Any], step: int) -> dict[str, tuple[Any, Any]]:
-    """Changes since the checkpoint, {key: (then, now)}; raises where one is not accepted."""
-    changes = identity.diff(self.identity, meta["config"])
-    for key, (old, new) in changes.items():
-      self.out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
-    accepted = self.plan.checkpoint.accept_changes
-    restore.check_same_run(changes, meta, step, self.fingerprint, self._readers(), accepted)
-    return changes
-
-  def _readers(self) -> dict[str, Any]:
-    """The settings that the saved positions in the data depend on."""
-    return {
-      "processes": jax.process_count(),
-      "shares": self.spread.shard.count,
-      "in worker processes": self.plan.data.workers > 0,
-    }
-
   # -- the loop
 
-  def _loop(self, state, start: int, log, evaluator, asked: preemption.Interrupts):
+  def _loop(self, state, start: int, evaluator, asked: preemption.Interrupts):
     plan = self.plan
     # Recipes arrive with the sites, so that policies leave the function as it is.
-    step_fn, phase = train_step.make_step(plan), None
+    step_fn, phase = train_step.make_step(plan), -1
     tokens = plan.tokens_per_step
     flops = metrics.flops_per_token(plan.model, plan.data.seq_len)
-    speed = progress_lib.Throughput(tokens, tokens * flops, _peak(plan))
+    speed = progress_lib.Throughput(tokens, tokens * flops, metrics.peak_flops_of(plan.num_devices))
     progress = progress_lib.Progress(plan.steps, start, plan.log.every, self.out)
     pending, last, step = None, {}, start
 
@@ -229,27 +219,29 @@ class _Run:
       """Reads the metrics of the step before: by now the next one is under way."""
       nonlocal pending, last
       if pending is not None:
-        last = self._report(*pending, log, speed, progress, state)
+        last = self._report(*pending, speed, progress, state)
         pending = None
 
     try:
       while step < plan.steps and not asked.requested(step):
-        asked_at = time.perf_counter()
-        host, number = self.steering.next_batch(self.iterator, step)
-        waited = time.perf_counter() - asked_at
+        if self.profiler.ends(step):
+          settle()
+          self.profiler.close()
+        host, number, waited = self._next_batch(step)
         if self.plan.phase(step) != phase:
           settle()
           phase = self.plan.phase(step)
-          state = self._enter(phase, state, step, host)
-          if not self.is_proven:
-            self._prove(step_fn, state, host, phase)
+          with self.clock.on("compile"):
+            state = self._enter(phase, state, step, host)
+            if not self.is_proven:
+              self._prove(step_fn, state, host, phase)
         state = self.steering.refreshed(state, lambda: self.spread.place(host), step, phase)  # noqa: B023
         if self.disturb is not None:
           state, host = self.disturb(state, host, number)
         # Nothing may slip between host and device unasked: each such copy would stall the device.
         with jax.transfer_guard("disallow"):
-          is_loud = _is_due(step, plan.log.tensor_stats_every)
-          state, values = step_fn(state, self.spread.place(host), self.sites[is_loud])
+          is_loud = metrics.is_due(step, plan.log.tensor_stats_every)
+          state, values = self._take_step(step_fn, state, host, step, phase, is_loud)
           settle()
         step += 1
         pending = (step, values, host, self.iterator.get_state(), waited)
@@ -258,20 +250,35 @@ class _Run:
           to = self.steering.target(step, last["loss"], self.checkpoints)
           if to is not None:
             state = None  # before another one is read
-            state, step, phase = self._roll_back(step, last["loss"], to), to, None
+            state, step, phase = self._roll_back(step, last["loss"], to), to, -1
             continue
           self._steer(step, is_loud)
-        if _is_due(step, plan.eval.every) and step < plan.steps:
+        if metrics.is_due(step, plan.eval.every) and step < plan.steps:
           settle()
-          self._evaluate(evaluator, state, step, log)
+          self._evaluate(evaluator, state, step)
           speed.restart()
-        if _is_due(step, plan.checkpoint.every):
+        if metrics.is_due(step, plan.checkpoint.every):
           settle()
           self._save(step, state)
       settle()
     finally:
       progress.close()
+      self.profiler.close()
     return state, step, last
+
+  def _next_batch(self, step: int):
+    """(batch, its number, seconds that the step waited for it)."""
+    with self.clock.on("data_wait"):
+      asked_at = time.perf_counter()
+      host, number = self.steering.next_batch(self.iterator, step)
+      return host, number, time.perf_counter() - asked_at
+
+  def _take_step(self, step_fn, state: State, host, step: int, phase: int, is_loud: bool):
+    program = (self.plan.precision.phases[phase].rules, is_loud)
+    kind = "step" if program in self.compiled else "compile"
+    self.compiled.add(program)
+    with self.clock.on(kind), self.profiler.step(step):
+      return step_fn(state, self.spread.place(host), self.sites[is_loud])
 
   def _enter(self, phase: int, state: State, step: int, host):
     """The state with which a phase of the precision schedule begins; sets the sites to train in.
@@ -342,6 +349,7 @@ class _Run:
     """The state of an older checkpoint; the rest of the run becomes as it was then."""
     self.checkpoints.drop_after(to)
     meta = self.checkpoints.meta(to)
+    self.clock.lose_since(meta["seconds"])
     self.steering.roll_back(step, loss, to, meta["policy"])
     self._take_plan()
     self.evaluations, self.has_memories = meta["evaluations"], True
@@ -362,7 +370,7 @@ class _Run:
       self.out.print(fp8_gemms.table(rows, title))
     self.is_proven = True
 
-  def _report(self, step, values, host, position, waited, log, speed, progress, state):
+  def _report(self, step, values, host, position, waited, speed, progress, state):
     values = jax.device_get(values)
     stats, alignment = values.pop("tensor_stats", None), values.pop("alignment", None)
     values = {k: float(v) for k, v in values.items()}
@@ -374,18 +382,20 @@ class _Run:
       self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
       values["skipped"] = 1
     passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
-    log.write(step, {**values, **passed_over, "data_wait_seconds": waited, **speed.values()})
+    times = self.clock.metrics(metrics.is_due(step, self.plan.log.every) or step == self.plan.steps)
+    times |= {"data_wait_seconds": waited, **speed.values()}
+    self.log.write(step, {**values, **passed_over, **times})
     if stats is not None:
-      self._record_stats(step, stats, alignment, log)
+      self._record_stats(step, stats, alignment)
     progress.update(step, values["loss"], speed)
     return values
 
-  def _record_stats(self, step: int, stats, alignment, log):
+  def _record_stats(self, step: int, stats, alignment):
     """Writes what every site saw in a loud step, and says what is alarming."""
     numerics = run_alarms.summarise(self.sites[True], stats, alignment)
-    log.write_nested(step, "numerics", numerics, lambda: numerics_image.draw(numerics))
+    self.log.write_nested(step, "numerics", numerics, lambda: numerics_image.draw(numerics))
     if alarms := self.watch.new(numerics):
-      log.write_row(step, {"alarms": alarms})
+      self.log.write_row(step, {"alarms": alarms})
     for line in run_alarms.as_lines(step, alarms):
       self.out.print(line)
 
@@ -414,16 +424,18 @@ class _Run:
       **({"policy": self.steering.memory.to_json()} if self.plan.precision.policy else {}),
       "config": self.identity,
       "data_fingerprint": self.fingerprint,
-      "readers": self._readers(),
+      "readers": self.readers,
       "weights_dtype": self.weights_dtype,
       "documents": self.counts.summary_everywhere(),
       "evaluations": self.evaluations,
+      "seconds": self.clock.seconds(),
     }
 
   def _save(self, step: int, state: State):
-    self.checkpoints.save(step, state, self.iterator, self._meta(step))
+    with self.clock.on("checkpoint"):
+      self.checkpoints.save(step, state, self.iterator, self._meta(step))
 
-  def _evaluate(self, evaluator, state, step: int, log, stop=None) -> bool:
+  def _evaluate(self, evaluator, state, step: int, stop=None) -> bool:
     """Whether there is an evaluation of this step now, if there shall be any."""
     if str(step) in self.evaluations or not self.plan.eval.tokens:
       return True
@@ -432,16 +444,15 @@ class _Run:
     scaling_states = (
       self.calibration[phase] if self.calibration and not step else state.scaling_states
     )
-    results = evaluator.run(state.params, scaling_states, phase, stop)
+    with self.clock.on("evaluation"):
+      results = evaluator.run(state.params, scaling_states, phase, stop)
     if not results:
       return False
     self.evaluations[str(step)] = results
-    log.write(step, evaluator_lib.flat(results))
+    self.log.write(step, evaluator_lib.flat(results))
     for source, by_precision in results.items():
-      for what, number in evaluator.passed_over[source].items():
-        self.out.print(f"held-out documents of {source} passed over as {what}: {number}")
-      text = "  ".join(f"{p} {v['loss']:.4f}" for p, v in by_precision.items())
-      self.out.print(f"step {step}  held-out loss on {source}: {text}")
+      for line in evaluator.lines(step, source, by_precision):
+        self.out.print(line)
     return True
 
   def _summarise(self, step: int, last, state) -> dict[str, Any]:
@@ -455,6 +466,7 @@ class _Run:
       "documents_passed_over": self.counts.summary_everywhere(),
       "evaluations": self.evaluations,
       "objective": evaluator_lib.objective(evaluated) if evaluated else None,
+      **goodput.as_summary(self.clock.seconds()),
     }
     provenance_lib.write_json(self.workdir, "summary.json", summary)
     startup.print_end(self.out, summary, self.workdir)
@@ -465,12 +477,3 @@ class _Run:
     """Writes WORKDIR/report.html; says why not, and the run goes on."""
     if self.plan.log.report and jax.process_index() == 0:
       self.out.print(report.attempt(self.workdir))
-
-
-def _is_due(step: int, every: int) -> bool:
-  return every > 0 and step % every == 0
-
-
-def _peak(plan: run_spec.RunSpec) -> float | None:
-  one = metrics.peak_flops(jax.devices()[0].device_kind)
-  return None if one is None else one * plan.num_devices

@@ -2,6 +2,8 @@
 
 import re
 
+import jax
+
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
@@ -67,3 +69,14 @@ def peak_flops(device_kind: str) -> float | None:
     if set(name.split()) <= set(re.split("[ -]", device_kind)):
       return peak
   return None
+
+
+def peak_flops_of(num_devices: int) -> float | None:
+  """BF16 FLOPs per second of so many devices like the first one; None where that is not known."""
+  one = peak_flops(jax.devices()[0].device_kind)
+  return None if one is None else one * num_devices
+
+
+def is_due(step: int, every: int) -> bool:
+  """Whether something that happens every so many steps happens now; 0: never."""
+  return every > 0 and step % every == 0
