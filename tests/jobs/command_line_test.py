@@ -32,7 +32,7 @@ COMMAND_LINES = [
   ([DEBUG, "--config.optim.warmup=1"], "did you mean --config.optim.warmup_steps?"),
   ([DEBUG, "--steps=5"], "Unknown command line flag 'steps'; did you mean --config.steps?"),
   ([DEBUG, "--optim.peak_lr=5"], "'optim.peak_lr'; did you mean --config.optim.peak_lr?"),
-  ([DEBUG, "--job=sft"], "'doctor', 'sensitivity'; there is no such job"),
+  ([DEBUG, "--job=sft"], "'compare', 'doctor'; there is no such job"),
   (["--config=configs/llama.py"], "no config file 'configs/llama.py'; configs has base.py, "),
   ([DEBUG, "--config.data.sources.main.paht=x"],
    "did you mean --config.data.sources.main.path?"),
