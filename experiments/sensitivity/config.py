@@ -14,5 +14,5 @@ def get_config(arm=""):
   c = smollm2_cpt.get_config(arm)
   c.eval.hf = c.init.hf
   c.data.heldout_fraction = 0.5
-  c.sensitivity.tokens = 4096
+  c.sensitivity.tokens, c.sensitivity.groups, c.sensitivity.top = 2048, ("kinds",), 3
   return c
