@@ -27,6 +27,7 @@ if "--dry" in sys.argv:  # interpreted kernels take a thread each, and each devi
   os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import fused  # noqa: E402
+import isolation  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optimizer  # noqa: E402
@@ -214,6 +215,7 @@ def main():
     print("checked: exact on lattices, norm and SwiGLU as close as their formats")
     ceilings = timing.ceilings(bench)
     optimizer.measure(bench)
+    isolation.measure(bench)
     fused.measure(bench, ceilings)
     having = entrants(bench)
     totals = {}

@@ -132,7 +132,9 @@ def find_files(pattern: str) -> list[str]:
     paths.append(path)
   paths.sort()
   if not paths:
-    hint = f"; it is a folder, try {os.path.join(pattern, '**/*')!r}" * os.path.isdir(pattern)
+    hint = "; set the source's path to a file or a glob"
+    if os.path.isdir(pattern):
+      hint = f"; it is a folder, try {os.path.join(pattern, '**/*')!r}"
     raise FileNotFoundError(f"no file matches {pattern!r}{hint}")
   return paths
 

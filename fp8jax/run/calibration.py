@@ -76,7 +76,8 @@ def read(path: str) -> dict[tuple[str, str], float]:
       raise TypeError("rows must be a list of objects")
   except (OSError, ValueError, KeyError, TypeError) as e:
     raise UserError(
-      f"precision.calibration: {path!r} is no table of --job=calibrate ({FORMAT!r}): {e}"
+      f"{path!r} is no table of --job=calibrate ({FORMAT!r}): {e}; write one with that job, which "
+      "precision.calibration and export.input_scales take"
     ) from e
   amaxes = {}
   for i, row in enumerate(rows):

@@ -280,7 +280,7 @@ MISTAKES = {
   "no evaluation": (["eval.precisions=()", "('recipe', 'bf16')"], {"eval.precisions": ()}),
   "no calibration": (["precision.calibration='nope.json' does not exist", "--job=calibrate"],
     {"precision.calibration": "nope.json"}),
-  "no text": (["data.sources.main: no file matches 'corpus/*.txt'"],
+  "no text": (["data.sources.main: no file matches 'corpus/*.txt'; set the source's path"],
     _source(kind="text", path="corpus/*.txt")),
   "a folder of text": (["no file matches 'gpt2'; it is a folder, try 'gpt2/**/*'"],
     _source(kind="text", path="gpt2")),

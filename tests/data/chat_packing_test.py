@@ -73,6 +73,13 @@ def test_steps_hold_their_samples_and_epochs_every_sample_once(folder, rows):
   assert order != [chats.whole(row) for row in rows[:8]]
 
 
+def test_every_epoch_is_another_permutation(folder):
+  steps = loader.chat_steps(chats.spec(folder / "a.jsonl"), WINDOWS)
+  order = np.concatenate([steps.numbers(step) for step in range(11)]).reshape(2, COUNT)
+  np.testing.assert_array_equal(np.sort(order), [range(COUNT)] * 2)
+  assert (order[0] == order[1]).sum() < COUNT // 4
+
+
 def test_order_is_the_seeds_and_resumes_at_every_step(folder):
   spec = chats.spec(folder / "a.jsonl")
   want = _steps(spec, 9)

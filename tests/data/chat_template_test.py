@@ -204,6 +204,9 @@ def test_bytes_of_the_built_in_tokenizer_have_the_offsets_of_their_characters():
   (sample,) = encoder.samples({"messages": [_user("é"), _assistant("ü!")]})
   assert bytes(sample.tokens.tolist()).decode() == "u:é;a:ü!;"
   assert sample.trained.tolist() == [False] * 7 + [True] * 4
+  # Nothing comes before the first token, so that nothing predicts it.
+  first = encoder.encode(encode.Rendered("abc", ((0, 3),)))
+  assert first.trained.tolist() == [False, True, True]
 
 
 def test_template_that_hides_where_a_turn_begins_is_refused():

@@ -148,6 +148,8 @@ def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
      "no matrix of this model would be FP8 (64x192 has partial tiles of 128x128"),
     ({"eval.hf": "", "export.format": "compressed-tensors"},
      "recipe 'block_128' multiplied weights as e4m3 128x128 f32"),
+    ({"eval.hf": "", "export.format": "hf-fp8-block", "export.scale_fmt": "ue8m0"},
+     "Set export.scale_fmt='auto' to keep"),
     ({"export.format": "gguf", "export.strategy": "row"}, "export.strategy='row' is not one of"),
     ({"export.scale_fmt": "ue8m0"}, "export.scale_fmt='ue8m0' is of export.format='hf-fp8-block'"),
     (FP8 | {"export.input_scales": "launch.py"}, "blocks scale every token"),

@@ -38,7 +38,8 @@ def test_bench_kernels_runs_from_end_to_end(repository):
            for by in ("ours", "xla")]  # fmt: skip
   fused += [f"grouped/{p}/{by}" for p in ("fwd", "dgrad", "wgrad") for by in ("bf16", "block_ours")]
   layers = [f"layer/dry/{r}" for r in ("bf16", "tensor_xla", "tensor_ours", "block_ours")]
-  assert set(lines) >= {"ceiling/copy", "quantize/dry/both", *products, *fused, *layers}
+  apart = [f"isolation/dry/dry/{p}/{by}/xla" for p in ("packed", "whole") for by in ("fwd", "both")]
+  assert set(lines) >= {"ceiling/copy", "quantize/dry/both", *products, *fused, *layers, *apart}
   rates = {"gb_per_s", "tflops", "share_of_copy", "share_of_bf16", "x_bf16", "error"}
   assert all(rates <= set(lines[name]) for name in (*products, *layers))
 

@@ -44,7 +44,7 @@ def test_calibration_is_a_table_that_scales_start_from(tmp_path):
 @pytest.mark.parametrize(
   "text, message",
   [
-    ("{}", "is no table of --job=calibrate"),
+    ("{}", "is no table of --job=calibrate.*write one with that job"),
     ('{"format": "fp8jax calibration 1", "rows": [{"site": "a", "tensor": "x"}]}', "amax=None"),
     ('{"format": "fp8jax calibration 1", "rows": [{"amax": 1, "tensor": "y"}]}', "needs a site"),
   ],

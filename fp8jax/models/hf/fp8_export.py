@@ -222,6 +222,8 @@ def _refusal(recipe: str, changed: str, quant: Quant, fp8: Fp8Format) -> str:
     for s in (fp8_formats.STRATEGIES if name == COMPRESSED else ("block",))
     if Fp8Format(method, s).holds(quant)
   ]
+  if "export.format='hf-fp8-block'" in keeping and fp8.method == METHODS["hf-fp8-block"]:
+    keeping = ["export.scale_fmt='auto'"]  # it is the scales that do not suit
   keeping = keeping or ["export.format='hf-bf16'"]
   return (
     f"export.format: recipe {recipe!r} multiplied weights as {quant}, and this format has "
