@@ -206,6 +206,17 @@ def test_odd_conversations_stop_the_run_or_are_counted(tmp_path, row, key, polic
   assert resumed.summary() == {}  # of the run as a whole, counted once
 
 
+def test_a_sample_of_a_whole_window_fits_and_one_token_more_does_not(tmp_path):
+  path = tmp_path / "edge.jsonl"
+  around = len("u:q;a:;") - 1  # the last token has no successor
+  for more, counts in ((0, {}), (1, {"too long": 1})):
+    rows = [*GOOD, _turns("q", "x" * (chats.LENGTH - around + more))]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    index = samples.make_index(chats.spec(path, on_long="skip"))
+    assert index.counts == counts and len(index.length) == 9 - more
+    assert index.length.max() == (chats.LENGTH if not more else len("u:q;a:fine;") - 1)
+
+
 def test_truncated_samples_keep_their_beginning_or_are_untrained(tmp_path):
   path = tmp_path / "long.jsonl"
   rows = [*GOOD[:7], _turns("q", "x" * 60), _turns("y" * 60, "late")]
