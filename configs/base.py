@@ -266,6 +266,10 @@ def get_config(arm=""):
     True  # write WORKDIR/report.html at the end (extra `report`); --job=report at any time
   )
   c.log.tracker = ""  # also to "trackio" or "wandb" (extra `track`), as they are set up
+  # WORKDIR/profile gets a trace of so many steps for XProf (`pip install xprof; xprof
+  # --logdir=WORKDIR/profile`), after profile_start steps, when programs are compiled; 0: none.
+  c.log.profile_steps = 0
+  c.log.profile_start = 10
   # Steps between looks at the ranges and rounding errors of every tensor of every site; 0: never.
   c.log.tensor_stats_every = 0
   # Rules of alarms, checked in steps of log.tensor_stats_every (none where that is 0):

@@ -136,6 +136,7 @@ _LEAST = {
   "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
   "memory.gpu_fraction": 0,
   "export.fold_smooth_batches": 0, "prepare.processes": 0,
+  "log.profile_start": 0, "log.profile_steps": 0,
 }  # fmt: skip
 
 

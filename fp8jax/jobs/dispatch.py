@@ -1,5 +1,6 @@
 """The jobs of the launcher: one function each, and the last stop for errors users can fix."""
 
+import collections
 import errno
 import os
 import shlex
@@ -236,9 +237,24 @@ def _out_of_memory(e: Exception, argv: list[str]) -> str:
   shown = " ".join(str(e).split("\n")[0].split())
   command = [a for a in argv if not a.lstrip("-").startswith("job")]
   return (
-    f"out of memory: {shown}. Where it goes: {shlex.join(['python', *command, '--job=memory'])}; "
+    f"out of memory: {shown}. {_largest_arrays()}"
+    f"Where it goes: {shlex.join(['python', *command, '--job=memory'])}; "
     "smaller: more grad_accum_steps, memory.remat_policy='full', optim.moment_format='coat'"
   )
+
+
+def _largest_arrays(most: int = 3) -> str:
+  """A sentence about the arrays that are alive and take most, equal ones together."""
+  sizes: collections.Counter[str] = collections.Counter()
+  counts: collections.Counter[str] = collections.Counter()
+  for array in jax.live_arrays():
+    name = f"{array.dtype}[{','.join(map(str, array.shape))}]"
+    sizes[name] += array.nbytes
+    counts[name] += 1
+  found = [
+    f"{counts[name]} x {name} {size / 2**20:,.1f} MiB" for name, size in sizes.most_common(most)
+  ]
+  return f"Largest arrays before the step: {', '.join(found)}. " if found else ""
 
 
 def environment(c: config_files.Config) -> dict[str, str]:

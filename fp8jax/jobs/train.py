@@ -22,10 +22,12 @@ from fp8jax.run import (
   calibration,
   checkpoint,
   control,
+  goodput,
   metrics,
   metrics_writer,
   numerics_image,
   preemption,
+  profiler,
   startup,
   tracker,
 )
@@ -77,6 +79,7 @@ class _Run:
 
   def __init__(self, plan: run_spec.RunSpec, workdir: str, base: dict[str, Any], disturb):
     self.plan, self.workdir, self.disturb = plan, workdir, disturb
+    self.clock = goodput.Clock()
     self.flat = dict(plan.flat)
     self.out = console_lib.console()
     self.fingerprint = loader.fingerprint(plan.data)
@@ -104,6 +107,8 @@ class _Run:
     self.sites: dict[bool, Any] = {}  # quiet and loud ones of the present phase
     self.has_memories = False  # of its checkpoint, for the phase that it is in
     self.is_proven = not plan.verify_fp8_gemms
+    self.profiler = profiler.Profiler(workdir, plan.log, self.out)
+    self.compiled: set[Any] = set()  # (phase, whether loud) of steps taken here
 
   def run(self) -> dict[str, Any]:
     plan = self.plan
@@ -123,9 +128,11 @@ class _Run:
           self._evaluate(evaluator, state, start, log)
         if control.roll_back(plan.precision.policy) and not self.checkpoints.steps():
           self._save(start, state)  # to go back to
-        state, reached, last = self._loop(state, start, log, evaluator, asked)
+        with self.clock.on("step"):
+          state, reached, last = self._loop(state, start, log, evaluator, asked)
         self._save(reached, state)
-        self.checkpoints.wait()
+        with self.clock.on("checkpoint"):
+          self.checkpoints.wait()
         # All is saved: the last evaluation may be left, and made by the same command.
         finished = reached >= plan.steps
         if not finished or not self._evaluate(evaluator, state, reached, log, asked.requested):
@@ -146,6 +153,8 @@ class _Run:
     """A fresh state, the newest checkpoint's, or that of init.workdir."""
     steps, init = self.checkpoints.steps(), self.plan.init
     if steps:
+      before = self.checkpoints.meta(steps[-1]).get("seconds", {})
+      self.clock.go_on(before, metrics_writer.last_logged(self.workdir, "elapsed_seconds"))
       return self._restored(self.checkpoints, steps[-1])
     if not init.workdir:
       state, self.weights_dtype = start_lib.fresh(self.plan, self.workdir)
@@ -234,22 +243,30 @@ class _Run:
 
     try:
       while step < plan.steps and not asked.requested(step):
-        asked_at = time.perf_counter()
-        host, number = self.steering.next_batch(self.iterator, step)
-        waited = time.perf_counter() - asked_at
+        if self.profiler.ends(step):
+          settle()
+          self.profiler.close()
+        with self.clock.on("data_wait"):
+          asked_at = time.perf_counter()
+          host, number = self.steering.next_batch(self.iterator, step)
+          waited = time.perf_counter() - asked_at
         if self.plan.phase(step) != phase:
           settle()
           phase = self.plan.phase(step)
-          state = self._enter(phase, state, step, host)
-          if not self.is_proven:
-            self._prove(step_fn, state, host, phase)
+          with self.clock.on("compile"):
+            state = self._enter(phase, state, step, host)
+            if not self.is_proven:
+              self._prove(step_fn, state, host, phase)
         state = self.steering.refreshed(state, lambda: self.spread.place(host), step, phase)  # noqa: B023
         if self.disturb is not None:
           state, host = self.disturb(state, host, number)
         # Nothing may slip between host and device unasked: each such copy would stall the device.
         with jax.transfer_guard("disallow"):
           is_loud = _is_due(step, plan.log.tensor_stats_every)
-          state, values = step_fn(state, self.spread.place(host), self.sites[is_loud])
+          kind = "step" if (phase, is_loud) in self.compiled else "compile"
+          with self.clock.on(kind), self.profiler.step(step):
+            state, values = step_fn(state, self.spread.place(host), self.sites[is_loud])
+          self.compiled.add((phase, is_loud))
           settle()
         step += 1
         pending = (step, values, host, self.iterator.get_state(), waited)
@@ -271,6 +288,7 @@ class _Run:
       settle()
     finally:
       progress.close()
+      self.profiler.close()
     return state, step, last
 
   def _enter(self, phase: int, state: State, step: int, host):
@@ -374,7 +392,9 @@ class _Run:
       self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
       values["skipped"] = 1
     passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
-    log.write(step, {**values, **passed_over, "data_wait_seconds": waited, **speed.values()})
+    times = self.clock.metrics(_is_due(step, self.plan.log.every) or step == self.plan.steps)
+    times |= {"data_wait_seconds": waited, **speed.values()}
+    log.write(step, {**values, **passed_over, **times})
     if stats is not None:
       self._record_stats(step, stats, alignment, log)
     progress.update(step, values["loss"], speed)
@@ -418,10 +438,12 @@ class _Run:
       "weights_dtype": self.weights_dtype,
       "documents": self.counts.summary_everywhere(),
       "evaluations": self.evaluations,
+      "seconds": self.clock.seconds(),
     }
 
   def _save(self, step: int, state: State):
-    self.checkpoints.save(step, state, self.iterator, self._meta(step))
+    with self.clock.on("checkpoint"):
+      self.checkpoints.save(step, state, self.iterator, self._meta(step))
 
   def _evaluate(self, evaluator, state, step: int, log, stop=None) -> bool:
     """Whether there is an evaluation of this step now, if there shall be any."""
@@ -432,7 +454,8 @@ class _Run:
     scaling_states = (
       self.calibration[phase] if self.calibration and not step else state.scaling_states
     )
-    results = evaluator.run(state.params, scaling_states, phase, stop)
+    with self.clock.on("evaluation"):
+      results = evaluator.run(state.params, scaling_states, phase, stop)
     if not results:
       return False
     self.evaluations[str(step)] = results
@@ -455,6 +478,7 @@ class _Run:
       "documents_passed_over": self.counts.summary_everywhere(),
       "evaluations": self.evaluations,
       "objective": evaluator_lib.objective(evaluated) if evaluated else None,
+      **goodput.as_summary(self.clock.seconds()),
     }
     provenance_lib.write_json(self.workdir, "summary.json", summary)
     startup.print_end(self.out, summary, self.workdir)

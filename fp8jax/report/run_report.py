@@ -9,6 +9,7 @@ import altair as alt
 from fp8jax.report import charts, files, page, sensitivity_page, thin
 from fp8jax.report.files import RunFiles
 from fp8jax.report.page import Section
+from fp8jax.run import goodput
 
 # Rows of the tables of alarms and of numerics that a page shows; the files have all.
 MAX_EVENTS = 200
@@ -45,7 +46,8 @@ def sections(run: RunFiles) -> list[Section]:
 
 
 def _sections(run: RunFiles) -> list[Section]:
-  found = [_head(run), _training(run), _speed(run), *_numerics(run), _events(run), _memory(run)]
+  found = [_head(run), _training(run), _speed(run), _time(run), *_numerics(run), _events(run)]
+  found += [_memory(run)]
   found += sensitivity_page.sections(run.sensitivity) if run.sensitivity else []
   return [s for s in [*found, _config(run), _sites(run), _provenance(run)] if s is not None]
 
@@ -114,6 +116,18 @@ def _speed(run: RunFiles) -> Section | None:
   note = "Means over a sliding window of 20 steps, without compilation. "
   lacks = "" if "mfu" in run.curves else "No MFU: the peak of this device is not known."
   return Section("Speed", note + lacks, drawn)
+
+
+def _time(run: RunFiles) -> Section | None:
+  last = {name: float(curve.values[-1]) for name, curve in run.curves.items()}
+  seconds = (run.summary or {}).get("seconds") or goodput.from_curves(last)
+  if not seconds:
+    return None
+  note = (
+    f"Goodput {goodput.goodput(seconds):.1%}: the share of the time of all processes of this run "
+    "that went into steps that count. Lost are steps that were taken again."
+  )
+  return Section("Time", note, tables=[(("", "seconds", "share"), goodput.table(seconds))])
 
 
 def _numerics(run: RunFiles) -> list[Section]:

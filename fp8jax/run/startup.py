@@ -19,6 +19,7 @@ from fp8jax.ops import collectives
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES
+from fp8jax.run import goodput
 from fp8jax.step.run_spec import RunSpec
 
 _GATHERS = {None: "-", True: "quantized", False: "unquantized"}
@@ -285,6 +286,7 @@ def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):
     out.print(f"documents passed over: {summary['documents_passed_over']}")
   if summary["skipped_updates"]:
     out.print(f"updates skipped for non-finite values: {summary['skipped_updates']}")
+  out.print(goodput.line(summary["seconds"]))
   out.print(f"written to {workdir}")
 
 

@@ -140,6 +140,8 @@ class LogConfig:
     tracker: the package that metrics are also sent to, or "".
     tensor_stats_every: optimizer steps between loud steps; 0: never.
     alarms: checked in loud steps.
+    profile_start: optimizer steps before the first that is traced.
+    profile_steps: steps that are traced for XProf; 0: none.
   """
 
   every: int
@@ -148,6 +150,8 @@ class LogConfig:
   tracker: str
   tensor_stats_every: int
   alarms: tuple[Alarm, ...]
+  profile_start: int = 0
+  profile_steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

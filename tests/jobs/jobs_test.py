@@ -162,7 +162,9 @@ def test_a_finished_run_is_left_in_its_last_evaluation_and_completed(
   assert not (workdir / "summary.json").exists()
   c = debug_runs.config(**{"log.every": 1})
   code, stdout, _ = run_job("train", c, workdir)
-  assert code == 0 and debug_runs.read_json(workdir / "summary.json") == before[0]
+  times = {"seconds": None, "goodput": None}  # of all processes
+  assert code == 0
+  assert debug_runs.read_json(workdir / "summary.json") | times == before[0] | times
   assert f"last train loss {before[0]['train_loss']:.4f}" in stdout
   # Each leg of the run is remembered, with its configuration where that changed.
   made = debug_runs.read_json(workdir / "provenance.json")

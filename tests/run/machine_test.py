@@ -246,6 +246,8 @@ def test_only_configs_that_need_it_take_more_memory():
 def test_out_of_memory_ends_in_one_line_with_the_command_that_explains_it(
   tmp_path, capsys, monkeypatch
 ):
+  big = jnp.zeros((3, 2**21), jnp.float32)  # of no other test
+
   def too_much(*args):
     jnp.zeros(2**46, jnp.int8).block_until_ready()  # 64 TiB
 
@@ -256,6 +258,7 @@ def test_out_of_memory_ends_in_one_line_with_the_command_that_explains_it(
   assert dispatch.run("train", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith("error: out of memory: RESOURCE_EXHAUSTED")
+  assert f"1 x float32[3,{big.shape[1]}] 24.0 MiB" in line
 
   command = "python launch.py --config=configs/debug.py:bf16 --config.global_batch=8 --job=memory"
   assert f"{command};" in line

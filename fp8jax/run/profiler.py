@@ -1,0 +1,43 @@
+"""A trace of some steps for XProf: log.profile_start and log.profile_steps.
+
+WORKDIR/profile is read by `xprof --logdir=WORKDIR/profile`, TensorBoard's profile plugin, Perfetto.
+"""
+
+import contextlib
+import os
+
+import jax
+import rich.console
+
+from fp8jax.step import config as step_config
+
+
+class Profiler:
+  """Traces log.profile_steps steps of a run; after a resumption the rest of them."""
+
+  def __init__(self, workdir: str, log: step_config.LogConfig, out: rich.console.Console):
+    self._folder, self._out, self._is_on = os.path.join(workdir, "profile"), out, False
+    self._first, self._end = log.profile_start, log.profile_start + log.profile_steps
+
+  def step(self, step: int) -> contextlib.AbstractContextManager:
+    """Around the dispatch of the step after `step` steps; begins the trace where it is due.
+
+    Call `ends` first.
+    """
+    if not self._first <= step < self._end:
+      return contextlib.nullcontext()
+    if not self._is_on:
+      jax.profiler.start_trace(self._folder)
+      self._is_on = True
+    return jax.profiler.StepTraceAnnotation("train", step_num=step + 1)
+
+  def ends(self, step: int) -> bool:
+    """Whether the trace ends before the step after `step` steps: results are then waited for."""
+    return self._is_on and step >= self._end
+
+  def close(self):
+    """Writes the trace, if there is one; the device has finished its steps."""
+    if self._is_on:
+      self._is_on = False
+      jax.profiler.stop_trace()
+      self._out.print(f"trace for XProf: {self._folder}")

@@ -1,0 +1,88 @@
+"""Seconds by kind: sums against a clock that the test turns, and a run that is interrupted."""
+
+import json
+
+import jax
+import pytest
+from harness import text_config, train_on_text
+
+from fp8jax.config import resolve
+from fp8jax.kernels.choose import Device
+from fp8jax.report import run_report
+from fp8jax.run import goodput, metrics_writer, preemption
+
+
+def test_every_second_has_one_kind_and_repeated_steps_are_lost():
+  now = [100.0]
+  clock = goodput.Clock(lambda: now[0])
+
+  def passes(seconds):
+    now[0] += seconds
+
+  passes(3)
+  with clock.on("step"):
+    passes(10)
+    with clock.on("data_wait"):
+      passes(2)
+    with pytest.raises(OSError), clock.on("checkpoint"):
+      passes(1)
+      raise OSError
+    passes(5)
+  passes(4)
+  expected = dict(init=7.0, compile=0.0, data_wait=2.0, step=15.0, checkpoint=1.0)
+  assert clock.seconds() == {**expected, "evaluation": 0.0, "lost": 0.0}
+  assert goodput.goodput(clock.seconds()) == 15 / 25
+  # The process before took 40 s to its checkpoint, and was seen for the last time 8 s later.
+  clock.go_on({"step": 30.0, "init": 10.0}, 48.0)
+  assert clock.seconds() == {
+    **expected, "evaluation": 0.0, "init": 17.0, "step": 45.0, "lost": 8.0
+  }  # fmt: skip
+  assert goodput.line(clock.seconds()).endswith("lost 8.0; goodput 61.6%")
+
+
+def _traced_steps(path) -> list[int]:
+  data, found = jax.profiler.ProfileData.from_file(path), []  # which owns all of its parts
+  for plane in data.planes:
+    for line in plane.lines:
+      found += [dict(e.stats)["step_num"] for e in line.events if e.name == "train"]
+  return sorted(found)
+
+
+@pytest.mark.filterwarnings("ignore:builtin type")  # of the trace's reader
+def test_a_killed_run_counts_its_repeated_steps_and_traces_its_window(tmp_path, monkeypatch):
+  """A run of 6 steps with a checkpoint at 3 dies after step 5; its trace has the steps 2 and 3."""
+  changes = {
+    "checkpoint.every": 3, "log.every": 2, "log.profile_start": 1, "log.profile_steps": 2,
+    "eval.precisions": ("bf16",),
+  }  # fmt: skip
+  with monkeypatch.context() as patch:
+
+    def dies(self, step):
+      if step == 5:
+        raise KeyboardInterrupt
+      return False
+
+    patch.setattr(preemption.Interrupts, "requested", dies)
+    with pytest.raises(KeyboardInterrupt):
+      train_on_text(tmp_path, "bf16", **changes)
+  (trace,) = tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")
+  assert _traced_steps(str(trace)) == [2, 3]
+  rows = [row for _, row in metrics_writer.rows(str(tmp_path / "metrics.jsonl"))]
+  elapsed = {row["step"]: row["elapsed_seconds"] for row in rows if "elapsed_seconds" in row}
+  train_on_text(tmp_path, "bf16", **changes)
+  summary = json.loads((tmp_path / "summary.json").read_text())
+  seconds = summary["seconds"]
+  assert seconds.keys() == set(goodput.KINDS) and min(seconds.values()) >= 0
+  # From somewhere between the steps 3 and 4, when the checkpoint was written, to the last row.
+  last = max(elapsed)
+  assert elapsed[last] - elapsed[4] <= seconds["lost"] <= elapsed[last] - elapsed[2]
+  assert min(seconds[k] for k in ("init", "compile", "step", "checkpoint", "evaluation")) > 0
+  page = run_report.write(str(tmp_path))
+  with open(page) as f:
+    assert f"Goodput {goodput.goodput(seconds):.1%}" in f.read()
+
+
+def test_a_profile_of_a_negative_window_is_refused():
+  c = text_config(**{"log.profile_steps": -1})
+  with pytest.raises(resolve.ConfigError, match="log.profile_steps=-1 must be at least 0"):
+    resolve.resolve(c, 1, Device("cpu"))
