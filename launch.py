@@ -1,7 +1,7 @@
 """python launch.py --config=configs/X.py[:arm] [--config.a.b=value] [--job=JOB] [--workdir=DIR]
 
 python launch.py --job=report --workdir=DIR; --job=compare DIR...
-python launch.py --sweep=experiments/sweeps/X.py [--parallel=N | --submit=slurm | --print]
+python launch.py --sweep=experiments/sweeps/X.py [--parallel=N | --submit=slurm | --print | --vmap]
 python launch.py --job=doctor; --explain optim.peak_lr; --help-config
 
 Exit codes: 0 finished, 1 an error, 3 diverged (loss or gradient not finite), 75 saved after SIGTERM
@@ -49,6 +49,10 @@ PARALLEL = flags.DEFINE_integer("parallel", 0, "Trials at a time; default one pe
 SUBMIT = flags.DEFINE_string("submit", "", "Runs the trials as jobs: slurm, or local to try it.")
 PRINT = flags.DEFINE_boolean("print", False, "Prints the commands of trials that are not over.")
 
+VMAP = flags.DEFINE_boolean(
+  "vmap", False, "Trains trials that differ in seed and rate alone at once; small models."
+)
+
 
 def main(argv):
   if JOB.value in command_line.OF_FILES:
@@ -64,7 +68,7 @@ def main(argv):
     root = os.path.dirname(os.path.abspath(__file__))
     sys.exit(
       dispatch.run_sweep(
-        SWEEP.value, root, WORKDIR.value, PARALLEL.value, SUBMIT.value, PRINT.value
+        SWEEP.value, root, WORKDIR.value, PARALLEL.value, SUBMIT.value, PRINT.value, VMAP.value
       )
     )
   for name, value in dispatch.environment(CONFIG.value).items():

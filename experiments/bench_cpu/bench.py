@@ -211,13 +211,13 @@ BENCHES = {
 
 
 def main(names):
-  from fp8jax.run import metrics_writer
+  from fp8jax.run import provenance
 
   path = HERE / "results.json"
   results = json.loads(path.read_text()) if path.exists() else {}
   for name in names or BENCHES:
     print(f"{name} ...", flush=True)
-    results[name] = {**BENCHES[name](), "provenance": _provenance(metrics_writer)}
+    results[name] = {**BENCHES[name](), "provenance": _provenance(provenance)}
     print(json.dumps({k: v for k, v in results[name].items() if k != "provenance"}, indent=2))
     path.write_text(json.dumps(results, indent=2) + "\n")
 

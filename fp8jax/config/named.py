@@ -6,11 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.config import identity
+from fp8jax.config.files import Config
 from fp8jax.errors import ConfigErrors, UserError
 
 
 def flat(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-  """The flat configuration of "FILE" or "FILE:ARM" with `changes`, {"optim.peak_lr": 1e-3}.
+  """`load` as plain values, {"optim.peak_lr": 1e-3, ...}."""
+  return identity.flatten(load(name, changes))
+
+
+def load(name: str, changes: Mapping[str, Any]) -> Config:
+  """The configuration of "FILE" or "FILE:ARM" with `changes`, {"optim.peak_lr": 1e-3}.
 
   Raises:
     UserError: there is no such file, or it does not have these keys with values of these types.
@@ -32,4 +38,4 @@ def flat(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
       c.update_from_flattened_dict({key: value})
     except (TypeError, ValueError) as e:
       raise UserError(f"{name}: {key}={value!r}: {e}") from e
-  return identity.flatten(c)
+  return c

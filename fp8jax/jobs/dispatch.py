@@ -112,11 +112,14 @@ def _reported(action: Callable[[], int], workdir: str) -> int:
 
 
 def run_sweep(
-  path: str, root: str, workdir: str, parallel: int, submit: str, is_printed: bool
-) -> int:
+  path: str, root: str, workdir: str, parallel: int, submit: str, is_printed: bool,
+  is_mapped: bool = False,
+) -> int:  # fmt: skip
   """Runs the trials of a sweep's file (sweeps/run.py); returns the process's exit code."""
   try:
-    return sweep_run.run(path, root, workdir, parallel, submit, is_printed)
+    if is_mapped:
+      compilation_cache.enable()
+    return sweep_run.run(path, root, workdir, parallel, submit, is_printed, is_mapped)
   except (UserError, OSError) as e:
     print(f"error: {e}", file=sys.stderr)
   except ModuleNotFoundError as e:

@@ -262,49 +262,58 @@ def make_step(plan: run_spec.RunSpec):
   (RunSpec.sites) the same function, traced a second time, also returns what every site saw in
   metrics["tensor_stats"], and transformer.alignment.
   """
-  shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(plan))
-  take = layerwise.take if plan.optim.in_backward else after_backward
   schedule = optim_build.schedule(plan.optim)
   key = jax.random.key(plan.seed)
 
   def step(state: State, batch, sites):
-    sites = scaling_lib.with_states(sites, state.scaling_states)
-    sites = site_lib.with_keys(sites, jax.random.fold_in(key, state.step))
-    watched = {}
-    if _is_loud(sites):
-      # Before anything moves: parameters are moved in place.
-      both = (state.params, transformer.alignment(state.params, plan.model))
-      params, watched["alignment"] = jax.lax.optimization_barrier(both)
-      state = dataclasses.replace(state, params=params)
-    rate = schedule(state.step)
-    result = take(plan, state, sites, batch, rate)
-    params, opt = result.params, result.opt
-    if plan.run.layout.mesh is not None:  # scales too come to rest where they were
-      params, opt = jax.lax.with_sharding_constraint((params, opt), shardings)
-    scaling_states = scaling_lib.next_states(sites, state.scaling_states, result.tensor_stats)
-    if watched:
-      watched["tensor_stats"] = result.tensor_stats
-    is_finite = result.is_finite
-    is_applied = is_finite & ~state.halted
-
-    def keep(new, old):
-      return jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
-
-    moved, before = jnp.sqrt(result.squares)
-    values = metrics.of_step(result.loss, result.norm, moved, before, rate, is_finite)
-    return State(
-      step=state.step + ~state.halted,
-      params=params,
-      opt=opt,
-      scaling_states=keep(scaling_states, state.scaling_states),
-      loss_scale=loss_scale.update(state.loss_scale, is_finite, plan.loss_scale),
-      grad_autoscale=keep(result.grad_autoscale, state.grad_autoscale),
-      skipped=state.skipped + (~is_finite & ~state.halted),
-      halted=state.halted | (~is_finite & stops_on_nonfinite(plan, state.loss_scale.get("scale"))),
-    ), {**values, **result.values, **watched}
+    return take_step(plan, state, batch, sites, schedule(state.step), key)
 
   options = choose.compiler_options(plan.device)
   return jax.jit(step, donate_argnums=0, compiler_options=options)
+
+
+def take_step(plan: run_spec.RunSpec, state: State, batch, sites, rate, key):
+  """(state, metrics) after one step, see make_step.
+
+  Args:
+    rate: learning rate.
+    key: random key of the run, of which every step and site has one of its own.
+  """
+  shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(plan))
+  take = layerwise.take if plan.optim.in_backward else after_backward
+  sites = scaling_lib.with_states(sites, state.scaling_states)
+  sites = site_lib.with_keys(sites, jax.random.fold_in(key, state.step))
+  watched = {}
+  if _is_loud(sites):
+    # Before anything moves: parameters are moved in place.
+    both = (state.params, transformer.alignment(state.params, plan.model))
+    params, watched["alignment"] = jax.lax.optimization_barrier(both)
+    state = dataclasses.replace(state, params=params)
+  result = take(plan, state, sites, batch, rate)
+  params, opt = result.params, result.opt
+  if plan.run.layout.mesh is not None:  # scales too come to rest where they were
+    params, opt = jax.lax.with_sharding_constraint((params, opt), shardings)
+  scaling_states = scaling_lib.next_states(sites, state.scaling_states, result.tensor_stats)
+  if watched:
+    watched["tensor_stats"] = result.tensor_stats
+  is_finite = result.is_finite
+  is_applied = is_finite & ~state.halted
+
+  def keep(new, old):
+    return jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
+
+  moved, before = jnp.sqrt(result.squares)
+  values = metrics.of_step(result.loss, result.norm, moved, before, rate, is_finite)
+  return State(
+    step=state.step + ~state.halted,
+    params=params,
+    opt=opt,
+    scaling_states=keep(scaling_states, state.scaling_states),
+    loss_scale=loss_scale.update(state.loss_scale, is_finite, plan.loss_scale),
+    grad_autoscale=keep(result.grad_autoscale, state.grad_autoscale),
+    skipped=state.skipped + (~is_finite & ~state.halted),
+    halted=state.halted | (~is_finite & stops_on_nonfinite(plan, state.loss_scale.get("scale"))),
+  ), {**values, **result.values, **watched}
 
 
 def after_backward(plan: run_spec.RunSpec, state: State, sites, batch, rate) -> update.StepResult:

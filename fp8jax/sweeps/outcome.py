@@ -67,13 +67,17 @@ class LossWatch:
     if not os.path.exists(self._path) or os.path.getsize(self._path) == self._read:
       return ""
     self._read = os.path.getsize(self._path)
-    losses = _losses(self._path)
-    if len(losses) <= _WINDOW:
-      return ""
-    mean = sum(losses[-_WINDOW:]) / _WINDOW
-    if mean <= losses[0] + self._stop_above:
-      return ""
-    return f"mean loss of {_WINDOW} steps {mean:.3f}, first {losses[0]:.3f}"
+    return divergence(_losses(self._path), self._stop_above)
+
+
+def divergence(losses: list[float], stop_above: float) -> str:
+  """Why a run with these losses has diverged by its last steps, or ""."""
+  if len(losses) <= _WINDOW:
+    return ""
+  mean = sum(losses[-_WINDOW:]) / _WINDOW
+  if mean <= losses[0] + stop_above:
+    return ""
+  return f"mean loss of {_WINDOW} steps {mean:.3f}, first {losses[0]:.3f}"
 
 
 def _losses(path: str) -> list[float]:

@@ -18,7 +18,7 @@ from fp8jax import console as console_lib
 from fp8jax.errors import UserError
 from fp8jax.sweeps import outcome as outcome_lib
 from fp8jax.sweeps import plan as plan_lib
-from fp8jax.sweeps import process, slurm, spec, table
+from fp8jax.sweeps import process, slurm, spec, stacked, table
 from fp8jax.sweeps.outcome import Outcome
 from fp8jax.sweeps.spec import Trial
 
@@ -35,7 +35,10 @@ class Handle(Protocol):
   def stop(self): ...
 
 
-def run(path: str, root: str, workdir: str, parallel: int, submit: str, is_printed: bool) -> int:
+def run(
+  path: str, root: str, workdir: str, parallel: int, submit: str, is_printed: bool,
+  is_mapped: bool = False,
+) -> int:  # fmt: skip
   """Runs the sweep in a file; returns the exit code.
 
   Args:
@@ -45,6 +48,7 @@ def run(path: str, root: str, workdir: str, parallel: int, submit: str, is_print
     parallel: trials at a time; 0: one per GPU or core, all of those for a scheduler.
     submit: "" for processes here, or a cluster of submitit.
     is_printed: print the commands of the trials that are not over, and start none.
+    is_mapped: train trials that differ in seed and rate alone at once (sweeps/stacked.py).
   """
   sweep = spec.load(path)
   stem = os.path.splitext(os.path.basename(path))[0]
@@ -58,8 +62,30 @@ def run(path: str, root: str, workdir: str, parallel: int, submit: str, is_print
         print(process.shown(trial))
     return 0
   os.makedirs(folder, exist_ok=True)
+  if is_mapped:
+    if submit or sweep.search is not None:
+      raise UserError("--vmap: --submit and a search start trials one by one; leave one out")
+    return _ended(sweep, path, folder, _mapped(sweep, folder, parallel, out), None, out)
   begin = _starter(sweep, root, folder, parallel, submit)
   results, code = _all(plan_lib.of(sweep, folder), *begin, out)
+  return _ended(sweep, path, folder, results, code, out)
+
+
+def _mapped(sweep, folder: str, count: int, out: rich.console.Console) -> table.Results:
+  """Every trial, those of a group at once."""
+  trials = sweep.trials(folder)
+  found = {t.workdir: outcome_lib.read(t) for t in trials}
+  for members in stacked.groups([t for t in trials if found[t.workdir] is None], count):
+    out.print(f"starts {len(members)} trials at once: {members[0].trial.config}")
+    for trial, outcome in stacked.run(members, sweep.stop_above):
+      said = f" {outcome.objective:.4f}" if outcome.objective is not None else ""
+      out.print(f"{outcome.status}{said}: {trial.workdir}")
+      found[trial.workdir] = outcome
+  return [(t, o) for t in trials if (o := found[t.workdir]) is not None]
+
+
+def _ended(sweep, path: str, folder: str, results: table.Results, code, out) -> int:
+  """Writes and shows the end of a sweep; its exit code."""
   table.write(folder, path, sweep, results)
   table.show(out, sweep, results)
   out.print(f"{folder}/sweep.json has the trials and their workdirs")

@@ -1,0 +1,152 @@
+"""Phases of training by precision: data wait, step, allocation, decoding, energy.
+
+command: python experiments/bench_phases/bench.py [--config=configs/debug.py] [--steps=8]
+         [--arms=fp32,fp16,bf16,block_128]
+needs:   any device; energy needs a GPU and `pip install nvidia-ml-py`
+
+Arms: fp32, fp16 (with a dynamic loss scale) and bf16 are unquantized with that compute dtype; every
+other name is a recipe. Data wait is measured with the device busy, as in training. Allocation is
+that of the compiled step: arguments and temporaries. Decoding: 8 sequences at once. Energy is
+NVML's counter over the timed steps. Writes results/<device>.json beside this file.
+"""
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import re
+import sys
+import time
+
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+from fp8jax.config import resolve  # noqa: E402
+from fp8jax.data import batch_sharding, loader, tokenize  # noqa: E402
+from fp8jax.generation import api  # noqa: E402
+from fp8jax.generation.sampling import Sampling  # noqa: E402
+from fp8jax.jobs import doctor  # noqa: E402
+from fp8jax.kernels import choose  # noqa: E402
+from fp8jax.run import provenance  # noqa: E402
+from fp8jax.step import train_step  # noqa: E402
+
+WIDE = {
+  "fp32": {"precision.compute_dtype": "float32"},
+  "fp16": {"precision.compute_dtype": "float16", "loss_scale.kind": "dynamic"},
+  "bf16": {"precision.compute_dtype": "bfloat16"},
+}
+DECODED, SLOTS = 32, 8
+
+
+def plan_of(path: str, arm: str):
+  """The configuration in a precision, resolved."""
+  spec = importlib.util.spec_from_file_location("benched", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  c = module.get_config("bf16" if arm in WIDE else arm)
+  c.update_from_flattened_dict(WIDE.get(arm, {}))
+  return resolve.resolve(c, 1, choose.current_device())
+
+
+class Energy:
+  """Joules of GPU 0 since the last call; None without NVML."""
+
+  def __init__(self):
+    self._read = None
+    if choose.current_device().platform == "gpu" and importlib.util.find_spec("pynvml"):
+      import pynvml
+
+      pynvml.nvmlInit()
+      handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+      self._read = lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+      self._before = self._read()
+
+  def joules(self) -> float | None:
+    if self._read is None:
+      return None
+    now = self._read()
+    used, self._before = now - self._before, now
+    return used
+
+
+def measure(path: str, arm: str, steps: int) -> dict:
+  """Figures of one arm."""
+  plan = plan_of(path, arm)
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
+  stream = loader.train_batches(plan.data, spread.local_batch, spread.shard)
+  batch = spread.place(next(stream))
+  state = train_step.calibrate(plan, train_step.make_state(plan), batch, 0)
+  start = time.perf_counter()
+  step = train_step.make_step(plan).lower(state, batch, plan.sites()).compile()
+  compiled, sizes = time.perf_counter() - start, step.memory_analysis()
+  state, values = jax.block_until_ready(step(state, batch, plan.sites()))
+  energy, times, waits = Energy(), [], []
+  energy.joules()
+  for _ in range(steps):
+    start = time.perf_counter()
+    state, values = step(state, batch, plan.sites())
+    asked = time.perf_counter()
+    host = next(stream)
+    waits.append(time.perf_counter() - asked)
+    jax.block_until_ready(values)
+    times.append(time.perf_counter() - start)
+    batch = spread.place(host)
+  used = energy.joules()
+  stream.close()
+  seconds = float(np.median(times))
+  return {
+    "compile_s": round(compiled, 2),
+    "step_s": round(seconds, 4),
+    "all_step_s": [round(t, 4) for t in times],
+    "tokens_per_s": round(plan.tokens_per_step / seconds),
+    "data_wait_s": round(float(np.median(waits)), 5),
+    "arguments_mib": round(sizes.argument_size_in_bytes / 2**20, 1),
+    "temporaries_mib": round(sizes.temp_size_in_bytes / 2**20, 1),
+    "joules_per_step": None if used is None else round(used / steps, 2),
+    "loss": float(values["loss"]),
+    "decode": decode(plan, state.params, state.scaling_states),
+  }
+
+
+def decode(plan, params, states) -> dict | None:
+  """Tokens per second of decoding, without the compilation; None for delayed or static scales."""
+  if states:
+    return None
+  tokenizer = tokenize.Tokenizer("bytes")
+  made = api.Generator(
+    params, plan.sites(), plan.model, plan.run, tokenizer, (), slots=SLOTS, max_length=64
+  )
+  prompts = [tokenizer.encode_prompt("The import statement")] * SLOTS
+  sampling = Sampling(max_new_tokens=DECODED)
+  made.generate(prompts, sampling)
+  start = time.perf_counter()
+  found = made.generate(prompts, sampling)
+  count = sum(len(c.tokens) for row in found for c in row)
+  return {"tokens": count, "tokens_per_s": round(count / (time.perf_counter() - start), 1)}
+
+
+def main():
+  parser = argparse.ArgumentParser()
+  parser.add_argument("--config", default="configs/debug.py")
+  parser.add_argument("--steps", type=int, default=8)
+  first = doctor.first_run(choose.current_device()).recipe
+  parser.add_argument("--arms", default=",".join(dict.fromkeys((*WIDE, first))))
+  given = parser.parse_args()
+  kind = jax.devices()[0].device_kind
+  path = HERE / "results" / f"{re.sub(r'[^A-Za-z0-9]+', '_', kind).lower()}.json"
+  path.parent.mkdir(exist_ok=True)
+  made = provenance.provenance({}, "", 0, 1)
+  keep = ("time", "commit", "dirty", "versions", "devices", "host")
+  results = {"config": given.config, "provenance": {k: made[k] for k in keep if k in made}}
+  results["arms"] = {}
+  for arm in given.arms.split(","):
+    results["arms"][arm] = measure(given.config, arm, given.steps)
+    print(arm, json.dumps(results["arms"][arm]), flush=True)
+    path.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+  main()
