@@ -59,21 +59,28 @@ def groups(result: Result, group: str) -> Any | None:
   ).properties(title=f"loss relative to BF16, %: one {title} quantized, 95 % intervals")
 
 
-def arms(budget: Mapping[str, Any]) -> Any:
-  """Loss of the chosen rules and of others, on the half that rules were not chosen on."""
+def arms(budget: Mapping[str, Any], of: str = "loss_percent") -> Any:
+  """The chosen rules and others, on the half that rules were not chosen on.
+
+  Args:
+    of: "loss_percent" or "kl".
+  """
   rows = budget["arms"]
   names = [f"{a['arm']} ({100 * a['bf16_flops']:.0f} % BF16)" for a in rows]
-  losses, kls = ([a["report"][key] for a in rows] for key in ("loss_percent", "kl"))
-  title = f"{budget['budget']}: loss relative to BF16, %, on the other half"
-  return _intervals(names, losses, kls, None).properties(title=title)
+  values, kls = ([a["report"][key] for a in rows] for key in (of, "kl"))
+  what = {"loss_percent": "loss relative to BF16, %", "kl": "KL from BF16, nats per token"}[of]
+  title = f"{budget['budget']}: {what}, on the other half"
+  return _intervals(names, values, kls, None, "~g" if of == "kl" else "+.2f").properties(
+    title=title
+  )
 
 
-def _intervals(names: Sequence[str], losses, kls, title: str | None) -> Any:
+def _intervals(names: Sequence[str], losses, kls, title: str | None, digits="+.2f") -> Any:
   mean, low, high = zip(*losses)
   data = charts.rows(name=names, mean=mean, low=low, high=high, kl=[k[0] for k in kls])
   base = alt.Chart(data).encode(y=alt.Y("name:N", sort=list(names), title=title))
   tooltip = [alt.Tooltip(f"{n}:Q", format="+.4f") for n in ("mean", "low", "high")]
-  x = alt.X("low:Q", title=None, axis=alt.Axis(format="+.2f"))
+  x = alt.X("low:Q", title=None, axis=alt.Axis(format=digits))
   rule = base.mark_rule(strokeWidth=1.5, color=palette.TENSORS["x"]).encode(x=x, x2="high:Q")
   point = base.mark_point(filled=True, size=45, color=palette.TENSORS["x"]).encode(
     x="mean:Q", tooltip=["name:N", *tooltip, alt.Tooltip("kl:Q", format=".3e")]

@@ -31,7 +31,12 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     ]  # fmt: skip
     columns = ("rules", "FLOPs in BF16", "loss, %", "KL", "runs of layers")
     text = f"precision.rules = {tuple(map(tuple, budget['arms'][0]['rules']))}"
-    charted = _specs({f"sensitivity_budget_{i}": sensitivity_charts.arms(budget)})
+    charted = _specs(
+      {
+        f"sensitivity_budget_{i}_{of}": sensitivity_charts.arms(budget, of)
+        for of in ("kl", "loss_percent")
+      }
+    )
     found.append(
       Section(f"Rules: {budget['budget']}", "", charted, tables=[(columns, rows)], text=text)
     )
@@ -63,11 +68,13 @@ def write(folder: str, result: Mapping[str, Any]) -> list[str]:
 
 
 def picture(result: Mapping[str, Any]) -> alt.TopLevelMixin:
-  """The heat map above the measured kinds and the chosen rules."""
+  """The heat map beside the KL of rules, above the measured kinds and the loss of rules."""
+  budgets = result["budgets"][:1]
+  above = [sensitivity_charts.heat_map(result)]
+  above += [sensitivity_charts.arms(budget, "kl") for budget in budgets]
   below = [sensitivity_charts.groups(result, "kinds")]
-  below += [sensitivity_charts.arms(budget) for budget in result["budgets"][:1]]
-  below = [chart for chart in below if chart is not None]
-  above = sensitivity_charts.heat_map(result)
-  if not below:
-    return above
-  return alt.vconcat(above, alt.hconcat(*below)).resolve_scale(color="independent")
+  below += [sensitivity_charts.arms(budget) for budget in budgets]
+  rows = [
+    alt.hconcat(*some) for row in (above, below) if (some := [c for c in row if c is not None])
+  ]
+  return alt.vconcat(*rows).resolve_scale(color="independent")
