@@ -317,6 +317,11 @@ def get_config(arm=""):
   c.calibrate = ConfigDict()
   c.calibrate.path = ""  # table to write; "" is WORKDIR/calibration.json
   c.calibrate.batches = 8  # training batches to watch
+  # Amax of a delayed or static scale: "amax", the largest magnitude; "percentile", below which are
+  # so many percent of the elements; or "mse", the one with the least squared error. The last two
+  # saturate outliers.
+  c.calibrate.method = "amax"
+  c.calibrate.percentile = 99.99
 
   # --job=sensitivity, on one device: the loss that each linear layer's forward GEMM loses by its
   # recipe (precision.rules), with eval.hf's weights, the workdir's checkpoint's, or init.hf's.

@@ -10,6 +10,7 @@ from fp8jax.evaluation import catalog
 from fp8jax.generation import cache
 from fp8jax.optim import groups
 from fp8jax.optim.factory import OptimizerConfig
+from fp8jax.quantization import clipping
 from fp8jax.step.config import EVAL_PRECISIONS, SENSITIVITY_GROUPS, GenerateConfig
 from fp8jax.step.loss_scale import LARGEST, SMALLEST
 
@@ -35,6 +36,21 @@ def layerwise_problems(c: Any) -> list[str]:
     for key, value, needed, why in wanted
     if value != needed
   ]
+
+
+def calibrate_problems(c: Any) -> list[str]:
+  """The problems of a config's calibrate section, in words."""
+  collected, method, percent = ConfigErrors(), c.calibrate.method, c.calibrate.percentile
+  collected.one_of("calibrate.method", method, clipping.METHODS)
+  collected.check(
+    50 <= percent <= 100, f"calibrate.percentile={percent} must be a percentage from 50 to 100"
+  )
+  collected.check(
+    method == "amax" or c.loss_scale.kind == "none",
+    f"calibrate.method={method!r} counts gradients as they are; set loss_scale.kind='none' for "
+    "--job=calibrate, or calibrate.method='amax'",
+  )
+  return collected.found
 
 
 def group_problems(c: Any, optim: OptimizerConfig, named: Mapping[str, list[str]]) -> list[str]:

@@ -277,6 +277,7 @@ def _check_sections(c: Config, problems: ConfigErrors):
   export_checks.check(c, problems)
   problems.extend(checks.generate_problems(sections.read_generate(c)))
   problems.extend(checks.sensitivity_problems(c.sensitivity))
+  problems.extend(checks.calibrate_problems(c))
   problems.one_of("log.tracker", c.log.tracker, ("", "trackio", "wandb"))
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, acceptable_changes(c))
   problems.check(

@@ -43,7 +43,7 @@ def operand_stats(spec: GemmSpec, role: Role, t, inputs: ScalingInputs, amax=Non
         operands.activation(t, letters, contracted, s.batch, quantizer, t.dtype, layout).value
         for quantizer in (Quantizer(None), spec.quantizer(role, inputs))
       )
-      stats = _statistics(unquantized, quantized, spec.quant(role))
+      stats = _statistics(unquantized, quantized, spec.quant(role), spec.statistics)
       over = layout.act_axes_of(letters)
     return stats if layout.is_manual else tensor_stats.over_mesh(stats, tuple(over))
 
@@ -52,9 +52,9 @@ def operand_stats(spec: GemmSpec, role: Role, t, inputs: ScalingInputs, amax=Non
   return collectives.on_mesh(local, layout, (of_t, everywhere), everywhere)(t, inputs)
 
 
-def _statistics(unquantized, quantized, quant: Quant | None):
-  """float32 [LOUD] of a matrix or a batch of them."""
-  one = functools.partial(tensor_stats.statistics, quant=quant)
+def _statistics(unquantized, quantized, quant: Quant | None, width: int):
+  """float32 [width] of a matrix or a batch of them."""
+  one = functools.partial(tensor_stats.statistics, quant=quant, width=width)
   if unquantized.ndim == 2:
     return one(unquantized, quantized)
   return tensor_stats.combine_all(jax.vmap(one)(unquantized, quantized), axis=0)

@@ -31,6 +31,10 @@ STATISTICS = (
 # The first so many combine by maximum, the others by sum.
 _MAXIMA = 3
 QUIET, LOUD = 1, len(STATISTICS)
+# A calibration also counts magnitudes, in bins by the exponent and first mantissa bits of float32.
+MANTISSA_BITS = 4
+BINS = 256 << MANTISSA_BITS
+COUNTED = LOUD + BINS
 # So that fourth powers of gradients down to 3e-13 and of activations up to 4e6 are float32 numbers.
 _FOURTH = 2.0**10
 
@@ -41,8 +45,8 @@ def amax(x):
   return jnp.where(jnp.isnan(x).any(), jnp.nan, jnp.max(jnp.abs(x)).astype(jnp.float32))
 
 
-def statistics(x, quantized, quant: Quant | None):
-  """float32 [LOUD]: STATISTICS of the matrix x.
+def statistics(x, quantized, quant: Quant | None, width: int = LOUD):
+  """float32 [width]: STATISTICS of the matrix x, with COUNTED also the elements in each bin.
 
   Args:
     x: [rows, contraction], before quantization and in the orientation of `quantized`.
@@ -62,10 +66,17 @@ def statistics(x, quantized, quant: Quant | None):
       scale = scaled_matrix.expand(scale, axis, quantized.tile[axis], quantized.shape[axis])
     saturated = _count(is_finite & (jnp.abs(x_) > _rounds_to_max(quant.format) * scale))
     error = jnp.sum((back - x_) ** 2)
-  return jnp.stack([
+  found = jnp.stack([
     amax(x), largest, -smallest, jnp.float32(x.size), _count(~is_finite), _count(x_ != 0),
     underflowed, saturated, jnp.sum(x_ * x_), error, jnp.sum((x_ * _FOURTH) ** 4),
   ])  # fmt: skip
+  return jnp.concatenate([found, _bin_counts(x_)]) if width == COUNTED else found
+
+
+def _bin_counts(x):
+  """float32 [BINS]: how many magnitudes have these leading bits; subnormal numbers count as 0."""
+  bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.uint32) >> (23 - MANTISSA_BITS)
+  return jnp.zeros(BINS, jnp.int32).at[bits.ravel()].add(1).astype(jnp.float32)
 
 
 def _rounds_to_max(format: Format) -> float:
@@ -114,7 +125,7 @@ def rescaled(values, factor):
 
 def nothing(shape):
   """Statistics [..., S] of an empty part: `combine` with them changes nothing."""
-  empty = jnp.asarray([0.0, -math.inf, -math.inf] + [0.0] * (LOUD - _MAXIMA), jnp.float32)
+  empty = jnp.asarray([0.0, -math.inf, -math.inf] + [0.0] * (COUNTED - _MAXIMA), jnp.float32)
   return jnp.broadcast_to(empty[: shape[-1]], shape)
 
 

@@ -13,11 +13,13 @@ import numpy as np
 
 from fp8jax.errors import UserError
 from fp8jax.ops import site as site_lib
-from fp8jax.quantization import amax_history, tensor_stats
+from fp8jax.quantization import amax_history, clipping, tensor_stats
 from fp8jax.quantization.quantize import amax_to_scale
+from fp8jax.quantization.tensor_stats import LOUD
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import CURRENT
 from fp8jax.run import nonfinite
+from fp8jax.step.config import CalibrateConfig
 from fp8jax.step.run_spec import RunSpec
 
 FORMAT = "fp8jax calibration 1"
@@ -31,9 +33,11 @@ def run(plan: RunSpec, params, batches, *, step: int, fingerprint: str) -> dict[
     step: of the weights.
     fingerprint: of the data.
   """
+  has_counts = plan.calibrate.method != "amax"
+  width = tensor_stats.COUNTED if has_counts else tensor_stats.LOUD
   total, count = {}, 0
   for batch in batches:
-    _, stats, _ = nonfinite.stats_of_step(plan, params, batch)
+    _, stats, _ = nonfinite.stats_of_step(plan, params, batch, statistics=width)
     for name, values in stats.items():
       total[name] = tensor_stats.combine(total[name], values) if name in total else values
     count += 1
@@ -43,17 +47,20 @@ def run(plan: RunSpec, params, batches, *, step: int, fingerprint: str) -> dict[
     for tensor, statistics in zip(amax_history.TENSORS, values, strict=True):
       rows.append(
         {"site": name, "tensor": tensor, "step": step, "data": fingerprint}
-        | _of_tensor(recipe_of[name], tensor, statistics)
+        | _of_tensor(recipe_of[name], tensor, statistics, plan.calibrate)
       )
   return {"format": FORMAT, "batches": count, "step": step, "data": fingerprint, "rows": rows}
 
 
-def _of_tensor(recipe: Recipe, tensor: str, statistics) -> dict[str, Any]:
-  summary = tensor_stats.summary(statistics)
+def _of_tensor(recipe: Recipe, tensor: str, statistics, c: CalibrateConfig) -> dict[str, Any]:
+  summary, counts = tensor_stats.summary(statistics[:LOUD]), statistics[LOUD:]
   uses = recipe.uses()[tensor]
   row: dict[str, Any] = {"recipe": recipe.name, "amax": summary["amax"], "rms": summary["rms"]}
   if uses and uses[0].source != CURRENT:
-    amax = jnp.float32(summary["amax"])
+    if c.method != "amax":
+      chosen = clipping.amax_of(c.method, c.percentile, counts, uses[0], summary["amax"])
+      row |= {"amax": chosen, "largest": summary["amax"], "method": c.method}
+    amax = jnp.float32(row["amax"])
     row["scale"] = float(amax_to_scale(amax, uses[0].format, uses[0].scale))
   if uses:
     row |= {k: summary[k] for k in ("underflow", "saturation", "snr_db")}

@@ -19,7 +19,9 @@ from fp8jax.step import loss_scale, train_step
 from fp8jax.step.run_spec import RunSpec
 
 
-def stats_of_step(plan: RunSpec, params, batch, phase: int = 0):
+def stats_of_step(
+  plan: RunSpec, params, batch, phase: int = 0, statistics: int = tensor_stats.LOUD
+):
   """One forward and backward pass that watches every site, scales chosen from what it sees.
 
   The loss is scaled as at the start of a run.
@@ -27,12 +29,13 @@ def stats_of_step(plan: RunSpec, params, batch, phase: int = 0):
   Args:
     batch: [B, L], or [A, B, L] when accumulating.
     phase: of the precision schedule.
+    statistics: tensor_stats.LOUD, or COUNTED to count magnitudes too.
 
   Returns:
     (loss, {layer's site: float32 [3, S] tensor_stats.STATISTICS of x, w, g},
     {parameter: gradient is finite}), on the host; the last empty with optim.in_backward=True.
   """
-  sites = plan.sites(phase=phase, statistics=tensor_stats.LOUD)
+  sites = plan.sites(phase=phase, statistics=statistics)
   scale = loss_scale.init(plan.loss_scale).get("scale")
 
   @functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))

@@ -198,10 +198,14 @@ class CalibrateConfig:
   Attributes:
     path: table to write; "" is WORKDIR/calibration.json.
     batches: training batches to watch.
+    method: of amaxes of delayed and static scales, one of quantization/clipping.py METHODS.
+    percentile: of method "percentile".
   """
 
   path: str
   batches: int
+  method: str = "amax"
+  percentile: float = 99.99
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,6 +41,22 @@ def test_calibration_is_a_table_that_scales_start_from(tmp_path):
   harness.assert_trees_equal(state.scaling_states, scaling_states)  # static: never moved
 
 
+def test_calibration_by_percentile_says_what_it_clips():
+  plan = harness.one_layer_plan(**{
+    "precision.rules": harness.only_down("e4m3_static"),
+    "calibrate.method": "percentile", "calibrate.percentile": 90.0,
+  })  # fmt: skip
+  params = train_step.make_state(plan).params
+  batch = harness.weighted_batch(np.random.default_rng(0))
+  table = calibration.run(plan, params, [batch], step=0, fingerprint="abc")
+  rows = {(r["site"], r["tensor"]): r for r in table["rows"]}
+  w = np.abs(np.asarray(params["layers"]["mlp"]["down"][0], np.float64))
+  row, wanted = rows["layers/0/mlp/down", "w"], np.quantile(w, 0.9, method="higher")
+  assert wanted <= row["amax"] <= 1.0625 * wanted and row["largest"] == w.max()
+  assert row["method"] == "percentile" and "method" not in rows["layers/0/mlp/up", "w"]
+  assert row["scale"] == pytest.approx(row["amax"] / 448, rel=1e-6)
+
+
 @pytest.mark.parametrize(
   "text, message",
   [
