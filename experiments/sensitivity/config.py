@@ -10,7 +10,12 @@ expected:  see README.md
 from configs import smollm2_cpt
 
 
-def get_config(arm=""):
+ARMS = ("block_128",)
+
+
+def get_config(arm="block_128"):
+  if arm not in ARMS:
+    raise ValueError(f"unknown arm {arm!r}; expected one of {', '.join(ARMS)}")
   c = smollm2_cpt.get_config(arm)
   c.eval.hf = c.init.hf
   c.data.heldout_fraction = 0.5

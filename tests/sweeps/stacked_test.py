@@ -20,7 +20,8 @@ def get_config(arm=""):
   c.model.update(num_layers=1, hidden_size=32, intermediate_size=64, num_heads=1, num_kv_heads=1,
                  head_dim=32, vocab_size=320)
   c.update_from_flattened_dict({
-    "steps": 4, "mesh.fsdp": 1, "global_batch": 2, "seq_len": 32, "eval.tokens": 64, "eval.batch": 2,
+    "steps": 4, "mesh.fsdp": 1, "global_batch": 2, "seq_len": 32, "eval.tokens": 64,
+    "eval.batch": 2,
     "optim.warmup_steps": 1, "optim.decay_steps": 1, "memory.loss_chunk": 32,
     "log.tensorboard": False, "log.report": False, "data.shuffle_windows": 0,
   })
