@@ -232,6 +232,7 @@ def test_records_survive_a_kill_and_refuse_another_study(tmp_path):
   path.write_text(whole[:-4])  # killed while it wrote y
   again = Records(path, {"a": 1})
   assert [again.get(n, lambda: next(made)) for n in ("x", "y")] == [0, 2]
+  assert Records(path, {"a": 1}).get("y", lambda: -1) == 2  # no half of a line before it
   with pytest.raises(UserError, match="a was 1 and is 2"):
     Records(path, {"a": 2})
   path.write_text(whole + "{}\n")
