@@ -9,7 +9,6 @@ expected:  see README.md
 
 from configs import smollm2_cpt
 
-
 ARMS = ("block_128",)
 
 
