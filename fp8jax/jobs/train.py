@@ -22,6 +22,8 @@ from fp8jax.run import (
   calibration,
   checkpoint,
   control,
+  drift,
+  fp8_share,
   metrics,
   metrics_writer,
   numerics_image,
@@ -103,6 +105,8 @@ class _Run:
     self.evaluations: dict[str, Any] = {}
     self.sites: dict[bool, Any] = {}  # quiet and loud ones of the present phase
     self.has_memories = False  # of its checkpoint, for the phase that it is in
+    self.shares: dict[str, float] = {}  # of FP8, in the present phase
+    self.looks = drift.Looks(workdir)
     self.is_proven = not plan.verify_fp8_gemms
 
   def run(self) -> dict[str, Any]:
@@ -221,7 +225,7 @@ class _Run:
     step_fn, phase = train_step.make_step(plan), None
     tokens = plan.tokens_per_step
     flops = metrics.flops_per_token(plan.model, plan.data.seq_len)
-    speed = progress_lib.Throughput(tokens, tokens * flops, _peak(plan))
+    speed = progress_lib.Throughput(tokens, tokens * flops, metrics.peak_of(plan.num_devices))
     progress = progress_lib.Progress(plan.steps, start, plan.log.every, self.out)
     pending, last, step = None, {}, start
 
@@ -304,6 +308,7 @@ class _Run:
       )
       for is_loud in (False, True)
     }
+    self.shares = fp8_share.of_phase(self.plan, phase)
     recipes = site_lib.recipes_of(self.sites[False])
     self.watch = run_alarms.AlarmMonitor(self.plan.log.alarms, recipes)
     return state
@@ -351,6 +356,7 @@ class _Run:
     if jax.process_index() == 0:
       self.counts.update(meta["documents"])
     self.log.forget(to, self.evaluations)
+    self.looks.forget()
     self.steering.tell_undone(to)
     return state
 
@@ -374,7 +380,8 @@ class _Run:
       self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
       values["skipped"] = 1
     passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
-    log.write(step, {**values, **passed_over, "data_wait_seconds": waited, **speed.values()})
+    rest = {"data_wait_seconds": waited, **self.shares, **speed.values()}
+    log.write(step, {**values, **passed_over, **rest})
     if stats is not None:
       self._record_stats(step, stats, alignment, log)
     progress.update(step, values["loss"], speed)
@@ -382,8 +389,9 @@ class _Run:
 
   def _record_stats(self, step: int, stats, alignment, log):
     """Writes what every site saw in a loud step, and says what is alarming."""
-    numerics = run_alarms.summarise(self.sites[True], stats, alignment)
+    numerics = self.looks.add(run_alarms.summarise(self.sites[True], stats, alignment))
     log.write_nested(step, "numerics", numerics, lambda: numerics_image.draw(numerics))
+    log.write_row(step, {"exponents": run_alarms.exponents(self.sites[True], stats)})
     if alarms := self.watch.new(numerics):
       log.write_row(step, {"alarms": alarms})
     for line in run_alarms.as_lines(step, alarms):
@@ -453,6 +461,7 @@ class _Run:
       "train_loss": last["loss"] if last else metrics_writer.last_logged(self.workdir, "loss"),
       "skipped_updates": int(jax.device_get(state.skipped)),
       "documents_passed_over": self.counts.summary_everywhere(),
+      **fp8_share.of_run(self.plan, step),
       "evaluations": self.evaluations,
       "objective": evaluator_lib.objective(evaluated) if evaluated else None,
     }
@@ -469,8 +478,3 @@ class _Run:
 
 def _is_due(step: int, every: int) -> bool:
   return every > 0 and step % every == 0
-
-
-def _peak(plan: run_spec.RunSpec) -> float | None:
-  one = metrics.peak_flops(jax.devices()[0].device_kind)
-  return None if one is None else one * plan.num_devices

@@ -2,6 +2,8 @@
 
 import re
 
+import jax
+
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
@@ -67,3 +69,9 @@ def peak_flops(device_kind: str) -> float | None:
     if set(name.split()) <= set(re.split("[ -]", device_kind)):
       return peak
   return None
+
+
+def peak_of(num_devices: int) -> float | None:
+  """Dense BF16 peak of so many devices of the kind that JAX computes on, None if unknown."""
+  one = peak_flops(jax.devices()[0].device_kind)
+  return None if one is None else one * num_devices
