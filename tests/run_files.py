@@ -6,7 +6,7 @@ import numpy as np
 
 LAYERS, SITES = 30, ("attn/k", "attn/o", "attn/q", "attn/v", "mlp/down", "mlp/gate", "mlp/up")
 STATISTICS = ("amax", "underflow", "saturation", "smallest_scale", "largest_scale", "snr_db",
-              "kurtosis", "rms", "nonfinite")  # fmt: skip
+              "kurtosis", "rms", "nonfinite", "variance", "amax_drift")  # fmt: skip
 MEMORY = {"declared": 3 * 2**30, "peak": 2**32, "rows": [
   {"kind": "masters", "declared": 2**30, "compiled": None, "note": ""},
   {"kind": " part of another", "declared": 7, "compiled": None, "note": ""},

@@ -129,23 +129,23 @@ def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
     passes = [p for p in PASSES if p != "wgrad" or param.trainable]
     products = [(p, False) for p in passes] + [("fwd", True)] * (is_recomputed and is_loop)
     for product, again in products:
-      calls = [
+      sizes = [
         (site_lib.local_size(param, plan.model.dims, plan.run.layout, t).of(product), n)
-        for t, n in _calls(plan, site)
+        for t, n in calls(plan, site)
       ]
       gemm, backend = getattr(site.recipe, product), site.backends[PASSES.index(product)]
       multiplier = gemm_api.BACKENDS[backend]
       row = GemmRow(
-        hlo.GemmKey(name, product, again), site.recipe.name, backend, calls[0][0], 0, 0, 0
+        hlo.GemmKey(name, product, again), site.recipe.name, backend, sizes[0][0], 0, 0, 0
       )
       if gemm.is_quantized:
         row = dataclasses.replace(
           row,
           expected=sum(
-            n * multiplier.num_dots(choose.GemmProblem(*mnk, gemm, plan.device)) for mnk, n in calls
+            n * multiplier.num_dots(choose.GemmProblem(*mnk, gemm, plan.device)) for mnk, n in sizes
           ),
-          work=sum(n * math.prod(mnk) for mnk, n in calls),
-          padded=sum(n * math.prod(map(_padded, mnk)) for mnk, n in calls),
+          work=sum(n * math.prod(mnk) for mnk, n in sizes),
+          padded=sum(n * math.prod(map(_padded, mnk)) for mnk, n in sizes),
           is_emulated=_is_emulated(gemm),
           accumulate=accumulate_name(gemm.accumulate),
           most=2 if product == "fwd" and is_recomputed and not is_loop else 1,
@@ -164,7 +164,7 @@ def uses(plan: RunSpec, phase: int = 0) -> dict[tuple[str, Gemm], set[tuple[int,
   return found
 
 
-def _calls(plan: RunSpec, site: site_lib.Site) -> list[tuple[int, int]]:
+def calls(plan: RunSpec, site: site_lib.Site) -> list[tuple[int, int]]:
   """(tokens on a device, calls per step) of a site."""
   times = plan.grad_accum_steps
   if not transformer.gemm_sites(plan.model)[rules.path_of(site.name)].is_chunked:

@@ -22,6 +22,8 @@ from fp8jax.run import (
   calibration,
   checkpoint,
   control,
+  drift,
+  fp8_share,
   goodput,
   metrics,
   metrics_writer,
@@ -107,6 +109,8 @@ class _Run:
     self.evaluations: dict[str, Any] = {}
     self.sites: dict[bool, Any] = {}  # quiet and loud ones of the present phase
     self.has_memories = False  # of its checkpoint, for the phase that it is in
+    self.shares: dict[str, float] = {}  # of FP8, in the present phase
+    self.looks = drift.Looks(workdir)
     self.is_proven = not plan.verify_fp8_gemms
     self.profiler = profiler.Profiler(workdir, plan.log, self.out)
     self.compiled: set[Any] = set()  # (rules, whether loud) of steps taken here
@@ -311,6 +315,7 @@ class _Run:
       )
       for is_loud in (False, True)
     }
+    self.shares = fp8_share.of_phase(self.plan, phase)
     recipes = site_lib.recipes_of(self.sites[False])
     self.watch = run_alarms.AlarmMonitor(self.plan.log.alarms, recipes)
     return state
@@ -359,6 +364,7 @@ class _Run:
     if jax.process_index() == 0:
       self.counts.update(meta["documents"])
     self.log.forget(to, self.evaluations)
+    self.looks.forget()
     self.steering.tell_undone(to)
     return state
 
@@ -383,7 +389,7 @@ class _Run:
       values["skipped"] = 1
     passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
     times = self.clock.metrics(metrics.is_due(step, self.plan.log.every) or step == self.plan.steps)
-    times |= {"data_wait_seconds": waited, **speed.values()}
+    times |= {"data_wait_seconds": waited, **self.shares, **speed.values()}
     self.log.write(step, {**values, **passed_over, **times})
     if stats is not None:
       self._record_stats(step, stats, alignment)
@@ -392,8 +398,9 @@ class _Run:
 
   def _record_stats(self, step: int, stats, alignment):
     """Writes what every site saw in a loud step, and says what is alarming."""
-    numerics = run_alarms.summarise(self.sites[True], stats, alignment)
+    numerics = self.looks.add(run_alarms.summarise(self.sites[True], stats, alignment))
     self.log.write_nested(step, "numerics", numerics, lambda: numerics_image.draw(numerics))
+    self.log.write_row(step, {"exponents": run_alarms.exponents(self.sites[True], stats)})
     if alarms := self.watch.new(numerics):
       self.log.write_row(step, {"alarms": alarms})
     for line in run_alarms.as_lines(step, alarms):
@@ -464,6 +471,7 @@ class _Run:
       "train_loss": last["loss"] if last else metrics_writer.last_logged(self.workdir, "loss"),
       "skipped_updates": int(jax.device_get(state.skipped)),
       "documents_passed_over": self.counts.summary_everywhere(),
+      **fp8_share.of_run(self.plan, step),
       "evaluations": self.evaluations,
       "objective": evaluator_lib.objective(evaluated) if evaluated else None,
       **goodput.as_summary(self.clock.seconds()),

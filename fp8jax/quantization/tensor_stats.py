@@ -1,11 +1,13 @@
 """Statistics of a tensor and of its quantization error, as a few numbers that combine.
 
-A quiet step asks for the amax alone, a loud one for all of STATISTICS. They are chosen so that the
-statistics of parts (microbatches, chunks, devices) combine into those of the whole: some by sum,
-the others by maximum. Shares and ratios are derived from them at the end, on the host.
+A quiet step asks for the amax alone, a loud one for all of STATISTICS and for a histogram. They are
+chosen so that the statistics of parts (microbatches, chunks, devices) combine into those of the
+whole: some by sum, the others by maximum. Shares and ratios are derived from them at the end, on
+the host.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +29,16 @@ STATISTICS = (
   "squares",  # sum of squares
   "squared_error",  # of dequantised minus original
   "fourth_powers",  # sum of (_FOURTH * x)^4
+  "total",  # sum
 )
 # The first so many combine by maximum, the others by sum.
 _MAXIMA = 3
-QUIET, LOUD = 1, len(STATISTICS)
+# Then come counts of a sample's elements by exponent e, 2^e <= |x| < 2^(e+1). The first
+# has all below too (subnormals of float32 among them, zeros not), the last all finite ones above.
+EXPONENTS = range(-48, 16)
+# About so many elements are in the sample, whole rows at even distances: this bounds its cost.
+_SAMPLED = 2**16
+QUIET, LOUD = 1, len(STATISTICS) + len(EXPONENTS)
 # A calibration also counts magnitudes, in bins by the exponent and first mantissa bits of float32.
 MANTISSA_BITS = 4
 BINS = 256 << MANTISSA_BITS
@@ -46,7 +54,9 @@ def amax(x):
 
 
 def statistics(x, quantized, quant: Quant | None, width: int = LOUD):
-  """float32 [width]: STATISTICS of the matrix x, with COUNTED also the elements in each bin.
+  """float32 [width]: STATISTICS of the matrix x, then counts of a sample's EXPONENTS.
+
+  A width of COUNTED adds the counts of all elements in bins of magnitude.
 
   Args:
     x: [rows, contraction], before quantization and in the orientation of `quantized`.
@@ -66,17 +76,32 @@ def statistics(x, quantized, quant: Quant | None, width: int = LOUD):
       scale = scaled_matrix.expand(scale, axis, quantized.tile[axis], quantized.shape[axis])
     saturated = _count(is_finite & (jnp.abs(x_) > _rounds_to_max(quant.format) * scale))
     error = jnp.sum((back - x_) ** 2)
-  found = jnp.stack([
+  values = jnp.stack([
     amax(x), largest, -smallest, jnp.float32(x.size), _count(~is_finite), _count(x_ != 0),
     underflowed, saturated, jnp.sum(x_ * x_), error, jnp.sum((x_ * _FOURTH) ** 4),
+    jnp.sum(x_),
   ])  # fmt: skip
-  return jnp.concatenate([found, _bin_counts(x_)]) if width == COUNTED else found
+  sample = x[:: max(1, x.size // _SAMPLED)]
+  parts = [values, exponent_counts(sample).astype(jnp.float32)]
+  return jnp.concatenate([*parts, _bin_counts(x_)] if width == COUNTED else parts)
 
 
 def _bin_counts(x):
   """float32 [BINS]: how many magnitudes have these leading bits; subnormal numbers count as 0."""
   bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.uint32) >> (23 - MANTISSA_BITS)
   return jnp.zeros(BINS, jnp.int32).at[bits.ravel()].add(1).astype(jnp.float32)
+
+
+def exponent_counts(x):
+  """int32 [len(EXPONENTS)]: how many elements of x have each exponent; zeros, NaN, inf have none.
+
+  By the bits of float32: comparisons may take subnormals for zeros.
+  """
+  bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32).reshape(-1) & 0x7FFFFFFF
+  field = bits >> 23
+  bin_ = jnp.clip(field - 127 - EXPONENTS.start, 0, len(EXPONENTS) - 1)
+  bin_ = jnp.where((bits == 0) | (field == 255), -1, bin_)
+  return jnp.sum(bin_ == jnp.arange(len(EXPONENTS))[:, None], axis=1, dtype=jnp.int32)
 
 
 def _rounds_to_max(format: Format) -> float:
@@ -86,7 +111,8 @@ def _rounds_to_max(format: Format) -> float:
 
 
 def _count(mask):
-  return jnp.sum(mask.astype(jnp.float32))
+  # In integers: float32 would stop at 2^24 if it added one by one.
+  return jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32)
 
 
 def combine(a, b):
@@ -111,7 +137,7 @@ def combine_all(x, axis: int):
 
 
 # By which power of a factor on the tensor each of STATISTICS changes.
-_POWERS = (1, 1, 1, 0, 0, 0, 0, 0, 2, 2, 4)
+_POWERS = (1, 1, 1, 0, 0, 0, 0, 0, 2, 2, 4, 1)
 
 
 def rescaled(values, factor):
@@ -119,8 +145,19 @@ def rescaled(values, factor):
 
   Exact where factor is a power of two and nothing leaves float32's range.
   """
-  powers = jnp.stack([factor**power for power in _POWERS])
-  return values * powers[: values.shape[-1]].astype(jnp.float32)
+  powers = jnp.stack([factor**power for power in _POWERS]).astype(jnp.float32)
+  plain = values[..., : len(_POWERS)] * powers[: values.shape[-1]]
+  if values.shape[-1] == QUIET:
+    return plain
+  return jnp.concatenate([plain, _shifted(values[..., len(_POWERS) :], factor)], axis=-1)
+
+
+def _shifted(counts, factor):
+  """Counts by exponent of factor * tensor, factor a power of two; ends collect as they do."""
+  bits = jax.lax.bitcast_convert_type(jnp.float32(factor), jnp.int32)
+  to = jnp.arange(len(EXPONENTS)) + (bits >> 23) - 127
+  to = jnp.clip(to, 0, len(EXPONENTS) - 1)
+  return jnp.zeros_like(counts).at[..., to].add(counts)
 
 
 def nothing(shape):
@@ -140,27 +177,46 @@ def over_mesh(x, axes: tuple[str, ...]):
   return jnp.concatenate([largest, jax.lax.psum(total, axes)], axis=-1) if total.size else largest
 
 
+def exponents(values) -> dict[str, Any]:
+  """One site's counts by exponent [LOUD], on the host, without empty ends.
+
+  Returns:
+    {"first_exponent": e, "shares": share of the sample's nonzero finite elements with exponent e,
+    e + 1, ...}; no shares where nothing was counted.
+  """
+  counts = [float(c) for c in values[len(STATISTICS) :]]
+  filled = [i for i, c in enumerate(counts) if c > 0]
+  if not filled:
+    return {"first_exponent": EXPONENTS.start, "shares": []}
+  first, last, total = filled[0], filled[-1], sum(counts)
+  shares = [float(f"{c / total:.3g}") for c in counts[first : last + 1]]
+  return {"first_exponent": EXPONENTS[first], "shares": shares}
+
+
 def summary(values) -> dict[str, float]:
   """One site's statistics [LOUD], on the host, as what people read.
 
   Returns:
-    amax, rms (tensor's units); underflow (share of nonzero elements that became zero), saturation
+    amax, rms, mean (tensor's units), variance (their square; rounding hides what is below some
+    1e-7 of the squared mean); underflow (share of nonzero elements that became zero), saturation
     (share of elements clipped); smallest_scale, largest_scale; snr_db, 10 log10 of signal over
     error power (infinite without error); nonfinite (a count); kurtosis, mean fourth power over
     squared mean square: 3 for a normal distribution about 0, `elements` if one holds everything,
-    NaN where fourth powers underflow.
+    NaN where fourth powers underflow. Elements that are not finite count as 0.
   """
-  s = dict(zip(STATISTICS, map(float, values), strict=True))
+  s = dict(zip(STATISTICS, map(float, values[: len(STATISTICS)]), strict=True))
   elements, nonzero = max(s["elements"], 1.0), max(s["nonzero"], 1.0)
   noise, signal = s["squared_error"], s["squares"]
   if noise > 0 and signal > 0:
     snr = 10 * math.log10(signal / noise)
   else:
     snr = math.inf
-  fourth = s["fourth_powers"] / _FOURTH**4
+  fourth, mean = s["fourth_powers"] / _FOURTH**4, s["total"] / elements
   return {
     "amax": s["amax"],
     "rms": math.sqrt(signal / elements),
+    "mean": mean,
+    "variance": max(signal / elements - mean**2, 0.0),
     "underflow": s["underflowed"] / nonzero,
     "saturation": s["saturated"] / elements,
     "smallest_scale": -s["minus_smallest_scale"],

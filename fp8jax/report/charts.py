@@ -19,6 +19,8 @@ STATISTICS = (
   ("saturation", "saturation, share of elements", "symlog", False),
   ("amax", "amax", "log", False),
   ("kurtosis", "kurtosis", "log", False),
+  ("variance", "variance", "log", False),
+  ("amax_drift", "drift of amax since the look before, powers of two", "linear", False),
 )
 # Below this share a symlog scale is linear; a scale of shares ends no earlier than _LEAST_SHARE.
 _SMALL_SHARE, _LEAST_SHARE = 1e-5, 1e-3
@@ -217,7 +219,7 @@ def heat_maps(looks: Looks) -> alt.ConcatChart:
 def look_values(looks: Looks) -> list[dict[str, Any]]:
   """Rows of the data set "looks": one per look, its cells as arrays that the chart takes apart.
 
-  A look at 633 tensors costs 5 numbers a tensor and no keys.
+  A look at 633 tensors costs 7 numbers a tensor and no keys.
   """
   names = [s for s, *_ in STATISTICS if s in looks.values]
   return [

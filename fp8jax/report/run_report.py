@@ -65,6 +65,7 @@ def _head(run: RunFiles) -> Section:
     ("state", f"step {run.step} of {steps}, {state}"),
     ("tokens", f"{run.step * run.tokens_per_step:,}"),
     ("recipe of most sites", run.recipe),
+    *_shares(run),
     ("written by", f"commit {run.provenance.get('commit')}, {run.provenance.get('time')}"),
   ]
   if run.nonfinite:
@@ -74,6 +75,18 @@ def _head(run: RunFiles) -> Section:
   if skipped is not None:
     rows.append(("skipped updates", f"{len(skipped.steps)}: steps {_few(skipped.steps)}"))
   return Section("Run", tables=[(("", ""), rows)])
+
+
+def _shares(run: RunFiles) -> list[tuple[str, str]]:
+  """How much is in FP8: of the whole run where it is finished, else of its last step."""
+  of_run = run.summary or {}
+  rows = []
+  for name, what in (("flops", "FLOPs"), ("gemm_bytes", "bytes that GEMMs read")):
+    curve = run.curves.get(f"fp8_{name}_share")
+    share = of_run.get(f"fp8_{name}_share", None if curve is None else curve.values[-1])
+    if share is not None:
+      rows.append((f"in FP8, of {what}", f"{share:.1%}"))
+  return rows
 
 
 def _few(values, most: int = 12) -> str:
@@ -109,6 +122,7 @@ def _speed(run: RunFiles) -> Section | None:
     mfu=charts.metric(run, ["mfu"], "MFU, of the dense BF16 peak", digits=".1%"),
     data_wait=charts.metric(run, ["data_wait_seconds"], "wait for data, ms per step", factor=1e3),
     step_seconds=charts.metric(run, ["step_seconds"], "step time, s"),
+    fp8_share=_share_over_steps(run),
   )
   if not drawn:
     return None
@@ -127,6 +141,14 @@ def _time(run: RunFiles) -> Section | None:
     "that went into steps that count. Lost are steps that were taken again."
   )
   return Section("Time", note, tables=[(("", "seconds", "share"), goodput.table(seconds))])
+
+
+def _share_over_steps(run: RunFiles):
+  """A chart where a schedule or a policy changed it, else None: the table has the one number."""
+  curve = run.curves.get("fp8_flops_share")
+  if curve is None or not len(set(curve.values)) > 1:
+    return None
+  return charts.metric(run, ["fp8_flops_share"], "FLOPs in FP8", digits=".0%")
 
 
 def _numerics(run: RunFiles) -> list[Section]:

@@ -40,6 +40,17 @@ def summarise(
   return numerics
 
 
+def exponents(sites, stats: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+  """{layer's site: {tensor: tensor_stats.exponents}} of what loud sites saw, on the host."""
+  return {
+    name: {
+      t: tensor_stats.exponents(values)
+      for t, values in zip(amax_history.TENSORS, tensors, strict=True)
+    }
+    for name, tensors in site_lib.per_layer(sites, stats).items()
+  }
+
+
 class AlarmMonitor:
   """Checks each look at the numerics against the alarms; says what is new."""
 

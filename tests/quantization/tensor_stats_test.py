@@ -1,5 +1,6 @@
 """Tensor statistics against float64 NumPy: of one tensor, of its parts, of its multiples."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from fp8jax.recipe.quant import Quant, Static
 
 def test_statistics_equal_numpy(rng):
   x = (rng.standard_normal((32, 64)) * np.exp(3 * rng.standard_normal((32, 64)))).astype(np.float32)
+  x += 2  # a mean of its own
   x[3, 4], x[5] = np.nan, 0.0
   quant = Quant(E4M3, source=Static())
   scale = np.float32(4.0) * np.float32(1 / 448)
@@ -20,6 +22,8 @@ def test_statistics_equal_numpy(rng):
   back = back * scale
   assert np.isnan(got["amax"]) and got["nonfinite"] == 1
   assert got["rms"] == pytest.approx(np.sqrt((good**2).mean()), rel=1e-5)
+  assert got["mean"] == pytest.approx(good.mean(), abs=1e-6 * got["rms"])
+  assert got["variance"] == pytest.approx(good.var(), rel=1e-5)
   assert got["underflow"] == ((good != 0) & (back == 0)).sum() / (good != 0).sum()
   assert got["saturation"] == (np.abs(good) > 464 * scale).sum() / good.size
   want = (good**4).mean() / (good**2).mean() ** 2
@@ -27,6 +31,49 @@ def test_statistics_equal_numpy(rng):
   assert got["smallest_scale"] == got["largest_scale"] == scale
   want = 10 * np.log10((good**2).sum() / ((back - good) ** 2).sum())
   assert got["snr_db"] == pytest.approx(want, abs=1e-3)
+
+
+def test_variance_is_about_the_mean(rng):
+  x = (3 + rng.standard_normal((64, 64))).astype(np.float32)
+  got = tensor_stats.summary(tensor_stats.statistics(x, None, None))
+  wide = x.astype(np.float64)
+  assert got["mean"] == pytest.approx(wide.mean(), rel=1e-5)
+  assert got["variance"] == pytest.approx(wide.var(), rel=1e-4) and got["variance"] < 2
+
+
+def _numpy_counts(x):
+  """By frexp of float64, which has every float32 as a normal number."""
+  x = x[np.isfinite(x) & (x != 0)].astype(np.float64)
+  exponents = np.frexp(x)[1] - 1
+  first, last = tensor_stats.EXPONENTS[0], tensor_stats.EXPONENTS[-1]
+  return [np.sum(np.clip(exponents, first, last) == e) for e in tensor_stats.EXPONENTS]
+
+
+def test_counts_by_exponent_equal_frexp(rng):
+  """Powers of two and their neighbours, subnormals, zeros, inf and NaN, of both signs."""
+  powers = np.ldexp(np.float32(1), np.arange(-149, 128)).astype(np.float32)
+  edges = [powers, np.nextafter(powers, np.float32(0)), np.nextafter(powers, np.float32(np.inf))]
+  special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 1.17e-38, np.finfo(np.float32).max]
+  x = np.concatenate([*edges, np.float32(special), rng.standard_normal(500).astype(np.float32)])
+  x = np.concatenate([x, -x]).astype(np.float32)
+  got = np.asarray(jax.jit(tensor_stats.exponent_counts)(x))
+  np.testing.assert_array_equal(got, _numpy_counts(x))
+  assert got.sum() == np.sum(np.isfinite(x) & (x != 0))
+
+
+def test_counts_are_of_whole_rows_at_even_distances(rng):
+  x = rng.standard_normal((4096, 64)).astype(np.float32)  # four times the sample
+  values = np.asarray(tensor_stats.statistics(x, None, None))
+  counts = _numpy_counts(x[::4])
+  np.testing.assert_array_equal(values[len(tensor_stats.STATISTICS) :], counts)
+  found = tensor_stats.exponents(values)
+  first = found["first_exponent"] - tensor_stats.EXPONENTS.start
+  np.testing.assert_allclose(
+    found["shares"], counts[first : first + len(found["shares"])] / np.sum(counts), rtol=5e-3
+  )
+  assert not any(counts[:first]) and found["shares"][0] > 0 and found["shares"][-1] > 0
+  nothing = tensor_stats.exponents(np.asarray(tensor_stats.statistics(0 * x, None, None)))
+  assert nothing["shares"] == []
 
 
 def test_statistics_of_parts_combine(rng):

@@ -93,14 +93,16 @@ def test_report_of_100_looks_at_smollm2_is_small_offline_and_true(tmp_path):
   for cell in cells:
     site, tensor = cell["tensor"].rsplit(" ", 1)
     name = site if cell["layer"] == "–" else f"layers/{cell['layer']}/{site}"
-    for statistic in ("snr_db", "underflow", "saturation", "amax", "kurtosis"):
+    for statistic in (
+      "snr_db", "underflow", "saturation", "amax", "kurtosis", "variance", "amax_drift",
+    ):  # fmt: skip
       shown, value = (
         row[statistic][cell["cell"] - 1],
         looks[-1]["numerics"][name][tensor][statistic],
       )
       assert shown is None if value == "inf" else shown == pytest.approx(value, rel=5e-3)
   # Panels share no scale of colour, and none depends on the look that is shown.
-  assert heat["resolve"]["scale"]["color"] == "independent" and len(heat["concat"]) == 5
+  assert heat["resolve"]["scale"]["color"] == "independent" and len(heat["concat"]) == 7
   for panel in heat["concat"]:
     low, high = (
       panel["encoding"]["color"]["scale"]["domain"]
