@@ -7,6 +7,7 @@ import jax
 import rich.console
 
 from fp8jax.config import resolve
+from fp8jax.data import batch_sharding
 from fp8jax.jobs import restore
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import stored_params
@@ -67,3 +68,12 @@ def take_source(other: str, workdir: str):
   source = os.path.join(other, "hf_source")
   if os.path.isdir(source) and jax.process_index() == 0:
     hf_weights.keep_source_files(source, os.path.join(workdir, "hf_source"))
+
+
+def readers(plan: run_spec.RunSpec, spread: batch_sharding.BatchSharder) -> dict[str, Any]:
+  """The settings that the saved positions in the data depend on."""
+  return {
+    "processes": jax.process_count(),
+    "shares": spread.shard.count,
+    "in worker processes": plan.data.workers > 0,
+  }

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -136,13 +135,11 @@ class _Run:
         # All is saved: the last evaluation may be left, and made by the same command.
         finished = reached >= plan.steps
         if not finished or not self._evaluate(evaluator, state, reached, log, asked.requested):
-          self.out.print(
-            f"interrupted: saved step {reached}; the same command goes on from there "
-            f"(exit code {asked.exit_code})"
-          )
+          startup.print_interrupted(self.out, reached, asked.exit_code)
           return {"step": reached, "exit_code": asked.exit_code}
         return self._summarise(reached, last, state)
     finally:
+      self.profiler.close()
       log.close()
       self.checkpoints.close()
       self.iterator.close()
@@ -211,16 +208,10 @@ class _Run:
     for key, (old, new) in changes.items():
       self.out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
     accepted = self.plan.checkpoint.accept_changes
-    restore.check_same_run(changes, meta, step, self.fingerprint, self._readers(), accepted)
+    restore.check_same_run(
+      changes, meta, step, self.fingerprint, start_lib.readers(self.plan, self.spread), accepted
+    )
     return changes
-
-  def _readers(self) -> dict[str, Any]:
-    """The settings that the saved positions in the data depend on."""
-    return {
-      "processes": jax.process_count(),
-      "shares": self.spread.shard.count,
-      "in worker processes": self.plan.data.workers > 0,
-    }
 
   # -- the loop
 
@@ -228,9 +219,9 @@ class _Run:
     plan = self.plan
     # Recipes arrive with the sites, so that policies leave the function as it is.
     step_fn, phase = train_step.make_step(plan), None
-    tokens = plan.tokens_per_step
-    flops = metrics.flops_per_token(plan.model, plan.data.seq_len)
-    speed = progress_lib.Throughput(tokens, tokens * flops, _peak(plan))
+    tokens, flops = plan.tokens_per_step, metrics.flops_per_token(plan.model, plan.data.seq_len)
+    peak = metrics.peak_flops(jax.devices()[0].device_kind, plan.num_devices)
+    speed = progress_lib.Throughput(tokens, tokens * flops, peak)
     progress = progress_lib.Progress(plan.steps, start, plan.log.every, self.out)
     pending, last, step = None, {}, start
 
@@ -243,13 +234,8 @@ class _Run:
 
     try:
       while step < plan.steps and not asked.requested(step):
-        if self.profiler.ends(step):
-          settle()
-          self.profiler.close()
         with self.clock.on("data_wait"):
-          asked_at = time.perf_counter()
           host, number = self.steering.next_batch(self.iterator, step)
-          waited = time.perf_counter() - asked_at
         if self.plan.phase(step) != phase:
           settle()
           phase = self.plan.phase(step)
@@ -264,12 +250,12 @@ class _Run:
         with jax.transfer_guard("disallow"):
           is_loud = _is_due(step, plan.log.tensor_stats_every)
           kind = "step" if (phase, is_loud) in self.compiled else "compile"
-          with self.clock.on(kind), self.profiler.step(step):
+          with self.clock.on(kind), self.profiler.step(step, state):
             state, values = step_fn(state, self.spread.place(host), self.sites[is_loud])
           self.compiled.add((phase, is_loud))
           settle()
         step += 1
-        pending = (step, values, host, self.iterator.get_state(), waited)
+        pending = (step, values, host, self.iterator.get_state(), self.clock.waited)
         if self.steering.waits_for(is_loud):
           settle()
           to = self.steering.target(step, last["loss"], self.checkpoints)
@@ -288,7 +274,6 @@ class _Run:
       settle()
     finally:
       progress.close()
-      self.profiler.close()
     return state, step, last
 
   def _enter(self, phase: int, state: State, step: int, host):
@@ -434,7 +419,7 @@ class _Run:
       **({"policy": self.steering.memory.to_json()} if self.plan.precision.policy else {}),
       "config": self.identity,
       "data_fingerprint": self.fingerprint,
-      "readers": self._readers(),
+      "readers": start_lib.readers(self.plan, self.spread),
       "weights_dtype": self.weights_dtype,
       "documents": self.counts.summary_everywhere(),
       "evaluations": self.evaluations,
@@ -460,11 +445,7 @@ class _Run:
       return False
     self.evaluations[str(step)] = results
     log.write(step, evaluator_lib.flat(results))
-    for source, by_precision in results.items():
-      for what, number in evaluator.passed_over[source].items():
-        self.out.print(f"held-out documents of {source} passed over as {what}: {number}")
-      text = "  ".join(f"{p} {v['loss']:.4f}" for p, v in by_precision.items())
-      self.out.print(f"step {step}  held-out loss on {source}: {text}")
+    startup.print_evaluation(self.out, step, results, evaluator.passed_over)
     return True
 
   def _summarise(self, step: int, last, state) -> dict[str, Any]:
@@ -493,8 +474,3 @@ class _Run:
 
 def _is_due(step: int, every: int) -> bool:
   return every > 0 and step % every == 0
-
-
-def _peak(plan: run_spec.RunSpec) -> float | None:
-  one = metrics.peak_flops(jax.devices()[0].device_kind)
-  return None if one is None else one * plan.num_devices

@@ -20,7 +20,8 @@ def get_config(arm=""):
   c.model.update(num_layers=1, hidden_size=32, intermediate_size=64, num_heads=1, num_kv_heads=1,
                  head_dim=32, vocab_size=320)
   c.update_from_flattened_dict({
-    "steps": 4, "mesh.fsdp": 1, "global_batch": 2, "seq_len": 32, "eval.tokens": 64, "eval.batch": 2,
+    "steps": 4, "mesh.fsdp": 1, "global_batch": 2, "seq_len": 32, "eval.tokens": 64,
+    "eval.batch": 2,
     "optim.warmup_steps": 1, "optim.decay_steps": 1, "memory.loss_chunk": 32,
     "log.tensorboard": False, "log.report": False, "data.shuffle_windows": 0,
   })
@@ -36,6 +37,7 @@ def _trials(tmp_path, arm, **more):
   return sweep, sweep.trials(str(tmp_path / "out"))
 
 
+@pytest.mark.slow  # two programs per seed and rate
 def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch):
   """Losses, parameters' norm and held-out losses, with one scale per tensor: of its own trial."""
   sweep, trials = _trials(tmp_path, "tensor_current")
