@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -248,7 +247,7 @@ class _Run:
           state, values = self._take_step(step_fn, state, host, step, phase, is_loud)
           settle()
         step += 1
-        pending = (step, values, host, self.iterator.get_state(), waited)
+        pending = (step, values, host, self.iterator.get_state(), self.clock.waited)
         if self.steering.waits_for(is_loud):
           settle()
           to = self.steering.target(step, last["loss"], self.checkpoints)
@@ -267,7 +266,6 @@ class _Run:
       settle()
     finally:
       progress.close()
-      self.profiler.close()
     return state, step, last
 
   def _next_batch(self, step: int):

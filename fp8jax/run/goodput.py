@@ -29,16 +29,19 @@ class Clock:
 
   def __init__(self, now: Callable[[], float] = time.perf_counter):
     self._now, self._kind = now, KINDS[0]
+    self.waited = 0.0  # seconds of the last block of data_wait
     self._since, self._seconds = now(), dict.fromkeys(KINDS, 0.0)
 
   @contextlib.contextmanager
   def on(self, kind: str) -> Iterator[None]:
     """Inside, time is of this kind; inside of that perhaps of another."""
     outer, self._kind = self._turn(), kind
+    begun = self._since
     try:
       yield
     finally:
       self._turn()
+      self.waited = self._since - begun if kind == "data_wait" else self.waited
       self._kind = outer
 
   def _turn(self) -> str:

@@ -63,11 +63,11 @@ def flops_per_token(cfg: ModelConfig, length: int) -> float:
   return flops + 3.0 * cfg.num_layers * activations
 
 
-def peak_flops(device_kind: str) -> float | None:
-  """Dense BF16 peak of a device by JAX's name for it, None if unknown."""
+def peak_flops(device_kind: str, count: int = 1) -> float | None:
+  """Dense BF16 peak of so many devices by JAX's name for them, None if unknown."""
   for name, peak in sorted(PEAK_FLOPS.items(), key=lambda item: -len(item[0])):
     if set(name.split()) <= set(re.split("[ -]", device_kind)):
-      return peak
+      return None if peak is None else peak * count
   return None
 
 

@@ -19,21 +19,22 @@ class Profiler:
     self._folder, self._out, self._is_on = os.path.join(workdir, "profile"), out, False
     self._first, self._end = log.profile_start, log.profile_start + log.profile_steps
 
-  def step(self, step: int) -> contextlib.AbstractContextManager:
-    """Around the dispatch of the step after `step` steps; begins the trace where it is due.
+  def step(self, step: int, state) -> contextlib.AbstractContextManager:
+    """Around the dispatch of the step after `step` steps; begins and ends the trace.
 
-    Call `ends` first.
+    Args:
+      step: steps taken.
+      state: after them; the trace ends when it is ready.
     """
+    if self._is_on and step >= self._end:
+      jax.block_until_ready(state)
+      self.close()
     if not self._first <= step < self._end:
       return contextlib.nullcontext()
     if not self._is_on:
       jax.profiler.start_trace(self._folder)
       self._is_on = True
     return jax.profiler.StepTraceAnnotation("train", step_num=step + 1)
-
-  def ends(self, step: int) -> bool:
-    """Whether the trace ends before the step after `step` steps: results are then waited for."""
-    return self._is_on and step >= self._end
 
   def close(self):
     """Writes the trace, if there is one; the device has finished its steps."""

@@ -255,6 +255,22 @@ def print_chats(out: rich.console.Console, plan: RunSpec, per_step: int):
     out.print(f"samples {what}: {number:,}")
 
 
+def print_evaluation(out: rich.console.Console, step: int, results, passed_over):
+  """The held-out losses of a step, see evaluator.Evaluator.run, and the documents passed over."""
+  for source, by_precision in results.items():
+    for what, number in passed_over[source].items():
+      out.print(f"held-out documents of {source} passed over as {what}: {number}")
+    text = "  ".join(f"{p} {v['loss']:.4f}" for p, v in by_precision.items())
+    out.print(f"step {step}  held-out loss on {source}: {text}")
+
+
+def print_interrupted(out: rich.console.Console, step: int, exit_code: int):
+  """The last line of a run that was asked to stop."""
+  out.print(
+    f"interrupted: saved step {step}; the same command goes on from there (exit code {exit_code})"
+  )
+
+
 def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):
   """The closing table: tokens, training loss, held-out loss before and after in every precision."""
   evaluations = summary["evaluations"]

@@ -37,6 +37,7 @@ def _trials(tmp_path, arm, **more):
   return sweep, sweep.trials(str(tmp_path / "out"))
 
 
+@pytest.mark.slow  # two programs per seed and rate
 def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch):
   """Losses, parameters' norm and held-out losses, with one scale per tensor: of its own trial."""
   sweep, trials = _trials(tmp_path, "tensor_current")
