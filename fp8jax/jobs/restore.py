@@ -74,11 +74,11 @@ def folder_of(path: str, workdir: str, name: str) -> str:
   return os.path.expanduser(path) if path else os.path.join(workdir, name)
 
 
-def lines_of_changes(
+def check_same_run(
   changes: dict[str, tuple[Any, Any]], meta: dict[str, Any], step: int, fingerprint: str,
   readers: dict[str, Any], accepted: Sequence[str],
-) -> list[str]:  # fmt: skip
-  """A line per change with which a checkpoint's run may go on.
+):  # fmt: skip
+  """Refuses a checkpoint whose run may not go on.
 
   Args:
     changes: of its configuration, {key: (then, now)}.
@@ -109,10 +109,6 @@ def lines_of_changes(
     )
   if problems:
     raise resolve.ConfigError([*problems, "or start anew with another --workdir"])
-  return [
-    f"config changed since the checkpoint: {key}: {old} -> {new}"
-    for key, (old, new) in changes.items()
-  ]
 
 
 def _shown(value: Any) -> Any:

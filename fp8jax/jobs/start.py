@@ -7,7 +7,6 @@ import jax
 import rich.console
 
 from fp8jax.config import resolve
-from fp8jax.data import batch_sharding
 from fp8jax.jobs import restore
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import stored_params

@@ -140,10 +140,7 @@ class _Run:
         # All is saved: the last evaluation may be left, and made by the same command.
         finished = reached >= plan.steps
         if not finished or not self._evaluate(evaluator, state, reached, asked.requested):
-          self.out.print(
-            f"interrupted: saved step {reached}; the same command goes on from there "
-            f"(exit code {asked.exit_code})"
-          )
+          startup.print_interrupted(self.out, reached, asked.exit_code)
           return {"step": reached, "exit_code": asked.exit_code}
         return self._summarise(reached, last, state)
     finally:
@@ -180,9 +177,10 @@ class _Run:
     """The state after `step` steps, and the data's position; raises where the run is another."""
     meta = saved.meta(step)
     changes = identity.diff(self.identity, meta["config"])
+    for key, (old, new) in changes.items():
+      self.out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
     accepted, read = self.plan.checkpoint.accept_changes, (self.fingerprint, self.readers)
-    for line in restore.lines_of_changes(changes, meta, step, *read, accepted):
-      self.out.print(line)
+    restore.check_same_run(changes, meta, step, *read, accepted)
     self._remember(meta)
     self.weights_dtype = meta["weights_dtype"]
     self.evaluations = meta["evaluations"]
@@ -214,7 +212,8 @@ class _Run:
     step_fn, phase = train_step.make_step(plan), -1
     tokens = plan.tokens_per_step
     flops = metrics.flops_per_token(plan.model, plan.data.seq_len)
-    speed = progress_lib.Throughput(tokens, tokens * flops, metrics.peak_flops_of(plan.num_devices))
+    peak = metrics.peak_flops(jax.devices()[0].device_kind, plan.num_devices)
+    speed = progress_lib.Throughput(tokens, tokens * flops, peak)
     progress = progress_lib.Progress(plan.steps, start, plan.log.every, self.out)
     pending, last, step = None, {}, start
 
@@ -227,10 +226,8 @@ class _Run:
 
     try:
       while step < plan.steps and not asked.requested(step):
-        if self.profiler.ends(step):
-          settle()
-          self.profiler.close()
-        host, number, waited = self._next_batch(step)
+        with self.clock.on("data_wait"):
+          host, number = self.steering.next_batch(self.iterator, step)
         if self.plan.phase(step) != phase:
           settle()
           phase = self.plan.phase(step)
@@ -268,18 +265,11 @@ class _Run:
       progress.close()
     return state, step, last
 
-  def _next_batch(self, step: int):
-    """(batch, its number, seconds that the step waited for it)."""
-    with self.clock.on("data_wait"):
-      asked_at = time.perf_counter()
-      host, number = self.steering.next_batch(self.iterator, step)
-      return host, number, time.perf_counter() - asked_at
-
   def _take_step(self, step_fn, state: State, host, step: int, phase: int, is_loud: bool):
     program = (self.plan.precision.phases[phase].rules, is_loud)
     kind = "step" if program in self.compiled else "compile"
     self.compiled.add(program)
-    with self.clock.on(kind), self.profiler.step(step):
+    with self.clock.on(kind), self.profiler.step(step, state):
       return step_fn(state, self.spread.place(host), self.sites[is_loud])
 
   def _enter(self, phase: int, state: State, step: int, host):
@@ -455,9 +445,7 @@ class _Run:
       return False
     self.evaluations[str(step)] = results
     self.log.write(step, evaluator_lib.flat(results))
-    for source, by_precision in results.items():
-      for line in evaluator.lines(step, source, by_precision):
-        self.out.print(line)
+    startup.print_evaluation(self.out, step, results, evaluator.passed_over)
     return True
 
   def _summarise(self, step: int, last, state) -> dict[str, Any]:

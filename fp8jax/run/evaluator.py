@@ -94,13 +94,6 @@ class Evaluator:
     self.passed_over[source] = counts.summary_everywhere()
     return {precision: _summary(source, parts) for precision, parts in totals.items()}
 
-  def lines(self, step: int, source: str, by_precision) -> list[str]:
-    """The last evaluation on a source in words, after the documents it passed over."""
-    passed = self.passed_over[source].items()
-    found = [f"held-out documents of {source} passed over as {what}: {n}" for what, n in passed]
-    text = "  ".join(f"{p} {v['loss']:.4f}" for p, v in by_precision.items())
-    return [*found, f"step {step}  held-out loss on {source}: {text}"]
-
 
 def precisions(plan: RunSpec, phase: int = 0) -> dict[str, str | None]:
   """{label: recipe for every site, or None for the rules of the phase}, those of eval.precisions.

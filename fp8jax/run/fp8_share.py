@@ -25,8 +25,8 @@ def of_phase(plan: RunSpec, phase: int = 0) -> dict[str, float]:
     fp8_flops_share: of the FLOPs that MFU counts (metrics.flops_per_token): attention's products of
       activations are in the whole, recomputed products are not.
     fp8_gemm_bytes_share: of the bytes of both operands of every site's GEMMs, each read once per
-      GEMM; scales, results and recomputed products aside. What is not quantized has the compute
-      dtype, so that the share is larger where that is float32.
+      GEMM; scales, results and recomputed products aside. Unquantized operands have the compute
+      dtype: the share is larger where that is float32.
   """
   declared = site_lib.find_sites(transformer.site_params(plan.model))
   dims, layout, wide = plan.model.dims, plan.run.layout, plan.run.dtype.itemsize

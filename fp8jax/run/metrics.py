@@ -2,8 +2,6 @@
 
 import re
 
-import jax
-
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
@@ -69,12 +67,6 @@ def peak_flops(device_kind: str, count: int = 1) -> float | None:
     if set(name.split()) <= set(re.split("[ -]", device_kind)):
       return None if peak is None else peak * count
   return None
-
-
-def peak_flops_of(num_devices: int) -> float | None:
-  """BF16 FLOPs per second of so many devices like the first one; None where that is not known."""
-  one = peak_flops(jax.devices()[0].device_kind)
-  return None if one is None else one * num_devices
 
 
 def is_due(step: int, every: int) -> bool:

@@ -69,7 +69,10 @@ def _added():
   [
     (None, "get_config returned NoneType"),
     ({"steps": 3}, "get_config returned dict"),
-    (ml_collections.ConfigDict({"steps": 3}), "seed, seq_len, sharding: missing; begin"),
+    (
+      ml_collections.ConfigDict({"steps": 3}),
+      "seed, sensitivity, seq_len, sharding: missing; begin",
+    ),
     (_added(), "'stepz' is no key; did you mean 'steps'"),
   ],
   ids=["None", "dict", "partial", "added"],
