@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import base
+from fp8jax import params as params_lib
 from fp8jax.compiled import fp8_gemms, hlo
 from fp8jax.config import resolve
 from fp8jax.data import batch_sharding, loader
@@ -19,6 +20,7 @@ from fp8jax.jobs import train
 from fp8jax.kernels import choose
 from fp8jax.kernels.choose import Device
 from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.models import lora
 from fp8jax.models.config import ModelConfig
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import scaled_matrix
@@ -296,6 +298,16 @@ def one_layer_plan(recipe="bf16", devices=1, **changes):
 def only_down(recipe):
   """One site is enough, and one compiles quickly."""
   return (("layers/.*/mlp/down", recipe), (".*", "bf16"))
+
+
+def random_adapters(params, scale=0.05):
+  """The parameters with adapters from a normal distribution, in place of those that begin as 0."""
+  flat = params_lib.flatten(params)
+  draws = iter(jax.random.split(jax.random.key(5), len(flat)))
+  return params_lib.unflatten({
+    path: scale * jax.random.normal(next(draws), x.shape) if lora.is_adapter(path) else x
+    for path, x in flat.items()
+  })  # fmt: skip
 
 
 def weighted_batch(rng, lead=()):

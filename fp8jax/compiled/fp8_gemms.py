@@ -281,7 +281,7 @@ def check(plan: RunSpec, text: str, phase: int = 0) -> list[GemmRow]:
 
 
 def summary(plan: RunSpec, text: str) -> dict[str, Any]:
-  """What `check` counts: {"found", "planned", "by", "problem"}, the last "" where all is proven."""
+  """Counts of `check`: {"found", "planned", "by", "problem"}; no problem is ""."""
   rows = compare(plan, hlo.gemms(text, plan.device.platform))
   try:
     check(plan, text)

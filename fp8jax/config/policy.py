@@ -95,7 +95,8 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
         found.append(f"{name}: log.alarms has no rule about it that could ring; add one")
       if not c.log.tensor_stats_every:
         found.append(
-          f"{name}: waits for alarms, and log.tensor_stats_every=0 never looks; set it, to 20 say"
+          f"{name}: its alarms need tensor statistics, and log.tensor_stats_every=0 takes none; "
+          "set log.tensor_stats_every=100"
         )
     if isinstance(policy, policy_lib.SwitchRecipe):
       try:

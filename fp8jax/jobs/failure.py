@@ -12,7 +12,7 @@ from fp8jax.step import run_spec, train_step
 
 
 def keep_batch(workdir: str, host) -> str:
-  """The folder in which the batch of the failure is kept, for --job=diagnose."""
+  """Saves the batch of the failure for --job=diagnose; the folder."""
   folder = os.path.join(workdir, "nonfinite")
   os.makedirs(folder, exist_ok=True)
   np.savez(os.path.join(folder, f"batch_{jax.process_index()}.npz"), **host)

@@ -137,13 +137,13 @@ class Steering:
     good = [s for s in saved.steps() if s <= step - policy.skip]
     return good[-1] if good and len(self.memory.undone) < policy.most else None
 
-  def roll_back(self, step: int, loss: float, to: int, saved: dict[str, Any]):
+  def roll_back(self, step: int, loss: float, to: int, saved: dict[str, Any] | None):
     """Takes the memory of the checkpoint of step `to`, and what a roll-back keeps.
 
     Args:
-      saved: "policy" of the checkpoint's meta.
+      saved: "policy" of the checkpoint's meta; None of a checkpoint from before policies existed.
     """
-    then = control.Memory.from_json(saved)
+    then = control.Memory() if saved is None else control.Memory.from_json(saved)
     for policy in filter(None, [control.roll_back(self.policies)]):
       z = control.z_score(policy, self.memory, loss)
       self.set(control.rolled_back(policy, step, z, self.memory, then, to))

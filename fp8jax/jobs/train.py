@@ -263,6 +263,7 @@ class _Run:
       settle()
     finally:
       progress.close()
+      self.profiler.close()
     return state, step, last
 
   def _take_step(self, step_fn, state: State, host, step: int, phase: int, is_loud: bool):
@@ -342,8 +343,8 @@ class _Run:
     """The state of an older checkpoint; the rest of the run becomes as it was then."""
     self.checkpoints.drop_after(to)
     meta = self.checkpoints.meta(to)
-    self.clock.lose_since(meta["seconds"])
-    self.steering.roll_back(step, loss, to, meta["policy"])
+    self.clock.lose_since(meta.get("seconds", {}))
+    self.steering.roll_back(step, loss, to, meta.get("policy"))
     self._take_plan()
     self.evaluations, self.has_memories = meta["evaluations"], True
     abstract = train_step.abstract_state(self.plan, to)

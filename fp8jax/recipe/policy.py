@@ -164,7 +164,7 @@ def name_of(policy: Policy) -> str:
 
 
 def alarm_of(policy: Policy) -> str:
-  """The statistic whose alarms the policy waits for, ANY, or "" for none."""
+  """The statistic of the policy's alarms, ANY, or "" for none."""
   return "" if isinstance(policy, RollBack) else policy.alarm
 
 

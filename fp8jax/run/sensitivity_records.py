@@ -1,4 +1,4 @@
-"""Results that are kept as they are made: JSON lines, so that an interrupted job goes on."""
+"""Results as JSON lines, each written at once: an interrupted job goes on from them."""
 
 import json
 import os

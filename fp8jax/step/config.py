@@ -210,7 +210,7 @@ class CalibrateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SensitivityConfig:
-  """What --job=sensitivity measures.
+  """The measurements of --job=sensitivity, and the budgets of its rules.
 
   Attributes:
     path: folder of its results; "" is WORKDIR/sensitivity.

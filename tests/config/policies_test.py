@@ -51,7 +51,7 @@ def test_what_policies_need_and_lack_is_said_together():
       )
     })  # fmt: skip
   for text in (
-    "did you mean 'underflow'?", "log.tensor_stats_every=0 never looks", "did you mean 'block_128'",
+    "did you mean 'underflow'?", "log.tensor_stats_every=0 takes none", "did you mean 'block_128'",
     "log.alarms has no rule about it", "checkpoint.every=0 leaves no checkpoint",
   ):  # fmt: skip
     assert text in str(e.value)

@@ -34,16 +34,6 @@ def _plan(recipe, **changes):
   return harness.tiny_plan(harness.tiny_config(recipe, **SMALL | changes))
 
 
-def _trained(plan):
-  """Parameters of which no adapter is zero."""
-  flat = params_lib.flatten(train_step.make_state(plan).params)
-  draws = iter(jax.random.split(jax.random.key(5), len(flat)))
-  return params_lib.unflatten({
-    path: 0.1 * jax.random.normal(next(draws), x.shape) if lora.is_adapter(path) else x
-    for path, x in flat.items()
-  })  # fmt: skip
-
-
 def _generator(plan, params):
   return api.Generator(params, plan.sites(), plan.model, plan.run, Tokenizer("bytes"), [10**6],
                        slots=2)  # fmt: skip
@@ -67,7 +57,7 @@ def _log_likelihood(logits_LV):
 @pytest.mark.parametrize("recipe", ["bf16", pytest.param("block_128", marks=pytest.mark.slow)])
 def test_scores_with_adapters_are_those_of_the_training_forward_pass(recipe):
   plan = _plan(recipe)
-  params = _trained(plan)
+  params = harness.random_adapters(train_step.make_state(plan).params, 0.1)
   made = _generator(plan, params)
   [(got, _)] = made.score([(TOKENS[:4], TOKENS[4:])])
   want = _log_likelihood(_logits(plan, params))

@@ -52,15 +52,6 @@ def _host():
   return {name: value[:1] for name, value in harness.host_batches()[0].items()}
 
 
-def _random_adapters(params):
-  flat = params_lib.flatten(params)
-  draws = iter(jax.random.split(jax.random.key(5), len(flat)))
-  return params_lib.unflatten({
-    path: 0.05 * jax.random.normal(next(draws), x.shape) if lora.is_adapter(path) else x
-    for path, x in flat.items()
-  })  # fmt: skip
-
-
 def _logits(plan, params):
   return jax.jit(lambda p, b: transformer.logits(p, plan.sites(), b, plan.model, plan.run))(
     params, _host()
@@ -73,7 +64,7 @@ def test_step_0_is_the_base_to_the_bit():
   want = _logits(plain, train_step.make_state(plain, _weights(plain)).params)
   params = train_step.make_state(plan, _weights(plan)).params
   np.testing.assert_array_equal(_logits(plan, params), want)
-  assert np.any(np.asarray(_logits(plan, _random_adapters(params))) != want)
+  assert np.any(np.asarray(_logits(plan, harness.random_adapters(params))) != want)
 
 
 @pytest.mark.slow
@@ -81,7 +72,7 @@ def test_gradients_of_adapters_are_those_of_the_merged_weights():
   """d loss / d a = s (d loss / d w) b', d loss / d b = s a' (d loss / d w), in float32."""
   plan = _plan("bf16", **RANK, **{"model.lora.base": "bf16", "model.lora.targets": (".*",)})
   plain = _plan("bf16")
-  params = _random_adapters(train_step.make_state(plan, _weights(plan)).params)
+  params = harness.random_adapters(train_step.make_state(plan, _weights(plan)).params)
   merged = lora.merged(params, plan.declaration, plan.model)
   scale = plan.model.lora.alpha / plan.model.lora.rank
   got = params_lib.flatten(train_step.gradients(plan, params, plan.sites(), _host())[1])
@@ -217,7 +208,7 @@ def test_an_fp8_checkpoint_is_the_base_to_the_bit(tmp_path, rng, scale_dtype):
 @pytest.mark.slow
 def test_merged_weights_are_the_adapted_model():
   plan, plain = _plan("bf16", **RANK, **{"model.lora.base": "bf16"}), _plan("bf16")
-  params = _random_adapters(train_step.make_state(plan, _weights(plan)).params)
+  params = harness.random_adapters(train_step.make_state(plan, _weights(plan)).params)
   merged = lora.merged(params, plan.declaration, plan.model)
   assert_close(_logits(plan, params), np.asarray(_logits(plain, merged)))
   q, a, b = (np.asarray(stored_params.compute_copy(params["layers"]["attn"][n]), np.float64)

@@ -1,6 +1,7 @@
 """Seconds by kind: sums against a clock that the test turns, and a run that is interrupted."""
 
 import json
+import shutil
 
 import jax
 import pytest
@@ -52,7 +53,10 @@ def _traced_steps(path) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore:builtin type")  # of the trace's reader
 def test_a_killed_run_counts_its_repeated_steps_and_traces_its_window(tmp_path, monkeypatch):
-  """A run of 6 steps with a checkpoint at 3 dies after step 5; its trace has the steps 2 and 3."""
+  """A run of 6 steps with a checkpoint at 3 dies after step 5; its trace has the steps 2 and 3.
+
+  The run that goes on ends within its window, and writes the trace all the same.
+  """
   changes = {
     "checkpoint.every": 3, "log.every": 2, "log.profile_start": 1, "log.profile_steps": 2,
     "eval.precisions": ("bf16",),
@@ -71,7 +75,10 @@ def test_a_killed_run_counts_its_repeated_steps_and_traces_its_window(tmp_path, 
   assert _traced_steps(str(trace)) == [2, 3]
   rows = [row for _, row in metrics_writer.rows(str(tmp_path / "metrics.jsonl"))]
   elapsed = {row["step"]: row["elapsed_seconds"] for row in rows if "elapsed_seconds" in row}
-  train_on_text(tmp_path, "bf16", **changes)
+  shutil.rmtree(tmp_path / "profile")
+  train_on_text(tmp_path, "bf16", **changes | {"log.profile_start": 4, "log.profile_steps": 9})
+  (trace,) = tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")
+  assert _traced_steps(str(trace)) == [5, 6]
   summary = json.loads((tmp_path / "summary.json").read_text())
   seconds = summary["seconds"]
   assert seconds.keys() == set(goodput.KINDS) and min(seconds.values()) >= 0
