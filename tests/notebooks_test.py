@@ -50,7 +50,8 @@ def _execute(name, repository, folder) -> str:
   assert not any(o["output_type"] == "error" for o in outputs)
   drawn = sum("image/svg+xml" in o.get("data", ()) for o in outputs)
   assert drawn == sum("display(SVG" in cell["source"] for cell in book.cells) > 0
-  # Streams, and rich's consoles, which display in a notebook.
+  # Standard output, and rich's consoles, which display in a notebook. Warnings come at any time.
+  outputs = [o for o in outputs if o.get("name") != "stderr"]
   return "".join(o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs)
 
 
