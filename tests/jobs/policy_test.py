@@ -103,7 +103,7 @@ def test_policies_act_on_eight_devices_as_on_one(tmp_path):
   """A switch, a wider margin, refreshes, and a roll-back that undoes a part of them."""
   kinds = ("refresh", "switch and back, and widen", "roll back")
   changes = {
-    **POLICIES["roll back"], **LOOKS, "global_batch": 8,
+    **POLICIES["roll back"], **LOOKS, "global_batch": 8, "eval.batch": 8,
     "precision.policy": sum((POLICIES[kind]["precision.policy"] for kind in kinds), ()),
   }  # fmt: skip
   one, eight = tmp_path / "one", tmp_path / "eight"
