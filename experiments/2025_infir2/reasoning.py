@@ -2,9 +2,8 @@
 
 what:      CPT on the Python manual and worked solutions, then SFT on conversations of reasoning-gym
            families, stage 2 on other questions of them; every stage in every recipe
-command:   python experiments/2025_infir2/reasoning_data.py assets/reasoning, then
-           python launch.py --config=experiments/2025_infir2/reasoning.py:cpt,block_128
-           ... :stage1,block_128 and :stage2,block_128 (recipe.py runs all of it)
+command:   python experiments/2025_infir2/reasoning_runs.py   (arms and seeds, one after the other)
+           python experiments/2025_infir2/recipe.py           (the miniature)
 hardware:  two CPU cores, 6 GB of memory
 arms:      cpt, stage1, stage2, and after a comma a recipe (block_128 without one); "mini" as a
            third part is a third of the tokens, for `make recipe`
@@ -17,7 +16,7 @@ from configs import base
 DATA = "assets/reasoning"
 STAGES = ("cpt", "stage1", "stage2")
 # Before a stage: the one whose weights it starts from.
-_BEFORE = {"stage1": "cpt", "stage2": "stage1"}
+BEFORE = {"stage1": "cpt", "stage2": "stage1"}
 
 
 def workdir(stage: str, recipe: str, size: str = "", seed: int = 0) -> str:
@@ -47,12 +46,13 @@ def get_config(arm="stage1"):
       "solutions": base.source("jsonl", f"{DATA}/cpt.jsonl", weight=0.5),
     }
     c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5
-    c.steps = 12 if size else 39  # 1,024 tokens each
+    c.steps = 12 if size else 20  # 1,024 tokens each
     return c
-  c.init.workdir, c.init.weights_only = workdir(_BEFORE[stage], recipe, size), True
+  c.init.workdir, c.init.weights_only = workdir(BEFORE[stage], recipe, size), True
   c.data.tokenizer = "assets/smollm2-135m"
   c.data.sources = {"solutions": base.source("jsonl", f"{DATA}/{stage}.jsonl", chat="messages")}
   c.data.on_long = "error"
   c.data.samples_per_step = 8
-  c.steps = 16 if size else 50  # about 800 tokens each
+  # About 800 tokens each.
+  c.steps = 16 if size else {"stage1": 50, "stage2": 30}[stage]
   return c

@@ -82,3 +82,14 @@ def test_training_questions_are_apart_and_their_solutions_right(tmp_path):
   assert not [q for q in questions | dict.fromkeys(seen) if q in text]
   gsm = script.reasoning_gym_tasks.entries("gsm_symbolic", {}, 5, 40)
   assert all("The answer is" in script.solution(gsm[i]) for i in range(40))
+
+
+def test_the_pilot_fixes_families_and_arms_of_a_seed_read_the_same_batches():
+  runs = _script("reasoning_runs")
+  before = {"easy": 0.3, "learnt": 0.29, "hard": 0.0}
+  tuned = {"easy": 1.0, "learnt": 0.61, "hard": 0.6}
+  assert runs.chosen({"before": before, "tuned": tuned}) == ["learnt"]
+  stage = lambda data: {"stages": {"cpt": {"data_fingerprint": data}}}  # noqa: E731
+  runs.check({("bf16", 0): stage("a"), ("block_128", 0): stage("a"), ("bf16", 1): stage("b")})
+  with pytest.raises(ValueError, match="block_128-0 read other data in cpt than another arm"):
+    runs.check({("bf16", 0): stage("a"), ("block_128", 0): stage("b")})

@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
+import re
 
 import harness
 import pytest
 
-from fp8jax.jobs import train
-from fp8jax.run import checkpoint, preemption
+from fp8jax.config import resolve
+from fp8jax.jobs import steering, train
+from fp8jax.kernels import choose
+from fp8jax.run import checkpoint, control, preemption
 
 
-def run(workdir, disturb=None, **changes):
-  plan = harness.text_plan(**changes)
+def run(workdir, disturb=None, devices=1, **changes):
+  plan = resolve.resolve(harness.text_config(**changes), devices, choose.current_device())
   train.run(plan, str(workdir), base=dict(plan.flat), disturb=disturb)
 
 
@@ -93,3 +96,41 @@ def test_stopped_around_an_action_a_run_goes_on_bit_for_bit(tmp_path, monkeypatc
   harness.assert_trees_equal(
     harness.saved_state(whole, changed, steps), harness.saved_state(broken, changed, steps)
   )
+
+
+@pytest.mark.slow
+def test_policies_act_on_eight_devices_as_on_one(tmp_path):
+  """A switch, a wider margin, refreshes, and a roll-back that undoes a part of them."""
+  kinds = ("refresh", "switch and back, and widen", "roll back")
+  changes = {
+    **POLICIES["roll back"], **LOOKS, "global_batch": 8,
+    "precision.policy": sum((POLICIES[kind]["precision.policy"] for kind in kinds), ()),
+  }  # fmt: skip
+  one, eight = tmp_path / "one", tmp_path / "eight"
+  run(one, blown_up, **changes)
+  run(eight, blown_up, devices=8, **changes, **{"mesh.data": 4, "mesh.fsdp": 2})
+
+  def without_z(workdir):  # which sums in another order change
+    return [
+      (*a[:2], re.sub(r"is [0-9.]+ standard", "is z standard", a[2])) for a in actions(workdir)
+    ]
+
+  assert without_z(one) == without_z(eight)
+  kinds = {kind for *_, text in actions(one) for kind in re.findall(r"^\w+", text)}
+  assert kinds == {"refresh", "switch_recipe", "widen_margin", "roll_back"}
+  for (step, loss, _), (other, got, _) in zip(losses(one), losses(eight), strict=True):
+    assert (step, got) == (other, pytest.approx(loss, rel=1e-3))
+
+
+def test_roll_back_to_a_checkpoint_from_before_policies_leaves_batches_out():
+  said, plan = [], harness.text_plan(**POLICIES["roll back"])
+  at_work = steering.Steering(plan, lambda step, events: said.append((step, *events)))
+  at_work.set(control.Memory(losses=(3.0,) * 4, skipped=(1,)))
+  at_work.roll_back(5, 9.0, 2, None)
+  assert at_work.memory.losses == () and at_work.plan.precision == plan.precision
+  # The five steps took batches 0, 2, 3, 4 and 5; the last two go. The checkpoint has drawn 0 to 2.
+  stream = iter(range(3, 9))
+  assert [at_work.next_batch(stream, step) for step in (2, 3, 4)] == [(3, 3), (6, 6), (7, 7)]
+  at_work.tell_undone(2)
+  ((step, event),) = said
+  assert step == 3 and "back to the checkpoint of step 2, batches 4, 5 are left out" in event.text
