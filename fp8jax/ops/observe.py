@@ -19,7 +19,7 @@ from fp8jax.ops.site import ActivationSite
 from fp8jax.quantization import tensor_stats
 
 
-def observed(x, sites: Mapping[str, Any], name: str):
+def observed(x, sites: Mapping[str, Any], name: str) -> Any:
   """x, observed by sites[name] if the step records tensor statistics; the same numbers.
 
   The forward pass observes x, the backward pass the gradient of x if the site asks for it.

@@ -106,7 +106,7 @@ def test_report_of_100_looks_at_smollm2_is_small_offline_and_true(tmp_path):
   # Panels share no scale of colour, and none depends on the look that is shown.
   assert heat["resolve"]["scale"]["color"] == "independent" and len(heat["concat"]) == 9
   for panel in heat["concat"]:
-    low, high = (
+    low, *_, high = (
       panel["encoding"]["color"]["scale"]["domain"]
       if "scale" in panel["encoding"]["color"]
       else panel["encoding"]["color"]["condition"]["scale"]["domain"]
@@ -216,5 +216,14 @@ def test_exponents_of_a_picked_tensor_are_drawn_as_the_rows_say(tmp_path):
     for place, of in counts.items() for k, share in enumerate(of["shares"]) if share
   }  # fmt: skip
   assert drawn.keys() == expected.keys() and len(expected) > 100
-  for key, share in expected.items():  # to the decibel
-    assert abs(math.log10(drawn[key] / share)) < 0.05 + 0.18  # a label has one digit
+  # A picture's label has one digit, its data a decibel.
+  for key, share in expected.items():
+    assert drawn[key] == pytest.approx(share, rel=0.7)
+  (row,) = [row for row in spec["datasets"]["exponents"]
+            if row["tensor"] == "mlp/up x" and row["look"] == 3]  # fmt: skip
+  for place, layer in enumerate(row["layer"]):
+    of = counts["layer", int(layer)]
+    levels = [-10 * math.log10(share) if share else None for share in of["shares"]]
+    assert row["first"][place] == of["first_exponent"] and len(levels) == len(row["level"][place])
+    for level, got in zip(levels, row["level"][place], strict=True):
+      assert got == level if level is None else abs(got - level) <= 0.5
