@@ -41,6 +41,7 @@ EXTRAS_OF_FILES = {
   "report": (
     "report/charts.py",
     "report/compare_charts.py",
+    "report/exponent_charts.py",
     "report/run_report.py",
     "report/sensitivity_charts.py",
     "report/sensitivity_page.py",
@@ -58,7 +59,7 @@ BANNED = {"torch", "transformers", "pickle", "cloudpickle", "dill", "joblib", "s
 PLACES = {
   # Derivatives of the GEMM; of the feed-forward layer and of the loss, made of the same GEMMs; of
   # compressed residuals; of parameters, whose gradients may have another format; of a kernel that
-  # another library wrote.
+  # another library wrote; the identity that observes an activation.
   "custom_vjp": tuple(
     f"ops/{n}.py"
     for n in (
@@ -69,6 +70,7 @@ PLACES = {
       "cross_entropy",
       "stored_params",
       "attention",
+      "observe",
     )
   ),
   "dot_general": ("ops/linear.py", "kernels/"),

@@ -6,17 +6,30 @@ import numpy as np
 
 LAYERS, SITES = 30, ("attn/k", "attn/o", "attn/q", "attn/v", "mlp/down", "mlp/gate", "mlp/up")
 STATISTICS = ("amax", "underflow", "saturation", "smallest_scale", "largest_scale", "snr_db",
-              "kurtosis", "rms", "nonfinite", "variance", "amax_drift")  # fmt: skip
+              "kurtosis", "rms", "nonfinite", "variance", "amax_drift", "mean",
+              "snr_drift")  # fmt: skip
+# Of these magnitudes, so that numbers have the length of those of a run.
+UNITS = {"variance": 1e-9, "amax": 1e-3, "underflow": 1e-4}
+# Activations that no GEMM quantizes, and the statistics that they lack.
+ACTIVATIONS, OF_LAYER = ("embed", "norm", "logits"), ("attn/norm", "mlp/norm", "residual")
+OF_QUANTIZED = {"underflow", "saturation", "smallest_scale", "largest_scale", "snr_db",
+                "snr_drift"}  # fmt: skip
 MEMORY = {"declared": 3 * 2**30, "peak": 2**32, "rows": [
   {"kind": "masters", "declared": 2**30, "compiled": None, "note": ""},
   {"kind": " part of another", "declared": 7, "compiled": None, "note": ""},
 ]}  # fmt: skip
 
 
-def write_run(folder, steps=1000, looks=100, layers=LAYERS, seed=0):
-  """The files of a run with random numbers: SmolLM2's sites, every step, `looks` looks."""
+def write_run(folder, steps=1000, looks=100, layers=LAYERS, seed=0, counted=1):
+  """The files of a run with random numbers: SmolLM2's sites, every step, `looks` looks.
+
+  Every `counted`-th look has counts by exponent: in a run all have, but here they are slow to make.
+  """
   rng = np.random.default_rng(seed)
-  names = ["head"] + [f"layers/{i}/{s}" for i in range(layers) for s in SITES]
+  tensors = {"head": "xwg"} | {f"layers/{i}/{s}": "xwg" for i in range(layers) for s in SITES}
+  tensors |= dict.fromkeys(ACTIVATIONS, "xg")
+  counts = [_exponents(rng) for _ in range(99)]
+  tensors |= {f"layers/{i}/{s}": "xg" for i in range(layers) for s in OF_LAYER}
   lines = [{"step": 0, "heldout/main/block_128/loss": 2.02, "heldout/main/bf16/loss": 2.0}]
   every = max(1, steps // looks)
   for step in range(1, steps + 1):
@@ -25,10 +38,14 @@ def write_run(folder, steps=1000, looks=100, layers=LAYERS, seed=0):
     if step % every == 0:
       # As numbers are in a run: all digits.
       lines.append({"step": step, "numerics": {
-        name: {t: dict(zip(STATISTICS, rng.random(len(STATISTICS)).tolist())) for t in "xwg"}
-        for name in names
+        name: {t: _summary(rng, "w" in of) for t in of} for name, of in tensors.items()
       }})  # fmt: skip
-  lines[-1]["numerics"]["head"]["x"]["snr_db"] = "inf"
+    if step % (every * counted) == 0:
+      lines.append({"step": step, "exponents": {
+        name: {t: counts[rng.integers(len(counts))] for t in of} for name, of in tensors.items()
+      }})  # fmt: skip
+  lines[-2]["numerics"]["head"]["x"]["snr_db"] = "inf"
+  lines[-1]["exponents"]["layers/1/mlp/up"]["x"] = {"first_exponent": -48, "shares": []}
   alarms = [{"place": "layers/3/mlp/up/x", "text": "snr_db </script> low. Try: less"}]
   lines.append({"step": steps, "alarms": alarms})
   lines.append({"step": steps, "heldout/main/block_128/loss": 1.01, "heldout/main/bf16/loss": 1.0})
@@ -45,6 +62,50 @@ def write_run(folder, steps=1000, looks=100, layers=LAYERS, seed=0):
   for name, value in written.items():
     (folder / f"{name}.json").write_text(json.dumps(value))
   return lines
+
+
+def _summary(rng, is_quantized):
+  found = dict(zip(STATISTICS, rng.random(len(STATISTICS)).tolist()))
+  found |= {name: unit * found[name] for name, unit in UNITS.items()}
+  found["mean"] = 1e-5 * (found["mean"] - 0.5)
+  return {k: v for k, v in found.items() if is_quantized or k not in OF_QUANTIZED}
+
+
+def _exponents(rng, counted=24):
+  """As of a normal distribution: each exponent below the largest has half as many elements."""
+  shares = 2.0 ** -np.arange(counted)[::-1] * rng.uniform(0.3, 1, counted)
+  shares[3] = 0
+  shares = [float(f"{s:.3g}") for s in shares / shares.sum()]
+  return {"first_exponent": int(rng.integers(-30, -20)), "shares": shares}
+
+
+def sensitivity_result(layers=2, seed=0):
+  """sensitivity.json with made-up numbers."""
+  rng = np.random.default_rng(seed)
+
+  def one(scale=1e-4):
+    middle = scale * rng.random()
+    return {of: [middle, middle / 2, 2 * middle] for of in ("loss_percent", "kl")}
+
+  kinds = [s.rpartition("/")[2] for s in SITES]
+  places = [(f"layers/{i}/{s}", i, k) for i in range(layers) for s, k in zip(SITES, kinds)]
+  sites = [
+    {"name": name, "layer": layer, "kind": kind,
+     "estimated": {t: one() for t in ("x", "w", "both")},
+     "measured": one() if i % 3 == 0 else None}
+    for i, (name, layer, kind) in enumerate([*places, ("head", None, "head")])
+  ]  # fmt: skip
+  members = {"kinds": kinds, "layers": list(map(str, range(layers))), "tensors": ["x", "w"]}
+  groups = [{"group": g, "name": n, **one(1e-2)} for g, names in members.items() for n in names]
+  arms = [
+    {"arm": arm, "bf16_flops": share, "report": one(1e-2), "runs_of_layers": 1 + i,
+     "rules": [["head", "bf16"], ["layers/.*", "block_128"]]}
+    for i, (arm, share) in enumerate({"chosen": 0.1, "first and last": 0.1, "all": 0.0}.items())
+  ]  # fmt: skip
+  return {
+    "tokens": {"choose": 4096, "report": 4096}, "weights": {"step": 5}, "sites": sites,
+    "groups": groups, "budgets": [{"budget": "90 % of FLOPs in FP8", "arms": arms}],
+  }  # fmt: skip
 
 
 def write_steps(folder, losses, recipe, seed, seconds=1.0, heldout=(), **config):

@@ -11,6 +11,8 @@ from fp8jax.ops.attention import attention
 from fp8jax.ops.elementwise import add_bias, rotate
 from fp8jax.ops.fused import prologue
 from fp8jax.ops.linear import dot, dots
+from fp8jax.ops.observe import observed
+from fp8jax.ops.site import Activation
 from fp8jax.params import Param
 
 SITES = (
@@ -52,6 +54,14 @@ def params(cfg: ModelConfig):
   return tree
 
 
+def activations(cfg: ModelConfig):
+  """The activations that loud steps observe: outputs of norms."""
+  found = {"norm": Activation("BLD")}
+  if cfg.qk_norm:
+    found |= {"q_norm": Activation("BLHK"), "k_norm": Activation("BLGK")}
+  return found
+
+
 def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConfig):
   """(x + attention(norm(x)), Aux()).
 
@@ -72,6 +82,7 @@ def apply_with_state(p, s, x_BLD, context: LayerContext, cache, cfg: ModelConfig
   """
   *of_qkv, of_o = (site.eqn for site in SITES)
   h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
+  h_BLD = observed(h_BLD, s, "norm")
   q_BLHK, k_BLGK, v_BLGK = dots(of_qkv, h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]))
   if cfg.qkv_bias:
     q_BLHK = add_bias(q_BLHK, p["q_bias"])
@@ -84,6 +95,7 @@ def apply_with_state(p, s, x_BLD, context: LayerContext, cache, cfg: ModelConfig
     k_BLGK = prologue.rms_norm(
       k_BLGK, p["k_norm"], cfg.norm_eps, save=run.residuals.norm_inputs
     ).value()
+    q_BLHK, k_BLGK = observed(q_BLHK, s, "q_norm"), observed(k_BLGK, s, "k_norm")
   q_BLHK = checkpoint_name(rotate(q_BLHK, *context.angles), "linear")
   k_BLGK = checkpoint_name(rotate(k_BLGK, *context.angles), "linear")
   v_BLGK = checkpoint_name(v_BLGK, "linear")
@@ -126,5 +138,5 @@ def flops_per_token(cfg: ModelConfig, length: int) -> float:
 
 MIXER = Mixer(
   "attn", params, SITES, apply, flops_per_token, hf_names=HF_NAMES,
-  apply_with_state=apply_with_state,
+  apply_with_state=apply_with_state, activations=activations,
 )  # fmt: skip

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fp8jax.ops.site import Activation
+
 
 @dataclasses.dataclass(frozen=True)
 class GemmSite:
@@ -86,6 +88,8 @@ class Mixer:
     key: of its part of a layer's parameters and sites.
     params: ModelConfig -> {name: Param}, of one layer.
     sites: its GEMMs, in order of computation.
+    activations: ModelConfig -> {name: Activation}, what it lets loud steps observe beside its GEMMs
+      (ops/observe.py): its norms.
     apply: (p, s, x_BLD, context, cfg, run) -> (x_BLD, Aux), see attention_gqa.apply.
     apply_with_state: (p, s, x_BLD, context, state, cfg, run) -> (x_BLD, the tokens' part of the
       state): `apply` where a state stands for the tokens before these (a KV cache); None for a
@@ -104,6 +108,7 @@ class Mixer:
   sites: tuple[GemmSite, ...]
   apply: Callable[..., Any]
   flops_per_token: Callable[..., float] = lambda cfg, length: 0
+  activations: Callable[..., Mapping[str, Activation]] = lambda cfg: {}
   apply_with_state: Callable[..., Any] | None = None
   hf_names: Mapping[str, str] | None = None
   alignment: Callable[..., dict] | None = None

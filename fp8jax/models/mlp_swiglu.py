@@ -12,6 +12,8 @@ from fp8jax.ops.elementwise import rms_norm
 from fp8jax.ops.fused import prologue
 from fp8jax.ops.fused.swiglu_mlp import swiglu_mlp
 from fp8jax.ops.linear import dot
+from fp8jax.ops.observe import observed
+from fp8jax.ops.site import Activation
 from fp8jax.params import Param
 
 SITES = (
@@ -39,10 +41,17 @@ def params(cfg: ModelConfig):
   }
 
 
+def activations(cfg: ModelConfig):
+  """The activation that loud steps observe: the output of the norm."""
+  del cfg
+  return {"norm": Activation("BLD")}
+
+
 def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConfig):
   """(x + down(silu(gate(norm(x))) * up(norm(x))), Aux()), multiplied as FORMS says."""
   del context
   h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
+  h_BLD = observed(h_BLD, s, "norm")
   eqns, ws, sites = zip(*((site.eqn, p[site.name], s[site.name]) for site in SITES), strict=True)
   multiply = FORMS[run.smooth_swiglu]
   return x_BLD + multiply(eqns, h_BLD, ws, sites, "linear", run.residuals.gate_up), Aux()
@@ -69,5 +78,5 @@ def alignment(p):
 
 MIXER = Mixer(
   "mlp", params, SITES, apply, hf_names=HF_NAMES, alignment=alignment,
-  channel_scales=channel_scales, fold_channel_scales=fold_channel_scales,
+  channel_scales=channel_scales, fold_channel_scales=fold_channel_scales, activations=activations,
 )  # fmt: skip

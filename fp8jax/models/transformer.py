@@ -30,6 +30,8 @@ from fp8jax.ops import residuals, stored_params
 from fp8jax.ops.cross_entropy import cross_entropy
 from fp8jax.ops.fused import prologue
 from fp8jax.ops.linear import SAVED_NAME, dot
+from fp8jax.ops.observe import observed
+from fp8jax.ops.site import Activation
 from fp8jax.params import Param
 
 # By name, for ModelConfig.mixers.
@@ -92,6 +94,19 @@ def gemm_sites(cfg: ModelConfig) -> dict[str, GemmSite]:
   return {**layers, "head": head}
 
 
+def activations(cfg: ModelConfig) -> dict[str, Activation]:
+  """{path: declaration} of what loud steps observe beside GEMMs, with "layers/residual", the
+  residual stream after a layer."""
+  of_mixers = {
+    f"layers/{mixer.key}/{name}": activation
+    for mixer in mixers(cfg)
+    for name, activation in mixer.activations(cfg).items()
+  }
+  stream = Activation("BLD", has_gradient=True)
+  ends = {"embed": stream, "norm": Activation("BLD"), "logits": Activation("BLV")}
+  return {**of_mixers, "layers/residual": stream, **ends}
+
+
 def linear_layers(cfg: ModelConfig) -> list[str]:
   """ "attn/q" of every linear layer of a layer, adapters aside."""
   return [f"{mixer.key}/{site.name}" for mixer in mixers(cfg) for site in mixer.sites]
@@ -142,7 +157,7 @@ def hidden(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """Normalised last hidden states [B, L, D] in the compute dtype."""
   params = _with_values(params)
   x_BLD, _ = _after_last(params, sites, batch, cfg, run)
-  return _normalised(x_BLD, params, cfg, run)
+  return _normalised(x_BLD, params, sites, cfg, run)
 
 
 def hidden_and_inputs(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
@@ -153,7 +168,7 @@ def hidden_and_inputs(params, sites, batch, cfg: ModelConfig, run: ComputeConfig
     return layer(x_BLD, of_layer, context, cfg, run)[0], x_BLD
 
   x_BLD, inputs_NBLD = _scan_layers(step, params, sites, batch, cfg, run)
-  return _normalised(x_BLD, params, cfg, run), inputs_NBLD
+  return _normalised(x_BLD, params, sites, cfg, run), inputs_NBLD
 
 
 def hidden_from(x_BLD, start, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
@@ -174,7 +189,7 @@ def hidden_from(x_BLD, start, params, sites, batch, cfg: ModelConfig, run: Compu
 
     x_BLD = jax.lax.fori_loop(jnp.maximum(start, first), stop, one, x_BLD)
     first = stop
-  return _normalised(x_BLD, params, cfg, run)
+  return _normalised(x_BLD, params, sites, cfg, run)
 
 
 def hidden_with_states(params, sites, batch, states, cfg: ModelConfig, run: ComputeConfig):
@@ -202,14 +217,14 @@ def hidden_with_states(params, sites, batch, states, cfg: ModelConfig, run: Comp
     return x_BLD, added
 
   x_BLD, added = _scan_layers(step, params, sites, batch, cfg, run, states)
-  return _normalised(x_BLD, params, cfg, run), added
+  return _normalised(x_BLD, params, sites, cfg, run), added
 
 
-def embed(params, batch, run: ComputeConfig):
+def embed(params, sites, batch, run: ComputeConfig):
   """The input of the first layer: tokens embedded, [B, L, D] in the compute dtype."""
   embed = stored_params.value(params["embed"])
   x_BLD = jnp.take(embed, batch["tokens_BL"], axis=0, mode="clip").astype(run.dtype)
-  return axes.constrain(x_BLD, "BLD", run.layout)
+  return observed(axes.constrain(x_BLD, "BLD", run.layout), sites, "embed")
 
 
 def layer_context(batch, cfg: ModelConfig) -> LayerContext:
@@ -233,17 +248,17 @@ def layer(x_BLD, of_layer, context: LayerContext, cfg: ModelConfig, run: Compute
     own = lora.attached(p[mixer.key], s[mixer.key], cfg)
     x_BLD, aux = mixer.apply(own, s[mixer.key], x_BLD, context, cfg, run)
     total += aux
-  return axes.constrain(x_BLD, "BLD", run.layout), total
+  return observed(axes.constrain(x_BLD, "BLD", run.layout), s, "residual"), total
 
 
 def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """`loss` of what the last layer gave; `params` and `sites` need not have the layers."""
   params = stored_params.value({k: p for k, p in params.items() if k != "layers"})
   head, eqn = _head(params, cfg)
-  h_BLD = _normalised(x_BLD, params, cfg, run)
+  h_BLD = _normalised(x_BLD, params, sites, cfg, run)
   return cross_entropy(
     h_BLD, head, eqn, batch["targets_BL"], batch["weights_BL"], sites["head"], run.loss_chunk,
-    is_frozen=cfg.lora is not None,
+    is_frozen=cfg.lora is not None, logits_site=sites.get("logits"),
   )  # fmt: skip
 
 
@@ -294,7 +309,7 @@ def _scan_layers(step, params, sites, batch, cfg: ModelConfig, run: ComputeConfi
     step: (residual stream, (parameters, sites, *more), context) -> (stream, anything).
     more: trees of arrays, stacked over layers.
   """
-  x_BLD, context = embed(params, batch, run), layer_context(batch, cfg)
+  x_BLD, context = embed(params, sites, batch, run), layer_context(batch, cfg)
   start, found = 0, []
   for number, run_of_layers in enumerate(sites["layers"]):
     stop = start + jax.tree.leaves(run_of_layers)[0].shape[0]
@@ -318,10 +333,11 @@ def _of_run(stack, number: int, layers: slice):
   return jax.tree.map(part, stack)
 
 
-def _normalised(x_BLD, params, cfg: ModelConfig, run: ComputeConfig):
-  return prologue.rms_norm(
+def _normalised(x_BLD, params, sites, cfg: ModelConfig, run: ComputeConfig):
+  h_BLD = prologue.rms_norm(
     x_BLD, params["norm"], cfg.norm_eps, save=run.residuals.norm_inputs
   ).value()
+  return observed(h_BLD, sites, "norm")
 
 
 def _with_values(params):

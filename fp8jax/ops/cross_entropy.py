@@ -20,15 +20,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fp8jax import axes
-from fp8jax.ops import collectives, gemm_spec, linear, stats
+from fp8jax.ops import collectives, gemm_spec, linear, observe, stats
 from fp8jax.ops.gemm_spec import Role
-from fp8jax.ops.site import Site
+from fp8jax.ops.site import ActivationSite, Site
 from fp8jax.quantization import tensor_stats
 
 
 def cross_entropy(
-  h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chunk: int, *, is_frozen: bool = False
-):
+  h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chunk: int, *,
+  is_frozen: bool = False, logits_site: ActivationSite | None = None,
+):  # fmt: skip
   """Sum over tokens of weight * -log p(target).
 
   Args:
@@ -40,16 +41,20 @@ def cross_entropy(
     site: precision of the head.
     chunk: positions (of L) per chunk.
     is_frozen: whether the head has no gradient, so that its product is left out.
+    logits_site: observes the logits under differentiation; None for a step that does not.
 
   Returns:
     float32 scalar. Divide by the sum of the weights for the mean, exp of that for perplexity.
   """
   site.claim()
-  return _cross_entropy((eqn, chunk, is_frozen), h_BLD, head, targets_BL, weights_BL, site)
+  return _cross_entropy(
+    (eqn, chunk, is_frozen), h_BLD, head, targets_BL, weights_BL, site, logits_site
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(static, h_BLD, head, targets_BL, weights_BL, site):
+def _cross_entropy(static, h_BLD, head, targets_BL, weights_BL, site, logits_site):
+  del logits_site
   eqn, chunk, _ = static
 
   def local(h, head, targets, weights, tap, inputs):
@@ -70,7 +75,7 @@ def _cross_entropy(static, h_BLD, head, targets_BL, weights_BL, site):
   return run(h_BLD, head, targets_BL, weights_BL, site.tap, gemm_spec.ScalingInputs.of(site))
 
 
-def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
+def _fwd(static, h_BLD, head, targets_BL, weights_BL, site, logits_site):
   eqn, chunk, is_frozen = static
   letters = _head_letters(eqn)
   layout = site.layout
@@ -81,10 +86,13 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
     head = _gather_head(head, eqn, site, h.dtype)
 
     def one(carry, xs):
-      loss, dhead, observed = carry
+      loss, dhead, observed, logits_stats = carry
       h, targets, weights = xs
       spec = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
       logits_BCV = linear.forward(spec, h, head, inputs)
+      if logits_site is not None:
+        chunk_stats = observe.logits_stats(logits_BCV, logits_site)
+        logits_stats = tensor_stats.combine(logits_stats, chunk_stats)
       loss_BC, g_BCV = _loss_and_gradient(logits_BCV, targets, weights, layout)
       g_BCV = g_BCV.astype(h.dtype)
       dh = linear.data_gradient(spec, g_BCV, head, inputs)
@@ -93,34 +101,36 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site):
       tensors = ((Role.X_FWD, h), (Role.W_FWD, head), (Role.G_DGRAD, g_BCV))
       chunk_stats = [stats.operand_stats(spec, role, t, inputs) for role, t in tensors]
       observed = tensor_stats.combine(observed, jnp.stack(chunk_stats))
-      return (loss + jnp.sum(loss_BC), dhead, observed), dh
+      return (loss + jnp.sum(loss_BC), dhead, observed, logits_stats), dh
 
     carry = (
       jnp.zeros((), jnp.float32),
       jnp.zeros(() if is_frozen else head.shape, dtype),
       tensor_stats.nothing(tap.shape),
+      None if logits_site is None else tensor_stats.nothing(logits_site.tap.shape),
     )
-    (loss, dhead, observed), dh = _for_chunks(one, carry, chunk, h, targets, weights)
+    (loss, dhead, observed, logits_stats), dh = _for_chunks(one, carry, chunk, h, targets, weights)
     everywhere = tuple(dict.fromkeys(layout.act_axes_of("BV")))
     return (
       collectives.sum_over(loss, layout, "B"),
       collectives.sum_over(dh, layout, "V"),
       dhead if is_frozen else collectives.scatter_gradient(dhead, letters, "BL", layout),
       tensor_stats.over_mesh(observed, everywhere),
+      None if logits_stats is None else tensor_stats.over_mesh(logits_stats, everywhere),
     )
 
   of_head = P() if is_frozen else layout.weight_spec(letters)
-  outputs = (P(), layout.act_spec("BLD"), of_head, P())
+  outputs = (P(), layout.act_spec("BLD"), of_head, P(), P())
   run = _on_mesh(local, eqn, layout, outputs)
   loss, *gradients = run(
     h_BLD, head, targets_BL, weights_BL, site.tap, gemm_spec.ScalingInputs.of(site)
   )
-  return loss, (*gradients, site)
+  return loss, (*gradients, site, logits_site)
 
 
 def _bwd(static, residuals, g):
   is_frozen = static[2]
-  dh_BLD, dhead, observed, site = residuals
+  dh_BLD, dhead, observed, logits_stats, site, logits_site = residuals
   return (
     (g * dh_BLD).astype(dh_BLD.dtype),
     None if is_frozen else g * dhead,
@@ -128,6 +138,7 @@ def _bwd(static, residuals, g):
     None,
     # The site observed the gradient of the sum over tokens, before the caller's factor.
     dataclasses.replace(site, tap=observed, scaling_state=None, key=None),
+    None if logits_site is None else dataclasses.replace(logits_site, tap=logits_stats),
   )
 
 

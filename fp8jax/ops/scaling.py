@@ -88,9 +88,10 @@ def with_unscaled_gradients(sites, stats, factor):
   """Observations, a tree like `taps(sites)`, divided by the loss scale `factor`."""
 
   def one(site, tap):
-    if site.name == _HEAD:
+    if site.name == _HEAD or "g" not in site.tensors:
       return tap
-    return tap.at[..., 2, :].set(tensor_stats.rescaled(tap[..., 2, :], 1 / factor))
+    g = site.tensors.index("g")
+    return tap.at[..., g, :].set(tensor_stats.rescaled(tap[..., g, :], 1 / factor))
 
   return site_lib.tree_map(one, sites, stats)
 

@@ -29,6 +29,22 @@ from fp8jax.recipe import library
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.recipe.gemm import PASSES, Recipe
 
+# By the number of rows of a tap: the tensors that they are of.
+TENSORS = {1: ("x",), 2: ("x", "g"), 3: amax_history.TENSORS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+  """The declaration of an activation that loud steps observe.
+
+  Attributes:
+    letters: "BLD".
+    has_gradient: whether its gradient is observed too.
+  """
+
+  letters: str
+  has_gradient: bool = False
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +80,11 @@ class Site:
   switch: jax.Array | None = None
 
   @property
+  def tensors(self) -> tuple[str, ...]:
+    """The tensors that it observes, one per row of the tap."""
+    return TENSORS[self.tap.shape[-2]]
+
+  @property
   def layer_names(self) -> list[str]:
     """Names of its layers in rules and tables, "layers/3/mlp/up"; its name if it has none."""
     if not self.layers:
@@ -95,6 +116,19 @@ class Site:
           "up. Give each product a site of its own"
         )
       object.__setattr__(self, "_claimed", True)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ActivationSite(Site):
+  """A place where an activation is observed and nothing multiplied (ops/observe.py).
+
+  Attributes:
+    tap: as a Site's, but of (x, g), the activation and its gradient, or of x alone.
+    letters: of the activation, "BLD".
+  """
+
+  letters: str = dataclasses.field(default="", metadata=dict(static=True))
 
 
 def single(
@@ -204,6 +238,7 @@ def build_sites(
   tokens: int = 0,
   statistics: int = tensor_stats.QUIET,
   save: GemmInput = GemmInput.UNQUANTIZED,
+  activations: Mapping[str, Activation] | None = None,
 ):
   """The tree of Sites for a declaration tree.
 
@@ -220,6 +255,7 @@ def build_sites(
     tokens: tokens per device and GEMM call, for the backends' size checks.
     statistics: tensor_stats.QUIET or tensor_stats.LOUD.
     save: form in which inputs of linear layers are residuals.
+    activations: {path: declaration} of those that get a site too if statistics are LOUD.
   """
   device = device or choose.current_device()
   found = find_sites(declaration)
@@ -233,15 +269,26 @@ def build_sites(
     layers = (start, stop) if is_stacked else ()
     return _site(layers, statistics, name, recipe, chosen, layout, save)
 
+  declared = activations if activations and statistics == tensor_stats.LOUD else {}
   layers, rest = [], {}
   for start, stop, chosen in rules_lib.segments(list(found), dims.get("N", 1), rules):
     flat = {p: one(p, name, start, stop) for p, name in chosen.items()}
+    flat |= {p: _observing(p, a, start, stop, dims, layout) for p, a in declared.items()}
     layers.append(params.unflatten({p: s for p, s in flat.items() if p.startswith("layers/")}))
     rest = {p: s for p, s in flat.items() if not p.startswith("layers/")}
   tree = params.unflatten(rest)
   if any(layers):
     tree["layers"] = tuple(tree["layers"] for tree in layers)
   return tree
+
+
+def _observing(path: str, activation: Activation, start, stop, dims, layout) -> ActivationSite:
+  is_stacked = path.startswith("layers/")
+  rows, stacked = 1 + activation.has_gradient, (stop - start,) if is_stacked else ()
+  tap = jnp.zeros((*stacked, rows, tensor_stats.LOUD), jnp.float32)
+  name = rules_lib.range_name(path, start, stop, dims["N"]) if is_stacked else path
+  layers = (start, stop) if is_stacked else ()
+  return ActivationSite(tap, name=name, layout=layout, layers=layers, letters=activation.letters)
 
 
 def _is_site(x) -> bool:

@@ -31,6 +31,8 @@ STATISTICS = (
   "fourth_powers",  # sum of (_FOURTH * x)^4
   "total",  # sum
 )
+# Of `summary`: what only a quantized tensor has.
+_OF_QUANTIZATION = ("underflow", "saturation", "smallest_scale", "largest_scale", "snr_db")
 # The first so many combine by maximum, the others by sum.
 _MAXIMA = 3
 # Then come counts of a sample's elements by exponent e, 2^e <= |x| < 2^(e+1). The first
@@ -191,6 +193,11 @@ def exponents(values) -> dict[str, Any]:
   first, last, total = filled[0], filled[-1], sum(counts)
   shares = [float(f"{c / total:.3g}") for c in counts[first : last + 1]]
   return {"first_exponent": EXPONENTS[first], "shares": shares}
+
+
+def unquantized_summary(values) -> dict[str, float]:
+  """`summary` of a tensor that nothing quantizes, without the numbers of a quantization."""
+  return {k: v for k, v in summary(values).items() if k not in _OF_QUANTIZATION}
 
 
 def summary(values) -> dict[str, float]:

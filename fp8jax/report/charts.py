@@ -19,11 +19,15 @@ STATISTICS = (
   ("saturation", "saturation, share of elements", "symlog", False),
   ("amax", "amax", "log", False),
   ("kurtosis", "kurtosis", "log", False),
+  ("mean", "mean", "signed", False),
   ("variance", "variance", "log", False),
   ("amax_drift", "drift of amax since the look before, powers of two", "linear", False),
+  ("snr_drift", "drift of signal-to-noise ratio since the look before, dB", "linear", True),
 )
 # Below this share a symlog scale is linear; a scale of shares ends no earlier than _LEAST_SHARE.
 _SMALL_SHARE, _LEAST_SHARE = 1e-5, 1e-3
+# A scale of signed numbers is linear below this part of the largest magnitude.
+_SMALL_SIGNED = 1e-6
 _CELL = 13  # pixels
 _WIDTH, _HEIGHT = 380, 190
 # With gaps, so that a curve that was not finite is broken there.
@@ -188,6 +192,9 @@ def domain(values: np.ndarray, kind: str) -> list[float]:
   if not finite.size:
     return [1e-6, 1.0] if kind == "log" else [0.0, 1.0]
   low, high = float(finite.min()), float(finite.max())
+  if kind == "signed":
+    most = float(f"{max(-low, high) or 1.0:.3g}")
+    return [-most, 0.0, most]
   if kind == "symlog":
     return [0.0, max(high, _LEAST_SHARE)]
   if low == high:
@@ -219,7 +226,7 @@ def heat_maps(looks: Looks) -> alt.ConcatChart:
 def look_values(looks: Looks) -> list[dict[str, Any]]:
   """Rows of the data set "looks": one per look, its cells as arrays that the chart takes apart.
 
-  A look at 633 tensors costs 7 numbers a tensor and no keys.
+  A look at 633 tensors costs 9 numbers a tensor and no keys.
   """
   names = [s for s, *_ in STATISTICS if s in looks.values]
   return [
@@ -241,11 +248,12 @@ def _panel(looks: Looks, picked, name: str, title: str, kind: str, is_reversed: 
     tensor=[row_label(c) for c in looks.cells],
     layer=[column_label(c) for c in looks.cells],
   )
-  scale: dict[str, Any] = dict(
-    type=kind, domain=domain(looks.values[name][picked], kind), range=list(palette.RAMP)
-  )
+  ends = domain(looks.values[name][picked], kind)
+  scale: dict[str, Any] = dict(type=kind, domain=ends, range=list(palette.RAMP))
   if kind == "symlog":
     scale["constant"] = _SMALL_SHARE
+  if kind == "signed":
+    scale |= dict(type="symlog", constant=_SMALL_SIGNED * ends[-1], range=list(palette.SIGNED))
   if is_reversed:
     scale["reverse"] = True
   form = ".1~%" if kind == "symlog" else ".3~s"

@@ -94,6 +94,7 @@ class RunFiles:
     name: last part of the folder's path.
     curves: {metric: its Curve}, of rows that have "loss".
     looks: None where tensor statistics were not recorded.
+    exponents: {step: {layer's site: {tensor: tensor_stats.exponents}}} of loud steps.
     resolved, changed: flat configuration, and its difference from base.
     sites: rows of sites.json, see startup.all_site_rows.
     memory: what --job=memory found, or None.
@@ -116,6 +117,7 @@ class RunFiles:
   nonfinite: Mapping[str, Any] | None
   summary: Mapping[str, Any] | None
   sensitivity: Mapping[str, Any] | None = None
+  exponents: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
   @property
   def step(self) -> int:
@@ -189,6 +191,7 @@ def read(workdir: str) -> RunFiles:
     nonfinite=_json(workdir, os.path.join("nonfinite", "report.json")),
     summary=_json(workdir, "summary.json"),
     sensitivity=_json(workdir, os.path.join("sensitivity", "sensitivity.json")),
+    exponents={row["step"]: row["exponents"] for row in rows if "exponents" in row},
   )
 
 
@@ -241,12 +244,11 @@ def _looks(rows: list[dict[str, Any]]) -> Looks | None:
   steps, places, statistics = sorted(looks), {}, {}
   for numerics in looks.values():
     for name, tensors in numerics.items():
-      match = _LAYER.fullmatch(name)
       for tensor, summary in tensors.items():
-        cell = Cell(match[2], int(match[1]), tensor) if match else Cell(name, None, tensor)
+        cell = cell_of(name, tensor)
         places[cell] = (name, tensor)
         statistics.update(dict.fromkeys(summary))
-  cells = tuple(sorted(places, key=_cell_order))
+  cells = tuple(sorted(places, key=cell_order))
   values = {name: np.full((len(steps), len(cells)), math.nan) for name in statistics}
   for i, step in enumerate(steps):
     for j, cell in enumerate(cells):
@@ -256,7 +258,14 @@ def _looks(rows: list[dict[str, Any]]) -> Looks | None:
   return Looks(np.array(steps, np.int64), cells, values)
 
 
-def _cell_order(cell: Cell):
+def cell_of(name: str, tensor: str) -> Cell:
+  """The cell of a layer's site, "layers/3/mlp/up", or of a site in no layer."""
+  match = _LAYER.fullmatch(name)
+  return Cell(match[2], int(match[1]), tensor) if match else Cell(name, None, tensor)
+
+
+def cell_order(cell: Cell):
+  """By which cells are sorted: site, tensor, layer; sites in no layer last."""
   tensor = amax_history.TENSORS.index(cell.tensor) if cell.tensor in amax_history.TENSORS else 9
   return cell.layer is None, cell.site, tensor, cell.layer or 0
 

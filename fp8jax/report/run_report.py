@@ -6,7 +6,7 @@ from typing import Any
 
 import altair as alt
 
-from fp8jax.report import charts, files, page, sensitivity_page, thin
+from fp8jax.report import charts, exponent_charts, files, page, sensitivity_page, thin
 from fp8jax.report.files import RunFiles
 from fp8jax.report.page import Section
 from fp8jax.run import goodput
@@ -161,11 +161,12 @@ def _numerics(run: RunFiles) -> list[Section]:
   note = (
     f"Layer by site and tensor (x input, w weight, g gradient), {number}, numbers with "
     f"{thin.DIGITS} digits. Bright is what to look at: low signal-to-noise ratio, high everything "
-    "else. Grey: not quantized, or no number. Colours keep their meaning over all looks."
+    "else, means far from zero. Grey: not quantized, or no number. Colours keep their meaning over "
+    "all looks."
   )
   specs = _charts(heat_maps=charts.heat_maps(looks))
   specs["heat_maps"]["datasets"] = {"looks": charts.look_values(looks)}
-  drawn = [Section("Tensor statistics", note, specs)]
+  drawn = [Section("Tensor statistics", note, specs), *_exponents(run)]
   if scales := charts.scale_ranges(looks):
     note = (
       "Over all layers of a site; a click in the legend picks a site. "
@@ -173,6 +174,22 @@ def _numerics(run: RunFiles) -> list[Section]:
     )
     drawn.append(Section("Scales", note, _charts(scale_ranges=scales)))
   return drawn
+
+
+def _exponents(run: RunFiles) -> list[Section]:
+  rows = exponent_charts.values(run.exponents)
+  if not rows:
+    return []
+  shown, number = len(exponent_charts.chosen(run.exponents)), len(run.exponents)
+  note = (
+    "The share of a tensor's nonzero elements with exponent e, 2^e <= |x| < 2^(e+1), of a sample, "
+    "to the decibel. "
+    f"Bright: many elements; white: none. Looks: {shown} of {number}. The first and the last "
+    "exponent that are counted have what is beyond too."
+  )
+  specs = _charts(exponents=exponent_charts.heat_maps(run.exponents))
+  specs["exponents"]["datasets"] = {"exponents": rows}
+  return [Section("Exponents", note, specs)]
 
 
 def _events(run: RunFiles) -> Section:

@@ -7,8 +7,10 @@ import numpy as np
 
 from fp8jax.report.files import Curve, Looks
 
-# Points of a curve, and looks of a heat map. A report of 100 looks at 30 layers stays below 5 MB.
+# Points of a curve, and looks of a heat map; cells of a heat map and counts by exponent, of all its
+# looks together. A report of 100 looks at 30 layers stays below 5 MB.
 MAX_POINTS, MAX_LOOKS = 400, 100
+MAX_CELLS, MAX_COUNTS = 40_000, 240_000
 # Significant digits of numbers in a report; metrics.jsonl has all of them.
 DIGITS = 3
 
@@ -45,9 +47,14 @@ def curve(c: Curve, most: int = MAX_POINTS) -> Thinned:
   return Thinned(steps, of(np.mean), of(np.min), of(np.max), size)
 
 
-def chosen(looks: Looks, most: int = MAX_LOOKS) -> np.ndarray:
-  """Indices of at most `most` looks, evenly spread, the first and the last among them."""
-  n = len(looks.steps)
+def chosen(looks: Looks) -> np.ndarray:
+  """Indices of looks with at most MAX_CELLS cells, see `spread`."""
+  return spread(len(looks.steps), MAX_CELLS // max(len(looks.cells), 1))
+
+
+def spread(n: int, most: int) -> np.ndarray:
+  """Indices of at most `most` of n looks, and of MAX_LOOKS: evenly, both ends among them."""
+  most = min(max(most, 2), MAX_LOOKS)
   if n <= most:
     return np.arange(n)
   return np.unique(np.linspace(0, n - 1, most).round().astype(int))

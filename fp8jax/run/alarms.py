@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8jax.config.alarms import ADVICE
 from fp8jax.ops import site as site_lib
-from fp8jax.quantization import amax_history, tensor_stats
+from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import WHOLE
@@ -24,15 +24,18 @@ def summarise(
 ) -> dict[str, dict[str, dict[str, float]]]:
   """{layer's site: {tensor: tensor_stats.summary}} of what loud sites saw, on the host.
 
+  Activations that no GEMM reads have a site too, with "x" and "g", without quantization's numbers.
+
   Args:
     alignment: transformer.alignment, reported with the input of each layer's site.
   """
   numerics = {
     name: {
-      t: tensor_stats.summary(values)
-      for t, values in zip(amax_history.TENSORS, tensors, strict=True)
+      t: tensor_stats.summary(values) if has_gemm else tensor_stats.unquantized_summary(values)
+      for t, values in zip(site_lib.TENSORS[len(tensors)], tensors, strict=True)
     }
     for name, tensors in site_lib.per_layer(sites, stats).items()
+    for has_gemm in (len(tensors) == 3,)
   }
   for path, values_N in alignment.items():
     for i, value in enumerate(values_N):
@@ -45,7 +48,7 @@ def exponents(sites, stats: Mapping[str, Any]) -> dict[str, dict[str, dict[str, 
   return {
     name: {
       t: tensor_stats.exponents(values)
-      for t, values in zip(amax_history.TENSORS, tensors, strict=True)
+      for t, values in zip(site_lib.TENSORS[len(tensors)], tensors, strict=True)
     }
     for name, tensors in site_lib.per_layer(sites, stats).items()
   }

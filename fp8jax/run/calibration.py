@@ -43,6 +43,7 @@ def run(plan: RunSpec, params, batches, *, step: int, fingerprint: str) -> dict[
     count += 1
   recipe_of = site_lib.recipes_of(plan.sites())
   rows = []
+  total = {name: values for name, values in total.items() if name in recipe_of}  # not activations
   for name, values in jax.device_get(total).items():
     for tensor, statistics in zip(amax_history.TENSORS, values, strict=True):
       rows.append(

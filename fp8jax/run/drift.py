@@ -35,7 +35,7 @@ def _drift(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, float]:
   a, b = float(now["amax"]), float(old.get("amax", math.nan))
   if 0 < a < math.inf and 0 < b < math.inf:
     drift["amax_drift"] = math.log2(a) - math.log2(b)
-  a, b = float(now["snr_db"]), float(old.get("snr_db", math.nan))
+  a, b = float(now.get("snr_db", math.nan)), float(old.get("snr_db", math.nan))
   if math.isfinite(a) and math.isfinite(b):
     drift["snr_drift"] = a - b
   return drift

@@ -32,7 +32,8 @@ def stats_of_step(
     statistics: tensor_stats.LOUD, or COUNTED to count magnitudes too.
 
   Returns:
-    (loss, {layer's site: float32 [3, S] tensor_stats.STATISTICS of x, w, g},
+    (loss, {layer's site: float32 [3, S] tensor_stats.STATISTICS of x, w, g}, and [1 or 2, S] of
+    activations, see site.TENSORS,
     {parameter: gradient is finite}), on the host; the last empty with optim.in_backward=True.
   """
   sites = plan.sites(phase=phase, statistics=statistics)
@@ -82,6 +83,6 @@ def report(plan: RunSpec, params, batch, phase: int = 0) -> dict[str, Any]:
   return {
     "loss": loss,
     "first_bad_site": first_bad(plan.model, stats, finite, loss),
-    "amax_x_w_g": {k: v[:, 0].tolist() for k, v in stats.items()},
+    "amax_x_w_g": {k: v[:, 0].tolist() for k, v in stats.items() if len(v) == 3},
     "parameters_with_bad_gradients": [k for k, ok in finite.items() if not ok],
   }

@@ -21,6 +21,9 @@ MISSING = "#d9d9d9"
 RAMP = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30",
         "#fde725")  # fmt: skip
 
+# Of signed numbers: from negative over nothing, dark, to positive; both ends are bright.
+SIGNED = ("#9ad7ff", "#1f1233", "#ffb347")
+
 
 def of_arms(names: Iterable[str]) -> dict[str, str]:
   """{arm: colour}: a recipe's own, and for other arms one that depends on the other arms alone."""

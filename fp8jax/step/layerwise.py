@@ -69,16 +69,19 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
     k: p for k, p in params.items() if k != "layers" and (k != "embed" or cfg.tie_embeddings)
   }
 
-  def embed(sinks):
-    return transformer.embed(_paired(rows, sinks), batch, run)
+  ends = {k: s for k, s in sites.items() if k != "layers"}
+  below = {k: ends.pop(k) for k in ("embed",) if k in ends}
+
+  def embed(sinks, taps):
+    return transformer.embed(_paired(rows, sinks), site_lib.with_taps(below, taps), batch, run)
 
   def finish(x_BLD, sinks, taps):
-    head_site = {"head": site_lib.with_taps(sites["head"], taps)}
-    return transformer.head_loss(x_BLD, _paired(behind, sinks), head_site, batch, cfg, run) / total
+    above = site_lib.with_taps(ends, taps)
+    return transformer.head_loss(x_BLD, _paired(behind, sinks), above, batch, cfg, run) / total
 
-  x_BLD, pull_embed = jax.vjp(embed, _sinks(rows))
+  x_BLD, pull_embed = jax.vjp(embed, _sinks(rows), site_lib.taps(below))
   x_BLD, inputs, aux = _forward(plan, x_BLD, params, sites, batch)
-  loss, pull_finish = jax.vjp(finish, x_BLD, _sinks(behind), site_lib.taps(sites["head"]))
+  loss, pull_finish = jax.vjp(finish, x_BLD, _sinks(behind), site_lib.taps(ends))
 
   move = _LayerUpdater(plan, state, rate)
   g_BLD, g_behind, head_stats = pull_finish(jnp.ones_like(loss))
@@ -89,11 +92,11 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
   # Before any layer's turn: else the head's gradient would be alive during all of them.
   g_BLD, progress = jax.lax.optimization_barrier((g_BLD, progress))
   g_BLD, progress, stats = _backward(plan, g_BLD, 1 / total, progress, move, sites, inputs, batch)
-  (g_rows,) = pull_embed(g_BLD)
+  g_rows, embed_stats = pull_embed(g_BLD)
   if g_head is not None:
     g_rows = {"embed": g_rows["embed"] + g_head}
   progress = move.named(g_rows, [], progress)
-  stats = site_lib.by_name(sites, {**sites, "layers": stats, "head": head_stats})
+  stats = site_lib.by_name(sites, {**embed_stats, "layers": stats, **head_stats})
   norm, squares = jnp.sqrt(progress.squares[0]), progress.squares[1:]
   return update.StepResult(
     loss, norm, progress.is_finite, progress.params, progress.opt, squares, stats,

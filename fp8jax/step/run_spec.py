@@ -82,7 +82,7 @@ class RunSpec:
     Args:
       recipe: all sites in this named recipe; None takes the config's rules.
       phase: whose rules.
-      statistics: observe.QUIET, or observe.LOUD to watch everything.
+      statistics: tensor_stats.QUIET, or LOUD to watch everything, activations too.
     """
     rules = self.precision.phases[phase].rules if recipe is None else ((".*", recipe),)
     return site.build_sites(
@@ -95,6 +95,7 @@ class RunSpec:
       tokens=self.tokens_per_device,
       statistics=statistics,
       save=self.run.residuals.gemm_inputs,
+      activations=transformer.activations(self.model),
     )
 
   @functools.cached_property

@@ -28,7 +28,7 @@ def test_tables_hold_what_the_rows_say(tmp_path):
   assert [(e.step, e.kind, e.place) for e in run.events] == [(20, "alarm", "layers/3/mlp/up/x")]
   looks = [line for line in lines if "numerics" in line]
   assert list(run.looks.steps) == [line["step"] for line in looks]
-  assert len(run.looks.cells) == 3 * (7 * 3 + 1)
+  assert len(run.looks.cells) == 3 * (7 * 3 + 1) + 3 * (3 * 2) + 3 * 2
   for i, line in enumerate(looks):
     for j, cell in enumerate(run.looks.cells):
       name = cell.site if cell.layer is None else f"layers/{cell.layer}/{cell.site}"
@@ -53,11 +53,12 @@ def test_thinned_curve_has_means_and_extremes_of_consecutive_steps(n):
       assert math.isnan(found.mean[k])
 
 
-def test_chosen_looks_keep_both_ends():
-  looks = files.Looks(np.arange(1, 1001), (), {})
+@pytest.mark.parametrize("cells, most", [(0, 100), (1000, 40), (10**6, 2)])
+def test_chosen_looks_keep_both_ends(cells, most):
+  looks = files.Looks(np.arange(1, 1001), tuple(range(cells)), {})
   picked = thin.chosen(looks)
-  assert len(picked) == 100 and (picked[0], picked[-1]) == (0, 999)
-  assert set(np.diff(picked)) <= {10, 11}
+  assert len(picked) == most and (picked[0], picked[-1]) == (0, 999)
+  assert max(np.diff(picked)) - min(np.diff(picked)) <= 1
 
 
 def test_folder_without_a_run_is_refused_with_the_remedy(tmp_path):
@@ -69,7 +70,7 @@ def test_folder_without_a_run_is_refused_with_the_remedy(tmp_path):
 
 def test_report_of_100_looks_at_smollm2_is_small_offline_and_true(tmp_path):
   pytest.importorskip("altair")
-  lines = run_files.write_run(tmp_path)
+  lines = run_files.write_run(tmp_path, counted=5)
   path = tmp_path / "report.html"
   assert report.run(str(tmp_path), []) == str(path)
   page = path.read_text()
@@ -82,34 +83,38 @@ def test_report_of_100_looks_at_smollm2_is_small_offline_and_true(tmp_path):
   assert "step 1000 of 2000, not finished" in page and "A point is the mean of 3 steps" in page
   specs = specs_of(page)
   assert set(specs) >= {"loss", "gap", "learning_rate", "grad_norm", "data_wait", "heat_maps",
-                        "scale_ranges", "memory"}  # fmt: skip
+                        "exponents", "scale_ranges", "memory"}  # fmt: skip
   gap = [row["percent"] for layer in specs["gap"]["layer"][1:2] for row in layer["data"]["values"]]
   assert gap == [1, 1]
   heat = specs["heat_maps"]
   looks = [line for line in lines if "numerics" in line]
-  assert [row["step"] for row in heat["datasets"]["looks"]] == [line["step"] for line in looks]
+  shown = [row["step"] for row in heat["datasets"]["looks"]]
+  assert 45 <= len(shown) <= 100 and {10, 1000} <= set(shown) <= {line["step"] for line in looks}
+  assert f"{len(shown)} of 100 looks, evenly spread" in page
   cells = heat["concat"][0]["transform"][3]["from"]["data"]["values"]
   row = heat["datasets"]["looks"][-1]
   for cell in cells:
     site, tensor = cell["tensor"].rsplit(" ", 1)
     name = site if cell["layer"] == "–" else f"layers/{cell['layer']}/{site}"
     for statistic in (
-      "snr_db", "underflow", "saturation", "amax", "kurtosis", "variance", "amax_drift",
+      "snr_db", "underflow", "saturation", "amax", "kurtosis", "mean", "variance", "amax_drift",
+      "snr_drift",
     ):  # fmt: skip
-      shown, value = (
-        row[statistic][cell["cell"] - 1],
-        looks[-1]["numerics"][name][tensor][statistic],
-      )
+      shown = row[statistic][cell["cell"] - 1]
+      value = looks[-1]["numerics"][name][tensor].get(statistic, "inf")
       assert shown is None if value == "inf" else shown == pytest.approx(value, rel=5e-3)
   # Panels share no scale of colour, and none depends on the look that is shown.
-  assert heat["resolve"]["scale"]["color"] == "independent" and len(heat["concat"]) == 7
+  assert heat["resolve"]["scale"]["color"] == "independent" and len(heat["concat"]) == 9
   for panel in heat["concat"]:
-    low, high = (
+    low, *_, high = (
       panel["encoding"]["color"]["scale"]["domain"]
       if "scale" in panel["encoding"]["color"]
       else panel["encoding"]["color"]["condition"]["scale"]["domain"]
     )
     assert low < high
+  steps = {row["step"] for row in specs["exponents"]["datasets"]["exponents"]}
+  assert 10 <= len(steps) < 20 and {"50", "1000"} <= steps
+  assert f"Looks: {len(steps)} of 20." in page
   bars = specs["memory"]["data"]["values"]
   assert {(b["kind"], b["side"]): b["gib"] for b in bars} == {
     ("masters", "declared"): 1, ("peak", "declared"): 3, ("peak", "compiled"): 4}  # fmt: skip
@@ -130,32 +135,95 @@ def without_data(spec):
   """A specification with the number of rows in place of its data."""
   if isinstance(spec, dict):
     return {
-      k: len(v) if k in ("values", "looks") and isinstance(v, list) else without_data(v)
+      k: len(v)
+      if k in ("values", "looks", "exponents") and isinstance(v, list)
+      else without_data(v)
       for k, v in spec.items()
       if k != "$schema"
     }
   return [without_data(v) for v in spec] if isinstance(spec, list) else spec
 
 
-def test_specifications_are_golden_and_keep_vega_lites_schema(tmp_path, repository):
-  alt = pytest.importorskip("altair")
-  from fp8jax.report import charts
+def of_run(tmp_path):
+  from fp8jax.report import charts, exponent_charts
 
   run_files.write_run(tmp_path, steps=20, looks=4, layers=3)
   run = files.read(str(tmp_path))
-  made = {
+  return {
     "loss": charts.loss(run),
     "gap": charts.gap(run),
     "grad_norm": charts.metric(run, ["grad_norm"], "gradient norm", scale="log"),
     "heat_maps": charts.heat_maps(run.looks),
     "scale_ranges": charts.scale_ranges(run.looks),
     "memory": charts.memory(run),
+    "exponents": exponent_charts.heat_maps(run.exponents),
   }
+
+
+def of_sensitivity(_):
+  from fp8jax.report import sensitivity_charts, sensitivity_page
+
+  result = run_files.sensitivity_result()
+  groups = {group: sensitivity_charts.groups(result, group) for group in ("kinds", "layers")}
+  arms = {of: sensitivity_charts.arms(result["budgets"][0], of) for of in ("kl", "loss_percent")}
+  return {
+    "heat_map": sensitivity_charts.heat_map(result),
+    "agreement": sensitivity_charts.agreement(result),
+    "picture": sensitivity_page.picture(result),
+    **groups,
+    **arms,
+  }
+
+
+@pytest.mark.parametrize("make, name", [(of_run, "report"), (of_sensitivity, "sensitivity")])
+def test_specifications_are_golden_and_keep_vega_lites_schema(make, name, tmp_path, repository):
+  alt = pytest.importorskip("altair")
+  from fp8jax.report import charts
+
+  made = make(tmp_path)
   assert all(isinstance(chart, alt.TopLevelMixin) for chart in made.values())
   specs = {name: without_data(charts.spec(chart)) for name, chart in made.items()}
-  path = repository / "tests" / "golden" / "report_specs.json"
+  path = repository / "tests" / "golden" / f"{name}_specs.json"
   if not path.exists():
     path.write_text(json.dumps(specs, indent=1, sort_keys=True) + "\n")
     pytest.fail(f"{path} was missing and has been written: look at the pictures, run this again")
   # A changed picture: look at it, delete the file, and run this test twice.
   assert json.loads(path.read_text()) == specs
+
+
+def test_exponents_of_a_picked_tensor_are_drawn_as_the_rows_say(tmp_path):
+  """The marks of the picture, which Vega computes from the specification."""
+  pytest.importorskip("altair")
+  import vl_convert
+
+  from fp8jax.report import charts, exponent_charts
+
+  lines = run_files.write_run(tmp_path, steps=4, looks=4, layers=3)
+  exponents = files.read(str(tmp_path)).exponents
+  spec = charts.spec(exponent_charts.heat_maps(exponents))
+  spec["datasets"] = {"exponents": exponent_charts.values(exponents)}
+  for param in spec["params"]:
+    param["value"] = {"tensor": "mlp/up x", "look": 3, "of_layer": "1"}[param["name"]]
+  marks = re.findall(r'aria-label="(layer|step): (\d+); exponent: (-?\d+); share: ([^;"]+)',
+                     vl_convert.vegalite_to_svg(spec))  # fmt: skip
+  drawn = {(by, int(place), int(e)): float(share) for by, place, e, share in marks}
+  assert len(drawn) == len(marks)
+  rows = {line["step"]: line["exponents"] for line in lines if "exponents" in line}
+  counts = {("layer", i): rows[4][f"layers/{i}/mlp/up"]["x"] for i in range(3)}
+  counts |= {("step", step): row["layers/1/mlp/up"]["x"] for step, row in rows.items()}
+  expected = {
+    (*place, of["first_exponent"] + k): share
+    for place, of in counts.items() for k, share in enumerate(of["shares"]) if share
+  }  # fmt: skip
+  assert drawn.keys() == expected.keys() and len(expected) > 100
+  # A picture's label has one digit, its data a decibel.
+  for key, share in expected.items():
+    assert drawn[key] == pytest.approx(share, rel=0.7)
+  (row,) = [row for row in spec["datasets"]["exponents"]
+            if row["tensor"] == "mlp/up x" and row["look"] == 3]  # fmt: skip
+  for place, layer in enumerate(row["layer"]):
+    of = counts["layer", int(layer)]
+    levels = [-10 * math.log10(share) if share else None for share in of["shares"]]
+    assert row["first"][place] == of["first_exponent"] and len(levels) == len(row["level"][place])
+    for level, got in zip(levels, row["level"][place], strict=True):
+      assert got == level if level is None else abs(got - level) <= 0.5

@@ -15,8 +15,9 @@ def test_loud_step_reports_and_alarms_once(tmp_path, capsys):
   harness.train_on_text(tmp_path, "block_128", **{"log.tensor_stats_every": 2, "log.alarms": rules})
   rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
   looks = {r["step"]: r["numerics"] for r in rows if "numerics" in r}
-  # The step after 2 and after 4 steps; the first one too.
-  assert list(looks) == [1, 3, 5] and len(looks[1]) == 22
+  # The step after 2 and after 4 steps; the first one too. 22 sites; per layer the residual stream
+  # and two norms; the embedding, the last norm and the logits.
+  assert list(looks) == [1, 3, 5] and len(looks[1]) == 34
   up = looks[3]["layers/0/mlp/up"]["x"]
   assert 25 < up["snr_db"] < 40 and up["saturation"] == 0 and up["amax"] > 0
   assert "alignment" not in up and 2 < up["kurtosis"] < 10

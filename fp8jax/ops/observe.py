@@ -1,0 +1,84 @@
+"""Tensor statistics of activations: what a model computes between its GEMMs.
+
+In a loud step the tree of sites also has ActivationSites: taps without a product. A model names the
+activations; `observed` looks their sites up, and does nothing in the trees of all other steps.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import axes
+from fp8jax.ops import collectives, residuals
+from fp8jax.ops.fused import prologue
+from fp8jax.ops.site import ActivationSite
+from fp8jax.quantization import tensor_stats
+
+
+def observed(x, sites: Mapping[str, Any], name: str) -> Any:
+  """x, observed by sites[name] if the step records tensor statistics; the same numbers.
+
+  The forward pass observes x, the backward pass the gradient of x if the site asks for it.
+
+  Args:
+    x: activation, or a Prologue, which stays one: a linear layer may still fuse it. Then the array
+      is computed once more for the observation.
+    sites: of the layer, or of the model.
+    name: of the activation's site.
+  """
+  site = sites.get(name)
+  if site is None:
+    return x
+  site.claim()
+  array = prologue.value(jax.lax.stop_gradient(x))
+  stats_x = activation_stats(array, site.letters, site.layout)
+  # Saved by name: a backward pass that computes x again then need not observe it again.
+  stats_x = residuals.named(stats_x, residuals.NAME)
+  if isinstance(x, prologue.Prologue):
+    source = _with_tap(None, x.sources[0], site.tap, stats_x)
+    return dataclasses.replace(x, sources=(source, *x.sources[1:]))
+  of_g = (site.letters, site.layout) if "g" in site.tensors else None
+  return _with_tap(of_g, x, site.tap, stats_x)
+
+
+def activation_stats(x, letters: str, layout: axes.Layout):
+  """float32 [LOUD]: tensor_stats.statistics of an activation, without those of a quantization."""
+
+  def local(x):
+    stats = tensor_stats.statistics(x.reshape(-1, x.shape[-1]), None, None)
+    over = tuple(dict.fromkeys(layout.act_axes_of(letters)))
+    return stats if layout.is_manual else tensor_stats.over_mesh(stats, over)
+
+  everywhere = jax.sharding.PartitionSpec()
+  return collectives.on_mesh(local, layout, (layout.act_spec(letters),), everywhere)(x)
+
+
+def logits_stats(logits, site: ActivationSite | None):
+  """float32 [1, LOUD] of a chunk of logits on this device; None without a site."""
+  if site is None:
+    return None
+  return activation_stats(logits, site.letters, site.layout.manual())[None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_tap(of_g, x, tap, stats_x):
+  """x; the cotangent of the tap is stats_x and, with of_g (letters, layout), those of x's."""
+  del of_g, tap, stats_x
+  return x
+
+
+def _fwd(of_g, x, tap, stats_x):
+  del of_g, tap
+  return x, stats_x
+
+
+def _bwd(of_g, stats_x, g):
+  rows = [stats_x] if of_g is None else [stats_x, activation_stats(g, *of_g)]
+  return g, jnp.stack(rows), jnp.zeros_like(stats_x)
+
+
+_with_tap.defvjp(_fwd, _bwd)

@@ -1,0 +1,139 @@
+"""Counts by exponent as heat maps: which powers of two the elements of a tensor have."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import altair as alt
+
+from fp8jax.report import charts, thin
+from fp8jax.report.files import cell_of, cell_order
+from fp8jax.run import palette
+
+# {step: {layer's site: {tensor: tensor_stats.exponents}}}
+Exponents = Mapping[int, Mapping[str, Any]]
+_CELL, _ROW = 13, 9  # pixels
+# The darkest share; a sample has about 2^16 elements.
+_LEAST_SHARE = 1e-5
+
+
+def chosen(exponents: Exponents) -> list[int]:
+  """Steps of looks with at most thin.MAX_COUNTS counts, evenly spread."""
+  steps = sorted(exponents)
+  last = exponents[steps[-1]]
+  counts = sum(len(of["shares"]) for tensors in last.values() for of in tensors.values())
+  return [steps[i] for i in thin.spread(len(steps), thin.MAX_COUNTS // max(counts, 1))]
+
+
+def heat_maps(exponents: Exponents) -> alt.ConcatChart | None:
+  """Exponent by layer at a look, and exponent by look of a layer, of one tensor of a site.
+
+  Menus pick the tensor, the look and the layer. Its data are the data set "exponents" of the
+  specification, see `values`. None where nothing was counted.
+  """
+  rows = values(exponents)
+  if not rows:
+    return None
+  steps = [str(step) for step in chosen(exponents)]
+  labels = list(dict.fromkeys(row["tensor"] for row in rows))
+  layers = sorted({layer for row in rows for layer in row["layer"]}, key=_number)
+  low = min(first for row in rows for first in row["first"])
+  high = max(
+    first + len(levels) - 1
+    for row in rows
+    for first, levels in zip(row["first"], row["level"], strict=True)
+  )
+  of = dict(low=low, high=high)
+  tensor = alt.param(
+    name="tensor", value=labels[0], bind=alt.binding_select(options=labels, name="tensor ")
+  )
+  look = alt.param(
+    name="look", value=len(steps) - 1,
+    bind=alt.binding_range(min=0, max=max(len(steps) - 1, 1), step=1, name="look "),
+  )  # fmt: skip
+  layer = alt.param(
+    name="of_layer", value=layers[0], bind=alt.binding_select(options=layers, name="layer ")
+  )
+  at_look = f"[{', '.join(steps)}][look]"
+  panels = [
+    _panel("layer", layers, "datum.look === look", f"'by layer, step ' + {at_look}", **of),
+    _panel(
+      "step", steps, "datum.layer === of_layer || datum.layer === '–'",
+      "'by look, layer ' + of_layer", **of,
+    ),
+  ]  # fmt: skip
+  return (
+    alt.concat(*panels, columns=2, data=alt.NamedData("exponents"))
+    .add_params(tensor, look, layer)
+    .resolve_scale(x="independent")
+  )
+
+
+def values(exponents: Exponents) -> list[dict[str, Any]]:
+  """Rows of the data set "exponents": one per look, site and tensor.
+
+  Of every layer they have the first exponent and levels, the shares of this exponent and the next
+  ones in decibels below the whole, None for no element. A level is a short number.
+  """
+  rows = []
+  for look, step in enumerate(chosen(exponents) if exponents else ()):
+    cells = {
+      cell_of(name, tensor): of
+      for name, tensors in exponents[step].items()
+      for tensor, of in tensors.items()
+      if of["shares"]
+    }
+    of_label: dict[str, list[Any]] = {}
+    for cell in sorted(cells, key=cell_order):
+      of_label.setdefault(charts.row_label(cell), []).append(cell)
+    for label, members in of_label.items():
+      rows.append(
+        {
+          "look": look,
+          "step": str(step),
+          "tensor": label,
+          "layer": [charts.column_label(cell) for cell in members],
+          "first": [cells[cell]["first_exponent"] for cell in members],
+          "level": [[_level(share) for share in cells[cell]["shares"]] for cell in members],
+        }
+      )
+  return rows
+
+
+def _level(share: float) -> int | None:
+  return round(-10 * math.log10(share)) if share > 0 else None
+
+
+def _number(layer: str):
+  return (1, 0) if layer == "–" else (0, int(layer))
+
+
+def _panel(by: str, columns: list[str], shown: str, title: str, low: int, high: int) -> alt.Chart:
+  """Args: the field of columns, a condition on rows, and the ends of the exponents' axis."""
+  exponents = list(range(high, low - 1, -1))
+  scale = alt.Scale(type="log", domain=[_LEAST_SHARE, 1], range=list(palette.RAMP), clamp=True)
+  return (
+    alt.Chart()
+    .transform_filter("datum.tensor === tensor")
+    .transform_flatten(["layer", "first", "level"])
+    .transform_filter(shown)
+    .transform_flatten(["level"])
+    .transform_window(place="row_number()", groupby=["look", "layer"])
+    .transform_filter("isValid(datum.level)")
+    .transform_calculate(
+      exponent="datum.first + datum.place - 1", share="pow(10, -datum.level / 10)"
+    )
+    .mark_rect()
+    .encode(
+      x=alt.X(f"{by}:N", sort=columns, title=by, scale=alt.Scale(domain=columns),
+              axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+      y=alt.Y("exponent:O", sort=exponents, scale=alt.Scale(domain=exponents),
+              title="exponent", axis=alt.Axis(labelOverlap=True)),
+      color=alt.Color("share:Q", title="share", scale=scale, legend=alt.Legend(format=".0e")),
+      tooltip=["step:N", "layer:N", "exponent:O", alt.Tooltip("share:Q", format=".2~g")],
+    )
+    .properties(
+      width=max(_CELL * len(columns), 120), height=_ROW * len(exponents),
+      title=alt.TitleParams(text=alt.expr(f"tensor + ', ' + {title}")),
+    )
+  )  # fmt: skip
