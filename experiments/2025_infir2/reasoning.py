@@ -46,13 +46,12 @@ def get_config(arm="stage1"):
       "solutions": base.source("jsonl", f"{DATA}/cpt.jsonl", weight=0.5),
     }
     c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5
-    c.steps = 12 if size else 20  # 1,024 tokens each
+    c.steps = 12 if size else 39  # 1,024 tokens each
     return c
   c.init.workdir, c.init.weights_only = workdir(BEFORE[stage], recipe, size), True
   c.data.tokenizer = "assets/smollm2-135m"
   c.data.sources = {"solutions": base.source("jsonl", f"{DATA}/{stage}.jsonl", chat="messages")}
   c.data.on_long = "error"
   c.data.samples_per_step = 8
-  # About 800 tokens each.
-  c.steps = 16 if size else {"stage1": 50, "stage2": 30}[stage]
+  c.steps = 16 if size else 39  # 1,024 positions each, about 800 of them tokens
   return c

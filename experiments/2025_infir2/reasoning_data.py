@@ -1,6 +1,6 @@
 """Training data of result (a): worked solutions of reasoning-gym's questions, as text and as chats.
 
-command: python experiments/2025_infir2/reasoning_data.py OUT [--samples 120] [--tasks FILE ...]
+command: python experiments/2025_infir2/reasoning_data.py OUT [--samples 160] [--tasks FILE ...]
 needs:   pip install "fp8jax[eval]"
 
 The test questions are drawn first, as the evaluation draws them from tasks/*.json; a training
@@ -144,7 +144,7 @@ def main(out: pathlib.Path, paths: list[str], samples: int):
 if __name__ == "__main__":
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("out", type=pathlib.Path)
-  parser.add_argument("--samples", type=int, default=120, help="questions per family and file")
+  parser.add_argument("--samples", type=int, default=160, help="questions per family and file")
   default = sorted(map(str, (HERE / "tasks").glob("*.json")))
   parser.add_argument("--tasks", nargs="+", default=default, help="task files")
   asked = parser.parse_args()
