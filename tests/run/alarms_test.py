@@ -12,7 +12,9 @@ from fp8jax.run import alarms as run_alarms
 
 def test_loud_step_reports_and_alarms_once(tmp_path, capsys):
   rules = (("snr_db", "<", 60.0, "layers/0/mlp/up/x"), ("saturation", ">", 2.0))
-  harness.train_on_text(tmp_path, "block_128", **{"log.tensor_stats_every": 2, "log.alarms": rules})
+  harness.train_on_text(
+    tmp_path, "block_128", **{"log.tensor_stats_every": 2, "log.alarms": rules, "eval.tokens": 0}
+  )
   rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
   looks = {r["step"]: r["numerics"] for r in rows if "numerics" in r}
   # The step after 2 and after 4 steps; the first one too. 22 sites; per layer the residual stream
