@@ -18,8 +18,8 @@ arms:      stage1 or stage2, and after a comma a recipe: "stage1", "stage1,bf16"
 The sources disagree; the scripts are followed:
   peak and last learning rate   2e-5 -> 2e-6 in the script, 1e-5 -> 1e-6 on the model card
   weight decay                  0 in the script, 0.05 on the model cards (7B and 1.5B)
-No source gives the length of the samples. 32 windows hold 64 samples of 16k tokens. The run prints
-at its start how many windows the fullest step needs, and stops if there are fewer.
+No source gives the length of the samples. 32 windows hold 64 samples of 16k tokens. At its
+start the run prints how many windows the fullest step needs. It stops if the config has fewer.
 """
 
 from configs import base, cpt_7b

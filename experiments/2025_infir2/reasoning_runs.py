@@ -63,8 +63,9 @@ def chosen(found: dict[str, dict[str, float]]) -> list[str]:
 
 
 def prepare():
-  """Draws the training data, once."""
-  if not (ROOT / reasoning.DATA / "counts.json").exists():
+  """Draws the training data of these families, once."""
+  counts = ROOT / reasoning.DATA / "counts.json"
+  if not counts.exists() or sorted(json.loads(counts.read_text())["test"]) != families():
     command = [sys.executable, str(HERE / "reasoning_data.py"), reasoning.DATA]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 

@@ -4,6 +4,7 @@ Exit codes: 0 all trials are over (finished or diverged), 1 one failed, 75 after
 after Ctrl-C: running trials were saved, and the same command goes on.
 """
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -150,10 +151,12 @@ _SIGNALS = {signal.SIGTERM: outcome_lib.PREEMPTED, signal.SIGINT: outcome_lib.IN
 def one(config: str, workdir: str, changes: Mapping[str, Any], root: str) -> outcome_lib.Records:
   """The records of a single run: started, gone on with, or finished before.
 
-  An interrupted run ends the program with its exit code: 75 after SIGTERM, 130 after Ctrl-C.
+  An interrupted run ends the program with its exit code: 75 after SIGTERM, 130 after Ctrl-C. A
+  workdir of another configuration ends it too: launch.py refuses it and names what differs.
   """
-  if not os.path.exists(os.path.join(workdir, "summary.json")):
-    trial = Trial(config, dict(changes), workdir)
+  trial = Trial(config, dict(changes), workdir)
+  found = outcome_lib.read(dataclasses.replace(trial, config=os.path.join(root, config)))
+  if found is None or found.status != "finished":
     if code := subprocess.run(process.command(trial, root), cwd=root).returncode:
       sys.exit(code)
   return outcome_lib.records(workdir)

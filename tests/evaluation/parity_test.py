@@ -93,3 +93,24 @@ def test_the_pilot_fixes_families_and_arms_of_a_seed_read_the_same_batches():
   runs.check({("bf16", 0): stage("a"), ("block_128", 0): stage("a"), ("bf16", 1): stage("b")})
   with pytest.raises(ValueError, match="block_128-0 read other data in cpt than another arm"):
     runs.check({("bf16", 0): stage("a"), ("block_128", 0): stage("b")})
+
+
+def test_costs_are_means_over_seeds(tmp_path, monkeypatch):
+  runs = _script("reasoning_runs")
+  stage = {"train": [2.0, 1.0], "tokens": 2048, "seconds": {"step": 8.0}}
+  held = lambda loss: {"solutions": {"bf16": loss, "block_128": 9.0}}  # noqa: E731
+  done = {
+    ("block_128", seed): {
+      "peak_gib": 3.0 + seed,
+      "stages": {
+        name: stage | {"heldout_before": held(2.0 + seed), "heldout_after": held(1.0)}
+        for name in ("cpt", "stage1", "stage2")
+      },
+    }
+    for seed in (0, 1)
+  }
+  row = "| `block_128` | stage1 | 2,048 | 2.5000 -> 1.0000 | 4.0 | 4.0 |"
+  assert row in runs.costs(done).splitlines()
+  monkeypatch.setattr(runs, "HERE", tmp_path)
+  runs.figure(done)
+  assert (tmp_path / "reasoning.svg").stat().st_size

@@ -198,3 +198,26 @@ def test_search_goes_on_where_it_was_interrupted(folder, monkeypatch):
   more = spec.Sweep("c.py", arms=("a", "b"), seeds=(0, 1),
                     search=spec.Optuna(search.distributions, 3))  # fmt: skip
   assert len(_sweep(folder, monkeypatch, more)[2]) == 4
+
+
+def test_a_single_run_that_finished_is_read_and_one_of_another_configuration_is_not(
+  tmp_path, monkeypatch
+):
+  workdir, path, started = tmp_path / "run", "configs/debug.py:bf16", []
+  workdir.mkdir()
+  flat = named.flat(path, {"seed": 1})
+  (workdir / "config.json").write_text(json.dumps({"resolved": flat}))
+  (workdir / "summary.json").write_text(json.dumps({"step": flat["steps"], "objective": 1.0}))
+  (workdir / "provenance.json").write_text("{}")
+  (workdir / "metrics.jsonl").write_text("")
+
+  def start(command, cwd):
+    started.append(command)
+    return types.SimpleNamespace(returncode=1)
+
+  monkeypatch.setattr(run.subprocess, "run", start)
+  root = os.getcwd()
+  assert run.one(path, str(workdir), {"seed": 1}, root).summary["objective"] == 1 and not started
+  with pytest.raises(SystemExit):
+    run.one(path, str(workdir), {"seed": 2}, root)
+  assert len(started) == 1
