@@ -53,9 +53,9 @@ def get_config(arm=""):
   c.model.init_std = placeholder(float)  # of random weights
   c.model.mixers = placeholder(tuple)  # blocks of a layer, names in models/transformer.py's MIXERS
 
-  # Low-rank adapters (arXiv:2106.09685) beside a frozen model; rank 0 trains every parameter.
+  # Low-rank adapters (arXiv:2106.09685) beside a frozen model.
   c.model.lora = ConfigDict()
-  c.model.lora.rank = 0
+  c.model.lora.rank = 0  # of the adapters; 0 trains every parameter instead
   c.model.lora.alpha = 16.0  # the adapter's product is multiplied by alpha / rank
   # Regular expressions on names of linear layers: "attn/q", "mlp/.*".
   c.model.lora.targets = ("attn/.*", "mlp/.*")
@@ -177,21 +177,21 @@ def get_config(arm=""):
   # Gradients between backward pass and update: "float32", "bf16_sr", or "e4m3".
   c.optim.grad_format = "float32"
   c.optim.schedule = "wsd"  # "wsd" (warm up, hold, cosine tail), "cosine" or "constant"
-  c.optim.peak_lr = 1e-3
+  c.optim.peak_lr = 1e-3  # largest learning rate, reached after the warm-up
   c.optim.min_lr = 1e-4  # where the tail ends: one step after the last
   c.optim.warmup_steps = 10  # linear from 0
   c.optim.warmup_fraction = 0.0  # > 0: of the steps, rounded down, instead of warmup_steps
   c.optim.decay_steps = 20  # length of wsd's tail
-  c.optim.b1 = 0.9  # Adam
-  c.optim.b2 = 0.95
-  c.optim.eps = 1e-8
+  c.optim.b1 = 0.9  # decay of Adam's first moment per step
+  c.optim.b2 = 0.95  # and of its second
+  c.optim.eps = 1e-8  # added to the root of the second moment
   c.optim.weight_decay = 0.1  # decoupled; not on norms and biases
   c.optim.grad_clip_norm = 1.0  # global gradient norm; 0 turns clipping off
-  # Groups that are clipped by a norm of their own instead (grad_clip_norm=0), and factors on the
-  # learning rate: (regular expression on parameters of a layer, number), the first that matches,
-  # e.g. (("layers/.*/attn/.*", 1.0), ("layers/.*", 2.0)). Parameters of no group are not clipped.
+  # Groups that are clipped by a norm of their own instead (grad_clip_norm=0): (regular expression
+  # on parameters of a layer, largest norm), the first that matches, e.g.
+  # (("layers/.*/attn/.*", 1.0), ("layers/.*", 2.0)). Parameters of no group are not clipped.
   c.optim.clip_groups = ()
-  c.optim.lr_multipliers = ()
+  c.optim.lr_multipliers = ()  # (regular expression, factor on the learning rate), likewise
   # Update every layer inside the backward pass (LOMO, arXiv:2306.09782), so that the gradients of
   # one layer exist at a time. Needs grad_clip_norm 0, grad_accum_steps 1, remat_policy "full",
   # grad_format "float32", on_nonfinite "stop" and no loss scale.
@@ -205,8 +205,8 @@ def get_config(arm=""):
   # "none", or "dynamic": halve at a non-finite gradient, double after so many good steps. For
   # precision.compute_dtype="float16"; bfloat16 and float32 gradients and FP8 scales need none.
   c.loss_scale.kind = "none"
-  c.loss_scale.start = 256.0
-  c.loss_scale.growth_interval = 2000
+  c.loss_scale.start = 256.0  # scale of the first step
+  c.loss_scale.growth_interval = 2000  # good steps before it doubles
 
   # Devices per axis; one may be -1: whatever is left. All 1: one device, also of a larger machine.
   c.mesh = ConfigDict()
@@ -214,10 +214,12 @@ def get_config(arm=""):
   c.mesh.fsdp = -1  # shards of parameters and optimizer state that are gathered for use
   c.mesh.tensor = 1  # shards of heads, feed-forward and vocabulary
 
-  c.sharding = ConfigDict()  # letter -> mesh axes, see axes.py for the letters
+  c.sharding = ConfigDict()
+  # Mesh axes that split each dimension of the weights: letter -> axes, see axes.py for the letters.
   c.sharding.weights = ConfigDict(
     dict(D="fsdp", F="tensor", H="tensor", G="tensor", V="tensor"), type_safe=False
   )
+  # Likewise of the activations.
   c.sharding.acts = ConfigDict(
     dict(B=("data", "fsdp"), F="tensor", H="tensor", G="tensor", V="tensor"), type_safe=False
   )
@@ -261,15 +263,15 @@ def get_config(arm=""):
 
   c.log = ConfigDict()
   c.log.every = 10  # steps between lines where there is no terminal
-  c.log.tensorboard = True
+  c.log.tensorboard = True  # write curves and heat maps to WORKDIR/tensorboard
   c.log.report = (
     True  # write WORKDIR/report.html at the end (extra `report`); --job=report at any time
   )
   c.log.tracker = ""  # also to "trackio" or "wandb" (extra `track`), as they are set up
   # WORKDIR/profile gets a trace of so many steps for XProf (`pip install xprof; xprof
-  # --logdir=WORKDIR/profile`), after profile_start steps, when programs are compiled; 0: none.
+  # --logdir=WORKDIR/profile`); 0: none.
   c.log.profile_steps = 0
-  c.log.profile_start = 10
+  c.log.profile_start = 10  # steps before the trace, in which programs are compiled
   # Steps between looks at the ranges and rounding errors of every tensor of every site; 0: never.
   c.log.tensor_stats_every = 0
   # Rules of alarms, checked in steps of log.tensor_stats_every (none where that is 0):
@@ -321,7 +323,7 @@ def get_config(arm=""):
   # so many percent of the elements; or "mse", the one with the least squared error. The last two
   # saturate outliers.
   c.calibrate.method = "amax"
-  c.calibrate.percentile = 99.99
+  c.calibrate.percentile = 99.99  # of method "percentile"
 
   # --job=sensitivity, on one device: the loss that each linear layer's forward GEMM loses by its
   # recipe (precision.rules), with eval.hf's weights, the workdir's checkpoint's, or init.hf's.
@@ -336,10 +338,9 @@ def get_config(arm=""):
   # and "tensors" (inputs or weights of all sites).
   c.sensitivity.groups = ("tensors", "kinds", "layers")
   c.sensitivity.top = 20  # sites measured alone, the most sensitive by estimate
-  # Budgets that rules are written for. max_loss: percent that the held-out loss may exceed BF16's.
-  # min_fp8: share of the forward FLOPs of the sites that precision.rules quantizes. 0: none.
-  c.sensitivity.max_loss = 0.25
-  c.sensitivity.min_fp8 = 0.9
+  # Budgets that precision.rules are written for; 0: none.
+  c.sensitivity.max_loss = 0.25  # percent that the held-out loss may exceed BF16's
+  c.sensitivity.min_fp8 = 0.9  # share of the sites' forward FLOPs that the rules quantize
 
   c.prepare = ConfigDict()
   c.prepare.path = ""  # folder to write tokenized documents to; "" is WORKDIR/prepared

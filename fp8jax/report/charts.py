@@ -256,7 +256,7 @@ def _panel(looks: Looks, picked, name: str, title: str, kind: str, is_reversed: 
     scale |= dict(type="symlog", constant=_SMALL_SIGNED * ends[-1], range=list(palette.SIGNED))
   if is_reversed:
     scale["reverse"] = True
-  form = ".1~%" if kind == "symlog" else ".3~s"
+  form = ".2~p" if kind == "symlog" else ".3~s"
   steps = ", ".join(str(s) for s in looks.steps[picked])
   missing = f"datum['{name}'] === null || !isValid(datum['{name}'])"
   return (

@@ -107,7 +107,7 @@ def test_launcher_exits_with_one_message(arguments, message, tmp_path):
   "arguments, code, text",
   [
     (["--explain", "optim.peak_lr"], 0, "optim.peak_lr = 0.001\n"),
-    (["--explain=config.optim.b1"], 0, "optim.b1 = 0.9\n    Adam\n"),
+    (["--explain=config.optim.b1"], 0, "optim.b1 = 0.9\n    decay of Adam's first moment"),
     (["--explain=data.sources.main.path"], 0, "data.sources = "),
     (["--explain=optim.peak_lrr"], "error: 'optim.peak_lrr' is no key of the configuration; did "
      "you mean optim.peak_lr?", ""),
@@ -119,10 +119,12 @@ def test_explain_prints_the_comments_of_a_key(arguments, code, text, capsys):
   assert e.value.code == code and capsys.readouterr().out.startswith(text)
 
 
-def test_help_config_has_every_key(capsys):
+def test_help_config_has_every_key_and_its_meaning(capsys):
   with pytest.raises(SystemExit):
     command_line.answer(["launch.py", "--help-config"], base.get_config)
-  named = re.findall(r"^(\S+) = ", capsys.readouterr().out, re.M)
+  text = capsys.readouterr().out
+  named = re.findall(r"^(\S+) = ", text, re.M)
+  assert re.findall(r"^(\S+) = .*\n(?!    \S)", text, re.M) == []
   open_keys = ("data.sources.", "sharding.weights.", "sharding.acts.")
   known = [k for k in identity.flatten(base.get_config()) if not k.startswith(open_keys)]
   assert set(known) <= {*named} and len(named) == len({*named})
