@@ -18,5 +18,4 @@ def get_config(arm="block_128"):
   c = smollm2_cpt.get_config(arm)
   c.eval.hf = c.init.hf
   c.data.heldout_fraction = 0.5
-  c.sensitivity.tokens, c.sensitivity.groups, c.sensitivity.top = 2048, ("kinds",), 3
   return c
