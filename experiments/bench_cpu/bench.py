@@ -71,15 +71,17 @@ NUMERICS_RECIPES, NUMERICS_EVERY = ("block_128", "tensor_delayed"), 100
 def bench_numerics():
   """Median seconds of a quiet step and of one that reports numerics; the two take turns.
 
-  overhead: what log.tensor_stats_every=100 adds to training on the device,
-  as a share. Compiling the
-  loud step, once, and writing its rows are not in it.
+  overhead: what log.tensor_stats_every=100 adds to training, as a share: the loud step, and the
+  rows, image and alarms of its look, which the host makes. Compiling the loud step, once, is not
+  in it.
   """
   import jax
   import numpy as np
 
   from fp8jax.data import batch_sharding, loader
+  from fp8jax.ops import site
   from fp8jax.quantization import tensor_stats
+  from fp8jax.run import alarms, drift, metrics_writer, numerics_image
   from fp8jax.step import train_step
 
   found = {}
@@ -94,18 +96,33 @@ def bench_numerics():
     }  # fmt: skip
     state = train_step.calibrate(plan, train_step.make_state(plan), batch, 0)
     times = {kind: [] for kind in sites}
-    for round_ in range(1 + ROUNDS * STEPS):
-      for kind, of_kind in sites.items():
-        start = time.perf_counter()
-        state, _ = jax.block_until_ready(step_fn(state, batch, of_kind))
-        if round_:  # the first compiles
-          times[kind].append(time.perf_counter() - start)
+    written = []
+    with tempfile.TemporaryDirectory() as folder:
+      log = metrics_writer.Metrics(folder, 0, {}, True, None)
+      looks = drift.Looks(folder)
+      watch = alarms.AlarmMonitor(plan.log.alarms, site.recipes_of(sites["loud"]))
+      for round_ in range(1 + ROUNDS * STEPS):
+        for kind, of_kind in sites.items():
+          start = time.perf_counter()
+          state, values = jax.block_until_ready(step_fn(state, batch, of_kind))
+          if round_:  # the first compiles
+            times[kind].append(time.perf_counter() - start)
+        start = time.perf_counter()  # as jobs/train.py does
+        stats = jax.device_get(values["tensor_stats"])
+        numerics = looks.add(alarms.summarise(sites["loud"], stats, values.get("alignment", {})))
+        log.write_nested(round_, "numerics", numerics, lambda: numerics_image.draw(numerics))  # noqa: B023
+        log.write_row(round_, {"exponents": alarms.exponents(sites["loud"], stats)})
+        watch.new(numerics)
+        written.append(time.perf_counter() - start)
+      log.close()
     del state
     quiet, loud = (float(np.median(times[kind])) for kind in sites)
+    look = float(np.median(written[1:]))
     found[recipe] = {
       "quiet_seconds": round(quiet, 3),
       "loud_seconds": round(loud, 3),
-      "overhead": round((loud - quiet) / (NUMERICS_EVERY * quiet), 5),
+      "look_seconds": round(look, 3),
+      "overhead": round((loud - quiet + look) / (NUMERICS_EVERY * quiet), 5),
       "all_seconds": {k: [round(x, 3) for x in t] for k, t in times.items()},
     }
   return {"tokens_per_step": 1024, "every": NUMERICS_EVERY, "recipes": found}
