@@ -82,7 +82,7 @@ def evaluate(arm: str, workdir: str, names: list[str], *changes: str):
     command = [
       sys.executable, "launch.py", f"--config={CONFIG}:{arm}", f"--workdir={workdir}",
       "--job=evaluate", f"--config.eval.tasks={tasks}", "--config.eval.chat=True",
-      "--config.eval.tokens=0", "--config.generate.slots=20", *changes,
+      "--config.eval.tokens=0", "--config.generate.slots=100", *changes,
     ]  # fmt: skip
     if code := subprocess.run(command, cwd=ROOT).returncode:
       sys.exit(code)
