@@ -1,4 +1,4 @@
-"""--sweep: runs what is not finished, and ends in a table.
+"""--sweep: runs what is not finished, and ends in a table and a comparison.
 
 Exit codes: 0 all trials are over (finished or diverged), 1 one failed, 75 after SIGTERM and 130
 after Ctrl-C: running trials were saved, and the same command goes on.
@@ -89,6 +89,7 @@ def _ended(sweep, path: str, folder: str, results: table.Results, code, out) -> 
   """Writes and shows the end of a sweep; its exit code."""
   table.write(folder, path, sweep, results)
   table.show(out, sweep, results)
+  out.print(table.compare(folder, results), markup=False, soft_wrap=True)
   out.print(f"{folder}/sweep.json has the trials and their workdirs")
   if code is not None:
     return code

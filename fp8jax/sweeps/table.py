@@ -1,5 +1,6 @@
-"""The end of a sweep: a table, and sweep.json, from which others draw."""
+"""The end of a sweep: a table, sweep.json, from which others draw, and a comparison of its runs."""
 
+import importlib
 import os
 import statistics
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import rich.console
 
 from fp8jax import console as console_lib
+from fp8jax.errors import UserError, missing_package
 from fp8jax.run.provenance import to_json
 from fp8jax.sweeps.outcome import Outcome
 from fp8jax.sweeps.spec import Sweep, Trial
@@ -58,3 +60,22 @@ def show(out: rich.console.Console, sweep: Sweep, results: Results):
   columns = ["arm", *sweep.keys, "held-out loss", "deviation over seeds", "finished", ""]
   title = f"{sweep.config}: objectives in nats per token"
   out.print(console_lib.table(title, columns, rows(sweep, results)))
+
+
+def compare(folder: str, results: Results) -> str:
+  """FOLDER/compare.html, .json and .svg of the trials that finished, as --job=compare writes them.
+
+  Returns:
+    Its tables and the page's path; or a line that says why there is none.
+  """
+  finished = [trial.workdir for trial, outcome in results if outcome.status == "finished"]
+  try:
+    comparison = importlib.import_module("fp8jax.report.compare")
+    page = importlib.import_module("fp8jax.report.compare_page")  # needs the extra `report`
+    found = comparison.compare(finished)
+    path = page.write(found, folder)
+    return f"{page.text(found)}\n\n{path}"
+  except ModuleNotFoundError as e:
+    return f"no comparison: {missing_package(e)}; the same command then draws it"
+  except UserError as e:
+    return f"no comparison: {e}"

@@ -9,11 +9,12 @@ import time
 import types
 
 import pytest
+import run_files
 
 from fp8jax.config import identity, named
 from fp8jax.errors import ConfigError
 from fp8jax.jobs import command_line
-from fp8jax.sweeps import run, slurm, spec
+from fp8jax.sweeps import outcome, run, slurm, spec, table
 
 # A launch.py whose objective is rate + seed / 100. Rates above 1 end as a diverged run does, above
 # 10 the loss grows without end, above 100 nothing is said, and all but the first wait for SIGTERM.
@@ -221,3 +222,27 @@ def test_a_single_run_that_finished_is_read_and_one_of_another_configuration_is_
   with pytest.raises(SystemExit):
     run.one(path, str(workdir), {"seed": 2}, root)
   assert len(started) == 1
+
+
+def test_a_sweep_ends_in_a_comparison_of_what_finished(tmp_path, monkeypatch):
+  pytest.importorskip("altair")
+  results = []
+  for seed in (0, 1):
+    for recipe, factor in (("bf16", 1.0), ("block_128", 1.001)):
+      losses = [factor * (3 - i / 40) for i in range(40)]
+      path = run_files.write_steps(tmp_path / f"{recipe}-{seed}", losses, recipe, seed)
+      ended = outcome.Outcome("finished", losses[-1])
+      results.append((spec.Trial("c.py", {}, str(path), recipe, {}, seed), ended))
+  gone = spec.Trial("c.py", {}, str(tmp_path / "nothing"), "block_128", {}, 2)
+  target = tmp_path / "sweep"
+  text = table.compare(str(target), [*results, (gone, outcome.Outcome("diverged"))])
+  assert "+0.100, +0.100" in text and text.endswith(str(target / "compare.html"))
+  found = json.loads((target / "compare.json").read_text())
+  assert len(found["runs"]) == 4 and found["differences"][0]["mean"] == pytest.approx(0.1)
+  assert "<svg" in (target / "compare.svg").read_text()
+  alone = table.compare(str(target), results[:1])
+  assert alone.startswith("no comparison: a comparison needs at least two runs")
+  for name in ("charts", "compare_charts", "compare_page"):
+    monkeypatch.delitem(sys.modules, f"fp8jax.report.{name}", raising=False)
+  monkeypatch.setitem(sys.modules, "altair", None)
+  assert "pip install 'fp8jax[report]'" in table.compare(str(target), results)
