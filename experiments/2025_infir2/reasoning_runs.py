@@ -143,7 +143,7 @@ def measure(arm: str, seed: int):
   tuned = reasoning.workdir("stage2", arm, "", seed)
   evaluate(f"stage2,{arm}", tuned, names)
   parity.collect(str(ROOT / tuned), arm, seed)
-  # Of the largest process; KiB on Linux.
+  # Of the largest process, KiB on Linux; of a resumed run that of its last part.
   peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
   STAGES.mkdir(parents=True, exist_ok=True)
   (STAGES / f"{arm}-{seed}.json").write_text(
