@@ -183,7 +183,7 @@ def get_config(arm=""):
   c.optim.warmup_fraction = 0.0  # > 0: of the steps, rounded down, instead of warmup_steps
   c.optim.decay_steps = 20  # length of wsd's tail
   c.optim.b1 = 0.9  # decay of Adam's first moment per step
-  c.optim.b2 = 0.95  # and of its second
+  c.optim.b2 = 0.95  # decay of Adam's second moment per step
   c.optim.eps = 1e-8  # added to the root of the second moment
   c.optim.weight_decay = 0.1  # decoupled; not on norms and biases
   c.optim.grad_clip_norm = 1.0  # global gradient norm; 0 turns clipping off
@@ -191,7 +191,9 @@ def get_config(arm=""):
   # on parameters of a layer, largest norm), the first that matches, e.g.
   # (("layers/.*/attn/.*", 1.0), ("layers/.*", 2.0)). Parameters of no group are not clipped.
   c.optim.clip_groups = ()
-  c.optim.lr_multipliers = ()  # (regular expression, factor on the learning rate), likewise
+  # (regular expression on parameters of a layer, factor on their learning rate), the first that
+  # matches.
+  c.optim.lr_multipliers = ()
   # Update every layer inside the backward pass (LOMO, arXiv:2306.09782), so that the gradients of
   # one layer exist at a time. Needs grad_clip_norm 0, grad_accum_steps 1, remat_policy "full",
   # grad_format "float32", on_nonfinite "stop" and no loss scale.
@@ -219,7 +221,7 @@ def get_config(arm=""):
   c.sharding.weights = ConfigDict(
     dict(D="fsdp", F="tensor", H="tensor", G="tensor", V="tensor"), type_safe=False
   )
-  # Likewise of the activations.
+  # Mesh axes that split each dimension of the activations: letter -> axes, see axes.py.
   c.sharding.acts = ConfigDict(
     dict(B=("data", "fsdp"), F="tensor", H="tensor", G="tensor", V="tensor"), type_safe=False
   )
@@ -338,9 +340,10 @@ def get_config(arm=""):
   # and "tensors" (inputs or weights of all sites).
   c.sensitivity.groups = ("tensors", "kinds", "layers")
   c.sensitivity.top = 20  # sites measured alone, the most sensitive by estimate
-  # Budgets that precision.rules are written for; 0: none.
-  c.sensitivity.max_loss = 0.25  # percent that the held-out loss may exceed BF16's
-  c.sensitivity.min_fp8 = 0.9  # share of the sites' forward FLOPs that the rules quantize
+  # Budget of a set of precision.rules: percent that the held-out loss may exceed BF16's; 0: none.
+  c.sensitivity.max_loss = 0.25
+  # Budget of another set: the least share of the sites' forward FLOPs that is quantized; 0: none.
+  c.sensitivity.min_fp8 = 0.9
 
   c.prepare = ConfigDict()
   c.prepare.path = ""  # folder to write tokenized documents to; "" is WORKDIR/prepared

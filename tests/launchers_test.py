@@ -60,6 +60,30 @@ def test_agent_of_weights_and_biases_gives_each_run_a_workdir(
   assert commands[0][-1] == f"--workdir={tmp_path}/runs/wandb/optim.peak_lr=0.01-seed=1"
 
 
+@pytest.mark.parametrize("code, preempted", [(75, True), (0, False), (1, False), (3, False)])
+def test_ray_job_is_retried_where_it_was_preempted(repository, monkeypatch, code, preempted):
+  """A diverged run and a wrong configuration end the job. Ray's decorator is a stand-in."""
+  options, commands = {}, []
+  ray = types.SimpleNamespace(remote=lambda **given: options.update(given) or (lambda task: task))
+  monkeypatch.setitem(sys.modules, "ray", ray)
+  train = runpy.run_path(str(repository / "experiments/launch/ray_job.py"))["train"]
+
+  def start(words):
+    commands.append(words)
+    return types.SimpleNamespace(returncode=code)
+
+  monkeypatch.setattr(subprocess, "run", start)
+  if preempted:
+    with pytest.raises(tuple(options["retry_exceptions"])):
+      train(["--config=x.py"])
+  else:
+    assert train(["--config=x.py"]) == code
+  assert commands == [[sys.executable, "launch.py", "--config=x.py"]]
+  # Names of ray.remote's options for tasks.
+  assert set(options) <= {"num_gpus", "num_cpus", "max_retries", "retry_exceptions", "resources"}
+  assert options["max_retries"] > 0
+
+
 # Fields of the schemas (JobSet v1alpha2, batch/v1 Job, core/v1 Pod) that the example may have, and
 # those that must be there. A field of another name is refused by the server.
 JOBSET = {
@@ -122,17 +146,3 @@ def test_jobset_has_the_fields_of_its_schema_and_restarts_what_was_preempted(rep
   host = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['metadata']['name']}"
   assert f"--coordinator={host}:1234" in words and f"--processes={job['completions']}" in words
   assert job["parallelism"] == job["completions"] and job["completionMode"] == "Indexed"
-
-
-def test_ray_job_starts_the_launcher_and_is_retried(repository, monkeypatch):
-  """Ray's decorator is a stand-in that keeps its options."""
-  options, commands = {}, []
-  ray = types.SimpleNamespace(remote=lambda **given: options.update(given) or (lambda task: task))
-  monkeypatch.setitem(sys.modules, "ray", ray)
-  job = runpy.run_path(str(repository / "experiments/launch/ray_job.py"))
-  monkeypatch.setattr(subprocess, "run", lambda words, check: commands.append((words, check)))
-  job["train"](["--config=x.py"])
-  assert commands == [([sys.executable, "launch.py", "--config=x.py"], True)]
-  # Names and types of ray.remote's options for tasks.
-  assert set(options) <= {"num_gpus", "num_cpus", "max_retries", "retry_exceptions", "resources"}
-  assert options["max_retries"] > 0 and options["retry_exceptions"] is True

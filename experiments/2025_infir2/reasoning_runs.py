@@ -7,7 +7,7 @@ needs:   pip install -e ".[train,hf,data,sft,eval]", the demo's weights
 
 Design, fixed before the first run. Arms `bf16`, `block_128`, `block_128_pow2`; seeds 0, 1, 2, which
 draw the order of the data. A run is CPT, stage 1 and stage 2 of reasoning.py, all in its own
-recipe, and a greedy evaluation on 200 questions per family that training never saw. With a seed,
+recipe, and a greedy evaluation on 500 questions per family that training never saw. With a seed,
 every arm trains on the same batches.
 
 The pilot is `bf16` with seed 100 on the first 60 questions of every family in tasks/. It fixes the

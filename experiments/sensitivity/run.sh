@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The measurements and pictures of README.md; about 40 minutes of CPU time. Resumes where it stopped.
+# The measurements and pictures of README.md; about half an hour on two cores. Resumes where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}

@@ -147,7 +147,7 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
   Args:
     folders: of at least two runs.
     baseline: an arm: the recipe of most sites, see RunFiles.recipe, or the text that the table of
-      runs gives for it.
+      runs gives for it. "" is `bf16`, and without a run of it the arm of the first run.
 
   Raises:
     UserError: fewer than two runs, a folder that is no run's, or no run of the baseline.
@@ -160,6 +160,8 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
   config = _differing(runs)
   members = _members(runs, config)
   arms = sorted({m.arm for m in members})
+  if not baseline and members:
+    baseline = UNQUANTIZED if UNQUANTIZED in arms else members[0].arm
   if baseline not in arms:
     raise UserError(f"no run is of the baseline {baseline!r}; --baseline= one of {', '.join(arms)}")
   pairs: dict[tuple[str, str], list[tuple[Member, Member]]] = {}

@@ -89,10 +89,10 @@ def _ended(sweep, path: str, folder: str, results: table.Results, code, out) -> 
   """Writes and shows the end of a sweep; its exit code."""
   table.write(folder, path, sweep, results)
   table.show(out, sweep, results)
-  out.print(table.compare(folder, results), markup=False, soft_wrap=True)
   out.print(f"{folder}/sweep.json has the trials and their workdirs")
-  if code is not None:
+  if code is not None:  # interrupted: trials are missing, and whoever interrupts may not wait
     return code
+  out.print(table.compare(folder, results), markup=False, soft_wrap=True)
   return int(any(o.status not in ("finished", "diverged") for _, o in results))
 
 

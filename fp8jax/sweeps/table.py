@@ -8,7 +8,7 @@ from typing import Any
 import rich.console
 
 from fp8jax import console as console_lib
-from fp8jax.errors import UserError, missing_package
+from fp8jax.errors import UserError, missing_package, one_line
 from fp8jax.run.provenance import to_json
 from fp8jax.sweeps.outcome import Outcome
 from fp8jax.sweeps.spec import Sweep, Trial
@@ -65,6 +65,8 @@ def show(out: rich.console.Console, sweep: Sweep, results: Results):
 def compare(folder: str, results: Results) -> str:
   """FOLDER/compare.html, .json and .svg of the trials that finished, as --job=compare writes them.
 
+  The baseline is `bf16`; in a sweep without it, the arm of the first trial that finished.
+
   Returns:
     Its tables and the page's path; or a line that says why there is none.
   """
@@ -72,10 +74,12 @@ def compare(folder: str, results: Results) -> str:
   try:
     comparison = importlib.import_module("fp8jax.report.compare")
     page = importlib.import_module("fp8jax.report.compare_page")  # needs the extra `report`
-    found = comparison.compare(finished)
+    found = comparison.compare(finished, baseline="")
     path = page.write(found, folder)
     return f"{page.text(found)}\n\n{path}"
   except ModuleNotFoundError as e:
     return f"no comparison: {missing_package(e)}; the same command then draws it"
   except UserError as e:
     return f"no comparison: {e}"
+  except Exception as e:  # a picture never fails the sweep that it is of
+    return f"no comparison: {type(e).__name__}: {one_line(e)}; the trials themselves are complete"

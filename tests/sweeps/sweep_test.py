@@ -73,9 +73,10 @@ def _rates(*rates, **more):
 
 
 def test_sweep_runs_each_trial_once_and_reads_its_objective(folder, monkeypatch):
-  sweep = _rates(0.5, 0.25, arms=("a", "b"), seeds=(0, 1))
+  sweep, compared = _rates(0.5, 0.25, arms=("a", "b"), seeds=(0, 1)), []
+  monkeypatch.setattr(table, "compare", lambda folder, results: compared.append(len(results)))
   code, trials, names = _sweep(folder, monkeypatch, sweep)
-  assert code == 0 and len(set(names)) == 8 and "a-peak_lr=0.25-seed=1" in names
+  assert code == 0 and compared == [8] and len(set(names)) == 8 and "a-peak_lr=0.25-seed=1" in names
   assert {(t["arm"], t["point"]["optim.peak_lr"], t["seed"]): t["objective"] for t in trials} == {
     (arm, rate, seed): rate + seed / 100 for arm in "ab" for rate in (0.5, 0.25) for seed in (0, 1)
   }
@@ -106,6 +107,7 @@ def test_diverged_trials_are_stopped_and_stay_stopped(folder, monkeypatch):
 def test_interrupted_sweep_saves_its_trials(folder, monkeypatch, number, code):
   # As in a terminal; a process in the background of a script begins with SIGINT ignored.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  monkeypatch.setattr(table, "compare", lambda *_: pytest.fail("trials are missing"))
   threading.Timer(1.0, os.kill, (os.getpid(), number)).start()
   found, trials, _ = _sweep(folder, monkeypatch, _rates(200.0, 0.5))
   assert found == code and [t["status"] for t in trials] == ["interrupted"]
@@ -240,6 +242,12 @@ def test_a_sweep_ends_in_a_comparison_of_what_finished(tmp_path, monkeypatch):
   found = json.loads((target / "compare.json").read_text())
   assert len(found["runs"]) == 4 and found["differences"][0]["mean"] == pytest.approx(0.1)
   assert "<svg" in (target / "compare.svg").read_text()
+  without = table.compare(str(target), results[1::2] + [(gone, outcome.Outcome("diverged"))])
+  assert without.endswith("compare.html")  # no run of bf16
+  assert json.loads((target / "compare.json").read_text())["baseline"] == "block_128"
+  with monkeypatch.context() as broken:
+    broken.setattr("fp8jax.report.compare.compare", lambda *_, **__: 1 / 0)
+    assert "ZeroDivisionError" in table.compare(str(target), results)
   alone = table.compare(str(target), results[:1])
   assert alone.startswith("no comparison: a comparison needs at least two runs")
   for name in ("charts", "compare_charts", "compare_page"):
