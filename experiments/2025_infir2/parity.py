@@ -60,7 +60,12 @@ def read(results: pathlib.Path = RESULTS) -> dict[tuple[str, int], dict[str, sto
     one = json.loads(path.read_text())
     by_task = {
       name: store.Scores(
-        name, t["fingerprint"], t["margin"], tuple(t["items"]), np.array(t["correct"], float)
+        name,
+        t["fingerprint"],
+        t["margin"],
+        tuple(t["items"]),
+        np.array(t["correct"], float),
+        one["settings"],
       )
       for name, t in one["tasks"].items()
     }

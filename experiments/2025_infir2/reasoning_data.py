@@ -88,7 +88,7 @@ def solution(entry: dict) -> str:
   """
   steps, answer = SOLVERS[entry["metadata"]["source_dataset"]](entry)
   text = " ".join([*steps, f"The answer is {answer}."])
-  item = tasks.Item("", entry["question"], entry["answer"], {"entry": entry})
+  item = tasks.Item("", entry["question"], entry["answer"], derived={"entry": entry})
   if not reasoning_gym_tasks.verify(item, text).correct:
     raise ValueError(f"{text!r} does not answer {entry['question']!r} with {entry['answer']!r}")
   return text

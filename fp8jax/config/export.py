@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from collections.abc import Collection
 
 from fp8jax.config.files import Config
 from fp8jax.errors import ConfigErrors
@@ -69,10 +70,13 @@ def fp8_format(e: step_config.ExportConfig) -> fp8_formats.Fp8Format | None:
   )
 
 
-def choose(plan: RunSpec, phase: int) -> fp8_export.Fp8Plan | None:
+def choose(plan: RunSpec, phase: int, merged: Collection[str] = ()) -> fp8_export.Fp8Plan | None:
   """The FP8 matrices of an export of a checkpoint in this phase of the precision schedule.
 
   A Hugging Face folder (eval.hf) was trained nobody knows how: all of it is quantized.
+
+  Args:
+    merged: paths of the weights that adapters were merged into, which are quantized anew.
 
   Raises:
     UserError: see fp8_export.choose, and names.entries.
@@ -84,6 +88,7 @@ def choose(plan: RunSpec, phase: int) -> fp8_export.Fp8Plan | None:
   return fp8_export.choose(
     names.entries(plan.model), plan.model.dims, site.recipes_of(sites), fp8,
     scale_fmt=plan.export.scale_fmt, requantize=plan.export.requantize, changed=_changed(plan),
+    merged=merged,
   )  # fmt: skip
 
 

@@ -105,8 +105,8 @@ def make(name: str, data_dir: str, allow_code: bool = False) -> Task:
     )
   return Task(
     name=name, items=items, verify=made.verify, verifier=name, prompt=made.prompt,
-    system=made.system, prefix=made.prefix, think_end="</think>", protocol=made.protocol,
-    source=path,
+    system=made.system, prefix=made.prefix, think_end="</think>", chat=True,
+    protocol=made.protocol, source=path,
   )  # fmt: skip
 
 

@@ -114,6 +114,7 @@ def from_description(path: str, trained: Collection[str] = frozenset()) -> Task:
     questions = os.path.join(os.path.dirname(path), os.path.expanduser(read.questions))
     task = from_jsonl(questions, read.verifier, name)
     items, _ = apart(task.items, trained)
+    items = check_items(items, f"{questions} without eval.train_data")
     task = dataclasses.replace(task, items=items[: read.items or None])
   given = {k: v for k, v in dataclasses.asdict(read).items() if v is not None}
   of_task = ("prompt", "system", "prefix", "think_end", "margin")

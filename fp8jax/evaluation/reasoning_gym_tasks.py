@@ -81,7 +81,8 @@ def make(
     key = normalized(entry["question"])
     if key not in seen:
       seen.add(key)
-      items.append(Item(f"{first + i}", entry["question"], str(entry["answer"]), {"entry": entry}))
+      question, answer = entry["question"], str(entry["answer"])
+      items.append(Item(f"{first + i}", question, answer, derived={"entry": entry}))
     if len(items) == size:
       break
   if len(items) < size:
@@ -108,7 +109,7 @@ def verify(item: Item, output: str) -> Verdict:
   """
   import reasoning_gym  # extra `eval`  # pyright: ignore[reportMissingImports]
 
-  answer, entry = final_answer(output), item.data["entry"]
+  answer, entry = final_answer(output), item.derived["entry"]
   if "=" not in item.answer:  # "12 + 7 = 19"
     answer = answer.rpartition("=")[2].strip()
   if _WHOLE.fullmatch(item.answer) and (numbers := _NUMBER.findall(answer)):

@@ -151,7 +151,8 @@ def compare(
       the first candidate are compared. The margin is the one stored with the task.
 
   Raises:
-    UserError: a run lacks a task, or has it with another definition.
+    UserError: a run lacks a task, or has it with another definition; or two runs of a pair were
+      asked in different ways.
   """
   if len(candidates) != len(baselines) or not candidates:
     raise UserError(
@@ -166,8 +167,25 @@ def compare(
       if run[name].fingerprint != first.fingerprint:
         raise UserError(f"two runs have different definitions of {name!r}; evaluate one of them "
                         "again, with the same eval settings")  # fmt: skip
+    for run, other in zip(candidates, baselines):
+      _check_asked_alike(name, run[name].settings, other[name].settings)
     arms = [
       np.stack([run[name].scores_IJ.mean(1) for run in runs]) for runs in (candidates, baselines)
     ]
     found[name] = statistics.compare(*arms, margin=first.margin)
   return found
+
+
+# Settings that are the same in both runs of a pair. The weights and their precision are what is
+# compared; another seed draws other samples of the same kind.
+_ASKED = ("chat", "tokenizer", "stop_tokens", "max_length")
+
+
+def _check_asked_alike(task: str, mine: Mapping[str, Any], others: Mapping[str, Any]):
+  different = [k for k in _ASKED if k in mine and k in others and mine[k] != others[k]]
+  if different:
+    key = different[0]
+    raise UserError(
+      f"two runs answered {task!r} with different settings: {key} is {mine[key]!r} and "
+      f"{others[key]!r}; evaluate one of them again with the other's"
+    )

@@ -31,6 +31,7 @@ class Scores:
     margin: of comparisons, in points.
     items: names, in the order of the rows.
     scores_IJ: 0 or 1, (items, samples).
+    settings: what else decided the outputs: weights, precision, seed, ...
   """
 
   task: str
@@ -38,6 +39,7 @@ class Scores:
   margin: float
   items: tuple[str, ...]
   scores_IJ: np.ndarray
+  settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Writer:
@@ -118,7 +120,7 @@ def read_scores(folder: str) -> dict[str, Scores]:
       values = [[done[i][j]["correct"] for j in range(n)] for i in items]
       found[definition["name"]] = Scores(
         definition["name"], definition["fingerprint"], definition["margin"], items,
-        np.array(values, np.float64),
+        np.array(values, np.float64), definition["settings"],
       )  # fmt: skip
   if not found:
     raise FileNotFoundError(f"{folder} holds no finished task; evaluate with --job=evaluate first")

@@ -24,13 +24,15 @@ class Item:
     name: unique within the task.
     question: as the prompt's {question}.
     answer: the expected answer; "" where `data` decides (tests of a program).
-    data: what the task's verifier needs besides; JSON values.
+    data: what decides a verdict besides; JSON values.
+    derived: what the verifier reads and follows from the task's source: no part of the fingerprint.
   """
 
   name: str
   question: str
   answer: str
   data: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+  derived: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Task:
     prefix: beginning of the model's own turn, e.g. an opened think tag.
     think_end: tag that closes the thoughts: the output up to its last occurrence is not verified;
       "" for none. Without the tag the whole output is verified, as in evalscope.
+    chat: whether the chat template writes the prompts, whatever eval.chat says.
     protocol: of sampling.
     margin: points that an arm may lose against its baseline, fixed with the task.
     source: the file or generator that the items come from.
@@ -109,6 +112,7 @@ class Task:
   system: str = ""
   prefix: str = ""
   think_end: str = ""
+  chat: bool = False
   protocol: Protocol = Protocol()
   margin: float = statistics.MARGIN
   source: str = ""
@@ -126,7 +130,11 @@ class Task:
     """SHA-256 of everything that decides a score."""
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     del fields["verify"], fields["source"]
-    fields["items"] = [[i.name, i.question, i.answer] for i in self.items]
+    if not self.chat:  # the fingerprint of before there was this field
+      del fields["chat"]
+    fields["items"] = [
+      [i.name, i.question, i.answer, *([dict(i.data)] if i.data else [])] for i in self.items
+    ]
     fields["protocol"] = dataclasses.asdict(self.protocol)
     text = json.dumps(fields, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -171,6 +179,13 @@ def apart(items: Sequence[Item], trained: Collection[str]) -> tuple[tuple[Item, 
 _QUESTION_KEYS = ("question", "prompt", "problem")
 
 
+def _text(content: Any) -> Any:
+  """A turn's content; one in parts, {"type": "text", "text": ...}, as training joins it."""
+  if not isinstance(content, list):
+    return content
+  return "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
+
+
 def read_trained(path: str) -> frozenset[str]:
   """Normalized questions of a training set in JSONL.
 
@@ -185,7 +200,7 @@ def read_trained(path: str) -> frozenset[str]:
     texts = [row[k] for k in _QUESTION_KEYS if isinstance(row.get(k), str)]
     for turn in row.get("messages") or row.get("conversations") or ():
       if turn.get("role", turn.get("from")) in ("user", "human"):
-        texts.append(turn.get("content", turn.get("value")))
+        texts.append(_text(turn.get("content", turn.get("value"))))
     if not texts:
       raise UserError(
         f"{where} has no question; expected 'messages', 'conversations' or one of {_QUESTION_KEYS}"

@@ -205,10 +205,11 @@ def load(
   cfg = hf_config.read_config(folder)
   dtype = choose.compute_dtype(device) if compute_dtype == "auto" else compute_dtype
   run = ComputeConfig(jax.numpy.dtype(dtype))
-  params, _ = hf_weights.load_params(folder, cfg)
   rules = (("head", "bf16"), ("layers/.*", recipe))
   declaration = transformer.site_params(cfg)
   sites = site_lib.build_sites(declaration, cfg.dims, rules, device=device, tokens=slots)
+  kept = weights.multiplied_as_codes(site_lib.recipes_of(sites))
+  params, _ = hf_weights.load_params(folder, cfg, codes_of=kept)
   tokenizer = Tokenizer(folder)
   return Generator(
     params, site_lib.with_current_scales(sites), cfg, run, tokenizer,

@@ -6,6 +6,7 @@ once. Norms and biases stay float32.
 """
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,23 @@ from fp8jax.ops import operands, stored_params
 from fp8jax.ops.gemm_spec import Role, ScalingInputs, make_spec
 from fp8jax.ops.site import Site
 from fp8jax.ops.stored_params import QuantizedWeight
+from fp8jax.quantization import block_codes
+from fp8jax.recipe.gemm import Recipe
+
+
+def multiplied_as_codes(recipes: Mapping[str, Recipe]) -> set[str]:
+  """Paths of weights, "layers/mlp/up", whose FP8 blocks all layers can multiply as they are.
+
+  Args:
+    recipes: of every layer's site, "layers/3/mlp/up".
+  """
+  found: dict[str, bool] = {}
+  for name, recipe in recipes.items():
+    top, _, rest = name.partition("/")
+    if top == "layers":
+      path = f"layers/{rest.partition('/')[2]}"
+      found[path] = found.get(path, True) and block_codes.is_compatible(recipe.fwd.rhs)
+  return {path for path, is_kept in found.items() if is_kept}
 
 
 def for_inference(params, sites, cfg: ModelConfig, dtype):

@@ -31,7 +31,7 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
   tasks = catalog.load(plan.eval.tasks, plan.eval.options)
   plan = dataclasses.replace(plan, generate=dataclasses.replace(plan.generate, hf=plan.eval.hf))
   generator, where = generator_lib.load(plan, workdir)
-  ask = _asker(plan, generator)
+  ask = _asker(plan, generator, any(task.chat for task in tasks))
   settings, folder = _settings(plan, where), _folder(plan, workdir, where)
   if plan.eval.options.allow_code and not code_sandbox.isolation():
     console.print("eval.allow_code_execution: this system gives users no namespaces; programs run "
@@ -51,15 +51,16 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
   return {"evaluation": folder, **{k: summary[k] for k in kept if k in summary}}
 
 
-def _asker(plan: run_spec.RunSpec, generator) -> run_lib.Ask:
-  """Writes prompts by the chat template (eval.chat), or as plain text."""
+def _asker(plan: run_spec.RunSpec, generator, needs_chat: bool) -> run_lib.Ask:
+  """Writes prompts by the chat template (eval.chat, or the task's protocol), or as plain text."""
   tokenizer: Tokenizer = generator.tokenizer
   of_data = (plan.generate.chat_template, plan.generate.template_date)
-  template = generator_lib.chat_template(generator, *of_data) if plan.eval.chat else None
+  is_chat = plan.eval.chat or needs_chat
+  template = generator_lib.chat_template(generator, *of_data) if is_chat else None
 
   def ask(task: Task, item: Item) -> tuple[str, Sequence[int]]:
     user = task.user_text(item)
-    if template is None:
+    if template is None or not (plan.eval.chat or task.chat):
       text = "\n\n".join(filter(None, (task.system, user))) + task.prefix
       return text, tokenizer.encode_prompt(text)
     turns = [{"role": "system", "content": task.system}] if task.system else []

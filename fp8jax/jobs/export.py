@@ -18,7 +18,13 @@ from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.jobs import export_gate
-from fp8jax.jobs.restore import as_trained, folder_of, restore_params, restore_scaling_states
+from fp8jax.jobs.restore import (
+  as_trained,
+  folder_of,
+  restore_params,
+  restore_scaling_states,
+  without_adapters,
+)  # fmt: skip
 from fp8jax.models import lora, transformer
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import export_folder, fp8_export, publish
@@ -74,7 +80,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
     publish.check_login(plan.export.push_to)
   plan, source = _source(plan, workdir, target)
   adapted, plan, source = _merged(plan, source)
-  fp8 = _fp8(plan, source)
+  fp8 = _fp8(plan, source, () if adapted is None else lora.adapted_paths(adapted[0]))
   params = stored_params.dequantize_tree(source.params)
   operands = jax.tree.map(
     stored_params.compute_copy, source.params, is_leaf=stored_params.is_stored
@@ -177,15 +183,7 @@ def _merged(
   """
   if plan.model.lora is None:
     return None, plan, source
-  without = lora.without(plan.model)
-  phases = tuple(
-    dataclasses.replace(p, rules=tuple(rule for rule in p.rules if rule not in lora.RULES))
-    for p in plan.precision.phases
-  )
-  merged = dataclasses.replace(
-    plan, model=without, declaration=transformer.params(without),
-    precision=dataclasses.replace(plan.precision, phases=phases),
-  )  # fmt: skip
+  merged = without_adapters(plan)
   params = lora.merged(source.params, plan.declaration, plan.model)
   adapted = None
   if any(map(lora.is_adapter, params_lib.flatten(source.params))):  # a folder has none
@@ -207,9 +205,9 @@ def _amaxes(plan: run_spec.RunSpec, phase: int, states) -> dict[tuple[str, str],
   return found
 
 
-def _fp8(plan: run_spec.RunSpec, source: Source) -> fp8_export.Fp8Plan | None:
+def _fp8(plan: run_spec.RunSpec, source: Source, merged) -> fp8_export.Fp8Plan | None:
   """The FP8 matrices, with the amaxes of their scales; told before anything is written."""
-  fp8 = export_config.choose(plan, source.phase)
+  fp8 = export_config.choose(plan, source.phase, merged)
   if fp8 is None:
     return None
   path = os.path.expanduser(plan.export.input_scales)

@@ -6,7 +6,7 @@ from fp8jax import hub
 from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import ConfigErrors, UserError
-from fp8jax.generation import api
+from fp8jax.generation import api, weights
 from fp8jax.jobs.restore import as_trained, restore_params, restore_scaling_states
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
@@ -27,7 +27,11 @@ def load(plan: run_spec.RunSpec, workdir: str) -> tuple[api.Generator, dict]:
   problems.refuse()
   g = plan.generate
   if g.hf:
-    params, _ = hf_weights.load_params(g.hf, plan.model, plan.run.layout)
+    recipe = evaluator_lib.BF16 if g.precision == evaluator_lib.BF16 else None
+    kept = weights.multiplied_as_codes(site_lib.recipes_of(plan.sites(recipe, phase=0)))
+    if plan.run.smooth_swiglu == "channel":  # its scales are multiplied into weights first
+      kept = set()
+    params, _ = hf_weights.load_params(g.hf, plan.model, plan.run.layout, kept)
     path = os.path.expanduser(plan.calibration)
     states = calibration.load(plan, path)[0] if path else {}
     phase, where = 0, {"hf": g.hf}

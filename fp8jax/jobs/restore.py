@@ -9,10 +9,24 @@ from typing import Any
 import jax
 
 from fp8jax.config import identity, resolve
+from fp8jax.models import lora, transformer
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.run import checkpoint, control
 from fp8jax.step import run_spec, train_step
+
+
+def without_adapters(plan: run_spec.RunSpec) -> run_spec.RunSpec:
+  """The plan of the same model without adapters."""
+  model = lora.without(plan.model)
+  phases = tuple(
+    dataclasses.replace(p, rules=tuple(rule for rule in p.rules if rule not in lora.RULES))
+    for p in plan.precision.phases
+  )
+  return dataclasses.replace(
+    plan, model=model, declaration=transformer.params(model),
+    precision=dataclasses.replace(plan.precision, phases=phases),
+  )  # fmt: skip
 
 
 def restore_params(plan: run_spec.RunSpec, workdir: str, step: int | None = None):

@@ -6,13 +6,21 @@ from typing import Any
 import jax
 import rich.console
 
+from fp8jax import hub
 from fp8jax.config import resolve
+from fp8jax.data.tokenize import Tokenizer
+from fp8jax.generation import api
 from fp8jax.jobs import restore
+from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import stored_params
+from fp8jax.quantization.block_codes import BlockCodes
+from fp8jax.run import checkpoint
 from fp8jax.run import provenance as provenance_lib
 from fp8jax.step import run_spec, train_step
 from fp8jax.step.state import State
+
+_SETTINGS = "generation_config.json"
 
 
 def record(
@@ -37,8 +45,7 @@ def fresh(plan: run_spec.RunSpec, workdir: str) -> tuple[State, str]:
   if not source:
     return train_step.make_state(plan), "bfloat16"
   params, dtype = hf_weights.load_params(source, plan.model, plan.run.layout)
-  if jax.process_index() == 0:
-    hf_weights.keep_source_files(source, os.path.join(workdir, "hf_source"))
+  _keep_files(plan, source, workdir)
   return train_step.make_state(plan, params), dtype
 
 
@@ -47,26 +54,66 @@ def stage(
 ) -> tuple[State, str]:
   """`fresh` with the weights of another run's checkpoint, whose masters are float32 here.
 
+  Adapters begin anew where that run has none. Where it has some, the codes of its frozen base stay.
+
   Raises:
     ConfigError: the checkpoint is of another model.
   """
+  begins_adapters = plan.model.lora is not None and not _has_adapters(other, plan.init.step)
+  there = restore.without_adapters(plan) if begins_adapters else plan
   try:
-    params, step, meta = restore.restore_params(plan, other, plan.init.step)
+    params, step, meta = restore.restore_params(there, other, plan.init.step)
   except resolve.ConfigError as e:
     raise resolve.ConfigError(
       [f"init.workdir={plan.init.workdir!r} holds another model: {p}" for p in e.problems]
       + ["set model.preset and its overrides as in that run, or name another"]
     ) from e
   out.print(f"starting from the weights of step {step} in {plan.init.workdir}")
-  take_source(other, workdir)
-  return train_step.make_state(plan, stored_params.dequantize_tree(params)), meta["weights_dtype"]
+  take_source(plan, other, workdir)
+  params = jax.tree.map(
+    lambda p: p if isinstance(p, BlockCodes) else stored_params.dequantize_tree(p),
+    params, is_leaf=stored_params.is_stored,
+  )  # fmt: skip
+  return train_step.make_state(plan, params), meta["weights_dtype"]
 
 
-def take_source(other: str, workdir: str):
+def _has_adapters(workdir: str, step: int) -> bool:
+  saved = checkpoint.Checkpoints(workdir)
+  try:
+    return bool(saved.meta(saved.find(step))["config"].get("model.lora"))
+  finally:
+    saved.close()
+
+
+def take_source(plan: run_spec.RunSpec, other: str, workdir: str):
   """Keeps the Hugging Face files that another run began with, for --job=export."""
   source = os.path.join(other, "hf_source")
-  if os.path.isdir(source) and jax.process_index() == 0:
-    hf_weights.keep_source_files(source, os.path.join(workdir, "hf_source"))
+  if os.path.isdir(source):
+    _keep_files(plan, source, workdir)
+
+
+def _keep_files(plan: run_spec.RunSpec, source: str, workdir: str):
+  """Keeps the files beside a model's weights, with the tokenizer and template of this run.
+
+  Its tokenizer may be another than the model's own: a base model is fine-tuned with the tokenizer
+  of the instruction-tuned one, whose end-of-turn token it learns to write.
+  """
+  if jax.process_index():
+    return
+  target, path = os.path.join(workdir, "hf_source"), plan.data.tokenizer.path
+  hf_weights.keep_source_files(source, target)
+  if os.path.isdir(hub.local(path)):
+    hf_weights.replace_tokenizer(path, target)
+    own = Tokenizer(path)
+    before = api.end_ids(target, own)
+    ends = dict.fromkeys([*api.end_ids(path, own), *before])
+    if set(ends) != set(before):
+      has_settings = os.path.exists(os.path.join(target, _SETTINGS))
+      old = hf_config.read_json(target, _SETTINGS) if has_settings else {}
+      provenance_lib.write_json(target, _SETTINGS, {**old, "eos_token_id": [*ends]})
+  if plan.data.chat is not None and plan.flat["data.chat_template"]:
+    with open(os.path.join(target, "chat_template.jinja"), "w", encoding="utf-8") as f:
+      f.write(plan.data.chat.template.text)
 
 
 def source(workdir: str) -> str:

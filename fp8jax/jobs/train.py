@@ -170,7 +170,7 @@ class _Run:
     finally:
       other.close()
     self.out.print(f"continuing the run in {init.workdir}")
-    start_lib.take_source(workdir, self.workdir)
+    start_lib.take_source(self.plan, workdir, self.workdir)
     return restored
 
   def _restored(self, saved: checkpoint.Checkpoints, step: int) -> tuple[State, int]:

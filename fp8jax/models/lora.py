@@ -110,6 +110,12 @@ def attached(p: Mapping[str, Any], s: Mapping[str, Any], cfg: ModelConfig):
   return tree
 
 
+def adapted_paths(params) -> set[str]:
+  """Paths of the weights that have an adapter in this tree."""
+  paths = params_lib.flatten(params)
+  return {path for path in paths if path + _A in paths}
+
+
 def without(cfg: ModelConfig) -> ModelConfig:
   """The model without adapters."""
   return dataclasses.replace(cfg, lora=None)

@@ -146,6 +146,25 @@ def test_trained_tokens_are_those_of_the_assistant(characters, name):
     assert (sample.trained & ends).sum() == len(texts)  # of the assistant's turns alone
 
 
+def test_end_of_turn_behind_a_generation_block_is_trained(characters):
+  """Only the block is the assistant's in transformers; then no model would learn to stop."""
+  text = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "{{ END }}{% endfor %}"
+  )
+  chat = [_user("One?"), _assistant("one"), _user("b"), _assistant("yes")]
+  for end, trained in (
+    ("{{ '<|im_end|>\\n' }}", "one<|im_end|>yes<|im_end|>"),
+    ("{{ '\\n<|im_end|>' }}", "one\n<|im_end|>yes\n<|im_end|>"),
+    ("{{ ' and more' }}", "oneyes"),
+  ):
+    encoder = encode.Encoder(characters, ChatTemplate(text.replace("{{ END }}", end)))
+    (sample,) = encoder.samples({"messages": chat})
+    names = map(characters._tokenizer.id_to_token, sample.tokens[sample.trained].tolist())
+    assert "".join(names) == trained
+
+
 def test_turns_that_change_later_are_samples_of_their_own(characters):
   """Qwen3 drops the thoughts of earlier turns; each sample is what the model meets at its turn."""
   given = GOLDEN["conversations"]["thoughts"]["messages"]
@@ -284,3 +303,14 @@ def test_malformed_rows_are_named():
   # An empty tool-calling turn is no empty answer.
   call = {"messages": [_user("q"), _assistant("", tool_calls=[{}])]}
   assert "error" not in conversation.read(call, "messages", "messages", "")
+
+
+def test_completion_that_is_json_is_text_unless_it_is_messages():
+  fields = conversation.FIELDS["prompt"]
+  for text in ('[{"name": "Bob"}]', '[{"role": "admin"}, 3]', "[{", "[{}] is empty"):
+    row = {"prompt": "as JSON?", "completion": text}
+    (_, turn) = conversation.read(row, "prompt", fields, "")["messages"]
+    assert turn == _assistant(text)
+  row = {"prompt": "q", "completion": json.dumps([_assistant("a", tool_calls=[{}])])}
+  (_, turn) = conversation.read(row, "prompt", fields, "")["messages"]
+  assert turn["content"] == "a"

@@ -73,7 +73,7 @@ def test_protocols_are_those_of_infir2(tmp_path):
   expected = ((32, 31_000), (32, 31_000), (8, 26_000), (8, 27_000))
   for task, (samples, length) in zip(made, expected, strict=True):
     assert task.protocol == tasks.Protocol(samples, 0.65, 0.95, length)
-    assert task.think_end == "</think>"
+    assert task.think_end == "</think>" and task.chat
   aime, _, gpqa, code = made
   assert aime.prefix == "<think>\n" and "boxed" in aime.system
   assert len(aime.items) == 30 and aime.items[7].answer == "7"

@@ -71,7 +71,7 @@ def test_training_questions_are_apart_and_their_solutions_right(tmp_path):
   script.main(tmp_path, paths, samples=100)
   tests = [script.jsonl_tasks.from_description(path) for path in paths]
   questions = {tasks.normalized(i.question): i.answer for t in tests for i in t.items}
-  assert len(questions) == 200 * len(paths)
+  assert len(questions) == sum(len(t.items) for t in tests) >= 200 * len(paths)
   seen = set()
   for name in ("stage1", "stage2"):
     trained = tasks.read_trained(str(tmp_path / f"{name}.jsonl"))

@@ -140,6 +140,10 @@ def test_arms_are_compared_by_seed_and_item(tmp_path):
   assert run.compare(arms["bf16"], arms["bf16"])[name].verdict == "parity"
   with pytest.raises(UserError, match="different definitions"):
     run.compare(arms["fp8"], arms["other"])
+  asked = [{name: dataclasses.replace(one, settings={"chat": chat})
+            for name, one in arms["bf16"][0].items()} for chat in (True, False)]  # fmt: skip
+  with pytest.raises(UserError, match="different settings: chat is True and False; evaluate"):
+    run.compare(asked[:1], asked[1:])
   with pytest.raises(UserError, match="not finished the task"):
     run.compare(arms["fp8"], [{}, {}])
   with pytest.raises(UserError, match="the same seeds"):

@@ -87,13 +87,15 @@ def test_a_family_asks_distinct_questions_outside_the_training_set(gym, tmp_path
                   {"role": "assistant", "content": questions[1]}]},
     {"conversations": [{"from": "human", "value": questions[2].replace(" ", "  ")}]},
     {"prompt": questions[3]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": questions[4][:3]},
+                                               {"type": "text", "text": questions[4][3:]}]}]},
   ]  # fmt: skip
   path = tmp_path / "train.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
   options = catalog.Options(train_data=str(path), questions=30)
   [apart] = catalog.load("gcd(highest=9)", options)
   left_out = set(questions) - {item.question for item in apart.items}
-  assert {questions[0], questions[2], questions[3]} <= left_out and questions[1] not in left_out
+  assert {questions[i] for i in (0, 2, 3, 4)} <= left_out and questions[1] not in left_out
   assert len(apart.items) == 30 and apart.fingerprint != task.fingerprint
   with pytest.raises(UserError, match="4 different questions .* expected 30"):
     reasoning_gym_tasks.make("gcd", {"highest": 2}, size=30)
@@ -110,7 +112,9 @@ def test_partial_credit_of_a_family_does_not_count(gym):
   sentence = f"So 1,000 is wrong, and 3 + 4 is {item.answer}, my friend."
   assert reasoning_gym_tasks.verify(item, sentence).correct
   assert not reasoning_gym_tasks.verify(item, f"{item.answer} is less than 99").correct
-  words = tasks.Item("1", "q", "two words", {"entry": dict(item.data["entry"], answer="two words")})
+  words = tasks.Item(
+    "1", "q", "two words", derived={"entry": dict(item.derived["entry"], answer="two words")}
+  )
   near = reasoning_gym_tasks.verify(words, "about two words or so")
   assert not near.correct and near.note == "partial credit 0.10"
 
@@ -146,11 +150,24 @@ def test_a_fingerprint_covers_everything_that_decides_a_score():
   task = tasks.Task("t", items, verifiers.exact, "exact")
   changes = dict(
     items=(tasks.Item("1", "q", "b"),), verifier="regex", prompt="{question}!", system="s",
-    prefix="<think>", think_end="</think>", protocol=tasks.Protocol(top_p=0.9), margin=1.0,
+    chat=True, prefix="<think>", think_end="</think>", protocol=tasks.Protocol(top_p=0.9), margin=1.0,
   )  # fmt: skip
   prints = {dataclasses.replace(task, **{k: v}).fingerprint for k, v in changes.items()}
   assert len(prints | {task.fingerprint}) == len(changes) + 1
   assert dataclasses.replace(task, source="elsewhere").fingerprint == task.fingerprint
+  tests = [tasks.Item("1", "q", "a", {"tests": [n]}) for n in (1, 2)]
+  prints = {dataclasses.replace(task, items=(item,)).fingerprint for item in (*items, *tests)}
+  assert len(prints) == 3
+
+
+def test_a_task_whose_questions_were_all_trained_on_is_refused(tmp_path):
+  (tmp_path / "q.jsonl").write_text('{"question": "1 + 1?", "answer": 2, "verifier": "exact"}\n')
+  (tmp_path / "mine.json").write_text('{"questions": "q.jsonl"}')
+  (tmp_path / "train.jsonl").write_text('{"prompt": "1  + 1?"}\n')
+  options = catalog.Options(train_data=str(tmp_path / "train.jsonl"))
+  for name in ("mine.json", "q.jsonl"):
+    with pytest.raises(UserError, match="q.jsonl without eval.train_data has no item"):
+      catalog.load(str(tmp_path / name), options)
 
 
 def test_broken_names_and_files_are_refused_with_the_remedy(tmp_path):

@@ -1,5 +1,7 @@
 """Training on conversations: epochs, interruption, and stages that start from others' weights."""
 
+import json
+
 import chats
 import harness
 import jax
@@ -8,8 +10,10 @@ import pytest
 
 from configs import base
 from fp8jax.config import resolve
+from fp8jax.data import tokenize
 from fp8jax.errors import ConfigError
-from fp8jax.jobs import train
+from fp8jax.generation import api
+from fp8jax.jobs import start, train
 from fp8jax.kernels import choose
 from fp8jax.run import preemption
 
@@ -97,6 +101,35 @@ def test_stage_without_a_checkpoint_or_of_another_model_is_refused(folder, tmp_p
     train.run(other, str(tmp_path / "second"))
   with pytest.raises(FileNotFoundError, match="no checkpoint of step 7; there are"):
     train.run(_plan(folder, **first, **{"init.step": 7}), str(tmp_path / "second"))
+
+
+def test_a_stage_keeps_its_own_tokenizer_template_and_end_of_turn(folder, tmp_path):
+  """A base model's files, and the tokenizer of its instruction-tuned version."""
+  base_files, tuned = tmp_path / "base", chats.write_model(tmp_path / "tuned", 1, 64)
+  source = base_files / "hf_source"
+  source.mkdir(parents=True)
+  for name, value in (("tokenizer.json", {}), ("special_tokens_map.json", {}),
+                      ("config.json", {"eos_token_id": 7}),
+                      ("generation_config.json", {"eos_token_id": 5, "top_p": 0.5})):  # fmt: skip
+    (source / name).write_text(json.dumps(value))
+  plan = _plan(folder, "bf16", **{"data.tokenizer": str(tuned)})
+  kept = tmp_path / "run" / "hf_source"
+  start.take_source(plan, str(base_files), str(tmp_path / "run"))
+  tokenizer = tokenize.Tokenizer(str(tuned))
+  assert (kept / "tokenizer.json").read_bytes() == (tuned / "tokenizer.json").read_bytes()
+  assert not (kept / "special_tokens_map.json").exists()
+  assert (kept / "chat_template.jinja").read_text() == chats.TEMPLATE
+  assert sorted(api.end_ids(str(kept), tokenizer)) == sorted([5, tokenizer.eos_id])
+  settings = json.loads((kept / "generation_config.json").read_text())
+  assert settings["top_p"] == 0.5 and settings["eos_token_id"][0] == tokenizer.eos_id
+  # The same tokenizer, and no folder of one: the model's files stay.
+  again = tmp_path / "again"
+  start.take_source(plan, str(tmp_path / "run"), str(again))
+  assert (again / "hf_source/generation_config.json").read_text() == (
+    kept / "generation_config.json"
+  ).read_text()
+  start.take_source(_plan(folder, "bf16"), str(base_files), str(tmp_path / "bytes"))
+  assert (tmp_path / "bytes/hf_source/tokenizer.json").read_text() == "{}"
 
 
 REFUSED = {

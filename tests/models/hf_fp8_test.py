@@ -13,6 +13,7 @@ import safetensors.numpy
 
 from fp8jax import params
 from fp8jax.errors import UserError
+from fp8jax.generation import weights as generation_weights
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
@@ -154,6 +155,24 @@ def test_export_reads_back_as_codes_times_scales(tmp_path, fp8):
   error = np.abs(want.T - np.asarray(weights["layers"]["mlp"]["up"][1]))
   assert np.all(error <= np.abs(want.T) / 15 + scale.max() * 2**-9)
   np.testing.assert_array_equal(got["embed"], weights["embed"].astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("recipe, is_kept", [("block_128", True), ("tensor_current", False)])
+def test_generation_multiplies_the_codes_of_a_folder_as_they_are(tmp_path, recipe, is_kept):
+  """The folder's scales are powers of two; block_128 would choose others."""
+  fp8 = _plan(BLOCKS, scale_fmt="ue8m0")
+  hf_weights.save_params(str(tmp_path), _weights(), TINY, "bfloat16", fp8=fp8)
+  raw, sites = _raw(tmp_path), _sites(recipe)
+  kept = generation_weights.multiplied_as_codes(site.recipes_of(sites))
+  loaded, _ = hf_weights.load_params(str(tmp_path), TINY, codes_of=kept)
+  made = generation_weights.for_inference(loaded, sites, TINY, jnp.float32)["layers"][0]
+  for layer in range(TINY.num_layers):
+    name = UP.replace("1", str(layer))
+    matrix = made["mlp"]["up"].matrix
+    got, scale = np.asarray(matrix.data[layer]), np.asarray(matrix.scale[layer])
+    want, of_want = raw[name][1], raw[fp8.fp8.scale_name(name)][1]
+    same = np.array_equal(got.view(np.uint8), want.view(np.uint8))
+    assert (same and np.array_equal(scale, of_want)) == is_kept
 
 
 def test_export_states_both_names_of_skipped_modules_and_the_scales_of_inputs(tmp_path):

@@ -1,5 +1,7 @@
 """Adapters beside a frozen model: numbers, gradients, state, and FP8 checkpoints as their base."""
 
+import dataclasses
+import io
 import json
 import math
 import struct
@@ -11,10 +13,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import rich.console
 from harness import tiny_config, tiny_plan
 
 from fp8jax import params as params_lib
-from fp8jax.config import resolve
+from fp8jax.config import identity, resolve
+from fp8jax.jobs import start
 from fp8jax.models import lora, presets, transformer
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import weights as hf_weights
@@ -200,6 +204,39 @@ def test_an_fp8_checkpoint_is_the_base_to_the_bit(tmp_path, rng, scale_dtype):
   want = _logits(plain, hf_weights.load_params(str(tmp_path), plain.model)[0])
   got = _logits(_plan("bf16", **RANK), state.params)
   assert_close(got, np.asarray(want))
+
+
+@pytest.mark.slow
+def test_a_stage_keeps_the_codes_of_its_base_and_begins_adapters_where_there_are_none(
+  tmp_path, rng
+):
+  """The scales are powers of two, so that a base that is quantized anew has other codes."""
+  plan, console = _plan(**RANK), rich.console.Console(file=io.StringIO())
+  _write_fp8_folder(tmp_path, plan.model, rng, ml_dtypes.float8_e8m0fnu)
+  runs = {}
+  for name, own in (("adapted", plan), ("plain", _plan())):
+    params, _ = hf_weights.load_params(str(tmp_path), own.model)
+    state = train_step.make_state(own, params)
+    if name == "adapted":
+      state = dataclasses.replace(state, params=harness.random_adapters(state.params))
+    saved = checkpoint.Checkpoints(str(tmp_path / name))
+    data = iter(grain.MapDataset.range(4).to_iter_dataset())
+    saved.save(0, state, data, {"config": identity.identity(own), "weights_dtype": "bfloat16"})
+    saved.wait()
+    saved.close()
+    found, _ = start.stage(plan, str(tmp_path / name), str(tmp_path / "stage"), console)
+    runs[name] = state.params, found.params
+  before, after = (params_lib.flatten(x) for x in runs["adapted"])
+  for path in before:
+    jax.tree.map(np.testing.assert_array_equal, after[path], before[path])
+  before, after = (params_lib.flatten(x) for x in runs["plain"])
+  assert after.keys() - before.keys() == {path for path in after if lora.is_adapter(path)} != set()
+  for path, w in after.items():
+    if path.endswith("_lora_b"):
+      assert not np.any(w)
+    elif isinstance(w, BlockCodes):
+      want = np.asarray(before[path])
+      assert np.abs(w.unpack() - want).max() <= 2.0**-4 * np.abs(want).max()
 
 
 # --- merge and refusals --------------------------------------------------------------------------

@@ -88,11 +88,18 @@ def _read(row: Any, format: str, names: tuple[str, ...]):
 
 
 def _side(value: Any, role: str) -> list[Any]:
-  """Prompt or completion as messages."""
-  value = _decoded(value)
-  if isinstance(value, (list, tuple)):
-    return list(value)
+  """Prompt or completion as messages. A text is messages only if it is a JSON list of them."""
+  found = _decoded(value)
+  if isinstance(found, (list, tuple)) and (found is value or all(map(_is_message, found))):
+    return list(found)
   return [{"role": role, "content": value}]
+
+
+def _is_message(value: Any) -> bool:
+  if not isinstance(value, Mapping):
+    return False
+  has_keys = any(set(value) >= {*keys} for keys in (_KEYS, _GPT_KEYS))
+  return has_keys or value.get("role") in ROLES  # calls of tools have no content
 
 
 def _decoded(value: Any) -> Any:
@@ -110,7 +117,7 @@ def _message(i: int, turn: Any, format: str) -> dict[str, Any]:
   if not isinstance(turn, Mapping):
     raise _Malformed(f"message {i} is {type(turn).__name__}, expected an object")
   turn = {k: v for k, v in turn.items() if v is not None}  # Parquet has every key in every message
-  of_role, of_text = ("from", "value") if "from" in turn and "role" not in turn else _KEYS
+  of_role, of_text = _GPT_KEYS if "from" in turn and "role" not in turn else _KEYS
   role = turn.pop(of_role, None)
   if format == "sharegpt" and isinstance(role, str):
     role = _SHAREGPT_ROLES.get(role, role)
@@ -134,7 +141,7 @@ def _message(i: int, turn: Any, format: str) -> dict[str, Any]:
   return {"role": role, "content": content, **turn}
 
 
-_KEYS = ("role", "content")
+_KEYS, _GPT_KEYS = ("role", "content"), ("from", "value")
 
 
 def _content(i: int, content: Any) -> str:

@@ -1,10 +1,11 @@
 """Conversations -> samples: tokens, and which of them are trained.
 
 A token is trained if all of its characters lie in a turn of the assistant: in a `{% generation %}`
-block of the template where it has them; otherwise between the end of the generation prompt and the
-end of the turn, both found by rendering the conversation with and without the turn. The
-end-of-turn token is part of the turn. The text is tokenized once, whole, with the offsets of every
-token, so that no boundary changes how it is cut into tokens.
+block of the template where it has them, and in the end-of-turn token if that follows the block;
+otherwise between the end of the generation prompt and the end of the turn, both found by rendering
+the conversation with and without the turn. The end-of-turn token is part of the turn. The text is
+tokenized once, whole, with the offsets of every token, so that no boundary changes how it is cut
+into tokens.
 
 A template may render a turn differently once others follow (Qwen3 drops the thoughts of earlier
 turns). Such a conversation becomes one sample per turn of the assistant, each as the model meets
@@ -13,7 +14,7 @@ it.
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,9 +63,11 @@ class Encoder:
     Raises:
       UserError: the template refuses the conversation.
     """
-    return [
-      self.encode(one) for one in render(self.template, record["messages"], record.get("tools"))
-    ]
+    made = render(self.template, record["messages"], record.get("tools"), self._is_token)
+    return [self.encode(one) for one in made]
+
+  def _is_token(self, text: str) -> bool:
+    return self.tokenizer.token_id(text) is not None
 
   def encode(self, rendered: Rendered) -> Sample:
     """Tokenizes a text once; marks the tokens whose characters all lie in a span."""
@@ -81,11 +84,15 @@ def render(
   template: ChatTemplate,
   messages: Sequence[Mapping[str, Any]],
   tools: Sequence[Mapping[str, Any]] | None = None,
+  is_token: Callable[[str], bool] = lambda text: False,
 ) -> list[Rendered]:
   """The texts of a conversation: one, or one per turn of the assistant.
 
   Messages behind the assistant's last are left out. A turn with "weight" 0 (OpenAI's) is rendered
   and not trained.
+
+  Args:
+    is_token: whether a text is one token, as an end of turn is.
 
   Raises:
     UserError: the template refuses the conversation, or does not say where a turn begins.
@@ -96,19 +103,22 @@ def render(
     return [Rendered(template.render(messages, tools=tools), ())]
   upto = {i: template.render(messages[: i + 1], tools=tools) for i in turns}
   whole = upto[turns[-1]]
-  spans = {i: _turn(template, messages[: i + 1], upto[i], tools) for i in turns}
+  spans = {i: _turn(template, messages[: i + 1], upto[i], tools, is_token) for i in turns}
   if all(whole.startswith(text) for text in upto.values()):
     return [Rendered(whole, tuple(span for i in turns for span in spans[i]))]
   return [Rendered(upto[i], spans[i]) for i in turns]
 
 
-def _turn(template: ChatTemplate, messages, text: str, tools) -> tuple[Span, ...]:
+def _turn(template: ChatTemplate, messages, text: str, tools, is_token) -> tuple[Span, ...]:
   """The trained spans of the last message in `text`, the rendered messages."""
   if template.has_generation:
     before = template.render(messages[:-1], tools=tools)
     start = len(os.path.commonprefix([before, text]))
     _, spans = template.render_marked(messages, tools)
-    return tuple(span for span in spans if span[0] >= start)
+    spans = [span for span in spans if span[0] >= start]
+    if spans and is_token(text[spans[-1][1] :].strip()):
+      spans[-1] = (spans[-1][0], len(text.rstrip()))
+    return tuple(spans)
   prompt = template.render(messages[:-1], add_generation_prompt=True, tools=tools)
   if not text.startswith(prompt):
     raise UserError(

@@ -77,6 +77,7 @@ def site_of(entry: Entry) -> str:
 def choose(
   entries: list[Entry], dims: Mapping[str, int], recipes: Mapping[str, Recipe], fp8: Fp8Format,
   *, scale_fmt: str = "auto", requantize: bool = False, changed: Collection[str] = (),
+  merged: Collection[str] = (),
 ) -> Fp8Plan:  # fmt: skip
   """Chooses the FP8 matrices of an export.
 
@@ -89,6 +90,7 @@ def choose(
       scales that are powers of two.
     requantize: whether weights that training multiplied with other codes are quantized anew.
     changed: paths of weights, "layers/mlp/down", that training multiplied by something else first.
+    merged: paths of weights that adapters were merged into: training had no codes of them.
 
   Returns:
     A plan without the amaxes that matrices take from elsewhere: see `with_amaxes`.
@@ -107,6 +109,8 @@ def choose(
       unquantized[e.name] = f"recipe {recipes[site_of(e)].name}"
     elif not fp8.fits(e.hf_shape(dims)):
       unquantized[e.name] = f"{_by(e.hf_shape(dims))} has partial tiles of {_by(fp8.block)}"
+    elif e.path in merged:
+      matrices[e.name] = Matrix(fp8.quant, False)
     elif quant is not None and fp8.holds(quant) and e.path not in changed:
       matrices[e.name] = Matrix(quant, True)
     else:

@@ -179,12 +179,18 @@ def _is_ignorable(name: str, cfg: ModelConfig) -> bool:
   return name.endswith("rotary_emb.inv_freq") or (cfg.tie_embeddings and name == names.TOP["head"])
 
 
-def load_params(source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL):
+def load_params(
+  source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL, codes_of: Collection[str] = ()
+):
   """float32 parameters of a Hugging Face folder, sharded at birth.
 
   A vocabulary that cfg makes larger than the folder's is filled up with zero rows. Host memory: the
   destination plus one tensor. Adapters of cfg.lora are not in the tree. Where its base is
   "block_fp8" and the folder has FP8 blocks, linear layers of layers are BlockCodes, to the bit.
+
+  Args:
+    codes_of: paths of weights, "layers/mlp/up", that are BlockCodes too where the folder has FP8
+      blocks of every layer's.
 
   Returns:
     (parameter tree, dtype name of the file's weights)
@@ -195,9 +201,11 @@ def load_params(source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL)
   declaration = transformer.params(cfg)
   flat_params = params.flatten(declaration)
   flat = {}
-  for entry in names.entries(cfg):
+  entries = names.entries(cfg)
+  in_codes = _in_codes(folder, entries, codes_of)
+  for entry in entries:
     param = flat_params[entry.path]
-    if _stays_in_codes(folder, entry, cfg):
+    if entry.path in in_codes or _stays_in_codes(folder, entry, cfg):
       codes = fp8_base.read(folder, entry, cfg.dims, layout)
       flat[entry.path] = fp8_base.put(flat.get(entry.path), codes, entry, param, cfg.dims, layout)
       continue
@@ -212,6 +220,14 @@ def load_params(source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL)
   if cfg.tie_embeddings and names.TOP["head"] in folder.files:
     _check_tied(folder)
   return params.unflatten({path: flat[path] for path in flat_params if path in flat}), dtype
+
+
+def _in_codes(folder: Folder, entries, paths: Collection[str]) -> set[str]:
+  """Those of the paths whose matrices all are FP8 blocks in the folder."""
+  if not paths or not fp8_base.has_blocks(folder.fp8):
+    return set()
+  wide = {e.path for e in entries if e.path in paths and not folder.is_fp8(e.name)}
+  return set(paths) - wide
 
 
 def _stays_in_codes(folder: Folder, entry: Entry, cfg: ModelConfig) -> bool:
@@ -378,6 +394,22 @@ def companions(source: str) -> list[str]:
     and os.path.isfile(os.path.join(source, name))
     and os.path.getsize(os.path.join(source, name)) < 64 << 20
   ]
+
+
+# The files of a tokenizer among the companions of a folder.
+_OF_TOKENIZER = frozenset((
+  "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+  "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+  "chat_template.json",
+))  # fmt: skip
+
+
+def replace_tokenizer(source: str, target: str):
+  """Puts the tokenizer of a folder in the place of another folder's."""
+  for name in _OF_TOKENIZER.intersection(os.listdir(target)):
+    os.remove(os.path.join(target, name))
+  for name in _OF_TOKENIZER.intersection(companions(source)):
+    shutil.copyfile(os.path.join(hub.local(source), name), os.path.join(target, name))
 
 
 def keep_source_files(source: str, target: str):
