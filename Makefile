@@ -30,6 +30,7 @@ test: setup $(MODEL)/model.safetensors
 	$(BIN)/python -m pytest -q $(PARALLEL) --durations=30 $(ARGS)
 
 test-all: setup $(MODEL)/model.safetensors
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[eval,lm_eval]"
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "not gpu and not aot and not browser" --durations=10 $(ARGS)
 
 # CUDA wheels and tokamax's attention, no GPU: compiles for H200 topologies.

@@ -3,8 +3,9 @@
 what:      5 epochs of InfiAlign-SFT-72k, then of InfiAlign-SFT-165k, 64 samples a step (InfiXAI/
            InfiR2 scripts/SFT); training computes with their values on a mesh of ours (theirs: TP 4
            on 2 x 8 GPUs)
-command:   train configs/cpt_7b.py; put the tokenizer of Qwen/Qwen2.5-7B-Instruct in
-           assets/Qwen2.5-7B-Instruct and the data in assets/InfiAlign-SFT-{72k,165k}/*.jsonl, then
+command:   train configs/cpt_7b.py (for an arm with a recipe :RECIPE of it); put the tokenizer of
+           Qwen/Qwen2.5-7B-Instruct in assets/Qwen2.5-7B-Instruct and the data in
+           assets/InfiAlign-SFT-{72k,165k}/*.jsonl, then
            python launch.py --config=configs/sft_7b.py:stage1
            python launch.py --config=configs/sft_7b.py:stage2
            other data: --config.data.sources.main.{kind,path,chat,field}; other weights:
@@ -13,7 +14,9 @@ command:   train configs/cpt_7b.py; put the tokenizer of Qwen/Qwen2.5-7B-Instruc
 hardware:  8 x H200 (not yet run); needs the extra "attention", which isolates samples at 32k
 expected:  not yet measured
 arms:      stage1 or stage2, and after a comma a recipe: "stage1", "stage1,bf16", "stage2",
-           "stage2,bf16"; a recipe alone is stage 1. Stage 2 starts from stage 1 in the same recipe
+           "stage2,bf16". Stage 1 starts from continued pre-training in the same recipe, stage 2
+           from stage 1. A recipe alone, or nothing, is stage 1 in a folder of its own
+           (runs/sft_7b_bf16, runs/sft_7b), which stage 2 is told by --config.init.workdir
 
 The sources disagree; the scripts are followed:
   peak and last learning rate   2e-5 -> 2e-6 in the script, 1e-5 -> 1e-6 on the model card
@@ -41,10 +44,8 @@ def get_config(arm="", name="sft_7b", cpt=cpt_7b, cpt_name="cpt_7b"):
   c = cpt.get_config(recipe)  # model, recipe, mesh and memory
   c.init.hf, c.init.weights_only = "", True
   c.data.tokenizer = "assets/Qwen2.5-7B-Instruct"  # and its chat template
-  if stage == "stage1":
-    c.init.workdir = f"runs/{cpt_name}"
-  else:
-    c.init.workdir = "_".join(filter(None, (f"runs/{name}_stage1", recipe)))
+  before = cpt_name if stage == "stage1" else f"{name}_stage1"
+  c.init.workdir = "_".join(filter(None, (f"runs/{before}", recipe)))
   size = "72k" if stage == "stage1" else "165k"
   c.data.sources = {
     "main": base.source("jsonl", f"assets/InfiAlign-SFT-{size}/*.jsonl", chat="messages")

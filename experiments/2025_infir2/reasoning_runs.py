@@ -7,7 +7,7 @@ needs:   pip install -e ".[train,hf,data,sft,eval]", the demo's weights
 
 Design, fixed before the first run. Arms `bf16`, `block_128`, `block_128_pow2`; seeds 0, 1, 2, which
 draw the order of the data. A run is CPT, stage 1 and stage 2 of reasoning.py, all in its own
-recipe, and a greedy evaluation on 500 questions per family that training never saw. With a seed,
+recipe, and a greedy evaluation on the questions of tasks/, which training never saw. With a seed,
 every arm trains on the same batches.
 
 The pilot is `bf16` with seed 100 on the first 60 questions of every family in tasks/. It fixes the
@@ -15,7 +15,8 @@ families of the comparison: those of which the weights before training answer le
 the tuned ones more than 60 %. Training uses all families all the same. The rule of parity is that
 of parity.py. A first pilot, results/reasoning_pilot_0.json, had a third family, gcd, fewer samples
 of each, and 20, 50 and 30 steps: only leg_counting passed. So it did in the second, whose chain_sum
-reached 55 %. Its test questions became 500 then (200 before), for the power of three families.
+reached 55 %. The questions of leg_counting became 500 then (200 before), for the power of three
+families.
 """
 
 import argparse

@@ -100,7 +100,7 @@ def evaluate(row: str) -> dict:
 def export(row: str) -> pathlib.Path:
   """The folder of a stage's weights in FP8, per output channel.
 
-  SmolLM2's sizes are no multiples of 128, so block formats hold none of its matrices but the MLP's.
+  SmolLM2's sizes are no multiples of 128, so block formats hold none of its matrices.
   """
   folder = RUNS / "exported"
   if not (folder / "config.json").exists():

@@ -65,15 +65,25 @@ def _show(capsys, found: dict):
     print(f"\n{found['table']}{found['refused']}")
 
 
+SFT = [pytest.param(f"configs/sft_{size}.py:stage1", marks=pytest.mark.slow)
+       for size in ("1p5b", "7b")]  # fmt: skip
+
+
 @pytest.mark.aot
-def test_cpt_7b_fits_eight_h200_in_fp8(capsys):
-  found = _elsewhere("account_without_text('configs/cpt_7b.py', {})")
+@pytest.mark.parametrize("config", ["configs/cpt_7b.py", *SFT])
+def test_infir2_fits_eight_h200_in_fp8(config, capsys):
+  """Stage 2 of fine-tuning is the program of stage 1."""
+  found = _elsewhere(f"account_without_text({config!r}, {{}})")
   proof = found.pop("proof")
   with capsys.disabled():
     print(json.dumps(found, indent=2))
   _show(capsys, proof)
   assert not proof["refused"] and proof["fp8"] == proof["planned"] > 0
-  assert found["custom_calls"]["__cudnn$fmhaSoftmax"] > 0
+  is_isolated = "sft" in config  # then attention is tokamax's
+  assert (found["custom_calls"]["__cudnn$fmhaSoftmax"] > 0) != is_isolated
+  if "7b" in config:  # --fp8-param-gather: what is gathered in 16 bits is embedding and head
+    gathered = found["elements_gathered"]
+    assert gathered["f8e4m3fn"] > 5 * gathered.get("bf16", 0)
   assert sum(found["gib_per_gpu"].values()) < 141e9 / 2**30
 
 

@@ -150,7 +150,8 @@ def test_a_fingerprint_covers_everything_that_decides_a_score():
   task = tasks.Task("t", items, verifiers.exact, "exact")
   changes = dict(
     items=(tasks.Item("1", "q", "b"),), verifier="regex", prompt="{question}!", system="s",
-    chat=True, prefix="<think>", think_end="</think>", protocol=tasks.Protocol(top_p=0.9), margin=1.0,
+    chat=True, prefix="<think>", think_end="</think>", margin=1.0,
+    protocol=tasks.Protocol(top_p=0.9),
   )  # fmt: skip
   prints = {dataclasses.replace(task, **{k: v}).fingerprint for k, v in changes.items()}
   assert len(prints | {task.fingerprint}) == len(changes) + 1
