@@ -3,6 +3,7 @@
 # make recipe the whole recipe in miniature: CPT, two stages of SFT, evaluation, FP8 export, an answer
 # make test   set everything up and run the default test suite;  make test JAX=0.11.2  on another jax
 # make test-all, test-aot, test-aot-all   slow tests too; programs for GPUs that are not there, the slow of these too
+# make test-browser  the pages of reports in chromium
 # make check  lint, format and types
 
 JAX ?= 0.12.0.1
@@ -13,7 +14,7 @@ WORKDIR ?= runs/smollm2_cpt
 # A process per core, a file at a time; PARALLEL= runs in one.
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: run recipe test test-all test-aot test-aot-all test-gpu gpu-check check setup wheels clean
+.PHONY: run recipe test test-all test-browser test-aot test-aot-all test-gpu gpu-check check setup wheels clean
 
 run: wheels $(MODEL)/model.safetensors
 	@# Huge pages for XLA's scratch memory: a sixth less time per step where the kernel offers them.
@@ -23,6 +24,11 @@ run: wheels $(MODEL)/model.safetensors
 recipe: wheels $(MODEL)/model.safetensors
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[eval]"
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python experiments/2025_infir2/recipe.py
+
+# The pages of reports in a real browser: Debian's chromium and chromium-driver.
+test-browser: setup
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[browser]"
+	$(BIN)/python -m pytest -q -m browser $(ARGS)
 
 # Tests compute on the CPU, with CUDA wheels too.
 test test-all: export JAX_PLATFORMS = cpu

@@ -4,6 +4,7 @@ import fnmatch
 import gzip
 import io
 import os
+import re
 from collections.abc import Iterator
 from typing import IO, Any, cast
 
@@ -28,7 +29,7 @@ def find(pattern: str) -> list[str]:
     FileNotFoundError: no file matches.
   """
   scheme, _, rest = pattern.partition("://")
-  fixed = rest.split("*")[0].rpartition("/")[0]
+  fixed = re.split(r"[*?\[]", rest)[0].rpartition("/")[0]
   try:
     paths = [str(p) for p in _below(_path(f"{scheme}://{fixed}"))]
   except (ImportError, NotImplementedError, ValueError) as e:

@@ -92,10 +92,17 @@ def with_changes(workdir: str, argv: list[str]) -> str:
   """`workdir` with the overrides of a command line in place of "{changes}".
 
   Launchers of others (an agent of Weights & Biases, a shell loop) thus give each of their runs a
-  workdir of its own: "optim.peak_lr=0.001-seed=1", or "unchanged".
+  workdir of its own: "optim.peak_lr=0.001-seed=1", "tensor_current-seed=1" with the arm of
+  --config=FILE:ARM, or "unchanged".
   """
-  found = [a.lstrip("-").removeprefix("config.") for a in argv[1:] if a.startswith("--config.")]
-  names = [re.sub(r"[^\w.+=,-]+", "_", change) for change in sorted(found)]
+  found, words = [], argv[1:]
+  for word, following in zip(words, [*words[1:], ""]):
+    name, is_joined, value = word.lstrip("-").partition("=")
+    if word.startswith("-") and name.startswith("config."):
+      found.append(f"{name.removeprefix('config.')}={value if is_joined else following}")
+  arm = (_value_of("config", argv) or "").partition(":")[2]
+  changes = [*filter(None, [arm]), *sorted(found)]
+  names = [re.sub(r"[^\w.+=,-]+", "_", change).strip("_") for change in changes]
   return workdir.replace("{changes}", "-".join(names) or "unchanged")
 
 

@@ -104,7 +104,7 @@ def _reported(action: Callable[[], int], workdir: str) -> int:
   except jax.errors.JaxRuntimeError as e:
     if _OUT_OF_MEMORY not in str(e):
       raise
-    print(f"error: {_out_of_memory(e, sys.argv)}", file=sys.stderr)
+    print(f"error: {_out_of_memory(e, _memory_command())}", file=sys.stderr)
     return 1
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
@@ -124,6 +124,11 @@ def run_sweep(
     print(f"error: {e}", file=sys.stderr)
   except ModuleNotFoundError as e:
     print(f"error: {missing_package(e)}", file=sys.stderr)
+  except jax.errors.JaxRuntimeError as e:
+    if _OUT_OF_MEMORY not in str(e):
+      raise
+    where = "--job=memory with the configuration of one trial; fewer at once: --parallel=N"
+    print(f"error: {_out_of_memory(e, where)}", file=sys.stderr)
   return 1
 
 
@@ -141,7 +146,7 @@ def call(
     workdir: of the run.
 
   Raises:
-    UserError: a setting is wrong, or JAX has read it already.
+    UserError: a setting is wrong, or JAX has read it already; or memory ran out.
   """
   if fraction := c.memory.gpu_fraction:
     raise UserError(
@@ -151,7 +156,12 @@ def call(
   logging.set_verbosity(logging.WARNING)
   compilation_cache.enable()
   config_files.check_keys(c, base)
-  return _call(job, c, base, os.path.expanduser(workdir))
+  try:
+    return _call(job, c, base, os.path.expanduser(workdir))
+  except jax.errors.JaxRuntimeError as e:
+    if _OUT_OF_MEMORY not in str(e):
+      raise
+    raise UserError(_out_of_memory(e, "the same call with the job 'memory'")) from e
 
 
 def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: str) -> int:
@@ -235,13 +245,17 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _NONFINITE = 3  # exit code: the loss or the gradient stopped being a number
 
 
-def _out_of_memory(e: Exception, argv: list[str]) -> str:
-  """One line: what did not fit, and the command that shows where the memory goes."""
+def _memory_command() -> str:
+  """The command that shows where the memory of this one goes."""
+  command = [a for a in sys.argv if not a.lstrip("-").startswith("job")]
+  return shlex.join(["python", *command, "--job=memory"])
+
+
+def _out_of_memory(e: Exception, where: str) -> str:
+  """One line: what did not fit, and what shows where the memory goes."""
   shown = " ".join(str(e).split("\n")[0].split())
-  command = [a for a in argv if not a.lstrip("-").startswith("job")]
   return (
-    f"out of memory: {shown}. {_largest_arrays()}"
-    f"Where it goes: {shlex.join(['python', *command, '--job=memory'])}; "
+    f"out of memory: {shown}. {_largest_arrays()}Where it goes: {where}; "
     "smaller: more grad_accum_steps, memory.remat_policy='full', optim.moment_format='coat'"
   )
 

@@ -1,6 +1,7 @@
 """Training: the loop around the step."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -370,6 +371,7 @@ class _Run:
     stats, alignment = values.pop("tensor_stats", None), values.pop("alignment", None)
     values = {k: float(v) for k, v in values.items()}
     speed.tick()
+    stops = False
     if not values.pop("is_finite"):
       stops = train_step.stops_on_nonfinite(self.plan, values.get("loss_scale"))
       if stops and not self.steering.can_undo(step, self.checkpoints):
@@ -383,7 +385,8 @@ class _Run:
     if stats is not None:
       self._record_stats(step, stats, alignment)
     progress.update(step, values["loss"], speed)
-    return values
+    # Once a state has halted no update is applied: its loss counts as a jump, which is undone.
+    return {**values, "loss": math.inf} if stops else values
 
   def _record_stats(self, step: int, stats, alignment):
     """Writes what every site saw in a loud step, and says what is alarming."""

@@ -212,7 +212,7 @@ def heat_maps(looks: Looks) -> alt.ConcatChart:
   slider = alt.param(
     name="look",
     value=len(picked) - 1,
-    bind=alt.binding_range(min=0, max=max(len(picked) - 1, 1), step=1, name="look "),
+    bind=alt.binding_range(min=0, max=len(picked) - 1, step=1, name="look "),
   )
   panels = [_panel(looks, picked, *statistic) for statistic in STATISTICS if statistic[0] in names]
   return (
@@ -337,7 +337,7 @@ def memory(run: RunFiles) -> Any | None:
   bars += [("peak", side, run.memory[key] / 2**30)
            for side, key in (("declared", "declared"), ("compiled", "peak"))]  # fmt: skip
   kind, side, gib = zip(*bars)
-  colors = {"declared": "#56B4E9", "compiled": "#0072B2"}
+  colors = {"declared": "#bbbbbb", "compiled": "#666666"}  # none of a recipe's
   return (
     alt.Chart(rows(kind=kind, side=side, gib=gib))
     .mark_bar()

@@ -22,6 +22,8 @@ BAR = 0.25
 TOO_SHORT = "no verdict: too short"
 # A smoothed loss is the mean of so many steps, and of no more than this share of a run.
 WINDOW, _WINDOW_SHARE = 32, 8
+# Last steps of which one has a finite loss, unless the run diverged.
+_LOST = 8
 # Keys that no comparison is about.
 _APART = ("log.", "checkpoint.", "eval.", "export.", "prepare.", "calibrate.", "aot.", "seed",
           "precision.verify_fp8_gemms")  # fmt: skip
@@ -114,9 +116,14 @@ class Member:
 
   @property
   def final_loss(self) -> float:
-    """Last held-out loss in the run's own precision, mean over sources; else smoothed training."""
-    held = [h for h in self.run.heldout if h.precision != UNQUANTIZED]
-    held = held or list(self.run.heldout)
+    """Last held-out loss in the run's own precision, mean over sources; else smoothed training.
+
+    Infinite where the run diverged. The evaluation before the first step is none of training.
+    """
+    if has_diverged(self.run):
+      return math.inf
+    trained = [h for h in self.run.heldout if h.step]
+    held = [h for h in trained if h.precision != UNQUANTIZED] or trained
     if held:
       last = max(h.step for h in held)
       return float(np.mean([h.loss for h in held if h.step == last]))
@@ -158,6 +165,9 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
   notes = [f"{r.name}: no training step yet, left out" for r in runs if "loss" not in r.curves]
   runs = [r for r in runs if "loss" in r.curves]
   config = _differing(runs)
+  lost = {r.name: int((~np.isfinite(r.curves["loss"].values)).sum())
+          for r in runs if not has_diverged(r)}  # fmt: skip
+  notes += [f"{name}: {n} steps without a finite loss, left out" for name, n in lost.items() if n]
   members = _members(runs, config)
   arms = sorted({m.arm for m in members})
   if not baseline and members:
@@ -172,6 +182,8 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
       continue
     if other is None:
       notes.append(f"{m.run.name}: no run of {baseline} with its seed and settings, not compared")
+    elif has_diverged(other.run):
+      notes.append(f"{m.run.name}: {other.run.name} diverged, not compared")
     elif _data(m.run) != _data(other.run):
       notes.append(f"{m.run.name}: other data than {other.run.name}, not compared")
     else:
@@ -269,12 +281,23 @@ def _percent(value: float, base: float) -> float:
 def training(run: RunFiles, base: RunFiles) -> float:
   """Mean percentage by which the training loss exceeds the baseline's after the warm-up.
 
-  Infinite where the loss was not finite: the run diverged.
+  Infinite where the run diverged.
   """
+  if has_diverged(run):
+    return math.inf
   of_run, of_base = _paired(run, base)
-  if not of_run.size:
-    return math.nan
-  return float(np.mean(100 * (of_run / of_base - 1))) if np.isfinite(of_run).all() else math.inf
+  return float(np.mean(100 * (of_run / of_base - 1))) if of_run.size else math.nan
+
+
+def has_diverged(run: RunFiles) -> bool:
+  """Whether a run stopped at a loss or gradient that is not finite, or ran on without any.
+
+  A step whose update was skipped or undone is not divergence: the run went on.
+  """
+  loss = run.curves["loss"].values
+  if not np.isfinite(loss[-_LOST:]).any():
+    return True
+  return run.nonfinite is not None and run.summary is None and run.nonfinite["step"] > run.step
 
 
 def _paired(run: RunFiles, base: RunFiles) -> tuple[np.ndarray, np.ndarray]:
@@ -286,8 +309,11 @@ def _paired(run: RunFiles, base: RunFiles) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _common(run: RunFiles, base: RunFiles):
-  """(steps that both have, their places in the one, in the other)."""
-  return np.intersect1d(run.curves["loss"].steps, base.curves["loss"].steps, return_indices=True)
+  """(steps at which both have a finite loss, their places in the one, in the other)."""
+  both = run.curves["loss"], base.curves["loss"]
+  steps, i, j = np.intersect1d(both[0].steps, both[1].steps, return_indices=True)
+  kept = np.isfinite(both[0].values[i]) & np.isfinite(both[1].values[j])
+  return steps[kept], i[kept], j[kept]
 
 
 def _last_heldout(*runs: RunFiles) -> list[dict[tuple[str, str], float]]:
@@ -303,9 +329,10 @@ def _last_heldout(*runs: RunFiles) -> list[dict[tuple[str, str], float]]:
 def smoothed(run: RunFiles, window: int = 0) -> tuple[np.ndarray, np.ndarray]:
   """(steps, running mean of the training loss over the `window` steps that end there)."""
   c = run.curves["loss"]
-  window = window or max(1, min(WINDOW, len(c.steps) // _WINDOW_SHARE))
-  means = np.convolve(c.values, np.ones(window) / window, "valid")
-  return c.steps[window - 1 :], means
+  kept = np.isfinite(c.values) if np.isfinite(c.values).any() else np.full(len(c.steps), True)
+  steps, values = c.steps[kept], c.values[kept]
+  window = window or max(1, min(WINDOW, len(steps) // _WINDOW_SHARE))
+  return steps[window - 1 :], np.convolve(values, np.ones(window) / window, "valid")
 
 
 def _difference(arm, setting, pairs: Sequence[tuple[Member, Member]]) -> Difference | None:

@@ -101,24 +101,32 @@ def intervals(c: Comparison) -> Any | None:
   )
 
 
+def _other_setting(setting: str) -> str:
+  """A member's setting without its learning rate."""
+  name = RATE.rpartition(".")[2]
+  return ", ".join(s for s in setting.split(", ") if not s.startswith(f"{name}="))
+
+
 def rates(c: Comparison) -> Any | None:
   """Final loss against the peak learning rate; None where all runs have the same."""
   points = [
-    (m.run.resolved.get(RATE), m.arm, m.seed, m.final_loss)
+    (m.run.resolved.get(RATE), m.arm, _other_setting(m.setting), m.seed, m.final_loss)
     for m in c.members
     if math.isfinite(m.final_loss)
   ]
   if RATE not in c.config or not points:
     return None
-  rate, arm, seed, loss = zip(*points)
-  base = alt.Chart(charts.rows(rate=rate, arm=arm, seed=seed, loss=loss)).encode(
+  rate, arm, setting, seed, loss = zip(*points)
+  table = charts.rows(rate=rate, arm=arm, setting=setting, seed=seed, loss=loss)
+  base = alt.Chart(table).encode(
+    detail="setting:N",  # a line each: no mean over different settings
     x=alt.X("rate:Q", scale=alt.Scale(type="log"), title="peak learning rate",
             axis=alt.Axis(format=".0e", values=sorted(set(rate)))),
     color=_color(c),
   )  # fmt: skip
   y = alt.Y("loss:Q", title="nats per token", scale=alt.Scale(zero=False))
   points_ = base.mark_point(filled=True, size=30).encode(
-    y=y, tooltip=["arm:N", "rate:Q", "seed:Q", "loss:Q"]
+    y=y, tooltip=["arm:N", "setting:N", "rate:Q", "seed:Q", "loss:Q"]
   )
   mean = base.mark_line(strokeWidth=1.6).encode(
     y=alt.Y("mean(loss):Q", scale=alt.Scale(zero=False))

@@ -1,4 +1,4 @@
-"""compare.html, compare.json, compare.svg and a table of text: a comparison, written down."""
+"""compare.html, .json, .svg, .png and a table of text: a comparison, written down."""
 
 import dataclasses
 import json
@@ -31,9 +31,7 @@ def write(c: Comparison, folder: str) -> str:
   title = f"comparison with {c.baseline}: {len(c.members)} runs"
   page.write(path, page.render(title, _sections(c, drawn), page.vega()))
   page.write(os.path.join(folder, "compare.json"), provenance.to_json(as_json(c)) + "\n")
-  page.picture(
-    os.path.join(folder, "compare.svg"), drawn.get("rates") or next(iter(drawn.values()))
-  )
+  page.pictures(os.path.join(folder, "compare"), drawn.get("rates") or next(iter(drawn.values())))
   return path
 
 

@@ -49,7 +49,7 @@ def heat_maps(exponents: Exponents) -> alt.ConcatChart | None:
   )
   look = alt.param(
     name="look", value=len(steps) - 1,
-    bind=alt.binding_range(min=0, max=max(len(steps) - 1, 1), step=1, name="look "),
+    bind=alt.binding_range(min=0, max=len(steps) - 1, step=1, name="look "),
   )  # fmt: skip
   layer = alt.param(
     name="of_layer", value=layers[0], bind=alt.binding_select(options=layers, name="layer ")

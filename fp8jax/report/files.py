@@ -204,8 +204,11 @@ def _json_list(workdir: str, name: str) -> list[dict[str, Any]]:
   path = os.path.join(workdir, name)
   if not os.path.exists(path):
     return []
-  with open(path) as f:
-    return json.load(f)
+  try:
+    with open(path) as f:
+      return json.load(f)
+  except ValueError as e:
+    raise UserError(f"{path} is not JSON: {e}; delete it, and the report goes without") from e
 
 
 def _number(value: Any) -> float:

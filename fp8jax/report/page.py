@@ -131,8 +131,11 @@ def write(path: str, text: str):
   os.replace(part, path)
 
 
-def picture(path: str, spec: dict[str, Any]):
-  """Writes a chart as SVG, without a browser."""
+def pictures(stem: str, spec: dict[str, Any]) -> list[str]:
+  """Writes a chart as STEM.svg and STEM.png, without a browser; their paths."""
   import vl_convert
 
-  write(path, vl_convert.vegalite_to_svg(spec))
+  write(f"{stem}.svg", vl_convert.vegalite_to_svg(spec))
+  with open(f"{stem}.png", "wb") as f:
+    f.write(vl_convert.vegalite_to_png(spec, scale=2))
+  return [f"{stem}.svg", f"{stem}.png"]

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
 
 from fp8jax.report import charts, exponent_charts, files, page, sensitivity_page, thin
-from fp8jax.report.files import RunFiles
+from fp8jax.report.files import Event, RunFiles
 from fp8jax.report.page import Section
 from fp8jax.run import goodput
 
@@ -29,13 +31,12 @@ def write(workdir: str) -> str:
 
 
 def pictures(workdir: str) -> list[str]:
-  """Writes WORKDIR/loss.svg and WORKDIR/numerics.svg, where there is something; their paths."""
+  """Writes loss and numerics into WORKDIR, .svg and .png, where there is something; their paths."""
   found = {s: spec for part in sections(files.read(workdir)) for s, spec in part.charts.items()}
   paths = []
-  for key, name in (("loss", "loss.svg"), ("heat_maps", "numerics.svg")):
+  for key, name in (("loss", "loss"), ("heat_maps", "numerics")):
     if key in found:
-      paths.append(os.path.join(workdir, name))
-      page.picture(paths[-1], found[key])
+      paths += page.pictures(os.path.join(workdir, name), found[key])
   return paths
 
 
@@ -195,13 +196,36 @@ def _exponents(run: RunFiles) -> list[Section]:
 def _events(run: RunFiles) -> Section:
   if not run.events:
     return Section("Alarms and actions", "None recorded.")
-  shown = run.events[:MAX_EVENTS]
-  more = len(run.events) - len(shown)
-  acted = any(e.kind == "action" for e in run.events)
-  note = "" if acted else "No policy acted on these alarms: nothing was changed. "
-  note += f"The first {len(shown)} of {len(run.events)}; metrics.jsonl has all." * bool(more)
-  rows = [(e.step, e.kind, e.place, e.text) for e in shown]
-  return Section("Alarms and actions", note, tables=[(("step", "", "place", ""), rows)])
+  alarms = [e for e in run.events if e.kind == "alarm"]
+  actions = [e for e in run.events if e.kind == "action"]
+  note = "" if actions else "No policy acted on these alarms: nothing was changed. "
+  for what, events in (("alarms", alarms), ("actions", actions)):
+    if len(events) > MAX_EVENTS:
+      note += f"The first {MAX_EVENTS} of {len(events)} {what}; metrics.jsonl has all. "
+  rows = [(e.step, e.place, e.text, _done_about(e, actions)) for e in alarms[:MAX_EVENTS]]
+  tables: list[Any] = [(("step", "tensor", "alarm", "what was done"), rows)] if rows else []
+  if actions:
+    done = [(e.step, e.place, e.text) for e in actions[:MAX_EVENTS]]
+    tables.append((("step", "place", "action"), done))
+  return Section("Alarms and actions", note, tables=tables)
+
+
+def _done_about(alarm: Event, actions: Sequence[Event]) -> str:
+  """The actions of the look that rang the alarm, at its site; scales are refreshed a step later."""
+  site = alarm.place.rpartition("/")[0]
+  found = [
+    a.text for a in actions
+    if alarm.step <= a.step <= alarm.step + 1 and _covers(a.place, site)
+  ]  # fmt: skip
+  return "; ".join(found) or "nothing"
+
+
+def _covers(place: str, site: str) -> bool:
+  """Whether the place of an action, a site or a pattern of sites, is of this site."""
+  try:
+    return place == site or re.fullmatch(place, site) is not None
+  except re.error:
+    return False
 
 
 def _memory(run: RunFiles) -> Section | None:

@@ -56,15 +56,10 @@ def _specs(named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def write(folder: str, result: Mapping[str, Any]) -> list[str]:
   """Writes sensitivity.html, .svg and .png; returns their paths."""
-  import vl_convert
-
-  paths = [os.path.join(folder, f"sensitivity.{end}") for end in ("html", "svg", "png")]
-  page.write(paths[0], page.render("Sensitivity", sections(result), page.vega()))
+  stem = os.path.join(folder, "sensitivity")
+  page.write(f"{stem}.html", page.render("Sensitivity", sections(result), page.vega()))
   spec = _specs({"picture": picture(result)})["picture"]
-  page.picture(paths[1], spec)
-  with open(paths[2], "wb") as f:
-    f.write(vl_convert.vegalite_to_png(spec, scale=2))
-  return paths
+  return [f"{stem}.html", *page.pictures(stem, spec)]
 
 
 def picture(result: Mapping[str, Any]) -> alt.TopLevelMixin:

@@ -1,5 +1,7 @@
 """Colours, the same in every picture: of recipes, of tensors, of statistics."""
 
+import colorsys
+import hashlib
 from collections.abc import Iterable
 
 # Okabe and Ito's colours, which people with any colour vision tell apart ("Color Universal Design",
@@ -11,8 +13,6 @@ RECIPES = {
   "rowwise": "#7F3C8D", "rowwise_gw_hp": "#B497E7", "mxfp8": "#11A579", "nvfp4": "#E73F74",
   "nvfp4_sr_rht": "#A5214E",
 }  # fmt: skip
-# For arms that are no recipe of the table.
-_FURTHER = ("#3969AC", "#80BA5A", "#F2B701", "#008695", "#CF1C90", "#f97b72", "#4b4b8f", "#A5AA99")
 TENSORS = {"x": "#0072B2", "w": "#009E73", "g": "#D55E00"}
 MISSING = "#d9d9d9"
 
@@ -26,8 +26,12 @@ SIGNED = ("#9ad7ff", "#1f1233", "#ffb347")
 
 
 def of_arms(names: Iterable[str]) -> dict[str, str]:
-  """{arm: colour}: a recipe's own, and for other arms one that depends on the other arms alone."""
-  names = sorted(set(names))
-  others = [name for name in names if name not in RECIPES]
-  further = {name: _FURTHER[i % len(_FURTHER)] for i, name in enumerate(others)}
-  return {name: RECIPES.get(name) or further[name] for name in names}
+  """{arm: colour}: a recipe's own, and for other arms one that depends on the arm's name alone."""
+  return {name: RECIPES.get(name) or _of_name(name) for name in sorted(set(names))}
+
+
+def _of_name(name: str) -> str:
+  """A hue and a lightness by the name, so that an arm has its colour in every picture."""
+  digest = hashlib.sha256(name.encode()).digest()
+  parts = colorsys.hls_to_rgb(digest[0] / 256, 0.35 + 0.25 * digest[1] / 256, 0.7)
+  return "#" + "".join(f"{round(255 * p):02x}" for p in parts)

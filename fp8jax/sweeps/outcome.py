@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from typing import Any
 
@@ -74,10 +75,20 @@ def divergence(losses: list[float], stop_above: float) -> str:
   """Why a run with these losses has diverged by its last steps, or ""."""
   if len(losses) <= _WINDOW:
     return ""
-  mean = sum(losses[-_WINDOW:]) / _WINDOW
-  if mean <= losses[0] + stop_above:
+  last = list(filter(math.isfinite, losses[-_WINDOW:]))  # single steps may be skipped or undone
+  first = next(filter(math.isfinite, losses), math.nan)
+  if not last:
+    return f"no finite loss in {_WINDOW} steps"
+  mean = sum(last) / len(last)
+  if mean <= first + stop_above:
     return ""
-  return f"mean loss of {_WINDOW} steps {mean:.3f}, first {losses[0]:.3f}"
+  return f"mean loss of {_WINDOW} steps {mean:.3f}, first {first:.3f}"
+
+
+def ever_diverged(losses: list[float], stop_above: float) -> str:
+  """`divergence` at the first step at which a watched run would have been stopped, or ""."""
+  reasons = (divergence(losses[:end], stop_above) for end in range(_WINDOW, len(losses) + 1))
+  return next(filter(None, reasons), "")
 
 
 def _losses(path: str) -> list[float]:

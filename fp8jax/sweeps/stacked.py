@@ -207,7 +207,7 @@ def _finish(member: Member, losses, evaluations, state, stop_above: float) -> Ou
     ("provenance.json", provenance),
   ):
     provenance_lib.write_json(workdir, name, value)
-  why = outcome_lib.divergence(losses.tolist(), stop_above)
+  why = outcome_lib.ever_diverged(losses.tolist(), stop_above)
   if bool(state.halted):
     why = "loss or gradient not finite, see metrics.jsonl"
   if why:

@@ -86,7 +86,8 @@ def test_a_non_finite_loss_stops_the_run_and_names_step_and_site(stopped, poison
 def test_skipping_counts_and_equals_going_on_after_a_stop(launch, stopped, poisoned, tmp_path):
   skip = "--config.optim.on_nonfinite=skip"
   done = launch(tmp_path, *poisoned.flags, skip, start=UNCHECKED)
-  assert f"step {BAD_STEP}: loss or gradient not finite; update skipped" in done.stdout
+  said = f"step {BAD_STEP}: loss, gradient or a GEMM's operand not finite; update skipped"
+  assert said in done.stdout
   assert "updates skipped for non-finite values: 1" in done.stdout
   resumed = launch(stopped.workdir, *poisoned.flags, skip).stdout
   assert f"step {BAD_STEP} met a non-finite value; going on with the batch after it" in resumed

@@ -98,6 +98,26 @@ def test_stopped_around_an_action_a_run_goes_on_bit_for_bit(tmp_path, monkeypatc
   )
 
 
+def test_a_gradient_that_overflows_is_undone_though_its_loss_is_no_jump(tmp_path):
+  """The state has halted: were it not undone, no later step would apply an update."""
+
+  def disturb(state, host, number):  # the same logits, squares of gradients beyond float32
+    if number == 5:
+      layers = state.params["layers"]
+      attn = layers["attn"]
+      attn = {**attn, "v": attn["v"] * 1e-25, "o": attn["o"] * 1e25}
+      params = {**state.params, "layers": {**layers, "attn": attn}}
+      state = dataclasses.replace(state, params=params)
+    return state, host
+
+  changes = POLICIES["roll back"]
+  run(tmp_path, disturb, **changes)
+  ((_, place, text),) = actions(tmp_path)
+  assert place == "loss" and "or its gradient is not finite; back to the checkpoint of" in text
+  state = harness.saved_state(tmp_path, harness.text_plan(**changes), 9)
+  assert (int(state.step), bool(state.halted)) == (9, False)
+
+
 @pytest.mark.slow
 def test_policies_act_on_eight_devices_as_on_one(tmp_path):
   """A switch, a wider margin, refreshes, and a roll-back that undoes a part of them."""

@@ -1,6 +1,6 @@
 """The page of a report in a real browser: chromium without network, driven by selenium.
 
-apt-get install chromium chromium-driver; pip install selenium; pytest -m browser
+apt-get install chromium chromium-driver; make test-browser
 """
 
 import base64
@@ -13,6 +13,7 @@ import run_files
 from PIL import Image
 
 from fp8jax.jobs import report
+from fp8jax.report import sensitivity_page
 
 pytestmark = [
   pytest.mark.browser,
@@ -77,6 +78,15 @@ def test_report_draws_every_chart_and_its_slider_moves_the_heat_maps(browser, tm
   assert int(shown) == 3 and (before != after).any(-1).mean() > 0.1
   if folder := os.environ.get("FP8JAX_SCREENSHOTS"):
     browser.save_screenshot(os.path.join(folder, "report.png"))
+
+
+def test_sensitivity_draws_every_chart(browser, tmp_path):
+  path, *_ = sensitivity_page.write(str(tmp_path), run_files.sensitivity_result())
+  count = drawn(browser, path)
+  charts = [e.get_attribute("id") for e in browser.find_elements("css selector", ".vega-embed")]
+  assert count == len(charts) > 4
+  for chart in charts:
+    assert len({tuple(c) for c in pixels(browser, chart).reshape(-1, 4)[::7]}) > 5, chart
 
 
 def test_comparison_draws_every_chart(browser, tmp_path):

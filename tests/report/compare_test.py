@@ -2,6 +2,7 @@
 
 import json
 import math
+import pathlib
 
 import numpy as np
 import pytest
@@ -58,6 +59,39 @@ def test_verdict_needs_the_whole_interval(tmp_path, percents, verdict):
   assert rows["training"].verdict == verdict
 
 
+def test_a_run_that_stopped_is_diverged_and_one_that_skipped_a_step_is_not(tmp_path):
+  paths = [pathlib.Path(p) for p in folders(tmp_path, (0.1, 0.1))]
+  _, stopped, base, skipped = paths  # of seeds 0 and 1
+  lines = (skipped / "metrics.jsonl").read_text().splitlines()
+  at = next(i for i, line in enumerate(lines) if json.loads(line).get("step") == STEPS // 2)
+  lines[at] = json.dumps({**json.loads(lines[at]), "loss": "nan"})
+  (skipped / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+  (stopped / "summary.json").unlink(missing_ok=True)
+  (stopped / "nonfinite").mkdir()
+  (stopped / "nonfinite/report.json").write_text(json.dumps({"step": STEPS + 1}))
+  found = compare.compare(list(map(str, paths)))
+  training = {r.quantity: r.estimate for r in found.rows}["training"]
+  assert training.by_seed == pytest.approx((math.inf, 0.1)) and "diverged" in training.verdict
+  assert any("1 steps without a finite loss" in note for note in found.notes)
+  loss = {m.run.name: m.final_loss for m in found.members}
+  assert math.isinf(loss["block_128-0"]) and math.isfinite(loss["block_128-1"])
+  # A baseline that stopped is compared with nothing.
+  (base / "summary.json").unlink(missing_ok=True)
+  (base / "nonfinite").mkdir()
+  (base / "nonfinite/report.json").write_text(json.dumps({"step": STEPS + 1}))
+  found = compare.compare(list(map(str, paths)))
+  assert "block_128-1: bf16-1 diverged, not compared" in found.notes
+
+
+def test_the_final_loss_is_none_from_before_training(tmp_path):
+  path = run_files.write_steps(tmp_path / "a", BASE.tolist(), "bf16", 0)
+  with open(tmp_path / "a" / "metrics.jsonl", "a") as f:
+    f.write(json.dumps({"step": 0, "heldout/main/bf16/loss": 9.0}) + "\n")
+  other = run_files.write_steps(tmp_path / "b", BASE.tolist(), "block_128", 0)
+  members = compare.compare([path, other]).members
+  assert members[0].run.heldout and members[0].final_loss == members[1].final_loss < 3
+
+
 def test_cost_of_equal_loss_is_where_the_running_mean_crosses(tmp_path):
   """Losses that fall in a straight line: 1 % more loss is a known number of steps."""
   base = run_files.write_steps(tmp_path / "a", BASE.tolist(), "bf16", 0, seconds=1.0)
@@ -110,6 +144,7 @@ def test_comparison_is_written_as_page_json_picture_and_table(tmp_path, capsys):
   found = json.loads((tmp_path / "out" / "compare.json").read_text())
   assert [row["quantity"] for row in found["differences"]][0] == "training"
   assert "<svg" in (tmp_path / "out" / "compare.svg").read_text()
+  assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
   said = capsys.readouterr().out
   assert "| block_128 | peak_lr=0.001 | training | +0.050, +0.110 | +0.080 ± 0.381 |" in said
   assert path.endswith("compare.html") and path in said

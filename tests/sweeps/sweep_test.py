@@ -132,6 +132,19 @@ def test_workdirs_are_named_by_what_differs(folder):
   argv = ["launch.py", "--config=c.py", "--config.b=2", "--config.optim.a=x/y", "--workdir={}"]
   assert command_line.with_changes("r/{changes}", argv) == "r/b=2-optim.a=x_y"
   assert command_line.with_changes("r/{changes}", argv[:2]) == "r/unchanged"
+  argv = ["launch.py", "--config=c.py:bf16", "--config.b", "2", "--config.optim.a=x"]
+  assert command_line.with_changes("r/{changes}", argv) == "r/bf16-b=2-optim.a=x"
+
+
+def test_single_losses_that_are_not_finite_are_no_divergence():
+  nan = float("nan")
+  assert outcome.divergence([3.0] * 4 + [nan] + [2.9] * 7, 1.0) == ""
+  assert outcome.divergence([nan] + [3.0] * 3 + [4.5] * 8, 1.0).endswith("first 3.000")
+  assert outcome.divergence([3.0] + [nan] * 8, 1.0) == "no finite loss in 8 steps"
+  # Trials at once are judged at their end: by the steps at which a watched one would have stopped.
+  there_and_back = [3.0] * 9 + [5.0] * 8 + [2.0] * 9
+  assert outcome.divergence(there_and_back, 1.0) == ""
+  assert outcome.ever_diverged(there_and_back, 1.0).startswith("mean loss of 8 steps")
 
 
 def test_random_axis_repeats_its_points():
