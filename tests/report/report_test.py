@@ -175,7 +175,25 @@ def of_sensitivity(_):
   }
 
 
-@pytest.mark.parametrize("make, name", [(of_run, "report"), (of_sensitivity, "sensitivity")])
+def of_comparison(tmp_path):
+  from fp8jax.report import compare, compare_charts
+
+  paths = []
+  for rate in (1e-3, 1e-2):
+    for seed in (0, 1):
+      for recipe, more in (("bf16", 0.0), ("block_128", 0.01), ("block_128(accumulate=32)", 0.02)):
+        losses = [3 - step / 16 + more * (1 + seed) + 10 * rate for step in range(16)]
+        path, own = tmp_path / f"{recipe}-{rate}-{seed}", {"optim.peak_lr": rate}
+        paths.append(run_files.write_steps(path, losses, recipe, seed, **own))
+  found = compare.compare(paths)
+  names = ("differences", "intervals", "rates", "losses")
+  return {name: getattr(compare_charts, name)(found) for name in names}
+
+
+GOLDEN = [(of_run, "report"), (of_sensitivity, "sensitivity"), (of_comparison, "compare")]
+
+
+@pytest.mark.parametrize("make, name", GOLDEN, ids=[name for _, name in GOLDEN])
 def test_specifications_are_golden_and_keep_vega_lites_schema(make, name, tmp_path, repository):
   alt = pytest.importorskip("altair")
   from fp8jax.report import charts

@@ -48,6 +48,17 @@ def test_colours_of_an_image_are_places_on_the_ramp():
   assert (cell == numerics_image.color(20.0, 40.0, 0.0)).all()
 
 
+def test_tracker_gives_weights_and_biases_an_id_to_resume_by(monkeypatch, tmp_path):
+  """Its resume="allow" without an id begins a new run."""
+  given = []
+  wandb = types.SimpleNamespace(init=lambda **how: given.append(how))
+  monkeypatch.setitem(sys.modules, "wandb", wandb)
+  for workdir in (tmp_path / "a", f"{tmp_path}/a/", tmp_path / "b"):
+    tracker.Tracker("wandb", str(workdir), {})
+  ids = [how["id"] for how in given]
+  assert ids[0] == ids[1] != ids[2] and all(how["resume"] == "allow" for how in given)
+
+
 def test_tracker_sends_the_numbers_of_each_row(monkeypatch):
   calls = []
   package = types.ModuleType("trackio")
