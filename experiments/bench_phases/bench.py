@@ -1,13 +1,15 @@
-"""Phases of training by precision: data wait, step, allocation, decoding, energy.
+"""Phases of training by precision: forward, backward, optimizer, data wait, decoding, energy.
 
 command: python experiments/bench_phases/bench.py [--config=configs/debug.py] [--steps=8]
          [--arms=fp32,fp16,bf16,block_128]
 needs:   any device; energy needs a GPU and `pip install nvidia-ml-py`
 
 Arms: fp32, fp16 (with a dynamic loss scale) and bf16 are unquantized with that compute dtype; every
-other name is a recipe. Data wait is measured with the device busy, as in training. Allocation is
-that of the compiled step: arguments and temporaries. Decoding: 8 sequences at once. Energy is
-NVML's counter over the timed steps. Writes results/<device>.json beside this file.
+other name is a recipe. The backward pass is the program of the gradients less that of the forward
+pass, the optimizer is the step less the gradients. Data wait is measured with the device busy, as
+in training. Allocation is that of the compiled step: arguments and temporaries. Decoding: 8
+sequences at once. Energy is NVML's counter over the timed steps. Writes results/<device>.json
+beside this file.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from fp8jax.generation import api  # noqa: E402
 from fp8jax.generation.sampling import Sampling  # noqa: E402
 from fp8jax.jobs import doctor  # noqa: E402
 from fp8jax.kernels import choose  # noqa: E402
+from fp8jax.models import transformer  # noqa: E402
 from fp8jax.run import provenance  # noqa: E402
 from fp8jax.step import train_step  # noqa: E402
 
@@ -97,9 +100,13 @@ def measure(path: str, arm: str, steps: int) -> dict:
   used = energy.joules()
   stream.close()
   seconds = float(np.median(times))
+  forward, gradients = passes(plan, state, batch, steps)
   return {
     "compile_s": round(compiled, 2),
     "step_s": round(seconds, 4),
+    "forward_s": round(forward, 4),
+    "backward_s": round(gradients - forward, 4),
+    "optimizer_s": round(seconds - gradients, 4),
     "all_step_s": [round(t, 4) for t in times],
     "tokens_per_s": round(plan.tokens_per_step / seconds),
     "data_wait_s": round(float(np.median(waits)), 5),
@@ -109,6 +116,30 @@ def measure(path: str, arm: str, steps: int) -> dict:
     "loss": float(values["loss"]),
     "decode": decode(plan, state.params, state.scaling_states),
   }
+
+
+def passes(plan, state, batch, steps: int) -> tuple[float, float]:
+  """Median seconds of the forward pass, and of forward and backward pass."""
+  scale, sites = state.loss_scale.get("scale"), plan.sites()
+
+  def forward(params, sites, batch, scale):
+    del scale
+    return transformer.loss_and_aux(params, sites, batch, plan.model, plan.run)[0]
+
+  def gradients(params, sites, batch, scale):
+    return train_step.gradients(plan, params, sites, batch, scale)[:2]
+
+  found, options = [], choose.compiler_options(plan.device)
+  for function in (forward, gradients):
+    program = jax.jit(function, compiler_options=options)
+    jax.block_until_ready(program(state.params, sites, batch, scale))
+    times = []
+    for _ in range(steps):
+      start = time.perf_counter()
+      jax.block_until_ready(program(state.params, sites, batch, scale))
+      times.append(time.perf_counter() - start)
+    found.append(float(np.median(times)))
+  return found[0], found[1]
 
 
 def decode(plan, params, states) -> dict | None:
