@@ -7,7 +7,7 @@ python launch.py --job=doctor; --explain optim.peak_lr; --help-config
 Exit codes: 0 finished, 1 an error, 3 diverged (loss or gradient not finite), 75 saved after SIGTERM
 (the same command resumes; schedulers requeue on it), 130 saved after Ctrl-C. A finished run that is
 started again takes no step; WORKDIR/summary.json has the held-out loss as "objective". `{changes}`
-in --workdir stands for the keys that the command line overrides.
+in --workdir stands for the arm and the keys that the command line gives.
 """
 
 import os

@@ -23,8 +23,9 @@ clip at 1.0 to 1.5, or at 1 to 5      1.0 for the global norm, which is in both 
 E4M3 by default, E5M2 as an option    E5M2 for gradients, as Transformer Engine has it; the arm
                                       e4m3_static is E4M3 throughout, with calibrated scales
 the first and last layers in 16 bits  the last alone: both would leave nothing of two layers
-attention in 16 bits                  queries, keys and values are multiplied in 16 bits in every
-                                      recipe; the linear layers around them are FP8, as elsewhere
+attention in 16 bits                  queries, keys and values are multiplied in the compute dtype,
+                                      BF16 on a GPU; the linear layers around them are FP8, which it
+                                      says elsewhere
 a calibration stage beforehand        the arm e4m3_static reads --job=calibrate's table (amax,
                                       percentile or mean squared error); a history needs none
 an optimizer in FP8                   float32 moments, since it asks for updates in high precision,

@@ -45,7 +45,8 @@ def get_config(arm="", name="sft_7b", cpt=cpt_7b, cpt_name="cpt_7b"):
   c.init.hf, c.init.weights_only = "", True
   c.data.tokenizer = "assets/Qwen2.5-7B-Instruct"  # and its chat template
   before = cpt_name if stage == "stage1" else f"{name}_stage1"
-  c.init.workdir = "_".join(filter(None, (f"runs/{before}", recipe)))
+  # As launch.py names the workdir of an arm.
+  c.init.workdir = "_".join(filter(None, (f"runs/{before}", recipe.replace(",", "_"))))
   size = "72k" if stage == "stage1" else "165k"
   c.data.sources = {
     "main": base.source("jsonl", f"assets/InfiAlign-SFT-{size}/*.jsonl", chat="messages")

@@ -25,7 +25,8 @@ def get_config(arm=""):
   c.init.hf = "assets/smollm2-135m"
   c.model.preset = "smollm2_135m"
   if stage == "stage2":
-    c.init.workdir = "_".join(filter(None, ("runs/sft_smollm2_stage1", recipe)))
+    before = ("runs/sft_smollm2_stage1", recipe.replace(",", "_"))
+    c.init.workdir = "_".join(filter(None, before))
     c.init.weights_only = True
   c.data.sources = {"main": base.source("jsonl", f"assets/sft_demo/{stage}.jsonl", chat="messages")}
   c.data.samples_per_step, c.data.epochs, c.data.on_long = 4, 1.0, "error"

@@ -90,8 +90,9 @@ def test_ray_job_is_retried_where_it_was_preempted(repository, monkeypatch, code
 
 
 def test_jobset_is_valid_in_its_schema_and_restarts_what_was_preempted(repository):
-  """The schema: models generated from the OpenAPI documents of JobSet and Kubernetes. A field of
-  another name or type is refused there, as by a server.
+  """Its models are generated from the OpenAPI documents of JobSet and Kubernetes.
+
+  They refuse a field of another name or type, as a server does.
   """
   jobset = yaml.safe_load((repository / "experiments/launch/jobset.yaml").read_text())
   assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")

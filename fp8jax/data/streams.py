@@ -32,7 +32,7 @@ def find(pattern: str) -> list[str]:
   fixed = re.split(r"[*?\[]", rest)[0].rpartition("/")[0]
   try:
     paths = [str(p) for p in _below(_path(f"{scheme}://{fixed}"))]
-  except (ImportError, NotImplementedError, ValueError) as e:
+  except (ImportError, KeyError, NotImplementedError, ValueError) as e:
     raise UserError(
       f"{pattern!r} cannot be listed: {one_line(e)}; install the fsspec package of {scheme}:// "
       "(gcsfs, s3fs, adlfs), or copy the files"

@@ -178,14 +178,14 @@ def compare(
 
 # Settings that are the same in both runs of a pair. The weights and their precision are what is
 # compared; another seed draws other samples of the same kind.
-_ASKED = ("chat", "tokenizer", "stop_tokens", "max_length")
+_ASKED = ("chat", "template", "tokenizer", "stop_tokens", "max_length")
 
 
 def _check_asked_alike(task: str, mine: Mapping[str, Any], others: Mapping[str, Any]):
-  different = [k for k in _ASKED if k in mine and k in others and mine[k] != others[k]]
+  different = [k for k in _ASKED if mine.get(k) != others.get(k)]
   if different:
     key = different[0]
     raise UserError(
-      f"two runs answered {task!r} with different settings: {key} is {mine[key]!r} and "
-      f"{others[key]!r}; evaluate one of them again with the other's"
+      f"two runs answered {task!r} with different settings: {key} is {mine.get(key)!r} and "
+      f"{others.get(key)!r}; evaluate one of them again with the other's"
     )

@@ -180,6 +180,8 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 def _definition(task: Task, settings: Mapping[str, Any]) -> dict[str, Any]:
   fields = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
   del fields["verify"]
+  if not task.chat:  # as definitions of before there was this field
+    del fields["chat"]
   fields["items"] = [item.name for item in task.items]
   fields["protocol"] = dataclasses.asdict(task.protocol)
   made = {"fingerprint": task.fingerprint, **fields, "settings": dict(settings)}

@@ -183,7 +183,7 @@ def _text(content: Any) -> Any:
   """A turn's content; one in parts, {"type": "text", "text": ...}, as training joins it."""
   if not isinstance(content, list):
     return content
-  return "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
+  return "".join(str(p.get("text") or "") if isinstance(p, Mapping) else str(p) for p in content)
 
 
 def read_trained(path: str) -> frozenset[str]:
@@ -201,11 +201,12 @@ def read_trained(path: str) -> frozenset[str]:
     for turn in row.get("messages") or row.get("conversations") or ():
       if turn.get("role", turn.get("from")) in ("user", "human"):
         texts.append(_text(turn.get("content", turn.get("value"))))
+    texts = [t for t in texts if isinstance(t, str) and t.strip()]
     if not texts:
       raise UserError(
         f"{where} has no question; expected 'messages', 'conversations' or one of {_QUESTION_KEYS}"
       )
-    found.update(normalized(t) for t in texts if isinstance(t, str))
+    found.update(map(normalized, texts))
   return frozenset(found)
 
 

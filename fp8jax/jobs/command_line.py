@@ -98,8 +98,12 @@ def with_changes(workdir: str, argv: list[str]) -> str:
   found, words = [], argv[1:]
   for word, following in zip(words, [*words[1:], ""]):
     name, is_joined, value = word.lstrip("-").partition("=")
-    if word.startswith("-") and name.startswith("config."):
-      found.append(f"{name.removeprefix('config.')}={value if is_joined else following}")
+    if not word.startswith("-") or not name.startswith(("config.", "noconfig.")):
+      continue
+    if not is_joined:  # a switch, or the value is the next word
+      value = following if following and not following.startswith("-") else "True"
+      value = "False" if name.startswith("no") else value
+    found.append(f"{name.partition('config.')[2]}={value}")
   arm = (_value_of("config", argv) or "").partition(":")[2]
   changes = [*filter(None, [arm]), *sorted(found)]
   names = [re.sub(r"[^\w.+=,-]+", "_", change).strip("_") for change in changes]

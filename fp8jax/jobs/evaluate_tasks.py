@@ -38,8 +38,9 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
                   "with limits, and with the network")  # fmt: skip
   done = []
   for task in tasks:
+    asked = {**settings, "chat": plan.eval.chat or task.chat}
     done.append(
-      run_lib.evaluate(task, generator, ask, folder, settings, plan.eval.seed, console.print)
+      run_lib.evaluate(task, generator, ask, folder, asked, plan.eval.seed, console.print)
     )
   summary = _summary(plan, settings, folder, done)
   title = f"{folder}: intervals over items"
@@ -80,9 +81,13 @@ def _settings(plan: run_spec.RunSpec, where: dict[str, Any]) -> dict[str, Any]:
     config = json.dumps(saved.meta(where["step"])["config"], sort_keys=True)
     saved.close()
     weights = {"step": where["step"], "digest": hashlib.sha256(config.encode()).hexdigest()[:16]}
-  g = plan.generate
+  g, template = plan.generate, {}
+  if g.chat_template or g.template_date:  # else it is the tokenizer's own
+    with open(os.path.expanduser(g.chat_template) or os.devnull, "rb") as f:
+      template["template"] = hashlib.sha256(f.read() + g.template_date.encode()).hexdigest()[:16]
   return {
     **weights,
+    **template,
     "precision": g.precision,
     "rules": plan.flat["precision.rules"] if g.precision == _RECIPE else [],
     "compute_dtype": plan.run.dtype.name,

@@ -26,11 +26,9 @@ def load(plan: run_spec.RunSpec, workdir: str) -> tuple[api.Generator, dict]:
   problems.extend(api.problems_of(plan.model, plan.run))
   problems.refuse()
   g = plan.generate
+  recipe = evaluator_lib.BF16 if g.precision == evaluator_lib.BF16 else None
   if g.hf:
-    recipe = evaluator_lib.BF16 if g.precision == evaluator_lib.BF16 else None
     kept = weights.multiplied_as_codes(site_lib.recipes_of(plan.sites(recipe, phase=0)))
-    if plan.run.smooth_swiglu == "channel":  # its scales are multiplied into weights first
-      kept = set()
     params, _ = hf_weights.load_params(g.hf, plan.model, plan.run.layout, kept)
     path = os.path.expanduser(plan.calibration)
     states = calibration.load(plan, path)[0] if path else {}
@@ -40,7 +38,6 @@ def load(plan: run_spec.RunSpec, workdir: str) -> tuple[api.Generator, dict]:
     plan = as_trained(plan, meta)
     phase, where = plan.phase(max(step - 1, 0)), {"workdir": workdir, "step": step}
     states = restore_scaling_states(plan, workdir, step, meta, phase)
-  recipe = evaluator_lib.BF16 if g.precision == evaluator_lib.BF16 else None
   sites = plan.sites(recipe, phase=phase)
   if scaling_lib.states(sites):
     sites = (

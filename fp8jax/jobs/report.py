@@ -37,7 +37,7 @@ def attempt(workdir: str) -> str:
 
 
 def compare(workdir: str, folders: list[str], baseline: str) -> str:
-  """Compares runs; writes compare.html, .json and .svg into WORKDIR, prints the tables.
+  """Compares runs; writes compare.html, .json, .svg and .png into WORKDIR, prints the tables.
 
   Args:
     workdir: "" is runs/compare.

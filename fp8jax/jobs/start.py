@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import rich.console
 
-from fp8jax import hub
 from fp8jax.config import resolve
-from fp8jax.data.tokenize import Tokenizer
+from fp8jax.data.tokenize import BYTES, Tokenizer
+from fp8jax.errors import UserError
 from fp8jax.generation import api
 from fp8jax.jobs import restore
 from fp8jax.models.hf import config as hf_config
@@ -92,6 +92,16 @@ def take_source(plan: run_spec.RunSpec, other: str, workdir: str):
     _keep_files(plan, source, workdir)
 
 
+def _own_eos(tokenizer: Tokenizer, folder: str) -> Tokenizer:
+  """With the folder's own eos_token if it has one: data.eos ends documents, not turns."""
+  own = Tokenizer(folder)
+  try:
+    _ = own.eos_id
+  except UserError:
+    return tokenizer
+  return own
+
+
 def _keep_files(plan: run_spec.RunSpec, source: str, workdir: str):
   """Keeps the files beside a model's weights, with the tokenizer and template of this run.
 
@@ -100,13 +110,14 @@ def _keep_files(plan: run_spec.RunSpec, source: str, workdir: str):
   """
   if jax.process_index():
     return
-  target, path = os.path.join(workdir, "hf_source"), plan.data.tokenizer.path
+  target, tokenizer = os.path.join(workdir, "hf_source"), plan.data.tokenizer
   hf_weights.keep_source_files(source, target)
-  if os.path.isdir(hub.local(path)):
-    hf_weights.replace_tokenizer(path, target)
-    own = Tokenizer(path)
+  if tokenizer.path != BYTES:
+    folder = os.path.dirname(tokenizer.file)
+    hf_weights.replace_tokenizer(folder, target)
+    own = _own_eos(tokenizer, folder)
     before = api.end_ids(target, own)
-    ends = dict.fromkeys([*api.end_ids(path, own), *before])
+    ends = dict.fromkeys([*api.end_ids(folder, own), *before])
     if set(ends) != set(before):
       has_settings = os.path.exists(os.path.join(target, _SETTINGS))
       old = hf_config.read_json(target, _SETTINGS) if has_settings else {}

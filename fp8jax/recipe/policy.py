@@ -97,9 +97,9 @@ class RollBack:
   """The run goes on from its last good checkpoint, without the batches where the loss jumped.
 
   Attributes:
-    z: standard deviations above the mean of the last losses that are a jump. A loss that is not
-      finite is one, too.
-    window: so many last losses; no loss is judged before there are as many.
+    z: standard deviations above the mean of the last losses that are a jump. A loss, a gradient or
+      an operand of a GEMM that is not finite is one, too.
+    window: so many last losses; no finite loss is judged before there are as many.
     skip: batches that are left out: the one whose loss jumped, and those before it, of whose
       updates the jump may come.
     most: roll-backs in the whole run.

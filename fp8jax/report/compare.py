@@ -22,8 +22,8 @@ BAR = 0.25
 TOO_SHORT = "no verdict: too short"
 # A smoothed loss is the mean of so many steps, and of no more than this share of a run.
 WINDOW, _WINDOW_SHARE = 32, 8
-# Last steps of which one has a finite loss, unless the run diverged.
-_LOST = 8
+# A run of which none of so many last steps has a finite loss has diverged.
+_LAST_STEPS = 8
 # Keys that no comparison is about.
 _APART = ("log.", "checkpoint.", "eval.", "export.", "prepare.", "calibrate.", "aot.", "seed",
           "precision.verify_fp8_gemms")  # fmt: skip
@@ -162,12 +162,16 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
   if len(folders) < 2:
     raise UserError("a comparison needs at least two runs: --job=compare runs/A runs/B")
   runs = [files.read(folder) for folder in folders]
-  notes = [f"{r.name}: no training step yet, left out" for r in runs if "loss" not in r.curves]
+  notes = [
+    f"{r.name}: {'diverged at its first step' if r.nonfinite else 'no training step yet'}, left out"
+    for r in runs if "loss" not in r.curves
+  ]  # fmt: skip
   runs = [r for r in runs if "loss" in r.curves]
   config = _differing(runs)
-  lost = {r.name: int((~np.isfinite(r.curves["loss"].values)).sum())
-          for r in runs if not has_diverged(r)}  # fmt: skip
-  notes += [f"{name}: {n} steps without a finite loss, left out" for name, n in lost.items() if n]
+  for r in runs:
+    lost = int((~np.isfinite(r.curves["loss"].values)).sum())
+    if lost and not has_diverged(r):
+      notes.append(f"{r.name}: {lost} steps without a finite loss, left out")
   members = _members(runs, config)
   arms = sorted({m.arm for m in members})
   if not baseline and members:
@@ -263,13 +267,14 @@ def _rows(arm: str, setting: str, pairs: Sequence[tuple[Member, Member]]) -> lis
   for mine, base in pairs:
     found.setdefault("training", []).append(training(mine.run, base.run))
     ours, theirs = _last_heldout(mine.run, base.run)
+    diverged = has_diverged(mine.run)  # what it was before then says nothing of it
     for (source, precision), value in ours.items():
       if precision == UNQUANTIZED:
         if (source, precision) in theirs:
-          percent = _percent(value, theirs[source, precision])
+          percent = math.inf if diverged else _percent(value, theirs[source, precision])
           found.setdefault(f"weights, {source}", []).append(percent)
       elif (source, UNQUANTIZED) in ours:
-        percent = _percent(value, ours[source, UNQUANTIZED])
+        percent = math.inf if diverged else _percent(value, ours[source, UNQUANTIZED])
         found.setdefault(f"rounding, {source}", []).append(percent)
   return [Row(arm, setting, quantity, estimate(values)) for quantity, values in found.items()]
 
@@ -295,7 +300,7 @@ def has_diverged(run: RunFiles) -> bool:
   A step whose update was skipped or undone is not divergence: the run went on.
   """
   loss = run.curves["loss"].values
-  if not np.isfinite(loss[-_LOST:]).any():
+  if not np.isfinite(loss[-_LAST_STEPS:]).any():
     return True
   return run.nonfinite is not None and run.summary is None and run.nonfinite["step"] > run.step
 
@@ -366,7 +371,7 @@ def _equal_loss(arm, setting, pairs: Sequence[tuple[Member, Member]]) -> EqualLo
     target = float(means[max(0, np.searchsorted(steps, mine.run.step, "right") - 1)])
     targets.append(target)
     ours, theirs = cost(mine.run, target), cost(base.run, target)
-    if ours is None or theirs is None:
+    if ours is None or theirs is None or has_diverged(mine.run):
       continue
     tokens.append(ours[0] / theirs[0])
     if ours[1] is not None and theirs[1] is not None:

@@ -1,13 +1,14 @@
 """Charts of a comparison of runs, as Vega-Lite specifications."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import altair as alt
 import numpy as np
 
 from fp8jax.report import charts, thin
-from fp8jax.report.compare import BAR, Comparison
+from fp8jax.report.compare import BAR, Comparison, Member
 from fp8jax.run import palette
 
 _WIDTH, _HEIGHT = 520, 260
@@ -101,16 +102,21 @@ def intervals(c: Comparison) -> Any | None:
   )
 
 
-def _other_setting(setting: str) -> str:
-  """A member's setting without its learning rate."""
-  name = RATE.rpartition(".")[2]
-  return ", ".join(s for s in setting.split(", ") if not s.startswith(f"{name}="))
+def _apart_from_rate(c: Comparison) -> Callable[[Member], list[str]]:
+  """A member's settings that its learning rate does not decide, as "steps=60"."""
+  of_rate: dict[tuple[Any, str], set[str]] = {}
+  for m in c.members:
+    for said in m.setting.split(", "):
+      of_rate.setdefault((m.run.resolved.get(RATE), said.partition("=")[0]), set()).add(said)
+  free = {key for (_, key), values in of_rate.items() if len(values) > 1}
+  return lambda m: [s for s in m.setting.split(", ") if s.partition("=")[0] in free]
 
 
 def rates(c: Comparison) -> Any | None:
   """Final loss against the peak learning rate; None where all runs have the same."""
+  others = _apart_from_rate(c)
   points = [
-    (m.run.resolved.get(RATE), m.arm, _other_setting(m.setting), m.seed, m.final_loss)
+    (m.run.resolved.get(RATE), m.arm, ", ".join(others(m)), m.seed, m.final_loss)
     for m in c.members
     if math.isfinite(m.final_loss)
   ]

@@ -123,11 +123,11 @@ def _existing(folder: str) -> str:
   return folder
 
 
-def write(path: str, text: str):
+def write(path: str, content: str | bytes):
   """Writes a file at once: a reader never sees half of it."""
   part = f"{path}.{os.getpid()}.part"
-  with open(part, "w", encoding="utf-8") as f:
-    f.write(text)
+  with open(part, "wb") as f:
+    f.write(content.encode() if isinstance(content, str) else content)
   os.replace(part, path)
 
 
@@ -136,6 +136,5 @@ def pictures(stem: str, spec: dict[str, Any]) -> list[str]:
   import vl_convert
 
   write(f"{stem}.svg", vl_convert.vegalite_to_svg(spec))
-  with open(f"{stem}.png", "wb") as f:
-    f.write(vl_convert.vegalite_to_png(spec, scale=2))
+  write(f"{stem}.png", vl_convert.vegalite_to_png(spec, scale=2))
   return [f"{stem}.svg", f"{stem}.png"]

@@ -1,6 +1,7 @@
 """WORKDIR/report.html: the sections of a run's report."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import altair as alt
 
+from fp8jax.recipe import policy as policy_lib
 from fp8jax.report import charts, exponent_charts, files, page, sensitivity_page, thin
 from fp8jax.report.files import Event, RunFiles
 from fp8jax.report.page import Section
@@ -202,7 +204,7 @@ def _events(run: RunFiles) -> Section:
   for what, events in (("alarms", alarms), ("actions", actions)):
     if len(events) > MAX_EVENTS:
       note += f"The first {MAX_EVENTS} of {len(events)} {what}; metrics.jsonl has all. "
-  rows = [(e.step, e.place, e.text, _done_about(e, actions)) for e in alarms[:MAX_EVENTS]]
+  rows = [(e.step, e.place, e.text, _done_about(e, alarms, actions)) for e in alarms[:MAX_EVENTS]]
   tables: list[Any] = [(("step", "tensor", "alarm", "what was done"), rows)] if rows else []
   if actions:
     done = [(e.step, e.place, e.text) for e in actions[:MAX_EVENTS]]
@@ -210,14 +212,23 @@ def _events(run: RunFiles) -> Section:
   return Section("Alarms and actions", note, tables=tables)
 
 
-def _done_about(alarm: Event, actions: Sequence[Event]) -> str:
-  """The actions of the look that rang the alarm, at its site; scales are refreshed a step later."""
-  site = alarm.place.rpartition("/")[0]
+def _done_about(alarm: Event, alarms: Sequence[Event], actions: Sequence[Event]) -> str:
+  """The actions at the alarm's site for its statistic, until the same alarm rings anew."""
+  site, statistic = alarm.place.rpartition("/")[0], alarm.text.split(" ")[0]
+  again = [e.step for e in alarms if e.place == alarm.place and e.step > alarm.step]
+  end = min(again, default=math.inf)
   found = [
-    a.text for a in actions
-    if alarm.step <= a.step <= alarm.step + 1 and _covers(a.place, site)
+    f"step {a.step}: {a.text}" for a in actions
+    if alarm.step <= a.step < end and _covers(a.place, site) and _answers(a.text, statistic)
   ]  # fmt: skip
   return "; ".join(found) or "nothing"
+
+
+def _answers(action: str, statistic: str) -> bool:
+  """Whether the policy that an action names acts on alarms of this statistic."""
+  policy = action.partition(": ")[0]
+  stated = re.search(r"alarm='(\w+)'", policy)
+  return stated[1] in (statistic, policy_lib.ANY) if stated else "every=" not in policy
 
 
 def _covers(place: str, site: str) -> bool:

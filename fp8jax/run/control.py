@@ -126,7 +126,7 @@ def rolled_back(policy: RollBack, at: int, z: float, now: Memory, then: Memory, 
   batches = [drawn(step + 1, now.skipped) - 1 for step in steps]
   how = f"is {z:.1f} standard deviations above the last ones"
   if math.isinf(z):
-    how = "or its gradient is not finite"
+    how = "or its gradient or a GEMM's operand is not finite"
   text = (
     f"{name_of(policy)}: the loss of step {at} {how}; back to the checkpoint of step {to}, "
     f"batches {', '.join(map(str, batches))} are left out"

@@ -1,6 +1,5 @@
 """Colours, the same in every picture: of recipes, of tensors, of statistics."""
 
-import colorsys
 import hashlib
 from collections.abc import Iterable
 
@@ -13,6 +12,11 @@ RECIPES = {
   "rowwise": "#7F3C8D", "rowwise_gw_hp": "#B497E7", "mxfp8": "#11A579", "nvfp4": "#E73F74",
   "nvfp4_sr_rht": "#A5214E",
 }  # fmt: skip
+# For arms that are no recipe of the table.
+_FURTHER = (
+  "#3969AC", "#80BA5A", "#F2B701", "#008695", "#CF1C90", "#f97b72", "#4b4b8f", "#A5AA99",
+  "#6b3e26", "#00c2d1", "#b5179e", "#7a9e00", "#ff9da7", "#1b4332", "#9467bd", "#c49c94",
+)  # fmt: skip
 TENSORS = {"x": "#0072B2", "w": "#009E73", "g": "#D55E00"}
 MISSING = "#d9d9d9"
 
@@ -26,12 +30,16 @@ SIGNED = ("#9ad7ff", "#1f1233", "#ffb347")
 
 
 def of_arms(names: Iterable[str]) -> dict[str, str]:
-  """{arm: colour}: a recipe's own, and for other arms one that depends on the arm's name alone."""
-  return {name: RECIPES.get(name) or _of_name(name) for name in sorted(set(names))}
+  """{arm: colour}: a recipe's own, and for other arms one by the arm's name.
 
-
-def _of_name(name: str) -> str:
-  """A hue and a lightness by the name, so that an arm has its colour in every picture."""
-  digest = hashlib.sha256(name.encode()).digest()
-  parts = colorsys.hls_to_rgb(digest[0] / 256, 0.35 + 0.25 * digest[1] / 256, 0.7)
-  return "#" + "".join(f"{round(255 * p):02x}" for p in parts)
+  An arm keeps its colour in all pictures, unless another arm of a picture has the same one: then
+  it takes the next that is free.
+  """
+  names = sorted(set(names))
+  found = {name: RECIPES[name] for name in names if name in RECIPES}
+  for name in names:
+    if name not in found:
+      first = hashlib.sha256(name.encode()).digest()[0] % len(_FURTHER)
+      turns = (*_FURTHER[first:], *_FURTHER[:first])
+      found[name] = next((c for c in turns if c not in found.values()), turns[0])
+  return found

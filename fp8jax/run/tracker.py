@@ -1,8 +1,8 @@
 """Metrics for trackio or Weights & Biases, beside metrics.jsonl: one interface, theirs."""
 
-import hashlib
 import importlib
 import os
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +15,7 @@ class Tracker:
     self._package = importlib.import_module(package)
     name = os.path.basename(os.path.abspath(workdir))
     # trackio resumes by the name, Weights & Biases by an id.
-    own = hashlib.sha256(os.path.abspath(workdir).encode()).hexdigest()[:16]
-    which = {"id": own} if package == "wandb" else {}
+    which = {"id": _id_of(workdir)} if package == "wandb" else {}
     self._package.init(project="fp8jax", name=name, config=dict(config), resume="allow", **which)
 
   def write(self, step: int, values: Mapping[str, Any]):
@@ -25,3 +24,16 @@ class Tracker:
 
   def close(self):
     self._package.finish()
+
+
+def _id_of(workdir: str) -> str:
+  """The id that the run in this folder drew when it began."""
+  path = os.path.join(workdir, "wandb_id")
+  if os.path.exists(path):
+    with open(path, encoding="ascii") as f:
+      return f.read().strip()
+  found = uuid.uuid4().hex
+  os.makedirs(workdir, exist_ok=True)
+  with open(path, "w", encoding="ascii") as f:
+    f.write(found + "\n")
+  return found

@@ -17,6 +17,7 @@ from fp8jax.config import files as config_files
 from fp8jax.config import resolve
 from fp8jax.data import loader
 from fp8jax.data.chat import samples
+from fp8jax.jobs import dispatch
 from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.kernels.choose import Device
 from fp8jax.ops import site as site_lib
@@ -131,7 +132,6 @@ def test_text_of_a_conversation_is_chatml_with_one_system_block(checkout, monkey
 def test_arms_without_a_stage_are_recipes_of_stage_1():
   plain = sft_7b.get_config("tensor_delayed(steps=16, margin=1)")
   assert plain.precision.rules[1] == ("layers/.*", "tensor_delayed(steps=16, margin=1)")
-  assert (
-    plain.init.workdir.startswith("runs/cpt_7b_tensor_delayed")
-    and sft_7b.get_config().steps == STEPS["stage1"]
-  )
+  before = dispatch._stem("configs/cpt_7b.py:tensor_delayed(steps=16, margin=1)")
+  assert plain.init.workdir == f"runs/{before}"
+  assert sft_7b.get_config().steps == STEPS["stage1"]

@@ -157,7 +157,9 @@ def test_end_of_turn_behind_a_generation_block_is_trained(characters):
   for end, trained in (
     ("{{ '<|im_end|>\\n' }}", "one<|im_end|>yes<|im_end|>"),
     ("{{ '\\n<|im_end|>' }}", "one\n<|im_end|>yes\n<|im_end|>"),
+    ("{{ '<|im_end|>\\n<|eot_id|>' }}", "one<|im_end|>\n<|eot_id|>yes<|im_end|>\n<|eot_id|>"),
     ("{{ ' and more' }}", "oneyes"),
+    ("{{ '}' }}", "oneyes"),  # a token, and an ordinary one
   ):
     encoder = encode.Encoder(characters, ChatTemplate(text.replace("{{ END }}", end)))
     (sample,) = encoder.samples({"messages": chat})
@@ -307,7 +309,8 @@ def test_malformed_rows_are_named():
 
 def test_completion_that_is_json_is_text_unless_it_is_messages():
   fields = conversation.FIELDS["prompt"]
-  for text in ('[{"name": "Bob"}]', '[{"role": "admin"}, 3]', "[{", "[{}] is empty"):
+  exchange = '[{"from": "EUR", "to": "USD", "value": "3"}]'
+  for text in ('[{"name": "Bob"}]', '[{"role": "admin"}, 3]', "[{", "[{}] is empty", exchange):
     row = {"prompt": "as JSON?", "completion": text}
     (_, turn) = conversation.read(row, "prompt", fields, "")["messages"]
     assert turn == _assistant(text)

@@ -138,7 +138,10 @@ def test_remote_files_are_read_like_local_ones(tmp_path, corpus):
     remote, _ = _prepare("s3://bucket/**/*.jsonl.gz", tokenizer, tmp_path / "remote")
     local, _ = _prepare(tmp_path / "a.jsonl", tokenizer, tmp_path / "local")
     assert remote["splits"] == local["splits"]
-    assert sources.find_files("s3://bucket/a/*.txt") == ["s3://bucket/a/other.txt"]
+    for pattern in ("a/*.txt", "?/other.txt", "[ab]/o*.txt"):
+      assert sources.find_files(f"s3://bucket/{pattern}") == ["s3://bucket/a/other.txt"]
+    with pytest.raises(UserError, match="ftp.*cannot be listed"):
+      sources.find_files("ftp://bucket/*.txt")
     with pytest.raises(FileNotFoundError, match="no file matches"):
       sources.find_files("s3://bucket/*.gz")
   finally:

@@ -114,6 +114,8 @@ def test_another_evaluation_in_the_folder_is_refused(tmp_path):
     with pytest.raises(UserError) as e:
       _evaluate(tmp_path, task, Coin(), **changes)
     assert words in str(e.value) and "another --workdir" in str(e.value)
+  # A definition of before there was "chat" goes on.
+  assert "chat" not in json.loads((tmp_path / "sums_two.json").read_text())
   path = tmp_path / "sums_two.jsonl"
   path.write_text("{}\n" + path.read_text())
   with pytest.raises(UserError, match="line 1 is no row"):

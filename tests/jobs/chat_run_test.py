@@ -128,6 +128,14 @@ def test_a_stage_keeps_its_own_tokenizer_template_and_end_of_turn(folder, tmp_pa
   assert (again / "hf_source/generation_config.json").read_text() == (
     kept / "generation_config.json"
   ).read_text()
+  # A tokenizer.json by its name, of a folder that names no end; data.eos does.
+  settings = json.loads((tuned / "tokenizer_config.json").read_text())
+  del settings["eos_token"]
+  (tuned / "tokenizer_config.json").write_text(json.dumps(settings))
+  named = {"data.tokenizer": str(tuned / "tokenizer.json"), "data.eos": "</s>"}
+  start.take_source(_plan(folder, "bf16", **named), str(base_files), str(tmp_path / "named"))
+  found = api.end_ids(str(tmp_path / "named/hf_source"), tokenizer)
+  assert sorted(found) == sorted([5, tokenizer.eos_id])
   start.take_source(_plan(folder, "bf16"), str(base_files), str(tmp_path / "bytes"))
   assert (tmp_path / "bytes/hf_source/tokenizer.json").read_text() == "{}"
 

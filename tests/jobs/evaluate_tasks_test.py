@@ -1,6 +1,7 @@
 """--job=evaluate --config.eval.tasks: from a folder to stored verdicts, table and comparison."""
 
 import json
+import types
 
 import chats
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 
 from configs import base
 from fp8jax.config import resolve
+from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import ConfigError
-from fp8jax.evaluation import store
-from fp8jax.jobs import dispatch
+from fp8jax.evaluation import store, tasks
+from fp8jax.jobs import dispatch, evaluate_tasks
 from fp8jax.kernels.choose import Device
 
 
@@ -75,6 +77,18 @@ def test_a_folder_is_evaluated_stored_and_compared(folder, tmp_path, capsys):
   assert "settings.chat (True there, False here)" in capsys.readouterr().err
   assert _evaluate(tmp_path / "a", _config(folder)) == 1
   assert "leaves nothing to evaluate; set one of them" in capsys.readouterr().err
+
+
+def test_a_tasks_protocol_asks_by_the_chat_template_whatever_the_setting(folder):
+  made = types.SimpleNamespace(tokenizer=Tokenizer(str(folder)))
+  plan = resolve.resolve(_config(folder), 1, Device("cpu", 0))
+  item = tasks.Item("1", "hi", "")
+  for chat, text in ((True, "<system>s</s><user>hi</s><assistant>"), (False, "s\n\nhi\n")):
+    task = tasks.Task("t", (item,), None, "", system="s", chat=chat)
+    assert evaluate_tasks._asker(plan, made, chat)(task, item)[0] == text
+  # Another task of the same command keeps its plain text.
+  plain = tasks.Task("t", (item,), None, "", system="s")
+  assert evaluate_tasks._asker(plan, made, True)(plain, item)[0] == "s\n\nhi\n"
 
 
 def test_all_mistakes_of_tasks_are_reported_at_once():

@@ -113,7 +113,7 @@ def test_a_gradient_that_overflows_is_undone_though_its_loss_is_no_jump(tmp_path
   changes = POLICIES["roll back"]
   run(tmp_path, disturb, **changes)
   ((_, place, text),) = actions(tmp_path)
-  assert place == "loss" and "or its gradient is not finite; back to the checkpoint of" in text
+  assert place == "loss" and "operand is not finite; back to the checkpoint of" in text
   state = harness.saved_state(tmp_path, harness.text_plan(**changes), 9)
   assert (int(state.step), bool(state.halted)) == (9, False)
 

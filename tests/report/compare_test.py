@@ -12,6 +12,7 @@ from scipy import stats
 from fp8jax.errors import UserError
 from fp8jax.jobs import report
 from fp8jax.report import compare
+from fp8jax.run import palette
 
 STEPS = 40
 BASE = 3 - np.arange(STEPS) / STEPS
@@ -66,30 +67,45 @@ def test_a_run_that_stopped_is_diverged_and_one_that_skipped_a_step_is_not(tmp_p
   at = next(i for i, line in enumerate(lines) if json.loads(line).get("step") == STEPS // 2)
   lines[at] = json.dumps({**json.loads(lines[at]), "loss": "nan"})
   (skipped / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-  (stopped / "summary.json").unlink(missing_ok=True)
-  (stopped / "nonfinite").mkdir()
-  (stopped / "nonfinite/report.json").write_text(json.dumps({"step": STEPS + 1}))
+  for path, step in ((stopped, STEPS + 1), (skipped, STEPS // 2)):  # the second went on
+    (path / "nonfinite").mkdir()
+    (path / "nonfinite/report.json").write_text(json.dumps({"step": step}))
   found = compare.compare(list(map(str, paths)))
-  training = {r.quantity: r.estimate for r in found.rows}["training"]
-  assert training.by_seed == pytest.approx((math.inf, 0.1)) and "diverged" in training.verdict
+  rows = {r.quantity: r.estimate for r in found.rows}
+  assert rows["training"].by_seed == pytest.approx((math.inf, 0.1))
+  assert {e.verdict for e in rows.values()} == {"missed: diverged"}
   assert any("1 steps without a finite loss" in note for note in found.notes)
   loss = {m.run.name: m.final_loss for m in found.members}
   assert math.isinf(loss["block_128-0"]) and math.isfinite(loss["block_128-1"])
   # A baseline that stopped is compared with nothing.
-  (base / "summary.json").unlink(missing_ok=True)
   (base / "nonfinite").mkdir()
   (base / "nonfinite/report.json").write_text(json.dumps({"step": STEPS + 1}))
   found = compare.compare(list(map(str, paths)))
   assert "block_128-1: bf16-1 diverged, not compared" in found.notes
 
 
-def test_the_final_loss_is_none_from_before_training(tmp_path):
+def test_losses_that_end_as_nan_are_divergence(tmp_path):
+  for count, is_lost in ((compare._LAST_STEPS, True), (compare._LAST_STEPS - 1, False)):
+    losses = [*BASE.tolist()[:-count], *["nan"] * count]
+    path = run_files.write_steps(tmp_path / str(count), losses, "bf16", 0)
+    assert compare.has_diverged(compare.files.read(path)) == is_lost
+
+
+def test_the_final_loss_is_not_that_of_before_training(tmp_path):
   path = run_files.write_steps(tmp_path / "a", BASE.tolist(), "bf16", 0)
   with open(tmp_path / "a" / "metrics.jsonl", "a") as f:
     f.write(json.dumps({"step": 0, "heldout/main/bf16/loss": 9.0}) + "\n")
   other = run_files.write_steps(tmp_path / "b", BASE.tolist(), "block_128", 0)
   members = compare.compare([path, other]).members
   assert members[0].run.heldout and members[0].final_loss == members[1].final_loss < 3
+
+
+def test_an_arm_keeps_its_colour_and_shares_it_with_none_of_a_picture():
+  arms = [f"block_128(accumulate={n})" for n in range(16, 256, 16)]  # fewer than there are colours
+  assert len(set(palette.of_arms(arms).values())) == len(arms)
+  alone = {arm: palette.of_arms([arm, "bf16"])[arm] for arm in arms}
+  assert alone == {arm: palette.of_arms([arm])[arm] for arm in arms}
+  assert palette.of_arms(["bf16"])["bf16"] == "#000000"
 
 
 def test_cost_of_equal_loss_is_where_the_running_mean_crosses(tmp_path):

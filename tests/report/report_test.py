@@ -190,6 +190,35 @@ def of_comparison(tmp_path):
   return {name: getattr(compare_charts, name)(found) for name in names}
 
 
+def test_alarms_say_what_was_done_about_them(tmp_path):
+  """k looks may pass before a policy acts; a new ring of the alarm is a row of its own."""
+  pytest.importorskip("altair")
+  from fp8jax.report import run_report
+
+  def alarm(step, place, statistic):
+    return files.Event(step, "alarm", place, f"{statistic} 3, above 2. Try: less")
+
+  actions = [
+    files.Event(6, "action", "layers/3/mlp/up", "switch_recipe(to='bf16', k=3): has 'bf16' now"),
+    files.Event(4, "action", "layers/.*", "refresh(every=2): scales begin anew"),
+    files.Event(9, "action", "layers/.*", "refresh(alarm='snr_db'): scales begin anew"),
+  ]
+  alarms = [
+    alarm(2, "layers/3/mlp/up/x", "snr_db"), alarm(8, "layers/3/mlp/up/x", "snr_db"),
+    alarm(2, "layers/3/mlp/up/w", "underflow"), alarm(2, "head/x", "snr_db"),
+  ]  # fmt: skip
+  switched, refreshed = (f"step {e.step}: {e.text}" for e in (actions[0], actions[2]))
+  done = [run_report._done_about(e, alarms, actions) for e in alarms]
+  assert done == [switched, refreshed, switched, "nothing"]
+
+
+def test_a_damaged_list_of_sites_is_named(tmp_path):
+  run_files.write_run(tmp_path, steps=4, looks=2, layers=3)
+  (tmp_path / "sites.json").write_text('[{"site": ')
+  with pytest.raises(UserError, match="sites.json is not JSON.*delete it"):
+    files.read(str(tmp_path))
+
+
 GOLDEN = [(of_run, "report"), (of_sensitivity, "sensitivity"), (of_comparison, "compare")]
 
 

@@ -264,6 +264,15 @@ def test_out_of_memory_ends_in_one_line_with_the_command_that_explains_it(
   assert f"{command};" in line
 
 
+def test_out_of_memory_in_a_notebook_is_one_error(tmp_path, monkeypatch):
+  def too_much(*args):
+    jnp.zeros(2**46, jnp.int8).block_until_ready()  # 64 TiB
+
+  monkeypatch.setattr(train, "run", too_much)
+  with pytest.raises(UserError, match="out of memory: .*the same call with the job 'memory'"):
+    dispatch.call("train", debug.get_config("bf16"), base.get_config(), str(tmp_path))
+
+
 # --- MFU -----------------------------------------------------------------------------------------
 
 

@@ -208,7 +208,8 @@ def test_processes_continue_with_disjoint_halves_of_the_batch(two, prepared):
 
 @pytest.mark.slow
 def test_positions_of_two_processes_do_not_serve_one(launch, two):
-  ((_, error),) = launch(two.workdir, 1).finish(code=1)
+  more = (f"--config.steps={STEPS + 2}", "--config.checkpoint.accept_changes=('steps',)")
+  ((_, error),) = launch(two.workdir, 1, *more).finish(code=1)
   assert f"the data were read differently until step {STEPS}" in error
   assert "Traceback" not in error
 

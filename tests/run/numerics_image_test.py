@@ -1,6 +1,7 @@
 """Images of numerics in TensorBoard, and the adapter of trackers with a stand-in."""
 
 import json
+import shutil
 import struct
 import sys
 import types
@@ -49,14 +50,17 @@ def test_colours_of_an_image_are_places_on_the_ramp():
 
 
 def test_tracker_gives_weights_and_biases_an_id_to_resume_by(monkeypatch, tmp_path):
-  """Its resume="allow" without an id begins a new run."""
+  """Its resume="allow" without an id begins a new run; a folder that was deleted is a new run."""
   given = []
   wandb = types.SimpleNamespace(init=lambda **how: given.append(how))
   monkeypatch.setitem(sys.modules, "wandb", wandb)
-  for workdir in (tmp_path / "a", f"{tmp_path}/a/", tmp_path / "b"):
-    tracker.Tracker("wandb", str(workdir), {})
+  for name in ("a", "a/", "b", "a"):
+    if len(given) == 3:
+      shutil.rmtree(tmp_path / "a")
+    tracker.Tracker("wandb", f"{tmp_path}/{name}", {})
   ids = [how["id"] for how in given]
-  assert ids[0] == ids[1] != ids[2] and all(how["resume"] == "allow" for how in given)
+  assert ids[0] == ids[1] and len(set(ids)) == 3
+  assert all(how["resume"] == "allow" for how in given)
 
 
 def test_tracker_sends_the_numbers_of_each_row(monkeypatch):

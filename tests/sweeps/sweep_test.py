@@ -134,6 +134,8 @@ def test_workdirs_are_named_by_what_differs(folder):
   assert command_line.with_changes("r/{changes}", argv[:2]) == "r/unchanged"
   argv = ["launch.py", "--config=c.py:bf16", "--config.b", "2", "--config.optim.a=x"]
   assert command_line.with_changes("r/{changes}", argv) == "r/bf16-b=2-optim.a=x"
+  argv = ["launch.py", "--config.a", "--noconfig.b", "--config.seed=1", "--config.c"]
+  assert command_line.with_changes("r/{changes}", argv) == "r/a=True-b=False-c=True-seed=1"
 
 
 def test_single_losses_that_are_not_finite_are_no_divergence():

@@ -96,10 +96,7 @@ def _side(value: Any, role: str) -> list[Any]:
 
 
 def _is_message(value: Any) -> bool:
-  if not isinstance(value, Mapping):
-    return False
-  has_keys = any(set(value) >= {*keys} for keys in (_KEYS, _GPT_KEYS))
-  return has_keys or value.get("role") in ROLES  # calls of tools have no content
+  return isinstance(value, Mapping) and value.get("role", value.get("from")) in ROLES
 
 
 def _decoded(value: Any) -> Any:

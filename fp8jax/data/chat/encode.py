@@ -63,11 +63,13 @@ class Encoder:
     Raises:
       UserError: the template refuses the conversation.
     """
-    made = render(self.template, record["messages"], record.get("tools"), self._is_token)
+    made = render(self.template, record["messages"], record.get("tools"), self._is_special)
     return [self.encode(one) for one in made]
 
-  def _is_token(self, text: str) -> bool:
-    return self.tokenizer.token_id(text) is not None
+  def _is_special(self, text: str) -> bool:
+    """Whether a text is special tokens, which `decode` leaves out, and white space."""
+    ids = self.tokenizer.encode_prompt(text, add_special_tokens=False)
+    return bool(text.strip()) and not self.tokenizer.decode(ids).strip()
 
   def encode(self, rendered: Rendered) -> Sample:
     """Tokenizes a text once; marks the tokens whose characters all lie in a span."""
@@ -84,7 +86,7 @@ def render(
   template: ChatTemplate,
   messages: Sequence[Mapping[str, Any]],
   tools: Sequence[Mapping[str, Any]] | None = None,
-  is_token: Callable[[str], bool] = lambda text: False,
+  is_special: Callable[[str], bool] = lambda text: False,
 ) -> list[Rendered]:
   """The texts of a conversation: one, or one per turn of the assistant.
 
@@ -92,7 +94,7 @@ def render(
   and not trained.
 
   Args:
-    is_token: whether a text is one token, as an end of turn is.
+    is_special: whether a text is special tokens alone, as an end of turn is.
 
   Raises:
     UserError: the template refuses the conversation, or does not say where a turn begins.
@@ -103,20 +105,20 @@ def render(
     return [Rendered(template.render(messages, tools=tools), ())]
   upto = {i: template.render(messages[: i + 1], tools=tools) for i in turns}
   whole = upto[turns[-1]]
-  spans = {i: _turn(template, messages[: i + 1], upto[i], tools, is_token) for i in turns}
+  spans = {i: _turn(template, messages[: i + 1], upto[i], tools, is_special) for i in turns}
   if all(whole.startswith(text) for text in upto.values()):
     return [Rendered(whole, tuple(span for i in turns for span in spans[i]))]
   return [Rendered(upto[i], spans[i]) for i in turns]
 
 
-def _turn(template: ChatTemplate, messages, text: str, tools, is_token) -> tuple[Span, ...]:
+def _turn(template: ChatTemplate, messages, text: str, tools, is_special) -> tuple[Span, ...]:
   """The trained spans of the last message in `text`, the rendered messages."""
   if template.has_generation:
     before = template.render(messages[:-1], tools=tools)
     start = len(os.path.commonprefix([before, text]))
     _, spans = template.render_marked(messages, tools)
     spans = [span for span in spans if span[0] >= start]
-    if spans and is_token(text[spans[-1][1] :].strip()):
+    if spans and is_special(text[spans[-1][1] :]):
       spans[-1] = (spans[-1][0], len(text.rstrip()))
     return tuple(spans)
   prompt = template.render(messages[:-1], add_generation_prompt=True, tools=tools)
