@@ -133,8 +133,12 @@ class Steering:
     return policy is not None and self._good(policy, step, saved) is not None
 
   def _good(self, policy, step: int, saved: checkpoint.Checkpoints) -> int | None:
-    """The newest checkpoint from before the batches that are left out, if one may be taken."""
-    good = [s for s in saved.steps() if s <= step - policy.skip]
+    """The newest checkpoint from before the batches that are left out, if one may be taken.
+
+    Those of interruptions are passed over: a run that was not interrupted has none.
+    """
+    every = self.plan.checkpoint.every
+    good = [s for s in saved.steps() if s <= step - policy.skip and s % every == 0]
     return good[-1] if good and len(self.memory.undone) < policy.most else None
 
   def roll_back(self, step: int, loss: float, to: int, saved: dict[str, Any] | None):

@@ -104,7 +104,9 @@ class _Run:
     self.iterator = loader.train_batches(
       plan.data, self.spread.local_batch, self.spread.shard, self.counts
     )
-    self.checkpoints = checkpoint.Checkpoints(workdir, plan.checkpoint.keep)
+    rolls_back = control.roll_back(plan.precision.policy) is not None
+    every = plan.checkpoint.every if rolls_back else 0
+    self.checkpoints = checkpoint.Checkpoints(workdir, plan.checkpoint.keep, every)
     self.weights_dtype = "bfloat16"
     self.evaluations: dict[str, Any] = {}
     self.sites: dict[bool, Any] = {}  # quiet and loud ones of the present phase

@@ -20,6 +20,7 @@ import grain
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
 
 from fp8jax.errors import UserError, one_line
 from fp8jax.quantization import amax_history
@@ -29,13 +30,39 @@ from fp8jax.step.state import State
 _LAYOUT = 4
 
 
+@dataclasses.dataclass
+class _OnSchedule(checkpoint_managers.PreservationPolicy):
+  """Keeps the newest `keep` of every `every` steps, and the newest of all.
+
+  An interruption saves a checkpoint between them. It takes the place of none, so that a run that
+  was interrupted has the same checkpoints to go back to as one that was not.
+  """
+
+  keep: int
+  every: int
+
+  def should_preserve(self, checkpoints, *, context):
+    del context
+    steps = [c.step for c in checkpoints]
+    kept = {*[s for s in steps if s % self.every == 0][-self.keep :], *steps[-1:]}
+    return [s in kept for s in steps]
+
+
 class Checkpoints:
   """The checkpoints of a working directory."""
 
-  def __init__(self, workdir: str, keep: int = 2):
+  def __init__(self, workdir: str, keep: int = 2, every: int = 0):
+    """
+    Args:
+      keep: so many of the newest stay.
+      every: counts as `keep` those of every so many steps alone, see _OnSchedule; 0 counts all.
+    """
+    kept: Any = {"max_to_keep": keep}
+    if every:
+      kept = {"preservation_policy": _OnSchedule(keep, every)}
     self._manager = ocp.CheckpointManager(
       os.path.join(os.path.abspath(workdir), "checkpoints"),
-      options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
+      options=ocp.CheckpointManagerOptions(create=True, **kept),
       item_names=("params", "scaling_states", "rest", "data", "meta"),
     )
 

@@ -86,11 +86,9 @@ def test_stopped_around_an_action_a_run_goes_on_bit_for_bit(tmp_path, monkeypatc
     run_until(step, monkeypatch, broken, disturb, **changes)
   run(broken, disturb, **changes)
   assert losses(whole) == losses(broken)
-  if name == "roll back":  # it went back to the newest checkpoint, here of the interruption
-    assert [a[1] for a in actions(whole)] == [a[1] for a in actions(broken)] == ["loss"]
-  else:
-    assert actions(whole) == actions(broken) and len(actions(whole)) > 2
-    assert policy_memory(whole, steps) == policy_memory(broken, steps)
+  assert actions(whole) == actions(broken)
+  assert len(actions(whole)) > (0 if name == "roll back" else 2)
+  assert policy_memory(whole, steps) == policy_memory(broken, steps)
   plan = harness.text_plan(**changes)
   changed = train.restore.as_trained(plan, {"policy": policy_memory(whole, steps)})
   harness.assert_trees_equal(
