@@ -59,7 +59,7 @@ jax.tree_util.register_dataclass(update.UpdateArgs, ["step", "rate", "factor", "
   "moments,master,gradient",
   [
     pytest.param("coat", "float32", "float32", marks=pytest.mark.slow),
-    ("tensor_e4m3_e5m2", "f16", "e4m3"),
+    pytest.param("tensor_e4m3_e5m2", "f16", "e4m3", marks=pytest.mark.slow),
     ("bf16", "bf16_remainder", "e4m3"),
   ],
 )

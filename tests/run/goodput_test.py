@@ -52,6 +52,7 @@ def _traced_steps(path) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore:builtin type")  # of the trace's reader
+@pytest.mark.slow
 def test_a_killed_run_counts_its_repeated_steps_and_traces_its_window(tmp_path, monkeypatch):
   """A run of 6 steps with a checkpoint at 3 dies after step 5; its trace has the steps 2 and 3.
 

@@ -46,13 +46,14 @@ def _begin(runner):
 @pytest.mark.parametrize(
   "recipe, changes",
   [
-    pytest.param("bf16", {"optim.weight_decay": 0.0}, marks=pytest.mark.slow),
+    ("bf16", {"optim.weight_decay": 0.0}),
     # Two loops, one of sites that remember; a head of its own.
     pytest.param("tensor_delayed", {"precision.first_bf16": 1, "optim.moment_format": "fp8lm",
                         "model.preset": "untied"},
                  marks=pytest.mark.slow),
-    ("block_128", {"optim.moment_format": "coat", "optim.master_format": "bf16_remainder",
-                   "memory.save_layer_inputs": "e4m3_16"}),
+    pytest.param("block_128", {"optim.moment_format": "coat",
+                               "optim.master_format": "bf16_remainder",
+                               "memory.save_layer_inputs": "e4m3_16"}, marks=pytest.mark.slow),
     pytest.param("nvfp4_sr_rht", {"optim.optimizer": "lion", "optim.moment_format": "bf16"},
                  marks=pytest.mark.slow),
   ],
