@@ -210,9 +210,9 @@ def test_an_fp8_checkpoint_is_the_base_to_the_bit(tmp_path, rng, scale_dtype):
 def test_a_stage_keeps_the_codes_of_its_base_and_begins_adapters_where_there_are_none(
   tmp_path, rng
 ):
-  """The scales are powers of two, so that a base that is quantized anew has other codes."""
+  """The scales are no powers of two, so that a base that is quantized anew has other codes."""
   plan, console = _plan(**RANK), rich.console.Console(file=io.StringIO())
-  _write_fp8_folder(tmp_path, plan.model, rng, ml_dtypes.float8_e8m0fnu)
+  _write_fp8_folder(tmp_path, plan.model, rng, np.float32)
   runs = {}
   for name, own in (("adapted", plan), ("plain", _plan())):
     params, _ = hf_weights.load_params(str(tmp_path), own.model)
