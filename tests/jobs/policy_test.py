@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import types
 
 import harness
 import pytest
@@ -154,3 +155,10 @@ def test_roll_back_to_a_checkpoint_from_before_policies_leaves_batches_out():
   at_work.tell_undone(2)
   ((step, event),) = said
   assert step == 3 and "back to the checkpoint of step 2, batches 4, 5 are left out" in event.text
+
+
+def test_roll_back_passes_over_the_checkpoint_of_an_interruption():
+  plan = harness.text_plan(**POLICIES["roll back"])  # every 2 steps
+  at_work, saved = steering.Steering(plan, lambda *_: None), types.SimpleNamespace()
+  saved.steps = lambda: [0, 2, 3]
+  assert at_work.target(5, float("inf"), saved) == 2
