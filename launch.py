@@ -81,5 +81,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
-  command_line.answer(sys.argv, base.get_config)
+  command_line.answer(sys.argv)
   app.run(main, flags_parser=lambda argv: command_line.parse_flags(argv, base.get_config()))

@@ -10,8 +10,7 @@ import json
 import pathlib
 import re
 
-from configs import base
-from fp8jax.config import comments
+from fp8jax.config import registry
 from fp8jax.data.chat import encode
 from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.models.hf import fp8_formats
@@ -52,9 +51,11 @@ def recipes() -> str:
 
 
 def config_keys() -> str:
-  """Every key of configs/base.py with its default and its comments."""
-  found = comments.keys(base.get_config)
-  rows = [(f"`{key.name}`", f"`{key.default}`", key.meaning) for key in found]
+  """Every key with its default and its meaning."""
+  rows = [
+    (f"`{key.name}`", f"`{registry.shown_default(key)}`", key.meaning)
+    for key in registry.KEYS.values()
+  ]
   return _markdown(("key", "default", "meaning"), rows)
 
 

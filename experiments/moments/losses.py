@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from configs import smollm2_cpt  # noqa: E402
-from fp8jax.config import sections  # noqa: E402
+from fp8jax.config import resolve  # noqa: E402
 from fp8jax.optim import storage  # noqa: E402
 from fp8jax.sweeps import run as sweep  # noqa: E402
 
@@ -76,7 +76,7 @@ def _bytes(resolved: dict) -> float:
   """Master, gradient and moments of a large matrix."""
   c = smollm2_cpt.get_config()
   c.update_from_flattened_dict({k: v for k, v in resolved.items() if k.startswith("optim.")})
-  return sum(sections.read_optim(c).bytes_per_parameter().values())
+  return sum(resolve.read_optim(c, c.steps).bytes_per_parameter().values())
 
 
 def main(argv):

@@ -2,7 +2,7 @@
 
 import re
 
-from fp8jax.step.config import Alarm
+from fp8jax.step.settings import Alarm
 
 # The quantities that a rule may test, with the advice when it fires.
 ADVICE = {

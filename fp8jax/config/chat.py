@@ -53,7 +53,6 @@ def read(c: Any, tokenizer: str, problems: ConfigErrors) -> data_config.ChatConf
       f"data.on_long={d.on_long!r} says nothing of a conversation longer than seq_len; choose "
       "'error', 'skip' (counted) or 'truncate' (its end is cut off)"
     )
-  problems.one_of("data.on_untrained", d.on_untrained, samples.UNTRAINED_POLICIES)
   problems.check(
     d.samples_per_step > 0,
     f"data.samples_per_step={d.samples_per_step} with conversations; set the samples of an "

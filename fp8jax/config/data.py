@@ -18,7 +18,6 @@ def spec(c: Any, vocab_size: int | None, problems: ConfigErrors) -> data_config.
     vocab_size: the model's, or None if there is no model to fit.
     problems: what is wrong is added here.
   """
-  problems.one_of("data.on_malformed", c.data.on_malformed, tokenize.POLICIES)
   is_chat = chat_checks.has_chats(c)
   if not is_chat:
     problems.one_of("data.on_long", c.data.on_long, tokenize.LONG_POLICIES)
@@ -55,6 +54,8 @@ def spec(c: Any, vocab_size: int | None, problems: ConfigErrors) -> data_config.
     prefetch=c.data.prefetch,
     shuffle_windows=c.data.shuffle_windows,
     chat=chat_checks.read(c, tokenizer.path, problems) if is_chat else None,
+    chat_template=c.data.chat_template,
+    template_date=c.data.template_date,
   )
 
 

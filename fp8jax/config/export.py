@@ -8,11 +8,10 @@ from collections.abc import Collection
 from fp8jax.config.files import Config
 from fp8jax.errors import ConfigErrors
 from fp8jax.models import transformer
+from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.models.hf import fp8_export, fp8_formats, names
-from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site
-from fp8jax.step import config as step_config
-from fp8jax.step.config import EVAL_PRECISIONS
+from fp8jax.step.job_settings import Export
 from fp8jax.step.run_spec import RunSpec
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -21,13 +20,8 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def check(c: Config, problems: ConfigErrors):
   """The section `export` against itself and the files it names."""
   e = c.export
-  problems.one_of("export.dtype", e.dtype, ("auto", *hf_weights.DTYPES))
-  problems.one_of("export.format", e.format, fp8_export.FORMATS)
-  problems.one_of("export.strategy", e.strategy, fp8_formats.STRATEGIES)
-  problems.one_of("export.scale_fmt", e.scale_fmt, ("auto", *fp8_formats.SCALE_FMTS))
   problems.file("export.input_scales", e.input_scales, "write it with --job=calibrate")
   problems.file("export.gate_text", e.gate_text, "name a text file, or '' for held-out text")
-  problems.check(e.gate_tokens >= 1, f"export.gate_tokens={e.gate_tokens} must be at least 1")
   problems.check(e.max_kl > 0, f"export.max_kl={e.max_kl} must be positive, in nats per token")
   client = os.path.expanduser(e.client_python)
   problems.check(
@@ -60,7 +54,7 @@ def _check_fp8(e: Config, problems: ConfigErrors):
   )
 
 
-def fp8_format(e: step_config.ExportConfig) -> fp8_formats.Fp8Format | None:
+def fp8_format(e: Export) -> fp8_formats.Fp8Format | None:
   """The FP8 format of the section; None for none."""
   if e.format not in fp8_export.METHODS:
     return None

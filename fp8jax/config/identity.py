@@ -8,7 +8,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from fp8jax.config import registry
 from fp8jax.config.files import Config
+from fp8jax.keys import Affects
 from fp8jax.models import config as model_config
 from fp8jax.step.run_spec import RunSpec
 
@@ -57,16 +59,6 @@ def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]
   return {k: (old.get(k), new.get(k)) for k in keys if old.get(k) != new.get(k)}
 
 
-# Keys that may change between a run and its continuation without changing its result.
-_HARMLESS = (
-  "log.", "checkpoint.", "eval.", "export.", "prepare.", "mesh.", "sharding.", "kernels.",
-  "memory.remat_policy", "memory.save_gemm_inputs", "memory.loss_chunk", "memory.gpu_fraction",
-  "aot.topology",
-  "data.workers", "data.prefetch", "init.", "optim.on_nonfinite", "optim.in_backward", "calibrate.",
-  "precision.verify_fp8_gemms", "generate.", "sensitivity.",
-)  # fmt: skip
-
-
 def acceptable_changes(c: Config) -> set[str]:
   """Names for accept_changes: keys, also of sources that are gone, and the data's content."""
   gone = {k for k in c.checkpoint.accept_changes if str(k).startswith("data.sources.")}
@@ -76,4 +68,4 @@ def acceptable_changes(c: Config) -> set[str]:
 
 def refused_changes(changes: dict[str, Any], accepted) -> list[str]:
   """Those changed keys that alter the result of a resumed run and were not accepted."""
-  return [k for k in changes if not k.startswith(_HARMLESS) and k not in accepted]
+  return [k for k in changes if registry.affects(k) is Affects.RESULT and k not in accepted]

@@ -12,8 +12,8 @@ from fp8jax.recipe import policy as policy_lib
 from fp8jax.recipe import rules
 from fp8jax.recipe.policy import Policy
 from fp8jax.recipe.schedule import Precision
-from fp8jax.step.config import Alarm
 from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.settings import Alarm
 
 _EXAMPLE = "\"refresh(every=500, alarm='underflow')\" or {'kind': 'refresh', 'every': 500}"
 

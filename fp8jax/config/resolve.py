@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
 from fp8jax import axes, mesh
 from fp8jax import params as params_lib
-from fp8jax.config import alarms, checks, sections, tile_checks
+from fp8jax.config import alarms, checks, registry, tile_checks
 from fp8jax.config import chat as chat_checks
 from fp8jax.config import data as data_checks
 from fp8jax.config import export as export_checks
@@ -22,6 +23,8 @@ from fp8jax.config.files import Config
 from fp8jax.config.identity import acceptable_changes, flatten
 from fp8jax.data import config as data_config_lib
 from fp8jax.errors import ConfigError, ConfigErrors
+from fp8jax.evaluation.settings import Eval
+from fp8jax.generation.settings import Generate
 from fp8jax.kernels import choose
 from fp8jax.kernels.attention import api as attention_api
 from fp8jax.kernels.gemm import api as gemm_api
@@ -31,8 +34,8 @@ from fp8jax.models.hf import config as hf_config_lib
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import residuals, site
 from fp8jax.optim import factory as optim_build
-from fp8jax.optim import fused_adamw, groups, storage
-from fp8jax.step import config as step_config
+from fp8jax.optim import groups, storage
+from fp8jax.step import job_settings, settings
 from fp8jax.step.run_spec import RunSpec
 
 
@@ -91,21 +94,41 @@ def resolve(
 
   plan = RunSpec(
     model, declaration, run, recipes, optim, data, device, microbatch,
-    **sections.read(c, watched, steps), flat=flatten(c),
+    **_sections(c, watched, steps), flat=flatten(c),
   )  # fmt: skip
   _check_plan(plan, problems)
   problems.refuse()
   return plan
 
 
-def resolve_prepare(c: Config) -> tuple[data_config_lib.DataConfig, step_config.PrepareConfig]:
+def _sections(c: Config, watched: tuple[settings.Alarm, ...], steps: int) -> dict[str, Any]:
+  """The fields of RunSpec that need no device, model or file."""
+  log = dataclasses.replace(registry.section(c, settings.Log), alarms=watched)
+  typed = {
+    "init": settings.Init, "kernels": settings.Kernels, "loss_scale": settings.LossScale,
+    "eval": Eval, "checkpoint": settings.Checkpoint, "export": job_settings.Export,
+    "calibrate": job_settings.Calibrate, "generate": Generate,
+    "sensitivity": job_settings.Sensitivity,
+  }  # fmt: skip
+  return {name: registry.section(c, cls) for name, cls in typed.items()} | dict(
+    global_batch=c.global_batch,
+    grad_accum_steps=c.grad_accum_steps,
+    steps=steps,
+    seed=c.seed,
+    verify_fp8_gemms=c.precision.verify_fp8_gemms,
+    calibration=c.precision.calibration,
+    log=log,
+  )
+
+
+def resolve_prepare(c: Config) -> tuple[data_config_lib.DataConfig, job_settings.Prepare]:
   """The sources and the target of --job=prepare. Raises as `resolve`."""
   data = resolve_data(c)
   if data.chat is not None:
     raise ConfigError(
       ["--job=prepare writes documents; training reads conversations from the files themselves"]
     )
-  return data, step_config.PrepareConfig(**c.prepare)
+  return data, registry.section(c, job_settings.Prepare)
 
 
 def resolve_preview(c: Config) -> tuple[data_config_lib.DataConfig, int, int]:
@@ -127,25 +150,10 @@ def resolve_data(c: Config) -> data_config_lib.DataConfig:
   return data
 
 
-# Smallest value of every number that has one and that nobody else checks.
-_LEAST = {
-  "steps": 1, "global_batch": 1, "grad_accum_steps": 1, "seq_len": 1, "eval.tokens": 0,
-  "eval.batch": 1, "data.samples_per_step": 0, "data.epochs": 0, "optim.warmup_fraction": 0,
-  "eval.every": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "log.every": 1,
-  "log.tensor_stats_every": 0, "calibrate.batches": 1, "data.workers": 0, "data.prefetch": 0,
-  "data.shuffle_windows": 0, "prepare.shard_tokens": 1, "memory.loss_chunk": 1,
-  "memory.gpu_fraction": 0,
-  "export.fold_smooth_batches": 0, "prepare.processes": 0,
-  "log.profile_start": 0, "log.profile_steps": 0,
-}  # fmt: skip
-
-
 def _check_numbers(c: Config, problems: ConfigErrors):
   config_files.check_numbers(flatten(c), problems)
   problems.refuse()  # the other checks compute with these numbers
-  for key, least in _LEAST.items():
-    value = functools.reduce(getattr, key.split("."), c)
-    problems.check(value >= least, f"{key}={value} must be at least {least}")
+  problems.extend(registry.problems(c))
 
 
 def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigErrors):
@@ -217,19 +225,12 @@ def _check_folder(c: Config, model: model_config.ModelConfig):
   )
 
 
-_SIXTEEN_BITS = ("bfloat16", "float16")
-_COMPUTE = (*_SIXTEEN_BITS, "float32")
-
-
 def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors):
   compute = c.precision.compute_dtype
-  problems.one_of("precision.compute_dtype", compute, ("auto", *_COMPUTE))
   if compute == "auto":
     compute = choose.compute_dtype(device)
   if reason := choose.lacks_dtype(device, compute):
     problems.found.append(f"precision.compute_dtype={compute!r}: {reason}; use 'float32' or 'auto'")
-  problems.one_of("kernels.matmul", c.kernels.matmul, ("auto", *gemm_api.BACKENDS))
-  problems.one_of("memory.remat_policy", c.memory.remat_policy, model_config.REMAT)
   problems.check(
     c.memory.gpu_fraction <= 1, f"memory.gpu_fraction={c.memory.gpu_fraction} must be at most 1"
   )
@@ -238,16 +239,13 @@ def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors)
     "gate_up": c.memory.save_gate_up,
     "layer_inputs": c.memory.save_layer_inputs,
   }
-  for key, name in names.items():
-    problems.one_of(f"memory.save_{key}", name, tuple(residuals.QUANTS))
   inputs = {form.value: form for form in residuals.GemmInput}
-  problems.one_of("memory.save_gemm_inputs", c.memory.save_gemm_inputs, tuple(inputs))
   formats = residuals.ResidualFormats(
     **{k: residuals.QUANTS.get(name) for k, name in names.items()},
     gemm_inputs=inputs.get(c.memory.save_gemm_inputs, residuals.GemmInput.UNQUANTIZED),
   )
   return model_config.ComputeConfig(
-    jnp.dtype(compute if compute in _COMPUTE else "float32"),
+    jnp.dtype(compute if compute in settings.COMPUTE_DTYPES else "float32"),
     "xla", c.memory.remat_policy, formats, c.memory.loss_chunk, layout,
     c.precision.smooth_swiglu,
   )  # fmt: skip
@@ -256,7 +254,6 @@ def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors)
 def _with_attention(c: Config, run, model, microbatch: int, device, problems: ConfigErrors):
   """`run` with the attention that kernels.attention names or "auto" stands for."""
   wanted = c.kernels.attention
-  problems.one_of("kernels.attention", wanted, ("auto", *attention_api.BACKENDS))
   if wanted not in ("auto", *attention_api.BACKENDS):
     return run
   problem = attention_api.AttentionProblem(1, 128, 1, 1, 128, run.dtype.name, True, device)
@@ -275,10 +272,9 @@ def _check_sections(c: Config, problems: ConfigErrors):
   problems.extend(checks.lora_problems(c))
   problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
   export_checks.check(c, problems)
-  problems.extend(checks.generate_problems(sections.read_generate(c)))
+  problems.extend(checks.generate_problems(registry.section(c, Generate)))
   problems.extend(checks.sensitivity_problems(c.sensitivity))
   problems.extend(checks.calibrate_problems(c))
-  problems.one_of("log.tracker", c.log.tracker, ("", "trackio", "wandb"))
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, acceptable_changes(c))
   problems.check(
     c.data.heldout_fraction != 0 or c.eval.tokens == 0,
@@ -289,15 +285,16 @@ def _check_sections(c: Config, problems: ConfigErrors):
     "init.weights_only=True without init.workdir; name the run whose weights training starts from, "
     "or a Hugging Face folder as init.hf",
   )
-  problems.extend(checks.task_problems(c, sections.read_task_options(c)))
+  problems.extend(checks.task_problems(c, registry.section(c, Eval).options))
   names = c.eval.precisions
   if not isinstance(names, (tuple, list)) or not names:
     problems.found.append(
-      f"eval.precisions={names!r} names no forward pass; give some of {step_config.EVAL_PRECISIONS}"
+      f"eval.precisions={names!r} names no forward pass; give some of "
+      f"{model_config.EVAL_PRECISIONS}"
     )
     return
   for name in names:
-    problems.one_of("eval.precisions", name, step_config.EVAL_PRECISIONS)
+    problems.one_of("eval.precisions", name, model_config.EVAL_PRECISIONS)
 
 
 def _check_plan(plan: RunSpec, problems: ConfigErrors):
@@ -324,16 +321,20 @@ def _check_float16(plan: RunSpec, phase: int):
       )
 
 
+def read_optim(c: Config, steps: int) -> optim_build.OptimizerConfig:
+  """`optim` for a run of so many steps."""
+  optim = registry.section(c, optim_build.OptimizerConfig, steps=steps)
+  share = optim.warmup_fraction
+  return dataclasses.replace(optim, warmup_steps=int(share * steps)) if share else optim
+
+
 def _optim(c: Config, steps: int, problems: ConfigErrors) -> optim_build.OptimizerConfig:
-  optim = sections.read_optim(c, steps)
+  optim = read_optim(c, steps)
   share = c.optim.warmup_fraction
   problems.check(
     share <= 1, f"optim.warmup_fraction={share} must be a share of the steps, at most 1"
   )
   problems.extend(optim.problems())
-  for key, known in optim_build.CHOICES.items():
-    problems.one_of(f"optim.{key}", getattr(optim, key), known)
-  problems.one_of("kernels.optimizer", c.kernels.optimizer, fused_adamw.CHOICES)
   problems.extend(checks.layerwise_problems(c))
   return optim
 

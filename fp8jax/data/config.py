@@ -49,6 +49,7 @@ class DataConfig:
     shuffle_windows: windows per block that is shuffled; for prepared data any number shuffles the
       whole epoch. 0 keeps the windows in the order of the documents.
     chat: how the sources, all of them conversations, are trained on; None for documents.
+    chat_template, template_date: of prompts that are chats, see data.chat.template.ChatTemplate.
   """
 
   sources: Mapping[str, Mapping[str, Any]]
@@ -63,3 +64,5 @@ class DataConfig:
   prefetch: int = 2
   shuffle_windows: int = 0
   chat: ChatConfig | None = None
+  chat_template: str = ""
+  template_date: str = ""

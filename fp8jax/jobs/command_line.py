@@ -4,12 +4,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
 
 from absl import flags
 
-from fp8jax.config import comments, identity
 from fp8jax.config import files as config_files
+from fp8jax.config import identity, registry
 from fp8jax.errors import UserError, nearest, nearest_key
 
 NAMES = (
@@ -49,7 +48,7 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
       if key.startswith("config.") and key.removeprefix("config.") not in known:
         near = nearest_key(key.removeprefix("config."), known)
         hint = (
-          f"did you mean --config.{near}?" if near else "there is none like it, see configs/base.py"
+          f"did you mean --config.{near}?" if near else "there is none like it, see --help-config"
         )
         sys.exit(f"error: unknown key --{key}; {hint}")
     if "has no attribute 'get_config'" in str(e):
@@ -71,18 +70,17 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
     sys.exit(f"error: {where}: {type(e).__name__}: {e}")
 
 
-def answer(argv: list[str], get_config: Callable):
+def answer(argv: list[str]):
   """Prints what --explain KEY or --help-config asks for, and exits; returns without one of them.
 
   Args:
     argv: the command line.
-    get_config: of configs/base.py, whose comments are the text.
   """
   name = _value_of("explain", argv)
   if name is None and not {"--help-config", "--help_config"} & {*argv}:
     return
   try:
-    print(comments.explain((name or "").removeprefix("config."), get_config))
+    print(registry.explain((name or "").removeprefix("config.")))
   except UserError as e:
     sys.exit(f"error: {e}")
   sys.exit(0)

@@ -14,9 +14,9 @@ from fp8jax.evaluation import catalog, code_sandbox, report, store
 from fp8jax.evaluation import run as run_lib
 from fp8jax.evaluation.tasks import Item, Task
 from fp8jax.jobs import generator as generator_lib
+from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.run import checkpoint, provenance
 from fp8jax.step import run_spec
-from fp8jax.step.config import EVAL_PRECISIONS
 
 _RECIPE = EVAL_PRECISIONS[0]
 
@@ -55,7 +55,7 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
 def _asker(plan: run_spec.RunSpec, generator, needs_chat: bool) -> run_lib.Ask:
   """Writes prompts by the chat template (eval.chat, or the task's protocol), or as plain text."""
   tokenizer: Tokenizer = generator.tokenizer
-  of_data = (plan.generate.chat_template, plan.generate.template_date)
+  of_data = (plan.data.chat_template, plan.data.template_date)
   is_chat = plan.eval.chat or needs_chat
   template = generator_lib.chat_template(generator, *of_data) if is_chat else None
 
@@ -81,10 +81,10 @@ def _settings(plan: run_spec.RunSpec, where: dict[str, Any]) -> dict[str, Any]:
     config = json.dumps(saved.meta(where["step"])["config"], sort_keys=True)
     saved.close()
     weights = {"step": where["step"], "digest": hashlib.sha256(config.encode()).hexdigest()[:16]}
-  g, template = plan.generate, {}
-  if g.chat_template or g.template_date:  # else it is the tokenizer's own
-    with open(os.path.expanduser(g.chat_template) or os.devnull, "rb") as f:
-      template["template"] = hashlib.sha256(f.read() + g.template_date.encode()).hexdigest()[:16]
+  g, data, template = plan.generate, plan.data, {}
+  if data.chat_template or data.template_date:  # else it is the tokenizer's own
+    with open(os.path.expanduser(data.chat_template) or os.devnull, "rb") as f:
+      template["template"] = hashlib.sha256(f.read() + data.template_date.encode()).hexdigest()[:16]
   return {
     **weights,
     **template,

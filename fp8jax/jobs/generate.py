@@ -25,7 +25,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
   config = plan.generate
   records = read_prompts(config.prompts)
   generator, where = generator_lib.load(plan, workdir)
-  texts, prompts = _encoded(records, generator, config)
+  texts, prompts = _encoded(records, generator, plan.data)
   total = len(prompts) * config.num_samples
   log = console_lib.console(stderr=True)
   log.print(f"{startup.device_line(plan)}: {len(prompts)} prompts, {total} completions")
@@ -109,13 +109,13 @@ def _record(line: str, where: str) -> dict[str, Any]:
   return record
 
 
-def _encoded(records, generator, config) -> tuple[list[str], list[list[int]]]:
+def _encoded(records, generator, data) -> tuple[list[str], list[list[int]]]:
   """(what stands before each completion when it is shown, token ids)."""
   tokenizer: Tokenizer = generator.tokenizer
   is_chat = any("messages" in record for record in records)
   template = None
   if is_chat:
-    of_data = (config.chat_template, config.template_date)
+    of_data = (data.chat_template, data.template_date)
     template = generator_lib.chat_template(generator, *of_data)
   texts, prompts = [], []
   for record in records:

@@ -7,10 +7,10 @@ from fp8jax.data import config as data_config
 from fp8jax.data import pretokenize
 from fp8jax.errors import UserError
 from fp8jax.jobs.restore import folder_of
-from fp8jax.step import config as step_config
+from fp8jax.step.job_settings import Prepare
 
 
-def run(data: data_config.DataConfig, config: step_config.PrepareConfig, workdir: str):
+def run(data: data_config.DataConfig, config: Prepare, workdir: str):
   """Tokenizes every source into ArrayRecord files."""
   if jax.process_count() > 1:
     raise UserError("--job=prepare works in one process; leave the others out")

@@ -24,8 +24,8 @@ from fp8jax.ops import switch
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.run import calibration, provenance, sensitivity, sensitivity_records, sensitivity_rules
 from fp8jax.run.sensitivity import CHOOSE, HALVES, PARTS, REPORT, Measured, Study
-from fp8jax.step import config as step_config
 from fp8jax.step import run_spec
+from fp8jax.step.job_settings import Sensitivity
 
 _BOTH = PARTS[-1]
 _ON = (1.0, 1.0)
@@ -82,7 +82,7 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
   }
 
 
-def _stages(s: step_config.SensitivityConfig) -> list[step_config.SensitivityConfig]:
+def _stages(s: Sensitivity) -> list[Sensitivity]:
   """Parts of the work, each with those before it: results are written after each of them."""
   few = tuple(group for group in s.groups if group != "layers")
   parts = (((), 0), (few, 0), (few, s.top), (s.groups, s.top))

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from fp8jax import axes
+from fp8jax.keys import key, section
 from fp8jax.ops.attention import Implementation
 from fp8jax.ops.residuals import GemmInput, ResidualFormats
 
@@ -21,6 +22,8 @@ LARGEST = {
 }  # fmt: skip
 
 REMAT = ("none", "linears", "operands", "full")
+# Forward passes that an evaluation may take: the recipes of training, and 16 bits everywhere.
+EVAL_PRECISIONS = ("recipe", "bf16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,23 +49,22 @@ class RopeScaling:
   attention_factor: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+# fmt: off
+@section("model.lora")
 class Lora:
   """Low-rank adapters beside a frozen model (Hu et al. 2021, arXiv:2106.09685).
 
-  Attributes:
-    rank: r, columns of a and rows of b.
-    alpha: the adapter's product is multiplied by alpha / rank.
-    targets: regular expressions on whole names of linear layers, "attn/q", "mlp/.*".
-    base: storage of the frozen linear layers, a key of optim/storage.py FROZEN: "block_fp8" (E4M3
-      codes, one scale per 128x128) or "bf16". Embedding and head are BF16; norms and biases
-      float32.
+  Embedding and head of the frozen model are BF16; norms and biases float32.
   """
 
-  rank: int
-  alpha: float = 16.0
-  targets: tuple[str, ...] = ("attn/.*", "mlp/.*")
-  base: str = "block_fp8"
+  rank: int = key(0, "rank of the adapters; 0 trains every parameter instead")
+  alpha: float = key(16.0, "the adapter's product is multiplied by alpha / rank")
+  targets: tuple[str, ...] = key(("attn/.*", "mlp/.*"), "regular expressions on whole names of "
+    'linear layers: "attn/q", "mlp/.*"')
+  base: str = key("block_fp8", 'storage of the frozen linear layers: "block_fp8" (E4M3 codes with '
+    "a scale per 128x128, which block recipes multiply as they are; those of a checkpoint in FP8 "
+    'to the bit) or "bf16"')
+# fmt: on
 
 
 @dataclasses.dataclass(frozen=True)

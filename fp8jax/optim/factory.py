@@ -14,63 +14,63 @@ import optax
 
 from fp8jax import params as params_lib
 from fp8jax.kernels.adamw.reference import AdamWHparams
+from fp8jax.keys import EXECUTION, key, section
 from fp8jax.optim import adam, storage
 from fp8jax.params import Param
 
 SCHEDULES = ("wsd", "cosine", "constant")
-# Of the keys that name something.
-CHOICES = {
-  "optimizer": ("adam", "lion"),
-  "schedule": SCHEDULES,
-  "moment_format": tuple(storage.MOMENTS),
-  "master_format": tuple(storage.MASTERS),
-  "grad_format": tuple(storage.GRADIENTS),
-  "on_nonfinite": ("stop", "skip"),
-}
 
 
-@dataclasses.dataclass(frozen=True)
+# fmt: off
+@section("optim")
 class OptimizerConfig:
-  """AdamW, or Lion, and its learning rate.
+  """An optimizer, its learning rate and the formats of its state.
 
   Attributes:
-    optimizer: "adam", or "lion" (arXiv:2302.06675), which has one moment and needs a learning rate
-      three to ten times smaller.
-    moment_format, master_format, grad_format: names in storage.MOMENTS, storage.MASTERS and
-      storage.GRADIENTS. Norms and biases are float32.
-    schedule: "wsd": linear warm-up, constant, cosine from peak_lr to min_lr over the last
-      decay_steps (InfiR2's WSD with a cosine tail, arXiv:2509.22536); "cosine": warm-up, then
-      cosine to min_lr, reached one step after the last; "constant": warm-up, then peak_lr.
-    peak_lr, min_lr, warmup_steps, decay_steps, steps: its numbers, in steps.
-    b1, b2, eps: of Adam; b1 and b2 of Lion.
-    weight_decay: decoupled (Loshchilov & Hutter 2019, arXiv:1711.05101).
-    grad_clip_norm: global gradient norm, 0 for none.
-    in_backward: update every layer inside the backward pass, as soon as it has a gradient
-      (fp8jax/step/layerwise.py), instead of all parameters after it.
-    on_nonfinite: at a loss or gradient that is not finite: "stop", or "skip" the update.
-    clip_groups: (pattern, norm) of groups that are clipped on their own, see optim/groups.py.
-    lr_multipliers: (pattern, factor on the learning rate).
+    steps: of the whole run; no key of this section.
   """
 
-  optimizer: str
-  moment_format: str
-  master_format: str
-  grad_format: str
-  schedule: str
-  peak_lr: float
-  min_lr: float
-  warmup_steps: int
-  decay_steps: int
-  steps: int
-  b1: float
-  b2: float
-  eps: float
-  weight_decay: float
-  grad_clip_norm: float
-  in_backward: bool = False
-  on_nonfinite: str = "stop"
-  clip_groups: tuple[tuple[str, float], ...] = ()
-  lr_multipliers: tuple[tuple[str, float], ...] = ()
+  optimizer: str = key("adam", '"adam" (AdamW), or "lion" (arXiv:2302.06675), which has one moment '
+    "and needs a learning rate three to ten times smaller", choices=("adam", "lion"))
+  moment_format: str = key("float32", 'Storage format of the moments: "float32", or a name in '
+    'optim/storage.py: "coat" first (in experiments/moments the most exact in two bytes), or '
+    '"sqrt_v", "tensor_e4m3_e5m2", "e4m3_256", "fp8lm", "bf16", "bf16_sr". Norms and biases stay '
+    "float32.", choices=storage.MOMENTS)
+  master_format: str = key("float32", 'Master weights: "float32"; "bf16_sr", rounded '
+    'stochastically; "bf16_remainder", a float32 of which the BF16 half multiplies; "f16", scaled.',
+    choices=storage.MASTERS)
+  grad_format: str = key("float32", 'Gradients between backward pass and update: "float32", '
+    '"bf16_sr", or "e4m3".', choices=storage.GRADIENTS)
+  schedule: str = key("wsd", '"wsd": linear warm-up, peak_lr, cosine to min_lr over the last '
+    'decay_steps (arXiv:2509.22536); "cosine": warm-up, then cosine to min_lr, reached one step '
+    'after the last; "constant": warm-up, then peak_lr',
+    choices=SCHEDULES)
+  peak_lr: float = key(0.001, "largest learning rate, reached after the warm-up")
+  min_lr: float = key(0.0001, "where the tail ends: one step after the last")
+  warmup_steps: int = key(10, "linear from 0")
+  warmup_fraction: float = key(0.0, "> 0: of the steps, rounded down, instead of warmup_steps",
+    least=0)
+  decay_steps: int = key(20, "length of wsd's tail")
+  b1: float = key(0.9, "decay of the first moment per step")
+  b2: float = key(0.95, "decay of the second moment per step; Lion's second decay")
+  eps: float = key(1e-08, "added to the root of the second moment")
+  weight_decay: float = key(0.1, "decoupled (arXiv:1711.05101); not on norms and biases")
+  grad_clip_norm: float = key(1.0, "global gradient norm; 0 turns clipping off")
+  clip_groups: tuple[Any, ...] = key((), "Groups that are clipped by a norm of their own instead "
+    "(grad_clip_norm=0): (regular expression on parameters of a layer, largest norm), the first "
+    'that matches, e.g. (("layers/.*/attn/.*", 1.0), ("layers/.*", 2.0)). Parameters of no group '
+    "are not clipped.")
+  lr_multipliers: tuple[Any, ...] = key((), "(regular expression on parameters of a layer, factor "
+    "on their learning rate), the first that matches.")
+  in_backward: bool = key(False, "Update every layer inside the backward pass (LOMO, "
+    "arXiv:2306.09782), so that the gradients of one layer exist at a time. Needs grad_clip_norm "
+    '0, grad_accum_steps 1, remat_policy "full", grad_format "float32", on_nonfinite "stop" and '
+    "no loss scale.", affects=EXECUTION)
+  on_nonfinite: str = key("stop", "At a loss, gradient or GEMM operand with a NaN or infinity: "
+    '"stop", or "skip" the update and count. A dynamic loss scale is halved first, and stops at '
+    "the smallest scale, 2^-24.", choices=("stop", "skip"), affects=EXECUTION)
+  steps: int = 0
+  # fmt: on
 
   def problems(self) -> list[str]:
     """The problems of these numbers, in words."""

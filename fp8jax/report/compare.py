@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from fp8jax.config import registry
 from fp8jax.errors import UserError
+from fp8jax.keys import Affects
 from fp8jax.report import files
 from fp8jax.report.files import UNQUANTIZED, RunFiles
 
@@ -24,9 +26,6 @@ TOO_SHORT = "no verdict: too short"
 WINDOW, _WINDOW_SHARE = 32, 8
 # A run of which none of so many last steps has a finite loss has diverged.
 _LAST_STEPS = 8
-# Keys that no comparison is about.
-_APART = ("log.", "checkpoint.", "eval.", "export.", "prepare.", "calibrate.", "aot.", "seed",
-          "precision.verify_fp8_gemms")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +219,7 @@ def _differing(runs: Sequence[RunFiles]) -> dict[str, dict[str, Any]]:
 
 def _members(runs: Sequence[RunFiles], config: Mapping[str, Mapping[str, Any]]) -> list[Member]:
   """Arms by recipe, told apart further where another key of the precision differs within one."""
-  varied = [k for k in config if not k.startswith(_APART)]
+  varied = [k for k in config if k != "seed" and registry.affects(k) is not Affects.NOTHING]
   settings = [k for k in varied if not k.startswith(("precision.", "memory.", "kernels.", "mesh."))]
   members = []
   for run in runs:

@@ -11,7 +11,7 @@ from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import WHOLE
-from fp8jax.step.config import Alarm
+from fp8jax.step.settings import Alarm
 
 # Statistics with alarms only where one scale covers a whole axis: finer tiles contain outliers.
 _OF_OUTLIERS = ("kurtosis", "alignment")

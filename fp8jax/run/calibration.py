@@ -19,7 +19,7 @@ from fp8jax.quantization.tensor_stats import LOUD
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import CURRENT
 from fp8jax.run import nonfinite
-from fp8jax.step.config import CalibrateConfig
+from fp8jax.step.job_settings import Calibrate
 from fp8jax.step.run_spec import RunSpec
 
 FORMAT = "fp8jax calibration 1"
@@ -53,7 +53,7 @@ def run(plan: RunSpec, params, batches, *, step: int, fingerprint: str) -> dict[
   return {"format": FORMAT, "batches": count, "step": step, "data": fingerprint, "rows": rows}
 
 
-def _of_tensor(recipe: Recipe, tensor: str, statistics, c: CalibrateConfig) -> dict[str, Any]:
+def _of_tensor(recipe: Recipe, tensor: str, statistics, c: Calibrate) -> dict[str, Any]:
   summary, counts = tensor_stats.summary(statistics[:LOUD]), statistics[LOUD:]
   uses = recipe.uses()[tensor]
   row: dict[str, Any] = {"recipe": recipe.name, "amax": summary["amax"], "rms": summary["rms"]}

@@ -14,9 +14,9 @@ from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
+from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.step.config import EVAL_PRECISIONS
 from fp8jax.step.run_spec import RunSpec
 
 RECIPE, BF16 = EVAL_PRECISIONS

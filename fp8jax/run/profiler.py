@@ -9,13 +9,13 @@ import os
 import jax
 import rich.console
 
-from fp8jax.step import config as step_config
+from fp8jax.step.settings import Log
 
 
 class Profiler:
   """Traces log.profile_steps steps of a run; after a resumption the rest of them."""
 
-  def __init__(self, workdir: str, log: step_config.LogConfig, out: rich.console.Console):
+  def __init__(self, workdir: str, log: Log, out: rich.console.Console):
     self._folder, self._out, self._is_on = os.path.join(workdir, "profile"), out, False
     self._first, self._end = log.profile_start, log.profile_start + log.profile_steps
 

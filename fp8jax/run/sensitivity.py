@@ -32,11 +32,11 @@ from fp8jax.errors import UserError
 from fp8jax.evaluation import statistics
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
+from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.ops import residuals, switch
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.run.sensitivity_records import Records
-from fp8jax.step.config import EVAL_PRECISIONS
 from fp8jax.step.run_spec import RunSpec
 
 # Halves of the held-out windows: rules are chosen on one and reported on the other.

@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
+from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.recipe.schedule import Rules
 from fp8jax.run.sensitivity import Place
-from fp8jax.step.config import EVAL_PRECISIONS
 
 # Shares of FLOPs are sums of floats.
 _SLACK = 1e-9

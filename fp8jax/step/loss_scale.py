@@ -9,20 +9,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fp8jax.step.config import LossScaleConfig
+from fp8jax.step.settings import LossScale
 
 # A scale below or above is no help to any format.
 SMALLEST, LARGEST = 2.0**-24, 2.0**24
 
 
-def init(c: LossScaleConfig) -> dict[str, Any]:
+def init(c: LossScale) -> dict[str, Any]:
   """The state at the start: {} where the scale is not dynamic."""
   if c.kind == "none":
     return {}
   return {"scale": jnp.float32(c.start), "good_steps": jnp.zeros((), jnp.int32)}
 
 
-def update(state: dict[str, Any], is_finite, c: LossScaleConfig) -> dict[str, Any]:
+def update(state: dict[str, Any], is_finite, c: LossScale) -> dict[str, Any]:
   """The state after a step: halved if it overflowed, doubled after growth_interval that did not."""
   if not state:
     return {}

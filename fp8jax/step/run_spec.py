@@ -7,6 +7,8 @@ from typing import Any
 
 from fp8jax import params as params_lib
 from fp8jax.data import config as data_config_lib
+from fp8jax.evaluation.settings import Eval
+from fp8jax.generation.settings import Generate
 from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, transformer
 from fp8jax.models import config as model_config
@@ -15,8 +17,7 @@ from fp8jax.optim import factory as optim_build
 from fp8jax.optim import update
 from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import schedule
-from fp8jax.step import config as step_config
-from fp8jax.step import layerwise
+from fp8jax.step import job_settings, layerwise, settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +41,8 @@ class RunSpec:
     calibration: path of the table that delayed and static scales start from; "" for none.
     init, kernels, loss_scale, eval, checkpoint, log, export, calibrate, generate, sensitivity: the
       sections of that name.
-    flat: the configuration as plain values, {"optim.peak_lr": 1e-3, ...}: what provenance records
-      and a resumed run is compared by; nothing else reads it.
+    flat: the configuration as plain values, {"optim.peak_lr": 1e-3, ...}: recorded with every
+      result, and compared by a resumed run.
   """
 
   model: model_config.ModelConfig
@@ -58,16 +59,16 @@ class RunSpec:
   seed: int
   verify_fp8_gemms: bool
   calibration: str
-  init: step_config.InitConfig
-  kernels: step_config.KernelsConfig
-  loss_scale: step_config.LossScaleConfig
-  eval: step_config.EvalConfig
-  checkpoint: step_config.CheckpointConfig
-  log: step_config.LogConfig
-  export: step_config.ExportConfig
-  calibrate: step_config.CalibrateConfig
-  generate: step_config.GenerateConfig
-  sensitivity: step_config.SensitivityConfig
+  init: settings.Init
+  kernels: settings.Kernels
+  loss_scale: settings.LossScale
+  eval: Eval
+  checkpoint: settings.Checkpoint
+  log: settings.Log
+  export: job_settings.Export
+  calibrate: job_settings.Calibrate
+  generate: Generate
+  sensitivity: job_settings.Sensitivity
   flat: Mapping[str, Any] = dataclasses.field(repr=False)
 
   def phase(self, step: int) -> int:

@@ -23,7 +23,7 @@ from array_record.python import array_record_module
 
 from configs import base
 from fp8jax import mesh
-from fp8jax.config import identity, resolve, sections
+from fp8jax.config import identity, resolve
 from fp8jax.data import tokenize
 from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.kernels.choose import Device
@@ -213,6 +213,17 @@ def test_keys_are_those_of_base(name, arm):
     assert set(source) == set(base.source())
 
 
+def test_values_are_those_that_were_published(repository):
+  """A default that moves, or a key that a section loses, changes somebody's run."""
+  golden = json.loads((repository / "tests" / "golden" / "configs.json").read_text())
+  whole = golden.pop("whole")
+  assert identity.flatten(base.get_config()) == whole
+  for name, changes in golden.items():
+    path, _, arm = name.partition(":")
+    wanted = {k: v for k, v in whole.items() if k not in changes["without"]} | changes["changed"]
+    assert identity.flatten(_config(path, arm or None)) == wanted, name
+
+
 # What the traced step does not depend on: arms that differ in nothing else are built once.
 _UNTRACED = (
   "data", "init", "seed", "steps", "eval", "log", "checkpoint", "calibrate", "export", "diagnose",
@@ -392,7 +403,7 @@ def test_decay_continues_the_stable_phase_with_warm_up_0(name):
   whole, stable, decay = (_config(name, arm) for arm in (None, "stable", "decay"))
   assert (decay.init.workdir, decay.init.step) == (f"runs/{stem}_stable", stable.steps)
   assert (stable.steps, decay.steps, decay.optim.warmup_steps) == (35_000, 40_000, 0)
-  rates = [optim_build.schedule(sections.read_optim(c, c.steps)) for c in (whole, stable, decay)]
+  rates = [optim_build.schedule(resolve.read_optim(c, c.steps)) for c in (whole, stable, decay)]
   for step in (0, 2_500, 5_000, 34_999, 35_000, 37_500, 39_999):
     assert rates[0](step) == rates[1 if step < 35_000 else 2](step), step
   changed = identity.refused_changes(

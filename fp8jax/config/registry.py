@@ -1,0 +1,103 @@
+"""All keys of the configuration: the base configuration, keys by name, the text of --explain."""
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from fp8jax import keys
+from fp8jax.errors import UserError, nearest_key
+from fp8jax.evaluation.settings import Eval
+from fp8jax.generation.settings import Generate
+from fp8jax.keys import Affects, Key
+from fp8jax.models.config import Lora
+from fp8jax.optim.factory import OptimizerConfig
+from fp8jax.step import job_settings, settings
+
+SECTIONS: tuple[Any, ...] = (
+  settings.Run, settings.Init, settings.Model, Lora, settings.Precision, settings.Kernels,
+  settings.Memory, settings.Aot, settings.Data, OptimizerConfig, settings.LossScale, settings.Mesh,
+  settings.Sharding, Eval, settings.Checkpoint, settings.Log, job_settings.Export,
+  job_settings.Calibrate, job_settings.Sensitivity, job_settings.Prepare, Generate,
+)  # fmt: skip
+KEYS: dict[str, Key] = {one.name: one for section in SECTIONS for one in section.KEYS}
+
+
+def base() -> ConfigDict:
+  """A new configuration with every key at its default, locked: another key is an error."""
+  c = ConfigDict()
+  for name, one in KEYS.items():
+    *above, last = name.split(".")
+    node: Any = c
+    for part in above:
+      if part not in node:
+        node[part] = ConfigDict()
+      node = node[part]
+    value = one.default
+    if one.is_open:
+      value = ConfigDict(dict(value), type_safe=False)
+    node[last] = placeholder(one.type) if value is None else value
+  c.lock()
+  for name in (name for name, one in KEYS.items() if one.is_open):
+    at(c, name).unlock()  # the user's names
+  return c
+
+
+def at(c: Any, name: str) -> Any:
+  """The value, or the group, of a name such as "optim.peak_lr"."""
+  for part in name.split("."):
+    c = c[part]
+  return c
+
+
+def section(c: Any, cls: type, **others: Any) -> Any:
+  """A section of a configuration, typed; see keys.read."""
+  return keys.read(cls, at(c, cls.NAME) if cls.NAME else c, **others)  # pyright: ignore
+
+
+def problems(c: Any) -> list[str]:
+  """Values below their least or of no choice, in words; of a configuration with every key."""
+  return [
+    problem
+    for cls in SECTIONS
+    for problem in keys.problems(cls, at(c, cls.NAME) if cls.NAME else c)
+  ]
+
+
+def affects(name: str) -> Affects:
+  """The consequence of another value of a key, or of a name below one that is open.
+
+  A name that is no key is of the resolved model, or of the content of the data.
+  """
+  parts = name.split(".")
+  above = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+  return next((KEYS[one].affects for one in above if one in KEYS), Affects.RESULT)
+
+
+def explain(name: str) -> str:
+  """The text of --explain: a key, or every key of a section; "" is all of them.
+
+  Raises:
+    UserError: there is no such key; names the nearest.
+  """
+  found = [k for k in KEYS.values() if not name or f"{k.name}.".startswith(f"{name}.")]
+  # Names below a key that the user fills: data.sources.main.path.
+  found = found or [k for k in KEYS.values() if name.startswith(f"{k.name}.")]
+  if not found:
+    near = nearest_key(name, KEYS)
+    hint = f"did you mean {near}?" if near else "--help-config prints all keys"
+    raise UserError(f"{name!r} is no key of the configuration; {hint}")
+  return "\n".join(map(_text, found))
+
+
+def shown_default(one: Key) -> str:
+  """A default as a reader writes it: 1e-08, "auto", {}."""
+  value = dict(one.default) if isinstance(one.default, Mapping) else one.default
+  return repr(value).replace("'", '"')
+
+
+def _text(one: Key) -> str:
+  meaning = textwrap.fill(one.meaning, 96, initial_indent="    ", subsequent_indent="    ")
+  return f"{one.name} = {shown_default(one)}\n{meaning}"

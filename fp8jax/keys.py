@@ -1,0 +1,146 @@
+"""Keys of the configuration: each is declared once, in the section that owns it.
+
+A section is a frozen dataclass whose fields are keys. Type, default, meaning, bounds, what a change
+affects and whether a mapped sweep honours it stand in the declaration alone. configs/base.py,
+--explain, the guide's table, the checks of bounds, resuming, comparisons and sweeps derive from it.
+"""
+
+import dataclasses
+import enum
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from fp8jax.errors import ConfigErrors
+
+
+class Affects(enum.Enum):
+  """The consequence of another value of a key.
+
+  Attributes:
+    RESULT: other numbers. A resumed run refuses the change, and a comparison shows it.
+    EXECUTION: the same run in another way (devices, memory, speed, its start, which is over). A
+      resumed run takes the change, and a comparison shows it.
+    NOTHING: no training (reports, checkpoints, other jobs). Both ignore the change.
+  """
+
+  RESULT = enum.auto()
+  EXECUTION = enum.auto()
+  NOTHING = enum.auto()
+
+
+RESULT, EXECUTION, NOTHING = Affects
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+  """A key of the configuration.
+
+  Attributes:
+    name: "optim.peak_lr".
+    type: int, float, str, bool, tuple or dict; with `is_optional` None is a value, too.
+    default: of the base configuration.
+    meaning: for --explain and the guide, unit included.
+    least: the smallest number, or None.
+    choices: the values of a name, or None.
+    affects: what another value changes.
+    is_mapped: whether a mapped sweep honours the key; one that it does not must have its default.
+    is_open: whether the user adds names below it (data.sources).
+  """
+
+  name: str
+  type: type
+  default: Any
+  meaning: str
+  least: float | None
+  choices: tuple[str, ...] | None
+  affects: Affects
+  is_mapped: bool
+  is_open: bool
+  is_optional: bool
+
+
+def key(
+  default: Any,
+  meaning: str,
+  *,
+  least: float | None = None,
+  choices: Iterable[str] | None = None,
+  affects: Affects | None = None,
+  mapped: bool | None = None,
+  opened: bool = False,
+) -> Any:
+  """Declares a key as a field of a section; see Key.
+
+  Args:
+    affects, mapped: None takes the section's.
+  """
+  facts = dict(meaning=meaning, least=least, choices=choices and tuple(choices), affects=affects,
+               is_mapped=mapped, is_open=opened)  # fmt: skip
+  if isinstance(default, dict):
+    return dataclasses.field(default_factory=lambda: dict(default), metadata=facts)
+  return dataclasses.field(default=default, metadata=facts)
+
+
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(key,))
+def section(name: str, affects: Affects = RESULT, mapped: bool = False) -> Callable[[type], type]:
+  """Makes a class a section of the configuration.
+
+  Args:
+    name: "optim"; "" for keys of no section.
+    affects, mapped: of the keys that do not say.
+  """
+
+  def make(cls: type) -> type:
+    made = dataclasses.dataclass(frozen=True)(cls)
+    prefix, annotations = f"{name}." * bool(name), typing.get_type_hints(made)
+    made.NAME = name  # pyright: ignore  (a class attribute)
+    made.KEYS = tuple(  # pyright: ignore
+      _key(f"{prefix}{field.name}", field, annotations[field.name], affects, mapped)
+      for field in dataclasses.fields(made)
+      if "meaning" in field.metadata
+    )
+    return made
+
+  return make
+
+
+def _key(name: str, field: dataclasses.Field, annotation, affects: Affects, mapped: bool) -> Key:
+  facts = dict(field.metadata)
+  facts["affects"] = facts["affects"] or affects
+  facts["is_mapped"] = mapped if facts["is_mapped"] is None else facts["is_mapped"]
+  is_optional = isinstance(annotation, types.UnionType)
+  kind = typing.get_args(annotation)[0] if is_optional else annotation
+  kind = typing.get_origin(kind) or kind
+  is_made = field.default is dataclasses.MISSING
+  default = field.default_factory() if is_made else field.default  # pyright: ignore
+  return Key(name, kind, default, is_optional=is_optional, **facts)
+
+
+def read(cls: type, values: Mapping[str, Any], **others: Any) -> Any:
+  """A section from the values of its keys; lists, which JSON has, become tuples.
+
+  Args:
+    cls: the section.
+    values: at least its keys, by their last names.
+    others: fields that are no keys.
+  """
+  names = [k.name.rpartition(".")[2] for k in cls.KEYS]  # pyright: ignore
+  return cls(**{name: _as_tuple(values[name]) for name in names}, **others)
+
+
+def _as_tuple(value: Any) -> Any:
+  return tuple(map(_as_tuple, value)) if isinstance(value, (list, tuple)) else value
+
+
+def problems(cls: type, values: Mapping[str, Any]) -> list[str]:
+  """The values of a section that lie below their least or are none of their choices, in words."""
+  collected = ConfigErrors()
+  for one in cls.KEYS:  # pyright: ignore
+    value = values[one.name.rpartition(".")[2]]
+    if one.least is not None and value is not None:
+      collected.check(value >= one.least, f"{one.name}={value} must be at least {one.least}")
+    if one.choices is not None and value is not None:
+      collected.one_of(one.name, value, one.choices)
+  return collected.found

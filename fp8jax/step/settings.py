@@ -1,0 +1,282 @@
+"""Keys of the trainer, section by section: the run, its model, precision, memory, data and reports.
+
+The sections of jobs are in step/job_settings.py, generation/settings.py and evaluation/settings.py;
+optim's is in optim/settings.py. config/registry.py has all of them.
+"""
+
+import dataclasses
+from typing import Any
+
+from fp8jax.data import tokenize
+from fp8jax.data.chat import samples
+from fp8jax.kernels.attention import api as attention_api
+from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.keys import EXECUTION, NOTHING, RESULT, key, section
+from fp8jax.models import config as model_config
+from fp8jax.models import mlp_swiglu
+from fp8jax.ops import residuals
+from fp8jax.optim import fused_adamw
+
+COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
+_GEMM_INPUTS = tuple(form.value for form in residuals.GemmInput)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alarm:
+  """Fires where a statistic of a quantized tensor lies beyond a bound.
+
+  Attributes:
+    statistic: a key of config/alarms.py ADVICE.
+    relation: ">" or "<".
+    bound: in the statistic's unit (shares from 0 to 1, decibels, the tensor's own).
+    sites: regular expression on "layers/3/mlp/up/g", site and tensor.
+  """
+
+  statistic: str
+  relation: str
+  bound: float
+  sites: str = ".*"
+
+  def is_met_by(self, value: float) -> bool:
+    return value > self.bound if self.relation == ">" else value < self.bound
+
+
+# A table: a key a row, its meaning beside it.
+# fmt: off
+@section("")
+class Run:
+  """The run as a whole."""
+
+  seed: int = key(0, "of initial weights and of the order of documents")
+  steps: int = key(100, "optimizer steps in the whole run", least=1)
+  global_batch: int = key(8, "sequences per optimizer step, over all devices", least=1)
+  grad_accum_steps: int = key(1, "microbatches per step; global_batch / grad_accum_steps sequences "
+    "each", least=1)
+  seq_len: int = key(256, "positions per sequence (L)", least=1)
+
+
+@section("init", EXECUTION)
+class Init:
+  """The start of training."""
+
+  hf: str = key("", "Hugging Face folder with safetensors to start from, or an id of its hub "
+    '("Qwen/Qwen2.5-1.5B"), which is downloaded once; "" draws random weights.')
+  workdir: str = key("", "Workdir of another run to start from, while this one has no checkpoint: "
+    "with the whole state (weights, optimizer, scales, place in the data). "
+    "checkpoint.accept_changes must name what differs from its configuration.")
+  step: int = key(-1, "its checkpoint; -1 is the newest")
+  weights_only: bool = key(False, "Of init.workdir the weights alone: another stage, with its own "
+    "data, schedule and recipe, a fresh optimizer, and scales from its own first batch.")
+
+
+@section("model")
+class Model:
+  """The architecture: a preset and what replaces its fields."""
+
+  preset: str = key("debug", 'a name in models/presets.py, or "hf": read config.json of init.hf')
+  num_layers: int | None = key(None, "The following keys override the preset where they are not "
+    "None. N")
+  hidden_size: int | None = key(None, "D")
+  intermediate_size: int | None = key(None, "F")
+  num_heads: int | None = key(None, "H")
+  num_kv_heads: int | None = key(None, "G")
+  head_dim: int | None = key(None, "K")
+  vocab_size: int | None = key(None, "V")
+  max_positions: int | None = key(None, "longest context the weights are for")
+  rope_theta: float | None = key(None, "base of the rotary frequencies")
+  init_std: float | None = key(None, "of random weights")
+  mixers: tuple | None = key(None, "blocks of a layer, names in models/transformer.py's MIXERS")
+
+
+@section("precision")
+class Precision:
+  """Recipes of the linear layers."""
+
+  rules: tuple[Any, ...] = key((("head", "bf16"), ("layers/.*", "block_128")),
+    "Which recipe each linear layer gets: (regular expression on the whole site name, recipe "
+    'name), first match wins. Names are "head" and "layers/3/mlp/up" with the number of the '
+    "layer. A site that no rule covers and a rule that decides nothing are errors.")
+  first_bf16: int = key(0, "so many first layers in recipe bf16, whatever the rules say", least=0)
+  last_bf16: int = key(0, "so many last layers", least=0)
+  schedule: tuple[Any, ...] = key((), "Other rules from a step on: ((first step, rules), ...), "
+    'e.g. ((900, ((".*", "bf16"),)),).')
+  policy: tuple[Any, ...] = key((), "Changes that the run makes to itself "
+    "(experiments/guide/control.md), texts or mappings, e.g. (\"refresh(alarm='underflow')\", "
+    "\"switch_recipe(to='bf16', k=3, looks=5)\", \"roll_back(z=6.0)\").")
+  calibration: str = key("", "Table of --job=calibrate that delayed and static scales start from; "
+    '"" takes the ranges of the first batch. Resuming with another table (by content, not by '
+    'path) is refused; with "precision.calibration" in checkpoint.accept_changes, scales begin '
+    "anew from the table.")
+  smooth_swiglu: str = key("none", "Smooth-SwiGLU (arXiv:2409.12517): the input of mlp/down is "
+    "divided by the largest magnitude of its linear branch, which comes back in down's weight "
+    '("channel") or output ("token"). Against outliers late in long runs (log.alarms warns); '
+    "SwiGLU is then written in the compute dtype.", choices=mlp_swiglu.FORMS)
+  verify_fp8_gemms: bool = key(True, "Inspect the step before it runs and stop if a GEMM is wider "
+    "than its recipe says: on a GPU the very executable that then runs, on the CPU the program "
+    "handed to XLA.", affects=NOTHING)
+  compute_dtype: str = key("auto", "dtype of activations and of operands that no recipe narrows: "
+    '"bfloat16", "float32", "float16" (with loss_scale.kind="dynamic"; not on the Hopper '
+    'kernels), or "auto": bfloat16 on GPUs since Ampere, float32 on older ones, which have no '
+    "BF16 units, and on the CPU (where XLA's bfloat16 is several times slower).",
+    choices=("auto", *COMPUTE_DTYPES))
+
+
+@section("kernels", EXECUTION)
+class Kernels:
+  """Backends asked for by name or by "auto"; kernels/choose.py decides."""
+
+  matmul: str = key("auto", 'FP8 GEMM: "auto" or one of kernels/gemm. On a GPU "auto" never '
+    'emulates; "reference" does.', choices=("auto", *gemm_api.BACKENDS))
+  attention: str = key("auto", '"xla", "cudnn" (GPUs since Ampere, 16-bit activations; isolates '
+    'documents by an L x L bias), "tokamax" (Hopper, 16-bit activations, extra `attention`; no '
+    'such bias), or "auto": cudnn on a GPU, with isolated documents tokamax, else xla. A bias '
+    "above 256 MiB must be asked for by name.", choices=("auto", *attention_api.BACKENDS))
+  optimizer: str = key("xla", "AdamW's update: \"xla\", \"mosaic_sm90\" (one pass over gradient, "
+    'master and moments, in place; an error where a matrix cannot be moved by it), or "auto" '
+    "(mosaic_sm90 where it can). The default changes after a measurement on a GPU.",
+    choices=fused_adamw.CHOICES)
+
+
+@section("memory", EXECUTION)
+class Memory:
+  """Residuals of the backward pass."""
+
+  remat_policy: str = key("none", 'Activations that the backward pass recomputes: "none"; '
+    '"linears" saves outputs of linear layers and of attention and recomputes norms, SwiGLU and '
+    'quantization; "operands" also saves the FP8 operands of save_gemm_inputs="quantized"; "full" '
+    "saves only the input of every layer.", choices=model_config.REMAT)
+  save_gemm_inputs: str = key("none", "Forms of the residuals (ops/residuals.py; bytes of each: "
+    'experiments/guide/memory.md). save_gemm_inputs: "none" saves the input x of a linear layer '
+    'unquantized, or the sources of its prologue; "quantized" saves the FP8 operand of the weight '
+    "gradient instead, as Transformer Engine does. Same numbers. Refused with "
+    'remat_policy="linears", which computes it again.', choices=_GEMM_INPUTS)
+  save_norm_inputs: str = key("none", 'The others: "none" (as differentiation has them), "bf16", '
+    '"e4m3_16" (groups of 16 channels, 1.06 bytes per element; COAT) or "e4m3_128" (1.01 bytes). '
+    "Compressed copies serve gradients alone. inputs of norms: the residual stream, twice per "
+    "layer", choices=residuals.QUANTS, affects=RESULT)
+  save_gate_up: str = key("none", "gate and up", choices=residuals.QUANTS, affects=RESULT)
+  save_layer_inputs: str = key("none", 'with remat_policy="full": the input of every layer',
+    choices=residuals.QUANTS, affects=RESULT)
+  loss_chunk: int = key(256, "positions per chunk of the cross-entropy", least=1)
+  gpu_fraction: float = key(0.0, "Share of a GPU's memory that JAX takes at its start "
+    "(XLA_PYTHON_CLIENT_MEM_FRACTION, which the environment may set instead); 0 leaves JAX's own, "
+    "0.75.", least=0)
+
+
+@section("aot", NOTHING)
+class Aot:
+  """Compilation for devices that are not here."""
+
+  topology: str = key("", '--job=memory compiles for these devices: "h200:8" is eight H200s, which '
+    'need not be here; "" is the devices at hand.')
+
+
+@section("data")
+class Data:
+  """Documents or conversations, and how they become windows."""
+
+  tokenizer: str = key("", '"bytes", a tokenizer.json, a Hugging Face folder or an id of its hub; '
+    "\"\" takes init.hf's, or bytes without one.")
+  eos: str = key("", "token that ends a document; \"\" takes the tokenizer folder's eos_token")
+  sources: dict[str, Any] = key({}, "name -> source, made by configs.base.source()", opened=True)
+  heldout_fraction: float = key(0.1, "fraction of documents never trained on, chosen by a hash of "
+    "their text")
+  cross_document: bool = key(False, "may attention cross document boundaries inside a window?")
+  on_malformed: str = key("error", "Bad UTF-8, broken JSON, missing field, empty; of conversations "
+    'unknown roles and empty answers: "error" or "skip".', choices=tokenize.POLICIES)
+  on_long: str = key("split", 'Longer than a window: documents "split" over windows, "error" or '
+    '"skip"; samples of conversations "error", "skip" or "truncate", which cuts their end off.')
+  shuffle_windows: int = key(1024, "Windows per block that is shuffled, so that the windows of one "
+    "long document do not fill whole batches; prepared sources are shuffled over the whole epoch, "
+    "whatever the number. A block of every source is held in memory (12 bytes per token) and read "
+    "again on resume. 0: in the order of the documents.", least=0)
+  workers: int = key(0, "worker processes per source; 0 tokenizes in threads",
+    least=0, affects=EXECUTION)
+  prefetch: int = key(2, "batches held ready", least=0, affects=EXECUTION)
+  chat_template: str = key("", "For conversations, supervised fine-tuning (source(chat=...)). A "
+    ".jinja file; \"\" takes the chat template of the tokenizer's folder.")
+  template_date: str = key("", "date that a template writes as today's, YYYY-MM-DD")
+  samples_per_step: int = key(0, "Samples per optimizer step, over all devices, packed into "
+    "global_batch windows of seq_len.", least=0)
+  epochs: float = key(0.0, "Passes over the samples; > 0 replaces steps by epochs x samples / "
+    "samples_per_step, rounded down.", least=0)
+  on_untrained: str = key("error", 'samples without a trained token: "error" or "skip"',
+    choices=samples.UNTRAINED_POLICIES)
+
+
+@section("loss_scale")
+class LossScale:
+  """Loss scaling (Micikevicius et al. 2017, arXiv:1710.03740 §3.2): a factor on the loss and its
+  inverse on the gradients, so that small ones do not underflow.
+  """
+
+  kind: str = key("none", '"none", or "dynamic": halve at a non-finite gradient, double after so '
+    'many good steps. For precision.compute_dtype="float16"; bfloat16 and float32 gradients and '
+    "FP8 scales need none.", choices=("none", "dynamic"))
+  start: float = key(256.0, "scale of the first step")
+  growth_interval: int = key(2000, "good steps before it doubles", least=1)
+
+
+@section("mesh", EXECUTION)
+class Mesh:
+  """Devices per axis; one may be -1: the devices that are left. All 1: one device, also of a larger
+  machine.
+  """
+
+  data: int = key(1, "copies of the model")
+  fsdp: int = key(-1, "shards of parameters and optimizer state that are gathered for use")
+  tensor: int = key(1, "shards of heads, feed-forward and vocabulary")
+
+
+@section("sharding", EXECUTION)
+class Sharding:
+  """Mesh axes of the dimensions."""
+
+  weights: dict[str, Any] = key(
+    {"D": "fsdp", "F": "tensor", "H": "tensor", "G": "tensor", "V": "tensor"},
+    "mesh axes that split each dimension of the weights: letter -> axes, see axes.py for the "
+    "letters", opened=True)
+  acts: dict[str, Any] = key(
+    {"B": ("data", "fsdp"), "F": "tensor", "H": "tensor", "G": "tensor", "V": "tensor"},
+    "mesh axes that split each dimension of the activations: letter -> axes, see axes.py",
+    opened=True)
+
+
+@section("checkpoint", NOTHING)
+class Checkpoint:
+  """When a run is saved, and which changes a resumed run accepts."""
+
+  every: int = key(50, "steps; 0: only at the end and on interruption", least=0)
+  keep: int = key(2, "newest checkpoints to keep", least=1)
+  accept_changes: tuple[str, ...] = key((), "Keys whose change a resumed run may accept although "
+    'they alter the result, e.g. ("optim.peak_lr",).')
+
+
+@section("log", NOTHING)
+class Log:
+  """The reports of a run."""
+
+  every: int = key(10, "steps between lines where there is no terminal", least=1)
+  tensorboard: bool = key(True, "write curves and heat maps to WORKDIR/tensorboard")
+  report: bool = key(True, "write WORKDIR/report.html at the end (extra `report`); --job=report at "
+    "any time")
+  tracker: str = key("", 'also to "trackio" or "wandb" (extra `track`), as they are set up',
+    choices=("", "trackio", "wandb"))
+  profile_steps: int = key(0, "WORKDIR/profile gets a trace of so many steps for XProf (`pip "
+    "install xprof; xprof --logdir=WORKDIR/profile`); 0: none.", least=0)
+  profile_start: int = key(10, "steps before the trace, in which programs are compiled", least=0)
+  tensor_stats_every: int = key(0, "Steps between looks at the ranges and rounding errors of every "
+    "tensor of every site; 0: never.", least=0)
+  alarms: tuple[Any, ...] = key(
+    (("saturation", ">", 0.01), ("underflow", ">", 0.3), ("snr_db", "<", 15.0),
+     ("alignment", ">", 0.9), ("kurtosis", ">", 1e4, ".*/mlp/down/x")),
+    "Rules of alarms, checked in steps of log.tensor_stats_every (none where that is 0): "
+    '(statistic, "<" or ">", bound[, regular expression on site/tensor]). Statistics: saturation '
+    "and underflow (shares), snr_db, amax, nonfinite; where a scale covers a whole axis, "
+    "kurtosis, and for x of mlp/down alignment, the largest |cosine| of the weights of gate and "
+    "up over its channels. Independent weights stay below 0.3; SmolLM2-135M has 0.5 to 0.86, and "
+    "0.96 in its first layer. A normal distribution has kurtosis 3, that input about 100 in most "
+    "of its layers, up to 2e5 in some; beyond 1e4 the largest is over 100 times the rms.")
+
+
+# fmt: on
