@@ -60,6 +60,7 @@ gpu-check:
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	JAX_PLATFORMS=cpu $(BIN)/python tests/guards.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 setup: $(VENV)/.ready

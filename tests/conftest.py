@@ -1,5 +1,6 @@
 """Eight fake CPU devices, warnings as errors, seeds from test names."""
 
+import json
 import os
 import pathlib
 import sys
@@ -50,6 +51,42 @@ _LONG = (
 def pytest_sessionstart():
   if ON_GPU and (kind := jax.devices()[0]).platform != "gpu":
     pytest.exit(f"FP8JAX_TEST_GPU=1 and there is no GPU: JAX computes on {kind.device_kind}", 1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+  """Notes the CPU time of a test, that of its processes included, with its last report."""
+  begin = sum(os.times()[:4])
+  item.user_properties.append(("cpu_begin", begin))
+  return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+  report = yield
+  if call.when == "teardown":
+    begin = dict(item.user_properties)["cpu_begin"]
+    report.user_properties = [("cpu_seconds", sum(os.times()[:4]) - begin)]
+  return report
+
+
+_cpu_seconds: dict[str, float] = {}  # of every test file, in the process that reports
+
+
+def pytest_runtest_logreport(report):
+  for name, value in report.user_properties:
+    if name == "cpu_seconds":
+      path = report.nodeid.partition("::")[0]
+      _cpu_seconds[path] = _cpu_seconds.get(path, 0.0) + value
+
+
+def pytest_sessionfinish(session):
+  """Leaves CPU seconds by file; tests/guards.py compares them with the budget."""
+  if "PYTEST_XDIST_WORKER" not in os.environ and _cpu_seconds:
+    folder = ROOT / ".pytest_cache"
+    folder.mkdir(exist_ok=True)
+    rounded = {name: round(seconds, 2) for name, seconds in sorted(_cpu_seconds.items())}
+    (folder / "cpu_seconds.json").write_text(json.dumps(rounded, indent=1) + "\n")
 
 
 def pytest_collection_modifyitems(items):
