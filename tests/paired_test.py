@@ -36,6 +36,8 @@ def test_interval_is_students(paired):
   mean, half = paired.interval([1.0, 2.0, 3.0])
   assert mean == 2.0 and half == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
   assert paired.interval([1.0])[1] == math.inf
+  # Of five intervals each has 99 %: the 99.5 % quantile is 9.92484.
+  assert paired.interval([1.0, 2.0, 3.0], 5)[1] == pytest.approx(9.92484 / math.sqrt(3), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,9 @@ def test_differences_pair_seeds_and_keep_forward_passes_apart(paired):
   runs["block_128", 2] = _run("block_128", 2, warm_up, 1.0, 1.0)  # has no baseline yet
   found = paired.differences(design, runs, "block_128")
   assert found["training"] == pytest.approx([1.0, 3.0])
+  # Four steps of training and a warm-up of three: the last quarter is the last step.
+  assert found["training, last quarter"] == pytest.approx([1.0, 3.0])
+  assert found["served, docs"] == pytest.approx([7.1, 7.1])
   assert found["rounding, docs"] == pytest.approx([5.0, 5.0])
   assert found["weights, docs"] == pytest.approx([2.0, 2.0])
 

@@ -76,7 +76,8 @@ def within_loss(order: Sequence[str], change: Callable[[Sequence[str]], float], 
   shortest.
 
   Args:
-    change: of the loss in percent, with so many sites in BF16 and the others as they are.
+    change: of the loss in percent, with so many sites in BF16 and the others as they are: the upper
+      end of its interval.
     most: budget in percent.
   """
   low, high = 0, len(order)  # all in BF16 changes nothing
