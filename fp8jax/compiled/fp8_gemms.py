@@ -181,7 +181,8 @@ def _padded(extent: int) -> int:
 
 
 def _is_emulated(gemm: Gemm) -> bool:
-  return any(quant is not None and quant.format.bits < 8 for quant in (gemm.lhs, gemm.rhs))
+  formats = [quant.format for quant in (gemm.lhs, gemm.rhs) if quant is not None]
+  return any(format.bits < 8 * format.dtype.itemsize for format in formats)
 
 
 # --- the comparison ------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ _CALLED = re.compile(
 )
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _SCOPE = re.compile(r"(?:^|[/(])((?:layers/(?:[^/:()]+/)*)?[^/:()]+):(fwd|dgrad|wgrad)(?=[/)]|$)")
+_NARROW = ("f8e", "s8[")  # dtypes of low-bit operands
 _RECOMPUTED = "rematted_computation"  # jax.checkpoint's scope
 _CUBLAS = {
   "__cublas$lt$matmul$f8": "cuBLASLt FP8",
@@ -197,12 +198,12 @@ class _Program:
       work = math.prod(_extents(i.shape)) * depth
     else:
       # A kernel of ours: of its FP8 operands, both contraction-last; scales are none.
-      shapes = [s for s in shapes if s.startswith("f8e") and len(_extents(s)) > 1][:2]
+      shapes = [s for s in shapes if s.startswith(_NARROW) and len(_extents(s)) > 1][:2]
       if len(shapes) < 2:
         return None
       depth, accumulate = _extents(shapes[1])[-1], ""
       work = math.prod(_extents(shapes[0])) * _extents(shapes[1])[-2]
-    is_fp8, why = all(s.startswith("f8e") for s in shapes), ""
+    is_fp8, why = all(s.startswith(_NARROW) for s in shapes), ""
     kernel = _CUBLAS.get(target, target)
     if i.opcode == "dot":
       kernel = "dot"

@@ -8,7 +8,7 @@ instead of solved, since FP8 is no uniform grid. On the host, in float64.
 
 import numpy as np
 
-from fp8jax.quantization import quantize
+from fp8jax.quantization import quantize, rounding
 from fp8jax.quantization.tensor_stats import BINS, MANTISSA_BITS
 from fp8jax.recipe.quant import Quant
 
@@ -59,7 +59,7 @@ def least_error(counts: np.ndarray, quant: Quant, amax: float) -> float:
   errors = []
   for scale in scales:
     scaled = np.minimum(points / scale, quant.format.max).astype(np.float32)
-    back = scaled.astype(quant.format.dtype).astype(np.float64) * scale
+    back = np.asarray(rounding.nearest(scaled, quant.format), np.float64) * scale
     errors.append(np.sum(counts[used] * np.mean((back - points) ** 2, axis=1)))
   return float(tried[int(np.argmin(errors))])
 

@@ -108,10 +108,11 @@ def two_level_scale(amax, tensor_amax, format: Format):
 def cast(x, format: Format):
   """Saturating round-to-nearest-even of float32; infinities saturate too.
 
-  NaN stays NaN, or becomes +0 in E2M1. Clips first: a bare e4m3fn cast turns 465 into NaN, one to
-  e5m2 turns 61440 into infinity.
+  NaN stays NaN, or becomes +0 where the format has none. Clips first: a bare e4m3fn cast turns 465
+  into NaN, one to e5m2 turns 61440 into infinity.
   """
-  return rounding.saturate(x, format).astype(format.dtype)
+  on_grid = rounding.saturate(x, format) if format.is_native else rounding.nearest(x, format)
+  return on_grid.astype(format.dtype)
 
 
 def count_nonfinite(x):

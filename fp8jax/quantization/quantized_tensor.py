@@ -176,7 +176,7 @@ def nbytes(quant: Quant) -> float:
   else:
     per_tile = 1 if quant.scale in _POWERS_OF_TWO else 4
   group = quant.tile[1]
-  return math.ceil(quant.format.bits / 8) + (per_tile / group if group != WHOLE else 0.0)
+  return quant.format.dtype.itemsize + (per_tile / group if group != WHOLE else 0.0)
 
 
 def shardings(x: QuantizedTensor, of: NamedSharding | None) -> QuantizedTensor:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 
 from fp8jax.formats import Format
 from fp8jax.quantization import scaled_matrix
@@ -109,7 +108,7 @@ def exponent_counts(x):
 def _rounds_to_max(format: Format) -> float:
   """The largest magnitude that rounds to the format's maximum were the range unlimited."""
   _, exponent = math.frexp(format.max)
-  return format.max + math.ldexp(0.5, exponent - 1 - ml_dtypes.finfo(format.dtype).nmant)
+  return format.max + math.ldexp(0.5, exponent - 1 - format.mantissa_bits)
 
 
 def _count(mask):
