@@ -67,8 +67,15 @@ def main(argv):
   if SWEEP.value:
     root = os.path.dirname(os.path.abspath(__file__))
     sys.exit(
-      dispatch.run_sweep(
-        SWEEP.value, root, WORKDIR.value, PARALLEL.value, SUBMIT.value, PRINT.value, VMAP.value
+      dispatch.run_sweep(  # fmt: skip
+        SWEEP.value,
+        root,
+        WORKDIR.value,
+        PARALLEL.value,
+        SUBMIT.value,
+        PRINT.value,
+        VMAP.value,
+        base.get_config(),
       )
     )
   for name, value in dispatch.environment(CONFIG.value).items():

@@ -1,21 +1,40 @@
-"""Where the launcher prints, and its tables."""
+"""Where the launcher prints, and its tables. Text is shown as it is: names are no markup."""
 
 import os
+import re
 import sys
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import jax
 import rich.console
 import rich.progress
 import rich.table
 
+# C0 but for tabs and line ends, DEL, C1, and marks that turn the direction of text.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+  """Text of others, e.g. a file's name, with what a terminal would obey or refuse as escapes."""
+  encodable = text.encode("utf-8", "backslashreplace").decode()  # names that are no UTF-8
+  return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], encodable)
+
+
+class _Console(rich.console.Console):
+  """Shows every string as it is, also in tables."""
+
+  def render_str(self, text: str, **options: Any):
+    return super().render_str(visible(text), **options)
+
 
 def console(stderr: bool = False) -> rich.console.Console:
   """Where humans read: process 0. Not a terminal: plain lines, wide enough not to wrap tables."""
   target = sys.stderr if stderr else sys.stdout
-  return rich.console.Console(
+  return _Console(
     file=cast(IO[str], _Outliving(target)),
     highlight=False,
+    markup=False,
+    emoji=False,
     width=None if target.isatty() else 120,
     soft_wrap=not target.isatty(),
     quiet=jax.process_index() != 0,
@@ -47,6 +66,11 @@ class _Outliving:
         os.dup2(nowhere.fileno(), self._stream.fileno())
       if self._stream is not sys.stderr:
         print("nobody reads the output any more; the run goes on", file=sys.stderr)
+
+
+def column(text: str) -> rich.progress.TextColumn:
+  """A column of a progress bar, e.g. "{task.description}"."""
+  return rich.progress.TextColumn(text, markup=False)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> rich.table.Table:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fp8jax.errors import ConfigError, ConfigErrors
+from fp8jax.errors import ConfigErrors, UserError
 
 # A ConfigDict with every key of configs/base.py; types cannot know its keys.
 Config = Any
@@ -18,19 +18,22 @@ _LARGE = ("prepare.shard_tokens",)
 _OPEN = ("data.sources", "sharding.weights", "sharding.acts")
 
 
+def check_type(c: Any):
+  """Refuses what a get_config returned instead of a configuration."""
+  if not isinstance(c, ConfigDict):
+    raise UserError(
+      f"get_config returned {type(c).__name__}, expected the ConfigDict of base.get_config(); "
+      "begin with `c = base.get_config(arm)`, end with `return c`"
+    )
+
+
 def check_keys(c: Any, base: ConfigDict):
   """Refuses a configuration that lacks a key of `base` or has one that nothing reads.
 
   Raises:
-    ConfigError: names the keys; or what get_config returned instead of a configuration.
+    UserError: names the keys; or what get_config returned instead of a configuration.
   """
-  if not isinstance(c, ConfigDict):
-    raise ConfigError(
-      [
-        f"get_config returned {type(c).__name__}, expected the ConfigDict of base.get_config(); "
-        "begin with `c = base.get_config(arm)`, end with `return c`"
-      ]
-    )
+  check_type(c)
   problems = ConfigErrors()
   _compare("", c, base, problems)
   problems.refuse()

@@ -1,13 +1,38 @@
-"""A configuration by the name that the command line gives it, without running it."""
+"""A configuration by the name that the command line gives it, and files of users that run here."""
 
-import importlib.util
+import contextlib
 import os
-from collections.abc import Mapping
+import runpy
+import traceback
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp8jax.config import identity
-from fp8jax.config.files import Config
-from fp8jax.errors import ConfigErrors, UserError
+from fp8jax.config.files import Config, check_type
+from fp8jax.errors import ConfigErrors, UserError, one_line
+
+
+@contextlib.contextmanager
+def of_user(path: str) -> Iterator[None]:
+  """Inside, the code of a user's file runs; what it raises becomes one line that says where.
+
+  Raises:
+    UserError: instead of an exception, or of the end of the program, SystemExit.
+  """
+  try:
+    yield
+  except SyntaxError as e:
+    line = f", line {e.lineno}" if e.lineno else ""
+    raise UserError(f"{e.filename or path}{line}: {e.msg}; the file is no valid Python") from e
+  except (Exception, SystemExit) as e:
+    frames = traceback.extract_tb(e.__traceback__)
+    lines = [f.lineno for f in frames if os.path.abspath(f.filename) == os.path.abspath(path)]
+    where = f"{path}, line {lines[-1]}" if lines else path
+    if isinstance(e, SystemExit):
+      said = f"the file ends the program, sys.exit({e.code!r}); remove the call"
+    else:
+      said = one_line(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {one_line(e)}"
+    raise UserError(f"{where}: {said}") from e
 
 
 def flat(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,17 +44,17 @@ def load(name: str, changes: Mapping[str, Any]) -> Config:
   """The configuration of "FILE" or "FILE:ARM" with `changes`, {"optim.peak_lr": 1e-3}.
 
   Raises:
-    UserError: there is no such file, or it does not have these keys with values of these types.
+    UserError: there is no such file, it raises, or has no such keys with values of these types.
   """
   path, _, arm = name.partition(":")
   if not os.path.isfile(path):
     raise UserError(f"no config file {path!r}")
-  spec = importlib.util.spec_from_file_location("named_config", path)
-  if spec is None or spec.loader is None:
-    raise UserError(f"config file {path!r} is no Python file")
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  c = module.get_config(arm) if arm else module.get_config()
+  with of_user(path):
+    get_config = runpy.run_path(path).get("get_config")
+    if get_config is None:
+      raise UserError("defines no get_config; write `def get_config(arm='')` in it")
+    c = get_config(arm) if arm else get_config()
+    check_type(c)
   problems = ConfigErrors()
   problems.keys(name, changes, identity.flatten(c))
   problems.refuse()

@@ -56,6 +56,10 @@ class DocumentCounts(collections.Counter):
     """Nonzero counts of what was passed over."""
     return {k: v for k, v in sorted(self.items()) if k in PASSED_OVER and v}
 
+  def metrics(self) -> dict[str, int]:
+    """`summary` for a row of metrics."""
+    return {f"documents/{k.replace(' ', '_')}": v for k, v in self.summary().items()}
+
   def summary_everywhere(self) -> dict[str, int]:
     """The same over all processes, which must all ask."""
     if jax.process_count() == 1:

@@ -8,6 +8,7 @@ import numpy as np
 import rich.console
 import rich.progress
 
+from fp8jax import console as console_lib
 from fp8jax.data import config as data_config
 from fp8jax.data import encode, loader, streams
 from fp8jax.data import sources as sources_lib
@@ -74,13 +75,13 @@ def _one(
   nbytes = sum(map(streams.size, source.files()))
   total = None if isinstance(source, sources_lib.JsonLinesStream) else len(source)
   columns = (
-    rich.progress.TextColumn(name),
+    console_lib.column("{task.description}"),
     rich.progress.BarColumn(),
     rich.progress.MofNCompleteColumn(),
     rich.progress.TimeRemainingColumn(),
   )
   with rich.progress.Progress(*columns, console=out, disable=not out.is_terminal) as progress:
-    bar = progress.add_task(name, total=total, completed=written.read)
+    bar = progress.add_task(console_lib.visible(name), total=total, completed=written.read)
     for chunk in encode.encoded(encoder, source, written.read, processes, nbytes):
       written.write(chunk)
       progress.update(bar, completed=written.read)

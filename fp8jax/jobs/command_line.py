@@ -3,13 +3,14 @@
 import os
 import re
 import sys
-import traceback
+from typing import NoReturn
 
 from absl import flags
 
+from fp8jax import console
 from fp8jax.config import files as config_files
-from fp8jax.config import identity, registry
-from fp8jax.errors import UserError, nearest, nearest_key
+from fp8jax.config import identity, named, registry
+from fp8jax.errors import ConfigError, UserError, nearest, nearest_key, one_line
 
 NAMES = (
   "train", "evaluate", "prepare", "preview", "export", "calibrate", "diagnose", "memory",
@@ -23,24 +24,31 @@ _WITHOUT_CONFIG = (*OF_FILES, "doctor")
 
 def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
   """absl's parser, with one-line errors that name the nearest valid file, key or value."""
-  path, job = (_value_of(name, argv) for name in ("config", "job"))
-  path = path and path.partition(":")[0]
+  name, job = (_value_of(flag, argv) for flag in ("config", "job"))
+  path = name and name.partition(":")[0]
   is_alone = any(a.lstrip("-").startswith(("help", "sweep")) for a in argv[1:])
   if path is None and not is_alone and job not in _WITHOUT_CONFIG:
-    sys.exit("error: --config=FILE is required, for example --config=configs/debug.py")
+    _refuse("--config=FILE is required, for example --config=configs/debug.py")
   if path is not None and not os.path.isfile(path):
     if os.path.isdir(path):
-      sys.exit(f"error: --config={path} is a folder, not a file{_nearest_file(path)}")
-    sys.exit(f"error: no config file {path!r}{_nearest_file(path)}")
+      _refuse(f"--config={path} is a folder, not a file{_nearest_file(path)}")
+    _refuse(f"no config file {path!r}{_nearest_file(path)}")
+  _check_sweep(argv, name, job)
   if job:
     near = nearest(job, NAMES)
     if job not in NAMES:
       hint = f"did you mean {near!r}?" if near else "there is no such job"
-      sys.exit(f"error: --job={job!r} is not one of {', '.join(map(repr, NAMES))}; {hint}")
+      _refuse(f"--job={job!r} is not one of {', '.join(map(repr, NAMES))}; {hint}")
   try:
+    if name is not None:  # absl runs the file again, and tells less of what is wrong with it
+      config_files.check_keys(named.load(name, {}), base)
     rest = flags.FLAGS(argv)
     flags.FLAGS["config"].value  # noqa: B018  (without an override, the file runs only here)
     return rest
+  except ConfigError as e:
+    _refuse("\n".join(f"{path}: {problem}" for problem in e.problems))
+  except UserError as e:
+    _refuse(f"{e}")
   except (AttributeError, KeyError) as e:
     known = identity.flatten(base)
     for arg in argv[1:]:
@@ -50,24 +58,30 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
         hint = (
           f"did you mean --config.{near}?" if near else "there is none like it, see --help-config"
         )
-        sys.exit(f"error: unknown key --{key}; {hint}")
-    if "has no attribute 'get_config'" in str(e):
-      sys.exit(f"error: {path} defines no get_config; write `def get_config(arm='')` in it")
-    sys.exit(f"error: {path}: {type(e).__name__}: {str(e).strip(chr(34))}")
+        _refuse(f"unknown key --{key}; {hint}")
+    _refuse(f"{path}: {type(e).__name__}: {one_line(e)}")
   except flags.UnrecognizedFlagError as e:
     near = nearest_key(e.flagname, identity.flatten(base))
     is_key = near is not None and near.rpartition(".")[2] == e.flagname.rpartition(".")[2]
-    sys.exit(f"error: {e}" + f"; did you mean --config.{near}?" * is_key)
+    _refuse(f"{e}" + f"; did you mean --config.{near}?" * is_key)
   except (flags.Error, ValueError) as e:
-    # absl quotes the traceback of a config file that raised; its last line says why.
-    sys.exit(f"error: {str(e).strip().splitlines()[-1].removeprefix('ValueError: ')}")
-  except SyntaxError as e:
-    sys.exit(f"error: {e.filename}, line {e.lineno}: {e.msg}; the config file is no valid Python")
-  except Exception as e:  # of the user's file
-    frames = traceback.extract_tb(e.__traceback__)
-    lines = [f.lineno for f in frames if path and f.filename.endswith(path)]
-    where = f"{path}, line {lines[-1]}" if lines else path
-    sys.exit(f"error: {where}: {type(e).__name__}: {e}")
+    _refuse(str(e).strip().splitlines()[-1])
+
+
+def _check_sweep(argv: list[str], config: str | None, job: str | None):
+  """Refuses options that a sweep does not read, and those of a sweep without one."""
+  sweep = _value_of("sweep", argv)
+  for name in ("parallel", "submit", "print", "vmap"):
+    if sweep is None and _value_of(name, argv) is not None:
+      _refuse(f"--{name} without --sweep=FILE, whose trials it is for")
+  if sweep is not None and config is not None:
+    _refuse(f"--config={config} beside --sweep: the sweep's file names its config; leave one out")
+  if sweep is not None and job not in (None, "train"):
+    _refuse(f"--job={job} beside --sweep, whose trials train; leave one out")
+
+
+def _refuse(message: str) -> NoReturn:
+  sys.exit(console.visible(f"error: {message}"))
 
 
 def answer(argv: list[str]):
@@ -82,7 +96,7 @@ def answer(argv: list[str]):
   try:
     print(registry.explain((name or "").removeprefix("config.")))
   except UserError as e:
-    sys.exit(f"error: {e}")
+    _refuse(f"{e}")
   sys.exit(0)
 
 

@@ -86,25 +86,29 @@ def run_of_files(job: str, name: str, workdir: str, folders: list[str], baseline
   return _reported(action, workdir)
 
 
-def _reported(action: Callable[[], int], workdir: str) -> int:
+def _reported(action: Callable[[], int], workdir: str, memory_at: str = "") -> int:
   """The exit code of `action`; errors that users can put right are one line on stderr."""
+
+  def complain(text: str):
+    print(console_lib.visible(f"error: {text}"), file=sys.stderr)
+
   try:
     return action()
   except train.NonFinite as e:
-    print(f"error: {e}", file=sys.stderr)
+    complain(str(e))
     return _NONFINITE
   except (UserError, OSError) as e:
     is_full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) and not e.filename
     where = f"; nothing more can be written to {workdir}" if is_full else ""
-    print(f"error: {e}{where}", file=sys.stderr)
+    complain(f"{e}{where}")
     return 1
   except ModuleNotFoundError as e:
-    print(f"error: {missing_package(e)}", file=sys.stderr)
+    complain(missing_package(e))
     return 1
   except jax.errors.JaxRuntimeError as e:
     if _OUT_OF_MEMORY not in str(e):
       raise
-    print(f"error: {_out_of_memory(e, _memory_command())}", file=sys.stderr)
+    complain(_out_of_memory(e, memory_at or _memory_command()))
     return 1
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
@@ -113,23 +117,17 @@ def _reported(action: Callable[[], int], workdir: str) -> int:
 
 def run_sweep(
   path: str, root: str, workdir: str, parallel: int, submit: str, is_printed: bool,
-  is_mapped: bool = False,
+  is_mapped: bool, base: config_files.Config,
 ) -> int:  # fmt: skip
   """Runs the trials of a sweep's file (sweeps/run.py); returns the process's exit code."""
-  try:
+
+  def action() -> int:
     if is_mapped:
       compilation_cache.enable()
-    return sweep_run.run(path, root, workdir, parallel, submit, is_printed, is_mapped)
-  except (UserError, OSError) as e:
-    print(f"error: {e}", file=sys.stderr)
-  except ModuleNotFoundError as e:
-    print(f"error: {missing_package(e)}", file=sys.stderr)
-  except jax.errors.JaxRuntimeError as e:
-    if _OUT_OF_MEMORY not in str(e):
-      raise
-    where = "--job=memory with the configuration of one trial; fewer at once: --parallel=N"
-    print(f"error: {_out_of_memory(e, where)}", file=sys.stderr)
-  return 1
+    return sweep_run.run(path, root, workdir, parallel, submit, is_printed, is_mapped, base)
+
+  where = "--job=memory with the configuration of one trial; fewer at once: --parallel=N"
+  return _reported(action, workdir or "the sweep's folder", where)
 
 
 def call(
@@ -148,6 +146,7 @@ def call(
   Raises:
     UserError: a setting is wrong, or JAX has read it already; or memory ran out.
   """
+  config_files.check_keys(c, base)
   if fraction := c.memory.gpu_fraction:
     raise UserError(
       f"memory.gpu_fraction={fraction} is read when JAX starts, which it has; leave it 0, and set "
@@ -155,7 +154,6 @@ def call(
     )
   logging.set_verbosity(logging.WARNING)
   compilation_cache.enable()
-  config_files.check_keys(c, base)
   try:
     return _call(job, c, base, os.path.expanduser(workdir))
   except jax.errors.JaxRuntimeError as e:

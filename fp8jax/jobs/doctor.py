@@ -161,7 +161,7 @@ def show(found: Machine, out: rich.console.Console, in_clone: bool):
   peak = metrics.peak_flops(found.kind)
   flops = f", {peak / 1e12:.0f} TFLOP/s dense in 16 bits" if peak else ""
   capability = f", {choose.name_of(found.device)}" if found.device.capability else ""
-  out.print(f"device: {found.count} x {found.kind}{capability}{flops}", markup=False)
+  out.print(f"device: {found.count} x {found.kind}{capability}{flops}")
   out.print(
     f"jax {found.jax} computes on {found.device.platform}; NVIDIA driver {found.driver or 'none'}; "
     f"activations in {choose.compute_dtype(found.device)}"
@@ -170,7 +170,7 @@ def show(found: Machine, out: rich.console.Console, in_clone: bool):
     asked = f"JAX_PLATFORMS={found.wanted}" if found.wanted else "the CUDA wheels are missing"
     out.print(f"the GPU is not used: {asked}")
   if note := choose.caution(found.device):
-    out.print(f"caution: {note}", markup=False)
+    out.print(f"caution: {note}")
   rows = recipes(found.device)
   table = [[r.name, ", ".join(dict.fromkeys(r.backends)) or "refused"] for r in rows]
   out.print(console_lib.table("backends of a linear layer's products", ["recipe", ""], table))
@@ -179,12 +179,12 @@ def show(found: Machine, out: rich.console.Console, in_clone: bool):
     if row.refusal:
       reasons.setdefault(row.refusal, []).append(row.name)
   for reason, names in reasons.items():
-    out.print(f"refused, {', '.join(names)}: {reason}", markup=False)
-  out.print(f"first run: {advice(found.device)}", markup=False)
+    out.print(f"refused, {', '.join(names)}: {reason}")
+  out.print(f"first run: {advice(found.device)}")
   lines = install_lines(found, in_clone)
   out.print("to install:" if lines else "all extras are installed")
   for line in lines:
-    out.print(f"  {line}", markup=False)
+    out.print(f"  {line}")
 
 
 def run(find: Callable[[], Machine] = this_machine) -> int:

@@ -1,9 +1,8 @@
 """Pictures of runs, from their folders alone: report.html, and the comparison of several runs."""
 
-import importlib
 import os
 
-from fp8jax.errors import UserError, missing_package, one_line
+from fp8jax.errors import UserError
 
 
 def run(workdir: str, extra: list[str]) -> str:
@@ -23,17 +22,6 @@ def run(workdir: str, extra: list[str]) -> str:
   path = run_report.write(workdir)
   print("\n".join([path, *run_report.pictures(workdir)]))
   return path
-
-
-def attempt(workdir: str) -> str:
-  """Writes the report at the end of a run; returns a line that says where it is, or why not."""
-  try:
-    run_report = importlib.import_module("fp8jax.report.run_report")  # needs the extra `report`
-    return f"report: {run_report.write(workdir)}"
-  except ModuleNotFoundError as e:
-    return f"no report.html: {missing_package(e)}; then --job=report --workdir={workdir}"
-  except Exception as e:  # a picture never fails the run that it is of
-    return f"no report.html: {type(e).__name__}: {one_line(e)}; the run itself is complete"
 
 
 def compare(workdir: str, folders: list[str], baseline: str) -> str:

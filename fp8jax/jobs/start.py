@@ -1,7 +1,6 @@
-"""The state that a run without a checkpoint starts from, and the description it leaves."""
+"""The state that a run without a checkpoint starts from."""
 
 import os
-from typing import Any
 
 import jax
 import rich.console
@@ -21,22 +20,6 @@ from fp8jax.step import run_spec, train_step
 from fp8jax.step.state import State
 
 _SETTINGS = "generation_config.json"
-
-
-def record(
-  plan: run_spec.RunSpec, workdir: str, start: int, changes, fingerprint: str,
-  site_rows: list[dict[str, Any]],
-):  # fmt: skip
-  """Writes the run's description, once nothing can refuse it any more."""
-  flat, changed = dict(plan.flat), {k: new for k, (_, new) in changes.items()}
-  provenance = provenance_lib.provenance(flat, fingerprint, plan.seed, plan.num_devices)
-  provenance |= provenance_lib.history(workdir, start, flat)
-  for name, value in (
-    ("config.json", {"resolved": flat, "changed": changed}),
-    ("sites.json", site_rows),
-    ("provenance.json", provenance),
-  ):
-    provenance_lib.write_json(workdir, name, value)
 
 
 def fresh(plan: run_spec.RunSpec, workdir: str) -> tuple[State, str]:

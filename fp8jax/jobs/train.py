@@ -12,11 +12,12 @@ from fp8jax import console as console_lib
 from fp8jax.compiled import fp8_gemms
 from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
-from fp8jax.jobs import failure, report, restore, self_tests, steering
+from fp8jax.jobs import failure, restore, self_tests, steering
 from fp8jax.jobs import start as start_lib
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import tensor_stats
+from fp8jax.report import at_end
 from fp8jax.run import alarms as run_alarms
 from fp8jax.run import (
   calibration,
@@ -36,6 +37,7 @@ from fp8jax.run import (
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run import progress as progress_lib
 from fp8jax.run import provenance as provenance_lib
+from fp8jax.run import summary as summary_lib
 from fp8jax.run import workdir as workdir_lib
 from fp8jax.step import run_spec, train_step
 from fp8jax.step.state import State
@@ -128,7 +130,7 @@ class _Run:
       self.workdir, start, self.evaluations, plan.log.tensorboard,
       (lambda: tracker.Tracker(name, self.workdir, self.flat)) if name else None,
     )  # fmt: skip
-    start_lib.record(plan, self.workdir, start, self.changes, self.fingerprint, self.site_rows)
+    summary_lib.describe(plan, self.workdir, start, self.changes, self.fingerprint, self.site_rows)
     try:
       with preemption.Interrupts() as asked:
         if not self.evaluations:
@@ -380,10 +382,9 @@ class _Run:
         self._fail(step, values, host, position, state)
       self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
       values["skipped"] = 1
-    passed_over = {f"documents/{k.replace(' ', '_')}": v for k, v in self.counts.summary().items()}
     times = self.clock.metrics(metrics.is_due(step, self.plan.log.every) or step == self.plan.steps)
     times |= {"data_wait_seconds": waited, **self.shares, **speed.values()}
-    self.log.write(step, {**values, **passed_over, **times})
+    self.log.write(step, {**values, **self.counts.metrics(), **times})
     if stats is not None:
       self._record_stats(step, stats, alignment)
     progress.update(step, values["loss"], speed)
@@ -455,20 +456,13 @@ class _Run:
     return True
 
   def _summarise(self, step: int, last, state) -> dict[str, Any]:
-    evaluated = self.evaluations.get(str(step))  # none with eval.tokens=0
-    summary = {
-      "step": step,
-      "tokens": step * self.plan.tokens_per_step,
-      # A finished run that is started again takes no step.
-      "train_loss": last["loss"] if last else metrics_writer.last_logged(self.workdir, "loss"),
-      "skipped_updates": int(jax.device_get(state.skipped)),
-      "documents_passed_over": self.counts.summary_everywhere(),
-      **fp8_share.of_run(self.plan, step),
-      "evaluations": self.evaluations,
-      "objective": evaluator_lib.objective(evaluated) if evaluated else None,
-      **goodput.as_summary(self.clock.seconds()),
-    }
-    provenance_lib.write_json(self.workdir, "summary.json", summary)
+    # A finished run that is started again takes no step.
+    loss = last["loss"] if last else metrics_writer.last_logged(self.workdir, "loss")
+    skipped, passed_over = int(jax.device_get(state.skipped)), self.counts.summary_everywhere()
+    seconds = self.clock.seconds()
+    summary = summary_lib.write(
+      self.plan, self.workdir, step, loss, skipped, passed_over, self.evaluations, seconds
+    )
     startup.print_end(self.out, summary, self.workdir)
     self._draw()
     return summary
@@ -476,4 +470,4 @@ class _Run:
   def _draw(self):
     """Writes WORKDIR/report.html; says why not, and the run goes on."""
     if self.plan.log.report and jax.process_index() == 0:
-      self.out.print(report.attempt(self.workdir))
+      self.out.print(at_end.attempt(self.workdir))

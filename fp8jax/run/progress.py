@@ -6,7 +6,8 @@ import time
 import jax
 import rich.console
 import rich.progress
-import rich.table
+
+from fp8jax import console as console_lib
 
 
 class Progress:
@@ -18,9 +19,9 @@ class Progress:
     self._bar = None
     if not self._is_silent and out.is_terminal:
       self._bar = rich.progress.Progress(
-        rich.progress.TextColumn("step {task.completed}/{task.total}"),
+        console_lib.column("step {task.completed}/{task.total}"),
         rich.progress.BarColumn(),
-        rich.progress.TextColumn("{task.fields[text]}"),
+        console_lib.column("{task.fields[text]}"),
         rich.progress.TimeElapsedColumn(),
         console=out,
       )

@@ -22,9 +22,10 @@ def write_json(workdir: str, name: str, value):
   if jax.process_index() != 0:
     return
   path = os.path.join(workdir, name)
-  with open(path + ".part", "w") as f:
+  part = f"{path}.{os.getpid()}.part"  # two sweeps may end in one folder
+  with open(part, "w") as f:
     f.write(to_json(value) + "\n")
-  os.replace(path + ".part", path)
+  os.replace(part, path)
 
 
 def to_json(value, indent: int | None = 2) -> str:

@@ -22,6 +22,18 @@ def finished(workdir: str, flat: dict[str, Any], fingerprint: str) -> dict[str, 
   return summary if is_same and summary.get("step", 0) >= flat["steps"] else None
 
 
+def is_locked(workdir: str) -> bool:
+  """Whether a run works in `workdir` now."""
+  try:
+    with open(os.path.join(workdir, ".lock")) as f:
+      fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return True
+  except OSError:  # no run has been there
+    return False
+  return False
+
+
 @contextlib.contextmanager
 def locked(workdir: str):
   """Inside, no other run works in `workdir`. Process 0 holds the lock for all processes of a run.

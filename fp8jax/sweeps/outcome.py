@@ -1,14 +1,15 @@
 """The files that a trial leaves, and the verdict they allow: finished, diverged or neither."""
 
+import contextlib
 import dataclasses
-import json
 import math
 import os
 from typing import Any
 
 from fp8jax.config import identity, named
-from fp8jax.errors import read_json
-from fp8jax.run.provenance import to_json
+from fp8jax.errors import UserError, read_json
+from fp8jax.run import metrics_writer
+from fp8jax.run.provenance import write_json
 from fp8jax.sweeps.spec import Trial
 
 # Exit codes of launch.py.
@@ -17,42 +18,59 @@ STATUS = {
   FINISHED: "finished", FAILED: "failed", DIVERGED: "diverged", PREEMPTED: "interrupted",
   INTERRUPTED: "interrupted",
 }  # fmt: skip
+# Of a trial whose workdir another process holds: of another sweep in the folder.
+ELSEWHERE = "running elsewhere"
 # Steps whose mean loss decides.
 _WINDOW = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """How a trial ended: one of STATUS, and its objective in nats where it finished."""
+  """How a trial ended.
+
+  Attributes:
+    status: one of STATUS, ELSEWHERE, or "queued".
+    objective: in nats, of one that finished and was evaluated.
+    why: of one that failed, where its log does not say it.
+  """
 
   status: str
   objective: float | None = None
+  why: str = ""
 
 
 def read(trial: Trial) -> Outcome | None:
   """The outcome of a trial that is over, None of one that is yet to be run or to go on.
 
   A workdir of another configuration is not this trial's; launch.py then says what differs.
+
+  Raises:
+    UserError: a file of the workdir is not as a run leaves it; names it.
   """
-  config = _json(trial.workdir, "config.json")
-  if config is None:
+  resolved = _value(trial.workdir, "config.json", "resolved", dict)
+  wanted = named.flat(trial.config, trial.changes)
+  if resolved is None or identity.diff(wanted, resolved):
     return None
-  if identity.diff(named.flat(trial.config, trial.changes), config["resolved"]):
+  if (status := _value(trial.workdir, "trial.json", "status", str)) is not None:
+    return Outcome(status)
+  step = _value(trial.workdir, "summary.json", "step", int)
+  if step is None or step < wanted["steps"]:
     return None
-  if (mark := _json(trial.workdir, "trial.json")) is not None:
-    return Outcome(mark["status"])
-  summary = _json(trial.workdir, "summary.json")
-  if summary is None or summary["step"] < config["resolved"]["steps"]:
-    return None
-  return Outcome("finished", summary.get("objective"))
+  objective = _value(trial.workdir, "summary.json", "objective", (float, int, type(None)))
+  return Outcome("finished", objective)
+
+
+def attempt(trial: Trial) -> Outcome | None:
+  """`read`, or a failure with its reason: the other trials of a sweep go on."""
+  try:
+    return read(trial)
+  except UserError as e:
+    return Outcome("failed", why=str(e))
 
 
 def mark_diverged(trial: Trial, why: str):
   """Writes WORKDIR/trial.json; the trial is not started again until the file is removed."""
-  path = os.path.join(trial.workdir, "trial.json")
-  with open(path + ".part", "w") as f:
-    f.write(to_json({"status": "diverged", "why": why}) + "\n")
-  os.replace(path + ".part", path)
+  write_json(trial.workdir, "trial.json", {"status": "diverged", "why": why})
 
 
 class LossWatch:
@@ -68,7 +86,10 @@ class LossWatch:
     if not os.path.exists(self._path) or os.path.getsize(self._path) == self._read:
       return ""
     self._read = os.path.getsize(self._path)
-    return divergence(_losses(self._path), self._stop_above)
+    with contextlib.suppress(UserError):  # a row that is none: the run itself says so
+      losses = [row["loss"] for _, row in metrics_writer.rows(self._path) if "loss" in row]
+      return divergence(list(map(float, losses)), self._stop_above)
+    return ""
 
 
 def divergence(losses: list[float], stop_above: float) -> str:
@@ -91,18 +112,15 @@ def ever_diverged(losses: list[float], stop_above: float) -> str:
   return next(filter(None, reasons), "")
 
 
-def _losses(path: str) -> list[float]:
-  losses = []
-  with open(path) as f:
-    for line in f:
-      if line.endswith("\n") and '"loss"' in line:
-        losses.append(float(json.loads(line)["loss"]))
-  return losses
-
-
-def _json(workdir: str, name: str) -> dict[str, Any] | None:
-  path = os.path.join(workdir, name)
-  return read_json(path, "remove the folder to run it anew") if os.path.exists(path) else None
+def _value(workdir: str, name: str, key: str, kind: Any) -> Any:
+  """A value of WORKDIR/name, None where there is no such file."""
+  path, remedy = os.path.join(workdir, name), "remove the folder to run the trial anew"
+  if not os.path.exists(path):
+    return None
+  content = read_json(path, remedy)
+  if key not in content or not isinstance(content[key], kind):
+    raise UserError(f"{path}: {key!r} is {content.get(key)!r}, and no run writes that; {remedy}")
+  return content[key]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,5 +151,5 @@ def records(workdir: str) -> Records:
     read_json(os.path.join(workdir, f"{name}.json"), "run it first")
     for name in ("summary", "provenance")
   )
-  with open(os.path.join(workdir, "metrics.jsonl")) as f:
-    return Records(summary, provenance, [json.loads(line) for line in f])
+  rows = metrics_writer.rows(os.path.join(workdir, "metrics.jsonl"))
+  return Records(summary, provenance, [row for _, row in rows])

@@ -1,9 +1,11 @@
 """The trials of a sweep in the order in which they are started: all known, or suggested."""
 
 import collections
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
-from fp8jax.errors import UserError
+from fp8jax.errors import UserError, one_line
 from fp8jax.sweeps import spec
 from fp8jax.sweeps.outcome import Outcome
 from fp8jax.sweeps.spec import Sweep, Trial
@@ -47,18 +49,20 @@ class Suggested:
     self._sweep, self._search, self._folder = sweep, search, folder
     import optuna.storages.journal as journal  # pyright: ignore
 
-    storage = optuna.storages.JournalStorage(journal.JournalFileBackend(f"{folder}/optuna.journal"))
     self._distributions: dict[str, Any] = {
       k: _distribution(d) for k, d in search.distributions.items()
     }
     self._points = sweep.points()
-    self._studies = {
-      (arm, i): optuna.create_study(
-        study_name=f"{arm or 'all'}-{i}", storage=storage, load_if_exists=True
-      )
-      for arm in sweep.arms
-      for i in range(len(self._points))
-    }
+    self._path = f"{folder}/optuna.journal"
+    with self._reading():
+      storage = optuna.storages.JournalStorage(journal.JournalFileBackend(self._path))
+      self._studies = {
+        (arm, i): optuna.create_study(
+          study_name=f"{arm or 'all'}-{i}", storage=storage, load_if_exists=True
+        )
+        for arm in sweep.arms
+        for i in range(len(self._points))
+      }
     for study in self._studies.values():
       # The sampler's generator is not saved: with the same seed it would repeat its first points.
       seed = search.seed + len(study.get_trials())
@@ -66,6 +70,16 @@ class Suggested:
     self._waiting: collections.deque = collections.deque()
     self._left: dict[str, tuple[Any, int, list]] = {}  # by workdir; the list is shared by seeds
     self._resume()
+
+  @contextlib.contextmanager
+  def _reading(self) -> Iterator[None]:
+    try:
+      yield
+    except Exception as e:  # whatever Optuna meets in a damaged file, or one of other distributions
+      raise UserError(
+        f"{self._path} is no study of this search: {type(e).__name__}: {one_line(e)}; drop its "
+        "last line if that is cut, or move it away: trials that finished are not run again"
+      ) from e
 
   def _resume(self):
     for which, study in self._studies.items():
@@ -77,7 +91,8 @@ class Suggested:
       short = [w for w, s in self._studies.items() if len(s.get_trials()) < self._search.count]
       if short:
         which = min(short, key=lambda w: len(self._studies[w].get_trials()))
-        asked = self._studies[which].ask(self._distributions)
+        with self._reading():
+          asked = self._studies[which].ask(self._distributions)
         self._expand(which, asked.number, asked.params)
     return self._waiting.popleft() if self._waiting else None
 
@@ -96,11 +111,16 @@ class Suggested:
     found.append(outcome)
     if len(found) < len(self._sweep.seeds):
       return
-    objectives = [o.objective for o in found if o.objective is not None]
-    if len(objectives) < len(found):  # TPE takes it for one of the bad points
+    if (objective := of_point(found)) is None:  # TPE takes it for one of the bad points
       study.tell(number, state=self._states.PRUNED)
     else:
-      study.tell(number, sum(objectives) / len(objectives))
+      study.tell(number, objective)
+
+
+def of_point(outcomes: list[Outcome]) -> float | None:
+  """The objective of a point, the mean over its seeds; None where a seed has none."""
+  objectives = [o.objective for o in outcomes if o.objective is not None]
+  return sum(objectives) / len(objectives) if len(objectives) == len(outcomes) else None
 
 
 def _distribution(one: spec.Distribution):

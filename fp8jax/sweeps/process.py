@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 
 from fp8jax.errors import UserError
-from fp8jax.run import machine
+from fp8jax.run import machine, workdir
 from fp8jax.sweeps import outcome as outcome_lib
 from fp8jax.sweeps.outcome import Outcome
 from fp8jax.sweeps.spec import Trial
@@ -37,6 +37,15 @@ class Slot:
     return words
 
 
+def _gpus() -> Sequence[str]:
+  return () if jax.config.jax_platforms == "cpu" else machine.visible_gpus()
+
+
+def num_devices() -> int:
+  """Devices of a trial: its GPU, or those that JAX makes of the CPU."""
+  return 1 if _gpus() else jax.device_count()
+
+
 def slots(parallel: int) -> list[Slot]:
   """Shares of this machine: a GPU each, or without a GPU the cores in equal parts.
 
@@ -46,7 +55,7 @@ def slots(parallel: int) -> list[Slot]:
   Raises:
     UserError: there are fewer GPUs or cores.
   """
-  gpus = () if jax.config.jax_platforms == "cpu" else machine.visible_gpus()
+  gpus = _gpus()
   if gpus:
     found = [Slot((("CUDA_VISIBLE_DEVICES", name),)) for name in gpus]
   else:
@@ -105,8 +114,9 @@ class Child:
       outcome_lib.mark_diverged(self.trial, self._why)
       return Outcome("diverged")
     if code == outcome_lib.FINISHED:
-      found = outcome_lib.read(self.trial)
-      return found or Outcome("failed")
+      return outcome_lib.attempt(self.trial) or Outcome("failed")
+    if code == outcome_lib.FAILED and workdir.is_locked(self.trial.workdir):
+      return Outcome(outcome_lib.ELSEWHERE)
     # 143: SIGTERM before training had begun, with nothing to save.
     if code in (-signal.SIGTERM, 128 + signal.SIGTERM):
       return Outcome("interrupted")

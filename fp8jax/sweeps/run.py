@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import rich.console
 
 from fp8jax import console as console_lib
+from fp8jax.config import files as config_files
+from fp8jax.config import identity
 from fp8jax.errors import UserError
 from fp8jax.sweeps import outcome as outcome_lib
 from fp8jax.sweeps import plan as plan_lib
@@ -38,7 +40,7 @@ class Handle(Protocol):
 
 def run(
   path: str, root: str, workdir: str, parallel: int, submit: str, is_printed: bool,
-  is_mapped: bool = False,
+  is_mapped: bool, base: config_files.Config,
 ) -> int:  # fmt: skip
   """Runs the sweep in a file; returns the exit code.
 
@@ -50,35 +52,42 @@ def run(
     submit: "" for processes here, or a cluster of submitit.
     is_printed: print the commands of the trials that are not over, and start none.
     is_mapped: train trials that differ in seed and rate alone at once (sweeps/stacked.py).
+    base: configs/base.py's.
   """
-  sweep = spec.load(path)
+  if parallel < 0:
+    raise UserError(f"--parallel={parallel}: expected 1 or more, or 0 for one per GPU or core")
+  if is_mapped and (submit or is_printed):
+    raise UserError("--vmap starts no trial by itself; leave --submit, --print or --vmap out")
+  sweep = spec.load(path, base, None if submit else process.num_devices())
+  if sweep.search is not None and (is_mapped or is_printed):
+    raise UserError("a search suggests points from objectives; leave --vmap and --print out")
   stem = os.path.splitext(os.path.basename(path))[0]
   folder = os.path.abspath(os.path.expanduser(workdir) or os.path.join("runs", stem))
   out = console_lib.console()
   if is_printed:
-    if sweep.search is not None:
-      raise UserError("--print: a search suggests points from objectives; run it, or list points")
     for trial in sweep.trials(folder):
       if outcome_lib.read(trial) is None:
         print(process.shown(trial))
     return 0
-  os.makedirs(folder, exist_ok=True)
+  try:
+    os.makedirs(folder, exist_ok=True)
+  except OSError as e:
+    raise UserError(f"--workdir={folder} cannot be a folder: {e.strerror}; name another") from e
   if is_mapped:
-    if submit or sweep.search is not None:
-      raise UserError("--vmap: --submit and a search start trials one by one; leave one out")
-    return _ended(sweep, path, folder, _mapped(sweep, folder, parallel, out), None, out)
+    results = _mapped(sweep, folder, parallel, identity.flatten(base), out)
+    return _ended(sweep, path, folder, results, None, out)
   begin = _starter(sweep, root, folder, parallel, submit)
   results, code = _all(plan_lib.of(sweep, folder), *begin, out)
   return _ended(sweep, path, folder, results, code, out)
 
 
-def _mapped(sweep, folder: str, count: int, out: rich.console.Console) -> table.Results:
-  """Every trial, those of a group at once."""
+def _mapped(sweep, folder: str, count: int, base, out: rich.console.Console) -> table.Results:
+  """Every trial, those of a group at once. Args: base: flat."""
   trials = sweep.trials(folder)
   found = {t.workdir: outcome_lib.read(t) for t in trials}
-  for members in stacked.groups([t for t in trials if found[t.workdir] is None], count):
+  for members in stacked.groups([t for t in trials if found[t.workdir] is None], base, count):
     out.print(f"starts {len(members)} trials at once: {members[0].trial.config}")
-    for trial, outcome in stacked.run(members, sweep.stop_above):
+    for trial, outcome in stacked.run(members, base, sweep.stop_above, out.print):
       said = f" {outcome.objective:.4f}" if outcome.objective is not None else ""
       out.print(f"{outcome.status}{said}: {trial.workdir}")
       found[trial.workdir] = outcome
@@ -87,12 +96,14 @@ def _mapped(sweep, folder: str, count: int, out: rich.console.Console) -> table.
 
 def _ended(sweep, path: str, folder: str, results: table.Results, code, out) -> int:
   """Writes and shows the end of a sweep; its exit code."""
+  elsewhere = outcome_lib.ELSEWHERE  # another sweep may have finished it meanwhile
+  results = [(t, outcome_lib.attempt(t) or o if o.status == elsewhere else o) for t, o in results]
   table.write(folder, path, sweep, results)
   table.show(out, sweep, results)
   out.print(f"{folder}/sweep.json has the trials and their workdirs")
   if code is not None:  # interrupted: trials are missing, and whoever interrupts may not wait
     return code
-  out.print(table.compare(folder, results), markup=False, soft_wrap=True)
+  out.print(table.compare(folder, results), soft_wrap=True)
   return int(any(o.status not in ("finished", "diverged") for _, o in results))
 
 
@@ -100,10 +111,10 @@ def _starter(sweep, root: str, folder: str, parallel: int, submit: str):
   """([a place per trial at a time], (trial, place) -> Handle)."""
   if submit:
     executor = slurm.Executor(sweep, submit, folder, root)
-    count = parallel or len(sweep.trials(folder)) * (sweep.search.count if sweep.search else 1)
-    return [None] * count, lambda trial, place: executor.start(trial)
-  places = process.slots(parallel)
-  return places, lambda trial, place: process.start(trial, root, sweep.stop_above, place)
+    return [None] * (parallel or len(sweep)), lambda trial, place: executor.start(trial)
+  return process.slots(parallel), lambda trial, place: process.start(
+    trial, root, sweep.stop_above, place
+  )
 
 
 def _all(
@@ -115,14 +126,14 @@ def _all(
 
   def settle(trial: Trial, found: Outcome, verb: str):
     said = f" {found.objective:.4f}" if found.objective is not None else ""
-    out.print(f"{verb}{found.status}{said}: {trial.workdir}")
+    out.print(f"{verb}{found.status}{said}: {found.why or trial.workdir}")
     results.append((trial, found))
     plan.give(trial, found)
 
   try:
     while True:
       while free and not asked and (trial := plan.take()) is not None:
-        if (found := outcome_lib.read(trial)) is not None:
+        if (found := outcome_lib.attempt(trial)) is not None:
           settle(trial, found, "was ")
           continue
         place = free.pop(0)
@@ -138,9 +149,13 @@ def _all(
           running.remove(entry)
           free.append(place)
           settle(handle.trial, found, "")
-          if found.status == "failed":
+          if found.status == "failed" and not found.why:
             out.print(f"  see {handle.trial.workdir}/log.txt")
       time.sleep(_POLL_S)
+  except BaseException:  # nobody would wait for the others
+    for handle, _ in running:
+      handle.stop()
+    raise
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)

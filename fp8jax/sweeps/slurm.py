@@ -7,11 +7,12 @@ SIGTERM reaches the child by itself; its exit code 75 requeues the job.
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import time
 from typing import Any
 
-from fp8jax.errors import UserError
+from fp8jax.errors import UserError, one_line
 from fp8jax.sweeps import process
 from fp8jax.sweeps.outcome import Outcome
 from fp8jax.sweeps.spec import Sweep, Trial
@@ -78,14 +79,28 @@ class Executor:
     if cluster not in CLUSTERS:
       raise UserError(f"--submit={cluster!r} is not one of {', '.join(CLUSTERS)}")
     self._sweep, self._root = sweep, root
+    if cluster == "slurm" and not shutil.which("sbatch"):
+      raise UserError(
+        "--submit=slurm: this machine has no `sbatch`; start the sweep where jobs are submitted, "
+        "or leave --submit out"
+      )
     self._executor = submitit.AutoExecutor(f"{folder}/jobs", cluster=cluster)
     parameters = {"name": "fp8jax", "timeout_min": 24 * 60, **sweep.slurm}
     if cluster == "slurm":
       parameters.setdefault("slurm_signal_delay_s", _WARNING_S)
     else:  # has no partitions
       parameters = {k: v for k, v in parameters.items() if not k.startswith("slurm_")}
-    self._executor.update_parameters(**parameters)
+    try:
+      self._executor.update_parameters(**parameters)
+    except (NameError, TypeError, ValueError) as e:
+      raise UserError(
+        f"slurm={dict(sweep.slurm)!r} of the sweep is not what submitit's executor takes: "
+        f"{one_line(e)}"
+      ) from e
 
   def start(self, trial: Trial) -> Submitted:
     job = Job(trial, self._root, self._sweep.stop_above)
-    return Submitted(self._executor.submit(job), trial)
+    try:
+      return Submitted(self._executor.submit(job), trial)
+    except (OSError, RuntimeError) as e:  # sbatch refuses
+      raise UserError(f"--submit: {trial.workdir} was not taken: {one_line(e)}") from e

@@ -1,6 +1,8 @@
 """A sweep as a value: a configuration, the axes along which its keys vary, seeds and arms."""
 
+import collections
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -8,19 +10,55 @@ import os
 import random
 import re
 import runpy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from fp8jax.config import named
-from fp8jax.errors import ConfigErrors, UserError
+from fp8jax import hub
+from fp8jax.config import files as config_files
+from fp8jax.config import named, precision, resolve
+from fp8jax.errors import ConfigError, ConfigErrors, UserError, inside
+from fp8jax.kernels import choose
 
 Point = dict[str, Any]
+
+# Trials of a sweep at most: a grid of more has a key too many.
+MOST = 10_000
 
 
 class Distribution(Protocol):
   """Values of one key that a random axis draws and Optuna suggests."""
 
   def draw(self, rng: random.Random) -> Any: ...
+
+
+def _require(value: Any, **expected: tuple[bool, str]):
+  """Refuses fields of a value, {name: (whether it is right, what is expected)}."""
+  for field, (is_right, words) in expected.items():
+    if not is_right:
+      name, given = type(value).__name__, getattr(value, field)
+      raise UserError(f"{name}({field}={given!r}): expected {words}")
+
+
+def _is_number(x: Any) -> bool:
+  return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _is_count(x: Any) -> bool:
+  return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+
+
+def _is_tuple(values: Any, kind: Any = object) -> bool:
+  """Whether it is a tuple or the like, read as often as wanted; not one text, not empty."""
+  is_many = isinstance(values, Collection) and not isinstance(values, (str, bytes, Mapping))
+  is_many = is_many or hasattr(values, "tolist")  # an array of NumPy
+  return is_many and len(values) > 0 and all(isinstance(v, kind) for v in values)
+
+
+def _is_table(values: Any, kind: Any = object) -> bool:
+  """Whether it is {key: one of a kind}."""
+  return isinstance(values, Mapping) and all(
+    isinstance(k, str) and isinstance(v, kind) for k, v in values.items()
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,27 +68,37 @@ class Uniform:
   low: float
   high: float
 
+  def __post_init__(self):
+    _require(self, low=(_is_number(self.low), "a number"), high=(_is_number(self.high), "a number"))
+    _require(self, high=(self.low <= self.high, f"a number of at least low={self.low}"))
+
   def draw(self, rng: random.Random) -> float:
     return rng.uniform(self.low, self.high)
 
 
 @dataclasses.dataclass(frozen=True)
-class LogUniform:
+class LogUniform(Uniform):
   """A float whose logarithm is uniform: learning rates, weight decay."""
 
-  low: float
-  high: float
+  def __post_init__(self):
+    super().__post_init__()
+    _require(self, low=(self.low > 0, "a number above 0, which has a logarithm"))
 
   def draw(self, rng: random.Random) -> float:
     return math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Integer:
+class Integer(Uniform):
   """A whole number, both bounds included."""
 
   low: int
   high: int
+
+  def __post_init__(self):
+    super().__post_init__()
+    for bound in ("low", "high"):
+      _require(self, **{bound: (isinstance(getattr(self, bound), int), "a whole number")})
 
   def draw(self, rng: random.Random) -> int:
     return rng.randint(self.low, self.high)
@@ -62,14 +110,19 @@ class Choice:
 
   values: tuple
 
+  def __post_init__(self):
+    _require(self, values=(_is_tuple(self.values), "a tuple of one value or more"))
+
   def draw(self, rng: random.Random) -> Any:
     return rng.choice(self.values)
 
 
 class Axis(Protocol):
-  """Points that a sweep visits, {config key: value} each."""
+  """Points that a sweep visits, {config key: value} each; len(axis) of them, known beforehand."""
 
   def points(self) -> list[Point]: ...
+
+  def __len__(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +130,13 @@ class Grid:
   """Every combination of the values of some keys."""
 
   values: Mapping[str, tuple]
+
+  def __post_init__(self):
+    is_right = _is_table(self.values) and all(map(_is_tuple, self.values.values()))
+    _require(self, values=(is_right, "{key: tuple of values}, each of one value or more"))
+
+  def __len__(self) -> int:
+    return math.prod(map(len, self.values.values()))
 
   def points(self) -> list[Point]:
     return [dict(zip(self.values, row)) for row in itertools.product(*self.values.values())]
@@ -88,32 +148,53 @@ class Points:
 
   listed: tuple[Point, ...]
 
+  def __post_init__(self):
+    is_right = _is_tuple(self.listed, Mapping) and all(map(_is_table, self.listed))
+    _require(self, listed=(is_right, "a tuple of points, {key: value} each"))
+
+  def __len__(self) -> int:
+    return len(self.listed)
+
   def points(self) -> list[Point]:
     return list(self.listed)
 
 
 @dataclasses.dataclass(frozen=True)
-class Random:
-  """So many points drawn independently; the same seed draws the same ones (Bergstra & Bengio)."""
+class _Drawn:
+  """So many points, each key from its distribution."""
 
   distributions: Mapping[str, Distribution]
   count: int
   seed: int = 0
+
+  def __post_init__(self):
+    of_keys = _is_table(self.distributions) and bool(self.distributions)
+    of_keys = of_keys and all(hasattr(d, "draw") for d in self.distributions.values())
+    _require(
+      self,
+      distributions=(of_keys, "{key: Uniform, LogUniform, Integer or Choice}, one key or more"),
+      count=(_is_count(self.count), "a whole number of points, at least 1"),
+      seed=(isinstance(self.seed, int), "a whole number"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Optuna(_Drawn):
+  """Points that Optuna's TPE suggests for each arm from the objectives so far (extra `sweep`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(_Drawn):
+  """So many points drawn independently; the same seed draws the same ones (Bergstra & Bengio)."""
+
+  def __len__(self) -> int:
+    return self.count
 
   def points(self) -> list[Point]:
     rng = random.Random(self.seed)
     return [
       {key: one.draw(rng) for key, one in self.distributions.items()} for _ in range(self.count)
     ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Optuna:
-  """Points that Optuna's TPE suggests for each arm from the objectives so far (extra `sweep`)."""
-
-  distributions: Mapping[str, Distribution]
-  count: int
-  seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,12 +246,38 @@ class Sweep:
   stop_above: float = 1.0
   slurm: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-  @property
+  def __post_init__(self):
+    axes, are_axes = self.axes, isinstance(self.axes, (tuple, list))
+    are_axes = are_axes and all(hasattr(a, "points") and hasattr(a, "__len__") for a in axes)
+    _require(
+      self,
+      config=(isinstance(self.config, str), "the path of a config file"),
+      axes=(are_axes, "a tuple of axes, e.g. (Grid({...}),)"),
+      arms=(_is_tuple(self.arms, str), "a tuple of one name or more, e.g. ('bf16',)"),
+      seeds=(_is_tuple(self.seeds, int), "a tuple of one whole number or more, e.g. (0, 1)"),
+      fixed=(_is_table(self.fixed), "{key: value}"),
+      search=(isinstance(self.search, (Optuna, type(None))), "Optuna(...), or None"),
+      stop_above=(
+        _is_number(self.stop_above) and self.stop_above > 0, "a finite number of nats above 0"
+      ),
+      slurm=(_is_table(self.slurm), "{parameter of submitit's executor: value}"),
+    )  # fmt: skip
+
+  def __len__(self) -> int:
+    """Trials, those of the search too."""
+    beside = self.search.count if self.search else 1
+    return math.prod([len(self.arms), len(self.seeds), beside, *map(len, self.axes)])
+
+  @functools.cached_property
+  def varying(self) -> list[tuple[str, ...]]:
+    """The keys of each axis, and those of the search last."""
+    keys = [tuple(dict.fromkeys(k for p in axis.points() for k in p)) for axis in self.axes]
+    return keys + ([tuple(self.search.distributions)] if self.search else [])
+
+  @functools.cached_property
   def keys(self) -> list[str]:
     """Keys that vary, those of the search last."""
-    found = [key for axis in self.axes for point in axis.points() for key in point]
-    found += self.search.distributions if self.search else ()
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(itertools.chain(*self.varying)))
 
   def points(self) -> list[Point]:
     """The product of the axes."""
@@ -208,38 +315,67 @@ def _text(value: Any) -> str:
   return f"{text}_{hashlib.sha256(whole.encode()).hexdigest()[:6]}"
 
 
-def load(path: str) -> Sweep:
-  """The SWEEP of a file.
+def load(path: str, base: config_files.Config, here: int | None = 1) -> Sweep:
+  """The SWEEP of a file, whose trials can start.
+
+  Args:
+    path: of the file.
+    base: configs/base.py's.
+    here: devices of a trial on this machine; None where trials run on others.
 
   Raises:
-    UserError: with everything that is wrong with it.
+    UserError: with what is wrong with it, or with the configurations of its trials.
   """
   if not os.path.isfile(path):
     raise UserError(f"--sweep={path!r}: there is no such file; see experiments/sweeps")
-  sweep = runpy.run_path(path).get("SWEEP")
-  if not isinstance(sweep, Sweep):
-    raise UserError(f"{path} defines no SWEEP; write `SWEEP = fp8jax.sweeps.spec.Sweep(...)` in it")
-  check(sweep, path)
+  with named.of_user(path):
+    sweep = runpy.run_path(path).get("SWEEP")
+    if not isinstance(sweep, Sweep):
+      raise UserError("defines no SWEEP; write `SWEEP = fp8jax.sweeps.spec.Sweep(...)` in it")
+  check(sweep, path, base, here)
   return sweep
 
 
-def check(sweep: Sweep, where: str):
-  """Raises ConfigError where arms, keys or values are none of the configuration's."""
+def check(sweep: Sweep, where: str, base: config_files.Config, here: int | None = 1):
+  """Raises ConfigError where a trial could not start; see `load`."""
   problems = ConfigErrors()
   problems.check(
-    bool(sweep.arms and sweep.seeds), f"{where}: arms and seeds have one entry or more"
+    0 < len(sweep) <= MOST,
+    f"{where}: {len(sweep):,} trials, expected 1 to {MOST:,}; give axes fewer values, or draw some "
+    "with Random or search",
   )
-  problems.check("seed" not in sweep.keys, f"{where}: 'seed' is no axis; name seeds=(0, 1, ...)")
-  trials = sweep.trials("")
-  problems.check(bool(trials), f"{where}: an axis has no point")
-  seen = set()
-  for trial in trials:
-    problems.check(trial.workdir not in seen, f"{where}: {trial.workdir} occurs twice; drop one")
-    seen.add(trial.workdir)
+  problems.refuse()  # the other checks look at every point
+  whose = [*sweep.varying, tuple(sweep.fixed), ("seed",)]
+  keys = list(itertools.chain(*whose))
+  for key in dict.fromkeys(k for k in keys if keys.count(k) > 1):
+    how = "name seeds=(0, 1, ...)" if key == "seed" else "leave it in one of them"
+    problems.found.append(f"{where}: {key!r} stands in two axes, in fixed, or in search; {how}")
+  for arm in filter(None, sweep.arms):
+    problems.attempt(lambda arm=arm: inside("the sweep's folder", arm, f"{where}: arms"))
+  problems.refuse()
+  workdirs = [trial.workdir for trial in sweep.trials("")]
+  for again in dict.fromkeys(w for w, n in collections.Counter(workdirs).items() if n > 1):
+    problems.found.append(f"{where}: {again} occurs twice; drop one")
   distributions = sweep.search.distributions if sweep.search else {}
   drawn = {key: one.draw(random.Random(0)) for key, one in distributions.items()}
   for arm, point in itertools.product(sweep.arms, sweep.points()):
-    trial = sweep.trial("", arm, {**point, **drawn}, 0)
-    problems.attempt(lambda trial=trial: named.flat(trial.config, trial.changes))
+    trial = sweep.trial("", arm, {**point, **drawn}, sweep.seeds[0])
+    problems.attempt(lambda trial=trial: _check_trial(trial, base, here))
   problems.found = list(dict.fromkeys(problems.found))
   problems.refuse()
+
+
+def _check_trial(trial: Trial, base: config_files.Config, here: int | None):
+  """Refuses a configuration that launch.py would refuse; elsewhere, whatever its devices."""
+  c = named.load(trial.config, trial.changes)
+  try:
+    config_files.check_keys(c, base)
+    if here is None:
+      resolve.resolve_data(c)
+      precision.read(c)
+      return
+    hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
+    resolve.resolve(c, here, choose.current_device())
+  except (ValueError, OSError) as e:
+    said = e.problems if isinstance(e, ConfigError) else [str(e)]
+    raise ConfigError([f"{trial.config}: {problem}" for problem in said]) from e

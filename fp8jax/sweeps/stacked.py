@@ -7,9 +7,11 @@ that was interrupted begins anew.
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,16 +20,18 @@ import numpy as np
 
 from fp8jax import axes
 from fp8jax.compiled import fp8_gemms
-from fp8jax.config import named, resolve
+from fp8jax.config import identity, named, resolve
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import ConfigErrors
 from fp8jax.kernels import choose
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.optim import factory
+from fp8jax.report import at_end
 from fp8jax.run import evaluator as evaluator_lib
-from fp8jax.run import metrics_writer, startup
-from fp8jax.run import provenance as provenance_lib
+from fp8jax.run import fp8_share, goodput, metrics, metrics_writer, startup
+from fp8jax.run import summary as summary_lib
+from fp8jax.run import workdir as workdir_lib
 from fp8jax.step import run_spec, train_step
 from fp8jax.sweeps import outcome as outcome_lib
 from fp8jax.sweeps.outcome import Outcome
@@ -35,13 +39,34 @@ from fp8jax.sweeps.spec import Trial
 
 # Keys in which the trials of a group may differ.
 VARYING = ("seed", "optim.peak_lr", "optim.min_lr")
-# Keys whose other values need a separate run, each with the value that is allowed.
-_PLAIN = {
-  "optim.moment_format": "float32", "optim.master_format": "float32",
-  "optim.grad_format": "float32", "optim.in_backward": False, "loss_scale.kind": "none",
-  "kernels.optimizer": "xla", "precision.calibration": "", "init.workdir": "", "log.tracker": "",
-  "log.tensor_stats_every": 0, "eval.every": 0, "data.samples_per_step": 0,
-}  # fmt: skip
+# Keys that a group of trials honours, by the reason. Another key must have its default: what is new
+# in configs/base.py needs a run of its own until it is named here. A section stands for its keys.
+HONOURED = {
+  "trials differ in them": "seed optim.peak_lr optim.min_lr",
+  "the step of a single run reads them, and is the one that is mapped": """
+    steps global_batch grad_accum_steps seq_len
+    model.preset model.num_layers model.hidden_size model.intermediate_size model.num_heads
+    model.num_kv_heads model.head_dim model.vocab_size model.max_positions model.rope_theta
+    model.init_std model.mixers
+    precision.rules precision.first_bf16 precision.last_bf16 precision.smooth_swiglu
+    precision.compute_dtype kernels.matmul kernels.attention
+    memory.remat_policy memory.save_gemm_inputs memory.save_norm_inputs memory.save_gate_up
+    memory.save_layer_inputs memory.loss_chunk
+    optim.optimizer optim.schedule optim.warmup_steps optim.warmup_fraction optim.decay_steps
+    optim.b1 optim.b2 optim.eps optim.weight_decay optim.grad_clip_norm optim.clip_groups
+    optim.lr_multipliers optim.on_nonfinite""",
+  "the step of every trial alone is inspected": "precision.verify_fp8_gemms",
+  "the loader reads them": """
+    data.tokenizer data.eos data.sources data.heldout_fraction data.cross_document
+    data.on_malformed data.on_long data.shuffle_windows data.workers data.prefetch""",
+  "the evaluator reads them": "eval.tokens eval.batch eval.precisions",
+  "a layout of several devices is refused": "mesh sharding",
+  "the files of a trial are those of a run": "log.every log.tensorboard log.report",
+  "other jobs read them, training does not": """
+    aot calibrate export generate prepare sensitivity eval.hf eval.step eval.tasks eval.chat
+    eval.questions eval.samples eval.temperature eval.max_new_tokens eval.seed eval.data_dir
+    eval.train_data eval.allow_code_execution eval.compare_with""",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +77,11 @@ class Member:
   plan: run_spec.RunSpec
 
 
-def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
+def groups(trials: list[Trial], base: dict[str, Any], count: int = 0) -> list[list[Member]]:
   """Trials in groups that one program trains, at most `count` in each; 0: no limit.
+
+  Args:
+    base: configs/base.py's, flat.
 
   Raises:
     ConfigError: a trial needs a run of its own; every reason.
@@ -64,7 +92,7 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
     plan = problems.attempt(lambda c=c: _resolved(c)) if c is not None else None
     if plan is None:
       continue
-    problems.extend([f"{trial.config}: --vmap: {reason}" for reason in reasons(plan)])
+    problems.extend([f"{trial.config}: --vmap: {reason}" for reason in reasons(plan, base)])
     place = os.path.join(trial.workdir, "checkpoints")
     problems.check(
       not os.path.exists(place),
@@ -85,17 +113,21 @@ def _resolved(c) -> run_spec.RunSpec:
   return resolve.resolve(c, jax.device_count(), choose.current_device())
 
 
-def reasons(plan: run_spec.RunSpec) -> list[str]:
+def is_honoured(key: str) -> bool:
+  """Whether a group of trials does what a key says, or trials of their own do nothing else."""
+  sections = itertools.accumulate(key.split("."), "{}.{}".format)
+  return not {*" ".join(HONOURED.values()).split()}.isdisjoint(sections)
+
+
+def reasons(plan: run_spec.RunSpec, base: dict[str, Any]) -> list[str]:
   """Why the trials of a plan need runs of their own; [] where vmap gives the same."""
   found = [
-    f"{key}={plan.flat[key]!r} needs a run of its own; set {value!r}, or leave --vmap out"
-    for key, value in _PLAIN.items()
-    if plan.flat.get(key, value) != value
+    f"{key}={value!r} needs a run of its own; set {base.get(key)!r}, or leave --vmap out"
+    for key, value in plan.flat.items()
+    if value != base.get(key) and not is_honoured(key)
   ]
   if plan.run.layout != axes.LOCAL:
     found.append("the mesh has several devices; one device trains a group")
-  if len(plan.precision.phases) > 1:
-    found.append("precision.schedule changes recipes within a run")
   sites = plan.sites()
   if states := scaling_lib.states(sites):
     found.append(
@@ -110,63 +142,128 @@ def reasons(plan: run_spec.RunSpec) -> list[str]:
   return found
 
 
-def run(members: list[Member], stop_above: float) -> list[tuple[Trial, Outcome]]:
+def run(
+  members: list[Member], base: dict[str, Any], stop_above: float, tell: Callable[[str], None]
+) -> list[tuple[Trial, Outcome]]:
   """Trains a group to its end and writes the files of every trial.
 
   Args:
     members: of one group.
+    base: configs/base.py's, flat.
     stop_above: nats above its first loss at which a trial has diverged.
+    tell: takes a line for the reader of the sweep.
   """
-  plan = members[0].plan
-  for member in members:
-    os.makedirs(member.trial.workdir, exist_ok=True)
-  logs = [metrics_writer.Metrics(m.trial.workdir, 0, {}, False) for m in members]
-  evaluator = evaluator_lib.Evaluator(plan)
-  states = [train_step.make_state(m.plan) for m in members]
-  results = [{} for _ in members]
-  try:
-    _evaluate(evaluator, states, 0, results, logs, plan)
+  with contextlib.ExitStack() as held:
+    for member in members:
+      held.enter_context(workdir_lib.locked(member.trial.workdir))
+    group = _Group(members, base)
+    try:
+      group.train()
+    finally:
+      group.close()
+    return [(m.trial, group.finish(i, stop_above, tell)) for i, m in enumerate(members)]
+
+
+class _Group:
+  """Trials that train at once. Their seconds are the group's: no trial has time of its own."""
+
+  def __init__(self, members: list[Member], base: dict[str, Any]):
+    self._members, self._base, self._clock = members, base, goodput.Clock()
+    self._plan = members[0].plan
+    self._shares = fp8_share.of_phase(self._plan)
+    tensorboard = self._plan.log.tensorboard
+    self._logs = [metrics_writer.Metrics(m.trial.workdir, 0, {}, tensorboard) for m in members]
+    self._results: list[dict[str, Any]] = [{} for _ in members]
+    # Trials of one seed read the same batches.
+    self._counts = {m.plan.seed: loader.DocumentCounts() for m in members}
+    self._losses = []
+
+  def train(self):
+    """Takes all steps, between the evaluations."""
+    evaluator = evaluator_lib.Evaluator(self._plan)
+    states = [train_step.make_state(m.plan) for m in self._members]
+    self._evaluate(evaluator, states, 0)
     state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     del states
-    state, losses = _train(members, state, logs)
-    states = [jax.tree.map(lambda x, i=i: x[i], state) for i in range(len(members))]
-    _evaluate(evaluator, states, plan.steps, results, logs, plan)
-  finally:
-    for log in logs:
+    state = self._take_steps(state)
+    self._states = [jax.tree.map(lambda x, i=i: x[i], state) for i in range(len(self._members))]
+    self._evaluate(evaluator, self._states, self._plan.steps)
+
+  def _take_steps(self, state):
+    plan, clock, step = self._plan, self._clock, mapped_step(self._members)
+    spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
+    streams = {
+      m.plan.seed: loader.train_batches(
+        m.plan.data, spread.local_batch, spread.shard, self._counts[m.plan.seed]
+      )
+      for m in self._members
+    }
+    try:
+      for number in range(1, plan.steps + 1):
+        with clock.on("data_wait"):
+          hosts = {seed: next(stream) for seed, stream in streams.items()}
+        waited = clock.waited
+        with clock.on("step" if number > 1 else "compile"):
+          if plan.verify_fp8_gemms and number == 1:
+            first, one = next(iter(hosts.values())), jax.tree.map(lambda x: x[0], state)
+            rows = (plan, train_step.make_step(plan), one, spread.place(first), 0)
+            list(fp8_gemms.every_step(*rows))
+          placed = [spread.place(hosts[m.plan.seed]) for m in self._members]
+          state, values = step(state, jax.tree.map(lambda *x: jnp.stack(x), *placed))
+          values = jax.device_get(values)
+        self._log(number, values, waited)
+    finally:
+      for stream in streams.values():
+        stream.close()
+    return state
+
+  def _log(self, number: int, values, waited: float):
+    is_whole = metrics.is_due(number, self._plan.log.every) or number == self._plan.steps
+    times = {**self._clock.metrics(is_whole), "data_wait_seconds": waited, **self._shares}
+    self._losses.append(values["loss"])
+    is_finite = values.pop("is_finite")
+    for i, (member, log) in enumerate(zip(self._members, self._logs, strict=True)):
+      skipped = {} if is_finite[i] else {"skipped": 1}
+      passed_over = self._counts[member.plan.seed].metrics()
+      row = {k: float(v[i]) for k, v in values.items()}
+      log.write(number, {**row, **skipped, **passed_over, **times})
+
+  def _evaluate(self, evaluator: evaluator_lib.Evaluator, states, step: int):
+    """Adds the held-out losses of every trial to its results; one program for all."""
+    if not self._plan.eval.tokens:
+      return
+    with self._clock.on("evaluation"):
+      for state, results, log in zip(states, self._results, self._logs, strict=True):
+        results[str(step)] = evaluator.run(state.params, {})
+        log.write(step, evaluator_lib.flat(results[str(step)]))
+
+  def close(self):
+    """Closes the files of metrics."""
+    for log in self._logs:
       log.close()
-  return [
-    (m.trial, _finish(m, losses[:, i], results[i], states[i], stop_above))
-    for i, m in enumerate(members)
-  ]
 
-
-def _train(members: list[Member], state, logs):
-  """(the stacked state after all steps, losses [steps, trials])."""
-  plan, step = members[0].plan, mapped_step(members)
-  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
-  # Trials of one seed read the same batches.
-  streams = {
-    m.plan.seed: loader.train_batches(m.plan.data, spread.local_batch, spread.shard)
-    for m in members
-  }
-  losses = []
-  try:
-    for number in range(plan.steps):
-      hosts = {seed: next(stream) for seed, stream in streams.items()}
-      if plan.verify_fp8_gemms and number == 0:
-        first, one = next(iter(hosts.values())), jax.tree.map(lambda x: x[0], state)
-        rows = (plan, train_step.make_step(plan), one, spread.place(first), 0)
-        list(fp8_gemms.every_step(*rows))
-      placed = [spread.place(hosts[m.plan.seed]) for m in members]
-      state, values = step(state, jax.tree.map(lambda *x: jnp.stack(x), *placed))
-      values = jax.device_get(values)
-      for i, log in enumerate(logs):
-        log.write(number + 1, {k: float(v[i]) for k, v in values.items() if k != "is_finite"})
-      losses.append(values["loss"])
-  finally:
-    for stream in streams.values():
-      stream.close()
-  return state, np.stack(losses)
+  def finish(self, i: int, stop_above: float, tell: Callable[[str], None]) -> Outcome:
+    """Writes the description and the end of a trial; its outcome."""
+    trial, plan, state = self._members[i].trial, self._members[i].plan, self._states[i]
+    losses = np.stack(self._losses)[:, i].tolist()
+    changes = identity.diff(dict(plan.flat), self._base)
+    rows, fingerprint = startup.all_site_rows(plan), loader.fingerprint(plan.data)
+    summary_lib.describe(
+      plan, trial.workdir, 0, changes, fingerprint, rows, trials_at_once=len(self._members)
+    )
+    why = outcome_lib.ever_diverged(losses, stop_above)
+    if bool(state.halted):
+      why = "loss or gradient not finite, see metrics.jsonl"
+    if why:
+      outcome_lib.mark_diverged(trial, why)
+      return Outcome("diverged")
+    summary = summary_lib.write(
+      plan, trial.workdir, plan.steps, losses[-1], int(state.skipped),
+      self._counts[plan.seed].summary(), self._results[i], self._clock.seconds(),
+    )  # fmt: skip
+    if plan.log.report:
+      tell(at_end.attempt(trial.workdir))
+    return Outcome("finished", summary["objective"])
 
 
 def mapped_step(members: list[Member]):
@@ -184,44 +281,3 @@ def mapped_step(members: list[Member]):
     return jax.vmap(one)(state, batch, rates, keys)
 
   return jax.jit(step, donate_argnums=0, compiler_options=choose.compiler_options(plan.device))
-
-
-def _evaluate(evaluator, states, step: int, results, logs, plan):
-  """Adds the held-out losses of every trial to its results; one program for all."""
-  if not plan.eval.tokens:
-    return
-  for state, found, log in zip(states, results, logs, strict=True):
-    found[str(step)] = evaluator.run(state.params, {})
-    log.write(step, evaluator_lib.flat(found[str(step)]))
-
-
-def _finish(member: Member, losses, evaluations, state, stop_above: float) -> Outcome:
-  """Writes the description and the end of a trial; its outcome."""
-  plan, workdir = member.plan, member.trial.workdir
-  flat = dict(plan.flat)
-  provenance = provenance_lib.provenance(flat, loader.fingerprint(plan.data), plan.seed, 1)
-  provenance |= {"from_step": 0, "earlier": [], "vmap": True}
-  for name, value in (
-    ("config.json", {"resolved": flat, "changed": dict(member.trial.changes)}),
-    ("sites.json", startup.all_site_rows(plan)),
-    ("provenance.json", provenance),
-  ):
-    provenance_lib.write_json(workdir, name, value)
-  why = outcome_lib.ever_diverged(losses.tolist(), stop_above)
-  if bool(state.halted):
-    why = "loss or gradient not finite, see metrics.jsonl"
-  if why:
-    outcome_lib.mark_diverged(member.trial, why)
-    return Outcome("diverged")
-  last = evaluations.get(str(plan.steps))
-  summary: dict[str, Any] = {
-    "step": plan.steps,
-    "tokens": plan.steps * plan.tokens_per_step,
-    "train_loss": float(losses[-1]),
-    "skipped_updates": int(state.skipped),
-    "documents_passed_over": {},
-    "evaluations": evaluations,
-    "objective": evaluator_lib.objective(last) if last else None,
-  }
-  provenance_lib.write_json(workdir, "summary.json", summary)
-  return Outcome("finished", summary["objective"])

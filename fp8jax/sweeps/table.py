@@ -1,7 +1,6 @@
 """The end of a sweep: a table, sweep.json, from which others draw, and a comparison of its runs."""
 
 import importlib
-import os
 import statistics
 from typing import Any
 
@@ -9,7 +8,7 @@ import rich.console
 
 from fp8jax import console as console_lib
 from fp8jax.errors import UserError, missing_package, one_line
-from fp8jax.run.provenance import to_json
+from fp8jax.run.provenance import write_json
 from fp8jax.sweeps.outcome import Outcome
 from fp8jax.sweeps.spec import Sweep, Trial
 
@@ -24,10 +23,7 @@ def write(folder: str, path: str, sweep: Sweep, results: Results):
     for t, o in results
   ]  # fmt: skip
   content = {"sweep": path, "keys": sweep.keys, "trials": trials}
-  target = os.path.join(folder, "sweep.json")
-  with open(target + ".part", "w") as f:
-    f.write(to_json(content) + "\n")
-  os.replace(target + ".part", target)
+  write_json(folder, "sweep.json", content)
 
 
 def rows(sweep: Sweep, results: Results) -> list[list[str]]:
@@ -39,14 +35,15 @@ def rows(sweep: Sweep, results: Results) -> list[list[str]]:
   means, found = {}, []
   for key, (trial, outcomes) in groups.items():
     done = [o.objective for o in outcomes if o.objective is not None]
-    if len(done) == len(outcomes):
+    if len(done) == len(outcomes):  # none with eval.tokens=0
       means[key] = statistics.mean(done)
     spread = f"{statistics.stdev(done):.4f}" if len(done) > 1 else "-"
     others = [o.status for o in outcomes if o.status != "finished"]
     said = ", ".join(f"{others.count(s)} {s}" for s in dict.fromkeys(others))
     mean = f"{statistics.mean(done):.4f}" if done else "-"
     point = [f"{trial.point.get(k, '')}" for k in sweep.keys]
-    found.append((key, [trial.arm, *point, mean, spread, f"{len(done)}/{len(outcomes)}", said]))
+    finished = f"{len(outcomes) - len(others)}/{len(outcomes)}"
+    found.append((key, [trial.arm, *point, mean, spread, finished, said]))
   for arm in {key[0] for key in means}:
     best = min((key for key in means if key[0] == arm), key=lambda key: means[key])
     for key, row in found:

@@ -11,7 +11,7 @@ import run_files
 
 from fp8jax.errors import UserError
 from fp8jax.jobs import report
-from fp8jax.report import files, thin
+from fp8jax.report import at_end, files, thin
 
 
 def specs_of(page):
@@ -121,14 +121,14 @@ def test_report_of_100_looks_at_smollm2_is_small_offline_and_true(tmp_path):
 
 
 def test_report_that_cannot_be_drawn_is_said_and_fails_nothing(tmp_path, monkeypatch):
-  said = report.attempt(str(tmp_path))
+  said = at_end.attempt(str(tmp_path))
   assert said.startswith("no report.html: ") and "metrics.jsonl" in said or "fp8jax[report]" in said
 
   def missing(name):
     raise ModuleNotFoundError("No module named 'altair'", name="altair")
 
-  monkeypatch.setattr(report.importlib, "import_module", missing)
-  assert "pip install 'fp8jax[report]'" in report.attempt(str(tmp_path))
+  monkeypatch.setattr(at_end.importlib, "import_module", missing)
+  assert "pip install 'fp8jax[report]'" in at_end.attempt(str(tmp_path))
 
 
 def without_data(spec):

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from harness import Runner
 
+from configs import base
+from fp8jax.config import identity
 from fp8jax.data import loader
 from fp8jax.errors import ConfigError
 from fp8jax.sweeps import outcome, spec, stacked
@@ -28,6 +30,7 @@ def get_config(arm=""):
   return c
 """
 # Rates far apart, so that the trials' tensors soon have other ranges.
+BASE = identity.flatten(base.get_config())
 SWEEP = dict(axes=(spec.Grid({"optim.peak_lr": (1e-3, 3e-1)}),), seeds=(0, 1))
 
 
@@ -41,10 +44,11 @@ def _trials(tmp_path, arm, **more):
 def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch):
   """Losses, parameters' norm and held-out losses, with one scale per tensor: of its own trial."""
   sweep, trials = _trials(tmp_path, "tensor_current")
-  monkeypatch.setattr(spec, "load", lambda path: sweep)
-  assert sweep_run.run("s.py", ".", str(tmp_path / "out"), 0, "", False, is_mapped=True) == 0
+  monkeypatch.setattr(spec, "load", lambda *_: sweep)
+  arguments = ("s.py", ".", str(tmp_path / "out"), 0, "", False, True, base.get_config())
+  assert sweep_run.run(*arguments) == 0
   table = json.loads((tmp_path / "out" / "sweep.json").read_text())["trials"]
-  (members,) = stacked.groups([t for t in trials])
+  (members,) = stacked.groups(trials, BASE)
   for member, row in zip(members, table, strict=True):
     plan, found = member.plan, outcome.records(row["workdir"])
     stream = loader.train_batches(plan.data, 2)
@@ -58,12 +62,12 @@ def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch):
   assert len({row["objective"] for row in table}) == 4
   # A second call trains nothing.
   monkeypatch.setattr(stacked, "run", lambda *_: pytest.fail("all are finished"))
-  assert sweep_run.run("s.py", ".", str(tmp_path / "out"), 0, "", False, is_mapped=True) == 0
+  assert sweep_run.run(*arguments) == 0
 
 
 def test_a_trial_that_is_not_finite_halts_alone(tmp_path):
   _, trials = _trials(tmp_path, "bf16", fixed={"eval.tokens": 0})
-  (members,) = stacked.groups(trials)
+  (members,) = stacked.groups(trials, BASE)
   take = stacked.train_step.make_state
 
   def broken(plan):
@@ -74,7 +78,7 @@ def test_a_trial_that_is_not_finite_halts_alone(tmp_path):
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(stacked.train_step, "make_state", broken)
-    found = stacked.run(members, 1e9)
+    found = stacked.run(members, BASE, 1e9, print)
   assert [o.status for _, o in found] == ["finished", "diverged", "finished", "finished"]
   assert outcome.read(trials[1]).status == "diverged"
 
@@ -83,12 +87,12 @@ def test_trials_that_need_a_run_of_their_own_are_refused_with_all_reasons(tmp_pa
   fixed = {"optim.moment_format": "coat", "log.tensor_stats_every": 2}
   _, trials = _trials(tmp_path, "tensor_delayed", fixed=fixed)
   with pytest.raises(ConfigError) as e:
-    stacked.groups(trials)
+    stacked.groups(trials, BASE)
   assert len(e.value.problems) == 3
   for word in ("optim.moment_format='coat'", "log.tensor_stats_every=2", "delayed or static"):
     assert word in str(e.value)
   _, trials = _trials(tmp_path, "nvfp4_sr_rht")
   with pytest.raises(ConfigError, match="rounds stochastically"):
-    stacked.groups(trials)
+    stacked.groups(trials, BASE)
   _, trials = _trials(tmp_path, "bf16")
-  assert [len(g) for g in stacked.groups(trials, 3)] == [3, 1]
+  assert [len(g) for g in stacked.groups(trials, BASE, 3)] == [3, 1]
