@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -55,6 +56,8 @@ class Suggested:
     self._points = sweep.points()
     self._path = f"{folder}/optuna.journal"
     with self._reading():
+      if os.path.exists(self._path) and open(self._path, "rb").read()[-1:] not in (b"", b"\n"):
+        raise ValueError("its last line is cut")  # Optuna would write behind it
       storage = optuna.storages.JournalStorage(journal.JournalFileBackend(self._path))
       self._studies = {
         (arm, i): optuna.create_study(

@@ -54,9 +54,15 @@ COMMAND_LINES = [
   (["--config", "configs/debgu.py", "--config.steps=1"],
    "error: no config file 'configs/debgu.py'; did you mean configs/debug.py?"),
   (["--config=experiments/2025_infir2/config.py:bf17"],
-   "error: unknown arm 'bf17'; expected one of bf16, block_128"),
+   ": unknown arm 'bf17'; expected one of bf16, block_128"),
   (["--config=experiments/2025_infir2/config.py:bf17", "--config.steps=1"],
-   "error: unknown arm 'bf17'; expected one of bf16, block_128"),
+   "error: experiments/2025_infir2/config.py, line "),
+  (["--sweep=experiments/sweeps/recipes_by_rate.py", DEBUG],
+   "error: --config=configs/debug.py beside --sweep: the sweep's file names its config"),
+  (["--sweep=experiments/sweeps/recipes_by_rate.py", "--job=evaluate"],
+   "error: --job=evaluate beside --sweep, whose trials train; leave one out"),
+  *(([DEBUG, option], f"error: --{option.strip('-').split('=')[0]} without --sweep=FILE")
+    for option in ("--vmap", "--print", "--parallel=2", "--submit=slurm")),
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from configs import base
 from fp8jax import mesh
 from fp8jax.config import files as config_files
+from fp8jax.config import named
 from fp8jax.data import loader
 from fp8jax.errors import ConfigError, ConfigErrors, UserError
 from fp8jax.integrations import flax as fp8_flax
@@ -32,23 +33,44 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 # --- configuration files -------------------------------------------------------------------------
 
+_BASE = "from configs import base\ndef get_config(a=''):\n  c = base.get_config(a)\n"
 FILES = {
-  "def get_config(": "line 1: '(' was never closed",
+  "def get_config(": "line 1: '(' was never closed; the file is no valid Python",
   "def get_config(a=''):\n  raise RuntimeError('boom')": "line 2: RuntimeError: boom",
   "import nosuch": "line 1: ModuleNotFoundError: No module named 'nosuch'",
-  "def get_config(a=''):\n  return {}['k']": "KeyError: 'k'",
-  "x = 1": "defines no get_config",
+  "def get_config(a=''):\n  return {}['k']": "line 2: KeyError: 'k'",
+  "def get_config(a=''):\n  open('no/file')": "line 2: FileNotFoundError: [Errno 2]",
+  "def get_config(a=''):\n  raise ValueError('no arm')": "line 2: no arm",
+  "x = 1": "defines no get_config; write",
+  "x = 1\n\0": "null bytes; the file is no valid Python",
+  "x = 'ä'": "can't decode byte 0xe4",
+  "import sys\nsys.exit(0)": "line 2: the file ends the program, sys.exit(0); remove the call",
+  "def get_config(a=''):\n  raise SystemExit": "line 2: the file ends the program",
+  "def get_config():\n  return 3": "get_config returned int, expected the ConfigDict of base.get",
+  "def get_config(a=''):\n  pass": "get_config returned NoneType, expected the ConfigDict",
+  "def get_config(a=''):\n  return {'steps': 3}": "get_config returned dict, expected",
+  f"{_BASE}  c.unlock()\n  del c.memory\n  return c": "memory: missing; begin get_config with",
+  f"{_BASE}  c.unlock()\n  del c.optim.b1\n  return c": "optim.b1: missing; begin get_config with",
+  f"{_BASE}  c.steps = 'many'\n  return c": "line 4: TypeError: Could not override field 'steps'",
+  f"{_BASE}  c.stepz = 3\n  return c": "line 4: AttributeError",
+  "from ml_collections import ConfigDict\ndef get_config(a=''):\n  return ConfigDict({'steps': 3})": "aot, calibrate, checkpoint, data",
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
-@pytest.mark.parametrize("text, message", FILES.items(), ids=[m[:12] for m in FILES.values()])
-def test_broken_config_file_is_named_with_its_line(tmp_path, text, message, parse):
+@pytest.mark.parametrize("more", [(), ("--config.steps=1",)], ids=["alone", "override"])
+@pytest.mark.parametrize("text, message", FILES.items(), ids=[m[:26] for m in FILES.values()])
+def test_broken_config_file_is_named_with_its_line(tmp_path, text, message, more, parse):
+  """In one line, as in a sweep, which loads the file by its name."""
   path = tmp_path / "c.py"
-  path.write_text(text)
+  path.write_bytes(text.encode("latin-1"))
   with pytest.raises(SystemExit) as e:
-    parse(f"--config={path}")
-  assert str(path) in e.value.code and message in e.value.code
+    parse(f"--config={path}", *more)
+  said = e.value.code
+  assert said.startswith(f"error: {path}") and message in said and "\n" not in said
+  with pytest.raises(UserError) as e:
+    config_files.check_keys(named.load(str(path), {}), base.get_config())
+  assert message in str(e.value)
 
 
 def test_a_folder_is_no_config_file(tmp_path, parse):
@@ -78,7 +100,7 @@ def _added():
   ids=["None", "dict", "partial", "added"],
 )
 def test_what_get_config_returns_has_the_keys_of_base(c, message):
-  with pytest.raises(ConfigError, match=message):
+  with pytest.raises(UserError, match=message):
     config_files.check_keys(c, base.get_config())
   config_files.check_keys(base.get_config(), base.get_config())
 

@@ -1,5 +1,6 @@
 """Trials trained at once are the trials trained one by one."""
 
+import dataclasses
 import json
 
 import jax
@@ -10,7 +11,9 @@ from harness import Runner
 from configs import base
 from fp8jax.config import identity
 from fp8jax.data import loader
-from fp8jax.errors import ConfigError
+from fp8jax.errors import ConfigError, UserError
+from fp8jax.jobs import train
+from fp8jax.run import workdir
 from fp8jax.sweeps import outcome, spec, stacked
 from fp8jax.sweeps import run as sweep_run
 
@@ -81,6 +84,93 @@ def test_a_trial_that_is_not_finite_halts_alone(tmp_path):
     found = stacked.run(members, BASE, 1e9, print)
   assert [o.status for _, o in found] == ["finished", "diverged", "finished", "finished"]
   assert outcome.read(trials[1]).status == "diverged"
+
+
+def test_every_key_is_honoured_by_name_or_must_have_its_default(tmp_path):
+  """Also the keys that somebody adds to configs/base.py tomorrow."""
+  _, trials = _trials(tmp_path, "bf16", seeds=(0,), axes=())
+  ((member,),) = stacked.groups(trials, BASE)
+  plain = dataclasses.replace(member.plan, flat=BASE)
+  assert stacked.reasons(plain, BASE) == []
+  named = " ".join(stacked.HONOURED.values()).split()
+  assert len(named) == len({*named}) and all(stacked.HONOURED)
+  for name in named:  # of a key that there is, or of a section
+    assert name in BASE or any(key.startswith(f"{name}.") for key in BASE), name
+  changed = {key: _other(value) for key, value in {**BASE, "optim.new_key": 0}.items()}
+  for key, value in changed.items():
+    is_named = any(f"{key}.".startswith(f"{name}.") for name in named)
+    reasons = stacked.reasons(dataclasses.replace(plain, flat={**BASE, key: value}), BASE)
+    assert reasons == [] if is_named else len(reasons) == 1 and reasons[0].startswith(f"{key}=")
+  refused = {k for k in changed if not stacked.is_honoured(k)}
+  assert {"precision.policy", "precision.schedule", "log.profile_steps", "init.hf", "eval.every",
+          "model.lora.rank", "checkpoint.every", "optim.new_key"} <= refused  # fmt: skip
+  assert {"steps", "data.sources.main.path", "optim.clip_groups", "mesh.fsdp"}.isdisjoint(refused)
+
+
+def _other(value):
+  """A value of the same kind that differs."""
+  if isinstance(value, bool) or value is None:
+    return not value
+  if isinstance(value, (int, float)):
+    return value + 1
+  return f"{value}x" if isinstance(value, str) else [*value, "x"]
+
+
+def test_a_policy_and_a_trace_are_refused(tmp_path):
+  fixed = {"precision.policy": ("roll_back()",), "log.profile_steps": 2, "checkpoint.every": 2}
+  _, trials = _trials(tmp_path, "bf16", fixed=fixed)
+  with pytest.raises(ConfigError) as e:
+    stacked.groups(trials, BASE)
+  assert len(e.value.problems) == 3
+  for key, default in (("precision.policy=", "[]"), ("log.profile_steps=2", "0")):
+    (problem,) = [p for p in e.value.problems if key in p]
+    assert problem.endswith(f"needs a run of its own; set {default}, or leave --vmap out")
+
+
+def test_a_trial_leaves_the_files_of_a_run(tmp_path):
+  """Its summary, description and metrics have the keys of a direct run, and the same values."""
+  rows = [json.dumps({"text": f"{i} words"}) + "\n{broken\n" for i in range(60)]
+  (tmp_path / "text.jsonl").write_text("".join(rows))
+  fixed = {
+    "data.sources.main.kind": "jsonl", "data.sources.main.path": str(tmp_path / "text.jsonl"),
+    "data.on_malformed": "skip", "log.every": 2, "eval.precisions": ("bf16",),
+    "precision.verify_fp8_gemms": False,
+  }  # fmt: skip
+  _, trials = _trials(tmp_path, "tensor_current", fixed=fixed, seeds=(3,), axes=())
+  ((member,),) = stacked.groups(trials, BASE)
+  direct, mapped = tmp_path / "direct", tmp_path / "out" / "tensor_current"
+  train.run(member.plan, str(direct), BASE)
+  ((_, ended),) = stacked.run([member], BASE, 1e9, print)
+  one, other = (json.loads((d / "summary.json").read_text()) for d in (direct, mapped))
+  assert one.keys() == other.keys() and ended.objective == other["objective"]
+  for key in ("step", "tokens", "skipped_updates", "fp8_flops_share",
+              "fp8_gemm_bytes_share"):  # fmt: skip
+    assert one[key] == other[key], key
+  assert one["fp8_flops_share"] > 0
+  # Readers run ahead of the steps, now further, now less.
+  assert min(s["documents_passed_over"]["malformed"] for s in (one, other)) > 3
+  assert one["seconds"].keys() == other["seconds"].keys() and 0 < other["goodput"] < 1
+  assert other["seconds"]["compile"] > 0 and other["seconds"]["evaluation"] > 0
+  for key in ("train_loss", "objective"):
+    assert one[key] == pytest.approx(other[key], rel=2e-6)
+  for name in ("config.json", "sites.json"):
+    assert json.loads((direct / name).read_text()) == json.loads((mapped / name).read_text())
+  origins = [json.loads((d / "provenance.json").read_text()) for d in (direct, mapped)]
+  assert origins[1].keys() - origins[0].keys() == {"trials_at_once"}
+  assert origins[0].keys() <= origins[1].keys() and origins[1]["trials_at_once"] == 1
+  speeds = {"tokens_per_second", "step_seconds"}  # of a loop that reads a step behind
+  first, second = (
+    {key for row in outcome.records(str(d)).steps for key in row} for d in (direct, mapped)
+  )
+  assert first - second <= speeds and second <= first
+  assert workdir.finished(str(mapped), dict(member.plan.flat), origins[0]["data_fingerprint"])
+
+
+def test_two_sweeps_do_not_train_one_trial(tmp_path):
+  _, trials = _trials(tmp_path, "bf16")
+  (members,) = stacked.groups(trials, BASE)
+  with workdir.locked(trials[2].workdir), pytest.raises(UserError, match="in use by another run"):
+    stacked.run(members, BASE, 1e9, print)
 
 
 def test_trials_that_need_a_run_of_their_own_are_refused_with_all_reasons(tmp_path):

@@ -13,9 +13,10 @@ import run_files
 
 from configs import base
 from fp8jax.config import identity, named
-from fp8jax.errors import ConfigError
+from fp8jax.errors import UserError
 from fp8jax.jobs import command_line
-from fp8jax.sweeps import outcome, run, slurm, spec, table
+from fp8jax.run import workdir as workdir_lib
+from fp8jax.sweeps import outcome, plan, run, slurm, spec, table
 
 # A launch.py whose objective is rate + seed / 100. Rates above 1 end as a diverged run does, above
 # 10 the loss grows without end, above 100 nothing is said, and all but the first wait for SIGTERM.
@@ -104,6 +105,88 @@ def test_diverged_trials_are_stopped_and_stay_stopped(folder, monkeypatch):
   assert _sweep(folder, monkeypatch, _rates(0.5, 2.0, 20.0))[2] == []
 
 
+DAMAGED = (
+  ("config.json", "{}", "'resolved' is None"),
+  ("config.json", '{"resolved": 3}', "'resolved' is 3"),
+  ("config.json", "{", "is not JSON"),
+  ("trial.json", "{}", "'status' is None"),
+  ("summary.json", '{"step": "4"}', "'step' is '4'"),
+  ("summary.json", '{"step": 4, "objective": "low"}', "'objective' is 'low'"),
+)
+
+
+def test_a_damaged_file_of_a_trial_fails_that_trial_alone(folder, monkeypatch, capsys):
+  _sweep(folder, monkeypatch, _rates(0.25))
+  (trial,) = _rates(0.25).trials(str(folder / "out"))
+  whole = {path: path.read_text() for path in (folder / "out" / "peak_lr=0.25").iterdir()}
+  for name, text, words in DAMAGED:
+    (folder / "out" / "peak_lr=0.25" / name).write_text(text)
+    found = outcome.attempt(trial)
+    assert found.status == "failed" and f"peak_lr=0.25/{name}" in found.why
+    assert words in found.why and "remove the folder" in found.why
+    (folder / "out" / "peak_lr=0.25" / "trial.json").unlink(missing_ok=True)
+    for path, content in whole.items():
+      path.write_text(content)
+  assert outcome.attempt(trial).objective == 0.25
+  (folder / "out" / "peak_lr=0.25" / "config.json").write_text("{}")
+  code, trials, names = _sweep(folder, monkeypatch, _rates(0.25, 0.5))
+  assert code == 1 and names == ["peak_lr=0.5"]
+  assert [t["status"] for t in trials] == ["failed", "finished"]
+  assert "was failed: " in capsys.readouterr().out
+
+
+def test_a_trial_that_another_sweep_runs_has_not_failed(folder, monkeypatch):
+  """launch.py refuses its workdir with exit code 1; the end of the sweep reads it again."""
+  launch = """
+import pathlib, sys
+workdir = pathlib.Path(dict(a.lstrip("-").split("=", 1) for a in sys.argv[1:])["workdir"])
+from fp8jax.run import workdir as workdir_lib
+from fp8jax.errors import UserError
+try:
+  with workdir_lib.locked(str(workdir)): pass
+except UserError: sys.exit(1)
+"""
+  monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+  (folder / "launch.py").write_text(launch)
+  workdir = folder / "out" / "peak_lr=0.5"
+  with workdir_lib.locked(str(workdir)):
+    code, trials, _ = _sweep(folder, monkeypatch, _rates(0.5))
+    assert (code, [t["status"] for t in trials]) == (1, ["running elsewhere"])
+    assert workdir_lib.is_locked(str(workdir))
+  assert not workdir_lib.is_locked(str(workdir)) and not workdir_lib.is_locked(str(folder / "x"))
+  (elsewhere,) = _rates(0.5).trials(str(folder / "out"))
+  flat = named.flat("c.py", elsewhere.changes)
+  (workdir / "config.json").write_text(json.dumps({"resolved": flat}))
+  (workdir / "summary.json").write_text('{"step": 4, "objective": 0.5}')
+  ended = [(elsewhere, outcome.Outcome(outcome.ELSEWHERE))]
+  console = run.console_lib.console()
+  assert run._ended(_rates(0.5), "s.py", str(folder / "out"), ended, None, console) == 0
+
+
+def test_trials_without_an_objective_have_finished(folder):
+  """eval.tokens=0: the table counts outcomes, and has no mean and no best."""
+  sweep = _rates(0.5, 0.25)
+  ends = (outcome.Outcome("finished"), outcome.Outcome("diverged"))
+  rows = table.rows(sweep, list(zip(sweep.trials("x"), ends, strict=True)))
+  assert rows == [["", "0.5", "-", "-", "1/1", ""], ["", "0.25", "-", "-", "0/1", "1 diverged"]]
+
+
+def test_a_row_that_a_killed_run_cut_is_left_out(folder):
+  workdir = folder / "run"
+  workdir.mkdir()
+  losses = [3.0, 3.0, *[5.0] * 8]
+  lines = [json.dumps({"step": i, "loss": x}) + "\n" for i, x in enumerate(losses)]
+  for name in ("summary", "provenance"):
+    (workdir / f"{name}.json").write_text("{}")
+  (workdir / "metrics.jsonl").write_text("".join(lines) + '{"step": 9, "lo')
+  assert outcome.records(str(workdir)).logged("loss") == losses
+  assert outcome.LossWatch(str(workdir), 1.0).verdict().endswith("first 3.000")
+  (workdir / "metrics.jsonl").write_text(lines[0] + '{"step": 9, "lo\n' + lines[1])
+  assert outcome.LossWatch(str(workdir), 1.0).verdict() == ""  # the run itself says so
+  with pytest.raises(UserError, match="metrics.jsonl, line 2 is no row"):
+    outcome.records(str(workdir))
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_interrupted_sweep_saves_its_trials(folder, monkeypatch, number, code):
   # As in a terminal; a process in the background of a script begins with SIGINT ignored.
@@ -113,16 +196,6 @@ def test_interrupted_sweep_saves_its_trials(folder, monkeypatch, number, code):
   found, trials, _ = _sweep(folder, monkeypatch, _rates(200.0, 0.5))
   assert found == code and [t["status"] for t in trials] == ["interrupted"]
   assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
-
-
-def test_mistakes_in_a_sweep_are_reported_together(folder):
-  sweep = spec.Sweep(
-    "c.py", (spec.Grid({"optim.peak_lrr": (1.0, 1.0)}), spec.Grid({"steps": ("x",)}))
-  )
-  with pytest.raises(ConfigError) as e:
-    spec.check(sweep, "s.py")
-  said = str(e.value)
-  assert "occurs twice" in said and "did you mean 'optim.peak_lr'" in said
 
 
 def test_workdirs_are_named_by_what_differs(folder):
@@ -161,9 +234,7 @@ def test_random_axis_repeats_its_points():
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 def test_printed_commands_give_the_configurations_of_the_trials(parse, repository):
   """The command line's parser is the oracle of what a trial compares its workdir with."""
-  sweep = spec.load(
-    str(repository / "experiments/sweeps/recipes_by_rate.py"), base.get_config()
-  )
+  sweep = spec.load(str(repository / "experiments/sweeps/recipes_by_rate.py"), base.get_config())
   trials = sweep.trials("runs")
   assert len(trials) == 18
   for trial in (trials[0], trials[-1]):
@@ -219,6 +290,41 @@ def test_search_goes_on_where_it_was_interrupted(folder, monkeypatch):
   more = spec.Sweep("c.py", arms=("a", "b"), seeds=(0, 1),
                     search=spec.Optuna(search.distributions, 3))  # fmt: skip
   assert len(_sweep(folder, monkeypatch, more)[2]) == 4
+
+
+def test_the_objective_of_a_point_is_the_mean_over_its_seeds(folder, monkeypatch):
+  ends = [outcome.Outcome("finished", x) for x in (3.0, 1.0, 2.5)]
+  assert plan.of_point(ends) == pytest.approx(6.5 / 3) and plan.of_point(ends[:1]) == 3
+  assert plan.of_point([*ends, outcome.Outcome("diverged")]) is None
+  optuna = pytest.importorskip("optuna")
+  search = spec.Optuna({"optim.peak_lr": spec.Choice((0.5,))}, count=1)
+  _sweep(folder, monkeypatch, spec.Sweep("c.py", seeds=(0, 1, 8), search=search))
+  path = optuna.storages.journal.JournalFileBackend(str(folder / "out" / "optuna.journal"))
+  study = optuna.load_study(study_name="all-0", storage=optuna.storages.JournalStorage(path))
+  assert study.best_value == pytest.approx(0.53)  # of 0.5 + seed / 100
+
+
+@pytest.mark.parametrize(
+  "damage",
+  [
+    lambda text: text[:-20],
+    lambda text: "[1]\n",
+    lambda text: "{}\n" + text,
+    lambda text: text.replace('"low\\": 0.01', '"low\\": "x"'),
+  ],
+  ids=["cut", "list", "object", "kind"],
+)
+def test_a_journal_that_optuna_cannot_read_is_named(folder, monkeypatch, damage, request):
+  pytest.importorskip("optuna")
+  kind = spec.LogUniform(0.01, 0.9)
+  sweep = spec.Sweep("c.py", search=spec.Optuna({"optim.peak_lr": kind}, count=1))
+  _sweep(folder, monkeypatch, sweep)
+  path = folder / "out" / "optuna.journal"
+  path.write_text(damage(path.read_text()))
+  kind = spec.Choice((0.5,)) if request.node.callspec.id == "kind" else kind
+  sweep = spec.Sweep("c.py", search=spec.Optuna({"optim.peak_lr": kind}, count=3))
+  with pytest.raises(UserError, match="optuna.journal is no study of this search: .*move it away"):
+    _sweep(folder, monkeypatch, sweep)
 
 
 def test_a_single_run_that_finished_is_read_and_one_of_another_configuration_is_not(
