@@ -21,7 +21,7 @@ from fp8jax import mesh
 from fp8jax.config import files as config_files
 from fp8jax.config import named
 from fp8jax.data import loader
-from fp8jax.errors import ConfigError, ConfigErrors, UserError
+from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.integrations import flax as fp8_flax
 from fp8jax.jobs import calibrate
 from fp8jax.ops import linear, site
@@ -53,7 +53,7 @@ FILES = {
   f"{_BASE}  c.unlock()\n  del c.optim.b1\n  return c": "optim.b1: missing; begin get_config with",
   f"{_BASE}  c.steps = 'many'\n  return c": "line 4: TypeError: Could not override field 'steps'",
   f"{_BASE}  c.stepz = 3\n  return c": "line 4: AttributeError",
-  "from ml_collections import ConfigDict\ndef get_config(a=''):\n  return ConfigDict({'steps': 3})": "aot, calibrate, checkpoint, data",
+  "import ml_collections as m\ndef get_config(a=''):\n  return m.ConfigDict({'steps': 3})": "aot, calibrate, checkpoint, data",
 }
 
 
