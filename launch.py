@@ -67,15 +67,8 @@ def main(argv):
   if SWEEP.value:
     root = os.path.dirname(os.path.abspath(__file__))
     sys.exit(
-      dispatch.run_sweep(  # fmt: skip
-        SWEEP.value,
-        root,
-        WORKDIR.value,
-        PARALLEL.value,
-        SUBMIT.value,
-        PRINT.value,
-        VMAP.value,
-        base.get_config(),
+      dispatch.run_sweep(
+        SWEEP.value, root, WORKDIR.value, PARALLEL.value, SUBMIT.value, PRINT.value, VMAP.value
       )
     )
   for name, value in dispatch.environment(CONFIG.value).items():

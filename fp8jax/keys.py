@@ -45,7 +45,8 @@ class Key:
     least: the smallest number, or None.
     choices: the values of a name, or None.
     affects: what another value changes.
-    is_mapped: whether a mapped sweep honours the key; one that it does not must have its default.
+    is_mapped: whether a mapped sweep honours the key (sweeps/stacked.py reads it, or training does
+      not); one that it does not must have its default.
     is_open: whether the user adds names below it (data.sources).
   """
 

@@ -71,9 +71,20 @@ def affects(name: str) -> Affects:
 
   A name that is no key is of the resolved model, or of the content of the data.
   """
+  one = _find(name)
+  return one.affects if one else Affects.RESULT
+
+
+def is_mapped(name: str) -> bool:
+  """Whether a mapped sweep honours a key, or a name below one that is open."""
+  one = _find(name)
+  return one is not None and one.is_mapped
+
+
+def _find(name: str) -> Key | None:
   parts = name.split(".")
   above = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-  return next((KEYS[one].affects for one in above if one in KEYS), Affects.RESULT)
+  return next((KEYS[one] for one in above if one in KEYS), None)
 
 
 def explain(name: str) -> str:

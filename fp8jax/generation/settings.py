@@ -10,7 +10,7 @@ from fp8jax.models.config import EVAL_PRECISIONS
 
 # A table: a key a row, its meaning beside it.
 # fmt: off
-@section("generate", NOTHING)
+@section("generate", NOTHING, mapped=True)
 class Generate:
   """The completions of --job=generate, on one device."""
 

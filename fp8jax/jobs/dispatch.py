@@ -117,14 +117,14 @@ def _reported(action: Callable[[], int], workdir: str, memory_at: str = "") -> i
 
 def run_sweep(
   path: str, root: str, workdir: str, parallel: int, submit: str, is_printed: bool,
-  is_mapped: bool, base: config_files.Config,
+  is_mapped: bool = False,
 ) -> int:  # fmt: skip
   """Runs the trials of a sweep's file (sweeps/run.py); returns the process's exit code."""
 
   def action() -> int:
     if is_mapped:
       compilation_cache.enable()
-    return sweep_run.run(path, root, workdir, parallel, submit, is_printed, is_mapped, base)
+    return sweep_run.run(path, root, workdir, parallel, submit, is_printed, is_mapped)
 
   where = "--job=memory with the configuration of one trial; fewer at once: --parallel=N"
   return _reported(action, workdir or "the sweep's folder", where)

@@ -31,7 +31,7 @@ class OptimizerConfig:
   """
 
   optimizer: str = key("adam", '"adam" (AdamW), or "lion" (arXiv:2302.06675), which has one moment '
-    "and needs a learning rate three to ten times smaller", choices=("adam", "lion"))
+    "and needs a learning rate three to ten times smaller", choices=("adam", "lion"), mapped=True)
   moment_format: str = key("float32", 'Storage format of the moments: "float32", or a name in '
     'optim/storage.py: "coat" first (in experiments/moments the most exact in two bytes), or '
     '"sqrt_v", "tensor_e4m3_e5m2", "e4m3_256", "fp8lm", "bf16", "bf16_sr". Norms and biases stay '
@@ -44,31 +44,32 @@ class OptimizerConfig:
   schedule: str = key("wsd", '"wsd": linear warm-up, peak_lr, cosine to min_lr over the last '
     'decay_steps (arXiv:2509.22536); "cosine": warm-up, then cosine to min_lr, reached one step '
     'after the last; "constant": warm-up, then peak_lr',
-    choices=SCHEDULES)
-  peak_lr: float = key(0.001, "largest learning rate, reached after the warm-up")
-  min_lr: float = key(0.0001, "where the tail ends: one step after the last")
-  warmup_steps: int = key(10, "linear from 0")
+    choices=SCHEDULES, mapped=True)
+  peak_lr: float = key(0.001, "largest learning rate, reached after the warm-up", mapped=True)
+  min_lr: float = key(0.0001, "where the tail ends: one step after the last", mapped=True)
+  warmup_steps: int = key(10, "linear from 0", mapped=True)
   warmup_fraction: float = key(0.0, "> 0: of the steps, rounded down, instead of warmup_steps",
-    least=0)
-  decay_steps: int = key(20, "length of wsd's tail")
-  b1: float = key(0.9, "decay of the first moment per step")
-  b2: float = key(0.95, "decay of the second moment per step; Lion's second decay")
-  eps: float = key(1e-08, "added to the root of the second moment")
-  weight_decay: float = key(0.1, "decoupled (arXiv:1711.05101); not on norms and biases")
-  grad_clip_norm: float = key(1.0, "global gradient norm; 0 turns clipping off")
+    least=0, mapped=True)
+  decay_steps: int = key(20, "length of wsd's tail", mapped=True)
+  b1: float = key(0.9, "decay of the first moment per step", mapped=True)
+  b2: float = key(0.95, "decay of the second moment per step; Lion's second decay", mapped=True)
+  eps: float = key(1e-08, "added to the root of the second moment", mapped=True)
+  weight_decay: float = key(0.1, "decoupled (arXiv:1711.05101); not on norms and biases",
+    mapped=True)
+  grad_clip_norm: float = key(1.0, "global gradient norm; 0 turns clipping off", mapped=True)
   clip_groups: tuple[Any, ...] = key((), "Groups that are clipped by a norm of their own instead "
     "(grad_clip_norm=0): (regular expression on parameters of a layer, largest norm), the first "
     'that matches, e.g. (("layers/.*/attn/.*", 1.0), ("layers/.*", 2.0)). Parameters of no group '
-    "are not clipped.")
+    "are not clipped.", mapped=True)
   lr_multipliers: tuple[Any, ...] = key((), "(regular expression on parameters of a layer, factor "
-    "on their learning rate), the first that matches.")
+    "on their learning rate), the first that matches.", mapped=True)
   in_backward: bool = key(False, "Update every layer inside the backward pass (LOMO, "
     "arXiv:2306.09782), so that the gradients of one layer exist at a time. Needs grad_clip_norm "
     '0, grad_accum_steps 1, remat_policy "full", grad_format "float32", on_nonfinite "stop" and '
     "no loss scale.", affects=EXECUTION)
   on_nonfinite: str = key("stop", "At a loss, gradient or GEMM operand with a NaN or infinity: "
     '"stop", or "skip" the update and count. A dynamic loss scale is halved first, and stops at '
-    "the smallest scale, 2^-24.", choices=("stop", "skip"), affects=EXECUTION)
+    "the smallest scale, 2^-24.", choices=("stop", "skip"), affects=EXECUTION, mapped=True)
   steps: int = 0
   # fmt: on
 

@@ -11,7 +11,7 @@ SENSITIVITY_GROUPS = ("tensors", "kinds", "layers")
 
 # A table: a key a row, its meaning beside it.
 # fmt: off
-@section("export", NOTHING)
+@section("export", NOTHING, mapped=True)
 class Export:
   """The folder that --job=export writes."""
 
@@ -44,7 +44,7 @@ class Export:
     "trained.", least=0)
 
 
-@section("calibrate", NOTHING)
+@section("calibrate", NOTHING, mapped=True)
 class Calibrate:
   """The table that --job=calibrate writes."""
 
@@ -56,7 +56,7 @@ class Calibrate:
   percentile: float = key(99.99, 'of method "percentile"')
 
 
-@section("sensitivity", NOTHING)
+@section("sensitivity", NOTHING, mapped=True)
 class Sensitivity:
   """The measurements of --job=sensitivity, on one device: the loss that each linear layer's forward
   GEMM loses by its recipe, with eval.hf's weights, the workdir's checkpoint's, or init.hf's.
@@ -76,7 +76,7 @@ class Sensitivity:
     "that is quantized; 0: none.")
 
 
-@section("prepare", NOTHING)
+@section("prepare", NOTHING, mapped=True)
 class Prepare:
   """The tokenized documents that --job=prepare writes."""
 

@@ -47,12 +47,12 @@ class Alarm:
 class Run:
   """The run as a whole."""
 
-  seed: int = key(0, "of initial weights and of the order of documents")
-  steps: int = key(100, "optimizer steps in the whole run", least=1)
-  global_batch: int = key(8, "sequences per optimizer step, over all devices", least=1)
+  seed: int = key(0, "of initial weights and of the order of documents", mapped=True)
+  steps: int = key(100, "optimizer steps in the whole run", least=1, mapped=True)
+  global_batch: int = key(8, "sequences per optimizer step, over all devices", least=1, mapped=True)
   grad_accum_steps: int = key(1, "microbatches per step; global_batch / grad_accum_steps sequences "
-    "each", least=1)
-  seq_len: int = key(256, "positions per sequence (L)", least=1)
+    "each", least=1, mapped=True)
+  seq_len: int = key(256, "positions per sequence (L)", least=1, mapped=True)
 
 
 @section("init", EXECUTION)
@@ -73,19 +73,21 @@ class Init:
 class Model:
   """The architecture: a preset and what replaces its fields."""
 
-  preset: str = key("debug", 'a name in models/presets.py, or "hf": read config.json of init.hf')
+  preset: str = key("debug", 'a name in models/presets.py, or "hf": read config.json of init.hf',
+    mapped=True)
   num_layers: int | None = key(None, "The following keys override the preset where they are not "
-    "None. N")
-  hidden_size: int | None = key(None, "D")
-  intermediate_size: int | None = key(None, "F")
-  num_heads: int | None = key(None, "H")
-  num_kv_heads: int | None = key(None, "G")
-  head_dim: int | None = key(None, "K")
-  vocab_size: int | None = key(None, "V")
-  max_positions: int | None = key(None, "longest context the weights are for")
-  rope_theta: float | None = key(None, "base of the rotary frequencies")
-  init_std: float | None = key(None, "of random weights")
-  mixers: tuple | None = key(None, "blocks of a layer, names in models/transformer.py's MIXERS")
+    "None. N", mapped=True)
+  hidden_size: int | None = key(None, "D", mapped=True)
+  intermediate_size: int | None = key(None, "F", mapped=True)
+  num_heads: int | None = key(None, "H", mapped=True)
+  num_kv_heads: int | None = key(None, "G", mapped=True)
+  head_dim: int | None = key(None, "K", mapped=True)
+  vocab_size: int | None = key(None, "V", mapped=True)
+  max_positions: int | None = key(None, "longest context the weights are for", mapped=True)
+  rope_theta: float | None = key(None, "base of the rotary frequencies", mapped=True)
+  init_std: float | None = key(None, "of random weights", mapped=True)
+  mixers: tuple | None = key(None, "blocks of a layer, names in models/transformer.py's MIXERS",
+    mapped=True)
 
 
 @section("precision")
@@ -95,9 +97,10 @@ class Precision:
   rules: tuple[Any, ...] = key((("head", "bf16"), ("layers/.*", "block_128")),
     "Which recipe each linear layer gets: (regular expression on the whole site name, recipe "
     'name), first match wins. Names are "head" and "layers/3/mlp/up" with the number of the '
-    "layer. A site that no rule covers and a rule that decides nothing are errors.")
-  first_bf16: int = key(0, "so many first layers in recipe bf16, whatever the rules say", least=0)
-  last_bf16: int = key(0, "so many last layers", least=0)
+    "layer. A site that no rule covers and a rule that decides nothing are errors.", mapped=True)
+  first_bf16: int = key(0, "so many first layers in recipe bf16, whatever the rules say", least=0,
+    mapped=True)
+  last_bf16: int = key(0, "so many last layers", least=0, mapped=True)
   schedule: tuple[Any, ...] = key((), "Other rules from a step on: ((first step, rules), ...), "
     'e.g. ((900, ((".*", "bf16"),)),).')
   policy: tuple[Any, ...] = key((), "Changes that the run makes to itself "
@@ -110,15 +113,15 @@ class Precision:
   smooth_swiglu: str = key("none", "Smooth-SwiGLU (arXiv:2409.12517): the input of mlp/down is "
     "divided by the largest magnitude of its linear branch, which comes back in down's weight "
     '("channel") or output ("token"). Against outliers late in long runs (log.alarms warns); '
-    "SwiGLU is then written in the compute dtype.", choices=mlp_swiglu.FORMS)
+    "SwiGLU is then written in the compute dtype.", choices=mlp_swiglu.FORMS, mapped=True)
   verify_fp8_gemms: bool = key(True, "Inspect the step before it runs and stop if a GEMM is wider "
     "than its recipe says: on a GPU the very executable that then runs, on the CPU the program "
-    "handed to XLA.", affects=NOTHING)
+    "handed to XLA.", affects=NOTHING, mapped=True)
   compute_dtype: str = key("auto", "dtype of activations and of operands that no recipe narrows: "
     '"bfloat16", "float32", "float16" (with loss_scale.kind="dynamic"; not on the Hopper '
     'kernels), or "auto": bfloat16 on GPUs since Ampere, float32 on older ones, which have no '
     "BF16 units, and on the CPU (where XLA's bfloat16 is several times slower).",
-    choices=("auto", *COMPUTE_DTYPES))
+    choices=("auto", *COMPUTE_DTYPES), mapped=True)
 
 
 @section("kernels", EXECUTION)
@@ -126,11 +129,12 @@ class Kernels:
   """Backends asked for by name or by "auto"; kernels/choose.py decides."""
 
   matmul: str = key("auto", 'FP8 GEMM: "auto" or one of kernels/gemm. On a GPU "auto" never '
-    'emulates; "reference" does.', choices=("auto", *gemm_api.BACKENDS))
+    'emulates; "reference" does.', choices=("auto", *gemm_api.BACKENDS), mapped=True)
   attention: str = key("auto", '"xla", "cudnn" (GPUs since Ampere, 16-bit activations; isolates '
     'documents by an L x L bias), "tokamax" (Hopper, 16-bit activations, extra `attention`; no '
     'such bias), or "auto": cudnn on a GPU, with isolated documents tokamax, else xla. A bias '
-    "above 256 MiB must be asked for by name.", choices=("auto", *attention_api.BACKENDS))
+    "above 256 MiB must be asked for by name.", choices=("auto", *attention_api.BACKENDS),
+    mapped=True)
   optimizer: str = key("xla", "AdamW's update: \"xla\", \"mosaic_sm90\" (one pass over gradient, "
     'master and moments, in place; an error where a matrix cannot be moved by it), or "auto" '
     "(mosaic_sm90 where it can). The default changes after a measurement on a GPU.",
@@ -144,26 +148,27 @@ class Memory:
   remat_policy: str = key("none", 'Activations that the backward pass recomputes: "none"; '
     '"linears" saves outputs of linear layers and of attention and recomputes norms, SwiGLU and '
     'quantization; "operands" also saves the FP8 operands of save_gemm_inputs="quantized"; "full" '
-    "saves only the input of every layer.", choices=model_config.REMAT)
+    "saves only the input of every layer.", choices=model_config.REMAT, mapped=True)
   save_gemm_inputs: str = key("none", "Forms of the residuals (ops/residuals.py; bytes of each: "
     'experiments/guide/memory.md). save_gemm_inputs: "none" saves the input x of a linear layer '
     'unquantized, or the sources of its prologue; "quantized" saves the FP8 operand of the weight '
     "gradient instead, as Transformer Engine does. Same numbers. Refused with "
-    'remat_policy="linears", which computes it again.', choices=_GEMM_INPUTS)
+    'remat_policy="linears", which computes it again.', choices=_GEMM_INPUTS, mapped=True)
   save_norm_inputs: str = key("none", 'The others: "none" (as differentiation has them), "bf16", '
     '"e4m3_16" (groups of 16 channels, 1.06 bytes per element; COAT) or "e4m3_128" (1.01 bytes). '
     "Compressed copies serve gradients alone. inputs of norms: the residual stream, twice per "
-    "layer", choices=residuals.QUANTS, affects=RESULT)
-  save_gate_up: str = key("none", "gate and up", choices=residuals.QUANTS, affects=RESULT)
+    "layer", choices=residuals.QUANTS, affects=RESULT, mapped=True)
+  save_gate_up: str = key("none", "gate and up", choices=residuals.QUANTS, affects=RESULT,
+    mapped=True)
   save_layer_inputs: str = key("none", 'with remat_policy="full": the input of every layer',
-    choices=residuals.QUANTS, affects=RESULT)
-  loss_chunk: int = key(256, "positions per chunk of the cross-entropy", least=1)
+    choices=residuals.QUANTS, affects=RESULT, mapped=True)
+  loss_chunk: int = key(256, "positions per chunk of the cross-entropy", least=1, mapped=True)
   gpu_fraction: float = key(0.0, "Share of a GPU's memory that JAX takes at its start "
     "(XLA_PYTHON_CLIENT_MEM_FRACTION, which the environment may set instead); 0 leaves JAX's own, "
     "0.75.", least=0)
 
 
-@section("aot", NOTHING)
+@section("aot", NOTHING, mapped=True)
 class Aot:
   """Compilation for devices that are not here."""
 
@@ -176,23 +181,27 @@ class Data:
   """Documents or conversations, and how they become windows."""
 
   tokenizer: str = key("", '"bytes", a tokenizer.json, a Hugging Face folder or an id of its hub; '
-    "\"\" takes init.hf's, or bytes without one.")
-  eos: str = key("", "token that ends a document; \"\" takes the tokenizer folder's eos_token")
-  sources: dict[str, Any] = key({}, "name -> source, made by configs.base.source()", opened=True)
+    "\"\" takes init.hf's, or bytes without one.", mapped=True)
+  eos: str = key("", "token that ends a document; \"\" takes the tokenizer folder's eos_token",
+    mapped=True)
+  sources: dict[str, Any] = key({}, "name -> source, made by configs.base.source()", opened=True,
+    mapped=True)
   heldout_fraction: float = key(0.1, "fraction of documents never trained on, chosen by a hash of "
-    "their text")
-  cross_document: bool = key(False, "may attention cross document boundaries inside a window?")
+    "their text", mapped=True)
+  cross_document: bool = key(False, "may attention cross document boundaries inside a window?",
+    mapped=True)
   on_malformed: str = key("error", "Bad UTF-8, broken JSON, missing field, empty; of conversations "
-    'unknown roles and empty answers: "error" or "skip".', choices=tokenize.POLICIES)
+    'unknown roles and empty answers: "error" or "skip".', choices=tokenize.POLICIES, mapped=True)
   on_long: str = key("split", 'Longer than a window: documents "split" over windows, "error" or '
-    '"skip"; samples of conversations "error", "skip" or "truncate", which cuts their end off.')
+    '"skip"; samples of conversations "error", "skip" or "truncate", which cuts their end off.',
+    mapped=True)
   shuffle_windows: int = key(1024, "Windows per block that is shuffled, so that the windows of one "
     "long document do not fill whole batches; prepared sources are shuffled over the whole epoch, "
     "whatever the number. A block of every source is held in memory (12 bytes per token) and read "
-    "again on resume. 0: in the order of the documents.", least=0)
+    "again on resume. 0: in the order of the documents.", least=0, mapped=True)
   workers: int = key(0, "worker processes per source; 0 tokenizes in threads",
-    least=0, affects=EXECUTION)
-  prefetch: int = key(2, "batches held ready", least=0, affects=EXECUTION)
+    least=0, affects=EXECUTION, mapped=True)
+  prefetch: int = key(2, "batches held ready", least=0, affects=EXECUTION, mapped=True)
   chat_template: str = key("", "For conversations, supervised fine-tuning (source(chat=...)). A "
     ".jinja file; \"\" takes the chat template of the tokenizer's folder.")
   template_date: str = key("", "date that a template writes as today's, YYYY-MM-DD")
@@ -217,7 +226,7 @@ class LossScale:
   growth_interval: int = key(2000, "good steps before it doubles", least=1)
 
 
-@section("mesh", EXECUTION)
+@section("mesh", EXECUTION, mapped=True)
 class Mesh:
   """Devices per axis; one may be -1: the devices that are left. All 1: one device, also of a larger
   machine.
@@ -228,7 +237,7 @@ class Mesh:
   tensor: int = key(1, "shards of heads, feed-forward and vocabulary")
 
 
-@section("sharding", EXECUTION)
+@section("sharding", EXECUTION, mapped=True)
 class Sharding:
   """Mesh axes of the dimensions."""
 
@@ -256,10 +265,10 @@ class Checkpoint:
 class Log:
   """The reports of a run."""
 
-  every: int = key(10, "steps between lines where there is no terminal", least=1)
-  tensorboard: bool = key(True, "write curves and heat maps to WORKDIR/tensorboard")
+  every: int = key(10, "steps between lines where there is no terminal", least=1, mapped=True)
+  tensorboard: bool = key(True, "write curves and heat maps to WORKDIR/tensorboard", mapped=True)
   report: bool = key(True, "write WORKDIR/report.html at the end (extra `report`); --job=report at "
-    "any time")
+    "any time", mapped=True)
   tracker: str = key("", 'also to "trackio" or "wandb" (extra `track`), as they are set up',
     choices=("", "trackio", "wandb"))
   profile_steps: int = key(0, "WORKDIR/profile gets a trace of so many steps for XProf (`pip "

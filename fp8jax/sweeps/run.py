@@ -16,8 +16,6 @@ from typing import Any, Protocol
 import rich.console
 
 from fp8jax import console as console_lib
-from fp8jax.config import files as config_files
-from fp8jax.config import identity
 from fp8jax.errors import UserError
 from fp8jax.sweeps import outcome as outcome_lib
 from fp8jax.sweeps import plan as plan_lib
@@ -40,7 +38,7 @@ class Handle(Protocol):
 
 def run(
   path: str, root: str, workdir: str, parallel: int, submit: str, is_printed: bool,
-  is_mapped: bool, base: config_files.Config,
+  is_mapped: bool = False,
 ) -> int:  # fmt: skip
   """Runs the sweep in a file; returns the exit code.
 
@@ -52,13 +50,12 @@ def run(
     submit: "" for processes here, or a cluster of submitit.
     is_printed: print the commands of the trials that are not over, and start none.
     is_mapped: train trials that differ in seed and rate alone at once (sweeps/stacked.py).
-    base: configs/base.py's.
   """
   if parallel < 0:
     raise UserError(f"--parallel={parallel}: expected 1 or more, or 0 for one per GPU or core")
   if is_mapped and (submit or is_printed):
     raise UserError("--vmap starts no trial by itself; leave --submit, --print or --vmap out")
-  sweep = spec.load(path, base, None if submit else process.num_devices())
+  sweep = spec.load(path, None if submit else process.num_devices())
   if sweep.search is not None and (is_mapped or is_printed):
     raise UserError("a search suggests points from objectives; leave --vmap and --print out")
   stem = os.path.splitext(os.path.basename(path))[0]
@@ -74,20 +71,20 @@ def run(
   except OSError as e:
     raise UserError(f"--workdir={folder} cannot be a folder: {e.strerror}; name another") from e
   if is_mapped:
-    results = _mapped(sweep, folder, parallel, identity.flatten(base), out)
+    results = _mapped(sweep, folder, parallel, out)
     return _ended(sweep, path, folder, results, None, out)
   begin = _starter(sweep, root, folder, parallel, submit)
   results, code = _all(plan_lib.of(sweep, folder), *begin, out)
   return _ended(sweep, path, folder, results, code, out)
 
 
-def _mapped(sweep, folder: str, count: int, base, out: rich.console.Console) -> table.Results:
-  """Every trial, those of a group at once. Args: base: flat."""
+def _mapped(sweep, folder: str, count: int, out: rich.console.Console) -> table.Results:
+  """Every trial, those of a group at once."""
   trials = sweep.trials(folder)
   found = {t.workdir: outcome_lib.read(t) for t in trials}
-  for members in stacked.groups([t for t in trials if found[t.workdir] is None], base, count):
+  for members in stacked.groups([t for t in trials if found[t.workdir] is None], count):
     out.print(f"starts {len(members)} trials at once: {members[0].trial.config}")
-    for trial, outcome in stacked.run(members, base, sweep.stop_above, out.print):
+    for trial, outcome in stacked.run(members, sweep.stop_above, out.print):
       said = f" {outcome.objective:.4f}" if outcome.objective is not None else ""
       out.print(f"{outcome.status}{said}: {trial.workdir}")
       found[trial.workdir] = outcome

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from fp8jax import hub
 from fp8jax.config import files as config_files
-from fp8jax.config import named, precision, resolve
+from fp8jax.config import named, precision, registry, resolve
 from fp8jax.errors import ConfigError, ConfigErrors, UserError, inside
 from fp8jax.kernels import choose
 
@@ -315,12 +315,11 @@ def _text(value: Any) -> str:
   return f"{text}_{hashlib.sha256(whole.encode()).hexdigest()[:6]}"
 
 
-def load(path: str, base: config_files.Config, here: int | None = 1) -> Sweep:
+def load(path: str, here: int | None = 1) -> Sweep:
   """The SWEEP of a file, whose trials can start.
 
   Args:
     path: of the file.
-    base: configs/base.py's.
     here: devices of a trial on this machine; None where trials run on others.
 
   Raises:
@@ -332,11 +331,11 @@ def load(path: str, base: config_files.Config, here: int | None = 1) -> Sweep:
     sweep = runpy.run_path(path).get("SWEEP")
     if not isinstance(sweep, Sweep):
       raise UserError("defines no SWEEP; write `SWEEP = fp8jax.sweeps.spec.Sweep(...)` in it")
-  check(sweep, path, base, here)
+  check(sweep, path, here)
   return sweep
 
 
-def check(sweep: Sweep, where: str, base: config_files.Config, here: int | None = 1):
+def check(sweep: Sweep, where: str, here: int | None = 1):
   """Raises ConfigError where a trial could not start; see `load`."""
   problems = ConfigErrors()
   problems.check(
@@ -360,16 +359,16 @@ def check(sweep: Sweep, where: str, base: config_files.Config, here: int | None 
   drawn = {key: one.draw(random.Random(0)) for key, one in distributions.items()}
   for arm, point in itertools.product(sweep.arms, sweep.points()):
     trial = sweep.trial("", arm, {**point, **drawn}, sweep.seeds[0])
-    problems.attempt(lambda trial=trial: _check_trial(trial, base, here))
+    problems.attempt(lambda trial=trial: _check_trial(trial, here))
   problems.found = list(dict.fromkeys(problems.found))
   problems.refuse()
 
 
-def _check_trial(trial: Trial, base: config_files.Config, here: int | None):
+def _check_trial(trial: Trial, here: int | None):
   """Refuses a configuration that launch.py would refuse; elsewhere, whatever its devices."""
   c = named.load(trial.config, trial.changes)
   try:
-    config_files.check_keys(c, base)
+    config_files.check_keys(c, registry.base())
     if here is None:
       resolve.resolve_data(c)
       precision.read(c)

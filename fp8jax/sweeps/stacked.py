@@ -20,7 +20,7 @@ import numpy as np
 
 from fp8jax import axes
 from fp8jax.compiled import fp8_gemms
-from fp8jax.config import identity, named, resolve
+from fp8jax.config import identity, named, registry, resolve
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import ConfigErrors
 from fp8jax.kernels import choose
@@ -39,34 +39,6 @@ from fp8jax.sweeps.spec import Trial
 
 # Keys in which the trials of a group may differ.
 VARYING = ("seed", "optim.peak_lr", "optim.min_lr")
-# Keys that a group of trials honours, by the reason. Another key must have its default: what is new
-# in configs/base.py needs a run of its own until it is named here. A section stands for its keys.
-HONOURED = {
-  "trials differ in them": "seed optim.peak_lr optim.min_lr",
-  "the step of a single run reads them, and is the one that is mapped": """
-    steps global_batch grad_accum_steps seq_len
-    model.preset model.num_layers model.hidden_size model.intermediate_size model.num_heads
-    model.num_kv_heads model.head_dim model.vocab_size model.max_positions model.rope_theta
-    model.init_std model.mixers
-    precision.rules precision.first_bf16 precision.last_bf16 precision.smooth_swiglu
-    precision.compute_dtype kernels.matmul kernels.attention
-    memory.remat_policy memory.save_gemm_inputs memory.save_norm_inputs memory.save_gate_up
-    memory.save_layer_inputs memory.loss_chunk
-    optim.optimizer optim.schedule optim.warmup_steps optim.warmup_fraction optim.decay_steps
-    optim.b1 optim.b2 optim.eps optim.weight_decay optim.grad_clip_norm optim.clip_groups
-    optim.lr_multipliers optim.on_nonfinite""",
-  "the step of every trial alone is inspected": "precision.verify_fp8_gemms",
-  "the loader reads them": """
-    data.tokenizer data.eos data.sources data.heldout_fraction data.cross_document
-    data.on_malformed data.on_long data.shuffle_windows data.workers data.prefetch""",
-  "the evaluator reads them": "eval.tokens eval.batch eval.precisions",
-  "a layout of several devices is refused": "mesh sharding",
-  "the files of a trial are those of a run": "log.every log.tensorboard log.report",
-  "other jobs read them, training does not": """
-    aot calibrate export generate prepare sensitivity eval.hf eval.step eval.tasks eval.chat
-    eval.questions eval.samples eval.temperature eval.max_new_tokens eval.seed eval.data_dir
-    eval.train_data eval.allow_code_execution eval.compare_with""",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +49,8 @@ class Member:
   plan: run_spec.RunSpec
 
 
-def groups(trials: list[Trial], base: dict[str, Any], count: int = 0) -> list[list[Member]]:
+def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
   """Trials in groups that one program trains, at most `count` in each; 0: no limit.
-
-  Args:
-    base: configs/base.py's, flat.
 
   Raises:
     ConfigError: a trial needs a run of its own; every reason.
@@ -92,7 +61,7 @@ def groups(trials: list[Trial], base: dict[str, Any], count: int = 0) -> list[li
     plan = problems.attempt(lambda c=c: _resolved(c)) if c is not None else None
     if plan is None:
       continue
-    problems.extend([f"{trial.config}: --vmap: {reason}" for reason in reasons(plan, base)])
+    problems.extend([f"{trial.config}: --vmap: {reason}" for reason in reasons(plan)])
     place = os.path.join(trial.workdir, "checkpoints")
     problems.check(
       not os.path.exists(place),
@@ -113,18 +82,12 @@ def _resolved(c) -> run_spec.RunSpec:
   return resolve.resolve(c, jax.device_count(), choose.current_device())
 
 
-def is_honoured(key: str) -> bool:
-  """Whether a group of trials does what a key says, or trials of their own do nothing else."""
-  sections = itertools.accumulate(key.split("."), "{}.{}".format)
-  return not {*" ".join(HONOURED.values()).split()}.isdisjoint(sections)
-
-
-def reasons(plan: run_spec.RunSpec, base: dict[str, Any]) -> list[str]:
+def reasons(plan: run_spec.RunSpec) -> list[str]:
   """Why the trials of a plan need runs of their own; [] where vmap gives the same."""
   found = [
-    f"{key}={value!r} needs a run of its own; set {base.get(key)!r}, or leave --vmap out"
-    for key, value in plan.flat.items()
-    if value != base.get(key) and not is_honoured(key)
+    f"{key}={value!r} needs a run of its own; set {default!r}, or leave --vmap out"
+    for key, (default, value) in _changes(plan).items()
+    if not registry.is_mapped(key)
   ]
   if plan.run.layout != axes.LOCAL:
     found.append("the mesh has several devices; one device trains a group")
@@ -142,21 +105,25 @@ def reasons(plan: run_spec.RunSpec, base: dict[str, Any]) -> list[str]:
   return found
 
 
+def _changes(plan: run_spec.RunSpec):
+  """{key: (default, value)} where they differ."""
+  return identity.diff(dict(plan.flat), identity.flatten(registry.base()))
+
+
 def run(
-  members: list[Member], base: dict[str, Any], stop_above: float, tell: Callable[[str], None]
+  members: list[Member], stop_above: float, tell: Callable[[str], None]
 ) -> list[tuple[Trial, Outcome]]:
   """Trains a group to its end and writes the files of every trial.
 
   Args:
     members: of one group.
-    base: configs/base.py's, flat.
     stop_above: nats above its first loss at which a trial has diverged.
     tell: takes a line for the reader of the sweep.
   """
   with contextlib.ExitStack() as held:
     for member in members:
       held.enter_context(workdir_lib.locked(member.trial.workdir))
-    group = _Group(members, base)
+    group = _Group(members)
     try:
       group.train()
     finally:
@@ -167,8 +134,8 @@ def run(
 class _Group:
   """Trials that train at once. Their seconds are the group's: no trial has time of its own."""
 
-  def __init__(self, members: list[Member], base: dict[str, Any]):
-    self._members, self._base, self._clock = members, base, goodput.Clock()
+  def __init__(self, members: list[Member]):
+    self._members, self._clock = members, goodput.Clock()
     self._plan = members[0].plan
     self._shares = fp8_share.of_phase(self._plan)
     tensorboard = self._plan.log.tensorboard
@@ -246,10 +213,10 @@ class _Group:
     """Writes the description and the end of a trial; its outcome."""
     trial, plan, state = self._members[i].trial, self._members[i].plan, self._states[i]
     losses = np.stack(self._losses)[:, i].tolist()
-    changes = identity.diff(dict(plan.flat), self._base)
     rows, fingerprint = startup.all_site_rows(plan), loader.fingerprint(plan.data)
+    count = len(self._members)
     summary_lib.describe(
-      plan, trial.workdir, 0, changes, fingerprint, rows, trials_at_once=len(self._members)
+      plan, trial.workdir, 0, _changes(plan), fingerprint, rows, trials_at_once=count
     )
     why = outcome_lib.ever_diverged(losses, stop_above)
     if bool(state.halted):

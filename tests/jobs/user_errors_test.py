@@ -34,6 +34,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # --- configuration files -------------------------------------------------------------------------
 
 _BASE = "from configs import base\ndef get_config(a=''):\n  c = base.get_config(a)\n"
+_PARTIAL = "import ml_collections as m\ndef get_config(a=''):\n  return m.ConfigDict({'seed': 3})"
 FILES = {
   "def get_config(": "line 1: '(' was never closed; the file is no valid Python",
   "def get_config(a=''):\n  raise RuntimeError('boom')": "line 2: RuntimeError: boom",
@@ -53,7 +54,7 @@ FILES = {
   f"{_BASE}  c.unlock()\n  del c.optim.b1\n  return c": "optim.b1: missing; begin get_config with",
   f"{_BASE}  c.steps = 'many'\n  return c": "line 4: TypeError: Could not override field 'steps'",
   f"{_BASE}  c.stepz = 3\n  return c": "line 4: AttributeError",
-  "import ml_collections as m\ndef get_config(a=''):\n  return m.ConfigDict({'steps': 3})": "aot, calibrate, checkpoint, data",
+  _PARTIAL: "aot, calibrate, checkpoint, data",
 }
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from harness import Runner
 
-from configs import base
-from fp8jax.config import identity
+from fp8jax import keys
+from fp8jax.config import identity, registry
 from fp8jax.data import loader
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import train
@@ -33,7 +33,7 @@ def get_config(arm=""):
   return c
 """
 # Rates far apart, so that the trials' tensors soon have other ranges.
-BASE = identity.flatten(base.get_config())
+BASE = identity.flatten(registry.base())
 SWEEP = dict(axes=(spec.Grid({"optim.peak_lr": (1e-3, 3e-1)}),), seeds=(0, 1))
 
 
@@ -48,10 +48,10 @@ def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch):
   """Losses, parameters' norm and held-out losses, with one scale per tensor: of its own trial."""
   sweep, trials = _trials(tmp_path, "tensor_current")
   monkeypatch.setattr(spec, "load", lambda *_: sweep)
-  arguments = ("s.py", ".", str(tmp_path / "out"), 0, "", False, True, base.get_config())
+  arguments = ("s.py", ".", str(tmp_path / "out"), 0, "", False, True)
   assert sweep_run.run(*arguments) == 0
   table = json.loads((tmp_path / "out" / "sweep.json").read_text())["trials"]
-  (members,) = stacked.groups(trials, BASE)
+  (members,) = stacked.groups(trials)
   for member, row in zip(members, table, strict=True):
     plan, found = member.plan, outcome.records(row["workdir"])
     stream = loader.train_batches(plan.data, 2)
@@ -70,7 +70,7 @@ def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch):
 
 def test_a_trial_that_is_not_finite_halts_alone(tmp_path):
   _, trials = _trials(tmp_path, "bf16", fixed={"eval.tokens": 0})
-  (members,) = stacked.groups(trials, BASE)
+  (members,) = stacked.groups(trials)
   take = stacked.train_step.make_state
 
   def broken(plan):
@@ -81,30 +81,57 @@ def test_a_trial_that_is_not_finite_halts_alone(tmp_path):
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(stacked.train_step, "make_state", broken)
-    found = stacked.run(members, BASE, 1e9, print)
+    found = stacked.run(members, 1e9, print)
   assert [o.status for _, o in found] == ["finished", "diverged", "finished", "finished"]
   assert outcome.read(trials[1]).status == "diverged"
 
 
-def test_every_key_is_honoured_by_name_or_must_have_its_default(tmp_path):
-  """Also the keys that somebody adds to configs/base.py tomorrow."""
+# Why a mapped sweep honours a key, or a section.
+HONOURED = {
+  "trials differ in them": "seed optim.peak_lr optim.min_lr",
+  "the step of a single run reads them, and is the one that is mapped": """
+    steps global_batch grad_accum_steps seq_len
+    model.preset model.num_layers model.hidden_size model.intermediate_size model.num_heads
+    model.num_kv_heads model.head_dim model.vocab_size model.max_positions model.rope_theta
+    model.init_std model.mixers
+    precision.rules precision.first_bf16 precision.last_bf16 precision.smooth_swiglu
+    precision.compute_dtype kernels.matmul kernels.attention
+    memory.remat_policy memory.save_gemm_inputs memory.save_norm_inputs memory.save_gate_up
+    memory.save_layer_inputs memory.loss_chunk
+    optim.optimizer optim.schedule optim.warmup_steps optim.warmup_fraction optim.decay_steps
+    optim.b1 optim.b2 optim.eps optim.weight_decay optim.grad_clip_norm optim.clip_groups
+    optim.lr_multipliers optim.on_nonfinite""",
+  "the step of every trial alone is inspected": "precision.verify_fp8_gemms",
+  "the loader reads them": """
+    data.tokenizer data.eos data.sources data.heldout_fraction data.cross_document
+    data.on_malformed data.on_long data.shuffle_windows data.workers data.prefetch""",
+  "the evaluator reads them": "eval.tokens eval.batch eval.precisions",
+  "a layout of several devices is refused": "mesh sharding",
+  "the files of a trial are those of a run": "log.every log.tensorboard log.report",
+  "other jobs read them, training does not": """
+    aot calibrate export generate prepare sensitivity eval.hf eval.step eval.tasks eval.chat
+    eval.questions eval.samples eval.temperature eval.max_new_tokens eval.seed eval.data_dir
+    eval.train_data eval.allow_code_execution eval.compare_with""",
+}
+
+
+def test_every_key_is_honoured_for_a_reason_or_must_have_its_default(tmp_path):
+  """Also the keys that somebody declares tomorrow: none is honoured unless it says so."""
   _, trials = _trials(tmp_path, "bf16", seeds=(0,), axes=())
-  ((member,),) = stacked.groups(trials, BASE)
+  ((member,),) = stacked.groups(trials)
   plain = dataclasses.replace(member.plan, flat=BASE)
-  assert stacked.reasons(plain, BASE) == []
-  named = " ".join(stacked.HONOURED.values()).split()
-  assert len(named) == len({*named}) and all(stacked.HONOURED)
-  for name in named:  # of a key that there is, or of a section
-    assert name in BASE or any(key.startswith(f"{name}.") for key in BASE), name
-  changed = {key: _other(value) for key, value in {**BASE, "optim.new_key": 0}.items()}
-  for key, value in changed.items():
+  assert stacked.reasons(plain) == []
+  named = " ".join(HONOURED.values()).split()
+  assert all(any(f"{key}.".startswith(f"{n}.") for key in registry.KEYS) for n in named)
+  for key, value in {**BASE, "optim.new_key": 0}.items():
     is_named = any(f"{key}.".startswith(f"{name}.") for name in named)
-    reasons = stacked.reasons(dataclasses.replace(plain, flat={**BASE, key: value}), BASE)
-    assert reasons == [] if is_named else len(reasons) == 1 and reasons[0].startswith(f"{key}=")
-  refused = {k for k in changed if not stacked.is_honoured(k)}
-  assert {"precision.policy", "precision.schedule", "log.profile_steps", "init.hf", "eval.every",
-          "model.lora.rank", "checkpoint.every", "optim.new_key"} <= refused  # fmt: skip
-  assert {"steps", "data.sources.main.path", "optim.clip_groups", "mesh.fsdp"}.isdisjoint(refused)
+    changed = dataclasses.replace(plain, flat={**BASE, key: _other(value)})
+    reasons = stacked.reasons(changed)
+    assert reasons == [] if is_named else len(reasons) == 1 and reasons[0].startswith(f"{key}="), (
+      key
+    )
+  assert not keys.section("x")(type("X", (), {"__annotations__": {"a": int}, "a": keys.key(0, "")})
+                              ).KEYS[0].is_mapped  # fmt: skip
 
 
 def _other(value):
@@ -120,7 +147,7 @@ def test_a_policy_and_a_trace_are_refused(tmp_path):
   fixed = {"precision.policy": ("roll_back()",), "log.profile_steps": 2, "checkpoint.every": 2}
   _, trials = _trials(tmp_path, "bf16", fixed=fixed)
   with pytest.raises(ConfigError) as e:
-    stacked.groups(trials, BASE)
+    stacked.groups(trials)
   assert len(e.value.problems) == 3
   for key, default in (("precision.policy=", "[]"), ("log.profile_steps=2", "0")):
     (problem,) = [p for p in e.value.problems if key in p]
@@ -137,10 +164,10 @@ def test_a_trial_leaves_the_files_of_a_run(tmp_path):
     "precision.verify_fp8_gemms": False,
   }  # fmt: skip
   _, trials = _trials(tmp_path, "tensor_current", fixed=fixed, seeds=(3,), axes=())
-  ((member,),) = stacked.groups(trials, BASE)
+  ((member,),) = stacked.groups(trials)
   direct, mapped = tmp_path / "direct", tmp_path / "out" / "tensor_current"
   train.run(member.plan, str(direct), BASE)
-  ((_, ended),) = stacked.run([member], BASE, 1e9, print)
+  ((_, ended),) = stacked.run([member], 1e9, print)
   one, other = (json.loads((d / "summary.json").read_text()) for d in (direct, mapped))
   assert one.keys() == other.keys() and ended.objective == other["objective"]
   for key in ("step", "tokens", "skipped_updates", "fp8_flops_share",
@@ -168,21 +195,21 @@ def test_a_trial_leaves_the_files_of_a_run(tmp_path):
 
 def test_two_sweeps_do_not_train_one_trial(tmp_path):
   _, trials = _trials(tmp_path, "bf16")
-  (members,) = stacked.groups(trials, BASE)
+  (members,) = stacked.groups(trials)
   with workdir.locked(trials[2].workdir), pytest.raises(UserError, match="in use by another run"):
-    stacked.run(members, BASE, 1e9, print)
+    stacked.run(members, 1e9, print)
 
 
 def test_trials_that_need_a_run_of_their_own_are_refused_with_all_reasons(tmp_path):
   fixed = {"optim.moment_format": "coat", "log.tensor_stats_every": 2}
   _, trials = _trials(tmp_path, "tensor_delayed", fixed=fixed)
   with pytest.raises(ConfigError) as e:
-    stacked.groups(trials, BASE)
+    stacked.groups(trials)
   assert len(e.value.problems) == 3
   for word in ("optim.moment_format='coat'", "log.tensor_stats_every=2", "delayed or static"):
     assert word in str(e.value)
   _, trials = _trials(tmp_path, "nvfp4_sr_rht")
   with pytest.raises(ConfigError, match="rounds stochastically"):
-    stacked.groups(trials, BASE)
+    stacked.groups(trials)
   _, trials = _trials(tmp_path, "bf16")
-  assert [len(g) for g in stacked.groups(trials, BASE, 3)] == [3, 1]
+  assert [len(g) for g in stacked.groups(trials, 3)] == [3, 1]

@@ -5,7 +5,6 @@ import time
 import numpy as np
 import pytest
 
-from configs import base
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.sweeps import run, spec
 
@@ -91,7 +90,7 @@ def test_a_mistake_in_a_sweeps_file_is_named(text, words, tmp_path, repository, 
   (tmp_path / "s.py").write_text(text)
   begun = time.perf_counter()
   with pytest.raises(UserError) as e:
-    spec.load(str(tmp_path / "s.py"), base.get_config())
+    spec.load(str(tmp_path / "s.py"))
   lines = e.value.problems if isinstance(e.value, ConfigError) else [str(e.value)]
   assert time.perf_counter() - begun < 2
   assert len(lines) == 1 and "\n" not in lines[0] and all(w in lines[0] for w in words), lines
@@ -103,11 +102,11 @@ def test_mistakes_of_all_trials_are_reported_together(tmp_path, repository, monk
   axes = "Grid({'optim.peak_lrr': (1.0,)}), Grid({'steps': ('x', 0)}), Grid({'seq_len': (-1,)})"
   (tmp_path / "s.py").write_text(_sweep(axes=f"({axes})", arms="('bf16', 'block_128')"))
   with pytest.raises(ConfigError) as e:
-    spec.load(str(tmp_path / "s.py"), base.get_config())
+    spec.load(str(tmp_path / "s.py"))
   assert len(e.value.problems) == 2 and "did you mean" in e.value.problems[0]  # of two arms
   (tmp_path / "s.py").write_text(_axis("Grid({'steps': ('x', 0), 'seq_len': (-1, 256)})"))
   with pytest.raises(ConfigError) as e:
-    spec.load(str(tmp_path / "s.py"), base.get_config())
+    spec.load(str(tmp_path / "s.py"))
   said = str(e.value)
   assert "steps='x'" in said and "steps=0" in said and "seq_len=-1" in said
   assert len(e.value.problems) == len({*e.value.problems})
@@ -119,7 +118,7 @@ def test_values_that_are_read_often_are_taken(tmp_path, repository, monkeypatch)
   values = "{'optim.peak_lr': np.logspace(-4, -2, 3), 'global_batch': range(1, 3)}"
   text = _sweep(axes=f"[Grid({values})]")
   (tmp_path / "s.py").write_text("import numpy as np\n" + text)
-  sweep = spec.load(str(tmp_path / "s.py"), base.get_config())
+  sweep = spec.load(str(tmp_path / "s.py"))
   assert len(sweep) == len(sweep.trials("x")) == 6
   rates = sorted({t.changes["optim.peak_lr"] for t in sweep.trials("x")})
   np.testing.assert_allclose(rates, (1e-4, 1e-3, 1e-2))
@@ -132,9 +131,9 @@ def test_trials_of_other_machines_are_checked_without_their_devices(
   monkeypatch.chdir(repository)
   fixed = "{'mesh.fsdp': 64, 'kernels.attention': 'cudnn'}"
   (tmp_path / "s.py").write_text(_sweep(fixed=fixed))
-  assert len(spec.load(str(tmp_path / "s.py"), base.get_config(), None)) == 2
+  assert len(spec.load(str(tmp_path / "s.py"), None)) == 2
   with pytest.raises(ConfigError, match="mesh"):
-    spec.load(str(tmp_path / "s.py"), base.get_config(), 1)
+    spec.load(str(tmp_path / "s.py"), 1)
   for fields, word in (
     ({"fixed": "{'global_batch': 0}"}, "global_batch=0"),
     ({"arms": "('bf61',)"}, "bf61"),
@@ -142,7 +141,7 @@ def test_trials_of_other_machines_are_checked_without_their_devices(
   ):
     (tmp_path / "s.py").write_text(_sweep(**fields))
     with pytest.raises(ConfigError, match=word):
-      spec.load(str(tmp_path / "s.py"), base.get_config(), None)
+      spec.load(str(tmp_path / "s.py"), None)
 
 
 @pytest.mark.parametrize(
@@ -173,5 +172,5 @@ def test_options_that_do_not_go_together_are_refused(
   options["workdir"] = str(tmp_path / options["workdir"])
   (tmp_path / "s.py").write_text(_sweep(**fields))
   with pytest.raises(UserError, match=message):
-    run.run(str(tmp_path / "s.py"), ".", **options, base=base.get_config())
+    run.run(str(tmp_path / "s.py"), ".", **options)
   assert not (tmp_path / "out" / "sweep.json").exists()

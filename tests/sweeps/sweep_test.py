@@ -11,7 +11,6 @@ import types
 import pytest
 import run_files
 
-from configs import base
 from fp8jax.config import identity, named
 from fp8jax.errors import UserError
 from fp8jax.jobs import command_line
@@ -63,7 +62,7 @@ def _sweep(folder, monkeypatch, sweep, **options):
   """(exit code, trials of sweep.json, names of the trials started)."""
   monkeypatch.setattr(spec, "load", lambda *_: sweep)
   given = {"parallel": 1, "submit": "", "is_printed": False, "is_mapped": False, **options}
-  code = run.run("s.py", str(folder), str(folder / "out"), **given, base=base.get_config())
+  code = run.run("s.py", str(folder), str(folder / "out"), **given)
   started = folder / "out" / "started.txt"
   names = started.read_text().split() if started.exists() else []
   started.unlink(missing_ok=True)
@@ -234,7 +233,7 @@ def test_random_axis_repeats_its_points():
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 def test_printed_commands_give_the_configurations_of_the_trials(parse, repository):
   """The command line's parser is the oracle of what a trial compares its workdir with."""
-  sweep = spec.load(str(repository / "experiments/sweeps/recipes_by_rate.py"), base.get_config())
+  sweep = spec.load(str(repository / "experiments/sweeps/recipes_by_rate.py"))
   trials = sweep.trials("runs")
   assert len(trials) == 18
   for trial in (trials[0], trials[-1]):
