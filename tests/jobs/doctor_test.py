@@ -27,7 +27,7 @@ GPUS = {
 
 def _report(machine, in_clone=True):
   out = io.StringIO()
-  doctor.show(machine, rich.console.Console(file=out, width=2000), in_clone)
+  doctor.show(machine, rich.console.Console(file=out, width=2000, markup=False), in_clone)
   return out.getvalue()
 
 
