@@ -107,7 +107,7 @@ def test_stopped_around_an_action_a_run_goes_on_bit_for_bit(tmp_path, monkeypatc
 def test_what_a_roll_back_after_a_switch_restores(tmp_path):
   """Scales, counts, drift and evaluation beside what they must be, not beside another run."""
   changes = {
-    **LOOKS, **POLICIES["roll back"], "log.tensor_stats_every": 1, "log.alarms": LOOKS["log.alarms"],
+    **LOOKS, **POLICIES["roll back"], "log.tensor_stats_every": 1,
     "precision.policy": (
       "roll_back(z=40.0, window=4)", "switch_recipe(k=1, looks=1, most=1, sites='layers/1/.*')",
     ),

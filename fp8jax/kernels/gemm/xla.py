@@ -10,7 +10,7 @@ float32, so that products are exact and either precision gives the same sums.
 import jax
 import jax.numpy as jnp
 
-from fp8jax.formats import E5M2
+from fp8jax.formats import E2M1, E4M3, E5M2
 from fp8jax.quantization import scaled_matrix
 from fp8jax.recipe.gemm import Accumulate, Accumulation
 from fp8jax.recipe.quant import WHOLE
@@ -40,13 +40,20 @@ def num_dots(problem) -> int:
   return 1
 
 
+def factors(*operands):
+  """The numbers of operands as a dot takes them.
+
+  Hopper multiplies no 4-bit numbers and XLA:CPU refuses to; every E2M1 number is an E4M3 one.
+  """
+  return tuple(x.astype(E4M3.dtype) if x.dtype == E2M1.dtype else x for x in operands)
+
+
 def scaled_matmul(
   a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, accumulate: Accumulate, out_dtype
 ):
   """[M, N]; accumulate is FAST or PRECISE."""
   product = jax.lax.dot_general(
-    a.data,
-    b.data,
+    *factors(a.data, b.data),
     (((1,), (1,)), ((), ())),
     precision=_PRECISION[Accumulation(accumulate)],
     preferred_element_type=jnp.float32,
