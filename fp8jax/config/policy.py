@@ -61,9 +61,17 @@ def _parts(entry) -> tuple[str, dict[str, Any]]:
       return node.id, {}
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
       raise ValueError
-    return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+    values = {str(k.arg): k.value for k in node.keywords}
   except (SyntaxError, ValueError, AttributeError) as e:
     raise ValueError(f"{entry!r} is no policy; write {_EXAMPLE}") from e
+  fields = {}
+  for name, value in values.items():
+    try:
+      fields[name] = ast.literal_eval(value)
+    except ValueError as e:
+      text = ast.unparse(value)
+      raise ValueError(f"{entry!r}: {name}={text} is no number or quoted text") from e
+  return node.func.id, fields
 
 
 def attach(
@@ -108,16 +116,26 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
   return found
 
 
-def switch_problems(plan: RunSpec) -> list[str]:
-  """Sites that cannot have the recipe that a policy may give them, in words."""
-  switches = [p for p in plan.precision.policy if isinstance(p, policy_lib.SwitchRecipe)]
-  if not switches:
+def site_problems(plan: RunSpec) -> list[str]:
+  """Sites that cannot have what a policy may give them, and policies without sites, in words."""
+  if not plan.precision.policy:
     return []
   try:
-    names = list(site.recipes_of(plan.sites()))
+    phases = [site.recipes_of(plan.sites(phase=i)) for i in range(len(plan.precision.phases))]
   except ValueError:
     return []  # sites that cannot be built without a policy are told by the check of sites
-  found = []
+  names, found = list(phases[0]), []
+  switches = [p for p in plan.precision.policy if isinstance(p, policy_lib.SwitchRecipe)]
+  if not any(rules.recipe_by_name(p.to).is_stateful for p in switches):
+    for policy in plan.precision.policy:
+      if not isinstance(policy, policy_lib.Refresh | policy_lib.WidenMargin):
+        continue
+      chosen = (r for of in phases for n, r in of.items() if re.fullmatch(policy.sites, n))
+      if not any(recipe.is_stateful for recipe in chosen):
+        found.append(
+          f"precision.policy: {policy_lib.name_of(policy)} never does anything: no site that it "
+          f"names (sites={policy.sites!r}) has delayed or static scales; leave it out"
+        )
   for policy in switches:
     name = f"precision.policy: {policy_lib.name_of(policy)}"
     chosen = {n: policy.to for n in names if re.fullmatch(policy.sites, n)}

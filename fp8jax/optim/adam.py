@@ -7,6 +7,7 @@ of its own step (as in COAT, FP8-LM and torchao).
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -71,7 +72,8 @@ def scale_by_adam(
     if parts are updated one after the other. Random bits depend on it.
 
   Raises:
-    ValueError: no such name, moments that would not train, or b1 or b2 outside [0, 1).
+    ValueError: no such name, moments that would not train, b1 or b2 outside [0, 1), or eps or
+      eps_root that is negative or not finite.
     TypeError: moment_format is neither a name nor a Moments, or its fields are no Quants.
 
   Source: Adam is arXiv:1412.6980; fp8jax/optim/storage.py cites the formats'.
@@ -84,6 +86,9 @@ def scale_by_adam(
   """
   moments = _moments(moment_format)
   _refuse(moments, b1, b2)
+  for name, value in (("eps", eps), ("eps_root", eps_root)):
+    if not isinstance(value, core.Tracer) and not 0 <= value < math.inf:
+      raise ValueError(f"{name} is {value}; it must be finite and not negative")
   if moments == Moments():
     return optax.with_extra_args_support(optax.scale_by_adam(b1, b2, eps, eps_root))
 

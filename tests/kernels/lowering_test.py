@@ -250,7 +250,6 @@ def test_prologues_that_have_room_lower_and_the_others_do_not():
 
 def test_a_step_in_float32_lowers_for_hopper():
   import harness
-  import jax
 
   from fp8jax.step import train_step
 
