@@ -61,17 +61,9 @@ def _parts(entry) -> tuple[str, dict[str, Any]]:
       return node.id, {}
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
       raise ValueError
-    values = {str(k.arg): k.value for k in node.keywords}
+    return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
   except (SyntaxError, ValueError, AttributeError) as e:
-    raise ValueError(f"{entry!r} is no policy; write {_EXAMPLE}") from e
-  fields = {}
-  for name, value in values.items():
-    try:
-      fields[name] = ast.literal_eval(value)
-    except ValueError as e:
-      text = ast.unparse(value)
-      raise ValueError(f"{entry!r}: {name}={text} is no number or quoted text") from e
-  return node.func.id, fields
+    raise ValueError(f"{entry!r} is no policy of finite numbers and texts; write {_EXAMPLE}") from e
 
 
 def attach(
@@ -126,16 +118,16 @@ def site_problems(plan: RunSpec) -> list[str]:
     return []  # sites that cannot be built without a policy are told by the check of sites
   names, found = list(phases[0]), []
   switches = [p for p in plan.precision.policy if isinstance(p, policy_lib.SwitchRecipe)]
-  if not any(rules.recipe_by_name(p.to).is_stateful for p in switches):
-    for policy in plan.precision.policy:
-      if not isinstance(policy, policy_lib.Refresh | policy_lib.WidenMargin):
-        continue
-      chosen = (r for of in phases for n, r in of.items() if re.fullmatch(policy.sites, n))
-      if not any(recipe.is_stateful for recipe in chosen):
-        found.append(
-          f"precision.policy: {policy_lib.name_of(policy)} never does anything: no site that it "
-          f"names (sites={policy.sites!r}) has delayed or static scales; leave it out"
-        )
+  stateful = {n for of in phases for n, recipe in of.items() if recipe.is_stateful}
+  if any(rules.recipe_by_name(p.to).is_stateful for p in switches):
+    stateful = set(names)
+  for policy in plan.precision.policy:
+    about_scales = isinstance(policy, policy_lib.Refresh | policy_lib.WidenMargin)
+    if about_scales and not any(re.fullmatch(policy.sites, name) for name in stateful):
+      found.append(
+        f"precision.policy: {policy_lib.name_of(policy)} never does anything: no site that it "
+        f"names (sites={policy.sites!r}) has delayed or static scales; leave it out"
+      )
   for policy in switches:
     name = f"precision.policy: {policy_lib.name_of(policy)}"
     chosen = {n: policy.to for n in names if re.fullmatch(policy.sites, n)}

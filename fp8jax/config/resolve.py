@@ -154,8 +154,8 @@ def _check_numbers(c: Config, problems: ConfigErrors):
   config_files.check_numbers(flatten(c), problems)
   problems.refuse()  # the other checks compute with these numbers
   problems.extend(registry.problems(c))
-  workers = c.data.workers
-  problems.check(workers <= 1024, f"data.workers={workers}, each a process, must be at most 1024")
+  n = c.data.workers
+  problems.check(n <= 1024, f"data.workers={n}, each a process, must be at most 1024")
 
 
 def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigErrors):

@@ -17,8 +17,7 @@ def refuse_dtypes(x, ws, out_dtype=None):
   """Raises unless operands and result of a dot are arrays of real floating-point numbers.
 
   Raises:
-    TypeError: something that is no array; integers, booleans or complex numbers; a result in 8 bits
-      or less.
+    TypeError: no array; integers, booleans or complex numbers; a result in 8 bits or less.
   """
   if out_dtype is not None:
     dtype = jnp.dtype(out_dtype)

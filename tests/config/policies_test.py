@@ -29,13 +29,13 @@ REFUSED = {
   "switch_recipe(k=6, looks=5)": "need 1 <= k <= looks",
   "widen_margin(by=4, most=3)": "need 1 <= by <= most",
   "roll_back(z=0)": "z=0 must be positive",
-  "roll_back(z=nan)": "z=nan is no number or quoted text",
-  "refresh(every=10**30)": "every=10 ** 30 is no number",
+  "roll_back(z=nan)": "is no policy of finite numbers and texts",
+  "refresh(every=10**30)": "is no policy of finite numbers and texts",
   f"refresh(every={10**30})": "must be below 2^31",
   f"roll_back(window={2**31})": "must be below 2^31",
   "roll_back(window=1)": "window=1 must be at least 2",
-  "__import__('os').system('true')": "is no policy; write",
-  "refresh(5)": "is no policy; write",
+  "__import__('os').system('true')": "is no policy of finite numbers and texts; write",
+  "refresh(5)": "is no policy of finite numbers and texts; write",
 }
 
 

@@ -29,8 +29,9 @@ def supports(problem) -> str | None:
     return f"float32 promotion every {problem.gemm.accumulate} of K needs a loop"
   if problem.platform == "cpu":
     return None
-  if problem.gemm.lhs.format == problem.gemm.rhs.format == E5M2:
-    return "cuBLASLt does not multiply E5M2 by E5M2"
+  pair = (problem.gemm.lhs.format, problem.gemm.rhs.format)
+  if pair == (E5M2, E5M2) or not {*pair} <= {E4M3, E5M2, E2M1}:
+    return f"cuBLASLt does not multiply {pair[0]} by {pair[1]}"
   return None
 
 
