@@ -440,7 +440,8 @@ def test_float16_is_refused_on_kernels_that_read_bfloat16():
 ])  # fmt: skip
 def test_attention_has_room_for_training_and_for_evaluation(monkeypatch, change, refused):
   monkeypatch.setattr(tokamax_sm90, "lacks", lambda: "is not installed")
-  changes = {"seq_len": 2048, "global_batch": 8, "eval.batch": 8, "data.cross_document": False}
+  changes = {"seq_len": 2048, "global_batch": 8, "eval.batch": 8, "data.cross_document": False,
+             "model.max_positions": 2048}  # fmt: skip
   if refused:  # 64 squares of 2048 x 2048 in 16 bits are 512 MiB, 8 are 64
     (problem,) = _refusal(changes | change, 1, H200)
     assert "an array of 512 MiB per device" in problem
