@@ -122,8 +122,9 @@ def site_problems(plan: RunSpec) -> list[str]:
   if any(rules.recipe_by_name(p.to).is_stateful for p in switches):
     stateful = set(names)
   for policy in plan.precision.policy:
-    about_scales = isinstance(policy, policy_lib.Refresh | policy_lib.WidenMargin)
-    if about_scales and not any(re.fullmatch(policy.sites, name) for name in stateful):
+    if not isinstance(policy, policy_lib.Refresh | policy_lib.WidenMargin):
+      continue
+    if not any(re.fullmatch(policy.sites, name) for name in stateful):
       found.append(
         f"precision.policy: {policy_lib.name_of(policy)} never does anything: no site that it "
         f"names (sites={policy.sites!r}) has delayed or static scales; leave it out"

@@ -53,8 +53,10 @@ def scaled_matmul(
   a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, accumulate: Accumulate, out_dtype
 ):
   """[M, N]; accumulate is FAST or PRECISE."""
+  lhs, rhs = factors(a.data, b.data)
   product = jax.lax.dot_general(
-    *factors(a.data, b.data),
+    lhs,
+    rhs,
     (((1,), (1,)), ((), ())),
     precision=_PRECISION[Accumulation(accumulate)],
     preferred_element_type=jnp.float32,
