@@ -85,10 +85,7 @@ def scale_by_adam(
     ('float8_e4m3fn', (64, 1))
   """
   moments = _moments(moment_format)
-  _refuse(moments, b1, b2)
-  for name, value in (("eps", eps), ("eps_root", eps_root)):
-    if not isinstance(value, core.Tracer) and not 0 <= value < math.inf:
-      raise ValueError(f"{name} is {value}; it must be finite and not negative")
+  _refuse(moments, b1, b2, eps=eps, eps_root=eps_root)
   if moments == Moments():
     return optax.with_extra_args_support(optax.scale_by_adam(b1, b2, eps, eps_root))
 
@@ -169,7 +166,7 @@ def _moments(moment_format: str | Moments) -> Moments:
   return moment_format
 
 
-def _refuse(moments: Moments, mu_decay, nu_decay):
+def _refuse(moments: Moments, mu_decay, nu_decay, **added):
   for name, quant in (("mu", moments.mu), ("nu", moments.nu)):
     if quant is not None and not isinstance(quant, Quant):
       raise TypeError(
@@ -180,6 +177,9 @@ def _refuse(moments: Moments, mu_decay, nu_decay):
   for decay in (mu_decay, nu_decay):
     if not isinstance(decay, core.Tracer) and not 0 <= decay < 1:
       raise ValueError(f"a decay rate (b1, b2) is {decay}; it must be in [0, 1)")
+  for name, value in added.items():
+    if not isinstance(value, core.Tracer) and not 0 <= value < math.inf:
+      raise ValueError(f"{name} is {value}; it must be finite and not negative")
   known = (None if isinstance(d, core.Tracer) else d for d in (mu_decay, nu_decay))
   problems = storage.moment_problems(moments, *known)
   if problems:
