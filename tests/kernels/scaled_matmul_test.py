@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import shapes
 
-from fp8jax.formats import E4M3, FORMATS, Format
+from fp8jax.formats import E4M3, FORMATS, Float, Format
 from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.quantization import quantize
@@ -106,10 +106,17 @@ def test_what_supports_accepts_runs(rng, name, format):
   assert count >= (5 if name == "reference" else 2)
 
 
-def test_formats_that_xla_has_no_numbers_of_are_refused():
-  for dtype in ("float6_e2m3fn", "float6_e3m2fn", "int8"):
-    with pytest.raises(ValueError, match="of 4, 8, 16 and 32 bits; take a wider dtype"):
-      Format("narrow", np.dtype(getattr(ml_dtypes, dtype, dtype)))
+@pytest.mark.parametrize("name, grid", [
+  ("float6_e2m3fn", Float(2, 3, 1, 7.5, False, False)),
+  ("float6_e3m2fn", Float(3, 2, 3, 28.0, False, False)),
+])  # fmt: skip
+def test_dtype_that_xla_compiles_nothing_with_is_refused(rng, name, grid):
+  dtype = np.dtype(getattr(ml_dtypes, name))
+  with pytest.raises(ValueError, match=f"nothing with {name}; take a wider dtype"):
+    Format("narrow", dtype, grid)
+  x = rng.standard_normal((8, 8)).astype(np.float32)  # all of its numbers are E4M3's
+  wide = quantize.cast(x, Format("narrow", E4M3.dtype, grid))
+  np.testing.assert_array_equal(np.float32(wide), np.float32(x.astype(dtype)))
 
 
 @pytest.mark.parametrize("name, gemm", CASES)
