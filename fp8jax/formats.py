@@ -94,6 +94,13 @@ class Format:
   dtype: np.dtype
   grid: Float | Integer | Scales
 
+  def __post_init__(self):
+    if self.dtype.name.startswith("float6"):
+      raise ValueError(
+        f"format {self.name!r}: XLA:CPU compiles nothing with {self.dtype}; take a wider dtype "
+        "that holds its numbers, such as float8_e4m3fn"
+      )
+
   @property
   def has_inf(self) -> bool:
     """Whether some code means infinity."""

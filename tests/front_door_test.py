@@ -212,6 +212,7 @@ def test_quantize_is_numpys_along_either_axis(rng, axis):
 
 
 E4M3, ONES = fp8jax.Quant(fp8jax.E4M3), np.ones((4, 8), np.float32)
+SR = fp8jax.Quant(fp8jax.E4M3, rounding=Rounding.STOCHASTIC)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +233,39 @@ E4M3, ONES = fp8jax.Quant(fp8jax.E4M3), np.ones((4, 8), np.float32)
 def test_what_quantize_cannot_do_is_refused(x, quant, options, error, message):
   with pytest.raises(error, match=message):
     fp8jax.quantize(x, quant, **options)
+
+
+@pytest.mark.parametrize("call, words", [
+  (lambda: fp8jax.Quant("e4m3"), "format='e4m3', expected a Format"),
+  (lambda: fp8jax.quantize(ONES, SR, key=5), "key is 5, expected a random key"),
+  (lambda: fp8jax.dot("mk,kn->mn", ONES, ONES.T, "nvfp4_sr_rht", key=5), "key is 5, expected a"),
+  *[
+    (lambda d=d: fp8jax.dot("mk,kn->mn", ONES, ONES.T, "bf16", out_dtype=d), f"out_dtype is {d}")
+    for d in ("int8", "float8_e4m3fn", "bool", "complex64")
+  ],
+])  # fmt: skip
+def test_argument_of_another_type_is_refused(call, words):
+  with pytest.raises(TypeError, match=words):
+    call()
+
+
+@pytest.mark.parametrize(
+  "wrong", [{"eps": float("nan")}, {"eps": -1.0}, {"eps_root": float("inf")}, {"eps_root": -1e-9}]
+)
+def test_scale_by_adam_refuses_an_eps_that_no_step_survives(wrong):
+  (name,) = wrong
+  with pytest.raises(ValueError, match=f"{name} is .*finite and not negative"):
+    fp8jax.scale_by_adam(**wrong)
+
+
+@pytest.mark.parametrize("recipe", ["tensor_current", "rowwise", "block_128", "mxfp8", "nvfp4"])
+def test_smallest_normal_numbers_keep_their_precision_and_subnormals_are_jaxs(recipe):
+  """amax / 448 is no normal number: the scale is the smallest one, and codes are normal still."""
+  for small, large in ((1.2e-38, 1e38), (2e-38, 3e38), (1e-38, 1e38), (1e-40, 1e30)):
+    x, w = np.full((16, 16), small, np.float32), np.full((16, 16), large, np.float32)
+    want = jax.jit(jnp.matmul)(x, w)  # 0 of subnormals, on a CPU
+    got = jax.jit(lambda x, w: fp8jax.dot("mk,kn->mn", x, w, recipe))(x, w)
+    np.testing.assert_allclose(got, want, rtol=2.0**-2 if recipe == "nvfp4" else 2.0**-3)
 
 
 def test_dequantize_reads_moments_and_refuses_arrays():

@@ -64,8 +64,8 @@ class GemmRow:
     instead: the first of these.
     why: why one with FP8 operands is among these.
     shared: the site whose GEMM also is this one's, "" for none.
-    accumulate: the recipe's, see recipe.accumulate_name; "" where it does not quantize.
-    accumulates: what the FP8 GEMMs found do, see hlo.Product.
+    accumulate: the recipe's, see gemm.accumulate_name; "" where it does not quantize.
+    accumulates: what the FP8 GEMMs found do, see hlo.HloGemm.
     depth: the largest K of these, of those that XLA has written.
   """
 
@@ -267,7 +267,7 @@ def check(plan: RunSpec, text: str, phase: int = 0) -> list[GemmRow]:
 
   Args:
     plan: the run.
-    text: HLO of its step, see hlo.products.
+    text: HLO of its step, see hlo.gemms.
     phase: of the precision schedule.
 
   Raises:

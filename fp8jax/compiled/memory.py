@@ -169,7 +169,7 @@ def _row(
 
 
 def _by_shape(held: list[xla_buffers.Buffer], plan, params) -> dict[str, list[xla_buffers.Buffer]]:
-  """Kind of working.py -> what is of that kind, largest first."""
+  """Kind of workspace.py -> what is of that kind, largest first."""
   stacks, matrices = _known(params), set()
   for leaf in params_lib.flatten(params["layers"]).values():
     for shape in (leaf.shape, workspace.local_shape(leaf)):

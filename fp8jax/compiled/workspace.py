@@ -4,7 +4,7 @@ Beside its state a step holds gradients, what layers save for their backward pas
 and what it has in hand. Three moments compete for the most: the loss, the backward pass of the last
 layer, and the gradient of the embedding, when all others are there; a fourth is a layer's update
 where layers move one after the other (layerwise.py). The forms are those of GPU
-programs; the compiled step is held against them (account.py).
+programs; the compiled step is held against them (memory.py).
 """
 
 import math

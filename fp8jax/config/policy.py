@@ -63,7 +63,7 @@ def _parts(entry) -> tuple[str, dict[str, Any]]:
       raise ValueError
     return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
   except (SyntaxError, ValueError, AttributeError) as e:
-    raise ValueError(f"{entry!r} is no policy; write {_EXAMPLE}") from e
+    raise ValueError(f"{entry!r} is no policy of finite numbers and texts; write {_EXAMPLE}") from e
 
 
 def attach(
@@ -108,16 +108,27 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
   return found
 
 
-def switch_problems(plan: RunSpec) -> list[str]:
-  """Sites that cannot have the recipe that a policy may give them, in words."""
-  switches = [p for p in plan.precision.policy if isinstance(p, policy_lib.SwitchRecipe)]
-  if not switches:
+def site_problems(plan: RunSpec) -> list[str]:
+  """Sites that cannot have what a policy may give them, and policies without sites, in words."""
+  if not plan.precision.policy:
     return []
   try:
-    names = list(site.recipes_of(plan.sites()))
+    phases = [site.recipes_of(plan.sites(phase=i)) for i in range(len(plan.precision.phases))]
   except ValueError:
     return []  # sites that cannot be built without a policy are told by the check of sites
-  found = []
+  names, found = list(phases[0]), []
+  switches = [p for p in plan.precision.policy if isinstance(p, policy_lib.SwitchRecipe)]
+  stateful = {n for of in phases for n, recipe in of.items() if recipe.is_stateful}
+  if any(rules.recipe_by_name(p.to).is_stateful for p in switches):
+    stateful = set(names)
+  for policy in plan.precision.policy:
+    if not isinstance(policy, policy_lib.Refresh | policy_lib.WidenMargin):
+      continue
+    if not any(re.fullmatch(policy.sites, name) for name in stateful):
+      found.append(
+        f"precision.policy: {policy_lib.name_of(policy)} never does anything: no site that it "
+        f"names (sites={policy.sites!r}) has delayed or static scales; leave it out"
+      )
   for policy in switches:
     name = f"precision.policy: {policy_lib.name_of(policy)}"
     chosen = {n: policy.to for n in names if re.fullmatch(policy.sites, n)}

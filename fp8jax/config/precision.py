@@ -25,7 +25,7 @@ def read(c: Any) -> Precision:
   phases = [(0, _rules("precision.rules", p.rules))]
   for i, entry in enumerate(p.schedule):
     key = f"precision.schedule[{i}]"
-    if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not isinstance(entry[0], int):
+    if not isinstance(entry, (tuple, list)) or len(entry) != 2 or type(entry[0]) is not int:
       raise ValueError(
         f"{key}={entry!r} is no pair of a first step and rules, such as (900, (('.*', 'bf16'),))"
       )

@@ -154,6 +154,8 @@ def _check_numbers(c: Config, problems: ConfigErrors):
   config_files.check_numbers(flatten(c), problems)
   problems.refuse()  # the other checks compute with these numbers
   problems.extend(registry.problems(c))
+  n = c.data.workers
+  problems.check(n <= 1024, f"data.workers={n}, each a process, must be at most 1024")
 
 
 def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigErrors):
@@ -301,7 +303,7 @@ def _check_plan(plan: RunSpec, problems: ConfigErrors):
   """The checks that need everything else: sites, parameters, and the weights of an export."""
   for phase in range(len(plan.precision.phases)):
     problems.attempt(lambda phase=phase: _check_float16(plan, phase))
-  problems.extend(policy_checks.switch_problems(plan))
+  problems.extend(policy_checks.site_problems(plan))
   problems.attempt(lambda: plan.leaves)
   last = plan.eval.step if plan.eval.step >= 0 else plan.steps
   problems.attempt(lambda: export_checks.choose(plan, plan.phase(max(last - 1, 0))))

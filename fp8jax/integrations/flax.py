@@ -51,7 +51,17 @@ def linen_dot_general(
     recipe: a Recipe or the name of one.
     matmul: "auto" or a backend of kernels.scaled_matmul.
   """
-  return functools.partial(LinenDotGeneral, _as_recipe(recipe), matmul)
+  value = _as_recipe(recipe)
+
+  def make(*args, **options) -> LinenDotGeneral:
+    if args or options:
+      raise TypeError(
+        f"linen_dot_general({value.name!r}) multiplies nothing itself: give it as "
+        "dot_general_cls=, not as dot_general="
+      )
+    return LinenDotGeneral(value, matmul)
+
+  return make
 
 
 def nnx_dot_general(

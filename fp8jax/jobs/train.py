@@ -64,7 +64,7 @@ def run(
 
   Returns:
     The summary that is also written to WORKDIR/summary.json; of an interrupted run {"step",
-    "exit_code"} (interrupts.EXIT_CODES).
+    "exit_code"} (preemption.EXIT_CODES).
 
   Raises:
     config.ConfigError: the checkpoint in workdir belongs to another configuration.

@@ -8,6 +8,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # TMA writes shared memory from multiples of so many bytes on.
 ALIGNMENT = 128
+BYTES = 232448  # of a program, at most
+# Mosaic begins every buffer at a multiple of _UNIT, and keeps up to _RESERVED for itself.
+_UNIT, _RESERVED = 1024, 4096
 # Rows of global memory in one swizzled tile: TMA moves whole ones.
 ROWS = 8
 
@@ -15,6 +18,12 @@ ROWS = 8
 def padded(size: int, unit: int) -> int:
   """The next multiple of `unit`."""
   return -(-size // unit) * unit
+
+
+def needed(buffers) -> int:
+  """Bytes that a program of these plgpu.SMEM takes, at most."""
+  sizes = (math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+  return sum(padded(size, _UNIT) for size in sizes) + _RESERVED
 
 
 def swizzled(shape, dtype, extent: int = 0):

@@ -30,7 +30,8 @@ def dot(eqn: str, x, w, recipe: str | Recipe | Site, *, key=None, out_dtype=None
     eqn: e.g. "BLD,DF->BLF" or "...D, DF -> ...F". Letters in x and w but not in y are contracted,
       letters in all three are batch dimensions. "..." stands for the remaining dimensions of x, as
       in NumPy, but nothing is broadcast.
-    x: activation, floating-point; its gradient has its dtype.
+    x: activation, floating-point; its gradient has its dtype. float32 subnormals count as 0, in w
+      too, as they do in every product of JAX on a CPU.
     w: weight, usually the float32 master; its gradient has its dtype.
     recipe: a name in `RECIPES`, also with options: "rowwise(accumulate=fast)"; a Recipe; or a Site
       (`site.single`), which a recipe with delayed or static scales needs.
@@ -44,7 +45,8 @@ def dot(eqn: str, x, w, recipe: str | Recipe | Site, *, key=None, out_dtype=None
   Raises:
     ValueError: the equation does not fit the shapes, the recipe is unknown, it needs a Site or a
       key, or a Site is used twice in one trace.
-    TypeError: an operand is no floating-point array, or recipe is none of the three.
+    TypeError: an operand is no floating-point array, out_dtype has 8 bits or is none of
+      floating-point, key is no random key, or recipe is none of the three.
 
   Source: the named recipe's; fp8jax/recipe/library.py cites it.
 
@@ -138,6 +140,8 @@ def quantize(x, quant: Quant, *, axis: int = -1, amax=None, key=None) -> ScaledM
       f"{quant} is for storage: it has no scale, or data * scale is not the value; leave scale, "
       "transform and keeps_nonzero out, or use fp8jax.quantization.quantized_tensor.pack"
     )
+  if key is not None:
+    site_checks.refuse_key(key)
   quantized = quantize_lib.quantize(x, quant, contraction=axis % 2, amax=amax, key=key)
   return quantized if axis % 2 else quantized.T
 
@@ -195,4 +199,6 @@ def _site_of(recipe: str | Recipe | Site, key) -> Site:
       f"recipe {recipe.name!r} rounds stochastically: give key=jax.random.key(...), another one to "
       "every product and in every step"
     )
+  if recipe.is_random:
+    site_checks.refuse_key(key)
   return site_lib.unobserved(recipe, key=key if recipe.is_random else None)

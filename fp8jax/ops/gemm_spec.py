@@ -193,6 +193,14 @@ def make_specs(eqns, x, ws, sites, out_dtype=None) -> tuple[GemmSpec, ...]:
 def equation(dimension_numbers, lhs_ndim: int, rhs_ndim: int) -> str:
   """The einsum of `jax.lax.dot_general`: batch, then what lhs keeps, then what rhs keeps."""
   (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+  used = ((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch))
+  for n, axes_ in zip((lhs_ndim, rhs_ndim), used, strict=True):
+    is_paired = (len(lhs_contract), len(lhs_batch)) == (len(rhs_contract), len(rhs_batch))
+    if not is_paired or len({axis % n for axis in axes_ if -n <= axis < n}) < len(axes_):
+      raise ValueError(
+        f"dimension_numbers={dimension_numbers}: expected different axes, in pairs, of lhs with "
+        f"{lhs_ndim} dimensions and rhs with {rhs_ndim}, counted from 0"
+      )
   lhs = list(string.ascii_letters[:lhs_ndim])
   rhs = list(string.ascii_letters[lhs_ndim : lhs_ndim + rhs_ndim])
   for ours, theirs in zip((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch), strict=True):

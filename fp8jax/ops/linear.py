@@ -110,7 +110,7 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
     return _adapted_dots(eqns, x, ws, sites, out_dtype)
   if any(site.switch is not None for site in sites):
     return _switched_dots(eqns, x, ws, sites, out_dtype)
-  site_checks.refuse_dtypes(x, ws)
+  site_checks.refuse_dtypes(x, ws, out_dtype)
   specs = gemm_spec.make_specs(eqns, x, ws, sites, out_dtype)
   x = quantized_inputs.fused_or_array(specs, x)
   return _dots(specs, *site_checks.mark_used(specs, x, ws, sites))

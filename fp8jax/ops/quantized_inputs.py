@@ -102,11 +102,12 @@ def can_fuse_prologue(specs: Sequence[GemmSpec], t: Prologue, roles: Roles) -> b
   matrices, factors = t.operand_shapes()
   if any((m.shape, m.dtype) != (t.shape, t.dtype) for m in matrices):
     return False
-  tensor = roles[0].tensor
+  tensor, quants = roles[0].tensor, []
   for spec in specs:
     view = _matrix_view(spec, t.dtype, roles)
     if view is None or spec.x_dtype != t.dtype:
       return False
+    quants.append(view.quants)
     if spec.letters_of(tensor) != specs[0].letters_of(tensor):
       return False
     # The scale of a whole tensor would have to be known before: that of a site's history is one.
@@ -115,7 +116,7 @@ def can_fuse_prologue(specs: Sequence[GemmSpec], t: Prologue, roles: Roles) -> b
     parts = (t.shape[: view.cut], t.shape[view.cut :])
     if any(f.shape != parts[axis] for axis, f in zip(t.producer.factors, factors, strict=True)):
       return False
-  return True
+  return mosaic_sm90.too_large(t.producer, t.dtype, quants) is None
 
 
 def can_fuse_input(specs: Sequence[GemmSpec], x: Prologue) -> bool:

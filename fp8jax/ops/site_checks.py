@@ -13,12 +13,19 @@ from fp8jax.ops.gemm_spec import GemmSpec, ScalingInputs
 from fp8jax.ops.site import Site
 
 
-def refuse_dtypes(x, ws):
-  """Raises unless the operands of a dot are arrays of real floating-point numbers.
+def refuse_dtypes(x, ws, out_dtype=None):
+  """Raises unless operands and result of a dot are arrays of real floating-point numbers.
 
   Raises:
-    TypeError: something that is no array; integers, booleans or complex numbers.
+    TypeError: no array; integers, booleans or complex numbers; a result in 8 bits or less.
   """
+  if out_dtype is not None:
+    dtype = jnp.dtype(out_dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+      raise TypeError(
+        f"out_dtype is {dtype}, expected a floating-point dtype of 16 bits or more; for fewer, "
+        "quantize the result: fp8jax.quantize(y, quant)"
+      )
   for name, operand in (("x", x), *(("w", w) for w in ws)):
     if not hasattr(operand, "shape"):
       raise TypeError(
@@ -31,6 +38,13 @@ def refuse_dtypes(x, ws):
         f"{name} is {dtype}, expected a floating-point dtype such as bfloat16 or float32; integers "
         "and complex numbers have no FP8 product: cast them first, or use jax.lax.dot_general"
       )
+
+
+def refuse_key(key):
+  """Raises TypeError unless `key` is a random key of JAX."""
+  dtype = getattr(key, "dtype", None)
+  if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32):
+    raise TypeError(f"key is {key!r}, expected a random key: jax.random.key(0)")
 
 
 def refuse_vmap(name: str, x, tap):

@@ -7,6 +7,7 @@ of its own step (as in COAT, FP8-LM and torchao).
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -71,7 +72,8 @@ def scale_by_adam(
     if parts are updated one after the other. Random bits depend on it.
 
   Raises:
-    ValueError: no such name, moments that would not train, or b1 or b2 outside [0, 1).
+    ValueError: no such name, moments that would not train, b1 or b2 outside [0, 1), or eps or
+      eps_root that is negative or not finite.
     TypeError: moment_format is neither a name nor a Moments, or its fields are no Quants.
 
   Source: Adam is arXiv:1412.6980; fp8jax/optim/storage.py cites the formats'.
@@ -83,7 +85,7 @@ def scale_by_adam(
     ('float8_e4m3fn', (64, 1))
   """
   moments = _moments(moment_format)
-  _refuse(moments, b1, b2)
+  _refuse(moments, b1, b2, eps=eps, eps_root=eps_root)
   if moments == Moments():
     return optax.with_extra_args_support(optax.scale_by_adam(b1, b2, eps, eps_root))
 
@@ -164,7 +166,7 @@ def _moments(moment_format: str | Moments) -> Moments:
   return moment_format
 
 
-def _refuse(moments: Moments, mu_decay, nu_decay):
+def _refuse(moments: Moments, mu_decay, nu_decay, **added):
   for name, quant in (("mu", moments.mu), ("nu", moments.nu)):
     if quant is not None and not isinstance(quant, Quant):
       raise TypeError(
@@ -175,6 +177,9 @@ def _refuse(moments: Moments, mu_decay, nu_decay):
   for decay in (mu_decay, nu_decay):
     if not isinstance(decay, core.Tracer) and not 0 <= decay < 1:
       raise ValueError(f"a decay rate (b1, b2) is {decay}; it must be in [0, 1)")
+  for name, value in added.items():
+    if not isinstance(value, core.Tracer) and not 0 <= value < math.inf:
+      raise ValueError(f"{name} is {value}; it must be finite and not negative")
   known = (None if isinstance(d, core.Tracer) else d for d in (mu_decay, nu_decay))
   problems = storage.moment_problems(moments, *known)
   if problems:

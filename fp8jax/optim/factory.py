@@ -1,4 +1,4 @@
-"""From numbers to Optax values: a chain (Adam or Lion, weight decay) per parameter, and a schedule.
+"""From numbers to Optax values: a chain (OPTIMIZERS, weight decay) per parameter, and a schedule.
 
 The learning rate multiplies a chain's output in the train step, by the step's own number: a skipped
 update then loses its turn instead of delaying the schedule. Clipping is a factor on the gradients
@@ -7,6 +7,7 @@ as they are read, so that no second copy of them exists.
 
 import dataclasses
 import zlib
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -18,6 +19,29 @@ from fp8jax.keys import EXECUTION, key, section
 from fp8jax.optim import adam, storage
 from fp8jax.params import Param
 
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+  """A row of OPTIMIZERS.
+
+  Attributes:
+    make: (OptimizerConfig, moment_format=, mask=, seed=) -> its transformation, without rate and
+      weight decay.
+    decays: {moment that it keeps, a field of storage.Moments: key of optim that it decays by}.
+    has_kernel: whether kernels/adamw computes it.
+  """
+
+  make: Callable[..., optax.GradientTransformationExtraArgs]
+  decays: Mapping[str, str]
+  has_kernel: bool = False
+
+
+OPTIMIZERS = {
+  "adam": Optimizer(
+    lambda o, **how: adam.scale_by_adam(o.b1, o.b2, o.eps, **how), {"mu": "b1", "nu": "b2"}, True
+  ),
+  "lion": Optimizer(lambda o, **how: adam.scale_by_lion(o.b1, o.b2, **how), {"mu": "b2"}),
+}
 SCHEDULES = ("wsd", "cosine", "constant")
 
 
@@ -31,7 +55,7 @@ class OptimizerConfig:
   """
 
   optimizer: str = key("adam", '"adam" (AdamW), or "lion" (arXiv:2302.06675), which has one moment '
-    "and needs a learning rate three to ten times smaller", choices=("adam", "lion"), mapped=True)
+    "and needs a learning rate three to ten times smaller", choices=OPTIMIZERS, mapped=True)
   moment_format: str = key("float32", 'Storage format of the moments: "float32", or a name in '
     'optim/storage.py: "coat" first (in experiments/moments the most exact in two bytes), or '
     '"sqrt_v", "tensor_e4m3_e5m2", "e4m3_256", "fp8lm", "bf16", "bf16_sr". Norms and biases stay '
@@ -91,14 +115,16 @@ class OptimizerConfig:
         found.append(f"optim.{name}={getattr(self, name)} must not be negative")
     if self.eps <= 0:
       found.append(f"optim.eps={self.eps} must be positive")
-    formats = storage.MOMENTS.get(self.moment_format)
-    if formats is not None:
-      if self.optimizer == "adam":
-        reasons = storage.moment_problems(formats, self.b1, self.b2)
-      else:
-        reasons = storage.moment_problems(storage.Moments(formats.mu), self.b2, self.b2)
+    if self.moment_format in storage.MOMENTS and self.optimizer in OPTIMIZERS:
+      decays = {k: getattr(self, key) for k, key in OPTIMIZERS[self.optimizer].decays.items()}
+      reasons = storage.moment_problems(self._moments(), decays.get("mu"), decays.get("nu"))
       found.extend(f"optim.moment_format={self.moment_format!r}: {reason}" for reason in reasons)
     return found
+
+  def _moments(self) -> storage.Moments:
+    """The formats of moment_format, of the moments that the optimizer keeps."""
+    formats, kept = storage.MOMENTS[self.moment_format], OPTIMIZERS[self.optimizer].decays
+    return storage.Moments(**{name: getattr(formats, name) for name in kept})
 
   def bytes_per_parameter(self) -> dict[str, float]:
     """{"weight", "master", "gradient", "moments": bytes} of a large matrix, scales included.
@@ -108,14 +134,15 @@ class OptimizerConfig:
     "bf16_remainder" with "coat" (and 2 of weights), 6.08 for "float32" with "coat". The gradient
     counts 0 with in_backward, when the gradients of one layer exist at a time.
     """
-    formats = storage.MOMENTS[self.moment_format]
-    parts = (formats.mu, formats.nu) if self.optimizer == "adam" else (formats.mu,)
+    moments = self._moments()
     weight, master = storage.master_nbytes(storage.MASTERS[self.master_format])
     return {
       "weight": weight,
       "master": master,
       "gradient": storage.nbytes(storage.GRADIENTS[self.grad_format]) * (not self.in_backward),
-      "moments": sum(map(storage.nbytes, parts)),
+      "moments": sum(
+        storage.nbytes(getattr(moments, name)) for name in OPTIMIZERS[self.optimizer].decays
+      ),
     }
 
 
@@ -199,13 +226,14 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0, base: str = "bf16
       return ParamOptimizer(
         path, _NOTHING, format, None, lead, own, False, is_frozen=True, inputs=p.inputs or 0
       )
-    transformation = _transformation(
-      optim, storage.MOMENTS[optim.moment_format if p.decay else "float32"], lead, own
-    )
+    moments = storage.MOMENTS[optim.moment_format if p.decay else "float32"]
+    mask = adam.StorageMask(quantized=True, lead=lead)
+    optimizer = OPTIMIZERS[optim.optimizer]
+    transformation = optimizer.make(optim, moment_format=moments, mask=mask, seed=own)
     rule = None
     if p.decay:
       transformation = optax.chain(transformation, optax.add_decayed_weights(optim.weight_decay))
-      if optim.optimizer == "adam":
+      if optimizer.has_kernel:
         rule = AdamWHparams(optim.b1, optim.b2, optim.eps, optim.weight_decay)
     formats = (storage.MASTERS[optim.master_format], storage.GRADIENTS[optim.grad_format])
     master, gradient = formats if p.decay else (None, None)
@@ -213,13 +241,4 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0, base: str = "bf16
 
   return params_lib.unflatten(
     {path: one(path, p) for path, p in params_lib.flatten(declaration).items()}
-  )
-
-
-def _transformation(optim: OptimizerConfig, formats: storage.Moments, lead: int, seed: int):
-  mask = adam.StorageMask(quantized=True, lead=lead)
-  if optim.optimizer == "lion":
-    return adam.scale_by_lion(optim.b1, optim.b2, moment_format=formats, mask=mask, seed=seed)
-  return adam.scale_by_adam(
-    optim.b1, optim.b2, optim.eps, moment_format=formats, mask=mask, seed=seed
   )

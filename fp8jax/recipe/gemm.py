@@ -99,11 +99,11 @@ class Gemm:
 
 
 def _check_accumulate(accumulate: Accumulate, is_quantized: bool):
-  is_count = isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate > 0
+  is_count = type(accumulate) is int and 0 < accumulate < 2**31
   if not isinstance(accumulate, Accumulation) and not is_count:
     raise ValueError(
       f"accumulate={accumulate!r} must be Accumulation.FAST, Accumulation.PRECISE, or how many "
-      "products along K are added before their sum moves to float32, at least 1"
+      "products along K are added before their sum moves to float32, at least 1 and below 2^31"
     )
   if accumulate is not Accumulation.PRECISE and not is_quantized:
     raise ValueError(

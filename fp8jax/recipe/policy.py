@@ -148,6 +148,8 @@ def make(kind: str, fields: dict[str, Any]) -> Policy:
     wanted = type(known[name].default)
     if not isinstance(value, wanted | int if wanted is float else wanted) or value is True:
       raise ValueError(f"{kind}: {name}={value!r} must be of type {wanted.__name__}")
+    if wanted is int and value >= 2**31:
+      raise ValueError(f"{kind}: {name}={value} must be below 2^31, the number of steps of any run")
   made = KINDS[kind](**fields)
   if problems := made.problems() + _pattern_problems(made):
     raise ValueError(f"{name_of(made)}: {'; '.join(problems)}")

@@ -153,6 +153,8 @@ class Quant:
   keeps_nonzero: bool = False
 
   def __post_init__(self):
+    if not isinstance(self.format, Format):
+      raise TypeError(f"format={self.format!r}, expected a Format such as fp8jax.E4M3")
     if len(self.tile) != 2 or any(not isinstance(t, int) or t < 0 for t in self.tile):
       raise ValueError(
         f"tile={self.tile!r} must be two extents (rows, contraction), each >= 1 or WHOLE={WHOLE}"

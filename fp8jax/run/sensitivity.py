@@ -194,6 +194,12 @@ def _reference(plan: RunSpec, params, sites, batch, key):
   return hidden_BLD, inputs_NBLD, _sums(loss_T, batch), drawn_T.reshape(batch["targets_BL"].shape)
 
 
+def kl(base_TV, changed_TV):
+  """[T]: KL divergence of the distribution with logits `changed_TV` from that with `base_TV`."""
+  base_TV = jax.nn.log_softmax(base_TV)
+  return jnp.sum(jnp.exp(base_TV) * (base_TV - jax.nn.log_softmax(changed_TV)), axis=-1)
+
+
 def _measure(plan: RunSpec, params, plain, sites, batch, x_BLD, start, hidden_BLD):
   """(sums of losses [B], sums of KL from BF16 [B]) with switched sites.
 
@@ -207,9 +213,7 @@ def _measure(plan: RunSpec, params, plain, sites, batch, x_BLD, start, hidden_BL
 
   def one(h_TD, base_TD, targets_T):
     logits_TV = _logits(plan, params, sites, h_TD)
-    base_TV = jax.nn.log_softmax(_logits(plan, params, plain, base_TD))
-    kl_T = jnp.sum(jnp.exp(base_TV) * (base_TV - jax.nn.log_softmax(logits_TV)), axis=-1)
-    return _nll(logits_TV, targets_T), kl_T
+    return _nll(logits_TV, targets_T), kl(_logits(plan, params, plain, base_TD), logits_TV)
 
   targets_T = batch["targets_BL"].reshape(-1)
   loss_T, kl_T = _by_chunks(one, _rows(changed_BLD), _rows(hidden_BLD), targets_T)

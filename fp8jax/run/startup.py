@@ -38,7 +38,7 @@ def site_rows(plan: RunSpec, phase: int = 0) -> list[dict[str, Any]]:
     quantized = collectives.gathers_quantized(param, site.recipe, plan.model.dims, layout)
     recipe = site.recipe
     if plan.run.smooth_swiglu == "channel" and gemms[path].has_channel_scales:
-      recipe = recipe.with_current_scales("w")  # of smooth.per_channel
+      recipe = recipe.with_current_scales("w")  # of smooth_swiglu.channel_scales
     row = {
       "site": name,
       "layers": len(site.layer_names),

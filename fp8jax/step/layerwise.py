@@ -5,9 +5,9 @@ parameter wait in between. Here a gradient exists of one layer at a time. The ba
 therefore written out: a loop over the layers from the last to the first that carries parameters and
 optimizer states, computes a layer again from its input, differentiates it and moves it in place.
 
-Features that need every gradient before the first update are refused (`problems`): clipping by the
-global norm, sums over microbatches, skipping a step that is not finite. Where a gradient stops
-being a number, its layer and those before it stay as they are; those behind it have moved.
+Features that need every gradient before the first update are refused (config/checks.py): clipping
+by the global norm, sums over microbatches, skipping a step that is not finite. Where a gradient
+stops being a number, its layer and those before it stay as they are; those behind it have moved.
 
 Source: LOMO (arXiv:2306.09782 §3.1), there for SGD, here for any transformation of one parameter.
 Assumes: a layer's update needs nothing of other layers.

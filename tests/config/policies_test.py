@@ -29,9 +29,13 @@ REFUSED = {
   "switch_recipe(k=6, looks=5)": "need 1 <= k <= looks",
   "widen_margin(by=4, most=3)": "need 1 <= by <= most",
   "roll_back(z=0)": "z=0 must be positive",
+  "roll_back(z=nan)": "is no policy of finite numbers and texts",
+  "refresh(every=10**30)": "is no policy of finite numbers and texts",
+  f"refresh(every={10**30})": "must be below 2^31",
+  f"roll_back(window={2**31})": "must be below 2^31",
   "roll_back(window=1)": "window=1 must be at least 2",
-  "__import__('os').system('true')": "is no policy; write",
-  "refresh(5)": "is no policy; write",
+  "__import__('os').system('true')": "is no policy of finite numbers and texts; write",
+  "refresh(5)": "is no policy of finite numbers and texts; write",
 }
 
 
@@ -61,6 +65,31 @@ def test_what_policies_need_and_lack_is_said_together():
       "precision.policy": ("switch_recipe(sites='layers/7/.*')",),
     }
     harness.one_layer_plan(**changes)
+
+
+@pytest.mark.parametrize("policy", ["refresh(every=2)", "widen_margin(alarm='amax')"])
+def test_policy_about_scales_that_no_site_keeps_is_refused(policy):
+  changes = {
+    "precision.policy": (policy,), "log.tensor_stats_every": 1, "log.alarms": (("amax", ">", 1.0),)
+  }  # fmt: skip
+  with pytest.raises(ConfigError, match=r"never does anything: no site that it names \(sites='"):
+    harness.one_layer_plan("block_128", **changes)
+  # A site, or a policy, that brings such scales: in a later phase, after a switch.
+  delayed = (("layers/.*/mlp/down", "tensor_delayed"), (".*", "bf16"))
+  harness.one_layer_plan("block_128", **changes, **{"precision.schedule": ((3, delayed),)})
+  changes["precision.policy"] += ("switch_recipe(to='tensor_delayed', alarm='amax')",)
+  harness.one_layer_plan("block_128", **changes)
+
+
+@pytest.mark.parametrize("changes, words", [
+  ({"precision.rules": ((".*", f"block_128(accumulate={10**30})"),)}, "at least 1 and below 2^31"),
+  ({"precision.schedule": ((True, ((".*", "bf16"),)),)}, "is no pair of a first step and rules"),
+  ({"data.workers": 10**6}, "data.workers=1000000, each a process, must be at most 1024"),
+])  # fmt: skip
+def test_number_beyond_any_run_is_refused(changes, words):
+  with pytest.raises(ConfigError) as e:
+    harness.one_layer_plan(**changes)
+  assert words in str(e.value)
 
 
 def test_changes_of_policies_hold_through_the_phases_of_the_configuration():

@@ -15,6 +15,7 @@ from configs import base
 from fp8jax.config import identity, resolve
 from fp8jax.data import tokenize
 from fp8jax.jobs import dispatch
+from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.kernels.choose import Device
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -432,6 +433,20 @@ def test_float16_is_refused_on_kernels_that_read_bfloat16():
   assert "site layers/attn" in problem and "read bfloat16; set" in problem
   changes["kernels.matmul"] = "xla"
   assert resolve.resolve(_config(**changes), 1, H200).run.attention == "cudnn"
+
+
+@pytest.mark.parametrize("change, refused", [
+  ({}, False), ({"eval.batch": 64}, True), ({"global_batch": 64}, True),
+])  # fmt: skip
+def test_attention_has_room_for_training_and_for_evaluation(monkeypatch, change, refused):
+  monkeypatch.setattr(tokamax_sm90, "lacks", lambda: "is not installed")
+  changes = {"seq_len": 2048, "global_batch": 8, "eval.batch": 8, "data.cross_document": False,
+             "model.max_positions": 2048}  # fmt: skip
+  if refused:  # 64 squares of 2048 x 2048 in 16 bits are 512 MiB, 8 are 64
+    (problem,) = _refusal(changes | change, 1, H200)
+    assert "an array of 512 MiB per device" in problem
+  else:
+    resolve.resolve(_config(**changes | change), 1, H200)
 
 
 def test_every_key_is_refused_or_harmless_on_resume():

@@ -371,6 +371,8 @@ def test_what_is_missing_or_ignored_is_refused():
   model = nn.Dense(8, precision="highest", dot_general_cls=fp8.linen_dot_general("block_128"))
   with pytest.raises(ValueError, match="precision='highest'.*leave it None"):
     model.init(jax.random.key(0), x)
+  with pytest.raises(TypeError, match="give it as dot_general_cls=, not as dot_general="):
+    nn.Dense(8, dot_general=fp8.linen_dot_general("block_128")).init(jax.random.key(0), x)
   with pytest.raises(ValueError, match="rounds stochastically: give rngs"):
     fp8.nnx_dot_general("nvfp4_sr_rht")
 

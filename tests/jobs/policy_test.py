@@ -2,16 +2,21 @@
 
 import dataclasses
 import json
+import math
 import re
 import types
 
+import debug_runs
 import harness
+import jax
 import pytest
 
 from fp8jax.config import resolve
+from fp8jax.data import loader
 from fp8jax.jobs import steering, train
 from fp8jax.kernels import choose
 from fp8jax.run import checkpoint, control, preemption
+from fp8jax.run import evaluator as evaluator_lib
 
 
 def run(workdir, disturb=None, devices=1, **changes):
@@ -99,6 +104,53 @@ def test_stopped_around_an_action_a_run_goes_on_bit_for_bit(tmp_path, monkeypatc
   )
 
 
+def test_what_a_roll_back_after_a_switch_restores(tmp_path):
+  """Scales, counts, drift and evaluation beside what they must be, not beside another run."""
+  changes = {
+    **LOOKS, **POLICIES["roll back"], "log.tensor_stats_every": 1,
+    "precision.policy": (
+      "roll_back(z=40.0, window=4)", "switch_recipe(k=1, looks=1, most=1, sites='layers/1/.*')",
+    ),
+    "model.num_layers": 2, "checkpoint.keep": 9, "eval.tokens": 64, "data.on_malformed": "skip",
+    "data.prefetch": 0, "data.shuffle_windows": 0,
+    **debug_runs.write_corpus(tmp_path / "corpus.jsonl", [f"{i} " * 9 for i in range(400)]),
+  }  # fmt: skip
+  corpus = (tmp_path / "corpus.jsonl").read_text().splitlines()
+  (tmp_path / "corpus.jsonl").write_text("\n{broken}\n".join(corpus))
+  went_on_with = []
+
+  def disturb(state, host, number):
+    if number == 6:  # the first batch after the roll-back
+      went_on_with.append(jax.device_get(state.scaling_states))
+    return blown_up(state, host, number)
+
+  workdir = tmp_path / "run"
+  run(workdir, disturb, **changes)
+  texts = [text for *_, text in actions(workdir)]
+  assert "switch_recipe" in texts[0] and "back to the checkpoint of step 4" in texts[1]
+  plan = harness.text_plan(**changes)
+  plan = train.restore.as_trained(plan, {"policy": policy_memory(workdir, 9)})
+  # Maxima of several steps: those of the batch alone would be smaller.
+  harness.assert_trees_equal(went_on_with[0], harness.saved_state(workdir, plan, 4).scaling_states)
+  once, counted = loader.DocumentCounts(), []
+  stream = loader.train_batches(plan.data, 2, counts=once)
+  for _ in range(11):  # 9 steps, and the 2 batches left out
+    next(stream)
+    counted.append(once["malformed"])
+  assert counted[3] < counted[5] < counted[6] and counted[:4] + counted[6:] == [
+    r["documents/malformed"] for r in rows(workdir) if "loss" in r
+  ]
+  looks = [row["numerics"]["layers/0/mlp/down"]["x"] for row in rows(workdir) if "numerics" in row]
+  for before, now in zip(looks[:-1], looks[1:], strict=True):
+    assert now["amax_drift"] == pytest.approx(math.log2(now["amax"] / before["amax"]), abs=1e-6)
+  state = harness.saved_state(workdir, plan, 9)
+  # Nine steps, the last in the phase that the switch began.
+  wanted = evaluator_lib.Evaluator(plan).run(state.params, state.scaling_states, plan.phase(8))
+  found = [row for row in rows(workdir) if any(key.startswith("heldout/") for key in row)][-1]
+  for key, value in evaluator_lib.flat(wanted).items():
+    assert found[key] == pytest.approx(value, rel=1e-6)
+
+
 def test_a_gradient_that_overflows_is_undone_though_its_loss_is_no_jump(tmp_path):
   """The state has halted: were it not undone, no later step would apply an update."""
 
@@ -161,4 +213,6 @@ def test_roll_back_passes_over_the_checkpoint_of_an_interruption():
   plan = harness.text_plan(**POLICIES["roll back"])  # every 2 steps
   at_work, saved = steering.Steering(plan, lambda *_: None), types.SimpleNamespace()
   saved.steps = lambda: [0, 2, 3]
+  assert at_work.target(5, float("inf"), saved) == 2
+  saved.steps = lambda: [2, 4]  # the newest has trained on batch 3, which is left out
   assert at_work.target(5, float("inf"), saved) == 2

@@ -33,10 +33,14 @@ CONFIGS = {
 
 @functools.cache
 def _place():
-  """Where abstract arrays lie: an H200."""
+  """Where abstract arrays lie: an H200; nowhere without CUDA's packages."""
+  import importlib.util
+
   import jax
   from jax.experimental import topologies
 
+  if importlib.util.find_spec("jax_plugins") is None:
+    return None
   os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
   config = (ROOT / "fp8jax" / "compiled" / "topologies" / "h200.txtpb").read_text()
   found = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=config)
@@ -60,14 +64,15 @@ def _narrow(quant, *shape):
 # --- one shape of a kernel: (what supports() says, function, operands) ---------------------------
 
 
-def gemm(recipe: str, product: str, m: int, n: int, k: int, **how):
+def gemm(recipe: str, product: str, m: int, n: int, k: int, dtype: str = "", **how):
   from fp8jax.kernels.choose import Device, GemmProblem
   from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
   from fp8jax.recipe import library
 
   of = getattr(library.RECIPES[recipe], product)
   reason = mosaic_sm90_lib.supports(GemmProblem(m, n, k, of, Device("gpu", 90)))
-  multiply = functools.partial(mosaic_sm90_lib.matmul, out_dtype=PRODUCTS[product], **how)
+  dtype = dtype or PRODUCTS[product]
+  multiply = functools.partial(mosaic_sm90_lib.matmul, out_dtype=dtype, **how)
   return reason, multiply, (_narrow(of.lhs, m, k), _narrow(of.rhs, n, k))
 
 
@@ -106,17 +111,18 @@ def quantize(recipe: str, tensor: str, dtype: str, rows: int, columns: int, watc
   return reason, make, (x,)
 
 
-def produce(name: str, directions: str, rows: int, columns: int):
+def produce(name: str, dtype: str, directions: str, rows: int, columns: int, watched=True):
   from fp8jax.kernels.quantize import mosaic_sm90, prologues
   from fp8jax.recipe import library
 
   of, producer = library.RECIPES["block_128"], getattr(prologues, name)
   both = {1: of.fwd.lhs, 0: of.wgrad.lhs}
   quants = both if directions == "both" else {int(directions): both[int(directions)]}
-  x = _array("bfloat16", rows, columns)
+  x, results = _array(dtype, rows, columns), [quants] * producer.results
   reason = next(filter(None, (mosaic_sm90.supports(x, q, a) for a, q in quants.items())), None)
+  reason = reason or mosaic_sm90.too_large(producer, x.dtype, results, watched)
   make = lambda m, f: mosaic_sm90.quantize_produced(  # noqa: E731
-    producer, m, f, [quants] * producer.results, watched=True
+    producer, m, f, results, watched=watched
   )
   factors = [_array("float32", (rows, columns)[axis]) for axis in producer.factors]
   return reason, make, ([x] * producer.matrices, factors)
@@ -159,7 +165,8 @@ def draw(kernel: str, count: int) -> list[tuple]:
 
   def one():
     if kernel == "gemm":
-      return gemm, pick(RECIPES), pick([*PRODUCTS]), size(), size(), size()
+      dtype = pick(("bfloat16", "float32"))
+      return gemm, pick(RECIPES), pick([*PRODUCTS]), size(), size(), size(), dtype
     if kernel == "grouped":
       return grouped, pick([*PRODUCTS]), int(rng.integers(3, 12)), size(), size()
     if kernel == "quantize":
@@ -168,7 +175,8 @@ def draw(kernel: str, count: int) -> list[tuple]:
       return quantize, recipe, tensor, pick(("bfloat16", "float32")), size(), size()
     if kernel == "producers":
       of = pick(("RMS_NORM", "SWIGLU", "SWIGLU_BACKWARD"))
-      return produce, of, pick(("0", "1", "both")), size(), size()
+      dtype = pick(("bfloat16", "float32"))
+      return produce, of, dtype, pick(("0", "1", "both")), size(), size(), bool(rng.integers(2))
     preset = pick(PRESETS)
     row = {"e4m3_256": 256, "float32": 64, "bf16": 64}.get(preset, 128)
     rows = int(pick((1, 1, 2, 4, 8, 16)) * rng.integers(1, pick((5, 200, 200))))
@@ -188,7 +196,7 @@ def tried(cases) -> dict:
     name = f"{make.__name__}{tuple(args)}"
     reason, function, operands = make(*args)
     try:
-      jax.jit(function).lower(*operands)
+      jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
       failed = None
     except Exception as e:  # whatever Mosaic raises
       failed = f"{type(e).__name__}: {e}"
@@ -218,8 +226,38 @@ def test_what_supports_accepts_lowers(kernel):
   assert all("multiple of 8" in reason for reason in found["refused_lowers"])
   if kernel == "adam":
     assert found["accepted"] > COUNT / 3 and found["refused_fails"] > COUNT / 10
+  elif kernel == "producers":  # float32 matrices of three, and their results, have no room
+    assert found["accepted"] + found["refused_fails"] == COUNT and found["refused_fails"]
   else:
     assert found["accepted"] == COUNT
+
+
+def test_prologues_that_have_room_lower_and_the_others_do_not():
+  """Every prologue in every dtype; without CUDA's packages, too."""
+  cases = [
+    (produce, name, dtype, directions, 264, 392, directions == "both")
+    for name in ("RMS_NORM", "SWIGLU", "SWIGLU_BACKWARD")
+    for dtype in ("bfloat16", "float32")
+    for directions in ("0", "both")
+  ]
+  found = tried(cases)
+  refused = [args for make, *args in cases if make(*args)[0]]
+  assert refused == [
+    ["SWIGLU_BACKWARD", "float32", d, 264, 392, d == "both"] for d in ("0", "both")
+  ]
+  assert (found["accepted"], found["refused_fails"]) == (10, 2) and not found["accepted_fails"]
+
+
+def test_a_step_in_float32_lowers_for_hopper():
+  import harness
+
+  from fp8jax.step import train_step
+
+  plan = harness.debug_plan("block_128", device=harness.HOPPER, precision__compute_dtype="float32")
+  arguments = harness.step_arguments(plan)
+  step = train_step.make_step(plan)
+  text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+  assert "mosaic_gpu" in text
 
 
 # --- what runs on Hopper -------------------------------------------------------------------------
@@ -246,9 +284,9 @@ def _of_plan(plan):
     for m, n, k in sorted(shapes):
       yield from _of_layer(m, k, n, "block_128" if backend == "mosaic_sm90" else "tensor_current")
   tokens, model = plan.tokens_per_device, plan.model
-  yield produce, "RMS_NORM", "both", tokens, model.hidden_size
-  yield produce, "SWIGLU", "both", tokens, model.intermediate_size
-  yield produce, "SWIGLU_BACKWARD", "both", tokens, model.intermediate_size
+  yield produce, "RMS_NORM", "bfloat16", "both", tokens, model.hidden_size
+  yield produce, "SWIGLU", "bfloat16", "both", tokens, model.intermediate_size
+  yield produce, "SWIGLU_BACKWARD", "bfloat16", "both", tokens, model.intermediate_size
 
 
 def used_by_configs():
@@ -286,7 +324,7 @@ def used_by_bench_kernels():
   yield grouped, "dgrad", tiles, *fused.SIZES
   yield grouped, "wgrad", tiles, *fused.SIZES
   for name in ("RMS_NORM", "SWIGLU", "SWIGLU_BACKWARD"):
-    yield produce, name, "both", *fused.MATRIX
+    yield produce, name, "bfloat16", "both", *fused.MATRIX
   for shape in optimizer.SHAPES.values():
     for preset, is_pair, dtype in optimizer.KINDS.values():
       yield adam, preset, is_pair, dtype.__name__, *shape
@@ -307,7 +345,7 @@ def used_by_the_self_test():
   yield quantize, "block_128", "rows", "bfloat16", m, k
   yield quantize, "block_128", "columns", "float32", k, n
   for name in ("RMS_NORM", "SWIGLU", "SWIGLU_BACKWARD"):
-    yield produce, name, "both", *self_test._MATRIX
+    yield produce, name, "bfloat16", "both", *self_test._MATRIX
   sizes = inspect.signature(self_test.optimizer).parameters["sizes"].default
   for preset in PRESETS:
     for is_pair in (False, True):
@@ -325,7 +363,7 @@ def used_by_tests():
     for sizes in ((208, 272), (131, 201), (133, 210)):
       yield quantize, "block_128", tensor, "bfloat16", *sizes
   for name in ("RMS_NORM", "SWIGLU", "SWIGLU_BACKWARD"):
-    yield produce, name, "both", *kernel_cases.PROLOGUE
+    yield produce, name, "bfloat16", "both", *kernel_cases.PROLOGUE
   tokens, depth, columns = kernel_cases.GROUPED
   for product in PRODUCTS:
     yield grouped, product, tokens // 128 + 3, columns, depth

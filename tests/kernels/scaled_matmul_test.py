@@ -1,16 +1,23 @@
 """The suite, for each backend that plain XLA provides."""
 
 import dataclasses
+import functools
+import itertools
 
+import jax
 import matmul_suite as suite
+import ml_dtypes
+import numpy as np
 import pytest
 import shapes
 
+from fp8jax.formats import E4M3, FORMATS, Float, Format
 from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.quantization import quantize
 from fp8jax.recipe import library
 from fp8jax.recipe.gemm import Accumulation, Gemm
-from fp8jax.recipe.quant import CURRENT, Rounding
+from fp8jax.recipe.quant import CURRENT, WHOLE, Quant, Rounding
 
 NARROW = [r for r in library.RECIPES.values() if r.fwd.is_quantized]
 CPU = choose.Device("cpu")
@@ -72,6 +79,44 @@ def test_scaled_matmul_is_exact_on_lattice(rng, name, gemm, shape):
 @pytest.mark.parametrize("name, gemm, shape", _by_turns(shapes.ODD + shapes.LONG))
 def test_scaled_matmul_sums_what_the_oracle_quantizes(rng, name, gemm, shape):
   suite.check_sum_of_quantized_operands(name, gemm, shape, rng)
+
+
+TILES = [(WHOLE, WHOLE), (1, WHOLE), (1, 32), (16, 16), (128, 128)]
+
+
+@pytest.mark.parametrize("name", ["reference", "xla"])
+@pytest.mark.parametrize("format", [f for f in FORMATS.values() if f.is_low_bit], ids=str)
+def test_what_supports_accepts_runs(rng, name, format):
+  """Every format beside itself and beside E4M3, in every tile: float64's product of what is
+  stored, to float32's rounding."""
+  a, b = (rng.standard_normal((n, 80)).astype(np.float32) for n in (24, 40))
+  count = 0
+  for tile, other in itertools.product(TILES, {format, E4M3}):
+    promotes = tile[1] or Accumulation.PRECISE
+    gemm = Gemm(Quant(format, tile), Quant(other, tile), promotes)
+    problem = choose.GemmProblem(24, 40, 80, gemm, CPU)
+    if gemm_api.BACKENDS[name].supports(problem) is not None:
+      continue
+    lhs, rhs = quantize.quantize(a, gemm.lhs), quantize.quantize(b, gemm.rhs)
+    multiply = functools.partial(gemm_api.scaled_matmul, accumulate=promotes, backend=name)
+    wide = [np.float64(x.dequantize()) for x in (lhs, rhs)]
+    error = np.abs(jax.jit(multiply)(lhs, rhs) - wide[0] @ wide[1].T)
+    assert np.all(error <= 2.0**-20 * np.abs(wide[0]) @ np.abs(wide[1]).T)
+    count += 1
+  assert count >= (5 if name == "reference" else 2)
+
+
+@pytest.mark.parametrize("name, grid", [
+  ("float6_e2m3fn", Float(2, 3, 1, 7.5, False, False)),
+  ("float6_e3m2fn", Float(3, 2, 3, 28.0, False, False)),
+])  # fmt: skip
+def test_dtype_that_xla_compiles_nothing_with_is_refused(rng, name, grid):
+  dtype = np.dtype(getattr(ml_dtypes, name))
+  with pytest.raises(ValueError, match=f"nothing with {name}; take a wider dtype"):
+    Format("narrow", dtype, grid)
+  x = rng.standard_normal((8, 8)).astype(np.float32)  # all of its numbers are E4M3's
+  wide = quantize.cast(x, Format("narrow", E4M3.dtype, grid))
+  np.testing.assert_array_equal(np.float32(wide), np.float32(x.astype(dtype)))
 
 
 @pytest.mark.parametrize("name, gemm", CASES)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -45,6 +46,20 @@ def test_cross_entropy_equals_the_textbook_for_any_chunk(rng, chunk):
   np.testing.assert_allclose(loss(h, head), want[0], rtol=1e-6)
   for got, exact in zip((value, *gradients), want):
     np.testing.assert_allclose(got, exact, rtol=0, atol=2e-6 * np.abs(exact).max())
+
+
+def test_gradient_of_the_head_adds_chunks_in_its_own_dtype(rng):
+  """h in BF16, one token per chunk: what the sum rounds, a hundred times, is float32's."""
+  h, head, targets, weights = _inputs(rng)
+  h = jnp.asarray(h, jnp.bfloat16)
+
+  def gradient(chunk):
+    site, eqn = site_lib.single("bf16"), "BLD,DV->BLV"
+    loss = lambda w: cross_entropy(h, w, eqn, targets, weights, site, chunk)  # noqa: E731
+    return np.asarray(jax.jit(jax.grad(loss))(head), np.float64)
+
+  many, one = gradient(1), gradient(B * L)
+  np.testing.assert_allclose(many, one, rtol=0, atol=1e-6 * np.abs(one).max())
 
 
 def test_cross_entropy_scales_its_gradient_by_what_comes_in(rng):

@@ -225,6 +225,10 @@ def test_a_manual_layout_scales_by_the_whole_tensor(rng):
   [
     ((4, 16), (8, 16), (((1,), (0,)), ((), ())), "two sizes"),
     ((4,), (8,), (((), ()), ((), ())), "contracts nothing"),
+    ((4, 16), (16, 8), (((2,), (0,)), ((), ())), "different axes, in pairs, of lhs with 2 dim"),
+    ((4, 16), (16, 8), (((1,), (-3,)), ((), ())), "expected different axes"),
+    ((4, 16), (16, 8), (((1, 1), (0, 1)), ((), ())), "expected different axes"),
+    ((4, 16), (16, 8), (((1, 0), (0,)), ((), ())), "expected different axes, in pairs"),
   ],
 )
 def test_dot_general_refuses_by_name(lhs, rhs, numbers, message):

@@ -104,3 +104,26 @@ def test_schedule_equals_its_closed_form(name, changes):
   want = [_rate(optim, step) for step in range(optim.steps)]
   atol = tolerances.FLOAT32_SUM * optim.peak_lr
   np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+
+
+def test_another_optimizer_is_checked_and_counted_by_the_moments_of_its_row(monkeypatch):
+  row = factory.Optimizer(lambda o, **how: None, {"nu": "b1"})
+  monkeypatch.setitem(factory.OPTIMIZERS, "third", row)
+  # E4M3 moments of 1 byte, v in F16: 2.
+  counts = {
+    name: dataclasses.replace(
+      OPTIM, optimizer=name, moment_format="fp8lm", b1=0.5
+    ).bytes_per_parameter()["moments"]
+    for name in ("adam", "lion", "third")
+  }
+  assert {k: round(v) for k, v in counts.items()} == {"adam": 3, "lion": 1, "third": 2}
+  # A decay of 0.999 stalls in BF16, that of the moment alone: b1 is m's, b2 v's and Lion's m's.
+  stalls = {}
+  for name in counts:
+    for key in ("b1", "b2"):
+      changes = {"b1": 0.5, "b2": 0.5, key: 0.999, "moment_format": "bf16", "optimizer": name}
+      if problems := dataclasses.replace(OPTIM, **changes).problems():
+        stalls[name, key] = problems[0].split(": ")[1].split("=")[0]
+  assert stalls == {
+    ("adam", "b1"): "mu", ("adam", "b2"): "nu", ("lion", "b2"): "mu", ("third", "b1"): "nu"
+  }  # fmt: skip

@@ -4,12 +4,14 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fp8jax import axes
 from fp8jax.errors import ConfigError
 from fp8jax.optim import factory, groups, update
 from fp8jax.params import Param
+from fp8jax.step import train_step
 
 OPTIM = factory.OptimizerConfig(
   optimizer="adam", moment_format="float32", master_format="float32", grad_format="float32",
@@ -75,6 +77,24 @@ def test_groups_are_clipped_by_their_own_norms_and_rates_multiplied():
     for i, factor in enumerate(factors):
       np.testing.assert_allclose(change[i], RATE * factor, rtol=2e-2)
   np.testing.assert_allclose(np.abs(moved["embed"] - params["embed"]), 1.25 * RATE, rtol=2e-2)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+@pytest.mark.parametrize("multipliers", [(), (("layers/.*", 0.5), ("embed", 2.0))], ids=str)
+def test_global_clipping_holds_with_and_without_rates_of_its_own(rng, clip, multipliers):
+  """m after a step is 0.1 of the clipped gradient, whose norm over all parameters is the limit."""
+  changes = {"optim.grad_clip_norm": clip, "optim.lr_multipliers": multipliers}
+  plan, batch = harness.one_layer_plan(**changes), harness.weighted_batch(rng)
+  state = train_step.make_state(plan)
+  state, values = train_step.make_step(plan)(state, batch, plan.sites())
+  adam = [x.mu for x in jax.tree.leaves(state.opt, is_leaf=_is_adam) if _is_adam(x)]
+  norm = np.sqrt(sum(np.sum(np.float64(m) ** 2) for m in jax.tree.leaves(adam)))
+  assert values["grad_norm"] > 0.1  # or nothing is clipped
+  assert norm == pytest.approx(0.1 * (clip or float(values["grad_norm"])), rel=1e-4)
+
+
+def _is_adam(x):
+  return isinstance(x, optax.ScaleByAdamState)
 
 
 def test_patterns_that_decide_nothing_are_refused():

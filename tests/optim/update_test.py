@@ -101,16 +101,3 @@ def test_a_step_that_is_not_applied_changes_nothing(master):
   nan = {k: g * np.nan for k, g in grads[0].items()}
   same = step(nan, state, kept, update.UpdateArgs(jnp.int32(3), 0.01, 1.0, jnp.asarray(False)))
   jax.tree.map(np.testing.assert_array_equal, same[:2], [state, kept])
-
-
-def test_what_is_drawn_differs_from_piece_to_piece(monkeypatch):
-  monkeypatch.setattr(update, "_CHUNK", 128 * 40)
-  leaf = factory.leaves(factory.dataclasses.replace(OPTIM, master_format="bf16_sr"), DECLARATION)[
-    "stack"
-  ]
-  state, kept = update.init(leaf, np.full(SHAPES["stack"], 1.001, np.float32))
-  _, kept, _ = update.update_param(
-    leaf, jnp.ones(SHAPES["stack"]), state, kept, update.UpdateArgs(0, 1e-3)
-  )
-  layers = np.float32(kept.data)
-  assert np.any(layers[0] != layers[1]) and np.any(layers[1] != layers[2])

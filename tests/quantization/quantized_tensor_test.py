@@ -163,6 +163,11 @@ def test_what_is_not_zero_stays_so_on_demand(transform):
   np.testing.assert_array_equal(kept.unpack(), [[1.0, 0.0, *[least] * 126]])
 
 
+def test_what_is_kept_nonzero_keeps_its_sign():
+  kept = quantized_tensor.pack(np.float32([[1e-6, -1e-6, 448.0]]), Quant(E4M3, keeps_nonzero=True))
+  np.testing.assert_array_equal(kept.unpack(), [[2.0**-9, -(2.0**-9), 448.0]])
+
+
 def test_square_root_halves_the_binades():
   """Where v is 0.6 of E4M3's smallest step, its root still has three bits."""
   x = np.asarray([[1.0, *[0.6 * 2.0**-9 / 448] * 127]], np.float32)

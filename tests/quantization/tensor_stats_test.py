@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from fp8jax import mesh
 from fp8jax.quantization import quantize, tensor_stats
 from fp8jax.recipe.library import E4M3, RECIPES
 from fp8jax.recipe.quant import Quant, Static
@@ -98,3 +99,17 @@ def test_statistics_of_a_multiple_are_the_rescaled_ones(factor):
     for y in (x, x * np.float32(factor))
   )
   np.testing.assert_array_equal(tensor_stats.rescaled(one, factor), other)
+
+
+@pytest.mark.parametrize("bad", [0, 5])
+def test_statistics_over_a_mesh_see_the_nan_of_one_device(rng, bad):
+  parts = np.float32(rng.random((8, 4, tensor_stats.LOUD)))
+  parts[bad, 1, :3] = np.nan, 2.0, -0.5
+  devices, spec = mesh.make((8, 1, 1)), jax.sharding.PartitionSpec("data")
+  whole = jax.shard_map(
+    lambda x: tensor_stats.over_mesh(x[0], ("data",)), mesh=devices, in_specs=spec,
+    out_specs=jax.sharding.PartitionSpec(),
+  )  # fmt: skip
+  want = np.concatenate([parts[..., :3].max(0), parts[..., 3:].sum(0)], axis=-1)
+  want[1, 0] = np.nan
+  np.testing.assert_allclose(jax.jit(whole)(parts), want, rtol=1e-6)

@@ -47,6 +47,16 @@ def test_margin_widens_to_its_most_and_no_further():
   assert set(found[-1][1].overrides) == {UP[0]} and not found[-1][0]
 
 
+def test_site_that_was_widened_and_then_switched_comes_back_widened():
+  policies = (
+    "widen_margin(alarm='saturation', by=2, sites='.*/up')",
+    "switch_recipe(alarm='underflow', k=1, looks=1, back_after=2, sites='.*/up')",
+  )
+  found = looks(policies, {UP}, {(UP[0], "underflow")}, set(), set())
+  wide = "tensor_delayed(steps=16, margin=2)"
+  assert [m.overrides[UP[0]] for _, m in found] == [wide, "bf16", "bf16", wide]
+
+
 def test_refresh_on_alarm_takes_the_site_that_rang():
   ((events, memory),) = looks(
     ("refresh(alarm='any', sites='.*/mlp/up')",), {UP, (SITES[2], "amax")}

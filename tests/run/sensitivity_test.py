@@ -82,6 +82,14 @@ def test_measured_site_is_the_model_with_that_site_in_its_recipe(study, name):
   assert abs((loss - base_loss).sum(1)).max() > 0.02  # or the budget above says nothing
 
 
+def test_divergence_is_from_the_base(rng):
+  """Far apart, where the divergences of either from the other differ."""
+  p, q = (np.exp(5 * rng.standard_normal((3, 7))) for _ in range(2))
+  p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
+  found = sensitivity.kl(np.log(p).astype(np.float32) + 2, np.log(q).astype(np.float32) - 1)
+  np.testing.assert_allclose(found, (p * np.log(p / q)).sum(1), rtol=1e-4)
+
+
 def test_estimates_are_slopes_of_small_switches(study):
   estimated = study.estimate()
   everything = [place.name for place in study.places]

@@ -1,58 +1,110 @@
-"""Random keys of a step: none is used twice, and every step has its own."""
+"""Random keys of a step: whatever a traced step draws, none of its keys draws twice.
 
+Every draw is recorded while the step runs: once per microbatch, layer, chunk and batch entry.
+"""
+
+import collections
 import dataclasses
-import types
 
 import harness
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
-from fp8jax.optim import adam, storage
-from fp8jax.optim import update as update_lib
+import fp8jax
+from fp8jax.optim import update
+from fp8jax.quantization import rounding
 from fp8jax.step import train_step
 
 
-def test_stochastic_rounding_draws_anew_in_every_step(rng):
-  plan, batch = (
-    harness.one_layer_plan(**{"precision.rules": harness.only_down("nvfp4_sr_rht")}),
-    harness.weighted_batch(rng),
-  )
-  step, norms = train_step.make_step(plan), []
+class Draws:
+  """The random keys of `rounding.stochastic`, as (key, shape), in a list."""
+
+  def __init__(self, monkeypatch):
+    self.all, self._may_draw = [], False
+    draw, bits = rounding.stochastic, jax.random.bits
+
+    def recorded(x, format, key):
+      # x makes a key that entries of a batch share one draw of each entry.
+      jax.debug.callback(self._record, jax.random.key_data(key), x)
+      self._may_draw = True
+      drawn = draw(x, format, key)
+      self._may_draw = False
+      return drawn
+
+    def checked(*args, **kwargs):
+      assert self._may_draw, "a draw that is not recorded: record it here, too"
+      return bits(*args, **kwargs)
+
+    monkeypatch.setattr(rounding, "stochastic", recorded)
+    monkeypatch.setattr(jax.random, "bits", checked)
+    for name in ("uniform", "normal", "bernoulli", "randint", "rademacher", "categorical"):
+      monkeypatch.setattr(jax.random, name, checked)
+
+  def _record(self, key, x):
+    self.all.append((np.asarray(key).tobytes(), np.shape(x)))
+
+  def repeated(self):
+    """{shapes of the draws of one key: keys of which this is so}, of keys that drew twice."""
+    jax.effects_barrier()
+    shapes = collections.defaultdict(list)
+    for key, shape in self.all:
+      shapes[key].append(shape)
+    return dict(collections.Counter(tuple(sorted(s)) for s in shapes.values() if len(s) > 1))
+
+
+COMMON = {
+  "precision.rules": (("layers/.*/mlp/down|layers/.*/attn/o", "nvfp4_sr_rht"), (".*", "bf16")),
+  "model.num_layers": 2, "optim.master_format": "bf16_sr", "optim.moment_format": "bf16_sr",
+}  # fmt: skip
+AFTER = {**COMMON, "grad_accum_steps": 2}
+ORDERS = {
+  "e4m3 sums": {**AFTER, "optim.grad_format": "e4m3"},
+  "bf16 sums": {**AFTER, "optim.grad_format": "bf16_sr"},
+  "in the backward pass": {
+    **COMMON, "optim.in_backward": True, "optim.grad_clip_norm": 0.0,
+    "memory.remat_policy": "full",
+  },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_key_draws_twice_in_two_steps(rng, monkeypatch, order):
+  """Operands, gradients, their sums, masters and both moments, layer by layer, chunk by chunk."""
+  plan = harness.one_layer_plan(**ORDERS[order])
+  state, lead = train_step.make_state(plan), (2,) if "sums" in order else ()
+  draws = Draws(monkeypatch)
+  monkeypatch.setattr(update, "_CHUNK", 32 * 64)  # a chunk per layer
+  step, batch = train_step.make_step(plan), harness.weighted_batch(rng, lead)
+  for _ in range(2):
+    state, values = step(state, batch, plan.sites())
+  assert values["is_finite"] and not draws.repeated()
+  # Per step: two sites' gradients along two axes and the seven matrices' masters and moments, per
+  # layer, at least.
+  assert len(draws.all) >= 2 * 2 * (2 * 2 + 7 * 3)
+
+
+def test_entries_of_a_batch_draw_their_own(rng, monkeypatch):
+  draws = Draws(monkeypatch)
+  one = rng.standard_normal((32, 64)).astype(np.float32)
+  x, w = np.stack([one] * 3), np.stack([rng.standard_normal((64, 48)).astype(np.float32)] * 3)
+
+  def loss(x, w):
+    dims = (((2,), (1,)), ((0,), (0,)))
+    y = fp8jax.dot_general(x, w, dims, recipe="nvfp4_sr_rht", key=jax.random.key(1))
+    return jnp.sum(jnp.sin(y))
+
+  dx, dw = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
+  assert len(draws.all) == 6 and not draws.repeated()  # g for dgrad and for wgrad, 3 entries
+  for gradient in (dx, dw):
+    assert np.any(gradient[0] != gradient[1]) and np.any(gradient[1] != gradient[2])
+
+
+def test_same_step_draws_the_same_again(rng):
+  plan = harness.one_layer_plan(**{"precision.rules": harness.only_down("nvfp4_sr_rht")})
+  step, batch, norms = train_step.make_step(plan), harness.weighted_batch(rng), []
   for number in (1, 1, 2):
     state = dataclasses.replace(train_step.make_state(plan), step=jnp.int32(number))
     norms.append(float(step(state, batch, plan.sites())[1]["grad_norm"]))
   assert norms[0] == norms[1] != norms[2]
-
-
-def test_rounding_of_gradients_draws_anew_in_every_microbatch_and_step():
-  leaf = types.SimpleNamespace(gradient="any", seed=0, lead=0, is_frozen=False)
-  keys = [
-    train_step._weight(leaf, jnp.ones(4), None, step=step, micro=micro, grad_autoscale=None).key  # noqa: SLF001
-    for step in (0, 1)
-    for micro in (0, 1)
-  ]
-  assert len({jax.random.key_data(key).tobytes() for key in keys}) == 4
-
-
-def test_no_two_roundings_of_a_parameter_draw_the_same_bits(monkeypatch):
-  """Gradient, master and moments: three keys in every step, or their errors would be the same."""
-  plan = harness.one_layer_plan(**{
-    "optim.moment_format": "coat", "optim.master_format": "bf16_sr", "optim.grad_format": "bf16_sr",
-  })  # fmt: skip
-  leaf, keys = plan.leaves["layers"]["mlp"]["down"], []
-  leaf = dataclasses.replace(leaf, lead=0)  # a single key for the gradient
-  keep, key_of = storage.store_master, adam._key  # noqa: SLF001
-  monkeypatch.setattr(
-    storage, "store_master", lambda *a, **k: keys.append(k["key"]) or keep(*a, **k)
-  )
-  monkeypatch.setattr(adam, "_key", lambda *a: keys.append(key_of(*a)) or keys[-1])
-  param = jnp.ones((1, 64, 32))
-  state, kept = update_lib.init(leaf, param)
-  keys.clear()
-  for step in (0, 1):
-    weight = train_step._weight(leaf, kept, None, step=step, micro=0, grad_autoscale=None)  # noqa: SLF001
-    keys.append(weight.key)
-    state, kept, _ = update_lib.update_param(
-      leaf, param, state, kept, update_lib.UpdateArgs(step, 1e-3)
-    )
-  assert len(keys) == len({jax.random.key_data(key).tobytes() for key in keys}) == 6

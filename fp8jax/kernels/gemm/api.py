@@ -3,7 +3,7 @@
 Both operands are contraction-last ("K-major"), the only order in which Hopper's FP8 matrix unit
 reads them. A backend is a module with `supports(problem) -> None or the reason why not`,
 `scaled_matmul(a, b, accumulate, out_dtype) -> [M, N]` and `num_dots(problem) -> int`, the FP8 GEMMs
-that one call executes: what a compiled program is checked against (proof.py).
+that one call executes: what a compiled program is checked against (compiled/fp8_gemms.py).
 """
 
 import jax.numpy as jnp

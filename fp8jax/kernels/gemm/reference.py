@@ -11,7 +11,7 @@ are added in float32.
 import jax
 import jax.numpy as jnp
 
-from fp8jax.formats import E2M1, E4M3
+from fp8jax.kernels.gemm import xla
 from fp8jax.quantization import scaled_matrix
 from fp8jax.recipe.gemm import Accumulate, Accumulation
 
@@ -56,8 +56,7 @@ def scaled_matmul(
   cols = scaled_matrix.expand(b.scale, 0, b.tile[0], n).T
   # The second purpose of the barrier: computed once, not inside every fused multiply-add.
   lhs, rhs, rows, cols = jax.lax.optimization_barrier((a.data, b.data, rows, cols))
-  # Hopper multiplies no 4-bit numbers and XLA:CPU refuses to; every E2M1 number is an E4M3 one.
-  lhs, rhs = (x.astype(E4M3.dtype) if x.dtype == E2M1.dtype else x for x in (lhs, rhs))
+  lhs, rhs = xla.factors(lhs, rhs)
 
   def partial(i, size):
     """Step `i` of K: an FP8 product, scaled on its way into the float32 accumulator."""

@@ -26,7 +26,7 @@ WGMMA_ROWS = 64
 SUM_ERROR = 4 * 32 * 2.0**-13
 # Rows of A and of D, and K, must be multiples of these; `matmul` pads others with zeros.
 UNIT_M, UNIT_K = smem.ROWS, 64
-SMEM_BYTES = 232448  # of a program, at most
+SMEM_BYTES = smem.BYTES
 _CORES = 132  # of an H100 or H200, where tiles are chosen that nobody timed
 _TUNED = pathlib.Path(__file__).parent / "tuned"
 

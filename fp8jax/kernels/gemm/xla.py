@@ -10,7 +10,7 @@ float32, so that products are exact and either precision gives the same sums.
 import jax
 import jax.numpy as jnp
 
-from fp8jax.formats import E5M2
+from fp8jax.formats import E2M1, E4M3, E5M2
 from fp8jax.quantization import scaled_matrix
 from fp8jax.recipe.gemm import Accumulate, Accumulation
 from fp8jax.recipe.quant import WHOLE
@@ -29,8 +29,9 @@ def supports(problem) -> str | None:
     return f"float32 promotion every {problem.gemm.accumulate} of K needs a loop"
   if problem.platform == "cpu":
     return None
-  if problem.gemm.lhs.format == problem.gemm.rhs.format == E5M2:
-    return "cuBLASLt does not multiply E5M2 by E5M2"
+  pair = (problem.gemm.lhs.format, problem.gemm.rhs.format)
+  if pair == (E5M2, E5M2) or not {*pair} <= {E4M3, E5M2, E2M1}:
+    return f"cuBLASLt does not multiply {pair[0]} by {pair[1]}"
   return None
 
 
@@ -40,13 +41,22 @@ def num_dots(problem) -> int:
   return 1
 
 
+def factors(*operands):
+  """The numbers of operands as a dot takes them.
+
+  Hopper multiplies no 4-bit numbers and XLA:CPU refuses to; every E2M1 number is an E4M3 one.
+  """
+  return tuple(x.astype(E4M3.dtype) if x.dtype == E2M1.dtype else x for x in operands)
+
+
 def scaled_matmul(
   a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, accumulate: Accumulate, out_dtype
 ):
   """[M, N]; accumulate is FAST or PRECISE."""
+  lhs, rhs = factors(a.data, b.data)
   product = jax.lax.dot_general(
-    a.data,
-    b.data,
+    lhs,
+    rhs,
     (((1,), (1,)), ((), ())),
     precision=_PRECISION[Accumulation(accumulate)],
     preferred_element_type=jnp.float32,

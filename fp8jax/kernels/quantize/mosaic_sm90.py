@@ -36,6 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.formats import E4M3, E5M2
+from fp8jax.kernels import smem
 from fp8jax.kernels.quantize import prologues
 from fp8jax.kernels.smem import ROWS, padded, swizzled
 from fp8jax.quantization import quantize, scaled_matrix, tensor_stats
@@ -61,6 +62,20 @@ def supports(x, quant: Quant, along: int) -> str | None:
   if quant.scale not in (Scale.F32, Scale.POW2):
     return f"scales are F32 or POW2, not {quant.scale}"
   return None
+
+
+def too_large(
+  producer: prologues.Producer, dtype, quants: Sequence[Mapping[int, Quant]], watched: bool = True
+) -> str | None:
+  """Why a prologue of matrices of this dtype has no room in shared memory, or None."""
+  tile = jax.ShapeDtypeStruct((TILE, TILE), dtype)
+  outputs, shapes = _outputs(quants, TILE, TILE, {}, watched)
+  factors = [tile] * len(producer.factors)
+  program = _Program(producer, outputs, [tile] * producer.matrices, factors, (), shapes)
+  *buffers, _ = program.memory()
+  if (need := smem.needed(buffers)) <= smem.BYTES:
+    return None
+  return f"{producer.name} of {dtype} needs {need} bytes of shared memory; there are {smem.BYTES}"
 
 
 def quantize_matrix(
@@ -126,6 +141,8 @@ def quantize_produced(
       raise ValueError(reason)
     if quant.tile == _TENSOR:
       raise ValueError(f"{producer.name} makes scales of tiles, not one of the tensor, as {quant}")
+  if reason := too_large(producer, matrices[0].dtype, quants, watched):
+    raise ValueError(reason)
   return _call(producer, tuple(matrices), tuple(factors), tuple(quants), {}, watched)
 
 
@@ -133,17 +150,7 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
   """(Scaled by axis for every result, amaxes); `given` holds scales by (result, axis)."""
   rows, columns = matrices[0].shape
   matrices = [_fitted(x) for x in matrices]
-  outputs, shapes = [], []
-  for n, of_result in enumerate(quants):
-    for along, quant in of_result.items():
-      free, depth = (rows, columns) if along == 1 else (columns, rows)
-      number = list(given).index((n, along)) if (n, along) in given else None
-      # One orientation of a result has seen all of it.
-      outputs.append(_Output(n, along, quant, number, watched and along == next(iter(of_result))))
-      whole = padded(free, ROWS), padded(depth, _FP8_COLUMNS)
-      shapes.append(jax.ShapeDtypeStruct(whole, quant.format.dtype))
-      lines = (pl.cdiv(depth, TILE), padded(free, TILE))
-      shapes += [jax.ShapeDtypeStruct(lines, jnp.float32)] * outputs[-1].num_lines
+  outputs, shapes = _outputs(quants, rows, columns, given, watched)
   # Every tile reads whole ones.
   factors = [jnp.pad(f.astype(jnp.float32), (0, -f.shape[0] % TILE)) for f in factors]
   operands = (*matrices, *factors, *given.values())
@@ -153,7 +160,7 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
     for size in (len(matrices), len(factors), len(given), len(shapes)):
       parts.append(refs[at : at + size])
       at += size
-    program = _Program(producer, tuple(outputs), *parts)
+    program = _Program(producer, outputs, *parts)
     pl.run_scoped(program.run, *program.memory())
 
   run = plgpu.kernel(
@@ -176,6 +183,22 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
     if out.is_watched:
       amaxes.append(tensor_stats.amax(next(made)[:, :free]))
   return found, amaxes
+
+
+def _outputs(quants, rows: int, columns: int, given, watched: bool):
+  """(_Output of every operand, what is written: data, scales and amaxes of each)."""
+  outputs, shapes = [], []
+  for n, of_result in enumerate(quants):
+    for along, quant in of_result.items():
+      free, depth = (rows, columns) if along == 1 else (columns, rows)
+      number = list(given).index((n, along)) if (n, along) in given else None
+      # One orientation of a result has seen all of it.
+      outputs.append(_Output(n, along, quant, number, watched and along == next(iter(of_result))))
+      whole = padded(free, ROWS), padded(depth, _FP8_COLUMNS)
+      shapes.append(jax.ShapeDtypeStruct(whole, quant.format.dtype))
+      lines = (pl.cdiv(depth, TILE), padded(free, TILE))
+      shapes += [jax.ShapeDtypeStruct(lines, jnp.float32)] * outputs[-1].num_lines
+  return tuple(outputs), shapes
 
 
 def _fitted(x):
