@@ -73,11 +73,7 @@ def _check_types(key: str, source: Any) -> bool:
 
 def _check_tokenizer(tokenizer, vocab_size: int | None, problems: ConfigErrors):
   if problems.attempt(lambda: tokenizer.fingerprint) is not None and vocab_size is not None:
-    problems.check(
-      tokenizer.vocab_size <= vocab_size,
-      f"data.tokenizer produces ids up to {tokenizer.vocab_size - 1}, the model has "
-      f"model.vocab_size={vocab_size}; they do not belong together",
-    )
+    problems.extend(tokenizer.beyond(vocab_size))
 
 
 def _check_source(

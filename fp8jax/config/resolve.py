@@ -199,7 +199,8 @@ def _model(c: Config) -> model_config.ModelConfig:
   model = dataclasses.replace(model, **changes)
   found = transformer.problems(model)
   if model.lora and not found:
-    found += lora.problems(model.lora, transformer.linear_layers(model), storage.FROZEN)
+    layers = transformer.linear_layers(model)
+    found += lora.problems(model.lora, model.hidden_size, layers, storage.FROZEN)
   if found:
     raise ConfigError(found)
   return model
@@ -210,6 +211,8 @@ def _check_folder(c: Config, model: model_config.ModelConfig):
   there = hf_config_lib.read_config(c.init.hf)
   # These do not change what the weights compute; a vocabulary may be padded.
   harmless = {"init_std", "max_positions", "lora"}
+  if there.rope_scaling.kind == "dynamic":  # its frequencies depend on the length
+    harmless.remove("max_positions")
   if there.vocab_size <= model.vocab_size:
     harmless.add("vocab_size")
   different = [

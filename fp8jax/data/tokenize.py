@@ -49,6 +49,12 @@ class Tokenizer:
     path = hub.local(self.path)
     path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
     if not os.path.exists(path):
+      sentencepiece = os.path.join(os.path.dirname(path), "tokenizer.model")
+      if os.path.exists(sentencepiece):
+        raise FileNotFoundError(
+          f"{sentencepiece} is a SentencePiece model without the tokenizer.json that is read; add "
+          "it: transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
       raise FileNotFoundError(
         f"tokenizer {path!r} does not exist; set data.tokenizer to 'bytes', a tokenizer.json or a "
         f"Hugging Face folder{self._remedy()}"
@@ -64,6 +70,14 @@ class Tokenizer:
     if self.path == BYTES:
       return _BYTES_EOS + 1
     return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+  def beyond(self, vocab_size: int) -> list[str]:
+    """A sentence about ids that a model of so many rows does not have, if there are any."""
+    what = (
+      f"data.tokenizer produces ids up to {self.vocab_size - 1}, the model has "
+      f"model.vocab_size={vocab_size}; they do not belong together ({self.path!r})"
+    )
+    return [what] if self.vocab_size > vocab_size else []
 
   @functools.cached_property
   def eos_id(self) -> int:

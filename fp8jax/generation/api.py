@@ -59,12 +59,13 @@ class Generator:
     problems.extend(problems_of(cfg, run))
     problems.check(slots >= 1, f"slots={slots} must be at least 1")
     problems.one_of("cache_format", cache_format, cache_lib.FORMATS)
-    longest = _longest(cfg)
+    longest = cfg.max_positions
     problems.check(
       0 <= max_length <= longest,
       f"max_length={max_length} must be from 0 to {longest}, the longest context of the model",
     )
     problems.refuse()
+    self.vocab_size = cfg.vocab_size
     self.tokenizer, self.end_ids, self.folder = tokenizer, frozenset(end_ids), folder
     self.max_length, self._is_fixed = max_length or longest, bool(max_length)
     width = run.dtype.itemsize
@@ -160,6 +161,7 @@ class Generator:
         f"sequence {i} has {length} tokens, expected at most {self.max_length + 1}: cut its "
         "context on the left",
       )
+      problems.extend(self._strange(f"sequence {i}", [*context, *continuation]))
     problems.refuse()
     scored = self._engine.score([(*context, *rest) for context, rest in sequences])
     return [
@@ -177,7 +179,13 @@ class Generator:
           f"prompt {i} has {len(prompt)} tokens and the model takes {self.max_length} together "
           "with the completion: shorten it"
         )
+      found += self._strange(f"prompt {i}", prompt)
     return found
+
+  def _strange(self, what: str, ids: Sequence[int]) -> list[str]:
+    """A sentence about ids that the embedding has no row for, which it would clip in silence."""
+    beyond = [i for i in ids if not 0 <= i < self.vocab_size]
+    return [f"{what} has the id {beyond[0]}, expected 0 to {self.vocab_size - 1}"] if beyond else []
 
 
 def load(
@@ -211,6 +219,8 @@ def load(
   kept = weights.multiplied_as_codes(site_lib.recipes_of(sites))
   params, _ = hf_weights.load_params(folder, cfg, codes_of=kept)
   tokenizer = Tokenizer(folder)
+  if beyond := tokenizer.beyond(cfg.vocab_size):
+    raise UserError(*beyond)
   return Generator(
     params, site_lib.with_current_scales(sites), cfg, run, tokenizer,
     end_ids(folder, tokenizer, stop_tokens), slots=slots, cache_format=cache_format,
@@ -275,10 +285,3 @@ def _prefill_attention(cfg: ModelConfig, run: ComputeConfig, device: choose.Devi
   problem = attention_gqa.problem(cfg, run, device, 1, length, is_isolated=False)
   chosen = choose.attention(problem)
   return chosen.backend if isinstance(chosen, choose.Choice) else "xla"
-
-
-def _longest(cfg: ModelConfig) -> int:
-  """Positions that the model was made for; "dynamic" stretches by length beyond its original."""
-  if cfg.rope_scaling.kind == "dynamic":
-    return min(cfg.max_positions, cfg.rope_scaling.original_max_positions or cfg.max_positions)
-  return cfg.max_positions

@@ -30,6 +30,7 @@ from fp8jax.jobs import (
   train,
 )
 from fp8jax.kernels import choose
+from fp8jax.models.hf import config as hf_config
 from fp8jax.run import (
   compilation_cache,
   machine,
@@ -219,6 +220,9 @@ def _call(
   machine.check_platform(jax.default_backend(), jax.config.jax_platforms, jax.__version__)
   hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
   plan = resolve.resolve(c, jax.device_count(), choose.current_device())
+  folder = (job == "export" and c.eval.hf) or c.init.hf
+  for note in hf_config.notes(folder) if folder and jax.process_index() == 0 else ():
+    print(note, file=sys.stderr)
   if job == "train":
     return train.run(plan, workdir, identity.flatten(base))
   jobs = {

@@ -22,7 +22,7 @@ from fp8jax.kernels.gemm import grouped
 from fp8jax.kernels.quantize import mosaic_sm90 as quantize_sm90
 from fp8jax.recipe.gemm import PASSES, Gemm, Recipe
 from fp8jax.recipe.library import RECIPES
-from fp8jax.recipe.quant import WHOLE, Quant
+from fp8jax.recipe.quant import Quant
 
 # Compute capabilities x 10: the first with BF16 tensor cores, the first with FP8 tensor cores, and
 # the first of the consumer Blackwells.
@@ -42,11 +42,6 @@ class GemmProblem:
   @property
   def platform(self) -> str:
     return self.device.platform
-
-  @property
-  def has_one_scale_each(self) -> bool:
-    """Each operand has one scale: what every generation of cuBLASLt since Ada multiplies."""
-    return all(q is not None and q.tile == (WHOLE, WHOLE) for q in (self.gemm.lhs, self.gemm.rhs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +152,7 @@ def caution(device: Device) -> str | None:
     return None
   return (
     f"{name_of(device)}: nothing of this project has been compiled for it or run on it. Recipes "
-    "with one scale per tensor are given to cuBLASLt; precision.verify_fp8_gemms reads the "
+    "with scales constant along K are given to cuBLASLt; precision.verify_fp8_gemms reads the "
     "compiled program. "
     "Compare a short run with recipe 'bf16' first: Transformer Engine found wrong FP8 gradients on "
     "this generation (TransformerEngine#3215)"
@@ -318,12 +313,6 @@ def _excluded(problem: GemmProblem) -> str | None:
       "need no FP8 units: optim.moment_format='coat', optim.master_format='bf16_remainder', "
       "memory.save_norm_inputs and "
       "memory.save_gate_up='e4m3_16'"
-    )
-  if device.capability >= _SM120 and not problem.has_one_scale_each:
-    return (
-      f"{name_of(device)} is given FP8 products with one scale per tensor only: nothing of this "
-      "project has been compiled for it or run on it, and cuBLASLt rejects a scale per row there "
-      f"(pytorch#192707). {describe(problem)} is none"
     )
   return None
 

@@ -33,7 +33,8 @@ class RopeScaling:
   Attributes:
     kind: "default", "linear", "dynamic", "llama3" or "yarn" (Hugging Face's rope_type).
     factor: context extension.
-    original_max_positions: context length of the pre-training.
+    original_max_positions: context length of the pre-training, for llama3 and yarn; None takes
+      max_positions. "dynamic" stretches beyond max_positions.
     low_freq_factor, high_freq_factor: llama3's band.
     beta_fast, beta_slow: yarn's band, in rotations.
     attention_factor: yarn's multiplier on cos and sin; None derives 0.1 ln(factor) + 1.
@@ -73,8 +74,8 @@ class ModelConfig:
   positions.
 
   Attributes:
-    architecture: "llama", "qwen2" or "qwen3": names the Hugging Face class this is read from and
-      written as. The differences are in the other fields.
+    architecture: "llama", "mistral" (without a sliding window), "qwen2" or "qwen3": names the
+      Hugging Face class this is read from and written as. The differences are in the other fields.
     vocab_size, hidden_size, intermediate_size, num_layers: V, D, F, N.
     num_heads, num_kv_heads, head_dim: H, G, K.
     max_positions: longest context the weights were made for.

@@ -34,14 +34,19 @@ def is_adapter(name: str) -> bool:
   return name.endswith((_A, _B))
 
 
-def problems(lora: Lora, names: Iterable[str], formats: Iterable[str]) -> list[str]:
+def problems(
+  lora: Lora, hidden_size: int, names: Iterable[str], formats: Iterable[str]
+) -> list[str]:
   """The problems of these adapters, in words.
 
   Args:
+    hidden_size: of the model, which no matrix exceeds in rank.
     names: "attn/q" of every linear layer of a layer.
     formats: known storage formats of the base.
   """
   found, names = [], list(names)
+  if lora.rank > hidden_size:
+    found.append(f"model.lora.rank={lora.rank} must be at most model.hidden_size={hidden_size}")
   if lora.rank < 1:
     found.append(f"model.lora.rank={lora.rank} must be at least 1, or 0 for no adapters")
   if not 0 < lora.alpha < math.inf:
@@ -53,7 +58,7 @@ def problems(lora: Lora, names: Iterable[str], formats: Iterable[str]) -> list[s
   for pattern in lora.targets:
     try:
       is_used = any(re.fullmatch(pattern, name) for name in names)
-    except re.error as e:
+    except (re.error, TypeError) as e:
       found.append(f"model.lora.targets: {pattern!r} is no regular expression: {e}")
       continue
     if not is_used:

@@ -31,14 +31,14 @@ def frequencies(cfg: ModelConfig, length: int) -> tuple[np.ndarray, float]:
   dim, scaling = cfg.head_dim, cfg.rope_scaling
   exponents = np.arange(0, dim, 2) / dim
   plain = cfg.rope_theta**-exponents
-  original = scaling.original_max_positions or cfg.max_positions
   if scaling.kind == "default":
     return plain, 1.0
   if scaling.kind == "linear":
     return plain / scaling.factor, 1.0
   if scaling.kind == "dynamic":
-    stretch = max(scaling.factor * length / original - (scaling.factor - 1), 1.0)
+    stretch = max(scaling.factor * length / cfg.max_positions - (scaling.factor - 1), 1.0)
     return (cfg.rope_theta * stretch ** (dim / (dim - 2))) ** -exponents, 1.0
+  original = scaling.original_max_positions or cfg.max_positions
   if scaling.kind == "llama3":
     return _llama3(plain, scaling, original), 1.0
   if scaling.kind == "yarn":

@@ -158,9 +158,14 @@ def test_triton_that_widens_its_operands_is_caught_on_h200(capsys):
 
 @pytest.mark.aot
 @pytest.mark.slow
-def test_one_scale_per_tensor_runs_in_fp8_on_blackwell(capsys):
-  """All three products by cuBLASLt; which of its kernels, only a B200 would tell."""
-  found = _elsewhere("small({'.*': 'tensor_current'}, 'none', 1, gpu='b200')")
+@pytest.mark.parametrize("recipe", ["tensor_current", "rowwise"])
+def test_scales_constant_along_k_run_in_fp8_on_blackwell(capsys, recipe):
+  """All three products by cuBLASLt, which is given codes and the constant 1 for a scale.
+
+  Of which generation of Blackwell does therefore not matter: the limit of pytorch#192707 is of
+  scales per row that cuBLASLt multiplies itself. Which of its kernels, only a B200 would tell.
+  """
+  found = _elsewhere(f"small({{'.*': {recipe!r}}}, 'none', 1, gpu='b200')")
   _show(capsys, found)
   assert not found["refused"] and found["fp8"] == found["planned"] > 0
   assert found["by"] == ["cuBLASLt FP8"]  # __cublas$lt$matmul$f8

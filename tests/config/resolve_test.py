@@ -47,7 +47,7 @@ def files(tmp_path, monkeypatch):
   """Files that mistakes are about, in the current directory."""
   monkeypatch.chdir(tmp_path)
   for folder in ("vocabulary", "gpt2", "hollow", "foreign", "complete", "other_tokenizer",
-                 "other_heldout", "cut"):  # fmt: skip
+                 "other_heldout", "cut", "sp"):  # fmt: skip
     (tmp_path / folder).mkdir()
   shutil.copytree(ROOT / "tests/golden/hf/llama", "weightless",
                   ignore=shutil.ignore_patterns("*.safetensors*"))  # fmt: skip
@@ -66,6 +66,7 @@ def files(tmp_path, monkeypatch):
     (tmp_path / folder / "model.safetensors.index.json").write_text(index)
   vocabulary = tokenizers.models.WordLevel({"<unk>": 0, "a": 511, "<eos>": 512}, "<unk>")
   tokenizers.Tokenizer(vocabulary).save("vocabulary/tokenizer.json")
+  (tmp_path / "sp/tokenizer.model").write_bytes(b"")
   (tmp_path / "gpt2/config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
   splits = {
     "train": {"files": ["train-00000.array_record"], "documents": 1, "tokens": 9},
@@ -251,9 +252,9 @@ MISTAKES = {
   "Blackwell": (["no FP8 kernel for sm_100 runs", "no sm_100 kernel yet", "tensor_current"],
     TILED, 1, B200),
   "consumer Blackwell": (
-    ["sm_120 is given FP8 products with one scale per tensor only", "nothing of this project",
-     "pytorch#192707", "Recipes that run on sm_120 at this size: tensor_current, tensor_delayed,"],
-    {"precision.rules": (("head", "bf16"), (".*", "rowwise")), **TILED}, 1, RTX),
+    ["no FP8 kernel for sm_120 runs", "xla: lhs scales change along K every 128",
+     "Recipes that run on sm_120 at this size: tensor_current, tensor_delayed,", "rowwise"],
+    TILED, 1, RTX),
   "AMD": (["has not been tried on GPUs other than NVIDIA's"], {}, 1, Device("gpu", 0)),
   "bfloat16 on Turing": (
     ["precision.compute_dtype='bfloat16': sm_75 has no BF16 tensor cores",
@@ -344,6 +345,9 @@ MISTAKES = {
     {"init.hf": str(ROOT / "tests/golden/hf/llama"), "data.tokenizer": "bytes"}),
   "no tokenizer": (["tokenizer 'tokenizer.json' does not exist", "set data.tokenizer to 'bytes'"],
     {"data.tokenizer": "tokenizer.json"}),
+  "SentencePiece alone": (
+    ["sp/tokenizer.model is a SentencePiece model without the tokenizer.json that is read",
+     "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"], {"data.tokenizer": "sp"}),
   "no end of document": (["tokenizer_config.json does not exist", "eos_token", "set data.eos"],
     {"data.tokenizer": "vocabulary"}),
   "unknown end of document": (["has no token '<end>'", "set data.eos"],

@@ -5,7 +5,9 @@ import dataclasses
 import functools
 import json
 import pathlib
+import shutil
 
+import case_inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -282,8 +284,19 @@ def test_all_that_is_wrong_with_a_call_is_said_at_once():
     assert part in str(error.value)
   with pytest.raises(UserError, match="sequence 0 has 0 tokens of context(.|\n)*sequence 1 has 50"):
     generator.score([([], [1]), ([1] * 48, [2, 3])])
+  with pytest.raises(UserError, match="prompt 1 has the id 96, expected 0 to 95"):
+    generator.generate([[0, 95], [3, 96]], Sampling(max_new_tokens=1))
+  with pytest.raises(UserError, match="sequence 0 has the id -1, expected 0 to 95"):
+    generator.score([([1], [2, -1])])
   with pytest.raises(UserError, match="slots=0 must(.|\n)*'fp8' is not one of(.|\n)*max_length=65"):
     _generator(slots=0, cache_format="fp8", max_length=65)
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path):
+  shutil.copytree(GOLDEN / "hf" / "llama", tmp_path / "m")
+  case_inputs.tokenizer_folder(tmp_path / "m")
+  with pytest.raises(UserError, match="ids up to 259, the model has model.vocab_size=96"):
+    api.load(str(tmp_path / "m"))
 
 
 def test_buckets_double_from_16_to_the_longest():

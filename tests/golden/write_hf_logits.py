@@ -4,6 +4,7 @@ Runs in an environment of its own, which fp8jax never imports:
   python3.11 -m venv oracle && oracle/bin/pip install torch==2.13.0 transformers==5.23.0
   oracle/bin/python tests/golden/write_hf_logits.py [FOLDER OF SMOLLM2-135M]
 
+Beside them rope.json: the frequencies that transformers takes from spellings of config.json.
 With a folder, also smollm2.npz: logits of the real model, all of them at a few positions.
 """
 
@@ -15,6 +16,7 @@ import sys
 import numpy as np
 import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 HERE = pathlib.Path(__file__).resolve().parent
 TINY = dict(
@@ -30,6 +32,8 @@ ROPE = {
   },
   "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
            "rope_theta": 1000000.0},
+  "yarn_own": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+               "rope_theta": 5000.0, "attention_factor": 1.3, "beta_fast": 3.0, "beta_slow": 0.5},
 }  # fmt: skip
 MODELS = {
   "llama": (transformers.LlamaConfig, TINY | dict(rms_norm_eps=1e-5)),
@@ -43,8 +47,61 @@ MODELS = {
   ),
   "llama_llama3": (transformers.LlamaConfig, TINY | dict(rope_parameters=ROPE["llama3"])),
   "qwen2_yarn": (transformers.Qwen2Config, TINY | dict(rope_parameters=ROPE["yarn"])),
-}
+  "qwen2_tied": (transformers.Qwen2Config, TINY | dict(tie_word_embeddings=True)),
+  "qwen3_tied": (
+    transformers.Qwen3Config,
+    TINY | dict(head_dim=16, tie_word_embeddings=True, rope_parameters=ROPE["yarn_own"]),
+  ),
+  "mistral": (
+    transformers.MistralConfig, TINY | dict(sliding_window=None, head_dim=16, rms_norm_eps=1e-5)
+  ),
+}  # fmt: skip
 LENGTH = 48
+LLAMA3 = {k: v for k, v in ROPE["llama3"].items() if k != "rope_theta"}
+NTK, ORIGINAL = {"rope_type": "dynamic", "factor": 2.0}, {"original_max_position_embeddings": 16}
+WITHOUT_ORIGINAL = {k: v for k, v in LLAMA3.items() if not k.startswith("original")}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+# Keys of config.json that say how positions turn.
+SPELLINGS = {
+  "none": {},
+  "theta outside": {"rope_theta": 5e5},
+  "theta inside and outside": {"rope_theta": 5e5, "rope_parameters": DEFAULT},
+  "old": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+  "old beside new": {"rope_scaling": YARN, "rope_parameters": DEFAULT},
+  "old beside new of another theta": {
+    "rope_scaling": YARN, "rope_parameters": {**DEFAULT, "rope_theta": 1e6}},
+  "old beside new, theta outside": {
+    "rope_scaling": YARN, "rope_theta": 1e6, "rope_parameters": {**DEFAULT, "rope_theta": 1e6}},
+  "old of type default beside new": {
+    "rope_scaling": {"rope_type": "default"}, "rope_parameters": {**YARN, "rope_theta": 10000.0}},
+  "old empty beside new": {"rope_scaling": {}, "rope_parameters": {**YARN, "rope_theta": 10000.0}},
+  "dynamic with an original length": {"rope_scaling": NTK | ORIGINAL},
+  "linear with an original length": {"rope_scaling": NTK | ORIGINAL | {"rope_type": "linear"}},
+  "default with a factor": {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
+  "llama3 without an original length": {"rope_theta": 5e5, "rope_scaling": WITHOUT_ORIGINAL},
+  "llama3, original length outside": {
+    "rope_theta": 5e5, "rope_scaling": WITHOUT_ORIGINAL, "original_max_position_embeddings": 8},
+  "llama3, two original lengths": {
+    "rope_theta": 5e5, "rope_scaling": LLAMA3, "original_max_position_embeddings": 8},
+  "llama3 without a band": {
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}},
+  "two types": {"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2.0}},
+  "yarn, attention_factor null": {"rope_scaling": {**YARN, "attention_factor": None}},
+  "half of the channels": {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
+  "half of the channels, outside": {"rope_scaling": YARN, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+def frequencies(keys):
+  """What transformers reads from a Llama's config.json with these keys, at LENGTH positions."""
+  values = json.loads(json.dumps(TINY | {"head_dim": 16} | keys))
+  try:
+    rope = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(values))
+    rope(torch.zeros(1, LENGTH, 1), torch.arange(LENGTH)[None])
+  except Exception as e:
+    return {"refused": type(e).__name__}
+  return {"inverse_period": rope.inv_freq.tolist(), "scaling": float(rope.attention_scaling)}
 
 
 def main():
@@ -70,6 +127,8 @@ def main():
     with torch.no_grad():
       logits = model(tokens).logits
     np.savez_compressed(folder / "logits.npz", tokens=tokens.numpy(), logits=logits.numpy())
+  read = {name: {"keys": keys, **frequencies(keys)} for name, keys in SPELLINGS.items()}
+  (HERE / "hf" / "rope.json").write_text(json.dumps(read, indent=1) + "\n")
   (HERE / "hf" / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
 
   if len(sys.argv) > 1:

@@ -21,7 +21,7 @@ GPUS = {
   "NVIDIA L4": (89, TENSOR | ROWS, "--config=FILE:tensor_current"),
   "NVIDIA H100 80GB HBM3": (90, TENSOR | ROWS | BLOCKS, "--config=FILE:block_128"),
   "NVIDIA B200": (100, TENSOR | ROWS, "--config=FILE:tensor_current"),
-  "NVIDIA RTX PRO 6000 Blackwell": (120, TENSOR, "--config=FILE:tensor_current"),  # G4
+  "NVIDIA RTX PRO 6000 Blackwell": (120, TENSOR | ROWS, "--config=FILE:tensor_current"),  # G4
 }
 
 

@@ -304,8 +304,11 @@ INV = UP.replace("weight", "weight_scale_inv")
     (_without(INV), {}, f"{UP} is F8_E4M3 and its scales {INV} are missing"),
     (_with(INV, np.ones((1, 2), np.float32)), {}, r"has shape \(1, 2\), expected \(2, 1\)"),
     (_with(INV, np.ones((2, 1), np.int32)), {}, "weight_scale_inv has dtype I32"),
-    (_with(INV, np.full((2, 1), -3.4e38, np.float32)), {}, "has 2 of 2 scales that are not posit"),
-    (_with(UP, np.full((256, 128), np.nan, E4M3)), {}, "up_proj.weight has 32768 of .* NaN"),
+    (_with(INV, np.full((2, 1), -3.4e38, np.float32)), {}, "has 2 of 2 scales that are not from"),
+    (_with(INV, np.float32([[1], [np.inf]])), {}, f"{INV} has 1 of 2 scales .* e.g. inf"),
+    (_with(INV, np.float32([[1e37], [1]])), {}, f"{INV} has 1 of 2 scales .* e.g. 1e.37"),
+    (_with(INV, np.float32([[1], [1e-45]])), {}, f"{INV} has 1 of 2 scales .* e.g. 1.4e-45"),
+    (_with(UP, np.full((256, 128), np.nan, E4M3)), {}, "up_proj.weight has .* NaN"),
     (_with("model.norm.weight", np.ones(128, E4M3)), {}, "norm.weight has dtype F8_E4M3, expected"),
     (_with(UP, np.ones((256, 128), np.float32)), {}, f"surplus tensor {INV}"),
     (lambda t: None, {"weight_block_size": [64]}, r"weight_block_size=\[64\], expected two pos"),
@@ -318,8 +321,18 @@ INV = UP.replace("weight", "weight_scale_inv")
 )  # fmt: skip
 def test_import_refuses_damaged_fp8_by_name(tmp_path, change, config, message):
   folder, _ = _deepseek(tmp_path, change, **config)
-  with pytest.raises(UserError, match=message):
-    hf_weights.load_params(str(folder), hf_config.read_config(str(folder)))
+  for codes_of in ((), ("layers/mlp/up",)):  # as numbers, and as codes beside adapters
+    with pytest.raises(UserError, match=message):
+      cfg = hf_config.read_config(str(folder))
+      hf_weights.load_params(str(folder), cfg, codes_of=codes_of)
+
+
+def test_import_takes_scales_at_their_bounds(tmp_path):
+  bounds = np.float32([[2.0**-127], [1e6]])
+  folder, tensors = _deepseek(tmp_path, _with(INV, bounds))
+  got, _ = hf_weights.load_params(str(folder), hf_config.read_config(str(folder)))
+  want = tensors[UP].astype(np.float32) * np.repeat(bounds, 128, 0)
+  np.testing.assert_array_equal(got["layers"]["mlp"]["up"][1], want.T)
 
 
 def test_import_refuses_fp8_that_config_json_does_not_state(tmp_path):

@@ -158,7 +158,7 @@ def _edit_config(folder, **changes):
 @pytest.mark.parametrize(
   "changes, message",
   [
-    (dict(architectures=["MistralForCausalLM"]), "architecture 'MistralForCausalLM' is not supp"),
+    (dict(architectures=["Phi3ForCausalLM"]), "architecture 'Phi3ForCausalLM' is not supported"),
     (dict(hidden_act="gelu"), "hidden_act='gelu'"),
     (dict(mlp_bias=True), "mlp_bias=True"),
     (dict(attention_bias=True), "attention_bias=True"),
@@ -192,7 +192,14 @@ def _edit_config(folder, **changes):
     (dict(rope_parameters={"rope_type": "yarn", "factor": 0}), "rope option factor is 0"),
     (dict(rope_parameters={"rope_type": "linear", "factor": INF}), "rope option factor is inf"),
     (
-      dict(rope_parameters={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}),
+      dict(
+        rope_parameters={
+          "rope_type": "llama3",
+          "factor": 8.0,
+          "low_freq_factor": 4.0,
+          "high_freq_factor": 4.0,
+        }
+      ),
       "low_freq_factor is 4.0, expected less than high_freq_factor",
     ),
   ],
@@ -257,6 +264,21 @@ def test_import_names_a_tensor_that_is_not_finite(tmp_path, value):
   safetensors.numpy.save_file(tensors, folder / "model.safetensors")
   with pytest.raises(UserError, match="layers.1.mlp.up_proj.weight has 1 of .* NaN or infinite"):
     hf_weights.load_params(folder, hf_config.read_config(folder))
+
+
+@pytest.mark.parametrize("matrices, norms, want", [
+  ("bfloat16", "float32", "float32"), ("bfloat16", "bfloat16", "bfloat16"),
+  ("float16", "float16", "float16"), ("float16", "bfloat16", "float32"),
+])  # fmt: skip
+def test_dtype_of_a_folder_holds_all_of_its_weights(tmp_path, matrices, norms, want):
+  """export.dtype='auto' writes it; neither 16-bit format holds the other's values."""
+  folder = _copy(tmp_path)
+  tensors = {
+    k: v.astype(hf_weights.DTYPES[norms if "norm" in k else matrices])
+    for k, v in _tensors(folder).items()
+  }
+  safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+  assert hf_weights.load_params(folder, hf_config.read_config(folder))[1] == want
 
 
 def test_import_takes_finite_values_whose_sum_overflows():

@@ -260,6 +260,8 @@ def test_merged_weights_are_the_adapted_model():
   ({"model.lora.rank": -1}, "model.lora.rank=-1 must be at least 1"),
   ({"model.lora.targets": ("attn/z",)}, "'attn/z' matches no linear layer; there are attn/q"),
   ({"model.lora.targets": ("(",)}, "'(' is no regular expression"),
+  ({"model.lora.targets": (5,)}, "model.lora.targets: 5 is no regular expression"),
+  ({"model.lora.rank": 10**9}, "model.lora.rank=1000000000 must be at most model.hidden_size=128"),
   ({"model.lora.base": "int4"}, "model.lora.base='int4' is not one of block_fp8, bf16"),
   ({"optim.in_backward": True}, "optim.in_backward=True with model.lora.rank=4"),
   ({"precision.smooth_swiglu": "token"}, "precision.smooth_swiglu='token' with model.lora.rank=4"),
@@ -269,6 +271,17 @@ def test_settings_that_exclude_adapters_are_refused(changes, words):
   with pytest.raises(resolve.ConfigError) as e:
     _plan(**{**RANK, **changes})
   assert words in str(e.value)
+
+
+def test_a_fresh_adapter_is_drawn_with_the_deviation_of_its_inputs():
+  """Uniform in +-fan_in**-0.5 (arXiv:2106.09685 takes a random a; PEFT Kaiming's) has this one."""
+  cfg = dataclasses.replace(_plan(**RANK).model, num_layers=48)
+  layers = params_lib.init(jax.random.key(5), transformer.params(cfg), cfg.dims)["layers"]
+  for key, name, fan_in in (("attn", "q", 128), ("attn", "o", 256), ("mlp", "down", 256)):
+    a = np.asarray(layers[key][f"{name}_lora_a"], np.float64)
+    assert a.shape[0] == 48 and a[0].size == fan_in * 4
+    assert a.std() == pytest.approx((3 * fan_in) ** -0.5, rel=0.02)
+    assert not np.any(layers[key][f"{name}_lora_b"])
 
 
 def test_adapters_have_sites_in_bf16():

@@ -1,6 +1,6 @@
 """config.json of Hugging Face folders <-> ModelConfig; refuses by name what it cannot represent."""
 
-import dataclasses
+import glob
 import json
 import os
 from collections.abc import Mapping
@@ -14,8 +14,23 @@ from fp8jax.models.hf import fp8_formats
 
 ARCHITECTURES = {
   "llama": "LlamaForCausalLM",
+  "mistral": "MistralForCausalLM",
   "qwen2": "Qwen2ForCausalLM",
   "qwen3": "Qwen3ForCausalLM",
+}
+# The defaults of transformers' classes, where not Llama's, of keys that a file leaves out.
+_ABSENT = {
+  "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+  "qwen2": {"num_key_value_heads": 32},
+  "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+# Keys of an export's type that say, whatever the default there, that they are not used.
+_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
+_UNUSED = {
+  "llama": {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+  "mistral": {"sliding_window": None},
+  "qwen2": _NO_WINDOW,
+  "qwen3": _NO_WINDOW | {"attention_bias": False},
 }
 
 
@@ -41,8 +56,16 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
   if not isinstance(first, str) or first not in names:
     raise UserError(f"{where}: architecture {first!r} is not supported; known: {', '.join(names)}")
   architecture = names[first]
+  if c.get("model_type", architecture) != architecture:
+    raise UserError(
+      f"{where}: model_type={c['model_type']!r} and architectures={stated!r} name two models, of "
+      "which transformers reads the first and vLLM the second; correct the wrong one"
+    )
+  c = _ABSENT.get(architecture, {}) | dict(c)
   _check_values(c, where)
   refused = {
+    "sliding_window": architecture == "mistral" and c["sliding_window"] is not None,
+    "partial_rotary_factor": c.get("partial_rotary_factor") not in (None, 1),
     "hidden_act": c.get("hidden_act", "silu") != "silu",
     "mlp_bias": bool(c.get("mlp_bias", False)),
     # Llama and Qwen3 put this bias on the output projection too.
@@ -55,7 +78,7 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
     if is_refused:
       raise UserError(f"{where}: {key}={c[key]!r} is not supported")
   fp8_formats.of_config(c, where)
-  theta, scaling = _rope_from_hf(c, where)
+  theta, scaling, _ = _rope_from_hf(c, where)
   heads = c["num_attention_heads"]
   return ModelConfig(
     architecture=architecture,
@@ -130,61 +153,104 @@ def _head_dim(c: Mapping[str, Any], where: str) -> int:
   return size
 
 
-_ROPE_FIELDS = {
-  "factor": "factor",
-  "original_max_position_embeddings": "original_max_positions",
-  "low_freq_factor": "low_freq_factor",
-  "high_freq_factor": "high_freq_factor",
-  "beta_fast": "beta_fast",
-  "beta_slow": "beta_slow",
-  "attention_factor": "attention_factor",
+_ORIGINAL = "original_max_position_embeddings"
+# Of a rope type the options that transformers requires, and those that it reads beside them
+# (modeling_rope_utils.py, _validate_*_rope_parameters); it ignores any other.
+_ROPE_KEYS = {
+  "default": ((), ()),
+  "linear": (("factor",), ()),
+  "dynamic": (("factor",), ()),
+  "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (_ORIGINAL,)),
+  "yarn": (("factor",), (_ORIGINAL, "beta_fast", "beta_slow", "attention_factor")),
 }
-_ROPE_BOUNDS = {
+_ROPE_BOUNDS = {key: (1e-6, 1e6) for keys in _ROPE_KEYS.values() for key in sum(keys, ())} | {
   "factor": (1.0, 1e6),  # transformers has the same smallest factor
-  "original_max_position_embeddings": (1, LARGEST["max_positions"]),
-  "low_freq_factor": (1e-6, 1e6),
-  "high_freq_factor": (1e-6, 1e6),
-  "beta_fast": (1e-6, 1e6),
-  "beta_slow": (1e-6, 1e6),
-  "attention_factor": (1e-6, 1e6),
+  _ORIGINAL: (1, LARGEST["max_positions"]),
 }
 
 
-def _rope_from_hf(c: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]:
-  """Both spellings: rope_theta + rope_scaling (transformers < 5) and rope_parameters (>= 5)."""
-  stated = c.get("rope_parameters") or c.get("rope_scaling") or {}
+def _field(key: str) -> str:
+  """Our name of a rope option."""
+  return "original_max_positions" if key == _ORIGINAL else key
+
+
+def notes(folder: str) -> list[str]:
+  """The choices that reading a folder makes where its files say two things, one line each."""
+  path = os.path.join(folder, "config.json")
+  pickles = sorted(glob.glob(os.path.join(hub.local(folder), "*.bin")))
+  beside = [f"{pickles[0]} lies beside the safetensors and is not read"] if pickles else []
+  return _rope_from_hf(read_json(folder, "config.json"), path)[2] + beside
+
+
+def _rope_from_hf(c: Mapping[str, Any], where: str) -> tuple[float, RopeScaling, list[str]]:
+  """(theta, scaling, notes) of rope_scaling (transformers < 5) or rope_parameters (>= 5).
+
+  Of two spellings transformers takes rope_scaling. Where that loses the other's theta, both are
+  refused.
+  """
+  stated = {key: c[key] for key in ("rope_scaling", "rope_parameters") if c.get(key)} or {"": {}}
+  theta, scaling, found = _one_rope(c, where, *next(iter(stated.items())))
+  if len(stated) == 2:
+    other_theta, other, _ = _one_rope(c, where, "rope_parameters", stated["rope_parameters"])
+    if theta != other_theta:
+      raise UserError(
+        f"{where}: rope_scaling={stated['rope_scaling']!r} has rope_theta {theta:g} and "
+        f"rope_parameters={stated['rope_parameters']!r} has {other_theta:g}; remove one of them, "
+        "and put rope_theta into the other"
+      )
+    if scaling != other:
+      found.append(f"{where}: rope_scaling is read ({scaling.kind!r}), as by transformers, and not "
+                   f"rope_parameters beside it ({other.kind!r})")  # fmt: skip
+  return theta, scaling, found
+
+
+def _one_rope(c: Mapping[str, Any], where: str, spelling: str, stated: Any):
+  """As `_rope_from_hf`, of one of the two objects, or of none, {}."""
   if not isinstance(stated, dict):
-    raise UserError(f"{where}: rope options {stated!r} are no object; fetch the file again")
-  stated = dict(stated)
+    raise UserError(f"{where}: {spelling}={stated!r} is no object; fetch the file again")
+  stated, found = {k: v for k, v in stated.items() if v is not None}, []
   for key, (low, high) in {"rope_theta": _BOUNDS["rope_theta"], **_ROPE_BOUNDS}.items():
-    whole = key == "original_max_position_embeddings"
-    if stated.get(key) is not None:
-      check_number(f"{where}: rope option {key}", stated[key], low, high, _REMEDY, whole=whole)
-  theta = float(stated.pop("rope_theta", None) or c.get("rope_theta") or 10000.0)
-  kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
-  stated.pop("type", None)
-  if not isinstance(kind, str) or kind not in rope.KINDS:
-    raise UserError(f"{where}: rope type {kind!r} is not supported; known: {', '.join(rope.KINDS)}")
+    if key in stated:
+      what = f"{where}: rope option {key}"
+      check_number(what, stated[key], low, high, _REMEDY, whole=key == _ORIGINAL)
+  outside = c.get("rope_theta")
+  theta = float(stated.pop("rope_theta", None) or outside or 10000.0)
+  if outside and theta != outside:
+    found.append(f"{where}: rope_theta {theta:g} of {spelling} is read, not {outside:g} beside it")
+  kinds = [kind for key in ("rope_type", "type") if (kind := stated.pop(key, None)) is not None]
+  kind = kinds[0] if kinds else "default"
+  if not isinstance(kind, str) or kind not in rope.KINDS or kinds[1:] not in ([], [kind]):
+    stated_kinds = " beside ".join(map(repr, kinds))
+    known = ", ".join(rope.KINDS)
+    raise UserError(f"{where}: rope type {stated_kinds} is not supported; known: {known}")
   if stated.get("partial_rotary_factor") == 1:
     stated.pop("partial_rotary_factor")
-  unknown = [k for k, v in stated.items() if k not in _ROPE_FIELDS and v is not None]
+  unknown = [k for k in stated if k not in _ROPE_BOUNDS]
   if unknown:
     raise UserError(f"{where}: rope option {unknown[0]!r} of type {kind!r} is not supported")
-  if kind == "default":
-    return theta, RopeScaling()
-  if stated.get("factor") is None:
-    raise UserError(f"{where}: rope type {kind!r} lacks its factor; fetch the file again")
-  scaling = RopeScaling(kind, **{_ROPE_FIELDS[k]: v for k, v in stated.items() if v is not None})
-  for kind_of, low, high in (
-    ("llama3", "low_freq_factor", "high_freq_factor"),
-    ("yarn", "beta_slow", "beta_fast"),
-  ):
-    if kind == kind_of and not getattr(scaling, low) < getattr(scaling, high):
+  required, optional = _ROPE_KEYS[kind]
+  if _ORIGINAL in optional:
+    original = c.get(_ORIGINAL) or stated.get(_ORIGINAL) or c["max_position_embeddings"]
+    if stated.setdefault(_ORIGINAL, original) != original:
       raise UserError(
-        f"{where}: rope option {low} is {getattr(scaling, low)}, expected less than {high}, "
-        f"{getattr(scaling, high)}"
+        f"{where}: {_ORIGINAL}={original} beside {stated[_ORIGINAL]} in {spelling}, of which "
+        "transformers 5 reads the first and 4 the second; remove the wrong one"
       )
-  return theta, scaling
+    low, high = _ROPE_BOUNDS[_ORIGINAL]
+    check_number(f"{where}: {_ORIGINAL}", original, low, high, _REMEDY, whole=True)
+  if ignored := [k for k in stated if k not in required + optional]:
+    found.append(f"{where}: {', '.join(ignored)} of {spelling} is ignored, as by transformers: "
+                 f"rope type {kind!r} has no such option")  # fmt: skip
+  if missing := [key for key in required if key not in stated]:
+    raise UserError(
+      f"{where}: rope type {kind!r} lacks its {missing[0]}; transformers requires it: fetch the "
+      "file again (earlier exports of fp8jax left out low_freq_factor 1.0 and high_freq_factor 4.0)"
+    )
+  scaling = RopeScaling(kind, **{_field(k): v for k, v in stated.items() if k not in ignored})
+  for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+    if not (below := getattr(scaling, low)) < (above := getattr(scaling, high)):
+      raise UserError(f"{where}: rope option {low} is {below}, expected less than {high}, {above}")
+  return theta, scaling, found
 
 
 def config_to_hf(
@@ -197,11 +263,22 @@ def config_to_hf(
     base: supplies what a ModelConfig lacks (token ids, ...).
     quantization: quantization_config; None for none.
   """
-  c = dict(base or {})
+  refused = {
+    "model.hidden_size no multiple of model.num_heads": cfg.hidden_size % cfg.num_heads,
+    "model.init_std above 1": cfg.init_std > 1,
+  }
+  for what, is_refused in refused.items():
+    if cfg.architecture == "llama" and is_refused:
+      raise UserError(f"a Llama with {what} is refused by transformers, whose format this is")
+  # Without a base there are no special tokens; transformers' Llama has defaults for their ids.
+  c = dict(base or dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
   # One spelling of each rope option, the one that old and new transformers both read.
-  for stale in ("rope_parameters", "layer_types", "max_window_layers", "quantization_config"):
+  for stale in (
+    "rope_parameters", _ORIGINAL, "layer_types", "max_window_layers", "quantization_config"
+  ):  # fmt: skip
     c.pop(stale, None)
   c.update(
+    _UNUSED[cfg.architecture],
     architectures=[ARCHITECTURES[cfg.architecture]],
     model_type=cfg.architecture,
     vocab_size=cfg.vocab_size,
@@ -222,13 +299,13 @@ def config_to_hf(
     rope_scaling=None,
   )
   if cfg.rope_scaling.kind != "default":
-    inverse = {v: k for k, v in _ROPE_FIELDS.items()}
-    fields = dataclasses.asdict(cfg.rope_scaling)
-    kind = fields.pop("kind")
-    defaults = dataclasses.asdict(RopeScaling())
-    c["rope_scaling"] = {"rope_type": kind} | {
-      inverse[k]: v for k, v in fields.items() if k == "factor" or v != defaults[k]
-    }
+    # Every option of the type: what equals a default here has none elsewhere.
+    keys = sum(_ROPE_KEYS[cfg.rope_scaling.kind], ())
+    options: dict[str, Any] = {"rope_type": cfg.rope_scaling.kind}
+    options |= {key: getattr(cfg.rope_scaling, _field(key)) for key in keys}
+    if options.get(_ORIGINAL, 0) is None:
+      options[_ORIGINAL] = cfg.max_positions
+    c["rope_scaling"] = {key: value for key, value in options.items() if value is not None}
   if quantization is not None:
     c["quantization_config"] = dict(quantization)
   return c

@@ -31,7 +31,7 @@ def read(folder, entry: Entry, dims, layout: axes.Layout) -> BlockCodes:
     entry: of the matrix.
 
   Raises:
-    UserError: a scale is not finite and positive, or the scales do not cover the matrix.
+    UserError: the scales do not cover the matrix, or see fp8_formats.check_scales.
   """
   name = folder.fp8.scale_name(entry.name)
   scale = folder.read(name).astype(np.float32).T
@@ -40,12 +40,11 @@ def read(folder, entry: Entry, dims, layout: axes.Layout) -> BlockCodes:
   wrong = ""
   if scale.shape != shape:
     wrong = f"{name} has shape {scale.shape[::-1]}, expected {shape[::-1]}"
-  elif not (np.isfinite(scale) & (scale > 0)).all():
-    wrong = f"{name} has a scale that is not finite and positive"
   elif np.isnan(data.astype(np.float32)).any():
     wrong = f"{entry.name} has codes that are NaN"
   if wrong:
     raise UserError(f"{folder.folder!r}: {wrong}; fetch the file again")
+  fp8_formats.check_scales(scale, f"{folder.folder!r}: {name}")
   data = np.ascontiguousarray(data).reshape([dims[letter] for letter in entry.letters])
   on_host: tuple[Any, Any] = (data, np.ascontiguousarray(scale))  # yet to be placed
   codes = BlockCodes(on_host[0], on_host[1], entry.inputs or 0)

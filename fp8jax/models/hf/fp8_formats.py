@@ -221,16 +221,10 @@ def dequantize(codes: np.ndarray, scale: np.ndarray, fp8: Fp8Format, name: str) 
   """float32 [out, in] of FP8 codes and their scales: code * scale, each product rounded once.
 
   Raises:
-    UserError: a scale that is not positive and finite, such as the one of a server that never
-      loaded it.
+    UserError: see `check_scales`.
   """
   scale = scale.astype(np.float32).reshape(fp8.scale_shape(codes.shape))
-  bad = int(np.count_nonzero(~(np.isfinite(scale) & (scale > 0))))
-  if bad:
-    raise UserError(
-      f"{fp8.scale_name(name)} has {bad} of {scale.size} scales that are not positive and finite; "
-      "fetch the file again"
-    )
+  check_scales(scale, fp8.scale_name(name))
   if fp8.strategy == "block":
     for axis, (extent, block) in enumerate(zip(codes.shape, fp8.block)):
       scale = np.repeat(scale, block, axis)
@@ -238,6 +232,19 @@ def dequantize(codes: np.ndarray, scale: np.ndarray, fp8: Fp8Format, name: str) 
   elif fp8.strategy == "tensor":
     scale = scale.reshape(1, 1)
   return codes.astype(np.float32) * scale
+
+
+def check_scales(scale: np.ndarray, name: str):
+  """Refuses scales that no weights have, such as those of a server that never loaded them.
+
+  The smallest is E8M0's, of a block of zeros; at the largest a weight can be 4.5e8.
+  """
+  bad = scale[~((scale >= 2.0**-127) & (scale <= 1e6))]
+  if bad.size:
+    raise UserError(
+      f"{name} has {bad.size} of {scale.size} scales that are not from 2^-127 to 1e6, e.g. "
+      f"{bad[0]:.3g}; fetch the file again"
+    )
 
 
 def nbytes(code: str, shape: tuple[int, ...]) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from fp8jax.models.hf import fp8_formats
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def split(pieces: Iterable[Piece], shard_bytes: int) -> dict[str, list[Piece]]:
     groups[-1].append(piece)
     total += piece.nbytes
   if len(groups) == 1:
-    return {"model.safetensors": groups[0]}
+    return {SINGLE: groups[0]}
   count = len(groups)
   return {f"model-{i + 1:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups)}
 

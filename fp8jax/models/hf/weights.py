@@ -59,12 +59,24 @@ class Folder:
         raise UserError(f"{index} has no weight_map from tensors to files; fetch it again")
       for file in set(listed.values()):
         inside(self.folder, file, f"{index}: weight_map")
+      single = os.path.join(self.folder, shards.SINGLE)
+      if os.path.exists(single) and shards.SINGLE not in listed.values():
+        raise UserError(
+          f"{single} and {index} are two sets of weights, of which transformers reads the first "
+          "and vLLM the second; remove one of them"
+        )
       self.files = listed
     else:
       self.files = {}
       for path in sorted(glob.glob(os.path.join(self.folder, "*.safetensors"))):
         with _open_file(path) as f:
-          self.files.update({name: os.path.basename(path) for name in f.keys()})
+          names_here = dict.fromkeys(f.keys(), os.path.basename(path))
+        if twice := sorted(self.files.keys() & names_here):
+          raise UserError(
+            f"{path} and {self.files[twice[0]]!r} beside it both have {twice[0]}: two sets of "
+            "weights; remove one of them"
+          )
+        self.files |= names_here
     # None where no config.json is: whoever reads the model then says so.
     has_config = os.path.isfile(os.path.join(self.folder, "config.json"))
     self.fp8 = fp8_formats.of_config(
@@ -134,7 +146,7 @@ def check(folder: Folder, cfg: ModelConfig) -> str:
   """Refuses missing or surplus tensors and wrong shapes or dtypes, all by name.
 
   Returns:
-    The dtype of the weights: "bfloat16", "float16" or "float32" (the widest there is).
+    The dtype of the weights: "bfloat16", "float16" or "float32", the narrowest that holds all.
   """
   have = folder.describe()
   want = {e.name: e for e in names.entries(cfg)}
@@ -165,7 +177,7 @@ def check(folder: Folder, cfg: ModelConfig) -> str:
       f"describes:\n{shown}{more}"
     )
   dtypes = {codes[have[n][1]] for n in want if n not in in_fp8}
-  return next(d for d in ("float32", "float16", "bfloat16") if d in dtypes)
+  return dtypes.pop() if len(dtypes) == 1 else "float32"  # no 16-bit format holds the other's
 
 
 def _is_fp8(described: tuple[tuple[int, ...], str] | None) -> bool:
@@ -320,6 +332,7 @@ def save_params(
   Raises:
     UserError: the folder holds files that are not of an earlier export.
   """
+  config = hf_config.config_to_hf(cfg, dtype, base, fp8 and fp8.to_config())
   flat = params.flatten(tree)
   read = params.flatten(tree if operands is None else operands)
   files = shards.split(_pieces(flat, read, cfg, dtype, fp8), shard_bytes)
@@ -334,8 +347,6 @@ def save_params(
     return
   if len(files) > 1:
     hf_config.write_json(target, shards.INDEX, shards.index(files))
-  quantization = fp8 and fp8.to_config()
-  config = hf_config.config_to_hf(cfg, dtype, base, quantization)
   hf_config.write_json(target, "config.json", config)
 
 
