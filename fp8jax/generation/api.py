@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Sequence
 
@@ -13,7 +14,7 @@ from fp8jax.errors import ConfigErrors, UserError, read_json
 from fp8jax.generation import batching, weights
 from fp8jax.generation import cache as cache_lib
 from fp8jax.generation.completion import Completion, Growing
-from fp8jax.generation.sampling import Sampling, row_seed
+from fp8jax.generation.sampling import NO_TOKEN, Sampling, row_seed
 from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
@@ -23,6 +24,14 @@ from fp8jax.ops import site as site_lib
 
 # (index of the prompt, number of the sample, piece of text, the completion with its last piece).
 OnText = Callable[[int, int, str, Completion | None], None]
+
+
+_NOT_FINITE = (
+  "the weights are damaged or diverged, or a scale in their folder is too large; look at the run's "
+  "losses, or generate in generate.precision='bf16'"
+)
+# Tokens of a prompt in a message.
+_SHOWN = 16
 
 
 class Generator:
@@ -97,7 +106,8 @@ class Generator:
       For every prompt its completions.
 
     Raises:
-      UserError: a prompt is empty or leaves no room for a token; a value of `sampling`.
+      UserError: a prompt is empty, leaves no room for a token or has an id beyond the vocabulary; a
+        value of `sampling`; a prompt whose logits are not finite.
     """
     problems = ConfigErrors()
     problems.extend(sampling.problems())
@@ -119,6 +129,11 @@ class Generator:
         growing[index, number] = Growing(self.tokenizer.decode, texts, self.end_ids, ids, limit)
 
     def push(request: batching.Request, token: int) -> bool:
+      if token == NO_TOKEN:
+        raise UserError(
+          f"prompt {request.index} ({self._begin(request.prompt)}) has logits that are not finite "
+          f"after {len(growing[request.index, request.number].tokens)} tokens; {_NOT_FINITE}"
+        )
       grown = growing[request.index, request.number]
       piece = grown.push(token)
       if on_text is not None and (piece or grown.result):
@@ -144,7 +159,8 @@ class Generator:
       generation would give it).
 
     Raises:
-      UserError: a part is empty, or both together are too long for the model.
+      UserError: a part is empty, has an id beyond the vocabulary, or both together are too long
+        for the model; the log-probability of a sequence is not finite.
     """
     problems = ConfigErrors()
     for i, (context, continuation) in enumerate(sequences):
@@ -160,12 +176,20 @@ class Generator:
         f"sequence {i} has {length} tokens, expected at most {self.max_length + 1}: cut its "
         "context on the left",
       )
+      problems.extend(self._unknown(f"sequence {i}", (*context, *continuation)))
     problems.refuse()
     scored = self._engine.score([(*context, *rest) for context, rest in sequences])
-    return [
+    found = [
       (float(logp[-len(rest) :].astype("float64").sum()), bool(is_best[-len(rest) :].all()))
       for (_, rest), (logp, is_best) in zip(sequences, scored, strict=True)
     ]
+    wrong = [i for i, (logp, _) in enumerate(found) if not math.isfinite(logp)]
+    if wrong:
+      begin = self._begin((*sequences[wrong[0]][0], *sequences[wrong[0]][1]))
+      raise UserError(
+        f"sequence {wrong[0]} ({begin}) has logits that are not finite; {_NOT_FINITE}"
+      )
+    return found
 
   def _unfit(self, prompts) -> list[str]:
     found = []
@@ -177,7 +201,21 @@ class Generator:
           f"prompt {i} has {len(prompt)} tokens and the model takes {self.max_length} together "
           "with the completion: shorten it"
         )
+      found += self._unknown(f"prompt {i}", prompt)
     return found
+
+  def _unknown(self, where: str, tokens: Sequence[int]) -> list[str]:
+    largest = max(tokens, default=0)
+    if largest < self._engine.cfg.vocab_size:
+      return []
+    return [
+      f"{where} has the id {largest} and the model has model.vocab_size="
+      f"{self._engine.cfg.vocab_size}: the tokenizer does not belong to it"
+    ]
+
+  def _begin(self, tokens: Sequence[int]) -> str:
+    text = self.tokenizer.decode(tokens[:_SHOWN], special=True)
+    return repr(text) + "..." * (len(tokens) > _SHOWN)
 
 
 def load(

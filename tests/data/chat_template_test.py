@@ -49,7 +49,7 @@ def test_templates_render_as_transformers_renders_them(name, case):
   assert prompted == golden["prompted"]
   text, spans = template.render_marked(given["messages"], given["tools"])
   assert text == golden["text"] and [list(span) for span in spans] == golden["spans"]
-  assert template.has_generation == name.endswith("_training")
+  assert template.has_generation() == name.endswith("_training")
 
 
 def test_sandbox_refuses_to_reach_or_change_what_it_is_given():
