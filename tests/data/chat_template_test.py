@@ -1,15 +1,19 @@
 """Chat templates and their trained tokens, beside transformers' rendering and counts by hand."""
 
+import dataclasses
 import json
 import pathlib
 import pickle
+import time
 
+import chats
 import numpy as np
 import pytest
 import tokenizers
 
+from fp8jax.data import config as data_config
 from fp8jax.data import tokenize
-from fp8jax.data.chat import conversation, encode
+from fp8jax.data.chat import conversation, encode, samples, sandbox
 from fp8jax.data.chat.template import MARKS, ChatTemplate
 from fp8jax.errors import UserError
 
@@ -76,24 +80,103 @@ def test_date_is_a_setting():
     _template("llama3_2", date="tomorrow").check()
 
 
-def test_template_is_the_files_or_the_folders_or_the_configs(tmp_path):
-  with pytest.raises(UserError, match="no chat template.*set data.chat_template"):
-    ChatTemplate.load(str(tmp_path))
-  config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
-  several = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d{{ bos_token }}"}]
-  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": several}))
-  assert ChatTemplate.load(str(tmp_path)).render([]) == "d<s>"
-  (tmp_path / "chat_template.jinja").write_text("f{{ eos_token }}")
-  assert ChatTemplate.load(str(tmp_path)).render([]) == "f</s>"
-  assert ChatTemplate.load(str(tmp_path / "tokenizer_config.json")).render([]) == "f</s>"
-  (tmp_path / "own.jinja").write_text("own")
-  own = ChatTemplate.load(str(tmp_path), str(tmp_path / "own.jinja"))
-  assert own.render([]) == "own" == pickle.loads(pickle.dumps(own)).render([])
-  with pytest.raises(FileNotFoundError, match="data.chat_template"):
-    ChatTemplate.load(str(tmp_path), "missing.jinja")
-  (tmp_path / "chat_template.jinja").write_text("{% if %}")
-  with pytest.raises(UserError, match="no jinja: line 1"):
-    ChatTemplate.load(str(tmp_path))
+@pytest.mark.parametrize("name", GOLDEN["folders"])
+def test_folders_give_the_template_and_special_tokens_that_transformers_gives(name, tmp_path):
+  golden = GOLDEN["folders"][name]
+  for file, value in golden["files"].items():
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+  if golden["plain"].startswith("error"):  # of rows without tools; here at the start
+    with pytest.raises(UserError, match="chat templates 'tool_use' and none named 'default'"):
+      ChatTemplate.load(str(tmp_path))
+    return
+  template = pickle.loads(pickle.dumps(ChatTemplate.load(str(tmp_path))))
+  assert template.render([_user("x")]) == golden["plain"]
+  assert template.render([_user("x")], tools=[{}]) == golden["tools"]
+  assert ("tool_use" in template.origin) == golden["tools"].startswith("TOOLS")
+  assert ("files hide another" in template.origin) == (name == "file before list")
+
+
+EMPTY = "is empty; set data.chat_template"
+BAD_FILES = {
+  "no template": ({}, "", "no chat template.*set data.chat_template"),
+  "empty file": ({"chat_template.jinja": b" \n"}, "", EMPTY),
+  "empty key": ({"tokenizer_config.json": b'{"chat_template": ""}'}, "", EMPTY),
+  "a number": ({"tokenizer_config.json": b'{"chat_template": 3}'}, "", "of type int"),
+  "binary": ({"chat_template.jinja": b"\xff\x00"}, "", "chat_template.jinja is no UTF-8 text"),
+  "no jinja": ({"chat_template.jinja": b"{% if %}"}, "", "no jinja: line 1"),
+  "reads nothing": ({"chat_template.jinja": b"{{ bos_token }}"}, "", "reads no `messages`"),
+  "deep": ({"chat_template.jinja": b"{% if 1 %}" * 3000}, "", "too deeply"),
+  "token": ({"tokenizer_config.json": b'{"bos_token": {}}', "chat_template.jinja": b"{{messages}}"},
+            "", "bos_token is {}, which has no 'content'"),
+  "named folder": ({"x/t.jinja": b""}, "x", "data.chat_template='.*x' is a folder"),
+  "named, missing": ({}, "x", "data.chat_template='.*x' does not exist"),
+  "named, empty": ({"x": b""}, "x", EMPTY),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("files, named, problem", BAD_FILES.values(), ids=BAD_FILES)
+def test_templates_that_are_none_say_their_cause(files, named, problem, tmp_path):
+  for file, value in files.items():
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_bytes(value)
+  with pytest.raises((UserError, FileNotFoundError), match=problem):
+    ChatTemplate.load(str(tmp_path), str(tmp_path / named) if named else "")
+
+
+def test_a_named_file_hides_the_folders_templates(tmp_path):
+  (tmp_path / "chat_template.jinja").write_text("f{{ messages }}")
+  (tmp_path / "own.jinja").write_text("own{{ messages[1:] }}")
+  own = ChatTemplate.load(str(tmp_path / "chat_template.jinja"), str(tmp_path / "own.jinja"))
+  assert own.render([_user("x")], tools=[{}]) == "own[]" and own.origin == ""
+
+
+LOOP = "{% for i in range(99999) %}"
+DOUBLED = (
+  "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x WITH n.x %}{% endfor %}"
+)
+UNBOUNDED = {
+  "two ranges": LOOP + LOOP + "{% endfor %}{% endfor %}",
+  "recursive loop": (
+    "{% for a in range(99) recursive %}{{ loop(range(99)) if loop.depth < 9 }}{% endfor %}"
+  ),
+  "macro": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(99) }}",
+  "large values": "{% set b = 'a' * 2000000 %}" + LOOP + "{% set x = b | upper %}{% endfor %}",
+  "2 GB": "{{ 'a' * 2000000000 }}",
+  "a power": "{{ 9 ** (9 ** 9) }}",
+  "output": LOOP + "{{ 'a' * 1000 }}{% endfor %}",
+  "doubled by ~": DOUBLED.replace("WITH", "~"),
+  "doubled by +": DOUBLED.replace("WITH", "+"),
+  "squared": DOUBLED.replace("WITH", "*").replace("'ab'", "9"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", UNBOUNDED.values(), ids=UNBOUNDED)
+def test_text_and_work_of_a_template_are_bounded(text, monkeypatch):
+  monkeypatch.setattr(sandbox, "MOST_STEPS", 2**16)
+  start = time.process_time()
+  with pytest.raises(UserError, match="a text of more than 4,194,304 char|more than 65,536 steps"):
+    ChatTemplate(text).render([_user("x")])
+  assert time.process_time() - start < 5
+
+
+def test_counted_loops_know_their_length_and_neighbours():
+  text = (
+    "{% for m in messages %}{{ loop.length }}{{ loop.revindex }}{{ loop.last }}"
+    "{{ loop.nextitem is defined }}"
+    "{% else %}none{% endfor %}{% for k, v in messages[0].items() if v == 'x' %}{{ k }}{% endfor %}"
+  )
+  assert ChatTemplate(text).render([_user("x"), _user("y")]) == "22FalseTrue21TrueFalsecontent"
+
+
+def test_long_conversations_are_refused_by_a_bound(monkeypatch):
+  long = [_user("q"), _assistant("a")] * 25_000
+  with pytest.raises(UserError, match=r"625,025,000 messages in all, at most 1,048,576; split it"):
+    encode.render(_template("qwen2_5"), long)
+  monkeypatch.setattr(encode, "MOST_CHARACTERS", 1000)
+  with pytest.raises(UserError, match="characters in all, at most 1,000"):
+    encode.render(_template("qwen2_5"), long[:20])
 
 
 def test_generated_text_that_a_template_computes_with_is_refused():
@@ -178,6 +261,139 @@ def test_turns_that_change_later_are_samples_of_their_own(characters):
     assert one.text[start:end] == "<think>\n" + answer + "<|im_end|>\n" and end == len(one.text)
   (stable,) = encode.render(_template("qwen2_5"), given)
   assert len(stable.spans) == 2
+
+
+MARKED = [
+  c for c in CASES if c[0].endswith("_training") and "error" not in GOLDEN["rendered"][c[0]][c[1]]
+]
+
+
+@pytest.mark.parametrize("name, case", MARKED, ids=["-".join(case) for case in MARKED])
+def test_spans_of_all_turns_are_those_of_transformers(name, case):
+  golden, given = GOLDEN["rendered"][name][case], GOLDEN["conversations"][case]
+  (one,) = encode.render(_template(name), given["messages"], given["tools"])
+  assert one.text == golden["text"] and [list(span) for span in one.spans] == golden["spans"]
+  assert one.ends == tuple(end for _, end in one.spans)
+
+
+def test_a_block_that_begins_with_what_was_rendered_before_is_trained():
+  header = "{{ 'A:' if messages[-1].role == 'user' and loop.last }}"
+  text = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A:{{ m.content }};"
+    "{% endgeneration %}{% else %}{{ m.content }}" + header + "{% endif %}{% endfor %}"
+  )
+  chat = [_user("q"), _assistant("one"), _user("r"), _assistant("two")]
+  (one,) = encode.render(ChatTemplate(text), chat)
+  assert [one.text[a:b] for a, b in one.spans] == ["A:one;", "A:two;"]
+
+
+THINKING = [
+  _user("1"), _assistant("<think>\nt1\n</think>\n\nA1"), _user("2"),
+  _assistant("A2", reasoning_content="t2"),
+]  # fmt: skip
+# Opens the thoughts in its prompt, keeps those of the last turn, writes others as empty ones.
+NEMOTRON = (
+  "{% for m in messages %}{% set c = m.content if m.role == 'user' or '</think>' in m.content else "
+  "'<think>' ~ ('\n' ~ m.reasoning_content ~ '\n' if m.reasoning_content) ~ '</think>' ~ "
+  "m.content %}"
+  "{% if m.role == 'assistant' and not loop.last %}{% set c = '<think></think>' ~ "
+  "c.split('</think>')[-1] %}{% endif %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ c ~ '<|im_end|>\n' }}"
+  "{% endfor %}{{ '<|im_start|>assistant\n<think>\n' if add_generation_prompt }}"
+)
+END = "<｜end▁of▁sentence｜>"
+SERVED = {
+  "deepseek_r1_distill": ("t1\n</think>\n\nA1" + END, "t2\n</think>\n\nA2" + END),
+  "qwen3": ("<think>\nt1\n</think>\n\nA1<|im_end|>\n", "<think>\nt2\n</think>\n\nA2<|im_end|>\n"),
+  "nemotron": ("t1\n</think>\n\nA1<|im_end|>\n", "t2\n</think>A2<|im_end|>\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_turn_with_thoughts_is_trained_as_it_is_served(name):
+  """The prompt that a server renders, and what the model writes after it."""
+  template = ChatTemplate(NEMOTRON) if name == "nemotron" else _template(name)
+  made = encode.render(template, THINKING)
+  for one, count, answer in zip(made, (1, 3), SERVED[name], strict=True):
+    prompt = template.render(THINKING[:count], add_generation_prompt=True)
+    assert one.text == prompt + answer and one.spans == ((len(prompt), len(one.text)),)
+    assert one.opening == "" and "t1" not in prompt
+
+
+def test_a_turn_without_thoughts_is_trained_as_it_is_rendered():
+  """Prompts that open thoughts are not the beginning of such a turn; the samples say so."""
+  chat = [_user("1"), _assistant("A1"), _user("2"), _assistant("A2")]
+  for template, turns, opening in (
+    (_template("deepseek_r1_distill"), ["A1" + END, "A2" + END], "<think>\n"),
+    (ChatTemplate(NEMOTRON), ["</think>A1<|im_end|>\n", "</think>A2<|im_end|>\n"], "\n"),
+  ):  # fmt: skip
+    (one,) = encode.render(template, chat)
+    assert one.text == template.render(chat) and one.opening == opening
+    assert [one.text[a:b] for a, b in one.spans] == turns
+  # Thoughts without an answer, and an answer that the template writes otherwise.
+  cut = _template("deepseek_r1_distill").text.replace(
+    "split('</think>')[-1]", "split('</think>')[-1]|upper"
+  )
+  for text, answer in ((_template("deepseek_r1_distill").text, ""), (cut, "yes")):
+    with pytest.raises(UserError, match="first trained token is unknown"):
+      encode.render(ChatTemplate(text), [_user("1"), _assistant(f"<think>\nt\n</think>{answer}")])
+
+
+CLOSED = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}END{% endfor %}"
+CLOSINGS = {
+  "ChatML": ("qwen2_5", ["<|im_end|>"]),
+  "blocks": ("qwen2_5_training", ["<|im_end|>"]),
+  "Llama 3": ("llama3", ["<|eot_id|>"]),
+  "Llama 3 blocks": ("llama3_training", ["<|eot_id|>"]),
+  "eos": (CLOSED.replace("END", " {{ eos_token }} \n"), ["<|im_end|>"]),
+  "two": (CLOSED.replace("END", "{{ '<|eot_id|>' if loop.length > 2 else eos_token }}"),
+          ["<|im_end|>", "<|eot_id|>"]),
+  "text": (CLOSED.replace("END", ";\n"), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, ends", CLOSINGS.values(), ids=CLOSINGS)
+def test_the_token_that_closes_trained_turns_is_known(characters, name, ends, tmp_path):
+  chats.write(tmp_path / "a.jsonl", 30)  # every third has two turns
+  is_text = name.startswith("{")
+  prompted = name + "{{ 'a:' if add_generation_prompt }}"
+  tokens = GOLDEN["special_tokens"]
+  template = ChatTemplate(prompted, tokens) if is_text else _template(name)
+  chat = data_config.ChatConfig(template, 8)
+  spec = chats.spec(tmp_path / "a.jsonl", tokenizer=characters, chat=chat, seq_len=400)
+  index = samples.make_index(spec)
+  found, warning = index.ends(characters)
+  assert sum(index.closing.values()) == 40
+  assert found == [characters.token_id(end) for end in ends]
+  if ends:
+    assert warning == ""
+  else:
+    assert "40 of 40 trained turns end in ordinary text, most often in ';'" in warning
+  # A turn that is cut has no end.
+  short = dataclasses.replace(spec, seq_len=5, on_long="truncate", chat=dataclasses.replace(
+    chat, on_untrained="skip"))  # fmt: skip
+  assert not samples.make_index(short).closing
+
+
+def test_a_token_over_the_end_of_a_trained_span_is_not_trained(tmp_path):
+  """A tokenizer that merges an answer's end with what the template writes behind its block."""
+  vocabulary = {
+    text: i for i, text in enumerate(["<unk>", "q", ":", "yes", "no", "s and", "ye", "."])
+  }
+  made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "<unk>"))
+  made.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+    tokenizers.Regex(r"s and|ye(?=s and)|yes|no|q|:|\."), "isolated"
+  )
+  made.save(str(tmp_path / "tokenizer.json"))
+  text = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}:{% else %}{% generation %}"
+    "{{ m.content }}{% endgeneration %}{{ END }}{% endif %}{% endfor %}"
+  )
+  for end, tokens, trained in ((" and", [1, 2, 6, 5], [6]), (".", [1, 2, 3, 7], [3])):
+    template = ChatTemplate(text, {"END": end})
+    encoder = encode.Encoder(tokenize.Tokenizer(str(tmp_path), "."), template)
+    (sample,) = encoder.samples({"messages": [_user("q"), _assistant("yes")]})
+    assert sample.tokens.tolist() == tokens
+    assert sample.tokens[sample.trained].tolist() == trained
 
 
 def test_turns_of_weight_0_and_what_follows_the_last_turn_are_not_trained():

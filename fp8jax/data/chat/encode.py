@@ -167,6 +167,8 @@ def _turn(template: ChatTemplate, messages, tools, is_special) -> Rendered:
   prompt = template.render(messages[:-1], add_generation_prompt=True, tools=tools)
   header, opening = len(os.path.commonprefix([prompt, text])), ""
   if header < len(prompt):
+    tag = prompt.rfind("<", 0, header)  # two tags may have "<" in common
+    header = tag if tag > prompt.rfind(">", 0, header) else header
     opening, before = prompt[header:], template.render(messages[:-1], tools=tools)
     served = _served(opening, messages[-1], text[header:])
     if served == "" or header <= len(os.path.commonprefix([before, prompt])):
