@@ -19,7 +19,8 @@ from fp8jax.errors import UserError
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "golden/chat_templates"
 GOLDEN = json.loads((FOLDER / "rendered.json").read_text())
-CASES = [(t, c) for t, of in GOLDEN["rendered"].items() for c in of]
+RENDERED = {t: {**of, "agent": GOLDEN["agents"][t]} for t, of in GOLDEN["rendered"].items()}
+CASES = [(t, c) for t, of in RENDERED.items() for c in of]
 CHATML, LLAMA = ("qwen2_5", "qwen2_5_training", "qwen3", "smollm2"), ("llama3", "llama3_training")
 
 
@@ -42,7 +43,7 @@ def _assistant(text, **more):
 
 @pytest.mark.parametrize("name, case", CASES, ids=["-".join(case) for case in CASES])
 def test_templates_render_as_transformers_renders_them(name, case):
-  template, golden = _template(name), GOLDEN["rendered"][name][case]
+  template, golden = _template(name), RENDERED[name][case]
   given = GOLDEN["conversations"][case]
   if "error" in golden:
     with pytest.raises(UserError, match="refuses the conversation"):
@@ -263,14 +264,12 @@ def test_turns_that_change_later_are_samples_of_their_own(characters):
   assert len(stable.spans) == 2
 
 
-MARKED = [
-  c for c in CASES if c[0].endswith("_training") and "error" not in GOLDEN["rendered"][c[0]][c[1]]
-]
+MARKED = [c for c in CASES if c[0].endswith("_training") and "error" not in RENDERED[c[0]][c[1]]]
 
 
 @pytest.mark.parametrize("name, case", MARKED, ids=["-".join(case) for case in MARKED])
 def test_spans_of_all_turns_are_those_of_transformers(name, case):
-  golden, given = GOLDEN["rendered"][name][case], GOLDEN["conversations"][case]
+  golden, given = RENDERED[name][case], GOLDEN["conversations"][case]
   (one,) = encode.render(_template(name), given["messages"], given["tools"])
   assert one.text == golden["text"] and [list(span) for span in one.spans] == golden["spans"]
   assert one.ends == tuple(end for _, end in one.spans)
@@ -285,6 +284,22 @@ def test_a_block_that_begins_with_what_was_rendered_before_is_trained():
   chat = [_user("q"), _assistant("one"), _user("r"), _assistant("two")]
   (one,) = encode.render(ChatTemplate(text), chat)
   assert [one.text[a:b] for a, b in one.spans] == ["A:one;", "A:two;"]
+
+
+@pytest.mark.parametrize("kept", ["all", "last"])
+def test_blocks_of_earlier_turns_are_not_those_of_a_turn(kept):
+  """Of a template that drops the thoughts, or the blocks, of all turns but the last."""
+  text = (
+    "{% set ns = namespace(last=0) %}{% for m in messages if m.role == 'assistant' %}"
+    "{% set ns.last = loop.index %}{% endfor %}{% set n = namespace(i=0) %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{% set n.i = n.i + 1 %}"
+    "{% set c = m.content if n.i == ns.last else m.content.split('</think>')[-1] %}{% if KEPT %}{% generation %}{{ c }};{% endgeneration %}"
+    "{% else %}{{ c }};{% endif %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+  ).replace("KEPT", "true" if kept == "all" else "n.i == ns.last")
+  chat = [_user("q"), _assistant("t</think>one"), _user("r"), _assistant("u</think>two")]
+  made = encode.render(ChatTemplate(text), chat)
+  spans = [[one.text[a:b] for a, b in one.spans] for one in made]
+  assert spans == [["t</think>one;"], ["u</think>two;"]]
 
 
 THINKING = [

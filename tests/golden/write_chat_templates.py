@@ -141,6 +141,7 @@ def main():
       }  # fmt: skip
   result = {
     "date": DATE, "special_tokens": TOKENS, "conversations": CONVERSATIONS, "rendered": found,
+    "agents": {template: of.pop("agent") for template, of in found.items()},
     "folders": {k: {"files": v, **in_folder(v)} for k, v in FOLDERS.items()},
   }  # fmt: skip
   (HERE / "rendered.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

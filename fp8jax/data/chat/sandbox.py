@@ -28,36 +28,22 @@ def render(template, **values: Any) -> str:
   try:
     for piece in template.generate(**values):
       length += len(piece)
-      _check_length(length)
+      _spend(0, length)
       pieces.append(piece)
   finally:
     _STEPS.reset(token)
   return "".join(pieces)
 
 
-def _check_length(length: int):
-  if length > MOST_CHARACTERS:
-    raise UserError(
-      f"the chat template makes a text of more than {MOST_CHARACTERS:,} characters, the most that "
-      "a conversation may have; shorten the conversation, or correct the template"
-    )
-
-
-def _step(count: int = 1):
+def _spend(steps: int, length: int = 0):
+  """Counts steps of this rendering, and refuses a text of this length or one step too many."""
   left = _STEPS.get()
-  left[0] -= count
-  if left[0] < 0:
-    raise UserError(
-      f"the chat template takes more than {MOST_STEPS:,} steps (turns of loops and calls) for a "
-      "conversation; shorten the conversation, or correct the template"
-    )
-
-
-def variables(environment, text: str) -> set[str]:
-  """Names that a template reads and does not set."""
-  import jinja2.meta
-
-  return jinja2.meta.find_undeclared_variables(environment.parse(text))
+  left[0] -= steps
+  if left[0] < 0 or length > MOST_CHARACTERS:
+    what = f"takes more than {MOST_STEPS:,} steps (turns of loops and calls)"
+    if length > MOST_CHARACTERS:
+      what = f"makes a text of more than {MOST_CHARACTERS:,} characters"
+    raise UserError(f"the chat template {what}; shorten the conversation, or correct the template")
 
 
 def environment(marks: tuple[str, str]):
@@ -74,24 +60,23 @@ def environment(marks: tuple[str, str]):
     code_generator_class = _code()
 
     def call(__self, __context, __obj, *args, **kwargs):  # noqa: N805  names of jinja's
-      _step()
+      _spend(1)
       if isinstance(__obj, jinja2.runtime.LoopContext):  # a recursive loop's next level
         args = tuple(map(__self.counted, args))
       return __self.bounded(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context, operator, left, right):
-      _check_length(_grown(operator, left, right))
+      _spend(0, _grown(operator, left, right))
       return self.bounded(super().call_binop(context, operator, left, right))
 
     def bounded(self, value):
       length = len(value) if isinstance(value, (str, list, tuple)) else 0
-      _check_length(length)
-      _step(length >> 10)
+      _spend(length >> 10, length)
       return value
 
     def counted(self, iterable):
       for item in iterable:
-        _step()
+        _spend(1)
         yield item
 
   def raise_exception(message):

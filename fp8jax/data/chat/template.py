@@ -79,10 +79,13 @@ class ChatTemplate:
     Raises:
       UserError: one is no jinja, needs a date or reads no messages.
     """
+    import jinja2.meta
+
     if date := self.date:
       _parsed(date)
     for text in filter(None, (self.text, self.tool_use)):
-      if "messages" not in sandbox.variables(_compile(text, date, ("", "")).environment, text):
+      parsed = _compile(text, date, ("", "")).environment.parse(text)
+      if "messages" not in jinja2.meta.find_undeclared_variables(parsed):
         raise UserError(
           f"the chat template reads no `messages`: every conversation would be one text; {_REMEDY}"
         )
