@@ -129,12 +129,8 @@ class Generator:
         growing[index, number] = Growing(self.tokenizer.decode, texts, self.end_ids, ids, limit)
 
     def push(request: batching.Request, token: int) -> bool:
-      if token == NO_TOKEN:
-        raise UserError(
-          f"prompt {request.index} ({self._begin(request.prompt)}) has logits that are not finite "
-          f"after {len(growing[request.index, request.number].tokens)} tokens; {_NOT_FINITE}"
-        )
       grown = growing[request.index, request.number]
+      self._check_finite(token, request, len(grown.tokens))
       piece = grown.push(token)
       if on_text is not None and (piece or grown.result):
         on_text(request.index, request.number, piece, grown.result)
@@ -203,6 +199,13 @@ class Generator:
         )
       found += self._unknown(f"prompt {i}", prompt)
     return found
+
+  def _check_finite(self, token: int, request: batching.Request, after: int):
+    if token == NO_TOKEN:
+      raise UserError(
+        f"prompt {request.index} ({self._begin(request.prompt)}) has logits that are not finite "
+        f"after {after} tokens; {_NOT_FINITE}"
+      )
 
   def _unknown(self, where: str, tokens: Sequence[int]) -> list[str]:
     largest = max(tokens, default=0)

@@ -102,6 +102,7 @@ def _note_ends(plan: run_spec.RunSpec, workdir: str):
   """Keeps the trained ends of turns of a run that began without Hugging Face files."""
   ends = _trained_ends(plan)
   if ends and not jax.process_index():
+    os.makedirs(workdir, exist_ok=True)
     provenance_lib.write_json(workdir, _SETTINGS, {"eos_token_id": ends})
 
 

@@ -183,7 +183,7 @@ def _turn(template: ChatTemplate, messages, tools, is_special) -> Rendered:
 
 
 def _served(opening: str, message: Mapping[str, Any], body: str) -> str | None:
-  """What the model writes after a generation prompt that opens its thoughts.
+  """The turn after a generation prompt that opens its thoughts, as the model writes it.
 
   Args:
     opening: the end of the prompt that the rendered turn lacks ("<think>\\n").
