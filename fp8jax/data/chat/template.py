@@ -177,11 +177,10 @@ def templates(folder: str, config: Mapping[str, Any]) -> tuple[dict[str, str], s
   paths = {n.removesuffix(".jinja"): os.path.join(more, n) for n in names if n.endswith(".jinja")}
   paths |= {"default": own} if os.path.exists(own) else {}
   stated = config.get("chat_template")
+  of_config: dict[str, Any] = {} if stated is None else {"default": stated}
   if isinstance(stated, list):  # several, by name
-    of_config = {t.get("name"): t.get("template") for t in stated if isinstance(t, dict)}
-  else:
-    of_config = {} if stated is None else {"default": stated}
-  named = {name: _read(path, path) for name, path in paths.items()} or of_config
+    of_config = {str(t.get("name")): t.get("template") for t in stated if isinstance(t, dict)}
+  named: dict[str, Any] = {name: _read(path, path) for name, path in paths.items()} or of_config
   if not named:
     raise UserError(
       f"the tokenizer {folder!r} has no chat template (neither {FILE} nor 'chat_template' in "
