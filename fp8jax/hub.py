@@ -19,7 +19,8 @@ from fp8jax.errors import UserError
 # Never pickles.
 TOKENIZER = ("*.json", "*.txt", "*.model", "*.jinja")
 WEIGHTS = (*TOKENIZER, "*.safetensors")
-_SUBFOLDERS = "*/*"
+# Of subfolders templates alone (additional_chat_templates/).
+_SUBFOLDERS = [f"*/{pattern}" for pattern in WEIGHTS if pattern != "*.jinja"]
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Where the shipped configurations expect models that were put there by hand.
 _ASSETS = "assets"
@@ -45,7 +46,7 @@ def local(name: str, snapshot: Callable[..., str] | None = None) -> str:
   find = snapshot or _snapshot_download()
   try:
     # The files that every `fetch` asks for: without patterns the hub's library expects all.
-    return find(name, allow_patterns=list(TOKENIZER), ignore_patterns=[_SUBFOLDERS],
+    return find(name, allow_patterns=list(TOKENIZER), ignore_patterns=_SUBFOLDERS,
                 local_files_only=True)  # fmt: skip
   except (OSError, ValueError):  # not in the cache; the reader of the path says so
     return name
@@ -86,7 +87,7 @@ def _download(ids: dict[str, Collection[str]], snapshot: Callable[..., str]) -> 
   """The reason of a failure, or None."""
   for name, patterns in ids.items():
     try:
-      snapshot(name, allow_patterns=list(patterns), ignore_patterns=[_SUBFOLDERS])
+      snapshot(name, allow_patterns=list(patterns), ignore_patterns=_SUBFOLDERS)
     except Exception as e:  # of the library, of its HTTP client and of sockets
       reason = " ".join(str(e).split()).rstrip(".")
       return (

@@ -26,8 +26,8 @@ class ChatConfig:
     """Changes whenever the same conversations would be other samples or other steps."""
     template = self.template
     parts = [
-      template.text, sorted(template.special_tokens.items()), template.date, self.samples_per_step,
-      self.on_untrained,
+      template.text + template.tool_use, sorted(template.special_tokens.items()), template.date,
+      self.samples_per_step, self.on_untrained,
     ]  # fmt: skip
     return repr(parts)
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Sequence
 
@@ -13,7 +14,7 @@ from fp8jax.errors import ConfigErrors, UserError, read_json
 from fp8jax.generation import batching, weights
 from fp8jax.generation import cache as cache_lib
 from fp8jax.generation.completion import Completion, Growing
-from fp8jax.generation.sampling import Sampling, row_seed
+from fp8jax.generation.sampling import NO_TOKEN, Sampling, row_seed
 from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
@@ -23,6 +24,14 @@ from fp8jax.ops import site as site_lib
 
 # (index of the prompt, number of the sample, piece of text, the completion with its last piece).
 OnText = Callable[[int, int, str, Completion | None], None]
+
+
+_NOT_FINITE = (
+  "the weights are damaged or diverged, or a scale in their folder is too large; look at the run's "
+  "losses, or generate in generate.precision='bf16'"
+)
+# Tokens of a prompt in a message.
+_SHOWN = 16
 
 
 class Generator:
@@ -98,7 +107,8 @@ class Generator:
       For every prompt its completions.
 
     Raises:
-      UserError: a prompt is empty or leaves no room for a token; a value of `sampling`.
+      UserError: a prompt is empty, leaves no room for a token or has an id beyond the vocabulary; a
+        value of `sampling`; a prompt whose logits are not finite.
     """
     problems = ConfigErrors()
     problems.extend(sampling.problems())
@@ -121,6 +131,7 @@ class Generator:
 
     def push(request: batching.Request, token: int) -> bool:
       grown = growing[request.index, request.number]
+      self._check_finite(token, request, len(grown.tokens))
       piece = grown.push(token)
       if on_text is not None and (piece or grown.result):
         on_text(request.index, request.number, piece, grown.result)
@@ -145,7 +156,8 @@ class Generator:
       generation would give it).
 
     Raises:
-      UserError: a part is empty, or both together are too long for the model.
+      UserError: a part is empty, has an id beyond the vocabulary, or both together are too long
+        for the model; the log-probability of a sequence is not finite.
     """
     problems = ConfigErrors()
     for i, (context, continuation) in enumerate(sequences):
@@ -161,13 +173,20 @@ class Generator:
         f"sequence {i} has {length} tokens, expected at most {self.max_length + 1}: cut its "
         "context on the left",
       )
-      problems.extend(self._strange(f"sequence {i}", [*context, *continuation]))
+      problems.extend(self._unknown(f"sequence {i}", [*context, *continuation]))
     problems.refuse()
     scored = self._engine.score([(*context, *rest) for context, rest in sequences])
-    return [
+    found = [
       (float(logp[-len(rest) :].astype("float64").sum()), bool(is_best[-len(rest) :].all()))
       for (_, rest), (logp, is_best) in zip(sequences, scored, strict=True)
     ]
+    wrong = [i for i, (logp, _) in enumerate(found) if not math.isfinite(logp)]
+    if wrong:
+      begin = self._begin((*sequences[wrong[0]][0], *sequences[wrong[0]][1]))
+      raise UserError(
+        f"sequence {wrong[0]} ({begin}) has logits that are not finite; {_NOT_FINITE}"
+      )
+    return found
 
   def _unfit(self, prompts) -> list[str]:
     found = []
@@ -179,13 +198,24 @@ class Generator:
           f"prompt {i} has {len(prompt)} tokens and the model takes {self.max_length} together "
           "with the completion: shorten it"
         )
-      found += self._strange(f"prompt {i}", prompt)
+      found += self._unknown(f"prompt {i}", prompt)
     return found
 
-  def _strange(self, what: str, ids: Sequence[int]) -> list[str]:
+  def _check_finite(self, token: int, request: batching.Request, after: int):
+    if token == NO_TOKEN:
+      raise UserError(
+        f"prompt {request.index} ({self._begin(request.prompt)}) has logits that are not finite "
+        f"after {after} tokens; {_NOT_FINITE}"
+      )
+
+  def _unknown(self, where: str, ids: Sequence[int]) -> list[str]:
     """A sentence about ids that the embedding has no row for, which it would clip in silence."""
     beyond = [i for i in ids if not 0 <= i < self.vocab_size]
-    return [f"{what} has the id {beyond[0]}, expected 0 to {self.vocab_size - 1}"] if beyond else []
+    return [f"{where} has the id {beyond[0]}, expected 0 to {self.vocab_size - 1}"] if beyond else []
+
+  def _begin(self, tokens: Sequence[int]) -> str:
+    text = self.tokenizer.decode(tokens[:_SHOWN], special=True)
+    return repr(text) + "..." * (len(tokens) > _SHOWN)
 
 
 def load(

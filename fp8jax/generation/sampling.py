@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+NO_TOKEN = -1
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -89,7 +91,7 @@ def row_seed(seed: int, prompt: Sequence[int], number: int) -> int:
 
 
 def sample(logits_BV, seeds_B, positions_B, temperature, top_p, method: Method):
-  """int32 [B], one token per row.
+  """int32 [B], one token per row; NO_TOKEN where a logit is not finite, which nothing follows.
 
   Args:
     logits_BV: float32.
@@ -97,8 +99,9 @@ def sample(logits_BV, seeds_B, positions_B, temperature, top_p, method: Method):
     positions_B: int32 position of the sampled token in its sequence.
     temperature, top_p: float32 scalars; unread by a greedy method.
   """
+  is_finite_B = jnp.isfinite(logits_BV).all(axis=-1)
   if method.is_greedy:
-    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    return jnp.where(is_finite_B, jnp.argmax(logits_BV, axis=-1), NO_TOKEN).astype(jnp.int32)
   scores_BV, ids_BV = filtered(logits_BV, temperature, top_p, method)
 
   def draw(seed, position, scores):
@@ -106,9 +109,9 @@ def sample(logits_BV, seeds_B, positions_B, temperature, top_p, method: Method):
     return jax.random.categorical(key, scores)
 
   chosen_B = jax.vmap(draw)(seeds_B, positions_B, scores_BV)
-  if ids_BV is None:
-    return chosen_B.astype(jnp.int32)
-  return jnp.take_along_axis(ids_BV, chosen_B[:, None], axis=1)[:, 0].astype(jnp.int32)
+  if ids_BV is not None:
+    chosen_B = jnp.take_along_axis(ids_BV, chosen_B[:, None], axis=1)[:, 0]
+  return jnp.where(is_finite_B, chosen_B, NO_TOKEN).astype(jnp.int32)
 
 
 def filtered(logits_BV, temperature, top_p, method: Method):

@@ -2,6 +2,7 @@
 
 import os
 
+from fp8jax import console as console_lib
 from fp8jax import hub
 from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.data.tokenize import BYTES, Tokenizer
@@ -45,7 +46,8 @@ def load(plan: run_spec.RunSpec, workdir: str) -> tuple[api.Generator, dict]:
     )
   folder = folder_of(plan, workdir)
   tokenizer = plan.data.tokenizer
-  ends = api.end_ids(folder, tokenizer, g.stop_tokens)
+  # A run that began without Hugging Face files keeps its ends of turns in its own folder.
+  ends = api.end_ids(folder or workdir, tokenizer, g.stop_tokens)
   generator = api.Generator(
     params, sites, plan.model, plan.run, tokenizer, ends, slots=g.slots,
     cache_format=g.cache_format, max_length=g.max_length, folder=folder,
@@ -79,4 +81,7 @@ def chat_template(generator: api.Generator, template: str = "", date: str = "") 
       "messages need a chat template, and data.tokenizer='bytes' has none; set data.tokenizer to "
       "a Hugging Face folder, or give texts as 'prompt'"
     )
-  return ChatTemplate.load(tokenizer.path, template, date)
+  made = ChatTemplate.load(tokenizer.path, template, date)
+  if made.origin:
+    console_lib.console(stderr=True).print(made.origin, markup=False)
+  return made

@@ -1,5 +1,6 @@
 """Shows conversations as training reads them: ten samples, and how many tokens are trained."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from fp8jax.data import config as data_config
 from fp8jax.data import loader, tokenize
 from fp8jax.data.chat import encode
 from fp8jax.errors import UserError
+from fp8jax.generation import api
 
 SHOWN = 10
 # Characters of a sample that are shown.
@@ -48,6 +50,8 @@ def run(
     sample = made.samples[int(number)]
     out.rule(f"{len(sample)} tokens, {int(sample.trained.sum())} trained", align="left")
     out.print(_shown(sample, data.tokenizer))
+  for line in _lines(data, index):
+    out.print(line, markup=False)
   positions = int(made.samples.lengths.sum())
   used = steps * data.chat.samples_per_step / len(made.samples) * positions
   return {
@@ -60,6 +64,20 @@ def run(
     "padding": round(1 - used / (steps * windows * data.seq_len), 4),
     **dict(index.counts),
   }
+
+
+def _lines(data: data_config.DataConfig, index) -> list[str]:
+  """The template chosen among several, and turns whose end the tokenizer's folder does not name."""
+  tokenizer, (closing, warning) = data.tokenizer, index.ends(data.tokenizer)
+  folder = "" if tokenizer.path == tokenize.BYTES else os.path.dirname(tokenizer.file)
+  other = [token for token in closing if token not in api.end_ids(folder, tokenizer)]
+  lines = [data.chat.template.origin if data.chat else "", warning]
+  if other:
+    lines.append(
+      f"trained turns end with {tokenizer.decode(other, special=True)!r}, which is no end token in "
+      f"{folder}; generation, evaluation and export of the run end at it too"
+    )
+  return [line for line in lines if line]
 
 
 def _shown(sample: encode.Sample, tokenizer: tokenize.Tokenizer) -> rich.text.Text:

@@ -1,11 +1,14 @@
 """The state that a run without a checkpoint starts from."""
 
+import contextlib
 import os
 
 import jax
 import rich.console
 
 from fp8jax.config import resolve
+from fp8jax.data import loader
+from fp8jax.data.chat import template as template_lib
 from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import UserError
 from fp8jax.generation import api
@@ -26,6 +29,7 @@ def fresh(plan: run_spec.RunSpec, workdir: str) -> tuple[State, str]:
   """(a state with random weights or those of init.hf, the dtype that an export restores)."""
   source = plan.init.hf
   if not source:
+    _note_ends(plan, workdir)
     return train_step.make_state(plan), "bfloat16"
   params, dtype = hf_weights.load_params(source, plan.model, plan.run.layout)
   _keep_files(plan, source, workdir)
@@ -73,6 +77,22 @@ def take_source(plan: run_spec.RunSpec, other: str, workdir: str):
   source = os.path.join(other, "hf_source")
   if os.path.isdir(source):
     _keep_files(plan, source, workdir)
+  else:
+    _note_ends(plan, workdir)
+
+
+def _note_ends(plan: run_spec.RunSpec, workdir: str):
+  """Keeps the trained ends of turns of a run that began without Hugging Face files."""
+  ends = _trained_ends(plan)
+  if ends and not jax.process_index():
+    os.makedirs(workdir, exist_ok=True)
+    provenance_lib.write_json(workdir, _SETTINGS, {"eos_token_id": ends})
+
+
+def _trained_ends(plan: run_spec.RunSpec) -> list[int]:
+  """Special tokens that close the turns that this run trains."""
+  data = plan.data
+  return [] if data.chat is None else loader.chat_index(data).ends(data.tokenizer)[0]
 
 
 def _own_eos(tokenizer: Tokenizer, folder: str) -> Tokenizer:
@@ -98,16 +118,33 @@ def _keep_files(plan: run_spec.RunSpec, source: str, workdir: str):
   if tokenizer.path != BYTES:
     folder = os.path.dirname(tokenizer.file)
     hf_weights.replace_tokenizer(folder, target)
+    _keep_templates(folder, target)
     own = _own_eos(tokenizer, folder)
     before = api.end_ids(target, own)
-    ends = dict.fromkeys([*api.end_ids(folder, own), *before])
+    ends = dict.fromkeys([*_trained_ends(plan), *api.end_ids(folder, own), *before])
     if set(ends) != set(before):
       has_settings = os.path.exists(os.path.join(target, _SETTINGS))
       old = hf_config.read_json(target, _SETTINGS) if has_settings else {}
       provenance_lib.write_json(target, _SETTINGS, {**old, "eos_token_id": [*ends]})
-  if plan.data.chat is not None and plan.flat["data.chat_template"]:
+  if plan.data.chat is not None and plan.flat["data.chat_template"]:  # a file hides all others
     with open(os.path.join(target, "chat_template.jinja"), "w", encoding="utf-8") as f:
       f.write(plan.data.chat.template.text)
+
+
+def _keep_templates(folder: str, target: str):
+  """Keeps the templates of additional_chat_templates/ as a list, which one file carries."""
+  if not os.path.isdir(os.path.join(folder, template_lib.FOLDER)):
+    return
+  has_config = os.path.exists(os.path.join(target, template_lib.CONFIG))
+  config = hf_config.read_json(target, template_lib.CONFIG) if has_config else {}
+  try:
+    named, _ = template_lib.templates(folder, config)
+  except UserError:  # of no use to this run, or it would have been refused
+    return
+  listed = [{"name": name, "template": text} for name, text in named.items()]
+  provenance_lib.write_json(target, template_lib.CONFIG, {**config, "chat_template": listed})
+  with contextlib.suppress(FileNotFoundError):
+    os.remove(os.path.join(target, template_lib.FILE))
 
 
 def source(workdir: str) -> str:

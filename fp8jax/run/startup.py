@@ -251,8 +251,12 @@ def print_chats(out: rich.console.Console, plan: RunSpec, per_step: int):
     f"of {per_step} samples, {plan.steps * per_step / count:.2f} epochs; the fullest step needs "
     f"{needed} of {plan.global_batch} windows"
   )
-  for what, number in sorted(loader.chat_index(plan.data).counts.items()):
-    out.print(f"samples {what}: {number:,}")
+  index = loader.chat_index(plan.data)
+  for what, number in sorted(index.counts.items()):
+    out.print(f"samples {what}: {number:,}", markup=False)
+  origin = plan.data.chat.template.origin if plan.data.chat else ""
+  for line in filter(None, (origin, index.ends(plan.data.tokenizer)[1])):
+    out.print(line, markup=False)
 
 
 def print_evaluation(out: rich.console.Console, step: int, results, passed_over):

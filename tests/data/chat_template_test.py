@@ -1,21 +1,24 @@
 """Chat templates and their trained tokens, beside transformers' rendering and counts by hand."""
 
+import dataclasses
 import json
 import pathlib
-import pickle
 
+import chats
 import numpy as np
 import pytest
 import tokenizers
 
+from fp8jax.data import config as data_config
 from fp8jax.data import tokenize
-from fp8jax.data.chat import conversation, encode
+from fp8jax.data.chat import conversation, encode, samples
 from fp8jax.data.chat.template import MARKS, ChatTemplate
 from fp8jax.errors import UserError
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "golden/chat_templates"
 GOLDEN = json.loads((FOLDER / "rendered.json").read_text())
-CASES = [(t, c) for t, of in GOLDEN["rendered"].items() for c in of]
+RENDERED = {t: {**of, "agent": GOLDEN["agents"][t]} for t, of in GOLDEN["rendered"].items()}
+CASES = [(t, c) for t, of in RENDERED.items() for c in of]
 CHATML, LLAMA = ("qwen2_5", "qwen2_5_training", "qwen3", "smollm2"), ("llama3", "llama3_training")
 
 
@@ -38,7 +41,7 @@ def _assistant(text, **more):
 
 @pytest.mark.parametrize("name, case", CASES, ids=["-".join(case) for case in CASES])
 def test_templates_render_as_transformers_renders_them(name, case):
-  template, golden = _template(name), GOLDEN["rendered"][name][case]
+  template, golden = _template(name), RENDERED[name][case]
   given = GOLDEN["conversations"][case]
   if "error" in golden:
     with pytest.raises(UserError, match="refuses the conversation"):
@@ -49,23 +52,7 @@ def test_templates_render_as_transformers_renders_them(name, case):
   assert prompted == golden["prompted"]
   text, spans = template.render_marked(given["messages"], given["tools"])
   assert text == golden["text"] and [list(span) for span in spans] == golden["spans"]
-  assert template.has_generation == name.endswith("_training")
-
-
-def test_sandbox_refuses_to_reach_or_change_what_it_is_given():
-  for text in (
-    "{{ messages.append(1) }}",
-    "{{ ''.__class__.__mro__ }}",
-    "{{ namespace(__class__=1) }}",
-    "{{ dict.mro() }}",
-  ):
-    with pytest.raises(UserError, match="refuses the conversation"):
-      ChatTemplate(text).render([_user("x")])
-
-
-def test_blocks_are_trimmed_and_loops_controlled():
-  text = "{% for m in messages %}\n  {% if loop.index0 == 1 %}\n  {% break %}\n  {% endif %}\n-\n"
-  assert ChatTemplate(text + "{% endfor %}\nend").render([_user("x")] * 3) == "-\nend"
+  assert template.has_generation() == name.endswith("_training")
 
 
 def test_date_is_a_setting():
@@ -76,24 +63,13 @@ def test_date_is_a_setting():
     _template("llama3_2", date="tomorrow").check()
 
 
-def test_template_is_the_files_or_the_folders_or_the_configs(tmp_path):
-  with pytest.raises(UserError, match="no chat template.*set data.chat_template"):
-    ChatTemplate.load(str(tmp_path))
-  config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
-  several = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d{{ bos_token }}"}]
-  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": several}))
-  assert ChatTemplate.load(str(tmp_path)).render([]) == "d<s>"
-  (tmp_path / "chat_template.jinja").write_text("f{{ eos_token }}")
-  assert ChatTemplate.load(str(tmp_path)).render([]) == "f</s>"
-  assert ChatTemplate.load(str(tmp_path / "tokenizer_config.json")).render([]) == "f</s>"
-  (tmp_path / "own.jinja").write_text("own")
-  own = ChatTemplate.load(str(tmp_path), str(tmp_path / "own.jinja"))
-  assert own.render([]) == "own" == pickle.loads(pickle.dumps(own)).render([])
-  with pytest.raises(FileNotFoundError, match="data.chat_template"):
-    ChatTemplate.load(str(tmp_path), "missing.jinja")
-  (tmp_path / "chat_template.jinja").write_text("{% if %}")
-  with pytest.raises(UserError, match="no jinja: line 1"):
-    ChatTemplate.load(str(tmp_path))
+def test_long_conversations_are_refused_by_a_bound(monkeypatch):
+  long = [_user("q"), _assistant("a")] * 25_000
+  with pytest.raises(UserError, match=r"625,025,000 messages in all, at most 1,048,576; split it"):
+    encode.render(_template("qwen2_5"), long)
+  monkeypatch.setattr(encode, "MOST_CHARACTERS", 1000)
+  with pytest.raises(UserError, match="characters in all, at most 1,000"):
+    encode.render(_template("qwen2_5"), long[:20])
 
 
 def test_generated_text_that_a_template_computes_with_is_refused():
@@ -178,6 +154,155 @@ def test_turns_that_change_later_are_samples_of_their_own(characters):
     assert one.text[start:end] == "<think>\n" + answer + "<|im_end|>\n" and end == len(one.text)
   (stable,) = encode.render(_template("qwen2_5"), given)
   assert len(stable.spans) == 2
+
+
+MARKED = [c for c in CASES if c[0].endswith("_training") and "error" not in RENDERED[c[0]][c[1]]]
+
+
+@pytest.mark.parametrize("name, case", MARKED, ids=["-".join(case) for case in MARKED])
+def test_spans_of_all_turns_are_those_of_transformers(name, case):
+  golden, given = RENDERED[name][case], GOLDEN["conversations"][case]
+  (one,) = encode.render(_template(name), given["messages"], given["tools"])
+  assert one.text == golden["text"] and [list(span) for span in one.spans] == golden["spans"]
+  assert one.ends == tuple(end for _, end in one.spans)
+
+
+def test_a_block_that_begins_with_what_was_rendered_before_is_trained():
+  header = "{{ 'A:' if messages[-1].role == 'user' and loop.last }}"
+  text = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A:{{ m.content }};"
+    "{% endgeneration %}{% else %}{{ m.content }}" + header + "{% endif %}{% endfor %}"
+  )
+  chat = [_user("q"), _assistant("one"), _user("r"), _assistant("two")]
+  (one,) = encode.render(ChatTemplate(text), chat)
+  assert [one.text[a:b] for a, b in one.spans] == ["A:one;", "A:two;"]
+
+
+@pytest.mark.parametrize("kept", ["all", "last"])
+def test_blocks_of_earlier_turns_are_not_those_of_a_turn(kept):
+  """Of a template that drops the thoughts, or the blocks, of all turns but the last."""
+  text = (
+    "{% set ns = namespace(last=0) %}{% for m in messages if m.role == 'assistant' %}"
+    "{% set ns.last = loop.index %}{% endfor %}{% set n = namespace(i=0) %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{% set n.i = n.i + 1 %}"
+    "{% set c = m.content if n.i == ns.last else m.content.split('</think>')[-1] %}"
+    "{% if KEPT %}{% generation %}{{ c }};{% endgeneration %}"
+    "{% else %}{{ c }};{% endif %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+  ).replace("KEPT", "true" if kept == "all" else "n.i == ns.last")
+  chat = [_user("q"), _assistant("t</think>one"), _user("r"), _assistant("u</think>two")]
+  made = encode.render(ChatTemplate(text), chat)
+  spans = [[one.text[a:b] for a, b in one.spans] for one in made]
+  assert spans == [["t</think>one;"], ["u</think>two;"]]
+
+
+THINKING = [
+  _user("1"), _assistant("<think>\nt1\n</think>\n\nA1"), _user("2"),
+  _assistant("A2", reasoning_content="t2"),
+]  # fmt: skip
+# Opens the thoughts in its prompt, keeps those of the last turn, writes others as empty ones.
+NEMOTRON = (
+  "{% for m in messages %}{% set c = m.content if m.role == 'user' or '</think>' in m.content else "
+  "'<think>' ~ ('\n' ~ m.reasoning_content ~ '\n' if m.reasoning_content) ~ '</think>' ~ "
+  "m.content %}"
+  "{% if m.role == 'assistant' and not loop.last %}{% set c = '<think></think>' ~ "
+  "c.split('</think>')[-1] %}{% endif %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ c ~ '<|im_end|>\n' }}"
+  "{% endfor %}{{ '<|im_start|>assistant\n<think>\n' if add_generation_prompt }}"
+)
+END = "<｜end▁of▁sentence｜>"
+SERVED = {
+  "deepseek_r1_distill": ("t1\n</think>\n\nA1" + END, "t2\n</think>\n\nA2" + END),
+  "qwen3": ("<think>\nt1\n</think>\n\nA1<|im_end|>\n", "<think>\nt2\n</think>\n\nA2<|im_end|>\n"),
+  "nemotron": ("t1\n</think>\n\nA1<|im_end|>\n", "t2\n</think>A2<|im_end|>\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_turn_with_thoughts_is_trained_as_it_is_served(name):
+  """The prompt that a server renders, and what the model writes after it."""
+  template = ChatTemplate(NEMOTRON) if name == "nemotron" else _template(name)
+  made = encode.render(template, THINKING)
+  for one, count, answer in zip(made, (1, 3), SERVED[name], strict=True):
+    prompt = template.render(THINKING[:count], add_generation_prompt=True)
+    assert one.text == prompt + answer and one.spans == ((len(prompt), len(one.text)),)
+    assert one.opening == "" and "t1" not in prompt
+
+
+def test_a_turn_without_thoughts_is_trained_as_it_is_rendered():
+  """Prompts that open thoughts are not the beginning of such a turn; the samples say so."""
+  chat = [_user("1"), _assistant("A1"), _user("2"), _assistant("A2")]
+  for template, turns, opening in (
+    (_template("deepseek_r1_distill"), ["A1" + END, "A2" + END], "<think>\n"),
+    (ChatTemplate(NEMOTRON), ["</think>A1<|im_end|>\n", "</think>A2<|im_end|>\n"], "\n"),
+  ):  # fmt: skip
+    (one,) = encode.render(template, chat)
+    assert one.text == template.render(chat) and one.opening == opening
+    assert [one.text[a:b] for a, b in one.spans] == turns
+  # Thoughts without an answer, and an answer that the template writes otherwise.
+  cut = _template("deepseek_r1_distill").text.replace(
+    "split('</think>')[-1]", "split('</think>')[-1]|upper"
+  )
+  for text, answer in ((_template("deepseek_r1_distill").text, ""), (cut, "yes")):
+    with pytest.raises(UserError, match="first trained token is unknown"):
+      encode.render(ChatTemplate(text), [_user("1"), _assistant(f"<think>\nt\n</think>{answer}")])
+
+
+CLOSED = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}END{% endfor %}"
+CLOSINGS = {
+  "ChatML": ("qwen2_5", ["<|im_end|>"]),
+  "blocks": ("qwen2_5_training", ["<|im_end|>"]),
+  "Llama 3": ("llama3", ["<|eot_id|>"]),
+  "Llama 3 blocks": ("llama3_training", ["<|eot_id|>"]),
+  "eos": (CLOSED.replace("END", " {{ eos_token }} \n"), ["<|im_end|>"]),
+  "two": (CLOSED.replace("END", "{{ '<|eot_id|>' if loop.length > 2 else eos_token }}"),
+          ["<|im_end|>", "<|eot_id|>"]),
+  "text": (CLOSED.replace("END", ";\n"), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, ends", CLOSINGS.values(), ids=CLOSINGS)
+def test_the_token_that_closes_trained_turns_is_known(characters, name, ends, tmp_path):
+  chats.write(tmp_path / "a.jsonl", 30)  # every third has two turns
+  is_text = name.startswith("{")
+  prompted = name + "{{ 'a:' if add_generation_prompt }}"
+  tokens = GOLDEN["special_tokens"]
+  template = ChatTemplate(prompted, tokens) if is_text else _template(name)
+  chat = data_config.ChatConfig(template, 8)
+  spec = chats.spec(tmp_path / "a.jsonl", tokenizer=characters, chat=chat, seq_len=400)
+  index = samples.make_index(spec)
+  found, warning = index.ends(characters)
+  assert sum(index.closing.values()) == 40
+  assert found == [characters.token_id(end) for end in ends]
+  if ends:
+    assert warning == ""
+  else:
+    assert "40 of 40 trained turns end in ordinary text, most often in ';'" in warning
+  # A turn that is cut has no end.
+  shortest, skip = int(index.length.min()), dataclasses.replace(chat, on_untrained="skip")
+  short = dataclasses.replace(spec, seq_len=shortest - 1, on_long="truncate", chat=skip)
+  cut = samples.make_index(short)
+  assert len(cut.length) and not cut.closing
+
+
+def test_a_token_over_the_end_of_a_trained_span_is_not_trained(tmp_path):
+  """A tokenizer that merges an answer's end with what the template writes behind its block."""
+  vocabulary = {
+    text: i for i, text in enumerate(["<unk>", "q", ":", "yes", "no", "s and", "ye", "."])
+  }
+  made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "<unk>"))
+  made.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+    tokenizers.Regex(r"s and|ye(?=s and)|yes|no|q|:|\."), "isolated"
+  )
+  made.save(str(tmp_path / "tokenizer.json"))
+  text = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}:{% else %}{% generation %}"
+    "{{ m.content }}{% endgeneration %}{{ END }}{% endif %}{% endfor %}"
+  )
+  for end, tokens, trained in ((" and", [1, 2, 6, 5], [6]), (".", [1, 2, 3, 7], [3])):
+    template = ChatTemplate(text, {"END": end})
+    encoder = encode.Encoder(tokenize.Tokenizer(str(tmp_path), "."), template)
+    (sample,) = encoder.samples({"messages": [_user("q"), _assistant("yes")]})
+    assert sample.tokens.tolist() == tokens
+    assert sample.tokens[sample.trained].tolist() == trained
 
 
 def test_turns_of_weight_0_and_what_follows_the_last_turn_are_not_trained():

@@ -35,6 +35,16 @@ def test_text_ends_before_the_first_stop_text_wherever_tokens_end(rng, stop):
     assert not places or not any(s in before for s in stop) or before.endswith("\ufffd")
 
 
+@pytest.mark.parametrize(
+  "stop, text",
+  [(("\n", "ab"), "x z"), (("ab", "\n"), "x z"), (("b\n", "ab"), "x z"), (("\n", "b\n"), "x za")],
+)
+def test_of_two_stop_texts_that_one_token_completes_the_earlier_ends_the_text(stop, text):
+  stream = TextStream(lambda tokens: "".join(("x ", "zab\n")[token] for token in tokens), stop)
+  given = stream.push(0) + stream.push(1) + stream.finish()
+  assert (given, stream.text, stream.is_stopped) == (text, text, True)
+
+
 def test_a_piece_is_given_out_once_no_stop_text_can_begin_with_it():
   stream = TextStream(_decode, ("END",))
   pieces = [stream.push(t) for t in (0, 6, 0, 6, 7, 1)]  # a E a E N b

@@ -10,6 +10,7 @@ import shutil
 import case_inputs
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import tolerances
@@ -269,6 +270,62 @@ def test_end_tokens_are_those_of_the_generation_settings_then_of_the_config(tmp_
   (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
   with pytest.raises(UserError, match="eos_token_id is \\['</s>'\\], expected ids"):
     api.end_ids(str(tmp_path), tokenizer)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=4), SAMPLED], ids=["greedy", "drawn"])
+def test_logits_that_are_not_finite_end_in_an_error_that_names_the_prompt(rng, sampling):
+  """One token's embedding is NaN, another's infinite: no other prompts are refused."""
+  cfg, params, _ = _model("llama")
+  embed = params["embed"].at[90].set(jnp.nan).at[91].set(jnp.inf)
+  generator = _generator()
+  broken = api.Generator(
+    {**params, "embed": embed}, _sites(cfg), cfg, RUN, Tokenizer("bytes"), (NEVER,), slots=3,
+    max_length=48,
+  )  # fmt: skip
+  good, [bad, worse] = _prompts(rng, (4, 7), 90), ([1, 90], [65, 66, 91, 3])
+  [[want], _] = generator.generate(good, sampling)
+  if not {90, 91} & set(want.tokens):
+    assert broken.generate(good[:1], sampling) == [[want]]
+  for prompt, shown in ((bad, r"'\\x01Z'"), (worse, r"'AB\[\\x03'")):
+    with pytest.raises(UserError, match=f"prompt 1 .{shown}. has logits that .* after 0 tokens"):
+      broken.generate([good[0], prompt], sampling)
+  with pytest.raises(UserError, match="sequence 1 .'.x01Z.*diverged, or a scale"):
+    broken.score([(good[0], [5]), (bad, [5])])
+
+
+def test_draws_of_consecutive_positions_are_independent():
+  """Equal logits: two tokens in a row are the same in one of V cases, through the whole engine."""
+  cfg, params, _ = _model("llama")
+  flat = {**params, "head": jnp.zeros_like(params["head"])}
+  generator = api.Generator(
+    flat, _sites(cfg), cfg, RUN, Tokenizer("bytes"), (NEVER,), slots=8, max_length=48
+  )
+  prompts = [[i, j] for i in range(8) for j in range(8)]
+  found = generator.generate(prompts, Sampling(temperature=1.0, max_new_tokens=4), num_samples=4)
+  tokens = np.array([c.tokens for own in found for c in own])
+  assert tokens.shape == (256, 4)
+  for first in range(4):
+    for second in range(first):
+      # Of 256 pairs 2.7 are equal; more than 13 in one of a million.
+      assert (tokens[:, first] == tokens[:, second]).sum() < 14
+
+
+def test_an_e4m3_cache_has_a_scale_per_token_and_head(rng):
+  """Heads and tokens 2^6 apart: each is within half a step of its own scale, its codes exact."""
+  x = rng.normal(size=(2, 3, 4, 16)).astype(np.float32)
+  x *= 2.0 ** (6 * np.arange(4))[:, None] * 2.0 ** (-5 * np.arange(3))[:, None, None]
+  entries = cache.Entries.of(jnp.asarray(x), "e4m3")
+  amax = np.abs(x.astype(np.float64)).max(-1, keepdims=True)
+  assert entries.scale.shape == x.shape[:-1]
+  np.testing.assert_allclose(np.asarray(entries.scale)[..., None], amax / 448, rtol=1e-6)
+  codes = (x / np.asarray(entries.scale)[..., None]).astype(ml_dtypes.float8_e4m3fn)
+  np.testing.assert_array_equal(
+    np.asarray(entries.data).view(np.uint8) & 0x7F, codes.view(np.uint8) & 0x7F
+  )
+  wrong = np.abs(np.asarray(entries.value(jnp.float32), np.float64) - x)
+  # Half a step of the element's own binade, or of the smallest one.
+  step = np.maximum(2.0 ** (np.floor(np.log2(np.abs(x) / amax * 448)) - 3), 2.0**-9) * amax / 448
+  assert (wrong <= 0.5001 * step).all()
 
 
 def test_all_that_is_wrong_with_a_call_is_said_at_once():

@@ -1,7 +1,9 @@
 """Training on conversations: epochs, interruption, and stages that start from others' weights."""
 
 import json
+import shutil
 
+import case_inputs
 import chats
 import harness
 import jax
@@ -11,9 +13,10 @@ import pytest
 from configs import base
 from fp8jax.config import resolve
 from fp8jax.data import tokenize
+from fp8jax.data.chat import template
 from fp8jax.errors import ConfigError
 from fp8jax.generation import api
-from fp8jax.jobs import start, train
+from fp8jax.jobs import generator, start, train
 from fp8jax.kernels import choose
 from fp8jax.run import preemption
 
@@ -138,6 +141,49 @@ def test_a_stage_keeps_its_own_tokenizer_template_and_end_of_turn(folder, tmp_pa
   assert sorted(found) == sorted([5, tokenizer.eos_id])
   start.take_source(_plan(folder, "bf16"), str(base_files), str(tmp_path / "bytes"))
   assert (tmp_path / "bytes/hf_source/tokenizer.json").read_text() == "{}"
+
+
+def test_a_run_without_hugging_face_files_keeps_the_end_of_its_turns(folder, tmp_path):
+  """Random weights, a tokenizer with its own end, turns that another token closes."""
+  tokenizer = case_inputs.tokenizer_folder(tmp_path / "t", eos_token="<|endoftext|>")
+  changes = {
+    "data.tokenizer": tokenizer,
+    "data.chat_template": "",
+    "model.vocab_size": 260,
+    "seq_len": 96,
+  }
+  plan = _plan(folder, "bf16", **changes)
+  patch = _stop(0)
+  train.run(plan, str(tmp_path / "run"))
+  patch.undo()
+  made, _ = generator.load(plan, str(tmp_path / "run"))
+  assert made.end_ids == {2}
+  # The second stage's weights came without files, too.
+  start.take_source(plan, str(tmp_path / "run"), str(tmp_path / "next"))
+  assert json.loads((tmp_path / "next/generation_config.json").read_text()) == {"eos_token_id": [2]}
+
+
+def test_templates_of_a_folder_are_kept_as_a_list(folder, tmp_path):
+  source = case_inputs.tokenizer_folder(tmp_path / "t")
+  more = tmp_path / "t/additional_chat_templates"
+  more.mkdir()
+  (more / "tool_use.jinja").write_text("T{{ messages }}")
+  shutil.copytree(source, tmp_path / "base/hf_source")
+  changes = {
+    "data.tokenizer": source,
+    "data.chat_template": "",
+    "model.vocab_size": 260,
+    "seq_len": 96,
+  }
+  start.take_source(_plan(folder, "bf16", **changes), str(tmp_path / "base"), str(tmp_path / "run"))
+  kept = template.ChatTemplate.load(str(tmp_path / "run/hf_source"))
+  want = template.ChatTemplate.load(source)
+  assert (
+    (kept.text, kept.tool_use)
+    == (want.text, want.tool_use)
+    == (case_inputs.CHATML, "T{{ messages }}")
+  )
+  assert not (tmp_path / "run/hf_source/chat_template.jinja").exists()
 
 
 REFUSED = {

@@ -2,6 +2,7 @@
 
 import io
 
+import case_inputs
 import chats
 import pytest
 import rich.console
@@ -60,3 +61,24 @@ def test_documents_are_not_previewed_and_conversations_not_prepared(folder):
     preview.run(data, steps, windows, rich.console.Console(file=io.StringIO()))
   with pytest.raises(ConfigError, match="--job=prepare writes documents"):
     resolve.resolve_prepare(_config(folder))
+
+
+def test_preview_names_the_ends_of_turns_and_the_template_that_it_chose(folder, tmp_path):
+  model = case_inputs.model_folder(tmp_path / "m")
+  (tmp_path / "m/additional_chat_templates").mkdir()
+  (tmp_path / "m/additional_chat_templates/tool_use.jinja").write_text("T{{ messages }}")
+  c = _config(folder)
+  c.data.tokenizer, c.data.chat_template = str(model), ""
+
+  def shown():
+    out = rich.console.Console(file=io.StringIO(), width=1000)
+    preview.run(*resolve.resolve_preview(c), out)
+    return out.file.getvalue()
+
+  text = shown()
+  assert "'default', 'tool_use' rows with tools take 'tool_use', others 'default'" in text
+  assert f"trained turns end with '<|im_end|>', which is no end token in {model}" in text
+  (model / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+  assert "trained turns end" not in shown()
+  c.data.chat_template = str(folder / "t.jinja")
+  assert "40 of 40 trained turns end in ordinary text, most often in ';'" in shown()

@@ -9,7 +9,8 @@ into tokens.
 
 A template may render a turn differently once others follow (Qwen3 drops the thoughts of earlier
 turns). Such a conversation becomes one sample per turn of the assistant, each as the model meets
-it.
+it. Of a template that opens the turn for the model and drops the thoughts in its own rendering
+(DeepSeek-R1-Distill), a turn with thoughts is its generation prompt and the message as it stands.
 """
 
 import dataclasses
@@ -26,12 +27,23 @@ from fp8jax.errors import UserError
 Span = tuple[int, int]
 
 
+# Every turn of the assistant renders the messages before it: 1,448 messages by turns, together.
+MOST_MESSAGES, MOST_CHARACTERS = 2**20, 2**28
+
+
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-  """Text with the spans [first, end) of characters that are trained."""
+  """Text with the spans [first, end) of characters that are trained.
+
+  Attributes:
+    ends: the ends of the assistant's turns among the spans'.
+    opening: what the generation prompt writes and a turn lacks, see `_turn`.
+  """
 
   text: str
   spans: tuple[Span, ...]
+  ends: tuple[int, ...] = ()
+  opening: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +53,14 @@ class Sample:
   Attributes:
     tokens: int32 [n].
     trained: bool [n], whether a token is a target; the first never is.
+    closing: ids of the last token of every turn, white space apart.
+    opening: see Rendered.
   """
 
   tokens: np.ndarray
   trained: np.ndarray
+  closing: tuple[int, ...] = ()
+  opening: str = ""
 
   def __len__(self):
     return len(self.tokens)
@@ -79,7 +95,12 @@ class Encoder:
     for start, stop in rendered.spans:
       trained |= (first >= start) & (end <= stop) & (end > first)
     trained[:1] = False
-    return Sample(ids, trained)
+    closing = []
+    for stop in rendered.ends:
+      while stop and rendered.text[stop - 1].isspace():
+        stop -= 1
+      closing.append(int(ids[min(np.searchsorted(end, stop), len(ids) - 1)]))
+    return Sample(ids, trained, tuple(closing), rendered.opening)
 
 
 def render(
@@ -103,29 +124,84 @@ def render(
   turns = [i for i in turns if messages[i].get("weight", 1)]
   if not turns:
     return [Rendered(template.render(messages, tools=tools), ())]
-  upto = {i: template.render(messages[: i + 1], tools=tools) for i in turns}
-  whole = upto[turns[-1]]
-  spans = {i: _turn(template, messages[: i + 1], upto[i], tools, is_special) for i in turns}
-  if all(whole.startswith(text) for text in upto.values()):
-    return [Rendered(whole, tuple(span for i in turns for span in spans[i]))]
-  return [Rendered(upto[i], spans[i]) for i in turns]
+  _check_most("messages", sum(turns) + len(turns), MOST_MESSAGES)
+  made, size = [], 0
+  for i in turns:
+    made.append(_turn(template, messages[: i + 1], tools, is_special))
+    size += len(made[-1].text)
+    _check_most("characters", size, MOST_CHARACTERS)
+  whole = made[-1]
+  if not all(whole.text.startswith(one.text) for one in made):
+    return made
+  spans, ends = (sum((getattr(one, name) for one in made), ()) for name in ("spans", "ends"))
+  opening = next((one.opening for one in made if one.opening), "")
+  return [Rendered(whole.text, spans, ends, opening)]
 
 
-def _turn(template: ChatTemplate, messages, text: str, tools, is_special) -> tuple[Span, ...]:
-  """The trained spans of the last message in `text`, the rendered messages."""
-  if template.has_generation:
-    before = template.render(messages[:-1], tools=tools)
-    start = len(os.path.commonprefix([before, text]))
-    _, spans = template.render_marked(messages, tools)
-    spans = [span for span in spans if span[0] >= start]
-    if spans and is_special(text[spans[-1][1] :]):
-      spans[-1] = (spans[-1][0], len(text.rstrip()))
-    return tuple(spans)
-  prompt = template.render(messages[:-1], add_generation_prompt=True, tools=tools)
-  if not text.startswith(prompt):
+def _check_most(what: str, number: int, most: int):
+  if number > most:
     raise UserError(
-      "the chat template does not begin the assistant's turn with its generation prompt, so that "
-      "the first trained token is unknown; set data.chat_template to a variant of it with "
-      "{% generation %} around the assistant's text"
+      f"the conversation is too long: every turn of the assistant renders those before it, "
+      f"{number:,} {what} in all, at most {most:,}; split it into shorter conversations"
     )
-  return ((len(prompt), len(text)),)
+
+
+def _turn(template: ChatTemplate, messages, tools, is_special) -> Rendered:
+  """The messages as text, with the trained spans of the last one.
+
+  Where the turn does not begin with its generation prompt ("<assistant><think>\\n", R1-Distill) but
+  shares a header with it ("<assistant>"), a message with thoughts is written as it is served: the
+  prompt, the message behind what the prompt opens, the template's end of turn. Another message is
+  trained from the header on, as rendered; `opening` says what generation would write instead.
+  """
+  if template.has_generation(tools):
+    before, earlier = template.render_marked(messages[:-1], tools)
+    text, spans = template.render_marked(messages, tools)
+    # The blocks that the last message adds; of a template that drops others, those that differ.
+    start = len(os.path.commonprefix([before, text]))
+    own = spans[len(earlier) :] or [span for span in spans if span[1] > start]
+    if own and is_special(text[own[-1][1] :]):
+      own[-1] = (own[-1][0], len(text.rstrip()))
+    return Rendered(text, tuple(own), tuple(end for _, end in own[-1:]))
+  text = template.render(messages, tools=tools)
+  prompt = template.render(messages[:-1], add_generation_prompt=True, tools=tools)
+  header, opening = len(os.path.commonprefix([prompt, text])), ""
+  if header < len(prompt):
+    tag = prompt.rfind("<", 0, header)  # two tags may have "<" in common
+    header = tag if tag > prompt.rfind(">", 0, header) else header
+    opening, before = prompt[header:], template.render(messages[:-1], tools=tools)
+    served = _served(opening, messages[-1], text[header:])
+    if served == "" or header <= len(os.path.commonprefix([before, prompt])):
+      raise UserError(
+        "the chat template does not begin the assistant's turn with its generation prompt, so that "
+        "the first trained token is unknown; set data.chat_template to a variant of it with "
+        "{% generation %} around the assistant's text"
+      )
+    if served is not None:
+      text, header, opening = prompt + served, len(prompt), ""
+  return Rendered(text, ((header, len(text)),), (len(text),), opening)
+
+
+def _served(opening: str, message: Mapping[str, Any], body: str) -> str | None:
+  """The turn after a generation prompt that opens its thoughts, as the model writes it.
+
+  Args:
+    opening: the end of the prompt that the rendered turn lacks ("<think>\\n").
+    message: the assistant's.
+    body: its text as the template renders it, without thoughts and with the end of turn.
+
+  Returns:
+    None for a message without thoughts, or a prompt that opens none; "" where `body` does not begin
+    with the message's text behind its thoughts.
+  """
+  answer, tag = (message.get("content") or "").strip(), opening.strip()
+  close, thoughts = tag.replace("<", "</", 1), message.get("reasoning_content")
+  if thoughts and close not in answer:
+    answer = f"{tag}\n{thoughts.strip()}\n{close}\n\n{answer}"
+  if not tag.startswith("<") or tag.startswith("</") or not answer.startswith(tag):
+    return None
+  visible = answer.rpartition(close)[2].strip()
+  if not visible or not body.lstrip().startswith(visible):
+    return ""
+  end = body.lstrip()[len(visible) :]
+  return answer[len(tag) :].removeprefix(opening[len(tag) :]) + end

@@ -38,8 +38,9 @@ class Index:
     length: int32 positions: tokens less one, as the last has no successor.
     trained: int32 positions whose target is trained.
     is_heldout: whether the conversation is held out.
-    counts: {"malformed", "too long", "untrained", "truncated": number}; the first of
-      conversations, the others of samples.
+    counts: {"malformed", "too long", "untrained", "truncated", "begun otherwise ...": number}; the
+      first of conversations, the others of samples.
+    closing: {id of the last token of trained turns: number of turns}.
   """
 
   source: np.ndarray
@@ -49,6 +50,21 @@ class Index:
   trained: np.ndarray
   is_heldout: np.ndarray
   counts: Mapping[str, int]
+  closing: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+  def ends(self, tokenizer: tokenize.Tokenizer) -> tuple[list[int], str]:
+    """(special tokens that close trained turns, a warning about turns that none closes, or "")."""
+    common = sorted(self.closing, key=lambda token: -self.closing[token])
+    ordinary = [token for token in common if tokenizer.decode([token])]
+    warning = ""
+    if ordinary:
+      number, total = sum(map(self.closing.__getitem__, ordinary)), sum(self.closing.values())
+      warning = (
+        f"{number:,} of {total:,} trained turns end in ordinary text, most often in "
+        f"{tokenizer.decode(ordinary[:1])!r}, and no end-of-turn token: generation will not know "
+        "where they end. Take a chat template that writes one, or set generate.stop"
+      )
+    return [token for token in common if token not in ordinary], warning
 
 
 def make_index(spec: DataConfig) -> Index:
@@ -57,7 +73,7 @@ def make_index(spec: DataConfig) -> Index:
   Raises:
     UserError: a conversation that must stop the run, with file and line.
   """
-  rows, counts = [], collections.Counter()
+  rows, counts, closing = [], collections.Counter(), collections.Counter()
   opened = _open(spec)
   total = sum(map(len, opened))
   if total > _MANY:
@@ -68,9 +84,12 @@ def make_index(spec: DataConfig) -> Index:
     data = grain.MapDataset.source(source).map(_Describe(spec))
     for j, found in enumerate(reading.read(data, spec.workers)):
       counts.update(found["counts"])
+      closing.update(found["closing"])
       rows += [(i, j, *numbers, found["is_heldout"]) for numbers in found["samples"]]
   source, record, part, length, trained, held = np.asarray(rows, np.int32).reshape(-1, 6).T
-  return Index(source, record, part, length, trained, held.astype(bool), dict(counts))
+  return Index(
+    source, record, part, length, trained, held.astype(bool), dict(counts), dict(closing)
+  )
 
 
 def _open(spec: DataConfig) -> list[sources_lib.Source]:
@@ -96,7 +115,7 @@ class _Describe:
 
   def __call__(self, record):
     spec, counts = self.spec, collections.Counter()
-    kept, made, problem = [], [], record.get("error")
+    kept, closing, made, problem = [], [], [], record.get("error")
     if problem is None:
       try:
         made = encoded(dataclasses.replace(spec, on_long=""), record)
@@ -104,7 +123,7 @@ class _Describe:
         problem = str(e)
     if problem is not None:
       self._refuse(spec.on_malformed, "data.on_malformed='skip'", record["origin"], problem)
-      return {"samples": [], "counts": {"malformed": 1}, "is_heldout": False}
+      return {"samples": [], "counts": {"malformed": 1}, "is_heldout": False, "closing": ()}
     for part, sample in enumerate(made):
       length = len(sample) - 1
       if length > spec.seq_len:
@@ -125,8 +144,12 @@ class _Describe:
         self._refuse(on_untrained, "data.on_untrained='skip'", record["origin"], problem)
         continue
       kept.append((part, length, trained))
+      if len(sample) - 1 == length:
+        closing += sample.closing
+      if sample.opening:
+        counts[f"begun otherwise than the generation prompt, without {sample.opening!r}"] += 1
     held = tokenize.is_held_out(record, spec.heldout)
-    return {"samples": kept, "counts": dict(counts), "is_heldout": held}
+    return {"samples": kept, "counts": dict(counts), "is_heldout": held, "closing": closing}
 
   def _refuse(self, policy: str, remedy: str, origin: str, problem: str):
     if policy == "error":

@@ -4,24 +4,29 @@ The environment is that of Hugging Face transformers (utils/chat_template_utils.
 immutable sandbox, trim_blocks and lstrip_blocks, loop controls, `{% generation %}`, a `tojson` that
 escapes neither HTML nor Unicode, `raise_exception` and `strftime_now`. The date of the latter is a
 setting here, so that the same data give the same text on every day.
+
+A rendering is bounded, as a template is a program that came with a model: MOST_CHARACTERS of text
+(counted as `generate` streams it) and of every value that an expression computes, MOST_STEPS of
+loops and calls (sandbox.py).
 """
 
 import dataclasses
 import datetime
 import functools
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8jax import hub
+from fp8jax.data.chat import sandbox
 from fp8jax.errors import UserError, one_line, read_json
 
 # Characters of a private plane around the text of a `{% generation %}` block.
 MARKS = ("\U000f0f00", "\U000f0f01")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_CONFIG, _FILE = "tokenizer_config.json", "chat_template.jinja"
+CONFIG, FILE, FOLDER = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
+_SPECIAL = "special_tokens_map.json"
 _REMEDY = "set data.chat_template to a .jinja file; the model's instruction-tuned version has one"
 
 
@@ -33,19 +38,23 @@ class ChatTemplate:
     text: jinja source.
     special_tokens: {"bos_token": "<s>", ...}, variables of the template.
     date: of `strftime_now`, as YYYY-MM-DD; "" refuses to render a template that calls it.
+    tool_use: jinja source for conversations with tools; "" takes `text`, as transformers does.
+    origin: the files that were chosen among several, in words; "" where there was one.
   """
 
   text: str
   special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
   date: str = ""
+  tool_use: str = ""
+  origin: str = ""
 
   @classmethod
   def load(cls, folder: str, template: str = "", date: str = "") -> "ChatTemplate":
-    """The template of a tokenizer's folder.
+    """The template of a tokenizer's folder, chosen among several as transformers does.
 
     Args:
       folder: with tokenizer_config.json, or a file in it, or an id of the Hugging Face hub.
-      template: a .jinja file instead of the folder's own chat_template.jinja or "chat_template".
+      template: a .jinja file instead of the folder's own.
       date: see the class.
 
     Raises:
@@ -53,33 +62,42 @@ class ChatTemplate:
     """
     folder = hub.local(folder)
     folder = os.path.dirname(folder) if os.path.isfile(folder) else folder
-    path = os.path.join(folder, _CONFIG)
+    path = os.path.join(folder, CONFIG)
     config = read_json(path, "fetch it again") if os.path.exists(path) else {}
-    tokens = {
-      key: value["content"] if isinstance(value, dict) else value
-      for key, value in config.items()
-      if key.endswith("_token") and isinstance(value, (dict, str))
-    }
-    made = cls(_source(folder, config, template), tokens, date)
+    if template:
+      named, origin = {"default": _read(template, f"data.chat_template={template!r}")}, ""
+    else:
+      named, origin = templates(folder, config)
+    tool_use = named.get("tool_use", "")
+    made = cls(named["default"], _special_tokens(folder, config), date, tool_use, origin)
     made.check()
     return made
 
   def check(self):
-    """Compiles the template.
+    """Compiles the templates.
 
     Raises:
-      UserError: it is no jinja, or needs a date.
+      UserError: one is no jinja, needs a date or reads no messages.
     """
-    _ = self._plain
+    import jinja2.meta
+
     if date := self.date:
       _parsed(date)
-    if "strftime_now" in self.text and not date:
-      raise UserError(_NO_DATE)
+    for text in filter(None, (self.text, self.tool_use)):
+      parsed = _compile(text, date, ("", "")).environment.parse(text)
+      if "messages" not in jinja2.meta.find_undeclared_variables(parsed):
+        raise UserError(
+          f"the chat template reads no `messages`: every conversation would be one text; {_REMEDY}"
+        )
+      if "strftime_now" in text and not date:
+        raise UserError(_NO_DATE)
 
-  @property
-  def has_generation(self) -> bool:
+  def has_generation(self, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
     """Whether the template says itself which text the assistant generates."""
-    return bool(_GENERATION.search(self.text))
+    return bool(_GENERATION.search(self._chosen(tools)))
+
+  def _chosen(self, tools) -> str:
+    return self.tool_use if tools is not None and self.tool_use else self.text
 
   def render(
     self,
@@ -97,7 +115,7 @@ class ChatTemplate:
     Raises:
       UserError: the template refuses these messages.
     """
-    return self._run(self._plain, messages, add_generation_prompt, tools)
+    return self._run(("", ""), messages, add_generation_prompt, tools)
 
   def render_marked(
     self,
@@ -109,8 +127,7 @@ class ChatTemplate:
     Raises:
       UserError: the template refuses these messages, or moves or cuts its generated text.
     """
-    marked = self._run(self._marked, messages, False, tools)
-    text, spans = _without_marks(marked)
+    text, spans = _without_marks(self._run(MARKS, messages, False, tools))
     if text != self.render(messages, tools=tools):
       raise UserError(
         "the chat template computes with the text of its {% generation %} block, so that the "
@@ -118,9 +135,10 @@ class ChatTemplate:
       )
     return text, spans
 
-  def _run(self, template, messages, add_generation_prompt: bool, tools) -> str:
+  def _run(self, marks: tuple[str, str], messages, add_generation_prompt: bool, tools) -> str:
     try:
-      return template.render(
+      return sandbox.render(
+        _compile(self._chosen(tools), self.date, marks),
         messages=messages,
         tools=tools,
         documents=None,
@@ -131,24 +149,9 @@ class ChatTemplate:
       raise
     except Exception as e:  # jinja's, and whatever an expression of the template raises
       raise UserError(
-        f"the chat template refuses the conversation: {one_line(e)}. Change the conversation, or "
-        "set data.chat_template to another template"
+        f"the chat template refuses the conversation: {one_line(e) or type(e).__name__}. Change "
+        "the conversation, or set data.chat_template to another template"
       ) from e
-
-  @functools.cached_property
-  def _plain(self):
-    return _compile(self.text, self.date, ("", ""))
-
-  @functools.cached_property
-  def _marked(self):
-    return _compile(self.text, self.date, MARKS)
-
-  def __getstate__(self):
-    # Compiled templates do not travel to worker processes.
-    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-
-  def __setstate__(self, state):
-    self.__dict__.update(state)
 
 
 _NO_DATE = (
@@ -157,24 +160,85 @@ _NO_DATE = (
 )
 
 
-def _source(folder: str, config: Mapping[str, Any], template: str) -> str:
-  """The jinja text: the named file's, chat_template.jinja's, or tokenizer_config.json's."""
-  path = os.path.expanduser(template) or os.path.join(folder, _FILE)
-  if template and not os.path.isfile(path):
-    raise FileNotFoundError(f"data.chat_template={template!r} does not exist; name a .jinja file")
-  if os.path.isfile(path):
-    with open(path, encoding="utf-8") as f:
-      return f.read()
-  text = config.get("chat_template")
-  if isinstance(text, list):  # several, by name
-    named = {t.get("name"): t.get("template") for t in text if isinstance(t, dict)}
-    text = named.get("default")
-  if not isinstance(text, str) or not text:
+def templates(folder: str, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+  """({name: jinja text} of a tokenizer's folder, ChatTemplate.origin).
+
+  As in transformers files come before tokenizer_config.json, and hide all that it has.
+
+  Args:
+    folder: of the tokenizer.
+    config: its tokenizer_config.json.
+
+  Raises:
+    UserError: there is no template, none is named "default", or one is empty or no text.
+  """
+  more, own = os.path.join(folder, FOLDER), os.path.join(folder, FILE)
+  names = sorted(os.listdir(more)) if os.path.isdir(more) else []
+  paths = {n.removesuffix(".jinja"): os.path.join(more, n) for n in names if n.endswith(".jinja")}
+  paths |= {"default": own} if os.path.exists(own) else {}
+  stated = config.get("chat_template")
+  of_config: dict[str, Any] = {} if stated is None else {"default": stated}
+  if isinstance(stated, list):  # several, by name
+    of_config = {str(t.get("name")): t.get("template") for t in stated if isinstance(t, dict)}
+  named: dict[str, Any] = {name: _read(path, path) for name, path in paths.items()} or of_config
+  if not named:
     raise UserError(
-      f"the tokenizer {folder!r} has no chat template (neither {_FILE} nor 'chat_template' in "
-      f"{_CONFIG}); {_REMEDY}"
+      f"the tokenizer {folder!r} has no chat template (neither {FILE} nor 'chat_template' in "
+      f"{CONFIG}); {_REMEDY}"
     )
+  for name, text in named.items():
+    if not isinstance(text, str) or not text.strip():
+      shown = "empty" if isinstance(text, str) else f"of type {type(text).__name__}"
+      raise UserError(f"the chat template {name!r} of {folder!r} is {shown}; {_REMEDY}")
+  if "default" not in named:
+    raise UserError(
+      f"the tokenizer {folder!r} has the chat templates {', '.join(map(repr, sorted(named)))} and "
+      "none named 'default'; set data.chat_template to a .jinja file with the one to take"
+    )
+  rows = "rows with tools take 'tool_use', others" if "tool_use" in named else "all rows take"
+  names = ", ".join(map(repr, sorted(named)))
+  parts = [f"of the chat templates {names} {rows} 'default'"] * (len(named) > 1)
+  if paths and of_config and named != of_config:
+    parts.append(f"the files hide another 'chat_template' in {CONFIG}, as in transformers")
+  return named, "; ".join(parts)
+
+
+def _read(path: str, where: str) -> str:
+  path = os.path.expanduser(path)
+  if os.path.isdir(path):
+    raise UserError(f"{where} is a folder; name a .jinja file in it")
+  if not os.path.exists(path):
+    raise FileNotFoundError(f"{where} does not exist; name a .jinja file")
+  try:
+    with open(path, encoding="utf-8") as f:
+      text = f.read()
+  except UnicodeDecodeError as e:
+    raise UserError(f"{where} is no UTF-8 text ({one_line(e)}); name a .jinja file") from e
+  if not text.strip():
+    raise UserError(f"{where} is empty; {_REMEDY}")
   return text
+
+
+def _special_tokens(folder: str, config: Mapping[str, Any]) -> dict[str, str]:
+  """{"bos_token": "<s>", ...} of a tokenizer's files, as transformers gives them to templates.
+
+  special_tokens_map.json counts, and comes first, where tokenizer_config.json has no
+  "added_tokens_decoder"; names of a model's own stand in "extra_special_tokens".
+  """
+  path, files = os.path.join(folder, _SPECIAL), {CONFIG: config}
+  if "added_tokens_decoder" not in config and os.path.exists(path):
+    files[_SPECIAL] = read_json(path, "fetch it again")
+  tokens = {}
+  for name, values in files.items():
+    extra = values.get("extra_special_tokens")
+    named = {k: v for k, v in values.items() if k.endswith("_token")}
+    for key, value in {**named, **(extra if isinstance(extra, dict) else {})}.items():
+      text = value.get("content") if isinstance(value, dict) else value
+      if isinstance(text, str):
+        tokens[key] = text
+      elif isinstance(value, dict):
+        raise UserError(f"{os.path.join(folder, name)}: {key} is {value!r}, which has no 'content'")
+  return tokens
 
 
 def _parsed(date: str) -> datetime.datetime:
@@ -200,89 +264,21 @@ def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
 def _compile(text: str, date: str, marks: tuple[str, str]):
   """A jinja template whose generation blocks stand between two marks."""
   import jinja2  # extra `sft`
-  import jinja2.ext
-  import jinja2.sandbox
-
-  def raise_exception(message):
-    raise jinja2.TemplateError(message)
-
-  def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    return json.dumps(
-      x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
   def strftime_now(form):
     if not date:
       raise UserError(_NO_DATE)
     return _parsed(date).strftime(form)
 
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[_generation(marks), jinja2.ext.loopcontrols]
-  )
-  environment.filters["tojson"] = tojson
-  environment.globals.update(
-    raise_exception=raise_exception, strftime_now=strftime_now, **_containers()
-  )
+  environment = sandbox.environment(marks)
+  environment.globals["strftime_now"] = strftime_now
   try:
     return environment.from_string(text)
   except jinja2.TemplateSyntaxError as e:
     raise UserError(
       f"the chat template is no jinja: line {e.lineno}: {one_line(e)}; {_REMEDY}"
     ) from e
-
-
-def _generation(marks: tuple[str, str]):
-  """The extension for `{% generation %}...{% endgeneration %}`."""
-  import jinja2.ext
-  import jinja2.nodes
-
-  class Generation(jinja2.ext.Extension):
-    """Puts marks around a block."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-      line = next(parser.stream).lineno
-      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-      call = self.call_method("_between_marks")
-      return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _between_marks(self, caller):
-      return marks[0] + caller() + marks[1]
-
-  return Generation
-
-
-def _containers() -> dict[str, Any]:
-  """`dict` and `namespace` for templates, without a way to Python's internals."""
-  import jinja2
-  import jinja2.utils
-
-  class Dict:
-    """`dict` without the attributes of the class."""
-
-    def __call__(self, *args, **kwargs):
-      return dict(*args, **kwargs)
-
-    def fromkeys(self, *args, **kwargs):
-      return dict.fromkeys(*args, **kwargs)
-
-  class Namespace(jinja2.utils.Namespace):
-    """`namespace` that refuses the names of Python's internals."""
-
-    def __init__(*args, **kwargs):
-      self, args = args[0], args[1:]
-      for name in dict(*args, **kwargs):
-        Namespace.check(name)
-      jinja2.utils.Namespace.__init__(self, *args, **kwargs)
-
-    def __setitem__(self, name, value):
-      Namespace.check(name)
-      super().__setitem__(name, value)
-
-    @staticmethod
-    def check(name):
-      if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.TemplateError(f"a namespace cannot have the attribute {name!r}")
-
-  return {"dict": Dict(), "namespace": Namespace}
+  except (RecursionError, SyntaxError, MemoryError) as e:  # of Python, which it is compiled to
+    raise UserError(
+      f"the chat template nests its blocks too deeply for Python ({type(e).__name__}); {_REMEDY}"
+    ) from e
