@@ -72,10 +72,11 @@ def test_a_line_of_prompts_that_is_none_is_named(tmp_path):
   good = '{"prompt": "a"}\n\n'
   for line, message in (
     ("{", "p.jsonl, line 3 is not JSON"),
-    ("[]", "line 3 must be an object with either 'prompt' or 'messages'"),
+    ("[]", "line 3 is not JSON of one object: it begins a JSON array"),
+    ("{}", "line 3 must be an object with either 'prompt' or 'messages'"),
     ('{"prompt": "a", "messages": []}', "line 3 must be an object with either"),
     ('{"prompt": ""}', "line 3: prompt is '', expected a text"),
-    ('{"messages": "hi"}', "line 3: messages is 'hi', expected a list of messages"),
+    ('{"messages": "hi"}', "line 3: field 'messages' is no list of messages"),
   ):
     with pytest.raises(UserError, match=message):
       _read(tmp_path, good + line)
