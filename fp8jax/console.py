@@ -1,6 +1,7 @@
 """Where the launcher prints, and its tables."""
 
 import os
+import re
 import sys
 from typing import IO, cast
 
@@ -8,6 +9,15 @@ import jax
 import rich.console
 import rich.progress
 import rich.table
+
+# C0 but for tabs and line ends, DEL, C1, and marks that turn the direction of text.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+  """Text of others, e.g. a file's name, with what a terminal would obey or refuse as escapes."""
+  encodable = text.encode("utf-8", "backslashreplace").decode()  # names that are no UTF-8
+  return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], encodable)
 
 
 def console(stderr: bool = False) -> rich.console.Console:

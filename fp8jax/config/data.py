@@ -107,6 +107,8 @@ def _open(source: dict[str, Any]) -> bool:
   opened.files()
   if source["kind"] in ("parquet", "tfds", "datasets"):
     len(opened)  # reads footers, finds the split
+  if isinstance(opened, sources.JsonLines):
+    opened.check()
   return True
 
 

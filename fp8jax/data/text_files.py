@@ -12,7 +12,7 @@ from typing import Any
 from fp8jax.errors import UserError
 
 BOM = "\ufeff"
-_ARRAY = (
+ARRAY = (
   "it begins a JSON array, expected one object per line; write the elements as lines (jq -c '.[]' "
   "FILE > FILE.jsonl)"
 )
@@ -79,7 +79,7 @@ def parsed(line: str) -> Any:
   """
   line = line.removeprefix(BOM).strip()
   if line.startswith("["):
-    raise ValueError(_ARRAY)
+    raise ValueError(ARRAY)
   try:
     return json.loads(line)
   except json.JSONDecodeError as e:

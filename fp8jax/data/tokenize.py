@@ -24,6 +24,12 @@ class MalformedDocument(UserError):
   """A document that the config says must stop the run."""
 
 
+def refuse(policy: str, remedy: str, origin: str, problem: str):
+  """Raises MalformedDocument by the policy "error"; `remedy` is the key and value of another."""
+  if policy == "error":
+    raise MalformedDocument(f"{origin}: {problem}. Fix it, or set {remedy}, which is counted")
+
+
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
   """Text -> token ids, ending with one end-of-document id.
@@ -245,7 +251,7 @@ class Tokenize:
   def __call__(self, record):
     nothing = np.zeros((0,), np.int32)
     if "error" in record:
-      self._refuse(self.on_malformed, "data.on_malformed", record["origin"], record["error"])
+      refuse(self.on_malformed, "data.on_malformed='skip'", record["origin"], record["error"])
       return {"tokens": nothing, "status": "malformed"}
     if "tokens" in record:
       tokens = record["tokens"]  # prepared: encoded and split already
@@ -255,12 +261,6 @@ class Tokenize:
       tokens = self.tokenizer.encode(record["text"])
     if len(tokens) > self.window and self.on_long != "split":
       what = f"{len(tokens)} tokens do not fit a window of {self.window}"
-      self._refuse(self.on_long, "data.on_long", record["origin"], what)
+      refuse(self.on_long, "data.on_long='skip'", record["origin"], what)
       return {"tokens": nothing, "status": "too long"}
     return {"tokens": tokens, "status": "used"}
-
-  def _refuse(self, policy: str, key: str, origin: str, what: str):
-    if policy == "error":
-      raise MalformedDocument(
-        f"{origin}: {what}. Fix it, or set {key}='skip' to pass over such documents and count them"
-      )

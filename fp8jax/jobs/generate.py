@@ -169,6 +169,8 @@ class Stream:
 
   def __init__(self, out: IO[str], texts: list[str], num_prompts: int, num_samples: int):
     self._out, self._texts = out, texts
+    # A terminal would obey the control characters of a text; a file has it as it is.
+    self._shown = console_lib.visible if out.isatty() else str
     self._order = [(i, n) for i in range(num_prompts) for n in range(num_samples)]
     self._waiting: dict[tuple[int, int], str] = collections.defaultdict(str)
     self._finished: set[tuple[int, int]] = set()
@@ -191,7 +193,7 @@ class Stream:
   def _advance(self):
     while self._current < len(self._order):
       key = self._order[self._current]
-      self._out.write(self._waiting.pop(key, ""))
+      self._out.write(self._shown(self._waiting.pop(key, "")))
       if key not in self._finished:
         break
       self._current += 1
@@ -201,4 +203,4 @@ class Stream:
 
   def _begin(self):
     if self._current < len(self._order):
-      self._out.write(self._texts[self._order[self._current][0]])
+      self._out.write(self._shown(self._texts[self._order[self._current][0]]))

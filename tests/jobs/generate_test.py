@@ -100,6 +100,26 @@ def test_streamed_completions_come_in_order_and_the_first_as_it_grows():
   assert seen[5] == "A:pq\n---\nA:xy\n---\nB:r\n---\nB:s"
 
 
+class _Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+@pytest.mark.parametrize(
+  "out, shown", [(_Terminal(), "\\x1b[2J:\\x1b]0;q\n"), (io.StringIO(), "\x1b[2J:\x1b]0;q\n")]
+)
+def test_a_terminal_shows_control_characters_and_a_file_keeps_them(out, shown):
+  stream = generate.Stream(out, ["\x1b[2J:"], 1, 1)
+  stream.add(0, 0, "\x1b]0;q", Completion((1,), "", "length"))
+  assert out.getvalue() == shown
+
+
+def test_prompts_of_standard_input_are_text():
+  stdin = io.TextIOWrapper(io.BytesIO(b"a\n\xff\n"), "utf-8")
+  with pytest.raises(UserError, match="standard input, line 2: bad UTF-8 at byte 0"):
+    generate.read_prompts("", stdin)
+
+
 def test_all_that_is_wrong_with_the_section_is_said_at_once(tmp_path):
   c = base.get_config()
   (tmp_path / "out").write_text("")
