@@ -55,43 +55,30 @@ def json_lines(path: str, remedy: str = "name a file of JSON lines") -> list[tup
   numbered = (
     (f"{path}, line {i}", line) for i, line in enumerate(read(path, remedy).split("\n"), 1)
   )
-  return [(where, json_object(line, where)) for where, line in numbered if line.strip()]
+  return [(where, _object(line, where)) for where, line in numbered if line.strip()]
 
 
-def json_object(line: str, where: str) -> dict[str, Any]:
-  """The object in a line of JSON lines."""
+def _object(line: str, where: str) -> dict[str, Any]:
   try:
     value = parsed(line)
+    if _ESCAPED_SURROGATE.search(line):
+      json.dumps(value, ensure_ascii=False).encode()
+  except UnicodeEncodeError as e:
+    raise UserError(f"{where} has a lone surrogate; correct the line, or delete it") from e
   except ValueError as e:
     raise UserError(f"{where} is not JSON of one object: {e}; correct the file") from e
   if not isinstance(value, dict):
     raise UserError(f"{where} is {type(value).__name__}, expected a JSON object")
-  if _ESCAPED_SURROGATE.search(line) and not is_unicode(value):
-    raise UserError(f"{where} has a lone surrogate; correct the line, or delete it")
   return value
 
 
 def parsed(line: str) -> Any:
-  """The value in a line of JSON lines.
-
-  Raises:
-    ValueError: it is no JSON, or begins a list; says so, not where.
-  """
+  """The value in a line of JSON lines; ValueError says what is wrong with it, not where."""
   line = line.removeprefix(BOM).strip()
   if line.startswith("["):
     raise ValueError(ARRAY)
   try:
     return json.loads(line)
-  except json.JSONDecodeError as e:
-    raise ValueError(f"broken JSON ({e.msg} at column {e.colno})") from e
-  except (ValueError, RecursionError) as e:  # a number or a nesting beyond Python's limits
-    raise ValueError(f"broken JSON ({e})") from e
-
-
-def is_unicode(value: Any) -> bool:
-  """Whether no text in a JSON value has half of a surrogate pair."""
-  try:
-    json.dumps(value, ensure_ascii=False).encode("utf-8")
-  except UnicodeEncodeError:
-    return False
-  return True
+  except (ValueError, RecursionError) as e:  # also a number or a nesting beyond Python's limits
+    reason = f"{e.msg} at column {e.colno}" if isinstance(e, json.JSONDecodeError) else e
+    raise ValueError(f"broken JSON ({reason})") from e

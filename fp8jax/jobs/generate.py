@@ -76,10 +76,11 @@ def read_prompts(path: str, stdin: IO[str] | None = None) -> list[dict[str, Any]
   Raises:
     UserError: a line is no such record, or there is no prompt; with its number.
   """
+  remedy = "set generate.prompts to a file of prompts"
   if path.endswith(".jsonl"):
-    found = [_record(row, where) for where, row in text_files.json_lines(path, _REMEDY)]
+    found = [_record(row, where) for where, row in text_files.json_lines(path, remedy)]
   else:
-    text = text_files.read(path, _REMEDY) if path else _standard_input(stdin or sys.stdin)
+    text = text_files.read(path, remedy) if path else _standard_input(stdin or sys.stdin)
     found = [{"prompt": line} for line in text.split("\n") if line.strip()]
   if not found:
     raise UserError(
@@ -87,9 +88,6 @@ def read_prompts(path: str, stdin: IO[str] | None = None) -> list[dict[str, Any]
       "or 'messages' in a file that ends in .jsonl"
     )
   return found
-
-
-_REMEDY = "set generate.prompts to a file of prompts"
 
 
 def _standard_input(stdin: IO[str]) -> str:
