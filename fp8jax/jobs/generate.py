@@ -93,7 +93,8 @@ def read_prompts(path: str, stdin: IO[str] | None = None) -> list[dict[str, Any]
 def _standard_input(stdin: IO[str]) -> str:
   if stdin.isatty():
     print("a prompt per line; Ctrl-D ends them", file=sys.stderr)
-  data = stdin.buffer.read() if hasattr(stdin, "buffer") else stdin.read().encode()
+  stored = getattr(stdin, "buffer", None)
+  data = stored.read() if stored else stdin.read().encode()
   return text_files.decoded(data, "standard input")
 
 

@@ -126,10 +126,11 @@ def _read(row: Any, format: str, names: tuple[str, ...]):
   return turns, tools or None
 
 
-def _expect(where: str, value: Any, kind: Any, expected: str):
+def _expect(where: str, value: Any, kind: Any, expected: str) -> Any:
   if not isinstance(value, kind):
     name = "null" if value is None else type(value).__name__
     raise _Malformed(f"{where} is {name}, expected {expected}")
+  return value
 
 
 def _side(value: Any, role: str) -> list[Any]:
@@ -242,8 +243,7 @@ def _content(where: str, content: Any, role: str) -> str:
     content = "".join(_part(where, part) for part in content) if content else None
   if content is None and role == "assistant":
     return ""  # beside its tool calls
-  _expect(f"{where}: content", content, str, "a string")
-  return content
+  return _expect(f"{where}: content", content, str, "a string")
 
 
 def _part(where: str, part: Any) -> str:
@@ -253,5 +253,4 @@ def _part(where: str, part: Any) -> str:
   if kind != "text" or part.keys() - {"type", "text"}:
     other = kind if kind != "text" else ", ".join(sorted(map(str, part.keys() - {"type", "text"})))
     raise _Malformed(f"{where} has parts of type {other}; only text is trained on")
-  _expect(f"{where}: text of a part", part.get("text"), str, "a string")
-  return part["text"]
+  return _expect(f"{where}: text of a part", part.get("text"), str, "a string")
