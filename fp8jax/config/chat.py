@@ -8,6 +8,9 @@ from fp8jax.data.chat import samples
 from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.errors import ConfigErrors, UserError
 
+# Steps are counted in int32.
+_MOST_STEPS = 2**31 - 1
+
 
 def _formats(c: Any) -> dict[str, str]:
   """{name: format of its conversations, or ""} of the sources that are mappings."""
@@ -58,6 +61,12 @@ def read(c: Any, tokenizer: str, problems: ConfigErrors) -> data_config.ChatConf
     f"data.samples_per_step={d.samples_per_step} with conversations; set the samples of an "
     "optimizer step (InfiR2: 64), which global_batch windows must hold",
   )
+  positions = c.global_batch * c.seq_len
+  problems.check(
+    d.samples_per_step <= positions,
+    f"data.samples_per_step={d.samples_per_step} are more than the {positions} positions of a step "
+    "(global_batch x seq_len), and a sample has one at least; lower it",
+  )
   problems.check(
     not d.cross_document,
     "data.cross_document=True with conversations, which would attend to each other; set it to "
@@ -99,5 +108,9 @@ def _steps_of_epochs(epochs: float, data: data_config.DataConfig) -> int:
     raise UserError(
       f"data.epochs={epochs} of {count} samples are less than one step of data.samples_per_step="
       f"{per_step}; lower it, or give more data"
+    )
+  if found > _MOST_STEPS:
+    raise UserError(
+      f"data.epochs={epochs} of {count} samples are {found} steps, at most {_MOST_STEPS}; lower it"
     )
   return found

@@ -25,7 +25,8 @@ def spec(c: Any, vocab_size: int | None, problems: ConfigErrors) -> data_config.
     0 <= c.data.heldout_fraction < 1,
     f"data.heldout_fraction={c.data.heldout_fraction} must be in [0, 1)",
   )
-  tokenizer = tokenize.Tokenizer(c.data.tokenizer or c.init.hf or tokenize.BYTES, c.data.eos)
+  path = c.data.tokenizer or c.init.hf or tokenize.BYTES
+  tokenizer = tokenize.Tokenizer(path, c.data.eos, c.data.bos)
   # A folder that is not there is init.hf's problem.
   if c.data.tokenizer or not c.init.hf or os.path.isdir(hub.local(c.init.hf)):
     _check_tokenizer(tokenizer, vocab_size, problems)
@@ -102,6 +103,8 @@ def _open(source: dict[str, Any]) -> bool:
   opened.files()
   if source["kind"] in ("parquet", "tfds", "datasets"):
     len(opened)  # reads footers, finds the split
+  if isinstance(opened, sources.JsonLines):
+    opened.check()
   return True
 
 
@@ -117,8 +120,9 @@ def _check_prepared(source: dict[str, Any], tokenizer: tokenize.Tokenizer, heldo
   index = sources.Prepared(source["path"], "train").index
   if index["tokenizer"] != tokenizer.fingerprint:
     raise UserError(
-      f"{source['path']} was prepared with another tokenizer (fingerprint {index['tokenizer']}, "
-      f"data.tokenizer has {tokenizer.fingerprint}); prepare it again with --job=prepare"
+      f"{source['path']} was prepared with another tokenizer or data.bos (fingerprint "
+      f"{index['tokenizer']}, data.tokenizer with data.bos={tokenizer.bos!r} has "
+      f"{tokenizer.fingerprint}); prepare it again with --job=prepare"
     )
   if index["heldout"] != heldout:
     raise UserError(

@@ -1,5 +1,6 @@
 """--job=prepare: tokenize once, into ArrayRecord files that training reads back at full speed."""
 
+import contextlib
 import json
 import os
 from typing import Any
@@ -12,7 +13,7 @@ from fp8jax import console as console_lib
 from fp8jax.data import config as data_config
 from fp8jax.data import encode, loader, streams
 from fp8jax.data import sources as sources_lib
-from fp8jax.errors import UserError, read_json
+from fp8jax.errors import UserError, one_line, read_json
 
 SPLITS = ("train", "heldout")
 
@@ -65,8 +66,9 @@ def _one(
       out.print(f"{folder} is up to date")
       return index
     os.remove(index_path)
-  os.makedirs(folder, exist_ok=True)
-  written = _Written(folder, {**wanted, "shard_tokens": shard_tokens}, shard_tokens)
+  with _writing_to(folder):
+    os.makedirs(folder, exist_ok=True)
+    written = _Written(folder, {**wanted, "shard_tokens": shard_tokens}, shard_tokens)
   if written.read:
     out.print(f"{folder}: goes on after {written.read:,} documents")
   encoder = encode.Encoder(
@@ -83,15 +85,31 @@ def _one(
   with rich.progress.Progress(*columns, console=out, disable=not out.is_terminal) as progress:
     bar = progress.add_task(console_lib.visible(name), total=total, completed=written.read)
     for chunk in encode.encoded(encoder, source, written.read, processes, nbytes):
-      written.write(chunk)
+      with _writing_to(folder):
+        written.write(chunk)
       progress.update(bar, completed=written.read)
-  splits = written.close()
-  index = {**wanted, "passed_over": written.counts.summary(), "splits": splits}
-  _write_json(index_path, index)
+  with _writing_to(folder):
+    splits = written.close()
+    index = {**wanted, "passed_over": written.counts.summary(), "splits": splits}
+    _write_json(index_path, index)
   written.forget()
   for split, info in splits.items():
     out.print(f"{folder} {split}: {info['documents']:,} documents, {info['tokens']:,} tokens")
   return index
+
+
+@contextlib.contextmanager
+def _writing_to(folder: str):
+  """Names the folder of a failed write; array_record raises RuntimeError for a full disk."""
+  try:
+    yield
+  except UserError:
+    raise
+  except (OSError, RuntimeError) as e:
+    raise UserError(
+      f"{folder} cannot be written: {one_line(e)}; make room, or set prepare.path to another disk. "
+      "The same command goes on after the last whole file"
+    ) from e
 
 
 class _Written:

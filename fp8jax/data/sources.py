@@ -8,14 +8,13 @@ what that means (see tokenize.py). Origins name file and line.
 import dataclasses
 import functools
 import glob
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
-from fp8jax.data import streams
+from fp8jax.data import streams, text_files
 from fp8jax.data.chat import conversation
 from fp8jax.data.hf_datasets import HfDataset
 from fp8jax.data.pretokenized import Prepared
@@ -63,17 +62,29 @@ def open_source(
   if kind == "pydoc":
     return PydocTopics()
   if kind == "tfds":
+    if not spec["dataset"]:
+      raise UserError("dataset is empty; set it to the name of a tfds set, name[/config][:version]")
     return Tfds(spec["dataset"], spec["split"], spec["path"], spec["field"])
   if kind == "prepared":
     return Prepared(spec["path"], split, vocab_size)
   if kind == "datasets":
+    if not spec["path"] and not spec["dataset"]:
+      raise UserError(
+        "path and dataset are empty; set path to a folder that Dataset.save_to_disk wrote, or "
+        "dataset to a name"
+      )
     return HfDataset(spec["path"], spec["dataset"], spec["split"], rows)
   paths = find_files(spec["path"])
   if kind == "text":
     return TextFiles(paths)
   if kind == "jsonl":
-    is_stream = any(streams.is_remote(p) or streams.is_compressed(p) for p in paths)
-    return (JsonLinesStream if is_stream else JsonLines)(paths, rows)
+    streamed = [p for p in paths if streams.is_remote(p) or streams.is_compressed(p)]
+    if streamed and rows.chat:
+      raise UserError(
+        f"{streamed[0]}: conversations are read from the files themselves, in shuffled order; "
+        "copy them to disk and decompress them"
+      )
+    return (JsonLinesStream if streamed else JsonLines)(paths, rows)
   if kind == "parquet":
     if remote := [p for p in paths if streams.is_remote(p)]:
       raise UserError(f"{remote[0]}: Parquet files are read from disk; copy them")
@@ -199,6 +210,13 @@ class JsonLines:
   def _ends(self) -> np.ndarray:
     return np.cumsum([len(o) - 1 for o in self._offsets])
 
+  def check(self):
+    """Refuses a JSON array, whose lines would be malformed one by one."""
+    for path in self.paths:
+      with open(path, "rb") as f:
+        if f.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+          raise UserError(f"{path}: {text_files.ARRAY}")
+
   def __len__(self):
     return int(self._ends[-1])
 
@@ -251,11 +269,9 @@ def json_line(line: bytes, rows: Rows, origin: str) -> Record:
   if "error" in record:
     return record
   try:
-    value = json.loads(record["text"])
-  except json.JSONDecodeError as e:
-    return {"error": f"broken JSON ({e.msg} at column {e.colno})", "origin": origin}
-  except (ValueError, RecursionError) as e:  # a number or a nesting beyond Python's limits
-    return {"error": f"broken JSON ({e})", "origin": origin}
+    value = text_files.parsed(record["text"])
+  except ValueError as e:
+    return {"error": str(e), "origin": origin}
   return rows(value, origin)
 
 
@@ -391,7 +407,7 @@ def _decoded(data: bytes, origin: str) -> Record:
   if not data.strip():
     return {"error": "empty document", "origin": origin}
   try:
-    return {"text": data.decode("utf-8"), "origin": origin}
+    return {"text": data.decode("utf-8").removeprefix(text_files.BOM), "origin": origin}
   except UnicodeDecodeError as e:
     return {"error": f"bad UTF-8 at byte {e.start}", "origin": origin}
 

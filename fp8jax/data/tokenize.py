@@ -12,6 +12,7 @@ from fp8jax import hub
 from fp8jax.errors import UserError, read_json
 
 POLICIES = ("error", "skip")
+BOS = ("auto", "none")
 LONG_POLICIES = ("split", "error", "skip")
 
 # The built-in tokenizer: UTF-8 bytes, then one id for the end of a document.
@@ -23,26 +24,72 @@ class MalformedDocument(UserError):
   """A document that the config says must stop the run."""
 
 
+def refuse(policy: str, remedy: str, origin: str, problem: str):
+  """Raises MalformedDocument by the policy "error"; `remedy` is the key and value of another."""
+  if policy == "error":
+    raise MalformedDocument(f"{origin}: {problem}. Fix it, or set {remedy}, which is counted")
+
+
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
   """Text -> token ids, ending with one end-of-document id.
 
+  A tokenizer.json carries state beside its vocabulary. All that says which ids a text has is
+  obeyed: the model's options, the normalizer, the pre-tokenizer, the added tokens with their flags
+  (normalized, lstrip, rstrip, single_word), and the tokens that the post-processor writes before a
+  text. Special tokens in a text are recognised (encode_special_tokens, which no file stores).
+  `truncation` and `padding` are ignored, as in transformers: the last caller of the library left
+  them, and they cut and fill documents. Dropout of BPE is refused: it draws the ids.
+
   Attributes:
     path: "bytes", a tokenizer.json, or a folder that holds one. Each worker loads its own.
     eos: the token that ends a document; "" takes the folder's own eos_token.
+    bos: "auto" begins documents and prompts as the tokenizer begins a text (Llama 3:
+      <|begin_of_text|>), once; "none" leaves that out.
   """
 
   path: str
   eos: str = ""
+  bos: str = "auto"
 
   @functools.cached_property
-  def _tokenizer(self):
+  def _loaded(self) -> tuple[Any, bool]:
+    """(the library's tokenizer, whether its file would have cut or padded texts)."""
     import tokenizers  # extra `hf`
 
     try:
-      return tokenizers.Tokenizer.from_file(self.file)
+      loaded = tokenizers.Tokenizer.from_file(self.file)
     except Exception as e:  # the library raises nothing narrower
       raise UserError(f"{self.file} is not a tokenizer.json: {e}") from e
+    if dropout := getattr(loaded.model, "dropout", None):
+      raise UserError(
+        f"{self.file} has model.dropout={dropout}: the same text would have other ids every time; "
+        "set it to null"
+      )
+    sizes = bool(loaded.truncation or loaded.padding)
+    loaded.no_truncation()
+    loaded.no_padding()
+    return loaded, sizes
+
+  @property
+  def _tokenizer(self):
+    return self._loaded[0]
+
+  @functools.cached_property
+  def _begin(self) -> list[int]:
+    """Ids that the tokenizer writes before a text."""
+    if (
+      self.path == BYTES
+      or self.bos == "none"
+      or not self._tokenizer.num_special_tokens_to_add(False)
+    ):
+      return []
+    encoding = self._encoding("a", True)
+    mask = [*encoding.special_tokens_mask, 0]
+    return encoding.ids[: mask.index(0)]
+
+  def _begun(self, ids: list[int]) -> list[int]:
+    return ids if ids[: len(self._begin)] == self._begin else [*self._begin, *ids]
 
   @property
   def file(self) -> str:
@@ -114,15 +161,12 @@ class Tokenizer:
     if self.path != BYTES:
       with open(self.file, "rb") as f:
         content = f.read()
+      content += b"|whole" * self._loaded[1] + f"|{self._begin}".encode() * bool(self._begin)
     return hashlib.sha256(content + f"|{self.eos_id}".encode()).hexdigest()[:16]
 
   def encode(self, text: str) -> np.ndarray:
-    """int32 ids without special tokens, then the end-of-document id."""
-    if self.path == BYTES:
-      ids = list(text.encode("utf-8"))
-    else:
-      ids = self._ids(text)
-    return np.asarray([*ids, self.eos_id], np.int32)
+    """int32 ids of `encode_prompt`, then the end-of-document id."""
+    return np.asarray([*self.encode_prompt(text), self.eos_id], np.int32)
 
   def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
     """`encode` of every text, by the tokenizer's own loop."""
@@ -132,7 +176,7 @@ class Tokenizer:
       found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     except Exception:  # the library raises nothing narrower; one by one, it says which
       return [self.encode(text) for text in texts]
-    return [np.asarray([*e.ids, self.eos_id], np.int32) for e in found]
+    return [np.asarray([*self._begun(e.ids), self.eos_id], np.int32) for e in found]
 
   def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
     """(int32 ids [n], int64 [n, 2]: first and end character of each), nothing added."""
@@ -150,11 +194,12 @@ class Tokenizer:
 
     Args:
       add_special_tokens: whether tokens that the tokenizer puts before a text (Llama's
-        <|begin_of_text|>) are added; not where a chat template has written them.
+        <|begin_of_text|>) are added by `bos`; not where a chat template has written them.
     """
     if self.path == BYTES:
       return list(text.encode("utf-8"))
-    return self._encoding(text, add_special_tokens).ids
+    ids = self._encoding(text).ids
+    return self._begun(ids) if add_special_tokens else ids
 
   def token_id(self, name: str) -> int | None:
     """Id of the token of that name, or None."""
@@ -164,9 +209,6 @@ class Tokenizer:
     """Id of a special token, which `decode` leaves out; None if there is none of that name."""
     token = self.token_id(name)
     return token if token is not None and not self.decode([token]) else None
-
-  def _ids(self, text: str) -> list[int]:
-    return self._encoding(text).ids
 
   def _encoding(self, text: str, add_special_tokens: bool = False):
     try:
@@ -185,7 +227,7 @@ class Tokenizer:
 
   def __getstate__(self):
     # Only the description travels to worker processes.
-    return {"path": self.path, "eos": self.eos}
+    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
   def __setstate__(self, state):
     self.__dict__.update(state)
@@ -223,7 +265,7 @@ class Tokenize:
   def __call__(self, record):
     nothing = np.zeros((0,), np.int32)
     if "error" in record:
-      self._refuse(self.on_malformed, "data.on_malformed", record["origin"], record["error"])
+      refuse(self.on_malformed, "data.on_malformed='skip'", record["origin"], record["error"])
       return {"tokens": nothing, "status": "malformed"}
     if "tokens" in record:
       tokens = record["tokens"]  # prepared: encoded and split already
@@ -233,12 +275,6 @@ class Tokenize:
       tokens = self.tokenizer.encode(record["text"])
     if len(tokens) > self.window and self.on_long != "split":
       what = f"{len(tokens)} tokens do not fit a window of {self.window}"
-      self._refuse(self.on_long, "data.on_long", record["origin"], what)
+      refuse(self.on_long, "data.on_long='skip'", record["origin"], what)
       return {"tokens": nothing, "status": "too long"}
     return {"tokens": tokens, "status": "used"}
-
-  def _refuse(self, policy: str, key: str, origin: str, what: str):
-    if policy == "error":
-      raise MalformedDocument(
-        f"{origin}: {what}. Fix it, or set {key}='skip' to pass over such documents and count them"
-      )

@@ -19,6 +19,7 @@ from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
 )
 
 from fp8jax import hub
+from fp8jax.data.chat import conversation
 from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import UserError, read_json
@@ -90,8 +91,12 @@ class FP8JaxLM(TemplateLM):
     return ChatTemplate.load(self.tokenizer.path).text if chat_template else ""
 
   def apply_chat_template(self, chat_history, add_generation_prompt: bool = True) -> str:
-    """The text of a conversation."""
-    return ChatTemplate.load(self.tokenizer.path).render(chat_history, add_generation_prompt)
+    """The text of a conversation, as training reads it; without the prompt, its last message is
+    continued (a task's gen_prefix), as in lm_eval's Hugging Face backend."""
+    turns = conversation.prompt({"messages": chat_history}, "lm_eval's request")["messages"]
+    text = ChatTemplate.load(self.tokenizer.path).render(turns, add_generation_prompt)
+    last = turns[-1]["content"].strip()
+    return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
 
   def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **_: Any):
     """[(log-probability, whether greedy)] of [(texts, context ids, continuation ids)]."""

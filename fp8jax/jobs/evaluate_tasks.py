@@ -9,6 +9,7 @@ from typing import Any
 
 from fp8jax import console as console_lib
 from fp8jax import hub
+from fp8jax.data.chat import conversation
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.evaluation import catalog, code_sandbox, report, store
 from fp8jax.evaluation import run as run_lib
@@ -66,7 +67,8 @@ def _asker(plan: run_spec.RunSpec, generator, needs_chat: bool) -> run_lib.Ask:
       return text, tokenizer.encode_prompt(text)
     turns = [{"role": "system", "content": task.system}] if task.system else []
     turns.append({"role": "user", "content": user.strip()})
-    text = template.render(turns, add_generation_prompt=True) + task.prefix
+    chat = conversation.prompt({"messages": turns}, f"{task.name}, {item.name}")
+    text = template.render(chat["messages"], add_generation_prompt=True) + task.prefix
     return text, tokenizer.encode_prompt(text, add_special_tokens=False)
 
   return ask

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from fp8jax import console as console_lib
+from fp8jax.data import text_files
+from fp8jax.data.chat import conversation
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import UserError
 from fp8jax.generation.completion import Completion
@@ -74,19 +76,12 @@ def read_prompts(path: str, stdin: IO[str] | None = None) -> list[dict[str, Any]
   Raises:
     UserError: a line is no such record, or there is no prompt; with its number.
   """
-  if path:
-    with open(os.path.expanduser(path), encoding="utf-8") as f:
-      lines = f.read().split("\n")
-  else:
-    source = stdin or sys.stdin
-    if source.isatty():
-      print("a prompt per line; Ctrl-D ends them", file=sys.stderr)
-    lines = source.read().split("\n")
+  remedy = "set generate.prompts to a file of prompts"
   if path.endswith(".jsonl"):
-    numbered = ((i, line) for i, line in enumerate(lines, 1) if line.strip())
-    found = [_record(line, f"{path}, line {i}") for i, line in numbered]
+    found = [_record(row, where) for where, row in text_files.json_lines(path, remedy)]
   else:
-    found = [{"prompt": line} for line in lines if line.strip()]
+    text = text_files.read(path, remedy) if path else _standard_input(stdin or sys.stdin)
+    found = [{"prompt": line} for line in text.split("\n") if line.strip()]
   if not found:
     raise UserError(
       f"{path or 'standard input'} has no prompt; give one per line, or JSON lines with 'prompt' "
@@ -95,18 +90,27 @@ def read_prompts(path: str, stdin: IO[str] | None = None) -> list[dict[str, Any]
   return found
 
 
-def _record(line: str, where: str) -> dict[str, Any]:
-  try:
-    record = json.loads(line)
-  except ValueError as e:
-    raise UserError(f"{where} is not JSON: {e}; correct it") from e
-  kinds = [k for k in ("prompt", "messages") if isinstance(record, dict) and k in record]
+def _standard_input(stdin: IO[str]) -> str:
+  if stdin.isatty():
+    print("a prompt per line; Ctrl-D ends them", file=sys.stderr)
+  stored = getattr(stdin, "buffer", None)
+  data = stored.read() if stored else stdin.read().encode()
+  return text_files.decoded(data, "standard input")
+
+
+def _record(row: dict[str, Any], where: str) -> dict[str, Any]:
+  """The row, its messages and tools as training reads them."""
+  kinds = [k for k in ("prompt", "messages") if k in row]
   if len(kinds) != 1:
     raise UserError(f"{where} must be an object with either 'prompt' or 'messages'")
-  if not isinstance(record[kinds[0]], str if kinds == ["prompt"] else list) or not record[kinds[0]]:
-    expected = "a text" if kinds == ["prompt"] else "a list of messages"
-    raise UserError(f"{where}: {kinds[0]} is {record[kinds[0]]!r}, expected {expected}")
-  return record
+  if kinds == ["messages"]:
+    chat = conversation.prompt(row, where)
+    return row | {k: chat[k] for k in ("messages", "tools") if k in row}
+  if not isinstance(row["prompt"], str) or not row["prompt"]:
+    raise UserError(f"{where}: prompt is {row['prompt']!r}, expected a text")
+  if row.get("tools"):
+    raise UserError(f"{where}: tools stand beside 'messages', which a chat template writes")
+  return row
 
 
 def _encoded(records, generator, data) -> tuple[list[str], list[list[int]]]:
@@ -120,7 +124,7 @@ def _encoded(records, generator, data) -> tuple[list[str], list[list[int]]]:
   texts, prompts = [], []
   for record in records:
     if template is not None and "messages" in record:
-      text = template.render(record["messages"], add_generation_prompt=True)
+      text = template.render(record["messages"], True, record.get("tools"))
       texts.append("")
       prompts.append(tokenizer.encode_prompt(text, add_special_tokens=False))
     else:
@@ -164,6 +168,8 @@ class Stream:
 
   def __init__(self, out: IO[str], texts: list[str], num_prompts: int, num_samples: int):
     self._out, self._texts = out, texts
+    # A terminal would obey the control characters of a text; a file has it as it is.
+    self._shown = console_lib.visible if out.isatty() else str
     self._order = [(i, n) for i in range(num_prompts) for n in range(num_samples)]
     self._waiting: dict[tuple[int, int], str] = collections.defaultdict(str)
     self._finished: set[tuple[int, int]] = set()
@@ -186,7 +192,7 @@ class Stream:
   def _advance(self):
     while self._current < len(self._order):
       key = self._order[self._current]
-      self._out.write(self._waiting.pop(key, ""))
+      self._out.write(self._shown(self._waiting.pop(key, "")))
       if key not in self._finished:
         break
       self._current += 1
@@ -196,4 +202,4 @@ class Stream:
 
   def _begin(self):
     if self._current < len(self._order):
-      self._out.write(self._texts[self._order[self._current][0]])
+      self._out.write(self._shown(self._texts[self._order[self._current][0]]))

@@ -7,7 +7,7 @@ import numpy as np
 import rich.console
 import rich.text
 
-from fp8jax import console as console_lib
+from fp8jax.console import visible
 from fp8jax.data import config as data_config
 from fp8jax.data import loader, tokenize
 from fp8jax.data.chat import encode
@@ -85,7 +85,7 @@ def _shown(sample: encode.Sample, tokenizer: tokenize.Tokenizer) -> rich.text.Te
   text = rich.text.Text()
   starts = np.flatnonzero(np.diff(sample.trained, prepend=~sample.trained[:1]))
   for start, end in zip(starts, [*starts[1:], len(sample)]):
-    piece = console_lib.visible(tokenizer.decode(sample.tokens[start:end].tolist(), special=True))
+    piece = visible(tokenizer.decode(sample.tokens[start:end].tolist(), special=True))
     if sample.trained[start]:
       text.append(_MARKS[0] + piece + _MARKS[1], style="bold green")
     else:

@@ -110,9 +110,11 @@ def check_same_run(
   ]
   if meta["data_fingerprint"] != fingerprint and "data" not in accepted:
     if not any(p.startswith("data.") for p in problems):
+      bos = changes.get("data.bos")
+      bos = f"; data.bos was {bos[0]}, is {bos[1]}" if bos else ""
       problems.append(
         f"the data changed since step {step} (fingerprint {meta['data_fingerprint']} -> "
-        f"{fingerprint}); to go on anyway, "
+        f"{fingerprint}{bos}); to go on anyway, "
         f'--config.checkpoint.accept_changes="{(*accepted, "data")}"'
       )
   if meta["readers"] != readers:

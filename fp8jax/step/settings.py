@@ -184,6 +184,10 @@ class Data:
     "\"\" takes init.hf's, or bytes without one.", mapped=True)
   eos: str = key("", "token that ends a document; \"\" takes the tokenizer folder's eos_token",
     mapped=True)
+  # Nothing, or other tokens, as the fingerprint of the data tells.
+  bos: str = key("auto", '"auto": documents and prompts begin as the tokenizer begins a text '
+    "(Llama 3's <|begin_of_text|>; SmolLM2 and Qwen write nothing); \"none\" leaves that out",
+    choices=tokenize.BOS, affects=EXECUTION, mapped=True)
   sources: dict[str, Any] = key({}, "name -> source, made by configs.base.source()", opened=True,
     mapped=True)
   heldout_fraction: float = key(0.1, "fraction of documents never trained on, chosen by a hash of "

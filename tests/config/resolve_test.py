@@ -462,7 +462,7 @@ def test_every_key_is_refused_or_harmless_on_resume():
   whole |= {"memory.save_norm_inputs", "memory.save_gate_up", "memory.save_layer_inputs"}
   sections = ("model.", "precision.", "data.", "optim.", "loss_scale.")
   harmless = {
-    "data.workers", "data.prefetch", "optim.on_nonfinite", "optim.in_backward",
+    "data.bos", "data.workers", "data.prefetch", "optim.on_nonfinite", "optim.in_backward",
     "precision.verify_fp8_gemms",
   }  # fmt: skip
   assert refused == {k for k in keys if k in whole or k.startswith(sections)} - harmless

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from configs import base
+from fp8jax.config import resolve
 from fp8jax.data import loader, sources
 from fp8jax.data.chat import packing, samples
-from fp8jax.errors import UserError
+from fp8jax.errors import ConfigError, UserError
 
 COUNT, WINDOWS, WHOLE = 44, 6, loader.Shard()
 
@@ -130,6 +131,31 @@ def test_steps_that_need_more_windows_are_refused_before_training(folder):
     loader.chat_steps(spec, needed - 1).check(50)
   with pytest.raises(UserError, match="need . windows of 48 positions, global_batch=1"):
     _steps(spec, 1, windows=1)
+
+
+def test_steps_without_end_are_looked_at_as_far_as_seconds_allow(folder, monkeypatch):
+  made = loader.chat_steps(chats.spec(folder / "a.jsonl"), 8)
+  monkeypatch.setattr(packing, "_LOOK_AHEAD", 83)  # 10 steps of 8 samples
+  most = [packing.first_fit(made.samples.lengths[made.numbers(k)], 48).max() + 1 for k in range(10)]
+  assert made.needed(10**15) == made.check(10**15) == max(most)
+
+
+def test_derived_numbers_are_bounded(folder):
+  c = base.get_config()
+  c.data.sources = {"main": base.source("jsonl", str(folder / "a.jsonl"), chat="messages")}
+  c.data.tokenizer, c.data.chat_template = "bytes", str(folder / "t.jinja")
+  (folder / "t.jinja").write_text(chats.TEMPLATE)
+  c.data.on_long, c.data.heldout_fraction, c.data.samples_per_step = "error", 0.0, 8
+  c.data.epochs = 1e18
+  with pytest.raises(
+    ConfigError, match=f"of {COUNT} samples are 5[0-9]{{18}} steps, at most 2147483647"
+  ):
+    resolve.resolve_preview(c)
+  c.data.epochs, c.data.samples_per_step = 1.0, 8 * 256 + 1
+  with pytest.raises(ConfigError, match="samples_per_step=2049 are more than the 2048 positions"):
+    resolve.resolve_preview(c)
+  c.data.samples_per_step, c.data.epochs = 8 * 256, 50.0
+  assert resolve.resolve_preview(c)[1] == 50 * COUNT // 2048
 
 
 def test_held_out_conversations_are_packed_whole_and_never_trained(folder, rows):

@@ -392,10 +392,14 @@ def test_formats_give_the_same_conversation(format, row):
   assert record["messages"] == WANT and record["tools"] is None and record["origin"] == "here"
 
 
+TOOLS, CALLS = '[\n{"name": "f"}]', [{"name": "f", "arguments": {}}]
+
+
 def test_conversations_keep_their_system_text_tools_and_thoughts():
-  row = {"conversations": [{"from": "human", "value": "q"}], "system": "s", "tools": "[{}]"}
+  row = {"conversations": [{"from": "human", "value": "q"}], "system": "s", "tools": TOOLS}
   record = conversation.read(row, "sharegpt", "conversations", "")
-  assert record["messages"][0] == {"role": "system", "content": "s"} and record["tools"] == [{}]
+  assert record["messages"][0] == {"role": "system", "content": "s"}
+  assert record["tools"] == [{"name": "f"}]
   row = {"m": [WANT[0], {**WANT[1], "reasoning": "r"}]}
   (_, turn) = conversation.read(row, "messages", "m", "")["messages"]
   assert turn["reasoning_content"] == "r"
@@ -406,7 +410,7 @@ BAD = {
   "empty assistant": ({"role": "assistant", "content": " \n"}, "is empty; write its answer"),
   "no object": ("x", "message 1 is str"),
   "an image": ({"role": "user", "content": [{"type": "image_url"}]}, "only text is trained on"),
-  "a number": ({"role": "user", "content": 3}, "content of type int"),
+  "a number": ({"role": "user", "content": 3}, "content is int, expected a string"),
   "a mark": ({"role": "user", "content": MARKS[0]}, "remove them"),
   "half a pair": ({"role": "user", "content": "\ud800"}, "lone surrogate"),
 }
@@ -428,7 +432,7 @@ def test_malformed_rows_are_named():
   assert "missing field 'completion'" in error({"prompt": "x"}, "prompt")
   assert "answers nothing" in error({"messages": [_assistant("hello")]})
   # An empty tool-calling turn is no empty answer.
-  call = {"messages": [_user("q"), _assistant("", tool_calls=[{}])]}
+  call = {"messages": [_user("q"), _assistant("", tool_calls=CALLS)]}
   assert "error" not in conversation.read(call, "messages", "messages", "")
 
 
@@ -439,6 +443,6 @@ def test_completion_that_is_json_is_text_unless_it_is_messages():
     row = {"prompt": "as JSON?", "completion": text}
     (_, turn) = conversation.read(row, "prompt", fields, "")["messages"]
     assert turn == _assistant(text)
-  row = {"prompt": "q", "completion": json.dumps([_assistant("a", tool_calls=[{}])])}
+  row = {"prompt": "q", "completion": json.dumps([_assistant("a", tool_calls=CALLS)])}
   (_, turn) = conversation.read(row, "prompt", fields, "")["messages"]
   assert turn["content"] == "a"

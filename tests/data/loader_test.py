@@ -183,7 +183,7 @@ BAD = {
     (b'{"text": "half \\ud800 of a pair"}\n', "1", "lone surrogate at character 5"),
     (b'{"text": ' + b"[" * 100_000 + b"\n", "1", "broken JSON"),
     (b'{"text": ' + b"9" * 5_000 + b"}\n", "1", "broken JSON"),
-    (b'{"text": "fine"}\n[1]\n', "2", "missing field 'text' (has list)"),
+    (b'{"text": "fine"}\n[1]\n', "2", "begins a JSON array, expected one object"),
   ],
   "text": [(b"ab\xff\xfe", "", "bad UTF-8 at byte 2"), (b"", "", "empty document")],
 }

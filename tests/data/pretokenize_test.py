@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import resource
 
 import numpy as np
 import pyarrow
@@ -161,3 +162,24 @@ def test_damaged_and_misused_streams_say_what_to_do(tmp_path, corpus):
   spec = dict(kind="jsonl", path=str(path), field="text", dataset="", split="train", weight=1.0)
   with pytest.raises(UserError, match="with --job=prepare"):
     len(sources.open_source(spec))
+  with pytest.raises(UserError, match="conversations are read from the files .*decompress them"):
+    sources.open_source(spec | {"chat": "messages", "field": "messages"})
+
+
+def test_full_disk_is_named_and_the_same_command_goes_on(tmp_path, corpus):
+  """A limit on the size of files stands for the disk: both fail the write of array_record."""
+  text, tokenizer = corpus
+  (tmp_path / "a.jsonl").write_bytes(text)
+  whole = _prepare(tmp_path / "a.jsonl", tokenizer, tmp_path / "whole")
+  sizes = [len(content) for name, content in whole[1].items() if name.endswith("record")]
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (max(sizes) - 1, hard))
+  try:
+    with pytest.raises(UserError, match="full/main cannot be written: .*large.*set prepare.path"):
+      _prepare(tmp_path / "a.jsonl", tokenizer, tmp_path / "full")
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert _prepare(tmp_path / "a.jsonl", tokenizer, tmp_path / "full") == whole
+  (tmp_path / "file").write_text("")
+  with pytest.raises(UserError, match="file/main cannot be written: .*Not a directory"):
+    _prepare(tmp_path / "a.jsonl", tokenizer, tmp_path / "file")

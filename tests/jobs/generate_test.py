@@ -72,10 +72,11 @@ def test_a_line_of_prompts_that_is_none_is_named(tmp_path):
   good = '{"prompt": "a"}\n\n'
   for line, message in (
     ("{", "p.jsonl, line 3 is not JSON"),
-    ("[]", "line 3 must be an object with either 'prompt' or 'messages'"),
+    ("[]", "line 3 is not JSON of one object: it begins a JSON array"),
+    ("{}", "line 3 must be an object with either 'prompt' or 'messages'"),
     ('{"prompt": "a", "messages": []}', "line 3 must be an object with either"),
     ('{"prompt": ""}', "line 3: prompt is '', expected a text"),
-    ('{"messages": "hi"}', "line 3: messages is 'hi', expected a list of messages"),
+    ('{"messages": "hi"}', "line 3: field 'messages' is no list of messages"),
   ):
     with pytest.raises(UserError, match=message):
       _read(tmp_path, good + line)
@@ -97,6 +98,26 @@ def test_streamed_completions_come_in_order_and_the_first_as_it_grows():
   assert seen[:3] == ["A:", "A:p", "A:p"]
   assert seen[3] == "A:pq\n---\nA:x"
   assert seen[5] == "A:pq\n---\nA:xy\n---\nB:r\n---\nB:s"
+
+
+class _Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+@pytest.mark.parametrize(
+  "out, shown", [(_Terminal(), "\\x1b[2J:\\x1b]0;q\n"), (io.StringIO(), "\x1b[2J:\x1b]0;q\n")]
+)
+def test_a_terminal_shows_control_characters_and_a_file_keeps_them(out, shown):
+  stream = generate.Stream(out, ["\x1b[2J:"], 1, 1)
+  stream.add(0, 0, "\x1b]0;q", Completion((1,), "", "length"))
+  assert out.getvalue() == shown
+
+
+def test_prompts_of_standard_input_are_text():
+  stdin = io.TextIOWrapper(io.BytesIO(b"a\n\xff\n"), "utf-8")
+  with pytest.raises(UserError, match="standard input, line 2: bad UTF-8 at byte 0"):
+    generate.read_prompts("", stdin)
 
 
 def test_all_that_is_wrong_with_the_section_is_said_at_once(tmp_path):

@@ -1,6 +1,7 @@
 """--job=preview shows the samples of training, trained text between marks, and counts them."""
 
 import io
+import json
 
 import case_inputs
 import chats
@@ -46,6 +47,20 @@ def test_preview_shows_trained_text_and_counts(folder, tmp_path):
     "trained_tokens": sum(len(chats.trained_bytes(row)) for row in rows),
     "windows_needed": 1, "padding": pytest.approx(1 - 2 * tokens / (10 * 8 * 256), abs=1e-4),
   }  # fmt: skip
+
+
+def test_control_characters_of_data_are_shown_as_escapes(tmp_path, folder):
+  turns = [("user", "\x1b[31mred\x07"), ("assistant", "a\x1b]0;title\x9b\u202e\tb\nc")]
+  row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+  (tmp_path / "a.jsonl").write_text(json.dumps(row))
+  (tmp_path / "t.jinja").write_text(chats.TEMPLATE)
+  c = _config(tmp_path)
+  c.data.samples_per_step = 1
+  out = rich.console.Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+  preview.run(*resolve.resolve_preview(c), out)
+  shown = out.file.getvalue()
+  assert "\\x1b[31mred\\x07" in shown and "a\\x1b]0;title\\x9b\\u202e" in shown
+  assert not set(shown) & set("\x1b\x07\x9b\u202e") and "b\nc" in shown
 
 
 def test_preview_cuts_long_samples_short(folder, monkeypatch):

@@ -103,7 +103,7 @@ HONOURED = {
     optim.lr_multipliers optim.on_nonfinite""",
   "the step of every trial alone is inspected": "precision.verify_fp8_gemms",
   "the loader reads them": """
-    data.tokenizer data.eos data.sources data.heldout_fraction data.cross_document
+    data.tokenizer data.eos data.bos data.sources data.heldout_fraction data.cross_document
     data.on_malformed data.on_long data.shuffle_windows data.workers data.prefetch""",
   "the evaluator reads them": "eval.tokens eval.batch eval.precisions",
   "a layout of several devices is refused": "mesh sharding",

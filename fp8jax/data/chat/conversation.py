@@ -5,7 +5,10 @@
   prompt     two columns, prompt and completion: texts, or lists of messages
 
 A conversation is a record of sources.py: {"messages", "tools", "text", "origin"}, where "text" is
-its content as JSON, by which documents are held out; or {"error", "origin"}.
+its content as JSON, by which documents are held out; or {"error", "origin"}. Messages, tools, tool
+calls and their arguments may be JSON text, which is parsed once. A null is an absent key, also one
+that JSON lines state: Parquet and datasets write it for the keys of other rows. JSON text of tools,
+calls and arguments keeps its nulls. A shape that is not known here is an error.
 """
 
 import json
@@ -13,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.data.chat.template import MARKS
+from fp8jax.errors import UserError
 
 Record = dict[str, Any]
 
@@ -21,10 +25,20 @@ FIELDS = {"messages": "messages", "sharegpt": "conversations", "prompt": "prompt
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
   "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
-  "observation": "tool", "function_response": "tool",
+  "function_call": "assistant", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 # Beside the messages, where a row has them.
 _BESIDE = {"messages": ("tools",), "sharegpt": ("system", "tools"), "prompt": ("tools",)}
+
+
+class _Arguments(dict):
+  """An object to templates that write `tojson`, JSON text to those that add text (DeepSeek's)."""
+
+  def __str__(self):
+    return json.dumps(self, ensure_ascii=False)
+
+  def __radd__(self, text: str) -> str:
+    return text + str(self)
 
 
 class _Malformed(ValueError):
@@ -55,14 +69,35 @@ def read(row: Any, format: str, field: str, origin: str) -> Record:
   """
   try:
     messages, tools = _read(row, format, columns(field))
-  except _Malformed as e:
+    text = _as_json([messages, tools])
+  except (_Malformed, RecursionError) as e:
     return {"error": str(e), "origin": origin}
-  text = json.dumps([messages, tools], ensure_ascii=False, sort_keys=True)
-  try:
-    text.encode("utf-8")
-  except UnicodeEncodeError:
-    return {"error": "a message has a lone surrogate", "origin": origin}
   return {"messages": messages, "tools": tools, "text": text, "origin": origin}
+
+
+def prompt(row: Mapping[str, Any], where: str) -> Record:
+  """`read` of messages that a model continues.
+
+  Raises:
+    UserError: they are malformed; `where` names their file and line.
+  """
+  record = read(row, "messages", "messages", where)
+  if "error" in record:
+    raise UserError(f"{where}: {record['error']}")
+  return record
+
+
+def _as_json(value: Any) -> str:
+  try:
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True, allow_nan=False)
+    text.encode("utf-8")
+  except UnicodeEncodeError as e:
+    raise _Malformed("a message has a lone surrogate") from e
+  except (TypeError, ValueError) as e:  # bytes and dates of a table; NaN
+    raise _Malformed(f"a message or tool is no JSON ({e}); write the value as text") from e
+  if any(mark in text for mark in MARKS):
+    raise _Malformed("a message or tool has the characters U+F0F00 or U+F0F01; remove them")
+  return text
 
 
 def _read(row: Any, format: str, names: tuple[str, ...]):
@@ -76,22 +111,34 @@ def _read(row: Any, format: str, names: tuple[str, ...]):
   if format == "prompt":
     turns = _side(row[names[0]], "user") + _side(row[names[1]], "assistant")
   else:
-    turns = _decoded(row[names[0]])
-  if not isinstance(turns, (list, tuple)) or not turns:
+    turns = _cell(row[names[0]])
+  if not isinstance(turns, list) or not turns:
     raise _Malformed(f"field {names[0]!r} is no list of messages; set the source's field or chat")
-  turns = [_message(i, turn, format) for i, turn in enumerate(turns)]
-  if format == "sharegpt" and row.get("system"):
-    turns.insert(0, {"role": "system", "content": str(row["system"])})
+  turns = [_message(f"message {i}", turn, format) for i, turn in enumerate(turns)]
+  if format == "sharegpt" and (system := row.get("system")) not in (None, ""):
+    _expect("field 'system'", system, str, "a string")
+    turns.insert(0, {"role": "system", "content": system})
   if turns[0]["role"] == "assistant":
     raise _Malformed("the first message is the assistant's, which answers nothing; remove it")
-  return turns, _decoded(row.get("tools")) or None
+  tools = _objects("field 'tools'", row.get("tools"))
+  for tool in tools:
+    _name("field 'tools'", tool)
+  return turns, tools or None
+
+
+def _expect(where: str, value: Any, kind: Any, expected: str) -> Any:
+  if not isinstance(value, kind):
+    name = "null" if value is None else type(value).__name__
+    raise _Malformed(f"{where} is {name}, expected {expected}")
+  return value
 
 
 def _side(value: Any, role: str) -> list[Any]:
   """Prompt or completion as messages. A text is messages only if it is a JSON list of them."""
-  found = _decoded(value)
-  if isinstance(found, (list, tuple)) and (found is value or all(map(_is_message, found))):
-    return list(found)
+  is_text = isinstance(value, str)
+  turns = _cell(value) if not is_text or value.lstrip().startswith("[") else value
+  if isinstance(turns, list) and (not is_text or turns and all(map(_is_message, turns))):
+    return turns
   return [{"role": role, "content": value}]
 
 
@@ -99,58 +146,111 @@ def _is_message(value: Any) -> bool:
   return isinstance(value, Mapping) and value.get("role", value.get("from")) in ROLES
 
 
-def _decoded(value: Any) -> Any:
-  """Lists that a table stores as JSON text."""
-  if not isinstance(value, str) or not value.lstrip().startswith("[{"):
-    return value
+def _cell(value: Any) -> Any:
+  """JSON text parsed, where it is any, blank text null; other values without the nulls of keys."""
+  if not isinstance(value, str):
+    return _without_nulls(value)
   try:
     return json.loads(value)
   except (ValueError, RecursionError):
-    return value
+    return value if value.strip() else None
 
 
-def _message(i: int, turn: Any, format: str) -> dict[str, Any]:
+def _without_nulls(value: Any) -> Any:
+  if isinstance(value, Mapping):
+    return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+  return [_without_nulls(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _objects(where: str, value: Any) -> list[dict[str, Any]]:
+  """A list of objects, of which each may be JSON text too; [] of null."""
+  value = _cell(value)
+  if value is None:
+    return []
+  _expect(where, value, list, "a list of objects, or JSON text of one")
+  items = [_cell(item) if isinstance(item, str) else item for item in value]
+  for i, item in enumerate(items):
+    _expect(f"{where}[{i}]", item, dict, "an object, or JSON text of one")
+  return items
+
+
+def _name(where: str, value: dict[str, Any]) -> dict[str, Any]:
+  """The function of a tool or call, which is OpenAI's {"function": {...}} or the function alone."""
+  function = value.get("function", value)
+  if (
+    not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name
+  ):
+    raise _Malformed(f"{where} has {str(value)[:80]}, expected a function with its name")
+  return function
+
+
+def _calls(where: str, value: Any) -> list[dict[str, Any]]:
+  """Tool calls; arguments are objects, {} where there are none."""
+  calls = []
+  for call in _objects(f"{where}: tool_calls", value):
+    function = _name(f"{where}: tool_calls", call)
+    if unknown := function.keys() - _KEYS_OF_CALLS:
+      raise _Malformed(
+        f"{where} calls a tool with {sorted(map(str, unknown))[0]!r}, expected name and arguments"
+      )
+    arguments = _cell(function.get("arguments"))
+    arguments = {} if arguments is None else arguments
+    _expect(f"{where}: arguments of {function['name']}", arguments, dict, "an object")
+    function = {**function, "arguments": _Arguments(arguments)}
+    calls.append({**call, "function": function} if "function" in call else function)
+  return calls
+
+
+_KEYS_OF_CALLS = {"name", "arguments", "id", "type", "index"}
+_KEYS, _GPT_KEYS = ("role", "content"), ("from", "value")
+
+
+def _message(where: str, turn: Any, format: str) -> dict[str, Any]:
   """{"role", "content"} and whatever else is there, checked."""
-  if not isinstance(turn, Mapping):
-    raise _Malformed(f"message {i} is {type(turn).__name__}, expected an object")
-  turn = {k: v for k, v in turn.items() if v is not None}  # Parquet has every key in every message
+  _expect(where, turn, Mapping, "an object")
+  turn = _without_nulls(turn)
   of_role, of_text = _GPT_KEYS if "from" in turn and "role" not in turn else _KEYS
-  role = turn.pop(of_role, None)
+  role, content = turn.pop(of_role, None), turn.pop(of_text, None)
   if format == "sharegpt" and isinstance(role, str):
+    if role == "function_call":  # the value is JSON text of one call, or of several
+      calls = _cell(content)
+      turn["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
     role = _SHAREGPT_ROLES.get(role, role)
   if role not in ROLES:
     known = (*ROLES, *_SHAREGPT_ROLES) if format == "sharegpt" else ROLES
     raise _Malformed(
-      f"message {i} has the unknown role {role!r}, expected one of {', '.join(known)}; rename it"
+      f"{where} has the unknown role {role!r}, expected one of {', '.join(known)}; rename it"
     )
-  content = _content(i, turn.pop(of_text, ""))
-  if role == "assistant" and not content.strip() and not turn.get("tool_calls"):
-    raise _Malformed(
-      f"message {i}, the assistant's, is empty; write its answer, or remove the message"
-    )
+  calls = _calls(where, turn.pop("tool_calls", None))
+  if role != "assistant" and calls or turn.get("function_call"):
+    raise _Malformed(f"{where} calls a tool; write that as tool_calls of the assistant's message")
+  content = _content(where, content, role)
+  if role == "assistant" and not content.strip() and not calls:
+    raise _Malformed(f"{where}, the assistant's, is empty; write its answer, or remove the message")
+  if isinstance(weight := turn.get("weight", 1), str) or weight not in (0, 1):
+    raise _Malformed(f"{where} has weight {weight!r}, expected the number 0 or 1")
   # Templates read "reasoning_content"; data sets have older names for it, too.
   thoughts = [turn[key] for key in ("reasoning_content", "thinking", "reasoning") if key in turn]
   if thoughts:
+    _expect(f"{where}: its reasoning", thoughts[0], str, "a string")
     turn = {"thinking": thoughts[0], **turn, "reasoning_content": thoughts[0]}
-  found = str(turn)
-  if any(mark in content or mark in found for mark in MARKS):
-    raise _Malformed(f"message {i} has the characters U+F0F00 or U+F0F01; remove them")
-  return {"role": role, "content": content, **turn}
+  return {"role": role, "content": content, **turn, **({"tool_calls": calls} if calls else {})}
 
 
-_KEYS, _GPT_KEYS = ("role", "content"), ("from", "value")
-
-
-def _content(i: int, content: Any) -> str:
+def _content(where: str, content: Any, role: str) -> str:
   """Text, also of OpenAI's list of parts."""
-  if isinstance(content, (list, tuple)):
-    kinds = {p.get("type", "text") if isinstance(p, Mapping) else "text" for p in content}
-    if kinds - {"text"}:
-      raise _Malformed(
-        f"message {i} has parts of type {', '.join(sorted(map(str, kinds)))}; only text is trained "
-        "on"
-      )
-    content = "".join(p["text"] if isinstance(p, Mapping) else str(p) for p in content)
-  if not isinstance(content, str):
-    raise _Malformed(f"message {i} has content of type {type(content).__name__}, expected a string")
-  return content
+  if isinstance(content, list):
+    content = "".join(_part(where, part) for part in content) if content else None
+  if content is None and role == "assistant":
+    return ""  # beside its tool calls
+  return _expect(f"{where}: content", content, str, "a string")
+
+
+def _part(where: str, part: Any) -> str:
+  part = {"text": part} if isinstance(part, str) else part
+  _expect(f"{where}: a part of its content", part, dict, "an object")
+  kind = part.get("type", "text")
+  if kind != "text" or part.keys() - {"type", "text"}:
+    other = kind if kind != "text" else ", ".join(sorted(map(str, part.keys() - {"type", "text"})))
+    raise _Malformed(f"{where} has parts of type {other}; only text is trained on")
+  return _expect(f"{where}: text of a part", part.get("text"), str, "a string")

@@ -25,6 +25,7 @@ from fp8jax.errors import UserError
 
 # Steps are numbered without end; grain wants a length, and slices it.
 _ENDLESS = 2**48
+_LOOK_AHEAD = 2**21
 Batch = dict[str, np.ndarray]
 
 
@@ -136,8 +137,12 @@ class Steps:
     return {**{key: np.stack([row[key] for row in rows]) for key in rows[0]}, "step": index}
 
   def needed(self, steps: int) -> int:
-    """The largest number of windows that one of the first `steps` steps fills."""
-    return max(self._needed(step) for step in range(steps))
+    """The largest number of windows that one of the first `steps` steps fills.
+
+    Those of the first _LOOK_AHEAD samples are looked at, in seconds; a later step that does not fit
+    is refused when it comes.
+    """
+    return max(self._needed(step) for step in self._looked_at(steps))
 
   def check(self, steps: int) -> int:
     """`needed`.
@@ -145,10 +150,13 @@ class Steps:
     Raises:
       UserError: there are fewer; says how many global_batch must be.
     """
-    needed = [self._needed(step) for step in range(steps)]
+    needed = [self._needed(step) for step in self._looked_at(steps)]
     if max(needed) > self.shape.windows:
       raise UserError(self._too_many(int(np.argmax(needed)), max(needed)))
     return max(needed)
+
+  def _looked_at(self, steps: int) -> range:
+    return range(min(steps, max(_LOOK_AHEAD // self.shape.samples, 1)))
 
   def _needed(self, step: int) -> int:
     return int(first_fit(self.samples.lengths[self.numbers(step)], self.length).max()) + 1

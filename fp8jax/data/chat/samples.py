@@ -122,7 +122,7 @@ class _Describe:
       except UserError as e:  # the template refuses it
         problem = str(e)
     if problem is not None:
-      self._refuse(spec.on_malformed, "data.on_malformed='skip'", record["origin"], problem)
+      tokenize.refuse(spec.on_malformed, "data.on_malformed='skip'", record["origin"], problem)
       return {"samples": [], "counts": {"malformed": 1}, "is_heldout": False, "closing": ()}
     for part, sample in enumerate(made):
       length = len(sample) - 1
@@ -130,7 +130,7 @@ class _Describe:
         counts["truncated" if spec.on_long == "truncate" else "too long"] += 1
         problem = f"a sample of {length + 1} tokens does not fit seq_len={spec.seq_len}"
         remedies = "data.on_long='skip' or 'truncate'"
-        self._refuse(spec.on_long, remedies, record["origin"], problem)
+        tokenize.refuse(spec.on_long, remedies, record["origin"], problem)
         if spec.on_long == "skip":
           continue
         length = spec.seq_len
@@ -141,7 +141,7 @@ class _Describe:
           f" begins in its first {spec.seq_len} tokens" * (length == spec.seq_len)
         )
         on_untrained = spec.chat.on_untrained if spec.chat else "error"
-        self._refuse(on_untrained, "data.on_untrained='skip'", record["origin"], problem)
+        tokenize.refuse(on_untrained, "data.on_untrained='skip'", record["origin"], problem)
         continue
       kept.append((part, length, trained))
       if len(sample) - 1 == length:
@@ -150,12 +150,6 @@ class _Describe:
         counts[f"begun otherwise than the generation prompt, without {sample.opening!r}"] += 1
     held = tokenize.is_held_out(record, spec.heldout)
     return {"samples": kept, "counts": dict(counts), "is_heldout": held, "closing": closing}
-
-  def _refuse(self, policy: str, remedy: str, origin: str, problem: str):
-    if policy == "error":
-      raise tokenize.MalformedDocument(
-        f"{origin}: {problem}. Fix it, or set {remedy}, which is counted"
-      )
 
 
 class Samples:
