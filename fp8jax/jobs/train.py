@@ -159,6 +159,9 @@ class _Run:
     if steps:
       before = self.checkpoints.meta(steps[-1]).get("seconds", {})
       self.clock.go_on(before, metrics_writer.last_logged(self.workdir, "elapsed_seconds"))
+      origin = provenance_lib.origin(self.workdir)
+      if hole := metrics_writer.holes(self.workdir, origin, steps[-1]):
+        self.out.print(hole, markup=False)
       return self._restored(self.checkpoints, steps[-1])
     if not init.workdir:
       state, self.weights_dtype = start_lib.fresh(self.plan, self.workdir)
@@ -196,7 +199,8 @@ class _Run:
     self.has_memories = is_same and not has_new_table
     if not self.has_memories:
       abstract = dataclasses.replace(abstract, scaling_states={})
-    state = saved.restore(step, abstract, self.iterator)
+    differing = identity.refused_changes(changes, ())
+    state = saved.restore(step, abstract, self.iterator, differing)
     self.out.print(f"resuming from step {step}")
     for line in restore.lines_of_scales(step, is_same, has_new_table):
       self.out.print(line)
