@@ -24,12 +24,12 @@ class ConfigError(UserError):
 # The extra of pyproject.toml that installs a module.
 EXTRAS = {
   "absl": "train", "grain": "train", "ml_collections": "train", "orbax": "train", "rich": "train",
-  "tensorboardX": "train", "msgspec": "train", "flax": "flax", "gguf": "hf", "huggingface_hub": "hf",
+  "tensorboardX": "train", "flax": "flax", "gguf": "hf", "huggingface_hub": "hf",
   "safetensors": "hf", "tokenizers": "hf", "array_record": "data", "pyarrow": "data",
   "tensorflow_datasets": "data", "jinja2": "sft", "tokamax": "attention", "datasets": "datasets",
   "reasoning_gym": "eval", "math_verify": "eval", "altair": "report", "vl_convert": "report",
   "scipy": "report", "optuna": "sweep", "submitit": "sweep", "lm_eval": "lm_eval", "PIL": "train",
-  "trackio": "track", "wandb": "track", "etils": "data",
+  "trackio": "track", "wandb": "track", "etils": "data", "msgspec": "train",
 }  # fmt: skip
 
 

@@ -126,10 +126,12 @@ def _field(value: Any, kind: Any, place: str) -> tuple[str, Any]:
   """
   import msgspec
 
-  name, node = "", value
+  name = ""
+  node: Any = value
+  key: Any = None
   while place:
     if place.startswith("[...]"):
-      whole, key = dict(node), ""
+      whole = dict(node)
       for key in whole:
         node.clear()
         node[key] = whole[key]

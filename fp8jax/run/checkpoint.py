@@ -172,7 +172,8 @@ class Checkpoints:
     raise UserError(
       f"the checkpoint {folder} holds another state than this configuration's: "
       f"{_difference(stored, wanted)}. "
-      + f"checkpoint.accept_changes cannot accept {', '.join(accepted)}. " * bool(accepted)
+      + f"checkpoint.accept_changes cannot accept {', '.join(accepted)}. "
+      * bool(accepted)
       + "Train on as it was; or begin with its weights in another --workdir: "
       f"--config.init.workdir={folder.parent.parent} --config.init.weights_only=True"
     )

@@ -117,7 +117,8 @@ def holes(workdir: str, origin: int | None, step: int) -> str:
   there = {row["step"] for _, row in rows(_path(workdir)) if "loss" in row}
   first = min(there, default=step + 1) - 1 if origin is None else origin
   missing = [s for s in range(first + 1, step + 1) if s not in there]
-  runs = [[s for _, s in of] for _, of in itertools.groupby(enumerate(missing), lambda p: p[1] - p[0])]
+  groups = itertools.groupby(enumerate(missing), lambda pair: pair[1] - pair[0])
+  runs = [[s for _, s in of] for _, of in groups]
   shown = [f"{r[0]} to {r[-1]}" if r[1:] else str(r[0]) for r in runs]
   if not shown:
     return ""

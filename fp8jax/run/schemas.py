@@ -4,6 +4,8 @@ records.read and records.rows refuse a file that is of another type. Fields of a
 `total` may be missing: results are also kept without every file and field.
 """
 
+# ruff: noqa: UP013 (a table of types)
+
 from typing import Annotated, Any, Required, TypedDict
 
 from msgspec import Meta
@@ -61,11 +63,11 @@ class Provenance(Leg, total=False):
 
 Failure = TypedDict("Failure", {"step": Required[Count], "first_bad_site": str | None}, total=False)
 Gemm = TypedDict("Gemm", {"lhs": dict | None})
+Definition = TypedDict("Definition", {"fwd": Gemm, "dgrad": Gemm, "wgrad": Gemm})
+Backends = TypedDict("Backends", {"fwd": str, "dgrad": str, "wgrad": str})
 Site = TypedDict("Site", {
   "from_step": Count, "site": str, "layers": int, "m_n_k": list[int], "recipe": str,
-  "backends": TypedDict("Backends", dict.fromkeys(("fwd", "dgrad", "wgrad"), str)),
-  "definition": TypedDict("Definition", dict.fromkeys(("fwd", "dgrad", "wgrad"), Gemm)),
-  "notes": list[str],
+  "backends": Backends, "definition": Definition, "notes": list[str],
 })  # fmt: skip
 
 
@@ -97,16 +99,18 @@ Measurement = TypedDict("Measurement", {"name": str, "value": Any})
 Estimate = tuple[float, float, float]  # with the ends of its interval
 Effect = TypedDict("Effect", {"loss_percent": Estimate, "kl": Estimate})
 Group = TypedDict("Group", {"group": str, "name": str, "loss_percent": Estimate, "kl": Estimate})
+Estimated = TypedDict("Estimated", {"x": Effect, "w": Effect, "both": Effect})
 SensitiveSite = TypedDict("SensitiveSite", {
   "name": str, "layer": int | None, "kind": str, "measured": Effect | None,
-  "estimated": TypedDict("Estimated", {"x": Effect, "w": Effect, "both": Effect}),
+  "estimated": Estimated,
 })  # fmt: skip
 Arm = TypedDict("Arm", {
   "arm": str, "bf16_flops": float, "report": Effect, "runs_of_layers": int, "rules": Rules,
 })  # fmt: skip
 Budget = TypedDict("Budget", {"budget": str, "arms": Annotated[list[Arm], Meta(min_length=1)]})
+Halves = TypedDict("Halves", {"choose": int, "report": int})
 Sensitivity = TypedDict("Sensitivity", {
-  "tokens": TypedDict("Halves", {"choose": int, "report": int}), "weights": dict[str, Any],
+  "tokens": Halves, "weights": dict[str, Any],
   "sites": Annotated[list[SensitiveSite], Meta(min_length=1)], "groups": list[Group],
   "budgets": list[Budget],
 })  # fmt: skip
