@@ -159,9 +159,6 @@ class _Run:
     if steps:
       before = self.checkpoints.meta(steps[-1]).get("seconds", {})
       self.clock.go_on(before, metrics_writer.last_logged(self.workdir, "elapsed_seconds"))
-      origin = provenance_lib.origin(self.workdir)
-      if hole := metrics_writer.holes(self.workdir, origin, steps[-1]):
-        self.out.print(hole, markup=False)
       return self._restored(self.checkpoints, steps[-1])
     if not init.workdir:
       state, self.weights_dtype = start_lib.fresh(self.plan, self.workdir)
@@ -199,10 +196,10 @@ class _Run:
     self.has_memories = is_same and not has_new_table
     if not self.has_memories:
       abstract = dataclasses.replace(abstract, scaling_states={})
-    differing = identity.refused_changes(changes, ())
-    state = saved.restore(step, abstract, self.iterator, differing)
+    state = saved.restore(step, abstract, self.iterator, identity.refused_changes(changes, ()))
     self.out.print(f"resuming from step {step}")
-    for line in restore.lines_of_scales(step, is_same, has_new_table):
+    holes = metrics_writer.holes(self.workdir, provenance_lib.origin(self.workdir), step)
+    for line in restore.lines_of_scales(step, is_same, has_new_table) + holes:
       self.out.print(line)
     if jax.device_get(state.halted):
       moved = " (some layers may have moved with it)" * self.plan.optim.in_backward

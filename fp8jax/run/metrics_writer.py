@@ -107,8 +107,8 @@ def last_logged(workdir: str, key: str) -> float | None:
   return float(found[-1]) if found else None  # "nan" is a string in strict JSON
 
 
-def holes(workdir: str, origin: int | None, step: int) -> str:
-  """A sentence about steps that a run has taken and metrics.jsonl has no row of; "" without any.
+def holes(workdir: str, origin: int | None, step: int) -> list[str]:
+  """A line about steps that a run has taken and metrics.jsonl has no row of; [] without any.
 
   Args:
     origin: the step that the run began from; None: the first row tells.
@@ -120,8 +120,7 @@ def holes(workdir: str, origin: int | None, step: int) -> str:
   groups = itertools.groupby(enumerate(missing), lambda pair: pair[1] - pair[0])
   runs = [[s for _, s in of] for _, of in groups]
   shown = [f"{r[0]} to {r[-1]}" if r[1:] else str(r[0]) for r in runs]
-  if not shown:
-    return ""
-  more = f" and {len(shown) - 3} more" * (len(shown) > 3)
-  where = _path(workdir)
-  return f"{where} has no row of steps {', '.join(shown[:3])}{more}: the curves have a hole there"
+  steps = ", ".join(shown[:3]) + f" and {len(shown) - 3} more" * (len(shown) > 3)
+  return (
+    [f"metrics.jsonl has no row of steps {steps}: the curves have a hole there"] if shown else []
+  )

@@ -12,7 +12,7 @@ from scipy import stats
 
 from fp8jax.errors import UserError
 from fp8jax.jobs import report
-from fp8jax.report import compare, compare_page
+from fp8jax.report import compare
 from fp8jax.run import palette
 
 STEPS = 40
@@ -163,6 +163,8 @@ def test_tables_of_text_keep_their_cells_whatever_an_arm_is_called(tmp_path):
   paths = folders(tmp_path, (0.1,), **{"optim.name": "a|b\nc\x1b[31m"})
   other = {"optim.name": "d"}
   paths.append(run_files.write_steps(tmp_path / "alone", BASE.tolist(), "mxfp8", 0, **other))
+  from fp8jax.report import compare_page  # needs Altair
+
   lines = compare_page.text(compare.compare(paths)).splitlines()
   row = next(line for line in lines if line.startswith("| block_128"))
   assert "name=a\\|b c\u241b[31m" in row
@@ -192,6 +194,9 @@ def test_comparison_is_written_as_page_json_picture_and_table(tmp_path, capsys):
     path = tmp_path / f"high-{i}"
     other = {"optim.peak_lr": 1e-2}
     paths.append(run_files.write_steps(path, (BASE + 1).tolist(), "bf16", seed, **other))
+  (tmp_path / "file").write_text("")
+  with pytest.raises(UserError, match="--workdir=.*file cannot be a folder: File exists; name ano"):
+    report.compare(str(tmp_path / "file"), paths, "bf16")
   path = report.compare(str(tmp_path / "out"), paths, "bf16")
   page = (tmp_path / "out" / "compare.html").read_text()
   specs = json.loads(page.split('id="specs">')[1].split("</script>")[0])
