@@ -29,7 +29,7 @@ EXTRAS = {
   "tensorflow_datasets": "data", "jinja2": "sft", "tokamax": "attention", "datasets": "datasets",
   "reasoning_gym": "eval", "math_verify": "eval", "altair": "report", "vl_convert": "report",
   "scipy": "report", "optuna": "sweep", "submitit": "sweep", "lm_eval": "lm_eval", "PIL": "train",
-  "trackio": "track", "wandb": "track", "etils": "data",
+  "trackio": "track", "wandb": "track", "etils": "data", "msgspec": "train",
 }  # fmt: skip
 
 
@@ -74,21 +74,29 @@ def one_line(e: Exception) -> str:
   return " ".join(str(e).split())
 
 
-def read_json(path: str, remedy: str) -> dict[str, Any]:
-  """The JSON object in a file.
+def load_json(path: str, remedy: str) -> Any:
+  """The JSON document in a file.
 
   Raises:
     FileNotFoundError, UserError: it is not there, or no such thing; with the remedy.
   """
   try:
-    with open(path) as f:
-      value = json.load(f)
+    with open(path, "rb") as f:
+      return json.loads(f.read().decode())
   except FileNotFoundError as e:
     raise FileNotFoundError(f"{path} does not exist; {remedy}") from e
   except OSError as e:  # a folder, a file in place of a folder, no permission
     raise UserError(f"{path} cannot be read: {e.strerror}; {remedy}") from e
-  except (ValueError, RecursionError) as e:  # also bad UTF-8, and a nesting beyond Python's limit
+  except UnicodeDecodeError as e:
+    line = e.object.count(b"\n", 0, e.start) + 1
+    raise UserError(f"{path}:{line} is not UTF-8: {e}; {remedy}") from e
+  except (ValueError, RecursionError) as e:  # also a nesting beyond Python's limit
     raise UserError(f"{path} is not JSON: {e}; {remedy}") from e
+
+
+def read_json(path: str, remedy: str) -> dict[str, Any]:
+  """The JSON object in a file; raises as `load_json`, and UserError where it is something else."""
+  value = load_json(path, remedy)
   if not isinstance(value, dict):
     raise UserError(f"{path} holds {type(value).__name__}, expected an object; {remedy}")
   return value

@@ -1,7 +1,6 @@
 """--job=prepare: tokenize once, into ArrayRecord files that training reads back at full speed."""
 
 import contextlib
-import json
 import os
 from typing import Any
 
@@ -10,6 +9,7 @@ import rich.console
 import rich.progress
 
 from fp8jax import console as console_lib
+from fp8jax import records
 from fp8jax.data import config as data_config
 from fp8jax.data import encode, loader, streams
 from fp8jax.data import sources as sources_lib
@@ -91,7 +91,7 @@ def _one(
   with _writing_to(folder):
     splits = written.close()
     index = {**wanted, "passed_over": written.counts.summary(), "splits": splits}
-    _write_json(index_path, index)
+    records.write_atomic(index_path, records.to_json(index))
   written.forget()
   for split, info in splits.items():
     out.print(f"{folder} {split}: {info['documents']:,} documents, {info['tokens']:,} tokens")
@@ -128,7 +128,7 @@ class _Written:
       if len(tokens) and not is_held_out and self._shards["train"].is_full:
         splits = {split: shards.cut() for split, shards in self._shards.items()}
         at = {"read": self.read, "counts": dict(self.counts), "splits": splits}
-        _write_json(self._path, {**self._wanted, **at})
+        records.write_atomic(self._path, records.to_json({**self._wanted, **at}))
       self.counts[status] += 1
       if len(tokens):
         self._shards["heldout" if is_held_out else "train"].write(tokens)
@@ -141,12 +141,6 @@ class _Written:
     """The index says it all."""
     if os.path.exists(self._path):
       os.remove(self._path)
-
-
-def _write_json(path: str, value: dict[str, Any]):
-  with open(path + ".part", "w") as f:
-    json.dump(value, f, indent=2)
-  os.replace(path + ".part", path)
 
 
 def _place(path: str, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -211,7 +211,7 @@ class Generator:
   def _unknown(self, where: str, ids: Sequence[int]) -> list[str]:
     """A sentence about ids that the embedding has no row for, which it would clip in silence."""
     beyond = [i for i in ids if not 0 <= i < self.vocab_size]
-    return [f"{where} has the id {beyond[0]}, expected 0 to {self.vocab_size - 1}"] if beyond else []
+    return [f"{where} has the id {i}, expected 0 to {self.vocab_size - 1}" for i in beyond[:1]]
 
   def _begin(self, tokens: Sequence[int]) -> str:
     text = self.tokenizer.decode(tokens[:_SHOWN], special=True)

@@ -1,16 +1,14 @@
 """Repeats the pass over the batch that a run stopped at."""
 
-import json
 import os
 
 import jax
 import numpy as np
 
+from fp8jax import records
 from fp8jax.data import batch_sharding
 from fp8jax.jobs.restore import as_trained, restore_params
-from fp8jax.run import (
-  nonfinite,
-)
+from fp8jax.run import nonfinite, schemas
 from fp8jax.step import run_spec
 
 
@@ -24,8 +22,8 @@ def run(plan: run_spec.RunSpec, workdir: str):
   with np.load(name) as saved:
     host = dict(saved)
   # The run may have gone on since.
-  with open(os.path.join(workdir, "nonfinite", "report.json")) as f:
-    step = json.load(f)["step"]
+  path = os.path.join(workdir, "nonfinite", "report.json")
+  step = records.read(path, schemas.Failure, "train again to the failure")["step"]
   params, _, meta = restore_params(plan, workdir, step)
   plan = as_trained(plan, meta)
   spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)

@@ -211,7 +211,7 @@ def _fp8(plan: run_spec.RunSpec, source: Source, merged) -> fp8_export.Fp8Plan |
   if fp8 is None:
     return None
   path = os.path.expanduser(plan.export.input_scales)
-  inputs = calibration.read(path) if path else {}
+  inputs = calibration.read(path, site_lib.recipes_of(plan.sites())) if path else {}
   fp8 = fp8_export.with_amaxes(fp8, hf_names.entries(plan.model), source.amaxes, inputs)
   reasons = collections.Counter(fp8.unquantized.values())
   unquantized = "".join(f"; unquantized: {n} matrices, {reason}" for reason, n in reasons.items())

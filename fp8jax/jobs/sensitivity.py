@@ -22,6 +22,7 @@ from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import switch
 from fp8jax.recipe import rules as rules_lib
+from fp8jax.records import make_folder
 from fp8jax.run import calibration, provenance, sensitivity, sensitivity_records, sensitivity_rules
 from fp8jax.run.sensitivity import CHOOSE, HALVES, PARTS, REPORT, Measured, Study
 from fp8jax.step import run_spec
@@ -52,7 +53,7 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
       "an arm, --config=FILE:block_128"
     )
   batches = _halves(plan)
-  os.makedirs(folder, exist_ok=True)
+  make_folder(folder, "sensitivity.path")
   fingerprint = loader.fingerprint(plan.data)
   records = sensitivity_records.Records(
     os.path.join(folder, "measurements.jsonl"), _header(plan, params, sites, fingerprint, states)

@@ -198,9 +198,10 @@ class _Run:
     self.has_memories = is_same and not has_new_table
     if not self.has_memories:
       abstract = dataclasses.replace(abstract, scaling_states={})
-    state = saved.restore(step, abstract, self.iterator)
+    state = saved.restore(step, abstract, self.iterator, identity.refused_changes(changes, ()))
     self.out.print(f"resuming from step {step}")
-    for line in restore.lines_of_scales(step, is_same, has_new_table):
+    holes = metrics_writer.holes(self.workdir, provenance_lib.origin(self.workdir), step)
+    for line in restore.lines_of_scales(step, is_same, has_new_table) + holes:
       self.out.print(line)
     if jax.device_get(state.halted):
       moved = " (some layers may have moved with it)" * self.plan.optim.in_backward

@@ -6,10 +6,10 @@ import math
 import os
 from typing import Any
 
+from fp8jax import records
 from fp8jax.report import charts, compare_charts, page
 from fp8jax.report.compare import BAR, CONFIDENCE, Comparison, EqualLoss, Row
 from fp8jax.report.page import Section
-from fp8jax.run import provenance
 
 _QUANTITIES = (
   "training: loss of the recipe's forward pass, mean of the differences after the warm-up. "
@@ -20,7 +20,7 @@ _QUANTITIES = (
 
 def write(c: Comparison, folder: str) -> str:
   """Writes the files of a comparison into a folder; returns the path of compare.html."""
-  os.makedirs(folder, exist_ok=True)
+  records.make_folder(folder, "--workdir")
   with charts.unchecked():
     drawn = {
       name: charts.spec(charts.themed(chart), checked=False)
@@ -30,7 +30,7 @@ def write(c: Comparison, folder: str) -> str:
   path = os.path.join(folder, "compare.html")
   title = f"comparison with {c.baseline}: {len(c.members)} runs"
   page.write(path, page.render(title, _sections(c, drawn), page.vega()))
-  page.write(os.path.join(folder, "compare.json"), provenance.to_json(as_json(c)) + "\n")
+  page.write(os.path.join(folder, "compare.json"), records.to_json(as_json(c)) + "\n")
   page.pictures(os.path.join(folder, "compare"), drawn.get("rates") or next(iter(drawn.values())))
   return path
 
@@ -110,6 +110,11 @@ def text(c: Comparison) -> str:
     (COLUMNS, [cells(r) for r in c.rows]),
     (COST_COLUMNS, [_cost_cells(e) for e in c.equal_loss]),
   ):
-    lines = [f"| {' | '.join(r)} |" for r in (columns, ("---",) * len(columns), *rows)]
-    parts.append("\n".join(lines))
-  return "\n\n".join([*parts, *c.notes])
+    lines = [columns, ("---",) * len(columns), *(map(_cell, row) for row in rows)]
+    parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+  return "\n\n".join([*parts, *map(page.visible, c.notes)])
+
+
+def _cell(text: str) -> str:
+  """A cell of a Markdown table, which neither a bar nor a line break ends."""
+  return page.visible(" ".join(text.splitlines())).replace("\\", "\\\\").replace("|", "\\|")

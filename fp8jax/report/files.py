@@ -6,7 +6,6 @@ may be made beside a run that holds the GPU.
 
 import collections
 import dataclasses
-import json
 import math
 import os
 import re
@@ -15,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from fp8jax.errors import UserError, read_json
+from fp8jax import records
+from fp8jax.errors import UserError
 from fp8jax.quantization import amax_history
 from fp8jax.recipe.gemm import PASSES
-from fp8jax.run import metrics_writer
+from fp8jax.run import metrics_writer, schemas
 
 # The other forward pass of eval.precisions: what a recipe's is compared with.
 UNQUANTIZED = "bf16"
@@ -174,8 +174,8 @@ def read(workdir: str) -> RunFiles:
   if not os.path.isfile(path):
     raise UserError(f"{workdir!r} is no folder of a run: there is no {path}; {_REMEDY}")
   rows = [row for _, row in metrics_writer.rows(path)]
-  config = _json(workdir, "config.json") or {}
-  provenance = _json(workdir, "provenance.json") or {}
+  config = _json(workdir, "config.json", schemas.Config) or {}
+  provenance = _json(workdir, "provenance.json", schemas.Provenance) or {}
   return RunFiles(
     workdir=workdir,
     name=os.path.basename(os.path.abspath(workdir)),
@@ -186,43 +186,29 @@ def read(workdir: str) -> RunFiles:
     resolved=config.get("resolved") or provenance.get("config", {}),
     changed=config.get("changed", {}),
     provenance=provenance,
-    sites=tuple(_json_list(workdir, "sites.json")),
-    memory=_json(workdir, "memory.json"),
-    nonfinite=_json(workdir, os.path.join("nonfinite", "report.json")),
-    summary=_json(workdir, "summary.json"),
-    sensitivity=_json(workdir, os.path.join("sensitivity", "sensitivity.json")),
+    sites=tuple(_json(workdir, "sites.json", list[schemas.Site]) or ()),
+    memory=_json(workdir, "memory.json", schemas.Memory),
+    nonfinite=_json(workdir, "nonfinite/report.json", schemas.Failure),
+    summary=_json(workdir, "summary.json", schemas.Summary),
+    sensitivity=_json(workdir, "sensitivity/sensitivity.json", schemas.Sensitivity),
     exponents={row["step"]: row["exponents"] for row in rows if "exponents" in row},
   )
 
 
-def _json(workdir: str, name: str) -> dict[str, Any] | None:
+def _json(workdir: str, name: str, kind: Any) -> Any:
+  """The document in a file of the workdir, None where it is not there."""
   path = os.path.join(workdir, name)
-  return read_json(path, "delete it, and the report goes without") if os.path.exists(path) else None
-
-
-def _json_list(workdir: str, name: str) -> list[dict[str, Any]]:
-  path = os.path.join(workdir, name)
-  if not os.path.exists(path):
-    return []
-  try:
-    with open(path) as f:
-      return json.load(f)
-  except ValueError as e:
-    raise UserError(f"{path} is not JSON: {e}; delete it, and the report goes without") from e
-
-
-def _number(value: Any) -> float:
-  """Numbers that are not finite are strings in strict JSON."""
-  return float(value)
+  remedy = "delete it, and the report goes without"
+  return records.read(path, kind, remedy) if os.path.exists(path) else None
 
 
 def _curves(rows: list[dict[str, Any]]) -> dict[str, Curve]:
-  found: dict[str, dict[int, float]] = {}
+  found: dict[str, dict[int, float]] = {}  # a number that is not finite is a string
   for row in rows:
     if "loss" in row:
       for name, value in row.items():
         if name != "step" and isinstance(value, (int, float, str)):
-          found.setdefault(name, {})[row["step"]] = _number(value)
+          found.setdefault(name, {})[row["step"]] = float(value)
   return {name: _curve(values) for name, values in found.items()}
 
 
@@ -236,7 +222,7 @@ def _heldout(rows: list[dict[str, Any]]) -> tuple[HeldOut, ...]:
   for row in rows:
     for name, value in row.items():
       if match := _HELDOUT.fullmatch(name):
-        found[row["step"], match[1], match[2]] = _number(value)
+        found[row["step"], match[1], match[2]] = float(value)
   return tuple(HeldOut(s, source, p, loss) for (s, source, p), loss in sorted(found.items()))
 
 
@@ -257,7 +243,7 @@ def _looks(rows: list[dict[str, Any]]) -> Looks | None:
     for j, cell in enumerate(cells):
       site, tensor = places[cell]
       for name, value in looks[step].get(site, {}).get(tensor, {}).items():
-        values[name][i, j] = _number(value)
+        values[name][i, j] = float(value)
   return Looks(np.array(steps, np.int64), cells, values)
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8jax import records
 from fp8jax.run import compilation_cache
 
 _STYLE = """
@@ -61,38 +62,50 @@ def render(title: str, sections: Sequence[Section], program: str) -> str:
     program: JavaScript that defines vegaEmbed, see `vega`.
   """
   specs = {key: spec for s in sections for key, spec in s.charts.items()}
-  # "</" may not occur inside a script element.
-  data = json.dumps(specs, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+  # "</" ends a script element, and "<!--<script>" makes one of several.
+  data = json.dumps(specs, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
   body = "\n".join(map(_section, sections))
   return (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
     '<link rel="icon" href="data:,">\n'
-    f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
-    f"<h1>{html.escape(title)}</h1>\n{body}\n"
+    f"<title>{_text(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+    f"<h1>{_text(title)}</h1>\n{body}\n"
     f'<script type="application/json" id="specs">{data}</script>\n'
     f"<script>{program.replace('</script', '<' + chr(92) + '/script')}</script>\n"
     f"<script>{_SCRIPT}</script>\n</body></html>\n"
   )
 
 
+# Control characters as their pictures, "␛" for ESC; halves of surrogate pairs are no characters.
+_VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | {127: 0x2421}
+_VISIBLE |= dict.fromkeys((*range(128, 160), *range(0xD800, 0xE000)), 0xFFFD)
+
+
+def visible(text: str) -> str:
+  """The text with its control characters shown, but for tabs and line breaks."""
+  return text.translate(_VISIBLE)
+
+
+def _text(value: Any) -> str:
+  return html.escape(visible(str(value)))
+
+
 def _section(section: Section) -> str:
-  parts = [f"<section><h2>{html.escape(section.title)}</h2>"]
+  parts = [f"<section><h2>{_text(section.title)}</h2>"]
   if section.note:
-    parts.append(f'<p class="note">{html.escape(section.note)}</p>')
+    parts.append(f'<p class="note">{_text(section.note)}</p>')
   if section.charts:
     drawn = "".join(
       f'<div><div id="{key}_bind"></div><div id="{key}"></div></div>'
-      for key in map(html.escape, section.charts)
+      for key in map(_text, section.charts)
     )
     parts.append(f'<div class="charts scroll">{drawn}</div>')
   for columns, rows in section.tables:
-    head = "".join(f"<th>{html.escape(str(c))}</th>" for c in columns)
-    lines = "".join(
-      "<tr>" + "".join(f"<td>{html.escape(str(v))}</td>" for v in row) + "</tr>" for row in rows
-    )
+    head = "".join(f"<th>{_text(c)}</th>" for c in columns)
+    lines = "".join("<tr>" + "".join(f"<td>{_text(v)}</td>" for v in row) + "</tr>" for row in rows)
     parts.append(f'<div class="scroll"><table><tr>{head}</tr>{lines}</table></div>')
   if section.text:
-    parts.append(f"<pre>{html.escape(section.text)}</pre>")
+    parts.append(f"<pre>{_text(section.text)}</pre>")
   return "\n".join(parts) + "</section>"
 
 
@@ -125,10 +138,7 @@ def _existing(folder: str) -> str:
 
 def write(path: str, content: str | bytes):
   """Writes a file at once: a reader never sees half of it."""
-  part = f"{path}.{os.getpid()}.part"
-  with open(part, "wb") as f:
-    f.write(content.encode() if isinstance(content, str) else content)
-  os.replace(part, path)
+  records.write_atomic(path, content, f"{path}.{os.getpid()}.part")  # several may draw at once
 
 
 def pictures(stem: str, spec: dict[str, Any]) -> list[str]:

@@ -4,13 +4,14 @@ The table is a JSON of rows, one per layer's site and tensor, each with where it
 and delayed recipes start from the `amax` of their rows; what else a row holds is for the reader.
 """
 
-import json
+from collections.abc import Container
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8jax import records
 from fp8jax.errors import UserError
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import amax_history, clipping, tensor_stats
@@ -18,7 +19,7 @@ from fp8jax.quantization.quantize import amax_to_scale
 from fp8jax.quantization.tensor_stats import LOUD
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import CURRENT
-from fp8jax.run import nonfinite
+from fp8jax.run import nonfinite, schemas
 from fp8jax.step.job_settings import Calibrate
 from fp8jax.step.run_spec import RunSpec
 
@@ -68,36 +69,38 @@ def _of_tensor(recipe: Recipe, tensor: str, statistics, c: Calibrate) -> dict[st
   return row
 
 
-def read(path: str) -> dict[tuple[str, str], float]:
+def read(path: str, names: Container[str] | None = None) -> dict[tuple[str, str], float]:
   """{(layer's site, tensor): amax} of a table.
 
+  Args:
+    names: of the model's sites, one per layer; None does not compare them.
+
   Raises:
-    UserError: not such a table, or an amax that is no positive number; names the row.
+    UserError: not such a table, an amax that is no float32 number >= 0, rows that contradict
+      each other, or a row of another model; names the row.
   """
-  try:
-    with open(path) as f:
-      table = json.load(f)
-    rows = table["rows"]
-    if table["format"] != FORMAT:
-      raise KeyError("format")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-      raise TypeError("rows must be a list of objects")
-  except (OSError, ValueError, KeyError, TypeError) as e:
-    raise UserError(
-      f"{path!r} is no table of --job=calibrate ({FORMAT!r}): {e}; write one with that job, which "
-      "precision.calibration and export.input_scales take"
-    ) from e
-  amaxes = {}
-  for i, row in enumerate(rows):
-    amax = row.get("amax")
-    is_number = isinstance(amax, (int, float)) and not isinstance(amax, bool)
-    if not is_number or not 0 <= amax <= float(np.finfo(np.float32).max):
+  remedy = "write a table with --job=calibrate, as precision.calibration and export.input_scales"
+  table = records.read(path, schemas.Calibration, f"{remedy} take one")
+  if table["format"] != FORMAT:
+    raise UserError(f"{path} has the format {table['format']!r}, expected {FORMAT!r}; {remedy}")
+  amaxes: dict[tuple[str, str], float] = {}
+  for i, row in enumerate(table["rows"]):
+    amax, where = row["amax"], f"{path}, row {i}"
+    if not 0 <= amax <= float(np.finfo(np.float32).max):
+      raise UserError(f"{where}: amax={amax!r} is no float32 number >= 0")
+    if row["tensor"] not in amax_history.TENSORS:
+      raise UserError(f"{where}: tensor {row['tensor']!r} is none of x, w and g")
+    key = row["site"], row["tensor"]
+    if names is not None and key[0] not in names:
       raise UserError(
-        f"precision.calibration: {path}, row {i}: amax={amax!r} is no float32 number >= 0"
+        f"{where}: this model has no site {key[0]!r}; calibrate this model with --job=calibrate, "
+        "or remove the row"
       )
-    if row.get("tensor") not in amax_history.TENSORS or not isinstance(row.get("site"), str):
-      raise UserError(f"precision.calibration: {path}, row {i}: needs a site and tensor x, w or g")
-    amaxes[row["site"], row["tensor"]] = float(amax)
+    if amaxes.setdefault(key, float(amax)) != amax:
+      raise UserError(
+        f"{where}: amax={amax!r} of {key[0]}, tensor {key[1]}, which an earlier row gives as "
+        f"{amaxes[key]!r}; leave one of them"
+      )
   return amaxes
 
 
@@ -107,7 +110,7 @@ def load(plan: RunSpec, path: str) -> list[dict[str, amax_history.ScalingState]]
   Raises:
     UserError: see `read` and `scaling_states_of`; a table that no site of any phase starts from.
   """
-  amaxes = read(path)
+  amaxes = read(path, site_lib.recipes_of(plan.sites()))
   phases = range(len(plan.precision.phases))
   found = [scaling_states_of(amaxes, plan.sites(phase=phase)) for phase in phases]
   if not any(found):

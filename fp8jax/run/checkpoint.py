@@ -8,11 +8,13 @@ shardings from the abstract tree, so a run continues on another mesh.
 
 import contextlib
 import dataclasses
-import errno
+import functools
 import logging
 import math
 import os
 import shutil
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import absl.logging
@@ -22,8 +24,10 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from fp8jax import records
 from fp8jax.errors import UserError, one_line
 from fp8jax.quantization import amax_history
+from fp8jax.run import schemas
 from fp8jax.step.state import State
 
 # Of the keys in `meta` and the names of arrays; raised where either changes.
@@ -60,6 +64,13 @@ class Checkpoints:
     kept: Any = {"max_to_keep": keep}
     if every:
       kept = {"preservation_policy": _OnSchedule(keep, every)}
+    try:
+      workdir.encode()
+    except UnicodeEncodeError as e:  # bytes that are no text here
+      raise UserError(
+        f"--workdir={workdir!a} is no text in this locale ({sys.getfilesystemencoding()}), and "
+        "checkpoints need UTF-8: set PYTHONUTF8=1, or name another one"
+      ) from e
     self._manager = ocp.CheckpointManager(
       os.path.join(os.path.abspath(workdir), "checkpoints"),
       options=ocp.CheckpointManagerOptions(create=True, **kept),
@@ -118,34 +129,62 @@ class Checkpoints:
       UserError: the checkpoint is damaged, or its layout is another version's.
     """
     meta = self._restore(step, meta=ocp.args.JsonRestore())["meta"]
-    if meta.pop("layout", 1) != _LAYOUT:
-      raise UserError(
-        f"the checkpoint of step {step} in {self._manager.directory} is of another version of "
-        "fp8jax, whose configuration keys have other names. Go on with the version that wrote it "
-        "(commit in provenance.json), export it there, or train again in another --workdir"
-      )
-    return meta
+    if not isinstance(meta, dict) or meta.pop("layout", 1) == _LAYOUT:
+      where = f"the checkpoint {self._manager.directory / str(step)}: meta"
+      records.check(meta, schemas.Checkpoint, where, self._without(step))
+      return meta
+    raise UserError(
+      f"the checkpoint of step {step} in {self._manager.directory} is of another version of "
+      "fp8jax, whose configuration keys have other names. Go on with the version that wrote it "
+      "(commit in provenance.json), export it there, or train again in another --workdir"
+    )
 
-  def _restore(self, step: int, **items):
+  def _restore(self, step: int, accepted: Sequence[str] = (), **items):
     """Reads parts of a checkpoint.
 
+    Args:
+      accepted: keys of the configuration that differ from the checkpoint's.
+
     Raises:
-      UserError: Orbax cannot; names the folder, the reason and the older checkpoints.
+      UserError: it holds other arrays than these; or Orbax cannot read those that it holds: names
+        the folder, the reason and the older checkpoints.
     """
+    folder = self._manager.directory / str(step)
+    wanted = {
+      name: _arrays(item.item) for name, item in items.items()
+      if isinstance(item, ocp.args.StandardRestore)
+    }  # fmt: skip
+    _drop_late_callbacks()
     try:
-      return self._manager.restore(step, args=ocp.args.Composite(**items))
+      handler = ocp.StandardCheckpointHandler()
+      stored = {name: _arrays(handler.metadata(folder / name)) for name in wanted}
+      handler.close()
+      if stored == wanted:
+        return self._manager.restore(step, args=ocp.args.Composite(**items))
     except jax.errors.JaxRuntimeError:
       raise  # of the device: out of memory, say
     except Exception as e:
-      folder = os.path.join(self._manager.directory, str(step))
-      aside = os.path.join(os.path.dirname(self._manager.directory), f"damaged_{step}")
-      older = [s for s in self.steps() if s < step]
-      then = f"step {older[-1]}" if older else "the beginning: there is no older checkpoint"
       reason = one_line(e)[:300] or type(e).__name__
       raise UserError(
-        f"the checkpoint {folder} cannot be read ({', '.join(items)}): {reason}. To go on from "
-        f"{then}, move it away: mv {folder} {aside}"
+        f"the checkpoint {folder} cannot be read ({', '.join(items)}): {reason}; "
+        f"{self._without(step)}"
       ) from e
+    raise UserError(
+      f"the checkpoint {folder} holds another state than this configuration's: "
+      f"{_difference(stored, wanted)}. "
+      + f"checkpoint.accept_changes cannot accept {', '.join(accepted)}. "
+      * bool(accepted)
+      + "Train on as it was; or begin with its weights in another --workdir: "
+      f"--config.init.workdir={folder.parent.parent} --config.init.weights_only=True"
+    )
+
+  def _without(self, step: int) -> str:
+    """The way to go on without the checkpoint of a step."""
+    older = [s for s in self.steps() if s < step]
+    then = f"step {older[-1]}" if older else "the beginning: there is no older checkpoint"
+    folder = self._manager.directory
+    aside = folder.parent / f"damaged_{step}"
+    return f"to go on from {then}, move it away: mv {folder / str(step)} {aside}"
 
   def restore_params(self, step: int, abstract):
     """Parameters alone, placed as the abstract tree says."""
@@ -159,15 +198,22 @@ class Checkpoints:
     tree = self._restore(step, scaling_states=ocp.args.StandardRestore(placed))["scaling_states"]
     return {name: amax_history.ScalingState(**tree[_as_key(name)]) for name in abstract}
 
-  def restore(self, step: int, abstract: State, iterator=None) -> State:
-    """The whole state, placed as `abstract` says; moves `iterator` to where it was."""
+  def restore(
+    self, step: int, abstract: State, iterator=None, accepted: Sequence[str] = ()
+  ) -> State:
+    """The whole state, placed as `abstract` says; moves `iterator` to where it was.
+
+    Args:
+      accepted: keys of the configuration that differ from the checkpoint's, for the message that
+        it holds another state.
+    """
     items: dict[str, Any] = {
       "params": ocp.args.StandardRestore(_placed(abstract.params)),
       "rest": ocp.args.StandardRestore(_placed(_rest(abstract))),
     }
     if iterator is not None:
       items["data"] = grain.checkpoint.CheckpointRestore(iterator)
-    restored = self._restore(step, **items)
+    restored = self._restore(step, accepted, **items)
     scaling_states = self.restore_scaling_states(step, abstract.scaling_states)
     return State(params=restored["params"], scaling_states=scaling_states, **restored["rest"])
 
@@ -203,25 +249,43 @@ class Checkpoints:
 
   @contextlib.contextmanager
   def _writing(self):
-    """Turns what Orbax raises where the disk is full into a UserError."""
+    """Turns what Orbax raises where it cannot write into a UserError."""
     try:
       yield
     except jax.errors.JaxRuntimeError:
       raise  # of the device
     except (ValueError, RuntimeError, OSError) as e:
-      reason = next((r for r in _REASONS if r in str(e)), one_line(e)[:300])
+      full = next((r for r in map(os.strerror, records.FULL) if r in str(e)), "")
+      reason = full or one_line(e)[:300] or type(e).__name__
+      then = self._then() if full else self._then("mend that")
       raise UserError(
-        f"a checkpoint cannot be written to {self._manager.directory}: {reason}; {self._then()}"
+        f"a checkpoint cannot be written to {self._manager.directory}: {reason}; {then}"
       ) from e
 
-  def _then(self) -> str:
+  def _then(self, remedy: str = "make room, or lower checkpoint.keep") -> str:
     steps = self.steps()
     newest = f"from step {steps[-1]}" if steps else "from the beginning"
-    return f"make room, or lower checkpoint.keep: the same command then goes on {newest}"
+    return f"{remedy}: the same command then goes on {newest}"
 
 
-# As the operating system says it, somewhere in the messages of TensorStore.
-_REASONS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+def _arrays(tree) -> dict[str, str]:
+  """{path: "float32[4, 8]"} of a tree of arrays, their shapes, or what Orbax says of them."""
+  return {
+    ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path):
+      f"{x.dtype}{list(x.shape)}"
+    for path, x in jax.tree_util.tree_leaves_with_path(tree)
+  }  # fmt: skip
+
+
+def _difference(stored: dict[str, dict[str, str]], wanted: dict[str, dict[str, str]]) -> str:
+  """The first array that differs: "opt.mu is float32[2] there and absent here"."""
+  for name in stored:
+    there, here = stored[name], wanted[name]
+    for path in sorted(there.keys() | here.keys()):
+      if there.get(path) != here.get(path):
+        sides = f"{there.get(path, 'absent')} there and {here.get(path, 'absent')} here"
+        return f"{name}.{path} is {sides}"
+  return ""
 
 
 class _NoTraceback(logging.Filter):
@@ -232,6 +296,18 @@ class _NoTraceback(logging.Filter):
 
 
 absl.logging.get_absl_logger().addFilter(_NoTraceback())
+
+
+@functools.cache
+def _drop_late_callbacks():
+  """Reads of arrays that end after one has failed find the loop of Orbax closed: no news."""
+  others = sys.unraisablehook
+
+  def hook(unraisable):
+    if str(unraisable.exc_value) != "Event loop is closed":
+      others(unraisable)
+
+  sys.unraisablehook = hook
 
 
 def _bytes_here(x) -> int:

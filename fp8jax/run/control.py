@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fp8jax.recipe import rules
@@ -65,17 +66,7 @@ class Memory:
   @classmethod
   def from_json(cls, plain: Mapping[str, Any]) -> "Memory":
     """The inverse of `to_json`, also after a way through JSON."""
-    looks, away = plain["looks"], plain["away"]
-    return cls(
-      losses=tuple(plain["losses"]),
-      looks={p: {s: tuple(v) for s, v in of.items()} for p, of in looks.items()},
-      away={p: {s: (v[0], v[1]) for s, v in of.items()} for p, of in away.items()},
-      counts={p: dict(of) for p, of in plain["counts"].items()},
-      recipes=tuple((step, dict(recipes)) for step, recipes in plain["recipes"]),
-      refresh=tuple(plain["refresh"]),
-      skipped=tuple(plain["skipped"]),
-      undone=tuple(Event(**event) for event in plain["undone"]),
-    )
+    return msgspec.convert(plain, cls)
 
   @property
   def overrides(self) -> Mapping[str, str]:

@@ -44,8 +44,6 @@ def _drift(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, float]:
 def last_look(workdir: str) -> Numerics:
   """The newest look in WORKDIR/metrics.jsonl; empty without one."""
   path = os.path.join(workdir, "metrics.jsonl")
-  if not os.path.exists(path):
-    return {}
   looks = [row["numerics"] for _, row in metrics_writer.rows(path) if "numerics" in row]
   return looks[-1] if looks else {}
 

@@ -1,16 +1,15 @@
 """The records of a run: metrics.jsonl, TensorBoard, provenance, progress, tables."""
 
-import json
+import itertools
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from fp8jax.errors import UserError
-from fp8jax.run import tracker
-from fp8jax.run.provenance import to_json
+from fp8jax import records
+from fp8jax.run import schemas, tracker
 
 
 class Metrics:
@@ -36,12 +35,12 @@ class Metrics:
     """Takes back the rows after a step that the run goes on from; see the constructor."""
     if jax.process_index() != 0:
       return
-    path = os.path.join(self._workdir, "metrics.jsonl")
+    path = _path(self._workdir)
     for open_one in (self._file, self._events):
       if open_one is not None:
         open_one.close()
     _forget(path, step, evaluated)
-    self._file = open(path, "a")
+    self._file = records.appending(path)
     if self._has_tensorboard:
       import tensorboardX
 
@@ -61,8 +60,7 @@ class Metrics:
   def write_row(self, step: int, values: dict[str, Any]):
     """A row of the file alone."""
     if self._file is not None:
-      self._file.write(to_json({"step": step, **values}, indent=None) + "\n")
-      self._file.flush()
+      records.append(self._file, {"step": step, **values})
 
   def write_nested(
     self, step: int, key: str, nested: dict[str, Any], draw: Callable[[], np.ndarray]
@@ -81,48 +79,48 @@ class Metrics:
       self._tracker.close()
 
 
+def _path(workdir: str) -> str:
+  return os.path.join(workdir, "metrics.jsonl")
+
+
 def _forget(path: str, step: int, evaluated: Collection[str]):
   """Drops rows after the checkpoint that a run resumes from: those steps are written again."""
-  if not os.path.exists(path):
-    return
   lines = [
     line
     for line, row in rows(path)
     if row["step"] <= step
     and (not any(k.startswith("heldout/") for k in row) or str(row["step"]) in evaluated)
   ]
-  with open(path + ".part", "w") as f:
-    f.writelines(lines)
-  os.replace(path + ".part", path)
+  if os.path.exists(path):
+    records.write_atomic(path, "".join(lines))
 
 
-def rows(path: str) -> list[tuple[str, dict[str, Any]]]:
-  """(line, row) of a metrics.jsonl. A last line that a killed run has not finished is left out.
-
-  Raises:
-    UserError: another line that is no row; names it.
-  """
-  found = []
-  with open(path, errors="replace") as f:
-    for number, line in enumerate(f, 1):
-      if not line.endswith("\n"):
-        continue
-      try:
-        row = json.loads(line)
-        row["step"]  # noqa: B018
-      except (ValueError, KeyError, TypeError) as e:
-        raise UserError(
-          f"{path}, line {number} is no row of metrics: {line.strip()[:60]!r}; delete the line, "
-          "and the same command goes on"
-        ) from e
-      found.append((line, row))
-  return found
+def rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+  """(line, row) of a metrics.jsonl, see records.rows."""
+  remedy = "delete the line, and the same command goes on"
+  return records.rows(path, schemas.Row, remedy, records.Number)
 
 
 def last_logged(workdir: str, key: str) -> float | None:
   """The newest value of a metric in WORKDIR/metrics.jsonl."""
-  path = os.path.join(workdir, "metrics.jsonl")
-  if not os.path.exists(path):
-    return None
-  found = [row[key] for _, row in rows(path) if key in row]
+  found = [row[key] for _, row in rows(_path(workdir)) if key in row]
   return float(found[-1]) if found else None  # "nan" is a string in strict JSON
+
+
+def holes(workdir: str, origin: int | None, step: int) -> list[str]:
+  """A line about steps that a run has taken and metrics.jsonl has no row of; [] without any.
+
+  Args:
+    origin: the step that the run began from; None: the first row tells.
+    step: that it has reached.
+  """
+  there = {row["step"] for _, row in rows(_path(workdir)) if "loss" in row}
+  first = min(there, default=step + 1) - 1 if origin is None else origin
+  missing = [s for s in range(first + 1, step + 1) if s not in there]
+  groups = itertools.groupby(enumerate(missing), lambda pair: pair[1] - pair[0])
+  runs = [[s for _, s in of] for _, of in groups]
+  shown = [f"{r[0]} to {r[-1]}" if r[1:] else str(r[0]) for r in runs]
+  steps = ", ".join(shown[:3]) + f" and {len(shown) - 3} more" * (len(shown) > 3)
+  return (
+    [f"metrics.jsonl has no row of steps {steps}: the curves have a hole there"] if shown else []
+  )

@@ -3,8 +3,6 @@
 import contextlib
 import datetime
 import importlib.metadata
-import json
-import math
 import os
 import platform
 import re
@@ -14,31 +12,17 @@ from typing import Any
 
 import jax
 
-from fp8jax.errors import read_json
+from fp8jax import records
+from fp8jax.records import to_json
+from fp8jax.run import schemas
 
 
 def write_json(workdir: str, name: str, value):
   """Writes WORKDIR/name atomically, from process 0."""
-  if jax.process_index() != 0:
-    return
-  path = os.path.join(workdir, name)
-  part = f"{path}.{os.getpid()}.part"  # two sweeps may end in one folder
-  with open(part, "w") as f:
-    f.write(to_json(value) + "\n")
-  os.replace(part, path)
-
-
-def to_json(value, indent: int | None = 2) -> str:
-  """Strict JSON: numbers that are not finite become the strings "nan", "inf" and "-inf"."""
-
-  def plain(x):
-    if isinstance(x, dict):
-      return {k: plain(v) for k, v in x.items()}
-    if isinstance(x, (list, tuple)):
-      return [plain(v) for v in x]
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
-
-  return json.dumps(plain(value), indent=indent, allow_nan=False)
+  if jax.process_index() == 0:
+    path = os.path.join(workdir, name)
+    # Two sweeps may end in one folder: each writes a part of its own.
+    records.write_atomic(path, to_json(value) + "\n", part=f"{path}.{os.getpid()}.part")
 
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml-dtypes",
@@ -71,14 +55,25 @@ def history(workdir: str, start: int, config: dict[str, Any]) -> dict[str, Any]:
 
   Each is without "config" where the leg after it has the same.
   """
+  legs = _legs(workdir) if start else []
+  if legs and legs[-1].get("config") == config:
+    del legs[-1]["config"]
+  return {"from_step": start, "earlier": legs}
+
+
+def _legs(workdir: str) -> list[dict[str, Any]]:
+  """The provenances of a run's processes so far, oldest first; [] where none is known."""
   path = os.path.join(workdir, "provenance.json")
-  if not start or not os.path.exists(path):
-    return {"from_step": start, "earlier": []}
-  before = read_json(path, "rename it, and the same command goes on without the earlier legs")
-  legs = before.pop("earlier", [])
-  if before.get("config") == config:
-    del before["config"]
-  return {"from_step": start, "earlier": [*legs, before]}
+  if not os.path.exists(path):
+    return []
+  remedy = "rename it, and the same command goes on without the earlier legs"
+  last = records.read(path, schemas.Provenance, remedy)
+  return [*last.pop("earlier", []), last]
+
+
+def origin(workdir: str) -> int | None:
+  """The step that a run began from, which init.workdir may set; None where that is not known."""
+  return next((leg.get("from_step") for leg in _legs(workdir)), None)
 
 
 def _versions() -> dict[str, str]:

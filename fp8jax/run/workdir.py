@@ -8,18 +8,22 @@ from typing import Any
 
 import jax
 
-from fp8jax.errors import UserError, read_json
+from fp8jax import records
+from fp8jax.errors import UserError
+from fp8jax.run import schemas
 
 
 def finished(workdir: str, flat: dict[str, Any], fingerprint: str) -> dict[str, Any] | None:
   """The summary of a run that is finished under this very configuration and data, else None."""
-  names = ("summary.json", "config.json", "provenance.json")
-  paths = [os.path.join(workdir, name) for name in names]
+  kinds = dict(summary=schemas.Summary, config=schemas.Config, provenance=schemas.Provenance)
+  paths = {os.path.join(workdir, f"{name}.json"): kind for name, kind in kinds.items()}
   if jax.process_count() > 1 or not all(map(os.path.exists, paths)):
     return None  # several processes may not see the same folder
-  summary, config, provenance = (read_json(path, "remove it to go on") for path in paths)
+  summary, config, provenance = (
+    records.read(path, kind, "remove it to go on") for path, kind in paths.items()
+  )
   is_same = config.get("resolved") == flat and provenance.get("data_fingerprint") == fingerprint
-  return summary if is_same and summary.get("step", 0) >= flat["steps"] else None
+  return summary if is_same and summary["step"] >= flat["steps"] else None
 
 
 def is_locked(workdir: str) -> bool:
@@ -46,12 +50,7 @@ def locked(workdir: str):
   if jax.process_index() != 0:
     yield
     return
-  try:
-    os.makedirs(workdir, exist_ok=True)
-  except OSError as e:
-    raise UserError(
-      f"--workdir={workdir} cannot be a folder: {e.strerror}; name another one"
-    ) from e
+  records.make_folder(workdir, "--workdir")
   path = os.path.join(workdir, ".lock")
   with open(path, "a+") as f:
     try:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8jax.config import identity
-from fp8jax.errors import ConfigError
+from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import train
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe.library import RECIPES
@@ -40,6 +40,34 @@ def test_run_is_the_same_interrupted_and_evaluated(tmp_path, recipe, changes, mo
   last = site_lib.flatten(plan.sites(phase=plan.phase(5))).values()
   assert bool(whole.scaling_states) == any(s.recipe.is_stateful for s in last)
   harness.assert_trees_equal(whole, parts)
+
+
+def test_changes_that_start_another_state_are_refused_by_name(tmp_path, capsys):
+  """The checkpoint is as good as before: the run goes on from it without them."""
+  harness.train_on_text(tmp_path, "bf16")
+  refused = {
+    "optim.optimizer": ("lion", "rest.opt.* there and absent here"),
+    "optim.moment_format": ("coat", "there and .* here"),
+    "optim.master_format": ("bf16_remainder", "params.* there and .* here"),
+    "optim.grad_format": ("e4m3", "rest.grad_autoscale.mu is absent there and float32.. here"),
+  }
+  for key, (value, differs) in refused.items():
+    both = {key: value, "optim.peak_lr": 5e-4}
+    message = f"holds another state than this configuration's: .*{differs}. checkpoint.accept_c"
+    message += (
+      rf"hanges cannot accept {key}, optim.peak_lr\. .*init.workdir={tmp_path} --config.ini"
+    )
+    with pytest.raises(UserError, match=message):
+      harness.train_on_text(tmp_path, "bf16", **both, **{"checkpoint.accept_changes": (*both,)})
+  changes = {"optim.peak_lr": 5e-4, "checkpoint.accept_changes": ("optim.peak_lr",)}
+  # Records of two steps are lost.
+  path = tmp_path / "metrics.jsonl"
+  rows = [line for line in path.read_text().splitlines() if json.loads(line)["step"] not in (2, 3)]
+  path.write_text("\n".join(rows) + "\n")
+  capsys.readouterr()
+  harness.train_on_text(tmp_path, "bf16", **changes)
+  said = "".join(capsys.readouterr().out.split())
+  assert "hasnorowofsteps2to3:thecurveshaveaholethere" in said and "resumingfromstep6" in said
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -124,6 +125,52 @@ def test_cost_of_equal_loss_is_where_the_running_mean_crosses(tmp_path):
   assert (never.reached, never.tokens) == (0, None)
 
 
+def test_a_longer_baseline_gives_the_loss_that_it_had_at_the_shorter_runs_end(tmp_path):
+  long = (3 - np.arange(2 * STEPS) / STEPS).tolist()
+  base = run_files.write_steps(tmp_path / "a", long, "bf16", 0)
+  mine = run_files.write_steps(tmp_path / "b", (BASE + 0.25).tolist(), "block_128", 0)
+  (equal,) = compare.compare([base, mine]).equal_loss
+  window = 2 * STEPS // 8  # of the baseline
+  assert equal.target == pytest.approx(np.mean(long[STEPS - window : STEPS]))
+  # 0.25 more of a loss that falls by 1 / STEPS a step is not reached in as many steps.
+  assert (equal.reached, equal.tokens) == (0, None)
+
+
+def test_the_final_loss_is_that_of_the_recipes_forward_pass(tmp_path):
+  held = {"bf16": 1.5, "block_128": 2.25}
+  mine = run_files.write_steps(tmp_path / "a", BASE.tolist(), "block_128", 0, heldout=held)
+  base = run_files.write_steps(tmp_path / "b", BASE.tolist(), "bf16", 0, heldout={"bf16": 1.75})
+  loss = {m.arm: m.final_loss for m in compare.compare([mine, base]).members}
+  assert loss == {"block_128": 2.25, "bf16": 1.75}
+
+
+def test_seconds_of_equal_loss_are_those_until_then(tmp_path):
+  """Steps that take longer and longer: later ones are no part of the cost."""
+  base = run_files.write_steps(tmp_path / "a", BASE.tolist(), "bf16", 0, seconds=1.0)
+  fast = 3 - 2 * np.arange(STEPS) / STEPS
+  mine = run_files.write_steps(tmp_path / "b", fast.tolist(), "block_128", 0)
+  rows = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+  rows = [{**row, "step_seconds": float(row["step"])} for row in rows]
+  (tmp_path / "b" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+  (equal,) = compare.compare([base, mine]).equal_loss
+  window = STEPS // 8
+  target = np.mean(BASE[-window:])
+  step = next(s for s in range(window, STEPS + 1) if np.mean(fast[s - window : s]) <= target)
+  assert equal.seconds == pytest.approx(step * (step + 1) / 2 / STEPS) and step < STEPS
+
+
+def test_tables_of_text_keep_their_cells_whatever_an_arm_is_called(tmp_path):
+  paths = folders(tmp_path, (0.1,), **{"optim.name": "a|b\nc\x1b[31m"})
+  other = {"optim.name": "d"}
+  paths.append(run_files.write_steps(tmp_path / "alone", BASE.tolist(), "mxfp8", 0, **other))
+  from fp8jax.report import compare_page  # needs Altair
+
+  lines = compare_page.text(compare.compare(paths)).splitlines()
+  row = next(line for line in lines if line.startswith("| block_128"))
+  assert "name=a\\|b c\u241b[31m" in row
+  assert len(re.findall(r"(?<!\\)\|", row)) == len(compare_page.COLUMNS) + 1
+
+
 def test_runs_that_cannot_be_paired_are_named(tmp_path):
   paths = folders(tmp_path, (0.1,), **{"optim.peak_lr": 1e-3})
   other = {"optim.peak_lr": 1e-2}
@@ -147,6 +194,9 @@ def test_comparison_is_written_as_page_json_picture_and_table(tmp_path, capsys):
     path = tmp_path / f"high-{i}"
     other = {"optim.peak_lr": 1e-2}
     paths.append(run_files.write_steps(path, (BASE + 1).tolist(), "bf16", seed, **other))
+  (tmp_path / "file").write_text("")
+  with pytest.raises(UserError, match="--workdir=.*file cannot be a folder: File exists; name ano"):
+    report.compare(str(tmp_path / "file"), paths, "bf16")
   path = report.compare(str(tmp_path / "out"), paths, "bf16")
   page = (tmp_path / "out" / "compare.html").read_text()
   specs = json.loads(page.split('id="specs">')[1].split("</script>")[0])

@@ -1,5 +1,6 @@
 """Tables and specifications of a report against the JSONL itself, read another way."""
 
+import html.parser
 import json
 import math
 import re
@@ -11,7 +12,7 @@ import run_files
 
 from fp8jax.errors import UserError
 from fp8jax.jobs import report
-from fp8jax.report import at_end, files, thin
+from fp8jax.report import at_end, files, page, thin
 
 
 def specs_of(page):
@@ -118,6 +119,63 @@ def test_report_of_100_looks_at_smollm2_is_small_offline_and_true(tmp_path):
   bars = specs["memory"]["data"]["values"]
   assert {(b["kind"], b["side"]): b["gib"] for b in bars} == {
     ("masters", "declared"): 1, ("peak", "declared"): 3, ("peak", "compiled"): 4}  # fmt: skip
+
+
+class Parsed(html.parser.HTMLParser):
+  """The scripts of a page, and the other elements that begin in it."""
+
+  def __init__(self, text):
+    super().__init__()
+    self.scripts, self.begun, self._inside = [], [], False
+    self.feed(text)
+
+  def handle_starttag(self, tag, attrs):
+    self._inside = tag == "script"
+    if self._inside:
+      self.scripts.append("")
+    else:
+      self.begun.append(tag)
+
+  def handle_endtag(self, tag):
+    self._inside = False
+
+  def handle_data(self, data):
+    if self._inside:
+      self.scripts[-1] += data
+
+
+@pytest.mark.parametrize(
+  "name", ["<!--<script>", "</script><script>alert(1)//", '"><img onerror=alert(1)>', "a & b<b>"]
+)
+def test_a_page_has_its_own_elements_alone_whatever_a_name_is(name):
+  chart = {"title": name, "data": {"values": [{name: name}]}}
+  section = page.Section(name, name, {"loss": chart}, [((name,), [(name,)])], name)
+  text = page.render(name, [section], "const program = 1;")
+  plain = page.render("x", [page.Section("x", "x", {"loss": {}}, [(("x",), [("x",)])], "x")], "")
+  parsed = Parsed(text)
+  assert parsed.begun == Parsed(plain).begun and len(parsed.scripts) == 3
+  assert json.loads(parsed.scripts[0]) == {"loss": chart}
+  # With it a script would not end at its end tag (HTML: "script data double escaped state").
+  assert all("<!--" not in script for script in parsed.scripts)
+
+
+def test_control_characters_of_names_are_shown():
+  section = page.Section(
+    "a\x1b[31mb", "c\x00", tables=[(("d\x7f",), [("\udce9\x9b",)])], text="e\n\tf"
+  )
+  text = page.render("g\rh", [section], "")
+  for shown in ("a␛[31mb", "c␀", "d␡", "<td>��</td>", "<pre>e\n\tf</pre>", "<title>g␍h</title>"):
+    assert shown in text
+  text.encode()
+
+
+def test_pages_that_cannot_be_written_are_named_without_errnos(tmp_path):
+  (tmp_path / "report.html").mkdir()
+  with pytest.raises(
+    UserError, match="report.html cannot be written: Is a directory; name another"
+  ):
+    page.write(str(tmp_path / "report.html"), "text")
+  assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_report_that_cannot_be_drawn_is_said_and_fails_nothing(tmp_path, monkeypatch):

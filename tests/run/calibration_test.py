@@ -60,18 +60,29 @@ def test_calibration_by_percentile_says_what_it_clips():
 @pytest.mark.parametrize(
   "text, message",
   [
-    ("{}", "is no table of --job=calibrate.*write one with that job"),
-    ('{"format": "fp8jax calibration 1", "rows": [{"site": "a", "tensor": "x"}]}', "amax=None"),
-    ('{"format": "fp8jax calibration 1", "rows": [{"amax": 1, "tensor": "y"}]}', "needs a site"),
+    ("{}", "t.json: it has no field 'format'; write a table with --job=calibrate"),
+    ('{"format": "other", "rows": []}', "has the format 'other', expected 'fp8jax calibration 1'"),
+    ([{"site": "a", "tensor": "x"}], r"field 'rows\[0\]' has no field 'amax'"),
+    ([{"amax": 1, "tensor": "x"}], r"field 'rows\[0\]' has no field 'site'"),
+    ([{"amax": 1, "site": "a", "tensor": "y"}], "row 0: tensor 'y' is none of x, w and g"),
+    ([{"amax": a, "site": "a", "tensor": "x"} for a in (1, 1.0, 2)],
+     "row 2: amax=2 of a, tensor x, which an earlier row gives as 1.0; leave one of them"),
+    ([{"amax": 1, "site": s, "tensor": "x"} for s in "ab"], "row 1: this model has no site 'b'"),
   ],
-)
+)  # fmt: skip
 def test_broken_table_is_refused(tmp_path, text, message):
+  if isinstance(text, list):
+    text = json.dumps({"format": calibration.FORMAT, "rows": text})
   (tmp_path / "t.json").write_text(text)
   with pytest.raises(UserError, match=message):
-    calibration.read(str(tmp_path / "t.json"))
+    calibration.read(str(tmp_path / "t.json"), {"a"})
 
 
-def test_table_of_another_model_is_refused():
+def test_table_of_another_model_is_refused(tmp_path):
+  rows = [{"site": f"layers/{i}/mlp/up", "tensor": "x", "amax": 1.0} for i in range(4)]
+  (tmp_path / "t.json").write_text(json.dumps({"format": calibration.FORMAT, "rows": rows}))
+  with pytest.raises(UserError, match="row 3: this model has no site 'layers/3/mlp/up'"):
+    calibration.load(harness.text_plan("e4m3_static"), str(tmp_path / "t.json"))
   with pytest.raises(UserError, match="no row for site layers/0/attn"):
     calibration.scaling_states_of({("head", "x"): 1.0}, harness.text_plan("e4m3_static").sites())
   rows = {(f"layers/{i}/{m}", t): 1.0 for i in range(3) for m in NAMES for t in "xwg"}

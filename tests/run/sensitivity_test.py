@@ -248,7 +248,7 @@ def test_records_survive_a_kill_and_refuse_another_study(tmp_path):
   with pytest.raises(UserError, match="a was 1 and is 2"):
     Records(path, {"a": 2})
   path.write_text(whole + "{}\n")
-  with pytest.raises(UserError, match="line 4 is no result"):
+  with pytest.raises(UserError, match="m.jsonl:4: it has no field 'name'; delete the line"):
     Records(path, {"a": 1})
 
 

@@ -19,6 +19,7 @@ import zipfile
 import ml_dtypes
 import numpy as np
 
+from fp8jax import records
 from fp8jax.models import presets
 from fp8jax.models.hf import config as hf_config
 
@@ -103,9 +104,8 @@ def convert(gguf_path: str, target: str):
           "mlp_bias": False, "attention_dropout": 0.0, "use_cache": True}  # fmt: skip
   with open(os.path.join(target, "config.json"), "w") as f:
     json.dump(hf_config.config_to_hf(cfg, "bfloat16", base), f, indent=2)
-  part = os.path.join(target, "model.safetensors.part")
-  safetensors.numpy.save_file(weights, part, metadata={"format": "pt"})
-  os.replace(part, os.path.join(target, "model.safetensors"))
+  with records.replacing(os.path.join(target, "model.safetensors")) as part:
+    safetensors.numpy.save_file(weights, part, metadata={"format": "pt"})
 
 
 def _write_tokenizer(fields, target: str):

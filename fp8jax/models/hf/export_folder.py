@@ -5,11 +5,10 @@ any other origin is refused.
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Collection, Mapping
 
-from fp8jax import errors
+from fp8jax import errors, records
 from fp8jax.errors import UserError
 
 MANIFEST = "fp8jax_export.json"
@@ -125,7 +124,5 @@ def _owned(target: str) -> set[str] | None:
 
 
 def _write_manifest(target: str, names: Collection[str]):
-  part = os.path.join(target, f"{MANIFEST}.part")
-  with open(part, "w") as f:
-    json.dump({"written_by": "fp8jax --job=export", "files": sorted(set(names))}, f, indent=2)
-  os.replace(part, os.path.join(target, MANIFEST))
+  manifest = {"written_by": "fp8jax --job=export", "files": sorted(set(names))}
+  records.write_atomic(os.path.join(target, MANIFEST), records.to_json(manifest))

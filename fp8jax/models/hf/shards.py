@@ -7,13 +7,13 @@ once, and its NumPy reader knows no FP8.
 
 import dataclasses
 import json
-import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
 
+from fp8jax import records
 from fp8jax.models.hf import fp8_formats
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -74,13 +74,11 @@ def write(path: str, pieces: list[Piece]):
     return
   text = json.dumps(header).encode()
   text += b" " * (-len(text) % 8)
-  part = path + ".part"
-  with open(part, "wb") as f:
+  with records.replacing(path) as part, open(part, "wb") as f:
     f.write(struct.pack("<Q", len(text)))
     f.write(text)
     for tensor in made:
       f.write(tensor.tobytes())
-  os.replace(part, path)
 
 
 def read_bytes(path: str, name: str, dtype: np.dtype) -> np.ndarray:
