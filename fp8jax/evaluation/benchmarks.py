@@ -77,8 +77,13 @@ class Benchmark:
       found.append(f"eval.tasks: {name} needs {path}, which does not exist; put it there "
                    f"(eval.data_dir names the folder): {self.format}")  # fmt: skip
     if self.runs_code and not allow_code:
-      found.append(f"eval.tasks: {name} executes programs that the model writes, in a subprocess "
-                   "with limits; allow it with eval.allow_code_execution=True")  # fmt: skip
+      found.append(f"eval.tasks: {name} executes programs that the model writes, in a sandbox; "
+                   "allow it with eval.allow_code_execution=True")  # fmt: skip
+    elif self.runs_code:
+      try:
+        code_sandbox.sandbox()
+      except UserError as e:
+        found.append(f"eval.tasks: {name}: {e}")
     return found
 
 
@@ -124,8 +129,11 @@ def _read_aime(path: str) -> list[Item]:
 
 
 def _read_gpqa(path: str) -> list[Item]:
-  with open(path, encoding="utf-8", newline="") as f:
-    rows = list(csv.DictReader(f))
+  try:
+    with open(path, encoding="utf-8-sig", newline="") as f:
+      rows = list(csv.DictReader(f))
+  except (UnicodeDecodeError, csv.Error) as e:
+    raise UserError(f"{path} is no CSV in UTF-8: {e}; expected {_GPQA_FORMAT}") from e
   items = []
   wrong = [f"Incorrect Answer {i}" for i in (1, 2, 3)]
   for number, row in enumerate(rows, 1):

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from fp8jax.errors import ConfigErrors, UserError, missing_package, nearest
-from fp8jax.evaluation import benchmarks, jsonl_tasks, reasoning_gym_tasks, tasks
+from fp8jax.evaluation import benchmarks, jsonl_tasks, reasoning_gym_tasks, store, tasks
 
 _COMMA = re.compile(r",(?![^()]*\))")
 
@@ -42,6 +42,7 @@ def split(names: str) -> list[str]:
 def problems(names: str, options: Options) -> list[str]:
   """Everything that is wrong with the names, in words, without reading data or packages."""
   collected = ConfigErrors()
+  collected.check(not names or bool(split(names)), f"eval.tasks={names!r} names no task; {_FILES}")
   for name in split(names):
     collected.extend(_problems_of(name, options))
   collected.file("eval.train_data", options.train_data, "name the JSONL of the training set, or ''")
@@ -69,9 +70,16 @@ def load(names: str, options: Options) -> tuple[tasks.Task, ...]:
   collected = ConfigErrors()
   for task in made:
     collected.extend(task.protocol.problems(task.name))
-  labels = [task.name for task in made]
-  for label in sorted({x for x in labels if labels.count(x) > 1}):
-    collected.found.append(f"eval.tasks names {label!r} twice; give one of them another name")
+  by_file: dict[str, list[str]] = {}
+  for task in made:
+    by_file.setdefault(store.file_name(task.name).casefold(), []).append(task.name)
+  for file, names_of_file in by_file.items():
+    collected.check(file != "", f"eval.tasks: the name {names_of_file[0]!r} has no letter or digit")
+    collected.check(
+      len(names_of_file) == 1,
+      f"eval.tasks: {' and '.join(map(repr, names_of_file))} would be stored in one file, "
+      f"{file}.jsonl; give one of them another name (the key 'name' of a task file)",
+    )
   collected.refuse()
   return made
 

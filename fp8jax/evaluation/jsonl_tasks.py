@@ -1,6 +1,7 @@
 """Tasks of the user's own: a JSONL file of questions, or a JSON file that describes a task."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Collection
 from typing import Any
@@ -40,6 +41,8 @@ def from_jsonl(path: str, verifier: str = verifiers.MATH, name: str = "") -> Tas
   for number, (where, row) in enumerate(read_jsonl(path), 1):
     question, answer = row.get("question"), row.get("answer")
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+      if not math.isfinite(answer):
+        raise UserError(f"{where}: answer {answer} is no number; correct it, or write it as a text")
       answer = str(answer)
     if not isinstance(question, str) or not question.strip() or not isinstance(answer, str):
       raise UserError(f"{where} has no 'question' or no 'answer'; expected {FORMAT}")

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fp8jax.errors import UserError, one_line
+from fp8jax.evaluation import verifiers
 from fp8jax.evaluation.tasks import Item, Protocol, Task, Verdict, final_answer, normalized
 
 # Families whose answers are short texts with one right value; each has been generated and scored.
@@ -73,6 +74,9 @@ def make(
   size, arguments = size or SIZE, dict(arguments or {})
   if not 0 <= seed < 100:
     raise UserError(f"seed={seed} of {family!r}, expected a number from 0 to 99")
+  if size * _PATIENCE > _STRIDE:
+    raise UserError(f"{size:,} questions of {family!r}, expected at most {_STRIDE // _PATIENCE:,}: "
+                    "sets of different seeds share no item")  # fmt: skip
   first = EVALUATION_SEED + seed * _STRIDE
   drawn = entries(family, arguments, first, size * _PATIENCE)
   items, seen = [], set(trained)
@@ -115,5 +119,6 @@ def verify(item: Item, output: str) -> Verdict:
   if _WHOLE.fullmatch(item.answer) and (numbers := _NUMBER.findall(answer)):
     answer = numbers[-1].replace(",", "")
   score = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
-  mark = float(score(answer, entry)) if answer else 0.0
+  with verifiers.time_limit(verifiers.SECONDS):
+    mark = float(score(answer, entry)) if answer else 0.0
   return Verdict(mark >= 1.0, answer, "" if mark in (0.0, 1.0) else f"partial credit {mark:.2f}")

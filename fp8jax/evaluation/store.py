@@ -18,7 +18,12 @@ import numpy as np
 from fp8jax.errors import UserError, read_json
 from fp8jax.evaluation.tasks import Item, Task, Verdict
 
-_KEYS = {"item", "sample", "prompt", "output", "correct"}
+# The fields of a row, of a definition, and of a task in a summary, that are read again.
+_ROW = {"item": str, "sample": int, "prompt": str, "output": str, "correct": bool, "note": str,
+        "finish_reason": str, "tokens": int}  # fmt: skip
+_DEFINITION = {"name": str, "fingerprint": str, "margin": (int, float), "items": list,
+               "protocol": dict, "settings": dict}  # fmt: skip
+_SUMMARY = {"seconds": (int, float)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Writer:
       UserError: the folder holds this task with another definition; names what differs.
     """
     os.makedirs(folder, exist_ok=True)
-    self._task, stem = task, os.path.join(folder, slug(task.name))
+    self._task, stem = task, os.path.join(folder, file_name(task.name))
     self.path, definition = stem + ".jsonl", _definition(task, settings)
     if os.path.exists(stem + ".json"):
       _check_same(stem + ".json", definition)
@@ -113,7 +118,7 @@ def read_scores(folder: str) -> dict[str, Scores]:
     stem = os.path.join(folder, name.removesuffix(".json"))
     if not name.endswith(".json") or not os.path.exists(stem + ".jsonl"):
       continue
-    definition = read_json(stem + ".json", "evaluate again into another workdir")
+    definition = _read_definition(stem + ".json", "evaluate again into another workdir")
     items, n = tuple(definition["items"]), definition["protocol"]["samples"]
     done = _complete(read_rows(stem + ".jsonl"), set(items), n)
     if len(done) == len(items):
@@ -152,6 +157,12 @@ def slug(name: str) -> str:
   return re.sub(r"[^\w.=-]+", "_", name).strip("_")
 
 
+def file_name(task: str) -> str:
+  """The name of a task's files without its ending, which is never the summary's."""
+  name = slug(task)
+  return name + "_" if f"{name}.json".casefold() == SUMMARY else name
+
+
 def read_rows(path: str) -> list[dict[str, Any]]:
   """The rows of a file; a last line that a killed process has not finished is left out.
 
@@ -159,22 +170,62 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     UserError: another line is no row; names it.
   """
   rows = []
-  with open(path, encoding="utf-8") as f:
+  with open(path, encoding="utf-8", errors="replace") as f:
     for number, line in enumerate(f, 1):
       if not line.endswith("\n"):
         continue
       try:
         row = json.loads(line)
-        is_row = isinstance(row, dict) and row.keys() >= _KEYS
-      except ValueError:
-        is_row = False
-      if not is_row:
+        problem = _problem(row, _ROW)
+      except (ValueError, RecursionError):
+        problem = "it is not JSON"
+      if problem:
         raise UserError(
-          f"{path}, line {number} is no row of an evaluation: {line.strip()[:60]!r}; delete the "
-          "line, and the same command asks that item again"
+          f"{path}, line {number} is no row of an evaluation ({problem}): {line.strip()[:60]!r}; "
+          "delete the line, and the same command asks that item again"
         )
       rows.append(row)
   return rows
+
+
+def _problem(value: Any, fields: Mapping[str, Any]) -> str:
+  """Why a value, read from a file, is no object with these fields; "" if it is one."""
+  if not isinstance(value, dict):
+    return f"it is {type(value).__name__}, expected an object"
+  for key, kind in fields.items():
+    there = value.get(key)
+    if not isinstance(there, kind) or (isinstance(there, bool) and kind is not bool):
+      return f"{key} is {str(there)[:40]!r}"
+  return ""
+
+
+def _read_definition(path: str, remedy: str) -> dict[str, Any]:
+  read = read_json(path, remedy)
+  problem = _problem(read, _DEFINITION) or _problem(read["protocol"], {"samples": int})
+  if not problem and not all(isinstance(x, str) for x in read["items"]):
+    problem = "items are no texts"
+  if problem:
+    raise UserError(f"{path} is no definition of a task: {problem}; {remedy}")
+  return read
+
+
+def earlier_seconds(folder: str) -> dict[str, float]:
+  """Seconds per task of a summary that is replaced: a finished task is not asked again.
+
+  Raises:
+    UserError: the summary is damaged.
+  """
+  path = os.path.join(folder, SUMMARY)
+  if not os.path.exists(path):
+    return {}
+  remedy = "delete it; the same command writes it again"
+  tasks: Any = read_json(path, remedy).get("tasks")
+  problems = [_problem(tasks, {})]
+  if not problems[0]:
+    problems = [_problem(task, _SUMMARY) for task in tasks.values()]
+  for problem in filter(None, problems):
+    raise UserError(f"{path} is no summary of tasks: {problem}; {remedy}")
+  return {name: summary["seconds"] for name, summary in tasks.items()}
 
 
 def _definition(task: Task, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +240,7 @@ def _definition(task: Task, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_same(path: str, definition: Mapping[str, Any]):
-  old = read_json(path, "move it away, and the same command begins anew")
+  old = _read_definition(path, "move it away, and the same command begins anew")
   different = [k for k in definition if definition[k] != old.get(k)]
   if not different:
     return

@@ -12,8 +12,10 @@ import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from fp8jax.errors import UserError
+from fp8jax.errors import UserError, one_line
 from fp8jax.evaluation import statistics
+
+MOST_SAMPLES = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +58,9 @@ class Protocol:
   def problems(self, where: str) -> list[str]:
     """Values that mean nothing, in words."""
     found = []
-    if self.samples < 1 or self.max_new_tokens < 1:
-      found.append(f"{where}: samples={self.samples} and max_new_tokens={self.max_new_tokens} "
-                   "must be at least 1")  # fmt: skip
+    if not 1 <= self.samples <= MOST_SAMPLES or self.max_new_tokens < 1:
+      found.append(f"{where}: samples={self.samples} must be from 1 to {MOST_SAMPLES:,}, "
+                   f"max_new_tokens={self.max_new_tokens} at least 1")  # fmt: skip
     if not 0 <= self.temperature < float("inf") or not 0 < self.top_p <= 1:
       found.append(f"{where}: temperature={self.temperature} must be 0 or more, top_p={self.top_p} "
                    "above 0 and at most 1")  # fmt: skip
@@ -122,8 +124,17 @@ class Task:
     return self.prompt.replace("{question}", item.question)
 
   def judge(self, item: Item, output: str) -> Verdict:
-    """Verifies what follows the thoughts."""
-    return self.verify(item, without_thoughts(output, self.think_end))
+    """Verifies what follows the thoughts; what a verifier raises because of an output is a verdict.
+
+    Raises:
+      UserError, OSError, ImportError: of this machine, whatever the output.
+    """
+    try:
+      return self.verify(item, without_thoughts(output, self.think_end))
+    except (UserError, OSError, ImportError):
+      raise
+    except Exception as e:
+      return Verdict(False, "", f"{type(e).__name__}: {one_line(e)[:200]}")
 
   @property
   def fingerprint(self) -> str:
@@ -198,7 +209,10 @@ def read_trained(path: str) -> frozenset[str]:
   found = set()
   for where, row in read_jsonl(path):
     texts = [row[k] for k in _QUESTION_KEYS if isinstance(row.get(k), str)]
-    for turn in row.get("messages") or row.get("conversations") or ():
+    turns = row.get("messages") or row.get("conversations") or ()
+    if not isinstance(turns, Sequence) or not all(isinstance(turn, Mapping) for turn in turns):
+      raise UserError(f"{where}: its turns are {str(turns)[:60]!r}, expected a list of objects")
+    for turn in turns:
       if turn.get("role", turn.get("from")) in ("user", "human"):
         texts.append(_text(turn.get("content", turn.get("value"))))
     texts = [t for t in texts if isinstance(t, str) and t.strip()]
@@ -218,11 +232,11 @@ def read_jsonl(path: str) -> list[tuple[str, dict[str, Any]]]:
   """
   rows = []
   try:
-    with open(path, encoding="utf-8") as f:
+    with open(path, "rb") as f:
       for number, line in enumerate(f, 1):
         where = f"{path}, line {number}"
         if line.strip():
-          rows.append((where, json.loads(line)))
+          rows.append((where, json.loads(line.decode("utf-8-sig"))))
           if not isinstance(rows[-1][1], dict):
             raise UserError(f"{where} is {type(rows[-1][1]).__name__}, expected a JSON object")
   except FileNotFoundError as e:
@@ -236,36 +250,58 @@ def read_jsonl(path: str) -> list[tuple[str, dict[str, Any]]]:
 
 # --- answers in outputs ---------------------------------------------------------------------------
 
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _DECORATION = " \t\n*`$"
-_PHRASE = re.compile(r"(?:answer\s+is|answer:|####)\s*:?\s*(.+)", re.IGNORECASE)
+_BRACES = re.compile(r"\\boxed\s*\{|[{}]")
+_PHRASE = re.compile(r"answer\s+is|answer:|####", re.IGNORECASE)
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_ABBREVIATION = re.compile(r"(?:[A-Za-z]{1,2}\.){2,}")  # U.S., a.m., Ph.D.
 
 
 def final_answer(output: str) -> str:
-  r"""The answer that an output ends with, "" for an empty one.
+  r"""The answer that an output ends with, "" for an empty one; in time linear in its length.
 
   The last \boxed{...}; else the last <answer>...</answer>; else the rest of the line after the last
   "answer is", "answer:" or "####"; else the last line that is not blank.
   """
-  found = _last_boxed(output)
-  for pattern in (_TAG, _PHRASE):
-    matches = pattern.findall(output) if found is None else ()
-    found = matches[-1] if matches else found
-  if found is None:
-    lines = [line for line in output.splitlines() if line.strip()]
-    found = lines[-1] if lines else ""
-  found = found.strip(_DECORATION)
-  if found.endswith(".") and not found.endswith(".."):
-    found = found[:-1].strip(_DECORATION)
-  return found
+  marked = marked_answer(output)
+  if marked is None:
+    marked = _after_phrase(output)
+  if marked is None:
+    marked = "".join(output.rstrip().splitlines()[-1:])
+  return bare(marked)
 
 
-def _last_boxed(output: str) -> str | None:
-  r"""The inside of the last \boxed{...} whose braces close."""
-  for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", output)]):
-    depth = 1
-    for i, c in enumerate(output[start:], start):
-      depth += (c == "{") - (c == "}")
-      if depth == 0:
-        return output[start:i]
+def bare(answer: str) -> str:
+  r"""An answer without decoration: **6**, $12$, \text{E}, and the stop of a sentence."""
+  answer = answer.strip(_DECORATION)
+  if answer.endswith(".") and not answer.endswith(".."):
+    if not _ABBREVIATION.fullmatch(answer.split()[-1]):
+      answer = answer[:-1].strip(_DECORATION)
+  text = _TEXT.fullmatch(answer)
+  return bare(text[1]) if text else answer
+
+
+def marked_answer(output: str) -> str | None:
+  r"""The inside of the last \boxed{...} whose braces close, else of the last <answer> tags."""
+  open_braces, last = [], (-1, -1)
+  for match in _BRACES.finditer(output):
+    if match[0] != "}":
+      open_braces.append(match.end() if len(match[0]) > 1 else -1)
+    elif open_braces:
+      last = max(last, (open_braces.pop(), match.start()))
+  if last[0] >= 0:
+    return output[slice(*last)]
+  start = output.rfind("<answer>", 0, max(output.rfind("</answer>"), 0))
+  if start < 0:
+    return None
+  return output[start + len("<answer>") : output.index("</answer>", start)]
+
+
+def _after_phrase(output: str) -> str | None:
+  """The rest of the line after the last phrase that something follows."""
+  ends = [match.end() for match in _PHRASE.finditer(output)]
+  for end in reversed(ends[-2:]):  # one alone can have nothing but white space behind it
+    rest = output[end:].lstrip().removeprefix(":").lstrip()
+    if rest:
+      return rest.partition("\n")[0]
   return None

@@ -1,45 +1,85 @@
 """Verifiers of answers as text: exact, by regular expression, by math-verify."""
 
+import contextlib
 import functools
 import re
+import signal
+import threading
 from collections.abc import Callable
 
 from fp8jax.errors import UserError
+from fp8jax.evaluation import tasks
 from fp8jax.evaluation.tasks import Item, Verdict, final_answer, normalized
 
 EXACT, REGEX, MATH = "exact", "regex", "math-verify"
 NAMES = (MATH, EXACT, REGEX)
+SECONDS = 5.0  # of one verdict, as math-verify has for one parse
+_CHOICE = re.compile(
+  r"answer\s*:[\s*$(\[\\]*(?:\\?(?:boxed|text|textbf|mathrm|mathbf)\{)*([A-D])\b", re.IGNORECASE
+)
 
 
 def exact(item: Item, output: str) -> Verdict:
-  """The final answer is the expected text, but for case and white space."""
+  """The final answer is the expected text, but for case, white space and decoration."""
   answer = final_answer(output)
-  return Verdict(normalized(answer) == normalized(item.answer), answer)
+  return Verdict(normalized(answer) == normalized(tasks.bare(item.answer)), answer)
 
 
 def regex(item: Item, output: str) -> Verdict:
   """The item's answer, a regular expression, matches the whole final answer."""
   answer = final_answer(output)
-  return Verdict(re.fullmatch(item.answer, answer) is not None, answer)
+  with time_limit(SECONDS):
+    return Verdict(re.fullmatch(item.answer, answer) is not None, answer)
+
+
+class OutOfTime(Exception):
+  """A verdict took too long."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float):
+  """Stops a block, also inside of Python's `re`, which looks for signals as it matches.
+
+  Raises:
+    OutOfTime: the block took longer.
+    UserError: this is not the main thread, which alone gets signals.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    raise UserError("answers are verified in the main thread, which alone can stop at a time limit")
+
+  def stop(*_):
+    raise OutOfTime(f"longer than {seconds:g} s")
+
+  before = signal.signal(signal.SIGALRM, stop)
+  signal.setitimer(signal.ITIMER_REAL, seconds)
+  try:
+    yield
+  finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def choice(item: Item, output: str) -> Verdict:
-  """The letter after the last "ANSWER:" is the item's, as in "ANSWER: (C)"."""
-  found = re.findall(
-    r"answer\s*:\s*[\s*$(\[\\]*(?:boxed\{|text\{)*([A-Z])\b", output, re.IGNORECASE
-  )
-  letter = found[-1].upper() if found else ""
+  """The letter from A to D after the last "ANSWER:" is the item's, as in "ANSWER: (C)".
+
+  The rule of openai/simple-evals for GPQA, which takes the first; a sentence is no letter there,
+  either: "Answer: I think it is (B)" is wrong.
+  """
+  letters = _CHOICE.findall(output)
+  letter = letters[-1].upper() if letters else ""
   return Verdict(letter == item.answer, letter, "" if letter else "no letter after ANSWER:")
 
 
 def math_verify(item: Item, output: str) -> Verdict:
-  r"""The output's last expression equals the answer, by math-verify (symbolic, LaTeX and plain).
+  r"""The answer equals what is in the last \boxed{...} or <answer>, else the last expression.
 
+  By math-verify (symbolic, LaTeX and plain). By itself it joins boxes that stand close together.
   Source: huggingface/Math-Verify. Its timeouts are alarms: call it in the main thread.
   """
   import math_verify  # extra `eval`  # pyright: ignore[reportMissingImports]
 
-  found = math_verify.parse(output)
+  marked = tasks.marked_answer(output)
+  found = math_verify.parse(output if marked is None else f"\\boxed{{{marked}}}")
   correct = bool(found) and bool(math_verify.verify(_gold(item.answer), found))
   return Verdict(correct, str(found[-1]) if found else "", "" if found else "no expression")
 

@@ -11,7 +11,7 @@ from fp8jax import console as console_lib
 from fp8jax import hub
 from fp8jax.data.chat import conversation
 from fp8jax.data.tokenize import Tokenizer
-from fp8jax.evaluation import catalog, code_sandbox, report, store
+from fp8jax.evaluation import benchmarks, catalog, code_sandbox, report, store
 from fp8jax.evaluation import run as run_lib
 from fp8jax.evaluation.tasks import Item, Task
 from fp8jax.jobs import generator as generator_lib
@@ -34,9 +34,6 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
   generator, where = generator_lib.load(plan, workdir)
   ask = _asker(plan, generator, any(task.chat for task in tasks))
   settings, folder = _settings(plan, where), _folder(plan, workdir, where)
-  if plan.eval.options.allow_code and not code_sandbox.isolation():
-    console.print("eval.allow_code_execution: this system gives users no namespaces; programs run "
-                  "with limits, and with the network")  # fmt: skip
   done = []
   for task in tasks:
     asked = {**settings, "chat": plan.eval.chat or task.chat}
@@ -127,25 +124,16 @@ def _name(path: str) -> str:
 def _summary(plan, settings, folder: str, done: list[run_lib.Evaluated]) -> dict[str, Any]:
   prints = " ".join(one.task.fingerprint for one in done)
   data = hashlib.sha256(prints.encode()).hexdigest()
-  isolated = bool(code_sandbox.isolation()) if plan.eval.options.allow_code else None
-  earlier = _earlier_seconds(folder)
+  runs_code = any(one.task.verify is benchmarks.verify_program for one in done)
+  tool = code_sandbox.sandbox().tool if runs_code else None
+  earlier = store.earlier_seconds(folder)
   for one in done:
     one.summary["seconds"] = round(one.summary["seconds"] + earlier.get(one.task.name, 0.0), 1)
   return {
     "tasks": {one.task.name: one.summary for one in done},
-    "settings": {**settings, "seed": plan.eval.seed, "code_isolated": isolated},
+    "settings": {**settings, "seed": plan.eval.seed, "code_sandbox": tool},
     "provenance": provenance.provenance(plan.flat, data, plan.seed, 1),
   }
-
-
-def _earlier_seconds(folder: str) -> dict[str, float]:
-  """Seconds per task of a summary that is replaced: a finished task is not asked again."""
-  path = os.path.join(folder, store.SUMMARY)
-  if not os.path.exists(path):
-    return {}
-  with open(path, encoding="utf-8") as f:
-    tasks = json.load(f).get("tasks", {})
-  return {name: summary.get("seconds", 0.0) for name, summary in tasks.items()}
 
 
 def _compare(other: str, folder: str, tasks: Sequence[Task], console) -> dict[str, dict[str, Any]]:

@@ -122,6 +122,71 @@ def test_another_evaluation_in_the_folder_is_refused(tmp_path):
     _evaluate(tmp_path, _task(), Coin())
 
 
+@pytest.mark.parametrize("field, value", (
+  ("item", 5), ("item", None), ("sample", "0"), ("sample", True), ("correct", "yes"), ("note", []),
+  ("correct", 1), ("tokens", "9"), ("finish_reason", {}), ("output", None), ("prompt", 1.5),
+))  # fmt: skip
+def test_rows_of_another_shape_are_named(tmp_path, field, value):
+  _evaluate(tmp_path, _task(), Coin())
+  path = tmp_path / "sums_two.jsonl"
+  first, second, *rest = path.read_text().splitlines(keepends=True)
+  path.write_text("".join((first, json.dumps(json.loads(second) | {field: value}) + "\n", *rest)))
+  for read in (
+    lambda: _evaluate(tmp_path, _task(), Coin()),
+    lambda: store.read_scores(str(tmp_path)),
+  ):
+    with pytest.raises(UserError, match=f"sums_two.jsonl, line 2 is no row .*{field} is"):
+      read()
+
+
+@pytest.mark.parametrize("text", ("[]", "5", "[" * 100_000, "\xff", "{}"))
+def test_lines_that_are_no_rows_are_named(tmp_path, text):
+  _evaluate(tmp_path, _task(), Coin())
+  path = tmp_path / "sums_two.jsonl"
+  path.write_bytes(text.encode("latin-1") + b"\n" + path.read_bytes())
+  with pytest.raises(UserError, match="sums_two.jsonl, line 1 is no row"):
+    store.read_scores(str(tmp_path))
+
+
+@pytest.mark.parametrize("changes", (
+  {"name": 5}, {"items": "abc"}, {"items": [1]}, {"protocol": []}, {"protocol": {}},
+  {"margin": "2"}, {"protocol": {"samples": "3"}}, {"settings": 3}, {"fingerprint": None},
+  {"margin": True},
+))  # fmt: skip
+def test_definitions_of_another_shape_are_named(tmp_path, changes):
+  _evaluate(tmp_path, _task(), Coin())
+  path = tmp_path / "sums_two.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+  for read in (
+    lambda: _evaluate(tmp_path, _task(), Coin()),
+    lambda: store.read_scores(str(tmp_path)),
+  ):
+    with pytest.raises(UserError, match="sums_two.json is no definition of a task"):
+      read()
+
+
+@pytest.mark.parametrize("text", (
+  "[]", "{", "{}", '{"tasks": []}', '{"tasks": {"a": 5}}', '{"tasks": {"a": {}}}',
+  '{"tasks": {"a": {"seconds": "1"}}}', '{"tasks": null}',
+))  # fmt: skip
+def test_summaries_of_another_shape_are_named(tmp_path, text):
+  assert store.earlier_seconds(str(tmp_path)) == {}
+  (tmp_path / "summary.json").write_text(text)
+  with pytest.raises(UserError, match="summary.json .*delete it"):
+    store.earlier_seconds(str(tmp_path))
+  (tmp_path / "summary.json").write_text('{"tasks": {"a": {"seconds": 1.5}}}')
+  assert store.earlier_seconds(str(tmp_path)) == {"a": 1.5}
+
+
+@pytest.mark.parametrize("name", ("summary", "Summary", "provenance"))
+def test_a_task_of_any_name_keeps_its_definition(tmp_path, name):
+  task = dataclasses.replace(_task(), name=name)
+  for _ in range(2):
+    found = _evaluate(tmp_path, task, Coin())
+    (tmp_path / store.SUMMARY).write_text(json.dumps({"tasks": {name: found.summary}}))
+  assert store.read_scores(str(tmp_path)).keys() == {name}
+
+
 def test_arms_are_compared_by_seed_and_item(tmp_path):
   stored = {}
   for arm, margin in (("fp8", 2.0), ("bf16", 2.0), ("other", 3.0)):
@@ -146,6 +211,13 @@ def test_arms_are_compared_by_seed_and_item(tmp_path):
             for name, one in arms["bf16"][0].items()} for chat in (True, False)]  # fmt: skip
   with pytest.raises(UserError, match="different settings: chat is True and False; evaluate"):
     run.compare(asked[:1], asked[1:])
+  for place in (0, 1):  # of the pair that differs, with the pairs before and after alike
+    later = list(arms["bf16"])
+    one = later[place][name]
+    later[place] = {name: dataclasses.replace(one, settings={**one.settings, "template": "x"})}
+    for pair in ((arms["fp8"], later), (later, arms["fp8"])):
+      with pytest.raises(UserError, match="different settings: template is"):
+        run.compare(*pair)
   with pytest.raises(UserError, match="not finished the task"):
     run.compare(arms["fp8"], [{}, {}])
   with pytest.raises(UserError, match="the same seeds"):

@@ -64,6 +64,36 @@ def test_bootstraps_agree_with_the_enumeration_of_every_resample():
   assert few[0] == few[1] != few[2]
 
 
+def test_a_ratio_resamples_losses_with_their_tokens():
+  rng = np.random.default_rng(7)
+  tokens_I = np.array([1, 2, 9, 30, 4, 100.0])
+  losses_I = tokens_I * rng.uniform(1, 3, 6)
+  chosen = np.array(list(itertools.product(range(6), repeat=6)))
+  exact = np.quantile(losses_I[chosen].sum(1) / tokens_I[chosen].sum(1), (0.025, 0.975))
+  found = statistics.bootstrap_ratio(losses_I, tokens_I, resamples=40_000)
+  assert found.estimate == pytest.approx(losses_I.sum() / tokens_I.sum())
+  assert np.abs([found.low, found.high] - exact).max() < 0.02 * (exact[1] - exact[0])
+  # One loss per token everywhere: the lengths alone vary, and the ratio does not.
+  found = statistics.bootstrap_ratio(2.5 * tokens_I, tokens_I)
+  assert (found.low, found.high) == pytest.approx((2.5, 2.5), abs=1e-12)
+  # An item without tokens: the resamples that hold it alone have no ratio.
+  found = statistics.bootstrap_ratio(np.array([0.0, 3.0]), np.array([0.0, 2.0]))
+  assert (found.low, found.high) == (1.5, 1.5)
+  for losses, tokens in (([], []), ([1.0], [0.0]), ([[1.0]], [[1.0]])):
+    with pytest.raises(ValueError, match="of which the sum is positive"):
+      statistics.bootstrap_ratio(np.array(losses), np.array(tokens))
+
+
+@pytest.mark.parametrize(
+  "low, high, verdict",
+  ((-2.5, -0.5, "no verdict"), (-2.5, -2.0, "no verdict"), (-2.5, -2.01, "worse"),
+   (-2.0, 1.0, "no verdict"), (-1.99, -0.5, "parity"), (-9.0, 9.0, "no verdict")),
+)  # fmt: skip
+def test_a_verdict_needs_the_interval_on_one_side_of_the_margin(low, high, verdict):
+  found = statistics.Comparison(0.0, low, high, 2.0, 1, 10, None, (0.0,))
+  assert found.verdict == verdict
+
+
 def test_an_interval_counts_items_and_not_their_samples():
   """Samples of an item that all agree add nothing: the interval is that of one sample."""
   rng = np.random.default_rng(1)

@@ -4,7 +4,9 @@ import dataclasses
 import importlib.machinery
 import json
 import random
+import re
 import sys
+import time
 import types
 
 import pytest
@@ -49,8 +51,87 @@ def test_the_final_answer_is_found_in_every_form_that_models_write():
     "": "",
     "The answer is $12$": "12",
     "wait...": "wait...",
+    r"Thus \boxed{203} no wait \boxed{204}": "204",
+    r"\boxed{\text{E}}": "E",
+    r"\boxed{\textbf{ (B). }}": "(B)",
+    r"\boxed {5\text{ cm}}": r"5\text{ cm}",
+    r"\boxed{a} <answer>b</answer>": "a",
+    "<answer>1</answer> <answer>2 <answer>3</answer> </answer> <answer>": "3",
+    "It comes from the U.S.": "It comes from the U.S.",
+    "The answer is U.S.": "U.S.",
+    "The answer is Ph.D.": "Ph.D.",
+    "The answer is 3.5.": "3.5",
+    "The answer is not 5, the answer is 6.": "6",
+    "The answer is 7.\n#### \n": "7",
+    "####\n\n42": "42",
   }
   assert {text: tasks.final_answer(text) for text in found} == found
+
+
+def _last_box(output):
+  """The definition, in quadratic time: the last start after which the braces close."""
+  for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", output)]):
+    depth = 1
+    for end in range(start, len(output)):
+      depth += {"{": 1, "}": -1}.get(output[end], 0)
+      if depth == 0:
+        return output[start:end]
+  return None
+
+
+def test_the_last_box_is_the_one_of_the_definition():
+  rng, boxes = random.Random(0), 0
+  for _ in range(3000):
+    output = "".join(
+      rng.choices(("\\boxed{", "\\boxed {", "{", "}", "x", " "), k=rng.randint(1, 14))
+    )
+    expected = _last_box(output)
+    assert tasks.marked_answer(output) == expected, output
+    boxes += expected is not None
+  assert 300 < boxes < 2700
+
+
+@pytest.mark.parametrize(
+  "start, piece",
+  [("", x) for x in ("\\boxed{", "\\boxed{}", "\\boxed {\\text{", "<answer>", "</answer>", "####",
+                     "#### \n", "answer is ", "answer:\n", "Answer: (", "1,", "a.b. ")]
+  + [("answer: ", " \n"), ("ANSWER: ", " "), ("ANSWER: \\boxed{", "}{"), ("</answer>", "<answer>")],
+)  # fmt: skip
+def test_verification_is_linear_in_the_outputs_length(start, piece):
+  """A model that repeats itself; in quadratic time 10^5 pieces take minutes."""
+  item, output = tasks.Item("1", "q", "A"), start + piece * 100_000
+  begin = time.process_time()
+  for verify in (verifiers.exact, verifiers.choice, verifiers.regex):
+    verify(item, output)
+  assert time.process_time() - begin < 2
+
+
+def test_a_regular_expression_has_a_time_limit(monkeypatch):
+  monkeypatch.setattr(verifiers, "SECONDS", 0.3)
+  item = tasks.Item("1", "q", "(a+)+b")
+  task = tasks.Task("t", (item,), verifiers.regex, "regex")
+  begin = time.monotonic()
+  verdict = task.judge(item, "a" * 40)
+  assert not verdict.correct and "longer than" in verdict.note
+  assert time.monotonic() - begin < 20
+  assert task.judge(item, "aab").correct  # the next one is verified as before
+
+
+def test_what_a_verifier_raises_is_a_verdict_but_for_the_machines_errors():
+  item = tasks.Item("1", "q", "a")
+
+  def task(error):
+    def verify(item, output):
+      raise error
+
+    return tasks.Task("t", (item,), verify, "raises")
+
+  for error in (RecursionError("deep"), ValueError("a\nb"), ZeroDivisionError(), MemoryError()):
+    verdict = task(error).judge(item, "x")
+    assert not verdict.correct and verdict.note.startswith(f"{type(error).__name__}: ")
+  for error in (UserError("no sandbox"), OSError("no process"), ImportError("math_verify")):
+    with pytest.raises(type(error)):
+      task(error).judge(item, "x")
 
 
 def test_thoughts_are_not_verified():
@@ -61,6 +142,9 @@ def test_thoughts_are_not_verified():
   assert task.judge(item, "The answer is 5 </think> The answer is 4").correct
   assert not task.judge(item, "The answer is 4 </think> The answer is 5").correct
   assert task.judge(item, "The answer is 4").correct  # a thought that never ends is verified
+  # Thoughts end at the last tag: a model may write of "</think>" while it thinks.
+  assert task.judge(item, r"\boxed{3} </think> no </think> The answer is 4").correct
+  assert not task.judge(item, r"3 </think> \boxed{4} </think> 5").correct
 
 
 def test_exact_regex_and_choice_verifiers():
@@ -73,6 +157,14 @@ def test_exact_regex_and_choice_verifiers():
   assert not judged(verifiers.regex, r"\d{3}", "#### 1234")
   for output in ("ANSWER: C", "answer: (C)", "ANSWER: A\n**ANSWER: C**", r"ANSWER: \boxed{C}"):
     assert judged(verifiers.choice, "C", output), output
+  assert judged(verifiers.exact, "E", r"\boxed{\text{E}}")
+  assert judged(verifiers.exact, "U.S.", "The answer is U.S.")
+  assert judged(verifiers.exact, "Acme Inc.", "The answer is Acme Inc.")
+  for output in (r"ANSWER: \text{C}", r"ANSWER: $\boxed{\text{C}}$", "ANSWER: I say E\nAnswer: c"):
+    assert judged(verifiers.choice, "C", output), output
+  # openai/simple-evals: (?i)Answer[ \t]*:[ \t]*\$?([A-D])\$?
+  assert not judged(verifiers.choice, "B", "Answer: I think it is (B)")
+  assert verifiers.choice(tasks.Item("1", "q", "B"), "Answer: I think it is (B)").extracted == ""
   for output in ("C", "ANSWER: Correct", "ANSWER: C\nANSWER: D"):
     assert not judged(verifiers.choice, "C", output), output
 
@@ -90,12 +182,19 @@ def test_a_family_asks_distinct_questions_outside_the_training_set(gym, tmp_path
     {"messages": [{"role": "user", "content": [{"type": "text", "text": questions[4][:3]},
                                                {"type": "text", "text": questions[4][3:]}]}]},
   ]  # fmt: skip
+  rows += [  # every turn of the user, whatever stands between
+    {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"},
+                  {"role": "assistant", "content": "a"},
+                  {"role": "user", "content": questions[5]}]},
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "a"},
+                       {"from": "human", "value": questions[6]}]},
+  ]  # fmt: skip
   path = tmp_path / "train.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
   options = catalog.Options(train_data=str(path), questions=30)
   [apart] = catalog.load("gcd(highest=9)", options)
   left_out = set(questions) - {item.question for item in apart.items}
-  assert {questions[i] for i in (0, 2, 3, 4)} <= left_out and questions[1] not in left_out
+  assert {questions[i] for i in (0, 2, 3, 4, 5, 6)} <= left_out and questions[1] not in left_out
   assert len(apart.items) == 30 and apart.fingerprint != task.fingerprint
   with pytest.raises(UserError, match="4 different questions .* expected 30"):
     reasoning_gym_tasks.make("gcd", {"highest": 2}, size=30)
@@ -188,15 +287,56 @@ def test_broken_names_and_files_are_refused_with_the_remedy(tmp_path):
   twice = '{"question": "q", "answer": "a", "name": "x", "verifier": "exact"}\n'
   assert "two items are called 'x'" in refused("e.jsonl", twice * 2)
   assert "has no item" in refused("f.jsonl", "\n")
+  number = '{"question": "q", "answer": %s, "verifier": "exact"}'
+  for text in ("NaN", "Infinity", "-Infinity", "1e999"):
+    assert "line 1: answer" in refused("n.jsonl", number % text), text
+  (tmp_path / "u.jsonl").write_bytes(b'{"question": "q", "answer": "a"}\n{"question": "\xff"}\n')
+  with pytest.raises(UserError, match="u.jsonl, line 2"):
+    catalog.load(str(tmp_path / "u.jsonl"), catalog.Options())
   assert "did you mean 'margin'" in refused("g.json", '{"margn": 1}')
   found = refused("h.json", '{"family": "gdc", "prompt": "no place", "margin": -1}')
   assert all(text in found for text in ("did you mean 'gcd'", "lacks {question}", "positive"))
   assert "either 'questions'" in refused("i.json", "{}")
   options = catalog.Options(train_data=str(tmp_path / "none"), questions=-1)
   found = "\n".join(catalog.problems("gdc,a.jsonl,gcd(1),x y", options))
+  [nothing] = catalog.problems(" ,,", catalog.Options())
+  assert "eval.tasks=' ,,' names no task; or name a file" in nothing
   for text in ("did you mean 'gcd'", "a.jsonl does not exist", "'gcd(1)' is no task",
                "'x y' is no task", "eval.train_data=", "eval.questions=-1"):  # fmt: skip
     assert text in found, text
+
+
+@pytest.mark.parametrize("turns", (["hi"], "hi", {"role": "user"}, 5, [None]))
+def test_training_sets_of_another_shape_are_refused(tmp_path, turns):
+  path = tmp_path / "train.jsonl"
+  path.write_text(json.dumps({"question": "q"}) + "\n" + json.dumps({"messages": turns}) + "\n")
+  with pytest.raises(UserError, match="train.jsonl, line 2: its turns .* expected a list"):
+    tasks.read_trained(str(path))
+
+
+def test_tasks_of_one_file_are_refused_and_numbers_are_bounded(gym, tmp_path):
+  line = '{"question": "q", "answer": "a", "verifier": "exact"}\n'
+  for name in ("a b", "a_b", "A+b", "!", "c"):
+    (tmp_path / f"{name}.jsonl").write_text(line)
+
+  def load(*names, **options):
+    return catalog.load(
+      ",".join(f"{tmp_path}/{x}.jsonl" for x in names), catalog.Options(**options)
+    )
+
+  for names in (("a b", "a_b"), ("c", "c"), ("a b", "A+b")):
+    with pytest.raises(ConfigError) as e:
+      load(*names)
+    [problem] = e.value.problems
+    assert f"{names[0]!r} and {names[1]!r} would be stored in one file" in problem
+  with pytest.raises(ConfigError, match="'!' has no letter or digit"):
+    load("!")
+  [most] = load("c", samples=tasks.MOST_SAMPLES, temperature=1.0)
+  assert most.protocol.samples == 10_000
+  with pytest.raises(ConfigError, match="samples=10001 must be from 1 to 10,000"):
+    load("c", samples=10_001, temperature=1.0)
+  with pytest.raises(UserError, match="500,001 questions of 'gcd', expected at most 500,000"):
+    catalog.load("gcd", catalog.Options(questions=500_001))
 
 
 def test_a_missing_package_names_its_extra(monkeypatch):
@@ -215,6 +355,7 @@ def test_user_files_are_verified_mathematically_by_default(monkeypatch, tmp_path
   task = jsonl_tasks.from_jsonl(str(path))
   [item] = task.items
   assert task.verifier == "math-verify" and task.judge(item, "= 1/2").correct
+  assert task.judge(item, "Thus \\boxed{1/3} no wait \\boxed{1/2}").correct
   assert not task.judge(item, "= 1/3").correct
 
 
@@ -243,7 +384,10 @@ def test_math_verify_accepts_equal_expressions():
   for answer, output in (
     ("204", "so it is \\boxed{204}"), ("33", "\\boxed{033}"), ("\\frac{1}{2}", "it is $0.5$"),
     ("(x+1)^2", "$x^2 + 2x + 1$"), ("1000", "The answer is 1,000."),
+    ("204", "Thus \\boxed{203} no wait \\boxed{204}"),
+    ("1/2", "<answer>$\\frac12$</answer> of 7 < 9"), ("E", "\\boxed{\\text{E}}"),
   ):  # fmt: skip
     assert judged(answer, output), (answer, output)
-  for answer, output in (("204", "\\boxed{205}"), ("204", ""), ("1/2", "$\\frac{1}{3}$")):
+  for answer, output in (("204", "\\boxed{205}"), ("204", ""), ("1/2", "$\\frac{1}{3}$"),
+                         ("203", "Thus \\boxed{203} no wait \\boxed{204}")):  # fmt: skip
     assert not judged(answer, output), (answer, output)
