@@ -8,7 +8,6 @@ shardings from the abstract tree, so a run continues on another mesh.
 
 import contextlib
 import dataclasses
-import errno
 import logging
 import math
 import os
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from fp8jax.errors import UserError, one_line
+from fp8jax.errors import NO_ROOM, UserError, one_line
 from fp8jax.quantization import amax_history
 from fp8jax.step.state import State
 
@@ -209,7 +208,7 @@ class Checkpoints:
     except jax.errors.JaxRuntimeError:
       raise  # of the device
     except (ValueError, RuntimeError, OSError) as e:
-      reason = next((r for r in _REASONS if r in str(e)), one_line(e)[:300])
+      reason = next((r for r in NO_ROOM if r in str(e)), one_line(e)[:300])
       raise UserError(
         f"a checkpoint cannot be written to {self._manager.directory}: {reason}; {self._then()}"
       ) from e
@@ -218,10 +217,6 @@ class Checkpoints:
     steps = self.steps()
     newest = f"from step {steps[-1]}" if steps else "from the beginning"
     return f"make room, or lower checkpoint.keep: the same command then goes on {newest}"
-
-
-# As the operating system says it, somewhere in the messages of TensorStore.
-_REASONS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 
 
 class _NoTraceback(logging.Filter):

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from fp8jax.errors import read_json
+from fp8jax.errors import read_json, writing
 
 
 def write_json(workdir: str, name: str, value):
@@ -22,9 +22,10 @@ def write_json(workdir: str, name: str, value):
   if jax.process_index() != 0:
     return
   path = os.path.join(workdir, name)
-  with open(path + ".part", "w") as f:
-    f.write(to_json(value) + "\n")
-  os.replace(path + ".part", path)
+  with writing(path):
+    with open(path + ".part", "w") as f:
+      f.write(to_json(value) + "\n")
+    os.replace(path + ".part", path)
 
 
 def to_json(value, indent: int | None = 2) -> str:
