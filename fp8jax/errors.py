@@ -1,6 +1,8 @@
 """Errors that a user can put right: the launcher prints them in one piece, without a traceback."""
 
+import contextlib
 import difflib
+import errno
 import json
 import math
 import os
@@ -72,6 +74,34 @@ def nearest_key(key: str, known: Collection[str]) -> str | None:
 def one_line(e: Exception) -> str:
   """The message of a library, whatever its line breaks."""
   return " ".join(str(e).split())
+
+
+# Of a disk that is full, or of a quota, in the words that libraries pass on.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = tuple(map(os.strerror, FULL))
+
+
+@contextlib.contextmanager
+def writing(path: str):
+  """Where the disk is full, the error names what was being written.
+
+  The operating system names no file when a write fails, and array_record raises RuntimeError.
+
+  Args:
+    path: folder or file, unless the error or an inner `writing` knows a nearer one.
+
+  Raises:
+    UserError: there is no room; any other error passes.
+  """
+  try:
+    yield
+  except (OSError, RuntimeError) as e:
+    if not any(reason in str(e) for reason in NO_ROOM):
+      raise
+    where = getattr(e, "filename", None) or path
+    raise UserError(
+      f"nothing more can be written to {where}: {one_line(e)}; make room, or name another place"
+    ) from e
 
 
 def load_json(path: str, remedy: str) -> Any:

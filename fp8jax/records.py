@@ -5,7 +5,6 @@ A reader names the file, the line and the field that is not as its type says. Ty
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -13,12 +12,11 @@ import re
 from collections.abc import Iterator
 from typing import IO, Any, Literal
 
-from fp8jax.errors import UserError, load_json
+from fp8jax.errors import FULL, UserError, load_json
 
 # Strict JSON has no number that is not finite: these strings stand for them, see `to_json`.
 Number = float | Literal["nan", "inf", "-inf"]
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAKE_ROOM = "make room there, and the same command goes on"
 _WORDS = {"int": "a whole number", "float": "a number", "str": "text", "object": "an object",
           "array": "a list", "bool": "true or false"}  # fmt: skip

@@ -80,7 +80,7 @@ def group_problems(c: Any, optim: OptimizerConfig, named: Mapping[str, list[str]
 
 def lora_problems(c: Any) -> list[str]:
   """Settings that exclude adapters, in words."""
-  if not c.model.lora.rank:
+  if not c.model.lora.rank and not c.init.adapters:
     return []
   wanted = (
     ("optim.in_backward", c.optim.in_backward, False, "most of a layer is frozen, nothing to save"),

@@ -20,6 +20,14 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def check(c: Config, problems: ConfigErrors):
   """The section `export` against itself and the files it names."""
   e = c.export
+  problems.check(
+    not e.path or bool(e.path.strip()),
+    f"export.path={e.path!r} is blank; name a folder, or '' for WORKDIR/hf",
+  )
+  problems.check(
+    e.format != "peft" or bool(c.model.lora.rank or c.init.adapters),
+    "export.format='peft' writes adapters, and model.lora.rank=0 has none; set the rank of the run",
+  )
   problems.file("export.input_scales", e.input_scales, "write it with --job=calibrate")
   problems.file("export.gate_text", e.gate_text, "name a text file, or '' for held-out text")
   problems.check(e.max_kl > 0, f"export.max_kl={e.max_kl} must be positive, in nats per token")
@@ -64,13 +72,19 @@ def fp8_format(e: Export) -> fp8_formats.Fp8Format | None:
   )
 
 
-def choose(plan: RunSpec, phase: int, merged: Collection[str] = ()) -> fp8_export.Fp8Plan | None:
+def choose(
+  plan: RunSpec,
+  phase: int,
+  merged: Collection[str] = (),
+  stored: fp8_export.StoredByName | None = None,
+) -> fp8_export.Fp8Plan | None:
   """The FP8 matrices of an export of a checkpoint in this phase of the precision schedule.
 
-  A Hugging Face folder (eval.hf) was trained nobody knows how: all of it is quantized.
+  A Hugging Face folder (eval.hf) in 16 bits was trained nobody knows how: all of it is quantized.
 
   Args:
     merged: paths of the weights that adapters were merged into, which are quantized anew.
+    stored: see fp8_export.choose.
 
   Raises:
     UserError: see fp8_export.choose, and names.entries.
@@ -82,7 +96,7 @@ def choose(plan: RunSpec, phase: int, merged: Collection[str] = ()) -> fp8_expor
   return fp8_export.choose(
     names.entries(plan.model), plan.model.dims, site.recipes_of(sites), fp8,
     scale_fmt=plan.export.scale_fmt, requantize=plan.export.requantize, changed=_changed(plan),
-    merged=merged,
+    merged=merged, stored=stored,
   )  # fmt: skip
 
 
@@ -95,5 +109,6 @@ def _changed(plan: RunSpec) -> set[str]:
     f"layers/{mixer.key}/{one.name}"
     for mixer in transformer.mixers(plan.model)
     for one in mixer.sites
-    if one.has_channel_scales or (is_folded and mixer.fold_channel_scales is not None)
+    if (one.has_channel_scales and not plan.eval.hf)
+    or (is_folded and mixer.fold_channel_scales is not None)
   }

@@ -31,6 +31,7 @@ from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import attention_gqa, lora, presets, transformer
 from fp8jax.models import config as model_config
 from fp8jax.models.hf import config as hf_config_lib
+from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import residuals, site
 from fp8jax.optim import factory as optim_build
@@ -197,6 +198,8 @@ def _model(c: Config) -> model_config.ModelConfig:
     wanted = {**c.model.lora, "targets": tuple(c.model.lora.targets)}
     changes["lora"] = model_config.Lora(**wanted)
   model = dataclasses.replace(model, **changes)
+  if c.init.adapters:
+    model = _with_adapters(c, model)
   found = transformer.problems(model)
   if model.lora and not found:
     layers = transformer.linear_layers(model)
@@ -204,6 +207,27 @@ def _model(c: Config) -> model_config.ModelConfig:
   if found:
     raise ConfigError(found)
   return model
+
+
+def _with_adapters(c: Config, model: model_config.ModelConfig) -> model_config.ModelConfig:
+  """The model with the adapters of init.adapters, which model.lora may not contradict."""
+  if c.init.workdir or not c.init.hf:
+    raise ValueError(
+      f"init.adapters={c.init.adapters!r} are beside the weights of a Hugging Face folder; set "
+      "init.hf (or eval.hf, generate.hf) to it, and init.workdir=''"
+    )
+  there = peft.lora_of(c.init.adapters, model, c.model.lora.base)
+  here, linears = model.lora or there, transformer.linear_layers(model)
+  found = [f"{key} is {getattr(there, key)} there and {getattr(here, key)} here"
+           for key in ("rank", "alpha") if getattr(there, key) != getattr(here, key)]  # fmt: skip
+  if set(there.targets) != set(lora.matching(here, linears)):
+    found.append(f"the targets are {there.targets} there and {here.targets} here")
+  if found:
+    raise ValueError(
+      f"init.adapters={c.init.adapters!r} and model.lora contradict each other: "
+      f"{'; '.join(found)}. Set model.lora.rank=0 to take the folder's"
+    )
+  return dataclasses.replace(model, lora=here)
 
 
 def _check_folder(c: Config, model: model_config.ModelConfig):

@@ -1,7 +1,6 @@
 """The jobs of the launcher: one function each, and the last stop for errors users can fix."""
 
 import collections
-import errno
 import os
 import shlex
 import sys
@@ -16,7 +15,7 @@ from fp8jax import hub
 from fp8jax.compiled import aot
 from fp8jax.config import files as config_files
 from fp8jax.config import identity, resolve
-from fp8jax.errors import UserError, missing_package
+from fp8jax.errors import UserError, missing_package, writing
 from fp8jax.jobs import (
   calibrate,
   diagnose,
@@ -94,14 +93,13 @@ def _reported(action: Callable[[], int], workdir: str, memory_at: str = "") -> i
     print(console_lib.visible(f"error: {text}"), file=sys.stderr)
 
   try:
-    return action()
+    with writing(workdir):
+      return action()
   except train.NonFinite as e:
     complain(str(e))
     return _NONFINITE
   except (UserError, OSError) as e:
-    is_full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) and not e.filename
-    where = f"; nothing more can be written to {workdir}" if is_full else ""
-    complain(f"{e}{where}")
+    complain(str(e))
     return 1
   except ModuleNotFoundError as e:
     complain(missing_package(e))
@@ -236,10 +234,11 @@ def _call(
 def _check_adapters(job: str, c: config_files.Config):
   """Refuses to read adapters from a Hugging Face folder, which has none."""
   key = {"evaluate": "eval.hf", "generate": "generate.hf"}.get(job)
-  if key and c[key] and c.model.lora.rank:
+  if key and c[key] and c.model.lora.rank and not c.init.adapters:
     raise UserError(
       f"model.lora.rank={c.model.lora.rank} with {key}={c[key]!r}, which has no adapters; set "
-      f"model.lora.rank=0 for the folder alone, or {key}='' for the checkpoint with its adapters"
+      f"init.adapters to theirs, model.lora.rank=0 for the folder alone, or {key}='' for the "
+      "checkpoint with its adapters"
     )
 
 

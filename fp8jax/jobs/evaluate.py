@@ -6,6 +6,7 @@ from fp8jax.config import identity
 from fp8jax.errors import UserError
 from fp8jax.jobs import evaluate_tasks
 from fp8jax.jobs.restore import as_trained, restore_params, restore_scaling_states
+from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.run import (
   calibration,
@@ -34,6 +35,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
 def _heldout(plan: run_spec.RunSpec, workdir: str):
   if plan.eval.hf:
     params, _ = hf_weights.load_params(plan.eval.hf, plan.model, plan.run.layout)
+    params = peft.added(params, plan.init.adapters, plan.model, plan.run.layout)
     path = os.path.expanduser(plan.calibration)
     scaling_states = calibration.load(plan, path)[0] if path else {}
     phase, where = 0, {"hf": plan.eval.hf}

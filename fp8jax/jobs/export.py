@@ -16,7 +16,7 @@ from fp8jax import params as params_lib
 from fp8jax.config import export as export_config
 from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
-from fp8jax.errors import UserError
+from fp8jax.errors import UserError, writing
 from fp8jax.jobs import export_gate
 from fp8jax.jobs.restore import (
   as_trained,
@@ -27,7 +27,7 @@ from fp8jax.jobs.restore import (
 )  # fmt: skip
 from fp8jax.models import lora, transformer
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import export_folder, fp8_export, publish
+from fp8jax.models.hf import export_folder, fp8_base, fp8_export, peft, publish
 from fp8jax.models.hf import names as hf_names
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
@@ -51,6 +51,7 @@ class Source:
     amaxes: {(site, tensor): amax} of delayed and static scales.
     trained: provenance of the training; {} where there is none.
     changed: configuration keys that training changed.
+    stored: matrices that are there in codes, see fp8_export.choose.
   """
 
   params: Any
@@ -61,6 +62,7 @@ class Source:
   amaxes: dict[tuple[str, str], float]
   trained: dict[str, Any]
   changed: dict[str, Any]
+  stored: dict[str, fp8_export.Stored | None]
 
 
 def run(plan: run_spec.RunSpec, workdir: str):
@@ -68,18 +70,15 @@ def run(plan: run_spec.RunSpec, workdir: str):
 
   The folder is written beside its place and moved there once the gate has passed it.
   """
-  hf_names.entries(plan.model)  # before anything is read: raises where there is no mapping
-  target = folder_of(plan.export.path, workdir, "hf")
-  never = {workdir: "the run's own folder", plan.init.hf: "the folder of init.hf",
-           plan.eval.hf: "the folder of eval.hf"}  # fmt: skip
-  export_folder.check_other(target, _local(never))
-  # Before work that takes long; `move` checks again.
-  export_folder.check(target, ["config.json", publish.CARD])
-  versions = export_gate.probe(plan) if jax.process_index() == 0 else {}
-  if plan.export.push_to and jax.process_index() == 0:
-    publish.check_login(plan.export.push_to)
+  target, versions = _place(plan, workdir)
+  texts = export_gate.batches(plan)
   plan, source = _source(plan, workdir, target)
-  adapted, plan, source = _merged(plan, source)
+  is_peft = plan.export.format == "peft"
+  if is_peft and not any(map(lora.is_adapter, params_lib.flatten(source.params))):
+    raise UserError(
+      "export.format='peft' writes adapters, and a folder has none: set init.adapters"
+    )
+  adapted, plan, source = (None, plan, source) if is_peft else _merged(plan, source)
   fp8 = _fp8(plan, source, () if adapted is None else lora.adapted_paths(adapted[0]))
   params = stored_params.dequantize_tree(source.params)
   operands = jax.tree.map(
@@ -88,27 +87,36 @@ def run(plan: run_spec.RunSpec, workdir: str):
   if plan.export.fold_smooth_batches:
     params = operands = _fold_smooth(plan, params)
   dtype = plan.export.dtype
-  if dtype == "auto":
+  if is_peft:
+    dtype = "float32"
+  elif dtype == "auto":
     dtype = source.weights_dtype if fp8 is None else "bfloat16"
   base = hf_config.read_json(source.companions, "config.json") if source.companions else None
-  gate = export_gate.Gate(plan, *(adapted or (params, plan)))
+  gate = export_gate.Gate(plan, texts, *(adapted or (params, plan)))
   del adapted
-  part = target.rstrip(os.sep) + ".part"
+  part = os.path.realpath(target) + ".part"
   try:
-    hf_weights.save_params(
-      part, params, plan.model, dtype, base, source=source.companions, fp8=fp8, operands=operands,
-      extra=[publish.CARD],
-    )  # fmt: skip
+    with writing(target):
+      if is_peft:
+        peft.save(part, params, plan.model, _began(plan, source), [publish.CARD])
+      else:
+        hf_weights.save_params(
+          part, params, plan.model, dtype, base, source=source.companions, fp8=fp8,
+          operands=operands, extra=[publish.CARD],
+        )  # fmt: skip
+    beside = params if is_peft else None
     del params, operands
     source = dataclasses.replace(source, params=None)
     _wait("the export's files")
-    gate.read_back(part)
+    gate.read_back(part, beside)
+    del beside
     if plan.export.client_python:
       gate.client(part, versions)
-    result = {"folder": target, **source.where, "dtype": dtype, **_summary(plan, fp8)}
+    result = {"folder": target, **source.where, "dtype": dtype, **_summary(plan, source, fp8)}
     result["gate"] = gate.report
     if jax.process_index() == 0:
-      _write_card(plan, part, target, source, result)
+      with writing(target):
+        _write_card(plan, part, target, source, result)
       export_folder.move(part, target)
   except BaseException:
     if jax.process_index() == 0:
@@ -117,6 +125,29 @@ def run(plan: run_spec.RunSpec, workdir: str):
   if plan.export.push_to and jax.process_index() == 0:
     result["pushed_to"] = publish.push(target, plan.export.push_to)
   return result
+
+
+def _place(plan: run_spec.RunSpec, workdir: str) -> tuple[str, dict[str, str]]:
+  """(the folder to write, versions of the client), checked before work that takes long."""
+  hf_names.entries(plan.model)  # before anything is read: raises where there is no mapping
+  target = folder_of(plan.export.path, workdir, "hf")
+  if jax.process_index() == 0:
+    export_folder.recover(target)
+  _wait("what an interrupted export left")
+  never = {workdir: "the run's own folder", plan.init.hf: "the folder of init.hf",
+           plan.eval.hf: "the folder of eval.hf"}  # fmt: skip
+  export_folder.check_other(target, _local(never))
+  # `move` checks again.
+  export_folder.check(target, ["config.json", publish.CARD])
+  versions = export_gate.probe(plan) if jax.process_index() == 0 else {}
+  if plan.export.push_to and jax.process_index() == 0:
+    publish.check_login(plan.export.push_to)
+  return target, versions
+
+
+def _began(plan: run_spec.RunSpec, source: Source) -> str:
+  """The folder or id on the hub that the weights began with; "" for none."""
+  return (source.trained.get("config") or {}).get("init.hf", "") or plan.eval.hf
 
 
 def _local(folders: dict[str, str]) -> dict[str, str]:
@@ -132,8 +163,10 @@ def _source(plan: run_spec.RunSpec, workdir: str, target: str) -> tuple[run_spec
   """(the plan with the recipes that policies gave, the weights to export)."""
   if plan.eval.hf:
     params, dtype = hf_weights.load_params(plan.eval.hf, plan.model, plan.run.layout)
-    where = {"hf": plan.eval.hf}
-    return plan, Source(params, where, 0, dtype, hub.local(plan.eval.hf), {}, {}, {})
+    params = peft.added(params, plan.init.adapters, plan.model, plan.run.layout)
+    where, folder = {"hf": plan.eval.hf}, hf_weights.Folder(plan.eval.hf)
+    stored = fp8_base.stored(folder, hf_names.entries(plan.model))
+    return plan, Source(params, where, 0, dtype, folder.folder, {}, {}, {}, stored)
   params, step, meta = restore_params(plan, workdir)
   began_with = {meta["config"].get("init.hf", ""): "the folder that training started from"}
   export_folder.check_other(target, _local(began_with))
@@ -142,12 +175,14 @@ def _source(plan: run_spec.RunSpec, workdir: str, target: str) -> tuple[run_spec
   if export_config.fp8_format(plan.export) is not None:
     _check_precision(plan, meta["config"], step)
     states = restore_scaling_states(plan, workdir, step, meta, phase)
+  entries, flat = hf_names.entries(plan.model), params_lib.flatten(params)
+  codes = fp8_base.of_stacks(flat, entries, hf_weights.on_host)
   kept = os.path.join(workdir, "hf_source")
   kept = kept if os.path.isdir(kept) else ""
   trained, config = (_json(workdir, f"{name}.json") for name in ("provenance", "config"))
   return plan, Source(
     params, {"step": step}, phase, meta["weights_dtype"], kept, _amaxes(plan, phase, states),
-    trained, config.get("changed", {}),
+    trained, config.get("changed", {}), {**codes},
   )  # fmt: skip
 
 
@@ -207,7 +242,7 @@ def _amaxes(plan: run_spec.RunSpec, phase: int, states) -> dict[tuple[str, str],
 
 def _fp8(plan: run_spec.RunSpec, source: Source, merged) -> fp8_export.Fp8Plan | None:
   """The FP8 matrices, with the amaxes of their scales; told before anything is written."""
-  fp8 = export_config.choose(plan, source.phase, merged)
+  fp8 = export_config.choose(plan, source.phase, merged, source.stored)
   if fp8 is None:
     return None
   path = os.path.expanduser(plan.export.input_scales)
@@ -220,13 +255,17 @@ def _fp8(plan: run_spec.RunSpec, source: Source, merged) -> fp8_export.Fp8Plan |
   return fp8
 
 
-def _summary(plan: run_spec.RunSpec, fp8: fp8_export.Fp8Plan | None) -> dict[str, Any]:
+def _summary(
+  plan: run_spec.RunSpec, source: Source, fp8: fp8_export.Fp8Plan | None
+) -> dict[str, Any]:
   if fp8 is None:
     return {"format": plan.export.format}
-  trained = sum(m.is_trained for m in fp8.matrices.values())
+  kept = {"codes_of_folder" if plan.eval.hf and source.stored else "codes_of_training": sum(
+    m.is_trained for m in fp8.matrices.values()
+  )}  # fmt: skip
   return {
     "format": plan.export.format, "strategy": fp8.fp8.strategy, "scale_fmt": fp8.fp8.scale_fmt,
-    "fp8_share": fp8.share, "fp8_matrices": len(fp8.matrices), "codes_of_training": trained,
+    "fp8_share": fp8.share, "fp8_matrices": len(fp8.matrices), **kept,
     "unquantized_matrices": len(fp8.unquantized),
   }  # fmt: skip
 
@@ -247,7 +286,7 @@ def _write_card(plan: run_spec.RunSpec, part: str, target: str, source: Source, 
     "Configuration that differs from configs/base.py": source.changed or "nothing",
     "Export": {k: here[k] for k in ("commit", "dirty", "versions", "time")},
   }
-  began = (source.trained.get("config") or {}).get("init.hf", "") or plan.eval.hf
+  began = _began(plan, source)
   base = began if began and hub.is_id(began) else ""
   publish.write_card(part, os.path.basename(os.path.abspath(target)), facts, base)
 

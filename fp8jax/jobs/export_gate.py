@@ -6,12 +6,15 @@ tokens whose most likely successor is the same. fp8jax multiplies in the compute
 difference is that of the weights; transformers also quantizes activations where it can on a CPU.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,9 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.data import batch_sharding, loader
-from fp8jax.errors import UserError
+from fp8jax.errors import UserError, one_line
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step.run_spec import RunSpec
@@ -33,6 +38,7 @@ _LONGEST = 512
 _PACKAGES = {
   "hf-bf16": ("torch", "transformers"),
   "hf-fp8-block": ("torch", "transformers", "accelerate"),
+  "peft": ("torch", "transformers", "peft"),
   "compressed-tensors": ("torch", "transformers", "compressed-tensors"),
 }
 _PROBE = """
@@ -46,8 +52,10 @@ import json, os, sys
 os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy, torch, transformers
 folder, tokens, target = sys.argv[1:]
-with open(os.path.join(folder, "config.json")) as f:
-  method = (json.load(f).get("quantization_config") or {}).get("quant_method")
+path, method = os.path.join(folder, "config.json"), None
+if os.path.exists(path):  # adapters have none
+  with open(path) as f:
+    method = (json.load(f).get("quantization_config") or {}).get("quant_method")
 # Fine-grained FP8 loads in 16 bits alone; compressed-tensors cannot be cast once it is loaded.
 how = {} if method == "fp8" else {"dtype": torch.float32}
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
@@ -57,6 +65,33 @@ with torch.no_grad():
   logits = [model(torch.from_numpy(row[None]).long()).logits[0].float().numpy() for row in rows]
 numpy.save(target, numpy.stack(logits))
 """
+
+
+# Keys without which a client refuses config.json or guesses, by section and by the kind that it
+# states. Sources: transformers 5.23 modeling_rope_utils.py (_validate_*_rope_parameters) and
+# utils/quantization_config.py; vLLM 0.32 quantization/fp8.py and compressed_tensors.py.
+_REQUIRED = {
+  "": ("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size",
+       "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta",
+       "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "hidden_act", "dtype"),
+  "linear": ("factor",),
+  "dynamic": ("factor",),
+  "yarn": ("factor", "original_max_position_embeddings"),
+  "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+  "fp8": ("activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers"),
+  "compressed-tensors": ("format", "config_groups", "ignore", "quantization_status"),
+}  # fmt: skip
+
+
+def lacks(config: Mapping[str, Any]) -> list[str]:
+  """The required keys that a config.json does not have, "rope_scaling.factor"."""
+  found = [key for key in _REQUIRED[""] if config.get(key) is None]
+  for section, kind in (("rope_scaling", "rope_type"), ("quantization_config", "quant_method")):
+    stated = config.get(section)
+    if stated is not None:
+      required = (kind, *_REQUIRED.get(stated.get(kind), ()))
+      found += [f"{section}.{key}" for key in required if stated.get(key) is None]
+  return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,49 +113,93 @@ def probe(plan: RunSpec) -> dict[str, str]:
   Raises:
     UserError: it does not start, or lacks one; names the package.
   """
-  if not plan.export.client_python:
+  client = plan.export.client_python
+  if not client:
     return {}
-  return json.loads(_run(plan, _PROBE, *_PACKAGES[plan.export.format]))
+  error, printed = _run(client, _PROBE, *_PACKAGES[plan.export.format])
+  if error.startswith(_MISSING):
+    raise UserError(f"export.client_python={client!r}: {error}; {_needs(plan)}: install them there")
+  versions = {}
+  if not error:
+    with contextlib.suppress(ValueError, TypeError):
+      versions = dict(json.loads(printed))
+    error = f"it printed {printed[:80]!r} in place of versions"
+  if not versions:
+    raise UserError(
+      f"export.client_python={client!r} is no working Python: {error}; {_needs(plan)}: name the "
+      "python of an environment that has them"
+    )
+  return versions
+
+
+def _needs(plan: RunSpec) -> str:
+  return f"export.format={plan.export.format!r} needs {', '.join(_PACKAGES[plan.export.format])}"
 
 
 def batches(plan: RunSpec) -> list[Batch]:
-  """The text of export.gate_text, or held-out documents of every source.
+  """At least export.gate_tokens of export.gate_text, or of every source's held-out documents.
 
   Raises:
-    UserError: there is no such text.
+    UserError: there are not so many; names the text or source, and its number of tokens.
   """
-  rows = plan.eval.batch
-  length = min(plan.data.seq_len, _LONGEST, -(-plan.export.gate_tokens // rows))
-  number = -(-plan.export.gate_tokens // (rows * length))
+  wanted, rows = plan.export.gate_tokens, plan.eval.batch
+  length = min(plan.data.seq_len, _LONGEST, -(-wanted // rows))
+  number = -(-wanted // (rows * length))
   spread = batch_sharding.BatchSharder(plan.run.layout, rows)
-  found, total = [], 0.0
-  for tokens, counts in _windows(plan, spread, number, length):
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-    placed = spread.place({
-      "tokens_BL": np.ascontiguousarray(tokens), "positions_BL": np.ascontiguousarray(positions),
-      "counts_BL": np.ascontiguousarray(counts, np.float32),
-    })  # fmt: skip
-    counts_BL = placed.pop("counts_BL")
-    total += float(jnp.sum(counts_BL))
-    found.append(Batch(placed, counts_BL))
-  if not total:
-    raise UserError(
-      "the gate of --job=export compares logits on held-out text, and there is none: raise "
-      "data.heldout_fraction, give more documents, or name a text in export.gate_text"
-    )
+  if plan.export.gate_text:
+    remedy = "name a longer text"
+    texts = {f"export.gate_text={plan.export.gate_text!r}": _of_text(plan, spread, number, length)}
+  else:
+    remedy = "raise data.heldout_fraction, give more documents, name a text in export.gate_text"
+    texts = {
+      f"source {name!r} (held-out documents)": _heldout(plan, name, spread, number, length)
+      for name in plan.data.sources
+    }
+  found = []
+  for text, windows in texts.items():
+    total = 0
+    for tokens, counts in windows:
+      positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+      placed = spread.place({
+        "tokens_BL": np.ascontiguousarray(tokens), "positions_BL": np.ascontiguousarray(positions),
+        "counts_BL": np.ascontiguousarray(counts, np.float32),
+      })  # fmt: skip
+      counts_BL = placed.pop("counts_BL")
+      if number_here := int(jnp.sum(counts_BL)):
+        found.append(Batch(placed, counts_BL))
+      total += number_here
+      if total >= wanted:
+        break
+    else:
+      fewer = f"or set export.gate_tokens={total}" if total else "or name another one"
+      raise UserError(
+        f"{text} has {total} tokens to compare logits on, fewer than export.gate_tokens={wanted}: "
+        f"{remedy}, {fewer}"
+      )
   return found
 
 
-def _windows(plan: RunSpec, spread: batch_sharding.BatchSharder, number: int, length: int):
-  """(tokens, counts) [local rows, length] of this process."""
-  if not plan.export.gate_text:
-    for source in plan.data.sources:
-      stream = loader.heldout_batches(plan.data, source, spread.local_rows, number, spread.shard)
-      for batch in stream:
-        yield batch["tokens_BL"][:, :length], batch["weights_BL"][:, :length] > 0
-    return
-  with open(os.path.expanduser(plan.export.gate_text), encoding="utf-8") as f:
-    ids = plan.data.tokenizer.encode(f.read())
+# Windows are padded, and of chats the trained tokens alone count: so many times as many are looked
+# through.
+_SPARSE = 16
+
+
+def _heldout(plan: RunSpec, name: str, spread, number: int, length: int):
+  """(tokens, counts) [local rows, length] of this process, of a source's held-out documents."""
+  number *= _SPARSE
+  stream = loader.heldout_batches(plan.data, name, spread.local_rows, number, spread.shard)
+  for batch in stream:
+    yield batch["tokens_BL"][:, :length], batch["weights_BL"][:, :length] > 0
+
+
+def _of_text(plan: RunSpec, spread, number: int, length: int):
+  """The same of export.gate_text."""
+  path = plan.export.gate_text
+  try:
+    with open(os.path.expanduser(path), encoding="utf-8") as f:
+      ids = plan.data.tokenizer.encode(f.read())
+  except UnicodeDecodeError as e:
+    raise UserError(f"export.gate_text={path!r} is no text in UTF-8: {e}; name a text file") from e
   whole = np.zeros((number, plan.eval.batch, length), np.int32)
   ids = ids[: whole.size]
   whole.reshape(-1)[: len(ids)] = ids
@@ -138,15 +217,18 @@ class Gate:
     report: {reader: {"kl", "top1"}} of the comparisons, and "tokens".
   """
 
-  def __init__(self, plan: RunSpec, params, of_source: RunSpec | None = None):
+  def __init__(
+    self, plan: RunSpec, texts: list[Batch], params, of_source: RunSpec | None = None
+  ):  # fmt: skip
     """
     Args:
       plan: of the models that are compared.
+      texts: what they are compared on, see `batches`.
       params: of the source, float32.
       of_source: the source's plan where that is another model, one with adapters; default: plan.
     """
     self._plan, of_source = plan, of_source or plan
-    self._batches = batches(plan)
+    self._batches = texts
     self._sites = plan.sites(evaluator_lib.BF16)
     options = choose.compiler_options(plan.device)
 
@@ -162,8 +244,24 @@ class Gate:
       "tokens": int(sum(float(jnp.sum(b.counts_BL)) for b in self._batches))
     }
 
-  def read_back(self, folder: str):
-    """Compares the folder as fp8jax reads it, and refuses it above export.max_kl."""
+  def read_back(self, folder: str, base=None):
+    """Compares the folder as fp8jax reads it, and refuses it above export.max_kl.
+
+    fp8jax reads with the writer's defaults: config.json is held against others' demands first.
+
+    Args:
+      base: parameters that the folder holds the adapters of; None: it holds all.
+    """
+    plan = self._plan
+    if base is not None:
+      read = peft.added(base, folder, plan.model, plan.run.layout)
+      made = [self._logits(read, self._sites, b.inputs) for b in self._batches]
+      return self._judge("fp8jax", made)
+    if lacking := lacks(hf_config.read_json(folder, "config.json")):
+      raise UserError(
+        "export refused, nothing was written: config.json lacks keys without which transformers "
+        f"and servers refuse the folder: {', '.join(lacking)}; please report it"
+      )
     params, _ = hf_weights.load_params(folder, self._plan.model, self._plan.run.layout)
     made = [self._logits(params, self._sites, b.inputs) for b in self._batches]
     self._judge("fp8jax", made)
@@ -179,8 +277,17 @@ class Gate:
     with tempfile.TemporaryDirectory() as scratch:
       files = [os.path.join(scratch, name) for name in ("tokens.npy", "logits.npy")]
       np.save(files[0], np.concatenate(tokens))
-      _run(self._plan, _CLIENT, os.path.abspath(folder), *files)
-      made = np.load(files[1])
+      client = self._plan.export.client_python
+      error, printed = _run(client, _CLIENT, os.path.abspath(folder), *files)
+      shape = (sum(map(len, source)), *source[0].shape[1:])
+      made = None if error else _logits_file(files[1], shape)
+    if made is None:
+      why = error or f"it wrote no logits of shape {shape}, and printed {printed[-80:]!r}"
+      fix = f"; {_needs(self._plan)}: install them there" if error.startswith(_MISSING) else ""
+      raise UserError(
+        f"export refused, nothing was written: the client {client!r} cannot read the folder: "
+        f"{why}{fix}"
+      )
     rows = self._plan.eval.batch
     theirs = [made[i * rows : (i + 1) * rows] for i in range(len(source))]
     self._judge("transformers", theirs, source, counts, versions)
@@ -212,16 +319,29 @@ def _compare(source_BLV, made_BLV, counts_BL):
   return jnp.sum(kl_BL), jnp.sum(same_BL * counts_BL), jnp.sum(counts_BL)
 
 
-def _run(plan: RunSpec, script: str, *arguments: str) -> str:
-  """stdout of a script under the client's interpreter."""
-  client = plan.export.client_python
-  command = [os.path.expanduser(client), "-c", script, *arguments]
-  done = subprocess.run(command, capture_output=True, text=True)
-  if done.returncode:
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    raise UserError(
-      f"export.client_python={client!r} failed: {last}; export.format={plan.export.format!r} "
-      f"needs {', '.join(_PACKAGES[plan.export.format])} there: install them, or set "
-      "export.client_python='' to leave this comparison out"
-    )
-  return done.stdout
+def _logits_file(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
+  """The client's logits; None where it wrote none of this shape."""
+  try:
+    made = np.load(path)
+  except (OSError, ValueError):
+    return None
+  return made if made.shape == shape else None
+
+
+_MISSING = ("ModuleNotFoundError", "ImportError")
+_EXCEPTION = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception)\b", re.M)
+
+
+def _run(client: str, script: str, *arguments: str) -> tuple[str, str]:
+  """(the error that a script ends in under this interpreter, "" for none; its stdout)."""
+  try:
+    command = [os.path.expanduser(client), "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+  except OSError as e:
+    return one_line(e), ""
+  if not done.returncode:
+    return "", done.stdout
+  starts = [m.start() for m in _EXCEPTION.finditer(done.stderr)]
+  told = done.stderr[starts[-1] :] if starts else done.stderr[-400:]
+  signal = f"ended by signal {-done.returncode}" if done.returncode < 0 else "no message"
+  return " ".join(told.split())[:800] or signal, done.stdout

@@ -13,7 +13,7 @@ from fp8jax import console as console_lib
 from fp8jax.data import text_files
 from fp8jax.data.chat import conversation
 from fp8jax.data.tokenize import Tokenizer
-from fp8jax.errors import UserError
+from fp8jax.errors import UserError, writing
 from fp8jax.generation.completion import Completion
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.run import startup
@@ -34,6 +34,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
   reasons, tokens, done, start = collections.Counter(), 0, 0, time.perf_counter()
   with contextlib.ExitStack() as stack:
     if config.out:
+      stack.enter_context(writing(config.out))
       out = stack.enter_context(open(os.path.expanduser(config.out), "x", encoding="utf-8"))
       sink = JsonLines(out, records)
     else:

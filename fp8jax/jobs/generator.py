@@ -9,6 +9,7 @@ from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.generation import api, weights
 from fp8jax.jobs.restore import as_trained, restore_params, restore_scaling_states
+from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
@@ -31,6 +32,7 @@ def load(plan: run_spec.RunSpec, workdir: str) -> tuple[api.Generator, dict]:
   if g.hf:
     kept = weights.multiplied_as_codes(site_lib.recipes_of(plan.sites(recipe, phase=0)))
     params, _ = hf_weights.load_params(g.hf, plan.model, plan.run.layout, kept)
+    params = peft.added(params, plan.init.adapters, plan.model, plan.run.layout)
     path = os.path.expanduser(plan.calibration)
     states = calibration.load(plan, path)[0] if path else {}
     phase, where = 0, {"hf": g.hf}

@@ -5,7 +5,7 @@ import jax
 from fp8jax import console as console_lib
 from fp8jax.data import config as data_config
 from fp8jax.data import pretokenize
-from fp8jax.errors import UserError
+from fp8jax.errors import UserError, writing
 from fp8jax.jobs.restore import folder_of
 from fp8jax.step.job_settings import Prepare
 
@@ -16,4 +16,5 @@ def run(data: data_config.DataConfig, config: Prepare, workdir: str):
     raise UserError("--job=prepare works in one process; leave the others out")
   target = folder_of(config.path, workdir, "prepared")
   out = console_lib.console(stderr=True)
-  return pretokenize.run(data, target, config.shard_tokens, out, config.processes)
+  with writing(target):
+    return pretokenize.run(data, target, config.shard_tokens, out, config.processes)

@@ -14,6 +14,7 @@ from fp8jax.errors import UserError
 from fp8jax.generation import api
 from fp8jax.jobs import restore
 from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import stored_params
 from fp8jax.quantization.block_codes import BlockCodes
@@ -32,6 +33,7 @@ def fresh(plan: run_spec.RunSpec, workdir: str) -> tuple[State, str]:
     _note_ends(plan, workdir)
     return train_step.make_state(plan), "bfloat16"
   params, dtype = hf_weights.load_params(source, plan.model, plan.run.layout)
+  params = peft.added(params, plan.init.adapters, plan.model, plan.run.layout)
   _keep_files(plan, source, workdir)
   return train_step.make_state(plan, params), dtype
 

@@ -24,7 +24,7 @@ from fp8jax.ops.linear import dot
 from fp8jax.params import Param
 from fp8jax.recipe import library
 
-_A, _B = "_lora_a", "_lora_b"
+SUFFIXES = _A, _B = "_lora_a", "_lora_b"
 # Of adapters, before the rules of a configuration.
 RULES = ((f".*({_A}|{_B})", "bf16"),)
 
@@ -68,6 +68,11 @@ def problems(
   return found
 
 
+def matching(lora: Lora, names: Iterable[str]) -> list[str]:
+  """Those of the names "attn/q" that the adapters are of."""
+  return [name for name in names if any(re.fullmatch(t, name) for t in lora.targets)]
+
+
 def declared(of_layer: Mapping[str, Mapping[str, Param]], cfg: ModelConfig):
   """The declaration tree of one layer with its adapters, all else frozen."""
   if cfg.lora is None:
@@ -87,7 +92,7 @@ def declared(of_layer: Mapping[str, Mapping[str, Param]], cfg: ModelConfig):
 def targets(params: Mapping[str, Param], key: str, lora: Lora) -> list[str]:
   """Names of the linear layers of a mixer that have adapters."""
   linear = [name for name, p in params.items() if p.inputs is not None]
-  return [n for n in linear if any(re.fullmatch(t, f"{key}/{n}") for t in lora.targets)]
+  return [n for n in linear if matching(lora, [f"{key}/{n}"])]
 
 
 def with_sites(sites: Iterable[GemmSite], names: Iterable[str]) -> list[GemmSite]:

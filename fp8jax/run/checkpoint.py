@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from fp8jax import records
-from fp8jax.errors import UserError, one_line
+from fp8jax.errors import NO_ROOM, UserError, one_line
 from fp8jax.quantization import amax_history
 from fp8jax.run import schemas
 from fp8jax.step.state import State
@@ -255,7 +255,7 @@ class Checkpoints:
     except jax.errors.JaxRuntimeError:
       raise  # of the device
     except (ValueError, RuntimeError, OSError) as e:
-      full = next((r for r in map(os.strerror, records.FULL) if r in str(e)), "")
+      full = next((r for r in NO_ROOM if r in str(e)), "")
       reason = full or one_line(e)[:300] or type(e).__name__
       then = self._then() if full else self._then("mend that")
       raise UserError(

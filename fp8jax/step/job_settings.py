@@ -18,7 +18,8 @@ class Export:
   path: str = key("", 'folder to write; "" is WORKDIR/hf')
   format: str = key("hf-bf16", '"hf-bf16": all weights in export.dtype. "hf-fp8-block": FP8 as '
     'DeepSeek-V3 and Qwen publish it, 128x128. "compressed-tensors": FP8 as llm-compressor writes '
-    "it, by export.strategy.", choices=fp8_export.FORMATS)
+    "it, by export.strategy. \"peft\": the adapters alone, in PEFT's format.",
+    choices=fp8_export.FORMATS)
   dtype: str = key("auto", 'Of weights that are not FP8: "bfloat16", "float16", "float32", or '
     '"auto": as imported, else bfloat16.', choices=("auto", *hf_weights.DTYPES))
   strategy: str = key("channel", "compressed-tensors: what shares a scale: channel, block, tensor",

@@ -61,6 +61,9 @@ class Init:
 
   hf: str = key("", "Hugging Face folder with safetensors to start from, or an id of its hub "
     '("Qwen/Qwen2.5-1.5B"), which is downloaded once; "" draws random weights.')
+  adapters: str = key("", "Folder of adapters in PEFT's format to start from, beside init.hf; of "
+    "evaluation, generation and export too, beside eval.hf or generate.hf. model.lora.rank=0 takes "
+    "rank, alpha and targets from it.")
   workdir: str = key("", "Workdir of another run to start from, while this one has no checkpoint: "
     "with the whole state (weights, optimizer, scales, place in the data). "
     "checkpoint.accept_changes must name what differs from its configuration.")

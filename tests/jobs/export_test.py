@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 import stat
 import sys
 import types
@@ -16,11 +17,15 @@ import safetensors
 from configs import base, debug
 from fp8jax import params as params_lib
 from fp8jax.config import resolve
+from fp8jax.errors import UserError
 from fp8jax.jobs import dispatch, export_gate, restore
 from fp8jax.kernels.choose import Device
 from fp8jax.models import presets, transformer
-from fp8jax.models.hf import export_folder
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import export_folder, fp8_export
+from fp8jax.models.hf import names as hf_names
 from fp8jax.models.hf import weights as hf_weights
+from fp8jax.run import calibration, provenance
 
 SIZES = dict(
   hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, head_dim=64, num_layers=2
@@ -134,9 +139,9 @@ def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
   assert {p.name: p.read_bytes() for p in done.target.iterdir()} == before
   assert not done.target.with_name("target.part").exists()
   text = done.target.with_name("text.txt")
-  text.write_text("given")
+  text.write_text("given " * 20)  # two windows, the last in part; of 64 tokens that are asked for
   done = export(**FP8, **{"export.gate_text": str(text)})
-  assert json.loads(done.stdout)["gate"]["tokens"] == len("given") + 1
+  assert json.loads(done.stdout)["gate"]["tokens"] == 64
   after = {p.name: p.read_bytes() for p in done.target.iterdir()}
   assert after.keys() == before.keys() and after["config.json"] != before["config.json"]
 
@@ -157,6 +162,7 @@ def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
     ({"export.client_python": "/no/python"}, "export.client_python='/no/python' is no program"),
     ({"export.push_to": "name"}, "export.push_to='name' must be a repository"),
     ({"export.max_kl": 0.0, "export.gate_tokens": 0}, "export.max_kl=0.0 must be positive"),
+    ({"export.path": "  "}, "export.path='  ' is blank"),
     ({"export.gate_text": "none.txt"}, "export.gate_text='none.txt' does not exist"),
   ],
 )  # fmt: skip
@@ -166,16 +172,173 @@ def test_export_refuses_what_a_format_cannot_hold_before_it_reads(export, change
   assert not done.target.exists() and not done.target.with_name("target.part").exists()
 
 
-def test_a_client_without_its_packages_is_refused_before_anything_is_read(
-  export, tmp_path, monkeypatch
+MISSING = "raise ModuleNotFoundError('No module named x')"
+RAISES = (
+  "import sys; sys.stderr.write('Traceback\\n  x\\nKeyError: \\'a\\'\\nand more'); sys.exit(1)"
+)
+NO_PYTHON = "is no working Python: "
+UNREADABLE = "export refused, nothing was written: the client "
+PROBED = "import json, sys\nif 'import_module' in sys.argv[2]: print('{\"torch\": \"2\"}')\nelse: "
+
+
+@pytest.mark.parametrize(
+  "script, said, is_install",
+  [
+    (MISSING, "ModuleNotFoundError: No module named x; export.format='hf-bf16'", True),
+    (RAISES, NO_PYTHON + "KeyError: 'a' and more; ", False),
+    ("", NO_PYTHON + "it printed '' in place of versions", False),  # as /bin/true
+    ("print([1])", NO_PYTHON + "it printed '[1]", False),
+    ("import os; os.kill(os.getpid(), 9)", NO_PYTHON + "ended by signal 9", False),
+    (PROBED + RAISES, "cannot read the folder: KeyError: 'a' and more", False),
+    (PROBED + "raise ImportError('Using `fp8` requires accelerate')",
+     "cannot read the folder: ImportError: Using `fp8` requires accelerate; ", True),
+    (PROBED + "print('done')", "cannot read the folder: it wrote no logits of shape (2, 32, 512)",
+     False),
+    (PROBED + "__import__('numpy').save(sys.argv[5], [1.0])", "it wrote no logits of shape", False),
+  ],
+)  # fmt: skip
+def test_a_client_that_fails_is_told_by_cause(
+  export, tmp_path, monkeypatch, script, said, is_install
 ):
-  monkeypatch.setattr(hf_weights, "load_params", lambda *_: pytest.fail("the weights were read"))
-  script = _script(tmp_path / "python", "raise ModuleNotFoundError('No module named x')")
-  done = export(**{"export.client_python": script})
-  assert (
-    done.code == 1
-    and "ModuleNotFoundError: No module named x; export.format='hf-bf16'" in done.stderr
-  )
+  if not script.startswith(PROBED):
+    monkeypatch.setattr(hf_weights, "load_params", lambda *_: pytest.fail("the weights were read"))
+  done = export(**{"export.client_python": _script(tmp_path / "python", script)})
+  assert (done.code, done.stdout) == (1, "") and said in done.stderr, done.stderr
+  assert ("install them" in done.stderr) == is_install and "client_python=''" not in done.stderr
+  assert len(done.stderr.strip().splitlines()) == 1
+  assert not done.target.exists() and not done.target.with_name("target.part").exists()
+
+
+@pytest.mark.parametrize(
+  "content, asked, said",
+  [
+    (b"", 64, "has 1 tokens to compare logits on, fewer than export.gate_tokens=64"),  # <eos>
+    (b"x" * 62, 64, "has 63 tokens to compare logits on, fewer than export.gate_tokens=64"),
+    (b"x" * 63, 64, ""),
+    (b"\xff\xfe\x00text" * 99, 64, "is no text in UTF-8: "),
+  ],
+)
+def test_a_gate_on_a_given_text_compares_as_many_tokens_as_asked(
+  export, tmp_path, monkeypatch, content, asked, said
+):
+  text = tmp_path / "given.txt"
+  text.write_bytes(content)
+  done = export(**{"export.gate_text": str(text), "export.gate_tokens": asked})
+  if not said:
+    assert json.loads(done.stdout)["gate"]["tokens"] == asked
+    return
+  assert (done.code, done.stdout) == (1, "") and not done.target.exists()
+  assert f"export.gate_text={str(text)!r} {said}" in done.stderr, done.stderr
+
+
+def test_a_gate_on_held_out_documents_compares_as_many_tokens_as_asked(export):
+  """The windows of 64 tokens are padded where documents end."""
+  asked = {"export.gate_tokens": 1000}
+  assert json.loads(export(**asked).stdout)["gate"]["tokens"] >= 1000
+  few = export(**{"data.heldout_fraction": 0.001, "export.gate_tokens": 10**6})
+  assert few.code == 1 and "source 'main' (held-out documents) has " in few.stderr, few.stderr
+
+
+def test_a_config_that_clients_refuse_is_refused_without_a_client(export, monkeypatch):
+  """fp8jax itself reads such a folder back, with its own defaults for what the writer left out."""
+  scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+  write = hf_config.write_json
+
+  def spoiled(folder, name, value):
+    write(folder, name, value | {"rope_scaling": scaling} if name == "config.json" else value)
+
+  monkeypatch.setattr(hf_config, "write_json", spoiled)
+  done = export()
+  lost = "rope_scaling.low_freq_factor, rope_scaling.high_freq_factor;"
+  assert done.code == 1 and lost in done.stderr and not done.target.exists(), done.stderr
+
+
+COMPRESSED = {"export.format": "compressed-tensors"}
+
+
+@pytest.mark.parametrize(
+  "form",
+  [
+    FP8,
+    FP8 | {"export.scale_fmt": "ue8m0"},
+    COMPRESSED | {"export.strategy": "block"},
+    COMPRESSED | {"export.strategy": "channel", "export.input_scales": "static.json"},
+    COMPRESSED | {"export.strategy": "tensor"},
+  ],
+)
+def test_an_fp8_folder_exported_again_in_its_format_is_the_same_to_the_byte(
+  export, source, tmp_path, monkeypatch, form
+):
+  monkeypatch.chdir(tmp_path)
+  names = [e for e in hf_names.entries(hf_config.read_config(str(source))) if e.inputs is not None]
+  rows = [{"site": fp8_export.site_of(e), "tensor": "x", "amax": 3.1 + i}
+          for i, e in enumerate(names) if e.layer is not None]  # fmt: skip
+  (tmp_path / "static.json").write_text(json.dumps({"format": calibration.FORMAT, "rows": rows}))
+  first = export(**form)
+  assert first.code == 0, first.stderr
+  mixed = first.target.rename(tmp_path / "first")
+  _spoil_scales(mixed / "model.safetensors", is_pow2="export.scale_fmt" in form)
+  again = {"export.format": form["export.format"], "eval.hf": str(mixed)}
+  again |= {"export.strategy": form["export.strategy"]} if "export.strategy" in form else {}
+  done = export(**again)
+  assert done.code == 0, done.stderr
+  for name in ("model.safetensors", "config.json"):
+    assert (done.target / name).read_bytes() == (mixed / name).read_bytes(), name
+  result = json.loads(done.stdout)
+  assert result["codes_of_folder"] == result["fp8_matrices"] == 14
+  assert result["gate"]["fp8jax"] == {"kl": 0.0, "top1": 1.0}
+  # Other scales would be other codes: refused, or asked for.
+  other = {"export.format": "compressed-tensors", "export.strategy": "tensor"}
+  if form.get("export.strategy") == "tensor":
+    other["export.strategy"] = "channel"
+  done = export(**again | other)
+  assert done.code == 1 and "the folder holds weights as e4m3" in done.stderr, done.stderr
+  assert export(**again | other, **{"export.requantize": True}).code == 0
+
+
+def _spoil_scales(path, is_pow2):
+  """Scales that no quantizer would choose: of codes whose largest is not 448."""
+  tensors = {n: (t["dtype"], t["shape"], t["data"])
+             for n, t in safetensors.deserialize(path.read_bytes())}  # fmt: skip
+  raw = bytearray(path.read_bytes())
+  for name, (_, _, data) in tensors.items():
+    if "_scale" in name and "input" not in name:
+      scale = np.frombuffer(data, np.float32)
+      spoiled = (scale * np.float32(2 if is_pow2 else 1.7)).tobytes()
+      at = raw.index(bytes(data), 8 + int.from_bytes(raw[:8], "little"))
+      raw[at : at + len(spoiled)] = spoiled
+  path.write_bytes(raw)
+
+
+@pytest.fixture
+def full_disk():
+  """No file grows beyond so many bytes: as on a full disk, the kernel's error names no file."""
+  old = resource.getrlimit(resource.RLIMIT_FSIZE)
+  jax.config.update("jax_enable_compilation_cache", False)  # its warning would end the job
+  yield lambda limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+  resource.setrlimit(resource.RLIMIT_FSIZE, old)
+  jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.mark.parametrize(
+  "job, limit, place", [("export", 100_000, "target"), ("prepare", 20_000, "prepared")]
+)
+def test_a_full_disk_names_the_folder_that_was_being_written(
+  export, tmp_path, full_disk, job, limit, place
+):
+  full_disk(limit)
+  done = export(job, **{"prepare.path": str(tmp_path / "prepared")})
+  assert done.code == 1, done.stdout
+  told = f"error: nothing more can be written to {tmp_path / place}: "
+  assert told in done.stderr and "File too large" in done.stderr, done.stderr
+  assert str(tmp_path / "run") not in done.stderr and len(done.stderr.splitlines()) <= 2
+  assert not (tmp_path / "target.part").exists()
+
+
+def test_a_full_disk_names_the_file_of_a_result(tmp_path, full_disk):
+  full_disk(200)
+  with pytest.raises(UserError, match=f"nothing more can be written to {tmp_path / 'table.json'}"):
+    provenance.write_json(str(tmp_path), "table.json", list(range(1000)))
 
 
 class Hub:

@@ -1,16 +1,22 @@
 """Adapters merged by --job=export: the weights in the folder, and the gate."""
 
 import dataclasses
+import json
+import pathlib
 
+import debug_runs
 import harness
 import ml_dtypes
 import numpy as np
 import pytest
 from harness import tiny_config, tiny_plan
 
-from fp8jax.jobs import export, train
+from fp8jax import params as params_lib
+from fp8jax.jobs import export, generator, start, train
 from fp8jax.jobs.restore import restore_params
-from fp8jax.models import presets
+from fp8jax.models import lora, presets, transformer
+from fp8jax.models.config import Lora
+from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import stored_params
 
@@ -21,6 +27,82 @@ SMALL = {
   "model.lora.rank": 4, "model.lora.targets": ("attn/.*", "mlp/up"), "eval.precisions": ("bf16",),
   "log.tensorboard": False, "export.gate_tokens": 128,
 }  # fmt: skip
+
+
+@pytest.fixture
+def base(tmp_path):
+  """(folder of a base, folder of adapters in PEFT's format, {path: values} of all)."""
+  cfg = dataclasses.replace(
+    presets.DEBUG, lora=Lora(3, 7.0, ("attn/q", "attn/o", "mlp/down"), "bf16"), init_std=0.05
+  )
+  declared = params_lib.flatten(transformer.params(cfg))
+  rng = np.random.default_rng(0)
+  flat = {path: np.float32(rng.normal(0, 0.05, params_lib.shape(p, cfg.dims)))
+          for path, p in declared.items()}  # fmt: skip
+  tree, plain = params_lib.unflatten(flat), dataclasses.replace(cfg, lora=None)
+  wide = params_lib.unflatten({k: v for k, v in flat.items() if not lora.is_adapter(k)})
+  hf_weights.save_params(str(tmp_path / "base"), wide, plain, "float32")
+  peft.save(str(tmp_path / "adapters"), tree, cfg, "base")
+  return str(tmp_path / "base"), str(tmp_path / "adapters"), flat
+
+
+def _config(base, adapters, **changes):
+  of_model = {"model.preset": "hf", "init.hf": base, "init.adapters": adapters}
+  rules = {"precision.rules": ((".*", "bf16"),), "precision.compute_dtype": "float32"}
+  return debug_runs.config(**of_model | rules | {"data.tokenizer": "bytes"} | changes)
+
+
+def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
+  base, run_job, tmp_path
+):
+  folder, adapters, flat = base
+  plan = debug_runs.plan(_config(folder, adapters))
+  state, _ = start.fresh(plan, str(tmp_path / "run"))
+  for path, value in params_lib.flatten(state.params).items():
+    if lora.is_adapter(path):
+      np.testing.assert_array_equal(value, flat[path], err_msg=path)
+  merged, again = str(tmp_path / "merged"), str(tmp_path / "again")
+  wanted = {"eval.hf": folder, "export.gate_tokens": 256}
+  for changes in (
+    {"export.path": merged, "export.dtype": "float32"},
+    {"export.path": again, "export.format": "peft", "model.lora.rank": 3, "model.lora.alpha": 7.0,
+     "model.lora.targets": ("attn/[qo]", "mlp/down")},
+  ):  # fmt: skip
+    code, stdout, stderr = run_job("export", _config(folder, adapters, **wanted | changes), "run")
+    assert code == 0, stderr
+    assert json.loads(stdout)["gate"]["fp8jax"]["kl"] < 1e-6
+  got, _ = hf_weights.load_params(merged, dataclasses.replace(plan.model, lora=None))
+  a, b = (np.float64(flat[f"layers/mlp/down_lora_{n}"]) for n in "ab")
+  want = flat["layers/mlp/down"] + 7 / 3 * np.einsum("nfr,nrd->nfd", a, b)
+  np.testing.assert_allclose(got["layers"]["mlp"]["down"], want, atol=1e-6)
+  assert np.abs(want - flat["layers/mlp/down"]).max() > 0.01
+  files = [pathlib.Path(f) / peft.WEIGHTS for f in (adapters, again)]
+  assert files[0].read_bytes() == files[1].read_bytes()
+  scores = []
+  for changes in ({"init.hf": folder}, {"init.hf": merged, "init.adapters": ""}):
+    c = _config(folder, adapters, **{"generate.hf": changes["init.hf"]} | changes)
+    made, _ = generator.load(debug_runs.plan(c), "run")
+    scores.append(made.score([([104, 101, 108], [108, 111, 32, 119])])[0][0])
+  np.testing.assert_allclose(scores[0], scores[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"model.lora.rank": 4}, "rank is 3 there and 4 here; alpha is 7.0 there and 16.0 here"),
+    ({"model.lora.rank": 3, "model.lora.alpha": 7.0}, "the targets are ('attn/o', 'attn/q', 'mlp/"),
+    ({"init.hf": "", "model.preset": "debug"}, "are beside the weights of a Hugging Face folder"),
+    ({"init.adapters": "", "eval.hf": "BASE", "export.format": "peft"},
+     "export.format='peft' writes adapters, and model.lora.rank=0 has none"),
+    ({"init.adapters": "", "eval.hf": "BASE", "export.format": "peft", "model.lora.rank": 3},
+     "writes adapters, and a folder has none: set init.adapters"),
+  ],
+)  # fmt: skip
+def test_adapters_that_the_configuration_contradicts_are_refused(base, run_job, changes, message):
+  folder, adapters, _ = base
+  changes = {k: folder if v == "BASE" else v for k, v in changes.items()}
+  code, _, stderr = run_job("export", _config(folder, adapters, **changes), "run")
+  assert code == 1 and message in stderr, stderr
 
 
 @pytest.mark.slow

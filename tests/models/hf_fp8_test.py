@@ -16,9 +16,9 @@ from fp8jax.errors import UserError
 from fp8jax.generation import weights as generation_weights
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import transformer
-from fp8jax.models.config import ModelConfig
+from fp8jax.models.config import Lora, ModelConfig
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import fp8_export, fp8_formats, names
+from fp8jax.models.hf import fp8_base, fp8_export, fp8_formats, names
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.fp8_formats import COMPRESSED, FINE_GRAINED, Fp8Format
 from fp8jax.ops import gemm_spec, linear, site, stored_params
@@ -200,6 +200,79 @@ def test_export_states_both_names_of_skipped_modules_and_the_scales_of_inputs(tm
   hf_weights.load_params(str(target), hf_config.read_config(str(target)))
   with pytest.raises(UserError, match="no amax of tensor x of site layers/1/mlp/up"):
     _plan(static, inputs={k: v for k, v in seen.items() if k != ("layers/1/mlp/up", "x")})
+
+
+@pytest.mark.parametrize(
+  "fp8, weights, inputs",
+  [
+    (CHANNELS, {"strategy": "channel"}, {"strategy": "token", "dynamic": True}),
+    (TENSORS, {"strategy": "tensor"}, {"strategy": "token", "dynamic": True}),
+    (dataclasses.replace(TENSORS, static_inputs=True), {"strategy": "tensor"},
+     {"strategy": "tensor", "dynamic": False}),
+    (Fp8Format(COMPRESSED, "block"), {"strategy": "block", "block_structure": [128, 128]},
+     {"strategy": "group", "group_size": 128, "dynamic": True}),
+  ],
+)  # fmt: skip
+def test_export_states_compressed_tensors_as_a_whole(fp8, weights, inputs):
+  """As compressed-tensors 0.20 writes it; a name that is not ignored needs scales."""
+  common = {"num_bits": 8, "type": "float", "symmetric": True}
+  assert fp8.to_config(["model.layers.1.mlp.up_proj"]) == {
+    "quant_method": "compressed-tensors", "format": "float-quantized",
+    "quantization_status": "compressed", "kv_cache_scheme": None,
+    "ignore": ["lm_head", "model.layers.1.mlp.up_proj"],
+    "config_groups": {"group_0": {
+      "targets": ["Linear"], "weights": common | weights | {"dynamic": False},
+      "input_activations": common | inputs,
+    }},
+  }  # fmt: skip
+
+
+def test_auto_scales_are_powers_of_two_only_where_all_codes_of_training_have_such():
+  entries, recipes = names.entries(TINY), site.recipes_of(_sites("block_128"))
+  pow2 = site.recipes_of(_sites("block_128_pow2"))
+  mixed = {name: pow2[name] if "layers/1/" in name else r for name, r in recipes.items()}
+  for of_sites, fmt in ((recipes, "float32"), (mixed, "float32"), (pow2, "ue8m0")):
+    plan = fp8_export.choose(entries, TINY.dims, of_sites, BLOCKS)
+    assert plan.fp8.scale_fmt == fmt and len(plan.matrices) == 14
+    assert all(m.is_trained for m in plan.matrices.values())
+
+
+def test_what_a_folder_has_in_16_bits_stays_so_and_its_static_scales_of_inputs_stay(tmp_path):
+  static = dataclasses.replace(CHANNELS, static_inputs=True)
+  seen = {(n, "x"): 448.0 + i for i, n in enumerate(site.recipes_of(_sites("bf16")))}
+  recipes = site.recipes_of(_sites("rowwise"))
+  wide = site.recipes_of(_sites("bf16"))
+  mixed = {name: wide[name] if "layers/0/attn" in name else r for name, r in recipes.items()}
+  entries = names.entries(TINY)
+  first = fp8_export.choose(entries, TINY.dims, mixed, static)
+  first = fp8_export.with_amaxes(first, entries, {}, seen)
+  hf_weights.save_params(str(tmp_path), _weights(), TINY, "bfloat16", fp8=first)
+  stored = fp8_base.stored(hf_weights.Folder(str(tmp_path)), entries)
+  again = fp8_export.choose(entries, TINY.dims, wide, CHANNELS, stored=stored)
+  again = fp8_export.with_amaxes(again, entries, {}, {})
+  assert again.to_config() == first.to_config() and set(again.unquantized) == set(first.unquantized)
+  assert set(again.unquantized.values()) == {"16 bits in the folder"}
+  scales = [{n: m.input_scale for n, m in p.matrices.items()} for p in (first, again)]
+  assert scales[0] == scales[1] and len(set(scales[1].values())) == 10
+
+
+def test_the_frozen_base_of_adapters_keeps_codes_and_scales(tmp_path):
+  """Its scales are powers of two here, which no quantizer of float32 scales would choose."""
+  fp8 = _plan(BLOCKS, scale_fmt="ue8m0")
+  hf_weights.save_params(str(tmp_path / "a"), _weights(), TINY, "bfloat16", fp8=fp8)
+  cfg = dataclasses.replace(TINY, lora=Lora(4, 8.0, ("attn/q",), "block_fp8"))
+  tree, _ = hf_weights.load_params(str(tmp_path / "a"), cfg)
+  entries, flat = names.entries(TINY), params.flatten(tree)
+  stored = fp8_base.of_stacks(flat, entries, hf_weights.on_host)
+  wide = site.recipes_of(_sites("bf16"))
+  merged = {"layers/attn/q"}
+  plan = fp8_export.choose(entries, TINY.dims, wide, BLOCKS, merged=merged, stored=stored)
+  assert sum(m.stored is not None for m in plan.matrices.values()) == 12 and not plan.unquantized
+  read = jax.tree.map(stored_params.compute_copy, tree, is_leaf=stored_params.is_stored)
+  hf_weights.save_params(str(tmp_path / "b"), read, TINY, "bfloat16", fp8=plan)
+  before, after = _raw(tmp_path / "a"), _raw(tmp_path / "b")
+  for name in [n for n in before if "_proj" in n and "q_proj" not in n]:
+    np.testing.assert_array_equal(before[name][1], after[name][1], err_msg=name)
 
 
 def test_export_keeps_partial_tiles_and_their_partners_wide():

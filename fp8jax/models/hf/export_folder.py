@@ -13,6 +13,7 @@ from fp8jax.errors import UserError
 
 MANIFEST = "fp8jax_export.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
+_EARLIER = ".replaced"
 _REMEDY = "set export.path to a new or empty folder"
 
 
@@ -42,7 +43,7 @@ def check(target: str, names: Collection[str] = ()):
     return
   if not os.path.isdir(target):
     raise UserError(f"export.path={target!r} is no folder; {_REMEDY}")
-  there = set(os.listdir(target))
+  there = set(os.listdir(target)) - {f"{MANIFEST}.part"}  # of a disk that was full at once
   owned = _owned(target)
   if there and owned is None:
     raise UserError(
@@ -82,26 +83,55 @@ def files(target: str) -> list[str]:
 def move(part: str, target: str):
   """Moves an export to its place: nothing, an empty folder, or that of an earlier export.
 
+  Folders are renamed as a whole, and the earlier one is deleted last: wherever this is cut off, one
+  of the two lies whole at `target` or at `target`.replaced, see `recover`.
+
   Raises:
     UserError: as `check`.
   """
-  names = files(part)
-  check(target, names)
-  if not os.path.lexists(target):
-    os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
+  check(target, files(part))
+  target = os.path.realpath(target)
+  recover(target)
+  os.makedirs(os.path.dirname(target), exist_ok=True)
+  earlier = target + _EARLIER
+  if os.path.isdir(target) and os.listdir(target):
+    os.rename(target, earlier)
+  try:
     os.rename(part, target)
+  except OSError:
+    if os.path.lexists(earlier):
+      os.rename(earlier, target)
+    raise
+  recover(target)
+
+
+def recover(target: str):
+  """Ends what an interrupted `move` began: the earlier export comes back, or leaves the new one.
+
+  Raises:
+    UserError: something of another origin is at `target`.replaced.
+  """
+  target = os.path.realpath(target)
+  earlier = target + _EARLIER
+  if not os.path.lexists(earlier):
     return
-  claim(target, names)
-  for name in names:
-    os.replace(os.path.join(part, name), os.path.join(target, name))
-  discard(part)
+  check(earlier)
+  check(target)
+  if not os.path.isdir(target) or not os.listdir(target):
+    os.rename(earlier, target)
+    return
+  for name in set(os.listdir(earlier)) - (_owned(earlier) or set()):  # of the user's
+    os.rename(os.path.join(earlier, name), os.path.join(target, name))
+  discard(earlier)
 
 
 def discard(part: str):
   """Removes an export, finished or not, and its folder unless it holds something else."""
   if not os.path.isdir(part):
     return
-  for name in _owned(part) or ():
+  for name in sorted(
+    _owned(part) or {f"{MANIFEST}.part"}, key=lambda name: name == MANIFEST
+  ):  # the manifest last
     with contextlib.suppress(FileNotFoundError):
       os.remove(os.path.join(part, name))
   with contextlib.suppress(OSError):

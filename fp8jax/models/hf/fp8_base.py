@@ -1,9 +1,11 @@
-"""FP8 blocks of a Hugging Face folder as the frozen base of adapters: codes and scales to the bit.
+"""FP8 of a Hugging Face folder to the bit: the frozen base of adapters, and exports of it.
 
 Theirs are [out, in] with scales [ceil(out / 128), ceil(in / 128)], float32 or E8M0; ours are
 transposed. A folder that quantizes only some of its layers is refused: quantize it as a whole.
 """
 
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 from fp8jax import axes, params
 from fp8jax.errors import UserError
 from fp8jax.models.hf import fp8_formats
+from fp8jax.models.hf.fp8_export import Stored
 from fp8jax.models.hf.names import Entry
 from fp8jax.quantization import block_codes, scaled_matrix
 from fp8jax.quantization.block_codes import BlockCodes
@@ -49,6 +52,48 @@ def read(folder, entry: Entry, dims, layout: axes.Layout) -> BlockCodes:
   on_host: tuple[Any, Any] = (data, np.ascontiguousarray(scale))  # yet to be placed
   codes = BlockCodes(on_host[0], on_host[1], entry.inputs or 0)
   return _placed(codes, layout.weight_sharding(entry.letters))
+
+
+def stored(folder, entries: Iterable[Entry]) -> dict[str, Stored | None]:
+  """The codes of a folder's linear layers, None for one in 16 bits; {} of a folder without FP8.
+
+  Args:
+    folder: weights.Folder.
+    entries: of the model.
+  """
+  found: dict[str, Stored | None] = {}
+  for name in [e.name for e in entries if e.layer is not None and e.inputs is not None]:
+    if folder.fp8 is None or not folder.is_fp8(name):
+      found[name] = None
+      continue
+    of_inputs = name.removesuffix("weight") + "input_scale"
+    has_inputs = folder.fp8.static_inputs and of_inputs in folder.files
+    input_scale = float(folder.read(of_inputs).reshape(())) if has_inputs else None
+    found[name] = Stored(folder.fp8.quant, functools.partial(_pair, folder, name), input_scale)
+  return found if any(found.values()) else {}
+
+
+def _pair(folder, name: str) -> tuple[np.ndarray, np.ndarray]:
+  return folder.read(name), folder.read(folder.fp8.scale_name(name))
+
+
+def of_stacks(flat: Mapping[str, Any], entries: Iterable[Entry], on_host) -> dict[str, Stored]:
+  """The codes of the matrices that a tree holds as BlockCodes, by the weight's name.
+
+  Args:
+    flat: {path: parameter, stacked}.
+    on_host: weights.on_host.
+  """
+
+  def pair(codes: BlockCodes, layer: int):
+    one = BlockCodes(on_host(codes.data[layer]), on_host(codes.scale[layer]), codes.inputs)
+    return np.asarray(one.matrix().data.T), np.asarray(one.scale.T)
+
+  return {
+    e.name: Stored(block_codes.QUANT, functools.partial(pair, flat[e.path], e.layer))
+    for e in entries
+    if isinstance(flat.get(e.path), BlockCodes) and e.layer is not None
+  }
 
 
 def put(

@@ -1,15 +1,15 @@
 """The FP8 matrices of an export: which there are, their codes and their scales.
 
-A matrix that training multiplied in FP8 keeps the codes of the forward GEMM, to the bit. In a model
-that trained without FP8 every matrix that the format can hold is quantized. Embeddings, head and
-norms stay unquantized, and so does a matrix with partial tiles, whose scales transformers would
-spread over other rows without a word. Servers fuse q, k and v, and gate and up: these are FP8
-together or not at all.
+A matrix that training multiplied in FP8 keeps the codes of the forward GEMM, to the bit, and one
+that is read in codes keeps codes and scales. In a model without either every matrix that the format
+can hold is quantized. Embeddings, head and norms stay unquantized, and so does a matrix with
+partial tiles, whose scales transformers would spread over other rows without a word. Servers fuse
+q, k and v, and gate and up: these are FP8 together or not at all.
 """
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,28 @@ from fp8jax.quantization import quantize
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import CURRENT, Quant, Scale, Static
 
-FORMATS = ("hf-bf16", "hf-fp8-block", "compressed-tensors")
+FORMATS = ("hf-bf16", "hf-fp8-block", "compressed-tensors", "peft")
 METHODS = {"hf-fp8-block": FINE_GRAINED, "compressed-tensors": COMPRESSED}
 # Projections that servers multiply as one.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """A matrix whose codes are there already: of a folder, or the frozen base of adapters.
+
+  Attributes:
+    quant: of the matrix [out, in].
+    read: gives [codes [out, in], scales in any shape], scales of any float dtype.
+    input_scale: of its activations, or None.
+  """
+
+  quant: Quant
+  read: Callable[[], tuple[np.ndarray, np.ndarray]]
+  input_scale: float | None = None
+
+
+StoredByName = Mapping[str, Stored | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +54,11 @@ class Matrix:
 
   Attributes:
     quant: of the matrix [out, in].
-    is_trained: whether its codes are those of the training GEMM.
+    is_trained: whether its codes are those of the training GEMM, or those that are stored.
     amax: that the scale is made from where quant.source is not CURRENT.
     shared: names of the weights whose common amax the scale is made from; () for its own.
     input_scale: of its activations, or None.
+    stored: where its codes are; None: they are made from the weight.
   """
 
   quant: Quant
@@ -47,6 +66,7 @@ class Matrix:
   amax: float | None = None
   shared: tuple[str, ...] = ()
   input_scale: float | None = None
+  stored: Stored | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +97,7 @@ def site_of(entry: Entry) -> str:
 def choose(
   entries: list[Entry], dims: Mapping[str, int], recipes: Mapping[str, Recipe], fp8: Fp8Format,
   *, scale_fmt: str = "auto", requantize: bool = False, changed: Collection[str] = (),
-  merged: Collection[str] = (),
+  merged: Collection[str] = (), stored: StoredByName | None = None,
 ) -> Fp8Plan:  # fmt: skip
   """Chooses the FP8 matrices of an export.
 
@@ -91,6 +111,7 @@ def choose(
     requantize: whether weights that training multiplied with other codes are quantized anew.
     changed: paths of weights, "layers/mlp/down", that training multiplied by something else first.
     merged: paths of weights that adapters were merged into: training had no codes of them.
+    stored: {weight's name: its codes, or None: 16 bits in a folder with FP8}, before recipes.
 
   Returns:
     A plan without the amaxes that matrices take from elsewhere: see `with_amaxes`.
@@ -98,33 +119,37 @@ def choose(
   Raises:
     UserError: codes would change and requantize is False, or no matrix would be FP8; with the fix.
   """
+  stored = stored or {}
   linears = [e for e in entries if e.layer is not None and e.inputs is not None]
   own = {e.name: recipes[site_of(e)].fwd.rhs for e in linears}
+  own |= {name: one and one.quant for name, one in stored.items()}
+  inputs = _stored_inputs(stored, fp8)
   is_trained = any(own.values())
-  fp8 = dataclasses.replace(fp8, scale_fmt=_scale_fmt(scale_fmt, fp8, own))
+  fmt, static = _scale_fmt(scale_fmt, fp8, own), fp8.static_inputs or bool(inputs)
+  fp8 = dataclasses.replace(fp8, scale_fmt=fmt, static_inputs=static)
   unquantized, matrices, refused = {}, {}, {}
   for e in linears:
     quant = own[e.name]
+    whose = "the folder" if e.name in stored else f"recipe {recipes[site_of(e)].name!r}"
     if is_trained and quant is None:
-      unquantized[e.name] = f"recipe {recipes[site_of(e)].name}"
+      unquantized[e.name] = f"16 bits in {whose}" if e.name in stored else whose
     elif not fp8.fits(e.hf_shape(dims)):
       unquantized[e.name] = f"{_by(e.hf_shape(dims))} has partial tiles of {_by(fp8.block)}"
     elif e.path in merged:
-      matrices[e.name] = Matrix(fp8.quant, False)
+      matrices[e.name] = Matrix(fp8.quant, False, input_scale=inputs.get(e.name))
     elif quant is not None and fp8.holds(quant) and e.path not in changed:
-      matrices[e.name] = Matrix(quant, True)
+      matrices[e.name] = Matrix(quant, True, None, (), inputs.get(e.name), stored.get(e.name))
     else:
-      matrices[e.name] = Matrix(fp8.quant, False)
+      matrices[e.name] = Matrix(fp8.quant, False, input_scale=inputs.get(e.name))
       if quant is not None and not requantize:
-        refused[recipes[site_of(e)].name, e.path if e.path in changed else ""] = quant
+        refused[whose, e.path if e.path in changed else ""] = quant
   for name in _partners(unquantized, matrices):
     unquantized[name] = "a server multiplies it together with one that is not FP8"
     del matrices[name]
   if not matrices:
     raise UserError(_nothing_in_fp8(fp8, unquantized))
   if refused:
-    told = [_refusal(name, path, quant, fp8) for (name, path), quant in refused.items()]
-    raise UserError("; ".join(told))
+    raise UserError("; ".join(_refusal(of, quant, fp8) for of, quant in refused.items()))
   matrices = {name: _shared(name, m, matrices) for name, m in matrices.items()}
   sizes = {e.name: int(np.prod(e.hf_shape(dims))) for e in entries}
   share = sum(sizes[name] for name in matrices) / sum(sizes.values())
@@ -152,13 +177,21 @@ def with_amaxes(
     if matrix.is_trained and matrix.quant.source != CURRENT:
       amax = _amax(trained, site_of(e), "w", "the checkpoint's scaling states", "train further")
       matrix = dataclasses.replace(matrix, amax=amax)
-    if plan.fp8.static_inputs:
+    if plan.fp8.static_inputs and matrix.input_scale is None:
       remedy = "calibrate this model with --job=calibrate"
       amax = _amax(inputs, site_of(e), "x", "export.input_scales", remedy)
       scale = float(quantize.amax_to_scale(jnp.float32(amax), E4M3, Scale.F32))
       matrix = dataclasses.replace(matrix, input_scale=scale)
     matrices[e.name] = matrix
   return dataclasses.replace(plan, matrices=matrices)
+
+
+def _stored_inputs(stored: StoredByName, fp8: Fp8Format) -> dict[str, float]:
+  """Static scales of inputs that a folder has of every matrix; {} where a table gives them."""
+  found = {name: one.input_scale for name, one in stored.items() if one is not None}
+  whole = {name: scale for name, scale in found.items() if scale is not None}
+  is_wanted = fp8.method == COMPRESSED and fp8.strategy != "block" and not fp8.static_inputs
+  return whole if is_wanted and len(whole) == len(found) else {}
 
 
 def _scale_fmt(wish: str, fp8: Fp8Format, own: Mapping[str, Quant | None]) -> str:
@@ -212,8 +245,9 @@ def _nothing_in_fp8(fp8: Fp8Format, unquantized: Mapping[str, str]) -> str:
   return f"export.format: no matrix of this model would be FP8 ({reasons}); set {fix}"
 
 
-def _refusal(recipe: str, changed: str, quant: Quant, fp8: Fp8Format) -> str:
+def _refusal(of: tuple[str, str], quant: Quant, fp8: Fp8Format) -> str:
   """Codes would change: the message, with the formats that keep them."""
+  whose, changed = of
   if changed:
     return (
       f"export.format: with precision.smooth_swiglu='channel', or folded, {changed} is not the "
@@ -229,10 +263,13 @@ def _refusal(recipe: str, changed: str, quant: Quant, fp8: Fp8Format) -> str:
   if "export.format='hf-fp8-block'" in keeping and fp8.method == METHODS["hf-fp8-block"]:
     keeping = ["export.scale_fmt='auto'"]  # it is the scales that do not suit
   keeping = keeping or ["export.format='hf-bf16'"]
+  has, theirs = f"{whose} multiplied weights as", "those of training"
+  if whose == "the folder":
+    has, theirs = f"{whose} holds weights as", "the folder's"
   return (
-    f"export.format: recipe {recipe!r} multiplied weights as {quant}, and this format has "
-    f"{fp8.quant}: the codes would not be those of training. Set {' or '.join(keeping)} to keep "
-    "the weights as they are, or export.requantize=True to quantize them anew"
+    f"export.format: {has} {quant}, and this format has {fp8.quant}: the codes would not be "
+    f"{theirs}. Set {' or '.join(keeping)} to keep the weights as they are, or "
+    "export.requantize=True to quantize them anew"
   )
 
 
@@ -243,11 +280,14 @@ def quantized(w, matrix: Matrix, amax: float | None, fp8: Fp8Format) -> list[np.
   """[codes [out, in], scales] of a weight in our order, and its input scale if it has one.
 
   Args:
-    w: float32 [in, out], as the training GEMM reads it.
+    w: float32 [in, out], as the training GEMM reads it; not looked at where codes are stored.
     amax: of the scale where matrix.quant.source is not CURRENT.
   """
-  given = None if matrix.quant.source == CURRENT else np.float32(amax)
-  data, scale = jax.device_get(_quantize(np.asarray(w, np.float32), given, matrix.quant))
+  if matrix.stored is not None:
+    data, scale = matrix.stored.read()
+  else:
+    given = None if matrix.quant.source == CURRENT else np.float32(amax)
+    data, scale = jax.device_get(_quantize(np.asarray(w, np.float32), given, matrix.quant))
   scale = scale.reshape(fp8.scale_shape(data.shape)).astype(np.float32)
   extra = [] if matrix.input_scale is None else [np.full(1, matrix.input_scale, np.float32)]
   return [np.ascontiguousarray(data), np.ascontiguousarray(scale), *extra]

@@ -374,6 +374,8 @@ def _unquantized(entry: Entry, flat, shape, dtype: str) -> list[np.ndarray]:
 
 
 def _fp8(entry: Entry, read, shape, matrix, shared: list[Entry], fp8) -> list[np.ndarray]:
+  if matrix.stored is not None:
+    return fp8_export.quantized(None, matrix, None, fp8)
   amax = matrix.amax
   if shared:
     amax = max(float(np.max(np.abs(_of_layer(e, read)))) for e in shared)
