@@ -21,9 +21,10 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from fp8jax.data import text_files
 from fp8jax.errors import UserError
 from fp8jax.evaluation import code_sandbox, verifiers
-from fp8jax.evaluation.tasks import Item, Protocol, Task, Verdict, check_items, read_jsonl
+from fp8jax.evaluation.tasks import Item, Protocol, Task, Verdict, check_items
 
 _AIME_SYSTEM = "Reason step by step, and put the final answer within \\boxed{}, as in \\boxed{204}."
 _GPQA_PROMPT = (
@@ -120,7 +121,7 @@ def make(name: str, data_dir: str, allow_code: bool = False) -> Task:
 
 def _read_aime(path: str) -> list[Item]:
   items = []
-  for number, (where, row) in enumerate(read_jsonl(path), 1):
+  for number, (where, row) in enumerate(text_files.json_lines(path), 1):
     question, answer = row.get("problem", row.get("question")), str(row.get("answer", ""))
     if not isinstance(question, str) or not re.fullmatch(r"\d{1,3}", answer):
       raise UserError(f"{where}: expected 'problem' and an 'answer' from 0 to 999; {_AIME_FORMAT}")
@@ -152,7 +153,7 @@ def _read_gpqa(path: str) -> list[Item]:
 
 def _read_livecodebench(path: str) -> list[Item]:
   items = []
-  for where, row in read_jsonl(path):
+  for where, row in text_files.json_lines(path):
     try:
       if not FIRST_CONTEST <= row["contest_date"][:10] <= LAST_CONTEST:
         continue

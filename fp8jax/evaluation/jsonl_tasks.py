@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection
 from typing import Any
 
+from fp8jax.data import text_files
 from fp8jax.errors import ConfigErrors, UserError, nearest, read_json
 from fp8jax.evaluation import reasoning_gym_tasks, verifiers
 from fp8jax.evaluation.tasks import (
@@ -15,7 +16,6 @@ from fp8jax.evaluation.tasks import (
   Verdict,
   apart,
   check_items,
-  read_jsonl,
 )
 
 _KEYS = {"question", "answer", "verifier", "name", "id"}
@@ -38,7 +38,7 @@ def from_jsonl(path: str, verifier: str = verifiers.MATH, name: str = "") -> Tas
   """
   path = os.path.expanduser(path)
   items = []
-  for number, (where, row) in enumerate(read_jsonl(path), 1):
+  for number, (where, row) in enumerate(text_files.json_lines(path), 1):
     question, answer = row.get("question"), row.get("answer")
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
       if not math.isfinite(answer):

@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from fp8jax.data import text_files
 from fp8jax.errors import UserError, one_line
 from fp8jax.evaluation import statistics
 
@@ -207,7 +208,7 @@ def read_trained(path: str) -> frozenset[str]:
     UserError, FileNotFoundError: there is no such file, or a line has no question.
   """
   found = set()
-  for where, row in read_jsonl(path):
+  for where, row in text_files.json_lines(path):
     texts = [row[k] for k in _QUESTION_KEYS if isinstance(row.get(k), str)]
     turns = row.get("messages") or row.get("conversations") or ()
     if not isinstance(turns, Sequence) or not all(isinstance(turn, Mapping) for turn in turns):
@@ -222,30 +223,6 @@ def read_trained(path: str) -> frozenset[str]:
       )
     found.update(map(normalized, texts))
   return frozenset(found)
-
-
-def read_jsonl(path: str) -> list[tuple[str, dict[str, Any]]]:
-  """[("FILE, line 3", object)] of the lines that are not blank.
-
-  Raises:
-    FileNotFoundError, UserError: there is no such file, or a line is no JSON object.
-  """
-  rows = []
-  try:
-    with open(path, "rb") as f:
-      for number, line in enumerate(f, 1):
-        where = f"{path}, line {number}"
-        if line.strip():
-          rows.append((where, json.loads(line.decode("utf-8-sig"))))
-          if not isinstance(rows[-1][1], dict):
-            raise UserError(f"{where} is {type(rows[-1][1]).__name__}, expected a JSON object")
-  except FileNotFoundError as e:
-    raise FileNotFoundError(f"{path} does not exist; name a file with one JSON per line") from e
-  except UserError:
-    raise
-  except (ValueError, RecursionError) as e:
-    raise UserError(f"{where} is not JSON: {e}; correct the line, or delete it") from e
-  return rows
 
 
 # --- answers in outputs ---------------------------------------------------------------------------
