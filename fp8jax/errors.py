@@ -100,7 +100,7 @@ def writing(path: str):
       raise
     where = getattr(e, "filename", None) or path
     raise UserError(
-      f"nothing more can be written to {where}: {one_line(e)}; make room, or name another place"
+      f"{where} cannot be written: {one_line(e)}; make room there, or name another place"
     ) from e
 
 

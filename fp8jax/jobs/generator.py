@@ -85,5 +85,5 @@ def chat_template(generator: api.Generator, template: str = "", date: str = "") 
     )
   made = ChatTemplate.load(tokenizer.path, template, date)
   if made.origin:
-    console_lib.console(stderr=True).print(made.origin, markup=False)
+    console_lib.console(stderr=True).print(made.origin)
   return made

@@ -51,7 +51,7 @@ def run(
     out.rule(f"{len(sample)} tokens, {int(sample.trained.sum())} trained", align="left")
     out.print(_shown(sample, data.tokenizer))
   for line in _lines(data, index):
-    out.print(line, markup=False)
+    out.print(line)
   positions = int(made.samples.lengths.sum())
   used = steps * data.chat.samples_per_step / len(made.samples) * positions
   return {

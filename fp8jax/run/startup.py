@@ -253,10 +253,10 @@ def print_chats(out: rich.console.Console, plan: RunSpec, per_step: int):
   )
   index = loader.chat_index(plan.data)
   for what, number in sorted(index.counts.items()):
-    out.print(f"samples {what}: {number:,}", markup=False)
+    out.print(f"samples {what}: {number:,}")
   origin = plan.data.chat.template.origin if plan.data.chat else ""
   for line in filter(None, (origin, index.ends(plan.data.tokenizer)[1])):
-    out.print(line, markup=False)
+    out.print(line)
 
 
 def print_evaluation(out: rich.console.Console, step: int, results, passed_over):

@@ -92,5 +92,5 @@ def test_a_checkpoint_with_adapters_generates(tmp_path):
 def test_a_folder_is_not_asked_for_adapters(job, key, capsys):
   c = harness.tiny_config("block_128", **SMALL | {key: "folder"})
   assert dispatch.run(job, c, base.get_config(), "x.py", "") == 1
-  said = f"error: model.lora.rank=4 with {key}='folder', which has no adapters; set model.lora.rank"
+  said = f"error: model.lora.rank=4 with {key}='folder', which has no adapters; set init.adapters"
   assert said in capsys.readouterr().err

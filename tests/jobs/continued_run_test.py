@@ -116,10 +116,10 @@ def test_decay_from_the_checkpoint_of_another_run_is_the_whole_run(tmp_path, mon
   assert not (tmp_path / "nowhere").exists()
 
 
-def _write_table(path, factor):
+def _write_table(path, factor, layers=3):
   rows = [
     {"site": f"layers/{i}/{m}", "tensor": t, "amax": factor * (2.0 + i)}
-    for i in range(3) for m in NAMES for t in "xwg"
+    for i in range(layers) for m in NAMES for t in "xwg"
   ]  # fmt: skip
   rows += [{"site": "head", "tensor": t, "amax": factor} for t in "xwg"]
   path.write_text(json.dumps({"format": calibration.FORMAT, "rows": rows}))
@@ -130,7 +130,7 @@ def test_another_table_on_resume_is_refused_and_applied_where_accepted(
 ):
   """Tables are compared by content: one that was edited under its name is another."""
   path = tmp_path / "t.json"
-  _write_table(path, 1.0)
+  _write_table(path, 1.0, layers=1)
   changes = {"model.num_layers": 1, "precision.calibration": str(path)}
   monkeypatch.setattr(train._Run, "_evaluate", lambda *_: True)
   run = functools.partial(harness.train_on_text, tmp_path / "run", "e4m3_static")
@@ -139,7 +139,7 @@ def test_another_table_on_resume_is_refused_and_applied_where_accepted(
   run(**changes)
   plan = harness.text_plan("e4m3_static", **{"model.num_layers": 1})
   before = harness.saved_state(tmp_path / "run", plan, 2).scaling_states
-  _write_table(path, 4.0)
+  _write_table(path, 4.0, layers=1)
   with pytest.raises(ConfigError, match=r"precision.calibration was .* at step 2 and is .* now"):
     run(**changes)
   with pytest.raises(ConfigError, match=r"precision.calibration was .* at step 2 and is '' now"):

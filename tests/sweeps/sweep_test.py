@@ -182,7 +182,7 @@ def test_a_row_that_a_killed_run_cut_is_left_out(folder):
   assert outcome.LossWatch(str(workdir), 1.0).verdict().endswith("first 3.000")
   (workdir / "metrics.jsonl").write_text(lines[0] + '{"step": 9, "lo\n' + lines[1])
   assert outcome.LossWatch(str(workdir), 1.0).verdict() == ""  # the run itself says so
-  with pytest.raises(UserError, match="metrics.jsonl, line 2 is no row"):
+  with pytest.raises(UserError, match="metrics.jsonl:2 is no JSON"):
     outcome.records(str(workdir))
 
 
