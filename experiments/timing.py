@@ -14,7 +14,8 @@ import time
 import jax
 import jax.numpy as jnp
 
-from fp8jax.kernels import choose, timings
+from fp8jax.kernels import choose
+from fp8jax.kernels.gemm import tile_config
 from fp8jax.run import provenance as provenance_lib
 
 ROUNDS, SECONDS = 7, 0.1
@@ -36,7 +37,7 @@ class Bench:
   @classmethod
   def open(cls, folder: pathlib.Path, is_dry: bool) -> "Bench":
     """Args: folder of the benchmark; whether it only shows that it runs, and keeps nothing."""
-    path = folder / "results" / f"{timings.device_name()}.json"
+    path = folder / "results" / f"{tile_config.device_name()}.json"
     provenance = provenance_lib.provenance({}, "", 0) | {"sources": sources(folder)}
     results = {"provenance": provenance, "lines": {}}
     if not is_dry and path.exists():
@@ -91,7 +92,7 @@ class Bench:
 def sources(folder: pathlib.Path) -> str:
   """Hash of the program: the package, the configurations and the benchmark in `folder`.
 
-  What benchmarks write (results, tuned tiles, advice) is no program.
+  What benchmarks write (results, tuned tiles) is no program.
   """
   root, digest = folder.parents[1], hashlib.sha256()
   files = [folder.parent / "timing.py", *folder.rglob("*.py")]

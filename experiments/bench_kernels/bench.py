@@ -7,10 +7,9 @@ command: python experiments/bench_kernels/bench.py            checks, then times
 needs:   jax, optax and this package; a Hopper GPU. Rivals: whatever of transformer_engine, torch
          and torchao can be imported (rivals.py); the others are listed with the reason
 
-Writes results/<device>.json beside this file, with provenance, after every line (timing.py), tuned
-tiles to fp8jax/kernels/scaled_matmul/tuned/<device>.json, and what layers of each size gain to
-fp8jax/kernels/advice/<device>.json. Ceilings come first: a large copy, a large BF16 product. Every
-result is held against the float32 one before it is timed.
+Writes results/<device>.json beside this file, with provenance, after every line (timing.py), and
+tuned tiles to fp8jax/kernels/gemm/tuned/<device>.json. Ceilings come first: a large copy, a large
+BF16 product. Every result is held against the float32 one before it is timed.
 """
 
 import argparse
@@ -39,7 +38,6 @@ from rivals import BLOCK  # noqa: E402
 
 from fp8jax.kernels import (  # noqa: E402
   self_test,
-  timings,  # noqa: E402
 )
 from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib  # noqa: E402
 from fp8jax.kernels.gemm import tile_config  # noqa: E402
@@ -54,7 +52,7 @@ LAYERS = {
   "infir2_7b_gate_up": (8192, 3584, 37888), "infir2_7b_down": (8192, 18944, 3584),
   "deepgemm_7168x16384": (4096, 16384, 7168), "deepgemm_4096x7168": (4096, 7168, 4096),
 }  # fmt: skip
-# Where FP8 begins to pay: layers alone, for the advice that a run is given at its start.
+# Where FP8 begins to pay: layers alone.
 SMALL = {
   f"{tokens}x{inner}x{outer}": (tokens, inner, outer)
   for tokens in (1024, 4096, 16384)
@@ -226,17 +224,6 @@ def main():
       totals[name] = layer(bench, name, sizes, having, ceilings)
     for name, sizes in ({} if flags.dry else SMALL).items():
       totals[name] = layer(bench, name, sizes, having, ceilings)
-  if not flags.dry:
-    shapes = LAYERS | SMALL
-    measured = (
-      timings.LayerTiming(recipe, backend, *shapes[name], ms["bf16"], ms[rival])
-      for name, ms in totals.items()
-      for rival, recipe, backend in (
-        ("block_ours", "block_128", "mosaic_sm90"),
-        ("tensor_ours", "tensor_current", "xla_sm90"),
-      )
-    )
-    timings.store(measured, bench.results["provenance"])
   of_set = [ms for name, ms in totals.items() if name.startswith("te_5b") or flags.dry]
   ran = [name for name in of_set[0] if all(name in ms for ms in of_set)]
   sums = {name: sum(ms[name] for ms in of_set) for name in ran}

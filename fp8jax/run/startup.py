@@ -13,7 +13,7 @@ from fp8jax import console as console_lib
 from fp8jax import params as params_lib
 from fp8jax.compiled import memory
 from fp8jax.data import loader
-from fp8jax.kernels import choose, timings
+from fp8jax.kernels import choose
 from fp8jax.models import transformer
 from fp8jax.ops import collectives
 from fp8jax.ops import site as site_lib
@@ -178,9 +178,6 @@ def print_start(
   for phase in plan.precision.phases:
     here = [row for row in sites if row["from_step"] == phase.start]
     _print_sites(out, here, phase.start, plan.device.platform)
-  if plan.device.platform == "gpu":
-    for line in dict.fromkeys(timings.lines(sites, timings.load())):
-      out.print(f"  {line}")
 
 
 def _print_sites(out: rich.console.Console, sites: list[dict[str, Any]], start: int, platform: str):

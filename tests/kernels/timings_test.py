@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from fp8jax.kernels import timings
+from fp8jax.kernels.gemm import tile_config
 from fp8jax.run import metrics_writer, provenance
 
 
@@ -34,15 +34,15 @@ def test_a_benchmark_resumes_until_its_sources_change(checkout, monkeypatch, rep
     return bench.line("a", lambda: measured.append(1) or {"ms": len(measured)})["ms"]
 
   assert run() == 1
-  # What the first run wrote is no change of the program, nor are tiles and advice.
+  # What the first run wrote is no change of the program, nor are tiles.
   tuned = checkout / "fp8jax" / "kernels" / "tuned"
   tuned.mkdir(parents=True)
   (tuned / "a.json").write_text("{}")
   assert run() == 1
-  assert [p.name for p in (folder / "results").iterdir()] == [f"{timings.device_name()}.json"]
+  assert [p.name for p in (folder / "results").iterdir()] == [f"{tile_config.device_name()}.json"]
   (checkout / "fp8jax" / "kernels" / "new.py").write_text("")  # not even known to git
   assert run() == 2 and run() == 2
-  path = folder / "results" / f"{timings.device_name()}.json"
+  path = folder / "results" / f"{tile_config.device_name()}.json"
   kept = json.loads(path.read_text())
   path.write_text(json.dumps(kept | {"provenance": kept["provenance"] | {"commit": "other"}}))
   assert run() == 3

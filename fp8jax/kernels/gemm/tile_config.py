@@ -13,9 +13,10 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from fp8jax.kernels import smem, timings
+from fp8jax.kernels import smem
 
 BLOCK = 128  # of K, between promotions
 CONSUMERS = 2  # warpgroups that multiply
@@ -175,8 +176,13 @@ def _key(mnk: tuple[int, int, int], is_tiled: bool, out_dtype) -> str:
   return ",".join(map(str, mnk)) + f",{kind}"
 
 
+def device_name() -> str:
+  """Of the device that JAX computes on, as the names of files have it."""
+  return jax.devices()[0].device_kind.lower().replace(" ", "_")
+
+
 def _path() -> pathlib.Path:
-  return _TUNED / f"{timings.device_name()}.json"
+  return _TUNED / f"{device_name()}.json"
 
 
 @functools.cache
