@@ -15,12 +15,16 @@ GRIDS = {
   "e4m3": np.arange(8, dtype=np.float32),
   "e2m1": np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32),
 }
-GRIDS["e5m2"] = GRIDS["e3m4"] = GRIDS["e4m3"]
+
+
+def grid_of(fmt: str) -> np.ndarray:
+  """The magnitudes, the planted one last; integers up to 7 but for E2M1."""
+  return GRIDS.get(fmt, GRIDS["e4m3"])
 
 
 def lattice(rng: np.random.Generator, *shape: int, fmt: str = "e4m3") -> np.ndarray:
   """float32 of `shape`; the pattern runs over the last two axes of its matrix view [-1, last]."""
-  grid = GRIDS[fmt]
+  grid = grid_of(fmt)
   codes = rng.integers(-7, 8, size=(int(np.prod(shape[:-1])), shape[-1]))
   x = np.sign(codes).astype(np.float32) * grid[np.abs(codes)]
   rows, cols = np.indices(x.shape)

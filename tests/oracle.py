@@ -3,27 +3,28 @@
 import ml_dtypes
 import numpy as np
 
-DTYPES = {
-  "e4m3": ml_dtypes.float8_e4m3fn,
-  "e5m2": ml_dtypes.float8_e5m2,
-  "e3m4": ml_dtypes.float8_e3m4,
-  "e2m1": ml_dtypes.float4_e2m1fn,
-  "bf16": ml_dtypes.bfloat16,
-  "f16": np.float16,
+# A row a format: dtype, largest number, stored mantissa bits (of integers two fewer than all).
+ROWS = {
+  "e4m3": (ml_dtypes.float8_e4m3fn, 448.0, 3),
+  "e5m2": (ml_dtypes.float8_e5m2, 57344.0, 2),
+  "e3m4": (ml_dtypes.float8_e3m4, 15.5, 4),
+  "e2m1": (ml_dtypes.float4_e2m1fn, 6.0, 1),
+  "bf16": (ml_dtypes.bfloat16, 255 * 2.0**120, 7),
+  "f16": (np.float16, 65504.0, 10),
 }
-MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e3m4": 15.5, "e2m1": 6.0}
-MAX |= {"bf16": 255 * 2.0**120, "f16": 65504.0}
-MANTISSA = {"e4m3": 3, "e5m2": 2, "e3m4": 4, "e2m1": 1}
+DTYPES, MAX, MANTISSA = ({name: row[i] for name, row in ROWS.items()} for i in range(3))
 TINY = np.float32(2.0**-126)
 
 
 def cast(x, fmt: str) -> np.ndarray:
-  """Saturating, ties to even, by ml_dtypes; NaN becomes +0 where the format has none."""
-  x = np.asarray(x, np.float32)
-  if fmt == "e2m1":
+  """Saturating, ties to even, by ml_dtypes or rint; NaN becomes +0 where the format has none."""
+  x, dtype = np.asarray(x, np.float32), DTYPES[fmt]
+  is_integer = np.issubdtype(dtype, np.integer)
+  if fmt == "e2m1" or is_integer:
     x = np.where(np.isnan(x), np.float32(0), x)
   with np.errstate(invalid="ignore"):
-    return np.clip(x, -MAX[fmt], MAX[fmt]).astype(DTYPES[fmt])
+    x = np.clip(x, -MAX[fmt], MAX[fmt])
+    return (np.rint(x) if is_integer else x).astype(dtype)
 
 
 def scale_of(amax, fmt: str, rule: str) -> np.float32:
