@@ -29,6 +29,7 @@ from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.run import evaluator as evaluator_lib
+from fp8jax.run import noise_floor
 from fp8jax.step.run_spec import RunSpec
 
 # Longer windows say nothing more about weights.
@@ -214,7 +215,8 @@ class Gate:
   """Compares models with a source, whose logits it holds.
 
   Attributes:
-    report: {reader: {"kl", "top1"}} of the comparisons, and "tokens".
+    report: {reader: {"kl", "dlogp", "top1"}} of the comparisons, "tokens", and "noise_floor": the
+      same of the source against itself with its norms one ulp away.
   """
 
   def __init__(
@@ -237,11 +239,14 @@ class Gate:
       return jax.jit(run, compiler_options=options)
 
     self._logits, source_logits = logits_of(plan), logits_of(of_source)
-    self._compare = jax.jit(_compare, compiler_options=options)
+    self._difference = jax.jit(noise_floor.difference, compiler_options=options)
     sites = of_source.sites(evaluator_lib.BF16)
     self._source = [source_logits(params, sites, b.inputs) for b in self._batches]
+    nudged = noise_floor.nudged(params)
+    floor = self._row([source_logits(nudged, sites, b.inputs) for b in self._batches])
     self.report: dict[str, Any] = {
-      "tokens": int(sum(float(jnp.sum(b.counts_BL)) for b in self._batches))
+      "tokens": int(floor["tokens"]),
+      "noise_floor": {k: floor[k] for k in ("kl", "dlogp", "top1")},
     }
 
   def read_back(self, folder: str, base=None):
@@ -290,33 +295,29 @@ class Gate:
       )
     rows = self._plan.eval.batch
     theirs = [made[i * rows : (i + 1) * rows] for i in range(len(source))]
-    self._judge("transformers", theirs, source, counts, versions)
+    self._judge("transformers", theirs, source, counts, tokens, versions)
 
-  def _judge(self, reader: str, made, source=None, counts=None, versions=None):
+  def _row(self, made, source=None, counts=None, tokens=None) -> dict[str, float]:
     counts = counts or [b.counts_BL for b in self._batches]
-    parts = [self._compare(*x) for x in zip(source or self._source, made, counts, strict=True)]
-    kl, same, total = (sum(map(float, column)) for column in zip(*jax.device_get(parts)))
-    found = {"kl": kl / total, "top1": same / total}
+    tokens = tokens or [b.inputs["tokens_BL"] for b in self._batches]
+    columns = zip(source or self._source, made, tokens, counts, strict=True)
+    parts = jax.device_get([self._difference(*x) for x in columns])
+    return noise_floor.row([sum(map(float, column)) for column in zip(*parts)])
+
+  def _judge(self, reader: str, made, source=None, counts=None, tokens=None, versions=None):
+    found = self._row(made, source, counts, tokens)
+    total = found.pop("tokens")
     self.report[reader] = found | (versions or {})
     most = self._plan.export.max_kl
     if not found["kl"] <= most:
       raise UserError(
         f"export refused, nothing was written: read by {reader}, the model differs from its source "
         f"by KL {found['kl']:.4f} nats per token (the most likely token is the same in "
-        f"{found['top1']:.1%} of {total:.0f}), more than export.max_kl={most}; take a finer "
+        f"{found['top1']:.1%} of {total:.0f}; the noise floor is "
+        f"{self.report['noise_floor']['kl']:.1e}), more than export.max_kl={most}; take a finer "
         "export.strategy, keep layers unquantized by precision.first_bf16 and last_bf16, or raise "
         "export.max_kl"
       )
-
-
-def _compare(source_BLV, made_BLV, counts_BL):
-  """Sums over tokens of KL(source || made), of equal most likely tokens, and of tokens."""
-  p_BLV, q_BLV = (jax.nn.log_softmax(x.astype(jnp.float32)) for x in (source_BLV, made_BLV))
-  kl_BL = jnp.sum(jnp.exp(p_BLV) * (p_BLV - q_BLV), axis=-1)
-  same_BL = jnp.argmax(p_BLV, -1) == jnp.argmax(q_BLV, -1)
-  # A NaN of a token that does not count is no news.
-  kl_BL = jnp.where(counts_BL > 0, kl_BL, 0.0)
-  return jnp.sum(kl_BL), jnp.sum(same_BL * counts_BL), jnp.sum(counts_BL)
 
 
 def _logits_file(path: str, shape: tuple[int, ...]) -> np.ndarray | None:

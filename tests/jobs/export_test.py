@@ -113,8 +113,9 @@ def test_export_writes_fp8_that_both_readers_pass_and_nothing_otherwise(
   assert done.code == 0, done.stderr
   result = json.loads(done.stdout)
   gate = result.pop("gate")
-  assert gate["transformers"] == {"kl": 0.0, "top1": 1.0, "transformers": "5"}
+  assert gate["transformers"] == {"kl": 0.0, "dlogp": 0.0, "top1": 1.0, "transformers": "5"}
   assert 0 < gate["fp8jax"]["kl"] < 0.05 < 0.6 < gate["fp8jax"]["top1"]
+  assert gate["noise_floor"]["kl"] < 1e-6 < gate["fp8jax"]["kl"] < gate["fp8jax"]["dlogp"]
   matrices = 2 * (4 * 128 * 128 + 3 * 128 * 256)
   share = matrices / (matrices + 5 * 128 + 512 * 128)
   assert result == {
@@ -287,7 +288,7 @@ def test_an_fp8_folder_exported_again_in_its_format_is_the_same_to_the_byte(
     assert (done.target / name).read_bytes() == (mixed / name).read_bytes(), name
   result = json.loads(done.stdout)
   assert result["codes_of_folder"] == result["fp8_matrices"] == 14
-  assert result["gate"]["fp8jax"] == {"kl": 0.0, "top1": 1.0}
+  assert result["gate"]["fp8jax"] == {"kl": 0.0, "dlogp": 0.0, "top1": 1.0}
   # Other scales would be other codes: refused, or asked for.
   other = {"export.format": "compressed-tensors", "export.strategy": "tensor"}
   if form.get("export.strategy") == "tensor":
