@@ -53,8 +53,25 @@ def _digest(path: str) -> str:
     return "sha256 " + hashlib.sha256(f.read()).hexdigest()[:16]
 
 
+def _with_read_rope(flat: dict[str, Any]) -> dict[str, Any]:
+  """A configuration whose rope has the original length that it computes with.
+
+  Earlier versions stored None where a file left it out, and what a file stated where the type has
+  no such option.
+  """
+  rope = flat.get("model.rope_scaling")
+  if not isinstance(rope, dict):
+    return flat
+  original = rope.get("original_max_positions") or flat.get("model.max_positions")
+  by_kind = {"yarn": original, "llama3": original, "linear": None, "default": None}
+  stored = rope.get("original_max_positions")
+  original = by_kind.get(rope.get("kind"), stored)
+  return flat | {"model.rope_scaling": rope | {"original_max_positions": original}}
+
+
 def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
   """{key: (old value, new value)} where two flat configurations differ; absent is None."""
+  new, old = (_with_read_rope(flat) for flat in (new, old))
   keys = sorted(new.keys() | old.keys())
   return {k: (old.get(k), new.get(k)) for k in keys if old.get(k) != new.get(k)}
 

@@ -151,7 +151,7 @@ def batches(plan: RunSpec) -> list[Batch]:
     remedy = "name a longer text"
     texts = {f"export.gate_text={plan.export.gate_text!r}": _of_text(plan, spread, number, length)}
   else:
-    remedy = "raise data.heldout_fraction, give more documents, name a text in export.gate_text"
+    remedy = "name a text in export.gate_text"  # the held-out share of a run that is over is fixed
     texts = {
       f"source {name!r} (held-out documents)": _heldout(plan, name, spread, number, length)
       for name in plan.data.sources
@@ -172,10 +172,10 @@ def batches(plan: RunSpec) -> list[Batch]:
       if total >= wanted:
         break
     else:
-      fewer = f"or set export.gate_tokens={total}" if total else "or name another one"
+      fewer = f", or set export.gate_tokens={total}" if total else ""
       raise UserError(
         f"{text} has {total} tokens to compare logits on, fewer than export.gate_tokens={wanted}: "
-        f"{remedy}, {fewer}"
+        f"{remedy}{fewer}"
       )
   return found
 

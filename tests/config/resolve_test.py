@@ -4,6 +4,7 @@ A message names the key, what was wrong with it and what would be right, where p
 valid value.
 """
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -17,6 +18,7 @@ from fp8jax.data import tokenize
 from fp8jax.jobs import dispatch
 from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.kernels.choose import Device
+from fp8jax.models.config import RopeScaling
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CPU, T4, A100, L4, H200, B200, RTX = (
@@ -481,3 +483,24 @@ def test_accepted_changes_are_not_refused():
   assert identity.refused_changes(changed, ("optim.peak_lr",)) == ["steps"]
   # Neither a section nor the beginning of a key stands for the key.
   assert identity.refused_changes(changed, ("optim", "optim.peak")) == ["optim.peak_lr", "steps"]
+
+
+@pytest.mark.parametrize(
+  "kind, old, new, is_same",
+  [
+    ("yarn", None, 64, True), ("yarn", 32, 64, False), ("llama3", None, 64, True),
+    ("linear", 32, None, True), ("dynamic", 32, None, False), ("dynamic", None, None, True),
+  ],
+)  # fmt: skip
+def test_ropes_of_earlier_checkpoints_differ_only_where_they_compute_something_else(
+  kind, old, new, is_same
+):
+  """rope.frequencies took max_positions where the original length was None."""
+  then, now = (
+    {"model.max_positions": 64,
+     "model.rope_scaling": {"kind": kind, "factor": 4.0, "original_max_positions": original}}
+    for original in (old, new)
+  )  # fmt: skip
+  assert (identity.diff(now, then) == {}) == is_same
+  scaling = dataclasses.asdict(RopeScaling(kind, original_max_positions=new))
+  assert set(then["model.rope_scaling"]) <= set(scaling)

@@ -61,7 +61,7 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
       f"{where}: model_type={c['model_type']!r} and architectures={stated!r} name two models, of "
       "which transformers reads the first and vLLM the second; correct the wrong one"
     )
-  c = _ABSENT.get(architecture, {}) | dict(c)
+  given, c = c, _ABSENT.get(architecture, {}) | dict(c)
   _check_values(c, where)
   refused = {
     "sliding_window": architecture == "mistral" and c["sliding_window"] is not None,
@@ -76,7 +76,8 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
   }
   for key, is_refused in refused.items():
     if is_refused:
-      raise UserError(f"{where}: {key}={c[key]!r} is not supported")
+      absent = "" if key in given else ", which transformers takes where the key is absent,"
+      raise UserError(f"{where}: {key}={c[key]!r}{absent} is not supported")
   fp8_formats.of_config(c, where)
   theta, scaling, _ = _rope_from_hf(c, where)
   heads = c["num_attention_heads"]
@@ -244,7 +245,8 @@ def _one_rope(c: Mapping[str, Any], where: str, spelling: str, stated: Any):
   if missing := [key for key in required if key not in stated]:
     raise UserError(
       f"{where}: rope type {kind!r} lacks its {missing[0]}; transformers requires it: fetch the "
-      "file again (earlier exports of fp8jax left out low_freq_factor 1.0 and high_freq_factor 4.0)"
+      "file again. Earlier exports of fp8jax left values of Llama 3.1 out: add those that are "
+      'missing of "low_freq_factor": 1.0 and "high_freq_factor": 4.0, or export again'
     )
   scaling = RopeScaling(kind, **{_field(k): v for k, v in stated.items() if k not in ignored})
   for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):

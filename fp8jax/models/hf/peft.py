@@ -19,6 +19,7 @@ from fp8jax.models import lora, transformer
 from fp8jax.models.config import Lora, ModelConfig
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import export_folder, names, shards
+from fp8jax.models.hf.weights import on_host
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAMES = dict(zip(lora.SUFFIXES, ("lora_A.weight", "lora_B.weight"), strict=True))
@@ -79,7 +80,7 @@ def _shape(theirs: str, size: int, rank: int) -> tuple[int, int]:
 
 
 def _theirs(value, shape: tuple[int, int]) -> list[np.ndarray]:
-  return [np.ascontiguousarray(np.asarray(value, np.float32).reshape(shape[::-1]).T)]
+  return [np.ascontiguousarray(on_host(value).astype(np.float32).reshape(shape[::-1]).T)]
 
 
 def lora_of(folder: str, cfg: ModelConfig, base: str) -> Lora:
