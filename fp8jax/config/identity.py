@@ -64,9 +64,9 @@ def _with_read_rope(flat: dict[str, Any]) -> dict[str, Any]:
     return flat
   original = rope.get("original_max_positions") or flat.get("model.max_positions")
   by_kind = {"yarn": original, "llama3": original, "linear": None, "default": None}
-  stored = rope.get("original_max_positions")
-  original = by_kind.get(rope.get("kind"), stored)
-  return flat | {"model.rope_scaling": rope | {"original_max_positions": original}}
+  if (kind := rope.get("kind")) not in by_kind:
+    return flat
+  return flat | {"model.rope_scaling": rope | {"original_max_positions": by_kind[kind]}}
 
 
 def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -165,11 +165,11 @@ def _sandboxes() -> Iterable[Sandbox]:
   binds, links = _readable()
   bwrap = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--as-pid-1",
            "--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev"]  # fmt: skip
+  bwrap += ["--size", "{files}", "--tmpfs", "/tmp"]  # first: Python may lie below it
   for path in binds:
     bwrap += ["--ro-bind", path, path]
   for target, path in links:
     bwrap += ["--symlink", target, path]
-  bwrap += ["--size", "{files}", "--tmpfs", "/tmp"]
   # A root user owns devices and files of /proc/sys without any capability.
   for path in ("/", "/proc", "/dev", "/dev/pts", *(f"/dev/{x}" for x in _DEVICES)):
     bwrap += ["--remount-ro", path]

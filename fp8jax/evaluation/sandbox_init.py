@@ -95,6 +95,8 @@ def _make_root(binds: list[str], links: list[list[str]], size: int):
   os.mkdir("/tmp/old")
   _check(_libc.pivot_root(b"/tmp", b"/tmp/old"), "pivot_root")
   os.chdir("/")
+  os.mkdir("/tmp")
+  _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={size},mode=700")
   for path in (*binds, *(f"/dev/{name}" for name in _DEVICES)):
     is_folder = os.path.isdir("/old" + path)
     os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
@@ -106,16 +108,18 @@ def _make_root(binds: list[str], links: list[list[str]], size: int):
   for target, link in (*links, *fds):
     os.symlink(target, link)
   os.mkdir("/proc")
-  os.mkdir("/tmp")
   _mount("proc", "/proc", "proc", _NOSUID | _NODEV)
   with open("/proc/sys/user/max_user_namespaces", "w") as f:
     f.write("0")  # with one, the program would be its root, and could mount
   _check(_libc.umount2(b"/old", _DETACH), "umount")
   os.rmdir("/old")
-  attributes = (ctypes.c_uint64 * 4)(_READ_ONLY | _NOSUID)
-  found = _libc.syscall(_MOUNT_SETATTR, _HERE, b"/", _RECURSIVE, attributes, 32)
-  _check(found, "mount_setattr (Linux 5.12)")
-  _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={size},mode=700")
+  # All is read-only, also a Python below /tmp; then /tmp alone is not.
+  for path, flags, change in (
+    (b"/", _RECURSIVE, (_READ_ONLY | _NOSUID, 0)), (b"/tmp", 0, (0, _READ_ONLY)),
+  ):  # fmt: skip
+    attributes = (ctypes.c_uint64 * 4)(*change)
+    found = _libc.syscall(_MOUNT_SETATTR, _HERE, path, flags, attributes, 32)
+    _check(found, "mount_setattr (Linux 5.12)")
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = ""):

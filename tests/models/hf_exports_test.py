@@ -123,7 +123,7 @@ def test_a_shorter_context_leaves_frequencies_or_is_refused(name):
 
 
 @pytest.mark.parametrize("name, changes, message", [
-  ("mistral", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
+  ("mistral", {"sliding_window": 4096}, "sliding_window=4096, which transformers takes where"),
   ("mistral", {"sliding_window": None}, ""),
   ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types="),
   ("mistral", {"model_type": "llama"}, "model_type='llama' and architectures=.* name two models"),
@@ -138,7 +138,7 @@ def test_a_mistral_is_a_llama_unless_it_has_a_window(tmp_path, name, changes, me
 
 
 @pytest.mark.parametrize("name, key, want", [
-  ("mistral", "sliding_window", "sliding_window=4096 is not supported"),
+  ("mistral", "sliding_window", "sliding_window=4096, which transformers takes where"),
   ("mistral", "num_key_value_heads", 8), ("qwen2", "num_key_value_heads", 32),
   ("qwen3", "num_key_value_heads", 32), ("qwen3", "head_dim", 128),
   ("llama", "num_key_value_heads", 4), ("llama", "head_dim", 8),
