@@ -194,7 +194,10 @@ HARMLESS = {
     "import os; print(sorted(os.environ.keys() - {'PWD', 'LC_CTYPE'}))",
     "['OPENBLAS_NUM_THREADS']\n",
   ),
-  "its folder": ("import os; print(os.listdir())", "['program.py']\n"),
+  "its files": (
+    "import os; print([f for f in os.listdir() if os.path.isfile(f)])",
+    "['program.py']\n",
+  ),
   "input by path": ("print(open('/dev/stdin').read() + input())", "abc\nabc\n"),
   "output by path": ("open('/dev/stdout', 'w').write('1')", "1"),
   "a thread": (
