@@ -123,7 +123,7 @@ def test_a_shorter_context_leaves_frequencies_or_is_refused(name):
 
 
 @pytest.mark.parametrize("name, changes, message", [
-  ("mistral", {"sliding_window": 4096}, "sliding_window=4096, which transformers takes where"),
+  ("mistral", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
   ("mistral", {"sliding_window": None}, ""),
   ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types="),
   ("mistral", {"model_type": "llama"}, "model_type='llama' and architectures=.* name two models"),
