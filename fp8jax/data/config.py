@@ -7,6 +7,10 @@ from typing import Any
 from fp8jax.data import tokenize
 from fp8jax.data.chat.template import ChatTemplate
 
+# Raised where data/chat reads the same rows into other samples, so that an older run does not go on
+# with them unasked. 2: one normalizer; spans of every block of a turn.
+_READING = 2
+
 
 @dataclasses.dataclass(frozen=True)
 class ChatConfig:
@@ -26,6 +30,7 @@ class ChatConfig:
     """Changes whenever the same conversations would be other samples or other steps."""
     template = self.template
     parts = [
+      _READING,
       template.text + template.tool_use, sorted(template.special_tokens.items()), template.date,
       self.samples_per_step, self.on_untrained,
     ]  # fmt: skip

@@ -58,7 +58,7 @@ def open_source(
     ValueError, FileNotFoundError: with what was wrong and what to do.
   """
   kind = spec["kind"]
-  rows = Rows(spec.get("chat", ""), spec["field"])
+  rows = Rows(spec.get("chat", ""), spec["field"], kind in ("parquet", "datasets"))
   if kind == "pydoc":
     return PydocTopics()
   if kind == "tfds":
@@ -99,14 +99,17 @@ class Rows:
   Attributes:
     chat: one of CHAT_FORMATS.
     field: the column of the text; of conversations see chat/conversation.py.
+    of_table: whether the rows are of a table, which has nulls for the keys of other rows.
   """
 
   chat: str
   field: str
+  of_table: bool = False
 
   def __call__(self, row: Any, origin: str) -> Record:
     if not self.chat:
       return _field(row, self.field, origin)
+    row = conversation.of_table(row) if self.of_table else row
     return conversation.read(row, self.chat, self.field, origin)
 
   def columns(self, have: Collection[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """From a document to tokens, and what happens to documents that cannot make the journey."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -18,6 +19,7 @@ LONG_POLICIES = ("split", "error", "skip")
 # The built-in tokenizer: UTF-8 bytes, then one id for the end of a document.
 BYTES = "bytes"
 _BYTES_EOS = 256
+_PROBES = 512  # tokens that are tried as a text
 
 
 class MalformedDocument(UserError):
@@ -84,9 +86,15 @@ class Tokenizer:
       or not self._tokenizer.num_special_tokens_to_add(False)
     ):
       return []
-    encoding = self._encoding("a", True)
-    mask = [*encoding.special_tokens_mask, 0]
-    return encoding.ids[: mask.index(0)]
+    for text in ("a", *map(self._tokenizer.id_to_token, range(_PROBES))):
+      with contextlib.suppress(UserError):  # a vocabulary without this text
+        encoding = self._encoding(text or "a", True)
+        if 0 in (mask := encoding.special_tokens_mask):
+          return encoding.ids[: mask.index(0)]
+    raise UserError(
+      f"{self.file}: none of its first {_PROBES} tokens is a text, so that the ids before a text "
+      "are not known; set data.bos='none'"
+    )
 
   def _begun(self, ids: list[int]) -> list[int]:
     return ids if ids[: len(self._begin)] == self._begin else [*self._begin, *ids]

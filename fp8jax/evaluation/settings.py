@@ -36,7 +36,7 @@ class Eval:
   train_data: str = key("", 'JSONL of a training set ("messages", "question" or "prompt"): its '
     "questions are not asked.", mapped=True)
   allow_code_execution: bool = key(False, "Execute programs that the model writes "
-    "(livecodebench_v5), in a subprocess with limits.", mapped=True)
+    "(livecodebench_v5), in a sandbox; refused where there is none.", mapped=True)
   compare_with: str = key("", "Workdir of another run with the same tasks evaluated: its paired "
     "difference to this one.", mapped=True)
 

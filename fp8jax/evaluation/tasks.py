@@ -240,7 +240,9 @@ def final_answer(output: str) -> str:
   The last \boxed{...}; else the last <answer>...</answer>; else the rest of the line after the last
   "answer is", "answer:" or "####"; else the last line that is not blank.
   """
-  marked = marked_answer(output)
+  marked = boxed_answer(output)
+  if marked is None:
+    marked = tagged_answer(output)
   if marked is None:
     marked = _after_phrase(output)
   if marked is None:
@@ -258,16 +260,19 @@ def bare(answer: str) -> str:
   return bare(text[1]) if text else answer
 
 
-def marked_answer(output: str) -> str | None:
-  r"""The inside of the last \boxed{...} whose braces close, else of the last <answer> tags."""
+def boxed_answer(output: str) -> str | None:
+  r"""The inside of the last \boxed{...} whose braces close; None without one."""
   open_braces, last = [], (-1, -1)
   for match in _BRACES.finditer(output):
     if match[0] != "}":
       open_braces.append(match.end() if len(match[0]) > 1 else -1)
     elif open_braces:
       last = max(last, (open_braces.pop(), match.start()))
-  if last[0] >= 0:
-    return output[slice(*last)]
+  return output[slice(*last)] if last[0] >= 0 else None
+
+
+def tagged_answer(output: str) -> str | None:
+  """The inside of the last <answer> tags; None without any."""
   start = output.rfind("<answer>", 0, max(output.rfind("</answer>"), 0))
   if start < 0:
     return None

@@ -22,7 +22,8 @@ _CHOICE = re.compile(
 def exact(item: Item, output: str) -> Verdict:
   """The final answer is the expected text, but for case, white space and decoration."""
   answer = final_answer(output)
-  return Verdict(normalized(answer) == normalized(tasks.bare(item.answer)), answer)
+  is_same = normalized(answer) == normalized(tasks.bare(item.answer))
+  return Verdict(bool(answer) and is_same, answer)  # a gold of decoration alone is nobody's answer
 
 
 def regex(item: Item, output: str) -> Verdict:
@@ -78,10 +79,19 @@ def math_verify(item: Item, output: str) -> Verdict:
   """
   import math_verify  # extra `eval`  # pyright: ignore[reportMissingImports]
 
-  marked = tasks.marked_answer(output)
-  found = math_verify.parse(output if marked is None else f"\\boxed{{{marked}}}")
-  correct = bool(found) and bool(math_verify.verify(_gold(item.answer), found))
-  return Verdict(correct, str(found[-1]) if found else "", "" if found else "no expression")
+  boxed, tagged = tasks.boxed_answer(output), tasks.tagged_answer(output)
+  if boxed is not None:
+    texts = [f"\\boxed{{{boxed}}}"]
+  elif tagged is not None:  # an expression, or a sentence with one
+    texts = [f"\\boxed{{{tasks.bare(tagged)}}}", tagged]
+  else:
+    texts = [output]
+  parsed = [found for text in texts if (found := math_verify.parse(text))]
+  gold = _gold(item.answer)
+  right = next((found for found in parsed if math_verify.verify(gold, found)), None)
+  shown = right or next(iter(parsed), None)
+  note = "" if shown else "no expression"
+  return Verdict(right is not None, str(shown[-1]) if shown else "", note)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -96,6 +96,11 @@ class FP8JaxLM(TemplateLM):
     turns = conversation.prompt({"messages": chat_history}, "lm_eval's request")["messages"]
     text = ChatTemplate.load(self.tokenizer.path).render(turns, add_generation_prompt)
     last = turns[-1]["content"].strip()
+    if not add_generation_prompt and last not in text:
+      raise UserError(
+        f"the chat template of {self.tokenizer.path} does not write the last message as it is "
+        f"({last[:40]!r}), so that it cannot be continued; leave out the task's gen_prefix"
+      )
     return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
 
   def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **_: Any):

@@ -91,7 +91,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
     dtype = "float32"
   elif dtype == "auto":
     dtype = source.weights_dtype if fp8 is None else "bfloat16"
-  base = hf_config.read_json(source.companions, "config.json") if source.companions else None
+  base = _base(source, workdir)
   gate = export_gate.Gate(plan, texts, *(adapted or (params, plan)))
   del adapted
   part = os.path.realpath(target) + ".part"
@@ -125,6 +125,15 @@ def run(plan: run_spec.RunSpec, workdir: str):
   if plan.export.push_to and jax.process_index() == 0:
     result["pushed_to"] = publish.push(target, plan.export.push_to)
   return result
+
+
+def _base(source: Source, workdir: str) -> dict[str, Any] | None:
+  """The config.json beside the weights; of a run without Hugging Face files its ends, if any."""
+  if source.companions:
+    return hf_config.read_json(source.companions, "config.json")
+  ends = _json(workdir, "generation_config.json").get("eos_token_id")
+  found = {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}
+  return None if ends is None else found
 
 
 def _place(plan: run_spec.RunSpec, workdir: str) -> tuple[str, dict[str, str]]:

@@ -84,11 +84,13 @@ def take_source(plan: run_spec.RunSpec, other: str, workdir: str):
 
 
 def _note_ends(plan: run_spec.RunSpec, workdir: str):
-  """Keeps the trained ends of turns of a run that began without Hugging Face files."""
-  ends = _trained_ends(plan)
+  """Keeps the ends of a run that began without Hugging Face files: trained ones, and documents'."""
+  ends, own = _trained_ends(plan), []
   if ends and not jax.process_index():
+    with contextlib.suppress(UserError):  # a tokenizer without an end of documents
+      own = [plan.data.tokenizer.eos_id]
     os.makedirs(workdir, exist_ok=True)
-    provenance_lib.write_json(workdir, _SETTINGS, {"eos_token_id": ends})
+    provenance_lib.write_json(workdir, _SETTINGS, {"eos_token_id": [*dict.fromkeys(ends + own)]})
 
 
 def _trained_ends(plan: run_spec.RunSpec) -> list[int]:

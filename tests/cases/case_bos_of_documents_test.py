@@ -105,3 +105,14 @@ def test_resuming_with_another_begin_is_refused_where_documents_change(tmp_path)
     ConfigError, match="the data changed since step 5.*data.bos was None, is auto"
   ):
     restore.check_same_run(changes, meta, 5, now, {}, ())
+
+
+def test_the_begin_is_found_without_the_letter_a(tmp_path):
+  """A vocabulary may lack any one text; without an unknown token it refuses to encode that."""
+  folder = pathlib.Path(_folder(tmp_path / "t"))
+  state = json.loads((folder / "tokenizer.json").read_text())
+  del state["model"]["vocab"]["a"]
+  (folder / "tokenizer.json").write_text(json.dumps(state))
+  tokenizer = Tokenizer(str(folder))
+  document, prompt = tokenizer.encode("hi").tolist(), tokenizer.encode_prompt("hi")
+  assert document[: len(prompt)] == prompt and prompt[0] == 0

@@ -11,6 +11,7 @@ import pytest
 
 from configs import base
 from fp8jax.config import resolve
+from fp8jax.data import config as data_config
 from fp8jax.data import loader, sources
 from fp8jax.data.chat import packing, samples
 from fp8jax.errors import ConfigError, UserError
@@ -286,3 +287,12 @@ def test_index_counts_positions_and_trained_targets(folder, rows):
   np.testing.assert_array_equal(index.length, [len(chats.whole(r)) - 1 for r in rows])
   np.testing.assert_array_equal(index.trained, [len(chats.trained_bytes(r)) for r in rows])
   assert index.record.tolist() == list(range(COUNT)) and not index.counts
+
+
+def test_another_reading_of_the_same_rows_is_other_data(tmp_path, monkeypatch):
+  """A run of an older reading of conversations is not continued unasked."""
+  chats.write(tmp_path / "c.jsonl", 4)
+  spec = chats.spec(tmp_path / "c.jsonl")
+  before = loader.fingerprint(spec)
+  monkeypatch.setattr(data_config, "_READING", data_config._READING - 1)
+  assert loader.fingerprint(spec) != before

@@ -123,3 +123,24 @@ def test_counted_loops_know_their_length_and_neighbours():
     "{% else %}none{% endfor %}{% for k, v in messages[0].items() if v == 'x' %}{{ k }}{% endfor %}"
   )
   assert ChatTemplate(text).render([_user("x"), _user("y")]) == "22FalseTrue21TrueFalsecontent"
+
+
+@pytest.mark.parametrize("text", [
+  "{{ '%300000000d' % 1 }}", "{{ '%*d' % (300000000, 1) }}", "{{ '%300000000d'|format(1) }}",
+  "{{ 'a'|center(300000000) }}", "{{ 'a'.center(300000000) }}", "{{ 'a'.zfill(300000000) }}",
+  "{{ 'a'.ljust(width=300000000) if false else 'a'.rjust(300000000) }}",
+  "{{ '{:300000000}'.format(1) }}", "{{ 'a\nb'|indent(300000000) }}",
+])  # fmt: skip
+def test_a_width_is_refused_before_the_text_is_made(text):
+  begin = time.process_time()
+  with pytest.raises(UserError, match="makes a text of more than 4,194,304 characters"):
+    ChatTemplate(text).render([_user("x")])
+  assert time.process_time() - begin < 1.0
+
+
+def test_widths_that_templates_use_are_kept():
+  text = "{{ '%5.2f' % 1.5 }}|{{ 'a'|center(5) }}|{{ 1700000000 }}|{{ '{:>3}'.format(7) }}|"
+  text += "{{ 'a'.replace('a', 'b', 1) }}|{{ '%s is %d %%' % ('x', 1700000000) }}"
+  assert ChatTemplate(text + "{{ messages|length }}").render([_user("x")]) == (
+    " 1.50|  a  |1700000000|  7|b|x is 1700000000 %1"
+  )

@@ -142,7 +142,7 @@ def _spelled(value, choose):
 def test_spellings_of_a_conversation_are_one(data):
   choose = lambda: data.draw(st.booleans())  # noqa: E731
   row = _spelled({"messages": WANT, "tools": TOOLS}, choose)
-  record = conversation.read(row, "messages", "messages", "f:1")
+  record = conversation.read(conversation.of_table(row), "messages", "messages", "f:1")
   assert record == {
     "messages": WANT, "tools": TOOLS, "origin": "f:1",
     "text": json.dumps([WANT, TOOLS], sort_keys=True),
@@ -151,7 +151,7 @@ def test_spellings_of_a_conversation_are_one(data):
 
 ODD_ROWS = {
   "user content null": ({"role": "user", "content": None}, "message 1: content is null"),
-  "no content": ({"role": "tool"}, "message 1: content is null"),
+  "no content": ({"role": "user"}, "message 1: content is null"),
   "no parts": ({"role": "user", "content": []}, "message 1: content is null"),
   "kind a list": ({"role": "user", "content": [{"type": ["text"], "text": "t"}]}, "parts of type"),
   "image beside": ({"role": "user", "content": [{"text": "t", "image": "i"}]}, "of type image"),
@@ -262,3 +262,41 @@ def test_tables_render_as_json_lines_do(tmp_path):
     ]
   assert "null" not in found["jsonl"][0][0] and '"a": 1, "b": 2' in found["jsonl"][1][0]
   assert found["jsonl"] == found["parquet"] == found["datasets"]
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+@pytest.mark.parametrize("is_table", [False, True])
+def test_nulls_that_json_states_stay_and_those_of_tables_go(is_text, is_table):
+  """A schema's default and an argument may be null; a table's null is another row's key."""
+  tool = {"name": "f", "parameters": {"type": "object", "default": None}}
+  call = {"name": "f", "arguments": {"unit": None, "n": 1}, "id": None}
+  answer = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
+  row = {"messages": [{"role": "user", "content": "q"}, answer], "tools": [tool]}
+  if is_text:
+    answer["tool_calls"], row["tools"] = json.dumps([call]), json.dumps([tool])
+  row = conversation.of_table(row) if is_table else row
+  record = conversation.read(row, "messages", "messages", "f:1")
+  (made,) = record["messages"][1]["tool_calls"]
+  assert "id" not in made and "refusal" not in record["messages"][1]
+  if is_table and not is_text:
+    assert made["arguments"] == {"n": 1} and record["tools"] == [
+      {"name": "f", "parameters": {"type": "object"}}
+    ]
+  else:
+    assert made["arguments"] == {"unit": None, "n": 1} and record["tools"] == [tool]
+
+
+def test_a_function_call_of_sharegpt_keeps_its_nulls():
+  turns = [
+    {"from": "human", "value": "q"},
+    {"from": "function_call", "value": json.dumps({"name": "f", "arguments": {"a": None}})},
+    {"from": "observation", "value": None},
+  ]
+  record = conversation.read({"conversations": turns}, "sharegpt", "conversations", "f:1")
+  assert record["messages"][1]["tool_calls"][0]["arguments"] == {"a": None}
+  assert record["messages"][2]["content"] == ""  # a tool that returns nothing
+
+
+def test_arguments_are_json_on_either_side_of_a_text():
+  arguments = conversation._Arguments(a=1)
+  assert arguments + "\n" == '{"a": 1}\n' and "x" + arguments + "y" == 'x{"a": 1}y'

@@ -86,7 +86,7 @@ def test_the_last_box_is_the_one_of_the_definition():
       rng.choices(("\\boxed{", "\\boxed {", "{", "}", "x", " "), k=rng.randint(1, 14))
     )
     expected = _last_box(output)
-    assert tasks.marked_answer(output) == expected, output
+    assert tasks.boxed_answer(output) == expected, output
     boxes += expected is not None
   assert 300 < boxes < 2700
 
@@ -374,6 +374,12 @@ def test_every_family_of_reasoning_gym_marks_its_own_answers():
   assert again == reasoning_gym_tasks.make("chain_sum", {"max_terms": 2}, size=40)
 
 
+@pytest.mark.parametrize("answer", ["*", "$", "."])
+def test_an_empty_answer_is_never_right(answer):
+  for output in ("", "\\boxed{}", answer):
+    assert not verifiers.exact(tasks.Item("1", "q", answer), output).correct
+
+
 @pytest.mark.slow
 def test_math_verify_accepts_equal_expressions():
   pytest.importorskip("math_verify")
@@ -385,7 +391,9 @@ def test_math_verify_accepts_equal_expressions():
     ("204", "so it is \\boxed{204}"), ("33", "\\boxed{033}"), ("\\frac{1}{2}", "it is $0.5$"),
     ("(x+1)^2", "$x^2 + 2x + 1$"), ("1000", "The answer is 1,000."),
     ("204", "Thus \\boxed{203} no wait \\boxed{204}"),
-    ("1/2", "<answer>$\\frac12$</answer> of 7 < 9"), ("E", "\\boxed{\\text{E}}"),
+    ("1/2", "<answer>$\\frac12$</answer> of 7 < 9"), ("5", "<answer>The answer is 5</answer>"),
+    ("5", "<answer>**5**</answer>"), ("1234", "<answer>1,234</answer>"),
+    ("E", "\\boxed{\\text{E}}"),
   ):  # fmt: skip
     assert judged(answer, output), (answer, output)
   for answer, output in (("204", "\\boxed{205}"), ("204", ""), ("1/2", "$\\frac{1}{3}$"),

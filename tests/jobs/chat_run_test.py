@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import types
 
 import case_inputs
 import chats
@@ -16,7 +17,7 @@ from fp8jax.data import tokenize
 from fp8jax.data.chat import template
 from fp8jax.errors import ConfigError
 from fp8jax.generation import api
-from fp8jax.jobs import generator, start, train
+from fp8jax.jobs import export, generator, start, train
 from fp8jax.kernels import choose
 from fp8jax.run import preemption
 
@@ -157,10 +158,15 @@ def test_a_run_without_hugging_face_files_keeps_the_end_of_its_turns(folder, tmp
   train.run(plan, str(tmp_path / "run"))
   patch.undo()
   made, _ = generator.load(plan, str(tmp_path / "run"))
-  assert made.end_ids == {2}
+  assert made.end_ids == {2, 0}  # of its turns, and of documents
   # The second stage's weights came without files, too.
   start.take_source(plan, str(tmp_path / "run"), str(tmp_path / "next"))
-  assert json.loads((tmp_path / "next/generation_config.json").read_text()) == {"eos_token_id": [2]}
+  kept = {"eos_token_id": [2, 0]}
+  assert json.loads((tmp_path / "next/generation_config.json").read_text()) == kept
+  # An export has them too, where transformers looks without a generation_config.json.
+  source = types.SimpleNamespace(companions="")
+  assert export._base(source, str(tmp_path / "next"))["eos_token_id"] == [2, 0]
+  assert export._base(source, str(tmp_path / "t")) is None
 
 
 def test_templates_of_a_folder_are_kept_as_a_list(folder, tmp_path):

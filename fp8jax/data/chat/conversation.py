@@ -6,9 +6,10 @@
 
 A conversation is a record of sources.py: {"messages", "tools", "text", "origin"}, where "text" is
 its content as JSON, by which documents are held out; or {"error", "origin"}. Messages, tools, tool
-calls and their arguments may be JSON text, which is parsed once. A null is an absent key, also one
-that JSON lines state: Parquet and datasets write it for the keys of other rows. JSON text of tools,
-calls and arguments keeps its nulls. A shape that is not known here is an error.
+calls and their arguments may be JSON text, which is parsed once. A null is an absent key of a
+message, part or call; tools and arguments keep the nulls that JSON states. Parquet and datasets
+write nulls for the keys of other rows: `of_table` removes them. A shape that is not known here is
+an error.
 """
 
 import json
@@ -40,6 +41,9 @@ class _Arguments(dict):
   def __radd__(self, text: str) -> str:
     return text + str(self)
 
+  def __add__(self, text: str) -> str:
+    return str(self) + text
+
 
 class _Malformed(ValueError):
   """Says what is wrong with a row, what was expected and what to do."""
@@ -48,6 +52,11 @@ class _Malformed(ValueError):
 def columns(field: str) -> tuple[str, ...]:
   """The columns that a row must have."""
   return tuple(name.strip() for name in field.split(","))
+
+
+def of_table(row: Mapping[str, Any]) -> dict[str, Any]:
+  """A row of a table without the nulls inside its columns; JSON text stays as it is."""
+  return {name: _without_nulls(value) for name, value in row.items()}
 
 
 def optional_columns(format: str) -> tuple[str, ...]:
@@ -147,9 +156,9 @@ def _is_message(value: Any) -> bool:
 
 
 def _cell(value: Any) -> Any:
-  """JSON text parsed, where it is any, blank text null; other values without the nulls of keys."""
+  """JSON text parsed, where it is any, and blank text null; other values as they are."""
   if not isinstance(value, str):
-    return _without_nulls(value)
+    return list(value) if isinstance(value, tuple) else value
   try:
     return json.loads(value)
   except (ValueError, RecursionError):
@@ -162,13 +171,18 @@ def _without_nulls(value: Any) -> Any:
   return [_without_nulls(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
+def _stated(value: Mapping[str, Any]) -> dict[str, Any]:
+  """An object without the keys that are null."""
+  return {k: v for k, v in value.items() if v is not None}
+
+
 def _objects(where: str, value: Any) -> list[dict[str, Any]]:
   """A list of objects, of which each may be JSON text too; [] of null."""
   value = _cell(value)
   if value is None:
     return []
   _expect(where, value, list, "a list of objects, or JSON text of one")
-  items = [_cell(item) if isinstance(item, str) else item for item in value]
+  items = list(map(_cell, value))
   for i, item in enumerate(items):
     _expect(f"{where}[{i}]", item, dict, "an object, or JSON text of one")
   return items
@@ -188,7 +202,8 @@ def _calls(where: str, value: Any) -> list[dict[str, Any]]:
   """Tool calls; arguments are objects, {} where there are none."""
   calls = []
   for call in _objects(f"{where}: tool_calls", value):
-    function = _name(f"{where}: tool_calls", call)
+    call = _stated(call)
+    function = _stated(_name(f"{where}: tool_calls", call))
     if unknown := function.keys() - _KEYS_OF_CALLS:
       raise _Malformed(
         f"{where} calls a tool with {sorted(map(str, unknown))[0]!r}, expected name and arguments"
@@ -208,7 +223,7 @@ _KEYS, _GPT_KEYS = ("role", "content"), ("from", "value")
 def _message(where: str, turn: Any, format: str) -> dict[str, Any]:
   """{"role", "content"} and whatever else is there, checked."""
   _expect(where, turn, Mapping, "an object")
-  turn = _without_nulls(turn)
+  turn = _stated(turn)
   of_role, of_text = _GPT_KEYS if "from" in turn and "role" not in turn else _KEYS
   role, content = turn.pop(of_role, None), turn.pop(of_text, None)
   if format == "sharegpt" and isinstance(role, str):
@@ -241,14 +256,14 @@ def _content(where: str, content: Any, role: str) -> str:
   """Text, also of OpenAI's list of parts."""
   if isinstance(content, list):
     content = "".join(_part(where, part) for part in content) if content else None
-  if content is None and role == "assistant":
-    return ""  # beside its tool calls
+  if content is None and role in ("assistant", "tool"):
+    return ""  # beside tool calls; of a tool that returns nothing
   return _expect(f"{where}: content", content, str, "a string")
 
 
 def _part(where: str, part: Any) -> str:
   part = {"text": part} if isinstance(part, str) else part
-  _expect(f"{where}: a part of its content", part, dict, "an object")
+  part = _stated(_expect(f"{where}: a part of its content", part, Mapping, "an object"))
   kind = part.get("type", "text")
   if kind != "text" or part.keys() - {"type", "text"}:
     other = kind if kind != "text" else ", ".join(sorted(map(str, part.keys() - {"type", "text"})))

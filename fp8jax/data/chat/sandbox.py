@@ -6,7 +6,9 @@ compiled code (`_code`), so that macros, recursive loops and loops over texts co
 """
 
 import contextvars
+import functools
 import json
+import re
 from typing import Any
 
 from fp8jax.errors import UserError
@@ -14,6 +16,7 @@ from fp8jax.errors import UserError
 # Of one rendering: beyond every context that is trained, some 1M tokens; and seconds of work.
 MOST_CHARACTERS = 2**22
 MOST_STEPS = 2**20
+_WIDTH = re.compile(r"(?:%[-+ #0]*|:[^{}]{0,2}[-+ #0]*|\.)(\d{1,18})")
 _STEPS: contextvars.ContextVar[list[int]] = contextvars.ContextVar("steps of a rendering")
 
 
@@ -63,6 +66,8 @@ def environment(marks: tuple[str, str]):
       _spend(1)
       if isinstance(__obj, jinja2.runtime.LoopContext):  # a recursive loop's next level
         args = tuple(map(__self.counted, args))
+      if isinstance(text := getattr(__obj, "__self__", None), str):  # "a".center(10**9)
+        _spend(0, _widest(text, (*args, *kwargs.values())))
       return __self.bounded(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context, operator, left, right):
@@ -91,13 +96,34 @@ def environment(marks: tuple[str, str]):
     trim_blocks=True, lstrip_blocks=True, optimized=False,  # constants are computed in a rendering
     extensions=[_generation(marks), jinja2.ext.loopcontrols],
   )  # fmt: skip
+  made.filters |= {name: _narrow(made.filters[name]) for name in ("center", "format", "indent")}
   made.filters["tojson"] = tojson
   made.globals.update(raise_exception=raise_exception, **_containers())
   return made
 
 
+def _widest(text: Any, arguments: tuple[Any, ...]) -> int:
+  """The largest width that a text states as a format ("%9d", "{:9}"), or that goes with it."""
+  stated = map(int, _WIDTH.findall(text)) if isinstance(text, str) else ()
+  return max((*stated, *(x for x in arguments if isinstance(x, int))), default=0)
+
+
+def _narrow(filter):
+  """A filter that is refused before it makes a text as wide as its arguments say."""
+
+  @functools.wraps(filter)  # jinja's marks, too
+  def bounded(text, *args, **kwargs):
+    _spend(0, _widest(text, (*args, *kwargs.values())))
+    return filter(text, *args, **kwargs)
+
+  return bounded
+
+
 def _grown(operator: str, left, right) -> int:
-  """Elements, or bits, of a product or power; 0 of what cannot explode."""
+  """Elements, or bits, of a product or power, or a format's width; 0 of what cannot explode."""
+  if operator == "%" and isinstance(left, str):
+    widths = right if isinstance(right, tuple) and "*" in left else ()
+    return _widest(left, widths)
   if operator not in ("*", "**"):
     return 0
   sizes = [x.bit_length() if isinstance(x, int) else 0 for x in (left, right)]
