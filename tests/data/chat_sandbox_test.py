@@ -130,7 +130,8 @@ def test_counted_loops_know_their_length_and_neighbours():
   "{{ '%300000000d' % 1 }}", "{{ '%*d' % (300000000, 1) }}", "{{ '%300000000d'|format(1) }}",
   "{{ 'a'|center(300000000) }}", "{{ 'a'.center(300000000) }}", "{{ 'a'.zfill(300000000) }}",
   "{{ 'a'.ljust(width=300000000) if false else 'a'.rjust(300000000) }}",
-  "{{ '{:300000000}'.format(1) }}", "{{ 'a\nb'|indent(300000000) }}",
+  "{{ '{:300000000}'.format(1) }}", "{{ '{:*>300000000d}'.format(1) }}",
+  "{{ '%.300000000f' % 1.5 }}", "{{ 'a\nb'|indent(300000000) }}",
 ])  # fmt: skip
 def test_a_width_is_refused_before_the_text_is_made(text):
   tracemalloc.start()

@@ -16,7 +16,7 @@ from fp8jax.errors import UserError
 # Of one rendering: beyond every context that is trained, some 1M tokens; and seconds of work.
 MOST_CHARACTERS = 2**22
 MOST_STEPS = 2**20
-_WIDTH = re.compile(r"(?:%[-+ #0]*|:[^{}]{0,2}[-+ #0]*|\.)(\d{1,18})")
+_WIDTH = re.compile(r"(?:%[-+ #0]*|:(?:[^{}]?[<>=^])?[-+ #0]*|\.)(\d{1,18})")
 _STEPS: contextvars.ContextVar[list[int]] = contextvars.ContextVar("steps of a rendering")
 
 
@@ -70,6 +70,10 @@ def environment(marks: tuple[str, str]):
         _spend(0, _widest(text, (*args, *kwargs.values())))
       return __self.bounded(super().call(__context, __obj, *args, **kwargs))
 
+    def wrap_str_format(self, value):
+      formatting = super().wrap_str_format(value)
+      return formatting and _narrow(functools.partial(formatting), value.__self__)
+
     def call_binop(self, context, operator, left, right):
       _spend(0, _grown(operator, left, right))
       return self.bounded(super().call_binop(context, operator, left, right))
@@ -108,13 +112,14 @@ def _widest(text: Any, arguments: tuple[Any, ...]) -> int:
   return max((*stated, *(x for x in arguments if isinstance(x, int))), default=0)
 
 
-def _narrow(filter):
-  """A filter that is refused before it makes a text as wide as its arguments say."""
+def _narrow(filter, format: str = ""):
+  """A filter, or the formatting of a text, refused before it makes what is as wide as it states."""
 
   @functools.wraps(filter)  # jinja's marks, too
-  def bounded(text, *args, **kwargs):
-    _spend(0, _widest(text, (*args, *kwargs.values())))
-    return filter(text, *args, **kwargs)
+  def bounded(*args, **kwargs):
+    text, *widths = (format,) if format else (*args, *kwargs.values())
+    _spend(0, _widest(text, tuple(widths)))
+    return filter(*args, **kwargs)
 
   return bounded
 
