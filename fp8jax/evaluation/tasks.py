@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from fp8jax.data import text_files
+from fp8jax.data.chat import conversation
 from fp8jax.errors import UserError, one_line
 from fp8jax.evaluation import statistics
 
@@ -210,7 +211,7 @@ def read_trained(path: str) -> frozenset[str]:
   found = set()
   for where, row in text_files.json_lines(path):
     texts = [row[k] for k in _QUESTION_KEYS if isinstance(row.get(k), str)]
-    turns = row.get("messages") or row.get("conversations") or ()
+    turns = conversation.cell(row.get("messages") or row.get("conversations") or ())
     if not isinstance(turns, Sequence) or not all(isinstance(turn, Mapping) for turn in turns):
       raise UserError(f"{where}: its turns are {str(turns)[:60]!r}, expected a list of objects")
     for turn in turns:

@@ -399,3 +399,11 @@ def test_math_verify_accepts_equal_expressions():
   for answer, output in (("204", "\\boxed{205}"), ("204", ""), ("1/2", "$\\frac{1}{3}$"),
                          ("203", "Thus \\boxed{203} no wait \\boxed{204}")):  # fmt: skip
     assert not judged(answer, output), (answer, output)
+
+
+def test_questions_of_conversations_as_json_text_count_too(tmp_path):
+  """Training reads messages that a cell has as text; so does the check of contamination."""
+  turns = [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "2"}]
+  path = tmp_path / "train.jsonl"
+  path.write_text(json.dumps({"messages": json.dumps(turns)}) + "\n")
+  assert tasks.read_trained(str(path)) == {tasks.normalized("What is 1+1?")}

@@ -120,7 +120,7 @@ def _read(row: Any, format: str, names: tuple[str, ...]):
   if format == "prompt":
     turns = _side(row[names[0]], "user") + _side(row[names[1]], "assistant")
   else:
-    turns = _cell(row[names[0]])
+    turns = cell(row[names[0]])
   if not isinstance(turns, list) or not turns:
     raise _Malformed(f"field {names[0]!r} is no list of messages; set the source's field or chat")
   turns = [_message(f"message {i}", turn, format) for i, turn in enumerate(turns)]
@@ -145,7 +145,7 @@ def _expect(where: str, value: Any, kind: Any, expected: str) -> Any:
 def _side(value: Any, role: str) -> list[Any]:
   """Prompt or completion as messages. A text is messages only if it is a JSON list of them."""
   is_text = isinstance(value, str)
-  turns = _cell(value) if not is_text or value.lstrip().startswith("[") else value
+  turns = cell(value) if not is_text or value.lstrip().startswith("[") else value
   if isinstance(turns, list) and (not is_text or turns and all(map(_is_message, turns))):
     return turns
   return [{"role": role, "content": value}]
@@ -155,7 +155,7 @@ def _is_message(value: Any) -> bool:
   return isinstance(value, Mapping) and value.get("role", value.get("from")) in ROLES
 
 
-def _cell(value: Any) -> Any:
+def cell(value: Any) -> Any:
   """JSON text parsed, where it is any, and blank text null; other values as they are."""
   if not isinstance(value, str):
     return list(value) if isinstance(value, tuple) else value
@@ -178,11 +178,11 @@ def _stated(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _objects(where: str, value: Any) -> list[dict[str, Any]]:
   """A list of objects, of which each may be JSON text too; [] of null."""
-  value = _cell(value)
+  value = cell(value)
   if value is None:
     return []
   _expect(where, value, list, "a list of objects, or JSON text of one")
-  items = list(map(_cell, value))
+  items = list(map(cell, value))
   for i, item in enumerate(items):
     _expect(f"{where}[{i}]", item, dict, "an object, or JSON text of one")
   return items
@@ -208,7 +208,7 @@ def _calls(where: str, value: Any) -> list[dict[str, Any]]:
       raise _Malformed(
         f"{where} calls a tool with {sorted(map(str, unknown))[0]!r}, expected name and arguments"
       )
-    arguments = _cell(function.get("arguments"))
+    arguments = cell(function.get("arguments"))
     arguments = {} if arguments is None else arguments
     _expect(f"{where}: arguments of {function['name']}", arguments, dict, "an object")
     function = {**function, "arguments": _Arguments(arguments)}
@@ -228,7 +228,7 @@ def _message(where: str, turn: Any, format: str) -> dict[str, Any]:
   role, content = turn.pop(of_role, None), turn.pop(of_text, None)
   if format == "sharegpt" and isinstance(role, str):
     if role == "function_call":  # the value is JSON text of one call, or of several
-      calls = _cell(content)
+      calls = cell(content)
       turn["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
     role = _SHAREGPT_ROLES.get(role, role)
   if role not in ROLES:
