@@ -30,6 +30,12 @@ CONFIG = config_flags.DEFINE_config_file(
 )
 JOB = flags.DEFINE_enum("job", "train", command_line.NAMES, "What to do with it.")
 WORKDIR = flags.DEFINE_string("workdir", "", "Where the run lives; default runs/<config>[_<arm>].")
+OUT = flags.DEFINE_string(
+  "out", "", "--job=export, calibrate, prepare, sensitivity: what to write instead of WORKDIR/..."
+)
+TOPOLOGY = flags.DEFINE_string(
+  "topology", "", "--job=memory: GPUs to compile for, which need not be here, e.g. h200:8."
+)
 BASELINE = flags.DEFINE_string(
   "baseline", "bf16", "--job=compare RUN...: the arm that the others are compared with."
 )
@@ -77,7 +83,8 @@ def main(argv):
     distributed.initialize(COORDINATOR.value, PROCESSES.value, PROCESS.value, TIMEOUT.value)
   name = flags.FLAGS["config"].config_filename
   workdir = command_line.with_changes(WORKDIR.value, sys.argv)
-  sys.exit(dispatch.run(JOB.value, CONFIG.value, base.get_config(), name, workdir))
+  options = {"out": OUT.value, "topology": TOPOLOGY.value}
+  sys.exit(dispatch.run(JOB.value, CONFIG.value, base.get_config(), name, workdir, **options))
 
 
 if __name__ == "__main__":

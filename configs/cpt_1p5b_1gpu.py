@@ -8,7 +8,7 @@ command:   as for configs/cpt_1p5b.py, then
            python launch.py --config=configs/cpt_1p5b_1gpu.py
 hardware:  1 x H100 with 80 GB (compiled for it without a GPU, not yet run)
 expected:  33.8 GiB of the 55.9 that JAX takes by itself, by --job=memory
-           --config.aot.topology=h100:1; loss and speed: not yet measured
+           --topology=h100:1; loss and speed: not yet measured
 """
 
 from configs import cpt_1p5b, cpt_7b_1gpu

@@ -4,7 +4,7 @@ what:      40,000 steps of 4.2M tokens: 167.8B tokens (InfiXAI/InfiR2 scripts/CP
            computes has their values; the mesh is ours (they: TP 4 and 6 data workers)
 command:   put Qwen/Qwen2.5-7B in assets/Qwen2.5-7B and a corpus in corpus/*.jsonl; once, anywhere,
            python launch.py --config=configs/cpt_7b.py --job=prepare \
-             --config.prepare.path=assets/cpt_data --config.data.sources.main.kind=jsonl \
+             --out=assets/cpt_data --config.data.sources.main.kind=jsonl \
              --config.data.sources.main.path='corpus/*.jsonl'
            then on the GPUs
            python launch.py --config=configs/cpt_7b.py

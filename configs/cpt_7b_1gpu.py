@@ -9,7 +9,7 @@ command:   as for configs/cpt_7b.py, then
            python launch.py --config=configs/cpt_7b_1gpu.py
            (memory.gpu_fraction: by itself JAX takes three quarters of the GPU, 55.9 GiB)
 hardware:  1 x H100 with 80 GB (compiled for it without a GPU, not yet run)
-expected:  62.4 GiB of its 74.5, by --job=memory --config.aot.topology=h100:1; loss and speed: not
+expected:  62.4 GiB of its 74.5, by --job=memory --topology=h100:1; loss and speed: not
            yet measured
 """
 

@@ -38,8 +38,7 @@ from configs import debug
 def get_config(arm=""):
   c = debug.get_config(arm or "tensor_delayed(margin=1)")
   c.precision.last_bf16 = 1  # first_bf16 = 1, too, from three layers on
-  c.loss_scale.kind = "dynamic"
-  c.loss_scale.start = 256.0  # 2^8
+  c.loss_scale.kind = "dynamic"  # from 2^8
   c.optim.on_nonfinite = "skip"
   c.optim.schedule = "cosine"
   c.optim.warmup_fraction = 0.07  # 6 to 8 % of the steps

@@ -71,6 +71,36 @@ def nearest_key(key: str, known: Collection[str]) -> str | None:
   return max(candidates, key=likeness, default=None)
 
 
+# Keys of earlier versions: (what took their place, their value where it is fixed now).
+REMOVED: dict[str, tuple[str, Any]] = {
+  "eval.hf": ("it is weights.hf now", None),
+  "eval.step": ("it is weights.step now", None),
+  "generate.hf": ("it is weights.hf now", None),
+  "export.path": ("name the folder as --out=FOLDER", None),
+  "prepare.path": ("name the folder as --out=FOLDER", None),
+  "sensitivity.path": ("name the folder as --out=FOLDER", None),
+  "calibrate.path": ("name the table as --out=FILE", None),
+  "aot.topology": ("name the devices as --topology=h200:8", None),
+  "eval.samples": ("give it to the task: eval.tasks='NAME(samples=4)'", None),
+  "eval.temperature": ("give it to the task: eval.tasks='NAME(temperature=0.6)'", None),
+  "eval.max_new_tokens": ("give it to the task: eval.tasks='NAME(max_new_tokens=512)'", None),
+  "sensitivity.groups": ("all groups are measured", None),
+  "sensitivity.top": ("the 20 most sensitive sites are measured alone", None),
+  "log.profile_start": ("it is the first number of log.profile now", None),
+  "log.profile_steps": ("it is the second number of log.profile now", None),
+  "loss_scale.start": ("every run starts from 256", 256.0),
+  "loss_scale.growth_interval": ("the scale doubles after 2000 good steps", 2000),
+}
+
+
+def key_hint(key: str, known: Collection[str]) -> str:
+  """The successor of a key that is none any more, or the nearest one; "" where there is neither."""
+  if key in REMOVED:
+    return REMOVED[key][0]
+  near = nearest_key(key, known)
+  return f"did you mean {near!r}?" if near else ""
+
+
 def one_line(e: Exception) -> str:
   """The message of a library, whatever its line breaks."""
   return " ".join(str(e).split())
@@ -192,8 +222,7 @@ class ConfigErrors:
     """names are keys of a configuration, or the nearest are suggested."""
     for name in names:
       if name not in known:
-        near = nearest_key(name, known)
-        hint = f"did you mean {near!r}?" if near else "there is none like it, see configs/base.py"
+        hint = key_hint(name, known) or "there is none like it, see configs/base.py"
         self.found.append(f"{where}: {name!r} is no key; {hint}")
 
   def file(self, key: str, path: str, remedy: str):

@@ -9,6 +9,7 @@ from configs import debug
 from fp8jax import params as params_lib
 from fp8jax.config import resolve
 from fp8jax.data import loader
+from fp8jax.jobs import table
 from fp8jax.kernels.choose import Device
 from fp8jax.run import checkpoint
 from fp8jax.step import run_spec
@@ -36,8 +37,8 @@ def config(arm="", **changes):
   return c
 
 
-def plan(c) -> run_spec.RunSpec:
-  return resolve.resolve(c, 1, Device("cpu"))
+def plan(c, job="train") -> run_spec.RunSpec:
+  return resolve.resolve(c, 1, Device("cpu"), needs=table.JOBS[job].needs)
 
 
 def read_json(path):

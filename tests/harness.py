@@ -16,7 +16,7 @@ from fp8jax import params as params_lib
 from fp8jax.compiled import fp8_gemms, hlo
 from fp8jax.config import resolve
 from fp8jax.data import batch_sharding, loader
-from fp8jax.jobs import train
+from fp8jax.jobs import table, train
 from fp8jax.kernels import choose
 from fp8jax.kernels.choose import Device
 from fp8jax.kernels.gemm import api as gemm_api
@@ -59,10 +59,10 @@ def tiny_config(recipe="block_128", **changes):
   return c
 
 
-def tiny_plan(c, shape=None) -> run_spec.RunSpec:
+def tiny_plan(c, shape=None, job="train") -> run_spec.RunSpec:
   """The config resolved for one CPU device, or for a mesh (data, fsdp, tensor)."""
   if shape is None:
-    return resolve.resolve(c, 1, CPU)
+    return resolve.resolve(c, 1, CPU, needs=table.JOBS[job].needs)
   c.mesh.data, c.mesh.fsdp, c.mesh.tensor = shape
   return resolve.resolve(c, int(np.prod(shape)), CPU)
 
@@ -133,9 +133,10 @@ def text_config(recipe="tensor_delayed", **changes):
   return c
 
 
-def text_plan(*args, **changes):
+def text_plan(*args, job="train", **changes):
   """`text_config`, resolved for one device of the kind that JAX computes on."""
-  return resolve.resolve(text_config(*args, **changes), 1, choose.current_device())
+  c, needs = text_config(*args, **changes), table.JOBS[job].needs
+  return resolve.resolve(c, 1, choose.current_device(), needs=needs)
 
 
 def train_on_text(workdir, *args, **changes):

@@ -27,10 +27,12 @@ PACKAGE = ROOT / "fp8jax"
 # other, except that `run` may ask what a compiled program says. "" is the vocabulary: single files.
 FLOORS = (
   ("",), ("recipe",), ("quantization",), ("kernels",), ("ops",), ("models", "optim", "data"),
-  ("generation",), ("evaluation",), ("step",), ("config",), ("compiled",), ("run",), ("report",),
-  ("sweeps",),
-  ("jobs", "integrations"),
+  ("step",), ("config",), ("compiled",), ("run",), ("generation",), ("evaluation",),
+  ("export", "sensitivity"), ("report",), ("sweeps",), ("jobs", "integrations"),
 )  # fmt: skip
+# Keys of a configuration: declared in the folder that owns them, read by `config`, so that a
+# settings.py lies on the floor of `step`, wherever its folder stands.
+SETTINGS = "step"
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
 VOCABULARY = {"__init__", "axes", "console", "errors", "formats", "hub", "keys", "mesh", "params",
               "records"}  # fmt: skip
@@ -88,7 +90,7 @@ LIBRARIES = ("jax", "jnp", "lax", "os")
 # Private modules of a library of which pyproject.toml accepts exactly one version.
 PRIVATE_IMPORTS = {"kernels/attention/tokamax_sm90.py": "tokamax._src.ops.attention"}
 # Outside config/: they receive the ConfigDict of the command line and have it resolved.
-READ_CONFIG_DICT = ("jobs/command_line.py", "jobs/dispatch.py")
+READ_CONFIG_DICT = ("jobs/command_line.py", "jobs/dispatch.py", "jobs/table.py")
 # Alarms, not targets: a file follows its subject, for one sitting; a kernel may be longer.
 MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION = 480, 600, 60
 
@@ -163,6 +165,12 @@ def rule(find):
 # --- imports -------------------------------------------------------------------------------------
 
 
+def _floor(name: str) -> int:
+  """Of a file, "ops/linear.py"."""
+  folder, _, file = name.rpartition("/")
+  return FLOOR[SETTINGS if file == "settings.py" else folder.split("/")[0]]
+
+
 @rule
 def test_imports_go_downward():
   found = {source.name.removesuffix(".py") for source in _sources() if not source.folder}
@@ -173,9 +181,10 @@ def test_imports_go_downward():
       yield f"{source.at(node)}: imports from the front door; name the module that has it"
     if not module.startswith("fp8jax.") or source.name == "__init__.py":
       continue
-    other = (_path_of(module) or "").rpartition("/")[0].split("/")[0]
-    is_same = source.folder == other
-    if not is_same and FLOOR[other] >= FLOOR[source.folder]:
+    path = _path_of(module) or ""
+    here, there = map(_floor, (source.name, path))
+    is_same = source.folder == path.rpartition("/")[0].split("/")[0]
+    if there > here or (there == here and not is_same and not path.endswith("settings.py")):
       yield f"{source.at(node)}: {source.folder} imports {module}, which is not below it"
 
 

@@ -27,8 +27,7 @@ def config():
 
 trained = dispatch.call("train", config(), base.get_config(), "run")
 c = config()
-c.export.path = "exported"
-exported = dispatch.call("export", c, base.get_config(), "run")
+exported = dispatch.call("export", c, base.get_config(), "run", out="exported")
 targets = sorted(path.name for path in aot.FOLDER.iterdir())
 print(json.dumps([fp8jax.__file__, trained["step"], exported["step"], targets]))
 """

@@ -125,7 +125,7 @@ def pilot():
     "runs/2025_infir2/reasoning-before",
     f"--config.eval.questions={PILOT_QUESTIONS}",
   )
-  weights = "--config.eval.hf=assets/smollm2-135m"
+  weights = "--config.weights.hf=assets/smollm2-135m"
   evaluate("cpt,bf16", before, list(families()), questions, weights)
   stages = train("bf16", PILOT_SEED)
   tuned = reasoning.workdir("stage2", "bf16", "", PILOT_SEED)

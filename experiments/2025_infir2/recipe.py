@@ -87,7 +87,7 @@ def evaluate(row: str) -> dict:
     launch(
       f"--config={CONFIG}:cpt,bf16,mini", f"--workdir={RUNS}/before",
       f"--config.data.sources.solutions.path={DATA}/cpt.jsonl",
-      "--config.eval.hf=assets/smollm2-135m", *asked,
+      "--config.weights.hf=assets/smollm2-135m", *asked,
     )  # fmt: skip
     folder = RUNS / "before"
   else:
@@ -107,7 +107,7 @@ def export(row: str) -> pathlib.Path:
     launch(
       *config(row), "--job=export", "--config.export.format=compressed-tensors",
       "--config.export.strategy=channel", "--config.export.requantize=True",
-      f"--config.export.path={folder}",
+      f"--out={folder}",
     )  # fmt: skip
   return folder
 
@@ -120,7 +120,7 @@ def answer(folder: pathlib.Path, question: str) -> str:
   out.unlink(missing_ok=True)
   launch(
     f"--config={CONFIG}:cpt,bf16,mini", f"--workdir={RUNS}/answer", "--job=generate",
-    f"--config.data.sources.solutions.path={DATA}/cpt.jsonl", f"--config.generate.hf={folder}",
+    f"--config.data.sources.solutions.path={DATA}/cpt.jsonl", f"--config.weights.hf={folder}",
     f"--config.generate.prompts={prompts}", f"--config.generate.out={out}",
     "--config.generate.max_new_tokens=64",
   )  # fmt: skip

@@ -29,7 +29,7 @@ import numpy as np  # noqa: E402
 from fp8jax.config import resolve  # noqa: E402
 from fp8jax.data import batch_sharding, loader, tokenize  # noqa: E402
 from fp8jax.generation import api  # noqa: E402
-from fp8jax.generation.sampling import Sampling  # noqa: E402
+from fp8jax.generation.settings import Sampling  # noqa: E402
 from fp8jax.jobs import doctor  # noqa: E402
 from fp8jax.kernels import choose  # noqa: E402
 from fp8jax.models import transformer  # noqa: E402

@@ -16,6 +16,5 @@ def get_config(arm="block_128"):
   if arm not in ARMS:
     raise ValueError(f"unknown arm {arm!r}; expected one of {', '.join(ARMS)}")
   c = smollm2_cpt.get_config(arm)
-  c.eval.hf = c.init.hf
   c.data.heldout_fraction = 0.5
   return c

@@ -4,6 +4,7 @@ XLA compiles for a GPU from a description of it, without one: the CUDA wheels ar
 comes out says what fits and which kernels run, never how fast.
 """
 
+import functools
 import os
 import pathlib
 from typing import Any
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from fp8jax import mesh
 from fp8jax.config import resolve as resolve_lib
+from fp8jax.config.needs import TRAINING, Needs
 from fp8jax.errors import UserError
 from fp8jax.kernels import choose
 from fp8jax.step import run_spec, train_step
@@ -24,7 +26,7 @@ FOLDER = pathlib.Path(__file__).resolve().parent / "topologies"
 CAPABILITY = {"h100": 90, "h200": 90, "b200": 100}
 
 
-def resolve(c: Any, target: str) -> tuple[run_spec.RunSpec, list]:
+def resolve(c: Any, target: str, needs: Needs = TRAINING) -> tuple[run_spec.RunSpec, list]:
   """(plan, devices) of a configuration on a target.
 
   Args:
@@ -36,15 +38,16 @@ def resolve(c: Any, target: str) -> tuple[run_spec.RunSpec, list]:
     config.ConfigError: the configuration does not suit it.
   """
   if not target:
-    return resolve_lib.resolve(c, jax.device_count(), choose.current_device()), jax.devices()
+    spec = resolve_lib.resolve(c, jax.device_count(), choose.current_device(), needs=needs)
+    return spec, jax.devices()
   name, _, count = target.partition(":")
   if name not in CAPABILITY or not (count or "1").isdigit() or int(count or 1) < 1:
     known = ", ".join(f"{n}:N" for n in CAPABILITY)
-    raise UserError(f"aot.topology={target!r}: expected one of {known}, N being how many")
+    raise UserError(f"--topology={target!r}: expected one of {known}, N being how many")
   devices = _devices(name, int(count or 1))
   device = choose.Device("gpu", CAPABILITY[name])
-  plan = resolve_lib.resolve(c, len(devices), device, lambda shape: mesh.make(shape, devices))
-  return plan, devices
+  make = functools.partial(mesh.make, devices=devices)
+  return resolve_lib.resolve(c, len(devices), device, make, needs), devices
 
 
 def _devices(name: str, count: int):
@@ -58,7 +61,7 @@ def _devices(name: str, count: int):
   except (RuntimeError, NotImplementedError, KeyError) as e:
     reason = str(e).splitlines()[0]
     raise UserError(
-      f"aot.topology={name}:{count} needs XLA for CUDA, though no GPU ({reason}); "
+      f"--topology={name}:{count} needs XLA for CUDA, though no GPU ({reason}); "
       'pip install "jax[cuda13]", and JAX_PLATFORMS=cpu where there is none'
     ) from e
   return found.devices

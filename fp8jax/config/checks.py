@@ -1,17 +1,10 @@
 """Refusals of a configuration, section by section."""
 
-import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from fp8jax.errors import ConfigErrors
-from fp8jax.evaluation import catalog
-from fp8jax.generation.settings import Generate
 from fp8jax.optim import groups
 from fp8jax.optim.factory import OptimizerConfig
-from fp8jax.step.job_settings import SENSITIVITY_GROUPS
-from fp8jax.step.loss_scale import LARGEST, SMALLEST
 
 
 def layerwise_problems(c: Any) -> list[str]:
@@ -35,20 +28,6 @@ def layerwise_problems(c: Any) -> list[str]:
     for key, value, needed, why in wanted
     if value != needed
   ]
-
-
-def calibrate_problems(c: Any) -> list[str]:
-  """The problems of a config's calibrate section, in words."""
-  collected, method, percent = ConfigErrors(), c.calibrate.method, c.calibrate.percentile
-  collected.check(
-    50 <= percent <= 100, f"calibrate.percentile={percent} must be a percentage from 50 to 100"
-  )
-  collected.check(
-    method == "amax" or c.loss_scale.kind == "none",
-    f"calibrate.method={method!r} counts gradients as they are; set loss_scale.kind='none' for "
-    "--job=calibrate, or calibrate.method='amax'",
-  )
-  return collected.found
 
 
 def group_problems(c: Any, optim: OptimizerConfig, named: Mapping[str, list[str]]) -> list[str]:
@@ -101,66 +80,9 @@ def loss_scale_problems(c: Any, compute: str) -> list[str]:
   Args:
     compute: precision.compute_dtype.
   """
-  found = []
-  if not SMALLEST <= c.start <= LARGEST or math.frexp(c.start)[0] != 0.5:
-    found.append(f"loss_scale.start={c.start} must be a power of two from 2^-24 to 2^24")
-  if compute == "float16" and c.kind == "none":
-    found.append(
-      "precision.compute_dtype='float16' with loss_scale.kind='none': gradients below 6e-8 "
-      "become 0 and "
-      "those above 65,504 infinite; set loss_scale.kind='dynamic', or compute in 'bfloat16'"
-    )
-  return found
-
-
-def generate_problems(c: Generate) -> list[str]:
-  """The problems of a config's generate section, in words."""
-  collected = ConfigErrors()
-  collected.extend(c.sampling.problems("generate."))
-  remedy = "name a file with a prompt per line, or JSON lines with 'prompt' or 'messages'"
-  collected.file("generate.prompts", c.prompts, remedy)
-  taken = bool(c.out) and os.path.exists(os.path.expanduser(c.out))
-  collected.check(not taken, f"generate.out={c.out!r} exists; move it away or name another file")
-  return collected.found
-
-
-def sensitivity_problems(c: Any) -> list[str]:
-  """The problems of a config's sensitivity section, in words."""
-  collected = ConfigErrors()
-  if isinstance(c.groups, (tuple, list)):
-    for name in c.groups:
-      collected.one_of("sensitivity.groups", name, SENSITIVITY_GROUPS)
-  else:
-    collected.found.append(
-      f"sensitivity.groups={c.groups!r} is no sequence; give some of {SENSITIVITY_GROUPS}, or ()"
-    )
-  collected.check(c.tokens >= 2, f"sensitivity.tokens={c.tokens} must be at least 2: two halves")
-  collected.check(
-    c.max_loss >= 0, f"sensitivity.max_loss={c.max_loss} must be percent, at least 0; 0 is none"
-  )
-  collected.check(
-    0 <= c.min_fp8 <= 1, f"sensitivity.min_fp8={c.min_fp8} must be a share from 0 to 1; 0 is none"
-  )
-  return collected.found
-
-
-def task_problems(c: Any, options: catalog.Options) -> list[str]:
-  """The problems of eval.tasks and of the settings that belong to it, in words.
-
-  Args:
-    c: the whole configuration.
-    options: those of eval that all tasks have in common.
-  """
-  found = catalog.problems(c.eval.tasks, options)
-  if not 0 <= c.eval.seed < 2**63:
-    found.append(f"eval.seed={c.eval.seed} must be from 0 to 2**63 - 1")
-  if options.temperature != -1 and not 0 <= options.temperature < math.inf:
-    found.append(
-      f"eval.temperature={options.temperature} must be 0 (greedy) or positive; -1 is the task's own"
-    )
-  other = c.eval.compare_with
-  if other and not os.path.isdir(os.path.expanduser(other)):
-    found.append(
-      f"eval.compare_with={other!r} does not exist; name the workdir of an evaluated run, or ''"
-    )
-  return found
+  if compute != "float16" or c.kind != "none":
+    return []
+  return [
+    "precision.compute_dtype='float16' with loss_scale.kind='none': gradients below 6e-8 become 0 "
+    "and those above 65,504 infinite; set loss_scale.kind='dynamic', or compute in 'bfloat16'"
+  ]

@@ -5,18 +5,22 @@ from typing import Any
 
 from fp8jax import hub
 from fp8jax.config import chat as chat_checks
+from fp8jax.config.needs import TRAINING, Needs
 from fp8jax.data import config as data_config
 from fp8jax.data import sources, tokenize
 from fp8jax.errors import ConfigErrors, UserError, check_number, nearest
 
 
-def spec(c: Any, vocab_size: int | None, problems: ConfigErrors) -> data_config.DataConfig:
+def spec(
+  c: Any, vocab_size: int | None, problems: ConfigErrors, needs: Needs = TRAINING
+) -> data_config.DataConfig:
   """One source of data.
 
   Args:
     c: the whole configuration.
     vocab_size: the model's, or None if there is no model to fit.
     problems: what is wrong is added here.
+    needs: of the job, which may take the tokenizer of its weights.
   """
   is_chat = chat_checks.has_chats(c)
   if not is_chat:
@@ -25,10 +29,10 @@ def spec(c: Any, vocab_size: int | None, problems: ConfigErrors) -> data_config.
     0 <= c.data.heldout_fraction < 1,
     f"data.heldout_fraction={c.data.heldout_fraction} must be in [0, 1)",
   )
-  path = c.data.tokenizer or c.init.hf or tokenize.BYTES
-  tokenizer = tokenize.Tokenizer(path, c.data.eos, c.data.bos)
+  (named, eos), (folder, _) = needs.tokenizer(c), needs.folder(c)
+  tokenizer = tokenize.Tokenizer(named or folder or tokenize.BYTES, eos, c.data.bos)
   # A folder that is not there is init.hf's problem.
-  if c.data.tokenizer or not c.init.hf or os.path.isdir(hub.local(c.init.hf)):
+  if named or not folder or os.path.isdir(hub.local(folder)):
     _check_tokenizer(tokenizer, vocab_size, problems)
   problems.check(len(c.data.sources) > 0, "data.sources is empty; give at least one")
   for name, source in c.data.sources.items():

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from fp8jax.config import registry
 from fp8jax.config.files import Config
+from fp8jax.errors import REMOVED
 from fp8jax.keys import Affects
 from fp8jax.models import config as model_config
 from fp8jax.step.run_spec import RunSpec
@@ -70,8 +71,12 @@ def _with_read_rope(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-  """{key: (old value, new value)} where two flat configurations differ; absent is None."""
+  """{key: (old value, new value)} where two flat configurations differ; absent is None.
+
+  A key of earlier versions is a difference where its old value is not the one that is fixed now.
+  """
   new, old = (_with_read_rope(flat) for flat in (new, old))
+  old = {k: v for k, v in old.items() if k not in REMOVED or REMOVED[k][1] not in (None, v)}
   keys = sorted(new.keys() | old.keys())
   return {k: (old.get(k), new.get(k)) for k in keys if old.get(k) != new.get(k)}
 

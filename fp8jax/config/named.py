@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import runpy
 import traceback
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from typing import Any
 
 from fp8jax.config import identity
 from fp8jax.config.files import Config, check_type
-from fp8jax.errors import ConfigErrors, UserError, one_line
+from fp8jax.errors import REMOVED, ConfigErrors, UserError, one_line
 
 
 @contextlib.contextmanager
@@ -32,7 +33,10 @@ def of_user(path: str) -> Iterator[None]:
       said = f"the file ends the program, sys.exit({e.code!r}); remove the call"
     else:
       said = one_line(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {one_line(e)}"
-    raise UserError(f"{where}: {said}") from e
+    gone = [f"{key} is no key; {hint}" for key, (hint, _) in REMOVED.items()
+            if isinstance(e, AttributeError | KeyError)
+            and re.search(rf"\.{re.escape(key)}\b", frames[-1].line or "")]  # fmt: skip
+    raise UserError(f"{where}: {'; '.join(gone) or said}") from e
 
 
 def flat(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:

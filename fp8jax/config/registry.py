@@ -8,19 +8,22 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from fp8jax import keys
-from fp8jax.errors import UserError, nearest_key
-from fp8jax.evaluation.settings import Eval
+from fp8jax.errors import UserError, key_hint
+from fp8jax.evaluation.settings import Tasks
+from fp8jax.export.settings import Export
 from fp8jax.generation.settings import Generate
 from fp8jax.keys import Affects, Key
 from fp8jax.models.config import Lora
 from fp8jax.optim.factory import OptimizerConfig
-from fp8jax.step import job_settings, settings
+from fp8jax.run.settings import Calibrate, Prepare
+from fp8jax.sensitivity.settings import Sensitivity
+from fp8jax.step import settings
 
 SECTIONS: tuple[Any, ...] = (
   settings.Run, settings.Init, settings.Model, Lora, settings.Precision, settings.Kernels,
-  settings.Memory, settings.Aot, settings.Data, OptimizerConfig, settings.LossScale, settings.Mesh,
-  settings.Sharding, Eval, settings.Checkpoint, settings.Log, job_settings.Export,
-  job_settings.Calibrate, job_settings.Sensitivity, job_settings.Prepare, Generate,
+  settings.Memory, settings.Data, OptimizerConfig, settings.LossScale, settings.Mesh,
+  settings.Sharding, settings.Weights, settings.Eval, Tasks, settings.Checkpoint, settings.Log,
+  Export, Calibrate, Sensitivity, Prepare, Generate,
 )  # fmt: skip
 KEYS: dict[str, Key] = {one.name: one for section in SECTIONS for one in section.KEYS}
 
@@ -97,8 +100,7 @@ def explain(name: str) -> str:
   # Names below a key that the user fills: data.sources.main.path.
   found = found or [k for k in KEYS.values() if name.startswith(f"{k.name}.")]
   if not found:
-    near = nearest_key(name, KEYS)
-    hint = f"did you mean {near}?" if near else "--help-config prints all keys"
+    hint = key_hint(name, KEYS) or "--help-config prints all keys"
     raise UserError(f"{name!r} is no key of the configuration; {hint}")
   return "\n".join(map(_text, found))
 

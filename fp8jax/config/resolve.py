@@ -15,16 +15,14 @@ from fp8jax import params as params_lib
 from fp8jax.config import alarms, checks, registry, tile_checks
 from fp8jax.config import chat as chat_checks
 from fp8jax.config import data as data_checks
-from fp8jax.config import export as export_checks
 from fp8jax.config import files as config_files
 from fp8jax.config import policy as policy_checks
 from fp8jax.config import precision as precision_checks
 from fp8jax.config.files import Config
 from fp8jax.config.identity import acceptable_changes, flatten
+from fp8jax.config.needs import TRAINING, Needs
 from fp8jax.data import config as data_config_lib
 from fp8jax.errors import ConfigError, ConfigErrors
-from fp8jax.evaluation.settings import Eval
-from fp8jax.generation.settings import Generate
 from fp8jax.kernels import choose
 from fp8jax.kernels.attention import api as attention_api
 from fp8jax.kernels.gemm import api as gemm_api
@@ -36,13 +34,14 @@ from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import residuals, site
 from fp8jax.optim import factory as optim_build
 from fp8jax.optim import groups, storage
-from fp8jax.step import job_settings, settings
+from fp8jax.step import settings
 from fp8jax.step.run_spec import RunSpec
 
 
 def resolve(
-  c: Config, num_devices: int, device: choose.Device, make_mesh: Callable | None = None
-) -> RunSpec:
+  c: Config, num_devices: int, device: choose.Device, make_mesh: Callable | None = None,
+  needs: Needs = TRAINING,
+) -> RunSpec:  # fmt: skip
   """Checks a configuration against itself, the machine and the files it names.
 
   Args:
@@ -50,32 +49,35 @@ def resolve(
     num_devices: over all processes.
     device: what they are.
     make_mesh: (data, fsdp, tensor) -> mesh; default: one over JAX's devices.
+    needs: of the job, whose other sections are not read.
 
   Raises:
     ConfigError: with all problems found.
   """
   problems = ConfigErrors()
   _check_numbers(c, problems)
-  chosen = _layout(c, num_devices, make_mesh or mesh.make, problems)
+  chosen = _layout(c, num_devices, make_mesh or mesh.make, problems, needs)
   layout = chosen or axes.LOCAL
-  model = problems.attempt(lambda: _model(c))
+  folder, its_key = needs.folder(c)
+  model = problems.attempt(lambda: _model(c, folder, its_key))
   if model is not None:
     problems.extend(model.problems())
     problems.check(
       c.seq_len <= model.max_positions,
       f"seq_len={c.seq_len} is longer than model.max_positions={model.max_positions}",
     )
-    if c.init.hf and not model.problems():
-      problems.attempt(lambda: _check_folder(c, model), _folder_key(c))
+    if folder and not model.problems():
+      problems.attempt(lambda: _check_folder(folder, model), its_key)
   run = _execution(c, layout, device, problems)
-  data = data_checks.spec(c, model and model.vocab_size, problems)
-  steps = chat_checks.steps(c, data, problems)
+  data = data_checks.spec(c, model and model.vocab_size, problems, needs)
+  steps = chat_checks.steps(c, data, problems) if needs.has_steps else c.steps
   optim = _optim(c, steps, problems)
   microbatch = _microbatch(c, layout, problems)
   run = _with_attention(c, run, model, microbatch, device, problems)
   recipes = problems.attempt(lambda: precision_checks.read(c))
   precision_checks.check_smooth(c, model, problems)
-  problems.file("precision.calibration", c.precision.calibration, "write it with --job=calibrate")
+  table = c.precision.calibration if needs.has_calibration else ""
+  problems.file("precision.calibration", table, "write it with --job=calibrate")
   declaration = None
   if model is not None and not model.problems():
     declaration = transformer.params(model)
@@ -89,66 +91,50 @@ def resolve(
   problems.extend(checks.group_problems(c, optim, named))
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
   recipes = policy_checks.attach(c, recipes, watched, problems)
-  _check_sections(c, problems)
+  _check_sections(c, problems, needs)
   if problems.found or model is None or recipes is None:
     raise ConfigError(problems.found)
 
   plan = RunSpec(
     model, declaration, run, recipes, optim, data, device, microbatch,
-    **_sections(c, watched, steps), flat=flatten(c),
+    **_sections(c, watched), steps=steps, calibration=table, flat=flatten(c),
+    sections={one: registry.section(c, one) for one in needs.sections},
   )  # fmt: skip
   _check_plan(plan, problems)
+  problems.extend(needs.problems_of_spec(plan))
   problems.refuse()
   return plan
 
 
-def _sections(c: Config, watched: tuple[settings.Alarm, ...], steps: int) -> dict[str, Any]:
+def _sections(c: Config, watched: tuple[settings.Alarm, ...]) -> dict[str, Any]:
   """The fields of RunSpec that need no device, model or file."""
   log = dataclasses.replace(registry.section(c, settings.Log), alarms=watched)
-  typed = {
-    "init": settings.Init, "kernels": settings.Kernels, "loss_scale": settings.LossScale,
-    "eval": Eval, "checkpoint": settings.Checkpoint, "export": job_settings.Export,
-    "calibrate": job_settings.Calibrate, "generate": Generate,
-    "sensitivity": job_settings.Sensitivity,
-  }  # fmt: skip
-  return {name: registry.section(c, cls) for name, cls in typed.items()} | dict(
+  typed: tuple[Any, ...] = (
+    settings.Init, settings.Kernels, settings.LossScale, settings.Weights, settings.Eval,
+    settings.Checkpoint,
+  )  # fmt: skip
+  return {one.NAME: registry.section(c, one) for one in typed} | dict(
     global_batch=c.global_batch,
     grad_accum_steps=c.grad_accum_steps,
-    steps=steps,
     seed=c.seed,
     verify_fp8_gemms=c.precision.verify_fp8_gemms,
-    calibration=c.precision.calibration,
     log=log,
   )
 
 
-def resolve_prepare(c: Config) -> tuple[data_config_lib.DataConfig, job_settings.Prepare]:
-  """The sources and the target of --job=prepare. Raises as `resolve`."""
-  data = resolve_data(c)
-  if data.chat is not None:
-    raise ConfigError(
-      ["--job=prepare writes documents; training reads conversations from the files themselves"]
-    )
-  return data, registry.section(c, job_settings.Prepare)
-
-
-def resolve_preview(c: Config) -> tuple[data_config_lib.DataConfig, int, int]:
-  """The sources, steps and windows of a step that --job=preview shows. Raises as `resolve`."""
-  problems = ConfigErrors()
-  _check_numbers(c, problems)
-  data = data_checks.spec(c, None, problems)
-  steps = chat_checks.steps(c, data, problems)
-  problems.refuse()
-  return data, steps, c.global_batch
-
-
 def resolve_data(c: Config) -> data_config_lib.DataConfig:
-  """The data alone, without a model or a mesh: what --job=prepare reads. Raises as `resolve`."""
+  """The data alone, without a model or a mesh. Raises as `resolve`."""
+  return resolve_steps(c, Needs())[0]
+
+
+def resolve_steps(c: Config, needs: Needs = TRAINING) -> tuple[data_config_lib.DataConfig, int]:
+  """(the data, optimizer steps), without a model or a mesh. Raises as `resolve`."""
   problems = ConfigErrors()
   _check_numbers(c, problems)
   data = data_checks.spec(c, None, problems)
+  steps = chat_checks.steps(c, data, problems) if needs.has_steps else c.steps
   problems.refuse()
-  return data
+  return data, steps
 
 
 def _check_numbers(c: Config, problems: ConfigErrors):
@@ -159,8 +145,10 @@ def _check_numbers(c: Config, problems: ConfigErrors):
   problems.check(n <= 1024, f"data.workers={n}, each a process, must be at most 1024")
 
 
-def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigErrors):
+def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigErrors, needs: Needs):
   """Where each letter lives, or None if mesh or sharding tables are wrong."""
+  if needs.is_on_one_device(c):
+    return axes.LOCAL
   shape = problems.attempt(lambda: mesh.resolve(c.mesh, num_devices))
   if not _check_sharding(c, problems) or shape is None:
     return None
@@ -171,22 +159,16 @@ def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigEr
   )
 
 
-def _folder_key(c: Config) -> str:
-  """The key that named init.hf: jobs that read another folder put theirs in its place."""
-  others = {"generate.hf": c.generate.hf, "eval.hf": c.eval.hf}
-  return next((key for key, folder in others.items() if folder == c.init.hf), "init.hf")
-
-
-def _model(c: Config) -> model_config.ModelConfig:
-  if c.model.preset == "hf":
-    if not c.init.hf:
+def _model(c: Config, folder: str, its_key: str) -> model_config.ModelConfig:
+  if c.model.preset == "hf" or its_key == "weights.hf":
+    if not folder:
       raise ValueError(
         "model.preset='hf' reads the architecture of init.hf; set init.hf to a folder"
       )
     try:
-      model = hf_config_lib.read_config(c.init.hf)
+      model = hf_config_lib.read_config(folder)
     except (ValueError, OSError) as e:
-      raise ValueError(f"{_folder_key(c)}: {e}") from e
+      raise ValueError(f"{its_key}: {e}") from e
   elif c.model.preset in presets.PRESETS:
     model = presets.PRESETS[c.model.preset]
   else:
@@ -197,9 +179,15 @@ def _model(c: Config) -> model_config.ModelConfig:
   if c.model.lora.rank:
     wanted = {**c.model.lora, "targets": tuple(c.model.lora.targets)}
     changes["lora"] = model_config.Lora(**wanted)
+    if its_key == "weights.hf" and not c.init.adapters:
+      raise ValueError(
+        f"model.lora.rank={c.model.lora.rank} with weights.hf={folder!r}, which has no adapters; "
+        "set init.adapters to theirs, model.lora.rank=0 for the folder alone, or weights.hf='' for "
+        "the checkpoint with its adapters"
+      )
   model = dataclasses.replace(model, **changes)
   if c.init.adapters:
-    model = _with_adapters(c, model)
+    model = _with_adapters(c, model, folder)
   found = transformer.problems(model)
   if model.lora and not found:
     layers = transformer.linear_layers(model)
@@ -209,12 +197,12 @@ def _model(c: Config) -> model_config.ModelConfig:
   return model
 
 
-def _with_adapters(c: Config, model: model_config.ModelConfig) -> model_config.ModelConfig:
+def _with_adapters(c: Config, model, folder: str) -> model_config.ModelConfig:
   """The model with the adapters of init.adapters, which model.lora may not contradict."""
-  if c.init.workdir or not c.init.hf:
+  if c.init.workdir or not folder:
     raise ValueError(
       f"init.adapters={c.init.adapters!r} are beside the weights of a Hugging Face folder; set "
-      "init.hf (or eval.hf, generate.hf) to it, and init.workdir=''"
+      "init.hf (or weights.hf) to it, and init.workdir=''"
     )
   there = peft.lora_of(c.init.adapters, model, c.model.lora.base)
   here, linears = model.lora or there, transformer.linear_layers(model)
@@ -230,9 +218,9 @@ def _with_adapters(c: Config, model: model_config.ModelConfig) -> model_config.M
   return dataclasses.replace(model, lora=here)
 
 
-def _check_folder(c: Config, model: model_config.ModelConfig):
+def _check_folder(folder: str, model: model_config.ModelConfig):
   """The weights that training starts from are those of the model; reads headers only."""
-  there = hf_config_lib.read_config(c.init.hf)
+  there = hf_config_lib.read_config(folder)
   # These do not change what the weights compute; a vocabulary may be padded.
   harmless = {"init_std", "max_positions", "lora"}
   if there.rope_scaling.kind == "dynamic":  # its frequencies depend on the length
@@ -246,11 +234,11 @@ def _check_folder(c: Config, model: model_config.ModelConfig):
   ]
   if different:
     raise ValueError(
-      f"{c.init.hf!r} holds another model than the config describes: {'; '.join(different)}. Set "
+      f"{folder!r} holds another model than the config describes: {'; '.join(different)}. Set "
       "model.preset='hf' and override nothing else of model to take the folder's"
     )
   hf_weights.check(
-    hf_weights.Folder(c.init.hf), dataclasses.replace(model, vocab_size=there.vocab_size)
+    hf_weights.Folder(folder), dataclasses.replace(model, vocab_size=there.vocab_size)
   )
 
 
@@ -296,14 +284,15 @@ def _with_attention(c: Config, run, model, microbatch: int, device, problems: Co
   return dataclasses.replace(run, attention=chosen.backend)
 
 
-def _check_sections(c: Config, problems: ConfigErrors):
-  """loss_scale, eval, export and checkpoint, whose numbers have been checked."""
+def _check_sections(c: Config, problems: ConfigErrors, needs: Needs):
+  """Adapters, loss_scale, eval, init and checkpoint, whose numbers have been checked."""
+  problems.check(
+    needs.of_weights or not c.weights.hf,
+    f"weights.hf={c.weights.hf!r} is of evaluate, export, generate, calibrate and sensitivity; "
+    "runs start from init.hf",
+  )
   problems.extend(checks.lora_problems(c))
   problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
-  export_checks.check(c, problems)
-  problems.extend(checks.generate_problems(registry.section(c, Generate)))
-  problems.extend(checks.sensitivity_problems(c.sensitivity))
-  problems.extend(checks.calibrate_problems(c))
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, acceptable_changes(c))
   problems.check(
     c.data.heldout_fraction != 0 or c.eval.tokens == 0,
@@ -314,7 +303,10 @@ def _check_sections(c: Config, problems: ConfigErrors):
     "init.weights_only=True without init.workdir; name the run whose weights training starts from, "
     "or a Hugging Face folder as init.hf",
   )
-  problems.extend(checks.task_problems(c, registry.section(c, Eval).options))
+  problems.extend(needs.problems(c))
+  pair = c.log.profile
+  is_pair = len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
+  problems.check(is_pair, f"log.profile={pair!r} must be two numbers of steps, e.g. (10, 3)")
   names = c.eval.precisions
   if not isinstance(names, (tuple, list)) or not names:
     problems.found.append(
@@ -327,13 +319,11 @@ def _check_sections(c: Config, problems: ConfigErrors):
 
 
 def _check_plan(plan: RunSpec, problems: ConfigErrors):
-  """The checks that need everything else: sites, parameters, and the weights of an export."""
+  """The checks that need everything else: sites and parameters."""
   for phase in range(len(plan.precision.phases)):
     problems.attempt(lambda phase=phase: _check_float16(plan, phase))
   problems.extend(policy_checks.site_problems(plan))
   problems.attempt(lambda: plan.leaves)
-  last = plan.eval.step if plan.eval.step >= 0 else plan.steps
-  problems.attempt(lambda: export_checks.choose(plan, plan.phase(max(last - 1, 0))))
 
 
 def _check_float16(plan: RunSpec, phase: int):

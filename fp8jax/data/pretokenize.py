@@ -107,8 +107,8 @@ def _writing_to(folder: str):
     raise
   except (OSError, RuntimeError) as e:
     raise UserError(
-      f"{folder} cannot be written: {one_line(e)}; make room, or set prepare.path to another disk. "
-      "The same command goes on after the last whole file"
+      f"{folder} cannot be written: {one_line(e)}; make room, or name another disk's folder as "
+      "--out. The same command goes on after the last whole file"
     ) from e
 
 

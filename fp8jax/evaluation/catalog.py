@@ -9,29 +9,9 @@ from typing import Any
 
 from fp8jax.errors import ConfigErrors, UserError, missing_package, nearest
 from fp8jax.evaluation import benchmarks, jsonl_tasks, reasoning_gym_tasks, store, tasks
+from fp8jax.evaluation.settings import Options
 
 _COMMA = re.compile(r",(?![^()]*\))")
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-  """Settings of all tasks of an evaluation.
-
-  Attributes:
-    data_dir: folder of the benchmarks' data.
-    train_data: JSONL of a training set, whose questions are not asked; "" for none.
-    allow_code: whether programs that the model writes are executed.
-    questions: per task, the first ones; 0: all, or reasoning_gym_tasks.SIZE of a family.
-    samples, temperature, max_new_tokens: instead of the task's own; 0, -1 and 0 leave those.
-  """
-
-  data_dir: str = ""
-  train_data: str = ""
-  allow_code: bool = False
-  questions: int = 0
-  samples: int = 0
-  temperature: float = -1.0
-  max_new_tokens: int = 0
 
 
 def split(names: str) -> list[str]:

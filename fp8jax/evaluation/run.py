@@ -14,7 +14,7 @@ import numpy as np
 from fp8jax.errors import UserError
 from fp8jax.evaluation import statistics, store
 from fp8jax.evaluation.tasks import Item, Task
-from fp8jax.generation.sampling import Sampling
+from fp8jax.generation.settings import Sampling
 
 # Renders and encodes the prompt of an item: (text as it is stored, token ids).
 Ask = Callable[[Task, Item], tuple[str, Sequence[int]]]

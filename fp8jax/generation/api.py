@@ -14,7 +14,8 @@ from fp8jax.errors import ConfigErrors, UserError, read_json
 from fp8jax.generation import batching, weights
 from fp8jax.generation import cache as cache_lib
 from fp8jax.generation.completion import Completion, Growing
-from fp8jax.generation.sampling import NO_TOKEN, Sampling, row_seed
+from fp8jax.generation.sampling import NO_TOKEN, row_seed
+from fp8jax.generation.settings import CACHE_FORMATS, COMPUTE, Sampling
 from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
@@ -47,7 +48,7 @@ class Generator:
 
   def __init__(
     self, params, sites, cfg: ModelConfig, run: ComputeConfig, tokenizer: Tokenizer,
-    end_ids: Sequence[int], *, slots: int = 8, cache_format: str = cache_lib.COMPUTE,
+    end_ids: Sequence[int], *, slots: int = 8, cache_format: str = COMPUTE,
     max_length: int = 0, folder: str = "",
   ):  # fmt: skip
     """
@@ -67,7 +68,7 @@ class Generator:
     problems = ConfigErrors()
     problems.extend(problems_of(cfg, run))
     problems.check(slots >= 1, f"slots={slots} must be at least 1")
-    problems.one_of("cache_format", cache_format, cache_lib.FORMATS)
+    problems.one_of("cache_format", cache_format, CACHE_FORMATS)
     longest = cfg.max_positions
     problems.check(
       0 <= max_length <= longest,
@@ -220,7 +221,7 @@ class Generator:
 
 def load(
   folder: str, *, recipe: str = "bf16", compute_dtype: str = "auto", slots: int = 8,
-  cache_format: str = cache_lib.COMPUTE, max_length: int = 0, stop_tokens: Sequence[str] = (),
+  cache_format: str = COMPUTE, max_length: int = 0, stop_tokens: Sequence[str] = (),
 ) -> Generator:  # fmt: skip
   """The generator of a Hugging Face folder.
 

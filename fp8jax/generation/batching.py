@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.generation import decode
-from fp8jax.generation.sampling import Sampling
+from fp8jax.generation import sampling as sampling_lib
+from fp8jax.generation.settings import Sampling
 from fp8jax.models.config import ComputeConfig, ModelConfig
 
 # The shortest bucket; the next ones are twice as long each.
@@ -66,7 +67,7 @@ class Engine:
       params: see weights.for_inference.
       sites: of all GEMMs, scales included.
       rows: slots.
-      cache_format: of cache.FORMATS.
+      cache_format: of settings.CACHE_FORMATS.
     """
     self.rows, self.cfg = rows, cfg
     self._params, self._sites, self._run, self._format = params, sites, run, cache_format
@@ -94,7 +95,7 @@ class Engine:
       length: positions per slot; prompt and completion of every request fit.
       push: takes a request's next token and says whether that was its last.
     """
-    method, temperature = sampling.method, np.float32(sampling.temperature)
+    method, temperature = sampling_lib.method_of(sampling), np.float32(sampling.temperature)
     drawn = dict(method=method)
     numbers = (temperature, np.float32(sampling.top_p))
     slots = decode.Slots.empty(self.cfg, self.rows, length, self._format, self._run.dtype)

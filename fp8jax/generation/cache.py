@@ -18,13 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax.formats import E4M3
+from fp8jax.generation.settings import COMPUTE
 from fp8jax.models.config import ModelConfig
 from fp8jax.ops.attention import attention, cached_attention
 from fp8jax.quantization import quantize
 from fp8jax.recipe.quant import WHOLE, Quant
 
-COMPUTE, FP8 = "compute", "e4m3"
-FORMATS = (COMPUTE, FP8)
 _QUANT = Quant(E4M3, tile=(1, WHOLE))
 # Key of the mixer with a cache (models/attention_gqa.py).
 MIXER = "attn"
@@ -66,7 +65,7 @@ class KVCache:
   Attributes:
     k: keys, rotated.
     v: values.
-    format: of FORMATS.
+    format: of settings.CACHE_FORMATS.
   """
 
   k: Entries

@@ -10,63 +10,15 @@ depend on the rows beside it.
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8jax.generation.settings import Sampling
+
 NO_TOKEN = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-  """How completions are drawn.
-
-  Attributes:
-    temperature: divides the logits; 0 takes the best token.
-    top_p: the smallest set of most probable tokens that has at least this probability; 1 is all.
-    top_k: so many most probable tokens; 0 is all.
-    max_new_tokens: tokens after which a completion ends, the end token among them.
-    stop: texts at which a completion ends; they are left out of its text.
-    seed: of all draws.
-  """
-
-  temperature: float = 0.0
-  top_p: float = 1.0
-  top_k: int = 0
-  max_new_tokens: int = 256
-  stop: tuple[str, ...] = ()
-  seed: int = 0
-
-  def problems(self, where: str = "") -> list[str]:
-    """Values that mean nothing, in words; empty without any.
-
-    Args:
-      where: before the names of the fields, "generate.".
-    """
-    found = []
-
-    def check(ok: bool, name: str, expected: str):
-      if not ok:
-        found.append(f"{where}{name}={getattr(self, name)!r} must be {expected}")
-
-    check(0 <= self.temperature < math.inf, "temperature", "0 (greedy) or positive and finite")
-    check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 keeps all tokens)")
-    check(self.top_k >= 0, "top_k", "at least 0 (0 keeps all tokens)")
-    check(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
-    check(0 <= self.seed < 2**63, "seed", "from 0 to 2**63 - 1")
-    is_texts = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
-    check(is_texts, "stop", "a tuple of texts that are not empty")
-    return found
-
-  @property
-  def method(self) -> "Method":
-    """The part that programs are compiled for."""
-    if self.temperature == 0:
-      return Method(True, 0, False)
-    return Method(False, self.top_k, self.top_p < 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +34,13 @@ class Method:
   is_greedy: bool
   top_k: int
   has_top_p: bool
+
+
+def method_of(sampling: Sampling) -> Method:
+  """The part that programs are compiled for."""
+  if sampling.temperature == 0:
+    return Method(True, 0, False)
+  return Method(False, sampling.top_k, sampling.top_p < 1)
 
 
 def row_seed(seed: int, prompt: Sequence[int], number: int) -> int:

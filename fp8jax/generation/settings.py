@@ -1,11 +1,55 @@
 """Keys of --job=generate."""
 
 import dataclasses
+import math
 
-from fp8jax.generation import cache
-from fp8jax.generation.sampling import Sampling
 from fp8jax.keys import NOTHING, key, section
 from fp8jax.models.config import EVAL_PRECISIONS
+
+# Of the cache of keys and values.
+CACHE_FORMATS = COMPUTE, FP8 = "compute", "e4m3"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How completions are drawn.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the best token.
+    top_p: the smallest set of most probable tokens that has at least this probability; 1 is all.
+    top_k: so many most probable tokens; 0 is all.
+    max_new_tokens: tokens after which a completion ends, the end token among them.
+    stop: texts at which a completion ends; they are left out of its text.
+    seed: of all draws.
+  """
+
+  temperature: float = 0.0
+  top_p: float = 1.0
+  top_k: int = 0
+  max_new_tokens: int = 256
+  stop: tuple[str, ...] = ()
+  seed: int = 0
+
+  def problems(self, where: str = "") -> list[str]:
+    """Values that mean nothing, in words; empty without any.
+
+    Args:
+      where: before the names of the fields, "generate.".
+    """
+    found = []
+
+    def check(ok: bool, name: str, expected: str):
+      if not ok:
+        found.append(f"{where}{name}={getattr(self, name)!r} must be {expected}")
+
+    check(0 <= self.temperature < math.inf, "temperature", "0 (greedy) or positive and finite")
+    check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 keeps all tokens)")
+    check(self.top_k >= 0, "top_k", "at least 0 (0 keeps all tokens)")
+    check(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
+    check(0 <= self.seed < 2**63, "seed", "from 0 to 2**63 - 1")
+    is_texts = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
+    check(is_texts, "stop", "a tuple of texts that are not empty")
+    return found
 
 
 # A table: a key a row, its meaning beside it.
@@ -14,7 +58,6 @@ from fp8jax.models.config import EVAL_PRECISIONS
 class Generate:
   """The completions of --job=generate, on one device."""
 
-  hf: str = key("", "this Hugging Face folder instead of the workdir's checkpoint (eval.step)")
   prompts: str = key("", 'File of prompts: JSON lines with "prompt" (text) or "messages" (a chat, '
     "written by the tokenizer's template); any other file has a prompt per line. \"\" reads lines "
     "of standard input.")
@@ -24,7 +67,7 @@ class Generate:
     choices=EVAL_PRECISIONS)
   cache_format: str = key("compute", 'Keys and values of past tokens: "compute" '
     '(precision.compute_dtype), or "e4m3" with a float32 scale per head of every token.',
-    choices=cache.FORMATS)
+    choices=CACHE_FORMATS)
   slots: int = key(8, "sequences that are decoded together", least=1)
   max_length: int = key(0, "tokens of prompt and completion a slot holds; 0: as many as needed",
     least=0)

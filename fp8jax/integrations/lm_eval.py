@@ -24,7 +24,7 @@ from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import UserError, read_json
 from fp8jax.generation import api
-from fp8jax.generation.sampling import Sampling
+from fp8jax.generation.settings import Sampling
 
 _MAX_GEN_TOKENS = 256  # lm_eval's own default
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}

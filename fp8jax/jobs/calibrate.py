@@ -4,31 +4,28 @@ import os
 
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
-from fp8jax.jobs.restore import folder_of, restore_params
-from fp8jax.models.hf import weights as hf_weights
+from fp8jax.jobs.restore import folder_of, load_or_init
 from fp8jax.run import (
   calibration,
   provenance,
 )
+from fp8jax.run.settings import Calibrate
 from fp8jax.step import run_spec, train_step
 
 
-def run(plan: run_spec.RunSpec, workdir: str):
+def run(plan: run_spec.RunSpec, workdir: str, out: str = ""):
   """Writes the range of every tensor of every site, over some training batches."""
-  step = 0
-  path = folder_of(plan.calibrate.path, workdir, "calibration.json")
-  _check_writable(path, "calibrate.path")  # before the work, whose result would be lost
-  if os.path.isdir(os.path.join(workdir, "checkpoints")):
-    params, step, _ = restore_params(plan, workdir)
-  elif plan.init.hf:
-    params, _ = hf_weights.load_params(plan.init.hf, plan.model, plan.run.layout)
-  else:
-    params = train_step.make_state(plan).params
+  path = folder_of(out, workdir, "calibration.json")
+  _check_writable(path, "--out")  # before the work, whose result would be lost
+  loaded = load_or_init(plan, workdir, has_scales=False)
+  plan = loaded.spec if loaded else plan
+  params = loaded.params if loaded else train_step.make_state(plan).params
+  step = loaded.where.get("step", 0) if loaded else 0
   fingerprint = loader.fingerprint(plan.data)
   spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
   counts = loader.DocumentCounts()
   stream = loader.train_batches(plan.data, spread.local_batch, spread.shard, counts)
-  placed = (spread.place(next(stream)) for _ in range(plan.calibrate.batches))
+  placed = (spread.place(next(stream)) for _ in range(plan.of(Calibrate).batches))
   try:
     table = calibration.run(plan, params, placed, step=step, fingerprint=fingerprint)
   finally:
@@ -44,7 +41,7 @@ def _check_writable(path: str, key: str):
   """Makes the folder of a file that is to be written.
 
   Raises:
-    UserError: it cannot be made or written; names the configuration's key.
+    UserError: it cannot be made or written; names the option.
   """
   folder = os.path.dirname(os.path.abspath(path))
   try:

@@ -10,7 +10,7 @@ from absl import flags
 from fp8jax import console
 from fp8jax.config import files as config_files
 from fp8jax.config import identity, named, registry
-from fp8jax.errors import ConfigError, UserError, nearest, nearest_key, one_line
+from fp8jax.errors import ConfigError, UserError, key_hint, nearest, nearest_key, one_line
 
 NAMES = (
   "train", "evaluate", "prepare", "preview", "export", "calibrate", "diagnose", "memory",
@@ -54,10 +54,8 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
     for arg in argv[1:]:
       key = arg.lstrip("-").partition("=")[0]
       if key.startswith("config.") and key.removeprefix("config.") not in known:
-        near = nearest_key(key.removeprefix("config."), known)
-        hint = (
-          f"did you mean --config.{near}?" if near else "there is none like it, see --help-config"
-        )
+        hint = key_hint(key.removeprefix("config."), known)
+        hint = hint or "there is none like it, see --help-config"
         _refuse(f"unknown key --{key}; {hint}")
     _refuse(f"{path}: {type(e).__name__}: {one_line(e)}")
   except flags.UnrecognizedFlagError as e:

@@ -1,4 +1,4 @@
-"""The jobs of the launcher: one function each, and the last stop for errors users can fix."""
+"""The jobs of the launcher are run, and errors that users can fix end here."""
 
 import collections
 import os
@@ -11,36 +11,18 @@ import jax
 from absl import logging
 
 from fp8jax import console as console_lib
-from fp8jax import hub
-from fp8jax.compiled import aot
 from fp8jax.config import files as config_files
-from fp8jax.config import identity, resolve
+from fp8jax.config import identity
 from fp8jax.errors import UserError, missing_package, writing
-from fp8jax.jobs import (
-  calibrate,
-  diagnose,
-  evaluate,
-  export,
-  generate,
-  memory,
-  prepare,
-  preview,
-  sensitivity,
-  train,
-)
-from fp8jax.kernels import choose
-from fp8jax.models.hf import config as hf_config
-from fp8jax.run import (
-  compilation_cache,
-  machine,
-  provenance,
-)
+from fp8jax.jobs import table, train
+from fp8jax.run import compilation_cache, provenance
 from fp8jax.sweeps import run as sweep_run
 
 
 def run(
-  job: str, c: config_files.Config, base: config_files.Config, name: str, workdir: str
-) -> int:
+  job: str, c: config_files.Config, base: config_files.Config, name: str, workdir: str,
+  **options: str,
+) -> int:  # fmt: skip
   """Runs one job; returns the process's exit code.
 
   Args:
@@ -49,6 +31,7 @@ def run(
     base: configs/base.py's, for the printed difference.
     name: the config's file name and arm, for the default workdir.
     workdir: or "".
+    options: see table.Job.option.
   """
   logging.set_verbosity(logging.WARNING)  # Orbax narrates every file at INFO
   workdir = os.path.expanduser(workdir) or os.path.join("runs", _stem(name))
@@ -57,7 +40,7 @@ def run(
 
   def action() -> int:
     config_files.check_keys(c, base)
-    return _run(job, c, base, workdir)
+    return _run(job, c, base, workdir, **options)
 
   return _reported(action, workdir)
 
@@ -130,7 +113,7 @@ def run_sweep(
 
 
 def call(
-  job: str, c: config_files.Config, base: config_files.Config, workdir: str
+  job: str, c: config_files.Config, base: config_files.Config, workdir: str, **options: str
 ) -> dict[str, Any]:
   """Runs one job in this process, e.g. in a notebook, and returns its result; errors are raised.
 
@@ -141,6 +124,7 @@ def call(
     c: the configuration.
     base: configs/base.py's.
     workdir: of the run.
+    options: see table.Job.option.
 
   Raises:
     UserError: a setting is wrong, or JAX has read it already; or memory ran out.
@@ -154,92 +138,38 @@ def call(
   logging.set_verbosity(logging.WARNING)
   compilation_cache.enable()
   try:
-    return _call(job, c, base, os.path.expanduser(workdir))
+    return _call(job, c, base, os.path.expanduser(workdir), **options)
   except jax.errors.JaxRuntimeError as e:
     if _OUT_OF_MEMORY not in str(e):
       raise
     raise UserError(_out_of_memory(e, "the same call with the job 'memory'")) from e
 
 
-def _run(job: str, c: config_files.Config, base: config_files.Config, workdir: str) -> int:
-  result = _call(job, c, base, workdir)
+def _run(job: str, c, base, workdir: str, **options: str) -> int:
+  result = _call(job, c, base, workdir, **options)
   if job == "train":
     return result.get("exit_code", 0)
-  if job in _WITHOUT_DEVICES or jax.process_index() == 0:
+  if not table.JOBS[job].has_devices or jax.process_index() == 0:
     # Standard output may hold completions.
     to = sys.stderr if job == "generate" and not c.generate.out else sys.stdout
     print(provenance.to_json(result), file=to)
   return 0
 
 
-# Jobs that need neither the model nor the mesh that a configuration is for, nor its devices.
-_WITHOUT_DEVICES = ("prepare", "preview", "memory")
-
-
 def _call(
-  job: str, c: config_files.Config, base: config_files.Config, workdir: str
+  job: str, c: config_files.Config, base: config_files.Config, workdir: str, **options: str
 ) -> dict[str, Any]:
-  _check_adapters(job, c)
-  if job == "evaluate" and c.eval.hf:
-    c.init.hf, c.model.preset = c.eval.hf, "hf"
-  if job == "evaluate" and c.eval.tasks:  # generation runs on one device
-    c.mesh.data = c.mesh.fsdp = c.mesh.tensor = 1
-  if job == "generate":
-    c.mesh.data = c.mesh.fsdp = c.mesh.tensor = 1  # on one device, also of a larger machine
-    if c.generate.hf:
-      c.init.hf, c.model.preset, c.data.tokenizer, c.data.eos = c.generate.hf, "hf", "", ""
-  if job == "sensitivity":
-    c.mesh.data = c.mesh.fsdp = c.mesh.tensor = 1  # switches are for one device
-    if c.eval.hf:
-      c.init.hf, c.model.preset = c.eval.hf, "hf"
-  if job not in (
-    "train",
-    "evaluate",
-    "generate",
-    "sensitivity",
-  ):  # which read the table; it may be yet to be written
-    c.precision.calibration = ""
-  if job not in ("train", "preview"):
-    c.data.epochs = 0.0  # the others need no number of steps, for which all samples are read
-  if job == "prepare":
-    hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
-    return prepare.run(*resolve.resolve_prepare(c), workdir)
-  if job == "preview":
-    hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
-    return preview.run(*resolve.resolve_preview(c), console_lib.console())
-  if job == "memory":
-    hub.fetch({c.init.hf: hub.WEIGHTS} if c.model.preset == "hf" else {})
-    topology = c.aot.topology
-    plan, devices = aot.resolve(config_files.without_files(c), topology)
-    found = memory.run(plan, devices, topology)
-    if os.path.isdir(workdir):  # of a run: its report shows the bars
-      provenance.write_json(workdir, "memory.json", found)
-    return found
-  machine.check_platform(jax.default_backend(), jax.config.jax_platforms, jax.__version__)
-  hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
-  plan = resolve.resolve(c, jax.device_count(), choose.current_device())
-  folder = (job == "export" and c.eval.hf) or c.init.hf
-  for note in hf_config.notes(folder) if folder and jax.process_index() == 0 else ():
-    print(note, file=sys.stderr)
-  if job == "train":
-    return train.run(plan, workdir, identity.flatten(base))
-  jobs = {
-    "evaluate": evaluate.run, "export": export.run,
-    "calibrate": calibrate.run, "diagnose": diagnose.run, "generate": generate.run,
-    "sensitivity": sensitivity.run,
-  }  # fmt: skip
-  return jobs[job](plan, workdir)
-
-
-def _check_adapters(job: str, c: config_files.Config):
-  """Refuses to read adapters from a Hugging Face folder, which has none."""
-  key = {"evaluate": "eval.hf", "generate": "generate.hf"}.get(job)
-  if key and c[key] and c.model.lora.rank and not c.init.adapters:
-    raise UserError(
-      f"model.lora.rank={c.model.lora.rank} with {key}={c[key]!r}, which has no adapters; set "
-      f"init.adapters to theirs, model.lora.rank=0 for the folder alone, or {key}='' for the "
-      "checkpoint with its adapters"
-    )
+  row = table.JOBS[job]
+  for name, value in options.items():
+    if value and name != row.option:
+      of = ", ".join(one for one, other in table.JOBS.items() if other.option == name)
+      raise UserError(f"--{name}={value} is of the jobs {of}; leave it out of {job}")
+  taken = {name: options.get(name, "") for name in filter(None, [row.option])}
+  of_resolve = taken if row.option == "topology" else {}
+  resolved = row.resolve(c, row.needs, **of_resolve)
+  if job == "train":  # it prints how the configuration differs from the base
+    return train.run(*resolved, workdir, identity.flatten(base))
+  return row.run(*resolved, workdir, **({} if of_resolve else taken))
 
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"

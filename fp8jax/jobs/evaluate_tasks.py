@@ -13,7 +13,9 @@ from fp8jax.data.chat import conversation
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.evaluation import benchmarks, catalog, code_sandbox, report, store
 from fp8jax.evaluation import run as run_lib
+from fp8jax.evaluation.settings import Tasks
 from fp8jax.evaluation.tasks import Item, Task
+from fp8jax.generation.settings import Generate
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.run import checkpoint, provenance
@@ -23,28 +25,27 @@ _RECIPE = EVAL_PRECISIONS[0]
 
 
 def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
-  """Evaluates plan.eval.tasks; prints their table and writes WORKDIR/evaluation.
+  """Evaluates eval.tasks; prints their table and writes WORKDIR/evaluation.
 
   Returns:
     {"evaluation": folder, "tasks": {task: summary}}, and "comparison" with eval.compare_with.
   """
   console = console_lib.console()
-  tasks = catalog.load(plan.eval.tasks, plan.eval.options)
-  plan = dataclasses.replace(plan, generate=dataclasses.replace(plan.generate, hf=plan.eval.hf))
+  tasks = catalog.load(plan.of(Tasks).tasks, plan.of(Tasks).options)
   generator, where = generator_lib.load(plan, workdir)
   ask = _asker(plan, generator, any(task.chat for task in tasks))
   settings, folder = _settings(plan, where), _folder(plan, workdir, where)
   done = []
   for task in tasks:
-    asked = {**settings, "chat": plan.eval.chat or task.chat}
+    asked = {**settings, "chat": plan.of(Tasks).chat or task.chat}
     done.append(
-      run_lib.evaluate(task, generator, ask, folder, asked, plan.eval.seed, console.print)
+      run_lib.evaluate(task, generator, ask, folder, asked, plan.of(Tasks).seed, console.print)
     )
   summary = _summary(plan, settings, folder, done)
   title = f"{folder}: intervals over items"
   console.print(console_lib.table(title, report.COLUMNS, report.rows(done)))
-  if plan.eval.compare_with:
-    summary["comparison"] = _compare(plan.eval.compare_with, folder, tasks, console)
+  if plan.of(Tasks).compare_with:
+    summary["comparison"] = _compare(plan.of(Tasks).compare_with, folder, tasks, console)
   provenance.write_json(folder, store.SUMMARY, summary)
   kept = ("tasks", "comparison")
   return {"evaluation": folder, **{k: summary[k] for k in kept if k in summary}}
@@ -54,12 +55,12 @@ def _asker(plan: run_spec.RunSpec, generator, needs_chat: bool) -> run_lib.Ask:
   """Writes prompts by the chat template (eval.chat, or the task's protocol), or as plain text."""
   tokenizer: Tokenizer = generator.tokenizer
   of_data = (plan.data.chat_template, plan.data.template_date)
-  is_chat = plan.eval.chat or needs_chat
+  is_chat = plan.of(Tasks).chat or needs_chat
   template = generator_lib.chat_template(generator, *of_data) if is_chat else None
 
   def ask(task: Task, item: Item) -> tuple[str, Sequence[int]]:
     user = task.user_text(item)
-    if template is None or not (plan.eval.chat or task.chat):
+    if template is None or not (plan.of(Tasks).chat or task.chat):
       text = "\n\n".join(filter(None, (task.system, user))) + task.prefix
       return text, tokenizer.encode_prompt(text)
     turns = [{"role": "system", "content": task.system}] if task.system else []
@@ -73,14 +74,14 @@ def _asker(plan: run_spec.RunSpec, generator, needs_chat: bool) -> run_lib.Ask:
 
 def _settings(plan: run_spec.RunSpec, where: dict[str, Any]) -> dict[str, Any]:
   """All that decides the outputs besides the task; a change is another evaluation."""
-  if plan.eval.hf:
-    weights = {"hf": os.path.basename(os.path.normpath(plan.eval.hf)), "digest": _digest(plan)}
+  if plan.weights.hf:
+    weights = {"hf": os.path.basename(os.path.normpath(plan.weights.hf)), "digest": _digest(plan)}
   else:
     saved = checkpoint.Checkpoints(where["workdir"], plan.checkpoint.keep)
     config = json.dumps(saved.meta(where["step"])["config"], sort_keys=True)
     saved.close()
     weights = {"step": where["step"], "digest": hashlib.sha256(config.encode()).hexdigest()[:16]}
-  g, data, template = plan.generate, plan.data, {}
+  g, data, template = plan.of(Generate), plan.data, {}
   if data.chat_template or data.template_date:  # else it is the tokenizer's own
     with open(os.path.expanduser(data.chat_template) or os.devnull, "rb") as f:
       template["template"] = hashlib.sha256(f.read() + data.template_date.encode()).hexdigest()[:16]
@@ -93,14 +94,14 @@ def _settings(plan: run_spec.RunSpec, where: dict[str, Any]) -> dict[str, Any]:
     "cache_format": g.cache_format,
     "max_length": g.max_length,
     "stop_tokens": list(g.stop_tokens),
-    "chat": plan.eval.chat,
+    "chat": plan.of(Tasks).chat,
     "tokenizer": plan.data.tokenizer.fingerprint,
   }
 
 
 def _digest(plan: run_spec.RunSpec) -> str:
   """Of the ends of a folder's safetensors, which hold weights."""
-  folder, digest = hub.local(plan.eval.hf), hashlib.sha256()
+  folder, digest = hub.local(plan.weights.hf), hashlib.sha256()
   for name in sorted(os.listdir(folder)):
     if name.endswith(".safetensors"):
       with open(os.path.join(folder, name), "rb") as f:
@@ -112,8 +113,8 @@ def _digest(plan: run_spec.RunSpec) -> str:
 
 def _folder(plan: run_spec.RunSpec, workdir: str, where: dict[str, Any]) -> str:
   """WORKDIR/evaluation/step_100, or .../hf_NAME; "_bf16" where that is the forward pass."""
-  label = f"step_{where['step']}" if "step" in where else f"hf_{store.slug(_name(plan.eval.hf))}"
-  suffix = "" if plan.generate.precision == _RECIPE else f"_{plan.generate.precision}"
+  label = f"step_{where['step']}" if "step" in where else f"hf_{store.slug(_name(plan.weights.hf))}"
+  suffix = "" if plan.of(Generate).precision == _RECIPE else f"_{plan.of(Generate).precision}"
   return os.path.join(workdir, store.FOLDER, label + suffix)
 
 
@@ -131,7 +132,7 @@ def _summary(plan, settings, folder: str, done: list[run_lib.Evaluated]) -> dict
     one.summary["seconds"] = round(one.summary["seconds"] + earlier.get(one.task.name, 0.0), 1)
   return {
     "tasks": {one.task.name: one.summary for one in done},
-    "settings": {**settings, "seed": plan.eval.seed, "code_sandbox": tool},
+    "settings": {**settings, "seed": plan.of(Tasks).seed, "code_sandbox": tool},
     "provenance": provenance.provenance(plan.flat, data, plan.seed, 1),
   }
 

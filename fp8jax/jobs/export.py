@@ -13,18 +13,13 @@ from jax.experimental import multihost_utils
 from fp8jax import console as console_lib
 from fp8jax import hub
 from fp8jax import params as params_lib
-from fp8jax.config import export as export_config
 from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError, writing
+from fp8jax.export import checks as export_config
+from fp8jax.export.settings import Export
 from fp8jax.jobs import export_gate
-from fp8jax.jobs.restore import (
-  as_trained,
-  folder_of,
-  restore_params,
-  restore_scaling_states,
-  without_adapters,
-)  # fmt: skip
+from fp8jax.jobs.restore import folder_of, load_weights, without_adapters
 from fp8jax.models import lora, transformer
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import export_folder, fp8_base, fp8_export, peft, publish
@@ -65,15 +60,15 @@ class Source:
   stored: dict[str, fp8_export.Stored | None]
 
 
-def run(plan: run_spec.RunSpec, workdir: str):
-  """Writes a checkpoint, or the folder eval.hf, as a Hugging Face folder.
+def run(plan: run_spec.RunSpec, workdir: str, out: str = ""):
+  """Writes a checkpoint, or the folder weights.hf, as a Hugging Face folder.
 
   The folder is written beside its place and moved there once the gate has passed it.
   """
-  target, versions = _place(plan, workdir)
+  target, versions = _place(plan, workdir, out)
   texts = export_gate.batches(plan)
   plan, source = _source(plan, workdir, target)
-  is_peft = plan.export.format == "peft"
+  is_peft = plan.of(Export).format == "peft"
   if is_peft and not any(map(lora.is_adapter, params_lib.flatten(source.params))):
     raise UserError(
       "export.format='peft' writes adapters, and a folder has none: set init.adapters"
@@ -84,9 +79,9 @@ def run(plan: run_spec.RunSpec, workdir: str):
   operands = jax.tree.map(
     stored_params.compute_copy, source.params, is_leaf=stored_params.is_stored
   )
-  if plan.export.fold_smooth_batches:
+  if plan.of(Export).fold_smooth_batches:
     params = operands = _fold_smooth(plan, params)
-  dtype = plan.export.dtype
+  dtype = plan.of(Export).dtype
   if is_peft:
     dtype = "float32"
   elif dtype == "auto":
@@ -110,7 +105,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
     _wait("the export's files")
     gate.read_back(part, beside)
     del beside
-    if plan.export.client_python:
+    if plan.of(Export).client_python:
       gate.client(part, versions)
     result = {"folder": target, **source.where, "dtype": dtype, **_summary(plan, source, fp8)}
     result["gate"] = gate.report
@@ -122,8 +117,8 @@ def run(plan: run_spec.RunSpec, workdir: str):
     if jax.process_index() == 0:
       export_folder.discard(part)
     raise
-  if plan.export.push_to and jax.process_index() == 0:
-    result["pushed_to"] = publish.push(target, plan.export.push_to)
+  if plan.of(Export).push_to and jax.process_index() == 0:
+    result["pushed_to"] = publish.push(target, plan.of(Export).push_to)
   return result
 
 
@@ -136,27 +131,27 @@ def _base(source: Source, workdir: str) -> dict[str, Any] | None:
   return None if ends is None else found
 
 
-def _place(plan: run_spec.RunSpec, workdir: str) -> tuple[str, dict[str, str]]:
+def _place(plan: run_spec.RunSpec, workdir: str, out: str) -> tuple[str, dict[str, str]]:
   """(the folder to write, versions of the client), checked before work that takes long."""
   hf_names.entries(plan.model)  # before anything is read: raises where there is no mapping
-  target = folder_of(plan.export.path, workdir, "hf")
+  target = folder_of(out, workdir, "hf")
   if jax.process_index() == 0:
     export_folder.recover(target)
   _wait("what an interrupted export left")
   never = {workdir: "the run's own folder", plan.init.hf: "the folder of init.hf",
-           plan.eval.hf: "the folder of eval.hf"}  # fmt: skip
+           plan.weights.hf: "the folder of weights.hf"}  # fmt: skip
   export_folder.check_other(target, _local(never))
   # `move` checks again.
   export_folder.check(target, ["config.json", publish.CARD])
   versions = export_gate.probe(plan) if jax.process_index() == 0 else {}
-  if plan.export.push_to and jax.process_index() == 0:
-    publish.check_login(plan.export.push_to)
+  if plan.of(Export).push_to and jax.process_index() == 0:
+    publish.check_login(plan.of(Export).push_to)
   return target, versions
 
 
 def _began(plan: run_spec.RunSpec, source: Source) -> str:
   """The folder or id on the hub that the weights began with; "" for none."""
-  return (source.trained.get("config") or {}).get("init.hf", "") or plan.eval.hf
+  return (source.trained.get("config") or {}).get("init.hf", "") or plan.weights.hf
 
 
 def _local(folders: dict[str, str]) -> dict[str, str]:
@@ -170,28 +165,26 @@ def _wait(what: str):
 
 def _source(plan: run_spec.RunSpec, workdir: str, target: str) -> tuple[run_spec.RunSpec, Source]:
   """(the plan with the recipes that policies gave, the weights to export)."""
-  if plan.eval.hf:
-    params, dtype = hf_weights.load_params(plan.eval.hf, plan.model, plan.run.layout)
-    params = peft.added(params, plan.init.adapters, plan.model, plan.run.layout)
-    where, folder = {"hf": plan.eval.hf}, hf_weights.Folder(plan.eval.hf)
+  is_fp8 = export_config.fp8_format(plan.of(Export)) is not None
+  loaded = load_weights(plan, workdir, has_scales=is_fp8)
+  plan, params, meta = loaded.spec, loaded.params, loaded.meta
+  if plan.weights.hf:
+    folder = hf_weights.Folder(plan.weights.hf)
     stored = fp8_base.stored(folder, hf_names.entries(plan.model))
-    return plan, Source(params, where, 0, dtype, folder.folder, {}, {}, {}, stored)
-  params, step, meta = restore_params(plan, workdir)
+    return plan, Source(params, loaded.where, 0, loaded.dtype, folder.folder, {}, {}, {}, stored)
   began_with = {meta["config"].get("init.hf", ""): "the folder that training started from"}
   export_folder.check_other(target, _local(began_with))
-  plan = as_trained(plan, meta)
-  phase, states = plan.phase(max(step - 1, 0)), {}
-  if export_config.fp8_format(plan.export) is not None:
+  step = loaded.where["step"]
+  if is_fp8:
     _check_precision(plan, meta["config"], step)
-    states = restore_scaling_states(plan, workdir, step, meta, phase)
   entries, flat = hf_names.entries(plan.model), params_lib.flatten(params)
   codes = fp8_base.of_stacks(flat, entries, hf_weights.on_host)
   kept = os.path.join(workdir, "hf_source")
   kept = kept if os.path.isdir(kept) else ""
   trained, config = (_json(workdir, f"{name}.json") for name in ("provenance", "config"))
   return plan, Source(
-    params, {"step": step}, phase, meta["weights_dtype"], kept, _amaxes(plan, phase, states),
-    trained, config.get("changed", {}), {**codes},
+    params, {"step": step}, loaded.phase, loaded.dtype, kept,
+    _amaxes(plan, loaded.phase, loaded.states), trained, config.get("changed", {}), {**codes},
   )  # fmt: skip
 
 
@@ -254,7 +247,7 @@ def _fp8(plan: run_spec.RunSpec, source: Source, merged) -> fp8_export.Fp8Plan |
   fp8 = export_config.choose(plan, source.phase, merged, source.stored)
   if fp8 is None:
     return None
-  path = os.path.expanduser(plan.export.input_scales)
+  path = os.path.expanduser(plan.of(Export).input_scales)
   inputs = calibration.read(path, site_lib.recipes_of(plan.sites())) if path else {}
   fp8 = fp8_export.with_amaxes(fp8, hf_names.entries(plan.model), source.amaxes, inputs)
   reasons = collections.Counter(fp8.unquantized.values())
@@ -268,12 +261,12 @@ def _summary(
   plan: run_spec.RunSpec, source: Source, fp8: fp8_export.Fp8Plan | None
 ) -> dict[str, Any]:
   if fp8 is None:
-    return {"format": plan.export.format}
-  kept = {"codes_of_folder" if plan.eval.hf and source.stored else "codes_of_training": sum(
+    return {"format": plan.of(Export).format}
+  kept = {"codes_of_folder" if plan.weights.hf and source.stored else "codes_of_training": sum(
     m.is_trained for m in fp8.matrices.values()
   )}  # fmt: skip
   return {
-    "format": plan.export.format, "strategy": fp8.fp8.strategy, "scale_fmt": fp8.fp8.scale_fmt,
+    "format": plan.of(Export).format, "strategy": fp8.fp8.strategy, "scale_fmt": fp8.fp8.scale_fmt,
     "fp8_share": fp8.share, "fp8_matrices": len(fp8.matrices), **kept,
     "unquantized_matrices": len(fp8.unquantized),
   }  # fmt: skip
@@ -309,7 +302,12 @@ def _fold_smooth(plan: run_spec.RunSpec, params):
   for source in plan.data.sources:
     counts = loader.DocumentCounts()
     for batch in loader.heldout_batches(
-      plan.data, source, spread.local_rows, plan.export.fold_smooth_batches, spread.shard, counts
+      plan.data,
+      source,
+      spread.local_rows,
+      plan.of(Export).fold_smooth_batches,
+      spread.shard,
+      counts,
     ):
       found = look(params, spread.place(batch))
       scales = found if scales is None else jax.tree.map(jnp.maximum, scales, found)

@@ -23,6 +23,7 @@ import numpy as np
 
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError, one_line
+from fp8jax.export.settings import Export
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
 from fp8jax.models.hf import config as hf_config
@@ -114,10 +115,10 @@ def probe(plan: RunSpec) -> dict[str, str]:
   Raises:
     UserError: it does not start, or lacks one; names the package.
   """
-  client = plan.export.client_python
+  client = plan.of(Export).client_python
   if not client:
     return {}
-  error, printed = _run(client, _PROBE, *_PACKAGES[plan.export.format])
+  error, printed = _run(client, _PROBE, *_PACKAGES[plan.of(Export).format])
   if error.startswith(_MISSING):
     raise UserError(f"export.client_python={client!r}: {error}; {_needs(plan)}: install them there")
   versions = {}
@@ -134,7 +135,9 @@ def probe(plan: RunSpec) -> dict[str, str]:
 
 
 def _needs(plan: RunSpec) -> str:
-  return f"export.format={plan.export.format!r} needs {', '.join(_PACKAGES[plan.export.format])}"
+  return (
+    f"export.format={plan.of(Export).format!r} needs {', '.join(_PACKAGES[plan.of(Export).format])}"
+  )
 
 
 def batches(plan: RunSpec) -> list[Batch]:
@@ -143,13 +146,15 @@ def batches(plan: RunSpec) -> list[Batch]:
   Raises:
     UserError: there are not so many; names the text or source, and its number of tokens.
   """
-  wanted, rows = plan.export.gate_tokens, plan.eval.batch
+  wanted, rows = plan.of(Export).gate_tokens, plan.eval.batch
   length = min(plan.data.seq_len, _LONGEST, -(-wanted // rows))
   number = -(-wanted // (rows * length))
   spread = batch_sharding.BatchSharder(plan.run.layout, rows)
-  if plan.export.gate_text:
+  if plan.of(Export).gate_text:
     remedy = "name a longer text"
-    texts = {f"export.gate_text={plan.export.gate_text!r}": _of_text(plan, spread, number, length)}
+    texts = {
+      f"export.gate_text={plan.of(Export).gate_text!r}": _of_text(plan, spread, number, length)
+    }
   else:
     remedy = "name a text in export.gate_text"  # the held-out share of a run that is over is fixed
     texts = {
@@ -195,7 +200,7 @@ def _heldout(plan: RunSpec, name: str, spread, number: int, length: int):
 
 def _of_text(plan: RunSpec, spread, number: int, length: int):
   """The same of export.gate_text."""
-  path = plan.export.gate_text
+  path = plan.of(Export).gate_text
   try:
     with open(os.path.expanduser(path), encoding="utf-8") as f:
       ids = plan.data.tokenizer.encode(f.read())
@@ -282,7 +287,7 @@ class Gate:
     with tempfile.TemporaryDirectory() as scratch:
       files = [os.path.join(scratch, name) for name in ("tokens.npy", "logits.npy")]
       np.save(files[0], np.concatenate(tokens))
-      client = self._plan.export.client_python
+      client = self._plan.of(Export).client_python
       error, printed = _run(client, _CLIENT, os.path.abspath(folder), *files)
       shape = (sum(map(len, source)), *source[0].shape[1:])
       made = None if error else _logits_file(files[1], shape)
@@ -308,7 +313,7 @@ class Gate:
     found = self._row(made, source, counts, tokens)
     total = found.pop("tokens")
     self.report[reader] = found | (versions or {})
-    most = self._plan.export.max_kl
+    most = self._plan.of(Export).max_kl
     if not found["kl"] <= most:
       raise UserError(
         f"export refused, nothing was written: read by {reader}, the model differs from its source "

@@ -15,6 +15,7 @@ from fp8jax.data.chat import conversation
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import UserError, writing
 from fp8jax.generation.completion import Completion
+from fp8jax.generation.settings import Generate
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.run import startup
 from fp8jax.step import run_spec
@@ -23,8 +24,8 @@ _BETWEEN = "\n---\n"
 
 
 def run(plan: run_spec.RunSpec, workdir: str):
-  """Completes every prompt of plan.generate; returns counts and tokens per second."""
-  config = plan.generate
+  """Completes every prompt of `generate`; returns counts and tokens per second."""
+  config = plan.of(Generate)
   records = read_prompts(config.prompts)
   generator, where = generator_lib.load(plan, workdir)
   texts, prompts = _encoded(records, generator, plan.data)

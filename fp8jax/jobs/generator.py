@@ -8,18 +8,16 @@ from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.generation import api, weights
-from fp8jax.jobs.restore import as_trained, restore_params, restore_scaling_states
-from fp8jax.models.hf import peft
-from fp8jax.models.hf import weights as hf_weights
+from fp8jax.generation.settings import Generate
+from fp8jax.jobs.restore import load_weights
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.run import calibration
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step import run_spec
 
 
 def load(plan: run_spec.RunSpec, workdir: str) -> tuple[api.Generator, dict]:
-  """(the generator that plan.generate describes, the place of its weights for a report).
+  """(the generator that `generate` describes, the place of its weights for a report).
 
   Delayed and static scales are those of the checkpoint or of the calibration; without any, they are
   taken from the tensors of every step.
@@ -27,21 +25,12 @@ def load(plan: run_spec.RunSpec, workdir: str) -> tuple[api.Generator, dict]:
   problems = ConfigErrors()
   problems.extend(api.problems_of(plan.model, plan.run))
   problems.refuse()
-  g = plan.generate
+  g = plan.of(Generate)
   recipe = evaluator_lib.BF16 if g.precision == evaluator_lib.BF16 else None
-  if g.hf:
-    kept = weights.multiplied_as_codes(site_lib.recipes_of(plan.sites(recipe, phase=0)))
-    params, _ = hf_weights.load_params(g.hf, plan.model, plan.run.layout, kept)
-    params = peft.added(params, plan.init.adapters, plan.model, plan.run.layout)
-    path = os.path.expanduser(plan.calibration)
-    states = calibration.load(plan, path)[0] if path else {}
-    phase, where = 0, {"hf": g.hf}
-  else:
-    params, step, meta = restore_params(plan, workdir)
-    plan = as_trained(plan, meta)
-    phase, where = plan.phase(max(step - 1, 0)), {"workdir": workdir, "step": step}
-    states = restore_scaling_states(plan, workdir, step, meta, phase)
-  sites = plan.sites(recipe, phase=phase)
+  kept = weights.multiplied_as_codes(site_lib.recipes_of(plan.sites(recipe)))
+  loaded = load_weights(plan, workdir, kept=kept)
+  plan, states = loaded.spec, loaded.states
+  sites = plan.sites(recipe, phase=loaded.phase)
   if scaling_lib.states(sites):
     sites = (
       scaling_lib.with_states(sites, states) if states else site_lib.with_current_scales(sites)
@@ -51,16 +40,16 @@ def load(plan: run_spec.RunSpec, workdir: str) -> tuple[api.Generator, dict]:
   # A run that began without Hugging Face files keeps its ends of turns in its own folder.
   ends = api.end_ids(folder or workdir, tokenizer, g.stop_tokens)
   generator = api.Generator(
-    params, sites, plan.model, plan.run, tokenizer, ends, slots=g.slots,
+    loaded.params, sites, plan.model, plan.run, tokenizer, ends, slots=g.slots,
     cache_format=g.cache_format, max_length=g.max_length, folder=folder,
   )  # fmt: skip
-  return generator, where
+  return generator, loaded.where
 
 
 def folder_of(plan: run_spec.RunSpec, workdir: str) -> str:
-  """The folder of a model's settings: generate.hf, the one kept by training, init.hf, or ""."""
-  if plan.generate.hf:
-    return plan.generate.hf
+  """The folder of a model's settings: weights.hf, the one kept by training, init.hf, or ""."""
+  if plan.weights.hf:
+    return plan.weights.hf
   kept = os.path.join(workdir, "hf_source")
   if os.path.isdir(kept):
     return kept

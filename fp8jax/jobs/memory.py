@@ -1,24 +1,26 @@
 """Memory of a step on a device, declared and compiled, and its FP8 GEMMs."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from fp8jax import console as console_lib
 from fp8jax.compiled import aot, memory
-from fp8jax.run import (
-  startup,
-)
+from fp8jax.run import provenance, startup
 from fp8jax.step import run_spec
 
 
-def run(plan: run_spec.RunSpec, devices: Sequence[Any], topology: str) -> dict[str, Any]:
+def run(
+  plan: run_spec.RunSpec, devices: Sequence[Any], topology: str, workdir: str
+) -> dict[str, Any]:
   """Bytes per device by kind and FP8 GEMMs, declared and found in the compiled step.
 
   Args:
     plan: the run.
     devices: those to compile for, real or of a topology.
-    topology: aot.topology, for the message; "" where the devices are here.
+    topology: --topology, for the message; "" where the devices are here.
+    workdir: gets memory.json for the run's report, where it exists.
   """
   out = console_lib.console(stderr=True)
   rows = memory.declared(plan)
@@ -32,4 +34,7 @@ def run(plan: run_spec.RunSpec, devices: Sequence[Any], topology: str) -> dict[s
     + (f", by {', '.join(proof['by'])}" if proof["by"] else "")
     + (f"; {proof['problem']}" if proof["problem"] else "")
   )
-  return {"rows": [dataclasses.asdict(row) for row in rows], **summary}
+  result = {"rows": [dataclasses.asdict(row) for row in rows], **summary}
+  if os.path.isdir(workdir):
+    provenance.write_json(workdir, "memory.json", result)
+  return result

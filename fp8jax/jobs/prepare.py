@@ -7,14 +7,18 @@ from fp8jax.data import config as data_config
 from fp8jax.data import pretokenize
 from fp8jax.errors import UserError, writing
 from fp8jax.jobs.restore import folder_of
-from fp8jax.step.job_settings import Prepare
+from fp8jax.run.settings import Prepare
 
 
-def run(data: data_config.DataConfig, config: Prepare, workdir: str):
+def run(data: data_config.DataConfig, config: Prepare, workdir: str, out: str = ""):
   """Tokenizes every source into ArrayRecord files."""
+  if data.chat is not None:
+    raise UserError(
+      "--job=prepare writes documents; training reads conversations from the files themselves"
+    )
   if jax.process_count() > 1:
     raise UserError("--job=prepare works in one process; leave the others out")
-  target = folder_of(config.path, workdir, "prepared")
-  out = console_lib.console(stderr=True)
+  target = folder_of(out, workdir, "prepared")
+  console = console_lib.console(stderr=True)
   with writing(target):
-    return pretokenize.run(data, target, config.shard_tokens, out, config.processes)
+    return pretokenize.run(data, target, config.shard_tokens, console, config.processes)

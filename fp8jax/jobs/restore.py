@@ -3,16 +3,19 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from fp8jax.config import identity, resolve
+from fp8jax.errors import REMOVED, UserError
 from fp8jax.models import lora, transformer
+from fp8jax.models.hf import peft
+from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.run import checkpoint, control
+from fp8jax.run import calibration, checkpoint, control
 from fp8jax.step import run_spec, train_step
 
 
@@ -30,11 +33,11 @@ def without_adapters(plan: run_spec.RunSpec) -> run_spec.RunSpec:
 
 
 def restore_params(plan: run_spec.RunSpec, workdir: str, step: int | None = None):
-  """(parameters, step, meta) of a checkpoint; without a step, of the one that eval.step chooses."""
+  """(parameters, step, meta) of a checkpoint; without a step, of weights.step's."""
   if not os.path.isdir(workdir):  # Orbax would create it
     raise FileNotFoundError(f"{workdir} does not exist; train first, or name another --workdir")
   saved = checkpoint.Checkpoints(workdir, plan.checkpoint.keep)
-  step = saved.find(plan.eval.step if step is None else step)
+  step = saved.find(plan.weights.step if step is None else step)
   meta = saved.meta(step)
   changes = {
     k: v for k, v in identity.diff(identity.identity(plan), meta["config"]).items()
@@ -67,6 +70,73 @@ def restore_scaling_states(plan: run_spec.RunSpec, workdir: str, step: int, meta
   )
   saved.close()
   return scaling_states
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+  """The weights that a job reads.
+
+  Attributes:
+    spec: the job's, with the recipes that policies gave until the checkpoint.
+    params: parameters as they are stored.
+    phase: of the precision schedule.
+    states: of delayed and static scales; {} where nothing is known of them.
+    where: {"workdir": ..., "step": ...} or {"hf": folder}, for a report.
+    meta: of the checkpoint; {} of a folder.
+    dtype: of the folder's weights, or that training began with.
+  """
+
+  spec: run_spec.RunSpec
+  params: Any
+  phase: int
+  states: Mapping[str, Any]
+  where: dict[str, Any]
+  meta: dict[str, Any]
+  dtype: str
+
+
+def load_weights(
+  spec: run_spec.RunSpec, workdir: str, kept: Collection[str] = (), has_scales: bool = True
+) -> Loaded:
+  """The weights of weights.hf, with init.adapters, or of the checkpoint weights.step of a workdir.
+
+  Args:
+    kept: paths of the weights that stay in a folder's FP8 codes.
+    has_scales: whether `states` are read.
+
+  Raises:
+    FileNotFoundError: there is no such workdir.
+    UserError: precision.calibration is not the table that the checkpoint was trained with.
+  """
+  folder = spec.weights.hf
+  table = os.path.expanduser(spec.calibration)
+  if folder:
+    params, dtype = hf_weights.load_params(folder, spec.model, spec.run.layout, kept)
+    params = peft.added(params, spec.init.adapters, spec.model, spec.run.layout)
+    states = calibration.load(spec, table)[0] if table and has_scales else {}
+    return Loaded(spec, params, 0, states, {"hf": folder}, {}, dtype)
+  params, step, meta = restore_params(spec, workdir)
+  digests = (x.get("precision.calibration") for x in (identity.identity(spec), meta["config"]))
+  if table and len({*digests}) > 1:
+    raise UserError(
+      f"precision.calibration={spec.calibration!r} is not the table that the checkpoint of step "
+      f"{step} was trained with, whose scales are read; set precision.calibration=''"
+    )
+  spec, phase, states = as_trained(spec, meta), spec.phase(max(step - 1, 0)), {}
+  if has_scales:
+    states = restore_scaling_states(spec, workdir, step, meta, phase)
+  where = {"workdir": workdir, "step": step}
+  return Loaded(spec, params, phase, states, where, meta, meta.get("weights_dtype", ""))
+
+
+def load_or_init(spec: run_spec.RunSpec, workdir: str, has_scales: bool = True) -> Loaded | None:
+  """As `load_weights`, and init.hf's where the workdir has no checkpoint; None without both."""
+  if not spec.weights.hf and not os.path.isdir(os.path.join(workdir, "checkpoints")):
+    if not spec.init.hf:
+      return None
+    weights = dataclasses.replace(spec.weights, hf=spec.init.hf)
+    spec = dataclasses.replace(spec, weights=weights)
+  return load_weights(spec, workdir, has_scales=has_scales)
 
 
 def with_changes(plan: run_spec.RunSpec, changes) -> run_spec.RunSpec:
@@ -104,8 +174,13 @@ def check_same_run(
     ConfigError: something else would be computed, or read, and is not accepted; all reasons.
   """
   problems = [
-    f"{key} was {_shown(changes[key][0])} at step {step} and is {_shown(changes[key][1])} now; "
-    f'to go on anyway, --config.checkpoint.accept_changes="{(*accepted, key)}"'
+    f"{key} was {_shown(changes[key][0])} at step {step}"
+    + (
+      f", and is no key now: {REMOVED[key][0]}; take its weights, with init.weights_only"
+      if key in REMOVED
+      else f" and is {_shown(changes[key][1])} now; to go on anyway, "
+      f'--config.checkpoint.accept_changes="{(*accepted, key)}"'
+    )
     for key in identity.refused_changes(changes, accepted)
   ]
   if meta["data_fingerprint"] != fingerprint and "data" not in accepted:

@@ -15,37 +15,42 @@ import numpy as np
 
 from fp8jax.data import loader
 from fp8jax.errors import UserError, missing_package
-from fp8jax.jobs.restore import folder_of, restore_params, restore_scaling_states
+from fp8jax.jobs.restore import folder_of, load_or_init
 from fp8jax.models import transformer
-from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import switch
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.records import make_folder
-from fp8jax.run import calibration, provenance, sensitivity, sensitivity_records, sensitivity_rules
+from fp8jax.run import provenance, sensitivity, sensitivity_records, sensitivity_rules
 from fp8jax.run.sensitivity import CHOOSE, HALVES, PARTS, REPORT, Measured, Study
+from fp8jax.sensitivity.settings import Sensitivity
 from fp8jax.step import run_spec
-from fp8jax.step.job_settings import Sensitivity
 
 _BOTH = PARTS[-1]
 _ON = (1.0, 1.0)
 
 
-def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
+def run(plan: run_spec.RunSpec, workdir: str, out: str = "") -> dict[str, Any]:
   """Measures, chooses rules, writes and draws the results; returns the short of them.
 
   Raises:
     UserError: adapters, no quantized site, delayed or static scales without any, or no text.
   """
   started = time.time()
-  folder = folder_of(plan.sensitivity.path, workdir, "sensitivity")
+  folder = folder_of(out, workdir, "sensitivity")
   if plan.model.lora:
     raise UserError(
       "--job=sensitivity measures models without adapters; merge them by --job=export, and name "
-      "the folder as eval.hf with model.lora.rank=0"
+      "the folder as weights.hf with model.lora.rank=0"
     )
-  params, phase, states, where = _weights(plan, workdir)
+  loaded = load_or_init(plan, workdir)
+  if loaded is None:
+    raise UserError(
+      f"{workdir} has no checkpoint and init.hf is empty: random weights say nothing; train first, "
+      "or name a Hugging Face folder as weights.hf"
+    )
+  plan, params, phase, states = loaded.spec, loaded.params, loaded.phase, loaded.states
   sites = _with_scales(plan, phase, states)
   if not sensitivity.places(plan, sites):
     raise UserError(
@@ -53,7 +58,7 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
       "an arm, --config=FILE:block_128"
     )
   batches = _halves(plan)
-  make_folder(folder, "sensitivity.path")
+  make_folder(folder, "--out")
   fingerprint = loader.fingerprint(plan.data)
   records = sensitivity_records.Records(
     os.path.join(folder, "measurements.jsonl"), _header(plan, params, sites, fingerprint, states)
@@ -64,11 +69,11 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
 
   study = Study(plan, params, sites, batches, records, say)
   result: dict[str, Any] = {}
-  for part in _stages(plan.sensitivity):
+  for part in _stages(plan.of(Sensitivity)):
     result = {
       "format": sensitivity_records.FORMAT,
-      "weights": where,
-      **_results(study, dataclasses.replace(plan, sensitivity=part), phase),
+      "weights": loaded.where,
+      **_results(study, dataclasses.replace(plan, sections={Sensitivity: part}), phase),
       "programs_compiled": study.programs.compiled,
       "provenance": provenance.provenance(dict(plan.flat), fingerprint, plan.seed, 1),
     }
@@ -93,24 +98,6 @@ def _stages(s: Sensitivity) -> list[Sensitivity]:
 # --- what is measured ----------------------------------------------------------------------------
 
 
-def _weights(plan: run_spec.RunSpec, workdir: str):
-  """(parameters, phase of the precision schedule, scaling states, their origin)."""
-  table = os.path.expanduser(plan.calibration)
-  if not plan.eval.hf and os.path.isdir(os.path.join(workdir, "checkpoints")):
-    params, step, meta = restore_params(plan, workdir)
-    phase = plan.phase(max(step - 1, 0))
-    states = restore_scaling_states(plan, workdir, step, meta, phase)
-    return params, phase, states, {"workdir": workdir, "step": step}
-  name = plan.eval.hf or plan.init.hf
-  if not name:
-    raise UserError(
-      f"{workdir} has no checkpoint and init.hf is empty: random weights say nothing; train first, "
-      "or name a Hugging Face folder as eval.hf"
-    )
-  params, _ = hf_weights.load_params(name, plan.model, plan.run.layout)
-  return params, 0, calibration.load(plan, table)[0] if table else {}, {"hf": name}
-
-
 def _with_scales(plan: run_spec.RunSpec, phase: int, states: Mapping[str, Any]):
   """The sites in their recipes, with the scales that are not current."""
   sites = plan.sites(phase=phase)
@@ -133,7 +120,7 @@ def _halves(plan: run_spec.RunSpec) -> dict[str, list[dict[str, np.ndarray]]]:
     UserError: a half without tokens.
   """
   size = plan.eval.batch
-  each = math.ceil(plan.sensitivity.tokens / 2 / (size * plan.data.seq_len)) * size
+  each = math.ceil(plan.of(Sensitivity).tokens / 2 / (size * plan.data.seq_len)) * size
   found: dict[str, list[dict[str, np.ndarray]]] = {half: [] for half in HALVES}
   for name in plan.data.sources:
     windows = _windows(plan, name)
@@ -143,7 +130,7 @@ def _halves(plan: run_spec.RunSpec) -> dict[str, list[dict[str, np.ndarray]]]:
       if not sum(w["weights_BL"].sum() for w in some):
         raise UserError(
           f"data.sources.{name} has no held-out token for the half {half!r} of sensitivity.tokens="
-          f"{plan.sensitivity.tokens}; lower it, raise data.heldout_fraction, or give more text"
+          f"{plan.of(Sensitivity).tokens}; lower it, raise data.heldout_fraction, or give more text"
         )
       batches = (some[i : i + size] for i in range(0, each, size))
       found[half] += [{k: np.stack([w[k] for w in rows]) for k in rows[0]} for rows in batches]
@@ -188,7 +175,7 @@ def _header(plan: run_spec.RunSpec, params, sites, fingerprint: str, states) -> 
     "recipes": hashlib.sha256(repr(sorted(recipes.items())).encode()).hexdigest()[:16],
     "scales": _digest(states),
     "data": fingerprint,
-    "windows": [plan.sensitivity.tokens, plan.eval.batch, plan.data.seq_len],
+    "windows": [plan.of(Sensitivity).tokens, plan.eval.batch, plan.data.seq_len],
     "compute": [plan.run.dtype.name, plan.kernels.matmul, plan.run.attention,
                 plan.run.smooth_swiglu],
     "seed": plan.seed,
@@ -207,15 +194,15 @@ def _digest(tree) -> str:
 
 
 def _results(study: Study, plan: run_spec.RunSpec, phase: int) -> dict[str, Any]:
-  """Everything that plan.sensitivity asks for, measured unless it has been."""
+  """Everything that plan.of(Sensitivity) asks for, measured unless it has been."""
   names = [place.name for place in study.places]
   together = {half: study.measure("all sites", dict.fromkeys(names, _ON), half) for half in HALVES}
   estimates = study.estimate()
   damage = {name: float(parts[_BOTH]["kl"].sum()) for name, parts in estimates.items()}
   order = sensitivity_rules.ordered(study.places, damage)
   budgets = _budgets(study, plan, phase, order)
-  groups = _groups(study, plan.sensitivity.groups)
-  top = sorted(names, key=lambda name: -damage[name])[: plan.sensitivity.top]
+  groups = _groups(study, plan.of(Sensitivity).groups)
+  top = sorted(names, key=lambda name: -damage[name])[: plan.of(Sensitivity).top]
   measured = {name: _both(study, name, {name: _ON}) for name in top}
   base = together[CHOOSE]
   return {
@@ -283,7 +270,7 @@ def _budgets(study: Study, plan: run_spec.RunSpec, phase: int, order: list[str])
   def change(bf16: Sequence[str]) -> float:
     return measured(bf16, CHOOSE).change.high  # the budget holds if the whole interval does
 
-  s, found = plan.sensitivity, []
+  s, found = plan.of(Sensitivity), []
   chosen_for: dict[str, list[str]] = {}
   if s.min_fp8:
     name = f"at least {100 * s.min_fp8:g} % of FLOPs"

@@ -20,7 +20,7 @@ from fp8jax.quantization.tensor_stats import LOUD
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import CURRENT
 from fp8jax.run import nonfinite, schemas
-from fp8jax.step.job_settings import Calibrate
+from fp8jax.run.settings import Calibrate
 from fp8jax.step.run_spec import RunSpec
 
 FORMAT = "fp8jax calibration 1"
@@ -34,7 +34,7 @@ def run(plan: RunSpec, params, batches, *, step: int, fingerprint: str) -> dict[
     step: of the weights.
     fingerprint: of the data.
   """
-  has_counts = plan.calibrate.method != "amax"
+  has_counts = plan.of(Calibrate).method != "amax"
   width = tensor_stats.COUNTED if has_counts else tensor_stats.LOUD
   total, count = {}, 0
   for batch in batches:
@@ -49,7 +49,7 @@ def run(plan: RunSpec, params, batches, *, step: int, fingerprint: str) -> dict[
     for tensor, statistics in zip(amax_history.TENSORS, values, strict=True):
       rows.append(
         {"site": name, "tensor": tensor, "step": step, "data": fingerprint}
-        | _of_tensor(recipe_of[name], tensor, statistics, plan.calibrate)
+        | _of_tensor(recipe_of[name], tensor, statistics, plan.of(Calibrate))
       )
   return {"format": FORMAT, "batches": count, "step": step, "data": fingerprint, "rows": rows}
 

@@ -1,4 +1,4 @@
-"""A trace of some steps for XProf: log.profile_start and log.profile_steps.
+"""A trace of some steps for XProf: log.profile.
 
 WORKDIR/profile is read by `xprof --logdir=WORKDIR/profile`, TensorBoard's profile plugin, Perfetto.
 """
@@ -13,11 +13,11 @@ from fp8jax.step.settings import Log
 
 
 class Profiler:
-  """Traces log.profile_steps steps of a run; after a resumption the rest of them."""
+  """Traces log.profile's steps of a run; after a resumption the rest of them."""
 
   def __init__(self, workdir: str, log: Log, out: rich.console.Console):
     self._folder, self._out, self._is_on = os.path.join(workdir, "profile"), out, False
-    self._first, self._end = log.profile_start, log.profile_start + log.profile_steps
+    self._first, self._end = log.profile[0], sum(log.profile)
 
   def step(self, step: int, state) -> contextlib.AbstractContextManager:
     """Around the dispatch of the step after `step` steps; begins and ends the trace.

@@ -10,7 +10,7 @@ from fp8jax.records import to_json
 from fp8jax.run import schemas
 
 FORMAT = "fp8jax sensitivity 1"
-_REMEDY = "move the file away, or name another folder as sensitivity.path"
+_REMEDY = "move the file away, or name another folder as --out"
 _AGAIN = f"delete the line to measure it again, or {_REMEDY}"
 
 

@@ -3,12 +3,10 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from fp8jax import params as params_lib
 from fp8jax.data import config as data_config_lib
-from fp8jax.evaluation.settings import Eval
-from fp8jax.generation.settings import Generate
 from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, transformer
 from fp8jax.models import config as model_config
@@ -17,7 +15,9 @@ from fp8jax.optim import factory as optim_build
 from fp8jax.optim import update
 from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import schedule
-from fp8jax.step import job_settings, layerwise, settings
+from fp8jax.step import layerwise, settings
+
+S = TypeVar("S")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,8 @@ class RunSpec:
     seed: of initial weights, of the order of documents and of stochastic rounding.
     verify_fp8_gemms: whether the compiled step is checked against the recipes before step 0.
     calibration: path of the table that delayed and static scales start from; "" for none.
-    init, kernels, loss_scale, eval, checkpoint, log, export, calibrate, generate, sensitivity: the
-      sections of that name.
+    init, kernels, loss_scale, weights, eval, checkpoint, log: the sections of that name.
+    sections: those of the job alone, see `of`.
     flat: the configuration as plain values, {"optim.peak_lr": 1e-3, ...}: recorded with every
       result, and compared by a resumed run.
   """
@@ -62,14 +62,16 @@ class RunSpec:
   init: settings.Init
   kernels: settings.Kernels
   loss_scale: settings.LossScale
-  eval: Eval
+  weights: settings.Weights
+  eval: settings.Eval
   checkpoint: settings.Checkpoint
   log: settings.Log
-  export: job_settings.Export
-  calibrate: job_settings.Calibrate
-  generate: Generate
-  sensitivity: job_settings.Sensitivity
+  sections: Mapping[type, Any]
   flat: Mapping[str, Any] = dataclasses.field(repr=False)
+
+  def of(self, section: type[S]) -> S:
+    """A section of the job, e.g. of(Export)."""
+    return self.sections[section]
 
   def phase(self, step: int) -> int:
     """Index of the precision phase that the step after `step` steps belongs to."""

@@ -1,7 +1,6 @@
 """Keys of the trainer, section by section: the run, its model, precision, memory, data and reports.
 
-The sections of jobs are in step/job_settings.py, generation/settings.py and evaluation/settings.py;
-optim's is in optim/settings.py. config/registry.py has all of them.
+Sections of jobs are in the settings.py of their folders. config/registry.py has all of them.
 """
 
 import dataclasses
@@ -62,7 +61,7 @@ class Init:
   hf: str = key("", "Hugging Face folder with safetensors to start from, or an id of its hub "
     '("Qwen/Qwen2.5-1.5B"), which is downloaded once; "" draws random weights.')
   adapters: str = key("", "Folder of adapters in PEFT's format to start from, beside init.hf; of "
-    "evaluation, generation and export too, beside eval.hf or generate.hf. model.lora.rank=0 takes "
+    "evaluation, generation and export too, beside weights.hf. model.lora.rank=0 takes "
     "rank, alpha and targets from it.")
   workdir: str = key("", "Workdir of another run to start from, while this one has no checkpoint: "
     "with the whole state (weights, optimizer, scales, place in the data). "
@@ -171,14 +170,6 @@ class Memory:
     "0.75.", least=0)
 
 
-@section("aot", NOTHING, mapped=True)
-class Aot:
-  """Compilation for devices that are not here."""
-
-  topology: str = key("", '--job=memory compiles for these devices: "h200:8" is eight H200s, which '
-    'need not be here; "" is the devices at hand.')
-
-
 @section("data")
 class Data:
   """Documents or conversations, and how they become windows."""
@@ -226,11 +217,12 @@ class LossScale:
   inverse on the gradients, so that small ones do not underflow.
   """
 
-  kind: str = key("none", '"none", or "dynamic": halve at a non-finite gradient, double after so '
-    'many good steps. For precision.compute_dtype="float16"; bfloat16 and float32 gradients and '
+  kind: str = key("none", '"none", or "dynamic": from 256, halve at a non-finite gradient, double '
+    'after 2000 good steps. For precision.compute_dtype="float16"; bfloat16 and float32 gradients and '
     "FP8 scales need none.", choices=("none", "dynamic"))
-  start: float = key(256.0, "scale of the first step")
-  growth_interval: int = key(2000, "good steps before it doubles", least=1)
+  # No keys: a run that needs others has not been seen.
+  start: float = 256.0
+  growth_interval: int = 2000
 
 
 @section("mesh", EXECUTION, mapped=True)
@@ -258,6 +250,27 @@ class Sharding:
     opened=True)
 
 
+@section("weights", NOTHING, mapped=True)
+class Weights:
+  """The weights that evaluate, export, generate and sensitivity read."""
+
+  hf: str = key("", "this Hugging Face folder, or an id of its hub, instead of the workdir's "
+    "checkpoint; its config.json says what the model is")
+  step: int = key(-1, "the workdir's checkpoint of this step; -1 is the newest")
+
+
+@section("eval", NOTHING, mapped=True)
+class Eval:
+  """Held-out loss."""
+
+  tokens: int = key(8192, "Held-out tokens per source and evaluation, rounded up to whole batches; "
+    "0: no held-out loss.", least=0)
+  batch: int = key(8, "sequences per batch, over all devices", least=1)
+  every: int = key(0, "steps; 0: before and after training only", least=0, mapped=False)
+  precisions: tuple[str, ...] = key(("recipe", "bf16"), "Forward passes that are evaluated: "
+    '"recipe" (that of training) and "bf16".')
+
+
 @section("checkpoint", NOTHING)
 class Checkpoint:
   """When a run is saved, and which changes a resumed run accepts."""
@@ -278,9 +291,9 @@ class Log:
     "any time", mapped=True)
   tracker: str = key("", 'also to "trackio" or "wandb" (extra `track`), as they are set up',
     choices=("", "trackio", "wandb"))
-  profile_steps: int = key(0, "WORKDIR/profile gets a trace of so many steps for XProf (`pip "
-    "install xprof; xprof --logdir=WORKDIR/profile`); 0: none.", least=0)
-  profile_start: int = key(10, "steps before the trace, in which programs are compiled", least=0)
+  profile: tuple[int, int] = key((10, 0), "(steps before, steps of) a trace in WORKDIR/profile for "
+    "XProf (`pip install xprof; xprof --logdir=WORKDIR/profile`); programs are compiled in the "
+    "first steps. (10, 0): none.")
   tensor_stats_every: int = key(0, "Steps between looks at the ranges and rounding errors of every "
     "tensor of every site; 0: never.", least=0)
   alarms: tuple[Any, ...] = key(

@@ -14,12 +14,12 @@ def test_a_client_that_refuses_is_not_called_one_that_lacks_packages(tmp_path):
   code, output = case_inputs.launch(
     tmp_path,
     [
-      f"c.init.hf = c.eval.hf = {str(source)!r}",
+      f"c.init.hf = c.weights.hf = {str(source)!r}",
       "c.model.preset, c.seq_len = 'hf', 64",
-      f"c.export.path, c.export.gate_text, c.export.gate_tokens = {str(target)!r}, 'LICENSE', 64",
+      "c.export.gate_text, c.export.gate_tokens = 'LICENSE', 64",
       f"c.export.client_python = {str(client)!r}",
     ],
-    "--job=export", f"--workdir={tmp_path / 'run'}",
+    "--job=export", f"--out={target}", f"--workdir={tmp_path / 'run'}",
   )  # fmt: skip
   last = output.strip().splitlines()[-1]
   assert code == 1 and said in last and not target.exists(), output

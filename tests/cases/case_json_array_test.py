@@ -21,7 +21,7 @@ def test_an_array_is_called_so_and_not_passed_over(tmp_path, indent, policy):
   c.data.sources = {"main": base.source("jsonl", str(tmp_path / "*.jsonl"), chat="messages")}
   c.data.on_malformed = policy
   with pytest.raises(ConfigError, match="b.jsonl: it begins a JSON array, expected one.*jq -c"):
-    resolve.resolve_preview(c)
+    resolve.resolve_steps(c)
   source = sources.open_source(c.data.sources.main)
   assert "begins a JSON array" in source[2]["error"] or indent
   with_array = sources.json_line(b"[", sources.Rows("messages", "messages"), "f:1")

@@ -49,7 +49,6 @@ MISTAKES = {
   ),
   "alarm": ({"log.alarms": (("underflo", ">", 1.0),)}, "statistics are saturation"),
   "loss scale": ({"precision.compute_dtype": "float16"}, "set loss_scale.kind='dynamic'"),
-  "start": ({"loss_scale.start": 3.0}, "must be a power of two"),
 }
 
 

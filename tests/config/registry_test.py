@@ -49,7 +49,7 @@ def test_consequences_are_those_of_the_name_or_of_the_open_key_above_it():
     "model.architecture": RESULT, "data.sources.main.path": RESULT, "mesh.fsdp": EXECUTION,
     "sharding.weights.D": EXECUTION, "memory.remat_policy": EXECUTION, "init.hf": EXECUTION,
     "data.workers": EXECUTION, "log.every": NOTHING, "precision.verify_fp8_gemms": NOTHING,
-    "eval.tokens": NOTHING, "generate.seed": NOTHING, "sensitivity.top": NOTHING,
+    "eval.tokens": NOTHING, "generate.seed": NOTHING, "sensitivity.tokens": NOTHING,
   }  # fmt: skip
   assert {name: registry.affects(name) for name in expected} == expected
 

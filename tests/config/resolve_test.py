@@ -15,7 +15,7 @@ import tokenizers
 from configs import base
 from fp8jax.config import identity, resolve
 from fp8jax.data import tokenize
-from fp8jax.jobs import dispatch
+from fp8jax.jobs import dispatch, table
 from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.kernels.choose import Device
 from fp8jax.models.config import RopeScaling
@@ -34,9 +34,16 @@ def _config(**changes):
   return c
 
 
+# The job that reads a mistaken section; training else.
+JOBS = {"generate": "generate", "weights": "generate", "export": "export", "calibrate": "calibrate",
+        "sensitivity": "sensitivity", "eval": "evaluate"}  # fmt: skip
+
+
 def _refusal(changes, devices=1, device=CPU) -> list[str]:
+  sections = [key.split(".")[0] for key in changes]
+  job = next((JOBS[one] for one in JOBS if one in sections and devices == 1), "train")
   with pytest.raises(resolve.ConfigError) as e:
-    resolve.resolve(_config(**changes), devices, device)
+    resolve.resolve(_config(**changes), devices, device, needs=table.JOBS[job].needs)
   return e.value.problems
 
 
@@ -323,8 +330,8 @@ MISTAKES = {
     {"model.preset": "hf", "init.hf": "hollow"}),
   "folder without weights": (["init.hf: no safetensors in 'weightless'", "fetch the model again"],
     {"model.preset": "hf", "init.hf": "weightless", "data.tokenizer": "bytes", "seq_len": 16}),
-  "folder of prompts without weights": (["generate.hf: no safetensors in 'weightless'"],
-    {"model.preset": "hf", "init.hf": "weightless", "generate.hf": "weightless",
+  "folder of prompts without weights": (["weights.hf: no safetensors in 'weightless'"],
+    {"model.preset": "hf", "init.hf": "weightless", "weights.hf": "weightless",
      "data.tokenizer": "bytes", "seq_len": 16}),
   "number in quotes": (
     ["quoted/config.json: num_hidden_layers is '2', expected a whole", "fetch the file again"],
@@ -421,7 +428,7 @@ def test_job_on_an_empty_workdir_says_what_is_missing(job, message, tmp_path, ca
 
 
 def test_evaluation_of_a_missing_folder_names_it(tmp_path, capsys):
-  c = _config(**{"eval.hf": "assets/model", "data.tokenizer": "bytes"})
+  c = _config(**{"weights.hf": "assets/model", "data.tokenizer": "bytes"})
   assert dispatch.run("evaluate", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
   assert "assets/model/config.json does not exist" in capsys.readouterr().err
 

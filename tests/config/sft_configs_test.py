@@ -110,7 +110,7 @@ def test_values_are_those_of_the_scripts(size, arm, checkout, monkeypatch):
 
 @pytest.mark.parametrize("size, arm", CASES)
 def test_step_is_planned_without_data_for_gpus_that_are_not_here(size, arm, monkeypatch):
-  """As --job=memory --config.aot.topology=h200:8 does; the run that it starts from is not read."""
+  """As --job=memory --topology=h200:8 does; the run that it starts from is not read."""
   monkeypatch.setattr(tokamax_sm90, "lacks", lambda: None)
   c = config_files.without_files(MODULES[size].get_config(arm))
   plan = resolve.resolve(c, 8, Device("gpu", 90))

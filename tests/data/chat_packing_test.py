@@ -151,12 +151,12 @@ def test_derived_numbers_are_bounded(folder):
   with pytest.raises(
     ConfigError, match=f"of {COUNT} samples are 5[0-9]{{18}} steps, at most 2147483647"
   ):
-    resolve.resolve_preview(c)
+    resolve.resolve_steps(c)
   c.data.epochs, c.data.samples_per_step = 1.0, 8 * 256 + 1
   with pytest.raises(ConfigError, match="samples_per_step=2049 are more than the 2048 positions"):
-    resolve.resolve_preview(c)
+    resolve.resolve_steps(c)
   c.data.samples_per_step, c.data.epochs = 8 * 256, 50.0
-  assert resolve.resolve_preview(c)[1] == 50 * COUNT // 2048
+  assert resolve.resolve_steps(c)[1] == 50 * COUNT // 2048
 
 
 def test_held_out_conversations_are_packed_whole_and_never_trained(folder, rows):

@@ -12,6 +12,7 @@ import pytest
 
 from fp8jax.errors import UserError
 from fp8jax.evaluation import benchmarks, catalog, tasks
+from fp8jax.evaluation.settings import Options
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,7 @@ def test_protocols_are_those_of_infir2(tmp_path):
   _aime(tmp_path / "aime25.jsonl")
   _gpqa(tmp_path / "gpqa_diamond.csv")
   _code(tmp_path / "livecodebench_v5.jsonl")
-  options = catalog.Options(data_dir=str(tmp_path), allow_code=True)
+  options = Options(data_dir=str(tmp_path), allow_code=True)
   names = "aime24,aime25,gpqa_diamond,livecodebench_v5"
   assert catalog.problems(names, options) == []
   made = catalog.load(names, options)
@@ -87,7 +88,7 @@ def test_protocols_are_those_of_infir2(tmp_path):
 
 
 def test_missing_data_and_forbidden_code_are_named(tmp_path):
-  options = catalog.Options(data_dir=str(tmp_path))
+  options = Options(data_dir=str(tmp_path))
   found = catalog.problems("aime24,gpqa_diamond,livecodebench_v5", options)
   assert len(found) == 4
   for text, words in zip(found, ("aime24.jsonl", "gpqa_diamond.csv", "livecodebench_v5.jsonl")):

@@ -10,7 +10,7 @@ import pytest
 from fp8jax.errors import UserError
 from fp8jax.evaluation import report, run, statistics, store, tasks, verifiers
 from fp8jax.generation.completion import Completion
-from fp8jax.generation.sampling import Sampling
+from fp8jax.generation.settings import Sampling
 
 
 class Coin:

@@ -13,6 +13,7 @@ import pytest
 
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.evaluation import catalog, jsonl_tasks, reasoning_gym_tasks, tasks, verifiers
+from fp8jax.evaluation.settings import Options
 
 
 @pytest.fixture
@@ -191,7 +192,7 @@ def test_a_family_asks_distinct_questions_outside_the_training_set(gym, tmp_path
   ]  # fmt: skip
   path = tmp_path / "train.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  options = catalog.Options(train_data=str(path), questions=30)
+  options = Options(train_data=str(path), questions=30)
   [apart] = catalog.load("gcd(highest=9)", options)
   left_out = set(questions) - {item.question for item in apart.items}
   assert {questions[i] for i in (0, 2, 3, 4, 5, 6)} <= left_out and questions[1] not in left_out
@@ -229,19 +230,19 @@ def test_task_files_describe_families_and_questions(gym, tmp_path):
   )  # fmt: skip
   (tmp_path / "sums.json").write_text(json.dumps({"family": "gcd", "items": 5, "seed": 2}))
   names = f"{tmp_path}/mine.json, {tmp_path}/sums.json,gcd(highest=90)"
-  mine, sums, plain = catalog.load(names, catalog.Options())
+  mine, sums, plain = catalog.load(names, Options())
   assert [i.name for i in mine.items] == ["1", "n"]
   assert mine.user_text(mine.items[0]) == "Q: 1 + 1?"
   assert mine.protocol == tasks.Protocol(4, 0.65, stop=("\n\n",))
   assert (mine.margin, sums.margin, mine.name, sums.name) == (1.5, 2.0, "mine", "sums")
   assert mine.judge(mine.items[0], "2").correct and mine.judge(mine.items[1], "17").correct
   assert len(sums.items) == 5 and plain.name == "gcd(highest=90)"
-  options = catalog.Options(questions=1, samples=2, temperature=0.5, max_new_tokens=7)
+  options = Options(questions=1, samples=2, temperature=0.5, max_new_tokens=7)
   [changed] = catalog.load(f"{tmp_path}/mine.json", options)
   assert len(changed.items) == 1
   assert changed.protocol == tasks.Protocol(2, 0.5, max_new_tokens=7, stop=("\n\n",))
   with pytest.raises(ConfigError, match="greedy samples"):
-    catalog.load("gcd", catalog.Options(samples=2))
+    catalog.load("gcd", Options(samples=2))
 
 
 def test_a_fingerprint_covers_everything_that_decides_a_score():
@@ -264,7 +265,7 @@ def test_a_task_whose_questions_were_all_trained_on_is_refused(tmp_path):
   (tmp_path / "q.jsonl").write_text('{"question": "1 + 1?", "answer": 2, "verifier": "exact"}\n')
   (tmp_path / "mine.json").write_text('{"questions": "q.jsonl"}')
   (tmp_path / "train.jsonl").write_text('{"prompt": "1  + 1?"}\n')
-  options = catalog.Options(train_data=str(tmp_path / "train.jsonl"))
+  options = Options(train_data=str(tmp_path / "train.jsonl"))
   for name in ("mine.json", "q.jsonl"):
     with pytest.raises(UserError, match="q.jsonl without eval.train_data has no item"):
       catalog.load(str(tmp_path / name), options)
@@ -275,7 +276,7 @@ def test_broken_names_and_files_are_refused_with_the_remedy(tmp_path):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(UserError) as e:
-      catalog.load(str(path), catalog.Options())
+      catalog.load(str(path), Options())
     return str(e.value)
 
   assert "line 2 is not JSON" in refused("a.jsonl", '{"question": "q", "answer": "a"}\n{"q')
@@ -292,14 +293,14 @@ def test_broken_names_and_files_are_refused_with_the_remedy(tmp_path):
     assert "line 1: answer" in refused("n.jsonl", number % text), text
   (tmp_path / "u.jsonl").write_bytes(b'{"question": "q", "answer": "a"}\n{"question": "\xff"}\n')
   with pytest.raises(UserError, match="u.jsonl, line 2"):
-    catalog.load(str(tmp_path / "u.jsonl"), catalog.Options())
+    catalog.load(str(tmp_path / "u.jsonl"), Options())
   assert "did you mean 'margin'" in refused("g.json", '{"margn": 1}')
   found = refused("h.json", '{"family": "gdc", "prompt": "no place", "margin": -1}')
   assert all(text in found for text in ("did you mean 'gcd'", "lacks {question}", "positive"))
   assert "either 'questions'" in refused("i.json", "{}")
-  options = catalog.Options(train_data=str(tmp_path / "none"), questions=-1)
+  options = Options(train_data=str(tmp_path / "none"), questions=-1)
   found = "\n".join(catalog.problems("gdc,a.jsonl,gcd(1),x y", options))
-  [nothing] = catalog.problems(" ,,", catalog.Options())
+  [nothing] = catalog.problems(" ,,", Options())
   assert "eval.tasks=' ,,' names no task; or name a file" in nothing
   for text in ("did you mean 'gcd'", "a.jsonl does not exist", "'gcd(1)' is no task",
                "'x y' is no task", "eval.train_data=", "eval.questions=-1"):  # fmt: skip
@@ -320,9 +321,7 @@ def test_tasks_of_one_file_are_refused_and_numbers_are_bounded(gym, tmp_path):
     (tmp_path / f"{name}.jsonl").write_text(line)
 
   def load(*names, **options):
-    return catalog.load(
-      ",".join(f"{tmp_path}/{x}.jsonl" for x in names), catalog.Options(**options)
-    )
+    return catalog.load(",".join(f"{tmp_path}/{x}.jsonl" for x in names), Options(**options))
 
   for names in (("a b", "a_b"), ("c", "c"), ("a b", "A+b")):
     with pytest.raises(ConfigError) as e:
@@ -336,12 +335,12 @@ def test_tasks_of_one_file_are_refused_and_numbers_are_bounded(gym, tmp_path):
   with pytest.raises(ConfigError, match="samples=10001 must be from 1 to 10,000"):
     load("c", samples=10_001, temperature=1.0)
   with pytest.raises(UserError, match="500,001 questions of 'gcd', expected at most 500,000"):
-    catalog.load("gcd", catalog.Options(questions=500_001))
+    catalog.load("gcd", Options(questions=500_001))
 
 
 def test_a_missing_package_names_its_extra(monkeypatch):
   monkeypatch.setattr(catalog.importlib.util, "find_spec", lambda name: None)
-  [found] = catalog.problems("gcd", catalog.Options())
+  [found] = catalog.problems("gcd", Options())
   assert found.endswith("'reasoning_gym' is not installed; pip install 'fp8jax[eval]'")
 
 

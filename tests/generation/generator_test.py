@@ -17,8 +17,8 @@ import tolerances
 
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import UserError
-from fp8jax.generation import api, batching, cache, decode, weights
-from fp8jax.generation.api import Sampling
+from fp8jax.generation import api, batching, cache, decode, sampling, weights
+from fp8jax.generation.settings import Sampling
 from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig
 from fp8jax.models.hf import config as hf_config
@@ -94,7 +94,7 @@ def _forced_logits(cfg, params, sites, tokens_BL, lengths, format_="compute"):
     tokens_RL=np.where(np.arange(width) < lengths[:, None], tokens_BL[:, :width], 7),
     lengths_R=lengths, rows_R=np.arange(num_rows)[::-1].copy(), seeds_R=np.zeros(num_rows, "u4"),
   )  # fmt: skip
-  method = Sampling().method
+  method = sampling.method_of(Sampling())
   fill = jax.jit(functools.partial(decode.prefill, method=method, cfg=cfg, run=RUN))
   step = jax.jit(functools.partial(decode.next_logits, cfg=cfg, run=RUN))
   slots, _ = fill(params, sites, slots, prompts, 1.0, 1.0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import case_inputs
 import harness
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def tiny(monkeypatch):
 
 
 def _plan(recipe, **changes):
-  return harness.tiny_plan(harness.tiny_config(recipe, **SMALL | changes))
+  return harness.tiny_plan(harness.tiny_config(recipe, **SMALL | changes), job="generate")
 
 
 def _generator(plan, params):
@@ -88,9 +89,12 @@ def test_a_checkpoint_with_adapters_generates(tmp_path):
   assert abs(got - _log_likelihood(_logits(plan, state.params))) < 1e-3
 
 
-@pytest.mark.parametrize("job, key", [("generate", "generate.hf"), ("evaluate", "eval.hf")])
-def test_a_folder_is_not_asked_for_adapters(job, key, capsys):
-  c = harness.tiny_config("block_128", **SMALL | {key: "folder"})
+@pytest.mark.parametrize("job", ["generate", "evaluate", "export", "sensitivity"])
+def test_a_folder_is_not_asked_for_adapters(job, capsys, tmp_path):
+  folder = str(case_inputs.model_folder(tmp_path / "folder"))
+  c = harness.tiny_config("block_128", **SMALL | {"weights.hf": folder})
   assert dispatch.run(job, c, base.get_config(), "x.py", "") == 1
-  said = f"error: model.lora.rank=4 with {key}='folder', which has no adapters; set init.adapters"
+  said = (
+    f"error: model.lora.rank=4 with weights.hf={folder!r}, which has no adapters; set init.adapters"
+  )
   assert said in capsys.readouterr().err

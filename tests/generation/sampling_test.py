@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fp8jax.generation import sampling
-from fp8jax.generation.sampling import Sampling
+from fp8jax.generation.settings import Sampling
 
 
 def _kept(logits, temperature, top_k, top_p):
@@ -36,7 +36,7 @@ CASES = [
 @pytest.mark.parametrize("temperature, top_k, top_p", CASES)
 def test_tokens_that_may_be_drawn_are_those_of_transformers(rng, temperature, top_k, top_p):
   logits = rng.normal(0, 2, (20, 31)).astype(np.float32)
-  method = Sampling(temperature, top_p, top_k).method
+  method = sampling.method_of(Sampling(temperature, top_p, top_k))
   scores, ids = sampling.filtered(logits, temperature, top_p, method)
   scores = np.asarray(scores, np.float64)
   ids = np.broadcast_to(np.arange(31), scores.shape) if ids is None else np.asarray(ids)
@@ -51,7 +51,7 @@ def test_tokens_that_may_be_drawn_are_those_of_transformers(rng, temperature, to
 def test_frequencies_of_draws_pass_a_chi_square_test():
   temperature, top_k, top_p, draws = 0.8, 6, 0.9, 20_000
   logits = np.array([0.3, 2.0, -1.0, 1.5, 1.4, 0.9, 1.1, -3.0], np.float32)
-  method = Sampling(temperature, top_p, top_k).method
+  method = sampling.method_of(Sampling(temperature, top_p, top_k))
   seeds = np.array([sampling.row_seed(0, (1, 2), n) for n in range(draws // 4)], np.uint32)
   draw = jax.jit(lambda position: sampling.sample(
     np.tile(logits, (len(seeds), 1)), seeds, position + 0 * seeds.astype(np.int32),

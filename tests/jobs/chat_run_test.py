@@ -1,5 +1,6 @@
 """Training on conversations: epochs, interruption, and stages that start from others' weights."""
 
+import dataclasses
 import json
 import shutil
 import types
@@ -17,7 +18,8 @@ from fp8jax.data import tokenize
 from fp8jax.data.chat import template
 from fp8jax.errors import ConfigError
 from fp8jax.generation import api
-from fp8jax.jobs import export, generator, start, train
+from fp8jax.generation.settings import Generate
+from fp8jax.jobs import export, generator, start, table, train
 from fp8jax.kernels import choose
 from fp8jax.run import preemption
 
@@ -36,7 +38,9 @@ def _config(folder, recipe="block_128", **changes):
 
 
 def _plan(*args, **changes):
-  return resolve.resolve(_config(*args, **changes), 1, choose.current_device())
+  needs = table.JOBS["train"].needs
+  needs = dataclasses.replace(needs, sections=(Generate,))
+  return resolve.resolve(_config(*args, **changes), 1, choose.current_device(), needs=needs)
 
 
 @pytest.fixture(scope="module")

@@ -37,9 +37,9 @@ def run_job(monkeypatch, capsys):
   """A job in this process, on one of its devices: (exit code, stdout, stderr)."""
   monkeypatch.setattr(jax, "device_count", lambda: 1)
 
-  def run(job, c, workdir):
+  def run(job, c, workdir, **options):
     capsys.readouterr()
-    code = dispatch.run(job, c, base.get_config(), "configs/debug.py", str(workdir))
+    code = dispatch.run(job, c, base.get_config(), "configs/debug.py", str(workdir), **options)
     return code, *capsys.readouterr()
 
   return run

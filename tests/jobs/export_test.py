@@ -19,7 +19,7 @@ from configs import base, debug
 from fp8jax import params as params_lib
 from fp8jax.config import resolve
 from fp8jax.errors import UserError
-from fp8jax.jobs import dispatch, export_gate, restore
+from fp8jax.jobs import dispatch, export_gate, restore, table
 from fp8jax.kernels.choose import Device
 from fp8jax.models import presets, transformer
 from fp8jax.models.hf import config as hf_config
@@ -50,9 +50,9 @@ def export(source, tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(jax, "device_count", lambda: 1)
   target = tmp_path / "target"
 
-  def run(job="export", workdir=tmp_path / "run", **changes):
+  def run(job="export", workdir=tmp_path / "run", out=target, **changes):
     c = debug.get_config()
-    hf = {"model.preset": "hf", "init.hf": str(source), "eval.hf": str(source)}
+    hf = {"model.preset": "hf", "init.hf": str(source), "weights.hf": str(source)}
     small = {
       "data.tokenizer": "bytes",
       "seq_len": 128,
@@ -60,11 +60,11 @@ def export(source, tmp_path, monkeypatch, capsys):
       "global_batch": 2,
       "export.gate_tokens": 64,
     }
-    c.update_from_flattened_dict(hf | small | {"export.path": str(target)} | changes)
+    c.update_from_flattened_dict(hf | small | changes)
     capsys.readouterr()
-    code = dispatch.run(job, c, base.get_config(), "configs/debug.py", str(workdir))
+    code = dispatch.run(job, c, base.get_config(), "configs/debug.py", str(workdir), out=str(out))
     out, err = capsys.readouterr()
-    plan = None if code else resolve.resolve(c, 1, Device("cpu"))
+    plan = None if code else resolve.resolve(c, 1, Device("cpu"), needs=table.JOBS["export"].needs)
     return types.SimpleNamespace(code=code, target=target, stdout=out, stderr=err, plan=plan)
 
   return run
@@ -151,11 +151,11 @@ def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
 @pytest.mark.parametrize(
   "changes, message",
   [
-    ({"eval.hf": "", **FP8, "model.hidden_size": 192, "init.hf": "", "model.preset": "debug"},
+    ({"weights.hf": "", **FP8, "model.hidden_size": 192, "init.hf": "", "model.preset": "debug"},
      "no matrix of this model would be FP8 (64x192 has partial tiles of 128x128"),
-    ({"eval.hf": "", "export.format": "compressed-tensors"},
+    ({"weights.hf": "", "export.format": "compressed-tensors"},
      "recipe 'block_128' multiplied weights as e4m3 128x128 f32"),
-    ({"eval.hf": "", "export.format": "hf-fp8-block", "export.scale_fmt": "ue8m0"},
+    ({"weights.hf": "", "export.format": "hf-fp8-block", "export.scale_fmt": "ue8m0"},
      "Set export.scale_fmt='auto' to keep"),
     ({"export.format": "gguf", "export.strategy": "row"}, "export.strategy='row' is not one of"),
     ({"export.scale_fmt": "ue8m0"}, "export.scale_fmt='ue8m0' is of export.format='hf-fp8-block'"),
@@ -164,7 +164,6 @@ def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
     ({"export.client_python": "/no/python"}, "export.client_python='/no/python' is no program"),
     ({"export.push_to": "name"}, "export.push_to='name' must be a repository"),
     ({"export.max_kl": 0.0, "export.gate_tokens": 0}, "export.max_kl=0.0 must be positive"),
-    ({"export.path": "  "}, "export.path='  ' is blank"),
     ({"export.gate_text": "none.txt"}, "export.gate_text='none.txt' does not exist"),
   ],
 )  # fmt: skip
@@ -280,7 +279,7 @@ def test_an_fp8_folder_exported_again_in_its_format_is_the_same_to_the_byte(
   assert first.code == 0, first.stderr
   mixed = first.target.rename(tmp_path / "first")
   _spoil_scales(mixed / "model.safetensors", is_pow2="export.scale_fmt" in form)
-  again = {"export.format": form["export.format"], "eval.hf": str(mixed)}
+  again = {"export.format": form["export.format"], "weights.hf": str(mixed)}
   again |= {"export.strategy": form["export.strategy"]} if "export.strategy" in form else {}
   done = export(**again)
   assert done.code == 0, done.stderr
@@ -329,7 +328,7 @@ def test_a_full_disk_names_the_folder_that_was_being_written(
   export, tmp_path, full_disk, job, limit, place
 ):
   full_disk(limit)
-  done = export(job, **{"prepare.path": str(tmp_path / "prepared")})
+  done = export(job, out=tmp_path / ("target" if job == "export" else "prepared"))
   assert done.code == 1, done.stdout
   told = f"error: {tmp_path / place}[^ ]* cannot be written: .*File too large.*; make room"
   assert re.search(told, done.stderr), done.stderr
@@ -395,7 +394,7 @@ def test_a_checkpoint_is_exported_with_the_codes_of_its_next_step(
 ):
   """The scales are those of the masters' own tiles, or of the checkpoint's amax history."""
   changes = {
-    "eval.hf": "", "init.hf": "", "model.preset": "debug", "steps": 2, "optim.warmup_steps": 1,
+    "weights.hf": "", "init.hf": "", "model.preset": "debug", "steps": 2, "optim.warmup_steps": 1,
     "optim.decay_steps": 1, "eval.tokens": 256, "optim.master_format": "bf16_remainder",
     "precision.rules": (("head", "bf16"), ("layers/.*", recipe)),
     "export.format": "compressed-tensors" if strategy else "hf-fp8-block",

@@ -10,7 +10,7 @@ from configs import base
 from fp8jax.config import resolve
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.generation.completion import Completion
-from fp8jax.jobs import dispatch, generate
+from fp8jax.jobs import dispatch, generate, table
 from fp8jax.kernels.choose import Device
 
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 def _config(folder, **changes):
   c = base.get_config("tensor_current")
-  c.generate.hf, c.generate.max_new_tokens, c.generate.slots = str(folder), 6, 2
+  c.weights.hf, c.generate.max_new_tokens, c.generate.slots = str(folder), 6, 2
   c.update_from_flattened_dict({f"generate.{k}": v for k, v in changes.items()})
   return c
 
@@ -129,7 +129,7 @@ def test_all_that_is_wrong_with_the_section_is_said_at_once(tmp_path):
          out=str(tmp_path / "out"), stop=("",))
   )  # fmt: skip
   with pytest.raises(ConfigError) as error:
-    resolve.resolve(c, 1, Device("cpu"))
+    resolve.resolve(c, 1, Device("cpu"), needs=table.JOBS["generate"].needs)
   for key in ("temperature=-0.5 must", "top_p=1.5 must", "top_k=-2 must", "max_new_tokens=0 must",
               "seed=-1 must", "slots=0 must", "num_samples=0 must", "max_length=-1 must",
               "precision='fp8' is not", "cache_format='bf16' is not", "prompts='", "out='",
@@ -141,7 +141,7 @@ def test_a_prompt_that_is_a_chat_needs_a_template(folder, tmp_path, capsys):
   (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
   c = base.get_config()
   c.generate.prompts, c.generate.precision = str(tmp_path / "p.jsonl"), "bf16"
-  c.model.num_layers, c.generate.hf = None, str(folder)
+  c.model.num_layers, c.weights.hf = None, str(folder)
   (folder / "tokenizer_config.json").rename(tmp_path / "kept.json")
   (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
   try:

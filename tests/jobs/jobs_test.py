@@ -220,7 +220,7 @@ def test_export_in_float32_is_the_checkpoint_and_evaluates_the_same(launch, trai
     np.testing.assert_array_equal(value, want[name], err_msg=name)
   elsewhere = trained.workdir / "elsewhere"  # the run's own folder is not asked for anything
   done = launch(elsewhere, "--config=configs/debug.py", "--job=evaluate", *debug_runs.FLAGS,
-                f"--config.eval.hf={folder}", "--config.data.tokenizer=bytes")  # fmt: skip
+                f"--config.weights.hf={folder}", "--config.data.tokenizer=bytes")  # fmt: skip
   result = json.loads(done.stdout)
   assert result["hf"] == str(folder) and not elsewhere.exists()
   assert (
@@ -240,8 +240,8 @@ def test_export_writes_into_no_folder_of_the_run(trained, run_job, tmp_path):
     (link, {}, "the run's own folder"),
     (trained.workdir / "checkpoints", {}, "not written by --job=export"),
   ):
-    c = debug_runs.config(**{"export.path": str(path)}, **changes)
-    code, stdout, stderr = run_job("export", c, trained.workdir)
+    c = debug_runs.config(**changes)
+    code, stdout, stderr = run_job("export", c, trained.workdir, out=str(path))
     assert (code, stdout) == (1, "") and what in stderr, stderr
   with pytest.raises(UserError, match="is init.hf"):
     export_folder.check_other(str(source), {f"{source}/../source": "init.hf"})
@@ -249,9 +249,7 @@ def test_export_writes_into_no_folder_of_the_run(trained, run_job, tmp_path):
 
 
 def test_export_dtype_auto_is_bfloat16_for_weights_that_were_drawn(trained, run_job, tmp_path):
-  code, stdout, _ = run_job(
-    "export", debug_runs.config(**{"export.path": str(tmp_path)}), trained.workdir
-  )
+  code, stdout, _ = run_job("export", debug_runs.config(), trained.workdir, out=str(tmp_path))
   assert code == 0 and json.loads(stdout)["dtype"] == "bfloat16"
   got = safetensors.numpy.load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
   want = debug_runs.saved_params(
@@ -263,8 +261,8 @@ def test_export_dtype_auto_is_bfloat16_for_weights_that_were_drawn(trained, run_
 def test_export_merges_scales_per_channel(trained, run_job, tmp_path):
   """Powers of two moved from up to down, and no further ones where the same text is measured."""
   smooth = {"precision.smooth_swiglu": "channel", "export.fold_smooth_batches": 2}
-  to = {"export.dtype": "float32", "export.path": str(tmp_path)}
-  assert run_job("export", debug_runs.config(**smooth, **to), trained.workdir)[0] == 0
+  c = debug_runs.config(**smooth, **{"export.dtype": "float32"})
+  assert run_job("export", c, trained.workdir, out=str(tmp_path))[0] == 0
   plan = debug_runs.plan(debug_runs.config(**smooth))
   merged, _ = hf_weights.load_params(str(tmp_path), plan.model)
   saved = debug_runs.saved_params(trained.workdir, debug_runs.STEPS, plan)
@@ -301,11 +299,11 @@ def test_evaluate_and_calibrate_count_what_they_pass_over(trained, run_job, tmp_
 
   monkeypatch.setattr(calibration, "run", read_all)
   table = str(tmp_path / "table.json")  # to be written, so that no job but training asks for it
-  changes |= {"calibrate.path": table, "precision.calibration": table}
+  changes |= {"precision.calibration": table}
   changes |= {"data.prefetch": 0, "data.shuffle_windows": 0}  # which read ahead, and count
   # 40 documents of 51 or 101 tokens, fewer than 16 batches of 2 x 129.
   changes["calibrate.batches"] = 16
-  code, stdout, _ = run_job("calibrate", debug_runs.config(**changes), trained.workdir)
+  code, stdout, _ = run_job("calibrate", debug_runs.config(**changes), trained.workdir, out=table)
   assert code == 0 and 3 <= json.loads(stdout)["documents_passed_over"]["malformed"] <= 6
 
 
@@ -332,7 +330,7 @@ def test_jobs_without_a_checkpoint_say_so(job, run_job, tmp_path):
 
 
 def test_a_missing_step_is_answered_with_those_there_are(trained, run_job):
-  code, _, stderr = run_job("evaluate", debug_runs.config(**{"eval.step": 3}), trained.workdir)
+  code, _, stderr = run_job("evaluate", debug_runs.config(**{"weights.step": 3}), trained.workdir)
   assert (code, stderr) == (1, "error: no checkpoint of step 3; there are [4]\n")
 
 

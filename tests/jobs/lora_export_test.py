@@ -12,6 +12,7 @@ import pytest
 from harness import tiny_config, tiny_plan
 
 from fp8jax import params as params_lib
+from fp8jax.export.settings import Export
 from fp8jax.jobs import export, generator, start, train
 from fp8jax.jobs.restore import restore_params
 from fp8jax.models import lora, presets, transformer
@@ -62,13 +63,15 @@ def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
     if lora.is_adapter(path):
       np.testing.assert_array_equal(value, flat[path], err_msg=path)
   merged, again = str(tmp_path / "merged"), str(tmp_path / "again")
-  wanted = {"eval.hf": folder, "export.gate_tokens": 256}
-  for changes in (
-    {"export.path": merged, "export.dtype": "float32"},
-    {"export.path": again, "export.format": "peft", "model.lora.rank": 3, "model.lora.alpha": 7.0,
-     "model.lora.targets": ("attn/[qo]", "mlp/down")},
+  wanted = {"weights.hf": folder, "export.gate_tokens": 256}
+  for out, changes in (
+    (merged, {"export.dtype": "float32"}),
+    (again, {"export.format": "peft", "model.lora.rank": 3, "model.lora.alpha": 7.0,
+     "model.lora.targets": ("attn/[qo]", "mlp/down")}),
   ):  # fmt: skip
-    code, stdout, stderr = run_job("export", _config(folder, adapters, **wanted | changes), "run")
+    code, stdout, stderr = run_job(
+      "export", _config(folder, adapters, **wanted | changes), "run", out=out
+    )
     assert code == 0, stderr
     assert json.loads(stdout)["gate"]["fp8jax"]["kl"] < 1e-6
   got, _ = hf_weights.load_params(merged, dataclasses.replace(plan.model, lora=None))
@@ -80,8 +83,8 @@ def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
   assert files[0].read_bytes() == files[1].read_bytes()
   scores = []
   for changes in ({"init.hf": folder}, {"init.hf": merged, "init.adapters": ""}):
-    c = _config(folder, adapters, **{"generate.hf": changes["init.hf"]} | changes)
-    made, _ = generator.load(debug_runs.plan(c), "run")
+    c = _config(folder, adapters, **{"weights.hf": changes["init.hf"]} | changes)
+    made, _ = generator.load(debug_runs.plan(c, "evaluate"), "run")
     scores.append(made.score([([104, 101, 108], [108, 111, 32, 119])])[0][0])
   np.testing.assert_allclose(scores[0], scores[1], rtol=1e-4)
 
@@ -92,10 +95,10 @@ def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
     ({"model.lora.rank": 4}, "rank is 3 there and 4 here; alpha is 7.0 there and 16.0 here"),
     ({"model.lora.rank": 3, "model.lora.alpha": 7.0}, "the targets are ('attn/o', 'attn/q', 'mlp/"),
     ({"init.hf": "", "model.preset": "debug"}, "are beside the weights of a Hugging Face folder"),
-    ({"init.adapters": "", "eval.hf": "BASE", "export.format": "peft"},
+    ({"init.adapters": "", "weights.hf": "BASE", "export.format": "peft"},
      "export.format='peft' writes adapters, and model.lora.rank=0 has none"),
-    ({"init.adapters": "", "eval.hf": "BASE", "export.format": "peft", "model.lora.rank": 3},
-     "writes adapters, and a folder has none: set init.adapters"),
+    ({"init.adapters": "", "weights.hf": "BASE", "export.format": "peft", "model.lora.rank": 3},
+     "which has no adapters; set init.adapters to theirs"),
   ],
 )  # fmt: skip
 def test_adapters_that_the_configuration_contradicts_are_refused(base, run_job, changes, message):
@@ -108,7 +111,7 @@ def test_adapters_that_the_configuration_contradicts_are_refused(base, run_job, 
 @pytest.mark.slow
 def test_adapters_are_merged_in_float32_and_the_gate_compares_with_both(tmp_path, monkeypatch):
   monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
-  plan = tiny_plan(tiny_config(**SMALL))
+  plan = tiny_plan(tiny_config(**SMALL), job="export")
   train.run(plan, str(tmp_path))
   params, _, _ = restore_params(plan, str(tmp_path))
   attn = params["layers"]["attn"]
@@ -118,8 +121,8 @@ def test_adapters_are_merged_in_float32_and_the_gate_compares_with_both(tmp_path
   want = (q + 4.0 * np.einsum("ndr,nrhk->ndhk", a, b)).astype(np.float32)
   for form in ("hf-bf16", "hf-fp8-block"):
     target = str(tmp_path / form)
-    wanted = dataclasses.replace(plan.export, format=form, path=target, dtype="bfloat16")
-    result = export.run(dataclasses.replace(plan, export=wanted), str(tmp_path))
+    wanted = dataclasses.replace(plan.of(Export), format=form, dtype="bfloat16")
+    result = export.run(dataclasses.replace(plan, sections={Export: wanted}), str(tmp_path), target)
     read, _ = hf_weights.load_params(target, dataclasses.replace(plan.model, lora=None))
     got = np.asarray(read["layers"]["attn"]["q"])
     if form == "hf-bf16":

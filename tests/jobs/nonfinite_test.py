@@ -122,7 +122,7 @@ def test_export_dtype_auto_is_that_of_the_folder_the_run_began_with(
   monkeypatch.setattr(hf_weights, "_check_finite", lambda *_: None)  # the weights have a NaN
   (tmp_path / "digits.txt").write_text("0123456789")
   text = {"export.gate_text": str(tmp_path / "digits.txt"), "export.gate_tokens": 8}
-  changes = poisoned.changes | {"eval.step": BAD_STEP} | text
+  changes = poisoned.changes | {"weights.step": BAD_STEP} | text
   code, stdout, _ = run_job("export", debug_runs.config(**changes), stopped.workdir)
   assert code == 0 and json.loads(stdout)["dtype"] == "float32"
   # That folder is an export itself, and is not replaced; also where init.hf no longer names it.
@@ -133,7 +133,7 @@ def test_export_dtype_auto_is_that_of_the_folder_the_run_began_with(
     (source, "the folder of init.hf"),
     (tmp_path / "copy", "the folder that training started from"),
   ):
-    to = {"init.hf": str(init), "export.path": str(source)}
-    code, _, stderr = run_job("export", debug_runs.config(**changes | to), stopped.workdir)
+    c = debug_runs.config(**changes | {"init.hf": str(init)})
+    code, _, stderr = run_job("export", c, stopped.workdir, out=str(source))
     assert code == 1 and what in stderr, stderr
   assert {p: p.read_bytes() for p in source.iterdir()} == before

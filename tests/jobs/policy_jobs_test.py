@@ -73,7 +73,7 @@ def _diagnose(run_job, rules, workdir, monkeypatch):
 
 
 def _generate(run_job, rules, workdir, monkeypatch):
-  made, _ = generator.load(debug_runs.plan(_config(rules)), str(workdir))
+  made, _ = generator.load(debug_runs.plan(_config(rules), "generate"), str(workdir))
   return made.score([([104, 101, 108], [108, 111, 32, 119])])[0][0]
 
 
@@ -92,8 +92,8 @@ def test_an_export_has_the_codes_of_the_recipes_that_policies_switched_to(
   run_job, trained, switch, tmp_path
 ):
   switch(debug_runs.plan(_config(STARTED)))
-  changes = {"export.format": "hf-fp8-block", "export.path": str(tmp_path / "x")}
-  code, stdout, stderr = run_job("export", _config(STARTED, **changes), trained)
+  c = _config(STARTED, **{"export.format": "hf-fp8-block"})
+  code, stdout, stderr = run_job("export", c, trained, out=str(tmp_path / "x"))
   assert code == 0, stderr
   result = types.SimpleNamespace(**json.loads(stdout))
   assert (result.fp8_matrices, result.codes_of_training, result.unquantized_matrices) == (7, 7, 7)

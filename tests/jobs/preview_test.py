@@ -10,8 +10,8 @@ import rich.console
 
 from configs import base
 from fp8jax.config import resolve
-from fp8jax.errors import ConfigError, UserError
-from fp8jax.jobs import preview
+from fp8jax.errors import UserError
+from fp8jax.jobs import dispatch, preview
 
 
 def _config(folder):
@@ -33,10 +33,14 @@ def folder(tmp_path_factory):
   return path
 
 
+def _preview(c, out):
+  return preview.run(*resolve.resolve_steps(c), c.global_batch, out)
+
+
 def test_preview_shows_trained_text_and_counts(folder, tmp_path):
   rows = chats.write(tmp_path / "same.jsonl", 30)
   out = rich.console.Console(file=io.StringIO(), width=200)
-  counts = preview.run(*resolve.resolve_preview(_config(folder)), out)
+  counts = _preview(_config(folder), out)
   shown = [line for line in out.file.getvalue().splitlines() if line.startswith("u:")]
   marked = {"a": "a:⟦{};⟧", "u": "u:{};"}
   want = {"".join(marked[m["role"][0]].format(m["content"]) for m in r["messages"]) for r in rows}
@@ -57,7 +61,7 @@ def test_control_characters_of_data_are_shown_as_escapes(tmp_path, folder):
   c = _config(tmp_path)
   c.data.samples_per_step = 1
   out = rich.console.Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
-  preview.run(*resolve.resolve_preview(c), out)
+  _preview(c, out)
   shown = out.file.getvalue()
   assert "\\x1b[31mred\\x07" in shown and "a\\x1b]0;title\\x9b\\u202e" in shown
   assert not set(shown) & set("\x1b\x07\x9b\u202e") and "b\nc" in shown
@@ -66,16 +70,15 @@ def test_control_characters_of_data_are_shown_as_escapes(tmp_path, folder):
 def test_preview_cuts_long_samples_short(folder, monkeypatch):
   monkeypatch.setattr(preview, "_MOST", 5)
   out = rich.console.Console(file=io.StringIO(), width=200)
-  preview.run(*resolve.resolve_preview(_config(folder)), out)
+  _preview(_config(folder), out)
   assert "characters more" in out.file.getvalue() and "⟦" not in out.file.getvalue()
 
 
-def test_documents_are_not_previewed_and_conversations_not_prepared(folder):
-  data, steps, windows = resolve.resolve_preview(base.get_config())
+def test_documents_are_not_previewed_and_conversations_not_prepared(folder, tmp_path):
   with pytest.raises(UserError, match="--job=preview shows conversations"):
-    preview.run(data, steps, windows, rich.console.Console(file=io.StringIO()))
-  with pytest.raises(ConfigError, match="--job=prepare writes documents"):
-    resolve.resolve_prepare(_config(folder))
+    _preview(base.get_config(), rich.console.Console(file=io.StringIO()))
+  with pytest.raises(UserError, match="--job=prepare writes documents"):
+    dispatch.call("prepare", _config(folder), base.get_config(), str(tmp_path))
 
 
 def test_preview_names_the_ends_of_turns_and_the_template_that_it_chose(folder, tmp_path):
@@ -87,7 +90,7 @@ def test_preview_names_the_ends_of_turns_and_the_template_that_it_chose(folder, 
 
   def shown():
     out = rich.console.Console(file=io.StringIO(), width=1000)
-    preview.run(*resolve.resolve_preview(c), out)
+    _preview(c, out)
     return out.file.getvalue()
 
   text = shown()

@@ -309,9 +309,9 @@ def test_calibration_tables_hold_float32_amaxes(tmp_path, rows):
 def test_a_table_that_cannot_be_written_is_refused_before_the_work(tmp_path):
   (tmp_path / "file").write_text("")
   for path in (tmp_path / "file/table.json", tmp_path):
-    with pytest.raises(UserError, match="calibrate.path: cannot write"):
-      calibrate._check_writable(str(path), "calibrate.path")  # noqa: SLF001
-  calibrate._check_writable(str(tmp_path / "new/table.json"), "calibrate.path")  # noqa: SLF001
+    with pytest.raises(UserError, match="--out: cannot write"):
+      calibrate._check_writable(str(path), "--out")  # noqa: SLF001
+  calibrate._check_writable(str(tmp_path / "new/table.json"), "--out")  # noqa: SLF001
 
 
 # --- the library ---------------------------------------------------------------------------------

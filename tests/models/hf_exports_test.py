@@ -13,7 +13,7 @@ from harness import text_config
 
 from fp8jax.config import resolve
 from fp8jax.errors import UserError
-from fp8jax.jobs import dispatch
+from fp8jax.jobs import table
 from fp8jax.kernels.device import Device
 from fp8jax.models import rope
 from fp8jax.models.config import RopeScaling
@@ -97,10 +97,9 @@ def test_choices_of_a_folder_are_named_at_the_start(tmp_path, monkeypatch, capfd
   yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
   folder = _folder(tmp_path, rope_scaling=yarn, vocab_size=96)
   (tmp_path / "pytorch_model.bin").write_bytes(b"")
-  monkeypatch.setattr(dispatch.resolve, "resolve", lambda *_: None)
-  monkeypatch.setattr(dispatch.train, "run", lambda *_: {})
-  c = text_config(**{"init.hf": folder, "model.preset": "hf"})
-  dispatch.call("train", c, c, str(tmp_path / "run"))
+  monkeypatch.setattr(table.resolve_lib, "resolve", lambda *_, **__: None)
+  c, job = text_config(**{"init.hf": folder, "model.preset": "hf"}), table.JOBS["train"]
+  job.resolve(c, job.needs)
   rope_line, weights_line = capfd.readouterr().err.strip().splitlines()
   assert "config.json: rope_scaling is read ('yarn'" in rope_line
   assert "pytorch_model.bin lies beside the safetensors and is not read" in weights_line

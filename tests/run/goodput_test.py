@@ -59,7 +59,7 @@ def test_a_killed_run_counts_its_repeated_steps_and_traces_its_window(tmp_path, 
   The run that goes on ends within its window, and writes the trace all the same.
   """
   changes = {
-    "checkpoint.every": 3, "log.every": 2, "log.profile_start": 1, "log.profile_steps": 2,
+    "checkpoint.every": 3, "log.every": 2, "log.profile": (1, 2),
     "eval.precisions": ("bf16",),
   }  # fmt: skip
   with monkeypatch.context() as patch:
@@ -77,7 +77,7 @@ def test_a_killed_run_counts_its_repeated_steps_and_traces_its_window(tmp_path, 
   rows = [row for _, row in metrics_writer.rows(str(tmp_path / "metrics.jsonl"))]
   elapsed = {row["step"]: row["elapsed_seconds"] for row in rows if "elapsed_seconds" in row}
   shutil.rmtree(tmp_path / "profile")
-  train_on_text(tmp_path, "bf16", **changes | {"log.profile_start": 4, "log.profile_steps": 9})
+  train_on_text(tmp_path, "bf16", **changes | {"log.profile": (4, 9)})
   (trace,) = tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")
   assert _traced_steps(str(trace)) == [5, 6]
   summary = json.loads((tmp_path / "summary.json").read_text())
@@ -93,6 +93,6 @@ def test_a_killed_run_counts_its_repeated_steps_and_traces_its_window(tmp_path, 
 
 
 def test_a_profile_of_a_negative_window_is_refused():
-  c = text_config(**{"log.profile_steps": -1})
-  with pytest.raises(resolve.ConfigError, match="log.profile_steps=-1 must be at least 0"):
+  c = text_config(**{"log.profile": (10, -1)})
+  with pytest.raises(resolve.ConfigError, match="log.profile=.*must be two numbers"):
     resolve.resolve(c, 1, Device("cpu"))

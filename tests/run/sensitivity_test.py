@@ -1,6 +1,7 @@
 """Sensitivity: measurements against whole forward passes, estimates against small switches, rules
 against the matcher of rules, records against interruption."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -15,12 +16,14 @@ import pytest
 from fp8jax.config import resolve
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import sensitivity as job
+from fp8jax.jobs import table
 from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.run import sensitivity, sensitivity_rules
 from fp8jax.run.sensitivity import CHOOSE, REPORT, Place
 from fp8jax.run.sensitivity_records import Records
+from fp8jax.sensitivity.settings import Sensitivity
 from fp8jax.step import train_step
 
 ON = (1.0, 1.0)
@@ -28,14 +31,19 @@ ON = (1.0, 1.0)
 RULES = (("layers/0/attn/v", "bf16"), ("head", "bf16"), (".*", "nvfp4"))
 CHANGES = {
   "precision.rules": RULES, "eval.batch": 2, "seq_len": 64, "model.init_std": 0.1,
-  "sensitivity.tokens": 512, "sensitivity.top": 2, "data.heldout_fraction": 0.5,
+  "sensitivity.tokens": 512, "data.heldout_fraction": 0.5,
   "precision.verify_fp8_gemms": False,
 }  # fmt: skip
 
 
+def _with_top(plan, top=2):
+  section = dataclasses.replace(plan.of(Sensitivity), top=top)
+  return dataclasses.replace(plan, sections={Sensitivity: section})
+
+
 @functools.cache
 def _plan():
-  return harness.text_plan(**CHANGES)
+  return _with_top(harness.text_plan(job="sensitivity", **CHANGES))
 
 
 @functools.cache
@@ -53,7 +61,7 @@ def study(tmp_path_factory):
 @functools.cache
 def _logits(rules, batch_index=0):
   """Of a half's first batch with these rules, by the ordinary model."""
-  plan = harness.text_plan(**{**CHANGES, "precision.rules": rules})
+  plan = harness.text_plan(job="sensitivity", **{**CHANGES, "precision.rules": rules})
   batch = {k: jnp.asarray(v) for k, v in job._halves(_plan())[CHOOSE][batch_index].items()}
   run = jax.jit(lambda p, s: transformer.logits(p, s, batch, plan.model, plan.run))
   return np.asarray(run(_params(), plan.sites()), np.float64), batch
@@ -146,15 +154,19 @@ def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
   # The upper end of the interval is within the budget; the estimate is with fewer sites in BF16.
   (of_loss,) = (b for b in result["budgets"] if b["budget"].startswith("at most"))
   estimate, _, high = of_loss["chosen_on"]["loss_percent"]
-  assert estimate < high <= plan.sensitivity.max_loss
+  assert estimate < high <= plan.of(Sensitivity).max_loss
   for budget in result["budgets"]:
     for arm in budget["arms"]:
-      sites = harness.text_plan(**{**CHANGES, "precision.rules": tuple(arm["rules"])}).sites()
+      sites = harness.text_plan(
+        job="sensitivity", **{**CHANGES, "precision.rules": tuple(arm["rules"])}
+      ).sites()
       recipes = site_lib.recipes_of(sites)
       in_bf16 = [n for n, r in recipes.items() if not r.fwd.is_quantized]
       assert len(in_bf16) == arm["bf16_sites"] + 2  # beside those that were BF16 before
   with pytest.raises(UserError, match="windows was .*512.* and is .*1024"):
-    job.run(harness.text_plan(**{**CHANGES, "sensitivity.tokens": 1024}), str(tmp_path))
+    job.run(
+      harness.text_plan(job="sensitivity", **{**CHANGES, "sensitivity.tokens": 1024}), str(tmp_path)
+    )
 
 
 def test_halves_share_no_document():
@@ -255,22 +267,23 @@ def test_records_survive_a_kill_and_refuse_another_study(tmp_path):
 def test_studies_that_would_mislead_are_refused(tmp_path):
   with pytest.raises(UserError, match="random weights say nothing"):
     job.run(_plan(), str(tmp_path))
-  delayed = harness.text_plan("tensor_delayed")
+  delayed = harness.text_plan("tensor_delayed", job="sensitivity")
   with pytest.raises(UserError, match="precision.calibration=TABLE"):
     job._with_scales(delayed, 0, {})
-  lora = harness.text_plan("block_128", **{"model.lora.rank": 2, "model.lora.base": "bf16"})
+  lora = harness.text_plan(
+    "block_128", job="sensitivity", **{"model.lora.rank": 2, "model.lora.base": "bf16"}
+  )
   with pytest.raises(UserError, match="merge them by --job=export"):
     job.run(lora, str(tmp_path))
 
 
 def test_section_is_checked_as_a_whole():
   c = harness.text_config(**{
-    "sensitivity.tokens": 1, "sensitivity.groups": ("kind",), "sensitivity.top": -1,
+    "sensitivity.tokens": 1,
     "sensitivity.max_loss": -1.0, "sensitivity.min_fp8": 90.0,
   })  # fmt: skip
   with pytest.raises(ConfigError) as e:
-    resolve.resolve(c, 1, harness.CPU)
+    resolve.resolve(c, 1, harness.CPU, needs=table.JOBS["sensitivity"].needs)
   found = str(e.value)
-  for key in ("tokens", "groups", "top", "max_loss", "min_fp8"):
+  for key in ("tokens", "max_loss", "min_fp8"):
     assert f"sensitivity.{key}" in found
-  assert "did you mean 'kinds'?" in found

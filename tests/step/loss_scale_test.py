@@ -15,11 +15,15 @@ from fp8jax.jobs import train
 from fp8jax.run import preemption
 from fp8jax.step import loss_scale, train_step
 
+DYNAMIC = {"loss_scale.kind": "dynamic"}
+
+
+def _scaled(plan, **changes):
+  return dataclasses.replace(plan, loss_scale=dataclasses.replace(plan.loss_scale, **changes))
+
 
 def test_loss_scale_halves_at_overflow_and_doubles_after_growth():
-  plan = harness.text_plan(
-    "bf16", **{"loss_scale.kind": "dynamic", "loss_scale.growth_interval": 2}
-  )
+  plan = _scaled(harness.text_plan("bf16", **DYNAMIC), growth_interval=2)
   step = train_step.make_step(plan)
   spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch)
   stream = loader.train_batches(plan.data, 2)
@@ -87,9 +91,7 @@ def _steps(plan, hosts):
 def test_past_and_static_scales_follow_the_loss_scale_exactly():
   """Powers of two: a run under a loss scale that grows and halves is the run without one."""
   plain = harness.text_plan(**ALL_SOURCES, **{"optim.on_nonfinite": "skip"})
-  scaled = harness.text_plan(
-    **ALL_SOURCES, **{"loss_scale.kind": "dynamic", "loss_scale.growth_interval": 1}
-  )
+  scaled = _scaled(harness.text_plan(**ALL_SOURCES, **DYNAMIC), growth_interval=1)
   hosts = harness.calibrated_batches(plain, 6)[1]
   bad = dict(hosts[3], weights_BL=np.full_like(hosts[3]["weights_BL"], np.inf))
   hosts = [*hosts[:3], bad, *hosts[3:]]
@@ -113,8 +115,8 @@ def test_float16_trains_under_a_loss_scale_where_gradients_underflow_without():
   """Four steps against float32's: losses, and how far the first weight of the MLP came."""
   losses, moved = {}, {}
   for dtype, kind in (("float32", "none"), ("float16", "none"), ("float16", "dynamic")):
-    scaling = {"loss_scale.kind": kind, "loss_scale.start": 2.0**15}
-    plan = harness.text_plan("bf16", **{"model.num_layers": 1, "optim.warmup_steps": 0, **scaling})
+    scaling = {"loss_scale.kind": kind, "model.num_layers": 1, "optim.warmup_steps": 0}
+    plan = _scaled(harness.text_plan("bf16", **scaling), start=2.0**15)
     # float16 without a loss scale is refused in a configuration.
     plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, dtype=np.dtype(dtype)))
     _, hosts = harness.calibrated_batches(plan, 4)
@@ -138,11 +140,10 @@ def test_float16_trains_under_a_loss_scale_where_gradients_underflow_without():
 
 def test_float16_starts_from_the_largest_loss_scale_that_does_not_overflow():
   """Calibration halves it; scales are then those of the gradients, as float32 has them."""
-  changes = ALL_SOURCES | {"loss_scale.kind": "dynamic", "loss_scale.start": 2.0**24}
   found = {}
   for dtype in ("float32", "float16"):
-    plan = harness.text_plan(**changes, **{"precision.compute_dtype": dtype})
-    state, _ = harness.calibrated_batches(plan, 1)
+    plan = harness.text_plan(**ALL_SOURCES, **DYNAMIC, **{"precision.compute_dtype": dtype})
+    state, _ = harness.calibrated_batches(_scaled(plan, start=2.0**24), 1)
     found[dtype] = jax.device_get(state)
   assert float(found["float32"].loss_scale["scale"]) == 2.0**24
   assert 2.0**8 < float(found["float16"].loss_scale["scale"]) < 2.0**24
@@ -167,11 +168,11 @@ def test_overflow_at_the_smallest_loss_scale_ends_a_run(policy, is_last):
 
 
 def test_a_resumed_run_goes_on_with_its_loss_scale(tmp_path, monkeypatch):
-  changes = {"loss_scale.kind": "dynamic", "loss_scale.growth_interval": 1}
+  plan = _scaled(harness.one_layer_plan(**DYNAMIC), growth_interval=1)
   with monkeypatch.context() as m:
     m.setattr(preemption.Interrupts, "requested", lambda _, step: step >= 3)
-    train.run(harness.one_layer_plan(**changes), str(tmp_path))
-  train.run(harness.one_layer_plan(**changes), str(tmp_path))
+    train.run(plan, str(tmp_path))
+  train.run(plan, str(tmp_path))
   rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
   scales = [row["loss_scale"] for row in rows if "loss_scale" in row]
   assert scales == [256.0 * 2**step for step in range(6)]

@@ -109,7 +109,7 @@ HONOURED = {
   "a layout of several devices is refused": "mesh sharding",
   "the files of a trial are those of a run": "log.every log.tensorboard log.report",
   "other jobs read them, training does not": """
-    aot calibrate export generate prepare sensitivity eval.hf eval.step eval.tasks eval.chat
+    calibrate export generate prepare sensitivity weights eval.tasks eval.chat
     eval.questions eval.samples eval.temperature eval.max_new_tokens eval.seed eval.data_dir
     eval.train_data eval.allow_code_execution eval.compare_with""",
 }
@@ -144,12 +144,12 @@ def _other(value):
 
 
 def test_a_policy_and_a_trace_are_refused(tmp_path):
-  fixed = {"precision.policy": ("roll_back()",), "log.profile_steps": 2, "checkpoint.every": 2}
+  fixed = {"precision.policy": ("roll_back()",), "log.profile": (10, 2), "checkpoint.every": 2}
   _, trials = _trials(tmp_path, "bf16", fixed=fixed)
   with pytest.raises(ConfigError) as e:
     stacked.groups(trials)
   assert len(e.value.problems) == 3
-  for key, default in (("precision.policy=", "[]"), ("log.profile_steps=2", "0")):
+  for key, default in (("precision.policy=", "[]"), ("log.profile=", "[10, 0]")):
     (problem,) = [p for p in e.value.problems if key in p]
     assert problem.endswith(f"needs a run of its own; set {default}, or leave --vmap out")
 

@@ -14,7 +14,7 @@ from fp8jax.errors import UserError
 MANIFEST = "fp8jax_export.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 _EARLIER = ".replaced"
-_REMEDY = "set export.path to a new or empty folder"
+_REMEDY = "name a new or empty folder as --out"
 
 
 def check_other(target: str, folders: Mapping[str, str]):
@@ -26,7 +26,7 @@ def check_other(target: str, folders: Mapping[str, str]):
   real = os.path.realpath(target)
   for folder, what in folders.items():
     if real == os.path.realpath(folder):
-      raise UserError(f"export.path={target!r} is {what}; {_REMEDY}")
+      raise UserError(f"--out={target!r} is {what}; {_REMEDY}")
 
 
 def check(target: str, names: Collection[str] = ()):
@@ -42,7 +42,7 @@ def check(target: str, names: Collection[str] = ()):
   if not os.path.lexists(target):
     return
   if not os.path.isdir(target):
-    raise UserError(f"export.path={target!r} is no folder; {_REMEDY}")
+    raise UserError(f"--out={target!r} is no folder; {_REMEDY}")
   there = set(os.listdir(target)) - {f"{MANIFEST}.part"}  # of a disk that was full at once
   owned = _owned(target)
   if there and owned is None:

@@ -24,7 +24,6 @@ from fp8jax.quantization import quantize
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import CURRENT, Quant, Scale, Static
 
-FORMATS = ("hf-bf16", "hf-fp8-block", "compressed-tensors", "peft")
 METHODS = {"hf-fp8-block": FINE_GRAINED, "compressed-tensors": COMPRESSED}
 # Projections that servers multiply as one.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -7,23 +7,19 @@ from collections.abc import Collection
 
 from fp8jax.config.files import Config
 from fp8jax.errors import ConfigErrors
+from fp8jax.export.settings import Export
 from fp8jax.models import transformer
 from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.models.hf import fp8_export, fp8_formats, names
 from fp8jax.ops import site
-from fp8jax.step.job_settings import Export
 from fp8jax.step.run_spec import RunSpec
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def check(c: Config, problems: ConfigErrors):
-  """The section `export` against itself and the files it names."""
-  e = c.export
-  problems.check(
-    not e.path or bool(e.path.strip()),
-    f"export.path={e.path!r} is blank; name a folder, or '' for WORKDIR/hf",
-  )
+def problems(c: Config) -> list[str]:
+  """Of the section `export` against itself and the files it names, in words."""
+  problems, e = ConfigErrors(), c.export
   problems.check(
     e.format != "peft" or bool(c.model.lora.rank or c.init.adapters),
     "export.format='peft' writes adapters, and model.lora.rank=0 has none; set the rank of the run",
@@ -42,6 +38,15 @@ def check(c: Config, problems: ConfigErrors):
     f"export.push_to={e.push_to!r} must be a repository of the Hugging Face hub, ORG/NAME",
   )
   _check_fp8(e, problems)
+  return problems.found
+
+
+def problems_of_spec(spec: RunSpec) -> list[str]:
+  """Of the choice of the FP8 matrices, before weights are read."""
+  problems = ConfigErrors()
+  last = spec.weights.step if spec.weights.step >= 0 else spec.steps
+  problems.attempt(lambda: choose(spec, spec.phase(max(last - 1, 0))))
+  return problems.found
 
 
 def _check_fp8(e: Config, problems: ConfigErrors):
@@ -80,7 +85,7 @@ def choose(
 ) -> fp8_export.Fp8Plan | None:
   """The FP8 matrices of an export of a checkpoint in this phase of the precision schedule.
 
-  A Hugging Face folder (eval.hf) in 16 bits was trained nobody knows how: all of it is quantized.
+  A folder (weights.hf) in 16 bits was trained nobody knows how: all of it is quantized.
 
   Args:
     merged: paths of the weights that adapters were merged into, which are quantized anew.
@@ -89,13 +94,14 @@ def choose(
   Raises:
     UserError: see fp8_export.choose, and names.entries.
   """
-  fp8 = fp8_format(plan.export)
+  e = plan.of(Export)
+  fp8 = fp8_format(e)
   if fp8 is None:
     return None
-  sites = plan.sites(EVAL_PRECISIONS[1] if plan.eval.hf else None, phase=phase)
+  sites = plan.sites(EVAL_PRECISIONS[1] if plan.weights.hf else None, phase=phase)
   return fp8_export.choose(
     names.entries(plan.model), plan.model.dims, site.recipes_of(sites), fp8,
-    scale_fmt=plan.export.scale_fmt, requantize=plan.export.requantize, changed=_changed(plan),
+    scale_fmt=e.scale_fmt, requantize=e.requantize, changed=_changed(plan),
     merged=merged, stored=stored,
   )  # fmt: skip
 
@@ -104,11 +110,11 @@ def _changed(plan: RunSpec) -> set[str]:
   """Paths of the weights that Smooth-SwiGLU's scales per channel multiply, in training or here."""
   if plan.run.smooth_swiglu != "channel":
     return set()
-  is_folded = bool(plan.export.fold_smooth_batches)
+  is_folded = bool(plan.of(Export).fold_smooth_batches)
   return {
     f"layers/{mixer.key}/{one.name}"
     for mixer in transformer.mixers(plan.model)
     for one in mixer.sites
-    if (one.has_channel_scales and not plan.eval.hf)
+    if (one.has_channel_scales and not plan.weights.hf)
     or (is_folded and mixer.fold_channel_scales is not None)
   }

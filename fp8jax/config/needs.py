@@ -1,0 +1,52 @@
+"""The part of a configuration that a job takes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from fp8jax.config.files import Config
+from fp8jax.step.run_spec import RunSpec
+
+
+def _none(_: Any) -> list[str]:
+  return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+  """A job takes so much of a configuration beside the model, its precision and the data.
+
+  Attributes:
+    sections: of the job; RunSpec.of has them.
+    problems: of those sections, in words.
+    problems_of_spec: of what needs the resolved rest.
+    of_weights: whether weights.hf, where it is set, says what the model is.
+    has_own_text: whether that folder's tokenizer replaces data.tokenizer.
+    is_on_one_device: whether the job computes on one device, also of a larger machine.
+    has_steps: whether it takes a number of steps: data.epochs counts all conversations.
+    has_calibration: whether it reads precision.calibration, which may be yet to be written.
+  """
+
+  sections: tuple[type, ...] = ()
+  problems: Callable[[Config], list[str]] = _none
+  problems_of_spec: Callable[[RunSpec], list[str]] = _none
+  of_weights: bool = False
+  has_own_text: bool = False
+  is_on_one_device: Callable[[Config], bool] = lambda c: False
+  has_steps: bool = False
+  has_calibration: bool = False
+
+  def folder(self, c: Config) -> tuple[str, str]:
+    """(the Hugging Face folder that says what the model is, or "", the key that names it)."""
+    if self.of_weights and c.weights.hf:
+      return c.weights.hf, "weights.hf"
+    return c.init.hf, "init.hf"
+
+  def tokenizer(self, c: Config) -> tuple[str, str]:
+    """(data.tokenizer, data.eos), or ("", "") where the folder's replace them."""
+    if self.has_own_text and c.weights.hf:
+      return "", ""
+    return c.data.tokenizer, c.data.eos
+
+
+TRAINING = Needs(has_steps=True, has_calibration=True)

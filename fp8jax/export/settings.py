@@ -1,0 +1,45 @@
+"""Keys of --job=export."""
+
+from fp8jax.keys import NOTHING, key, section
+from fp8jax.models.hf import fp8_formats
+from fp8jax.models.hf import weights as hf_weights
+
+FORMATS = ("hf-bf16", "hf-fp8-block", "compressed-tensors", "peft")
+
+
+# A table: a key a row, its meaning beside it.
+# fmt: off
+@section("export", NOTHING, mapped=True)
+class Export:
+  """The folder that --job=export writes."""
+
+  format: str = key("hf-bf16", '"hf-bf16": all weights in export.dtype. "hf-fp8-block": FP8 as '
+    'DeepSeek-V3 and Qwen publish it, 128x128. "compressed-tensors": FP8 as llm-compressor writes '
+    "it, by export.strategy. \"peft\": the adapters alone, in PEFT's format.",
+    choices=FORMATS)
+  dtype: str = key("auto", 'Of weights that are not FP8: "bfloat16", "float16", "float32", or '
+    '"auto": as imported, else bfloat16.', choices=("auto", *hf_weights.DTYPES))
+  strategy: str = key("channel", "compressed-tensors: what shares a scale: channel, block, tensor",
+    choices=fp8_formats.STRATEGIES)
+  scale_fmt: str = key("auto", 'hf-fp8-block: "float32", "ue8m0" (powers of two), or "auto": as '
+    "training multiplied.", choices=("auto", *fp8_formats.SCALE_FMTS))
+  requantize: bool = key(False, "Whether an FP8 format that cannot hold the codes of training gets "
+    "new ones, from the masters.")
+  input_scales: str = key("", "compressed-tensors: table of --job=calibrate that static scales of "
+    'inputs come from; "": servers scale every token.')
+  gate_tokens: int = key(1024, "The gate: the logits of the written folder are compared with the "
+    "source's on so many tokens, of every data source's held-out documents or of gate_text.",
+    least=1)
+  gate_text: str = key("", 'text file to compare on; "": held-out documents')
+  max_kl: float = key(0.1, "nats per token; a folder that differs more is not written")
+  client_python: str = key("", "Python of an environment with torch, transformers and, by format, "
+    "accelerate or compressed-tensors, which then reads the folder too, on the CPU: "
+    '"torch-env/bin/python".')
+  push_to: str = key("", "repository of the Hugging Face hub, ORG/NAME; made private if new")
+  fold_smooth_batches: int = key(0, 'After training with precision.smooth_swiglu="channel": fold '
+    "its scales, measured over so many held-out batches of every source, into up and down, for "
+    "FP8 inference with plain SwiGLU. In 16 and 32 bits the model stays the same. 0: weights as "
+    "trained.", least=0)
+
+
+# fmt: on

@@ -1,0 +1,70 @@
+"""Refusals of the sections that one job reads, in words."""
+
+import math
+import os
+from typing import Any
+
+from fp8jax.errors import ConfigErrors
+from fp8jax.evaluation import catalog
+from fp8jax.evaluation.settings import Options
+from fp8jax.generation.settings import Generate
+
+
+def calibrate_problems(c: Any) -> list[str]:
+  """The problems of a config's calibrate section, in words."""
+  collected, method, percent = ConfigErrors(), c.calibrate.method, c.calibrate.percentile
+  collected.check(
+    50 <= percent <= 100, f"calibrate.percentile={percent} must be a percentage from 50 to 100"
+  )
+  collected.check(
+    method == "amax" or c.loss_scale.kind == "none",
+    f"calibrate.method={method!r} counts gradients as they are; set loss_scale.kind='none' for "
+    "--job=calibrate, or calibrate.method='amax'",
+  )
+  return collected.found
+
+
+def generate_problems(c: Generate) -> list[str]:
+  """The problems of a config's generate section, in words."""
+  collected = ConfigErrors()
+  collected.extend(c.sampling.problems("generate."))
+  remedy = "name a file with a prompt per line, or JSON lines with 'prompt' or 'messages'"
+  collected.file("generate.prompts", c.prompts, remedy)
+  taken = bool(c.out) and os.path.exists(os.path.expanduser(c.out))
+  collected.check(not taken, f"generate.out={c.out!r} exists; move it away or name another file")
+  return collected.found
+
+
+def sensitivity_problems(c: Any) -> list[str]:
+  """The problems of a config's sensitivity section, in words."""
+  collected = ConfigErrors()
+  collected.check(c.tokens >= 2, f"sensitivity.tokens={c.tokens} must be at least 2: two halves")
+  collected.check(
+    c.max_loss >= 0, f"sensitivity.max_loss={c.max_loss} must be percent, at least 0; 0 is none"
+  )
+  collected.check(
+    0 <= c.min_fp8 <= 1, f"sensitivity.min_fp8={c.min_fp8} must be a share from 0 to 1; 0 is none"
+  )
+  return collected.found
+
+
+def task_problems(c: Any, options: Options) -> list[str]:
+  """The problems of eval.tasks and of the settings that belong to it, in words.
+
+  Args:
+    c: the whole configuration.
+    options: those of eval that all tasks have in common.
+  """
+  found = catalog.problems(c.eval.tasks, options)
+  if not 0 <= c.eval.seed < 2**63:
+    found.append(f"eval.seed={c.eval.seed} must be from 0 to 2**63 - 1")
+  if options.temperature != -1 and not 0 <= options.temperature < math.inf:
+    found.append(
+      f"eval.temperature={options.temperature} must be 0 (greedy) or positive; -1 is the task's own"
+    )
+  other = c.eval.compare_with
+  if other and not os.path.isdir(os.path.expanduser(other)):
+    found.append(
+      f"eval.compare_with={other!r} does not exist; name the workdir of an evaluated run, or ''"
+    )
+  return found

@@ -1,0 +1,143 @@
+"""The jobs of a configuration: what each takes of it, and what it runs."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from fp8jax import console as console_lib
+from fp8jax import hub
+from fp8jax.compiled import aot
+from fp8jax.config import files as config_files
+from fp8jax.config import registry
+from fp8jax.config import resolve as resolve_lib
+from fp8jax.config.files import Config
+from fp8jax.config.needs import TRAINING, Needs
+from fp8jax.evaluation.settings import Tasks
+from fp8jax.export import checks as export_checks
+from fp8jax.export.settings import Export
+from fp8jax.generation.settings import Generate
+from fp8jax.jobs import (
+  calibrate,
+  checks,
+  diagnose,
+  evaluate,
+  export,
+  generate,
+  memory,
+  prepare,
+  preview,
+  sensitivity,
+  train,
+)
+from fp8jax.kernels import choose
+from fp8jax.models.hf import config as hf_config
+from fp8jax.run import machine
+from fp8jax.run.settings import Calibrate, Prepare
+from fp8jax.sensitivity.settings import Sensitivity
+
+
+def _spec(c: Config, needs: Needs) -> tuple[Any, ...]:
+  """For a job on the devices at hand, with the files that the configuration names."""
+  machine.check_platform(jax.default_backend(), jax.config.jax_platforms, jax.__version__)
+  folder, _ = needs.folder(c)
+  hub.fetch({needs.tokenizer(c)[0]: hub.TOKENIZER, folder: hub.WEIGHTS})
+  spec = resolve_lib.resolve(c, jax.device_count(), choose.current_device(), needs=needs)
+  for note in hf_config.notes(folder) if folder and jax.process_index() == 0 else ():
+    print(note, file=sys.stderr)
+  return (spec,)
+
+
+def _text(c: Config, needs: Needs) -> tuple[Any, ...]:
+  """The data and the steps: for a job that needs neither the model, the mesh nor its devices."""
+  hub.fetch({c.data.tokenizer or c.init.hf: hub.TOKENIZER})
+  return resolve_lib.resolve_steps(c, needs)
+
+
+def _documents(c: Config, needs: Needs) -> tuple[Any, ...]:
+  return _text(c, needs)[0], registry.section(c, Prepare)
+
+
+def _conversations(c: Config, needs: Needs) -> tuple[Any, ...]:
+  return *_text(c, needs), c.global_batch, console_lib.console()
+
+
+def _program(c: Config, needs: Needs, topology: str) -> tuple[Any, ...]:
+  """For devices that need not be here."""
+  hub.fetch({c.init.hf: hub.WEIGHTS} if c.model.preset == "hf" else {})
+  return *aot.resolve(config_files.without_files(c), topology, needs), topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """A job.
+
+  Attributes:
+    run: of what `resolve` gives and the workdir; its result is printed, and notebooks get it.
+    needs: of the configuration.
+    resolve: from the configuration to the values that `run` takes.
+    has_devices: whether it computes, so that in several processes the first one alone prints.
+    option: of the command line and `dispatch.call`, which no other job has: "out", the folder or
+      file that `run` writes, or "topology", the devices that `resolve` is for.
+  """
+
+  run: Callable[..., dict[str, Any]]
+  needs: Needs = Needs()
+  resolve: Callable[..., tuple[Any, ...]] = _spec
+  has_devices: bool = True
+  option: str = ""
+
+
+def _always(c: Config) -> bool:
+  return True
+
+
+def _evaluation_problems(c: Config) -> list[str]:
+  generation = checks.generate_problems(registry.section(c, Generate))
+  return [*generation, *checks.task_problems(c, registry.section(c, Tasks).options)]
+
+
+JOBS = {
+  "train": Job(train.run, TRAINING),
+  "evaluate": Job(
+    evaluate.run,
+    Needs(
+      (Tasks, Generate), _evaluation_problems, of_weights=True, has_calibration=True,
+      is_on_one_device=lambda c: bool(c.eval.tasks),  # as generation
+    ),
+  ),
+  "generate": Job(
+    generate.run,
+    Needs(
+      (Generate,), lambda c: checks.generate_problems(registry.section(c, Generate)),
+      of_weights=True, has_own_text=True, has_calibration=True, is_on_one_device=_always,
+    ),
+  ),
+  "export": Job(
+    export.run,
+    Needs(
+      (Export,), export_checks.problems, export_checks.problems_of_spec, of_weights=True,
+    ),
+    option="out",
+  ),
+  "sensitivity": Job(
+    sensitivity.run,
+    Needs(
+      (Sensitivity,), lambda c: checks.sensitivity_problems(c.sensitivity), of_weights=True,
+      has_calibration=True, is_on_one_device=_always,  # as its switches
+    ),
+    option="out",
+  ),
+  "calibrate": Job(
+    calibrate.run, Needs((Calibrate,), checks.calibrate_problems, of_weights=True), option="out"
+  ),
+  "diagnose": Job(diagnose.run),
+  "memory": Job(memory.run, Needs(), _program, False, "topology"),
+  "prepare": Job(prepare.run, Needs((Prepare,)), _documents, False, "out"),
+  "preview": Job(
+    lambda *of_text: preview.run(*of_text[:-1]),  # it writes nothing
+    TRAINING, _conversations, has_devices=False,
+  ),
+}  # fmt: skip
