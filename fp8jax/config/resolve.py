@@ -76,8 +76,7 @@ def resolve(
   run = _with_attention(c, run, model, microbatch, device, problems)
   recipes = problems.attempt(lambda: precision_checks.read(c))
   precision_checks.check_smooth(c, model, problems)
-  table = c.precision.calibration if needs.has_calibration else ""
-  problems.file("precision.calibration", table, "write it with --job=calibrate")
+  table = _table(c, needs, problems)
   declaration = None
   if model is not None and not model.problems():
     declaration = transformer.params(model)
@@ -282,6 +281,13 @@ def _with_attention(c: Config, run, model, microbatch: int, device, problems: Co
     problems.found.append(chosen.reason)
     return run
   return dataclasses.replace(run, attention=chosen.backend)
+
+
+def _table(c: Config, needs: Needs, problems: ConfigErrors) -> str:
+  """Path of the table of precision.calibration; "" for a job that does not read it."""
+  table = c.precision.calibration if needs.has_calibration else ""
+  problems.file("precision.calibration", table, "write it with --job=calibrate")
+  return table
 
 
 def _check_sections(c: Config, problems: ConfigErrors, needs: Needs):

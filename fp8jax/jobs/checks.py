@@ -4,9 +4,10 @@ import math
 import os
 from typing import Any
 
+from fp8jax.config import registry
 from fp8jax.errors import ConfigErrors
 from fp8jax.evaluation import catalog
-from fp8jax.evaluation.settings import Options
+from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation.settings import Generate
 
 
@@ -24,9 +25,9 @@ def calibrate_problems(c: Any) -> list[str]:
   return collected.found
 
 
-def generate_problems(c: Generate) -> list[str]:
+def generate_problems(config: Any) -> list[str]:
   """The problems of a config's generate section, in words."""
-  collected = ConfigErrors()
+  collected, c = ConfigErrors(), registry.section(config, Generate)
   collected.extend(c.sampling.problems("generate."))
   remedy = "name a file with a prompt per line, or JSON lines with 'prompt' or 'messages'"
   collected.file("generate.prompts", c.prompts, remedy)
@@ -35,9 +36,9 @@ def generate_problems(c: Generate) -> list[str]:
   return collected.found
 
 
-def sensitivity_problems(c: Any) -> list[str]:
+def sensitivity_problems(config: Any) -> list[str]:
   """The problems of a config's sensitivity section, in words."""
-  collected = ConfigErrors()
+  collected, c = ConfigErrors(), config.sensitivity
   collected.check(c.tokens >= 2, f"sensitivity.tokens={c.tokens} must be at least 2: two halves")
   collected.check(
     c.max_loss >= 0, f"sensitivity.max_loss={c.max_loss} must be percent, at least 0; 0 is none"
@@ -48,14 +49,10 @@ def sensitivity_problems(c: Any) -> list[str]:
   return collected.found
 
 
-def task_problems(c: Any, options: Options) -> list[str]:
-  """The problems of eval.tasks and of the settings that belong to it, in words.
-
-  Args:
-    c: the whole configuration.
-    options: those of eval that all tasks have in common.
-  """
-  found = catalog.problems(c.eval.tasks, options)
+def evaluation_problems(c: Any) -> list[str]:
+  """The problems of eval.tasks, of the settings that belong to it and of generation, in words."""
+  options = registry.section(c, Tasks).options
+  found = [*generate_problems(c), *catalog.problems(c.eval.tasks, options)]
   if not 0 <= c.eval.seed < 2**63:
     found.append(f"eval.seed={c.eval.seed} must be from 0 to 2**63 - 1")
   if options.temperature != -1 and not 0 <= options.temperature < math.inf:

@@ -94,25 +94,20 @@ def _always(c: Config) -> bool:
   return True
 
 
-def _evaluation_problems(c: Config) -> list[str]:
-  generation = checks.generate_problems(registry.section(c, Generate))
-  return [*generation, *checks.task_problems(c, registry.section(c, Tasks).options)]
-
-
 JOBS = {
   "train": Job(train.run, TRAINING),
   "evaluate": Job(
     evaluate.run,
     Needs(
-      (Tasks, Generate), _evaluation_problems, of_weights=True, has_calibration=True,
+      (Tasks, Generate), checks.evaluation_problems, of_weights=True, has_calibration=True,
       is_on_one_device=lambda c: bool(c.eval.tasks),  # as generation
     ),
   ),
   "generate": Job(
     generate.run,
     Needs(
-      (Generate,), lambda c: checks.generate_problems(registry.section(c, Generate)),
-      of_weights=True, has_own_text=True, has_calibration=True, is_on_one_device=_always,
+      (Generate,), checks.generate_problems, of_weights=True, has_own_text=True,
+      has_calibration=True, is_on_one_device=_always,
     ),
   ),
   "export": Job(
@@ -125,7 +120,7 @@ JOBS = {
   "sensitivity": Job(
     sensitivity.run,
     Needs(
-      (Sensitivity,), lambda c: checks.sensitivity_problems(c.sensitivity), of_weights=True,
+      (Sensitivity,), checks.sensitivity_problems, of_weights=True,
       has_calibration=True, is_on_one_device=_always,  # as its switches
     ),
     option="out",

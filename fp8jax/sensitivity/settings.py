@@ -14,8 +14,8 @@ class Sensitivity:
   tokens: int = key(8192, "Held-out tokens per source, rounded up to whole batches of eval.batch: "
     "rules are chosen on one half and reported on the other. Memory: tokens x layers x "
     "hidden_size x 4 bytes on the host.")
-  # No keys: switched on alone and measured, beside all at once, are the layers' kinds, the layers and
-  # inputs or weights of all sites, and so many sites, the most sensitive by estimate.
+  # No keys. Switched on alone and measured, beside all at once: inputs or weights of all sites,
+  # kinds (mlp/up of all layers), layers, and so many sites, the most sensitive by estimate.
   groups: tuple[str, ...] = ("tensors", "kinds", "layers")
   top: int = 20
   max_loss: float = key(0.25, "Budget of a set of precision.rules: percent that the held-out loss "

@@ -218,8 +218,8 @@ class LossScale:
   """
 
   kind: str = key("none", '"none", or "dynamic": from 256, halve at a non-finite gradient, double '
-    'after 2000 good steps. For precision.compute_dtype="float16"; bfloat16 and float32 gradients and '
-    "FP8 scales need none.", choices=("none", "dynamic"))
+    'after 2000 good steps. For precision.compute_dtype="float16"; bfloat16 and float32 gradients '
+    "and FP8 scales need none.", choices=("none", "dynamic"))
   # No keys: a run that needs others has not been seen.
   start: float = 256.0
   growth_interval: int = 2000

@@ -177,7 +177,7 @@ def test_full_disk_is_named_and_the_same_command_goes_on(tmp_path, corpus):
   try:
     with pytest.raises(
       UserError,
-      match="full/main cannot be written: .*large.*name a folder of another disk as --out",
+      match="full/main cannot be written: .*large.*as --out",
     ):
       _prepare(tmp_path / "a.jsonl", tokenizer, tmp_path / "full")
   finally:

@@ -12,7 +12,7 @@ from fp8jax.config import resolve
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import ConfigError
 from fp8jax.evaluation import store, tasks
-from fp8jax.jobs import dispatch, evaluate_tasks
+from fp8jax.jobs import dispatch, evaluate_tasks, table
 from fp8jax.kernels.choose import Device
 
 
@@ -81,7 +81,7 @@ def test_a_folder_is_evaluated_stored_and_compared(folder, tmp_path, capsys):
 
 def test_a_tasks_protocol_asks_by_the_chat_template_whatever_the_setting(folder):
   made = types.SimpleNamespace(tokenizer=Tokenizer(str(folder)))
-  plan = resolve.resolve(_config(folder), 1, Device("cpu", 0))
+  plan = resolve.resolve(_config(folder), 1, Device("cpu", 0), needs=table.JOBS["evaluate"].needs)
   item = tasks.Item("1", "hi", "")
   for chat, text in ((True, "<system>s</s><user>hi</s><assistant>"), (False, "s\n\nhi\n")):
     task = tasks.Task("t", (item,), None, "", system="s", chat=chat)
@@ -96,7 +96,7 @@ def test_all_mistakes_of_tasks_are_reported_at_once():
   c.eval.tasks, c.eval.train_data, c.eval.compare_with = "aime24,nothing.jsonl", "none", "nowhere"
   c.eval.seed, c.eval.temperature, c.eval.questions = -1, -2.0, -3
   with pytest.raises(ConfigError) as e:
-    resolve.resolve(c, 1, Device("cpu"))
+    resolve.resolve(c, 1, Device("cpu"), needs=table.JOBS["evaluate"].needs)
   for words in (
     "aime24 needs assets/benchmarks/aime24.jsonl, which does not exist", "nothing.jsonl does not",
     "eval.train_data='none'", "eval.compare_with='nowhere'", "eval.seed=-1", "eval.temperature=-2",

@@ -263,7 +263,7 @@ def test_export_merges_scales_per_channel(trained, run_job, tmp_path):
   smooth = {"precision.smooth_swiglu": "channel", "export.fold_smooth_batches": 2}
   c = debug_runs.config(**smooth, **{"export.dtype": "float32"})
   assert run_job("export", c, trained.workdir, out=str(tmp_path))[0] == 0
-  plan = debug_runs.plan(debug_runs.config(**smooth))
+  plan = debug_runs.plan(debug_runs.config(**smooth), "export")
   merged, _ = hf_weights.load_params(str(tmp_path), plan.model)
   saved = debug_runs.saved_params(trained.workdir, debug_runs.STEPS, plan)
   got = {k: np.asarray(v) for k, v in params_lib.flatten(merged).items()}

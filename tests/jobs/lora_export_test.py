@@ -69,9 +69,8 @@ def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
     (again, {"export.format": "peft", "model.lora.rank": 3, "model.lora.alpha": 7.0,
      "model.lora.targets": ("attn/[qo]", "mlp/down")}),
   ):  # fmt: skip
-    code, stdout, stderr = run_job(
-      "export", _config(folder, adapters, **wanted | changes), "run", out=out
-    )
+    c = _config(folder, adapters, **wanted | changes)
+    code, stdout, stderr = run_job("export", c, "run", out=out)
     assert code == 0, stderr
     assert json.loads(stdout)["gate"]["fp8jax"]["kl"] < 1e-6
   got, _ = hf_weights.load_params(merged, dataclasses.replace(plan.model, lora=None))
