@@ -90,12 +90,16 @@ REMOVED: dict[str, tuple[str, Any]] = {
 }
 
 
-def key_hint(key: str, known: Collection[str]) -> str:
-  """The successor of a key that is none any more, or the nearest one; "" where there is neither."""
+def key_hint(key: str, known: Collection[str], form: str = "{}") -> str:
+  """The successor of a key that is none any more, or the nearest one; "" where there is neither.
+
+  Args:
+    form: of the nearest key, e.g. "--config.{}".
+  """
   if key in REMOVED:
     return REMOVED[key][0]
   near = nearest_key(key, known)
-  return f"did you mean {near!r}?" if near else ""
+  return f"did you mean {form.format(near)}?" if near else ""
 
 
 def one_line(e: Exception) -> str:
@@ -219,7 +223,7 @@ class ConfigErrors:
     """names are keys of a configuration, or the nearest are suggested."""
     for name in names:
       if name not in known:
-        hint = key_hint(name, known) or "there is none like it, see configs/base.py"
+        hint = key_hint(name, known, "{!r}") or "there is none like it, see configs/base.py"
         self.found.append(f"{where}: {name!r} is no key; {hint}")
 
   def file(self, key: str, path: str, remedy: str):

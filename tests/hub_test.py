@@ -1,5 +1,6 @@
 """Ids of the Hugging Face hub where a folder is expected: found, fetched, refused. No network."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -15,7 +16,7 @@ from fp8jax import hub
 from fp8jax.config import resolve
 from fp8jax.data import tokenize
 from fp8jax.errors import UserError
-from fp8jax.jobs import dispatch, prepare
+from fp8jax.jobs import dispatch, table
 from fp8jax.kernels.choose import Device
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import weights as hf_weights
@@ -161,7 +162,8 @@ def test_a_failed_download_is_one_sentence_in_every_process():
 def test_prepare_fetches_the_tokenizer_alone(monkeypatch, tmp_path):
   fetched = {}
   monkeypatch.setattr(hub, "fetch", fetched.update)
-  monkeypatch.setattr(prepare, "run", lambda data, config, workdir: {})
+  row = dataclasses.replace(table.JOBS["prepare"], run=lambda *_, **__: {})
+  monkeypatch.setitem(table.JOBS, "prepare", row)
   c = base.get_config()
   c.init.hf = ID
   assert dispatch.run("prepare", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 0

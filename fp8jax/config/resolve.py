@@ -58,16 +58,7 @@ def resolve(
   _check_numbers(c, problems)
   chosen = _layout(c, num_devices, make_mesh or mesh.make, problems, needs)
   layout = chosen or axes.LOCAL
-  folder, its_key = needs.folder(c)
-  model = problems.attempt(lambda: _model(c, folder, its_key))
-  if model is not None:
-    problems.extend(model.problems())
-    problems.check(
-      c.seq_len <= model.max_positions,
-      f"seq_len={c.seq_len} is longer than model.max_positions={model.max_positions}",
-    )
-    if folder and not model.problems():
-      problems.attempt(lambda: _check_folder(folder, model), its_key)
+  model = _checked_model(c, needs, problems)
   run = _execution(c, layout, device, problems)
   data = data_checks.spec(c, model and model.vocab_size, problems, needs)
   steps = chat_checks.steps(c, data, problems) if needs.has_steps else c.steps
@@ -76,7 +67,8 @@ def resolve(
   run = _with_attention(c, run, model, microbatch, device, problems)
   recipes = problems.attempt(lambda: precision_checks.read(c))
   precision_checks.check_smooth(c, model, problems)
-  table = _table(c, needs, problems)
+  table = c.precision.calibration if needs.has_calibration else ""
+  problems.file("precision.calibration", table, "write it with --job=calibrate")
   declaration = None
   if model is not None and not model.problems():
     declaration = transformer.params(model)
@@ -156,6 +148,22 @@ def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigEr
   return axes.Layout(
     make_mesh(shape), axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
   )
+
+
+def _checked_model(c: Config, needs: Needs, problems: ConfigErrors):
+  """The model, which the weights of its folder are of, or None."""
+  folder, its_key = needs.folder(c)
+  model = problems.attempt(lambda: _model(c, folder, its_key))
+  if model is None:
+    return None
+  problems.extend(model.problems())
+  problems.check(
+    c.seq_len <= model.max_positions,
+    f"seq_len={c.seq_len} is longer than model.max_positions={model.max_positions}",
+  )
+  if folder and not model.problems():
+    problems.attempt(lambda: _check_folder(folder, model), its_key)
+  return model
 
 
 def _model(c: Config, folder: str, its_key: str) -> model_config.ModelConfig:
@@ -281,13 +289,6 @@ def _with_attention(c: Config, run, model, microbatch: int, device, problems: Co
     problems.found.append(chosen.reason)
     return run
   return dataclasses.replace(run, attention=chosen.backend)
-
-
-def _table(c: Config, needs: Needs, problems: ConfigErrors) -> str:
-  """Path of the table of precision.calibration; "" for a job that does not read it."""
-  table = c.precision.calibration if needs.has_calibration else ""
-  problems.file("precision.calibration", table, "write it with --job=calibrate")
-  return table
 
 
 def _check_sections(c: Config, problems: ConfigErrors, needs: Needs):

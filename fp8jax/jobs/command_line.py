@@ -54,7 +54,7 @@ def parse_flags(argv: list[str], base: config_files.Config) -> list[str]:
     for arg in argv[1:]:
       key = arg.lstrip("-").partition("=")[0]
       if key.startswith("config.") and key.removeprefix("config.") not in known:
-        hint = key_hint(key.removeprefix("config."), known)
+        hint = key_hint(key.removeprefix("config."), known, "--config.{}")
         hint = hint or "there is none like it, see --help-config"
         _refuse(f"unknown key --{key}; {hint}")
     _refuse(f"{path}: {type(e).__name__}: {one_line(e)}")

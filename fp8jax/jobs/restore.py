@@ -122,7 +122,8 @@ def load_weights(
       f"precision.calibration={spec.calibration!r} is not the table that the checkpoint of step "
       f"{step} was trained with, whose scales are read; set precision.calibration=''"
     )
-  spec, phase, states = as_trained(spec, meta), spec.phase(max(step - 1, 0)), {}
+  spec = as_trained(spec, meta)
+  phase, states = spec.phase(max(step - 1, 0)), {}
   if has_scales:
     states = restore_scaling_states(spec, workdir, step, meta, phase)
   where = {"workdir": workdir, "step": step}

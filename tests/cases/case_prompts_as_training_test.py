@@ -85,7 +85,7 @@ def test_evaluation_takes_the_same_path(tmp_path, monkeypatch):
 
   tokenizer = Tokenizer(case_inputs.tokenizer_folder(tmp_path))
   chat = types.SimpleNamespace(chat_template="", template_date="")
-  plan = types.SimpleNamespace(data=chat, eval=types.SimpleNamespace(chat=True))
+  plan = types.SimpleNamespace(data=chat, of=lambda _: types.SimpleNamespace(chat=True))
   ask = evaluate_tasks._asker(plan, types.SimpleNamespace(tokenizer=tokenizer), False)
   task = types.SimpleNamespace(name="t", chat=False, prefix="<", system="s")
   task.user_text = lambda item: item.question

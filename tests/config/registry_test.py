@@ -84,5 +84,5 @@ def test_a_section_reads_lists_as_tuples_and_knows_bounds_without_a_configuratio
 
 
 def test_explain_of_an_unknown_key_names_the_nearest():
-  with pytest.raises(UserError, match="did you mean 'optim.weight_decay'"):
+  with pytest.raises(UserError, match="did you mean optim.weight_decay"):
     registry.explain("optim.weight_decy")

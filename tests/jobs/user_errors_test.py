@@ -55,7 +55,7 @@ FILES = {
   f"{_BASE}  c.unlock()\n  del c.optim.b1\n  return c": "optim.b1: missing; begin get_config with",
   f"{_BASE}  c.steps = 'many'\n  return c": "line 4: TypeError: Could not override field 'steps'",
   f"{_BASE}  c.stepz = 3\n  return c": "line 4: AttributeError",
-  _PARTIAL: "aot, calibrate, checkpoint, data",
+  _PARTIAL: "calibrate, checkpoint, data",
 }
 
 
@@ -95,7 +95,7 @@ def _added():
     ({"steps": 3}, "get_config returned dict"),
     (
       ml_collections.ConfigDict({"steps": 3}),
-      "seed, sensitivity, seq_len, sharding: missing; begin",
+      "seed, sensitivity, seq_len, sharding, weights: missing; begin",
     ),
     (_added(), "'stepz' is no key; did you mean 'steps'"),
   ],

@@ -15,8 +15,8 @@ import pytest
 
 from fp8jax.config import resolve
 from fp8jax.errors import ConfigError, UserError
+from fp8jax.jobs import restore, table
 from fp8jax.jobs import sensitivity as job
-from fp8jax.jobs import table
 from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe import rules as rules_lib
@@ -134,7 +134,8 @@ def test_measurements_compile_nothing(study):
 
 def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
   plan = _plan()
-  monkeypatch.setattr(job, "_weights", lambda *_: (_params(), 0, {}, {"hf": "a test"}))
+  loaded = restore.Loaded(plan, _params(), 0, {}, {"hf": "a test"}, {}, "")
+  monkeypatch.setattr(job, "load_or_init", lambda plan, _: dataclasses.replace(loaded, spec=plan))
   first = job.run(plan, str(tmp_path))
   lines = (tmp_path / "sensitivity" / "measurements.jsonl").read_text()
   with open(tmp_path / "sensitivity" / "measurements.jsonl", "a") as f:
