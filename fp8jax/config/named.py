@@ -26,17 +26,18 @@ def of_user(path: str) -> Iterator[None]:
     line = f", line {e.lineno}" if e.lineno else ""
     raise UserError(f"{e.filename or path}{line}: {e.msg}; the file is no valid Python") from e
   except (Exception, SystemExit) as e:
-    frames = traceback.extract_tb(e.__traceback__)
-    lines = [f.lineno for f in frames if os.path.abspath(f.filename) == os.path.abspath(path)]
-    where = f"{path}, line {lines[-1]}" if lines else path
+    frames = [f for f in traceback.extract_tb(e.__traceback__)
+              if os.path.abspath(f.filename) == os.path.abspath(path)]  # fmt: skip
+    where = f"{path}, line {frames[-1].lineno}" if frames else path
     if isinstance(e, SystemExit):
       said = f"the file ends the program, sys.exit({e.code!r}); remove the call"
     else:
       said = one_line(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {one_line(e)}"
-    gone = [f"{key} is no key; {hint}" for key, (hint, _) in REMOVED.items()
-            if isinstance(e, AttributeError | KeyError)
-            and re.search(rf"\.{re.escape(key)}\b", frames[-1].line or "")]  # fmt: skip
-    raise UserError(f"{where}: {'; '.join(gone) or said}") from e
+    if frames and isinstance(e, AttributeError):  # a configuration has no such key
+      line = frames[-1].line or ""
+      gone = [key for key in REMOVED if re.search(rf"\.{re.escape(key)}\b", line)]
+      said = "; ".join(f"{key} is no key; {REMOVED[key][0]}" for key in gone) or said
+    raise UserError(f"{where}: {said}") from e
 
 
 def flat(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:

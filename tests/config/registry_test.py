@@ -4,8 +4,9 @@ import pytest
 
 from configs import base
 from fp8jax import keys
-from fp8jax.config import identity, registry
-from fp8jax.errors import UserError
+from fp8jax.config import identity, named, registry
+from fp8jax.errors import REMOVED, ConfigError, UserError
+from fp8jax.jobs import restore
 from fp8jax.keys import EXECUTION, NOTHING, RESULT
 
 BOUNDED = {k.name: k for k in registry.KEYS.values() if k.least is not None}
@@ -86,3 +87,30 @@ def test_a_section_reads_lists_as_tuples_and_knows_bounds_without_a_configuratio
 def test_explain_of_an_unknown_key_names_the_nearest():
   with pytest.raises(UserError, match="did you mean optim.weight_decay"):
     registry.explain("optim.weight_decy")
+
+
+def test_a_removed_key_names_its_successor_wherever_it_is_written(tmp_path):
+  assert not REMOVED.keys() & registry.KEYS.keys()
+  for key, (hint, _) in REMOVED.items():
+    with pytest.raises(UserError, match=f"'{key}' is no key of the configuration; {hint[:20]}"):
+      registry.explain(key)
+  path = tmp_path / "c.py"
+  path.write_text(
+    "from configs import base\n\ndef get_config(arm=''):\n  c = base.get_config()\n"
+    "  c.export.path = 'x'\n  return c\n"
+  )
+  with pytest.raises(UserError, match="line 5: export.path is no key; name the folder as --out"):
+    named.load(str(path), {})
+  with pytest.raises(UserError, match="'eval.hf' is no key; it is weights.hf now"):
+    named.load("configs/debug.py", {"eval.hf": "x"})
+
+
+def test_a_run_of_before_goes_on_where_its_removed_keys_had_the_values_of_now():
+  now = identity.flatten(base.get_config())
+  of_before = {"loss_scale.start": 256.0, "loss_scale.growth_interval": 2000, "eval.hf": "x"}
+  assert identity.diff(now, now | of_before) == {}
+  changes = identity.diff(now, now | of_before | {"loss_scale.start": 128.0})
+  assert changes == {"loss_scale.start": (128.0, None)}
+  with pytest.raises(ConfigError) as e:
+    restore.check_same_run(changes, {"data_fingerprint": "", "readers": {}}, 7, "", {}, ())
+  assert "loss_scale.start was 128.0 at step 7, and is no key now: every run starts" in str(e.value)
