@@ -252,7 +252,7 @@ def prompts(rng, folder):
   return Case(arguments, ("p.jsonl",))
 
 
-TASK = {"name": "t", "data": "q.jsonl", "verifier": "exact", "samples": 1, "temperature": 0.0,
+TASK = {"name": "t", "questions": "q.jsonl", "verifier": "exact", "samples": 1, "temperature": 0.0,
         "max_new_tokens": 2}  # fmt: skip
 
 
@@ -349,8 +349,11 @@ def recorded(rng, folder):
     "metrics.jsonl": {"step": 1, "loss": 2.0, "tokens": 128, "seconds": 1.0},
     "config.json": {"resolved": {"steps": 2}, "changed": {"steps": 2}},
     "summary.json": {"step": 2, "objective": 1.0, "train_loss": 2.0},
-    "sites.json": [{"from_step": 0, "site": "head", "recipe": "bf16", "backends": dict.fromkeys(
-      ("fwd", "dgrad", "wgrad"), "xla")}],
+    "sites.json": [{
+      "from_step": 0, "site": "head", "layers": 0, "m_n_k": [1, 2, 3], "recipe": "bf16",
+      "backends": dict.fromkeys(("fwd", "dgrad", "wgrad"), "xla"),
+      "notes": [], "definition": dict.fromkeys(("fwd", "dgrad", "wgrad"), {"lhs": None}),
+    }],
     "provenance.json": {"config": {"steps": 2}, "commit": "x"},
   }  # fmt: skip
   name = rng.choice(list(files))
