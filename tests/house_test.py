@@ -32,8 +32,8 @@ FLOORS = (
   ("jobs", "integrations"),
 )  # fmt: skip
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
-VOCABULARY = {"__init__", "axes", "console", "errors", "formats", "hub", "keys", "mesh", "params",
-              "records"}  # fmt: skip
+VOCABULARY = {"__init__", "axes", "calls", "console", "errors", "formats", "hub", "keys", "mesh",
+              "params", "patterns", "records", "statistics"}  # fmt: skip
 
 # Where packages of an extra are imported at the top of a file; those of other extras are not. `pip
 # install fp8jax` gives a library that imports none of these files.

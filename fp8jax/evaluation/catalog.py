@@ -1,16 +1,17 @@
 """Tasks by the names in eval.tasks: families, benchmarks, files."""
 
-import ast
 import dataclasses
 import importlib.util
 import os
 import re
 from typing import Any
 
-from fp8jax.errors import ConfigErrors, UserError, missing_package, nearest
+from fp8jax import calls
+from fp8jax.errors import ConfigErrors, missing_package, nearest
 from fp8jax.evaluation import benchmarks, jsonl_tasks, reasoning_gym_tasks, store, tasks
 
-_COMMA = re.compile(r",(?![^()]*\))")
+# Of a comma list: in parentheses, commas, quotes and further parentheses are part of a name.
+_NAME = re.compile(r"""(?:\((?:'[^']*'|"[^"]*"|\([^()]*\)|[^()'"])*\)|[^,])+""")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Options:
 
 def split(names: str) -> list[str]:
   """ "a,b(x=1,y=2)" -> ["a", "b(x=1,y=2)"]."""
-  return [name.strip() for name in _COMMA.split(names) if name.strip()]
+  return [name.strip() for name in _NAME.findall(names) if name.strip()]
 
 
 def problems(names: str, options: Options) -> list[str]:
@@ -95,7 +96,7 @@ def _load(name: str, options: Options, trained: frozenset[str]) -> tasks.Task:
     return dataclasses.replace(
       task, items=tasks.check_items(items, f"{name} without eval.train_data")
     )
-  family, arguments = parse_call(name)
+  family, arguments = calls.parse(name)
   return reasoning_gym_tasks.make(family, arguments, options.questions, trained=trained)
 
 
@@ -114,23 +115,6 @@ def _with_options(task: tasks.Task, options: Options) -> tasks.Task:
   )
 
 
-def parse_call(name: str) -> tuple[str, dict[str, Any]]:
-  """ "chain_sum(max_terms=2)" -> ("chain_sum", {"max_terms": 2}).
-
-  Raises:
-    UserError: it is no name with keyword arguments.
-  """
-  try:
-    node = ast.parse(name, mode="eval").body
-    if isinstance(node, ast.Name):
-      return node.id, {}
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-      return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-  except (SyntaxError, ValueError):
-    pass
-  raise UserError(f"eval.tasks: {name!r} is no task; write NAME, or NAME(key=value,...)")
-
-
 def _problems_of(name: str, options: Options) -> list[str]:
   if name in benchmarks.BENCHMARKS:
     made = benchmarks.BENCHMARKS[name]
@@ -140,9 +124,9 @@ def _problems_of(name: str, options: Options) -> list[str]:
     there = os.path.isfile(os.path.expanduser(name))
     return [] if there else [f"eval.tasks: {name} does not exist; {_FILES}"]
   try:
-    family, _ = parse_call(name)
-  except UserError as e:
-    return [str(e)]
+    family, _ = calls.parse(name)
+  except ValueError as e:
+    return [f"eval.tasks: {name!r} is no task: {e}"]
   known = (*reasoning_gym_tasks.FAMILIES, *benchmarks.BENCHMARKS)
   if family not in reasoning_gym_tasks.FAMILIES:
     near = nearest(family, known)

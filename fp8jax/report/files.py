@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8jax import records
+from fp8jax import patterns, records
 from fp8jax.errors import UserError
 from fp8jax.quantization import amax_history
 from fp8jax.recipe.gemm import PASSES
@@ -23,7 +23,6 @@ from fp8jax.run import metrics_writer, schemas
 # The other forward pass of eval.precisions: what a recipe's is compared with.
 UNQUANTIZED = "bf16"
 
-_LAYER = re.compile(r"layers/(\d+)/(.+)")
 _HELDOUT = re.compile(r"heldout/(.+)/([^/]+)/loss")
 _REMEDY = "name the folder of a run, which holds metrics.jsonl"
 
@@ -249,8 +248,8 @@ def _looks(rows: list[dict[str, Any]]) -> Looks | None:
 
 def cell_of(name: str, tensor: str) -> Cell:
   """The cell of a layer's site, "layers/3/mlp/up", or of a site in no layer."""
-  match = _LAYER.fullmatch(name)
-  return Cell(match[2], int(match[1]), tensor) if match else Cell(name, None, tensor)
+  layer, site = patterns.of_layer(name)
+  return Cell(site, layer, tensor)
 
 
 def cell_order(cell: Cell):
