@@ -6,6 +6,7 @@ may be made beside a run that holds the GPU.
 
 import collections
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -124,6 +125,14 @@ class RunFiles:
     loss = self.curves.get("loss")
     return int(loss.steps[-1]) if loss is not None else 0
 
+  def evaluation(self, which: int) -> dict[str, dict[str, float]]:
+    """{source: {precision: held-out loss}} of the first evaluation (0) or the last (-1)."""
+    step, found = sorted({h.step for h in self.heldout})[which], {}
+    for h in self.heldout:
+      if h.step == step:
+        found.setdefault(h.source, {})[h.precision] = h.loss
+    return found
+
   @property
   def tokens_per_step(self) -> int:
     """Tokens of one optimizer step."""
@@ -173,8 +182,9 @@ def read(workdir: str) -> RunFiles:
   if not os.path.isfile(path):
     raise UserError(f"{workdir!r} is no folder of a run: there is no {path}; {_REMEDY}")
   rows = [row for _, row in metrics_writer.rows(path)]
-  config = _json(workdir, "config.json", schemas.Config) or {}
-  provenance = _json(workdir, "provenance.json", schemas.Provenance) or {}
+  find = functools.partial(records.find, workdir, remedy="delete it, and the report goes without")
+  config = find("config.json", schemas.Config) or {}
+  provenance = find("provenance.json", schemas.Provenance) or {}
   return RunFiles(
     workdir=workdir,
     name=os.path.basename(os.path.abspath(workdir)),
@@ -185,20 +195,13 @@ def read(workdir: str) -> RunFiles:
     resolved=config.get("resolved") or provenance.get("config", {}),
     changed=config.get("changed", {}),
     provenance=provenance,
-    sites=tuple(_json(workdir, "sites.json", list[schemas.Site]) or ()),
-    memory=_json(workdir, "memory.json", schemas.Memory),
-    nonfinite=_json(workdir, "nonfinite/report.json", schemas.Failure),
-    summary=_json(workdir, "summary.json", schemas.Summary),
-    sensitivity=_json(workdir, "sensitivity/sensitivity.json", schemas.Sensitivity),
+    sites=tuple(find("sites.json", list[schemas.Site]) or ()),
+    memory=find("memory.json", schemas.Memory),
+    nonfinite=find("nonfinite/report.json", schemas.Failure),
+    summary=find("summary.json", schemas.Summary),
+    sensitivity=find("sensitivity/sensitivity.json", schemas.Sensitivity),
     exponents={row["step"]: row["exponents"] for row in rows if "exponents" in row},
   )
-
-
-def _json(workdir: str, name: str, kind: Any) -> Any:
-  """The document in a file of the workdir, None where it is not there."""
-  path = os.path.join(workdir, name)
-  remedy = "delete it, and the report goes without"
-  return records.read(path, kind, remedy) if os.path.exists(path) else None
 
 
 def _curves(rows: list[dict[str, Any]]) -> dict[str, Curve]:
