@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from fp8jax import statistics
 from fp8jax.errors import UserError
-from fp8jax.evaluation import report, run, statistics, store, tasks, verifiers
+from fp8jax.evaluation import report, run, store, tasks, verifiers
 from fp8jax.generation.completion import Completion
 from fp8jax.generation.sampling import Sampling
 

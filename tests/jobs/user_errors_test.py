@@ -257,9 +257,7 @@ def test_a_disk_that_fills_while_saving_ends_in_one_line(tmp_path, capfd, when):
   resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
   try:
     save(2, 2**18)
-    with pytest.raises(
-      UserError, match="make room there, and .* from step 1"
-    ) as e:
+    with pytest.raises(UserError, match="make room there, and .* from step 1") as e:
       getattr(saved, when)()
     assert f"{tmp_path}/checkpoints cannot be written: File too large" in str(e.value)
   finally:
