@@ -81,6 +81,9 @@ REMOVED: dict[str, tuple[str, Any]] = {
   "sensitivity.path": ("name the folder as --out=FOLDER", None),
   "calibrate.path": ("name the table as --out=FILE", None),
   "aot.topology": ("name the devices as --topology=h200:8", None),
+  "eval.samples": ("give it to the task: eval.tasks='NAME(samples=4)'", None),
+  "eval.temperature": ("give it to the task: eval.tasks='NAME(temperature=0.6)'", None),
+  "eval.max_new_tokens": ("give it to the task: eval.tasks='NAME(max_new_tokens=512)'", None),
   "sensitivity.groups": ("all groups are measured", None),
   "sensitivity.top": ("the 20 most sensitive sites are measured alone", None),
   "log.profile_start": ("it is the first number of log.profile now", None),
@@ -108,31 +111,36 @@ def one_line(e: Exception) -> str:
 
 
 # Of a disk that is full, or of a quota, in the words that libraries pass on.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NO_ROOM = tuple(map(os.strerror, FULL))
+_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+MAKE_ROOM = "make room there, and the same command goes on"
+
+
+def not_written(path: str, e: Exception, otherwise: str) -> UserError:
+  """The error of a file or folder that cannot be written; `otherwise`: unless the disk is full."""
+  full = next((reason for reason in _FULL if reason in str(e)), "")
+  reason = full or getattr(e, "strerror", None) or one_line(e)[:300] or type(e).__name__
+  return UserError(f"{path} cannot be written: {reason}; {MAKE_ROOM if full else otherwise}")
 
 
 @contextlib.contextmanager
-def writing(path: str):
+def writing(path: str, otherwise: str = ""):
   """Where the disk is full, the error names what was being written.
 
   The operating system names no file when a write fails, and array_record raises RuntimeError.
 
   Args:
     path: folder or file, unless the error or an inner `writing` knows a nearer one.
+    otherwise: the remedy for any other error; "" lets it pass.
 
   Raises:
-    UserError: there is no room; any other error passes.
+    UserError: there is no room, or, with `otherwise`, the operating system refuses.
   """
   try:
     yield
   except (OSError, RuntimeError) as e:
-    if not any(reason in str(e) for reason in NO_ROOM):
+    if not otherwise and not any(reason in str(e) for reason in _FULL):
       raise
-    where = getattr(e, "filename", None) or path
-    raise UserError(
-      f"{where} cannot be written: {one_line(e)}; make room there, or name another place"
-    ) from e
+    raise not_written(getattr(e, "filename", None) or path, e, otherwise) from e
 
 
 def load_json(path: str, remedy: str) -> Any:

@@ -12,18 +12,17 @@ import re
 from collections.abc import Iterator
 from typing import IO, Any, Literal
 
-from fp8jax.errors import FULL, UserError, load_json
+from fp8jax.errors import UserError, load_json, not_written
 
 # Strict JSON has no number that is not finite: these strings stand for them, see `to_json`.
 Number = float | Literal["nan", "inf", "-inf"]
 
-MAKE_ROOM = "make room there, and the same command goes on"
 _WORDS = {"int": "a whole number", "float": "a number", "str": "text", "object": "an object",
           "array": "a list", "bool": "true or false"}  # fmt: skip
 _MOST = 60  # characters of a value in a message
 
 
-def to_json(value, indent: int | None = 2) -> str:
+def to_json(value, indent: int | None = 2, ascii: bool = True) -> str:
   """Strict JSON: numbers that are not finite become the strings "nan", "inf" and "-inf"."""
 
   def plain(x):
@@ -33,7 +32,7 @@ def to_json(value, indent: int | None = 2) -> str:
       return [plain(v) for v in x]
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
-  return json.dumps(plain(value), indent=indent, allow_nan=False)
+  return json.dumps(plain(value), indent=indent, allow_nan=False, ensure_ascii=ascii)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -50,8 +49,14 @@ def read(path: str, kind: Any, remedy: str) -> Any:
   return value
 
 
+def find(folder: str, name: str, kind: Any, remedy: str) -> Any:
+  """`read` of FOLDER/NAME; None where there is no such file."""
+  path = os.path.join(folder, name)
+  return read(path, kind, remedy) if os.path.exists(path) else None
+
+
 def rows(path: str, kind: Any, remedy: str, others: Any = Any) -> Iterator[tuple[str, Any]]:
-  """(line, value) of a file of JSON lines; none where there is no file.
+  """(line, object) of a file of JSON lines; none where there is no file.
 
   A last line that a killed process has not finished is left out.
 
@@ -67,7 +72,7 @@ def rows(path: str, kind: Any, remedy: str, others: Any = Any) -> Iterator[tuple
   try:
     with open(path, "rb") as f:
       for number, line in enumerate(f, 1):
-        if not line.endswith(b"\n"):
+        if not (line := _ended(line)):
           continue
         where = f"{path}:{number}"
         try:
@@ -152,18 +157,30 @@ def _field(value: Any, kind: Any, place: str) -> tuple[str, Any]:
 # --- writing -------------------------------------------------------------------------------------
 
 
+def _ended(line: bytes) -> bytes:
+  """A line with its end; b"" for a last one that a killed process cut off: no whole object."""
+  try:
+    is_whole = line.endswith(b"\n") or isinstance(json.loads(line), dict)
+  except (ValueError, RecursionError):
+    is_whole = False
+  return line.removesuffix(b"\n") + b"\n" if is_whole else b""
+
+
 def appending(path: str) -> IO[str]:
   """A file of JSON lines to append to, without a last line that a killed process cut off."""
   if os.path.exists(path):
     with open(path, "rb+") as f:
       text = f.read()
-      f.truncate(text.rfind(b"\n") + 1)
+      f.seek(text.rfind(b"\n") + 1)
+      last = text[f.tell() :]
+      f.truncate()
+      f.write(_ended(last))
   return open(path, "a", encoding="utf-8")
 
 
-def append(file: IO[str], row: Any):
+def append(file: IO[str], row: Any, ascii: bool = True):
   """Writes a row at once."""
-  file.write(to_json(row, indent=None) + "\n")
+  file.write(to_json(row, None, ascii) + "\n")
   file.flush()
 
 
@@ -185,8 +202,7 @@ def replacing(path: str, part: str = "") -> Iterator[str]:
     with contextlib.suppress(OSError):
       os.remove(part)
     if isinstance(e, OSError) and e.filename in (None, part, path):
-      then = MAKE_ROOM if e.errno in FULL else "name another place, or remove what is in the way"
-      raise UserError(f"{path} cannot be written: {e.strerror}; {then}") from e
+      raise not_written(path, e, "name another place, or remove what is in the way") from e
     raise
 
 

@@ -34,8 +34,8 @@ FLOORS = (
 # settings.py lies on the floor of `step`, wherever its folder stands.
 SETTINGS = "step"
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
-VOCABULARY = {"__init__", "axes", "console", "errors", "formats", "hub", "keys", "mesh", "params",
-              "records"}  # fmt: skip
+VOCABULARY = {"__init__", "axes", "calls", "console", "errors", "formats", "hub", "keys", "mesh",
+              "params", "patterns", "records", "statistics"}  # fmt: skip
 
 # Where packages of an extra are imported at the top of a file; those of other extras are not. `pip
 # install fp8jax` gives a library that imports none of these files.
@@ -272,7 +272,7 @@ def test_test_files_do_not_import_each_other():
 @rule
 def test_folders_of_tests_mirror_those_of_the_package():
   folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
-  others = {"golden", "mutation", "cases", "walks", "__pycache__"}
+  others = {"adversarial", "golden", "mutation", "cases", "walks", "__pycache__"}
   for name in sorted(folders - set(FLOOR) - others):
     yield f"tests/{name}: fp8jax/ has no such folder"
 

@@ -40,10 +40,18 @@ def test_a_folder_that_cannot_be_made_names_its_setting(tmp_path):
     records.make_folder(str(tmp_path / "file"), "--workdir")
 
 
-def test_lines_are_appended_after_the_last_whole_one(tmp_path):
-  path = tmp_path / "x.jsonl"
-  path.write_text('{"a": 1}\n{"a": 2')  # killed while it wrote
+@pytest.mark.parametrize("last, is_whole", [
+  ("", False), ('{"a": 2', False), ('{"a": "é', False), ("[" * 100_000, False), ("12", False),
+  ('{"a": "\udcff"}', False), ('{"a": 2}', True), ('{"a": 2}\n', True),
+])  # fmt: skip
+def test_lines_are_appended_after_the_last_whole_one(tmp_path, last, is_whole):
+  """A process was killed while it wrote; a row that lacks its end alone is a row."""
+  path, first = tmp_path / "x.jsonl", '{"a": 1}\n'
+  path.write_text(first + last, errors="surrogateescape")
+  whole = [(first, {"a": 1}), *[('{"a": 2}\n', {"a": 2})] * is_whole]
+  assert list(records.rows(str(path), dict[str, records.Number], "")) == whole
   with records.appending(str(path)) as f:
     records.append(f, {"a": float("inf")})
+    records.append(f, {"é": 1}, ascii=False)
   lines = list(records.rows(str(path), dict[str, records.Number], ""))
-  assert lines == [('{"a": 1}\n', {"a": 1}), ('{"a": "inf"}\n', {"a": "inf"})]
+  assert lines == [*whole, ('{"a": "inf"}\n', {"a": "inf"}), ('{"é": 1}\n', {"é": 1})]

@@ -3,7 +3,7 @@
 what:      SmolLM2-135M continued on Python documentation and the Brown corpus, one arm per recipe;
            every recipe there is for 1/64 of the tokens, as arms short-RECIPE; arms paired-RECIPE
            for 1/16 of them, and arms scratch-RECIPE, 3.4M parameters from random weights on
-           1,048,576 tokens of the manual, which paired.py runs with several seeds
+           1,048,576 tokens of the manual, which sweeps run with several seeds
 command:   bash experiments/2025_infir2/run.sh
 hardware:  two CPU cores, 6 GB of memory
 expected:  |loss_fp8 - loss_bf16| / loss_bf16 < 0.0025 at every evaluation (the literature's bar:

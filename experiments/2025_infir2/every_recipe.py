@@ -24,10 +24,10 @@ def row(recipe: str) -> dict:
   workdir = str(root / f"runs/2025_infir2/short-{recipe}")
   done = sweep.one(f"experiments/2025_infir2/config.py:short-{recipe}", workdir, {}, str(root))
   return {
-    "heldout_before": done.heldout(0),
-    "heldout_after": done.heldout(-1),
-    "train_last_16": statistics.mean(done.logged("loss")[-16:]),
-    "step_seconds": statistics.median(done.logged("step_seconds")),
+    "heldout_before": done.evaluation(0),
+    "heldout_after": done.evaluation(-1),
+    "train_last_16": float(done.curves["loss"].values[-16:].mean()),
+    "step_seconds": statistics.median(done.curves["step_seconds"].values),
     "commit": done.provenance["commit"],
     "data_fingerprint": done.provenance["data_fingerprint"],
   }

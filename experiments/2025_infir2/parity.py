@@ -20,7 +20,8 @@ import numpy as np
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from fp8jax.evaluation import report, run, statistics, store  # noqa: E402
+from fp8jax import statistics  # noqa: E402
+from fp8jax.evaluation import report, run, store  # noqa: E402
 
 RESULTS = HERE / "results" / "reasoning"
 ALL = "all"

@@ -100,9 +100,9 @@ def train(recipe: str, seed: int) -> dict[str, dict]:
     done = sweep.one(f"{CONFIG}:{stage},{recipe}", str(ROOT / workdir), changes, str(ROOT))
     summary = json.loads((ROOT / workdir / "summary.json").read_text())
     found[stage] = {
-      "train": done.logged("loss"),
-      "heldout_before": done.heldout(0),
-      "heldout_after": done.heldout(-1),
+      "train": done.curves["loss"].values.tolist(),
+      "heldout_before": done.evaluation(0),
+      "heldout_after": done.evaluation(-1),
       "tokens": summary["tokens"],
       "seconds": summary["seconds"],
       "data_fingerprint": done.provenance["data_fingerprint"],

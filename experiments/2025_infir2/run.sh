@@ -15,4 +15,5 @@ for arm in bf16 block_128 tensor_current block_128_pow2; do
 done
 "$python" experiments/2025_infir2/plot.py
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "$python" experiments/2025_infir2/every_recipe.py
-GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "$python" experiments/2025_infir2/paired.py
+GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "$python" launch.py --parallel=1 \
+  --sweep=experiments/2025_infir2/paired_sweep.py --workdir=runs/2025_infir2/paired

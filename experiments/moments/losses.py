@@ -59,14 +59,14 @@ def row(name: str) -> dict:
   source, changes = ROWS[name]
   folder = name.replace(":", "_").replace(" seed ", "_seed")
   done = sweep.one(source, str(ROOT / _RUNS.value / folder), changes, str(ROOT))
-  (before,), (after,) = (done.heldout(which).values() for which in (0, -1))
+  (before,), (after,) = (done.evaluation(which).values() for which in (0, -1))
   return {
     "row": name,
     "bytes_per_parameter": _bytes(done.provenance["config"]),
     "heldout_before": before,
     "heldout_after": after,
-    "train_last_10": statistics.mean(done.logged("loss")[-10:]),
-    "median_step_seconds": statistics.median(done.logged("step_seconds")),
+    "train_last_10": float(done.curves["loss"].values[-10:].mean()),
+    "median_step_seconds": statistics.median(done.curves["step_seconds"].values),
     "commit": done.provenance["commit"],
     "order": "shuffled" if done.provenance["config"]["data.shuffle_windows"] else "documents",
   }

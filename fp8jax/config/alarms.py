@@ -1,7 +1,6 @@
 """Alarms that a configuration states: which statistic of which sites, and the limits."""
 
-import re
-
+from fp8jax import patterns
 from fp8jax.step.settings import Alarm
 
 # The quantities that a rule may test, with the advice when it fires.
@@ -38,9 +37,7 @@ def read_alarms(stated) -> tuple[Alarm, ...]:
         f"log.alarms[{i}]={entry!r} is no rule such as ('underflow', '>', 0.3) or ('snr_db', '<', "
         f"10.0, 'layers/.*/g'); statistics are {', '.join(ADVICE)}"
       )
-    try:
-      re.compile(entry[3] if len(entry) == 4 else "")
-    except re.error as e:
-      raise ValueError(f"log.alarms[{i}]: {entry[3]!r} is no regular expression: {e}") from e
+    for problem in filter(None, map(patterns.problem, entry[3:])):
+      raise ValueError(f"log.alarms[{i}]: {problem}")
     alarms.append(Alarm(entry[0], entry[1], float(entry[2]), *entry[3:]))
   return tuple(alarms)

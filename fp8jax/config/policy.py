@@ -1,10 +1,9 @@
 """precision.policy of a configuration: read, and checked against the rest of it."""
 
-import ast
 import dataclasses
-import re
 from typing import Any
 
+from fp8jax import calls, patterns
 from fp8jax.config.alarms import ADVICE
 from fp8jax.errors import ConfigErrors, nearest
 from fp8jax.ops import site
@@ -56,13 +55,8 @@ def _parts(entry) -> tuple[str, dict[str, Any]]:
       raise ValueError(f"{entry!r} has no 'kind'; write {_EXAMPLE}")
     return kind, fields
   try:
-    node = ast.parse(entry.strip(), mode="eval").body
-    if isinstance(node, ast.Name):
-      return node.id, {}
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
-      raise ValueError
-    return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-  except (SyntaxError, ValueError, AttributeError) as e:
+    return calls.parse(entry)
+  except (ValueError, AttributeError) as e:
     raise ValueError(f"{entry!r} is no policy of finite numbers and texts; write {_EXAMPLE}") from e
 
 
@@ -124,14 +118,14 @@ def site_problems(plan: RunSpec) -> list[str]:
   for policy in plan.precision.policy:
     if not isinstance(policy, policy_lib.Refresh | policy_lib.WidenMargin):
       continue
-    if not any(re.fullmatch(policy.sites, name) for name in stateful):
+    if not patterns.matches(policy.sites, stateful):
       found.append(
         f"precision.policy: {policy_lib.name_of(policy)} never does anything: no site that it "
         f"names (sites={policy.sites!r}) has delayed or static scales; leave it out"
       )
   for policy in switches:
     name = f"precision.policy: {policy_lib.name_of(policy)}"
-    chosen = {n: policy.to for n in names if re.fullmatch(policy.sites, n)}
+    chosen = dict.fromkeys(patterns.matches(policy.sites, names), policy.to)
     if not chosen:
       found.append(f"{name}: sites={policy.sites!r} matches none of {', '.join(names[:8])}, …")
       continue

@@ -2,10 +2,9 @@
 
 import dataclasses
 import math
-import re
 from typing import Any
 
-from fp8jax import axes
+from fp8jax import axes, patterns
 from fp8jax.errors import ConfigErrors
 from fp8jax.models import config as model_config
 from fp8jax.models import lora, transformer
@@ -129,10 +128,8 @@ def _rules(key: str, stated) -> Rules:
       "(('head', 'bf16'), ('.*', 'block_128'))"
     )
   for pattern, recipe in rules:
-    try:
-      re.compile(pattern)
-    except re.error as e:
-      raise ValueError(f"{key}: {pattern!r} is no regular expression: {e}") from e
+    if problem := patterns.problem(pattern):
+      raise ValueError(f"{key}: {problem}")
     try:
       rules_lib.recipe_by_name(recipe)
     except ValueError as e:

@@ -1,6 +1,5 @@
 """--job=prepare: tokenize once, into ArrayRecord files that training reads back at full speed."""
 
-import contextlib
 import os
 from typing import Any
 
@@ -13,9 +12,10 @@ from fp8jax import records
 from fp8jax.data import config as data_config
 from fp8jax.data import encode, loader, streams
 from fp8jax.data import sources as sources_lib
-from fp8jax.errors import UserError, one_line, read_json
+from fp8jax.errors import UserError, read_json, writing
 
 SPLITS = ("train", "heldout")
+_REMEDY = "set prepare.path to another folder"
 
 
 def run(
@@ -66,7 +66,7 @@ def _one(
       out.print(f"{folder} is up to date")
       return index
     os.remove(index_path)
-  with _writing_to(folder):
+  with writing(folder, _REMEDY):
     os.makedirs(folder, exist_ok=True)
     written = _Written(folder, {**wanted, "shard_tokens": shard_tokens}, shard_tokens)
   if written.read:
@@ -85,10 +85,10 @@ def _one(
   with rich.progress.Progress(*columns, console=out, disable=not out.is_terminal) as progress:
     bar = progress.add_task(console_lib.visible(name), total=total, completed=written.read)
     for chunk in encode.encoded(encoder, source, written.read, processes, nbytes):
-      with _writing_to(folder):
+      with writing(folder, _REMEDY):
         written.write(chunk)
       progress.update(bar, completed=written.read)
-  with _writing_to(folder):
+  with writing(folder, _REMEDY):
     splits = written.close()
     index = {**wanted, "passed_over": written.counts.summary(), "splits": splits}
     records.write_atomic(index_path, records.to_json(index))
@@ -96,20 +96,6 @@ def _one(
   for split, info in splits.items():
     out.print(f"{folder} {split}: {info['documents']:,} documents, {info['tokens']:,} tokens")
   return index
-
-
-@contextlib.contextmanager
-def _writing_to(folder: str):
-  """Names the folder of a failed write; array_record raises RuntimeError for a full disk."""
-  try:
-    yield
-  except UserError:
-    raise
-  except (OSError, RuntimeError) as e:
-    raise UserError(
-      f"{folder} cannot be written: {one_line(e)}; make room, or name another disk's folder as "
-      "--out. The same command goes on after the last whole file"
-    ) from e
 
 
 class _Written:

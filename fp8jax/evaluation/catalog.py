@@ -1,52 +1,48 @@
 """Tasks by the names in eval.tasks: families, benchmarks, files."""
 
-import ast
 import dataclasses
 import importlib.util
 import os
 import re
 from typing import Any
 
-from fp8jax.errors import ConfigErrors, UserError, missing_package, nearest
+from fp8jax import calls
+from fp8jax.errors import ConfigErrors, missing_package, nearest
 from fp8jax.evaluation import benchmarks, jsonl_tasks, reasoning_gym_tasks, store, tasks
-from fp8jax.evaluation.settings import Options
+from fp8jax.evaluation.settings import Tasks
 
-_COMMA = re.compile(r",(?![^()]*\))")
+# Of a comma list: in parentheses, commas, quotes and further parentheses are part of a name.
+_NAME = re.compile(r"""(?:\((?:'[^']*'|"[^"]*"|\([^()]*\)|[^()'"])*\)|[^,])+""")
 
 
 def split(names: str) -> list[str]:
   """ "a,b(x=1,y=2)" -> ["a", "b(x=1,y=2)"]."""
-  return [name.strip() for name in _COMMA.split(names) if name.strip()]
+  return [name.strip() for name in _NAME.findall(names) if name.strip()]
 
 
-def problems(names: str, options: Options) -> list[str]:
-  """Everything that is wrong with the names, in words, without reading data or packages."""
+def problems(settings: Tasks) -> list[str]:
+  """Everything that is wrong with eval.tasks, in words, without reading data or packages."""
+  names = settings.tasks
   collected = ConfigErrors()
   collected.check(not names or bool(split(names)), f"eval.tasks={names!r} names no task; {_FILES}")
   for name in split(names):
-    collected.extend(_problems_of(name, options))
-  collected.file("eval.train_data", options.train_data, "name the JSONL of the training set, or ''")
-  for key in ("questions", "samples", "max_new_tokens"):
-    value = getattr(options, key)
-    collected.check(value >= 0, f"eval.{key}={value} must be at least 0 (0: the task's own)")
+    collected.extend(_problems_of(name, settings))
+  collected.file(
+    "eval.train_data", settings.train_data, "name the JSONL of the training set, or ''"
+  )
   return collected.found
 
 
-def load(names: str, options: Options) -> tuple[tasks.Task, ...]:
-  """The tasks of a comma list.
-
-  Args:
-    names: families of reasoning-gym, also with arguments ("chain_sum(max_terms=2)"), benchmarks
-      ("aime24"), JSONL files of questions and JSON task files.
-    options: see Options.
+def load(settings: Tasks) -> tuple[tasks.Task, ...]:
+  """The tasks of eval.tasks, a comma list: see its meaning.
 
   Raises:
     UserError, FileNotFoundError: a name or a file is wrong.
   """
   trained = frozenset()
-  if options.train_data:
-    trained = tasks.read_trained(os.path.expanduser(options.train_data))
-  made = tuple(_with_options(_load(name, options, trained), options) for name in split(names))
+  if settings.train_data:
+    trained = tasks.read_trained(os.path.expanduser(settings.train_data))
+  made = tuple(_load(name, settings, trained) for name in split(settings.tasks))
   collected = ConfigErrors()
   for task in made:
     collected.extend(task.protocol.problems(task.name))
@@ -64,9 +60,34 @@ def load(names: str, options: Options) -> tuple[tasks.Task, ...]:
   return made
 
 
-def _load(name: str, options: Options, trained: frozenset[str]) -> tasks.Task:
+# Of the protocol of a task: "aime24(samples=4)" draws so many outputs per question.
+_PROTOCOL = {"samples": int, "temperature": float, "max_new_tokens": int}
+
+
+def _parse(name: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+  """(name, arguments of a family, changes of the protocol) of "chain_sum(max_terms=2, samples=4)".
+
+  The name may be a path.
+  """
+  head, bracket, rest = name.partition("(")
+  _, fields = calls.parse(f"task({rest}") if bracket else ("", {})
+  changes = {key: fields.pop(key) for key in _PROTOCOL if key in fields}
+  return head.strip(), fields, changes
+
+
+def _load(text: str, settings: Tasks, trained: frozenset[str]) -> tasks.Task:
+  name, arguments, changes = _parse(text)
+  task = _task(name, arguments, settings, trained)
+  return dataclasses.replace(
+    task,
+    protocol=dataclasses.replace(task.protocol, **changes),
+    items=task.items[: settings.questions or None],
+  )
+
+
+def _task(name: str, arguments: dict[str, Any], settings: Tasks, trained: frozenset[str]):
   if name in benchmarks.BENCHMARKS:
-    return benchmarks.make(name, options.data_dir, options.allow_code)
+    return benchmarks.make(name, settings.data_dir, settings.allow_code_execution)
   if name.endswith(".json"):
     return jsonl_tasks.from_description(name, trained)
   if name.endswith(".jsonl"):
@@ -75,60 +96,39 @@ def _load(name: str, options: Options, trained: frozenset[str]) -> tasks.Task:
     return dataclasses.replace(
       task, items=tasks.check_items(items, f"{name} without eval.train_data")
     )
-  family, arguments = parse_call(name)
-  return reasoning_gym_tasks.make(family, arguments, options.questions, trained=trained)
+  return reasoning_gym_tasks.make(name, arguments, settings.questions, trained=trained)
 
 
-def _with_options(task: tasks.Task, options: Options) -> tasks.Task:
-  changes: dict[str, Any] = {}
-  if options.samples:
-    changes["samples"] = options.samples
-  if options.temperature >= 0:
-    changes["temperature"] = options.temperature
-  if options.max_new_tokens:
-    changes["max_new_tokens"] = options.max_new_tokens
-  return dataclasses.replace(
-    task,
-    protocol=dataclasses.replace(task.protocol, **changes),
-    items=task.items[: options.questions or None],
-  )
-
-
-def parse_call(name: str) -> tuple[str, dict[str, Any]]:
-  """ "chain_sum(max_terms=2)" -> ("chain_sum", {"max_terms": 2}).
-
-  Raises:
-    UserError: it is no name with keyword arguments.
-  """
+def _problems_of(text: str, settings: Tasks) -> list[str]:
   try:
-    node = ast.parse(name, mode="eval").body
-    if isinstance(node, ast.Name):
-      return node.id, {}
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-      return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-  except (SyntaxError, ValueError):
-    pass
-  raise UserError(f"eval.tasks: {name!r} is no task; write NAME, or NAME(key=value,...)")
-
-
-def _problems_of(name: str, options: Options) -> list[str]:
+    name, arguments, changes = _parse(text)
+  except ValueError as e:
+    return [f"eval.tasks: {text!r} is no task: {e}"]
+  wrong = [key for key, value in changes.items()
+           if type(value) not in {int, _PROTOCOL[key]}]  # fmt: skip
+  if wrong:
+    return [
+      f"eval.tasks: {text!r}: {', '.join(wrong)} must be a number, of samples and tokens whole"
+    ]
+  # More than one sample needs a temperature, which may be the task's own.
+  protocol = tasks.Protocol(**{"temperature": 1.0} | changes).problems(f"eval.tasks: {text!r}")
+  if name in reasoning_gym_tasks.FAMILIES:
+    return protocol + _lacks("reasoning_gym")
+  if arguments:
+    protocol.append(
+      f"eval.tasks: {text!r}: {name} takes {', '.join(_PROTOCOL)}, not {', '.join(arguments)}"
+    )
   if name in benchmarks.BENCHMARKS:
     made = benchmarks.BENCHMARKS[name]
-    found = made.problems(name, options.data_dir, options.allow_code)
-    return found + (_lacks("math_verify") if name.startswith("aime") else [])
+    protocol += made.problems(name, settings.data_dir, settings.allow_code_execution)
+    return protocol + (_lacks("math_verify") if name.startswith("aime") else [])
   if name.endswith((".json", ".jsonl")):
     there = os.path.isfile(os.path.expanduser(name))
-    return [] if there else [f"eval.tasks: {name} does not exist; {_FILES}"]
-  try:
-    family, _ = parse_call(name)
-  except UserError as e:
-    return [str(e)]
+    return protocol + ([] if there else [f"eval.tasks: {name} does not exist; {_FILES}"])
   known = (*reasoning_gym_tasks.FAMILIES, *benchmarks.BENCHMARKS)
-  if family not in reasoning_gym_tasks.FAMILIES:
-    near = nearest(family, known)
-    hint = f"did you mean {near!r}?" if near else _FILES
-    return [f"eval.tasks: {family!r} is none of {', '.join(known)}; {hint}"]
-  return _lacks("reasoning_gym")
+  near = nearest(name, known)
+  hint = f"did you mean {near!r}?" if near else _FILES
+  return [f"eval.tasks: {name!r} is none of {', '.join(known)}; {hint}"]
 
 
 _FILES = f"or name a file: .json, a task file, or .jsonl, {jsonl_tasks.FORMAT}"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.evaluation.run import Evaluated
-from fp8jax.evaluation.statistics import Comparison
+from fp8jax.statistics import Comparison
 
 COLUMNS = ["task", "items x n", "avg@n, % [95 %]", "pass@n, % [95 %]", "tokens", "cut", "seconds"]
 COMPARED = ["task", "difference, points [95 %]", "margin", "seeds x items", "verdict"]

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fp8jax import statistics
 from fp8jax.errors import UserError
-from fp8jax.evaluation import statistics, store
+from fp8jax.evaluation import store
 from fp8jax.evaluation.tasks import Item, Task
 from fp8jax.generation.settings import Sampling
 
@@ -122,7 +123,7 @@ def _summary(task: Task, writer: store.Writer, seconds: float) -> dict[str, Any]
     "items": len(task.items),
     "samples": n,
     "avg": dataclasses.asdict(statistics.interval(scores_IJ)),
-    "pass": {str(k): dataclasses.asdict(_of_items(x)) for k, x in passed.items()},
+    "pass": {str(k): dataclasses.asdict(statistics.of_items(x)) for k, x in passed.items()},
     "finish_reasons": dict(sorted(reasons.items())),
     "notes": dict(notes.most_common(8)),
     "mean_tokens": sum(row["tokens"] for row in rows) / len(rows),
@@ -132,13 +133,6 @@ def _summary(task: Task, writer: store.Writer, seconds: float) -> dict[str, Any]
     "fingerprint": task.fingerprint,
     "source": task.source,
   }
-
-
-def _of_items(scores_I: np.ndarray) -> statistics.Interval:
-  """The interval of a mean of pass@k; Wilson's where a bootstrap would have no width."""
-  if np.ptp(scores_I) == 0:
-    return statistics.wilson(float(scores_I.sum()), len(scores_I))
-  return statistics.bootstrap(scores_I)
 
 
 def compare(

@@ -11,19 +11,46 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
-from fp8jax.errors import UserError, read_json
+from fp8jax import records
+from fp8jax.errors import UserError
 from fp8jax.evaluation.tasks import Item, Task, Verdict
 
-# The fields of a row, of a definition, and of a task in a summary, that are read again.
-_ROW = {"item": str, "sample": int, "prompt": str, "output": str, "correct": bool, "note": str,
-        "finish_reason": str, "tokens": int}  # fmt: skip
-_DEFINITION = {"name": str, "fingerprint": str, "margin": (int, float), "items": list,
-               "protocol": dict, "settings": dict}  # fmt: skip
-_SUMMARY = {"seconds": (int, float)}
+
+# The fields of a row, of a definition, and of a summary, that are read again.
+class _Row(TypedDict):
+  item: str
+  sample: int
+  prompt: str
+  output: str
+  correct: bool
+  note: str
+  finish_reason: str
+  tokens: int  # fmt: skip
+
+
+class _Protocol(TypedDict):
+  samples: int
+
+
+class _Definition(TypedDict):
+  name: str
+  fingerprint: str
+  margin: float
+  items: list[str]
+  protocol: _Protocol
+  settings: dict  # fmt: skip
+
+
+class _OfTask(TypedDict):
+  seconds: float
+
+
+class _Summary(TypedDict):
+  tasks: dict[str, _OfTask]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +99,14 @@ class Writer:
     elif os.path.exists(self.path):
       raise UserError(f"{self.path} has no definition beside it; delete or move it")
     else:
-      _write(stem + ".json", json.dumps(definition, indent=2, ensure_ascii=False) + "\n")
-    rows = read_rows(self.path) if os.path.exists(self.path) else []
+      records.write_atomic(stem + ".json", records.to_json(definition, ascii=False) + "\n")
+    rows = read_rows(self.path)
     self.done = _complete(rows, {i.name for i in task.items}, task.protocol.samples)
     kept = [row for samples in self.done.values() for row in samples.values()]
-    if len(kept) != len(rows) or _is_cut(self.path):
-      _write(self.path, "".join(map(_line, kept)))
-    self._file = open(self.path, "a", encoding="utf-8")
+    if len(kept) != len(rows):
+      lines = (records.to_json(row, None, ascii=False) + "\n" for row in kept)
+      records.write_atomic(self.path, "".join(lines))
+    self._file = records.appending(self.path)
 
   def add(self, item: Item, sample: int, prompt: str, completion, verdict: Verdict):
     """Appends one output; `completion` as the generator gives it."""
@@ -89,8 +117,7 @@ class Writer:
       "prompt": prompt, "output": completion.text,
     }  # fmt: skip
     self.done.setdefault(item.name, {})[sample] = row
-    self._file.write(_line(row))
-    self._file.flush()
+    records.append(self._file, row, ascii=False)
 
   def close(self):
     self._file.close()
@@ -118,7 +145,8 @@ def read_scores(folder: str) -> dict[str, Scores]:
     stem = os.path.join(folder, name.removesuffix(".json"))
     if not name.endswith(".json") or not os.path.exists(stem + ".jsonl"):
       continue
-    definition = _read_definition(stem + ".json", "evaluate again into another workdir")
+    remedy = "evaluate again into another workdir"
+    definition = records.read(stem + ".json", _Definition, remedy)
     items, n = tuple(definition["items"]), definition["protocol"]["samples"]
     done = _complete(read_rows(stem + ".jsonl"), set(items), n)
     if len(done) == len(items):
@@ -169,44 +197,8 @@ def read_rows(path: str) -> list[dict[str, Any]]:
   Raises:
     UserError: another line is no row; names it.
   """
-  rows = []
-  with open(path, encoding="utf-8", errors="replace") as f:
-    for number, line in enumerate(f, 1):
-      if not line.endswith("\n"):
-        continue
-      try:
-        row = json.loads(line)
-        problem = _problem(row, _ROW)
-      except (ValueError, RecursionError):
-        problem = "it is not JSON"
-      if problem:
-        raise UserError(
-          f"{path}, line {number} is no row of an evaluation ({problem}): {line.strip()[:60]!r}; "
-          "delete the line, and the same command asks that item again"
-        )
-      rows.append(row)
-  return rows
-
-
-def _problem(value: Any, fields: Mapping[str, Any]) -> str:
-  """Why a value, read from a file, is no object with these fields; "" if it is one."""
-  if not isinstance(value, dict):
-    return f"it is {type(value).__name__}, expected an object"
-  for key, kind in fields.items():
-    there = value.get(key)
-    if not isinstance(there, kind) or (isinstance(there, bool) and kind is not bool):
-      return f"{key} is {str(there)[:40]!r}"
-  return ""
-
-
-def _read_definition(path: str, remedy: str) -> dict[str, Any]:
-  read = read_json(path, remedy)
-  problem = _problem(read, _DEFINITION) or _problem(read["protocol"], {"samples": int})
-  if not problem and not all(isinstance(x, str) for x in read["items"]):
-    problem = "items are no texts"
-  if problem:
-    raise UserError(f"{path} is no definition of a task: {problem}; {remedy}")
-  return read
+  remedy = "delete the line, and the same command asks that item again"
+  return [row for _, row in records.rows(path, _Row, remedy)]
 
 
 def earlier_seconds(folder: str) -> dict[str, float]:
@@ -215,17 +207,9 @@ def earlier_seconds(folder: str) -> dict[str, float]:
   Raises:
     UserError: the summary is damaged.
   """
-  path = os.path.join(folder, SUMMARY)
-  if not os.path.exists(path):
-    return {}
   remedy = "delete it; the same command writes it again"
-  tasks: Any = read_json(path, remedy).get("tasks")
-  problems = [_problem(tasks, {})]
-  if not problems[0]:
-    problems = [_problem(task, _SUMMARY) for task in tasks.values()]
-  for problem in filter(None, problems):
-    raise UserError(f"{path} is no summary of tasks: {problem}; {remedy}")
-  return {name: summary["seconds"] for name, summary in tasks.items()}
+  there = records.find(folder, SUMMARY, _Summary, remedy) or {"tasks": {}}
+  return {name: summary["seconds"] for name, summary in there["tasks"].items()}
 
 
 def _definition(task: Task, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,7 +224,7 @@ def _definition(task: Task, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_same(path: str, definition: Mapping[str, Any]):
-  old = _read_definition(path, "move it away, and the same command begins anew")
+  old = records.read(path, _Definition, "move it away, and the same command begins anew")
   different = [k for k in definition if definition[k] != old.get(k)]
   if not different:
     return
@@ -262,22 +246,3 @@ def _complete(rows, names: set[str], samples: int) -> dict[str, dict[int, dict[s
     found.setdefault(row["item"], {})[row["sample"]] = row
   wanted = set(range(samples))
   return {k: v for k, v in found.items() if k in names and v.keys() == wanted}
-
-
-def _is_cut(path: str) -> bool:
-  """Whether the last line was not finished."""
-  if not os.path.exists(path) or not os.path.getsize(path):
-    return False
-  with open(path, "rb") as f:
-    f.seek(-1, os.SEEK_END)
-    return f.read() != b"\n"
-
-
-def _line(row: Mapping[str, Any]) -> str:
-  return json.dumps(row, ensure_ascii=False) + "\n"
-
-
-def _write(path: str, text: str):
-  with open(path + ".part", "w", encoding="utf-8") as f:
-    f.write(text)
-  os.replace(path + ".part", path)

@@ -12,10 +12,10 @@ import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from fp8jax import statistics
 from fp8jax.data import text_files
 from fp8jax.data.chat import conversation
 from fp8jax.errors import UserError, one_line
-from fp8jax.evaluation import statistics
 
 MOST_SAMPLES = 10_000
 

@@ -1,6 +1,5 @@
 """Refusals of the sections that one job reads, in words."""
 
-import math
 import os
 from typing import Any
 
@@ -51,14 +50,10 @@ def sensitivity_problems(config: Any) -> list[str]:
 
 def evaluation_problems(c: Any) -> list[str]:
   """The problems of eval.tasks, of the settings that belong to it and of generation, in words."""
-  options = registry.section(c, Tasks).options
-  found = [*generate_problems(c), *catalog.problems(c.eval.tasks, options)]
+  settings = registry.section(c, Tasks)
+  found = [*generate_problems(c), *catalog.problems(settings)]
   if not 0 <= c.eval.seed < 2**63:
     found.append(f"eval.seed={c.eval.seed} must be from 0 to 2**63 - 1")
-  if options.temperature != -1 and not 0 <= options.temperature < math.inf:
-    found.append(
-      f"eval.temperature={options.temperature} must be 0 (greedy) or positive; -1 is the task's own"
-    )
   other = c.eval.compare_with
   if other and not os.path.isdir(os.path.expanduser(other)):
     found.append(

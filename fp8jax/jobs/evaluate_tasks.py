@@ -31,7 +31,7 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
     {"evaluation": folder, "tasks": {task: summary}}, and "comparison" with eval.compare_with.
   """
   console = console_lib.console()
-  tasks = catalog.load(plan.of(Tasks).tasks, plan.of(Tasks).options)
+  tasks = catalog.load(plan.of(Tasks))
   generator, where = generator_lib.load(plan, workdir)
   ask = _asker(plan, generator, any(task.chat for task in tasks))
   settings, folder = _settings(plan, where), _folder(plan, workdir, where)

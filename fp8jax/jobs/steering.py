@@ -1,12 +1,12 @@
 """The policies of a run at work: decisions of run/control.py, carried out on the training state."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 
+from fp8jax import patterns
 from fp8jax.jobs import restore
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
@@ -64,11 +64,11 @@ class Steering:
       place: makes the placed batch of that step.
     """
     due, sites = control.due(self.policies, step), self.plan.sites(phase=phase)
-    recipe_of = site_lib.recipes_of(sites)
+    stateful = [s for s, r in site_lib.recipes_of(sites).items() if r.is_stateful]
     chosen, events = set(self.memory.refresh), []
     for policy in due:
-      matched = {s for s, r in recipe_of.items() if r.is_stateful and re.fullmatch(policy.sites, s)}
-      chosen |= matched
+      matched = patterns.matches(policy.sites, stateful)
+      chosen |= set(matched)
       text = f"{policy_lib.name_of(policy)}: scales of {len(matched)} sites begin anew from a batch"
       events.append(control.Event(step + 1, policy.sites, text))
     if not chosen:

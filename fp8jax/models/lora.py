@@ -9,7 +9,6 @@ Source: LoRA (Hu et al. 2021, arXiv:2106.09685 §4.1): a is random, b zero.
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import params as params_lib
+from fp8jax import patterns
 from fp8jax.models.config import Lora, ModelConfig
 from fp8jax.models.mixer import GemmSite
 from fp8jax.ops import adapters, site, stored_params
@@ -56,12 +56,9 @@ def problems(
   if not lora.targets:
     found.append("model.lora.targets is empty; name linear layers, e.g. ('attn/.*', 'mlp/.*')")
   for pattern in lora.targets:
-    try:
-      is_used = any(re.fullmatch(pattern, name) for name in names)
-    except (re.error, TypeError) as e:
-      found.append(f"model.lora.targets: {pattern!r} is no regular expression: {e}")
-      continue
-    if not is_used:
+    if problem := patterns.problem(pattern):
+      found.append(f"model.lora.targets: {problem}")
+    elif not patterns.matches(pattern, names):
       found.append(
         f"model.lora.targets: {pattern!r} matches no linear layer; there are {', '.join(names)}"
       )
@@ -70,7 +67,8 @@ def problems(
 
 def matching(lora: Lora, names: Iterable[str]) -> list[str]:
   """Those of the names "attn/q" that the adapters are of."""
-  return [name for name in names if any(re.fullmatch(t, name) for t in lora.targets)]
+  rules = [(target,) for target in lora.targets]
+  return [name for name in names if patterns.first(rules, name) >= 0]
 
 
 def declared(of_layer: Mapping[str, Mapping[str, Param]], cfg: ModelConfig):

@@ -5,13 +5,13 @@ A stack of layers whose layers differ has an array over its first axis, N.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
 
 from fp8jax import params as params_lib
+from fp8jax import patterns
 from fp8jax.optim import gradients
 from fp8jax.optim.factory import OptimizerConfig
 
@@ -51,35 +51,26 @@ def problems(key: str, pairs, named: Mapping[str, list[str]]) -> list[str]:
     pairs: as stated there.
     named: of `names`; {} where the model is not known.
   """
-  found, used, flat = [], set(), [name for of in named.values() for name in of]
+  flat = [name for of in named.values() for name in of]
   for i, entry in enumerate(pairs):
     good = isinstance(entry, (tuple, list)) and len(entry) == 2 and isinstance(entry[0], str)
     good = good and isinstance(entry[1], (int, float)) and 0 < entry[1] < float("inf")
-    try:
-      re.compile(entry[0] if good else "")
-    except re.error as e:
-      good, entry = False, f"{entry!r}: {e}"
-    if not good:
-      return [f"{key}[{i}]={entry!r} is no pair such as ('layers/.*/attn/.*', 1.0), positive"]
-  for name in flat:
-    used.add(_first(pairs, name))
-  for i, (pattern, _) in enumerate(pairs):
-    if flat and i not in used:
-      found.append(
-        f"{key}: {pattern!r} decides nothing: it matches no parameter of {', '.join(flat[:6])}, …, "
-        "or earlier patterns already did"
-      )
-  return found
-
-
-def _first(pairs, name: str) -> int:
-  """Number of the first pair that matches, -1 for none."""
-  return next((i for i, (pattern, _) in enumerate(pairs) if re.fullmatch(pattern, name)), -1)
+    problem = patterns.problem(entry[0]) if good else ""
+    if problem or not good:
+      entry = problem or repr(entry)
+      return [f"{key}[{i}]={entry} is no pair such as ('layers/.*/attn/.*', 1.0), positive"]
+  return [
+    f"{key}: {pattern!r} decides nothing: it matches no parameter of {', '.join(flat[:6])}, …, "
+    "or earlier patterns already did"
+    for pattern, _ in (patterns.used(pairs, flat, so=False) if flat else ())
+  ]
 
 
 def _chosen(pairs, named: Mapping[str, list[str]]) -> dict[str, np.ndarray]:
   """{parameter: int [N] or [1], the pair of each layer}; one number where all are alike."""
-  found = {path: np.array([_first(pairs, name) for name in of]) for path, of in named.items()}
+  found = {
+    path: np.array([patterns.first(pairs, name) for name in of]) for path, of in named.items()
+  }
   return {path: i[:1] if (i == i[0]).all() else i for path, i in found.items()}
 
 

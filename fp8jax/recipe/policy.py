@@ -6,8 +6,9 @@ Every field is written in a configuration as in Python: "refresh(every=500, alar
 
 import dataclasses
 import math
-import re
 from typing import Any
+
+from fp8jax import calls, patterns
 
 ANY = "any"  # an alarm of whichever statistic
 
@@ -151,7 +152,8 @@ def make(kind: str, fields: dict[str, Any]) -> Policy:
     if wanted is int and value >= 2**31:
       raise ValueError(f"{kind}: {name}={value} must be below 2^31, the number of steps of any run")
   made = KINDS[kind](**fields)
-  if problems := made.problems() + _pattern_problems(made):
+  pattern = patterns.problem(getattr(made, "sites", ""))
+  if problems := made.problems() + [f"sites={pattern}"] * bool(pattern):
     raise ValueError(f"{name_of(made)}: {'; '.join(problems)}")
   return made
 
@@ -161,8 +163,7 @@ def name_of(policy: Policy) -> str:
   kind = next(name for name, of in KINDS.items() if isinstance(policy, of))
   fields = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
   defaults = {f.name: f.default for f in dataclasses.fields(policy)}
-  stated = ", ".join(f"{k}={v!r}" for k, v in fields.items() if v != defaults[k])
-  return f"{kind}({stated})"
+  return calls.write(kind, {k: v for k, v in fields.items() if v != defaults[k]})
 
 
 def alarm_of(policy: Policy) -> str:
@@ -177,11 +178,3 @@ def _window_problems(policy: WidenMargin | SwitchRecipe) -> list[str]:
   if not policy.alarm:
     found.append(f"alarm='' never rings; name a statistic of log.alarms, or {ANY!r}")
   return found
-
-
-def _pattern_problems(policy: Policy) -> list[str]:
-  try:
-    re.compile(getattr(policy, "sites", ""))
-  except re.error as e:
-    return [f"sites={policy.sites!r} is no regular expression: {e}"]  # type: ignore[union-attr]
-  return []

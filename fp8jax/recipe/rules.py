@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from fp8jax import calls, patterns
 from fp8jax.errors import nearest
 from fp8jax.recipe import library
 from fp8jax.recipe.gemm import PASSES, Accumulate, Recipe, accumulate_by_name
@@ -64,18 +65,20 @@ def with_wider_margin(name: str, by: int, most: int) -> str | None:
   ]
   if not margins or max(margins) >= most:
     return None
-  base, _, options = name.rstrip(")").partition("(")
-  stated = [o.strip() for o in options.split(",") if o.strip() and not o.strip().startswith("marg")]
-  return f"{base}({', '.join([*stated, f'margin={min(max(margins) + by, most)}'])})"
+  base, stated = calls.parse(name, words=True)
+  stated.pop("margin", None)
+  return calls.write(base, {**stated, "margin": min(max(margins) + by, most)}, words=True)
 
 
-def _options(name: str, options: str) -> tuple[dict[str, Any], tuple[Accumulate, ...]]:
+def _options(name: str, option: str) -> tuple[dict[str, Any], tuple[Accumulate, ...]]:
   """(fields of Delayed, accumulation by pass) that "steps=16, accumulate=fast" names."""
   kinds = {f.name: type(f.default) for f in dataclasses.fields(Delayed)}
   delays, accumulate = {}, ()
-  for option in options.split(","):
-    key, _, value = (part.strip() for part in option.partition("="))
-    try:
+  try:
+    if set("(#") & set(option) or option.rstrip()[-1:] in ("", ","):
+      raise ValueError
+    for key, value in calls.parse(name, words=True)[1].items():
+      option = f"{key}={value}"
       if key == "accumulate":
         accumulate = tuple(accumulate_by_name(part.strip()) for part in value.split("/"))
         accumulate = accumulate * len(PASSES) if len(accumulate) == 1 else accumulate
@@ -83,12 +86,12 @@ def _options(name: str, options: str) -> tuple[dict[str, Any], tuple[Accumulate,
           raise ValueError
       else:
         delays[key] = kinds[key](value)
-    except (KeyError, ValueError) as e:
-      known = ", ".join(f"{k}={Delayed.__dataclass_fields__[k].default}" for k in kinds)
-      raise ValueError(
-        f"recipe {name!r}: {option.strip()!r} is none of {known}, accumulate=fast, "
-        "accumulate=precise, accumulate=N, accumulate=FWD/DGRAD/WGRAD of these"
-      ) from e
+  except (KeyError, ValueError) as e:
+    known = ", ".join(f"{k}={Delayed.__dataclass_fields__[k].default}" for k in kinds)
+    raise ValueError(
+      f"recipe {name!r}: {option.strip()!r} is none of {known}, accumulate=fast, "
+      "accumulate=precise, accumulate=N, accumulate=FWD/DGRAD/WGRAD of these, each once"
+    ) from e
   return delays, accumulate
 
 
@@ -133,33 +136,24 @@ def match(names: Sequence[str], rules) -> dict[str, str]:
   Raises:
     ValueError: a name that no rule covers, or a rule that decides nothing.
   """
-  chosen, used = {}, set()
-  for name in names:
-    for i, (pattern, value) in enumerate(rules):
-      if re.fullmatch(pattern, name):
-        chosen[name] = value
-        used.add(i)
-        break
-  problems = []
-  missing = [name for name in names if name not in chosen]
-  if missing:
+  number_of, problems = {name: patterns.first(rules, name) for name in names}, []
+  if missing := [name for name, number in number_of.items() if number < 0]:
     problems.append(
       f"no rule in precision.rules covers {_some(missing)}; add one, for example ('.*', 'bf16')"
     )
-  for i, (pattern, value) in enumerate(rules):
-    if i not in used:
-      problems.append(
-        f"rule ({pattern!r}, {value!r}) in precision.rules decides nothing: it matches no site of "
-        f"{_some(names)}, or earlier rules already did"
-      )
+  for pattern, value in patterns.used(rules, names, so=False):
+    problems.append(
+      f"rule ({pattern!r}, {value!r}) in precision.rules decides nothing: it matches no site of "
+      f"{_some(names)}, or earlier rules already did"
+    )
   if problems:
     raise ValueError("; ".join(problems))
-  return chosen
+  return {name: rules[number][1] for name, number in number_of.items()}
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:
   """Names, layers abbreviated: those of layer 0 stand for the others'."""
-  shown = [n for n in names if re.match(r"layers/(?!0/)\d+/", n) is None] or list(names)
+  shown = [n for n in names if not patterns.of_layer(n)[0]] or list(names)
   rest = len(names) - len(shown[:most])
   return ", ".join(shown[:most]) + (f" and {rest} more" if rest else "")
 

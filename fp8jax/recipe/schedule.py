@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
+from fp8jax import patterns
 from fp8jax.recipe.policy import Policy
 
 Rules = tuple[tuple[str, str], ...]
@@ -64,8 +65,5 @@ class Precision:
 
 def with_overrides(names: Sequence[str], rules: Rules, recipes: Mapping[str, str]) -> Rules:
   """Rules that give these layers' sites these recipes, and all others of `names` what they had."""
-  left, used = [name for name in names if name not in recipes], set()
-  for name in left:
-    used.add(next(i for i, (pattern, _) in enumerate(rules) if re.fullmatch(pattern, name)))
   first = tuple((re.escape(name), recipe) for name, recipe in sorted(recipes.items()))
-  return first + tuple(rule for i, rule in enumerate(rules) if i in used)
+  return first + tuple(patterns.used(rules, [n for n in names if n not in recipes]))

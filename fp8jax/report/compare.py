@@ -17,11 +17,8 @@ from fp8jax.errors import UserError
 from fp8jax.keys import Affects
 from fp8jax.report import files
 from fp8jax.report.files import UNQUANTIZED, RunFiles
+from fp8jax.statistics import Estimate, estimate
 
-CONFIDENCE = 0.95
-# Percent of the baseline's loss, DeepSeek-V3 (arXiv:2412.19437, section 3.3).
-BAR = 0.25
-TOO_SHORT = "no verdict: too short"
 # A smoothed loss is the mean of so many steps, and of no more than this share of a run.
 WINDOW, _WINDOW_SHARE = 32, 8
 # A run of which none of so many last steps has a finite loss has diverged.
@@ -29,38 +26,18 @@ _LAST_STEPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
-  """A mean over seeds with Student's interval.
+class Row:
+  """A quantity of an arm relative to the baseline, in percent.
 
   Attributes:
-    mean: of the seeds' values; infinite where a run diverged.
-    low, high: ends of the two-sided 95 % interval; infinite with one seed.
-    by_seed: the values.
+    together: the estimate whose interval holds with 95 % together with those of all other rows.
   """
-
-  mean: float
-  low: float
-  high: float
-  by_seed: tuple[float, ...]
-
-  @property
-  def verdict(self) -> str:
-    """Where the interval lies: "met", "missed", or that the runs are too few or too short."""
-    if not all(map(math.isfinite, self.by_seed)):
-      return "missed: diverged"
-    if -BAR < self.low and self.high < BAR:
-      return "met"
-    return "missed" if self.low > BAR else TOO_SHORT
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-  """A quantity of an arm relative to the baseline, in percent."""
 
   arm: str
   setting: str
   quantity: str
   estimate: Estimate
+  together: Estimate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,12 +168,13 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
       notes.append(f"{m.run.name}: other data than {other.run.name}, not compared")
     else:
       pairs.setdefault((m.arm, m.setting), []).append((m, other))
-  rows, differences, equal = [], [], []
+  values, differences, equal = [], [], []
   for (arm, setting), found in sorted(pairs.items()):
     found.sort(key=lambda pair: pair[0].seed)
-    rows += _rows(arm, setting, found)
+    values += [(arm, setting, quantity, v) for quantity, v in _quantities(found).items()]
     differences += [d for d in [_difference(arm, setting, found)] if d is not None]
     equal.append(_equal_loss(arm, setting, found))
+  rows = [Row(*of, estimate(v), estimate(v, len(values))) for *of, v in values]
   return Comparison(
     baseline, tuple(members), tuple(rows), tuple(differences), tuple(equal), config, tuple(notes)
   )
@@ -247,49 +225,41 @@ def _said(run: RunFiles, keys: Sequence[str]) -> list[str]:
 # --- quantities ----------------------------------------------------------------------------------
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-  """Mean over seeds and Student's two-sided interval; a single value has an infinite one."""
-  by_seed = tuple(map(float, values))
-  mean = float(np.mean(by_seed))
-  if len(by_seed) < 2 or not math.isfinite(mean):
-    return Estimate(mean, -math.inf, math.inf, by_seed)
-  from scipy import stats
-
-  error = float(np.std(by_seed, ddof=1)) / math.sqrt(len(by_seed))
-  half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(by_seed) - 1)) * error
-  return Estimate(mean, mean - half, mean + half, by_seed)
-
-
-def _rows(arm: str, setting: str, pairs: Sequence[tuple[Member, Member]]) -> list[Row]:
-  """Training; held out: the recipe's rounding, and what training in it did to the weights."""
+def _quantities(pairs: Sequence[tuple[Member, Member]]) -> dict[str, list[float]]:
+  """{quantity: its values by seed}: training, and held out what rounding and training did."""
   found: dict[str, list[float]] = {}
   for mine, base in pairs:
+    late = 3 * _common(mine.run, base.run)[0][-1:].sum() // 4  # the last step of three quarters
     found.setdefault("training", []).append(training(mine.run, base.run))
+    found.setdefault("training, last quarter", []).append(training(mine.run, base.run, late))
     ours, theirs = _last_heldout(mine.run, base.run)
-    diverged = has_diverged(mine.run)  # what it was before then says nothing of it
-    for (source, precision), value in ours.items():
-      if precision == UNQUANTIZED:
-        if (source, precision) in theirs:
-          percent = math.inf if diverged else _percent(value, theirs[source, precision])
-          found.setdefault(f"weights, {source}", []).append(percent)
-      elif (source, UNQUANTIZED) in ours:
-        percent = math.inf if diverged else _percent(value, ours[source, UNQUANTIZED])
-        found.setdefault(f"rounding, {source}", []).append(percent)
-  return [Row(arm, setting, quantity, estimate(values)) for quantity, values in found.items()]
+    for source in dict.fromkeys(source for source, _ in ours):
+      own = next((v for (s, p), v in ours.items() if s == source and p != UNQUANTIZED), None)
+      plain, other = (losses.get((source, UNQUANTIZED)) for losses in (ours, theirs))
+      of = {"served": (own, other), "rounding": (own, plain), "weights": (plain, other)}
+      for quantity, (value, reference) in of.items():
+        if value is not None and reference is not None:
+          # Values from before a divergence say nothing of the run.
+          percent = math.inf if has_diverged(mine.run) else _percent(value, reference)
+          found.setdefault(f"{quantity}, {source}", []).append(percent)
+  return found
 
 
 def _percent(value: float, base: float) -> float:
   return 100 * (value / base - 1) if math.isfinite(value) else math.inf
 
 
-def training(run: RunFiles, base: RunFiles) -> float:
+def training(run: RunFiles, base: RunFiles, after: int = 0) -> float:
   """Mean percentage by which the training loss exceeds the baseline's after the warm-up.
 
   Infinite where the run diverged.
+
+  Args:
+    after: a later step, up to which losses do not count either.
   """
   if has_diverged(run):
     return math.inf
-  of_run, of_base = _paired(run, base)
+  of_run, of_base = _paired(run, base, after)
   return float(np.mean(100 * (of_run / of_base - 1))) if of_run.size else math.nan
 
 
@@ -304,12 +274,12 @@ def has_diverged(run: RunFiles) -> bool:
   return run.nonfinite is not None and run.summary is None and run.nonfinite["step"] > run.step
 
 
-def _paired(run: RunFiles, base: RunFiles) -> tuple[np.ndarray, np.ndarray]:
+def _paired(run: RunFiles, base: RunFiles, after: int) -> tuple[np.ndarray, np.ndarray]:
   """Losses of the steps that both have, after the warm-up where they reach that far."""
   steps, i, j = _common(run, base)
-  warmup = run.resolved.get("optim.warmup_steps", 0)
-  after = steps > warmup if (steps > warmup).any() else steps > 0
-  return run.curves["loss"].values[i][after], base.curves["loss"].values[j][after]
+  late = steps > max(run.resolved.get("optim.warmup_steps", 0), after)
+  late = late if late.any() else steps > after
+  return run.curves["loss"].values[i][late], base.curves["loss"].values[j][late]
 
 
 def _common(run: RunFiles, base: RunFiles):

@@ -8,8 +8,9 @@ import altair as alt
 import numpy as np
 
 from fp8jax.report import charts, thin
-from fp8jax.report.compare import BAR, Comparison, Member
+from fp8jax.report.compare import Comparison, Member
 from fp8jax.run import palette
+from fp8jax.statistics import BAR
 
 _WIDTH, _HEIGHT = 520, 260
 RATE = "optim.peak_lr"

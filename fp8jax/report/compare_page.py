@@ -1,4 +1,4 @@
-"""compare.html, .json, .svg, .png and a table of text: a comparison, written down."""
+"""Files of a comparison: compare.html, .json, .svg and .png, intervals.svg and .png; its tables."""
 
 import dataclasses
 import json
@@ -8,11 +8,13 @@ from typing import Any
 
 from fp8jax import records
 from fp8jax.report import charts, compare_charts, page
-from fp8jax.report.compare import BAR, CONFIDENCE, Comparison, EqualLoss, Row
+from fp8jax.report.compare import Comparison, EqualLoss, Row
 from fp8jax.report.page import Section
+from fp8jax.statistics import BAR, CONFIDENCE
 
 _QUANTITIES = (
   "training: loss of the recipe's forward pass, mean of the differences after the warm-up. "
+  "served: held out, the recipe's forward pass against the baseline's BF16 forward pass. "
   "rounding: held out, the recipe's forward pass against the BF16 forward pass of the same "
   "weights. weights: held out, the BF16 forward pass of both runs."
 )
@@ -32,6 +34,8 @@ def write(c: Comparison, folder: str) -> str:
   page.write(path, page.render(title, _sections(c, drawn), page.vega()))
   page.write(os.path.join(folder, "compare.json"), records.to_json(as_json(c)) + "\n")
   page.pictures(os.path.join(folder, "compare"), drawn.get("rates") or next(iter(drawn.values())))
+  if "intervals" in drawn:
+    page.pictures(os.path.join(folder, "intervals"), drawn["intervals"])
   return path
 
 
@@ -47,7 +51,9 @@ def as_json(c: Comparison) -> dict[str, Any]:
     ],
     "differences": [
       {"arm": r.arm, "setting": r.setting, "quantity": r.quantity, "verdict": r.estimate.verdict,
-       **dataclasses.asdict(r.estimate)} for r in c.rows
+       **dataclasses.asdict(r.estimate),
+       "together": {"low": r.together.low, "high": r.together.high, "verdict": r.together.verdict}}
+      for r in c.rows
     ],
     "equal_loss": [dataclasses.asdict(e) for e in c.equal_loss],
     "config": c.config,
@@ -82,7 +88,8 @@ def _sections(c: Comparison, drawn: dict[str, Any]) -> list[Section]:
   ]
 
 
-COLUMNS = ("arm", "setting", "quantity", "by seed, %", "mean, 95 % interval", f"bar {BAR} %")
+COLUMNS = ("arm", "setting", "quantity", "by seed, %", "mean, 95 % interval", f"bar {BAR} %",
+           "95 % of all intervals together", f"bar {BAR} %")  # fmt: skip
 COST_COLUMNS = ("arm", "setting", "target loss", "tokens", "seconds", "seeds that reach it")
 
 
@@ -92,7 +99,9 @@ def cells(row: Row) -> tuple[str, ...]:
   has_width = math.isfinite(e.low)
   shown = f"{e.mean:+.3f} ± {e.high - e.mean:.3f}" if has_width else f"{e.mean:+.3f}, no interval"
   by_seed = ", ".join(f"{v:+.3f}" for v in e.by_seed)
-  return row.arm, row.setting, row.quantity, by_seed, shown, e.verdict
+  together = f"± {row.together.high - e.mean:.3f}" if has_width else "no interval"
+  verdicts = e.verdict, together, row.together.verdict
+  return row.arm, row.setting, row.quantity, by_seed, shown, *verdicts
 
 
 def _cost_cells(e: EqualLoss) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ may be made beside a run that holds the GPU.
 
 import collections
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8jax import records
+from fp8jax import patterns, records
 from fp8jax.errors import UserError
 from fp8jax.quantization import amax_history
 from fp8jax.recipe.gemm import PASSES
@@ -23,7 +24,6 @@ from fp8jax.run import metrics_writer, schemas
 # The other forward pass of eval.precisions: what a recipe's is compared with.
 UNQUANTIZED = "bf16"
 
-_LAYER = re.compile(r"layers/(\d+)/(.+)")
 _HELDOUT = re.compile(r"heldout/(.+)/([^/]+)/loss")
 _REMEDY = "name the folder of a run, which holds metrics.jsonl"
 
@@ -125,6 +125,14 @@ class RunFiles:
     loss = self.curves.get("loss")
     return int(loss.steps[-1]) if loss is not None else 0
 
+  def evaluation(self, which: int) -> dict[str, dict[str, float]]:
+    """{source: {precision: held-out loss}} of the first evaluation (0) or the last (-1)."""
+    step, found = sorted({h.step for h in self.heldout})[which], {}
+    for h in self.heldout:
+      if h.step == step:
+        found.setdefault(h.source, {})[h.precision] = h.loss
+    return found
+
   @property
   def tokens_per_step(self) -> int:
     """Tokens of one optimizer step."""
@@ -174,8 +182,9 @@ def read(workdir: str) -> RunFiles:
   if not os.path.isfile(path):
     raise UserError(f"{workdir!r} is no folder of a run: there is no {path}; {_REMEDY}")
   rows = [row for _, row in metrics_writer.rows(path)]
-  config = _json(workdir, "config.json", schemas.Config) or {}
-  provenance = _json(workdir, "provenance.json", schemas.Provenance) or {}
+  find = functools.partial(records.find, workdir, remedy="delete it, and the report goes without")
+  config = find("config.json", schemas.Config) or {}
+  provenance = find("provenance.json", schemas.Provenance) or {}
   return RunFiles(
     workdir=workdir,
     name=os.path.basename(os.path.abspath(workdir)),
@@ -186,20 +195,13 @@ def read(workdir: str) -> RunFiles:
     resolved=config.get("resolved") or provenance.get("config", {}),
     changed=config.get("changed", {}),
     provenance=provenance,
-    sites=tuple(_json(workdir, "sites.json", list[schemas.Site]) or ()),
-    memory=_json(workdir, "memory.json", schemas.Memory),
-    nonfinite=_json(workdir, "nonfinite/report.json", schemas.Failure),
-    summary=_json(workdir, "summary.json", schemas.Summary),
-    sensitivity=_json(workdir, "sensitivity/sensitivity.json", schemas.Sensitivity),
+    sites=tuple(find("sites.json", list[schemas.Site]) or ()),
+    memory=find("memory.json", schemas.Memory),
+    nonfinite=find("nonfinite/report.json", schemas.Failure),
+    summary=find("summary.json", schemas.Summary),
+    sensitivity=find("sensitivity/sensitivity.json", schemas.Sensitivity),
     exponents={row["step"]: row["exponents"] for row in rows if "exponents" in row},
   )
-
-
-def _json(workdir: str, name: str, kind: Any) -> Any:
-  """The document in a file of the workdir, None where it is not there."""
-  path = os.path.join(workdir, name)
-  remedy = "delete it, and the report goes without"
-  return records.read(path, kind, remedy) if os.path.exists(path) else None
 
 
 def _curves(rows: list[dict[str, Any]]) -> dict[str, Curve]:
@@ -249,8 +251,8 @@ def _looks(rows: list[dict[str, Any]]) -> Looks | None:
 
 def cell_of(name: str, tensor: str) -> Cell:
   """The cell of a layer's site, "layers/3/mlp/up", or of a site in no layer."""
-  match = _LAYER.fullmatch(name)
-  return Cell(match[2], int(match[1]), tensor) if match else Cell(name, None, tensor)
+  layer, site = patterns.of_layer(name)
+  return Cell(site, layer, tensor)
 
 
 def cell_order(cell: Cell):

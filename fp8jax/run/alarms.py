@@ -1,10 +1,10 @@
 """Numerics that people watch: what every site saw, and rules that raise an alarm about it."""
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from fp8jax import patterns
 from fp8jax.config.alarms import ADVICE
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import tensor_stats
@@ -84,7 +84,7 @@ class AlarmMonitor:
           if alarm.statistic in _OF_OUTLIERS and not self._narrow[name]:
             continue
           value = summary.get(alarm.statistic, math.nan)
-          if alarm.is_met_by(value) and re.fullmatch(alarm.sites, name):
+          if alarm.is_met_by(value) and patterns.matches(alarm.sites, [name]):
             ringing.add((name, alarm))
             if (name, alarm) not in self._ringing:
               new.append({"place": name, "text": _text(alarm, value)})

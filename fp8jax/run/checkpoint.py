@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from fp8jax import records
-from fp8jax.errors import NO_ROOM, UserError, one_line
+from fp8jax.errors import MAKE_ROOM, UserError, not_written, one_line
 from fp8jax.quantization import amax_history
 from fp8jax.run import schemas
 from fp8jax.step.state import State
@@ -235,7 +235,7 @@ class Checkpoints:
     if free < needed:
       raise UserError(
         f"a checkpoint needs {needed / 1e6:,.0f} MB and {self._manager.directory} has "
-        f"{free / 1e6:,.0f} MB free; {self._then()}"
+        f"{free / 1e6:,.0f} MB free; lower checkpoint.keep, or {MAKE_ROOM} {self._origin()}"
       )
 
   def wait(self):
@@ -255,17 +255,13 @@ class Checkpoints:
     except jax.errors.JaxRuntimeError:
       raise  # of the device
     except (ValueError, RuntimeError, OSError) as e:
-      full = next((r for r in NO_ROOM if r in str(e)), "")
-      reason = full or one_line(e)[:300] or type(e).__name__
-      then = self._then() if full else self._then("mend that")
-      raise UserError(
-        f"a checkpoint cannot be written to {self._manager.directory}: {reason}; {then}"
-      ) from e
+      mend = "mend that, and the same command goes on"
+      told = not_written(f"a checkpoint in {self._manager.directory}", e, mend)
+      raise UserError(f"{told} {self._origin()}") from e
 
-  def _then(self, remedy: str = "make room, or lower checkpoint.keep") -> str:
+  def _origin(self) -> str:
     steps = self.steps()
-    newest = f"from step {steps[-1]}" if steps else "from the beginning"
-    return f"{remedy}: the same command then goes on {newest}"
+    return f"from step {steps[-1]}" if steps else "from the beginning"
 
 
 def _arrays(tree) -> dict[str, str]:

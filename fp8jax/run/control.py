@@ -6,13 +6,13 @@ interrupted decides as the same run uninterrupted.
 
 import dataclasses
 import math
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from fp8jax import patterns
 from fp8jax.recipe import rules
 from fp8jax.recipe.policy import ANY, Policy, Refresh, RollBack, SwitchRecipe, WidenMargin, name_of
 
@@ -215,7 +215,7 @@ class _Draft:
     self.away[key], self.counts[key] = away, counts
 
   def _sites(self, policy) -> list[str]:
-    return [site for site in self.recipe_of if re.fullmatch(policy.sites, site)]
+    return patterns.matches(policy.sites, self.recipe_of)
 
   def _rings(self, policy, site: str) -> bool:
     return any(s == site and policy.alarm in (ANY, statistic) for s, statistic in self.rung)

@@ -1,13 +1,13 @@
 """A look at the numerics as one picture, for TensorBoard: instead of a curve per number."""
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageColor, ImageDraw
 
+from fp8jax import patterns
 from fp8jax.run import palette
 
 # Statistic, and the values of the darkest and of the brightest colour: the same in all pictures, so
@@ -20,7 +20,6 @@ PANELS = (
   ("kurtosis", 1.0, 1e6),
 )
 _CELL_W, _ROW_H, _LABEL_W, _GAP = 9, 12, 90, 12
-_LAYER = re.compile(r"layers/(\d+)/(.+)")
 _RAMP = np.array([ImageColor.getrgb(c) for c in palette.RAMP], np.float64)
 _MISSING = np.array(ImageColor.getrgb(palette.MISSING), np.uint8)
 
@@ -33,10 +32,9 @@ def draw(numerics: Mapping[str, Any]) -> np.ndarray:
   """
   cells = {}
   for name, tensors in numerics.items():
-    match = _LAYER.fullmatch(name)
-    site, layer = (match[2], int(match[1])) if match else (name, 0)
+    layer, site = patterns.of_layer(name)
     for tensor, summary in tensors.items():
-      cells.setdefault((match is None, site, tensor), {})[layer] = summary
+      cells.setdefault((layer is None, site, tensor), {})[layer or 0] = summary
   labels = sorted(cells, key=lambda key: (key[0], key[1], "xwg".find(key[2])))
   layers = 1 + max(layer for by_layer in cells.values() for layer in by_layer)
   width = _LABEL_W + len(PANELS) * (layers * _CELL_W + _GAP)

@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8jax import statistics
 from fp8jax.errors import UserError
-from fp8jax.evaluation import statistics
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
 from fp8jax.models.config import EVAL_PRECISIONS
@@ -144,7 +144,7 @@ class Measured:
 
 
 def _interval(over_I, under_I) -> statistics.Interval:
-  return statistics.bootstrap_ratio(over_I, under_I, resamples=_RESAMPLES)
+  return statistics.bootstrap(over_I, under_I, _RESAMPLES)
 
 
 def _row(interval: statistics.Interval) -> list[float]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
+from fp8jax import patterns
 from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.recipe.schedule import Rules
@@ -23,22 +24,19 @@ def with_bf16(rules: Rules, names: Sequence[str], chosen: Collection[str], layer
     chosen: those of them that become BF16.
     layers: of the model.
   """
-  kinds: dict[str, list[str]] = {}
-  single = []
-  for name in names:
-    if name in chosen:
-      match = re.fullmatch(r"layers/(\d+)/(.+)", name)
-      kinds.setdefault(match[2], []).append(match[1]) if match else single.append(name)
+  kinds: dict[str, list[int]] = {}
+  new = []
+  for name in filter(chosen.__contains__, names):
+    layer, kind = patterns.of_layer(name)
+    new.append(re.escape(name)) if layer is None else kinds.setdefault(kind, []).append(layer)
   by_layers: dict[tuple[str, ...], list[str]] = {}
   for kind, numbers in kinds.items():
-    by_layers.setdefault(tuple(sorted(numbers, key=int)), []).append(kind)
-  patterns = [re.escape(name) for name in single]
+    by_layers.setdefault(tuple(map(str, sorted(numbers))), []).append(kind)
   for numbers, some in by_layers.items():
     which = ".*" if len(numbers) == layers else _either(numbers)
-    patterns.append(f"layers/{which}/{_either(some)}")
-  found = (*((pattern, EVAL_PRECISIONS[1]) for pattern in patterns), *rules)
-  first = {next((i for i, (p, _) in enumerate(found) if re.fullmatch(p, n)), -1) for n in names}
-  return tuple(rule for i, rule in enumerate(found) if i in first)
+    new.append(f"layers/{which}/{_either(some)}")
+  found = (*((pattern, EVAL_PRECISIONS[1]) for pattern in new), *rules)
+  return tuple(patterns.used(found, names))
 
 
 def _either(names: Sequence[str]) -> str:
@@ -120,5 +118,6 @@ def rivals(
 
 def layers_apart(rules: Rules, names: Sequence[str], layers: int) -> int:
   """Runs of layers that these rules make: each is compiled for itself."""
-  paths = {re.sub(r"^layers/\d+/", "layers/", name) for name in names}
+  apart = map(patterns.of_layer, names)
+  paths = {kind if layer is None else f"layers/{kind}" for layer, kind in apart}
   return len(rules_lib.segments(sorted(paths), layers, rules))

@@ -4,10 +4,11 @@ import contextlib
 import dataclasses
 import math
 import os
-from typing import Any
+from typing import TypedDict
 
+from fp8jax import records
 from fp8jax.config import identity, named
-from fp8jax.errors import UserError, read_json
+from fp8jax.errors import UserError
 from fp8jax.run import metrics_writer
 from fp8jax.run.provenance import write_json
 from fp8jax.sweeps.spec import Trial
@@ -20,6 +21,12 @@ STATUS = {
 }  # fmt: skip
 # Of a trial whose workdir another process holds: of another sweep in the folder.
 ELSEWHERE = "running elsewhere"
+# The files of a trial, as far as they decide.
+_FILES = {
+  "config": TypedDict("Config", {"resolved": dict}),
+  "trial": TypedDict("Marked", {"status": str}),
+  "summary": TypedDict("Summary", {"step": int, "objective": float | None}),
+}
 # Steps whose mean loss decides.
 _WINDOW = 8
 
@@ -47,17 +54,19 @@ def read(trial: Trial) -> Outcome | None:
   Raises:
     UserError: a file of the workdir is not as a run leaves it; names it.
   """
-  resolved = _value(trial.workdir, "config.json", "resolved", dict)
+
+  def find(name: str):
+    remedy = "remove the folder to run the trial anew"
+    return records.find(trial.workdir, f"{name}.json", _FILES[name], remedy)
+
   wanted = named.flat(trial.config, trial.changes)
-  if resolved is None or identity.diff(wanted, resolved):
+  if (config := find("config")) is None or identity.diff(wanted, config["resolved"]):
     return None
-  if (status := _value(trial.workdir, "trial.json", "status", str)) is not None:
-    return Outcome(status)
-  step = _value(trial.workdir, "summary.json", "step", int)
-  if step is None or step < wanted["steps"]:
+  if marked := find("trial"):
+    return Outcome(marked["status"])
+  if (summary := find("summary")) is None or summary["step"] < wanted["steps"]:
     return None
-  objective = _value(trial.workdir, "summary.json", "objective", (float, int, type(None)))
-  return Outcome("finished", objective)
+  return Outcome("finished", summary["objective"])
 
 
 def attempt(trial: Trial) -> Outcome | None:
@@ -110,46 +119,3 @@ def ever_diverged(losses: list[float], stop_above: float) -> str:
   """`divergence` at the first step at which a watched run would have been stopped, or ""."""
   reasons = (divergence(losses[:end], stop_above) for end in range(_WINDOW, len(losses) + 1))
   return next(filter(None, reasons), "")
-
-
-def _value(workdir: str, name: str, key: str, kind: Any) -> Any:
-  """A value of WORKDIR/name, None where there is no such file."""
-  path, remedy = os.path.join(workdir, name), "remove the folder to run the trial anew"
-  if not os.path.exists(path):
-    return None
-  content = read_json(path, remedy)
-  if key not in content or not isinstance(content[key], kind):
-    raise UserError(f"{path}: {key!r} is {content.get(key)!r}, and no run writes that; {remedy}")
-  return content[key]
-
-
-@dataclasses.dataclass(frozen=True)
-class Records:
-  """A finished run's files: summary.json, provenance.json, the lines of metrics.jsonl."""
-
-  summary: dict[str, Any]
-  provenance: dict[str, Any]
-  steps: list[dict[str, Any]]
-
-  def heldout(self, which: int) -> dict[str, dict[str, float]]:
-    """{source: {precision: nats per token}} of the first evaluation (0) or the last (-1)."""
-    evaluations = self.summary["evaluations"]
-    evaluation = evaluations[sorted(evaluations, key=int)[which]]
-    return {
-      source: {precision: values["loss"] for precision, values in by_precision.items()}
-      for source, by_precision in evaluation.items()
-    }
-
-  def logged(self, name: str) -> list:
-    """A metric at every step that has it."""
-    return [step[name] for step in self.steps if name in step]
-
-
-def records(workdir: str) -> Records:
-  """Those of a finished run."""
-  summary, provenance = (
-    read_json(os.path.join(workdir, f"{name}.json"), "run it first")
-    for name in ("summary", "provenance")
-  )
-  rows = metrics_writer.rows(os.path.join(workdir, "metrics.jsonl"))
-  return Records(summary, provenance, [row for _, row in rows])

@@ -16,7 +16,9 @@ from typing import Any, Protocol
 import rich.console
 
 from fp8jax import console as console_lib
+from fp8jax import records
 from fp8jax.errors import UserError
+from fp8jax.report import files
 from fp8jax.sweeps import outcome as outcome_lib
 from fp8jax.sweeps import plan as plan_lib
 from fp8jax.sweeps import process, slurm, spec, stacked, table
@@ -66,10 +68,7 @@ def run(
       if outcome_lib.read(trial) is None:
         print(process.shown(trial))
     return 0
-  try:
-    os.makedirs(folder, exist_ok=True)
-  except OSError as e:
-    raise UserError(f"--workdir={folder} cannot be a folder: {e.strerror}; name another") from e
+  records.make_folder(folder, "--workdir")
   if is_mapped:
     results = _mapped(sweep, folder, parallel, out)
     return _ended(sweep, path, folder, results, None, out)
@@ -161,8 +160,8 @@ def _all(
 _SIGNALS = {signal.SIGTERM: outcome_lib.PREEMPTED, signal.SIGINT: outcome_lib.INTERRUPTED}
 
 
-def one(config: str, workdir: str, changes: Mapping[str, Any], root: str) -> outcome_lib.Records:
-  """The records of a single run: started, gone on with, or finished before.
+def one(config: str, workdir: str, changes: Mapping[str, Any], root: str) -> files.RunFiles:
+  """The files of a single run: started, gone on with, or finished before.
 
   An interrupted run ends the program with its exit code: 75 after SIGTERM, 130 after Ctrl-C. A
   workdir of another configuration ends it too: launch.py refuses it and names what differs.
@@ -172,4 +171,4 @@ def one(config: str, workdir: str, changes: Mapping[str, Any], root: str) -> out
   if found is None or found.status != "finished":
     if code := subprocess.run(process.command(trial, root), cwd=root).returncode:
       sys.exit(code)
-  return outcome_lib.records(workdir)
+  return files.read(workdir)

@@ -17,7 +17,7 @@ import pytest
 from fp8jax.errors import UserError
 from fp8jax.evaluation import benchmarks, catalog, code_sandbox, tasks
 from fp8jax.evaluation.code_sandbox import Limits, Outcome
-from fp8jax.evaluation.settings import Options
+from fp8jax.evaluation.settings import Tasks
 
 SMALL = Limits(seconds=40.0, memory=400 << 20, output=1 << 20, files=20 << 20)
 
@@ -276,8 +276,8 @@ def test_without_a_tool_the_task_is_refused_before_anything_is_drawn(monkeypatch
   code_sandbox.sandbox.cache_clear()
   monkeypatch.setattr(code_sandbox.shutil, "which", lambda name: None)
   (tmp_path / "livecodebench_v5.jsonl").write_text("")
-  options = Options(data_dir=str(tmp_path), allow_code=True)
-  [found] = catalog.problems("livecodebench_v5", options)
+  settings = Tasks("livecodebench_v5", data_dir=str(tmp_path), allow_code_execution=True)
+  [found] = catalog.problems(settings)
   assert "apt install bubblewrap" in found and "neither bwrap nor unshare" in found
   with pytest.raises(UserError, match="apt install bubblewrap"):
     code_sandbox.run("print(1)", "")

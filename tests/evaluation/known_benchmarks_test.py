@@ -12,7 +12,7 @@ import pytest
 
 from fp8jax.errors import UserError
 from fp8jax.evaluation import benchmarks, catalog, tasks
-from fp8jax.evaluation.settings import Options
+from fp8jax.evaluation.settings import Tasks
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +65,10 @@ def test_protocols_are_those_of_infir2(tmp_path):
   _aime(tmp_path / "aime25.jsonl")
   _gpqa(tmp_path / "gpqa_diamond.csv")
   _code(tmp_path / "livecodebench_v5.jsonl")
-  options = Options(data_dir=str(tmp_path), allow_code=True)
   names = "aime24,aime25,gpqa_diamond,livecodebench_v5"
-  assert catalog.problems(names, options) == []
-  made = catalog.load(names, options)
+  settings = Tasks(names, data_dir=str(tmp_path), allow_code_execution=True)
+  assert catalog.problems(settings) == []
+  made = catalog.load(settings)
   expected = ((32, 31_000), (32, 31_000), (8, 26_000), (8, 27_000))
   for task, (samples, length) in zip(made, expected, strict=True):
     assert task.protocol == tasks.Protocol(samples, 0.65, 0.95, length)
@@ -88,8 +88,8 @@ def test_protocols_are_those_of_infir2(tmp_path):
 
 
 def test_missing_data_and_forbidden_code_are_named(tmp_path):
-  options = Options(data_dir=str(tmp_path))
-  found = catalog.problems("aime24,gpqa_diamond,livecodebench_v5", options)
+  names = "aime24,gpqa_diamond,livecodebench_v5"
+  found = catalog.problems(Tasks(names, data_dir=str(tmp_path)))
   assert len(found) == 4
   for text, words in zip(found, ("aime24.jsonl", "gpqa_diamond.csv", "livecodebench_v5.jsonl")):
     assert f"{tmp_path}/{words}, which does not exist" in text and "eval.data_dir" in text

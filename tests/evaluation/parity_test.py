@@ -8,7 +8,8 @@ import types
 import numpy as np
 import pytest
 
-from fp8jax.evaluation import statistics, store, tasks, verifiers
+from fp8jax import statistics
+from fp8jax.evaluation import store, tasks, verifiers
 
 EXPERIMENT = pathlib.Path(__file__).parents[2] / "experiments" / "2025_infir2"
 

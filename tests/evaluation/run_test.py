@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from fp8jax import statistics
 from fp8jax.errors import UserError
-from fp8jax.evaluation import report, run, statistics, store, tasks, verifiers
+from fp8jax.evaluation import report, run, store, tasks, verifiers
 from fp8jax.generation.completion import Completion
 from fp8jax.generation.settings import Sampling
 
@@ -118,7 +119,7 @@ def test_another_evaluation_in_the_folder_is_refused(tmp_path):
   assert "chat" not in json.loads((tmp_path / "sums_two.json").read_text())
   path = tmp_path / "sums_two.jsonl"
   path.write_text("{}\n" + path.read_text())
-  with pytest.raises(UserError, match="line 1 is no row"):
+  with pytest.raises(UserError, match="jsonl:1: .*no field"):
     _evaluate(tmp_path, _task(), Coin())
 
 
@@ -135,7 +136,7 @@ def test_rows_of_another_shape_are_named(tmp_path, field, value):
     lambda: _evaluate(tmp_path, _task(), Coin()),
     lambda: store.read_scores(str(tmp_path)),
   ):
-    with pytest.raises(UserError, match=f"sums_two.jsonl, line 2 is no row .*{field} is"):
+    with pytest.raises(UserError, match=f"sums_two.jsonl:2: field {field!r} is .*, expected "):
       read()
 
 
@@ -144,7 +145,7 @@ def test_lines_that_are_no_rows_are_named(tmp_path, text):
   _evaluate(tmp_path, _task(), Coin())
   path = tmp_path / "sums_two.jsonl"
   path.write_bytes(text.encode("latin-1") + b"\n" + path.read_bytes())
-  with pytest.raises(UserError, match="sums_two.jsonl, line 1 is no row"):
+  with pytest.raises(UserError, match="sums_two.jsonl:1.*delete the line"):
     store.read_scores(str(tmp_path))
 
 
@@ -161,7 +162,7 @@ def test_definitions_of_another_shape_are_named(tmp_path, changes):
     lambda: _evaluate(tmp_path, _task(), Coin()),
     lambda: store.read_scores(str(tmp_path)),
   ):
-    with pytest.raises(UserError, match="sums_two.json is no definition of a task"):
+    with pytest.raises(UserError, match=f"sums_two.json: .*{next(iter(changes))}.*; "):
       read()
 
 
@@ -172,7 +173,7 @@ def test_definitions_of_another_shape_are_named(tmp_path, changes):
 def test_summaries_of_another_shape_are_named(tmp_path, text):
   assert store.earlier_seconds(str(tmp_path)) == {}
   (tmp_path / "summary.json").write_text(text)
-  with pytest.raises(UserError, match="summary.json .*delete it"):
+  with pytest.raises(UserError, match="summary.json:? .*delete it"):
     store.earlier_seconds(str(tmp_path))
   (tmp_path / "summary.json").write_text('{"tasks": {"a": {"seconds": 1.5}}}')
   assert store.earlier_seconds(str(tmp_path)) == {"a": 1.5}

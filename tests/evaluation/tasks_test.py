@@ -13,7 +13,7 @@ import pytest
 
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.evaluation import catalog, jsonl_tasks, reasoning_gym_tasks, tasks, verifiers
-from fp8jax.evaluation.settings import Options
+from fp8jax.evaluation.settings import Tasks
 
 
 @pytest.fixture
@@ -192,8 +192,8 @@ def test_a_family_asks_distinct_questions_outside_the_training_set(gym, tmp_path
   ]  # fmt: skip
   path = tmp_path / "train.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  options = Options(train_data=str(path), questions=30)
-  [apart] = catalog.load("gcd(highest=9)", options)
+  settings = Tasks("gcd(highest=9)", train_data=str(path), questions=30)
+  [apart] = catalog.load(settings)
   left_out = set(questions) - {item.question for item in apart.items}
   assert {questions[i] for i in (0, 2, 3, 4, 5, 6)} <= left_out and questions[1] not in left_out
   assert len(apart.items) == 30 and apart.fingerprint != task.fingerprint
@@ -230,19 +230,19 @@ def test_task_files_describe_families_and_questions(gym, tmp_path):
   )  # fmt: skip
   (tmp_path / "sums.json").write_text(json.dumps({"family": "gcd", "items": 5, "seed": 2}))
   names = f"{tmp_path}/mine.json, {tmp_path}/sums.json,gcd(highest=90)"
-  mine, sums, plain = catalog.load(names, Options())
+  mine, sums, plain = catalog.load(Tasks(names))
   assert [i.name for i in mine.items] == ["1", "n"]
   assert mine.user_text(mine.items[0]) == "Q: 1 + 1?"
   assert mine.protocol == tasks.Protocol(4, 0.65, stop=("\n\n",))
   assert (mine.margin, sums.margin, mine.name, sums.name) == (1.5, 2.0, "mine", "sums")
   assert mine.judge(mine.items[0], "2").correct and mine.judge(mine.items[1], "17").correct
   assert len(sums.items) == 5 and plain.name == "gcd(highest=90)"
-  options = Options(questions=1, samples=2, temperature=0.5, max_new_tokens=7)
-  [changed] = catalog.load(f"{tmp_path}/mine.json", options)
+  protocol = "(samples=2, temperature=0.5, max_new_tokens=7)"
+  [changed] = catalog.load(Tasks(f"{tmp_path}/mine.json{protocol}", questions=1))
   assert len(changed.items) == 1
   assert changed.protocol == tasks.Protocol(2, 0.5, max_new_tokens=7, stop=("\n\n",))
   with pytest.raises(ConfigError, match="greedy samples"):
-    catalog.load("gcd", Options(samples=2))
+    catalog.load(Tasks("gcd(samples=2)"))
 
 
 def test_a_fingerprint_covers_everything_that_decides_a_score():
@@ -265,10 +265,9 @@ def test_a_task_whose_questions_were_all_trained_on_is_refused(tmp_path):
   (tmp_path / "q.jsonl").write_text('{"question": "1 + 1?", "answer": 2, "verifier": "exact"}\n')
   (tmp_path / "mine.json").write_text('{"questions": "q.jsonl"}')
   (tmp_path / "train.jsonl").write_text('{"prompt": "1  + 1?"}\n')
-  options = Options(train_data=str(tmp_path / "train.jsonl"))
   for name in ("mine.json", "q.jsonl"):
     with pytest.raises(UserError, match="q.jsonl without eval.train_data has no item"):
-      catalog.load(str(tmp_path / name), options)
+      catalog.load(Tasks(str(tmp_path / name), train_data=str(tmp_path / "train.jsonl")))
 
 
 def test_broken_names_and_files_are_refused_with_the_remedy(tmp_path):
@@ -276,7 +275,7 @@ def test_broken_names_and_files_are_refused_with_the_remedy(tmp_path):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(UserError) as e:
-      catalog.load(str(path), Options())
+      catalog.load(Tasks(str(path)))
     return str(e.value)
 
   assert "line 2 is not JSON" in refused("a.jsonl", '{"question": "q", "answer": "a"}\n{"q')
@@ -293,17 +292,17 @@ def test_broken_names_and_files_are_refused_with_the_remedy(tmp_path):
     assert "line 1: answer" in refused("n.jsonl", number % text), text
   (tmp_path / "u.jsonl").write_bytes(b'{"question": "q", "answer": "a"}\n{"question": "\xff"}\n')
   with pytest.raises(UserError, match="u.jsonl, line 2"):
-    catalog.load(str(tmp_path / "u.jsonl"), Options())
+    catalog.load(Tasks(str(tmp_path / "u.jsonl")))
   assert "did you mean 'margin'" in refused("g.json", '{"margn": 1}')
   found = refused("h.json", '{"family": "gdc", "prompt": "no place", "margin": -1}')
   assert all(text in found for text in ("did you mean 'gcd'", "lacks {question}", "positive"))
   assert "either 'questions'" in refused("i.json", "{}")
-  options = Options(train_data=str(tmp_path / "none"), questions=-1)
-  found = "\n".join(catalog.problems("gdc,a.jsonl,gcd(1),x y", options))
-  [nothing] = catalog.problems(" ,,", Options())
+  names = "gdc,a.jsonl,gcd(1),x y,gcd(samples=0),gcd(samples=1.5),a.jsonl(top=1)"
+  found = "\n".join(catalog.problems(Tasks(names, train_data=str(tmp_path / "none"))))
+  [nothing] = catalog.problems(Tasks(" ,,"))
   assert "eval.tasks=' ,,' names no task; or name a file" in nothing
   for text in ("did you mean 'gcd'", "a.jsonl does not exist", "'gcd(1)' is no task",
-               "'x y' is no task", "eval.train_data=", "eval.questions=-1"):  # fmt: skip
+               "'x y' is none of", "eval.train_data=", "samples=0 must be", "samples must be a number", "not top"):  # fmt: skip
     assert text in found, text
 
 
@@ -320,8 +319,8 @@ def test_tasks_of_one_file_are_refused_and_numbers_are_bounded(gym, tmp_path):
   for name in ("a b", "a_b", "A+b", "!", "c"):
     (tmp_path / f"{name}.jsonl").write_text(line)
 
-  def load(*names, **options):
-    return catalog.load(",".join(f"{tmp_path}/{x}.jsonl" for x in names), Options(**options))
+  def load(*names, protocol=""):
+    return catalog.load(Tasks(",".join(f"{tmp_path}/{x}.jsonl{protocol}" for x in names)))
 
   for names in (("a b", "a_b"), ("c", "c"), ("a b", "A+b")):
     with pytest.raises(ConfigError) as e:
@@ -330,17 +329,17 @@ def test_tasks_of_one_file_are_refused_and_numbers_are_bounded(gym, tmp_path):
     assert f"{names[0]!r} and {names[1]!r} would be stored in one file" in problem
   with pytest.raises(ConfigError, match="'!' has no letter or digit"):
     load("!")
-  [most] = load("c", samples=tasks.MOST_SAMPLES, temperature=1.0)
+  [most] = load("c", protocol=f"(samples={tasks.MOST_SAMPLES}, temperature=1.0)")
   assert most.protocol.samples == 10_000
   with pytest.raises(ConfigError, match="samples=10001 must be from 1 to 10,000"):
-    load("c", samples=10_001, temperature=1.0)
+    load("c", protocol="(samples=10001, temperature=1.0)")
   with pytest.raises(UserError, match="500,001 questions of 'gcd', expected at most 500,000"):
-    catalog.load("gcd", Options(questions=500_001))
+    catalog.load(Tasks("gcd", questions=500_001))
 
 
 def test_a_missing_package_names_its_extra(monkeypatch):
   monkeypatch.setattr(catalog.importlib.util, "find_spec", lambda name: None)
-  [found] = catalog.problems("gcd", Options())
+  [found] = catalog.problems(Tasks("gcd"))
   assert found.endswith("'reasoning_gym' is not installed; pip install 'fp8jax[eval]'")
 
 

@@ -93,13 +93,14 @@ def test_a_tasks_protocol_asks_by_the_chat_template_whatever_the_setting(folder)
 
 def test_all_mistakes_of_tasks_are_reported_at_once():
   c = base.get_config()
-  c.eval.tasks, c.eval.train_data, c.eval.compare_with = "aime24,nothing.jsonl", "none", "nowhere"
-  c.eval.seed, c.eval.temperature, c.eval.questions = -1, -2.0, -3
+  names = "aime24(temperature=-2),nothing.jsonl"
+  c.eval.tasks, c.eval.train_data, c.eval.compare_with = names, "none", "nowhere"
+  c.eval.seed, c.eval.questions = -1, -3
   with pytest.raises(ConfigError) as e:
     resolve.resolve(c, 1, Device("cpu"), needs=table.JOBS["evaluate"].needs)
   for words in (
     "aime24 needs assets/benchmarks/aime24.jsonl, which does not exist", "nothing.jsonl does not",
-    "eval.train_data='none'", "eval.compare_with='nowhere'", "eval.seed=-1", "eval.temperature=-2",
+    "eval.train_data='none'", "eval.compare_with='nowhere'", "eval.seed=-1", "temperature=-2",
     "eval.questions=-3",
   ):  # fmt: skip
     assert any(words in problem for problem in e.value.problems), (words, e.value.problems)

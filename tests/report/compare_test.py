@@ -50,6 +50,39 @@ def test_paired_differences_have_students_interval_and_a_verdict(tmp_path):
   assert difference.tokens[-1] == STEPS * 16 and difference.seeds == 3
 
 
+def test_quantities_keep_forward_passes_and_the_last_quarter_apart(tmp_path):
+  """bf16 loses 2.0; the weights of block_128 lose 2 % more in BF16 and 5 % on top in FP8."""
+  paths, late = [], STEPS - 3 * STEPS // 4
+  for seed in range(3):
+    base = run_files.write_steps(tmp_path / f"a{seed}", BASE.tolist(), "bf16", seed, 1.0,
+                                 {"bf16": 2.0})  # fmt: skip
+    losses = np.concatenate([1.01 * BASE[:-late], (1.03 + seed / 100) * BASE[-late:]])
+    held = {"bf16": 2.04, "block_128": 2.04 * 1.05}
+    paths += [base, run_files.write_steps(tmp_path / f"b{seed}", losses.tolist(), "block_128", seed,
+                                          1.0, held)]  # fmt: skip
+  rows = {r.quantity: r for r in compare.compare(paths).rows}
+  for quantity, percent in (("served", 7.1), ("rounding", 5.0), ("weights", 2.0)):
+    assert rows[f"{quantity}, main"].estimate.by_seed == pytest.approx([percent] * 3)
+  row = rows["training, last quarter"]
+  assert row.estimate.by_seed == pytest.approx([3, 4, 5]) and len(rows) == 5
+  # Of five intervals each has 99 %: Student's 99.5 % quantile, two degrees of freedom, is 9.92484.
+  half = (row.estimate.high - row.estimate.mean, row.together.high - row.together.mean)
+  assert half == pytest.approx((4.30265 / math.sqrt(3), 9.92484 / math.sqrt(3)), rel=1e-5)
+
+
+@pytest.mark.parametrize("name, count", [("paired", 16), ("scratch", 10)])
+def test_the_tables_of_an_experiment_are_those_of_its_results(repository, name, count):
+  pytest.importorskip("altair")
+  from fp8jax.report import compare_page
+
+  folder = repository / "experiments" / "2025_infir2"
+  found = compare.compare(sorted(map(str, (folder / "results" / name).iterdir())))
+  lines = (folder / "README.md").read_text().splitlines()
+  for arm, _, *cells in map(compare_page.cells, found.rows):
+    assert f"| `{arm}` | {' | '.join(cells)} |" in lines
+  assert len(found.rows) == count and not found.notes
+
+
 @pytest.mark.parametrize(
   "percents, verdict",
   [((1.0,), "no verdict: too short"), ((0.1, 0.4), "no verdict: too short"),

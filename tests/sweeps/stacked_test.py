@@ -13,7 +13,8 @@ from fp8jax.config import identity, registry
 from fp8jax.data import loader
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import train
-from fp8jax.run import workdir
+from fp8jax.report import files
+from fp8jax.run import metrics_writer, workdir
 from fp8jax.sweeps import outcome, spec, stacked
 from fp8jax.sweeps import run as sweep_run
 
@@ -53,15 +54,15 @@ def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch):
   table = json.loads((tmp_path / "out" / "sweep.json").read_text())["trials"]
   (members,) = stacked.groups(trials)
   for member, row in zip(members, table, strict=True):
-    plan, found = member.plan, outcome.records(row["workdir"])
+    plan, found = member.plan, files.read(row["workdir"])
     stream = loader.train_batches(plan.data, 2)
     losses, state = Runner(plan).run([next(stream) for _ in range(4)])
     stream.close()
-    np.testing.assert_allclose(found.logged("loss"), losses, rtol=2e-6)
+    np.testing.assert_allclose(found.curves["loss"].values, losses, rtol=2e-6)
     assert outcome.read(member.trial).objective == row["objective"] == found.summary["objective"]
     evaluated = stacked.evaluator_lib.Evaluator(plan).run(state.params, {})
     for precision, values in evaluated["main"].items():
-      assert found.heldout(-1)["main"][precision] == pytest.approx(values["loss"], rel=2e-6)
+      assert found.evaluation(-1)["main"][precision] == pytest.approx(values["loss"], rel=2e-6)
   assert len({row["objective"] for row in table}) == 4
   # A second call trains nothing.
   monkeypatch.setattr(stacked, "run", lambda *_: pytest.fail("all are finished"))
@@ -110,7 +111,7 @@ HONOURED = {
   "the files of a trial are those of a run": "log.every log.tensorboard log.report",
   "other jobs read them, training does not": """
     calibrate export generate prepare sensitivity weights eval.tasks eval.chat
-    eval.questions eval.samples eval.temperature eval.max_new_tokens eval.seed eval.data_dir
+    eval.questions eval.seed eval.data_dir
     eval.train_data eval.allow_code_execution eval.compare_with""",
 }
 
@@ -187,7 +188,8 @@ def test_a_trial_leaves_the_files_of_a_run(tmp_path):
   assert origins[0].keys() <= origins[1].keys() and origins[1]["trials_at_once"] == 1
   speeds = {"tokens_per_second", "step_seconds"}  # of a loop that reads a step behind
   first, second = (
-    {key for row in outcome.records(str(d)).steps for key in row} for d in (direct, mapped)
+    {key for _, row in metrics_writer.rows(str(d / "metrics.jsonl")) for key in row}
+    for d in (direct, mapped)
   )
   assert first - second <= speeds and second <= first
   assert workdir.finished(str(mapped), dict(member.plan.flat), origins[0]["data_fingerprint"])

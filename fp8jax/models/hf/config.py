@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from fp8jax import errors, hub
+from fp8jax import errors, hub, records
 from fp8jax.errors import UserError, check_number
 from fp8jax.models import rope
 from fp8jax.models.config import LARGEST, ModelConfig, RopeScaling
@@ -318,6 +318,4 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
 
 
 def write_json(folder: str, name: str, value):
-  with open(os.path.join(folder, name), "w") as f:
-    json.dump(value, f, indent=2)
-    f.write("\n")
+  records.write_atomic(os.path.join(folder, name), json.dumps(value, indent=2) + "\n")

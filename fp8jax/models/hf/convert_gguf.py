@@ -9,7 +9,6 @@ pairs, and it does not hold the pre-tokenizer that splits numbers into digits.
 """
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -102,8 +101,7 @@ def convert(gguf_path: str, target: str):
   ids = {k: int(fields[f"tokenizer.ggml.{k}_token_id"]) for k in ("bos", "eos")}
   base = {"bos_token_id": ids["bos"], "eos_token_id": ids["eos"], "attention_bias": False,
           "mlp_bias": False, "attention_dropout": 0.0, "use_cache": True}  # fmt: skip
-  with open(os.path.join(target, "config.json"), "w") as f:
-    json.dump(hf_config.config_to_hf(cfg, "bfloat16", base), f, indent=2)
+  hf_config.write_json(target, "config.json", hf_config.config_to_hf(cfg, "bfloat16", base))
   with records.replacing(os.path.join(target, "model.safetensors")) as part:
     safetensors.numpy.save_file(weights, part, metadata={"format": "pt"})
 
@@ -137,8 +135,7 @@ def _write_tokenizer(fields, target: str):
   for role in ("bos", "eos", "unk", "pad"):
     key = {"unk": "unknown", "pad": "padding"}.get(role, role)
     config[f"{role}_token"] = names[int(fields[f"tokenizer.ggml.{key}_token_id"])]
-  with open(os.path.join(target, "tokenizer_config.json"), "w") as f:
-    json.dump(config, f, indent=2)
+  hf_config.write_json(target, "tokenizer_config.json", config)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,28 @@
+"""Rules by regular expressions: whole matches, the first one, and rules that decide nothing."""
+
+import pytest
+
+from fp8jax import patterns
+
+RULES = (("layers/1/.*", 1), ("up", 2), ("layers/.*/up", 3), ("layers/1/.*", 1), ("head", 4))
+
+
+@pytest.mark.parametrize("name, number", [
+  ("layers/1/up", 0), ("layers/11/up", 2), ("layers/11/up/x", -1), ("up", 1), ("xhead", -1),
+])  # fmt: skip
+def test_the_first_whole_match_wins(name, number):
+  assert patterns.first(RULES, name) == number
+  assert patterns.matches(r"layers/\d/.*", [name, "a\nlayers/1/up"]) == [name] * (number == 0)
+
+
+def test_a_rule_that_is_there_twice_decides_once():
+  names = ["layers/1/up", "layers/11/up", "tail"]
+  assert patterns.used(RULES, names) == [RULES[0], RULES[2]]
+  assert patterns.used(RULES, names, so=False) == [RULES[1], RULES[3], RULES[4]]
+
+
+def test_layers_and_problems():
+  names = ("layers/12/mlp/up", "layers/2-25/mlp/up", "head", "layers/3/")
+  assert [patterns.of_layer(n) for n in names] == [(12, "mlp/up"), *((None, n) for n in names[1:])]
+  assert patterns.problem("a.*") == "" and "7 is no regular expression" in patterns.problem(7)
+  assert patterns.problem("(").startswith("'(' is no regular expression: missing )")
