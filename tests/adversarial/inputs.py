@@ -378,7 +378,8 @@ def config_files(rng, folder):
     "  c.data.sources.main.kind = 'x'\n  return c\n",
   ])  # fmt: skip
   path.write_text(base + body)
-  return Case([f"--config={path}", "--job=memory"], ("mine.py", "data.sources", "get_config"))
+  arguments = [f"--config={path}", f"--workdir={folder / 'w'}"]
+  return Case(arguments, ("mine.py", "data.sources", "get_config"))
 
 
 def sources(rng, folder):

@@ -301,8 +301,10 @@ def test_broken_names_and_files_are_refused_with_the_remedy(tmp_path):
   found = "\n".join(catalog.problems(Tasks(names, train_data=str(tmp_path / "none"))))
   [nothing] = catalog.problems(Tasks(" ,,"))
   assert "eval.tasks=' ,,' names no task; or name a file" in nothing
-  for text in ("did you mean 'gcd'", "a.jsonl does not exist", "'gcd(1)' is no task",
-               "'x y' is none of", "eval.train_data=", "samples=0 must be", "samples must be a number", "not top"):  # fmt: skip
+  for text in (
+    "did you mean 'gcd'", "a.jsonl does not exist", "'gcd(1)' is no task", "'x y' is none of",
+    "eval.train_data=", "samples=0 must be", "samples must be a number", "not top",
+  ):  # fmt: skip
     assert text in found, text
 
 

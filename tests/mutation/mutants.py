@@ -1,7 +1,9 @@
 """Faults put into the source one at a time: does a test see each of them?
 
   python tests/mutation/mutants.py draw        forty faults, the same ones every time -> drawn.json
-  python tests/mutation/mutants.py run [3 r7]  runs the tests of each -> results.json; resumes
+  python tests/mutation/mutants.py draw 28 60  sixty more over all files, 28/0 to 28/59
+  python tests/mutation/mutants.py run [3 r7]  the tests of each -> results.json; resumes; "28/"
+                                               are those of that seed
   python tests/mutation/mutants.py table       results.md
 
 A fault is a small change of one expression or statement, as in Jia & Harman 2011 (An Analysis and
@@ -18,6 +20,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -207,6 +210,30 @@ def draw() -> list[dict]:
   return drawn
 
 
+def draw_from_all(seed: int, count: int) -> list[dict]:
+  """So many faults, of so many files of fp8jax/, each with `tests_of` its file."""
+  rng, commit, drawn = random.Random(seed), _git("rev-parse", "HEAD")[:7], []
+  files = [f for f in _git("ls-files", "fp8jax/*.py").split() if not f.endswith("__init__.py")]
+  for file in rng.sample(files, len(files)):
+    if len(drawn) < count and (faults := candidates(file)):
+      one = rng.choice(faults)
+      drawn.append({"id": f"{seed}/{len(drawn)}", **one, "tests": tests_of(file), "commit": commit})
+  return drawn
+
+
+def tests_of(file: str) -> list[str]:
+  """The tests of the mirrored folder and those that name the module, the quickest first."""
+  module, folder = file.removesuffix(".py").replace("/", "."), file.split("/")[1:-1][:1]
+  package, _, name = module.rpartition(".")
+  named = re.compile(rf"{module}\b|from {package} import [^#]*\b{name}\b")
+  seconds = {k: v for k, v in json.loads((ROOT / "tests/cpu_seconds.json").read_text()).items()}
+  paths = [path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("*_test.py")]
+  wanted = [p for p in paths if [*p.parts[:1]] == folder
+            or named.search((ROOT / "tests" / p).read_text())]  # fmt: skip
+  wanted.sort(key=lambda p: seconds.get(f"tests/{p}", 0.0))
+  return [str(p).removesuffix("_test.py") for p in wanted]
+
+
 def applied(fault: dict, text: str) -> str:
   """The file with its fault; it is looked for where the same line is now."""
   lines = text.splitlines(keepends=True)
@@ -256,7 +283,10 @@ def _read(name: str):
 def run(only: list[str]):
   """Judges the faults that results.json lacks, or those named."""
   cache = tempfile.TemporaryDirectory(prefix="fault_cache_")
-  wanted = only or [str(f["id"]) for f in _faults() if str(f["id"]) not in _read("results")]
+  done = _read("results")
+  ids = [str(f["id"]) for f in _faults()]
+  seeds = tuple(one for one in only if one.endswith("/"))
+  wanted = {i for i in ids if i in only or (i not in done and (not only or i.startswith(seeds)))}
   for fault in [f for f in _faults() if str(f["id"]) in wanted]:
     start = time.time()
     with tempfile.TemporaryDirectory(prefix="fault_") as name:
@@ -313,8 +343,10 @@ def _short(text: str) -> str:
 
 if __name__ == "__main__":
   match sys.argv[1:]:
-    case ["draw"]:
-      (HERE / "drawn.json").write_text(json.dumps(draw(), indent=1) + "\n")
+    case ["draw", *numbers]:
+      drawn = draw_from_all(*map(int, numbers)) if numbers else draw()
+      others = [f for f in _read("drawn") if ("/" in str(f["id"])) != bool(numbers)]
+      (HERE / "drawn.json").write_text(json.dumps([*others, *drawn], indent=1) + "\n")
     case ["run", *only]:
       run(only)
     case ["table"]:
