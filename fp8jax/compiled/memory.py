@@ -17,7 +17,7 @@ from fp8jax import params as params_lib
 from fp8jax.compiled import fp8_gemms, saved_tensors, workspace, xla_buffers
 from fp8jax.ops import stored_params
 from fp8jax.quantization import bf16_remainder, quantized_tensor
-from fp8jax.quantization.block_codes import BlockCodes
+from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.step import run_spec, train_step
 from fp8jax.step.state import State
 
@@ -82,7 +82,7 @@ def _by_kind(name: str, tree) -> dict[str, int]:
       data = _nbytes(x.data)
       kinds["codes" if x.quant.format.is_low_bit else "16 bits"] += data
       kinds["scales"] += sum(map(_nbytes, jax.tree.leaves(x))) - data
-    elif isinstance(x, BlockCodes):
+    elif isinstance(x, StoredMatrix):
       kinds["codes"] += _nbytes(x.data)
       kinds["scales"] += _nbytes(x.scale)
     else:

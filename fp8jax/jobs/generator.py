@@ -13,6 +13,7 @@ from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.run import calibration
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step import run_spec
@@ -30,7 +31,7 @@ def load(plan: run_spec.RunSpec, workdir: str) -> tuple[api.Generator, dict]:
   g = plan.generate
   recipe = evaluator_lib.BF16 if g.precision == evaluator_lib.BF16 else None
   if g.hf:
-    kept = weights.multiplied_as_codes(site_lib.recipes_of(plan.sites(recipe, phase=0)))
+    kept = weights.multiplied_as_codes(site_tree.recipes_of(plan.sites(recipe, phase=0)))
     params, _ = hf_weights.load_params(g.hf, plan.model, plan.run.layout, kept)
     params = peft.added(params, plan.init.adapters, plan.model, plan.run.layout)
     path = os.path.expanduser(plan.calibration)

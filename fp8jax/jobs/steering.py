@@ -9,7 +9,7 @@ import jax
 
 from fp8jax.jobs import restore
 from fp8jax.ops import scaling as scaling_lib
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.recipe import policy as policy_lib
 from fp8jax.run import checkpoint, control
 from fp8jax.step import run_spec, train_step
@@ -64,7 +64,7 @@ class Steering:
       place: makes the placed batch of that step.
     """
     due, sites = control.due(self.policies, step), self.plan.sites(phase=phase)
-    recipe_of = site_lib.recipes_of(sites)
+    recipe_of = site_tree.recipes_of(sites)
     chosen, events = set(self.memory.refresh), []
     for policy in due:
       matched = {s for s, r in recipe_of.items() if r.is_stateful and re.fullmatch(policy.sites, s)}
@@ -103,7 +103,7 @@ class Steering:
     if step >= self.plan.steps or not any(map(policy_lib.alarm_of, self.policies)):
       return
     sites = self.plan.sites(phase=self.plan.phase(step - 1))
-    names = {name: recipe.name for name, recipe in site_lib.recipes_of(sites).items()}
+    names = {name: recipe.name for name, recipe in site_tree.recipes_of(sites).items()}
     memory, events = control.after_look(self.policies, self.memory, step, rung, names)
     self.set(memory)
     self._say(step, events)

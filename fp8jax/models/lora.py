@@ -20,7 +20,7 @@ from fp8jax import params as params_lib
 from fp8jax.models.config import Lora, ModelConfig
 from fp8jax.models.mixer import GemmSite
 from fp8jax.ops import adapters, site, stored_params
-from fp8jax.ops.linear import dot
+from fp8jax.ops.dots import dot
 from fp8jax.params import Param
 from fp8jax.recipe import library
 

@@ -3,19 +3,20 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from fp8jax.models import smooth_swiglu
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
-from fp8jax.ops import stored_params
-from fp8jax.ops.elementwise import rms_norm
-from fp8jax.ops.fused import prologue
-from fp8jax.ops.fused.swiglu_mlp import swiglu_mlp
-from fp8jax.ops.linear import dot
+from fp8jax.ops import prologue, stored_params
+from fp8jax.ops.dots import dot
 from fp8jax.ops.observe import observed
 from fp8jax.ops.site import Activation
+from fp8jax.ops.swiglu_mlp import swiglu_mlp
 from fp8jax.params import Param
 
+# Of its parameters, sites and state.
+KEY = "mlp"
 SITES = (
   GemmSite("gate", "BLD,DF->BLF", "norm"),
   GemmSite("up", "BLD,DF->BLF", "norm"),
@@ -48,20 +49,21 @@ def activations(cfg: ModelConfig):
 
 
 def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConfig):
-  """(x + down(silu(gate(norm(x))) * up(norm(x))), Aux()), multiplied as FORMS says."""
-  del context
+  """(x + down(silu(gate(norm(x))) * up(norm(x))), Aux), multiplied as FORMS says.
+
+  Its state is float32 [F], the largest channel scales so far (smooth_swiglu.channel_scales).
+  """
+  aux = Aux()
   h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
   h_BLD = observed(h_BLD, s, "norm")
   eqns, ws, sites = zip(*((site.eqn, p[site.name], s[site.name]) for site in SITES), strict=True)
+  if KEY in context.states:
+    as_new = dataclasses.replace(s["up"])  # a product beside the layer's own
+    up_BLF = dot(eqns[1], prologue.value(h_BLD), p["up"], as_new)
+    scales_F = smooth_swiglu.channel_scales(up_BLF)
+    aux = Aux(states={KEY: jnp.maximum(context.states[KEY], scales_F)})
   multiply = FORMS[run.smooth_swiglu]
-  return x_BLD + multiply(eqns, h_BLD, ws, sites, "linear", run.residuals.gate_up), Aux()
-
-
-def channel_scales(p, s, x_BLD, cfg: ModelConfig):
-  """float32 [F]: what "channel" divides up by at this input."""
-  h_BLD = rms_norm(x_BLD, p["norm"], cfg.norm_eps)
-  as_new = dataclasses.replace(s["up"])  # a product beside the layer's own
-  return smooth_swiglu.channel_scales(dot("BLD,DF->BLF", h_BLD, p["up"], as_new))
+  return x_BLD + multiply(eqns, h_BLD, ws, sites, "linear", run.residuals.gate_up), aux
 
 
 def fold_channel_scales(p, s_NF):
@@ -77,6 +79,6 @@ def alignment(p):
 
 
 MIXER = Mixer(
-  "mlp", params, SITES, apply, hf_names=HF_NAMES, alignment=alignment,
-  channel_scales=channel_scales, fold_channel_scales=fold_channel_scales, activations=activations,
+  KEY, params, SITES, apply, hf_names=HF_NAMES, alignment=alignment,
+  fold_channel_scales=fold_channel_scales, activations=activations,
 )  # fmt: skip

@@ -8,7 +8,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 
 @jax.tree_util.register_dataclass
@@ -30,19 +29,6 @@ class Adapted:
   sites: tuple[Any, Any]
   scale: float = dataclasses.field(metadata=dict(static=True))
 
-  @property
-  def shape(self) -> tuple[int, ...]:
-    return self.base.shape
-
-  @property
-  def dtype(self):
-    return jnp.dtype(jnp.float32)
-
-
-def base_of(w):
-  """The weight itself of an Adapted."""
-  return w.base if isinstance(w, Adapted) else w
-
 
 def equations(eqn: str) -> tuple[str, str]:
   """The einsums of the products with a and b: "BLD,DHK->BLHK" has "BLD,DR->BLR", "BLR,RHK->BLHK".
@@ -55,8 +41,3 @@ def equations(eqn: str) -> tuple[str, str]:
   produced = "".join(c for c in w if c in y)
   tokens = "".join(c for c in x if c in y)
   return f"{x},{contracted}R->{tokens}R", f"{tokens}R,R{produced}->{y}"
-
-
-def add(y, delta, scale: float):
-  """y + scale * delta, added in float32, in y's dtype."""
-  return (y.astype(jnp.float32) + scale * delta.astype(jnp.float32)).astype(y.dtype)

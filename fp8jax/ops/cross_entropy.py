@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fp8jax import axes
-from fp8jax.ops import collectives, gemm_spec, linear, observe, stats
+from fp8jax.ops import collectives, gemm_spec, linear, observe
 from fp8jax.ops.gemm_spec import Role
 from fp8jax.ops.site import ActivationSite, Site
 from fp8jax.quantization import tensor_stats
@@ -99,7 +99,7 @@ def _fwd(static, h_BLD, head, targets_BL, weights_BL, site, logits_site):
       if not is_frozen:
         dhead = dhead + linear.weight_gradient(spec, h, g_BCV, dtype, inputs)
       tensors = ((Role.X_FWD, h), (Role.W_FWD, head), (Role.G_DGRAD, g_BCV))
-      chunk_stats = [stats.operand_stats(spec, role, t, inputs) for role, t in tensors]
+      chunk_stats = [observe.operand_stats(spec, role, t, inputs) for role, t in tensors]
       observed = tensor_stats.combine(observed, jnp.stack(chunk_stats))
       return (loss + jnp.sum(loss_BC), dhead, observed, logits_stats), dh
 

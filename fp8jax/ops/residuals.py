@@ -87,14 +87,15 @@ def decompress(x, dtype):
   return x.unpack().astype(dtype) if isinstance(x, quantized_tensor.QuantizedTensor) else x
 
 
-def from_compressed_input(function: Callable, quant: Quant) -> Callable:
+def from_compressed_input(function: Callable, quant: Quant, dtype) -> Callable:
   """function(x, *rest), recomputed in the backward pass from a compressed copy of x.
 
   The copy is the only residual. The sites observe the recomputation.
 
   Args:
-    function: (x, *rest) -> an array of x's dtype; all that it depends on is among its arguments.
+    function: (x, *rest) -> anything; all that it depends on is among its arguments.
     quant: compresses x.
+    dtype: of x.
   """
 
   @jax.custom_vjp
@@ -109,7 +110,7 @@ def from_compressed_input(function: Callable, quant: Quant) -> Callable:
     # jax.checkpoint's name for recomputation: the check of FP8 GEMMs looks for it.
     with jax.named_scope("rematted_computation"):
       _, pull = jax.vjp(
-        function, decompress(copy, g.dtype), *stored_params.with_grad_placeholders(rest)
+        function, decompress(copy, dtype), *stored_params.with_grad_placeholders(rest)
       )
     return pull(g)
 

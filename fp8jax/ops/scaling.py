@@ -1,8 +1,8 @@
 """Scaling states of a tree of sites: the amaxes and amax histories of delayed and static scales.
 
-They are a part of the training state. A step reads them, returns the sites' tensor statistics, and
-`next_states` computes the states of the next step. With a loss scale, states hold the amaxes of the
-gradients of the unscaled loss.
+They are a part of the training state, by name. A step reads them, returns the sites' tensor
+statistics, and `next_states` has `site.update` compute the states of the next step. With a loss
+scale, states hold the amaxes of the gradients of the unscaled loss.
 """
 
 import dataclasses
@@ -41,24 +41,18 @@ def with_states(sites, scaling_states: Mapping[str, amax_history.ScalingState]):
   return site_lib.tree_map(one, sites)
 
 
-def next_states(
-  sites, scaling_states, stats: Mapping[str, Any]
-) -> dict[str, amax_history.ScalingState]:
-  """Scaling states after a step with the observations {name: [..., 3, S]}."""
-  recipe_of = {name: s.recipe for name, s in site_lib.flatten(sites).items()}
-  return {
-    name: amax_history.update(state, stats[name][..., 0], recipe_of[name])
-    for name, state in scaling_states.items()
-  }
+def next_states(sites, stats: Mapping[str, Any]) -> dict[str, amax_history.ScalingState]:
+  """`states` of sites after a step with the observations {name: [..., 3, S]}."""
+  return states(site_lib.update(sites, _observed(sites, stats)))
 
 
 def calibrated(sites, stats: Mapping[str, Any]) -> dict[str, amax_history.ScalingState]:
-  """Scaling states that start from the amaxes {name: [..., 3, S]}."""
-  return {
-    name: amax_history.calibrated(s.recipe, stats[name][..., 0])
-    for name, s in site_lib.flatten(sites).items()
-    if s.scaling_state is not None
-  }
+  """`states` of sites that start from the observations {name: [..., 3, S]}."""
+  return states(site_lib.calibrated(sites, _observed(sites, stats)))
+
+
+def _observed(sites, stats: Mapping[str, Any]):
+  return site_lib.tree_map(lambda s: dataclasses.replace(s, tap=stats[s.name]), sites)
 
 
 # The gradient of the head is that of the sum over tokens, before any factor on the loss

@@ -16,7 +16,7 @@ import dataclasses
 
 import jax
 
-from fp8jax.ops import operands, quantized_inputs
+from fp8jax.ops import operands, site
 from fp8jax.ops.gemm_spec import GemmSpec, Role, ScalingInputs
 from fp8jax.recipe.gemm import Recipe
 
@@ -24,6 +24,42 @@ from fp8jax.recipe.gemm import Recipe
 TENSORS = ("x", "w")
 
 _PLAIN = Recipe("switched off")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SwitchedSite(site.Site):
+  """A site with a switch, in the place of one without.
+
+  Attributes:
+    switch: float32 [2] or [2, tokens], of TENSORS; [N, ...] when stacked.
+  """
+
+  switch: jax.Array | None = None
+
+  def claim(self):
+    """Refuses: `dot` alone reads the switch, and claims nothing."""
+    raise ValueError(
+      f"site {self.name!r} has a switch, and the operation that multiplies it reads none; leave "
+      "the site out, or multiply it by `dot`"
+    )
+
+
+def with_switches(sites, switches):
+  """The sites with switches.
+
+  Args:
+    switches: a tree like the sites, of SwitchedSite.switch, or None for a site that multiplies as
+      its recipe says.
+  """
+
+  def one(own, numbers):
+    if numbers is None:
+      return own
+    fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(site.Site)}
+    return SwitchedSite(**fields, switch=numbers)
+
+  return site.tree_map(one, sites, switches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +86,7 @@ def operands_of(spec: GemmSpec, x, w, inputs: ScalingInputs, switch) -> Switched
 
   Args:
     spec: of the site, whose recipe quantizes the forward GEMM.
-    x, w: as `linear.dot` takes them.
+    x, w: as `dot` takes them.
     inputs: of the site.
     switch: float32 [2], without a gradient, or [2, T], with one; of TENSORS.
 
@@ -63,13 +99,9 @@ def operands_of(spec: GemmSpec, x, w, inputs: ScalingInputs, switch) -> Switched
       "a dense model with mesh.data=1, mesh.fsdp=1 and mesh.tensor=1"
     )
   plain = dataclasses.replace(spec, recipe=_PLAIN, backends=("xla", "xla", "xla"))
-  s = spec.letters
 
   def make(spec: GemmSpec, role: Role):
-    if role is Role.X_FWD:
-      return quantized_inputs.as_matrix(spec, role, x, inputs)
-    quantizer = spec.quantizer(role, inputs)
-    return operands.weight(w, s.w, s.contracted, s.batch, quantizer, spec.x_dtype, spec.layout)
+    return operands.operand(spec, role, x if role is Role.X_FWD else w, inputs)
 
   def dequantized(role: Role):
     return jax.lax.stop_gradient(make(spec, role).value.dequantize(spec.x_dtype))

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.mixer import Aux
-from fp8jax.ops import residuals, stored_params
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import residuals, site_tree, stored_params
 from fp8jax.optim import gradients, update
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
 from fp8jax.step import metrics
@@ -73,15 +72,15 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
   below = {k: ends.pop(k) for k in ("embed",) if k in ends}
 
   def embed(sinks, taps):
-    return transformer.embed(_paired(rows, sinks), site_lib.with_taps(below, taps), batch, run)
+    return transformer.embed(_paired(rows, sinks), site_tree.with_taps(below, taps), batch, run)
 
   def finish(x_BLD, sinks, taps):
-    above = site_lib.with_taps(ends, taps)
+    above = site_tree.with_taps(ends, taps)
     return transformer.head_loss(x_BLD, _paired(behind, sinks), above, batch, cfg, run) / total
 
-  x_BLD, pull_embed = jax.vjp(embed, _sinks(rows), site_lib.taps(below))
+  x_BLD, pull_embed = jax.vjp(embed, _sinks(rows), site_tree.taps(below))
   x_BLD, inputs, aux = _forward(plan, x_BLD, params, sites, batch)
-  loss, pull_finish = jax.vjp(finish, x_BLD, _sinks(behind), site_lib.taps(ends))
+  loss, pull_finish = jax.vjp(finish, x_BLD, _sinks(behind), site_tree.taps(ends))
 
   move = _LayerUpdater(plan, state, rate)
   g_BLD, g_behind, head_stats = pull_finish(jnp.ones_like(loss))
@@ -96,7 +95,7 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
   if g_head is not None:
     g_rows = {"embed": g_rows["embed"] + g_head}
   progress = move.named(g_rows, [], progress)
-  stats = site_lib.by_name(sites, {**embed_stats, "layers": stats, **head_stats})
+  stats = site_tree.by_name(sites, {**embed_stats, "layers": stats, **head_stats})
   norm, squares = jnp.sqrt(progress.squares[0]), progress.squares[1:]
   return update.StepResult(
     loss, norm, progress.is_finite, progress.params, progress.opt, squares, stats,
@@ -149,14 +148,14 @@ def _backward(
     p = jax.tree.map(lambda x: x[i], progress.params["layers"])
 
     def again(x_BLD, sinks, taps):
-      of_layer = (_paired(p, sinks), site_lib.with_taps(s, taps))
+      of_layer = (_paired(p, sinks), site_tree.with_taps(s, taps))
       x_BLD, aux = transformer.layer(x_BLD, of_layer, context, cfg, run)
       return x_BLD, aux.losses
 
     # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
     with jax.named_scope("rematted_computation"):
       (_, losses), pull = jax.vjp(
-        again, residuals.decompress(layer_inputs, run.dtype), _sinks(p), site_lib.taps(s)
+        again, residuals.decompress(layer_inputs, run.dtype), _sinks(p), site_tree.taps(s)
       )
     g_BLD, gradient, stats = pull((g_BLD, {name: g_aux for name in losses}))
     return (g_BLD, move.layer(i, gradient, stats, progress)), stats

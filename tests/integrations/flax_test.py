@@ -13,7 +13,7 @@ from lattice import lattice
 from fp8jax.formats import E4M3
 from fp8jax.integrations import flax as fp8
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.linear import dot
+from fp8jax.ops.dots import dot
 from fp8jax.recipe.gemm import Gemm, Recipe
 from fp8jax.recipe.quant import Delayed, Quant, Rounding
 

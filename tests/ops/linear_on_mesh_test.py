@@ -20,7 +20,7 @@ from fp8jax.kernels.quantize import mosaic_sm90 as quantize_sm90
 from fp8jax.ops import gemm_spec, linear
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.cross_entropy import cross_entropy
-from fp8jax.ops.linear import dot
+from fp8jax.ops.dots import dot
 from fp8jax.quantization import quantize, scaled_matrix, tensor_stats
 from fp8jax.recipe import library
 
@@ -39,7 +39,7 @@ def _layout(shape):
 
 
 def _site(recipe, layout):
-  return variants.single(recipe).with_layout(layout)
+  return dataclasses.replace(variants.single(recipe), layout=layout)
 
 
 def _place(x, letters, spec, layout):
