@@ -20,7 +20,6 @@ from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux
-from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.step import run_spec
 
@@ -57,22 +56,13 @@ class SavedTensor:
     return f"{self.block}, {self.dtype}"
 
 
-def runs(plan: run_spec.RunSpec) -> list[tuple[int, int]]:
-  """(first, one past the last) of layers that multiply alike, each a loop of its own."""
-  found = []
-  for sites in plan.sites()["layers"]:
-    first, stop = next(iter(site_lib.flatten(sites).values())).layers
-    found.append((first, stop))
-  return found
-
-
 def of_layers(plan: run_spec.RunSpec) -> list[SavedTensor]:
   """Residuals of all layers under the first phase's recipes, by block, large before small."""
   one = _OneDevice(plan)
   found: collections.Counter = collections.Counter()
-  for sites, (first, stop) in zip(one.sites()["layers"], runs(plan), strict=True):
+  for layers, sites in transformer.runs(one.sites()):
     for key, count in one.saved(sites).items():
-      found[key] += count * (stop - first)
+      found[key] += count * (layers.stop - layers.start)
   tensors = [
     SavedTensor(block, _HLO.get(str(dtype), str(dtype)), shape, count,
                 count * math.prod(shape) * dtype.itemsize)

@@ -49,7 +49,7 @@ def for_inference(params, sites, cfg: ModelConfig, dtype):
     A tied head that is quantized stands beside the embedding, under "head".
   """
   layers = []
-  for _, stack, run_of_layers in transformer.runs(sites, params["layers"]):
+  for _, run_of_layers, stack in transformer.runs(sites, params["layers"]):
     of_run = {key: dict(of_mixer) for key, of_mixer in stack.items()}
     for mixer in transformer.mixers(cfg):
       own, of_sites = of_run[mixer.key], run_of_layers[mixer.key]

@@ -305,8 +305,7 @@ def _fold_smooth(plan: run_spec.RunSpec, params):
   sites = plan.sites(evaluator_lib.BF16)
   mixers = [m for m in transformer.mixers(plan.model) if m.fold_channel_scales is not None]
   shape = (plan.model.num_layers, plan.model.intermediate_size)
-  nothing = {mixer.key: jnp.zeros(shape, jnp.float32) for mixer in mixers}
-  scales = nothing
+  scales = nothing = {mixer.key: jnp.zeros(shape) for mixer in mixers}
 
   @jax.jit
   def larger(p, batch, scales):

@@ -75,7 +75,8 @@ class Steering:
       return state
     with jax.transfer_guard("allow"):
       fresh = self._calibrated(state, place(), phase)
-      states = scaling_lib.replaced(sites, state.scaling_states, fresh.scaling_states, chosen)
+      own = (sites, state.scaling_states, sites, fresh.scaling_states)
+      states = scaling_lib.carried(*own, anew=chosen)
     self.memory = dataclasses.replace(self.memory, refresh=())
     self._say(step + 1, events)
     return dataclasses.replace(fresh, scaling_states=states)

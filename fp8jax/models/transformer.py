@@ -237,37 +237,34 @@ def scan_layers(step, params, sites, batch, cfg: ModelConfig, run: ComputeConfig
   if states:
     context = context._replace(positions_BL=batch["positions_BL"])
   given = []
-  for _, *of_run in runs(sites, params["layers"], *states):
-    x_BLD, of_layers = jax.lax.scan(lambda x, xs: step(x, xs, context), x_BLD, tuple(of_run))
+  for _, of_sites, p, *more in runs(sites, params["layers"], *states):
+    xs = (p, of_sites, *more)
+    x_BLD, of_layers = jax.lax.scan(lambda x, of_layer: step(x, of_layer, context), x_BLD, xs)
     given.append(of_layers)
   return x_BLD, jax.tree.map(lambda *of_runs: jnp.concatenate(of_runs), *given)
 
 
-def runs(sites, params, *more):
-  """Of every run of layers that multiply alike: slice of its layers, parameters, sites, and more.
+def runs(sites, *stacks):
+  """Of every run of layers that multiply alike: the slice of its layers, its sites, its stacks.
 
   Args:
     sites: of the model.
-    params: of the layers.
-    more: trees that are stacked over the layers. They and `params` may be tuples instead, with a
-      stack for every run.
+    stacks: trees that are stacked over the layers; or tuples, with a stack for every run.
   """
+
+  def part(p, layers: slice):
+    return p if layers == slice(0, p.shape[0]) else p[layers]
+
   start = 0
   for number, of_run in enumerate(sites["layers"]):
     layers = slice(start, start + jax.tree.leaves(of_run)[0].shape[0])
-    p, *others = (_of_run(stack, number, layers) for stack in (params, *more))
-    yield layers, p, of_run, *others
+    own = (
+      stack[number] if isinstance(stack, tuple)
+      else jax.tree.map(functools.partial(part, layers=layers), stack)
+      for stack in stacks
+    )  # fmt: skip
+    yield layers, of_run, *own
     start = layers.stop
-
-
-def _of_run(stack, number: int, layers: slice):
-  if isinstance(stack, tuple):
-    return stack[number]
-
-  def part(p):
-    return p if layers == slice(0, p.shape[0]) else p[layers]
-
-  return jax.tree.map(part, stack)
 
 
 def normalised(x_BLD, params, sites, cfg: ModelConfig, run: ComputeConfig):

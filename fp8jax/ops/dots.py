@@ -4,17 +4,14 @@ A product of a plain weight at a plain site is `linear.multiply`. A weight with 
 site with a switch, are products made of such ones.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from fp8jax.ops import adapters, gemm_spec, linear, operands, prologue, site_checks, switch
+from fp8jax.ops import adapters, gemm_spec, linear, prologue, site_checks, switch
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.gemm_spec import ScalingInputs
 from fp8jax.ops.site import Site
-from fp8jax.ops.stored_params import gemm_operand
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Recipe
 
@@ -103,21 +100,11 @@ def _adapted_dots(eqns, x, ws, sites, out_dtype):
 
 
 def _switched_dots(eqns, x, ws, sites, out_dtype):
-  """`dots` of sites of which some have switches (switch.py), differentiated as it is written."""
+  """`dots` of sites of which some have switches."""
   x, ys = prologue.value(x), []
   for eqn, w, site in zip(eqns, ws, sites, strict=True):
-    if not isinstance(site, switch.SwitchedSite):
-      ys.append(dot(eqn, x, w, site, out_dtype=out_dtype))
-      continue
-    spec = gemm_spec.make_spec(eqn, x, w, site, out_dtype=out_dtype)
-    of = switch.operands_of(spec, x, gemm_operand(w), ScalingInputs.of(site), site.switch)
-    y = linear.product(of.spec, "fwd", of.x, of.w, of.spec.out_dtype)
-    if of.error_of_w is not None and of.on_w is not None:
-      # x is a constant of this part, which is 0 at switches of 0
-      constant = dataclasses.replace(of.x, value=jax.lax.stop_gradient(of.x.value))
-      by_error = linear.product(of.spec, "fwd", constant, of.error_of_w, of.spec.out_dtype)
-      y = y + of.on_w.astype(y.dtype) * by_error
-    ys.append(operands.unflatten(y, of.x, of.w, of.spec.letters.y))
+    one = switch.dot if isinstance(site, switch.SwitchedSite) else dot
+    ys.append(one(eqn, x, w, site, out_dtype=out_dtype))
   return tuple(ys)
 
 

@@ -93,7 +93,7 @@ def forward_only(specs, x, ws, inputs):
   ys = []
   for n, (spec, w, i) in enumerate(zip(specs, ws, inputs)):
     (x_fwd,) = provider.operands(spec, n, i, (Role.X_FWD,))
-    ys.append(forward(spec, x_fwd, gemm_operand(w), i))
+    ys.append(forward(spec, x_fwd, gemm_operand(w), i)[0])
   return tuple(ys)
 
 
@@ -122,8 +122,7 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
     else:
       (x_fwd,) = provider.operands(spec, n, i, (Role.X_FWD,))
       saves_x |= not spec.is_frozen
-    wants_amax_w = spec.observes_amax_only
-    y, amax_w = forward_and_amax(spec, x_fwd, w, i, wants_amax=wants_amax_w)
+    y, amax_w = forward(spec, x_fwd, w, i, wants_amax=spec.observes_amax_only)
     ys.append(y)
     # The backward pass observes an x that it computes again: a remat then computes it once less.
     is_later = is_recomputed and not spec.saves_operand and not spec.is_frozen
@@ -215,16 +214,12 @@ _multiply.defvjp(forward_with_residuals, _backward)
 _P = jax.sharding.PartitionSpec
 
 
-def forward(spec: GemmSpec, x, w, inputs: ScalingInputs):
-  """x[acts] . w[at rest] -> y[acts] {sum over the axes of the contracted letters}.
+def forward(spec: GemmSpec, x, w, inputs: ScalingInputs, wants_amax: bool = False):
+  """(x[acts] . w[at rest] -> y[acts] {sum over the axes of the contracted letters}, amax).
 
-  Here and below, x and g may be their ScaledMatrix in the GEMM's role.
+  The float32 [1] amax of w is None unless it is wanted and the quantizer finds it. Here and below,
+  x and g may be their ScaledMatrix in the GEMM's role.
   """
-  return forward_and_amax(spec, x, w, inputs, wants_amax=False)[0]
-
-
-def forward_and_amax(spec: GemmSpec, x, w, inputs: ScalingInputs, *, wants_amax: bool):
-  """(`forward`, float32 [1] amax of w if it is wanted and the quantizer finds it, else None)."""
   s, layout = spec.letters, spec.layout
   over = tuple(a for c in s.w for a in layout.weight_axes(c))
 

@@ -213,9 +213,9 @@ def _measure(plan: RunSpec, params, plain, sites, batch, x_BLD, start, hidden_BL
     hidden_BLD: of BF16.
   """
   context = transformer.layer_context(batch, plan.model)
-  for layers, *of_run in transformer.runs(sites, params["layers"]):
+  for layers, of_sites, p in transformer.runs(sites, params["layers"]):
 
-    def step(i, x_BLD, of_run=of_run, first=layers.start):
+    def step(i, x_BLD, of_run=(p, of_sites), first=layers.start):
       of_layer = jax.tree.map(lambda x: x[i - first], of_run)
       return transformer.layer(x_BLD, of_layer, context, plan.model, plan.run)[0]
 

@@ -120,14 +120,12 @@ def _forward(plan, x_BLD, params, sites, batch):
     x_BLD, aux = transformer.layer(x_BLD, of_layer, context, cfg, run)
     return x_BLD, (layer_inputs, aux)
 
-  start = 0
-  for of_run in sites["layers"]:
-    stop = start + jax.tree.leaves(of_run)[0].shape[0]
+  for run_, of_run in transformer.runs(sites):
     # By number: slices of the stacks would be copies of them.
-    x_BLD, (layer_inputs, aux) = jax.lax.scan(forward, x_BLD, (jnp.arange(start, stop), of_run))
+    numbers = jnp.arange(run_.start, run_.stop)
+    x_BLD, (layer_inputs, aux) = jax.lax.scan(forward, x_BLD, (numbers, of_run))
     inputs.append(layer_inputs)
     total += aux.sum()
-    start = stop
   return x_BLD, inputs, total
 
 
@@ -139,7 +137,7 @@ def _backward(
   Args:
     g_aux: the gradient of every aux loss.
   """
-  cfg, run, stop, stats = plan.model, plan.run, plan.model.num_layers, []
+  cfg, run, stats = plan.model, plan.run, []
   context = transformer.layer_context(batch, cfg)
 
   def backward(carry, xs):
@@ -160,11 +158,9 @@ def _backward(
     g_BLD, gradient, stats = pull((g_BLD, {name: g_aux for name in losses}))
     return (g_BLD, move.layer(i, gradient, stats, progress)), stats
 
-  for of_run, layer_inputs in reversed(list(zip(sites["layers"], inputs, strict=True))):
-    start = stop - jax.tree.leaves(of_run)[0].shape[0]
-    xs = (jnp.arange(start, stop), layer_inputs, of_run)
+  for (run_, of_run), saved in reversed(list(zip(transformer.runs(sites), inputs, strict=True))):
+    xs = (jnp.arange(run_.start, run_.stop), saved, of_run)
     (g_BLD, progress), layer_stats = jax.lax.scan(backward, (g_BLD, progress), xs, reverse=True)
-    stop = start
     stats.append(layer_stats)
   return g_BLD, progress, tuple(reversed(stats))
 

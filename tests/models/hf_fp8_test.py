@@ -170,7 +170,7 @@ def test_generation_multiplies_the_codes_of_a_folder_as_they_are(tmp_path, recip
   made = generation_weights.for_inference(loaded, sites, TINY, jnp.float32)["layers"][0]
   for layer in range(TINY.num_layers):
     name = UP.replace("1", str(layer))
-    matrix = made["mlp"]["up"].matrix
+    matrix = made["mlp"]["up"]
     got, scale = np.asarray(matrix.data[layer]), np.asarray(matrix.scale[layer])
     want, of_want = raw[name][1], raw[fp8.fp8.scale_name(name)][1]
     same = np.array_equal(got.view(np.uint8), want.view(np.uint8))

@@ -113,7 +113,7 @@ def _by_kernels(rng, eqn, shape, recipe):
   x, g = _place(x, xs, layout.act_spec, layout), _place(g, ys, layout.act_spec, layout)
   w = _place(w, ws, layout.weight_spec, layout)
   got = [
-    jax.jit(lambda x, w: linear.forward(plan, x, w, inputs))(x, w),
+    jax.jit(lambda x, w: linear.forward(plan, x, w, inputs)[0])(x, w),
     jax.jit(lambda g, w: linear.data_gradient(plan, g, w, inputs))(g, w),
     jax.jit(lambda x, g: linear.weight_gradient(plan, x, g, jnp.float32, inputs))(x, g),
   ]
