@@ -114,10 +114,7 @@ class LinenDotGeneral(nn.Module):
     )
 
   def __call__(self, lhs, rhs, dimension_numbers, **options):
-    out_dtype = _out_dtype(**options)
-    return dots.dot_general(
-      lhs, rhs, dimension_numbers, self._site(), preferred_element_type=out_dtype
-    )
+    return dots.dot_general(lhs, rhs, dimension_numbers, self._site(), **options)
 
   def einsum(self, eqn: str, x, w, **options):
     return dots.dot(eqn, x, w, self._site(), out_dtype=_out_dtype(**options))
@@ -179,10 +176,7 @@ class NnxDotGeneral(nnx.Module):
     self.rngs = rngs[COLLECTION].fork() if recipe.is_random and rngs is not None else None
 
   def __call__(self, lhs, rhs, dimension_numbers, **options):
-    out_dtype = _out_dtype(**options)
-    return dots.dot_general(
-      lhs, rhs, dimension_numbers, self._site(), preferred_element_type=out_dtype
-    )
+    return dots.dot_general(lhs, rhs, dimension_numbers, self._site(), **options)
 
   def _site(self) -> site_lib.Site:
     key = None if self.rngs is None else self.rngs()

@@ -1,5 +1,7 @@
 """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) of Llama, Qwen2 and Qwen3."""
 
+import functools
+
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax import axes
@@ -75,20 +77,15 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
       (generation/cache.py); without one, the tokens attend among themselves.
   """
   *of_qkv, of_o = (site.eqn for site in SITES)
-  h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
-  h_BLD = observed(h_BLD, s, "norm")
+  norm = functools.partial(prologue.rms_norm, eps=cfg.norm_eps, save=run.residuals.norm_inputs)
+  h_BLD = observed(norm(x_BLD, p["norm"]), s, "norm")
   q_BLHK, k_BLGK, v_BLGK = dots(of_qkv, h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]))
   if cfg.qkv_bias:
     q_BLHK = add_bias(q_BLHK, p["q_bias"])
     k_BLGK = add_bias(k_BLGK, p["k_bias"])
     v_BLGK = add_bias(v_BLGK, p["v_bias"])
   if cfg.qk_norm:
-    q_BLHK = prologue.rms_norm(
-      q_BLHK, p["q_norm"], cfg.norm_eps, save=run.residuals.norm_inputs
-    ).value()
-    k_BLGK = prologue.rms_norm(
-      k_BLGK, p["k_norm"], cfg.norm_eps, save=run.residuals.norm_inputs
-    ).value()
+    q_BLHK, k_BLGK = norm(q_BLHK, p["q_norm"]).value(), norm(k_BLGK, p["k_norm"]).value()
     q_BLHK, k_BLGK = observed(q_BLHK, s, "q_norm"), observed(k_BLGK, s, "k_norm")
   q_BLHK = checkpoint_name(rotate(q_BLHK, *context.angles), "linear")
   k_BLGK = checkpoint_name(rotate(k_BLGK, *context.angles), "linear")

@@ -2,13 +2,12 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from fp8jax.models import smooth_swiglu
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
-from fp8jax.ops import prologue, stored_params
+from fp8jax.ops import prologue
 from fp8jax.ops.dots import dot
 from fp8jax.ops.observe import observed
 from fp8jax.ops.site import Activation
@@ -66,19 +65,7 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
   return x_BLD + multiply(eqns, h_BLD, ws, sites, "linear", run.residuals.gate_up), aux
 
 
-def fold_channel_scales(p, s_NF):
-  """The parameters with these scales in the weights of up and down."""
-  up, down = jax.jit(smooth_swiglu.fold)(p["up"], p["down"], s_NF)
-  return {**p, "up": up, "down": down}
-
-
-def alignment(p):
-  """{"down": float32 [N]}: of gate and up weights, which make what down reads."""
-  gate, up = (stored_params.compute_copy(p[name]) for name in ("gate", "up"))
-  return {"down": smooth_swiglu.alignment(gate, up)}
-
-
 MIXER = Mixer(
-  KEY, params, SITES, apply, hf_names=HF_NAMES, alignment=alignment,
-  fold_channel_scales=fold_channel_scales, activations=activations,
+  KEY, params, SITES, apply, hf_names=HF_NAMES, alignment=smooth_swiglu.alignment,
+  fold_channel_scales=smooth_swiglu.fold, activations=activations,
 )  # fmt: skip

@@ -64,20 +64,23 @@ def channel_scales(up):
   return _power_of_two(jnp.max(_magnitude(up), axis=tuple(range(up.ndim - 1))))
 
 
-def fold(up_DF, down_FD, s_F):
-  """(up, down) weights of the plain SwiGLU that multiplies what `per_channel` does at these s.
+@jax.jit
+def fold(p, s_F):
+  """The parameters of the plain SwiGLU that multiplies what `per_channel` does at these s.
 
   Exact, for powers of two: without quantization nothing changes, with it up / s is what is made
   quantized. Leading dimensions, if there are any, are alike: [N, D, F], [N, F, D] and [N, F].
   """
-  return up_DF / s_F[..., None, :], down_FD * s_F[..., :, None]
+  return {**p, "up": p["up"] / s_F[..., None, :], "down": p["down"] * s_F[..., :, None]}
 
 
-def alignment(gate_DF, up_DF):
-  """float32 [...]: the largest |cosine| over channels between gate and up weights [..., D, F]."""
+def alignment(p):
+  """{"down": float32 [...]}: the largest |cosine| over channels between the weights [..., D, F] of
+  gate and up, which make what down reads."""
+  gate_DF, up_DF = (stored_params.compute_copy(p[name]) for name in ("gate", "up"))
   squares = jnp.sum(gate_DF * gate_DF, axis=-2) * jnp.sum(up_DF * up_DF, axis=-2)
   cosine = jnp.sum(gate_DF * up_DF, axis=-2) * jax.lax.rsqrt(jnp.where(squares > 0, squares, 1.0))
-  return jnp.max(jnp.abs(cosine), axis=-1)
+  return {"down": jnp.max(jnp.abs(cosine), axis=-1)}
 
 
 def _gate_up(eqns, x, ws, sites, name: str):

@@ -4,12 +4,14 @@ A product of a plain weight at a plain site is `linear.multiply`. A weight with 
 site with a switch, are products made of such ones.
 """
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fp8jax.ops import adapters, gemm_spec, linear, prologue, site_checks, switch
+from fp8jax.ops import gemm_spec, linear, prologue, site_checks, switch
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.site import Site
 from fp8jax.recipe import rules
@@ -68,7 +70,7 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
   Returns:
     One y per weight.
   """
-  if any(isinstance(w, adapters.Adapted) for w in ws):
+  if any(isinstance(w, Adapted) for w in ws):
     return _adapted_dots(eqns, x, ws, sites, out_dtype)
   if not are_plain(ws, sites):
     return _switched_dots(eqns, x, ws, sites, out_dtype)
@@ -79,17 +81,53 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
 def are_plain(ws, sites: Sequence[Site]) -> bool:
   """Whether no weight has an adapter and no site a switch."""
   is_switched = any(isinstance(site, switch.SwitchedSite) for site in sites)
-  return not is_switched and not any(isinstance(w, adapters.Adapted) for w in ws)
+  return not is_switched and not any(isinstance(w, Adapted) for w in ws)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+  """A frozen weight and a low-rank adapter beside it: y = x w + scale (x a) b.
+
+  Source: LoRA (Hu et al. 2021, arXiv:2106.09685 §4.1). b starts at zero, so that the first step
+  multiplies as the base alone.
+
+  Attributes:
+    base: the frozen weight, in any storage.
+    a: [contracted letters, R].
+    b: [R, produced letters].
+    sites: of the products with a and with b.
+    scale: alpha / r.
+  """
+
+  base: Any
+  a: Any
+  b: Any
+  sites: tuple[Any, Any]
+  scale: float = dataclasses.field(metadata=dict(static=True))
+
+
+def adapter_equations(eqn: str) -> tuple[str, str]:
+  """The einsums of the products with a and b: "BLD,DHK->BLHK" has "BLD,DR->BLR", "BLR,RHK->BLHK".
+
+  R is the rank of the adapter.
+  """
+  operands, _, y = eqn.partition("->")
+  x, _, w = operands.partition(",")
+  contracted = "".join(c for c in w if c not in y)
+  produced = "".join(c for c in w if c in y)
+  tokens = "".join(c for c in x if c in y)
+  return f"{x},{contracted}R->{tokens}R", f"{tokens}R,R{produced}->{y}"
 
 
 def _adapted_dots(eqns, x, ws, sites, out_dtype):
   """`dots` of weights of which some have adapters: x a is multiplied for each, x computed once."""
   x = prologue.value(x)
-  bases = [w.base if isinstance(w, adapters.Adapted) else w for w in ws]
+  bases = [w.base if isinstance(w, Adapted) else w for w in ws]
   ys = list(dots(eqns, x, bases, sites, out_dtype=out_dtype))
-  places = [n for n, w in enumerate(ws) if isinstance(w, adapters.Adapted)]
+  places = [n for n, w in enumerate(ws) if isinstance(w, Adapted)]
   adapted = [ws[n] for n in places]
-  both = [adapters.equations(eqns[n]) for n in places]
+  both = [adapter_equations(eqns[n]) for n in places]
   of_a = [w.sites[0] for w in adapted]
   inner = dots([eqn for eqn, _ in both], x, [w.a for w in adapted], of_a)
   for n, w, (_, eqn), h in zip(places, adapted, both, inner, strict=True):

@@ -13,6 +13,7 @@ Letters: T is a token, a row of the GEMM.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -36,7 +37,7 @@ class SwitchedSite(site_lib.Site):
     switch: float32 [2] or [2, tokens], of TENSORS; [N, ...] when stacked.
   """
 
-  switch: jax.Array | None = None
+  switch: Any = None
 
   def claim(self):
     """Refuses: `dot` alone reads the switch, and claims nothing."""

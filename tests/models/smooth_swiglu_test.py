@@ -128,8 +128,7 @@ def test_folded_weights_multiply_what_per_channel_does(rng):
   def run(p, x):
     context = LayerContext(None, None, None, {"mlp": jnp.zeros(F)})
     s_F = mlp_swiglu.apply(p, sites, x, context, CFG, _run("channel"))[1].states["mlp"]
-    up, down = smooth_swiglu.fold(p["up"], p["down"], s_F)
-    merged = _apply("none", sites)({**p, "up": up, "down": down}, x)
+    merged = _apply("none", sites)(smooth_swiglu.fold(p, s_F), x)
     return s_F, merged, _apply("channel", sites)(p, x), _apply("none", sites)(p, x)
 
   s_F, merged, trained, plain = run(p, x)
@@ -233,7 +232,7 @@ def _train(form, recipe, statistics=tensor_stats.QUIET):
     new = {
       n: amax_history.update(m, seen[n][..., 0], sites[n].recipe) for n, m in scaling_states.items()
     }
-    alignment = smooth_swiglu.alignment(p["gate"], p["up"])
+    alignment = smooth_swiglu.alignment(p)["down"]
     return (optax.apply_updates(p, updates), opt, new), (value, alignment, seen)
 
   # Of zeros: the scales of the first step are 1.

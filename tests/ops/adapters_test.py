@@ -9,7 +9,7 @@ import pytest
 
 import fp8jax
 from fp8jax import axes, mesh
-from fp8jax.ops import adapters, stored_params
+from fp8jax.ops import dots, stored_params
 from fp8jax.ops.dots import dot
 from fp8jax.quantization import stored_matrix
 
@@ -64,7 +64,7 @@ def test_an_adapter_adds_its_product_and_a_zero_b_adds_nothing(rng):
     def y(x, a, b):
       sites = (fp8jax.site.single("bf16", name="a"), fp8jax.site.single("bf16", name="b"))
       frozen = stored_params.frozen(stored_matrix.pack(w, 1))
-      adapted = adapters.Adapted(frozen, a, b, sites, scale)
+      adapted = dots.Adapted(frozen, a, b, sites, scale)
       return dot(EQN, x, adapted, fp8jax.site.single("block_128"))
 
     out, pull = jax.vjp(y, x, a, b)
