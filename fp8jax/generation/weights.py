@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
 from fp8jax.ops import operands, stored_params
-from fp8jax.ops.gemm_spec import Role, ScalingInputs, make_spec
-from fp8jax.ops.site import Site
+from fp8jax.ops.gemm_spec import Role, make_spec
+from fp8jax.ops.site import ScalingInputs, Site
 from fp8jax.quantization import stored_matrix
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.gemm import Recipe

@@ -303,14 +303,13 @@ def _write_card(plan: run_spec.RunSpec, part: str, target: str, source: Source, 
 def _fold_smooth(plan: run_spec.RunSpec, params):
   """The parameters with Smooth-SwiGLU's scales per channel, those of held-out text, folded in."""
   sites = plan.sites(evaluator_lib.BF16)
-  mixers = [m for m in transformer.mixers(plan.model) if m.fold_channel_scales is not None]
   shape = (plan.model.num_layers, plan.model.intermediate_size)
+  mixers = (m for m in transformer.mixers(plan.model) if m.fold_channel_scales is not None)
   scales = nothing = {mixer.key: jnp.zeros(shape) for mixer in mixers}
 
   @jax.jit
-  def larger(p, batch, scales):
-    _, aux = transformer.hidden_and_aux(p, sites, batch, plan.model, plan.run, scales)
-    return aux.states
+  def larger(p, batch, now):
+    return transformer.hidden_and_aux(p, sites, batch, plan.model, plan.run, now)[1].states
 
   spread = batch_sharding.BatchSharder(plan.run.layout, plan.eval.batch)
   for source in plan.data.sources:

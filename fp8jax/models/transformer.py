@@ -202,7 +202,7 @@ def fold_channel_scales(params, scales, cfg: ModelConfig):
   """The parameters with scales {key of a mixer: float32 [N, F]} in the weights of their mixers."""
   layers = dict(params["layers"])
   for mixer in mixers(cfg):
-    if mixer.key in scales and mixer.fold_channel_scales is not None:
+    if mixer.fold_channel_scales is not None and mixer.key in scales:
       layers[mixer.key] = mixer.fold_channel_scales(layers[mixer.key], scales[mixer.key])
   return {**params, "layers": layers}
 
@@ -219,10 +219,8 @@ def alignment(params, cfg: ModelConfig):
 def _after_last(params, sites, batch, cfg: ModelConfig, run: ComputeConfig, states=None):
   """(the residual stream after all layers, Aux of them added up)."""
   step = functools.partial(layer, cfg=cfg, run=run)
-  if states is None:
-    x_BLD, aux = scan_layers(remat(step, run), params, sites, batch, cfg, run)
-  else:
-    x_BLD, aux = scan_layers(step, params, sites, batch, cfg, run, states)
+  step, more = (remat(step, run), ()) if states is None else (step, (states,))
+  x_BLD, aux = scan_layers(step, params, sites, batch, cfg, run, *more)
   return x_BLD, aux.sum()
 
 
@@ -269,10 +267,8 @@ def runs(sites, *stacks):
 
 def normalised(x_BLD, params, sites, cfg: ModelConfig, run: ComputeConfig):
   """`hidden` of what the last layer gave."""
-  h_BLD = prologue.rms_norm(
-    x_BLD, params["norm"], cfg.norm_eps, save=run.residuals.norm_inputs
-  ).value()
-  return observed(h_BLD, sites, "norm")
+  h_BLD = prologue.rms_norm(x_BLD, params["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
+  return observed(h_BLD.value(), sites, "norm")
 
 
 def head_eqn(cfg: ModelConfig) -> str:
@@ -291,12 +287,8 @@ def remat(layer, run: ComputeConfig):
     return residuals.from_compressed_input(layer, run.residuals.layer_inputs, run.dtype)
   if run.remat == "none":
     return layer
-  saved = jax.checkpoint_policies.nothing_saveable
-  names = {
-    "linears": ("linear", residuals.NAME),
-    "operands": ("linear", residuals.NAME, SAVED_NAME),
-  }
-  if run.remat in names:
-    saved = jax.checkpoint_policies.save_only_these_names(*names[run.remat])
+  linears = ("linear", residuals.NAME)
+  saved = {"linears": linears, "operands": (*linears, SAVED_NAME), "full": ()}[run.remat]
+  policy = jax.checkpoint_policies.save_only_these_names(*saved)
   # Inside scan the loop already keeps XLA from merging forward and recomputation.
-  return functools.partial(jax.checkpoint, policy=saved, prevent_cse=False)(layer)
+  return jax.checkpoint(layer, policy=policy, prevent_cse=False)

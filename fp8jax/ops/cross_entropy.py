@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from fp8jax import axes
 from fp8jax.ops import collectives, gemm_spec, linear, observe
 from fp8jax.ops.gemm_spec import Role
-from fp8jax.ops.site import ActivationSite, Site
+from fp8jax.ops.site import ActivationSite, ScalingInputs, Site
 from fp8jax.quantization import tensor_stats
 
 
@@ -65,11 +65,15 @@ def _fwd(static, *args):
 def _run(static, h_BLD, head, targets_BL, weights_BL, site, logits_site, *, is_differentiated):
   """(loss, gradients of h and head, statistics of the site and of the logits); or (loss,)."""
   eqn, chunk, is_frozen = static
-  letters, layout = _head_letters(eqn), site.layout
+  letters, layout = eqn.partition(",")[2].partition("->")[0], site.layout
 
   def local(h, head, targets, weights, tap, inputs):
-    inside, dtype, shape = _inside(site, tap), head.dtype, head.shape
-    head = _gather_head(head, eqn, site, h.dtype)
+    # The site as seen from inside the loop's own `shard_map`.
+    inside = dataclasses.replace(site, tap=tap, layout=layout.manual())
+    dtype = head.dtype
+    # For compute; FP8 recipes quantize it from the master copy.
+    head = head if site.recipe.fwd.is_quantized else head.astype(h.dtype)
+    head = collectives.gather_weight(head, letters, layout)
 
     def one(carry, xs):
       h, targets, weights = xs
@@ -94,7 +98,7 @@ def _run(static, h_BLD, head, targets_BL, weights_BL, site, logits_site, *, is_d
     carry: tuple = (jnp.zeros((), jnp.float32),)
     if is_differentiated:
       carry += (
-        jnp.zeros(() if is_frozen else shape, dtype),
+        jnp.zeros(() if is_frozen else head.shape, dtype),
         tensor_stats.nothing(tap.shape),
         None if logits_site is None else tensor_stats.nothing(logits_site.tap.shape),
       )
@@ -116,7 +120,7 @@ def _run(static, h_BLD, head, targets_BL, weights_BL, site, logits_site, *, is_d
   inputs = (layout.act_spec("BLD"), of_head, rows, rows, P(), P())
   outputs = (P(), layout.act_spec("BLD"), P() if is_frozen else of_head, P(), P())
   run = collectives.on_mesh(local, layout, inputs, outputs if is_differentiated else outputs[:1])
-  return run(h_BLD, head, targets_BL, weights_BL, site.tap, gemm_spec.ScalingInputs.of(site))
+  return run(h_BLD, head, targets_BL, weights_BL, site.tap, ScalingInputs.of(site))
 
 
 def _bwd(static, residuals, g):
@@ -182,18 +186,3 @@ def _for_chunks(step, carry, chunk: int, *arrays_BL):
     if y is not None:
       pieces.append(y)
   return carry, jnp.concatenate(pieces, axis=1) if pieces else None
-
-
-def _head_letters(eqn: str) -> str:
-  return eqn.partition(",")[2].partition("->")[0]
-
-
-def _inside(site: Site, tap) -> Site:
-  """The site as seen from inside the loop's own `shard_map`."""
-  return dataclasses.replace(site, tap=tap, layout=site.layout.manual())
-
-
-def _gather_head(head, eqn: str, site: Site, dtype):
-  """The head for compute; FP8 recipes quantize it from the master copy."""
-  head = head if site.recipe.fwd.is_quantized else head.astype(dtype)
-  return collectives.gather_weight(head, _head_letters(eqn), site.layout)

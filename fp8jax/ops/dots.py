@@ -125,12 +125,10 @@ def _adapted_dots(eqns, x, ws, sites, out_dtype):
   x = prologue.value(x)
   bases = [w.base if isinstance(w, Adapted) else w for w in ws]
   ys = list(dots(eqns, x, bases, sites, out_dtype=out_dtype))
-  places = [n for n, w in enumerate(ws) if isinstance(w, Adapted)]
-  adapted = [ws[n] for n in places]
-  both = [adapter_equations(eqns[n]) for n in places]
-  of_a = [w.sites[0] for w in adapted]
-  inner = dots([eqn for eqn, _ in both], x, [w.a for w in adapted], of_a)
-  for n, w, (_, eqn), h in zip(places, adapted, both, inner, strict=True):
+  adapted = [(n, w, adapter_equations(eqns[n])) for n, w in enumerate(ws) if isinstance(w, Adapted)]
+  eqns_of_a, of_a, sites_of_a = zip(*((both[0], w.a, w.sites[0]) for _, w, both in adapted))
+  inner = dots(eqns_of_a, x, of_a, sites_of_a)
+  for (n, w, (_, eqn)), h in zip(adapted, inner, strict=True):
     delta = dot(eqn, h, w.b, w.sites[1], out_dtype=ys[n].dtype)
     y32 = ys[n].astype(jnp.float32) + w.scale * delta.astype(jnp.float32)
     ys[n] = y32.astype(ys[n].dtype)

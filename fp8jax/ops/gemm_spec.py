@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import math
 import string
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from fp8jax.ops.residuals import GemmInput
 from fp8jax.ops.site import GemmSize, Site, choose_backends
 from fp8jax.quantization import tensor_stats
 from fp8jax.quantization.amax_history import TENSORS
+from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.recipe.gemm import PASSES, Gemm, Recipe
-from fp8jax.recipe.quant import Quant
+from fp8jax.recipe.quant import WHOLE, Quant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,22 @@ class GemmSpec:
     contracted = {"fwd": s.contracted, "dgrad": s.produced, "wgrad": s.tokens}[role.gemm]
     return letters, "".join(c for c in letters if c not in contracted + s.batch), contracted
 
+  def partition_spec(self, role: Role, t):
+    """PartitionSpec of x or g, or of its ScaledMatrix."""
+    if isinstance(t, ScaledMatrix):
+      return self.quantized_spec(role)
+    return self.layout.act_spec(self.letters_of(role)[0])
+
+  def quantized_spec(self, role: Role):
+    """PartitionSpec of the ScaledMatrix [batch?, rows, contraction] in this role."""
+    _, *groups = self.letters_of(role)
+    batch, tile = self.letters.batch, cast(Quant, self.quant(role)).tile
+    lead = (self.layout.act_axes_of(batch) or None,) if batch else ()
+    axes_ = [self.layout.act_axes_of(group) or None for group in groups]
+    scales = [None if extent == WHOLE else a for a, extent in zip(axes_, tile)]
+    place: Any = jax.sharding.PartitionSpec
+    return ScaledMatrix(place(*lead, *axes_), place(*lead, *scales), tile)
+
   def gemm(self, name: str) -> Gemm:
     return getattr(self.recipe, name)
 
@@ -153,24 +171,6 @@ class GemmSpec:
   def quant(self, role: Role) -> Quant | None:
     """How an operand is quantized; None for the compute dtype."""
     return getattr(self.gemm(role.gemm), role.side)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ScalingInputs:
-  """The arrays that a dot reads from its site, beside the operands.
-
-  Attributes:
-    amax_3: float32 [3], amaxes of (x, w, g) that scales are made from; None if all are current.
-    key: random key of stochastic rounding, None if nothing is rounded so.
-  """
-
-  amax_3: jax.Array | None
-  key: jax.Array | None
-
-  @classmethod
-  def of(cls, site: Site) -> "ScalingInputs":
-    return cls(site.scaling_state.amax_3 if site.scaling_state is not None else None, site.key)
 
 
 def local_sizes(letters: str, sizes, layout: axes.Layout) -> dict[str, int]:

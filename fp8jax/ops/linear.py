@@ -49,9 +49,10 @@ import jax.numpy as jnp
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.ops import collectives, observe, operands, prologue, site_checks
 from fp8jax.ops import residuals as residuals_lib
-from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role, ScalingInputs
+from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role
 from fp8jax.ops.operands import Operand, OperandProvider
 from fp8jax.ops.prologue import Prologue
+from fp8jax.ops.site import ScalingInputs
 from fp8jax.ops.stored_params import cotangent, gemm_operand, residual_view
 from fp8jax.quantization import stored_matrix, tensor_stats
 from fp8jax.quantization.stored_matrix import StoredMatrix
@@ -232,7 +233,7 @@ def forward(spec: GemmSpec, x, w, inputs: ScalingInputs, wants_amax: bool = Fals
     y = product(spec, "fwd", a, b, spec.out_dtype)
     return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted), amax
 
-  of_x = operands.partition_spec(spec, Role.X_FWD, x)
+  of_x = spec.partition_spec(Role.X_FWD, x)
   specs = (of_x, _weight_specs(w, s.w, layout), _P())
   return collectives.on_mesh(local, layout, specs, (layout.act_spec(s.y), _P()))(x, w, inputs)
 
@@ -247,7 +248,7 @@ def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs):
     dx = product(spec, "dgrad", a, b, spec.x_dtype)
     return collectives.sum_over(operands.unflatten(dx, a, b, s.x), layout, s.produced)
 
-  of_g = operands.partition_spec(spec, Role.G_DGRAD, g)
+  of_g = spec.partition_spec(Role.G_DGRAD, g)
   specs = (of_g, _weight_specs(w, s.w, layout), _P())
   return collectives.on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
 
@@ -269,7 +270,7 @@ def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs):
     return collectives.scatter_gradient(operands.unflatten(dw, a, b, s.w), s.w, s.tokens, layout)
 
   in_specs = ((Role.X_WGRAD, x), (Role.G_WGRAD, g))
-  specs = (*(operands.partition_spec(spec, role, t) for role, t in in_specs), _P())
+  specs = (*(spec.partition_spec(role, t) for role, t in in_specs), _P())
   return collectives.on_mesh(local, layout, specs, layout.weight_spec(s.w))(x, g, inputs)
 
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from fp8jax import axes
 from fp8jax.ops import collectives, operands, prologue, residuals
-from fp8jax.ops.gemm_spec import GemmSpec, Role, ScalingInputs
+from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.operands import Quantizer
-from fp8jax.ops.site import ActivationSite
+from fp8jax.ops.site import ActivationSite, ScalingInputs
 from fp8jax.quantization import tensor_stats
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import Quant

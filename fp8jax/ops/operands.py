@@ -22,8 +22,9 @@ from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.ops import collectives
-from fp8jax.ops.gemm_spec import GemmSpec, Role, ScalingInputs
+from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.prologue import Prologue
+from fp8jax.ops.site import ScalingInputs
 from fp8jax.quantization import quantize, scaled_matrix, stored_matrix, tensor_stats
 from fp8jax.quantization.amax_history import TENSORS
 from fp8jax.quantization.stored_matrix import StoredMatrix
@@ -292,7 +293,7 @@ def quantize_both_orientations(
     return tuple(made[view.axis_of[role]] for role in roles), stats
 
   in_specs = (spec.layout.act_spec(letters), jax.sharding.PartitionSpec())
-  out_specs = tuple(quantized_spec(spec, role) for role in roles), jax.sharding.PartitionSpec()
+  out_specs = tuple(spec.quantized_spec(role) for role in roles), jax.sharding.PartitionSpec()
   return collectives.on_mesh(local, spec.layout, in_specs, out_specs)(t, inputs)
 
 
@@ -371,7 +372,7 @@ def run_prologue(specs: Sequence[GemmSpec], t: Prologue, roles: Roles, wants_ama
   parts = (letters[:cut], letters[cut:])
   factor_specs = tuple(layout.act_spec(parts[axis]) for axis in t.producer.factors)
   in_specs = ((layout.act_spec(letters),) * len(matrices), factor_specs)
-  made = tuple(tuple(quantized_spec(s, role) for role in roles) for s in specs)
+  made = tuple(tuple(s.quantized_spec(role) for role in roles) for s in specs)
   stats = (jax.sharding.PartitionSpec(),) * (t.producer.results if wants_amax else 0)
   run = collectives.on_mesh(local, layout, in_specs, (made, stats))
   return run(tuple(matrices), tuple(factors))
@@ -430,25 +431,6 @@ def quantize_now(spec: GemmSpec, role: Role, t, inputs: ScalingInputs):
   def local(t, inputs):
     return operand(spec, role, t, inputs).value
 
-  in_specs = (partition_spec(spec, role, t), jax.sharding.PartitionSpec())
-  run = collectives.on_mesh(local, spec.layout, in_specs, quantized_spec(spec, role))
+  in_specs = (spec.partition_spec(role, t), jax.sharding.PartitionSpec())
+  run = collectives.on_mesh(local, spec.layout, in_specs, spec.quantized_spec(role))
   return run(t, inputs)
-
-
-def partition_spec(spec: GemmSpec, role: Role, t):
-  """PartitionSpec of x or g, or of its ScaledMatrix."""
-  if isinstance(t, scaled_matrix.ScaledMatrix):
-    return quantized_spec(spec, role)
-  return spec.layout.act_spec(spec.letters_of(role)[0])
-
-
-def quantized_spec(spec: GemmSpec, role: Role):
-  """PartitionSpec of the ScaledMatrix [batch?, rows, contraction] in this role."""
-  _, *groups = spec.letters_of(role)
-  batch, layout = spec.letters.batch, spec.layout
-  tile = cast(Quant, spec.quant(role)).tile  # there is a ScaledMatrix, so it is quantized
-  lead = (layout.act_axes_of(batch) or None,) if batch else ()
-  axes_ = [layout.act_axes_of(group) or None for group in groups]
-  scales = [None if extent == WHOLE else a for a, extent in zip(axes_, tile)]
-  place = jax.sharding.PartitionSpec
-  return scaled_matrix.ScaledMatrix(place(*lead, *axes_), place(*lead, *scales), tile)  # pyright: ignore

@@ -66,11 +66,6 @@ class ResidualFormats:
   layer_inputs: Quant | None = None
   gemm_inputs: GemmInput = GemmInput.UNQUANTIZED
 
-  @property
-  def gate_up_group(self) -> int:
-    """Channels of gate and up that share a scale; 1 where none do."""
-    return max(self.gate_up.tile[1], 1) if self.gate_up is not None else 1
-
 
 def compress(x, quant: Quant):
   """x as a QuantizedTensor, its arrays named NAME."""
@@ -103,7 +98,8 @@ def from_compressed_input(function: Callable, quant: Quant, dtype) -> Callable:
     return function(x, *rest)
 
   def forward(x, *rest):
-    return function(x, *rest), (compress(x, quant), stored_params.without_grad_placeholders(rest))
+    saved = jax.tree.map(stored_params.residual_view, rest, is_leaf=stored_params.is_stored)
+    return function(x, *rest), (compress(x, quant), saved)
 
   def backward(residuals, g):
     copy, rest = residuals

@@ -91,11 +91,8 @@ def with_unscaled_gradients(sites, stats, factor):
 
 def recipes(sites) -> dict[str, str]:
   """{site: recipe} of sites with a scaling state, which is valid for the same recipe alone."""
-  return {
-    name: s.recipe.name
-    for name, s in site_lib.flatten(sites).items()
-    if s.scaling_state is not None
-  }
+  named = site_lib.flatten(sites)
+  return {name: named[name].recipe.name for name in states(sites)}
 
 
 def _memory(recipe: Recipe):

@@ -108,6 +108,24 @@ class Site:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class ScalingInputs:
+  """The arrays that a dot reads from its site, beside the operands.
+
+  Attributes:
+    amax_3: float32 [3], amaxes of (x, w, g) that scales are made from; None if all are current.
+    key: random key of stochastic rounding, None if nothing is rounded so.
+  """
+
+  amax_3: jax.Array | None
+  key: jax.Array | None
+
+  @classmethod
+  def of(cls, site: Site) -> "ScalingInputs":
+    return cls(site.scaling_state.amax_3 if site.scaling_state is not None else None, site.key)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ActivationSite(Site):
   """A place where an activation is observed and nothing multiplied (ops/observe.py).
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from fp8jax.ops.gemm_spec import GemmSpec, ScalingInputs
-from fp8jax.ops.site import Site
+from fp8jax.ops.gemm_spec import GemmSpec
+from fp8jax.ops.site import ScalingInputs, Site
 
 
 def refuse_dtypes(x, ws, out_dtype=None):

@@ -80,13 +80,8 @@ def residual_view(w):
   return dataclasses.replace(w, placeholder=None) if isinstance(w, Weight) else w
 
 
-def without_grad_placeholders(tree):
-  """`residual_view` of every parameter of a tree."""
-  return jax.tree.map(residual_view, tree, is_leaf=is_stored)
-
-
 def with_grad_placeholders(tree):
-  """The inverse of `without_grad_placeholders`, for parameters that are not stacked."""
+  """The inverse of `residual_view` of every parameter of a tree; they are not stacked."""
 
   def one(w):
     if not isinstance(w, Weight) or w.is_frozen:

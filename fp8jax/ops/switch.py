@@ -19,7 +19,8 @@ import jax
 
 from fp8jax.ops import gemm_spec, linear, operands, stored_params
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.gemm_spec import Role, ScalingInputs
+from fp8jax.ops.gemm_spec import Role
+from fp8jax.ops.site import ScalingInputs
 from fp8jax.recipe.gemm import Recipe
 
 # Order of the numbers of a switch.

@@ -22,6 +22,7 @@ from fp8jax.models.hf import fp8_base, fp8_export, fp8_formats, names
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.fp8_formats import COMPRESSED, FINE_GRAINED, Fp8Format
 from fp8jax.ops import gemm_spec, linear, site, site_tree, stored_params
+from fp8jax.ops.site import ScalingInputs
 from fp8jax.quantization import amax_history, bf16_remainder
 
 TINY = ModelConfig(
@@ -87,7 +88,7 @@ def _multiplied(monkeypatch, weights, recipe, amaxes) -> dict[str, list[np.ndarr
           one = dataclasses.replace(one, scaling_state=state)
         w = jax.tree.map(lambda a: a[1], flat[path])
         spec = gemm_spec.make_spec(gemm.eqn, x, w, one)
-        linear.forward_only((spec,), x, (w,), (gemm_spec.ScalingInputs.of(one),))
+        linear.forward_only((spec,), x, (w,), (ScalingInputs.of(one),))
     monkeypatch.undo()
     return seen
 

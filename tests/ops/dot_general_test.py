@@ -1,4 +1,4 @@
-"""fp8_dot_general against jax.lax.dot_general, exactly, under every transformation of JAX."""
+"""dot_general against jax.lax.dot_general, exactly, under every transformation of JAX."""
 
 import dataclasses
 

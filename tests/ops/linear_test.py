@@ -161,7 +161,7 @@ DIMENSIONS = [
   "recipe", ["block_128", pytest.param("tensor_current", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("lhs, rhs, numbers", DIMENSIONS, ids=str)
-def test_fp8_dot_general_agrees_with_lax_dot_general(rng, lhs, rhs, numbers, recipe):
+def test_dot_general_agrees_with_lax_dot_general(rng, lhs, rhs, numbers, recipe):
   a, b = lattice(rng, *lhs), lattice(rng, *rhs)
   a[..., -1], b[..., -1] = 7, 7  # dimensions are transposed: plant along every axis
   a[...], b[...] = np.clip(a, -7, 7), np.clip(b, -7, 7)
