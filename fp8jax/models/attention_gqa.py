@@ -81,8 +81,7 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
   h_BLD = observed(norm(x_BLD, p["norm"]), s, "norm")
   q_BLHK, k_BLGK, v_BLGK = dots(of_qkv, h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]))
   if cfg.qkv_bias:
-    q_BLHK = add_bias(q_BLHK, p["q_bias"])
-    k_BLGK = add_bias(k_BLGK, p["k_bias"])
+    q_BLHK, k_BLGK = add_bias(q_BLHK, p["q_bias"]), add_bias(k_BLGK, p["k_bias"])
     v_BLGK = add_bias(v_BLGK, p["v_bias"])
   if cfg.qk_norm:
     q_BLHK, k_BLGK = norm(q_BLHK, p["q_norm"]).value(), norm(k_BLGK, p["k_norm"]).value()

@@ -34,8 +34,8 @@ Two more operations are made of linear layers and have a `custom_vjp` of their o
   Residuals.input, vjp_of_input            x again, and the cotangent of its sources
   forward, data_gradient, weight_gradient  one GEMM each, also inside another `shard_map`
 
-swiglu_mlp.py joins the backward passes of three layers. cross_entropy.py multiplies the
-three GEMMs of the head for one chunk of positions at a time.
+swiglu_mlp.py joins the backward passes of three layers. cross_entropy.py multiplies the three GEMMs
+of the head for one chunk of positions at a time. dots.py calls `multiply` for all others.
 """
 
 import dataclasses

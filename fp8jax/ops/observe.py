@@ -64,7 +64,7 @@ def _statistics(unquantized, quantized, quant: Quant | None, width: int):
   one = functools.partial(tensor_stats.statistics, quant=quant, width=width)
   if unquantized.ndim == 2:
     return one(unquantized, quantized)
-  return tensor_stats.combine_all(jax.vmap(one)(unquantized, quantized), axis=0)
+  return tensor_stats.combine_all(jax.vmap(one)(unquantized, quantized))
 
 
 def _over_mesh(stats, layout: axes.Layout, over):

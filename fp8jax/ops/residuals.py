@@ -67,9 +67,9 @@ class ResidualFormats:
   gemm_inputs: GemmInput = GemmInput.UNQUANTIZED
 
 
-def compress(x, quant: Quant):
-  """x as a QuantizedTensor, its arrays named NAME."""
-  return named(quantized_tensor.pack(x, quant), NAME)
+def compress(x, quant: Quant | None):
+  """x as a QuantizedTensor, its arrays named NAME; as it is without a Quant."""
+  return x if quant is None else named(quantized_tensor.pack(x, quant), NAME)
 
 
 def named(tree, name: str):

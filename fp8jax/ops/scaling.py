@@ -31,11 +31,9 @@ def with_states(sites, scaling_states: Mapping[str, amax_history.ScalingState]):
   """The sites with these scaling states."""
 
   def one(site):
-    return (
-      dataclasses.replace(site, scaling_state=scaling_states[site.name])
-      if site.scaling_state
-      else site
-    )
+    if site.scaling_state is None:
+      return site
+    return dataclasses.replace(site, scaling_state=scaling_states[site.name])
 
   return site_lib.tree_map(one, sites)
 

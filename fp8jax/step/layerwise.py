@@ -112,11 +112,7 @@ def _forward(plan, x_BLD, params, sites, batch):
   def forward(x_BLD, xs):
     i, s = xs
     of_layer = (jax.tree.map(lambda x: x[i], params["layers"]), s)
-    layer_inputs = (
-      x_BLD
-      if run.residuals.layer_inputs is None
-      else residuals.compress(x_BLD, run.residuals.layer_inputs)
-    )
+    layer_inputs = residuals.compress(x_BLD, run.residuals.layer_inputs)
     x_BLD, aux = transformer.layer(x_BLD, of_layer, context, cfg, run)
     return x_BLD, (layer_inputs, aux)
 
