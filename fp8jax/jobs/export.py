@@ -2,11 +2,11 @@
 
 import collections
 import dataclasses
+import functools
 import os
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -303,21 +303,16 @@ def _write_card(plan: run_spec.RunSpec, part: str, target: str, source: Source, 
 def _fold_smooth(plan: run_spec.RunSpec, params):
   """The parameters with Smooth-SwiGLU's scales per channel, those of held-out text, folded in."""
   sites = plan.sites(evaluator_lib.BF16)
-  shape = (plan.model.num_layers, plan.model.intermediate_size)
   mixers = (m for m in transformer.mixers(plan.model) if m.fold_channel_scales is not None)
-  scales = nothing = {mixer.key: jnp.zeros(shape) for mixer in mixers}
-
-  @jax.jit
-  def larger(p, batch, now):
-    return transformer.hidden_and_aux(p, sites, batch, plan.model, plan.run, now)[1].states
-
+  scales = nothing = {mixer.key: None for mixer in mixers}
+  run = jax.jit(functools.partial(transformer.hidden_and_aux, cfg=plan.model, run=plan.run))
   spread = batch_sharding.BatchSharder(plan.run.layout, plan.eval.batch)
   for source in plan.data.sources:
     counts = loader.DocumentCounts()
     for batch in loader.heldout_batches(
       plan.data, source, spread.local_rows, plan.export.fold_smooth_batches, spread.shard, counts
     ):
-      scales = larger(params, spread.place(batch), scales)
+      scales = run(params, sites, spread.place(batch), states=scales)[1].states
     for what, number in counts.summary_everywhere().items():
       text = f"held-out documents of {source} passed over as {what}: {number}"
       console_lib.console(stderr=True).print(text)

@@ -50,7 +50,7 @@ def activations(cfg: ModelConfig):
 def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConfig):
   """(x + down(silu(gate(norm(x))) * up(norm(x))), Aux), multiplied as FORMS says.
 
-  Its state is float32 [F], the largest channel scales so far (smooth_swiglu.channel_scales).
+  Its state is float32 [F], the largest smooth_swiglu.channel_scales so far; None without any.
   """
   aux = Aux()
   h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
@@ -59,8 +59,8 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
   if KEY in context.states:
     as_new = dataclasses.replace(s["up"])  # a product beside the layer's own
     up_BLF = dot(eqns[1], prologue.value(h_BLD), p["up"], as_new)
-    scales_F = smooth_swiglu.channel_scales(up_BLF)
-    aux = Aux(states={KEY: jnp.maximum(context.states[KEY], scales_F)})
+    before_F, scales_F = context.states[KEY], smooth_swiglu.channel_scales(up_BLF)
+    aux = Aux(states={KEY: scales_F if before_F is None else jnp.maximum(before_F, scales_F)})
   multiply = FORMS[run.smooth_swiglu]
   return x_BLD + multiply(eqns, h_BLD, ws, sites, "linear", run.residuals.gate_up), aux
 

@@ -162,6 +162,8 @@ def test_weights_quantized_once_give_the_logits_of_the_training_forward_pass(nam
   quantized = [w for w in stored if isinstance(w, StoredMatrix)]
   assert len(quantized) == {"block_128": 8, "rowwise": 7, "tensor_current": 8, "mixed": 7}[name]
   assert all(w.data.dtype == jnp.float8_e4m3fn for w in quantized)
+  with pytest.raises(TypeError, match="multiplied as it is"):
+    quantized[0].unpack()
 
 
 @SLOW

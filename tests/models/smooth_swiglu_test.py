@@ -126,7 +126,7 @@ def test_folded_weights_multiply_what_per_channel_does(rng):
 
   @jit
   def run(p, x):
-    context = LayerContext(None, None, None, {"mlp": jnp.zeros(F)})
+    context = LayerContext(None, None, None, {"mlp": None})
     s_F = mlp_swiglu.apply(p, sites, x, context, CFG, _run("channel"))[1].states["mlp"]
     merged = _apply("none", sites)(smooth_swiglu.fold(p, s_F), x)
     return s_F, merged, _apply("channel", sites)(p, x), _apply("none", sites)(p, x)

@@ -238,8 +238,7 @@ def test_channel_scales_are_those_of_the_linear_branch(rng):
   _numpy_logits(cfg, weights, batch, product)
   amax_NF = np.abs(products[5::7]).max((1, 2))  # q, k, v, o, gate, up, down
   look = jax.jit(lambda w, s, b, now: transformer.hidden_and_aux(w, s, b, cfg, RUN, now)[1].states)
-  before = {"mlp": jnp.zeros((cfg.num_layers, cfg.intermediate_size))}
-  s_NF = np.asarray(look(weights, _sites(cfg), batch, before)["mlp"])
+  s_NF = np.asarray(look(weights, _sites(cfg), batch, {"mlp": None})["mlp"])
   np.testing.assert_array_equal(
     look(weights, _sites(cfg), batch, {"mlp": 4 * s_NF})["mlp"], 4 * s_NF
   )
