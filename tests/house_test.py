@@ -68,9 +68,9 @@ PLACES = {
     f"ops/{n}.py"
     for n in (
       "linear",
-      "fused/swiglu_mlp",
+      "swiglu_mlp",
       "residuals",
-      "fused/prologue",
+      "prologue",
       "cross_entropy",
       "stored_params",
       "attention",

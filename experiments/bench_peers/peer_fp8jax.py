@@ -13,7 +13,7 @@ import worker
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from fp8jax.formats import E4M3
-from fp8jax.ops import linear, site
+from fp8jax.ops import dots, site
 from fp8jax.quantization import amax_history, quantize
 from fp8jax.recipe import library
 from fp8jax.recipe.gemm import Gemm, Recipe
@@ -84,7 +84,7 @@ def make(*operands):
   for recipe in RECIPES:
     one = _site(recipe, *operands)
     arrays, calls = product_and_gradients(
-      lambda x, w, one=one: linear.fp8_dot_general(x, w, NUMBERS, one), x, w, g
+      lambda x, w, one=one: dots.dot_general(x, w, NUMBERS, one), x, w, g
     )
     arrays |= _codes(recipe, x, w, g)
     found[recipe.name] = arrays, calls

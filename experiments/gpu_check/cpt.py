@@ -29,6 +29,7 @@ from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from gpu_check import batches as batches_lib
 from gpu_check import measure
 from gpu_check.worker import Context
@@ -142,8 +143,11 @@ def build(cfg: ModelConfig, shape, recipe: str, optimizer, device: choose.Device
   """
   tokens = shape[0] * shape[1]
   rules = (("head", "bf16"), ("layers/.*", recipe))
-  sites = site_lib.build_sites(
-    transformer.site_params(cfg), cfg.dims, rules, device=device, tokens=tokens
+  sites = site_tree.build_sites(
+    transformer.site_params(cfg),
+    cfg.dims,
+    rules,
+    backends=site_tree.Backends(device=device, tokens=tokens),
   )
   attention = "cudnn" if device.platform == "gpu" else "xla"
   execution = ComputeConfig(

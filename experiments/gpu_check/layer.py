@@ -16,7 +16,7 @@ from fp8jax.compiled import hlo
 from fp8jax.kernels import choose
 from fp8jax.models import presets, transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.recipe.gemm import PASSES
 from gpu_check import measure
 from gpu_check.worker import Context, Wrong
@@ -42,8 +42,11 @@ MODELS = {"7b": _with_unit_gain(presets.QWEN25_7B), "dry": _with_unit_gain(DRY)}
 def build(recipe: str, tokens: int, model: ModelConfig, device: choose.Device):
   """(function, abstract (weights, x, g), sites): -> (what the layer adds, dx, dw)."""
   declaration = transformer.layer_params(model)
-  sites = site_lib.build_sites(
-    declaration, model.dims, ((".*", recipe),), device=device, tokens=tokens
+  sites = site_tree.build_sites(
+    declaration,
+    model.dims,
+    ((".*", recipe),),
+    backends=site_tree.Backends(device=device, tokens=tokens),
   )
   attention = "cudnn" if device.platform == "gpu" else "xla"
   run = ComputeConfig(dtype=jnp.dtype(jnp.bfloat16), attention=attention)

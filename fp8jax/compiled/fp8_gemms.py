@@ -18,13 +18,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8jax import console as console_lib
-from fp8jax.compiled import hlo
+from fp8jax.compiled import hlo, saved_tensors
 from fp8jax.errors import UserError
 from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import transformer
 from fp8jax.models.mixer import GemmSite
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES, Gemm, accumulate_name
@@ -118,8 +119,8 @@ class GemmRow:
 
 def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
   """A row for every product of every site, recomputed ones included, nothing found yet."""
-  declared = site_lib.find_sites(transformer.site_params(plan.model))
-  recomputed = transformer.recomputed_sites(plan.model, plan.run)
+  declared = site_tree.find_sites(transformer.site_params(plan.model))
+  recomputed = saved_tensors.recomputed_sites(plan.model, plan.run)
   rows = []
   for name, site in site_lib.flatten(plan.sites(phase=phase)).items():
     param = declared[rules.path_of(name)]
@@ -130,7 +131,7 @@ def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
     products = [(p, False) for p in passes] + [("fwd", True)] * (is_recomputed and is_loop)
     for product, again in products:
       sizes = [
-        (site_lib.local_size(param, plan.model.dims, plan.run.layout, t).of(product), n)
+        (site_tree.local_size(param, plan.model.dims, plan.run.layout, t).of(product), n)
         for t, n in calls(plan, site)
       ]
       gemm, backend = getattr(site.recipe, product), site.backends[PASSES.index(product)]

@@ -15,9 +15,10 @@ import jax
 
 from fp8jax import params as params_lib
 from fp8jax.compiled import fp8_gemms, saved_tensors, workspace, xla_buffers
+from fp8jax.models import transformer
 from fp8jax.ops import stored_params
 from fp8jax.quantization import bf16_remainder, quantized_tensor
-from fp8jax.quantization.block_codes import BlockCodes
+from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.step import run_spec, train_step
 from fp8jax.step.state import State
 
@@ -82,7 +83,7 @@ def _by_kind(name: str, tree) -> dict[str, int]:
       data = _nbytes(x.data)
       kinds["codes" if x.quant.format.is_low_bit else "16 bits"] += data
       kinds["scales"] += sum(map(_nbytes, jax.tree.leaves(x))) - data
-    elif isinstance(x, BlockCodes):
+    elif isinstance(x, StoredMatrix):
       kinds["codes"] += _nbytes(x.data)
       kinds["scales"] += _nbytes(x.scale)
     else:
@@ -177,7 +178,7 @@ def _by_shape(held: list[xla_buffers.Buffer], plan, params) -> dict[str, list[xl
       matrices.update(_bulk([math.prod(shape[1:i]), math.prod(shape[i:])]) for i in (2, 3))
   vocabulary = plan.model.vocab_size
   sizes = {vocabulary, vocabulary // plan.run.layout.size(plan.run.layout.act_axes("V"))}
-  layers = {stop - first for first, stop in saved_tensors.runs(plan)}
+  layers = {run.stop - run.start for run, _ in transformer.runs(plan.sites())}
   found: dict[str, list[xla_buffers.Buffer]] = {}
   for value in held:
     dtype, _, dims = value.shape.rstrip("]").partition("[")
@@ -220,7 +221,7 @@ def saved_by_layers(text: str, plan: run_spec.RunSpec, params) -> dict[str, int]
   }
   total: dict[str, int] = {}
   # A loop for each run of layers in the same recipes, and of what it carries the largest.
-  for layers in {stop - first for first, stop in saved_tensors.runs(plan)}:
+  for layers in {run.stop - run.start for run, _ in transformer.runs(plan.sites())}:
     best: dict[str, int] = {}
     for result in re.findall(r"= \((.*?)\) while\(", text):
       counts = collections.Counter(re.findall(rf"(\w+)\[({layers},[\d,]+)\]", result))

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from fp8jax import axes
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
+from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.step import run_spec
 
 _HLO = {
@@ -55,22 +56,13 @@ class SavedTensor:
     return f"{self.block}, {self.dtype}"
 
 
-def runs(plan: run_spec.RunSpec) -> list[tuple[int, int]]:
-  """(first, one past the last) of layers that multiply alike, each a loop of its own."""
-  found = []
-  for sites in plan.sites()["layers"]:
-    first, stop = next(iter(site_lib.flatten(sites).values())).layers
-    found.append((first, stop))
-  return found
-
-
 def of_layers(plan: run_spec.RunSpec) -> list[SavedTensor]:
   """Residuals of all layers under the first phase's recipes, by block, large before small."""
   one = _OneDevice(plan)
   found: collections.Counter = collections.Counter()
-  for sites, (first, stop) in zip(one.sites()["layers"], runs(plan), strict=True):
+  for layers, sites in transformer.runs(one.sites()):
     for key, count in one.saved(sites).items():
-      found[key] += count * (stop - first)
+      found[key] += count * (layers.stop - layers.start)
   tensors = [
     SavedTensor(block, _HLO.get(str(dtype), str(dtype)), shape, count,
                 count * math.prod(shape) * dtype.itemsize)
@@ -78,6 +70,24 @@ def of_layers(plan: run_spec.RunSpec) -> list[SavedTensor]:
   ]  # fmt: skip
   order = [STREAM, *(mixer.key for mixer in transformer.mixers(plan.model))]
   return sorted(tensors, key=lambda t: (order.index(t.block), -t.nbytes))
+
+
+def recomputed_sites(cfg: ModelConfig, run: ComputeConfig) -> set[str]:
+  """Paths of the sites whose forward GEMM the backward pass repeats, by remat policy.
+
+  With the outputs of linears saved, these are the ones that complete the input of a later block,
+  unless a copy of what its norm reads is saved. The backward pass of a layer never reads the output
+  of the layer.
+  """
+  sites, key = transformer.gemm_sites(cfg), transformer.mixers(cfg)[-1].key
+  layers = {path: site for path, site in sites.items() if path.startswith("layers/")}
+  residual = {path for path, site in layers.items() if site.is_residual}
+  last = {path for path in residual if path.startswith(f"layers/{key}/")}
+  if run.remat == "full":
+    return set(layers) - last
+  if run.remat == "none" or run.residuals.norm_inputs is not None:
+    return set()
+  return residual - last
 
 
 class _OneDevice:
@@ -140,13 +150,13 @@ class _OneDevice:
       context = transformer.layer_context(batch, self.model)
 
       def layers(x, weights, taps):
-        own = site_lib.with_taps(sites, taps)
+        own = site_tree.with_taps(sites, taps)
         if is_stream:
           return jax.lax.scan(lambda x, xs: function(x, xs, context), x, (weights, own))
         step = lambda _, xs: (None, function(xs[0], xs[1:], context))  # noqa: E731
         return jax.lax.scan(step, None, (x, weights, own))
 
-      return jax.tree.leaves(jax.vjp(layers, x, weights, site_lib.taps(sites))[1])
+      return jax.tree.leaves(jax.vjp(layers, x, weights, site_tree.taps(sites))[1])
 
     x = x_BLD if is_stream else stack(x_BLD)
     jaxpr = jax.make_jaxpr(residuals)(x, weights, sites, batch).jaxpr

@@ -6,7 +6,7 @@ from typing import Any
 from fp8jax import calls, patterns
 from fp8jax.config.alarms import ADVICE
 from fp8jax.errors import ConfigErrors, nearest
-from fp8jax.ops import site
+from fp8jax.ops import site_tree
 from fp8jax.recipe import policy as policy_lib
 from fp8jax.recipe import rules
 from fp8jax.recipe.policy import Policy
@@ -107,7 +107,7 @@ def site_problems(plan: RunSpec) -> list[str]:
   if not plan.precision.policy:
     return []
   try:
-    phases = [site.recipes_of(plan.sites(phase=i)) for i in range(len(plan.precision.phases))]
+    phases = [site_tree.recipes_of(plan.sites(phase=i)) for i in range(len(plan.precision.phases))]
   except ValueError:
     return []  # sites that cannot be built without a policy are told by the check of sites
   names, found = list(phases[0]), []

@@ -8,8 +8,8 @@ from fp8jax import axes, patterns
 from fp8jax.errors import ConfigErrors
 from fp8jax.models import config as model_config
 from fp8jax.models import lora, transformer
-from fp8jax.ops import site
-from fp8jax.quantization import block_codes
+from fp8jax.ops import site_tree
+from fp8jax.quantization import stored_matrix
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.recipe.schedule import Phase, Precision, Rules
 
@@ -54,7 +54,7 @@ def with_first_last_rules(
   ends = rules_lib.first_last_rules(first, last, model.num_layers)
   ends = lora.RULES + ends if model.lora else ends
   phases = tuple(dataclasses.replace(p, rules=ends + p.rules) for p in precision.phases)
-  paths = list(site.find_sites(transformer.site_params(model)))
+  paths = list(site_tree.find_sites(transformer.site_params(model)))
   for phase in phases:
     rules_lib.segments(paths, model.num_layers, phase.rules)
   return dataclasses.replace(precision, phases=phases)
@@ -66,7 +66,7 @@ def frozen_problems(
   """Recipes that cannot multiply the codes of a frozen base, and meshes that split their tiles."""
   if model.lora is None or model.lora.base != "block_fp8":
     return []
-  found, declared = [], site.find_sites(transformer.site_params(model))
+  found, declared = [], site_tree.find_sites(transformer.site_params(model))
   for phase in precision.phases:
     for _, _, chosen in rules_lib.segments(list(declared), model.num_layers, phase.rules):
       for path, name in chosen.items():
@@ -74,7 +74,7 @@ def frozen_problems(
         if not is_base or lora.is_adapter(path):
           continue
         operands = (recipe.fwd.rhs, recipe.dgrad.rhs)
-        if not all(map(block_codes.is_compatible, operands)):
+        if not all(map(stored_matrix.is_compatible, operands)):
           found.append(
             f"{path} has recipe {name!r} and model.lora.base='block_fp8' keeps its weight in codes "
             "of 128x128: give it a block recipe or 'bf16', or set model.lora.base='bf16'"
@@ -92,7 +92,7 @@ def _tiles_are_whole(param, model: model_config.ModelConfig, layout: axes.Layout
   for group in param.gemm_letters:
     parts = [layout.size(layout.weight_axes(letter)) for letter in group]
     extent = math.prod(model.dims[letter] for letter in group)
-    if max(parts[1:], default=1) > 1 or (parts[0] > 1 and extent // parts[0] % block_codes.TILE):
+    if max(parts[1:], default=1) > 1 or (parts[0] > 1 and extent // parts[0] % stored_matrix.TILE):
       return False
   return True
 
@@ -102,7 +102,7 @@ def check_smooth(c: Any, model: model_config.ModelConfig | None, problems: Confi
   form = c.precision.smooth_swiglu
   if form != "none" and model is not None:
     problems.check(
-      any(mixer.channel_scales is not None for mixer in transformer.mixers(model)),
+      any(mixer.fold_channel_scales is not None for mixer in transformer.mixers(model)),
       f"precision.smooth_swiglu={form!r} with model.mixers={model.mixers!r}: none of them has it; "
       "set precision.smooth_swiglu='none'",
     )

@@ -3,7 +3,7 @@
 import math
 
 from fp8jax import axes
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import WHOLE, Hadamard
@@ -19,7 +19,7 @@ def find_misaligned_tiles(declaration, dims, rules, layout: axes.Layout, tokens:
     tokens: tokens of a GEMM on one device.
   """
   problems = []
-  found = site_lib.find_sites(declaration)
+  found = site_tree.find_sites(declaration)
   batch_shards = layout.size(layout.act_axes("B"))
 
   def check(what, extent, shards, tile, fix):
@@ -56,7 +56,7 @@ def find_broken_rotations(declaration, dims, rules, tokens: int) -> list[str]:
     tokens: tokens of a GEMM on one device.
   """
   problems = []
-  found = site_lib.find_sites(declaration)
+  found = site_tree.find_sites(declaration)
   for path, name in _distinct(found, dims, rules):
     recipe = rules_lib.recipe_by_name(name)
     contracted, produced = (math.prod(dims[c] for c in part) for part in found[path].gemm_letters)

@@ -11,7 +11,7 @@ from fp8jax.export.settings import Export
 from fp8jax.models import transformer
 from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.models.hf import fp8_export, fp8_formats, names
-from fp8jax.ops import site
+from fp8jax.ops import site_tree
 from fp8jax.step.run_spec import RunSpec
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -100,7 +100,7 @@ def choose(
     return None
   sites = plan.sites(EVAL_PRECISIONS[1] if plan.weights.hf else None, phase=phase)
   return fp8_export.choose(
-    names.entries(plan.model), plan.model.dims, site.recipes_of(sites), fp8,
+    names.entries(plan.model), plan.model.dims, site_tree.recipes_of(sites), fp8,
     scale_fmt=e.scale_fmt, requantize=e.requantize, changed=_changed(plan),
     merged=merged, stored=stored,
   )  # fmt: skip

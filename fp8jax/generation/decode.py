@@ -13,6 +13,7 @@ from fp8jax.generation import cache as cache_lib
 from fp8jax.generation import sampling
 from fp8jax.generation.sampling import Method
 from fp8jax.models import transformer
+from fp8jax.models.attention_gqa import KEY
 from fp8jax.models.config import ComputeConfig, ModelConfig
 
 
@@ -57,13 +58,13 @@ def prefill(
   )
   positions_RL = jnp.broadcast_to(jnp.arange(tokens_RL.shape[1]), tokens_RL.shape)
   batch = {"tokens_BL": tokens_RL, "positions_BL": positions_RL}
-  past = cache_lib.states(cache_lib.NoPast(slots.cache.format))
-  h_RLD, added = transformer.hidden_with_states(params, sites, batch, past, cfg, run)
+  past = {KEY: cache_lib.NoPast(slots.cache.format)}
+  h_RLD, aux = transformer.hidden_and_aux(params, sites, batch, cfg, run, past)
   last_RLD = jnp.take_along_axis(h_RLD, lengths_R[:, None, None] - 1, axis=1)
   logits_RLV = transformer.head_logits(last_RLD, params, sites, cfg)
   first_R = sampling.sample(logits_RLV[:, 0], seeds_R, lengths_R, temperature, top_p, method)
   return Slots(
-    slots.cache.write(added[cache_lib.MIXER], rows_R, positions_RL),
+    slots.cache.write(aux.states[KEY], rows_R, positions_RL),
     slots.tokens_B.at[rows_R].set(first_R),
     slots.positions_B.at[rows_R].set(lengths_R),
     slots.seeds_B.at[rows_R].set(seeds_R),
@@ -86,10 +87,10 @@ def next_logits(params, sites, slots: Slots, cfg: ModelConfig, run: ComputeConfi
   """(float32 [B, V] logits after each slot's newest token, the cache that holds this token too)."""
   positions_BL = slots.positions_B[:, None]
   batch = {"tokens_BL": slots.tokens_B[:, None], "positions_BL": positions_BL}
-  past = cache_lib.states(slots.cache)
-  h_BLD, added = transformer.hidden_with_states(params, sites, batch, past, cfg, run)
+  past = {KEY: slots.cache}
+  h_BLD, aux = transformer.hidden_and_aux(params, sites, batch, cfg, run, past)
   rows_B = jnp.arange(positions_BL.shape[0])
-  cache = slots.cache.write(added[cache_lib.MIXER], rows_B, positions_BL)
+  cache = slots.cache.write(aux.states[KEY], rows_B, positions_BL)
   return transformer.head_logits(h_BLD, params, sites, cfg)[:, 0], cache
 
 

@@ -1,8 +1,8 @@
 """Weights in the form that forward GEMMs read: quantized once, not at every step.
 
-A weight whose recipe quantizes it becomes codes and scales (stored_params.QuantizedWeight), the
-very ones that the training forward pass makes; every other matrix is cast to the compute dtype
-once. Norms and biases stay float32.
+A weight whose recipe quantizes it becomes codes and scales (a StoredMatrix), the very ones that the
+training forward pass makes; every other matrix is cast to the compute dtype once. Norms and biases
+stay float32.
 """
 
 import functools
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
 from fp8jax.ops import operands, stored_params
-from fp8jax.ops.gemm_spec import Role, ScalingInputs, make_spec
-from fp8jax.ops.site import Site
-from fp8jax.ops.stored_params import QuantizedWeight
-from fp8jax.quantization import block_codes
+from fp8jax.ops.gemm_spec import Role, make_spec
+from fp8jax.ops.site import ScalingInputs, Site
+from fp8jax.quantization import stored_matrix
+from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.gemm import Recipe
 
 
@@ -32,12 +32,12 @@ def multiplied_as_codes(recipes: Mapping[str, Recipe]) -> set[str]:
     top, _, rest = name.partition("/")
     if top == "layers":
       path = f"layers/{rest.partition('/')[2]}"
-      found[path] = found.get(path, True) and block_codes.is_compatible(recipe.fwd.rhs)
+      found[path] = found.get(path, True) and stored_matrix.is_compatible(recipe.fwd.rhs)
   return {path for path, is_kept in found.items() if is_kept}
 
 
 def for_inference(params, sites, cfg: ModelConfig, dtype):
-  """The parameters as `transformer.hidden_with_states` and `transformer.hidden` read them.
+  """The parameters as `transformer.hidden_and_aux` reads them.
 
   Args:
     params: parameters as they are stored, of one device.
@@ -48,26 +48,20 @@ def for_inference(params, sites, cfg: ModelConfig, dtype):
     A tree like `params`; its layers are a tuple with a stack for every run of layers of `sites`.
     A tied head that is quantized stands beside the embedding, under "head".
   """
-  layers, start = [], 0
-  eqns = {
-    mixer.key: {site.name: site.eqn for site in mixer.sites} for mixer in transformer.mixers(cfg)
-  }
-  for run_of_layers in sites["layers"]:
-    stop = start + jax.tree.leaves(run_of_layers)[0].shape[0]
-    stack = {}
-    for key, of_mixer in params["layers"].items():
-      own = {name: jax.tree.map(lambda p, a=start, b=stop: p[a:b], p) for name, p in
-             of_mixer.items()}  # fmt: skip
-      for name, eqn in eqns[key].items():
-        own[name] = _stacked(own[name], run_of_layers[key][name], eqn=eqn, dtype=dtype)
-      stack[key] = own
-    layers.append(stack)
-    start = stop
+  layers = []
+  for _, run_of_layers, stack in transformer.runs(sites, params["layers"]):
+    of_run = {key: dict(of_mixer) for key, of_mixer in stack.items()}
+    for mixer in transformer.mixers(cfg):
+      own, of_sites = of_run[mixer.key], run_of_layers[mixer.key]
+      for site in mixer.sites:
+        w = own[site.name]
+        own[site.name] = _stacked(w, of_sites[site.name], eqn=site.eqn, dtype=dtype)
+    layers.append(of_run)
   made = {**params, "layers": tuple(layers)}
   source = params["embed" if cfg.tie_embeddings else "head"]
-  head = _one(source, sites["head"], eqn=transformer.head_eqn(cfg), dtype=dtype)
+  head = quantized(source, sites["head"], eqn=transformer.head_eqn(cfg), dtype=dtype)
   made["embed"] = _cast(params["embed"], dtype=dtype)
-  if isinstance(head, QuantizedWeight) or not cfg.tie_embeddings:
+  if isinstance(head, StoredMatrix) or not cfg.tie_embeddings:
     made["head"] = head
   return made
 
@@ -78,18 +72,14 @@ def _stacked(w, site: Site, eqn: str, dtype):
   return jax.lax.map(lambda both: quantized(both[0], both[1], eqn, dtype), (w, site))
 
 
-@functools.partial(jax.jit, static_argnames=("eqn", "dtype"))
-def _one(w, site: Site, eqn: str, dtype):
-  return quantized(w, site, eqn, dtype)
-
-
 @functools.partial(jax.jit, static_argnames="dtype")
 def _cast(w, dtype):
   return stored_params.compute_copy(w).astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("eqn", "dtype"))
 def quantized(w, site: Site, eqn: str, dtype):
-  """A weight as the forward GEMM of its site reads it: a QuantizedWeight, or an array in `dtype`.
+  """A weight as the forward GEMM of its site reads it: a StoredMatrix, or an array in `dtype`.
 
   Args:
     w: as it is stored.
@@ -102,8 +92,8 @@ def quantized(w, site: Site, eqn: str, dtype):
   sizes = dict(zip(of_w, w.shape))
   x = jax.ShapeDtypeStruct(tuple(sizes.get(c, 1) for c in letters), jnp.dtype(dtype))
   spec = make_spec(eqn, x, w, site)
-  if spec.quant(Role.W_FWD) is None:
+  quant = spec.quant(Role.W_FWD)
+  if quant is None:
     return stored_params.compute_copy(w).astype(dtype)
-  s, quantizer = spec.letters, spec.quantizer(Role.W_FWD, ScalingInputs.of(site))
-  made = operands.weight(w, s.w, s.contracted, s.batch, quantizer, spec.x_dtype, spec.layout)
-  return QuantizedWeight(made.value, w.shape)
+  made = operands.operand(spec, Role.W_FWD, w, ScalingInputs.of(site)).value
+  return StoredMatrix(made.data, made.scale, len(spec.letters.contracted), quant, w.shape)

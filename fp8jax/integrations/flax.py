@@ -28,7 +28,7 @@ from flax import linen as nn
 from flax import nnx, serialization
 from flax.linen import dtypes
 
-from fp8jax.ops import gemm_spec, linear
+from fp8jax.ops import dots, gemm_spec
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import amax_history
 from fp8jax.recipe import rules
@@ -114,13 +114,10 @@ class LinenDotGeneral(nn.Module):
     )
 
   def __call__(self, lhs, rhs, dimension_numbers, **options):
-    out_dtype = _out_dtype(**options)
-    return linear.fp8_dot_general(
-      lhs, rhs, dimension_numbers, self._site(), preferred_element_type=out_dtype
-    )
+    return dots.dot_general(lhs, rhs, dimension_numbers, self._site(), **options)
 
   def einsum(self, eqn: str, x, w, **options):
-    return linear.dot(eqn, x, w, self._site(), out_dtype=_out_dtype(**options))
+    return dots.dot(eqn, x, w, self._site(), out_dtype=_out_dtype(**options))
 
   def _site(self) -> site_lib.Site:
     key = self.make_rng(COLLECTION) if self.recipe.is_random else None
@@ -179,10 +176,7 @@ class NnxDotGeneral(nnx.Module):
     self.rngs = rngs[COLLECTION].fork() if recipe.is_random and rngs is not None else None
 
   def __call__(self, lhs, rhs, dimension_numbers, **options):
-    out_dtype = _out_dtype(**options)
-    return linear.fp8_dot_general(
-      lhs, rhs, dimension_numbers, self._site(), preferred_element_type=out_dtype
-    )
+    return dots.dot_general(lhs, rhs, dimension_numbers, self._site(), **options)
 
   def _site(self) -> site_lib.Site:
     key = None if self.rngs is None else self.rngs()
@@ -196,7 +190,7 @@ class NnxEinsum(NnxDotGeneral):
   """An einsum with a site: what `nnx_einsum` makes."""
 
   def __call__(self, eqn: str, x, w, **options):
-    return linear.dot(eqn, x, w, self._site(), out_dtype=_out_dtype(**options))
+    return dots.dot(eqn, x, w, self._site(), out_dtype=_out_dtype(**options))
 
 
 def keep_master(*arrays, dtype=None, inexact: bool = True):

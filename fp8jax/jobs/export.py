@@ -2,11 +2,11 @@
 
 import collections
 import dataclasses
+import functools
 import os
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -27,7 +27,7 @@ from fp8jax.models.hf import names as hf_names
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.ops import stored_params
+from fp8jax.ops import site_tree, stored_params
 from fp8jax.run import calibration, provenance
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step import run_spec
@@ -248,7 +248,7 @@ def _fp8(plan: run_spec.RunSpec, source: Source, merged) -> fp8_export.Fp8Plan |
   if fp8 is None:
     return None
   path = os.path.expanduser(plan.of(Export).input_scales)
-  inputs = calibration.read(path, site_lib.recipes_of(plan.sites())) if path else {}
+  inputs = calibration.read(path, site_tree.recipes_of(plan.sites())) if path else {}
   fp8 = fp8_export.with_amaxes(fp8, hf_names.entries(plan.model), source.amaxes, inputs)
   reasons = collections.Counter(fp8.unquantized.values())
   unquantized = "".join(f"; unquantized: {n} matrices, {reason}" for reason, n in reasons.items())
@@ -295,9 +295,10 @@ def _write_card(plan: run_spec.RunSpec, part: str, target: str, source: Source, 
 
 def _fold_smooth(plan: run_spec.RunSpec, params):
   """The parameters with Smooth-SwiGLU's scales per channel, those of held-out text, folded in."""
-  scales = None
   sites = plan.sites(evaluator_lib.BF16)
-  look = jax.jit(lambda p, b: transformer.channel_scales(p, sites, b, plan.model, plan.run))
+  mixers = (m for m in transformer.mixers(plan.model) if m.fold_channel_scales is not None)
+  scales = nothing = {mixer.key: None for mixer in mixers}
+  run = jax.jit(functools.partial(transformer.hidden_and_aux, cfg=plan.model, run=plan.run))
   spread = batch_sharding.BatchSharder(plan.run.layout, plan.eval.batch)
   for source in plan.data.sources:
     counts = loader.DocumentCounts()
@@ -309,12 +310,11 @@ def _fold_smooth(plan: run_spec.RunSpec, params):
       spread.shard,
       counts,
     ):
-      found = look(params, spread.place(batch))
-      scales = found if scales is None else jax.tree.map(jnp.maximum, scales, found)
+      scales = run(params, sites, spread.place(batch), states=scales)[1].states
     for what, number in counts.summary_everywhere().items():
       text = f"held-out documents of {source} passed over as {what}: {number}"
       console_lib.console(stderr=True).print(text)
-  if scales is None:
+  if scales is nothing:
     raise UserError(
       "export.fold_smooth_batches needs held-out text to choose scales from, and there is none: "
       "raise data.heldout_fraction or give more documents"

@@ -12,6 +12,7 @@ from fp8jax.generation.settings import Generate
 from fp8jax.jobs.restore import load_weights
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step import run_spec
 
@@ -27,7 +28,7 @@ def load(plan: run_spec.RunSpec, workdir: str) -> tuple[api.Generator, dict]:
   problems.refuse()
   g = plan.of(Generate)
   recipe = evaluator_lib.BF16 if g.precision == evaluator_lib.BF16 else None
-  kept = weights.multiplied_as_codes(site_lib.recipes_of(plan.sites(recipe)))
+  kept = weights.multiplied_as_codes(site_tree.recipes_of(plan.sites(recipe)))
   loaded = load_weights(plan, workdir, kept=kept)
   plan, states = loaded.spec, loaded.states
   sites = plan.sites(recipe, phase=loaded.phase)

@@ -14,7 +14,7 @@ from fp8jax.models import lora, transformer
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.run import calibration, checkpoint, control
 from fp8jax.step import run_spec, train_step
 
@@ -144,7 +144,7 @@ def with_changes(plan: run_spec.RunSpec, changes) -> run_spec.RunSpec:
   """The plan with the recipes that policies gave, see Precision.with_changes."""
   if not changes:
     return plan
-  names = list(site_lib.recipes_of(plan.sites()))
+  names = list(site_tree.recipes_of(plan.sites()))
   return dataclasses.replace(plan, precision=plan.precision.with_changes(names, changes))
 
 

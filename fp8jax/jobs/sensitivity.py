@@ -19,7 +19,7 @@ from fp8jax.jobs.restore import folder_of, load_or_init
 from fp8jax.models import transformer
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.ops import switch
+from fp8jax.ops import site_tree, switch
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.records import make_folder
 from fp8jax.run import provenance, sensitivity, sensitivity_records, sensitivity_rules
@@ -168,7 +168,7 @@ def _after_first_document(windows, count: int) -> list[dict[str, np.ndarray]]:
 
 def _header(plan: run_spec.RunSpec, params, sites, fingerprint: str, states) -> dict[str, Any]:
   """Everything that a measurement depends on."""
-  recipes = {name: recipe.to_dict() for name, recipe in site_lib.recipes_of(sites).items()}
+  recipes = {name: recipe.to_dict() for name, recipe in site_tree.recipes_of(sites).items()}
   return {
     "model": plan.model.to_dict(),
     "weights": _digest(params),
@@ -304,7 +304,7 @@ def _budgets(study: Study, plan: run_spec.RunSpec, phase: int, order: list[str])
 def _all_names(plan: run_spec.RunSpec) -> list[str]:
   """Every site that rules are matched against, one per layer."""
   found = []
-  for path in site_lib.find_sites(transformer.site_params(plan.model)):
+  for path in site_tree.find_sites(transformer.site_params(plan.model)):
     layers = range(plan.model.num_layers)
     is_stacked = path.startswith("layers/")
     found += [rules_lib.layer_name(path, i) for i in layers] if is_stacked else [path]

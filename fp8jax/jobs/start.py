@@ -17,7 +17,7 @@ from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import stored_params
-from fp8jax.quantization.block_codes import BlockCodes
+from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.run import checkpoint
 from fp8jax.run import provenance as provenance_lib
 from fp8jax.step import run_spec, train_step
@@ -60,7 +60,7 @@ def stage(
   out.print(f"starting from the weights of step {step} in {plan.init.workdir}")
   take_source(plan, other, workdir)
   params = jax.tree.map(
-    lambda p: p if isinstance(p, BlockCodes) else stored_params.dequantize_tree(p),
+    lambda p: p if isinstance(p, StoredMatrix) else stored_params.dequantize_tree(p),
     params, is_leaf=stored_params.is_stored,
   )  # fmt: skip
   return train_step.make_state(plan, params), meta["weights_dtype"]

@@ -9,7 +9,7 @@ import jax
 from fp8jax import patterns
 from fp8jax.jobs import restore
 from fp8jax.ops import scaling as scaling_lib
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.recipe import policy as policy_lib
 from fp8jax.run import checkpoint, control
 from fp8jax.step import run_spec, train_step
@@ -64,7 +64,7 @@ class Steering:
       place: makes the placed batch of that step.
     """
     due, sites = control.due(self.policies, step), self.plan.sites(phase=phase)
-    stateful = [s for s, r in site_lib.recipes_of(sites).items() if r.is_stateful]
+    stateful = [s for s, r in site_tree.recipes_of(sites).items() if r.is_stateful]
     chosen, events = set(self.memory.refresh), []
     for policy in due:
       matched = patterns.matches(policy.sites, stateful)
@@ -75,7 +75,8 @@ class Steering:
       return state
     with jax.transfer_guard("allow"):
       fresh = self._calibrated(state, place(), phase)
-      states = scaling_lib.replaced(sites, state.scaling_states, fresh.scaling_states, chosen)
+      own = (sites, state.scaling_states, sites, fresh.scaling_states)
+      states = scaling_lib.carried(*own, anew=chosen)
     self.memory = dataclasses.replace(self.memory, refresh=())
     self._say(step + 1, events)
     return dataclasses.replace(fresh, scaling_states=states)
@@ -103,7 +104,7 @@ class Steering:
     if step >= self.plan.steps or not any(map(policy_lib.alarm_of, self.policies)):
       return
     sites = self.plan.sites(phase=self.plan.phase(step - 1))
-    names = {name: recipe.name for name, recipe in site_lib.recipes_of(sites).items()}
+    names = {name: recipe.name for name, recipe in site_tree.recipes_of(sites).items()}
     memory, events = control.after_look(self.policies, self.memory, step, rung, names)
     self.set(memory)
     self._say(step, events)

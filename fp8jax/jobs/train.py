@@ -15,7 +15,7 @@ from fp8jax.data import batch_sharding, loader
 from fp8jax.jobs import failure, restore, self_tests, steering
 from fp8jax.jobs import start as start_lib
 from fp8jax.ops import scaling as scaling_lib
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.quantization import tensor_stats
 from fp8jax.report import at_end
 from fp8jax.run import alarms as run_alarms
@@ -311,7 +311,7 @@ class _Run:
       for is_loud in (False, True)
     }
     self.shares = fp8_share.of_phase(self.plan, phase)
-    recipes = site_lib.recipes_of(self.sites[False])
+    recipes = site_tree.recipes_of(self.sites[False])
     self.watch = run_alarms.AlarmMonitor(self.plan.log.alarms, recipes)
     return state
 

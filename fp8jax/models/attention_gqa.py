@@ -1,5 +1,7 @@
 """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) of Llama, Qwen2 and Qwen3."""
 
+import functools
+
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax import axes
@@ -7,14 +9,16 @@ from fp8jax.kernels.attention.api import AttentionProblem
 from fp8jax.kernels.device import Device
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
+from fp8jax.ops import prologue
 from fp8jax.ops.attention import attention
+from fp8jax.ops.dots import dot, dots
 from fp8jax.ops.elementwise import add_bias, rotate
-from fp8jax.ops.fused import prologue
-from fp8jax.ops.linear import dot, dots
 from fp8jax.ops.observe import observed
 from fp8jax.ops.site import Activation
 from fp8jax.params import Param
 
+# Of its parameters, sites and state.
+KEY = "attn"
 SITES = (
   GemmSite("q", "BLD,DHK->BLHK", "norm"),
   GemmSite("k", "BLD,DGK->BLGK", "norm"),
@@ -63,49 +67,37 @@ def activations(cfg: ModelConfig):
 
 
 def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConfig):
-  """(x + attention(norm(x)), Aux()).
+  """(x + attention(norm(x)), Aux with keys and values of these tokens as the cache stores them).
 
   Args:
     p: parameters of this layer.
     s: sites of this layer.
     x_BLD: residual stream.
-    context: positions and documents of the tokens.
-  """
-  return apply_with_state(p, s, x_BLD, context, None, cfg, run)[0], Aux()
-
-
-def apply_with_state(p, s, x_BLD, context: LayerContext, cache, cfg: ModelConfig, run):
-  """(x + attention(norm(x)), keys and values of these tokens as the cache stores them).
-
-  Args:
-    cache: of this layer, with `attend` (generation/cache.py); None for attention among the tokens.
+    context: positions and documents of the tokens. Its state is the layer's cache, with `attend`
+      (generation/cache.py); without one, the tokens attend among themselves.
   """
   *of_qkv, of_o = (site.eqn for site in SITES)
-  h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
-  h_BLD = observed(h_BLD, s, "norm")
+  norm = functools.partial(prologue.rms_norm, eps=cfg.norm_eps, save=run.residuals.norm_inputs)
+  h_BLD = observed(norm(x_BLD, p["norm"]), s, "norm")
   q_BLHK, k_BLGK, v_BLGK = dots(of_qkv, h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]))
   if cfg.qkv_bias:
-    q_BLHK = add_bias(q_BLHK, p["q_bias"])
-    k_BLGK = add_bias(k_BLGK, p["k_bias"])
+    q_BLHK, k_BLGK = add_bias(q_BLHK, p["q_bias"]), add_bias(k_BLGK, p["k_bias"])
     v_BLGK = add_bias(v_BLGK, p["v_bias"])
   if cfg.qk_norm:
-    q_BLHK = prologue.rms_norm(
-      q_BLHK, p["q_norm"], cfg.norm_eps, save=run.residuals.norm_inputs
-    ).value()
-    k_BLGK = prologue.rms_norm(
-      k_BLGK, p["k_norm"], cfg.norm_eps, save=run.residuals.norm_inputs
-    ).value()
+    q_BLHK, k_BLGK = norm(q_BLHK, p["q_norm"]).value(), norm(k_BLGK, p["k_norm"]).value()
     q_BLHK, k_BLGK = observed(q_BLHK, s, "q_norm"), observed(k_BLGK, s, "k_norm")
   q_BLHK = checkpoint_name(rotate(q_BLHK, *context.angles), "linear")
   k_BLGK = checkpoint_name(rotate(k_BLGK, *context.angles), "linear")
   v_BLGK = checkpoint_name(v_BLGK, "linear")
-  if cache is None:
-    added, layout = None, run.layout
-    mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, context.segments_BL, run.attention, layout)
+  qkv, aux = (q_BLHK, k_BLGK, v_BLGK), Aux()
+  if KEY in context.states:
+    cache = context.states[KEY]
+    mixed_BLHK, added = cache.attend(*qkv, context.positions_BL, run.attention)
+    aux = Aux(states={KEY: added})
   else:
-    mixed_BLHK, added = cache.attend(q_BLHK, k_BLGK, v_BLGK, context.positions_BL, run.attention)
+    mixed_BLHK = attention(*qkv, context.segments_BL, run.attention, run.layout)
   mixed_BLHK = checkpoint_name(axes.constrain(mixed_BLHK, "BLHK", run.layout), "linear")
-  return x_BLD + dot(of_o, mixed_BLHK, p["o"], s["o"]), added
+  return x_BLD + dot(of_o, mixed_BLHK, p["o"], s["o"]), aux
 
 
 def problem(
@@ -137,6 +129,6 @@ def flops_per_token(cfg: ModelConfig, length: int) -> float:
 
 
 MIXER = Mixer(
-  "attn", params, SITES, apply, flops_per_token, hf_names=HF_NAMES,
-  apply_with_state=apply_with_state, activations=activations,
+  KEY, params, SITES, apply, flops_per_token, hf_names=HF_NAMES, has_cache=True,
+  activations=activations,
 )  # fmt: skip

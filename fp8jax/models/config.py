@@ -203,7 +203,8 @@ class ComputeConfig:
         "memory.remat_policy='linears', which saves the same without them"
       )
     shards = self.layout.size(self.layout.act_axes("F"))
-    group = self.residuals.gate_up_group
+    gate_up = self.residuals.gate_up
+    group = max(gate_up.tile[1], 1) if gate_up is not None else 1  # channels that share a scale
     if model.intermediate_size // shards % group:
       found.append(
         f"memory.save_gate_up has groups of {group} channels, and {shards} devices have "

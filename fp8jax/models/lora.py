@@ -19,8 +19,8 @@ from fp8jax import params as params_lib
 from fp8jax import patterns
 from fp8jax.models.config import Lora, ModelConfig
 from fp8jax.models.mixer import GemmSite
-from fp8jax.ops import adapters, site, stored_params
-from fp8jax.ops.linear import dot
+from fp8jax.ops import dots, site, stored_params
+from fp8jax.ops.dots import dot
 from fp8jax.params import Param
 from fp8jax.recipe import library
 
@@ -99,7 +99,7 @@ def with_sites(sites: Iterable[GemmSite], names: Iterable[str]) -> list[GemmSite
   for one in sites:
     found.append(one)
     if one.name in names:
-      of_a, of_b = adapters.equations(one.eqn)
+      of_a, of_b = dots.adapter_equations(one.eqn)
       found.append(GemmSite(one.name + _A, of_a, one.input))
       found.append(GemmSite(one.name + _B, of_b, one.name + _A))
   return found
@@ -114,7 +114,7 @@ def attached(p: Mapping[str, Any], s: Mapping[str, Any], cfg: ModelConfig):
     if name + _A in p:
       sites = (s[name + _A], s[name + _B])
       scale = cfg.lora.alpha / cfg.lora.rank
-      tree[name] = adapters.Adapted(tree[name], p[name + _A], p[name + _B], sites, scale)
+      tree[name] = dots.Adapted(tree[name], p[name + _A], p[name + _B], sites, scale)
   return tree
 
 

@@ -44,40 +44,49 @@ class LayerContext(NamedTuple):
     angles: (cos_BLK, sin_BLK) of rotary positions.
     segments_BL: document of each token, or None if documents may attend to each other.
     weights_BL: float32 weight of each token in the loss.
-    positions_BL: position of each token in its sequence, for mixers with states; else None.
+    states: {key of a mixer: what it keeps of the tokens before these}, of the layer; a mixer whose
+      key is there returns what these tokens add as Aux.states.
+    positions_BL: position of each token in its sequence, where there are states; else None.
   """
 
   angles: Any
   segments_BL: Any
   weights_BL: Any
+  states: Mapping[str, Any] = {}
   positions_BL: Any = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Aux:
-  """Sums of a block beside the residual stream; empty for attention and dense layers.
+  """Results of a block beside the residual stream; of a dense layer in training there are none.
 
-  Every value is a float32 scalar and a sum over tokens of (weight of the token in the loss) x (its
-  value), so that values of layers and of microbatches add up exactly.
+  Losses and statistics are float32 scalars and sums over tokens of (weight of the token in the
+  loss) x (its value), so that values of layers and of microbatches add up exactly.
 
   Attributes:
     losses: {name: sum}, part of the loss that training differentiates, coefficients included.
     statistics: {name: sum}, for metrics alone.
+    states: {key of the mixer: what the tokens add to its state}, see LayerContext.states.
   """
 
   losses: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   statistics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __add__(self, other: "Aux") -> "Aux":
     def add(a, b):
       return {k: a[k] + b[k] if k in a and k in b else {**a, **b}[k] for k in {**a, **b}}
 
-    return Aux(add(self.losses, other.losses), add(self.statistics, other.statistics))
+    return Aux(
+      add(self.losses, other.losses), add(self.statistics, other.statistics),
+      {**self.states, **other.states},
+    )  # fmt: skip
 
   def sum(self) -> "Aux":
-    """Of stacked values [N]."""
-    return jax.tree.map(lambda values: values.sum(0), self)
+    """Of stacked values [N]; states stay stacked."""
+    sums = jax.tree.map(lambda values: values.sum(0), dataclasses.replace(self, states={}))
+    return dataclasses.replace(sums, states=self.states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +100,15 @@ class Mixer:
     activations: ModelConfig -> {name: Activation}, what it lets loud steps observe beside its GEMMs
       (ops/observe.py): its norms.
     apply: (p, s, x_BLD, context, cfg, run) -> (x_BLD, Aux), see attention_gqa.apply.
-    apply_with_state: (p, s, x_BLD, context, state, cfg, run) -> (x_BLD, the tokens' part of the
-      state): `apply` where a state stands for the tokens before these (a KV cache); None for a
-      mixer that treats every token by itself.
+    has_cache: whether `apply` needs a state of the tokens before these where they are not among
+      its tokens: a KV cache (LayerContext.states).
     flops_per_token: (ModelConfig, length) -> forward FLOPs per token of products of activations.
     hf_names: {name: Hugging Face's suffix after "model.layers.N."}; None if Hugging Face has no
       such layer.
     alignment: p of all layers -> {site: float32 [N]}, the largest |cosine| of the weights that make
       that site's input (smooth_swiglu.alignment); None if there is none.
-    channel_scales: (p, s, x_BLD, cfg) -> float32 [F], see smooth_swiglu; None if there is none.
-    fold_channel_scales: (p of all layers, s_NF) -> p that holds these scales.
+    fold_channel_scales: (p of all layers, s_NF) -> p that holds these channel scales, which are the
+      states of this mixer (smooth_swiglu); None if it has none.
   """
 
   key: str
@@ -109,8 +117,7 @@ class Mixer:
   apply: Callable[..., Any]
   flops_per_token: Callable[..., float] = lambda cfg, length: 0
   activations: Callable[..., Mapping[str, Activation]] = lambda cfg: {}
-  apply_with_state: Callable[..., Any] | None = None
+  has_cache: bool = False
   hf_names: Mapping[str, str] | None = None
   alignment: Callable[..., dict] | None = None
-  channel_scales: Callable[..., Any] | None = None
   fold_channel_scales: Callable[..., dict] | None = None

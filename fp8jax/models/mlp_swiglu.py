@@ -2,20 +2,20 @@
 
 import dataclasses
 
-import jax
+import jax.numpy as jnp
 
 from fp8jax.models import smooth_swiglu
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
-from fp8jax.ops import stored_params
-from fp8jax.ops.elementwise import rms_norm
-from fp8jax.ops.fused import prologue
-from fp8jax.ops.fused.swiglu_mlp import swiglu_mlp
-from fp8jax.ops.linear import dot
+from fp8jax.ops import prologue
+from fp8jax.ops.dots import dot
 from fp8jax.ops.observe import observed
 from fp8jax.ops.site import Activation
+from fp8jax.ops.swiglu_mlp import swiglu_mlp
 from fp8jax.params import Param
 
+# Of its parameters, sites and state.
+KEY = "mlp"
 SITES = (
   GemmSite("gate", "BLD,DF->BLF", "norm"),
   GemmSite("up", "BLD,DF->BLF", "norm"),
@@ -48,35 +48,24 @@ def activations(cfg: ModelConfig):
 
 
 def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConfig):
-  """(x + down(silu(gate(norm(x))) * up(norm(x))), Aux()), multiplied as FORMS says."""
-  del context
+  """(x + down(silu(gate(norm(x))) * up(norm(x))), Aux), multiplied as FORMS says.
+
+  Its state is float32 [F], the largest smooth_swiglu.channel_scales so far; None without any.
+  """
+  aux = Aux()
   h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
   h_BLD = observed(h_BLD, s, "norm")
   eqns, ws, sites = zip(*((site.eqn, p[site.name], s[site.name]) for site in SITES), strict=True)
+  if KEY in context.states:
+    as_new = dataclasses.replace(s["up"])  # a product beside the layer's own
+    up_BLF = dot(eqns[1], prologue.value(h_BLD), p["up"], as_new)
+    before_F, scales_F = context.states[KEY], smooth_swiglu.channel_scales(up_BLF)
+    aux = Aux(states={KEY: scales_F if before_F is None else jnp.maximum(before_F, scales_F)})
   multiply = FORMS[run.smooth_swiglu]
-  return x_BLD + multiply(eqns, h_BLD, ws, sites, "linear", run.residuals.gate_up), Aux()
-
-
-def channel_scales(p, s, x_BLD, cfg: ModelConfig):
-  """float32 [F]: what "channel" divides up by at this input."""
-  h_BLD = rms_norm(x_BLD, p["norm"], cfg.norm_eps)
-  as_new = dataclasses.replace(s["up"])  # a product beside the layer's own
-  return smooth_swiglu.channel_scales(dot("BLD,DF->BLF", h_BLD, p["up"], as_new))
-
-
-def fold_channel_scales(p, s_NF):
-  """The parameters with these scales in the weights of up and down."""
-  up, down = jax.jit(smooth_swiglu.fold)(p["up"], p["down"], s_NF)
-  return {**p, "up": up, "down": down}
-
-
-def alignment(p):
-  """{"down": float32 [N]}: of gate and up weights, which make what down reads."""
-  gate, up = (stored_params.compute_copy(p[name]) for name in ("gate", "up"))
-  return {"down": smooth_swiglu.alignment(gate, up)}
+  return x_BLD + multiply(eqns, h_BLD, ws, sites, "linear", run.residuals.gate_up), aux
 
 
 MIXER = Mixer(
-  "mlp", params, SITES, apply, hf_names=HF_NAMES, alignment=alignment,
-  channel_scales=channel_scales, fold_channel_scales=fold_channel_scales, activations=activations,
+  KEY, params, SITES, apply, hf_names=HF_NAMES, alignment=smooth_swiglu.alignment,
+  fold_channel_scales=smooth_swiglu.fold, activations=activations,
 )  # fmt: skip

@@ -25,8 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8jax.ops import linear, stored_params
-from fp8jax.ops.fused import prologue
+from fp8jax.ops import dots, prologue, stored_params
 from fp8jax.recipe.quant import Quant
 
 # The smallest amax that is brought to 1. An up that is 0 everywhere would divide by it, and rows of
@@ -49,7 +48,7 @@ def per_channel(eqns, x, ws, sites, name: str, save: Quant | None = None):
   down = stored_params.value(ws[2])
   w = down * s_F.reshape(-1, *(1,) * (down.ndim - 1))
   site = dataclasses.replace(sites[2], recipe=sites[2].recipe.with_current_scales("w"))
-  return linear.dot(eqns[2], h, w, site)
+  return dots.dot(eqns[2], h, w, site)
 
 
 def per_token(eqns, x, ws, sites, name: str, save: Quant | None = None):
@@ -57,7 +56,7 @@ def per_token(eqns, x, ws, sites, name: str, save: Quant | None = None):
   gate, up = _gate_up(eqns, x, ws, sites, name)
   s = _power_of_two(jnp.max(_magnitude(up), axis=-1, keepdims=True))
   h = prologue.silu_mul(gate, _times(up, 1 / s), save=save)
-  return _times(linear.dot(eqns[2], h, ws[2], sites[2]), s)
+  return _times(dots.dot(eqns[2], h, ws[2], sites[2]), s)
 
 
 def channel_scales(up):
@@ -65,24 +64,27 @@ def channel_scales(up):
   return _power_of_two(jnp.max(_magnitude(up), axis=tuple(range(up.ndim - 1))))
 
 
-def fold(up_DF, down_FD, s_F):
-  """(up, down) weights of the plain SwiGLU that multiplies what `per_channel` does at these s.
+@jax.jit
+def fold(p, s_F):
+  """The parameters of the plain SwiGLU that multiplies what `per_channel` does at these s.
 
   Exact, for powers of two: without quantization nothing changes, with it up / s is what is made
   quantized. Leading dimensions, if there are any, are alike: [N, D, F], [N, F, D] and [N, F].
   """
-  return up_DF / s_F[..., None, :], down_FD * s_F[..., :, None]
+  return {**p, "up": p["up"] / s_F[..., None, :], "down": p["down"] * s_F[..., :, None]}
 
 
-def alignment(gate_DF, up_DF):
-  """float32 [...]: the largest |cosine| over channels between gate and up weights [..., D, F]."""
+def alignment(p):
+  """{"down": float32 [...]}: the largest |cosine| over channels between the weights [..., D, F] of
+  gate and up, which make what down reads."""
+  gate_DF, up_DF = (stored_params.compute_copy(p[name]) for name in ("gate", "up"))
   squares = jnp.sum(gate_DF * gate_DF, axis=-2) * jnp.sum(up_DF * up_DF, axis=-2)
   cosine = jnp.sum(gate_DF * up_DF, axis=-2) * jax.lax.rsqrt(jnp.where(squares > 0, squares, 1.0))
-  return jnp.max(jnp.abs(cosine), axis=-1)
+  return {"down": jnp.max(jnp.abs(cosine), axis=-1)}
 
 
 def _gate_up(eqns, x, ws, sites, name: str):
-  gate_up = linear.dots(eqns[:2], x, ws[:2], sites[:2])
+  gate_up = dots.dots(eqns[:2], x, ws[:2], sites[:2])
   return (checkpoint_name(y, name) for y in gate_up)
 
 

@@ -15,7 +15,6 @@ stored in a low-bit format (ops/stored_params.py). A batch is a dictionary of ar
   segments_BL    int32 document of each token; absent if documents may attend to each other
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -26,10 +25,10 @@ from fp8jax import params as params_lib
 from fp8jax.models import attention_gqa, lora, mlp_swiglu, rope
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
-from fp8jax.ops import residuals, stored_params
+from fp8jax.ops import prologue, residuals, stored_params
 from fp8jax.ops.cross_entropy import cross_entropy
-from fp8jax.ops.fused import prologue
-from fp8jax.ops.linear import SAVED_NAME, dot
+from fp8jax.ops.dots import dot
+from fp8jax.ops.linear import SAVED_NAME
 from fp8jax.ops.observe import observed
 from fp8jax.ops.site import Activation
 from fp8jax.params import Param
@@ -112,23 +111,6 @@ def linear_layers(cfg: ModelConfig) -> list[str]:
   return [f"{mixer.key}/{site.name}" for mixer in mixers(cfg) for site in mixer.sites]
 
 
-def recomputed_sites(cfg: ModelConfig, run: ComputeConfig) -> set[str]:
-  """Paths of the sites whose forward GEMM the backward pass repeats, by remat policy.
-
-  With the outputs of linears saved, these are the ones that complete the input of a later block,
-  unless a copy of what its norm reads is saved. The backward pass of a layer never reads the output
-  of the layer.
-  """
-  layers = {path: site for path, site in gemm_sites(cfg).items() if path.startswith("layers/")}
-  residual = {path for path, site in layers.items() if site.is_residual}
-  last = {path for path in residual if path.startswith(f"layers/{mixers(cfg)[-1].key}/")}
-  if run.remat == "full":
-    return set(layers) - last
-  if run.remat == "none" or run.residuals.norm_inputs is not None:
-    return set()
-  return residual - last
-
-
 def loss(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """Sum over tokens of weight * -log p(target): a float32 scalar."""
   return loss_and_aux(params, sites, batch, cfg, run)[0]
@@ -136,14 +118,15 @@ def loss(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
 
 def loss_and_aux(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """(`loss`, Aux of all layers added up). Training differentiates the loss and aux.losses."""
-  params = _with_values(params)
+  # A tied embedding is read once.
+  read = stored_params.value({k: p for k, p in params.items() if k != "layers"})
+  params = {**read, "layers": params["layers"]}
   x_BLD, aux = _after_last(params, sites, batch, cfg, run)
   return head_loss(x_BLD, params, sites, batch, cfg, run), aux
 
 
 def logits(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """float32 [B, L, V]. For inspection and parity; training never builds this."""
-  params = _with_values(params)
   return head_logits(hidden(params, sites, batch, cfg, run), params, sites, cfg)
 
 
@@ -155,69 +138,20 @@ def head_logits(h_BLD, params, sites, cfg: ModelConfig):
 
 def hidden(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """Normalised last hidden states [B, L, D] in the compute dtype."""
-  params = _with_values(params)
-  x_BLD, _ = _after_last(params, sites, batch, cfg, run)
-  return _normalised(x_BLD, params, sites, cfg, run)
+  return hidden_and_aux(params, sites, batch, cfg, run)[0]
 
 
-def hidden_and_inputs(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
-  """(`hidden`, inputs of all layers [N, B, L, D])."""
-  params = _with_values(params)
-
-  def step(x_BLD, of_layer, context):
-    return layer(x_BLD, of_layer, context, cfg, run)[0], x_BLD
-
-  x_BLD, inputs_NBLD = _scan_layers(step, params, sites, batch, cfg, run)
-  return _normalised(x_BLD, params, sites, cfg, run), inputs_NBLD
-
-
-def hidden_from(x_BLD, start, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
-  """`hidden`, computed from the input of one layer on; has no gradient.
-
-  Args:
-    x_BLD: the input of layer `start`.
-    start: int32 scalar, an argument of the program or a constant.
-  """
-  params, context, first = _with_values(params), layer_context(batch, cfg), 0
-  for number, run_of_layers in enumerate(sites["layers"]):
-    stop = first + jax.tree.leaves(run_of_layers)[0].shape[0]
-    of_run = _of_run(params["layers"], number, slice(first, stop))
-
-    def one(i, x_BLD, of=(of_run, run_of_layers), first=first):
-      of_layer = jax.tree.map(lambda x: x[i - first], of)
-      return layer(x_BLD, of_layer, context, cfg, run)[0]
-
-    x_BLD = jax.lax.fori_loop(jnp.maximum(start, first), stop, one, x_BLD)
-    first = stop
-  return _normalised(x_BLD, params, sites, cfg, run)
-
-
-def hidden_with_states(params, sites, batch, states, cfg: ModelConfig, run: ComputeConfig):
-  """(`hidden`, what the tokens add to the states): the forward pass of generation.
+def hidden_and_aux(params, sites, batch, cfg: ModelConfig, run: ComputeConfig, states=None):
+  """(`hidden`, Aux of all layers added up): also the forward pass of generation.
 
   Args:
     params: as in `loss`, or quantized for inference (generation/weights.py).
     batch: tokens_BL and positions_BL.
-    states: {key of a mixer: its state of every layer, stacked}, see Mixer.apply_with_state.
-
-  Returns:
-    Normalised last hidden states [B, L, D], and a tree like the states.
+    states: {key of a mixer: its state of every layer, stacked}, see LayerContext; Aux.states is
+      then a tree like it.
   """
-  params = _with_values(params)
-
-  def step(x_BLD, of_layer, context):
-    (p, s, state), added = of_layer, {}
-    context = context._replace(positions_BL=batch["positions_BL"])
-    for mixer in mixers(cfg):
-      own = (lora.attached(p[mixer.key], s[mixer.key], cfg), s[mixer.key], x_BLD, context)
-      if mixer.apply_with_state is None:
-        x_BLD, _ = mixer.apply(*own, cfg, run)
-      else:
-        x_BLD, added[mixer.key] = mixer.apply_with_state(*own, state[mixer.key], cfg, run)
-    return x_BLD, added
-
-  x_BLD, added = _scan_layers(step, params, sites, batch, cfg, run, states)
-  return _normalised(x_BLD, params, sites, cfg, run), added
+  x_BLD, aux = _after_last(params, sites, batch, cfg, run, states)
+  return normalised(x_BLD, params, sites, cfg, run), aux
 
 
 def embed(params, sites, batch, run: ComputeConfig):
@@ -240,10 +174,12 @@ def layer(x_BLD, of_layer, context: LayerContext, cfg: ModelConfig, run: Compute
   """(the residual stream after one layer, Aux of its blocks added up).
 
   Args:
-    of_layer: its (parameters, sites).
+    of_layer: its (parameters, sites), perhaps with states of its mixers.
     context: of the batch, see `layer_context`.
   """
-  (p, s), total = of_layer, Aux()
+  (p, s, *states), total = of_layer, Aux()
+  if states:
+    context = context._replace(states=states[0])
   for mixer in mixers(cfg):
     own = lora.attached(p[mixer.key], s[mixer.key], cfg)
     x_BLD, aux = mixer.apply(own, s[mixer.key], x_BLD, context, cfg, run)
@@ -255,33 +191,18 @@ def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig)
   """`loss` of what the last layer gave; `params` and `sites` need not have the layers."""
   params = stored_params.value({k: p for k, p in params.items() if k != "layers"})
   head, eqn = _head(params, cfg)
-  h_BLD = _normalised(x_BLD, params, sites, cfg, run)
+  h_BLD = normalised(x_BLD, params, sites, cfg, run)
   return cross_entropy(
     h_BLD, head, eqn, batch["targets_BL"], batch["weights_BL"], sites["head"], run.loss_chunk,
     is_frozen=cfg.lora is not None, logits_site=sites.get("logits"),
   )  # fmt: skip
 
 
-def channel_scales(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
-  """{key of a mixer: float32 [N, F]}: its channel_scales of every layer at a batch."""
-
-  def step(x_BLD, of_layer, context):
-    (p, s), scales = of_layer, {}
-    for mixer in mixers(cfg):
-      own = (p[mixer.key], s[mixer.key], x_BLD)
-      if mixer.channel_scales is not None:
-        scales[mixer.key] = mixer.channel_scales(*own, cfg)
-      x_BLD, _ = mixer.apply(*own, context, cfg, run)
-    return x_BLD, scales
-
-  return _scan_layers(step, _with_values(params), sites, batch, cfg, run)[1]
-
-
 def fold_channel_scales(params, scales, cfg: ModelConfig):
-  """The parameters with `channel_scales` in the weights of their mixers."""
+  """The parameters with scales {key of a mixer: float32 [N, F]} in the weights of their mixers."""
   layers = dict(params["layers"])
   for mixer in mixers(cfg):
-    if mixer.key in scales and mixer.fold_channel_scales is not None:
+    if mixer.fold_channel_scales is not None and mixer.key in scales:
       layers[mixer.key] = mixer.fold_channel_scales(layers[mixer.key], scales[mixer.key])
   return {**params, "layers": layers}
 
@@ -295,58 +216,59 @@ def alignment(params, cfg: ModelConfig):
   }  # fmt: skip
 
 
-def _after_last(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
+def _after_last(params, sites, batch, cfg: ModelConfig, run: ComputeConfig, states=None):
   """(the residual stream after all layers, Aux of them added up)."""
-  step = remat(functools.partial(layer, cfg=cfg, run=run), run)
-  x_BLD, aux = _scan_layers(step, params, sites, batch, cfg, run)
+  step = functools.partial(layer, cfg=cfg, run=run)
+  step, more = (remat(step, run), ()) if states is None else (step, (states,))
+  x_BLD, aux = scan_layers(step, params, sites, batch, cfg, run, *more)
   return x_BLD, aux.sum()
 
 
-def _scan_layers(step, params, sites, batch, cfg: ModelConfig, run: ComputeConfig, *more):
+def scan_layers(step, params, sites, batch, cfg: ModelConfig, run: ComputeConfig, *states):
   """(residual stream [B, L, D] after the last layer, what else layers give, stacked).
 
   Args:
-    step: (residual stream, (parameters, sites, *more), context) -> (stream, anything).
-    more: trees of arrays, stacked over layers.
+    step: (stream, (parameters, sites, *states), context) -> (stream, anything), as `layer`.
+    states: of `hidden_and_aux`, or nothing.
   """
   x_BLD, context = embed(params, sites, batch, run), layer_context(batch, cfg)
-  start, found = 0, []
-  for number, run_of_layers in enumerate(sites["layers"]):
-    stop = start + jax.tree.leaves(run_of_layers)[0].shape[0]
-    layers = slice(start, stop)
-    of_run, *others = (_of_run(stack, number, layers) for stack in (params["layers"], *more))
-    xs = (of_run, run_of_layers, *others)
-    x_BLD, more_found = jax.lax.scan(lambda x, of_layer: step(x, of_layer, context), x_BLD, xs)
-    start = stop
-    found.append(more_found)
-  return x_BLD, jax.tree.map(lambda *runs: jnp.concatenate(runs), *found)
+  if states:
+    context = context._replace(positions_BL=batch["positions_BL"])
+  given = []
+  for _, of_sites, p, *more in runs(sites, params["layers"], *states):
+    xs = (p, of_sites, *more)
+    x_BLD, of_layers = jax.lax.scan(lambda x, of_layer: step(x, of_layer, context), x_BLD, xs)
+    given.append(of_layers)
+  return x_BLD, jax.tree.map(lambda *of_runs: jnp.concatenate(of_runs), *given)
 
 
-def _of_run(stack, number: int, layers: slice):
-  """The layers of one run; a tuple has a stack of its own for every run."""
-  if isinstance(stack, tuple):
-    return stack[number]
+def runs(sites, *stacks):
+  """Of every run of layers that multiply alike: the slice of its layers, its sites, its stacks.
 
-  def part(p):
+  Args:
+    sites: of the model.
+    stacks: trees that are stacked over the layers; or tuples, with a stack for every run.
+  """
+
+  def part(p, layers: slice):
     return p if layers == slice(0, p.shape[0]) else p[layers]
 
-  return jax.tree.map(part, stack)
+  start = 0
+  for number, of_run in enumerate(sites["layers"]):
+    layers = slice(start, start + jax.tree.leaves(of_run)[0].shape[0])
+    own = (
+      stack[number] if isinstance(stack, tuple)
+      else jax.tree.map(functools.partial(part, layers=layers), stack)
+      for stack in stacks
+    )  # fmt: skip
+    yield layers, of_run, *own
+    start = layers.stop
 
 
-def _normalised(x_BLD, params, sites, cfg: ModelConfig, run: ComputeConfig):
-  h_BLD = prologue.rms_norm(
-    x_BLD, params["norm"], cfg.norm_eps, save=run.residuals.norm_inputs
-  ).value()
-  return observed(h_BLD, sites, "norm")
-
-
-def _with_values(params):
-  """Arrays of all but the layers', which their dots read. A tied embedding is read once."""
-  layers = params["layers"]
-  return {
-    **stored_params.value({k: p for k, p in params.items() if k != "layers"}),
-    "layers": layers,
-  }
+def normalised(x_BLD, params, sites, cfg: ModelConfig, run: ComputeConfig):
+  """`hidden` of what the last layer gave."""
+  h_BLD = prologue.rms_norm(x_BLD, params["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
+  return observed(h_BLD.value(), sites, "norm")
 
 
 def head_eqn(cfg: ModelConfig) -> str:
@@ -359,39 +281,14 @@ def _head(params, cfg: ModelConfig):
   return params["head" if "head" in params else "embed"], head_eqn(cfg)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _LayerOutput:
-  """A layer's result as one value with a dtype, the residual stream's."""
-
-  x_BLD: jax.Array
-  aux: Aux
-
-  @property
-  def dtype(self):
-    return self.x_BLD.dtype
-
-
 def remat(layer, run: ComputeConfig):
   """A function like `layer`, whose backward pass saves what run.remat and run.residuals say."""
   if run.residuals.layer_inputs is not None:
-    saving = residuals.from_compressed_input(
-      lambda *args: _LayerOutput(*layer(*args)), run.residuals.layer_inputs
-    )
-
-    def from_saved_input(*args):
-      out = saving(*args)
-      return out.x_BLD, out.aux
-
-    return from_saved_input
+    return residuals.from_compressed_input(layer, run.residuals.layer_inputs, run.dtype)
   if run.remat == "none":
     return layer
-  saved = jax.checkpoint_policies.nothing_saveable
-  names = {
-    "linears": ("linear", residuals.NAME),
-    "operands": ("linear", residuals.NAME, SAVED_NAME),
-  }
-  if run.remat in names:
-    saved = jax.checkpoint_policies.save_only_these_names(*names[run.remat])
+  linears = ("linear", residuals.NAME)
+  saved = {"linears": linears, "operands": (*linears, SAVED_NAME), "full": ()}[run.remat]
+  policy = jax.checkpoint_policies.save_only_these_names(*saved)
   # Inside scan the loop already keeps XLA from merging forward and recomputation.
-  return functools.partial(jax.checkpoint, policy=saved, prevent_cse=False)(layer)
+  return jax.checkpoint(layer, policy=policy, prevent_cse=False)

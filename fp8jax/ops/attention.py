@@ -6,23 +6,17 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
-from fp8jax.kernels.attention import api as attention_api
 from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.ops import collectives
 
 Implementation = Literal["xla", "cudnn", "tokamax"]
-IMPLEMENTATIONS = attention_api.BACKENDS
 
 
 @jax.named_scope("attention")
 def attention(
-  q_BLHK,
-  k_BMGK,
-  v_BMGK,
-  segments_BL,
-  implementation: Implementation,
+  q_BLHK, k_BMGK, v_BMGK, segments_BL, implementation: Implementation,
   layout: axes.Layout = axes.LOCAL,
-):
+):  # fmt: skip
   """Causal grouped-query attention; a token sees only its own document.
 
   Args:

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fp8jax import axes
-from fp8jax.ops import collectives, gemm_spec, linear, observe, stats
+from fp8jax.ops import collectives, gemm_spec, linear, observe
 from fp8jax.ops.gemm_spec import Role
-from fp8jax.ops.site import ActivationSite, Site
+from fp8jax.ops.site import ActivationSite, ScalingInputs, Site
 from fp8jax.quantization import tensor_stats
 
 
@@ -53,79 +53,74 @@ def cross_entropy(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(static, h_BLD, head, targets_BL, weights_BL, site, logits_site):
-  del logits_site
-  eqn, chunk, _ = static
-
-  def local(h, head, targets, weights, tap, inputs):
-    inside = _inside(site, tap)
-    head = _gather_head(head, eqn, site, h.dtype)
-
-    def one(loss, xs):
-      h, targets, weights = xs
-      spec = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
-      logits_BCV = linear.forward(spec, h, head, inputs)
-      loss_BC, _ = _loss_and_gradient(logits_BCV, targets, weights, site.layout)
-      return loss + jnp.sum(loss_BC), None
-
-    loss, _ = _for_chunks(one, jnp.zeros((), jnp.float32), chunk, h, targets, weights)
-    return collectives.sum_over(loss, site.layout, "B")
-
-  run = _on_mesh(local, eqn, site.layout, P())
-  return run(h_BLD, head, targets_BL, weights_BL, site.tap, gemm_spec.ScalingInputs.of(site))
+def _cross_entropy(static, *args):
+  return _run(static, *args, is_differentiated=False)[0]
 
 
-def _fwd(static, h_BLD, head, targets_BL, weights_BL, site, logits_site):
+def _fwd(static, *args):
+  loss, *gradients = _run(static, *args, is_differentiated=True)
+  return loss, (*gradients, *args[-2:])
+
+
+def _run(static, h_BLD, head, targets_BL, weights_BL, site, logits_site, *, is_differentiated):
+  """(loss, gradients of h and head, statistics of the site and of the logits); or (loss,)."""
   eqn, chunk, is_frozen = static
-  letters = _head_letters(eqn)
-  layout = site.layout
+  letters, layout = eqn.partition(",")[2].partition("->")[0], site.layout
 
   def local(h, head, targets, weights, tap, inputs):
-    inside = _inside(site, tap)
+    # The site as seen from inside the loop's own `shard_map`.
+    inside = dataclasses.replace(site, tap=tap, layout=layout.manual())
     dtype = head.dtype
-    head = _gather_head(head, eqn, site, h.dtype)
+    # For compute; FP8 recipes quantize it from the master copy.
+    head = head if site.recipe.fwd.is_quantized else head.astype(h.dtype)
+    head = collectives.gather_weight(head, letters, layout)
 
     def one(carry, xs):
-      loss, dhead, observed, logits_stats = carry
       h, targets, weights = xs
       spec = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
-      logits_BCV = linear.forward(spec, h, head, inputs)
+      logits_BCV, _ = linear.forward(spec, h, head, inputs)
+      loss_BC, g_BCV = _loss_and_gradient(logits_BCV, targets, weights, layout)
+      if not is_differentiated:
+        return (carry[0] + jnp.sum(loss_BC),), None
+      loss, dhead, observed, logits_stats = carry
       if logits_site is not None:
         chunk_stats = observe.logits_stats(logits_BCV, logits_site)
         logits_stats = tensor_stats.combine(logits_stats, chunk_stats)
-      loss_BC, g_BCV = _loss_and_gradient(logits_BCV, targets, weights, layout)
       g_BCV = g_BCV.astype(h.dtype)
       dh = linear.data_gradient(spec, g_BCV, head, inputs)
       if not is_frozen:
         dhead = dhead + linear.weight_gradient(spec, h, g_BCV, dtype, inputs)
       tensors = ((Role.X_FWD, h), (Role.W_FWD, head), (Role.G_DGRAD, g_BCV))
-      chunk_stats = [stats.operand_stats(spec, role, t, inputs) for role, t in tensors]
+      chunk_stats = [observe.operand_stats(spec, role, t, inputs) for role, t in tensors]
       observed = tensor_stats.combine(observed, jnp.stack(chunk_stats))
       return (loss + jnp.sum(loss_BC), dhead, observed, logits_stats), dh
 
-    carry = (
-      jnp.zeros((), jnp.float32),
-      jnp.zeros(() if is_frozen else head.shape, dtype),
-      tensor_stats.nothing(tap.shape),
-      None if logits_site is None else tensor_stats.nothing(logits_site.tap.shape),
-    )
-    (loss, dhead, observed, logits_stats), dh = _for_chunks(one, carry, chunk, h, targets, weights)
+    carry: tuple = (jnp.zeros((), jnp.float32),)
+    if is_differentiated:
+      carry += (
+        jnp.zeros(() if is_frozen else head.shape, dtype),
+        tensor_stats.nothing(tap.shape),
+        None if logits_site is None else tensor_stats.nothing(logits_site.tap.shape),
+      )
+    (loss, *rest), dh = _for_chunks(one, carry, chunk, h, targets, weights)
+    loss = collectives.sum_over(loss, layout, "B")
+    if not is_differentiated:
+      return (loss,)
+    dhead, observed, logits_stats = rest
     everywhere = tuple(dict.fromkeys(layout.act_axes_of("BV")))
     return (
-      collectives.sum_over(loss, layout, "B"),
+      loss,
       collectives.sum_over(dh, layout, "V"),
       dhead if is_frozen else collectives.scatter_gradient(dhead, letters, "BL", layout),
       tensor_stats.over_mesh(observed, everywhere),
       None if logits_stats is None else tensor_stats.over_mesh(logits_stats, everywhere),
     )
 
-  of_head = P() if is_frozen else layout.weight_spec(letters)
-  outputs = (P(), layout.act_spec("BLD"), of_head, P(), P())
-  run = _on_mesh(local, eqn, layout, outputs)
-  loss, *gradients = run(
-    h_BLD, head, targets_BL, weights_BL, site.tap, gemm_spec.ScalingInputs.of(site)
-  )
-  return loss, (*gradients, site, logits_site)
+  rows, of_head = layout.act_spec("BL"), layout.weight_spec(letters)
+  inputs = (layout.act_spec("BLD"), of_head, rows, rows, P(), P())
+  outputs = (P(), layout.act_spec("BLD"), P() if is_frozen else of_head, P(), P())
+  run = collectives.on_mesh(local, layout, inputs, outputs if is_differentiated else outputs[:1])
+  return run(h_BLD, head, targets_BL, weights_BL, site.tap, ScalingInputs.of(site))
 
 
 def _bwd(static, residuals, g):
@@ -191,24 +186,3 @@ def _for_chunks(step, carry, chunk: int, *arrays_BL):
     if y is not None:
       pieces.append(y)
   return carry, jnp.concatenate(pieces, axis=1) if pieces else None
-
-
-def _head_letters(eqn: str) -> str:
-  return eqn.partition(",")[2].partition("->")[0]
-
-
-def _inside(site: Site, tap) -> Site:
-  """The site as seen from inside the loop's own `shard_map`."""
-  return dataclasses.replace(site, tap=tap, layout=site.layout.manual())
-
-
-def _gather_head(head, eqn: str, site: Site, dtype):
-  """The head for compute; FP8 recipes quantize it from the master copy."""
-  head = head if site.recipe.fwd.is_quantized else head.astype(dtype)
-  return collectives.gather_weight(head, _head_letters(eqn), site.layout)
-
-
-def _on_mesh(local, eqn: str, layout: axes.Layout, outputs):
-  rows = layout.act_spec("BL")
-  inputs = (layout.act_spec("BLD"), layout.weight_spec(_head_letters(eqn)), rows, rows, P(), P())
-  return collectives.on_mesh(local, layout, inputs, outputs)

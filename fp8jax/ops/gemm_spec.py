@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import math
 import string
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +12,40 @@ import jax.numpy as jnp
 from fp8jax import axes
 from fp8jax.kernels import choose
 from fp8jax.ops import stored_params
-from fp8jax.ops.operands import EinsumLetters, Quantizer
 from fp8jax.ops.residuals import GemmInput
 from fp8jax.ops.site import GemmSize, Site, choose_backends
 from fp8jax.quantization import tensor_stats
+from fp8jax.quantization.amax_history import TENSORS
+from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.recipe.gemm import PASSES, Gemm, Recipe
-from fp8jax.recipe.quant import Quant
+from fp8jax.recipe.quant import WHOLE, Quant
 
-# Order of tensors in a site's amaxes and in the numbers that random keys are folded with.
-_TENSORS = ("x", "w", "g")
+
+@dataclasses.dataclass(frozen=True)
+class EinsumLetters:
+  """The three operands of an einsum, by letter."""
+
+  x: str
+  w: str
+  y: str
+
+  @property
+  def contracted(self) -> str:
+    return "".join(c for c in self.x if c in self.w and c not in self.y)
+
+  @property
+  def batch(self) -> str:
+    return "".join(c for c in self.x if c in self.w and c in self.y)
+
+  @property
+  def produced(self) -> str:
+    """Letters of w that the product keeps."""
+    return "".join(c for c in self.y if c in self.w and c not in self.x)
+
+  @property
+  def tokens(self) -> str:
+    """Letters that w does not have."""
+    return "".join(c for c in self.x if c in self.y and c not in self.w)
 
 
 class Role(enum.Enum):
@@ -44,7 +70,7 @@ class Role(enum.Enum):
   @property
   def number(self) -> int:
     """Different for every pair of a tensor and a GEMM."""
-    return 3 * _TENSORS.index(self.tensor) + PASSES.index(self.gemm)
+    return 3 * TENSORS.index(self.tensor) + PASSES.index(self.gemm)
 
 
 # The operands that the backward pass makes of a gradient.
@@ -113,14 +139,28 @@ class GemmSpec:
     """Letter -> size on one device."""
     return local_sizes(self.letters.x + self.letters.w, self.sizes, self.layout)
 
-  def letters_of(self, tensor: str) -> str:
-    """Letters of tensor "x", "w" or "g"."""
-    return {"x": self.letters.x, "w": self.letters.w, "g": self.letters.y}[tensor]
-
-  def contracted(self, gemm: str) -> str:
-    """Letters that a GEMM contracts."""
+  def letters_of(self, role: Role) -> tuple[str, str, str]:
+    """Letters of an operand: all, in order; those of its rows; those that its GEMM contracts."""
     s = self.letters
-    return {"fwd": s.contracted, "dgrad": s.produced, "wgrad": s.tokens}[gemm]
+    letters = {"x": s.x, "w": s.w, "g": s.y}[role.tensor]
+    contracted = {"fwd": s.contracted, "dgrad": s.produced, "wgrad": s.tokens}[role.gemm]
+    return letters, "".join(c for c in letters if c not in contracted + s.batch), contracted
+
+  def partition_spec(self, role: Role, t):
+    """PartitionSpec of x or g, or of its ScaledMatrix."""
+    if isinstance(t, ScaledMatrix):
+      return self.quantized_spec(role)
+    return self.layout.act_spec(self.letters_of(role)[0])
+
+  def quantized_spec(self, role: Role):
+    """PartitionSpec of the ScaledMatrix [batch?, rows, contraction] in this role."""
+    _, *groups = self.letters_of(role)
+    batch, tile = self.letters.batch, cast(Quant, self.quant(role)).tile
+    lead = (self.layout.act_axes_of(batch) or None,) if batch else ()
+    axes_ = [self.layout.act_axes_of(group) or None for group in groups]
+    scales = [None if extent == WHOLE else a for a, extent in zip(axes_, tile)]
+    place: Any = jax.sharding.PartitionSpec
+    return ScaledMatrix(place(*lead, *axes_), place(*lead, *scales), tile)
 
   def gemm(self, name: str) -> Gemm:
     return getattr(self.recipe, name)
@@ -131,34 +171,6 @@ class GemmSpec:
   def quant(self, role: Role) -> Quant | None:
     """How an operand is quantized; None for the compute dtype."""
     return getattr(self.gemm(role.gemm), role.side)
-
-  def quantizer(self, role: Role, inputs: "ScalingInputs", wants_amax: bool = False) -> Quantizer:
-    """The same with what the site lends: amax and random key."""
-    return Quantizer(
-      self.quant(role),
-      None if inputs.amax_3 is None else inputs.amax_3[_TENSORS.index(role.tensor)],
-      None if inputs.key is None else jax.random.fold_in(inputs.key, role.number),
-      self.backend(role.gemm),
-      wants_amax,
-    )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ScalingInputs:
-  """The arrays that a dot reads from its site, beside the operands.
-
-  Attributes:
-    amax_3: float32 [3], amaxes of (x, w, g) that scales are made from; None if all are current.
-    key: random key of stochastic rounding, None if nothing is rounded so.
-  """
-
-  amax_3: jax.Array | None
-  key: jax.Array | None
-
-  @classmethod
-  def of(cls, site: Site) -> "ScalingInputs":
-    return cls(site.scaling_state.amax_3 if site.scaling_state is not None else None, site.key)
 
 
 def local_sizes(letters: str, sizes, layout: axes.Layout) -> dict[str, int]:

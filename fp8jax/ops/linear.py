@@ -34,8 +34,8 @@ Two more operations are made of linear layers and have a `custom_vjp` of their o
   Residuals.input, vjp_of_input            x again, and the cotangent of its sources
   forward, data_gradient, weight_gradient  one GEMM each, also inside another `shard_map`
 
-fused/swiglu_mlp.py joins the backward passes of three layers. cross_entropy.py multiplies the
-three GEMMs of the head for one chunk of positions at a time.
+swiglu_mlp.py joins the backward passes of three layers. cross_entropy.py multiplies the three GEMMs
+of the head for one chunk of positions at a time. dots.py calls `multiply` for all others.
 """
 
 import dataclasses
@@ -47,139 +47,18 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax.kernels.gemm import api as gemm_api
-from fp8jax.ops import (
-  adapters,
-  collectives,
-  gemm_spec,
-  operands,
-  quantized_inputs,
-  site_checks,
-  stats,
-  switch,
-)
+from fp8jax.ops import collectives, observe, operands, prologue, site_checks
 from fp8jax.ops import residuals as residuals_lib
-from fp8jax.ops.fused import prologue
-from fp8jax.ops.fused.prologue import Prologue
-from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role, ScalingInputs
-from fp8jax.ops.operands import Operand
-from fp8jax.ops.quantized_inputs import OperandProvider
-from fp8jax.ops.site import Site
+from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role
+from fp8jax.ops.operands import Operand, OperandProvider
+from fp8jax.ops.prologue import Prologue
+from fp8jax.ops.site import ScalingInputs
 from fp8jax.ops.stored_params import cotangent, gemm_operand, residual_view
-from fp8jax.quantization import block_codes, tensor_stats
-from fp8jax.quantization.block_codes import BlockCodes
+from fp8jax.quantization import stored_matrix, tensor_stats
+from fp8jax.quantization.stored_matrix import StoredMatrix
 
 # Name of residuals that are operands, for remat policies (see jax.ad_checkpoint.checkpoint_name).
 SAVED_NAME = "operands"
-
-
-def dot(eqn: str, x, w, site: Site, *, out_dtype=None):
-  """einsum of an activation and a weight in the precision that `site` prescribes.
-
-  Args:
-    eqn: e.g. "BLD,DF->BLF" or "BLHK,HKD->BLD". Letters in both x and w but not in y are contracted.
-    x: activation or Prologue; gradients with respect to it have its dtype.
-    w: weight, usually the float32 master, whose gradient is then float32; or a stored parameter
-      (stored_params.py).
-    site: precision, implementation and layout.
-    out_dtype: dtype of the result; default x's.
-
-  Returns:
-    y, with the letters after "->".
-
-  Raises:
-    ValueError: letters and shapes disagree, nothing is contracted, or the site is in use already.
-    TypeError: an operand is no array of floating-point numbers.
-
-  FP8 saturates: an infinity in x becomes the largest number of its tile. The site observes that
-  there was one, and training stops at it (step/train_step.py).
-  """
-  return dots((eqn,), x, (w,), (site,), out_dtype=out_dtype)[0]
-
-
-def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
-  """`dot` of one activation with several weights: the residual of x is saved once.
-
-  Args:
-    x: activation or Prologue.
-    eqns, ws, sites: one per weight.
-
-  Returns:
-    One y per weight.
-  """
-  if any(isinstance(w, adapters.Adapted) for w in ws):
-    return _adapted_dots(eqns, x, ws, sites, out_dtype)
-  if any(site.switch is not None for site in sites):
-    return _switched_dots(eqns, x, ws, sites, out_dtype)
-  site_checks.refuse_dtypes(x, ws, out_dtype)
-  specs = gemm_spec.make_specs(eqns, x, ws, sites, out_dtype)
-  x = quantized_inputs.fused_or_array(specs, x)
-  return _dots(specs, *site_checks.mark_used(specs, x, ws, sites))
-
-
-def _adapted_dots(eqns, x, ws, sites, out_dtype):
-  """`dots` of weights of which some have adapters: x a is multiplied for each, x computed once."""
-  x = prologue.value(x)
-  ys = list(dots(eqns, x, [adapters.base_of(w) for w in ws], sites, out_dtype=out_dtype))
-  places = [n for n, w in enumerate(ws) if isinstance(w, adapters.Adapted)]
-  adapted = [ws[n] for n in places]
-  both = [adapters.equations(eqns[n]) for n in places]
-  of_a = [w.sites[0] for w in adapted]
-  inner = dots([eqn for eqn, _ in both], x, [w.a for w in adapted], of_a)
-  for n, w, (_, eqn), h in zip(places, adapted, both, inner, strict=True):
-    delta = dot(eqn, h, w.b, w.sites[1], out_dtype=ys[n].dtype)
-    ys[n] = adapters.add(ys[n], delta, w.scale)
-  return tuple(ys)
-
-
-def _switched_dots(eqns, x, ws, sites, out_dtype):
-  """`dots` of sites of which some have switches (switch.py), differentiated as it is written."""
-  x, ys = prologue.value(x), []
-  for eqn, w, site in zip(eqns, ws, sites, strict=True):
-    if site.switch is None:
-      ys.append(dot(eqn, x, w, site, out_dtype=out_dtype))
-      continue
-    spec = gemm_spec.make_spec(eqn, x, w, site, out_dtype=out_dtype)
-    of = switch.operands_of(spec, x, gemm_operand(w), ScalingInputs.of(site), site.switch)
-    y = _multiply(of.spec, "fwd", of.x, of.w, of.spec.out_dtype)
-    if (
-      of.error_of_w is not None and of.on_w is not None
-    ):  # x is a constant of this part, which is 0 at switches of 0
-      constant = dataclasses.replace(of.x, value=jax.lax.stop_gradient(of.x.value))
-      by_error = _multiply(of.spec, "fwd", constant, of.error_of_w, of.spec.out_dtype)
-      y = y + of.on_w.astype(y.dtype) * by_error
-    ys.append(operands.unflatten(y, of.x, of.w, of.spec.letters.y))
-  return tuple(ys)
-
-
-def fp8_dot_general(
-  lhs, rhs, dimension_numbers, site: Site, precision=None, preferred_element_type=None,
-  *, out_sharding=None,
-):  # fmt: skip
-  """`jax.lax.dot_general` of an activation and a weight in the precision that `site` prescribes.
-
-  Its first three parameters, and by keyword preferred_element_type, are those of JAX. `site` stands
-  where JAX has precision; precision and out_sharding are refused unless None.
-
-  Args:
-    lhs, rhs: any rank.
-    dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), as in JAX.
-    site: see `site.single` for use outside a model.
-    preferred_element_type: dtype of the result; default lhs's.
-
-  Returns:
-    Batch dimensions, then the free dimensions of lhs, then those of rhs, as in JAX.
-  """
-  if not isinstance(site, Site):
-    raise TypeError(f"the fourth argument is {site!r}, not a Site; give site.single('block_128')")
-  if precision is not None:
-    raise ValueError(f"precision={precision!r}: leave it out; the site's recipe is the precision")
-  if out_sharding is not None:
-    raise ValueError(f"{out_sharding=}: leave it out; dot(eqn, ...) places y as its site says")
-  site_checks.refuse_dtypes(lhs, (rhs,))
-  if site.layout.mesh is not None:
-    raise ValueError("fp8_dot_general has no letters to shard by; use dot(eqn, ...) on a mesh")
-  eqn = gemm_spec.equation(dimension_numbers, lhs.ndim, rhs.ndim)
-  return dot(eqn, lhs, rhs, site, out_dtype=preferred_element_type)
 
 
 # --- forward and backward ------------------------------------------------------------------------
@@ -192,7 +71,7 @@ class Residuals:
 
   Attributes:
     x: as it came in, a Prologue with compressed sources, or None if every X_WGRAD is saved.
-    x_wgrad: quantized_inputs.operand_key -> X_WGRAD, of dots that save it.
+    x_wgrad: operands.operand_key -> X_WGRAD, of dots that save it.
     ws: weights, unquantized, as they are stored.
     stats: per dot, float32 [S] of (x, w); of x None if the backward pass observes it.
     inputs: ScalingInputs per dot.
@@ -211,17 +90,17 @@ class Residuals:
 
 def forward_only(specs, x, ws, inputs):
   """One y per weight."""
-  provider = OperandProvider(quantized_inputs.materialize_unless_fused(specs, x))
+  provider = OperandProvider(operands.materialize_unless_fused(specs, x))
   ys = []
   for n, (spec, w, i) in enumerate(zip(specs, ws, inputs)):
     (x_fwd,) = provider.operands(spec, n, i, (Role.X_FWD,))
-    ys.append(forward(spec, x_fwd, gemm_operand(w), i))
+    ys.append(forward(spec, x_fwd, gemm_operand(w), i)[0])
   return tuple(ys)
 
 
 def forward_with_residuals(specs, x, ws, taps, inputs):
   """(one y per weight, Residuals)."""
-  source = quantized_inputs.materialize_unless_fused(specs, x)
+  source = operands.materialize_unless_fused(specs, x)
   is_compressed = isinstance(x, Prologue) and x.save is not None
   is_recomputed = isinstance(source, Prologue) and not is_compressed
   # The backward pass cannot observe x where the residual is quantized: an infinity is lost there.
@@ -235,24 +114,23 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
     w = gemm_operand(w)
     if spec.saves_operand:
       x_fwd, x_wgrad = provider.operands(spec, n, i, (Role.X_FWD, Role.X_WGRAD))
-      key = quantized_inputs.operand_key(spec, n, (Role.X_WGRAD,))
+      key = operands.operand_key(spec, n, (Role.X_WGRAD,))
       if key not in x_wgrads:
-        x_wgrad = quantized_inputs.quantize_now(spec, Role.X_WGRAD, x_wgrad, i)
+        x_wgrad = operands.quantize_now(spec, Role.X_WGRAD, x_wgrad, i)
         x_wgrads[key] = residuals_lib.named(
           x_wgrad, residuals_lib.NAME if is_compressed else SAVED_NAME
         )
     else:
       (x_fwd,) = provider.operands(spec, n, i, (Role.X_FWD,))
       saves_x |= not spec.is_frozen
-    wants_amax_w = spec.observes_amax_only
-    y, amax_w = forward_and_amax(spec, x_fwd, w, i, wants_amax=wants_amax_w)
+    y, amax_w = forward(spec, x_fwd, w, i, wants_amax=spec.observes_amax_only)
     ys.append(y)
     # The backward pass observes an x that it computes again: a remat then computes it once less.
     is_later = is_recomputed and not spec.saves_operand and not spec.is_frozen
     is_later &= spec.statistics == tensor_stats.QUIET
     value = None if is_later else prologue.value(source)
-    stats_x = None if is_later else stats.operand_stats(spec, Role.X_FWD, value, i, provider.amax)
-    observed.append((stats_x, stats.operand_stats(spec, Role.W_FWD, w, i, amax_w)))
+    stats_x = None if is_later else observe.operand_stats(spec, Role.X_FWD, value, i, provider.amax)
+    observed.append((stats_x, observe.operand_stats(spec, Role.W_FWD, w, i, amax_w)))
   return tuple(ys), Residuals(
     (x.compressed() if isinstance(x, Prologue) else x) if saves_x else None,
     x_wgrads,
@@ -270,13 +148,13 @@ def gradients(specs, residuals: Residuals, gs):
   """
   x = None
   if not all(spec.is_frozen for spec in specs):
-    x = quantized_inputs.materialize_unless_fused(specs, residuals.input(specs[0].x_dtype))
+    x = operands.materialize_unless_fused(specs, residuals.input(specs[0].x_dtype))
   provider = OperandProvider(x, wants_amax=any(stats_x is None for stats_x, _ in residuals.stats))
   both_of_g: Sequence[Any] = [None] * len(specs)
   amaxes: Sequence[Any] = [None] * len(specs)
   if isinstance(gs, Prologue):
     roles = BOTH_OF_G if x is not None else specs[0].roles_of_g
-    both_of_g, amaxes = quantized_inputs.run_prologue(specs, gs, roles, wants_amax=True)
+    both_of_g, amaxes = operands.run_prologue(specs, gs, roles, wants_amax=True)
     gs = gs.value()
   dx, dws, taps = None, [], []
   for n, (spec, stored_w, i, g) in enumerate(zip(specs, residuals.ws, residuals.inputs, gs)):
@@ -284,7 +162,7 @@ def gradients(specs, residuals: Residuals, gs):
     g = g.astype(spec.x_dtype)  # of a float32 head it is float32
     operands_of_g, amax_g = both_of_g[n], amaxes[n]
     if operands_of_g is None:
-      operands_of_g, amax_g = quantized_inputs.quantize_both_orientations(
+      operands_of_g, amax_g = operands.quantize_both_orientations(
         spec, g, i, spec.roles_of_g, spec.observes_amax_only
       )
     g_dgrad, g_wgrad = operands_of_g[0], operands_of_g[-1]
@@ -294,14 +172,14 @@ def gradients(specs, residuals: Residuals, gs):
       dws.append(None)
     else:
       if spec.saves_operand:
-        x_wgrad = residuals.x_wgrad[quantized_inputs.operand_key(spec, n, (Role.X_WGRAD,))]
+        x_wgrad = residuals.x_wgrad[operands.operand_key(spec, n, (Role.X_WGRAD,))]
       else:
         (x_wgrad,) = provider.operands(spec, n, i, (Role.X_WGRAD,))
       dw = weight_gradient(spec, x_wgrad, g_wgrad, w.dtype, i)
       dws.append(cotangent(stored_w, dw))
     stats_x, stats_w = residuals.stats[n]
     stats_x = provider.amax if stats_x is None else stats_x
-    stats_g = stats.operand_stats(spec, Role.G_DGRAD, gs[n], i, amax_g)
+    stats_g = observe.operand_stats(spec, Role.G_DGRAD, gs[n], i, amax_g)
     taps.append(jnp.stack([stats_x, stats_w, stats_g]))
   return dx, tuple(dws), tuple(taps)
 
@@ -312,18 +190,24 @@ def vjp_of_input(specs, residuals: Residuals, dx):
   return x.vjp(dx) if isinstance(x, Prologue) else dx
 
 
+def multiply(specs, x, ws, sites):
+  """One y per weight, of an x as an array or a Prologue; claims the sites."""
+  x = operands.fused_or_array(specs, x)
+  return _multiply(specs, *site_checks.mark_used(specs, x, ws, sites))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dots(specs, x, ws, taps, inputs):
+def _multiply(specs, x, ws, taps, inputs):
   del taps
   return forward_only(specs, x, ws, inputs)
 
 
-def _dots_bwd(specs, residuals, gs):
+def _backward(specs, residuals, gs):
   dx, dws, taps = gradients(specs, residuals, gs)
   return vjp_of_input(specs, residuals, dx), dws, taps, None
 
 
-_dots.defvjp(forward_with_residuals, _dots_bwd)
+_multiply.defvjp(forward_with_residuals, _backward)
 
 
 # --- the three GEMMs -----------------------------------------------------------------------------
@@ -331,30 +215,25 @@ _dots.defvjp(forward_with_residuals, _dots_bwd)
 _P = jax.sharding.PartitionSpec
 
 
-def forward(spec: GemmSpec, x, w, inputs: ScalingInputs):
-  """x[acts] . w[at rest] -> y[acts] {sum over the axes of the contracted letters}.
+def forward(spec: GemmSpec, x, w, inputs: ScalingInputs, wants_amax: bool = False):
+  """(x[acts] . w[at rest] -> y[acts] {sum over the axes of the contracted letters}, amax).
 
-  Here and below, x and g may be their ScaledMatrix in the GEMM's role.
+  The float32 [1] amax of w is None unless it is wanted and the quantizer finds it. Here and below,
+  x and g may be their ScaledMatrix in the GEMM's role.
   """
-  return forward_and_amax(spec, x, w, inputs, wants_amax=False)[0]
-
-
-def forward_and_amax(spec: GemmSpec, x, w, inputs: ScalingInputs, *, wants_amax: bool):
-  """(`forward`, float32 [1] amax of w if it is wanted and the quantizer finds it, else None)."""
   s, layout = spec.letters, spec.layout
   over = tuple(a for c in s.w for a in layout.weight_axes(c))
 
   def local(x, w, inputs):
-    a = quantized_inputs.as_matrix(spec, Role.X_FWD, x, inputs)
-    quantizer = spec.quantizer(Role.W_FWD, inputs, wants_amax)
-    b = operands.weight(w, s.w, s.contracted, s.batch, quantizer, spec.x_dtype, layout)
+    a = operands.operand(spec, Role.X_FWD, x, inputs)
+    b = operands.operand(spec, Role.W_FWD, w, inputs, wants_amax)
     amax = b.amax
     if amax is not None:
       amax = tensor_stats.over_mesh(amax[None], () if layout.is_manual else over)
-    y = _multiply(spec, "fwd", a, b, spec.out_dtype)
+    y = product(spec, "fwd", a, b, spec.out_dtype)
     return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted), amax
 
-  of_x = quantized_inputs.partition_spec(spec, Role.X_FWD, x)
+  of_x = spec.partition_spec(Role.X_FWD, x)
   specs = (of_x, _weight_specs(w, s.w, layout), _P())
   return collectives.on_mesh(local, layout, specs, (layout.act_spec(s.y), _P()))(x, w, inputs)
 
@@ -364,13 +243,12 @@ def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs):
   s, layout = spec.letters, spec.layout
 
   def local(g, w, inputs):
-    a = quantized_inputs.as_matrix(spec, Role.G_DGRAD, g, inputs)
-    quantizer = spec.quantizer(Role.W_DGRAD, inputs)
-    b = operands.weight(w, s.w, s.produced, s.batch, quantizer, spec.x_dtype, layout)
-    dx = _multiply(spec, "dgrad", a, b, spec.x_dtype)
+    a = operands.operand(spec, Role.G_DGRAD, g, inputs)
+    b = operands.operand(spec, Role.W_DGRAD, w, inputs)
+    dx = product(spec, "dgrad", a, b, spec.x_dtype)
     return collectives.sum_over(operands.unflatten(dx, a, b, s.x), layout, s.produced)
 
-  of_g = quantized_inputs.partition_spec(spec, Role.G_DGRAD, g)
+  of_g = spec.partition_spec(Role.G_DGRAD, g)
   specs = (of_g, _weight_specs(w, s.w, layout), _P())
   return collectives.on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
 
@@ -378,7 +256,7 @@ def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs):
 def _weight_specs(w, letters: str, layout):
   """PartitionSpecs of a weight at rest, an array or codes."""
   whole = layout.weight_spec(letters)
-  return block_codes.specs(w, whole) if isinstance(w, BlockCodes) else whole
+  return stored_matrix.specs(w, whole) if isinstance(w, StoredMatrix) else whole
 
 
 def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs):
@@ -386,17 +264,17 @@ def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs):
   s, layout = spec.letters, spec.layout
 
   def local(x, g, inputs):
-    a = quantized_inputs.as_matrix(spec, Role.X_WGRAD, x, inputs)
-    b = quantized_inputs.as_matrix(spec, Role.G_WGRAD, g, inputs)
-    dw = _multiply(spec, "wgrad", a, b, dtype)
+    a = operands.operand(spec, Role.X_WGRAD, x, inputs)
+    b = operands.operand(spec, Role.G_WGRAD, g, inputs)
+    dw = product(spec, "wgrad", a, b, dtype)
     return collectives.scatter_gradient(operands.unflatten(dw, a, b, s.w), s.w, s.tokens, layout)
 
   in_specs = ((Role.X_WGRAD, x), (Role.G_WGRAD, g))
-  specs = (*(quantized_inputs.partition_spec(spec, role, t) for role, t in in_specs), _P())
+  specs = (*(spec.partition_spec(role, t) for role, t in in_specs), _P())
   return collectives.on_mesh(local, layout, specs, layout.weight_spec(s.w))(x, g, inputs)
 
 
-def _multiply(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype):
+def product(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype):
   """[batch?, M, N] in out_dtype."""
   # The compiled program carries this name: the check of FP8 GEMMs finds the product by it.
   with jax.named_scope(f"{spec.name}:{gemm}"):

@@ -1,4 +1,4 @@
-"""Tensor statistics of activations: what a model computes between its GEMMs.
+"""Tensor statistics: of a dot's operands, which its site observes, and of activations.
 
 In a loud step the tree of sites also has ActivationSites: taps without a product. A model names the
 activations; `observed` looks their sites up, and does nothing in the trees of all other steps.
@@ -13,10 +13,66 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
-from fp8jax.ops import collectives, residuals
-from fp8jax.ops.fused import prologue
-from fp8jax.ops.site import ActivationSite
+from fp8jax.ops import collectives, operands, prologue, residuals
+from fp8jax.ops.gemm_spec import GemmSpec, Role
+from fp8jax.ops.operands import Quantizer
+from fp8jax.ops.site import ActivationSite, ScalingInputs
 from fp8jax.quantization import tensor_stats
+from fp8jax.quantization.stored_matrix import StoredMatrix
+from fp8jax.recipe.quant import Quant
+
+_EVERYWHERE = jax.sharding.PartitionSpec()
+
+
+def operand_stats(spec: GemmSpec, role: Role, t, inputs: ScalingInputs, amax=None):
+  """float32 [S]: statistics of tensor t and of its quantization in this role.
+
+  Args:
+    role: X_FWD, W_FWD or G_DGRAD.
+    amax: float32 [1] of t, if it is known: a site that observes no more needs nothing else.
+  """
+  if amax is not None and spec.statistics == tensor_stats.QUIET:
+    return amax
+  if not spec.observes:
+    return jnp.zeros(spec.statistics, jnp.float32)
+  if isinstance(t, StoredMatrix):
+    if spec.statistics == tensor_stats.QUIET:
+      return t.amax()
+    t = t.unpack()
+  (letters, _, _), layout = spec.letters_of(role), spec.layout
+  is_weight = role.tensor == "w"
+
+  def local(t, inputs):
+    if spec.statistics == tensor_stats.QUIET:
+      axes_ = layout.weight_axes if is_weight else layout.act_axes
+      return _over_mesh(tensor_stats.amax(t)[None], layout, [a for c in letters for a in axes_(c)])
+    if is_weight:
+      t = collectives.gather_weight(t, letters, layout)
+    unquantized, quantized = (
+      operands.matrix_of(spec, role, t, quantizer, t.dtype).value
+      for quantizer in (Quantizer(None), Quantizer.of(spec, role, inputs))
+    )
+    stats = _statistics(unquantized, quantized, spec.quant(role), spec.statistics)
+    return _over_mesh(stats, layout, layout.act_axes_of(letters))
+
+  of_t = layout.weight_spec(letters) if is_weight else layout.act_spec(letters)
+  return collectives.on_mesh(local, layout, (of_t, _EVERYWHERE), _EVERYWHERE)(t, inputs)
+
+
+def _statistics(unquantized, quantized, quant: Quant | None, width: int):
+  """float32 [width] of a matrix or a batch of them."""
+  one = functools.partial(tensor_stats.statistics, quant=quant, width=width)
+  if unquantized.ndim == 2:
+    return one(unquantized, quantized)
+  return tensor_stats.combine_all(jax.vmap(one)(unquantized, quantized))
+
+
+def _over_mesh(stats, layout: axes.Layout, over):
+  """Statistics of this device's part -> those of all parts; the caller's task if it is manual."""
+  return stats if layout.is_manual else tensor_stats.over_mesh(stats, tuple(dict.fromkeys(over)))
+
+
+# --- activations ---------------------------------------------------------------------------------
 
 
 def observed(x, sites: Mapping[str, Any], name: str) -> Any:
@@ -50,11 +106,9 @@ def activation_stats(x, letters: str, layout: axes.Layout):
 
   def local(x):
     stats = tensor_stats.statistics(x.reshape(-1, x.shape[-1]), None, None)
-    over = tuple(dict.fromkeys(layout.act_axes_of(letters)))
-    return stats if layout.is_manual else tensor_stats.over_mesh(stats, over)
+    return _over_mesh(stats, layout, layout.act_axes_of(letters))
 
-  everywhere = jax.sharding.PartitionSpec()
-  return collectives.on_mesh(local, layout, (layout.act_spec(letters),), everywhere)(x)
+  return collectives.on_mesh(local, layout, (layout.act_spec(letters),), _EVERYWHERE)(x)
 
 
 def logits_stats(logits, site: ActivationSite | None):

@@ -1,12 +1,18 @@
 """Operands as matrices: from letters to [rows, contraction], quantized, gathered.
 
-Called inside `shard_map` or on a single device: every size here is a device's own.
+Two GEMMs of a linear layer take the same activation, one along its features, one along its tokens,
+and several linear layers may share an input. An `OperandProvider` makes an operand ahead of its
+GEMMs if a kernel makes both from one reading (kernels/quantize), or if several GEMMs take the same
+one. The kernel also computes an activation that is a prologue (prologue.py). Any other operand is
+made by its GEMM (`operand`), inside `shard_map` or on a single device, where every size is a
+device's own.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,37 +22,15 @@ from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.ops import collectives
-from fp8jax.ops.stored_params import QuantizedWeight
-from fp8jax.quantization import block_codes, quantize, scaled_matrix
-from fp8jax.quantization.block_codes import BlockCodes
+from fp8jax.ops.gemm_spec import GemmSpec, Role
+from fp8jax.ops.prologue import Prologue
+from fp8jax.ops.site import ScalingInputs
+from fp8jax.quantization import quantize, scaled_matrix, stored_matrix, tensor_stats
+from fp8jax.quantization.amax_history import TENSORS
+from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import CURRENT, WHOLE, Quant
 
-
-@dataclasses.dataclass(frozen=True)
-class EinsumLetters:
-  """The three operands of an einsum, by letter."""
-
-  x: str
-  w: str
-  y: str
-
-  @property
-  def contracted(self) -> str:
-    return "".join(c for c in self.x if c in self.w and c not in self.y)
-
-  @property
-  def batch(self) -> str:
-    return "".join(c for c in self.x if c in self.w and c in self.y)
-
-  @property
-  def produced(self) -> str:
-    """Letters of w that the product keeps."""
-    return "".join(c for c in self.y if c in self.w and c not in self.x)
-
-  @property
-  def tokens(self) -> str:
-    """Letters that w does not have."""
-    return "".join(c for c in self.x if c in self.y and c not in self.w)
+Roles = tuple[Role, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +69,17 @@ class Quantizer:
   backend: str = "xla"
   wants_amax: bool = False
 
+  @classmethod
+  def of(cls, spec: GemmSpec, role: Role, inputs: ScalingInputs, wants_amax: bool = False):
+    """That of a role, with the amax and the random key that the site lends."""
+    return cls(
+      spec.quant(role),
+      None if inputs.amax_3 is None else inputs.amax_3[TENSORS.index(role.tensor)],
+      None if inputs.key is None else jax.random.fold_in(inputs.key, role.number),
+      spec.backend(role.gemm),
+      wants_amax,
+    )
+
   @jax.named_scope("quantize")
   def __call__(self, matrix, contraction: int, dtype, amax_axes):
     """([batch?, rows, contraction], quantized or else in `dtype`; amax or None)."""
@@ -118,23 +113,69 @@ class Quantizer:
     return choose.quantizer(matrix, self.quant, contraction, self.backend).backend == "mosaic_sm90"
 
 
-def flatten(x, letters: str, contracted: str, batch: str):
-  """(matrix [batch?, ...], axis of its contraction 0 or 1, free letters); copies if it must."""
-  free = "".join(c for c in letters if c not in contracted and c not in batch)
+# --- an operand as its GEMM makes it -------------------------------------------------------------
+
+
+def operand(
+  spec: GemmSpec, role: Role, t, inputs: ScalingInputs, wants_amax: bool = False
+) -> Operand:
+  """x, w or g as the GEMM of a role takes it, on one device.
+
+  A shard of a weight is quantized, then gathered; if tiles straddle, gathered first.
+
+  Args:
+    t: the tensor, or the ScaledMatrix that it is already.
+    wants_amax: see Quantizer.
+  """
+  letters, free, contracted = spec.letters_of(role)
+  batch, layout = spec.letters.batch, spec.layout
+  if isinstance(t, scaled_matrix.ScaledMatrix):
+    return Operand(t, free, batch, spec.local_sizes())
+  quantizer, dtype = Quantizer.of(spec, role, inputs, wants_amax), spec.x_dtype
+  if role.tensor != "w":
+    return matrix_of(spec, role, t, quantizer, dtype)
+  if isinstance(t, StoredMatrix):
+    if quantizer.quant is not None:
+      return _stored(spec, role, t)
+    t = t.unpack()
+  extra = {c: collectives.extra_axes(layout, c) for c in letters}
+  if not any(extra.values()):
+    return matrix_of(spec, role, t, quantizer, dtype)
+
+  matrix, contraction = _flatten(t, letters, free, contracted, batch)
+  sizes = dict(zip(letters, t.shape))
+  quant = quantizer.quant
+  if quant is None or batch or not collectives.tiles_fit(sizes, free, contracted, quant, layout):
+    # Without a Quant the compute dtype travels, else the master: straddling tiles need all of it.
+    t = collectives.gather_weight(t.astype(dtype) if quant is None else t, letters, layout)
+    return matrix_of(spec, role, t, quantizer, dtype)
+
+  groups = (free, contracted)
+  amax_axes = tuple(tuple(a for c in group for a in layout.weight_axes(c)) for group in groups)
+  made: tuple[Any, Any] = quantizer(matrix, contraction, dtype, amax_axes)
+  return _gathered(made[0], groups, sizes, layout, quantizer.backend, made[1])
+
+
+def matrix_of(spec: GemmSpec, role: Role, t, quantizer: Quantizer, dtype) -> Operand:
+  """An array, which of a weight is all that its GEMM needs, as the operand of a role."""
+  letters, free, contracted = spec.letters_of(role)
+  matrix, contraction = _flatten(t, letters, free, contracted, spec.letters.batch)
+  amax_axes = (spec.layout.act_axes_of(free), spec.layout.act_axes_of(contracted))
+  value, amax = quantizer(matrix, contraction, dtype, amax_axes)
+  return Operand(value, free, spec.letters.batch, dict(zip(letters, t.shape)), amax)
+
+
+def _flatten(x, letters: str, free: str, contracted: str, batch: str):
+  """(matrix [batch?, ...], axis of its contraction 0 or 1); copies if it must."""
   contraction_first = batch + contracted + free
   contraction = 0 if letters == contraction_first else 1
   wanted = contraction_first if contraction == 0 else batch + free + contracted
   if letters != wanted:
     x = jnp.transpose(x, [letters.index(c) for c in wanted])
   sizes = dict(zip(wanted, x.shape))
-  rows = math.prod(sizes[c] for c in free)
-  depth = math.prod(sizes[c] for c in contracted)
+  rows, depth = (math.prod(sizes[c] for c in group) for group in (free, contracted))
   groups = (math.prod(sizes[c] for c in batch),) if batch else ()
-  return (
-    x.reshape(*groups, *((depth, rows) if contraction == 0 else (rows, depth))),
-    contraction,
-    free,
-  )
+  return x.reshape(*groups, *((depth, rows) if contraction == 0 else (rows, depth))), contraction
 
 
 def unflatten(product, a: Operand, b: Operand, out: str):
@@ -145,92 +186,251 @@ def unflatten(product, a: Operand, b: Operand, out: str):
   return jnp.transpose(product, [have.index(c) for c in out]) if have != out else product
 
 
-def activation(
-  x, letters: str, contracted: str, batch: str, quantizer: Quantizer, dtype, layout
-) -> Operand:
-  """An activation or gradient, or a weight as its GEMM needs it."""
-  sizes = dict(zip(letters, x.shape))
-  matrix, contraction, free = flatten(x, letters, contracted, batch)
-  amax_axes = (layout.act_axes_of(free), layout.act_axes_of(contracted))
-  value, amax = quantizer(matrix, contraction, dtype, amax_axes)
-  return Operand(value, free, batch, sizes, amax)
-
-
-def weight(
-  w, letters: str, contracted: str, batch: str, quantizer: Quantizer, dtype, layout: axes.Layout
-) -> Operand:
-  """A weight as its GEMM takes it: quantized, then gathered; if tiles straddle, gathered first."""
-  if isinstance(w, QuantizedWeight):
-    free = "".join(c for c in letters if c not in contracted and c not in batch)
-    return Operand(w.matrix, free, batch, dict(zip(letters, w.shape)))
-  if isinstance(w, BlockCodes):
-    if quantizer.quant is not None:
-      return _codes(w, letters, contracted, quantizer, layout)
-    w = w.unpack()
-  extra = {c: collectives.extra_axes(layout, c) for c in letters}
-  if not any(extra.values()):
-    return activation(w, letters, contracted, batch, quantizer, dtype, layout)
-
-  matrix, contraction, free = flatten(w, letters, contracted, batch)
-  sizes = dict(zip(letters, w.shape))
-  quant = quantizer.quant
-  if quant is None or batch or not collectives.tiles_fit(sizes, free, contracted, quant, layout):
-    # Without a Quant the compute dtype travels, else the master: straddling tiles need all of it.
-    w = collectives.gather_weight(w.astype(dtype) if quant is None else w, letters, layout)
-    return activation(w, letters, contracted, batch, quantizer, dtype, layout)
-
-  groups = (free, contracted)
-  amax_axes = tuple(tuple(a for c in group for a in layout.weight_axes(c)) for group in groups)
-  made: tuple[Any, Any] = quantizer(matrix, contraction, dtype, amax_axes)
-  value, amax = made
-  full = {c: n * layout.size(extra[c]) for c, n in sizes.items()}
-  return Operand(_gathered(value, groups, extra, quantizer.backend), free, batch, full, amax)
-
-
-def _gathered(value: scaled_matrix.ScaledMatrix, groups, extra, backend: str):
-  """A quantized shard of a weight as the whole.
-
-  Args:
-    groups: letters of its rows and of its contraction.
-    extra: letter -> mesh axes to gather over.
-  """
-  for axis, group in enumerate(groups):
-    if extra[group[0]]:
-      in_shards = axis == 1 and backend in gemm_api.WITH_SHARDS
-      value = collectives.gather_scaled(value, extra[group[0]], axis, in_shards)
-  return value
-
-
-def _codes(w: BlockCodes, letters: str, contracted: str, quantizer: Quantizer, layout) -> Operand:
+def _stored(spec: GemmSpec, role: Role, w: StoredMatrix) -> Operand:
   """A weight that is quantized already, its shards gathered.
 
   Raises:
     ValueError: the recipe quantizes weights otherwise, or devices share a tile.
   """
-  if not block_codes.is_compatible(quantizer.quant):
+  (letters, free, contracted), quant = spec.letters_of(role), cast(Quant, spec.quant(role))
+  if not stored_matrix.is_compatible(quant, w.quant):
     raise ValueError(
-      f"a weight in codes of {block_codes.QUANT} cannot be multiplied as {quantizer.quant}; give "
-      "its site a block recipe or 'bf16', or keep the base in BF16: model.lora.base='bf16'"
+      f"a weight in codes of {w.quant} cannot be multiplied as {quant}; give its site a block "
+      "recipe or 'bf16', or keep the base in BF16: model.lora.base='bf16'"
     )
-  free = "".join(c for c in letters if c not in contracted)
-  sizes, extra = (
-    dict(zip(letters, w.shape)),
-    {c: collectives.extra_axes(layout, c) for c in letters},
-  )
-  if not collectives.tiles_fit(sizes, free, contracted, block_codes.QUANT, layout):
+  sizes = dict(zip(letters, w.shape))
+  if not collectives.tiles_fit(sizes, free, contracted, quant, spec.layout):
     raise ValueError(
-      f"a shard {w.shape} of a weight in codes holds no whole tiles of {block_codes.TILE}; take a "
-      "smaller mesh.fsdp, or model.lora.base='bf16'"
+      f"a shard {w.shape} of a weight in codes holds no whole tiles of {stored_matrix.TILE}; take "
+      "a smaller mesh.fsdp, or model.lora.base='bf16'"
     )
-  value = w.matrix().T if letters.startswith(contracted) else w.matrix()
-  value = _gathered(value, (free, contracted), extra, quantizer.backend)
-  return Operand(value, free, "", {c: n * layout.size(extra[c]) for c, n in sizes.items()})
+  value = w.matrix(is_turned=role is not Role.W_FWD)
+  return _gathered(value, (free, contracted), sizes, spec.layout, spec.backend(role.gemm))
 
 
-def specs(free: str, contracted: str, batch: str, quant: Quant, layout: axes.Layout):
-  """PartitionSpecs of a ScaledMatrix [batch?, rows, contraction] at `shard_map`'s border."""
-  lead = (layout.act_axes_of(batch) or None,) if batch else ()
-  axes_ = [layout.act_axes_of(free) or None, layout.act_axes_of(contracted) or None]
-  spec = jax.sharding.PartitionSpec
-  scales = [None if tile == WHOLE else a for a, tile in zip(axes_, quant.tile)]
-  return scaled_matrix.ScaledMatrix(spec(*lead, *axes_), spec(*lead, *scales), quant.tile)  # pyright: ignore
+def _gathered(
+  value: scaled_matrix.ScaledMatrix, groups, sizes, layout: axes.Layout, backend: str, amax=None
+) -> Operand:
+  """A quantized shard of a weight as the whole.
+
+  Args:
+    groups: letters of its rows and of its contraction.
+    sizes: letter -> size of the shard.
+  """
+  extra = {c: collectives.extra_axes(layout, c) for c in sizes}
+  for axis, group in enumerate(groups):
+    if extra[group[0]]:
+      in_shards = axis == 1 and backend in gemm_api.WITH_SHARDS
+      value = collectives.gather_scaled(value, extra[group[0]], axis, in_shards)
+  full = {c: n * layout.size(extra[c]) for c, n in sizes.items()}
+  return Operand(value, groups[0], "", full, amax)
+
+
+# --- activations and gradients, ahead of their GEMMs ---------------------------------------------
+
+
+class OperandProvider:
+  """Makes the operands of several GEMMs from one activation, equal ones once.
+
+  Attributes:
+    amax: float32 [1] of the activation once a quantizer has found it, else None.
+  """
+
+  def __init__(self, source, *, wants_amax: bool = False):
+    """
+    Args:
+      source: an array or a Prologue.
+      wants_amax: whether a quantizer that reads the activation finds its amax too.
+    """
+    self.amax: Any = None
+    self._source, self._wants_amax = source, wants_amax
+    self._made: dict[str, tuple] = {}
+
+  def operands(self, spec: GemmSpec, n: int, inputs: ScalingInputs, roles: Roles) -> tuple:
+    """Dot n's operand of x in each role: a ScaledMatrix if a kernel makes them all, else x."""
+    key = operand_key(spec, n, roles)
+    if key not in self._made:
+      wants_amax = self._wants_amax and self.amax is None
+      if isinstance(self._source, Prologue):
+        (made,), amaxes = run_prologue((spec,), self._source, roles, wants_amax)
+        amax = amaxes[0] if amaxes else None
+      else:
+        made, amax = quantize_both_orientations(spec, self._source, inputs, roles, wants_amax)
+      self._made[key] = made
+      self.amax = amax if self.amax is None else self.amax
+    return self._made[key]
+
+
+def operand_key(spec: GemmSpec, n: int, roles: Roles) -> str:
+  """Names dot n's operands in these roles. Operands with the same name are equal."""
+  # Scales that are not current differ from site to site, and so do random bits.
+  own = f" of {n}" if spec.recipe.is_stateful or spec.recipe.is_random else ""
+  made = [f"{role.name} {spec.quant(role)} by {spec.backend(role.gemm)}" for role in roles]
+  return f"{spec.letters.batch} {spec.letters.contracted} {made}{own}"
+
+
+def quantize_both_orientations(
+  spec: GemmSpec, t, inputs: ScalingInputs, roles: Roles, wants_amax: bool
+):
+  """One tensor, x or g, in each role: ScaledMatrix if one kernel makes all of them, else t.
+
+  Returns:
+    (the operands, float32 [1] amax of t if it is wanted and the kernel finds it, else None).
+  """
+  view = _matrix_view(spec, t.dtype, roles)
+  if view is None:
+    return (t,) * len(roles), None
+  letters, _, _ = spec.letters_of(roles[0])
+
+  def local(t, inputs):
+    # A tensor's scales that are not current come from one amax in every GEMM.
+    amax, over = Quantizer.of(spec, roles[0], inputs).amax, spec.layout.act_axes_of(letters)
+    with jax.named_scope("quantize"):
+      t = t.reshape(view.shape)
+      made, stats = mosaic_sm90.quantize_matrix(t, view.quants, amax, over, wants_amax)
+    if stats is not None:
+      stats = tensor_stats.over_mesh(stats[None], () if spec.layout.is_manual else tuple(over))
+    return tuple(made[view.axis_of[role]] for role in roles), stats
+
+  in_specs = (spec.layout.act_spec(letters), jax.sharding.PartitionSpec())
+  out_specs = tuple(spec.quantized_spec(role) for role in roles), jax.sharding.PartitionSpec()
+  return collectives.on_mesh(local, spec.layout, in_specs, out_specs)(t, inputs)
+
+
+def can_fuse_prologue(specs: Sequence[GemmSpec], t: Prologue, roles: Roles) -> bool:
+  """Whether the quantizer makes every operand of t from the sources of t.
+
+  Args:
+    specs: of all dots that take t; one per result where t has several results.
+    roles: in which they take it.
+  """
+  matrices, factors = t.operand_shapes()
+  if any((m.shape, m.dtype) != (t.shape, t.dtype) for m in matrices):
+    return False
+  quants = []
+  for spec in specs:
+    view = _matrix_view(spec, t.dtype, roles)
+    if view is None or spec.x_dtype != t.dtype:
+      return False
+    quants.append(view.quants)
+    if spec.letters_of(roles[0])[0] != specs[0].letters_of(roles[0])[0]:
+      return False
+    # The scale of a whole tensor would have to be known before: that of a site's history is one.
+    if any(WHOLE in quant.tile for quant in view.quants.values()):
+      return False
+    parts = (t.shape[: view.cut], t.shape[view.cut :])
+    if any(f.shape != parts[axis] for axis, f in zip(t.producer.factors, factors, strict=True)):
+      return False
+  return mosaic_sm90.too_large(t.producer, t.dtype, quants) is None
+
+
+def can_fuse_input(specs: Sequence[GemmSpec], x: Prologue) -> bool:
+  """Whether the quantizer computes x for every operand of it, forward and backward."""
+
+  def one(spec):
+    both = (Role.X_FWD, Role.X_WGRAD)
+    readings = (both,) if spec.saves_operand else ((Role.X_FWD,), (Role.X_WGRAD,))
+    return all(can_fuse_prologue((spec,), x, roles) for roles in readings)
+
+  return all(map(one, specs))
+
+
+def materialize_unless_fused(specs: Sequence[GemmSpec], x):
+  """x, or the array that it computes if not every GEMM computes it in its quantizer."""
+  return x.value() if isinstance(x, Prologue) and not can_fuse_input(specs, x) else x
+
+
+def fused_or_array(specs: Sequence[GemmSpec], x):
+  """x as `forward_with_residuals` takes it: a Prologue that is fused or compressed, or an array."""
+  if isinstance(x, Prologue) and x.save is not None:
+    return x
+  return materialize_unless_fused(specs, x)
+
+
+def run_prologue(specs: Sequence[GemmSpec], t: Prologue, roles: Roles, wants_amax: bool):
+  """Quantizes the results of t as it computes them; `can_fuse_prologue` is true.
+
+  Returns:
+    For every spec, which takes the result of its number, a ScaledMatrix in each role; and, if
+    wanted, the float32 [1] amax of every result.
+  """
+  spec, layout = specs[0], specs[0].layout
+  letters, _, _ = spec.letters_of(roles[0])
+  views = [cast(_MatrixView, _matrix_view(s, t.dtype, roles)) for s in specs]
+  shape, axis_of, cut = views[0].shape, views[0].axis_of, views[0].cut
+
+  def local(matrices, factors):
+    matrices, factors = [m.reshape(shape) for m in matrices], [f.reshape(-1) for f in factors]
+    quants = [view.quants for view in views]
+    with jax.named_scope("quantize"):
+      made, stats = mosaic_sm90.quantize_produced(t.producer, matrices, factors, quants, wants_amax)
+    over = () if layout.is_manual else tuple(layout.act_axes_of(letters))
+    stats = tuple(tensor_stats.over_mesh(amax[None], over) for amax in stats)
+    return tuple(tuple(result[axis_of[role]] for role in roles) for result in made), stats
+
+  matrices, factors = t.producer_operands()
+  parts = (letters[:cut], letters[cut:])
+  factor_specs = tuple(layout.act_spec(parts[axis]) for axis in t.producer.factors)
+  in_specs = ((layout.act_spec(letters),) * len(matrices), factor_specs)
+  made = tuple(tuple(s.quantized_spec(role) for role in roles) for s in specs)
+  stats = (jax.sharding.PartitionSpec(),) * (t.producer.results if wants_amax else 0)
+  run = collectives.on_mesh(local, layout, in_specs, (made, stats))
+  return run(tuple(matrices), tuple(factors))
+
+
+@dataclasses.dataclass(frozen=True)
+class _MatrixView:
+  """A tensor as one matrix that several GEMMs take.
+
+  Attributes:
+    shape: on one device.
+    cut: number of letters of its rows.
+    axis_of: role -> axis that its GEMM contracts.
+    quants: axis -> Quant.
+  """
+
+  shape: tuple[int, ...]
+  cut: int
+  axis_of: dict[Role, int]
+  quants: dict[int, Quant]
+
+
+def _matrix_view(spec: GemmSpec, dtype, roles: Roles) -> _MatrixView | None:
+  """A tensor as one matrix that a kernel quantizes for all roles.
+
+  None if it is no such matrix (letters of the contraction lie apart or differ, or there is a
+  batch), or if there is no kernel for it.
+  """
+  (letters, _, _), sizes = spec.letters_of(roles[0]), spec.local_sizes()
+  splits, axis_of = set(), {}
+  for role in roles:
+    _, _, contracted = spec.letters_of(role)
+    axis_of[role] = 0 if letters.startswith(contracted) else 1
+    cut = len(contracted) if axis_of[role] == 0 else len(letters) - len(contracted)
+    splits.add(cut)
+    if letters[cut:] != contracted and letters[:cut] != contracted:
+      return None
+  if spec.letters.batch or len(splits) > 1 or len(set(axis_of.values())) < len(roles):
+    return None
+  (cut,) = splits
+  shape = tuple(math.prod(sizes[c] for c in part) for part in (letters[:cut], letters[cut:]))
+  quants = {}
+  for role in roles:
+    quantizer = Quantizer(spec.quant(role), backend=spec.backend(role.gemm))
+    if not quantizer.has_kernel(jax.ShapeDtypeStruct(shape, dtype), axis_of[role]):
+      return None
+    quants[axis_of[role]] = quantizer.quant
+  return _MatrixView(shape, cut, axis_of, quants)
+
+
+def quantize_now(spec: GemmSpec, role: Role, t, inputs: ScalingInputs):
+  """t as a ScaledMatrix [batch?, rows, contraction], if it is none yet: the form of a residual."""
+  if isinstance(t, scaled_matrix.ScaledMatrix):
+    return t
+
+  def local(t, inputs):
+    return operand(spec, role, t, inputs).value
+
+  in_specs = (spec.partition_spec(role, t), jax.sharding.PartitionSpec())
+  run = collectives.on_mesh(local, spec.layout, in_specs, spec.quantized_spec(role))
+  return run(t, inputs)

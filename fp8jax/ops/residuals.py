@@ -66,15 +66,10 @@ class ResidualFormats:
   layer_inputs: Quant | None = None
   gemm_inputs: GemmInput = GemmInput.UNQUANTIZED
 
-  @property
-  def gate_up_group(self) -> int:
-    """Channels of gate and up that share a scale; 1 where none do."""
-    return max(self.gate_up.tile[1], 1) if self.gate_up is not None else 1
 
-
-def compress(x, quant: Quant):
-  """x as a QuantizedTensor, its arrays named NAME."""
-  return named(quantized_tensor.pack(x, quant), NAME)
+def compress(x, quant: Quant | None):
+  """x as a QuantizedTensor, its arrays named NAME; as it is without a Quant."""
+  return x if quant is None else named(quantized_tensor.pack(x, quant), NAME)
 
 
 def named(tree, name: str):
@@ -87,14 +82,15 @@ def decompress(x, dtype):
   return x.unpack().astype(dtype) if isinstance(x, quantized_tensor.QuantizedTensor) else x
 
 
-def from_compressed_input(function: Callable, quant: Quant) -> Callable:
+def from_compressed_input(function: Callable, quant: Quant, dtype) -> Callable:
   """function(x, *rest), recomputed in the backward pass from a compressed copy of x.
 
   The copy is the only residual. The sites observe the recomputation.
 
   Args:
-    function: (x, *rest) -> an array of x's dtype; all that it depends on is among its arguments.
+    function: (x, *rest) -> anything; all that it depends on is among its arguments.
     quant: compresses x.
+    dtype: of x.
   """
 
   @jax.custom_vjp
@@ -102,14 +98,15 @@ def from_compressed_input(function: Callable, quant: Quant) -> Callable:
     return function(x, *rest)
 
   def forward(x, *rest):
-    return function(x, *rest), (compress(x, quant), stored_params.without_grad_placeholders(rest))
+    saved = jax.tree.map(stored_params.residual_view, rest, is_leaf=stored_params.is_stored)
+    return function(x, *rest), (compress(x, quant), saved)
 
   def backward(residuals, g):
     copy, rest = residuals
     # jax.checkpoint's name for recomputation: the check of FP8 GEMMs looks for it.
     with jax.named_scope("rematted_computation"):
       _, pull = jax.vjp(
-        function, decompress(copy, g.dtype), *stored_params.with_grad_placeholders(rest)
+        function, decompress(copy, dtype), *stored_params.with_grad_placeholders(rest)
       )
     return pull(g)
 

@@ -1,8 +1,8 @@
 """Scaling states of a tree of sites: the amaxes and amax histories of delayed and static scales.
 
-They are a part of the training state. A step reads them, returns the sites' tensor statistics, and
-`next_states` computes the states of the next step. With a loss scale, states hold the amaxes of the
-gradients of the unscaled loss.
+They are a part of the training state, by name. A step reads them, returns the sites' tensor
+statistics, and `next_states` has `site.update` compute the states of the next step. With a loss
+scale, states hold the amaxes of the gradients of the unscaled loss.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import amax_history, tensor_stats
@@ -32,33 +31,25 @@ def with_states(sites, scaling_states: Mapping[str, amax_history.ScalingState]):
   """The sites with these scaling states."""
 
   def one(site):
-    return (
-      dataclasses.replace(site, scaling_state=scaling_states[site.name])
-      if site.scaling_state
-      else site
-    )
+    if site.scaling_state is None:
+      return site
+    return dataclasses.replace(site, scaling_state=scaling_states[site.name])
 
   return site_lib.tree_map(one, sites)
 
 
-def next_states(
-  sites, scaling_states, stats: Mapping[str, Any]
-) -> dict[str, amax_history.ScalingState]:
-  """Scaling states after a step with the observations {name: [..., 3, S]}."""
-  recipe_of = {name: s.recipe for name, s in site_lib.flatten(sites).items()}
-  return {
-    name: amax_history.update(state, stats[name][..., 0], recipe_of[name])
-    for name, state in scaling_states.items()
-  }
+def next_states(sites, stats: Mapping[str, Any]) -> dict[str, amax_history.ScalingState]:
+  """`states` of sites after a step with the observations {name: [..., 3, S]}."""
+  return states(site_lib.update(sites, _observed(sites, stats)))
 
 
 def calibrated(sites, stats: Mapping[str, Any]) -> dict[str, amax_history.ScalingState]:
-  """Scaling states that start from the amaxes {name: [..., 3, S]}."""
-  return {
-    name: amax_history.calibrated(s.recipe, stats[name][..., 0])
-    for name, s in site_lib.flatten(sites).items()
-    if s.scaling_state is not None
-  }
+  """`states` of sites that start from the observations {name: [..., 3, S]}."""
+  return states(site_lib.calibrated(sites, _observed(sites, stats)))
+
+
+def _observed(sites, stats: Mapping[str, Any]):
+  return site_lib.tree_map(lambda s: dataclasses.replace(s, tap=stats[s.name]), sites)
 
 
 # The gradient of the head is that of the sum over tokens, before any factor on the loss
@@ -98,11 +89,8 @@ def with_unscaled_gradients(sites, stats, factor):
 
 def recipes(sites) -> dict[str, str]:
   """{site: recipe} of sites with a scaling state, which is valid for the same recipe alone."""
-  return {
-    name: s.recipe.name
-    for name, s in site_lib.flatten(sites).items()
-    if s.scaling_state is not None
-  }
+  named = site_lib.flatten(sites)
+  return {name: named[name].recipe.name for name in states(sites)}
 
 
 def _memory(recipe: Recipe):
@@ -116,49 +104,37 @@ def _memory(recipe: Recipe):
 
 
 def carried(
-  old_sites, old: Mapping[str, amax_history.ScalingState], new_sites, fresh
-) -> dict[str, amax_history.ScalingState]:
-  """The scaling states of sites after some layers' sites got other recipes.
+  old_sites, old: Mapping[str, amax_history.ScalingState], new_sites, fresh,
+  anew: Collection[str] = (),
+) -> dict[str, amax_history.ScalingState]:  # fmt: skip
+  """The scaling states of sites after some layers' sites got other recipes, or are to begin anew.
 
   Args:
     old_sites, old: before, with their states.
     new_sites, fresh: after, with states made anew.
+    anew: layers' sites that take the fresh states.
 
   Returns:
     {site: ScalingState}: of a layer the old one where its recipe remembers alike, else the fresh.
   """
-  rows = {}
-  for name, site in site_lib.flatten(old_sites).items():
-    for i, layer in enumerate(site.layer_names if name in old else ()):
-      row = jax.tree.map(lambda x, i=i: x[i], old[name]) if site.layers else old[name]
-      rows[layer] = (_memory(site.recipe), row)
+
+  def rows_of(name, site, states):
+    """(layer's site, its state) of a site."""
+    for i, layer in enumerate(site.layer_names):
+      yield layer, jax.tree.map(lambda x, i=i: x[i], states[name]) if site.layers else states[name]
+
+  before = {
+    layer: (_memory(site.recipe), row)
+    for name, site in site_lib.flatten(old_sites).items() if name in old
+    for layer, row in rows_of(name, site, old)
+  }  # fmt: skip
   result = {}
   for name, site in site_lib.flatten(new_sites).items():
     if site.scaling_state is None:
       continue
-    found = []
-    for i, layer in enumerate(site.layer_names):
-      memory, row = rows.get(layer, (None, None))
-      if memory != _memory(site.recipe):
-        row = jax.tree.map(lambda x, i=i: x[i], fresh[name]) if site.layers else fresh[name]
-      found.append(row)
-    result[name] = jax.tree.map(lambda *x: jnp.stack(x), *found) if site.layers else found[0]
-  return result
-
-
-def replaced(
-  sites, old: Mapping[str, amax_history.ScalingState], fresh, layers: Collection[str]
-) -> dict[str, amax_history.ScalingState]:
-  """The old scaling states, those of the layers' sites `layers` replaced by the fresh ones."""
-  result = {}
-  for name, site in site_lib.flatten(sites).items():
-    if site.scaling_state is None:
-      continue
-    mask = np.array([layer in layers for layer in site.layer_names])
-    mask = mask if site.layers else mask[0]
-
-    def one(new, before, mask=mask):
-      return jnp.where(mask.reshape(mask.shape + (1,) * (new.ndim - mask.ndim)), new, before)
-
-    result[name] = jax.tree.map(one, fresh[name], old[name])
+    rows = []
+    for layer, row in rows_of(name, site, fresh):
+      memory, old_row = before.get(layer, (None, None))
+      rows.append(old_row if memory == _memory(site.recipe) and layer not in anew else row)
+    result[name] = jax.tree.map(lambda *x: jnp.stack(x), *rows) if site.layers else rows[0]
   return result

@@ -4,16 +4,15 @@ A tree of sites has the keys of the parameters and is stacked over layers for sc
 of a `Site` says how to multiply. Of its arrays, `scaling_state` is an input, for delayed and
 static scales. `tap` is an output: zeros whose cotangent is the site's observation, so that
 differentiating the loss with respect to all taps returns the observations of all sites. XLA drops
-observations that nobody differentiates. `scaling.next_states` computes the next state from both.
+observations that nobody differentiates. `update` computes the next state from both.
 
 Rule: one site per GEMM call. A site used twice would add its observations; `Site.claim` refuses it.
 """
 
 import dataclasses
 import functools
-import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from fp8jax import axes, params
+from fp8jax import axes
 from fp8jax.kernels import choose
 from fp8jax.ops.residuals import GemmInput
 from fp8jax.quantization import amax_history, tensor_stats
@@ -62,8 +61,6 @@ class Site:
     recipe: precision of the three GEMMs.
     backends: implementation of (fwd, dgrad, wgrad); "auto" is decided at the dot, by its sizes.
     layout: where the letters of x, w and y live.
-    switch: float32 [2] or [2, tokens] that switches the quantization of x and w in the forward
-      GEMM (switch.py), for diagnosis; None multiplies as the recipe says.
   """
 
   tap: jax.Array
@@ -77,7 +74,6 @@ class Site:
   layout: axes.Layout = dataclasses.field(default=axes.LOCAL, metadata=dict(static=True))
   layers: tuple[int, ...] = dataclasses.field(default=(), metadata=dict(static=True))
   save: GemmInput = dataclasses.field(default=GemmInput.UNQUANTIZED, metadata=dict(static=True))
-  switch: jax.Array | None = None
 
   @property
   def tensors(self) -> tuple[str, ...]:
@@ -91,9 +87,6 @@ class Site:
       return [self.name]
     return rules_lib.names_of_layers(self.name, range(*self.layers))
 
-  def with_layout(self, layout: axes.Layout) -> "Site":
-    return dataclasses.replace(self, layout=layout)
-
   @property
   def is_traced(self) -> bool:
     """Whether the tap is an argument of the program being traced, so that it may be observed."""
@@ -104,11 +97,6 @@ class Site:
 
     The mark is no field: it is on the object, which unflattening makes anew in every trace.
     """
-    if self.switch is not None:
-      raise ValueError(
-        f"site {self.name!r} has a switch, and the operation that multiplies it reads none; leave "
-        "the site out, or multiply it by linear.dot"
-      )
     if self.is_traced:
       if getattr(self, "_claimed", False):
         raise ValueError(
@@ -116,6 +104,24 @@ class Site:
           "up. Give each product a site of its own"
         )
       object.__setattr__(self, "_claimed", True)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScalingInputs:
+  """The arrays that a dot reads from its site, beside the operands.
+
+  Attributes:
+    amax_3: float32 [3], amaxes of (x, w, g) that scales are made from; None if all are current.
+    key: random key of stochastic rounding, None if nothing is rounded so.
+  """
+
+  amax_3: jax.Array | None
+  key: jax.Array | None
+
+  @classmethod
+  def of(cls, site: Site) -> "ScalingInputs":
+    return cls(site.scaling_state.amax_3 if site.scaling_state is not None else None, site.key)
 
 
 @jax.tree_util.register_dataclass
@@ -163,7 +169,7 @@ def single(
   chosen = tuple(matmul if getattr(recipe, p).is_quantized else "xla" for p in PASSES)
   if matmul != "auto":  # which is decided at the dot; sizes are unknown here
     chosen = choose_backends(recipe, GemmSize(0, 0, 0), choose.current_device(), matmul)
-  return _site((), tensor_stats.QUIET, name, recipe, chosen, axes.LOCAL, save)
+  return fresh(recipe, name, backends=chosen, save=save)
 
 
 def unobserved(recipe: Recipe, matmul: str = "auto", name: str = "dot", key=None) -> Site:
@@ -172,12 +178,16 @@ def unobserved(recipe: Recipe, matmul: str = "auto", name: str = "dot", key=None
   return dataclasses.replace(site, tap=np.zeros(site.tap.shape, np.float32), key=key)
 
 
-def _site(layers, statistics, name, recipe: Recipe, backends, layout, save) -> Site:
+def fresh(
+  recipe: Recipe, name: str, layers: tuple[int, ...] = (), statistics: int = tensor_stats.QUIET,
+  **rest,
+) -> Site:  # fmt: skip
+  """A site that no step has used; `rest` are static fields of Site."""
   stacked = (layers[1] - layers[0],) if layers else ()
   scaling_state = amax_history.init(recipe, stacked) if recipe.is_stateful else None
   key = jax.random.split(_own_key(jax.random.key(0), name), stacked) if recipe.is_random else None
   tap = jnp.zeros((*stacked, 3, statistics), jnp.float32)
-  return Site(tap, scaling_state, key, name, recipe, backends, layout, layers, save)
+  return Site(tap, scaling_state, key, name, recipe, layers=layers, **rest)
 
 
 def _own_key(key, name: str):
@@ -208,145 +218,17 @@ class GemmSize:
     return {"fwd": (t, p, c), "dgrad": (t, c, p), "wgrad": (c, p, t)}[which]
 
 
-def local_size(param, dims, layout: axes.Layout, tokens: int) -> GemmSize:
-  """Sizes of a site's GEMM on one device, after weights are gathered for compute."""
-  contracted, produced = param.gemm_letters
-
-  def extent(letters):
-    return math.prod(dims[x] // layout.size(layout.act_axes(x)) for x in letters)
-
-  return GemmSize(tokens, extent(produced), extent(contracted))
-
-
-# --- trees of sites ------------------------------------------------------------------------------
-
-
-def find_sites(declaration) -> dict[str, params.Param]:
-  """{site name: its weight's Param} for every GEMM weight of a declaration tree."""
-  flat = params.flatten(declaration)
-  return {name: p for name, p in flat.items() if p.inputs is not None}
-
-
-def build_sites(
-  declaration,
-  dims: Mapping[str, int],
-  rules,
-  layout: axes.Layout = axes.LOCAL,
-  *,
-  matmul: str = "auto",
-  device: choose.Device | None = None,
-  tokens: int = 0,
-  statistics: int = tensor_stats.QUIET,
-  save: GemmInput = GemmInput.UNQUANTIZED,
-  activations: Mapping[str, Activation] | None = None,
-):
-  """The tree of Sites for a declaration tree.
-
-  Sites under "layers" come as a tuple of trees, one for every run of layers that share their
-  recipes, each stacked over its layers.
-
-  Args:
-    declaration: tree of Param; entries with `inputs` become sites.
-    dims: letter -> size.
-    rules: ordered (regular expression, recipe name); see rules.match.
-    layout: mesh and sharding tables.
-    matmul: requested backend.
-    device: hardware to choose backends for; default: the one JAX runs on.
-    tokens: tokens per device and GEMM call, for the backends' size checks.
-    statistics: tensor_stats.QUIET or tensor_stats.LOUD.
-    save: form in which inputs of linear layers are residuals.
-    activations: {path: declaration} of those that get a site too if statistics are LOUD.
-  """
-  device = device or choose.current_device()
-  found = find_sites(declaration)
-
-  def one(path, recipe_name, start, stop):
-    recipe = rules_lib.recipe_by_name(recipe_name)
-    size = local_size(found[path], dims, layout, tokens)
-    chosen = choose_backends(recipe, size, device, matmul)
-    is_stacked = found[path].letters.startswith("N")
-    name = rules_lib.range_name(path, start, stop, dims["N"]) if is_stacked else path
-    layers = (start, stop) if is_stacked else ()
-    return _site(layers, statistics, name, recipe, chosen, layout, save)
-
-  declared = activations if activations and statistics == tensor_stats.LOUD else {}
-  layers, rest = [], {}
-  for start, stop, chosen in rules_lib.segments(list(found), dims.get("N", 1), rules):
-    flat = {p: one(p, name, start, stop) for p, name in chosen.items()}
-    flat |= {p: _observing(p, a, start, stop, dims, layout) for p, a in declared.items()}
-    layers.append(params.unflatten({p: s for p, s in flat.items() if p.startswith("layers/")}))
-    rest = {p: s for p, s in flat.items() if not p.startswith("layers/")}
-  tree = params.unflatten(rest)
-  if any(layers):
-    tree["layers"] = tuple(tree["layers"] for tree in layers)
-  return tree
-
-
-def _observing(path: str, activation: Activation, start, stop, dims, layout) -> ActivationSite:
-  is_stacked = path.startswith("layers/")
-  rows, stacked = 1 + activation.has_gradient, (stop - start,) if is_stacked else ()
-  tap = jnp.zeros((*stacked, rows, tensor_stats.LOUD), jnp.float32)
-  name = rules_lib.range_name(path, start, stop, dims["N"]) if is_stacked else path
-  layers = (start, stop) if is_stacked else ()
-  return ActivationSite(tap, name=name, layout=layout, layers=layers, letters=activation.letters)
-
-
-def _is_site(x) -> bool:
-  return isinstance(x, Site)
-
-
 def flatten(sites) -> dict[str, Site]:
   """{name: Site} of a tree of sites, in order of computation."""
-  leaves = jax.tree.leaves(sites, is_leaf=_is_site)
-  return {s.name: s for s in leaves}
+  return {s.name: s for s in jax.tree.leaves(sites, is_leaf=lambda x: isinstance(x, Site))}
 
 
 def tree_map(fn, sites, *rest):
   """jax.tree.map over Sites."""
-  return jax.tree.map(fn, sites, *rest, is_leaf=_is_site)
+  return jax.tree.map(fn, sites, *rest, is_leaf=lambda x: isinstance(x, Site))
 
 
-def taps(sites):
-  """The taps alone: what a loss is differentiated with respect to."""
-  return tree_map(lambda s: s.tap, sites)
-
-
-def with_taps(sites, taps):
-  """The sites with other taps: differentiate a loss of this with respect to `taps`."""
-  return tree_map(lambda s, tap: dataclasses.replace(s, tap=tap), sites, taps)
-
-
-def with_switches(sites, switches):
-  """The sites with switches (switch.py).
-
-  Args:
-    switches: a tree like the sites, of arrays [2] or [2, tokens], [N, ...] for a site that is
-      stacked over N layers, or None for a site that multiplies as its recipe says.
-  """
-  return tree_map(lambda s, switch: dataclasses.replace(s, switch=switch), sites, switches)
-
-
-def by_name(sites, stats) -> dict[str, jax.Array]:
-  """A tree of observations, cotangents of `taps(sites)`, as {site name: [..., 3, S]}."""
-  values = jax.tree.leaves(tree_map(lambda s, x: [x], sites, stats))
-  return dict(zip(flatten(sites), values, strict=True))
-
-
-def per_layer(sites, stats: Mapping[str, Any]) -> dict[str, Any]:
-  """{site name: [N?, 3, S]} as {layer name: [3, S]}."""
-  flat = {}
-  for name, site in flatten(sites).items():
-    values = stats[name] if site.layers else [stats[name]]
-    flat |= dict(zip(site.layer_names, values, strict=True))
-  return flat
-
-
-def recipes_of(sites) -> dict[str, Recipe]:
-  """{layer's site: recipe}."""
-  return {name: s.recipe for s in flatten(sites).values() for name in s.layer_names}
-
-
-# --- sites that their user keeps -----------------------------------------------------------------
+# --- from step to step ---------------------------------------------------------------------------
 
 
 def update(sites, stats):
@@ -369,14 +251,9 @@ def update(sites, stats):
     >>> fp8jax.site.update(site, jax.grad(loss)(site)).scaling_state.history_3H[:, :2].tolist()
     [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
   """
-
-  def one(site, gradient):
-    if site.scaling_state is None:
-      return site
-    scaling_state = amax_history.update(site.scaling_state, gradient.tap[..., 0], site.recipe)
-    return dataclasses.replace(site, scaling_state=scaling_state)
-
-  return tree_map(one, sites, stats)
+  return _with_states_of(
+    lambda site, amax_3: amax_history.update(site.scaling_state, amax_3, site.recipe), sites, stats
+  )
 
 
 def combine(stats, other):
@@ -426,14 +303,25 @@ def calibrate(sites, loss: Callable[[Any], jax.Array]):
     >>> site.scaling_state.amax_3.tolist()
     [1.0, 2.0, 1.0]
   """
+  return calibrated(sites, jax.grad(loss)(with_current_scales(sites)))
 
-  def one(site, gradient):
+
+def calibrated(sites, stats):
+  """The sites with amax histories that begin with the tensor statistics `stats`, see `update`."""
+  return _with_states_of(
+    lambda site, amax_3: amax_history.calibrated(site.recipe, amax_3), sites, stats
+  )
+
+
+def _with_states_of(make, sites, stats):
+  """The sites with the scaling states make(site, amaxes [..., 3])."""
+
+  def one(site, seen):
     if site.scaling_state is None:
       return site
-    scaling_state = amax_history.calibrated(site.recipe, gradient.tap[..., 0])
-    return dataclasses.replace(site, scaling_state=scaling_state)
+    return dataclasses.replace(site, scaling_state=make(site, seen.tap[..., 0]))
 
-  return tree_map(one, sites, jax.grad(loss)(with_current_scales(sites)))
+  return tree_map(one, sites, stats)
 
 
 def with_current_scales(sites):
@@ -443,9 +331,6 @@ def with_current_scales(sites):
     return dataclasses.replace(site, recipe=site.recipe.with_current_scales(), scaling_state=None)
 
   return tree_map(one, sites)
-
-
-# --- random keys -------------------------------------------------------------------------------
 
 
 def with_keys(sites, key):

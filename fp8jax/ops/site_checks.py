@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from fp8jax.ops.gemm_spec import GemmSpec, ScalingInputs
-from fp8jax.ops.site import Site
+from fp8jax.ops.gemm_spec import GemmSpec
+from fp8jax.ops.site import ScalingInputs, Site
 
 
 def refuse_dtypes(x, ws, out_dtype=None):
@@ -47,11 +47,12 @@ def refuse_key(key):
     raise TypeError(f"key is {key!r}, expected a random key: jax.random.key(0)")
 
 
-def refuse_vmap(name: str, x, tap):
-  """Raises if x, or an array of it, is mapped over by `vmap` and the site's tap is not.
+def refuse_sums(name: str, x, tap):
+  """Raises if `vmap` maps over x, or devices inside `shard_map` have an x of their own each, and
+  the site's tap is one.
 
   Raises:
-    ValueError: the site's one observation would become the sum over the mapped axis.
+    ValueError: the site's one observation would become a sum.
   """
 
   @jax.custom_batching.custom_vmap
@@ -71,12 +72,12 @@ def refuse_vmap(name: str, x, tap):
     return tap, in_batched[1]
 
   both(x, tap)
-
-
-def refuse_sums(name: str, x, tap):
-  """Raises ValueError if the site's observation would be a sum over `vmap` or over devices."""
-  refuse_vmap(name, x, tap)
-  refuse_shared(name, x, tap)
+  if missing := sorted(_varying(x) - _varying(tap)):
+    raise ValueError(
+      f"site {name!r} is shared by devices along {', '.join(missing)} inside shard_map: "
+      "their observations would be added up. Give every device a tap of its own: stack taps "
+      f"[devices, *tap.shape] and split them with PartitionSpec({missing[0]!r})"
+    )
 
 
 def mark_used(specs: Sequence[GemmSpec], x, ws, sites: Sequence[Site]):
@@ -101,21 +102,6 @@ def vary_alike(*trees):
     return jax.lax.pcast(t, missing, to="varying") if missing else t
 
   return jax.tree.map(one, trees)
-
-
-def refuse_shared(name: str, x, tap):
-  """Raises if devices inside `shard_map` have an x of their own and share the site's tap.
-
-  Raises:
-    ValueError: the site's one observation would become the sum over devices.
-  """
-  missing = sorted(_varying(x) - _varying(tap))
-  if missing:
-    raise ValueError(
-      f"site {name!r} is shared by devices along {', '.join(missing)} inside shard_map: "
-      "their observations would be added up. Give every device a tap of its own: stack taps "
-      f"[devices, *tap.shape] and split them with PartitionSpec({missing[0]!r})"
-    )
 
 
 def _varying(tree) -> frozenset[str]:

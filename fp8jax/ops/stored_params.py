@@ -1,9 +1,9 @@
 """Parameters in their storage format as a model reads them, and gradients in theirs.
 
 A stored parameter is a float32 array, a `QuantizedTensor` (16 bits, or fewer with scales) or a
-`SplitFloat32` (BF16 and a remainder). A frozen one may be `BlockCodes`, which GEMMs multiply as
-they are. A GEMM reads its `compute_copy`. A dot makes the copy itself,
-so that no float32 copy is a residual.
+`SplitFloat32` (BF16 and a remainder). A frozen one may be a `StoredMatrix`, which GEMMs multiply as
+it is. A GEMM reads its `compute_copy`. A dot makes the copy itself, so that no float32 copy is a
+residual.
 
 In training, a parameter that is no float32 array, or whose gradient is none, is a `Weight`: the
 parameter and a placeholder, zeros in the format of the gradient. The gradient is the placeholder's
@@ -19,9 +19,8 @@ import jax.numpy as jnp
 
 from fp8jax.quantization import quantized_tensor
 from fp8jax.quantization.bf16_remainder import SplitFloat32
-from fp8jax.quantization.block_codes import BlockCodes
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
-from fp8jax.quantization.scaled_matrix import ScaledMatrix
+from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import Quant
 
 
@@ -50,33 +49,15 @@ class Weight:
   def shape(self) -> tuple[int, ...]:
     return self.stored.shape
 
-  @property
-  def dtype(self):
-    return jnp.dtype(jnp.float32)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class QuantizedWeight:
-  """A weight quantized once, as its forward GEMM reads it: for inference alone.
-
-  Attributes:
-    matrix: [produced, contracted]; stacked over layers, its arrays have the layers in front.
-    shape: of the weight, by its letters, without the layers.
-  """
-
-  matrix: ScaledMatrix
-  shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
-
 
 def is_stored(x) -> bool:
   """Whether x is one stored parameter: is_leaf of jax.tree.map."""
-  return isinstance(x, QuantizedTensor | SplitFloat32 | BlockCodes | Weight)
+  return isinstance(x, QuantizedTensor | SplitFloat32 | StoredMatrix | Weight)
 
 
 def is_frozen(w) -> bool:
   """Whether a parameter in training has no gradient."""
-  return isinstance(w, BlockCodes) or (isinstance(w, Weight) and w.is_frozen)
+  return isinstance(w, StoredMatrix) or (isinstance(w, Weight) and w.is_frozen)
 
 
 def compute_copy(w):
@@ -85,13 +66,13 @@ def compute_copy(w):
     return compute_copy(w.stored)
   if isinstance(w, SplitFloat32):
     return w.high.astype(jnp.float32)
-  return w.unpack() if isinstance(w, QuantizedTensor | BlockCodes) else w
+  return w.unpack() if isinstance(w, QuantizedTensor | StoredMatrix) else w
 
 
-def gemm_operand(w):
-  """`compute_copy`, or the BlockCodes that a GEMM multiplies as they are."""
+def gemm_operand(w) -> Any:
+  """`compute_copy`, or the StoredMatrix that a GEMM multiplies as it is."""
   stored = w.stored if isinstance(w, Weight) else w
-  return stored if isinstance(stored, BlockCodes) else compute_copy(stored)
+  return stored if isinstance(stored, StoredMatrix) else compute_copy(stored)
 
 
 def residual_view(w):
@@ -99,13 +80,8 @@ def residual_view(w):
   return dataclasses.replace(w, placeholder=None) if isinstance(w, Weight) else w
 
 
-def without_grad_placeholders(tree):
-  """`residual_view` of every parameter of a tree."""
-  return jax.tree.map(residual_view, tree, is_leaf=is_stored)
-
-
 def with_grad_placeholders(tree):
-  """The inverse of `without_grad_placeholders`, for parameters that are not stacked."""
+  """The inverse of `residual_view` of every parameter of a tree; they are not stacked."""
 
   def one(w):
     if not isinstance(w, Weight) or w.is_frozen:
@@ -145,7 +121,7 @@ _read.defvjp(lambda w: (compute_copy(w), residual_view(w)), lambda w, g: (cotang
 def dequantize_tree(tree):
   """Every parameter or moment of a tree as a float32 array."""
   return jax.tree.map(
-    lambda x: x.unpack() if isinstance(x, QuantizedTensor | SplitFloat32 | BlockCodes) else x,
+    lambda x: x.unpack() if isinstance(x, QuantizedTensor | SplitFloat32 | StoredMatrix) else x,
     tree,
     is_leaf=is_stored,
   )

@@ -13,11 +13,14 @@ Letters: T is a token, a row of the GEMM.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 
-from fp8jax.ops import operands, quantized_inputs
-from fp8jax.ops.gemm_spec import GemmSpec, Role, ScalingInputs
+from fp8jax.ops import gemm_spec, linear, operands, stored_params
+from fp8jax.ops import site as site_lib
+from fp8jax.ops.gemm_spec import Role
+from fp8jax.ops.site import ScalingInputs
 from fp8jax.recipe.gemm import Recipe
 
 # Order of the numbers of a switch.
@@ -26,70 +29,83 @@ TENSORS = ("x", "w")
 _PLAIN = Recipe("switched off")
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Switched:
-  """The operands of y = (x + on_x dx)(w + on_w dw), where dx and dw are rounding errors.
+class SwitchedSite(site_lib.Site):
+  """A site with a switch, in the place of one without.
 
   Attributes:
-    spec: of the product, in the compute dtype.
-    x: Operand, with its rounding error as far as it is switched on.
-    w: Operand; without its rounding error where a switch is per token.
-    error_of_w: None, or dw where a switch is per token.
-    on_w: None, or [T, 1], the factor of y's part by dw.
+    switch: float32 [2] or [2, tokens], of TENSORS; [N, ...] when stacked.
   """
 
-  spec: GemmSpec
-  x: operands.Operand
-  w: operands.Operand
-  error_of_w: operands.Operand | None = None
-  on_w: jax.Array | None = None
+  switch: Any = None
+
+  def claim(self):
+    """Refuses: `dot` alone reads the switch, and claims nothing."""
+    raise ValueError(
+      f"site {self.name!r} has a switch, and the operation that multiplies it reads none; leave "
+      "the site out, or multiply it by `dot`"
+    )
 
 
-def operands_of(spec: GemmSpec, x, w, inputs: ScalingInputs, switch) -> Switched:
-  """Both operands of the forward GEMM of a site with a switch.
+def with_switches(sites, switches):
+  """The sites with switches.
 
   Args:
-    spec: of the site, whose recipe quantizes the forward GEMM.
-    x, w: as `linear.dot` takes them.
-    inputs: of the site.
-    switch: float32 [2], without a gradient, or [2, T], with one; of TENSORS.
+    switches: a tree like the sites, of SwitchedSite.switch, or None for a site that multiplies as
+      its recipe says.
+  """
+
+  def one(own, numbers):
+    if numbers is None:
+      return own
+    fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(site_lib.Site)}
+    return SwitchedSite(**fields, switch=numbers)
+
+  return site_lib.tree_map(one, sites, switches)
+
+
+def dot(eqn: str, x, w, site: SwitchedSite, out_dtype):
+  """`dots.dot` of an array and a weight at a site with a switch, differentiated as it is written.
+
+  y = (x + on_x dx)(w + on_w dw), where dx and dw are the rounding errors of both operands of the
+  forward GEMM, which the site's recipe quantizes. A switch per token, and it alone, has a gradient;
+  its part by dw is a product of its own, of which x is a constant.
 
   Raises:
     ValueError: an einsum with batch letters, or devices share a tensor.
   """
+  spec = gemm_spec.make_spec(eqn, x, w, site, out_dtype=out_dtype)
+  w, inputs = stored_params.gemm_operand(w), ScalingInputs.of(site)
   if spec.letters.batch or spec.layout.mesh is not None:
     raise ValueError(
       f"site {spec.name}: switches are for one device and products without batch letters; measure "
       "a dense model with mesh.data=1, mesh.fsdp=1 and mesh.tensor=1"
     )
   plain = dataclasses.replace(spec, recipe=_PLAIN, backends=("xla", "xla", "xla"))
-  s = spec.letters
 
-  def make(spec: GemmSpec, role: Role):
-    if role is Role.X_FWD:
-      return quantized_inputs.as_matrix(spec, role, x, inputs)
-    quantizer = spec.quantizer(role, inputs)
-    return operands.weight(w, s.w, s.contracted, s.batch, quantizer, spec.x_dtype, spec.layout)
+  def dequantized(role: Role, t):
+    value = operands.operand(spec, role, t, inputs).value
+    return jax.lax.stop_gradient(value.dequantize(spec.x_dtype))
 
-  def dequantized(role: Role):
-    return jax.lax.stop_gradient(make(spec, role).value.dequantize(spec.x_dtype))
+  def product(x, w):
+    a, b = (dataclasses.replace(of, value=t) for of, t in ((plain_x, x), (plain_w, w)))
+    return linear.product(plain, "fwd", a, b, spec.out_dtype)
 
-  on_x, on_w = switch
-  plain_x, plain_w = make(plain, Role.X_FWD), make(plain, Role.W_FWD)
-  if switch.ndim == 1:
-    value_x = _measured(plain_x.value, lambda: dequantized(Role.X_FWD), on_x)
-    value_w = _measured(plain_w.value, lambda: dequantized(Role.W_FWD), on_w)
-    return Switched(plain, _with_value(plain_x, value_x), _with_value(plain_w, value_w))
-  error_x = dequantized(Role.X_FWD) - jax.lax.stop_gradient(plain_x.value)
-  error_w = dequantized(Role.W_FWD) - jax.lax.stop_gradient(plain_w.value)
-  x_with_error = plain_x.value + on_x[:, None].astype(error_x.dtype) * error_x
-  return Switched(
-    plain, _with_value(plain_x, x_with_error), plain_w, _with_value(plain_w, error_w), on_w[:, None]
-  )
-
-
-def _with_value(operand: operands.Operand, value) -> operands.Operand:
-  return dataclasses.replace(operand, value=value)
+  on_x, on_w = site.switch
+  plain_x = operands.operand(plain, Role.X_FWD, x, inputs)
+  plain_w = operands.operand(plain, Role.W_FWD, w, inputs)
+  if on_x.ndim == 0:
+    value_x = _measured(plain_x.value, lambda: dequantized(Role.X_FWD, x), on_x)
+    y = product(value_x, _measured(plain_w.value, lambda: dequantized(Role.W_FWD, w), on_w))
+  else:
+    error_x = dequantized(Role.X_FWD, x) - jax.lax.stop_gradient(plain_x.value)
+    error_w = dequantized(Role.W_FWD, w) - jax.lax.stop_gradient(plain_w.value)
+    value_x = plain_x.value + on_x[:, None].astype(error_x.dtype) * error_x
+    y = product(value_x, plain_w.value)
+    # This part is 0 at switches of 0.
+    y = y + on_w[:, None].astype(y.dtype) * product(jax.lax.stop_gradient(value_x), error_w)
+  return operands.unflatten(y, plain_x, plain_w, spec.letters.y)
 
 
 def _measured(x, quantized, on):

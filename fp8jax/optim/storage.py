@@ -9,8 +9,8 @@ import math
 from typing import Any
 
 from fp8jax.formats import BF16, E4M3, E5M2, F16
-from fp8jax.quantization import bf16_remainder, block_codes, quantized_tensor
-from fp8jax.quantization.block_codes import BlockCodes
+from fp8jax.quantization import bf16_remainder, quantized_tensor, stored_matrix
+from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import WHOLE, DynamicRangeExpansion, Quant, Rounding, Scale, SquareRoot
 
 # --- moments -------------------------------------------------------------------------------------
@@ -172,22 +172,22 @@ def master_nbytes(format: Quant | str | None) -> tuple[float, float]:
 _BF16 = Quant(BF16, scale=Scale.NONE)
 # Of linear layers that are not trained, by the name of model.lora.base: E4M3 codes with one scale
 # per 128x128, which their GEMMs multiply as they are, or BF16, which a recipe quantizes each step.
-FROZEN = {"block_fp8": block_codes.QUANT, "bf16": _BF16}
+FROZEN = {"block_fp8": stored_matrix.QUANT, "bf16": _BF16}
 
 
 def store_frozen(x, quant: Quant | None, *, inputs: int, lead: int) -> Any:
-  """A frozen parameter in its format: float32, BF16 or BlockCodes; BlockCodes as they are.
+  """A frozen parameter in its format: float32, BF16 or StoredMatrix; StoredMatrix as they are.
 
   Args:
-    x: float32, or BlockCodes of a checkpoint in FP8.
+    x: float32, or StoredMatrix of a checkpoint in FP8.
     quant: a value of FROZEN; None for float32.
     inputs: axes that its GEMM contracts, for codes.
     lead: number of first axes along which every entry is a tensor.
   """
-  if isinstance(x, BlockCodes) or quant is None:
+  if isinstance(x, StoredMatrix) or quant is None:
     return x
-  if quant == block_codes.QUANT:
-    return block_codes.pack(x, inputs, lead)
+  if quant == stored_matrix.QUANT:
+    return stored_matrix.pack(x, inputs, lead)
   return quantized_tensor.pack(x, quant, lead=lead)
 
 

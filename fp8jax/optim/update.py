@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp8jax.axes import Layout
 from fp8jax.optim import fused_adamw, gradients, storage
 from fp8jax.optim.factory import ParamOptimizer
-from fp8jax.quantization import block_codes, quantized_tensor
+from fp8jax.quantization import quantized_tensor, stored_matrix
 from fp8jax.quantization.bf16_remainder import SplitFloat32
-from fp8jax.quantization.block_codes import BlockCodes
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
+from fp8jax.quantization.stored_matrix import StoredMatrix
 
 # Elements of a chunk at most: 64 MiB in float32.
 _CHUNK = 2**24
@@ -96,8 +96,8 @@ def placed(tree, param):
   def one(x):
     if _is_quantized(x):
       return jax.tree.map(at, x, quantized_tensor.shardings(x, param.sharding))
-    if isinstance(x, BlockCodes):
-      return jax.tree.map(at, x, block_codes.shardings(x, param.sharding))
+    if isinstance(x, StoredMatrix):
+      return jax.tree.map(at, x, stored_matrix.shardings(x, param.sharding))
     if x.shape == param.shape:
       return at(x, param.sharding)
     return at(x, NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
@@ -105,7 +105,7 @@ def placed(tree, param):
   def at(x, sharding):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-  is_stored = lambda x: _is_quantized(x) or isinstance(x, BlockCodes)  # noqa: E731
+  is_stored = lambda x: _is_quantized(x) or isinstance(x, StoredMatrix)  # noqa: E731
   return jax.tree.map(one, tree, is_leaf=is_stored)
 
 

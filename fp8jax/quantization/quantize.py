@@ -4,15 +4,15 @@ Source: current (just-in-time) scaling. Of the scale rules, amax over the format
 rounded up to a power of two are those of DeepSeek-V3 (arXiv:2412.19437) §3.3 and of Transformer
 Engine's block recipe, which states them through the inverse; `Scale` cites the others.
 Assumes: nothing about x. NaN stays NaN and does not count towards its tile's amax; E2M1, which has
-no NaN, stores +0, and `count_nonfinite` tells whoever watches. Infinity saturates (OCP OFP8 v1.0,
-saturating conversion). A tile whose amax is 0, a float32 subnormal or infinite gets scale 1; one
-whose amax is too small for a normal float32 scale gets the smallest normal.
+no NaN, stores +0. Infinity saturates (OCP OFP8 v1.0, saturating conversion). A tile whose amax is
+0, a float32 subnormal or infinite gets scale 1; one whose amax is too small for a normal float32
+scale gets the smallest normal.
 
 Every operation here is one that XLA leaves alone, so that eager, jit, CPU and GPU agree to the bit
-(except on float32 subnormals, which some backends flush to 0).
-It rewrites a division by a constant or by a broadcast into a multiplication by a rounded
-reciprocal, off by one ulp about half of the time, and 1 / (c / x) into x * (1 / c); therefore
-reciprocals are spelled out, and a clip stands between two divisions.
+(except on float32 subnormals, which some backends flush to 0). It rewrites a division by a constant
+or by a broadcast into a multiplication by a rounded reciprocal, off by one ulp about half of the
+time, and 1 / (c / x) into x * (1 / c); therefore reciprocals are spelled out, and a clip stands
+between two divisions.
 """
 
 import dataclasses
@@ -113,11 +113,6 @@ def cast(x, format: Format):
   """
   on_grid = rounding.saturate(x, format) if format.is_native else rounding.nearest(x, format)
   return on_grid.astype(format.dtype)
-
-
-def count_nonfinite(x):
-  """int32 number of NaNs and infinities in x, which a quantized matrix may no longer show."""
-  return jnp.sum(~jnp.isfinite(x), dtype=jnp.int32)
 
 
 def quantize(

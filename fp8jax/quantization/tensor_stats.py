@@ -128,9 +128,8 @@ def _maximum(a, b):
   return jnp.where(jnp.isnan(a) | jnp.isnan(b), jnp.nan, jnp.maximum(a, b))
 
 
-def combine_all(x, axis: int):
-  """Statistics of the parts along `axis` -> those of the whole."""
-  x = jnp.moveaxis(x, axis, 0)
+def combine_all(x):
+  """Statistics of the parts along the first axis -> those of the whole."""
   largest = jnp.where(
     jnp.isnan(x[..., :_MAXIMA]).any(0), jnp.nan, jnp.max(x[..., :_MAXIMA], axis=0)
   )

@@ -7,6 +7,7 @@ from typing import Any
 from fp8jax import patterns
 from fp8jax.config.alarms import ADVICE
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Recipe
@@ -34,7 +35,7 @@ def summarise(
       t: tensor_stats.summary(values) if has_gemm else tensor_stats.unquantized_summary(values)
       for t, values in zip(site_lib.TENSORS[len(tensors)], tensors, strict=True)
     }
-    for name, tensors in site_lib.per_layer(sites, stats).items()
+    for name, tensors in site_tree.per_layer(sites, stats).items()
     for has_gemm in (len(tensors) == 3,)
   }
   for path, values_N in alignment.items():
@@ -50,7 +51,7 @@ def exponents(sites, stats: Mapping[str, Any]) -> dict[str, dict[str, dict[str, 
       t: tensor_stats.exponents(values)
       for t, values in zip(site_lib.TENSORS[len(tensors)], tensors, strict=True)
     }
-    for name, tensors in site_lib.per_layer(sites, stats).items()
+    for name, tensors in site_tree.per_layer(sites, stats).items()
   }
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from fp8jax import records
 from fp8jax.errors import UserError
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.quantization import amax_history, clipping, tensor_stats
 from fp8jax.quantization.quantize import amax_to_scale
 from fp8jax.quantization.tensor_stats import LOUD
@@ -42,7 +43,7 @@ def run(plan: RunSpec, params, batches, *, step: int, fingerprint: str) -> dict[
     for name, values in stats.items():
       total[name] = tensor_stats.combine(total[name], values) if name in total else values
     count += 1
-  recipe_of = site_lib.recipes_of(plan.sites())
+  recipe_of = site_tree.recipes_of(plan.sites())
   rows = []
   total = {name: values for name, values in total.items() if name in recipe_of}  # not activations
   for name, values in jax.device_get(total).items():
@@ -110,7 +111,7 @@ def load(plan: RunSpec, path: str) -> list[dict[str, amax_history.ScalingState]]
   Raises:
     UserError: see `read` and `scaling_states_of`; a table that no site of any phase starts from.
   """
-  amaxes = read(path, site_lib.recipes_of(plan.sites()))
+  amaxes = read(path, site_tree.recipes_of(plan.sites()))
   phases = range(len(plan.precision.phases))
   found = [scaling_states_of(amaxes, plan.sites(phase=phase)) for phase in phases]
   if not any(found):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from fp8jax.compiled import fp8_gemms
 from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES
 from fp8jax.run import metrics
@@ -28,7 +29,7 @@ def of_phase(plan: RunSpec, phase: int = 0) -> dict[str, float]:
       GEMM; scales, results and recomputed products aside. Unquantized operands have the compute
       dtype: the share is larger where that is float32.
   """
-  declared = site_lib.find_sites(transformer.site_params(plan.model))
+  declared = site_tree.find_sites(transformer.site_params(plan.model))
   dims, layout, wide = plan.model.dims, plan.run.layout, plan.run.dtype.itemsize
   flops, narrow_bytes, all_bytes = 0.0, 0, 0
   for name, site in site_lib.flatten(plan.sites(phase=phase)).items():
@@ -38,7 +39,7 @@ def of_phase(plan: RunSpec, phase: int = 0) -> dict[str, float]:
       gemm = getattr(site.recipe, which)
       flops += 2.0 * weights * gemm.is_quantized
       for tokens, calls in fp8_gemms.calls(plan, site):
-        m, n, k = site_lib.local_size(param, dims, layout, tokens).of(which)
+        m, n, k = site_tree.local_size(param, dims, layout, tokens).of(which)
         elements = calls * (m * k + k * n)
         narrow_bytes += elements * gemm.is_quantized
         all_bytes += elements * (1 if gemm.is_quantized else wide)

@@ -5,7 +5,7 @@ import re
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 
 # Dense BF16 peak of one device in FLOP/s, without sparsity and with float32 accumulation. MFU is
 # reported against it in every recipe, so that FP8 and BF16 runs compare. From NVIDIA's data sheets
@@ -53,7 +53,7 @@ def flops_per_token(cfg: ModelConfig, length: int) -> float:
 
   2 per weight of a GEMM, and what mixers multiply beside these (attention).
   """
-  weights = site_lib.find_sites(transformer.site_params(cfg))
+  weights = site_tree.find_sites(transformer.site_params(cfg))
   flops = 0.0
   for name, p in weights.items():
     flops += (6.0 if p.trainable else 4.0) * params_lib.count({name: p}, cfg.dims)

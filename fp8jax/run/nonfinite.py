@@ -12,6 +12,7 @@ from fp8jax.kernels import choose
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.optim import gradients
 from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import rules
@@ -53,7 +54,7 @@ def stats_of_step(
 
   loss, stats, finite = jax.device_get(run(params, batch))
   finite = {name: bool(ok) for name, ok in params_lib.flatten(finite).items()}
-  return float(loss), site_lib.per_layer(sites, stats), finite
+  return float(loss), site_tree.per_layer(sites, stats), finite
 
 
 def first_bad(

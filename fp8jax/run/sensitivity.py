@@ -33,7 +33,7 @@ from fp8jax.errors import UserError
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
 from fp8jax.models.config import EVAL_PRECISIONS
-from fp8jax.ops import residuals, switch
+from fp8jax.ops import residuals, site_tree, switch
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.run.sensitivity_records import Records
@@ -70,7 +70,7 @@ class Place:
 
 def places(plan: RunSpec, sites) -> tuple[Place, ...]:
   """The sites whose forward GEMM is quantized, layer by layer in order of computation."""
-  declared = site_lib.find_sites(transformer.site_params(plan.model))
+  declared = site_tree.find_sites(transformer.site_params(plan.model))
   order = list(transformer.gemm_sites(plan.model))
   found = []
   for site in site_lib.flatten(sites).values():
@@ -89,7 +89,7 @@ def places(plan: RunSpec, sites) -> tuple[Place, ...]:
 
 
 def switches(sites, on: Mapping[str, Sequence[float]]):
-  """A tree for `site.with_switches`: these numbers by name of a layer's site, 0 for the others."""
+  """A tree for `with_switches`: these numbers by name of a layer's site, 0 for the others."""
 
   def one(site):
     if not site.recipe.fwd.is_quantized:
@@ -179,9 +179,12 @@ class Programs:
 def _reference(plan: RunSpec, params, sites, batch, key):
   """The BF16 forward pass: (hidden [B, L, D], inputs of layers [N, B, L, D], sums of losses [B],
   targets drawn from the model [B, L])."""
-  hidden_BLD, inputs_NBLD = transformer.hidden_and_inputs(
-    params, sites, batch, plan.model, plan.run
-  )
+
+  def step(x_BLD, of_layer, context):
+    return transformer.layer(x_BLD, of_layer, context, plan.model, plan.run)[0], x_BLD
+
+  x_BLD, inputs_NBLD = transformer.scan_layers(step, params, sites, batch, plan.model, plan.run)
+  hidden_BLD = transformer.normalised(x_BLD, params, sites, plan.model, plan.run)
 
   def one(h_TD, targets_T, keys):
     logits_TV = _logits(plan, params, sites, h_TD)
@@ -209,7 +212,15 @@ def _measure(plan: RunSpec, params, plain, sites, batch, x_BLD, start, hidden_BL
     x_BLD: the input of layer `start` in BF16.
     hidden_BLD: of BF16.
   """
-  changed_BLD = transformer.hidden_from(x_BLD, start, params, sites, batch, plan.model, plan.run)
+  context = transformer.layer_context(batch, plan.model)
+  for layers, of_sites, p in transformer.runs(sites, params["layers"]):
+
+    def step(i, x_BLD, of_run=(p, of_sites), first=layers.start):
+      of_layer = jax.tree.map(lambda x: x[i - first], of_run)
+      return transformer.layer(x_BLD, of_layer, context, plan.model, plan.run)[0]
+
+    x_BLD = jax.lax.fori_loop(jnp.maximum(start, layers.start), layers.stop, step, x_BLD)
+  changed_BLD = transformer.normalised(x_BLD, params, sites, plan.model, plan.run)
 
   def one(h_TD, base_TD, targets_T):
     logits_TV = _logits(plan, params, sites, h_TD)
@@ -236,17 +247,16 @@ def _gradient(plan: RunSpec, params, sites, batch):
     return jnp.zeros((*lead, 2, math.prod(shape))) if is_on else None
 
   def loss(tree):
-    switched = site_lib.with_switches(sites, tree)
+    switched = switch.with_switches(sites, tree)
     hidden_BLD = transformer.hidden(params, switched, batch, plan.model, run)
-    head = switched["head"]
+    head, numbers = {"head": sites["head"]}, tree["head"]
 
     @jax.checkpoint
     def one(h_TD, targets_T, switch_T):
-      own = switch_T.T if head.switch is not None else None
-      of_head = {"head": dataclasses.replace(head, switch=own)}
+      of_head = switch.with_switches(head, {"head": None if numbers is None else switch_T.T})
       return (_nll(_logits(plan, params, of_head, h_TD), targets_T),)
 
-    switch_T = jnp.zeros((*weights_T.shape, 2)) if head.switch is None else head.switch.T
+    switch_T = jnp.zeros((*weights_T.shape, 2)) if numbers is None else numbers.T
     (loss_T,) = _by_chunks(one, _rows(hidden_BLD), targets_T, switch_T)
     return jnp.sum(loss_T * weights_T)
 
@@ -370,7 +380,7 @@ class Study:
     return Measured(self.tokens(half), *(np.array(found[k]) for k in ("base", "loss", "kl")))
 
   def _measure(self, label: str, on: Mapping[str, Sequence[float]], half: str) -> dict[str, Any]:
-    switched = site_lib.with_switches(self.sites, switches(self.sites, on))
+    switched = switch.with_switches(self.sites, switches(self.sites, on))
     layers = [self._first[name] for name, numbers in on.items() if any(numbers)]
     start = min((n for n in layers if n is not None), default=self.plan.model.num_layers - 1)
     found = {"base": [], "loss": [], "kl": []}

@@ -15,7 +15,7 @@ from fp8jax.compiled import memory
 from fp8jax.data import loader
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
-from fp8jax.ops import collectives
+from fp8jax.ops import collectives, site_tree
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES
@@ -28,13 +28,13 @@ _GATHERS = {None: "-", True: "quantized", False: "unquantized"}
 def site_rows(plan: RunSpec, phase: int = 0) -> list[dict[str, Any]]:
   """One row per site: name, number of layers, GEMM sizes per device, recipe, scales, backends."""
   layout = plan.run.layout
-  declared = site_lib.find_sites(transformer.site_params(plan.model))
+  declared = site_tree.find_sites(transformer.site_params(plan.model))
   gemms = transformer.gemm_sites(plan.model)
   rows = []
   for name, site in site_lib.flatten(plan.sites(phase=phase)).items():
     path = rules.path_of(name)
     param = declared[path]
-    size = site_lib.local_size(param, plan.model.dims, layout, plan.tokens_per_device)
+    size = site_tree.local_size(param, plan.model.dims, layout, plan.tokens_per_device)
     quantized = collectives.gathers_quantized(param, site.recipe, plan.model.dims, layout)
     recipe = site.recipe
     if plan.run.smooth_swiglu == "channel" and gemms[path].has_channel_scales:

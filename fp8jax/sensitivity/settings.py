@@ -14,14 +14,14 @@ class Sensitivity:
   tokens: int = key(8192, "Held-out tokens per source, rounded up to whole batches of eval.batch: "
     "rules are chosen on one half and reported on the other. Memory: tokens x layers x "
     "hidden_size x 4 bytes on the host.")
-  # No keys. Switched on alone and measured, beside all at once: inputs or weights of all sites,
-  # kinds (mlp/up of all layers), layers, and so many sites, the most sensitive by estimate.
-  groups: tuple[str, ...] = ("tensors", "kinds", "layers")
-  top: int = 20
   max_loss: float = key(0.25, "Budget of a set of precision.rules: percent that the held-out loss "
     "may exceed BF16's; 0: none.")
   min_fp8: float = key(0.9, "Budget of another set: the least share of the sites' forward FLOPs "
     "that is quantized; 0: none.")
+  # No keys. Switched on alone and measured, beside all at once: inputs or weights of all sites,
+  # kinds (mlp/up of all layers), layers, and so many sites, the most sensitive by estimate.
+  groups: tuple[str, ...] = ("tensors", "kinds", "layers")
+  top: int = 20
 
 
 # fmt: on

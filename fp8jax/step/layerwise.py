@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.mixer import Aux
-from fp8jax.ops import residuals, stored_params
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import residuals, site_tree, stored_params
 from fp8jax.optim import gradients, update
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
 from fp8jax.step import metrics
@@ -73,15 +72,15 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
   below = {k: ends.pop(k) for k in ("embed",) if k in ends}
 
   def embed(sinks, taps):
-    return transformer.embed(_paired(rows, sinks), site_lib.with_taps(below, taps), batch, run)
+    return transformer.embed(_paired(rows, sinks), site_tree.with_taps(below, taps), batch, run)
 
   def finish(x_BLD, sinks, taps):
-    above = site_lib.with_taps(ends, taps)
+    above = site_tree.with_taps(ends, taps)
     return transformer.head_loss(x_BLD, _paired(behind, sinks), above, batch, cfg, run) / total
 
-  x_BLD, pull_embed = jax.vjp(embed, _sinks(rows), site_lib.taps(below))
+  x_BLD, pull_embed = jax.vjp(embed, _sinks(rows), site_tree.taps(below))
   x_BLD, inputs, aux = _forward(plan, x_BLD, params, sites, batch)
-  loss, pull_finish = jax.vjp(finish, x_BLD, _sinks(behind), site_lib.taps(ends))
+  loss, pull_finish = jax.vjp(finish, x_BLD, _sinks(behind), site_tree.taps(ends))
 
   move = _LayerUpdater(plan, state, rate)
   g_BLD, g_behind, head_stats = pull_finish(jnp.ones_like(loss))
@@ -96,7 +95,7 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
   if g_head is not None:
     g_rows = {"embed": g_rows["embed"] + g_head}
   progress = move.named(g_rows, [], progress)
-  stats = site_lib.by_name(sites, {**embed_stats, "layers": stats, **head_stats})
+  stats = site_tree.by_name(sites, {**embed_stats, "layers": stats, **head_stats})
   norm, squares = jnp.sqrt(progress.squares[0]), progress.squares[1:]
   return update.StepResult(
     loss, norm, progress.is_finite, progress.params, progress.opt, squares, stats,
@@ -113,22 +112,16 @@ def _forward(plan, x_BLD, params, sites, batch):
   def forward(x_BLD, xs):
     i, s = xs
     of_layer = (jax.tree.map(lambda x: x[i], params["layers"]), s)
-    layer_inputs = (
-      x_BLD
-      if run.residuals.layer_inputs is None
-      else residuals.compress(x_BLD, run.residuals.layer_inputs)
-    )
+    layer_inputs = residuals.compress(x_BLD, run.residuals.layer_inputs)
     x_BLD, aux = transformer.layer(x_BLD, of_layer, context, cfg, run)
     return x_BLD, (layer_inputs, aux)
 
-  start = 0
-  for of_run in sites["layers"]:
-    stop = start + jax.tree.leaves(of_run)[0].shape[0]
+  for run_, of_run in transformer.runs(sites):
     # By number: slices of the stacks would be copies of them.
-    x_BLD, (layer_inputs, aux) = jax.lax.scan(forward, x_BLD, (jnp.arange(start, stop), of_run))
+    numbers = jnp.arange(run_.start, run_.stop)
+    x_BLD, (layer_inputs, aux) = jax.lax.scan(forward, x_BLD, (numbers, of_run))
     inputs.append(layer_inputs)
     total += aux.sum()
-    start = stop
   return x_BLD, inputs, total
 
 
@@ -140,7 +133,7 @@ def _backward(
   Args:
     g_aux: the gradient of every aux loss.
   """
-  cfg, run, stop, stats = plan.model, plan.run, plan.model.num_layers, []
+  cfg, run, stats = plan.model, plan.run, []
   context = transformer.layer_context(batch, cfg)
 
   def backward(carry, xs):
@@ -149,23 +142,21 @@ def _backward(
     p = jax.tree.map(lambda x: x[i], progress.params["layers"])
 
     def again(x_BLD, sinks, taps):
-      of_layer = (_paired(p, sinks), site_lib.with_taps(s, taps))
+      of_layer = (_paired(p, sinks), site_tree.with_taps(s, taps))
       x_BLD, aux = transformer.layer(x_BLD, of_layer, context, cfg, run)
       return x_BLD, aux.losses
 
     # jax.checkpoint's name for what is computed again: the proof of the step looks for it.
     with jax.named_scope("rematted_computation"):
       (_, losses), pull = jax.vjp(
-        again, residuals.decompress(layer_inputs, run.dtype), _sinks(p), site_lib.taps(s)
+        again, residuals.decompress(layer_inputs, run.dtype), _sinks(p), site_tree.taps(s)
       )
     g_BLD, gradient, stats = pull((g_BLD, {name: g_aux for name in losses}))
     return (g_BLD, move.layer(i, gradient, stats, progress)), stats
 
-  for of_run, layer_inputs in reversed(list(zip(sites["layers"], inputs, strict=True))):
-    start = stop - jax.tree.leaves(of_run)[0].shape[0]
-    xs = (jnp.arange(start, stop), layer_inputs, of_run)
+  for (run_, of_run), saved in reversed(list(zip(transformer.runs(sites), inputs, strict=True))):
+    xs = (jnp.arange(run_.start, run_.stop), saved, of_run)
     (g_BLD, progress), layer_stats = jax.lax.scan(backward, (g_BLD, progress), xs, reverse=True)
-    stop = start
     stats.append(layer_stats)
   return g_BLD, progress, tuple(reversed(stats))
 

@@ -10,7 +10,7 @@ from fp8jax.data import config as data_config_lib
 from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, transformer
 from fp8jax.models import config as model_config
-from fp8jax.ops import site
+from fp8jax.ops import site_tree
 from fp8jax.optim import factory as optim_build
 from fp8jax.optim import update
 from fp8jax.quantization import tensor_stats
@@ -88,14 +88,12 @@ class RunSpec:
       statistics: tensor_stats.QUIET, or LOUD to watch everything, activations too.
     """
     rules = self.precision.phases[phase].rules if recipe is None else ((".*", recipe),)
-    return site.build_sites(
+    return site_tree.build_sites(
       transformer.site_params(self.model),
       self.model.dims,
       rules,
       self.run.layout,
-      matmul=self.kernels.matmul,
-      device=self.device,
-      tokens=self.tokens_per_device,
+      backends=site_tree.Backends(self.kernels.matmul, self.device, self.tokens_per_device),
       statistics=statistics,
       save=self.run.residuals.gemm_inputs,
       activations=transformer.activations(self.model),

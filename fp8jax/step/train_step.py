@@ -14,7 +14,7 @@ from fp8jax.kernels import choose
 from fp8jax.models import transformer
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.ops import stored_params
+from fp8jax.ops import site_tree, stored_params
 from fp8jax.optim import factory as optim_build
 from fp8jax.optim import gradients as gradients_lib
 from fp8jax.optim import groups, storage, update
@@ -153,7 +153,7 @@ def gradients(
 
   def of_one(batch, micro, sites):
     def loss(sinks, taps):
-      tapped = site_lib.with_taps(sites, taps)
+      tapped = site_tree.with_taps(sites, taps)
       pair = functools.partial(_weight, step=step, micro=micro, grad_autoscale=grad_autoscale)
       weights = jax.tree.map(pair, leaves, params, sinks)
       value, aux = transformer.loss_and_aux(weights, tapped, batch, plan.model, plan.run)
@@ -161,7 +161,7 @@ def gradients(
       return value if scale is None else value * scale, aux
 
     (value, aux), (gradient, stats) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
-      sinks, site_lib.taps(sites)
+      sinks, site_tree.taps(sites)
     )
     if plan.run.layout.mesh is not None:
       places = jax.tree.map(lambda x: x.sharding, abstract_gradients(plan))
@@ -173,7 +173,7 @@ def gradients(
 
   if plan.grad_accum_steps == 1:
     value, gradient, stats, aux = of_one(batch, 0, sites)
-    return value, gradient, site_lib.by_name(sites, stats), aux
+    return value, gradient, site_tree.by_name(sites, stats), aux
 
   def add(carry, xs):
     micro, batch = xs
@@ -183,12 +183,12 @@ def gradients(
     sums = gradients_lib.add(carry[1], gradient, key)
     return (carry[0] + value, sums, jax.tree.map(tensor_stats.combine, carry[2], stats)), aux
 
-  nothing = jax.tree.map(lambda tap: tensor_stats.nothing(tap.shape), site_lib.taps(sites))
+  nothing = jax.tree.map(lambda tap: tensor_stats.nothing(tap.shape), site_tree.taps(sites))
   start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, sinks), nothing)
   (value, gradient, stats), aux = jax.lax.scan(
     add, start, (jnp.arange(plan.grad_accum_steps), batch)
   )
-  return value, gradient, site_lib.by_name(sites, stats), aux.sum()
+  return value, gradient, site_tree.by_name(sites, stats), aux.sum()
 
 
 def _sink(leaf, param):
@@ -293,7 +293,7 @@ def take_step(plan: run_spec.RunSpec, state: State, batch, sites, rate, key):
   params, opt = result.params, result.opt
   if plan.run.layout.mesh is not None:  # scales too come to rest where they were
     params, opt = jax.lax.with_sharding_constraint((params, opt), shardings)
-  scaling_states = scaling_lib.next_states(sites, state.scaling_states, result.tensor_stats)
+  scaling_states = scaling_lib.next_states(sites, result.tensor_stats)
   if watched:
     watched["tensor_stats"] = result.tensor_stats
   is_finite = result.is_finite

@@ -25,7 +25,7 @@ from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import ConfigErrors
 from fp8jax.kernels import choose
 from fp8jax.ops import scaling as scaling_lib
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.optim import factory
 from fp8jax.report import at_end
 from fp8jax.run import evaluator as evaluator_lib
@@ -96,7 +96,7 @@ def reasons(plan: run_spec.RunSpec) -> list[str]:
     found.append(
       f"the recipe of {next(iter(states))} has delayed or static scales, which are a state"
     )
-  recipes = site_lib.recipes_of(sites)
+  recipes = site_tree.recipes_of(sites)
   drawn = sorted({r.name for r in recipes.values() if r.is_random})
   if drawn:
     found.append(f"recipe {', '.join(drawn)} rounds stochastically")

@@ -22,7 +22,7 @@ from fp8jax.compiled import fp8_gemms, hlo
 from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.gemm import reference, xla
-from fp8jax.ops import linear
+from fp8jax.ops import dots
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import quantize
 from fp8jax.recipe import rules
@@ -64,7 +64,7 @@ def _three(recipe):
   site = site_lib.single(recipe, matmul="xla")
 
   def run(x, w, g):
-    y, pull = jax.vjp(lambda x, w: linear.dot("TD,DF->TF", x, w, site), x, w)
+    y, pull = jax.vjp(lambda x, w: dots.dot("TD,DF->TF", x, w, site), x, w)
     return y, *pull(g)
 
   return run

@@ -258,7 +258,7 @@ def amax_of_swiglu() -> list[list[str]]:
   from jax.sharding import SingleDeviceSharding
 
   from fp8jax.compiled import aot
-  from fp8jax.ops.fused import prologue
+  from fp8jax.ops import prologue
   from fp8jax.quantization import quantize
   from fp8jax.recipe.library import TENSOR_CURRENT
 

@@ -56,7 +56,7 @@ def test_declared_is_what_differentiation_keeps(monkeypatch, preset, recipe, cha
     loss = lambda weights: transformer.loss(weights, sites, batch, plan.model, plan.run)  # noqa: E731
     return jax.tree.leaves(jax.vjp(loss, weights)[1])
 
-  of_layers = [stop - first for first, stop in saved_tensors.runs(plan)]
+  of_layers = [run.stop - run.start for run, _ in transformer.runs(plan.sites())]
   kept = [
     leaf for leaf in jax.eval_shape(leaves, weights, batch)
     if leaf.shape[:1] and leaf.shape[0] in of_layers and leaf.shape[1:] not in known

@@ -5,6 +5,7 @@ import pytest
 
 from fp8jax.errors import ConfigError
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.recipe import schedule
 from fp8jax.recipe.quant import Delayed
 from fp8jax.run import evaluator, startup
@@ -13,7 +14,7 @@ from fp8jax.run import evaluator, startup
 def test_first_and_last_layers_and_single_sites_can_be_excepted():
   rules = (("layers/.*/attn/[kv]", "bf16"), ("layers/1/mlp/up", "rowwise"), (".*", "block_128"))
   plan = harness.text_plan(**{"precision.rules": rules, "precision.last_bf16": 1})
-  names = {name: r.name for name, r in site_lib.recipes_of(plan.sites()).items()}
+  names = {name: r.name for name, r in site_tree.recipes_of(plan.sites()).items()}
   assert names["layers/0/attn/q"] == names["layers/1/mlp/down"] == names["head"] == "block_128"
   assert names["layers/0/attn/k"] == names["layers/1/attn/v"] == "bf16"
   assert names["layers/1/mlp/up"] == "rowwise"

@@ -23,8 +23,8 @@ from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import weights as hf_weights
-from fp8jax.ops import site
-from fp8jax.ops.stored_params import QuantizedWeight
+from fp8jax.ops import site_tree
+from fp8jax.quantization.stored_matrix import StoredMatrix
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
 SMOLLM2 = pathlib.Path(__file__).resolve().parents[2] / "assets" / "smollm2-135m"
@@ -43,7 +43,7 @@ def _model(name):
 
 
 def _sites(cfg, *rules):
-  return site.build_sites(transformer.site_params(cfg), cfg.dims, rules or ((".*", "bf16"),))
+  return site_tree.build_sites(transformer.site_params(cfg), cfg.dims, rules or ((".*", "bf16"),))
 
 
 @functools.cache
@@ -158,10 +158,12 @@ def test_weights_quantized_once_give_the_logits_of_the_training_forward_pass(nam
   logits = jax.jit(lambda p: transformer.logits(p, sites, batch, cfg, RUN))
   made = weights.for_inference(params, sites, cfg, RUN.dtype)
   np.testing.assert_array_equal(logits(made), logits(params))
-  stored = jax.tree.leaves(made, is_leaf=lambda w: isinstance(w, QuantizedWeight))
-  quantized = [w for w in stored if isinstance(w, QuantizedWeight)]
+  stored = jax.tree.leaves(made, is_leaf=lambda w: isinstance(w, StoredMatrix))
+  quantized = [w for w in stored if isinstance(w, StoredMatrix)]
   assert len(quantized) == {"block_128": 8, "rowwise": 7, "tensor_current": 8, "mixed": 7}[name]
-  assert all(w.matrix.data.dtype == jnp.float8_e4m3fn for w in quantized)
+  assert all(w.data.dtype == jnp.float8_e4m3fn for w in quantized)
+  with pytest.raises(TypeError, match="multiplied as it is"):
+    quantized[0].unpack()
 
 
 @SLOW

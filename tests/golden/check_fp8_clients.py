@@ -66,14 +66,14 @@ def _write_one(target, weights, cfg, form, how, tokens):
   from fp8jax.models import transformer
   from fp8jax.models.hf import fp8_export, fp8_formats, names
   from fp8jax.models.hf import weights as hf_weights
-  from fp8jax.ops import site
+  from fp8jax.ops import site_tree
 
   entries = names.entries(cfg)
-  sites = site.build_sites(transformer.site_params(cfg), cfg.dims, ((".*", "bf16"),))
+  sites = site_tree.build_sites(transformer.site_params(cfg), cfg.dims, ((".*", "bf16"),))
   strategy, static = how.get("strategy", "block"), how.get("static_inputs", False)
   fp8 = fp8_formats.Fp8Format(fp8_export.METHODS[form], strategy, static_inputs=static)
   fmt = how.get("scale_fmt", "auto")
-  plan = fp8_export.choose(entries, cfg.dims, site.recipes_of(sites), fp8, scale_fmt=fmt)
+  plan = fp8_export.choose(entries, cfg.dims, site_tree.recipes_of(sites), fp8, scale_fmt=fmt)
   inputs = {(fp8_export.site_of(e), "x"): 8.0 for e in entries if e.layer is not None}
   plan = fp8_export.with_amaxes(plan, entries, {}, inputs)
   hf_weights.save_params(str(target), weights, cfg, "bfloat16", fp8=plan)

@@ -77,7 +77,7 @@ def export(folder):
   from fp8jax.models.hf import config as hf_config
   from fp8jax.models.hf import peft
   from fp8jax.models.hf import weights as hf_weights
-  from fp8jax.ops import site
+  from fp8jax.ops import site_tree
 
   cfg = hf_config.read_config(str(BASE))
   cfg = dataclasses.replace(cfg, lora=Lora(5, 2.5, ("attn/.*", "mlp/.*"), "bf16"))
@@ -90,7 +90,7 @@ def export(folder):
   peft.save(folder, tree, cfg, str(BASE))
   tokens = np.load(BASE / "logits.npz")["tokens"]
   rules = (*lora.RULES, (".*", "bf16"))
-  sites = site.build_sites(transformer.site_params(cfg), cfg.dims, rules)
+  sites = site_tree.build_sites(transformer.site_params(cfg), cfg.dims, rules)
   positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
   batch = {"tokens_BL": np.int32(tokens), "positions_BL": np.int32(positions)}
   run = jax.jit(lambda p, b: transformer.logits(p, sites, b, cfg, ComputeConfig()))

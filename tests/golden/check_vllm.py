@@ -101,14 +101,14 @@ def bf16(folder):
   from fp8jax.models import transformer
   from fp8jax.models.hf import config as hf_config
   from fp8jax.models.hf import weights as hf_weights
-  from fp8jax.ops import site
+  from fp8jax.ops import site_tree
 
   source, target = (str(pathlib.Path(folder) / name) for name in ("block", "bf16"))
   cfg = hf_config.read_config(source)
   weights, _ = hf_weights.load_params(source, cfg)
   hf_weights.save_params(target, weights, cfg, "bfloat16")
   back, _ = hf_weights.load_params(target, cfg)
-  sites = site.build_sites(transformer.site_params(cfg), cfg.dims, ((".*", "bf16"),))
+  sites = site_tree.build_sites(transformer.site_params(cfg), cfg.dims, ((".*", "bf16"),))
   tokens = np.load(pathlib.Path(source) / "ours.npz")["tokens"]
   logits = {name: clients._logits(w, sites, tokens, cfg)
             for name, w in (("source", weights), ("back", back))}  # fmt: skip

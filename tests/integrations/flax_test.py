@@ -13,7 +13,7 @@ from lattice import lattice
 from fp8jax.formats import E4M3
 from fp8jax.integrations import flax as fp8
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.linear import dot
+from fp8jax.ops.dots import dot
 from fp8jax.recipe.gemm import Gemm, Recipe
 from fp8jax.recipe.quant import Delayed, Quant, Rounding
 
@@ -369,7 +369,7 @@ def test_what_is_missing_or_ignored_is_refused():
   with pytest.raises(ValueError, match="recipe 'tensor_delayed' remembers.*'fp8': variables"):
     model.apply({"params": variables["params"]}, x)
   model = nn.Dense(8, precision="highest", dot_general_cls=fp8.linen_dot_general("block_128"))
-  with pytest.raises(ValueError, match="precision='highest'.*leave it None"):
+  with pytest.raises(ValueError, match="precision='highest'.*leave it out"):
     model.init(jax.random.key(0), x)
   with pytest.raises(TypeError, match="give it as dot_general_cls=, not as dot_general="):
     nn.Dense(8, dot_general=fp8.linen_dot_general("block_128")).init(jax.random.key(0), x)

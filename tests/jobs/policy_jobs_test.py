@@ -9,7 +9,7 @@ import pytest
 import safetensors
 
 from fp8jax.jobs import generator
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.run import checkpoint, control, nonfinite
 
 SIZES = {
@@ -40,7 +40,7 @@ def switch(monkeypatch):
 
   def run(plan):
     recipes = {name: "bf16" if "/0/" in name else "block_128_pow2"
-               for name in site_lib.recipes_of(plan.sites()) if name != "head"}  # fmt: skip
+               for name in site_tree.recipes_of(plan.sites()) if name != "head"}  # fmt: skip
     memory = control.Memory(recipes=((1, recipes),)).to_json()
     meta = checkpoint.Checkpoints.meta
     monkeypatch.setattr(
@@ -64,7 +64,7 @@ def _evaluate(run_job, rules, workdir, monkeypatch):
 def _diagnose(run_job, rules, workdir, monkeypatch):
   """The recipes alone: the pass over a batch is compiled for 16 seconds."""
   told = lambda plan, params, batch, phase: {"recipes": {  # noqa: E731
-    name: recipe.name for name, recipe in site_lib.recipes_of(plan.sites(phase=phase)).items()
+    name: recipe.name for name, recipe in site_tree.recipes_of(plan.sites(phase=phase)).items()
   }}  # fmt: skip
   monkeypatch.setattr(nonfinite, "report", told)
   code, stdout, stderr = run_job("diagnose", _config(rules), workdir)

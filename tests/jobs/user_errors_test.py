@@ -25,7 +25,7 @@ from fp8jax.data import loader
 from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.integrations import flax as fp8_flax
 from fp8jax.jobs import calibrate
-from fp8jax.ops import linear, site
+from fp8jax.ops import dots, site
 from fp8jax.optim import adam, storage
 from fp8jax.recipe import rules
 from fp8jax.run import calibration, checkpoint, distributed, metrics_writer, provenance
@@ -322,22 +322,22 @@ def test_operands_that_fp8_cannot_hold_are_refused(dtype):
   good, bad = jnp.ones((128, 128)), jnp.ones((128, 128), dtype)
   for x, w in ((good, bad), (bad, good)):
     for product in (
-      lambda x, w, s: linear.dot("TD,DF->TF", x, w, s),
-      lambda x, w, s: linear.fp8_dot_general(x, w, (((1,), (0,)), ((), ())), s),
+      lambda x, w, s: dots.dot("TD,DF->TF", x, w, s),
+      lambda x, w, s: dots.dot_general(x, w, (((1,), (0,)), ((), ())), s),
     ):
       with pytest.raises(TypeError, match=f"is {dtype}, expected a floating-point dtype"):
         product(x, w, site.single("block_128"))
   with pytest.raises(TypeError, match="x is a list, expected an array"):
-    linear.dot("TD,DF->TF", [[1.0]], good, site.single("block_128"))
+    dots.dot("TD,DF->TF", [[1.0]], good, site.single("block_128"))
 
 
 @pytest.mark.parametrize("m, n, k, letter", [(0, 8, 8, "T"), (8, 0, 8, "F"), (8, 8, 0, "D")])
 def test_products_of_nothing_are_refused(m, n, k, letter):
   x, w = jnp.ones((m, k)), jnp.ones((k, n))
   with pytest.raises(ValueError, match=f"gives {letter} size 0: no scale can be made"):
-    linear.dot("TD,DF->TF", x, w, site.single("block_128"))
+    dots.dot("TD,DF->TF", x, w, site.single("block_128"))
   with pytest.raises(ValueError, match="size 0: no scale can be made"):
-    linear.fp8_dot_general(x, w, (((1,), (0,)), ((), ())), site.single("block_128"))
+    dots.dot_general(x, w, (((1,), (0,)), ((), ())), site.single("block_128"))
 
 
 @pytest.mark.parametrize("b1, b2", [(-0.5, 0.9), (1.5, 0.9), (0.9, 1.0), (0.9, float("nan"))])

@@ -21,7 +21,8 @@ from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import fp8_base, fp8_export, fp8_formats, names
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.fp8_formats import COMPRESSED, FINE_GRAINED, Fp8Format
-from fp8jax.ops import gemm_spec, linear, site, stored_params
+from fp8jax.ops import gemm_spec, linear, site, site_tree, stored_params
+from fp8jax.ops.site import ScalingInputs
 from fp8jax.quantization import amax_history, bf16_remainder
 
 TINY = ModelConfig(
@@ -44,11 +45,13 @@ def _weights(cfg=TINY):
 
 def _sites(recipe, cfg=TINY):
   rules = (("head", "bf16"), ("layers/.*", recipe))
-  return site.build_sites(transformer.site_params(cfg), cfg.dims, rules, matmul="reference")
+  return site_tree.build_sites(
+    transformer.site_params(cfg), cfg.dims, rules, backends=site_tree.Backends("reference")
+  )
 
 
 def _plan(fp8, recipe="bf16", cfg=TINY, trained=None, inputs=None, **wishes):
-  recipes, entries = site.recipes_of(_sites(recipe, cfg)), names.entries(cfg)
+  recipes, entries = site_tree.recipes_of(_sites(recipe, cfg)), names.entries(cfg)
   plan = fp8_export.choose(entries, cfg.dims, recipes, fp8, **wishes)
   return fp8_export.with_amaxes(plan, entries, trained or {}, inputs or {})
 
@@ -85,7 +88,7 @@ def _multiplied(monkeypatch, weights, recipe, amaxes) -> dict[str, list[np.ndarr
           one = dataclasses.replace(one, scaling_state=state)
         w = jax.tree.map(lambda a: a[1], flat[path])
         spec = gemm_spec.make_spec(gemm.eqn, x, w, one)
-        linear.forward_only((spec,), x, (w,), (gemm_spec.ScalingInputs.of(one),))
+        linear.forward_only((spec,), x, (w,), (ScalingInputs.of(one),))
     monkeypatch.undo()
     return seen
 
@@ -109,7 +112,7 @@ def test_export_writes_the_codes_that_the_training_gemm_multiplies(
   tmp_path, monkeypatch, recipe, fp8, scale_fmt, is_split
 ):
   weights = _weights()
-  amaxes = {(n, t): 0.05 + 0.01 * i for i, n in enumerate(site.recipes_of(_sites(recipe)))
+  amaxes = {(n, t): 0.05 + 0.01 * i for i, n in enumerate(site_tree.recipes_of(_sites(recipe)))
             for t in "xwg"}  # fmt: skip
   stored = weights
   if is_split:  # a GEMM reads the BF16 half of such masters
@@ -163,12 +166,12 @@ def test_generation_multiplies_the_codes_of_a_folder_as_they_are(tmp_path, recip
   fp8 = _plan(BLOCKS, scale_fmt="ue8m0")
   hf_weights.save_params(str(tmp_path), _weights(), TINY, "bfloat16", fp8=fp8)
   raw, sites = _raw(tmp_path), _sites(recipe)
-  kept = generation_weights.multiplied_as_codes(site.recipes_of(sites))
+  kept = generation_weights.multiplied_as_codes(site_tree.recipes_of(sites))
   loaded, _ = hf_weights.load_params(str(tmp_path), TINY, codes_of=kept)
   made = generation_weights.for_inference(loaded, sites, TINY, jnp.float32)["layers"][0]
   for layer in range(TINY.num_layers):
     name = UP.replace("1", str(layer))
-    matrix = made["mlp"]["up"].matrix
+    matrix = made["mlp"]["up"]
     got, scale = np.asarray(matrix.data[layer]), np.asarray(matrix.scale[layer])
     want, of_want = raw[name][1], raw[fp8.fp8.scale_name(name)][1]
     same = np.array_equal(got.view(np.uint8), want.view(np.uint8))
@@ -184,7 +187,7 @@ def test_export_states_both_names_of_skipped_modules_and_the_scales_of_inputs(tm
     "ignored_layers": ["lm_head"],
   }  # fmt: skip
   static = dataclasses.replace(TENSORS, static_inputs=True)
-  seen = {(n, "x"): 448.0 + i for i, n in enumerate(site.recipes_of(_sites("bf16")))}
+  seen = {(n, "x"): 448.0 + i for i, n in enumerate(site_tree.recipes_of(_sites("bf16")))}
   plan = _plan(static, inputs=seen)
   target = tmp_path / "static"
   hf_weights.save_params(str(target), _weights(), TINY, "bfloat16", fp8=plan)
@@ -228,8 +231,8 @@ def test_export_states_compressed_tensors_as_a_whole(fp8, weights, inputs):
 
 
 def test_auto_scales_are_powers_of_two_only_where_all_codes_of_training_have_such():
-  entries, recipes = names.entries(TINY), site.recipes_of(_sites("block_128"))
-  pow2 = site.recipes_of(_sites("block_128_pow2"))
+  entries, recipes = names.entries(TINY), site_tree.recipes_of(_sites("block_128"))
+  pow2 = site_tree.recipes_of(_sites("block_128_pow2"))
   mixed = {name: pow2[name] if "layers/1/" in name else r for name, r in recipes.items()}
   for of_sites, fmt in ((recipes, "float32"), (mixed, "float32"), (pow2, "ue8m0")):
     plan = fp8_export.choose(entries, TINY.dims, of_sites, BLOCKS)
@@ -239,9 +242,9 @@ def test_auto_scales_are_powers_of_two_only_where_all_codes_of_training_have_suc
 
 def test_what_a_folder_has_in_16_bits_stays_so_and_its_static_scales_of_inputs_stay(tmp_path):
   static = dataclasses.replace(CHANNELS, static_inputs=True)
-  seen = {(n, "x"): 448.0 + i for i, n in enumerate(site.recipes_of(_sites("bf16")))}
-  recipes = site.recipes_of(_sites("rowwise"))
-  wide = site.recipes_of(_sites("bf16"))
+  seen = {(n, "x"): 448.0 + i for i, n in enumerate(site_tree.recipes_of(_sites("bf16")))}
+  recipes = site_tree.recipes_of(_sites("rowwise"))
+  wide = site_tree.recipes_of(_sites("bf16"))
   mixed = {name: wide[name] if "layers/0/attn" in name else r for name, r in recipes.items()}
   entries = names.entries(TINY)
   first = fp8_export.choose(entries, TINY.dims, mixed, static)
@@ -264,7 +267,7 @@ def test_the_frozen_base_of_adapters_keeps_codes_and_scales(tmp_path):
   tree, _ = hf_weights.load_params(str(tmp_path / "a"), cfg)
   entries, flat = names.entries(TINY), params.flatten(tree)
   stored = fp8_base.of_stacks(flat, entries, hf_weights.on_host)
-  wide = site.recipes_of(_sites("bf16"))
+  wide = site_tree.recipes_of(_sites("bf16"))
   merged = {"layers/attn/q"}
   plan = fp8_export.choose(entries, TINY.dims, wide, BLOCKS, merged=merged, stored=stored)
   assert sum(m.stored is not None for m in plan.matrices.values()) == 12 and not plan.unquantized

@@ -16,7 +16,7 @@ from fp8jax.models.config import ComputeConfig, Lora
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
-from fp8jax.ops import site
+from fp8jax.ops import site_tree
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
 BASE, FOLDER = GOLDEN / "hf" / "qwen2", GOLDEN / "peft"
@@ -38,7 +38,7 @@ def test_logits_with_adapters_of_peft_equal_its_own():
   positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
   batch = {"tokens_BL": np.int32(tokens), "positions_BL": np.int32(positions)}
   rules = (*lora.RULES, (".*", "bf16"))
-  sites = site.build_sites(transformer.site_params(cfg), cfg.dims, rules)
+  sites = site_tree.build_sites(transformer.site_params(cfg), cfg.dims, rules)
   run = jax.jit(lambda p, b: transformer.logits(p, sites, b, cfg, ComputeConfig()))
   want, alone = (np.load(f / "logits.npz")["logits"] for f in (FOLDER, BASE))
   assert np.abs(run(tree, batch) - want).max() < 1e-5 * np.abs(want).max()

@@ -22,7 +22,7 @@ from fp8jax.models.config import ComputeConfig
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import export_folder
 from fp8jax.models.hf import weights as hf_weights
-from fp8jax.ops import site
+from fp8jax.ops import site_tree
 
 GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "golden"
 MODELS = sorted(p.name for p in (GOLDEN / "hf").iterdir() if p.is_dir())
@@ -35,7 +35,7 @@ def _logits(cfg, weights, tokens):
     "tokens_BL": jnp.asarray(tokens, jnp.int32),
     "positions_BL": jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
   }
-  sites = site.build_sites(transformer.site_params(cfg), cfg.dims, ((".*", "bf16"),))
+  sites = site_tree.build_sites(transformer.site_params(cfg), cfg.dims, ((".*", "bf16"),))
   return jax.jit(lambda p, s, b: transformer.logits(p, s, b, cfg, ComputeConfig()))(
     weights, sites, batch
   )

@@ -24,7 +24,7 @@ from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import stored_params
-from fp8jax.quantization.block_codes import BlockCodes
+from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.run import checkpoint
 from fp8jax.step import train_step
 
@@ -113,7 +113,7 @@ def test_frozen_parameters_have_no_state_and_never_move_and_a_resumed_run_is_bit
     assert p.trainable == is_moved and bool(jax.tree.leaves(opt)) == is_moved
     stored = before[path]
     if path.startswith("layers/") and p.inputs and not is_moved:
-      assert isinstance(stored, BlockCodes) and stored.data.dtype == ml_dtypes.float8_e4m3fn
+      assert isinstance(stored, StoredMatrix) and stored.data.dtype == ml_dtypes.float8_e4m3fn
       shape = params_lib.shape(p, plan.model.dims)
       assert stored.data.nbytes == math.prod(shape)
   _, whole = runner.run(host, jax.tree.map(jnp.copy, state))
@@ -234,7 +234,7 @@ def test_a_stage_keeps_the_codes_of_its_base_and_begins_adapters_where_there_are
   for path, w in after.items():
     if path.endswith("_lora_b"):
       assert not np.any(w)
-    elif isinstance(w, BlockCodes):
+    elif isinstance(w, StoredMatrix):
       want = np.asarray(before[path])
       assert np.abs(w.unpack() - want).max() <= 2.0**-4 * np.abs(want).max()
     elif path in before:  # embedding, head and norms, which BF16 holds

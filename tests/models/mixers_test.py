@@ -21,7 +21,7 @@ from fp8jax.jobs import dispatch
 from fp8jax.models import presets, transformer
 from fp8jax.models.mixer import Aux, GemmSite, Mixer
 from fp8jax.ops.elementwise import rms_norm
-from fp8jax.ops.fused.swiglu_mlp import swiglu_mlp
+from fp8jax.ops.swiglu_mlp import swiglu_mlp
 from fp8jax.params import Param
 from fp8jax.recipe import rules
 from fp8jax.run import nonfinite

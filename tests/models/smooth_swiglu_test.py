@@ -16,7 +16,9 @@ from fp8jax import axes, mesh
 from fp8jax.config import alarms as config_alarms
 from fp8jax.models import mlp_swiglu, smooth_swiglu
 from fp8jax.models.config import ComputeConfig, ModelConfig
+from fp8jax.models.mixer import LayerContext
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.quantization import amax_history, tensor_stats
 from fp8jax.run import alarms as run_alarms
 
@@ -25,6 +27,7 @@ CFG = ModelConfig(
   architecture="llama", vocab_size=32, hidden_size=D, intermediate_size=F, num_layers=1,
   num_heads=1, num_kv_heads=1, head_dim=16, max_positions=8,
 )  # fmt: skip
+CONTEXT = LayerContext(None, None, None)
 SMOOTH = ("channel", "token")
 NAMES = ("gate", "up", "down")
 # Compiling is what takes time here.
@@ -48,7 +51,7 @@ def _layer(rng):
 
 
 def _sites(recipe, layout=axes.LOCAL):
-  return {n: site_lib.single(recipe, name=n).with_layout(layout) for n in NAMES}
+  return {n: dataclasses.replace(site_lib.single(recipe, name=n), layout=layout) for n in NAMES}
 
 
 def _run(form="none"):
@@ -57,7 +60,7 @@ def _run(form="none"):
 
 def _apply(form, sites):
   """(parameters, x) -> the layer."""
-  return lambda p, x: mlp_swiglu.apply(p, sites, x, None, CFG, _run(form))[0]
+  return lambda p, x: mlp_swiglu.apply(p, sites, x, CONTEXT, CFG, _run(form))[0]
 
 
 def _both_ways(p, x, g, forms, sites):
@@ -123,9 +126,9 @@ def test_folded_weights_multiply_what_per_channel_does(rng):
 
   @jit
   def run(p, x):
-    s_F = mlp_swiglu.channel_scales(p, sites, x, CFG)
-    up, down = smooth_swiglu.fold(p["up"], p["down"], s_F)
-    merged = _apply("none", sites)({**p, "up": up, "down": down}, x)
+    context = LayerContext(None, None, None, {"mlp": None})
+    s_F = mlp_swiglu.apply(p, sites, x, context, CFG, _run("channel"))[1].states["mlp"]
+    merged = _apply("none", sites)(smooth_swiglu.fold(p, s_F), x)
     return s_F, merged, _apply("channel", sites)(p, x), _apply("none", sites)(p, x)
 
   s_F, merged, trained, plain = run(p, x)
@@ -216,20 +219,20 @@ def _train(form, recipe, statistics=tensor_stats.QUIET):
     used = {
       n: dataclasses.replace(s, scaling_state=scaling_states.get(n)) for n, s in sites.items()
     }
-    out, _ = mlp_swiglu.apply(p, site_lib.with_taps(used, taps), x, None, CFG, _run(form))
+    out, _ = mlp_swiglu.apply(p, site_tree.with_taps(used, taps), x, CONTEXT, CFG, _run(form))
     error = out - y
     return jnp.mean(jnp.sum(error**2, -1) / (1 + jnp.sum(y**2, -1)))
 
   def step(carry, at):
     (p, opt, scaling_states), (i, x_LD) = carry, at
     p, x = aligned(p, i), x_LD[None]
-    y, _ = mlp_swiglu.apply(aligned(teacher, i), plain, x, None, CFG, _run())
+    y, _ = mlp_swiglu.apply(aligned(teacher, i), plain, x, CONTEXT, CFG, _run())
     value, (gradient, seen) = jax.value_and_grad(loss, (0, 1))(p, taps, scaling_states, x, y)
     updates, opt = tx.update(gradient, opt)
     new = {
       n: amax_history.update(m, seen[n][..., 0], sites[n].recipe) for n, m in scaling_states.items()
     }
-    alignment = smooth_swiglu.alignment(p["gate"], p["up"])
+    alignment = smooth_swiglu.alignment(p)["down"]
     return (optax.apply_updates(p, updates), opt, new), (value, alignment, seen)
 
   # Of zeros: the scales of the first step are 1.
@@ -256,7 +259,7 @@ def test_smooth_outlives_an_aligned_channel_and_alarms_come_before_plain_diverge
   rules = (*base.get_config().log.alarms, ("kurtosis", ">", 1e3))
   site = dataclasses.replace(_sites("tensor_delayed")["down"], name="layers/0/mlp/down")
   look = run_alarms.AlarmMonitor(
-    config_alarms.read_alarms(rules), site_lib.recipes_of({"down": site})
+    config_alarms.read_alarms(rules), site_tree.recipes_of({"down": site})
   )
   rings = {}
   for i in range(STEPS):

@@ -14,7 +14,7 @@ from jax.extend import core
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.ops import linear
+from fp8jax.ops import dots, site_tree
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe import library
 
@@ -51,8 +51,8 @@ def _calls_in(eqn, place: int, jaxpr) -> int:
 
 def calls_by_site(fn, sites, *args) -> dict[str, int]:
   """{site name: products that see its tap} of fn(sites, *args)."""
-  traced = jax.make_jaxpr(lambda taps: fn(site_lib.with_taps(sites, taps), *args))
-  jaxpr = traced(site_lib.taps(sites)).jaxpr
+  traced = jax.make_jaxpr(lambda taps: fn(site_tree.with_taps(sites, taps), *args))
+  jaxpr = traced(site_tree.taps(sites)).jaxpr
   return {name: calls(jaxpr, v) for name, v in zip(site_lib.flatten(sites), jaxpr.invars)}
 
 
@@ -66,7 +66,7 @@ def test_every_tap_of_a_model_reaches_one_custom_vjp(recipe, remat, smooth):
   # The first layer differs: two runs of layers, one of a single layer.
   recipe, save = variants.split(recipe)
   rules = (("layers/0/mlp/.*", "bf16"), (".*", recipe))
-  sites = site_lib.build_sites(transformer.site_params(MODEL), MODEL.dims, rules, save=save)
+  sites = site_tree.build_sites(transformer.site_params(MODEL), MODEL.dims, rules, save=save)
   run = ComputeConfig(remat=remat, loss_chunk=4, smooth_swiglu=smooth)
 
   def loss(sites, params, batch):
@@ -88,13 +88,13 @@ def test_a_tap_that_two_products_share_is_counted_twice():
 
   def in_a_loop(site, x, w):
     def body(x, _):
-      return linear.dot("BD,DF->BF", x, w, site), None
+      return dots.dot("BD,DF->BF", x, w, site), None
 
     return jax.lax.scan(body, x, None, length=5)[0]
 
   def twice(site, x, w):
     as_new = dataclasses.replace(site)
-    return linear.dot("BD,DF->BF", linear.dot("BD,DF->BF", x, w, site), w, as_new)
+    return dots.dot("BD,DF->BF", dots.dot("BD,DF->BF", x, w, site), w, as_new)
 
   assert calls_by_site(in_a_loop, site, x, w) == {"dot": 5}
   assert calls_by_site(twice, site, x, w) == {"dot": 2}

@@ -17,7 +17,7 @@ from fp8jax.config import resolve
 from fp8jax.kernels.choose import Device
 from fp8jax.models import rope, transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.ops import elementwise, site
+from fp8jax.ops import elementwise, site_tree
 from fp8jax.quantization import tensor_stats
 from fp8jax.step import train_step
 
@@ -76,7 +76,7 @@ def _weights(rng, cfg):
 def _sites(cfg, recipe="bf16", statistics=tensor_stats.QUIET):
   """Everything in one recipe, head included."""
   rules = ((".*", recipe),)
-  return site.build_sites(transformer.site_params(cfg), cfg.dims, rules, statistics=statistics)
+  return site_tree.build_sites(transformer.site_params(cfg), cfg.dims, rules, statistics=statistics)
 
 
 @functools.cache
@@ -89,11 +89,11 @@ def _loss_and_gradients(cfg):
   """(weights, sites, batch) -> mean loss, (gradients, what every site saw)."""
 
   def mean(weights, taps, sites, batch):
-    seen_by = site.with_taps(sites, taps)
+    seen_by = site_tree.with_taps(sites, taps)
     return transformer.loss(weights, seen_by, batch, cfg, RUN) / batch["weights_BL"].sum()
 
   def both(weights, sites, batch):
-    return jax.value_and_grad(mean, argnums=(0, 1))(weights, site.taps(sites), sites, batch)
+    return jax.value_and_grad(mean, argnums=(0, 1))(weights, site_tree.taps(sites), sites, batch)
 
   return jax.jit(both)
 
@@ -205,7 +205,7 @@ def test_every_site_watches_its_own_weight_once(rng, name):
   weights, batch = _weights(rng, cfg), _batch(rng, cfg)
   sites = _sites(cfg, statistics=tensor_stats.LOUD)
   _, (_, seen) = _loss_and_gradients(cfg)(weights, sites, batch)
-  flat, found = params_lib.flatten(weights), site.by_name(sites, seen)
+  flat, found = params_lib.flatten(weights), site_tree.by_name(sites, seen)
   assert len(found) == 8
   for path, one in found.items():
     weight = flat["embed" if path == "head" and cfg.tie_embeddings else path]
@@ -219,7 +219,7 @@ def test_logits_in_fp8_equal_an_emulation(rng):
   cfg = MODELS["llama"]
   weights, batch = _weights(rng, cfg), _batch(rng, cfg)
   rules = (("head", "bf16"), (".*", "block_128"))
-  sites = site.build_sites(transformer.site_params(cfg), cfg.dims, rules)
+  sites = site_tree.build_sites(transformer.site_params(cfg), cfg.dims, rules)
   got = _jitted_logits(cfg)(weights, sites, batch)
   want = _numpy_logits(cfg, weights, batch, _product_in_blocks)
   assert tolerances.difference(got, want) < EMULATION
@@ -237,8 +237,11 @@ def test_channel_scales_are_those_of_the_linear_branch(rng):
 
   _numpy_logits(cfg, weights, batch, product)
   amax_NF = np.abs(products[5::7]).max((1, 2))  # q, k, v, o, gate, up, down
-  look = jax.jit(lambda w, s, b: transformer.channel_scales(w, s, b, cfg, RUN))
-  s_NF = np.asarray(look(weights, _sites(cfg), batch)["mlp"])
+  look = jax.jit(lambda w, s, b, now: transformer.hidden_and_aux(w, s, b, cfg, RUN, now)[1].states)
+  s_NF = np.asarray(look(weights, _sites(cfg), batch, {"mlp": None})["mlp"])
+  np.testing.assert_array_equal(
+    look(weights, _sites(cfg), batch, {"mlp": 4 * s_NF})["mlp"], 4 * s_NF
+  )
   assert np.all(np.frexp(s_NF)[0] == 0.5) and len(np.unique(s_NF)) > 2
   assert np.all((0.499 * s_NF < amax_NF) & (amax_NF < 1.001 * s_NF))
 

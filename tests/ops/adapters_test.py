@@ -1,5 +1,7 @@
 """A frozen weight in codes and its adapter in one linear layer."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,9 @@ import pytest
 
 import fp8jax
 from fp8jax import axes, mesh
-from fp8jax.ops import adapters, stored_params
-from fp8jax.ops.linear import dot
-from fp8jax.quantization import block_codes
+from fp8jax.ops import dots, stored_params
+from fp8jax.ops.dots import dot
+from fp8jax.quantization import stored_matrix
 
 EQN = "BLD,DHK->BLHK"
 
@@ -24,7 +26,7 @@ def _case(rng, dtype=jnp.float32):
 def test_codes_multiply_as_the_weight_that_a_block_recipe_quantizes(rng, save):
   """y and dx to the bit, partial tiles included; codes of 160 x 192 have tiles of 32 and 64."""
   x, w, g = _case(rng)
-  stored = {"float32": block_codes.pack(w, 1), "frozen float32": w}[save]
+  stored = {"float32": stored_matrix.pack(w, 1), "frozen float32": w}[save]
 
   def both(w):
     site = fp8jax.site.single("block_128")
@@ -39,7 +41,7 @@ def test_codes_multiply_as_the_weight_that_a_block_recipe_quantizes(rng, save):
 def test_codes_are_those_of_numpy(rng):
   """Tile by tile in float64, round to nearest by ml_dtypes; stacked over two layers."""
   w = rng.standard_normal((2, 160, 2, 96)).astype(np.float32)
-  codes = block_codes.pack(jnp.asarray(w), 1, lead=1)
+  codes = stored_matrix.pack(jnp.asarray(w), 1, lead=1)
   assert codes.scale.shape == (2, 2, 2) and codes.shape == w.shape
   matrices = w.reshape(2, 160, 192)
   for n, i, j in np.ndindex(2, 2, 2):
@@ -61,8 +63,8 @@ def test_an_adapter_adds_its_product_and_a_zero_b_adds_nothing(rng):
   def run(b, scale):
     def y(x, a, b):
       sites = (fp8jax.site.single("bf16", name="a"), fp8jax.site.single("bf16", name="b"))
-      frozen = stored_params.frozen(block_codes.pack(w, 1))
-      adapted = adapters.Adapted(frozen, a, b, sites, scale)
+      frozen = stored_params.frozen(stored_matrix.pack(w, 1))
+      adapted = dots.Adapted(frozen, a, b, sites, scale)
       return dot(EQN, x, adapted, fp8jax.site.single("block_128"))
 
     out, pull = jax.vjp(y, x, a, b)
@@ -86,7 +88,7 @@ def test_an_adapter_adds_its_product_and_a_zero_b_adds_nothing(rng):
 def test_codes_of_another_recipe_are_refused(rng):
   x, w, _ = _case(rng)
   with pytest.raises(ValueError, match="cannot be multiplied as e4m3 .*model.lora.base='bf16'"):
-    dot(EQN, x, block_codes.pack(w, 1), fp8jax.site.single("tensor_current"))
+    dot(EQN, x, stored_matrix.pack(w, 1), fp8jax.site.single("tensor_current"))
 
 
 @pytest.mark.parametrize("eqn", ["BLD,DF->BLF", "BLF,FD->BLD"])
@@ -96,19 +98,19 @@ def test_shards_of_codes_multiply_as_the_whole(rng, eqn):
   x_letters, w_letters, y_letters = eqn.replace("->", ",").split(",")
   shapes = [tuple(sizes[c] for c in letters) for letters in (x_letters, w_letters, y_letters)]
   x, w, g = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
-  codes = block_codes.pack(w, 1)
+  codes = stored_matrix.pack(w, 1)
   layout = axes.Layout(
     mesh.make((1, 2, 2), jax.devices()[:4]),
     axes.as_rules(dict(D="fsdp", F="tensor")), axes.as_rules(dict(B="fsdp", F="tensor")),
   )  # fmt: skip
 
   def both(x, codes, g, layout=axes.LOCAL):
-    site = fp8jax.site.single("block_128").with_layout(layout)
+    site = dataclasses.replace(fp8jax.site.single("block_128"), layout=layout)
     y, pull = jax.vjp(lambda x: dot(eqn, x, stored_params.frozen(codes), site), x)
     return y, pull(g)[0]
 
   want = jax.jit(both)(x, codes, g)
-  places = block_codes.shardings(codes, layout.weight_sharding(w_letters))
+  places = stored_matrix.shardings(codes, layout.weight_sharding(w_letters))
   assert places.scale.spec == layout.weight_spec(w_letters)
   args = (jax.device_put(x, layout.act_sharding(x_letters)),
           jax.tree.map(jax.device_put, codes, places),

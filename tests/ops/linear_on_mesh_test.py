@@ -20,7 +20,8 @@ from fp8jax.kernels.quantize import mosaic_sm90 as quantize_sm90
 from fp8jax.ops import gemm_spec, linear
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.cross_entropy import cross_entropy
-from fp8jax.ops.linear import dot
+from fp8jax.ops.dots import dot
+from fp8jax.ops.site import ScalingInputs
 from fp8jax.quantization import quantize, scaled_matrix, tensor_stats
 from fp8jax.recipe import library
 
@@ -39,7 +40,7 @@ def _layout(shape):
 
 
 def _site(recipe, layout):
-  return variants.single(recipe).with_layout(layout)
+  return dataclasses.replace(variants.single(recipe), layout=layout)
 
 
 def _place(x, letters, spec, layout):
@@ -109,11 +110,11 @@ def _by_kernels(rng, eqn, shape, recipe):
   want, _ = _run(eqn, x, w, g, variants.single(recipe))
   layout = _layout(shape)
   site = dataclasses.replace(_site(recipe, layout), backends=("mosaic_sm90",) * 3)
-  plan, inputs = gemm_spec.make_spec(eqn, x, w, site), gemm_spec.ScalingInputs.of(site)
+  plan, inputs = gemm_spec.make_spec(eqn, x, w, site), ScalingInputs.of(site)
   x, g = _place(x, xs, layout.act_spec, layout), _place(g, ys, layout.act_spec, layout)
   w = _place(w, ws, layout.weight_spec, layout)
   got = [
-    jax.jit(lambda x, w: linear.forward(plan, x, w, inputs))(x, w),
+    jax.jit(lambda x, w: linear.forward(plan, x, w, inputs)[0])(x, w),
     jax.jit(lambda g, w: linear.data_gradient(plan, g, w, inputs))(g, w),
     jax.jit(lambda x, g: linear.weight_gradient(plan, x, g, jnp.float32, inputs))(x, g),
   ]

@@ -9,7 +9,7 @@ import pytest
 import variants
 from lattice import lattice
 
-from fp8jax.ops.linear import dots
+from fp8jax.ops.dots import dots
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 EQUATIONS = [

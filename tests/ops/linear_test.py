@@ -15,8 +15,8 @@ from lattice import lattice
 
 from fp8jax.formats import E2M1, E4M3
 from fp8jax.ops import site as site_lib
+from fp8jax.ops.dots import dot, dot_general
 from fp8jax.ops.gemm_spec import explicit
-from fp8jax.ops.linear import dot, fp8_dot_general
 from fp8jax.quantization import amax_history
 from fp8jax.recipe import library
 from fp8jax.recipe import rules as rules_lib
@@ -161,7 +161,7 @@ DIMENSIONS = [
   "recipe", ["block_128", pytest.param("tensor_current", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("lhs, rhs, numbers", DIMENSIONS, ids=str)
-def test_fp8_dot_general_agrees_with_lax_dot_general(rng, lhs, rhs, numbers, recipe):
+def test_dot_general_agrees_with_lax_dot_general(rng, lhs, rhs, numbers, recipe):
   a, b = lattice(rng, *lhs), lattice(rng, *rhs)
   a[..., -1], b[..., -1] = 7, 7  # dimensions are transposed: plant along every axis
   a[...], b[...] = np.clip(a, -7, 7), np.clip(b, -7, 7)
@@ -173,7 +173,7 @@ def test_fp8_dot_general_agrees_with_lax_dot_general(rng, lhs, rhs, numbers, rec
   site = site_lib.single(recipe)
 
   def ours(a, b):
-    return fp8_dot_general(a, b, numbers, site)
+    return dot_general(a, b, numbers, site)
 
   def theirs(a, b):
     return jax.lax.dot_general(a, b, numbers)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops.linear import dot
+from fp8jax.ops.dots import dot
 
 LENGTHS = (72, 56)
 

@@ -21,10 +21,9 @@ from fp8jax.kernels.quantize import mosaic_sm90 as quantize_sm90
 from fp8jax.kernels.quantize import prologues
 from fp8jax.models import mlp_swiglu
 from fp8jax.models.config import ComputeConfig
-from fp8jax.ops import elementwise, quantized_inputs, residuals
-from fp8jax.ops import site as site_lib
-from fp8jax.ops.fused import prologue
-from fp8jax.ops.linear import dot, dots
+from fp8jax.models.mixer import LayerContext
+from fp8jax.ops import elementwise, operands, prologue, residuals, site_tree
+from fp8jax.ops.dots import dot, dots
 from fp8jax.ops.residuals import ResidualFormats
 from fp8jax.quantization import quantize, tensor_stats
 from fp8jax.recipe.quant import CURRENT
@@ -32,6 +31,7 @@ from fp8jax.recipe.quant import CURRENT
 EPS = 1e-6
 WEIGHTS = axes.as_rules(dict(D="fsdp", F="tensor"))
 ACTS = axes.as_rules(dict(B=("data", "fsdp"), F="tensor"))
+CONTEXT = LayerContext(None, None, None)
 CFG = types.SimpleNamespace(norm_eps=EPS)
 WIDE, GROUPS = (
   ResidualFormats(),
@@ -136,12 +136,12 @@ def _run(p, x, g, sites, wrap=lambda f: f, waiting=WIDE):
   @jax.jit
   def run(p, x, g, taps):
     def apply(p, x, taps):
-      return mlp_swiglu.apply(p, site_lib.with_taps(sites, taps), x, None, CFG, execution)[0]
+      return mlp_swiglu.apply(p, site_tree.with_taps(sites, taps), x, CONTEXT, CFG, execution)[0]
 
     y, pull = jax.vjp(wrap(apply), p, x, taps)
     return y, *pull(g)
 
-  return run(p, x, g, site_lib.taps(sites))
+  return run(p, x, g, site_tree.taps(sites))
 
 
 def _assert_same(got, want):
@@ -150,7 +150,7 @@ def _assert_same(got, want):
 
 
 def _plainly(monkeypatch):
-  monkeypatch.setattr(quantized_inputs, "can_fuse_prologue", lambda *_: False)
+  monkeypatch.setattr(operands, "can_fuse_prologue", lambda *_: False)
 
 
 # Times that each is made: in both directions; once more where the forward pass is computed again;
@@ -189,7 +189,9 @@ def test_a_layer_on_a_mesh_is_the_same_bit_for_bit(rng, calls, formulas, monkeyp
   letters = dict(norm="D", gate="DF", up="DF", down="FD")
   p = {k: jax.device_put(w, layout.weight_sharding(letters[k])) for k, w in p.items()}
   x, g = (jax.device_put(t, layout.act_sharding("BLD")) for t in (x, g))
-  sites = {k: s.with_layout(layout) for k, s in _sites(("gate", "up", "down")).items()}
+  sites = {
+    k: dataclasses.replace(s, layout=layout) for k, s in _sites(("gate", "up", "down")).items()
+  }
   got = _run(p, x, g, sites)
   assert {"rms_norm", "swiglu", "swiglu_backward"} <= set(calls)
   _plainly(monkeypatch)

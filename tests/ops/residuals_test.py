@@ -14,12 +14,10 @@ from fp8jax import axes, mesh
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.ops import elementwise, residuals
-from fp8jax.ops import site as site_lib
-from fp8jax.ops.fused import prologue
-from fp8jax.ops.fused.swiglu_mlp import swiglu_mlp
-from fp8jax.ops.linear import dots
+from fp8jax.ops import elementwise, prologue, residuals, site_tree
+from fp8jax.ops.dots import dots
 from fp8jax.ops.residuals import ResidualFormats
+from fp8jax.ops.swiglu_mlp import swiglu_mlp
 from fp8jax.quantization import quantized_tensor
 
 QUANT = residuals.QUANTS["e4m3_16"]
@@ -139,10 +137,10 @@ def _loss(run, recipe):
   batch["segments_BL"] = np.ones(shape, np.int32)
   recipe, save = variants.split(recipe)
   rules = (("head", "bf16"), (".*", recipe))
-  sites = site_lib.build_sites(transformer.site_params(MODEL), MODEL.dims, rules, save=save)
+  sites = site_tree.build_sites(transformer.site_params(MODEL), MODEL.dims, rules, save=save)
 
   def loss(weights, taps):
-    seen_by = site_lib.with_taps(sites, taps)
+    seen_by = site_tree.with_taps(sites, taps)
     return transformer.loss(weights, seen_by, batch, MODEL, run) / 64
 
   weights = params_lib.tree_map(
@@ -153,7 +151,7 @@ def _loss(run, recipe):
     ),
     transformer.params(MODEL),
   )
-  return loss, (weights, site_lib.taps(sites))
+  return loss, (weights, site_tree.taps(sites))
 
 
 def _waiting(run, recipe="bf16") -> collections.Counter:

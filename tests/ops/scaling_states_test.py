@@ -59,6 +59,6 @@ def test_sites_that_keep_their_recipe_keep_their_scales_and_a_margin_changes_non
 
 def test_chosen_layers_begin_anew_and_no_others():
   sites = plan(("layers/.*/mlp/(down|up)", "tensor_delayed(steps=4)")).sites()
-  states = scaling.replaced(sites, made(sites, 100), made(sites, 200), {"layers/1/mlp/up"})
+  states = scaling.carried(sites, made(sites, 100), sites, made(sites, 200), {"layers/1/mlp/up"})
   expected = {f"layers/{i}/mlp/{s}": (100 + i, 4) for i in range(3) for s in ("down", "up")}
   assert by_layer(sites, states) == {**expected, "layers/1/mlp/up": (201, 4)}

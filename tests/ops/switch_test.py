@@ -1,14 +1,12 @@
 """Switched quantization: exact at both ends, and its gradient per token against NumPy."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8jax.ops import cross_entropy, linear, site
+from fp8jax.ops import cross_entropy, dots, site, switch
 
 TOKENS, IN, OUT = 24, 256, 32
 
@@ -20,12 +18,12 @@ def _operands(seed=0):
 
 
 def _switched(recipe, numbers):
-  return dataclasses.replace(site.single(recipe), switch=jnp.asarray(numbers, jnp.float32))
+  return switch.with_switches(site.single(recipe), jnp.asarray(numbers, jnp.float32))
 
 
 @jax.jit
 def _y(x, w, one):
-  return linear.dot("BLD,DF->BLF", x, w, one)
+  return dots.dot("BLD,DF->BLF", x, w, one)
 
 
 @pytest.mark.parametrize("recipe", ["block_128", "tensor_current", "rowwise", "mxfp8", "nvfp4"])
@@ -69,8 +67,8 @@ def test_gradient_of_switches_is_the_effect_of_every_tokens_error():
   base = site.single("block_128")
 
   @jax.grad
-  def gradient(switch):
-    y = linear.dot("BLD,DF->BLF", x, w, dataclasses.replace(base, switch=switch))
+  def gradient(numbers):
+    y = dots.dot("BLD,DF->BLF", x, w, switch.with_switches(base, numbers))
     return jnp.sum(c * y)
 
   found = gradient(jnp.zeros((2, TOKENS)))
@@ -88,4 +86,4 @@ def test_operation_that_reads_no_switch_refuses_one():
   with pytest.raises(ValueError, match="multiplies it reads none"):
     cross_entropy.cross_entropy(x, w, "BLD,DV->BLV", targets, weights, one, 4)
   with pytest.raises(ValueError, match="products without batch letters"):
-    linear.dot("EBD,EDF->EBF", x, jnp.ones((2, IN, OUT)), one)
+    dots.dot("EBD,EDF->EBF", x, jnp.ones((2, IN, OUT)), one)

@@ -82,7 +82,7 @@ def test_statistics_of_parts_combine(rng):
   parts = [tensor_stats.statistics(part, None, None) for part in (x[:16], x[16:])]
   whole = tensor_stats.statistics(x, None, None)
   np.testing.assert_allclose(tensor_stats.combine(*parts), whole, rtol=1e-6)
-  np.testing.assert_allclose(tensor_stats.combine_all(np.stack(parts), 0), whole, rtol=1e-6)
+  np.testing.assert_allclose(tensor_stats.combine_all(np.stack(parts)), whole, rtol=1e-6)
   np.testing.assert_array_equal(
     tensor_stats.combine(tensor_stats.nothing((tensor_stats.LOUD,)), parts[0]), parts[0]
   )

@@ -19,7 +19,7 @@ import tolerances
 import variants
 
 from fp8jax.kernels.gemm import api as gemm_api
-from fp8jax.ops import linear
+from fp8jax.ops import dots
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.quantization import amax_history
 from fp8jax.recipe.gemm import PASSES
@@ -72,9 +72,9 @@ def products(recipe: str) -> dict:
     multiply = gemm_api.scaled_matmul
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(gemm_api, "scaled_matmul", watched)
-      y, pull = jax.vjp(lambda x, w, site: linear.dot("TD,DF->TF", x, w, site), x, w, site)
+      y, pull = jax.vjp(lambda x, w, site: dots.dot("TD,DF->TF", x, w, site), x, w, site)
       dx, dw, seen = pull(g)
-    scaling_states = scaling_lib.next_states(site, scaling_lib.states(site), {site.name: seen.tap})
+    scaling_states = scaling_lib.next_states(site, {site.name: seen.tap})
     return made, (y, dx, dw), {name: m.amax_3 for name, m in scaling_states.items()}
 
   made, outputs, scaling_states = jax.device_get(run(x, w, g, site))

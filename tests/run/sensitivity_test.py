@@ -18,7 +18,7 @@ from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import restore, table
 from fp8jax.jobs import sensitivity as job
 from fp8jax.models import transformer
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.run import sensitivity, sensitivity_rules
 from fp8jax.run.sensitivity import CHOOSE, REPORT, Place
@@ -161,7 +161,7 @@ def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
       sites = harness.text_plan(
         job="sensitivity", **{**CHANGES, "precision.rules": tuple(arm["rules"])}
       ).sites()
-      recipes = site_lib.recipes_of(sites)
+      recipes = site_tree.recipes_of(sites)
       in_bf16 = [n for n, r in recipes.items() if not r.fwd.is_quantized]
       assert len(in_bf16) == arm["bf16_sites"] + 2  # beside those that were BF16 before
   with pytest.raises(UserError, match="windows was .*512.* and is .*1024"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8jax.models import attention_gqa, mlp_swiglu, presets, transformer
-from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.quantization import tensor_stats
 from fp8jax.run import alarms
 from fp8jax.step import train_step
@@ -43,7 +43,7 @@ def observations(plan):
   _, values = runner.step_fn(state, runner.spread.place(host()), sites)
   stats = jax.device_get(values["tensor_stats"])
   assert all(np.isfinite(v).all() for v in stats.values())
-  return site_lib.per_layer(sites, stats), alarms.summarise(sites, stats, {})
+  return site_tree.per_layer(sites, stats), alarms.summarise(sites, stats, {})
 
 
 @functools.cache
@@ -63,9 +63,16 @@ def test_statistics_are_those_of_what_the_model_computes():
   plan = plan_of()
   params, batch = train_step.make_state(plan).params, host()
   cfg, run, sites = plan.model, plan.run, plan.sites()
-  hidden_BLD, inputs_NBLD = jax.jit(
-    lambda p: transformer.hidden_and_inputs(p, sites, batch, cfg, run)
-  )(params)
+
+  def layer(x_BLD, of_layer, context):
+    return transformer.layer(x_BLD, of_layer, context, cfg, run)[0], x_BLD
+
+  @jax.jit
+  def both(p):
+    x_BLD, inputs_NBLD = transformer.scan_layers(layer, p, sites, batch, cfg, run)
+    return transformer.normalised(x_BLD, p, sites, cfg, run), inputs_NBLD
+
+  hidden_BLD, inputs_NBLD = both(params)
   h_BLD, in_NBLD = np.float64(hidden_BLD), np.float64(inputs_NBLD)
   normed = in_NBLD / np.sqrt((in_NBLD**2).mean(-1, keepdims=True) + cfg.norm_eps)
   expected = {

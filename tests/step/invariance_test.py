@@ -35,6 +35,7 @@ from fp8jax.data import batch_sharding
 from fp8jax.kernels import choose
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree
 from fp8jax.ops.residuals import GemmInput
 from fp8jax.recipe import library
 from fp8jax.recipe.quant import WHOLE, Scale
@@ -129,7 +130,7 @@ def _steps(recipe, *, unroll=False, rows=ROWS, length=LENGTH, nudges=0, **how):
       _params(),
     )
     loss, gradient, seen = step(params)
-    amaxes = {name: x[:, 0] for name, x in site_lib.per_layer(sites, seen).items()}
+    amaxes = {name: x[:, 0] for name, x in site_tree.per_layer(sites, seen).items()}
     found.append((loss, params_lib.flatten(gradient), amaxes))
   return found
 

@@ -17,16 +17,16 @@ from fp8jax.errors import UserError
 from fp8jax.models.hf import fp8_formats
 from fp8jax.models.hf.fp8_export import Stored
 from fp8jax.models.hf.names import Entry
-from fp8jax.quantization import block_codes, scaled_matrix
-from fp8jax.quantization.block_codes import BlockCodes
+from fp8jax.quantization import scaled_matrix, stored_matrix
+from fp8jax.quantization.stored_matrix import StoredMatrix
 
 
 def has_blocks(fp8: fp8_formats.Fp8Format | None) -> bool:
   """Whether scales are of 128x128."""
-  return fp8 is not None and fp8.strategy == "block" and fp8.block == block_codes.QUANT.tile
+  return fp8 is not None and fp8.strategy == "block" and fp8.block == stored_matrix.QUANT.tile
 
 
-def read(folder, entry: Entry, dims, layout: axes.Layout) -> BlockCodes:
+def read(folder, entry: Entry, dims, layout: axes.Layout) -> StoredMatrix:
   """One layer's weight, on the devices that hold it.
 
   Args:
@@ -39,7 +39,7 @@ def read(folder, entry: Entry, dims, layout: axes.Layout) -> BlockCodes:
   name = folder.fp8.scale_name(entry.name)
   scale = folder.read(name).astype(np.float32).T
   data = folder.read(entry.name).T
-  shape = tuple(scaled_matrix.num_tiles(n, block_codes.TILE) for n in data.shape)
+  shape = tuple(scaled_matrix.num_tiles(n, stored_matrix.TILE) for n in data.shape)
   wrong = ""
   if scale.shape != shape:
     wrong = f"{name} has shape {scale.shape[::-1]}, expected {shape[::-1]}"
@@ -50,7 +50,7 @@ def read(folder, entry: Entry, dims, layout: axes.Layout) -> BlockCodes:
   fp8_formats.check_scales(scale, f"{folder.folder!r}: {name}")
   data = np.ascontiguousarray(data).reshape([dims[letter] for letter in entry.letters])
   on_host: tuple[Any, Any] = (data, np.ascontiguousarray(scale))  # yet to be placed
-  codes = BlockCodes(on_host[0], on_host[1], entry.inputs or 0)
+  codes = StoredMatrix(on_host[0], on_host[1], entry.inputs or 0)
   return _placed(codes, layout.weight_sharding(entry.letters))
 
 
@@ -78,34 +78,34 @@ def _pair(folder, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def of_stacks(flat: Mapping[str, Any], entries: Iterable[Entry], on_host) -> dict[str, Stored]:
-  """The codes of the matrices that a tree holds as BlockCodes, by the weight's name.
+  """The codes of the matrices that a tree holds as StoredMatrix, by the weight's name.
 
   Args:
     flat: {path: parameter, stacked}.
     on_host: weights.on_host.
   """
 
-  def pair(codes: BlockCodes, layer: int):
-    one = BlockCodes(on_host(codes.data[layer]), on_host(codes.scale[layer]), codes.inputs)
-    return np.asarray(one.matrix().data.T), np.asarray(one.scale.T)
+  def pair(codes: StoredMatrix, layer: int):
+    one = StoredMatrix(on_host(codes.data[layer]), on_host(codes.scale[layer]), codes.inputs)
+    return np.asarray(one.matrix().data), np.asarray(one.scale.T)
 
   return {
-    e.name: Stored(block_codes.QUANT, functools.partial(pair, flat[e.path], e.layer))
+    e.name: Stored(stored_matrix.QUANT, functools.partial(pair, flat[e.path], e.layer))
     for e in entries
-    if isinstance(flat.get(e.path), BlockCodes) and e.layer is not None
+    if isinstance(flat.get(e.path), StoredMatrix) and e.layer is not None
   }
 
 
 def put(
-  stack: BlockCodes | None, codes: BlockCodes, entry: Entry, param: params.Param, dims,
+  stack: StoredMatrix | None, codes: StoredMatrix, entry: Entry, param: params.Param, dims,
   layout: axes.Layout,
-) -> BlockCodes:  # fmt: skip
+) -> StoredMatrix:  # fmt: skip
   """The stack of all layers, one layer's codes in their place; without a stack in a new one."""
   if stack is None:
     like = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct((dims["N"], *x.shape), x.dtype), codes
     )  # fmt: skip
-    places = block_codes.shardings(like, layout.weight_sharding(param.letters))
+    places = stored_matrix.shardings(like, layout.weight_sharding(param.letters))
     stack = jax.tree.map(lambda x, at: jnp.zeros(x.shape, x.dtype, device=at), like, places)
   return _set(stack, codes, entry.layer)
 
@@ -117,10 +117,10 @@ def _set(stack, codes, layer):
   )
 
 
-def _placed(codes: BlockCodes, sharding) -> BlockCodes:
+def _placed(codes: StoredMatrix, sharding) -> StoredMatrix:
   if sharding is None:
     return jax.device_put(codes)
   return jax.tree.map(
     lambda x, at: jax.make_array_from_callback(x.shape, at, lambda index, x=x: x[index]),
-    codes, block_codes.shardings(codes, sharding),
+    codes, stored_matrix.shardings(codes, sharding),
   )  # fmt: skip

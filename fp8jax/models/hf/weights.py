@@ -198,10 +198,10 @@ def load_params(
 
   A vocabulary that cfg makes larger than the folder's is filled up with zero rows. Host memory: the
   destination plus one tensor. Adapters of cfg.lora are not in the tree. Where its base is
-  "block_fp8" and the folder has FP8 blocks, linear layers of layers are BlockCodes, to the bit.
+  "block_fp8" and the folder has FP8 blocks, linear layers of layers are StoredMatrix, to the bit.
 
   Args:
-    codes_of: paths of weights, "layers/mlp/up", that are BlockCodes too where the folder has FP8
+    codes_of: paths of weights, "layers/mlp/up", that are StoredMatrix too where the folder has FP8
       blocks of every layer's.
 
   Returns:

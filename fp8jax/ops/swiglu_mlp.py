@@ -10,8 +10,7 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8jax.ops import adapters, gemm_spec, linear, quantized_inputs, site_checks
-from fp8jax.ops.fused import prologue
+from fp8jax.ops import dots, gemm_spec, linear, operands, prologue, site_checks
 from fp8jax.ops.gemm_spec import BOTH_OF_G
 from fp8jax.recipe.quant import Quant
 
@@ -30,22 +29,22 @@ def swiglu_mlp(eqns, x, ws, sites, name: str, save: Quant | None = None):
   Returns:
     The output of down, in x's dtype.
   """
-  if any(isinstance(w, adapters.Adapted) for w in ws) or any(s.switch is not None for s in sites):
+  if not dots.are_plain(ws, sites):
     return _separate(eqns, x, ws, sites, name, save)
   specs = gemm_spec.make_specs(eqns[:2], x, ws[:2], sites[:2])
-  x = quantized_inputs.fused_or_array(specs, x)
+  x = operands.fused_or_array(specs, x)
   h = prologue.silu_mul(*(jax.ShapeDtypeStruct(spec.y_shape, spec.out_dtype) for spec in specs))
   specs += gemm_spec.make_specs(eqns[2:], h, ws[2:], sites[2:])
   gradients = prologue.silu_mul_gradients(h, *h.sources)
-  can_fuse = quantized_inputs.can_fuse_prologue(specs[:2], gradients, BOTH_OF_G)
-  if can_fuse and quantized_inputs.can_fuse_input(specs[2:], h):
+  can_fuse = operands.can_fuse_prologue(specs[:2], gradients, BOTH_OF_G)
+  if can_fuse and operands.can_fuse_input(specs[2:], h):
     return _swiglu_mlp((specs, name, save), *site_checks.mark_used(specs, x, ws, sites))
   return _separate(eqns, x, ws, sites, name, save)
 
 
 def _separate(eqns, x, ws, sites, name: str, save: Quant | None):
-  gate, up = (checkpoint_name(y, name) for y in linear.dots(eqns[:2], x, ws[:2], sites[:2]))
-  return linear.dot(eqns[2], prologue.silu_mul(gate, up, save=save), ws[2], sites[2])
+  gate, up = (checkpoint_name(y, name) for y in dots.dots(eqns[:2], x, ws[:2], sites[:2]))
+  return dots.dot(eqns[2], prologue.silu_mul(gate, up, save=save), ws[2], sites[2])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

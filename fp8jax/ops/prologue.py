@@ -3,7 +3,7 @@
 Only linear layers read the output of a norm, or silu(gate) * up. If a kernel quantizes it for all
 of them, the kernel computes it too (kernels/quantize/prologues.py) and writes no BF16 array.
 Otherwise it is computed before them like any activation. The linear layers decide
-(quantized_inputs.can_fuse_input); a model only says which function it is.
+(operands.can_fuse_input); a model only says which function it is.
 """
 
 import dataclasses

@@ -1,0 +1,115 @@
+"""A weight in the form that its forward GEMM multiplies: codes and scales, not quantized again.
+
+A frozen weight is E4M3 codes with one float32 scale per 128x128 (QUANT), 1 byte per parameter: the
+format of DeepSeek-V3's checkpoints (arXiv:2412.19437 §3.3; weight = code * weight_scale_inv) and of
+both weight operands of the block recipes. A tile is square, so that the forward product and the
+data gradient multiply the same codes. For inference a weight is in the format of its recipe.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fp8jax.formats import E4M3
+from fp8jax.quantization import quantize, scaled_matrix
+from fp8jax.recipe.quant import Quant
+
+TILE = 128
+QUANT = Quant(E4M3, (TILE, TILE))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StoredMatrix:
+  """value = data * scale of the element's tile.
+
+  Attributes:
+    data: the weight's shape, in the format's dtype; or, for inference, the matrix [produced,
+      contracted], which no kernel has to turn. Perhaps layers in front.
+    scale: float32 [layers?, tiles of contracted, tiles of produced]; of a matrix as it lies.
+    inputs: number of axes, after that of the layers, that the forward GEMM contracts.
+    quant: how the forward GEMM quantizes the weight.
+    weight_shape: of the weight, without the layers, where data is a matrix; else None.
+  """
+
+  data: jax.Array
+  scale: jax.Array
+  inputs: int = dataclasses.field(metadata=dict(static=True))
+  quant: Quant = dataclasses.field(default=QUANT, metadata=dict(static=True))
+  weight_shape: tuple[int, ...] | None = dataclasses.field(default=None, metadata=dict(static=True))
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.weight_shape or self.data.shape
+
+  @property
+  def lead(self) -> int:
+    """Number of axes in front of the weight's own: 1 for a stack of layers."""
+    return len(self.scale.shape) - 2
+
+  def matrix(self, *, is_turned: bool = False) -> scaled_matrix.ScaledMatrix:
+    """[produced, contracted] of one layer, or turned [contracted, produced]."""
+    if self.weight_shape is not None:
+      matrix = scaled_matrix.ScaledMatrix(self.data, self.scale, self.quant.tile)
+      return matrix.T if is_turned else matrix
+    data = self.data.reshape(math.prod(self.shape[: self.inputs]), -1)
+    turned = scaled_matrix.ScaledMatrix(data, self.scale, (self.quant.tile[1], self.quant.tile[0]))
+    return turned if is_turned else turned.T
+
+  def unpack(self):
+    """float32 of the weight's shape; not of a matrix, which does not know the order of its axes."""
+    if self.weight_shape is not None:
+      raise TypeError("a weight quantized for inference is multiplied as it is; keep the other")
+
+    def one(data, scale):
+      return StoredMatrix(data, scale, self.inputs, self.quant).matrix(is_turned=True).dequantize()
+
+    run = jax.vmap(one) if self.lead else one
+    return run(self.data, self.scale).reshape(self.shape)
+
+  def amax(self):
+    """float32 [1]: an upper bound of the largest magnitude, exact where a tile's amax is 448."""
+    return jnp.max(self.scale)[None] * jnp.float32(self.quant.format.max)
+
+
+def pack(x, inputs: int, lead: int = 0) -> StoredMatrix:
+  """A weight in codes, quantized as the block recipes quantize it.
+
+  Args:
+    x: any float dtype.
+    inputs, lead: see StoredMatrix.
+  """
+
+  def one(w):
+    rows = math.prod(w.shape[:inputs])
+    made = quantize.quantize(w.reshape(rows, -1), QUANT)
+    return made.data.reshape(w.shape), made.scale
+
+  data, scale = jax.lax.map(one, x) if lead else one(x)
+  return StoredMatrix(data, scale, inputs)
+
+
+def is_compatible(quant: Quant | None, stored: Quant = QUANT) -> bool:
+  """Whether a GEMM's weight operand may be what was stored: alike but for the rounding of scales
+  and data, or in the compute dtype, to which it is dequantized."""
+  return quant is None or all(
+    getattr(quant, name) == getattr(stored, name) for name in ("format", "tile", "transform")
+  )
+
+
+def specs(x: StoredMatrix, spec: PartitionSpec) -> StoredMatrix:
+  """PartitionSpecs of codes and scales of a weight that lies as `spec`, one entry per axis."""
+  names = (*spec, *(None,) * (len(x.shape) - len(spec)))
+  tiles = PartitionSpec(*names[: x.lead], names[x.lead], names[x.lead + x.inputs])
+  return dataclasses.replace(x, data=spec, scale=tiles)
+
+
+def shardings(x: StoredMatrix, of: NamedSharding | None) -> StoredMatrix:
+  """Where codes and scales of a weight that lies `of` belong."""
+  if of is None:
+    return jax.tree.map(lambda _: None, x)
+  place = lambda spec: NamedSharding(of.mesh, spec)  # noqa: E731
+  return jax.tree.map(place, specs(x, of.spec), is_leaf=lambda s: isinstance(s, PartitionSpec))
