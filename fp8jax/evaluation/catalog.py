@@ -111,7 +111,8 @@ def _problems_of(text: str, settings: Tasks) -> list[str]:
       f"eval.tasks: {text!r}: {', '.join(wrong)} must be a number, of samples and tokens whole"
     ]
   # More than one sample needs a temperature, which may be the task's own.
-  protocol = tasks.Protocol(**{"temperature": 1.0} | changes).problems(f"eval.tasks: {text!r}")
+  drawn: dict[str, Any] = {"temperature": 1.0, **changes}
+  protocol = tasks.Protocol(**drawn).problems(f"eval.tasks: {text!r}")
   if name in reasoning_gym_tasks.FAMILIES:
     return protocol + _lacks("reasoning_gym")
   if arguments:

@@ -167,9 +167,9 @@ def _call(
   taken = {name: options.get(name, "") for name in filter(None, [row.option])}
   of_resolve = taken if row.option == "topology" else {}
   resolved = row.resolve(c, row.needs, **of_resolve)
-  if job == "train":  # it prints how the configuration differs from the base
-    return train.run(*resolved, workdir, identity.flatten(base))
-  return row.run(*resolved, workdir, **({} if of_resolve else taken))
+  # A run prints how its configuration differs from the base.
+  shown = {"base": identity.flatten(base)} if job == "train" else {}
+  return row.run(*resolved, workdir, **({} if of_resolve else taken), **shown)
 
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
