@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection
 from typing import Any
 
+from fp8jax import records
 from fp8jax.data import text_files
 from fp8jax.errors import ConfigErrors, UserError, nearest, read_json
 from fp8jax.evaluation import reasoning_gym_tasks, verifiers
@@ -134,16 +135,11 @@ def from_description(path: str, trained: Collection[str] = frozenset()) -> Task:
 def _checked(path: str, raw: dict[str, Any]) -> _Description:
   problems = ConfigErrors()
   known = {f.name: f for f in dataclasses.fields(_Description)}
-  texts = {"questions", "family", "name", "verifier", "prompt", "system", "prefix", "think_end"}
-  kinds = {"arguments": dict, "stop": list, "items": int, "seed": int, "samples": int,
-           "max_new_tokens": int, "margin": (int, float), "temperature": (int, float),
-           "top_p": (int, float), **dict.fromkeys(texts, str)}  # fmt: skip
   for key, value in raw.items():
-    if key not in known:
-      problems.one_of(f"{path}: key", key, tuple(known))
-    elif not isinstance(value, kinds[key]) or isinstance(value, bool):
-      problems.found.append(f"{path}: {key}={value!r} is no {_KINDS[kinds[key]]}; correct it")
+    problems.one_of(f"{path}: key", key, tuple(known))
+    problems.check(value is not None, f"{path}: {key}=null; leave it out, or give it a value")
   problems.refuse()
+  records.check(raw, _Description, path, "correct it")
   read = _Description(**raw)
   problems.check(
     bool(read.questions) != bool(read.family),
@@ -160,6 +156,3 @@ def _checked(path: str, raw: dict[str, Any]) -> _Description:
   problems.check(has_question, f"{path}: prompt={read.prompt!r} lacks {{question}}; add it")
   problems.refuse()
   return read
-
-
-_KINDS = {dict: "object", list: "list", int: "whole number", (int, float): "number", str: "text"}

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -128,9 +128,7 @@ class Writer:
 
   def scores(self) -> np.ndarray:
     """0 or 1, (items, samples)."""
-    n = self._task.protocol.samples
-    values = [[self.done[i.name][j]["correct"] for j in range(n)] for i in self._task.items]
-    return np.array(values, np.float64)
+    return _scores(self.done, [item.name for item in self._task.items])
 
 
 def read_scores(folder: str) -> dict[str, Scores]:
@@ -150,14 +148,18 @@ def read_scores(folder: str) -> dict[str, Scores]:
     items, n = tuple(definition["items"]), definition["protocol"]["samples"]
     done = _complete(read_rows(stem + ".jsonl"), set(items), n)
     if len(done) == len(items):
-      values = [[done[i][j]["correct"] for j in range(n)] for i in items]
       found[definition["name"]] = Scores(
         definition["name"], definition["fingerprint"], definition["margin"], items,
-        np.array(values, np.float64), definition["settings"],
+        _scores(done, items), definition["settings"],
       )  # fmt: skip
   if not found:
     raise FileNotFoundError(f"{folder} holds no finished task; evaluate with --job=evaluate first")
   return found
+
+
+def _scores(done: Mapping[str, dict[int, dict[str, Any]]], items: Sequence[str]) -> np.ndarray:
+  """0 or 1, (items, samples), of {item: {sample: row}}."""
+  return np.array([[done[i][j]["correct"] for j in sorted(done[i])] for i in items], np.float64)
 
 
 def newest(workdir: str) -> str:

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 
+from fp8jax import patterns
 from fp8jax.errors import UserError
 from fp8jax.evaluation import tasks
 from fp8jax.evaluation.tasks import Item, Verdict, final_answer, normalized
@@ -108,7 +109,5 @@ def by_name(name: str) -> Callable[[Item, str], Verdict]:
 
 def check_pattern(pattern: str, where: str):
   """Refuses an answer that is no regular expression."""
-  try:
-    re.compile(pattern)
-  except re.error as e:
-    raise UserError(f"{where}: {pattern!r} is no regular expression: {e}; correct it") from e
+  if problem := patterns.problem(pattern):
+    raise UserError(f"{where}: {problem}; correct it")

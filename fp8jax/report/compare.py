@@ -164,7 +164,7 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
       notes.append(f"{m.run.name}: no run of {baseline} with its seed and settings, not compared")
     elif has_diverged(other.run):
       notes.append(f"{m.run.name}: {other.run.name} diverged, not compared")
-    elif _data(m.run) != _data(other.run):
+    elif len({r.provenance.get("data_fingerprint") for r in (m.run, other.run)}) > 1:
       notes.append(f"{m.run.name}: other data than {other.run.name}, not compared")
     else:
       pairs.setdefault((m.arm, m.setting), []).append((m, other))
@@ -174,14 +174,10 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
     values += [(arm, setting, quantity, v) for quantity, v in _quantities(found).items()]
     differences += [d for d in [_difference(arm, setting, found)] if d is not None]
     equal.append(_equal_loss(arm, setting, found))
-  rows = [Row(*of, estimate(v), estimate(v, len(values))) for *of, v in values]
+  rows = [Row(a, s, q, estimate(v), estimate(v, len(values))) for a, s, q, v in values]
   return Comparison(
     baseline, tuple(members), tuple(rows), tuple(differences), tuple(equal), config, tuple(notes)
   )
-
-
-def _data(run: RunFiles) -> Any:
-  return run.provenance.get("data_fingerprint")
 
 
 def _differing(runs: Sequence[RunFiles]) -> dict[str, dict[str, Any]]:
@@ -239,7 +235,7 @@ def _quantities(pairs: Sequence[tuple[Member, Member]]) -> dict[str, list[float]
       of = {"served": (own, other), "rounding": (own, plain), "weights": (plain, other)}
       for quantity, (value, reference) in of.items():
         if value is not None and reference is not None:
-          # Values from before a divergence say nothing of the run.
+          # An evaluation from before a divergence says nothing of the run.
           percent = math.inf if has_diverged(mine.run) else _percent(value, reference)
           found.setdefault(f"{quantity}, {source}", []).append(percent)
   return found
@@ -300,12 +296,12 @@ def _last_heldout(*runs: RunFiles) -> list[dict[tuple[str, str], float]]:
   ]
 
 
-def smoothed(run: RunFiles, window: int = 0) -> tuple[np.ndarray, np.ndarray]:
-  """(steps, running mean of the training loss over the `window` steps that end there)."""
+def smoothed(run: RunFiles) -> tuple[np.ndarray, np.ndarray]:
+  """(steps, running mean of the training loss over WINDOW steps, or fewer, that end there)."""
   c = run.curves["loss"]
   kept = np.isfinite(c.values) if np.isfinite(c.values).any() else np.full(len(c.steps), True)
   steps, values = c.steps[kept], c.values[kept]
-  window = window or max(1, min(WINDOW, len(steps) // _WINDOW_SHARE))
+  window = max(1, min(WINDOW, len(steps) // _WINDOW_SHARE))
   return steps[window - 1 :], np.convolve(values, np.ones(window) / window, "valid")
 
 

@@ -16,10 +16,10 @@ _WIDTH, _HEIGHT = 520, 260
 RATE = "optim.peak_lr"
 
 
-def _color(c: Comparison, field: str = "arm") -> alt.Color:
+def _color(c: Comparison) -> alt.Color:
   colors = palette.of_arms([m.arm for m in c.members])
   scale = alt.Scale(domain=list(colors), range=list(colors.values()))
-  return alt.Color(f"{field}:N", title="arm", scale=scale, legend=alt.Legend(symbolOpacity=1))
+  return alt.Color("arm:N", title="arm", scale=scale, legend=alt.Legend(symbolOpacity=1))
 
 
 def _has_settings(c: Comparison) -> bool:

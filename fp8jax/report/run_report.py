@@ -9,6 +9,7 @@ from typing import Any
 
 import altair as alt
 
+from fp8jax import patterns
 from fp8jax.recipe import policy as policy_lib
 from fp8jax.report import charts, exponent_charts, files, page, sensitivity_page, thin
 from fp8jax.report.files import Event, RunFiles
@@ -233,10 +234,7 @@ def _answers(action: str, statistic: str) -> bool:
 
 def _covers(place: str, site: str) -> bool:
   """Whether the place of an action, a site or a pattern of sites, is of this site."""
-  try:
-    return place == site or re.fullmatch(place, site) is not None
-  except re.error:
-    return False
+  return place == site or not patterns.problem(place) and bool(patterns.matches(place, [site]))
 
 
 def _memory(run: RunFiles) -> Section | None:
