@@ -50,7 +50,7 @@ from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.ops import collectives, observe, operands, prologue, site_checks
 from fp8jax.ops import residuals as residuals_lib
 from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role
-from fp8jax.ops.operands import Operand, OperandProvider
+from fp8jax.ops.operands import Operand
 from fp8jax.ops.prologue import Prologue
 from fp8jax.ops.site import ScalingInputs
 from fp8jax.ops.stored_params import cotangent, gemm_operand, residual_view
@@ -71,7 +71,7 @@ class Residuals:
 
   Attributes:
     x: as it came in, a Prologue with compressed sources, or None if every X_WGRAD is saved.
-    x_wgrad: operands.operand_key -> X_WGRAD, of dots that save it.
+    x_wgrad: operand_key -> X_WGRAD, of dots that save it.
     ws: weights, unquantized, as they are stored.
     stats: per dot, float32 [S] of (x, w); of x None if the backward pass observes it.
     inputs: ScalingInputs per dot.
@@ -88,12 +88,54 @@ class Residuals:
     return self.x.decompressed(dtype) if isinstance(self.x, Prologue) else self.x
 
 
+class OperandProvider:
+  """Makes the operands of several GEMMs from one activation, equal ones once.
+
+  Attributes:
+    amax: float32 [1] of the activation once a quantizer has found it, else None.
+  """
+
+  def __init__(self, source, *, wants_amax: bool = False):
+    """
+    Args:
+      source: an array or a Prologue.
+      wants_amax: whether a quantizer that reads the activation finds its amax too.
+    """
+    self.amax: Any = None
+    self._source, self._wants_amax = source, wants_amax
+    self._made: dict[str, tuple] = {}
+
+  def make(self, spec: GemmSpec, n: int, inputs: ScalingInputs, roles: operands.Roles) -> tuple:
+    """Dot n's operand of x in each role: a ScaledMatrix if a kernel makes them all, else x."""
+    key = operand_key(spec, n, roles)
+    if key not in self._made:
+      wants_amax = self._wants_amax and self.amax is None
+      if isinstance(self._source, Prologue):
+        (made,), amaxes = operands.run_prologue((spec,), self._source, roles, wants_amax)
+        amax = amaxes[0] if amaxes else None
+      else:
+        made, amax = operands.quantize_both_orientations(
+          spec, self._source, inputs, roles, wants_amax
+        )
+      self._made[key] = made
+      self.amax = amax if self.amax is None else self.amax
+    return self._made[key]
+
+
+def operand_key(spec: GemmSpec, n: int, roles: operands.Roles) -> str:
+  """Names dot n's operands in these roles. Operands with the same name are equal."""
+  # Scales that are not current differ from site to site, and so do random bits.
+  own = f" of {n}" if spec.recipe.is_stateful or spec.recipe.is_random else ""
+  made = [f"{role.name} {spec.quant(role)} by {spec.backend(role.gemm)}" for role in roles]
+  return f"{spec.letters.batch} {spec.letters.contracted} {made}{own}"
+
+
 def forward_only(specs, x, ws, inputs):
   """One y per weight."""
   provider = OperandProvider(operands.materialize_unless_fused(specs, x))
   ys = []
   for n, (spec, w, i) in enumerate(zip(specs, ws, inputs)):
-    (x_fwd,) = provider.operands(spec, n, i, (Role.X_FWD,))
+    (x_fwd,) = provider.make(spec, n, i, (Role.X_FWD,))
     ys.append(forward(spec, x_fwd, gemm_operand(w), i)[0])
   return tuple(ys)
 
@@ -113,15 +155,15 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
       site_checks.refuse_sums(spec.name, x, tap)
     w = gemm_operand(w)
     if spec.saves_operand:
-      x_fwd, x_wgrad = provider.operands(spec, n, i, (Role.X_FWD, Role.X_WGRAD))
-      key = operands.operand_key(spec, n, (Role.X_WGRAD,))
+      x_fwd, x_wgrad = provider.make(spec, n, i, (Role.X_FWD, Role.X_WGRAD))
+      key = operand_key(spec, n, (Role.X_WGRAD,))
       if key not in x_wgrads:
         x_wgrad = operands.quantize_now(spec, Role.X_WGRAD, x_wgrad, i)
         x_wgrads[key] = residuals_lib.named(
           x_wgrad, residuals_lib.NAME if is_compressed else SAVED_NAME
         )
     else:
-      (x_fwd,) = provider.operands(spec, n, i, (Role.X_FWD,))
+      (x_fwd,) = provider.make(spec, n, i, (Role.X_FWD,))
       saves_x |= not spec.is_frozen
     y, amax_w = forward(spec, x_fwd, w, i, wants_amax=spec.observes_amax_only)
     ys.append(y)
@@ -172,9 +214,9 @@ def gradients(specs, residuals: Residuals, gs):
       dws.append(None)
     else:
       if spec.saves_operand:
-        x_wgrad = residuals.x_wgrad[operands.operand_key(spec, n, (Role.X_WGRAD,))]
+        x_wgrad = residuals.x_wgrad[operand_key(spec, n, (Role.X_WGRAD,))]
       else:
-        (x_wgrad,) = provider.operands(spec, n, i, (Role.X_WGRAD,))
+        (x_wgrad,) = provider.make(spec, n, i, (Role.X_WGRAD,))
       dw = weight_gradient(spec, x_wgrad, g_wgrad, w.dtype, i)
       dws.append(cotangent(stored_w, dw))
     stats_x, stats_w = residuals.stats[n]

@@ -1,11 +1,10 @@
 """Operands as matrices: from letters to [rows, contraction], quantized, gathered.
 
 Two GEMMs of a linear layer take the same activation, one along its features, one along its tokens,
-and several linear layers may share an input. An `OperandProvider` makes an operand ahead of its
-GEMMs if a kernel makes both from one reading (kernels/quantize), or if several GEMMs take the same
-one. The kernel also computes an activation that is a prologue (prologue.py). Any other operand is
-made by its GEMM (`operand`), inside `shard_map` or on a single device, where every size is a
-device's own.
+and several linear layers may share an input. An operand is made ahead of its GEMMs if a kernel
+makes both from one reading (kernels/quantize), or if several GEMMs take the same one. The kernel
+also computes an activation that is a prologue (prologue.py). Any other operand is made by its GEMM
+(`operand`), inside `shard_map` or on a single device, where every size is a device's own.
 """
 
 import dataclasses
@@ -227,46 +226,6 @@ def _gathered(
 
 
 # --- activations and gradients, ahead of their GEMMs ---------------------------------------------
-
-
-class OperandProvider:
-  """Makes the operands of several GEMMs from one activation, equal ones once.
-
-  Attributes:
-    amax: float32 [1] of the activation once a quantizer has found it, else None.
-  """
-
-  def __init__(self, source, *, wants_amax: bool = False):
-    """
-    Args:
-      source: an array or a Prologue.
-      wants_amax: whether a quantizer that reads the activation finds its amax too.
-    """
-    self.amax: Any = None
-    self._source, self._wants_amax = source, wants_amax
-    self._made: dict[str, tuple] = {}
-
-  def operands(self, spec: GemmSpec, n: int, inputs: ScalingInputs, roles: Roles) -> tuple:
-    """Dot n's operand of x in each role: a ScaledMatrix if a kernel makes them all, else x."""
-    key = operand_key(spec, n, roles)
-    if key not in self._made:
-      wants_amax = self._wants_amax and self.amax is None
-      if isinstance(self._source, Prologue):
-        (made,), amaxes = run_prologue((spec,), self._source, roles, wants_amax)
-        amax = amaxes[0] if amaxes else None
-      else:
-        made, amax = quantize_both_orientations(spec, self._source, inputs, roles, wants_amax)
-      self._made[key] = made
-      self.amax = amax if self.amax is None else self.amax
-    return self._made[key]
-
-
-def operand_key(spec: GemmSpec, n: int, roles: Roles) -> str:
-  """Names dot n's operands in these roles. Operands with the same name are equal."""
-  # Scales that are not current differ from site to site, and so do random bits.
-  own = f" of {n}" if spec.recipe.is_stateful or spec.recipe.is_random else ""
-  made = [f"{role.name} {spec.quant(role)} by {spec.backend(role.gemm)}" for role in roles]
-  return f"{spec.letters.batch} {spec.letters.contracted} {made}{own}"
 
 
 def quantize_both_orientations(
