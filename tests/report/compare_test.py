@@ -72,8 +72,7 @@ def test_quantities_keep_forward_passes_and_the_last_quarter_apart(tmp_path):
 
 @pytest.mark.parametrize("name, count", [("paired", 16), ("scratch", 10)])
 def test_the_tables_of_an_experiment_are_those_of_its_results(repository, name, count):
-  pytest.importorskip("altair")
-  from fp8jax.report import compare_page
+  from fp8jax.report import compare_page  # needs Altair
 
   folder = repository / "experiments" / "2025_infir2"
   found = compare.compare(sorted(map(str, (folder / "results" / name).iterdir())))
