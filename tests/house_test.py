@@ -28,7 +28,7 @@ PACKAGE = ROOT / "fp8jax"
 FLOORS = (
   ("",), ("recipe",), ("quantization",), ("kernels",), ("ops",), ("models", "optim", "data"),
   ("generation",), ("evaluation",), ("step",), ("config",), ("compiled",), ("run",), ("report",),
-  ("sweeps",),
+  ("export", "sensitivity"), ("sweeps",),
   ("jobs", "integrations"),
 )  # fmt: skip
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
@@ -45,8 +45,7 @@ EXTRAS_OF_FILES = {
     "report/compare_charts.py",
     "report/exponent_charts.py",
     "report/run_report.py",
-    "report/sensitivity_charts.py",
-    "report/sensitivity_page.py",
+    "sensitivity/page.py",
   ),
   "lm_eval": ("integrations/lm_eval.py",),
 }

@@ -15,7 +15,6 @@ from fp8jax import params as params_lib
 from fp8jax.config import alarms, checks, registry, tile_checks
 from fp8jax.config import chat as chat_checks
 from fp8jax.config import data as data_checks
-from fp8jax.config import export as export_checks
 from fp8jax.config import files as config_files
 from fp8jax.config import policy as policy_checks
 from fp8jax.config import precision as precision_checks
@@ -41,8 +40,9 @@ from fp8jax.step.run_spec import RunSpec
 
 
 def resolve(
-  c: Config, num_devices: int, device: choose.Device, make_mesh: Callable | None = None
-) -> RunSpec:
+  c: Config, num_devices: int, device: choose.Device, make_mesh: Callable | None = None,
+  also: Callable[[Config], list[str]] = lambda c: [],
+) -> RunSpec:  # fmt: skip
   """Checks a configuration against itself, the machine and the files it names.
 
   Args:
@@ -50,6 +50,7 @@ def resolve(
     num_devices: over all processes.
     device: what they are.
     make_mesh: (data, fsdp, tensor) -> mesh; default: one over JAX's devices.
+    also: the problems of sections of jobs.
 
   Raises:
     ConfigError: with all problems found.
@@ -89,7 +90,7 @@ def resolve(
   problems.extend(checks.group_problems(c, optim, named))
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
   recipes = policy_checks.attach(c, recipes, watched, problems)
-  _check_sections(c, problems)
+  _check_sections(c, problems, also)
   if problems.found or model is None or recipes is None:
     raise ConfigError(problems.found)
 
@@ -296,11 +297,11 @@ def _with_attention(c: Config, run, model, microbatch: int, device, problems: Co
   return dataclasses.replace(run, attention=chosen.backend)
 
 
-def _check_sections(c: Config, problems: ConfigErrors):
-  """loss_scale, eval, export and checkpoint, whose numbers have been checked."""
+def _check_sections(c: Config, problems: ConfigErrors, also: Callable[[Config], list[str]]):
+  """loss_scale, eval and checkpoint, whose numbers have been checked."""
+  problems.extend(also(c))
   problems.extend(checks.lora_problems(c))
   problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
-  export_checks.check(c, problems)
   problems.extend(checks.generate_problems(registry.section(c, Generate)))
   problems.extend(checks.sensitivity_problems(c.sensitivity))
   problems.extend(checks.calibrate_problems(c))
@@ -327,13 +328,11 @@ def _check_sections(c: Config, problems: ConfigErrors):
 
 
 def _check_plan(plan: RunSpec, problems: ConfigErrors):
-  """The checks that need everything else: sites, parameters, and the weights of an export."""
+  """The checks that need everything else: sites and parameters."""
   for phase in range(len(plan.precision.phases)):
     problems.attempt(lambda phase=phase: _check_float16(plan, phase))
   problems.extend(policy_checks.site_problems(plan))
   problems.attempt(lambda: plan.leaves)
-  last = plan.eval.step if plan.eval.step >= 0 else plan.steps
-  problems.attempt(lambda: export_checks.choose(plan, plan.phase(max(last - 1, 0))))
 
 
 def _check_float16(plan: RunSpec, phase: int):

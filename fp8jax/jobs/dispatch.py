@@ -15,7 +15,8 @@ from fp8jax import hub
 from fp8jax.compiled import aot
 from fp8jax.config import files as config_files
 from fp8jax.config import identity, resolve
-from fp8jax.errors import UserError, missing_package, writing
+from fp8jax.errors import ConfigError, UserError, missing_package, writing
+from fp8jax.export import checks as export_checks
 from fp8jax.jobs import (
   calibrate,
   diagnose,
@@ -217,7 +218,10 @@ def _call(
     return found
   machine.check_platform(jax.default_backend(), jax.config.jax_platforms, jax.__version__)
   hub.fetch({c.data.tokenizer: hub.TOKENIZER, c.init.hf: hub.WEIGHTS})
-  plan = resolve.resolve(c, jax.device_count(), choose.current_device())
+  device, check = choose.current_device(), export_checks.problems
+  plan = resolve.resolve(c, jax.device_count(), device, also=check)
+  if found := export_checks.problems_of_spec(plan):
+    raise ConfigError(found)
   folder = (job == "export" and c.eval.hf) or c.init.hf
   for note in hf_config.notes(folder) if folder and jax.process_index() == 0 else ():
     print(note, file=sys.stderr)

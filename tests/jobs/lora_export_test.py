@@ -12,6 +12,7 @@ import pytest
 from harness import tiny_config, tiny_plan
 
 from fp8jax import params as params_lib
+from fp8jax.export import write
 from fp8jax.jobs import export, generator, start, train
 from fp8jax.jobs.restore import restore_params
 from fp8jax.models import lora, presets, transformer
@@ -41,8 +42,8 @@ def base(tmp_path):
           for path, p in declared.items()}  # fmt: skip
   tree, plain = params_lib.unflatten(flat), dataclasses.replace(cfg, lora=None)
   wide = params_lib.unflatten({k: v for k, v in flat.items() if not lora.is_adapter(k)})
-  hf_weights.save_params(str(tmp_path / "base"), wide, plain, "float32")
-  peft.save(str(tmp_path / "adapters"), tree, cfg, "base")
+  write.save(str(tmp_path / "base"), write.model(wide, plain, "float32"))
+  write.save(str(tmp_path / "adapters"), write.adapters(tree, cfg, "base"))
   return str(tmp_path / "base"), str(tmp_path / "adapters"), flat
 
 

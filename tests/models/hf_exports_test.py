@@ -58,7 +58,7 @@ def test_transformers_reads_what_is_written(name, kind):
 
 def test_every_rope_type_and_architecture_is_among_them():
   read = [hf_config.read_config(str(HF / name)) for name in check_hf_configs.FOLDERS]
-  assert {c.rope_scaling.kind for c in read} == set(rope.KINDS) == set(hf_config._ROPE_KEYS)
+  assert {c.rope_scaling.kind for c in read} == set(rope.KINDS) == set(hf_config.ROPE_KEYS)
   assert {c.rope_scaling.attention_factor is None for c in read} == {True, False}
   kinds = {(c.architecture, c.tie_embeddings) for c in read}
   assert kinds >= {(a, t) for a in ("llama", "qwen2", "qwen3") for t in (True, False)}
@@ -97,7 +97,8 @@ def test_choices_of_a_folder_are_named_at_the_start(tmp_path, monkeypatch, capfd
   yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
   folder = _folder(tmp_path, rope_scaling=yarn, vocab_size=96)
   (tmp_path / "pytorch_model.bin").write_bytes(b"")
-  monkeypatch.setattr(dispatch.resolve, "resolve", lambda *_: None)
+  monkeypatch.setattr(dispatch.resolve, "resolve", lambda *_, **__: None)
+  monkeypatch.setattr(dispatch.export_checks, "problems_of_spec", lambda _: [])
   monkeypatch.setattr(dispatch.train, "run", lambda *_: {})
   c = text_config(**{"init.hf": folder, "model.preset": "hf"})
   dispatch.call("train", c, c, str(tmp_path / "run"))

@@ -219,14 +219,14 @@ def of_run(tmp_path):
 
 
 def of_sensitivity(_):
-  from fp8jax.report import sensitivity_charts, sensitivity_page
+  from fp8jax.sensitivity import page as sensitivity_page
 
   result = run_files.sensitivity_result()
-  groups = {group: sensitivity_charts.groups(result, group) for group in ("kinds", "layers")}
-  arms = {of: sensitivity_charts.arms(result["budgets"][0], of) for of in ("kl", "loss_percent")}
+  groups = {group: sensitivity_page.groups(result, group) for group in ("kinds", "layers")}
+  arms = {of: sensitivity_page.arms(result["budgets"][0], of) for of in ("kl", "loss_percent")}
   return {
-    "heat_map": sensitivity_charts.heat_map(result),
-    "agreement": sensitivity_charts.agreement(result),
+    "heat_map": sensitivity_page.heat_map(result),
+    "agreement": sensitivity_page.agreement(result),
     "picture": sensitivity_page.picture(result),
     **groups,
     **arms,

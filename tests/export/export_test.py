@@ -19,11 +19,14 @@ from configs import base, debug
 from fp8jax import params as params_lib
 from fp8jax.config import resolve
 from fp8jax.errors import UserError
-from fp8jax.jobs import dispatch, export_gate, restore
+from fp8jax.export import folder as export_folder
+from fp8jax.export import fp8 as fp8_export
+from fp8jax.export import gate as export_gate
+from fp8jax.export import write
+from fp8jax.jobs import dispatch, restore
 from fp8jax.kernels.choose import Device
 from fp8jax.models import presets, transformer
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import export_folder, fp8_export
 from fp8jax.models.hf import names as hf_names
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.run import calibration, provenance
@@ -39,7 +42,7 @@ def source(tmp_path_factory):
   folder = tmp_path_factory.mktemp("source")
   cfg = dataclasses.replace(presets.DEBUG, **SIZES, init_std=0.05)
   weights = params_lib.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
-  hf_weights.save_params(str(folder), weights, cfg, "bfloat16")
+  write.save(str(folder), write.model(weights, cfg, "bfloat16"))
   (folder / "tokenizer_config.json").write_text("{}")
   return folder
 
@@ -98,7 +101,7 @@ def test_export_writes_fp8_that_both_readers_pass_and_nothing_otherwise(
   client = export_gate.Gate.client
 
   def watched(gate, folder, versions):
-    found = np.concatenate([np.asarray(x) for x in gate._source])
+    found = np.concatenate([*gate.source()])
     np.save(logits, -found if spoil else found)
     return client(gate, folder, versions)
 

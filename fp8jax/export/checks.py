@@ -7,19 +7,22 @@ from collections.abc import Collection
 
 from fp8jax.config.files import Config
 from fp8jax.errors import ConfigErrors
+from fp8jax.export import fp8 as fp8_export
 from fp8jax.models import transformer
 from fp8jax.models.config import EVAL_PRECISIONS
-from fp8jax.models.hf import fp8_export, fp8_formats, names
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import fp8_formats, names
 from fp8jax.ops import site
+from fp8jax.recipe.policy import SwitchRecipe
 from fp8jax.step.job_settings import Export
 from fp8jax.step.run_spec import RunSpec
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def check(c: Config, problems: ConfigErrors):
-  """The section `export` against itself and the files it names."""
-  e = c.export
+def problems(c: Config) -> list[str]:
+  """Of the section `export` against itself and the files it names, in words."""
+  problems, e = ConfigErrors(), c.export
   problems.check(
     not e.path or bool(e.path.strip()),
     f"export.path={e.path!r} is blank; name a folder, or '' for WORKDIR/hf",
@@ -42,6 +45,20 @@ def check(c: Config, problems: ConfigErrors):
     f"export.push_to={e.push_to!r} must be a repository of the Hugging Face hub, ORG/NAME",
   )
   _check_fp8(e, problems)
+  return problems.found
+
+
+def problems_of_spec(plan: RunSpec) -> list[str]:
+  """Of the choice of the FP8 matrices, before anything is read.
+
+  Recipes that a policy may have switched are known with the checkpoint, see build.check_codes.
+  """
+  problems = ConfigErrors()
+  switches = any(isinstance(p, SwitchRecipe) for p in plan.precision.policy)
+  last = plan.eval.step if plan.eval.step >= 0 else plan.steps
+  if plan.eval.hf or not switches:
+    problems.attempt(lambda: choose(plan, plan.phase(max(last - 1, 0))))
+  return problems.found
 
 
 def _check_fp8(e: Config, problems: ConfigErrors):
@@ -93,6 +110,7 @@ def choose(
   if fp8 is None:
     return None
   sites = plan.sites(EVAL_PRECISIONS[1] if plan.eval.hf else None, phase=phase)
+  hf_config.check_exportable(plan.model)
   return fp8_export.choose(
     names.entries(plan.model), plan.model.dims, site.recipes_of(sites), fp8,
     scale_fmt=plan.export.scale_fmt, requantize=plan.export.requantize, changed=_changed(plan),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.errors import UserError, one_line
-from fp8jax.models.hf import export_folder
+from fp8jax.export import folder as export_folder
 
 CARD = "README.md"
 
