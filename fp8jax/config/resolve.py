@@ -47,8 +47,7 @@ def resolve(
 
   Args:
     c: a configuration with every key of configs/base.py.
-    num_devices: over all processes.
-    device: what they are.
+    num_devices, device: over all processes, and what they are.
     make_mesh: (data, fsdp, tensor) -> mesh; default: one over JAX's devices.
     also: the problems of sections of jobs.
 
@@ -99,7 +98,6 @@ def resolve(
     **_sections(c, watched, steps), flat=flatten(c),
   )  # fmt: skip
   _check_plan(plan, problems)
-  problems.refuse()
   return plan
 
 
@@ -333,6 +331,7 @@ def _check_plan(plan: RunSpec, problems: ConfigErrors):
     problems.attempt(lambda phase=phase: _check_float16(plan, phase))
   problems.extend(policy_checks.site_problems(plan))
   problems.attempt(lambda: plan.leaves)
+  problems.refuse()
 
 
 def _check_float16(plan: RunSpec, phase: int):

@@ -268,16 +268,16 @@ def _model(
   The merged weights are float32; the format of the export rounds or quantizes them, and the gate
   compares the result with the adapters beside their base.
   """
-  stored, adapted = source.params, ()
+  stored, adapted = source.params, None
   if plan.model.lora:
     stored = lora.merged(stored, plan.declaration, plan.model)
     if _has_adapters(source):
-      adapted = (stored_params.dequantize_tree(source.params), plan)
+      adapted = stored_params.dequantize_tree(source.params)
   params = stored_params.dequantize_tree(stored)
   operands = jax.tree.map(stored_params.compute_copy, stored, is_leaf=stored_params.is_stored)
   if plan.export.fold_smooth_batches:
     params = operands = fold_smooth(plain, params)
-  gate = Gate(plain, texts, *(adapted or (params,)))
+  gate = Gate(plain, texts, params) if adapted is None else Gate(plain, texts, adapted, plan)
   files = write.model(
     params, plain.model, dtype, source.base, source=source.companions, fp8=fp8, operands=operands
   )

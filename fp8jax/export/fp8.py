@@ -302,7 +302,8 @@ def of_stacks(flat: Mapping[str, Any], entries: list[Entry]) -> dict[str, Stored
   """The codes of the matrices that a tree {path: stacked parameter} holds as BlockCodes."""
 
   def pair(codes: BlockCodes, layer: int):
-    data, scale = (params.on_host(x[layer]) for x in (codes.data, codes.scale))
+    data: Any = params.on_host(codes.data[layer])
+    scale: Any = params.on_host(codes.scale[layer])
     return np.asarray(BlockCodes(data, scale, codes.inputs).matrix().data.T), scale.T
 
   return {

@@ -179,7 +179,7 @@ def adapters(tree, cfg: ModelConfig, base_model: str) -> Files:
 # --- files of safetensors ------------------------------------------------------------------------
 
 
-def _split(pieces: Iterable[Piece], shard_bytes: int) -> Files:
+def _split(pieces: Iterable[Piece], shard_bytes: int) -> dict[str, list[Piece]]:
   """{file name: its pieces}, in order, no file larger than shard_bytes unless one piece is."""
   groups: list[list[Piece]] = [[]]
   total = 0
@@ -194,9 +194,9 @@ def _split(pieces: Iterable[Piece], shard_bytes: int) -> Files:
   return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": g for i, g in enumerate(groups, 1)}
 
 
-def _index(shards: Files) -> dict[str, Any]:
+def _index(shards: Mapping[str, list[Piece]]) -> dict[str, Any]:
   """The content of INDEX."""
-  pieces = [(file, piece) for file, some in shards.items() for piece in some or ()]
+  pieces = [(file, piece) for file, some in shards.items() for piece in some]
   return {
     "metadata": {"total_size": sum(p.nbytes for _, p in pieces)},
     "weight_map": {name: file for file, p in pieces for name, _, _ in p.tensors},

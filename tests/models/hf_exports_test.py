@@ -65,6 +65,13 @@ def test_every_rope_type_and_architecture_is_among_them():
   assert {a for a, _ in kinds} == set(hf_config.ARCHITECTURES)
 
 
+@pytest.mark.parametrize("kind", rope.KINDS)
+def test_rope_options_that_are_required_are_those_of_transformers(kind):
+  """Without which version 4 or 5 refuses config.json, or guesses."""
+  of_versions = [set(found.get(kind, ())) for found in EXPORTS["rope"].values()]
+  assert len(of_versions) == 2 and set(hf_config.ROPE_KEYS[kind][0]) == set.union(*of_versions)
+
+
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_rope_options_are_read_as_transformers_reads_them(name):
   config = json.loads((HF / "llama" / "config.json").read_text()) | {"head_dim": 16}

@@ -189,6 +189,17 @@ def test_report_that_cannot_be_drawn_is_said_and_fails_nothing(tmp_path, monkeyp
   assert "pip install 'fp8jax[report]'" in at_end.attempt(str(tmp_path))
 
 
+def test_report_at_the_end_shows_the_sensitivity_of_the_folder(tmp_path):
+  pytest.importorskip("altair")
+  run_files.write_run(tmp_path, steps=4, looks=2, layers=3)
+  (tmp_path / "sensitivity").mkdir()
+  result = json.dumps(run_files.sensitivity_result())
+  (tmp_path / "sensitivity" / "sensitivity.json").write_text(result)
+  assert at_end.attempt(str(tmp_path), report.others).startswith("report: ")
+  text = (tmp_path / "report.html").read_text()
+  assert text.index("<h2>Sensitivity of sites</h2>") < text.index("<h2>Provenance</h2>")
+
+
 def without_data(spec):
   """A specification with the number of rows in place of its data."""
   if isinstance(spec, dict):

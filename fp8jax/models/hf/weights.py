@@ -316,7 +316,8 @@ def _read_codes(folder: Folder, entry: Entry, dims) -> BlockCodes:
   Raises:
     UserError: the scales do not cover the matrix, or see fp8_formats.check_scales.
   """
-  name = folder.fp8.scale_name(entry.name)
+  fp8: Any = folder.fp8  # it has blocks
+  name = fp8.scale_name(entry.name)
   scale = folder.read(name).astype(np.float32).T
   data = folder.read(entry.name).T
   shape = tuple(scaled_matrix.num_tiles(n, block_codes.TILE) for n in data.shape)
