@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
 from fp8jax import axes
 
@@ -110,3 +112,10 @@ def init(key, tree, dims: Mapping[str, int]):
     return param.std * jax.random.normal(own, dims_shape, jnp.float32)
 
   return unflatten({path: one(path, p) for path, p in flatten(tree).items()})
+
+
+def on_host(x) -> np.ndarray:
+  """A whole array, also where processes share its shards (then all of them call this)."""
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    return multihost_utils.process_allgather(x, tiled=True)
+  return np.asarray(jax.device_get(x))

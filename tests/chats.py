@@ -13,9 +13,9 @@ from fp8jax import params as params_lib
 from fp8jax.data import config as data_config
 from fp8jax.data import tokenize
 from fp8jax.data.chat.template import ChatTemplate
+from fp8jax.export import write as write_lib
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
-from fp8jax.models.hf import weights as hf_weights
 
 TEMPLATE = (
   "{% if messages[0].role == 'system' %}{{ raise_exception('no system text here') }}{% endif %}"
@@ -83,7 +83,7 @@ def write_model(folder: pathlib.Path, num_layers: int, max_positions: int) -> pa
     lambda p: rng.normal(p.init == "ones", 0.3, params_lib.shape(p, cfg.dims)).astype(np.float32),
     transformer.params(cfg),
   )
-  hf_weights.save_params(str(folder), jax.tree.map(jnp.asarray, tree), cfg, "float32")
+  write_lib.save(str(folder), write_lib.model(jax.tree.map(jnp.asarray, tree), cfg, "float32"))
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = tokenizers.decoders.ByteLevel()

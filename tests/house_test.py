@@ -28,7 +28,7 @@ PACKAGE = ROOT / "fp8jax"
 FLOORS = (
   ("",), ("recipe",), ("quantization",), ("kernels",), ("ops",), ("models", "optim", "data"),
   ("step",), ("config",), ("compiled",), ("run",), ("generation",), ("evaluation",),
-  ("export", "sensitivity"), ("report",), ("sweeps",), ("jobs", "integrations"),
+  ("report",), ("export", "sensitivity"), ("sweeps",), ("jobs", "integrations"),
 )  # fmt: skip
 # Keys of a configuration: declared in the folder that owns them, read by `config`, so that a
 # settings.py lies on the floor of `step`, wherever its folder stands.
@@ -47,8 +47,7 @@ EXTRAS_OF_FILES = {
     "report/compare_charts.py",
     "report/exponent_charts.py",
     "report/run_report.py",
-    "report/sensitivity_charts.py",
-    "report/sensitivity_page.py",
+    "sensitivity/page.py",
   ),
   "lm_eval": ("integrations/lm_eval.py",),
 }

@@ -22,12 +22,12 @@ import jax.numpy as jnp  # noqa: E402
 from configs import smollm2_cpt  # noqa: E402
 from fp8jax.config import resolve  # noqa: E402
 from fp8jax.data import loader  # noqa: E402
+from fp8jax.export import gate  # noqa: E402
 from fp8jax.kernels import choose  # noqa: E402
 from fp8jax.models import transformer  # noqa: E402
 from fp8jax.models.hf import weights  # noqa: E402
 from fp8jax.ops import scaling  # noqa: E402
 from fp8jax.recipe import library  # noqa: E402
-from fp8jax.run import noise_floor  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results.json"
 LENGTH, ROWS = 512, 2
@@ -53,8 +53,8 @@ def measure(recipe: str) -> dict | None:
     return transformer.logits(params, sites, batch, spec.model, spec.run)
 
   source = run(params, sites, batch)
-  made = run(noise_floor.nudged(params), sites, batch)
-  return noise_floor.row(jax.jit(noise_floor.difference)(source, made, tokens, counts))
+  made = run(gate.nudged(params), sites, batch)
+  return gate.row(jax.jit(gate.difference)(source, made, tokens, counts))
 
 
 def table(rows: dict[str, dict]) -> str:

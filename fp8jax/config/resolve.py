@@ -46,8 +46,7 @@ def resolve(
 
   Args:
     c: a configuration with every key of configs/base.py.
-    num_devices: over all processes.
-    device: what they are.
+    num_devices, device: over all processes, and what they are.
     make_mesh: (data, fsdp, tensor) -> mesh; default: one over JAX's devices.
     needs: of the job, whose other sections are not read.
 

@@ -7,11 +7,14 @@ from collections.abc import Collection
 
 from fp8jax.config.files import Config
 from fp8jax.errors import ConfigErrors
+from fp8jax.export import fp8 as fp8_export
 from fp8jax.export.settings import Export
 from fp8jax.models import transformer
 from fp8jax.models.config import EVAL_PRECISIONS
-from fp8jax.models.hf import fp8_export, fp8_formats, names
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import fp8_formats, names
 from fp8jax.ops import site_tree
+from fp8jax.recipe.policy import SwitchRecipe
 from fp8jax.step.run_spec import RunSpec
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -41,11 +44,16 @@ def problems(c: Config) -> list[str]:
   return problems.found
 
 
-def problems_of_spec(spec: RunSpec) -> list[str]:
-  """Of the choice of the FP8 matrices, before weights are read."""
+def problems_of_spec(plan: RunSpec) -> list[str]:
+  """Of the choice of the FP8 matrices, before anything is read.
+
+  Recipes that a policy may have switched are known with the checkpoint, see build.check_codes.
+  """
   problems = ConfigErrors()
-  last = spec.weights.step if spec.weights.step >= 0 else spec.steps
-  problems.attempt(lambda: choose(spec, spec.phase(max(last - 1, 0))))
+  switches = any(isinstance(p, SwitchRecipe) for p in plan.precision.policy)
+  last = plan.weights.step if plan.weights.step >= 0 else plan.steps
+  if plan.weights.hf or not switches:
+    problems.attempt(lambda: choose(plan, plan.phase(max(last - 1, 0))))
   return problems.found
 
 
@@ -99,6 +107,7 @@ def choose(
   if fp8 is None:
     return None
   sites = plan.sites(EVAL_PRECISIONS[1] if plan.weights.hf else None, phase=phase)
+  hf_config.check_exportable(plan.model)
   return fp8_export.choose(
     names.entries(plan.model), plan.model.dims, site_tree.recipes_of(sites), fp8,
     scale_fmt=e.scale_fmt, requantize=e.requantize, changed=_changed(plan),

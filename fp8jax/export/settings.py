@@ -4,8 +4,6 @@ from fp8jax.keys import NOTHING, key, section
 from fp8jax.models.hf import fp8_formats
 from fp8jax.models.hf import weights as hf_weights
 
-FORMATS = ("hf-bf16", "hf-fp8-block", "compressed-tensors", "peft")
-
 
 # A table: a key a row, its meaning beside it.
 # fmt: off
@@ -16,7 +14,7 @@ class Export:
   format: str = key("hf-bf16", '"hf-bf16": all weights in export.dtype. "hf-fp8-block": FP8 as '
     'DeepSeek-V3 and Qwen publish it, 128x128. "compressed-tensors": FP8 as llm-compressor writes '
     "it, by export.strategy. \"peft\": the adapters alone, in PEFT's format.",
-    choices=FORMATS)
+    choices=fp8_formats.FORMATS)
   dtype: str = key("auto", 'Of weights that are not FP8: "bfloat16", "float16", "float32", or '
     '"auto": as imported, else bfloat16.', choices=("auto", *hf_weights.DTYPES))
   strategy: str = key("channel", "compressed-tensors: what shares a scale: channel, block, tensor",

@@ -4,11 +4,11 @@ import os
 
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
-from fp8jax.jobs.restore import folder_of, load_or_init
 from fp8jax.run import (
   calibration,
   provenance,
 )
+from fp8jax.run.restore import folder_of, load_or_init
 from fp8jax.run.settings import Calibrate
 from fp8jax.step import run_spec, train_step
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from fp8jax import records
 from fp8jax.data import batch_sharding
-from fp8jax.jobs.restore import as_trained, restore_params
 from fp8jax.run import nonfinite, schemas
+from fp8jax.run.restore import as_trained, restore_params
 from fp8jax.step import run_spec
 
 

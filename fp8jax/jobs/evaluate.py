@@ -3,9 +3,9 @@
 from fp8jax.errors import UserError
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.jobs import evaluate_tasks
-from fp8jax.jobs.restore import load_weights
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run import startup
+from fp8jax.run.restore import load_weights
 from fp8jax.step import run_spec
 
 

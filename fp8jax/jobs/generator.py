@@ -9,11 +9,11 @@ from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.generation import api, weights
 from fp8jax.generation.settings import Generate
-from fp8jax.jobs.restore import load_weights
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.run import evaluator as evaluator_lib
+from fp8jax.run.restore import load_weights
 from fp8jax.step import run_spec
 
 

@@ -6,7 +6,7 @@ from fp8jax import console as console_lib
 from fp8jax.data import config as data_config
 from fp8jax.data import pretokenize
 from fp8jax.errors import UserError, writing
-from fp8jax.jobs.restore import folder_of
+from fp8jax.run.restore import folder_of
 from fp8jax.run.settings import Prepare
 
 

@@ -1,8 +1,16 @@
 """Pictures of runs, from their folders alone: report.html, and the comparison of several runs."""
 
 import os
+from typing import Any
 
 from fp8jax.errors import UserError
+
+
+def others() -> tuple[Any, ...]:
+  """See run_report.Others; needs the extra `report`."""
+  from fp8jax.sensitivity import page
+
+  return (page.of_run,)
 
 
 def run(workdir: str, extra: list[str]) -> str:
@@ -19,7 +27,7 @@ def run(workdir: str, extra: list[str]) -> str:
       f"--job=report draws one run: --job=report --workdir={named or 'runs/NAME'}; for several "
       f"--job=compare {named or 'runs/A runs/B'}"
     )
-  path = run_report.write(workdir)
+  path = run_report.write(workdir, others())
   print("\n".join([path, *run_report.pictures(workdir)]))
   return path
 

@@ -8,17 +8,16 @@ import rich.console
 
 from fp8jax.config import resolve
 from fp8jax.data import loader
-from fp8jax.data.chat import template as template_lib
 from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import UserError
+from fp8jax.export import write
 from fp8jax.generation import api
-from fp8jax.jobs import restore
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import stored_params
 from fp8jax.quantization.stored_matrix import StoredMatrix
-from fp8jax.run import checkpoint
+from fp8jax.run import checkpoint, restore
 from fp8jax.run import provenance as provenance_lib
 from fp8jax.step import run_spec, train_step
 from fp8jax.step.state import State
@@ -118,11 +117,9 @@ def _keep_files(plan: run_spec.RunSpec, source: str, workdir: str):
   if jax.process_index():
     return
   target, tokenizer = os.path.join(workdir, "hf_source"), plan.data.tokenizer
-  hf_weights.keep_source_files(source, target)
-  if tokenizer.path != BYTES:
-    folder = os.path.dirname(tokenizer.file)
-    hf_weights.replace_tokenizer(folder, target)
-    _keep_templates(folder, target)
+  folder = os.path.dirname(tokenizer.file) if tokenizer.path != BYTES else ""
+  write.keep_companions(source, target, folder)
+  if folder:
     own = _own_eos(tokenizer, folder)
     before = api.end_ids(target, own)
     ends = dict.fromkeys([*_trained_ends(plan), *api.end_ids(folder, own), *before])
@@ -133,22 +130,6 @@ def _keep_files(plan: run_spec.RunSpec, source: str, workdir: str):
   if plan.data.chat is not None and plan.flat["data.chat_template"]:  # a file hides all others
     with open(os.path.join(target, "chat_template.jinja"), "w", encoding="utf-8") as f:
       f.write(plan.data.chat.template.text)
-
-
-def _keep_templates(folder: str, target: str):
-  """Keeps the templates of additional_chat_templates/ as a list, which one file carries."""
-  if not os.path.isdir(os.path.join(folder, template_lib.FOLDER)):
-    return
-  has_config = os.path.exists(os.path.join(target, template_lib.CONFIG))
-  config = hf_config.read_json(target, template_lib.CONFIG) if has_config else {}
-  try:
-    named, _ = template_lib.templates(folder, config)
-  except UserError:  # of no use to this run, or it would have been refused
-    return
-  listed = [{"name": name, "template": text} for name, text in named.items()]
-  provenance_lib.write_json(target, template_lib.CONFIG, {**config, "chat_template": listed})
-  with contextlib.suppress(FileNotFoundError):
-    os.remove(os.path.join(target, template_lib.FILE))
 
 
 def source(workdir: str) -> str:

@@ -7,11 +7,10 @@ from typing import Any
 import jax
 
 from fp8jax import patterns
-from fp8jax.jobs import restore
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site_tree
 from fp8jax.recipe import policy as policy_lib
-from fp8jax.run import checkpoint, control
+from fp8jax.run import checkpoint, control, restore
 from fp8jax.step import run_spec, train_step
 from fp8jax.step.state import State
 

@@ -12,7 +12,7 @@ from fp8jax import console as console_lib
 from fp8jax.compiled import fp8_gemms
 from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
-from fp8jax.jobs import failure, restore, self_tests, steering
+from fp8jax.jobs import failure, report, self_tests, steering
 from fp8jax.jobs import start as start_lib
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site_tree
@@ -31,6 +31,7 @@ from fp8jax.run import (
   numerics_image,
   preemption,
   profiler,
+  restore,
   startup,
   tracker,
 )
@@ -471,4 +472,4 @@ class _Run:
   def _draw(self):
     """Writes WORKDIR/report.html; says why not, and the run goes on."""
     if self.plan.log.report and jax.process_index() == 0:
-      self.out.print(at_end.attempt(self.workdir))
+      self.out.print(at_end.attempt(self.workdir, report.others))

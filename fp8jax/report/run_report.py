@@ -4,14 +4,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import altair as alt
 
 from fp8jax import patterns
 from fp8jax.recipe import policy as policy_lib
-from fp8jax.report import charts, exponent_charts, files, page, sensitivity_page, thin
+from fp8jax.report import charts, exponent_charts, files, page, thin
 from fp8jax.report.files import Event, RunFiles
 from fp8jax.report.page import Section
 from fp8jax.run import goodput
@@ -20,7 +20,11 @@ from fp8jax.run import goodput
 MAX_EVENTS = 200
 
 
-def write(workdir: str) -> str:
+# Sections of another feature, of what a run's folder has of it.
+Others = Sequence[Callable[[RunFiles], list[Section]]]
+
+
+def write(workdir: str, others: Others = ()) -> str:
   """Writes WORKDIR/report.html from the other files of WORKDIR; returns its path.
 
   Raises:
@@ -29,7 +33,7 @@ def write(workdir: str) -> str:
   """
   run = files.read(workdir)
   path = os.path.join(workdir, "report.html")
-  page.write(path, page.render(f"{run.name}: {run.recipe}", sections(run), page.vega()))
+  page.write(path, page.render(f"{run.name}: {run.recipe}", sections(run, others), page.vega()))
   return path
 
 
@@ -43,15 +47,15 @@ def pictures(workdir: str) -> list[str]:
   return paths
 
 
-def sections(run: RunFiles) -> list[Section]:
+def sections(run: RunFiles, others: Others = ()) -> list[Section]:
   """All parts of the report that the run's files have something for."""
   with charts.unchecked():
-    return _sections(run)
+    return _sections(run, others)
 
 
-def _sections(run: RunFiles) -> list[Section]:
+def _sections(run: RunFiles, others: Others) -> list[Section]:
   found = [_head(run), _training(run), _speed(run), _time(run), *_numerics(run), _events(run)]
-  found += [_memory(run), *(sensitivity_page.sections(run.sensitivity) if run.sensitivity else [])]
+  found += [_memory(run), *(s for of in others for s in of(run))]
   return [s for s in [*found, _config(run), _sites(run), _provenance(run)] if s is not None]
 
 

@@ -17,7 +17,7 @@ from fp8jax.config import resolve
 from fp8jax.data import loader, pretokenize
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import ConfigError
-from fp8jax.jobs import restore
+from fp8jax.run import restore
 
 BOS, EOS = 0, 2
 TEXTS = ["hi", "<|endoftext|>hi", "", "<|endoftext|>", "a longer <|im_start|>"]

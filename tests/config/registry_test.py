@@ -6,8 +6,8 @@ from configs import base
 from fp8jax import keys
 from fp8jax.config import identity, named, registry
 from fp8jax.errors import REMOVED, ConfigError, UserError
-from fp8jax.jobs import restore
 from fp8jax.keys import EXECUTION, NOTHING, RESULT
+from fp8jax.run import restore
 
 BOUNDED = {k.name: k for k in registry.KEYS.values() if k.least is not None}
 CHOSEN = {k.name: k for k in registry.KEYS.values() if k.choices is not None}

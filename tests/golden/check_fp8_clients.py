@@ -63,8 +63,10 @@ def _tokens(folder, text):
 
 
 def _write_one(target, weights, cfg, form, how, tokens):
+  from fp8jax.export import fp8 as fp8_export
+  from fp8jax.export import write as write_lib
   from fp8jax.models import transformer
-  from fp8jax.models.hf import fp8_export, fp8_formats, names
+  from fp8jax.models.hf import fp8_formats, names
   from fp8jax.models.hf import weights as hf_weights
   from fp8jax.ops import site_tree
 
@@ -76,7 +78,7 @@ def _write_one(target, weights, cfg, form, how, tokens):
   plan = fp8_export.choose(entries, cfg.dims, site_tree.recipes_of(sites), fp8, scale_fmt=fmt)
   inputs = {(fp8_export.site_of(e), "x"): 8.0 for e in entries if e.layer is not None}
   plan = fp8_export.with_amaxes(plan, entries, {}, inputs)
-  hf_weights.save_params(str(target), weights, cfg, "bfloat16", fp8=plan)
+  write_lib.save(str(target), write_lib.model(weights, cfg, "bfloat16", fp8=plan))
   folder = hf_weights.Folder(str(target))
   matrices = {name: folder.read_float(name) for name in plan.matrices}
   back, _ = hf_weights.load_params(str(target), cfg)

@@ -9,8 +9,9 @@ Not a test: it needs torch and transformers, which fp8jax never imports, so it r
       torch==2.13.0 transformers==5.23.0; then 4.57.6)
 
 `read` adds its version to hf_exports.json: per export the largest difference of logits from
-logits.npz, which transformers gave for the folder itself. tests/models/hf_exports_test.py holds
-every config.json that is written today against the hash of the one that was read.
+logits.npz, which transformers gave for the folder itself, and per rope type the options without
+which this version refuses config.json, or guesses. tests/models/hf_exports_test.py holds every
+config.json that is written today against the hash of the one that was read.
 """
 
 import hashlib
@@ -40,6 +41,7 @@ def sha256(config):
 
 def write(out):
   sys.path.insert(0, str(HERE.parents[1]))
+  from fp8jax.export import write as write_lib
   from fp8jax.models.hf import config as hf_config
   from fp8jax.models.hf import weights as hf_weights
 
@@ -49,27 +51,54 @@ def write(out):
     params, dtype = hf_weights.load_params(folder, cfg)
     for kind in ("with base", "without base"):
       base = hf_config.read_json(folder, "config.json") if kind == "with base" else None
-      hf_weights.save_params(f"{out}/{name}, {kind}", params, cfg, dtype, base)
+      write_lib.save(f"{out}/{name}, {kind}", write_lib.model(params, cfg, dtype, base))
+
+
+def required(config):
+  """The rope options of a config.json without which transformers refuses it, or guesses."""
+  import logging
+
+  import transformers
+
+  told = []
+  handler = logging.Handler()
+  handler.emit = lambda record: told.append(record.getMessage())
+  logging.getLogger("transformers").addHandler(handler)
+  found = []
+  for key in config["rope_scaling"]:
+    told.clear()
+    rope = {k: v for k, v in config["rope_scaling"].items() if k != key}
+    try:
+      transformers.AutoConfig.for_model(**config | {"rope_scaling": rope})
+    except (KeyError, ValueError) as e:
+      told.append(str(e))
+    found += [key] if any("issing required" in s or "is unset" in s for s in told) else []
+  logging.getLogger("transformers").removeHandler(handler)
+  return sorted(set(found) - {"rope_type"})
 
 
 def read(out):
   import torch
   import transformers
 
-  differences, hashes = {}, {}
+  differences, hashes, ropes = {}, {}, {}
   for folder in sorted(pathlib.Path(out).iterdir()):
     golden = np.load(HERE / "hf" / folder.name.split(",")[0] / "logits.npz")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
       logits = model(torch.from_numpy(golden["tokens"])).logits.numpy()
     differences[folder.name] = float(np.abs(logits - golden["logits"]).max())
-    hashes[folder.name] = sha256(json.loads((folder / "config.json").read_text()))
+    config = json.loads((folder / "config.json").read_text())
+    hashes[folder.name] = sha256(config)
+    if config["rope_scaling"]:
+      ropes.setdefault(config["rope_scaling"]["rope_type"], required(config))
     print(f"{folder.name}: {type(model).__name__}, {differences[folder.name]:.2g}")
   record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
   if record.get("config.json") != hashes:  # what other versions read is no longer written
-    record = {"config.json": hashes, "logits": {}}
+    record = {"config.json": hashes, "logits": {}, "rope": {}}
   version = f"transformers {transformers.__version__}, torch {torch.__version__}"
   record["logits"] = {**record["logits"], version: differences}
+  record["rope"] = {**record.get("rope", {}), version: ropes}
   RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -72,10 +72,10 @@ def export(folder):
   import jax
 
   from fp8jax import params
+  from fp8jax.export import write as write_lib
   from fp8jax.models import lora, transformer
   from fp8jax.models.config import ComputeConfig, Lora
   from fp8jax.models.hf import config as hf_config
-  from fp8jax.models.hf import peft
   from fp8jax.models.hf import weights as hf_weights
   from fp8jax.ops import site_tree
 
@@ -87,7 +87,7 @@ def export(folder):
     if lora.is_adapter(path):
       flat[path] = jax.numpy.float32(rng.normal(0, 0.2, params.shape(p, cfg.dims)))
   tree = params.unflatten(flat)
-  peft.save(folder, tree, cfg, str(BASE))
+  write_lib.save(folder, write_lib.adapters(tree, cfg, str(BASE)))
   tokens = np.load(BASE / "logits.npz")["tokens"]
   rules = (*lora.RULES, (".*", "bf16"))
   sites = site_tree.build_sites(transformer.site_params(cfg), cfg.dims, rules)

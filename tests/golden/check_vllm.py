@@ -98,6 +98,7 @@ def bf16(folder):
   sys.path[:0] = [str(HERE), str(HERE.parents[1])]
   import check_fp8_clients as clients
 
+  from fp8jax.export import write
   from fp8jax.models import transformer
   from fp8jax.models.hf import config as hf_config
   from fp8jax.models.hf import weights as hf_weights
@@ -106,7 +107,7 @@ def bf16(folder):
   source, target = (str(pathlib.Path(folder) / name) for name in ("block", "bf16"))
   cfg = hf_config.read_config(source)
   weights, _ = hf_weights.load_params(source, cfg)
-  hf_weights.save_params(target, weights, cfg, "bfloat16")
+  write.save(target, write.model(weights, cfg, "bfloat16"))
   back, _ = hf_weights.load_params(target, cfg)
   sites = site_tree.build_sites(transformer.site_params(cfg), cfg.dims, ((".*", "bf16"),))
   tokens = np.load(pathlib.Path(source) / "ours.npz")["tokens"]

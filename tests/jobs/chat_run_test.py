@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import types
 
 import case_inputs
 import chats
@@ -17,9 +16,10 @@ from fp8jax.config import resolve
 from fp8jax.data import tokenize
 from fp8jax.data.chat import template
 from fp8jax.errors import ConfigError
+from fp8jax.export import build
 from fp8jax.generation import api
 from fp8jax.generation.settings import Generate
-from fp8jax.jobs import export, generator, start, table, train
+from fp8jax.jobs import generator, start, table, train
 from fp8jax.kernels import choose
 from fp8jax.run import preemption
 
@@ -168,9 +168,8 @@ def test_a_run_without_hugging_face_files_keeps_the_end_of_its_turns(folder, tmp
   kept = {"eos_token_id": [2, 0]}
   assert json.loads((tmp_path / "next/generation_config.json").read_text()) == kept
   # An export has them too, where transformers looks without a generation_config.json.
-  source = types.SimpleNamespace(companions="")
-  assert export._base(source, str(tmp_path / "next"))["eos_token_id"] == [2, 0]
-  assert export._base(source, str(tmp_path / "t")) is None
+  assert build.base_of("", str(tmp_path / "next"))["eos_token_id"] == [2, 0]
+  assert build.base_of("", str(tmp_path / "t")) is None
 
 
 def test_templates_of_a_folder_are_kept_as_a_list(folder, tmp_path):

@@ -23,9 +23,9 @@ from fp8jax import params as params_lib
 from fp8jax.config import identity
 from fp8jax.data import loader
 from fp8jax.errors import UserError
-from fp8jax.jobs import export
+from fp8jax.export import build
+from fp8jax.export import folder as export_folder
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import export_folder
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.run import calibration, checkpoint
 
@@ -273,7 +273,7 @@ def test_export_merges_scales_per_channel(trained, run_job, tmp_path):
   saved["layers/mlp/down"] = saved["layers/mlp/down"] * s_NF[:, :, None]
   for name, value in got.items():
     np.testing.assert_array_equal(value, saved[name], err_msg=name)
-  again = export._fold_smooth(plan, merged)  # nothing is left to divide by
+  again = build.fold_smooth(plan, merged)  # nothing is left to divide by
   np.testing.assert_array_equal(again["layers"]["mlp"]["up"], got["layers/mlp/up"])
 
 

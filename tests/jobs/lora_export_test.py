@@ -12,14 +12,15 @@ import pytest
 from harness import tiny_config, tiny_plan
 
 from fp8jax import params as params_lib
+from fp8jax.export import write
 from fp8jax.export.settings import Export
 from fp8jax.jobs import export, generator, start, train
-from fp8jax.jobs.restore import restore_params
 from fp8jax.models import lora, presets, transformer
 from fp8jax.models.config import Lora
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import stored_params
+from fp8jax.run.restore import restore_params
 
 SMALL = {
   "global_batch": 1, "seq_len": 128, "eval.batch": 1, "eval.tokens": 128, "model.num_layers": 2,
@@ -42,8 +43,8 @@ def base(tmp_path):
           for path, p in declared.items()}  # fmt: skip
   tree, plain = params_lib.unflatten(flat), dataclasses.replace(cfg, lora=None)
   wide = params_lib.unflatten({k: v for k, v in flat.items() if not lora.is_adapter(k)})
-  hf_weights.save_params(str(tmp_path / "base"), wide, plain, "float32")
-  peft.save(str(tmp_path / "adapters"), tree, cfg, "base")
+  write.save(str(tmp_path / "base"), write.model(wide, plain, "float32"))
+  write.save(str(tmp_path / "adapters"), write.adapters(tree, cfg, "base"))
   return str(tmp_path / "base"), str(tmp_path / "adapters"), flat
 
 

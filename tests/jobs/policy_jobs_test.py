@@ -10,7 +10,7 @@ import safetensors
 
 from fp8jax.jobs import generator
 from fp8jax.ops import site_tree
-from fp8jax.run import checkpoint, control, nonfinite
+from fp8jax.run import checkpoint, control, nonfinite, restore
 
 SIZES = {
   "model.hidden_size": 128, "model.intermediate_size": 256, "model.num_heads": 2,
@@ -38,8 +38,8 @@ def trained(launch, tmp_path_factory):
 def switch(monkeypatch):
   """From here on a checkpoint says that its policies had switched, before its last step."""
 
-  def run(plan):
-    recipes = {name: "bf16" if "/0/" in name else "block_128_pow2"
+  def run(plan, to="block_128_pow2"):
+    recipes = {name: "bf16" if "/0/" in name else to
                for name in site_tree.recipes_of(plan.sites()) if name != "head"}  # fmt: skip
     memory = control.Memory(recipes=((1, recipes),)).to_json()
     meta = checkpoint.Checkpoints.meta
@@ -106,3 +106,21 @@ def test_an_export_has_the_codes_of_the_recipes_that_policies_switched_to(
   mantissa, _ = np.frexp(np.frombuffer(raw[name]["data"], np.float32))
   np.testing.assert_array_equal(mantissa, 0.5)
   assert "model.layers.0.mlp.up_proj.weight_scale_inv" not in raw
+
+
+@pytest.mark.parametrize("to, is_held", [("block_128_pow2", True), ("rowwise", False)])
+def test_an_export_is_refused_for_the_recipes_of_its_checkpoint_before_weights_are_read(
+  run_job, trained, switch, tmp_path, monkeypatch, to, is_held
+):
+  """Its configuration's own recipe, block_128, has no scales that are powers of two."""
+  changes = {
+    "export.format": "hf-fp8-block", "export.scale_fmt": "ue8m0", "export.path": str(tmp_path),
+    "precision.policy": ("switch_recipe(to='bf16')",), "log.tensor_stats_every": 100,
+  }  # fmt: skip
+  switch(debug_runs.plan(_config(STARTED)), to)
+  if not is_held:
+    read = lambda *_: pytest.fail("the weights were read")  # noqa: E731
+    monkeypatch.setattr(restore, "restore_params", read)
+  code, _, stderr = run_job("export", _config(STARTED, **changes), trained)
+  assert code == 1 - is_held, stderr
+  assert is_held or "recipe 'rowwise' multiplied weights as e4m3 1x*" in stderr, stderr

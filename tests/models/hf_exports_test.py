@@ -58,11 +58,18 @@ def test_transformers_reads_what_is_written(name, kind):
 
 def test_every_rope_type_and_architecture_is_among_them():
   read = [hf_config.read_config(str(HF / name)) for name in check_hf_configs.FOLDERS]
-  assert {c.rope_scaling.kind for c in read} == set(rope.KINDS) == set(hf_config._ROPE_KEYS)
+  assert {c.rope_scaling.kind for c in read} == set(rope.KINDS) == set(hf_config.ROPE_KEYS)
   assert {c.rope_scaling.attention_factor is None for c in read} == {True, False}
   kinds = {(c.architecture, c.tie_embeddings) for c in read}
   assert kinds >= {(a, t) for a in ("llama", "qwen2", "qwen3") for t in (True, False)}
   assert {a for a, _ in kinds} == set(hf_config.ARCHITECTURES)
+
+
+@pytest.mark.parametrize("kind", rope.KINDS)
+def test_rope_options_that_are_required_are_those_of_transformers(kind):
+  """Without which version 4 or 5 refuses config.json, or guesses."""
+  of_versions = [set(found.get(kind, ())) for found in EXPORTS["rope"].values()]
+  assert len(of_versions) == 2 and set(hf_config.ROPE_KEYS[kind][0]) == set.union(*of_versions)
 
 
 @pytest.mark.parametrize("name", SPELLINGS)

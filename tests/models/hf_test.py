@@ -17,10 +17,11 @@ from golden import check_export
 
 from fp8jax import axes, mesh, params
 from fp8jax.errors import UserError
+from fp8jax.export import folder as export_folder
+from fp8jax.export import write
 from fp8jax.models import presets, transformer
 from fp8jax.models.config import ComputeConfig
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import export_folder
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site_tree
 
@@ -101,7 +102,7 @@ def test_round_trip_is_bit_exact(tmp_path, name, dtype):
   assert found == dtype
   target = tmp_path / "target"
   base = json.loads((source / "config.json").read_text())
-  hf_weights.save_params(target, weights, cfg, found, base, shard_bytes=20_000)
+  write.save(target, write.model(weights, cfg, found, base, shard_bytes=20_000))
   assert len(list(target.glob("*.safetensors"))) > 1
   assert json.loads((target / "config.json").read_text())["dtype"] == dtype
   a, b = _tensors(source), _tensors(target)
@@ -118,8 +119,8 @@ def test_export_leaves_nothing_of_an_earlier_one(tmp_path):
   source, target = str(GOLDEN / "hf" / "llama"), str(tmp_path)
   cfg = hf_config.read_config(source)
   weights, _ = hf_weights.load_params(source, cfg)
-  hf_weights.save_params(target, weights, cfg, "float32", shard_bytes=20_000)
-  hf_weights.save_params(target, jax.tree.map(lambda x: 0 * x, weights), cfg, "bfloat16")
+  write.save(target, write.model(weights, cfg, "float32", shard_bytes=20_000))
+  write.save(target, write.model(jax.tree.map(lambda x: 0 * x, weights), cfg, "bfloat16"))
   read, dtype = hf_weights.load_params(target, cfg)
   assert dtype == "bfloat16" and not any(np.any(x) for x in jax.tree.leaves(read))
 
@@ -294,7 +295,7 @@ def test_import_of_a_file_in_place_of_a_folder_is_refused(tmp_path):
 def _export(target):
   cfg = hf_config.read_config(GOLDEN / "hf" / "llama")
   weights, _ = hf_weights.load_params(GOLDEN / "hf" / "llama", cfg)
-  hf_weights.save_params(str(target), weights, cfg, "float32")
+  write.save(str(target), write.model(weights, cfg, "float32"))
 
 
 def _content(folder):
@@ -376,7 +377,7 @@ def test_check_export_evaluates_a_folder(tmp_path):
   weights = jax.tree.map(
     jnp.zeros_like, params.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
   )
-  hf_weights.save_params(str(tmp_path), weights, cfg, "float32")
+  write.save(str(tmp_path), write.model(weights, cfg, "float32"))
   vocabulary = tokenizers.models.WordLevel({"a": 0, "<|endoftext|>": 1}, "a")
   tokenizers.Tokenizer(vocabulary).save(str(tmp_path / "tokenizer.json"))
   for i in range(40):

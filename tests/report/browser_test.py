@@ -13,7 +13,7 @@ import run_files
 from PIL import Image
 
 from fp8jax.jobs import report
-from fp8jax.report import sensitivity_page
+from fp8jax.sensitivity import page as sensitivity_page
 
 pytestmark = [
   pytest.mark.browser,

@@ -189,6 +189,17 @@ def test_report_that_cannot_be_drawn_is_said_and_fails_nothing(tmp_path, monkeyp
   assert "pip install 'fp8jax[report]'" in at_end.attempt(str(tmp_path))
 
 
+def test_report_at_the_end_shows_the_sensitivity_of_the_folder(tmp_path):
+  pytest.importorskip("altair")
+  run_files.write_run(tmp_path, steps=4, looks=2, layers=3)
+  (tmp_path / "sensitivity").mkdir()
+  result = json.dumps(run_files.sensitivity_result())
+  (tmp_path / "sensitivity" / "sensitivity.json").write_text(result)
+  assert at_end.attempt(str(tmp_path), report.others).startswith("report: ")
+  text = (tmp_path / "report.html").read_text()
+  assert text.index("<h2>Sensitivity of sites</h2>") < text.index("<h2>Provenance</h2>")
+
+
 def without_data(spec):
   """A specification with the number of rows in place of its data."""
   if isinstance(spec, dict):
@@ -219,14 +230,14 @@ def of_run(tmp_path):
 
 
 def of_sensitivity(_):
-  from fp8jax.report import sensitivity_charts, sensitivity_page
+  from fp8jax.sensitivity import page as sensitivity_page
 
   result = run_files.sensitivity_result()
-  groups = {group: sensitivity_charts.groups(result, group) for group in ("kinds", "layers")}
-  arms = {of: sensitivity_charts.arms(result["budgets"][0], of) for of in ("kl", "loss_percent")}
+  groups = {group: sensitivity_page.groups(result, group) for group in ("kinds", "layers")}
+  arms = {of: sensitivity_page.arms(result["budgets"][0], of) for of in ("kl", "loss_percent")}
   return {
-    "heat_map": sensitivity_charts.heat_map(result),
-    "agreement": sensitivity_charts.agreement(result),
+    "heat_map": sensitivity_page.heat_map(result),
+    "agreement": sensitivity_page.agreement(result),
     "picture": sensitivity_page.picture(result),
     **groups,
     **arms,

@@ -155,16 +155,16 @@ def _head_dim(c: Mapping[str, Any], where: str) -> int:
 
 
 _ORIGINAL = "original_max_position_embeddings"
-# Of a rope type the options that transformers requires, and those that it reads beside them
-# (modeling_rope_utils.py, _validate_*_rope_parameters); it ignores any other.
-_ROPE_KEYS = {
+# Of a rope type the options that a version of transformers requires or guesses, see
+# tests/golden/hf_exports.json, and those that it reads beside them; it ignores any other.
+ROPE_KEYS = {
   "default": ((), ()),
   "linear": (("factor",), ()),
   "dynamic": (("factor",), ()),
-  "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (_ORIGINAL,)),
-  "yarn": (("factor",), (_ORIGINAL, "beta_fast", "beta_slow", "attention_factor")),
+  "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), ()),
+  "yarn": (("factor", _ORIGINAL), ("beta_fast", "beta_slow", "attention_factor")),
 }
-_ROPE_BOUNDS = {key: (1e-6, 1e6) for keys in _ROPE_KEYS.values() for key in sum(keys, ())} | {
+_ROPE_BOUNDS = {key: (1e-6, 1e6) for keys in ROPE_KEYS.values() for key in sum(keys, ())} | {
   "factor": (1.0, 1e6),  # transformers has the same smallest factor
   _ORIGINAL: (1, LARGEST["max_positions"]),
 }
@@ -229,8 +229,8 @@ def _one_rope(c: Mapping[str, Any], where: str, spelling: str, stated: Any):
   unknown = [k for k in stated if k not in _ROPE_BOUNDS]
   if unknown:
     raise UserError(f"{where}: rope option {unknown[0]!r} of type {kind!r} is not supported")
-  required, optional = _ROPE_KEYS[kind]
-  if _ORIGINAL in optional:
+  required, optional = ROPE_KEYS[kind]
+  if _ORIGINAL in required:
     original = c.get(_ORIGINAL) or stated.get(_ORIGINAL) or c["max_position_embeddings"]
     if stated.setdefault(_ORIGINAL, original) != original:
       raise UserError(
@@ -255,6 +255,17 @@ def _one_rope(c: Mapping[str, Any], where: str, spelling: str, stated: Any):
   return theta, scaling, found
 
 
+def check_exportable(cfg: ModelConfig):
+  """Refuses a model whose config.json would be refused by transformers."""
+  refused = {
+    "model.hidden_size no multiple of model.num_heads": cfg.hidden_size % cfg.num_heads,
+    "model.init_std above 1": cfg.init_std > 1,
+  }
+  for what, is_refused in refused.items():
+    if cfg.architecture == "llama" and is_refused:
+      raise UserError(f"a Llama with {what} is refused by transformers, whose format this is")
+
+
 def config_to_hf(
   cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None,
   quantization: Mapping[str, Any] | None = None,
@@ -265,13 +276,7 @@ def config_to_hf(
     base: supplies what a ModelConfig lacks (token ids, ...).
     quantization: quantization_config; None for none.
   """
-  refused = {
-    "model.hidden_size no multiple of model.num_heads": cfg.hidden_size % cfg.num_heads,
-    "model.init_std above 1": cfg.init_std > 1,
-  }
-  for what, is_refused in refused.items():
-    if cfg.architecture == "llama" and is_refused:
-      raise UserError(f"a Llama with {what} is refused by transformers, whose format this is")
+  check_exportable(cfg)
   # Without a base there are no special tokens; transformers' Llama has defaults for their ids.
   c = dict(base or dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
   # One spelling of each rope option, the one that old and new transformers both read.
@@ -302,7 +307,7 @@ def config_to_hf(
   )
   if cfg.rope_scaling.kind != "default":
     # Every option of the type: what equals a default here has none elsewhere.
-    keys = sum(_ROPE_KEYS[cfg.rope_scaling.kind], ())
+    keys = sum(ROPE_KEYS[cfg.rope_scaling.kind], ())
     options: dict[str, Any] = {"rope_type": cfg.rope_scaling.kind}
     options |= {key: getattr(cfg.rope_scaling, _field(key)) for key in keys}
     if options.get(_ORIGINAL, 0) is None:

@@ -27,6 +27,8 @@ from fp8jax.formats import E4M3
 from fp8jax.recipe.quant import WHOLE, Quant, Scale
 
 FINE_GRAINED, COMPRESSED = "fp8", "compressed-tensors"
+# Of --job=export.
+FORMATS = ("hf-bf16", "hf-fp8-block", "compressed-tensors", "peft")
 STRATEGIES = ("channel", "block", "tensor")
 SCALE_FMTS = ("float32", "ue8m0")
 # The only block that the servers' kernels have.
@@ -38,6 +40,7 @@ SCALE_DTYPES = {
 }  # fmt: skip
 WEIGHT_DTYPE = np.dtype(ml_dtypes.float8_e4m3fn)
 WEIGHT_CODE = "F8_E4M3"
+DTYPES = SCALE_DTYPES | {WEIGHT_CODE: WEIGHT_DTYPE}
 HEAD = "lm_head"
 
 
@@ -249,5 +252,4 @@ def check_scales(scale: np.ndarray, name: str):
 
 def nbytes(code: str, shape: tuple[int, ...]) -> int:
   """Bytes of a tensor of a safetensors file, by its dtype code."""
-  size = {"F32": 4, "BF16": 2, "F16": 2, WEIGHT_CODE: 1, "F8_E8M0": 1}[code]
-  return math.prod(shape) * size
+  return math.prod(shape) * DTYPES[code].itemsize

@@ -70,3 +70,23 @@ def entries(cfg: ModelConfig) -> list[Entry]:
       for i in range(cfg.num_layers)
     ]
   return found
+
+
+# Ours -> theirs, of the matrices of a linear layer's adapter.
+_OF_ADAPTERS = dict(zip(lora.SUFFIXES, ("lora_A.weight", "lora_B.weight"), strict=True))
+
+
+def adapter_stem(entry: Entry) -> str:
+  """ "base_model.model.X." of a linear layer X in PEFT's files."""
+  return f"base_model.model.{entry.name.removesuffix('weight')}"
+
+
+def adapter_entries(cfg: ModelConfig) -> list[Entry]:
+  """Every tensor of the adapters of cfg.lora, in file order."""
+  flat = params.flatten(transformer.params(cfg))
+  return [
+    Entry(adapter_stem(e) + theirs, e.path + ours, e.layer, p.letters.removeprefix("N"), p.inputs)
+    for e in entries(cfg)
+    for ours, theirs in _OF_ADAPTERS.items()
+    if (p := flat.get(e.path + ours)) is not None
+  ]

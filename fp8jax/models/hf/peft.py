@@ -4,25 +4,19 @@
 which computes x W^T + lora_alpha / r x A^T B^T. Source: peft 0.21 (LoraConfig, save_pretrained).
 """
 
-import functools
-import math
+import dataclasses
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import jax
-import numpy as np
 
 from fp8jax import axes, errors, params
 from fp8jax.errors import UserError
-from fp8jax.models import lora, transformer
+from fp8jax.models import lora
 from fp8jax.models.config import Lora, ModelConfig
-from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import export_folder, names, shards
-from fp8jax.models.hf.weights import on_host
+from fp8jax.models.hf import names
+from fp8jax.models.hf import weights as hf_weights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NAMES = dict(zip(lora.SUFFIXES, ("lora_A.weight", "lora_B.weight"), strict=True))
 # Keys that change nothing of what is computed without dropout.
 _HARMLESS = frozenset((
   "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
@@ -31,56 +25,6 @@ _HARMLESS = frozenset((
 ))  # fmt: skip
 # Weights of these starts are differences from another base than the one that is named.
 _PLAIN_STARTS = (True, False, None, "gaussian")
-
-
-def _places(cfg: ModelConfig) -> dict[str, tuple[str, int]]:
-  """{"base_model.model.X.": (path of ours, layer)} of every linear layer of layers."""
-  return {
-    f"base_model.model.{e.name.removesuffix('weight')}": (e.path, e.layer)
-    for e in names.entries(cfg)
-    if e.layer is not None and e.inputs is not None
-  }
-
-
-def save(target: str, tree, cfg: ModelConfig, base_model: str, extra: Collection[str] = ()):
-  """Writes the adapters of a parameter tree, in float32; every process must call this.
-
-  Args:
-    target: folder, see export_folder.claim.
-    tree: parameters of the model with cfg.lora.
-    base_model: folder or id of the frozen model; "" for none.
-    extra: names of files that the caller writes beside these.
-  """
-  if cfg.lora is None:
-    raise UserError("a model without adapters has none to write; set model.lora.rank")
-  flat, pieces, modules = params.flatten(tree), [], set()
-  for module, (path, layer) in _places(cfg).items():
-    for suffix, theirs in _NAMES.items():
-      if path + suffix in flat:
-        value = flat[path + suffix][layer]
-        shape = _shape(theirs, value.size, cfg.lora.rank)
-        make = functools.partial(_theirs, value, shape)
-        pieces.append(shards.Piece(((module + theirs, "F32", shape),), make))
-        modules.add(module.split(".")[-2])
-  alpha = cfg.lora.alpha
-  if jax.process_index() == 0:
-    export_folder.claim(target, [CONFIG, WEIGHTS, *extra])
-    hf_config.write_json(target, CONFIG, {
-      "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model or None,
-      "r": cfg.lora.rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-      "target_modules": sorted(modules), "bias": "none", "lora_dropout": 0.0,
-      "fan_in_fan_out": False, "use_rslora": False, "use_dora": False, "modules_to_save": None,
-      "init_lora_weights": True, "inference_mode": True,
-    })  # fmt: skip
-  shards.write(os.path.join(target, WEIGHTS), pieces)
-
-
-def _shape(theirs: str, size: int, rank: int) -> tuple[int, int]:
-  return (rank, size // rank) if theirs == "lora_A.weight" else (size // rank, rank)
-
-
-def _theirs(value, shape: tuple[int, int]) -> list[np.ndarray]:
-  return [np.ascontiguousarray(on_host(value).astype(np.float32).reshape(shape[::-1]).T)]
 
 
 def lora_of(folder: str, cfg: ModelConfig, base: str) -> Lora:
@@ -105,33 +49,30 @@ def lora_of(folder: str, cfg: ModelConfig, base: str) -> Lora:
     )
   errors.check_number(f"{where}: r", c.get("r"), 1, 1 << 16, "fetch it again", whole=True)
   errors.check_number(f"{where}: lora_alpha", c.get("lora_alpha"), 1e-9, 1e9, "fetch it again")
-  places, have = _places(lora.without(cfg)), _tensors(folder)
-  paths = dict.fromkeys(p for m, (p, _) in places.items() if m + "lora_A.weight" in have)
-  want = {m + t for m, (p, _) in places.items() if p in paths for t in _NAMES.values()}
+  have, plain = _folder(folder).files, lora.without(cfg)
+  linears = [e for e in names.entries(plain) if e.layer is not None and e.inputs is not None]
+  some = [e.path for e in linears if f"{names.adapter_stem(e)}lora_A.weight" in have]
+  targets = tuple(path.removeprefix("layers/") for path in dict.fromkeys(some))
+  made = Lora(c["r"], float(c["lora_alpha"]), targets, base)
+  want = {e.name for e in names.adapter_entries(dataclasses.replace(plain, lora=made))}
   if wrong := [*sorted(have.keys() - want), *sorted(want - have.keys())]:
     what = "surplus" if wrong[0] in have else "missing"
     raise UserError(
       f"{folder!r}: {what} tensor {wrong[0]} (of {len(wrong)}); adapters are of linear layers, the "
       "same in every layer of the model"
     )
-  targets = tuple(path.removeprefix("layers/") for path in paths)
-  return Lora(c["r"], float(c["lora_alpha"]), targets, base)
+  return made
 
 
 def _shown(c: Mapping[str, Any], *keys: str) -> str:
   return ", ".join(f"{key}={c.get(key)!r}" for key in keys)
 
 
-def _tensors(folder: str) -> dict[str, np.ndarray]:
-  import safetensors.numpy  # extra `hf`
-
-  path = os.path.join(os.path.expanduser(folder), WEIGHTS)
-  if not os.path.isfile(path):
+def _folder(folder: str) -> hf_weights.Folder:
+  folder = os.path.expanduser(folder)
+  if not os.path.isfile(path := os.path.join(folder, WEIGHTS)):
     raise UserError(f"{path} does not exist; save the adapters as safetensors")
-  try:
-    return safetensors.numpy.load_file(path)
-  except safetensors.SafetensorError as e:
-    raise UserError(f"{path} is no whole safetensors file ({e}); fetch it again") from e
+  return hf_weights.Folder(folder, WEIGHTS)
 
 
 def added(tree, folder: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL):
@@ -142,28 +83,8 @@ def added(tree, folder: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL)
   """
   if not folder or cfg.lora is None:
     return tree
-  have, flat = _tensors(folder), params.flatten(tree)
-  declared = params.flatten(transformer.params(cfg))
-  by_path: dict[str, list[str]] = {}
-  for module, (path, _) in _places(cfg).items():  # layer by layer
-    by_path.setdefault(path, []).append(module)
-  for path, modules in by_path.items():
-    for suffix, theirs in _NAMES.items():
-      if (param := declared.get(path + suffix)) is None:
-        continue
-      whole = params.shape(param, cfg.dims)
-      want = _shape(theirs, math.prod(whole[1:]), cfg.lora.rank)
-      layers = [np.asarray(have[module + theirs], np.float32) for module in modules]
-      for module, value in zip(modules, layers, strict=True):
-        if value.shape != want or not np.isfinite(value).all():
-          raise UserError(
-            f"{folder!r}: {module}{theirs} has shape {value.shape}, expected {want} and finite"
-          )
-      value = np.stack([v.T for v in layers]).reshape(whole)
-      at = layout.weight_sharding(param.letters)
-      put = functools.partial(np.ndarray.__getitem__, value)
-      flat[path + suffix] = (
-        jax.device_put(value) if at is None else jax.make_array_from_callback(whole, at, put)
-      )
-  order = [path for path in declared if path in flat]
-  return params.unflatten({path: flat[path] for path in order})
+  there, entries = _folder(folder), names.adapter_entries(cfg)
+  if wrong := hf_weights.mismatches(there, entries, cfg.dims):
+    raise UserError(f"{folder!r}: {wrong[0]} (of {len(wrong)}); fetch the file again")
+  read = hf_weights.read_entries(there, entries, cfg, layout)
+  return hf_weights.unflatten(params.flatten(tree) | read, cfg)

@@ -1,41 +1,36 @@
-"""Hugging Face folders: config.json and safetensors, in and out.
+"""The weights of Hugging Face folders, read from safetensors; pickles never are.
 
-One table maps our tree to theirs. Tensors stream: import holds the destination and one tensor,
-export one tensor, whatever the size of the files. Only safetensors are read; pickles never are.
+One table maps our tree to theirs. Tensors stream: reading holds the destination and one tensor,
+whatever the size of the files.
 """
 
 import dataclasses
 import functools
 import glob
+import json
 import os
-import shutil
-from collections.abc import Collection, Mapping
+import struct
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.experimental import multihost_utils
 
 from fp8jax import axes, hub, params
 from fp8jax.errors import UserError, inside
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import export_folder, fp8_base, fp8_export, fp8_formats, names, shards
+from fp8jax.models.hf import fp8_formats, names
 from fp8jax.models.hf.names import Entry
+from fp8jax.quantization import scaled_matrix, stored_matrix
+from fp8jax.quantization.stored_matrix import StoredMatrix
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
-_CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-# Dtypes that safetensors' NumPy reader does not know.
-_FP8_DTYPES = {
-  fp8_formats.WEIGHT_CODE: fp8_formats.WEIGHT_DTYPE,
-  "F8_E8M0": fp8_formats.SCALE_DTYPES["F8_E8M0"],
-}
-
-
-# --- import --------------------------------------------------------------------------------------
+CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def _open_file(path: str):
@@ -50,17 +45,26 @@ def _open_file(path: str):
 class Folder:
   """The safetensors of a folder, by tensor name. Opens files as needed, one tensor at a time."""
 
-  def __init__(self, folder: str):
-    self.folder = hub.local(folder)
-    index = os.path.join(self.folder, shards.INDEX)
+  def __init__(self, folder: str, file: str = ""):
+    """
+    Args:
+      folder: or an id of the Hugging Face hub.
+      file: name of the one file to read, of adapters; "" for those of a model.
+    """
+    self.folder, self.fp8 = hub.local(folder), None
+    index = os.path.join(self.folder, INDEX)
+    if file:
+      with _open_file(os.path.join(self.folder, file)) as f:
+        self.files = dict.fromkeys(f.keys(), file)
+      return
     if os.path.exists(index):
       listed = hf_config.read_json(self.folder, os.path.basename(index)).get("weight_map")
       if not isinstance(listed, dict) or any(not isinstance(f, str) for f in listed.values()):
         raise UserError(f"{index} has no weight_map from tensors to files; fetch it again")
       for file in set(listed.values()):
         inside(self.folder, file, f"{index}: weight_map")
-      single = os.path.join(self.folder, shards.SINGLE)
-      if os.path.exists(single) and shards.SINGLE not in listed.values():
+      single = os.path.join(self.folder, SINGLE)
+      if os.path.exists(single) and SINGLE not in listed.values():
         raise UserError(
           f"{single} and {index} are two sets of weights, of which transformers reads the first "
           "and vLLM the second; remove one of them"
@@ -78,15 +82,11 @@ class Folder:
           )
         self.files |= names_here
     # None where no config.json is: whoever reads the model then says so.
-    has_config = os.path.isfile(os.path.join(self.folder, "config.json"))
-    self.fp8 = fp8_formats.of_config(
-      hf_config.read_json(self.folder, "config.json") if has_config else {},
-      os.path.join(self.folder, "config.json"),
-    )
+    path = os.path.join(self.folder, "config.json")
+    stated = hf_config.read_json(self.folder, "config.json") if os.path.isfile(path) else {}
+    self.fp8 = fp8_formats.of_config(stated, path)
     if not self.files:
-      pickles = glob.glob(os.path.join(self.folder, "*.bin")) + glob.glob(
-        os.path.join(self.folder, "*.pt*")
-      )
+      pickles = [p for end in ("bin", "pt*") for p in glob.glob(f"{self.folder}/*.{end}")]
       hint = (
         f"{os.path.basename(pickles[0])} is a pickle, which is never read: convert it with "
         "transformers' save_pretrained"
@@ -108,15 +108,19 @@ class Folder:
     """A tensor as it is stored, of FP8 the codes."""
     with self.open(name) as f:
       code = f.get_slice(name).get_dtype()
-      if code not in _FP8_DTYPES:
+      # Safetensors' NumPy reader knows no FP8.
+      if code not in (fp8_formats.WEIGHT_CODE, "F8_E8M0"):
         return f.get_tensor(name)
-    path = os.path.join(self.folder, self.files[name])
-    return shards.read_bytes(path, name, _FP8_DTYPES[code])
+    with open(os.path.join(self.folder, self.files[name]), "rb") as f:
+      (size,) = struct.unpack("<Q", f.read(8))  # of the header, which safetensors has checked
+      entry = json.loads(f.read(size))[name]
+      start, end = entry["data_offsets"]
+      f.seek(8 + size + start)
+      return np.frombuffer(f.read(end - start), fp8_formats.DTYPES[code]).reshape(entry["shape"])
 
   def is_fp8(self, name: str) -> bool:
     """Whether a tensor is stored as E4M3 codes."""
-    with self.open(name) as f:
-      return f.get_slice(name).get_dtype() == fp8_formats.WEIGHT_CODE
+    return self.described[name][1] == fp8_formats.WEIGHT_CODE
 
   def read_float(self, name: str) -> np.ndarray:
     """A weight as numbers: of an FP8 matrix code * scale in float32, else as it is stored."""
@@ -126,7 +130,8 @@ class Folder:
     scale = self.read(self.fp8.scale_name(name))
     return fp8_formats.dequantize(value, scale, self.fp8, f"{self.folder!r}: {name}")
 
-  def describe(self) -> dict[str, tuple[tuple[int, ...], str]]:
+  @functools.cached_property
+  def described(self) -> dict[str, tuple[tuple[int, ...], str]]:
     """{name: (shape, dtype code)} from the headers alone."""
     found = {}
     for file in sorted(set(self.files.values())):
@@ -148,26 +153,20 @@ def check(folder: Folder, cfg: ModelConfig) -> str:
   Returns:
     The dtype of the weights: "bfloat16", "float16" or "float32", the narrowest that holds all.
   """
-  have = folder.describe()
+  have = folder.described
   want = {e.name: e for e in names.entries(cfg)}
-  in_fp8 = [n for n, e in want.items() if _is_fp8(have.get(n)) and e.inputs is not None]
+  in_fp8 = [
+    n
+    for n, e in want.items()
+    if n in have and folder.is_fp8(n) and len(have[n][0]) == 2 and e.inputs is not None
+  ]
   scales = {folder.fp8.scale_name(n) for n in in_fp8} if folder.fp8 else set()
   scales |= {n.removesuffix("weight") + "input_scale" for n in in_fp8}
   surplus = [n for n in have if n not in want and n not in scales and not _is_ignorable(n, cfg)]
   # A tensor that the index does not list is not read.
   problems = [f"missing tensor {n}" for n in want if n not in have or n not in folder.files]
   problems += [f"surplus tensor {n}" for n in surplus]
-  problems += [
-    f"{n} has shape {have[n][0]}, expected {e.hf_shape(cfg.dims)}"
-    for n, e in want.items()
-    if n in have and have[n][0] != e.hf_shape(cfg.dims)
-  ]
-  codes = {v: k for k, v in _CODES.items()}
-  problems += [
-    f"{n} has dtype {have[n][1]}, expected one of {', '.join(codes)}"
-    for n in want
-    if n in have and n not in in_fp8 and have[n][1] not in codes
-  ]
+  problems += mismatches(folder, want.values(), cfg.dims, in_fp8)
   problems += [p for n in in_fp8 for p in fp8_formats.problems(n, have, folder.fp8)]
   if problems:
     shown = "\n".join(f"  - {p}" for p in problems[:20])
@@ -176,14 +175,25 @@ def check(folder: Folder, cfg: ModelConfig) -> str:
       f"{folder.folder!r} does not hold the {cfg.architecture} model its config "
       f"describes:\n{shown}{more}"
     )
+  codes = {code: dtype for dtype, code in CODES.items()}
   dtypes = {codes[have[n][1]] for n in want if n not in in_fp8}
   return dtypes.pop() if len(dtypes) == 1 else "float32"  # no 16-bit format holds the other's
 
 
-def _is_fp8(described: tuple[tuple[int, ...], str] | None) -> bool:
-  return (
-    described is not None and described[1] == fp8_formats.WEIGHT_CODE and (len(described[0]) == 2)
-  )
+def mismatches(folder: Folder, entries: Iterable[Entry], dims, in_fp8: Collection[str] = ()):
+  """Tensors of another shape or dtype than these entries, in words."""
+  have, known = folder.described, [*CODES.values()]
+  there = [e for e in entries if e.name in have]
+  found = [
+    f"{e.name} has shape {have[e.name][0]}, expected {e.hf_shape(dims)}"
+    for e in there
+    if have[e.name][0] != e.hf_shape(dims)
+  ]
+  return found + [
+    f"{e.name} has dtype {have[e.name][1]}, expected one of {', '.join(known)}"
+    for e in there
+    if e.name not in in_fp8 and have[e.name][1] not in known
+  ]
 
 
 def _is_ignorable(name: str, cfg: ModelConfig) -> bool:
@@ -210,64 +220,118 @@ def load_params(
   folder = Folder(source)
   stored = dataclasses.replace(cfg, vocab_size=hf_config.read_config(source).vocab_size)
   dtype = check(folder, stored)
-  declaration = transformer.params(cfg)
-  flat_params = params.flatten(declaration)
-  flat = {}
   entries = names.entries(cfg)
-  in_codes = _in_codes(folder, entries, codes_of)
-  for entry in entries:
-    param = flat_params[entry.path]
-    if entry.path in in_codes or _stays_in_codes(folder, entry, cfg):
-      codes = fp8_base.read(folder, entry, cfg.dims, layout)
-      flat[entry.path] = fp8_base.put(flat.get(entry.path), codes, entry, param, cfg.dims, layout)
-      continue
-    tensor = _read(folder, entry, cfg.dims, layout)
-    if entry.layer is None:
-      flat[entry.path] = tensor
-      continue
-    if entry.path not in flat:
-      flat[entry.path] = _zeros(param, cfg.dims, layout)
-    # Donated: the stack is updated in place, a layer at a time.
-    flat[entry.path] = _put(flat[entry.path], tensor, entry.layer)
+  flat = read_entries(folder, entries, cfg, layout, _in_codes(folder, entries, cfg, codes_of))
   if cfg.tie_embeddings and names.TOP["head"] in folder.files:
     _check_tied(folder)
-  return params.unflatten({path: flat[path] for path in flat_params if path in flat}), dtype
+  return unflatten(flat, cfg), dtype
 
 
-def _in_codes(folder: Folder, entries, paths: Collection[str]) -> set[str]:
-  """Those of the paths whose matrices all are FP8 blocks in the folder."""
-  if not paths or not fp8_base.has_blocks(folder.fp8):
+def unflatten(flat: Mapping[str, Any], cfg: ModelConfig):
+  """The parameter tree of {path: parameter}, in the order of the declaration."""
+  declared = params.flatten(transformer.params(cfg))
+  return params.unflatten({path: flat[path] for path in declared if path in flat})
+
+
+def read_entries(
+  folder: Folder, entries: list[Entry], cfg: ModelConfig, layout: axes.Layout,
+  in_codes: Collection[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+  """{path: float32 parameter} of tensors that `check` has passed.
+
+  Args:
+    in_codes: names of those that are read as StoredMatrix.
+  """
+  declared, flat = params.flatten(transformer.params(cfg)), {}
+  for entry in entries:
+    made = (_read_codes if entry.name in in_codes else _read)(folder, entry, cfg.dims)
+    made = _place(made, layout.weight_sharding(entry.letters))
+    if entry.layer is not None:
+      sharding = layout.weight_sharding(declared[entry.path].letters)
+      stack = flat.get(entry.path)
+      if stack is None:
+        stack = _zeros(cfg.dims["N"], made, sharding)
+      made = _put(stack, made, entry.layer)  # donated: a layer at a time is set in place
+    flat[entry.path] = made
+  return flat
+
+
+def _in_codes(folder: Folder, entries, cfg: ModelConfig, paths: Collection[str]) -> set[str]:
+  """Names of the matrices that are read as they are stored, 128x128 blocks of FP8.
+
+  These are the frozen base of adapters, and `paths` of which every layer's matrix is such blocks.
+  """
+  fp8 = folder.fp8
+  if fp8 is None or fp8.strategy != "block" or fp8.block != stored_matrix.QUANT.tile:
     return set()
-  wide = {e.path for e in entries if e.path in paths and not folder.is_fp8(e.name)}
-  return set(paths) - wide
-
-
-def _stays_in_codes(folder: Folder, entry: Entry, cfg: ModelConfig) -> bool:
-  """Whether a matrix is read as it is stored: the frozen base of adapters, from FP8 blocks."""
-  if cfg.lora is None or cfg.lora.base != "block_fp8" or entry.layer is None:
-    return False
-  is_linear = entry.inputs is not None
-  return is_linear and fp8_base.has_blocks(folder.fp8) and folder.is_fp8(entry.name)
+  linear = [e for e in entries if e.layer is not None and e.inputs is not None]
+  in_fp8 = {e.name for e in linear if folder.is_fp8(e.name)}
+  if cfg.lora and cfg.lora.base == "block_fp8":
+    return in_fp8
+  wide = {e.path for e in linear if e.name not in in_fp8}
+  return {e.name for e in linear if e.path in paths and e.path not in wide}
 
 
 @jax.jit(donate_argnums=0)
-def _put(stack, tensor, index):
-  return jax.lax.dynamic_update_index_in_dim(stack, tensor, index, 0)
+def _put(stack, value, layer):
+  return jax.tree.map(
+    lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, layer, 0), stack, value
+  )
 
 
-def _zeros(param: params.Param, dims, layout: axes.Layout):
-  sharding = layout.weight_sharding(param.letters)
-  return jnp.zeros(params.shape(param, dims), jnp.float32, device=sharding)
+def _shardings(value, sharding):
+  """Of an array, or of the arrays of codes."""
+  is_codes = isinstance(value, StoredMatrix)
+  return stored_matrix.shardings(value, sharding) if is_codes else sharding
 
 
-def _read(folder: Folder, entry: Entry, dims, layout: axes.Layout):
-  """One tensor in our order and dtype, on the devices that hold its parameter."""
-  value = _to_ours(folder.read_float(entry.name), entry, dims)
-  _check_finite(value, f"{folder.folder!r}: {entry.name}")
-  sharding = layout.weight_sharding(entry.letters)
+def _zeros(layers: int, value, sharding):
+  """A stack of so many layers like this value."""
+  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), value)
+  return jax.tree.map(
+    lambda x, at: jnp.zeros(x.shape, x.dtype, device=at), like, _shardings(like, sharding)
+  )
+
+
+def _place(value, sharding):
+  """From the host to the devices that hold a parameter."""
   if sharding is None:
     return jax.device_put(value)
-  return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+  return jax.tree.map(
+    lambda x, at: jax.make_array_from_callback(x.shape, at, lambda index: x[index]),
+    value, _shardings(value, sharding),
+  )  # fmt: skip
+
+
+def _read(folder: Folder, entry: Entry, dims) -> np.ndarray:
+  """One tensor in our order and dtype."""
+  value = _to_ours(folder.read_float(entry.name), entry, dims)
+  _check_finite(value, f"{folder.folder!r}: {entry.name}")
+  return value
+
+
+def _read_codes(folder: Folder, entry: Entry, dims) -> StoredMatrix:
+  """One matrix to the bit: theirs is [out, in], with scales in float32 or E8M0; ours transposed.
+
+  Raises:
+    UserError: the scales do not cover the matrix, or see fp8_formats.check_scales.
+  """
+  fp8: Any = folder.fp8  # it has blocks
+  name = fp8.scale_name(entry.name)
+  scale = folder.read(name).astype(np.float32).T
+  data = folder.read(entry.name).T
+  shape = tuple(scaled_matrix.num_tiles(n, stored_matrix.TILE) for n in data.shape)
+  wrong = ""
+  if scale.shape != shape:
+    wrong = f"{name} has shape {scale.shape[::-1]}, expected {shape[::-1]}"
+  elif np.isnan(data.astype(np.float32)).any():
+    wrong = f"{entry.name} has codes that are NaN"
+  if wrong:
+    raise UserError(f"{folder.folder!r}: {wrong}; fetch the file again")
+  fp8_formats.check_scales(scale, f"{folder.folder!r}: {name}")
+  data = np.ascontiguousarray(data).reshape([dims[letter] for letter in entry.letters])
+  arrays: tuple[Any, Any] = (data, np.ascontiguousarray(scale))  # yet to be placed
+  return StoredMatrix(*arrays, entry.inputs or 0)
 
 
 def _check_finite(value: np.ndarray, what: str):
@@ -303,130 +367,3 @@ def _check_tied(folder: Folder):
         f"{folder.folder!r}: tie_word_embeddings is true but {names.TOP['head']} differs from "
         f"{names.TOP['embed']}"
       )
-
-
-# --- export --------------------------------------------------------------------------------------
-
-
-def save_params(
-  target: str, tree, cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None,
-  shard_bytes: int = 5_000_000_000, source: str = "", fp8: fp8_export.Fp8Plan | None = None,
-  operands=None, extra: Collection[str] = (),
-):  # fmt: skip
-  """Writes config.json and safetensors that transformers loads.
-
-  Args:
-    target: folder, created, or one that an earlier call wrote: its weights are removed. Every
-      process must call this, the first writes.
-    tree: parameters.
-    cfg: their architecture.
-    dtype: "bfloat16", "float16" or "float32"; of the unquantized tensors.
-    base: another config.json whose remaining keys to keep.
-    shard_bytes: largest file.
-    source: folder whose tokenizer and settings to copy; "" for none.
-    fp8: the matrices that are FP8; None for none.
-    operands: parameters as GEMMs read them, for FP8 codes; default tree. They differ where a
-      master has more bits than the GEMM reads.
-    extra: names of files that the caller writes beside these.
-
-  Raises:
-    UserError: the folder holds files that are not of an earlier export.
-  """
-  config = hf_config.config_to_hf(cfg, dtype, base, fp8 and fp8.to_config())
-  flat = params.flatten(tree)
-  read = params.flatten(tree if operands is None else operands)
-  files = shards.split(_pieces(flat, read, cfg, dtype, fp8), shard_bytes)
-  if jax.process_index() == 0:
-    copied = companions(source) if source else []
-    export_folder.claim(target, [*files, *copied, shards.INDEX, "config.json", *extra])
-    for name in copied:
-      shutil.copyfile(os.path.join(hub.local(source), name), os.path.join(target, name))
-  for name, pieces in files.items():
-    shards.write(os.path.join(target, name), pieces)
-  if jax.process_index() != 0:
-    return
-  if len(files) > 1:
-    hf_config.write_json(target, shards.INDEX, shards.index(files))
-  hf_config.write_json(target, "config.json", config)
-
-
-def _pieces(flat, read, cfg: ModelConfig, dtype: str, fp8) -> list[shards.Piece]:
-  """The tensors of the model in file order, made as they are written."""
-  found, by_name = [], {e.name: e for e in names.entries(cfg)}
-  for entry in by_name.values():
-    shape = entry.hf_shape(cfg.dims)
-    matrix = fp8 and fp8.matrices.get(entry.name)
-    if matrix is None:
-      make = functools.partial(_unquantized, entry, flat, shape, dtype)
-      found.append(shards.Piece(((entry.name, _CODES[dtype], shape),), make))
-      continue
-    shared = [by_name[n] for n in matrix.shared]
-    make = functools.partial(_fp8, entry, read, shape, matrix, shared, fp8.fp8)
-    found.append(shards.Piece(fp8_export.tensors(entry.name, shape, matrix, fp8.fp8), make))
-  return found
-
-
-def _unquantized(entry: Entry, flat, shape, dtype: str) -> list[np.ndarray]:
-  value = _of_layer(entry, flat)
-  if entry.inputs is not None:
-    value = value.reshape(shape[::-1]).T
-  return [np.ascontiguousarray(value.reshape(shape).astype(DTYPES[dtype]))]
-
-
-def _fp8(entry: Entry, read, shape, matrix, shared: list[Entry], fp8) -> list[np.ndarray]:
-  if matrix.stored is not None:
-    return fp8_export.quantized(None, matrix, None, fp8)
-  amax = matrix.amax
-  if shared:
-    amax = max(float(np.max(np.abs(_of_layer(e, read)))) for e in shared)
-  return fp8_export.quantized(_of_layer(entry, read).reshape(shape[::-1]), matrix, amax, fp8)
-
-
-def _of_layer(entry: Entry, flat) -> np.ndarray:
-  """The parameter on the host, in our order."""
-  value = flat[entry.path]
-  return on_host(value if entry.layer is None else value[entry.layer])
-
-
-def on_host(x) -> np.ndarray:
-  """A whole array, also where processes share its shards (then all of them call this)."""
-  if isinstance(x, jax.Array) and not x.is_fully_addressable:
-    return multihost_utils.process_allgather(x, tiled=True)
-  return np.asarray(jax.device_get(x))
-
-
-def companions(source: str) -> list[str]:
-  """The files of an export beside the weights: config.json, tokenizer, generation settings."""
-  source = hub.local(source)
-  return [
-    name
-    for name in sorted(os.listdir(source))
-    if name.endswith((".json", ".txt", ".model", ".jinja"))
-    and "index" not in name
-    and name != export_folder.MANIFEST
-    and os.path.isfile(os.path.join(source, name))
-    and os.path.getsize(os.path.join(source, name)) < 64 << 20
-  ]
-
-
-# The files of a tokenizer among the companions of a folder.
-_OF_TOKENIZER = frozenset((
-  "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-  "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
-  "chat_template.json",
-))  # fmt: skip
-
-
-def replace_tokenizer(source: str, target: str):
-  """Puts the tokenizer of a folder in the place of another folder's."""
-  for name in _OF_TOKENIZER.intersection(os.listdir(target)):
-    os.remove(os.path.join(target, name))
-  for name in _OF_TOKENIZER.intersection(companions(source)):
-    shutil.copyfile(os.path.join(hub.local(source), name), os.path.join(target, name))
-
-
-def keep_source_files(source: str, target: str):
-  """Copies the companions of a folder's weights."""
-  os.makedirs(target, exist_ok=True)
-  for name in companions(source):
-    shutil.copyfile(os.path.join(hub.local(source), name), os.path.join(target, name))

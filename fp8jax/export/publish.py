@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.errors import UserError, one_line
-from fp8jax.models.hf import export_folder
+from fp8jax.export import folder as export_folder
 
 CARD = "README.md"
 
@@ -47,17 +47,14 @@ def _cell(value) -> str:
   return text.replace("|", "\\|").replace("\n", " ")
 
 
-def check_login(repository: str, api=None):
+def check_login(repository: str):
   """Refuses an upload that could not succeed, before the work.
-
-  Args:
-    api: huggingface_hub.HfApi(), or one like it.
 
   Raises:
     UserError: nobody is logged in, or the hub is out of reach.
   """
   try:
-    (api or _api()).whoami()
+    _api().whoami()
   except Exception as e:  # of the library, of its HTTP client and of sockets
     raise UserError(
       f"export.push_to={repository!r}: the Hugging Face hub knows nobody here: {one_line(e)}; log "
@@ -66,7 +63,7 @@ def check_login(repository: str, api=None):
     ) from e
 
 
-def push(folder: str, repository: str, api=None) -> str:
+def push(folder: str, repository: str) -> str:
   """Uploads the files of an export, and no others, to a repository that is made private if new.
 
   Returns:
@@ -75,7 +72,7 @@ def push(folder: str, repository: str, api=None) -> str:
   Raises:
     UserError: the hub refused; the folder stays, with the command that repeats the upload.
   """
-  api = api or _api()
+  api = _api()
   try:
     made = api.create_repo(repository, private=True, exist_ok=True)
     api.upload_folder(

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.run import noise_floor
+from fp8jax.export import gate
 
 
 def test_norms_move_by_one_ulp_and_nothing_else(rng):
@@ -13,7 +13,7 @@ def test_norms_move_by_one_ulp_and_nothing_else(rng):
     "norm": jnp.asarray([1.0, -2.0, 0.5]),
     "layers": {"mlp": {"norm": jnp.full((2, 3), 3.0), "up": jnp.ones((2, 3))}},
   }
-  moved = noise_floor.nudged(weights)
+  moved = gate.nudged(weights)
   assert moved["embed"] is weights["embed"]
   assert moved["layers"]["mlp"]["up"] is weights["layers"]["mlp"]["up"]
   for new, old in ((moved["norm"], weights["norm"]),
@@ -40,7 +40,7 @@ def test_differences_are_those_of_float64_over_the_tokens_that_count(rng):
     if i < 4:
       change += abs(p[b, i, tokens[b, i + 1]] - q[b, i, tokens[b, i + 1]])
       nexts += 1
-  row = noise_floor.row(noise_floor.difference(*map(jnp.asarray, (source, made, tokens, counts))))
+  row = gate.row(gate.difference(*map(jnp.asarray, (source, made, tokens, counts))))
   total = counts.sum()
   expected = {"kl": kl / total, "dlogp": change / nexts, "top1": same / total, "tokens": total}
   assert row == pytest.approx(expected, rel=1e-5)

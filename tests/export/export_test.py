@@ -8,6 +8,7 @@ import stat
 import sys
 import types
 
+import harness
 import huggingface_hub
 import jax
 import ml_dtypes
@@ -18,15 +19,19 @@ import safetensors
 from configs import base, debug
 from fp8jax import params as params_lib
 from fp8jax.config import resolve
+from fp8jax.data.chat import template
 from fp8jax.errors import UserError
-from fp8jax.jobs import dispatch, export_gate, restore, table
+from fp8jax.export import checks, write
+from fp8jax.export import folder as export_folder
+from fp8jax.export import fp8 as fp8_export
+from fp8jax.export import gate as export_gate
+from fp8jax.jobs import dispatch, table
 from fp8jax.kernels.choose import Device
 from fp8jax.models import presets, transformer
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import export_folder, fp8_export
 from fp8jax.models.hf import names as hf_names
 from fp8jax.models.hf import weights as hf_weights
-from fp8jax.run import calibration, provenance
+from fp8jax.run import calibration, provenance, restore
 
 SIZES = dict(
   hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, head_dim=64, num_layers=2
@@ -39,7 +44,7 @@ def source(tmp_path_factory):
   folder = tmp_path_factory.mktemp("source")
   cfg = dataclasses.replace(presets.DEBUG, **SIZES, init_std=0.05)
   weights = params_lib.init(jax.random.key(0), transformer.params(cfg), cfg.dims)
-  hf_weights.save_params(str(folder), weights, cfg, "bfloat16")
+  write.save(str(folder), write.model(weights, cfg, "bfloat16"))
   (folder / "tokenizer_config.json").write_text("{}")
   return folder
 
@@ -98,7 +103,7 @@ def test_export_writes_fp8_that_both_readers_pass_and_nothing_otherwise(
   client = export_gate.Gate.client
 
   def watched(gate, folder, versions):
-    found = np.concatenate([np.asarray(x) for x in gate._source])
+    found = np.concatenate([*gate.source()])
     np.save(logits, -found if spoil else found)
     return client(gate, folder, versions)
 
@@ -153,6 +158,10 @@ def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
   [
     ({"weights.hf": "", **FP8, "model.hidden_size": 192, "init.hf": "", "model.preset": "debug"},
      "no matrix of this model would be FP8 (64x192 has partial tiles of 128x128"),
+    ({"weights.hf": "", "init.hf": "", "model.preset": "debug", "model.num_heads": 5,
+      "model.num_kv_heads": 1}, "a Llama with model.hidden_size no multiple of model.num_heads"),
+    ({"weights.hf": "", "init.hf": "", "model.preset": "debug", "model.init_std": 2.0},
+     "a Llama with model.init_std above 1 is refused by transformers"),
     ({"weights.hf": "", "export.format": "compressed-tensors"},
      "recipe 'block_128' multiplied weights as e4m3 128x128 f32"),
     ({"weights.hf": "", "export.format": "hf-fp8-block", "export.scale_fmt": "ue8m0"},
@@ -171,6 +180,30 @@ def test_export_refuses_what_a_format_cannot_hold_before_it_reads(export, change
   done = export(**changes)
   assert (done.code, done.stdout) == (1, "") and message in done.stderr, done.stderr
   assert not done.target.exists() and not done.target.with_name("target.part").exists()
+
+
+def test_a_model_that_transformers_refuses_is_trained():
+  changes = {"model.num_heads": 3, "model.num_kv_heads": 1}
+  assert not checks.problems_of_spec(harness.text_plan(**changes))
+  with pytest.raises(UserError, match="a Llama with model.hidden_size no multiple of"):
+    checks.choose(harness.text_plan(**changes | {"export.format": "compressed-tensors"}), 0)
+
+
+def test_the_templates_beside_a_tokenizer_are_exported(export, source):
+  """transformers reads them from a folder, or as a list in tokenizer_config.json."""
+  more = source / template.FOLDER
+  more.mkdir()
+  files = {source / template.FILE: "D{{ messages }}", more / "tool_use.jinja": "T{{ messages }}"}
+  for path, text in files.items():
+    path.write_text(text)
+  done = export()
+  (more / "tool_use.jinja").unlink()
+  more.rmdir()
+  (source / template.FILE).unlink()
+  assert done.code == 0, done.stderr
+  kept = template.ChatTemplate.load(str(done.target))
+  assert (kept.text, kept.tool_use) == ("D{{ messages }}", "T{{ messages }}")
+  assert not (done.target / template.FILE).exists()
 
 
 MISSING = "raise ModuleNotFoundError('No module named x')"
@@ -238,6 +271,45 @@ def test_a_gate_on_held_out_documents_compares_as_many_tokens_as_asked(export):
   assert json.loads(export(**asked).stdout)["gate"]["tokens"] >= 1000
   few = export(**{"data.heldout_fraction": 0.001, "export.gate_tokens": 10**6})
   assert few.code == 1 and "source 'main' (held-out documents) has " in few.stderr, few.stderr
+
+
+ROWS, LENGTH = 2, 128
+
+
+def _sparse(number):
+  """Windows of chats: one trained token each, ever later; and the padding that never ends."""
+  for i in range(10**6):
+    weights = np.zeros((ROWS, LENGTH), np.float32)
+    weights[i % 2, i % LENGTH] = i < number
+    yield {"tokens_BL": np.full((ROWS, LENGTH), i % 200, np.int32), "weights_BL": weights}
+
+
+def test_a_gate_on_sparse_text_holds_the_logits_of_tokens_that_count(monkeypatch):
+  monkeypatch.setattr(export_gate.loader, "heldout_batches", lambda *_: _sparse(300))
+  changes = {"eval.batch": ROWS, "seq_len": LENGTH, "export.gate_tokens": 90}
+  plan = harness.text_plan(**changes)
+  texts = export_gate.batches(plan)
+  # Windows of 45 tokens have one in the first 45 of every 128.
+  assert len(texts) == 90 and sum(b.counts_BL.sum() for b in texts) == 90
+  params = params_lib.init(jax.random.key(0), plan.declaration, plan.model.dims)
+  gate = export_gate.Gate(plan, texts, params)
+  assert sum(x.nbytes for x in gate._source) == 90 * plan.model.vocab_size * 4
+  assert gate.report["tokens"] == 90
+
+
+def test_the_number_of_tokens_that_a_gate_asks_for_instead_is_there(monkeypatch):
+  """Two rows of half as many tokens: 72 positions have two tokens, the next ones have one."""
+  monkeypatch.setattr(export_gate.loader, "heldout_batches", lambda *_: _sparse(200))
+
+  def count(wanted):
+    changes = {"eval.batch": ROWS, "seq_len": LENGTH, "export.gate_tokens": wanted}
+    return sum(b.counts_BL.sum() for b in export_gate.batches(harness.text_plan(**changes)))
+
+  with pytest.raises(UserError, match="has 200 tokens .* set export.gate_tokens=145$"):
+    count(1000)
+  assert count(145) == 145
+  with pytest.raises(UserError, match="has 145 tokens"):
+    count(146)
 
 
 def test_a_config_that_clients_refuse_is_refused_without_a_client(export, monkeypatch):

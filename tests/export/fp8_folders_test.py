@@ -13,12 +13,14 @@ import safetensors.numpy
 
 from fp8jax import params
 from fp8jax.errors import UserError
+from fp8jax.export import fp8 as fp8_export
+from fp8jax.export import write
 from fp8jax.generation import weights as generation_weights
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import transformer
 from fp8jax.models.config import Lora, ModelConfig
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import fp8_base, fp8_export, fp8_formats, names
+from fp8jax.models.hf import fp8_formats, names
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.models.hf.fp8_formats import COMPRESSED, FINE_GRAINED, Fp8Format
 from fp8jax.ops import gemm_spec, linear, site, site_tree, stored_params
@@ -123,9 +125,8 @@ def test_export_writes_the_codes_that_the_training_gemm_multiplies(
   plan = _plan(fp8, recipe, trained=amaxes)
   assert plan.fp8.scale_fmt == scale_fmt and not plan.unquantized
   operands = jax.tree.map(stored_params.compute_copy, stored, is_leaf=stored_params.is_stored)
-  hf_weights.save_params(
-    str(tmp_path), weights, TINY, "bfloat16", shard_bytes=200_000, fp8=plan, operands=operands
-  )
+  how = dict(shard_bytes=200_000, fp8=plan, operands=operands)
+  write.save(str(tmp_path), write.model(weights, TINY, "bfloat16", **how))
   raw = _raw(tmp_path)
   assert len(list(tmp_path.glob("*.safetensors"))) > 1 and len(want) == 7
   for name, (codes, scales) in want.items():
@@ -145,7 +146,7 @@ def test_export_writes_the_codes_that_the_training_gemm_multiplies(
 @pytest.mark.parametrize("fp8", [BLOCKS, CHANNELS, TENSORS, Fp8Format(COMPRESSED, "block")])
 def test_export_reads_back_as_codes_times_scales(tmp_path, fp8):
   weights = _weights()
-  hf_weights.save_params(str(tmp_path), weights, TINY, "bfloat16", fp8=_plan(fp8))
+  write.save(str(tmp_path), write.model(weights, TINY, "bfloat16", fp8=_plan(fp8)))
   raw = _raw(tmp_path)
   cfg = hf_config.read_config(str(tmp_path))
   got, dtype = hf_weights.load_params(str(tmp_path), cfg)
@@ -164,7 +165,7 @@ def test_export_reads_back_as_codes_times_scales(tmp_path, fp8):
 def test_generation_multiplies_the_codes_of_a_folder_as_they_are(tmp_path, recipe, is_kept):
   """The folder's scales are powers of two; block_128 would choose others."""
   fp8 = _plan(BLOCKS, scale_fmt="ue8m0")
-  hf_weights.save_params(str(tmp_path), _weights(), TINY, "bfloat16", fp8=fp8)
+  write.save(str(tmp_path), write.model(_weights(), TINY, "bfloat16", fp8=fp8))
   raw, sites = _raw(tmp_path), _sites(recipe)
   kept = generation_weights.multiplied_as_codes(site_tree.recipes_of(sites))
   loaded, _ = hf_weights.load_params(str(tmp_path), TINY, codes_of=kept)
@@ -179,7 +180,7 @@ def test_generation_multiplies_the_codes_of_a_folder_as_they_are(tmp_path, recip
 
 
 def test_export_states_both_names_of_skipped_modules_and_the_scales_of_inputs(tmp_path):
-  hf_weights.save_params(str(tmp_path), _weights(), TINY, "bfloat16", fp8=_plan(BLOCKS))
+  write.save(str(tmp_path), write.model(_weights(), TINY, "bfloat16", fp8=_plan(BLOCKS)))
   stated = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
   assert stated == {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
@@ -190,7 +191,7 @@ def test_export_states_both_names_of_skipped_modules_and_the_scales_of_inputs(tm
   seen = {(n, "x"): 448.0 + i for i, n in enumerate(site_tree.recipes_of(_sites("bf16")))}
   plan = _plan(static, inputs=seen)
   target = tmp_path / "static"
-  hf_weights.save_params(str(target), _weights(), TINY, "bfloat16", fp8=plan)
+  write.save(str(target), write.model(_weights(), TINY, "bfloat16", fp8=plan))
   raw = _raw(target)
   position = list(seen).index(("layers/1/mlp/up", "x"))
   scale = raw[UP.replace("weight", "input_scale")][1]
@@ -249,8 +250,8 @@ def test_what_a_folder_has_in_16_bits_stays_so_and_its_static_scales_of_inputs_s
   entries = names.entries(TINY)
   first = fp8_export.choose(entries, TINY.dims, mixed, static)
   first = fp8_export.with_amaxes(first, entries, {}, seen)
-  hf_weights.save_params(str(tmp_path), _weights(), TINY, "bfloat16", fp8=first)
-  stored = fp8_base.stored(hf_weights.Folder(str(tmp_path)), entries)
+  write.save(str(tmp_path), write.model(_weights(), TINY, "bfloat16", fp8=first))
+  stored = fp8_export.of_folder(hf_weights.Folder(str(tmp_path)), entries)
   again = fp8_export.choose(entries, TINY.dims, wide, CHANNELS, stored=stored)
   again = fp8_export.with_amaxes(again, entries, {}, {})
   assert again.to_config() == first.to_config() and set(again.unquantized) == set(first.unquantized)
@@ -262,17 +263,17 @@ def test_what_a_folder_has_in_16_bits_stays_so_and_its_static_scales_of_inputs_s
 def test_the_frozen_base_of_adapters_keeps_codes_and_scales(tmp_path):
   """Its scales are powers of two here, which no quantizer of float32 scales would choose."""
   fp8 = _plan(BLOCKS, scale_fmt="ue8m0")
-  hf_weights.save_params(str(tmp_path / "a"), _weights(), TINY, "bfloat16", fp8=fp8)
+  write.save(str(tmp_path / "a"), write.model(_weights(), TINY, "bfloat16", fp8=fp8))
   cfg = dataclasses.replace(TINY, lora=Lora(4, 8.0, ("attn/q",), "block_fp8"))
   tree, _ = hf_weights.load_params(str(tmp_path / "a"), cfg)
   entries, flat = names.entries(TINY), params.flatten(tree)
-  stored = fp8_base.of_stacks(flat, entries, hf_weights.on_host)
+  stored = fp8_export.of_stacks(flat, entries)
   wide = site_tree.recipes_of(_sites("bf16"))
   merged = {"layers/attn/q"}
   plan = fp8_export.choose(entries, TINY.dims, wide, BLOCKS, merged=merged, stored=stored)
   assert sum(m.stored is not None for m in plan.matrices.values()) == 12 and not plan.unquantized
   read = jax.tree.map(stored_params.compute_copy, tree, is_leaf=stored_params.is_stored)
-  hf_weights.save_params(str(tmp_path / "b"), read, TINY, "bfloat16", fp8=plan)
+  write.save(str(tmp_path / "b"), write.model(read, TINY, "bfloat16", fp8=plan))
   before, after = _raw(tmp_path / "a"), _raw(tmp_path / "b")
   for name in [n for n in before if "_proj" in n and "q_proj" not in n]:
     np.testing.assert_array_equal(before[name][1], after[name][1], err_msg=name)
@@ -335,7 +336,7 @@ def test_export_with_float32_scales_is_no_power_of_two_unless_asked():
 def _deepseek(tmp_path, change=lambda tensors: None, **config):
   """A block-FP8 folder by safetensors' own writer; its matrices are codes * 2^(row + col)."""
   weights = _weights()
-  hf_weights.save_params(str(tmp_path), weights, TINY, "bfloat16")
+  write.save(str(tmp_path), write.model(weights, TINY, "bfloat16"))
   tensors = dict(safetensors.numpy.load_file(tmp_path / "model.safetensors"))
   for name in [n for n in tensors if "_proj" in n]:
     rows, cols = (n // 128 for n in tensors[name].shape)
@@ -420,7 +421,7 @@ def test_import_refuses_fp8_that_config_json_does_not_state(tmp_path):
 
 
 def test_import_names_an_fp8_file_that_is_cut_off(tmp_path):
-  hf_weights.save_params(str(tmp_path), _weights(), TINY, "bfloat16", fp8=_plan(BLOCKS))
+  write.save(str(tmp_path), write.model(_weights(), TINY, "bfloat16", fp8=_plan(BLOCKS)))
   path = tmp_path / "model.safetensors"
   path.write_bytes(path.read_bytes()[:-100])
   with pytest.raises(UserError, match="model.safetensors is no whole safetensors file"):

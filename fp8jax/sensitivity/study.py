@@ -34,15 +34,18 @@ from fp8jax.kernels import choose
 from fp8jax.models import transformer
 from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.ops import residuals, site_tree, switch
+from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe import rules as rules_lib
-from fp8jax.run.sensitivity_records import Records
+from fp8jax.sensitivity.records import Records
 from fp8jax.step.run_spec import RunSpec
 
 # Halves of the held-out windows: rules are chosen on one and reported on the other.
 CHOOSE, REPORT = HALVES = ("choose", "report")
 # Of an estimate: each tensor alone, and both.
 PARTS = (*switch.TENSORS, "both")
+# Both tensors of a site in its recipe.
+ON = (1.0, 1.0)
 # Of intervals, of which a study has thousands.
 _RESAMPLES = 2000
 # Positions of a chunk of the head.
@@ -88,6 +91,30 @@ def places(plan: RunSpec, sites) -> tuple[Place, ...]:
   return tuple(place for _, place in found)
 
 
+def with_scales(plan: RunSpec, phase: int, states: Mapping[str, Any]):
+  """The sites in their recipes of a phase, with the scales that are not current.
+
+  Raises:
+    UserError: there are none, or no site is quantized.
+  """
+  sites = plan.sites(phase=phase)
+  missing = sorted(scaling_lib.states(sites).keys() - states.keys())
+  if missing:
+    recipe = site_lib.flatten(sites)[missing[0]].recipe
+    raise UserError(
+      f"site {missing[0]}: {recipe.name!r} takes scales from an amax history or a calibration, and "
+      "these weights come without one; name the workdir of a run that trained with it, or "
+      "precision.calibration=TABLE of --job=calibrate, or measure a recipe with current scales "
+      "such as 'tensor_current'"
+    )
+  if not places(plan, sites):
+    raise UserError(
+      "precision.rules quantize no forward GEMM, so there is nothing to measure; give the config "
+      "an arm, --config=FILE:block_128"
+    )
+  return scaling_lib.with_states(sites, states) if states else sites
+
+
 def switches(sites, on: Mapping[str, Sequence[float]]):
   """A tree for `with_switches`: these numbers by name of a layer's site, 0 for the others."""
 
@@ -126,9 +153,8 @@ class Measured:
 
   def joined(self, other: "Measured") -> "Measured":
     """Of the windows of both."""
-    fields = [f.name for f in dataclasses.fields(self)]
-    both = {f: np.concatenate([getattr(self, f), getattr(other, f)]) for f in fields}
-    return Measured(**both)
+    both = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+    return Measured(*map(np.concatenate, both))
 
   def minus(self, other: "Measured") -> dict[str, list[float]]:
     """Differences to another set, paired: of losses in percent of BF16's, and of KL."""

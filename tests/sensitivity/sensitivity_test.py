@@ -15,15 +15,18 @@ import pytest
 
 from fp8jax.config import resolve
 from fp8jax.errors import ConfigError, UserError
-from fp8jax.jobs import restore, table
 from fp8jax.jobs import sensitivity as job
+from fp8jax.jobs import table
 from fp8jax.models import transformer
 from fp8jax.ops import site_tree
 from fp8jax.recipe import rules as rules_lib
-from fp8jax.run import sensitivity, sensitivity_rules
-from fp8jax.run.sensitivity import CHOOSE, REPORT, Place
-from fp8jax.run.sensitivity_records import Records
+from fp8jax.run import restore
+from fp8jax.sensitivity import halves as halves_lib
+from fp8jax.sensitivity import rules as sensitivity_rules
+from fp8jax.sensitivity import study as sensitivity
+from fp8jax.sensitivity.records import Records
 from fp8jax.sensitivity.settings import Sensitivity
+from fp8jax.sensitivity.study import CHOOSE, REPORT, Place
 from fp8jax.step import train_step
 
 ON = (1.0, 1.0)
@@ -55,14 +58,14 @@ def _params():
 def study(tmp_path_factory):
   path = tmp_path_factory.mktemp("study") / "measurements.jsonl"
   plan = _plan()
-  return sensitivity.Study(plan, _params(), plan.sites(), job._halves(plan), Records(path, {}))
+  return sensitivity.Study(plan, _params(), plan.sites(), halves_lib.read(plan), Records(path, {}))
 
 
 @functools.cache
 def _logits(rules, batch_index=0):
   """Of a half's first batch with these rules, by the ordinary model."""
   plan = harness.text_plan(job="sensitivity", **{**CHANGES, "precision.rules": rules})
-  batch = {k: jnp.asarray(v) for k, v in job._halves(_plan())[CHOOSE][batch_index].items()}
+  batch = {k: jnp.asarray(v) for k, v in halves_lib.read(_plan())[CHOOSE][batch_index].items()}
   run = jax.jit(lambda p, s: transformer.logits(p, s, batch, plan.model, plan.run))
   return np.asarray(run(_params(), plan.sites()), np.float64), batch
 
@@ -171,7 +174,7 @@ def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
 
 
 def test_halves_share_no_document():
-  halves = job._halves(_plan())
+  halves = halves_lib.read(_plan())
   documents = {}
   for half, batches in halves.items():
     rows = np.concatenate([b["targets_BL"] for b in batches])
@@ -270,7 +273,7 @@ def test_studies_that_would_mislead_are_refused(tmp_path):
     job.run(_plan(), str(tmp_path))
   delayed = harness.text_plan("tensor_delayed", job="sensitivity")
   with pytest.raises(UserError, match="precision.calibration=TABLE"):
-    job._with_scales(delayed, 0, {})
+    sensitivity.with_scales(delayed, 0, {})
   lora = harness.text_plan(
     "block_128", job="sensitivity", **{"model.lora.rank": 2, "model.lora.base": "bf16"}
   )

@@ -9,7 +9,7 @@ from fp8jax import patterns
 from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.recipe.schedule import Rules
-from fp8jax.run.sensitivity import Place
+from fp8jax.sensitivity.study import Place
 
 # Shares of FLOPs are sums of floats.
 _SLACK = 1e-9

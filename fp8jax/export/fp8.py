@@ -10,17 +10,21 @@ q, k and v, and gate and up: these are FP8 together or not at all.
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8jax import params
 from fp8jax.errors import UserError
 from fp8jax.formats import E4M3
 from fp8jax.models.hf import fp8_formats
 from fp8jax.models.hf.fp8_formats import COMPRESSED, FINE_GRAINED, Fp8Format
 from fp8jax.models.hf.names import Entry
-from fp8jax.quantization import quantize
+from fp8jax.models.hf.weights import Folder
+from fp8jax.quantization import quantize, stored_matrix
+from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import CURRENT, Quant, Scale, Static
 
@@ -272,6 +276,43 @@ def _refusal(of: tuple[str, str], quant: Quant, fp8: Fp8Format) -> str:
   )
 
 
+# --- codes that are there ------------------------------------------------------------------------
+
+
+def of_folder(folder: Folder, entries: list[Entry]) -> dict[str, Stored | None]:
+  """The codes of a folder's linear layers, None for one in 16 bits; {} of a folder without FP8."""
+  found: dict[str, Stored | None] = {}
+  if (fp8 := folder.fp8) is None:
+    return found
+
+  def pair(name: str):
+    return folder.read(name), folder.read(fp8.scale_name(name))
+
+  for name in [e.name for e in entries if e.layer is not None and e.inputs is not None]:
+    found[name] = None
+    if folder.is_fp8(name):
+      inputs = _input_scale(name)
+      has_inputs = fp8.static_inputs and inputs in folder.files
+      scale = float(folder.read(inputs).reshape(())) if has_inputs else None
+      found[name] = Stored(fp8.quant, functools.partial(pair, name), scale)
+  return found if any(found.values()) else {}
+
+
+def of_stacks(flat: Mapping[str, Any], entries: list[Entry]) -> dict[str, Stored]:
+  """The codes of the matrices that a tree {path: stacked parameter} holds as StoredMatrix."""
+
+  def pair(codes: StoredMatrix, layer: int):
+    data: Any = params.on_host(codes.data[layer])
+    scale: Any = params.on_host(codes.scale[layer])
+    return np.asarray(StoredMatrix(data, scale, codes.inputs).matrix().data), scale.T
+
+  return {
+    e.name: Stored(stored_matrix.QUANT, functools.partial(pair, flat[e.path], e.layer))
+    for e in entries
+    if isinstance(flat.get(e.path), StoredMatrix) and e.layer is not None
+  }
+
+
 # --- values --------------------------------------------------------------------------------------
 
 
@@ -305,5 +346,9 @@ def tensors(name: str, shape, matrix: Matrix, fp8: Fp8Format):
     (fp8.scale_name(name), "F32", fp8.scale_shape(shape)),
   ]
   if matrix.input_scale is not None:
-    found.append((name.removesuffix("weight") + "input_scale", "F32", (1,)))
+    found.append((_input_scale(name), "F32", (1,)))
   return tuple(found)
+
+
+def _input_scale(name: str) -> str:
+  return name.removesuffix("weight") + "input_scale"

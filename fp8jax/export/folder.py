@@ -6,7 +6,9 @@ any other origin is refused.
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+
+import jax
 
 from fp8jax import errors, records
 from fp8jax.errors import UserError
@@ -57,21 +59,41 @@ def check(target: str, names: Collection[str] = ()):
     raise UserError(f"{target!r} holds {sorted(in_the_way)[0]!r}, not of an export; {_REMEDY}")
 
 
-def claim(target: str, names: Collection[str]):
-  """Makes the folder that will hold files of these names, without the weights of an earlier export.
+@contextlib.contextmanager
+def replacing(target: str) -> Iterator[str]:
+  """The folder beside `target` to write an export in, which then takes its place as a whole.
+
+  Every process must call this; the first changes folders. Where writing fails, an earlier export
+  stays.
+
+  Raises:
+    UserError: as `check`, or the disk is full.
+  """
+  part, is_first = os.path.realpath(target) + ".part", jax.process_index() == 0
+  if is_first:
+    check(target)
+  try:
+    with errors.writing(target):
+      yield part
+      if is_first:
+        move(part, target)
+  except BaseException:
+    if is_first:
+      discard(part)
+    raise
+
+
+def claim(part: str, names: Collection[str]):
+  """Makes the folder that will hold files of these names, without an export that was cut off.
 
   Raises:
     UserError: as `check`.
   """
-  check(target, names)
-  os.makedirs(target, exist_ok=True)
-  earlier = _owned(target) or set()
-  _write_manifest(target, earlier | set(names))  # first: an interrupted export may be repeated
-  for name in earlier:
-    path = os.path.join(target, name)
-    if name.removesuffix(".part").endswith(_WEIGHTS) and os.path.lexists(path):
-      os.remove(path)
-  _write_manifest(target, names)
+  check(part, names)
+  discard(part)
+  os.makedirs(part, exist_ok=True)
+  manifest = {"written_by": "fp8jax --job=export", "files": sorted(set(names))}
+  records.write_atomic(os.path.join(part, MANIFEST), records.to_json(manifest))
 
 
 def files(target: str) -> list[str]:
@@ -151,8 +173,3 @@ def _owned(target: str) -> set[str] | None:
     if "/" in name:
       raise UserError(f"{path} names {name!r}, expected the name of a file; {_REMEDY}")
   return {*names, *(f"{name}.part" for name in names), MANIFEST, f"{MANIFEST}.part"}
-
-
-def _write_manifest(target: str, names: Collection[str]):
-  manifest = {"written_by": "fp8jax --job=export", "files": sorted(set(names))}
-  records.write_atomic(os.path.join(target, MANIFEST), records.to_json(manifest))

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from fp8jax.errors import UserError
-from fp8jax.models.hf import export_folder
+from fp8jax.export import folder as export_folder
 
 OLD = {"config.json": "old", "model.safetensors": "old weights", "README.md": "old card"}
 NEW = {"config.json": "new", "model-00001-of-00001.safetensors": "new weights"}

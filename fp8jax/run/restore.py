@@ -32,13 +32,20 @@ def without_adapters(plan: run_spec.RunSpec) -> run_spec.RunSpec:
   )  # fmt: skip
 
 
-def restore_params(plan: run_spec.RunSpec, workdir: str, step: int | None = None):
-  """(parameters, step, meta) of a checkpoint; without a step, of weights.step's."""
+def find(plan: run_spec.RunSpec, workdir: str, step: int | None = None) -> tuple[int, Any]:
+  """(step, meta) of a checkpoint; without a step, of weights.step's."""
   if not os.path.isdir(workdir):  # Orbax would create it
     raise FileNotFoundError(f"{workdir} does not exist; train first, or name another --workdir")
   saved = checkpoint.Checkpoints(workdir, plan.checkpoint.keep)
   step = saved.find(plan.weights.step if step is None else step)
   meta = saved.meta(step)
+  saved.close()
+  return step, meta
+
+
+def restore_params(plan: run_spec.RunSpec, workdir: str, step: int | None = None):
+  """(parameters, step, meta) of a checkpoint; without a step, of weights.step's."""
+  step, meta = find(plan, workdir, step)
   changes = {
     k: v for k, v in identity.diff(identity.identity(plan), meta["config"]).items()
     if k.startswith("model.")
@@ -50,6 +57,7 @@ def restore_params(plan: run_spec.RunSpec, workdir: str, step: int | None = None
   # The master format of that run, whatever this configuration says.
   master = meta["config"].get("optim.master_format", "float32")
   plan = dataclasses.replace(plan, optim=dataclasses.replace(plan.optim, master_format=master))
+  saved = checkpoint.Checkpoints(workdir, plan.checkpoint.keep)
   params = saved.restore_params(step, train_step.abstract_params(plan))
   saved.close()
   return params, step, meta

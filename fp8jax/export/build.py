@@ -1,0 +1,330 @@
+"""An export from its source to its place: written beside it, compared with the source, moved."""
+
+import collections
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from fp8jax import console as console_lib
+from fp8jax import hub
+from fp8jax import params as params_lib
+from fp8jax.config import identity
+from fp8jax.data import batch_sharding, loader
+from fp8jax.errors import UserError
+from fp8jax.export import checks, client, folder, publish, write
+from fp8jax.export import fp8 as fp8_lib
+from fp8jax.export.gate import Batch, Gate
+from fp8jax.export.settings import Export
+from fp8jax.models import lora, transformer
+from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import names, peft
+from fp8jax.models.hf import weights as hf_weights
+from fp8jax.ops import scaling as scaling_lib
+from fp8jax.ops import site as site_lib
+from fp8jax.ops import site_tree, stored_params
+from fp8jax.run import calibration, provenance
+from fp8jax.run import evaluator as evaluator_lib
+from fp8jax.run.restore import Loaded
+from fp8jax.step.run_spec import RunSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """The weights to export.
+
+  Attributes:
+    params: as they are stored.
+    where: {"step": of the checkpoint} or {"hf": folder}.
+    weights_dtype: that the weights came in, before training.
+    stored: matrices that are there in codes, see fp8.choose.
+    companions: folder of tokenizer and settings; "" for none.
+    base: config.json beside the weights; of a run without Hugging Face files its ends, if any.
+    phase: of the precision schedule.
+    amaxes: {(site, tensor): amax} of delayed and static scales.
+    trained: provenance of the training; {} where there is none.
+    changed: configuration keys that training changed.
+  """
+
+  params: Any
+  where: dict[str, Any]
+  weights_dtype: str
+  stored: dict[str, fp8_lib.Stored | None]
+  companions: str = ""
+  base: dict[str, Any] | None = None
+  phase: int = 0
+  amaxes: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+  trained: dict[str, Any] = dataclasses.field(default_factory=dict)
+  changed: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def of_folder(loaded: Loaded) -> Source:
+  """The weights of weights.hf, with the adapters of init.adapters."""
+  there = hf_weights.Folder(loaded.where["hf"])
+  stored = fp8_lib.of_folder(there, names.entries(loaded.spec.model))
+  base = hf_config.read_json(there.folder, "config.json")
+  return Source(loaded.params, loaded.where, loaded.dtype, stored, there.folder, base)
+
+
+def of_checkpoint(loaded: Loaded, workdir: str) -> Source:
+  """The weights of a checkpoint, with the recipes that policies gave."""
+  kept = os.path.join(workdir, "hf_source")
+  kept = kept if os.path.isdir(kept) else ""
+  codes = fp8_lib.of_stacks(params_lib.flatten(loaded.params), names.entries(loaded.spec.model))
+  trained, config = (_json(workdir, f"{name}.json") for name in ("provenance", "config"))
+  return Source(
+    loaded.params, {"step": loaded.where["step"]}, loaded.dtype, {**codes}, kept,
+    base_of(kept, workdir), loaded.phase, _amaxes(loaded.spec, loaded.phase, loaded.states),
+    trained, config.get("changed", {}),
+  )  # fmt: skip
+
+
+def base_of(companions: str, workdir: str) -> dict[str, Any] | None:
+  """Source.base."""
+  if companions:
+    return hf_config.read_json(companions, "config.json")
+  ends = _json(workdir, "generation_config.json").get("eos_token_id")
+  found = {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}
+  return None if ends is None else found
+
+
+def _json(workdir: str, name: str) -> dict[str, Any]:
+  """A file of the run; {} where it is not there."""
+  there = os.path.exists(os.path.join(workdir, name))
+  return hf_config.read_json(workdir, name) if there else {}
+
+
+def _amaxes(plan: RunSpec, phase: int, states) -> dict[tuple[str, str], float]:
+  """{(layer's site, tensor): amax} of the checkpoint's delayed and static scales."""
+  sites, found = plan.sites(phase=phase), {}
+  if not states or not scaling_lib.states(sites):
+    return found
+  for site in site_lib.flatten(scaling_lib.with_states(sites, states)).values():
+    if site.scaling_state is not None:
+      amax_N3 = params_lib.on_host(site.scaling_state.amax_3).reshape(-1, 3)
+      for name, amax_3 in zip(site.layer_names, amax_N3, strict=True):
+        found |= {(name, tensor): float(a) for tensor, a in zip("xwg", amax_3)}
+  return found
+
+
+# They say which codes training multiplied.
+_PRECISION = ("rules", "first_bf16", "last_bf16", "schedule", "smooth_swiglu")
+
+
+def check_codes(plan: RunSpec, meta, step: int):
+  """Refuses a checkpoint whose codes are not known, or cannot be kept, before it is read.
+
+  Raises:
+    UserError: it was trained with another precision, or see fp8.choose.
+  """
+  if checks.fp8_format(plan.of(Export)) is None:
+    return
+  changes = identity.diff(identity.identity(plan), meta["config"])
+  other = [key for key in changes if key in {f"precision.{name}" for name in _PRECISION}]
+  if other:
+    old, new = changes[other[0]]
+    raise UserError(
+      f"{other[0]} is {new!r} here and {old!r} in the checkpoint of step {step}, so that the codes "
+      "of its training are not known: export it with the configuration that it was trained with"
+    )
+  checks.choose(plan, plan.phase(max(step - 1, 0)))
+
+
+def fold_smooth(plan: RunSpec, params):
+  """The parameters with Smooth-SwiGLU's scales per channel, those of held-out text, folded in."""
+  sites = plan.sites(evaluator_lib.BF16)
+  mixers = (m for m in transformer.mixers(plan.model) if m.fold_channel_scales is not None)
+  scales = nothing = {mixer.key: None for mixer in mixers}
+  run = jax.jit(functools.partial(transformer.hidden_and_aux, cfg=plan.model, run=plan.run))
+  spread = batch_sharding.BatchSharder(plan.run.layout, plan.eval.batch)
+  for source in plan.data.sources:
+    counts = loader.DocumentCounts()
+    for batch in loader.heldout_batches(
+      plan.data,
+      source,
+      spread.local_rows,
+      plan.of(Export).fold_smooth_batches,
+      spread.shard,
+      counts,
+    ):
+      scales = run(params, sites, spread.place(batch), states=scales)[1].states
+    for what, number in counts.summary_everywhere().items():
+      text = f"held-out documents of {source} passed over as {what}: {number}"
+      console_lib.console(stderr=True).print(text)
+  if scales is nothing:
+    raise UserError(
+      "export.fold_smooth_batches needs held-out text to choose scales from, and there is none: "
+      "raise data.heldout_fraction or give more documents"
+    )
+  return transformer.fold_channel_scales(params, scales, plan.model)
+
+
+# --- the export ----------------------------------------------------------------------------------
+
+
+def check_place(plan: RunSpec, target: str, never: Mapping[str, str]) -> dict[str, str]:
+  """The checks before work that takes long.
+
+  Args:
+    target: the folder to write.
+    never: {folder, or id on the hub: what it is} of those that are not written to.
+
+  Returns:
+    Versions of the client.
+  """
+  names.entries(plan.model)  # raises where there is no mapping
+  if plan.of(Export).format != "peft":
+    hf_config.check_exportable(plan.model)
+  if is_first := jax.process_index() == 0:
+    folder.recover(target)
+  _wait("what an interrupted export left")
+  folder.check_other(target, {hub.local(path): what for path, what in never.items() if path})
+  # `move` checks again.
+  folder.check(target, ["config.json", publish.CARD])
+  versions = client.probe(plan.of(Export)) if is_first else {}
+  if plan.of(Export).push_to and is_first:
+    publish.check_login(plan.of(Export).push_to)
+  return versions
+
+
+def build(
+  plan: RunSpec, plain: RunSpec, source: Source, target: str, texts: list[Batch],
+  versions: dict[str, str],
+) -> dict[str, Any]:  # fmt: skip
+  """Writes an export beside its place and moves it there once the gate has passed it.
+
+  Args:
+    plan: of the source.
+    plain: the same without adapters.
+    target: the folder to write.
+    texts: that logits are compared on.
+    versions: of the client.
+
+  Returns:
+    The report of the command.
+  """
+  began = (source.trained.get("config") or {}).get("init.hf", "") or plan.weights.hf
+  if plan.of(Export).format == "peft":
+    fp8, dtype, (gate, files, read) = None, "float32", _adapters(plan, source, texts, began)
+  else:
+    fp8 = _choose_fp8(plan, plain, source)
+    dtype = plan.of(Export).dtype
+    if dtype == "auto":
+      dtype = "bfloat16" if fp8 else source.weights_dtype
+    gate, files, read = _model(plan, plain, source, texts, fp8, dtype)
+  source = dataclasses.replace(source, params=None)
+  with folder.replacing(target) as part:
+    write.write(part, files, [publish.CARD])
+    del files
+    _wait("the export's files")
+    gate.read_back(part, read)
+    if plan.of(Export).client_python:
+      gate.client(part, versions)
+    summary = _summary(plan, source, fp8)
+    result = {"folder": target, **source.where, "dtype": dtype, **summary, "gate": gate.report}
+    if jax.process_index() == 0:
+      _write_card(plan, part, target, source, result, began if hub.is_id(began) else "")
+  if plan.of(Export).push_to and jax.process_index() == 0:
+    result["pushed_to"] = publish.push(target, plan.of(Export).push_to)
+  return result
+
+
+def _wait(what: str):
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(what)
+
+
+# (the gate, the files, the reader of the folder that they are in).
+_Parts = tuple[Gate, write.Files, Callable[[str], Any]]
+
+
+def _has_adapters(source: Source) -> bool:
+  """Also where the plan has some, a folder may have none."""
+  return any(map(lora.is_adapter, params_lib.flatten(source.params)))
+
+
+def _adapters(plan: RunSpec, source: Source, texts: list[Batch], began: str) -> _Parts:
+  """The adapters alone; they are read beside the base that they came with."""
+  if not _has_adapters(source):
+    raise UserError(
+      "export.format='peft' writes adapters, and a folder has none: set init.adapters"
+    )
+  params = stored_params.dequantize_tree(source.params)
+  read = functools.partial(peft.added, params, cfg=plan.model, layout=plan.run.layout)
+  return Gate(plan, texts, params), write.adapters(params, plan.model, began), read
+
+
+def _model(
+  plan: RunSpec, plain: RunSpec, source: Source, texts: list[Batch],
+  fp8: fp8_lib.Fp8Plan | None, dtype: str,
+) -> _Parts:  # fmt: skip
+  """The whole model, with its adapters merged.
+
+  The merged weights are float32; the format of the export rounds or quantizes them, and the gate
+  compares the result with the adapters beside their base.
+  """
+  stored, adapted = source.params, None
+  if plan.model.lora:
+    stored = lora.merged(stored, plan.declaration, plan.model)
+    if _has_adapters(source):
+      adapted = stored_params.dequantize_tree(source.params)
+  params = stored_params.dequantize_tree(stored)
+  operands = jax.tree.map(stored_params.compute_copy, stored, is_leaf=stored_params.is_stored)
+  if plan.of(Export).fold_smooth_batches:
+    params = operands = fold_smooth(plain, params)
+  gate = Gate(plain, texts, params) if adapted is None else Gate(plain, texts, adapted, plan)
+  files = write.model(
+    params, plain.model, dtype, source.base, source=source.companions, fp8=fp8, operands=operands
+  )
+  return gate, files, lambda part: hf_weights.load_params(part, plain.model, plain.run.layout)[0]
+
+
+def _choose_fp8(plan: RunSpec, plain: RunSpec, source: Source) -> fp8_lib.Fp8Plan | None:
+  """The FP8 matrices, with the amaxes of their scales; told before anything is written."""
+  merged = lora.adapted_paths(source.params) if plan.model.lora else ()
+  fp8 = checks.choose(plain, source.phase, merged, source.stored)
+  if fp8 is None:
+    return None
+  path = os.path.expanduser(plan.of(Export).input_scales)
+  inputs = calibration.read(path, site_tree.recipes_of(plain.sites())) if path else {}
+  fp8 = fp8_lib.with_amaxes(fp8, names.entries(plain.model), source.amaxes, inputs)
+  reasons = collections.Counter(fp8.unquantized.values())
+  unquantized = "".join(f"; unquantized: {n} matrices, {reason}" for reason, n in reasons.items())
+  text = f"{fp8.share:.1%} of the parameters in FP8 ({len(fp8.matrices)} matrices){unquantized}"
+  console_lib.console(stderr=True).print(text)
+  return fp8
+
+
+def _summary(plan: RunSpec, source: Source, fp8: fp8_lib.Fp8Plan | None) -> dict[str, Any]:
+  if fp8 is None:
+    return {"format": plan.of(Export).format}
+  kept = "codes_of_folder" if plan.weights.hf and source.stored else "codes_of_training"
+  return {
+    "format": plan.of(Export).format, "strategy": fp8.fp8.strategy, "scale_fmt": fp8.fp8.scale_fmt,
+    "fp8_share": fp8.share, "fp8_matrices": len(fp8.matrices),
+    kept: sum(m.is_trained for m in fp8.matrices.values()),
+    "unquantized_matrices": len(fp8.unquantized),
+  }  # fmt: skip
+
+
+def _write_card(plan: RunSpec, part: str, target: str, source: Source, result, base: str):
+  """README.md with the facts of the export and the provenance of the training."""
+  here = provenance.provenance(dict(plan.flat), "", plan.seed, plan.num_devices)
+  kept = ("commit", "dirty", "seed", "data_fingerprint", "devices", "versions", "time")
+  fp8 = result.get("fp8_share")
+  weights = {
+    "FP8": f"{fp8:.1%} of the parameters, {result['strategy']} scales" if fp8 else "",
+    **{k: v for k, v in result.items() if k not in ("gate", "folder", "fp8_share", "strategy")},
+  }
+  facts = {
+    "Weights": {k: v for k, v in weights.items() if v != ""},
+    "Logits compared with the source's": result["gate"],
+    "Training": {k: source.trained[k] for k in kept if k in source.trained} or source.where,
+    "Configuration that differs from configs/base.py": source.changed or "nothing",
+    "Export": {k: here[k] for k in ("commit", "dirty", "versions", "time")},
+  }
+  publish.write_card(part, os.path.basename(os.path.abspath(target)), facts, base)

@@ -1,0 +1,116 @@
+"""transformers in an interpreter of its own, as the second reader of an export, on the CPU."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+
+import numpy as np
+
+from fp8jax.errors import UserError, one_line
+from fp8jax.export.settings import Export
+
+# Packages, with the one more that transformers asks for to read a format.
+_PACKAGES = {
+  "hf-bf16": ("torch", "transformers"),
+  "hf-fp8-block": ("torch", "transformers", "accelerate"),
+  "peft": ("torch", "transformers", "peft"),
+  "compressed-tensors": ("torch", "transformers", "compressed-tensors"),
+}
+_PROBE = """
+import importlib, importlib.metadata, json, sys
+for name in sys.argv[1:]:
+  importlib.import_module(name.replace("-", "_"))
+print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:]}))
+"""
+_LOGITS = """
+import json, os, sys
+os.environ["HF_HUB_OFFLINE"] = "1"
+import numpy, torch, transformers
+folder, tokens, target = sys.argv[1:]
+path, method = os.path.join(folder, "config.json"), None
+if os.path.exists(path):  # adapters have none
+  with open(path) as f:
+    method = (json.load(f).get("quantization_config") or {}).get("quant_method")
+# Fine-grained FP8 loads in 16 bits alone; compressed-tensors cannot be cast once it is loaded.
+how = {} if method == "fp8" else {"dtype": torch.float32}
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+model = model.float() if method == "fp8" else model
+rows = numpy.load(tokens)
+with torch.no_grad():
+  logits = [model(torch.from_numpy(row[None]).long()).logits[0].float().numpy() for row in rows]
+numpy.save(target, numpy.stack(logits))
+"""
+
+
+def probe(e: Export) -> dict[str, str]:
+  """Versions of the client's packages; {} without a client.
+
+  Raises:
+    UserError: it does not start, or lacks one; names the package.
+  """
+  client = e.client_python
+  if not client:
+    return {}
+  error, printed = _run(client, _PROBE, *_PACKAGES[e.format])
+  if error.startswith(_MISSING):
+    raise UserError(f"export.client_python={client!r}: {error}; {_needs(e)}: install them there")
+  versions = {}
+  if not error:
+    with contextlib.suppress(ValueError, TypeError):
+      versions = dict(json.loads(printed))
+    error = f"it printed {printed[:80]!r} in place of versions"
+  if not versions:
+    raise UserError(
+      f"export.client_python={client!r} is no working Python: {error}; {_needs(e)}: name the "
+      "python of an environment that has them"
+    )
+  return versions
+
+
+def logits(e: Export, folder: str, tokens_BL: np.ndarray, vocab_size: int) -> np.ndarray:
+  """Logits [B, L, V] of the model in a folder, float32.
+
+  Raises:
+    UserError: the client cannot read the folder; tells its error.
+  """
+  shape, made = (*tokens_BL.shape, vocab_size), None
+  with tempfile.TemporaryDirectory() as scratch:
+    files = [os.path.join(scratch, name) for name in ("tokens.npy", "logits.npy")]
+    np.save(files[0], tokens_BL)
+    error, printed = _run(e.client_python, _LOGITS, os.path.abspath(folder), *files)
+    with contextlib.suppress(OSError, ValueError):
+      made = None if error else np.load(files[1])
+  if made is None or made.shape != shape:
+    why = error or f"it wrote no logits of shape {shape}, and printed {printed[-80:]!r}"
+    fix = f"; {_needs(e)}: install them there" if error.startswith(_MISSING) else ""
+    raise UserError(
+      f"export refused, nothing was written: the client {e.client_python!r} cannot read the "
+      f"folder: {why}{fix}"
+    )
+  return made
+
+
+def _needs(e: Export) -> str:
+  return f"export.format={e.format!r} needs {', '.join(_PACKAGES[e.format])}"
+
+
+_MISSING = ("ModuleNotFoundError", "ImportError")
+_EXCEPTION = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception)\b", re.M)
+
+
+def _run(client: str, script: str, *arguments: str) -> tuple[str, str]:
+  """(the error that a script ends in under this interpreter, "" for none; its stdout)."""
+  try:
+    command = [os.path.expanduser(client), "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+  except OSError as e:
+    return one_line(e), ""
+  if not done.returncode:
+    return "", done.stdout
+  starts = [m.start() for m in _EXCEPTION.finditer(done.stderr)]
+  told = done.stderr[starts[-1] :] if starts else done.stderr[-400:]
+  signal = f"ended by signal {-done.returncode}" if done.returncode < 0 else "no message"
+  return " ".join(told.split())[:800] or signal, done.stdout
