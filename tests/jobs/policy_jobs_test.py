@@ -114,13 +114,13 @@ def test_an_export_is_refused_for_the_recipes_of_its_checkpoint_before_weights_a
 ):
   """Its configuration's own recipe, block_128, has no scales that are powers of two."""
   changes = {
-    "export.format": "hf-fp8-block", "export.scale_fmt": "ue8m0", "export.path": str(tmp_path),
+    "export.format": "hf-fp8-block", "export.scale_fmt": "ue8m0",
     "precision.policy": ("switch_recipe(to='bf16')",), "log.tensor_stats_every": 100,
   }  # fmt: skip
   switch(debug_runs.plan(_config(STARTED)), to)
   if not is_held:
     read = lambda *_: pytest.fail("the weights were read")  # noqa: E731
     monkeypatch.setattr(restore, "restore_params", read)
-  code, _, stderr = run_job("export", _config(STARTED, **changes), trained)
+  code, _, stderr = run_job("export", _config(STARTED, **changes), trained, out=str(tmp_path))
   assert code == 1 - is_held, stderr
   assert is_held or "recipe 'rowwise' multiplied weights as e4m3 1x*" in stderr, stderr
