@@ -10,7 +10,7 @@ in place of the name, see `site.single`. This file alone re-exports.
 from fp8jax.formats import E4M3, E5M2
 from fp8jax.ops import site
 from fp8jax.ops.api import dequantize, dot, dot_general, quantize
-from fp8jax.optim.adam import scale_by_adam
+from fp8jax.optim.quantized_moments import scale_by_adam
 from fp8jax.recipe.gemm import Gemm, Recipe
 from fp8jax.recipe.library import RECIPES
 from fp8jax.recipe.quant import Quant, Scale

@@ -9,7 +9,7 @@ from fp8jax.errors import ConfigErrors
 from fp8jax.evaluation import catalog
 from fp8jax.generation.settings import Generate
 from fp8jax.optim import groups
-from fp8jax.optim.factory import OptimizerConfig
+from fp8jax.optim.optimizers import OptimizerConfig
 from fp8jax.step.job_settings import SENSITIVITY_GROUPS
 from fp8jax.step.loss_scale import LARGEST, SMALLEST
 

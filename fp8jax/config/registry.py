@@ -13,7 +13,7 @@ from fp8jax.evaluation.settings import Eval
 from fp8jax.generation.settings import Generate
 from fp8jax.keys import Affects, Key
 from fp8jax.models.config import Lora
-from fp8jax.optim.factory import OptimizerConfig
+from fp8jax.optim.optimizers import OptimizerConfig
 from fp8jax.step import job_settings, settings
 
 SECTIONS: tuple[Any, ...] = (

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from fp8jax.kernels import choose as choose_lib
 from fp8jax.kernels.adamw import api as adamw_api
 from fp8jax.kernels.device import Device
-from fp8jax.optim.factory import ParamOptimizer
+from fp8jax.optim.optimizers import ParamOptimizer
 from fp8jax.quantization import quantized_tensor
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
 from fp8jax.recipe.quant import WHOLE

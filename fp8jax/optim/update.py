@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.axes import Layout
 from fp8jax.optim import fused_adamw, gradients, storage
-from fp8jax.optim.factory import ParamOptimizer
+from fp8jax.optim.optimizers import ParamOptimizer
 from fp8jax.quantization import block_codes, quantized_tensor
 from fp8jax.quantization.bf16_remainder import SplitFloat32
 from fp8jax.quantization.block_codes import BlockCodes
@@ -190,9 +190,13 @@ def update_param(
     value = master.unpack() if isinstance(master, QuantizedTensor | SplitFloat32) else master
     g = gradients.dequantize(g) * factor
     update, state = leaf.transformation.update(g, state, value, piece=piece)
-    update = -rate * jnp.asarray(update)
-    squares = jnp.stack([jnp.sum(jnp.square(update)), jnp.sum(jnp.square(value))])
-    updated = optax.apply_updates(value, update)
+    if leaf.apply is None:
+      change = -rate * jnp.asarray(update)
+      updated = optax.apply_updates(value, change)
+    else:
+      updated = leaf.apply(value, update, rate)
+      change = updated - value
+    squares = jnp.stack([jnp.sum(jnp.square(change)), jnp.sum(jnp.square(value))])
     new = (
       state,
       storage.store_master(

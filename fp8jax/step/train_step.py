@@ -15,9 +15,9 @@ from fp8jax.models import transformer
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import stored_params
-from fp8jax.optim import factory as optim_build
 from fp8jax.optim import gradients as gradients_lib
 from fp8jax.optim import groups, storage, update
+from fp8jax.optim import schedule as schedule_lib
 from fp8jax.quantization import tensor_stats
 from fp8jax.step import layerwise, loss_scale, metrics, run_spec
 from fp8jax.step.state import State
@@ -262,7 +262,7 @@ def make_step(plan: run_spec.RunSpec):
   (RunSpec.sites) the same function, traced a second time, also returns what every site saw in
   metrics["tensor_stats"], and transformer.alignment.
   """
-  schedule = optim_build.schedule(plan.optim)
+  schedule = schedule_lib.schedule(plan.optim)
   key = jax.random.key(plan.seed)
 
   def step(state: State, batch, sites):

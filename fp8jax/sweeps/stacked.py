@@ -26,7 +26,7 @@ from fp8jax.errors import ConfigErrors
 from fp8jax.kernels import choose
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.optim import factory
+from fp8jax.optim import schedule as schedule_lib
 from fp8jax.report import at_end
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run import fp8_share, goodput, metrics, metrics_writer, startup
@@ -236,7 +236,7 @@ class _Group:
 def mapped_step(members: list[Member]):
   """(stacked state, stacked batch) -> (stacked state, {metric: [trials]}), jitted."""
   plan = members[0].plan
-  sites, schedules = plan.sites(), [factory.schedule(m.plan.optim) for m in members]
+  sites, schedules = plan.sites(), [schedule_lib.schedule(m.plan.optim) for m in members]
   keys = jnp.stack([jax.random.key(m.plan.seed) for m in members])
 
   def one(state, batch, rate, key):
