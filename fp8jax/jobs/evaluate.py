@@ -10,7 +10,7 @@ from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.run import (
   calibration,
-  startup,
+  start,
 )
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step import run_spec
@@ -24,7 +24,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
   """
   if not plan.eval.tokens and not plan.eval.tasks:
     raise UserError("eval.tokens=0 without eval.tasks leaves nothing to evaluate; set one of them")
-  found = {"device": startup.device_line(plan)}
+  found = {"device": start.device_line(plan)}
   if plan.eval.tokens:
     found |= _heldout(plan, workdir)
   if plan.eval.tasks:

@@ -96,7 +96,7 @@ class RunFiles:
     looks: None where tensor statistics were not recorded.
     exponents: {step: {layer's site: {tensor: tensor_stats.exponents}}} of loud steps.
     resolved, changed: flat configuration, and its difference from base.
-    sites: rows of sites.json, see startup.all_site_rows.
+    sites: rows of sites.json, see start.all_site_rows.
     memory: what --job=memory found, or None.
     nonfinite: the report of a failure, or None.
     summary: of a finished run, or None.

@@ -2,14 +2,16 @@
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from fp8jax import records
-from fp8jax.run import schemas, tracker
+from fp8jax.data import loader
+from fp8jax.run import goodput, metrics, schemas, tracker
+from fp8jax.step.run_spec import RunSpec
 
 
 class Metrics:
@@ -57,6 +59,14 @@ class Metrics:
         if isinstance(value, (int, float)):
           self._events.add_scalar(name, value, step)
 
+  def write_step(
+    self, step: int, values: Mapping[str, float], is_finite, counts: loader.DocumentCounts,
+    times: Mapping[str, float],
+  ):  # fmt: skip
+    """The row of a step: its metrics, documents passed over, and `times`."""
+    skipped = {} if is_finite else {"skipped": 1}
+    self.write(step, {**values, **skipped, **counts.metrics(), **times})
+
   def write_row(self, step: int, values: dict[str, Any]):
     """A row of the file alone."""
     if self._file is not None:
@@ -77,6 +87,19 @@ class Metrics:
       self._events.close()
     if self._tracker is not None:
       self._tracker.close()
+
+
+def times(
+  plan: RunSpec, step: int, clock: goodput.Clock, waited: float, shares: Mapping[str, float]
+) -> dict[str, float]:
+  """The seconds of a step's row, and its shares in FP8.
+
+  Args:
+    waited: seconds for data.
+    shares: of fp8_share.of_phase.
+  """
+  is_whole = metrics.is_due(step, plan.log.every) or step == plan.steps
+  return {**clock.metrics(is_whole), "data_wait_seconds": waited, **shares}
 
 
 def _path(workdir: str) -> str:

@@ -231,11 +231,10 @@ def test_a_multiplicative_update_is_applied_layer_by_layer(monkeypatch):
     apply=lambda value, update, rate: value * jnp.exp(-rate * update),
   )  # fmt: skip
   monkeypatch.setitem(optimizers.OPTIMIZERS, "multiplied", row)
-  changes = {
-    **OURS, "optim.optimizer": "multiplied", "optim.weight_decay": 0.0, "model.num_layers": 2,
-    "optim.peak_lr": 0.01,
-  }  # fmt: skip
-  runner = _runner("bf16", **changes)
+  changes = {**OURS, "optim.weight_decay": 0.0, "model.num_layers": 2, "optim.peak_lr": 0.01}
+  plan = harness.tiny_plan(harness.tiny_config("bf16", **changes))
+  optim = dataclasses.replace(plan.optim, optimizer="multiplied")
+  runner = harness.Runner(dataclasses.replace(plan, optim=optim))
   state = _begin(runner)
   before = jax.device_get(state.params)
   after = jax.device_get(runner.step(state, harness.host_batches()[0])[0].params)

@@ -1,17 +1,14 @@
-"""The messages of a run at its start and at its end."""
+"""The beginning of a run: its table of sites, the messages, and the files that describe it."""
 
 import collections
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import rich.console
-import rich.table
 
 from fp8jax import console as console_lib
 from fp8jax import params as params_lib
-from fp8jax.compiled import memory
 from fp8jax.data import loader
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
@@ -19,7 +16,7 @@ from fp8jax.ops import collectives
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES
-from fp8jax.run import goodput
+from fp8jax.run import provenance as provenance_lib
 from fp8jax.step.run_spec import RunSpec
 
 _GATHERS = {None: "-", True: "quantized", False: "unquantized"}
@@ -256,79 +253,25 @@ def print_chats(out: rich.console.Console, plan: RunSpec, per_step: int):
     out.print(line)
 
 
-def print_evaluation(out: rich.console.Console, step: int, results, passed_over):
-  """The held-out losses of a step, see evaluator.Evaluator.run, and the documents passed over."""
-  for source, by_precision in results.items():
-    for what, number in passed_over[source].items():
-      out.print(f"held-out documents of {source} passed over as {what}: {number}")
-    text = "  ".join(f"{p} {v['loss']:.4f}" for p, v in by_precision.items())
-    out.print(f"step {step}  held-out loss on {source}: {text}")
+def describe(
+  plan: RunSpec, workdir: str, start: int, changes: dict[str, Any], fingerprint: str,
+  site_rows: list[dict[str, Any]], **more: Any,
+):  # fmt: skip
+  """Writes config.json, sites.json and provenance.json, once nothing can refuse the run any more.
 
-
-def print_interrupted(out: rich.console.Console, step: int, exit_code: int):
-  """The last line of a run that was asked to stop."""
-  out.print(
-    f"interrupted: saved step {step}; the same command goes on from there (exit code {exit_code})"
-  )
-
-
-def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):
-  """The closing table: tokens, training loss, held-out loss before and after in every precision."""
-  evaluations = summary["evaluations"]
-  steps = sorted(evaluations, key=int)
-  first, last = (evaluations[steps[i]] if steps else {} for i in (0, -1))
-  rows = []
-  for source, by_precision in last.items():
-    for precision, after in by_precision.items():
-      before = first.get(source, {}).get(precision)
-      # Another recipe, source or number of tokens since: nothing to compare with.
-      if before is not None and before["tokens"] != after["tokens"]:
-        before = None
-      rows.append(
-        [
-          f"{source}, {precision} forward",
-          f"{after['tokens']:,.0f}",
-          f"{before['loss']:.4f}" if before else "-",
-          f"{after['loss']:.4f}",
-          f"{after['loss'] - before['loss']:+.4f}" if before else "-",
-          f"{math.exp(min(after['loss'], 700)):.3f}",
-        ]
-      )
-  train = f"{summary['train_loss']:.4f}" if summary["train_loss"] is not None else "-"
-  out.print(f"{summary['step']} steps, {summary['tokens']:,} tokens seen, last train loss {train}")
-  columns = ["held-out", "tokens", "loss before", "after", "change", "perplexity after"]
-  if rows:
-    out.print(console_lib.table("held-out loss in nats per token", columns, rows))
-  if summary["documents_passed_over"]:
-    out.print(f"documents passed over: {summary['documents_passed_over']}")
-  if summary["skipped_updates"]:
-    out.print(f"updates skipped for non-finite values: {summary['skipped_updates']}")
-  out.print(goodput.line(summary["seconds"]))
-  out.print(f"written to {workdir}")
-
-
-def account_table(rows: Sequence[memory.MemoryRow], summary: dict[str, Any]) -> rich.table.Table:
-  """Memory per device by kind, as declared and as compiled, each at its own peak."""
-  table = rich.table.Table(title="memory per device")
-  for name in ("kind", "declared GiB", "compiled GiB"):
-    table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
-  table.add_column("largest arrays, differences")
-
-  def gib(n: int | None) -> str:
-    return "" if n is None else f"{n / 2**30:.3f}"
-
-  for row in rows:
-    table.add_row(row.kind, gib(row.declared), gib(row.compiled), row.note)
-  table.add_section()
-  table.add_row(
-    "arguments of the step", gib(summary["state_declared"]), gib(summary["arguments_compiled"])
-  )
-  table.add_row(
-    "temporaries", gib(summary["declared"] - summary["state_declared"]),
-    gib(summary["temporaries_compiled"]), f"declared: at the {summary['declared_moment']}",
-  )  # fmt: skip
-  table.add_row(
-    "peak", gib(summary["declared"]), gib(summary["peak"]),
-    f"declared / compiled: {summary['declared_of_peak']:.3f}",
-  )  # fmt: skip
-  return table
+  Args:
+    start: the step that it goes on from.
+    changes: identity.diff of its configuration and configs/base.py's.
+    fingerprint: of the data.
+    site_rows: `all_site_rows`.
+    more: for provenance.json.
+  """
+  flat, changed = dict(plan.flat), {k: new for k, (_, new) in changes.items()}
+  provenance = provenance_lib.provenance(flat, fingerprint, plan.seed, plan.num_devices)
+  provenance |= provenance_lib.history(workdir, start, flat) | more
+  for name, value in (
+    ("config.json", {"resolved": flat, "changed": changed}),
+    ("sites.json", site_rows),
+    ("provenance.json", provenance),
+  ):
+    provenance_lib.write_json(workdir, name, value)
