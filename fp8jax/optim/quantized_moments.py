@@ -110,11 +110,11 @@ def stored(
     return optax.with_extra_args_support(transformation)
 
   def init(params):
-    state = transformation.init(params)
+    state: Any = transformation.init(params)
     zeros = {k: _quantized_zeros(getattr(state, k), q, mask) for k, q in formats.items()}
     return state._replace(**zeros)
 
-  def update(updates, state, params=None, *, piece=0, **_):
+  def update(updates, state: Any, params=None, *, piece=0, **_):
     count = optax.safe_increment(state.count)
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), piece)
 

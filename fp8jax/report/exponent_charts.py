@@ -12,7 +12,7 @@ from fp8jax.run import palette
 
 # {step: {layer's site: {tensor: tensor_stats.exponents}}}
 Exponents = Mapping[int, Mapping[str, Any]]
-_CELL, _ROW = 13, 9  # pixels
+_ROW = 9  # pixels
 # The darkest share; a sample has about 2^16 elements.
 _LEAST_SHARE = 1e-5
 
@@ -43,7 +43,6 @@ def heat_maps(exponents: Exponents) -> alt.ConcatChart | None:
     for row in rows
     for first, levels in zip(row["first"], row["level"], strict=True)
   )
-  of = dict(low=low, high=high)
   tensor = alt.param(
     name="tensor", value=labels[0], bind=alt.binding_select(options=labels, name="tensor ")
   )
@@ -56,10 +55,10 @@ def heat_maps(exponents: Exponents) -> alt.ConcatChart | None:
   )
   at_look = f"[{', '.join(steps)}][look]"
   panels = [
-    _panel("layer", layers, "datum.look === look", f"'by layer, step ' + {at_look}", **of),
+    _panel("layer", layers, "datum.look === look", f"'by layer, step ' + {at_look}", low, high),
     _panel(
       "step", steps, "datum.layer === of_layer || datum.layer === '–'",
-      "'by look, layer ' + of_layer", **of,
+      "'by look, layer ' + of_layer", low, high,
     ),
   ]  # fmt: skip
   return (
@@ -125,15 +124,14 @@ def _panel(by: str, columns: list[str], shown: str, title: str, low: int, high: 
     )
     .mark_rect()
     .encode(
-      x=alt.X(f"{by}:N", sort=columns, title=by, scale=alt.Scale(domain=columns),
-              axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+      x=charts.column_axis(by, columns),
       y=alt.Y("exponent:O", sort=exponents, scale=alt.Scale(domain=exponents),
               title="exponent", axis=alt.Axis(labelOverlap=True)),
       color=alt.Color("share:Q", title="share", scale=scale, legend=alt.Legend(format=".0e")),
       tooltip=["step:N", "layer:N", "exponent:O", alt.Tooltip("share:Q", format=".2~g")],
     )
     .properties(
-      width=max(_CELL * len(columns), 120), height=_ROW * len(exponents),
+      width=charts.column_width(columns), height=_ROW * len(exponents),
       title=alt.TitleParams(text=alt.expr(f"tensor + ', ' + {title}")),
     )
   )  # fmt: skip

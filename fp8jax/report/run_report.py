@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import altair as alt
-
 from fp8jax.recipe import policy as policy_lib
 from fp8jax.report import charts, exponent_charts, files, page, sensitivity_page, thin
 from fp8jax.report.files import Event, RunFiles
@@ -54,12 +52,6 @@ def _sections(run: RunFiles) -> list[Section]:
   return [s for s in [*found, _config(run), _sites(run), _provenance(run)] if s is not None]
 
 
-def _charts(**named: alt.TopLevelMixin | None) -> dict[str, dict[str, Any]]:
-  return {
-    k: charts.spec(charts.themed(c), checked=False) for k, c in named.items() if c is not None
-  }
-
-
 def _head(run: RunFiles) -> Section:
   steps = run.resolved.get("steps", "?")
   state = "finished" if run.summary else "not finished: drawn from what is written so far"
@@ -100,11 +92,13 @@ def _few(values, most: int = 12) -> str:
 def _training(run: RunFiles) -> Section | None:
   if "loss" not in run.curves and not run.heldout:
     return None
-  drawn = _charts(
-    loss=charts.loss(run),
-    gap=charts.gap(run),
-    learning_rate=charts.metric(run, ["learning_rate"], "learning rate", digits=".1e"),
-    grad_norm=charts.metric(run, ["grad_norm"], "gradient norm", scale="log"),
+  drawn = charts.specs(
+    dict(
+      loss=charts.loss(run),
+      gap=charts.gap(run),
+      learning_rate=charts.metric(run, ["learning_rate"], "learning rate", digits=".1e"),
+      grad_norm=charts.metric(run, ["grad_norm"], "gradient norm", scale="log"),
+    )
   )
   return Section("Loss", _thinning(run), drawn)
 
@@ -120,12 +114,14 @@ def _thinning(run: RunFiles) -> str:
 
 
 def _speed(run: RunFiles) -> Section | None:
-  drawn = _charts(
-    tokens_per_second=charts.metric(run, ["tokens_per_second"], "tokens per second"),
-    mfu=charts.metric(run, ["mfu"], "MFU, of the dense BF16 peak", digits=".1%"),
-    data_wait=charts.metric(run, ["data_wait_seconds"], "wait for data, ms per step", factor=1e3),
-    step_seconds=charts.metric(run, ["step_seconds"], "step time, s"),
-    fp8_share=_share_over_steps(run),
+  drawn = charts.specs(
+    dict(
+      tokens_per_second=charts.metric(run, ["tokens_per_second"], "tokens per second"),
+      mfu=charts.metric(run, ["mfu"], "MFU, of the dense BF16 peak", digits=".1%"),
+      data_wait=charts.metric(run, ["data_wait_seconds"], "wait for data, ms per step", factor=1e3),
+      step_seconds=charts.metric(run, ["step_seconds"], "step time, s"),
+      fp8_share=_share_over_steps(run),
+    )
   )
   if not drawn:
     return None
@@ -167,7 +163,7 @@ def _numerics(run: RunFiles) -> list[Section]:
     "else, means far from zero. Grey: not quantized, or no number. Colours keep their meaning over "
     "all looks."
   )
-  specs = _charts(heat_maps=charts.heat_maps(looks))
+  specs = charts.specs(dict(heat_maps=charts.heat_maps(looks)))
   specs["heat_maps"]["datasets"] = {"looks": charts.look_values(looks)}
   drawn = [Section("Tensor statistics", note, specs), *_exponents(run)]
   if scales := charts.scale_ranges(looks):
@@ -175,7 +171,7 @@ def _numerics(run: RunFiles) -> list[Section]:
       "Over all layers of a site; a click in the legend picks a site. "
       "The scale of a tile of zeros is 1."
     )
-    drawn.append(Section("Scales", note, _charts(scale_ranges=scales)))
+    drawn.append(Section("Scales", note, charts.specs(dict(scale_ranges=scales))))
   return drawn
 
 
@@ -190,7 +186,7 @@ def _exponents(run: RunFiles) -> list[Section]:
     f"Bright: many elements; white: none. Looks: {shown} of {number}. The first and the last "
     "exponent that are counted have what is beyond too."
   )
-  specs = _charts(exponents=exponent_charts.heat_maps(run.exponents))
+  specs = charts.specs(dict(exponents=exponent_charts.heat_maps(run.exponents)))
   specs["exponents"]["datasets"] = {"exponents": rows}
   return [Section("Exponents", note, specs)]
 
@@ -243,7 +239,7 @@ def _memory(run: RunFiles) -> Section | None:
   if run.memory is None:
     return None
   note = "Declared by the configuration beside found in the compiled step, each at its own peak."
-  return Section("Memory", note, _charts(memory=charts.memory(run)))
+  return Section("Memory", note, charts.specs(dict(memory=charts.memory(run))))
 
 
 def _config(run: RunFiles) -> Section:
