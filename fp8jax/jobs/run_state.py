@@ -3,11 +3,14 @@
 import dataclasses
 from typing import Any
 
+import jax
 import rich.console
 
 from fp8jax.compiled import fp8_gemms
-from fp8jax.jobs import self_tests, steering
+from fp8jax.jobs import steering
+from fp8jax.kernels import self_test
 from fp8jax.ops import site as site_lib
+from fp8jax.optim import storage
 from fp8jax.quantization import tensor_stats
 from fp8jax.run import alarms as run_alarms
 from fp8jax.run import fp8_share
@@ -56,9 +59,7 @@ class RunState:
       batch: of the step after them, placed.
     """
     plan, phase = self.plan, self.plan.phase(step)
-    self_tests.products(plan, phase, self._out)
-    if not self.sites:  # once
-      self_tests.optimizer(plan, self._out)
+    self._try_kernels(phase)
     here = plan.precision.phases[phase]
     is_first = step == here.start
     if step and is_first and not here.by_policy:
@@ -83,6 +84,17 @@ class RunState:
         self._out.print(fp8_gemms.table(rows, title))
       self._proven = plan
     return state
+
+  def _try_kernels(self, phase: int):
+    """Stops before the first step of a phase if a kernel of ours is wrong on this device."""
+    if count := self_test.products(fp8_gemms.uses(self.plan, phase)):
+      self._out.print(f"kernels: {count} kinds of product tried on this device, all exact")
+    leaf = next((x for x in jax.tree.leaves(self.plan.leaves) if x.backend != "xla"), None)
+    if leaf is not None and not self.sites:  # once
+      moments = storage.MOMENTS[self.plan.optim.moment_format]
+      is_pair = leaf.master == storage.REMAINDER
+      self_test.optimizer(moments.mu, moments.nu, is_pair=is_pair, dtype=leaf.gradient_dtype)
+      self._out.print("kernels: the optimizer's tried on this device, as close as its arithmetic")
 
   def kind_of_step(self, is_loud: bool) -> str:
     """The kind of goodput's clock that the next step is of: "compile" where it is a new program."""

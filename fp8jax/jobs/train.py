@@ -11,7 +11,7 @@ from fp8jax import console as console_lib
 from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
 from fp8jax.jobs import failure, resume, run_state, steering
-from fp8jax.report import at_end
+from fp8jax.report import page
 from fp8jax.run import alarms as run_alarms
 from fp8jax.run import (
   calibration,
@@ -291,4 +291,4 @@ class _Run:
   def _draw(self):
     """Writes WORKDIR/report.html; says why not, and the run goes on."""
     if self.plan.log.report and jax.process_index() == 0:
-      self.out.print(at_end.attempt(self.workdir))
+      self.out.print(page.attempt(self.workdir))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8jax import records
+from fp8jax.errors import missing_package, one_line
 from fp8jax.run import compilation_cache
 
 _STYLE = """
@@ -148,3 +149,14 @@ def pictures(stem: str, spec: dict[str, Any]) -> list[str]:
   write(f"{stem}.svg", vl_convert.vegalite_to_svg(spec))
   write(f"{stem}.png", vl_convert.vegalite_to_png(spec, scale=2))
   return [f"{stem}.svg", f"{stem}.png"]
+
+
+def attempt(workdir: str) -> str:
+  """Writes the report at the end of a run; returns a line that says where it is, or why not."""
+  try:
+    run_report = importlib.import_module("fp8jax.report.run_report")  # needs the extra `report`
+    return f"report: {run_report.write(workdir)}"
+  except ModuleNotFoundError as e:
+    return f"no report.html: {missing_package(e)}; then --job=report --workdir={workdir}"
+  except Exception as e:  # a picture never fails the run that it is of
+    return f"no report.html: {type(e).__name__}: {one_line(e)}; the run itself is complete"

@@ -29,14 +29,7 @@ def summarise(
   Args:
     alignment: transformer.alignment, reported with the input of each layer's site.
   """
-  numerics = {
-    name: {
-      t: tensor_stats.summary(values) if has_gemm else tensor_stats.unquantized_summary(values)
-      for t, values in zip(site_lib.TENSORS[len(tensors)], tensors, strict=True)
-    }
-    for name, tensors in site_lib.per_layer(sites, stats).items()
-    for has_gemm in (len(tensors) == 3,)
-  }
+  numerics = _of_tensors(sites, stats, tensor_stats.summary, tensor_stats.unquantized_summary)
   for path, values_N in alignment.items():
     for i, value in enumerate(values_N):
       numerics[rules.layer_name(path, i)]["x"]["alignment"] = float(value)
@@ -45,9 +38,14 @@ def summarise(
 
 def exponents(sites, stats: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
   """{layer's site: {tensor: tensor_stats.exponents}} of what loud sites saw, on the host."""
+  return _of_tensors(sites, stats, tensor_stats.exponents, tensor_stats.exponents)
+
+
+def _of_tensors(sites, stats, of_gemm, of_activation):
+  """{layer's site: {tensor: summary}}; an activation has fewer tensors than a GEMM."""
   return {
     name: {
-      t: tensor_stats.exponents(values)
+      t: (of_gemm if len(tensors) == 3 else of_activation)(values)
       for t, values in zip(site_lib.TENSORS[len(tensors)], tensors, strict=True)
     }
     for name, tensors in site_lib.per_layer(sites, stats).items()
@@ -90,10 +88,6 @@ class AlarmMonitor:
               new.append({"place": name, "text": _text(alarm, value)})
     self._ringing = ringing
     return new
-
-  def lines(self, step: int, numerics: Mapping[str, Any]) -> list[str]:
-    """One line for every alarm that was silent at the last look."""
-    return as_lines(step, self.new(numerics))
 
 
 def as_lines(step: int, alarms: list[dict[str, str]]) -> list[str]:

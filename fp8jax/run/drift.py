@@ -21,13 +21,13 @@ def with_drift(now: Numerics, before: Numerics) -> dict[str, dict[str, dict[str,
     `now` with amax_drift, log2 of the ratio of amaxes, and snr_drift, the difference in dB, of
     every tensor for which both looks have such numbers.
   """
-  found = {}
-  for site, tensors in now.items():
-    found[site] = {}
-    for tensor, summary in tensors.items():
-      old = before.get(site, {}).get(tensor, {})
-      found[site][tensor] = {**summary, **_drift(summary, old)}
-  return found
+  return {
+    site: {
+      tensor: {**summary, **_drift(summary, before.get(site, {}).get(tensor, {}))}
+      for tensor, summary in tensors.items()
+    }
+    for site, tensors in now.items()
+  }
 
 
 def _drift(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, float]:
@@ -61,6 +61,6 @@ class Looks:
 
   def add(self, numerics: Numerics) -> dict[str, dict[str, dict[str, Any]]]:
     """`with_drift` of a look that comes after the others."""
-    found = with_drift(numerics, last_look(self._workdir) if self._last is None else self._last)
-    self._last = found
-    return found
+    before = last_look(self._workdir) if self._last is None else self._last
+    self._last = with_drift(numerics, before)
+    return self._last

@@ -49,12 +49,8 @@ class Throughput:
   def __init__(
     self, tokens_per_step: int, flops_per_step: float, peak: float | None, window: int = 20
   ):
-    self._tokens, self._flops, self._peak, self._window = (
-      tokens_per_step,
-      flops_per_step,
-      peak,
-      window,
-    )
+    self._tokens, self._flops, self._peak = tokens_per_step, flops_per_step, peak
+    self._window = window
     self._times: list[float] = []
 
   def tick(self):

@@ -27,7 +27,7 @@ from fp8jax.kernels import choose
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.optim import schedule as schedule_lib
-from fp8jax.report import at_end
+from fp8jax.report import page
 from fp8jax.run import end, fp8_share, goodput, metrics_writer, start
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run import workdir as workdir_lib
@@ -214,7 +214,7 @@ class _Group:
       plan, trial.workdir, plan.steps, losses[-1], state, counts, self._results[i], seconds
     )
     if plan.log.report:
-      tell(at_end.attempt(trial.workdir))
+      tell(page.attempt(trial.workdir))
     return Outcome("finished", summary["objective"])
 
 

@@ -12,7 +12,7 @@ import run_files
 
 from fp8jax.errors import UserError
 from fp8jax.jobs import report
-from fp8jax.report import at_end, files, page, thin
+from fp8jax.report import files, page, thin
 
 
 def specs_of(page):
@@ -179,14 +179,14 @@ def test_pages_that_cannot_be_written_are_named_without_errnos(tmp_path):
 
 
 def test_report_that_cannot_be_drawn_is_said_and_fails_nothing(tmp_path, monkeypatch):
-  said = at_end.attempt(str(tmp_path))
+  said = page.attempt(str(tmp_path))
   assert said.startswith("no report.html: ") and "metrics.jsonl" in said or "fp8jax[report]" in said
 
   def missing(name):
     raise ModuleNotFoundError("No module named 'altair'", name="altair")
 
-  monkeypatch.setattr(at_end.importlib, "import_module", missing)
-  assert "pip install 'fp8jax[report]'" in at_end.attempt(str(tmp_path))
+  monkeypatch.setattr(page.importlib, "import_module", missing)
+  assert "pip install 'fp8jax[report]'" in page.attempt(str(tmp_path))
 
 
 def without_data(spec):
