@@ -47,14 +47,7 @@ def declared(plan: run_spec.RunSpec) -> list[MemoryRow]:
 
 
 def _kinds(state: State, declaration) -> dict[str, int]:
-  rest = (
-    state.step,
-    state.scaling_states,
-    state.loss_scale,
-    state.grad_autoscale,
-    state.skipped,
-    state.halted,
-  )
+  rest = dataclasses.replace(state, params=None, opt=None)
   return {
     **_by_kind("masters", _part(state.params, declaration, is_trainable=True)),
     **_by_kind("frozen", _part(state.params, declaration, is_trainable=False)),

@@ -159,7 +159,7 @@ def _index_of_whole(folder: str) -> dict[str, Any] | None:
     for split in SPLITS:
       prepared = sources_lib.Prepared(folder, split)
       prepared.check()
-      prepared.lengths()
+      _ = prepared.lengths
     return prepared.index
   except (UserError, FileNotFoundError, KeyError, TypeError):  # lost, cut off or foreign
     return None

@@ -69,7 +69,7 @@ class Samples:
   ):
     self._source, self._width, self._seed = source, width, seed
     self._is_shuffled, self._on_long = is_shuffled, on_long
-    lengths = source.lengths()
+    lengths = source.lengths
     self.too_long = 0 if on_long == "split" else int(np.count_nonzero(lengths > width - 1))
     if self.too_long and on_long == "error":
       first = int(np.argmax(lengths > width - 1))
@@ -100,11 +100,11 @@ class Samples:
     """uint32 numbers of the documents that are read; None for all of them."""
     if not self.too_long:
       return None
-    return np.flatnonzero(self._source.lengths() <= self._width - 1).astype(np.uint32)
+    return np.flatnonzero(self._source.lengths <= self._width - 1).astype(np.uint32)
 
   @property
   def _lengths(self) -> np.ndarray:
-    lengths = self._source.lengths()
+    lengths = self._source.lengths
     return lengths if self._kept is None else lengths[self._kept]
 
   def __len__(self):

@@ -1,5 +1,6 @@
 """The checkpoints of a run: the state that it begins with, and what is remembered beside it."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -61,11 +62,8 @@ class Saver:
     if plan.init.weights_only:
       state, self._weights_dtype = start_lib.stage(plan, workdir, self._workdir, out)
       return state, 0
-    other = checkpoint.Checkpoints(workdir)
-    try:
+    with contextlib.closing(checkpoint.Checkpoints(workdir)) as other:
       restored = self._restored(other, other.find(plan.init.step), out)
-    finally:
-      other.close()
     out.print(f"continuing the run in {plan.init.workdir}")
     start_lib.take_source(plan, workdir, self._workdir)
     return restored

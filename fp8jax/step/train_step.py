@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import params as params_lib
@@ -238,21 +237,6 @@ def stops_on_nonfinite(plan: run_spec.RunSpec, scale=None):
   """
   stops = plan.optim.on_nonfinite == "stop"
   return stops if scale is None else stops & (scale <= loss_scale.SMALLEST)
-
-
-def after_failure(plan: run_spec.RunSpec, loss: float) -> tuple[str, str]:
-  """(which parameters a state has that a batch halted, what keeps a run going), in words."""
-  if not plan.optim.in_backward:
-    return "the parameters that met it", "optim.on_nonfinite='skip'"
-  saved, skip = (
-    "the parameters that met it",
-    "optim.on_nonfinite='skip' with optim.in_backward=False",
-  )
-  if np.isfinite(loss):
-    saved += (
-      ", but for what is behind the first bad gradient and has moved (optim.in_backward=True),"
-    )
-  return saved, skip
 
 
 def make_step(plan: run_spec.RunSpec):

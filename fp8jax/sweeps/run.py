@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import rich.console
 
 from fp8jax import console as console_lib
+from fp8jax import records
 from fp8jax.errors import UserError
 from fp8jax.sweeps import outcome as outcome_lib
 from fp8jax.sweeps import plan as plan_lib
@@ -66,10 +67,7 @@ def run(
       if outcome_lib.read(trial) is None:
         print(process.shown(trial))
     return 0
-  try:
-    os.makedirs(folder, exist_ok=True)
-  except OSError as e:
-    raise UserError(f"--workdir={folder} cannot be a folder: {e.strerror}; name another") from e
+  records.make_folder(folder, "--workdir")
   if is_mapped:
     results = _mapped(sweep, folder, parallel, out)
     return _ended(sweep, path, folder, results, None, out)
