@@ -166,11 +166,8 @@ def heldout_batches(
   )
   make = _Batch(spec.cross_document)
   windows = iter(stream)
-  empty = {
-    "tokens": np.zeros(spec.seq_len + 1, np.int32),
-    "tokens_segment_ids": np.zeros(spec.seq_len + 1, np.int32),
-    "tokens_positions": np.zeros(spec.seq_len + 1, np.int32),
-  }
+  keys = ("tokens", "tokens_segment_ids", "tokens_positions")
+  empty = dict.fromkeys(keys, np.zeros(spec.seq_len + 1, np.int32))
   for _ in range(num):
     rows = [next(windows, empty) for _ in range(batch)]
     yield make({key: np.stack([row[key] for row in rows]) for key in empty})
@@ -226,9 +223,9 @@ def _train_windows(spec: DataConfig, name: str, source, shard: Shard, counts: Do
   stream = _windows(spec, name, source, "train", shard, counts)
   if not spec.shuffle_windows:
     return stream
-  return grain.experimental.WindowShuffleIterDataset(
-    stream, window_size=spec.shuffle_windows, seed=_seed(f"{spec.seed}/{name}/windows")
-  )
+  # 31 bits: grain adds the number of a block.
+  seed = reading.seed(f"{spec.seed}/{name}/windows") >> 1
+  return grain.experimental.WindowShuffleIterDataset(stream, spec.shuffle_windows, seed)
 
 
 def _samples(spec: DataConfig, name: str, source, shard: Shard, counts: DocumentCounts):
@@ -247,11 +244,6 @@ def _samples(spec: DataConfig, name: str, source, shard: Shard, counts: Document
   return reading.read(data, spec.workers).map(_CountTooLong(counts))
 
 
-def _seed(text: str) -> int:
-  """31 bits: grain adds the number of a block or an epoch."""
-  return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
-
-
 def _windows(spec: DataConfig, name: str, source, split: str, shard: Shard, counts: DocumentCounts):
   """Windows of seq_len + 1 tokens with segment ids and positions."""
   documents = sources_lib.open_source(source, split, spec.tokenizer.vocab_size)
@@ -262,8 +254,7 @@ def _windows(spec: DataConfig, name: str, source, split: str, shard: Shard, coun
     )
   # The seed differs by source, so that sources of equal length do not move in step. Held-out
   # documents come in one fixed order: the first few are a fair sample, the same in every run.
-  own = f"{spec.seed if split == 'train' else 'heldout'}/{name}"
-  seed = int.from_bytes(hashlib.sha256(own.encode()).digest()[:4], "big")
+  seed = reading.seed(f"{spec.seed if split == 'train' else 'heldout'}/{name}")
   data = grain.MapDataset.source(documents).shuffle(seed=seed)
   if split == "train":
     data = data.repeat()

@@ -16,7 +16,6 @@ from fp8jax.run import alarms as run_alarms
 from fp8jax.run import (
   calibration,
   control,
-  drift,
   end,
   goodput,
   metrics,
@@ -77,7 +76,7 @@ class _Run:
   def __init__(self, plan: run_spec.RunSpec, workdir: str, disturb):
     self.plan, self.workdir, self.disturb = plan, workdir, disturb
     self.clock, self.out = goodput.Clock(), console_lib.console()
-    self.looks = drift.Looks(workdir)
+    self.looks = run_alarms.Looks(workdir)
     self.profiler = profiler.Profiler(workdir, plan.log, self.out)
 
   def run(self, changes: dict[str, Any], fingerprint: str) -> dict[str, Any]:

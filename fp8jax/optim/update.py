@@ -94,7 +94,7 @@ def placed(tree, param):
   mesh = getattr(param.sharding, "mesh", None)
 
   def one(x):
-    if _is_quantized(x):
+    if gradients.is_leaf(x):
       return jax.tree.map(at, x, quantized_tensor.shardings(x, param.sharding))
     if isinstance(x, BlockCodes):
       return jax.tree.map(at, x, block_codes.shardings(x, param.sharding))
@@ -105,7 +105,7 @@ def placed(tree, param):
   def at(x, sharding):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-  is_stored = lambda x: _is_quantized(x) or isinstance(x, BlockCodes)  # noqa: E731
+  is_stored = lambda x: gradients.is_leaf(x) or isinstance(x, BlockCodes)  # noqa: E731
   return jax.tree.map(one, tree, is_leaf=is_stored)
 
 
@@ -262,14 +262,12 @@ def _num_chunks(g, stored) -> int:
   1 if nothing is quantized (XLA then updates element by element in place), and if entries of the
   first axis share a scale that is written.
   """
-  quantized = [x for x in jax.tree.leaves((g, stored), is_leaf=_is_quantized) if _is_quantized(x)]
+  quantized = [
+    x for x in jax.tree.leaves((g, stored), is_leaf=gradients.is_leaf) if gradients.is_leaf(x)
+  ]
   shares = (x for x in quantized if not x.is_stack)
   if not quantized or any(x is not g or x.scale.ndim for x in shares):
     return 1
   rows = g.shape[0]
   least = -(-math.prod(g.shape) // _CHUNK)
   return next((n for n in range(least, rows + 1) if rows % n == 0), rows)
-
-
-def _is_quantized(x) -> bool:
-  return isinstance(x, QuantizedTensor)

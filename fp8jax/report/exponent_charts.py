@@ -36,7 +36,8 @@ def heat_maps(exponents: Exponents) -> alt.ConcatChart | None:
     return None
   steps = [str(step) for step in chosen(exponents)]
   labels = list(dict.fromkeys(row["tensor"] for row in rows))
-  layers = sorted({layer for row in rows for layer in row["layer"]}, key=_number)
+  numbers = {layer for row in rows for layer in row["layer"]} - {"–"}
+  layers = sorted(numbers, key=int) + ["–"] * any("–" in row["layer"] for row in rows)
   low = min(first for row in rows for first in row["first"])
   high = max(
     first + len(levels) - 1
@@ -93,18 +94,13 @@ def values(exponents: Exponents) -> list[dict[str, Any]]:
           "tensor": label,
           "layer": [charts.column_label(cell) for cell in members],
           "first": [cells[cell]["first_exponent"] for cell in members],
-          "level": [[_level(share) for share in cells[cell]["shares"]] for cell in members],
+          "level": [
+            [round(-10 * math.log10(s)) if s > 0 else None for s in cells[cell]["shares"]]
+            for cell in members
+          ],
         }
       )
   return rows
-
-
-def _level(share: float) -> int | None:
-  return round(-10 * math.log10(share)) if share > 0 else None
-
-
-def _number(layer: str):
-  return (1, 0) if layer == "–" else (0, int(layer))
 
 
 def _panel(by: str, columns: list[str], shown: str, title: str, low: int, high: int) -> alt.Chart:

@@ -68,7 +68,8 @@ def _head(run: RunFiles) -> Section:
     rows.append(("stopped", f"not finite at step {at}; first bad site: {bad}"))
   skipped = run.curves.get("skipped")
   if skipped is not None:
-    rows.append(("skipped updates", f"{len(skipped.steps)}: steps {_few(skipped.steps)}"))
+    n, shown = len(skipped.steps), ", ".join(map(str, skipped.steps[:12]))
+    rows.append(("skipped updates", f"{n}: steps {shown}" + f" and {n - 12} more" * (n > 12)))
   return Section("Run", tables=[(("", ""), rows)])
 
 
@@ -82,11 +83,6 @@ def _shares(run: RunFiles) -> list[tuple[str, str]]:
     if share is not None:
       rows.append((f"in FP8, of {what}", f"{share:.1%}"))
   return rows
-
-
-def _few(values, most: int = 12) -> str:
-  shown = ", ".join(str(v) for v in values[:most])
-  return shown + f" and {len(values) - most} more" * (len(values) > most)
 
 
 def _training(run: RunFiles) -> Section | None:

@@ -122,7 +122,8 @@ def device_line(plan: RunSpec, devices: Sequence[Any] | None = None) -> str:
   """
   devices = jax.devices() if devices is None else devices
   count, total = plan.num_devices, len(devices)
-  sites = [s for p in range(len(plan.precision.phases)) for s in _flat_sites(plan, p)]
+  trees = [plan.sites(phase=phase) for phase in range(len(plan.precision.phases))]
+  sites = [site for tree in trees for site in site_lib.flatten(tree).values()]
   used = {b for s in sites for p, b in zip(PASSES, s.backends) if getattr(s.recipe, p).is_quantized}
   number = "" if total == 1 else f"{count} × " if count == total else f"{count} of {total} × "
   if plan.device.platform == "cpu":
@@ -135,10 +136,6 @@ def device_line(plan: RunSpec, devices: Sequence[Any] | None = None) -> str:
   if count < total:
     line += f"; mesh.data, mesh.fsdp and mesh.tensor are 1, the other {total - count} are idle"
   return line
-
-
-def _flat_sites(plan: RunSpec, phase: int):
-  return site_lib.flatten(plan.sites(phase=phase)).values()
 
 
 def print_start(

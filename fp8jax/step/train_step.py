@@ -268,7 +268,7 @@ def take_step(plan: run_spec.RunSpec, state: State, batch, sites, rate, key):
   sites = scaling_lib.with_states(sites, state.scaling_states)
   sites = site_lib.with_keys(sites, jax.random.fold_in(key, state.step))
   watched = {}
-  if _is_loud(sites):
+  if any(s.tap.shape[-1] == tensor_stats.LOUD for s in site_lib.flatten(sites).values()):
     # Before anything moves: parameters are moved in place.
     both = (state.params, transformer.alignment(state.params, plan.model))
     params, watched["alignment"] = jax.lax.optimization_barrier(both)
@@ -287,7 +287,10 @@ def take_step(plan: run_spec.RunSpec, state: State, batch, sites, rate, key):
     return jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
 
   moved, before = jnp.sqrt(result.squares)
-  values = metrics.of_step(result.loss, result.norm, moved, before, rate, is_finite)
+  values = {
+    "loss": result.loss, "grad_norm": result.norm, "update_norm": moved, "param_norm": before,
+    "learning_rate": jnp.asarray(rate, jnp.float32), "is_finite": is_finite,
+  }  # fmt: skip
   return State(
     step=state.step + ~state.halted,
     params=params,
@@ -332,10 +335,6 @@ def after_backward(plan: run_spec.RunSpec, state: State, sites, batch, rate) -> 
   return update.StepResult(
     loss, norm, is_finite, params, opt, squares, stats, grad_autoscale, values
   )
-
-
-def _is_loud(sites) -> bool:
-  return any(s.tap.shape[-1] == tensor_stats.LOUD for s in site_lib.flatten(sites).values())
 
 
 def _all_finite(stats):

@@ -72,7 +72,9 @@ class Suggested:
       study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     self._waiting: collections.deque = collections.deque()
     self._left: dict[str, tuple[Any, int, list]] = {}  # by workdir; the list is shared by seeds
-    self._resume()
+    for which, study in self._studies.items():
+      for old in study.get_trials(states=(self._states.RUNNING,)):
+        self._expand(which, old.number, old.params)
 
   @contextlib.contextmanager
   def _reading(self) -> Iterator[None]:
@@ -83,11 +85,6 @@ class Suggested:
         f"{self._path} is no study of this search: {type(e).__name__}: {one_line(e)}; drop its "
         "last line if that is cut, or move it away: trials that finished are not run again"
       ) from e
-
-  def _resume(self):
-    for which, study in self._studies.items():
-      for old in study.get_trials(states=(self._states.RUNNING,)):
-        self._expand(which, old.number, old.params)
 
   def take(self) -> Trial | None:
     if not self._waiting:

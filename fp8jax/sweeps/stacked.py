@@ -55,9 +55,10 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
     ConfigError: a trial needs a run of its own; every reason.
   """
   problems, found = ConfigErrors(), collections.defaultdict(list)
+  here = jax.device_count(), choose.current_device()
   for trial in trials:
     c = problems.attempt(lambda trial=trial: named.load(trial.config, trial.changes))
-    plan = problems.attempt(lambda c=c: _resolved(c)) if c is not None else None
+    plan = problems.attempt(lambda c=c: resolve.resolve(c, *here)) if c is not None else None
     if plan is None:
       continue
     problems.extend([f"{trial.config}: --vmap: {reason}" for reason in reasons(plan)])
@@ -75,10 +76,6 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
     for members in found.values()
     for part in itertools.batched(members, count or len(members))
   ]
-
-
-def _resolved(c) -> run_spec.RunSpec:
-  return resolve.resolve(c, jax.device_count(), choose.current_device())
 
 
 def reasons(plan: run_spec.RunSpec) -> list[str]:
