@@ -225,7 +225,9 @@ def _train_windows(spec: DataConfig, name: str, source, shard: Shard, counts: Do
     return stream
   # 31 bits: grain adds the number of a block.
   seed = reading.seed(f"{spec.seed}/{name}/windows") >> 1
-  return grain.experimental.WindowShuffleIterDataset(stream, spec.shuffle_windows, seed)
+  return grain.experimental.WindowShuffleIterDataset(
+    stream, window_size=spec.shuffle_windows, seed=seed
+  )
 
 
 def _samples(spec: DataConfig, name: str, source, shard: Shard, counts: DocumentCounts):

@@ -118,7 +118,8 @@ class _Run:
         # All is saved: the last evaluation may be left, and made by the same command.
         finished = reached >= plan.steps
         if not finished or not self._evaluate(state, reached, asked.requested):
-          end.print_interrupted(self.out, reached, asked.exit_code)
+          then = f"the same command goes on from there (exit code {asked.exit_code})"
+          self.out.print(f"interrupted: saved step {reached}; {then}")
           return {"step": reached, "exit_code": asked.exit_code}
         return self._summarise(reached, last, state)
     finally:

@@ -59,7 +59,7 @@ def themed(chart):
   ).configure_title(fontSize=12, anchor="start", fontWeight="normal")
 
 
-def specs(named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def specs(**named: Any) -> dict[str, dict[str, Any]]:
   """{name: specification} of charts of trusted code, without those that are None."""
   return {k: spec(themed(c), checked=False) for k, c in named.items() if c is not None}
 
@@ -85,15 +85,14 @@ def rows(**columns: Sequence[Any] | np.ndarray) -> alt.Data:
 
 def metric(
   run: RunFiles,
-  names: Sequence[str],
+  name: str,
   title: str,
   scale: str = "linear",
   digits: str = "~s",
   factor: float = 1.0,
 ) -> Any | None:
-  """The first of these metrics that the run has, over steps: means, smallest and largest."""
-  name = next((n for n in names if n in run.curves), None)
-  if name is None:
+  """A metric over steps: means, smallest and largest; None where the run has not got it."""
+  if name not in run.curves:
     return None
   c = thin.curve(run.curves[name])
   if scale == "log" and not np.nanmin([*c.low, math.inf]) > 0:
@@ -113,7 +112,7 @@ def metric(
 
 def loss(run: RunFiles) -> Any | None:
   """The training loss, and held-out losses as points: colour is the forward pass's precision."""
-  layers = [chart] if (chart := metric(run, ["loss"], "")) else []
+  layers = [chart] if (chart := metric(run, "loss", "")) else []
   if run.heldout:
     layers.append(_heldout_points(run))
   if not layers:

@@ -22,7 +22,7 @@ def write(c: Comparison, folder: str) -> str:
   """Writes the files of a comparison into a folder; returns the path of compare.html."""
   records.make_folder(folder, "--workdir")
   with charts.unchecked():
-    drawn = charts.specs(compare_charts.drawn(c))
+    drawn = charts.specs(**compare_charts.drawn(c))
   path = os.path.join(folder, "compare.html")
   title = f"comparison with {c.baseline}: {len(c.members)} runs"
   page.write(path, page.render(title, _sections(c, drawn), page.vega()))

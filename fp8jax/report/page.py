@@ -1,5 +1,6 @@
 """A report as one HTML file: its charts, tables and the program that draws them are inside."""
 
+import contextlib
 import dataclasses
 import html
 import importlib.metadata
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8jax import records
-from fp8jax.errors import missing_package, one_line
+from fp8jax.errors import UserError, missing_package, one_line
 from fp8jax.run import compilation_cache
 
 _STYLE = """
@@ -124,17 +125,10 @@ def vega() -> str:
       return f.read()
   no_snippet: Any = ()  # its types ask for one
   program = vl_convert.javascript_bundle(*no_snippet)
-  if os.access(_existing(folder), os.W_OK):
+  with contextlib.suppress(OSError, UserError):  # a folder that cannot be written
     os.makedirs(folder, exist_ok=True)
     write(path, program)
   return program
-
-
-def _existing(folder: str) -> str:
-  """The folder, or the nearest one above it that is there."""
-  while not os.path.isdir(folder):
-    folder = os.path.dirname(folder)
-  return folder
 
 
 def write(path: str, content: str | bytes):

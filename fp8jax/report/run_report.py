@@ -89,12 +89,10 @@ def _training(run: RunFiles) -> Section | None:
   if "loss" not in run.curves and not run.heldout:
     return None
   drawn = charts.specs(
-    dict(
-      loss=charts.loss(run),
-      gap=charts.gap(run),
-      learning_rate=charts.metric(run, ["learning_rate"], "learning rate", digits=".1e"),
-      grad_norm=charts.metric(run, ["grad_norm"], "gradient norm", scale="log"),
-    )
+    loss=charts.loss(run),
+    gap=charts.gap(run),
+    learning_rate=charts.metric(run, "learning_rate", "learning rate", digits=".1e"),
+    grad_norm=charts.metric(run, "grad_norm", "gradient norm", scale="log"),
   )
   return Section("Loss", _thinning(run), drawn)
 
@@ -110,14 +108,16 @@ def _thinning(run: RunFiles) -> str:
 
 
 def _speed(run: RunFiles) -> Section | None:
+  share = run.curves.get("fp8_flops_share")
+  # By a schedule or a policy; else the table has the one number.
+  changes = share is not None and len(set(share.values)) > 1
+  over_steps = charts.metric(run, "fp8_flops_share", "FLOPs in FP8", digits=".0%")
   drawn = charts.specs(
-    dict(
-      tokens_per_second=charts.metric(run, ["tokens_per_second"], "tokens per second"),
-      mfu=charts.metric(run, ["mfu"], "MFU, of the dense BF16 peak", digits=".1%"),
-      data_wait=charts.metric(run, ["data_wait_seconds"], "wait for data, ms per step", factor=1e3),
-      step_seconds=charts.metric(run, ["step_seconds"], "step time, s"),
-      fp8_share=_share_over_steps(run),
-    )
+    tokens_per_second=charts.metric(run, "tokens_per_second", "tokens per second"),
+    mfu=charts.metric(run, "mfu", "MFU, of the dense BF16 peak", digits=".1%"),
+    data_wait=charts.metric(run, "data_wait_seconds", "wait for data, ms per step", factor=1e3),
+    step_seconds=charts.metric(run, "step_seconds", "step time, s"),
+    fp8_share=over_steps if changes else None,
   )
   if not drawn:
     return None
@@ -138,14 +138,6 @@ def _time(run: RunFiles) -> Section | None:
   return Section("Time", note, tables=[(("", "seconds", "share"), goodput.table(seconds))])
 
 
-def _share_over_steps(run: RunFiles):
-  """A chart where a schedule or a policy changed it, else None: the table has the one number."""
-  curve = run.curves.get("fp8_flops_share")
-  if curve is None or not len(set(curve.values)) > 1:
-    return None
-  return charts.metric(run, ["fp8_flops_share"], "FLOPs in FP8", digits=".0%")
-
-
 def _numerics(run: RunFiles) -> list[Section]:
   if run.looks is None:
     note = "None recorded: --config.log.tensor_stats_every=100 looks at every 100th step."
@@ -159,7 +151,7 @@ def _numerics(run: RunFiles) -> list[Section]:
     "else, means far from zero. Grey: not quantized, or no number. Colours keep their meaning over "
     "all looks."
   )
-  specs = charts.specs(dict(heat_maps=charts.heat_maps(looks)))
+  specs = charts.specs(heat_maps=charts.heat_maps(looks))
   specs["heat_maps"]["datasets"] = {"looks": charts.look_values(looks)}
   drawn = [Section("Tensor statistics", note, specs), *_exponents(run)]
   if scales := charts.scale_ranges(looks):
@@ -167,7 +159,7 @@ def _numerics(run: RunFiles) -> list[Section]:
       "Over all layers of a site; a click in the legend picks a site. "
       "The scale of a tile of zeros is 1."
     )
-    drawn.append(Section("Scales", note, charts.specs(dict(scale_ranges=scales))))
+    drawn.append(Section("Scales", note, charts.specs(scale_ranges=scales)))
   return drawn
 
 
@@ -182,7 +174,7 @@ def _exponents(run: RunFiles) -> list[Section]:
     f"Bright: many elements; white: none. Looks: {shown} of {number}. The first and the last "
     "exponent that are counted have what is beyond too."
   )
-  specs = charts.specs(dict(exponents=exponent_charts.heat_maps(run.exponents)))
+  specs = charts.specs(exponents=exponent_charts.heat_maps(run.exponents))
   specs["exponents"]["datasets"] = {"exponents": rows}
   return [Section("Exponents", note, specs)]
 
@@ -235,7 +227,7 @@ def _memory(run: RunFiles) -> Section | None:
   if run.memory is None:
     return None
   note = "Declared by the configuration beside found in the compiled step, each at its own peak."
-  return Section("Memory", note, charts.specs(dict(memory=charts.memory(run))))
+  return Section("Memory", note, charts.specs(memory=charts.memory(run)))
 
 
 def _config(run: RunFiles) -> Section:

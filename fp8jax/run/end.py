@@ -42,13 +42,6 @@ def summarise(
   return summary
 
 
-def print_interrupted(out: rich.console.Console, step: int, exit_code: int):
-  """The last line of a run that was asked to stop."""
-  out.print(
-    f"interrupted: saved step {step}; the same command goes on from there (exit code {exit_code})"
-  )
-
-
 def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):
   """The closing table: tokens, training loss, held-out loss before and after in every precision."""
   evaluations = summary["evaluations"]
@@ -61,16 +54,13 @@ def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):
       # Another recipe, source or number of tokens since: nothing to compare with.
       if before is not None and before["tokens"] != after["tokens"]:
         before = None
-      rows.append(
-        [
-          f"{source}, {precision} forward",
-          f"{after['tokens']:,.0f}",
-          f"{before['loss']:.4f}" if before else "-",
-          f"{after['loss']:.4f}",
-          f"{after['loss'] - before['loss']:+.4f}" if before else "-",
-          f"{math.exp(min(after['loss'], 700)):.3f}",
-        ]
-      )
+      earlier = ("-", "-")
+      if before is not None:
+        earlier = (f"{before['loss']:.4f}", f"{after['loss'] - before['loss']:+.4f}")
+      rows.append([
+        f"{source}, {precision} forward", f"{after['tokens']:,.0f}", earlier[0],
+        f"{after['loss']:.4f}", earlier[1], f"{math.exp(min(after['loss'], 700)):.3f}",
+      ])  # fmt: skip
   train = f"{summary['train_loss']:.4f}" if summary["train_loss"] is not None else "-"
   out.print(f"{summary['step']} steps, {summary['tokens']:,} tokens seen, last train loss {train}")
   columns = ["held-out", "tokens", "loss before", "after", "change", "perplexity after"]

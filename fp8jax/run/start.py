@@ -36,27 +36,21 @@ def site_rows(plan: RunSpec, phase: int = 0) -> list[dict[str, Any]]:
     recipe = site.recipe
     if plan.run.smooth_swiglu == "channel" and gemms[path].has_channel_scales:
       recipe = recipe.with_current_scales("w")  # of smooth_swiglu.channel_scales
-    row = {
-      "site": name,
-      "layers": len(site.layer_names),
-      "m_n_k": list(size.of("fwd")),
-      "recipe": recipe.name,
-      "definition": recipe.to_dict(),
-      "backends": dict(zip(PASSES, site.backends)),
-      "weight_gather": _GATHERS[quantized],
-      "notes": [],
-    }
-    if row["weight_gather"] == "unquantized" and site.recipe.fwd.is_quantized:
-      row["notes"].append(
+    notes = set()
+    if quantized is False and site.recipe.fwd.is_quantized:
+      notes.add(
         "FP8 weight gathers: a shard of some weights holds no whole scale tile, so that the "
         "float32 master is gathered; choose mesh.fsdp so that every tile stays whole"
       )
     for which in PASSES:
-      gemm = getattr(site.recipe, which)
-      problem = choose.GemmProblem(*size.of(which), gemm, plan.device)
-      row["notes"] += choose.gemm(problem, plan.kernels.matmul).notes
-    row["notes"] = sorted(set(row["notes"]))
-    rows.append(row)
+      problem = choose.GemmProblem(*size.of(which), getattr(site.recipe, which), plan.device)
+      notes.update(choose.gemm(problem, plan.kernels.matmul).notes)
+    rows.append({
+      "site": name, "layers": len(site.layer_names), "m_n_k": list(size.of("fwd")),
+      "recipe": recipe.name, "definition": recipe.to_dict(),
+      "backends": dict(zip(PASSES, site.backends)), "weight_gather": _GATHERS[quantized],
+      "notes": sorted(notes),
+    })  # fmt: skip
   return rows
 
 
@@ -83,15 +77,6 @@ def _backends(plan: RunSpec) -> str:
   return f"{updated} of {large} matrices updated by mosaic_sm90{''.join(by_xla)}"
 
 
-def _lora(plan: RunSpec) -> str:
-  """The storage of frozen linear layers, and the adapters."""
-  one = plan.model.lora
-  if one is None:
-    return "no adapters"
-  stored = "E4M3 codes per 128x128" if one.base == "block_fp8" else "BF16"
-  return f"linear layers as {stored}, adapters of rank {one.rank} at {', '.join(one.targets)}"
-
-
 def _optimizer(plan: RunSpec) -> str:
   """The optimizer, the formats of its state, and the parameters that have other formats."""
   o, nbytes = plan.optim, plan.optim.bytes_per_parameter()
@@ -106,10 +91,15 @@ def _optimizer(plan: RunSpec) -> str:
   counts = {k: params_lib.count({k: p}, dims) for k, p in declared.items()}
   spared = sum(counts[k] for k, p in declared.items() if not p.decay and p.trainable)
   frozen = sum(counts[k] for k, p in declared.items() if not p.trainable)
+  adapters, lora = "no adapters", plan.model.lora
+  if lora is not None:
+    stored = "E4M3 codes per 128x128" if lora.base == "block_fp8" else "BF16"
+    at = ", ".join(lora.targets)
+    adapters = f"linear layers as {stored}, adapters of rank {lora.rank} at {at}"
   return (
     f"{o.optimizer}: {', '.join(words)} per parameter, {sum(nbytes.values()):.3g} B in all; "
     f"norms and biases ({spared:,} parameters) keep float32; {_backends(plan)}"
-    + (f"; {frozen:,} parameters frozen, {_lora(plan)}" if frozen else "")
+    + (f"; {frozen:,} parameters frozen, {adapters}" if frozen else "")
   )
 
 
@@ -153,9 +143,8 @@ def print_start(
     out.print(f"  {reason}: compute is {plan.run.dtype.name}, attention {plan.run.attention}")
   if changes:
     rows = [[k, str(old), str(new)] for k, (old, new) in changes.items()]
-    out.print(
-      console_lib.table("config, where it differs from base", ["key", "base", "here"], rows)
-    )
+    title = "config, where it differs from base"
+    out.print(console_lib.table(title, ["key", "base", "here"], rows))
   count = params_lib.count(plan.declaration, plan.model.dims)
   mesh = plan.run.layout.mesh
   shape = (
@@ -179,17 +168,12 @@ def _print_sites(out: rich.console.Console, sites: list[dict[str, Any]], start: 
   has_gathers = any(row["weight_gather"] != "-" for row in sites)
   for row in sites:
     used = list(dict.fromkeys(row["backends"].values()))
-    rows.append(
-      [
-        row["site"] + (f" (x{row['layers']})" if row["layers"] > 1 else ""),
-        "x".join(map(str, row["m_n_k"])),
-        row["recipe"],
-        scales(row["definition"]),
-        *([] if platform == "cpu" else [accumulation(row["definition"])]),
-        "/".join(used),
-        *([row["weight_gather"]] if has_gathers else []),
-      ]
-    )
+    rows.append([
+      row["site"] + (f" (x{row['layers']})" if row["layers"] > 1 else ""),
+      "x".join(map(str, row["m_n_k"])), row["recipe"], scales(row["definition"]),
+      *([] if platform == "cpu" else [accumulation(row["definition"])]), "/".join(used),
+      *([row["weight_gather"]] if has_gathers else []),
+    ])  # fmt: skip
     notes += [n for n in row["notes"] if n not in notes]
   columns = ["site", "MxNxK per device", "recipe", "scales: x, w, gradient"]
   columns += ["backend"] if platform == "cpu" else ["accumulation", "backend"]

@@ -47,19 +47,9 @@ def abstract_state(plan: run_spec.RunSpec, step: int = 0) -> State:
   # The states that the last step wrote; a new state is calibrated before its first step.
   scaling_states = {} if step == 0 else scaling_lib.states(plan.sites(phase=plan.phase(step - 1)))
 
-  def one(dtype):
-    return everywhere(jnp.zeros((), dtype))
-
-  return State(
-    step=cast(Any, one(jnp.int32)),
-    params=params,
-    opt=opt,
-    scaling_states=jax.tree.map(everywhere, scaling_states),
-    loss_scale=jax.tree.map(everywhere, loss_scale.init(plan.loss_scale)),
-    grad_autoscale=jax.tree.map(everywhere, _initial_grad_autoscale(plan)),
-    skipped=cast(Any, one(jnp.int32)),
-    halted=cast(Any, one(jnp.bool_)),
-  )
+  scales = (scaling_states, loss_scale.init(plan.loss_scale), _initial_grad_autoscale(plan))
+  of_int, of_bool = (cast(Any, everywhere(jnp.zeros((), t))) for t in (jnp.int32, jnp.bool_))
+  return State(of_int, params, opt, *jax.tree.map(everywhere, scales), of_int, of_bool)
 
 
 def make_state(plan: run_spec.RunSpec, params=None) -> State:
@@ -70,16 +60,11 @@ def make_state(plan: run_spec.RunSpec, params=None) -> State:
     if both is None:
       params = params_lib.init(key, plan.declaration, plan.model.dims)
       both = jax.tree.map(update.init, plan.leaves, params)
-    return State(
-      step=jnp.zeros((), jnp.int32),
-      params=update.select(both, plan.declaration, 1),
-      opt=update.select(both, plan.declaration, 0),
-      scaling_states={},
-      loss_scale=loss_scale.init(plan.loss_scale),
-      grad_autoscale=_initial_grad_autoscale(plan),
-      skipped=jnp.zeros((), jnp.int32),
-      halted=jnp.zeros((), jnp.bool_),
-    )
+    opt, params = (update.select(both, plan.declaration, i) for i in range(2))
+    # Zeros of their own for each: a state that holds one array twice cannot be donated.
+    step, skipped, halted = (jnp.zeros((), t) for t in (jnp.int32, jnp.int32, jnp.bool_))
+    scales = loss_scale.init(plan.loss_scale), _initial_grad_autoscale(plan)
+    return State(step, params, opt, {}, *scales, skipped, halted)
 
   shardings = None
   if plan.run.layout.mesh is not None:

@@ -210,7 +210,7 @@ def of_run(tmp_path):
   return {
     "loss": charts.loss(run),
     "gap": charts.gap(run),
-    "grad_norm": charts.metric(run, ["grad_norm"], "gradient norm", scale="log"),
+    "grad_norm": charts.metric(run, "grad_norm", "gradient norm", scale="log"),
     "heat_maps": charts.heat_maps(run.looks),
     "scale_ranges": charts.scale_ranges(run.looks),
     "memory": charts.memory(run),
