@@ -19,12 +19,9 @@ SPLITS = ("train", "heldout")
 
 
 def run(
-  spec: data_config.DataConfig,
-  target: str,
-  shard_tokens: int,
-  out: rich.console.Console,
+  spec: data_config.DataConfig, target: str, shard_tokens: int, out: rich.console.Console,
   processes: int = 0,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
   """Writes TARGET/<source>/{train,heldout}-*.array_record and an index.json beside them.
 
   Each record is one document: little-endian uint32 token ids, the end-of-document id last.

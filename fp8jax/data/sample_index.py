@@ -59,14 +59,9 @@ class Samples:
   """
 
   def __init__(
-    self,
-    source: sources_lib.Prepared,
-    width: int,
-    seed: str,
-    *,
-    is_shuffled: bool = True,
+    self, source: sources_lib.Prepared, width: int, seed: str, *, is_shuffled: bool = True,
     on_long: str = "split",
-  ):
+  ):  # fmt: skip
     self._source, self._width, self._seed = source, width, seed
     self._is_shuffled, self._on_long = is_shuffled, on_long
     lengths = source.lengths

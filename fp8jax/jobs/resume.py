@@ -141,8 +141,3 @@ class Saver:
         "seconds": self._clock.seconds(),
       }
       self.checkpoints.save(step, state, self._batches.iterator, meta)
-
-  def wait(self):
-    """Until all is written."""
-    with self._clock.on("checkpoint"):
-      self.checkpoints.wait()

@@ -114,7 +114,8 @@ class _Run:
         with self.clock.on("step"):
           state, reached, last = self._loop(state, first, asked)
         self.saver.save(reached, state)
-        self.saver.wait()
+        with self.clock.on("checkpoint"):
+          self.saver.checkpoints.wait()
         # All is saved: the last evaluation may be left, and made by the same command.
         finished = reached >= plan.steps
         if not finished or not self._evaluate(state, reached, asked.requested):

@@ -90,13 +90,9 @@ def scale_by_adam(
 
 
 def stored(
-  transformation: optax.GradientTransformation,
-  moments: Moments,
-  decays: Mapping[str, Any],
-  *,
-  mask: StorageMask = StorageMask(),
-  seed: int = 0,
-) -> optax.GradientTransformationExtraArgs:
+  transformation: optax.GradientTransformation, moments: Moments, decays: Mapping[str, Any], *,
+  mask: StorageMask = StorageMask(), seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
   """A transformation whose moments are stored in these formats; itself where all are float32.
 
   Args:

@@ -78,9 +78,10 @@ def clip_factor(norm, clip: float):
 def init(leaf: ParamOptimizer, param):
   """(state of its transformation, stored master) of a float32 parameter."""
   if leaf.is_frozen:
-    frozen = storage.store_frozen(param, leaf.master, inputs=leaf.inputs, lead=leaf.lead)
-    return leaf.transformation.init(param), frozen
-  master = storage.store_master(param, leaf.master, lead=leaf.lead, key=jax.random.key(leaf.seed))
+    master = storage.store_frozen(param, leaf.master, inputs=leaf.inputs, lead=leaf.lead)
+  else:
+    key = jax.random.key(leaf.seed)
+    master = storage.store_master(param, leaf.master, lead=leaf.lead, key=key)
   return leaf.transformation.init(param), master
 
 
@@ -184,9 +185,12 @@ def update_param(
   # The rounding of the state has another key.
   key = jax.random.fold_in(jax.random.key(leaf.seed + 1), args.step)
 
-  def one(g, old, piece, scalars=(args.rate, args.factor)):
+  scalars = (jnp.asarray(args.rate), jnp.asarray(args.factor))
+
+  def one(g, old, piece, scalars=scalars):
     state, master = old
-    rate, factor = (_along(x, len(g.shape)) for x in scalars)
+    # A scalar, or [N] as [N, 1, …] of as many axes.
+    rate, factor = (x.reshape(x.shape + (1,) * (len(g.shape) - 1) * x.ndim) for x in scalars)
     value = master.unpack() if isinstance(master, QuantizedTensor | SplitFloat32) else master
     g = gradients.dequantize(g) * factor
     update, state = leaf.transformation.update(g, state, value, piece=piece)
@@ -209,15 +213,8 @@ def update_param(
   if chunks == 1:
     (state, master), squares = one(g, (state, master), piece)
   else:
-    scalars = (jnp.asarray(args.rate), jnp.asarray(args.factor))
     (state, master), squares = _in_chunks(one, g, (state, master), chunks, scalars)
   return state, master, squares
-
-
-def _along(x, ndim: int):
-  """A scalar, or [N] as [N, 1, …] of so many axes."""
-  x = jnp.asarray(x)
-  return x.reshape(x.shape + (1,) * (ndim - 1)) if x.ndim else x
 
 
 def _in_chunks(one, g, before, chunks: int, scalars):

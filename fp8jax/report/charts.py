@@ -84,13 +84,9 @@ def rows(**columns: Sequence[Any] | np.ndarray) -> alt.Data:
 
 
 def metric(
-  run: RunFiles,
-  name: str,
-  title: str,
-  scale: str = "linear",
-  digits: str = "~s",
+  run: RunFiles, name: str, title: str, scale: str = "linear", digits: str = "~s",
   factor: float = 1.0,
-) -> Any | None:
+) -> Any | None:  # fmt: skip
   """A metric over steps: means, smallest and largest; None where the run has not got it."""
   if name not in run.curves:
     return None

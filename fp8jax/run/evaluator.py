@@ -42,12 +42,9 @@ class Evaluator:
     self.passed_over: dict[str, dict[str, int]] = {}
 
   def run(
-    self,
-    params,
-    scaling_states: Mapping[str, Any],
-    phase: int = 0,
+    self, params, scaling_states: Mapping[str, Any], phase: int = 0,
     stop: Callable[[int], bool] | None = None,
-  ):
+  ):  # fmt: skip
     """Evaluates in the recipes of a phase of the precision schedule and in BF16 (eval.precisions).
 
     Args:

@@ -18,13 +18,9 @@ class Metrics:
   """metrics.jsonl (the source of truth) and TensorBoard events. Only process 0 writes."""
 
   def __init__(
-    self,
-    workdir: str,
-    resume_step: int,
-    evaluated: Collection[str],
-    tensorboard: bool,
+    self, workdir: str, resume_step: int, evaluated: Collection[str], tensorboard: bool,
     track: Callable[[], tracker.Tracker] | None = None,
-  ):
+  ):  # fmt: skip
     """Args: the step that the run goes on from, and the steps whose evaluation it remembers."""
     self._file = self._events = self._tracker = None
     self._workdir, self._has_tensorboard = workdir, tensorboard
@@ -34,14 +30,21 @@ class Metrics:
     self.forget(resume_step, evaluated)
 
   def forget(self, step: int, evaluated: Collection[str]):
-    """Takes back the rows after a step that the run goes on from; see the constructor."""
+    """Drops the rows after a step that the run goes on from: those steps are written again."""
     if jax.process_index() != 0:
       return
     path = _path(self._workdir)
     for open_one in (self._file, self._events):
       if open_one is not None:
         open_one.close()
-    _forget(path, step, evaluated)
+    lines = [
+      line
+      for line, row in rows(path)
+      if row["step"] <= step
+      and (not any(k.startswith("heldout/") for k in row) or str(row["step"]) in evaluated)
+    ]
+    if os.path.exists(path):
+      records.write_atomic(path, "".join(lines))
     self._file = records.appending(path)
     if self._has_tensorboard:
       import tensorboardX
@@ -104,18 +107,6 @@ def times(
 
 def _path(workdir: str) -> str:
   return os.path.join(workdir, "metrics.jsonl")
-
-
-def _forget(path: str, step: int, evaluated: Collection[str]):
-  """Drops rows after the checkpoint that a run resumes from: those steps are written again."""
-  lines = [
-    line
-    for line, row in rows(path)
-    if row["step"] <= step
-    and (not any(k.startswith("heldout/") for k in row) or str(row["step"]) in evaluated)
-  ]
-  if os.path.exists(path):
-    records.write_atomic(path, "".join(lines))
 
 
 def rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -129,12 +129,9 @@ def device_line(plan: RunSpec, devices: Sequence[Any] | None = None) -> str:
 
 
 def print_start(
-  out: rich.console.Console,
-  plan: RunSpec,
-  changes: dict[str, Any],
-  fingerprint: str,
+  out: rich.console.Console, plan: RunSpec, changes: dict[str, Any], fingerprint: str,
   sites: list[dict[str, Any]],
-):
+):  # fmt: skip
   """The plan of a run: the difference from base, the model, the sites (all_site_rows')."""
   out.print(device_line(plan))
   if note := choose.caution(plan.device):
