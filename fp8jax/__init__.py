@@ -11,7 +11,7 @@ from fp8jax.formats import E4M3, E5M2
 from fp8jax.ops import site
 from fp8jax.ops.api import dequantize, quantize
 from fp8jax.ops.dots import dot, dot_general
-from fp8jax.optim.adam import scale_by_adam
+from fp8jax.optim.quantized_moments import scale_by_adam
 from fp8jax.recipe.gemm import Gemm, Recipe
 from fp8jax.recipe.library import RECIPES
 from fp8jax.recipe.quant import Quant, Scale

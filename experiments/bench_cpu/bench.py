@@ -81,7 +81,7 @@ def bench_numerics():
   from fp8jax.data import batch_sharding, loader
   from fp8jax.ops import site_tree
   from fp8jax.quantization import tensor_stats
-  from fp8jax.run import alarms, drift, metrics_writer, numerics_image
+  from fp8jax.run import alarms, metrics_writer, numerics_image
   from fp8jax.step import train_step
 
   found = {}
@@ -99,7 +99,7 @@ def bench_numerics():
     written = []
     with tempfile.TemporaryDirectory() as folder:
       log = metrics_writer.Metrics(folder, 0, {}, True, None)
-      looks = drift.Looks(folder)
+      looks = alarms.Looks(folder)
       watch = alarms.AlarmMonitor(plan.log.alarms, site_tree.recipes_of(sites["loud"]))
       for round_ in range(1 + ROUNDS * STEPS):
         for kind, of_kind in sites.items():

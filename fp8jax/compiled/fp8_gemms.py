@@ -136,6 +136,7 @@ def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
       ]
       gemm, backend = getattr(site.recipe, product), site.backends[PASSES.index(product)]
       multiplier = gemm_api.BACKENDS[backend]
+      formats = [quant.format for quant in (gemm.lhs, gemm.rhs) if quant is not None]
       row = GemmRow(
         hlo.GemmKey(name, product, again), site.recipe.name, backend, sizes[0][0], 0, 0, 0
       )
@@ -147,7 +148,7 @@ def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
           ),
           work=sum(n * math.prod(mnk) for mnk, n in sizes),
           padded=sum(n * math.prod(map(_padded, mnk)) for mnk, n in sizes),
-          is_emulated=_is_emulated(gemm),
+          is_emulated=any(f.bits < 8 * f.dtype.itemsize for f in formats),
           accumulate=accumulate_name(gemm.accumulate),
           most=2 if product == "fwd" and is_recomputed and not is_loop else 1,
         )
@@ -179,11 +180,6 @@ def calls(plan: RunSpec, site: site_lib.Site) -> list[tuple[int, int]]:
 
 def _padded(extent: int) -> int:
   return -(-extent // _CUBLAS_MULTIPLE) * _CUBLAS_MULTIPLE
-
-
-def _is_emulated(gemm: Gemm) -> bool:
-  formats = [quant.format for quant in (gemm.lhs, gemm.rhs) if quant is not None]
-  return any(format.bits < 8 * format.dtype.itemsize for format in formats)
 
 
 # --- the comparison ------------------------------------------------------------------------------

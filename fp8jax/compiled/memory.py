@@ -48,14 +48,7 @@ def declared(plan: run_spec.RunSpec) -> list[MemoryRow]:
 
 
 def _kinds(state: State, declaration) -> dict[str, int]:
-  rest = (
-    state.step,
-    state.scaling_states,
-    state.loss_scale,
-    state.grad_autoscale,
-    state.skipped,
-    state.halted,
-  )
+  rest = dataclasses.replace(state, params=None, opt=None)
   return {
     **_by_kind("masters", _part(state.params, declaration, is_trainable=True)),
     **_by_kind("frozen", _part(state.params, declaration, is_trainable=False)),
@@ -121,6 +114,8 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
     *_saved_rows(saved),
     MemoryRow("  saved for backward, in all", said, compiled_saved, _differences(arrays, saved)),
   ]
+  is_cpu = plan.device.platform == "cpu"  # see fp8_gemms.py
+  proven = lowered.as_text("hlo", debug_info=True) if is_cpu else text
   peak_, all_declared = arguments + temporaries, state + sum(wanted.values())
   summary = {
     "declared": all_declared,
@@ -134,16 +129,9 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
     "saved_declared": said,
     "saved_compiled": compiled_saved,
     "saved_arrays": arrays,
-    "fp8_gemms": _proof(plan, lowered, text),
+    "fp8_gemms": fp8_gemms.summary(plan, proven),
   }
   return rows, summary
-
-
-def _proof(plan: run_spec.RunSpec, lowered, text: str) -> dict[str, Any]:
-  """FP8 GEMMs of the step, as the strict check counts them, and what it would complain of."""
-  is_cpu = plan.device.platform == "cpu"  # see fp8_gemms.py
-  text = lowered.as_text("hlo", debug_info=True) if is_cpu else text
-  return fp8_gemms.summary(plan, text)
 
 
 def _saved_rows(saved: list[saved_tensors.SavedTensor]) -> list[MemoryRow]:

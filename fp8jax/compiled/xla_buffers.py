@@ -45,7 +45,10 @@ def peak(assignment: str, live_ranges: str) -> list[Buffer]:
   Args:
     assignment, live_ranges: as XLA writes them beside a program.
   """
-  held, spans = _temporaries(assignment), _spans(live_ranges)
+  held = _temporaries(assignment)
+  # Value -> (from, to), in the order of the schedule.
+  lines = re.findall(r"^    (\S+\}):(\d+)-(\d+)$", live_ranges, re.M)
+  spans = {name: (int(begin), int(end)) for name, begin, end in lines}
   by_time: dict[int, list[Buffer]] = {begin: [] for begin, _ in spans.values()}
   for value, (begin, end) in ((v, spans[v.name]) for v in held if v.name in spans):
     for time, there in by_time.items():
@@ -66,12 +69,6 @@ def _temporaries(assignment: str) -> list[Buffer]:
       shape = re.match(r"\w+\[[\d,]*\]", value[4])
       found.append(Buffer(name, shape[0] if shape else "", int(value[3]), int(value[2])))
   return found
-
-
-def _spans(live_ranges: str) -> dict[str, tuple[int, int]]:
-  """Value -> (from, to), in the order of the schedule."""
-  lines = re.findall(r"^    (\S+\}):(\d+)-(\d+)$", live_ranges, re.M)
-  return {name: (int(begin), int(end)) for name, begin, end in lines}
 
 
 def _apart(values: list[Buffer]) -> list[Buffer]:

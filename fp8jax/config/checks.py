@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.optim import groups
-from fp8jax.optim.factory import OptimizerConfig
+from fp8jax.optim.optimizers import OptimizerConfig
 
 
 def layerwise_problems(c: Any) -> list[str]:

@@ -116,7 +116,7 @@ def _check_lengths(source) -> bool:
   """Whether shuffling finds the lengths of prepared documents; a folder that is not there has been
   reported."""
   if os.path.exists(os.path.join(source["path"], "index.json")):
-    sources.Prepared(source["path"], "train").lengths()
+    _ = sources.Prepared(source["path"], "train").lengths
   return True
 
 

@@ -14,7 +14,7 @@ from fp8jax.export.settings import Export
 from fp8jax.generation.settings import Generate
 from fp8jax.keys import Affects, Key
 from fp8jax.models.config import Lora
-from fp8jax.optim.factory import OptimizerConfig
+from fp8jax.optim.optimizers import OptimizerConfig
 from fp8jax.run.settings import Calibrate, Prepare
 from fp8jax.sensitivity.settings import Sensitivity
 from fp8jax.step import settings

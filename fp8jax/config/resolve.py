@@ -32,8 +32,8 @@ from fp8jax.models.hf import config as hf_config_lib
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import residuals, site
-from fp8jax.optim import factory as optim_build
 from fp8jax.optim import groups, storage
+from fp8jax.optim import optimizers as optim_build
 from fp8jax.step import settings
 from fp8jax.step.run_spec import RunSpec
 

@@ -5,6 +5,7 @@ import numpy as np
 
 from fp8jax import axes
 from fp8jax.data import loader
+from fp8jax.data.config import DataConfig
 
 
 class BatchSharder:
@@ -49,3 +50,20 @@ class BatchSharder:
     # This transfer is asked for; with several processes JAX takes it for an implicit one.
     with jax.transfer_guard("allow"):
       return jax.make_array_from_process_local_data(sharding, x, shape)
+
+
+class TrainBatches:
+  """The batches of a run, see loader.train_batches.
+
+  Attributes:
+    iterator: host batches of this process.
+    spread: places them on the mesh.
+    counts: documents by what became of them.
+  """
+
+  def __init__(self, data: DataConfig, layout: axes.Layout, rows: int, accumulation: int):
+    """Args: the sources; the rest is BatchSharder's."""
+    self.counts, self.spread = loader.DocumentCounts(), BatchSharder(layout, rows, accumulation)
+    self.iterator = loader.train_batches(
+      data, self.spread.local_batch, self.spread.shard, self.counts
+    )

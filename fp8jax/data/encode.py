@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 import multiprocessing
 import os
@@ -65,22 +66,16 @@ class Encoder:
 
   def _records(self, task: Task) -> list[sources_lib.Record]:
     if isinstance(task, range):
-      source = _opened(self.source)
+      source = _opened(*sorted(self.source.items()))
       return [source[i] for i in task]
     rows = sources_lib.Rows("", self.source["field"])
     return [sources_lib.json_line(line, rows, origin) for origin, line in task]
 
 
-# The source of this process, by its entry: line starts are found once.
-_SOURCES: dict[str, sources_lib.Source] = {}
-
-
-def _opened(spec: dict[str, Any]) -> sources_lib.Source:
-  key = repr(sorted(spec.items()))
-  if key not in _SOURCES:
-    _SOURCES.clear()
-    _SOURCES[key] = sources_lib.open_source(spec)
-  return _SOURCES[key]
+@functools.lru_cache(maxsize=1)
+def _opened(*spec: tuple[str, Any]) -> sources_lib.Source:
+  """The source of this process, by its entry: line starts are found once."""
+  return sources_lib.open_source(dict(spec))
 
 
 def tasks(source: sources_lib.Source, first: int) -> Iterator[Task]:

@@ -21,7 +21,7 @@ import collections
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grain
@@ -146,13 +146,9 @@ def _slices_as_tuples(state):
 
 
 def heldout_batches(
-  spec: DataConfig,
-  name: str,
-  batch: int,
-  num: int,
-  shard: Shard = Shard(),
+  spec: DataConfig, name: str, batch: int, num: int, shard: Shard = Shard(),
   counts: DocumentCounts | None = None,
-):
+):  # fmt: skip
   """Exactly `num` batches of one source's held-out documents, in an order that never changes.
 
   Where they run out, the rest is padding of weight 0: every process gives as many batches.
@@ -166,11 +162,8 @@ def heldout_batches(
   )
   make = _Batch(spec.cross_document)
   windows = iter(stream)
-  empty = {
-    "tokens": np.zeros(spec.seq_len + 1, np.int32),
-    "tokens_segment_ids": np.zeros(spec.seq_len + 1, np.int32),
-    "tokens_positions": np.zeros(spec.seq_len + 1, np.int32),
-  }
+  keys = ("tokens", "tokens_segment_ids", "tokens_positions")
+  empty = dict.fromkeys(keys, np.zeros(spec.seq_len + 1, np.int32))
   for _ in range(num):
     rows = [next(windows, empty) for _ in range(batch)]
     yield make({key: np.stack([row[key] for row in rows]) for key in empty})
@@ -204,19 +197,20 @@ def _chat_steps(spec: DataConfig, batch: int, shard: Shard, counts: DocumentCoun
   steps = chat_steps(spec, batch * shard.count, shard)
   passed_over = chat_index(spec).counts if shard.index == 0 else {}
   ready = reading.read(grain.MapDataset.source(steps), spec.workers, max(spec.prefetch, 4))
-  return _Resumable(iter(ready.map(_CountOnce(counts, passed_over))))
+  # All that steps pass over is counted at the first one.
+  count = _Taking("step", lambda step: None if step else counts.update(passed_over))
+  return _Resumable(iter(ready.map(count)))
 
 
-class _CountOnce:
-  """Takes a step's number out of it; counts what all steps pass over at the first one."""
+class _Taking:
+  """Takes a field out of elements, and tells its value."""
 
-  def __init__(self, counts: DocumentCounts, passed_over: Mapping[str, int]):
-    self._counts, self._passed_over = counts, passed_over
+  def __init__(self, field: str, tell: Callable[[Any], None]):
+    self._field, self._tell = field, tell
 
-  def __call__(self, step):
-    if step["step"] == 0:
-      self._counts.update(self._passed_over)
-    return {k: v for k, v in step.items() if k != "step"}
+  def __call__(self, element):
+    self._tell(element[self._field])
+    return {k: v for k, v in element.items() if k != self._field}
 
 
 def _train_windows(spec: DataConfig, name: str, source, shard: Shard, counts: DocumentCounts):
@@ -226,8 +220,10 @@ def _train_windows(spec: DataConfig, name: str, source, shard: Shard, counts: Do
   stream = _windows(spec, name, source, "train", shard, counts)
   if not spec.shuffle_windows:
     return stream
+  # 31 bits: grain adds the number of a block.
+  seed = reading.seed(f"{spec.seed}/{name}/windows") >> 1
   return grain.experimental.WindowShuffleIterDataset(
-    stream, window_size=spec.shuffle_windows, seed=_seed(f"{spec.seed}/{name}/windows")
+    stream, window_size=spec.shuffle_windows, seed=seed
   )
 
 
@@ -244,12 +240,9 @@ def _samples(spec: DataConfig, name: str, source, shard: Shard, counts: Document
     on_long=spec.on_long,
   )
   data = grain.MapDataset.source(samples)[shard.index :: shard.count]
-  return reading.read(data, spec.workers).map(_CountTooLong(counts))
-
-
-def _seed(text: str) -> int:
-  """31 bits: grain adds the number of a block or an epoch."""
-  return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+  return reading.read(data, spec.workers).map(
+    _Taking("too_long", lambda number: counts.update({"too long": number}))
+  )
 
 
 def _windows(spec: DataConfig, name: str, source, split: str, shard: Shard, counts: DocumentCounts):
@@ -262,8 +255,7 @@ def _windows(spec: DataConfig, name: str, source, split: str, shard: Shard, coun
     )
   # The seed differs by source, so that sources of equal length do not move in step. Held-out
   # documents come in one fixed order: the first few are a fair sample, the same in every run.
-  own = f"{spec.seed if split == 'train' else 'heldout'}/{name}"
-  seed = int.from_bytes(hashlib.sha256(own.encode()).digest()[:4], "big")
+  seed = reading.seed(f"{spec.seed if split == 'train' else 'heldout'}/{name}")
   data = grain.MapDataset.source(documents).shuffle(seed=seed)
   if split == "train":
     data = data.repeat()
@@ -274,7 +266,8 @@ def _windows(spec: DataConfig, name: str, source, split: str, shard: Shard, coun
     )
   )
   patience = None if split == "heldout" else 2 * len(documents)
-  stream = reading.read(data, spec.workers).filter(_Keep(counts, name, patience)).map(_only_tokens)
+  stream = reading.read(data, spec.workers).filter(_Keep(counts, name, patience))
+  stream = stream.map(lambda document: {"tokens": document["tokens"]})
   return grain.experimental.ConcatThenSplitIterDataset(
     stream, length_struct={"tokens": spec.seq_len + 1}
   )
@@ -298,21 +291,6 @@ class _Keep:
         f"long or held out ({dict(self._counts)}); lower data.heldout_fraction or give more data"
       )
     return is_kept
-
-
-class _CountTooLong:
-  """Takes the count of documents passed over out of a sample."""
-
-  def __init__(self, counts: DocumentCounts):
-    self._counts = counts
-
-  def __call__(self, sample):
-    self._counts["too long"] += sample["too_long"]
-    return {k: v for k, v in sample.items() if k != "too_long"}
-
-
-def _only_tokens(document):
-  return {"tokens": document["tokens"]}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,12 +19,9 @@ _REMEDY = "set prepare.path to another folder"
 
 
 def run(
-  spec: data_config.DataConfig,
-  target: str,
-  shard_tokens: int,
-  out: rich.console.Console,
+  spec: data_config.DataConfig, target: str, shard_tokens: int, out: rich.console.Console,
   processes: int = 0,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
   """Writes TARGET/<source>/{train,heldout}-*.array_record and an index.json beside them.
 
   Each record is one document: little-endian uint32 token ids, the end-of-document id last.
@@ -145,7 +142,7 @@ def _index_of_whole(folder: str) -> dict[str, Any] | None:
     for split in SPLITS:
       prepared = sources_lib.Prepared(folder, split)
       prepared.check()
-      prepared.lengths()
+      _ = prepared.lengths
     return prepared.index
   except (UserError, FileNotFoundError, KeyError, TypeError):  # lost, cut off or foreign
     return None

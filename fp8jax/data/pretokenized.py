@@ -68,16 +68,13 @@ class Prepared:
         return path
     return self.path
 
+  @functools.cached_property
   def lengths(self) -> np.ndarray:
     """uint32 [documents]: tokens of every document, mapped from disk.
 
     Raises:
       UserError: the file is missing, or does not belong to the documents.
     """
-    return self._lengths
-
-  @functools.cached_property
-  def _lengths(self) -> np.ndarray:
     info = self.index["splits"][self.split]
     if "lengths" not in info:
       raise UserError(
@@ -85,19 +82,18 @@ class Prepared:
         "prepare it again with --job=prepare, or set data.shuffle_windows=0"
       )
     path = os.path.join(self.path, info["lengths"])
-    again = _AGAIN
     if not os.path.exists(path):
-      raise FileNotFoundError(f"{path} does not exist; {again}")
+      raise FileNotFoundError(f"{path} does not exist; {_AGAIN}")
     if not info["documents"]:
       return np.zeros(0, np.uint32)
     if os.path.getsize(path) % 4:
-      raise UserError(f"{path} has {os.path.getsize(path)} bytes, no multiple of 4; {again}")
+      raise UserError(f"{path} has {os.path.getsize(path)} bytes, no multiple of 4; {_AGAIN}")
     lengths = np.memmap(path, "<u4", "r") if os.path.getsize(path) else np.zeros(0, np.uint32)
     total = int(lengths.sum(dtype=np.int64))
     if (len(lengths), total) != (info["documents"], info["tokens"]):
       raise UserError(
         f"{path} has {len(lengths)} documents of {total} tokens, index.json says "
-        f"{info['documents']} of {info['tokens']}; {again}"
+        f"{info['documents']} of {info['tokens']}; {_AGAIN}"
       )
     return lengths
 
@@ -119,7 +115,7 @@ class Prepared:
         f"{origin} has token {largest}, the tokenizer has ids below {self.vocab_size}; {_AGAIN}"
       )
     # Where the lengths are in use, positions are computed from them.
-    lengths = self.__dict__.get("_lengths")
+    lengths = self.__dict__.get("lengths")
     if lengths is not None and lengths[index] != len(tokens):
       raise UserError(
         f"{origin} has {len(tokens)} tokens, {self.index['splits'][self.split]['lengths']} says "

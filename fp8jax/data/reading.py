@@ -1,5 +1,6 @@
-"""Reads the elements of a grain MapDataset ahead, in threads or worker processes."""
+"""Reads the elements of a grain MapDataset ahead, in threads or worker processes; its seeds."""
 
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,11 @@ def read(data: grain.MapDataset, workers: int, buffer: int = 16):
   return stream.mp_prefetch(
     grain.MultiprocessingOptions(num_workers=workers), worker_init_fn=_outlive_signals
   )
+
+
+def seed(text: str) -> int:
+  """An unsigned 32-bit seed that depends on a text."""
+  return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
 def _outlive_signals(index: int, count: int):

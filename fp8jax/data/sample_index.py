@@ -18,12 +18,12 @@ process that reads; the lengths are mapped from disk, the shuffle index is a fun
 
 import dataclasses
 import functools
-import hashlib
 import threading
 
 import grain
 import numpy as np
 
+from fp8jax.data import reading
 from fp8jax.data import sources as sources_lib
 from fp8jax.errors import UserError
 
@@ -59,17 +59,12 @@ class Samples:
   """
 
   def __init__(
-    self,
-    source: sources_lib.Prepared,
-    width: int,
-    seed: str,
-    *,
-    is_shuffled: bool = True,
+    self, source: sources_lib.Prepared, width: int, seed: str, *, is_shuffled: bool = True,
     on_long: str = "split",
-  ):
+  ):  # fmt: skip
     self._source, self._width, self._seed = source, width, seed
     self._is_shuffled, self._on_long = is_shuffled, on_long
-    lengths = source.lengths()
+    lengths = source.lengths
     self.too_long = 0 if on_long == "split" else int(np.count_nonzero(lengths > width - 1))
     if self.too_long and on_long == "error":
       first = int(np.argmax(lengths > width - 1))
@@ -100,11 +95,11 @@ class Samples:
     """uint32 numbers of the documents that are read; None for all of them."""
     if not self.too_long:
       return None
-    return np.flatnonzero(self._source.lengths() <= self._width - 1).astype(np.uint32)
+    return np.flatnonzero(self._source.lengths <= self._width - 1).astype(np.uint32)
 
   @property
   def _lengths(self) -> np.ndarray:
-    lengths = self._source.lengths()
+    lengths = self._source.lengths
     return lengths if self._kept is None else lengths[self._kept]
 
   def __len__(self):
@@ -129,13 +124,9 @@ class Samples:
     begin, end = self.first(epoch), self.first(epoch + 1)
     too_long = self.too_long if index == begin else 0
     if self._is_shuffled:
-      own = grain.experimental.index_shuffle(
-        index - begin,
-        max_index=end - begin - 1,
-        seed=_number(f"{self._seed}/samples/{epoch}"),
-        rounds=4,
-      )
-      index = begin + own
+      own = reading.seed(f"{self._seed}/samples/{epoch}")
+      last = end - begin - 1
+      index = begin + grain.experimental.index_shuffle(index - begin, last, own, rounds=4)
     return self._cut(index * self._width) | {"too_long": too_long}
 
   def _cut(self, position: int):
@@ -144,11 +135,8 @@ class Samples:
     at = self._epoch(epoch)
     which = int(np.searchsorted(at.starts, position, side="right")) - 1
     offset = position - int(at.starts[which])
-    sample = {
-      "tokens": np.empty(self._width, np.int32),
-      "tokens_segment_ids": np.empty(self._width, np.int32),
-      "tokens_positions": np.empty(self._width, np.int32),
-    }
+    keys = ("tokens", "tokens_segment_ids", "tokens_positions")
+    sample = {key: np.empty(self._width, np.int32) for key in keys}
     filled, segment = 0, 0
     while filled < self._width:
       if which == len(at.documents):
@@ -167,7 +155,7 @@ class Samples:
   def _make_epoch(self, epoch: int) -> _Epoch:
     lengths = self._lengths
     # RandomState's algorithms never change (NEP 19): a run may resume under another NumPy.
-    order = np.random.RandomState(_number(f"{self._seed}/documents/{epoch}"))
+    order = np.random.RandomState(reading.seed(f"{self._seed}/documents/{epoch}"))
     permutation = np.arange(len(lengths), dtype=np.uint32)
     order.shuffle(permutation)
     starts = np.zeros(len(lengths) + 1, np.int64)
@@ -183,8 +171,3 @@ class Samples:
   def __setstate__(self, state):
     self.__dict__.update(state)
     self._begin()
-
-
-def _number(text: str) -> int:
-  """An unsigned 32-bit seed."""
-  return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

@@ -175,6 +175,29 @@ class PydocTopics:
     return [topics.__file__]
 
 
+class _Files:
+  """Documents of some files, numbered through all of them."""
+
+  def __init__(self, paths: list[str], rows: Rows):
+    self.paths, self.rows = paths, rows
+
+  @functools.cached_property
+  def _ends(self) -> np.ndarray:
+    """Documents up to the end of every part."""
+    raise NotImplementedError
+
+  def __len__(self):
+    return int(self._ends[-1])
+
+  def _place(self, index: int) -> tuple[int, int]:
+    """(number of the part that a document is in, its number there)."""
+    part = int(np.searchsorted(self._ends, index, side="right"))
+    return part, index - (int(self._ends[part - 1]) if part else 0)
+
+  def files(self):
+    return self.paths
+
+
 @dataclasses.dataclass
 class TextFiles:
   """One document per file."""
@@ -198,11 +221,8 @@ class TextFiles:
     return self.paths
 
 
-class JsonLines:
+class JsonLines(_Files):
   """One document or conversation per line, in fields of a JSON object."""
-
-  def __init__(self, paths: list[str], rows: Rows):
-    self.paths, self.rows = paths, rows
 
   @functools.cached_property
   def _offsets(self) -> list[np.ndarray]:
@@ -220,12 +240,8 @@ class JsonLines:
         if f.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
           raise UserError(f"{path}: {text_files.ARRAY}")
 
-  def __len__(self):
-    return int(self._ends[-1])
-
   def __getitem__(self, index):
-    which = int(np.searchsorted(self._ends, index, side="right"))
-    line = index - (int(self._ends[which - 1]) if which else 0)
+    which, line = self._place(index)
     start, end = self._offsets[which][line : line + 2]
     path = self.paths[which]
     origin = f"{path}:{line + 1}"
@@ -233,19 +249,12 @@ class JsonLines:
       f.seek(start)
       return json_line(f.read(end - start), self.rows, origin)
 
-  def files(self):
-    return self.paths
 
-
-class JsonLinesStream:
+class JsonLinesStream(_Files):
   """Lines of compressed or remote files, which are read from the first to the last.
 
   Training reads documents in shuffled order: --job=prepare alone takes them.
   """
-
-  def __init__(self, paths: list[str], rows: Rows):
-    self.paths = paths
-    self.rows = rows
 
   def lines(self) -> Iterator[tuple[str, bytes]]:
     """(origin, line) of every document."""
@@ -262,9 +271,6 @@ class JsonLinesStream:
   def __getitem__(self, index: int) -> Record:
     return {"error": str(len(self)), "origin": self.paths[0]}  # which len refuses
 
-  def files(self):
-    return self.paths
-
 
 def json_line(line: bytes, rows: Rows, origin: str) -> Record:
   """The record of a line of a .jsonl file."""
@@ -278,15 +284,12 @@ def json_line(line: bytes, rows: Rows, origin: str) -> Record:
   return rows(value, origin)
 
 
-class Parquet:
+class Parquet(_Files):
   """One document or conversation per row.
 
   Rows come in shuffled order and a row group is read whole; the last few stay in memory. Large row
   groups are read many times over: use --job=prepare.
   """
-
-  def __init__(self, paths: list[str], rows: Rows):
-    self.paths, self.rows = paths, rows
 
   @functools.cached_property
   def _columns(self) -> tuple[str, ...]:
@@ -335,15 +338,11 @@ class Parquet:
     rows = [1 if g < 0 else self._footers[i].row_group(g).num_rows for i, g, _ in self._groups]
     return np.cumsum(rows)
 
-  def __len__(self):
-    return int(self._ends[-1])
-
   def __getitem__(self, index):
-    which = int(np.searchsorted(self._ends, index, side="right"))
-    row = index - (int(self._ends[which - 1]) if which else 0)
-    if self._groups[which][1] < 0:
-      return {"error": "no rows", "origin": self.paths[self._groups[which][0]]}
+    which, row = self._place(index)
     file, group, first = self._groups[which]
+    if group < 0:
+      return {"error": "no rows", "origin": self.paths[file]}
     origin = f"{self.paths[file]}:row {first + row}"
     try:
       value = _row_group(self.paths[file], group, self._columns).slice(row, 1).to_pylist()[0]
@@ -352,9 +351,6 @@ class Parquet:
     except (ValueError, OSError, IndexError) as e:  # pyarrow's, for damaged bytes
       return {"error": f"row group {group} cannot be read ({one_line(e)})", "origin": origin}
     return self.rows(value, origin)
-
-  def files(self):
-    return self.paths
 
 
 @functools.lru_cache(maxsize=8)

@@ -110,14 +110,12 @@ class Tokenizer:
           f"{sentencepiece} is a SentencePiece model without the tokenizer.json that is read; add "
           "it: transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
+      remedy = f": {hub.remedy(self.path)}" if hub.is_id(self.path) else ""
       raise FileNotFoundError(
         f"tokenizer {path!r} does not exist; set data.tokenizer to 'bytes', a tokenizer.json or a "
-        f"Hugging Face folder{self._remedy()}"
+        f"Hugging Face folder{remedy}"
       )
     return path
-
-  def _remedy(self) -> str:
-    return f": {hub.remedy(self.path)}" if hub.is_id(self.path) else ""
 
   @functools.cached_property
   def vocab_size(self) -> int:

@@ -22,18 +22,18 @@ def run(plan: run_spec.RunSpec, workdir: str, out: str = ""):
   params = loaded.params if loaded else train_step.make_state(plan).params
   step = loaded.where.get("step", 0) if loaded else 0
   fingerprint = loader.fingerprint(plan.data)
-  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
-  counts = loader.DocumentCounts()
-  stream = loader.train_batches(plan.data, spread.local_batch, spread.shard, counts)
-  placed = (spread.place(next(stream)) for _ in range(plan.of(Calibrate).batches))
+  batches = batch_sharding.TrainBatches(
+    plan.data, plan.run.layout, plan.microbatch, plan.grad_accum_steps
+  )
+  placed = (batches.spread.place(next(batches.iterator)) for _ in range(plan.of(Calibrate).batches))
   try:
     table = calibration.run(plan, params, placed, step=step, fingerprint=fingerprint)
   finally:
-    stream.close()
+    batches.iterator.close()
   provenance.write_json(*os.path.split(path), table)
   return {
     "table": path, "rows": len(table["rows"]), "batches": table["batches"], "step": step,
-    "documents_passed_over": counts.summary_everywhere(),
+    "documents_passed_over": batches.counts.summary_everywhere(),
   }  # fmt: skip
 
 

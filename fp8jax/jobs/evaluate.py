@@ -4,7 +4,7 @@ from fp8jax.errors import UserError
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.jobs import evaluate_tasks
 from fp8jax.run import evaluator as evaluator_lib
-from fp8jax.run import startup
+from fp8jax.run import start
 from fp8jax.run.restore import load_weights
 from fp8jax.step import run_spec
 
@@ -17,7 +17,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
   """
   if not plan.eval.tokens and not plan.of(Tasks).tasks:
     raise UserError("eval.tokens=0 without eval.tasks leaves nothing to evaluate; set one of them")
-  found = {"device": startup.device_line(plan)}
+  found = {"device": start.device_line(plan)}
   if plan.eval.tokens:
     found |= _heldout(plan, workdir)
   if plan.of(Tasks).tasks:

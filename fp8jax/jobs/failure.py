@@ -8,7 +8,7 @@ import numpy as np
 
 from fp8jax.run import nonfinite
 from fp8jax.run import provenance as provenance_lib
-from fp8jax.step import run_spec, train_step
+from fp8jax.step import run_spec
 
 
 def keep_batch(workdir: str, host) -> str:
@@ -32,7 +32,12 @@ def report(
   """
   found = nonfinite.report(plan, params, batch, plan.phase(max(step - 1, 0)))
   provenance_lib.write_json(workdir, "nonfinite/report.json", {"step": step, **values, **found})
-  saved, skip = train_step.after_failure(plan, values["loss"])
+  saved, skip = "the parameters that met it", "optim.on_nonfinite='skip'"
+  if plan.optim.in_backward:
+    skip += " with optim.in_backward=False"
+    if np.isfinite(values["loss"]):
+      saved += ", but for what is behind the first bad gradient and has moved "
+      saved += "(optim.in_backward=True),"
   return (
     f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. First bad site: "
     f"{found['first_bad_site']}. The batch is in {os.path.join(workdir, 'nonfinite')}, {saved} are "

@@ -17,7 +17,7 @@ from fp8jax.errors import UserError, writing
 from fp8jax.generation.completion import Completion
 from fp8jax.generation.settings import Generate
 from fp8jax.jobs import generator as generator_lib
-from fp8jax.run import startup
+from fp8jax.run import start as run_start
 from fp8jax.step import run_spec
 
 _BETWEEN = "\n---\n"
@@ -31,7 +31,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
   texts, prompts = _encoded(records, generator, plan.data)
   total = len(prompts) * config.num_samples
   log = console_lib.console(stderr=True)
-  log.print(f"{startup.device_line(plan)}: {len(prompts)} prompts, {total} completions")
+  log.print(f"{run_start.device_line(plan)}: {len(prompts)} prompts, {total} completions")
   reasons, tokens, done, start = collections.Counter(), 0, 0, time.perf_counter()
   with contextlib.ExitStack() as stack:
     if config.out:

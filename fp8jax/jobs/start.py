@@ -66,11 +66,8 @@ def stage(
 
 
 def _has_adapters(workdir: str, step: int) -> bool:
-  saved = checkpoint.Checkpoints(workdir)
-  try:
+  with contextlib.closing(checkpoint.Checkpoints(workdir)) as saved:
     return bool(saved.meta(saved.find(step))["config"].get("model.lora"))
-  finally:
-    saved.close()
 
 
 def take_source(plan: run_spec.RunSpec, other: str, workdir: str):

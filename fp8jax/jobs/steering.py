@@ -27,6 +27,8 @@ class Steering:
     """Args: the configuration's plan, and what writes down events under a step."""
     self.configured, self._say = plan, say
     self.policies = plan.precision.policy
+    self._undo = control.roll_back(self.policies)
+    self._has_alarms = any(map(policy_lib.alarm_of, self.policies))
     self._calibrations: dict[Any, Callable] = {}
     self.set(control.Memory())
 
@@ -90,8 +92,7 @@ class Steering:
 
   def waits_for(self, is_loud: bool) -> bool:
     """Whether a step must be read before the next one begins, for a policy to judge it."""
-    has_alarms = any(map(policy_lib.alarm_of, self.policies))
-    return control.roll_back(self.policies) is not None or (is_loud and has_alarms)
+    return self._undo is not None or (is_loud and self._has_alarms)
 
   def look(self, step: int, rung: Collection[tuple[str, str]]):
     """Decides after a look at the tensor statistics; new recipes hold from the next step on.
@@ -100,7 +101,7 @@ class Steering:
       step: steps taken.
       rung: (layer's site, statistic) of all alarms that ring.
     """
-    if step >= self.plan.steps or not any(map(policy_lib.alarm_of, self.policies)):
+    if step >= self.plan.steps or not self._has_alarms:
       return
     sites = self.plan.sites(phase=self.plan.phase(step - 1))
     names = {name: recipe.name for name, recipe in site_tree.recipes_of(sites).items()}
@@ -113,13 +114,11 @@ class Steering:
 
     A jump that cannot be undone is an event, too.
     """
-    policy = control.roll_back(self.policies)
-    if policy is None:
+    if (policy := self._undo) is None:
       return None
     z = control.z_score(policy, self.memory, loss)
     if z > policy.z:
-      to = self._good(policy, step, saved)
-      if to is not None:
+      if (to := self._good(step, saved)) is not None:
         return to
       text = f"the loss of step {step} jumped (z={z:.1f}), and nothing is left to go back to"
       event = control.Event(step, "loss", f"{policy_lib.name_of(policy)}: {text}")
@@ -129,14 +128,15 @@ class Steering:
 
   def can_undo(self, step: int, saved: checkpoint.Checkpoints) -> bool:
     """Whether a step that is not finite will be undone."""
-    policy = control.roll_back(self.policies)
-    return policy is not None and self._good(policy, step, saved) is not None
+    return self._good(step, saved) is not None
 
-  def _good(self, policy, step: int, saved: checkpoint.Checkpoints) -> int | None:
+  def _good(self, step: int, saved: checkpoint.Checkpoints) -> int | None:
     """The newest checkpoint from before the batches that are left out, if one may be taken.
 
     Those of interruptions are passed over: a run that was not interrupted has none.
     """
+    if (policy := self._undo) is None:
+      return None
     every = self.plan.checkpoint.every
     good = [s for s in saved.steps() if s <= step - policy.skip and s % every == 0]
     return good[-1] if good and len(self.memory.undone) < policy.most else None
@@ -148,9 +148,9 @@ class Steering:
       saved: "policy" of the checkpoint's meta; None of a checkpoint from before policies existed.
     """
     then = control.Memory() if saved is None else control.Memory.from_json(saved)
-    for policy in filter(None, [control.roll_back(self.policies)]):
-      z = control.z_score(policy, self.memory, loss)
-      self.set(control.rolled_back(policy, step, z, self.memory, then, to))
+    if self._undo is not None:
+      z = control.z_score(self._undo, self.memory, loss)
+      self.set(control.rolled_back(self._undo, step, z, self.memory, then, to))
 
   def tell_undone(self, after: int):
     """Writes the events of roll-backs to a step again, whose rows were taken back."""

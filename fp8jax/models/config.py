@@ -114,15 +114,10 @@ class ModelConfig:
   def dims(self) -> dict[str, int]:
     """Letter -> size."""
     return {
-      "V": self.vocab_size,
-      "D": self.hidden_size,
-      "F": self.intermediate_size,
-      "N": self.num_layers,
-      "H": self.num_heads,
-      "G": self.num_kv_heads,
-      "K": self.head_dim,
+      "V": self.vocab_size, "D": self.hidden_size, "F": self.intermediate_size,
+      "N": self.num_layers, "H": self.num_heads, "G": self.num_kv_heads, "K": self.head_dim,
       "R": self.lora.rank if self.lora else 0,
-    }
+    }  # fmt: skip
 
   @property
   def out_std(self) -> float:

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from fp8jax.kernels import choose as choose_lib
 from fp8jax.kernels.adamw import api as adamw_api
 from fp8jax.kernels.device import Device
-from fp8jax.optim.factory import ParamOptimizer
+from fp8jax.optim import gradients
+from fp8jax.optim.optimizers import ParamOptimizer
 from fp8jax.quantization import quantized_tensor
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
 from fp8jax.recipe.quant import WHOLE
@@ -80,14 +81,15 @@ def apply(leaf: ParamOptimizer, g, state, master, now):
   gradient = g.data if isinstance(g, QuantizedTensor) else g
   arrays = (gradient, master, before.mu, before.nu)
   scalars = {"count": count, "rate": now.rate, "factor": now.factor, "is_applied": is_applied}
-  mesh_axes = _axes(leaf.sharding)
+  split = leaf.sharding.spec if leaf.sharding is not None else ()
+  mesh_axes = tuple(name for names in split if names for name in np.atleast_1d(names))
 
   def update(arrays, scalars):
     *new, squares = adamw_api.update(*arrays, **scalars, **rule, backend=leaf.backend)
     return new, jax.lax.psum(squares, mesh_axes) if mesh_axes else squares
 
   if leaf.sharding is not None:
-    specs = jax.tree.map(lambda x: _spec(x, leaf.sharding), arrays, is_leaf=_is_packed)
+    specs = jax.tree.map(lambda x: _spec(x, leaf.sharding), arrays, is_leaf=gradients.is_leaf)
     nowhere = PartitionSpec()
     # The checker cannot see that copies of a parameter are moved alike.
     update = jax.shard_map(
@@ -107,7 +109,7 @@ def _local(x):
 
 def _straddles(moment) -> bool:
   """Whether the groups of one device's part are not those that its scales are of."""
-  if not _is_packed(moment) or moment.scale is None or moment.quant.tile[1] == WHOLE:
+  if not gradients.is_leaf(moment) or moment.scale is None or moment.quant.tile[1] == WHOLE:
     return False
   part = jax.ShapeDtypeStruct(moment.shape, jnp.float32)
   alone = jax.eval_shape(
@@ -118,17 +120,6 @@ def _straddles(moment) -> bool:
 
 def _spec(x, sharding):
   """PartitionSpecs of what has a parameter's shape, its scales included."""
-  if _is_packed(x):
+  if gradients.is_leaf(x):
     return jax.tree.map(lambda s: s.spec, quantized_tensor.shardings(x, sharding))
   return jax.tree.map(lambda _: sharding.spec, x)
-
-
-def _axes(sharding) -> tuple[str, ...]:
-  """Mesh axes over which it is split."""
-  if sharding is None:
-    return ()
-  return tuple(name for names in sharding.spec if names for name in np.atleast_1d(names))
-
-
-def _is_packed(x) -> bool:
-  return isinstance(x, QuantizedTensor)

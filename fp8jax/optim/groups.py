@@ -13,7 +13,7 @@ import numpy as np
 from fp8jax import params as params_lib
 from fp8jax import patterns
 from fp8jax.optim import gradients
-from fp8jax.optim.factory import OptimizerConfig
+from fp8jax.optim.optimizers import OptimizerConfig
 
 # (regular expression, number): a norm, or a factor on the learning rate.
 Pairs = tuple[tuple[str, float], ...]

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.axes import Layout
 from fp8jax.optim import fused_adamw, gradients, storage
-from fp8jax.optim.factory import ParamOptimizer
+from fp8jax.optim.optimizers import ParamOptimizer
 from fp8jax.quantization import quantized_tensor, stored_matrix
 from fp8jax.quantization.bf16_remainder import SplitFloat32
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
@@ -78,9 +78,10 @@ def clip_factor(norm, clip: float):
 def init(leaf: ParamOptimizer, param):
   """(state of its transformation, stored master) of a float32 parameter."""
   if leaf.is_frozen:
-    frozen = storage.store_frozen(param, leaf.master, inputs=leaf.inputs, lead=leaf.lead)
-    return leaf.transformation.init(param), frozen
-  master = storage.store_master(param, leaf.master, lead=leaf.lead, key=jax.random.key(leaf.seed))
+    master = storage.store_frozen(param, leaf.master, inputs=leaf.inputs, lead=leaf.lead)
+  else:
+    key = jax.random.key(leaf.seed)
+    master = storage.store_master(param, leaf.master, lead=leaf.lead, key=key)
   return leaf.transformation.init(param), master
 
 
@@ -94,7 +95,7 @@ def placed(tree, param):
   mesh = getattr(param.sharding, "mesh", None)
 
   def one(x):
-    if _is_quantized(x):
+    if gradients.is_leaf(x):
       return jax.tree.map(at, x, quantized_tensor.shardings(x, param.sharding))
     if isinstance(x, StoredMatrix):
       return jax.tree.map(at, x, stored_matrix.shardings(x, param.sharding))
@@ -105,7 +106,7 @@ def placed(tree, param):
   def at(x, sharding):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-  is_stored = lambda x: _is_quantized(x) or isinstance(x, StoredMatrix)  # noqa: E731
+  is_stored = lambda x: gradients.is_leaf(x) or isinstance(x, StoredMatrix)  # noqa: E731
   return jax.tree.map(one, tree, is_leaf=is_stored)
 
 
@@ -184,15 +185,22 @@ def update_param(
   # The rounding of the state has another key.
   key = jax.random.fold_in(jax.random.key(leaf.seed + 1), args.step)
 
-  def one(g, old, piece, scalars=(args.rate, args.factor)):
+  scalars = (jnp.asarray(args.rate), jnp.asarray(args.factor))
+
+  def one(g, old, piece, scalars=scalars):
     state, master = old
-    rate, factor = (_along(x, len(g.shape)) for x in scalars)
+    # A scalar, or [N] as [N, 1, …] of as many axes.
+    rate, factor = (x.reshape(x.shape + (1,) * (len(g.shape) - 1) * x.ndim) for x in scalars)
     value = master.unpack() if isinstance(master, QuantizedTensor | SplitFloat32) else master
     g = gradients.dequantize(g) * factor
     update, state = leaf.transformation.update(g, state, value, piece=piece)
-    update = -rate * jnp.asarray(update)
-    squares = jnp.stack([jnp.sum(jnp.square(update)), jnp.sum(jnp.square(value))])
-    updated = optax.apply_updates(value, update)
+    if leaf.apply is None:
+      change = -rate * jnp.asarray(update)
+      updated = optax.apply_updates(value, change)
+    else:
+      updated = leaf.apply(value, update, rate)
+      change = updated - value
+    squares = jnp.stack([jnp.sum(jnp.square(change)), jnp.sum(jnp.square(value))])
     new = (
       state,
       storage.store_master(
@@ -205,15 +213,8 @@ def update_param(
   if chunks == 1:
     (state, master), squares = one(g, (state, master), piece)
   else:
-    scalars = (jnp.asarray(args.rate), jnp.asarray(args.factor))
     (state, master), squares = _in_chunks(one, g, (state, master), chunks, scalars)
   return state, master, squares
-
-
-def _along(x, ndim: int):
-  """A scalar, or [N] as [N, 1, …] of so many axes."""
-  x = jnp.asarray(x)
-  return x.reshape(x.shape + (1,) * (ndim - 1)) if x.ndim else x
 
 
 def _in_chunks(one, g, before, chunks: int, scalars):
@@ -258,14 +259,12 @@ def _num_chunks(g, stored) -> int:
   1 if nothing is quantized (XLA then updates element by element in place), and if entries of the
   first axis share a scale that is written.
   """
-  quantized = [x for x in jax.tree.leaves((g, stored), is_leaf=_is_quantized) if _is_quantized(x)]
+  quantized = [
+    x for x in jax.tree.leaves((g, stored), is_leaf=gradients.is_leaf) if gradients.is_leaf(x)
+  ]
   shares = (x for x in quantized if not x.is_stack)
   if not quantized or any(x is not g or x.scale.ndim for x in shares):
     return 1
   rows = g.shape[0]
   least = -(-math.prod(g.shape) // _CHUNK)
   return next((n for n in range(least, rows + 1) if rows % n == 0), rows)
-
-
-def _is_quantized(x) -> bool:
-  return isinstance(x, QuantizedTensor)

@@ -1,7 +1,7 @@
 """Charts of a run as Vega-Lite specifications, made with Altair."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -28,7 +28,7 @@ STATISTICS = (
 _SMALL_SHARE, _LEAST_SHARE = 1e-5, 1e-3
 # A scale of signed numbers is linear below this part of the largest magnitude.
 _SMALL_SIGNED = 1e-6
-_CELL = 13  # pixels
+CELL = 13  # pixels of a heat map
 _WIDTH, _HEIGHT = 380, 190
 # With gaps, so that a curve that was not finite is broken there.
 _LINE: dict[str, Any] = dict(strokeWidth=1.5, invalid="break-paths-show-domains")
@@ -59,6 +59,16 @@ def themed(chart):
   ).configure_title(fontSize=12, anchor="start", fontWeight="normal")
 
 
+def specs(**named: Any) -> dict[str, dict[str, Any]]:
+  """{name: specification} of charts of trusted code, without those that are None."""
+  return {k: spec(themed(c), checked=False) for k, c in named.items() if c is not None}
+
+
+def table(names: str, found: Iterable[tuple[Any, ...]]) -> alt.Data:
+  """`rows` of tuples, of which there is at least one; names as "step source loss"."""
+  return rows(**dict(zip(names.split(), zip(*found, strict=True), strict=True)))
+
+
 def rows(**columns: Sequence[Any] | np.ndarray) -> alt.Data:
   """Columns as the rows of a chart; numbers with few digits."""
   names = list(columns)
@@ -74,16 +84,11 @@ def rows(**columns: Sequence[Any] | np.ndarray) -> alt.Data:
 
 
 def metric(
-  run: RunFiles,
-  names: Sequence[str],
-  title: str,
-  scale: str = "linear",
-  digits: str = "~s",
+  run: RunFiles, name: str, title: str, scale: str = "linear", digits: str = "~s",
   factor: float = 1.0,
-) -> Any | None:
-  """The first of these metrics that the run has, over steps: means, smallest and largest."""
-  name = next((n for n in names if n in run.curves), None)
-  if name is None:
+) -> Any | None:  # fmt: skip
+  """A metric over steps: means, smallest and largest; None where the run has not got it."""
+  if name not in run.curves:
     return None
   c = thin.curve(run.curves[name])
   if scale == "log" and not np.nanmin([*c.low, math.inf]) > 0:
@@ -103,7 +108,7 @@ def metric(
 
 def loss(run: RunFiles) -> Any | None:
   """The training loss, and held-out losses as points: colour is the forward pass's precision."""
-  layers = [chart] if (chart := metric(run, ["loss"], "")) else []
+  layers = [chart] if (chart := metric(run, "loss", "")) else []
   if run.heldout:
     layers.append(_heldout_points(run))
   if not layers:
@@ -113,30 +118,28 @@ def loss(run: RunFiles) -> Any | None:
 
 
 def _heldout_points(run: RunFiles) -> alt.Chart:
-  held = run.heldout
-  colors = palette.of_arms([h.precision for h in held])
-  data = rows(
-    step=[h.step for h in held],
-    loss=[h.loss for h in held],
-    forward=[h.precision for h in held],
-    source=[h.source for h in held],
-  )
+  found = [(h.step, h.loss, h.precision, h.source) for h in run.heldout]
   return (
-    alt.Chart(data)
+    alt.Chart(table("step loss forward source", found))
     .mark_point(size=35, filled=True)
     .encode(
       x="step:Q",
       y=alt.Y("loss:Q", scale=alt.Scale(zero=False)),
-      color=_arm_color("forward", colors, "forward pass"),
+      color=arm_color("forward", [h.precision for h in run.heldout], "forward pass"),
       shape=alt.Shape("source:N", title="held-out source"),
       tooltip=["step:Q", "source:N", "forward:N", "loss:Q"],
     )
   )
 
 
-def _arm_color(field: str, colors: dict[str, str], title: str) -> alt.Color:
+def arm_color(field: str, names: Iterable[str], title: str, **more: Any) -> alt.Color:
+  """Colours by the name of an arm, see palette.of_arms."""
+  return _color(field, palette.of_arms(names), title, **more)
+
+
+def _color(field: str, colors: Mapping[str, str], title: str, **more: Any) -> alt.Color:
   scale = alt.Scale(domain=list(colors), range=list(colors.values()))
-  return alt.Color(f"{field}:N", title=title, scale=scale)
+  return alt.Color(f"{field}:N", title=title, scale=scale, **more)
 
 
 def gaps(run: RunFiles) -> list[tuple[int, str, str, float]]:
@@ -155,12 +158,10 @@ def gap(run: RunFiles) -> Any | None:
   found = gaps(run)
   if not found:
     return None
-  step, source, precision, percent = zip(*found)
-  colors = palette.of_arms(precision)
-  base = alt.Chart(rows(step=step, source=source, forward=precision, percent=percent)).encode(
+  base = alt.Chart(table("step source forward percent", found)).encode(
     x=alt.X("step:Q", title="step"),
     y=alt.Y("percent:Q", title=None, axis=alt.Axis(format="+.2f")),
-    color=_arm_color("forward", colors, "forward pass"),
+    color=arm_color("forward", [row[2] for row in found], "forward pass"),
   )
   line = base.mark_line(strokeWidth=1.5).encode(strokeDash=alt.StrokeDash("source:N", title=None))
   points = base.mark_point(filled=True, size=35).encode(
@@ -182,6 +183,17 @@ def row_label(cell: Cell) -> str:
 def column_label(cell: Cell) -> str:
   """The column: its layer, or a dash."""
   return "–" if cell.layer is None else str(cell.layer)
+
+
+def column_axis(field: str, columns: Sequence[str]) -> alt.X:
+  """The horizontal axis of a heat map."""
+  axis = alt.Axis(labelAngle=0, labelOverlap=True)
+  return alt.X(f"{field}:N", sort=columns, title=field, axis=axis, scale=alt.Scale(domain=columns))
+
+
+def column_width(columns: Sequence[str]) -> int:
+  """Pixels of a heat map: enough for its title too."""
+  return max(CELL * len(columns), 120)
 
 
 def domain(values: np.ndarray, kind: str) -> list[float]:
@@ -267,8 +279,7 @@ def _panel(looks: Looks, picked, name: str, title: str, kind: str, is_reversed: 
     .transform_lookup("cell", alt.LookupData(cells, "cell", ["tensor", "layer"]))
     .mark_rect(invalid="show")
     .encode(
-      x=alt.X("layer:N", sort=columns, title="layer",
-              axis=alt.Axis(labelAngle=0, labelOverlap=True), scale=alt.Scale(domain=columns)),
+      x=column_axis("layer", columns),
       y=alt.Y("tensor:N", sort=labels, title=None, scale=alt.Scale(domain=labels)),
       color=alt.condition(
         missing, alt.value(palette.MISSING),
@@ -278,7 +289,7 @@ def _panel(looks: Looks, picked, name: str, title: str, kind: str, is_reversed: 
       tooltip=["step:Q", "tensor:N", "layer:N", alt.Tooltip(f"{name}:Q", format=".4~g")],
     )
     .properties(
-      width=max(_CELL * len(columns), 120), height=_CELL * len(labels),
+      width=column_width(columns), height=CELL * len(labels),
       title=alt.TitleParams(text=alt.expr(f"'{title}, step ' + [{steps}][look]")),
     )
   )  # fmt: skip
@@ -303,9 +314,8 @@ def scale_ranges(looks: Looks) -> Any | None:
   sites = sorted({cell.site for cell in looks.cells})
   panels = []
   for tensor, items in found.items():
-    step, site, smallest, largest = zip(*items)
     picked = alt.selection_point(fields=["site"], bind="legend", name=f"site_{tensor}")
-    base = alt.Chart(rows(step=step, site=site, smallest=smallest, largest=largest)).encode(
+    base = alt.Chart(table("step site smallest largest", items)).encode(
       x=alt.X("step:Q", title="step"),
       color=alt.Color("site:N", scale=alt.Scale(domain=sites, scheme="tableau10"), title="site"),
       opacity=alt.condition(picked, alt.value(0.8), alt.value(0.05)),
@@ -336,16 +346,16 @@ def memory(run: RunFiles) -> Any | None:
   ]
   bars += [("peak", side, run.memory[key] / 2**30)
            for side, key in (("declared", "declared"), ("compiled", "peak"))]  # fmt: skip
-  kind, side, gib = zip(*bars)
+  kinds = list(dict.fromkeys(kind for kind, *_ in bars))
   colors = {"declared": "#bbbbbb", "compiled": "#666666"}  # none of a recipe's
   return (
-    alt.Chart(rows(kind=kind, side=side, gib=gib))
+    alt.Chart(table("kind side gib", bars))
     .mark_bar()
     .encode(
-      y=alt.Y("kind:N", sort=list(dict.fromkeys(kind)), title=None),
+      y=alt.Y("kind:N", sort=kinds, title=None),
       yOffset=alt.YOffset("side:N", sort=list(colors)),
       x=alt.X("gib:Q", title="GiB per device"),
-      color=_arm_color("side", colors, ""),
+      color=_color("side", colors, ""),
       tooltip=["kind:N", "side:N", "gib:Q"],
     )
     .properties(width=_WIDTH, title="memory per device")

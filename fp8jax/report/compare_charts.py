@@ -5,43 +5,49 @@ from collections.abc import Callable
 from typing import Any
 
 import altair as alt
-import numpy as np
 
 from fp8jax.report import charts, thin
 from fp8jax.report.compare import Comparison, Member
-from fp8jax.run import palette
 from fp8jax.statistics import BAR
 
 _WIDTH, _HEIGHT = 520, 260
 RATE = "optim.peak_lr"
 
 
+def drawn(c: Comparison) -> dict[str, Any]:
+  """{name: chart}, None where there is nothing to draw."""
+  return {
+    "differences": differences(c), "intervals": intervals(c), "rates": rates(c),
+    "losses": losses(c),
+  }  # fmt: skip
+
+
 def _color(c: Comparison) -> alt.Color:
-  colors = palette.of_arms([m.arm for m in c.members])
-  scale = alt.Scale(domain=list(colors), range=list(colors.values()))
-  return alt.Color("arm:N", title="arm", scale=scale, legend=alt.Legend(symbolOpacity=1))
+  arms = [m.arm for m in c.members]
+  return charts.arm_color("arm", arms, "arm", legend=alt.Legend(symbolOpacity=1))
 
 
-def _has_settings(c: Comparison) -> bool:
-  return len({m.setting for m in c.members}) > 1
+def _backdrop(axis: str) -> list[alt.Chart]:
+  """The bar of a difference that counts, and the baseline, along "x" or "y"."""
+  bar = alt.Chart(charts.rows(low=[-BAR], high=[BAR])).mark_rect(opacity=0.12, color="gray")
+  zero = alt.Chart(charts.rows(zero=[0])).mark_rule(strokeWidth=1.2)
+  ends = {axis: "low:Q", f"{axis}2": "high:Q"}
+  return [bar.encode(**ends), zero.encode(**{axis: "zero:Q"})]
 
 
 def differences(c: Comparison) -> Any | None:
   """Paired difference of the training loss over tokens, with the band of the seeds."""
-  if not c.differences:
+  found = [
+    (d.tokens[i], d.arm, d.setting, d.mean[i], d.low[i], d.high[i], d.seeds)
+    for d in c.differences for i in thin.lasts(len(d.tokens))
+  ]  # fmt: skip
+  if not found:
     return None
-  columns: dict[str, list[Any]] = {k: [] for k in ("tokens", "arm", "setting", "mean", "low",
-                                                   "high", "seeds")}  # fmt: skip
-  for d in c.differences:
-    size = max(1, math.ceil(len(d.tokens) / thin.MAX_POINTS))
-    for i in range(size - 1, len(d.tokens), size):
-      row = (d.tokens[i], d.arm, d.setting, d.mean[i], d.low[i], d.high[i], d.seeds)
-      for column, value in zip(columns.values(), row):
-        column.append(value)
-  base = alt.Chart(charts.rows(**columns)).encode(
+  base = alt.Chart(charts.table("tokens arm setting mean low high seeds", found)).encode(
     x=alt.X("tokens:Q", title="tokens seen", axis=alt.Axis(format="~s")), color=_color(c)
   )
-  dash = alt.StrokeDash("setting:N", title="setting") if _has_settings(c) else alt.Undefined
+  has_settings = len({m.setting for m in c.members}) > 1
+  dash = alt.StrokeDash("setting:N", title="setting") if has_settings else alt.Undefined
   y = alt.Y("mean:Q", title=f"% of {c.baseline}'s loss")
   band = base.mark_area(opacity=0.2).encode(
     y=alt.Y("low:Q"), y2="high:Q", detail="setting:N", color=_color(c)
@@ -50,17 +56,10 @@ def differences(c: Comparison) -> Any | None:
     y=y, strokeDash=dash, detail="setting:N",
     tooltip=["arm:N", "setting:N", "tokens:Q", "mean:Q", "low:Q", "high:Q", "seeds:Q"],
   )  # fmt: skip
-  bar = alt.Chart(charts.rows(low=[-BAR], high=[BAR])).mark_rect(opacity=0.12, color="gray")
   title = f"training loss relative to {c.baseline} with the same seed: mean and range of the seeds"
-  return alt.layer(bar.encode(y="low:Q", y2="high:Q"), _zero("y"), band, line).properties(
+  return alt.layer(*_backdrop("y"), band, line).properties(
     title=title, width=_WIDTH, height=_HEIGHT
   )
-
-
-def _zero(axis: str) -> alt.Chart:
-  """The baseline."""
-  rule = alt.Chart(charts.rows(zero=[0])).mark_rule(strokeWidth=1.2)
-  return rule.encode(y="zero:Q") if axis == "y" else rule.encode(x="zero:Q")
 
 
 def intervals(c: Comparison) -> Any | None:
@@ -69,38 +68,27 @@ def intervals(c: Comparison) -> Any | None:
   if not rows:
     return None
   names = [f"{r.quantity}{', ' * bool(r.setting)}{r.setting}" for r in rows]
-  has_width = [math.isfinite(r.estimate.low) for r in rows]
-  data = charts.rows(
-    arm=[r.arm for r in rows],
-    quantity=names,
-    mean=[r.estimate.mean for r in rows],
-    low=[r.estimate.low if w else r.estimate.mean for r, w in zip(rows, has_width)],
-    high=[r.estimate.high if w else r.estimate.mean for r, w in zip(rows, has_width)],
-    verdict=[r.estimate.verdict for r in rows],
-  )
-  seeds = [(r.arm, n, v) for r, n in zip(rows, names) for v in r.estimate.by_seed]
-  arm, quantity, value = zip(*seeds)
+  found, seeds = [], []
+  for name, r in zip(names, rows):
+    e = r.estimate
+    ends = (e.low, e.high) if math.isfinite(e.low) else (e.mean, e.mean)
+    found.append((r.arm, name, e.mean, *ends, e.verdict))
+    seeds += [(r.arm, name, value) for value in e.by_seed]
   y = alt.Y(
     "quantity:N", title=None, sort=list(dict.fromkeys(names)), axis=alt.Axis(labelLimit=320)
   )
-  offset = alt.YOffset("arm:N")
-  base = alt.Chart(data).encode(y=y, yOffset=offset, color=_color(c))
+  where: dict[str, Any] = dict(y=y, yOffset=alt.YOffset("arm:N"), color=_color(c))
+  base = alt.Chart(charts.table("arm quantity mean low high verdict", found)).encode(**where)
   rule = base.mark_rule(strokeWidth=2).encode(
     x=alt.X("low:Q", title=f"% of {c.baseline}: mean, 95 % interval, seeds"), x2="high:Q"
   )
   point = base.mark_point(filled=True, size=60, opacity=1).encode(
     x="mean:Q", tooltip=["arm:N", "quantity:N", "mean:Q", "low:Q", "high:Q", "verdict:N"]
   )
-  ticks = (
-    alt.Chart(charts.rows(arm=arm, quantity=quantity, value=value))
-    .mark_tick(thickness=1.5, size=9)
-    .encode(y=y, yOffset=offset, x="value:Q", color=_color(c))
-  )
-  bar = alt.Chart(charts.rows(low=[-BAR], high=[BAR])).mark_rect(opacity=0.12, color="gray")
+  ticks = alt.Chart(charts.table("arm quantity value", seeds)).mark_tick(thickness=1.5, size=9)
   title = f"differences to {c.baseline}; grey: the bar of {BAR} %"
-  return alt.layer(bar.encode(x="low:Q", x2="high:Q"), _zero("x"), rule, ticks, point).properties(
-    title=title, width=_WIDTH, height=alt.Step(14)
-  )
+  layers = (*_backdrop("x"), rule, ticks.encode(x="value:Q", **where), point)
+  return alt.layer(*layers).properties(title=title, width=_WIDTH, height=alt.Step(14))
 
 
 def _apart_from_rate(c: Comparison) -> Callable[[Member], list[str]]:
@@ -117,18 +105,16 @@ def rates(c: Comparison) -> Any | None:
   """Final loss against the peak learning rate; None where all runs have the same."""
   others = _apart_from_rate(c)
   points = [
-    (m.run.resolved.get(RATE), m.arm, ", ".join(others(m)), m.seed, m.final_loss)
+    (m.run.resolved.get(RATE, math.nan), m.arm, ", ".join(others(m)), m.seed, m.final_loss)
     for m in c.members
     if math.isfinite(m.final_loss)
   ]
   if RATE not in c.config or not points:
     return None
-  rate, arm, setting, seed, loss = zip(*points)
-  table = charts.rows(rate=rate, arm=arm, setting=setting, seed=seed, loss=loss)
-  base = alt.Chart(table).encode(
+  base = alt.Chart(charts.table("rate arm setting seed loss", points)).encode(
     detail="setting:N",  # a line each: no mean over different settings
     x=alt.X("rate:Q", scale=alt.Scale(type="log"), title="peak learning rate",
-            axis=alt.Axis(format=".0e", values=sorted(set(rate)))),
+            axis=alt.Axis(format=".0e", values=sorted({rate for rate, *_ in points}))),
     color=_color(c),
   )  # fmt: skip
   y = alt.Y("loss:Q", title="nats per token", scale=alt.Scale(zero=False))
@@ -149,16 +135,13 @@ def losses(c: Comparison) -> Any:
   """Smoothed training loss of every run over tokens."""
   from fp8jax.report.compare import smoothed
 
-  columns: dict[str, list[Any]] = {k: [] for k in ("tokens", "arm", "run", "loss")}
+  found = []
   for m in c.members:
     steps, means = smoothed(m.run)
-    size = max(1, math.ceil(len(steps) / thin.MAX_POINTS))
-    for step, value in zip(steps[size - 1 :: size], means[size - 1 :: size]):
-      row = (float(np.float64(step) * m.run.tokens_per_step), m.arm, m.run.name, value)
-      for column, item in zip(columns.values(), row):
-        column.append(item)
+    for i in thin.lasts(len(steps)):
+      found.append((float(steps[i]) * m.run.tokens_per_step, m.arm, m.run.name, means[i]))
   return (
-    alt.Chart(charts.rows(**columns))
+    alt.Chart(charts.table("tokens arm run loss", found))
     .mark_line(strokeWidth=1.2, opacity=0.8, invalid="break-paths-show-domains")
     .encode(
       x=alt.X("tokens:Q", title="tokens seen", axis=alt.Axis(format="~s")),

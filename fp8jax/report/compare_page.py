@@ -24,11 +24,7 @@ def write(c: Comparison, folder: str) -> str:
   """Writes the files of a comparison into a folder; returns the path of compare.html."""
   records.make_folder(folder, "--workdir")
   with charts.unchecked():
-    drawn = {
-      name: charts.spec(charts.themed(chart), checked=False)
-      for name in ("differences", "intervals", "rates", "losses")
-      if (chart := getattr(compare_charts, name)(c)) is not None
-    }
+    drawn = charts.specs(**compare_charts.drawn(c))
   path = os.path.join(folder, "compare.html")
   title = f"comparison with {c.baseline}: {len(c.members)} runs"
   page.write(path, page.render(title, _sections(c, drawn), page.vega()))

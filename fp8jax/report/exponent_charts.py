@@ -12,7 +12,7 @@ from fp8jax.run import palette
 
 # {step: {layer's site: {tensor: tensor_stats.exponents}}}
 Exponents = Mapping[int, Mapping[str, Any]]
-_CELL, _ROW = 13, 9  # pixels
+_ROW = 9  # pixels
 # The darkest share; a sample has about 2^16 elements.
 _LEAST_SHARE = 1e-5
 
@@ -36,14 +36,14 @@ def heat_maps(exponents: Exponents) -> alt.ConcatChart | None:
     return None
   steps = [str(step) for step in chosen(exponents)]
   labels = list(dict.fromkeys(row["tensor"] for row in rows))
-  layers = sorted({layer for row in rows for layer in row["layer"]}, key=_number)
+  numbers = {layer for row in rows for layer in row["layer"]} - {"–"}
+  layers = sorted(numbers, key=int) + ["–"] * any("–" in row["layer"] for row in rows)
   low = min(first for row in rows for first in row["first"])
   high = max(
     first + len(levels) - 1
     for row in rows
     for first, levels in zip(row["first"], row["level"], strict=True)
   )
-  of = dict(low=low, high=high)
   tensor = alt.param(
     name="tensor", value=labels[0], bind=alt.binding_select(options=labels, name="tensor ")
   )
@@ -56,10 +56,10 @@ def heat_maps(exponents: Exponents) -> alt.ConcatChart | None:
   )
   at_look = f"[{', '.join(steps)}][look]"
   panels = [
-    _panel("layer", layers, "datum.look === look", f"'by layer, step ' + {at_look}", **of),
+    _panel("layer", layers, "datum.look === look", f"'by layer, step ' + {at_look}", low, high),
     _panel(
       "step", steps, "datum.layer === of_layer || datum.layer === '–'",
-      "'by look, layer ' + of_layer", **of,
+      "'by look, layer ' + of_layer", low, high,
     ),
   ]  # fmt: skip
   return (
@@ -94,18 +94,13 @@ def values(exponents: Exponents) -> list[dict[str, Any]]:
           "tensor": label,
           "layer": [charts.column_label(cell) for cell in members],
           "first": [cells[cell]["first_exponent"] for cell in members],
-          "level": [[_level(share) for share in cells[cell]["shares"]] for cell in members],
+          "level": [
+            [round(-10 * math.log10(s)) if s > 0 else None for s in cells[cell]["shares"]]
+            for cell in members
+          ],
         }
       )
   return rows
-
-
-def _level(share: float) -> int | None:
-  return round(-10 * math.log10(share)) if share > 0 else None
-
-
-def _number(layer: str):
-  return (1, 0) if layer == "–" else (0, int(layer))
 
 
 def _panel(by: str, columns: list[str], shown: str, title: str, low: int, high: int) -> alt.Chart:
@@ -125,15 +120,14 @@ def _panel(by: str, columns: list[str], shown: str, title: str, low: int, high: 
     )
     .mark_rect()
     .encode(
-      x=alt.X(f"{by}:N", sort=columns, title=by, scale=alt.Scale(domain=columns),
-              axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+      x=charts.column_axis(by, columns),
       y=alt.Y("exponent:O", sort=exponents, scale=alt.Scale(domain=exponents),
               title="exponent", axis=alt.Axis(labelOverlap=True)),
       color=alt.Color("share:Q", title="share", scale=scale, legend=alt.Legend(format=".0e")),
       tooltip=["step:N", "layer:N", "exponent:O", alt.Tooltip("share:Q", format=".2~g")],
     )
     .properties(
-      width=max(_CELL * len(columns), 120), height=_ROW * len(exponents),
+      width=charts.column_width(columns), height=_ROW * len(exponents),
       title=alt.TitleParams(text=alt.expr(f"tensor + ', ' + {title}")),
     )
   )  # fmt: skip

@@ -96,7 +96,7 @@ class RunFiles:
     looks: None where tensor statistics were not recorded.
     exponents: {step: {layer's site: {tensor: tensor_stats.exponents}}} of loud steps.
     resolved, changed: flat configuration, and its difference from base.
-    sites: rows of sites.json, see startup.all_site_rows.
+    sites: rows of sites.json, see start.all_site_rows.
     memory: what --job=memory found, or None.
     nonfinite: the report of a failure, or None.
     summary: of a finished run, or None.
@@ -211,12 +211,11 @@ def _curves(rows: list[dict[str, Any]]) -> dict[str, Curve]:
       for name, value in row.items():
         if name != "step" and isinstance(value, (int, float, str)):
           found.setdefault(name, {})[row["step"]] = float(value)
-  return {name: _curve(values) for name, values in found.items()}
-
-
-def _curve(values: Mapping[int, float]) -> Curve:
-  steps = sorted(values)
-  return Curve(np.array(steps, np.int64), np.array([values[s] for s in steps], np.float64))
+  ordered = {name: zip(*sorted(values.items())) for name, values in found.items()}
+  return {
+    name: Curve(np.array(steps, np.int64), np.array(values, np.float64))
+    for name, (steps, values) in ordered.items()
+  }
 
 
 def _heldout(rows: list[dict[str, Any]]) -> tuple[HeldOut, ...]:

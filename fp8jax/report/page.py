@@ -1,14 +1,16 @@
 """A report as one HTML file: its charts, tables and the program that draws them are inside."""
 
+import contextlib
 import dataclasses
 import html
 import importlib.metadata
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fp8jax import records
+from fp8jax.errors import UserError, missing_package, one_line
 from fp8jax.run import compilation_cache
 
 _STYLE = """
@@ -123,17 +125,10 @@ def vega() -> str:
       return f.read()
   no_snippet: Any = ()  # its types ask for one
   program = vl_convert.javascript_bundle(*no_snippet)
-  if os.access(_existing(folder), os.W_OK):
+  with contextlib.suppress(OSError, UserError):  # a folder that cannot be written
     os.makedirs(folder, exist_ok=True)
     write(path, program)
   return program
-
-
-def _existing(folder: str) -> str:
-  """The folder, or the nearest one above it that is there."""
-  while not os.path.isdir(folder):
-    folder = os.path.dirname(folder)
-  return folder
 
 
 def write(path: str, content: str | bytes):
@@ -148,3 +143,18 @@ def pictures(stem: str, spec: dict[str, Any]) -> list[str]:
   write(f"{stem}.svg", vl_convert.vegalite_to_svg(spec))
   write(f"{stem}.png", vl_convert.vegalite_to_png(spec, scale=2))
   return [f"{stem}.svg", f"{stem}.png"]
+
+
+def attempt(workdir: str, others: Callable[[], Sequence[Any]] = tuple) -> str:
+  """Writes the report at the end of a run; returns a line that says where it is, or why not.
+
+  Args:
+    others: imports the features whose sections it has too, see run_report.Others.
+  """
+  try:
+    run_report = importlib.import_module("fp8jax.report.run_report")  # needs the extra `report`
+    return f"report: {run_report.write(workdir, others())}"
+  except ModuleNotFoundError as e:
+    return f"no report.html: {missing_package(e)}; then --job=report --workdir={workdir}"
+  except Exception as e:  # a picture never fails the run that it is of
+    return f"no report.html: {type(e).__name__}: {one_line(e)}; the run itself is complete"

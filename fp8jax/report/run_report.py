@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import altair as alt
-
 from fp8jax import patterns
 from fp8jax.recipe import policy as policy_lib
 from fp8jax.report import charts, exponent_charts, files, page, thin
@@ -59,12 +57,6 @@ def _sections(run: RunFiles, others: Others) -> list[Section]:
   return [s for s in [*found, _config(run), _sites(run), _provenance(run)] if s is not None]
 
 
-def _charts(**named: alt.TopLevelMixin | None) -> dict[str, dict[str, Any]]:
-  return {
-    k: charts.spec(charts.themed(c), checked=False) for k, c in named.items() if c is not None
-  }
-
-
 def _head(run: RunFiles) -> Section:
   steps = run.resolved.get("steps", "?")
   state = "finished" if run.summary else "not finished: drawn from what is written so far"
@@ -81,7 +73,8 @@ def _head(run: RunFiles) -> Section:
     rows.append(("stopped", f"not finite at step {at}; first bad site: {bad}"))
   skipped = run.curves.get("skipped")
   if skipped is not None:
-    rows.append(("skipped updates", f"{len(skipped.steps)}: steps {_few(skipped.steps)}"))
+    n, shown = len(skipped.steps), ", ".join(map(str, skipped.steps[:12]))
+    rows.append(("skipped updates", f"{n}: steps {shown}" + f" and {n - 12} more" * (n > 12)))
   return Section("Run", tables=[(("", ""), rows)])
 
 
@@ -97,19 +90,14 @@ def _shares(run: RunFiles) -> list[tuple[str, str]]:
   return rows
 
 
-def _few(values, most: int = 12) -> str:
-  shown = ", ".join(str(v) for v in values[:most])
-  return shown + f" and {len(values) - most} more" * (len(values) > most)
-
-
 def _training(run: RunFiles) -> Section | None:
   if "loss" not in run.curves and not run.heldout:
     return None
-  drawn = _charts(
+  drawn = charts.specs(
     loss=charts.loss(run),
     gap=charts.gap(run),
-    learning_rate=charts.metric(run, ["learning_rate"], "learning rate", digits=".1e"),
-    grad_norm=charts.metric(run, ["grad_norm"], "gradient norm", scale="log"),
+    learning_rate=charts.metric(run, "learning_rate", "learning rate", digits=".1e"),
+    grad_norm=charts.metric(run, "grad_norm", "gradient norm", scale="log"),
   )
   return Section("Loss", _thinning(run), drawn)
 
@@ -125,12 +113,16 @@ def _thinning(run: RunFiles) -> str:
 
 
 def _speed(run: RunFiles) -> Section | None:
-  drawn = _charts(
-    tokens_per_second=charts.metric(run, ["tokens_per_second"], "tokens per second"),
-    mfu=charts.metric(run, ["mfu"], "MFU, of the dense BF16 peak", digits=".1%"),
-    data_wait=charts.metric(run, ["data_wait_seconds"], "wait for data, ms per step", factor=1e3),
-    step_seconds=charts.metric(run, ["step_seconds"], "step time, s"),
-    fp8_share=_share_over_steps(run),
+  share = run.curves.get("fp8_flops_share")
+  # By a schedule or a policy; else the table has the one number.
+  changes = share is not None and len(set(share.values)) > 1
+  over_steps = charts.metric(run, "fp8_flops_share", "FLOPs in FP8", digits=".0%")
+  drawn = charts.specs(
+    tokens_per_second=charts.metric(run, "tokens_per_second", "tokens per second"),
+    mfu=charts.metric(run, "mfu", "MFU, of the dense BF16 peak", digits=".1%"),
+    data_wait=charts.metric(run, "data_wait_seconds", "wait for data, ms per step", factor=1e3),
+    step_seconds=charts.metric(run, "step_seconds", "step time, s"),
+    fp8_share=over_steps if changes else None,
   )
   if not drawn:
     return None
@@ -151,14 +143,6 @@ def _time(run: RunFiles) -> Section | None:
   return Section("Time", note, tables=[(("", "seconds", "share"), goodput.table(seconds))])
 
 
-def _share_over_steps(run: RunFiles):
-  """A chart where a schedule or a policy changed it, else None: the table has the one number."""
-  curve = run.curves.get("fp8_flops_share")
-  if curve is None or not len(set(curve.values)) > 1:
-    return None
-  return charts.metric(run, ["fp8_flops_share"], "FLOPs in FP8", digits=".0%")
-
-
 def _numerics(run: RunFiles) -> list[Section]:
   if run.looks is None:
     note = "None recorded: --config.log.tensor_stats_every=100 looks at every 100th step."
@@ -172,7 +156,7 @@ def _numerics(run: RunFiles) -> list[Section]:
     "else, means far from zero. Grey: not quantized, or no number. Colours keep their meaning over "
     "all looks."
   )
-  specs = _charts(heat_maps=charts.heat_maps(looks))
+  specs = charts.specs(heat_maps=charts.heat_maps(looks))
   specs["heat_maps"]["datasets"] = {"looks": charts.look_values(looks)}
   drawn = [Section("Tensor statistics", note, specs), *_exponents(run)]
   if scales := charts.scale_ranges(looks):
@@ -180,7 +164,7 @@ def _numerics(run: RunFiles) -> list[Section]:
       "Over all layers of a site; a click in the legend picks a site. "
       "The scale of a tile of zeros is 1."
     )
-    drawn.append(Section("Scales", note, _charts(scale_ranges=scales)))
+    drawn.append(Section("Scales", note, charts.specs(scale_ranges=scales)))
   return drawn
 
 
@@ -195,7 +179,7 @@ def _exponents(run: RunFiles) -> list[Section]:
     f"Bright: many elements; white: none. Looks: {shown} of {number}. The first and the last "
     "exponent that are counted have what is beyond too."
   )
-  specs = _charts(exponents=exponent_charts.heat_maps(run.exponents))
+  specs = charts.specs(exponents=exponent_charts.heat_maps(run.exponents))
   specs["exponents"]["datasets"] = {"exponents": rows}
   return [Section("Exponents", note, specs)]
 
@@ -245,7 +229,7 @@ def _memory(run: RunFiles) -> Section | None:
   if run.memory is None:
     return None
   note = "Declared by the configuration beside found in the compiled step, each at its own peak."
-  return Section("Memory", note, _charts(memory=charts.memory(run)))
+  return Section("Memory", note, charts.specs(memory=charts.memory(run)))
 
 
 def _config(run: RunFiles) -> Section:

@@ -47,6 +47,12 @@ def curve(c: Curve, most: int = MAX_POINTS) -> Thinned:
   return Thinned(steps, of(np.mean), of(np.min), of(np.max), size)
 
 
+def lasts(n: int, most: int = MAX_POINTS) -> range:
+  """Of n points at most `most`: the last of each group of as many."""
+  size = max(1, math.ceil(n / most))
+  return range(size - 1, n, size)
+
+
 def chosen(looks: Looks) -> np.ndarray:
   """Indices of looks with at most MAX_CELLS cells, see `spread`."""
   return spread(len(looks.steps), MAX_CELLS // max(len(looks.cells), 1))

@@ -1,6 +1,7 @@
-"""Numerics that people watch: what every site saw, and rules that raise an alarm about it."""
+"""Numerics that people watch: what every site saw, its drift since the look before, and alarms."""
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,10 +13,12 @@ from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import WHOLE
+from fp8jax.run import metrics_writer
 from fp8jax.step.settings import Alarm
 
 # Statistics with alarms only where one scale covers a whole axis: finer tiles contain outliers.
 _OF_OUTLIERS = ("kurtosis", "alignment")
+Numerics = Mapping[str, Mapping[str, Mapping[str, Any]]]
 # Lines per look; what is beyond is counted.
 _MOST = 8
 
@@ -30,14 +33,7 @@ def summarise(
   Args:
     alignment: transformer.alignment, reported with the input of each layer's site.
   """
-  numerics = {
-    name: {
-      t: tensor_stats.summary(values) if has_gemm else tensor_stats.unquantized_summary(values)
-      for t, values in zip(site_lib.TENSORS[len(tensors)], tensors, strict=True)
-    }
-    for name, tensors in site_tree.per_layer(sites, stats).items()
-    for has_gemm in (len(tensors) == 3,)
-  }
+  numerics = _of_tensors(sites, stats, tensor_stats.summary, tensor_stats.unquantized_summary)
   for path, values_N in alignment.items():
     for i, value in enumerate(values_N):
       numerics[rules.layer_name(path, i)]["x"]["alignment"] = float(value)
@@ -46,13 +42,74 @@ def summarise(
 
 def exponents(sites, stats: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
   """{layer's site: {tensor: tensor_stats.exponents}} of what loud sites saw, on the host."""
+  return _of_tensors(sites, stats, tensor_stats.exponents, tensor_stats.exponents)
+
+
+def _of_tensors(sites, stats, of_gemm, of_activation):
+  """{layer's site: {tensor: summary}}; an activation has fewer tensors than a GEMM."""
   return {
     name: {
-      t: tensor_stats.exponents(values)
+      t: (of_gemm if len(tensors) == 3 else of_activation)(values)
       for t, values in zip(site_lib.TENSORS[len(tensors)], tensors, strict=True)
     }
     for name, tensors in site_tree.per_layer(sites, stats).items()
   }
+
+
+def with_drift(now: Numerics, before: Numerics) -> dict[str, dict[str, dict[str, Any]]]:
+  """A look at the numerics with what changed since the look before.
+
+  Args:
+    now, before: {layer's site: {tensor: tensor_stats.summary}}; before may be of a file, where
+      numbers that are not finite are strings.
+
+  Returns:
+    `now` with amax_drift, log2 of the ratio of amaxes, and snr_drift, the difference in dB, of
+    every tensor for which both looks have such numbers.
+  """
+  return {
+    site: {
+      tensor: {**summary, **_drift(summary, before.get(site, {}).get(tensor, {}))}
+      for tensor, summary in tensors.items()
+    }
+    for site, tensors in now.items()
+  }
+
+
+def _drift(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, float]:
+  drift = {}
+  a, b = float(now["amax"]), float(old.get("amax", math.nan))
+  if 0 < a < math.inf and 0 < b < math.inf:
+    drift["amax_drift"] = math.log2(a) - math.log2(b)
+  a, b = float(now.get("snr_db", math.nan)), float(old.get("snr_db", math.nan))
+  if math.isfinite(a) and math.isfinite(b):
+    drift["snr_drift"] = a - b
+  return drift
+
+
+def last_look(workdir: str) -> Numerics:
+  """The newest look in WORKDIR/metrics.jsonl; empty without one."""
+  path = os.path.join(workdir, "metrics.jsonl")
+  looks = [row["numerics"] for _, row in metrics_writer.rows(path) if "numerics" in row]
+  return looks[-1] if looks else {}
+
+
+class Looks:
+  """The looks of a run, each compared with the one before, which a resumed run reads."""
+
+  def __init__(self, workdir: str):
+    self._workdir = workdir
+    self._last: Numerics | None = None  # None: that of metrics.jsonl
+
+  def forget(self):
+    """Rows of metrics.jsonl were taken back."""
+    self._last = None
+
+  def add(self, numerics: Numerics) -> dict[str, dict[str, dict[str, Any]]]:
+    """`with_drift` of a look that comes after the others."""
+    before = last_look(self._workdir) if self._last is None else self._last
+    self._last = with_drift(numerics, before)
+    return self._last
 
 
 class AlarmMonitor:
@@ -91,10 +148,6 @@ class AlarmMonitor:
               new.append({"place": name, "text": _text(alarm, value)})
     self._ringing = ringing
     return new
-
-  def lines(self, step: int, numerics: Mapping[str, Any]) -> list[str]:
-    """One line for every alarm that was silent at the last look."""
-    return as_lines(step, self.new(numerics))
 
 
 def as_lines(step: int, alarms: list[dict[str, str]]) -> list[str]:

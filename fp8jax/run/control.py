@@ -135,12 +135,9 @@ def due(policies: tuple[Policy, ...], step: int) -> list[Refresh]:
 
 
 def after_look(
-  policies: tuple[Policy, ...],
-  memory: Memory,
-  step: int,
-  rung: Collection[tuple[str, str]],
+  policies: tuple[Policy, ...], memory: Memory, step: int, rung: Collection[tuple[str, str]],
   recipe_of: Mapping[str, str],
-) -> tuple[Memory, list[Event]]:
+) -> tuple[Memory, list[Event]]:  # fmt: skip
   """The decisions after a look at the tensor statistics.
 
   Args:

@@ -23,10 +23,13 @@ RECIPE, BF16 = EVAL_PRECISIONS
 
 
 class Evaluator:
-  """Held-out evaluation of parameters under a plan. Compiles each precision once."""
+  """Held-out evaluation of parameters under a plan, whose recipes may change later.
+
+  Compiles each precision once.
+  """
 
   def __init__(self, plan: RunSpec):
-    self._plan = plan
+    self.plan = plan
     per_batch = plan.eval.batch * plan.data.seq_len
     self._num_batches = math.ceil(plan.eval.tokens / per_batch)
 
@@ -38,17 +41,10 @@ class Evaluator:
     # Of the last evaluation, per source.
     self.passed_over: dict[str, dict[str, int]] = {}
 
-  def follow(self, plan: RunSpec):
-    """Evaluates in the recipes of this plan from here on."""
-    self._plan = plan
-
   def run(
-    self,
-    params,
-    scaling_states: Mapping[str, Any],
-    phase: int = 0,
+    self, params, scaling_states: Mapping[str, Any], phase: int = 0,
     stop: Callable[[int], bool] | None = None,
-  ):
+  ):  # fmt: skip
     """Evaluates in the recipes of a phase of the precision schedule and in BF16 (eval.precisions).
 
     Args:
@@ -61,8 +57,8 @@ class Evaluator:
       stopped.
     """
     sites = {}
-    for label, recipe in precisions(self._plan, phase).items():
-      tree = self._plan.sites(recipe, phase=phase)
+    for label, recipe in precisions(self.plan, phase).items():
+      tree = self.plan.sites(recipe, phase=phase)
       if scaling_lib.states(tree):
         tree = (
           scaling_lib.with_states(tree, scaling_states)
@@ -71,14 +67,24 @@ class Evaluator:
         )
       sites[label] = tree
     found = {}
-    for name in self._plan.data.sources:
+    for name in self.plan.data.sources:
       found[name] = self._one_source(params, sites, name, stop)
       if not found[name]:
         return {}
     return found
 
+  def lines(self, step: int, results) -> list[str]:
+    """The losses of a step, as `run` returned them, and the documents passed over."""
+    lines = []
+    for source, by_precision in results.items():
+      for reason, number in self.passed_over[source].items():
+        lines.append(f"held-out documents of {source} passed over as {reason}: {number}")
+      text = "  ".join(f"{p} {v['loss']:.4f}" for p, v in by_precision.items())
+      lines.append(f"step {step}  held-out loss on {source}: {text}")
+    return lines
+
   def _one_source(self, params, sites_of, source: str, stop):
-    plan = self._plan
+    plan = self.plan
     spread = batch_sharding.BatchSharder(plan.run.layout, plan.eval.batch)
     totals = {precision: [] for precision in sites_of}
     counts = loader.DocumentCounts()

@@ -12,15 +12,7 @@ from typing import Any
 # init: before the first step, models and checkpoints read. compile: programs, and the checks before
 # a first step. evaluation: with the compilation of its own programs. lost: steps that were taken
 # again, of an earlier process after its last checkpoint or of a roll-back.
-KINDS: tuple[str, ...] = (
-  "init",
-  "compile",
-  "data_wait",
-  "step",
-  "checkpoint",
-  "evaluation",
-  "lost",
-)
+KINDS = ("init", "compile", "data_wait", "step", "checkpoint", "evaluation", "lost")
 _PREFIX = "seconds/"
 
 
@@ -30,7 +22,8 @@ class Clock:
   def __init__(self, now: Callable[[], float] = time.perf_counter):
     self._now, self._kind = now, KINDS[0]
     self.waited = 0.0  # seconds of the last block of data_wait
-    self._since, self._seconds = now(), dict.fromkeys(KINDS, 0.0)
+    self._seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+    self._since = now()
 
   @contextlib.contextmanager
   def on(self, kind: str) -> Iterator[None]:

@@ -15,37 +15,33 @@ from fp8jax.errors import UserError
 
 # The first driver of each CUDA, NVIDIA's "CUDA Compatibility" guide: minor version compatibility.
 _WHEELS = ((580, "cuda13"), (525, "cuda12"))
-_QUERY = ("--query-gpu=driver_version", "--format=csv,noheader")
 _TIMEOUT_S = 30
 
 
 def driver_version() -> str | None:
   """Version of the NVIDIA driver by nvidia-smi, "580.65.06"; None where no driver answers."""
-  program = shutil.which("nvidia-smi")
-  if program is None:
-    return None
-  try:
-    asked = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=_TIMEOUT_S)
-  except (OSError, subprocess.TimeoutExpired):
-    return None
-  lines = asked.stdout.split()
-  is_version = bool(lines) and lines[0].replace(".", "").isdigit()
-  return lines[0] if asked.returncode == 0 and is_version else None
+  version = next(iter(_nvidia_smi("driver_version")), "")
+  return version if version.replace(".", "").isdigit() else None
 
 
 def visible_gpus() -> list[str]:
   """Indices of the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves to this process; JAX stays away."""
   if "CUDA_VISIBLE_DEVICES" in os.environ:
     return [x for x in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if x not in ("", "-1")]
+  return _nvidia_smi("index")
+
+
+def _nvidia_smi(query: str) -> list[str]:
+  """Words of the answer, one per GPU; [] without one."""
   program = shutil.which("nvidia-smi")
   if program is None:
     return []
-  query = [program, "--query-gpu=index", "--format=csv,noheader"]
+  words = [program, f"--query-gpu={query}", "--format=csv,noheader"]
   try:
-    asked = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    answer = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S)
   except (OSError, subprocess.TimeoutExpired):
     return []
-  return asked.stdout.split() if asked.returncode == 0 else []
+  return answer.stdout.split() if answer.returncode == 0 else []
 
 
 def wheels(driver: str) -> str:

@@ -18,34 +18,13 @@ from fp8jax.ops import site_tree
 # 6000).
 # None where a name contains another's and the number is not known.
 PEAK_FLOPS = {
-  "A100": 312e12,
-  "A10G": 70e12,
-  "B200": 2250e12,
-  "B300": 2250e12,
-  "GB200": 2500e12,
-  "GB300": 2500e12,
-  "GH200": 989e12,
-  "H100": 989e12,
-  "H100 NVL": 835e12,
-  "H100 PCIe": 756e12,
-  "H20": 148e12,
-  "H200": 989e12,
-  "H200 NVL": 835e12,
-  "H800": 989e12,
-  "H800 PCIe": 756e12,
-  "L4": 121e12,
-  "L40S": 362e12,
-  "RTX 4090": 165.2e12,
-  "RTX 4090 D": None,
-  "RTX 4090 Laptop": None,
-  "RTX 5090": 209.5e12,
-  "RTX 5090 D": None,
-  "RTX 5090 Laptop": None,
-  "RTX PRO 6000": 503.8e12,
-  "RTX PRO 6000 Max Q": 438.9e12,
-  "RTX PRO 6000 Server": None,
-  "T4": 65e12,
-}
+  "A100": 312e12, "A10G": 70e12, "B200": 2250e12, "B300": 2250e12, "GB200": 2500e12,
+  "GB300": 2500e12, "GH200": 989e12, "H100": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
+  "H20": 148e12, "H200": 989e12, "H200 NVL": 835e12, "H800": 989e12, "H800 PCIe": 756e12,
+  "L4": 121e12, "L40S": 362e12, "RTX 4090": 165.2e12, "RTX 4090 D": None, "RTX 4090 Laptop": None,
+  "RTX 5090": 209.5e12, "RTX 5090 D": None, "RTX 5090 Laptop": None, "RTX PRO 6000": 503.8e12,
+  "RTX PRO 6000 Max Q": 438.9e12, "RTX PRO 6000 Server": None, "T4": 65e12,
+}  # fmt: skip
 
 
 def flops_per_token(cfg: ModelConfig, length: int) -> float:

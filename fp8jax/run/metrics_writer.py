@@ -2,27 +2,25 @@
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from fp8jax import records
-from fp8jax.run import schemas, tracker
+from fp8jax.data import loader
+from fp8jax.run import goodput, metrics, schemas, tracker
+from fp8jax.step.run_spec import RunSpec
 
 
 class Metrics:
   """metrics.jsonl (the source of truth) and TensorBoard events. Only process 0 writes."""
 
   def __init__(
-    self,
-    workdir: str,
-    resume_step: int,
-    evaluated: Collection[str],
-    tensorboard: bool,
+    self, workdir: str, resume_step: int, evaluated: Collection[str], tensorboard: bool,
     track: Callable[[], tracker.Tracker] | None = None,
-  ):
+  ):  # fmt: skip
     """Args: the step that the run goes on from, and the steps whose evaluation it remembers."""
     self._file = self._events = self._tracker = None
     self._workdir, self._has_tensorboard = workdir, tensorboard
@@ -32,14 +30,21 @@ class Metrics:
     self.forget(resume_step, evaluated)
 
   def forget(self, step: int, evaluated: Collection[str]):
-    """Takes back the rows after a step that the run goes on from; see the constructor."""
+    """Drops the rows after a step that the run goes on from: those steps are written again."""
     if jax.process_index() != 0:
       return
     path = _path(self._workdir)
     for open_one in (self._file, self._events):
       if open_one is not None:
         open_one.close()
-    _forget(path, step, evaluated)
+    lines = [
+      line
+      for line, row in rows(path)
+      if row["step"] <= step
+      and (not any(k.startswith("heldout/") for k in row) or str(row["step"]) in evaluated)
+    ]
+    if os.path.exists(path):
+      records.write_atomic(path, "".join(lines))
     self._file = records.appending(path)
     if self._has_tensorboard:
       import tensorboardX
@@ -56,6 +61,14 @@ class Metrics:
       for name, value in values.items():
         if isinstance(value, (int, float)):
           self._events.add_scalar(name, value, step)
+
+  def write_step(
+    self, step: int, values: Mapping[str, float], is_finite, counts: loader.DocumentCounts,
+    times: Mapping[str, float],
+  ):  # fmt: skip
+    """The row of a step: its metrics, documents passed over, and `times`."""
+    skipped = {} if is_finite else {"skipped": 1}
+    self.write(step, {**values, **skipped, **counts.metrics(), **times})
 
   def write_row(self, step: int, values: dict[str, Any]):
     """A row of the file alone."""
@@ -79,20 +92,21 @@ class Metrics:
       self._tracker.close()
 
 
+def times(
+  plan: RunSpec, step: int, clock: goodput.Clock, waited: float, shares: Mapping[str, float]
+) -> dict[str, float]:
+  """The seconds of a step's row, and its shares in FP8.
+
+  Args:
+    waited: seconds for data.
+    shares: of fp8_share.of_phase.
+  """
+  is_whole = metrics.is_due(step, plan.log.every) or step == plan.steps
+  return {**clock.metrics(is_whole), "data_wait_seconds": waited, **shares}
+
+
 def _path(workdir: str) -> str:
   return os.path.join(workdir, "metrics.jsonl")
-
-
-def _forget(path: str, step: int, evaluated: Collection[str]):
-  """Drops rows after the checkpoint that a run resumes from: those steps are written again."""
-  lines = [
-    line
-    for line, row in rows(path)
-    if row["step"] <= step
-    and (not any(k.startswith("heldout/") for k in row) or str(row["step"]) in evaluated)
-  ]
-  if os.path.exists(path):
-    records.write_atomic(path, "".join(lines))
 
 
 def rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

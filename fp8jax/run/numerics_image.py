@@ -37,23 +37,20 @@ def draw(numerics: Mapping[str, Any]) -> np.ndarray:
       cells.setdefault((layer is None, site, tensor), {})[layer or 0] = summary
   labels = sorted(cells, key=lambda key: (key[0], key[1], "xwg".find(key[2])))
   layers = 1 + max(layer for by_layer in cells.values() for layer in by_layer)
-  width = _LABEL_W + len(PANELS) * (layers * _CELL_W + _GAP)
-  width = max(width, _LABEL_W + len(PANELS) * (130 + _GAP))  # room for the titles
-  panel = (width - _LABEL_W) // len(PANELS)
-  pixels = np.full(((len(labels) + 1) * _ROW_H, width, 3), 255, np.uint8)
-  for k, (statistic, dark, bright) in enumerate(PANELS):
-    for i, key in enumerate(labels):
-      for layer, summary in cells[key].items():
-        x, y = _LABEL_W + k * panel + layer * _CELL_W, (i + 1) * _ROW_H
-        pixels[y : y + _ROW_H - 1, x : x + _CELL_W - 1] = color(
-          summary.get(statistic, math.nan), dark, bright
-        )
-  image = Image.fromarray(pixels)
+  panel = max(layers * _CELL_W, 130) + _GAP  # room for the titles
+  size = (_LABEL_W + len(PANELS) * panel, (len(labels) + 1) * _ROW_H)
+  image = Image.new("RGB", size, "white")
   pen = ImageDraw.Draw(image)
-  for i, (_, site, tensor) in enumerate(labels):
-    pen.text((2, (i + 1) * _ROW_H), f"{site} {tensor}", fill="black")
   for k, (statistic, dark, bright) in enumerate(PANELS):
-    pen.text((_LABEL_W + k * panel, 0), f"{statistic} {dark:g} to {bright:g}", fill="black")
+    left = _LABEL_W + k * panel
+    pen.text((left, 0), f"{statistic} {dark:g} to {bright:g}", fill="black")
+    for i, key in enumerate(labels, 1):
+      for layer, summary in cells[key].items():
+        x, y = left + layer * _CELL_W, i * _ROW_H
+        fill = color(summary.get(statistic, math.nan), dark, bright)
+        pen.rectangle((x, y, x + _CELL_W - 2, y + _ROW_H - 2), tuple(fill))
+  for i, (_, site, tensor) in enumerate(labels, 1):
+    pen.text((2, i * _ROW_H), f"{site} {tensor}", fill="black")
   return np.asarray(image)
 
 

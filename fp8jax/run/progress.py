@@ -9,6 +9,8 @@ import rich.progress
 
 from fp8jax import console as console_lib
 
+_WINDOW = 20  # steps of a throughput
+
 
 class Progress:
   """A live bar on a terminal, a line every `every` steps elsewhere. Silent beyond process 0."""
@@ -46,20 +48,13 @@ class Progress:
 class Throughput:
   """Tokens per second over a sliding window of steps; compilation is not in it."""
 
-  def __init__(
-    self, tokens_per_step: int, flops_per_step: float, peak: float | None, window: int = 20
-  ):
-    self._tokens, self._flops, self._peak, self._window = (
-      tokens_per_step,
-      flops_per_step,
-      peak,
-      window,
-    )
+  def __init__(self, tokens_per_step: int, flops_per_step: float, peak: float | None):
+    self._tokens, self._flops, self._peak = tokens_per_step, flops_per_step, peak
     self._times: list[float] = []
 
   def tick(self):
     """A step's result has arrived."""
-    self._times = [*self._times[-self._window :], time.perf_counter()]
+    self._times = [*self._times[-_WINDOW:], time.perf_counter()]
 
   def restart(self):
     """Something else took time since the last step: measure anew."""

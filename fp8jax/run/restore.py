@@ -6,8 +6,6 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from fp8jax.config import identity, resolve
 from fp8jax.errors import REMOVED, UserError
 from fp8jax.models import lora, transformer
@@ -213,19 +211,3 @@ def check_same_run(
 
 def _shown(value: Any) -> Any:
   return "''" if value == "" else value
-
-
-def readers(shares: int, workers: int) -> dict[str, Any]:
-  """The settings that the saved positions in the data depend on."""
-  return {
-    "processes": jax.process_count(),
-    "shares": shares,
-    "in worker processes": workers > 0,
-  }
-
-
-def lines_of_scales(step: int, is_same: bool, has_new_table: bool) -> list[str]:
-  """A line about scales that do not go on from a checkpoint, of another table or recipe."""
-  if has_new_table:
-    return [f"step {step}: scales begin anew from the table of precision.calibration"]
-  return [] if is_same else [f"other recipes made the scales of step {step}; they are begun anew"]

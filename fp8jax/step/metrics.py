@@ -1,20 +1,6 @@
 """The metrics of a step."""
 
-import jax.numpy as jnp
-
 from fp8jax.models.mixer import Aux
-
-
-def of_step(loss, grad_norm, update_norm, param_norm, learning_rate, is_finite):
-  """Scalars of one optimizer step, still on device."""
-  return {
-    "loss": loss,
-    "grad_norm": grad_norm,
-    "update_norm": update_norm,
-    "param_norm": param_norm,
-    "learning_rate": jnp.asarray(learning_rate, jnp.float32),
-    "is_finite": is_finite,
-  }
 
 
 def of_aux(aux: Aux, tokens, num_layers: int):

@@ -11,7 +11,7 @@ from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, transformer
 from fp8jax.models import config as model_config
 from fp8jax.ops import site_tree
-from fp8jax.optim import factory as optim_build
+from fp8jax.optim import optimizers as optim_build
 from fp8jax.optim import update
 from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import schedule
@@ -101,7 +101,7 @@ class RunSpec:
 
   @functools.cached_property
   def leaves(self):
-    """Tree of optim.factory.ParamOptimizer: storage and update of every parameter."""
+    """Tree of optim.optimizers.ParamOptimizer: storage and update of every parameter."""
     base = self.model.lora.base if self.model.lora else "bf16"
     leaves = optim_build.leaves(self.optim, self.declaration, self.seed, base)
     params = params_lib.abstract(self.declaration, self.model.dims, self.run.layout)

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import params as params_lib
@@ -15,9 +14,9 @@ from fp8jax.models import transformer
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree, stored_params
-from fp8jax.optim import factory as optim_build
 from fp8jax.optim import gradients as gradients_lib
 from fp8jax.optim import groups, storage, update
+from fp8jax.optim import schedule as schedule_lib
 from fp8jax.quantization import tensor_stats
 from fp8jax.step import layerwise, loss_scale, metrics, run_spec
 from fp8jax.step.state import State
@@ -48,19 +47,10 @@ def abstract_state(plan: run_spec.RunSpec, step: int = 0) -> State:
   # The states that the last step wrote; a new state is calibrated before its first step.
   scaling_states = {} if step == 0 else scaling_lib.states(plan.sites(phase=plan.phase(step - 1)))
 
-  def one(dtype):
-    return everywhere(jnp.zeros((), dtype))
-
-  return State(
-    step=cast(Any, one(jnp.int32)),
-    params=params,
-    opt=opt,
-    scaling_states=jax.tree.map(everywhere, scaling_states),
-    loss_scale=jax.tree.map(everywhere, loss_scale.init(plan.loss_scale)),
-    grad_autoscale=jax.tree.map(everywhere, _initial_grad_autoscale(plan)),
-    skipped=cast(Any, one(jnp.int32)),
-    halted=cast(Any, one(jnp.bool_)),
-  )
+  scales = (scaling_states, loss_scale.init(plan.loss_scale), _initial_grad_autoscale(plan))
+  of_int, of_bool = (cast(Any, everywhere(jnp.zeros((), t))) for t in (jnp.int32, jnp.bool_))
+  scaling, loss, auto = jax.tree.map(everywhere, scales)
+  return State(of_int, params, opt, scaling, loss, auto, of_int, of_bool)
 
 
 def make_state(plan: run_spec.RunSpec, params=None) -> State:
@@ -71,16 +61,11 @@ def make_state(plan: run_spec.RunSpec, params=None) -> State:
     if both is None:
       params = params_lib.init(key, plan.declaration, plan.model.dims)
       both = jax.tree.map(update.init, plan.leaves, params)
-    return State(
-      step=jnp.zeros((), jnp.int32),
-      params=update.select(both, plan.declaration, 1),
-      opt=update.select(both, plan.declaration, 0),
-      scaling_states={},
-      loss_scale=loss_scale.init(plan.loss_scale),
-      grad_autoscale=_initial_grad_autoscale(plan),
-      skipped=jnp.zeros((), jnp.int32),
-      halted=jnp.zeros((), jnp.bool_),
-    )
+    opt, params = (update.select(both, plan.declaration, i) for i in range(2))
+    # Zeros of their own for each: a state that holds one array twice cannot be donated.
+    step, skipped, halted = (jnp.zeros((), t) for t in (jnp.int32, jnp.int32, jnp.bool_))
+    scales = loss_scale.init(plan.loss_scale), _initial_grad_autoscale(plan)
+    return State(step, params, opt, {}, *scales, skipped, halted)
 
   shardings = None
   if plan.run.layout.mesh is not None:
@@ -240,21 +225,6 @@ def stops_on_nonfinite(plan: run_spec.RunSpec, scale=None):
   return stops if scale is None else stops & (scale <= loss_scale.SMALLEST)
 
 
-def after_failure(plan: run_spec.RunSpec, loss: float) -> tuple[str, str]:
-  """(which parameters a state has that a batch halted, what keeps a run going), in words."""
-  if not plan.optim.in_backward:
-    return "the parameters that met it", "optim.on_nonfinite='skip'"
-  saved, skip = (
-    "the parameters that met it",
-    "optim.on_nonfinite='skip' with optim.in_backward=False",
-  )
-  if np.isfinite(loss):
-    saved += (
-      ", but for what is behind the first bad gradient and has moved (optim.in_backward=True),"
-    )
-  return saved, skip
-
-
 def make_step(plan: run_spec.RunSpec):
   """(state, batch, sites) -> (state, metrics), jitted, state donated.
 
@@ -262,7 +232,7 @@ def make_step(plan: run_spec.RunSpec):
   (RunSpec.sites) the same function, traced a second time, also returns what every site saw in
   metrics["tensor_stats"], and transformer.alignment.
   """
-  schedule = optim_build.schedule(plan.optim)
+  schedule = schedule_lib.schedule(plan.optim)
   key = jax.random.key(plan.seed)
 
   def step(state: State, batch, sites):
@@ -284,7 +254,7 @@ def take_step(plan: run_spec.RunSpec, state: State, batch, sites, rate, key):
   sites = scaling_lib.with_states(sites, state.scaling_states)
   sites = site_lib.with_keys(sites, jax.random.fold_in(key, state.step))
   watched = {}
-  if _is_loud(sites):
+  if any(s.tap.shape[-1] == tensor_stats.LOUD for s in site_lib.flatten(sites).values()):
     # Before anything moves: parameters are moved in place.
     both = (state.params, transformer.alignment(state.params, plan.model))
     params, watched["alignment"] = jax.lax.optimization_barrier(both)
@@ -303,7 +273,10 @@ def take_step(plan: run_spec.RunSpec, state: State, batch, sites, rate, key):
     return jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
 
   moved, before = jnp.sqrt(result.squares)
-  values = metrics.of_step(result.loss, result.norm, moved, before, rate, is_finite)
+  values = {
+    "loss": result.loss, "grad_norm": result.norm, "update_norm": moved, "param_norm": before,
+    "learning_rate": jnp.asarray(rate, jnp.float32), "is_finite": is_finite,
+  }  # fmt: skip
   return State(
     step=state.step + ~state.halted,
     params=params,
@@ -348,10 +321,6 @@ def after_backward(plan: run_spec.RunSpec, state: State, sites, batch, rate) -> 
   return update.StepResult(
     loss, norm, is_finite, params, opt, squares, stats, grad_autoscale, values
   )
-
-
-def _is_loud(sites) -> bool:
-  return any(s.tap.shape[-1] == tensor_stats.LOUD for s in site_lib.flatten(sites).values())
 
 
 def _all_finite(stats):

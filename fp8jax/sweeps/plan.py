@@ -4,7 +4,7 @@ import collections
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from fp8jax.errors import UserError, one_line
 from fp8jax.sweeps import spec
@@ -12,23 +12,14 @@ from fp8jax.sweeps.outcome import Outcome
 from fp8jax.sweeps.spec import Sweep, Trial
 
 
-class Plan(Protocol):
-  """Hands out trials and takes their outcomes."""
-
-  def take(self) -> Trial | None:
-    """The next trial, None where there is none now."""
-    ...
-
-  def give(self, trial: Trial, outcome: Outcome): ...
-
-
 class Listed:
-  """Trials that are known beforehand."""
+  """Trials that are known beforehand: hands them out, and takes their outcomes."""
 
   def __init__(self, trials: list[Trial]):
     self._waiting = collections.deque(trials)
 
   def take(self) -> Trial | None:
+    """The next trial, None where there is none now."""
     return self._waiting.popleft() if self._waiting else None
 
   def give(self, trial: Trial, outcome: Outcome):
@@ -72,7 +63,9 @@ class Suggested:
       study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     self._waiting: collections.deque = collections.deque()
     self._left: dict[str, tuple[Any, int, list]] = {}  # by workdir; the list is shared by seeds
-    self._resume()
+    for which, study in self._studies.items():
+      for old in study.get_trials(states=(self._states.RUNNING,)):
+        self._expand(which, old.number, old.params)
 
   @contextlib.contextmanager
   def _reading(self) -> Iterator[None]:
@@ -83,11 +76,6 @@ class Suggested:
         f"{self._path} is no study of this search: {type(e).__name__}: {one_line(e)}; drop its "
         "last line if that is cut, or move it away: trials that finished are not run again"
       ) from e
-
-  def _resume(self):
-    for which, study in self._studies.items():
-      for old in study.get_trials(states=(self._states.RUNNING,)):
-        self._expand(which, old.number, old.params)
 
   def take(self) -> Trial | None:
     if not self._waiting:
@@ -138,7 +126,7 @@ def _distribution(one: spec.Distribution):
   raise UserError(f"Optuna has no distribution like {one!r}; use those of fp8jax/sweeps/spec.py")
 
 
-def of(sweep: Sweep, folder: str) -> Plan:
+def of(sweep: Sweep, folder: str) -> Listed | Suggested:
   """The plan of a sweep."""
   if sweep.search is None:
     return Listed(sweep.trials(folder))

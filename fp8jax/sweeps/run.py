@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import rich.console
 
@@ -28,14 +28,8 @@ from fp8jax.sweeps.spec import Trial
 _POLL_S = 0.2
 
 
-class Handle(Protocol):
-  """A trial that runs somewhere."""
-
-  trial: Trial
-
-  def poll(self) -> Outcome | None: ...
-
-  def stop(self): ...
+# A trial that runs somewhere.
+Handle = process.Child | slurm.Submitted
 
 
 def run(
@@ -114,7 +108,10 @@ def _starter(sweep, root: str, folder: str, parallel: int, submit: str):
 
 
 def _all(
-  plan: plan_lib.Plan, free: list, start: Callable[..., Handle], out: rich.console.Console
+  plan: plan_lib.Listed | plan_lib.Suggested,
+  free: list,
+  start: Callable[..., Handle],
+  out: rich.console.Console,
 ) -> tuple[table.Results, int | None]:
   """Every trial of a plan, in so many places at a time; the exit code of an interruption."""
   results, running, asked = [], [], []

@@ -43,10 +43,6 @@ def _is_number(x: Any) -> bool:
   return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
 
-def _is_count(x: Any) -> bool:
-  return isinstance(x, int) and not isinstance(x, bool) and x >= 1
-
-
 def _is_tuple(values: Any, kind: Any = object) -> bool:
   """Whether it is a tuple or the like, read as often as wanted; not one text, not empty."""
   is_many = isinstance(values, Collection) and not isinstance(values, (str, bytes, Mapping))
@@ -170,10 +166,11 @@ class _Drawn:
   def __post_init__(self):
     of_keys = _is_table(self.distributions) and bool(self.distributions)
     of_keys = of_keys and all(hasattr(d, "draw") for d in self.distributions.values())
+    is_count = _is_number(self.count) and isinstance(self.count, int) and self.count >= 1
     _require(
       self,
       distributions=(of_keys, "{key: Uniform, LogUniform, Integer or Choice}, one key or more"),
-      count=(_is_count(self.count), "a whole number of points, at least 1"),
+      count=(is_count, "a whole number of points, at least 1"),
       seed=(isinstance(self.seed, int), "a whole number"),
     )
 

@@ -26,11 +26,10 @@ from fp8jax.errors import ConfigErrors
 from fp8jax.kernels import choose
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site_tree
-from fp8jax.optim import factory
-from fp8jax.report import at_end
+from fp8jax.optim import schedule as schedule_lib
+from fp8jax.report import page
+from fp8jax.run import end, fp8_share, goodput, metrics_writer, start
 from fp8jax.run import evaluator as evaluator_lib
-from fp8jax.run import fp8_share, goodput, metrics, metrics_writer, startup
-from fp8jax.run import summary as summary_lib
 from fp8jax.run import workdir as workdir_lib
 from fp8jax.step import run_spec, train_step
 from fp8jax.sweeps import outcome as outcome_lib
@@ -56,9 +55,10 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
     ConfigError: a trial needs a run of its own; every reason.
   """
   problems, found = ConfigErrors(), collections.defaultdict(list)
+  here = jax.device_count(), choose.current_device()
   for trial in trials:
     c = problems.attempt(lambda trial=trial: named.load(trial.config, trial.changes))
-    plan = problems.attempt(lambda c=c: _resolved(c)) if c is not None else None
+    plan = problems.attempt(lambda c=c: resolve.resolve(c, *here)) if c is not None else None
     if plan is None:
       continue
     problems.extend([f"{trial.config}: --vmap: {reason}" for reason in reasons(plan)])
@@ -76,10 +76,6 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
     for members in found.values()
     for part in itertools.batched(members, count or len(members))
   ]
-
-
-def _resolved(c) -> run_spec.RunSpec:
-  return resolve.resolve(c, jax.device_count(), choose.current_device())
 
 
 def reasons(plan: run_spec.RunSpec) -> list[str]:
@@ -142,7 +138,10 @@ class _Group:
     self._logs = [metrics_writer.Metrics(m.trial.workdir, 0, {}, tensorboard) for m in members]
     self._results: list[dict[str, Any]] = [{} for _ in members]
     # Trials of one seed read the same batches.
-    self._counts = {m.plan.seed: loader.DocumentCounts() for m in members}
+    self._batches = {
+      p.seed: batch_sharding.TrainBatches(p.data, p.run.layout, p.microbatch, p.grad_accum_steps)
+      for p in (m.plan for m in members)
+    }
     self._losses = []
 
   def train(self):
@@ -158,42 +157,27 @@ class _Group:
 
   def _take_steps(self, state):
     plan, clock, step = self._plan, self._clock, mapped_step(self._members)
-    spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
-    streams = {
-      m.plan.seed: loader.train_batches(
-        m.plan.data, spread.local_batch, spread.shard, self._counts[m.plan.seed]
-      )
-      for m in self._members
-    }
-    try:
-      for number in range(1, plan.steps + 1):
-        with clock.on("data_wait"):
-          hosts = {seed: next(stream) for seed, stream in streams.items()}
-        waited = clock.waited
-        with clock.on("step" if number > 1 else "compile"):
-          if plan.verify_fp8_gemms and number == 1:
-            first, one = next(iter(hosts.values())), jax.tree.map(lambda x: x[0], state)
-            rows = (plan, train_step.make_step(plan), one, spread.place(first), 0)
-            list(fp8_gemms.every_step(*rows))
-          placed = [spread.place(hosts[m.plan.seed]) for m in self._members]
-          state, values = step(state, jax.tree.map(lambda *x: jnp.stack(x), *placed))
-          values = jax.device_get(values)
-        self._log(number, values, waited)
-    finally:
-      for stream in streams.values():
-        stream.close()
+    place = self._batches[plan.seed].spread.place
+    for number in range(1, plan.steps + 1):
+      with clock.on("data_wait"):
+        hosts = {seed: next(batches.iterator) for seed, batches in self._batches.items()}
+      waited = clock.waited
+      with clock.on("step" if number > 1 else "compile"):
+        if plan.verify_fp8_gemms and number == 1:
+          first, one = hosts[plan.seed], jax.tree.map(lambda x: x[0], state)
+          rows = (plan, train_step.make_step(plan), one, place(first), 0)
+          list(fp8_gemms.every_step(*rows))
+        placed = [place(hosts[m.plan.seed]) for m in self._members]
+        state, values = step(state, jax.tree.map(lambda *x: jnp.stack(x), *placed))
+        values = jax.device_get(values)
+      times = metrics_writer.times(plan, number, clock, waited, self._shares)
+      self._losses.append(values["loss"])
+      is_finite = values.pop("is_finite")
+      for i, (member, log) in enumerate(zip(self._members, self._logs, strict=True)):
+        row = {k: float(v[i]) for k, v in values.items()}
+        counts = self._batches[member.plan.seed].counts
+        log.write_step(number, row, is_finite[i], counts, times)
     return state
-
-  def _log(self, number: int, values, waited: float):
-    is_whole = metrics.is_due(number, self._plan.log.every) or number == self._plan.steps
-    times = {**self._clock.metrics(is_whole), "data_wait_seconds": waited, **self._shares}
-    self._losses.append(values["loss"])
-    is_finite = values.pop("is_finite")
-    for i, (member, log) in enumerate(zip(self._members, self._logs, strict=True)):
-      skipped = {} if is_finite[i] else {"skipped": 1}
-      passed_over = self._counts[member.plan.seed].metrics()
-      row = {k: float(v[i]) for k, v in values.items()}
-      log.write(number, {**row, **skipped, **passed_over, **times})
 
   def _evaluate(self, evaluator: evaluator_lib.Evaluator, states, step: int):
     """Adds the held-out losses of every trial to its results; one program for all."""
@@ -205,38 +189,36 @@ class _Group:
         log.write(step, evaluator_lib.flat(results[str(step)]))
 
   def close(self):
-    """Closes the files of metrics."""
-    for log in self._logs:
-      log.close()
+    """Closes the files of metrics, and the streams of data."""
+    for opened in (*self._logs, *(batches.iterator for batches in self._batches.values())):
+      opened.close()
 
   def finish(self, i: int, stop_above: float, tell: Callable[[str], None]) -> Outcome:
     """Writes the description and the end of a trial; its outcome."""
     trial, plan, state = self._members[i].trial, self._members[i].plan, self._states[i]
     losses = np.stack(self._losses)[:, i].tolist()
-    rows, fingerprint = startup.all_site_rows(plan), loader.fingerprint(plan.data)
+    rows, fingerprint = start.all_site_rows(plan), loader.fingerprint(plan.data)
     count = len(self._members)
-    summary_lib.describe(
-      plan, trial.workdir, 0, _changes(plan), fingerprint, rows, trials_at_once=count
-    )
+    start.describe(plan, trial.workdir, 0, _changes(plan), fingerprint, rows, trials_at_once=count)
     why = outcome_lib.ever_diverged(losses, stop_above)
     if bool(state.halted):
       why = "loss or gradient not finite, see metrics.jsonl"
     if why:
       outcome_lib.mark_diverged(trial, why)
       return Outcome("diverged")
-    summary = summary_lib.write(
-      plan, trial.workdir, plan.steps, losses[-1], int(state.skipped),
-      self._counts[plan.seed].summary(), self._results[i], self._clock.seconds(),
-    )  # fmt: skip
+    counts, seconds = self._batches[plan.seed].counts, self._clock.seconds()
+    summary = end.summarise(
+      plan, trial.workdir, plan.steps, losses[-1], state, counts, self._results[i], seconds
+    )
     if plan.log.report:
-      tell(at_end.attempt(trial.workdir))
+      tell(page.attempt(trial.workdir))
     return Outcome("finished", summary["objective"])
 
 
 def mapped_step(members: list[Member]):
   """(stacked state, stacked batch) -> (stacked state, {metric: [trials]}), jitted."""
   plan = members[0].plan
-  sites, schedules = plan.sites(), [factory.schedule(m.plan.optim) for m in members]
+  sites, schedules = plan.sites(), [schedule_lib.schedule(m.plan.optim) for m in members]
   keys = jnp.stack([jax.random.key(m.plan.seed) for m in members])
 
   def one(state, batch, rate, key):

@@ -28,7 +28,7 @@ from fp8jax.quantization import quantize
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES, Accumulation, Gemm, Recipe, accumulate_name
 from fp8jax.recipe.library import RECIPES
-from fp8jax.run import startup
+from fp8jax.run import start as run_start
 
 # As the sources have it. Transformer Engine 2.x: recipe.MMParams, fp8_gemm_fprop False, dgrad and
 # wgrad True; 128 by definition of Float8BlockScaling. torchao: Float8LinearConfig's defaults, which
@@ -268,9 +268,9 @@ def test_stacked_sites_accumulate_as_the_stack_does():
 def test_the_table_of_sites_shows_it():
   changes = {"precision__rules": (("head", "bf16"), (".*", "rowwise_gw_hp")), "seq_len": 128}
   plan = harness.debug_plan(device=HOPPER, **changes)
-  shown = {r["site"]: startup.accumulation(r["definition"]) for r in startup.site_rows(plan)}
+  shown = {r["site"]: run_start.accumulation(r["definition"]) for r in run_start.site_rows(plan)}
   assert shown["head"] == "-" and shown["layers/mlp/up"] == "fast/precise/-"
-  assert startup.accumulation(RECIPES["block_128"].to_dict()) == "every 128"
+  assert run_start.accumulation(RECIPES["block_128"].to_dict()) == "every 128"
 
 
 # --- what XLA makes of it for an H200 ------------------------------------------------------------

@@ -8,7 +8,8 @@ from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.recipe import schedule
 from fp8jax.recipe.quant import Delayed
-from fp8jax.run import evaluator, startup
+from fp8jax.run import evaluator
+from fp8jax.run import start as run_start
 
 
 def test_first_and_last_layers_and_single_sites_can_be_excepted():
@@ -19,13 +20,13 @@ def test_first_and_last_layers_and_single_sites_can_be_excepted():
   assert names["layers/0/attn/k"] == names["layers/1/attn/v"] == "bf16"
   assert names["layers/1/mlp/up"] == "rowwise"
   assert {n for k, n in names.items() if k.startswith("layers/2/")} == {"bf16"}
-  rows = startup.site_rows(plan)
+  rows = run_start.site_rows(plan)
   assert [r["layers"] for r in rows if r["site"].endswith("/up")] == [1, 1, 1]
 
 
 def test_table_of_sites_says_that_a_folded_weight_has_no_past():
   plan = harness.text_plan("tensor_delayed", **{"precision.smooth_swiglu": "channel"})
-  rows = {row["site"]: row["definition"] for row in startup.site_rows(plan)}
+  rows = {row["site"]: row["definition"] for row in run_start.site_rows(plan)}
   sources = {
     name: [d["fwd"][side]["source"]["kind"] for side in ("lhs", "rhs") if d["fwd"][side]]
     for name, d in rows.items()

@@ -21,7 +21,7 @@ from fp8jax.jobs import dispatch
 from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.kernels.choose import Device
 from fp8jax.ops import site as site_lib
-from fp8jax.optim import factory as optim_build
+from fp8jax.optim import schedule as schedule_lib
 
 MODULES = {"1p5b": sft_1p5b, "7b": sft_7b}
 RATES = {"1p5b": (5e-5, 5e-6), "7b": (2e-5, 2e-6)}
@@ -86,7 +86,7 @@ def test_values_are_those_of_the_scripts(size, arm, checkout, monkeypatch):
   assert (optim.optimizer, optim.b1, optim.b2) == ("adam", 0.9, 0.95)
   assert optim.weight_decay == 0 and optim.grad_clip_norm == 1.0
   assert optim.master_format == optim.moment_format == optim.grad_format == "float32"
-  rate = optim_build.schedule(optim)
+  rate = schedule_lib.schedule(optim)
   np.testing.assert_allclose(rate(optim.warmup_steps), RATES[size][0], rtol=1e-6)
   np.testing.assert_allclose(rate(plan.steps), RATES[size][1], rtol=1e-5)
   half = (optim.warmup_steps + plan.steps) / 2

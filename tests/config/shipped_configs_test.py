@@ -31,7 +31,7 @@ from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import names as hf_names
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import stored_params
-from fp8jax.optim import factory as optim_build
+from fp8jax.optim import schedule as schedule_lib
 from fp8jax.recipe import library
 from fp8jax.run import evaluator
 from fp8jax.step import run_spec, train_step
@@ -342,7 +342,7 @@ def test_continued_pretraining_holds_infir2_values(name, checkout, monkeypatch):
   assert {key: getattr(plan.model, key) for key in model} == model
   assert plan.model.rope_scaling.kind == "default"
   # 5,000 steps up, 30,000 at the peak, 5,000 steps of cosine down.
-  schedule = optim_build.schedule(plan.optim)
+  schedule = schedule_lib.schedule(plan.optim)
   rates = [float(schedule(s)) for s in (0, 2_500, 5_000, 20_000, 35_000, 37_500, 40_000)]
   np.testing.assert_allclose(rates, [0, 5e-5, 1e-4, 1e-4, 1e-4, 5.5e-5, 1e-5], rtol=1e-5)
   sites = site_lib.flatten(plan.sites())
@@ -403,7 +403,7 @@ def test_decay_continues_the_stable_phase_with_warm_up_0(name):
   whole, stable, decay = (_config(name, arm) for arm in (None, "stable", "decay"))
   assert (decay.init.workdir, decay.init.step) == (f"runs/{stem}_stable", stable.steps)
   assert (stable.steps, decay.steps, decay.optim.warmup_steps) == (35_000, 40_000, 0)
-  rates = [optim_build.schedule(resolve.read_optim(c, c.steps)) for c in (whole, stable, decay)]
+  rates = [schedule_lib.schedule(resolve.read_optim(c, c.steps)) for c in (whole, stable, decay)]
   for step in (0, 2_500, 5_000, 34_999, 35_000, 37_500, 39_999):
     assert rates[0](step) == rates[1 if step < 35_000 else 2](step), step
   changed = identity.refused_changes(

@@ -11,10 +11,9 @@ import pytest
 
 from fp8jax.config import identity
 from fp8jax.errors import ConfigError, UserError
-from fp8jax.jobs import train
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe.library import RECIPES
-from fp8jax.run import calibration, preemption, startup
+from fp8jax.run import calibration, preemption
 
 BF16_LATE = {"precision.schedule": ((4, ((".*", "bf16"),)),)}
 STATIC_LATE = {"precision.schedule": ((3, ((".*", "e4m3_static"),)),)}
@@ -89,9 +88,12 @@ def test_resumed_with_another_recipe_begins_its_scales_anew(tmp_path, before, mo
 @pytest.mark.slow
 def test_decay_from_the_checkpoint_of_another_run_is_the_whole_run(tmp_path, monkeypatch, capsys):
   """A stable phase, then decay alone from its checkpoint: bit for bit warm-up, hold and decay."""
-  monkeypatch.setattr(train._Run, "_evaluate", lambda *_: True)
-  monkeypatch.setattr(startup, "print_end", lambda *_: None)
-  shared = {"model.num_layers": 1, "optim.schedule": "wsd", "optim.warmup_steps": 2}
+  shared = {
+    "model.num_layers": 1,
+    "eval.tokens": 0,
+    "optim.schedule": "wsd",
+    "optim.warmup_steps": 2,
+  }
   harness.train_on_text(tmp_path / "whole", **shared, **{"optim.decay_steps": 2})
   stable = {"steps": 4, "optim.decay_steps": 0}
   harness.train_on_text(tmp_path / "stable", **shared, **stable)
@@ -131,8 +133,7 @@ def test_another_table_on_resume_is_refused_and_applied_where_accepted(
   """Tables are compared by content: one that was edited under its name is another."""
   path = tmp_path / "t.json"
   _write_table(path, 1.0, layers=1)
-  changes = {"model.num_layers": 1, "precision.calibration": str(path)}
-  monkeypatch.setattr(train._Run, "_evaluate", lambda *_: True)
+  changes = {"model.num_layers": 1, "eval.tokens": 0, "precision.calibration": str(path)}
   run = functools.partial(harness.train_on_text, tmp_path / "run", "e4m3_static")
   last = [2]
   monkeypatch.setattr(preemption.Interrupts, "requested", lambda _, step: step >= last[0])

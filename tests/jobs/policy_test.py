@@ -13,7 +13,7 @@ import pytest
 
 from fp8jax.config import resolve
 from fp8jax.data import loader
-from fp8jax.jobs import steering, train
+from fp8jax.jobs import restore, steering, train
 from fp8jax.kernels import choose
 from fp8jax.run import checkpoint, control, preemption
 from fp8jax.run import evaluator as evaluator_lib
@@ -98,7 +98,7 @@ def test_stopped_around_an_action_a_run_goes_on_bit_for_bit(tmp_path, monkeypatc
   assert len(actions(whole)) > (0 if name == "roll back" else 2)
   assert policy_memory(whole, steps) == policy_memory(broken, steps)
   plan = harness.text_plan(**changes)
-  changed = train.restore.as_trained(plan, {"policy": policy_memory(whole, steps)})
+  changed = restore.as_trained(plan, {"policy": policy_memory(whole, steps)})
   harness.assert_trees_equal(
     harness.saved_state(whole, changed, steps), harness.saved_state(broken, changed, steps)
   )
@@ -129,7 +129,7 @@ def test_what_a_roll_back_after_a_switch_restores(tmp_path):
   texts = [text for *_, text in actions(workdir)]
   assert "switch_recipe" in texts[0] and "back to the checkpoint of step 4" in texts[1]
   plan = harness.text_plan(**changes)
-  plan = train.restore.as_trained(plan, {"policy": policy_memory(workdir, 9)})
+  plan = restore.as_trained(plan, {"policy": policy_memory(workdir, 9)})
   # Maxima of several steps: those of the batch alone would be smaller.
   harness.assert_trees_equal(went_on_with[0], harness.saved_state(workdir, plan, 4).scaling_states)
   once, counted = loader.DocumentCounts(), []

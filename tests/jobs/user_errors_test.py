@@ -26,7 +26,7 @@ from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.integrations import flax as fp8_flax
 from fp8jax.jobs import calibrate
 from fp8jax.ops import dots, site
-from fp8jax.optim import adam, storage
+from fp8jax.optim import quantized_moments, storage
 from fp8jax.recipe import rules
 from fp8jax.run import calibration, checkpoint, distributed, metrics_writer, provenance
 
@@ -344,14 +344,14 @@ def test_products_of_nothing_are_refused(m, n, k, letter):
 def test_decay_rates_of_adam_are_in_their_range(b1, b2):
   for name in ("float32", "coat"):
     with pytest.raises(ValueError, match=r"must be in \[0, 1\)"):
-      adam.scale_by_adam(b1, b2, moment_format=name)
+      quantized_moments.scale_by_adam(b1, b2, moment_format=name)
 
 
 def test_names_where_values_are_wanted_say_how_to_get_these():
   with pytest.raises(TypeError, match="mu is 'coat', expected a Quant.*moment_format=\"coat\""):
-    adam.scale_by_adam(moment_format=storage.Moments("coat"))
+    quantized_moments.scale_by_adam(moment_format=storage.Moments("coat"))
   with pytest.raises(ValueError, match="did you mean 'coat'"):
-    adam.scale_by_adam(moment_format="coats")
+    quantized_moments.scale_by_adam(moment_format="coats")
   module = fp8_flax.LinenDotGeneral("block_128")
   with pytest.raises(TypeError, match=r"linen_dot_general\('block_128'\)"):
     module.init({}, jnp.ones((2, 2)), jnp.ones((2, 2)), (((1,), (0,)), ((), ())))

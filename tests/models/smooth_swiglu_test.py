@@ -266,6 +266,6 @@ def test_smooth_outlives_an_aligned_channel_and_alarms_come_before_plain_diverge
     numerics = run_alarms.summarise(
       {"down": site}, {site.name: seen["down"][i]}, {"layers/mlp/down": alignment[i : i + 1]}
     )
-    for line in look.lines(i, numerics):
+    for line in run_alarms.as_lines(i, look.new(numerics)):
       rings.setdefault(line.split()[3], i)
   assert max(rings["alignment"], rings["kurtosis"]) < diverged - 20

@@ -88,7 +88,12 @@ TESTS = {
     "models/smooth_swiglu",
     "config/shipped_configs",
   ),
-  "fp8jax/optim/factory.py": ("optim/factory", "optim/adam", "config/resolve", "optim/masters"),
+  "fp8jax/optim/optimizers.py": (
+    "optim/optimizers",
+    "optim/adam",
+    "config/resolve",
+    "optim/masters",
+  ),
   "fp8jax/step/loss_scale.py": ("step/integration", "config/resolve", "step/loss_scale"),
   "fp8jax/quantization/amax_history.py": (
     "step/integration",

@@ -12,7 +12,7 @@ import pytest
 import tolerances
 
 from fp8jax.formats import BF16, E4M3, E5M2
-from fp8jax.optim import adam, storage
+from fp8jax.optim import quantized_moments, storage
 from fp8jax.optim.storage import Moments
 from fp8jax.quantization import quantized_tensor
 from fp8jax.recipe.quant import DynamicRangeExpansion, Quant, Rounding, Scale, SquareRoot
@@ -22,6 +22,11 @@ from experiments.moments import dynamics  # noqa: E402
 
 NARROW = [name for name in storage.MOMENTS if name != "float32"]
 SHAPES = {"w": (32, 256), "heads": (64, 4, 32), "bias": (256,), "small": (3, 5)}
+
+
+def _lion(moments, b2=0.99):
+  lion = optax.scale_by_lion(0.9, b2)
+  return quantized_moments.stored(lion, moments, {"mu": b2})
 
 
 def _trees(rng, count):
@@ -43,12 +48,12 @@ def _run(tx, params, gradients):
 @pytest.mark.parametrize(
   "ours,theirs",
   [
-    (adam.scale_by_adam(), optax.scale_by_adam()),
+    (quantized_moments.scale_by_adam(), optax.scale_by_adam()),
     (
-      adam.scale_by_adam(0.8, 0.95, 1e-3, 1e-2),
+      quantized_moments.scale_by_adam(0.8, 0.95, 1e-3, 1e-2),
       optax.scale_by_adam(0.8, 0.95, 1e-3, 1e-2),
     ),
-    (adam.scale_by_lion(), optax.scale_by_lion()),
+    (_lion(Moments()), optax.scale_by_lion()),
   ],
   ids=["adam", "adam with eps_root", "lion"],
 )
@@ -70,7 +75,9 @@ def test_kept_narrow_beside_what_is_small(rng, name):
   """Matrices of 4096 numbers take the preset's formats and bytes; the rest equals Optax."""
   kept = storage.MOMENTS[name]
   params, *gradients = _trees(rng, 5)
-  updates, state = _run(adam.scale_by_adam(b2=0.95, moment_format=kept), params, gradients)
+  updates, state = _run(
+    quantized_moments.scale_by_adam(b2=0.95, moment_format=kept), params, gradients
+  )
   wanted, exact = _run(optax.scale_by_adam(b2=0.95), params, gradients)
   for moment, quant in ((state.mu, kept.mu), (state.nu, kept.nu)):
     for k in ("w", "heads"):
@@ -92,7 +99,7 @@ def test_keeps_bfloat16_parameters(rng):
   """Large gradients and small ones in bfloat16."""
   kept = storage.MOMENTS["coat"]
   params = {"w": jnp.zeros((64, 128), jnp.bfloat16), "norm": jnp.ones((128,), jnp.bfloat16)}
-  ours = adam.scale_by_adam(b2=0.95, moment_format=kept)
+  ours = quantized_moments.scale_by_adam(b2=0.95, moment_format=kept)
   theirs = optax.scale_by_adam(b2=0.95)
   for size in (3.0, 1e-3):
     g = {k: jnp.asarray(size * rng.standard_normal(p.shape), p.dtype) for k, p in params.items()}
@@ -112,7 +119,7 @@ def test_adam_with_coat_moments_learns_in_an_optax_chain(rng):
   kept = storage.MOMENTS["coat"]
   tx = optax.chain(
     optax.clip_by_global_norm(1.0),
-    adam.scale_by_adam(b2=0.95, moment_format=kept),
+    quantized_moments.scale_by_adam(b2=0.95, moment_format=kept),
     optax.scale(-0.03),
   )
 
@@ -156,7 +163,7 @@ def test_optax_wrappers_change_nothing(rng, name, wrapper):
   kept = storage.MOMENTS[name or "float32"]
 
   def make(b1=0.9, b2=0.95):
-    return adam.scale_by_adam(b1, b2, moment_format=kept)
+    return quantized_moments.scale_by_adam(b1, b2, moment_format=kept)
 
   params, *gradients = ({k: t[k] for k in ("w", "heads", "bias")} for t in _trees(rng, 4))
   want, _ = _run(make(), params, gradients)
@@ -179,14 +186,14 @@ def test_optax_wrappers_change_nothing(rng, name, wrapper):
 def test_what_is_injected_is_refused_where_it_is_a_number():
   """In `init`; traced, a b2 has no value to look at."""
   kept = storage.MOMENTS["bf16"]
-  make = optax.inject_hyperparams(adam.scale_by_adam)
+  make = optax.inject_hyperparams(quantized_moments.scale_by_adam)
   with pytest.raises(ValueError, match="learning stop"):
     make(b2=0.999, moment_format=kept).init({"w": jnp.zeros((64, 64))})
 
 
 def test_tree_map_params_takes_a_narrow_moment_as_one_leaf(rng):
   kept = storage.MOMENTS["coat"]
-  tx = adam.scale_by_adam(b2=0.95, moment_format=kept)
+  tx = quantized_moments.scale_by_adam(b2=0.95, moment_format=kept)
   params = _trees(rng, 1)[0]
   found = optax.tree_map_params(
     tx, lambda x, p: (x.shape, p.shape), tx.init(params), params,
@@ -203,7 +210,7 @@ def test_stochastic_rounding_is_a_function_of_seed_step_and_place(rng):
   gradients = [{"a": g, "b": g}] * 2
 
   def states(seed):
-    tx = adam.scale_by_adam(moment_format=kept, seed=seed)
+    tx = quantized_moments.scale_by_adam(moment_format=kept, seed=seed)
     return [_run(tx, params, gradients[:n])[1] for n in (1, 2)]
 
   (first, _), (again, _), (other, _) = states(0), states(0), states(1)
@@ -227,7 +234,7 @@ def test_stochastic_rounding_is_a_function_of_seed_step_and_place(rng):
 )
 def test_second_moments_that_could_not_fall_are_refused(nu, b2):
   with pytest.raises(ValueError, match="learning stop.*stochastic"):
-    adam.scale_by_adam(b2=b2, moment_format=Moments(nu=nu))
+    quantized_moments.scale_by_adam(b2=b2, moment_format=Moments(nu=nu))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +248,7 @@ def test_second_moments_that_could_not_fall_are_refused(nu, b2):
 )
 def test_second_moments_that_would_become_0_are_refused(nu):
   with pytest.raises(ValueError, match="19 binades.*becomes 0.*keeps_nonzero=True"):
-    adam.scale_by_adam(b2=0.95, moment_format=Moments(nu=nu))
+    quantized_moments.scale_by_adam(b2=0.95, moment_format=Moments(nu=nu))
 
 
 def test_second_moments_with_the_range_or_without_a_0_are_not():
@@ -250,8 +257,8 @@ def test_second_moments_with_the_range_or_without_a_0_are_not():
     dict(transform=SquareRoot()),
     dict(transform=DynamicRangeExpansion()),
   ):
-    adam.scale_by_adam(moment_format=Moments(nu=Quant(E4M3, (1, 256), **change)))
-  adam.scale_by_adam(moment_format=Moments(nu=Quant(E5M2, (1, 256))))
+    quantized_moments.scale_by_adam(moment_format=Moments(nu=Quant(E4M3, (1, 256), **change)))
+  quantized_moments.scale_by_adam(moment_format=Moments(nu=Quant(E5M2, (1, 256))))
 
 
 @pytest.mark.parametrize(
@@ -280,19 +287,19 @@ def test_first_moments_are_refused_where_they_stay_and_only_there(rng, name, dec
   if storage.moment_problems(Moments(quant), decay, None):
     assert left > 0.6 > exact
     with pytest.raises(ValueError, match="mu=.*learning stop.*stochastic"):
-      adam.scale_by_adam(decay, moment_format=Moments(quant))
+      quantized_moments.scale_by_adam(decay, moment_format=Moments(quant))
     with pytest.raises(ValueError, match="mu=.*learning stop.*stochastic"):
-      adam.scale_by_lion(b2=decay, moment_format=Moments(quant))
+      _lion(Moments(quant), decay)
   else:
     assert abs(left - exact) < 0.05
-    adam.scale_by_adam(decay, moment_format=Moments(quant))
-    adam.scale_by_lion(b2=decay, moment_format=Moments(quant))
+    quantized_moments.scale_by_adam(decay, moment_format=Moments(quant))
+    _lion(Moments(quant), decay)
 
 
 def test_the_same_to_the_nearest_where_it_can_fall():
-  adam.scale_by_adam(b2=0.95, moment_format=Moments(nu=Quant(BF16, scale=Scale.NONE)))
+  quantized_moments.scale_by_adam(b2=0.95, moment_format=Moments(nu=Quant(BF16, scale=Scale.NONE)))
   nu = Quant(E5M2, (1, 128), Scale.POW2, rounding=Rounding.STOCHASTIC)
-  adam.scale_by_adam(b2=0.999, moment_format=Moments(nu=nu))
+  quantized_moments.scale_by_adam(b2=0.999, moment_format=Moments(nu=nu))
   with pytest.raises(ValueError, match="8 bits need a scale"):
     Quant(E4M3, scale=Scale.NONE)
 
@@ -340,7 +347,7 @@ def test_bfloat16_to_the_nearest_stalls_at_0_999():
 
 def test_lion_keeps_its_momentum_narrow(rng):
   params, *gradients = _trees(rng, 5)
-  tx = adam.scale_by_lion(moment_format=Moments(Quant(E4M3, (1, 128))))
+  tx = _lion(Moments(Quant(E4M3, (1, 128))))
   updates, state = _run(tx, params, gradients)
   wanted, exact = _run(optax.scale_by_lion(), params, gradients)
   assert isinstance(state.mu["w"], quantized_tensor.QuantizedTensor)

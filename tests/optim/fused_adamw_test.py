@@ -20,13 +20,13 @@ from fp8jax.kernels import choose
 from fp8jax.kernels.choose import Device
 from fp8jax.models import presets
 from fp8jax.ops import stored_params
-from fp8jax.optim import factory, update
+from fp8jax.optim import optimizers, update
 from fp8jax.params import Param
 from fp8jax.quantization import quantized_tensor
 from fp8jax.step import train_step
 
 HOPPER = Device("gpu", 90)
-OPTIM = factory.OptimizerConfig(
+OPTIM = optimizers.OptimizerConfig(
   optimizer="adam", moment_format="coat", master_format="bf16_remainder", grad_format="bf16_sr",
   schedule="constant",
   peak_lr=1e-3, min_lr=1e-4, warmup_steps=1, decay_steps=2, steps=10,
@@ -36,7 +36,7 @@ LETTERS = {"stack": "NDF", "matrix": "VD"}
 
 
 def _leaf(name, shape, sharding=None, wanted="mosaic_sm90"):
-  leaf = factory.leaves(OPTIM, {name: Param(LETTERS[name])})[name]
+  leaf = optimizers.leaves(OPTIM, {name: Param(LETTERS[name])})[name]
   param = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
   return update.with_backends({name: leaf}, {name: param}, HOPPER, wanted)[name]
 

@@ -9,11 +9,11 @@ import pytest
 
 from fp8jax import axes
 from fp8jax.errors import ConfigError
-from fp8jax.optim import factory, groups, update
+from fp8jax.optim import groups, optimizers, update
 from fp8jax.params import Param
 from fp8jax.step import train_step
 
-OPTIM = factory.OptimizerConfig(
+OPTIM = optimizers.OptimizerConfig(
   optimizer="adam", moment_format="float32", master_format="float32", grad_format="float32",
   schedule="constant", peak_lr=1e-3, min_lr=1e-4, warmup_steps=1, decay_steps=2, steps=10,
   b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0,
@@ -53,7 +53,7 @@ def clipped(grads):
 
 def test_groups_are_clipped_by_their_own_norms_and_rates_multiplied():
   """The moments after a step are 0.1 of the clipped gradient; steps are proportional to rates."""
-  leaves, params, grads = factory.leaves(OPTIM, DECLARATION), arrays(0), arrays(1)
+  leaves, params, grads = optimizers.leaves(OPTIM, DECLARATION), arrays(0), arrays(1)
   both = jax.tree.map(update.init, leaves, params)
   opt, master = (update.select(both, DECLARATION, i) for i in (0, 1))
 

@@ -14,7 +14,7 @@ import tolerances
 from fp8jax import params as params_lib
 from fp8jax.models import presets
 from fp8jax.ops import stored_params
-from fp8jax.optim import adam, factory, gradients, storage
+from fp8jax.optim import gradients, optimizers, quantized_moments, storage
 from fp8jax.optim import update as update_lib
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.step import train_step
@@ -36,10 +36,10 @@ def _named(changes):
 def _leaf(master, gradient="float32", kept="float32", lead=0):
   kept = storage.MOMENTS[kept]
   transformation = optax.chain(
-    adam.scale_by_adam(b2=0.95, moment_format=kept), optax.add_decayed_weights(0.1)
+    quantized_moments.scale_by_adam(b2=0.95, moment_format=kept), optax.add_decayed_weights(0.1)
   )
   masters_, gradients_ = storage.MASTERS[master], storage.GRADIENTS[gradient]
-  return factory.ParamOptimizer("w", transformation, masters_, gradients_, lead, 7)
+  return optimizers.ParamOptimizer("w", transformation, masters_, gradients_, lead, 7)
 
 
 # --- BF16 and a remainder ------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_16_bit_masters_move_in_the_mean_where_the_nearest_would_not(
   """Many updates, each below half a step: lost to the nearest, all of BF16's and most of F16's."""
   x = np.full((64, 256), start, np.float32)
   x[0, 0] = 1.0  # F16's scale is the largest's
-  leaf = factory.ParamOptimizer(
+  leaf = optimizers.ParamOptimizer(
     "w", optax.with_extra_args_support(optax.identity()), storage.MASTERS[name], None, 0, 7
   )
   state, kept = update_lib.init(leaf, x)

@@ -1,16 +1,17 @@
-"""Every parameter moved on its own and by pieces; optim/factory_test.py has the numbers."""
+"""Every parameter moved on its own and by pieces; optim/optimizers_test.py has the numbers."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fp8jax.ops import stored_params
-from fp8jax.optim import factory, storage, update
+from fp8jax.optim import optimizers, storage, update
 from fp8jax.params import Param
 from fp8jax.quantization import quantized_tensor
 
-OPTIM = factory.OptimizerConfig(
+OPTIM = optimizers.OptimizerConfig(
   optimizer="adam", moment_format="float32", master_format="float32", grad_format="float32",
   schedule="constant",
   peak_lr=1e-3, min_lr=1e-4, warmup_steps=1, decay_steps=2, steps=10,
@@ -27,7 +28,7 @@ DECLARATION = {
 
 
 def _run(steps, **kept):
-  leaves = factory.leaves(factory.dataclasses.replace(OPTIM, **kept), DECLARATION, seed=3)
+  leaves = optimizers.leaves(optimizers.dataclasses.replace(OPTIM, **kept), DECLARATION, seed=3)
   rng = np.random.default_rng(0)
   params, *grads = (
     {k: rng.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()} for _ in range(5)
@@ -101,3 +102,29 @@ def test_a_step_that_is_not_applied_changes_nothing(master):
   nan = {k: g * np.nan for k, g in grads[0].items()}
   same = step(nan, state, kept, update.UpdateArgs(jnp.int32(3), 0.01, 1.0, jnp.asarray(False)))
   jax.tree.map(np.testing.assert_array_equal, same[:2], [state, kept])
+
+
+# The sign of Lion's momentum as an exponent: a weight keeps its sign, and 0 stays 0.
+MULTIPLIED = optimizers.Optimizer(
+  lambda o: optax.scale_by_lion(o.b1, o.b2), {"mu": "b2"},
+  apply=lambda value, update, rate: value * jnp.exp(-rate * update),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  "master,error",
+  # Initial rounding and one of each step, by at most an ulp.
+  [("float32", 2e-6), ("bf16_remainder", 2e-6), ("bf16_sr", 5 * 2**-7), ("f16", 5 * 2**-10)],
+)
+def test_an_optimizer_applies_its_update_in_its_own_way(monkeypatch, master, error):
+  """Four steps of w exp(-rate (sign + decay w)) in float64, by stacks, rows and norms."""
+  monkeypatch.setitem(optimizers.OPTIMIZERS, "multiplied", MULTIPLIED)
+  params, grads, (_, kept, squares), _ = _run(4, optimizer="multiplied", master_format=master)
+  for name, start in params.items():
+    w, m = start.astype(np.float64), np.zeros(start.shape)
+    for i, g in enumerate(g[name] * 0.5 for g in grads[:4]):
+      sign, m = np.sign(0.1 * g + 0.9 * m), 0.05 * g + 0.95 * m
+      w, old = w * np.exp(-0.01 * (i + 1) * (sign + 0.1 * w * (name != "norm"))), w
+    got = np.asarray(stored_params.dequantize_tree(kept[name]), np.float64)
+    np.testing.assert_allclose(got, w, rtol=error if name != "norm" else 2e-6)
+    assert np.allclose(squares[name], [np.sum((w - old) ** 2), np.sum(old**2)], rtol=10 * error)

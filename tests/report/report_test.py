@@ -12,7 +12,7 @@ import run_files
 
 from fp8jax.errors import UserError
 from fp8jax.jobs import report
-from fp8jax.report import at_end, files, page, thin
+from fp8jax.report import files, page, thin
 
 
 def specs_of(page):
@@ -179,14 +179,14 @@ def test_pages_that_cannot_be_written_are_named_without_errnos(tmp_path):
 
 
 def test_report_that_cannot_be_drawn_is_said_and_fails_nothing(tmp_path, monkeypatch):
-  said = at_end.attempt(str(tmp_path))
+  said = page.attempt(str(tmp_path))
   assert said.startswith("no report.html: ") and "metrics.jsonl" in said or "fp8jax[report]" in said
 
   def missing(name):
     raise ModuleNotFoundError("No module named 'altair'", name="altair")
 
-  monkeypatch.setattr(at_end.importlib, "import_module", missing)
-  assert "pip install 'fp8jax[report]'" in at_end.attempt(str(tmp_path))
+  monkeypatch.setattr(page.importlib, "import_module", missing)
+  assert "pip install 'fp8jax[report]'" in page.attempt(str(tmp_path))
 
 
 def test_report_at_the_end_shows_the_sensitivity_of_the_folder(tmp_path):
@@ -195,7 +195,7 @@ def test_report_at_the_end_shows_the_sensitivity_of_the_folder(tmp_path):
   (tmp_path / "sensitivity").mkdir()
   result = json.dumps(run_files.sensitivity_result())
   (tmp_path / "sensitivity" / "sensitivity.json").write_text(result)
-  assert at_end.attempt(str(tmp_path), report.others).startswith("report: ")
+  assert page.attempt(str(tmp_path), report.others).startswith("report: ")
   text = (tmp_path / "report.html").read_text()
   assert text.index("<h2>Sensitivity of sites</h2>") < text.index("<h2>Provenance</h2>")
 
@@ -221,7 +221,7 @@ def of_run(tmp_path):
   return {
     "loss": charts.loss(run),
     "gap": charts.gap(run),
-    "grad_norm": charts.metric(run, ["grad_norm"], "gradient norm", scale="log"),
+    "grad_norm": charts.metric(run, "grad_norm", "gradient norm", scale="log"),
     "heat_maps": charts.heat_maps(run.looks),
     "scale_ranges": charts.scale_ranges(run.looks),
     "memory": charts.memory(run),

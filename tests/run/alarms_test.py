@@ -33,10 +33,10 @@ def test_alarm_rings_again_after_silence():
   look = run_alarms.AlarmMonitor(alarms, {"a": RECIPES["block_128"]})
   numerics = {"a": {t: {"underflow": 0.5} for t in "xwg"}}
   quiet = {"a": {t: {"underflow": 0.1} for t in "xwg"}}
-  first = look.lines(1, numerics)
+  first = run_alarms.as_lines(1, look.new(numerics))
   assert len(first) == 3 and "a/x: underflow 50.00%, above 30.00%. Try: " in first[0]
-  assert not look.lines(2, numerics) and not look.lines(3, quiet)
-  assert len(look.lines(4, numerics)) == 3
+  assert not look.new(numerics) and not look.new(quiet)
+  assert len(run_alarms.as_lines(4, look.new(numerics))) == 3
 
 
 def test_outliers_raise_an_alarm_where_one_scale_covers_them():
@@ -44,4 +44,4 @@ def test_outliers_raise_an_alarm_where_one_scale_covers_them():
   numerics = {"layers/0/mlp/down": {"x": {"kurtosis": 2e4}}}
   for recipe, expected in (("tensor_current", 1), ("block_128", 0)):
     recipes = site_tree.recipes_of(harness.one_layer_plan(recipe).sites())
-    assert len(run_alarms.AlarmMonitor(alarms, recipes).lines(7, numerics)) == expected
+    assert len(run_alarms.AlarmMonitor(alarms, recipes).new(numerics)) == expected

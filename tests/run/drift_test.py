@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fp8jax.run import drift
+from fp8jax.run import alarms
 
 
 def test_drift_is_the_change_since_the_look_before():
@@ -13,19 +13,19 @@ def test_drift_is_the_change_since_the_look_before():
     "head": {"x": {"amax": 16.0, "snr_db": 27.5}, "w": {"amax": 1.0, "snr_db": 31.0}},
     "layers/0/mlp/up": {"x": {"amax": 1.0, "snr_db": 30.0}},
   }
-  found = drift.with_drift(now, before)
+  found = alarms.with_drift(now, before)
   assert found["head"]["x"] == {"amax": 16, "snr_db": 27.5, "amax_drift": 3, "snr_drift": -2.5}
   # Nothing to compare with: no number.
   assert found["head"]["w"] == now["head"]["w"]
   assert found["layers/0/mlp/up"] == now["layers/0/mlp/up"]
   zero = {"head": {"x": {"amax": 0.0, "snr_db": float("inf")}}}
-  assert drift.with_drift(zero, now) == zero
+  assert alarms.with_drift(zero, now) == zero
 
 
 @pytest.mark.parametrize("looks, newest", [(0, {}), (2, {"head": {"x": {"amax": 1}}})])
 def test_last_look_is_the_newest_row(tmp_path, looks, newest):
-  assert drift.last_look(str(tmp_path)) == {}
+  assert alarms.last_look(str(tmp_path)) == {}
   rows = [{"step": i, "numerics": {"head": {"x": {"amax": i}}}} for i in range(looks)]
   rows.append({"step": 9, "loss": 1.0})
   (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-  assert drift.last_look(str(tmp_path)) == newest
+  assert alarms.last_look(str(tmp_path)) == newest

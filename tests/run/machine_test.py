@@ -22,7 +22,8 @@ from fp8jax.config import resolve
 from fp8jax.errors import UserError
 from fp8jax.jobs import dispatch, train
 from fp8jax.kernels import choose
-from fp8jax.run import machine, metrics, startup
+from fp8jax.run import machine, metrics
+from fp8jax.run import start as run_start
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -197,7 +198,7 @@ def _devices(num, kind):
   ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
 def test_the_first_line_names_devices_and_kernels(plan, devices, line):
-  assert startup.device_line(plan(), devices) == line
+  assert run_start.device_line(plan(), devices) == line
 
 
 @pytest.mark.parametrize("module", [debug, smollm2_cpt])

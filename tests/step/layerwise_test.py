@@ -5,7 +5,9 @@ import dataclasses
 import aot_harness
 import harness
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fp8jax import errors
@@ -14,7 +16,7 @@ from fp8jax.compiled import aot, fp8_gemms, memory
 from fp8jax.config import resolve
 from fp8jax.models import presets, transformer
 from fp8jax.ops import stored_params
-from fp8jax.optim import factory
+from fp8jax.optim import optimizers
 from fp8jax.params import Param
 from fp8jax.quantization import tensor_stats
 from fp8jax.step import layerwise, train_step
@@ -201,11 +203,11 @@ def test_what_needs_all_gradients_is_refused():
 def test_layers_that_share_a_scale_are_refused():
   declaration = {"layers": {"small": Param("NDF")}}
   optim = dataclasses.replace(
-    factory.OptimizerConfig("adam", "e4m3_256", "float32", "float32", "constant", 1e-3, 0.0, 0, 0,
-                            1, 0.9, 0.95, 1e-8, 0.0, 0.0),
+    optimizers.OptimizerConfig("adam", "e4m3_256", "float32", "float32", "constant", 1e-3, 0.0, 0,
+                               0, 1, 0.9, 0.95, 1e-8, 0.0, 0.0),
     in_backward=True,
   )  # fmt: skip
-  leaves = factory.leaves(optim, declaration)
+  leaves = optimizers.leaves(optim, declaration)
   for dims, is_refused in (({"N": 3, "D": 8, "F": 16}, True), ({"N": 3, "D": 16, "F": 16}, False)):
     params = params_lib.abstract(declaration, dims)
     if is_refused:
@@ -220,3 +222,25 @@ def test_layers_split_over_devices_are_refused():
   c.sharding.weights.N, c.sharding.weights.D = "fsdp", ()
   with pytest.raises(resolve.ConfigError, match="optim.in_backward=True with sharding.weights.N"):
     harness.tiny_plan(c, (1, 4, 1))
+
+
+def test_a_multiplicative_update_is_applied_layer_by_layer(monkeypatch):
+  """w exp(-rate sign(g)): every weight that has a gradient is multiplied by e^rate or e^-rate."""
+  row = optimizers.Optimizer(
+    lambda o: optax.scale_by_lion(0.0, o.b2), {"mu": "b2"},
+    apply=lambda value, update, rate: value * jnp.exp(-rate * update),
+  )  # fmt: skip
+  monkeypatch.setitem(optimizers.OPTIMIZERS, "multiplied", row)
+  changes = {**OURS, "optim.weight_decay": 0.0, "model.num_layers": 2, "optim.peak_lr": 0.01}
+  plan = harness.tiny_plan(harness.tiny_config("bf16", **changes))
+  optim = dataclasses.replace(plan.optim, optimizer="multiplied")
+  runner = harness.Runner(dataclasses.replace(plan, optim=optim))
+  state = _begin(runner)
+  before = jax.device_get(state.params)
+  after = jax.device_get(runner.step(state, harness.host_batches()[0])[0].params)
+  for path, old in params_lib.flatten(before).items():
+    exponents = np.log(params_lib.flatten(after)[path] / old)
+    nearest = 0.01 * np.round(exponents / 0.01)
+    np.testing.assert_allclose(exponents, nearest, atol=1e-6)
+    assert set(np.unique(np.round(nearest / 0.01))) <= {-1, 0, 1}
+    assert 0.2 < np.mean(nearest > 0) < 0.8 and 0.2 < np.mean(nearest < 0), path

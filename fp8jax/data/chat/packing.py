@@ -12,13 +12,13 @@ that number, and processes take different windows of the same step.
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import grain
 import numpy as np
 
+from fp8jax.data import reading
 from fp8jax.data.chat.encode import Sample
 from fp8jax.data.chat.samples import Samples
 from fp8jax.errors import UserError
@@ -120,7 +120,7 @@ class Steps:
     total = len(self.samples)
     if total == 1:
       return 0
-    seed = _number(f"{self._seed}/{epoch}")
+    seed = reading.seed(f"{self._seed}/{epoch}")
     return grain.experimental.index_shuffle(i, max_index=total - 1, seed=seed, rounds=4)
 
   def __getitem__(self, index: int) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Steps:
     Those of the first _LOOK_AHEAD samples are looked at, in seconds; a later step that does not fit
     is refused when it comes.
     """
-    return max(self._needed(step) for step in self._looked_at(steps))
+    return max(self._needed(steps))
 
   def check(self, steps: int) -> int:
     """`needed`.
@@ -150,16 +150,14 @@ class Steps:
     Raises:
       UserError: there are fewer; says how many global_batch must be.
     """
-    needed = [self._needed(step) for step in self._looked_at(steps)]
+    needed = self._needed(steps)
     if max(needed) > self.shape.windows:
       raise UserError(self._too_many(int(np.argmax(needed)), max(needed)))
     return max(needed)
 
-  def _looked_at(self, steps: int) -> range:
-    return range(min(steps, max(_LOOK_AHEAD // self.shape.samples, 1)))
-
-  def _needed(self, step: int) -> int:
-    return int(first_fit(self.samples.lengths[self.numbers(step)], self.length).max()) + 1
+  def _needed(self, steps: int) -> list[int]:
+    first = map(self.numbers, range(min(steps, max(_LOOK_AHEAD // self.shape.samples, 1))))
+    return [int(first_fit(self.samples.lengths[n], self.length).max()) + 1 for n in first]
 
   def _too_many(self, step: int, needed: int) -> str:
     return (
@@ -201,8 +199,3 @@ def _window(packed: Batch) -> Batch:
   names = {"tokens": "tokens_BL", "targets": "targets_BL", "weights": "weights_BL"}
   names |= {"tokens_segment_ids": "segments_BL", "tokens_positions": "positions_BL"}
   return {name: packed[key] for key, name in names.items()}
-
-
-def _number(text: str) -> int:
-  """An unsigned 32-bit seed."""
-  return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

@@ -23,21 +23,9 @@ def num_bytes(gradient, master: Master, mu: Moment, nu: Moment) -> int:
 
 
 def update(
-  gradient,
-  master: Master,
-  mu: Moment,
-  nu: Moment,
-  *,
-  count,
-  rate,
-  factor=1.0,
-  is_applied=True,
-  b1: float,
-  b2: float,
-  eps: float,
-  weight_decay: float,
-  backend: str,
-) -> tuple:
+  gradient, master: Master, mu: Moment, nu: Moment, *, count, rate, factor=1.0, is_applied=True,
+  b1: float, b2: float, eps: float, weight_decay: float, backend: str,
+) -> tuple:  # fmt: skip
   """One step: master -= rate * (mu' / (sqrt(nu') + eps) + weight_decay * master).
 
   Args:

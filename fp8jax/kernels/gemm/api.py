@@ -23,13 +23,9 @@ WITH_SHARDS = ("mosaic_sm90",)
 
 
 def scaled_matmul(
-  a: scaled_matrix.ScaledMatrix,
-  b: scaled_matrix.ScaledMatrix,
-  *,
-  accumulate: Accumulate,
-  backend: str,
-  out_dtype=jnp.float32,
-):
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, *, accumulate: Accumulate,
+  backend: str, out_dtype=jnp.float32,
+):  # fmt: skip
   """[M, N] in out_dtype.
 
   Args:

@@ -70,13 +70,9 @@ class Groups:
 
 
 def grouped_matmul(
-  a: scaled_matrix.ScaledMatrix,
-  b: scaled_matrix.ScaledMatrix,
-  groups: Groups,
-  *,
-  backend: str,
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, groups: Groups, *, backend: str,
   out_dtype=jnp.bfloat16,
-):
+):  # fmt: skip
   """[M, N] in out_dtype: rows of A, each with the B of its group.
 
   Args:
@@ -100,14 +96,9 @@ def grouped_matmul(
 
 
 def grouped_weight_gradient(
-  a: scaled_matrix.ScaledMatrix,
-  b: scaled_matrix.ScaledMatrix,
-  groups: Groups,
-  num_groups: int,
-  *,
-  backend: str,
-  add_to=None,
-):
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, groups: Groups, num_groups: int, *,
+  backend: str, add_to=None,
+):  # fmt: skip
   """float32 [G, D, F]: for every group the product over its rows, plus `add_to`.
 
   Args:

@@ -93,15 +93,9 @@ def scaled_matmul(
 
 
 def matmul(
-  a: scaled_matrix.ScaledMatrix,
-  b: scaled_matrix.ScaledMatrix,
-  *,
-  out_dtype,
-  config: Config | None = None,
-  add_to=None,
-  groups=None,
-  num_groups: int = 0,
-):
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, *, out_dtype,
+  config: Config | None = None, add_to=None, groups=None, num_groups: int = 0,
+):  # fmt: skip
   """D [M, N] in out_dtype (bfloat16 or float32).
 
   Args:

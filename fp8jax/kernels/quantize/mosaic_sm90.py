@@ -109,12 +109,9 @@ def quantize_matrix(
 
 
 def quantize_produced(
-  producer: prologues.Producer,
-  matrices: Sequence[jax.Array],
-  factors: Sequence[jax.Array],
-  quants: Sequence[Mapping[int, Quant]],
-  watched: bool = False,
-) -> tuple[list[dict[int, scaled_matrix.ScaledMatrix]], list[jax.Array]]:
+  producer: prologues.Producer, matrices: Sequence[jax.Array], factors: Sequence[jax.Array],
+  quants: Sequence[Mapping[int, Quant]], watched: bool = False,
+) -> tuple[list[dict[int, scaled_matrix.ScaledMatrix]], list[jax.Array]]:  # fmt: skip
   """(quantized results of a prologue, their amaxes); the results themselves are never written.
 
   Args:

@@ -9,11 +9,12 @@ import optax
 import pytest
 import tolerances
 
-from fp8jax.optim import factory
+from fp8jax.optim import optimizers
+from fp8jax.optim import schedule as schedule_lib
 from fp8jax.optim import update as update_lib
 from fp8jax.params import Param
 
-OPTIM = factory.OptimizerConfig(
+OPTIM = optimizers.OptimizerConfig(
   optimizer="adam", moment_format="float32", master_format="float32", grad_format="float32",
   schedule="wsd", peak_lr=3e-2, min_lr=1e-3, warmup_steps=4, decay_steps=6, steps=20,
   b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0,
@@ -54,7 +55,7 @@ def test_five_steps_equal_adamw_in_float64(rng, changes):
     {k: (size * rng.standard_normal(s)).astype(np.float32) for k, s in SHAPES.items()}
     for size in SIZES
   ]
-  leaves, rate_of = factory.leaves(optim, DECLARATION), factory.schedule(optim)
+  leaves, rate_of = optimizers.leaves(optim, DECLARATION), schedule_lib.schedule(optim)
   rates = [_rate(optim, step) for step in range(len(SIZES))]
 
   @jax.jit
@@ -83,7 +84,7 @@ def _rate(optim, step: int) -> float:
   return o.min_lr + (o.peak_lr - o.min_lr) * (1 + math.cos(math.pi * passed)) / 2
 
 
-@pytest.mark.parametrize("name", factory.SCHEDULES)
+@pytest.mark.parametrize("name", optimizers.SCHEDULES)
 @pytest.mark.parametrize(
   "changes",
   [
@@ -100,15 +101,15 @@ def _rate(optim, step: int) -> float:
 def test_schedule_equals_its_closed_form(name, changes):
   optim = dataclasses.replace(OPTIM, schedule=name, **changes)
   assert not optim.problems()
-  got = jax.vmap(factory.schedule(optim))(np.arange(optim.steps))
+  got = jax.vmap(schedule_lib.schedule(optim))(np.arange(optim.steps))
   want = [_rate(optim, step) for step in range(optim.steps)]
   atol = tolerances.FLOAT32_SUM * optim.peak_lr
   np.testing.assert_allclose(got, want, rtol=0, atol=atol)
 
 
 def test_another_optimizer_is_checked_and_counted_by_the_moments_of_its_row(monkeypatch):
-  row = factory.Optimizer(lambda o, **how: None, {"nu": "b1"})
-  monkeypatch.setitem(factory.OPTIMIZERS, "third", row)
+  row = optimizers.Optimizer(lambda o, **how: None, {"nu": "b1"})
+  monkeypatch.setitem(optimizers.OPTIMIZERS, "third", row)
   # E4M3 moments of 1 byte, v in F16: 2.
   counts = {
     name: dataclasses.replace(

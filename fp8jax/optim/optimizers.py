@@ -1,4 +1,4 @@
-"""From numbers to Optax values: a chain (OPTIMIZERS, weight decay) per parameter, and a schedule.
+"""From numbers to Optax values: a chain (OPTIMIZERS, weight decay) per parameter.
 
 The learning rate multiplies a chain's output in the train step, by the step's own number: a skipped
 update then loses its turn instead of delaying the schedule. Clipping is a factor on the gradients
@@ -16,7 +16,7 @@ import optax
 from fp8jax import params as params_lib
 from fp8jax.kernels.adamw.reference import AdamWHparams
 from fp8jax.keys import EXECUTION, key, section
-from fp8jax.optim import adam, storage
+from fp8jax.optim import quantized_moments, storage
 from fp8jax.params import Param
 
 
@@ -25,22 +25,25 @@ class Optimizer:
   """A row of OPTIMIZERS.
 
   Attributes:
-    make: (OptimizerConfig, moment_format=, mask=, seed=) -> its transformation, without rate and
-      weight decay.
+    make: OptimizerConfig -> its Optax transformation, without rate and weight decay.
     decays: {moment that it keeps, a field of storage.Moments: key of optim that it decays by}.
     has_kernel: whether kernels/adamw computes it.
+    apply: (value, update, rate) -> the updated value, in float32, of a chain's output; None is
+      value - rate * update. E.g. value * exp(-rate * update), which is multiplicative.
   """
 
-  make: Callable[..., optax.GradientTransformationExtraArgs]
+  make: Callable[..., optax.GradientTransformation]
   decays: Mapping[str, str]
   has_kernel: bool = False
+  apply: Callable[[Any, Any, Any], Any] | None = None
 
 
+# Kingma & Ba 2015 (arXiv:1412.6980); Chen et al. 2023 (arXiv:2302.06675).
 OPTIMIZERS = {
   "adam": Optimizer(
-    lambda o, **how: adam.scale_by_adam(o.b1, o.b2, o.eps, **how), {"mu": "b1", "nu": "b2"}, True
+    lambda o: optax.scale_by_adam(o.b1, o.b2, o.eps), {"mu": "b1", "nu": "b2"}, has_kernel=True
   ),
-  "lion": Optimizer(lambda o, **how: adam.scale_by_lion(o.b1, o.b2, **how), {"mu": "b2"}),
+  "lion": Optimizer(lambda o: optax.scale_by_lion(o.b1, o.b2), {"mu": "b2"}),
 }
 SCHEDULES = ("wsd", "cosine", "constant")
 
@@ -146,25 +149,6 @@ class OptimizerConfig:
     }
 
 
-def schedule(optim: OptimizerConfig) -> optax.Schedule:
-  """step -> learning rate; step 0 is the first update."""
-  warmup = optax.schedules.linear_schedule(0.0, optim.peak_lr, optim.warmup_steps)
-  hold = optax.schedules.constant_schedule(optim.peak_lr)
-
-  def tail(steps):
-    alpha = optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0
-    return optax.schedules.cosine_decay_schedule(optim.peak_lr, max(steps, 1), alpha)
-
-  if optim.schedule == "cosine":
-    pieces, starts = [warmup, tail(optim.steps - optim.warmup_steps)], [optim.warmup_steps]
-  elif optim.schedule == "wsd":
-    pieces = [warmup, hold, tail(optim.decay_steps)]
-    starts = [optim.warmup_steps, optim.steps - optim.decay_steps]
-  else:
-    pieces, starts = [warmup, hold], [optim.warmup_steps]
-  return optax.schedules.join_schedules(pieces, starts)
-
-
 @dataclasses.dataclass(frozen=True)
 class ParamOptimizer:
   """The optimizer of one parameter, and the formats that it is stored in.
@@ -182,6 +166,7 @@ class ParamOptimizer:
     sharding: on a mesh, for the kernel; None on a single device.
     is_frozen: whether it is not trained; `master` is then its format, of storage.FROZEN.
     inputs: axes that its GEMM contracts, 0 if none does.
+    apply: see Optimizer.
   """
 
   path: str
@@ -197,6 +182,7 @@ class ParamOptimizer:
   sharding: Any = None
   is_frozen: bool = False
   inputs: int = 0
+  apply: Callable[[Any, Any, Any], Any] | None = None
 
   @property
   def gradient_dtype(self):
@@ -227,9 +213,12 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0, base: str = "bf16
         path, _NOTHING, format, None, lead, own, False, is_frozen=True, inputs=p.inputs or 0
       )
     moments = storage.MOMENTS[optim.moment_format if p.decay else "float32"]
-    mask = adam.StorageMask(quantized=True, lead=lead)
+    mask = quantized_moments.StorageMask(quantized=True, lead=lead)
     optimizer = OPTIMIZERS[optim.optimizer]
-    transformation = optimizer.make(optim, moment_format=moments, mask=mask, seed=own)
+    decays = {name: getattr(optim, key) for name, key in optimizer.decays.items()}
+    transformation = quantized_moments.stored(
+      optimizer.make(optim), moments, decays, mask=mask, seed=own
+    )
     rule = None
     if p.decay:
       transformation = optax.chain(transformation, optax.add_decayed_weights(optim.weight_decay))
@@ -237,7 +226,9 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0, base: str = "bf16
         rule = AdamWHparams(optim.b1, optim.b2, optim.eps, optim.weight_decay)
     formats = (storage.MASTERS[optim.master_format], storage.GRADIENTS[optim.grad_format])
     master, gradient = formats if p.decay else (None, None)
-    return ParamOptimizer(path, transformation, master, gradient, lead, own, p.decay, rule)
+    return ParamOptimizer(
+      path, transformation, master, gradient, lead, own, p.decay, rule, apply=optimizer.apply
+    )
 
   return params_lib.unflatten(
     {path: one(path, p) for path, p in params_lib.flatten(declaration).items()}

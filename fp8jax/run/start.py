@@ -1,17 +1,14 @@
-"""The messages of a run at its start and at its end."""
+"""The beginning of a run: its table of sites, the messages, and the files that describe it."""
 
 import collections
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import rich.console
-import rich.table
 
 from fp8jax import console as console_lib
 from fp8jax import params as params_lib
-from fp8jax.compiled import memory
 from fp8jax.data import loader
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
@@ -19,7 +16,7 @@ from fp8jax.ops import collectives, site_tree
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES
-from fp8jax.run import goodput
+from fp8jax.run import provenance as provenance_lib
 from fp8jax.step.run_spec import RunSpec
 
 _GATHERS = {None: "-", True: "quantized", False: "unquantized"}
@@ -39,27 +36,21 @@ def site_rows(plan: RunSpec, phase: int = 0) -> list[dict[str, Any]]:
     recipe = site.recipe
     if plan.run.smooth_swiglu == "channel" and gemms[path].has_channel_scales:
       recipe = recipe.with_current_scales("w")  # of smooth_swiglu.channel_scales
-    row = {
-      "site": name,
-      "layers": len(site.layer_names),
-      "m_n_k": list(size.of("fwd")),
-      "recipe": recipe.name,
-      "definition": recipe.to_dict(),
-      "backends": dict(zip(PASSES, site.backends)),
-      "weight_gather": _GATHERS[quantized],
-      "notes": [],
-    }
-    if row["weight_gather"] == "unquantized" and site.recipe.fwd.is_quantized:
-      row["notes"].append(
+    notes = set()
+    if quantized is False and site.recipe.fwd.is_quantized:
+      notes.add(
         "FP8 weight gathers: a shard of some weights holds no whole scale tile, so that the "
         "float32 master is gathered; choose mesh.fsdp so that every tile stays whole"
       )
     for which in PASSES:
-      gemm = getattr(site.recipe, which)
-      problem = choose.GemmProblem(*size.of(which), gemm, plan.device)
-      row["notes"] += choose.gemm(problem, plan.kernels.matmul).notes
-    row["notes"] = sorted(set(row["notes"]))
-    rows.append(row)
+      problem = choose.GemmProblem(*size.of(which), getattr(site.recipe, which), plan.device)
+      notes.update(choose.gemm(problem, plan.kernels.matmul).notes)
+    rows.append({
+      "site": name, "layers": len(site.layer_names), "m_n_k": list(size.of("fwd")),
+      "recipe": recipe.name, "definition": recipe.to_dict(),
+      "backends": dict(zip(PASSES, site.backends)), "weight_gather": _GATHERS[quantized],
+      "notes": sorted(notes),
+    })  # fmt: skip
   return rows
 
 
@@ -86,15 +77,6 @@ def _backends(plan: RunSpec) -> str:
   return f"{updated} of {large} matrices updated by mosaic_sm90{''.join(by_xla)}"
 
 
-def _lora(plan: RunSpec) -> str:
-  """The storage of frozen linear layers, and the adapters."""
-  one = plan.model.lora
-  if one is None:
-    return "no adapters"
-  stored = "E4M3 codes per 128x128" if one.base == "block_fp8" else "BF16"
-  return f"linear layers as {stored}, adapters of rank {one.rank} at {', '.join(one.targets)}"
-
-
 def _optimizer(plan: RunSpec) -> str:
   """The optimizer, the formats of its state, and the parameters that have other formats."""
   o, nbytes = plan.optim, plan.optim.bytes_per_parameter()
@@ -109,10 +91,15 @@ def _optimizer(plan: RunSpec) -> str:
   counts = {k: params_lib.count({k: p}, dims) for k, p in declared.items()}
   spared = sum(counts[k] for k, p in declared.items() if not p.decay and p.trainable)
   frozen = sum(counts[k] for k, p in declared.items() if not p.trainable)
+  adapters, lora = "no adapters", plan.model.lora
+  if lora is not None:
+    stored = "E4M3 codes per 128x128" if lora.base == "block_fp8" else "BF16"
+    at = ", ".join(lora.targets)
+    adapters = f"linear layers as {stored}, adapters of rank {lora.rank} at {at}"
   return (
     f"{o.optimizer}: {', '.join(words)} per parameter, {sum(nbytes.values()):.3g} B in all; "
     f"norms and biases ({spared:,} parameters) keep float32; {_backends(plan)}"
-    + (f"; {frozen:,} parameters frozen, {_lora(plan)}" if frozen else "")
+    + (f"; {frozen:,} parameters frozen, {adapters}" if frozen else "")
   )
 
 
@@ -125,7 +112,8 @@ def device_line(plan: RunSpec, devices: Sequence[Any] | None = None) -> str:
   """
   devices = jax.devices() if devices is None else devices
   count, total = plan.num_devices, len(devices)
-  sites = [s for p in range(len(plan.precision.phases)) for s in _flat_sites(plan, p)]
+  trees = [plan.sites(phase=phase) for phase in range(len(plan.precision.phases))]
+  sites = [site for tree in trees for site in site_lib.flatten(tree).values()]
   used = {b for s in sites for p, b in zip(PASSES, s.backends) if getattr(s.recipe, p).is_quantized}
   number = "" if total == 1 else f"{count} × " if count == total else f"{count} of {total} × "
   if plan.device.platform == "cpu":
@@ -140,17 +128,10 @@ def device_line(plan: RunSpec, devices: Sequence[Any] | None = None) -> str:
   return line
 
 
-def _flat_sites(plan: RunSpec, phase: int):
-  return site_lib.flatten(plan.sites(phase=phase)).values()
-
-
 def print_start(
-  out: rich.console.Console,
-  plan: RunSpec,
-  changes: dict[str, Any],
-  fingerprint: str,
+  out: rich.console.Console, plan: RunSpec, changes: dict[str, Any], fingerprint: str,
   sites: list[dict[str, Any]],
-):
+):  # fmt: skip
   """The plan of a run: the difference from base, the model, the sites (all_site_rows')."""
   out.print(device_line(plan))
   if note := choose.caution(plan.device):
@@ -159,9 +140,8 @@ def print_start(
     out.print(f"  {reason}: compute is {plan.run.dtype.name}, attention {plan.run.attention}")
   if changes:
     rows = [[k, str(old), str(new)] for k, (old, new) in changes.items()]
-    out.print(
-      console_lib.table("config, where it differs from base", ["key", "base", "here"], rows)
-    )
+    title = "config, where it differs from base"
+    out.print(console_lib.table(title, ["key", "base", "here"], rows))
   count = params_lib.count(plan.declaration, plan.model.dims)
   mesh = plan.run.layout.mesh
   shape = (
@@ -185,17 +165,12 @@ def _print_sites(out: rich.console.Console, sites: list[dict[str, Any]], start: 
   has_gathers = any(row["weight_gather"] != "-" for row in sites)
   for row in sites:
     used = list(dict.fromkeys(row["backends"].values()))
-    rows.append(
-      [
-        row["site"] + (f" (x{row['layers']})" if row["layers"] > 1 else ""),
-        "x".join(map(str, row["m_n_k"])),
-        row["recipe"],
-        scales(row["definition"]),
-        *([] if platform == "cpu" else [accumulation(row["definition"])]),
-        "/".join(used),
-        *([row["weight_gather"]] if has_gathers else []),
-      ]
-    )
+    rows.append([
+      row["site"] + (f" (x{row['layers']})" if row["layers"] > 1 else ""),
+      "x".join(map(str, row["m_n_k"])), row["recipe"], scales(row["definition"]),
+      *([] if platform == "cpu" else [accumulation(row["definition"])]), "/".join(used),
+      *([row["weight_gather"]] if has_gathers else []),
+    ])  # fmt: skip
     notes += [n for n in row["notes"] if n not in notes]
   columns = ["site", "MxNxK per device", "recipe", "scales: x, w, gradient"]
   columns += ["backend"] if platform == "cpu" else ["accumulation", "backend"]
@@ -256,79 +231,25 @@ def print_chats(out: rich.console.Console, plan: RunSpec, per_step: int):
     out.print(line)
 
 
-def print_evaluation(out: rich.console.Console, step: int, results, passed_over):
-  """The held-out losses of a step, see evaluator.Evaluator.run, and the documents passed over."""
-  for source, by_precision in results.items():
-    for what, number in passed_over[source].items():
-      out.print(f"held-out documents of {source} passed over as {what}: {number}")
-    text = "  ".join(f"{p} {v['loss']:.4f}" for p, v in by_precision.items())
-    out.print(f"step {step}  held-out loss on {source}: {text}")
+def describe(
+  plan: RunSpec, workdir: str, start: int, changes: dict[str, Any], fingerprint: str,
+  site_rows: list[dict[str, Any]], **more: Any,
+):  # fmt: skip
+  """Writes config.json, sites.json and provenance.json, once nothing can refuse the run any more.
 
-
-def print_interrupted(out: rich.console.Console, step: int, exit_code: int):
-  """The last line of a run that was asked to stop."""
-  out.print(
-    f"interrupted: saved step {step}; the same command goes on from there (exit code {exit_code})"
-  )
-
-
-def print_end(out: rich.console.Console, summary: dict[str, Any], workdir: str):
-  """The closing table: tokens, training loss, held-out loss before and after in every precision."""
-  evaluations = summary["evaluations"]
-  steps = sorted(evaluations, key=int)
-  first, last = (evaluations[steps[i]] if steps else {} for i in (0, -1))
-  rows = []
-  for source, by_precision in last.items():
-    for precision, after in by_precision.items():
-      before = first.get(source, {}).get(precision)
-      # Another recipe, source or number of tokens since: nothing to compare with.
-      if before is not None and before["tokens"] != after["tokens"]:
-        before = None
-      rows.append(
-        [
-          f"{source}, {precision} forward",
-          f"{after['tokens']:,.0f}",
-          f"{before['loss']:.4f}" if before else "-",
-          f"{after['loss']:.4f}",
-          f"{after['loss'] - before['loss']:+.4f}" if before else "-",
-          f"{math.exp(min(after['loss'], 700)):.3f}",
-        ]
-      )
-  train = f"{summary['train_loss']:.4f}" if summary["train_loss"] is not None else "-"
-  out.print(f"{summary['step']} steps, {summary['tokens']:,} tokens seen, last train loss {train}")
-  columns = ["held-out", "tokens", "loss before", "after", "change", "perplexity after"]
-  if rows:
-    out.print(console_lib.table("held-out loss in nats per token", columns, rows))
-  if summary["documents_passed_over"]:
-    out.print(f"documents passed over: {summary['documents_passed_over']}")
-  if summary["skipped_updates"]:
-    out.print(f"updates skipped for non-finite values: {summary['skipped_updates']}")
-  out.print(goodput.line(summary["seconds"]))
-  out.print(f"written to {workdir}")
-
-
-def account_table(rows: Sequence[memory.MemoryRow], summary: dict[str, Any]) -> rich.table.Table:
-  """Memory per device by kind, as declared and as compiled, each at its own peak."""
-  table = rich.table.Table(title="memory per device")
-  for name in ("kind", "declared GiB", "compiled GiB"):
-    table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
-  table.add_column("largest arrays, differences")
-
-  def gib(n: int | None) -> str:
-    return "" if n is None else f"{n / 2**30:.3f}"
-
-  for row in rows:
-    table.add_row(row.kind, gib(row.declared), gib(row.compiled), row.note)
-  table.add_section()
-  table.add_row(
-    "arguments of the step", gib(summary["state_declared"]), gib(summary["arguments_compiled"])
-  )
-  table.add_row(
-    "temporaries", gib(summary["declared"] - summary["state_declared"]),
-    gib(summary["temporaries_compiled"]), f"declared: at the {summary['declared_moment']}",
-  )  # fmt: skip
-  table.add_row(
-    "peak", gib(summary["declared"]), gib(summary["peak"]),
-    f"declared / compiled: {summary['declared_of_peak']:.3f}",
-  )  # fmt: skip
-  return table
+  Args:
+    start: the step that it goes on from.
+    changes: identity.diff of its configuration and configs/base.py's.
+    fingerprint: of the data.
+    site_rows: `all_site_rows`.
+    more: for provenance.json.
+  """
+  flat, changed = dict(plan.flat), {k: new for k, (_, new) in changes.items()}
+  provenance = provenance_lib.provenance(flat, fingerprint, plan.seed, plan.num_devices)
+  provenance |= provenance_lib.history(workdir, start, flat) | more
+  for name, value in (
+    ("config.json", {"resolved": flat, "changed": changed}),
+    ("sites.json", site_rows),
+    ("provenance.json", provenance),
+  ):
+    provenance_lib.write_json(workdir, name, value)

@@ -1,17 +1,15 @@
-"""Adam and Lion with quantized moments, as Optax transformations.
+"""Optax transformations whose moments are stored quantized.
 
-Source: Kingma & Ba 2015 (arXiv:1412.6980), Chen et al. 2023 (arXiv:2302.06675). Moments are
-dequantized, updated and used in float32, then quantized again: an update does not see the rounding
-of its own step (as in COAT, FP8-LM and torchao).
+Moments are dequantized, updated and used in float32 by the transformation itself, then quantized
+again: an update does not see the rounding of its own step (as in COAT, FP8-LM and torchao).
 """
 
 import dataclasses
-import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import core
 
@@ -84,73 +82,54 @@ def scale_by_adam(
     >>> state.mu["w"].data.dtype.name, state.mu["w"].scale.shape
     ('float8_e4m3fn', (64, 1))
   """
-  moments = _moments(moment_format)
-  _refuse(moments, b1, b2, eps=eps, eps_root=eps_root)
-  if moments == Moments():
-    return optax.with_extra_args_support(optax.scale_by_adam(b1, b2, eps, eps_root))
+  for name, value in (("eps", eps), ("eps_root", eps_root)):
+    if not isinstance(value, core.Tracer) and not 0 <= value < math.inf:
+      raise ValueError(f"{name} is {value}; it must be finite and not negative")
+  adam = optax.scale_by_adam(b1, b2, eps, eps_root)
+  return stored(adam, _moments(moment_format), {"mu": b1, "nu": b2}, mask=mask, seed=seed)
+
+
+def stored(
+  transformation: optax.GradientTransformation, moments: Moments, decays: Mapping[str, Any], *,
+  mask: StorageMask = StorageMask(), seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+  """A transformation whose moments are stored in these formats; itself where all are float32.
+
+  Args:
+    transformation: its state is a NamedTuple with "count" and the moments.
+    decays: {moment that it keeps, a field of Moments: its decay rate per step}.
+    mask, seed: see `scale_by_adam`.
+  """
+  formats = {name: getattr(moments, name) for name in decays}
+  _refuse(formats, decays)
+  if not any(formats.values()):
+    return optax.with_extra_args_support(transformation)
 
   def init(params):
-    # Zeros of their own for each: a state that holds one array twice cannot be donated.
-    mu = _quantized_zeros(optax.tree.zeros_like(params), moments.mu, mask)
-    nu = _quantized_zeros(optax.tree.zeros_like(params), moments.nu, mask)
-    return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
+    state: Any = transformation.init(params)
+    zeros = {k: _quantized_zeros(getattr(state, k), q, mask) for k, q in formats.items()}
+    return state._replace(**zeros)
 
-  def update(updates, state, params=None, *, piece=0, **_):
-    del params
+  def update(updates, state: Any, params=None, *, piece=0, **_):
     count = optax.safe_increment(state.count)
-    one = functools.partial(_adam_step, count, b1, b2, eps, eps_root)
-    updates, mu, nu = _each(one, updates, (state.mu, state.nu), _key(seed, count, piece))
-    return updates, optax.ScaleByAdamState(count, mu, nu)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), piece)
+
+    def one(place: int, g, param, *old):
+      wide = state._replace(**dict(zip(formats, map(_dequantize, old))))
+      step, new = transformation.update(g, wide, param)
+      own = jax.random.fold_in(key, place)
+      keys = jax.random.split(own, len(old)) if len(old) > 1 else [own]
+      moments = (getattr(new, name) for name in formats)
+      return step, *map(_requantize, moments, old, keys)
+
+    leaves, structure = jax.tree.flatten(updates)
+    trees = (params, *(getattr(state, name) for name in formats))
+    columns = ([None] * len(leaves) if t is None else structure.flatten_up_to(t) for t in trees)
+    moved = [one(place, *row) for place, row in enumerate(zip(leaves, *columns, strict=True))]
+    updates, *moments = (structure.unflatten(column) for column in zip(*moved))
+    return updates, state._replace(count=count, **dict(zip(formats, moments)))
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _adam_step(count, b1, b2, eps, eps_root, g, mu, nu, key):
-  """(update, mu, nu) of one parameter."""
-  mu_key, nu_key = jax.random.split(key)
-  m = optax.tree.update_moment(g, _dequantize(mu), b1, 1)
-  v = optax.tree.update_moment_per_elem_norm(g, _dequantize(nu), b2, 2)
-  m_hat = optax.tree.bias_correction(m, b1, count)
-  v_hat = optax.tree.bias_correction(v, b2, count)
-  step = m_hat / (jnp.sqrt(v_hat + eps_root) + eps)
-  return step, _requantize(m, mu, mu_key), _requantize(v, nu, nu_key)
-
-
-def scale_by_lion(
-  b1: float = 0.9,
-  b2: float = 0.99,
-  *,
-  moment_format: str | Moments = "float32",
-  mask: StorageMask = StorageMask(),
-  seed: int = 0,
-) -> optax.GradientTransformationExtraArgs:
-  """`optax.scale_by_lion` with its momentum in the format of mu; see `scale_by_adam`."""
-  mu = _moments(moment_format).mu
-  _refuse(Moments(mu), b2, b2)
-  if mu is None:
-    return optax.with_extra_args_support(optax.scale_by_lion(b1, b2))
-
-  def init(params):
-    fresh = _quantized_zeros(optax.tree.zeros_like(params), mu, mask)
-    return optax.ScaleByLionState(jnp.zeros([], jnp.int32), fresh)
-
-  def update(updates, state, params=None, *, piece=0, **_):
-    del params
-    count = optax.safe_increment(state.count)
-
-    def one(g, mu, key):
-      m = _dequantize(mu)
-      step = jnp.sign((1.0 - b1) * g + b1 * m)
-      return step, _requantize(optax.tree.update_moment(g, m, b2, 1), mu, key)
-
-    updates, mu = _each(one, updates, (state.mu,), _key(seed, count, piece))
-    return updates, optax.ScaleByLionState(count, mu)
-
-  return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _key(seed: int, count, piece):
-  return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), piece)
 
 
 def _moments(moment_format: str | Moments) -> Moments:
@@ -166,22 +145,19 @@ def _moments(moment_format: str | Moments) -> Moments:
   return moment_format
 
 
-def _refuse(moments: Moments, mu_decay, nu_decay, **added):
-  for name, quant in (("mu", moments.mu), ("nu", moments.nu)):
+def _refuse(formats: Mapping[str, Quant | None], decays: Mapping[str, Any]):
+  for name, quant in formats.items():
     if quant is not None and not isinstance(quant, Quant):
       raise TypeError(
         f"moment_format.{name} is {quant!r}, expected a Quant or None; a preset's name gives both: "
         'moment_format="coat"'
       )
   # A tracer has no value yet.
-  for decay in (mu_decay, nu_decay):
-    if not isinstance(decay, core.Tracer) and not 0 <= decay < 1:
+  known = {k: d for k, d in decays.items() if not isinstance(d, core.Tracer)}
+  for decay in known.values():
+    if not 0 <= decay < 1:
       raise ValueError(f"a decay rate (b1, b2) is {decay}; it must be in [0, 1)")
-  for name, value in added.items():
-    if not isinstance(value, core.Tracer) and not 0 <= value < math.inf:
-      raise ValueError(f"{name} is {value}; it must be finite and not negative")
-  known = (None if isinstance(d, core.Tracer) else d for d in (mu_decay, nu_decay))
-  problems = storage.moment_problems(moments, *known)
+  problems = storage.moment_problems(Moments(**formats), known.get("mu"), known.get("nu"))
   if problems:
     raise ValueError("; ".join(problems))
 
@@ -213,14 +189,3 @@ def _requantize(values, before, key):
   if isinstance(before, quantized_tensor.QuantizedTensor):
     return before.repack(values, key)
   return values.astype(before.dtype)
-
-
-def _each(one, updates, states, key):
-  """(updates, *states) of `one`(update, *states, key) on every leaf, keys being each leaf's own."""
-  leaves, structure = jax.tree.flatten(updates)
-  leaf_states = [structure.flatten_up_to(state) for state in states]
-  results = [
-    one(leaf, *leaf_state, jax.random.fold_in(key, place))
-    for place, (leaf, *leaf_state) in enumerate(zip(leaves, *leaf_states))
-  ]
-  return tuple(structure.unflatten(trees) for trees in zip(*results))

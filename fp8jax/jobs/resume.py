@@ -1,0 +1,143 @@
+"""The checkpoints of a run: the state that it begins with, and what is remembered beside it."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import rich.console
+
+from fp8jax.config import identity
+from fp8jax.data import batch_sharding
+from fp8jax.jobs import run_state
+from fp8jax.jobs import start as start_lib
+from fp8jax.ops import scaling as scaling_lib
+from fp8jax.run import checkpoint, control, goodput, metrics_writer, restore
+from fp8jax.run import provenance as provenance_lib
+from fp8jax.step import run_spec, train_step
+from fp8jax.step.state import State
+
+
+class Saver:
+  """Saves a run and restores it.
+
+  Attributes:
+    checkpoints: of its workdir.
+    evaluations: {step: Evaluator.run's}, part of every checkpoint.
+  """
+
+  def __init__(
+    self, plan: run_spec.RunSpec, workdir: str, fingerprint: str, now: run_state.RunState,
+    batches: batch_sharding.TrainBatches, clock: goodput.Clock,
+  ):  # fmt: skip
+    """Args: the configuration's plan, and what a checkpoint remembers of the run, and sets."""
+    self._workdir, self._now, self._batches, self._clock = workdir, now, batches, clock
+    self._plan, self._weights_dtype = plan, "bfloat16"
+    every = plan.checkpoint.every if control.roll_back(plan.precision.policy) else 0
+    self.checkpoints = checkpoint.Checkpoints(workdir, plan.checkpoint.keep, every)
+    self.evaluations: dict[str, Any] = {}
+    # Of the run: it may go on where these are the same. Now: a table may be edited during the run.
+    self._origin = {
+      "config": identity.identity(plan),
+      "data_fingerprint": fingerprint,
+      # The settings that the saved positions in the data depend on.
+      "readers": {
+        "processes": jax.process_count(),
+        "shares": batches.spread.shard.count,
+        "in worker processes": plan.data.workers > 0,
+      },
+    }
+
+  def begin(self, out: rich.console.Console) -> tuple[State, int]:
+    """(a fresh state, the newest checkpoint's, or that of init.workdir; steps taken)."""
+    steps, plan = self.checkpoints.steps(), self._plan
+    if steps:
+      before = self.checkpoints.meta(steps[-1]).get("seconds", {})
+      self._clock.go_on(before, metrics_writer.last_logged(self._workdir, "elapsed_seconds"))
+      return self._restored(self.checkpoints, steps[-1], out)
+    if not plan.init.workdir:
+      state, self._weights_dtype = start_lib.fresh(plan, self._workdir)
+      return state, 0
+    workdir = start_lib.source(plan.init.workdir)
+    if plan.init.weights_only:
+      state, self._weights_dtype = start_lib.stage(plan, workdir, self._workdir, out)
+      return state, 0
+    with contextlib.closing(checkpoint.Checkpoints(workdir)) as other:
+      restored = self._restored(other, other.find(plan.init.step), out)
+    out.print(f"continuing the run in {plan.init.workdir}")
+    start_lib.take_source(plan, workdir, self._workdir)
+    return restored
+
+  def _restored(self, saved: checkpoint.Checkpoints, step: int, out) -> tuple[State, int]:
+    """The state after `step` steps, and the data's position; raises where the run is another."""
+    now, meta = self._now, saved.meta(step)
+    changes = identity.diff(self._origin["config"], meta["config"])
+    for key, (old, new) in changes.items():
+      out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
+    accepted = self._plan.checkpoint.accept_changes
+    read = (self._origin["data_fingerprint"], self._origin["readers"])
+    restore.check_same_run(changes, meta, step, *read, accepted)
+    if policy := meta.get("policy"):
+      now.steering.set(control.Memory.from_json(policy))
+    self._weights_dtype = meta["weights_dtype"]
+    self._take(meta)
+    abstract = train_step.abstract_state(now.plan, step)
+    remembered = self._remembered(step)
+    is_same = meta.get("remembered", remembered) == remembered
+    has_new_table = bool(now.calibration) and "precision.calibration" in changes
+    now.has_scales = is_same and not has_new_table
+    if not now.has_scales:
+      abstract = dataclasses.replace(abstract, scaling_states={})
+    accepted = identity.refused_changes(changes, ())
+    state = saved.restore(step, abstract, self._batches.iterator, accepted)
+    out.print(f"resuming from step {step}")
+    if has_new_table:
+      out.print(f"step {step}: scales begin anew from the table of precision.calibration")
+    elif not is_same:
+      out.print(f"other recipes made the scales of step {step}; they are begun anew")
+    for line in metrics_writer.holes(self._workdir, provenance_lib.origin(self._workdir), step):
+      out.print(line)
+    if jax.device_get(state.halted):
+      moved = " (some layers may have moved with it)" * self._plan.optim.in_backward
+      out.print(f"step {step} met a non-finite value{moved}; going on with the batch after it")
+      # False, on the devices where it was.
+      state = dataclasses.replace(state, halted=state.halted ^ state.halted)
+    return state, step
+
+  def roll_back(self, step: int, loss: float, to: int) -> State:
+    """The state of an older checkpoint; what is remembered becomes as it was then."""
+    self.checkpoints.drop_after(to)
+    meta = self.checkpoints.meta(to)
+    self._clock.lose_since(meta.get("seconds", {}))
+    self._now.steering.roll_back(step, loss, to, meta.get("policy"))
+    self._now.has_scales, self._now.phase = True, -1
+    self._take(meta)
+    abstract = train_step.abstract_state(self._now.plan, to)
+    return self.checkpoints.restore(to, abstract, self._batches.iterator)
+
+  def _take(self, meta: dict[str, Any]):
+    """Goes on with the evaluations and the counts of documents of a checkpoint."""
+    self.evaluations = meta["evaluations"]
+    self._batches.counts.clear()
+    if jax.process_index() == 0:  # of all processes together
+      self._batches.counts.update(meta["documents"])
+
+  def _remembered(self, step: int) -> dict[str, str]:
+    """Which sites' scaling states the state after `step` steps has, and for which recipes."""
+    plan = self._now.plan
+    return scaling_lib.recipes(plan.sites(phase=plan.phase(step - 1))) if step else {}
+
+  def save(self, step: int, state: State):
+    """Starts writing the checkpoint of `step` steps."""
+    policy = {"policy": self._now.steering.memory.to_json()} if self._plan.precision.policy else {}
+    with self._clock.on("checkpoint"):
+      meta = {
+        **self._origin,
+        **policy,
+        "remembered": self._remembered(step),
+        "weights_dtype": self._weights_dtype,
+        "documents": self._batches.counts.summary_everywhere(),
+        "evaluations": self.evaluations,
+        "seconds": self._clock.seconds(),
+      }
+      self.checkpoints.save(step, state, self._batches.iterator, meta)
