@@ -140,7 +140,7 @@ def test_a_site_that_multiplies_wide_is_named(product, monkeypatch):
 # --- what XLA makes of it on GPU -----------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def gpu_plan():
   changes = dict(precision__compute_dtype="float32", memory__remat_policy="full")
   return harness.debug_plan("tensor_current", device=HOPPER, **changes)

@@ -1,6 +1,8 @@
 """What every scaled_matmul backend must pass. A backend's test file names itself and its "
 "recipes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +29,14 @@ def _multiply(backend: str, gemm: Gemm, a, b):
   )
 
 
+@functools.lru_cache(maxsize=1)
+def _program(backend: str, gemm: Gemm):
+  """Compiled once for the checks of one product that have the same shapes."""
+  return jax.jit(functools.partial(_multiply, backend, gemm))
+
+
 def _run(backend: str, gemm: Gemm, a, b):
-  return np.asarray(jax.jit(lambda a, b: _multiply(backend, gemm, a, b))(a, b))
+  return np.asarray(_program(backend, gemm)(a, b))
 
 
 def _lattice(gemm: Gemm, rng, *shape):

@@ -1,5 +1,7 @@
 """Scales, casts and tiles against NumPy and ml_dtypes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -24,33 +26,40 @@ def kind_id(kind):
   return kind.value
 
 
+def narrow_all(x, quants, **options):
+  """quantize under jit, in one program: op by op it is the same to the bit, but compiles longer."""
+  return jax.jit(lambda x: [q.quantize(x, quant, **options) for quant in quants])(x)
+
+
 def narrow(x, quant, **options):
-  """quantize under jit: op by op it is the same to the bit, but compiles for longer."""
-  return jax.jit(lambda x: q.quantize(x, quant, **options))(x)
+  return narrow_all(x, [quant], **options)[0]
 
 
-def check_equals_numpy(rng, shape, tile, kind, fmt):
+@jax.jit
+def dequantized(made):
+  return [one.dequantize() for one in made]
+
+
+def check_equals_numpy(rng, shape, quants):
   x = (rng.standard_normal(shape) * np.exp(4 * rng.standard_normal(shape))).astype(np.float32)
-  got = narrow(x, Quant(fmt, tile, kind))
-  data, scale = oracle.quantize(x, fmt.name, tile, kind.value)
-  np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8), data.view(np.uint8))
-  np.testing.assert_array_equal(
-    got.dequantize(), (data.astype(np.float32) * scale).astype(np.float32)
-  )
+  made = narrow_all(x, quants)
+  for quant, got, wide in zip(quants, made, dequantized(made), strict=True):
+    data, scale = oracle.quantize(x, quant.format.name, quant.tile, quant.scale.value)
+    same = np.array_equal(np.asarray(got.data).view(np.uint8), data.view(np.uint8))
+    assert same, f"{quant}: {got.data} != {data}"
+    want = (data.astype(np.float32) * scale).astype(np.float32)
+    np.testing.assert_array_equal(wide, want, str(quant))
 
 
-@pytest.mark.parametrize("kind", [Scale.F32, Scale.POW2], ids=kind_id)
-@pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_quantize_equals_numpy_bit_for_bit(rng, shape, tile, kind):
-  check_equals_numpy(rng, shape, tile, kind, E4M3)
+def test_quantize_equals_numpy_bit_for_bit(rng, shape):
+  kinds = (Scale.F32, Scale.POW2)
+  check_equals_numpy(rng, shape, [Quant(E4M3, tile, kind) for tile in TILES for kind in kinds])
 
 
-@pytest.mark.parametrize("fmt", NARROW, ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=kind_id)
 @pytest.mark.parametrize("tile", SMALL_TILES, ids=str)
-def test_quantize_equals_numpy_bit_for_bit_in_every_format(rng, tile, kind, fmt):
-  check_equals_numpy(rng, (40, 72), tile, kind, fmt)
+def test_quantize_equals_numpy_bit_for_bit_in_every_format(rng, tile):
+  check_equals_numpy(rng, (40, 72), [Quant(fmt, tile, kind) for fmt in NARROW for kind in KINDS])
 
 
 @pytest.mark.parametrize("fmt", [E3M4, E2M1], ids=str)
@@ -67,38 +76,37 @@ def test_elements_are_multiplied_by_the_reciprocal(fmt):
     np.testing.assert_array_equal(make(x, Quant(fmt, (1, WHOLE))).data, want)
 
 
-@pytest.mark.parametrize("fmt", NARROW, ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=kind_id)
-def test_quantize_is_the_same_outside_jit(rng, kind, fmt):
+def test_quantize_is_the_same_outside_jit(rng):
   """XLA sees more at once under jit, and rewrites divisions if it is given any."""
-  check_same_outside_jit(rng, Quant(fmt, (1, 16), kind))
+  check_same_outside_jit(rng, [Quant(fmt, (1, 16), kind) for fmt in NARROW for kind in KINDS])
 
 
-@pytest.mark.parametrize("kind", [Scale.F32, Scale.E4M3_OVER_F32], ids=kind_id)
-def test_rotated_and_random_is_the_same_outside_jit(rng, kind):
+def test_rotated_and_random_is_the_same_outside_jit(rng):
   """Blocks of 32, whose factor 1 / sqrt(32) is a constant that XLA could move."""
-  quant = Quant(E2M1, (1, 16), kind, rounding=Rounding.STOCHASTIC, transform=Hadamard(32))
-  check_same_outside_jit(rng, quant)
+  quant = Quant(E2M1, (1, 16), rounding=Rounding.STOCHASTIC, transform=Hadamard(32))
+  two_levels = dataclasses.replace(quant, scale=Scale.E4M3_OVER_F32)
+  check_same_outside_jit(rng, [quant, two_levels])
 
 
-def check_same_outside_jit(rng, quant):
+def check_same_outside_jit(rng, quants):
   x = rng.standard_normal((256, 64)) * np.exp(8 * rng.standard_normal((256, 1)))
   x, key = x.astype(np.float32), jax.random.key(0)
-  eager = q.quantize(jnp.asarray(x), quant, key=key)
-  jitted = narrow(x, quant, key=key)
-  np.testing.assert_array_equal(eager.scale, jitted.scale)
-  np.testing.assert_array_equal(*(np.asarray(s.data).view(np.uint8) for s in (eager, jitted)))
+  for quant, jitted in zip(quants, narrow_all(x, quants, key=key), strict=True):
+    eager = q.quantize(jnp.asarray(x), quant, key=key)
+    np.testing.assert_array_equal(eager.scale, jitted.scale, str(quant))
+    data = (np.asarray(s.data).view(np.uint8) for s in (eager, jitted))
+    np.testing.assert_array_equal(*data, str(quant))
 
 
-@pytest.mark.parametrize("tile", [*TILES, (1, 16)], ids=str)
-def test_quantize_of_transpose_is_transpose_of_quantize(rng, tile):
+def test_quantize_of_transpose_is_transpose_of_quantize(rng):
   x = rng.standard_normal((130, 200)).astype(np.float32)
-  for fmt, kind in ((E4M3, Scale.F32), (E2M1, Scale.E4M3_OVER_F32)):
-    a = narrow(x, Quant(fmt, tile, kind), contraction=0)
-    b = narrow(x.T, Quant(fmt, tile, kind))
-    assert a.shape == b.shape == (200, 130) and a.tile == b.tile == tile
-    np.testing.assert_array_equal(a.data, b.data)
-    np.testing.assert_array_equal(a.scale, b.scale)
+  rules = ((E4M3, Scale.F32), (E2M1, Scale.E4M3_OVER_F32))
+  quants = [Quant(fmt, tile, kind) for tile in (*TILES, (1, 16)) for fmt, kind in rules]
+  made = narrow_all(x, quants, contraction=0), narrow_all(x.T, quants)
+  for quant, a, b in zip(quants, *made, strict=True):
+    assert a.shape == b.shape == (200, 130) and a.tile == b.tile == quant.tile
+    np.testing.assert_array_equal(a.data, b.data, str(quant))
+    np.testing.assert_array_equal(a.scale, b.scale, str(quant))
 
 
 @pytest.mark.parametrize("kind", ONE_LEVEL, ids=kind_id)
@@ -245,38 +253,27 @@ def test_amax_belongs_to_sources_other_than_current():
     q.quantize(x, Quant(E4M3), amax=jnp.float32(1))
 
 
-def test_lattice_is_exact_in_every_format_and_tile(rng):
-  x = lattice(rng, 130, 200)
-  for fmt in (E4M3, E5M2):
-    for kind in ONE_LEVEL:
-      for tile in TILES:
-        for axis in (0, 1):
-          got = q.quantize(x, Quant(fmt, tile, kind), contraction=axis)
-          np.testing.assert_array_equal(got.dequantize(), x if axis else x.T)
+def check_exact_on_lattice(rng, quants, axes=(0, 1), **options):
+  x = lattice(rng, 130, 200, fmt=quants[0].format.name)
+  for axis in axes:
+    made = dequantized(narrow_all(x, quants, contraction=axis, **options))
+    for quant, wide in zip(quants, made, strict=True):
+      np.testing.assert_array_equal(wide, x if axis else x.T, f"{quant} along {axis}")
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=kind_id)
-@pytest.mark.parametrize("tile", SMALL_TILES, ids=str)
-def test_lattice_is_exact_in_fp4(rng, tile, kind):
-  x = lattice(rng, 130, 200, fmt="e2m1")
-  for axis in (0, 1):
-    got = narrow(x, Quant(E2M1, tile, kind), contraction=axis)
-    np.testing.assert_array_equal(got.dequantize(), x if axis else x.T)
+@pytest.mark.parametrize("fmt, kinds, tiles, axes", [
+  (E4M3, ONE_LEVEL, TILES, (0, 1)),
+  (E5M2, ONE_LEVEL, TILES, (0, 1)),
+  (E2M1, KINDS, SMALL_TILES, (0, 1)),
+  (E3M4, (Scale.POW2, Scale.FLOOR, Scale.EVEN), SMALL_TILES, (1,)),
+], ids=str)  # fmt: skip
+def test_lattice_is_exact(rng, fmt, kinds, tiles, axes):
+  check_exact_on_lattice(rng, [Quant(fmt, tile, kind) for tile in tiles for kind in kinds], axes)
 
 
 def test_lattice_is_exact_under_stochastic_rounding(rng):
-  x = lattice(rng, 130, 200, fmt="e2m1")
-  for axis in (0, 1):
-    quant = Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32, rounding=Rounding.STOCHASTIC)
-    got = narrow(x, quant, contraction=axis, key=jax.random.key(0))
-    np.testing.assert_array_equal(got.dequantize(), x if axis else x.T)
-
-
-def test_lattice_is_exact_in_e3m4_with_powers_of_two(rng):
-  x = lattice(rng, 130, 200, fmt="e3m4")
-  for kind in (Scale.POW2, Scale.FLOOR, Scale.EVEN):
-    for tile in SMALL_TILES:
-      np.testing.assert_array_equal(narrow(x, Quant(E3M4, tile, kind)).dequantize(), x)
+  quant = Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32, rounding=Rounding.STOCHASTIC)
+  check_exact_on_lattice(rng, [quant], key=jax.random.key(0))
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -261,7 +261,9 @@ def test_zeros_are_what_packing_zeros_makes(name, shape):
   for quant in (storage.MOMENTS[name].mu, storage.MOMENTS[name].nu):
     if quant is not None:
       found = quantized_tensor.zeros(shape, quant, lead=1)
-      wanted = quantized_tensor.pack(jnp.zeros(shape), quant, lead=1, key=jax.random.key(0))
+      wanted = jax.jit(
+        lambda x, q=quant: quantized_tensor.pack(x, q, lead=1, key=jax.random.key(0))
+      )(jnp.zeros(shape))
       assert jax.tree.structure(found) == jax.tree.structure(wanted)
       for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
         assert a.dtype == b.dtype

@@ -15,9 +15,11 @@ NARROW = [E4M3, E5M2, E3M4, E2M1]
 STOCHASTIC = Rounding.STOCHASTIC
 
 
+_stochastic = jax.jit(rounding.stochastic, static_argnums=1)  # one program for all keys
+
+
 def draw(x, fmt, seed):
-  key = jax.random.key(seed)
-  return jax.jit(lambda x: rounding.stochastic(x, fmt, key))(jnp.asarray(x, jnp.float32))
+  return _stochastic(jnp.asarray(x, jnp.float32), fmt, jax.random.key(seed))
 
 
 def neighbours(x, fmt):
