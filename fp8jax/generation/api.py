@@ -13,8 +13,8 @@ from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import ConfigErrors, UserError, read_json
 from fp8jax.generation import batching, weights
 from fp8jax.generation import cache as cache_lib
-from fp8jax.generation.completion import Completion, Growing
-from fp8jax.generation.sampling import NO_TOKEN, Sampling, row_seed
+from fp8jax.generation.completion import ERROR, Completion, Growing
+from fp8jax.generation.sampling import Sampling, row_seed
 from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
@@ -25,8 +25,7 @@ from fp8jax.ops import site as site_lib
 # (index of the prompt, number of the sample, piece of text, the completion with its last piece).
 OnText = Callable[[int, int, str, Completion | None], None]
 
-
-_NOT_FINITE = (
+NOT_FINITE = (
   "the weights are damaged or diverged, or a scale in their folder is too large; look at the run's "
   "losses, or generate in generate.precision='bf16'"
 )
@@ -104,11 +103,11 @@ class Generator:
       on_text: is called with every piece of text as it becomes certain.
 
     Returns:
-      For every prompt its completions.
+      For every prompt its completions; see `not_finite`.
 
     Raises:
       UserError: a prompt is empty, leaves no room for a token or has an id beyond the vocabulary; a
-        value of `sampling`; a prompt whose logits are not finite.
+        value of `sampling`.
     """
     problems = ConfigErrors()
     problems.extend(sampling.problems())
@@ -131,7 +130,6 @@ class Generator:
 
     def push(request: batching.Request, token: int) -> bool:
       grown = growing[request.index, request.number]
-      self._check_finite(token, request, len(grown.tokens))
       piece = grown.push(token)
       if on_text is not None and (piece or grown.result):
         on_text(request.index, request.number, piece, grown.result)
@@ -183,10 +181,24 @@ class Generator:
     wrong = [i for i, (logp, _) in enumerate(found) if not math.isfinite(logp)]
     if wrong:
       begin = self._begin((*sequences[wrong[0]][0], *sequences[wrong[0]][1]))
-      raise UserError(
-        f"sequence {wrong[0]} ({begin}) has logits that are not finite; {_NOT_FINITE}"
-      )
+      raise UserError(f"sequence {wrong[0]} ({begin}) has logits that are not finite; {NOT_FINITE}")
     return found
+
+  def not_finite(self, prompts: Sequence[Sequence[int]], found: list[list[Completion]]) -> str:
+    """A sentence about the completions that ended for reason "error"; "" without any.
+
+    Args:
+      prompts, found: of `generate`.
+    """
+    bad = [(i, c) for i, own in enumerate(found) for c in own if c.finish_reason == ERROR]
+    if not bad:
+      return ""
+    index, first = bad[0]
+    return (
+      f"{len(bad)} of {sum(map(len, found))} completions ended early: prompt {index} "
+      f"({self._begin(prompts[index])}) has logits that are not finite after {len(first.tokens)} "
+      f"tokens; {NOT_FINITE}"
+    )
 
   def _unfit(self, prompts) -> list[str]:
     found = []
@@ -200,13 +212,6 @@ class Generator:
         )
       found += self._unknown(f"prompt {i}", prompt)
     return found
-
-  def _check_finite(self, token: int, request: batching.Request, after: int):
-    if token == NO_TOKEN:
-      raise UserError(
-        f"prompt {request.index} ({self._begin(request.prompt)}) has logits that are not finite "
-        f"after {after} tokens; {_NOT_FINITE}"
-      )
 
   def _unknown(self, where: str, ids: Sequence[int]) -> list[str]:
     """A sentence about ids that the embedding has no row for, which it would clip in silence."""

@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-EOS, STOP, LENGTH = "eos", "stop", "length"
+from fp8jax.generation.sampling import NO_TOKEN
+
+EOS, STOP, LENGTH, ERROR = "eos", "stop", "length", "error"
 # Stands for bytes that are no whole character yet.
 _INCOMPLETE = "\ufffd"
 
@@ -15,7 +17,7 @@ class Completion:
   Attributes:
     tokens: all that were generated, the end token and those of a stop text among them.
     text: of the tokens, without the end token, cut before a stop text.
-    finish_reason: "eos", "stop" or "length".
+    finish_reason: "eos", "stop", "length", or "error" where logits were not finite.
   """
 
   tokens: tuple[int, ...]
@@ -109,9 +111,12 @@ class Growing:
 
   def push(self, token: int) -> str:
     """The piece of text that one more token makes certain; `result` is set by the last token."""
-    self.tokens.append(token)
+    if token != NO_TOKEN:
+      self.tokens.append(token)
     reason, piece = "", ""
-    if token in self._stop_ids:
+    if token == NO_TOKEN:
+      reason = ERROR
+    elif token in self._stop_ids:
       reason = STOP
     elif token in self._end_ids:
       reason = EOS
