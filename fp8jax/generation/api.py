@@ -76,13 +76,17 @@ class Generator:
     self.vocab_size = cfg.vocab_size
     self.tokenizer, self.end_ids, self.folder = tokenizer, frozenset(end_ids), folder
     self.max_length, self._is_fixed = max_length or longest, bool(max_length)
-    width = run.dtype.itemsize
-    self.cache_bytes_per_token = cache_lib.bytes_per_token(cfg, cache_format, width)
+    self.cache_bytes_per_token = cache_lib.bytes_per_token(cfg, cache_format, run.dtype.itemsize)
     params = weights.for_inference(params, sites, cfg, run.dtype)
     device = choose.current_device()
-    run = dataclasses.replace(run, attention=_prefill_attention(cfg, run, device, self.max_length))
-    options = choose.compiler_options(device)
-    self._engine = batching.Engine(params, sites, cfg, run, slots, cache_format, options)
+    # A prompt is one sequence, a single document.
+    problem = attention_gqa.problem(cfg, run, device, 1, self.max_length, is_isolated=False)
+    chosen = choose.attention(problem)
+    attention = chosen.backend if isinstance(chosen, choose.Choice) else "xla"
+    self._engine = batching.Engine(
+      params, sites, cfg, dataclasses.replace(run, attention=attention), slots, cache_format,
+      choose.compiler_options(device),
+    )  # fmt: skip
 
   def generate(
     self,
@@ -119,6 +123,7 @@ class Generator:
     ids = frozenset(token for token in stop_ids.values() if token is not None)
     draws = 1 if sampling.temperature == 0 else num_samples
     growing: dict[tuple[int, int], Growing] = {}
+    done: dict[tuple[int, int], Completion] = {}
     requests, seen = [], collections.Counter()
     for index, prompt in enumerate(map(tuple, prompts)):
       limit = min(sampling.max_new_tokens, self.max_length - len(prompt))
@@ -129,17 +134,18 @@ class Generator:
         growing[index, number] = Growing(self.tokenizer.decode, texts, self.end_ids, ids, limit)
 
     def push(request: batching.Request, token: int) -> bool:
-      grown = growing[request.index, request.number]
-      piece = grown.push(token)
-      if on_text is not None and (piece or grown.result):
-        on_text(request.index, request.number, piece, grown.result)
-      return grown.result is not None
+      place = request.index, request.number
+      piece = growing[place].push(token)
+      if result := growing[place].result:
+        done[place] = result
+      if on_text is not None and (piece or result):
+        on_text(*place, piece, result)
+      return result is not None
 
     needed = max((len(r.prompt) + r.limit for r in requests), default=1)
     length = self.max_length if self._is_fixed else batching.bucket(needed, self.max_length)
     self._engine.run(requests, sampling, length, push)
-    found = [[growing[i, n].completion for n in range(draws)] for i in range(len(prompts))]
-    return [(own * num_samples)[:num_samples] for own in found]
+    return [[done[i, n % draws] for n in range(num_samples)] for i in range(len(prompts))]
 
   def score(
     self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
@@ -313,10 +319,3 @@ def problems_of(cfg: ModelConfig, run: ComputeConfig) -> list[str]:
       "the export, or set precision.smooth_swiglu='none'"
     )
   return found
-
-
-def _prefill_attention(cfg: ModelConfig, run: ComputeConfig, device: choose.Device, length: int):
-  """The backend of a prompt's attention: of one sequence, a single document."""
-  problem = attention_gqa.problem(cfg, run, device, 1, length, is_isolated=False)
-  chosen = choose.attention(problem)
-  return chosen.backend if isinstance(chosen, choose.Choice) else "xla"

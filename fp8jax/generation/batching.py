@@ -94,9 +94,8 @@ class Engine:
       length: positions per slot; prompt and completion of every request fit.
       push: takes a request's next token, NO_TOKEN for none, and says whether that was its last.
     """
-    method, temperature = sampling.method, np.float32(sampling.temperature)
-    drawn = dict(method=method)
-    numbers = (temperature, np.float32(sampling.top_p))
+    drawn, weights = dict(method=sampling.method), (self._params, self._sites)
+    numbers = (np.float32(sampling.temperature), np.float32(sampling.top_p))
     slots = decode.Slots.empty(self.cfg, self.rows, length, self._format, self._run.dtype)
     waiting, free = collections.deque(requests), list(range(self.rows))
     active: dict[int, Request] = {}
@@ -114,11 +113,11 @@ class Engine:
       while waiting and free:
         request, row = waiting.popleft(), free.pop()
         prompt = self._padded(request, row, length)
-        slots, first = self._prefill(self._params, self._sites, slots, prompt, *numbers, **drawn)
+        slots, first = self._prefill(*weights, slots, prompt, *numbers, **drawn)
         take(row, request, int(first[0]))
       if not active:
         continue
-      slots = self._decode(self._params, self._sites, slots, *numbers, **drawn)
+      slots = self._decode(*weights, slots, *numbers, **drawn)
       tokens = np.asarray(slots.tokens_B)
       for row, request in list(active.items()):
         take(row, request, int(tokens[row]))

@@ -12,7 +12,6 @@ a scale per token and head needs none and costs 4 / K bytes per element.
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -137,8 +136,3 @@ def bytes_per_token(cfg: ModelConfig, format_: str, itemsize: int) -> int:
   """Bytes that one token takes in the cache, keys and values of all layers."""
   per_head = cfg.head_dim * itemsize if format_ == COMPUTE else cfg.head_dim + 4
   return 2 * cfg.num_layers * cfg.num_kv_heads * per_head
-
-
-def states(cache) -> Mapping[str, object]:
-  """The states of transformer.hidden_with_states."""
-  return {MIXER: cache}

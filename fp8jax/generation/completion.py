@@ -102,13 +102,6 @@ class Growing:
     self._stream = TextStream(decode, stop)
     self._end_ids, self._stop_ids, self._limit = end_ids, stop_ids, limit
 
-  @property
-  def completion(self) -> Completion:
-    """`result`, which is there."""
-    if self.result is None:
-      raise ValueError(f"after {len(self.tokens)} tokens the completion has not ended")
-    return self.result
-
   def push(self, token: int) -> str:
     """The piece of text that one more token makes certain; `result` is set by the last token."""
     if token != NO_TOKEN:

@@ -62,7 +62,7 @@ def prefill(
   )
   positions_RL = jnp.broadcast_to(jnp.arange(tokens_RL.shape[1]), tokens_RL.shape)
   batch = {"tokens_BL": tokens_RL, "positions_BL": positions_RL}
-  past = cache_lib.states(cache_lib.NoPast(slots.cache.format))
+  past = {cache_lib.MIXER: cache_lib.NoPast(slots.cache.format)}
   h_RLD, added = transformer.hidden_with_states(params, sites, batch, past, cfg, run)
   last_RLD = jnp.take_along_axis(h_RLD, lengths_R[:, None, None] - 1, axis=1)
   logits_RLV = transformer.head_logits(last_RLD, params, sites, cfg)
@@ -91,7 +91,7 @@ def next_logits(params, sites, slots: Slots, cfg: ModelConfig, run: ComputeConfi
   """(float32 [B, V] logits after each slot's newest token, the cache that holds this token too)."""
   positions_BL = slots.positions_B[:, None]
   batch = {"tokens_BL": slots.tokens_B[:, None], "positions_BL": positions_BL}
-  past = cache_lib.states(slots.cache)
+  past = {cache_lib.MIXER: slots.cache}
   h_BLD, added = transformer.hidden_with_states(params, sites, batch, past, cfg, run)
   rows_B = jnp.arange(positions_BL.shape[0])
   cache = slots.cache.write(added[cache_lib.MIXER], rows_B, positions_BL)

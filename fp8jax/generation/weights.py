@@ -65,7 +65,7 @@ def for_inference(params, sites, cfg: ModelConfig, dtype):
     start = stop
   made = {**params, "layers": tuple(layers)}
   source = params["embed" if cfg.tie_embeddings else "head"]
-  head = _one(source, sites["head"], eqn=transformer.head_eqn(cfg), dtype=dtype)
+  head = quantized(source, sites["head"], eqn=transformer.head_eqn(cfg), dtype=dtype)
   made["embed"] = _cast(params["embed"], dtype=dtype)
   if isinstance(head, QuantizedWeight) or not cfg.tie_embeddings:
     made["head"] = head
@@ -78,16 +78,12 @@ def _stacked(w, site: Site, eqn: str, dtype):
   return jax.lax.map(lambda both: quantized(both[0], both[1], eqn, dtype), (w, site))
 
 
-@functools.partial(jax.jit, static_argnames=("eqn", "dtype"))
-def _one(w, site: Site, eqn: str, dtype):
-  return quantized(w, site, eqn, dtype)
-
-
 @functools.partial(jax.jit, static_argnames="dtype")
 def _cast(w, dtype):
   return stored_params.compute_copy(w).astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("eqn", "dtype"))
 def quantized(w, site: Site, eqn: str, dtype):
   """A weight as the forward GEMM of its site reads it: a QuantizedWeight, or an array in `dtype`.
 
