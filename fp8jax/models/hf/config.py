@@ -76,7 +76,7 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
       raise UserError(f"{where}: {key}={c[key]!r}{absent} is not supported")
   fp8_formats.of_config(c, where)
   theta, scaling, _ = _rope_from_hf(c, where)
-  sizes = {ours: c.get(theirs) for theirs, ours in _SIZES.items()}
+  sizes: dict[str, Any] = {ours: c.get(theirs) for theirs, ours in _SIZES.items()}
   sizes["num_kv_heads"] = sizes["num_kv_heads"] or c["num_attention_heads"]
   sizes["head_dim"] = sizes["head_dim"] or _head_dim(c, where)
   return ModelConfig(

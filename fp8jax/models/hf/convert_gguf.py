@@ -63,7 +63,7 @@ def convert(gguf_path: str, target: str):
   theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, cfg.num_layers)
 
   def read(name):
-    t = tensors.pop(theirs.get_name(name, (".weight",)))
+    t = tensors.pop(theirs.get_name(name, (".weight",)) or name)
     value = gguf.quants.dequantize(t.data, t.tensor_type)
     part = name.removesuffix("_proj.weight").rpartition(".")[2]
     if heads := {"q": cfg.num_heads, "k": cfg.num_kv_heads}.get(part):
