@@ -289,9 +289,10 @@ def summary(plan: RunSpec, text: str) -> dict[str, Any]:
 
 def _problem(rows: list[GemmRow], plan: RunSpec) -> str:
   """The complaint of the first row that is not proven, and a few of the others; "" for none."""
-  first, *others = [row for row in rows if not row.is_proven] or [None]
-  if first is None:
+  wrong = [row for row in rows if not row.is_proven]
+  if not wrong:
     return ""
+  first, *others = wrong
   some = ", ".join(str(row.key) for row in others[:4]) + ", ..." * (len(others) > 4)
   return _complaint(first, plan) + (f" So do {len(others)} more: {some}." if others else "")
 

@@ -55,7 +55,11 @@ class SavedTensor:
 
 def runs(plan: run_spec.RunSpec) -> list[tuple[int, int]]:
   """(first, one past the last) of layers that multiply alike, each a loop of its own."""
-  return [next(iter(site_lib.flatten(s).values())).layers for s in plan.sites()["layers"]]
+  found = []
+  for sites in plan.sites()["layers"]:
+    first, stop = next(iter(site_lib.flatten(sites).values())).layers
+    found.append((first, stop))
+  return found
 
 
 def of_layers(plan: run_spec.RunSpec) -> list[SavedTensor]:

@@ -199,7 +199,7 @@ _CODE_FORMAT = (
 )
 
 
-def _task(name: str, verify, samples: int, max_new_tokens: int, **asked: str) -> Task:
+def _task(name: str, verify, samples: int, max_new_tokens: int, **asked: Any) -> Task:
   protocol = Protocol(samples, 0.65, 0.95, max_new_tokens)
   return Task(name, (), verify, name, think_end="</think>", chat=True, protocol=protocol, **asked)
 
