@@ -16,6 +16,7 @@ from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.export import write as write_lib
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
+from fp8jax.models.hf import weights as hf_weights
 
 TEMPLATE = (
   "{% if messages[0].role == 'system' %}{{ raise_exception('no system text here') }}{% endif %}"
@@ -96,3 +97,15 @@ def write_model(folder: pathlib.Path, num_layers: int, max_positions: int) -> pa
   settings = {"eos_token": "</s>", "chat_template": MODEL_TEMPLATE}
   (folder / "tokenizer_config.json").write_text(json.dumps(settings))
   return folder
+
+
+def damage(monkeypatch, folder: pathlib.Path, text: str):
+  """The embedding of a text's first token is NaN when the weights are read."""
+  token = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids[0]
+  load = hf_weights.load_params
+
+  def damaged(*args):
+    params, dtype = load(*args)
+    return {**params, "embed": params["embed"].at[token].set(jnp.nan)}, dtype
+
+  monkeypatch.setattr(hf_weights, "load_params", damaged)

@@ -32,7 +32,7 @@ EXACT = ("golden", "program")
 RINGS = {
   "library": ("", "recipe", "quantization", "kernels", "ops", "optim", "integrations"),
   "trainer": ("models", "data", "step", "config", "compiled", "run"),
-  "lab": ("generation", "evaluation", "report", "sweeps"),
+  "lab": ("generation", "evaluation", "export", "sensitivity", "report", "sweeps"),
   "launcher": ("jobs",),
 }
 # Marks, and functions of pytest, that leave a test out.

@@ -74,9 +74,9 @@ class GemmRow:
   recipe: str
   backend: str
   size: tuple[int, int, int]
-  expected: int
-  work: int
-  padded: int
+  expected: int = 0
+  work: int = 0
+  padded: int = 0
   is_emulated: bool = False
   most: int = 1
   fp8: int = 0
@@ -137,9 +137,7 @@ def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
       gemm, backend = getattr(site.recipe, product), site.backends[PASSES.index(product)]
       multiplier = gemm_api.BACKENDS[backend]
       formats = [quant.format for quant in (gemm.lhs, gemm.rhs) if quant is not None]
-      row = GemmRow(
-        hlo.GemmKey(name, product, again), site.recipe.name, backend, sizes[0][0], 0, 0, 0
-      )
+      row = GemmRow(hlo.GemmKey(name, product, again), site.recipe.name, backend, sizes[0][0])
       if gemm.is_quantized:
         row = dataclasses.replace(
           row,
@@ -197,8 +195,7 @@ def compare(plan: RunSpec, gemms: list[hlo.HloGemm], phase: int = 0) -> list[Gem
   if plan.device.platform != "cpu":
     rows = _share(rows, transformer.gemm_sites(plan.model))
   for key, gemms in by_key.items():
-    row = GemmRow(key, "-", "-", (0, 0, 0), 0, 0, 0)
-    rows.append(_with_gemms(row, gemms))
+    rows.append(_with_gemms(GemmRow(key, "-", "-", (0, 0, 0)), gemms))
   return rows
 
 
@@ -271,31 +268,30 @@ def check(plan: RunSpec, text: str, phase: int = 0) -> list[GemmRow]:
     NotFp8: names the first site that differs, what it does instead, why, and what to do.
   """
   rows = compare(plan, hlo.gemms(text, plan.device.platform), phase)
-  wrong = [row for row in rows if not row.is_proven]
-  if wrong:
-    others = f" So do {len(wrong) - 1} more: {_some(wrong[1:])}." if wrong[1:] else ""
-    raise NotFp8(_complaint(wrong[0], plan) + others)
+  if problem := _problem(rows, plan):
+    raise NotFp8(problem)
   return rows
 
 
 def summary(plan: RunSpec, text: str) -> dict[str, Any]:
   """Counts of `check`: {"found", "planned", "by", "problem"}; no problem is ""."""
   rows = compare(plan, hlo.gemms(text, plan.device.platform))
-  try:
-    check(plan, text)
-    problem = ""
-  except NotFp8 as e:
-    problem = str(e)
   return {
     "found": sum(row.fp8 for row in rows),
     "planned": sum(row.expected for row in rows),
     "by": sorted({kernel for row in rows if row.expected for kernel in row.kernels}),
-    "problem": problem,
+    "problem": _problem(rows, plan),
   }
 
 
-def _some(rows: list[GemmRow], most: int = 4) -> str:
-  return ", ".join(str(row.key) for row in rows[:most]) + ", ..." * (len(rows) > most)
+def _problem(rows: list[GemmRow], plan: RunSpec) -> str:
+  """The complaint of the first row that is not proven, and a few of the others; "" for none."""
+  wrong = [row for row in rows if not row.is_proven]
+  if not wrong:
+    return ""
+  first, *others = wrong
+  some = ", ".join(str(row.key) for row in others[:4]) + ", ..." * (len(others) > 4)
+  return _complaint(first, plan) + (f" So do {len(others)} more: {some}." if others else "")
 
 
 def _complaint(row: GemmRow, plan: RunSpec) -> str:
@@ -391,10 +387,14 @@ def strict(plan: RunSpec, step_fn, state, batch, sites, phase: int = 0) -> list[
     state, batch, sites: what it will be called with; neither used up nor computed with.
     phase: of the precision schedule that `sites` are of.
   """
-  lowered = step_fn.lower(state, batch, sites)
+  return check(plan, text_of(plan, step_fn.lower(state, batch, sites)), phase)
+
+
+def text_of(plan: RunSpec, lowered, compiled=None) -> str:
+  """The HLO of a program that says what it multiplies: on GPU compiled, on CPU lowered."""
   if plan.device.platform == "cpu":
-    return check(plan, lowered.as_text("hlo", debug_info=True), phase)
-  return check(plan, lowered.compile().as_text(), phase)
+    return lowered.as_text("hlo", debug_info=True)
+  return (compiled or lowered.compile()).as_text()
 
 
 def every_step(plan: RunSpec, step_fn, state, batch, now: int) -> list[tuple[str, list[GemmRow]]]:

@@ -20,7 +20,6 @@ from fp8jax.ops import stored_params
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.step import run_spec, train_step
-from fp8jax.step.state import State
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
 
@@ -43,26 +42,17 @@ class MemoryRow:
 
 def declared(plan: run_spec.RunSpec) -> list[MemoryRow]:
   """State that lives between steps."""
-  kinds = _kinds(train_step.abstract_state(plan, 1), plan.declaration)
-  return [MemoryRow(kind, n, None) for kind, n in kinds.items()]
-
-
-def _kinds(state: State, declaration) -> dict[str, int]:
-  rest = dataclasses.replace(state, params=None, opt=None)
-  return {
-    **_by_kind("masters", _part(state.params, declaration, is_trainable=True)),
-    **_by_kind("frozen", _part(state.params, declaration, is_trainable=False)),
+  state = train_step.abstract_state(plan, 1)
+  of_params = jax.tree.structure(plan.declaration).flatten_up_to(state.params)
+  both = list(zip(jax.tree.leaves(plan.declaration), of_params, strict=True))
+  rest = dataclasses.replace(state, params=(), opt=())
+  kinds = {
+    **_by_kind("masters", [value for p, value in both if p.trainable]),
+    **_by_kind("frozen", [value for p, value in both if not p.trainable]),
     **_by_kind("moments", state.opt),
     "scaling states, counters": sum(map(_nbytes, jax.tree.leaves(rest))),
   }
-
-
-def _part(tree, declaration, *, is_trainable: bool) -> list:
-  """The parameters that are trained, or those that are not."""
-  structure = jax.tree.structure(declaration)
-  declared = jax.tree.leaves(declaration)
-  both = zip(declared, structure.flatten_up_to(tree), strict=True)
-  return [value for p, value in both if p.trainable == is_trainable]
+  return [MemoryRow(kind, n, None) for kind, n in kinds.items()]
 
 
 def _by_kind(name: str, tree) -> dict[str, int]:
@@ -103,8 +93,7 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
   said = sum(item.nbytes for item in saved)
   moment, wanted = workspace.peak(plan, said)
   there = _by_shape(held, plan, params)
-  text = program.as_text()
-  arrays = saved_by_layers(text, plan, params)
+  arrays = saved_by_layers(program.as_text(), plan, params)
   compiled_saved = sum(arrays.values())
   used = sum(value.nbytes for value in held)
   rows = [
@@ -114,8 +103,6 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
     *_saved_rows(saved),
     MemoryRow("  saved for backward, in all", said, compiled_saved, _differences(arrays, saved)),
   ]
-  is_cpu = plan.device.platform == "cpu"  # see fp8_gemms.py
-  proven = lowered.as_text("hlo", debug_info=True) if is_cpu else text
   peak_, all_declared = arguments + temporaries, state + sum(wanted.values())
   summary = {
     "declared": all_declared,
@@ -129,7 +116,7 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
     "saved_declared": said,
     "saved_compiled": compiled_saved,
     "saved_arrays": arrays,
-    "fp8_gemms": fp8_gemms.summary(plan, proven),
+    "fp8_gemms": fp8_gemms.summary(plan, fp8_gemms.text_of(plan, lowered, program)),
   }
   return rows, summary
 
@@ -140,9 +127,8 @@ def _saved_rows(saved: list[saved_tensors.SavedTensor]) -> list[MemoryRow]:
   for item in saved:
     of_kind.setdefault(item.kind, []).append(item)
   rows = []
-  for kind, items in of_kind.items():
-    largest = sorted(items, key=lambda item: -item.nbytes)[:3]
-    note = ", ".join(f"{i.count} x [{','.join(map(str, i.shape))}]" for i in largest)
+  for kind, items in of_kind.items():  # large before small
+    note = ", ".join(f"{i.count} x [{','.join(map(str, i.shape))}]" for i in items[:3])
     declared = sum(item.nbytes for item in items)
     rows.append(MemoryRow(f"  saved for backward: {kind}", declared, None, note))
   return rows
@@ -159,7 +145,7 @@ def _row(
 
 def _by_shape(held: list[xla_buffers.Buffer], plan, params) -> dict[str, list[xla_buffers.Buffer]]:
   """Kind of workspace.py -> what is of that kind, largest first."""
-  stacks, matrices = _known(params), set()
+  stacks, matrices = _bulks(params), set()
   for leaf in params_lib.flatten(params["layers"]).values():
     for shape in (leaf.shape, workspace.local_shape(leaf)):
       matrices.add(_bulk(shape[1:]))
@@ -187,9 +173,9 @@ def _by_shape(held: list[xla_buffers.Buffer], plan, params) -> dict[str, list[xl
   return found
 
 
-def _known(params) -> set[tuple[int, ...]]:
-  """Of every parameter's part on one device, see `_bulk`."""
-  return {_bulk(workspace.local_shape(leaf)) for leaf in params_lib.flatten(params).values()}
+def _bulks(tree) -> set[tuple[int, ...]]:
+  """Of every array's part on one device, see `_bulk`."""
+  return {_bulk(workspace.local_shape(leaf)) for leaf in jax.tree.leaves(tree)}
 
 
 def _bulk(shape) -> tuple[int, ...]:
@@ -204,9 +190,7 @@ def saved_by_layers(text: str, plan: run_spec.RunSpec, params) -> dict[str, int]
   are scales of the state, which that loop carries where it moves layers (layerwise.py).
   """
   state = train_step.abstract_state(plan, 1)
-  known = _known(params) | {
-    _bulk(workspace.local_shape(x)) for x in jax.tree.leaves((state.params, state.opt))
-  }
+  known = _bulks((params, state.params, state.opt))
   total: dict[str, int] = {}
   # A loop for each run of layers in the same recipes, and of what it carries the largest.
   for layers in {run.stop - run.start for run, _ in transformer.runs(plan.sites())}:

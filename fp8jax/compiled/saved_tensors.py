@@ -23,10 +23,8 @@ from fp8jax.models.mixer import Aux
 from fp8jax.ops import site_tree
 from fp8jax.step import run_spec
 
-_HLO = {
-  "float32": "f32", "float16": "f16", "bfloat16": "bf16", "uint8": "u8", "bool": "pred",
-  "float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2", "float4_e2m1fn": "f4e2m1fn",
-}  # fmt: skip
+# HLO's names of dtypes are shorter: "bf16", "f8e4m3fn".
+_HLO = (("float", "f"), ("uint", "u"), ("bool", "pred"), ("_", ""))
 # The block of what no mixer saves as its own: the residual stream, as layers and blocks read it.
 STREAM = "residual stream"
 # Layers of the loop that is differentiated: no size of a model, so that stacks are told by it.
@@ -63,11 +61,11 @@ def of_layers(plan: run_spec.RunSpec) -> list[SavedTensor]:
   for layers, sites in transformer.runs(one.sites()):
     for key, count in one.saved(sites).items():
       found[key] += count * (layers.stop - layers.start)
-  tensors = [
-    SavedTensor(block, _HLO.get(str(dtype), str(dtype)), shape, count,
-                count * math.prod(shape) * dtype.itemsize)
-    for (block, shape, dtype), count in found.items()
-  ]  # fmt: skip
+  tensors = []
+  for (block, shape, dtype), count in found.items():
+    name = functools.reduce(lambda text, change: text.replace(*change), _HLO, str(dtype))
+    nbytes = count * math.prod(shape) * dtype.itemsize
+    tensors.append(SavedTensor(block, name, shape, count, nbytes))
   order = [STREAM, *(mixer.key for mixer in transformer.mixers(plan.model))]
   return sorted(tensors, key=lambda t: (order.index(t.block), -t.nbytes))
 

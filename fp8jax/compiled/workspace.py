@@ -10,7 +10,6 @@ programs; the compiled step is held against them (memory.py).
 import math
 
 import jax
-import jax.numpy as jnp
 
 from fp8jax import params as params_lib
 from fp8jax.models import transformer
@@ -49,7 +48,7 @@ def logits(plan: run_spec.RunSpec) -> int:
 
 
 def _loss(plan) -> dict[str, int]:
-  size = _dtype(plan).itemsize
+  size = plan.run.dtype.itemsize
   head = plan.model.dims["D"] * _local(plan, "V")
   stream = plan.tokens_per_device * plan.model.dims["D"] * size
   return {
@@ -64,7 +63,7 @@ def _loss(plan) -> dict[str, int]:
 
 def _layer(plan) -> dict[str, int]:
   """When the last block has the gradients of the sites that read its norm, as of gate and up."""
-  size, tokens = _dtype(plan).itemsize, plan.tokens_per_device
+  size, tokens = plan.run.dtype.itemsize, plan.tokens_per_device
   d, mixer = plan.model.dims["D"], transformer.mixers(plan.model)[-1]
   sites = plan.sites()["layers"][-1][mixer.key]
   gemms = {site.name: _Gemm(plan, site) for site in mixer.sites}
@@ -112,7 +111,7 @@ def _update(plan) -> dict[str, int]:
   state = train_step.abstract_state(plan, 1)
   arrays = jax.tree.leaves((state.params["layers"], state.opt["layers"]))
   of_state = sum(math.prod(local_shape(x)) * x.dtype.itemsize for x in arrays)
-  stream = plan.tokens_per_device * plan.model.dims["D"] * _dtype(plan).itemsize
+  stream = plan.tokens_per_device * plan.model.dims["D"] * plan.run.dtype.itemsize
   head = 4 * plan.model.dims["D"] * _local(plan, "V") * plan.model.tie_embeddings
   return {
     VOCABULARY: head,
@@ -162,7 +161,3 @@ def local_shape(x) -> tuple[int, ...]:
 
 def _local(plan, letter: str) -> int:
   return plan.model.dims[letter] // plan.run.layout.size(plan.run.layout.act_axes(letter))
-
-
-def _dtype(plan) -> jnp.dtype:
-  return jnp.dtype(plan.run.dtype)

@@ -53,9 +53,7 @@ class Benchmark:
     format: of the file, in words.
     items: how many there must be; 0 where the file decides.
     read: path -> items.
-    verify: see Task.
-    protocol: of sampling.
-    prompt, system, prefix: see Task.
+    task: all but the items and their source.
     runs_code: whether outputs are executed.
   """
 
@@ -63,11 +61,7 @@ class Benchmark:
   format: str
   items: int
   read: Callable[[str], list[Item]]
-  verify: Callable[[Item, str], Verdict]
-  protocol: Protocol
-  prompt: str = "{question}\n"
-  system: str = ""
-  prefix: str = ""
+  task: Task
   runs_code: bool = False
 
   def problems(self, name: str, data_dir: str, allow_code: bool) -> list[str]:
@@ -109,11 +103,7 @@ def make(name: str, data_dir: str, allow_code: bool = False) -> Task:
       f"{path} has {len(items)} items and {name} has {made.items}; fetch the whole benchmark, or "
       "give a part of it another name as a JSONL task"
     )
-  return Task(
-    name=name, items=items, verify=made.verify, verifier=name, prompt=made.prompt,
-    system=made.system, prefix=made.prefix, think_end="</think>", chat=True,
-    protocol=made.protocol, source=path,
-  )  # fmt: skip
+  return dataclasses.replace(made.task, items=items, source=path)
 
 
 # --- readers --------------------------------------------------------------------------------------
@@ -207,22 +197,27 @@ _CODE_FORMAT = (
   'one JSON per line with "question_id", "question_content", "starter_code", "contest_date", '
   '"public_test_cases", "private_test_cases" and "metadata" (release v5 of code_generation_lite)'
 )
-_AIME = Protocol(32, 0.65, 0.95, 31_000)
+
+
+def _task(name: str, verify, samples: int, max_new_tokens: int, **asked: Any) -> Task:
+  protocol = Protocol(samples, 0.65, 0.95, max_new_tokens)
+  return Task(name, (), verify, name, think_end="</think>", chat=True, protocol=protocol, **asked)
+
 
 BENCHMARKS = {
   **{
     name: Benchmark(
-      f"{name}.jsonl", _AIME_FORMAT, 30, _read_aime, verifiers.math_verify, _AIME,
-      system=_AIME_SYSTEM, prefix="<think>\n",
+      f"{name}.jsonl", _AIME_FORMAT, 30, _read_aime,
+      _task(name, verifiers.math_verify, 32, 31_000, system=_AIME_SYSTEM, prefix="<think>\n"),
     )
     for name in ("aime24", "aime25")
   },
   "gpqa_diamond": Benchmark(
-    "gpqa_diamond.csv", _GPQA_FORMAT, 198, _read_gpqa, verifiers.choice,
-    Protocol(8, 0.65, 0.95, 26_000), prompt=_GPQA_PROMPT,
+    "gpqa_diamond.csv", _GPQA_FORMAT, 198, _read_gpqa,
+    _task("gpqa_diamond", verifiers.choice, 8, 26_000, prompt=_GPQA_PROMPT),
   ),
   "livecodebench_v5": Benchmark(
-    "livecodebench_v5.jsonl", _CODE_FORMAT, 0, _read_livecodebench, verify_program,
-    Protocol(8, 0.65, 0.95, 27_000), prompt=_CODE_PROMPT, runs_code=True,
+    "livecodebench_v5.jsonl", _CODE_FORMAT, 0, _read_livecodebench,
+    _task("livecodebench_v5", verify_program, 8, 27_000, prompt=_CODE_PROMPT), runs_code=True,
   ),
 }  # fmt: skip

@@ -10,16 +10,8 @@ from fp8jax import records
 from fp8jax.data import text_files
 from fp8jax.errors import ConfigErrors, UserError, nearest, read_json
 from fp8jax.evaluation import reasoning_gym_tasks, verifiers
-from fp8jax.evaluation.tasks import (
-  Item,
-  Protocol,
-  Task,
-  Verdict,
-  apart,
-  check_items,
-)
+from fp8jax.evaluation.tasks import Item, Protocol, Task, Verdict, apart, check_items
 
-_KEYS = {"question", "answer", "verifier", "name", "id"}
 FORMAT = (
   'one JSON per line: {"question": TEXT, "answer": TEXT, "verifier": "math-verify", "exact" or '
   '"regex" (optional), "name": TEXT (optional)}'

@@ -14,7 +14,8 @@ import numpy as np
 from fp8jax import statistics
 from fp8jax.errors import UserError
 from fp8jax.evaluation import store
-from fp8jax.evaluation.tasks import Item, Task
+from fp8jax.evaluation.tasks import Item, Task, Verdict
+from fp8jax.generation.completion import ERROR
 from fp8jax.generation.settings import Sampling
 
 # Renders and encodes the prompt of an item: (text as it is stored, token ids).
@@ -90,7 +91,9 @@ def _ask_the_rest(task: Task, generator, ask: Ask, writer: store.Writer, seed: i
 
   def finish(index: int, sample: int, completion):
     nonlocal correct
-    verdict = task.judge(rest[index], completion.text)
+    verdict = Verdict(False, "", "its logits are not finite")
+    if completion.finish_reason != ERROR:
+      verdict = task.judge(rest[index], completion.text)
     writer.add(rest[index], sample, asked[index][0], completion, verdict)
     done.add((index, sample))
     correct += verdict.correct

@@ -44,10 +44,9 @@ def time_limit(seconds: float):
 
   Raises:
     OutOfTime: the block took longer.
-    UserError: this is not the main thread, which alone gets signals.
+    UserError: see `_check_thread`.
   """
-  if threading.current_thread() is not threading.main_thread():
-    raise UserError("answers are verified in the main thread, which alone can stop at a time limit")
+  _check_thread()
 
   def stop(*_):
     raise OutOfTime(f"longer than {seconds:g} s")
@@ -59,6 +58,15 @@ def time_limit(seconds: float):
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
+
+
+def _check_thread():
+  """Refuses a thread in which no alarm rings: a regular expression could match for ever."""
+  if threading.current_thread() is not threading.main_thread():
+    raise UserError(
+      "answers are verified in the main thread: Python hands signals to it alone, and nothing else "
+      "stops a verdict at its time limit; call from there, or from a process of its own"
+    )
 
 
 def choice(item: Item, output: str) -> Verdict:
@@ -76,8 +84,12 @@ def math_verify(item: Item, output: str) -> Verdict:
   r"""The answer equals what is in the last \boxed{...} or <answer>, else the last expression.
 
   By math-verify (symbolic, LaTeX and plain). By itself it joins boxes that stand close together.
-  Source: huggingface/Math-Verify. Its timeouts are alarms: call it in the main thread.
+  Source: huggingface/Math-Verify. Its timeouts are alarms.
+
+  Raises:
+    UserError: see `_check_thread`; it would be caught there, and every answer wrong.
   """
+  _check_thread()
   import math_verify  # extra `eval`  # pyright: ignore[reportMissingImports]
 
   boxed, tagged = tasks.boxed_answer(output), tasks.tagged_answer(output)

@@ -13,8 +13,8 @@ from fp8jax.data.tokenize import Tokenizer
 from fp8jax.errors import ConfigErrors, UserError, read_json
 from fp8jax.generation import batching, weights
 from fp8jax.generation import cache as cache_lib
-from fp8jax.generation.completion import Completion, Growing
-from fp8jax.generation.sampling import NO_TOKEN, row_seed
+from fp8jax.generation.completion import ERROR, Completion, Growing
+from fp8jax.generation.sampling import row_seed
 from fp8jax.generation.settings import CACHE_FORMATS, COMPUTE, Sampling
 from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, transformer
@@ -27,8 +27,7 @@ from fp8jax.ops import site_tree
 # (index of the prompt, number of the sample, piece of text, the completion with its last piece).
 OnText = Callable[[int, int, str, Completion | None], None]
 
-
-_NOT_FINITE = (
+NOT_FINITE = (
   "the weights are damaged or diverged, or a scale in their folder is too large; look at the run's "
   "losses, or generate in generate.precision='bf16'"
 )
@@ -79,13 +78,17 @@ class Generator:
     self.vocab_size = cfg.vocab_size
     self.tokenizer, self.end_ids, self.folder = tokenizer, frozenset(end_ids), folder
     self.max_length, self._is_fixed = max_length or longest, bool(max_length)
-    width = run.dtype.itemsize
-    self.cache_bytes_per_token = cache_lib.bytes_per_token(cfg, cache_format, width)
+    self.cache_bytes_per_token = cache_lib.bytes_per_token(cfg, cache_format, run.dtype.itemsize)
     params = weights.for_inference(params, sites, cfg, run.dtype)
     device = choose.current_device()
-    run = dataclasses.replace(run, attention=_prefill_attention(cfg, run, device, self.max_length))
-    options = choose.compiler_options(device)
-    self._engine = batching.Engine(params, sites, cfg, run, slots, cache_format, options)
+    # A prompt is one sequence, a single document.
+    problem = attention_gqa.problem(cfg, run, device, 1, self.max_length, is_isolated=False)
+    chosen = choose.attention(problem)
+    attention = chosen.backend if isinstance(chosen, choose.Choice) else "xla"
+    self._engine = batching.Engine(
+      params, sites, cfg, dataclasses.replace(run, attention=attention), slots, cache_format,
+      choose.compiler_options(device),
+    )  # fmt: skip
 
   def generate(
     self,
@@ -106,11 +109,11 @@ class Generator:
       on_text: is called with every piece of text as it becomes certain.
 
     Returns:
-      For every prompt its completions.
+      For every prompt its completions; see `not_finite`.
 
     Raises:
       UserError: a prompt is empty, leaves no room for a token or has an id beyond the vocabulary; a
-        value of `sampling`; a prompt whose logits are not finite.
+        value of `sampling`.
     """
     problems = ConfigErrors()
     problems.extend(sampling.problems())
@@ -122,6 +125,7 @@ class Generator:
     ids = frozenset(token for token in stop_ids.values() if token is not None)
     draws = 1 if sampling.temperature == 0 else num_samples
     growing: dict[tuple[int, int], Growing] = {}
+    done: dict[tuple[int, int], Completion] = {}
     requests, seen = [], collections.Counter()
     for index, prompt in enumerate(map(tuple, prompts)):
       limit = min(sampling.max_new_tokens, self.max_length - len(prompt))
@@ -132,18 +136,18 @@ class Generator:
         growing[index, number] = Growing(self.tokenizer.decode, texts, self.end_ids, ids, limit)
 
     def push(request: batching.Request, token: int) -> bool:
-      grown = growing[request.index, request.number]
-      self._check_finite(token, request, len(grown.tokens))
-      piece = grown.push(token)
-      if on_text is not None and (piece or grown.result):
-        on_text(request.index, request.number, piece, grown.result)
-      return grown.result is not None
+      place = request.index, request.number
+      piece = growing[place].push(token)
+      if result := growing[place].result:
+        done[place] = result
+      if on_text is not None and (piece or result):
+        on_text(*place, piece, result)
+      return result is not None
 
     needed = max((len(r.prompt) + r.limit for r in requests), default=1)
     length = self.max_length if self._is_fixed else batching.bucket(needed, self.max_length)
     self._engine.run(requests, sampling, length, push)
-    found = [[growing[i, n].completion for n in range(draws)] for i in range(len(prompts))]
-    return [(own * num_samples)[:num_samples] for own in found]
+    return [[done[i, n % draws] for n in range(num_samples)] for i in range(len(prompts))]
 
   def score(
     self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
@@ -185,10 +189,24 @@ class Generator:
     wrong = [i for i, (logp, _) in enumerate(found) if not math.isfinite(logp)]
     if wrong:
       begin = self._begin((*sequences[wrong[0]][0], *sequences[wrong[0]][1]))
-      raise UserError(
-        f"sequence {wrong[0]} ({begin}) has logits that are not finite; {_NOT_FINITE}"
-      )
+      raise UserError(f"sequence {wrong[0]} ({begin}) has logits that are not finite; {NOT_FINITE}")
     return found
+
+  def not_finite(self, prompts: Sequence[Sequence[int]], found: list[list[Completion]]) -> str:
+    """A sentence about the completions that ended for reason "error"; "" without any.
+
+    Args:
+      prompts, found: of `generate`.
+    """
+    bad = [(i, c) for i, own in enumerate(found) for c in own if c.finish_reason == ERROR]
+    if not bad:
+      return ""
+    index, first = bad[0]
+    return (
+      f"{len(bad)} of {sum(map(len, found))} completions ended early: prompt {index} "
+      f"({self._begin(prompts[index])}) has logits that are not finite after {len(first.tokens)} "
+      f"tokens; {NOT_FINITE}"
+    )
 
   def _unfit(self, prompts) -> list[str]:
     found = []
@@ -202,13 +220,6 @@ class Generator:
         )
       found += self._unknown(f"prompt {i}", prompt)
     return found
-
-  def _check_finite(self, token: int, request: batching.Request, after: int):
-    if token == NO_TOKEN:
-      raise UserError(
-        f"prompt {request.index} ({self._begin(request.prompt)}) has logits that are not finite "
-        f"after {after} tokens; {_NOT_FINITE}"
-      )
 
   def _unknown(self, where: str, ids: Sequence[int]) -> list[str]:
     """A sentence about ids that the embedding has no row for, which it would clip in silence."""
@@ -311,10 +322,3 @@ def problems_of(cfg: ModelConfig, run: ComputeConfig) -> list[str]:
       "the export, or set precision.smooth_swiglu='none'"
     )
   return found
-
-
-def _prefill_attention(cfg: ModelConfig, run: ComputeConfig, device: choose.Device, length: int):
-  """The backend of a prompt's attention: of one sequence, a single document."""
-  problem = attention_gqa.problem(cfg, run, device, 1, length, is_isolated=False)
-  chosen = choose.attention(problem)
-  return chosen.backend if isinstance(chosen, choose.Choice) else "xla"

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.generation import decode
-from fp8jax.generation import sampling as sampling_lib
+from fp8jax.generation.sampling import NO_TOKEN, method_of
 from fp8jax.generation.settings import Sampling
 from fp8jax.models.config import ComputeConfig, ModelConfig
 
@@ -93,31 +93,35 @@ class Engine:
       requests: in the order in which they take slots.
       sampling: its temperature, top_k and top_p.
       length: positions per slot; prompt and completion of every request fit.
-      push: takes a request's next token and says whether that was its last.
+      push: takes a request's next token, NO_TOKEN for none, and says whether that was its last.
     """
-    method, temperature = sampling_lib.method_of(sampling), np.float32(sampling.temperature)
-    drawn = dict(method=method)
-    numbers = (temperature, np.float32(sampling.top_p))
+    drawn, weights = dict(method=method_of(sampling)), (self._params, self._sites)
+    numbers = (np.float32(sampling.temperature), np.float32(sampling.top_p))
     slots = decode.Slots.empty(self.cfg, self.rows, length, self._format, self._run.dtype)
     waiting, free = collections.deque(requests), list(range(self.rows))
     active: dict[int, Request] = {}
+
+    def take(row: int, request: Request, token: int):
+      nonlocal slots
+      active[row] = request
+      if push(request, token):
+        del active[row]
+        free.append(row)
+      if token == NO_TOKEN:
+        slots = slots.cleared(row)
+
     while waiting or active:
       while waiting and free:
         request, row = waiting.popleft(), free.pop()
         prompt = self._padded(request, row, length)
-        slots, first = self._prefill(self._params, self._sites, slots, prompt, *numbers, **drawn)
-        if push(request, int(first[0])):
-          free.append(row)
-        else:
-          active[row] = request
+        slots, first = self._prefill(*weights, slots, prompt, *numbers, **drawn)
+        take(row, request, int(first[0]))
       if not active:
         continue
-      slots = self._decode(self._params, self._sites, slots, *numbers, **drawn)
+      slots = self._decode(*weights, slots, *numbers, **drawn)
       tokens = np.asarray(slots.tokens_B)
       for row, request in list(active.items()):
-        if push(request, int(tokens[row])):
-          del active[row]
-          free.append(row)
+        take(row, request, int(tokens[row]))
 
   def _padded(self, request: Request, row: int, length: int):
     """The `prompts` of decode.prefill."""

@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-EOS, STOP, LENGTH = "eos", "stop", "length"
+from fp8jax.generation.sampling import NO_TOKEN
+
+EOS, STOP, LENGTH, ERROR = "eos", "stop", "length", "error"
 # Stands for bytes that are no whole character yet.
 _INCOMPLETE = "\ufffd"
 
@@ -15,7 +17,7 @@ class Completion:
   Attributes:
     tokens: all that were generated, the end token and those of a stop text among them.
     text: of the tokens, without the end token, cut before a stop text.
-    finish_reason: "eos", "stop" or "length".
+    finish_reason: "eos", "stop", "length", or "error" where logits were not finite.
   """
 
   tokens: tuple[int, ...]
@@ -100,18 +102,14 @@ class Growing:
     self._stream = TextStream(decode, stop)
     self._end_ids, self._stop_ids, self._limit = end_ids, stop_ids, limit
 
-  @property
-  def completion(self) -> Completion:
-    """`result`, which is there."""
-    if self.result is None:
-      raise ValueError(f"after {len(self.tokens)} tokens the completion has not ended")
-    return self.result
-
   def push(self, token: int) -> str:
     """The piece of text that one more token makes certain; `result` is set by the last token."""
-    self.tokens.append(token)
+    if token != NO_TOKEN:
+      self.tokens.append(token)
     reason, piece = "", ""
-    if token in self._stop_ids:
+    if token == NO_TOKEN:
+      reason = ERROR
+    elif token in self._stop_ids:
       reason = STOP
     elif token in self._end_ids:
       reason = EOS

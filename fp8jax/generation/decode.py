@@ -41,6 +41,11 @@ class Slots:
     cache = cache_lib.KVCache.zeros(cfg, rows, length, format_, dtype)
     return cls(cache, zeros, zeros + 0, zeros.astype(jnp.uint32))
 
+  def cleared(self, row: int) -> "Slots":
+    """These with zeros in a slot: 0 times a NaN that the mask hides would be a NaN for the next."""
+    zeros = jax.tree.map(lambda x: x.at[:, row].set(0), self.cache)
+    return dataclasses.replace(self, cache=zeros, tokens_B=self.tokens_B.at[row].set(0))
+
 
 def prefill(
   params, sites, slots: Slots, prompts, temperature, top_p, *, method: Method,

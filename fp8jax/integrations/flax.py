@@ -64,29 +64,6 @@ def linen_dot_general(
   return make
 
 
-def nnx_dot_general(
-  recipe: Recipe | str, matmul: str = "auto", *, rngs: nnx.Rngs | None = None, name: str = "dot"
-) -> "NnxDotGeneral":
-  """For `dot_general` of nnx.Linear and nnx.LinearGeneral.
-
-  Make one per layer, when the layer is made: what `dot_general_cls` makes in every call forgets.
-
-  Args:
-    recipe: a Recipe or the name of one.
-    matmul: "auto" or a backend of kernels.scaled_matmul.
-    rngs: where the recipe rounds stochastically.
-    name: of the layer, in error messages.
-  """
-  return NnxDotGeneral(_as_recipe(recipe), matmul, rngs=rngs, name=name)
-
-
-def nnx_einsum(
-  recipe: Recipe | str, matmul: str = "auto", *, rngs: nnx.Rngs | None = None, name: str = "einsum"
-) -> "NnxEinsum":
-  """For `einsum_op` of nnx.Einsum; see `nnx_dot_general`."""
-  return NnxEinsum(_as_recipe(recipe), matmul, rngs=rngs, name=name)
-
-
 class LinenDotGeneral(nn.Module):
   """`jax.lax.dot_general` with a site: what `linen_dot_general` makes."""
 
@@ -162,10 +139,24 @@ class Fp8(nnx.Variable):
   """The Site of a layer whose recipe remembers."""
 
 
-class NnxDotGeneral(nnx.Module):
-  """`jax.lax.dot_general` with a site: what `nnx_dot_general` makes."""
+class nnx_dot_general(nnx.Module):  # noqa: N801  called like the function that it replaces
+  """`jax.lax.dot_general` with a site, for `dot_general` of nnx.Linear and nnx.LinearGeneral.
 
-  def __init__(self, recipe: Recipe, matmul: str, *, rngs: nnx.Rngs | None, name: str):
+  Make one per layer, when the layer is made: what `dot_general_cls` makes in every call forgets.
+  """
+
+  def __init__(
+    self, recipe: Recipe | str, matmul: str = "auto", *, rngs: nnx.Rngs | None = None,
+    name: str = "",
+  ):  # fmt: skip
+    """
+    Args:
+      recipe: a Recipe or the name of one.
+      matmul: "auto" or a backend of kernels.scaled_matmul.
+      rngs: where the recipe rounds stochastically.
+      name: of the layer, in error messages; "" is "dot" or "einsum".
+    """
+    recipe, name = _as_recipe(recipe), name or type(self).__name__.split("_")[1]
     if recipe.is_random and rngs is None:
       raise ValueError(
         f"recipe {recipe.name!r} rounds stochastically: give rngs=nnx.Rngs(...), of which it takes "
@@ -186,8 +177,8 @@ class NnxDotGeneral(nnx.Module):
     return _with_key(self.stored_site.get_raw_value(), key)
 
 
-class NnxEinsum(NnxDotGeneral):
-  """An einsum with a site: what `nnx_einsum` makes."""
+class nnx_einsum(nnx_dot_general):  # noqa: N801
+  """An einsum with a site, for `einsum_op` of nnx.Einsum; see `nnx_dot_general`."""
 
   def __call__(self, eqn: str, x, w, **options):
     return dots.dot(eqn, x, w, self._site(), out_dtype=_out_dtype(**options))

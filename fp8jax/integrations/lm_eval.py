@@ -143,9 +143,10 @@ class FP8JaxLM(TemplateLM):
           f"{self.max_length}; lower it in the task's generation_kwargs"
         )
       prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in members]
-      for i, [completion] in zip(
-        members, self.generator.generate(prompts, sampling, 1), strict=True
-      ):
+      made = self.generator.generate(prompts, sampling)
+      if wrong := self.generator.not_finite(prompts, made):
+        raise UserError(wrong)
+      for i, [completion] in zip(members, made, strict=True):
         found[i] = completion.text
     return found
 

@@ -153,6 +153,8 @@ def _run(job: str, c, base, workdir: str, **options: str) -> int:
     # Standard output may hold completions.
     to = sys.stderr if job == "generate" and not c.generate.out else sys.stdout
     print(provenance.to_json(result), file=to)
+  if message := result.get("not_finite"):
+    raise train.NonFinite(message)
   return 0
 
 
@@ -173,7 +175,7 @@ def _call(
 
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-_NONFINITE = 3  # exit code: the loss or the gradient stopped being a number
+_NONFINITE = 3  # exit code: the loss, the gradient or logits stopped being numbers
 
 
 def _memory_command() -> str:

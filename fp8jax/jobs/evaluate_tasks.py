@@ -15,6 +15,8 @@ from fp8jax.evaluation import benchmarks, catalog, code_sandbox, report, store
 from fp8jax.evaluation import run as run_lib
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.evaluation.tasks import Item, Task
+from fp8jax.generation import api
+from fp8jax.generation.completion import ERROR
 from fp8jax.generation.settings import Generate
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.models.config import EVAL_PRECISIONS
@@ -28,7 +30,8 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
   """Evaluates eval.tasks; prints their table and writes WORKDIR/evaluation.
 
   Returns:
-    {"evaluation": folder, "tasks": {task: summary}}, and "comparison" with eval.compare_with.
+    {"evaluation": folder, "tasks": {task: summary}}, and "comparison" with eval.compare_with;
+    "not_finite", a sentence, where logits were not, which ended those outputs.
   """
   console = console_lib.console()
   tasks = catalog.load(plan.of(Tasks))
@@ -48,7 +51,14 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
     summary["comparison"] = _compare(plan.of(Tasks).compare_with, folder, tasks, console)
   provenance.write_json(folder, store.SUMMARY, summary)
   kept = ("tasks", "comparison")
-  return {"evaluation": folder, **{k: summary[k] for k in kept if k in summary}}
+  bad = {one.task.name: one.summary["finish_reasons"].get(ERROR, 0) for one in done}
+  listed = ", ".join(f"{n} of {task}" for task, n in bad.items() if n)
+  said = f"outputs ended at logits that are not finite and count as wrong ({listed})"
+  return {
+    "evaluation": folder,
+    **{k: summary[k] for k in kept if k in summary},
+    **({"not_finite": f"{sum(bad.values())} {said}; {api.NOT_FINITE}"} if listed else {}),
+  }
 
 
 def _asker(plan: run_spec.RunSpec, generator, needs_chat: bool) -> run_lib.Ask:

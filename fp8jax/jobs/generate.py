@@ -54,6 +54,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
 
     found = generator.generate(prompts, config.sampling, config.num_samples, on_text)
     sink.close(found)
+    wrong = generator.not_finite(prompts, found)
   seconds = time.perf_counter() - start
   return {
     **where,
@@ -65,6 +66,7 @@ def run(plan: run_spec.RunSpec, workdir: str):
     "cache_bytes_per_token": generator.cache_bytes_per_token,
     "seconds": round(seconds, 2),  # programs are compiled in them
     "tokens_per_second": round(tokens / seconds, 2),
+    **({"not_finite": wrong} if wrong else {}),
   }
 
 

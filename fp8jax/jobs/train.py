@@ -35,7 +35,7 @@ from fp8jax.step.state import State
 
 
 class NonFinite(RuntimeError):
-  """The loss or the gradient stopped being a number."""
+  """The loss, the gradient or logits stopped being numbers."""
 
 
 def run(

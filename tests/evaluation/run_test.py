@@ -82,6 +82,18 @@ def test_outputs_and_verdicts_are_stored_and_summed_up(tmp_path):
   assert row[:2] == ["sums (two)", "20 x 3"] and row[2].startswith(f"{100 * share:.1f} [")
 
 
+def test_outputs_that_end_in_an_error_count_as_wrong(tmp_path):
+  class Damaged(Coin):
+    def answer(self, prompt, seed, sample):
+      good = super().answer(prompt, seed, sample)  # of an answer that would be right
+      return dataclasses.replace(good, text="2", finish_reason="error") if not sample else good
+
+  found = _evaluate(tmp_path, _task(), Damaged())
+  assert not found.scores_IJ[:, 0].any() and found.scores_IJ[:, 1:].any()
+  assert found.summary["finish_reasons"]["error"] == 20
+  assert found.summary["notes"] == {"its logits are not finite": 20}
+
+
 def test_an_interrupted_evaluation_goes_on_to_the_same_result(tmp_path):
   whole = _evaluate(tmp_path / "whole", _task(), Coin())
   with pytest.raises(KeyboardInterrupt):

@@ -1,5 +1,6 @@
 """Tasks as values: names, files, families, verification. A fake stands for reasoning-gym."""
 
+import concurrent.futures
 import dataclasses
 import importlib.machinery
 import json
@@ -116,6 +117,17 @@ def test_a_regular_expression_has_a_time_limit(monkeypatch):
   assert not verdict.correct and "longer than" in verdict.note
   assert time.monotonic() - begin < 20
   assert task.judge(item, "aab").correct  # the next one is verified as before
+
+
+@pytest.mark.parametrize("verify", [verifiers.regex, verifiers.math_verify])
+def test_another_thread_verifies_nothing_that_it_could_not_stop(monkeypatch, verify):
+  """math-verify's own alarm raises ValueError there, which would be a wrong answer."""
+  monkeypatch.setitem(sys.modules, "math_verify", types.ModuleType("math_verify"))
+  item = tasks.Item("1", "q", "a")
+  task = tasks.Task("t", (item,), verify, "v")
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    with pytest.raises(UserError, match="Python hands signals to it alone"):
+      pool.submit(task.judge, item, "a").result()
 
 
 def test_what_a_verifier_raises_is_a_verdict_but_for_the_machines_errors():

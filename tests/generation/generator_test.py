@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import shutil
 
 import case_inputs
@@ -275,22 +276,31 @@ def test_end_tokens_are_those_of_the_generation_settings_then_of_the_config(tmp_
 
 
 @pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=4), SAMPLED], ids=["greedy", "drawn"])
-def test_logits_that_are_not_finite_end_in_an_error_that_names_the_prompt(rng, sampling):
-  """One token's embedding is NaN, another's infinite: no other prompts are refused."""
+def test_logits_that_are_not_finite_end_their_completion_alone(rng, sampling):
+  """One token's embedding is NaN, another's infinite; what follows in their slots is as ever."""
   cfg, params, _ = _model("llama")
   embed = params["embed"].at[90].set(jnp.nan).at[91].set(jnp.inf)
-  generator = _generator()
-  broken = api.Generator(
-    {**params, "embed": embed}, _sites(cfg), cfg, RUN, Tokenizer("bytes"), (NEVER,), slots=3,
-    max_length=48,
-  )  # fmt: skip
   good, [bad, worse] = _prompts(rng, (4, 7), 90), ([1, 90], [65, 66, 91, 3])
-  [[want], _] = generator.generate(good, sampling)
-  if not {90, 91} & set(want.tokens):
-    assert broken.generate(good[:1], sampling) == [[want]]
-  for prompt, shown in ((bad, r"'\\x01Z'"), (worse, r"'AB\[\\x03'")):
-    with pytest.raises(UserError, match=f"prompt 1 .{shown}. has logits that .* after 0 tokens"):
-      broken.generate([good[0], prompt], sampling)
+  # Beyond the bucket of the prompt behind it.
+  prompts = [good[0], bad, worse * 6, good[1]]
+  want = [_generator().generate([prompt], sampling)[0] for prompt in good]
+  met = want[0][0].tokens[1]  # is read as the third token is computed
+  assert not {90, 91, met} & {*good[0], *good[1], *want[1][0].tokens, want[0][0].tokens[0]}
+  assert not {90, 91} & set(want[0][0].tokens)
+  for slots, poison in ((1, embed), (3, embed), (3, embed.at[met].set(jnp.nan))):
+    broken = api.Generator(
+      {**params, "embed": poison}, _sites(cfg), cfg, RUN, Tokenizer("bytes"), (NEVER,),
+      slots=slots, max_length=48,
+    )  # fmt: skip
+    found = broken.generate(prompts, sampling)
+    ends = [(c.finish_reason, len(c.tokens)) for [c] in found[1:3]]
+    assert ends == [("error", 0)] * 2 and found[3] == want[1]
+    assert found[0] == want[0] or poison is not embed
+    for i, shown in ((1, r"'\\x01Z'"), (2, r"'AB\[\\x03.*\.\.\.")):
+      said = broken.not_finite(prompts[: i + 1], [want[0], *[want[1]] * (i - 1), found[i]])
+      assert re.search(f"1 of {i + 1} .*prompt {i} .{shown}. has logits .* after 0 tokens", said)
+  assert (found[0][0].finish_reason, found[0][0].tokens) == ("error", want[0][0].tokens[:2])
+  assert broken.not_finite(prompts, want) == ""
   with pytest.raises(UserError, match="sequence 1 .'.x01Z.*diverged, or a scale"):
     broken.score([(good[0], [5]), (bad, [5])])
 

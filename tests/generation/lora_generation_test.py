@@ -94,7 +94,5 @@ def test_a_folder_is_not_asked_for_adapters(job, capsys, tmp_path):
   folder = str(case_inputs.model_folder(tmp_path / "folder"))
   c = harness.tiny_config("block_128", **SMALL | {"weights.hf": folder})
   assert dispatch.run(job, c, base.get_config(), "x.py", "") == 1
-  said = (
-    f"error: model.lora.rank=4 with weights.hf={folder!r}, which has no adapters; set init.adapters"
-  )
+  said = f"model.lora.rank=4 with weights.hf={folder!r}, which has no adapters; set init.adapters"
   assert said in capsys.readouterr().err

@@ -79,6 +79,25 @@ def test_a_folder_is_evaluated_stored_and_compared(folder, tmp_path, capsys):
   assert "leaves nothing to evaluate; set one of them" in capsys.readouterr().err
 
 
+def test_outputs_of_damaged_weights_are_counted_and_the_job_says_so(
+  folder, tmp_path, capsys, monkeypatch
+):
+  chats.damage(monkeypatch, folder, "quick")
+  questions = [
+    {"question": q, "answer": ".*", "verifier": "regex"} for q in ("quick", "fox", "the")
+  ]
+  (tmp_path / "q.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+  c = _config(folder, tasks=str(tmp_path / "q.jsonl"), max_new_tokens=3)
+  c.generate.precision = "bf16"
+  assert _evaluate(tmp_path, c) == 3
+  stdout, stderr = capsys.readouterr()
+  report = json.loads(stdout[stdout.index("{\n") :])
+  assert report["tasks"]["q"]["finish_reasons"] == {"error": 1, "length": 2}
+  assert (
+    "error: 1 outputs ended at logits that are not finite and count as wrong (1 of q)" in stderr
+  )
+
+
 def test_a_tasks_protocol_asks_by_the_chat_template_whatever_the_setting(folder):
   made = types.SimpleNamespace(tokenizer=Tokenizer(str(folder)))
   plan = resolve.resolve(_config(folder), 1, Device("cpu", 0), needs=table.JOBS["evaluate"].needs)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import chats
 import pytest
@@ -58,6 +59,23 @@ def test_prompts_of_a_file_are_completed_to_standard_output_and_to_json_lines(
   capsys.readouterr()
   assert dispatch.run("generate", c, base.get_config(), "x.py", "") == 1
   assert "exists; move it away" in capsys.readouterr().err
+
+
+def test_damaged_weights_end_their_completions_and_the_job_says_so(
+  folder, tmp_path, capsys, monkeypatch
+):
+  """All completions are written; the exit code is that of a loss that is not finite."""
+  chats.damage(monkeypatch, folder, "quick")
+  (tmp_path / "p.txt").write_text("quick fox\nthe fox\n")
+  out = tmp_path / "out.jsonl"
+  c = _config(folder, prompts=str(tmp_path / "p.txt"), out=str(out), precision="bf16")
+  assert dispatch.run("generate", c, base.get_config(), "x.py", "") == 3
+  stdout, stderr = capsys.readouterr()
+  assert json.loads(stdout[stdout.index("{\n") :])["finish_reasons"] == {"error": 1, "length": 1}
+  assert re.search("error: 1 of 2 completions ended early: prompt 0 .*'quick fox'", stderr)
+  rows = {r["index"]: r for r in map(json.loads, out.read_text().splitlines())}
+  assert rows[0]["finish_reason"] == "error" and not rows[0]["tokens"]
+  assert len(rows[1]["tokens"]) == 6
 
 
 def _read(tmp_path, text, name="p.jsonl"):

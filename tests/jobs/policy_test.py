@@ -13,9 +13,9 @@ import pytest
 
 from fp8jax.config import resolve
 from fp8jax.data import loader
-from fp8jax.jobs import restore, steering, train
+from fp8jax.jobs import steering, train
 from fp8jax.kernels import choose
-from fp8jax.run import checkpoint, control, preemption
+from fp8jax.run import checkpoint, control, preemption, restore
 from fp8jax.run import evaluator as evaluator_lib
 
 

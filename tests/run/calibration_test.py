@@ -19,7 +19,7 @@ NAMES = [f"attn/{n}" for n in "qkvo"] + [f"mlp/{n}" for n in ("gate", "up", "dow
 
 
 def test_calibration_is_a_table_that_scales_start_from(tmp_path):
-  plan = harness.text_plan("e4m3_static")
+  plan = harness.text_plan("e4m3_static", job="calibrate")
   params = train_step.make_state(plan).params
   spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch)
   stream = loader.train_batches(plan.data, 2)
@@ -42,7 +42,7 @@ def test_calibration_is_a_table_that_scales_start_from(tmp_path):
 
 
 def test_calibration_by_percentile_says_what_it_clips():
-  plan = harness.one_layer_plan(**{
+  plan = harness.one_layer_plan(job="calibrate", **{
     "precision.rules": harness.only_down("e4m3_static"),
     "calibrate.method": "percentile", "calibrate.percentile": 90.0,
   })  # fmt: skip

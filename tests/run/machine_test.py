@@ -3,6 +3,7 @@
 Drivers are nvidia-smi programs of our own on PATH, devices are values: no GPU is here.
 """
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -20,7 +21,7 @@ from configs import base, cpt_7b_1gpu, debug, smollm2_cpt
 from fp8jax.config import files as config_files
 from fp8jax.config import resolve
 from fp8jax.errors import UserError
-from fp8jax.jobs import dispatch, train
+from fp8jax.jobs import dispatch, table
 from fp8jax.kernels import choose
 from fp8jax.run import machine, metrics
 from fp8jax.run import start as run_start
@@ -229,7 +230,7 @@ def test_a_config_sets_the_share_of_memory_before_jax_meets_its_devices():
   code = (
     "import os, runpy, sys; from fp8jax.jobs import dispatch; "
     "import jax._src.xla_bridge as bridge; "
-    "dispatch.run = lambda *a: print(os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'], "
+    "dispatch.run = lambda *a, **k: print(os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'], "
     "bridge.backends_are_initialized()); "
     "sys.argv = ['launch.py', '--config=configs/cpt_7b_1gpu_32k.py']; "
     "runpy.run_path('launch.py', run_name='__main__')"
@@ -254,7 +255,8 @@ def test_out_of_memory_ends_in_one_line_with_the_command_that_explains_it(
 
   argv = ["launch.py", "--config=configs/debug.py:bf16", "--config.global_batch=8", "--job=train"]
   monkeypatch.setattr(sys, "argv", argv)
-  monkeypatch.setattr(train, "run", too_much)
+  row = dataclasses.replace(table.JOBS["train"], run=too_much)
+  monkeypatch.setitem(table.JOBS, "train", row)
   c = debug.get_config("bf16")
   assert dispatch.run("train", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
   (line,) = capsys.readouterr().err.splitlines()
@@ -269,7 +271,8 @@ def test_out_of_memory_in_a_notebook_is_one_error(tmp_path, monkeypatch):
   def too_much(*args):
     jnp.zeros(2**46, jnp.int8).block_until_ready()  # 64 TiB
 
-  monkeypatch.setattr(train, "run", too_much)
+  row = dataclasses.replace(table.JOBS["train"], run=too_much)
+  monkeypatch.setitem(table.JOBS, "train", row)
   with pytest.raises(UserError, match="out of memory: .*the same call with the job 'memory'"):
     dispatch.call("train", debug.get_config("bf16"), base.get_config(), str(tmp_path))
 

@@ -13,10 +13,7 @@ from fp8jax.models.config import LARGEST, ModelConfig, RopeScaling
 from fp8jax.models.hf import fp8_formats
 
 ARCHITECTURES = {
-  "llama": "LlamaForCausalLM",
-  "mistral": "MistralForCausalLM",
-  "qwen2": "Qwen2ForCausalLM",
-  "qwen3": "Qwen3ForCausalLM",
+  name: f"{name.title()}ForCausalLM" for name in ("llama", "mistral", "qwen2", "qwen3")
 }
 # The defaults of transformers' classes, where not Llama's, of keys that a file leaves out.
 _ABSENT = {
@@ -63,15 +60,14 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
     )
   given, c = c, _ABSENT.get(architecture, {}) | dict(c)
   _check_values(c, where)
+  kinds = c.get("layer_types") or []
   refused = {
     "sliding_window": architecture == "mistral" and c["sliding_window"] is not None,
     "partial_rotary_factor": c.get("partial_rotary_factor") not in (None, 1),
     "hidden_act": c.get("hidden_act", "silu") != "silu",
-    "mlp_bias": bool(c.get("mlp_bias", False)),
-    # Llama and Qwen3 put this bias on the output projection too.
-    "attention_bias": bool(c.get("attention_bias", False)),
-    "use_sliding_window": bool(c.get("use_sliding_window", False)),
-    "layer_types": not _is_full_attention(c.get("layer_types")),
+    # Llama and Qwen3 put attention_bias on the output projection too.
+    **{key: bool(c.get(key)) for key in ("mlp_bias", "attention_bias", "use_sliding_window")},
+    "layer_types": not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds),
     "pretraining_tp": c.get("pretraining_tp", 1) != 1,
   }
   for key, is_refused in refused.items():
@@ -80,17 +76,12 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
       raise UserError(f"{where}: {key}={c[key]!r}{absent} is not supported")
   fp8_formats.of_config(c, where)
   theta, scaling, _ = _rope_from_hf(c, where)
-  heads = c["num_attention_heads"]
+  sizes: dict[str, Any] = {ours: c.get(theirs) for theirs, ours in _SIZES.items()}
+  sizes["num_kv_heads"] = sizes["num_kv_heads"] or c["num_attention_heads"]
+  sizes["head_dim"] = sizes["head_dim"] or _head_dim(c, where)
   return ModelConfig(
     architecture=architecture,
-    vocab_size=c["vocab_size"],
-    hidden_size=c["hidden_size"],
-    intermediate_size=c["intermediate_size"],
-    num_layers=c["num_hidden_layers"],
-    num_heads=heads,
-    num_kv_heads=c.get("num_key_value_heads") or heads,
-    head_dim=c.get("head_dim") or _head_dim(c, where),
-    max_positions=c["max_position_embeddings"],
+    **sizes,
     rope_theta=theta,
     rope_scaling=scaling,
     norm_eps=c["rms_norm_eps"],
@@ -104,15 +95,11 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
 _REMEDY = "correct it, or fetch the file again"
 # Their names of our sizes.
 _SIZES = {
-  "vocab_size": "vocab_size",
-  "hidden_size": "hidden_size",
-  "intermediate_size": "intermediate_size",
-  "num_hidden_layers": "num_layers",
-  "num_attention_heads": "num_heads",
-  "num_key_value_heads": "num_kv_heads",
-  "head_dim": "head_dim",
-  "max_position_embeddings": "max_positions",
-}
+  "vocab_size": "vocab_size", "hidden_size": "hidden_size",
+  "intermediate_size": "intermediate_size", "num_hidden_layers": "num_layers",
+  "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
+  "head_dim": "head_dim", "max_position_embeddings": "max_positions",
+}  # fmt: skip
 # The smallest and largest value of a number that is no size. A period of 1 turns nothing, and the
 # logarithm of theta divides.
 _BOUNDS = {
@@ -136,12 +123,6 @@ def _check_values(c: Mapping[str, Any], where: str):
   for key in _FLAGS:
     if not isinstance(c.get(key), bool | None):
       raise UserError(f"{where}: {key} is {c[key]!r}, expected true or false; {_REMEDY}")
-
-
-def _is_full_attention(layer_types) -> bool:
-  return not layer_types or (
-    isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)
-  )
 
 
 def _head_dim(c: Mapping[str, Any], where: str) -> int:
@@ -288,14 +269,7 @@ def config_to_hf(
     _UNUSED[cfg.architecture],
     architectures=[ARCHITECTURES[cfg.architecture]],
     model_type=cfg.architecture,
-    vocab_size=cfg.vocab_size,
-    hidden_size=cfg.hidden_size,
-    intermediate_size=cfg.intermediate_size,
-    num_hidden_layers=cfg.num_layers,
-    num_attention_heads=cfg.num_heads,
-    num_key_value_heads=cfg.num_kv_heads,
-    head_dim=cfg.head_dim,
-    max_position_embeddings=cfg.max_positions,
+    **{theirs: getattr(cfg, ours) for theirs, ours in _SIZES.items()},
     rope_theta=cfg.rope_theta,
     rms_norm_eps=cfg.norm_eps,
     tie_word_embeddings=cfg.tie_embeddings,

