@@ -87,7 +87,7 @@ def test_outputs_of_damaged_weights_are_counted_and_the_job_says_so(
     {"question": q, "answer": ".*", "verifier": "regex"} for q in ("quick", "fox", "the")
   ]
   (tmp_path / "q.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
-  c = _config(folder, tasks=str(tmp_path / "q.jsonl"), max_new_tokens=3)
+  c = _config(folder, tasks=f"{tmp_path}/q.jsonl(max_new_tokens=3)")
   c.generate.precision = "bf16"
   assert _evaluate(tmp_path, c) == 3
   stdout, stderr = capsys.readouterr()

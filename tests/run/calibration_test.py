@@ -1,5 +1,6 @@
 """Calibration tables: their amaxes, the scales that start from them, and refused tables."""
 
+import dataclasses
 import json
 
 import harness
@@ -10,6 +11,7 @@ from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.jobs import train
 from fp8jax.run import calibration
+from fp8jax.run.settings import Calibrate
 from fp8jax.step import train_step
 
 STATIC_LATE_LAYERS = {
@@ -42,10 +44,11 @@ def test_calibration_is_a_table_that_scales_start_from(tmp_path):
 
 
 def test_calibration_by_percentile_says_what_it_clips():
-  plan = harness.one_layer_plan(job="calibrate", **{
+  plan = harness.one_layer_plan(**{
     "precision.rules": harness.only_down("e4m3_static"),
-    "calibrate.method": "percentile", "calibrate.percentile": 90.0,
   })  # fmt: skip
+  section = Calibrate(method="percentile", percentile=90.0)
+  plan = dataclasses.replace(plan, sections={Calibrate: section})
   params = train_step.make_state(plan).params
   batch = harness.weighted_batch(np.random.default_rng(0))
   table = calibration.run(plan, params, [batch], step=0, fingerprint="abc")

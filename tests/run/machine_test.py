@@ -250,7 +250,7 @@ def test_out_of_memory_ends_in_one_line_with_the_command_that_explains_it(
 ):
   big = jnp.zeros((3, 2**21), jnp.float32)  # of no other test
 
-  def too_much(*args):
+  def too_much(*args, **_):
     jnp.zeros(2**46, jnp.int8).block_until_ready()  # 64 TiB
 
   argv = ["launch.py", "--config=configs/debug.py:bf16", "--config.global_batch=8", "--job=train"]
@@ -268,7 +268,7 @@ def test_out_of_memory_ends_in_one_line_with_the_command_that_explains_it(
 
 
 def test_out_of_memory_in_a_notebook_is_one_error(tmp_path, monkeypatch):
-  def too_much(*args):
+  def too_much(*args, **_):
     jnp.zeros(2**46, jnp.int8).block_until_ready()  # 64 TiB
 
   row = dataclasses.replace(table.JOBS["train"], run=too_much)
