@@ -57,11 +57,8 @@ class SavedTensor:
 
 def runs(plan: run_spec.RunSpec) -> list[tuple[int, int]]:
   """(first, one past the last) of layers that multiply alike, each a loop of its own."""
-  found = []
-  for sites in plan.sites()["layers"]:
-    first, stop = next(iter(site_lib.flatten(sites).values())).layers
-    found.append((first, stop))
-  return found
+  trees = plan.sites()["layers"]
+  return [next(iter(site_lib.flatten(sites).values())).layers for sites in trees]
 
 
 def of_layers(plan: run_spec.RunSpec) -> list[SavedTensor]:
