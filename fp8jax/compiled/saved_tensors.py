@@ -57,8 +57,8 @@ class SavedTensor:
 
 def runs(plan: run_spec.RunSpec) -> list[tuple[int, int]]:
   """(first, one past the last) of layers that multiply alike, each a loop of its own."""
-  trees = plan.sites()["layers"]
-  return [next(iter(site_lib.flatten(sites).values())).layers for sites in trees]
+  first_sites = (next(iter(site_lib.flatten(t).values())) for t in plan.sites()["layers"])
+  return [(start, stop) for start, stop in (site.layers for site in first_sites)]
 
 
 def of_layers(plan: run_spec.RunSpec) -> list[SavedTensor]:

@@ -103,7 +103,7 @@ def _apart_from_rate(c: Comparison) -> Callable[[Member], list[str]]:
 def rates(c: Comparison) -> Any | None:
   """Final loss against the peak learning rate; None where all runs have the same."""
   others = _apart_from_rate(c)
-  points = [
+  points: list[tuple[Any, ...]] = [
     (m.run.resolved.get(RATE), m.arm, ", ".join(others(m)), m.seed, m.final_loss)
     for m in c.members
     if math.isfinite(m.final_loss)

@@ -49,7 +49,8 @@ def abstract_state(plan: run_spec.RunSpec, step: int = 0) -> State:
 
   scales = (scaling_states, loss_scale.init(plan.loss_scale), _initial_grad_autoscale(plan))
   of_int, of_bool = (cast(Any, everywhere(jnp.zeros((), t))) for t in (jnp.int32, jnp.bool_))
-  return State(of_int, params, opt, *jax.tree.map(everywhere, scales), of_int, of_bool)
+  states, loss, grad = jax.tree.map(everywhere, scales)
+  return State(of_int, params, opt, states, loss, grad, of_int, of_bool)
 
 
 def make_state(plan: run_spec.RunSpec, params=None) -> State:
