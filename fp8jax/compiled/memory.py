@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -119,6 +120,35 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
     "fp8_gemms": fp8_gemms.summary(plan, fp8_gemms.text_of(plan, lowered, program)),
   }
   return rows, summary
+
+
+def table(rows: Sequence[MemoryRow], summary: dict[str, Any]):
+  """Memory per device by kind, as declared and as compiled, each at its own peak."""
+  import rich.table  # extra `train`
+
+  table = rich.table.Table(title="memory per device")
+  for name in ("kind", "declared GiB", "compiled GiB"):
+    table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
+  table.add_column("largest arrays, differences")
+
+  def gib(n: int | None) -> str:
+    return "" if n is None else f"{n / 2**30:.3f}"
+
+  for row in rows:
+    table.add_row(row.kind, gib(row.declared), gib(row.compiled), row.note)
+  table.add_section()
+  table.add_row(
+    "arguments of the step", gib(summary["state_declared"]), gib(summary["arguments_compiled"])
+  )
+  table.add_row(
+    "temporaries", gib(summary["declared"] - summary["state_declared"]),
+    gib(summary["temporaries_compiled"]), f"declared: at the {summary['declared_moment']}",
+  )  # fmt: skip
+  table.add_row(
+    "peak", gib(summary["declared"]), gib(summary["peak"]),
+    f"declared / compiled: {summary['declared_of_peak']:.3f}",
+  )  # fmt: skip
+  return table
 
 
 def _saved_rows(saved: list[saved_tensors.SavedTensor]) -> list[MemoryRow]:

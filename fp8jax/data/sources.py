@@ -116,8 +116,8 @@ class Rows:
     """The columns to read of a table that has these; those that must be there first."""
     if not self.chat:
       return [self.field]
-    more = conversation.optional_columns(self.chat)
-    return [*conversation.columns(self.field), *(name for name in more if name in have)]
+    beside = (name for name in conversation.BESIDE[self.chat] if name in have)
+    return [*conversation.columns(self.field), *beside]
 
 
 def find_files(pattern: str) -> list[str]:

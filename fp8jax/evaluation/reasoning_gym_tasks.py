@@ -52,13 +52,9 @@ def entries(family: str, arguments: Mapping[str, Any], seed: int, draws: int):
 
 
 def make(
-  family: str,
-  arguments: Mapping[str, Any] | None = None,
-  size: int = 0,
-  seed: int = 0,
-  trained: Collection[str] = frozenset(),
-  name: str = "",
-) -> Task:
+  family: str, arguments: Mapping[str, Any] | None = None, size: int = 0, seed: int = 0,
+  trained: Collection[str] = frozenset(), name: str = "",
+) -> Task:  # fmt: skip
   """The task of a family: greedy, a short answer, no system turn.
 
   Args:

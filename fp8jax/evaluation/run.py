@@ -44,14 +44,9 @@ class Evaluated:
 
 
 def evaluate(
-  task: Task,
-  generator: Generates,
-  ask: Ask,
-  folder: str,
-  settings: Mapping[str, Any],
-  seed: int = 0,
-  say: Callable[[str], None] = print,
-) -> Evaluated:
+  task: Task, generator: Generates, ask: Ask, folder: str, settings: Mapping[str, Any],
+  seed: int = 0, say: Callable[[str], None] = print,
+) -> Evaluated:  # fmt: skip
   """Asks the items that are not answered yet, and sums up all.
 
   Args:

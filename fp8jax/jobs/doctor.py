@@ -145,14 +145,11 @@ def install_lines(found: Machine, in_clone: bool) -> list[str]:
       lines.append(f"{pip} {shlex.quote(package)}  # for the driver {found.driver}")
     except UserError as e:
       lines.append(f"# {e}")
-  extras: dict[str, list[str]] = {}
-  for module in found.missing:
-    if EXTRAS[module] in _HOPPER_ONLY and found.device.capability != 90:
-      continue
-    extras.setdefault(EXTRAS[module], []).append(module)
-  for extra, modules in extras.items():
-    package = f"-e '.[{extra}]'" if in_clone else f"'fp8jax[{extra}]'"
-    lines.append(f"{pip} {package}  # {', '.join(modules)}")
+  for extra in dict.fromkeys(map(EXTRAS.__getitem__, found.missing)):
+    if extra not in _HOPPER_ONLY or found.device.capability == 90:
+      package = f"-e '.[{extra}]'" if in_clone else f"'fp8jax[{extra}]'"
+      modules = ", ".join(name for name in found.missing if EXTRAS[name] == extra)
+      lines.append(f"{pip} {package}  # {modules}")
   return lines
 
 
@@ -174,12 +171,9 @@ def show(found: Machine, out: rich.console.Console, in_clone: bool):
   rows = recipes(found.device)
   table = [[r.name, ", ".join(dict.fromkeys(r.backends)) or "refused"] for r in rows]
   out.print(console_lib.table("backends of a linear layer's products", ["recipe", ""], table))
-  reasons: dict[str, list[str]] = {}
-  for row in rows:
-    if row.refusal:
-      reasons.setdefault(row.refusal, []).append(row.name)
-  for reason, names in reasons.items():
-    out.print(f"refused, {', '.join(names)}: {reason}")
+  for reason in dict.fromkeys(row.refusal for row in rows if row.refusal):
+    names = ", ".join(row.name for row in rows if row.refusal == reason)
+    out.print(f"refused, {names}: {reason}")
   out.print(f"first run: {advice(found.device)}")
   lines = install_lines(found, in_clone)
   out.print("to install:" if lines else "all extras are installed")

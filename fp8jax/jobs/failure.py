@@ -11,12 +11,11 @@ from fp8jax.run import provenance as provenance_lib
 from fp8jax.step import run_spec
 
 
-def keep_batch(workdir: str, host) -> str:
-  """Saves the batch of the failure for --job=diagnose; the folder."""
+def keep_batch(workdir: str, host):
+  """Saves the batch of the failure for --job=diagnose."""
   folder = os.path.join(workdir, "nonfinite")
   os.makedirs(folder, exist_ok=True)
   np.savez(os.path.join(folder, f"batch_{jax.process_index()}.npz"), **host)
-  return folder
 
 
 def report(

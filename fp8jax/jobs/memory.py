@@ -5,8 +5,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import rich.table
-
 from fp8jax import console as console_lib
 from fp8jax.compiled import aot, memory
 from fp8jax.run import provenance
@@ -29,7 +27,7 @@ def run(
   out.print(f"compiling the step for {topology or devices[0].device_kind}")
   found, summary = memory.compiled(plan, aot.lower(plan, devices))
   rows += found
-  out.print(_table(rows, summary))
+  out.print(memory.table(rows, summary))
   proof = summary["fp8_gemms"]
   out.print(
     f"FP8 GEMMs per step and device: {proof['found']} of {proof['planned']} planned"
@@ -40,30 +38,3 @@ def run(
   if os.path.isdir(workdir):
     provenance.write_json(workdir, "memory.json", result)
   return result
-
-
-def _table(rows: Sequence[memory.MemoryRow], summary: dict[str, Any]) -> rich.table.Table:
-  """Memory per device by kind, as declared and as compiled, each at its own peak."""
-  table = rich.table.Table(title="memory per device")
-  for name in ("kind", "declared GiB", "compiled GiB"):
-    table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
-  table.add_column("largest arrays, differences")
-
-  def gib(n: int | None) -> str:
-    return "" if n is None else f"{n / 2**30:.3f}"
-
-  for row in rows:
-    table.add_row(row.kind, gib(row.declared), gib(row.compiled), row.note)
-  table.add_section()
-  table.add_row(
-    "arguments of the step", gib(summary["state_declared"]), gib(summary["arguments_compiled"])
-  )
-  table.add_row(
-    "temporaries", gib(summary["declared"] - summary["state_declared"]),
-    gib(summary["temporaries_compiled"]), f"declared: at the {summary['declared_moment']}",
-  )  # fmt: skip
-  table.add_row(
-    "peak", gib(summary["declared"]), gib(summary["peak"]),
-    f"declared / compiled: {summary['declared_of_peak']:.3f}",
-  )  # fmt: skip
-  return table

@@ -190,17 +190,15 @@ def update_param(
   def one(g, old, piece, scalars=scalars):
     state, master = old
     # A scalar, or [N] as [N, 1, …] of as many axes.
-    rate, factor = (x.reshape(x.shape + (1,) * (len(g.shape) - 1) * x.ndim) for x in scalars)
+    ones = (1,) * (len(g.shape) - 1)
+    rate, factor = (x.reshape(*x.shape, *ones) if x.ndim else x for x in scalars)
     value = master.unpack() if isinstance(master, QuantizedTensor | SplitFloat32) else master
     g = gradients.dequantize(g) * factor
     update, state = leaf.transformation.update(g, state, value, piece=piece)
-    if leaf.apply is None:
-      change = -rate * jnp.asarray(update)
-      updated = optax.apply_updates(value, change)
-    else:
-      updated = leaf.apply(value, update, rate)
-      change = updated - value
+    applied = None if leaf.apply is None else leaf.apply(value, update, rate)
+    change = -rate * jnp.asarray(update) if applied is None else applied - value
     squares = jnp.stack([jnp.sum(jnp.square(change)), jnp.sum(jnp.square(value))])
+    updated = optax.apply_updates(value, change) if applied is None else applied
     new = (
       state,
       storage.store_master(

@@ -219,11 +219,10 @@ def _curves(rows: list[dict[str, Any]]) -> dict[str, Curve]:
 
 
 def _heldout(rows: list[dict[str, Any]]) -> tuple[HeldOut, ...]:
-  found = {}
-  for row in rows:
-    for name, value in row.items():
-      if match := _HELDOUT.fullmatch(name):
-        found[row["step"], match[1], match[2]] = float(value)
+  found = {
+    (row["step"], match[1], match[2]): float(value)
+    for row in rows for name, value in row.items() if (match := _HELDOUT.fullmatch(name))
+  }  # fmt: skip
   return tuple(HeldOut(s, source, p, loss) for (s, source, p), loss in sorted(found.items()))
 
 
@@ -262,9 +261,8 @@ def cell_order(cell: Cell):
 
 def _events(rows: list[dict[str, Any]]) -> tuple[Event, ...]:
   """Rows "alarms" and "actions": lists of objects with "place" and "text"."""
-  found = []
-  for row in rows:
-    for key, kind in (("alarms", "alarm"), ("actions", "action")):
-      for item in row.get(key, ()):
-        found.append(Event(row["step"], kind, str(item.get("place", "")), str(item["text"])))
+  found = [
+    Event(row["step"], kind, str(item.get("place", "")), str(item["text"]))
+    for row in rows for kind in ("alarm", "action") for item in row.get(f"{kind}s", ())
+  ]  # fmt: skip
   return tuple(sorted(found, key=lambda e: e.step))

@@ -77,13 +77,12 @@ def with_drift(now: Numerics, before: Numerics) -> dict[str, dict[str, dict[str,
 
 
 def _drift(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, float]:
+  (a, b), (c, d) = ([float(x.get(k, math.nan)) for x in (now, old)] for k in ("amax", "snr_db"))
   drift = {}
-  a, b = float(now["amax"]), float(old.get("amax", math.nan))
   if 0 < a < math.inf and 0 < b < math.inf:
     drift["amax_drift"] = math.log2(a) - math.log2(b)
-  a, b = float(now.get("snr_db", math.nan)), float(old.get("snr_db", math.nan))
-  if math.isfinite(a) and math.isfinite(b):
-    drift["snr_drift"] = a - b
+  if math.isfinite(c) and math.isfinite(d):
+    drift["snr_drift"] = c - d
   return drift
 
 

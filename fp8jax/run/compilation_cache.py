@@ -4,6 +4,7 @@ JAX's persistent compilation cache, on by default. JAX_COMPILATION_CACHE_DIR mov
 JAX_ENABLE_COMPILATION_CACHE=false switches it off; both are JAX's own variables.
 """
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -24,12 +25,9 @@ def enable(root: str = ROOT) -> str | None:
   ):
     return None
   folder = os.path.join(os.path.expanduser(root), _processor())
-  try:
+  with contextlib.suppress(OSError):
     os.makedirs(folder, exist_ok=True)
-    writable = os.access(folder, os.W_OK)
-  except OSError:
-    writable = False
-  if not writable:
+  if not os.access(folder, os.W_OK):
     return (
       f"compiled programs are not cached: {folder} cannot be written; "
       "JAX_COMPILATION_CACHE_DIR names another folder"

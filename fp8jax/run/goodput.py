@@ -12,7 +12,15 @@ from typing import Any
 # init: before the first step, models and checkpoints read. compile: programs, and the checks before
 # a first step. evaluation: with the compilation of its own programs. lost: steps that were taken
 # again, of an earlier process after its last checkpoint or of a roll-back.
-KINDS = ("init", "compile", "data_wait", "step", "checkpoint", "evaluation", "lost")
+KINDS: tuple[str, ...] = (
+  "init",
+  "compile",
+  "data_wait",
+  "step",
+  "checkpoint",
+  "evaluation",
+  "lost",
+)
 _PREFIX = "seconds/"
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pathlib
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -28,12 +29,8 @@ class Tracker:
 
 def _id_of(workdir: str) -> str:
   """The id that the run in this folder drew when it began."""
-  path = os.path.join(workdir, "wandb_id")
-  if os.path.exists(path):
-    with open(path, encoding="ascii") as f:
-      return f.read().strip()
-  found = uuid.uuid4().hex
-  os.makedirs(workdir, exist_ok=True)
-  with open(path, "w", encoding="ascii") as f:
-    f.write(found + "\n")
-  return found
+  path = pathlib.Path(workdir, "wandb_id")
+  if not path.exists():
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
+  return path.read_text(encoding="ascii").strip()

@@ -131,8 +131,3 @@ class Child:
     while (found := self.poll()) is None:
       time.sleep(_POLL_S)
     return found
-
-
-def start(trial: Trial, root: str, stop_above: float, slot: Slot | None = None) -> Child:
-  """The running child of a trial."""
-  return Child(command(trial, root, slot), trial, stop_above)

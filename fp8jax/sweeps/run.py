@@ -102,8 +102,8 @@ def _starter(sweep, root: str, folder: str, parallel: int, submit: str):
   if submit:
     executor = slurm.Executor(sweep, submit, folder, root)
     return [None] * (parallel or len(sweep)), lambda trial, place: executor.start(trial)
-  return process.slots(parallel), lambda trial, place: process.start(
-    trial, root, sweep.stop_above, place
+  return process.slots(parallel), lambda trial, place: process.Child(
+    process.command(trial, root, place), trial, sweep.stop_above
   )
 
 

@@ -31,7 +31,8 @@ class Job:
   def __call__(self) -> dict[str, Any]:
     import submitit  # pyright: ignore  (extra `sweep`)
 
-    self._child = process.start(self._trial, self._root, self._stop_above)
+    words = process.command(self._trial, self._root)
+    self._child = process.Child(words, self._trial, self._stop_above)
     found = self._child.wait()
     del self._child
     environment = submitit.JobEnvironment()

@@ -28,8 +28,8 @@ _SHAREGPT_ROLES = {
   "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
   "function_call": "assistant", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
-# Beside the messages, where a row has them.
-_BESIDE = {"messages": ("tools",), "sharegpt": ("system", "tools"), "prompt": ("tools",)}
+# Columns that are read beside the messages, where a row has them.
+BESIDE = {"messages": ("tools",), "sharegpt": ("system", "tools"), "prompt": ("tools",)}
 
 
 class _Arguments(dict):
@@ -57,11 +57,6 @@ def columns(field: str) -> tuple[str, ...]:
 def of_table(row: Mapping[str, Any]) -> dict[str, Any]:
   """A row of a table without the nulls inside its columns; JSON text stays as it is."""
   return {name: _without_nulls(value) for name, value in row.items()}
-
-
-def optional_columns(format: str) -> tuple[str, ...]:
-  """The columns that are read where they exist."""
-  return _BESIDE[format]
 
 
 def read(row: Any, format: str, field: str, origin: str) -> Record:
