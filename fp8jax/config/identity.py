@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -70,13 +71,17 @@ def _with_read_rope(flat: dict[str, Any]) -> dict[str, Any]:
   return flat | {"model.rope_scaling": rope | {"original_max_positions": by_kind[kind]}}
 
 
+def without_removed(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """A configuration of an earlier version without keys that are gone and say what holds now."""
+  return {k: v for k, v in flat.items() if k not in REMOVED or REMOVED[k][1] not in (None, v)}
+
+
 def diff(new: dict[str, Any], old: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
   """{key: (old value, new value)} where two flat configurations differ; absent is None.
 
   A key of earlier versions is a difference where its old value is not the one that is fixed now.
   """
-  new, old = (_with_read_rope(flat) for flat in (new, old))
-  old = {k: v for k, v in old.items() if k not in REMOVED or REMOVED[k][1] not in (None, v)}
+  new, old = (_with_read_rope(without_removed(flat)) for flat in (new, old))
   keys = sorted(new.keys() | old.keys())
   return {k: (old.get(k), new.get(k)) for k in keys if old.get(k) != new.get(k)}
 

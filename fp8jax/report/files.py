@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fp8jax import patterns, records
+from fp8jax.config import identity
 from fp8jax.errors import UserError
 from fp8jax.quantization import amax_history
 from fp8jax.recipe.gemm import PASSES
@@ -192,7 +193,7 @@ def read(workdir: str) -> RunFiles:
     heldout=_heldout(rows),
     looks=_looks(rows),
     events=_events(rows),
-    resolved=config.get("resolved") or provenance.get("config", {}),
+    resolved=identity.without_removed(config.get("resolved") or provenance.get("config", {})),
     changed=config.get("changed", {}),
     provenance=provenance,
     sites=tuple(find("sites.json", list[schemas.Site]) or ()),

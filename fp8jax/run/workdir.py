@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from fp8jax import records
+from fp8jax.config import identity
 from fp8jax.errors import UserError
 from fp8jax.run import schemas
 
@@ -22,7 +23,10 @@ def finished(workdir: str, flat: dict[str, Any], fingerprint: str) -> dict[str, 
   summary, config, provenance = (
     records.read(path, kind, "remove it to go on") for path, kind in paths.items()
   )
-  is_same = config.get("resolved") == flat and provenance.get("data_fingerprint") == fingerprint
+  is_same = (
+    not identity.diff(flat, config.get("resolved") or {})
+    and provenance.get("data_fingerprint") == fingerprint
+  )
   return summary if is_same and summary["step"] >= flat["steps"] else None
 
 

@@ -109,6 +109,7 @@ def test_a_run_of_before_goes_on_where_its_removed_keys_had_the_values_of_now():
   now = identity.flatten(base.get_config())
   of_before = {"loss_scale.start": 256.0, "loss_scale.growth_interval": 2000, "eval.hf": "x"}
   assert identity.diff(now, now | of_before) == {}
+  assert identity.without_removed(now | of_before) == now
   changes = identity.diff(now, now | of_before | {"loss_scale.start": 128.0})
   assert changes == {"loss_scale.start": (128.0, None)}
   with pytest.raises(ConfigError) as e:
