@@ -67,7 +67,8 @@ def export(source, tmp_path, monkeypatch, capsys):
     }
     c.update_from_flattened_dict(hf | small | changes)
     capsys.readouterr()
-    code = dispatch.run(job, c, base.get_config(), "configs/debug.py", str(workdir), out=str(out))
+    options = {"out": str(out)} if job != "train" else {}
+    code = dispatch.run(job, c, base.get_config(), "configs/debug.py", str(workdir), **options)
     out, err = capsys.readouterr()
     plan = None if code else resolve.resolve(c, 1, Device("cpu"), needs=table.JOBS["export"].needs)
     return types.SimpleNamespace(code=code, target=target, stdout=out, stderr=err, plan=plan)
