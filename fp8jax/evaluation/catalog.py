@@ -60,6 +60,7 @@ def load(settings: Tasks) -> tuple[tasks.Task, ...]:
   return made
 
 
+_CALL = re.compile(r"(.*\.jsonl?|[^()]*)\((.*)\)")
 # Of the protocol of a task: "aime24(samples=4)" draws so many outputs per question.
 _PROTOCOL = {"samples": int, "temperature": float, "max_new_tokens": int}
 
@@ -67,12 +68,12 @@ _PROTOCOL = {"samples": int, "temperature": float, "max_new_tokens": int}
 def _parse(name: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
   """(name, arguments of a family, changes of the protocol) of "chain_sum(max_terms=2, samples=4)".
 
-  The name may be a path.
+  The name may be a path, which may have parentheses of its own: "runs (1)/q.jsonl(samples=4)".
   """
-  head, bracket, rest = name.partition("(")
-  _, fields = calls.parse(f"task({rest}") if bracket else ("", {})
+  match = _CALL.fullmatch(name)
+  _, fields = calls.parse(f"task({match[2]})") if match else ("", {})
   changes = {key: fields.pop(key) for key in _PROTOCOL if key in fields}
-  return head.strip(), fields, changes
+  return (match[1] if match else name).strip(), fields, changes
 
 
 def _load(text: str, settings: Tasks, trained: frozenset[str]) -> tasks.Task:

@@ -117,7 +117,7 @@ def call(
 ) -> dict[str, Any]:
   """Runs one job in this process, e.g. in a notebook, and returns its result; errors are raised.
 
-  The same call goes on with a run that was interrupted, and leaves one alone that is finished.
+  The same call resumes an interrupted run, and is a no-op on a finished one.
 
   Args:
     job: one of NAMES, but for those that read files alone.

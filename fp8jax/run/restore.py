@@ -65,8 +65,8 @@ def restore_scaling_states(plan: run_spec.RunSpec, workdir: str, step: int, meta
   remembered = scaling_lib.recipes(plan.sites(phase=phase)) if step else {}
   if meta.get("remembered", remembered) != remembered:
     print(
-      f"the scales of step {step} are other recipes'; those of {workdir} are chosen anew from what "
-      "is evaluated",
+      f"scales of step {step} of {workdir} belong to other recipes; current scales are computed "
+      "instead",
       file=sys.stderr,
     )
     return {}

@@ -343,6 +343,9 @@ def test_tasks_of_one_file_are_refused_and_numbers_are_bounded(gym, tmp_path):
     assert f"{names[0]!r} and {names[1]!r} would be stored in one file" in problem
   with pytest.raises(ConfigError, match="'!' has no letter or digit"):
     load("!")
+  (tmp_path / "d (1).jsonl").write_text(line)
+  [mine, drawn] = load("d (1)"), load("d (1)", protocol="(samples=2, temperature=0.5)")
+  assert (mine[0].protocol.samples, drawn[0].protocol.samples) == (1, 2)
   [most] = load("c", protocol=f"(samples={tasks.MOST_SAMPLES}, temperature=1.0)")
   assert most.protocol.samples == 10_000
   with pytest.raises(ConfigError, match="samples=10001 must be from 1 to 10,000"):
