@@ -53,7 +53,7 @@ PROCESS = flags.DEFINE_integer("process", None, "Index of this process, without 
 SWEEP = flags.DEFINE_string("sweep", "", "Runs the trials of this file (experiments/sweeps).")
 PARALLEL = flags.DEFINE_integer("parallel", 0, "Trials at a time; default one per GPU or core.")
 SUBMIT = flags.DEFINE_string("submit", "", "Runs the trials as jobs: slurm, or local to try it.")
-PRINT = flags.DEFINE_boolean("print", False, "Prints the commands of trials that are not over.")
+PRINT = flags.DEFINE_boolean("print", False, "Prints the commands of unfinished trials.")
 
 VMAP = flags.DEFINE_boolean(
   "vmap", False, "Trains trials that differ in seed and rate alone at once; small models."

@@ -48,15 +48,15 @@ def load(config_path: str, overrides: dict):
 
 
 def lower(c, gpu: str, num: int, change=lambda sites: sites):
-  """(plan, train step lowered for so many GPUs); `change` changes the sites it is called with."""
+  """(spec, train step lowered for so many GPUs); `change` changes the sites it is called with."""
   from fp8jax.compiled import aot
 
-  plan, devices = aot.resolve(c, f"{gpu}:{num}")
+  spec, devices = aot.resolve(c, f"{gpu}:{num}")
   assert len(devices) == num
-  return plan, aot.lower(plan, devices, change)
+  return spec, aot.lower(spec, devices, change)
 
 
-def prove(plan, text: str) -> dict:
+def prove(spec, text: str) -> dict:
   """The strict table, and what strict would say."""
   import io
 
@@ -64,14 +64,14 @@ def prove(plan, text: str) -> dict:
 
   from fp8jax.compiled import fp8_gemms, hlo
 
-  rows = fp8_gemms.compare(plan, hlo.gemms(text, "gpu"))
+  rows = fp8_gemms.compare(spec, hlo.gemms(text, "gpu"))
   out = io.StringIO()
   rich.console.Console(file=out, width=140).print(fp8_gemms.table(rows))
   found = {"table": out.getvalue(), "refused": ""}
   found |= {"fp8": sum(r.fp8 for r in rows), "planned": sum(r.expected for r in rows)}
   found["by"] = sorted({kernel for r in rows if r.expected for kernel in r.kernels})
   try:
-    fp8_gemms.check(plan, text)
+    fp8_gemms.check(spec, text)
   except fp8_gemms.NotFp8 as e:
     found["refused"] = str(e)
   return found

@@ -12,7 +12,7 @@ from fp8jax.data import loader
 from fp8jax.jobs import table
 from fp8jax.kernels.choose import Device
 from fp8jax.run import checkpoint
-from fp8jax.step import run_spec
+from fp8jax.step import train_spec
 
 STEPS = 4
 CHANGES = {
@@ -37,7 +37,7 @@ def config(arm="", **changes):
   return c
 
 
-def plan(c, job="train") -> run_spec.RunSpec:
+def spec(c, job="train") -> train_spec.TrainSpec:
   return resolve.resolve(c, 1, Device("cpu"), needs=table.JOBS[job].needs)
 
 
@@ -50,10 +50,10 @@ def rows(workdir) -> list[dict]:
   return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def saved_params(workdir, step, plan) -> dict[str, np.ndarray]:
+def saved_params(workdir, step, spec) -> dict[str, np.ndarray]:
   """The parameters of a checkpoint, by path."""
   saved = checkpoint.Checkpoints(str(workdir))
-  abstract = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
+  abstract = params_lib.abstract(spec.declaration, spec.model.dims, spec.run.layout)
   found = saved.restore_params(step, abstract)
   saved.close()
   return {k: np.asarray(v) for k, v in params_lib.flatten(found).items()}

@@ -25,7 +25,7 @@ from fp8jax.models.config import ModelConfig
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import scaled_matrix
 from fp8jax.run import checkpoint
-from fp8jax.step import run_spec, train_step
+from fp8jax.step import train_spec, train_step
 
 CPU, HOPPER = Device("cpu"), Device("gpu", 90)
 
@@ -59,7 +59,7 @@ def tiny_config(recipe="block_128", **changes):
   return c
 
 
-def tiny_plan(c, shape=None, job="train") -> run_spec.RunSpec:
+def tiny_spec(c, shape=None, job="train") -> train_spec.TrainSpec:
   """The config resolved for one CPU device, or for a mesh (data, fsdp, tensor)."""
   if shape is None:
     return resolve.resolve(c, 1, CPU, needs=table.JOBS[job].needs)
@@ -94,13 +94,13 @@ def host_batches():
 class Runner:
   """A compiled step and the means to feed it."""
 
-  plan: run_spec.RunSpec
+  spec: train_spec.TrainSpec
 
   def __post_init__(self):
     self.spread = batch_sharding.BatchSharder(
-      self.plan.run.layout, self.plan.microbatch, self.plan.grad_accum_steps
+      self.spec.run.layout, self.spec.microbatch, self.spec.grad_accum_steps
     )
-    self.step_fn, self.sites = train_step.make_step(self.plan), self.plan.sites()
+    self.step_fn, self.sites = train_step.make_step(self.spec), self.spec.sites()
 
   def step(self, state, host):
     state, values = self.step_fn(state, self.spread.place(host), self.sites)
@@ -108,7 +108,7 @@ class Runner:
 
   def run(self, hosts, state=None):
     """(losses, state)."""
-    state = train_step.make_state(self.plan) if state is None else state
+    state = train_step.make_state(self.spec) if state is None else state
     losses = []
     for host in hosts:
       state, values = self.step(state, host)
@@ -133,7 +133,7 @@ def text_config(recipe="tensor_delayed", **changes):
   return c
 
 
-def text_plan(*args, job="train", **changes):
+def text_spec(*args, job="train", **changes):
   """`text_config`, resolved for one device of the kind that JAX computes on."""
   c, needs = text_config(*args, **changes), table.JOBS[job].needs
   return resolve.resolve(c, 1, choose.current_device(), needs=needs)
@@ -141,13 +141,13 @@ def text_plan(*args, job="train", **changes):
 
 def train_on_text(workdir, *args, **changes):
   """Runs the train job on `text_config` in this workdir."""
-  train.run(text_plan(*args, **changes), str(workdir))
+  train.run(text_spec(*args, **changes), str(workdir))
 
 
-def saved_state(workdir, plan, step):
+def saved_state(workdir, spec, step):
   """The checkpoint of a step, on the host."""
   saved = checkpoint.Checkpoints(str(workdir))
-  state = jax.device_get(saved.restore(step, train_step.abstract_state(plan, step)))
+  state = jax.device_get(saved.restore(step, train_step.abstract_state(spec, step)))
   saved.close()
   return state
 
@@ -158,19 +158,19 @@ def assert_trees_equal(a, b):
     np.testing.assert_array_equal(x, y)
 
 
-def calibrated_batches(plan, count):
+def calibrated_batches(spec, count):
   """(a state calibrated on the first, so many batches of training)."""
-  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch)
-  stream = loader.train_batches(plan.data, 2)
+  spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch)
+  stream = loader.train_batches(spec.data, 2)
   hosts = [spread.place(next(stream)) for _ in range(count)]
   stream.close()
-  return train_step.calibrate(plan, train_step.make_state(plan), hosts[0], 0), hosts
+  return train_step.calibrate(spec, train_step.make_state(spec), hosts[0], 0), hosts
 
 
 # --- steps whose FP8 GEMMs are looked up ----------------------------------------------------------
 
 
-def debug_plan(arm="", devices=1, device=CPU, **changes) -> run_spec.RunSpec:
+def debug_plan(arm="", devices=1, device=CPU, **changes) -> train_spec.TrainSpec:
   """configs/base.py's two random layers, resolved; `__` in a key stands for its dot."""
   c = base.get_config(arm)
   c.global_batch, c.seq_len = 4, 64
@@ -178,20 +178,20 @@ def debug_plan(arm="", devices=1, device=CPU, **changes) -> run_spec.RunSpec:
   return resolve.resolve(c, devices, device)
 
 
-def step_arguments(plan):
+def step_arguments(spec):
   """Shapes of what the second step of a run is called with."""
-  lead = (plan.grad_accum_steps,) if plan.grad_accum_steps > 1 else ()
-  shape = (*lead, plan.microbatch, plan.data.seq_len)
+  lead = (spec.grad_accum_steps,) if spec.grad_accum_steps > 1 else ()
+  shape = (*lead, spec.microbatch, spec.data.seq_len)
   names = ("tokens_BL", "targets_BL", "positions_BL", "segments_BL")
   batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
   batch["weights_BL"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-  return train_step.abstract_state(plan, 1), batch, plan.sites()
+  return train_step.abstract_state(spec, 1), batch, spec.sites()
 
 
-def strict(plan, change=lambda sites: sites):
-  """The rows of the strict check of a plan's step; `change` changes its sites."""
-  state, batch, sites = step_arguments(plan)
-  return fp8_gemms.strict(plan, train_step.make_step(plan), state, batch, change(sites))
+def strict(spec, change=lambda sites: sites):
+  """The rows of the strict check of a spec's step; `change` changes its sites."""
+  state, batch, sites = step_arguments(spec)
+  return fp8_gemms.strict(spec, train_step.make_step(spec), state, batch, change(sites))
 
 
 def _dequantised(
@@ -264,12 +264,12 @@ def program_text(calls) -> str:
   return "".join(bodies) + "ENTRY %main (x: s32[]) -> s32[] {\n" + "".join(loops) + "}\n"
 
 
-def planned_calls(plan) -> dict[hlo.GemmKey, Call]:
-  """A call for every FP8 GEMM that the plan expects."""
+def planned_calls(spec) -> dict[hlo.GemmKey, Call]:
+  """A call for every FP8 GEMM that the spec expects."""
   precision = {"fast": "DEFAULT", "precise": "HIGHEST"}
   return {
     row.key: Call(row.key, *row.size, row.expected, precision=precision[row.accumulate])
-    for row in fp8_gemms.expected(plan)
+    for row in fp8_gemms.expected(spec)
     if row.expected
   }
 
@@ -279,7 +279,7 @@ def planned_calls(plan) -> dict[hlo.GemmKey, Call]:
 ONE_LAYER_LENGTH, ONE_LAYER_BATCH = 32, 4
 
 
-def one_layer_plan(recipe="bf16", devices=1, **changes):
+def one_layer_spec(recipe="bf16", devices=1, **changes):
   """A resolved run of one small layer."""
   c = base.get_config(recipe)
   c.model.update(

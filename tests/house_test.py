@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 
+import guards
 import pytest
 from packaging import requirements, utils
 
@@ -27,7 +28,7 @@ PACKAGE = ROOT / "fp8jax"
 # other, except that `run` may ask what a compiled program says. "" is the vocabulary: single files.
 FLOORS = (
   ("",), ("recipe",), ("quantization",), ("kernels",), ("ops",), ("models", "optim", "data"),
-  ("step",), ("config",), ("compiled",), ("run",), ("generation",), ("evaluation",),
+  ("phases",), ("step",), ("config",), ("compiled",), ("run",), ("generation",), ("evaluation",),
   ("report",), ("export", "sensitivity"), ("sweeps",), ("jobs", "integrations"),
 )  # fmt: skip
 # Keys of a configuration: declared in the folder that owns them, read by `config`, so that a
@@ -40,7 +41,7 @@ VOCABULARY = {"__init__", "axes", "calls", "console", "errors", "formats", "hub"
 # Where packages of an extra are imported at the top of a file; those of other extras are not. `pip
 # install fp8jax` gives a library that imports none of these files.
 EXTRAS_OF_FILES = {
-  "train": ("console.py", "config/", "data/", "run/", "jobs/", "sweeps/"),
+  "train": ("console.py", "config/", "data/", "phases/", "run/", "jobs/", "sweeps/"),
   "flax": ("integrations/flax.py",),
   "report": (
     "report/charts.py",
@@ -49,7 +50,7 @@ EXTRAS_OF_FILES = {
     "report/run_report.py",
     "sensitivity/page.py",
   ),
-  "lm_eval": ("integrations/lm_eval.py",),
+  "lm_eval": ("evaluation/lm_eval.py",),
 }
 # Names of distributions where they are not those of their modules.
 DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint",
@@ -187,6 +188,25 @@ def test_imports_go_downward():
       yield f"{source.at(node)}: {source.folder} imports {module}, which is not below it"
 
 
+@rule
+def test_rings_import_inward():
+  """`pip install fp8jax` gives the first ring; the README shows all."""
+  rows = re.findall(r"\*\*(\w+)\*\*([^;.]*)", (ROOT / "README.md").read_text())
+  shown = {ring: set(re.findall(r"`(\w+)/`", folders)) for ring, folders in rows}
+  assert {r: set(f) - {""} for r, f in guards.RINGS.items()} == {r: shown[r] for r in guards.RINGS}
+  assert set().union(*guards.RINGS.values()) == set(FLOOR)
+  ring_of = {folder: i for i, ring in enumerate(guards.RINGS.values()) for folder in ring}
+
+  def ring(name):
+    return ring_of[
+      SETTINGS if name.endswith("/settings.py") else name[: name.rfind("/") + 1].split("/")[0]
+    ]
+
+  for source, node, module in _imports():
+    if (path := _path_of(module)) and source.folder and ring(path) > ring(source.name):
+      yield f"{source.at(node)}: {module} is of an outer ring"
+
+
 def test_imports_have_no_cycle():
   graph = {source.name: set() for source in _sources()}
   for source, _, module in _imports():
@@ -301,7 +321,7 @@ def test_pins_cover_and_satisfy_the_dependencies():
 
 @rule
 def test_only_config_reads_the_config_dict():
-  """All others read the typed sections of RunSpec."""
+  """All others read the typed sections of TrainSpec."""
   for source, node, module in _imports():
     if module.split(".")[0] == "ml_collections" and source.folder != "config":
       yield f"{source.at(node)}: ml_collections belongs in config/"
@@ -311,7 +331,7 @@ def test_only_config_reads_the_config_dict():
     for node in source.walk(ast.Attribute):
       text = ast.unparse(node)
       if text.endswith(("plan.config", "files.Config")):
-        yield f"{source.at(node)}: {text}; config/resolve.py makes a typed field of RunSpec of it"
+        yield f"{source.at(node)}: {text}; config/resolve.py makes a typed field of TrainSpec of it"
 
 
 # --- precision -----------------------------------------------------------------------------------

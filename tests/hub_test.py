@@ -76,9 +76,9 @@ def test_what_is_in_the_cache_is_read_like_a_folder(cache):
   assert list(tokenize.Tokenizer(ID).encode("a")) == [1, 2]
   c = base.get_config("bf16")
   c.init.hf, c.model.preset, c.seq_len = ID, "hf", 16
-  plan = resolve.resolve(c, 1, Device("cpu"))
+  spec = resolve.resolve(c, 1, Device("cpu"))
   # The id, not this machine's path, is remembered with the run.
-  assert plan.model == cfg and plan.flat["init.hf"] == ID
+  assert spec.model == cfg and spec.flat["init.hf"] == ID
 
 
 def test_a_missing_model_ends_with_the_command_that_fetches_it(cache, capsys, tmp_path):

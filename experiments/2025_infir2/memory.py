@@ -58,8 +58,8 @@ def measure(row: str, arm: str) -> dict:
   recipe, formats = ARMS[arm]
   c = config_files.without_files(module.get_config(recipe))
   c.update_from_flattened_dict(COMMON | changes | formats)
-  plan, devices = aot.resolve(c, "h200:8")
-  found = memory.compiled(plan, aot.lower(plan, devices))[1]
+  spec, devices = aot.resolve(c, "h200:8")
+  found = memory.compiled(spec, aot.lower(spec, devices))[1]
   names = ("peak", "temporaries_compiled", "arguments_compiled", "saved_compiled", "saved_declared")
   made = provenance.provenance({}, "none", 0)
   origin = {name: made[name] for name in ("commit", "time") if name in made}

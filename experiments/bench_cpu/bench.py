@@ -23,7 +23,7 @@ ROUNDS, STEPS = 2, 3
 LOADER_SECONDS = 15
 
 
-def _plan(recipe):
+def _spec(recipe):
   from configs import smollm2_cpt
   from fp8jax.config import resolve
   from fp8jax.kernels import choose
@@ -42,14 +42,14 @@ def bench_step():
   from fp8jax.step import train_step
 
   times = {recipe: [] for recipe in RECIPES}
-  plan = _plan("bf16")
-  host = next(loader.train_batches(plan.data, plan.global_batch))
+  spec = _spec("bf16")
+  host = next(loader.train_batches(spec.data, spec.global_batch))
   for _ in range(ROUNDS):
     for recipe in RECIPES:
-      plan = _plan(recipe)
-      step_fn, sites = train_step.make_step(plan), plan.sites()
-      state = train_step.make_state(plan)
-      batch = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch).place(host)
+      spec = _spec(recipe)
+      step_fn, sites = train_step.make_step(spec), spec.sites()
+      state = train_step.make_state(spec)
+      batch = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch).place(host)
       state, _ = jax.block_until_ready(step_fn(state, batch, sites))
       for _ in range(STEPS):
         start = time.perf_counter()
@@ -86,21 +86,21 @@ def bench_numerics():
 
   found = {}
   for recipe in NUMERICS_RECIPES:
-    plan = _plan(recipe)
-    host = next(loader.train_batches(plan.data, plan.global_batch))
-    batch = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch).place(host)
-    step_fn = train_step.make_step(plan)
+    spec = _spec(recipe)
+    host = next(loader.train_batches(spec.data, spec.global_batch))
+    batch = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch).place(host)
+    step_fn = train_step.make_step(spec)
     sites = {
-      "quiet": plan.sites(statistics=tensor_stats.QUIET),
-      "loud": plan.sites(statistics=tensor_stats.LOUD),
+      "quiet": spec.sites(statistics=tensor_stats.QUIET),
+      "loud": spec.sites(statistics=tensor_stats.LOUD),
     }  # fmt: skip
-    state = train_step.calibrate(plan, train_step.make_state(plan), batch, 0)
+    state = train_step.calibrate(spec, train_step.make_state(spec), batch, 0)
     times = {kind: [] for kind in sites}
     written = []
     with tempfile.TemporaryDirectory() as folder:
       log = metrics_writer.Metrics(folder, 0, {}, True, None)
       looks = alarms.Looks(folder)
-      watch = alarms.AlarmMonitor(plan.log.alarms, site_tree.recipes_of(sites["loud"]))
+      watch = alarms.AlarmMonitor(spec.log.alarms, site_tree.recipes_of(sites["loud"]))
       for round_ in range(1 + ROUNDS * STEPS):
         for kind, of_kind in sites.items():
           start = time.perf_counter()
@@ -132,8 +132,8 @@ def bench_loader():
   """Tokens per second of reading, tokenizing, packing and batching, with the model's tokenizer."""
   from fp8jax.data import loader
 
-  plan = _plan("bf16")
-  iterator = loader.train_batches(plan.data, plan.global_batch)
+  spec = _spec("bf16")
+  iterator = loader.train_batches(spec.data, spec.global_batch)
   next(iterator)
   start, tokens = time.perf_counter(), 0
   while time.perf_counter() - start < LOADER_SECONDS:

@@ -77,20 +77,20 @@ class Energy:
 
 def measure(path: str, arm: str, steps: int) -> dict:
   """Figures of one arm."""
-  plan = plan_of(path, arm)
-  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
-  stream = loader.train_batches(plan.data, spread.local_batch, spread.shard)
+  spec = plan_of(path, arm)
+  spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
+  stream = loader.train_batches(spec.data, spread.local_batch, spread.shard)
   batch = spread.place(next(stream))
-  state = train_step.calibrate(plan, train_step.make_state(plan), batch, 0)
+  state = train_step.calibrate(spec, train_step.make_state(spec), batch, 0)
   start = time.perf_counter()
-  step = train_step.make_step(plan).lower(state, batch, plan.sites()).compile()
+  step = train_step.make_step(spec).lower(state, batch, spec.sites()).compile()
   compiled, sizes = time.perf_counter() - start, step.memory_analysis()
-  state, values = jax.block_until_ready(step(state, batch, plan.sites()))
+  state, values = jax.block_until_ready(step(state, batch, spec.sites()))
   energy, times, waits = Energy(), [], []
   energy.joules()
   for _ in range(steps):
     start = time.perf_counter()
-    state, values = step(state, batch, plan.sites())
+    state, values = step(state, batch, spec.sites())
     asked = time.perf_counter()
     host = next(stream)
     waits.append(time.perf_counter() - asked)
@@ -100,7 +100,7 @@ def measure(path: str, arm: str, steps: int) -> dict:
   used = energy.joules()
   stream.close()
   seconds = float(np.median(times))
-  forward, gradients = passes(plan, state, batch, steps)
+  forward, gradients = passes(spec, state, batch, steps)
   return {
     "compile_s": round(compiled, 2),
     "step_s": round(seconds, 4),
@@ -108,28 +108,28 @@ def measure(path: str, arm: str, steps: int) -> dict:
     "backward_s": round(gradients - forward, 4),
     "optimizer_s": round(seconds - gradients, 4),
     "all_step_s": [round(t, 4) for t in times],
-    "tokens_per_s": round(plan.tokens_per_step / seconds),
+    "tokens_per_s": round(spec.tokens_per_step / seconds),
     "data_wait_s": round(float(np.median(waits)), 5),
     "arguments_mib": round(sizes.argument_size_in_bytes / 2**20, 1),
     "temporaries_mib": round(sizes.temp_size_in_bytes / 2**20, 1),
     "joules_per_step": None if used is None else round(used / steps, 2),
     "loss": float(values["loss"]),
-    "decode": decode(plan, state.params, state.scaling_states),
+    "decode": decode(spec, state.params, state.scaling_states),
   }
 
 
-def passes(plan, state, batch, steps: int) -> tuple[float, float]:
+def passes(spec, state, batch, steps: int) -> tuple[float, float]:
   """Median seconds of the forward pass, and of forward and backward pass."""
-  scale, sites = state.loss_scale.get("scale"), plan.sites()
+  scale, sites = state.loss_scale.get("scale"), spec.sites()
 
   def forward(params, sites, batch, scale):
     del scale
-    return transformer.loss_and_aux(params, sites, batch, plan.model, plan.run)[0]
+    return transformer.loss_and_aux(params, sites, batch, spec.model, spec.run)[0]
 
   def gradients(params, sites, batch, scale):
-    return train_step.gradients(plan, params, sites, batch, scale)[:2]
+    return train_step.gradients(spec, params, sites, batch, scale)[:2]
 
-  found, options = [], choose.compiler_options(plan.device)
+  found, options = [], choose.compiler_options(spec.device)
   for function in (forward, gradients):
     program = jax.jit(function, compiler_options=options)
     jax.block_until_ready(program(state.params, sites, batch, scale))
@@ -142,13 +142,13 @@ def passes(plan, state, batch, steps: int) -> tuple[float, float]:
   return found[0], found[1]
 
 
-def decode(plan, params, states) -> dict | None:
+def decode(spec, params, states) -> dict | None:
   """Tokens per second of decoding, without the compilation; None for delayed or static scales."""
   if states:
     return None
   tokenizer = tokenize.Tokenizer("bytes")
   made = api.Generator(
-    params, plan.sites(), plan.model, plan.run, tokenizer, (), slots=SLOTS, max_length=64
+    params, spec.sites(), spec.model, spec.run, tokenizer, (), slots=SLOTS, max_length=64
   )
   prompts = [tokenizer.encode_prompt("The import statement")] * SLOTS
   sampling = Sampling(max_new_tokens=DECODED)

@@ -41,7 +41,7 @@ from fp8jax.config import resolve  # noqa: E402
 from fp8jax.kernels import choose, self_test  # noqa: E402
 from fp8jax.models import transformer  # noqa: E402
 from fp8jax.step import (  # noqa: E402
-  run_spec,
+  train_spec,
   train_step,  # noqa: E402
 )
 
@@ -83,7 +83,7 @@ DRY = {
 }
 
 
-def make_plan(case: Case, recipe: str, num_layers: int | None = None) -> run_spec.RunSpec:
+def make_plan(case: Case, recipe: str, num_layers: int | None = None) -> train_spec.TrainSpec:
   c = base.get_config(recipe)
   c.model.preset, c.model.max_positions = case.preset, 32768
   c.model.num_layers = num_layers or case.num_layers or None
@@ -113,18 +113,18 @@ class Program:
 
 
 def step_program(case: Case, recipe: str, num_layers: int | None) -> Program:
-  plan = make_plan(case, recipe, num_layers)
-  compiled = _compiled_step(plan)
-  fp8_gemms.check(plan, compiled[1])
-  state = train_step.make_state(plan)
+  spec = make_plan(case, recipe, num_layers)
+  compiled = _compiled_step(spec)
+  fp8_gemms.check(spec, compiled[1])
+  state = train_step.make_state(spec)
   advance = lambda operands, out: ((out[0], *operands[1:]), out[1])  # noqa: E731
-  operands = (state, _batch(plan), plan.sites())
-  return Program(compiled[0], operands, advance, _flops(plan, with_head=True))
+  operands = (state, _batch(spec), spec.sites())
+  return Program(compiled[0], operands, advance, _flops(spec, with_head=True))
 
 
-def _batch(plan: run_spec.RunSpec):
+def _batch(spec: train_spec.TrainSpec):
   """Random tokens, the same for every recipe."""
-  shape, vocabulary = (1, plan.data.seq_len), plan.model.vocab_size
+  shape, vocabulary = (1, spec.data.seq_len), spec.model.vocab_size
   tokens = np.random.default_rng(0).integers(0, vocabulary, (1, shape[1] + 1), np.int32)
   return {
     "tokens_BL": jnp.asarray(tokens[:, :-1]),
@@ -134,31 +134,31 @@ def _batch(plan: run_spec.RunSpec):
   }
 
 
-def _compiled_step(plan: run_spec.RunSpec):
+def _compiled_step(spec: train_spec.TrainSpec):
   """(executable, the text that proof reads)."""
-  lowered = train_step.make_step(plan).lower(
-    train_step.abstract_state(plan), _batch(plan), plan.sites()
+  lowered = train_step.make_step(spec).lower(
+    train_step.abstract_state(spec), _batch(spec), spec.sites()
   )
   compiled = lowered.compile()
-  return compiled, _text(plan, lowered, compiled)
+  return compiled, _text(spec, lowered, compiled)
 
 
-def _text(plan: run_spec.RunSpec, lowered, compiled) -> str:
+def _text(spec: train_spec.TrainSpec, lowered, compiled) -> str:
   """What proof reads."""
-  on_cpu = plan.device.platform == "cpu"
+  on_cpu = spec.device.platform == "cpu"
   return lowered.as_text("hlo", debug_info=True) if on_cpu else compiled.as_text()
 
 
 def layer_program(case: Case, recipe: str) -> Program:
   """Forward and backward of one layer: gradients of its input and of its weights."""
-  plan = make_plan(case, recipe)
+  spec = make_plan(case, recipe)
   # Weights that neither shrink nor grow what they multiply: with the model's own, the layer adds a
   # fiftieth of its input, and BF16's rounding of that sum hides what FP8 does.
-  std = plan.model.hidden_size**-0.5
-  model, run = dataclasses.replace(plan.model, num_layers=1, init_std=std), plan.run
+  std = spec.model.hidden_size**-0.5
+  model, run = dataclasses.replace(spec.model, num_layers=1, init_std=std), spec.run
   declaration = transformer.layer_params(model)
   weights = params.init(jax.random.key(0), declaration, model.dims)
-  sites = jax.tree.map(lambda t: t[0], plan.sites()["layers"][0])
+  sites = jax.tree.map(lambda t: t[0], spec.sites()["layers"][0])
   x, g = (timing.normal(k, 1, case.tokens, model.hidden_size, dtype=run.dtype)
           for k in jax.random.split(jax.random.key(1)))  # fmt: skip
 
@@ -172,18 +172,18 @@ def layer_program(case: Case, recipe: str) -> Program:
     y, pull = jax.vjp(layer, weights, x)
     return y, pull(g)
 
-  options = choose.compiler_options(plan.device)
+  options = choose.compiler_options(spec.device)
   function = jax.jit(forward_and_backward, compiler_options=options)
   lowered = function.lower(weights, x, g, sites)
   compiled = lowered.compile()
-  fp8_gemms.check(plan, _text(plan, lowered, compiled))
+  fp8_gemms.check(spec, _text(spec, lowered, compiled))
   advance = lambda operands, out: (operands, out)  # noqa: E731
-  return Program(compiled, (weights, x, g, sites), advance, _flops(plan, with_head=False))
+  return Program(compiled, (weights, x, g, sites), advance, _flops(spec, with_head=False))
 
 
-def _flops(plan: run_spec.RunSpec, with_head: bool) -> float:
+def _flops(spec: train_spec.TrainSpec, with_head: bool) -> float:
   """Of a step, by the algorithm: three products per weight, attention's causal half, no more."""
-  m, tokens = plan.model, plan.data.seq_len
+  m, tokens = spec.model, spec.data.seq_len
   heads = 2 * m.hidden_size * m.head_dim * (m.num_heads + m.num_kv_heads)
   weights = m.num_layers * (heads + 3 * m.hidden_size * m.intermediate_size)
   weights += with_head * m.hidden_size * m.vocab_size

@@ -60,16 +60,16 @@ def measure(recipe: str, remat: str, copies: dict[str, str]) -> dict:
   }  # fmt: skip
   c.update_from_flattened_dict(changes | {f"memory.{k}": v for k, v in copies.items()})
   start = time.time()
-  plan, devices = aot.resolve(c, "h200:1")
-  program = aot.lower(plan, devices).compile()
+  spec, devices = aot.resolve(c, "h200:1")
+  program = aot.lower(spec, devices).compile()
   text = program.as_text()
-  arrays = memory.saved_by_layers(text, plan, train_step.abstract_state(plan, 1).params)
+  arrays = memory.saved_by_layers(text, spec, train_step.abstract_state(spec, 1).params)
   work: collections.Counter[str] = collections.Counter()
   for product in hlo.gemms(text, "gpu"):
     if product.key.product == "fwd" and product.key.site.startswith("layers/"):
       work["again" if product.key.is_recompute else "once"] += product.times * product.work
   kinds: dict[str, float] = {}
-  for item in saved_tensors.of_layers(plan):
+  for item in saved_tensors.of_layers(spec):
     kind = f"{item.block}, {item.dtype}"
     kinds[kind] = kinds.get(kind, 0) + item.nbytes / LAYERS / TOKENS
   return {

@@ -19,15 +19,15 @@ from fp8jax.config import resolve as resolve_lib
 from fp8jax.config.needs import TRAINING, Needs
 from fp8jax.errors import UserError
 from fp8jax.kernels import choose
-from fp8jax.step import run_spec, train_step
+from fp8jax.step import train_spec, train_step
 
 # What XLA knows of a GPU: device descriptions, and compute capability x 10.
 FOLDER = pathlib.Path(__file__).resolve().parent / "topologies"
 CAPABILITY = {"h100": 90, "h200": 90, "b200": 100}
 
 
-def resolve(c: Any, target: str, needs: Needs = TRAINING) -> tuple[run_spec.RunSpec, list]:
-  """(plan, devices) of a configuration on a target.
+def resolve(c: Any, target: str, needs: Needs = TRAINING) -> tuple[train_spec.TrainSpec, list]:
+  """(spec, devices) of a configuration on a target.
 
   Args:
     c: the ConfigDict, handed on unread.
@@ -67,9 +67,9 @@ def _devices(name: str, count: int):
   return found.devices
 
 
-def lower(plan: run_spec.RunSpec, devices, change=lambda sites: sites):
+def lower(spec: train_spec.TrainSpec, devices, change=lambda sites: sites):
   """The train step, lowered for them; `change` changes the sites it is called with."""
-  layout, times = plan.run.layout, plan.grad_accum_steps
+  layout, times = spec.run.layout, spec.grad_accum_steps
   lead = () if times == 1 else (times,)
   rows = everywhere = SingleDeviceSharding(devices[0])
   if layout.mesh is not None:
@@ -80,12 +80,12 @@ def lower(plan: run_spec.RunSpec, devices, change=lambda sites: sites):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
   names = ["tokens_BL", "targets_BL", "positions_BL"]
-  names += [] if plan.data.cross_document else ["segments_BL"]
-  shape = (*lead, plan.microbatch, plan.data.seq_len)
+  names += [] if spec.data.cross_document else ["segments_BL"]
+  shape = (*lead, spec.microbatch, spec.data.seq_len)
   batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for name in names}
   batch["weights_BL"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
   # The second step's: what scales are made from has been seen.
-  state = train_step.abstract_state(plan, 1)
+  state = train_step.abstract_state(spec, 1)
   state = jax.tree.map(lambda x: put(x, x.sharding or everywhere), state)
-  sites = jax.tree.map(lambda x: put(x, everywhere), change(plan.sites()))
-  return train_step.make_step(plan).lower(state, batch, sites)
+  sites = jax.tree.map(lambda x: put(x, everywhere), change(spec.sites()))
+  return train_step.make_step(spec).lower(state, batch, sites)

@@ -1,4 +1,4 @@
-"""Proof that FP8 runs: the GEMMs of the compiled step, held against the plan.
+"""Proof that FP8 runs: the GEMMs of the compiled step, held against the spec.
 
 `expected` derives from the site table what must be in the program, hlo.py reads what is, `check`
 compares, and `strict` does all of it for the step that a run is about to take. How the products are
@@ -30,7 +30,7 @@ from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES, Gemm, accumulate_name
 from fp8jax.step import train_step
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 _CUBLAS_MULTIPLE = 16
 
@@ -57,7 +57,7 @@ class GemmRow:
     is_emulated: the numbers multiplied have fewer bits than the FP8 that carries them.
     most: how often the work may be done: twice where XLA is free to do the forward product once for
       itself and its recomputation, which have no loops around them that would keep them apart.
-    fp8: FP8 GEMMs found, in units of the plan's: its number of them did exactly its work.
+    fp8: FP8 GEMMs found, in units of the spec's: its number of them did exactly its work.
     calls: FP8 GEMMs found, executions.
     done: their multiply-adds.
     unquantized: executions of GEMMs with operands of more than 8 bits.
@@ -106,7 +106,7 @@ class GemmRow:
 
   @property
   def is_multiplied(self) -> bool:
-    """Whether the GEMMs of the plan are there, whatever their accumulation."""
+    """Whether the GEMMs of the spec are there, whatever their accumulation."""
     return self.fp8 == self.expected and not (self.unquantized and self.expected)
 
   @property
@@ -117,12 +117,12 @@ class GemmRow:
 # --- what must be there --------------------------------------------------------------------------
 
 
-def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
+def expected(spec: TrainSpec, phase: int = 0) -> list[GemmRow]:
   """A row for every product of every site, recomputed ones included, nothing found yet."""
-  declared = site_tree.find_sites(transformer.site_params(plan.model))
-  recomputed = saved_tensors.recomputed_sites(plan.model, plan.run)
+  declared = site_tree.find_sites(transformer.site_params(spec.model))
+  recomputed = saved_tensors.recomputed_sites(spec.model, spec.run)
   rows = []
-  for name, site in site_lib.flatten(plan.sites(phase=phase)).items():
+  for name, site in site_lib.flatten(spec.sites(phase=phase)).items():
     param = declared[rules.path_of(name)]
     is_recomputed = rules.path_of(name) in recomputed
     # XLA unrolls the loop over a single layer.
@@ -131,8 +131,8 @@ def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
     products = [(p, False) for p in passes] + [("fwd", True)] * (is_recomputed and is_loop)
     for product, again in products:
       sizes = [
-        (site_tree.local_size(param, plan.model.dims, plan.run.layout, t).of(product), n)
-        for t, n in calls(plan, site)
+        (site_tree.local_size(param, spec.model.dims, spec.run.layout, t).of(product), n)
+        for t, n in calls(spec, site)
       ]
       gemm, backend = getattr(site.recipe, product), site.backends[PASSES.index(product)]
       multiplier = gemm_api.BACKENDS[backend]
@@ -142,7 +142,7 @@ def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
         row = dataclasses.replace(
           row,
           expected=sum(
-            n * multiplier.num_dots(choose.GemmProblem(*mnk, gemm, plan.device)) for mnk, n in sizes
+            n * multiplier.num_dots(choose.GemmProblem(*mnk, gemm, spec.device)) for mnk, n in sizes
           ),
           work=sum(n * math.prod(mnk) for mnk, n in sizes),
           padded=sum(n * math.prod(map(_padded, mnk)) for mnk, n in sizes),
@@ -154,23 +154,23 @@ def expected(plan: RunSpec, phase: int = 0) -> list[GemmRow]:
   return rows
 
 
-def uses(plan: RunSpec, phase: int = 0) -> dict[tuple[str, Gemm], set[tuple[int, int, int]]]:
+def uses(spec: TrainSpec, phase: int = 0) -> dict[tuple[str, Gemm], set[tuple[int, int, int]]]:
   """(backend, quantized product) -> the sizes on one device that the step calls it with."""
   found = collections.defaultdict(set)
-  for row in expected(plan, phase):
+  for row in expected(spec, phase):
     if row.expected:
       gemm = getattr(rules.recipe_by_name(row.recipe), row.key.product)
       found[row.backend, gemm].add(row.size)
   return found
 
 
-def calls(plan: RunSpec, site: site_lib.Site) -> list[tuple[int, int]]:
+def calls(spec: TrainSpec, site: site_lib.Site) -> list[tuple[int, int]]:
   """(tokens on a device, calls per step) of a site."""
-  times = plan.grad_accum_steps
-  if not transformer.gemm_sites(plan.model)[rules.path_of(site.name)].is_chunked:
-    return [(plan.tokens_per_device, times * len(site.layer_names))]
-  length, chunk = plan.data.seq_len, plan.run.loss_chunk
-  sequences = plan.tokens_per_device // length
+  times = spec.grad_accum_steps
+  if not transformer.gemm_sites(spec.model)[rules.path_of(site.name)].is_chunked:
+    return [(spec.tokens_per_device, times * len(site.layer_names))]
+  length, chunk = spec.data.seq_len, spec.run.loss_chunk
+  sequences = spec.tokens_per_device // length
   whole, rest = divmod(length, chunk)
   calls = [(sequences * chunk, times * whole), (sequences * rest, times)]
   return [(tokens, n) for tokens, n in calls if tokens and n]
@@ -183,17 +183,17 @@ def _padded(extent: int) -> int:
 # --- the comparison ------------------------------------------------------------------------------
 
 
-def compare(plan: RunSpec, gemms: list[hlo.HloGemm], phase: int = 0) -> list[GemmRow]:
+def compare(spec: TrainSpec, gemms: list[hlo.HloGemm], phase: int = 0) -> list[GemmRow]:
   """The rows of `expected` with what was found, and one for everything that none expects."""
   by_key: dict[hlo.GemmKey, list[hlo.HloGemm]] = collections.defaultdict(list)
-  rows = expected(plan, phase)
+  rows = expected(spec, phase)
   once = {row.key.site for row in rows if row.most > 1}
   for gemm in gemms:
     is_again = gemm.key.is_recompute and gemm.key.site not in once
     by_key[dataclasses.replace(gemm.key, is_recompute=is_again)].append(gemm)
   rows = [_with_gemms(row, by_key.pop(row.key, [])) for row in rows]
-  if plan.device.platform != "cpu":
-    rows = _share(rows, transformer.gemm_sites(plan.model))
+  if spec.device.platform != "cpu":
+    rows = _share(rows, transformer.gemm_sites(spec.model))
   for key, gemms in by_key.items():
     rows.append(_with_gemms(GemmRow(key, "-", "-", (0, 0, 0)), gemms))
   return rows
@@ -235,7 +235,7 @@ def _share(rows: list[GemmRow], declared: Mapping[str, GemmSite]) -> list[GemmRo
   rows = list(rows)
   for group in groups.values():
     lacking = [n for n in group if rows[n].done < rows[n].work]
-    # The row with the most work, compared with its plan.
+    # The row with the most work, compared with its spec.
     owner = max(group, key=lambda n: _per_call(rows[n]) - rows[n].work)
     members, calls = [owner, *lacking], rows[owner].calls / rows[owner].expected
     least, most = (sum(getattr(rows[n], w) for n in members) for w in ("work", "padded"))
@@ -256,45 +256,45 @@ def _per_call(row: GemmRow) -> float:
   return row.done * row.expected / max(row.calls, 1)
 
 
-def check(plan: RunSpec, text: str, phase: int = 0) -> list[GemmRow]:
-  """The table of a program whose FP8 GEMMs are those of the plan.
+def check(spec: TrainSpec, text: str, phase: int = 0) -> list[GemmRow]:
+  """The table of a program whose FP8 GEMMs are those of the spec.
 
   Args:
-    plan: the run.
+    spec: the run.
     text: HLO of its step, see hlo.gemms.
     phase: of the precision schedule.
 
   Raises:
     NotFp8: names the first site that differs, what it does instead, why, and what to do.
   """
-  rows = compare(plan, hlo.gemms(text, plan.device.platform), phase)
-  if problem := _problem(rows, plan):
+  rows = compare(spec, hlo.gemms(text, spec.device.platform), phase)
+  if problem := _problem(rows, spec):
     raise NotFp8(problem)
   return rows
 
 
-def summary(plan: RunSpec, text: str) -> dict[str, Any]:
+def summary(spec: TrainSpec, text: str) -> dict[str, Any]:
   """Counts of `check`: {"found", "planned", "by", "problem"}; no problem is ""."""
-  rows = compare(plan, hlo.gemms(text, plan.device.platform))
+  rows = compare(spec, hlo.gemms(text, spec.device.platform))
   return {
     "found": sum(row.fp8 for row in rows),
     "planned": sum(row.expected for row in rows),
     "by": sorted({kernel for row in rows if row.expected for kernel in row.kernels}),
-    "problem": _problem(rows, plan),
+    "problem": _problem(rows, spec),
   }
 
 
-def _problem(rows: list[GemmRow], plan: RunSpec) -> str:
+def _problem(rows: list[GemmRow], spec: TrainSpec) -> str:
   """The complaint of the first row that is not proven, and a few of the others; "" for none."""
   wrong = [row for row in rows if not row.is_proven]
   if not wrong:
     return ""
   first, *others = wrong
   some = ", ".join(str(row.key) for row in others[:4]) + ", ..." * (len(others) > 4)
-  return _complaint(first, plan) + (f" So do {len(others)} more: {some}." if others else "")
+  return _complaint(first, spec) + (f" So do {len(others)} more: {some}." if others else "")
 
 
-def _complaint(row: GemmRow, plan: RunSpec) -> str:
+def _complaint(row: GemmRow, spec: TrainSpec) -> str:
   """The problem of a product, its reason, and the remedy."""
   if not row.expected:
     return (
@@ -303,7 +303,7 @@ def _complaint(row: GemmRow, plan: RunSpec) -> str:
       "fp8jax.ops.linear, or report this as an error of fp8jax/compiled/fp8_gemms.py."
     )
   if row.is_multiplied:
-    return _complaint_of_accumulation(row, plan)
+    return _complaint_of_accumulation(row, spec)
   size = "x".join(map(str, row.size))
   have = (
     f"{row.unquantized} unquantized ones, the first {row.instead}" if row.unquantized else "nothing"
@@ -314,13 +314,13 @@ def _complaint(row: GemmRow, plan: RunSpec) -> str:
     reason = "XLA changed or dropped what was traced under this name"
   elif row.why:
     reason = row.why
-  elif plan.device.platform == "cpu":
+  elif spec.device.platform == "cpu":
     reason = "its operands are dequantized before they are multiplied"
   else:
     reason = "XLA did not match it to an FP8 kernel, or its operands are dequantized before it"
   gemm = getattr(rules.recipe_by_name(row.recipe), row.key.product)
-  problem = choose.GemmProblem(*row.size, gemm, plan.device)
-  notes = choose.gemm(problem, plan.kernels.matmul).notes
+  problem = choose.GemmProblem(*row.size, gemm, spec.device)
+  notes = choose.gemm(problem, spec.kernels.matmul).notes
   reason += "".join(f"; passed over {note}" for note in notes)
   fixes = [
     f"kernels.matmul={name!r}" for name in choose.gemm_backends(problem) if name != row.backend
@@ -336,7 +336,7 @@ def _complaint(row: GemmRow, plan: RunSpec) -> str:
   )
 
 
-def _complaint_of_accumulation(row: GemmRow, plan: RunSpec) -> str:
+def _complaint_of_accumulation(row: GemmRow, spec: TrainSpec) -> str:
   fixes = ["another backend in kernels.matmul", "precision.verify_fp8_gemms=False to run it so"]
   if row.accumulates and set(row.accumulates) <= {"fast", "precise"}:
     fixes.insert(0, f"(accumulate={row.accumulates[0]}) behind the recipe's name to have it so")
@@ -376,7 +376,7 @@ def _cell(row: GemmRow) -> str:
   return ", ".join(said) or "-"
 
 
-def strict(plan: RunSpec, step_fn, state, batch, sites, phase: int = 0) -> list[GemmRow]:
+def strict(spec: TrainSpec, step_fn, state, batch, sites, phase: int = 0) -> list[GemmRow]:
   """`check` of the very step that will run.
 
   The first call of step_fn with these arguments finds it traced, lowered and compiled: what this
@@ -387,17 +387,17 @@ def strict(plan: RunSpec, step_fn, state, batch, sites, phase: int = 0) -> list[
     state, batch, sites: what it will be called with; neither used up nor computed with.
     phase: of the precision schedule that `sites` are of.
   """
-  return check(plan, text_of(plan, step_fn.lower(state, batch, sites)), phase)
+  return check(spec, text_of(spec, step_fn.lower(state, batch, sites)), phase)
 
 
-def text_of(plan: RunSpec, lowered, compiled=None) -> str:
+def text_of(spec: TrainSpec, lowered, compiled=None) -> str:
   """The HLO of a program that says what it multiplies: on GPU compiled, on CPU lowered."""
-  if plan.device.platform == "cpu":
+  if spec.device.platform == "cpu":
     return lowered.as_text("hlo", debug_info=True)
   return (compiled or lowered.compile()).as_text()
 
 
-def every_step(plan: RunSpec, step_fn, state, batch, now: int) -> list[tuple[str, list[GemmRow]]]:
+def every_step(spec: TrainSpec, step_fn, state, batch, now: int) -> list[tuple[str, list[GemmRow]]]:
   """`strict` of a phase of the precision schedule and of those to come: (title, rows) of each.
 
   Of the step that watches numerics too, where the configuration asks for it; its rows are the same.
@@ -405,15 +405,15 @@ def every_step(plan: RunSpec, step_fn, state, batch, now: int) -> list[tuple[str
   Args:
     step_fn, state, batch: see `strict`; the state of phase `now`.
   """
-  loud = [tensor_stats.LOUD] if plan.log.tensor_stats_every else []
+  loud = [tensor_stats.LOUD] if spec.log.tensor_stats_every else []
   found = []
-  for phase in range(now, len(plan.precision.phases)):
-    start = plan.precision.phases[phase].start
+  for phase in range(now, len(spec.precision.phases)):
+    start = spec.precision.phases[phase].start
     if phase > now:
-      scaling_states = train_step.abstract_state(plan, start + 1).scaling_states
+      scaling_states = train_step.abstract_state(spec, start + 1).scaling_states
       state = dataclasses.replace(state, scaling_states=scaling_states)
     for statistics in [*loud, tensor_stats.QUIET]:
-      sites = plan.sites(phase=phase, statistics=statistics)
-      rows = strict(plan, step_fn, state, batch, sites, phase)
+      sites = spec.sites(phase=phase, statistics=statistics)
+      rows = strict(spec, step_fn, state, batch, sites, phase)
     found.append((f"{TITLE} from step {start}" if phase else TITLE, rows))
   return found

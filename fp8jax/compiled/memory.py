@@ -20,7 +20,7 @@ from fp8jax.models import transformer
 from fp8jax.ops import stored_params
 from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.quantization.stored_matrix import StoredMatrix
-from fp8jax.step import run_spec, train_step
+from fp8jax.step import train_spec, train_step
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
 
@@ -41,11 +41,11 @@ class MemoryRow:
   note: str = ""
 
 
-def declared(plan: run_spec.RunSpec) -> list[MemoryRow]:
+def declared(spec: train_spec.TrainSpec) -> list[MemoryRow]:
   """State that lives between steps."""
-  state = train_step.abstract_state(plan, 1)
-  of_params = jax.tree.structure(plan.declaration).flatten_up_to(state.params)
-  both = list(zip(jax.tree.leaves(plan.declaration), of_params, strict=True))
+  state = train_step.abstract_state(spec, 1)
+  of_params = jax.tree.structure(spec.declaration).flatten_up_to(state.params)
+  both = list(zip(jax.tree.leaves(spec.declaration), of_params, strict=True))
   rest = dataclasses.replace(state, params=(), opt=())
   kinds = {
     **_by_kind("masters", [value for p, value in both if p.trainable]),
@@ -80,21 +80,21 @@ def _nbytes(x) -> int:
   return math.prod(workspace.local_shape(x)) * x.dtype.itemsize
 
 
-def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str, Any]]:
-  """(rows of the step beside state, a summary): needs a compiler for the plan's devices.
+def compiled(spec: train_spec.TrainSpec, lowered) -> tuple[list[MemoryRow], dict[str, Any]]:
+  """(rows of the step beside state, a summary): needs a compiler for the spec's devices.
 
   Rows that begin with a space say what another one is made of.
   """
   program, held = xla_buffers.compile_and_read(lowered)
   memory = program.memory_analysis()
   arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-  state = sum(row.declared or 0 for row in declared(plan))
-  params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
-  saved = saved_tensors.of_layers(plan)
+  state = sum(row.declared or 0 for row in declared(spec))
+  params = params_lib.abstract(spec.declaration, spec.model.dims, spec.run.layout)
+  saved = saved_tensors.of_layers(spec)
   said = sum(item.nbytes for item in saved)
-  moment, wanted = workspace.peak(plan, said)
-  there = _by_shape(held, plan, params)
-  arrays = saved_by_layers(program.as_text(), plan, params)
+  moment, wanted = workspace.peak(spec, said)
+  there = _by_shape(held, spec, params)
+  arrays = saved_by_layers(program.as_text(), spec, params)
   compiled_saved = sum(arrays.values())
   used = sum(value.nbytes for value in held)
   rows = [
@@ -117,7 +117,7 @@ def compiled(plan: run_spec.RunSpec, lowered) -> tuple[list[MemoryRow], dict[str
     "saved_declared": said,
     "saved_compiled": compiled_saved,
     "saved_arrays": arrays,
-    "fp8_gemms": fp8_gemms.summary(plan, fp8_gemms.text_of(plan, lowered, program)),
+    "fp8_gemms": fp8_gemms.summary(spec, fp8_gemms.text_of(spec, lowered, program)),
   }
   return rows, summary
 
@@ -173,16 +173,16 @@ def _row(
   return MemoryRow(kind, wanted.get(kind, 0), sum(value.nbytes for value in found), largest)
 
 
-def _by_shape(held: list[xla_buffers.Buffer], plan, params) -> dict[str, list[xla_buffers.Buffer]]:
+def _by_shape(held: list[xla_buffers.Buffer], spec, params) -> dict[str, list[xla_buffers.Buffer]]:
   """Kind of workspace.py -> what is of that kind, largest first."""
   stacks, matrices = _bulks(params), set()
   for leaf in params_lib.flatten(params["layers"]).values():
     for shape in (leaf.shape, workspace.local_shape(leaf)):
       matrices.add(_bulk(shape[1:]))
       matrices.update(_bulk([math.prod(shape[1:i]), math.prod(shape[i:])]) for i in (2, 3))
-  vocabulary = plan.model.vocab_size
-  sizes = {vocabulary, vocabulary // plan.run.layout.size(plan.run.layout.act_axes("V"))}
-  layers = {run.stop - run.start for run, _ in transformer.runs(plan.sites())}
+  vocabulary = spec.model.vocab_size
+  sizes = {vocabulary, vocabulary // spec.run.layout.size(spec.run.layout.act_axes("V"))}
+  layers = {run.stop - run.start for run, _ in transformer.runs(spec.sites())}
   found: dict[str, list[xla_buffers.Buffer]] = {}
   for value in held:
     dtype, _, dims = value.shape.rstrip("]").partition("[")
@@ -213,17 +213,17 @@ def _bulk(shape) -> tuple[int, ...]:
   return tuple(sorted(n for n in shape if n > 1))
 
 
-def saved_by_layers(text: str, plan: run_spec.RunSpec, params) -> dict[str, int]:
+def saved_by_layers(text: str, spec: train_spec.TrainSpec, params) -> dict[str, int]:
   """{"bf16[28,1,8192,3584] x 2": bytes}: stacks over layers that the backward loop reads.
 
   Stacks in the shape of a parameter are parameters, gradients or moments, and counted as such; so
   are scales of the state, which that loop carries where it moves layers (layerwise.py).
   """
-  state = train_step.abstract_state(plan, 1)
+  state = train_step.abstract_state(spec, 1)
   known = _bulks((params, state.params, state.opt))
   total: dict[str, int] = {}
   # A loop for each run of layers in the same recipes, and of what it carries the largest.
-  for layers in {run.stop - run.start for run, _ in transformer.runs(plan.sites())}:
+  for layers in {run.stop - run.start for run, _ in transformer.runs(spec.sites())}:
     best: dict[str, int] = {}
     for result in re.findall(r"= \((.*?)\) while\(", text):
       counts = collections.Counter(re.findall(rf"(\w+)\[({layers},[\d,]+)\]", result))

@@ -1,7 +1,7 @@
 """Residuals of the layers, from the configuration alone.
 
 Differentiation itself is asked: each block is differentiated without computing anything, at the
-shapes of one device and with the sites of the plan; the leaves of its derivative are its residuals.
+shapes of one device and with the sites of the spec; the leaves of its derivative are its residuals.
 The compiled step is held against it (memory.py). The residuals of the loss, which
 are saved once, are not here.
 """
@@ -21,7 +21,7 @@ from fp8jax.models import transformer
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux
 from fp8jax.ops import site_tree
-from fp8jax.step import run_spec
+from fp8jax.step import train_spec
 
 # HLO's names of dtypes are shorter: "bf16", "f8e4m3fn".
 _HLO = (("float", "f"), ("uint", "u"), ("bool", "pred"), ("_", ""))
@@ -54,9 +54,9 @@ class SavedTensor:
     return f"{self.block}, {self.dtype}"
 
 
-def of_layers(plan: run_spec.RunSpec) -> list[SavedTensor]:
+def of_layers(spec: train_spec.TrainSpec) -> list[SavedTensor]:
   """Residuals of all layers under the first phase's recipes, by block, large before small."""
-  one = _OneDevice(plan)
+  one = _OneDevice(spec)
   found: collections.Counter = collections.Counter()
   for layers, sites in transformer.runs(one.sites()):
     for key, count in one.saved(sites).items():
@@ -66,7 +66,7 @@ def of_layers(plan: run_spec.RunSpec) -> list[SavedTensor]:
     name = functools.reduce(lambda text, change: text.replace(*change), _HLO, str(dtype))
     nbytes = count * math.prod(shape) * dtype.itemsize
     tensors.append(SavedTensor(block, name, shape, count, nbytes))
-  order = [STREAM, *(mixer.key for mixer in transformer.mixers(plan.model))]
+  order = [STREAM, *(mixer.key for mixer in transformer.mixers(spec.model))]
   return sorted(tensors, key=lambda t: (order.index(t.block), -t.nbytes))
 
 
@@ -89,24 +89,24 @@ def recomputed_sites(cfg: ModelConfig, run: ComputeConfig) -> set[str]:
 
 
 class _OneDevice:
-  """A plan as one of its devices has it: its part of tokens, heads and channels."""
+  """A spec as one of its devices has it: its part of tokens, heads and channels."""
 
-  def __init__(self, plan: run_spec.RunSpec):
-    split = lambda letter, n: n // plan.run.layout.size(plan.run.layout.act_axes(letter))  # noqa: E731
-    self.plan = plan
+  def __init__(self, spec: train_spec.TrainSpec):
+    split = lambda letter, n: n // spec.run.layout.size(spec.run.layout.act_axes(letter))  # noqa: E731
+    self.spec = spec
     self.model = dataclasses.replace(
-      plan.model,
-      intermediate_size=split("F", plan.model.intermediate_size),
-      num_heads=split("H", plan.model.num_heads),
-      num_kv_heads=split("G", plan.model.num_kv_heads),
+      spec.model,
+      intermediate_size=split("F", spec.model.intermediate_size),
+      num_heads=split("H", spec.model.num_heads),
+      num_kv_heads=split("G", spec.model.num_kv_heads),
     )
-    self.run = dataclasses.replace(plan.run, layout=axes.LOCAL)
-    self.rows = split("B", plan.microbatch)
+    self.run = dataclasses.replace(spec.run, layout=axes.LOCAL)
+    self.rows = split("B", spec.microbatch)
 
   def sites(self):
-    """The sites of the first phase, their backends chosen for the plan's devices."""
+    """The sites of the first phase, their backends chosen for the spec's devices."""
     return dataclasses.replace(
-      self.plan, model=self.model, run=self.run, microbatch=self.rows
+      self.spec, model=self.model, run=self.run, microbatch=self.rows
     ).sites()
 
   def saved(self, sites) -> collections.Counter:
@@ -133,10 +133,10 @@ class _OneDevice:
         saved of these themselves is left out.
     """
     function = transformer.remat(function, self.run)
-    rows, length = self.rows, self.plan.data.seq_len
+    rows, length = self.rows, self.spec.data.seq_len
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     batch = {name: tokens for name in ("tokens_BL", "positions_BL")}
-    if not self.plan.data.cross_document:
+    if not self.spec.data.cross_document:
       batch["segments_BL"] = tokens
     x_BLD = jax.ShapeDtypeStruct((rows, length, self.model.hidden_size), self.run.dtype)
     stack = lambda x: jax.ShapeDtypeStruct((_LAYERS, *x.shape), x.dtype)  # noqa: E731

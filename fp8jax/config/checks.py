@@ -13,11 +13,11 @@ def layerwise_problems(c: Any) -> list[str]:
     return []
   wanted = (
     ("optim.grad_clip_norm", c.optim.grad_clip_norm, 0.0,
-     "the global norm is known when every layer has moved"),
+     "the global norm is known only after all layers have been updated"),
     ("grad_accum_steps", c.grad_accum_steps, 1,
      "a sum of microbatches is a gradient of all layers"),
     ("memory.remat_policy", c.memory.remat_policy, "full",
-     "every layer is computed again when it is its turn"),
+     "layers are rematerialised one at a time in the backward pass"),
     ("optim.grad_format", c.optim.grad_format, "float32", "only one layer has gradients at a time"),
     ("optim.on_nonfinite", c.optim.on_nonfinite, "stop", "layers move before another's is seen"),
     ("loss_scale.kind", c.loss_scale.kind, "none", "layers move before an overflow is seen"),

@@ -14,7 +14,7 @@ from fp8jax.config.files import Config
 from fp8jax.errors import REMOVED
 from fp8jax.keys import Affects
 from fp8jax.models import config as model_config
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 
 def flatten(c: Config) -> dict[str, Any]:
@@ -32,17 +32,17 @@ def flatten(c: Config) -> dict[str, Any]:
   return flat
 
 
-def identity(plan: RunSpec) -> dict[str, Any]:
+def identity(spec: TrainSpec) -> dict[str, Any]:
   """The configuration with what "auto" and presets stand for: what a checkpoint remembers."""
-  model = {f"model.{k}": v for k, v in plan.model.to_dict().items() if k != "init_std"}
-  flat = {k: v for k, v in plan.flat.items() if not k.startswith("model.")}
+  model = {f"model.{k}": v for k, v in spec.model.to_dict().items() if k != "init_std"}
+  flat = {k: v for k, v in spec.flat.items() if not k.startswith("model.")}
   return (
     flat
     | json.loads(json.dumps(model))
     | {
-      "precision.compute_dtype": plan.run.dtype.name,
+      "precision.compute_dtype": spec.run.dtype.name,
       # By content: a table may move, but not change under its name.
-      "precision.calibration": _digest(plan.calibration),
+      "precision.calibration": _digest(spec.calibration),
     }
   )
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8jax.config.files import Config
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 
 def _none(_: Any) -> list[str]:
@@ -17,7 +17,7 @@ class Needs:
   """A job takes so much of a configuration beside the model, its precision and the data.
 
   Attributes:
-    sections: of the job; RunSpec.of has them.
+    sections: of the job; TrainSpec.of has them.
     problems: of those sections, in words.
     problems_of_spec: of what needs the resolved rest.
     of_weights: whether weights.hf, where it is set, says what the model is.
@@ -29,7 +29,7 @@ class Needs:
 
   sections: tuple[type, ...] = ()
   problems: Callable[[Config], list[str]] = _none
-  problems_of_spec: Callable[[RunSpec], list[str]] = _none
+  problems_of_spec: Callable[[TrainSpec], list[str]] = _none
   of_weights: bool = False
   has_own_text: bool = False
   is_on_one_device: Callable[[Config], bool] = lambda c: False

@@ -7,12 +7,12 @@ from fp8jax import calls, patterns
 from fp8jax.config.alarms import ADVICE
 from fp8jax.errors import ConfigErrors, nearest
 from fp8jax.ops import site_tree
-from fp8jax.recipe import policy as policy_lib
+from fp8jax.phases import policy as policy_lib
+from fp8jax.phases.policy import Policy
+from fp8jax.phases.schedule import Precision
 from fp8jax.recipe import rules
-from fp8jax.recipe.policy import Policy
-from fp8jax.recipe.schedule import Precision
-from fp8jax.step.run_spec import RunSpec
 from fp8jax.step.settings import Alarm
+from fp8jax.step.train_spec import TrainSpec
 
 _EXAMPLE = "\"refresh(every=500, alarm='underflow')\" or {'kind': 'refresh', 'every': 500}"
 
@@ -77,7 +77,7 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
     policies: precision.policy, read.
     alarms: log.alarms, read.
   """
-  found, rung = [], {alarm.statistic for alarm in alarms}
+  found, firing = [], {alarm.statistic for alarm in alarms}
   for policy in policies:
     name = f"precision.policy: {policy_lib.name_of(policy)}"
     if statistic := policy_lib.alarm_of(policy):
@@ -85,7 +85,7 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
         near = nearest(statistic, ADVICE)
         hint = f"did you mean {near!r}? " if near else ""
         found.append(f"{name}: no statistic {statistic!r}; {hint}There are {', '.join(ADVICE)}")
-      elif statistic not in rung and (statistic != policy_lib.ANY or not rung):
+      elif statistic not in firing and (statistic != policy_lib.ANY or not firing):
         found.append(f"{name}: log.alarms has no rule about it that could ring; add one")
       if not c.log.tensor_stats_every:
         found.append(
@@ -102,20 +102,20 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
   return found
 
 
-def site_problems(plan: RunSpec) -> list[str]:
+def site_problems(spec: TrainSpec) -> list[str]:
   """Sites that cannot have what a policy may give them, and policies without sites, in words."""
-  if not plan.precision.policy:
+  if not spec.precision.policy:
     return []
   try:
-    phases = [site_tree.recipes_of(plan.sites(phase=i)) for i in range(len(plan.precision.phases))]
+    phases = [site_tree.recipes_of(spec.sites(phase=i)) for i in range(len(spec.precision.phases))]
   except ValueError:
     return []  # sites that cannot be built without a policy are told by the check of sites
   names, found = list(phases[0]), []
-  switches = [p for p in plan.precision.policy if isinstance(p, policy_lib.SwitchRecipe)]
+  switches = [p for p in spec.precision.policy if isinstance(p, policy_lib.SwitchRecipe)]
   stateful = {n for of in phases for n, recipe in of.items() if recipe.is_stateful}
   if any(rules.recipe_by_name(p.to).is_stateful for p in switches):
     stateful = set(names)
-  for policy in plan.precision.policy:
+  for policy in spec.precision.policy:
     if not isinstance(policy, policy_lib.Refresh | policy_lib.WidenMargin):
       continue
     if not patterns.matches(policy.sites, stateful):
@@ -129,9 +129,9 @@ def site_problems(plan: RunSpec) -> list[str]:
     if not chosen:
       found.append(f"{name}: sites={policy.sites!r} matches none of {', '.join(names[:8])}, …")
       continue
-    changed = plan.precision.with_changes(names, [(0, chosen)])
+    changed = spec.precision.with_changes(names, [(0, chosen)])
     try:
-      dataclasses.replace(plan, precision=changed).sites()
+      dataclasses.replace(spec, precision=changed).sites()
     except ValueError as e:
       found.append(f"{name}: {e}")
   return found

@@ -9,9 +9,9 @@ from fp8jax.errors import ConfigErrors
 from fp8jax.models import config as model_config
 from fp8jax.models import lora, transformer
 from fp8jax.ops import site_tree
+from fp8jax.phases.schedule import Phase, Precision, Rules
 from fp8jax.quantization import stored_matrix
 from fp8jax.recipe import rules as rules_lib
-from fp8jax.recipe.schedule import Phase, Precision, Rules
 
 
 def read(c: Any) -> Precision:

@@ -32,16 +32,15 @@ from fp8jax.models.hf import config as hf_config_lib
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import residuals, site
-from fp8jax.optim import groups, storage
-from fp8jax.optim import optimizers as optim_build
+from fp8jax.optim import groups, optimizers, storage
 from fp8jax.step import settings
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 
 def resolve(
   c: Config, num_devices: int, device: choose.Device, make_mesh: Callable | None = None,
   needs: Needs = TRAINING,
-) -> RunSpec:  # fmt: skip
+) -> TrainSpec:  # fmt: skip
   """Checks a configuration against itself, the machine and the files it names.
 
   Args:
@@ -85,19 +84,19 @@ def resolve(
   if problems.found or model is None or recipes is None:
     raise ConfigError(problems.found)
 
-  plan = RunSpec(
+  spec = TrainSpec(
     model, declaration, run, recipes, optim, data, device, microbatch,
     **_sections(c, watched), steps=steps, calibration=table, flat=flatten(c),
     sections={one: registry.section(c, one) for one in needs.sections},
   )  # fmt: skip
-  _check_plan(plan, problems)
-  problems.extend(needs.problems_of_spec(plan))
+  _check_spec(spec, problems)
+  problems.extend(needs.problems_of_spec(spec))
   problems.refuse()
-  return plan
+  return spec
 
 
 def _sections(c: Config, watched: tuple[settings.Alarm, ...]) -> dict[str, Any]:
-  """The fields of RunSpec that need no device, model or file."""
+  """The fields of TrainSpec that need no device, model or file."""
   log = dataclasses.replace(registry.section(c, settings.Log), alarms=watched)
   typed: tuple[Any, ...] = (
     settings.Init, settings.Kernels, settings.LossScale, settings.Weights, settings.Eval,
@@ -324,19 +323,19 @@ def _check_sections(c: Config, problems: ConfigErrors, needs: Needs):
     problems.one_of("eval.precisions", name, model_config.EVAL_PRECISIONS)
 
 
-def _check_plan(plan: RunSpec, problems: ConfigErrors):
+def _check_spec(spec: TrainSpec, problems: ConfigErrors):
   """The checks that need everything else: sites and parameters."""
-  for phase in range(len(plan.precision.phases)):
-    problems.attempt(lambda phase=phase: _check_float16(plan, phase))
-  problems.extend(policy_checks.site_problems(plan))
-  problems.attempt(lambda: plan.leaves)
+  for phase in range(len(spec.precision.phases)):
+    problems.attempt(lambda phase=phase: _check_float16(spec, phase))
+  problems.extend(policy_checks.site_problems(spec))
+  problems.attempt(lambda: spec.leaves)
 
 
-def _check_float16(plan: RunSpec, phase: int):
+def _check_float16(spec: TrainSpec, phase: int):
   """The sites of a phase, none of them on kernels that were written for bfloat16 alone."""
-  for one in site.flatten(plan.sites(phase=phase)).values():
+  for one in site.flatten(spec.sites(phase=phase)).values():
     backends = sorted(set(one.backends) & set(gemm_api.WITH_QUANTIZER))
-    if plan.run.dtype == jnp.float16 and backends:
+    if spec.run.dtype == jnp.float16 and backends:
       raise ValueError(
         f"precision.compute_dtype='float16': site {one.name} is multiplied by "
         f"{', '.join(backends)}, "
@@ -346,14 +345,14 @@ def _check_float16(plan: RunSpec, phase: int):
       )
 
 
-def read_optim(c: Config, steps: int) -> optim_build.OptimizerConfig:
+def read_optim(c: Config, steps: int) -> optimizers.OptimizerConfig:
   """`optim` for a run of so many steps."""
-  optim = registry.section(c, optim_build.OptimizerConfig, steps=steps)
+  optim = registry.section(c, optimizers.OptimizerConfig, steps=steps)
   share = optim.warmup_fraction
   return dataclasses.replace(optim, warmup_steps=int(share * steps)) if share else optim
 
 
-def _optim(c: Config, steps: int, problems: ConfigErrors) -> optim_build.OptimizerConfig:
+def _optim(c: Config, steps: int, problems: ConfigErrors) -> optimizers.OptimizerConfig:
   optim = read_optim(c, steps)
   share = c.optim.warmup_fraction
   problems.check(

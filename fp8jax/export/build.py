@@ -30,7 +30,7 @@ from fp8jax.ops import site_tree, stored_params
 from fp8jax.run import calibration, provenance
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run.restore import Loaded
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +98,9 @@ def _json(workdir: str, name: str) -> dict[str, Any]:
   return hf_config.read_json(workdir, name) if there else {}
 
 
-def _amaxes(plan: RunSpec, phase: int, states) -> dict[tuple[str, str], float]:
+def _amaxes(spec: TrainSpec, phase: int, states) -> dict[tuple[str, str], float]:
   """{(layer's site, tensor): amax} of the checkpoint's delayed and static scales."""
-  sites, found = plan.sites(phase=phase), {}
+  sites, found = spec.sites(phase=phase), {}
   if not states or not scaling_lib.states(sites):
     return found
   for site in site_lib.flatten(scaling_lib.with_states(sites, states)).values():
@@ -115,15 +115,15 @@ def _amaxes(plan: RunSpec, phase: int, states) -> dict[tuple[str, str], float]:
 _PRECISION = ("rules", "first_bf16", "last_bf16", "schedule", "smooth_swiglu")
 
 
-def check_codes(plan: RunSpec, meta, step: int):
+def check_codes(spec: TrainSpec, meta, step: int):
   """Refuses a checkpoint whose codes are not known, or cannot be kept, before it is read.
 
   Raises:
     UserError: it was trained with another precision, or see fp8.choose.
   """
-  if checks.fp8_format(plan.of(Export)) is None:
+  if checks.fp8_format(spec.of(Export)) is None:
     return
-  changes = identity.diff(identity.identity(plan), meta["config"])
+  changes = identity.diff(identity.identity(spec), meta["config"])
   other = [key for key in changes if key in {f"precision.{name}" for name in _PRECISION}]
   if other:
     old, new = changes[other[0]]
@@ -131,23 +131,23 @@ def check_codes(plan: RunSpec, meta, step: int):
       f"{other[0]} is {new!r} here and {old!r} in the checkpoint of step {step}, so that the codes "
       "of its training are not known: export it with the configuration that it was trained with"
     )
-  checks.choose(plan, plan.phase(max(step - 1, 0)))
+  checks.choose(spec, spec.phase(max(step - 1, 0)))
 
 
-def fold_smooth(plan: RunSpec, params):
+def fold_smooth(spec: TrainSpec, params):
   """The parameters with Smooth-SwiGLU's scales per channel, those of held-out text, folded in."""
-  sites = plan.sites(evaluator_lib.BF16)
-  mixers = (m for m in transformer.mixers(plan.model) if m.fold_channel_scales is not None)
+  sites = spec.sites(evaluator_lib.BF16)
+  mixers = (m for m in transformer.mixers(spec.model) if m.fold_channel_scales is not None)
   scales = nothing = {mixer.key: None for mixer in mixers}
-  run = jax.jit(functools.partial(transformer.hidden_and_aux, cfg=plan.model, run=plan.run))
-  spread = batch_sharding.BatchSharder(plan.run.layout, plan.eval.batch)
-  for source in plan.data.sources:
+  run = jax.jit(functools.partial(transformer.hidden_and_aux, cfg=spec.model, run=spec.run))
+  spread = batch_sharding.BatchSharder(spec.run.layout, spec.eval.batch)
+  for source in spec.data.sources:
     counts = loader.DocumentCounts()
     for batch in loader.heldout_batches(
-      plan.data,
+      spec.data,
       source,
       spread.local_rows,
-      plan.of(Export).fold_smooth_batches,
+      spec.of(Export).fold_smooth_batches,
       spread.shard,
       counts,
     ):
@@ -160,13 +160,13 @@ def fold_smooth(plan: RunSpec, params):
       "export.fold_smooth_batches needs held-out text to choose scales from, and there is none: "
       "raise data.heldout_fraction or give more documents"
     )
-  return transformer.fold_channel_scales(params, scales, plan.model)
+  return transformer.fold_channel_scales(params, scales, spec.model)
 
 
 # --- the export ----------------------------------------------------------------------------------
 
 
-def check_place(plan: RunSpec, target: str, never: Mapping[str, str]) -> dict[str, str]:
+def check_place(spec: TrainSpec, target: str, never: Mapping[str, str]) -> dict[str, str]:
   """The checks before work that takes long.
 
   Args:
@@ -176,29 +176,29 @@ def check_place(plan: RunSpec, target: str, never: Mapping[str, str]) -> dict[st
   Returns:
     Versions of the client.
   """
-  names.entries(plan.model)  # raises where there is no mapping
-  if plan.of(Export).format != "peft":
-    hf_config.check_exportable(plan.model)
+  names.entries(spec.model)  # raises where there is no mapping
+  if spec.of(Export).format != "peft":
+    hf_config.check_exportable(spec.model)
   if is_first := jax.process_index() == 0:
     folder.recover(target)
   _wait("what an interrupted export left")
   folder.check_other(target, {hub.local(path): what for path, what in never.items() if path})
   # `move` checks again.
   folder.check(target, ["config.json", publish.CARD])
-  versions = client.probe(plan.of(Export)) if is_first else {}
-  if plan.of(Export).push_to and is_first:
-    publish.check_login(plan.of(Export).push_to)
+  versions = client.probe(spec.of(Export)) if is_first else {}
+  if spec.of(Export).push_to and is_first:
+    publish.check_login(spec.of(Export).push_to)
   return versions
 
 
 def build(
-  plan: RunSpec, plain: RunSpec, source: Source, target: str, texts: list[Batch],
+  spec: TrainSpec, plain: TrainSpec, source: Source, target: str, texts: list[Batch],
   versions: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
   """Writes an export beside its place and moves it there once the gate has passed it.
 
   Args:
-    plan: of the source.
+    spec: of the source.
     plain: the same without adapters.
     target: the folder to write.
     texts: that logits are compared on.
@@ -207,29 +207,29 @@ def build(
   Returns:
     The report of the command.
   """
-  began = (source.trained.get("config") or {}).get("init.hf", "") or plan.weights.hf
-  if plan.of(Export).format == "peft":
-    fp8, dtype, (gate, files, read) = None, "float32", _adapters(plan, source, texts, began)
+  began = (source.trained.get("config") or {}).get("init.hf", "") or spec.weights.hf
+  if spec.of(Export).format == "peft":
+    fp8, dtype, (gate, files, read) = None, "float32", _adapters(spec, source, texts, began)
   else:
-    fp8 = _choose_fp8(plan, plain, source)
-    dtype = plan.of(Export).dtype
+    fp8 = _choose_fp8(spec, plain, source)
+    dtype = spec.of(Export).dtype
     if dtype == "auto":
       dtype = "bfloat16" if fp8 else source.weights_dtype
-    gate, files, read = _model(plan, plain, source, texts, fp8, dtype)
+    gate, files, read = _model(spec, plain, source, texts, fp8, dtype)
   source = dataclasses.replace(source, params=None)
   with folder.replacing(target) as part:
     write.write(part, files, [publish.CARD])
     del files
     _wait("the export's files")
     gate.read_back(part, read)
-    if plan.of(Export).client_python:
+    if spec.of(Export).client_python:
       gate.client(part, versions)
-    summary = _summary(plan, source, fp8)
+    summary = _summary(spec, source, fp8)
     result = {"folder": target, **source.where, "dtype": dtype, **summary, "gate": gate.report}
     if jax.process_index() == 0:
-      _write_card(plan, part, target, source, result, began if hub.is_id(began) else "")
-  if plan.of(Export).push_to and jax.process_index() == 0:
-    result["pushed_to"] = publish.push(target, plan.of(Export).push_to)
+      _write_card(spec, part, target, source, result, began if hub.is_id(began) else "")
+  if spec.of(Export).push_to and jax.process_index() == 0:
+    result["pushed_to"] = publish.push(target, spec.of(Export).push_to)
   return result
 
 
@@ -243,23 +243,23 @@ _Parts = tuple[Gate, write.Files, Callable[[str], Any]]
 
 
 def _has_adapters(source: Source) -> bool:
-  """Also where the plan has some, a folder may have none."""
+  """Also where the spec has some, a folder may have none."""
   return any(map(lora.is_adapter, params_lib.flatten(source.params)))
 
 
-def _adapters(plan: RunSpec, source: Source, texts: list[Batch], began: str) -> _Parts:
+def _adapters(spec: TrainSpec, source: Source, texts: list[Batch], began: str) -> _Parts:
   """The adapters alone; they are read beside the base that they came with."""
   if not _has_adapters(source):
     raise UserError(
       "export.format='peft' writes adapters, and a folder has none: set init.adapters"
     )
   params = stored_params.dequantize_tree(source.params)
-  read = functools.partial(peft.added, params, cfg=plan.model, layout=plan.run.layout)
-  return Gate(plan, texts, params), write.adapters(params, plan.model, began), read
+  read = functools.partial(peft.added, params, cfg=spec.model, layout=spec.run.layout)
+  return Gate(spec, texts, params), write.adapters(params, spec.model, began), read
 
 
 def _model(
-  plan: RunSpec, plain: RunSpec, source: Source, texts: list[Batch],
+  spec: TrainSpec, plain: TrainSpec, source: Source, texts: list[Batch],
   fp8: fp8_lib.Fp8Plan | None, dtype: str,
 ) -> _Parts:  # fmt: skip
   """The whole model, with its adapters merged.
@@ -268,28 +268,28 @@ def _model(
   compares the result with the adapters beside their base.
   """
   stored, adapted = source.params, None
-  if plan.model.lora:
-    stored = lora.merged(stored, plan.declaration, plan.model)
+  if spec.model.lora:
+    stored = lora.merged(stored, spec.declaration, spec.model)
     if _has_adapters(source):
       adapted = stored_params.dequantize_tree(source.params)
   params = stored_params.dequantize_tree(stored)
   operands = jax.tree.map(stored_params.compute_copy, stored, is_leaf=stored_params.is_stored)
-  if plan.of(Export).fold_smooth_batches:
+  if spec.of(Export).fold_smooth_batches:
     params = operands = fold_smooth(plain, params)
-  gate = Gate(plain, texts, params) if adapted is None else Gate(plain, texts, adapted, plan)
+  gate = Gate(plain, texts, params) if adapted is None else Gate(plain, texts, adapted, spec)
   files = write.model(
     params, plain.model, dtype, source.base, source=source.companions, fp8=fp8, operands=operands
   )
   return gate, files, lambda part: hf_weights.load_params(part, plain.model, plain.run.layout)[0]
 
 
-def _choose_fp8(plan: RunSpec, plain: RunSpec, source: Source) -> fp8_lib.Fp8Plan | None:
+def _choose_fp8(spec: TrainSpec, plain: TrainSpec, source: Source) -> fp8_lib.Fp8Plan | None:
   """The FP8 matrices, with the amaxes of their scales; told before anything is written."""
-  merged = lora.adapted_paths(source.params) if plan.model.lora else ()
+  merged = lora.adapted_paths(source.params) if spec.model.lora else ()
   fp8 = checks.choose(plain, source.phase, merged, source.stored)
   if fp8 is None:
     return None
-  path = os.path.expanduser(plan.of(Export).input_scales)
+  path = os.path.expanduser(spec.of(Export).input_scales)
   inputs = calibration.read(path, site_tree.recipes_of(plain.sites())) if path else {}
   fp8 = fp8_lib.with_amaxes(fp8, names.entries(plain.model), source.amaxes, inputs)
   reasons = collections.Counter(fp8.unquantized.values())
@@ -299,21 +299,21 @@ def _choose_fp8(plan: RunSpec, plain: RunSpec, source: Source) -> fp8_lib.Fp8Pla
   return fp8
 
 
-def _summary(plan: RunSpec, source: Source, fp8: fp8_lib.Fp8Plan | None) -> dict[str, Any]:
+def _summary(spec: TrainSpec, source: Source, fp8: fp8_lib.Fp8Plan | None) -> dict[str, Any]:
   if fp8 is None:
-    return {"format": plan.of(Export).format}
-  kept = "codes_of_folder" if plan.weights.hf and source.stored else "codes_of_training"
+    return {"format": spec.of(Export).format}
+  kept = "codes_of_folder" if spec.weights.hf and source.stored else "codes_of_training"
   return {
-    "format": plan.of(Export).format, "strategy": fp8.fp8.strategy, "scale_fmt": fp8.fp8.scale_fmt,
+    "format": spec.of(Export).format, "strategy": fp8.fp8.strategy, "scale_fmt": fp8.fp8.scale_fmt,
     "fp8_share": fp8.share, "fp8_matrices": len(fp8.matrices),
     kept: sum(m.is_trained for m in fp8.matrices.values()),
     "unquantized_matrices": len(fp8.unquantized),
   }  # fmt: skip
 
 
-def _write_card(plan: RunSpec, part: str, target: str, source: Source, result, base: str):
+def _write_card(spec: TrainSpec, part: str, target: str, source: Source, result, base: str):
   """README.md with the facts of the export and the provenance of the training."""
-  here = provenance.provenance(dict(plan.flat), "", plan.seed, plan.num_devices)
+  here = provenance.provenance(dict(spec.flat), "", spec.seed, spec.num_devices)
   kept = ("commit", "dirty", "seed", "data_fingerprint", "devices", "versions", "time")
   fp8 = result.get("fp8_share")
   weights = {

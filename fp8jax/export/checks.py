@@ -14,8 +14,8 @@ from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import fp8_formats, names
 from fp8jax.ops import site_tree
-from fp8jax.recipe.policy import SwitchRecipe
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.phases.policy import SwitchRecipe
+from fp8jax.step.train_spec import TrainSpec
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -44,16 +44,16 @@ def problems(c: Config) -> list[str]:
   return problems.found
 
 
-def problems_of_spec(plan: RunSpec) -> list[str]:
+def problems_of_spec(spec: TrainSpec) -> list[str]:
   """Of the choice of the FP8 matrices, before anything is read.
 
   Recipes that a policy may have switched are known with the checkpoint, see build.check_codes.
   """
   problems = ConfigErrors()
-  switches = any(isinstance(p, SwitchRecipe) for p in plan.precision.policy)
-  last = plan.weights.step if plan.weights.step >= 0 else plan.steps
-  if plan.weights.hf or not switches:
-    problems.attempt(lambda: choose(plan, plan.phase(max(last - 1, 0))))
+  switches = any(isinstance(p, SwitchRecipe) for p in spec.precision.policy)
+  last = spec.weights.step if spec.weights.step >= 0 else spec.steps
+  if spec.weights.hf or not switches:
+    problems.attempt(lambda: choose(spec, spec.phase(max(last - 1, 0))))
   return problems.found
 
 
@@ -86,7 +86,7 @@ def fp8_format(e: Export) -> fp8_formats.Fp8Format | None:
 
 
 def choose(
-  plan: RunSpec,
+  spec: TrainSpec,
   phase: int,
   merged: Collection[str] = (),
   stored: fp8_export.StoredByName | None = None,
@@ -102,28 +102,28 @@ def choose(
   Raises:
     UserError: see fp8_export.choose, and names.entries.
   """
-  e = plan.of(Export)
+  e = spec.of(Export)
   fp8 = fp8_format(e)
   if fp8 is None:
     return None
-  sites = plan.sites(EVAL_PRECISIONS[1] if plan.weights.hf else None, phase=phase)
-  hf_config.check_exportable(plan.model)
+  sites = spec.sites(EVAL_PRECISIONS[1] if spec.weights.hf else None, phase=phase)
+  hf_config.check_exportable(spec.model)
   return fp8_export.choose(
-    names.entries(plan.model), plan.model.dims, site_tree.recipes_of(sites), fp8,
-    scale_fmt=e.scale_fmt, requantize=e.requantize, changed=_changed(plan),
+    names.entries(spec.model), spec.model.dims, site_tree.recipes_of(sites), fp8,
+    scale_fmt=e.scale_fmt, requantize=e.requantize, changed=_changed(spec),
     merged=merged, stored=stored,
   )  # fmt: skip
 
 
-def _changed(plan: RunSpec) -> set[str]:
+def _changed(spec: TrainSpec) -> set[str]:
   """Paths of the weights that Smooth-SwiGLU's scales per channel multiply, in training or here."""
-  if plan.run.smooth_swiglu != "channel":
+  if spec.run.smooth_swiglu != "channel":
     return set()
-  is_folded = bool(plan.of(Export).fold_smooth_batches)
+  is_folded = bool(spec.of(Export).fold_smooth_batches)
   return {
     f"layers/{mixer.key}/{one.name}"
-    for mixer in transformer.mixers(plan.model)
+    for mixer in transformer.mixers(spec.model)
     for one in mixer.sites
-    if (one.has_channel_scales and not plan.weights.hf)
+    if (one.has_channel_scales and not spec.weights.hf)
     or (is_folded and mixer.fold_channel_scales is not None)
   }

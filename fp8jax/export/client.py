@@ -111,6 +111,6 @@ def _run(client: str, script: str, *arguments: str) -> tuple[str, str]:
   if not done.returncode:
     return "", done.stdout
   starts = [m.start() for m in _EXCEPTION.finditer(done.stderr)]
-  told = done.stderr[starts[-1] :] if starts else done.stderr[-400:]
+  message = done.stderr[starts[-1] :] if starts else done.stderr[-400:]
   signal = f"ended by signal {-done.returncode}" if done.returncode < 0 else "no message"
-  return " ".join(told.split())[:800] or signal, done.stdout
+  return " ".join(message.split())[:800] or signal, done.stdout

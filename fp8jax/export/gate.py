@@ -31,7 +31,7 @@ from fp8jax.kernels import choose
 from fp8jax.models import transformer
 from fp8jax.models.hf import config as hf_config
 from fp8jax.run import evaluator as evaluator_lib
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 # Longer windows say nothing more about weights.
 _LONGEST = 512
@@ -77,33 +77,33 @@ class Batch:
   counts_BL: np.ndarray
 
 
-def batches(plan: RunSpec) -> list[Batch]:
+def batches(spec: TrainSpec) -> list[Batch]:
   """At least export.gate_tokens of export.gate_text, or of every source's held-out documents.
 
   Raises:
     UserError: there are not so many; names the text or source, and its number of tokens.
   """
-  e, rows = plan.of(Export), plan.eval.batch
-  spread = batch_sharding.BatchSharder(plan.run.layout, rows)
-  longest = min(plan.data.seq_len, _LONGEST)
+  e, rows = spec.of(Export), spec.eval.batch
+  spread = batch_sharding.BatchSharder(spec.run.layout, rows)
+  longest = min(spec.data.seq_len, _LONGEST)
   if e.gate_text:
-    made = _of_text(plan, spread, min(longest, -(-e.gate_tokens // rows)))
-    return _enough(plan, spread, f"export.gate_text={e.gate_text!r}", made, "name a longer text")
+    made = _of_text(spec, spread, min(longest, -(-e.gate_tokens // rows)))
+    return _enough(spec, spread, f"export.gate_text={e.gate_text!r}", made, "name a longer text")
   remedy = "name a text in export.gate_text"  # the held-out share of a run that is over is fixed
   found = []
-  for name in plan.data.sources:
-    made = _heldout(plan, name, spread, longest)
-    found += _enough(plan, spread, f"source {name!r} (held-out documents)", made, remedy)
+  for name in spec.data.sources:
+    made = _heldout(spec, name, spread, longest)
+    found += _enough(spec, spread, f"source {name!r} (held-out documents)", made, remedy)
   return found
 
 
-def _enough(plan: RunSpec, spread, text: str, windows, remedy: str) -> list[Batch]:
+def _enough(spec: TrainSpec, spread, text: str, windows, remedy: str) -> list[Batch]:
   """The first batches of a text that have export.gate_tokens, those without any left out.
 
   Args:
     windows: (tokens, counts) [local rows, length] of this process, up to the end of the text.
   """
-  wanted, rows = plan.of(Export).gate_tokens, plan.eval.batch
+  wanted, rows = spec.of(Export).gate_tokens, spec.eval.batch
   found, total, by_position = [], 0, np.zeros(_LONGEST, int)
   for tokens, counts in windows:
     length = min(tokens.shape[1], -(-wanted // rows))
@@ -122,7 +122,7 @@ def _enough(plan: RunSpec, spread, text: str, windows, remedy: str) -> list[Batc
     if total >= wanted:
       return found
   fewer, has = np.arange(1, wanted), total
-  if not plan.of(Export).gate_text:  # of documents fewer tokens are looked for in shorter windows
+  if not spec.of(Export).gate_text:  # of documents fewer tokens are looked for in shorter windows
     has = np.cumsum(by_position)[np.minimum(-(-fewer // rows), _LONGEST) - 1]
   fewer = fewer[has >= fewer]
   less = f", or set export.gate_tokens={fewer.max()}" if fewer.size else ""
@@ -132,9 +132,9 @@ def _enough(plan: RunSpec, spread, text: str, windows, remedy: str) -> list[Batc
   )
 
 
-def _heldout(plan: RunSpec, name: str, spread, longest: int) -> Iterator[tuple[Any, Any]]:
+def _heldout(spec: TrainSpec, name: str, spread, longest: int) -> Iterator[tuple[Any, Any]]:
   """(tokens, counts) [local rows, longest] of this process, of a source's held-out documents."""
-  stream = loader.heldout_batches(plan.data, name, spread.local_rows, sys.maxsize, spread.shard)
+  stream = loader.heldout_batches(spec.data, name, spread.local_rows, sys.maxsize, spread.shard)
   for batch in stream:
     weights = spread.place({"weights_BL": batch["weights_BL"]})["weights_BL"]
     if not params_lib.on_host(weights).any():  # in every process: padding follows
@@ -142,15 +142,15 @@ def _heldout(plan: RunSpec, name: str, spread, longest: int) -> Iterator[tuple[A
     yield batch["tokens_BL"][:, :longest], batch["weights_BL"][:, :longest] > 0
 
 
-def _of_text(plan: RunSpec, spread, length: int) -> Iterator[tuple[Any, Any]]:
+def _of_text(spec: TrainSpec, spread, length: int) -> Iterator[tuple[Any, Any]]:
   """The same of export.gate_text, the beginning that is as long as export.gate_tokens."""
-  path, rows = plan.of(Export).gate_text, plan.eval.batch
+  path, rows = spec.of(Export).gate_text, spec.eval.batch
   try:
     with open(os.path.expanduser(path), encoding="utf-8") as f:
-      ids = plan.data.tokenizer.encode(f.read())
+      ids = spec.data.tokenizer.encode(f.read())
   except UnicodeDecodeError as e:
     raise UserError(f"export.gate_text={path!r} is no text in UTF-8: {e}; name a text file") from e
-  whole = np.zeros((-(-plan.of(Export).gate_tokens // (rows * length)), rows, length), np.int32)
+  whole = np.zeros((-(-spec.of(Export).gate_tokens // (rows * length)), rows, length), np.int32)
   ids = ids[: whole.size]
   whole.reshape(-1)[: len(ids)] = ids
   counts = (np.arange(whole.size) < len(ids)).reshape(whole.shape)
@@ -213,17 +213,17 @@ class Gate:
   """
 
   def __init__(
-    self, plan: RunSpec, texts: list[Batch], params, of_source: RunSpec | None = None
+    self, spec: TrainSpec, texts: list[Batch], params, of_source: TrainSpec | None = None
   ):  # fmt: skip
     """
     Args:
-      plan: of the models that are compared.
+      spec: of the models that are compared.
       texts: what they are compared on, see `batches`.
       params: of the source, float32.
-      of_source: the source's plan where that is another model, one with adapters; default: plan.
+      of_source: the source's spec where that is another model, one with adapters; default: spec.
     """
-    self._plan, self._batches = plan, texts
-    self._logits = self._forward(plan)
+    self._spec, self._batches = spec, texts
+    self._logits = self._forward(spec)
     logits = self._forward(of_source) if of_source else self._logits
     made = zip(texts, logits(params), strict=True)
     self._source = [params_lib.on_host(x)[b.counts_BL > 0] for b, x in made]
@@ -233,11 +233,11 @@ class Gate:
       "noise_floor": {k: floor[k] for k in ("kl", "dlogp", "top1")},
     }
 
-  def _forward(self, plan: RunSpec) -> Callable[[Any], Iterator[jax.Array]]:
+  def _forward(self, spec: TrainSpec) -> Callable[[Any], Iterator[jax.Array]]:
     """From parameters to the logits [B, L, V] of every batch."""
-    run = functools.partial(transformer.logits, cfg=plan.model, run=plan.run)
-    jitted = jax.jit(run, compiler_options=choose.compiler_options(plan.device))
-    sites = plan.sites(evaluator_lib.BF16)
+    run = functools.partial(transformer.logits, cfg=spec.model, run=spec.run)
+    jitted = jax.jit(run, compiler_options=choose.compiler_options(spec.device))
+    sites = spec.sites(evaluator_lib.BF16)
     return lambda params: (jitted(params, sites, b.inputs) for b in self._batches)
 
   def read_back(self, folder: str, read: Callable[[str], Any]):
@@ -260,8 +260,8 @@ class Gate:
     """The same of the folder in transformers, on the CPU; in the first process."""
     if jax.process_index() == 0:
       tokens_BL = np.concatenate([b.tokens_BL for b in self._batches])
-      vocab_size = self._plan.model.vocab_size
-      made = client_lib.logits(self._plan.of(Export), folder, tokens_BL, vocab_size)
+      vocab_size = self._spec.model.vocab_size
+      made = client_lib.logits(self._spec.of(Export), folder, tokens_BL, vocab_size)
       self._judge("transformers", np.split(made, len(self._batches)), versions)
 
   def source(self) -> Iterator[np.ndarray]:
@@ -273,7 +273,7 @@ class Gate:
 
   def _row(self, made: Iterable[Any]) -> dict[str, float]:
     """See `row`; `made` has logits [B, L, V] of every batch."""
-    jitted = jax.jit(difference, compiler_options=choose.compiler_options(self._plan.device))
+    jitted = jax.jit(difference, compiler_options=choose.compiler_options(self._spec.device))
     columns = zip(self._batches, self.source(), made, strict=True)
     parts = [jax.device_get(jitted(x, y, b.tokens_BL, b.counts_BL)) for b, x, y in columns]
     return row([sum(map(float, column)) for column in zip(*parts)])
@@ -282,7 +282,7 @@ class Gate:
     found = self._row(made)
     total = found.pop("tokens")
     self.report[reader] = found | dict(versions or {})
-    most = self._plan.of(Export).max_kl
+    most = self._spec.of(Export).max_kl
     if not found["kl"] <= most:
       raise UserError(
         f"export refused, nothing was written: read by {reader}, the model differs from its source "

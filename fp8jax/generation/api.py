@@ -118,7 +118,7 @@ class Generator:
     problems = ConfigErrors()
     problems.extend(sampling.problems())
     problems.check(num_samples >= 1, f"num_samples={num_samples} must be at least 1")
-    problems.extend(self._unfit(prompts))
+    problems.extend(self._prompt_problems(prompts))
     problems.refuse()
     stop_ids = {s: self.tokenizer.special_id(s) for s in sampling.stop}
     texts = [s for s, token in stop_ids.items() if token is None]
@@ -208,7 +208,7 @@ class Generator:
       f"tokens; {NOT_FINITE}"
     )
 
-  def _unfit(self, prompts) -> list[str]:
+  def _prompt_problems(self, prompts) -> list[str]:
     found = []
     for i, prompt in enumerate(prompts):
       if not len(prompt):

@@ -8,26 +8,26 @@ from fp8jax.run import (
   calibration,
   provenance,
 )
-from fp8jax.run.restore import folder_of, load_or_init
+from fp8jax.run.restore import load_or_init, output_folder
 from fp8jax.run.settings import Calibrate
-from fp8jax.step import run_spec, train_step
+from fp8jax.step import train_spec, train_step
 
 
-def run(plan: run_spec.RunSpec, workdir: str, out: str = ""):
+def run(spec: train_spec.TrainSpec, workdir: str, out: str = ""):
   """Writes the range of every tensor of every site, over some training batches."""
-  path = folder_of(out, workdir, "calibration.json")
+  path = output_folder(out, workdir, "calibration.json")
   _check_writable(path, "--out")  # before the work, whose result would be lost
-  loaded = load_or_init(plan, workdir, has_scales=False)
-  plan = loaded.spec if loaded else plan
-  params = loaded.params if loaded else train_step.make_state(plan).params
+  loaded = load_or_init(spec, workdir, has_scales=False)
+  spec = loaded.spec if loaded else spec
+  params = loaded.params if loaded else train_step.make_state(spec).params
   step = loaded.where.get("step", 0) if loaded else 0
-  fingerprint = loader.fingerprint(plan.data)
+  fingerprint = loader.fingerprint(spec.data)
   batches = batch_sharding.TrainBatches(
-    plan.data, plan.run.layout, plan.microbatch, plan.grad_accum_steps
+    spec.data, spec.run.layout, spec.microbatch, spec.grad_accum_steps
   )
-  placed = (batches.spread.place(next(batches.iterator)) for _ in range(plan.of(Calibrate).batches))
+  placed = (batches.spread.place(next(batches.iterator)) for _ in range(spec.of(Calibrate).batches))
   try:
-    table = calibration.run(plan, params, placed, step=step, fingerprint=fingerprint)
+    table = calibration.run(spec, params, placed, step=step, fingerprint=fingerprint)
   finally:
     batches.iterator.close()
   provenance.write_json(*os.path.split(path), table)

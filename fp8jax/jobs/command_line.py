@@ -101,7 +101,7 @@ def answer(argv: list[str]):
 def with_changes(workdir: str, argv: list[str]) -> str:
   """`workdir` with the overrides of a command line in place of "{changes}".
 
-  Launchers of others (an agent of Weights & Biases, a shell loop) thus give each of their runs a
+  Other launchers (an agent of Weights & Biases, a shell loop) thus give each of their runs a
   workdir of its own: "optim.peak_lr=0.001-seed=1", "tensor_current-seed=1" with the arm of
   --config=FILE:ARM, or "unchanged".
   """

@@ -9,10 +9,10 @@ from fp8jax import records
 from fp8jax.data import batch_sharding
 from fp8jax.run import nonfinite, schemas
 from fp8jax.run.restore import as_trained, restore_params
-from fp8jax.step import run_spec
+from fp8jax.step import train_spec
 
 
-def run(plan: run_spec.RunSpec, workdir: str):
+def run(spec: train_spec.TrainSpec, workdir: str):
   """Repeats the pass over the batch that a run stopped at."""
   name = os.path.join(workdir, "nonfinite", f"batch_{jax.process_index()}.npz")
   if not os.path.exists(name):
@@ -24,8 +24,8 @@ def run(plan: run_spec.RunSpec, workdir: str):
   # The run may have gone on since.
   path = os.path.join(workdir, "nonfinite", "report.json")
   step = records.read(path, schemas.Failure, "train again to the failure")["step"]
-  params, _, meta = restore_params(plan, workdir, step)
-  plan = as_trained(plan, meta)
-  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
-  found = nonfinite.report(plan, params, spread.place(host), plan.phase(max(step - 1, 0)))
+  params, _, meta = restore_params(spec, workdir, step)
+  spec = as_trained(spec, meta)
+  spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
+  found = nonfinite.report(spec, params, spread.place(host), spec.phase(max(step - 1, 0)))
   return {"step": step, **found}

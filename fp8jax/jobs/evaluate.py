@@ -6,27 +6,27 @@ from fp8jax.jobs import evaluate_tasks
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run import start
 from fp8jax.run.restore import load_weights
-from fp8jax.step import run_spec
+from fp8jax.step import train_spec
 
 
-def run(plan: run_spec.RunSpec, workdir: str):
+def run(spec: train_spec.TrainSpec, workdir: str):
   """Held-out loss (eval.tokens) and verifiable answers (eval.tasks) of a model.
 
   Raises:
     UserError: neither is asked for, or the checkpoint is another run's.
   """
-  if not plan.eval.tokens and not plan.of(Tasks).tasks:
+  if not spec.eval.tokens and not spec.of(Tasks).tasks:
     raise UserError("eval.tokens=0 without eval.tasks leaves nothing to evaluate; set one of them")
-  found = {"device": start.device_line(plan)}
-  if plan.eval.tokens:
-    found |= _heldout(plan, workdir)
-  if plan.of(Tasks).tasks:
-    found |= evaluate_tasks.run(plan, workdir)
+  found = {"device": start.device_line(spec)}
+  if spec.eval.tokens:
+    found |= _heldout(spec, workdir)
+  if spec.of(Tasks).tasks:
+    found |= evaluate_tasks.run(spec, workdir)
   return found
 
 
-def _heldout(plan: run_spec.RunSpec, workdir: str):
-  loaded = load_weights(plan, workdir)
+def _heldout(spec: train_spec.TrainSpec, workdir: str):
+  loaded = load_weights(spec, workdir)
   evaluator = evaluator_lib.Evaluator(loaded.spec)
   heldout = evaluator.run(loaded.params, loaded.states, loaded.phase)
   return {**loaded.where, "heldout": heldout, "documents_passed_over": evaluator.passed_over}

@@ -21,12 +21,12 @@ from fp8jax.generation.settings import Generate
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.run import checkpoint, provenance
-from fp8jax.step import run_spec
+from fp8jax.step import train_spec
 
 _RECIPE = EVAL_PRECISIONS[0]
 
 
-def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
+def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
   """Evaluates eval.tasks; prints their table and writes WORKDIR/evaluation.
 
   Returns:
@@ -34,21 +34,21 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
     "not_finite", a sentence, where logits were not, which ended those outputs.
   """
   console = console_lib.console()
-  tasks = catalog.load(plan.of(Tasks))
-  generator, where = generator_lib.load(plan, workdir)
-  ask = _asker(plan, generator, any(task.chat for task in tasks))
-  settings, folder = _settings(plan, where), _folder(plan, workdir, where)
+  tasks = catalog.load(spec.of(Tasks))
+  generator, where = generator_lib.load(spec, workdir)
+  ask = _asker(spec, generator, any(task.chat for task in tasks))
+  settings, folder = _settings(spec, where), _folder(spec, workdir, where)
   done = []
   for task in tasks:
-    asked = {**settings, "chat": plan.of(Tasks).chat or task.chat}
+    asked = {**settings, "chat": spec.of(Tasks).chat or task.chat}
     done.append(
-      run_lib.evaluate(task, generator, ask, folder, asked, plan.of(Tasks).seed, console.print)
+      run_lib.evaluate(task, generator, ask, folder, asked, spec.of(Tasks).seed, console.print)
     )
-  summary = _summary(plan, settings, folder, done)
+  summary = _summary(spec, settings, folder, done)
   title = f"{folder}: intervals over items"
   console.print(console_lib.table(title, report.COLUMNS, report.rows(done)))
-  if plan.of(Tasks).compare_with:
-    summary["comparison"] = _compare(plan.of(Tasks).compare_with, folder, tasks, console)
+  if spec.of(Tasks).compare_with:
+    summary["comparison"] = _compare(spec.of(Tasks).compare_with, folder, tasks, console)
   provenance.write_json(folder, store.SUMMARY, summary)
   kept = ("tasks", "comparison")
   bad = {one.task.name: one.summary["finish_reasons"].get(ERROR, 0) for one in done}
@@ -61,16 +61,16 @@ def run(plan: run_spec.RunSpec, workdir: str) -> dict[str, Any]:
   }
 
 
-def _asker(plan: run_spec.RunSpec, generator, needs_chat: bool) -> run_lib.Ask:
+def _asker(spec: train_spec.TrainSpec, generator, needs_chat: bool) -> run_lib.Ask:
   """Writes prompts by the chat template (eval.chat, or the task's protocol), or as plain text."""
   tokenizer: Tokenizer = generator.tokenizer
-  of_data = (plan.data.chat_template, plan.data.template_date)
-  is_chat = plan.of(Tasks).chat or needs_chat
+  of_data = (spec.data.chat_template, spec.data.template_date)
+  is_chat = spec.of(Tasks).chat or needs_chat
   template = generator_lib.chat_template(generator, *of_data) if is_chat else None
 
   def ask(task: Task, item: Item) -> tuple[str, Sequence[int]]:
     user = task.user_text(item)
-    if template is None or not (plan.of(Tasks).chat or task.chat):
+    if template is None or not (spec.of(Tasks).chat or task.chat):
       text = "\n\n".join(filter(None, (task.system, user))) + task.prefix
       return text, tokenizer.encode_prompt(text)
     turns = [{"role": "system", "content": task.system}] if task.system else []
@@ -82,16 +82,16 @@ def _asker(plan: run_spec.RunSpec, generator, needs_chat: bool) -> run_lib.Ask:
   return ask
 
 
-def _settings(plan: run_spec.RunSpec, where: dict[str, Any]) -> dict[str, Any]:
+def _settings(spec: train_spec.TrainSpec, where: dict[str, Any]) -> dict[str, Any]:
   """All that decides the outputs besides the task; a change is another evaluation."""
-  if plan.weights.hf:
-    weights = {"hf": os.path.basename(os.path.normpath(plan.weights.hf)), "digest": _digest(plan)}
+  if spec.weights.hf:
+    weights = {"hf": os.path.basename(os.path.normpath(spec.weights.hf)), "digest": _digest(spec)}
   else:
-    saved = checkpoint.Checkpoints(where["workdir"], plan.checkpoint.keep)
+    saved = checkpoint.Checkpoints(where["workdir"], spec.checkpoint.keep)
     config = json.dumps(saved.meta(where["step"])["config"], sort_keys=True)
     saved.close()
     weights = {"step": where["step"], "digest": hashlib.sha256(config.encode()).hexdigest()[:16]}
-  g, data, template = plan.of(Generate), plan.data, {}
+  g, data, template = spec.of(Generate), spec.data, {}
   if data.chat_template or data.template_date:  # else it is the tokenizer's own
     with open(os.path.expanduser(data.chat_template) or os.devnull, "rb") as f:
       template["template"] = hashlib.sha256(f.read() + data.template_date.encode()).hexdigest()[:16]
@@ -99,19 +99,19 @@ def _settings(plan: run_spec.RunSpec, where: dict[str, Any]) -> dict[str, Any]:
     **weights,
     **template,
     "precision": g.precision,
-    "rules": plan.flat["precision.rules"] if g.precision == _RECIPE else [],
-    "compute_dtype": plan.run.dtype.name,
+    "rules": spec.flat["precision.rules"] if g.precision == _RECIPE else [],
+    "compute_dtype": spec.run.dtype.name,
     "cache_format": g.cache_format,
     "max_length": g.max_length,
     "stop_tokens": list(g.stop_tokens),
-    "chat": plan.of(Tasks).chat,
-    "tokenizer": plan.data.tokenizer.fingerprint,
+    "chat": spec.of(Tasks).chat,
+    "tokenizer": spec.data.tokenizer.fingerprint,
   }
 
 
-def _digest(plan: run_spec.RunSpec) -> str:
+def _digest(spec: train_spec.TrainSpec) -> str:
   """Of the ends of a folder's safetensors, which hold weights."""
-  folder, digest = hub.local(plan.weights.hf), hashlib.sha256()
+  folder, digest = hub.local(spec.weights.hf), hashlib.sha256()
   for name in sorted(os.listdir(folder)):
     if name.endswith(".safetensors"):
       with open(os.path.join(folder, name), "rb") as f:
@@ -121,10 +121,10 @@ def _digest(plan: run_spec.RunSpec) -> str:
   return digest.hexdigest()[:16]
 
 
-def _folder(plan: run_spec.RunSpec, workdir: str, where: dict[str, Any]) -> str:
+def _folder(spec: train_spec.TrainSpec, workdir: str, where: dict[str, Any]) -> str:
   """WORKDIR/evaluation/step_100, or .../hf_NAME; "_bf16" where that is the forward pass."""
-  label = f"step_{where['step']}" if "step" in where else f"hf_{store.slug(_name(plan.weights.hf))}"
-  suffix = "" if plan.of(Generate).precision == _RECIPE else f"_{plan.of(Generate).precision}"
+  label = f"step_{where['step']}" if "step" in where else f"hf_{store.slug(_name(spec.weights.hf))}"
+  suffix = "" if spec.of(Generate).precision == _RECIPE else f"_{spec.of(Generate).precision}"
   return os.path.join(workdir, store.FOLDER, label + suffix)
 
 
@@ -132,7 +132,7 @@ def _name(path: str) -> str:
   return os.path.basename(os.path.normpath(path))
 
 
-def _summary(plan, settings, folder: str, done: list[run_lib.Evaluated]) -> dict[str, Any]:
+def _summary(spec, settings, folder: str, done: list[run_lib.Evaluated]) -> dict[str, Any]:
   prints = " ".join(one.task.fingerprint for one in done)
   data = hashlib.sha256(prints.encode()).hexdigest()
   runs_code = any(one.task.verify is benchmarks.verify_program for one in done)
@@ -142,8 +142,8 @@ def _summary(plan, settings, folder: str, done: list[run_lib.Evaluated]) -> dict
     one.summary["seconds"] = round(one.summary["seconds"] + earlier.get(one.task.name, 0.0), 1)
   return {
     "tasks": {one.task.name: one.summary for one in done},
-    "settings": {**settings, "seed": plan.of(Tasks).seed, "code_sandbox": tool},
-    "provenance": provenance.provenance(plan.flat, data, plan.seed, 1),
+    "settings": {**settings, "seed": spec.of(Tasks).seed, "code_sandbox": tool},
+    "provenance": provenance.provenance(spec.flat, data, spec.seed, 1),
   }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from fp8jax.run import nonfinite
 from fp8jax.run import provenance as provenance_lib
-from fp8jax.step import run_spec
+from fp8jax.step import train_spec
 
 
 def keep_batch(workdir: str, host):
@@ -19,7 +19,7 @@ def keep_batch(workdir: str, host):
 
 
 def report(
-  plan: run_spec.RunSpec, workdir: str, step: int, values: dict[str, Any], params, batch
+  spec: train_spec.TrainSpec, workdir: str, step: int, values: dict[str, Any], params, batch
 ) -> str:
   """Finds the first bad site, writes nonfinite/report.json, and says what happened and what to do.
 
@@ -29,10 +29,10 @@ def report(
     params: that met the batch.
     batch: placed.
   """
-  found = nonfinite.report(plan, params, batch, plan.phase(max(step - 1, 0)))
+  found = nonfinite.report(spec, params, batch, spec.phase(max(step - 1, 0)))
   provenance_lib.write_json(workdir, "nonfinite/report.json", {"step": step, **values, **found})
   saved, skip = "the parameters that met it", "optim.on_nonfinite='skip'"
-  if plan.optim.in_backward:
+  if spec.optim.in_backward:
     skip += " with optim.in_backward=False"
     if np.isfinite(values["loss"]):
       saved += ", but for what is behind the first bad gradient and has moved "

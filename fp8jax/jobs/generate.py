@@ -18,20 +18,20 @@ from fp8jax.generation.completion import Completion
 from fp8jax.generation.settings import Generate
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.run import start as run_start
-from fp8jax.step import run_spec
+from fp8jax.step import train_spec
 
 _BETWEEN = "\n---\n"
 
 
-def run(plan: run_spec.RunSpec, workdir: str):
+def run(spec: train_spec.TrainSpec, workdir: str):
   """Completes every prompt of `generate`; returns counts and tokens per second."""
-  config = plan.of(Generate)
+  config = spec.of(Generate)
   records = read_prompts(config.prompts)
-  generator, where = generator_lib.load(plan, workdir)
-  texts, prompts = _encoded(records, generator, plan.data)
+  generator, where = generator_lib.load(spec, workdir)
+  texts, prompts = _encoded(records, generator, spec.data)
   total = len(prompts) * config.num_samples
   log = console_lib.console(stderr=True)
-  log.print(f"{run_start.device_line(plan)}: {len(prompts)} prompts, {total} completions")
+  log.print(f"{run_start.device_line(spec)}: {len(prompts)} prompts, {total} completions")
   reasons, tokens, done, start = collections.Counter(), 0, 0, time.perf_counter()
   with contextlib.ExitStack() as stack:
     if config.out:

@@ -14,47 +14,47 @@ from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run.restore import load_weights
-from fp8jax.step import run_spec
+from fp8jax.step import train_spec
 
 
-def load(plan: run_spec.RunSpec, workdir: str) -> tuple[api.Generator, dict]:
+def load(spec: train_spec.TrainSpec, workdir: str) -> tuple[api.Generator, dict]:
   """(the generator that `generate` describes, the place of its weights for a report).
 
   Delayed and static scales are those of the checkpoint or of the calibration; without any, they are
   taken from the tensors of every step.
   """
   problems = ConfigErrors()
-  problems.extend(api.problems_of(plan.model, plan.run))
+  problems.extend(api.problems_of(spec.model, spec.run))
   problems.refuse()
-  g = plan.of(Generate)
+  g = spec.of(Generate)
   recipe = evaluator_lib.BF16 if g.precision == evaluator_lib.BF16 else None
-  kept = weights.multiplied_as_codes(site_tree.recipes_of(plan.sites(recipe)))
-  loaded = load_weights(plan, workdir, kept=kept)
-  plan, states = loaded.spec, loaded.states
-  sites = plan.sites(recipe, phase=loaded.phase)
+  kept = weights.multiplied_as_codes(site_tree.recipes_of(spec.sites(recipe)))
+  loaded = load_weights(spec, workdir, kept=kept)
+  spec, states = loaded.spec, loaded.states
+  sites = spec.sites(recipe, phase=loaded.phase)
   if scaling_lib.states(sites):
     sites = (
       scaling_lib.with_states(sites, states) if states else site_lib.with_current_scales(sites)
     )
-  folder = folder_of(plan, workdir)
-  tokenizer = plan.data.tokenizer
+  folder = folder_of(spec, workdir)
+  tokenizer = spec.data.tokenizer
   # A run that began without Hugging Face files keeps its ends of turns in its own folder.
   ends = api.end_ids(folder or workdir, tokenizer, g.stop_tokens)
   generator = api.Generator(
-    loaded.params, sites, plan.model, plan.run, tokenizer, ends, slots=g.slots,
+    loaded.params, sites, spec.model, spec.run, tokenizer, ends, slots=g.slots,
     cache_format=g.cache_format, max_length=g.max_length, folder=folder,
   )  # fmt: skip
   return generator, loaded.where
 
 
-def folder_of(plan: run_spec.RunSpec, workdir: str) -> str:
+def folder_of(spec: train_spec.TrainSpec, workdir: str) -> str:
   """The folder of a model's settings: weights.hf, the one kept by training, init.hf, or ""."""
-  if plan.weights.hf:
-    return plan.weights.hf
+  if spec.weights.hf:
+    return spec.weights.hf
   kept = os.path.join(workdir, "hf_source")
   if os.path.isdir(kept):
     return kept
-  return plan.init.hf if plan.init.hf and os.path.isdir(hub.local(plan.init.hf)) else ""
+  return spec.init.hf if spec.init.hf and os.path.isdir(hub.local(spec.init.hf)) else ""
 
 
 def chat_template(generator: api.Generator, template: str = "", date: str = "") -> ChatTemplate:

@@ -8,24 +8,24 @@ from typing import Any
 from fp8jax import console as console_lib
 from fp8jax.compiled import aot, memory
 from fp8jax.run import provenance
-from fp8jax.step import run_spec
+from fp8jax.step import train_spec
 
 
 def run(
-  plan: run_spec.RunSpec, devices: Sequence[Any], topology: str, workdir: str
+  spec: train_spec.TrainSpec, devices: Sequence[Any], topology: str, workdir: str
 ) -> dict[str, Any]:
   """Bytes per device by kind and FP8 GEMMs, declared and found in the compiled step.
 
   Args:
-    plan: the run.
+    spec: the run.
     devices: those to compile for, real or of a topology.
     topology: --topology, for the message; "" where the devices are here.
     workdir: gets memory.json for the run's report, where it exists.
   """
   out = console_lib.console(stderr=True)
-  rows = memory.declared(plan)
+  rows = memory.declared(spec)
   out.print(f"compiling the step for {topology or devices[0].device_kind}")
-  found, summary = memory.compiled(plan, aot.lower(plan, devices))
+  found, summary = memory.compiled(spec, aot.lower(spec, devices))
   rows += found
   out.print(memory.table(rows, summary))
   proof = summary["fp8_gemms"]

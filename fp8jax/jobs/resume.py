@@ -12,9 +12,10 @@ from fp8jax.data import batch_sharding
 from fp8jax.jobs import run_state
 from fp8jax.jobs import start as start_lib
 from fp8jax.ops import scaling as scaling_lib
-from fp8jax.run import checkpoint, control, goodput, metrics_writer, restore
+from fp8jax.phases import decide
+from fp8jax.run import checkpoint, goodput, metrics_writer, restore
 from fp8jax.run import provenance as provenance_lib
-from fp8jax.step import run_spec, train_step
+from fp8jax.step import train_spec, train_step
 from fp8jax.step.state import State
 
 
@@ -27,45 +28,45 @@ class Saver:
   """
 
   def __init__(
-    self, plan: run_spec.RunSpec, workdir: str, fingerprint: str, now: run_state.RunState,
+    self, spec: train_spec.TrainSpec, workdir: str, fingerprint: str, now: run_state.RunState,
     batches: batch_sharding.TrainBatches, clock: goodput.Clock,
   ):  # fmt: skip
-    """Args: the configuration's plan, and what a checkpoint remembers of the run, and sets."""
+    """Args: the configuration's spec, and what a checkpoint remembers of the run, and sets."""
     self._workdir, self._now, self._batches, self._clock = workdir, now, batches, clock
-    self._plan, self._weights_dtype = plan, "bfloat16"
-    every = plan.checkpoint.every if control.roll_back(plan.precision.policy) else 0
-    self.checkpoints = checkpoint.Checkpoints(workdir, plan.checkpoint.keep, every)
+    self._spec, self._weights_dtype = spec, "bfloat16"
+    every = spec.checkpoint.every if decide.roll_back(spec.precision.policy) else 0
+    self.checkpoints = checkpoint.Checkpoints(workdir, spec.checkpoint.keep, every)
     self.evaluations: dict[str, Any] = {}
     # Of the run: it may go on where these are the same. Now: a table may be edited during the run.
     self._origin = {
-      "config": identity.identity(plan),
+      "config": identity.identity(spec),
       "data_fingerprint": fingerprint,
       # The settings that the saved positions in the data depend on.
       "readers": {
         "processes": jax.process_count(),
         "shares": batches.spread.shard.count,
-        "in worker processes": plan.data.workers > 0,
+        "in worker processes": spec.data.workers > 0,
       },
     }
 
   def begin(self, out: rich.console.Console) -> tuple[State, int]:
     """(a fresh state, the newest checkpoint's, or that of init.workdir; steps taken)."""
-    steps, plan = self.checkpoints.steps(), self._plan
+    steps, spec = self.checkpoints.steps(), self._spec
     if steps:
       before = self.checkpoints.meta(steps[-1]).get("seconds", {})
       self._clock.go_on(before, metrics_writer.last_logged(self._workdir, "elapsed_seconds"))
       return self._restored(self.checkpoints, steps[-1], out)
-    if not plan.init.workdir:
-      state, self._weights_dtype = start_lib.fresh(plan, self._workdir)
+    if not spec.init.workdir:
+      state, self._weights_dtype = start_lib.fresh(spec, self._workdir)
       return state, 0
-    workdir = start_lib.source(plan.init.workdir)
-    if plan.init.weights_only:
-      state, self._weights_dtype = start_lib.stage(plan, workdir, self._workdir, out)
+    workdir = start_lib.source(spec.init.workdir)
+    if spec.init.weights_only:
+      state, self._weights_dtype = start_lib.stage(spec, workdir, self._workdir, out)
       return state, 0
     with contextlib.closing(checkpoint.Checkpoints(workdir)) as other:
-      restored = self._restored(other, other.find(plan.init.step), out)
-    out.print(f"continuing the run in {plan.init.workdir}")
-    start_lib.take_source(plan, workdir, self._workdir)
+      restored = self._restored(other, other.find(spec.init.step), out)
+    out.print(f"continuing the run in {spec.init.workdir}")
+    start_lib.take_source(spec, workdir, self._workdir)
     return restored
 
   def _restored(self, saved: checkpoint.Checkpoints, step: int, out) -> tuple[State, int]:
@@ -74,14 +75,14 @@ class Saver:
     changes = identity.diff(self._origin["config"], meta["config"])
     for key, (old, new) in changes.items():
       out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
-    accepted = self._plan.checkpoint.accept_changes
+    accepted = self._spec.checkpoint.accept_changes
     read = (self._origin["data_fingerprint"], self._origin["readers"])
     restore.check_same_run(changes, meta, step, *read, accepted)
     if policy := meta.get("policy"):
-      now.steering.set(control.Memory.from_json(policy))
+      now.policies.set(decide.PolicyState.from_json(policy))
     self._weights_dtype = meta["weights_dtype"]
     self._take(meta)
-    abstract = train_step.abstract_state(now.plan, step)
+    abstract = train_step.abstract_state(now.spec, step)
     remembered = self._remembered(step)
     is_same = meta.get("remembered", remembered) == remembered
     has_new_table = bool(now.calibration) and "precision.calibration" in changes
@@ -98,7 +99,7 @@ class Saver:
     for line in metrics_writer.holes(self._workdir, provenance_lib.origin(self._workdir), step):
       out.print(line)
     if jax.device_get(state.halted):
-      moved = " (some layers may have moved with it)" * self._plan.optim.in_backward
+      moved = " (some layers may have moved with it)" * self._spec.optim.in_backward
       out.print(f"step {step} met a non-finite value{moved}; going on with the batch after it")
       # False, on the devices where it was.
       state = dataclasses.replace(state, halted=state.halted ^ state.halted)
@@ -109,10 +110,10 @@ class Saver:
     self.checkpoints.drop_after(to)
     meta = self.checkpoints.meta(to)
     self._clock.lose_since(meta.get("seconds", {}))
-    self._now.steering.roll_back(step, loss, to, meta.get("policy"))
+    self._now.policies.roll_back(step, loss, to, meta.get("policy"))
     self._now.has_scales, self._now.phase = True, -1
     self._take(meta)
-    abstract = train_step.abstract_state(self._now.plan, to)
+    abstract = train_step.abstract_state(self._now.spec, to)
     return self.checkpoints.restore(to, abstract, self._batches.iterator)
 
   def _take(self, meta: dict[str, Any]):
@@ -124,12 +125,14 @@ class Saver:
 
   def _remembered(self, step: int) -> dict[str, str]:
     """Which sites' scaling states the state after `step` steps has, and for which recipes."""
-    plan = self._now.plan
-    return scaling_lib.recipes(plan.sites(phase=plan.phase(step - 1))) if step else {}
+    spec = self._now.spec
+    return scaling_lib.recipes(spec.sites(phase=spec.phase(step - 1))) if step else {}
 
   def save(self, step: int, state: State):
     """Starts writing the checkpoint of `step` steps."""
-    policy = {"policy": self._now.steering.memory.to_json()} if self._plan.precision.policy else {}
+    policy = (
+      {"policy": self._now.policies.policy_state.to_json()} if self._spec.precision.policy else {}
+    )
     with self._clock.on("checkpoint"):
       meta = {
         **self._origin,

@@ -7,14 +7,14 @@ import jax
 import rich.console
 
 from fp8jax.compiled import fp8_gemms
-from fp8jax.jobs import steering
+from fp8jax.jobs import policy_runner
 from fp8jax.kernels import self_test
 from fp8jax.ops import site_tree
 from fp8jax.optim import storage
 from fp8jax.quantization import tensor_stats
 from fp8jax.run import alarms as run_alarms
 from fp8jax.run import fp8_share
-from fp8jax.step import run_spec, train_step
+from fp8jax.step import train_spec, train_step
 from fp8jax.step.state import State
 
 
@@ -22,7 +22,7 @@ class RunState:
   """The precision phase of a run, with the sites to train in and the checks before its steps.
 
   Attributes:
-    steering: of the policies; its plan has the phases that they began.
+    policies: of the policies; its spec has the phases that they began.
     calibration: {phase: scaling states} of precision.calibration's table, or None.
     phase: of the step before; -1 before the first one and after a roll-back.
     sites: {whether loud: tree of the phase}; empty before the first phase.
@@ -31,21 +31,21 @@ class RunState:
     has_scales: whether a checkpoint's scales are those of its phase.
   """
 
-  def __init__(self, steering_: steering.Steering, calibration, out: rich.console.Console):
-    self.steering, self.calibration, self._out = steering_, calibration, out
+  def __init__(self, policies: policy_runner.PolicyRunner, calibration, out: rich.console.Console):
+    self.policies, self.calibration, self._out = policies, calibration, out
     # Recipes arrive with the sites, so that policies leave the function as it is.
-    self._step_fn, self.phase = train_step.make_step(steering_.plan), -1
+    self._step_fn, self.phase = train_step.make_step(policies.spec), -1
     self.sites: dict[bool, Any] = {}
     self.shares: dict[str, float] = {}
-    self.watch = run_alarms.AlarmMonitor(self.plan.log.alarms, {})
+    self.watch = run_alarms.AlarmMonitor(self.spec.log.alarms, {})
     self.has_scales = False
-    self._proven: run_spec.RunSpec | None = None
+    self._proven: train_spec.TrainSpec | None = None
     self._compiled: set[Any] = set()  # (rules, whether loud) of steps taken here
 
   @property
-  def plan(self) -> run_spec.RunSpec:
+  def spec(self) -> train_spec.TrainSpec:
     """The configuration's, with the recipes that policies gave."""
-    return self.steering.plan
+    return self.policies.spec
 
   def enter(self, state: State, step: int, batch) -> State:
     """The state with which the phase of a step begins; sets the sites to train in.
@@ -58,47 +58,47 @@ class RunState:
       step: steps taken.
       batch: of the step after them, placed.
     """
-    plan, phase = self.plan, self.plan.phase(step)
+    spec, phase = self.spec, self.spec.phase(step)
     self._try_kernels(phase)
-    here = plan.precision.phases[phase]
+    here = spec.precision.phases[phase]
     is_first = step == here.start
     if step and is_first and not here.by_policy:
       self._out.print(f"step {step}: precision.schedule enters its phase {phase}")
     if self.has_scales and not is_first:
       pass  # resumed within the phase
     elif here.by_policy and is_first:
-      state = self.steering.begin_phase(state, batch, step, phase)
+      state = self.policies.begin_phase(state, batch, step, phase)
     elif self.calibration:
-      scaling_states = self.calibration[self.steering.configured.phase(step)]
+      scaling_states = self.calibration[self.policies.configured.phase(step)]
       state = dataclasses.replace(state, scaling_states=scaling_states)
     else:
-      state = train_step.calibrate(plan, state, batch, phase)
+      state = train_step.calibrate(spec, state, batch, phase)
     levels = {False: tensor_stats.QUIET, True: tensor_stats.LOUD}
-    self.sites = {loud: plan.sites(phase=phase, statistics=s) for loud, s in levels.items()}
-    self.phase, self.shares = phase, fp8_share.of_phase(plan, phase)
+    self.sites = {loud: spec.sites(phase=phase, statistics=s) for loud, s in levels.items()}
+    self.phase, self.shares = phase, fp8_share.of_phase(spec, phase)
     recipes = site_tree.recipes_of(self.sites[False])
-    self.watch = run_alarms.AlarmMonitor(plan.log.alarms, recipes)
-    if plan.verify_fp8_gemms and self._proven is not plan:
+    self.watch = run_alarms.AlarmMonitor(spec.log.alarms, recipes)
+    if spec.verify_fp8_gemms and self._proven is not spec:
       # Stops before the first step unless every GEMM has the precision of its recipe.
-      for title, rows in fp8_gemms.every_step(plan, self._step_fn, state, batch, phase):
+      for title, rows in fp8_gemms.every_step(spec, self._step_fn, state, batch, phase):
         self._out.print(fp8_gemms.table(rows, title))
-      self._proven = plan
+      self._proven = spec
     return state
 
   def _try_kernels(self, phase: int):
     """Stops before the first step of a phase if a kernel of ours is wrong on this device."""
-    if count := self_test.products(fp8_gemms.uses(self.plan, phase)):
+    if count := self_test.products(fp8_gemms.uses(self.spec, phase)):
       self._out.print(f"kernels: {count} kinds of product tried on this device, all exact")
-    leaf = next((x for x in jax.tree.leaves(self.plan.leaves) if x.backend != "xla"), None)
+    leaf = next((x for x in jax.tree.leaves(self.spec.leaves) if x.backend != "xla"), None)
     if leaf is not None and not self.sites:  # once
-      moments = storage.MOMENTS[self.plan.optim.moment_format]
+      moments = storage.MOMENTS[self.spec.optim.moment_format]
       is_pair = leaf.master == storage.REMAINDER
       self_test.optimizer(moments.mu, moments.nu, is_pair=is_pair, dtype=leaf.gradient_dtype)
       self._out.print("kernels: the optimizer's tried on this device, as close as its arithmetic")
 
   def kind_of_step(self, is_loud: bool) -> str:
     """The kind of goodput's clock that the next step is of: "compile" where it is a new program."""
-    program = (self.plan.precision.phases[self.phase].rules, is_loud)
+    program = (self.spec.precision.phases[self.phase].rules, is_loud)
     is_new = program not in self._compiled
     self._compiled.add(program)
     return "compile" if is_new else "step"

@@ -11,43 +11,43 @@ from fp8jax.data import loader
 from fp8jax.errors import UserError, missing_package
 from fp8jax.records import make_folder
 from fp8jax.run import provenance
-from fp8jax.run.restore import folder_of, load_or_init
+from fp8jax.run.restore import load_or_init, output_folder
 from fp8jax.sensitivity import halves, records, results
 from fp8jax.sensitivity.settings import Sensitivity
 from fp8jax.sensitivity.study import Study, with_scales
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 
-def run(plan: RunSpec, workdir: str, out: str = "") -> dict[str, Any]:
+def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
   """Measures, chooses rules, writes and draws the results; returns the short of them.
 
   Raises:
     UserError: adapters, no quantized site, delayed or static scales without any, or no text.
   """
-  started, s = time.time(), plan.of(Sensitivity)
-  folder = folder_of(out, workdir, "sensitivity")
-  if plan.model.lora:
+  started, s = time.time(), spec.of(Sensitivity)
+  folder = output_folder(out, workdir, "sensitivity")
+  if spec.model.lora:
     raise UserError(
       "--job=sensitivity measures models without adapters; merge them by --job=export, and name "
       "the folder as weights.hf with model.lora.rank=0"
     )
-  loaded = load_or_init(plan, workdir)
+  loaded = load_or_init(spec, workdir)
   if loaded is None:
     raise UserError(
       f"{workdir} has no checkpoint and init.hf is empty: random weights say nothing; train first, "
       "or name a Hugging Face folder as weights.hf"
     )
-  plan, params, phase, states = loaded.spec, loaded.params, loaded.phase, loaded.states
+  spec, params, phase, states = loaded.spec, loaded.params, loaded.phase, loaded.states
 
   def say(line: str):
     print(f"{time.time() - started:6.0f} s  {line}", file=sys.stderr, flush=True)
 
-  sites, batches = with_scales(plan, phase, states), halves.read(plan)
+  sites, batches = with_scales(spec, phase, states), halves.read(spec)
   make_folder(folder, "--out")
-  fingerprint = loader.fingerprint(plan.data)
-  header = records.header(plan, params, sites, fingerprint, states)
+  fingerprint = loader.fingerprint(spec.data)
+  header = records.header(spec, params, sites, fingerprint, states)
   kept = records.Records(os.path.join(folder, "measurements.jsonl"), header)
-  study = Study(plan, params, sites, batches, kept, say)
+  study = Study(spec, params, sites, batches, kept, say)
   result: dict[str, Any] = {}
   few = tuple(group for group in s.groups if group != "layers")
   # Parts of the work, each with those before it: results are written after each of them.
@@ -57,7 +57,7 @@ def run(plan: RunSpec, workdir: str, out: str = "") -> dict[str, Any]:
       "weights": loaded.where,
       **results.measure(study, dataclasses.replace(s, groups=groups, top=top), phase),
       "programs_compiled": study.programs.compiled,
-      "provenance": provenance.provenance(dict(plan.flat), fingerprint, plan.seed, 1),
+      "provenance": provenance.provenance(dict(spec.flat), fingerprint, spec.seed, 1),
     }
     provenance.write_json(folder, "sensitivity.json", result)
   lines, pictures = results.table(result), _pictures(folder, result)

@@ -19,26 +19,26 @@ from fp8jax.ops import stored_params
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.run import checkpoint, restore
 from fp8jax.run import provenance as provenance_lib
-from fp8jax.step import run_spec, train_step
+from fp8jax.step import train_spec, train_step
 from fp8jax.step.state import State
 
 _SETTINGS = "generation_config.json"
 
 
-def fresh(plan: run_spec.RunSpec, workdir: str) -> tuple[State, str]:
+def fresh(spec: train_spec.TrainSpec, workdir: str) -> tuple[State, str]:
   """(a state with random weights or those of init.hf, the dtype that an export restores)."""
-  source = plan.init.hf
+  source = spec.init.hf
   if not source:
-    _note_ends(plan, workdir)
-    return train_step.make_state(plan), "bfloat16"
-  params, dtype = hf_weights.load_params(source, plan.model, plan.run.layout)
-  params = peft.added(params, plan.init.adapters, plan.model, plan.run.layout)
-  _keep_files(plan, source, workdir)
-  return train_step.make_state(plan, params), dtype
+    _note_ends(spec, workdir)
+    return train_step.make_state(spec), "bfloat16"
+  params, dtype = hf_weights.load_params(source, spec.model, spec.run.layout)
+  params = peft.added(params, spec.init.adapters, spec.model, spec.run.layout)
+  _keep_files(spec, source, workdir)
+  return train_step.make_state(spec, params), dtype
 
 
 def stage(
-  plan: run_spec.RunSpec, other: str, workdir: str, out: rich.console.Console
+  spec: train_spec.TrainSpec, other: str, workdir: str, out: rich.console.Console
 ) -> tuple[State, str]:
   """`fresh` with the weights of another run's checkpoint, whose masters are float32 here.
 
@@ -47,22 +47,22 @@ def stage(
   Raises:
     ConfigError: the checkpoint is of another model.
   """
-  begins_adapters = plan.model.lora is not None and not _has_adapters(other, plan.init.step)
-  there = restore.without_adapters(plan) if begins_adapters else plan
+  begins_adapters = spec.model.lora is not None and not _has_adapters(other, spec.init.step)
+  there = restore.without_adapters(spec) if begins_adapters else spec
   try:
-    params, step, meta = restore.restore_params(there, other, plan.init.step)
+    params, step, meta = restore.restore_params(there, other, spec.init.step)
   except resolve.ConfigError as e:
     raise resolve.ConfigError(
-      [f"init.workdir={plan.init.workdir!r} holds another model: {p}" for p in e.problems]
+      [f"init.workdir={spec.init.workdir!r} holds another model: {p}" for p in e.problems]
       + ["set model.preset and its overrides as in that run, or name another"]
     ) from e
-  out.print(f"starting from the weights of step {step} in {plan.init.workdir}")
-  take_source(plan, other, workdir)
+  out.print(f"starting from the weights of step {step} in {spec.init.workdir}")
+  take_source(spec, other, workdir)
   params = jax.tree.map(
     lambda p: p if isinstance(p, StoredMatrix) else stored_params.dequantize_tree(p),
     params, is_leaf=stored_params.is_stored,
   )  # fmt: skip
-  return train_step.make_state(plan, params), meta["weights_dtype"]
+  return train_step.make_state(spec, params), meta["weights_dtype"]
 
 
 def _has_adapters(workdir: str, step: int) -> bool:
@@ -70,28 +70,28 @@ def _has_adapters(workdir: str, step: int) -> bool:
     return bool(saved.meta(saved.find(step))["config"].get("model.lora"))
 
 
-def take_source(plan: run_spec.RunSpec, other: str, workdir: str):
+def take_source(spec: train_spec.TrainSpec, other: str, workdir: str):
   """Keeps the Hugging Face files that another run began with, for --job=export."""
   source = os.path.join(other, "hf_source")
   if os.path.isdir(source):
-    _keep_files(plan, source, workdir)
+    _keep_files(spec, source, workdir)
   else:
-    _note_ends(plan, workdir)
+    _note_ends(spec, workdir)
 
 
-def _note_ends(plan: run_spec.RunSpec, workdir: str):
+def _note_ends(spec: train_spec.TrainSpec, workdir: str):
   """Keeps the ends of a run that began without Hugging Face files: trained ones, and documents'."""
-  ends, own = _trained_ends(plan), []
+  ends, own = _trained_ends(spec), []
   if ends and not jax.process_index():
     with contextlib.suppress(UserError):  # a tokenizer without an end of documents
-      own = [plan.data.tokenizer.eos_id]
+      own = [spec.data.tokenizer.eos_id]
     os.makedirs(workdir, exist_ok=True)
     provenance_lib.write_json(workdir, _SETTINGS, {"eos_token_id": [*dict.fromkeys(ends + own)]})
 
 
-def _trained_ends(plan: run_spec.RunSpec) -> list[int]:
+def _trained_ends(spec: train_spec.TrainSpec) -> list[int]:
   """Special tokens that close the turns that this run trains."""
-  data = plan.data
+  data = spec.data
   return [] if data.chat is None else loader.chat_index(data).ends(data.tokenizer)[0]
 
 
@@ -105,7 +105,7 @@ def _own_eos(tokenizer: Tokenizer, folder: str) -> Tokenizer:
   return own
 
 
-def _keep_files(plan: run_spec.RunSpec, source: str, workdir: str):
+def _keep_files(spec: train_spec.TrainSpec, source: str, workdir: str):
   """Keeps the files beside a model's weights, with the tokenizer and template of this run.
 
   Its tokenizer may be another than the model's own: a base model is fine-tuned with the tokenizer
@@ -113,20 +113,20 @@ def _keep_files(plan: run_spec.RunSpec, source: str, workdir: str):
   """
   if jax.process_index():
     return
-  target, tokenizer = os.path.join(workdir, "hf_source"), plan.data.tokenizer
+  target, tokenizer = os.path.join(workdir, "hf_source"), spec.data.tokenizer
   folder = os.path.dirname(tokenizer.file) if tokenizer.path != BYTES else ""
   write.keep_companions(source, target, folder)
   if folder:
     own = _own_eos(tokenizer, folder)
     before = api.end_ids(target, own)
-    ends = dict.fromkeys([*_trained_ends(plan), *api.end_ids(folder, own), *before])
+    ends = dict.fromkeys([*_trained_ends(spec), *api.end_ids(folder, own), *before])
     if set(ends) != set(before):
       has_settings = os.path.exists(os.path.join(target, _SETTINGS))
       old = hf_config.read_json(target, _SETTINGS) if has_settings else {}
       provenance_lib.write_json(target, _SETTINGS, {**old, "eos_token_id": [*ends]})
-  if plan.data.chat is not None and plan.flat["data.chat_template"]:  # a file hides all others
+  if spec.data.chat is not None and spec.flat["data.chat_template"]:  # a file hides all others
     with open(os.path.join(target, "chat_template.jinja"), "w", encoding="utf-8") as f:
-      f.write(plan.data.chat.template.text)
+      f.write(spec.data.chat.template.text)
 
 
 def source(workdir: str) -> str:

@@ -10,12 +10,12 @@ import jax
 from fp8jax import console as console_lib
 from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
-from fp8jax.jobs import failure, report, resume, run_state, steering
+from fp8jax.jobs import failure, policy_runner, report, resume, run_state
+from fp8jax.phases import decide
 from fp8jax.report import page
 from fp8jax.run import alarms as run_alarms
 from fp8jax.run import (
   calibration,
-  control,
   end,
   goodput,
   metrics,
@@ -30,7 +30,7 @@ from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run import progress as progress_lib
 from fp8jax.run import provenance as provenance_lib
 from fp8jax.run import workdir as workdir_lib
-from fp8jax.step import run_spec, train_step
+from fp8jax.step import train_spec, train_step
 from fp8jax.step.state import State
 
 
@@ -39,7 +39,7 @@ class NonFinite(RuntimeError):
 
 
 def run(
-  plan: run_spec.RunSpec,
+  spec: train_spec.TrainSpec,
   workdir: str,
   base: dict[str, Any] | None = None,
   disturb: Callable[[State, Any, int], tuple[State, Any]] | None = None,
@@ -47,7 +47,7 @@ def run(
   """Trains to the configured step, or resumes and does so.
 
   Args:
-    plan: what to do.
+    spec: what to do.
     workdir: where checkpoints, metrics and provenance go.
     base: flat base configuration, to print what differs from it.
     disturb: a fault for drills of precision.policy: (state, host batch, number of the batch) ->
@@ -62,54 +62,54 @@ def run(
     NonFinite: see optim.on_nonfinite.
   """
   with workdir_lib.locked(workdir):
-    flat, fingerprint = dict(plan.flat), loader.fingerprint(plan.data)
+    flat, fingerprint = dict(spec.flat), loader.fingerprint(spec.data)
     summary = workdir_lib.finished(workdir, flat, fingerprint)
     if summary is not None:
       console_lib.console().print(f"{workdir} is finished: step {summary['step']}")
       return summary
-    return _Run(plan, workdir, disturb).run(identity.diff(flat, base or {}), fingerprint)
+    return _Run(spec, workdir, disturb).run(identity.diff(flat, base or {}), fingerprint)
 
 
 class _Run:
   """The loop of one call of `run`, and the reports of its steps."""
 
-  def __init__(self, plan: run_spec.RunSpec, workdir: str, disturb):
-    self.plan, self.workdir, self.disturb = plan, workdir, disturb
+  def __init__(self, spec: train_spec.TrainSpec, workdir: str, disturb):
+    self.spec, self.workdir, self.disturb = spec, workdir, disturb
     self.clock, self.out = goodput.Clock(), console_lib.console()
     self.looks = run_alarms.Looks(workdir)
-    self.profiler = profiler.Profiler(workdir, plan.log, self.out)
+    self.profiler = profiler.Profiler(workdir, spec.log, self.out)
 
   def run(self, changes: dict[str, Any], fingerprint: str) -> dict[str, Any]:
     """Args: identity.diff of the configuration and base's, loader.fingerprint of the data."""
-    plan, workdir = self.plan, self.workdir
+    spec, workdir = self.spec, self.workdir
     os.makedirs(workdir, exist_ok=True)
-    rows = start.all_site_rows(plan)
-    start.print_start(self.out, plan, changes, fingerprint, rows)
-    path = plan.calibration
-    table = calibration.load(plan, os.path.expanduser(path)) if path else None
-    self.now = run_state.RunState(steering.Steering(plan, self._tell), table, self.out)
-    if plan.data.chat is not None:
-      start.print_chats(self.out, plan, plan.data.chat.samples_per_step)
+    rows = start.all_site_rows(spec)
+    start.print_start(self.out, spec, changes, fingerprint, rows)
+    path = spec.calibration
+    table = calibration.load(spec, os.path.expanduser(path)) if path else None
+    self.now = run_state.RunState(policy_runner.PolicyRunner(spec, self._tell), table, self.out)
+    if spec.data.chat is not None:
+      start.print_chats(self.out, spec, spec.data.chat.samples_per_step)
     self.batches = batch_sharding.TrainBatches(
-      plan.data, plan.run.layout, plan.microbatch, plan.grad_accum_steps
+      spec.data, spec.run.layout, spec.microbatch, spec.grad_accum_steps
     )
-    self.saver = resume.Saver(plan, workdir, fingerprint, self.now, self.batches, self.clock)
+    self.saver = resume.Saver(spec, workdir, fingerprint, self.now, self.batches, self.clock)
     state, first = self.saver.begin(self.out)
-    if first < plan.steps:
+    if first < spec.steps:
       self.saver.checkpoints.check_room(state)  # now, not after hours
-    self.evaluator, name = evaluator_lib.Evaluator(plan), plan.log.tracker
+    self.evaluator, name = evaluator_lib.Evaluator(spec), spec.log.tracker
     self.log = metrics_writer.Metrics(
-      workdir, first, self.saver.evaluations, plan.log.tensorboard,
-      (lambda: tracker.Tracker(name, workdir, plan.flat)) if name else None,
+      workdir, first, self.saver.evaluations, spec.log.tensorboard,
+      (lambda: tracker.Tracker(name, workdir, spec.flat)) if name else None,
     )  # fmt: skip
-    if self.now.plan is not plan:
-      rows = start.all_site_rows(self.now.plan)
-    start.describe(plan, workdir, first, changes, fingerprint, rows)
+    if self.now.spec is not spec:
+      rows = start.all_site_rows(self.now.spec)
+    start.describe(spec, workdir, first, changes, fingerprint, rows)
     try:
       with preemption.Interrupts() as asked:
         if not self.saver.evaluations:
           self._evaluate(state, first)
-        if control.roll_back(plan.precision.policy) and not self.saver.checkpoints.steps():
+        if decide.roll_back(spec.precision.policy) and not self.saver.checkpoints.steps():
           self.saver.save(first, state)  # to go back to
         with self.clock.on("step"):
           state, reached, last = self._loop(state, first, asked)
@@ -117,7 +117,7 @@ class _Run:
         with self.clock.on("checkpoint"):
           self.saver.checkpoints.wait()
         # All is saved: the last evaluation may be left, and made by the same command.
-        finished = reached >= plan.steps
+        finished = reached >= spec.steps
         if not finished or not self._evaluate(state, reached, asked.requested):
           then = f"the same command goes on from there (exit code {asked.exit_code})"
           self.out.print(f"interrupted: saved step {reached}; {then}")
@@ -130,12 +130,12 @@ class _Run:
 
   def _loop(self, state, step: int, asked: preemption.Interrupts):
     """(state, steps taken, metrics of the last one)."""
-    plan, now, place = self.plan, self.now, self.batches.spread.place
-    tokens = plan.tokens_per_step
-    flops = metrics.flops_per_token(plan.model, plan.data.seq_len)
-    peak = metrics.peak_flops(jax.devices()[0].device_kind, plan.num_devices)
+    spec, now, place = self.spec, self.now, self.batches.spread.place
+    tokens = spec.tokens_per_step
+    flops = metrics.flops_per_token(spec.model, spec.data.seq_len)
+    peak = metrics.peak_flops(jax.devices()[0].device_kind, spec.num_devices)
     speed = progress_lib.Throughput(tokens, tokens * flops, peak)
-    progress = progress_lib.Progress(plan.steps, step, plan.log.every, self.out)
+    progress = progress_lib.Progress(spec.steps, step, spec.log.every, self.out)
     pending, last = None, {}
 
     def settle():
@@ -146,37 +146,37 @@ class _Run:
         pending = None
 
     try:
-      while step < plan.steps and not asked.requested(step):
+      while step < spec.steps and not asked.requested(step):
         with self.clock.on("data_wait"):
-          host, number = now.steering.next_batch(self.batches.iterator, step)
-        if now.plan.phase(step) != now.phase:
+          host, number = now.policies.next_batch(self.batches.iterator, step)
+        if now.spec.phase(step) != now.phase:
           settle()
           with self.clock.on("compile"):
             state = now.enter(state, step, place(host))
-        state = now.steering.refreshed(state, lambda: place(host), step, now.phase)  # noqa: B023
+        state = now.policies.refreshed(state, lambda: place(host), step, now.phase)  # noqa: B023
         if self.disturb is not None:
           state, host = self.disturb(state, host, number)
         # Nothing may slip between host and device unasked: each such copy would stall the device.
         with jax.transfer_guard("disallow"):
-          is_loud = metrics.is_due(step, plan.log.tensor_stats_every)
+          is_loud = metrics.is_due(step, spec.log.tensor_stats_every)
           with self.clock.on(now.kind_of_step(is_loud)), self.profiler.step(step, state):
             state, values = now.take_step(state, place(host), is_loud)
           settle()
         step += 1
         pending = (step, values, host, self.batches.iterator.get_state(), self.clock.waited)
-        if now.steering.waits_for(is_loud):
+        if now.policies.waits_for(is_loud):
           settle()
-          to = now.steering.target(step, last["loss"], self.saver.checkpoints)
+          to = now.policies.target(step, last["loss"], self.saver.checkpoints)
           if to is not None:
             state = None  # before another one is read
             state, step = self._roll_back(step, last["loss"], to), to
             continue
           self._steer(step, is_loud)
-        if metrics.is_due(step, plan.eval.every) and step < plan.steps:
+        if metrics.is_due(step, spec.eval.every) and step < spec.steps:
           settle()
           self._evaluate(state, step)
           speed.restart()
-        if metrics.is_due(step, plan.checkpoint.every):
+        if metrics.is_due(step, spec.checkpoint.every):
           settle()
           self.saver.save(step, state)
       settle()
@@ -187,17 +187,17 @@ class _Run:
 
   # -- policies
 
-  def _tell(self, step: int, events: list[control.Event]):
+  def _tell(self, step: int, events: list[decide.Event]):
     """Writes down what policies did."""
     self._record_events(step, "actions", [event.row for event in events])
 
   def _steer(self, step: int, is_loud: bool):
     """Lets policies decide after a step."""
-    before = self.now.plan
+    before = self.now.spec
     if is_loud:
-      self.now.steering.look(step, self.now.watch.rung)
-    if self.now.plan is not before:
-      rows = start.all_site_rows(self.now.plan)
+      self.now.policies.look(step, self.now.watch.firing)
+    if self.now.spec is not before:
+      rows = start.all_site_rows(self.now.spec)
       provenance_lib.write_json(self.workdir, "sites.json", rows)
 
   def _roll_back(self, step: int, loss: float, to: int) -> State:
@@ -205,7 +205,7 @@ class _Run:
     state = self.saver.roll_back(step, loss, to)
     self.log.forget(to, self.saver.evaluations)
     self.looks.forget()
-    self.now.steering.tell_undone(to)
+    self.now.policies.tell_undone(to)
     return state
 
   # -- reports
@@ -219,11 +219,11 @@ class _Run:
     speed.tick()
     stops = False
     if not is_finite:
-      stops = train_step.stops_on_nonfinite(self.now.plan, values.get("loss_scale"))
-      if stops and not self.now.steering.can_undo(step, self.saver.checkpoints):
+      stops = train_step.stops_on_nonfinite(self.now.spec, values.get("loss_scale"))
+      if stops and not self.now.policies.can_undo(step, self.saver.checkpoints):
         self._fail(step, values, host, position, state)
       self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
-    times = metrics_writer.times(self.plan, step, self.clock, waited, self.now.shares)
+    times = metrics_writer.times(self.spec, step, self.clock, waited, self.now.shares)
     self.log.write_step(step, values, is_finite, self.batches.counts, times | speed.values())
     if stats is not None:
       self._record_stats(step, stats, alignment)
@@ -248,13 +248,13 @@ class _Run:
 
   def _evaluate(self, state: State, step: int, stop=None) -> bool:
     """Whether there is an evaluation of this step now, if there shall be any."""
-    if str(step) in self.saver.evaluations or not self.plan.eval.tokens:
+    if str(step) in self.saver.evaluations or not self.spec.eval.tokens:
       return True
     now, scaling_states = self.now, state.scaling_states
-    phase = now.plan.phase(max(step - 1, 0))
+    phase = now.spec.phase(max(step - 1, 0))
     if now.calibration and not step:
       scaling_states = now.calibration[phase]
-    self.evaluator.plan = now.plan
+    self.evaluator.spec = now.spec
     with self.clock.on("evaluation"):
       results = self.evaluator.run(state.params, scaling_states, phase, stop)
     if not results:
@@ -274,7 +274,7 @@ class _Run:
       self.saver.save(step, state)
       self.saver.checkpoints.wait()
       batch = self.batches.spread.place(host)
-      message = failure.report(self.now.plan, self.workdir, step, values, state.params, batch)
+      message = failure.report(self.now.spec, self.workdir, step, values, state.params, batch)
     self._draw()
     raise NonFinite(message)
 
@@ -282,7 +282,7 @@ class _Run:
     # A finished run that is started again takes no step.
     loss = last["loss"] if last else metrics_writer.last_logged(self.workdir, "loss")
     summary = end.summarise(
-      self.now.plan, self.workdir, step, loss, state, self.batches.counts,
+      self.now.spec, self.workdir, step, loss, state, self.batches.counts,
       self.saver.evaluations, self.clock.seconds(),
     )  # fmt: skip
     end.print_end(self.out, summary, self.workdir)
@@ -291,5 +291,5 @@ class _Run:
 
   def _draw(self):
     """Writes WORKDIR/report.html; says why not, and the run goes on."""
-    if self.plan.log.report and jax.process_index() == 0:
+    if self.spec.log.report and jax.process_index() == 0:
       self.out.print(page.attempt(self.workdir, report.others))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fp8jax import patterns
-from fp8jax.recipe import policy as policy_lib
+from fp8jax.phases import policy as policy_lib
 from fp8jax.report import charts, exponent_charts, files, page, thin
 from fp8jax.report.files import Event, RunFiles
 from fp8jax.report.page import Section

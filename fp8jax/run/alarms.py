@@ -127,7 +127,7 @@ class AlarmMonitor:
     self._ringing: set[tuple[str, Alarm]] = set()
 
   @property
-  def rung(self) -> set[tuple[str, str]]:
+  def firing(self) -> set[tuple[str, str]]:
     """(layer's site, statistic) of every alarm that rang at the last look."""
     return {(name.rpartition("/")[0], alarm.statistic) for name, alarm in self._ringing}
 

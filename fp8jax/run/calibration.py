@@ -22,12 +22,12 @@ from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import CURRENT
 from fp8jax.run import nonfinite, schemas
 from fp8jax.run.settings import Calibrate
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 FORMAT = "fp8jax calibration 1"
 
 
-def run(plan: RunSpec, params, batches, *, step: int, fingerprint: str) -> dict[str, Any]:
+def run(spec: TrainSpec, params, batches, *, step: int, fingerprint: str) -> dict[str, Any]:
   """Watches forward and backward passes and returns the table.
 
   Args:
@@ -35,22 +35,22 @@ def run(plan: RunSpec, params, batches, *, step: int, fingerprint: str) -> dict[
     step: of the weights.
     fingerprint: of the data.
   """
-  has_counts = plan.of(Calibrate).method != "amax"
+  has_counts = spec.of(Calibrate).method != "amax"
   width = tensor_stats.COUNTED if has_counts else tensor_stats.LOUD
   total, count = {}, 0
   for batch in batches:
-    _, stats, _ = nonfinite.stats_of_step(plan, params, batch, statistics=width)
+    _, stats, _ = nonfinite.stats_of_step(spec, params, batch, statistics=width)
     for name, values in stats.items():
       total[name] = tensor_stats.combine(total[name], values) if name in total else values
     count += 1
-  recipe_of = site_tree.recipes_of(plan.sites())
+  recipe_of = site_tree.recipes_of(spec.sites())
   rows = []
   total = {name: values for name, values in total.items() if name in recipe_of}  # not activations
   for name, values in jax.device_get(total).items():
     for tensor, statistics in zip(amax_history.TENSORS, values, strict=True):
       rows.append(
         {"site": name, "tensor": tensor, "step": step, "data": fingerprint}
-        | _of_tensor(recipe_of[name], tensor, statistics, plan.of(Calibrate))
+        | _of_tensor(recipe_of[name], tensor, statistics, spec.of(Calibrate))
       )
   return {"format": FORMAT, "batches": count, "step": step, "data": fingerprint, "rows": rows}
 
@@ -105,15 +105,15 @@ def read(path: str, names: Container[str] | None = None) -> dict[tuple[str, str]
   return amaxes
 
 
-def load(plan: RunSpec, path: str) -> list[dict[str, amax_history.ScalingState]]:
+def load(spec: TrainSpec, path: str) -> list[dict[str, amax_history.ScalingState]]:
   """The scaling states that sites start from in every phase of the precision schedule.
 
   Raises:
     UserError: see `read` and `scaling_states_of`; a table that no site of any phase starts from.
   """
-  amaxes = read(path, site_tree.recipes_of(plan.sites()))
-  phases = range(len(plan.precision.phases))
-  found = [scaling_states_of(amaxes, plan.sites(phase=phase)) for phase in phases]
+  amaxes = read(path, site_tree.recipes_of(spec.sites()))
+  phases = range(len(spec.precision.phases))
+  found = [scaling_states_of(amaxes, spec.sites(phase=phase)) for phase in phases]
   if not any(found):
     raise UserError(
       f"precision.calibration={path!r}: every scale is current, so that nothing starts from it; "

@@ -256,8 +256,8 @@ class Checkpoints:
       raise  # of the device
     except (ValueError, RuntimeError, OSError) as e:
       mend = "mend that, and the same command goes on"
-      told = not_written(f"a checkpoint in {self._manager.directory}", e, mend)
-      raise UserError(f"{told} {self._origin()}") from e
+      message = not_written(f"a checkpoint in {self._manager.directory}", e, mend)
+      raise UserError(f"{message} {self._origin()}") from e
 
   def _origin(self) -> str:
     steps = self.steps()

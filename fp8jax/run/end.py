@@ -11,12 +11,12 @@ from fp8jax import console as console_lib
 from fp8jax.data import loader
 from fp8jax.run import evaluator, fp8_share, goodput
 from fp8jax.run import provenance as provenance_lib
-from fp8jax.step.run_spec import RunSpec
 from fp8jax.step.state import State
+from fp8jax.step.train_spec import TrainSpec
 
 
 def summarise(
-  plan: RunSpec, workdir: str, step: int, train_loss: float | None, state: State,
+  spec: TrainSpec, workdir: str, step: int, train_loss: float | None, state: State,
   counts: loader.DocumentCounts, evaluations: dict[str, Any], seconds: Mapping[str, float],
 ) -> dict[str, Any]:  # fmt: skip
   """Writes and returns summary.json after `step` steps.
@@ -29,11 +29,11 @@ def summarise(
   last = evaluations.get(str(step))
   summary = {
     "step": step,
-    "tokens": step * plan.tokens_per_step,
+    "tokens": step * spec.tokens_per_step,
     "train_loss": train_loss,
     "skipped_updates": int(jax.device_get(state.skipped)),
     "documents_passed_over": counts.summary_everywhere(),
-    **fp8_share.of_run(plan, step),
+    **fp8_share.of_run(spec, step),
     "evaluations": evaluations,
     "objective": evaluator.objective(last) if last else None,
     **goodput.as_summary(seconds),

@@ -17,25 +17,25 @@ from fp8jax.models import transformer
 from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 RECIPE, BF16 = EVAL_PRECISIONS
 
 
 class Evaluator:
-  """Held-out evaluation of parameters under a plan, whose recipes may change later.
+  """Held-out evaluation of parameters under a spec, whose recipes may change later.
 
   Compiles each precision once.
   """
 
-  def __init__(self, plan: RunSpec):
-    self.plan = plan
-    per_batch = plan.eval.batch * plan.data.seq_len
-    self._num_batches = math.ceil(plan.eval.tokens / per_batch)
+  def __init__(self, spec: TrainSpec):
+    self.spec = spec
+    per_batch = spec.eval.batch * spec.data.seq_len
+    self._num_batches = math.ceil(spec.eval.tokens / per_batch)
 
-    @functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))
+    @functools.partial(jax.jit, compiler_options=choose.compiler_options(spec.device))
     def losses(params, sites, batch):
-      return transformer.loss(params, sites, batch, plan.model, plan.run), batch["weights_BL"].sum()
+      return transformer.loss(params, sites, batch, spec.model, spec.run), batch["weights_BL"].sum()
 
     self._losses = losses
     # Of the last evaluation, per source.
@@ -57,8 +57,8 @@ class Evaluator:
       stopped.
     """
     sites = {}
-    for label, recipe in precisions(self.plan, phase).items():
-      tree = self.plan.sites(recipe, phase=phase)
+    for label, recipe in precisions(self.spec, phase).items():
+      tree = self.spec.sites(recipe, phase=phase)
       if scaling_lib.states(tree):
         tree = (
           scaling_lib.with_states(tree, scaling_states)
@@ -67,7 +67,7 @@ class Evaluator:
         )
       sites[label] = tree
     found = {}
-    for name in self.plan.data.sources:
+    for name in self.spec.data.sources:
       found[name] = self._one_source(params, sites, name, stop)
       if not found[name]:
         return {}
@@ -84,12 +84,12 @@ class Evaluator:
     return lines
 
   def _one_source(self, params, sites_of, source: str, stop):
-    plan = self.plan
-    spread = batch_sharding.BatchSharder(plan.run.layout, plan.eval.batch)
+    spec = self.spec
+    spread = batch_sharding.BatchSharder(spec.run.layout, spec.eval.batch)
     totals = {precision: [] for precision in sites_of}
     counts = loader.DocumentCounts()
     stream = loader.heldout_batches(
-      plan.data, source, spread.local_rows, self._num_batches, spread.shard, counts
+      spec.data, source, spread.local_rows, self._num_batches, spread.shard, counts
     )
     for i, batch in enumerate(stream):
       if stop is not None and stop(i):
@@ -101,17 +101,17 @@ class Evaluator:
     return {precision: _summary(source, parts) for precision, parts in totals.items()}
 
 
-def precisions(plan: RunSpec, phase: int = 0) -> dict[str, str | None]:
+def precisions(spec: TrainSpec, phase: int = 0) -> dict[str, str | None]:
   """{label: recipe for every site, or None for the rules of the phase}, those of eval.precisions.
 
   Where no site is quantized, the recipe and BF16 are one.
   """
-  used = {site.recipe for site in site_lib.flatten(plan.sites(phase=phase)).values()}
+  used = {site.recipe for site in site_lib.flatten(spec.sites(phase=phase)).values()}
   quantized = sorted(r.name for r in used if r.is_quantized)
   if not quantized:
     return {BF16: None}
   both = {RECIPE: ("+".join(quantized), None), BF16: (BF16, BF16)}
-  return dict(both[name] for name in EVAL_PRECISIONS if name in plan.eval.precisions)
+  return dict(both[name] for name in EVAL_PRECISIONS if name in spec.eval.precisions)
 
 
 def _summary(source: str, parts) -> dict[str, float]:

@@ -35,7 +35,7 @@ class Clock:
 
   @contextlib.contextmanager
   def on(self, kind: str) -> Iterator[None]:
-    """Inside, time is of this kind; inside of that perhaps of another."""
+    """Inside, time is of this kind; intervals nest."""
     outer, self._kind = self._turn(), kind
     begun = self._since
     try:

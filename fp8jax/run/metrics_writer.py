@@ -11,7 +11,7 @@ import numpy as np
 from fp8jax import records
 from fp8jax.data import loader
 from fp8jax.run import goodput, metrics, schemas, tracker
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 
 class Metrics:
@@ -93,7 +93,7 @@ class Metrics:
 
 
 def times(
-  plan: RunSpec, step: int, clock: goodput.Clock, waited: float, shares: Mapping[str, float]
+  spec: TrainSpec, step: int, clock: goodput.Clock, waited: float, shares: Mapping[str, float]
 ) -> dict[str, float]:
   """The seconds of a step's row, and its shares in FP8.
 
@@ -101,7 +101,7 @@ def times(
     waited: seconds for data.
     shares: of fp8_share.of_phase.
   """
-  is_whole = metrics.is_due(step, plan.log.every) or step == plan.steps
+  is_whole = metrics.is_due(step, spec.log.every) or step == spec.steps
   return {**clock.metrics(is_whole), "data_wait_seconds": waited, **shares}
 
 

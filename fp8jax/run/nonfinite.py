@@ -17,11 +17,11 @@ from fp8jax.optim import gradients
 from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import rules
 from fp8jax.step import loss_scale, train_step
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 
 def stats_of_step(
-  plan: RunSpec, params, batch, phase: int = 0, statistics: int = tensor_stats.LOUD
+  spec: TrainSpec, params, batch, phase: int = 0, statistics: int = tensor_stats.LOUD
 ):
   """One forward and backward pass that watches every site, scales chosen from what it sees.
 
@@ -37,15 +37,15 @@ def stats_of_step(
     activations, see site.TENSORS,
     {parameter: gradient is finite}), on the host; the last empty with optim.in_backward=True.
   """
-  sites = plan.sites(phase=phase, statistics=statistics)
-  scale = loss_scale.init(plan.loss_scale).get("scale")
+  sites = spec.sites(phase=phase, statistics=statistics)
+  scale = loss_scale.init(spec.loss_scale).get("scale")
 
-  @functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))
+  @functools.partial(jax.jit, compiler_options=choose.compiler_options(spec.device))
   def run(params, batch):
     value, gradient, stats, _ = train_step.gradients(
-      plan, params, site_lib.with_current_scales(sites), batch, scale
+      spec, params, site_lib.with_current_scales(sites), batch, scale
     )
-    if plan.optim.in_backward:  # for all gradients at once there may be no room
+    if spec.optim.in_backward:  # for all gradients at once there may be no room
       gradient = {}
     finite = jax.tree.map(
       lambda g: jnp.isfinite(gradients.dequantize(g)).all(), gradient, is_leaf=gradients.is_leaf
@@ -78,12 +78,12 @@ def first_bad(
   return "none: the same batch and the parameters that were saved give finite values"
 
 
-def report(plan: RunSpec, params, batch, phase: int = 0) -> dict[str, Any]:
+def report(spec: TrainSpec, params, batch, phase: int = 0) -> dict[str, Any]:
   """JSON-able account of one batch: the loss, the first bad site, amaxes per site."""
-  loss, stats, finite = stats_of_step(plan, params, batch, phase)
+  loss, stats, finite = stats_of_step(spec, params, batch, phase)
   return {
     "loss": loss,
-    "first_bad_site": first_bad(plan.model, stats, finite, loss),
+    "first_bad_site": first_bad(spec.model, stats, finite, loss),
     "amax_x_w_g": {k: v[:, 0].tolist() for k, v in stats.items() if len(v) == 3},
     "parameters_with_bad_gradients": [k for k, ok in finite.items() if not ok],
   }

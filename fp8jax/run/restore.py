@@ -13,39 +13,40 @@ from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site_tree
-from fp8jax.run import calibration, checkpoint, control
-from fp8jax.step import run_spec, train_step
+from fp8jax.phases import decide
+from fp8jax.run import calibration, checkpoint
+from fp8jax.step import train_spec, train_step
 
 
-def without_adapters(plan: run_spec.RunSpec) -> run_spec.RunSpec:
-  """The plan of the same model without adapters."""
-  model = lora.without(plan.model)
+def without_adapters(spec: train_spec.TrainSpec) -> train_spec.TrainSpec:
+  """The spec of the same model without adapters."""
+  model = lora.without(spec.model)
   phases = tuple(
     dataclasses.replace(p, rules=tuple(rule for rule in p.rules if rule not in lora.RULES))
-    for p in plan.precision.phases
+    for p in spec.precision.phases
   )
   return dataclasses.replace(
-    plan, model=model, declaration=transformer.params(model),
-    precision=dataclasses.replace(plan.precision, phases=phases),
+    spec, model=model, declaration=transformer.params(model),
+    precision=dataclasses.replace(spec.precision, phases=phases),
   )  # fmt: skip
 
 
-def find(plan: run_spec.RunSpec, workdir: str, step: int | None = None) -> tuple[int, Any]:
+def find(spec: train_spec.TrainSpec, workdir: str, step: int | None = None) -> tuple[int, Any]:
   """(step, meta) of a checkpoint; without a step, of weights.step's."""
   if not os.path.isdir(workdir):  # Orbax would create it
     raise FileNotFoundError(f"{workdir} does not exist; train first, or name another --workdir")
-  saved = checkpoint.Checkpoints(workdir, plan.checkpoint.keep)
-  step = saved.find(plan.weights.step if step is None else step)
+  saved = checkpoint.Checkpoints(workdir, spec.checkpoint.keep)
+  step = saved.find(spec.weights.step if step is None else step)
   meta = saved.meta(step)
   saved.close()
   return step, meta
 
 
-def restore_params(plan: run_spec.RunSpec, workdir: str, step: int | None = None):
+def restore_params(spec: train_spec.TrainSpec, workdir: str, step: int | None = None):
   """(parameters, step, meta) of a checkpoint; without a step, of weights.step's."""
-  step, meta = find(plan, workdir, step)
+  step, meta = find(spec, workdir, step)
   changes = {
-    k: v for k, v in identity.diff(identity.identity(plan), meta["config"]).items()
+    k: v for k, v in identity.diff(identity.identity(spec), meta["config"]).items()
     if k.startswith("model.")
   }  # fmt: skip
   if changes:
@@ -54,15 +55,15 @@ def restore_params(plan: run_spec.RunSpec, workdir: str, step: int | None = None
     )
   # The master format of that run, whatever this configuration says.
   master = meta["config"].get("optim.master_format", "float32")
-  plan = dataclasses.replace(plan, optim=dataclasses.replace(plan.optim, master_format=master))
-  saved = checkpoint.Checkpoints(workdir, plan.checkpoint.keep)
-  params = saved.restore_params(step, train_step.abstract_params(plan))
+  spec = dataclasses.replace(spec, optim=dataclasses.replace(spec.optim, master_format=master))
+  saved = checkpoint.Checkpoints(workdir, spec.checkpoint.keep)
+  params = saved.restore_params(step, train_step.abstract_params(spec))
   saved.close()
   return params, step, meta
 
 
-def restore_scaling_states(plan: run_spec.RunSpec, workdir: str, step: int, meta, phase: int):
-  remembered = scaling_lib.recipes(plan.sites(phase=phase)) if step else {}
+def restore_scaling_states(spec: train_spec.TrainSpec, workdir: str, step: int, meta, phase: int):
+  remembered = scaling_lib.recipes(spec.sites(phase=phase)) if step else {}
   if meta.get("remembered", remembered) != remembered:
     print(
       f"scales of step {step} of {workdir} belong to other recipes; current scales are computed "
@@ -70,9 +71,9 @@ def restore_scaling_states(plan: run_spec.RunSpec, workdir: str, step: int, meta
       file=sys.stderr,
     )
     return {}
-  saved = checkpoint.Checkpoints(workdir, plan.checkpoint.keep)
+  saved = checkpoint.Checkpoints(workdir, spec.checkpoint.keep)
   scaling_states = saved.restore_scaling_states(
-    step, train_step.abstract_state(plan, step).scaling_states
+    step, train_step.abstract_state(spec, step).scaling_states
   )
   saved.close()
   return scaling_states
@@ -92,7 +93,7 @@ class Loaded:
     dtype: of the folder's weights, or that training began with.
   """
 
-  spec: run_spec.RunSpec
+  spec: train_spec.TrainSpec
   params: Any
   phase: int
   states: Mapping[str, Any]
@@ -102,7 +103,7 @@ class Loaded:
 
 
 def load_weights(
-  spec: run_spec.RunSpec, workdir: str, kept: Collection[str] = (), has_scales: bool = True
+  spec: train_spec.TrainSpec, workdir: str, kept: Collection[str] = (), has_scales: bool = True
 ) -> Loaded:
   """The weights of weights.hf, with init.adapters, or of the checkpoint weights.step of a workdir.
 
@@ -136,7 +137,9 @@ def load_weights(
   return Loaded(spec, params, phase, states, where, meta, meta.get("weights_dtype", ""))
 
 
-def load_or_init(spec: run_spec.RunSpec, workdir: str, has_scales: bool = True) -> Loaded | None:
+def load_or_init(
+  spec: train_spec.TrainSpec, workdir: str, has_scales: bool = True
+) -> Loaded | None:
   """As `load_weights`, and init.hf's where the workdir has no checkpoint; None without both."""
   if not spec.weights.hf and not os.path.isdir(os.path.join(workdir, "checkpoints")):
     if not spec.init.hf:
@@ -146,21 +149,21 @@ def load_or_init(spec: run_spec.RunSpec, workdir: str, has_scales: bool = True) 
   return load_weights(spec, workdir, has_scales=has_scales)
 
 
-def with_changes(plan: run_spec.RunSpec, changes) -> run_spec.RunSpec:
-  """The plan with the recipes that policies gave, see Precision.with_changes."""
+def with_changes(spec: train_spec.TrainSpec, changes) -> train_spec.TrainSpec:
+  """The spec with the recipes that policies gave, see Precision.with_changes."""
   if not changes:
-    return plan
-  names = list(site_tree.recipes_of(plan.sites()))
-  return dataclasses.replace(plan, precision=plan.precision.with_changes(names, changes))
+    return spec
+  names = list(site_tree.recipes_of(spec.sites()))
+  return dataclasses.replace(spec, precision=spec.precision.with_changes(names, changes))
 
 
-def as_trained(plan: run_spec.RunSpec, meta: dict[str, Any]) -> run_spec.RunSpec:
-  """The plan with the recipes that policies gave until a checkpoint with this meta."""
+def as_trained(spec: train_spec.TrainSpec, meta: dict[str, Any]) -> train_spec.TrainSpec:
+  """The spec with the recipes that policies gave until a checkpoint with this meta."""
   saved = meta.get("policy")
-  return with_changes(plan, control.Memory.from_json(saved).recipes) if saved else plan
+  return with_changes(spec, decide.PolicyState.from_json(saved).recipes) if saved else spec
 
 
-def folder_of(path: str, workdir: str, name: str) -> str:
+def output_folder(path: str, workdir: str, name: str) -> str:
   """`path`, or a folder of that name under the workdir."""
   return os.path.expanduser(path) if path else os.path.join(workdir, name)
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Required, TypedDict
 
 from msgspec import Meta
 
+from fp8jax.phases import decide
 from fp8jax.records import Number
-from fp8jax.run import control
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Rules = list[tuple[str, str]]
@@ -82,7 +82,7 @@ class Checkpoint(TypedDict, total=False):
   evaluations: Required[dict[str, Evaluation]]
   remembered: dict[str, str]
   seconds: dict[str, float]
-  policy: control.Memory
+  policy: decide.PolicyState
 
 
 # --- what other jobs leave beside it -------------------------------------------------------------

@@ -17,24 +17,24 @@ from fp8jax.ops import site as site_lib
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES
 from fp8jax.run import provenance as provenance_lib
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 _GATHERS = {None: "-", True: "quantized", False: "unquantized"}
 
 
-def site_rows(plan: RunSpec, phase: int = 0) -> list[dict[str, Any]]:
+def site_rows(spec: TrainSpec, phase: int = 0) -> list[dict[str, Any]]:
   """One row per site: name, number of layers, GEMM sizes per device, recipe, scales, backends."""
-  layout = plan.run.layout
-  declared = site_tree.find_sites(transformer.site_params(plan.model))
-  gemms = transformer.gemm_sites(plan.model)
+  layout = spec.run.layout
+  declared = site_tree.find_sites(transformer.site_params(spec.model))
+  gemms = transformer.gemm_sites(spec.model)
   rows = []
-  for name, site in site_lib.flatten(plan.sites(phase=phase)).items():
+  for name, site in site_lib.flatten(spec.sites(phase=phase)).items():
     path = rules.path_of(name)
     param = declared[path]
-    size = site_tree.local_size(param, plan.model.dims, layout, plan.tokens_per_device)
-    quantized = collectives.gathers_quantized(param, site.recipe, plan.model.dims, layout)
+    size = site_tree.local_size(param, spec.model.dims, layout, spec.tokens_per_device)
+    quantized = collectives.gathers_quantized(param, site.recipe, spec.model.dims, layout)
     recipe = site.recipe
-    if plan.run.smooth_swiglu == "channel" and gemms[path].has_channel_scales:
+    if spec.run.smooth_swiglu == "channel" and gemms[path].has_channel_scales:
       recipe = recipe.with_current_scales("w")  # of smooth_swiglu.channel_scales
     notes = set()
     if quantized is False and site.recipe.fwd.is_quantized:
@@ -43,8 +43,8 @@ def site_rows(plan: RunSpec, phase: int = 0) -> list[dict[str, Any]]:
         "float32 master is gathered; choose mesh.fsdp so that every tile stays whole"
       )
     for which in PASSES:
-      problem = choose.GemmProblem(*size.of(which), getattr(site.recipe, which), plan.device)
-      notes.update(choose.gemm(problem, plan.kernels.matmul).notes)
+      problem = choose.GemmProblem(*size.of(which), getattr(site.recipe, which), spec.device)
+      notes.update(choose.gemm(problem, spec.kernels.matmul).notes)
     rows.append({
       "site": name, "layers": len(site.layer_names), "m_n_k": list(size.of("fwd")),
       "recipe": recipe.name, "definition": recipe.to_dict(),
@@ -54,21 +54,21 @@ def site_rows(plan: RunSpec, phase: int = 0) -> list[dict[str, Any]]:
   return rows
 
 
-def all_site_rows(plan: RunSpec) -> list[dict[str, Any]]:
+def all_site_rows(spec: TrainSpec) -> list[dict[str, Any]]:
   """`site_rows` of every phase of the precision schedule, with the step from which each holds."""
   return [
     {"from_step": start.start, **row}
-    for phase, start in enumerate(plan.precision.phases)
-    for row in site_rows(plan, phase)
+    for phase, start in enumerate(spec.precision.phases)
+    for row in site_rows(spec, phase)
   ]
 
 
-def _backends(plan: RunSpec) -> str:
+def _backends(spec: TrainSpec) -> str:
   """The backend that updates the matrices, and why the kernel does not."""
-  wanted, large, passed = plan.kernels.optimizer, 0, collections.defaultdict(list)
+  wanted, large, passed = spec.kernels.optimizer, 0, collections.defaultdict(list)
   if wanted == "xla":
     return "all updated by xla"
-  for path, leaf in params_lib.flatten(plan.leaves).items():
+  for path, leaf in params_lib.flatten(spec.leaves).items():
     large += leaf.is_large
     if leaf.note:
       passed[leaf.note].append(path)
@@ -77,9 +77,9 @@ def _backends(plan: RunSpec) -> str:
   return f"{updated} of {large} matrices updated by mosaic_sm90{''.join(by_xla)}"
 
 
-def _optimizer(plan: RunSpec) -> str:
+def _optimizer(spec: TrainSpec) -> str:
   """The optimizer, the formats of its state, and the parameters that have other formats."""
-  o, nbytes = plan.optim, plan.optim.bytes_per_parameter()
+  o, nbytes = spec.optim, spec.optim.bytes_per_parameter()
   weight = f"{nbytes['weight']:.3g} B of BF16 weights and " if nbytes["weight"] else ""
   words = (
     f"masters {o.master_format} ({weight}{nbytes['master']:.3g} B)",
@@ -87,40 +87,40 @@ def _optimizer(plan: RunSpec) -> str:
     + ("of one layer at a time" if o.in_backward else f"({nbytes['gradient']:.3g} B)"),
     f"moments {o.moment_format} ({nbytes['moments']:.3g} B)",
   )
-  declared, dims = params_lib.flatten(plan.declaration), plan.model.dims
+  declared, dims = params_lib.flatten(spec.declaration), spec.model.dims
   counts = {k: params_lib.count({k: p}, dims) for k, p in declared.items()}
   spared = sum(counts[k] for k, p in declared.items() if not p.decay and p.trainable)
   frozen = sum(counts[k] for k, p in declared.items() if not p.trainable)
-  adapters, lora = "no adapters", plan.model.lora
+  adapters, lora = "no adapters", spec.model.lora
   if lora is not None:
     stored = "E4M3 codes per 128x128" if lora.base == "block_fp8" else "BF16"
     at = ", ".join(lora.targets)
     adapters = f"linear layers as {stored}, adapters of rank {lora.rank} at {at}"
   return (
     f"{o.optimizer}: {', '.join(words)} per parameter, {sum(nbytes.values()):.3g} B in all; "
-    f"norms and biases ({spared:,} parameters) keep float32; {_backends(plan)}"
+    f"norms and biases ({spared:,} parameters) keep float32; {_backends(spec)}"
     + (f"; {frozen:,} parameters frozen, {adapters}" if frozen else "")
   )
 
 
-def device_line(plan: RunSpec, devices: Sequence[Any] | None = None) -> str:
+def device_line(spec: TrainSpec, devices: Sequence[Any] | None = None) -> str:
   """Which devices of the machine the run computes on, and what they multiply FP8 with.
 
   Args:
-    plan: the run.
+    spec: the run.
     devices: the machine's; default: all that JAX has.
   """
   devices = jax.devices() if devices is None else devices
-  count, total = plan.num_devices, len(devices)
-  trees = [plan.sites(phase=phase) for phase in range(len(plan.precision.phases))]
+  count, total = spec.num_devices, len(devices)
+  trees = [spec.sites(phase=phase) for phase in range(len(spec.precision.phases))]
   sites = [site for tree in trees for site in site_lib.flatten(tree).values()]
   used = {b for s in sites for p, b in zip(PASSES, s.backends) if getattr(s.recipe, p).is_quantized}
   number = "" if total == 1 else f"{count} × " if count == total else f"{count} of {total} × "
-  if plan.device.platform == "cpu":
+  if spec.device.platform == "cpu":
     line = f"{number}CPU" + ": FP8 is emulated, exact and slow" * bool(used)
   else:
     number = number or "1 × "
-    kind = f"{number}{devices[0].device_kind} ({choose.name_of(plan.device)})"
+    kind = f"{number}{devices[0].device_kind} ({choose.name_of(spec.device)})"
     line = f"{kind}: FP8 products by {', '.join(sorted(used))}" if used else f"{kind}: no FP8"
     line += " (emulated, slow)" * ("reference" in used)
   if count < total:
@@ -129,35 +129,35 @@ def device_line(plan: RunSpec, devices: Sequence[Any] | None = None) -> str:
 
 
 def print_start(
-  out: rich.console.Console, plan: RunSpec, changes: dict[str, Any], fingerprint: str,
+  out: rich.console.Console, spec: TrainSpec, changes: dict[str, Any], fingerprint: str,
   sites: list[dict[str, Any]],
 ):  # fmt: skip
-  """The plan of a run: the difference from base, the model, the sites (all_site_rows')."""
-  out.print(device_line(plan))
-  if note := choose.caution(plan.device):
+  """The spec of a run: the difference from base, the model, the sites (all_site_rows')."""
+  out.print(device_line(spec))
+  if note := choose.caution(spec.device):
     out.print(f"  {note}")
-  if reason := choose.lacks_dtype(plan.device, "bfloat16"):
-    out.print(f"  {reason}: compute is {plan.run.dtype.name}, attention {plan.run.attention}")
+  if reason := choose.lacks_dtype(spec.device, "bfloat16"):
+    out.print(f"  {reason}: compute is {spec.run.dtype.name}, attention {spec.run.attention}")
   if changes:
     rows = [[k, str(old), str(new)] for k, (old, new) in changes.items()]
     title = "config, where it differs from base"
     out.print(console_lib.table(title, ["key", "base", "here"], rows))
-  count = params_lib.count(plan.declaration, plan.model.dims)
-  mesh = plan.run.layout.mesh
+  count = params_lib.count(spec.declaration, spec.model.dims)
+  mesh = spec.run.layout.mesh
   shape = (
     " x ".join(f"{a}={n}" for a, n in mesh.shape.items()) if mesh is not None else "one device"
   )
   out.print(
-    f"model {plan.model.architecture}, {count:,} parameters; compute {plan.run.dtype.name}, "
-    f"attention {plan.run.attention}, remat {plan.run.remat}; {shape}; data {fingerprint}"
+    f"model {spec.model.architecture}, {count:,} parameters; compute {spec.run.dtype.name}, "
+    f"attention {spec.run.attention}, remat {spec.run.remat}; {shape}; data {fingerprint}"
   )
-  if isinstance(plan.attention, choose.Choice):
-    for note in plan.attention.notes:
+  if isinstance(spec.attention, choose.Choice):
+    for note in spec.attention.notes:
       out.print(f"  attention: {note}")
-  out.print(_optimizer(plan))
-  for phase in plan.precision.phases:
+  out.print(_optimizer(spec))
+  for phase in spec.precision.phases:
     here = [row for row in sites if row["from_step"] == phase.start]
-    _print_sites(out, here, phase.start, plan.device.platform)
+    _print_sites(out, here, phase.start, spec.device.platform)
 
 
 def _print_sites(out: rich.console.Console, sites: list[dict[str, Any]], start: int, platform: str):
@@ -206,7 +206,7 @@ def accumulation(definition: dict[str, Any]) -> str:
   return "/".join(words if len(set(words)) > 1 else words[:1])
 
 
-def print_chats(out: rich.console.Console, plan: RunSpec, per_step: int):
+def print_chats(out: rich.console.Console, spec: TrainSpec, per_step: int):
   """The samples of a run on conversations; stops it if they do not fit its windows.
 
   Args:
@@ -215,24 +215,24 @@ def print_chats(out: rich.console.Console, plan: RunSpec, per_step: int):
   Raises:
     UserError: a step needs more windows than global_batch.
   """
-  steps = loader.chat_steps(plan.data, plan.global_batch)
-  needed, count = steps.check(plan.steps), len(steps.samples)
+  steps = loader.chat_steps(spec.data, spec.global_batch)
+  needed, count = steps.check(spec.steps), len(steps.samples)
   positions, trained = int(steps.samples.lengths.sum()), int(steps.samples.trained.sum())
   out.print(
-    f"{count:,} samples of {positions:,} tokens, {trained:,} of them trained; {plan.steps:,} steps "
-    f"of {per_step} samples, {plan.steps * per_step / count:.2f} epochs; the fullest step needs "
-    f"{needed} of {plan.global_batch} windows"
+    f"{count:,} samples of {positions:,} tokens, {trained:,} of them trained; {spec.steps:,} steps "
+    f"of {per_step} samples, {spec.steps * per_step / count:.2f} epochs; the fullest step needs "
+    f"{needed} of {spec.global_batch} windows"
   )
-  index = loader.chat_index(plan.data)
+  index = loader.chat_index(spec.data)
   for what, number in sorted(index.counts.items()):
     out.print(f"samples {what}: {number:,}")
-  origin = plan.data.chat.template.origin if plan.data.chat else ""
-  for line in filter(None, (origin, index.ends(plan.data.tokenizer)[1])):
+  origin = spec.data.chat.template.origin if spec.data.chat else ""
+  for line in filter(None, (origin, index.ends(spec.data.tokenizer)[1])):
     out.print(line)
 
 
 def describe(
-  plan: RunSpec, workdir: str, start: int, changes: dict[str, Any], fingerprint: str,
+  spec: TrainSpec, workdir: str, start: int, changes: dict[str, Any], fingerprint: str,
   site_rows: list[dict[str, Any]], **more: Any,
 ):  # fmt: skip
   """Writes config.json, sites.json and provenance.json, once nothing can refuse the run any more.
@@ -244,8 +244,8 @@ def describe(
     site_rows: `all_site_rows`.
     more: for provenance.json.
   """
-  flat, changed = dict(plan.flat), {k: new for k, (_, new) in changes.items()}
-  provenance = provenance_lib.provenance(flat, fingerprint, plan.seed, plan.num_devices)
+  flat, changed = dict(spec.flat), {k: new for k, (_, new) in changes.items()}
+  provenance = provenance_lib.provenance(flat, fingerprint, spec.seed, spec.num_devices)
   provenance |= provenance_lib.history(workdir, start, flat) | more
   for name, value in (
     ("config.json", {"resolved": flat, "changed": changed}),

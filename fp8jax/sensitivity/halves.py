@@ -9,20 +9,20 @@ from fp8jax.data import loader
 from fp8jax.errors import UserError
 from fp8jax.sensitivity.settings import Sensitivity
 from fp8jax.sensitivity.study import HALVES
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 
-def read(plan: RunSpec) -> dict[str, list[dict[str, np.ndarray]]]:
+def read(spec: TrainSpec) -> dict[str, list[dict[str, np.ndarray]]]:
   """The held-out batches of both halves; no document is in both.
 
   Raises:
     UserError: a half without tokens.
   """
-  size = plan.eval.batch
-  each = math.ceil(plan.of(Sensitivity).tokens / 2 / (size * plan.data.seq_len)) * size
+  size = spec.eval.batch
+  each = math.ceil(spec.of(Sensitivity).tokens / 2 / (size * spec.data.seq_len)) * size
   found: dict[str, list[dict[str, np.ndarray]]] = {half: [] for half in HALVES}
-  for name in plan.data.sources:
-    stream = loader.heldout_batches(plan.data, name, size, sys.maxsize)  # padding at their end
+  for name in spec.data.sources:
+    stream = loader.heldout_batches(spec.data, name, size, sys.maxsize)  # padding at their end
     windows = ({k: np.array(v[i]) for k, v in b.items()} for b in stream for i in range(size))
     first = [next(windows) for _ in range(each)]
     later = _after_first_document(windows, each)
@@ -31,7 +31,7 @@ def read(plan: RunSpec) -> dict[str, list[dict[str, np.ndarray]]]:
       if not sum(w["weights_BL"].sum() for w in some):
         raise UserError(
           f"data.sources.{name} has no held-out token for the half {half!r} of sensitivity.tokens="
-          f"{plan.of(Sensitivity).tokens}; lower it, raise data.heldout_fraction, or give more text"
+          f"{spec.of(Sensitivity).tokens}; lower it, raise data.heldout_fraction, or give more text"
         )
       batches = (some[i : i + size] for i in range(0, each, size))
       found[half] += [{k: np.stack([w[k] for w in rows]) for k in rows[0]} for rows in batches]

@@ -13,7 +13,7 @@ from fp8jax.errors import UserError
 from fp8jax.ops import site_tree
 from fp8jax.run import schemas
 from fp8jax.sensitivity.settings import Sensitivity
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 FORMAT = "fp8jax sensitivity 1"
 _REMEDY = "move the file away, or name another folder as --out"
@@ -60,19 +60,19 @@ class Records:
     return len(self._found)
 
 
-def header(plan: RunSpec, params, sites, fingerprint: str, states) -> dict[str, Any]:
+def header(spec: TrainSpec, params, sites, fingerprint: str, states) -> dict[str, Any]:
   """Everything that a measurement depends on."""
   recipes = {name: recipe.to_dict() for name, recipe in site_tree.recipes_of(sites).items()}
   return {
-    "model": plan.model.to_dict(),
+    "model": spec.model.to_dict(),
     "weights": _digest(params),
     "recipes": hashlib.sha256(repr(sorted(recipes.items())).encode()).hexdigest()[:16],
     "scales": _digest(states),
     "data": fingerprint,
-    "windows": [plan.of(Sensitivity).tokens, plan.eval.batch, plan.data.seq_len],
-    "compute": [plan.run.dtype.name, plan.kernels.matmul, plan.run.attention,
-                plan.run.smooth_swiglu],
-    "seed": plan.seed,
+    "windows": [spec.of(Sensitivity).tokens, spec.eval.batch, spec.data.seq_len],
+    "compute": [spec.run.dtype.name, spec.kernels.matmul, spec.run.attention,
+                spec.run.smooth_swiglu],
+    "seed": spec.seed,
   }  # fmt: skip
 
 

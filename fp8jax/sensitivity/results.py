@@ -12,7 +12,7 @@ from fp8jax.ops import site_tree, switch
 from fp8jax.recipe.rules import layer_name
 from fp8jax.sensitivity import rules as rules_lib
 from fp8jax.sensitivity.settings import Sensitivity
-from fp8jax.sensitivity.study import CHOOSE, HALVES, ON, REPORT, Measured, Place, Study
+from fp8jax.sensitivity.study import CHOOSE, HALVES, ON, REPORT, Measured, QuantizedSite, Study
 
 
 def measure(study: Study, s: Sensitivity, phase: int) -> dict[str, Any]:
@@ -69,7 +69,9 @@ def _both(study: Study, label: str, on: Mapping[str, Sequence[float]]) -> dict[s
   return first.joined(second).row()
 
 
-def _members(places: Sequence[Place], group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _members(
+  places: Sequence[QuantizedSite], group: str
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
   """(name, label of the measurement, what is switched on) of every member of a group."""
   if group == "tensors":
     for tensor in switch.TENSORS:
@@ -107,16 +109,16 @@ def _choices(study: Study, s: Sensitivity, order: list[str]) -> dict[str, list[s
 
 def _budget(study: Study, budget: str, chosen: list[str], phase: int) -> dict[str, Any]:
   """The rules that were chosen on one half, and others, as the other half says."""
-  plan, layers = study.plan, study.plan.model.num_layers
+  spec, layers = study.spec, study.spec.model.num_layers
   names = _all_names(study)
   measured = functools.partial(_measured, study)
   arms, rows = {"chosen": chosen}, []
   if chosen:
-    arms |= {"none in BF16": []} | rules_lib.rivals(study.places, chosen, layers, plan.seed)
+    arms |= {"none in BF16": []} | rules_lib.rivals(study.places, chosen, layers, spec.seed)
   best = measured(REPORT, chosen)
   for arm, bf16 in arms.items():
     on_report = measured(REPORT, bf16)
-    written = rules_lib.with_bf16(plan.precision.phases[phase].rules, names, bf16, layers)
+    written = rules_lib.with_bf16(spec.precision.phases[phase].rules, names, bf16, layers)
     rows.append({
       "arm": arm, "bf16_sites": len(bf16),
       "bf16_flops": round(rules_lib.share(study.places, bf16), 4),
@@ -130,8 +132,8 @@ def _budget(study: Study, budget: str, chosen: list[str], phase: int) -> dict[st
 
 def _all_names(study: Study) -> list[str]:
   """Every site that rules are matched against, one per layer."""
-  found, layers = [], range(study.plan.model.num_layers)
-  for path in site_tree.find_sites(transformer.site_params(study.plan.model)):
+  found, layers = [], range(study.spec.model.num_layers)
+  for path in site_tree.find_sites(transformer.site_params(study.spec.model)):
     found += [layer_name(path, i) for i in layers] if path.startswith("layers/") else [path]
   return found
 

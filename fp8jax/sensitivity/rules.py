@@ -7,9 +7,9 @@ import numpy as np
 
 from fp8jax import patterns
 from fp8jax.models.config import EVAL_PRECISIONS
+from fp8jax.phases.schedule import Rules
 from fp8jax.recipe import rules as rules_lib
-from fp8jax.recipe.schedule import Rules
-from fp8jax.sensitivity.study import Place
+from fp8jax.sensitivity.study import QuantizedSite
 
 # Shares of FLOPs are sums of floats.
 _SLACK = 1e-9
@@ -43,17 +43,17 @@ def _either(names: Sequence[str]) -> str:
   return names[0] if len(names) == 1 else f"({'|'.join(names)})"
 
 
-def share(places: Sequence[Place], chosen: Collection[str]) -> float:
+def share(places: Sequence[QuantizedSite], chosen: Collection[str]) -> float:
   """Share of the FLOPs of the sites that some of them have."""
   return sum(p.flops for p in places if p.name in chosen) / sum(p.flops for p in places)
 
 
-def ordered(places: Sequence[Place], damage: Mapping[str, float]) -> list[str]:
+def ordered(places: Sequence[QuantizedSite], damage: Mapping[str, float]) -> list[str]:
   """Names, those first that lose most per FLOP; in the order of the places where they are equal."""
   return [p.name for p in sorted(places, key=lambda p: -damage[p.name] / p.flops)]
 
 
-def within_flops(places: Sequence[Place], order: Sequence[str], least: float) -> list[str]:
+def within_flops(places: Sequence[QuantizedSite], order: Sequence[str], least: float) -> list[str]:
   """Sites for BF16 such that the others have at least this share of the FLOPs.
 
   They are taken in order; one that does not fit any more is passed over.
@@ -89,7 +89,7 @@ def within_loss(order: Sequence[str], change: Callable[[Sequence[str]], float], 
 
 
 def rivals(
-  places: Sequence[Place], chosen: Collection[str], layers: int, seed: int
+  places: Sequence[QuantizedSite], chosen: Collection[str], layers: int, seed: int
 ) -> dict[str, list[str]]:
   """{arm: sites for BF16} by habit or by lot, each with at least as many FLOPs in BF16."""
   wanted = share(places, chosen) - _SLACK

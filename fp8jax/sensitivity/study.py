@@ -38,7 +38,7 @@ from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.sensitivity.records import Records
-from fp8jax.step.run_spec import RunSpec
+from fp8jax.step.train_spec import TrainSpec
 
 # Halves of the held-out windows: rules are chosen on one and reported on the other.
 CHOOSE, REPORT = HALVES = ("choose", "report")
@@ -53,7 +53,7 @@ _CHUNK = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class QuantizedSite:
   """A site of one layer that its recipe quantizes.
 
   Attributes:
@@ -71,33 +71,33 @@ class Place:
   recipe: str
 
 
-def places(plan: RunSpec, sites) -> tuple[Place, ...]:
+def places(spec: TrainSpec, sites) -> tuple[QuantizedSite, ...]:
   """The sites whose forward GEMM is quantized, layer by layer in order of computation."""
-  declared = site_tree.find_sites(transformer.site_params(plan.model))
-  order = list(transformer.gemm_sites(plan.model))
+  declared = site_tree.find_sites(transformer.site_params(spec.model))
+  order = list(transformer.gemm_sites(spec.model))
   found = []
   for site in site_lib.flatten(sites).values():
     if not site.recipe.fwd.is_quantized:
       continue
     path = rules_lib.path_of(site.name)
     letters = "".join(declared[path].gemm_letters)
-    flops = 2.0 * math.prod(plan.model.dims[c] for c in letters)
+    flops = 2.0 * math.prod(spec.model.dims[c] for c in letters)
     layers: Sequence[int | None] = range(*site.layers) if site.layers else (None,)
     for name, layer in zip(site.layer_names, layers, strict=True):
       kind = path.removeprefix("layers/")
-      found.append((order.index(path), Place(name, kind, layer, flops, site.recipe.name)))
-  number = plan.model.num_layers
+      found.append((order.index(path), QuantizedSite(name, kind, layer, flops, site.recipe.name)))
+  number = spec.model.num_layers
   found.sort(key=lambda of: (number if of[1].layer is None else of[1].layer, of[0]))
   return tuple(place for _, place in found)
 
 
-def with_scales(plan: RunSpec, phase: int, states: Mapping[str, Any]):
+def with_scales(spec: TrainSpec, phase: int, states: Mapping[str, Any]):
   """The sites in their recipes of a phase, with the scales that are not current.
 
   Raises:
     UserError: there are none, or no site is quantized.
   """
-  sites = plan.sites(phase=phase)
+  sites = spec.sites(phase=phase)
   missing = sorted(scaling_lib.states(sites).keys() - states.keys())
   if missing:
     recipe = site_lib.flatten(sites)[missing[0]].recipe
@@ -107,7 +107,7 @@ def with_scales(plan: RunSpec, phase: int, states: Mapping[str, Any]):
       "precision.calibration=TABLE of --job=calibrate, or measure a recipe with current scales "
       "such as 'tensor_current'"
     )
-  if not places(plan, sites):
+  if not places(spec, sites):
     raise UserError(
       "precision.rules quantize no forward GEMM, so there is nothing to measure; give the config "
       "an arm, --config=FILE:block_128"
@@ -189,31 +189,31 @@ class Programs:
     reference, gradient, measure: jitted; see the functions they are made of.
   """
 
-  def __init__(self, plan: RunSpec):
+  def __init__(self, spec: TrainSpec):
     self.compiled = 0
 
     def jit(fn):
       def traced(*args):
         self.compiled += 1
-        return fn(plan, *args)
+        return fn(spec, *args)
 
-      return jax.jit(traced, compiler_options=choose.compiler_options(plan.device))
+      return jax.jit(traced, compiler_options=choose.compiler_options(spec.device))
 
     self.reference, self.gradient, self.measure = map(jit, (_reference, _gradient, _measure))
 
 
-def _reference(plan: RunSpec, params, sites, batch, key):
+def _reference(spec: TrainSpec, params, sites, batch, key):
   """The BF16 forward pass: (hidden [B, L, D], inputs of layers [N, B, L, D], sums of losses [B],
   targets drawn from the model [B, L])."""
 
   def step(x_BLD, of_layer, context):
-    return transformer.layer(x_BLD, of_layer, context, plan.model, plan.run)[0], x_BLD
+    return transformer.layer(x_BLD, of_layer, context, spec.model, spec.run)[0], x_BLD
 
-  x_BLD, inputs_NBLD = transformer.scan_layers(step, params, sites, batch, plan.model, plan.run)
-  hidden_BLD = transformer.normalised(x_BLD, params, sites, plan.model, plan.run)
+  x_BLD, inputs_NBLD = transformer.scan_layers(step, params, sites, batch, spec.model, spec.run)
+  hidden_BLD = transformer.normalised(x_BLD, params, sites, spec.model, spec.run)
 
   def one(h_TD, targets_T, keys):
-    logits_TV = _logits(plan, params, sites, h_TD)
+    logits_TV = _logits(spec, params, sites, h_TD)
     drawn_T = jax.vmap(jax.random.categorical)(keys, logits_TV)
     return _nll(logits_TV, targets_T), drawn_T.astype(jnp.int32)
 
@@ -229,7 +229,7 @@ def kl(base_TV, changed_TV):
   return jnp.sum(jnp.exp(base_TV) * (base_TV - jax.nn.log_softmax(changed_TV)), axis=-1)
 
 
-def _measure(plan: RunSpec, params, plain, sites, batch, x_BLD, start, hidden_BLD):
+def _measure(spec: TrainSpec, params, plain, sites, batch, x_BLD, start, hidden_BLD):
   """(sums of losses [B], sums of KL from BF16 [B]) with switched sites.
 
   Args:
@@ -238,33 +238,33 @@ def _measure(plan: RunSpec, params, plain, sites, batch, x_BLD, start, hidden_BL
     x_BLD: the input of layer `start` in BF16.
     hidden_BLD: of BF16.
   """
-  context = transformer.layer_context(batch, plan.model)
+  context = transformer.layer_context(batch, spec.model)
   for layers, of_sites, p in transformer.runs(sites, params["layers"]):
 
     def step(i, x_BLD, of_run=(p, of_sites), first=layers.start):
       of_layer = jax.tree.map(lambda x: x[i - first], of_run)
-      return transformer.layer(x_BLD, of_layer, context, plan.model, plan.run)[0]
+      return transformer.layer(x_BLD, of_layer, context, spec.model, spec.run)[0]
 
     x_BLD = jax.lax.fori_loop(jnp.maximum(start, layers.start), layers.stop, step, x_BLD)
-  changed_BLD = transformer.normalised(x_BLD, params, sites, plan.model, plan.run)
+  changed_BLD = transformer.normalised(x_BLD, params, sites, spec.model, spec.run)
 
   def one(h_TD, base_TD, targets_T):
-    logits_TV = _logits(plan, params, sites, h_TD)
-    return _nll(logits_TV, targets_T), kl(_logits(plan, params, plain, base_TD), logits_TV)
+    logits_TV = _logits(spec, params, sites, h_TD)
+    return _nll(logits_TV, targets_T), kl(_logits(spec, params, plain, base_TD), logits_TV)
 
   targets_T = batch["targets_BL"].reshape(-1)
   loss_T, kl_T = _by_chunks(one, _rows(changed_BLD), _rows(hidden_BLD), targets_T)
   return _sums(loss_T, batch), _sums(kl_T, batch)
 
 
-def _gradient(plan: RunSpec, params, sites, batch):
+def _gradient(spec: TrainSpec, params, sites, batch):
   """Trees like the sites of ([N?, 3, B] sums of g over tokens, [N?, 3, B] half sums of g^2).
 
   g is the gradient of the sum of losses with respect to switches per token at 0; of PARTS.
   """
   shape = batch["targets_BL"].shape
   # Rounding errors per token of all layers are many times larger than the layers' inputs.
-  run = dataclasses.replace(plan.run, remat="full", residuals=residuals.ResidualFormats())
+  run = dataclasses.replace(spec.run, remat="full", residuals=residuals.ResidualFormats())
   targets_T, weights_T = (batch[name].reshape(-1) for name in ("targets_BL", "weights_BL"))
 
   def off(site):
@@ -274,13 +274,13 @@ def _gradient(plan: RunSpec, params, sites, batch):
 
   def loss(tree):
     switched = switch.with_switches(sites, tree)
-    hidden_BLD = transformer.hidden(params, switched, batch, plan.model, run)
+    hidden_BLD = transformer.hidden(params, switched, batch, spec.model, run)
     head, numbers = {"head": sites["head"]}, tree["head"]
 
     @jax.checkpoint
     def one(h_TD, targets_T, switch_T):
       of_head = switch.with_switches(head, {"head": None if numbers is None else switch_T.T})
-      return (_nll(_logits(plan, params, of_head, h_TD), targets_T),)
+      return (_nll(_logits(spec, params, of_head, h_TD), targets_T),)
 
     switch_T = jnp.zeros((*weights_T.shape, 2)) if numbers is None else numbers.T
     (loss_T,) = _by_chunks(one, _rows(hidden_BLD), targets_T, switch_T)
@@ -295,8 +295,8 @@ def _gradient(plan: RunSpec, params, sites, batch):
   return tuple(jax.tree.map(functools.partial(sums, which=i), gradient) for i in range(2))
 
 
-def _logits(plan: RunSpec, params, sites, h_TD):
-  return transformer.head_logits(h_TD[None], params, sites, plan.model)[0]
+def _logits(spec: TrainSpec, params, sites, h_TD):
+  return transformer.head_logits(h_TD[None], params, sites, spec.model)[0]
 
 
 def _nll(logits_TV, targets_T):
@@ -336,7 +336,7 @@ class Study:
   """Measurements of one model on one text, each made once and kept in its records."""
 
   def __init__(
-    self, plan: RunSpec, params, sites, batches: Mapping[str, list[dict[str, Any]]],
+    self, spec: TrainSpec, params, sites, batches: Mapping[str, list[dict[str, Any]]],
     records: Records, say=lambda line: None,
   ):  # fmt: skip
     """
@@ -347,10 +347,10 @@ class Study:
       records: of earlier measurements, and where new ones go.
       say: is told a line per new measurement.
     """
-    self.plan, self.sites, self.places = plan, sites, places(plan, sites)
-    self.programs = Programs(plan)
+    self.spec, self.sites, self.places = spec, sites, places(spec, sites)
+    self.programs = Programs(spec)
     self._params, self._records, self._say = params, records, say
-    self._plain = plan.sites(EVAL_PRECISIONS[1])
+    self._plain = spec.sites(EVAL_PRECISIONS[1])
     self._batches = batches
     self._references: dict[str, list[Any]] = {}
     self._first = {place.name: place.layer for place in self.places}
@@ -408,7 +408,7 @@ class Study:
   def _measure(self, label: str, on: Mapping[str, Sequence[float]], half: str) -> dict[str, Any]:
     switched = switch.with_switches(self.sites, switches(self.sites, on))
     layers = [self._first[name] for name, numbers in on.items() if any(numbers)]
-    start = min((n for n in layers if n is not None), default=self.plan.model.num_layers - 1)
+    start = min((n for n in layers if n is not None), default=self.spec.model.num_layers - 1)
     found = {"base": [], "loss": [], "kl": []}
     for batch, (hidden, inputs, base, _) in zip(
       self._batches[half], self._reference(half), strict=True
@@ -428,7 +428,7 @@ class Study:
     if half not in self._references:
       found = []
       for i, batch in enumerate(self._batches[half]):
-        key = jax.random.fold_in(jax.random.key(self.plan.seed), 2 * i + HALVES.index(half))
+        key = jax.random.fold_in(jax.random.key(self.spec.seed), 2 * i + HALVES.index(half))
         made = self.programs.reference(self._params, self._plain, _on_device(batch), key)
         found.append(jax.device_get(made))
         self._say(f"BF16 forward pass, {half}, batch {i + 1}")

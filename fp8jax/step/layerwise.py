@@ -51,16 +51,16 @@ def check(leaves, params):
   jax.tree.map(one, leaves["layers"], params["layers"])
 
 
-def take(plan, state, sites, batch, rate) -> update.StepResult:
+def take(spec, state, sites, batch, rate) -> update.StepResult:
   """A step; the other order's is `step.after_backward`.
 
   Args:
-    plan: RunSpec.
+    spec: TrainSpec.
     state: State.
     sites, batch: as the model takes them.
     rate: learning rate.
   """
-  cfg, run, params = plan.model, plan.run, dict(state.params)
+  cfg, run, params = spec.model, spec.run, dict(state.params)
   total = jnp.maximum(batch["weights_BL"].sum(), 1)
   rows = {"embed": params["embed"]}
   # Parameters with a gradient from the loss; a tied embedding gets another one below.
@@ -79,10 +79,10 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
     return transformer.head_loss(x_BLD, _paired(behind, sinks), above, batch, cfg, run) / total
 
   x_BLD, pull_embed = jax.vjp(embed, _sinks(rows), site_tree.taps(below))
-  x_BLD, inputs, aux = _forward(plan, x_BLD, params, sites, batch)
+  x_BLD, inputs, aux = _forward(spec, x_BLD, params, sites, batch)
   loss, pull_finish = jax.vjp(finish, x_BLD, _sinks(behind), site_tree.taps(ends))
 
-  move = _LayerUpdater(plan, state, rate)
+  move = _LayerUpdater(spec, state, rate)
   g_BLD, g_behind, head_stats = pull_finish(jnp.ones_like(loss))
   loss = sum((value / total for value in aux.losses.values()), start=loss)
   progress = _Progress(params, dict(state.opt), jnp.isfinite(loss))
@@ -90,7 +90,7 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
   progress = move.named(g_behind, [head_stats], progress)
   # Before any layer's turn: else the head's gradient would be alive during all of them.
   g_BLD, progress = jax.lax.optimization_barrier((g_BLD, progress))
-  g_BLD, progress, stats = _backward(plan, g_BLD, 1 / total, progress, move, sites, inputs, batch)
+  g_BLD, progress, stats = _backward(spec, g_BLD, 1 / total, progress, move, sites, inputs, batch)
   g_rows, embed_stats = pull_embed(g_BLD)
   if g_head is not None:
     g_rows = {"embed": g_rows["embed"] + g_head}
@@ -104,9 +104,9 @@ def take(plan, state, sites, batch, rate) -> update.StepResult:
   )  # fmt: skip
 
 
-def _forward(plan, x_BLD, params, sites, batch):
+def _forward(spec, x_BLD, params, sites, batch):
   """(the residual stream after all layers, their saved inputs: stacks, one per run, Aux)."""
-  cfg, run, inputs, total = plan.model, plan.run, [], Aux()
+  cfg, run, inputs, total = spec.model, spec.run, [], Aux()
   context = transformer.layer_context(batch, cfg)
 
   def forward(x_BLD, xs):
@@ -126,14 +126,14 @@ def _forward(plan, x_BLD, params, sites, batch):
 
 
 def _backward(
-  plan, g_BLD, g_aux, progress: "_Progress", move: "_LayerUpdater", sites, inputs, batch
+  spec, g_BLD, g_aux, progress: "_Progress", move: "_LayerUpdater", sites, inputs, batch
 ):
   """(gradient of the first layer's input, progress, tensor statistics: one tree per run of layers).
 
   Args:
     g_aux: the gradient of every aux loss.
   """
-  cfg, run, stats = plan.model, plan.run, []
+  cfg, run, stats = spec.model, spec.run, []
   context = transformer.layer_context(batch, cfg)
 
   def backward(carry, xs):
@@ -164,7 +164,7 @@ def _backward(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Progress:
-  """As far as a step has come.
+  """State of a partly applied step.
 
   Attributes:
     params, opt: of State, some moved.
@@ -182,9 +182,9 @@ class _Progress:
 class _LayerUpdater:
   """Moves parts of the parameters at a learning rate."""
 
-  def __init__(self, plan, state, rate):
-    self.plan, self.state, self.rate = plan, state, rate
-    self.places = params_lib.shardings(plan.declaration, plan.run.layout)
+  def __init__(self, spec, state, rate):
+    self.spec, self.state, self.rate = spec, state, rate
+    self.places = params_lib.shardings(spec.declaration, spec.run.layout)
 
   def named(self, gradient, stats, progress: _Progress) -> _Progress:
     """Those parameters that `gradient` has."""
@@ -211,7 +211,7 @@ class _LayerUpdater:
 
   def _move(self, opt, params, gradient, stats, progress: _Progress, part, piece=0):
     """(opt, params, is_finite, squares)."""
-    if self.plan.run.layout.mesh is not None:
+    if self.spec.run.layout.mesh is not None:
       gradient = jax.lax.with_sharding_constraint(gradient, part(self.places))
     norm = gradients.norm(gradient)
     amaxes = [jnp.isfinite(tap[..., 0]).all() for tap in jax.tree.leaves(stats)]
@@ -219,7 +219,7 @@ class _LayerUpdater:
     now = update.UpdateArgs(self.state.step, self.rate, is_applied=is_finite & ~self.state.halted)
     with jax.named_scope("optimizer"):
       opt, params, squares = update.update_params(
-        part(self.plan.leaves), part(self.plan.declaration), self.plan.run.layout,
+        part(self.spec.leaves), part(self.spec.declaration), self.spec.run.layout,
         gradient, opt, params, now, piece=piece,
       )  # fmt: skip
     more = jnp.concatenate([jnp.square(norm)[None], squares])

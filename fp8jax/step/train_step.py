@@ -18,84 +18,84 @@ from fp8jax.optim import gradients as gradients_lib
 from fp8jax.optim import groups, storage, update
 from fp8jax.optim import schedule as schedule_lib
 from fp8jax.quantization import tensor_stats
-from fp8jax.step import layerwise, loss_scale, metrics, run_spec
+from fp8jax.step import layerwise, loss_scale, metrics, train_spec
 from fp8jax.step.state import State
 
 
-def _abstract_leaves(plan: run_spec.RunSpec):
+def _abstract_leaves(spec: train_spec.TrainSpec):
   """(params, opt) of State."""
-  abstract = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
+  abstract = params_lib.abstract(spec.declaration, spec.model.dims, spec.run.layout)
 
-  both = jax.tree.map(update.abstract, plan.leaves, abstract)
+  both = jax.tree.map(update.abstract, spec.leaves, abstract)
   return update.select(both, abstract, 1), update.select(both, abstract, 0)
 
 
-def abstract_params(plan: run_spec.RunSpec):
+def abstract_params(spec: train_spec.TrainSpec):
   """Shapes, dtypes and shardings of parameters as the optimizer keeps them."""
-  return _abstract_leaves(plan)[0]
+  return _abstract_leaves(spec)[0]
 
 
-def abstract_state(plan: run_spec.RunSpec, step: int = 0) -> State:
+def abstract_state(spec: train_spec.TrainSpec, step: int = 0) -> State:
   """Shapes, dtypes and shardings of the state after `step` steps; allocates nothing."""
-  layout = plan.run.layout
-  params, opt = _abstract_leaves(plan)
+  layout = spec.run.layout
+  params, opt = _abstract_leaves(spec)
   scalar = None if layout.mesh is None else NamedSharding(layout.mesh, PartitionSpec())
 
   def everywhere(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=scalar)
 
   # The states that the last step wrote; a new state is calibrated before its first step.
-  scaling_states = {} if step == 0 else scaling_lib.states(plan.sites(phase=plan.phase(step - 1)))
+  scaling_states = {} if step == 0 else scaling_lib.states(spec.sites(phase=spec.phase(step - 1)))
 
-  scales = (scaling_states, loss_scale.init(plan.loss_scale), _initial_grad_autoscale(plan))
+  scales = (scaling_states, loss_scale.init(spec.loss_scale), _initial_grad_autoscale(spec))
   of_int, of_bool = (cast(Any, everywhere(jnp.zeros((), t))) for t in (jnp.int32, jnp.bool_))
   scaling, loss, auto = jax.tree.map(everywhere, scales)
   return State(of_int, params, opt, scaling, loss, auto, of_int, of_bool)
 
 
-def make_state(plan: run_spec.RunSpec, params=None) -> State:
+def make_state(spec: train_spec.TrainSpec, params=None) -> State:
   """A fresh state, sharded at birth; random parameters unless some are given, which it uses up."""
-  abstract = abstract_state(plan)
+  abstract = abstract_state(spec)
 
   def init(key, both):
     if both is None:
-      params = params_lib.init(key, plan.declaration, plan.model.dims)
-      both = jax.tree.map(update.init, plan.leaves, params)
-    opt, params = (update.select(both, plan.declaration, i) for i in range(2))
+      params = params_lib.init(key, spec.declaration, spec.model.dims)
+      both = jax.tree.map(update.init, spec.leaves, params)
+    opt, params = (update.select(both, spec.declaration, i) for i in range(2))
     # Zeros of their own for each: a state that holds one array twice cannot be donated.
     step, skipped, halted = (jnp.zeros((), t) for t in (jnp.int32, jnp.int32, jnp.bool_))
-    scales = loss_scale.init(plan.loss_scale), _initial_grad_autoscale(plan)
+    scales = loss_scale.init(spec.loss_scale), _initial_grad_autoscale(spec)
     return State(step, params, opt, {}, *scales, skipped, halted)
 
   shardings = None
-  if plan.run.layout.mesh is not None:
+  if spec.run.layout.mesh is not None:
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
   both = None
   if params is not None:
-    params = _with_adapters(plan, params)
+    params = _with_adapters(spec, params)
     # One after the other: all of them in float32 beside all of the state is more than a step takes.
-    both = jax.tree.map(_kept_of, plan.leaves, params, abstract.opt, abstract.params)
+    both = jax.tree.map(_init_param, spec.leaves, params, abstract.opt, abstract.params)
   make = jax.jit(init, out_shardings=shardings, donate_argnums=1)
-  return make(jax.random.key(plan.seed), both)
+  return make(jax.random.key(spec.seed), both)
 
 
-def _with_adapters(plan: run_spec.RunSpec, params):
+def _with_adapters(spec: train_spec.TrainSpec, params):
   """The parameters of a model's files, with fresh adapters, which these do not have."""
-  flat, declared = params_lib.flatten(params), params_lib.flatten(plan.declaration)
+  flat, declared = params_lib.flatten(params), params_lib.flatten(spec.declaration)
   missing = {path: p for path, p in declared.items() if path not in flat and p.trainable}
-  shardings = {path: plan.run.layout.weight_sharding(p.letters) for path, p in missing.items()}
+  shardings = {path: spec.run.layout.weight_sharding(p.letters) for path, p in missing.items()}
   if missing:
     init = jax.jit(
       lambda key: params_lib.flatten(
-        params_lib.init(key, params_lib.unflatten(missing), plan.model.dims)
+        params_lib.init(key, params_lib.unflatten(missing), spec.model.dims)
       ),
-      out_shardings=None if plan.run.layout.mesh is None else shardings,
+      out_shardings=None if spec.run.layout.mesh is None else shardings,
     )
-    flat |= init(jax.random.key(plan.seed))
+    flat |= init(jax.random.key(spec.seed))
   return params_lib.unflatten({path: flat[path] for path in declared})
 
 
-def _kept_of(leaf, param, *abstract):
+def _init_param(leaf, param, *abstract):
   """`update.init` of a parameter, which is gone afterwards."""
   if leaf.is_frozen and stored_params.is_stored(param):
     return update.init(leaf, param)
@@ -110,13 +110,13 @@ def _kept_of(leaf, param, *abstract):
   return made
 
 
-def _initial_grad_autoscale(plan: run_spec.RunSpec):
-  quant = storage.GRADIENTS[plan.optim.grad_format]
-  return gradients_lib.init_grad_autoscale(quant, plan.grad_accum_steps)
+def _initial_grad_autoscale(spec: train_spec.TrainSpec):
+  quant = storage.GRADIENTS[spec.optim.grad_format]
+  return gradients_lib.init_grad_autoscale(quant, spec.grad_accum_steps)
 
 
 def gradients(
-  plan: run_spec.RunSpec, params, sites, batch, scale=None, step: Any = 0, grad_autoscale=None
+  spec: train_spec.TrainSpec, params, sites, batch, scale=None, step: Any = 0, grad_autoscale=None
 ):
   """(mean loss, gradients, {site: tensor statistics}, Aux) of a batch [B, L], or [A, B, L].
 
@@ -131,7 +131,7 @@ def gradients(
     step: number of steps taken, for gradients that are rounded stochastically.
     grad_autoscale: State.grad_autoscale.
   """
-  total, leaves = jnp.maximum(batch["weights_BL"].sum(), 1), plan.leaves
+  total, leaves = jnp.maximum(batch["weights_BL"].sum(), 1), spec.leaves
   if scale is not None:
     sites = scaling_lib.with_scaled_gradients(sites, scale)
   sinks = jax.tree.map(_sink, leaves, params)
@@ -141,22 +141,22 @@ def gradients(
       tapped = site_tree.with_taps(sites, taps)
       pair = functools.partial(_weight, step=step, micro=micro, grad_autoscale=grad_autoscale)
       weights = jax.tree.map(pair, leaves, params, sinks)
-      value, aux = transformer.loss_and_aux(weights, tapped, batch, plan.model, plan.run)
+      value, aux = transformer.loss_and_aux(weights, tapped, batch, spec.model, spec.run)
       value = sum(aux.losses.values(), start=value) / total
       return value if scale is None else value * scale, aux
 
     (value, aux), (gradient, stats) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
       sinks, site_tree.taps(sites)
     )
-    if plan.run.layout.mesh is not None:
-      places = jax.tree.map(lambda x: x.sharding, abstract_gradients(plan))
+    if spec.run.layout.mesh is not None:
+      places = jax.tree.map(lambda x: x.sharding, abstract_gradients(spec))
       gradient = jax.lax.with_sharding_constraint(gradient, places)
     if scale is not None:
       value, gradient = value / scale, gradients_lib.scaled(gradient, 1 / scale)
       stats = scaling_lib.with_unscaled_gradients(sites, stats, scale)
     return value, gradient, stats, aux
 
-  if plan.grad_accum_steps == 1:
+  if spec.grad_accum_steps == 1:
     value, gradient, stats, aux = of_one(batch, 0, sites)
     return value, gradient, site_tree.by_name(sites, stats), aux
 
@@ -164,14 +164,14 @@ def gradients(
     micro, batch = xs
     # Random keys of its own: with the same ones rounding errors would be the same and add up.
     value, gradient, stats, aux = of_one(batch, micro, site_lib.with_folded_keys(sites, micro))
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), step), micro)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(spec.seed), step), micro)
     sums = gradients_lib.add(carry[1], gradient, key)
     return (carry[0] + value, sums, jax.tree.map(tensor_stats.combine, carry[2], stats)), aux
 
   nothing = jax.tree.map(lambda tap: tensor_stats.nothing(tap.shape), site_tree.taps(sites))
   start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, sinks), nothing)
   (value, gradient, stats), aux = jax.lax.scan(
-    add, start, (jnp.arange(plan.grad_accum_steps), batch)
+    add, start, (jnp.arange(spec.grad_accum_steps), batch)
   )
   return value, gradient, site_tree.by_name(sites, stats), aux.sum()
 
@@ -198,9 +198,9 @@ def _weight(leaf, param, sink, *, step, micro, grad_autoscale):
   return stored_params.Weight(param, sink, key, mu, leaf.gradient)
 
 
-def abstract_gradients(plan: run_spec.RunSpec):
+def abstract_gradients(spec: train_spec.TrainSpec):
   """Shapes, dtypes and shardings of gradients: they lie as their parameters do."""
-  params = params_lib.abstract(plan.declaration, plan.model.dims, plan.run.layout)
+  params = params_lib.abstract(spec.declaration, spec.model.dims, spec.run.layout)
 
   def one(leaf, p):
     if leaf.is_frozen:
@@ -209,10 +209,10 @@ def abstract_gradients(plan: run_spec.RunSpec):
       jax.eval_shape(lambda: stored_params.grad_placeholder(p, leaf.gradient, leaf.lead)), p
     )
 
-  return jax.tree.map(one, plan.leaves, params)
+  return jax.tree.map(one, spec.leaves, params)
 
 
-def stops_on_nonfinite(plan: run_spec.RunSpec, scale=None):
+def stops_on_nonfinite(spec: train_spec.TrainSpec, scale=None):
   """Whether a step that is not finite ends the run.
 
   A dynamic loss scale meets overflows on purpose, to find the largest scale without one. At the
@@ -221,47 +221,47 @@ def stops_on_nonfinite(plan: run_spec.RunSpec, scale=None):
   Args:
     scale: the step's loss scale, where it is dynamic.
   """
-  stops = plan.optim.on_nonfinite == "stop"
+  stops = spec.optim.on_nonfinite == "stop"
   return stops if scale is None else stops & (scale <= loss_scale.SMALLEST)
 
 
-def make_step(plan: run_spec.RunSpec):
+def make_step(spec: train_spec.TrainSpec):
   """(state, batch, sites) -> (state, metrics), jitted, state donated.
 
   batch is [B, L], or [A, B, L] for A microbatches whose gradients are added up. With loud sites
-  (RunSpec.sites) the same function, traced a second time, also returns what every site saw in
+  (TrainSpec.sites) the same function, traced a second time, also returns what every site saw in
   metrics["tensor_stats"], and transformer.alignment.
   """
-  schedule = schedule_lib.schedule(plan.optim)
-  key = jax.random.key(plan.seed)
+  schedule = schedule_lib.schedule(spec.optim)
+  key = jax.random.key(spec.seed)
 
   def step(state: State, batch, sites):
-    return take_step(plan, state, batch, sites, schedule(state.step), key)
+    return take_step(spec, state, batch, sites, schedule(state.step), key)
 
-  options = choose.compiler_options(plan.device)
+  options = choose.compiler_options(spec.device)
   return jax.jit(step, donate_argnums=0, compiler_options=options)
 
 
-def take_step(plan: run_spec.RunSpec, state: State, batch, sites, rate, key):
+def take_step(spec: train_spec.TrainSpec, state: State, batch, sites, rate, key):
   """(state, metrics) after one step, see make_step.
 
   Args:
     rate: learning rate.
     key: random key of the run, of which every step and site has one of its own.
   """
-  shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(plan))
-  take = layerwise.take if plan.optim.in_backward else after_backward
+  shardings = jax.tree.map(lambda x: x.sharding, _abstract_leaves(spec))
+  take = layerwise.take if spec.optim.in_backward else after_backward
   sites = scaling_lib.with_states(sites, state.scaling_states)
   sites = site_lib.with_keys(sites, jax.random.fold_in(key, state.step))
   watched = {}
   if any(s.tap.shape[-1] == tensor_stats.LOUD for s in site_lib.flatten(sites).values()):
     # Before anything moves: parameters are moved in place.
-    both = (state.params, transformer.alignment(state.params, plan.model))
+    both = (state.params, transformer.alignment(state.params, spec.model))
     params, watched["alignment"] = jax.lax.optimization_barrier(both)
     state = dataclasses.replace(state, params=params)
-  result = take(plan, state, sites, batch, rate)
+  result = take(spec, state, sites, batch, rate)
   params, opt = result.params, result.opt
-  if plan.run.layout.mesh is not None:  # scales too come to rest where they were
+  if spec.run.layout.mesh is not None:  # scales too come to rest where they were
     params, opt = jax.lax.with_sharding_constraint((params, opt), shardings)
   scaling_states = scaling_lib.next_states(sites, result.tensor_stats)
   if watched:
@@ -282,14 +282,16 @@ def take_step(plan: run_spec.RunSpec, state: State, batch, sites, rate, key):
     params=params,
     opt=opt,
     scaling_states=keep(scaling_states, state.scaling_states),
-    loss_scale=loss_scale.update(state.loss_scale, is_finite, plan.loss_scale),
+    loss_scale=loss_scale.update(state.loss_scale, is_finite, spec.loss_scale),
     grad_autoscale=keep(result.grad_autoscale, state.grad_autoscale),
     skipped=state.skipped + (~is_finite & ~state.halted),
-    halted=state.halted | (~is_finite & stops_on_nonfinite(plan, state.loss_scale.get("scale"))),
+    halted=state.halted | (~is_finite & stops_on_nonfinite(spec, state.loss_scale.get("scale"))),
   ), {**values, **result.values, **watched}
 
 
-def after_backward(plan: run_spec.RunSpec, state: State, sites, batch, rate) -> update.StepResult:
+def after_backward(
+  spec: train_spec.TrainSpec, state: State, sites, batch, rate
+) -> update.StepResult:
   """A step that moves every parameter when all gradients are there.
 
   Args:
@@ -298,20 +300,20 @@ def after_backward(plan: run_spec.RunSpec, state: State, sites, batch, rate) -> 
   """
   scale = state.loss_scale.get("scale")
   loss, gradient, stats, aux = gradients(
-    plan, state.params, sites, batch, scale, state.step, state.grad_autoscale
+    spec, state.params, sites, batch, scale, state.step, state.grad_autoscale
   )
   norm = gradients_lib.norm(gradient)
   # Narrow formats saturate: an infinity can pass through a product unnoticed, so sites are asked.
   is_finite = jnp.isfinite(loss) & jnp.isfinite(norm) & _all_finite(stats)
-  factor = update.clip_factor(norm, plan.optim.grad_clip_norm)
+  factor = update.clip_factor(norm, spec.optim.grad_clip_norm)
   now = update.UpdateArgs(state.step, rate, factor, is_finite & ~state.halted)
   with jax.named_scope("optimizer"):
     opt, params, squares = update.update_params(
-      plan.leaves, plan.declaration, plan.run.layout, gradient, state.opt, state.params, now,
-      own=groups.own_args(plan.optim, plan.declaration, plan.model.num_layers, gradient),
+      spec.leaves, spec.declaration, spec.run.layout, gradient, state.opt, state.params, now,
+      own=groups.own_args(spec.optim, spec.declaration, spec.model.num_layers, gradient),
     )  # fmt: skip
   total = jnp.maximum(batch["weights_BL"].sum(), 1)
-  grad_autoscale, values = state.grad_autoscale, metrics.of_aux(aux, total, plan.model.num_layers)
+  grad_autoscale, values = state.grad_autoscale, metrics.of_aux(aux, total, spec.model.num_layers)
   if grad_autoscale:
     share = gradients_lib.saturated(gradient)
     grad_autoscale = gradients_lib.next_grad_autoscale(grad_autoscale, share)
@@ -329,32 +331,32 @@ def _all_finite(stats):
   return functools.reduce(jnp.logical_and, each, jnp.asarray(True))
 
 
-def make_calibration(plan: run_spec.RunSpec, phase: int):
+def make_calibration(spec: train_spec.TrainSpec, phase: int):
   """(state, batch) -> the state, scales of its next step chosen from this batch where they are not
   current; jitted.
 
   Gradients are those under the loss scale, which is halved until they are finite.
   """
-  sites = plan.sites(phase=phase)
+  sites = spec.sites(phase=phase)
   if not scaling_lib.states(sites):
     return lambda state, batch: dataclasses.replace(state, scaling_states={})
 
-  @functools.partial(jax.jit, compiler_options=choose.compiler_options(plan.device))
+  @functools.partial(jax.jit, compiler_options=choose.compiler_options(spec.device))
   def first_stats(params, batch, scale):
-    stats = gradients(plan, params, site_lib.with_current_scales(sites), batch, scale)[2]
+    stats = gradients(spec, params, site_lib.with_current_scales(sites), batch, scale)[2]
     return scaling_lib.calibrated(sites, stats), _all_finite(stats)
 
   def calibrate(state: State, batch) -> State:
     scaling = state.loss_scale
     scaling_states, is_finite = first_stats(state.params, batch, scaling.get("scale"))
     while scaling and not is_finite and scaling["scale"] > loss_scale.SMALLEST:
-      scaling = loss_scale.update(scaling, is_finite, plan.loss_scale)
+      scaling = loss_scale.update(scaling, is_finite, spec.loss_scale)
       scaling_states, is_finite = first_stats(state.params, batch, scaling["scale"])
     return dataclasses.replace(state, scaling_states=scaling_states, loss_scale=scaling)
 
   return calibrate
 
 
-def calibrate(plan: run_spec.RunSpec, state: State, batch, phase: int) -> State:
+def calibrate(spec: train_spec.TrainSpec, state: State, batch, phase: int) -> State:
   """`make_calibration`, once."""
-  return make_calibration(plan, phase)(state, batch)
+  return make_calibration(spec, phase)(state, batch)

@@ -113,7 +113,7 @@ def _all(
   start: Callable[..., Handle],
   out: rich.console.Console,
 ) -> tuple[table.Results, int | None]:
-  """Every trial of a plan, in so many places at a time; the exit code of an interruption."""
+  """Every trial of a spec, in so many places at a time; the exit code of an interruption."""
   results, running, asked = [], [], []
   before = {n: signal.signal(n, lambda n, _: asked.append(n)) for n in _SIGNALS}
 

@@ -31,7 +31,7 @@ from fp8jax.report import page
 from fp8jax.run import end, fp8_share, goodput, metrics_writer, start
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run import workdir as workdir_lib
-from fp8jax.step import run_spec, train_step
+from fp8jax.step import train_spec, train_step
 from fp8jax.sweeps import outcome as outcome_lib
 from fp8jax.sweeps.outcome import Outcome
 from fp8jax.sweeps.spec import Trial
@@ -45,7 +45,7 @@ class Member:
   """A trial of a group, resolved."""
 
   trial: Trial
-  plan: run_spec.RunSpec
+  spec: train_spec.TrainSpec
 
 
 def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
@@ -58,17 +58,17 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
   here = jax.device_count(), choose.current_device()
   for trial in trials:
     c = problems.attempt(lambda trial=trial: named.load(trial.config, trial.changes))
-    plan = problems.attempt(lambda c=c: resolve.resolve(c, *here)) if c is not None else None
-    if plan is None:
+    spec = problems.attempt(lambda c=c: resolve.resolve(c, *here)) if c is not None else None
+    if spec is None:
       continue
-    problems.extend([f"{trial.config}: --vmap: {reason}" for reason in reasons(plan)])
+    problems.extend([f"{trial.config}: --vmap: {reason}" for reason in reasons(spec)])
     place = os.path.join(trial.workdir, "checkpoints")
     problems.check(
       not os.path.exists(place),
       f"--vmap: {place} is of an interrupted run; leave --vmap out to go on with it",
     )
-    key = repr(sorted((k, v) for k, v in plan.flat.items() if k not in VARYING))
-    found[key].append(Member(trial, plan))
+    key = repr(sorted((k, v) for k, v in spec.flat.items() if k not in VARYING))
+    found[key].append(Member(trial, spec))
   problems.found = list(dict.fromkeys(problems.found))
   problems.refuse()
   return [
@@ -78,16 +78,16 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
   ]
 
 
-def reasons(plan: run_spec.RunSpec) -> list[str]:
-  """Why the trials of a plan need runs of their own; [] where vmap gives the same."""
+def reasons(spec: train_spec.TrainSpec) -> list[str]:
+  """Why the trials of a spec need runs of their own; [] where vmap gives the same."""
   found = [
     f"{key}={value!r} needs a run of its own; set {default!r}, or leave --vmap out"
-    for key, (default, value) in _changes(plan).items()
+    for key, (default, value) in _changes(spec).items()
     if not registry.is_mapped(key)
   ]
-  if plan.run.layout != axes.LOCAL:
+  if spec.run.layout != axes.LOCAL:
     found.append("the mesh has several devices; one device trains a group")
-  sites = plan.sites()
+  sites = spec.sites()
   if states := scaling_lib.states(sites):
     found.append(
       f"the recipe of {next(iter(states))} has delayed or static scales, which are a state"
@@ -96,14 +96,14 @@ def reasons(plan: run_spec.RunSpec) -> list[str]:
   drawn = sorted({r.name for r in recipes.values() if r.is_random})
   if drawn:
     found.append(f"recipe {', '.join(drawn)} rounds stochastically")
-  if plan.device.platform != "cpu" and any(r.is_quantized for r in recipes.values()):
+  if spec.device.platform != "cpu" and any(r.is_quantized for r in recipes.values()):
     found.append("FP8 products of several trials at once have no kernel on this device")
   return found
 
 
-def _changes(plan: run_spec.RunSpec):
+def _changes(spec: train_spec.TrainSpec):
   """{key: (default, value)} where they differ."""
-  return identity.diff(dict(plan.flat), identity.flatten(registry.base()))
+  return identity.diff(dict(spec.flat), identity.flatten(registry.base()))
 
 
 def run(
@@ -132,56 +132,56 @@ class _Group:
 
   def __init__(self, members: list[Member]):
     self._members, self._clock = members, goodput.Clock()
-    self._plan = members[0].plan
-    self._shares = fp8_share.of_phase(self._plan)
-    tensorboard = self._plan.log.tensorboard
+    self._spec = members[0].spec
+    self._shares = fp8_share.of_phase(self._spec)
+    tensorboard = self._spec.log.tensorboard
     self._logs = [metrics_writer.Metrics(m.trial.workdir, 0, {}, tensorboard) for m in members]
     self._results: list[dict[str, Any]] = [{} for _ in members]
     # Trials of one seed read the same batches.
     self._batches = {
       p.seed: batch_sharding.TrainBatches(p.data, p.run.layout, p.microbatch, p.grad_accum_steps)
-      for p in (m.plan for m in members)
+      for p in (m.spec for m in members)
     }
     self._losses = []
 
   def train(self):
     """Takes all steps, between the evaluations."""
-    evaluator = evaluator_lib.Evaluator(self._plan)
-    states = [train_step.make_state(m.plan) for m in self._members]
+    evaluator = evaluator_lib.Evaluator(self._spec)
+    states = [train_step.make_state(m.spec) for m in self._members]
     self._evaluate(evaluator, states, 0)
     state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     del states
     state = self._take_steps(state)
     self._states = [jax.tree.map(lambda x, i=i: x[i], state) for i in range(len(self._members))]
-    self._evaluate(evaluator, self._states, self._plan.steps)
+    self._evaluate(evaluator, self._states, self._spec.steps)
 
   def _take_steps(self, state):
-    plan, clock, step = self._plan, self._clock, mapped_step(self._members)
-    place = self._batches[plan.seed].spread.place
-    for number in range(1, plan.steps + 1):
+    spec, clock, step = self._spec, self._clock, mapped_step(self._members)
+    place = self._batches[spec.seed].spread.place
+    for number in range(1, spec.steps + 1):
       with clock.on("data_wait"):
         hosts = {seed: next(batches.iterator) for seed, batches in self._batches.items()}
       waited = clock.waited
       with clock.on("step" if number > 1 else "compile"):
-        if plan.verify_fp8_gemms and number == 1:
-          first, one = hosts[plan.seed], jax.tree.map(lambda x: x[0], state)
-          rows = (plan, train_step.make_step(plan), one, place(first), 0)
+        if spec.verify_fp8_gemms and number == 1:
+          first, one = hosts[spec.seed], jax.tree.map(lambda x: x[0], state)
+          rows = (spec, train_step.make_step(spec), one, place(first), 0)
           list(fp8_gemms.every_step(*rows))
-        placed = [place(hosts[m.plan.seed]) for m in self._members]
+        placed = [place(hosts[m.spec.seed]) for m in self._members]
         state, values = step(state, jax.tree.map(lambda *x: jnp.stack(x), *placed))
         values = jax.device_get(values)
-      times = metrics_writer.times(plan, number, clock, waited, self._shares)
+      times = metrics_writer.times(spec, number, clock, waited, self._shares)
       self._losses.append(values["loss"])
       is_finite = values.pop("is_finite")
       for i, (member, log) in enumerate(zip(self._members, self._logs, strict=True)):
         row = {k: float(v[i]) for k, v in values.items()}
-        counts = self._batches[member.plan.seed].counts
+        counts = self._batches[member.spec.seed].counts
         log.write_step(number, row, is_finite[i], counts, times)
     return state
 
   def _evaluate(self, evaluator: evaluator_lib.Evaluator, states, step: int):
     """Adds the held-out losses of every trial to its results; one program for all."""
-    if not self._plan.eval.tokens:
+    if not self._spec.eval.tokens:
       return
     with self._clock.on("evaluation"):
       for state, results, log in zip(states, self._results, self._logs, strict=True):
@@ -195,38 +195,38 @@ class _Group:
 
   def finish(self, i: int, stop_above: float, tell: Callable[[str], None]) -> Outcome:
     """Writes the description and the end of a trial; its outcome."""
-    trial, plan, state = self._members[i].trial, self._members[i].plan, self._states[i]
+    trial, spec, state = self._members[i].trial, self._members[i].spec, self._states[i]
     losses = np.stack(self._losses)[:, i].tolist()
-    rows, fingerprint = start.all_site_rows(plan), loader.fingerprint(plan.data)
+    rows, fingerprint = start.all_site_rows(spec), loader.fingerprint(spec.data)
     count = len(self._members)
-    start.describe(plan, trial.workdir, 0, _changes(plan), fingerprint, rows, trials_at_once=count)
+    start.describe(spec, trial.workdir, 0, _changes(spec), fingerprint, rows, trials_at_once=count)
     why = outcome_lib.ever_diverged(losses, stop_above)
     if bool(state.halted):
       why = "loss or gradient not finite, see metrics.jsonl"
     if why:
       outcome_lib.mark_diverged(trial, why)
       return Outcome("diverged")
-    counts, seconds = self._batches[plan.seed].counts, self._clock.seconds()
+    counts, seconds = self._batches[spec.seed].counts, self._clock.seconds()
     summary = end.summarise(
-      plan, trial.workdir, plan.steps, losses[-1], state, counts, self._results[i], seconds
+      spec, trial.workdir, spec.steps, losses[-1], state, counts, self._results[i], seconds
     )
-    if plan.log.report:
+    if spec.log.report:
       tell(page.attempt(trial.workdir))
     return Outcome("finished", summary["objective"])
 
 
 def mapped_step(members: list[Member]):
   """(stacked state, stacked batch) -> (stacked state, {metric: [trials]}), jitted."""
-  plan = members[0].plan
-  sites, schedules = plan.sites(), [schedule_lib.schedule(m.plan.optim) for m in members]
-  keys = jnp.stack([jax.random.key(m.plan.seed) for m in members])
+  spec = members[0].spec
+  sites, schedules = spec.sites(), [schedule_lib.schedule(m.spec.optim) for m in members]
+  keys = jnp.stack([jax.random.key(m.spec.seed) for m in members])
 
   def one(state, batch, rate, key):
-    return train_step.take_step(plan, state, batch, sites, rate, key)
+    return train_step.take_step(spec, state, batch, sites, rate, key)
 
   def step(state, batch):
     # One step number per trial, and one learning rate: schedules are functions of numbers.
     rates = jnp.stack([schedule(state.step[i]) for i, schedule in enumerate(schedules)])
     return jax.vmap(one)(state, batch, rates, keys)
 
-  return jax.jit(step, donate_argnums=0, compiler_options=choose.compiler_options(plan.device))
+  return jax.jit(step, donate_argnums=0, compiler_options=choose.compiler_options(spec.device))

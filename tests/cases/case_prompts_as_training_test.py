@@ -68,7 +68,7 @@ def test_prompts_that_training_refuses_are_refused(tmp_path, row, problem):
 
 def test_lm_eval_takes_the_same_path(tmp_path, monkeypatch):
   pytest.importorskip("lm_eval")
-  from fp8jax.integrations import lm_eval as adapter
+  from fp8jax.evaluation import lm_eval as adapter
 
   model = object.__new__(adapter.FP8JaxLM)
   model.tokenizer = Tokenizer(case_inputs.tokenizer_folder(tmp_path))
@@ -85,8 +85,8 @@ def test_evaluation_takes_the_same_path(tmp_path, monkeypatch):
 
   tokenizer = Tokenizer(case_inputs.tokenizer_folder(tmp_path))
   chat = types.SimpleNamespace(chat_template="", template_date="")
-  plan = types.SimpleNamespace(data=chat, of=lambda _: types.SimpleNamespace(chat=True))
-  ask = evaluate_tasks._asker(plan, types.SimpleNamespace(tokenizer=tokenizer), False)
+  spec = types.SimpleNamespace(data=chat, of=lambda _: types.SimpleNamespace(chat=True))
+  ask = evaluate_tasks._asker(spec, types.SimpleNamespace(tokenizer=tokenizer), False)
   task = types.SimpleNamespace(name="t", chat=False, prefix="<", system="s")
   task.user_text = lambda item: item.question
   text, ids = ask(task, Item("1", "q\ud83d"[:1], "a"))

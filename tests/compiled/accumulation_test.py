@@ -198,9 +198,9 @@ def test_a_lowered_program_that_accumulates_otherwise_is_refused(monkeypatch):
     chosen = site.backends[:2] + ("default",)
     return dataclasses.replace(site, backends=chosen) if site.name == "layers/mlp/up" else site
 
-  plan = harness.debug_plan("tensor_current")
+  spec = harness.debug_plan("tensor_current")
   with pytest.raises(fp8_gemms.NotFp8) as e:
-    harness.strict(plan, lambda sites: site_lib.tree_map(change, sites))
+    harness.strict(spec, lambda sites: site_lib.tree_map(change, sites))
   m = str(e.value)
   assert m.startswith("layers/mlp/up wgrad: recipe 'tensor_current' accumulates 'precise' and ")
   assert "accumulates 'fast' (dot" in m and "(accumulate=fast) behind" in m and "So do" not in m
@@ -217,13 +217,13 @@ def test_partial_sums_that_are_too_long_are_refused(monkeypatch):
 
 def _compiled(changes: dict):
   """A program for Hopper with every planned product, some of which accumulate otherwise."""
-  plan = harness.debug_plan(
+  spec = harness.debug_plan(
     "tensor_current", device=HOPPER, precision__compute_dtype="float32", memory__remat_policy="full"
   )
-  calls = harness.planned_calls(plan)
+  calls = harness.planned_calls(spec)
   for key, precision in changes.items():
     calls[key] = dataclasses.replace(calls[key], precision=precision)
-  return plan, harness.program_text(calls.values())
+  return spec, harness.program_text(calls.values())
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_compiled_program_that_accumulates_otherwise_is_refused(key, precision
 
 
 def test_an_algorithm_says_how_it_accumulates():
-  plan, text = _compiled({})
+  spec, text = _compiled({})
   up = "layers/mlp/up:dgrad"
   for algorithm, is_refused in (
     ("ALG_DOT_ANY_F8_ANY_F8_F32_FAST_ACCUM", True),
@@ -250,25 +250,25 @@ def test_an_algorithm_says_how_it_accumulates():
     lines = [
       line.replace("ALG_UNSET", algorithm) if up in line else line for line in text.splitlines()
     ]
-    rows = fp8_gemms.compare(plan, hlo.gemms("\n".join(lines), "gpu"))
+    rows = fp8_gemms.compare(spec, hlo.gemms("\n".join(lines), "gpu"))
     assert [str(r.key) for r in rows if not r.is_proven] == [up.replace(":", " ")] * is_refused
 
 
 def test_stacked_sites_accumulate_as_the_stack_does():
   q, k, v = (hlo.GemmKey(f"layers/attn/{s}", "fwd") for s in "qkv")
-  plan, _ = _compiled({})
-  calls = harness.planned_calls(plan)
+  spec, _ = _compiled({})
+  calls = harness.planned_calls(spec)
   n = sum(calls.pop(key).n for key in (k, v)) + calls[q].n
   calls[q] = dataclasses.replace(calls[q], n=n, precision="HIGHEST")
-  rows = fp8_gemms.compare(plan, hlo.gemms(harness.program_text(calls.values()), "gpu"))
+  rows = fp8_gemms.compare(spec, hlo.gemms(harness.program_text(calls.values()), "gpu"))
   assert [r.key for r in rows if not r.is_proven] == [k, q, v]
   assert all(r.is_multiplied for r in rows)
 
 
 def test_the_table_of_sites_shows_it():
   changes = {"precision__rules": (("head", "bf16"), (".*", "rowwise_gw_hp")), "seq_len": 128}
-  plan = harness.debug_plan(device=HOPPER, **changes)
-  shown = {r["site"]: run_start.accumulation(r["definition"]) for r in run_start.site_rows(plan)}
+  spec = harness.debug_plan(device=HOPPER, **changes)
+  shown = {r["site"]: run_start.accumulation(r["definition"]) for r in run_start.site_rows(spec)}
   assert shown["head"] == "-" and shown["layers/mlp/up"] == "fast/precise/-"
   assert run_start.accumulation(RECIPES["block_128"].to_dict()) == "every 128"
 

@@ -29,7 +29,7 @@ def account(config_path: str, overrides: dict, gpu: str = "h200", num: int = 8) 
   """Compiles a config's train step; runs in a process of its own, since jax is configured there."""
   c = load(config_path, overrides)
   start = time.time()
-  plan, lowered = lower(c, gpu, num)
+  spec, lowered = lower(c, gpu, num)
   lowered_at = time.time()
   compiled = lowered.compile()
   text = compiled.as_text()
@@ -55,7 +55,7 @@ def account(config_path: str, overrides: dict, gpu: str = "h200", num: int = 8) 
                    "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
     },
     "elements_gathered": gathered,
-    "proof": prove(plan, text),
+    "proof": prove(spec, text),
     "text": text,
   }  # fmt: skip
 
@@ -107,8 +107,8 @@ def small(
   changes = {"precision.rules": (*rules, (".*", "bf16")), "memory.remat_policy": remat}
   changes |= {"global_batch": SMALL["global_batch"] * num, "eval.batch": num}
   changes |= {"kernels.matmul": matmul_of(*recipe_of.values())}
-  plan, lowered = lower(load("configs/base.py", SMALL | changes), gpu, num, change)
-  return prove(plan, lowered.compile(options).as_text())
+  spec, lowered = lower(load("configs/base.py", SMALL | changes), gpu, num, change)
+  return prove(spec, lowered.compile(options).as_text())
 
 
 def small_all(remat: str) -> list[dict]:
@@ -300,13 +300,13 @@ def updated_by(backend: str, num: int) -> dict:
     "mesh.tensor": num // 2 or 1,
   }
   c = load("configs/base.py", SMALL | changes | {"kernels.optimizer": backend})
-  plan, lowered = lower(c, "h200", num)
+  spec, lowered = lower(c, "h200", num)
   compiled = lowered.compile()
   text, memory = compiled.as_text(), compiled.memory_analysis()
   return {
     "temporaries": memory.temp_size_in_bytes,
     "calls": len(re.findall(r'custom_call_target="mosaic_gpu', text)),
-    "matrices": sum(leaf.is_large for leaf in params.flatten(plan.leaves).values()),
+    "matrices": sum(leaf.is_large for leaf in params.flatten(spec.leaves).values()),
     # Nothing else in this program has these dtypes: second halves of masters, and moments.
     "copies": re.findall(r"= ((?:s16|f8e4m3fn)\[\S*) (?:copy|transpose|copy-start)\(", text),
   }

@@ -28,7 +28,7 @@ _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "s32": 32, "u32": 32, "s64
 def largest_array(changes: dict, num: int = 1) -> dict:
   """The largest array that any instruction of a compiled train step gives."""
   c = aot_harness.load("configs/base.py", ONE_LAYER | changes)
-  plan, lowered = aot_harness.lower(c, "h200", num)
+  spec, lowered = aot_harness.lower(c, "h200", num)
   program = lowered.compile()
   sizes = {}
   for dtype, dims in set(re.findall(r"\b([a-z]+\d*\w*)\[([\d,]+)\]", program.as_text())):
@@ -37,7 +37,7 @@ def largest_array(changes: dict, num: int = 1) -> dict:
   name = max(sizes, key=sizes.__getitem__)
   kernels = re.findall(r'custom_call_target="([^"]*)"', program.as_text())
   return {
-    "attention": plan.run.attention, "largest": name, "bytes": sizes[name],
+    "attention": spec.run.attention, "largest": name, "bytes": sizes[name],
     "temporaries": program.memory_analysis().temp_size_in_bytes, "kernels": sorted(set(kernels)),
   }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Whether the FP8 GEMMs of a step are those of the plan: every recipe, and what must be refused.
+"""Whether the FP8 GEMMs of a step are those of the spec: every recipe, and what must be refused.
 
 On CPU the program that XLA is handed is read. What XLA makes of it on GPU is read from programs
 written out here, line by line as XLA prints them, and from compiled ones in aot_test.py.
@@ -23,7 +23,7 @@ NARROW = [name for name, recipe in library.RECIPES.items() if recipe.is_quantize
 
 
 def _narrow_dots(jaxpr, times=1) -> int:
-  """FP8 dots that a jaxpr executes: a count that owes nothing to XLA, to names or to the plan."""
+  """FP8 dots that a jaxpr executes: a count that owes nothing to XLA, to names or to the spec."""
   total = 0
   for eqn in jaxpr.eqns:
     if eqn.primitive.name == "dot_general":
@@ -43,10 +43,10 @@ def _counts(rows, site: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", NARROW)
 def test_every_recipe_is_proven(name):
-  plan = harness.debug_plan(name, memory__remat_policy="full")
-  state, batch, sites = harness.step_arguments(plan)
-  step_fn = train_step.make_step(plan)
-  rows = fp8_gemms.strict(plan, step_fn, state, batch, sites)
+  spec = harness.debug_plan(name, memory__remat_policy="full")
+  state, batch, sites = harness.step_arguments(spec)
+  step_fn = train_step.make_step(spec)
+  rows = fp8_gemms.strict(spec, step_fn, state, batch, sites)
   traced = step_fn.trace(state, batch, sites).jaxpr
   assert sum(row.expected for row in rows) == _narrow_dots(traced.jaxpr) > 0
   assert sum(row.fp8 for row in rows) == sum(row.expected for row in rows)
@@ -119,10 +119,10 @@ def test_products_on_a_mesh_have_the_sizes_of_one_device():
 
 @pytest.mark.parametrize("product", ["fwd", "dgrad", "wgrad"])
 def test_a_site_that_multiplies_wide_is_named(product, monkeypatch):
-  plan = harness.debug_plan("block_128", memory__remat_policy="full")
+  spec = harness.debug_plan("block_128", memory__remat_policy="full")
   with pytest.raises(fp8_gemms.NotFp8) as e:
     harness.strict(
-      plan,
+      spec,
       lambda sites: harness.with_dequantized_product(sites, "layers/mlp/up", product, monkeypatch),
     )
   m = str(e.value)
@@ -155,9 +155,9 @@ def test_a_compiled_program_is_proven(gpu_plan):
   assert [r.fp8 for r in rows if r.expected] == [2] * (7 * 3 + 6)
 
 
-def _refused(plan, calls) -> str:
+def _refused(spec, calls) -> str:
   with pytest.raises(fp8_gemms.NotFp8) as e:
-    fp8_gemms.check(plan, harness.program_text(calls))
+    fp8_gemms.check(spec, harness.program_text(calls))
   return str(e.value)
 
 
@@ -227,26 +227,26 @@ def test_sites_stacked_into_one_product_are_told_apart(gpu_plan):
 def test_sites_of_different_recipes_may_be_stacked():
   """Where they make their common input narrow alike."""
   rules = (("layers/.*/q", "rowwise"), ("head", "bf16"), (".*", "rowwise_gw_hp"))
-  plan = harness.debug_plan(
+  spec = harness.debug_plan(
     device=HOPPER, precision__compute_dtype="float32", precision__rules=rules
   )
-  calls = harness.planned_calls(plan)
+  calls = harness.planned_calls(spec)
   one = dataclasses.replace(calls[K], n=sum(calls.pop(key).n for key in (Q, K, V)))
-  rows = fp8_gemms.check(plan, harness.program_text([*calls.values(), one]))
+  rows = fp8_gemms.check(spec, harness.program_text([*calls.values(), one]))
   assert [r.key for r in rows if r.shared] == [K, Q, V]
 
 
 def test_padding_to_multiples_of_16_is_the_plan(gpu_plan):
-  plan = dataclasses.replace(
+  spec = dataclasses.replace(
     gpu_plan, model=dataclasses.replace(gpu_plan.model, hidden_size=200, head_dim=30)
   )
-  calls = harness.planned_calls(plan)
+  calls = harness.planned_calls(spec)
   q = calls[Q]
   assert q.n == 120
   calls[Q] = dataclasses.replace(q, n=128, k=208)
-  assert fp8_gemms.check(plan, harness.program_text(calls.values()))
+  assert fp8_gemms.check(spec, harness.program_text(calls.values()))
   calls[Q] = dataclasses.replace(q, n=144, k=208)
-  _refused(plan, calls.values())
+  _refused(spec, calls.values())
 
 
 def test_a_single_layer_computes_forward_once_or_twice():
@@ -254,20 +254,20 @@ def test_a_single_layer_computes_forward_once_or_twice():
   changes = dict(
     precision__compute_dtype="float32", memory__remat_policy="full", precision__first_bf16=1
   )
-  plan = harness.debug_plan("tensor_current", device=HOPPER, **changes)
-  calls = harness.planned_calls(plan)
+  spec = harness.debug_plan("tensor_current", device=HOPPER, **changes)
+  calls = harness.planned_calls(spec)
   q, k, v = (hlo.GemmKey(f"layers/1-1/attn/{s}", "fwd") for s in "qkv")
   again = dataclasses.replace(calls[q], key=dataclasses.replace(q, is_recompute=True))
-  assert fp8_gemms.check(plan, harness.program_text(calls.values()))
-  assert fp8_gemms.check(plan, harness.program_text([*calls.values(), again]))
-  _refused(plan, [*calls.values(), again, again])
+  assert fp8_gemms.check(spec, harness.program_text(calls.values()))
+  assert fp8_gemms.check(spec, harness.program_text([*calls.values(), again]))
+  _refused(spec, [*calls.values(), again, again])
   # Stacked, computed once, and named as if computed again.
   n = sum(calls.pop(key).n for key in (q, k, v))
   stacked = dataclasses.replace(again, n=n)
-  assert fp8_gemms.check(plan, harness.program_text([*calls.values(), stacked]))
-  assert fp8_gemms.check(plan, harness.program_text([*calls.values(), stacked, stacked]))
-  _refused(plan, [*calls.values(), dataclasses.replace(stacked, n=n - 64)])
-  _refused(plan, [*calls.values(), stacked, stacked, stacked])
+  assert fp8_gemms.check(spec, harness.program_text([*calls.values(), stacked]))
+  assert fp8_gemms.check(spec, harness.program_text([*calls.values(), stacked, stacked]))
+  _refused(spec, [*calls.values(), dataclasses.replace(stacked, n=n - 64)])
+  _refused(spec, [*calls.values(), stacked, stacked, stacked])
 
 
 TRITON = """

@@ -16,8 +16,8 @@ ADAPTED = {
 
 
 def adapted() -> dict:
-  plan, lowered = lower(load("configs/base.py", SMALL | ADAPTED), "h200", 2)
-  return prove(plan, lowered.compile().as_text())
+  spec, lowered = lower(load("configs/base.py", SMALL | ADAPTED), "h200", 2)
+  return prove(spec, lowered.compile().as_text())
 
 
 @pytest.mark.aot

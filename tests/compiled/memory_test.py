@@ -19,9 +19,9 @@ def tiny_preset(monkeypatch):
 @pytest.mark.parametrize("moments", ["float32", "coat"])
 @pytest.mark.parametrize("shape", [None, (1, 2, 4)], ids=str)
 def test_declared_bytes_are_those_on_a_device(moments, shape):
-  plan = harness.tiny_plan(harness.tiny_config("bf16", **{"optim.moment_format": moments}), shape)
-  rows = {row.kind: row.declared for row in memory.declared(plan)}
-  state = train_step.make_state(plan)
+  spec = harness.tiny_spec(harness.tiny_config("bf16", **{"optim.moment_format": moments}), shape)
+  rows = {row.kind: row.declared for row in memory.declared(spec)}
+  state = train_step.make_state(spec)
   device = jax.devices()[0]
   there = [
     piece.data.nbytes for x in jax.tree.leaves(state) for piece in x.addressable_shards
@@ -41,8 +41,8 @@ def test_declared_bytes_are_those_on_a_device(moments, shape):
 
 
 def test_compiled_bytes_are_explained():
-  plan = harness.tiny_plan(harness.tiny_config("bf16"))
-  rows, summary = memory.compiled(plan, aot.lower(plan, jax.devices()[:1]))
+  spec = harness.tiny_spec(harness.tiny_config("bf16"))
+  rows, summary = memory.compiled(spec, aot.lower(spec, jax.devices()[:1]))
   parts = [row for row in rows if not row.kind.startswith(" ")]
   of = {row.kind: row.compiled for row in parts}
   batch = 5 * 8 * 128 * 4  # tokens, targets, positions, segments, weights
@@ -104,8 +104,8 @@ def small_on_h200() -> dict:
   c = aot_harness.load(
     "configs/base.py", aot_harness.SMALL | changes | {"memory.save_gate_up": "e4m3_16"}
   )
-  plan, devices = aot.resolve(c, "h200:1")
-  rows, summary = memory.compiled(plan, aot.lower(plan, devices))
+  spec, devices = aot.resolve(c, "h200:1")
+  rows, summary = memory.compiled(spec, aot.lower(spec, devices))
   return {"rows": {r.kind: (r.declared, r.compiled) for r in rows}, **summary}
 
 
@@ -130,8 +130,8 @@ def test_a_run_is_planned_without_its_files():
   c = harness.tiny_config("bf16", **{"init.hf": "no/such/folder", "data.tokenizer": "no/such"})
   c.data.sources.main.kind, c.data.sources.main.path = "jsonl", "no/such/*.jsonl"
   c.mesh.fsdp = 8
-  plan, devices = aot.resolve(config_files.without_files(c), "")
-  assert len(devices) == plan.run.layout.size(("fsdp",)) == 8
+  spec, devices = aot.resolve(config_files.without_files(c), "")
+  assert len(devices) == spec.run.layout.size(("fsdp",)) == 8
   assert c.init.hf == "no/such/folder"
   with pytest.raises(UserError, match="no/such"):
     aot.resolve(c, "")

@@ -39,10 +39,10 @@ def account(recipe: str, remat: str = "none") -> dict:
     "precision.rules": (("head", "bf16"), ("layers/.*", recipe)),
     "mesh.fsdp": 1, "mesh.data": 1, "mesh.tensor": 1,
   }  # fmt: skip
-  plan, lowered = aot_harness.lower(aot_harness.load("configs/cpt_7b.py", changes), "h200", 1)
+  spec, lowered = aot_harness.lower(aot_harness.load("configs/cpt_7b.py", changes), "h200", 1)
   compiled = lowered.compile()
   text = compiled.as_text()
-  proof = aot_harness.prove(plan, text)
+  proof = aot_harness.prove(spec, text)
   loops = re.findall(r"= \((.*?)\) while\(", text)
   found = [re.findall(rf"(\w+)\[({LAYERS},[\d,]+)\]", loop) for loop in loops]
   arrays = max(found, key=len)

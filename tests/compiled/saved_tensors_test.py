@@ -44,19 +44,19 @@ def test_declared_is_what_differentiation_keeps(monkeypatch, preset, recipe, cha
     "precision.compute_dtype": "bfloat16",
   } | changes
   changes |= variants.changes(recipe)
-  plan = harness.tiny_plan(harness.tiny_config(**changes))
-  sites = plan.sites()
-  weights = train_step.abstract_state(plan, 1).params
+  spec = harness.tiny_spec(harness.tiny_config(**changes))
+  sites = spec.sites()
+  weights = train_step.abstract_state(spec, 1).params
   known = {leaf.shape[1:] for leaf in jax.tree.leaves(weights["layers"])}
   batch = {n: jax.ShapeDtypeStruct((8, 128), jnp.int32) for n in ("tokens_BL", "targets_BL")}
   batch |= {n: jax.ShapeDtypeStruct((8, 128), jnp.int32) for n in ("positions_BL", "segments_BL")}
   batch["weights_BL"] = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 
   def leaves(weights, batch):
-    loss = lambda weights: transformer.loss(weights, sites, batch, plan.model, plan.run)  # noqa: E731
+    loss = lambda weights: transformer.loss(weights, sites, batch, spec.model, spec.run)  # noqa: E731
     return jax.tree.leaves(jax.vjp(loss, weights)[1])
 
-  of_layers = [run.stop - run.start for run, _ in transformer.runs(plan.sites())]
+  of_layers = [run.stop - run.start for run, _ in transformer.runs(spec.sites())]
   kept = [
     leaf for leaf in jax.eval_shape(leaves, weights, batch)
     if leaf.shape[:1] and leaf.shape[0] in of_layers and leaf.shape[1:] not in known
@@ -64,5 +64,5 @@ def test_declared_is_what_differentiation_keeps(monkeypatch, preset, recipe, cha
   ]  # fmt: skip
   there = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept)
   assert there == pytest.approx(
-    sum(item.nbytes for item in saved_tensors.of_layers(plan)), rel=0.01
+    sum(item.nbytes for item in saved_tensors.of_layers(spec)), rel=0.01
   )

@@ -5,8 +5,9 @@ import pytest
 
 from fp8jax.config import policy as policy_config
 from fp8jax.errors import ConfigError
-from fp8jax.recipe import policy as policy_lib
-from fp8jax.recipe import rules, schedule
+from fp8jax.phases import policy as policy_lib
+from fp8jax.phases import schedule
+from fp8jax.recipe import rules
 
 
 def test_texts_and_mappings_make_the_same_values():
@@ -48,7 +49,7 @@ def test_policy_that_makes_no_sense_is_refused(text):
 
 def test_what_policies_need_and_lack_is_said_together():
   with pytest.raises(ConfigError) as e:
-    harness.one_layer_plan(**{
+    harness.one_layer_spec(**{
       "precision.policy": (
         "refresh(alarm='underflw')", "switch_recipe(to='block_12', alarm='amax')", "roll_back()",
         "switch_recipe(to='block_128', sites='layers/7/.*')",
@@ -64,7 +65,7 @@ def test_what_policies_need_and_lack_is_said_together():
       "log.tensor_stats_every": 1,
       "precision.policy": ("switch_recipe(sites='layers/7/.*')",),
     }
-    harness.one_layer_plan(**changes)
+    harness.one_layer_spec(**changes)
 
 
 @pytest.mark.parametrize("policy", ["refresh(every=2)", "widen_margin(alarm='amax')"])
@@ -73,12 +74,12 @@ def test_policy_about_scales_that_no_site_keeps_is_refused(policy):
     "precision.policy": (policy,), "log.tensor_stats_every": 1, "log.alarms": (("amax", ">", 1.0),)
   }  # fmt: skip
   with pytest.raises(ConfigError, match=r"never does anything: no site that it names \(sites='"):
-    harness.one_layer_plan("block_128", **changes)
+    harness.one_layer_spec("block_128", **changes)
   # A site, or a policy, that brings such scales: in a later phase, after a switch.
   delayed = (("layers/.*/mlp/down", "tensor_delayed"), (".*", "bf16"))
-  harness.one_layer_plan("block_128", **changes, **{"precision.schedule": ((3, delayed),)})
+  harness.one_layer_spec("block_128", **changes, **{"precision.schedule": ((3, delayed),)})
   changes["precision.policy"] += ("switch_recipe(to='tensor_delayed', alarm='amax')",)
-  harness.one_layer_plan("block_128", **changes)
+  harness.one_layer_spec("block_128", **changes)
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -88,7 +89,7 @@ def test_policy_about_scales_that_no_site_keeps_is_refused(policy):
 ])  # fmt: skip
 def test_number_beyond_any_run_is_refused(changes, words):
   with pytest.raises(ConfigError) as e:
-    harness.one_layer_plan(**changes)
+    harness.one_layer_spec(**changes)
   assert words in str(e.value)
 
 

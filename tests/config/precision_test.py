@@ -6,7 +6,7 @@ import pytest
 from fp8jax.errors import ConfigError
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
-from fp8jax.recipe import schedule
+from fp8jax.phases import schedule
 from fp8jax.recipe.quant import Delayed
 from fp8jax.run import evaluator
 from fp8jax.run import start as run_start
@@ -14,19 +14,19 @@ from fp8jax.run import start as run_start
 
 def test_first_and_last_layers_and_single_sites_can_be_excepted():
   rules = (("layers/.*/attn/[kv]", "bf16"), ("layers/1/mlp/up", "rowwise"), (".*", "block_128"))
-  plan = harness.text_plan(**{"precision.rules": rules, "precision.last_bf16": 1})
-  names = {name: r.name for name, r in site_tree.recipes_of(plan.sites()).items()}
+  spec = harness.text_spec(**{"precision.rules": rules, "precision.last_bf16": 1})
+  names = {name: r.name for name, r in site_tree.recipes_of(spec.sites()).items()}
   assert names["layers/0/attn/q"] == names["layers/1/mlp/down"] == names["head"] == "block_128"
   assert names["layers/0/attn/k"] == names["layers/1/attn/v"] == "bf16"
   assert names["layers/1/mlp/up"] == "rowwise"
   assert {n for k, n in names.items() if k.startswith("layers/2/")} == {"bf16"}
-  rows = run_start.site_rows(plan)
+  rows = run_start.site_rows(spec)
   assert [r["layers"] for r in rows if r["site"].endswith("/up")] == [1, 1, 1]
 
 
 def test_table_of_sites_says_that_a_folded_weight_has_no_past():
-  plan = harness.text_plan("tensor_delayed", **{"precision.smooth_swiglu": "channel"})
-  rows = {row["site"]: row["definition"] for row in run_start.site_rows(plan)}
+  spec = harness.text_spec("tensor_delayed", **{"precision.smooth_swiglu": "channel"})
+  rows = {row["site"]: row["definition"] for row in run_start.site_rows(spec)}
   sources = {
     name: [d["fwd"][side]["source"]["kind"] for side in ("lhs", "rhs") if d["fwd"][side]]
     for name, d in rows.items()
@@ -57,7 +57,7 @@ MISTAKES = {
 @pytest.mark.parametrize("changes, message", MISTAKES.values(), ids=MISTAKES)
 def test_mistake_is_named(changes, message):
   with pytest.raises(ConfigError, match=message):
-    harness.text_plan(**changes)
+    harness.text_spec(**changes)
 
 
 def test_precision_at_gives_the_phase_of_every_step():
@@ -66,8 +66,8 @@ def test_precision_at_gives_the_phase_of_every_step():
 
 
 def test_recipe_by_name_takes_numbers_of_delayed_scales():
-  plan = harness.text_plan("tensor_delayed(steps=16, margin=1)")
-  recipe = site_lib.flatten(plan.sites())["layers/mlp/up"].recipe
+  spec = harness.text_spec("tensor_delayed(steps=16, margin=1)")
+  recipe = site_lib.flatten(spec.sites())["layers/mlp/up"].recipe
   (x,) = recipe.uses()["x"]
   assert x.source == Delayed(steps=16, reduce="max", margin=1) and recipe.history == 16
   assert recipe.name == "tensor_delayed(steps=16, margin=1)"
@@ -79,7 +79,7 @@ def test_recipe_by_name_takes_numbers_of_delayed_scales():
     ("tensor_delayed(steps=2", "did you mean 'tensor_delayed'"),
   ):
     with pytest.raises(ConfigError, match=message):
-      harness.text_plan(name)
+      harness.text_spec(name)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_recipe_by_name_takes_numbers_of_delayed_scales():
   ],
 )
 def test_evaluated_precisions_are_those_of_the_config(names, recipes):
-  assert evaluator.precisions(harness.text_plan(**{"eval.precisions": names})) == recipes
-  assert evaluator.precisions(harness.text_plan("bf16", **{"eval.precisions": names})) == {
+  assert evaluator.precisions(harness.text_spec(**{"eval.precisions": names})) == recipes
+  assert evaluator.precisions(harness.text_spec("bf16", **{"eval.precisions": names})) == {
     "bf16": None
   }

@@ -71,16 +71,16 @@ def test_values_are_those_of_the_scripts(size, arm, checkout, monkeypatch):
   monkeypatch.setattr(loader, "chat_index", lambda spec: index)
   monkeypatch.setattr(tokamax_sm90, "lacks", lambda: None)
   c = MODULES[size].get_config(arm)
-  plan = resolve.resolve(c, 8, Device("gpu", 90))
+  spec = resolve.resolve(c, 8, Device("gpu", 90))
   # 5 epochs of 64 samples a step; a step's samples are packed to 32k tokens a window.
-  assert plan.steps == c.steps == STEPS[stage] == plan.optim.steps
-  assert plan.data.chat.samples_per_step == 64 and plan.data.seq_len == 32_768
-  steps = loader.chat_steps(plan.data, plan.global_batch)
-  assert steps.needed(20) <= plan.global_batch == 32 and plan.grad_accum_steps == 4
+  assert spec.steps == c.steps == STEPS[stage] == spec.optim.steps
+  assert spec.data.chat.samples_per_step == 64 and spec.data.seq_len == 32_768
+  steps = loader.chat_steps(spec.data, spec.global_batch)
+  assert steps.needed(20) <= spec.global_batch == 32 and spec.grad_accum_steps == 4
   first = np.concatenate([steps.numbers(step) for step in range(20)])  # shuffled
   assert len(set(first.tolist())) == 20 * 64 and not np.array_equal(first, np.sort(first))
   # The optimizer.
-  optim = plan.optim
+  optim = spec.optim
   assert (optim.peak_lr, optim.min_lr) == RATES[size]
   assert optim.schedule == "cosine" and optim.warmup_steps == STEPS[stage] // 20
   assert (optim.optimizer, optim.b1, optim.b2) == ("adam", 0.9, 0.95)
@@ -88,24 +88,24 @@ def test_values_are_those_of_the_scripts(size, arm, checkout, monkeypatch):
   assert optim.master_format == optim.moment_format == optim.grad_format == "float32"
   rate = schedule_lib.schedule(optim)
   np.testing.assert_allclose(rate(optim.warmup_steps), RATES[size][0], rtol=1e-6)
-  np.testing.assert_allclose(rate(plan.steps), RATES[size][1], rtol=1e-5)
-  half = (optim.warmup_steps + plan.steps) / 2
+  np.testing.assert_allclose(rate(spec.steps), RATES[size][1], rtol=1e-5)
+  half = (optim.warmup_steps + spec.steps) / 2
   np.testing.assert_allclose(rate(half), sum(RATES[size]) / 2, rtol=1e-4)
   # E4M3 blocks, FP32 gradients, BF16 compute, every layer recomputed, attention of each sample.
-  recipes = {name: s.recipe.name for name, s in site_lib.flatten(plan.sites()).items()}
+  recipes = {name: s.recipe.name for name, s in site_lib.flatten(spec.sites()).items()}
   want = "bf16" if arm.endswith("bf16") else "block_128_pow2"
   assert {r for name, r in recipes.items() if name != "head"} == {want}
-  assert plan.run.dtype == jnp.bfloat16 and plan.run.remat == "full"
-  assert plan.run.attention == "tokamax"
+  assert spec.run.dtype == jnp.bfloat16 and spec.run.remat == "full"
+  assert spec.run.attention == "tokamax"
   # Documents are apart, and all samples are trained on.
-  assert not plan.data.cross_document and plan.data.heldout == 0 and plan.eval.tokens == 0
+  assert not spec.data.cross_document and spec.data.heldout == 0 and spec.eval.tokens == 0
   # The model of continued pre-training, and where its weights come from.
-  model = plan.model
+  model = spec.model
   assert (model.vocab_size, model.rope_theta, model.num_layers) == (152_064, 1e6, 28)
   assert model.hidden_size == {"1p5b": 1536, "7b": 3584}[size]
   recipe = "_bf16" * arm.endswith("bf16")
   source = {"stage1": f"runs/cpt_{size}", "stage2": f"runs/sft_{size}_stage1"}[stage]
-  assert plan.init.workdir == source + recipe and plan.init.weights_only and not plan.init.hf
+  assert spec.init.workdir == source + recipe and spec.init.weights_only and not spec.init.hf
 
 
 @pytest.mark.parametrize("size, arm", CASES)
@@ -113,9 +113,9 @@ def test_step_is_planned_without_data_for_gpus_that_are_not_here(size, arm, monk
   """As --job=memory --topology=h200:8 does; the run that it starts from is not read."""
   monkeypatch.setattr(tokamax_sm90, "lacks", lambda: None)
   c = config_files.without_files(MODULES[size].get_config(arm))
-  plan = resolve.resolve(c, 8, Device("gpu", 90))
-  assert plan.steps == STEPS[arm.partition(",")[0]] and not plan.data.cross_document
-  assert plan.tokens_per_device == 32_768
+  spec = resolve.resolve(c, 8, Device("gpu", 90))
+  assert spec.steps == STEPS[arm.partition(",")[0]] and not spec.data.cross_document
+  assert spec.tokens_per_device == 32_768
 
 
 def test_text_of_a_conversation_is_chatml_with_one_system_block(checkout, monkeypatch):

@@ -34,7 +34,7 @@ from fp8jax.ops import stored_params
 from fp8jax.optim import schedule as schedule_lib
 from fp8jax.recipe import library
 from fp8jax.run import evaluator
-from fp8jax.step import run_spec, train_step
+from fp8jax.step import train_spec, train_step
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted(ROOT.glob("experiments/*/config.py"))
@@ -154,8 +154,8 @@ def _write_hollow_weights(path: pathlib.Path, cfg):
     f.truncate(8 + len(text) + end)
 
 
-def _resolve(name: str, arm: str | None = None) -> run_spec.RunSpec:
-  """The plan for the hardware that the config's header asks for."""
+def _resolve(name: str, arm: str | None = None) -> train_spec.TrainSpec:
+  """The spec for the hardware that the config's header asks for."""
   gpus = re.match(r"(\d+) x H", _header(name)["hardware"])
   if gpus:
     return resolve.resolve(_config(name, arm), int(gpus[1]), Device("gpu", 90))
@@ -166,14 +166,14 @@ def _bytes_alive() -> int:
   return sum(x.nbytes for x in jax.live_arrays())
 
 
-def _abstract_batch(plan: run_spec.RunSpec):
-  shape = (plan.microbatch, plan.data.seq_len)
-  if plan.grad_accum_steps > 1:
-    shape = (plan.grad_accum_steps, *shape)
+def _abstract_batch(spec: train_spec.TrainSpec):
+  shape = (spec.microbatch, spec.data.seq_len)
+  if spec.grad_accum_steps > 1:
+    shape = (spec.grad_accum_steps, *shape)
   dtypes = dict(
     tokens_BL=jnp.int32, targets_BL=jnp.int32, positions_BL=jnp.int32, weights_BL=jnp.float32
   )
-  if not plan.data.cross_document:
+  if not spec.data.cross_document:
     dtypes["segments_BL"] = jnp.int32
   return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
@@ -232,8 +232,8 @@ _UNTRACED = (
 _built: set[str] = set()
 
 
-def _is_new_program(plan) -> bool:
-  flat = plan.flat
+def _is_new_program(spec) -> bool:
+  flat = spec.flat
   names = [k for k in sorted(flat) if not any(f"{k}.".startswith(f"{u}.") for u in _UNTRACED)]
   key = repr([(k, flat[k]) for k in names])
   return not (key in _built or _built.add(key))
@@ -255,19 +255,19 @@ def test_state_and_step_build_without_allocating(name, arm, checkout, monkeypatc
   monkeypatch.chdir(checkout)
   monkeypatch.setattr(tokamax_sm90, "lacks", lambda: None)
   before = _bytes_alive()
-  plan = _resolve(name, arm)
-  if not _is_new_program(plan):
+  spec = _resolve(name, arm)
+  if not _is_new_program(spec):
     return
-  state = train_step.abstract_state(plan, 1)
+  state = train_step.abstract_state(spec, 1)
   assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
   params, opt = jax.eval_shape(stored_params.dequantize_tree, (state.params, state.opt))
   counted = sum(x.size for x in jax.tree.leaves(params))
   # Adam's two moments beside every parameter; the rest are scalars.
   assert sum(x.size for x in jax.tree.leaves(opt) if x.ndim) == 2 * counted
   # cuDNN's attention asks for a GPU even when nothing runs.
-  plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, attention="xla"))
+  spec = dataclasses.replace(spec, run=dataclasses.replace(spec.run, attention="xla"))
   after, values = jax.eval_shape(
-    train_step.make_step(plan), state, _abstract_batch(plan), plan.sites()
+    train_step.make_step(spec), state, _abstract_batch(spec), spec.sites()
   )
   assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
     lambda x: (x.shape, x.dtype), state
@@ -335,22 +335,22 @@ INFIR2_SIZES = {
 @pytest.mark.parametrize("name", INFIR2_SIZES)
 def test_continued_pretraining_holds_infir2_values(name, checkout, monkeypatch):
   monkeypatch.chdir(checkout)
-  plan = _resolve(name)
-  flat = plan.flat
+  spec = _resolve(name)
+  flat = spec.flat
   assert {key: flat[key] for key in INFIR2} == INFIR2
   model = INFIR2_MODEL | INFIR2_SIZES[name]
-  assert {key: getattr(plan.model, key) for key in model} == model
-  assert plan.model.rope_scaling.kind == "default"
+  assert {key: getattr(spec.model, key) for key in model} == model
+  assert spec.model.rope_scaling.kind == "default"
   # 5,000 steps up, 30,000 at the peak, 5,000 steps of cosine down.
-  schedule = schedule_lib.schedule(plan.optim)
+  schedule = schedule_lib.schedule(spec.optim)
   rates = [float(schedule(s)) for s in (0, 2_500, 5_000, 20_000, 35_000, 37_500, 40_000)]
   np.testing.assert_allclose(rates, [0, 5e-5, 1e-4, 1e-4, 1e-4, 5.5e-5, 1e-5], rtol=1e-5)
-  sites = site_lib.flatten(plan.sites())
+  sites = site_lib.flatten(spec.sites())
   assert {s.recipe.name for path, s in sites.items() if path != "head"} == {"block_128_pow2"}
 
 
-def _on(num_gpus: int, c) -> run_spec.RunSpec:
-  """A plan for more devices than there are."""
+def _on(num_gpus: int, c) -> train_spec.TrainSpec:
+  """A spec for more devices than there are."""
   return resolve.resolve(
     c, num_gpus, Device("gpu", 90), lambda shape: jax.sharding.AbstractMesh(shape, mesh.AXES)
   )
@@ -371,10 +371,10 @@ def test_continued_pretraining_resolves_on_every_mesh_of_its_header(name, checko
         _on(gpus, c)
       c.grad_accum_steps, c.eval.batch = accumulation, evaluated
     assert (c.grad_accum_steps, c.eval.batch) == (accumulation, evaluated)
-    plan = _on(gpus, c)
-    assert dict(plan.run.layout.mesh.shape) == {"data": data, "fsdp": fsdp, "tensor": 1}
-    assert (c.global_batch, plan.microbatch, plan.tokens_per_device) == (128, gpus, 32_768)
-    assert list(evaluator.precisions(plan)) == ["block_128_pow2"]
+    spec = _on(gpus, c)
+    assert dict(spec.run.layout.mesh.shape) == {"data": data, "fsdp": fsdp, "tensor": 1}
+    assert (c.global_batch, spec.microbatch, spec.tokens_per_device) == (128, gpus, 32_768)
+    assert list(evaluator.precisions(spec)) == ["block_128_pow2"]
 
 
 # Tokens per step, and the peak rate of the header.
@@ -415,12 +415,12 @@ def test_decay_continues_the_stable_phase_with_warm_up_0(name):
 def test_7b_state_fits_the_gpus_that_its_header_names(checkout, monkeypatch):
   """12 bytes of state per parameter over the 4 devices that shard it, on each of 8 GPUs."""
   monkeypatch.chdir(checkout)
-  plan = _resolve("configs/cpt_7b.py")
-  assert dict(plan.run.layout.mesh.shape) == {"data": 2, "fsdp": 4, "tensor": 1}
-  assert plan.microbatch == 8 and plan.tokens_per_device == 32_768
+  spec = _resolve("configs/cpt_7b.py")
+  assert dict(spec.run.layout.mesh.shape) == {"data": 2, "fsdp": 4, "tensor": 1}
+  assert spec.microbatch == 8 and spec.tokens_per_device == 32_768
   local = sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(train_step.abstract_state(plan))
+    for x in jax.tree.leaves(train_step.abstract_state(spec))
   )
   assert local == pytest.approx(12 * PUBLISHED_PARAMETERS["Qwen2.5-7B"] / 4, rel=1e-3)
 

@@ -70,8 +70,8 @@ def export(source, tmp_path, monkeypatch, capsys):
     options = {"out": str(out)} if job != "train" else {}
     code = dispatch.run(job, c, base.get_config(), "configs/debug.py", str(workdir), **options)
     out, err = capsys.readouterr()
-    plan = None if code else resolve.resolve(c, 1, Device("cpu"), needs=table.JOBS["export"].needs)
-    return types.SimpleNamespace(code=code, target=target, stdout=out, stderr=err, plan=plan)
+    spec = None if code else resolve.resolve(c, 1, Device("cpu"), needs=table.JOBS["export"].needs)
+    return types.SimpleNamespace(code=code, target=target, stdout=out, stderr=err, spec=spec)
 
   return run
 
@@ -185,9 +185,9 @@ def test_export_refuses_what_a_format_cannot_hold_before_it_reads(export, change
 
 def test_a_model_that_transformers_refuses_is_trained():
   changes = {"model.num_heads": 3, "model.num_kv_heads": 1}
-  assert not checks.problems_of_spec(harness.text_plan(job="export", **changes))
+  assert not checks.problems_of_spec(harness.text_spec(job="export", **changes))
   with pytest.raises(UserError, match="a Llama with model.hidden_size no multiple of"):
-    harness.text_plan(job="export", **changes | {"export.format": "compressed-tensors"})
+    harness.text_spec(job="export", **changes | {"export.format": "compressed-tensors"})
 
 
 def test_the_templates_beside_a_tokenizer_are_exported(export, source):
@@ -288,13 +288,13 @@ def _sparse(number):
 def test_a_gate_on_sparse_text_holds_the_logits_of_tokens_that_count(monkeypatch):
   monkeypatch.setattr(export_gate.loader, "heldout_batches", lambda *_: _sparse(300))
   changes = {"eval.batch": ROWS, "seq_len": LENGTH, "export.gate_tokens": 90}
-  plan = harness.text_plan(job="export", **changes)
-  texts = export_gate.batches(plan)
+  spec = harness.text_spec(job="export", **changes)
+  texts = export_gate.batches(spec)
   # Windows of 45 tokens have one in the first 45 of every 128.
   assert len(texts) == 90 and sum(b.counts_BL.sum() for b in texts) == 90
-  params = params_lib.init(jax.random.key(0), plan.declaration, plan.model.dims)
-  gate = export_gate.Gate(plan, texts, params)
-  assert sum(x.nbytes for x in gate._source) == 90 * plan.model.vocab_size * 4
+  params = params_lib.init(jax.random.key(0), spec.declaration, spec.model.dims)
+  gate = export_gate.Gate(spec, texts, params)
+  assert sum(x.nbytes for x in gate._source) == 90 * spec.model.vocab_size * 4
   assert gate.report["tokens"] == 90
 
 
@@ -305,7 +305,7 @@ def test_the_number_of_tokens_that_a_gate_asks_for_instead_is_there(monkeypatch)
   def count(wanted):
     changes = {"eval.batch": ROWS, "seq_len": LENGTH, "export.gate_tokens": wanted}
     return sum(
-      b.counts_BL.sum() for b in export_gate.batches(harness.text_plan(job="export", **changes))
+      b.counts_BL.sum() for b in export_gate.batches(harness.text_spec(job="export", **changes))
     )
 
   with pytest.raises(UserError, match="has 200 tokens .* set export.gate_tokens=145$"):
@@ -486,10 +486,10 @@ def test_a_checkpoint_is_exported_with_the_codes_of_its_next_step(
   result = json.loads(done.stdout)
   assert result["codes_of_training"] == 14 and result["step"] == 2
   assert result["scale_fmt"] == ("float32" if strategy else "ue8m0")
-  stored, _, meta = restore.restore_params(done.plan, str(tmp_path / "run"))
+  stored, _, meta = restore.restore_params(done.spec, str(tmp_path / "run"))
   w = np.asarray(stored["layers"]["mlp"]["up"].high[1], np.float32).T  # as a GEMM reads it
   if strategy:
-    states = restore.restore_scaling_states(done.plan, str(tmp_path / "run"), 2, meta, 0)
+    states = restore.restore_scaling_states(done.spec, str(tmp_path / "run"), 2, meta, 0)
     amax = np.asarray(states["layers/mlp/up"].amax_3)[1, 1]
     assert amax != np.abs(w).max()  # of a past step
     scales = np.float32([[amax * np.float32(1 / 448)]])

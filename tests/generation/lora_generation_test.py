@@ -31,20 +31,20 @@ def tiny(monkeypatch):
   monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
 
 
-def _plan(recipe, **changes):
-  return harness.tiny_plan(harness.tiny_config(recipe, **SMALL | changes), job="generate")
+def _spec(recipe, **changes):
+  return harness.tiny_spec(harness.tiny_config(recipe, **SMALL | changes), job="generate")
 
 
-def _generator(plan, params):
-  return api.Generator(params, plan.sites(), plan.model, plan.run, Tokenizer("bytes"), [10**6],
+def _generator(spec, params):
+  return api.Generator(params, spec.sites(), spec.model, spec.run, Tokenizer("bytes"), [10**6],
                        slots=2)  # fmt: skip
 
 
-def _logits(plan, params):
+def _logits(spec, params):
   """float64 [L, V] of TOKENS, from the training forward pass."""
   tokens = jnp.asarray([TOKENS])
   batch = {"tokens_BL": tokens, "positions_BL": jnp.arange(len(TOKENS))[None]}
-  found = jax.jit(lambda p: transformer.logits(p, plan.sites(), batch, plan.model, plan.run))
+  found = jax.jit(lambda p: transformer.logits(p, spec.sites(), batch, spec.model, spec.run))
   return np.asarray(found(params)[0], np.float64)
 
 
@@ -57,36 +57,36 @@ def _log_likelihood(logits_LV):
 
 @pytest.mark.parametrize("recipe", ["bf16", pytest.param("block_128", marks=pytest.mark.slow)])
 def test_scores_with_adapters_are_those_of_the_training_forward_pass(recipe):
-  plan = _plan(recipe)
-  params = harness.random_adapters(train_step.make_state(plan).params, 0.1)
-  made = _generator(plan, params)
+  spec = _spec(recipe)
+  params = harness.random_adapters(train_step.make_state(spec).params, 0.1)
+  made = _generator(spec, params)
   [(got, _)] = made.score([(TOKENS[:4], TOKENS[4:])])
-  want = _log_likelihood(_logits(plan, params))
+  want = _log_likelihood(_logits(spec, params))
   assert abs(got - want) < 1e-3
   base = params_lib.unflatten({
     path: jnp.zeros_like(x) if path.endswith("_lora_b") else x
     for path, x in params_lib.flatten(params).items()
   })  # fmt: skip
-  assert abs(_log_likelihood(_logits(plan, base)) - want) > 0.05  # the adapters count
+  assert abs(_log_likelihood(_logits(spec, base)) - want) > 0.05  # the adapters count
   if recipe == "bf16":  # merged in float32, an ordinary model says the same
-    merged = lora.merged(params, plan.declaration, plan.model)
-    plain = dataclasses.replace(plan, model=lora.without(plan.model))
-    sites = _plan("bf16", **{"model.lora.rank": 0}).sites()
-    plain = api.Generator(merged, sites, plain.model, plan.run, Tokenizer("bytes"), [10**6])
+    merged = lora.merged(params, spec.declaration, spec.model)
+    plain = dataclasses.replace(spec, model=lora.without(spec.model))
+    sites = _spec("bf16", **{"model.lora.rank": 0}).sites()
+    plain = api.Generator(merged, sites, plain.model, spec.run, Tokenizer("bytes"), [10**6])
     sampling = api.Sampling(max_new_tokens=8)
     assert plain.generate([TOKENS], sampling) == made.generate([TOKENS], sampling)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_with_adapters_generates(tmp_path):
-  plan = _plan("block_128")
-  train.run(plan, str(tmp_path))
-  state = harness.saved_state(tmp_path, plan, 2)
+  spec = _spec("block_128")
+  train.run(spec, str(tmp_path))
+  state = harness.saved_state(tmp_path, spec, 2)
   assert any(np.any(x) for path, x in params_lib.flatten(state.params).items() if "lora_b" in path)
-  made, where = generator.load(plan, str(tmp_path))
+  made, where = generator.load(spec, str(tmp_path))
   assert where["step"] == 2
   [(got, _)] = made.score([(TOKENS[:4], TOKENS[4:])])
-  assert abs(got - _log_likelihood(_logits(plan, state.params))) < 1e-3
+  assert abs(got - _log_likelihood(_logits(spec, state.params))) < 1e-3
 
 
 @pytest.mark.parametrize("job", ["generate", "evaluate", "export", "sensitivity"])

@@ -30,12 +30,12 @@ def windows(folder, pattern, tokens, path):
   c.data.sources = {"main": base.source("text", pattern)}
   c.global_batch, c.seq_len, c.eval.batch, c.eval.tokens = BATCH, LENGTH, BATCH, int(tokens)
   c.precision.compute_dtype = "float32"
-  plan = resolve.resolve(c, 1, choose.current_device())
-  params, _ = hf_weights.load_params(folder, plan.model, plan.run.layout)
-  result = evaluator.Evaluator(plan).run(params, {})["main"]["bf16"]
-  spread = batch_sharding.BatchSharder(plan.run.layout, BATCH)
+  spec = resolve.resolve(c, 1, choose.current_device())
+  params, _ = hf_weights.load_params(folder, spec.model, spec.run.layout)
+  result = evaluator.Evaluator(spec).run(params, {})["main"]["bf16"]
+  spread = batch_sharding.BatchSharder(spec.run.layout, BATCH)
   count = -(-int(tokens) // (BATCH * LENGTH))
-  stream = loader.heldout_batches(plan.data, "main", spread.local_rows, count, spread.shard)
+  stream = loader.heldout_batches(spec.data, "main", spread.local_rows, count, spread.shard)
   found = list(stream)
   np.savez(path, perplexity=result["perplexity"], tokens=result["tokens"],
            **{k: np.concatenate([b[k] for b in found]) for k in found[0]})  # fmt: skip

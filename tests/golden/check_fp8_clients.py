@@ -75,18 +75,18 @@ def _write_one(target, weights, cfg, form, how, tokens):
   strategy, static = how.get("strategy", "block"), how.get("static_inputs", False)
   fp8 = fp8_formats.Fp8Format(fp8_export.METHODS[form], strategy, static_inputs=static)
   fmt = how.get("scale_fmt", "auto")
-  plan = fp8_export.choose(entries, cfg.dims, site_tree.recipes_of(sites), fp8, scale_fmt=fmt)
+  spec = fp8_export.choose(entries, cfg.dims, site_tree.recipes_of(sites), fp8, scale_fmt=fmt)
   inputs = {(fp8_export.site_of(e), "x"): 8.0 for e in entries if e.layer is not None}
-  plan = fp8_export.with_amaxes(plan, entries, {}, inputs)
-  write_lib.save(str(target), write_lib.model(weights, cfg, "bfloat16", fp8=plan))
+  spec = fp8_export.with_amaxes(spec, entries, {}, inputs)
+  write_lib.save(str(target), write_lib.model(weights, cfg, "bfloat16", fp8=spec))
   folder = hf_weights.Folder(str(target))
-  matrices = {name: folder.read_float(name) for name in plan.matrices}
+  matrices = {name: folder.read_float(name) for name in spec.matrices}
   back, _ = hf_weights.load_params(str(target), cfg)
   both = {"source": weights, "back": back}
   logits = {name: _logits(w, sites, tokens, cfg) for name, w in both.items()}
   np.savez(target / "ours.npz", tokens=tokens, **logits)
   np.savez(target / "matrices.npz", **matrices)
-  share = f"{plan.share:.1%}"
+  share = f"{spec.share:.1%}"
   print(f"{target.name}: {len(matrices)} matrices, {share} of the parameters in FP8", flush=True)
 
 

@@ -37,7 +37,7 @@ def _config(folder, recipe="block_128", **changes):
   return c
 
 
-def _plan(*args, **changes):
+def _spec(*args, **changes):
   needs = table.JOBS["train"].needs
   needs = dataclasses.replace(needs, sections=(Generate,))
   return resolve.resolve(_config(*args, **changes), 1, choose.current_device(), needs=needs)
@@ -59,21 +59,21 @@ def _stop(after):
 
 
 def test_epochs_are_steps_and_a_stage_starts_from_weights_alone(folder, tmp_path, capsys):
-  plan = _plan(folder, "bf16")
-  assert plan.steps == 5 and plan.optim.steps == 5 and plan.optim.warmup_steps == 1
-  summary = train.run(plan, str(tmp_path / "first"))
+  spec = _spec(folder, "bf16")
+  assert spec.steps == 5 and spec.optim.steps == 5 and spec.optim.warmup_steps == 1
+  summary = train.run(spec, str(tmp_path / "first"))
   assert summary["step"] == 5 and summary["evaluations"] == {}
   said = " ".join(capsys.readouterr().out.split())
   assert "40 samples of" in said and "5 steps of 8 samples, 1.00 epochs" in said
-  first = harness.saved_state(tmp_path / "first", plan, 5)
+  first = harness.saved_state(tmp_path / "first", spec, 5)
   assert any(np.any(x) for x in jax.tree.leaves(first.opt))
   # Another recipe, schedule and length, stopped before its first step.
   other = {"init.workdir": str(tmp_path / "first"), "init.weights_only": True, "seq_len": 80}
-  plan = _plan(folder, "tensor_delayed", **other)
+  spec = _spec(folder, "tensor_delayed", **other)
   patch = _stop(0)
-  assert train.run(plan, str(tmp_path / "second"))["step"] == 0
+  assert train.run(spec, str(tmp_path / "second"))["step"] == 0
   patch.undo()
-  state = harness.saved_state(tmp_path / "second", plan, 0)
+  state = harness.saved_state(tmp_path / "second", spec, 0)
   harness.assert_trees_equal(state.params, first.params)
   assert state.step == 0 and not any(np.any(x) for x in jax.tree.leaves(state.opt))
   assert "starting from the weights of step 5" in capsys.readouterr().out
@@ -81,15 +81,15 @@ def test_epochs_are_steps_and_a_stage_starts_from_weights_alone(folder, tmp_path
 
 @pytest.mark.slow
 def test_stage_is_the_same_interrupted_and_chooses_its_own_scales(folder, tmp_path):
-  train.run(_plan(folder), str(tmp_path / "first"))
+  train.run(_spec(folder), str(tmp_path / "first"))
   other = {"init.workdir": str(tmp_path / "first"), "init.weights_only": True}
-  plan = _plan(folder, "tensor_delayed", **other)
-  train.run(plan, str(tmp_path / "whole"))
+  spec = _spec(folder, "tensor_delayed", **other)
+  train.run(spec, str(tmp_path / "whole"))
   patch = _stop(2)
-  assert train.run(plan, str(tmp_path / "parts"))["step"] == 2
+  assert train.run(spec, str(tmp_path / "parts"))["step"] == 2
   patch.undo()
-  train.run(plan, str(tmp_path / "parts"))
-  whole, parts = (harness.saved_state(tmp_path / name, plan, 5) for name in ("whole", "parts"))
+  train.run(spec, str(tmp_path / "parts"))
+  whole, parts = (harness.saved_state(tmp_path / name, spec, 5) for name in ("whole", "parts"))
   harness.assert_trees_equal(whole, parts)
   histories = [s.history_3H for s in whole.scaling_states.values()]
   assert histories and all(np.count_nonzero(h, axis=-1).max() == 6 for h in histories)  # and a look
@@ -97,18 +97,18 @@ def test_stage_is_the_same_interrupted_and_chooses_its_own_scales(folder, tmp_pa
 
 def test_stage_without_a_checkpoint_or_of_another_model_is_refused(folder, tmp_path):
   with pytest.raises(ConfigError, match="init.weights_only=True without init.workdir"):
-    _plan(folder, **{"init.weights_only": True})
+    _spec(folder, **{"init.weights_only": True})
   first = {"init.workdir": str(tmp_path / "first"), "init.weights_only": True}
   with pytest.raises(FileNotFoundError, match="holds no checkpoint; train that run first"):
-    train.run(_plan(folder, **first), str(tmp_path / "second"))
+    train.run(_spec(folder, **first), str(tmp_path / "second"))
   patch = _stop(0)
-  train.run(_plan(folder), str(tmp_path / "first"))
+  train.run(_spec(folder), str(tmp_path / "first"))
   patch.undo()
-  other = _plan(folder, **first, **{"model.num_layers": 2})
+  other = _spec(folder, **first, **{"model.num_layers": 2})
   with pytest.raises(ConfigError, match="holds another model: model.num_layers is 2 here and 1"):
     train.run(other, str(tmp_path / "second"))
   with pytest.raises(FileNotFoundError, match="no checkpoint of step 7; there are"):
-    train.run(_plan(folder, **first, **{"init.step": 7}), str(tmp_path / "second"))
+    train.run(_spec(folder, **first, **{"init.step": 7}), str(tmp_path / "second"))
 
 
 def test_a_stage_keeps_its_own_tokenizer_template_and_end_of_turn(folder, tmp_path):
@@ -120,9 +120,9 @@ def test_a_stage_keeps_its_own_tokenizer_template_and_end_of_turn(folder, tmp_pa
                       ("config.json", {"eos_token_id": 7}),
                       ("generation_config.json", {"eos_token_id": 5, "top_p": 0.5})):  # fmt: skip
     (source / name).write_text(json.dumps(value))
-  plan = _plan(folder, "bf16", **{"data.tokenizer": str(tuned)})
+  spec = _spec(folder, "bf16", **{"data.tokenizer": str(tuned)})
   kept = tmp_path / "run" / "hf_source"
-  start.take_source(plan, str(base_files), str(tmp_path / "run"))
+  start.take_source(spec, str(base_files), str(tmp_path / "run"))
   tokenizer = tokenize.Tokenizer(str(tuned))
   assert (kept / "tokenizer.json").read_bytes() == (tuned / "tokenizer.json").read_bytes()
   assert not (kept / "special_tokens_map.json").exists()
@@ -132,7 +132,7 @@ def test_a_stage_keeps_its_own_tokenizer_template_and_end_of_turn(folder, tmp_pa
   assert settings["top_p"] == 0.5 and settings["eos_token_id"][0] == tokenizer.eos_id
   # The same tokenizer, and no folder of one: the model's files stay.
   again = tmp_path / "again"
-  start.take_source(plan, str(tmp_path / "run"), str(again))
+  start.take_source(spec, str(tmp_path / "run"), str(again))
   assert (again / "hf_source/generation_config.json").read_text() == (
     kept / "generation_config.json"
   ).read_text()
@@ -141,10 +141,10 @@ def test_a_stage_keeps_its_own_tokenizer_template_and_end_of_turn(folder, tmp_pa
   del settings["eos_token"]
   (tuned / "tokenizer_config.json").write_text(json.dumps(settings))
   named = {"data.tokenizer": str(tuned / "tokenizer.json"), "data.eos": "</s>"}
-  start.take_source(_plan(folder, "bf16", **named), str(base_files), str(tmp_path / "named"))
+  start.take_source(_spec(folder, "bf16", **named), str(base_files), str(tmp_path / "named"))
   found = api.end_ids(str(tmp_path / "named/hf_source"), tokenizer)
   assert sorted(found) == sorted([5, tokenizer.eos_id])
-  start.take_source(_plan(folder, "bf16"), str(base_files), str(tmp_path / "bytes"))
+  start.take_source(_spec(folder, "bf16"), str(base_files), str(tmp_path / "bytes"))
   assert (tmp_path / "bytes/hf_source/tokenizer.json").read_text() == "{}"
 
 
@@ -157,14 +157,14 @@ def test_a_run_without_hugging_face_files_keeps_the_end_of_its_turns(folder, tmp
     "model.vocab_size": 260,
     "seq_len": 96,
   }
-  plan = _plan(folder, "bf16", **changes)
+  spec = _spec(folder, "bf16", **changes)
   patch = _stop(0)
-  train.run(plan, str(tmp_path / "run"))
+  train.run(spec, str(tmp_path / "run"))
   patch.undo()
-  made, _ = generator.load(plan, str(tmp_path / "run"))
+  made, _ = generator.load(spec, str(tmp_path / "run"))
   assert made.end_ids == {2, 0}  # of its turns, and of documents
   # The second stage's weights came without files, too.
-  start.take_source(plan, str(tmp_path / "run"), str(tmp_path / "next"))
+  start.take_source(spec, str(tmp_path / "run"), str(tmp_path / "next"))
   kept = {"eos_token_id": [2, 0]}
   assert json.loads((tmp_path / "next/generation_config.json").read_text()) == kept
   # An export has them too, where transformers looks without a generation_config.json.
@@ -184,7 +184,7 @@ def test_templates_of_a_folder_are_kept_as_a_list(folder, tmp_path):
     "model.vocab_size": 260,
     "seq_len": 96,
   }
-  start.take_source(_plan(folder, "bf16", **changes), str(tmp_path / "base"), str(tmp_path / "run"))
+  start.take_source(_spec(folder, "bf16", **changes), str(tmp_path / "base"), str(tmp_path / "run"))
   kept = template.ChatTemplate.load(str(tmp_path / "run/hf_source"))
   want = template.ChatTemplate.load(source)
   assert (
@@ -214,7 +214,7 @@ REFUSED = {
 @pytest.mark.parametrize("changes, problem", REFUSED.values(), ids=REFUSED)
 def test_configurations_of_conversations_are_refused_with_the_remedy(folder, changes, problem):
   with pytest.raises(ConfigError) as error:
-    _plan(folder, **changes)
+    _spec(folder, **changes)
   assert problem in str(error.value)
 
 
@@ -230,6 +230,6 @@ def test_epochs_of_documents_and_mixtures_with_documents_are_refused(folder):
 
 
 def test_windows_that_are_too_few_stop_the_run_before_it_compiles(folder, tmp_path):
-  plan = _plan(folder, **{"global_batch": 2})
+  spec = _spec(folder, **{"global_batch": 2})
   with pytest.raises(ValueError, match="set global_batch="):
-    train.run(plan, str(tmp_path))
+    train.run(spec, str(tmp_path))

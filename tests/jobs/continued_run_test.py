@@ -31,12 +31,12 @@ PIECES |= {"to bf16": ("tensor_delayed", BF16_LATE), "to static": ("tensor_delay
 def test_run_is_the_same_interrupted_and_evaluated(tmp_path, recipe, changes, monkeypatch):
   """Six steps, and six with an evaluation after each, stopped after the third."""
   harness.train_on_text(tmp_path / "whole", recipe, **changes)
-  plan = harness.text_plan(recipe, **changes)
+  spec = harness.text_spec(recipe, **changes)
   for stop in (3, 6):
     monkeypatch.setattr(preemption.Interrupts, "requested", lambda _, step, stop=stop: step >= stop)
     harness.train_on_text(tmp_path / "parts", recipe, **changes, **{"eval.every": 1})
-  whole, parts = (harness.saved_state(tmp_path / name, plan, 6) for name in ("whole", "parts"))
-  last = site_lib.flatten(plan.sites(phase=plan.phase(5))).values()
+  whole, parts = (harness.saved_state(tmp_path / name, spec, 6) for name in ("whole", "parts"))
+  last = site_lib.flatten(spec.sites(phase=spec.phase(5))).values()
   assert bool(whole.scaling_states) == any(s.recipe.is_stateful for s in last)
   harness.assert_trees_equal(whole, parts)
 
@@ -78,7 +78,7 @@ def test_resumed_with_another_recipe_begins_its_scales_anew(tmp_path, before, mo
     harness.train_on_text(tmp_path, before)
   harness.train_on_text(tmp_path, **{"checkpoint.accept_changes": ("precision.rules",)})
   assert "other recipes made the scales of step 4; they are begun anew" in capsys.readouterr().out
-  scaling_states = harness.saved_state(tmp_path, harness.text_plan(), 6).scaling_states
+  scaling_states = harness.saved_state(tmp_path, harness.text_spec(), 6).scaling_states
   assert scaling_states
   for scaling_state in scaling_states.values():
     counts = np.count_nonzero(scaling_state.history_3H, axis=-1)
@@ -108,8 +108,8 @@ def test_decay_from_the_checkpoint_of_another_run_is_the_whole_run(tmp_path, mon
     harness.train_on_text(tmp_path / "decay", **decay, **{"init.step": 3})
   harness.train_on_text(tmp_path / "decay", **decay)
   assert "continuing the run in" in capsys.readouterr().out
-  plan = harness.text_plan(**shared)
-  whole, parts = (harness.saved_state(tmp_path / name, plan, 6) for name in ("whole", "decay"))
+  spec = harness.text_spec(**shared)
+  whole, parts = (harness.saved_state(tmp_path / name, spec, 6) for name in ("whole", "decay"))
   assert whole.scaling_states
   harness.assert_trees_equal(whole, parts)
   missing = {"init.workdir": str(tmp_path / "nowhere")}
@@ -138,8 +138,8 @@ def test_another_table_on_resume_is_refused_and_applied_where_accepted(
   last = [2]
   monkeypatch.setattr(preemption.Interrupts, "requested", lambda _, step: step >= last[0])
   run(**changes)
-  plan = harness.text_plan("e4m3_static", **{"model.num_layers": 1})
-  before = harness.saved_state(tmp_path / "run", plan, 2).scaling_states
+  spec = harness.text_spec("e4m3_static", **{"model.num_layers": 1})
+  before = harness.saved_state(tmp_path / "run", spec, 2).scaling_states
   _write_table(path, 4.0, layers=1)
   with pytest.raises(ConfigError, match=r"precision.calibration was .* at step 2 and is .* now"):
     run(**changes)
@@ -150,9 +150,9 @@ def test_another_table_on_resume_is_refused_and_applied_where_accepted(
   capsys.readouterr()
   run(**changes)
   assert "step 2: scales begin anew from the table" in capsys.readouterr().out
-  after = harness.saved_state(tmp_path / "run", plan, 3).scaling_states
+  after = harness.saved_state(tmp_path / "run", spec, 3).scaling_states
   harness.assert_trees_equal(after, jax.tree.map(lambda x: 4 * x, before))
-  unchanged = identity.identity(harness.text_plan("e4m3_static", **changes))
+  unchanged = identity.identity(harness.text_spec("e4m3_static", **changes))
   path.rename(tmp_path / "moved.json")
   changes["precision.calibration"] = str(tmp_path / "moved.json")
-  assert identity.identity(harness.text_plan("e4m3_static", **changes)) == unchanged
+  assert identity.identity(harness.text_spec("e4m3_static", **changes)) == unchanged

@@ -57,8 +57,8 @@ def test_advised_options_resolve_on_the_gpu(kind):
   options = {k: v.rstrip(")") for k, v in options.items()}
   sizes = {"model.hidden_size": 256, "model.intermediate_size": 512}
   c = text_config(recipe, **sizes, **options)
-  plan = resolve.resolve(c, 1, device)
-  assert "reference" not in {b for row in plan.sites().values() for b in _backends(row)}
+  spec = resolve.resolve(c, 1, device)
+  assert "reference" not in {b for row in spec.sites().values() for b in _backends(row)}
 
 
 def _backends(node):

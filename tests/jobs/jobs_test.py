@@ -128,7 +128,7 @@ def test_train_leaves_provenance(trained, repository):
   assert made["versions"]["jax"] == jax.__version__ and "optax" in made["versions"]
   assert (made["devices"], made["processes"]) == ("1 x cpu (cpu)", 1)
   assert (made["xla_flags"], made["seed"]) == (XLA_FLAGS, 0)
-  assert made["data_fingerprint"] == loader.fingerprint(debug_runs.plan(debug_runs.config()).data)
+  assert made["data_fingerprint"] == loader.fingerprint(debug_runs.spec(debug_runs.config()).data)
   assert f"data {made['data_fingerprint']}" in trained.stdout
   assert "--config=configs/debug.py" in made["command"]
 
@@ -212,7 +212,7 @@ def test_export_in_float32_is_the_checkpoint_and_evaluates_the_same(launch, trai
   weights, dtype = hf_weights.load_params(str(folder), hf_config.read_config(str(folder)))
   assert dtype == "float32"
   want = debug_runs.saved_params(
-    trained.workdir, debug_runs.STEPS, debug_runs.plan(debug_runs.config())
+    trained.workdir, debug_runs.STEPS, debug_runs.spec(debug_runs.config())
   )
   got = params_lib.flatten(weights)
   assert got.keys() == want.keys()
@@ -253,7 +253,7 @@ def test_export_dtype_auto_is_bfloat16_for_weights_that_were_drawn(trained, run_
   assert code == 0 and json.loads(stdout)["dtype"] == "bfloat16"
   got = safetensors.numpy.load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
   want = debug_runs.saved_params(
-    trained.workdir, debug_runs.STEPS, debug_runs.plan(debug_runs.config())
+    trained.workdir, debug_runs.STEPS, debug_runs.spec(debug_runs.config())
   )["embed"]
   np.testing.assert_array_equal(got, want.astype(ml_dtypes.bfloat16))
 
@@ -263,9 +263,9 @@ def test_export_merges_scales_per_channel(trained, run_job, tmp_path):
   smooth = {"precision.smooth_swiglu": "channel", "export.fold_smooth_batches": 2}
   c = debug_runs.config(**smooth, **{"export.dtype": "float32"})
   assert run_job("export", c, trained.workdir, out=str(tmp_path))[0] == 0
-  plan = debug_runs.plan(debug_runs.config(**smooth), "export")
-  merged, _ = hf_weights.load_params(str(tmp_path), plan.model)
-  saved = debug_runs.saved_params(trained.workdir, debug_runs.STEPS, plan)
+  spec = debug_runs.spec(debug_runs.config(**smooth), "export")
+  merged, _ = hf_weights.load_params(str(tmp_path), spec.model)
+  saved = debug_runs.saved_params(trained.workdir, debug_runs.STEPS, spec)
   got = {k: np.asarray(v) for k, v in params_lib.flatten(merged).items()}
   s_NF = saved["layers/mlp/up"][:, 0] / got["layers/mlp/up"][:, 0]
   assert np.all(np.frexp(s_NF)[0] == 0.5) and len(np.unique(s_NF)) > 1
@@ -273,7 +273,7 @@ def test_export_merges_scales_per_channel(trained, run_job, tmp_path):
   saved["layers/mlp/down"] = saved["layers/mlp/down"] * s_NF[:, :, None]
   for name, value in got.items():
     np.testing.assert_array_equal(value, saved[name], err_msg=name)
-  again = build.fold_smooth(plan, merged)  # nothing is left to divide by
+  again = build.fold_smooth(spec, merged)  # nothing is left to divide by
   np.testing.assert_array_equal(again["layers"]["mlp"]["up"], got["layers/mlp/up"])
 
 
@@ -294,7 +294,7 @@ def test_evaluate_and_calibrate_count_what_they_pass_over(trained, run_job, tmp_
   code, stdout, _ = run_job("evaluate", debug_runs.config(**changes), trained.workdir)
   assert code == 0 and json.loads(stdout)["documents_passed_over"] == {"main": {"malformed": 3}}
 
-  def read_all(plan, params, placed, **known):
+  def read_all(spec, params, placed, **known):
     return {"rows": [], "batches": len(list(placed)), **known}
 
   monkeypatch.setattr(calibration, "run", read_all)

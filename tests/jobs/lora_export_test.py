@@ -9,7 +9,7 @@ import harness
 import ml_dtypes
 import numpy as np
 import pytest
-from harness import tiny_config, tiny_plan
+from harness import tiny_config, tiny_spec
 
 from fp8jax import params as params_lib
 from fp8jax.export import write
@@ -58,8 +58,8 @@ def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
   base, run_job, tmp_path
 ):
   folder, adapters, flat = base
-  plan = debug_runs.plan(_config(folder, adapters))
-  state, _ = start.fresh(plan, str(tmp_path / "run"))
+  spec = debug_runs.spec(_config(folder, adapters))
+  state, _ = start.fresh(spec, str(tmp_path / "run"))
   for path, value in params_lib.flatten(state.params).items():
     if lora.is_adapter(path):
       np.testing.assert_array_equal(value, flat[path], err_msg=path)
@@ -74,7 +74,7 @@ def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
     code, stdout, stderr = run_job("export", c, "run", out=out)
     assert code == 0, stderr
     assert json.loads(stdout)["gate"]["fp8jax"]["kl"] < 1e-6
-  got, _ = hf_weights.load_params(merged, dataclasses.replace(plan.model, lora=None))
+  got, _ = hf_weights.load_params(merged, dataclasses.replace(spec.model, lora=None))
   a, b = (np.float64(flat[f"layers/mlp/down_lora_{n}"]) for n in "ab")
   want = flat["layers/mlp/down"] + 7 / 3 * np.einsum("nfr,nrd->nfd", a, b)
   np.testing.assert_allclose(got["layers"]["mlp"]["down"], want, atol=1e-6)
@@ -84,7 +84,7 @@ def test_adapters_in_pefts_format_start_training_generate_merge_and_leave_again(
   scores = []
   for changes in ({"init.hf": folder}, {"init.hf": merged, "init.adapters": ""}):
     c = _config(folder, adapters, **{"weights.hf": changes["init.hf"]} | changes)
-    made, _ = generator.load(debug_runs.plan(c, "evaluate"), "run")
+    made, _ = generator.load(debug_runs.spec(c, "evaluate"), "run")
     scores.append(made.score([([104, 101, 108], [108, 111, 32, 119])])[0][0])
   np.testing.assert_allclose(scores[0], scores[1], rtol=1e-4)
 
@@ -111,9 +111,9 @@ def test_adapters_that_the_configuration_contradicts_are_refused(base, run_job, 
 @pytest.mark.slow
 def test_adapters_are_merged_in_float32_and_the_gate_compares_with_both(tmp_path, monkeypatch):
   monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
-  plan = tiny_plan(tiny_config(**SMALL), job="export")
-  train.run(plan, str(tmp_path))
-  params, _, _ = restore_params(plan, str(tmp_path))
+  spec = tiny_spec(tiny_config(**SMALL), job="export")
+  train.run(spec, str(tmp_path))
+  params, _, _ = restore_params(spec, str(tmp_path))
   attn = params["layers"]["attn"]
   a, b = (np.asarray(attn[n], np.float64) for n in ("q_lora_a", "q_lora_b"))
   q = np.asarray(stored_params.compute_copy(attn["q"]), np.float64)
@@ -121,9 +121,9 @@ def test_adapters_are_merged_in_float32_and_the_gate_compares_with_both(tmp_path
   want = (q + 4.0 * np.einsum("ndr,nrhk->ndhk", a, b)).astype(np.float32)
   for form in ("hf-bf16", "hf-fp8-block"):
     target = str(tmp_path / form)
-    wanted = dataclasses.replace(plan.of(Export), format=form, dtype="bfloat16")
-    result = export.run(dataclasses.replace(plan, sections={Export: wanted}), str(tmp_path), target)
-    read, _ = hf_weights.load_params(target, dataclasses.replace(plan.model, lora=None))
+    wanted = dataclasses.replace(spec.of(Export), format=form, dtype="bfloat16")
+    result = export.run(dataclasses.replace(spec, sections={Export: wanted}), str(tmp_path), target)
+    read, _ = hf_weights.load_params(target, dataclasses.replace(spec.model, lora=None))
     got = np.asarray(read["layers"]["attn"]["q"])
     if form == "hf-bf16":
       assert np.abs(got - want.astype(ml_dtypes.bfloat16).astype(np.float32)).max() < 1e-4

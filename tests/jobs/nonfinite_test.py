@@ -99,8 +99,8 @@ def test_skipping_counts_and_equals_going_on_after_a_stop(launch, stopped, poiso
   )
   assert a.pop(BAD_STEP - 1) == "nan"  # strict JSON has no number for it
   assert a == b and np.all(np.isfinite(b))
-  plan = debug_runs.plan(debug_runs.config(**poisoned.changes))
-  one, two, before = (debug_runs.saved_params(w, s, plan) for w, s in (
+  spec = debug_runs.spec(debug_runs.config(**poisoned.changes))
+  one, two, before = (debug_runs.saved_params(w, s, spec) for w, s in (
     (tmp_path, 5), (stopped.workdir, 5), (stopped.workdir, BAD_STEP)))  # fmt: skip
   for name in one:
     np.testing.assert_array_equal(one[name], two[name], err_msg=name)

@@ -10,7 +10,8 @@ import safetensors
 
 from fp8jax.jobs import generator
 from fp8jax.ops import site_tree
-from fp8jax.run import checkpoint, control, nonfinite, restore
+from fp8jax.phases import decide
+from fp8jax.run import checkpoint, nonfinite, restore
 
 SIZES = {
   "model.hidden_size": 128, "model.intermediate_size": 256, "model.num_heads": 2,
@@ -38,10 +39,10 @@ def trained(launch, tmp_path_factory):
 def switch(monkeypatch):
   """From here on a checkpoint says that its policies had switched, before its last step."""
 
-  def run(plan, to="block_128_pow2"):
+  def run(spec, to="block_128_pow2"):
     recipes = {name: "bf16" if "/0/" in name else to
-               for name in site_tree.recipes_of(plan.sites()) if name != "head"}  # fmt: skip
-    memory = control.Memory(recipes=((1, recipes),)).to_json()
+               for name in site_tree.recipes_of(spec.sites()) if name != "head"}  # fmt: skip
+    memory = decide.PolicyState(recipes=((1, recipes),)).to_json()
     meta = checkpoint.Checkpoints.meta
     monkeypatch.setattr(
       checkpoint.Checkpoints, "meta", lambda self, step: meta(self, step) | {"policy": memory}
@@ -63,8 +64,8 @@ def _evaluate(run_job, rules, workdir, monkeypatch):
 
 def _diagnose(run_job, rules, workdir, monkeypatch):
   """The recipes alone: the pass over a batch is compiled for 16 seconds."""
-  told = lambda plan, params, batch, phase: {"recipes": {  # noqa: E731
-    name: recipe.name for name, recipe in site_tree.recipes_of(plan.sites(phase=phase)).items()
+  told = lambda spec, params, batch, phase: {"recipes": {  # noqa: E731
+    name: recipe.name for name, recipe in site_tree.recipes_of(spec.sites(phase=phase)).items()
   }}  # fmt: skip
   monkeypatch.setattr(nonfinite, "report", told)
   code, stdout, stderr = run_job("diagnose", _config(rules), workdir)
@@ -73,7 +74,7 @@ def _diagnose(run_job, rules, workdir, monkeypatch):
 
 
 def _generate(run_job, rules, workdir, monkeypatch):
-  made, _ = generator.load(debug_runs.plan(_config(rules), "generate"), str(workdir))
+  made, _ = generator.load(debug_runs.spec(_config(rules), "generate"), str(workdir))
   return made.score([([104, 101, 108], [108, 111, 32, 119])])[0][0]
 
 
@@ -84,14 +85,14 @@ def test_a_job_computes_in_the_recipes_that_policies_switched_to(
   """As a configuration that names these recipes itself, to the bit, and unlike its own."""
   rules = (STARTED, (*SWITCHED, (".*", "bf16")))
   began, named = (job(run_job, one, trained, monkeypatch) for one in rules)
-  switch(debug_runs.plan(_config(STARTED)))
+  switch(debug_runs.spec(_config(STARTED)))
   assert job(run_job, STARTED, trained, monkeypatch) == named != began
 
 
 def test_an_export_has_the_codes_of_the_recipes_that_policies_switched_to(
   run_job, trained, switch, tmp_path
 ):
-  switch(debug_runs.plan(_config(STARTED)))
+  switch(debug_runs.spec(_config(STARTED)))
   c = _config(STARTED, **{"export.format": "hf-fp8-block"})
   code, stdout, stderr = run_job("export", c, trained, out=str(tmp_path / "x"))
   assert code == 0, stderr
@@ -117,7 +118,7 @@ def test_an_export_is_refused_for_the_recipes_of_its_checkpoint_before_weights_a
     "export.format": "hf-fp8-block", "export.scale_fmt": "ue8m0",
     "precision.policy": ("switch_recipe(to='bf16')",), "log.tensor_stats_every": 100,
   }  # fmt: skip
-  switch(debug_runs.plan(_config(STARTED)), to)
+  switch(debug_runs.spec(_config(STARTED)), to)
   if not is_held:
     read = lambda *_: pytest.fail("the weights were read")  # noqa: E731
     monkeypatch.setattr(restore, "restore_params", read)

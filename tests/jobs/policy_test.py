@@ -13,15 +13,16 @@ import pytest
 
 from fp8jax.config import resolve
 from fp8jax.data import loader
-from fp8jax.jobs import steering, train
+from fp8jax.jobs import policy_runner, train
 from fp8jax.kernels import choose
-from fp8jax.run import checkpoint, control, preemption, restore
+from fp8jax.phases import decide
+from fp8jax.run import checkpoint, preemption, restore
 from fp8jax.run import evaluator as evaluator_lib
 
 
 def run(workdir, disturb=None, devices=1, **changes):
-  plan = resolve.resolve(harness.text_config(**changes), devices, choose.current_device())
-  train.run(plan, str(workdir), base=dict(plan.flat), disturb=disturb)
+  spec = resolve.resolve(harness.text_config(**changes), devices, choose.current_device())
+  train.run(spec, str(workdir), base=dict(spec.flat), disturb=disturb)
 
 
 def run_until(step, monkeypatch, *args, **changes):
@@ -97,8 +98,8 @@ def test_stopped_around_an_action_a_run_goes_on_bit_for_bit(tmp_path, monkeypatc
   assert actions(whole) == actions(broken)
   assert len(actions(whole)) > (0 if name == "roll back" else 2)
   assert policy_memory(whole, steps) == policy_memory(broken, steps)
-  plan = harness.text_plan(**changes)
-  changed = restore.as_trained(plan, {"policy": policy_memory(whole, steps)})
+  spec = harness.text_spec(**changes)
+  changed = restore.as_trained(spec, {"policy": policy_memory(whole, steps)})
   harness.assert_trees_equal(
     harness.saved_state(whole, changed, steps), harness.saved_state(broken, changed, steps)
   )
@@ -128,12 +129,12 @@ def test_what_a_roll_back_after_a_switch_restores(tmp_path):
   run(workdir, disturb, **changes)
   texts = [text for *_, text in actions(workdir)]
   assert "switch_recipe" in texts[0] and "back to the checkpoint of step 4" in texts[1]
-  plan = harness.text_plan(**changes)
-  plan = restore.as_trained(plan, {"policy": policy_memory(workdir, 9)})
+  spec = harness.text_spec(**changes)
+  spec = restore.as_trained(spec, {"policy": policy_memory(workdir, 9)})
   # Maxima of several steps: those of the batch alone would be smaller.
-  harness.assert_trees_equal(went_on_with[0], harness.saved_state(workdir, plan, 4).scaling_states)
+  harness.assert_trees_equal(went_on_with[0], harness.saved_state(workdir, spec, 4).scaling_states)
   once, counted = loader.DocumentCounts(), []
-  stream = loader.train_batches(plan.data, 2, counts=once)
+  stream = loader.train_batches(spec.data, 2, counts=once)
   for _ in range(11):  # 9 steps, and the 2 batches left out
     next(stream)
     counted.append(once["malformed"])
@@ -143,9 +144,9 @@ def test_what_a_roll_back_after_a_switch_restores(tmp_path):
   looks = [row["numerics"]["layers/0/mlp/down"]["x"] for row in rows(workdir) if "numerics" in row]
   for before, now in zip(looks[:-1], looks[1:], strict=True):
     assert now["amax_drift"] == pytest.approx(math.log2(now["amax"] / before["amax"]), abs=1e-6)
-  state = harness.saved_state(workdir, plan, 9)
+  state = harness.saved_state(workdir, spec, 9)
   # Nine steps, the last in the phase that the switch began.
-  wanted = evaluator_lib.Evaluator(plan).run(state.params, state.scaling_states, plan.phase(8))
+  wanted = evaluator_lib.Evaluator(spec).run(state.params, state.scaling_states, spec.phase(8))
   found = [row for row in rows(workdir) if any(key.startswith("heldout/") for key in row)][-1]
   for key, value in evaluator_lib.flat(wanted).items():
     assert found[key] == pytest.approx(value, rel=1e-6)
@@ -167,7 +168,7 @@ def test_a_gradient_that_overflows_is_undone_though_its_loss_is_no_jump(tmp_path
   run(tmp_path, disturb, **changes)
   ((_, place, text),) = actions(tmp_path)
   assert place == "loss" and "operand is not finite; back to the checkpoint of" in text
-  state = harness.saved_state(tmp_path, harness.text_plan(**changes), 9)
+  state = harness.saved_state(tmp_path, harness.text_spec(**changes), 9)
   assert (int(state.step), bool(state.halted)) == (9, False)
 
 
@@ -196,11 +197,11 @@ def test_policies_act_on_eight_devices_as_on_one(tmp_path):
 
 
 def test_roll_back_to_a_checkpoint_from_before_policies_leaves_batches_out():
-  said, plan = [], harness.text_plan(**POLICIES["roll back"])
-  at_work = steering.Steering(plan, lambda step, events: said.append((step, *events)))
-  at_work.set(control.Memory(losses=(3.0,) * 4, skipped=(1,)))
+  said, spec = [], harness.text_spec(**POLICIES["roll back"])
+  at_work = policy_runner.PolicyRunner(spec, lambda step, events: said.append((step, *events)))
+  at_work.set(decide.PolicyState(losses=(3.0,) * 4, skipped=(1,)))
   at_work.roll_back(5, 9.0, 2, None)
-  assert at_work.memory.losses == () and at_work.plan.precision == plan.precision
+  assert at_work.policy_state.losses == () and at_work.spec.precision == spec.precision
   # The five steps took batches 0, 2, 3, 4 and 5; the last two go. The checkpoint has drawn 0 to 2.
   stream = iter(range(3, 9))
   assert [at_work.next_batch(stream, step) for step in (2, 3, 4)] == [(3, 3), (6, 6), (7, 7)]
@@ -210,8 +211,8 @@ def test_roll_back_to_a_checkpoint_from_before_policies_leaves_batches_out():
 
 
 def test_roll_back_passes_over_the_checkpoint_of_an_interruption():
-  plan = harness.text_plan(**POLICIES["roll back"])  # every 2 steps
-  at_work, saved = steering.Steering(plan, lambda *_: None), types.SimpleNamespace()
+  spec = harness.text_spec(**POLICIES["roll back"])  # every 2 steps
+  at_work, saved = policy_runner.PolicyRunner(spec, lambda *_: None), types.SimpleNamespace()
   saved.steps = lambda: [0, 2, 3]
   assert at_work.target(5, float("inf"), saved) == 2
   saved.steps = lambda: [2, 4]  # the newest has trained on batch 3, which is left out

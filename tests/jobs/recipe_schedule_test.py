@@ -20,11 +20,11 @@ STATIC_LATE = {"precision.schedule": ((3, ((".*", "e4m3_static"),)),)}
 def test_phases_to_come_are_shown_and_proven_before_the_first_step(tmp_path, monkeypatch, capsys):
   real, proven = fp8_gemms.strict, []
 
-  def strict(plan, step_fn, state, batch, sites, phase):
+  def strict(spec, step_fn, state, batch, sites, phase):
     assert "learning_rate" not in (tmp_path / "metrics.jsonl").read_text()  # no step yet
     proven.append((phase, site_lib.flatten(sites)["head"].tap.shape[-1]))
     is_lowered = proven[-1] == (1, tensor_stats.QUIET)  # one of the four programs is enough
-    return real(plan, step_fn, state, batch, sites, phase) if is_lowered else []
+    return real(spec, step_fn, state, batch, sites, phase) if is_lowered else []
 
   monkeypatch.setattr(fp8_gemms, "strict", strict)
   harness.train_on_text(
@@ -43,8 +43,8 @@ def test_phases_to_come_are_shown_and_proven_before_the_first_step(tmp_path, mon
 def test_phase_changes_the_recipe_at_its_step(tmp_path):
   """The last two steps in BF16 are BF16's steps from there, bit for bit."""
   harness.train_on_text(tmp_path / "run", **BF16_LATE, **{"checkpoint.every": 4})
-  plan, wide = harness.text_plan(**BF16_LATE), harness.text_plan("bf16")
-  state = harness.saved_state(tmp_path / "run", plan, 4)
+  spec, wide = harness.text_spec(**BF16_LATE), harness.text_spec("bf16")
+  state = harness.saved_state(tmp_path / "run", spec, 4)
   rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
   losses = {r["step"]: r["loss"] for r in rows if "loss" in r}
   step = train_step.make_step(wide)

@@ -253,9 +253,9 @@ def test_a_step_in_float32_lowers_for_hopper():
 
   from fp8jax.step import train_step
 
-  plan = harness.debug_plan("block_128", device=harness.HOPPER, precision__compute_dtype="float32")
-  arguments = harness.step_arguments(plan)
-  step = train_step.make_step(plan)
+  spec = harness.debug_plan("block_128", device=harness.HOPPER, precision__compute_dtype="float32")
+  arguments = harness.step_arguments(spec)
+  step = train_step.make_step(spec)
   text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
   assert "mosaic_gpu" in text
 
@@ -274,16 +274,16 @@ def _of_layer(tokens: int, inner: int, outer: int, recipe: str = "block_128"):
   yield quantize, recipe, "w", "float32", inner, outer
 
 
-def _of_plan(plan):
+def _of_plan(spec):
   """The same of every layer of a configuration, its norm and SwiGLU."""
   from fp8jax.compiled import fp8_gemms
 
-  for (backend, of), shapes in fp8_gemms.uses(plan).items():
+  for (backend, of), shapes in fp8_gemms.uses(spec).items():
     if backend not in ("mosaic_sm90", "xla_sm90") or of.rhs.tile[0] == 1:
       continue
     for m, n, k in sorted(shapes):
       yield from _of_layer(m, k, n, "block_128" if backend == "mosaic_sm90" else "tensor_current")
-  tokens, model = plan.tokens_per_device, plan.model
+  tokens, model = spec.tokens_per_device, spec.model
   yield produce, "RMS_NORM", "bfloat16", "both", tokens, model.hidden_size
   yield produce, "SWIGLU", "bfloat16", "both", tokens, model.intermediate_size
   yield produce, "SWIGLU_BACKWARD", "bfloat16", "both", tokens, model.intermediate_size
@@ -297,8 +297,8 @@ def used_by_configs():
   for name, num in CONFIGS.items():
     # On a GPU the backend is chosen as it is there.
     changes = {"kernels.matmul": "auto"}
-    plan, _ = aot.resolve(aot_harness.load(f"configs/{name}.py", changes), f"h200:{num}")
-    found = list(_of_plan(plan))
+    spec, _ = aot.resolve(aot_harness.load(f"configs/{name}.py", changes), f"h200:{num}")
+    found = list(_of_plan(spec))
     assert name == "debug" or any(case[0] is gemm for case in found), name
     yield from found
 

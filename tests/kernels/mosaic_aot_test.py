@@ -231,10 +231,10 @@ def _moved(compiled, args, size: int) -> float:
   """Read and written; nothing is copied, and nothing else is allocated but sums of rows."""
   import jax
 
-  plan = compiled.memory_analysis()
+  spec = compiled.memory_analysis()
   in_place = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(args[:3]))
-  assert plan.temp_size_in_bytes < size / 8 + 2**14 and plan.alias_size_in_bytes == in_place, plan
-  return round((plan.argument_size_in_bytes + plan.output_size_in_bytes) / size, 3)
+  assert spec.temp_size_in_bytes < size / 8 + 2**14 and spec.alias_size_in_bytes == in_place, spec
+  return round((spec.argument_size_in_bytes + spec.output_size_in_bytes) / size, 3)
 
 
 def _report(text: str) -> dict:

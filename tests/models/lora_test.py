@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import rich.console
-from harness import tiny_config, tiny_plan
+from harness import tiny_config, tiny_spec
 
 from fp8jax import params as params_lib
 from fp8jax.config import identity, resolve
@@ -41,14 +41,14 @@ def tiny(monkeypatch):
   monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
 
 
-def _plan(recipe="block_128", **changes):
-  return tiny_plan(tiny_config(recipe, **SMALL, **changes))
+def _spec(recipe="block_128", **changes):
+  return tiny_spec(tiny_config(recipe, **SMALL, **changes))
 
 
-def _weights(plan):
+def _weights(spec):
   """Random weights that BF16 holds, so that every storage begins with the same numbers."""
-  params = params_lib.init(jax.random.key(3), transformer.params(lora.without(plan.model)),
-                           plan.model.dims)  # fmt: skip
+  params = params_lib.init(jax.random.key(3), transformer.params(lora.without(spec.model)),
+                           spec.model.dims)  # fmt: skip
   return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
 
 
@@ -56,30 +56,30 @@ def _host():
   return {name: value[:1] for name, value in harness.host_batches()[0].items()}
 
 
-def _logits(plan, params):
-  return jax.jit(lambda p, b: transformer.logits(p, plan.sites(), b, plan.model, plan.run))(
+def _logits(spec, params):
+  return jax.jit(lambda p, b: transformer.logits(p, spec.sites(), b, spec.model, spec.run))(
     params, _host()
   )
 
 
 @pytest.mark.slow
 def test_step_0_is_the_base_to_the_bit():
-  plain, plan = _plan(), _plan(**RANK)
+  plain, spec = _spec(), _spec(**RANK)
   want = _logits(plain, train_step.make_state(plain, _weights(plain)).params)
-  params = train_step.make_state(plan, _weights(plan)).params
-  np.testing.assert_array_equal(_logits(plan, params), want)
-  assert np.any(np.asarray(_logits(plan, harness.random_adapters(params))) != want)
+  params = train_step.make_state(spec, _weights(spec)).params
+  np.testing.assert_array_equal(_logits(spec, params), want)
+  assert np.any(np.asarray(_logits(spec, harness.random_adapters(params))) != want)
 
 
 @pytest.mark.slow
 def test_gradients_of_adapters_are_those_of_the_merged_weights():
   """d loss / d a = s (d loss / d w) b', d loss / d b = s a' (d loss / d w), in float32."""
-  plan = _plan("bf16", **RANK, **{"model.lora.base": "bf16", "model.lora.targets": (".*",)})
-  plain = _plan("bf16")
-  params = harness.random_adapters(train_step.make_state(plan, _weights(plan)).params)
-  merged = lora.merged(params, plan.declaration, plan.model)
-  scale = plan.model.lora.alpha / plan.model.lora.rank
-  got = params_lib.flatten(train_step.gradients(plan, params, plan.sites(), _host())[1])
+  spec = _spec("bf16", **RANK, **{"model.lora.base": "bf16", "model.lora.targets": (".*",)})
+  plain = _spec("bf16")
+  params = harness.random_adapters(train_step.make_state(spec, _weights(spec)).params)
+  merged = lora.merged(params, spec.declaration, spec.model)
+  scale = spec.model.lora.alpha / spec.model.lora.rank
+  got = params_lib.flatten(train_step.gradients(spec, params, spec.sites(), _host())[1])
   want = params_lib.flatten(train_step.gradients(plain, merged, plain.sites(), _host())[1])
   flat, checked = params_lib.flatten(params), 0
   for path in want:
@@ -102,10 +102,10 @@ def assert_close(got, want):
 
 @pytest.mark.slow
 def test_frozen_parameters_have_no_state_and_never_move_and_a_resumed_run_is_bitwise(tmp_path):
-  plan = _plan(**RANK)
-  runner, host = harness.Runner(plan), [_host()] * 4
-  state = train_step.make_state(plan, _weights(plan))
-  declared = params_lib.flatten(plan.declaration)
+  spec = _spec(**RANK)
+  runner, host = harness.Runner(spec), [_host()] * 4
+  state = train_step.make_state(spec, _weights(spec))
+  declared = params_lib.flatten(spec.declaration)
   before = jax.tree.map(np.asarray, params_lib.flatten(state.params))
   for path, p in declared.items():
     opt = params_lib.flatten(state.opt)[path]
@@ -114,14 +114,14 @@ def test_frozen_parameters_have_no_state_and_never_move_and_a_resumed_run_is_bit
     stored = before[path]
     if path.startswith("layers/") and p.inputs and not is_moved:
       assert isinstance(stored, StoredMatrix) and stored.data.dtype == ml_dtypes.float8_e4m3fn
-      shape = params_lib.shape(p, plan.model.dims)
+      shape = params_lib.shape(p, spec.model.dims)
       assert stored.data.nbytes == math.prod(shape)
   _, whole = runner.run(host, jax.tree.map(jnp.copy, state))
   _, half = runner.run(host[:2], state)
   saved = checkpoint.Checkpoints(str(tmp_path))
   saved.save(2, half, iter(grain.MapDataset.range(4).to_iter_dataset()), {})
   saved.wait()
-  _, resumed = runner.run(host[2:], saved.restore(2, train_step.abstract_state(plan, 2)))
+  _, resumed = runner.run(host[2:], saved.restore(2, train_step.abstract_state(spec, 2)))
   saved.close()
   jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
   after = jax.tree.map(np.asarray, params_lib.flatten(whole.params))
@@ -132,11 +132,11 @@ def test_frozen_parameters_have_no_state_and_never_move_and_a_resumed_run_is_bit
 
 @pytest.mark.slow
 def test_the_step_multiplies_codes_forward_and_back_and_has_no_weight_gradient_of_them():
-  plan = _plan(**RANK)
-  rows = harness.strict(plan)
+  spec = _spec(**RANK)
+  rows = harness.strict(spec)
   quantized = {str(row.key) for row in rows if row.expected}
   assert all(row.is_proven for row in rows)
-  for name in transformer.linear_layers(plan.model):
+  for name in transformer.linear_layers(spec.model):
     assert {f"layers/{name} fwd", f"layers/{name} dgrad"} <= quantized
     assert not any(str(row.key) == f"layers/{name} wgrad" for row in rows)
 
@@ -189,10 +189,10 @@ def _write_fp8_folder(folder, cfg, rng, scale_dtype):
 @pytest.mark.parametrize("scale_dtype", [np.float32, ml_dtypes.float8_e8m0fnu],
                          ids=["float32", "ue8m0"])  # fmt: skip
 def test_an_fp8_checkpoint_is_the_base_to_the_bit(tmp_path, rng, scale_dtype):
-  plan = _plan(**RANK)
-  written = _write_fp8_folder(tmp_path, plan.model, rng, scale_dtype)
-  params, _ = hf_weights.load_params(str(tmp_path), plan.model)
-  state = train_step.make_state(plan, params)
+  spec = _spec(**RANK)
+  written = _write_fp8_folder(tmp_path, spec.model, rng, scale_dtype)
+  params, _ = hf_weights.load_params(str(tmp_path), spec.model)
+  state = train_step.make_state(spec, params)
   flat = params_lib.flatten(state.params)
   for (path, layer), (data, scale) in written.items():
     stored = flat[path]
@@ -200,9 +200,9 @@ def test_an_fp8_checkpoint_is_the_base_to_the_bit(tmp_path, rng, scale_dtype):
     np.testing.assert_array_equal(got.view(np.uint8), data.T.view(np.uint8))
     np.testing.assert_array_equal(stored.scale[layer], scale.T)
   # What they multiply is the model that a plain import of the folder gives, in float32.
-  plain = _plan("bf16")
+  plain = _spec("bf16")
   want = _logits(plain, hf_weights.load_params(str(tmp_path), plain.model)[0])
-  got = _logits(_plan("bf16", **RANK), state.params)
+  got = _logits(_spec("bf16", **RANK), state.params)
   assert_close(got, np.asarray(want))
 
 
@@ -211,10 +211,10 @@ def test_a_stage_keeps_the_codes_of_its_base_and_begins_adapters_where_there_are
   tmp_path, rng
 ):
   """The scales are no powers of two, so that a base that is quantized anew has other codes."""
-  plan, console = _plan(**RANK), rich.console.Console(file=io.StringIO())
-  _write_fp8_folder(tmp_path, plan.model, rng, np.float32)
+  spec, console = _spec(**RANK), rich.console.Console(file=io.StringIO())
+  _write_fp8_folder(tmp_path, spec.model, rng, np.float32)
   runs = {}
-  for name, own in (("adapted", plan), ("plain", _plan())):
+  for name, own in (("adapted", spec), ("plain", _spec())):
     params, _ = hf_weights.load_params(str(tmp_path), own.model)
     state = train_step.make_state(own, params)
     if name == "adapted":
@@ -224,7 +224,7 @@ def test_a_stage_keeps_the_codes_of_its_base_and_begins_adapters_where_there_are
     saved.save(0, state, data, {"config": identity.identity(own), "weights_dtype": "bfloat16"})
     saved.wait()
     saved.close()
-    found, _ = start.stage(plan, str(tmp_path / name), str(tmp_path / "stage"), console)
+    found, _ = start.stage(spec, str(tmp_path / name), str(tmp_path / "stage"), console)
     runs[name] = state.params, found.params
   before, after = (params_lib.flatten(x) for x in runs["adapted"])
   for path in before:
@@ -246,10 +246,10 @@ def test_a_stage_keeps_the_codes_of_its_base_and_begins_adapters_where_there_are
 
 @pytest.mark.slow
 def test_merged_weights_are_the_adapted_model():
-  plan, plain = _plan("bf16", **RANK, **{"model.lora.base": "bf16"}), _plan("bf16")
-  params = harness.random_adapters(train_step.make_state(plan, _weights(plan)).params)
-  merged = lora.merged(params, plan.declaration, plan.model)
-  assert_close(_logits(plan, params), np.asarray(_logits(plain, merged)))
+  spec, plain = _spec("bf16", **RANK, **{"model.lora.base": "bf16"}), _spec("bf16")
+  params = harness.random_adapters(train_step.make_state(spec, _weights(spec)).params)
+  merged = lora.merged(params, spec.declaration, spec.model)
+  assert_close(_logits(spec, params), np.asarray(_logits(plain, merged)))
   q, a, b = (np.asarray(stored_params.compute_copy(params["layers"]["attn"][n]), np.float64)
              for n in ("q", "q_lora_a", "q_lora_b"))  # fmt: skip
   want = q + 4.0 * np.einsum("ndr,nrhk->ndhk", a, b)
@@ -269,13 +269,13 @@ def test_merged_weights_are_the_adapted_model():
 ])  # fmt: skip
 def test_settings_that_exclude_adapters_are_refused(changes, words):
   with pytest.raises(resolve.ConfigError) as e:
-    _plan(**{**RANK, **changes})
+    _spec(**{**RANK, **changes})
   assert words in str(e.value)
 
 
 def test_a_fresh_adapter_is_drawn_with_the_deviation_of_its_inputs():
   """Uniform in +-fan_in**-0.5 (arXiv:2106.09685 takes a random a; PEFT Kaiming's) has this one."""
-  cfg = dataclasses.replace(_plan(**RANK).model, num_layers=48)
+  cfg = dataclasses.replace(_spec(**RANK).model, num_layers=48)
   layers = params_lib.init(jax.random.key(5), transformer.params(cfg), cfg.dims)["layers"]
   for key, name, fan_in in (("attn", "q", 128), ("attn", "o", 256), ("mlp", "down", 256)):
     a = np.asarray(layers[key][f"{name}_lora_a"], np.float64)
@@ -285,7 +285,7 @@ def test_a_fresh_adapter_is_drawn_with_the_deviation_of_its_inputs():
 
 
 def test_adapters_have_sites_in_bf16():
-  plan = _plan(**RANK)
-  recipes = {name: s.recipe.name for name, s in site_lib.flatten(plan.sites()).items()}
+  spec = _spec(**RANK)
+  recipes = {name: s.recipe.name for name, s in site_lib.flatten(spec.sites()).items()}
   assert recipes["layers/attn/q"] == "block_128"
   assert recipes["layers/attn/q_lora_a"] == recipes["layers/mlp/down_lora_b"] == "bf16"

@@ -83,7 +83,7 @@ MIXERS = {"model.mixers": ("attention_gqa", "moe_of_two"), "model.num_layers": 3
 
 
 def _runner(recipe="bf16", **changes):
-  return harness.Runner(harness.tiny_plan(harness.tiny_config(recipe, **MIXERS, **changes)))
+  return harness.Runner(harness.tiny_spec(harness.tiny_config(recipe, **MIXERS, **changes)))
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def _oracle(params, cfg, host):
   after the other, float32 and no part of the library but attention."""
   total = host["weights_BL"].sum()
   batch = {k: jnp.asarray(v) for k, v in host.items()}
-  plain = harness.tiny_plan(harness.tiny_config("bf16", **MIXERS))
+  plain = harness.tiny_spec(harness.tiny_config("bf16", **MIXERS))
   sites = plain.sites()
   x_BLD = transformer.embed(params, sites, batch, plain.run)
   context = transformer.layer_context(batch, cfg)
@@ -134,9 +134,9 @@ LAYERWISE = {
 def _want():
   """(parameters, the oracle's values, its gradient)."""
   runner = _runner()
-  params = jax.device_get(train_step.make_state(runner.plan).params)
+  params = jax.device_get(train_step.make_state(runner.spec).params)
   (want, (balance, first)), gradient = jax.value_and_grad(_oracle, has_aux=True)(
-    params, runner.plan.model, _host()
+    params, runner.spec.model, _host()
   )
   assert balance > 0.1 * COEFFICIENT and 0 < first < 1
   norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradient)))
@@ -158,7 +158,7 @@ def test_aux_adds_up_exactly_over_layers_and_microbatches(changes, tolerance):
   params, want, _ = _want()
   runner = _runner(**changes)
   _, values = runner.step(
-    train_step.make_state(runner.plan, jax.tree.map(jnp.asarray, params)), _host()
+    train_step.make_state(runner.spec, jax.tree.map(jnp.asarray, params)), _host()
   )
   got = [values[k] for k in ("loss", "grad_norm", "aux/load_balance", "aux/first_expert")]
   np.testing.assert_allclose(got, want, rtol=tolerance)
@@ -168,7 +168,7 @@ def test_aux_adds_up_exactly_over_layers_and_microbatches(changes, tolerance):
 def test_aux_losses_are_differentiated():
   params, _, gradient = _want()
   runner = _runner(grad_accum_steps=2)
-  found = jax.jit(functools.partial(train_step.gradients, runner.plan))(
+  found = jax.jit(functools.partial(train_step.gradients, runner.spec))(
     params, runner.sites, runner.spread.place(_host())
   )[1]
   for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(gradient)):
@@ -178,7 +178,7 @@ def test_aux_losses_are_differentiated():
 
 
 def test_the_first_bad_site_is_told_in_the_mixer_s_own_order():
-  cfg = _runner().plan.model
+  cfg = _runner().spec.model
   paths = [p for p in transformer.gemm_sites(cfg) if p != "head"]
   seen = {rules.layer_name(p, i): np.ones((3, 1)) for p in paths for i in range(3)}
   seen["head"] = np.ones((3, 1))

@@ -358,15 +358,15 @@ def _shapes(jaxpr):
 def test_train_step_never_holds_all_logits(remat):
   c = base.get_config()
   c.global_batch, c.seq_len, c.memory.loss_chunk, c.memory.remat_policy = 6, 96, 32, remat
-  plan = resolve.resolve(c, 1, Device("cpu"))
+  spec = resolve.resolve(c, 1, Device("cpu"))
   batch = {
     f"{name}_BL": jax.ShapeDtypeStruct((c.global_batch, c.seq_len), jnp.int32)
     for name in ("tokens", "targets", "positions", "segments")
   }
   batch["weights_BL"] = jax.ShapeDtypeStruct((c.global_batch, c.seq_len), jnp.float32)
-  state = train_step.abstract_state(plan)
-  step = jax.make_jaxpr(train_step.make_step(plan))(state, batch, plan.sites())
-  size = plan.model.vocab_size
+  state = train_step.abstract_state(spec)
+  step = jax.make_jaxpr(train_step.make_step(spec))(state, batch, spec.sites())
+  size = spec.model.vocab_size
   found = {shape for shape in _shapes(step.jaxpr) if size in shape}
   assert (c.global_batch, 32, size) in found  # one chunk
   assert max(map(np.prod, found)) < c.global_batch * c.seq_len * size, sorted(found)

@@ -81,7 +81,7 @@ TESTS = {
     "run/multiprocess",
   ),
   "fp8jax/data/sample_index.py": ("data/shuffle", "data/damaged_files"),
-  "fp8jax/recipe/schedule.py": (
+  "fp8jax/phases/schedule.py": (
     "config/resolve",
     "config/precision",
     "jobs/recipe_schedule",

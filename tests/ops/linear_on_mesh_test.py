@@ -110,13 +110,13 @@ def _by_kernels(rng, eqn, shape, recipe):
   want, _ = _run(eqn, x, w, g, variants.single(recipe))
   layout = _layout(shape)
   site = dataclasses.replace(_site(recipe, layout), backends=("mosaic_sm90",) * 3)
-  plan, inputs = gemm_spec.make_spec(eqn, x, w, site), ScalingInputs.of(site)
+  spec, inputs = gemm_spec.make_spec(eqn, x, w, site), ScalingInputs.of(site)
   x, g = _place(x, xs, layout.act_spec, layout), _place(g, ys, layout.act_spec, layout)
   w = _place(w, ws, layout.weight_spec, layout)
   got = [
-    jax.jit(lambda x, w: linear.forward(plan, x, w, inputs)[0])(x, w),
-    jax.jit(lambda g, w: linear.data_gradient(plan, g, w, inputs))(g, w),
-    jax.jit(lambda x, g: linear.weight_gradient(plan, x, g, jnp.float32, inputs))(x, g),
+    jax.jit(lambda x, w: linear.forward(spec, x, w, inputs)[0])(x, w),
+    jax.jit(lambda g, w: linear.data_gradient(spec, g, w, inputs))(g, w),
+    jax.jit(lambda x, g: linear.weight_gradient(spec, x, g, jnp.float32, inputs))(x, g),
   ]
   return got, want
 

@@ -296,7 +296,7 @@ def test_observation_is_the_largest_magnitude_of_each_tensor(rng):
   ],
 )
 def test_an_ellipsis_is_the_letters_it_stands_for(rng, eqn, plain, x, w):
-  """The same plan as theirs, and NumPy's own reading of the ellipsis."""
+  """The same spec as theirs, and NumPy's own reading of the ellipsis."""
   x, w = lattice(rng, *x), lattice(rng, *w)
   site = site_lib.single("block_128")
   assert explicit(eqn, x.ndim, w.ndim) == plain

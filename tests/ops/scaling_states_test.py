@@ -32,14 +32,14 @@ def by_layer(sites, states):
   }
 
 
-def plan(*rules):
-  return harness.text_plan(**{"precision.rules": (*rules, (".*", "bf16"))})
+def spec(*rules):
+  return harness.text_spec(**{"precision.rules": (*rules, (".*", "bf16"))})
 
 
 def test_sites_that_keep_their_recipe_keep_their_scales_and_a_margin_changes_none():
   down = "tensor_delayed(steps=4)"
-  old = plan(("layers/.*/mlp/down", down)).sites()
-  new = plan(
+  old = spec(("layers/.*/mlp/down", down)).sites()
+  new = spec(
     ("layers/0/mlp/down", f"{down[:-1]}, margin=2)"),
     ("layers/1/mlp/down", "tensor_delayed(steps=8)"),
     ("layers/2/mlp/down", down), ("layers/1/mlp/up", "e4m3_static"),
@@ -58,7 +58,7 @@ def test_sites_that_keep_their_recipe_keep_their_scales_and_a_margin_changes_non
 
 
 def test_chosen_layers_begin_anew_and_no_others():
-  sites = plan(("layers/.*/mlp/(down|up)", "tensor_delayed(steps=4)")).sites()
+  sites = spec(("layers/.*/mlp/(down|up)", "tensor_delayed(steps=4)")).sites()
   states = scaling.carried(sites, made(sites, 100), sites, made(sites, 200), {"layers/1/mlp/up"})
   expected = {f"layers/{i}/mlp/{s}": (100 + i, 4) for i in range(3) for s in ("down", "up")}
   assert by_layer(sites, states) == {**expected, "layers/1/mlp/up": (201, 4)}

@@ -145,7 +145,7 @@ def test_a_train_steps_state_is_that_of_xla(interpreted_on_mesh, monkeypatch):
   for name in ("xla", "mosaic_sm90"):
     c = harness.tiny_config("bf16", **kept, **{"kernels.optimizer": name})
     runner = harness.Runner(resolve.resolve(c, 1, HOPPER))
-    state = train_step.make_state(runner.plan)
+    state = train_step.make_state(runner.spec)
     for host in harness.host_batches()[:2]:
       state, values = runner.step(state, host)
     found[name] = values, stored_params.dequantize_tree((state.params, state.opt))

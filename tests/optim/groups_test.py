@@ -84,9 +84,9 @@ def test_groups_are_clipped_by_their_own_norms_and_rates_multiplied():
 def test_global_clipping_holds_with_and_without_rates_of_its_own(rng, clip, multipliers):
   """m after a step is 0.1 of the clipped gradient, whose norm over all parameters is the limit."""
   changes = {"optim.grad_clip_norm": clip, "optim.lr_multipliers": multipliers}
-  plan, batch = harness.one_layer_plan(**changes), harness.weighted_batch(rng)
-  state = train_step.make_state(plan)
-  state, values = train_step.make_step(plan)(state, batch, plan.sites())
+  spec, batch = harness.one_layer_spec(**changes), harness.weighted_batch(rng)
+  state = train_step.make_state(spec)
+  state, values = train_step.make_step(spec)(state, batch, spec.sites())
   adam = [x.mu for x in jax.tree.leaves(state.opt, is_leaf=_is_adam) if _is_adam(x)]
   norm = np.sqrt(sum(np.sum(np.float64(m) ** 2) for m in jax.tree.leaves(adam)))
   assert values["grad_norm"] > 0.1  # or nothing is clipped
@@ -110,7 +110,7 @@ def test_patterns_that_decide_nothing_are_refused():
 
 def test_settings_that_exclude_groups_are_refused_together():
   with pytest.raises(ConfigError) as e:
-    harness.one_layer_plan(**{
+    harness.one_layer_spec(**{
       "optim.clip_groups": (("layers/.*/mlp/.*", 1.0),), "kernels.optimizer": "auto",
       "optim.lr_multipliers": (("layers/4/.*", 1.1),),
     })  # fmt: skip

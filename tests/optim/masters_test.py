@@ -26,7 +26,7 @@ def tiny_preset(monkeypatch):
 
 
 def _runner(shape=None, recipe="bf16", **changes):
-  return harness.Runner(harness.tiny_plan(harness.tiny_config(recipe, **_named(changes)), shape))
+  return harness.Runner(harness.tiny_spec(harness.tiny_config(recipe, **_named(changes)), shape))
 
 
 def _named(changes):
@@ -135,11 +135,11 @@ def test_float16_masters_lie_under_a_power_of_two_per_layer(rng):
 def _gradients(**changes):
   """(function of parameters, parameters) of one batch."""
   runner = _runner(**changes)
-  state, host = train_step.make_state(runner.plan), harness.host_batches()[0]
+  state, host = train_step.make_state(runner.spec), harness.host_batches()[0]
   batch = runner.spread.place(host)
   of = jax.jit(
     lambda p: train_step.gradients(
-      runner.plan, p, runner.sites, batch, step=3, grad_autoscale=state.grad_autoscale
+      runner.spec, p, runner.sites, batch, step=3, grad_autoscale=state.grad_autoscale
     )[1]
   )
   return of, state.params
@@ -316,7 +316,7 @@ def test_mesh_holds_what_one_device_holds(name):
   hosts = harness.host_batches()
   one, many = _runner(**LEVELS[name]), _runner((1, 2, 4), **LEVELS[name])
   _, state = one.run(hosts[:2])
-  shardings = jax.tree.map(lambda x: x.sharding, train_step.abstract_state(many.plan))
+  shardings = jax.tree.map(lambda x: x.sharding, train_step.abstract_state(many.spec))
   split_ = jax.device_put(jax.device_get(state), shardings)
   after_split, values_split = many.step(split_, hosts[2])
   for place, found in zip(jax.tree.leaves(shardings), jax.tree.leaves(after_split), strict=True):
@@ -344,10 +344,10 @@ def test_learns_like_float32(name):
 def test_narrow_weights_do_not_wait_wide_for_the_backward_pass():
   """Of what the loop over layers keeps, nothing is float32 in the shape of a weight."""
   runner = _runner(**LEVELS["lossless"])
-  abstract = train_step.abstract_state(runner.plan)
+  abstract = train_step.abstract_state(runner.spec)
   batch = jax.eval_shape(runner.spread.place, harness.host_batches()[0])
   traced = jax.make_jaxpr(
-    lambda s, b: train_step.gradients(runner.plan, s.params, runner.sites, b)[0:2]
+    lambda s, b: train_step.gradients(runner.spec, s.params, runner.sites, b)[0:2]
   )(abstract, batch)
   scans = [e for e in jax.tree.leaves(list(traced.eqns)) if e.primitive.name == "scan"]
   layers = [e for e in scans if e.params["length"] == 2]
@@ -362,10 +362,10 @@ def test_bytes_per_parameter():
   that products read, 6.1 where it is a float32."""
 
   def nbytes(**how):
-    return _runner(**how).plan.optim.bytes_per_parameter()
+    return _runner(**how).spec.optim.bytes_per_parameter()
 
   assert sum(nbytes().values()) == 16
-  layerwise = dataclasses.replace(_runner().plan.optim, in_backward=True).bytes_per_parameter()
+  layerwise = dataclasses.replace(_runner().spec.optim, in_backward=True).bytes_per_parameter()
   assert layerwise == {**nbytes(), "gradient": 0}  # of one layer at a time
   assert sum(nbytes(**LEVELS["fp8lm"]).values()) == 6
   lossless, wide = nbytes(**LEVELS["lossless"]), nbytes(moment_format="coat")
@@ -384,8 +384,8 @@ def test_bytes_per_parameter():
 def test_narrow_gradients_under_a_narrow_residual():
   """Layers computed again from a copy of their input: nothing of a sink waits with it."""
   changes = {"memory.remat_policy": "full", "memory.save_layer_inputs": "e4m3_16"}
-  plan = harness.tiny_plan(harness.tiny_config("bf16", **changes, **_named(LEVELS["lossless"])))
-  runner = harness.Runner(plan)
+  spec = harness.tiny_spec(harness.tiny_config("bf16", **changes, **_named(LEVELS["lossless"])))
+  runner = harness.Runner(spec)
   losses, _ = runner.run(harness.host_batches()[:2])
   exact, _ = _runner(**LEVELS["lossless"]).run(harness.host_batches()[:2])
   np.testing.assert_allclose(losses, exact, rtol=1e-3)

@@ -26,7 +26,7 @@ def tiny_preset(monkeypatch):
 
 def _runner(name, shape=None, **changes):
   changes = {"optim.moment_format": name, **changes}
-  return harness.Runner(harness.tiny_plan(harness.tiny_config("bf16", **changes), shape))
+  return harness.Runner(harness.tiny_spec(harness.tiny_config("bf16", **changes), shape))
 
 
 def _equal(a, b):
@@ -41,7 +41,7 @@ def test_checkpoint_continues_to_the_bit(tmp_path, name):
   want, whole = runner.run(hosts[:4])
   _, state = runner.run(hosts[:2])
   _, other = runner.run(hosts[2:3])
-  state = _through_checkpoint(tmp_path, state, runner.plan)
+  state = _through_checkpoint(tmp_path, state, runner.spec)
   got, resumed = runner.run(hosts[2:4], state)
   np.testing.assert_array_equal(got, want[2:])
   _equal(resumed, whole)
@@ -61,8 +61,8 @@ def test_mesh_holds_what_one_device_holds(tmp_path, name):
   )
   one, many = _runner(name, **rest), _runner(name, (1, 2, 4), **rest)
   _, state = one.run(hosts[:2])
-  shardings = jax.tree.map(lambda x: x.sharding, train_step.abstract_state(many.plan))
-  split = _through_checkpoint(tmp_path, state, many.plan)
+  shardings = jax.tree.map(lambda x: x.sharding, train_step.abstract_state(many.spec))
+  split = _through_checkpoint(tmp_path, state, many.spec)
   _equal(split, state)
   for place, found in zip(jax.tree.leaves(shardings), jax.tree.leaves(split), strict=True):
     assert found.sharding.is_equivalent_to(place, found.ndim)
@@ -84,7 +84,7 @@ def test_mesh_holds_what_one_device_holds(tmp_path, name):
 
 
 def test_norms_keep_float32_and_layers_scales_of_their_own():
-  state = train_step.abstract_state(_runner("tensor_e4m3_e5m2").plan)
+  state = train_step.abstract_state(_runner("tensor_e4m3_e5m2").spec)
   layers = state.opt["layers"]
   assert layers["attn"]["norm"].nu.dtype == np.float32
   assert layers["mlp"]["gate"][0].nu.scale.shape == (2,)  # of two layers
@@ -115,12 +115,12 @@ def _packed(tree):
   return [x for x in leaves if isinstance(x, quantized_tensor.QuantizedTensor)]
 
 
-def _through_checkpoint(folder, state, plan):
-  """The state after two steps, saved and restored onto a plan's devices."""
+def _through_checkpoint(folder, state, spec):
+  """The state after two steps, saved and restored onto a spec's devices."""
   saved = checkpoint.Checkpoints(str(folder))
   saved._manager.save(2, args=_items(state))
   saved.wait()
-  found = saved.restore(2, train_step.abstract_state(plan, 2))
+  found = saved.restore(2, train_step.abstract_state(spec, 2))
   saved.close()
   return found
 
@@ -139,14 +139,14 @@ def _items(state):
 )
 def test_given_parameters_become_the_state_and_are_used_up(master, shape):
   """One after the other, as a model in float32 beside all of its state may not fit."""
-  plan = _runner("coat", shape, **{"optim.master_format": master}).plan
-  wanted = train_step.make_state(plan)
-  places = None if shape is None else params_lib.shardings(plan.declaration, plan.run.layout)
+  spec = _runner("coat", shape, **{"optim.master_format": master}).spec
+  wanted = train_step.make_state(spec)
+  places = None if shape is None else params_lib.shardings(spec.declaration, spec.run.layout)
   init = jax.jit(
-    lambda key: params_lib.init(key, plan.declaration, plan.model.dims), out_shardings=places
+    lambda key: params_lib.init(key, spec.declaration, spec.model.dims), out_shardings=places
   )
-  given = init(jax.random.key(plan.seed))
-  found = train_step.make_state(plan, given)
+  given = init(jax.random.key(spec.seed))
+  found = train_step.make_state(spec, given)
   _equal(found, wanted)
   assert all(x.is_deleted() for x in jax.tree.leaves(given))
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

@@ -20,11 +20,11 @@ from fp8jax.step import train_step
 def test_delayed_scales_move_and_follow_what_was_seen():
   """The latest amax moves with every batch, a maximum where it is exceeded: at first, here."""
   rules = (("layers/.*/mlp/.*", "tensor_delayed_latest"), (".*", "tensor_delayed"))
-  plan = harness.text_plan(**{"precision.rules": rules})
-  step, sites = train_step.make_step(plan), plan.sites(statistics=tensor_stats.LOUD)
+  spec = harness.text_spec(**{"precision.rules": rules})
+  step, sites = train_step.make_step(spec), spec.sites(statistics=tensor_stats.LOUD)
   length = {name: s.recipe.history for name, s in site_lib.flatten(sites).items()}
   assert set(length.values()) == {1, 1024}
-  state, hosts = harness.calibrated_batches(plan, 4)
+  state, hosts = harness.calibrated_batches(spec, 4)
   state = dataclasses.replace(
     state, scaling_states=jax.tree.map(lambda x: x / 2, state.scaling_states)
   )

@@ -43,5 +43,5 @@ def test_outliers_raise_an_alarm_where_one_scale_covers_them():
   alarms = config_alarms.read_alarms((("kurtosis", ">", 1e4),))
   numerics = {"layers/0/mlp/down": {"x": {"kurtosis": 2e4}}}
   for recipe, expected in (("tensor_current", 1), ("block_128", 0)):
-    recipes = site_tree.recipes_of(harness.one_layer_plan(recipe).sites())
+    recipes = site_tree.recipes_of(harness.one_layer_spec(recipe).sites())
     assert len(run_alarms.AlarmMonitor(alarms, recipes).new(numerics)) == expected

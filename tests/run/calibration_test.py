@@ -21,13 +21,13 @@ NAMES = [f"attn/{n}" for n in "qkvo"] + [f"mlp/{n}" for n in ("gate", "up", "dow
 
 
 def test_calibration_is_a_table_that_scales_start_from(tmp_path):
-  plan = harness.text_plan("e4m3_static", job="calibrate")
-  params = train_step.make_state(plan).params
-  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch)
-  stream = loader.train_batches(plan.data, 2)
+  spec = harness.text_spec("e4m3_static", job="calibrate")
+  params = train_step.make_state(spec).params
+  spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch)
+  stream = loader.train_batches(spec.data, 2)
   hosts = [spread.place(next(stream)) for _ in range(2)]
   stream.close()
-  table = calibration.run(plan, params, hosts, step=7, fingerprint="abc")
+  table = calibration.run(spec, params, hosts, step=7, fingerprint="abc")
   assert len(table["rows"]) == 3 * (7 * 3 + 1) and table["batches"] == 2
   one = next(r for r in table["rows"] if (r["site"], r["tensor"]) == ("layers/1/mlp/up", "w"))
   assert (one["step"], one["data"], one["recipe"]) == (7, "abc", "e4m3_static")
@@ -36,22 +36,22 @@ def test_calibration_is_a_table_that_scales_start_from(tmp_path):
   one["amax"] = 7.5  # by hand
   path = tmp_path / "table.json"
   path.write_text(json.dumps(table))
-  scaling_states = calibration.scaling_states_of(calibration.read(str(path)), plan.sites())
+  scaling_states = calibration.scaling_states_of(calibration.read(str(path)), spec.sites())
   assert float(scaling_states["layers/mlp/up"].amax_3[1, 1]) == 7.5
   harness.train_on_text(tmp_path / "run", "e4m3_static", **{"precision.calibration": str(path)})
-  state = harness.saved_state(tmp_path / "run", plan, 6)
+  state = harness.saved_state(tmp_path / "run", spec, 6)
   harness.assert_trees_equal(state.scaling_states, scaling_states)  # static: never moved
 
 
 def test_calibration_by_percentile_says_what_it_clips():
-  plan = harness.one_layer_plan(**{
+  spec = harness.one_layer_spec(**{
     "precision.rules": harness.only_down("e4m3_static"),
   })  # fmt: skip
   section = Calibrate(method="percentile", percentile=90.0)
-  plan = dataclasses.replace(plan, sections={Calibrate: section})
-  params = train_step.make_state(plan).params
+  spec = dataclasses.replace(spec, sections={Calibrate: section})
+  params = train_step.make_state(spec).params
   batch = harness.weighted_batch(np.random.default_rng(0))
-  table = calibration.run(plan, params, [batch], step=0, fingerprint="abc")
+  table = calibration.run(spec, params, [batch], step=0, fingerprint="abc")
   rows = {(r["site"], r["tensor"]): r for r in table["rows"]}
   w = np.abs(np.asarray(params["layers"]["mlp"]["down"][0], np.float64))
   row, wanted = rows["layers/0/mlp/down", "w"], np.quantile(w, 0.9, method="higher")
@@ -85,13 +85,13 @@ def test_table_of_another_model_is_refused(tmp_path):
   rows = [{"site": f"layers/{i}/mlp/up", "tensor": "x", "amax": 1.0} for i in range(4)]
   (tmp_path / "t.json").write_text(json.dumps({"format": calibration.FORMAT, "rows": rows}))
   with pytest.raises(UserError, match="row 3: this model has no site 'layers/3/mlp/up'"):
-    calibration.load(harness.text_plan("e4m3_static"), str(tmp_path / "t.json"))
+    calibration.load(harness.text_spec("e4m3_static"), str(tmp_path / "t.json"))
   with pytest.raises(UserError, match="no row for site layers/0/attn"):
-    calibration.scaling_states_of({("head", "x"): 1.0}, harness.text_plan("e4m3_static").sites())
+    calibration.scaling_states_of({("head", "x"): 1.0}, harness.text_spec("e4m3_static").sites())
   rows = {(f"layers/{i}/{m}", t): 1.0 for i in range(3) for m in NAMES for t in "xwg"}
   del rows["layers/1/mlp/up", "g"]
   with pytest.raises(UserError, match="no row for site layers/1/mlp/up, tensor g"):
-    calibration.scaling_states_of(rows, harness.text_plan("e4m3_static").sites())
+    calibration.scaling_states_of(rows, harness.text_spec("e4m3_static").sites())
 
 
 def test_calibration_reaches_later_phases_and_is_refused_where_nothing_starts_from_it(tmp_path):
@@ -101,25 +101,25 @@ def test_calibration_reaches_later_phases_and_is_refused_where_nothing_starts_fr
     for i in range(3) for m in NAMES for t in "xwg"
   ]  # fmt: skip
   path.write_text(json.dumps({"format": calibration.FORMAT, "rows": rows}))
-  late = harness.text_plan("bf16", **STATIC_LATE_LAYERS)
+  late = harness.text_spec("bf16", **STATIC_LATE_LAYERS)
   first, second = calibration.load(late, str(path))
   assert not first
   np.testing.assert_array_equal(second["layers/mlp/up"].amax_3, [[2] * 3, [3] * 3, [4] * 3])
   train.run(
-    harness.text_plan("bf16", **STATIC_LATE_LAYERS, **{"precision.calibration": str(path)}),
+    harness.text_spec("bf16", **STATIC_LATE_LAYERS, **{"precision.calibration": str(path)}),
     str(tmp_path),
   )
   harness.assert_trees_equal(harness.saved_state(tmp_path, late, 6).scaling_states, second)
   with pytest.raises(UserError, match="nothing starts from it"):
-    calibration.load(harness.text_plan("block_128"), str(path))
+    calibration.load(harness.text_spec("block_128"), str(path))
 
 
 def test_scales_of_a_later_phase_begin_with_its_own_sites(rng):
-  plan = harness.one_layer_plan(
+  spec = harness.one_layer_spec(
     **{"precision.schedule": ((2, harness.only_down("tensor_delayed")),)}
   )
-  state = train_step.make_state(plan)
-  assert not train_step.calibrate(plan, state, harness.weighted_batch(rng), 0).scaling_states
-  assert list(train_step.calibrate(plan, state, harness.weighted_batch(rng), 1).scaling_states) == [
+  state = train_step.make_state(spec)
+  assert not train_step.calibrate(spec, state, harness.weighted_batch(rng), 0).scaling_states
+  assert list(train_step.calibrate(spec, state, harness.weighted_batch(rng), 1).scaling_states) == [
     "layers/mlp/down"
   ]

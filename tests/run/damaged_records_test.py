@@ -160,17 +160,19 @@ def test_meta_of_a_checkpoint_is_checked(tmp_path, place, value, message):
 
 
 def test_types_name_only_fields_that_a_writer_writes():
-  """Memory.to_json, which a checkpoint holds, is of its type."""
-  made = schemas.control.Memory(
+  """PolicyState.to_json, which a checkpoint holds, is of its type."""
+  made = schemas.decide.PolicyState(
     (2.0,),
     {"p": {"s": (True, False)}},
     {"p": {"s": ("", 3)}},
-    undone=(schemas.control.Event(1, "a", "b"),),
+    undone=(schemas.decide.Event(1, "a", "b"),),
   )
-  records.check(json.loads(json.dumps(made.to_json())), schemas.control.Memory, "policy", "")
+  records.check(json.loads(json.dumps(made.to_json())), schemas.decide.PolicyState, "policy", "")
   with pytest.raises(UserError, match=r"policy: field 'away.p.s\[1\]' is 'x', expected a whole"):
     plain = json.loads(json.dumps(made.to_json()))
-    records.check(changed(plain, ["away", "p", "s", 1], "x"), schemas.control.Memory, "policy", "")
+    records.check(
+      changed(plain, ["away", "p", "s", 1], "x"), schemas.decide.PolicyState, "policy", ""
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from fp8jax.step import train_step
 
 def test_evaluation_uses_the_scales_of_training():
   """With static scales so large that all codes are 0, layers are those whose weights are 0."""
-  plan = harness.one_layer_plan("e4m3_static")
-  params = train_step.make_state(plan).params
+  spec = harness.one_layer_spec("e4m3_static")
+  params = train_step.make_state(spec).params
   scaling_states = {
     name: dataclasses.replace(m, amax_3=jnp.full_like(m.amax_3, 2.0**40))
-    for name, m in scaling_lib.states(plan.sites()).items()
+    for name, m in scaling_lib.states(spec.sites()).items()
   }
   mlp, attn = params["layers"]["mlp"], params["layers"]["attn"]
   without = {
@@ -28,7 +28,7 @@ def test_evaluation_uses_the_scales_of_training():
       "attn": {**attn, **{k: 0 * attn[k] for k in "qkvo"}},
     },
   }
-  evaluator = evaluator_lib.Evaluator(plan)
+  evaluator = evaluator_lib.Evaluator(spec)
   (found,) = evaluator.run(params, scaling_states).values()
   (want,) = evaluator.run(without, scaling_states).values()
   assert found["e4m3_static"]["loss"] == pytest.approx(want["bf16"]["loss"], rel=1e-6)

@@ -26,13 +26,13 @@ def _operands(tokens, contracted, produced):
   return x + w, g + w, x + g
 
 
-def _plan(rules, **changes):
-  return harness.tiny_plan(harness.tiny_config(**{"precision.rules": rules, **changes}))
+def _spec(rules, **changes):
+  return harness.tiny_spec(harness.tiny_config(**{"precision.rules": rules, **changes}))
 
 
 def test_shares_equal_sums_over_layers_and_products():
   rules = (("head", "bf16"), ("layers/1/mlp/down", "bf16"), ("layers/.*", "rowwise_gw_hp"))
-  plan = _plan(rules, **{"memory.loss_chunk": 48})
+  spec = _spec(rules, **{"memory.loss_chunk": 48})
   narrow_flops = all_flops = narrow = wide = 0
   for layer in range(2):
     for i, (contracted, produced) in enumerate(LINEAR):
@@ -49,20 +49,20 @@ def test_shares_equal_sums_over_layers_and_products():
   for length in (48, 48, 32):  # the head reads its weight for every chunk
     wide += sum(_operands(BATCH * length, D, V))
   all_flops += 6 * TOKENS * D * V
-  found = fp8_share.of_phase(plan)
+  found = fp8_share.of_phase(spec)
   assert found["fp8_flops_share"] == pytest.approx(narrow_flops / all_flops, rel=1e-12)
-  assert plan.run.dtype.itemsize == 4  # on the CPU
+  assert spec.run.dtype.itemsize == 4  # on the CPU
   assert found["fp8_gemm_bytes_share"] == pytest.approx(narrow / (narrow + 4 * wide), rel=1e-12)
 
 
 def test_shares_of_a_run_are_means_over_its_steps():
   all_wide = ((".*", "bf16"),)
-  plan = _plan(((".*", "block_128"),), **{"precision.schedule": ((15, all_wide),)})
-  first = fp8_share.of_phase(plan)
+  spec = _spec(((".*", "block_128"),), **{"precision.schedule": ((15, all_wide),)})
+  first = fp8_share.of_phase(spec)
   assert first["fp8_gemm_bytes_share"] == 1 and 0.8 < first["fp8_flops_share"] < 1
-  assert fp8_share.of_phase(plan, 1) == {"fp8_flops_share": 0, "fp8_gemm_bytes_share": 0}
+  assert fp8_share.of_phase(spec, 1) == {"fp8_flops_share": 0, "fp8_gemm_bytes_share": 0}
   for steps, taken in ((0, 1), (10, 1), (20, 0.75)):
-    for name, share in fp8_share.of_run(plan, steps).items():
+    for name, share in fp8_share.of_run(spec, steps).items():
       assert share == pytest.approx(taken * first[name], rel=1e-12)
 
 
@@ -72,6 +72,6 @@ def test_shares_are_in_every_row_and_in_the_summary(tmp_path):
   harness.train_on_text(tmp_path, "block_128", **c)
   rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
   summary = json.loads((tmp_path / "summary.json").read_text())
-  for name, share in fp8_share.of_phase(harness.text_plan("block_128", **c)).items():
+  for name, share in fp8_share.of_phase(harness.text_spec("block_128", **c)).items():
     assert [row[name] for row in rows if "loss" in row] == [share, share]
     assert summary[name] == pytest.approx(share) and 0 < share < 1

@@ -170,7 +170,7 @@ def test_make_installs_the_wheels_that_the_driver_allows(make, tmp_path, driver,
 TILED = {"model.hidden_size": 256, "model.num_heads": 4, "model.num_kv_heads": 4, "seq_len": 128}
 
 
-def _plan(num=1, device="cpu", capability=0, arm="", **changes):
+def _spec(num=1, device="cpu", capability=0, arm="", **changes):
   c = base.get_config(arm)
   c.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
   return resolve.resolve(c, num, choose.Device(device, capability))
@@ -183,36 +183,36 @@ def _devices(num, kind):
 @pytest.mark.parametrize(
   "plan, devices, line",
   [
-    (lambda: _plan(), _devices(1, "cpu"), "CPU: FP8 is emulated, exact and slow"),
-    (lambda: _plan(arm="bf16"), _devices(1, "cpu"), "CPU"),
-    (lambda: _plan(1, "gpu", 90, **TILED), _devices(1, "NVIDIA H200"),
+    (lambda: _spec(), _devices(1, "cpu"), "CPU: FP8 is emulated, exact and slow"),
+    (lambda: _spec(arm="bf16"), _devices(1, "cpu"), "CPU"),
+    (lambda: _spec(1, "gpu", 90, **TILED), _devices(1, "NVIDIA H200"),
      "1 × NVIDIA H200 (sm_90): FP8 products by mosaic_sm90"),
-    (lambda: _plan(8, "gpu", 90, "tensor_current", **TILED), _devices(8, "NVIDIA H200"),
+    (lambda: _spec(8, "gpu", 90, "tensor_current", **TILED), _devices(8, "NVIDIA H200"),
      "8 × NVIDIA H200 (sm_90): FP8 products by xla_sm90"),
-    (lambda: _plan(1, "gpu", 80, kernels__matmul="reference"), _devices(1, "NVIDIA A100"),
+    (lambda: _spec(1, "gpu", 80, kernels__matmul="reference"), _devices(1, "NVIDIA A100"),
      "1 × NVIDIA A100 (sm_80): FP8 products by reference (emulated, slow)"),
-    (lambda: _plan(1, "gpu", 75, "bf16"), _devices(1, "Tesla T4"), "1 × Tesla T4 (sm_75): no FP8"),
-    (lambda: _plan(8, "gpu", 89, "tensor_current", mesh__fsdp=1), _devices(8, "NVIDIA L4"),
+    (lambda: _spec(1, "gpu", 75, "bf16"), _devices(1, "Tesla T4"), "1 × Tesla T4 (sm_75): no FP8"),
+    (lambda: _spec(8, "gpu", 89, "tensor_current", mesh__fsdp=1), _devices(8, "NVIDIA L4"),
      "1 of 8 × NVIDIA L4 (sm_89): FP8 products by xla; mesh.data, mesh.fsdp and mesh.tensor are 1, "
      "the other 7 are idle"),
   ],
   ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
-def test_the_first_line_names_devices_and_kernels(plan, devices, line):
-  assert run_start.device_line(plan(), devices) == line
+def test_the_first_line_names_devices_and_kernels(spec, devices, line):
+  assert run_start.device_line(spec(), devices) == line
 
 
 @pytest.mark.parametrize("module", [debug, smollm2_cpt])
 def test_the_demo_takes_one_device_of_eight(module):
   """Its batch of two suits no eight; sizes that are tiles stand in for the model's."""
   c = config_files.without_files(module.get_config("tensor_current"))
-  plan = resolve.resolve(c, 8, choose.Device("gpu", 90))
-  assert plan.num_devices == 1 and plan.run.layout.mesh is None
+  spec = resolve.resolve(c, 8, choose.Device("gpu", 90))
+  assert spec.num_devices == 1 and spec.run.layout.mesh is None
 
 
 def test_turing_computes_in_float32_without_cudnn():
   for capability, dtype, implementation in ((75, "float32", "xla"), (80, "bfloat16", "cudnn")):
-    run = _plan(1, "gpu", capability, "bf16").run
+    run = _spec(1, "gpu", capability, "bf16").run
     assert (run.dtype.name, run.attention) == (dtype, implementation)
 
 

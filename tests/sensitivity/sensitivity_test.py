@@ -26,7 +26,7 @@ from fp8jax.sensitivity import rules as sensitivity_rules
 from fp8jax.sensitivity import study as sensitivity
 from fp8jax.sensitivity.records import Records
 from fp8jax.sensitivity.settings import Sensitivity
-from fp8jax.sensitivity.study import CHOOSE, REPORT, Place
+from fp8jax.sensitivity.study import CHOOSE, REPORT, QuantizedSite
 from fp8jax.step import train_step
 
 ON = (1.0, 1.0)
@@ -39,35 +39,35 @@ CHANGES = {
 }  # fmt: skip
 
 
-def _with_top(plan, top=2):
-  section = dataclasses.replace(plan.of(Sensitivity), top=top)
-  return dataclasses.replace(plan, sections={Sensitivity: section})
+def _with_top(spec, top=2):
+  section = dataclasses.replace(spec.of(Sensitivity), top=top)
+  return dataclasses.replace(spec, sections={Sensitivity: section})
 
 
 @functools.cache
-def _plan():
-  return _with_top(harness.text_plan(job="sensitivity", **CHANGES))
+def _spec():
+  return _with_top(harness.text_spec(job="sensitivity", **CHANGES))
 
 
 @functools.cache
 def _params():
-  return train_step.make_state(_plan()).params
+  return train_step.make_state(_spec()).params
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
   path = tmp_path_factory.mktemp("study") / "measurements.jsonl"
-  plan = _plan()
-  return sensitivity.Study(plan, _params(), plan.sites(), halves_lib.read(plan), Records(path, {}))
+  spec = _spec()
+  return sensitivity.Study(spec, _params(), spec.sites(), halves_lib.read(spec), Records(path, {}))
 
 
 @functools.cache
 def _logits(rules, batch_index=0):
   """Of a half's first batch with these rules, by the ordinary model."""
-  plan = harness.text_plan(job="sensitivity", **{**CHANGES, "precision.rules": rules})
-  batch = {k: jnp.asarray(v) for k, v in halves_lib.read(_plan())[CHOOSE][batch_index].items()}
-  run = jax.jit(lambda p, s: transformer.logits(p, s, batch, plan.model, plan.run))
-  return np.asarray(run(_params(), plan.sites()), np.float64), batch
+  spec = harness.text_spec(job="sensitivity", **{**CHANGES, "precision.rules": rules})
+  batch = {k: jnp.asarray(v) for k, v in halves_lib.read(_spec())[CHOOSE][batch_index].items()}
+  run = jax.jit(lambda p, s: transformer.logits(p, s, batch, spec.model, spec.run))
+  return np.asarray(run(_params(), spec.sites()), np.float64), batch
 
 
 def _losses(logits, batch):
@@ -136,14 +136,14 @@ def test_measurements_compile_nothing(study):
 
 
 def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
-  plan = _plan()
-  loaded = restore.Loaded(plan, _params(), 0, {}, {"hf": "a test"}, {}, "")
-  monkeypatch.setattr(job, "load_or_init", lambda plan, _: dataclasses.replace(loaded, spec=plan))
-  first = job.run(plan, str(tmp_path))
+  spec = _spec()
+  loaded = restore.Loaded(spec, _params(), 0, {}, {"hf": "a test"}, {}, "")
+  monkeypatch.setattr(job, "load_or_init", lambda spec, _: dataclasses.replace(loaded, spec=spec))
+  first = job.run(spec, str(tmp_path))
   lines = (tmp_path / "sensitivity" / "measurements.jsonl").read_text()
   with open(tmp_path / "sensitivity" / "measurements.jsonl", "a") as f:
     f.write('{"name": "half a li')
-  assert job.run(plan, str(tmp_path))["rules"] == first["rules"]
+  assert job.run(spec, str(tmp_path))["rules"] == first["rules"]
   assert (tmp_path / "sensitivity" / "measurements.jsonl").read_text() == lines
   result = json.loads((tmp_path / "sensitivity" / "sensitivity.json").read_text())
   page = (tmp_path / "sensitivity" / "sensitivity.html").read_text()
@@ -158,10 +158,10 @@ def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
   # The upper end of the interval is within the budget; the estimate is with fewer sites in BF16.
   (of_loss,) = (b for b in result["budgets"] if b["budget"].startswith("at most"))
   estimate, _, high = of_loss["chosen_on"]["loss_percent"]
-  assert estimate < high <= plan.of(Sensitivity).max_loss
+  assert estimate < high <= spec.of(Sensitivity).max_loss
   for budget in result["budgets"]:
     for arm in budget["arms"]:
-      sites = harness.text_plan(
+      sites = harness.text_spec(
         job="sensitivity", **{**CHANGES, "precision.rules": tuple(arm["rules"])}
       ).sites()
       recipes = site_tree.recipes_of(sites)
@@ -169,12 +169,12 @@ def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
       assert len(in_bf16) == arm["bf16_sites"] + 2  # beside those that were BF16 before
   with pytest.raises(UserError, match="windows was .*512.* and is .*1024"):
     job.run(
-      harness.text_plan(job="sensitivity", **{**CHANGES, "sensitivity.tokens": 1024}), str(tmp_path)
+      harness.text_spec(job="sensitivity", **{**CHANGES, "sensitivity.tokens": 1024}), str(tmp_path)
     )
 
 
 def test_halves_share_no_document():
-  halves = halves_lib.read(_plan())
+  halves = halves_lib.read(_spec())
   documents = {}
   for half, batches in halves.items():
     rows = np.concatenate([b["targets_BL"] for b in batches])
@@ -210,7 +210,8 @@ def test_rule_of_a_whole_kind_names_no_layers():
 def _places():
   flops = {"attn/q": 1.0, "mlp/up": 3.0, "mlp/down": 3.0}
   return tuple(
-    Place(n, re.sub(r"layers/\d+/", "", n), int(n.split("/")[1]), flops[n.split("/", 2)[2]], "r")
+    QuantizedSite(n, re.sub(r"layers/\d+/", "", n), int(n.split("/")[1]),
+                  flops[n.split("/", 2)[2]], "r")
     for n in NAMES if n != "head"
   )  # fmt: skip
 
@@ -270,11 +271,11 @@ def test_records_survive_a_kill_and_refuse_another_study(tmp_path):
 
 def test_studies_that_would_mislead_are_refused(tmp_path):
   with pytest.raises(UserError, match="random weights say nothing"):
-    job.run(_plan(), str(tmp_path))
-  delayed = harness.text_plan("tensor_delayed", job="sensitivity")
+    job.run(_spec(), str(tmp_path))
+  delayed = harness.text_spec("tensor_delayed", job="sensitivity")
   with pytest.raises(UserError, match="precision.calibration=TABLE"):
     sensitivity.with_scales(delayed, 0, {})
-  lora = harness.text_plan(
+  lora = harness.text_spec(
     "block_128", job="sensitivity", **{"model.lora.rank": 2, "model.lora.base": "bf16"}
   )
   with pytest.raises(UserError, match="merge them by --job=export"):

@@ -28,18 +28,18 @@ def tiny_preset(monkeypatch):
 
 
 def plan_of(recipe="bf16", shape=None, **changes):
-  return harness.tiny_plan(harness.tiny_config(recipe, **CHANGES, **changes), shape)
+  return harness.tiny_spec(harness.tiny_config(recipe, **CHANGES, **changes), shape)
 
 
 def host():
   return {k: v[:, :LENGTH] for k, v in harness.host_batches()[0].items()}
 
 
-def observations(plan):
+def observations(spec):
   """{layer's site: [tensors, S]} of a loud step from the initial weights."""
-  runner = harness.Runner(plan)
-  sites = plan.sites(statistics=tensor_stats.LOUD)
-  state = train_step.make_state(plan)
+  runner = harness.Runner(spec)
+  sites = spec.sites(statistics=tensor_stats.LOUD)
+  state = train_step.make_state(spec)
   _, values = runner.step_fn(state, runner.spread.place(host()), sites)
   stats = jax.device_get(values["tensor_stats"])
   assert all(np.isfinite(v).all() for v in stats.values())
@@ -60,9 +60,9 @@ def of_numpy(x):
 
 
 def test_statistics_are_those_of_what_the_model_computes():
-  plan = plan_of()
-  params, batch = train_step.make_state(plan).params, host()
-  cfg, run, sites = plan.model, plan.run, plan.sites()
+  spec = plan_of()
+  params, batch = train_step.make_state(spec).params, host()
+  cfg, run, sites = spec.model, spec.run, spec.sites()
 
   def layer(x_BLD, of_layer, context):
     return transformer.layer(x_BLD, of_layer, context, cfg, run)[0], x_BLD
@@ -100,11 +100,11 @@ def test_statistics_are_those_of_what_the_model_computes():
 @pytest.mark.slow
 def test_gradient_of_the_stream_is_that_of_the_embeddings():
   """The rows of an embedding collect the gradients of its tokens; the head has its own weights."""
-  plan = plan_of(**{"model.preset": "untied"})
-  params, batch = train_step.make_state(plan).params, jax.tree.map(jax.numpy.asarray, host())
-  sites = plan.sites(statistics=tensor_stats.LOUD)
+  spec = plan_of(**{"model.preset": "untied"})
+  params, batch = train_step.make_state(spec).params, jax.tree.map(jax.numpy.asarray, host())
+  sites = spec.sites(statistics=tensor_stats.LOUD)
   _, gradient, stats, _ = jax.jit(
-    lambda p: train_step.gradients(plan, p, sites, batch, scale=1024.0)
+    lambda p: train_step.gradients(spec, p, sites, batch, scale=1024.0)
   )(params)
   found = alarms.summarise(sites, jax.device_get(stats), {})
   total, elements = np.float64(gradient["embed"]).sum(), batch["tokens_BL"].size * 128
@@ -146,11 +146,11 @@ def test_statistics_do_not_depend_on_how_a_step_is_computed(changes):
 
 
 def test_step_without_statistics_is_the_program_of_a_model_that_observes_nothing(monkeypatch):
-  plan = plan_of("block_128")
+  spec = plan_of("block_128")
 
   def program(statistics):
-    runner = harness.Runner(plan)
-    state, sites = train_step.abstract_state(plan, 1), plan.sites(statistics=statistics)
+    runner = harness.Runner(spec)
+    state, sites = train_step.abstract_state(spec, 1), spec.sites(statistics=statistics)
     return str(runner.step_fn.trace(state, host(), sites).jaxpr)
 
   quiet, loud = program(tensor_stats.QUIET), program(tensor_stats.LOUD)

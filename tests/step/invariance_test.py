@@ -51,7 +51,7 @@ SAVED = [f"{name} saved" for name in ("block_128", "tensor_current", "tensor_del
 
 
 @functools.cache
-def _plan(recipe, accumulation=1, remat="none", shape=None, rows=ROWS, length=LENGTH):
+def _spec(recipe, accumulation=1, remat="none", shape=None, rows=ROWS, length=LENGTH):
   c = base.get_config()
   c.model.update(SIZES)
   c.update_from_flattened_dict({
@@ -83,32 +83,32 @@ def _batch(rows=ROWS, length=LENGTH):
 
 @functools.cache
 def _params():
-  plan = _plan("bf16")
+  spec = _spec("bf16")
   return jax.tree.map(
-    np.asarray, params_lib.init(jax.random.key(1), plan.declaration, plan.model.dims)
+    np.asarray, params_lib.init(jax.random.key(1), spec.declaration, spec.model.dims)
   )
 
 
 @functools.cache
 def _memories(recipe):
   """Past amaxes: those of the very step, and a tenth more."""
-  sites = _plan(recipe).sites()
+  sites = _spec(recipe).sites()
   if not scaling_lib.states(sites):
     return {}
-  step = _step_fn(_plan(recipe), site_lib.with_current_scales(sites), _batch())
+  step = _step_fn(_spec(recipe), site_lib.with_current_scales(sites), _batch())
   seen = step(_params())[2]
   return jax.tree.map(lambda x: np.float32(1.1) * x, scaling_lib.calibrated(sites, seen))
 
 
-def _step_fn(plan, sites, batch):
+def _step_fn(spec, sites, batch):
   """params -> (loss, gradients, {site: what it saw}), on the host."""
-  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, plan.grad_accum_steps)
+  spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
   placed = spread.place(batch)
-  take = jax.jit(lambda params: train_step.gradients(plan, params, sites, placed)[:3])
+  take = jax.jit(lambda params: train_step.gradients(spec, params, sites, placed)[:3])
 
   def step(params):
-    if plan.run.layout.mesh is not None:
-      params = jax.device_put(params, params_lib.shardings(plan.declaration, plan.run.layout))
+    if spec.run.layout.mesh is not None:
+      params = jax.device_put(params, params_lib.shardings(spec.declaration, spec.run.layout))
     return jax.device_get(take(params))
 
   return step
@@ -117,12 +117,12 @@ def _step_fn(plan, sites, batch):
 @functools.cache
 def _steps(recipe, *, unroll=False, rows=ROWS, length=LENGTH, nudges=0, **how):
   """(loss, {parameter: gradient}, {layer's site: amaxes}), also from weights nudged so often."""
-  plan = _plan(recipe, rows=rows, length=length, **how)
-  sites = scaling_lib.with_states(plan.sites(), _memories(recipe))
+  spec = _spec(recipe, rows=rows, length=length, **how)
+  sites = scaling_lib.with_states(spec.sites(), _memories(recipe))
   sites = site_lib.with_keys(sites, jax.random.key(3))
   if unroll:
     sites = _one_by_one(sites)
-  step, rng, found = _step_fn(plan, sites, _batch(rows, length)), np.random.default_rng(0), []
+  step, rng, found = _step_fn(spec, sites, _batch(rows, length)), np.random.default_rng(0), []
   for i in range(1 + nudges):
     size = 1e-7 * bool(i)
     params = jax.tree.map(

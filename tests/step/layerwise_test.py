@@ -36,13 +36,13 @@ def tiny_preset(monkeypatch):
 
 
 def _runner(recipe, shape=None, **changes):
-  return harness.Runner(harness.tiny_plan(harness.tiny_config(recipe, **changes), shape))
+  return harness.Runner(harness.tiny_spec(harness.tiny_config(recipe, **changes), shape))
 
 
 def _begin(runner):
   """A state whose scales are those of the first batch."""
-  state = train_step.make_state(runner.plan)
-  return train_step.calibrate(runner.plan, state, runner.spread.place(harness.host_batches()[0]), 0)
+  state = train_step.make_state(runner.spec)
+  return train_step.calibrate(runner.spec, state, runner.spread.place(harness.host_batches()[0]), 0)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_both_orders_take_the_same_step(recipe, changes):
     runner = _runner(recipe, **order, **changes)
     state, host = _begin(runner), harness.host_batches()[0]
     placed = runner.spread.place(host)
-    assert fp8_gemms.strict(runner.plan, runner.step_fn, state, placed, runner.sites)
+    assert fp8_gemms.strict(runner.spec, runner.step_fn, state, placed, runner.sites)
     state, values = runner.step(state, host)
     found.append(jax.device_get((state, values)))
   (ours, got), (other, wanted) = found
@@ -83,9 +83,9 @@ def test_a_loud_step_sees_the_same():
   found = []
   for order in (OURS, OTHER):
     runner = _runner("block_128", **order)
-    state = train_step.make_state(runner.plan)
-    before = transformer.alignment(state.params, runner.plan.model)
-    sites = runner.plan.sites(statistics=tensor_stats.LOUD)
+    state = train_step.make_state(runner.spec)
+    before = transformer.alignment(state.params, runner.spec.model)
+    sites = runner.spec.sites(statistics=tensor_stats.LOUD)
     placed = runner.spread.place(harness.host_batches()[0])
     values = runner.step_fn(state, placed, sites)[1]
     (path,) = before
@@ -135,9 +135,9 @@ def small_on_h200(in_backward: bool) -> dict:
     "kernels.optimizer": "auto",
   }
   c = aot_harness.load("configs/base.py", aot_harness.SMALL | changes | {"model.num_layers": 8})
-  plan, devices = aot.resolve(c, "h200:1")
-  rows, summary = memory.compiled(plan, aot.lower(plan, devices))
-  layers = params_lib.count(plan.declaration["layers"], plan.model.dims)
+  spec, devices = aot.resolve(c, "h200:1")
+  rows, summary = memory.compiled(spec, aot.lower(spec, devices))
+  layers = params_lib.count(spec.declaration["layers"], spec.model.dims)
   return {"rows": {r.kind: (r.declared, r.compiled) for r in rows}, "layers": layers, **summary}
 
 
@@ -158,13 +158,13 @@ def test_gradients_of_all_layers_are_never_there():
 def test_a_bad_gradient_stops_what_comes_after_it():
   """Layer 1's overflows: what is behind it has moved, the rest has not, nor does it ever."""
   runner = _runner("bf16", **OURS)
-  state = train_step.make_state(runner.plan)
+  state = train_step.make_state(runner.spec)
   host = jax.tree.map(np.array, state.params)
   # Channel 0 of what gate and up read is enormous, and multiplied by 0.
   host["layers"]["mlp"]["norm"][1, 0] = 1e30
   for name in ("gate", "up"):
     host["layers"]["mlp"][name][1, 0] = 0
-  poisoned = train_step.make_state(runner.plan, jax.tree.map(jax.numpy.asarray, host))
+  poisoned = train_step.make_state(runner.spec, jax.tree.map(jax.numpy.asarray, host))
   state, values = runner.step(poisoned, harness.host_batches()[0])
   assert np.isfinite(values["loss"]) and not values["is_finite"] and state.halted
 
@@ -191,7 +191,7 @@ def test_what_needs_all_gradients_is_refused():
     },
   )  # fmt: skip
   with pytest.raises(errors.ConfigError) as e:
-    harness.tiny_plan(c)
+    harness.tiny_spec(c)
   for key in (
     "optim.grad_clip_norm=1.0", "grad_accum_steps=2", "memory.remat_policy='none'",
     "optim.grad_format='bf16_sr'",
@@ -221,7 +221,7 @@ def test_layers_split_over_devices_are_refused():
   c = harness.tiny_config("bf16", **OURS)
   c.sharding.weights.N, c.sharding.weights.D = "fsdp", ()
   with pytest.raises(resolve.ConfigError, match="optim.in_backward=True with sharding.weights.N"):
-    harness.tiny_plan(c, (1, 4, 1))
+    harness.tiny_spec(c, (1, 4, 1))
 
 
 def test_a_multiplicative_update_is_applied_layer_by_layer(monkeypatch):
@@ -232,9 +232,9 @@ def test_a_multiplicative_update_is_applied_layer_by_layer(monkeypatch):
   )  # fmt: skip
   monkeypatch.setitem(optimizers.OPTIMIZERS, "multiplied", row)
   changes = {**OURS, "optim.weight_decay": 0.0, "model.num_layers": 2, "optim.peak_lr": 0.01}
-  plan = harness.tiny_plan(harness.tiny_config("bf16", **changes))
-  optim = dataclasses.replace(plan.optim, optimizer="multiplied")
-  runner = harness.Runner(dataclasses.replace(plan, optim=optim))
+  spec = harness.tiny_spec(harness.tiny_config("bf16", **changes))
+  optim = dataclasses.replace(spec.optim, optimizer="multiplied")
+  runner = harness.Runner(dataclasses.replace(spec, optim=optim))
   state = _begin(runner)
   before = jax.device_get(state.params)
   after = jax.device_get(runner.step(state, harness.host_batches()[0])[0].params)

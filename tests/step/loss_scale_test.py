@@ -18,21 +18,21 @@ from fp8jax.step import loss_scale, train_step
 DYNAMIC = {"loss_scale.kind": "dynamic"}
 
 
-def _scaled(plan, **changes):
-  return dataclasses.replace(plan, loss_scale=dataclasses.replace(plan.loss_scale, **changes))
+def _scaled(spec, **changes):
+  return dataclasses.replace(spec, loss_scale=dataclasses.replace(spec.loss_scale, **changes))
 
 
 def test_loss_scale_halves_at_overflow_and_doubles_after_growth():
-  plan = _scaled(harness.text_plan("bf16", **DYNAMIC), growth_interval=2)
-  step = train_step.make_step(plan)
-  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch)
-  stream = loader.train_batches(plan.data, 2)
+  spec = _scaled(harness.text_spec("bf16", **DYNAMIC), growth_interval=2)
+  step = train_step.make_step(spec)
+  spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch)
+  stream = loader.train_batches(spec.data, 2)
   host = next(stream)
   stream.close()
   bad = dict(host, weights_BL=np.full_like(host["weights_BL"], np.inf))
-  state, scales = train_step.make_state(plan), []
+  state, scales = train_step.make_state(spec), []
   for batch in (host, host, host, bad, host):
-    state, values = step(state, spread.place(batch), plan.sites())
+    state, values = step(state, spread.place(batch), spec.sites())
     scales.append(float(values["loss_scale"]))
   assert scales == [256, 256, 512, 512, 256] and int(state.skipped) == 1
   assert not bool(state.halted)
@@ -48,15 +48,15 @@ def test_a_run_goes_on_after_its_loss_scale_met_an_overflow(tmp_path, monkeypatc
     return place(self, dict(host, weights_BL=weights))
 
   monkeypatch.setattr(batch_sharding.BatchSharder, "place", poisoned)
-  summary = train.run(harness.text_plan("bf16", **{"loss_scale.kind": "dynamic"}), str(tmp_path))
+  summary = train.run(harness.text_spec("bf16", **{"loss_scale.kind": "dynamic"}), str(tmp_path))
   assert summary["step"] == 6 and summary["skipped_updates"] == 1
   assert "update skipped" in capsys.readouterr().out
 
 
 def test_loss_scale_leaves_the_gradients_as_they_are():
   """A power of two in float32: exact. Clipping, which divides by the norm, would hide a factor."""
-  plain = harness.text_plan("bf16", **{"optim.grad_clip_norm": 0.0})
-  scaled = harness.text_plan("bf16", **{"optim.grad_clip_norm": 0.0, "loss_scale.kind": "dynamic"})
+  plain = harness.text_spec("bf16", **{"optim.grad_clip_norm": 0.0})
+  scaled = harness.text_spec("bf16", **{"optim.grad_clip_norm": 0.0, "loss_scale.kind": "dynamic"})
   spread = batch_sharding.BatchSharder(plain.run.layout, plain.microbatch)
   stream = loader.train_batches(plain.data, 2)
   host = spread.place(next(stream))
@@ -77,21 +77,21 @@ ALL_SOURCES = {
 }  # fmt: skip
 
 
-def _steps(plan, hosts):
+def _steps(spec, hosts):
   """The state after these batches, the first of which calibrates, and the loss scales."""
-  state, step, scales = train_step.make_state(plan), train_step.make_step(plan), []
+  state, step, scales = train_step.make_state(spec), train_step.make_step(spec), []
   for i, host in enumerate(hosts):
     if i == 0:
-      state = train_step.calibrate(plan, state, host, 0)
-    state, values = step(state, host, plan.sites())
+      state = train_step.calibrate(spec, state, host, 0)
+    state, values = step(state, host, spec.sites())
     scales.append(float(values.get("loss_scale", 1.0)))
   return jax.device_get(state), scales
 
 
 def test_past_and_static_scales_follow_the_loss_scale_exactly():
   """Powers of two: a run under a loss scale that grows and halves is the run without one."""
-  plain = harness.text_plan(**ALL_SOURCES, **{"optim.on_nonfinite": "skip"})
-  scaled = _scaled(harness.text_plan(**ALL_SOURCES, **DYNAMIC), growth_interval=1)
+  plain = harness.text_spec(**ALL_SOURCES, **{"optim.on_nonfinite": "skip"})
+  scaled = _scaled(harness.text_spec(**ALL_SOURCES, **DYNAMIC), growth_interval=1)
   hosts = harness.calibrated_batches(plain, 6)[1]
   bad = dict(hosts[3], weights_BL=np.full_like(hosts[3]["weights_BL"], np.inf))
   hosts = [*hosts[:3], bad, *hosts[3:]]
@@ -116,15 +116,15 @@ def test_float16_trains_under_a_loss_scale_where_gradients_underflow_without():
   losses, moved = {}, {}
   for dtype, kind in (("float32", "none"), ("float16", "none"), ("float16", "dynamic")):
     scaling = {"loss_scale.kind": kind, "model.num_layers": 1, "optim.warmup_steps": 0}
-    plan = _scaled(harness.text_plan("bf16", **scaling), start=2.0**15)
+    spec = _scaled(harness.text_spec("bf16", **scaling), start=2.0**15)
     # float16 without a loss scale is refused in a configuration.
-    plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, dtype=np.dtype(dtype)))
-    _, hosts = harness.calibrated_batches(plan, 4)
-    state, step = _small_layers(train_step.make_state(plan)), train_step.make_step(plan)
+    spec = dataclasses.replace(spec, run=dataclasses.replace(spec.run, dtype=np.dtype(dtype)))
+    _, hosts = harness.calibrated_batches(spec, 4)
+    state, step = _small_layers(train_step.make_state(spec)), train_step.make_step(spec)
     before = np.asarray(state.params["layers"]["mlp"]["gate"])
     each = []
     for host in hosts:
-      state, values = step(state, host, plan.sites())
+      state, values = step(state, host, spec.sites())
       each.append(float(values["loss"]))
     assert int(state.skipped) == 0
     losses[dtype, kind] = np.asarray(each)
@@ -142,8 +142,8 @@ def test_float16_starts_from_the_largest_loss_scale_that_does_not_overflow():
   """Calibration halves it; scales are then those of the gradients, as float32 has them."""
   found = {}
   for dtype in ("float32", "float16"):
-    plan = harness.text_plan(**ALL_SOURCES, **DYNAMIC, **{"precision.compute_dtype": dtype})
-    state, _ = harness.calibrated_batches(_scaled(plan, start=2.0**24), 1)
+    spec = harness.text_spec(**ALL_SOURCES, **DYNAMIC, **{"precision.compute_dtype": dtype})
+    state, _ = harness.calibrated_batches(_scaled(spec, start=2.0**24), 1)
     found[dtype] = jax.device_get(state)
   assert float(found["float32"].loss_scale["scale"]) == 2.0**24
   assert 2.0**8 < float(found["float16"].loss_scale["scale"]) < 2.0**24
@@ -157,22 +157,22 @@ def test_float16_starts_from_the_largest_loss_scale_that_does_not_overflow():
 def test_overflow_at_the_smallest_loss_scale_ends_a_run(policy, is_last):
   """No smaller scale would help, and skipping for ever looks like training."""
   changes = {"loss_scale.kind": "dynamic", "optim.on_nonfinite": policy, "model.num_layers": 1}
-  plan = harness.text_plan("bf16", **changes)
-  state, hosts = harness.calibrated_batches(plan, 1)
+  spec = harness.text_spec("bf16", **changes)
+  state, hosts = harness.calibrated_batches(spec, 1)
   scale = jnp.float32(loss_scale.SMALLEST * (1 if is_last else 2))
   state = dataclasses.replace(state, loss_scale={**state.loss_scale, "scale": scale})
   bad = dict(hosts[0], weights_BL=np.full_like(hosts[0]["weights_BL"], np.inf))
-  state, values = train_step.make_step(plan)(state, bad, plan.sites())
+  state, values = train_step.make_step(spec)(state, bad, spec.sites())
   assert not values["is_finite"] and int(state.skipped) == 1
   assert bool(state.halted) == (policy == "stop" and is_last)
 
 
 def test_a_resumed_run_goes_on_with_its_loss_scale(tmp_path, monkeypatch):
-  plan = _scaled(harness.one_layer_plan(**DYNAMIC), growth_interval=1)
+  spec = _scaled(harness.one_layer_spec(**DYNAMIC), growth_interval=1)
   with monkeypatch.context() as m:
     m.setattr(preemption.Interrupts, "requested", lambda _, step: step >= 3)
-    train.run(plan, str(tmp_path))
-  train.run(plan, str(tmp_path))
+    train.run(spec, str(tmp_path))
+  train.run(spec, str(tmp_path))
   rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
   scales = [row["loss_scale"] for row in rows if "loss_scale" in row]
   assert scales == [256.0 * 2**step for step in range(6)]

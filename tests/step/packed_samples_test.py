@@ -33,17 +33,17 @@ def test_packed_losses_are_those_of_samples_alone(tmp_path, recipe, dtype):
   alone = {key: np.stack([window[key] for window in alone]) for key in alone[0]}
   packed = {key: x for key, x in steps[0].items() if key != "step"}
   assert len(packed["tokens_BL"]) == 5 and packed["segments_BL"].max() > 3
-  plan = harness.debug_plan(recipe, precision__compute_dtype=dtype, memory__loss_chunk=64)
-  params, sites = train_step.make_state(plan).params, plan.sites()
+  spec = harness.debug_plan(recipe, precision__compute_dtype=dtype, memory__loss_chunk=64)
+  params, sites = train_step.make_state(spec).params, spec.sites()
 
   @jax.jit
   def losses(batch):
     """(Minus log-probability of every target [B, L], the loss that is trained)."""
-    logits = transformer.logits(params, sites, batch, plan.model, plan.run)
+    logits = transformer.logits(params, sites, batch, spec.model, spec.run)
     each_BL = -jax.nn.log_softmax(logits)[
       np.arange(len(logits))[:, None], np.arange(64)[None], batch["targets_BL"]
     ]
-    return each_BL, transformer.loss(params, sites, batch, plan.model, plan.run)
+    return each_BL, transformer.loss(params, sites, batch, spec.model, spec.run)
 
   def by_sample(batch):
     each_BL, total = map(np.asarray, losses(batch))

@@ -72,13 +72,13 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS)
 def test_no_key_draws_twice_in_two_steps(rng, monkeypatch, order):
   """Operands, gradients, their sums, masters and both moments, layer by layer, chunk by chunk."""
-  plan = harness.one_layer_plan(**ORDERS[order])
-  state, lead = train_step.make_state(plan), (2,) if "sums" in order else ()
+  spec = harness.one_layer_spec(**ORDERS[order])
+  state, lead = train_step.make_state(spec), (2,) if "sums" in order else ()
   draws = Draws(monkeypatch)
   monkeypatch.setattr(update, "_CHUNK", 32 * 64)  # a chunk per layer
-  step, batch = train_step.make_step(plan), harness.weighted_batch(rng, lead)
+  step, batch = train_step.make_step(spec), harness.weighted_batch(rng, lead)
   for _ in range(2):
-    state, values = step(state, batch, plan.sites())
+    state, values = step(state, batch, spec.sites())
   assert values["is_finite"] and not draws.repeated()
   # Per step: two sites' gradients along two axes and the seven matrices' masters and moments, per
   # layer, at least.
@@ -102,9 +102,9 @@ def test_entries_of_a_batch_draw_their_own(rng, monkeypatch):
 
 
 def test_same_step_draws_the_same_again(rng):
-  plan = harness.one_layer_plan(**{"precision.rules": harness.only_down("nvfp4_sr_rht")})
-  step, batch, norms = train_step.make_step(plan), harness.weighted_batch(rng), []
+  spec = harness.one_layer_spec(**{"precision.rules": harness.only_down("nvfp4_sr_rht")})
+  step, batch, norms = train_step.make_step(spec), harness.weighted_batch(rng), []
   for number in (1, 1, 2):
-    state = dataclasses.replace(train_step.make_state(plan), step=jnp.int32(number))
-    norms.append(float(step(state, batch, plan.sites())[1]["grad_norm"]))
+    state = dataclasses.replace(train_step.make_state(spec), step=jnp.int32(number))
+    norms.append(float(step(state, batch, spec.sites())[1]["grad_norm"]))
   assert norms[0] == norms[1] != norms[2]

@@ -18,7 +18,7 @@ from fp8jax.step import train_step
 
 
 def test_quiet_and_loud_are_exactly_two_traces(monkeypatch):
-  plan = harness.text_plan("tensor_delayed")
+  spec = harness.text_spec("tensor_delayed")
   count = 0
   original = transformer.loss_and_aux
 
@@ -28,10 +28,10 @@ def test_quiet_and_loud_are_exactly_two_traces(monkeypatch):
     return original(*args)
 
   monkeypatch.setattr(transformer, "loss_and_aux", counting)
-  step = train_step.make_step(plan)
-  state, hosts = harness.calibrated_batches(plan, 5)
+  step = train_step.make_step(spec)
+  state, hosts = harness.calibrated_batches(spec, 5)
   count = 0
-  sites = {n: plan.sites(statistics=n) for n in (tensor_stats.QUIET, tensor_stats.LOUD)}
+  sites = {n: spec.sites(statistics=n) for n in (tensor_stats.QUIET, tensor_stats.LOUD)}
   for i, host in enumerate(hosts):  # traced as jit does, not compiled
     traced = step.trace(state, host, sites[tensor_stats.LOUD if i % 2 else tensor_stats.QUIET])
     state, _ = traced.out_info
@@ -47,16 +47,16 @@ def _calls_of_the_host(traced) -> set[str]:
   "statistics", [tensor_stats.QUIET, tensor_stats.LOUD], ids=["quiet", "loud"]
 )
 def test_step_never_calls_the_host(statistics):
-  plan = resolve.resolve(debug.get_config(), 1, choose.current_device())
-  state = train_step.abstract_state(plan, 1)
+  spec = resolve.resolve(debug.get_config(), 1, choose.current_device())
+  state = train_step.abstract_state(spec, 1)
   batch = {
-    name: jax.ShapeDtypeStruct((plan.global_batch, plan.data.seq_len), dtype)
+    name: jax.ShapeDtypeStruct((spec.global_batch, spec.data.seq_len), dtype)
     for name, dtype in (
       ("tokens_BL", np.int32), ("targets_BL", np.int32), ("weights_BL", np.float32),
       ("positions_BL", np.int32), ("segments_BL", np.int32),
     )
   }  # fmt: skip
-  traced = train_step.make_step(plan).trace(state, batch, plan.sites(statistics=statistics))
+  traced = train_step.make_step(spec).trace(state, batch, spec.sites(statistics=statistics))
   assert not _calls_of_the_host(traced)
 
 
@@ -79,8 +79,8 @@ def test_calls_of_the_host_are_found():
 @pytest.mark.slow
 def test_microbatches_round_by_chances_of_their_own():
   """The same text twice: with the same chances the mean of two gradients would be the one."""
-  one = harness.text_plan("nvfp4_sr_rht", **{"model.num_layers": 1})
-  two = harness.text_plan(
+  one = harness.text_spec("nvfp4_sr_rht", **{"model.num_layers": 1})
+  two = harness.text_spec(
     "nvfp4_sr_rht", **{"model.num_layers": 1, "global_batch": 4, "grad_accum_steps": 2}
   )
   stream = loader.train_batches(one.data, 2)
@@ -90,8 +90,8 @@ def test_microbatches_round_by_chances_of_their_own():
 
   @jax.jit
   def gradients(params, batch, sites):
-    plan = one if batch["tokens_BL"].ndim == 2 else two
-    return train_step.gradients(plan, params, sites, batch)[1]["layers"]["mlp"]
+    spec = one if batch["tokens_BL"].ndim == 2 else two
+    return train_step.gradients(spec, params, sites, batch)[1]["layers"]["mlp"]
 
   of_one = gradients(params, host, one.sites())
   twice = {k: np.stack([x, x]) for k, x in host.items()}

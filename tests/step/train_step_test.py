@@ -27,8 +27,8 @@ def tiny_preset(monkeypatch):
 @functools.cache
 def _one_device(recipe):
   """Per step: (state before it on the host, its metrics)."""
-  runner = harness.Runner(harness.tiny_plan(harness.tiny_config(recipe)))
-  state, found = train_step.make_state(runner.plan), []
+  runner = harness.Runner(harness.tiny_spec(harness.tiny_config(recipe)))
+  state, found = train_step.make_state(runner.spec), []
   for host in harness.host_batches():
     before = jax.tree.map(np.array, state)
     state, values = runner.step(state, host)
@@ -50,8 +50,8 @@ def test_twenty_steps_on_a_mesh_equal_one_device(shape, recipe):
   apart give block_128 losses with a standard deviation of 3e-5 per step and 6e-6 for their mean,
   on one device as well.
   """
-  runner = harness.Runner(harness.tiny_plan(harness.tiny_config(recipe), shape))
-  shardings = jax.tree.map(lambda x: x.sharding, train_step.abstract_state(runner.plan))
+  runner = harness.Runner(harness.tiny_spec(harness.tiny_config(recipe), shape))
+  shardings = jax.tree.map(lambda x: x.sharding, train_step.abstract_state(runner.spec))
   for host, (before, want) in zip(harness.host_batches(), _one_device(recipe), strict=True):
     _, got = runner.step(jax.device_put(before, shardings), host)
     assert got["loss"] == pytest.approx(want["loss"], rel=tolerances.MESH_LOSS)
@@ -69,22 +69,22 @@ def test_twenty_steps_on_a_mesh_equal_one_device(shape, recipe):
 def test_accumulation_equals_the_whole_batch():
   want = [values["loss"] for _, values in _one_device("bf16")[:5]]
   for accumulation in (2, 8):
-    plan = harness.tiny_plan(harness.tiny_config("bf16", grad_accum_steps=accumulation))
-    losses, _ = harness.Runner(plan).run(harness.host_batches()[:5])
+    spec = harness.tiny_spec(harness.tiny_config("bf16", grad_accum_steps=accumulation))
+    losses, _ = harness.Runner(spec).run(harness.host_batches()[:5])
     np.testing.assert_allclose(losses, want, rtol=1e-6)
 
 
 def test_checkpoint_restores_onto_another_mesh(tmp_path):
-  first = harness.Runner(harness.tiny_plan(harness.tiny_config("bf16"), (2, 2, 2)))
+  first = harness.Runner(harness.tiny_spec(harness.tiny_config("bf16"), (2, 2, 2)))
   _, state = first.run(harness.host_batches()[:2])
   saved = checkpoint.Checkpoints(str(tmp_path))
-  iterator = loader.train_batches(first.plan.data, 8)
+  iterator = loader.train_batches(first.spec.data, 8)
   saved.save(2, state, iterator, {})
   saved.wait()
   want, _ = first.run(harness.host_batches()[2:4], state)
   for shape in ((1, 2, 4),):
-    second = harness.Runner(harness.tiny_plan(harness.tiny_config("bf16"), shape))
-    abstract = train_step.abstract_state(second.plan)
+    second = harness.Runner(harness.tiny_spec(harness.tiny_config("bf16"), shape))
+    abstract = train_step.abstract_state(second.spec)
     restored = saved.restore(2, abstract)
     for got, exact in zip(jax.tree.leaves(restored), jax.tree.leaves(abstract), strict=True):
       assert got.sharding.is_equivalent_to(exact.sharding, got.ndim)
@@ -95,8 +95,8 @@ def test_checkpoint_restores_onto_another_mesh(tmp_path):
 
 
 def test_state_is_sharded_at_birth_and_abstractly_known():
-  plan = harness.tiny_plan(harness.tiny_config(), (1, 4, 2))
-  abstract, state = train_step.abstract_state(plan), train_step.make_state(plan)
+  spec = harness.tiny_spec(harness.tiny_config(), (1, 4, 2))
+  abstract, state = train_step.abstract_state(spec), train_step.make_state(spec)
   for want, got in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
     assert (want.shape, want.dtype) == (got.shape, got.dtype)
     assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
@@ -107,8 +107,8 @@ def test_state_is_sharded_at_birth_and_abstractly_known():
 def test_decay_and_moments_follow_the_declarations():
   """A step without gradients shrinks matrices and leaves norms alone; moments stay float32."""
   changes = {"optim.warmup_steps": 0, "optim.peak_lr": 0.5, "optim.schedule": "constant"}
-  runner = harness.Runner(harness.tiny_plan(harness.tiny_config("bf16", **changes)))
-  state = train_step.make_state(runner.plan)
+  runner = harness.Runner(harness.tiny_spec(harness.tiny_config("bf16", **changes)))
+  state = train_step.make_state(runner.spec)
   before = jax.tree.map(np.array, state.params)
   silent = dict(harness.host_batches()[0], weights_BL=np.zeros((8, 128), np.float32))
   state, values = runner.step(state, silent)
@@ -133,7 +133,7 @@ def test_learning_rate_follows_the_schedule():
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_non_finite_step_changes_nothing_and_halts_or_counts(policy):
   config = harness.tiny_config("bf16", **{"optim.on_nonfinite": policy})
-  runner = harness.Runner(harness.tiny_plan(config))
+  runner = harness.Runner(harness.tiny_spec(config))
   _, state = runner.run(harness.host_batches()[:2])
   good = jax.tree.map(np.array, (state.params, state.opt))
   host = harness.host_batches()[2]
@@ -158,13 +158,13 @@ def test_non_finite_step_changes_nothing_and_halts_or_counts(policy):
   ],
 )
 def test_first_bad_site_is_named(path, layer, message):
-  plan = harness.tiny_plan(harness.tiny_config("bf16", grad_accum_steps=2))
-  state = train_step.make_state(plan)
+  spec = harness.tiny_spec(harness.tiny_config("bf16", grad_accum_steps=2))
+  state = train_step.make_state(spec)
   flat = params_lib.flatten(jax.tree.map(np.array, state.params))
   flat[path][layer] = np.nan
   poisoned = jax.tree.map(jnp.asarray, params_lib.unflatten(flat))
-  spread = batch_sharding.BatchSharder(plan.run.layout, plan.microbatch, 2)
-  found = nonfinite.report(plan, poisoned, spread.place(harness.host_batches()[0]))
+  spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, 2)
+  found = nonfinite.report(spec, poisoned, spread.place(harness.host_batches()[0]))
   assert found["first_bad_site"].startswith(message)
 
 
@@ -183,45 +183,45 @@ def test_first_bad_site_of_the_backward_pass_is_the_last_layer_with_a_bad_gradie
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_loss_and_gradient_are_means_over_the_tokens_that_count(rng, accumulation):
-  plan = harness.one_layer_plan(grad_accum_steps=accumulation)
+  spec = harness.one_layer_spec(grad_accum_steps=accumulation)
   batch = harness.weighted_batch(rng, (2,) if accumulation == 2 else ())
-  params = train_step.make_state(plan).params
+  params = train_step.make_state(spec).params
   whole = {
     k: v.reshape(harness.ONE_LAYER_BATCH, harness.ONE_LAYER_LENGTH) for k, v in batch.items()
   }
 
   def of_logits(params):
-    logits = transformer.logits(params, plan.sites(), whole, plan.model, plan.run)
+    logits = transformer.logits(params, spec.sites(), whole, spec.model, spec.run)
     logits = jax.nn.log_softmax(logits.astype(jnp.float32))
     losses = -jnp.take_along_axis(logits, whole["targets_BL"][..., None], -1)[..., 0]
     return (losses * whole["weights_BL"]).sum() / whole["weights_BL"].sum()
 
   want, of_params = jax.value_and_grad(of_logits)(params)
-  loss, gradient, *_ = train_step.gradients(plan, params, plan.sites(), batch)
+  loss, gradient, *_ = train_step.gradients(spec, params, spec.sites(), batch)
   assert 0 < whole["weights_BL"].sum() < whole["weights_BL"].size
   assert float(loss) == pytest.approx(float(want), rel=1e-5)
   for got, expected in zip(jax.tree.leaves(gradient), jax.tree.leaves(of_params), strict=True):
     np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-6)
 
 
-def _poisoned(plan):
+def _poisoned(spec):
   """A state with an infinite weight that FP8 hides: the products of its layer stay finite."""
-  state = train_step.make_state(plan)
+  state = train_step.make_state(spec)
   down = state.params["layers"]["mlp"]["down"].at[0, 0, 0].set(jnp.inf)
   layers = {**state.params["layers"], "mlp": {**state.params["layers"]["mlp"], "down": down}}
   return dataclasses.replace(state, params={**state.params, "layers": layers})
 
 
 def test_an_infinity_that_fp8_hides_skips_the_step_with_all_that_it_would_change(rng):
-  plan = harness.one_layer_plan(**{
+  spec = harness.one_layer_spec(**{
     "precision.rules": harness.only_down("tensor_delayed"), "optim.on_nonfinite": "skip",
     "optim.grad_format": "e4m3",
   })  # fmt: skip
   batch = harness.weighted_batch(rng)
-  state = train_step.calibrate(plan, train_step.make_state(plan), batch, 0)
-  state = dataclasses.replace(_poisoned(plan), scaling_states=state.scaling_states)
+  state = train_step.calibrate(spec, train_step.make_state(spec), batch, 0)
+  state = dataclasses.replace(_poisoned(spec), scaling_states=state.scaling_states)
   before = jax.tree.map(np.array, (state.params, state.scaling_states, state.grad_autoscale))
-  state, values = train_step.make_step(plan)(state, batch, plan.sites())
+  state, values = train_step.make_step(spec)(state, batch, spec.sites())
   # Neither says anything.
   assert np.isfinite(values["loss"]) and np.isfinite(values["grad_norm"])
   assert not values["is_finite"] and int(state.skipped) == 1
@@ -231,10 +231,10 @@ def test_an_infinity_that_fp8_hides_skips_the_step_with_all_that_it_would_change
 
 
 def test_norms_of_a_step_are_those_of_its_parameters(rng):
-  plan = harness.one_layer_plan(**{"optim.warmup_steps": 0, "optim.schedule": "constant"})
-  state = train_step.make_state(plan)
+  spec = harness.one_layer_spec(**{"optim.warmup_steps": 0, "optim.schedule": "constant"})
+  state = train_step.make_state(spec)
   before = jax.tree.map(lambda x: np.array(x, np.float64), state.params)
-  state, values = train_step.make_step(plan)(state, harness.weighted_batch(rng), plan.sites())
+  state, values = train_step.make_step(spec)(state, harness.weighted_batch(rng), spec.sites())
   after = jax.tree.map(lambda x: np.array(x, np.float64), state.params)
 
   def norm(tree):
@@ -249,10 +249,10 @@ def test_norms_of_a_step_are_those_of_its_parameters(rng):
 def test_undifferentiated_loss_is_summed_over_the_mesh(rng):
   batch, losses = harness.weighted_batch(rng), []
   for devices in (1, 2):
-    plan = harness.one_layer_plan(devices=devices)
-    params = train_step.make_state(plan).params
+    spec = harness.one_layer_spec(devices=devices)
+    params = train_step.make_state(spec).params
     loss = jax.jit(
-      lambda p, b, plan=plan: transformer.loss(p, plan.sites(), b, plan.model, plan.run)
+      lambda p, b, spec=spec: transformer.loss(p, spec.sites(), b, spec.model, spec.run)
     )
     losses.append(float(loss(params, batch)))
   assert losses[1] == pytest.approx(losses[0], rel=1e-5)

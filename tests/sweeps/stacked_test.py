@@ -54,13 +54,13 @@ def test_trials_at_once_are_those_of_separate_runs(tmp_path, monkeypatch):
   table = json.loads((tmp_path / "out" / "sweep.json").read_text())["trials"]
   (members,) = stacked.groups(trials)
   for member, row in zip(members, table, strict=True):
-    plan, found = member.plan, files.read(row["workdir"])
-    stream = loader.train_batches(plan.data, 2)
-    losses, state = Runner(plan).run([next(stream) for _ in range(4)])
+    trained, found = member.spec, files.read(row["workdir"])
+    stream = loader.train_batches(trained.data, 2)
+    losses, state = Runner(trained).run([next(stream) for _ in range(4)])
     stream.close()
     np.testing.assert_allclose(found.curves["loss"].values, losses, rtol=2e-6)
     assert outcome.read(member.trial).objective == row["objective"] == found.summary["objective"]
-    evaluated = stacked.evaluator_lib.Evaluator(plan).run(state.params, {})
+    evaluated = stacked.evaluator_lib.Evaluator(trained).run(state.params, {})
     for precision, values in evaluated["main"].items():
       assert found.evaluation(-1)["main"][precision] == pytest.approx(values["loss"], rel=2e-6)
   assert len({row["objective"] for row in table}) == 4
@@ -74,9 +74,9 @@ def test_a_trial_that_is_not_finite_halts_alone(tmp_path):
   (members,) = stacked.groups(trials)
   take = stacked.train_step.make_state
 
-  def broken(plan):
-    state = take(plan)
-    if plan.seed == 1 and plan.optim.peak_lr < 0.1:
+  def broken(trained):
+    state = take(trained)
+    if trained.seed == 1 and trained.optim.peak_lr < 0.1:
       state = jax.tree.map(lambda x: x * np.nan if x.dtype == np.float32 else x, state)
     return state
 
@@ -120,7 +120,7 @@ def test_every_key_is_honoured_for_a_reason_or_must_have_its_default(tmp_path):
   """Also the keys that somebody declares tomorrow: none is honoured unless it says so."""
   _, trials = _trials(tmp_path, "bf16", seeds=(0,), axes=())
   ((member,),) = stacked.groups(trials)
-  plain = dataclasses.replace(member.plan, flat=BASE)
+  plain = dataclasses.replace(member.spec, flat=BASE)
   assert stacked.reasons(plain) == []
   named = " ".join(HONOURED.values()).split()
   assert all(any(f"{key}.".startswith(f"{n}.") for key in registry.KEYS) for n in named)
@@ -167,7 +167,7 @@ def test_a_trial_leaves_the_files_of_a_run(tmp_path):
   _, trials = _trials(tmp_path, "tensor_current", fixed=fixed, seeds=(3,), axes=())
   ((member,),) = stacked.groups(trials)
   direct, mapped = tmp_path / "direct", tmp_path / "out" / "tensor_current"
-  train.run(member.plan, str(direct), BASE)
+  train.run(member.spec, str(direct), BASE)
   ((_, ended),) = stacked.run([member], 1e9, print)
   one, other = (json.loads((d / "summary.json").read_text()) for d in (direct, mapped))
   assert one.keys() == other.keys() and ended.objective == other["objective"]
@@ -192,7 +192,7 @@ def test_a_trial_leaves_the_files_of_a_run(tmp_path):
     for d in (direct, mapped)
   )
   assert first - second <= speeds and second <= first
-  assert workdir.finished(str(mapped), dict(member.plan.flat), origins[0]["data_fingerprint"])
+  assert workdir.finished(str(mapped), dict(member.spec.flat), origins[0]["data_fingerprint"])
 
 
 def test_two_sweeps_do_not_train_one_trial(tmp_path):

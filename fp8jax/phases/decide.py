@@ -1,6 +1,6 @@
-"""Decisions of policies, without a device: memory and observation in, memory and actions out.
+"""Decisions of policies, without a device: state and observation in, state and actions out.
 
-All that a decision depends on is in `Memory`, which every checkpoint holds: a run that is
+All that a decision depends on is in `PolicyState`, which every checkpoint holds: a run that is
 interrupted decides as the same run uninterrupted.
 """
 
@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from fp8jax import patterns
+from fp8jax.phases.policy import ANY, Policy, Refresh, RollBack, SwitchRecipe, WidenMargin, name_of
 from fp8jax.recipe import rules
-from fp8jax.recipe.policy import ANY, Policy, Refresh, RollBack, SwitchRecipe, WidenMargin, name_of
 
 # The smallest standard deviation of losses, as a share of their mean: losses that hardly differ
 # would make a jump of any difference.
@@ -35,7 +35,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class PolicyState:
   """The numbers that policies remember between steps; JSON-able by `to_json`.
 
   Attributes:
@@ -64,7 +64,7 @@ class Memory:
     return dataclasses.asdict(self)
 
   @classmethod
-  def from_json(cls, plain: Mapping[str, Any]) -> "Memory":
+  def from_json(cls, plain: Mapping[str, Any]) -> "PolicyState":
     """The inverse of `to_json`, also after a way through JSON."""
     return msgspec.convert(plain, cls)
 
@@ -74,20 +74,20 @@ class Memory:
     return self.recipes[-1][1] if self.recipes else {}
 
 
-def drawn(step: int, skipped: Collection[int]) -> int:
-  """Batches that have been drawn after so many steps, those left out included."""
+def num_batches_read(step: int, skipped: Collection[int]) -> int:
+  """Batches that have been num_batches_read after so many steps, those left out included."""
   for number in sorted(skipped):
     step += number < step
   return step
 
 
-def z_score(policy: RollBack, memory: Memory, loss: float) -> float:
+def z_score(policy: RollBack, before: PolicyState, loss: float) -> float:
   """Standard deviations of a loss above the last ones; 0 while the window is not full."""
   if not math.isfinite(loss):
     return math.inf
-  if len(memory.losses) < policy.window:
+  if len(before.losses) < policy.window:
     return 0.0
-  mean, spread = float(np.mean(memory.losses)), float(np.std(memory.losses))
+  mean, spread = float(np.mean(before.losses)), float(np.std(before.losses))
   return (loss - mean) / max(spread, _LEAST_SPREAD * abs(mean))
 
 
@@ -96,25 +96,27 @@ def roll_back(policies: tuple[Policy, ...]) -> RollBack | None:
   return next((p for p in policies if isinstance(p, RollBack)), None)
 
 
-def with_loss(policies: tuple[Policy, ...], memory: Memory, loss: float) -> Memory:
-  """The memory after a step whose loss is no jump."""
+def with_loss(policies: tuple[Policy, ...], before: PolicyState, loss: float) -> PolicyState:
+  """The state after a step whose loss is no jump."""
   policy = roll_back(policies)
   if policy is None or not math.isfinite(loss):
-    return memory
-  return dataclasses.replace(memory, losses=(*memory.losses, loss)[-policy.window :])
+    return before
+  return dataclasses.replace(before, losses=(*before.losses, loss)[-policy.window :])
 
 
-def rolled_back(policy: RollBack, at: int, z: float, now: Memory, then: Memory, to: int) -> Memory:
-  """The memory of a checkpoint that the run goes on from.
+def rolled_back(
+  policy: RollBack, at: int, z: float, now: PolicyState, then: PolicyState, to: int
+) -> PolicyState:
+  """The policies' state of a checkpoint that the run goes on from.
 
   Args:
     at: steps taken when the loss jumped.
     z: of that loss.
-    now, then: the memory before the roll-back, and the checkpoint's.
+    now, then: the state before the roll-back, and the checkpoint's.
     to: step of the checkpoint.
   """
   steps = range(max(at - policy.skip, 0), at)
-  batches = [drawn(step + 1, now.skipped) - 1 for step in steps]
+  batches = [num_batches_read(step + 1, now.skipped) - 1 for step in steps]
   how = f"is {z:.1f} standard deviations above the last ones"
   if math.isinf(z):
     how = "or its gradient or a GEMM's operand is not finite"
@@ -134,21 +136,21 @@ def due(policies: tuple[Policy, ...], step: int) -> list[Refresh]:
   return [p for p in policies if isinstance(p, Refresh) and p.every and step % p.every == 0 < step]
 
 
-def after_look(
-  policies: tuple[Policy, ...], memory: Memory, step: int, rung: Collection[tuple[str, str]],
+def after_statistics(
+  policies: tuple[Policy, ...], before: PolicyState, step: int, firing: Collection[tuple[str, str]],
   recipe_of: Mapping[str, str],
-) -> tuple[Memory, list[Event]]:  # fmt: skip
+) -> tuple[PolicyState, list[Event]]:  # fmt: skip
   """The decisions after a look at the tensor statistics.
 
   Args:
     step: steps taken.
-    rung: (layer's site, statistic) of all alarms that ring.
+    firing: (layer's site, statistic) of all alarms that ring.
     recipe_of: {layer's site: recipe name} of the step.
 
   Returns:
-    The memory, with new `recipes` and `refresh`, and an event for every decision.
+    The state, with new `recipes` and `refresh`, and an event for every decision.
   """
-  draft = _Draft(memory, step, rung, recipe_of)
+  draft = _Draft(before, step, firing, recipe_of)
   for policy in policies:
     if isinstance(policy, Refresh) and policy.alarm:
       draft.refresh(policy)
@@ -160,22 +162,22 @@ def after_look(
 
 
 class _Draft:
-  """A memory that the policies change one after the other."""
+  """Policy state being updated."""
 
-  def __init__(self, memory: Memory, step: int, rung, recipe_of: Mapping[str, str]):
-    self.memory, self.step, self.rung = memory, step, rung
+  def __init__(self, before: PolicyState, step: int, firing, recipe_of: Mapping[str, str]):
+    self.before, self.step, self.firing = before, step, firing
     self.events: list[Event] = []
-    self.recipe_of, self.given = dict(recipe_of), dict(memory.overrides)
+    self.recipe_of, self.given = dict(recipe_of), dict(before.overrides)
     self.fresh: list[str] = []
-    self.looks, self.away, self.counts = dict(memory.looks), dict(memory.away), dict(memory.counts)
+    self.looks, self.away, self.counts = dict(before.looks), dict(before.away), dict(before.counts)
 
-  def finish(self) -> Memory:
-    recipes = self.memory.recipes
-    if self.given != self.memory.overrides:
+  def finish(self) -> PolicyState:
+    recipes = self.before.recipes
+    if self.given != self.before.overrides:
       recipes = (*recipes, (self.step, self.given))
-    refresh = tuple(sorted({*self.memory.refresh, *self.fresh}))
+    refresh = tuple(sorted({*self.before.refresh, *self.fresh}))
     return dataclasses.replace(
-      self.memory, looks=self.looks, away=self.away, counts=self.counts, recipes=recipes,
+      self.before, looks=self.looks, away=self.away, counts=self.counts, recipes=recipes,
       refresh=refresh,
     )  # fmt: skip
 
@@ -215,7 +217,7 @@ class _Draft:
     return patterns.matches(policy.sites, self.recipe_of)
 
   def _rings(self, policy, site: str) -> bool:
-    return any(s == site and policy.alarm in (ANY, statistic) for s, statistic in self.rung)
+    return any(s == site and policy.alarm in (ANY, statistic) for s, statistic in self.firing)
 
   def _often(self, policy: WidenMargin | SwitchRecipe) -> list[str]:
     """Sites whose alarm rang in k of the last looks; they are counted from nothing again."""

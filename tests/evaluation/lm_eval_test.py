@@ -31,7 +31,7 @@ def test_scores_and_texts_are_those_of_lm_evals_hugging_face_backend(manager, mo
   import lm_eval
   from lm_eval.api import registry
 
-  from fp8jax.integrations import lm_eval as adapter
+  from fp8jax.evaluation import lm_eval as adapter
 
   if not os.path.exists(SMOLLM2 / "model.safetensors"):
     pytest.skip("assets/smollm2-135m is not there")

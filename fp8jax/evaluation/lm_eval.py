@@ -2,7 +2,7 @@
 
 In Python, `lm_eval.simple_evaluate(model=FP8JaxLM("FOLDER"), tasks=[...])`; on the command line,
 
-  python -m fp8jax.integrations.lm_eval --model fp8jax --model_args pretrained=FOLDER --tasks TASK
+  python -m fp8jax.evaluation.lm_eval --model fp8jax --model_args pretrained=FOLDER --tasks TASK
 
 which is lm_eval's own command with the model "fp8jax" registered. Requests are tokenized, cut on
 the left and split into windows as lm_eval's Hugging Face backend does.

@@ -1,4 +1,4 @@
-"""RunSpec: the resolved, checked configuration, typed."""
+"""TrainSpec: the resolved, checked configuration, typed."""
 
 import dataclasses
 import functools
@@ -11,17 +11,16 @@ from fp8jax.kernels import choose
 from fp8jax.models import attention_gqa, transformer
 from fp8jax.models import config as model_config
 from fp8jax.ops import site_tree
-from fp8jax.optim import optimizers as optim_build
-from fp8jax.optim import update
+from fp8jax.optim import optimizers, update
+from fp8jax.phases import schedule
 from fp8jax.quantization import tensor_stats
-from fp8jax.recipe import schedule
 from fp8jax.step import layerwise, settings
 
 S = TypeVar("S")
 
 
 @dataclasses.dataclass(frozen=True)
-class RunSpec:
+class TrainSpec:
   """A run, resolved: what launch jobs work from.
 
   Attributes:
@@ -49,7 +48,7 @@ class RunSpec:
   declaration: Any
   run: model_config.ComputeConfig
   precision: schedule.Precision
-  optim: optim_build.OptimizerConfig
+  optim: optimizers.OptimizerConfig
   data: data_config_lib.DataConfig
   device: choose.Device
   microbatch: int
@@ -103,7 +102,7 @@ class RunSpec:
   def leaves(self):
     """Tree of optim.optimizers.ParamOptimizer: storage and update of every parameter."""
     base = self.model.lora.base if self.model.lora else "bf16"
-    leaves = optim_build.leaves(self.optim, self.declaration, self.seed, base)
+    leaves = optimizers.leaves(self.optim, self.declaration, self.seed, base)
     params = params_lib.abstract(self.declaration, self.model.dims, self.run.layout)
     if self.optim.in_backward:
       layerwise.check(leaves, params)

@@ -1,7 +1,7 @@
 """Policies: the changes that a run makes to itself, each with the condition for it.
 
-A policy is a value. `run/control.py` decides by it, and `jobs/steering.py` executes the decisions.
-Every field is written in a configuration as in Python: "refresh(every=500, alarm='underflow')".
+A policy is a value. `phases/decide.py` decides by it, `jobs/policy_runner.py` executes it. Every
+field is written in a configuration as in Python: "refresh(every=500, alarm='underflow')".
 """
 
 import dataclasses

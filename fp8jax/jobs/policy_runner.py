@@ -1,4 +1,4 @@
-"""The policies of a run at work: decisions of run/control.py, carried out on the training state."""
+"""The policies of a run at work: phases/decide.py decides, this changes the training state."""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -9,40 +9,41 @@ import jax
 from fp8jax import patterns
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site_tree
-from fp8jax.recipe import policy as policy_lib
-from fp8jax.run import checkpoint, control, restore
-from fp8jax.step import run_spec, train_step
+from fp8jax.phases import decide
+from fp8jax.phases import policy as policy_lib
+from fp8jax.run import checkpoint, restore
+from fp8jax.step import train_spec, train_step
 from fp8jax.step.state import State
 
 
-class Steering:
-  """The policies of a run: their memory, and the plan that they have changed.
+class PolicyRunner:
+  """The policies of a run: their state, and the spec that they have changed.
 
   Attributes:
-    plan: the configuration's, with the phases that policies began.
-    memory: of the policies; part of every checkpoint.
+    spec: the configuration's, with the phases that policies began.
+    policy_state: of the policies; part of every checkpoint.
   """
 
-  def __init__(self, plan: run_spec.RunSpec, say: Callable[[int, list[control.Event]], None]):
-    """Args: the configuration's plan, and what writes down events under a step."""
-    self.configured, self._say = plan, say
-    self.policies = plan.precision.policy
-    self._undo = control.roll_back(self.policies)
+  def __init__(self, spec: train_spec.TrainSpec, say: Callable[[int, list[decide.Event]], None]):
+    """Args: the configuration's spec, and what writes down events under a step."""
+    self.configured, self._say = spec, say
+    self.policies = spec.precision.policy
+    self._undo = decide.roll_back(self.policies)
     self._has_alarms = any(map(policy_lib.alarm_of, self.policies))
     self._calibrations: dict[Any, Callable] = {}
-    self.set(control.Memory())
+    self.set(decide.PolicyState())
 
-  def set(self, memory: control.Memory):
-    """Takes another memory, and with it the recipes that it gives."""
-    self.memory = memory
-    self.plan = restore.with_changes(self.configured, memory.recipes)
+  def set(self, policy_state: decide.PolicyState):
+    """Takes another state of the policies, and with it the recipes that it gives."""
+    self.policy_state = policy_state
+    self.spec = restore.with_changes(self.configured, policy_state.recipes)
 
   # -- batches
 
   def next_batch(self, iterator, step: int):
     """(the batch of the step after `step` steps, its number); batches left out are passed over."""
-    number = control.drawn(step, self.memory.skipped)
-    while number in self.memory.skipped:
+    number = decide.num_batches_read(step, self.policy_state.skipped)
+    while number in self.policy_state.skipped:
       next(iterator)
       number += 1
     return next(iterator), number
@@ -53,8 +54,8 @@ class Steering:
     """The state for a phase that a policy began: sites that keep their recipe keep their scales."""
     fresh = self._calibrated(state, batch, phase)
     kept = scaling_lib.carried(
-      self.plan.sites(phase=self.plan.phase(step - 1)), state.scaling_states,
-      self.plan.sites(phase=phase), fresh.scaling_states,
+      self.spec.sites(phase=self.spec.phase(step - 1)), state.scaling_states,
+      self.spec.sites(phase=phase), fresh.scaling_states,
     )  # fmt: skip
     return dataclasses.replace(fresh, scaling_states=kept)
 
@@ -64,28 +65,28 @@ class Steering:
     Args:
       place: makes the placed batch of that step.
     """
-    due, sites = control.due(self.policies, step), self.plan.sites(phase=phase)
+    due, sites = decide.due(self.policies, step), self.spec.sites(phase=phase)
     stateful = [s for s, r in site_tree.recipes_of(sites).items() if r.is_stateful]
-    chosen, events = set(self.memory.refresh), []
+    chosen, events = set(self.policy_state.refresh), []
     for policy in due:
       matched = patterns.matches(policy.sites, stateful)
       chosen |= set(matched)
       text = f"{policy_lib.name_of(policy)}: scales of {len(matched)} sites begin anew from a batch"
-      events.append(control.Event(step + 1, policy.sites, text))
+      events.append(decide.Event(step + 1, policy.sites, text))
     if not chosen:
       return state
     with jax.transfer_guard("allow"):
       fresh = self._calibrated(state, place(), phase)
       own = (sites, state.scaling_states, sites, fresh.scaling_states)
       states = scaling_lib.carried(*own, anew=chosen)
-    self.memory = dataclasses.replace(self.memory, refresh=())
+    self.policy_state = dataclasses.replace(self.policy_state, refresh=())
     self._say(step + 1, events)
     return dataclasses.replace(fresh, scaling_states=states)
 
   def _calibrated(self, state: State, batch, phase: int) -> State:
-    rules = self.plan.precision.phases[phase].rules
+    rules = self.spec.precision.phases[phase].rules
     if rules not in self._calibrations:
-      self._calibrations[rules] = train_step.make_calibration(self.plan, phase)
+      self._calibrations[rules] = train_step.make_calibration(self.spec, phase)
     return self._calibrations[rules](state, batch)
 
   # -- decisions
@@ -94,19 +95,21 @@ class Steering:
     """Whether a step must be read before the next one begins, for a policy to judge it."""
     return self._undo is not None or (is_loud and self._has_alarms)
 
-  def look(self, step: int, rung: Collection[tuple[str, str]]):
+  def look(self, step: int, firing: Collection[tuple[str, str]]):
     """Decides after a look at the tensor statistics; new recipes hold from the next step on.
 
     Args:
       step: steps taken.
-      rung: (layer's site, statistic) of all alarms that ring.
+      firing: (layer's site, statistic) of all alarms that ring.
     """
-    if step >= self.plan.steps or not self._has_alarms:
+    if step >= self.spec.steps or not self._has_alarms:
       return
-    sites = self.plan.sites(phase=self.plan.phase(step - 1))
+    sites = self.spec.sites(phase=self.spec.phase(step - 1))
     names = {name: recipe.name for name, recipe in site_tree.recipes_of(sites).items()}
-    memory, events = control.after_look(self.policies, self.memory, step, rung, names)
-    self.set(memory)
+    policy_state, events = decide.after_statistics(
+      self.policies, self.policy_state, step, firing, names
+    )
+    self.set(policy_state)
     self._say(step, events)
 
   def target(self, step: int, loss: float, saved: checkpoint.Checkpoints) -> int | None:
@@ -116,14 +119,14 @@ class Steering:
     """
     if (policy := self._undo) is None:
       return None
-    z = control.z_score(policy, self.memory, loss)
+    z = decide.z_score(policy, self.policy_state, loss)
     if z > policy.z:
       if (to := self._good(step, saved)) is not None:
         return to
       text = f"the loss of step {step} jumped (z={z:.1f}), and nothing is left to go back to"
-      event = control.Event(step, "loss", f"{policy_lib.name_of(policy)}: {text}")
+      event = decide.Event(step, "loss", f"{policy_lib.name_of(policy)}: {text}")
       self._say(step, [event])
-    self.memory = control.with_loss(self.policies, self.memory, loss)
+    self.policy_state = decide.with_loss(self.policies, self.policy_state, loss)
     return None
 
   def can_undo(self, step: int, saved: checkpoint.Checkpoints) -> bool:
@@ -137,23 +140,23 @@ class Steering:
     """
     if (policy := self._undo) is None:
       return None
-    every = self.plan.checkpoint.every
+    every = self.spec.checkpoint.every
     good = [s for s in saved.steps() if s <= step - policy.skip and s % every == 0]
-    return good[-1] if good and len(self.memory.undone) < policy.most else None
+    return good[-1] if good and len(self.policy_state.undone) < policy.most else None
 
   def roll_back(self, step: int, loss: float, to: int, saved: dict[str, Any] | None):
-    """Takes the memory of the checkpoint of step `to`, and what a roll-back keeps.
+    """Takes the policies' state of the checkpoint of step `to`, and what a roll-back keeps.
 
     Args:
       saved: "policy" of the checkpoint's meta; None of a checkpoint from before policies existed.
     """
-    then = control.Memory() if saved is None else control.Memory.from_json(saved)
+    then = decide.PolicyState() if saved is None else decide.PolicyState.from_json(saved)
     if self._undo is not None:
-      z = control.z_score(self._undo, self.memory, loss)
-      self.set(control.rolled_back(self._undo, step, z, self.memory, then, to))
+      z = decide.z_score(self._undo, self.policy_state, loss)
+      self.set(decide.rolled_back(self._undo, step, z, self.policy_state, then, to))
 
   def tell_undone(self, after: int):
     """Writes the events of roll-backs to a step again, whose rows were taken back."""
-    events = [event for event in self.memory.undone if event.step > after]
+    events = [event for event in self.policy_state.undone if event.step > after]
     for step in sorted({event.step for event in events}):
       self._say(step, [event for event in events if event.step == step])

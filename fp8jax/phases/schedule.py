@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from fp8jax import patterns
-from fp8jax.recipe.policy import Policy
+from fp8jax.phases.policy import Policy
 
 Rules = tuple[tuple[str, str], ...]
 
