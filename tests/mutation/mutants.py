@@ -16,6 +16,7 @@ belongs to a commit: that tree is what it is put into, and its files have the na
 import ast
 import collections
 import copy
+import itertools
 import json
 import os
 import pathlib
@@ -29,7 +30,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SEED, COUNT = 14, 40
-TIMEOUT = 1500  # seconds per test file; the slowest takes 200 on two idle cores
+TIMEOUT = 1500  # seconds per process; the slowest file takes 200 on two idle cores
 
 # The files that join the parts, and the tests that should see a fault there, nearest first.
 _STEP = ("step/integration", "step/loss_scale", "jobs/recipe_schedule", "step/layerwise")
@@ -257,21 +258,22 @@ def judge(folder: pathlib.Path, tests, cache: str) -> tuple[str, str]:
   environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(folder)}
   # Most programs of most faults are the same.
   environment["JAX_COMPILATION_CACHE_DIR"] = cache
-  for name in tests:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider"]
-    file = f"tests/{name}_test.py"
+  command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider"]
+  # Eight files per process: its imports take longer than many a file's tests.
+  for batch in itertools.batched(tests, 8):
+    files = [f"tests/{name}_test.py" for name in batch]
     try:
       done = subprocess.run(
-        [*command, file], cwd=folder, env=environment, text=True, capture_output=True,
+        [*command, *files], cwd=folder, env=environment, text=True, capture_output=True,
         timeout=TIMEOUT,
       )  # fmt: skip
     except subprocess.TimeoutExpired:
-      return "timeout", file
+      return "timeout", " ".join(files)
     if done.returncode in (1, 2):  # a failure, or an import that fails
       failed = [s for s in done.stdout.splitlines() if s.startswith(("FAILED", "ERROR"))]
-      return "killed", (failed or [file])[0].partition(" - ")[0].partition(" ")[2] or file
+      return "killed", (failed or files)[0].partition(" - ")[0].partition(" ")[2] or files[0]
     if done.returncode:
-      raise RuntimeError(f"pytest {file} ended with {done.returncode}: {done.stdout[-2000:]}")
+      raise RuntimeError(f"pytest {files} ended with {done.returncode}: {done.stdout[-2000:]}")
   return "survived", ""
 
 
