@@ -4,8 +4,12 @@ import dataclasses
 from typing import Any
 
 from fp8jax import calls, patterns
+from fp8jax.config import registry
 from fp8jax.config.alarms import ADVICE
 from fp8jax.errors import ConfigErrors, nearest
+from fp8jax.evaluation import catalog
+from fp8jax.evaluation.settings import Tasks
+from fp8jax.generation import api
 from fp8jax.ops import site_tree
 from fp8jax.phases import policy as policy_lib
 from fp8jax.phases.policy import Policy
@@ -39,7 +43,7 @@ def read(stated) -> tuple[Policy, ...]:
     if policy in found:
       raise ValueError(f"{key}: {name} is there twice; leave one out")
     is_second = isinstance(policy, policy_lib.RollBack) and any(
-      isinstance(p, policy_lib.RollBack) for p in found
+      isinstance(p, policy_lib.RollBack) and p.metric == policy.metric for p in found
     )
     if is_second:
       raise ValueError(f"{key}: {name} is a second roll_back; a loss is judged by one")
@@ -97,15 +101,40 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
         rules.recipe_by_name(policy.to)
       except ValueError as e:
         found.append(f"{name}: {e}")
+    if policy.metric:
+      found += [f"{name}: {problem}" for problem in _metric_problems(c, policy.metric)]
     if isinstance(policy, policy_lib.RollBack):
       found += [f"{name}: {problem}" for problem in _roll_back_problems(c, policy)]
   return found
 
 
+def _metric_problems(c: Any, metric: str) -> list[str]:
+  """Evaluations that a metric needs and that the run does not make, in words."""
+  kind, _, one = metric.partition("/")
+  wrong = [
+    f"it decides at evaluations, and {key}={c.eval[key.partition('.')[2]]} makes none; set {to}"
+    for key, to in (("eval.every", "eval.every=100"), ("eval.tokens", "eval.tokens=8192"))
+    if not c.eval[key.partition(".")[2]]
+  ]
+  if kind == policy_lib.HELDOUT and one and one not in c.data.sources:
+    wrong.append(f"data.sources has no {one!r}; there are {', '.join(c.data.sources)}")
+  if kind == policy_lib.ACCURACY:
+    if not c.eval.tasks:
+      wrong.append("eval.tasks='' names no task; give one, with few questions (eval.questions)")
+    wrong += catalog.problems(registry.section(c, Tasks))
+  return wrong
+
+
 def site_problems(spec: TrainSpec) -> list[str]:
-  """Sites that cannot have what a policy may give them, and policies without sites, in words."""
+  """Sites that cannot have what a policy may give them, and policies without sites, in words.
+
+  Also reasons why the model cannot answer the tasks that a policy judges.
+  """
   if not spec.precision.policy:
     return []
+  if any(p.metric.startswith(policy_lib.ACCURACY) for p in spec.precision.policy):
+    if wrong := api.problems_of(spec.model, spec.run):
+      return [f"precision.policy with a metric of eval.tasks: {problem}" for problem in wrong]
   try:
     phases = [site_tree.recipes_of(spec.sites(phase=i)) for i in range(len(spec.precision.phases))]
   except ValueError:
@@ -139,14 +168,15 @@ def site_problems(spec: TrainSpec) -> list[str]:
 
 def _roll_back_problems(c: Any, policy: policy_lib.RollBack) -> list[str]:
   found, every, keep = [], c.checkpoint.every, c.checkpoint.keep
+  skip = policy.patience * c.eval.every if policy.metric else policy.skip
   if not every:
     found.append("checkpoint.every=0 leaves no checkpoint to go back to; set it")
-  elif keep < 2 or every * (keep - 1) < policy.skip:
+  elif keep < 2 or every * (keep - 1) < skip:
     found.append(
       f"checkpoint.every={every} and keep={keep} may keep no checkpoint from before the "
-      f"skip={policy.skip} batches that are left out; keep at least "
-      f"{max(2, -(-policy.skip // every) + 1)}"
+      f"skip={skip} batches that are left out; keep at least "
+      f"{max(2, -(-skip // every) + 1)}"
     )
-  if c.optim.in_backward:
+  if c.optim.in_backward and not policy.metric:
     found.append("with optim.in_backward=True layers move before the loss is seen; leave one out")
   return found

@@ -43,9 +43,9 @@ def _tensor(name: str, source: Source, gradients=E5M2) -> Recipe:
 # forward and E5M2 gradients. Scales from the current amax: Transformer Engine's
 # Float8CurrentScaling.
 TENSOR_CURRENT = _tensor("tensor_current", CURRENT)
-# The same with activations in E5M2, 2^-16 to 57344 instead of E4M3's 2^-9 to 448, for layers of wide
-# activations. cuBLASLt multiplies no E5M2 by E5M2, so weights stay E4M3, and the weight gradient is
-# in high precision, as in `rowwise_gw_hp`.
+# The same with activations in E5M2, 2^-16 to 57344 instead of E4M3's 2^-9 to 448, for layers of
+# wide activations. cuBLASLt multiplies no E5M2 by E5M2, so weights stay E4M3, and the weight
+# gradient is in high precision, as in `rowwise_gw_hp`.
 _E4M3, _E5M2 = Quant(E4M3), Quant(E5M2)
 TENSOR_CURRENT_E5M2 = Recipe(
   "tensor_current_e5m2", Gemm(_E5M2, _E4M3, _FAST), Gemm(_E5M2, _E4M3, _PRECISE), Gemm()

@@ -200,7 +200,8 @@ def test_roll_back_to_a_checkpoint_from_before_policies_leaves_batches_out():
   said, spec = [], harness.text_spec(**POLICIES["roll back"])
   at_work = policy_runner.PolicyRunner(spec, lambda step, events: said.append((step, *events)))
   at_work.set(decide.PolicyState(losses=(3.0,) * 4, skipped=(1,)))
-  at_work.roll_back(5, 9.0, 2, None)
+  (policy,) = spec.precision.policy
+  at_work.roll_back(decide.Undo(policy, 5, 2, decide.why_jump(9.0), 2), None)
   assert at_work.policy_state.losses == () and at_work.spec.precision == spec.precision
   # The five steps took batches 0, 2, 3, 4 and 5; the last two go. The checkpoint has drawn 0 to 2.
   stream = iter(range(3, 9))
@@ -214,6 +215,6 @@ def test_roll_back_passes_over_the_checkpoint_of_an_interruption():
   spec = harness.text_spec(**POLICIES["roll back"])  # every 2 steps
   at_work, saved = policy_runner.PolicyRunner(spec, lambda *_: None), types.SimpleNamespace()
   saved.steps = lambda: [0, 2, 3]
-  assert at_work.target(5, float("inf"), saved) == 2
+  assert at_work.target(5, float("inf"), saved).to == 2
   saved.steps = lambda: [2, 4]  # the newest has trained on batch 3, which is left out
-  assert at_work.target(5, float("inf"), saved) == 2
+  assert at_work.target(5, float("inf"), saved).to == 2

@@ -89,7 +89,7 @@ def test_batches_of_a_roll_back_are_left_out_however_often():
   (policy,) = policy_config.read(("roll_back(skip=2)",))
   then, now, left = decide.PolicyState(), decide.PolicyState(), list(range(40))
   for at, to in ((9, 5), (11, 10), (12, 10), (3, 0)):
-    now = decide.rolled_back(policy, at, 7.0, now, then, to)
+    now = decide.rolled_back(decide.Undo(policy, at, 2, decide.why_jump(7.0), to), now, then)
     del left[at - 2 : at]
     assert [decide.num_batches_read(step + 1, now.skipped) - 1 for step in range(20)] == left[:20]
   assert len(now.undone) == 4 and now.undone[0].step == 6 and "batches 7, 8" in now.undone[0].text
