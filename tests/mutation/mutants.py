@@ -299,8 +299,13 @@ def run(only: list[str]):
     with tempfile.TemporaryDirectory(prefix="fault_") as name:
       folder = _copy(pathlib.Path(name), fault["commit"])
       file = folder / fault["file"]
-      file.write_text(applied(fault, file.read_text()))
+      text = file.read_text()
+      file.write_text(applied(fault, text))
       verdict, test = judge(folder, fault["tests"], cache.name)
+      file.write_text(text)
+      stem = test.partition("::")[0].removeprefix("tests/").removesuffix("_test.py")
+      if verdict == "killed" and judge(folder, [stem], cache.name)[0] != "survived":
+        verdict = "fails without the fault"
     results = _read("results")
     results[str(fault["id"])] = dict(
       verdict=verdict, test=test, seconds=round(time.time() - start), commit=fault["commit"]
