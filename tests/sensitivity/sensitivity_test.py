@@ -22,6 +22,7 @@ from fp8jax.ops import site_tree
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.run import restore
 from fp8jax.sensitivity import halves as halves_lib
+from fp8jax.sensitivity import results as sensitivity_results
 from fp8jax.sensitivity import rules as sensitivity_rules
 from fp8jax.sensitivity import study as sensitivity
 from fp8jax.sensitivity.records import Records
@@ -152,6 +153,10 @@ def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
   assert drawn.keys() == {(s["name"], t) for s in result["sites"] for t in "xw"}
   for s in result["sites"]:
     assert drawn[s["name"], "x"] == pytest.approx(s["estimated"]["x"]["kl"][0], rel=0.01)
+  lines = "\n".join(sensitivity_results.table(result))
+  for arm in (arm for budget in result["budgets"] for arm in budget["arms"]):
+    share = f"{100 * arm['bf16_flops']:.1f} % of FLOPs in BF16"
+    assert re.search(rf"  {re.escape(arm['arm'])} .*{re.escape(share)}", lines)
   assert result["programs_compiled"] == 0  # everything was there
   assert len(result["sites"]) == 20 and sum(s["measured"] is not None for s in result["sites"]) == 2
   assert {g["group"] for g in result["groups"]} == {"tensors", "kinds", "layers"}
@@ -171,6 +176,12 @@ def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
     job.run(
       harness.text_spec(job="sensitivity", **{**CHANGES, "sensitivity.tokens": 1024}), str(tmp_path)
     )
+
+
+def test_a_half_has_half_of_the_tokens():
+  spec = harness.text_spec(job="sensitivity", **CHANGES | {"sensitivity.tokens": 1024})
+  for batches in halves_lib.read(spec).values():
+    assert [b["targets_BL"].shape for b in batches] == [(2, 64)] * 4
 
 
 def test_halves_share_no_document():
