@@ -75,7 +75,7 @@ class PolicyState:
 
 
 def num_batches_read(step: int, skipped: Collection[int]) -> int:
-  """Batches that have been num_batches_read after so many steps, those left out included."""
+  """Batches read after so many steps, including skipped ones."""
   for number in sorted(skipped):
     step += number < step
   return step
