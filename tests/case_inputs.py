@@ -5,12 +5,10 @@ what must come out; a refusal counts where it is ours and names the input.
 """
 
 import contextlib
-import io
 import json
 import pathlib
-from unittest import mock
 
-import jax
+import debug_runs
 import numpy as np
 import safetensors.numpy
 import tokenizers
@@ -19,7 +17,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from configs import base
 from fp8jax.data.chat import conversation, encode
 from fp8jax.data.chat.template import ChatTemplate
-from fp8jax.jobs import dispatch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -105,12 +102,6 @@ def launch(folder: pathlib.Path, lines, *arguments) -> tuple[int, str]:
   exec("\n".join(body), {"c": c, "base": base})
   options = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
   job, workdir = options.pop("job", "train"), options.pop("workdir", str(folder / "run"))
-  output = io.StringIO()
-  with (
-    mock.patch.object(jax, "device_count", lambda: 1),
-    contextlib.chdir(ROOT),
-    contextlib.redirect_stdout(output),
-    contextlib.redirect_stderr(output),
-  ):
-    code = dispatch.run(job, c, base.get_config(), "configs/base.py", workdir, **options)
-  return code, output.getvalue()
+  with contextlib.chdir(ROOT):
+    code, *output = debug_runs.run_job(job, c, workdir, **options)
+  return code, "".join(output)

@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import string
 import types
+from unittest import mock
 
 import debug_runs
 import jax
@@ -37,7 +38,7 @@ def poisoned(tmp_path_factory):
   documents = [x + "".join(map(str, rng.integers(0, 10, 80))) for x in string.ascii_letters]
   changes = debug_runs.write_corpus(folder / "corpus.jsonl", documents) | {
     "init.hf": str(folder / "hf"), "model.preset": "hf", "data.tokenizer": "bytes", "steps": 5,
-    "checkpoint.keep": 5, "log.every": 1, "log.tensorboard": False,
+    "checkpoint.keep": 5, "log.every": 1, "log.tensorboard": False, "eval.tokens": 0,
     "precision.rules": (("layers/.*/mlp/up", "block_128"), (".*", "bf16")),
   }  # fmt: skip
   sizes = dict(tie_embeddings=False, hidden_size=128, intermediate_size=128)
@@ -60,10 +61,13 @@ def poisoned(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def stopped(launch, poisoned, tmp_path_factory):
+def stopped(poisoned, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("stopped")
-  done = launch(workdir, *poisoned.flags, code=3, start=UNCHECKED)
-  return types.SimpleNamespace(workdir=workdir, stderr=done.stderr)
+  with mock.patch.object(hf_weights, "_check_finite"):
+    c = debug_runs.config(**poisoned.changes)
+    code, _, stderr = debug_runs.run_job("train", c, workdir)
+  assert code == 3, stderr
+  return types.SimpleNamespace(workdir=workdir, stderr=stderr)
 
 
 SITE = "layers/0/attn/q: its input is not finite (forward)"
@@ -107,12 +111,12 @@ def test_skipping_counts_and_equals_going_on_after_a_stop(launch, stopped, poiso
   assert np.any(one["norm"] != before["norm"])
 
 
-def test_diagnose_reproduces_it_also_when_the_run_has_gone_on(launch, stopped, poisoned):
-  done = launch(stopped.workdir, *poisoned.flags, "--job=diagnose")
-  result, report = (
-    json.loads(done.stdout),
-    debug_runs.read_json(stopped.workdir / "nonfinite" / "report.json"),
-  )
+def test_diagnose_reproduces_it_also_when_the_run_has_gone_on(run_job, stopped, poisoned):
+  c = debug_runs.config(**poisoned.changes)
+  code, stdout, stderr = run_job("diagnose", c, stopped.workdir)
+  assert code == 0, stderr
+  result = json.loads(stdout)
+  report = debug_runs.read_json(stopped.workdir / "nonfinite" / "report.json")
   assert (result["step"], result["first_bad_site"]) == (BAD_STEP, SITE)
   assert result["amax_x_w_g"] == report["amax_x_w_g"]
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import debug_runs
 import numpy as np
 import pytest
 
@@ -117,7 +118,8 @@ def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository
   ids=["SIGTERM", "Ctrl-C"],
 )
 def test_asked_to_stop_saves_and_says_so_in_the_exit_code(tmp_path, repository, number, code):
-  process = _launch(repository, tmp_path, "--config.steps=100000", "--config.checkpoint.every=0")
+  flags = ("--config.steps=100000", "--config.checkpoint.every=0", "--config.eval.tokens=0")
+  process = _launch(repository, tmp_path, *flags)
   _wait_for_step(process, tmp_path, 3)
   process.send_signal(number)
   output = process.communicate(timeout=120)[0]
@@ -129,12 +131,12 @@ def test_asked_to_stop_saves_and_says_so_in_the_exit_code(tmp_path, repository, 
   assert len(steps) == 1 and steps[0] >= 3
 
 
-def test_restart_with_other_values_names_them_and_refuses(tmp_path, repository):
-  first = _launch(repository, tmp_path, "--config.steps=6")
-  assert first.wait(timeout=120) == 0, first.stdout.read()
-  changed = ("--config.steps=6", "--config.optim.peak_lr=5e-4", "--config.log.every=3")
-  second = _launch(repository, tmp_path, *changed)
-  output = second.communicate(timeout=120)[0]
-  assert second.returncode == 1
-  assert "optim.peak_lr was 0.001 at step 6 and is 0.0005 now" in output
+def test_restart_with_other_values_names_them_and_refuses(tmp_path, run_job):
+  changes = {"eval.tokens": 0, "log.every": 10}
+  assert run_job("train", debug_runs.config("bf16", **changes), tmp_path)[0] == 0
+  changes |= {"optim.peak_lr": 5e-4, "log.every": 3}
+  code, *output = run_job("train", debug_runs.config("bf16", **changes), tmp_path)
+  output = "".join(output)
+  assert code == 1
+  assert "optim.peak_lr was 0.001 at step 4 and is 0.0005 now" in output
   assert "log.every: 10 -> 3" in output and "log.every was" not in output
