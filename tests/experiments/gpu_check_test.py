@@ -511,7 +511,8 @@ def step_of_cpt(device) -> programs.Program:
 
 @pytest.mark.aot
 def test_every_shape_lowers_for_an_h200():
-  code = f"import sys, json; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests' / 'kernels')!r}]; "
+  paths = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "experiments", "kernels"))]
+  code = f"import sys, json; sys.path[:0] = {paths!r}; "
   code += "import gpu_check_test as t; print(json.dumps(t.lower_all()))"
   env = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu"}
   env.pop("XLA_FLAGS", None)
