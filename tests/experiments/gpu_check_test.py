@@ -379,7 +379,7 @@ def _without_packages(tmp_path) -> dict[str, str]:
 def test_a_layer_and_a_step_are_built_without_absent_packages(tmp_path):
   code = f"""
 import sys, jax; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "experiments")!r}]
-sys.path.append({str(ROOT / "experiments" / "bench_kernels")!r})
+sys.path += {[str(ROOT / "experiments" / "bench" / name) for name in ("", "kernels")]!r}
 from gpu_check import plan, cpt, layer, batches
 import importlib
 for family in plan.families():
