@@ -11,7 +11,7 @@ import pytest
 import tolerances
 
 from fp8jax import params as params_lib
-from fp8jax.data import batch_sharding, loader
+from fp8jax.data import loader
 from fp8jax.models import transformer
 from fp8jax.run import checkpoint, nonfinite
 from fp8jax.step import train_step
@@ -99,14 +99,15 @@ def test_state_is_sharded_at_birth_and_abstractly_known():
   assert up.addressable_shards[0].data.shape == (2, 128 // 4, 512 // 2)
 
 
-def test_decay_and_moments_follow_the_declarations():
+def test_decay_and_moments_follow_the_declarations(rng):
   """A step without gradients shrinks matrices and leaves norms alone; moments stay float32."""
   changes = {"optim.warmup_steps": 0, "optim.peak_lr": 0.5, "optim.schedule": "constant"}
-  runner = harness.tiny_runner("bf16", **changes)
-  state = train_step.make_state(runner.spec)
+  spec = harness.one_layer_spec(**changes)
+  state = train_step.make_state(spec)
   before = jax.tree.map(np.array, state.params)
-  silent = dict(harness.host_batches()[0], weights_BL=np.zeros((8, 128), np.float32))
-  state, values = runner.step(state, silent)
+  batch = harness.weighted_batch(rng)
+  silent = dict(batch, weights_BL=np.zeros_like(batch["weights_BL"]))
+  state, values = train_step.make_step(spec)(state, silent, spec.sites())
   assert values["grad_norm"] == 0
   after, mlp = state.params["layers"]["mlp"], before["layers"]["mlp"]
   np.testing.assert_array_equal(state.params["norm"], before["norm"])
@@ -133,12 +134,13 @@ def test_learning_rate_follows_the_schedule(rng):
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_non_finite_step_changes_nothing_and_halts_or_counts(policy):
-  runner = harness.tiny_runner("bf16", **{"optim.on_nonfinite": policy})
-  _, state = runner.run(harness.host_batches()[:2])
+def test_non_finite_step_changes_nothing_and_halts_or_counts(rng, policy):
+  runner = harness.Runner(harness.one_layer_spec(**{"optim.on_nonfinite": policy}))
+  host = harness.weighted_batch(rng)
+  _, state = runner.run([host] * 2)
   good = jax.tree.map(np.array, (state.params, state.opt))
-  host = harness.host_batches()[2]
-  state, values = runner.step(state, dict(host, weights_BL=np.full((8, 128), np.nan, np.float32)))
+  bad = dict(host, weights_BL=np.full_like(host["weights_BL"], np.nan))
+  state, values = runner.step(state, bad)
   assert not values["is_finite"]
   assert int(state.skipped) == 1 and bool(state.halted) == (policy == "stop")
   for a, b in zip(jax.tree.leaves(good), jax.tree.leaves((state.params, state.opt))):
@@ -158,14 +160,12 @@ def test_non_finite_step_changes_nothing_and_halts_or_counts(policy):
     ("norm", 3, "head: its input is not finite"),
   ],
 )
-def test_first_bad_site_is_named(path, layer, message):
-  spec = harness.tiny_spec(harness.tiny_config("bf16", grad_accum_steps=2))
-  state = train_step.make_state(spec)
-  flat = params_lib.flatten(jax.tree.map(np.array, state.params))
+def test_first_bad_site_is_named(rng, path, layer, message):
+  spec = harness.one_layer_spec(**{"model.num_layers": 2, "grad_accum_steps": 2})
+  flat = params_lib.flatten(jax.tree.map(np.array, train_step.make_state(spec).params))
   flat[path][layer] = np.nan
   poisoned = jax.tree.map(jnp.asarray, params_lib.unflatten(flat))
-  spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, 2)
-  found = nonfinite.report(spec, poisoned, spread.place(harness.host_batches()[0]))
+  found = nonfinite.report(spec, poisoned, harness.weighted_batch(rng, (2,)))
   assert found["first_bad_site"].startswith(message)
 
 
