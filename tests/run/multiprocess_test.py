@@ -26,7 +26,7 @@ from fp8jax.run import checkpoint
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-LENGTH, BATCH, STEPS = 64, 8, 10
+LENGTH, BATCH, STEPS = 128, 8, 10
 ARGS = [
   "--config=configs/debug.py",
   "--config.mesh.fsdp=-1",
