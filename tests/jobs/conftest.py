@@ -17,9 +17,9 @@ def launch():
   """Runs launch.py to its end on one device."""
   env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ONE_DEVICE}
 
-  def run(workdir, *flags, code=0, start=("launch.py",)):
+  def run(workdir, *flags, code=0):
     done = subprocess.run(
-      [sys.executable, *start, f"--workdir={workdir}", *flags],
+      [sys.executable, "launch.py", f"--workdir={workdir}", *flags],
       cwd=ROOT, env=env, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr

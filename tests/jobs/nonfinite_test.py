@@ -19,17 +19,11 @@ from fp8jax.models import presets, transformer
 from fp8jax.models.hf import weights as hf_weights
 
 BAD_STEP = 3
-# The launcher without import's check for NaN: these tests need a NaN in the first weights.
-UNCHECKED = (
-  "-c",
-  "import runpy; from fp8jax.models.hf import weights as hf; hf._check_finite = lambda *_: None; "
-  "runpy.run_path('launch.py', run_name='__main__')",
-)
 
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
-  """Flags of a run whose loss is NaN at step BAD_STEP alone, and that step's batch.
+  """Changes of a run whose loss is NaN at step BAD_STEP alone, and that step's batch.
 
   The embedding of one letter is NaN, and one document has that letter.
   """
@@ -52,12 +46,9 @@ def poisoned(tmp_path_factory):
   letter = min(letters.difference(*(s for i, s in enumerate(seen) if i != BAD_STEP - 1)))
   weights["embed"] = weights["embed"].at[letter].set(np.nan)
   write.save(str(folder / "hf"), write.model(weights, cfg, "float32"))
-  flags = [f"--config.{k}={v}" for k, v in (debug_runs.CHANGES | changes).items()]
   batch = debug_runs.take(debug_runs.config(**changes), BAD_STEP)[-1]
   assert letter in batch["tokens_BL"]
-  return types.SimpleNamespace(
-    flags=("--config=configs/debug.py", *flags), changes=changes, batch=batch
-  )
+  return types.SimpleNamespace(changes=changes, batch=batch)
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +79,19 @@ def test_a_non_finite_loss_stops_the_run_and_names_step_and_site(stopped, poison
 
 
 @pytest.mark.slow
-def test_skipping_counts_and_equals_going_on_after_a_stop(launch, stopped, poisoned, tmp_path):
-  skip = "--config.optim.on_nonfinite=skip"
-  done = launch(tmp_path, *poisoned.flags, skip, start=UNCHECKED)
+def test_skipping_counts_and_equals_going_on_after_a_stop(
+  run_job, stopped, poisoned, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(hf_weights, "_check_finite", lambda *_: None)
+  c = debug_runs.config(**poisoned.changes, **{"optim.on_nonfinite": "skip"})
+  code, stdout, stderr = run_job("train", c, tmp_path)
+  assert code == 0, stderr
   said = f"step {BAD_STEP}: loss, gradient or a GEMM's operand not finite; update skipped"
-  assert said in done.stdout
-  assert "updates skipped for non-finite values: 1" in done.stdout
-  resumed = launch(stopped.workdir, *poisoned.flags, skip).stdout
-  assert f"step {BAD_STEP} met a non-finite value; going on with the batch after it" in resumed
+  assert said in stdout
+  assert "updates skipped for non-finite values: 1" in stdout
+  code, stdout, stderr = run_job("train", c, stopped.workdir)
+  assert code == 0, stderr
+  assert f"step {BAD_STEP} met a non-finite value; going on with the batch after it" in stdout
   for workdir in (tmp_path, stopped.workdir):
     assert debug_runs.read_json(workdir / "summary.json")["skipped_updates"] == 1
   a, b = (
