@@ -7,13 +7,7 @@ import pytest
 from fp8jax.compiled import aot, memory, workspace, xla_buffers
 from fp8jax.config import files as config_files
 from fp8jax.errors import UserError
-from fp8jax.models import presets
 from fp8jax.step import train_step
-
-
-@pytest.fixture(autouse=True)
-def tiny_preset(monkeypatch):
-  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
 
 
 @pytest.mark.parametrize("moments", ["float32", "coat"])

@@ -1,4 +1,4 @@
-"""The rivals of experiments/bench_kernels: which are listed and why, what their adapters hand over.
+"""The rivals of experiments/bench/kernels: which are listed and why, what their adapters hand over.
 
 None of them can run here. A module of NumPy stands for each of their libraries; it refuses what
 the real one is known to refuse, so that shapes, orders and scales are right or nothing comes out.
@@ -27,7 +27,7 @@ SIZES = (96, 256, 384)  # tokens, in, out
 def bench_kernels(monkeypatch, repository):
   """The modules of the benchmark: (rivals, rivals_te, rivals_torch, timing)."""
   names = ("rivals", "rivals_te", "rivals_torch", "timing")
-  for folder in ("experiments", "experiments/bench_kernels"):
+  for folder in ("experiments/bench", "experiments/bench/kernels"):
     monkeypatch.syspath_prepend(str(repository / folder))
   for name in names:
     monkeypatch.delitem(sys.modules, name, raising=False)

@@ -1,7 +1,8 @@
-"""What the benchmarks on a GPU share: a file of results that a second call goes on with, and time.
+"""The harness of the benchmarks: time, provenance, and files of results.
 
-A time is the median of several rounds, each a number of calls that are waited for together; calls
-take turns among operands that together exceed the L2 cache.
+Of those on a GPU, Bench keeps a file that a second call goes on with. Its time is the median of
+several rounds, each a number of calls that are waited for together; calls take turns among operands
+that together exceed the L2 cache.
 """
 
 import dataclasses
@@ -18,8 +19,35 @@ from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import tile_config
 from fp8jax.run import provenance as provenance_lib
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 ROUNDS, SECONDS = 7, 0.1
 L2_BYTES = 128 * 2**20
+
+
+def seconds(call, count: int) -> list[float]:
+  """Of so many calls, one after the other; each is waited for."""
+  times = []
+  for _ in range(count):
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    times.append(time.perf_counter() - start)
+  return times
+
+
+def provenance(*more: str, seed: int = 0, num_devices: int | None = None) -> dict:
+  """When, of which commit and where results were made, and what else of a run's provenance."""
+  made = provenance_lib.provenance({}, "", seed, num_devices)
+  return {k: made[k] for k in ("time", "commit", "dirty", "versions", "devices", "host", *more)}
+
+
+def read(path: pathlib.Path) -> dict:
+  """The results in a file; none where there is no file."""
+  return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write(path: pathlib.Path, results: dict, indent: int = 2):
+  path.parent.mkdir(exist_ok=True)
+  path.write_text(json.dumps(results, indent=indent) + "\n")
 
 
 @dataclasses.dataclass
@@ -40,8 +68,7 @@ class Bench:
     path = folder / "results" / f"{tile_config.device_name()}.json"
     provenance = provenance_lib.provenance({}, "", 0) | {"sources": sources(folder)}
     results = {"provenance": provenance, "lines": {}}
-    if not is_dry and path.exists():
-      found = json.loads(path.read_text())
+    if not is_dry and (found := read(path)):
       # Not "dirty": the results themselves make it so.
       same = ("commit", "sources", "versions", "devices", "driver")
       if all(found["provenance"].get(k) == provenance.get(k) for k in same):
@@ -94,7 +121,7 @@ def sources(folder: pathlib.Path) -> str:
 
   What benchmarks write (results, tuned tiles) is no program.
   """
-  root, digest = folder.parents[1], hashlib.sha256()
+  root, digest = folder.parents[2], hashlib.sha256()
   files = [folder.parent / "timing.py", *folder.rglob("*.py")]
   files += [path for name in ("fp8jax", "configs") for path in (root / name).rglob("*.py")]
   for path in sorted(files):

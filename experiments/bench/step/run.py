@@ -1,8 +1,8 @@
 """Speed of training steps on the GPU at hand, FP8 beside BF16, proof first, and where time goes.
 
-command: python experiments/bench_step/bench.py            resumes where it stopped
-         python experiments/bench_step/bench.py layer_7b   only the cases named
-         python experiments/bench_step/bench.py --dry      small models on a CPU: times mean nothing
+command: python experiments/bench/step/run.py            resumes where it stopped
+         python experiments/bench/step/run.py layer_7b   only the cases named
+         python experiments/bench/step/run.py --dry      small models on a CPU: times mean nothing
                                                            there and are not kept
 needs:   jax, optax, ml_collections, grain and this package; one GPU of compute capability 8.9 or
          newer
@@ -24,10 +24,9 @@ import pathlib
 import re
 import sys
 import tempfile
-import time
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -49,7 +48,7 @@ RECIPES = ("bf16", "tensor_current", "block_128", "block_128_pow2")
 STEPS = 8  # timed, of every recipe in every case
 # Largest relative difference to BF16: of what the first steps say and, in the norm, of what a layer
 # gives. The gradients of q and k have six FP8 products in a row behind them, each at most 0.059
-# away (E5M2; bench_kernels/rivals.py), 0.145 in all; a product that is wrong is nearer to 1.
+# away (E5M2; bench/kernels/rivals.py), 0.145 in all; a product that is wrong is nearer to 1.
 STEP_BUDGET = {"loss": 0.02, "grad_norm": 0.05}
 LAYER_BUDGET = 0.15
 MEMORY_SHARE = 0.9  # of the device, that a step may need
@@ -258,11 +257,7 @@ def measure_recipe(case, recipe, num_layers, of_bf16, peak: float, is_dry: bool)
   else:
     program = step_program(case, recipe, num_layers)
     checked = first_steps(program, of_bf16)
-  times = []
-  for _ in range(1 if is_dry else STEPS):
-    start = time.perf_counter()
-    jax.block_until_ready(program())
-    times.append(time.perf_counter() - start)
+  times = timing.seconds(program, 1 if is_dry else STEPS)
   ms = 1e3 * float(np.median(times))
   tflops = program.flops / ms / 1e9
   return {

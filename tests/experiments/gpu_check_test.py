@@ -379,7 +379,7 @@ def _without_packages(tmp_path) -> dict[str, str]:
 def test_a_layer_and_a_step_are_built_without_absent_packages(tmp_path):
   code = f"""
 import sys, jax; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "experiments")!r}]
-sys.path.append({str(ROOT / "experiments" / "bench_kernels")!r})
+sys.path += {[str(ROOT / "experiments" / "bench" / name) for name in ("", "kernels")]!r}
 from gpu_check import plan, cpt, layer, batches
 import importlib
 for family in plan.families():
@@ -511,7 +511,8 @@ def step_of_cpt(device) -> programs.Program:
 
 @pytest.mark.aot
 def test_every_shape_lowers_for_an_h200():
-  code = f"import sys, json; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests' / 'kernels')!r}]; "
+  paths = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "experiments", "kernels"))]
+  code = f"import sys, json; sys.path[:0] = {paths!r}; "
   code += "import gpu_check_test as t; print(json.dumps(t.lower_all()))"
   env = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu"}
   env.pop("XLA_FLAGS", None)

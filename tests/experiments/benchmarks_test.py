@@ -11,7 +11,7 @@ import pytest
 
 def _lines(repository, name: str, *flags: str) -> dict:
   """What `--dry` prints, by line."""
-  command = [sys.executable, f"experiments/{name}/bench.py", "--dry", *flags]
+  command = [sys.executable, f"experiments/bench/{name}/run.py", "--dry", *flags]
   done = subprocess.run(command, capture_output=True, text=True, cwd=repository)
   assert done.returncode == 0, done.stderr[-3000:]
   found = (line.partition(" ") for line in done.stdout.splitlines() if " {" in line)
@@ -20,7 +20,7 @@ def _lines(repository, name: str, *flags: str) -> dict:
 
 @pytest.mark.slow
 def test_bench_step_runs_from_end_to_end(repository):
-  lines = _lines(repository, "bench_step")
+  lines = _lines(repository, "step")
   recipes = ("bf16", "tensor_current", "block_128", "block_128_pow2")
   cases = ("layer_7b", "step_1p5b", "step_7b")
   assert set(lines) >= {f"{case}/{recipe}" for case in cases for recipe in recipes}
@@ -32,7 +32,7 @@ def test_bench_step_runs_from_end_to_end(repository):
 
 @pytest.mark.slow
 def test_bench_kernels_runs_from_end_to_end(repository):
-  lines = _lines(repository, "bench_kernels")
+  lines = _lines(repository, "kernels")
   products = [f"gemm/dry/{p}/block_ours" for p in ("fwd", "dgrad", "wgrad")]
   fused = [f"quantize/{p}/{by}" for p in ("rms_norm", "swiglu", "swiglu_backward")
            for by in ("ours", "xla")]  # fmt: skip
@@ -47,9 +47,9 @@ def test_bench_kernels_runs_from_end_to_end(repository):
 @pytest.fixture
 def bench_step(monkeypatch, repository):
   """The module, and the modules beside it that it imports as long as it is here."""
-  monkeypatch.syspath_prepend(str(repository / "experiments"))
-  path = repository / "experiments" / "bench_step" / "bench.py"
-  spec = importlib.util.spec_from_file_location("bench_step_bench", path)
+  monkeypatch.syspath_prepend(str(repository / "experiments" / "bench"))
+  path = repository / "experiments" / "bench" / "step" / "run.py"
+  spec = importlib.util.spec_from_file_location("bench_step", path)
   module = importlib.util.module_from_spec(spec)
   monkeypatch.setitem(sys.modules, spec.name, module)
   before = list(sys.path)

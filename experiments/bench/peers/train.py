@@ -15,7 +15,7 @@ import sys
 
 import numpy as np
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 TOKENS = 4 * 256
 # A run reports the mean over all its steps until the 21st, from which every step's is recovered.
 STEPS, DISCARDED = 16, 4

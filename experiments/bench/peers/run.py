@@ -1,6 +1,6 @@
 """Ours beside qwix, flax.linen.fp8_ops, torchao and MaxText, on the same CPU and the same inputs.
 
-command: python experiments/bench_peers/bench.py [--scratch=FOLDER] [matmul] [train]
+command: python experiments/bench/peers/run.py [--scratch=FOLDER] [matmul] [train]
 
 Makes a virtual environment for every peer under FOLDER the first time, and says which it cannot
 make. Prints tables, puts them into README.md and writes results/results.json, with provenance.
@@ -18,11 +18,12 @@ import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parents[2]), str(HERE.parent)]
 
 import explain  # noqa: E402
 import inputs  # noqa: E402
 import numpy as np  # noqa: E402
+import timing  # noqa: E402
 import train  # noqa: E402
 
 SAME = ("jax", "jaxlib", "flax", "numpy")  # at our own versions, so that only the library differs
@@ -202,16 +203,12 @@ def publish(part, tables):
 
 
 def provenance(start, load, pythons):
-  from fp8jax.run import provenance as provenance_lib
-
-  found = provenance_lib.provenance({}, "", inputs.SEED)
-  kept = {k: found[k] for k in ("time", "commit", "dirty", "versions", "devices", "host", "seed")}
   cpu = pathlib.Path("/proc/cpuinfo")
   lines = cpu.read_text().splitlines() if cpu.exists() else []
   models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
   return {
-    **kept,
-    "command": "python experiments/bench_peers/bench.py " + " ".join(sys.argv[1:]),
+    **timing.provenance("seed", seed=inputs.SEED),
+    "command": "python experiments/bench/peers/run.py " + " ".join(sys.argv[1:]),
     "cpu": models[0] if models else None,
     "skipped": {p: reason for p, reason in pythons.items() if isinstance(reason, str)},
     "peers": [QWIX, *TORCHAO, MAXTEXT],
@@ -235,8 +232,7 @@ def main():
   scratch.mkdir(parents=True, exist_ok=True)
   pythons = environments(scratch, parts)
   path = HERE / "results" / "results.json"
-  path.parent.mkdir(exist_ok=True)
-  results = json.loads(path.read_text()) if path.exists() else {}
+  results = timing.read(path)
   for part in parts:
     start, load = time.time(), os.getloadavg()
     if part == "matmul":
@@ -247,7 +243,7 @@ def main():
       results[part] = {"rows": train.bench(scratch, None if isinstance(python, str) else python)}
       tables = train_table(results[part]["rows"])
     results[part]["provenance"] = provenance(start, load, pythons)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    timing.write(path, results, indent=1)
     publish(part, tables)
 
 

@@ -1,6 +1,6 @@
 """What the trainer costs on a CPU: steps by recipe, quiet and loud, loader, import of a folder.
 
-command: GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python experiments/bench_cpu/bench.py
+command: GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python experiments/bench/cpu/run.py
          (step, numerics, loader, import; or name some of them)
 needs:   assets/smollm2-135m (make run fetches it); 12 GB of memory and 4 GB of disk for import
 
@@ -15,7 +15,7 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
 
 MODEL = "assets/smollm2-135m"
 RECIPES = ("bf16", "tensor_current", "block_128", "block_128_pow2")
@@ -145,9 +145,7 @@ def bench_import():
   """Peak memory of importing a random bfloat16 folder of Qwen2.5-1.5B's shape into float32."""
   with tempfile.TemporaryDirectory() as folder:
     _write_random_folder(folder)
-    code = (
-      f"import sys; sys.path.insert(0, {str(HERE)!r}); import bench; bench.import_once({folder!r})"
-    )
+    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import run; run.import_once({folder!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   return json.loads(done.stdout)
 
@@ -228,20 +226,15 @@ BENCHES = {
 
 
 def main(names):
-  from fp8jax.run import provenance
+  import timing
 
   path = HERE / "results.json"
-  results = json.loads(path.read_text()) if path.exists() else {}
+  results = timing.read(path)
   for name in names or BENCHES:
     print(f"{name} ...", flush=True)
-    results[name] = {**BENCHES[name](), "provenance": _provenance(provenance)}
+    results[name] = {**BENCHES[name](), "provenance": timing.provenance()}
     print(json.dumps({k: v for k, v in results[name].items() if k != "provenance"}, indent=2))
-    path.write_text(json.dumps(results, indent=2) + "\n")
-
-
-def _provenance(writers):
-  found = writers.provenance({}, "", 0)
-  return {k: found[k] for k in ("time", "commit", "dirty", "versions", "devices", "host")}
+    timing.write(path, results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Tokens per second of greedy generation, beside transformers' on the same CPU in the same run.
 
-command: python experiments/bench_generate/bench.py --oracle=oracle/bin/python
+command: python experiments/bench/generate/run.py --oracle=oracle/bin/python
 needs:   assets/smollm2-135m (make run fetches it), and another Python with torch and transformers:
          python3.11 -m venv oracle && oracle/bin/pip install torch==2.13.0 transformers==5.23.0
 
@@ -19,7 +19,10 @@ import subprocess
 import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
+
+import timing  # noqa: E402
+
 MODEL = "assets/smollm2-135m"
 PROMPT, NEW_TOKENS, ROUNDS = 32, 24, 2
 BATCHES = (8,)
@@ -36,7 +39,7 @@ def _prompts(count: int) -> list[list[int]]:
   """Pieces of the licence, all of one length."""
   from fp8jax.data.tokenize import Tokenizer
 
-  ids = Tokenizer(MODEL).encode_prompt((HERE.parents[1] / "LICENSE").read_text())
+  ids = Tokenizer(MODEL).encode_prompt((timing.ROOT / "LICENSE").read_text())
   return [ids[i * PROMPT : (i + 1) * PROMPT] for i in range(count)]
 
 
@@ -71,7 +74,7 @@ def _run(command: list[str], text: str = "") -> dict:
 
 def _measure(arm: str, batch: int, oracle: str) -> dict:
   if arm != PEER:
-    return _run([sys.executable, str(HERE / "bench.py"), "--worker", arm, "--batch", str(batch)])
+    return _run([sys.executable, str(HERE / "run.py"), "--worker", arm, "--batch", str(batch)])
   request = {"prompts": _prompts(batch), "new_tokens": NEW_TOKENS, "rounds": ROUNDS}
   script = str(HERE / "peer_transformers.py")
   return _run([oracle, script, MODEL], json.dumps(request))
@@ -86,7 +89,7 @@ def main():
   parser.add_argument("--turns", type=int, default=2, help="processes of every arm")
   parser.add_argument("--arms", default="", help="comma list of fp8jax's arms by number; all")
   options = parser.parse_args()
-  os.chdir(HERE.parents[1])
+  os.chdir(timing.ROOT)
   if options.worker:
     worker(options.worker, options.batch)
     return
@@ -94,8 +97,6 @@ def main():
     parser.error("--oracle=PATH is needed: a Python with torch and transformers")
   if options.cpus:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cpus])  # of workers too
-  from fp8jax.run import provenance as provenance_lib
-
   names = list(ARMS)
   chosen = [names[int(i)] for i in options.arms.split(",")] if options.arms else names
   oracle, lines, peer = str(pathlib.Path(options.oracle).absolute()), {}, {}
@@ -114,11 +115,11 @@ def main():
   settings = {"prompt_tokens": PROMPT, "new_tokens": NEW_TOKENS, "rounds": ROUNDS} | vars(options)
   settings = {k: v for k, v in settings.items() if k not in ("worker", "batch", "oracle")}
   results = {
-    "provenance": provenance_lib.provenance(settings, MODEL, 0) | {"peer": peer},
+    "provenance": timing.provenance_lib.provenance(settings, MODEL, 0) | {"peer": peer},
     "lines": lines,
   }
   results["provenance"]["command"][1:] = [a for a in sys.argv[1:] if "oracle" not in a]
-  (HERE / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+  timing.write(HERE / "results.json", results)
 
 
 def _summary(turns: list[dict], expected: list[list[int]]) -> dict:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import worker
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))
 
 from fp8jax.formats import E4M3
 from fp8jax.ops import dots, site

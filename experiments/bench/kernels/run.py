@@ -1,8 +1,8 @@
 """Speed of the FP8 kernels on the GPU at hand, beside BF16, XLA's FP8 and every rival found.
 
-command: python experiments/bench_kernels/bench.py            checks, then times; resumes
-         python experiments/bench_kernels/bench.py --tune     also tries tiles for every shape
-         python experiments/bench_kernels/bench.py --dry      the same on a CPU, in little: times
+command: python experiments/bench/kernels/run.py            checks, then times; resumes
+         python experiments/bench/kernels/run.py --tune     also tries tiles for every shape
+         python experiments/bench/kernels/run.py --dry      the same on a CPU, in little: times
                                                               mean nothing there and are not kept
 needs:   jax, optax and this package; a Hopper GPU. Rivals: whatever of transformer_engine, torch
          and torchao can be imported (rivals.py); the others are listed with the reason
@@ -21,7 +21,7 @@ import pathlib
 import sys
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
 if "--dry" in sys.argv:  # interpreted kernels take a thread each, and each device brings one
   os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 

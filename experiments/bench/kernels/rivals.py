@@ -23,7 +23,7 @@ from fp8jax.recipe import library
 
 BLOCK, TENSOR = library.RECIPES["block_128"], library.RECIPES["tensor_current"]
 # Largest distance to the float32 result, in the norm. Normal numbers are 0.003 away in BF16, 0.038
-# in E4M3 and 0.059 with gradients in E5M2 (experiments/bench_peers); a wrong layout or scale is
+# in E4M3 and 0.059 with gradients in E5M2 (experiments/bench/peers); a wrong layout or scale is
 # above 1.
 BUDGET = {"bf16": 0.01, "fp8": 0.08}
 

@@ -1,6 +1,6 @@
 """Tokens per second of --job=prepare: of this commit, in turns with another commit.
 
-command: python experiments/bench_phases/prepare.py [--before=COMMIT] [--megabytes=48] [--repeats=2]
+command: python experiments/bench/phases/prepare.py [--before=COMMIT] [--megabytes=48] [--repeats=2]
 needs:   the demo's weights (their tokenizer)
 
 The text is this environment's own Python source: files of site-packages in the order of their
@@ -19,10 +19,9 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
 
-from fp8jax.run import provenance  # noqa: E402
+import timing  # noqa: E402
 
 # The last commit that tokenized in one process, a document at a time.
 BEFORE = "4b8763d"
@@ -67,17 +66,15 @@ def main():
   parser.add_argument("--megabytes", type=float, default=48)
   parser.add_argument("--repeats", type=int, default=2)
   given = parser.parse_args()
-  made = provenance.provenance({}, "", 0, 1)
-  keep = ("time", "commit", "dirty", "versions", "host")
-  results = {"provenance": {k: made[k] for k in keep if k in made}, "before_commit": given.before}
+  results = {"provenance": timing.provenance(num_devices=1), "before_commit": given.before}
   with tempfile.TemporaryDirectory() as folder:
     text, old = pathlib.Path(folder) / "text.jsonl", pathlib.Path(folder) / "before"
     results["bytes"] = write_text(text, int(given.megabytes * 1e6))
-    git = ["git", "-C", str(ROOT), "worktree"]
+    git = ["git", "-C", str(timing.ROOT), "worktree"]
     subprocess.run([*git, "add", "--quiet", "--detach", str(old), given.before], check=True)
     try:
-      (old / "assets").symlink_to(ROOT / "assets")
-      arms = {"before": old, "after": ROOT}
+      (old / "assets").symlink_to(timing.ROOT / "assets")
+      arms = {"before": old, "after": timing.ROOT}
       results["runs"] = {arm: [] for arm in arms}
       for _ in range(given.repeats):
         for arm, tree in arms.items():
@@ -92,8 +89,7 @@ def main():
   results["times_as_fast"] = round(
     results["after"]["tokens_per_s"] / results["before"]["tokens_per_s"], 2
   )
-  path = HERE / "results" / "prepare.json"
-  path.write_text(json.dumps(results, indent=2) + "\n")
+  timing.write(HERE / "results" / "prepare.json", results)
   print(json.dumps({k: results[k] for k in ("before", "after", "times_as_fast")}, indent=2))
 
 

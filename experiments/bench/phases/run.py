@@ -1,6 +1,6 @@
 """Phases of training by precision: forward, backward, optimizer, data wait, decoding, energy.
 
-command: python experiments/bench_phases/bench.py [--config=configs/debug.py] [--steps=8]
+command: python experiments/bench/phases/run.py [--config=configs/debug.py] [--steps=8]
          [--arms=fp32,fp16,bf16,block_128]
 needs:   any device; energy needs a GPU and `pip install nvidia-ml-py`
 
@@ -13,6 +13,7 @@ beside this file.
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import pathlib
@@ -21,10 +22,11 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+import timing  # noqa: E402
 
 from fp8jax.config import resolve  # noqa: E402
 from fp8jax.data import batch_sharding, loader, tokenize  # noqa: E402
@@ -33,7 +35,6 @@ from fp8jax.generation.settings import Sampling  # noqa: E402
 from fp8jax.jobs import doctor  # noqa: E402
 from fp8jax.kernels import choose  # noqa: E402
 from fp8jax.models import transformer  # noqa: E402
-from fp8jax.run import provenance  # noqa: E402
 from fp8jax.step import train_step  # noqa: E402
 
 WIDE = {
@@ -133,12 +134,8 @@ def passes(spec, state, batch, steps: int) -> tuple[float, float]:
   for function in (forward, gradients):
     program = jax.jit(function, compiler_options=options)
     jax.block_until_ready(program(state.params, sites, batch, scale))
-    times = []
-    for _ in range(steps):
-      start = time.perf_counter()
-      jax.block_until_ready(program(state.params, sites, batch, scale))
-      times.append(time.perf_counter() - start)
-    found.append(float(np.median(times)))
+    run = functools.partial(program, state.params, sites, batch, scale)
+    found.append(float(np.median(timing.seconds(run, steps))))
   return found[0], found[1]
 
 
@@ -168,15 +165,11 @@ def main():
   given = parser.parse_args()
   kind = jax.devices()[0].device_kind
   path = HERE / "results" / f"{re.sub(r'[^A-Za-z0-9]+', '_', kind).lower()}.json"
-  path.parent.mkdir(exist_ok=True)
-  made = provenance.provenance({}, "", 0, 1)
-  keep = ("time", "commit", "dirty", "versions", "devices", "host")
-  results = {"config": given.config, "provenance": {k: made[k] for k in keep if k in made}}
-  results["arms"] = {}
+  results = {"config": given.config, "provenance": timing.provenance(num_devices=1), "arms": {}}
   for arm in given.arms.split(","):
     results["arms"][arm] = measure(given.config, arm, given.steps)
     print(arm, json.dumps(results["arms"][arm]), flush=True)
-    path.write_text(json.dumps(results, indent=2) + "\n")
+    timing.write(path, results)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-FOLDER = pathlib.Path(__file__).resolve().parent.parent / "experiments" / "notebooks"
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "notebooks"
 NAMES = ("01_first_run", "02_numerics", "03_your_model")
 # A sign in its output that a notebook has reached its end.
 LAST = {

@@ -1,6 +1,6 @@
 """transformers' side of bench.py, in an environment with torch: rounds of generation, as JSON.
 
-command: oracle/bin/python experiments/bench_generate/peer_transformers.py FOLDER < request.json
+command: oracle/bin/python experiments/bench/generate/peer_transformers.py FOLDER < request.json
 
 The request has "prompts" (token ids, one length), "new_tokens" and "rounds".
 """

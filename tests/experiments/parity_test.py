@@ -1,24 +1,17 @@
 """experiments/2025_infir2: the parity table, and training questions apart from the test's."""
 
-import importlib.util
 import json
 import pathlib
 import types
 
 import numpy as np
 import pytest
+import run_files
 
 from fp8jax import statistics
 from fp8jax.evaluation import store, tasks, verifiers
 
 EXPERIMENT = pathlib.Path(__file__).parents[2] / "experiments" / "2025_infir2"
-
-
-def _script(name):
-  spec = importlib.util.spec_from_file_location(f"infir2_{name}", EXPERIMENT / f"{name}.py")
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
 
 
 def _evaluated(workdir, share, rng):
@@ -40,7 +33,7 @@ def _evaluated(workdir, share, rng):
 
 
 def test_the_parity_table_pairs_arms_by_seed_and_item(tmp_path, capsys):
-  parity, rng, truth = _script("parity"), np.random.default_rng(0), {}
+  parity, rng, truth = run_files.script(EXPERIMENT / "parity.py"), np.random.default_rng(0), {}
   for arm, share in (("bf16", 0.7), ("block_128", 0.65)):
     for seed in range(3):
       truth[arm, seed] = _evaluated(tmp_path / f"{arm}{seed}", share, rng)
@@ -67,7 +60,7 @@ def test_the_parity_table_pairs_arms_by_seed_and_item(tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore")
 def test_training_questions_are_apart_and_their_solutions_right(tmp_path):
   pytest.importorskip("reasoning_gym")
-  script = _script("reasoning_data")
+  script = run_files.script(EXPERIMENT / "reasoning_data.py")
   paths = sorted(map(str, (EXPERIMENT / "tasks").glob("*.json")))
   script.main(tmp_path, paths, samples=100)
   tests = [script.jsonl_tasks.from_description(path) for path in paths]
@@ -86,7 +79,7 @@ def test_training_questions_are_apart_and_their_solutions_right(tmp_path):
 
 
 def test_the_pilot_fixes_families_and_arms_of_a_seed_read_the_same_batches():
-  runs = _script("reasoning_runs")
+  runs = run_files.script(EXPERIMENT / "reasoning_runs.py")
   before = {"easy": 0.3, "learnt": 0.29, "hard": 0.0}
   tuned = {"easy": 1.0, "learnt": 0.61, "hard": 0.6}
   assert runs.chosen({"before": before, "tuned": tuned}) == ["learnt"]
@@ -97,7 +90,7 @@ def test_the_pilot_fixes_families_and_arms_of_a_seed_read_the_same_batches():
 
 
 def test_costs_are_means_over_seeds(tmp_path, monkeypatch):
-  runs = _script("reasoning_runs")
+  runs = run_files.script(EXPERIMENT / "reasoning_runs.py")
   stage = {"train": [2.0, 1.0], "tokens": 2048, "seconds": {"step": 8.0}}
   held = lambda loss: {"solutions": {"bf16": loss, "block_128": 9.0}}  # noqa: E731
   done = {
