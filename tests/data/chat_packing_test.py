@@ -8,11 +8,12 @@ import chats
 import grain
 import numpy as np
 import pytest
+import rich.console
 
 from configs import base
 from fp8jax.config import resolve
 from fp8jax.data import config as data_config
-from fp8jax.data import loader, sources
+from fp8jax.data import loader, pretokenize, sources
 from fp8jax.data.chat import packing, samples
 from fp8jax.errors import ConfigError, UserError
 
@@ -43,7 +44,7 @@ def _segments(batch):
   found = []
   for row in range(len(batch["tokens_BL"])):
     one = {key: x[row] for key, x in batch.items()}
-    for number in range(1, one["segments_BL"].max() + 1):
+    for number in set(one["segments_BL"]):
       here = one["segments_BL"] == number
       np.testing.assert_array_equal(one["positions_BL"][here], np.arange(here.sum()))
       # Contiguous, and a target is the next token of the same segment.
@@ -56,7 +57,7 @@ def _segments(batch):
         text = bytes([*tokens.tolist(), int(targets[-1])]).decode()
         found.append((text, bytes(targets[weights == 1].tolist()).decode()))
       else:  # padding
-        assert number == one["segments_BL"].max() and not tokens.any()
+        assert number == 0 and places[-1] == len(one["segments_BL"]) - 1
   return found
 
 
@@ -98,6 +99,31 @@ def test_order_is_the_seeds_and_resumes_at_every_step(folder):
     again.set_state(state)
     assert same([next(again)], want[step : step + 1])
     next(iterator)
+
+
+def _prepared(folder, spec):
+  """A corpus of documents in bytes, and what --job=prepare makes of it."""
+  text = "".join(json.dumps({"text": "x" * n}) + "\n" for n in range(1, 60))
+  (folder / "d.jsonl").write_text(text)
+  raw = dict(base.source("jsonl", str(folder / "d.jsonl")))
+  spec = dataclasses.replace(spec, sources={"main": raw}, chat=None, on_long="split")
+  pretokenize.run(spec, str(folder / "p"), 500, rich.console.Console(quiet=True))
+  return raw, dict(base.source("prepared", str(folder / "p" / "main")))
+
+
+def test_padding_and_nothing_else_is_segment_0(folder):
+  """Of every maker of batches. No text has the byte 0, which fills what is left of a window."""
+  chat = chats.spec(folder / "a.jsonl", heldout=0.3)
+  raw, prepared = _prepared(folder, chat)
+  specs = [chat, *(
+    dataclasses.replace(chat, sources={"main": of}, chat=None, on_long="split", shuffle_windows=w)
+    for of, w in ((raw, 0), (raw, 5), (prepared, 0), (prepared, 5))
+  )]  # fmt: skip
+  for spec in specs:
+    held = list(loader.heldout_batches(spec, "main", 2, 20))
+    for batch in (*held, *_steps(spec, 4)):
+      np.testing.assert_array_equal(batch["segments_BL"] == 0, batch["tokens_BL"] == 0)
+    assert not held[-1]["segments_BL"].any() and held[0]["segments_BL"].any(1).all()
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -1,10 +1,10 @@
 """Samples -> steps: exactly so many samples in exactly so many windows.
 
 The samples of a step are laid into its windows by first fit, the longest first (Johnson 1973). Each
-is a segment of its own with positions from 0; the room that is left in a window is a segment too,
-of weight 0. grain's FirstFitPackIterDataset gives its windows when a sample no longer fits, so that
-steps of a fixed number of samples are not to be had from it; held-out samples, which have no steps,
-are packed by it.
+is a segment of its own, numbered from 1, with positions from 0; the room that is left in a window
+is segment 0, of weight 0. grain's FirstFitPackIterDataset gives its windows when a sample no longer
+fits, so that steps of a fixed number of samples are not to be had from it; held-out samples, which
+have no steps, are packed by it.
 
 Every epoch is a permutation of all samples; a step at its end goes on in the next one. Permutations
 are functions of (seed, epoch), so a step is made from its number alone: the place in the data is
@@ -67,7 +67,7 @@ def pack(samples: Sequence[Sample], length: int) -> Batch:
     "tokens_BL": np.zeros(length, np.int32),
     "targets_BL": np.zeros(length, np.int32),
     "weights_BL": np.zeros(length, np.float32),
-    "segments_BL": np.full(length, len(samples) + 1, np.int32),
+    "segments_BL": np.zeros(length, np.int32),
     "positions_BL": np.zeros(length, np.int32),
   }
   end = 0
