@@ -10,7 +10,7 @@ import pytest
 import rich.console
 
 from fp8jax.data import config as data_config
-from fp8jax.data import loader, pretokenize, sample_index, sources, tokenize
+from fp8jax.data import loader, pretokenize, sources, tokenize, window_index
 from fp8jax.errors import UserError
 
 BYTES = tokenize.Tokenizer("bytes")
@@ -58,13 +58,15 @@ def _count(rows):
   return collections.Counter(rows)
 
 
-def _samples(folder, **kwargs):
+def _windows(folder, on_long="split"):
+  """(windows by number, the same before they are shuffled, their source)."""
   source = sources.Prepared(str(folder / "p" / "main"), "train")
-  return sample_index.Samples(source, LENGTH + 1, "0/main", **kwargs), source
+  made = window_index.Windows(source, LENGTH + 1, "0/main", on_long)
+  return made, lambda k: made._cut(k * (LENGTH + 1)), source
 
 
-def _as_bytes(sample) -> bytes:
-  return b"".join(sample[k].tobytes() for k in KEYS)
+def _as_bytes(window) -> bytes:
+  return b"".join(window[k].tobytes() for k in KEYS)
 
 
 def _packed_by_grain(documents):
@@ -74,27 +76,26 @@ def _packed_by_grain(documents):
   return [_as_bytes(window) for window in packed]
 
 
-def test_samples_are_those_of_grain_over_the_document_index(folder):
+def test_windows_are_those_of_grain_over_the_document_index(folder):
   """Three epochs: permutations of all documents, concatenated without a gap, then cut."""
-  samples, source = _samples(folder, is_shuffled=False)
+  windows, ordered, source = _windows(folder)
   everything = [source[i]["tokens"] for i in range(len(source))]
-  orders = [samples._epoch(e).documents.tolist() for e in range(3)]
+  orders = [windows._epoch(e).documents.tolist() for e in range(3)]
   assert all(sorted(order) == list(range(len(source))) for order in orders)
   assert len(set(map(tuple, orders))) == 3
   want = _packed_by_grain([everything[i] for order in orders for i in order])
   whole = sum(len(d) for d in everything) * 3 // (LENGTH + 1)
   assert whole > 60
-  assert [_as_bytes(samples[k]) for k in range(whole)] == want[:whole]
+  assert [_as_bytes(ordered(k)) for k in range(whole)] == want[:whole]
 
 
-def test_prepared_epochs_hold_the_same_samples_shuffled(folder):
-  ordered, _ = _samples(folder, is_shuffled=False)
-  shuffled, source = _samples(folder)
+def test_prepared_epochs_hold_the_same_windows_shuffled(folder):
+  shuffled, ordered, source = _windows(folder)
   total = sum(len(source[i]["tokens"]) for i in range(len(source)))
   for epoch in range(3):
     begin = next(k for k in range(10**6) if k * (LENGTH + 1) >= epoch * total)
     end = next(k for k in range(10**6) if k * (LENGTH + 1) >= (epoch + 1) * total)
-    a, b = ([_as_bytes(s[k]) for k in range(begin, end)] for s in (ordered, shuffled))
+    a, b = ([_as_bytes(at(k)) for k in range(begin, end)] for at in (ordered, shuffled.__getitem__))
     assert _count(a) == _count(b) and a != b
     assert sum(x == y for x, y in zip(a, b)) < len(a) // 4
 
@@ -147,7 +148,7 @@ def test_order_depends_on_seed_and_source_alone(folder, kind, windows):
   assert want != _rows(renamed, 40)
 
 
-def test_processes_share_the_prepared_samples_of_one_order(folder):
+def test_processes_share_the_prepared_windows_of_one_order(folder):
   """Global batches are the same for 1, 2 and 4 processes; nothing is read twice in an epoch."""
   spec = _spec(folder, "prepared", 1)
   whole = _rows(spec, 40, batch=4)
@@ -175,22 +176,21 @@ def test_heldout_windows_stay_in_their_order(folder):
 
 
 def test_long_prepared_documents_are_skipped_and_counted_once_an_epoch(folder):
-  samples, source = _samples(folder, on_long="skip")
+  windows, ordered, source = _windows(folder, on_long="skip")
   lengths = [len(source[i]["tokens"]) for i in range(len(source))]
   short = [n for n in lengths if n <= LENGTH]
   assert 0 < len(short) < len(lengths)
   counts = loader.DocumentCounts()
   spec = _spec(folder, "prepared", 1, on_long="skip", prefetch=0)
-  n = -(-2 * sum(short) // (LENGTH + 1))  # samples that begin in the first two epochs
+  n = -(-2 * sum(short) // (LENGTH + 1))  # windows that begin in the first two epochs
   iterator = loader.train_batches(spec, 1, counts=counts)
   for _ in range(n):
     next(iterator)
   assert counts["too long"] == 2 * (len(lengths) - len(short))
-  ordered, _ = _samples(folder, on_long="skip", is_shuffled=False)
-  order = [i for e in range(3) for i in ordered._epoch(e).documents.tolist()]
+  order = [i for e in range(3) for i in windows._epoch(e).documents.tolist()]
   assert sorted(order) == sorted(3 * [i for i, n in enumerate(lengths) if n <= LENGTH])
   want = _packed_by_grain([source[i]["tokens"] for i in order])
-  assert [_as_bytes(ordered[k]) for k in range(len(want) - 1)] == want[:-1]
+  assert [_as_bytes(ordered(k)) for k in range(len(want) - 1)] == want[:-1]
   with pytest.raises(UserError, match=r"train:\d+: \d+ tokens do not fit a window of 16"):
     _rows(_spec(folder, "prepared", 1, on_long="error"), 1)
 

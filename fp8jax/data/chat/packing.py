@@ -23,8 +23,6 @@ from fp8jax.data.chat.encode import Sample
 from fp8jax.data.chat.samples import Samples
 from fp8jax.errors import UserError
 
-# Steps are numbered without end; grain wants a length, and slices it.
-_ENDLESS = 2**48
 _LOOK_AHEAD = 2**21
 Batch = dict[str, np.ndarray]
 
@@ -108,7 +106,7 @@ class Steps:
     self._seed, self._shard = seed, shard
 
   def __len__(self):
-    return _ENDLESS
+    return reading.ENDLESS
 
   def numbers(self, step: int) -> np.ndarray:
     """int64 [samples]: the samples of a step, in the order of their epochs."""
