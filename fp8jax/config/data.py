@@ -107,7 +107,7 @@ def _open(source: dict[str, Any]) -> bool:
   opened.files()
   if source["kind"] in ("parquet", "tfds", "datasets"):
     len(opened)  # reads footers, finds the split
-  if isinstance(opened, sources.JsonLines):
+  if isinstance(opened, (sources.JsonLines, sources.JsonLinesStream)):
     opened.check()
   return True
 
