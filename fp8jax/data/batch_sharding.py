@@ -53,16 +53,9 @@ class BatchSharder:
 
 
 class TrainBatches:
-  """The batches of a run, see loader.train_batches.
-
-  Attributes:
-    iterator: host batches of this process.
-    spread: places them on the mesh.
-    counts: documents by what became of them.
-  """
+  """Host batches of a run (`iterator`, of loader.train_batches) and `spread`, which places them."""
 
   def __init__(self, data: DataConfig, layout: axes.Layout, rows: int, accumulation: int):
-    """Args: the sources; the rest is BatchSharder's."""
     self.counts, self.spread = loader.DocumentCounts(), BatchSharder(layout, rows, accumulation)
     self.iterator = loader.train_batches(
       data, self.spread.local_batch, self.spread.shard, self.counts

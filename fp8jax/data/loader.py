@@ -186,7 +186,8 @@ def chat_steps(spec: DataConfig, windows: int, shard: Shard = Shard()) -> packin
   return packing.Steps(
     chat_samples.of_split(spec, chat_index(spec), "train"),
     spec.seq_len,
-    packing.Shape(spec.chat.samples_per_step if spec.chat else 0, windows),
+    spec.chat.samples_per_step if spec.chat else 0,
+    windows,
     f"{spec.seed}/chat",
     (shard.index, shard.count),
   )

@@ -7,16 +7,39 @@ the vocabulary stops the run.
 import functools
 import os
 from collections.abc import Sized
-from typing import Any, cast
+from typing import Annotated, Any, NotRequired, TypedDict, cast
 
+import grain
+import msgspec
 import numpy as np
 
-from fp8jax.errors import UserError, check_number, inside, one_line, read_json
+from fp8jax import records
+from fp8jax.data import reading
+from fp8jax.errors import UserError, inside, one_line
 
-Record = dict[str, Any]
+_AGAIN = "delete the folder and write it again with --job=prepare"
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
-class Prepared:
+class _Split(TypedDict):
+  files: list[str]
+  documents: _Count
+  tokens: _Count
+  lengths: NotRequired[str]
+
+
+class _Splits(TypedDict):
+  train: _Split
+  heldout: _Split
+
+
+class _Index(TypedDict):
+  tokenizer: str
+  heldout: float
+  splits: _Splits
+
+
+class Prepared(reading.Reopened):
   """Token sequences that `--job=prepare` wrote to ArrayRecord files."""
 
   def __init__(self, path: str, split: str, vocab_size: int | None = None):
@@ -26,12 +49,9 @@ class Prepared:
   def index(self) -> dict[str, Any]:
     """The index that prepare wrote: fingerprints, token counts, files per split."""
     name = os.path.join(self.path, "index.json")
-    index = read_json(name, "write it with --job=prepare")
-    if not {"tokenizer", "heldout", "splits"} <= index.keys():
-      raise UserError(f"{name} was not written by --job=prepare; prepare again")
-    splits = index["splits"] if isinstance(index["splits"], dict) else {}
-    for split in ("train", "heldout"):
-      _check_split(self.path, f"{name}: splits.{split}", splits.get(split))
+    index = records.read(name, _Index, _AGAIN)
+    for split, info in index["splits"].items():
+      _check_split(self.path, f"{name}: splits.{split}", info)
     return index
 
   def check(self):
@@ -50,8 +70,6 @@ class Prepared:
 
   @functools.cached_property
   def _source(self):
-    import grain
-
     try:
       return grain.sources.ArrayRecordDataSource(self.files())
     except RuntimeError as e:
@@ -59,8 +77,6 @@ class Prepared:
 
   def _damaged(self) -> str:
     """The first file that cannot be opened."""
-    import grain
-
     for path in self.files():
       try:
         grain.sources.ArrayRecordDataSource([path])
@@ -130,19 +146,9 @@ class Prepared:
       raise FileNotFoundError(f"{missing[0]} does not exist; write it again with --job=prepare")
     return paths
 
-  def __getstate__(self):
-    return {"path": self.path, "split": self.split, "vocab_size": self.vocab_size}
-
-
-_AGAIN = "delete the folder and write it again with --job=prepare"
-
 
 def _check_split(folder: str, where: str, info: Any):
-  """One split of a prepared index: counts are counts, files are inside the folder."""
-  if not isinstance(info, dict) or not isinstance(info.get("files"), list):
-    raise UserError(f"{where} has no list of files; {_AGAIN}")
-  for key in ("documents", "tokens"):
-    check_number(f"{where}.{key}", info.get(key), 0, 2**62, _AGAIN, whole=True)
+  """One split of a prepared index: files are inside the folder, and each is there once."""
   names = [*info["files"], *([info["lengths"]] if "lengths" in info else [])]
   for name in names:
     inside(folder, name, where)

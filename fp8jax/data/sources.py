@@ -21,9 +21,7 @@ from fp8jax.data.tables import HfDataset, Tfds
 from fp8jax.errors import UserError, one_line
 
 KINDS = ("pydoc", "text", "jsonl", "parquet", "datasets", "tfds", "prepared")
-# Kinds whose rows may be conversations.
-CHAT_KINDS = ("jsonl", "parquet", "datasets")
-
+CHAT_KINDS = ("jsonl", "parquet", "datasets")  # whose rows may be conversations
 # Keys of an entry of `data.sources`.
 KEYS = ("kind", "path", "chat", "field", "dataset", "split", "weight")
 # A row is a document (""), or a conversation in one of chat/conversation.py's formats.
@@ -33,15 +31,11 @@ Record = dict[str, Any]
 
 
 class Source(Protocol):
-  """The source that grain reads from."""
+  """The source that grain reads from; `files` are those that it depends on, for fingerprints."""
 
   def __len__(self) -> int: ...
-
   def __getitem__(self, index: int) -> Record: ...
-
-  def files(self) -> list[str]:
-    """Paths whose content the source depends on, for fingerprints."""
-    ...
+  def files(self) -> list[str]: ...
 
 
 def open_source(
@@ -86,11 +80,11 @@ def open_source(
         "copy them to disk and decompress them"
       )
     return (JsonLinesStream if streamed else JsonLines)(paths, rows)
-  if kind == "parquet":
-    if remote := [p for p in paths if streams.is_remote(p)]:
-      raise UserError(f"{remote[0]}: Parquet files are read from disk; copy them")
-    return Parquet(paths, rows)
-  raise ValueError(f"unknown source kind {kind!r}; expected one of {', '.join(KINDS)}")
+  if kind != "parquet":
+    raise ValueError(f"unknown source kind {kind!r}; expected one of {', '.join(KINDS)}")
+  if remote := [p for p in paths if streams.is_remote(p)]:
+    raise UserError(f"{remote[0]}: Parquet files are read from disk; copy them")
+  return Parquet(paths, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,8 +231,7 @@ class JsonLines(_JsonFiles):
 
   @functools.cached_property
   def _offsets(self) -> list[np.ndarray]:
-    """Start of every line of every file: 8 bytes per document."""
-    return [_line_starts(path) for path in self.paths]
+    return [_line_starts(path) for path in self.paths]  # 8 bytes per document
 
   @functools.cached_property
   def _ends(self) -> np.ndarray:

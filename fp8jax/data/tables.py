@@ -31,10 +31,7 @@ class _Table(reading.Reopened):
 
 
 class HfDataset(_Table):
-  """A set of the datasets library: a folder that Dataset.save_to_disk wrote, or name[:configuration].
-
-  A split may be a slice of one, like "train[:1000]".
-  """
+  """Of the datasets library: a folder that Dataset.save_to_disk wrote, or name[:configuration]."""
 
   @functools.cached_property
   def _rows(self):

@@ -152,10 +152,11 @@ def test_windows_of_a_step_are_those_of_grains_first_fit():
 
 def test_steps_that_need_more_windows_are_refused_before_training(folder):
   spec = chats.spec(folder / "a.jsonl")
-  needed = loader.chat_steps(spec, 8).check(50)
+  needed = loader.chat_steps(spec, 8).needed(50)
   assert 2 <= needed <= WINDOWS
   with pytest.raises(UserError, match=f"set global_batch={needed} or more"):
-    loader.chat_steps(spec, needed - 1).check(50)
+    loader.chat_steps(spec, needed - 1).check(needed)
+  loader.chat_steps(spec, needed).check(needed)
   with pytest.raises(UserError, match="need . windows of 48 positions, global_batch=1"):
     _steps(spec, 1, windows=1)
 
@@ -164,7 +165,7 @@ def test_steps_without_end_are_looked_at_as_far_as_seconds_allow(folder, monkeyp
   made = loader.chat_steps(chats.spec(folder / "a.jsonl"), 8)
   monkeypatch.setattr(packing, "_LOOK_AHEAD", 83)  # 10 steps of 8 samples
   most = [packing.first_fit(made.samples.lengths[made.numbers(k)], 48).max() + 1 for k in range(10)]
-  assert made.needed(10**15) == made.check(10**15) == max(most)
+  assert made.needed(10**15) == max(most)
 
 
 def test_derived_numbers_are_bounded(folder):

@@ -64,12 +64,21 @@ def test_date_is_a_setting():
 
 
 def test_long_conversations_are_refused_by_a_bound(monkeypatch):
-  long = [_user("q"), _assistant("a")] * 25_000
-  with pytest.raises(UserError, match=r"625,025,000 messages in all, at most 1,048,576; split it"):
-    encode.render(_template("qwen2_5"), long)
-  monkeypatch.setattr(encode, "MOST_CHARACTERS", 1000)
-  with pytest.raises(UserError, match="characters in all, at most 1,000"):
-    encode.render(_template("qwen2_5"), long[:20])
+  template, pair = _template("qwen2_5"), [_user("q"), _assistant("a")]
+  # k turns that alternate render 2 + 4 + ... + 2k = k (k + 1) messages.
+  with pytest.raises(UserError, match="at most 1,048,576 messages.*of 2,046 messages or fewer"):
+    encode.render(template, pair * 25_000)
+  monkeypatch.setattr(encode, "MOST_MESSAGES", 30)
+  assert len(encode.render(template, pair * 5)) == 1
+  with pytest.raises(UserError, match="at most 30 messages in all; split .* of 10 messages"):
+    encode.render(template, pair * 6)
+  most = sum(len(template.render(pair * k)) for k in (1, 2, 3))
+  monkeypatch.setattr(encode, "MOST_CHARACTERS", most)
+  assert len(encode.render(template, pair * 3)) == 1
+  with pytest.raises(
+    UserError, match=f"at most {most:,} characters in all; split .* of 6 messages"
+  ):
+    encode.render(template, pair * 4)
 
 
 def test_generated_text_that_a_template_computes_with_is_refused():

@@ -121,14 +121,29 @@ DAMAGE = {
   "lengths above": (lambda f: _change(f, lengths="../x"), "splits.train names '../x'"),
   "too many documents": (lambda f: _change(f, documents=4000), "index.json says 4000"),
   "too few documents": (lambda f: _change(f, documents=3), "index.json says 3"),
-  "quoted count": (lambda f: _change(f, documents="40"), "splits.train.documents is '40'"),
-  "negative count": (lambda f: _change(f, documents=-1), "splits.train.documents is -1"),
-  "files that are text": (lambda f: _change(f, files="abc"), "splits.train has no list of files"),
-  "files that are numbers": (lambda f: _change(f, files=[3]), "splits.train names 3"),
+  "quoted count": (
+    lambda f: _change(f, documents="40"),
+    "'splits.train.documents' is '40', expected a whole number",
+  ),
+  "negative count": (
+    lambda f: _change(f, documents=-1),
+    "'splits.train.documents' is -1, expected a whole number >= 0",
+  ),
+  "files that are text": (
+    lambda f: _change(f, files="abc"),
+    "'splits.train.files' is 'abc', expected a list",
+  ),
+  "files that are numbers": (lambda f: _change(f, files=[3]), "files.0.' is 3, expected text"),
   "no files": (lambda f: _change(f, files=[]), "documents in no file"),
   "one file twice": (lambda f: _change(f, files=[SHARD, SHARD]), "names a file twice"),
-  "no train split": (lambda f: _change_index(f, lambda i: i["splits"].pop("train")), "no list of"),
-  "splits that are a list": (lambda f: _change_index(f, lambda i: i.update(splits=[])), "no list"),
+  "no train split": (
+    lambda f: _change_index(f, lambda i: i["splits"].pop("train")),
+    "no field 'train'",
+  ),
+  "splits that are a list": (
+    lambda f: _change_index(f, lambda i: i.update(splits=[])),
+    "'splits' is \\[\\], expected",
+  ),
 }
 
 
