@@ -23,13 +23,7 @@ def has_chats(c: Any) -> bool:
 
 
 def read(c: Any, tokenizer: str, problems: ConfigErrors) -> data_config.ChatConfig | None:
-  """The data section of conversations; None where no template can be had.
-
-  Args:
-    c: the whole configuration.
-    tokenizer: its path.
-    problems: what is wrong is added here.
-  """
+  """The data section of conversations; None where no template can be had for the tokenizer."""
   d = c.data
   for name, source in _mappings(c).items():
     key = f"data.sources.{name}"

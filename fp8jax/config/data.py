@@ -10,14 +10,18 @@ from fp8jax.data import config as data_config
 from fp8jax.data import sources, tokenize
 from fp8jax.errors import ConfigErrors, UserError, check_number, nearest
 
+_AS_THEY_ARE = (
+  "cross_document", "on_malformed", "on_long", "workers", "prefetch", "shuffle_windows",
+  "chat_template", "template_date",
+)  # fmt: skip
+
 
 def spec(
   c: Any, vocab_size: int | None, problems: ConfigErrors, needs: Needs = TRAINING
 ) -> data_config.DataConfig:
-  """One source of data.
+  """The data of a run.
 
   Args:
-    c: the whole configuration.
     vocab_size: the model's, or None if there is no model to fit.
     problems: what is wrong is added here.
     needs: of the job, which may take the tokenizer of its weights.
@@ -46,16 +50,9 @@ def spec(
     tokenizer=tokenizer,
     seq_len=c.seq_len,
     heldout=c.data.heldout_fraction,
-    cross_document=c.data.cross_document,
-    on_malformed=c.data.on_malformed,
-    on_long=c.data.on_long,
     seed=c.seed,
-    workers=c.data.workers,
-    prefetch=c.data.prefetch,
-    shuffle_windows=c.data.shuffle_windows,
     chat=chat_checks.read(c, tokenizer.path, problems) if is_chat else None,
-    chat_template=c.data.chat_template,
-    template_date=c.data.template_date,
+    **{name: c.data[name] for name in _AS_THEY_ARE},
   )
 
 

@@ -75,14 +75,11 @@ def train_batches(
   """Endless batches of this process's share.
 
   Args:
-    spec: what to read.
     batch: sequences per batch on this process.
-    shard: this process's share.
     counts: filled while reading.
 
   Returns:
-    A grain DatasetIterator over dictionaries of arrays (see models/transformer.py), each [batch,
-    L].
+    A grain DatasetIterator over arrays [batch, L] by name, see models/transformer.py.
   """
   counts = DocumentCounts() if counts is None else counts
   if spec.chat is not None:

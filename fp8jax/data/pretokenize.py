@@ -29,10 +29,8 @@ def run(
   {train,heldout}-lengths.uint32 has the number of tokens of every document.
 
   Args:
-    spec: sources, tokenizer, held-out fraction and policies.
     target: folder; a source that is there with the same fingerprint is left alone.
     shard_tokens: tokens per file; an interrupted call goes on after the last whole one.
-    out: for progress and messages.
     processes: see encode.encoded; the files do not depend on it.
 
   Returns:

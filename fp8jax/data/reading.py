@@ -17,8 +17,8 @@ class Reopened:
   """Travels to worker processes without its cached properties: each opens files of its own."""
 
   def __getstate__(self):
-    is_cached = lambda name: isinstance(getattr(type(self), name, None), functools.cached_property)  # noqa: E731
-    return {k: v for k, v in self.__dict__.items() if not is_cached(k)}
+    cached, own = functools.cached_property, type(self)
+    return {k: v for k, v in vars(self).items() if not isinstance(getattr(own, k, None), cached)}
 
 
 def read(data: grain.MapDataset, workers: int, buffer: int = 16):

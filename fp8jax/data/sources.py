@@ -44,7 +44,7 @@ def open_source(
   """The source that one entry of `data.sources` describes.
 
   Args:
-    spec: kind, path, chat, field, dataset, split (see configs/base.py).
+    spec: see configs/base.py.
     split: "train" or "heldout"; only prepared data are stored apart.
     vocab_size: prepared token ids must be smaller; None does not check them.
 
@@ -126,26 +126,20 @@ def find_files(pattern: str) -> list[str]:
   if streams.is_remote(pattern):
     return streams.find(pattern)
   pattern = os.path.expanduser(pattern)
-  first: dict[tuple[int, int], str] = {}
-  paths = []
+  first: dict[str, str] = {}
   for path in glob.iglob(pattern, recursive=True):  # lazy: two links to a folder above never end
-    if not os.path.isfile(path):
-      continue
-    info = os.stat(path)
-    other = first.setdefault((info.st_dev, info.st_ino), path)
-    if other != path and os.path.realpath(other) == os.path.realpath(path):
+    other = first.setdefault(os.path.realpath(path), path) if os.path.isfile(path) else path
+    if other != path:
       raise UserError(
         f"{pattern!r} matches one file twice, as {other!r} and {path!r}; remove the link, or give "
         "a glob that does not follow it"
       )
-    paths.append(path)
-  paths.sort()
-  if not paths:
+  if not first:
     hint = "; set the source's path to a file or a glob"
     if os.path.isdir(pattern):
       hint = f"; it is a folder, try {os.path.join(pattern, '**/*')!r}"
     raise FileNotFoundError(f"no file matches {pattern!r}{hint}")
-  return paths
+  return sorted(first.values())
 
 
 class PydocTopics:

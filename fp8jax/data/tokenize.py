@@ -200,8 +200,7 @@ class Tokenizer(reading.Reopened):
     """Ids of a text that is to be continued: without the end-of-document id.
 
     Args:
-      add_special_tokens: whether tokens that the tokenizer puts before a text (Llama's
-        <|begin_of_text|>) are added by `bos`; not where a chat template has written them.
+      add_special_tokens: whether `bos` adds any; not where a chat template has written them.
     """
     if self.path == BYTES:
       return list(text.encode("utf-8"))
@@ -247,7 +246,6 @@ class Tokenize:
   """record -> {"tokens": int32 [length], "status": str}. Empty tokens mean: not in this stream.
 
   Attributes:
-    tokenizer: how to encode.
     heldout: fraction of documents in the held-out split.
     split: which side of it to keep, "train" or "heldout".
     window: tokens per sequence, for `on_long`.

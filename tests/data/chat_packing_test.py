@@ -8,12 +8,12 @@ import chats
 import grain
 import numpy as np
 import pytest
-import rich.console
+import texts
 
 from configs import base
 from fp8jax.config import resolve
 from fp8jax.data import config as data_config
-from fp8jax.data import loader, pretokenize, sources
+from fp8jax.data import loader, sources
 from fp8jax.data.chat import packing, samples
 from fp8jax.errors import ConfigError, UserError
 
@@ -33,10 +33,7 @@ def rows(folder):
 
 
 def _steps(spec, number, shard=WHOLE, windows=WINDOWS):
-  iterator = loader.train_batches(spec, windows // shard.count, shard)
-  found = [next(iterator) for _ in range(number)]
-  iterator.close()
-  return found
+  return texts.take(spec, number, windows // shard.count, shard=shard)
 
 
 def _segments(batch):
@@ -87,34 +84,22 @@ def test_order_is_the_seeds_and_resumes_at_every_step(folder):
   spec = chats.spec(folder / "a.jsonl")
   want = _steps(spec, 9)
 
-  def same(a, b):
-    return all(np.array_equal(x[k], y[k]) for x, y in zip(a, b, strict=True) for k in x)
-
+  same = texts.are_same
   assert same(want, _steps(spec, 9)) and same(want, _steps(dataclasses.replace(spec, workers=1), 9))
   assert not same(want, _steps(dataclasses.replace(spec, seed=1), 9))
   iterator = loader.train_batches(spec, WINDOWS)
   for step in range(8):
-    state = json.loads(json.dumps(iterator.get_state()))
-    again = loader.train_batches(spec, WINDOWS)
-    again.set_state(state)
-    assert same([next(again)], want[step : step + 1])
+    again = texts.resume(spec, iterator.get_state(), 1, WINDOWS)
+    assert same(again, want[step : step + 1])
     next(iterator)
-
-
-def _prepared(folder, spec):
-  """A corpus of documents in bytes, and what --job=prepare makes of it."""
-  text = "".join(json.dumps({"text": "x" * n}) + "\n" for n in range(1, 60))
-  (folder / "d.jsonl").write_text(text)
-  raw = dict(base.source("jsonl", str(folder / "d.jsonl")))
-  spec = dataclasses.replace(spec, sources={"main": raw}, chat=None, on_long="split")
-  pretokenize.run(spec, str(folder / "p"), 500, rich.console.Console(quiet=True))
-  return raw, dict(base.source("prepared", str(folder / "p" / "main")))
 
 
 def test_padding_and_nothing_else_is_segment_0(folder):
   """Of every maker of batches. No text has the byte 0, which fills what is left of a window."""
   chat = chats.spec(folder / "a.jsonl", heldout=0.3)
-  raw, prepared = _prepared(folder, chat)
+  path = texts.write(folder / "d.jsonl", ["x" * n for n in range(1, 60)])
+  raw = texts.source("jsonl", path)
+  _, prepared = texts.prepare(texts.spec(path, heldout=0.3), folder / "p")
   specs = [chat, *(
     dataclasses.replace(chat, sources={"main": of}, chat=None, on_long="split", shuffle_windows=w)
     for of, w in ((raw, 0), (raw, 5), (prepared, 0), (prepared, 5))
@@ -215,9 +200,7 @@ def _segments_of_eval(batch):
 
 
 def _turns(question, answer):
-  return {
-    "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-  }
+  return {"messages": [chats.user(question), chats.assistant(answer)]}
 
 
 GOOD = [_turns("q", "fine")] * 8

@@ -7,19 +7,13 @@ import json
 import grain
 import numpy as np
 import pytest
-import rich.console
+import texts
 
-from fp8jax.data import config as data_config
-from fp8jax.data import loader, pretokenize, sources, tokenize, window_index
+from fp8jax.data import loader, sources, window_index
 from fp8jax.errors import UserError
 
-BYTES = tokenize.Tokenizer("bytes")
 LENGTH = 16
 KEYS = ("tokens", "tokens_segment_ids", "tokens_positions")
-
-
-def _source(**values):
-  return dict(kind="text", path="", field="text", dataset="", split="train", weight=1.0) | values
 
 
 @pytest.fixture(scope="module")
@@ -27,35 +21,24 @@ def folder(tmp_path_factory):
   """Documents from 1 token to 30 windows, as JSON lines and prepared."""
   path = tmp_path_factory.mktemp("corpus")
   rng = np.random.default_rng(0)
-  with open(path / "corpus.jsonl", "w") as f:
-    sizes = [1, 2, LENGTH, LENGTH + 1, 500, *rng.integers(1, 90, 30), *rng.integers(1, 14, 40)]
-    for size in sizes:
-      text = "".join(map(chr, rng.integers(97, 123, size)))
-      f.write(json.dumps({"text": text}) + "\n")
-  spec = _spec(path, "jsonl", 0)
-  pretokenize.run(spec, str(path / "p"), 300, rich.console.Console(quiet=True))
+  sizes = [1, 2, LENGTH, LENGTH + 1, 500, *rng.integers(1, 90, 30), *rng.integers(1, 14, 40)]
+  documents = ["".join(map(chr, rng.integers(97, 123, size))) for size in sizes]
+  texts.write(path / "corpus.jsonl", documents)
+  texts.prepare(_spec(path, "jsonl", 0), path / "p")
   return path
 
 
 def _spec(folder, kind, windows, **values):
   path = {"jsonl": folder / "corpus.jsonl", "prepared": folder / "p" / "main"}[kind]
-  values = {"sources": {"main": _source(kind=kind, path=str(path))}, "heldout": 0.2} | values
-  return data_config.DataConfig(tokenizer=BYTES, seq_len=LENGTH, shuffle_windows=windows, **values)
+  values = {"heldout": 0.2, "shuffle_windows": windows} | values
+  return texts.spec(texts.source(kind, path), LENGTH, **values)
 
 
 def _rows(spec, n, batch=1, **kwargs) -> list[bytes]:
   """The first n windows as bytes of everything the model reads."""
-  iterator = loader.train_batches(spec, batch, **kwargs)
-  found = []
-  while len(found) < n:
-    made = next(iterator)
-    found += [b"".join(made[k][i].tobytes() for k in sorted(made)) for i in range(batch)]
-  iterator.close()
-  return found[:n]
-
-
-def _count(rows):
-  return collections.Counter(rows)
+  batches = texts.take(spec, -(-n // batch), batch, **kwargs)
+  rows = [b"".join(b[k][i].tobytes() for k in sorted(b)) for b in batches for i in range(batch)]
+  return rows[:n]
 
 
 def _windows(folder, on_long="split"):
@@ -96,7 +79,7 @@ def test_prepared_epochs_hold_the_same_windows_shuffled(folder):
     begin = next(k for k in range(10**6) if k * (LENGTH + 1) >= epoch * total)
     end = next(k for k in range(10**6) if k * (LENGTH + 1) >= (epoch + 1) * total)
     a, b = ([_as_bytes(at(k)) for k in range(begin, end)] for at in (ordered, shuffled.__getitem__))
-    assert _count(a) == _count(b) and a != b
+    assert collections.Counter(a) == collections.Counter(b) and a != b
     assert sum(x == y for x, y in zip(a, b)) < len(a) // 4
 
 
@@ -108,7 +91,7 @@ def test_blocks_on_the_fly_hold_the_same_windows_shuffled(folder):
     a, b = (_rows(_spec(folder, "jsonl", w, sources={name: main}), 60) for w in (0, 20))
     for start in (0, 20, 40):
       one, other = a[start : start + 20], b[start : start + 20]
-      assert _count(one) == _count(other)
+      assert collections.Counter(one) == collections.Counter(other)
       orders.append(tuple(one.index(row) for row in other))
   assert len({tuple(range(20)), *orders}) == 7
 
@@ -125,17 +108,13 @@ def test_resumes_bit_for_bit_within_and_between_blocks(folder, kind, windows):
   iterator = loader.train_batches(spec, 2)
   batches, states = [], []
   for _ in range(40):
-    states.append(json.dumps(iterator.get_state()))
+    states.append(iterator.get_state())
     batches.append(next(iterator))
   iterator.close()
-  assert all(len(state) < 3000 for state in states)
+  assert all(len(json.dumps(state)) < 3000 for state in states)
   for step in (0, 1, 3, 10, 11, 12, 30):
-    resumed = loader.train_batches(spec, 2)
-    resumed.set_state(json.loads(states[step]))
-    for want in batches[step : step + 9]:
-      got = next(resumed)
-      assert all(np.array_equal(got[k], want[k]) for k in want)
-    resumed.close()
+    want = batches[step : step + 9]
+    assert texts.are_same(texts.resume(spec, states[step], len(want), 2), want)
 
 
 @pytest.mark.parametrize("kind, windows", SHUFFLED)
@@ -159,20 +138,19 @@ def test_processes_share_the_prepared_windows_of_one_order(folder):
     for step in range(10):
       n = 4 // count
       together = [row for share in shares for row in share[step * n : step * n + n]]
-      assert _count(together) == _count(whole[4 * step : 4 * step + 4])
+      assert collections.Counter(together) == collections.Counter(whole[4 * step : 4 * step + 4])
 
 
 def test_processes_shuffle_shares_of_their_own_on_the_fly(folder):
   for i in range(2):
     a, b = (_rows(_spec(folder, "jsonl", w), 24, shard=loader.Shard(i, 2)) for w in (0, 12))
-    assert _count(a) == _count(b) and a != b
+    assert collections.Counter(a) == collections.Counter(b) and a != b
 
 
 def test_heldout_windows_stay_in_their_order(folder):
   for kind in ("jsonl", "prepared"):
     a, b = (list(loader.heldout_batches(_spec(folder, kind, w), "main", 2, 6)) for w in (0, 9))
-    for x, y in zip(a, b, strict=True):
-      assert all(np.array_equal(x[k], y[k]) for k in x)
+    assert texts.are_same(a, b)
 
 
 def test_long_prepared_documents_are_skipped_and_counted_once_an_epoch(folder):
@@ -197,11 +175,8 @@ def test_long_prepared_documents_are_skipped_and_counted_once_an_epoch(folder):
 
 def test_lengths_that_are_lost_or_wrong_are_refused(tmp_path, folder):
   spec = _spec(folder, "jsonl", 0)
-  out = rich.console.Console(quiet=True)
-  made = pretokenize.run(spec, str(tmp_path), 300, out)["main"]
-  shuffled = dataclasses.replace(
-    spec, sources={"main": _source(kind="prepared", path=str(tmp_path / "main"))}, shuffle_windows=1
-  )
+  made, prepared = texts.prepare(spec, tmp_path)
+  shuffled = dataclasses.replace(spec, sources={"main": prepared}, shuffle_windows=1)
   lengths = tmp_path / "main" / made["splits"]["train"]["lengths"]
   content = lengths.read_bytes()
   lengths.write_bytes(content[:-4])
@@ -210,7 +185,7 @@ def test_lengths_that_are_lost_or_wrong_are_refused(tmp_path, folder):
   lengths.unlink()
   with pytest.raises(FileNotFoundError, match="lengths.uint32 does not exist; delete the folder"):
     _rows(shuffled, 1)
-  pretokenize.run(spec, str(tmp_path), 300, out)
+  texts.prepare(spec, tmp_path)
   assert lengths.read_bytes() == content
   index = tmp_path / "main" / "index.json"
   old = json.loads(index.read_text())

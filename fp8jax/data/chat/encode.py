@@ -76,11 +76,7 @@ class Encoder:
   template: ChatTemplate
 
   def samples(self, record: Mapping[str, Any]) -> list[Sample]:
-    """The samples of a conversation (see conversation.py).
-
-    Raises:
-      UserError: the template refuses the conversation.
-    """
+    """The samples of a conversation (see conversation.py); raises as `render`."""
     made = render(self.template, record["messages"], record.get("tools"), self._is_special)
     return [self.encode(one) for one in made]
 

@@ -27,12 +27,7 @@ Batch = dict[str, np.ndarray]
 
 
 def first_fit(lengths: Sequence[int] | np.ndarray, room: int) -> np.ndarray:
-  """int32 [n]: the window of every sample, the longest placed first, ties in their order.
-
-  Args:
-    lengths: positions of the samples, each at most `room`.
-    room: positions of a window.
-  """
+  """int32 [n]: windows, of `room` positions, of samples; the longest first, ties in their order."""
   free: list[int] = []
   window = np.zeros(len(lengths), np.int32)
   for i in np.argsort(-np.asarray(lengths), kind="stable"):
@@ -46,12 +41,7 @@ def first_fit(lengths: Sequence[int] | np.ndarray, room: int) -> np.ndarray:
 
 
 def pack(samples: Sequence[Sample], length: int) -> Batch:
-  """One window, as the model reads it: arrays [length].
-
-  Args:
-    samples: at most `length` positions in all.
-    length: positions of the window.
-  """
+  """One window, as the model reads it: arrays [length] that hold all positions of the samples."""
   kinds = {"tokens": np.int32, "targets": np.int32, "weights": np.float32, "segments": np.int32,
            "positions": np.int32}  # fmt: skip
   window = {f"{name}_BL": np.zeros(length, kind) for name, kind in kinds.items()}

@@ -151,12 +151,7 @@ class _Describe:
 
 
 class Samples(reading.Reopened):
-  """Some samples of an index; a random-access source for grain.
-
-  Attributes:
-    lengths: int32 [n], positions of each.
-    trained: int32 [n], positions of each whose target is trained.
-  """
+  """Some samples of an index, with their `lengths` and `trained`; random-access, for grain."""
 
   def __init__(self, spec: DataConfig, index: Index, numbers: np.ndarray):
     self._spec, self._index, self._numbers = spec, index, numbers

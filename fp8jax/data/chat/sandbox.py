@@ -21,11 +21,7 @@ _STEPS: contextvars.ContextVar[list[int]] = contextvars.ContextVar("steps of a r
 
 
 def render(template, **values: Any) -> str:
-  """The text of a compiled template.
-
-  Raises:
-    UserError: it is longer than MOST_CHARACTERS or takes more than MOST_STEPS.
-  """
+  """The text of a compiled template; UserError beyond MOST_CHARACTERS or MOST_STEPS."""
   pieces, length = [], 0
   token = _STEPS.set([MOST_STEPS])
   try:
@@ -57,8 +53,6 @@ def environment(marks: tuple[str, str]):
   import jinja2.sandbox
 
   class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Bounds what templates compute."""
-
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     code_generator_class = _code()
 
@@ -152,8 +146,6 @@ def _code():
     return write
 
   class Code(jinja2.compiler.CodeGenerator):
-    """Wraps what grows."""
-
     visit_Filter = bounded(jinja2.compiler.CodeGenerator.visit_Filter)
     visit_Concat = bounded(jinja2.compiler.CodeGenerator.visit_Concat)
 
@@ -172,8 +164,6 @@ def _generation(marks: tuple[str, str]):
   import jinja2.nodes
 
   class Generation(jinja2.ext.Extension):
-    """Puts marks around a block."""
-
     tags = {"generation"}
 
     def parse(self, parser):
@@ -194,8 +184,6 @@ def _containers() -> dict[str, Any]:
   import jinja2.utils
 
   class Dict:
-    """`dict` without the attributes of the class."""
-
     def __call__(self, *args, **kwargs):
       return dict(*args, **kwargs)
 
@@ -203,8 +191,6 @@ def _containers() -> dict[str, Any]:
       return dict.fromkeys(*args, **kwargs)
 
   class Namespace(jinja2.utils.Namespace):
-    """`namespace` that refuses the names of Python's internals."""
-
     def __init__(*args, **kwargs):
       self, args = args[0], args[1:]
       for name in dict(*args, **kwargs):

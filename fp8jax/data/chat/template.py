@@ -157,7 +157,6 @@ def templates(folder: str, config: Mapping[str, Any]) -> tuple[dict[str, str], s
   As in transformers files come before tokenizer_config.json, and hide all that it has.
 
   Args:
-    folder: of the tokenizer.
     config: its tokenizer_config.json.
 
   Raises:
