@@ -60,9 +60,7 @@ def fetch(wanted: dict[str, Collection[str]]):
   gather = multihost_utils.process_allgather
   host = zlib.crc32(socket.gethostname().encode()) >> 1
   hosts = np.ravel(gather(np.asarray(host, np.int32))).tolist()
-  problem = None
-  if hosts.index(host) == jax.process_index():
-    problem = _download(ids)
+  problem = _download(ids) if hosts.index(host) == jax.process_index() else None
   gather(np.asarray(problem is None, np.int32))  # the others wait here until the files are there
   if problem:
     raise UserError(problem)

@@ -149,6 +149,7 @@ def test_what_is_downloaded_holds_no_pickle_and_no_subfolder(monkeypatch):
   asked = _asked(monkeypatch)
   hub.fetch({ID: hub.WEIGHTS})
   ((name, how),) = asked
+  assert not how.pop("local_files_only")
   files = [
     "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
     "tokenizer.json", "merges.txt", "tokenizer.model", "chat_template.jinja",

@@ -39,10 +39,8 @@ class BatchSharder:
     return {name: self._place_one(x) for name, x in batch.items()}
 
   def _place_one(self, x: np.ndarray) -> jax.Array:
-    letters = "BL"
-    if self._accumulation > 1:
-      x = x.reshape(self._accumulation, -1, *x.shape[1:])
-      letters = "ABL"
+    letters = "BL" if self._accumulation == 1 else "ABL"
+    x = x if letters == "BL" else x.reshape(self._accumulation, -1, *x.shape[1:])
     sharding = self._layout.act_sharding(letters)  # no rule names A: microbatches are not split
     if sharding is None:
       return jax.device_put(x)

@@ -84,10 +84,8 @@ def train_batches(
   counts = DocumentCounts() if counts is None else counts
   if spec.chat is not None:
     return _chat_steps(spec, batch, shard, counts)
-  streams, weights = [], []
-  for name, source in spec.sources.items():
-    streams.append(_train_windows(spec, name, source, shard, counts))
-    weights.append(float(source["weight"]))
+  streams = [_train_windows(spec, n, s, shard, counts) for n, s in spec.sources.items()]
+  weights = [float(source["weight"]) for source in spec.sources.values()]
   mixed = streams[0] if len(streams) == 1 else grain.IterDataset.mix(streams, weights)
   ready = mixed.batch(batch, drop_remainder=True).map(_Batch(spec.cross_document))
   if spec.prefetch:
@@ -129,17 +127,13 @@ class _Resumable(grain.DatasetIterator):
     self._parent.close()
 
 
-def _slices_as_tuples(state):
+def _slices_as_tuples(state, key: str = ""):
+  if key == "remainder_slices":
+    return {k: tuple(v) for k, v in state.items()}
   if isinstance(state, list):
     return [_slices_as_tuples(x) for x in state]
-  if not isinstance(state, dict):
-    return state
-  return {
-    key: {k: tuple(v) for k, v in value.items()}
-    if key == "remainder_slices"
-    else _slices_as_tuples(value)
-    for key, value in state.items()
-  }
+  is_dict = isinstance(state, dict)
+  return {k: _slices_as_tuples(v, k) for k, v in state.items()} if is_dict else state
 
 
 def heldout_batches(

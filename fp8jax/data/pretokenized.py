@@ -49,18 +49,14 @@ class Prepared(reading.Reopened):
   def index(self) -> dict[str, Any]:
     """The index that prepare wrote: fingerprints, token counts, files per split."""
     name = os.path.join(self.path, "index.json")
-    index = records.read(name, _Index, _AGAIN)
+    remedy = "name a folder that --job=prepare wrote, or write it again with --job=prepare"
+    index = records.read(name, _Index, remedy)
     for split, info in index["splits"].items():
       _check_split(self.path, f"{name}: splits.{split}", info)
     return index
 
   def check(self):
-    """Opens every file of the split.
-
-    Raises:
-      FileNotFoundError, UserError: a file is missing or damaged, or the documents are not as many
-        as the index says.
-    """
+    """Refuses files that are missing or damaged, and documents not as many as the index says."""
     count = len(cast(Sized, self._source)) if self.files() else 0
     if count != len(self):
       raise UserError(
@@ -86,11 +82,7 @@ class Prepared(reading.Reopened):
 
   @functools.cached_property
   def lengths(self) -> np.ndarray:
-    """uint32 [documents]: tokens of every document, mapped from disk.
-
-    Raises:
-      UserError: the file is missing, or does not belong to the documents.
-    """
+    """uint32 [documents]: tokens of every document, mapped from disk; checked."""
     info = self.index["splits"][self.split]
     if "lengths" not in info:
       raise UserError(
@@ -100,11 +92,9 @@ class Prepared(reading.Reopened):
     path = os.path.join(self.path, info["lengths"])
     if not os.path.exists(path):
       raise FileNotFoundError(f"{path} does not exist; {_AGAIN}")
-    if not info["documents"]:
-      return np.zeros(0, np.uint32)
-    if os.path.getsize(path) % 4:
-      raise UserError(f"{path} has {os.path.getsize(path)} bytes, no multiple of 4; {_AGAIN}")
-    lengths = np.memmap(path, "<u4", "r") if os.path.getsize(path) else np.zeros(0, np.uint32)
+    if (size := os.path.getsize(path)) % 4:
+      raise UserError(f"{path} has {size} bytes, no multiple of 4; {_AGAIN}")
+    lengths = np.memmap(path, "<u4", "r") if size else np.zeros(0, np.uint32)
     total = int(lengths.sum(dtype=np.int64))
     if (len(lengths), total) != (info["documents"], info["tokens"]):
       raise UserError(

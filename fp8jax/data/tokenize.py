@@ -113,10 +113,9 @@ class Tokenizer(reading.Reopened):
           f"{sentencepiece} is a SentencePiece model without the tokenizer.json that is read; add "
           "it: transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
-      remedy = f": {hub.remedy(self.path)}" if hub.is_id(self.path) else ""
       raise FileNotFoundError(
         f"tokenizer {path!r} does not exist; set data.tokenizer to 'bytes', a tokenizer.json or a "
-        f"Hugging Face folder{remedy}"
+        "Hugging Face folder" + (f": {hub.remedy(self.path)}" if hub.is_id(self.path) else "")
       )
     return path
 

@@ -109,22 +109,20 @@ class Windows(reading.Reopened):
     at = self._epoch(epoch)
     which = int(np.searchsorted(at.starts, position, side="right")) - 1
     offset = position - int(at.starts[which])
-    keys = ("tokens", "tokens_segment_ids", "tokens_positions")
-    window = {key: np.empty(self._width, np.int32) for key in keys}
-    filled, segment = 0, 0
-    while filled < self._width:
+    pieces, left = [], self._width
+    while left:
       if which == len(at.documents):
         epoch, which = epoch + 1, 0
         at = self._epoch(epoch)
-      tokens = self._source[int(at.documents[which])]["tokens"][offset:]
-      n = min(len(tokens), self._width - filled)
-      segment += 1
-      there = slice(filled, filled + n)
-      window["tokens"][there] = tokens[:n]
-      window["tokens_segment_ids"][there] = segment
-      window["tokens_positions"][there] = np.arange(n)
-      filled, which, offset = filled + n, which + 1, 0
-    return window
+      tokens = self._source[int(at.documents[which])]["tokens"]
+      pieces.append(tokens[offset : offset + left])
+      left, which, offset = left - len(pieces[-1]), which + 1, 0
+    sizes = [len(piece) for piece in pieces]
+    return {
+      "tokens": np.concatenate(pieces),
+      "tokens_segment_ids": np.repeat(np.arange(1, len(sizes) + 1, dtype=np.int32), sizes),
+      "tokens_positions": np.concatenate([np.arange(n, dtype=np.int32) for n in sizes]),
+    }
 
   def _epoch(self, epoch: int) -> _Epoch:
     with _ENTERING:

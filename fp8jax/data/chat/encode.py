@@ -93,11 +93,8 @@ class Encoder:
     for start, stop in rendered.spans:
       trained |= (first >= start) & (end <= stop) & (end > first)
     trained[:1] = False
-    closing = []
-    for stop in rendered.ends:
-      while stop and rendered.text[stop - 1].isspace():
-        stop -= 1
-      closing.append(int(ids[min(np.searchsorted(end, stop), len(ids) - 1)]))
+    stops = [len(rendered.text[:stop].rstrip()) for stop in rendered.ends]
+    closing = ids[np.minimum(np.searchsorted(end, stops), len(ids) - 1)].tolist()
     return Sample(ids, trained, tuple(closing), rendered.opening)
 
 

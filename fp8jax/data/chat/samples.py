@@ -22,8 +22,7 @@ from fp8jax.errors import UserError
 
 # For data.on_long and data.on_untrained.
 LONG_POLICIES, UNTRAINED_POLICIES = ("error", "skip", "truncate"), ("error", "skip")
-# From so many conversations on, reading all of them takes long enough to say so.
-_MANY = 5_000
+_MANY = 5_000  # conversations take long enough to say that they are read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +54,16 @@ class Index:
     """(special tokens that close trained turns, a warning about turns that none closes, or "")."""
     common = sorted(self.closing, key=lambda token: -self.closing[token])
     ordinary = [token for token in common if tokenizer.decode([token])]
-    warning = ""
-    if ordinary:
-      number, total = sum(map(self.closing.__getitem__, ordinary)), sum(self.closing.values())
-      warning = (
+    number, total = sum(map(self.closing.__getitem__, ordinary)), sum(self.closing.values())
+    warning = (
+      ""
+      if not ordinary
+      else (
         f"{number:,} of {total:,} trained turns end in ordinary text, most often in "
         f"{tokenizer.decode(ordinary[:1])!r}, and no end-of-turn token: generation will not know "
         "where they end. Take a chat template that writes one, or set generate.stop"
       )
+    )
     return [token for token in common if token not in ordinary], warning
 
 
@@ -74,10 +75,9 @@ def make_index(spec: DataConfig) -> Index:
   """
   rows, counts, closing = [], collections.Counter(), collections.Counter()
   opened = _open(spec)
-  total = sum(map(len, opened))
-  if total > _MANY:
-    out = console_lib.console(stderr=True)
-    out.print(f"reading {total:,} conversations once, to know the lengths of their samples")
+  if (total := sum(map(len, opened))) > _MANY:
+    what = f"reading {total:,} conversations once, to know the lengths of their samples"
+    console_lib.console(stderr=True).print(what)
   for i, source in enumerate(opened):
     # Malformed rows, templates and policies: every reason to stop comes up here.
     data = grain.MapDataset.source(source).map(_Describe(spec))

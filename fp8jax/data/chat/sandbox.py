@@ -53,6 +53,8 @@ def environment(marks: tuple[str, str]):
   import jinja2.sandbox
 
   class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Bounds what templates compute."""
+
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     code_generator_class = _code()
 
@@ -146,6 +148,8 @@ def _code():
     return write
 
   class Code(jinja2.compiler.CodeGenerator):
+    """Wraps what grows."""
+
     visit_Filter = bounded(jinja2.compiler.CodeGenerator.visit_Filter)
     visit_Concat = bounded(jinja2.compiler.CodeGenerator.visit_Concat)
 
@@ -164,6 +168,8 @@ def _generation(marks: tuple[str, str]):
   import jinja2.nodes
 
   class Generation(jinja2.ext.Extension):
+    """Puts marks around a block."""
+
     tags = {"generation"}
 
     def parse(self, parser):
@@ -184,6 +190,8 @@ def _containers() -> dict[str, Any]:
   import jinja2.utils
 
   class Dict:
+    """`dict` without the attributes of the class."""
+
     def __call__(self, *args, **kwargs):
       return dict(*args, **kwargs)
 
@@ -191,6 +199,8 @@ def _containers() -> dict[str, Any]:
       return dict.fromkeys(*args, **kwargs)
 
   class Namespace(jinja2.utils.Namespace):
+    """`namespace` that refuses the names of Python's internals."""
+
     def __init__(*args, **kwargs):
       self, args = args[0], args[1:]
       for name in dict(*args, **kwargs):

@@ -240,14 +240,12 @@ def _parsed(date: str) -> datetime.datetime:
 
 def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
   """Text without MARKS and the spans between them; blocks do not nest."""
-  parts, spans, length = [], [], 0
+  text, spans = "", []
   for piece in re.split(f"({MARKS[0]}[^{MARKS[1]}]*{MARKS[1]})", marked):
     inner = piece.strip("".join(MARKS))
-    if piece != inner:
-      spans.append((length, length + len(inner)))
-    parts.append(inner)
-    length += len(inner)
-  return "".join(parts), spans
+    spans += [(len(text), len(text) + len(inner))] * (piece != inner)
+    text += inner
+  return text, spans
 
 
 @functools.lru_cache(maxsize=16)
