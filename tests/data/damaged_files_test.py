@@ -239,9 +239,9 @@ def test_parquet_with_a_damaged_footer_is_named(tmp_path):
 
 def test_parquet_with_bad_utf8_stops_or_is_counted(tmp_path):
   offsets, text = np.array([0, 40, 42, 82], "<i4"), b"a" * 40 + b"\xff\xfe" + b"b" * 40
-  texts = pa.Array.from_buffers(pa.string(), 3, [None, *map(pa.py_buffer, (offsets, text))])
+  rows = pa.Array.from_buffers(pa.string(), 3, [None, *map(pa.py_buffer, (offsets, text))])
   path = tmp_path / "t.parquet"
-  _table(path, texts)
+  _table(path, rows)
   spec = texts.spec(texts.source("parquet", path), heldout=0.0)
   with pytest.raises(tokenize.MalformedDocument, match="t.parquet:row 1: bad UTF-8 at byte 0"):
     _read(spec)

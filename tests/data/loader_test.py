@@ -248,11 +248,11 @@ def test_parquet_is_read_by_row(tmp_path):
   import pyarrow as pa
   import pyarrow.parquet as pq
 
-  texts = [f"row {i}" for i in range(25)]
-  pq.write_table(pa.table({"body": texts}), tmp_path / "t.parquet", row_group_size=4)
+  bodies = [f"row {i}" for i in range(25)]
+  pq.write_table(pa.table({"body": bodies}), tmp_path / "t.parquet", row_group_size=4)
   spec = texts.source("parquet", tmp_path / "*.parquet", field="body")
   source = sources.open_source(spec)
-  assert [source[i]["text"] for i in range(len(source))] == texts
+  assert [source[i]["text"] for i in range(len(source))] == bodies
   assert source[7]["origin"].endswith("t.parquet:row 7")
   with pytest.raises(ValueError, match="no column 'text'; it has body"):
     len(sources.open_source(spec | {"field": "text"}))
