@@ -81,7 +81,7 @@ TESTS = {
     "data/damaged_files",
     "run/multiprocess",
   ),
-  "fp8jax/data/sample_index.py": ("data/shuffle", "data/damaged_files"),
+  "fp8jax/data/window_index.py": ("data/shuffle", "data/damaged_files"),
   "fp8jax/phases/schedule.py": (
     "config/resolve",
     "config/precision",
