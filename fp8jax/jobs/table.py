@@ -78,7 +78,6 @@ class Job:
     run: of what `resolve` gives and the workdir; its result is printed, and notebooks get it.
     needs: of the configuration.
     resolve: from the configuration to the values that `run` takes.
-    has_devices: whether it computes, so that in several processes the first one alone prints.
     option: of the command line and `dispatch.call`, which no other job has: "out", the folder or
       file that `run` writes, or "topology", the devices that `resolve` is for.
   """
@@ -86,7 +85,6 @@ class Job:
   run: Callable[..., dict[str, Any]]
   needs: Needs = Needs()
   resolve: Callable[..., tuple[Any, ...]] = _spec
-  has_devices: bool = True
   option: str = ""
 
 
@@ -129,10 +127,10 @@ JOBS = {
     calibrate.run, Needs((Calibrate,), checks.calibrate_problems, of_weights=True), option="out"
   ),
   "diagnose": Job(diagnose.run),
-  "memory": Job(memory.run, Needs(), _program, False, "topology"),
-  "prepare": Job(prepare.run, Needs((Prepare,)), _documents, False, "out"),
+  "memory": Job(memory.run, Needs(), _program, "topology"),
+  "prepare": Job(prepare.run, Needs((Prepare,)), _documents, "out"),
   "preview": Job(
     lambda *of_text: preview.run(*of_text[:-1]),  # it writes nothing
-    TRAINING, _conversations, has_devices=False,
+    TRAINING, _conversations,
   ),
 }  # fmt: skip
