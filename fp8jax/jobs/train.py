@@ -11,6 +11,7 @@ from fp8jax import console as console_lib
 from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
 from fp8jax.jobs import failure, policy_runner, report, resume, run_state
+from fp8jax.optim import param_stats
 from fp8jax.phases import decide
 from fp8jax.report import page
 from fp8jax.run import alarms as run_alarms
@@ -214,6 +215,7 @@ class _Run:
     """Writes down a step, and stops the run after one that is not finite; its metrics."""
     values = jax.device_get(values)
     stats, alignment = values.pop("tensor_stats", None), values.pop("alignment", None)
+    by_param = values.pop("param_stats", None)
     is_finite = values.pop("is_finite")
     values = {k: float(v) for k, v in values.items()}
     speed.tick()
@@ -226,17 +228,21 @@ class _Run:
     times = metrics_writer.times(self.spec, step, self.clock, waited, self.now.shares)
     self.log.write_step(step, values, is_finite, self.batches.counts, times | speed.values())
     if stats is not None:
-      self._record_stats(step, stats, alignment)
+      self._record_stats(step, stats, alignment, by_param)
     progress.update(step, values["loss"], speed)
     # Once a state has halted no update is applied: its loss counts as a jump, which is undone.
     return {**values, "loss": math.inf} if stops else values
 
-  def _record_stats(self, step: int, stats, alignment):
+  def _record_stats(self, step: int, stats, alignment, by_param):
     """Writes what every site saw in a loud step, and says what is alarming."""
     sites = self.now.sites[True]
     numerics = self.looks.add(run_alarms.summarise(sites, stats, alignment))
     self.log.write_nested(step, "numerics", numerics, lambda: numerics_image.draw(numerics))
     self.log.write_row(step, {"exponents": run_alarms.exponents(sites, stats)})
+    if by_param is not None:
+      spec = self.now.spec
+      of = param_stats.summary(by_param, spec.log.param_stats, spec.optim, spec.declaration)
+      self.log.write_row(step, {"param_stats": of})
     self._record_events(step, "alarms", self.now.watch.new(numerics))
 
   def _record_events(self, step: int, kind: str, events: list[dict[str, str]]):

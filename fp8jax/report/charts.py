@@ -24,6 +24,14 @@ STATISTICS = (
   ("amax_drift", "drift of amax since the look before, powers of two", "linear", False),
   ("snr_drift", "drift of signal-to-noise ratio since the look before, dB", "linear", True),
 )
+# Of parameters, as STATISTICS.
+PARAM_STATISTICS = (
+  ("grad_norm", "gradient norm", "log", False),
+  ("update_norm", "update norm", "log", False),
+  ("param_norm", "parameter norm", "log", False),
+  ("update_ratio", "update norm over parameter norm", "log", False),
+  ("nonfinite", "elements of the gradient that are not finite", "linear", False),
+)
 # Below this share a symlog scale is linear; a scale of shares ends no earlier than _LEAST_SHARE.
 _SMALL_SHARE, _LEAST_SHARE = 1e-5, 1e-3
 # A scale of signed numbers is linear below this part of the largest magnitude.
@@ -177,7 +185,7 @@ def gap(run: RunFiles) -> Any | None:
 
 def row_label(cell: Cell) -> str:
   """The row of a heat map that a cell is in."""
-  return f"{cell.site} {cell.tensor}"
+  return f"{cell.site} {cell.tensor}".rstrip()
 
 
 def column_label(cell: Cell) -> str:
@@ -214,19 +222,18 @@ def domain(values: np.ndarray, kind: str) -> list[float]:
   return [float(f"{low:.3g}"), float(f"{high:.3g}")]
 
 
-def heat_maps(looks: Looks) -> alt.ConcatChart:
+def heat_maps(looks: Looks, statistics=STATISTICS) -> alt.ConcatChart:
   """Layer × (site, tensor) of every statistic, with a slider over looks.
 
   Its data are the data set "looks" of the specification, see `look_values`.
   """
   picked = thin.chosen(looks)
-  names = [s for s, *_ in STATISTICS if s in looks.values]
   slider = alt.param(
     name="look",
     value=len(picked) - 1,
     bind=alt.binding_range(min=0, max=len(picked) - 1, step=1, name="look "),
   )
-  panels = [_panel(looks, picked, *statistic) for statistic in STATISTICS if statistic[0] in names]
+  panels = [_panel(looks, picked, *of) for of in statistics if of[0] in looks.values]
   return (
     # One level of concatenation: an inner one would share its colours between statistics.
     alt.concat(*panels, columns=2, data=alt.NamedData("looks"))
@@ -235,12 +242,12 @@ def heat_maps(looks: Looks) -> alt.ConcatChart:
   )
 
 
-def look_values(looks: Looks) -> list[dict[str, Any]]:
+def look_values(looks: Looks, statistics=STATISTICS) -> list[dict[str, Any]]:
   """Rows of the data set "looks": one per look, its cells as arrays that the chart takes apart.
 
   A look at 633 tensors costs 9 numbers a tensor and no keys.
   """
-  names = [s for s, *_ in STATISTICS if s in looks.values]
+  names = [s for s, *_ in statistics if s in looks.values]
   return [
     {
       "look": at,

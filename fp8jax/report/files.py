@@ -96,6 +96,7 @@ class RunFiles:
     curves: {metric: its Curve}, of rows that have "loss".
     looks: None where tensor statistics were not recorded.
     exponents: {step: {layer's site: {tensor: tensor_stats.exponents}}} of loud steps.
+    param_stats: param_stats.summary of loud steps, a cell by parameter or group; None without any.
     resolved, changed: flat configuration, and its difference from base.
     sites: rows of sites.json, see start.all_site_rows.
     memory: what --job=memory found, or None.
@@ -119,6 +120,7 @@ class RunFiles:
   summary: Mapping[str, Any] | None
   sensitivity: Mapping[str, Any] | None = None
   exponents: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+  param_stats: Looks | None = None
 
   @property
   def step(self) -> int:
@@ -191,7 +193,7 @@ def read(workdir: str) -> RunFiles:
     name=os.path.basename(os.path.abspath(workdir)),
     curves=_curves(rows),
     heldout=_heldout(rows),
-    looks=_looks(rows),
+    looks=_looks({row["step"]: row["numerics"] for row in rows if "numerics" in row}),
     events=_events(rows),
     resolved=identity.without_removed(config.get("resolved") or provenance.get("config", {})),
     changed=config.get("changed", {}),
@@ -202,6 +204,13 @@ def read(workdir: str) -> RunFiles:
     summary=find("summary.json", schemas.Summary),
     sensitivity=find("sensitivity/sensitivity.json", schemas.Sensitivity),
     exponents={row["step"]: row["exponents"] for row in rows if "exponents" in row},
+    param_stats=_looks(
+      {
+        row["step"]: {name: {"": of} for name, of in row["param_stats"].items()}
+        for row in rows
+        if "param_stats" in row
+      }
+    ),
   )
 
 
@@ -227,8 +236,8 @@ def _heldout(rows: list[dict[str, Any]]) -> tuple[HeldOut, ...]:
   return tuple(HeldOut(s, source, p, loss) for (s, source, p), loss in sorted(found.items()))
 
 
-def _looks(rows: list[dict[str, Any]]) -> Looks | None:
-  looks = {row["step"]: row["numerics"] for row in rows if "numerics" in row}
+def _looks(looks: Mapping[int, Mapping[str, Any]]) -> Looks | None:
+  """Args: {step: {layer's site: {tensor: {statistic: number}}}}."""
   if not looks:
     return None
   steps, places, statistics = sorted(looks), {}, {}

@@ -10,7 +10,7 @@ from typing import Any
 from fp8jax import patterns
 from fp8jax.phases import policy as policy_lib
 from fp8jax.report import charts, exponent_charts, files, page, thin
-from fp8jax.report.files import Event, RunFiles
+from fp8jax.report.files import Event, Looks, RunFiles
 from fp8jax.report.page import Section
 from fp8jax.run import goodput
 
@@ -52,8 +52,8 @@ def sections(run: RunFiles, others: Others = ()) -> list[Section]:
 
 
 def _sections(run: RunFiles, others: Others) -> list[Section]:
-  found = [_head(run), _training(run), _speed(run), _time(run), *_numerics(run), _events(run)]
-  found += [_memory(run), *(s for of in others for s in of(run))]
+  found = [_head(run), _training(run), _speed(run), _time(run), *_numerics(run), *_params(run)]
+  found += [_events(run), _memory(run), *(s for of in others for s in of(run))]
   return [s for s in [*found, _config(run), _sites(run), _provenance(run)] if s is not None]
 
 
@@ -156,8 +156,7 @@ def _numerics(run: RunFiles) -> list[Section]:
     "else, means far from zero. Grey: not quantized, or no number. Colours keep their meaning over "
     "all looks."
   )
-  specs = charts.specs(heat_maps=charts.heat_maps(looks))
-  specs["heat_maps"]["datasets"] = {"looks": charts.look_values(looks)}
+  specs = _maps("heat_maps", looks, charts.STATISTICS)
   drawn = [Section("Tensor statistics", note, specs), *_exponents(run)]
   if scales := charts.scale_ranges(looks):
     note = (
@@ -166,6 +165,23 @@ def _numerics(run: RunFiles) -> list[Section]:
     )
     drawn.append(Section("Scales", note, charts.specs(scale_ranges=scales)))
   return drawn
+
+
+def _maps(name: str, looks: Looks, statistics) -> dict[str, dict[str, Any]]:
+  specs = charts.specs(**{name: charts.heat_maps(looks, statistics)})
+  specs[name]["datasets"] = {"looks": charts.look_values(looks, statistics)}
+  return specs
+
+
+def _params(run: RunFiles) -> list[Section]:
+  if run.param_stats is None:
+    return []
+  note = (
+    "Layer by parameter, or by group of parameters, in steps of the tensor statistics. Norms of "
+    "gradients are those before clipping; an update that was not applied counts."
+  )
+  maps = _maps("param_maps", run.param_stats, charts.PARAM_STATISTICS)
+  return [Section("Parameters", note, maps)]
 
 
 def _exponents(run: RunFiles) -> list[Section]:

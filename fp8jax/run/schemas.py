@@ -31,6 +31,7 @@ class Row(TypedDict, total=False):
   loss: Number
   numerics: dict[str, dict[str, dict[str, Number]]]
   exponents: dict[str, dict[str, Exponents]]
+  param_stats: dict[str, dict[str, Number]]
   alarms: list[Told]
   actions: list[Told]
 
