@@ -88,7 +88,8 @@ class _Run:
     start.print_start(self.out, spec, changes, fingerprint, rows)
     path = spec.calibration
     table = calibration.load(spec, os.path.expanduser(path)) if path else None
-    self.now = run_state.RunState(policy_runner.PolicyRunner(spec, self._tell), table, self.out)
+    policies = policy_runner.PolicyRunner(spec, self._tell, self._keep_scales)
+    self.now, self.fingerprint = run_state.RunState(policies, table, self.out), fingerprint
     if spec.data.chat is not None:
       start.print_chats(self.out, spec, spec.data.chat.samples_per_step)
     self.batches = batch_sharding.TrainBatches(
@@ -191,6 +192,16 @@ class _Run:
   def _tell(self, step: int, events: list[decide.Event]):
     """Writes down what policies did."""
     self._record_events(step, "actions", [event.row for event in events])
+
+  def _keep_scales(self, step: int, sites, before, after):
+    """Writes all scales before and after a refresh, for precision.calibration."""
+    if jax.process_index() == 0:
+      tables = (
+        calibration.of_states(sites, states, step=step, fingerprint=self.fingerprint)
+        for states in (before, after)
+      )
+      names = calibration.keep_refresh(self.workdir, step, *tables)
+      self.log.write_row(step + 1, {"refresh": names})
 
   def _steer(self, step: int, is_loud: bool):
     """Lets policies decide after a step."""

@@ -16,6 +16,8 @@ from fp8jax.run import goodput
 
 # Rows of the tables of alarms and of numerics that a page shows; the files have all.
 MAX_EVENTS = 200
+# Of a refresh: the scales that changed most.
+_MAX_SCALES = 10
 
 
 # Sections of another feature, of what a run's folder has of it.
@@ -53,7 +55,7 @@ def sections(run: RunFiles, others: Others = ()) -> list[Section]:
 
 def _sections(run: RunFiles, others: Others) -> list[Section]:
   found = [_head(run), _training(run), _speed(run), _time(run), *_numerics(run), *_params(run)]
-  found += [_events(run), _memory(run), *(s for of in others for s in of(run))]
+  found += [_events(run), *_refreshes(run), _memory(run), *(s for of in others for s in of(run))]
   return [s for s in [*found, _config(run), _sites(run), _provenance(run)] if s is not None]
 
 
@@ -215,6 +217,23 @@ def _events(run: RunFiles) -> Section:
     done = [(e.step, e.place, e.text) for e in actions[:MAX_EVENTS]]
     tables.append((("step", "place", "action"), done))
   return Section("Alarms and actions", note, tables=tables)
+
+
+def _refreshes(run: RunFiles) -> list[Section]:
+  if not run.refreshes:
+    return []
+  rows = [
+    (of.step, f"{name} ({len(of.scales)} scales changed)" * (not i) or name, f"{old:.4g}",
+     f"{new:.4g}", f"{math.log2(new / old):+.2f}", of.table * (not i))
+    for of in run.refreshes for i, (name, old, new) in enumerate(of.scales[:_MAX_SCALES])
+  ][:MAX_EVENTS]  # fmt: skip
+  note = (
+    f"The {_MAX_SCALES} scales of each refresh that changed most. A run whose "
+    "precision.calibration names the table starts from the scales before; a resumed one also needs "
+    "'precision.calibration' in checkpoint.accept_changes."
+  )
+  columns = ("step", "tensor", "scale before", "after", "powers of two", "table of all before")
+  return [Section("Refreshed scales", note, tables=[(columns, rows)])]
 
 
 def _done_about(alarm: Event, alarms: Sequence[Event], actions: Sequence[Event]) -> str:
