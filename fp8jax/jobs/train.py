@@ -165,7 +165,8 @@ class _Run:
             state, values = now.take_step(state, place(host), is_loud)
           settle()
         step += 1
-        pending = (step, values, host, self.batches.iterator.get_state(), self.clock.waited)
+        position, read = self.batches.iterator.get_state(), self.batches.metrics()
+        pending = (step, values, host, position, read, self.clock.waited)
         if now.policies.waits_for(is_loud):
           settle()
           to = now.policies.target(step, last["loss"], self.saver.checkpoints)
@@ -222,7 +223,7 @@ class _Run:
 
   # -- reports
 
-  def _report(self, step, values, host, position, waited, speed, progress, state):
+  def _report(self, step, values, host, position, read, waited, speed, progress, state):
     """Writes down a step, and stops the run after one that is not finite; its metrics."""
     values = jax.device_get(values)
     stats, alignment = values.pop("tensor_stats", None), values.pop("alignment", None)
@@ -237,7 +238,8 @@ class _Run:
         self._fail(step, values, host, position, state)
       self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
     times = metrics_writer.times(self.spec, step, self.clock, waited, self.now.shares)
-    self.log.write_step(step, values, is_finite, self.batches.counts, times | speed.values())
+    times |= speed.values() | read
+    self.log.write_step(step, values, is_finite, self.batches.counts, times)
     if stats is not None:
       self._record_stats(step, stats, alignment, by_param)
     progress.update(step, values["loss"], speed)

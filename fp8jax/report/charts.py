@@ -1,6 +1,7 @@
 """Charts of a run as Vega-Lite specifications, made with Altair."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -123,6 +124,28 @@ def loss(run: RunFiles) -> Any | None:
     return None
   title = "loss, nats per token: training (line), held-out (points)"
   return alt.layer(*layers).properties(title=title, width=_WIDTH, height=_HEIGHT)
+
+
+def shares(run: RunFiles) -> Any | None:
+  """Each source's share of the tokens over steps, and its weight, dashed; None of one source."""
+  pattern = re.compile("sources/(.+)/share")
+  curves = {m[1]: c for name, c in run.curves.items() if (m := pattern.fullmatch(name))}
+  if len(curves) < 2:
+    return None
+  thinned = {name: thin.curve(c) for name, c in curves.items()}
+  found = [(s, name, v) for name, c in thinned.items() for s, v in zip(c.steps, c.mean)]
+  weights = {name: run.resolved.get(f"data.sources.{name}.weight", 1.0) for name in curves}
+  color = alt.Color("source:N", sort=list(curves), title="source")
+  y = alt.Y("share:Q", title=None, axis=alt.Axis(format=".0%"), scale=alt.Scale(domain=[0, 1]))
+  line = alt.Chart(table("step source share", found)).mark_line(**_LINE).encode(
+    x=alt.X("step:Q", title="step"), y=y, color=color, tooltip=["step:Q", "source:N", "share:Q"]
+  )  # fmt: skip
+  wanted = [(name, w / sum(weights.values())) for name, w in weights.items()]
+  rule = alt.Chart(table("source share", wanted)).mark_rule(strokeDash=[4, 3]).encode(
+    y=y, color=color
+  )  # fmt: skip
+  title = "share of tokens by source; dashed: the weight"
+  return alt.layer(rule, line).properties(title=title, width=_WIDTH, height=_HEIGHT)
 
 
 def _heldout_points(run: RunFiles) -> alt.Chart:
