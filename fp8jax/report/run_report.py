@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8jax import patterns
 from fp8jax.phases import policy as policy_lib
-from fp8jax.report import charts, exponent_charts, files, page, thin
+from fp8jax.report import charts, exponent_charts, files, page, recommend, thin
 from fp8jax.report.files import Event, Looks, RunFiles
 from fp8jax.report.page import Section
 from fp8jax.run import goodput
@@ -167,7 +167,21 @@ def _numerics(run: RunFiles) -> list[Section]:
       "The scale of a tile of zeros is 1."
     )
     drawn.append(Section("Scales", note, charts.specs(scale_ranges=scales)))
-  return drawn
+  return [*drawn, _recommended(run, looks)]
+
+
+def _recommended(run: RunFiles, looks: Looks) -> Section:
+  found = recommend.recommendations(looks, run.exponents)
+  note = (
+    f"For a scale per tensor, from {len(looks.steps)} looks at steps {looks.steps[0]} to "
+    f"{looks.steps[-1]}; at least {recommend.LEAST_LOOKS} are needed. A delayed margin holds every "
+    "amax by the largest of the looks before it, a static one by the first look's. Octaves are the "
+    f"exponents of all but {recommend.UNDERFLOW:.0%} of the nonzero elements, and the margin. Of "
+    "the layers of a site the widest needs count; the rules below are layer by layer."
+  )
+  lines = recommend.precision_rules(found, run.resolved.get("precision.rules") or ())
+  tables = [(recommend.COLUMNS, recommend.table(found))]
+  return Section("Recommended formats and margins", note, tables=tables, text=lines)
 
 
 def _maps(name: str, looks: Looks, statistics) -> dict[str, dict[str, Any]]:
