@@ -137,7 +137,7 @@ def with_backends(leaves, params, device, wanted: str):
 def update_params(
   leaves, declaration, layout: Layout, g, state, master, args: UpdateArgs, *, piece=0, own=None,
   by_layer=False,
-):  # fmt: skip
+) -> tuple[Any, Any, Any]:  # fmt: skip
   """`update_param` of all parameters of a tree.
 
   Args:
