@@ -151,7 +151,7 @@ class _Describe:
 
 
 class Samples(reading.Reopened):
-  """Some samples of an index, their `lengths`, `trained` and `source_of`; random-access, for grain."""
+  """Some samples of an index with `lengths`, `trained`, `source_of`; random-access, for grain."""
 
   def __init__(self, spec: DataConfig, index: Index, numbers: np.ndarray):
     self._spec, self._index, self._numbers = spec, index, numbers
