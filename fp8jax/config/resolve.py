@@ -32,7 +32,7 @@ from fp8jax.models.hf import config as hf_config_lib
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import residuals, site
-from fp8jax.optim import groups, optimizers, storage
+from fp8jax.optim import groups, optimizers, param_stats, storage
 from fp8jax.step import settings
 from fp8jax.step.train_spec import TrainSpec
 
@@ -77,7 +77,7 @@ def resolve(
     if chosen and recipes:
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
   named = groups.names(declaration, model.num_layers) if declaration and model else {}
-  problems.extend(checks.group_problems(c, optim, named))
+  problems.extend(checks.group_problems(c, optim, named) + param_stats.problems(c, optim))
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
   recipes = policy_checks.attach(c, recipes, watched, problems)
   _check_sections(c, problems, needs)

@@ -54,7 +54,21 @@ class TrainBatches:
   """Host batches of a run (`iterator`, of loader.train_batches) and `spread`, which places them."""
 
   def __init__(self, data: DataConfig, layout: axes.Layout, rows: int, accumulation: int):
+    self._sources = tuple(data.sources)
     self.counts, self.spread = loader.DocumentCounts(), BatchSharder(layout, rows, accumulation)
     self.iterator = loader.train_batches(
       data, self.spread.local_batch, self.spread.shard, self.counts
     )
+
+  def metrics(self) -> dict[str, float]:
+    """Of the last batch, by source: the share of its tokens, documents and their mean length.
+
+    A document that windows cut counts in each. Documents are those of this process, which are mixed
+    as all others' are; conversations those of the whole step.
+    """
+    sums = self.iterator.by_source
+    total, found = max(int(sums[:, 0].sum()), 1), {}
+    for name, (tokens, documents) in zip(self._sources, sums.tolist(), strict=True):
+      of = {"share": tokens / total, "documents": documents, "length": tokens / max(documents, 1)}
+      found |= {f"sources/{name}/{what}": value for what, value in of.items()}
+    return found

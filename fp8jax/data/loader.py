@@ -19,6 +19,7 @@ resumes; documents that a block passes over are counted when it is read.
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Mapping
@@ -84,17 +85,34 @@ def train_batches(
   counts = DocumentCounts() if counts is None else counts
   if spec.chat is not None:
     return _chat_steps(spec, batch, shard, counts)
-  streams = [_train_windows(spec, n, s, shard, counts) for n, s in spec.sources.items()]
+  streams = [
+    _train_windows(spec, n, s, shard, counts).map(functools.partial(_with, source=np.int32(i)))
+    for i, (n, s) in enumerate(spec.sources.items())
+  ]
   weights = [float(source["weight"]) for source in spec.sources.values()]
   mixed = streams[0] if len(streams) == 1 else grain.IterDataset.mix(streams, weights)
-  ready = mixed.batch(batch, drop_remainder=True).map(_Batch(spec.cross_document))
+  make = _Batch(spec.cross_document, len(spec.sources))
+  ready = mixed.batch(batch, drop_remainder=True).map(make)
   if spec.prefetch:
     ready = grain.experimental.ThreadPrefetchIterDataset(ready, prefetch_buffer_size=spec.prefetch)
   return _Resumable(iter(ready))
 
 
+def _with(element, **fields):
+  return {**element, **fields}
+
+
+def _by_source(source, tokens, documents, number: int) -> np.ndarray:
+  """int64 [sources, 2]: sums of tokens and documents over items with these numbers of a source."""
+  sums = [np.bincount(source, weights=x, minlength=number) for x in (tokens, documents)]
+  return np.stack(sums, axis=-1).astype(np.int64)
+
+
 class _Resumable(grain.DatasetIterator):
   """An iterator with a state that JSON can hold.
+
+  Attributes:
+    by_source: int64 [sources, 2], tokens and documents of the last batch.
 
   grain 0.2.18's ConcatThenSplitIterDataset compares a slice of its state with a tuple; JSON brings
   back a list, an empty remainder is then taken for a document, and the next one is lost. Delete
@@ -104,10 +122,13 @@ class _Resumable(grain.DatasetIterator):
 
   def __init__(self, parent: grain.DatasetIterator):
     super().__init__(parent)
+    self.by_source = np.zeros((0, 2), np.int64)
 
   def __next__(self):
     try:
-      return next(self._parent)
+      batch = dict(next(self._parent))
+      self.by_source = batch.pop("by_source")
+      return batch
     except RuntimeError as e:
       if "terminated unexpectedly" not in str(e):
         raise
@@ -189,8 +210,15 @@ def _chat_steps(spec: DataConfig, batch: int, shard: Shard, counts: DocumentCoun
   steps = chat_steps(spec, batch * shard.count, shard)
   passed_over = chat_index(spec).counts if shard.index == 0 else {}
   ready = reading.read(grain.MapDataset.source(steps), spec.workers, max(spec.prefetch, 4))
-  # All that steps pass over is counted at the first one.
-  count = _Taking("step", lambda step: None if step else counts.update(passed_over))
+  samples, number = steps.samples, len(spec.sources)
+
+  def count(batch):
+    if not batch["step"]:  # all that steps pass over is counted at the first one
+      counts.update(passed_over)
+    of = steps.numbers(int(batch["step"]))
+    sums = _by_source(samples.source_of[of], samples.lengths[of], np.ones(len(of)), number)
+    return {k: v for k, v in batch.items() if k != "step"} | {"by_source": sums}
+
   return _Resumable(iter(ready.map(count)))
 
 
@@ -285,9 +313,10 @@ class _Keep:
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-  """Packed windows -> what the model reads."""
+  """Packed windows -> what the model reads; of so many sources also "by_source"."""
 
   cross_document: bool
+  sources: int = 0
 
   def __call__(self, window):
     tokens = window["tokens"]
@@ -303,7 +332,12 @@ class _Batch:
       counts &= segments[:, 1:] == segments[:, :-1]
       batch["segments_BL"] = segments[:, :-1]
       batch["positions_BL"] = window["tokens_positions"][:, :-1]
-    return {**batch, "weights_BL": counts.astype(np.float32)}
+    batch["weights_BL"] = counts.astype(np.float32)
+    if self.sources:  # segments of a window are numbered from 1, 0 is padding
+      there = segments[:, :-1]
+      numbers = ((there != 0).sum(1), there.max(1))
+      batch["by_source"] = _by_source(window["source"], *numbers, self.sources)
+    return batch
 
 
 def fingerprint(spec: DataConfig) -> str:

@@ -14,7 +14,7 @@ from fp8jax.keys import EXECUTION, NOTHING, RESULT, key, section
 from fp8jax.models import config as model_config
 from fp8jax.models import mlp_swiglu
 from fp8jax.ops import residuals
-from fp8jax.optim import fused_adamw
+from fp8jax.optim import fused_adamw, param_stats
 
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 _GEMM_INPUTS = tuple(form.value for form in residuals.GemmInput)
@@ -296,6 +296,10 @@ class Log:
     "first steps. (10, 0): none.")
   tensor_stats_every: int = key(0, "Steps between looks at the ranges and rounding errors of every "
     "tensor of every site; 0: never.", least=0)
+  param_stats: str = key("off", "Gradient norm, update norm, norm and count of gradients that are "
+    "not finite, in steps of log.tensor_stats_every: of every layer's parameters (\"params\"), or "
+    "of the groups that optim.clip_groups and optim.lr_multipliers make (\"groups\").",
+    choices=param_stats.LEVELS)
   alarms: tuple[Any, ...] = key(
     (("saturation", ">", 0.01), ("underflow", ">", 0.3), ("snr_db", "<", 15.0),
      ("alignment", ">", 0.9), ("kurtosis", ">", 1e4, ".*/mlp/down/x")),

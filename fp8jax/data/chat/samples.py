@@ -151,11 +151,12 @@ class _Describe:
 
 
 class Samples(reading.Reopened):
-  """Some samples of an index, with their `lengths` and `trained`; random-access, for grain."""
+  """Some samples of an index with `lengths`, `trained`, `source_of`; random-access, for grain."""
 
   def __init__(self, spec: DataConfig, index: Index, numbers: np.ndarray):
     self._spec, self._index, self._numbers = spec, index, numbers
     self.lengths, self.trained = index.length[numbers], index.trained[numbers]
+    self.source_of = index.source[numbers]
 
   @functools.cached_property
   def _sources(self) -> list[sources_lib.Source]:
