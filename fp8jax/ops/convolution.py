@@ -64,11 +64,11 @@ def conv_general_dilated(
   patches = patches.reshape(-1, size, groups, inputs)
   if groups == 1:
     rows = patches.reshape(-1, size * inputs)
-    y = dots.dot("TK,KF->TF", rows, w.reshape(-1, outputs), recipe, key=key, out_dtype=out_dtype)
+    y = dots.dot("BD,DF->BF", rows, w.reshape(-1, outputs), recipe, key=key, out_dtype=out_dtype)
   else:
     rows = jnp.transpose(patches, (2, 0, 1, 3)).reshape(groups, -1, size * inputs)
     kernel = w.reshape(size * inputs, groups, -1).transpose(1, 0, 2)
-    y = dots.dot("GTK,GKF->GTF", rows, kernel, recipe, key=key, out_dtype=out_dtype)
+    y = dots.dot("GBD,GDF->GBF", rows, kernel, recipe, key=key, out_dtype=out_dtype)
     y = jnp.transpose(y, (1, 0, 2))
   y = y.reshape(n, *space, outputs)
   # Its axes are batch, space..., features.

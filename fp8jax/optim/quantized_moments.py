@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,7 @@ class QuantizedState(NamedTuple):
     inner_state: the transformation's own, with QuantizedTensors in place of large moments.
   """
 
-  count: jax.Array
+  count: Any
   inner_state: Any
 
 
@@ -202,31 +202,35 @@ def stored(
     return optax.with_extra_args_support(transformation)
   whole = _stored(transformation, formats, {k: k for k in formats}, mask, seed, _zeros)
 
+  def start(params) -> Any:
+    return cast(QuantizedState, whole.init(params)).inner_state
+
   def update(updates, state: Any, params=None, **rest):
+    new: Any
     updates, new = whole.update(updates, QuantizedState(state.count, state), params, **rest)
     return updates, new.inner_state
 
-  return optax.GradientTransformationExtraArgs(lambda p: whole.init(p).inner_state, update)
+  return optax.GradientTransformationExtraArgs(start, update)
 
 
 def shardings(state, params):
   """The tree of a state's shardings, for `out_shardings` and checkpoints.
 
-  What has the shape of a parameter lies like it, scales with their codes; the rest is on every
-  device.
+  An array of a parameter's shape lies like it, scales with their codes; others are on every device.
 
   Args:
     state: arrays or shapes, of these parameters.
     params: arrays or shapes with NamedShardings, all of one mesh.
   """
   by_path = dict(jax.tree_util.tree_flatten_with_path(params)[0])
-  mesh = next(iter(by_path.values())).sharding.mesh
+  mesh = jax.tree.leaves(params)[0].sharding.mesh
 
   def one(path, x):
     ends = (path[i:] for i in range(len(path) + 1))
     param = next((by_path[end] for end in ends if end in by_path), None)
-    own = param is not None and param.shape == x.shape
-    place = param.sharding if own else NamedSharding(mesh, PartitionSpec())
+    place = NamedSharding(mesh, PartitionSpec())
+    if param is not None and param.shape == x.shape:
+      place = param.sharding
     return quantized_tensor.shardings(x, place) if isinstance(x, QuantizedTensor) else place
 
   return jax.tree_util.tree_map_with_path(one, state, is_leaf=_is_quantized)
@@ -268,8 +272,8 @@ def _stored(transformation, formats, fields, mask: StorageMask, seed: int, first
     state = jax.tree.map(walk, inner.init(params), is_leaf=_is_state)
     return QuantizedState(jnp.zeros((), jnp.int32), state)
 
-  def update(updates, state: QuantizedState, params=None, *, piece=0, **extra):
-    count = optax.safe_increment(state.count)
+  def update(updates, state: Any, params=None, *, piece=0, **extra):
+    count: Any = optax.safe_increment(state.count)
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), piece)
     old, structure = jax.tree.flatten(state.inner_state, is_leaf=_is_quantized)
     wide = structure.unflatten([x.unpack() if _is_quantized(x) else x for x in old])
