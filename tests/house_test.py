@@ -67,6 +67,7 @@ PLACES = {
   "custom_vjp": tuple(
     f"ops/{n}.py"
     for n in (
+      "convolution",
       "linear",
       "swiglu_mlp",
       "residuals",
