@@ -15,6 +15,7 @@ import pytest
 
 from fp8jax.config import resolve
 from fp8jax.errors import ConfigError, UserError
+from fp8jax.evaluation import divergence
 from fp8jax.jobs import sensitivity as job
 from fp8jax.jobs import table
 from fp8jax.models import transformer
@@ -98,7 +99,7 @@ def test_divergence_is_from_the_base(rng):
   """Far apart, where the divergences of either from the other differ."""
   p, q = (np.exp(5 * rng.standard_normal((3, 7))) for _ in range(2))
   p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
-  found = sensitivity.kl(np.log(p).astype(np.float32) + 2, np.log(q).astype(np.float32) - 1)
+  found = divergence.kl(np.log(p).astype(np.float32) + 2, np.log(q).astype(np.float32) - 1)
   np.testing.assert_allclose(found, (p * np.log(p / q)).sum(1), rtol=1e-4)
 
 
@@ -139,7 +140,7 @@ def test_measurements_compile_nothing(study):
 def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
   spec = _spec()
   loaded = restore.Loaded(spec, _params(), 0, {}, {"hf": "a test"}, {}, "")
-  monkeypatch.setattr(job, "load_or_init", lambda spec, _: dataclasses.replace(loaded, spec=spec))
+  monkeypatch.setattr(job, "load_trained", lambda spec, _: dataclasses.replace(loaded, spec=spec))
   first = job.run(spec, str(tmp_path))
   lines = (tmp_path / "sensitivity" / "measurements.jsonl").read_text()
   with open(tmp_path / "sensitivity" / "measurements.jsonl", "a") as f:
@@ -285,7 +286,7 @@ def test_studies_that_would_mislead_are_refused(tmp_path):
     job.run(_spec(), str(tmp_path))
   delayed = harness.text_spec("tensor_delayed", job="sensitivity")
   with pytest.raises(UserError, match="precision.calibration=TABLE"):
-    sensitivity.with_scales(delayed, 0, {})
+    restore.sites_with_scales(delayed, 0, {})
   lora = harness.text_spec(
     "block_128", job="sensitivity", **{"model.lora.rank": 2, "model.lora.base": "bf16"}
   )
