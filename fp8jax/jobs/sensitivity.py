@@ -55,6 +55,7 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
   for groups, top in (((), 0), (few, 0), (few, s.top), (s.groups, s.top)):
     result = {
       "format": records.FORMAT,
+      "model": spec.model.to_dict(),
       "weights": loaded.where,
       **results.measure(study, dataclasses.replace(s, groups=groups, top=top), phase),
       "programs_compiled": study.programs.compiled,

@@ -165,6 +165,12 @@ def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
   (of_loss,) = (b for b in result["budgets"] if b["budget"].startswith("at most"))
   estimate, _, high = of_loss["chosen_on"]["loss_percent"]
   assert estimate < high <= spec.of(Sensitivity).max_loss
+  _, low, high = of_loss["arms"][0]["report"]["loss_percent"]
+  most = spec.of(Sensitivity).max_loss
+  verdict = "met" if high < most else "missed" if low > most else "no verdict"
+  assert {b["key"]: b["verdict"] for b in result["budgets"]} == {
+    "min_fp8": "met", "max_loss": verdict
+  }  # fmt: skip
   for budget in result["budgets"]:
     for arm in budget["arms"]:
       sites = harness.text_spec(
