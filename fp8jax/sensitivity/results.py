@@ -108,6 +108,13 @@ def _choices(study: Study, s: Sensitivity, order: list[str]) -> dict[str, tuple[
   return choices
 
 
+def verdict(key: str, loss: statistics.Interval, most: float) -> str:
+  """Whether the other half confirms rules; a share of FLOPs holds by itself."""
+  if key != "max_loss":
+    return measured_rules.MET
+  return statistics.verdict(loss.low, loss.high, most, measured_rules.VERDICTS)
+
+
 def _budget(
   study: Study, s: Sensitivity, key: str, budget: str, chosen: list[str], phase: int
 ) -> dict[str, Any]:
@@ -131,14 +138,10 @@ def _budget(
       "runs_of_layers": rules_lib.layers_apart(written, names, layers),
       "rules": written,
     })  # fmt: skip
-  loss = best.change  # a share of FLOPs holds by itself
-  verdict = measured_rules.MET
-  if key == "max_loss":
-    verdict = statistics.verdict(loss.low, loss.high, s.max_loss, measured_rules.VERDICTS)
   return {
     "key": key,
     "budget": budget,
-    "verdict": verdict,
+    "verdict": verdict(key, best.change, s.max_loss),
     "chosen_on": measured(CHOOSE, chosen).row(),
     "arms": rows,
   }

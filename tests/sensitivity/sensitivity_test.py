@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fp8jax import statistics
 from fp8jax.config import resolve
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.evaluation import divergence
@@ -189,6 +190,18 @@ def test_a_half_has_half_of_the_tokens():
   spec = harness.text_spec(job="sensitivity", **CHANGES | {"sensitivity.tokens": 1024})
   for batches in halves_lib.read(spec).values():
     assert [b["targets_BL"].shape for b in batches] == [(2, 64)] * 4
+
+
+@pytest.mark.parametrize("low, high, expected", [
+  (-0.3, 0.2, "met"), (-0.9, 0.2, "met"), (0.2, 0.3, "no verdict"), (-0.1, 0.25, "no verdict"),
+  (0.25, 0.4, "no verdict"), (0.3, 0.4, "missed"),
+])  # fmt: skip
+def test_verdict_on_the_other_half_is_of_the_whole_interval(low, high, expected):
+  interval = statistics.Interval((low + high) / 2, low, high, "bootstrap")
+  assert sensitivity_results.verdict("max_loss", interval, 0.25) == expected
+  assert (
+    sensitivity_results.verdict("min_fp8", interval, 0.25) == "met"
+  )  # a share of FLOPs is no estimate
 
 
 def test_halves_share_no_document():
