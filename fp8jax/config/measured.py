@@ -1,5 +1,7 @@
 """precision.sensitivity: rules that --job=sensitivity chose, in place of precision.rules."""
 
+# ruff: noqa: UP013 (a table of types)
+
 import os
 from typing import Annotated, Any, TypedDict
 
@@ -19,27 +21,12 @@ BUDGETS = ("max_loss", "min_fp8")
 MET, MISSED, UNDECIDED = VERDICTS = ("met", "missed", "no verdict")
 
 
-class Site(TypedDict):
-  name: str
-  recipe: str
-
-
-class Arm(TypedDict):
-  rules: list[tuple[str, str]]
-
-
-class Budget(TypedDict):
-  key: str
-  budget: str
-  verdict: str
-  arms: Annotated[list[Arm], Meta(min_length=1)]  # fmt: skip
-
-
-class Study(TypedDict):
-  model: dict[str, Any]
-  sites: list[Site]
-  budgets: list[Budget]
-
+Site = TypedDict("Site", {"name": str, "recipe": str})
+Arm = TypedDict("Arm", {"rules": list[tuple[str, str]]})
+Budget = TypedDict("Budget", {
+  "key": str, "budget": str, "verdict": str, "arms": Annotated[list[Arm], Meta(min_length=1)],
+})  # fmt: skip
+Study = TypedDict("Study", {"model": dict[str, Any], "sites": list[Site], "budgets": list[Budget]})
 
 _REPEAT = "repeat --job=sensitivity with this configuration in another --out"
 # Fields of the model that its sites do not depend on.
@@ -67,7 +54,7 @@ def with_rules(c: Config, model: model_config.ModelConfig) -> Config:
   study = records.read(path, Study, remedy)
   _check_same(c, model, study, path)
   rules = _chosen(study["budgets"], wanted, path)
-  if all(recipe == "bf16" for _, recipe in rules):
+  if not any(rules_lib.recipe_by_name(recipe).fwd.is_quantized for _, recipe in rules):
     raise UserError(
       f"precision.sensitivity: {path} leaves no site in FP8 within its budget; raise "
       "sensitivity.max_loss, lower sensitivity.min_fp8, or measure a finer recipe"

@@ -139,7 +139,8 @@ def advice(device: Device) -> str:
 def next_line(device: Device) -> str:
   """The jobs that say whether the advice pays, by the options of a first run."""
   first = first_run(device)
-  sites = "" if first.recipe == "bf16" else ", then --job=sensitivity for the layers that lose"
+  is_fp8 = RECIPES[first.recipe].is_quantized
+  sites = ", then --job=sensitivity for the layers that lose" if is_fp8 else ""
   command = f"python launch.py {first.options} --job=memory"
   return f"next: {command} for the bytes of a step{sites} (experiments/guide/pays.md)"
 

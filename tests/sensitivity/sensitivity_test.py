@@ -199,9 +199,7 @@ def test_a_half_has_half_of_the_tokens():
 def test_verdict_on_the_other_half_is_of_the_whole_interval(low, high, expected):
   interval = statistics.Interval((low + high) / 2, low, high, "bootstrap")
   assert sensitivity_results.verdict("max_loss", interval, 0.25) == expected
-  assert (
-    sensitivity_results.verdict("min_fp8", interval, 0.25) == "met"
-  )  # a share of FLOPs is no estimate
+  assert sensitivity_results.verdict("min_fp8", interval, 0.25) == "met"
 
 
 def test_halves_share_no_document():
