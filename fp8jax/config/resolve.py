@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from fp8jax import axes, mesh
 from fp8jax import params as params_lib
-from fp8jax.config import alarms, checks, registry, tile_checks
+from fp8jax.config import alarms, checks, measured, registry, tile_checks
 from fp8jax.config import chat as chat_checks
 from fp8jax.config import data as data_checks
 from fp8jax.config import files as config_files
@@ -57,6 +57,7 @@ def resolve(
   chosen = _layout(c, num_devices, make_mesh or mesh.make, problems, needs)
   layout = chosen or axes.LOCAL
   model = _checked_model(c, needs, problems)
+  c = c if model is None else problems.attempt(lambda: measured.with_rules(c, model)) or c
   run = _execution(c, layout, device, problems)
   data = data_checks.spec(c, model and model.vocab_size, problems, needs)
   steps = chat_checks.steps(c, data, problems) if needs.has_steps else c.steps

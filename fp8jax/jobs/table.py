@@ -15,7 +15,7 @@ from fp8jax.config import registry
 from fp8jax.config import resolve as resolve_lib
 from fp8jax.config.files import Config
 from fp8jax.config.needs import TRAINING, Needs
-from fp8jax.evaluation.settings import Tasks
+from fp8jax.evaluation.settings import Noise, Tasks
 from fp8jax.export import checks as export_checks
 from fp8jax.export.settings import Export
 from fp8jax.generation.settings import Generate
@@ -27,6 +27,7 @@ from fp8jax.jobs import (
   export,
   generate,
   memory,
+  noise,
   prepare,
   preview,
   sensitivity,
@@ -121,6 +122,10 @@ JOBS = {
       (Sensitivity,), checks.sensitivity_problems, of_weights=True,
       has_calibration=True, is_on_one_device=_always,  # as its switches
     ),
+    option="out",
+  ),
+  "noise": Job(
+    noise.run, Needs((Noise,), checks.noise_problems, of_weights=True, has_calibration=True),
     option="out",
   ),
   "calibrate": Job(

@@ -120,6 +120,7 @@ class RunFiles:
     nonfinite: the report of a failure, or None.
     summary: of a finished run, or None.
     sensitivity: what --job=sensitivity found, or None.
+    noise_floor: of --job=noise, or None.
   """
 
   workdir: str
@@ -136,6 +137,7 @@ class RunFiles:
   nonfinite: Mapping[str, Any] | None
   summary: Mapping[str, Any] | None
   sensitivity: Mapping[str, Any] | None = None
+  noise_floor: Mapping[str, Any] | None = None
   exponents: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
   param_stats: Looks | None = None
   refreshes: tuple[Refresh, ...] = ()
@@ -221,6 +223,7 @@ def read(workdir: str) -> RunFiles:
     nonfinite=find("nonfinite/report.json", schemas.Failure),
     summary=find("summary.json", schemas.Summary),
     sensitivity=find("sensitivity/sensitivity.json", schemas.Sensitivity),
+    noise_floor=find("noise_floor.json", schemas.NoiseFloor),
     exponents={row["step"]: row["exponents"] for row in rows if "exponents" in row},
     param_stats=_looks(
       {

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fp8jax import patterns
+from fp8jax.evaluation import divergence
 from fp8jax.phases import policy as policy_lib
 from fp8jax.report import charts, exponent_charts, files, page, recommend, thin
 from fp8jax.report.files import Event, Looks, RunFiles
@@ -55,7 +56,8 @@ def sections(run: RunFiles, others: Others = ()) -> list[Section]:
 
 def _sections(run: RunFiles, others: Others) -> list[Section]:
   found = [_head(run), _training(run), _speed(run), _time(run), *_numerics(run), *_params(run)]
-  found += [_events(run), *_refreshes(run), _memory(run), *(s for of in others for s in of(run))]
+  found += [_events(run), *_refreshes(run), _noise(run), _memory(run)]
+  found += [s for of in others for s in of(run)]
   return [s for s in [*found, _config(run), _sites(run), _provenance(run)] if s is not None]
 
 
@@ -273,6 +275,17 @@ def _answers(action: str, statistic: str) -> bool:
 def _covers(place: str, site: str) -> bool:
   """Whether the place of an action, a site or a pattern of sites, is of this site."""
   return place == site or not patterns.problem(place) and bool(patterns.matches(place, [site]))
+
+
+def _noise(run: RunFiles) -> Section | None:
+  if run.noise_floor is None:
+    return None
+  where = " ".join(f"{k} {v}" for k, v in run.noise_floor["weights"].items())
+  note = (
+    f"Weights: {where}. The difference of the model from itself with norm weights one ulp larger: "
+    "programs of another shape, or clients, that differ by no more than this agree."
+  )
+  return Section("Noise floor", note, tables=[divergence.table(run.noise_floor["rows"])])
 
 
 def _memory(run: RunFiles) -> Section | None:

@@ -101,6 +101,9 @@ CalibrationRow = TypedDict("CalibrationRow", {
 }, total=False)  # fmt: skip
 Calibration = TypedDict("Calibration", {"format": str, "rows": list[CalibrationRow]})
 
+NoiseRow = TypedDict("NoiseRow", {"recipe": str, "kl": Number, "dlogp": Number, "top1": float})
+NoiseFloor = TypedDict("NoiseFloor", {"weights": dict[str, Any], "rows": list[NoiseRow]})
+
 Measurement = TypedDict("Measurement", {"name": str, "value": Any})
 Estimate = tuple[float, float, float]  # with the ends of its interval
 Effect = TypedDict("Effect", {"loss_percent": Estimate, "kl": Estimate})

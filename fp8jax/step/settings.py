@@ -100,6 +100,9 @@ class Precision:
     "Which recipe each linear layer gets: (regular expression on the whole site name, recipe "
     'name), first match wins. Names are "head" and "layers/3/mlp/up" with the number of the '
     "layer. A site that no rule covers and a rule that decides nothing are errors.", mapped=True)
+  sensitivity: str = key("", "sensitivity.json of --job=sensitivity: the rules that it chose "
+    "replace `rules`, which are those that it measured. With two budgets in it FILE:max_loss or "
+    "FILE:min_fp8. The run remembers the rules, not the file.")
   first_bf16: int = key(0, "so many first layers in recipe bf16, whatever the rules say", least=0,
     mapped=True)
   last_bf16: int = key(0, "so many last layers", least=0, mapped=True)

@@ -36,7 +36,7 @@ def _config(**changes):
 
 # The job that reads a mistaken section; training else.
 JOBS = {"generate": "generate", "weights": "generate", "export": "export", "calibrate": "calibrate",
-        "sensitivity": "sensitivity", "eval": "evaluate"}  # fmt: skip
+        "sensitivity": "sensitivity", "noise": "noise", "eval": "evaluate"}  # fmt: skip
 
 
 def _refusal(changes, devices=1, device=CPU) -> list[str]:
