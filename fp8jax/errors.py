@@ -31,7 +31,7 @@ EXTRAS = {
   "tensorflow_datasets": "data", "jinja2": "sft", "tokamax": "attention", "datasets": "datasets",
   "reasoning_gym": "eval", "math_verify": "eval", "altair": "report", "vl_convert": "report",
   "scipy": "report", "optuna": "sweep", "submitit": "sweep", "lm_eval": "lm_eval", "PIL": "train",
-  "trackio": "track", "wandb": "track", "etils": "data", "msgspec": "train",
+  "trackio": "track", "wandb": "track", "fsspec": "data", "msgspec": "train",
 }  # fmt: skip
 
 

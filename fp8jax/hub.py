@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import jax
 import numpy as np
@@ -34,37 +34,22 @@ def is_id(name: str) -> bool:
   return folder != _ASSETS and not os.path.isdir(folder) and not name.endswith(".json")
 
 
-def local(name: str, snapshot: Callable[..., str] | None = None) -> str:
-  """The local path that a name stands for: the path itself, or the id's folder in the hub's cache.
-
-  Args:
-    name: a path or an id.
-    snapshot: huggingface_hub.snapshot_download.
-  """
+def local(name: str) -> str:
+  """The path that a name stands for: the path itself, or the id's folder in the hub's cache."""
   if not is_id(name):
     return os.path.expanduser(name)
-  find = snapshot or _snapshot_download()
   try:
     # The files that every `fetch` asks for: without patterns the hub's library expects all.
-    return find(name, allow_patterns=list(TOKENIZER), ignore_patterns=_SUBFOLDERS,
-                local_files_only=True)  # fmt: skip
+    return _snapshot(name, TOKENIZER, local_files_only=True)
   except (OSError, ValueError):  # not in the cache; the reader of the path says so
     return name
 
 
-def fetch(
-  wanted: dict[str, Collection[str]],
-  snapshot: Callable[..., str] | None = None,
-  gather: Callable = multihost_utils.process_allgather,
-  process: int | None = None,
-):
+def fetch(wanted: dict[str, Collection[str]]):
   """Downloads ids into the hub's cache, on every host by the first of its processes.
 
   Args:
     wanted: {name: patterns of files}; names that are no ids are left alone.
-    snapshot: huggingface_hub.snapshot_download.
-    gather: a number of this process -> those of all processes.
-    process: index of this process.
 
   Raises:
     UserError: an id could not be fetched; with the command that does it elsewhere.
@@ -72,22 +57,22 @@ def fetch(
   ids = {name: patterns for name, patterns in wanted.items() if is_id(name)}
   if not ids:
     return
-  process = jax.process_index() if process is None else process
+  gather = multihost_utils.process_allgather
   host = zlib.crc32(socket.gethostname().encode()) >> 1
   hosts = np.ravel(gather(np.asarray(host, np.int32))).tolist()
-  problem = None
-  if hosts.index(host) == process:
-    problem = _download(ids, snapshot or _snapshot_download())
+  problem = _download(ids) if hosts.index(host) == jax.process_index() else None
   gather(np.asarray(problem is None, np.int32))  # the others wait here until the files are there
   if problem:
     raise UserError(problem)
 
 
-def _download(ids: dict[str, Collection[str]], snapshot: Callable[..., str]) -> str | None:
+def _download(ids: dict[str, Collection[str]]) -> str | None:
   """The reason of a failure, or None."""
   for name, patterns in ids.items():
     try:
-      snapshot(name, allow_patterns=list(patterns), ignore_patterns=_SUBFOLDERS)
+      _snapshot(name, patterns)
+    except ModuleNotFoundError:
+      raise
     except Exception as e:  # of the library, of its HTTP client and of sockets
       reason = " ".join(str(e).split()).rstrip(".")
       return (
@@ -97,10 +82,13 @@ def _download(ids: dict[str, Collection[str]], snapshot: Callable[..., str]) -> 
   return None
 
 
-def _snapshot_download() -> Callable[..., str]:
+def _snapshot(name: str, patterns: Collection[str], local_files_only: bool = False) -> str:
   import huggingface_hub  # extra `hf`
 
-  return huggingface_hub.snapshot_download
+  return huggingface_hub.snapshot_download(
+    name, allow_patterns=list(patterns), ignore_patterns=_SUBFOLDERS,
+    local_files_only=local_files_only,
+  )  # fmt: skip
 
 
 def remedy(name: str) -> str:

@@ -34,15 +34,12 @@ def elsewhere(expression: str, file: str):
 
 def load(config_path: str, overrides: dict):
   """A config without the text and weights that it names: they do not matter to the program."""
-  import importlib.util
+  import run_files
 
   from fp8jax.config import files as config_files
 
   path, _, arm = config_path.partition(":")
-  spec = importlib.util.spec_from_file_location("wanted", ROOT / path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  c = config_files.without_files(module.get_config(arm))
+  c = config_files.without_files(run_files.script(ROOT / path).get_config(arm))
   c.update_from_flattened_dict(overrides)
   return c
 

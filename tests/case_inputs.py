@@ -1,20 +1,20 @@
-"""Inputs of tests/cases: tiny tokenizers, folders of weights, runs of launch.py, without torch.
+"""Inputs of tests/cases: tiny tokenizers, folders of weights, runs of jobs, without torch.
 
 A case is an input of which somebody reported, in public, that a trainer got it wrong. Its test says
 what must come out; a refusal counts where it is ours and names the input.
 """
 
+import contextlib
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
+import debug_runs
 import numpy as np
 import safetensors.numpy
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from configs import base
 from fp8jax.data.chat import conversation, encode
 from fp8jax.data.chat.template import ChatTemplate
 
@@ -86,19 +86,22 @@ def model_folder(path, template=CHATML, patch=None, **config) -> pathlib.Path:
 
 
 def launch(folder: pathlib.Path, lines, *arguments) -> tuple[int, str]:
-  """Runs launch.py on the debug configuration with these assignments; (exit code, its output)."""
+  """Runs a job in this process, on one device: (exit code, stdout and stderr).
+
+  Args:
+    folder: of the run, without --workdir.
+    lines: assignments to `c`, configs/base.py's in BF16.
+    arguments: --job, --workdir and options of the job, as for launch.py.
+  """
   body = [
     "c.mesh.fsdp, c.log.report, c.log.tensorboard, c.eval.tokens = 1, False, False, 0",
     "c.optim.schedule, c.optim.warmup_steps, c.optim.decay_steps = 'constant', 0, 0",
     *lines,
   ]
-  config = folder / "case_config.py"
-  config.write_text(
-    "from configs import base\n\n\ndef get_config(arm=''):\n  c = base.get_config('bf16')\n"
-    + "".join(f"  {line}\n" for line in body)
-    + "  return c\n"
-  )
-  command = [sys.executable, "launch.py", f"--config={config}", *arguments]
-  environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-  run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-  return run.returncode, run.stdout + run.stderr
+  c = base.get_config("bf16")
+  exec("\n".join(body), {"c": c, "base": base})
+  options = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
+  job, workdir = options.pop("job", "train"), options.pop("workdir", str(folder / "run"))
+  with contextlib.chdir(ROOT):
+    code, *output = debug_runs.run_job(job, c, workdir, **options)
+  return code, "".join(output)

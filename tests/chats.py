@@ -24,6 +24,16 @@ TEMPLATE = (
   "{{ 'a:' if add_generation_prompt }}"
 )
 LENGTH = 48
+GOLDEN_TEMPLATES = pathlib.Path(__file__).resolve().parent / "golden/chat_templates"
+GOLDEN = json.loads((GOLDEN_TEMPLATES / "rendered.json").read_text())  # by transformers
+
+
+def user(text) -> dict:
+  return {"role": "user", "content": text}
+
+
+def assistant(text, **more) -> dict:
+  return {"role": "assistant", "content": text, **more}
 
 
 def write(path, count: int, seed: int = 0, longest: int = 20) -> list[dict]:

@@ -1,15 +1,19 @@
 """Short runs of configs/debug.py in the tests of jobs: configurations, and what a run leaves."""
 
+import contextlib
+import io
 import json
 import pathlib
+from unittest import mock
 
+import jax
 import numpy as np
 
-from configs import debug
+from configs import base, debug
 from fp8jax import params as params_lib
 from fp8jax.config import resolve
 from fp8jax.data import loader
-from fp8jax.jobs import table
+from fp8jax.jobs import dispatch, table
 from fp8jax.kernels.choose import Device
 from fp8jax.run import checkpoint
 from fp8jax.step import train_spec
@@ -39,6 +43,18 @@ def config(arm="", **changes):
 
 def spec(c, job="train") -> train_spec.TrainSpec:
   return resolve.resolve(c, 1, Device("cpu"), needs=table.JOBS[job].needs)
+
+
+def run_job(job, c, workdir, **options) -> tuple[int, str, str]:
+  """A job in this process, on one of its devices: (exit code, stdout, stderr)."""
+  out, err = io.StringIO(), io.StringIO()
+  with (
+    mock.patch.object(jax, "device_count", lambda: 1),
+    contextlib.redirect_stdout(out),
+    contextlib.redirect_stderr(err),
+  ):
+    code = dispatch.run(job, c, base.get_config(), "configs/debug.py", str(workdir), **options)
+  return code, out.getvalue(), err.getvalue()
 
 
 def read_json(path):

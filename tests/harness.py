@@ -20,8 +20,7 @@ from fp8jax.jobs import table, train
 from fp8jax.kernels import choose
 from fp8jax.kernels.choose import Device
 from fp8jax.kernels.gemm import api as gemm_api
-from fp8jax.models import lora
-from fp8jax.models.config import ModelConfig
+from fp8jax.models import lora, presets
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import scaled_matrix
 from fp8jax.run import checkpoint
@@ -31,27 +30,19 @@ CPU, HOPPER = Device("cpu"), Device("gpu", 90)
 
 # --- a tiny model that trains ---------------------------------------------------------------------
 
-# Every local dimension holds whole scale tiles on every mesh of the tests. A test puts it under the
-# name "tiny" into presets.PRESETS.
-TINY = ModelConfig(
-  architecture="llama",
-  vocab_size=512,
-  hidden_size=128,
-  intermediate_size=512,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=4,
-  head_dim=128,
-  max_positions=128,
-  tie_embeddings=True,
-)
+# Every local dimension holds whole scale tiles on every mesh of the tests.
+_SIZES = dict(
+  vocab_size=512, hidden_size=128, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=4,
+  head_dim=128, max_positions=128,
+)  # fmt: skip
+TINY = dataclasses.replace(presets.DEBUG, **_SIZES)
 STEPS = 20
 
 
 def tiny_config(recipe="block_128", **changes):
-  """A config of the preset "tiny": STEPS steps of 8 sequences of 128 tokens."""
+  """A config of the model TINY: STEPS steps of 8 sequences of 128 tokens."""
   c = base.get_config(recipe)
-  c.model.preset = "tiny"
+  c.model.update(_SIZES)
   c.steps, c.global_batch, c.seq_len, c.eval.batch = STEPS, 8, 128, 8
   c.optim.warmup_steps, c.optim.decay_steps = 4, 4
   c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5  # InfiR2's
@@ -65,6 +56,11 @@ def tiny_spec(c, shape=None, job="train") -> train_spec.TrainSpec:
     return resolve.resolve(c, 1, CPU, needs=table.JOBS[job].needs)
   c.mesh.data, c.mesh.fsdp, c.mesh.tensor = shape
   return resolve.resolve(c, int(np.prod(shape)), CPU)
+
+
+def tiny_runner(recipe="block_128", shape=None, **changes):
+  """A compiled step of `tiny_config`; on a mesh (data, fsdp, tensor), where one is given."""
+  return Runner(tiny_spec(tiny_config(recipe, **changes), shape))
 
 
 @functools.cache
@@ -158,12 +154,18 @@ def assert_trees_equal(a, b):
     np.testing.assert_array_equal(x, y)
 
 
-def calibrated_batches(spec, count):
-  """(a state calibrated on the first, so many batches of training)."""
+def batches(spec, count):
+  """So many first batches of training, placed."""
   spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch)
   stream = loader.train_batches(spec.data, 2)
-  hosts = [spread.place(next(stream)) for _ in range(count)]
+  placed = [spread.place(next(stream)) for _ in range(count)]
   stream.close()
+  return placed
+
+
+def calibrated_batches(spec, count):
+  """(a state calibrated on the first, so many batches of training)."""
+  hosts = batches(spec, count)
   return train_step.calibrate(spec, train_step.make_state(spec), hosts[0], 0), hosts
 
 

@@ -67,6 +67,7 @@ PLACES = {
   "custom_vjp": tuple(
     f"ops/{n}.py"
     for n in (
+      "convolution",
       "linear",
       "swiglu_mlp",
       "residuals",
@@ -291,7 +292,7 @@ def test_test_files_do_not_import_each_other():
 @rule
 def test_folders_of_tests_mirror_those_of_the_package():
   folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
-  others = {"adversarial", "golden", "mutation", "cases", "walks", "__pycache__"}
+  others = {"adversarial", "golden", "mutation", "cases", "walks", "experiments", "__pycache__"}
   for name in sorted(folders - set(FLOOR) - others):
     yield f"tests/{name}: fp8jax/ has no such folder"
 

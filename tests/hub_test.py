@@ -63,8 +63,11 @@ def test_an_id_is_told_from_a_path(name, expected, tmp_path, monkeypatch):
 def test_a_local_folder_comes_first(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / ID).mkdir(parents=True)
-  assert hub.local(ID, lambda *_, **__: pytest.fail("asked the hub")) == ID
-  hub.fetch({ID: hub.WEIGHTS}, lambda *_, **__: pytest.fail("asked the hub"))
+  monkeypatch.setattr(
+    huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub")
+  )
+  assert hub.local(ID) == ID
+  hub.fetch({ID: hub.WEIGHTS})
 
 
 def test_what_is_in_the_cache_is_read_like_a_folder(cache):
@@ -112,37 +115,41 @@ def test_a_missing_folder_names_the_command_that_makes_it(folder, command, tmp_p
   assert command in str(e.value)
 
 
-class _Hub:
-  """Notes what is asked for."""
+def _asked(monkeypatch, error=None):
+  """Notes what the hub is asked for: [(name, how)]."""
+  calls = []
 
-  def __init__(self, error=None):
-    self.error, self.calls = error, []
-
-  def __call__(self, name, **how):
-    self.calls.append((name, how))
-    if self.error:
-      raise self.error
+  def snapshot(name, **how):
+    calls.append((name, how))
+    if error:
+      raise error
     return "/somewhere"
+
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+  return calls
 
 
 @pytest.mark.parametrize("process, downloads", [(0, 1), (1, 0), (2, 1), (3, 0)])
 def test_the_first_process_of_every_host_downloads(process, downloads, monkeypatch):
   """Four processes on two hosts."""
-  asked = _Hub()
+  asked = _asked(monkeypatch)
   monkeypatch.setattr(hub.socket, "gethostname", lambda: f"host{process // 2}")
 
   def gather(x):
     hosts = [hub.zlib.crc32(f"host{n}".encode()) >> 1 for n in (0, 0, 1, 1)]
     return np.asarray(hosts) if int(x) in hosts else np.ones(4, np.int32)
 
-  hub.fetch({ID: hub.WEIGHTS, "bytes": hub.TOKENIZER}, asked, gather, process)
-  assert len(asked.calls) == downloads
+  monkeypatch.setattr(hub.multihost_utils, "process_allgather", gather)
+  monkeypatch.setattr(hub.jax, "process_index", lambda: process)
+  hub.fetch({ID: hub.WEIGHTS, "bytes": hub.TOKENIZER})
+  assert len(asked) == downloads
 
 
-def test_what_is_downloaded_holds_no_pickle_and_no_subfolder():
-  asked = _Hub()
-  hub.fetch({ID: hub.WEIGHTS}, asked, np.asarray, 0)
-  ((name, how),) = asked.calls
+def test_what_is_downloaded_holds_no_pickle_and_no_subfolder(monkeypatch):
+  asked = _asked(monkeypatch)
+  hub.fetch({ID: hub.WEIGHTS})
+  ((name, how),) = asked
+  assert not how.pop("local_files_only")
   files = [
     "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
     "tokenizer.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
@@ -152,10 +159,10 @@ def test_what_is_downloaded_holds_no_pickle_and_no_subfolder():
   assert name == ID and kept == files[:7]
 
 
-def test_a_failed_download_is_one_sentence_in_every_process():
-  error = ConnectionError("no route\nto host")
+def test_a_failed_download_is_one_sentence_in_every_process(monkeypatch):
+  _asked(monkeypatch, ConnectionError("no route\nto host"))
   with pytest.raises(UserError) as e:
-    hub.fetch({ID: hub.WEIGHTS}, _Hub(error), np.asarray, 0)
+    hub.fetch({ID: hub.WEIGHTS})
   assert "ConnectionError: no route to host" in str(e.value) and COMMAND in str(e.value)
 
 

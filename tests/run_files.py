@@ -1,6 +1,8 @@
 """Folders of runs with made-up numbers: what a report reads."""
 
+import importlib.util
 import json
+import pathlib
 
 import numpy as np
 
@@ -106,6 +108,14 @@ def sensitivity_result(layers=2, seed=0):
     "tokens": {"choose": 4096, "report": 4096}, "weights": {"step": 5}, "sites": sites,
     "groups": groups, "budgets": [{"budget": "90 % of FLOPs in FP8", "arms": arms}],
   }  # fmt: skip
+
+
+def script(path: pathlib.Path):
+  """The module that a file outside of any package is."""
+  spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
 
 
 def write_steps(folder, losses, recipe, seed, seconds=1.0, heldout=(), **config):

@@ -3,7 +3,7 @@
 Small ones run everywhere; odd ones have partial last tiles; long ones have more steps along K than
 the reference unrolls; those for Hopper have N of one tile, of three, of a bit more than one and of
 less, one to six steps, and sizes that the kernel pads. What is compiled and timed stands in
-kernels/mosaic_aot_test.py and experiments/bench_kernels/bench.py.
+kernels/mosaic_aot_test.py and experiments/bench/kernels/run.py.
 """
 
 SMALL = [(16, 16, 16), (128, 128, 128), (64, 192, 256)]

@@ -7,7 +7,8 @@ import warnings
 from gpu_check import records, worker
 
 if __name__ == "__main__":
-  # Adapters of rivals.
-  sys.path.append(str(records.ROOT / "experiments" / "bench_kernels"))
+  # Adapters of rivals, and the time that they are given.
+  bench = records.ROOT / "experiments" / "bench"
+  sys.path += [str(bench), str(bench / "kernels")]
   warnings.simplefilter("default")  # versions of flax and optax are the machine's
   worker.run_family(json.loads(sys.stdin.read()))

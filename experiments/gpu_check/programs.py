@@ -1,5 +1,5 @@
 """What is measured, as functions and the shapes that they take, so that each can also be lowered
-for an H200 without one (tests/kernels/gpu_check_test.py).
+for an H200 without one (tests/experiments/gpu_check_test.py).
 
 Only public entry points of the kernels are called.
 """

@@ -55,8 +55,8 @@ def unfinished(names, found: dict[str, dict[str, Any]]) -> list[str]:
 def sources() -> str:
   """Hash of the program: the package and what this script runs."""
   digest = hashlib.sha256()
-  folders = ("fp8jax", "experiments/gpu_check", "experiments/bench_kernels")
-  files = [ROOT / "experiments" / "timing.py", ROOT / "experiments" / "gpu_check.py"]
+  folders = ("fp8jax", "experiments/gpu_check", "experiments/bench/kernels")
+  files = [ROOT / "experiments" / "bench" / "timing.py", ROOT / "experiments" / "gpu_check.py"]
   files += [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
   for path in sorted(files):
     digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())

@@ -1,6 +1,6 @@
 """Rivals on the same shapes: PyTorch's products and DeepGEMM, whichever can be imported.
 
-PyTorch's adapters are those of experiments/bench_kernels; DeepGEMM's is here, written after its
+PyTorch's adapters are those of experiments/bench/kernels; DeepGEMM's is here, written after its
 interface (github.com/deepseek-ai/DeepGEMM, csrc/apis/gemm.hpp). None has run on a GPU. A rival
 whose result is wrong is not timed; one that the machine does not have is absent, with the reason.
 """

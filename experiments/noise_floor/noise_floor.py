@@ -18,13 +18,13 @@ sys.path.insert(0, str(ROOT))
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 
 from configs import smollm2_cpt  # noqa: E402
 from fp8jax.config import resolve  # noqa: E402
 from fp8jax.data import loader  # noqa: E402
-from fp8jax.export import gate  # noqa: E402
+from fp8jax.evaluation import divergence  # noqa: E402
 from fp8jax.kernels import choose  # noqa: E402
-from fp8jax.models import transformer  # noqa: E402
 from fp8jax.models.hf import weights  # noqa: E402
 from fp8jax.ops import scaling  # noqa: E402
 from fp8jax.recipe import library  # noqa: E402
@@ -43,18 +43,12 @@ def measure(recipe: str) -> dict | None:
   if scaling.states(sites):
     return None
   params, _ = weights.load_params(c.init.hf, spec.model)
-  found = next(iter(loader.heldout_batches(spec.data, "main", ROWS, 1)))
-  tokens = jnp.asarray(found["tokens_BL"])
+  first = next(iter(loader.heldout_batches(spec.data, "main", ROWS, 1)))
+  tokens = jnp.asarray(first["tokens_BL"])
   batch = {"tokens_BL": tokens, "positions_BL": jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)}
-  counts = jnp.ones(tokens.shape, jnp.float32)
-
-  @jax.jit
-  def run(params, sites, batch):
-    return transformer.logits(params, sites, batch, spec.model, spec.run)
-
-  source = run(params, sites, batch)
-  made = run(gate.nudged(params), sites, batch)
-  return gate.row(jax.jit(gate.difference)(source, made, tokens, counts))
+  counts = np.ones(tokens.shape, np.float32)
+  texts = [divergence.Batch(batch, first["tokens_BL"], counts)]
+  return divergence.noise_floor(spec, params, sites, texts)
 
 
 def table(rows: dict[str, dict]) -> str:

@@ -12,32 +12,22 @@ from fp8jax.errors import ConfigErrors, UserError
 _MOST_STEPS = 2**31 - 1
 
 
-def _formats(c: Any) -> dict[str, str]:
-  """{name: format of its conversations, or ""} of the sources that are mappings."""
-  return {
-    name: source.get("chat", "")
-    for name, source in c.data.sources.items()
-    if hasattr(source, "keys")
-  }
+def _mappings(c: Any) -> dict[str, Any]:
+  """The sources that are mappings; another check refuses others."""
+  return {name: s for name, s in c.data.sources.items() if hasattr(s, "keys")}
 
 
 def has_chats(c: Any) -> bool:
   """Whether a source has conversations."""
-  return any(_formats(c).values())
+  return any(source.get("chat") for source in _mappings(c).values())
 
 
 def read(c: Any, tokenizer: str, problems: ConfigErrors) -> data_config.ChatConfig | None:
-  """The data section of conversations; None where no template can be had.
-
-  Args:
-    c: the whole configuration.
-    tokenizer: its path.
-    problems: what is wrong is added here.
-  """
+  """The data section of conversations; None where no template can be had for the tokenizer."""
   d = c.data
-  for name, form in _formats(c).items():
-    source, key = d.sources[name], f"data.sources.{name}"
-    if not form:
+  for name, source in _mappings(c).items():
+    key = f"data.sources.{name}"
+    if not source.get("chat"):
       problems.found.append(
         f"{key} has documents, other sources conversations; train on them in runs of their own "
         f"(init.workdir with init.weights_only), or set {key}.chat"
@@ -94,23 +84,19 @@ def steps(c: Any, data: data_config.DataConfig, problems: ConfigErrors) -> int:
       f"data.epochs={c.data.epochs} counts samples of conversations; documents have steps, set "
       "data.epochs=0"
     )
-  if problems.found or data.chat is None:
+  chat = data.chat
+  if problems.found or chat is None:
     return c.steps
-  found = problems.attempt(lambda: _steps_of_epochs(c.data.epochs, data))
-  return found or c.steps
+  return problems.attempt(lambda: _of_epochs(c.data.epochs, data, chat.samples_per_step)) or c.steps
 
 
-def _steps_of_epochs(epochs: float, data: data_config.DataConfig) -> int:
-  per_step = data.chat.samples_per_step if data.chat else 1
+def _of_epochs(epochs: float, data: data_config.DataConfig, per_step: int) -> int:
   count = len(samples.of_split(data, loader.chat_index(data), "train"))
-  found = int(epochs * count) // per_step
-  if not found:
+  number, what = int(epochs * count) // per_step, f"data.epochs={epochs} of {count} samples are"
+  if not number:
     raise UserError(
-      f"data.epochs={epochs} of {count} samples are less than one step of data.samples_per_step="
-      f"{per_step}; lower it, or give more data"
+      f"{what} less than one step of data.samples_per_step={per_step}; lower it, or give more data"
     )
-  if found > _MOST_STEPS:
-    raise UserError(
-      f"data.epochs={epochs} of {count} samples are {found} steps, at most {_MOST_STEPS}; lower it"
-    )
-  return found
+  if number > _MOST_STEPS:
+    raise UserError(f"{what} {number} steps, at most {_MOST_STEPS}; lower it")
+  return number

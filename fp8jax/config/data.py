@@ -10,14 +10,18 @@ from fp8jax.data import config as data_config
 from fp8jax.data import sources, tokenize
 from fp8jax.errors import ConfigErrors, UserError, check_number, nearest
 
+_AS_THEY_ARE = (
+  "cross_document", "on_malformed", "on_long", "workers", "prefetch", "shuffle_windows",
+  "chat_template", "template_date",
+)  # fmt: skip
+
 
 def spec(
   c: Any, vocab_size: int | None, problems: ConfigErrors, needs: Needs = TRAINING
 ) -> data_config.DataConfig:
-  """One source of data.
+  """The data of a run.
 
   Args:
-    c: the whole configuration.
     vocab_size: the model's, or None if there is no model to fit.
     problems: what is wrong is added here.
     needs: of the job, which may take the tokenizer of its weights.
@@ -39,28 +43,16 @@ def spec(
     key = f"data.sources.{name}"
     if not problems.attempt(lambda k=key, s=source: _check_types(k, s)):
       continue
-    before = len(problems.found)
-    _check_source(key, dict(source), tokenizer, c.data.heldout_fraction, problems)
-    if (
-      len(problems.found) == before and c.data.shuffle_windows and source.get("kind") == "prepared"
-    ):
-      problems.attempt(lambda s=source: _check_lengths(s), key)
+    _check_source(key, dict(source), tokenizer, c.data, problems)
   typed = {name: s for name, s in c.data.sources.items() if hasattr(s, "keys")}
   return data_config.DataConfig(
     sources={name: dict(source) for name, source in typed.items()},
     tokenizer=tokenizer,
     seq_len=c.seq_len,
     heldout=c.data.heldout_fraction,
-    cross_document=c.data.cross_document,
-    on_malformed=c.data.on_malformed,
-    on_long=c.data.on_long,
     seed=c.seed,
-    workers=c.data.workers,
-    prefetch=c.data.prefetch,
-    shuffle_windows=c.data.shuffle_windows,
     chat=chat_checks.read(c, tokenizer.path, problems) if is_chat else None,
-    chat_template=c.data.chat_template,
-    template_date=c.data.template_date,
+    **{name: c.data[name] for name in _AS_THEY_ARE},
   )
 
 
@@ -81,9 +73,7 @@ def _check_tokenizer(tokenizer, vocab_size: int | None, problems: ConfigErrors):
     problems.extend(tokenizer.beyond(vocab_size))
 
 
-def _check_source(
-  key: str, source: dict[str, Any], tokenizer, heldout: float, problems: ConfigErrors
-):
+def _check_source(key: str, source: dict[str, Any], tokenizer, d: Any, problems: ConfigErrors):
   for name in source.keys() - set(sources.KEYS):
     near = nearest(name, sources.KEYS)
     hint = f"did you mean {key}.{near}?" if near else f"a source has {', '.join(sources.KEYS)}"
@@ -96,42 +86,37 @@ def _check_source(
   problems.one_of(f"{key}.chat", source["chat"], sources.CHAT_FORMATS)
   if source["kind"] not in sources.KINDS or source["chat"] not in sources.CHAT_FORMATS:
     return
-  opened = problems.attempt(lambda: _open(source), key)
-  if opened and source["kind"] == "prepared":
-    problems.attempt(lambda: _check_prepared(source, tokenizer, heldout), key)
+  problems.attempt(lambda: _check_files(source, tokenizer, d), key)
 
 
-def _open(source: dict[str, Any]) -> bool:
+def _check_files(source: dict[str, Any], tokenizer: tokenize.Tokenizer, d: Any):
   """Whether every file is there and, where that costs little, is what it should be."""
   opened = sources.open_source(source)
   opened.files()
+  if source["kind"] == "prepared":
+    _check_prepared(source, tokenizer, d)
   if source["kind"] in ("parquet", "tfds", "datasets"):
     len(opened)  # reads footers, finds the split
-  if isinstance(opened, sources.JsonLines):
+  if isinstance(opened, (sources.JsonLines, sources.JsonLinesStream)):
     opened.check()
-  return True
 
 
-def _check_lengths(source) -> bool:
-  """Whether shuffling finds the lengths of prepared documents; a folder that is not there has been
-  reported."""
-  if os.path.exists(os.path.join(source["path"], "index.json")):
-    _ = sources.Prepared(source["path"], "train").lengths
-  return True
-
-
-def _check_prepared(source: dict[str, Any], tokenizer: tokenize.Tokenizer, heldout: float):
-  index = sources.Prepared(source["path"], "train").index
+def _check_prepared(source: dict[str, Any], tokenizer: tokenize.Tokenizer, d: Any):
+  """Refuses documents of another tokenizer or split, and damaged ones."""
+  train, heldout = (sources.Prepared(source["path"], split) for split in ("train", "heldout"))
+  index = train.index
   if index["tokenizer"] != tokenizer.fingerprint:
     raise UserError(
       f"{source['path']} was prepared with another tokenizer or data.bos (fingerprint "
       f"{index['tokenizer']}, data.tokenizer with data.bos={tokenizer.bos!r} has "
       f"{tokenizer.fingerprint}); prepare it again with --job=prepare"
     )
-  if index["heldout"] != heldout:
+  if index["heldout"] != d.heldout_fraction:
     raise UserError(
       f"{source['path']} was prepared with data.heldout_fraction={index['heldout']}, now it is "
-      f"{heldout}; prepare it again or use that value"
+      f"{d.heldout_fraction}; prepare it again or use that value"
     )
-  for split in ("train", "heldout"):
-    sources.Prepared(source["path"], split).check()
+  train.check()
+  heldout.check()
+  if d.shuffle_windows:
+    _ = train.lengths

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 from fp8jax.errors import ConfigErrors, UserError
@@ -81,7 +82,9 @@ def check_numbers(flat: Mapping[str, Any], problems: ConfigErrors):
     flat: {"optim.peak_lr": 1e-3, ...}; lists are searched, too.
   """
   for key, value in flat.items():
-    for number in _numbers(value):
+    for number in jax.tree.leaves(value):
+      if isinstance(number, bool) or not isinstance(number, (int, float)):
+        continue
       if isinstance(number, float):
         problems.check(math.isfinite(number), f"{key}={number} must be a finite number")
       elif key not in _LARGE:
@@ -90,11 +93,3 @@ def check_numbers(flat: Mapping[str, Any], problems: ConfigErrors):
         )
       else:
         problems.check(abs(number) < 2**53, f"{key}={number} must be below 2**53")
-
-
-def _numbers(value: Any):
-  if isinstance(value, (list, tuple)):
-    for item in value:
-      yield from _numbers(item)
-  elif isinstance(value, (int, float)) and not isinstance(value, bool):
-    yield value

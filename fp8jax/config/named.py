@@ -26,8 +26,8 @@ def of_user(path: str) -> Iterator[None]:
     line = f", line {e.lineno}" if e.lineno else ""
     raise UserError(f"{e.filename or path}{line}: {e.msg}; the file is no valid Python") from e
   except (Exception, SystemExit) as e:
-    frames = [f for f in traceback.extract_tb(e.__traceback__)
-              if os.path.abspath(f.filename) == os.path.abspath(path)]  # fmt: skip
+    stack, own = traceback.extract_tb(e.__traceback__), os.path.abspath(path)
+    frames = [f for f in stack if os.path.abspath(f.filename) == own]
     where = f"{path}, line {frames[-1].lineno}" if frames else path
     if isinstance(e, SystemExit):
       said = f"the file ends the program, sys.exit({e.code!r}); remove the call"

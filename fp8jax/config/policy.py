@@ -4,12 +4,8 @@ import dataclasses
 from typing import Any
 
 from fp8jax import calls, patterns
-from fp8jax.config import registry
 from fp8jax.config.alarms import ADVICE
 from fp8jax.errors import ConfigErrors, nearest
-from fp8jax.evaluation import catalog
-from fp8jax.evaluation.settings import Tasks
-from fp8jax.generation import api
 from fp8jax.ops import site_tree
 from fp8jax.phases import policy as policy_lib
 from fp8jax.phases.policy import Policy
@@ -110,31 +106,21 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
 
 def _metric_problems(c: Any, metric: str) -> list[str]:
   """Evaluations that a metric needs and that the run does not make, in words."""
-  kind, _, one = metric.partition("/")
+  source = metric.partition("/")[2]
   wrong = [
     f"it decides at evaluations, and {key}={c.eval[key.partition('.')[2]]} makes none; set {to}"
     for key, to in (("eval.every", "eval.every=100"), ("eval.tokens", "eval.tokens=8192"))
     if not c.eval[key.partition(".")[2]]
   ]
-  if kind == policy_lib.HELDOUT and one and one not in c.data.sources:
-    wrong.append(f"data.sources has no {one!r}; there are {', '.join(c.data.sources)}")
-  if kind == policy_lib.ACCURACY:
-    if not c.eval.tasks:
-      wrong.append("eval.tasks='' names no task; give one, with few questions (eval.questions)")
-    wrong += catalog.problems(registry.section(c, Tasks))
+  if source and source not in c.data.sources:
+    wrong.append(f"data.sources has no {source!r}; there are {', '.join(c.data.sources)}")
   return wrong
 
 
 def site_problems(spec: TrainSpec) -> list[str]:
-  """Sites that cannot have what a policy may give them, and policies without sites, in words.
-
-  Also reasons why the model cannot answer the tasks that a policy judges.
-  """
+  """Sites that cannot have what a policy may give them, and policies without sites, in words."""
   if not spec.precision.policy:
     return []
-  if any(p.metric.startswith(policy_lib.ACCURACY) for p in spec.precision.policy):
-    if wrong := api.problems_of(spec.model, spec.run):
-      return [f"precision.policy with a metric of eval.tasks: {problem}" for problem in wrong]
   try:
     phases = [site_tree.recipes_of(spec.sites(phase=i)) for i in range(len(spec.precision.phases))]
   except ValueError:

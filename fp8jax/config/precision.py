@@ -98,23 +98,13 @@ def _tiles_are_whole(param, model: model_config.ModelConfig, layout: axes.Layout
 
 
 def check_smooth(c: Any, model: model_config.ModelConfig | None, problems: ConfigErrors):
-  """precision.smooth_swiglu, and whether it can be merged into the weights as export asks."""
+  """precision.smooth_swiglu is of the model's mixers."""
   form = c.precision.smooth_swiglu
   if form != "none" and model is not None:
     problems.check(
       any(mixer.fold_channel_scales is not None for mixer in transformer.mixers(model)),
       f"precision.smooth_swiglu={form!r} with model.mixers={model.mixers!r}: none of them has it; "
       "set precision.smooth_swiglu='none'",
-    )
-  reasons = {
-    "none": "there is nothing to merge",
-    "token": "every token has a scale of its own, which no weight can hold",
-  }
-  if c.export.fold_smooth_batches and form in reasons:
-    problems.found.append(
-      f"export.fold_smooth_batches={c.export.fold_smooth_batches} with "
-      f"precision.smooth_swiglu={form!r}: "
-      f"{reasons[form]}; set export.fold_smooth_batches=0, or train with 'channel'"
     )
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from fp8jax import axes, mesh
 from fp8jax import params as params_lib
-from fp8jax.config import alarms, checks, registry, tile_checks
+from fp8jax.config import alarms, checks, measured, registry, tile_checks
 from fp8jax.config import chat as chat_checks
 from fp8jax.config import data as data_checks
 from fp8jax.config import files as config_files
@@ -32,7 +32,7 @@ from fp8jax.models.hf import config as hf_config_lib
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import residuals, site
-from fp8jax.optim import groups, optimizers, storage
+from fp8jax.optim import groups, optimizers, param_stats, storage
 from fp8jax.step import settings
 from fp8jax.step.train_spec import TrainSpec
 
@@ -57,6 +57,7 @@ def resolve(
   chosen = _layout(c, num_devices, make_mesh or mesh.make, problems, needs)
   layout = chosen or axes.LOCAL
   model = _checked_model(c, needs, problems)
+  c = c if model is None else problems.attempt(lambda: measured.with_rules(c, model)) or c
   run = _execution(c, layout, device, problems)
   data = data_checks.spec(c, model and model.vocab_size, problems, needs)
   steps = chat_checks.steps(c, data, problems) if needs.has_steps else c.steps
@@ -77,7 +78,7 @@ def resolve(
     if chosen and recipes:
       _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
   named = groups.names(declaration, model.num_layers) if declaration and model else {}
-  problems.extend(checks.group_problems(c, optim, named))
+  problems.extend(checks.group_problems(c, optim, named) + param_stats.problems(c, optim))
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
   recipes = policy_checks.attach(c, recipes, watched, problems)
   _check_sections(c, problems, needs)

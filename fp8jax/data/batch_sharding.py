@@ -39,10 +39,8 @@ class BatchSharder:
     return {name: self._place_one(x) for name, x in batch.items()}
 
   def _place_one(self, x: np.ndarray) -> jax.Array:
-    letters = "BL"
-    if self._accumulation > 1:
-      x = x.reshape(self._accumulation, -1, *x.shape[1:])
-      letters = "ABL"
+    letters = "BL" if self._accumulation == 1 else "ABL"
+    x = x if letters == "BL" else x.reshape(self._accumulation, -1, *x.shape[1:])
     sharding = self._layout.act_sharding(letters)  # no rule names A: microbatches are not split
     if sharding is None:
       return jax.device_put(x)
@@ -53,17 +51,24 @@ class BatchSharder:
 
 
 class TrainBatches:
-  """The batches of a run, see loader.train_batches.
-
-  Attributes:
-    iterator: host batches of this process.
-    spread: places them on the mesh.
-    counts: documents by what became of them.
-  """
+  """Host batches of a run (`iterator`, of loader.train_batches) and `spread`, which places them."""
 
   def __init__(self, data: DataConfig, layout: axes.Layout, rows: int, accumulation: int):
-    """Args: the sources; the rest is BatchSharder's."""
+    self._sources = tuple(data.sources)
     self.counts, self.spread = loader.DocumentCounts(), BatchSharder(layout, rows, accumulation)
     self.iterator = loader.train_batches(
       data, self.spread.local_batch, self.spread.shard, self.counts
     )
+
+  def metrics(self) -> dict[str, float]:
+    """Of the last batch, by source: the share of its tokens, documents and their mean length.
+
+    A document that windows cut counts in each. Documents are those of this process, which are mixed
+    as all others' are; conversations those of the whole step.
+    """
+    sums = self.iterator.by_source
+    total, found = max(int(sums[:, 0].sum()), 1), {}
+    for name, (tokens, documents) in zip(self._sources, sums.tolist(), strict=True):
+      of = {"share": tokens / total, "documents": documents, "length": tokens / max(documents, 1)}
+      found |= {f"sources/{name}/{what}": value for what, value in of.items()}
+    return found

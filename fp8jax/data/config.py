@@ -17,7 +17,6 @@ class ChatConfig:
   """How conversations are trained on (supervised fine-tuning).
 
   Attributes:
-    template: from messages to text.
     samples_per_step: samples of an optimizer step, over all devices.
     on_untrained: samples without a trained token are an "error", or passed over ("skip").
   """
@@ -28,13 +27,9 @@ class ChatConfig:
 
   def fingerprint(self) -> str:
     """Changes whenever the same conversations would be other samples or other steps."""
-    template = self.template
-    parts = [
-      _READING,
-      template.text + template.tool_use, sorted(template.special_tokens.items()), template.date,
-      self.samples_per_step, self.on_untrained,
-    ]  # fmt: skip
-    return repr(parts)
+    t = self.template
+    values = (t.text + t.tool_use, sorted(t.special_tokens.items()), t.date)
+    return repr([_READING, *values, self.samples_per_step, self.on_untrained])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +37,7 @@ class DataConfig:
   """Everything the data of a run depend on.
 
   Attributes:
-    sources: name -> kind, path, chat, field, dataset, split, weight.
-    tokenizer: how text becomes ids.
+    sources: name -> entry, see configs/base.py.
     seq_len: positions per sequence (L).
     heldout: fraction of documents never trained on.
     cross_document: whether attention and targets cross document boundaries.

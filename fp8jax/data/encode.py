@@ -15,10 +15,8 @@ import numpy as np
 from fp8jax.data import sources as sources_lib
 from fp8jax.data import tokenize
 
-# Documents per task.
-CHUNK = 128
-# Chunks that wait per process.
-_AHEAD = 4
+# Documents per task; tasks that wait per process.
+CHUNK, _AHEAD = 128, 4
 # Fewer stored bytes than this are tokenized here: starting processes takes as long.
 _SMALL = 1 << 23
 
@@ -26,43 +24,30 @@ _SMALL = 1 << 23
 Task = range | list[tuple[str, bytes]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoded:
-  """The documents of a task: status and split of each, and the tokens of those that have any."""
-
-  statuses: list[str]
-  is_held_out: list[bool]
-  tokens: list[np.ndarray]
+# A document: its status, whether it is held out, and its tokens.
+Encoded = tuple[str, bool, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-  """From a task to tokens; travels to worker processes.
-
-  Attributes:
-    source: an entry of data.sources.
-    tokenizer: how to encode.
-    heldout: fraction of documents in the held-out split.
-    on_malformed: "error" or "skip".
-  """
+  """From a task to tokens; travels to worker processes. `source` is an entry of data.sources."""
 
   source: dict[str, Any]
   tokenizer: tokenize.Tokenizer
   heldout: float
   on_malformed: str
 
-  def __call__(self, task: Task) -> Encoded:
+  def __call__(self, task: Task) -> list[Encoded]:
     records = self._records(task)
-    # Empty tokens and the status of what is passed over; raises by data.on_malformed.
-    check = tokenize.Tokenize(self.tokenizer, 0.0, "heldout", 1, self.on_malformed)
-    bad = ["error" in record for record in records]
-    statuses = [check(r)["status"] if b else "used" for r, b in zip(records, bad)]
-    good = [record for record, is_bad in zip(records, bad) if not is_bad]
-    encoded = iter(self.tokenizer.encode_batch([record["text"] for record in good]))
-    nothing = np.zeros((0,), np.int32)
-    tokens = [nothing if is_bad else next(encoded) for is_bad in bad]
-    held = [not b and tokenize.is_held_out(r, self.heldout) for r, b in zip(records, bad)]
-    return Encoded(statuses, held, tokens)
+    bad = ("malformed", False, np.zeros((0,), np.int32))
+    for record in records:
+      if "error" in record:
+        tokenize.refuse_malformed(self.on_malformed, record)
+    tokens = iter(self.tokenizer.encode_batch([r["text"] for r in records if "error" not in r]))
+    return [
+      bad if "error" in r else ("used", tokenize.is_held_out(r, self.heldout), next(tokens))
+      for r in records
+    ]
 
   def _records(self, task: Task) -> list[sources_lib.Record]:
     if isinstance(task, range):
@@ -91,12 +76,11 @@ def tasks(source: sources_lib.Source, first: int) -> Iterator[Task]:
 
 def encoded(
   encoder: Encoder, source: sources_lib.Source, first: int, processes: int, nbytes: int
-) -> Iterator[Encoded]:
+) -> Iterator[list[Encoded]]:
   """The documents of a source from number `first` on, in order.
 
   Args:
     encoder: what is done with a task.
-    source: opened.
     first: documents that were encoded before.
     processes: workers; 0: as many as cores, or none for `nbytes` below 8 MiB.
     nbytes: size of the source's files.
@@ -130,5 +114,5 @@ def _begin(encoder: Encoder):
   _ENCODER.append(encoder)
 
 
-def _encode(task: Task) -> Encoded:
+def _encode(task: Task) -> list[Encoded]:
   return _ENCODER[0](task)

@@ -2,7 +2,7 @@
 
   source -> shuffle -> repeat -> this process's share -> tokenize (threads or worker processes)
          -> drop and count -> pack to windows -> shuffle windows \\
-  prepared source -> samples by number -> this process's share     > mix by weight -> batch
+  prepared source -> windows by number -> this process's share     > mix by weight -> batch
   ...the same for every other source...                           /  -> prefetch
 
 Deterministic in the seed; independent of how many threads or workers do the work, since packing
@@ -11,7 +11,7 @@ are shares of windows, hence of tokens.
 
 The windows of a long document follow each other, and would fill whole batches: Spec.shuffle_windows
 shuffles them. Prepared data have random access and are shuffled over the whole epoch
-(sample_index.py). Text that is tokenized during training is shuffled in blocks of that many
+(window_index.py). Text that is tokenized during training is shuffled in blocks of that many
 windows (grain's WindowShuffleIterDataset): a process holds a block of every source in memory, 12
 bytes per token, waits for a whole block at its end, and reads the present block again when it
 resumes; documents that a block passes over are counted when it is read.
@@ -19,6 +19,7 @@ resumes; documents that a block passes over are counted when it is read.
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fp8jax.data import reading, sample_index, streams, tokenize
+from fp8jax.data import reading, streams, tokenize, window_index
 from fp8jax.data import sources as sources_lib
 from fp8jax.data.chat import packing
 from fp8jax.data.chat import samples as chat_samples
@@ -75,31 +76,43 @@ def train_batches(
   """Endless batches of this process's share.
 
   Args:
-    spec: what to read.
     batch: sequences per batch on this process.
-    shard: this process's share.
     counts: filled while reading.
 
   Returns:
-    A grain DatasetIterator over dictionaries of arrays (see models/transformer.py), each [batch,
-    L].
+    A grain DatasetIterator over arrays [batch, L] by name, see models/transformer.py.
   """
   counts = DocumentCounts() if counts is None else counts
   if spec.chat is not None:
     return _chat_steps(spec, batch, shard, counts)
-  streams, weights = [], []
-  for name, source in spec.sources.items():
-    streams.append(_train_windows(spec, name, source, shard, counts))
-    weights.append(float(source["weight"]))
+  streams = [
+    _train_windows(spec, n, s, shard, counts).map(functools.partial(_with, source=np.int32(i)))
+    for i, (n, s) in enumerate(spec.sources.items())
+  ]
+  weights = [float(source["weight"]) for source in spec.sources.values()]
   mixed = streams[0] if len(streams) == 1 else grain.IterDataset.mix(streams, weights)
-  ready = mixed.batch(batch, drop_remainder=True).map(_Batch(spec.cross_document))
+  make = _Batch(spec.cross_document, len(spec.sources))
+  ready = mixed.batch(batch, drop_remainder=True).map(make)
   if spec.prefetch:
     ready = grain.experimental.ThreadPrefetchIterDataset(ready, prefetch_buffer_size=spec.prefetch)
   return _Resumable(iter(ready))
 
 
+def _with(element, **fields):
+  return {**element, **fields}
+
+
+def _by_source(source, tokens, documents, number: int) -> np.ndarray:
+  """int64 [sources, 2]: sums of tokens and documents over items with these numbers of a source."""
+  sums = [np.bincount(source, weights=x, minlength=number) for x in (tokens, documents)]
+  return np.stack(sums, axis=-1).astype(np.int64)
+
+
 class _Resumable(grain.DatasetIterator):
   """An iterator with a state that JSON can hold.
+
+  Attributes:
+    by_source: int64 [sources, 2], tokens and documents of the last batch.
 
   grain 0.2.18's ConcatThenSplitIterDataset compares a slice of its state with a tuple; JSON brings
   back a list, an empty remainder is then taken for a document, and the next one is lost. Delete
@@ -109,10 +122,13 @@ class _Resumable(grain.DatasetIterator):
 
   def __init__(self, parent: grain.DatasetIterator):
     super().__init__(parent)
+    self.by_source = np.zeros((0, 2), np.int64)
 
   def __next__(self):
     try:
-      return next(self._parent)
+      batch = dict(next(self._parent))
+      self.by_source = batch.pop("by_source")
+      return batch
     except RuntimeError as e:
       if "terminated unexpectedly" not in str(e):
         raise
@@ -132,17 +148,13 @@ class _Resumable(grain.DatasetIterator):
     self._parent.close()
 
 
-def _slices_as_tuples(state):
+def _slices_as_tuples(state, key: str = ""):
+  if key == "remainder_slices":
+    return {k: tuple(v) for k, v in state.items()}
   if isinstance(state, list):
     return [_slices_as_tuples(x) for x in state]
-  if not isinstance(state, dict):
-    return state
-  return {
-    key: {k: tuple(v) for k, v in value.items()}
-    if key == "remainder_slices"
-    else _slices_as_tuples(value)
-    for key, value in state.items()
-  }
+  is_dict = isinstance(state, dict)
+  return {k: _slices_as_tuples(v, k) for k, v in state.items()} if is_dict else state
 
 
 def heldout_batches(
@@ -186,7 +198,8 @@ def chat_steps(spec: DataConfig, windows: int, shard: Shard = Shard()) -> packin
   return packing.Steps(
     chat_samples.of_split(spec, chat_index(spec), "train"),
     spec.seq_len,
-    packing.Shape(spec.chat.samples_per_step if spec.chat else 0, windows),
+    spec.chat.samples_per_step if spec.chat else 0,
+    windows,
     f"{spec.seed}/chat",
     (shard.index, shard.count),
   )
@@ -197,8 +210,15 @@ def _chat_steps(spec: DataConfig, batch: int, shard: Shard, counts: DocumentCoun
   steps = chat_steps(spec, batch * shard.count, shard)
   passed_over = chat_index(spec).counts if shard.index == 0 else {}
   ready = reading.read(grain.MapDataset.source(steps), spec.workers, max(spec.prefetch, 4))
-  # All that steps pass over is counted at the first one.
-  count = _Taking("step", lambda step: None if step else counts.update(passed_over))
+  samples, number = steps.samples, len(spec.sources)
+
+  def count(batch):
+    if not batch["step"]:  # all that steps pass over is counted at the first one
+      counts.update(passed_over)
+    of = steps.numbers(int(batch["step"]))
+    sums = _by_source(samples.source_of[of], samples.lengths[of], np.ones(len(of)), number)
+    return {k: v for k, v in batch.items() if k != "step"} | {"by_source": sums}
+
   return _Resumable(iter(ready.map(count)))
 
 
@@ -216,7 +236,7 @@ class _Taking:
 def _train_windows(spec: DataConfig, name: str, source, shard: Shard, counts: DocumentCounts):
   """Endless windows of this process's share of a source."""
   if source["kind"] == "prepared" and spec.shuffle_windows:
-    return _samples(spec, name, source, shard, counts)
+    return _shuffled_windows(spec, name, source, shard, counts)
   stream = _windows(spec, name, source, "train", shard, counts)
   if not spec.shuffle_windows:
     return stream
@@ -227,19 +247,17 @@ def _train_windows(spec: DataConfig, name: str, source, shard: Shard, counts: Do
   )
 
 
-def _samples(spec: DataConfig, name: str, source, shard: Shard, counts: DocumentCounts):
+def _shuffled_windows(spec: DataConfig, name: str, source, shard: Shard, counts: DocumentCounts):
   """Shuffled windows of prepared documents.
 
   Processes take turns, so that the batches of all of them together are the same windows, however
   many they are.
   """
-  samples = sample_index.Samples(
+  windows = window_index.Windows(
     sources_lib.Prepared(source["path"], "train", spec.tokenizer.vocab_size),
-    spec.seq_len + 1,
-    f"{spec.seed}/{name}",
-    on_long=spec.on_long,
-  )
-  data = grain.MapDataset.source(samples)[shard.index :: shard.count]
+    spec.seq_len + 1, f"{spec.seed}/{name}", spec.on_long,
+  )  # fmt: skip
+  data = grain.MapDataset.source(windows)[shard.index :: shard.count]
   return reading.read(data, spec.workers).map(
     _Taking("too_long", lambda number: counts.update({"too long": number}))
   )
@@ -295,9 +313,10 @@ class _Keep:
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-  """Packed windows -> what the model reads."""
+  """Packed windows -> what the model reads; of so many sources also "by_source"."""
 
   cross_document: bool
+  sources: int = 0
 
   def __call__(self, window):
     tokens = window["tokens"]
@@ -313,7 +332,12 @@ class _Batch:
       counts &= segments[:, 1:] == segments[:, :-1]
       batch["segments_BL"] = segments[:, :-1]
       batch["positions_BL"] = window["tokens_positions"][:, :-1]
-    return {**batch, "weights_BL": counts.astype(np.float32)}
+    batch["weights_BL"] = counts.astype(np.float32)
+    if self.sources:  # segments of a window are numbered from 1, 0 is padding
+      there = segments[:, :-1]
+      numbers = ((there != 0).sum(1), there.max(1))
+      batch["by_source"] = _by_source(window["source"], *numbers, self.sources)
+    return batch
 
 
 def fingerprint(spec: DataConfig) -> str:

@@ -1,6 +1,7 @@
 """--job=prepare: tokenize once, into ArrayRecord files that training reads back at full speed."""
 
 import os
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -28,33 +29,26 @@ def run(
   {train,heldout}-lengths.uint32 has the number of tokens of every document.
 
   Args:
-    spec: sources, tokenizer, held-out fraction and policies.
     target: folder; a source that is there with the same fingerprint is left alone.
     shard_tokens: tokens per file; an interrupted call goes on after the last whole one.
-    out: for progress and messages.
     processes: see encode.encoded; the files do not depend on it.
 
   Returns:
     {source: index}, as written.
   """
-  return {
-    name: _one(spec, name, os.path.join(target, name), shard_tokens, out, processes)
-    for name in spec.sources
-  }
+  return {name: _one(spec, name, target, shard_tokens, out, processes) for name in spec.sources}
 
 
-def _one(
-  spec: data_config.DataConfig, name: str, folder: str, shard_tokens: int, out, processes: int
-) -> dict[str, Any]:
-  source = sources_lib.open_source(spec.sources[name])
+def _one(spec: data_config.DataConfig, name: str, target: str, shard_tokens, out, processes):
+  """The index of one source."""
+  folder, source = os.path.join(target, name), sources_lib.open_source(spec.sources[name])
   if isinstance(source, sources_lib.Prepared):
     raise UserError(f"data.sources.{name} is prepared already; prepare reads raw documents")
-  fingerprint = loader.source_fingerprint(spec.sources[name])
   wanted = {
     "tokenizer": spec.tokenizer.fingerprint,
     "heldout": spec.heldout,
     "on_malformed": spec.on_malformed,
-    "source": fingerprint,
+    "source": loader.source_fingerprint(spec.sources[name]),
   }
   index_path = os.path.join(folder, "index.json")
   if os.path.exists(index_path):
@@ -73,12 +67,9 @@ def _one(
   )
   nbytes = sum(map(streams.size, source.files()))
   total = None if isinstance(source, sources_lib.JsonLinesStream) else len(source)
-  columns = (
-    console_lib.column("{task.description}"),
-    rich.progress.BarColumn(),
-    rich.progress.MofNCompleteColumn(),
-    rich.progress.TimeRemainingColumn(),
-  )
+  bars = (rich.progress.BarColumn, rich.progress.MofNCompleteColumn,
+          rich.progress.TimeRemainingColumn)  # fmt: skip
+  columns = (console_lib.column("{task.description}"), *(bar() for bar in bars))
   with rich.progress.Progress(*columns, console=out, disable=not out.is_terminal) as progress:
     bar = progress.add_task(console_lib.visible(name), total=total, completed=written.read)
     for chunk in encode.encoded(encoder, source, written.read, processes, nbytes):
@@ -100,14 +91,20 @@ class _Written:
 
   def __init__(self, folder: str, wanted: dict[str, Any], shard_tokens: int):
     self._path, self._wanted = os.path.join(folder, "progress.json"), wanted
-    place = _place(self._path, wanted)
+    place: dict[str, Any] = {"read": 0, "counts": {}, "splits": {}}
+    if os.path.exists(self._path):
+      before = read_json(self._path, "remove it, and the same command begins again")
+      if all(before.get(k) == v for k, v in wanted.items()):
+        place = before
+      else:
+        self.forget()
     self._shards = {s: _Shards(folder, s, shard_tokens, place["splits"].get(s)) for s in SPLITS}
     self.counts = loader.DocumentCounts(place["counts"])
     self.read: int = place["read"]
 
-  def write(self, chunk: encode.Encoded):
+  def write(self, chunk: list[encode.Encoded]):
     """Adds documents; ends the files of both splits when one of `train` is full."""
-    for status, is_held_out, tokens in zip(chunk.statuses, chunk.is_held_out, chunk.tokens):
+    for status, is_held_out, tokens in chunk:
       if len(tokens) and not is_held_out and self._shards["train"].is_full:
         splits = {split: shards.cut() for split, shards in self._shards.items()}
         at = {"read": self.read, "counts": dict(self.counts), "splits": splits}
@@ -121,19 +118,7 @@ class _Written:
     return {split: shards.close() for split, shards in self._shards.items()}
 
   def forget(self):
-    """The index says it all."""
-    if os.path.exists(self._path):
-      os.remove(self._path)
-
-
-def _place(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
-  """Where an interrupted preparation goes on: documents read, counts, and files that are whole."""
-  if os.path.exists(path):
-    place = read_json(path, "remove it to prepare anew")
-    if all(place.get(k) == v for k, v in wanted.items()):
-      return place
-    os.remove(path)
-  return {"read": 0, "counts": {}, "splits": {}}
+    pathlib.Path(self._path).unlink(missing_ok=True)
 
 
 def _index_of_whole(folder: str) -> dict[str, Any] | None:
@@ -166,22 +151,19 @@ class _Shards:
 
   def write(self, tokens: np.ndarray):
     if self._writer is None or self.is_full:
-      self._writer = self._next_file()
+      from array_record.python import array_record_module  # pyright: ignore  (extra `data`)
+
+      self.cut()
+      name = f"{self._split}-{len(self._info['files']):05d}.array_record"
+      self._info["files"].append(name)
+      # One record per group: documents are read one at a time, in shuffled order.
+      path = os.path.join(self._folder, name)
+      self._writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
     self._writer.write(tokens.astype("<u4").tobytes())
     self._lengths.write(np.uint32(len(tokens)).astype("<u4").tobytes())
     self._in_file += len(tokens)
     self._info["documents"] += 1
     self._info["tokens"] += len(tokens)
-
-  def _next_file(self):
-    self.cut()
-    name = f"{self._split}-{len(self._info['files']):05d}.array_record"
-    self._info["files"].append(name)
-    from array_record.python import array_record_module  # pyright: ignore  (extra `data`)
-
-    # One record per group: documents are read one at a time, in shuffled order.
-    path = os.path.join(self._folder, name)
-    return array_record_module.ArrayRecordWriter(path, "group_size:1")
 
   def cut(self) -> dict[str, Any]:
     """Ends the file that is being written; returns what all files hold."""
@@ -192,6 +174,5 @@ class _Shards:
     return self._info
 
   def close(self) -> dict[str, Any]:
-    info = self.cut()
-    self._lengths.close()
-    return info
+    with self._lengths:
+      return self.cut()

@@ -7,16 +7,39 @@ the vocabulary stops the run.
 import functools
 import os
 from collections.abc import Sized
-from typing import Any, cast
+from typing import Annotated, Any, NotRequired, TypedDict, cast
 
+import grain
+import msgspec
 import numpy as np
 
-from fp8jax.errors import UserError, check_number, inside, one_line, read_json
+from fp8jax import records
+from fp8jax.data import reading
+from fp8jax.errors import UserError, inside, one_line
 
-Record = dict[str, Any]
+_AGAIN = "delete the folder and write it again with --job=prepare"
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
-class Prepared:
+class _Split(TypedDict):
+  files: list[str]
+  documents: _Count
+  tokens: _Count
+  lengths: NotRequired[str]
+
+
+class _Splits(TypedDict):
+  train: _Split
+  heldout: _Split
+
+
+class _Index(TypedDict):
+  tokenizer: str
+  heldout: float
+  splits: _Splits
+
+
+class Prepared(reading.Reopened):
   """Token sequences that `--job=prepare` wrote to ArrayRecord files."""
 
   def __init__(self, path: str, split: str, vocab_size: int | None = None):
@@ -26,21 +49,14 @@ class Prepared:
   def index(self) -> dict[str, Any]:
     """The index that prepare wrote: fingerprints, token counts, files per split."""
     name = os.path.join(self.path, "index.json")
-    index = read_json(name, "write it with --job=prepare")
-    if not {"tokenizer", "heldout", "splits"} <= index.keys():
-      raise UserError(f"{name} was not written by --job=prepare; prepare again")
-    splits = index["splits"] if isinstance(index["splits"], dict) else {}
-    for split in ("train", "heldout"):
-      _check_split(self.path, f"{name}: splits.{split}", splits.get(split))
+    remedy = "name a folder that --job=prepare wrote, or write it again with --job=prepare"
+    index = records.read(name, _Index, remedy)
+    for split, info in index["splits"].items():
+      _check_split(self.path, f"{name}: splits.{split}", info)
     return index
 
   def check(self):
-    """Opens every file of the split.
-
-    Raises:
-      FileNotFoundError, UserError: a file is missing or damaged, or the documents are not as many
-        as the index says.
-    """
+    """Refuses files that are missing or damaged, and documents not as many as the index says."""
     count = len(cast(Sized, self._source)) if self.files() else 0
     if count != len(self):
       raise UserError(
@@ -50,8 +66,6 @@ class Prepared:
 
   @functools.cached_property
   def _source(self):
-    import grain
-
     try:
       return grain.sources.ArrayRecordDataSource(self.files())
     except RuntimeError as e:
@@ -59,8 +73,6 @@ class Prepared:
 
   def _damaged(self) -> str:
     """The first file that cannot be opened."""
-    import grain
-
     for path in self.files():
       try:
         grain.sources.ArrayRecordDataSource([path])
@@ -70,11 +82,7 @@ class Prepared:
 
   @functools.cached_property
   def lengths(self) -> np.ndarray:
-    """uint32 [documents]: tokens of every document, mapped from disk.
-
-    Raises:
-      UserError: the file is missing, or does not belong to the documents.
-    """
+    """uint32 [documents]: tokens of every document, mapped from disk; checked."""
     info = self.index["splits"][self.split]
     if "lengths" not in info:
       raise UserError(
@@ -84,11 +92,9 @@ class Prepared:
     path = os.path.join(self.path, info["lengths"])
     if not os.path.exists(path):
       raise FileNotFoundError(f"{path} does not exist; {_AGAIN}")
-    if not info["documents"]:
-      return np.zeros(0, np.uint32)
-    if os.path.getsize(path) % 4:
-      raise UserError(f"{path} has {os.path.getsize(path)} bytes, no multiple of 4; {_AGAIN}")
-    lengths = np.memmap(path, "<u4", "r") if os.path.getsize(path) else np.zeros(0, np.uint32)
+    if (size := os.path.getsize(path)) % 4:
+      raise UserError(f"{path} has {size} bytes, no multiple of 4; {_AGAIN}")
+    lengths = np.memmap(path, "<u4", "r") if size else np.zeros(0, np.uint32)
     total = int(lengths.sum(dtype=np.int64))
     if (len(lengths), total) != (info["documents"], info["tokens"]):
       raise UserError(
@@ -130,19 +136,9 @@ class Prepared:
       raise FileNotFoundError(f"{missing[0]} does not exist; write it again with --job=prepare")
     return paths
 
-  def __getstate__(self):
-    return {"path": self.path, "split": self.split, "vocab_size": self.vocab_size}
-
-
-_AGAIN = "delete the folder and write it again with --job=prepare"
-
 
 def _check_split(folder: str, where: str, info: Any):
-  """One split of a prepared index: counts are counts, files are inside the folder."""
-  if not isinstance(info, dict) or not isinstance(info.get("files"), list):
-    raise UserError(f"{where} has no list of files; {_AGAIN}")
-  for key in ("documents", "tokens"):
-    check_number(f"{where}.{key}", info.get(key), 0, 2**62, _AGAIN, whole=True)
+  """One split of a prepared index: files are inside the folder, and each is there once."""
   names = [*info["files"], *([info["lengths"]] if "lengths" in info else [])]
   for name in names:
     inside(folder, name, where)

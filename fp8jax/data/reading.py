@@ -1,5 +1,6 @@
 """Reads the elements of a grain MapDataset ahead, in threads or worker processes; its seeds."""
 
+import functools
 import hashlib
 import multiprocessing
 import os
@@ -7,6 +8,17 @@ import signal
 import threading
 
 import grain
+
+# Elements that are numbered without end; grain wants a length, and slices it.
+ENDLESS = 2**48
+
+
+class Reopened:
+  """Travels to worker processes without its cached properties: each opens files of its own."""
+
+  def __getstate__(self):
+    cached, own = functools.cached_property, type(self)
+    return {k: v for k, v in vars(self).items() if not isinstance(getattr(own, k, None), cached)}
 
 
 def read(data: grain.MapDataset, workers: int, buffer: int = 16):

@@ -16,14 +16,12 @@ import numpy as np
 
 from fp8jax.data import streams, text_files
 from fp8jax.data.chat import conversation
-from fp8jax.data.hf_datasets import HfDataset
 from fp8jax.data.pretokenized import Prepared
+from fp8jax.data.tables import HfDataset, Tfds
 from fp8jax.errors import UserError, one_line
 
 KINDS = ("pydoc", "text", "jsonl", "parquet", "datasets", "tfds", "prepared")
-# Kinds whose rows may be conversations.
-CHAT_KINDS = ("jsonl", "parquet", "datasets")
-
+CHAT_KINDS = ("jsonl", "parquet", "datasets")  # whose rows may be conversations
 # Keys of an entry of `data.sources`.
 KEYS = ("kind", "path", "chat", "field", "dataset", "split", "weight")
 # A row is a document (""), or a conversation in one of chat/conversation.py's formats.
@@ -33,15 +31,11 @@ Record = dict[str, Any]
 
 
 class Source(Protocol):
-  """The source that grain reads from."""
+  """The source that grain reads from; `files` are those that it depends on, for fingerprints."""
 
   def __len__(self) -> int: ...
-
   def __getitem__(self, index: int) -> Record: ...
-
-  def files(self) -> list[str]:
-    """Paths whose content the source depends on, for fingerprints."""
-    ...
+  def files(self) -> list[str]: ...
 
 
 def open_source(
@@ -50,7 +44,7 @@ def open_source(
   """The source that one entry of `data.sources` describes.
 
   Args:
-    spec: kind, path, chat, field, dataset, split (see configs/base.py).
+    spec: see configs/base.py.
     split: "train" or "heldout"; only prepared data are stored apart.
     vocab_size: prepared token ids must be smaller; None does not check them.
 
@@ -64,7 +58,7 @@ def open_source(
   if kind == "tfds":
     if not spec["dataset"]:
       raise UserError("dataset is empty; set it to the name of a tfds set, name[/config][:version]")
-    return Tfds(spec["dataset"], spec["split"], spec["path"], spec["field"])
+    return Tfds(spec["path"], spec["dataset"], spec["split"], rows)
   if kind == "prepared":
     return Prepared(spec["path"], split, vocab_size)
   if kind == "datasets":
@@ -73,7 +67,8 @@ def open_source(
         "path and dataset are empty; set path to a folder that Dataset.save_to_disk wrote, or "
         "dataset to a name"
       )
-    return HfDataset(spec["path"], spec["dataset"], spec["split"], rows)
+    dataset = "" if spec["path"] else spec["dataset"]
+    return HfDataset(spec["path"], dataset, spec["split"], rows)
   paths = find_files(spec["path"])
   if kind == "text":
     return TextFiles(paths)
@@ -85,11 +80,11 @@ def open_source(
         "copy them to disk and decompress them"
       )
     return (JsonLinesStream if streamed else JsonLines)(paths, rows)
-  if kind == "parquet":
-    if remote := [p for p in paths if streams.is_remote(p)]:
-      raise UserError(f"{remote[0]}: Parquet files are read from disk; copy them")
-    return Parquet(paths, rows)
-  raise ValueError(f"unknown source kind {kind!r}; expected one of {', '.join(KINDS)}")
+  if kind != "parquet":
+    raise ValueError(f"unknown source kind {kind!r}; expected one of {', '.join(KINDS)}")
+  if remote := [p for p in paths if streams.is_remote(p)]:
+    raise UserError(f"{remote[0]}: Parquet files are read from disk; copy them")
+  return Parquet(paths, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,26 +126,20 @@ def find_files(pattern: str) -> list[str]:
   if streams.is_remote(pattern):
     return streams.find(pattern)
   pattern = os.path.expanduser(pattern)
-  first: dict[tuple[int, int], str] = {}
-  paths = []
+  first: dict[str, str] = {}
   for path in glob.iglob(pattern, recursive=True):  # lazy: two links to a folder above never end
-    if not os.path.isfile(path):
-      continue
-    info = os.stat(path)
-    other = first.setdefault((info.st_dev, info.st_ino), path)
-    if other != path and os.path.realpath(other) == os.path.realpath(path):
+    other = first.setdefault(os.path.realpath(path), path) if os.path.isfile(path) else path
+    if other != path:
       raise UserError(
         f"{pattern!r} matches one file twice, as {other!r} and {path!r}; remove the link, or give "
         "a glob that does not follow it"
       )
-    paths.append(path)
-  paths.sort()
-  if not paths:
+  if not first:
     hint = "; set the source's path to a file or a glob"
     if os.path.isdir(pattern):
       hint = f"; it is a folder, try {os.path.join(pattern, '**/*')!r}"
     raise FileNotFoundError(f"no file matches {pattern!r}{hint}")
-  return paths
+  return sorted(first.values())
 
 
 class PydocTopics:
@@ -221,36 +210,36 @@ class TextFiles:
     return self.paths
 
 
-class JsonLines(_Files):
+class _JsonFiles(_Files):
   """One document or conversation per line, in fields of a JSON object."""
+
+  def check(self):
+    """Refuses a JSON array, whose lines would be malformed one by one."""
+    for path in self.paths:
+      if streams.beginning(path).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        raise UserError(f"{path}: {text_files.ARRAY}")
+
+
+class JsonLines(_JsonFiles):
+  """Lines of files on disk, by number."""
 
   @functools.cached_property
   def _offsets(self) -> list[np.ndarray]:
-    """Start of every line of every file: 8 bytes per document."""
-    return [_line_starts(path) for path in self.paths]
+    return [_line_starts(path) for path in self.paths]  # 8 bytes per document
 
   @functools.cached_property
   def _ends(self) -> np.ndarray:
     return np.cumsum([len(o) - 1 for o in self._offsets])
 
-  def check(self):
-    """Refuses a JSON array, whose lines would be malformed one by one."""
-    for path in self.paths:
-      with open(path, "rb") as f:
-        if f.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-          raise UserError(f"{path}: {text_files.ARRAY}")
-
   def __getitem__(self, index):
     which, line = self._place(index)
     start, end = self._offsets[which][line : line + 2]
-    path = self.paths[which]
-    origin = f"{path}:{line + 1}"
-    with open(path, "rb") as f:
+    with open(self.paths[which], "rb") as f:
       f.seek(start)
-      return json_line(f.read(end - start), self.rows, origin)
+      return json_line(f.read(end - start), self.rows, f"{self.paths[which]}:{line + 1}")
 
 
-class JsonLinesStream(_Files):
+class JsonLinesStream(_JsonFiles):
   """Lines of compressed or remote files, which are read from the first to the last.
 
   Training reads documents in shuffled order: --job=prepare alone takes them.
@@ -292,21 +281,19 @@ class Parquet(_Files):
   """
 
   @functools.cached_property
-  def _columns(self) -> tuple[str, ...]:
-    """Those that are read, of the first file's; others' must have them too."""
-    names = self._footers[0].schema.to_arrow_schema().names
-    return tuple(self.rows.columns(names))
+  def _opened(self) -> tuple[tuple[str, ...], list[tuple[str, int, int, int]]]:
+    """(columns to read, those of the first file; (path, row group, first row, rows) of all groups).
 
-  @functools.cached_property
-  def _footers(self) -> list[Any]:
-    """Metadata of every file."""
+    A file without rows is one malformed document, group -1, so that it is reported and not passed
+    over.
+    """
     import pyarrow.parquet as pq  # extra `data`
 
-    footers = []
+    columns, groups = (), []
     for path in self.paths:
       try:
-        footers.append(pq.ParquetFile(path).metadata)
-        names = footers[-1].schema.to_arrow_schema().names
+        footer = pq.read_metadata(path)
+        names = footer.schema.to_arrow_schema().names
       except FileNotFoundError:
         raise
       except (ValueError, OSError) as e:
@@ -316,36 +303,27 @@ class Parquet(_Files):
           raise UserError(
             f"{path}: no column {name!r}; it has {', '.join(names)}. Set data.sources.*.field"
           )
-    return footers
-
-  @functools.cached_property
-  def _groups(self) -> list[tuple[int, int, int]]:
-    """(file, row group, first row in file) of every row group; group -1 of a file without rows."""
-    groups = []
-    for i, footer in enumerate(self._footers):
-      first = 0
-      if not footer.num_rows:
-        groups.append((i, -1, 0))
-        continue
-      for g in range(footer.num_row_groups):
-        groups.append((i, g, first))
-        first += footer.row_group(g).num_rows
-    return groups
+      columns, first = columns or tuple(self.rows.columns(names)), 0
+      for group in range(footer.num_row_groups if footer.num_rows else 0):
+        rows = footer.row_group(group).num_rows
+        groups.append((path, group, first, rows))
+        first += rows
+      groups += [(path, -1, 0, 1)] * (not footer.num_rows)
+    return columns, groups
 
   @functools.cached_property
   def _ends(self) -> np.ndarray:
-    # A file without rows is one malformed document, so that it is reported and not passed over.
-    rows = [1 if g < 0 else self._footers[i].row_group(g).num_rows for i, g, _ in self._groups]
-    return np.cumsum(rows)
+    return np.cumsum([rows for *_, rows in self._opened[1]])
 
   def __getitem__(self, index):
     which, row = self._place(index)
-    file, group, first = self._groups[which]
+    columns, groups = self._opened
+    path, group, first, _ = groups[which]
     if group < 0:
-      return {"error": "no rows", "origin": self.paths[file]}
-    origin = f"{self.paths[file]}:row {first + row}"
+      return {"error": "no rows", "origin": path}
+    origin = f"{path}:row {first + row}"
     try:
-      value = _row_group(self.paths[file], group, self._columns).slice(row, 1).to_pylist()[0]
+      value = _row_group(path, group, columns).slice(row, 1).to_pylist()[0]
     except UnicodeDecodeError as e:
       return {"error": f"bad UTF-8 at byte {e.start}", "origin": origin}
     except (ValueError, OSError, IndexError) as e:  # pyarrow's, for damaged bytes
@@ -358,48 +336,6 @@ def _row_group(path: str, group: int, columns: tuple[str, ...]):
   import pyarrow.parquet as pq
 
   return pq.ParquetFile(path).read_row_group(group, columns=list(columns))
-
-
-class Tfds:
-  """A TensorFlow Datasets set in array_record format, read without TensorFlow."""
-
-  def __init__(self, dataset: str, split: str, data_dir: str, field: str):
-    self.dataset, self.split, self.field = dataset, split, field
-    self.data_dir = data_dir or None
-
-  @functools.cached_property
-  def _source(self):
-    import tensorflow_datasets as tfds  # extra `data`
-
-    try:
-      return tfds.data_source(self.dataset, split=self.split, data_dir=self.data_dir)
-    except NotImplementedError as e:
-      raise UserError(
-        f"tfds dataset {self.dataset!r} (data_dir {self.data_dir!r}) is stored in a format without "
-        "random access; make it again with "
-        "tfds.builder(..., file_format='array_record').download_and_prepare()"
-      ) from e
-
-  def __len__(self):
-    return len(self._source)
-
-  def __getitem__(self, index):
-    origin = f"tfds {self.dataset}[{self.split}]:{index}"
-    return _field(self._source[index], self.field, origin)
-
-  def files(self):
-    import tensorflow_datasets as tfds
-
-    try:
-      builder = tfds.builder(self.dataset, data_dir=self.data_dir)
-    except Exception as e:  # whose message lists every dataset there is
-      first = str(e).splitlines()[0] if str(e) else type(e).__name__
-      raise UserError(f"tfds cannot open dataset {self.dataset!r}: {first}") from e
-    return [str(f) for info in builder.info.splits.values() for f in info.filepaths]
-
-  def __getstate__(self):
-    # Readers hold file handles; workers open their own.
-    return {k: v for k, v in self.__dict__.items() if k != "_source"}
 
 
 def _decoded(data: bytes, origin: str) -> Record:

@@ -1,10 +1,8 @@
 """Files by path, wherever they are: compressed (.gz, .zst) and remote (gs://, s3://, az://, hf://)."""
 
-import fnmatch
 import gzip
 import io
 import os
-import re
 from collections.abc import Iterator
 from typing import IO, Any, cast
 
@@ -21,6 +19,13 @@ def is_compressed(path: str) -> bool:
   return path.endswith(_COMPRESSED)
 
 
+def _system(path: str) -> tuple[Any, str]:
+  """(the file system of a remote path, the path in it)."""
+  import fsspec  # extra `data`
+
+  return fsspec.url_to_fs(path)
+
+
 def find(pattern: str) -> list[str]:
   """Remote files that match a glob, sorted; ** stands for any number of folders.
 
@@ -28,47 +33,35 @@ def find(pattern: str) -> list[str]:
     UserError: the folder cannot be listed, e.g. for want of the package of its file system.
     FileNotFoundError: no file matches.
   """
-  scheme, _, rest = pattern.partition("://")
-  fixed = re.split(r"[*?\[]", rest)[0].rpartition("/")[0]
+  scheme = pattern.partition("://")[0]
   try:
-    paths = [str(p) for p in _below(_path(f"{scheme}://{fixed}"))]
-  except (ImportError, KeyError, NotImplementedError, ValueError) as e:
+    system, below = _system(pattern)
+    entries = system.glob(below, detail=True)
+  except (ImportError, OSError, ValueError) as e:
     raise UserError(
       f"{pattern!r} cannot be listed: {one_line(e)}; install the fsspec package of {scheme}:// "
       "(gcsfs, s3fs, adlfs), or copy the files"
     ) from e
-  wanted = pattern.replace("/**/", "/*")  # fnmatch's * passes "/"
-  depth = None if "**" in pattern else pattern.count("/")
-  found = [p for p in paths if fnmatch.fnmatchcase(p, wanted) and depth in (None, p.count("/"))]
-  if not found:
+  paths = [path for path, info in entries.items() if info["type"] == "file"]
+  if not paths:
     raise FileNotFoundError(f"no file matches {pattern!r}")
-  return sorted(found)
-
-
-def _below(folder) -> Iterator[Any]:
-  """Files in a folder and in those below it."""
-  if not folder.is_dir():
-    if folder.exists():
-      yield folder
-    return
-  for path in folder.iterdir():
-    yield from _below(path)
-
-
-def _path(path: str):
-  from etils import epath  # extra `data`
-
-  return epath.Path(path)
+  return sorted(f"{scheme}://{path.lstrip('/')}" for path in paths)
 
 
 def size(path: str) -> int:
   """Bytes of a file as it is stored."""
-  return _path(path).stat().length if is_remote(path) else os.path.getsize(path)
+  if not is_remote(path):
+    return os.path.getsize(path)
+  system, below = _system(path)
+  return system.size(below)
 
 
 def open_stored(path: str) -> IO[bytes]:
   """The bytes of a file as they are stored."""
-  return cast(IO[bytes], _path(path).open("rb") if is_remote(path) else open(path, "rb"))
+  if not is_remote(path):
+    return open(path, "rb")
+  system, below = _system(path)
+  return cast(IO[bytes], system.open(below, "rb"))
 
 
 def open_content(path: str) -> IO[bytes]:
@@ -81,6 +74,17 @@ def open_content(path: str) -> IO[bytes]:
 
     return cast(IO[bytes], io.BufferedReader(pyarrow.CompressedInputStream(stored, "zstd")))
   return stored
+
+
+def beginning(path: str) -> bytes:
+  """The first 64 bytes of the content; b"" of damage, which `lines` refuses."""
+  try:
+    with open_content(path) as f:
+      return f.read(64)
+  except (EOFError, OSError):
+    if not is_compressed(path):
+      raise
+    return b""
 
 
 def lines(path: str) -> Iterator[bytes]:

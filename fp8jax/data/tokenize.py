@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from fp8jax import hub
+from fp8jax.data import reading
 from fp8jax.errors import UserError, read_json
 
-POLICIES = ("error", "skip")
-BOS = ("auto", "none")
+POLICIES, BOS = ("error", "skip"), ("auto", "none")
 LONG_POLICIES = ("split", "error", "skip")
 
 # The built-in tokenizer: UTF-8 bytes, then one id for the end of a document.
@@ -32,8 +32,13 @@ def refuse(policy: str, remedy: str, origin: str, problem: str):
     raise MalformedDocument(f"{origin}: {problem}. Fix it, or set {remedy}, which is counted")
 
 
+def refuse_malformed(policy: str, record: dict[str, Any]):
+  """`refuse` of a record with an error."""
+  refuse(policy, "data.on_malformed='skip'", record["origin"], record["error"])
+
+
 @dataclasses.dataclass(frozen=True)
-class Tokenizer:
+class Tokenizer(reading.Reopened):
   """Text -> token ids, ending with one end-of-document id.
 
   A tokenizer.json carries state beside its vocabulary. All that says which ids a text has is
@@ -80,11 +85,9 @@ class Tokenizer:
   @functools.cached_property
   def _begin(self) -> list[int]:
     """Ids that the tokenizer writes before a text."""
-    if (
-      self.path == BYTES
-      or self.bos == "none"
-      or not self._tokenizer.num_special_tokens_to_add(False)
-    ):
+    if self.path == BYTES or self.bos == "none":
+      return []
+    if not self._tokenizer.num_special_tokens_to_add(False):
       return []
     for text in ("a", *map(self._tokenizer.id_to_token, range(_PROBES))):
       with contextlib.suppress(UserError):  # a vocabulary without this text
@@ -110,10 +113,9 @@ class Tokenizer:
           f"{sentencepiece} is a SentencePiece model without the tokenizer.json that is read; add "
           "it: transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
-      remedy = f": {hub.remedy(self.path)}" if hub.is_id(self.path) else ""
       raise FileNotFoundError(
         f"tokenizer {path!r} does not exist; set data.tokenizer to 'bytes', a tokenizer.json or a "
-        f"Hugging Face folder{remedy}"
+        "Hugging Face folder" + (f": {hub.remedy(self.path)}" if hub.is_id(self.path) else "")
       )
     return path
 
@@ -187,11 +189,9 @@ class Tokenizer:
   def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
     """(int32 ids [n], int64 [n, 2]: first and end character of each), nothing added."""
     if self.path == BYTES:
-      sizes = [len(character.encode("utf-8")) for character in text]
-      first = np.repeat(np.arange(len(text)), sizes)
-      return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32), np.stack(
-        [first, first + 1], 1
-      )
+      first = np.repeat(np.arange(len(text)), [len(letter.encode()) for letter in text])
+      ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+      return ids, np.stack([first, first + 1], 1)
     encoding = self._encoding(text)
     return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
 
@@ -199,8 +199,7 @@ class Tokenizer:
     """Ids of a text that is to be continued: without the end-of-document id.
 
     Args:
-      add_special_tokens: whether tokens that the tokenizer puts before a text (Llama's
-        <|begin_of_text|>) are added by `bos`; not where a chat template has written them.
+      add_special_tokens: whether `bos` adds any; not where a chat template has written them.
     """
     if self.path == BYTES:
       return list(text.encode("utf-8"))
@@ -231,13 +230,6 @@ class Tokenizer:
       return bytes(i for i in ids if i < _BYTES_EOS).decode("utf-8", "replace")
     return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
-  def __getstate__(self):
-    # Only the description travels to worker processes.
-    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-
-  def __setstate__(self, state):
-    self.__dict__.update(state)
-
 
 def is_held_out(record: dict[str, Any], fraction: float) -> bool:
   """Whether a document belongs to the held-out split: a hash of its text decides.
@@ -253,7 +245,6 @@ class Tokenize:
   """record -> {"tokens": int32 [length], "status": str}. Empty tokens mean: not in this stream.
 
   Attributes:
-    tokenizer: how to encode.
     heldout: fraction of documents in the held-out split.
     split: which side of it to keep, "train" or "heldout".
     window: tokens per sequence, for `on_long`.
@@ -271,7 +262,7 @@ class Tokenize:
   def __call__(self, record):
     nothing = np.zeros((0,), np.int32)
     if "error" in record:
-      refuse(self.on_malformed, "data.on_malformed='skip'", record["origin"], record["error"])
+      refuse_malformed(self.on_malformed, record)
       return {"tokens": nothing, "status": "malformed"}
     if "tokens" in record:
       tokens = record["tokens"]  # prepared: encoded and split already

@@ -1,4 +1,4 @@
-"""Keys of evaluation's tasks with verifiable answers."""
+"""Keys of evaluation: tasks with verifiable answers, and the noise floor."""
 
 from fp8jax.keys import NOTHING, key, section
 
@@ -25,6 +25,16 @@ class Tasks:
     "(livecodebench_v5), in a sandbox; refused where there is none.")
   compare_with: str = key("", "Workdir of another run with the same tasks evaluated: its paired "
     "difference to this one.")
+
+
+@section("noise", NOTHING, mapped=True)
+class Noise:
+  """--job=noise: the difference of a model, in its recipe, from itself one ulp away."""
+
+  recipes: tuple[str, ...] = key((), 'Other recipes of the layers to measure too, as '
+    '("block_128", "bf16"); beside that of the checkpoint, or of precision.rules.')
+  tokens: int = key(1024, "tokens of every source's held-out documents, or of noise.text", least=1)
+  text: str = key("", 'text file to measure on; "": held-out documents')
 
 
 # fmt: on

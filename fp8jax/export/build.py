@@ -16,9 +16,10 @@ from fp8jax import params as params_lib
 from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
-from fp8jax.export import checks, client, folder, publish, write
+from fp8jax.evaluation.divergence import Batch
+from fp8jax.export import checks, client, folder, matrices, publish, write
 from fp8jax.export import fp8 as fp8_lib
-from fp8jax.export.gate import Batch, Gate
+from fp8jax.export.gate import Gate
 from fp8jax.export.settings import Export
 from fp8jax.models import lora, transformer
 from fp8jax.models.hf import config as hf_config
@@ -207,6 +208,7 @@ def build(
   Returns:
     The report of the command.
   """
+  rows: matrices.Rows = {}  # of the FP8 matrices, as they are written
   began = (source.trained.get("config") or {}).get("init.hf", "") or spec.weights.hf
   if spec.of(Export).format == "peft":
     fp8, dtype, (gate, files, read) = None, "float32", _adapters(spec, source, texts, began)
@@ -215,19 +217,25 @@ def build(
     dtype = spec.of(Export).dtype
     if dtype == "auto":
       dtype = "bfloat16" if fp8 else source.weights_dtype
-    gate, files, read = _model(spec, plain, source, texts, fp8, dtype)
+    gate, files, read = _model(spec, plain, source, texts, fp8, dtype, rows)
   source = dataclasses.replace(source, params=None)
   with folder.replacing(target) as part:
-    write.write(part, files, [publish.CARD])
+    write.write(part, files, [publish.CARD, *([matrices.FILE] if fp8 else [])])
     del files
+    if fp8 and jax.process_index() == 0:
+      provenance.write_json(part, matrices.FILE, {"strategy": fp8.fp8.strategy, "rows": rows})
     _wait("the export's files")
     gate.read_back(part, read)
     if spec.of(Export).client_python:
       gate.client(part, versions)
-    summary = _summary(spec, source, fp8)
+    if rows and jax.process_index() == 0:
+      cells = [list(cells) for cells in matrices.worst(rows)]
+      shown = console_lib.table(_WORST, [*matrices.COLUMNS], cells)
+      console_lib.console(stderr=True).print(shown)
+    summary = _summary(spec, source, fp8, rows)
     result = {"folder": target, **source.where, "dtype": dtype, **summary, "gate": gate.report}
     if jax.process_index() == 0:
-      _write_card(spec, part, target, source, result, began if hub.is_id(began) else "")
+      _write_card(spec, part, target, source, result, rows, began if hub.is_id(began) else "")
   if spec.of(Export).push_to and jax.process_index() == 0:
     result["pushed_to"] = publish.push(target, spec.of(Export).push_to)
   return result
@@ -260,7 +268,7 @@ def _adapters(spec: TrainSpec, source: Source, texts: list[Batch], began: str) -
 
 def _model(
   spec: TrainSpec, plain: TrainSpec, source: Source, texts: list[Batch],
-  fp8: fp8_lib.Fp8Plan | None, dtype: str,
+  fp8: fp8_lib.Fp8Plan | None, dtype: str, rows: matrices.Rows,
 ) -> _Parts:  # fmt: skip
   """The whole model, with its adapters merged.
 
@@ -278,7 +286,14 @@ def _model(
     params = operands = fold_smooth(plain, params)
   gate = Gate(plain, texts, params) if adapted is None else Gate(plain, texts, adapted, spec)
   files = write.model(
-    params, plain.model, dtype, source.base, source=source.companions, fp8=fp8, operands=operands
+    params,
+    plain.model,
+    dtype,
+    source.base,
+    source=source.companions,
+    fp8=fp8,
+    operands=operands,
+    rows=rows,
   )
   return gate, files, lambda part: hf_weights.load_params(part, plain.model, plain.run.layout)[0]
 
@@ -299,7 +314,12 @@ def _choose_fp8(spec: TrainSpec, plain: TrainSpec, source: Source) -> fp8_lib.Fp
   return fp8
 
 
-def _summary(spec: TrainSpec, source: Source, fp8: fp8_lib.Fp8Plan | None) -> dict[str, Any]:
+_WORST = f"FP8 matrices of the lowest signal-to-noise ratio (all: {matrices.FILE})"
+
+
+def _summary(
+  spec: TrainSpec, source: Source, fp8: fp8_lib.Fp8Plan | None, rows: matrices.Rows
+) -> dict[str, Any]:
   if fp8 is None:
     return {"format": spec.of(Export).format}
   kept = "codes_of_folder" if spec.weights.hf and source.stored else "codes_of_training"
@@ -307,11 +327,14 @@ def _summary(spec: TrainSpec, source: Source, fp8: fp8_lib.Fp8Plan | None) -> di
     "format": spec.of(Export).format, "strategy": fp8.fp8.strategy, "scale_fmt": fp8.fp8.scale_fmt,
     "fp8_share": fp8.share, "fp8_matrices": len(fp8.matrices),
     kept: sum(m.is_trained for m in fp8.matrices.values()),
-    "unquantized_matrices": len(fp8.unquantized),
+    "unquantized_matrices": len(fp8.unquantized), "matrices": matrices.FILE,
+    "lowest_snr_db": min(r["snr_db"] for r in rows.values()),
   }  # fmt: skip
 
 
-def _write_card(spec: TrainSpec, part: str, target: str, source: Source, result, base: str):
+def _write_card(
+  spec: TrainSpec, part: str, target: str, source: Source, result, rows: matrices.Rows, base: str
+):
   """README.md with the facts of the export and the provenance of the training."""
   here = provenance.provenance(dict(spec.flat), "", spec.seed, spec.num_devices)
   kept = ("commit", "dirty", "seed", "data_fingerprint", "devices", "versions", "time")
@@ -323,6 +346,7 @@ def _write_card(spec: TrainSpec, part: str, target: str, source: Source, result,
   facts = {
     "Weights": {k: v for k, v in weights.items() if v != ""},
     "Logits compared with the source's": result["gate"],
+    **({_WORST: publish.table(matrices.COLUMNS, matrices.worst(rows))} if rows else {}),
     "Training": {k: source.trained[k] for k in kept if k in source.trained} or source.where,
     "Configuration that differs from configs/base.py": source.changed or "nothing",
     "Export": {k: here[k] for k in ("commit", "dirty", "versions", "time")},

@@ -19,6 +19,12 @@ from fp8jax.step.train_spec import TrainSpec
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
+# Forms of Smooth-SwiGLU that cannot be merged into weights.
+_NOT_FOLDED = {
+  "none": "there is nothing to merge",
+  "token": "every token has a scale of its own, which no weight can hold",
+}
+
 
 def problems(c: Config) -> list[str]:
   """Of the section `export` against itself and the files it names, in words."""
@@ -41,6 +47,12 @@ def problems(c: Config) -> list[str]:
     f"export.push_to={e.push_to!r} must be a repository of the Hugging Face hub, ORG/NAME",
   )
   _check_fp8(e, problems)
+  form = c.precision.smooth_swiglu
+  if e.fold_smooth_batches and form in _NOT_FOLDED:
+    problems.found.append(
+      f"export.fold_smooth_batches={e.fold_smooth_batches} with precision.smooth_swiglu={form!r}: "
+      f"{_NOT_FOLDED[form]}; set export.fold_smooth_batches=0, or train with 'channel'"
+    )
   return problems.found
 
 

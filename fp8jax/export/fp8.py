@@ -62,6 +62,7 @@ class Matrix:
     shared: names of the weights whose common amax the scale is made from; () for its own.
     input_scale: of its activations, or None.
     stored: where its codes are; None: they are made from the weight.
+    known: {"w" or "x": amax} that training, or else a calibration, saw.
   """
 
   quant: Quant
@@ -70,6 +71,7 @@ class Matrix:
   shared: tuple[str, ...] = ()
   input_scale: float | None = None
   stored: Stored | None = None
+  known: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +168,8 @@ def with_amaxes(
   """The plan with the amaxes that scales are made from.
 
   Args:
-    trained: {(site, "w"): amax} of recipes with delayed or static scales.
-    inputs: {(site, "x"): amax} of static input scales.
+    trained: {(site, tensor): amax} of recipes with delayed or static scales.
+    inputs: {(site, tensor): amax} of a calibration; static input scales come from "x".
 
   Raises:
     UserError: one is missing.
@@ -176,7 +178,9 @@ def with_amaxes(
   for e in entries:
     if e.name not in matrices:
       continue
-    matrix = matrices[e.name]
+    known = {tensor: table[site_of(e), tensor] for table in (inputs, trained) for tensor in "wx"
+             if (site_of(e), tensor) in table}  # fmt: skip
+    matrix = dataclasses.replace(matrices[e.name], known=known)
     if matrix.is_trained and matrix.quant.source != CURRENT:
       amax = _amax(trained, site_of(e), "w", "the checkpoint's scaling states", "train further")
       matrix = dataclasses.replace(matrix, amax=amax)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fp8jax.errors import UserError, one_line
@@ -36,8 +36,13 @@ def write_card(folder: str, name: str, facts: Mapping[str, Any], base_model: str
 def _text(value) -> str:
   if not isinstance(value, Mapping):
     return str(value)
-  rows = [f"| {k} | {_cell(v)} |" for k, v in value.items()]
-  return "\n".join(["| | |", "|---|---|", *rows])
+  return table(("", ""), value.items())
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+  """A table in Markdown."""
+  lines = [columns, ["---"] * len(columns), *([str(k), *map(_cell, values)] for k, *values in rows)]
+  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(value) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from fp8jax import hub, params, records
 from fp8jax.data.chat import template
 from fp8jax.errors import UserError
-from fp8jax.export import folder
+from fp8jax.export import folder, matrices
 from fp8jax.export import fp8 as fp8_lib
 from fp8jax.models.config import ModelConfig
 from fp8jax.models.hf import config as hf_config
@@ -87,7 +87,7 @@ def _put(target: str, files: Files):
 def model(
   tree, cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None,
   shard_bytes: int = 5_000_000_000, source: str = "", fp8: fp8_lib.Fp8Plan | None = None,
-  operands=None,
+  operands=None, rows: matrices.Rows | None = None,
 ) -> Files:  # fmt: skip
   """config.json and safetensors that transformers loads.
 
@@ -101,6 +101,7 @@ def model(
     fp8: the matrices that are FP8; None for none.
     operands: parameters as GEMMs read them, for FP8 codes; default tree. They differ where a
       master has more bits than the GEMM reads.
+    rows: gets {weight: matrices.row} of every FP8 matrix as it is written.
 
   Raises:
     UserError: transformers refuses such a model.
@@ -108,14 +109,15 @@ def model(
   config = hf_config.config_to_hf(cfg, dtype, base, fp8 and fp8.to_config())
   flat = params.flatten(tree)
   read = flat if operands is None else params.flatten(operands)
-  shards = _split(_pieces(names.entries(cfg), flat, cfg, dtype, fp8, read), shard_bytes)
+  pieces = _pieces(names.entries(cfg), flat, cfg, dtype, fp8, read, rows)
+  shards = _split(pieces, shard_bytes)
   index = _index(shards) if len(shards) > 1 else None
   return companions(source) | shards | {INDEX: index, "config.json": config}
 
 
 def _pieces(
   entries: list[Entry], flat, cfg: ModelConfig, dtype: str, fp8: fp8_lib.Fp8Plan | None = None,
-  operands=None,
+  operands=None, rows: matrices.Rows | None = None,
 ) -> Iterator[Piece]:  # fmt: skip
   """The tensors in file order, made as they are written."""
   by_name = {e.name: e for e in entries}
@@ -128,6 +130,8 @@ def _pieces(
     else:
       shared = [by_name[n] for n in matrix.shared]
       make = functools.partial(_quantized, entry, operands, shape, matrix, shared, fp8.fp8)
+      if rows is not None:
+        make = functools.partial(_noted, make, rows, entry, flat, matrix, fp8.fp8)
       yield Piece(fp8_lib.tensors(entry.name, shape, matrix, fp8.fp8), make)
 
 
@@ -145,6 +149,15 @@ def _quantized(entry: Entry, read, shape, matrix: fp8_lib.Matrix, shared: list[E
   if shared:
     amax = max(float(np.max(np.abs(_of_layer(e, read)))) for e in shared)
   return fp8_lib.quantized(_of_layer(entry, read).reshape(shape[::-1]), matrix, amax, fp8)
+
+
+def _noted(make, rows, entry: Entry, flat, matrix: fp8_lib.Matrix, fp8) -> Sequence[np.ndarray]:
+  """The tensors of a piece; `rows` gets what they have of the weight."""
+  made = make()
+  rows[entry.name] = matrices.row(
+    _of_layer(entry, flat).reshape(made[0].shape[::-1]), made, matrix, fp8
+  )
+  return made
 
 
 def _of_layer(entry: Entry, flat) -> np.ndarray:
@@ -247,7 +260,7 @@ def companions(source: str) -> Files:
     for name, path in paths.items()
     if name.endswith((".json", ".txt", ".model", ".jinja"))
     and "index" not in name
-    and name != folder.MANIFEST
+    and name not in (folder.MANIFEST, matrices.FILE)
     and os.path.isfile(path)
     and os.path.getsize(path) < 64 << 20
   }

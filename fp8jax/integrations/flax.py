@@ -4,6 +4,8 @@
   Einsum((8, 16), "...d,df->...f", recipe="block_128")                          # for nn.Einsum
   nnx.Linear(8, 64, dot_general=nnx_dot_general("block_128"), rngs=rngs)        # LinearGeneral too
   nnx.Einsum("bd,df->bf", (8, 64), einsum_op=nnx_einsum("block_128"), rngs=rngs)
+  nn.Conv(64, (3, 3), conv_general_dilated_cls=linen_conv("block_128"))         # as patches
+  nnx.Conv(8, 64, (3, 3), conv_general_dilated=nnx_conv("block_128"), rngs=rngs)
 
 With current scales nothing else changes. A recipe with delayed or static scales has its Site in
 linen's collection "fp8" or in nnx Variables of type Fp8. Differentiate the loss with respect to
@@ -28,7 +30,7 @@ from flax import linen as nn
 from flax import nnx, serialization
 from flax.linen import dtypes
 
-from fp8jax.ops import dots, gemm_spec
+from fp8jax.ops import convolution, dots, gemm_spec
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import amax_history
 from fp8jax.recipe import rules
@@ -51,15 +53,27 @@ def linen_dot_general(
     recipe: a Recipe or the name of one.
     matmul: "auto" or a backend of kernels.scaled_matmul.
   """
-  value = _as_recipe(recipe)
+  return _maker(LinenDotGeneral, "linen_dot_general", "dot_general", _as_recipe(recipe), matmul)
 
-  def make(*args, **options) -> LinenDotGeneral:
+
+@functools.cache
+def linen_conv(recipe: Recipe | str, matmul: str = "auto") -> Callable[[], "LinenConv"]:
+  """For `conv_general_dilated_cls` of nn.Conv: patches times a matrix (ops/convolution.py).
+
+  Args:
+    recipe, matmul: see `linen_dot_general`.
+  """
+  return _maker(LinenConv, "linen_conv", "conv_general_dilated", _as_recipe(recipe), matmul)
+
+
+def _maker(module, name: str, argument: str, recipe: Recipe, matmul: str):
+  def make(*args, **options):
     if args or options:
       raise TypeError(
-        f"linen_dot_general({value.name!r}) multiplies nothing itself: give it as "
-        "dot_general_cls=, not as dot_general="
+        f"{name}({recipe.name!r}) multiplies nothing itself: give it as {argument}_cls=, not as "
+        f"{argument}="
       )
-    return LinenDotGeneral(value, matmul)
+    return module(recipe, matmul)
 
   return make
 
@@ -105,6 +119,13 @@ class LinenDotGeneral(nn.Module):
   def _name(self) -> str:
     """The layer's."""
     return "/".join(self.path[:-1] or self.path)
+
+
+class LinenConv(LinenDotGeneral):
+  """`jax.lax.conv_general_dilated` with a site: what `linen_conv` makes."""
+
+  def __call__(self, *operands, **options):
+    return _conv(self._site, *operands, **options)
 
 
 class Einsum(nn.Einsum):
@@ -184,6 +205,13 @@ class nnx_einsum(nnx_dot_general):  # noqa: N801
     return dots.dot(eqn, x, w, self._site(), out_dtype=_out_dtype(**options))
 
 
+class nnx_conv(nnx_dot_general):  # noqa: N801
+  """A convolution with a site, for `conv_general_dilated` of nnx.Conv; see `nnx_dot_general`."""
+
+  def __call__(self, *operands, **options):
+    return _conv(self._site, *operands, **options)
+
+
 def keep_master(*arrays, dtype=None, inexact: bool = True):
   """For `promote_dtype` of a layer: input and bias in its dtype, the kernel as it is stored.
 
@@ -244,6 +272,20 @@ def _with_key(site: site_lib.Site, key) -> site_lib.Site:
     return site
   site.claim()  # the copy would not remember
   return dataclasses.replace(site, key=key)
+
+
+def _conv(
+  site, *operands, precision=None, preferred_element_type=None, out_sharding=None, **options
+):
+  if "lhs" in options:
+    raise TypeError(
+      "nn.ConvLocal asks its hook for a shape and multiplies by another function: leave "
+      "conv_general_dilated_cls out"
+    )
+  dtype = _out_dtype(
+    precision=precision, preferred_element_type=preferred_element_type, out_sharding=out_sharding
+  )
+  return convolution.conv_general_dilated(*operands, **options, recipe=site(), out_dtype=dtype)
 
 
 def _out_dtype(*, precision=None, preferred_element_type=None, out_sharding=None):

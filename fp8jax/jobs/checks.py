@@ -8,6 +8,7 @@ from fp8jax.errors import ConfigErrors
 from fp8jax.evaluation import catalog
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation.settings import Generate
+from fp8jax.recipe.library import RECIPES
 
 
 def calibrate_problems(c: Any) -> list[str]:
@@ -45,6 +46,15 @@ def sensitivity_problems(config: Any) -> list[str]:
   collected.check(
     0 <= c.min_fp8 <= 1, f"sensitivity.min_fp8={c.min_fp8} must be a share from 0 to 1; 0 is none"
   )
+  return collected.found
+
+
+def noise_problems(c: Any) -> list[str]:
+  """The problems of a config's noise section, in words."""
+  collected = ConfigErrors()
+  collected.file("noise.text", c.noise.text, "name a text file, or '' for held-out text")
+  for name in c.noise.recipes:
+    collected.one_of("noise.recipes", name, RECIPES)
   return collected.found
 
 

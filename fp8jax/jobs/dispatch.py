@@ -149,7 +149,7 @@ def _run(job: str, c, base, workdir: str, **options: str) -> int:
   result = _call(job, c, base, workdir, **options)
   if job == "train":
     return result.get("exit_code", 0)
-  if not table.JOBS[job].has_devices or jax.process_index() == 0:
+  if jax.process_index() == 0:
     # Standard output may hold completions.
     to = sys.stderr if job == "generate" and not c.generate.out else sys.stdout
     print(provenance.to_json(result), file=to)

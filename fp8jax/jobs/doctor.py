@@ -136,6 +136,15 @@ def advice(device: Device) -> str:
   return f"{line}. {emulate}, for a look at their numerics"
 
 
+def next_line(device: Device) -> str:
+  """The jobs that say whether the advice pays, by the options of a first run."""
+  first = first_run(device)
+  is_fp8 = RECIPES[first.recipe].is_quantized
+  sites = ", then --job=sensitivity for the layers that lose" if is_fp8 else ""
+  command = f"python launch.py {first.options} --job=memory"
+  return f"next: {command} for the bytes of a step{sites} (experiments/guide/pays.md)"
+
+
 def install_lines(found: Machine, in_clone: bool) -> list[str]:
   """Commands that install what is missing, each with its reason."""
   lines, pip = [], f"{shlex.quote(sys.executable)} -m pip install"
@@ -175,6 +184,7 @@ def show(found: Machine, out: rich.console.Console, in_clone: bool):
     names = ", ".join(row.name for row in rows if row.refusal == reason)
     out.print(f"refused, {names}: {reason}")
   out.print(f"first run: {advice(found.device)}")
+  out.print(next_line(found.device))
   lines = install_lines(found, in_clone)
   out.print("to install:" if lines else "all extras are installed")
   for line in lines:

@@ -1,7 +1,8 @@
 """A checkpoint or a folder, as a folder that Hugging Face, vLLM and others read."""
 
 from fp8jax import hub
-from fp8jax.export import build, checks, folder, gate
+from fp8jax.evaluation import divergence
+from fp8jax.export import build, checks, folder
 from fp8jax.export.settings import Export
 from fp8jax.run import restore
 from fp8jax.step.train_spec import TrainSpec
@@ -13,13 +14,15 @@ def run(spec: TrainSpec, workdir: str, out: str = ""):
   never = {workdir: "the run's own folder", spec.init.hf: "the folder of init.hf",
            spec.weights.hf: "the folder of weights.hf"}  # fmt: skip
   versions = build.check_place(spec, target, never)
-  texts = gate.batches(spec)
+  e = spec.of(Export)
+  wanted = divergence.Wanted(e.gate_tokens, e.gate_text, "export.gate_")
+  texts = divergence.batches(spec, wanted)
   if not spec.weights.hf:
     step, meta = restore.find(spec, workdir)
     if began := meta["config"].get("init.hf", ""):
       folder.check_other(target, {hub.local(began): "the folder that training started from"})
     build.check_codes(restore.as_trained(spec, meta), meta, step)
-  has_scales = checks.fp8_format(spec.of(Export)) is not None
+  has_scales = checks.fp8_format(e) is not None
   loaded = restore.load_weights(spec, workdir, has_scales=has_scales)
   spec, is_folder = loaded.spec, bool(spec.weights.hf)
   source = build.of_folder(loaded) if is_folder else build.of_checkpoint(loaded, workdir)

@@ -27,9 +27,14 @@ class PolicyRunner:
     metrics: of evaluations, that policies judge.
   """
 
-  def __init__(self, spec: train_spec.TrainSpec, say: Callable[[int, list[decide.Event]], None]):
-    """Args: the configuration's spec, and what writes down events under a step."""
-    self.configured, self._say = spec, say
+  def __init__(
+    self, spec: train_spec.TrainSpec, say: Callable[[int, list[decide.Event]], None],
+    keep: Callable[[int, Any, Any, Any], None] = lambda *_: None,
+  ):  # fmt: skip
+    """Args: the configuration's spec, and what writes down events under a step, and a refresh:
+    (steps taken, sites, their scaling states before, and after)
+    """
+    self.configured, self._say, self._keep = spec, say, keep
     self.policies = spec.precision.policy
     self._undo = decide.roll_back(self.policies)
     self._has_alarms = any(map(policy_lib.alarm_of, self.policies))
@@ -93,6 +98,7 @@ class PolicyRunner:
       states = scaling_lib.carried(*own, anew=chosen)
     self.policy_state = dataclasses.replace(self.policy_state, refresh=())
     self._say(step + 1, events)
+    self._keep(step, sites, state.scaling_states, states)
     return dataclasses.replace(fresh, scaling_states=states)
 
   def _calibrated(self, state: State, batch, phase: int) -> State:

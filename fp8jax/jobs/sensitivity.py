@@ -11,10 +11,10 @@ from fp8jax.data import loader
 from fp8jax.errors import UserError, missing_package
 from fp8jax.records import make_folder
 from fp8jax.run import provenance
-from fp8jax.run.restore import load_or_init, output_folder
+from fp8jax.run.restore import load_trained, output_folder, sites_with_scales
 from fp8jax.sensitivity import halves, records, results
 from fp8jax.sensitivity.settings import Sensitivity
-from fp8jax.sensitivity.study import Study, with_scales
+from fp8jax.sensitivity.study import Study, places
 from fp8jax.step.train_spec import TrainSpec
 
 
@@ -31,18 +31,19 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
       "--job=sensitivity measures models without adapters; merge them by --job=export, and name "
       "the folder as weights.hf with model.lora.rank=0"
     )
-  loaded = load_or_init(spec, workdir)
-  if loaded is None:
-    raise UserError(
-      f"{workdir} has no checkpoint and init.hf is empty: random weights say nothing; train first, "
-      "or name a Hugging Face folder as weights.hf"
-    )
+  loaded = load_trained(spec, workdir)
   spec, params, phase, states = loaded.spec, loaded.params, loaded.phase, loaded.states
 
   def say(line: str):
     print(f"{time.time() - started:6.0f} s  {line}", file=sys.stderr, flush=True)
 
-  sites, batches = with_scales(spec, phase, states), halves.read(spec)
+  sites = sites_with_scales(spec, phase, states)
+  if not places(spec, sites):
+    raise UserError(
+      "precision.rules quantize no forward GEMM, so there is nothing to measure; give the config "
+      "an arm, --config=FILE:block_128"
+    )
+  batches = halves.read(spec)
   make_folder(folder, "--out")
   fingerprint = loader.fingerprint(spec.data)
   header = records.header(spec, params, sites, fingerprint, states)
@@ -54,6 +55,7 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
   for groups, top in (((), 0), (few, 0), (few, s.top), (s.groups, s.top)):
     result = {
       "format": records.FORMAT,
+      "model": spec.model.to_dict(),
       "weights": loaded.where,
       **results.measure(study, dataclasses.replace(s, groups=groups, top=top), phase),
       "programs_compiled": study.programs.compiled,

@@ -15,7 +15,7 @@ from fp8jax.config import registry
 from fp8jax.config import resolve as resolve_lib
 from fp8jax.config.files import Config
 from fp8jax.config.needs import TRAINING, Needs
-from fp8jax.evaluation.settings import Tasks
+from fp8jax.evaluation.settings import Noise, Tasks
 from fp8jax.export import checks as export_checks
 from fp8jax.export.settings import Export
 from fp8jax.generation.settings import Generate
@@ -27,6 +27,7 @@ from fp8jax.jobs import (
   export,
   generate,
   memory,
+  noise,
   prepare,
   preview,
   sensitivity,
@@ -78,7 +79,6 @@ class Job:
     run: of what `resolve` gives and the workdir; its result is printed, and notebooks get it.
     needs: of the configuration.
     resolve: from the configuration to the values that `run` takes.
-    has_devices: whether it computes, so that in several processes the first one alone prints.
     option: of the command line and `dispatch.call`, which no other job has: "out", the folder or
       file that `run` writes, or "topology", the devices that `resolve` is for.
   """
@@ -86,7 +86,6 @@ class Job:
   run: Callable[..., dict[str, Any]]
   needs: Needs = Needs()
   resolve: Callable[..., tuple[Any, ...]] = _spec
-  has_devices: bool = True
   option: str = ""
 
 
@@ -125,14 +124,18 @@ JOBS = {
     ),
     option="out",
   ),
+  "noise": Job(
+    noise.run, Needs((Noise,), checks.noise_problems, of_weights=True, has_calibration=True),
+    option="out",
+  ),
   "calibrate": Job(
     calibrate.run, Needs((Calibrate,), checks.calibrate_problems, of_weights=True), option="out"
   ),
   "diagnose": Job(diagnose.run),
-  "memory": Job(memory.run, Needs(), _program, False, "topology"),
-  "prepare": Job(prepare.run, Needs((Prepare,)), _documents, False, "out"),
+  "memory": Job(memory.run, Needs(), _program, "topology"),
+  "prepare": Job(prepare.run, Needs((Prepare,)), _documents, "out"),
   "preview": Job(
     lambda *of_text: preview.run(*of_text[:-1]),  # it writes nothing
-    TRAINING, _conversations, has_devices=False,
+    TRAINING, _conversations,
   ),
 }  # fmt: skip

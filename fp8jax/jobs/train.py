@@ -12,6 +12,7 @@ from fp8jax import console as console_lib
 from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
 from fp8jax.jobs import failure, policy_runner, report, resume, run_state
+from fp8jax.optim import param_stats
 from fp8jax.phases import decide
 from fp8jax.report import page
 from fp8jax.run import alarms as run_alarms
@@ -89,7 +90,8 @@ class _Run:
     start.print_start(self.out, spec, changes, fingerprint, rows)
     path = spec.calibration
     table = calibration.load(spec, os.path.expanduser(path)) if path else None
-    self.now = run_state.RunState(policy_runner.PolicyRunner(spec, self._tell), table, self.out)
+    policies = policy_runner.PolicyRunner(spec, self._tell, self._keep_scales)
+    self.now, self.fingerprint = run_state.RunState(policies, table, self.out), fingerprint
     if spec.data.chat is not None:
       start.print_chats(self.out, spec, spec.data.chat.samples_per_step)
     self.batches = batch_sharding.TrainBatches(
@@ -165,7 +167,8 @@ class _Run:
             state, values = now.take_step(state, place(host), is_loud)
           settle()
         step += 1
-        pending = (step, values, host, self.batches.iterator.get_state(), self.clock.waited)
+        position, read = self.batches.iterator.get_state(), self.batches.metrics()
+        pending = (step, values, host, position, read, self.clock.waited)
         if now.policies.waits_for(is_loud):
           settle()
           undo = now.policies.target(step, last["loss"], self.saver.checkpoints)
@@ -199,6 +202,16 @@ class _Run:
     """Writes down what policies did."""
     self._record_events(step, "actions", [event.row for event in events])
 
+  def _keep_scales(self, step: int, sites, before, after):
+    """Writes all scales before and after a refresh, for precision.calibration."""
+    if jax.process_index() == 0:
+      tables = (
+        calibration.of_states(sites, states, step=step, fingerprint=self.fingerprint)
+        for states in (before, after)
+      )
+      names = calibration.keep_refresh(self.workdir, step, *tables)
+      self.log.write_row(step + 1, {"refresh": names})
+
   @contextlib.contextmanager
   def _steering(self):
     """Inside, policies decide; sites.json then has the recipes that they gave."""
@@ -218,10 +231,11 @@ class _Run:
 
   # -- reports
 
-  def _report(self, step, values, host, position, waited, speed, progress, state):
+  def _report(self, step, values, host, position, read, waited, speed, progress, state):
     """Writes down a step, and stops the run after one that is not finite; its metrics."""
     values = jax.device_get(values)
     stats, alignment = values.pop("tensor_stats", None), values.pop("alignment", None)
+    by_param = values.pop("param_stats", None)
     is_finite = values.pop("is_finite")
     values = {k: float(v) for k, v in values.items()}
     speed.tick()
@@ -232,19 +246,24 @@ class _Run:
         self._fail(step, values, host, position, state)
       self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
     times = metrics_writer.times(self.spec, step, self.clock, waited, self.now.shares)
-    self.log.write_step(step, values, is_finite, self.batches.counts, times | speed.values())
+    times |= speed.values() | read
+    self.log.write_step(step, values, is_finite, self.batches.counts, times)
     if stats is not None:
-      self._record_stats(step, stats, alignment)
+      self._record_stats(step, stats, alignment, by_param)
     progress.update(step, values["loss"], speed)
     # Once a state has halted no update is applied: its loss counts as a jump, which is undone.
     return {**values, "loss": math.inf} if stops else values
 
-  def _record_stats(self, step: int, stats, alignment):
+  def _record_stats(self, step: int, stats, alignment, by_param):
     """Writes what every site saw in a loud step, and says what is alarming."""
     sites = self.now.sites[True]
     numerics = self.looks.add(run_alarms.summarise(sites, stats, alignment))
     self.log.write_nested(step, "numerics", numerics, lambda: numerics_image.draw(numerics))
     self.log.write_row(step, {"exponents": run_alarms.exponents(sites, stats)})
+    if by_param is not None:
+      spec = self.now.spec
+      of = param_stats.summary(by_param, spec.log.param_stats, spec.optim, spec.declaration)
+      self.log.write_row(step, {"param_stats": of})
     self._record_events(step, "alarms", self.now.watch.new(numerics))
 
   def _record_events(self, step: int, kind: str, events: list[dict[str, str]]):

@@ -12,7 +12,8 @@ stored in a low-bit format (ops/stored_params.py). A batch is a dictionary of ar
   targets_BL     int32, the token that follows each input
   weights_BL     float32, 0 where the target does not count
   positions_BL   int32 position of each token in its document
-  segments_BL    int32 document of each token; absent if documents may attend to each other
+  segments_BL    int32 document of each token, from 1, and 0 of padding; absent if documents may
+                 attend to each other
 """
 
 import functools

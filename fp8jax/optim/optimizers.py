@@ -38,12 +38,20 @@ class Optimizer:
   apply: Callable[[Any, Any, Any], Any] | None = None
 
 
+_ADAM = {"mu": "b1", "nu": "b2"}
 # Kingma & Ba 2015 (arXiv:1412.6980); Chen et al. 2023 (arXiv:2302.06675).
 OPTIMIZERS = {
-  "adam": Optimizer(
-    lambda o: optax.scale_by_adam(o.b1, o.b2, o.eps), {"mu": "b1", "nu": "b2"}, has_kernel=True
-  ),
+  "adam": Optimizer(lambda o: optax.scale_by_adam(o.b1, o.b2, o.eps), _ADAM, has_kernel=True),
   "lion": Optimizer(lambda o: optax.scale_by_lion(o.b1, o.b2), {"mu": "b2"}),
+  # Optax's, which cites them. An update must be elementwise: update.py makes it in chunks.
+  "adabelief": Optimizer(lambda o: optax.scale_by_belief(o.b1, o.b2, o.eps), _ADAM),
+  "adamax": Optimizer(lambda o: optax.scale_by_adamax(o.b1, o.b2, o.eps), _ADAM),
+  "nadam": Optimizer(lambda o: optax.scale_by_adam(o.b1, o.b2, o.eps, nesterov=True), _ADAM),
+  "radam": Optimizer(lambda o: optax.scale_by_radam(o.b1, o.b2, o.eps), _ADAM),
+  "rmsprop": Optimizer(
+    lambda o: optax.scale_by_rms(o.b2, o.eps, bias_correction=True), {"nu": "b2"}
+  ),
+  "sgd": Optimizer(lambda o: optax.ema(o.b1, debias=False), {"mu": "b1"}),
 }
 SCHEDULES = ("wsd", "cosine", "constant")
 
@@ -58,7 +66,9 @@ class OptimizerConfig:
   """
 
   optimizer: str = key("adam", '"adam" (AdamW), or "lion" (arXiv:2302.06675), which has one moment '
-    "and needs a learning rate three to ten times smaller", choices=OPTIMIZERS, mapped=True)
+    "and needs a learning rate three to ten times smaller; or, of Optax, \"adabelief\", "
+    '"adamax", "nadam", "radam", "rmsprop" (decays by b2), "sgd" (momentum b1)',
+    choices=OPTIMIZERS, mapped=True)
   moment_format: str = key("float32", 'Storage format of the moments: "float32", or a name in '
     'optim/storage.py: "coat" first (in experiments/moments the most exact in two bytes), or '
     '"sqrt_v", "tensor_e4m3_e5m2", "e4m3_256", "fp8lm", "bf16", "bf16_sr". Norms and biases stay '

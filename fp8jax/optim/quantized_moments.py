@@ -5,19 +5,24 @@ again: an update does not see the rounding of its own step (as in COAT, FP8-LM a
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import core
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.errors import nearest
 from fp8jax.optim import storage
 from fp8jax.optim.storage import Moments
 from fp8jax.quantization import quantized_tensor
-from fp8jax.recipe.quant import Quant
+from fp8jax.quantization.quantized_tensor import QuantizedTensor
+from fp8jax.recipe.quant import Quant, Rounding
 
 
 def is_large(params):
@@ -89,11 +94,102 @@ def scale_by_adam(
   return stored(adam, _moments(moment_format), {"mu": b1, "nu": b2}, mask=mask, seed=seed)
 
 
+class QuantizedState(NamedTuple):
+  """State of `quantized_state`.
+
+  Attributes:
+    count: int32, number of updates, of which random bits depend.
+    inner_state: the transformation's own, with QuantizedTensors in place of large moments.
+  """
+
+  count: Any
+  inner_state: Any
+
+
+# Fields of Optax's states that have a parameter's shape: "mu" if they are signed, "nu" if they are
+# magnitudes to divide by, None if rounding them is not rounding a moment.
+FIELDS: dict[str, dict[str, str | None]] = {
+  **dict.fromkeys(
+    ("ScaleByAdamState", "ScaleByBeliefState", "ScaleByNovogradState"), {"mu": "mu", "nu": "nu"}
+  ),
+  **dict.fromkeys(("ScaleByRmsState", "ScaleByRmsWithCountState"), {"nu": "nu"}),
+  **dict.fromkeys(("ScaleByLionState", "MuonState"), {"mu": "mu"}),
+  "ScaleByAmsgradState": {"mu": "mu", "nu": "nu", "nu_max": "nu"},
+  "ScaleByAdanState": {"m": "mu", "v": "mu", "n": "nu", "g": None},
+  "ScaleByAdaDeltaState": {"e_g": "nu", "e_x": "nu"},
+  "ScaleBySM3State": {"nu": "mu"},
+  "FactoredState": {"v": "nu"},
+  "TraceState": {"trace": "mu"},
+  "EmaState": {"ema": "mu"},
+}
+# Of transformations that leave the state of another one as it is in some steps.
+_OUTSIDE = ("MultiStepsState", "ApplyIfFiniteState", "ConditionallyTransformState")
+
+
+def quantized_state(
+  transformation: optax.GradientTransformation, format: str | Moments = "coat", *,
+  stochastic: bool = False, decays: Mapping[str, float] = MappingProxyType({}),
+  fields: Mapping[str, str | None] = MappingProxyType({}), mask: StorageMask = StorageMask(),
+  seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+  """Any Optax transformation, whose state is stored in a format between updates.
+
+  Of every state in FIELDS (Adam's, Lion's, RMSProp's, AdaDelta's, Adafactor's, the trace of SGD and
+  more, alone or in chain, masked, multi_transform or inject_hyperparams) the moments of large
+  parameters become QuantizedTensors. `update` makes them float32, calls the transformation and
+  quantizes them again. Counts, scalars, factored vectors and the moments of small parameters stay
+  as they are. The state is a tree of arrays, for jit, scan and checkpoints; see `shardings`.
+
+  Args:
+    transformation: with moments that it replaces in every update. optax.MultiSteps and
+      apply_if_finite belong around the result.
+    format: as in `scale_by_adam`; mu is the format of signed moments, nu of magnitudes.
+    stochastic: whether to round stochastically whatever the format says.
+    decays: factor of moments per step, {"mu": b1, "nu": b2}; needed for formats in which a moment
+      that decays slowly stays where it is.
+    fields: {field of a state that FIELDS lacks, or shall not decide: "mu", "nu", or None to keep it
+      as it is}, e.g. {"z": None} for the parameters of schedule_free.
+    mask: as in `scale_by_adam`, evaluated on each moment.
+    seed: of stochastic rounding; random bits depend on it, the step and the place in the state.
+
+  Returns:
+    A transformation with a QuantizedState; `format="float32"` returns the transformation's own.
+
+  Raises:
+    ValueError: as `scale_by_adam`; and in `init`, a state with the shape of a large parameter that
+      neither FIELDS nor `fields` knows, or one that is left as it is in some steps.
+
+  Example:
+    >>> import jax.numpy as jnp, optax, fp8jax
+    >>> tx = fp8jax.quantized_state(optax.sgd(0.1, momentum=0.9), "e4m3_256")
+    >>> state = tx.init({"w": jnp.ones((64, 128))})
+    >>> state.inner_state[0].trace["w"].data.dtype.name, state.inner_state[0].trace["w"].nbytes
+    ('float8_e4m3fn', 8448)
+  """
+  moments = _moments(format)
+  formats = {name: getattr(moments, name) for name in ("mu", "nu")}
+  for name, kind in fields.items():
+    if kind not in ("mu", "nu", None):
+      raise ValueError(f'fields[{name!r}]={kind!r} must be "mu" (signed), "nu" (>= 0) or None')
+  if unknown := set(decays) - set(formats):
+    raise ValueError(f'decays={dict(decays)} has {sorted(unknown)}; it may have "mu" and "nu"')
+  if stochastic:
+    rounding = Rounding.STOCHASTIC
+    formats = {k: q and dataclasses.replace(q, rounding=rounding) for k, q in formats.items()}
+  try:
+    _refuse(formats, {"mu": 1 - 1e-9, "nu": 1 - 1e-9, **decays})
+  except ValueError as e:
+    raise ValueError(f"{e} (or say how fast it decays: decays={{'mu': 0.9, 'nu': 0.95}})") from None
+  return _stored(transformation, formats, fields, mask, seed, _packed)
+
+
 def stored(
   transformation: optax.GradientTransformation, moments: Moments, decays: Mapping[str, Any], *,
   mask: StorageMask = StorageMask(), seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
-  """A transformation whose moments are stored in these formats; itself where all are float32.
+  """`quantized_state` of a transformation that counts its steps and starts with zeros.
+
+  The state is the transformation's own; it is itself where all formats are float32.
 
   Args:
     transformation: its state is a NamedTuple with "count" and the moments.
@@ -104,30 +200,89 @@ def stored(
   _refuse(formats, decays)
   if not any(formats.values()):
     return optax.with_extra_args_support(transformation)
+  whole = _stored(transformation, formats, {k: k for k in formats}, mask, seed, _zeros)
+
+  def start(params) -> Any:
+    return cast(QuantizedState, whole.init(params)).inner_state
+
+  def update(updates, state: Any, params=None, **rest):
+    new: Any
+    updates, new = whole.update(updates, QuantizedState(state.count, state), params, **rest)
+    return updates, new.inner_state
+
+  return optax.GradientTransformationExtraArgs(start, update)
+
+
+def shardings(state, params):
+  """The tree of a state's shardings, for `out_shardings` and checkpoints.
+
+  An array of a parameter's shape lies like it, scales with their codes; others are on every device.
+
+  Args:
+    state: arrays or shapes, of these parameters.
+    params: arrays or shapes with NamedShardings, all of one mesh.
+  """
+  by_path = dict(jax.tree_util.tree_flatten_with_path(params)[0])
+  mesh = jax.tree.leaves(params)[0].sharding.mesh
+
+  def one(path, x):
+    ends = (path[i:] for i in range(len(path) + 1))
+    param = next((by_path[end] for end in ends if end in by_path), None)
+    place = NamedSharding(mesh, PartitionSpec())
+    if param is not None and param.shape == x.shape:
+      place = param.sharding
+    return quantized_tensor.shardings(x, place) if isinstance(x, QuantizedTensor) else place
+
+  return jax.tree_util.tree_map_with_path(one, state, is_leaf=_is_quantized)
+
+
+def _stored(transformation, formats, fields, mask: StorageMask, seed: int, first):
+  """`quantized_state`; `first` makes a QuantizedTensor of what the transformation starts with."""
+  inner = optax.with_extra_args_support(transformation)
+  if not any(formats.values()):
+    return inner
 
   def init(params):
-    state: Any = transformation.init(params)
-    zeros = {k: _quantized_zeros(getattr(state, k), q, mask) for k, q in formats.items()}
-    return state._replace(**zeros)
+    large = {x.shape for x in jax.tree.leaves(params) if is_large(x)}
 
-  def update(updates, state: Any, params=None, *, piece=0, **_):
-    count = optax.safe_increment(state.count)
+    def walk(node, where="the state"):
+      name = type(node).__name__
+      if name in _OUTSIDE:
+        raise ValueError(
+          f"{name} leaves the state inside as it is in some steps, and to store it again would "
+          "change it: wrap the transformation inside, e.g. optax.MultiSteps(quantized_state(tx), 2)"
+        )
+      if _is_state(node):
+        known, parts = {**FIELDS.get(name, {}), **fields}, {}
+        for field in node._fields:
+          below, part = functools.partial(walk, where=f"{name}.{field}"), getattr(node, field)
+          if field in known:
+            parts[field] = _each(part, formats.get(known[field]), mask, first)
+          else:
+            parts[field] = jax.tree.map(below, part, is_leaf=_is_state)
+        return node._replace(**parts)
+      if jnp.shape(node) in large and jnp.issubdtype(node.dtype, jnp.floating):
+        raise ValueError(
+          f"{where} has an array of a parameter's shape, {jnp.shape(node)}, and whether it may be "
+          f'rounded is not known: give fields={{"{where.rpartition(".")[2]}": ...}}, None to keep '
+          'it as it is, "mu" to store it as a signed moment, "nu" as one that is divided by'
+        )
+      return node
+
+    state = jax.tree.map(walk, inner.init(params), is_leaf=_is_state)
+    return QuantizedState(jnp.zeros((), jnp.int32), state)
+
+  def update(updates, state: Any, params=None, *, piece=0, **extra):
+    count: Any = optax.safe_increment(state.count)
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), piece)
-
-    def one(place: int, g, param, *old):
-      wide = state._replace(**dict(zip(formats, map(_dequantize, old))))
-      step, new = transformation.update(g, wide, param)
-      own = jax.random.fold_in(key, place)
-      keys = jax.random.split(own, len(old)) if len(old) > 1 else [own]
-      moments = (getattr(new, name) for name in formats)
-      return step, *map(_requantize, moments, old, keys)
-
-    leaves, structure = jax.tree.flatten(updates)
-    trees = (params, *(getattr(state, name) for name in formats))
-    columns = ([None] * len(leaves) if t is None else structure.flatten_up_to(t) for t in trees)
-    moved = [one(place, *row) for place, row in enumerate(zip(leaves, *columns, strict=True))]
-    updates, *moments = (structure.unflatten(column) for column in zip(*moved))
-    return updates, state._replace(count=count, **dict(zip(formats, moments)))
+    old, structure = jax.tree.flatten(state.inner_state, is_leaf=_is_quantized)
+    wide = structure.unflatten([x.unpack() if _is_quantized(x) else x for x in old])
+    updates, new = inner.update(updates, wide, params, **extra)
+    pairs = enumerate(zip(old, structure.flatten_up_to(new), strict=True))
+    kept = [
+      x.repack(y, jax.random.fold_in(key, i)) if _is_quantized(x) else y for i, (x, y) in pairs
+    ]
+    return updates, QuantizedState(count, structure.unflatten(kept))
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -162,16 +317,26 @@ def _refuse(formats: Mapping[str, Quant | None], decays: Mapping[str, Any]):
     raise ValueError("; ".join(problems))
 
 
-def _quantized_zeros(zeros, quant: Quant | None, mask: StorageMask):
-  """Zeros in the format of the moment."""
+def _each(moment, quant: Quant | None, mask: StorageMask, first):
+  """The moments of all parameters, large ones in their format."""
   # No leaves: optax.tree_map_params passes a placeholder to find a state's parameters.
-  if quant is None or not jax.tree.leaves(zeros):
-    return zeros
+  if quant is None or not jax.tree.leaves(moment):
+    return moment
 
-  def one(zero, is_quantized, lead):
-    return quantized_tensor.zeros(zero.shape, quant, lead=lead) if is_quantized else zero
+  def one(x, is_quantized, lead):
+    return first(x, quant, lead) if is_quantized else x
 
-  return jax.tree.map(one, zeros, _tree_of(mask.quantized, zeros), _tree_of(mask.lead, zeros))
+  return jax.tree.map(one, moment, _tree_of(mask.quantized, moment), _tree_of(mask.lead, moment))
+
+
+def _zeros(x, quant: Quant, lead: int):
+  return quantized_tensor.zeros(x.shape, quant, lead=lead)
+
+
+def _packed(x, quant: Quant, lead: int):
+  # Behind a barrier XLA does not reduce constants, which takes minutes where a model is large.
+  x = jax.lax.optimization_barrier(x)
+  return quantized_tensor.pack(x, quant, lead=lead, key=jax.random.key(0))
 
 
 def _tree_of(choice, tree):
@@ -180,12 +345,9 @@ def _tree_of(choice, tree):
   return jax.tree.map(lambda _: choice, tree) if isinstance(choice, int) else choice
 
 
-def _dequantize(x):
-  return x.unpack() if isinstance(x, quantized_tensor.QuantizedTensor) else x
+def _is_quantized(x) -> bool:
+  return isinstance(x, QuantizedTensor)
 
 
-def _requantize(values, before, key):
-  """float32 values in the format of `before`."""
-  if isinstance(before, quantized_tensor.QuantizedTensor):
-    return before.repack(values, key)
-  return values.astype(before.dtype)
+def _is_state(x) -> bool:
+  return hasattr(x, "_fields")

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fp8jax import params as params_lib
 from fp8jax.axes import Layout
 from fp8jax.optim import fused_adamw, gradients, storage
 from fp8jax.optim.optimizers import ParamOptimizer
@@ -134,15 +135,17 @@ def with_backends(leaves, params, device, wanted: str):
 
 
 def update_params(
-  leaves, declaration, layout: Layout, g, state, master, args: UpdateArgs, *, piece=0, own=None
-):
+  leaves, declaration, layout: Layout, g, state, master, args: UpdateArgs, *, piece=0, own=None,
+  by_layer=False,
+) -> tuple[Any, Any, Any]:  # fmt: skip
   """`update_param` of all parameters of a tree.
 
   Args:
     own: {path: groups.Own} of parameters whose rate or clipping is their own.
 
   Returns:
-    (state, master, squares): trees, and sums over them.
+    (state, master, squares): trees, and sums over them; where `by_layer`, {parameter: squares}, of
+    a stack of layers those of each.
   """
 
   def one(leaf, p, g, state, master):
@@ -150,11 +153,21 @@ def update_params(
     if own and leaf.path in own:
       its = own[leaf.path]
       args_ = dataclasses.replace(args, rate=args.rate * its.rate, factor=args.factor * its.clip)
-    return update_param(leaf, g, state, master, args_, may_chunk=may_chunk, piece=piece)
+    is_split = by_layer and p.letters.startswith("N")
+    return update_param(
+      leaf, g, state, master, args_, may_chunk=may_chunk, piece=piece, by_layer=is_split
+    )
 
   updated = jax.tree.map(one, leaves, declaration, g, state, master)
   state, master, squares = (select(updated, declaration, i) for i in range(3))
+  if by_layer:
+    return state, master, params_lib.flatten(squares)
   return state, master, sum(jax.tree.leaves(squares))
+
+
+def total(squares):
+  """The sums [2] of all parameters' squares of `update_params` by layer."""
+  return sum(x.reshape(-1, 2).sum(0) for x in squares.values())
 
 
 def select(tree, like, which: int):
@@ -164,8 +177,9 @@ def select(tree, like, which: int):
 
 
 def update_param(
-  leaf: ParamOptimizer, g, state, master, args: UpdateArgs, *, may_chunk: bool = True, piece=0
-):
+  leaf: ParamOptimizer, g, state, master, args: UpdateArgs, *, may_chunk: bool = True, piece=0,
+  by_layer: bool = False,
+):  # fmt: skip
   """The update of one parameter.
 
   Args:
@@ -176,7 +190,8 @@ def update_param(
     piece: number of the layer, if these are one layer's part: random bits depend on it.
 
   Returns:
-    (state, master, float32 [2]: sums of squares of the update and of the parameter before it).
+    (state, master, float32 [2]: sums of squares of the update and of the parameter before it; where
+    `by_layer`, [N, 2] of the first axis).
   """
   if leaf.is_frozen:
     return state, master, jnp.zeros(2, jnp.float32)
@@ -197,7 +212,8 @@ def update_param(
     update, state = leaf.transformation.update(g, state, value, piece=piece)
     applied = None if leaf.apply is None else leaf.apply(value, update, rate)
     change = -rate * jnp.asarray(update) if applied is None else applied - value
-    squares = jnp.stack([jnp.sum(jnp.square(change)), jnp.sum(jnp.square(value))])
+    axes = tuple(range(1, value.ndim)) if by_layer else None
+    squares = jnp.stack([jnp.sum(jnp.square(x), axis=axes) for x in (change, value)], axis=-1)
     updated = optax.apply_updates(value, change) if applied is None else applied
     new = (
       state,
@@ -211,11 +227,11 @@ def update_param(
   if chunks == 1:
     (state, master), squares = one(g, (state, master), piece)
   else:
-    (state, master), squares = _in_chunks(one, g, (state, master), chunks, scalars)
+    (state, master), squares = _in_chunks(one, g, (state, master), chunks, scalars, by_layer)
   return state, master, squares
 
 
-def _in_chunks(one, g, before, chunks: int, scalars):
+def _in_chunks(one, g, before, chunks: int, scalars, by_layer: bool):
   size = g.shape[0] // chunks
 
   def body(i, carry):
@@ -227,9 +243,11 @@ def _in_chunks(one, g, before, chunks: int, scalars):
     # Without a barrier XLA fuses all of it into the CPU's in-place update, on one thread: three
     # times as slow.
     new = jax.lax.platform_dependent(new, cpu=jax.lax.optimization_barrier, default=lambda new: new)
-    return update_layer(updated, new, i * size), squares + more
+    squares = update_layer(squares, more, i * size) if by_layer else squares + more
+    return update_layer(updated, new, i * size), squares
 
-  return jax.lax.fori_loop(0, chunks, body, (before, jnp.zeros(2, jnp.float32)))
+  nothing = jnp.zeros((g.shape[0], 2) if by_layer else 2, jnp.float32)
+  return jax.lax.fori_loop(0, chunks, body, (before, nothing))
 
 
 def slice_layer(tree, start, size: int):

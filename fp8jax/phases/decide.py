@@ -14,7 +14,6 @@ import numpy as np
 
 from fp8jax import patterns
 from fp8jax.phases.policy import (
-  ACCURACY,
   ANY,
   LowerRate,
   Policy,
@@ -46,10 +45,10 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Trend:
-  """What a policy remembers of its metric's evaluations. Costs: a loss, or minus an accuracy.
+  """What a policy remembers of its metric's evaluations.
 
   Attributes:
-    best: the smallest cost so far; None before the first.
+    best: the smallest loss so far; None before the first.
     failed: successive evaluations, up to the last one, that were worse or no improvement.
     good: step of the last evaluation that was not; -1 before.
     cooldown: evaluations to come that do not count.
@@ -60,16 +59,16 @@ class Trend:
   good: int = -1
   cooldown: int = 0
 
-  def after(self, policy: Policy, step: int, cost: float) -> tuple["Trend", bool]:
+  def after(self, policy: Policy, step: int, loss: float) -> tuple["Trend", bool]:
     """(the trend with another evaluation, whether the policy acts after it)."""
     best = math.inf if self.best is None else self.best
-    if isinstance(policy, LowerRate):  # optax.contrib.reduce_on_plateau's rule, for signed costs
-      share = policy.rtol * abs(best) if self.best is not None else 0.0
-      better = cost < best - share - policy.atol
-      is_good, rest, known = better, policy.cooldown, cost if better else self.best
+    if isinstance(policy, LowerRate):  # optax.contrib.reduce_on_plateau's rule
+      share = policy.rtol * best if self.best is not None else 0.0
+      better = loss < best - share - policy.atol
+      is_good, rest, known = better, policy.cooldown, loss if better else self.best
     else:
-      is_good, rest, known = cost <= best + policy.worse_by, 0, min(best, cost)
-      known = known if known < math.inf else None  # min ignores a cost that is NaN
+      is_good, rest, known = loss <= best + policy.worse_by, 0, min(best, loss)
+      known = known if known < math.inf else None  # min ignores a NaN
     failed = 0 if is_good or self.cooldown else self.failed + 1
     acts = failed >= policy.patience
     good = step if is_good else self.good
@@ -140,7 +139,7 @@ class PolicyState:
 
 
 def num_batches_read(step: int, skipped: Collection[int]) -> int:
-  """Batches that have been num_batches_read after so many steps, those left out included."""
+  """Batches read after so many steps, including skipped ones."""
   for number in sorted(skipped):
     step += number < step
   return step
@@ -239,7 +238,7 @@ def after_evaluation(
 
   Args:
     step: steps taken.
-    values: {metric: loss in nats, or share of right answers}.
+    values: {metric: loss in nats}.
     recipe_of: {layer's site: recipe name} of the step.
 
   Returns:
@@ -274,13 +273,13 @@ class _Draft:
 
   def judge(self, policy: Policy, value: float):
     """Adds an evaluation to the policy's trend."""
-    old, is_accuracy = self.trends.get(name_of(policy), Trend()), policy.metric.startswith(ACCURACY)
-    new, acts = old.after(policy, self.step, -value if is_accuracy else value)
+    old = self.trends.get(name_of(policy), Trend())
+    new, acts = old.after(policy, self.step, value)
     self.trends[name_of(policy)] = new
     if new.good != self.step:
       self.failing.add(policy)
     if acts:
-      best = "" if old.best is None else f", best {abs(old.best):.4f}"
+      best = "" if old.best is None else f", best {old.best:.4f}"
       kind = "no improvement" if isinstance(policy, LowerRate) else "worse"
       self.acting[policy] = f"is {value:.4f}{best}: {kind} in {policy.patience} evaluations"
 

@@ -12,8 +12,7 @@ from typing import Any
 from fp8jax import calls, patterns
 
 ANY = "any"  # an alarm of whichever statistic
-# Metrics of evaluations: the mean of all sources or tasks, or one of them, "accuracy/aime24".
-HELDOUT, ACCURACY = METRICS = ("heldout", "accuracy")
+HELDOUT = "heldout"  # the mean held-out loss of all sources; "heldout/SOURCE" is that of one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +20,8 @@ class Evaluated:
   """A condition on the evaluations of eval.every, in place of the policy's other condition.
 
   Attributes:
-    metric: "heldout", the loss in nats, or "accuracy", the share of right answers in eval.tasks;
-      "heldout/SOURCE" and "accuracy/TASK" are those of one; "" for none.
+    metric: "heldout", the mean loss of all sources in nats, "heldout/SOURCE" that of one; "" for
+      none.
     worse_by: an evaluation that is further from the best one so far is worse.
     patience: successive evaluations that are worse before the policy acts.
   """
@@ -237,10 +236,11 @@ def make(kind: str, fields: dict[str, Any]) -> Policy:
     if made.metric and both:
       problems.append(f"metric={made.metric!r} takes the place of {', '.join(both)}; leave one out")
     if not made.metric and _OF_METRIC & {*fields}:
-      problems.append("worse_by and patience are of a metric; give metric='heldout' or 'accuracy'")
-  if made.metric and made.metric.partition("/")[0] not in METRICS:
+      problems.append("worse_by and patience are of a metric; give metric='heldout'")
+  if made.metric and made.metric.partition("/")[0] != HELDOUT:
     problems.append(
-      f"metric={made.metric!r} is none of {', '.join(METRICS)}, heldout/SOURCE and accuracy/TASK"
+      f"metric={made.metric!r} is neither 'heldout' nor 'heldout/SOURCE'; training asks no task: "
+      "evaluate its checkpoints with --job=evaluate"
     )
   if problems:
     raise ValueError(f"{name_of(made)}: {'; '.join(problems)}")

@@ -158,6 +158,13 @@ def _some(names: Sequence[str], most: int = 8) -> str:
   return ", ".join(shown[:most]) + (f" and {rest} more" if rest else "")
 
 
+def all_names(paths: Sequence[str], num_layers: int) -> list[str]:
+  """The names of sites, one per layer, layer by layer; those in no layer last."""
+  stacked = [p for p in paths if p.startswith("layers/")]
+  in_layers = [layer_name(p, i) for i in range(num_layers) for p in stacked]
+  return in_layers + [p for p in paths if not p.startswith("layers/")]
+
+
 def segments(paths: Sequence[str], num_layers: int, rules) -> list[tuple[int, int, dict[str, str]]]:
   """Runs of layers that share every recipe: (start, stop, {path: recipe name}).
 
@@ -168,8 +175,7 @@ def segments(paths: Sequence[str], num_layers: int, rules) -> list[tuple[int, in
   """
   stacked = [p for p in paths if p.startswith("layers/")]
   single = [p for p in paths if not p.startswith("layers/")]
-  names = [*(layer_name(p, i) for i in range(num_layers) for p in stacked), *single]
-  chosen = match(names, rules)
+  chosen = match(all_names(paths, num_layers), rules)
   runs: list[tuple[int, int, dict[str, str]]] = []
   for i in range(num_layers):
     recipe_of = {p: chosen[layer_name(p, i)] for p in stacked} | {p: chosen[p] for p in single}

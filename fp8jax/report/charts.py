@@ -1,6 +1,7 @@
 """Charts of a run as Vega-Lite specifications, made with Altair."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,14 @@ STATISTICS = (
   ("variance", "variance", "log", False),
   ("amax_drift", "drift of amax since the look before, powers of two", "linear", False),
   ("snr_drift", "drift of signal-to-noise ratio since the look before, dB", "linear", True),
+)
+# Of parameters, as STATISTICS.
+PARAM_STATISTICS = (
+  ("grad_norm", "gradient norm", "log", False),
+  ("update_norm", "update norm", "log", False),
+  ("param_norm", "parameter norm", "log", False),
+  ("update_ratio", "update norm over parameter norm", "log", False),
+  ("nonfinite", "elements of the gradient that are not finite", "linear", False),
 )
 # Below this share a symlog scale is linear; a scale of shares ends no earlier than _LEAST_SHARE.
 _SMALL_SHARE, _LEAST_SHARE = 1e-5, 1e-3
@@ -117,6 +126,28 @@ def loss(run: RunFiles) -> Any | None:
   return alt.layer(*layers).properties(title=title, width=_WIDTH, height=_HEIGHT)
 
 
+def shares(run: RunFiles) -> Any | None:
+  """Each source's share of the tokens over steps, and its weight, dashed; None of one source."""
+  pattern = re.compile("sources/(.+)/share")
+  curves = {m[1]: c for name, c in run.curves.items() if (m := pattern.fullmatch(name))}
+  if len(curves) < 2:
+    return None
+  thinned = {name: thin.curve(c) for name, c in curves.items()}
+  found = [(s, name, v) for name, c in thinned.items() for s, v in zip(c.steps, c.mean)]
+  weights = {name: run.resolved.get(f"data.sources.{name}.weight", 1.0) for name in curves}
+  color = alt.Color("source:N", sort=list(curves), title="source")
+  y = alt.Y("share:Q", title=None, axis=alt.Axis(format=".0%"), scale=alt.Scale(domain=[0, 1]))
+  line = alt.Chart(table("step source share", found)).mark_line(**_LINE).encode(
+    x=alt.X("step:Q", title="step"), y=y, color=color, tooltip=["step:Q", "source:N", "share:Q"]
+  )  # fmt: skip
+  wanted = [(name, w / sum(weights.values())) for name, w in weights.items()]
+  rule = alt.Chart(table("source share", wanted)).mark_rule(strokeDash=[4, 3]).encode(
+    y=y, color=color
+  )  # fmt: skip
+  title = "share of tokens by source; dashed: the weight"
+  return alt.layer(rule, line).properties(title=title, width=_WIDTH, height=_HEIGHT)
+
+
 def _heldout_points(run: RunFiles) -> alt.Chart:
   found = [(h.step, h.loss, h.precision, h.source) for h in run.heldout]
   return (
@@ -177,7 +208,7 @@ def gap(run: RunFiles) -> Any | None:
 
 def row_label(cell: Cell) -> str:
   """The row of a heat map that a cell is in."""
-  return f"{cell.site} {cell.tensor}"
+  return f"{cell.site} {cell.tensor}".rstrip()
 
 
 def column_label(cell: Cell) -> str:
@@ -214,19 +245,18 @@ def domain(values: np.ndarray, kind: str) -> list[float]:
   return [float(f"{low:.3g}"), float(f"{high:.3g}")]
 
 
-def heat_maps(looks: Looks) -> alt.ConcatChart:
+def heat_maps(looks: Looks, statistics=STATISTICS) -> alt.ConcatChart:
   """Layer × (site, tensor) of every statistic, with a slider over looks.
 
   Its data are the data set "looks" of the specification, see `look_values`.
   """
   picked = thin.chosen(looks)
-  names = [s for s, *_ in STATISTICS if s in looks.values]
   slider = alt.param(
     name="look",
     value=len(picked) - 1,
     bind=alt.binding_range(min=0, max=len(picked) - 1, step=1, name="look "),
   )
-  panels = [_panel(looks, picked, *statistic) for statistic in STATISTICS if statistic[0] in names]
+  panels = [_panel(looks, picked, *of) for of in statistics if of[0] in looks.values]
   return (
     # One level of concatenation: an inner one would share its colours between statistics.
     alt.concat(*panels, columns=2, data=alt.NamedData("looks"))
@@ -235,12 +265,12 @@ def heat_maps(looks: Looks) -> alt.ConcatChart:
   )
 
 
-def look_values(looks: Looks) -> list[dict[str, Any]]:
+def look_values(looks: Looks, statistics=STATISTICS) -> list[dict[str, Any]]:
   """Rows of the data set "looks": one per look, its cells as arrays that the chart takes apart.
 
   A look at 633 tensors costs 9 numbers a tensor and no keys.
   """
-  names = [s for s, *_ in STATISTICS if s in looks.values]
+  names = [s for s, *_ in statistics if s in looks.values]
   return [
     {
       "look": at,

@@ -88,6 +88,22 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
+class Refresh:
+  """Scales that began anew.
+
+  Attributes:
+    step: the first one with the scales after it.
+    table: of the scales before, for precision.calibration.
+    scales: (layer's site and tensor, scale before, scale after) of those that changed, the largest
+      change first.
+  """
+
+  step: int
+  table: str
+  scales: tuple[tuple[str, float, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class RunFiles:
   """All that a run's folder says; empty where a file is not written yet.
 
@@ -96,12 +112,15 @@ class RunFiles:
     curves: {metric: its Curve}, of rows that have "loss".
     looks: None where tensor statistics were not recorded.
     exponents: {step: {layer's site: {tensor: tensor_stats.exponents}}} of loud steps.
+    param_stats: param_stats.summary of loud steps, a cell by parameter or group; None without any.
+    refreshes: of delayed and static scales by a policy.
     resolved, changed: flat configuration, and its difference from base.
     sites: rows of sites.json, see start.all_site_rows.
     memory: what --job=memory found, or None.
     nonfinite: the report of a failure, or None.
     summary: of a finished run, or None.
     sensitivity: what --job=sensitivity found, or None.
+    noise_floor: of --job=noise, or None.
   """
 
   workdir: str
@@ -118,7 +137,10 @@ class RunFiles:
   nonfinite: Mapping[str, Any] | None
   summary: Mapping[str, Any] | None
   sensitivity: Mapping[str, Any] | None = None
+  noise_floor: Mapping[str, Any] | None = None
   exponents: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+  param_stats: Looks | None = None
+  refreshes: tuple[Refresh, ...] = ()
 
   @property
   def step(self) -> int:
@@ -191,7 +213,7 @@ def read(workdir: str) -> RunFiles:
     name=os.path.basename(os.path.abspath(workdir)),
     curves=_curves(rows),
     heldout=_heldout(rows),
-    looks=_looks(rows),
+    looks=_looks({row["step"]: row["numerics"] for row in rows if "numerics" in row}),
     events=_events(rows),
     resolved=identity.without_removed(config.get("resolved") or provenance.get("config", {})),
     changed=config.get("changed", {}),
@@ -201,7 +223,18 @@ def read(workdir: str) -> RunFiles:
     nonfinite=find("nonfinite/report.json", schemas.Failure),
     summary=find("summary.json", schemas.Summary),
     sensitivity=find("sensitivity/sensitivity.json", schemas.Sensitivity),
+    noise_floor=find("noise_floor.json", schemas.NoiseFloor),
     exponents={row["step"]: row["exponents"] for row in rows if "exponents" in row},
+    param_stats=_looks(
+      {
+        row["step"]: {name: {"": of} for name, of in row["param_stats"].items()}
+        for row in rows
+        if "param_stats" in row
+      }
+    ),
+    refreshes=tuple(
+      _refresh(row["step"], workdir, **row["refresh"]) for row in rows if "refresh" in row
+    ),
   )
 
 
@@ -227,8 +260,8 @@ def _heldout(rows: list[dict[str, Any]]) -> tuple[HeldOut, ...]:
   return tuple(HeldOut(s, source, p, loss) for (s, source, p), loss in sorted(found.items()))
 
 
-def _looks(rows: list[dict[str, Any]]) -> Looks | None:
-  looks = {row["step"]: row["numerics"] for row in rows if "numerics" in row}
+def _looks(looks: Mapping[int, Mapping[str, Any]]) -> Looks | None:
+  """Args: {step: {layer's site: {tensor: {statistic: number}}}}."""
   if not looks:
     return None
   steps, places, statistics = sorted(looks), {}, {}
@@ -246,6 +279,22 @@ def _looks(rows: list[dict[str, Any]]) -> Looks | None:
       for name, value in looks[step].get(site, {}).get(tensor, {}).items():
         values[name][i, j] = float(value)
   return Looks(np.array(steps, np.int64), cells, values)
+
+
+def _refresh(step: int, workdir: str, before: str, after: str) -> Refresh:
+  tables = [
+    records.find(workdir, name, schemas.Calibration, "delete it, and the report goes without")
+    for name in (before, after)
+  ]
+  if None in tables:  # deleted
+    return Refresh(step, "", ())
+  old, new = (
+    {f"{row['site']}/{row['tensor']}": row["scale"] for row in table["rows"] if "scale" in row}
+    for table in tables
+  )
+  changed = [(name, old[name], new[name]) for name in old if old[name] != new.get(name, old[name])]
+  changed.sort(key=lambda of: -abs(math.log2(of[2] / of[1])))
+  return Refresh(step, os.path.join(workdir, before), tuple(changed))
 
 
 def cell_of(name: str, tensor: str) -> Cell:

@@ -8,14 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fp8jax import patterns
+from fp8jax.evaluation import divergence
 from fp8jax.phases import policy as policy_lib
-from fp8jax.report import charts, exponent_charts, files, page, thin
-from fp8jax.report.files import Event, RunFiles
+from fp8jax.report import charts, exponent_charts, files, page, recommend, thin
+from fp8jax.report.files import Event, Looks, RunFiles
 from fp8jax.report.page import Section
 from fp8jax.run import goodput
 
 # Rows of the tables of alarms and of numerics that a page shows; the files have all.
 MAX_EVENTS = 200
+# Of a refresh: the scales that changed most.
+_MAX_SCALES = 10
 
 
 # Sections of another feature, of what a run's folder has of it.
@@ -52,8 +55,9 @@ def sections(run: RunFiles, others: Others = ()) -> list[Section]:
 
 
 def _sections(run: RunFiles, others: Others) -> list[Section]:
-  found = [_head(run), _training(run), _speed(run), _time(run), *_numerics(run), _events(run)]
-  found += [_memory(run), *(s for of in others for s in of(run))]
+  found = [_head(run), _training(run), _speed(run), _time(run), *_numerics(run), *_params(run)]
+  found += [_events(run), *_refreshes(run), _noise(run), _memory(run)]
+  found += [s for of in others for s in of(run)]
   return [s for s in [*found, _config(run), _sites(run), _provenance(run)] if s is not None]
 
 
@@ -98,6 +102,7 @@ def _training(run: RunFiles) -> Section | None:
     gap=charts.gap(run),
     learning_rate=charts.metric(run, "learning_rate", "learning rate", digits=".1e"),
     grad_norm=charts.metric(run, "grad_norm", "gradient norm", scale="log"),
+    sources=charts.shares(run),
   )
   return Section("Loss", _thinning(run), drawn)
 
@@ -156,8 +161,7 @@ def _numerics(run: RunFiles) -> list[Section]:
     "else, means far from zero. Grey: not quantized, or no number. Colours keep their meaning over "
     "all looks."
   )
-  specs = charts.specs(heat_maps=charts.heat_maps(looks))
-  specs["heat_maps"]["datasets"] = {"looks": charts.look_values(looks)}
+  specs = _maps("heat_maps", looks, charts.STATISTICS)
   drawn = [Section("Tensor statistics", note, specs), *_exponents(run)]
   if scales := charts.scale_ranges(looks):
     note = (
@@ -165,7 +169,38 @@ def _numerics(run: RunFiles) -> list[Section]:
       "The scale of a tile of zeros is 1."
     )
     drawn.append(Section("Scales", note, charts.specs(scale_ranges=scales)))
-  return drawn
+  return [*drawn, _recommended(run, looks)]
+
+
+def _recommended(run: RunFiles, looks: Looks) -> Section:
+  found = recommend.recommendations(looks, run.exponents)
+  note = (
+    f"For a scale per tensor, from {len(looks.steps)} looks at steps {looks.steps[0]} to "
+    f"{looks.steps[-1]}; at least {recommend.LEAST_LOOKS} are needed. A delayed margin holds every "
+    "amax by the largest of the looks before it, a static one by the first look's. Octaves are the "
+    f"exponents of all but {recommend.UNDERFLOW:.0%} of the nonzero elements, and the margin. Of "
+    "the layers of a site the widest needs count; the rules below are layer by layer."
+  )
+  lines = recommend.precision_rules(found, run.resolved.get("precision.rules") or ())
+  tables = [(recommend.COLUMNS, recommend.table(found))]
+  return Section("Recommended formats and margins", note, tables=tables, text=lines)
+
+
+def _maps(name: str, looks: Looks, statistics) -> dict[str, dict[str, Any]]:
+  specs = charts.specs(**{name: charts.heat_maps(looks, statistics)})
+  specs[name]["datasets"] = {"looks": charts.look_values(looks, statistics)}
+  return specs
+
+
+def _params(run: RunFiles) -> list[Section]:
+  if run.param_stats is None:
+    return []
+  note = (
+    "Layer by parameter, or by group of parameters, in steps of the tensor statistics. Norms of "
+    "gradients are those before clipping; an update that was not applied counts."
+  )
+  maps = _maps("param_maps", run.param_stats, charts.PARAM_STATISTICS)
+  return [Section("Parameters", note, maps)]
 
 
 def _exponents(run: RunFiles) -> list[Section]:
@@ -201,6 +236,23 @@ def _events(run: RunFiles) -> Section:
   return Section("Alarms and actions", note, tables=tables)
 
 
+def _refreshes(run: RunFiles) -> list[Section]:
+  if not run.refreshes:
+    return []
+  rows = [
+    (of.step, f"{name} ({len(of.scales)} scales changed)" * (not i) or name, f"{old:.4g}",
+     f"{new:.4g}", f"{math.log2(new / old):+.2f}", of.table * (not i))
+    for of in run.refreshes for i, (name, old, new) in enumerate(of.scales[:_MAX_SCALES])
+  ][:MAX_EVENTS]  # fmt: skip
+  note = (
+    f"The {_MAX_SCALES} scales of each refresh that changed most. A run whose "
+    "precision.calibration names the table starts from the scales before; a resumed one also needs "
+    "'precision.calibration' in checkpoint.accept_changes."
+  )
+  columns = ("step", "tensor", "scale before", "after", "powers of two", "table of all before")
+  return [Section("Refreshed scales", note, tables=[(columns, rows)])]
+
+
 def _done_about(alarm: Event, alarms: Sequence[Event], actions: Sequence[Event]) -> str:
   """The actions at the alarm's site for its statistic, until the same alarm rings anew."""
   site, statistic = alarm.place.rpartition("/")[0], alarm.text.split(" ")[0]
@@ -227,6 +279,17 @@ def _answers(action: str, statistic: str) -> bool:
 def _covers(place: str, site: str) -> bool:
   """Whether the place of an action, a site or a pattern of sites, is of this site."""
   return place == site or not patterns.problem(place) and bool(patterns.matches(place, [site]))
+
+
+def _noise(run: RunFiles) -> Section | None:
+  if run.noise_floor is None:
+    return None
+  where = " ".join(f"{k} {v}" for k, v in run.noise_floor["weights"].items())
+  note = (
+    f"Weights: {where}. The difference of the model from itself with norm weights one ulp larger: "
+    "programs of another shape, or clients, that differ by no more than this agree."
+  )
+  return Section("Noise floor", note, tables=[divergence.table(run.noise_floor["rows"])])
 
 
 def _memory(run: RunFiles) -> Section | None:

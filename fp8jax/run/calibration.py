@@ -4,7 +4,10 @@ The table is a JSON of rows, one per layer's site and tensor, each with where it
 and delayed recipes start from the `amax` of their rows; what else a row holds is for the reader.
 """
 
-from collections.abc import Container
+import functools
+import itertools
+import os
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -16,11 +19,11 @@ from fp8jax.errors import UserError
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.quantization import amax_history, clipping, tensor_stats
-from fp8jax.quantization.quantize import amax_to_scale
+from fp8jax.quantization.quantize import given_scale
 from fp8jax.quantization.tensor_stats import LOUD
 from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import CURRENT
-from fp8jax.run import nonfinite, schemas
+from fp8jax.run import nonfinite, provenance, schemas
 from fp8jax.run.settings import Calibrate
 from fp8jax.step.train_spec import TrainSpec
 
@@ -63,11 +66,62 @@ def _of_tensor(recipe: Recipe, tensor: str, statistics, c: Calibrate) -> dict[st
     if c.method != "amax":
       chosen = clipping.amax_of(c.method, c.percentile, counts, uses[0], summary["amax"])
       row |= {"amax": chosen, "largest": summary["amax"], "method": c.method}
-    amax = jnp.float32(row["amax"])
-    row["scale"] = float(amax_to_scale(amax, uses[0].format, uses[0].scale))
+    row["scale"] = float(given_scale(jnp.float32(row["amax"]), uses[0])[0, 0])
   if uses:
     row |= {k: summary[k] for k in ("underflow", "saturation", "snr_db")}
   return row
+
+
+def of_states(sites, scaling_states, *, step: int, fingerprint: str) -> dict[str, Any]:
+  """The table of the scales of a state, which `load` brings back to the bit.
+
+  A delayed scale begins with it as with a calibration: of its amax history the largest alone.
+
+  Args:
+    scaling_states: {site name: ScalingState} of `sites`.
+  """
+  rows, named = [], site_lib.flatten(sites)
+  for name, state in jax.device_get(dict(scaling_states)).items():
+    site = named[name]
+    for i, tensor in enumerate(amax_history.TENSORS):
+      uses = site.recipe.uses()[tensor]
+      if not uses or uses[0].source == CURRENT:
+        continue
+      amaxes = np.atleast_1d(state.amax_3[..., i])
+      scales = jax.vmap(functools.partial(given_scale, quant=uses[0]))(amaxes).ravel()
+      of_layers = zip(site.layer_names, amaxes, jax.device_get(scales), strict=True)
+      rows += [
+        {"site": layer, "tensor": tensor, "step": step, "data": fingerprint,
+         "recipe": site.recipe.name, "amax": float(amax), "scale": float(scale)}
+        for layer, amax, scale in of_layers
+      ]  # fmt: skip
+  return {"format": FORMAT, "batches": 0, "step": step, "data": fingerprint, "rows": rows}
+
+
+def keep_refresh(workdir: str, step: int, before, after) -> dict[str, str]:
+  """Writes the tables before and after a refresh into WORKDIR/refresh; their paths there.
+
+  A run that takes these steps again writes the same files. A run that takes other steps writes
+  others, so that a table that precision.calibration names keeps its content.
+  """
+  os.makedirs(os.path.join(workdir, "refresh"), exist_ok=True)
+  for number in itertools.count(1):
+    stem = f"refresh/step_{step}" + f"_{number}" * (number > 1)
+    names = {"before": f"{stem}_before.json", "after": f"{stem}_after.json"}
+    tables = {names["before"]: before, names["after"]: after}
+    if all(_has(os.path.join(workdir, name), table) for name, table in tables.items()):
+      break
+  for name, table in tables.items():
+    provenance.write_json(workdir, name, table)
+  return names
+
+
+def _has(path: str, table: Mapping[str, Any]) -> bool:
+  """Whether a file has this content, or is not there."""
+  if not os.path.exists(path):
+    return True
+  with open(path, encoding="utf-8") as f:
+    return f.read() == records.to_json(table) + "\n"
 
 
 def read(path: str, names: Container[str] | None = None) -> dict[tuple[str, str], float]:

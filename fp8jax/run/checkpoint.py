@@ -296,8 +296,14 @@ absl.logging.get_absl_logger().addFilter(_NoTraceback())
 
 @functools.cache
 def _drop_late_callbacks():
-  """Reads of arrays that end after one has failed find the loop of Orbax closed: no news."""
+  """Reads of arrays that end after one has failed find the loop of Orbax closed: no news.
+
+  Those that fail themselves are logged when their tasks are collected; the first one is raised.
+  """
   others = sys.unraisablehook
+  logging.getLogger("asyncio").addFilter(
+    lambda record: "tensorstore_spec" not in record.getMessage()
+  )
 
   def hook(unraisable):
     if str(unraisable.exc_value) != "Event loop is closed":

@@ -12,6 +12,7 @@ from fp8jax.models import lora, transformer
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import scaling as scaling_lib
+from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.phases import decide
 from fp8jax.run import calibration, checkpoint
@@ -147,6 +148,40 @@ def load_or_init(
     weights = dataclasses.replace(spec.weights, hf=spec.init.hf)
     spec = dataclasses.replace(spec, weights=weights)
   return load_weights(spec, workdir, has_scales=has_scales)
+
+
+def load_trained(spec: train_spec.TrainSpec, workdir: str) -> Loaded:
+  """As `load_or_init`, with scales.
+
+  Raises:
+    UserError: there are no trained weights.
+  """
+  loaded = load_or_init(spec, workdir)
+  if loaded is None:
+    raise UserError(
+      f"{workdir} has no checkpoint and init.hf is empty: random weights say nothing; train first, "
+      "or name a Hugging Face folder as weights.hf"
+    )
+  return loaded
+
+
+def sites_with_scales(spec: train_spec.TrainSpec, phase: int, states: Mapping[str, Any]):
+  """The sites in their recipes of a phase, with the scales that are not current.
+
+  Raises:
+    UserError: there are none.
+  """
+  sites = spec.sites(phase=phase)
+  missing = sorted(scaling_lib.states(sites).keys() - states.keys())
+  if missing:
+    recipe = site_lib.flatten(sites)[missing[0]].recipe
+    raise UserError(
+      f"site {missing[0]}: {recipe.name!r} takes scales from an amax history or a calibration, and "
+      "these weights come without one; name the workdir of a run that trained with it, or "
+      "precision.calibration=TABLE of --job=calibrate, or measure a recipe with current scales "
+      "such as 'tensor_current'"
+    )
+  return scaling_lib.with_states(sites, states) if states else sites
 
 
 def with_changes(spec: train_spec.TrainSpec, changes) -> train_spec.TrainSpec:

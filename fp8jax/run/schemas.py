@@ -23,6 +23,8 @@ Evaluation = dict[str, dict[str, dict[str, Number]]]
 Told = TypedDict("Told", {"place": str, "text": Required[str]}, total=False)
 Exponents = TypedDict("Exponents", {"first_exponent": int, "shares": list[float]})
 
+Refresh = TypedDict("Refresh", {"before": str, "after": str})
+
 
 class Row(TypedDict, total=False):
   """A row of metrics.jsonl; its other fields are metrics, each a Number."""
@@ -31,6 +33,8 @@ class Row(TypedDict, total=False):
   loss: Number
   numerics: dict[str, dict[str, dict[str, Number]]]
   exponents: dict[str, dict[str, Exponents]]
+  param_stats: dict[str, dict[str, Number]]
+  refresh: Refresh
   alarms: list[Told]
   actions: list[Told]
 
@@ -92,8 +96,13 @@ MemoryRow = TypedDict(
 )
 Memory = TypedDict("Memory", {"declared": float, "peak": float, "rows": list[MemoryRow]})
 
-CalibrationRow = TypedDict("CalibrationRow", {"site": str, "tensor": str, "amax": float})
+CalibrationRow = TypedDict("CalibrationRow", {
+  "site": Required[str], "tensor": Required[str], "amax": Required[float], "scale": float,
+}, total=False)  # fmt: skip
 Calibration = TypedDict("Calibration", {"format": str, "rows": list[CalibrationRow]})
+
+NoiseRow = TypedDict("NoiseRow", {"recipe": str, "kl": Number, "dlogp": Number, "top1": float})
+NoiseFloor = TypedDict("NoiseFloor", {"weights": dict[str, Any], "rows": list[NoiseRow]})
 
 Measurement = TypedDict("Measurement", {"name": str, "value": Any})
 Estimate = tuple[float, float, float]  # with the ends of its interval

@@ -216,7 +216,8 @@ def print_chats(out: rich.console.Console, spec: TrainSpec, per_step: int):
     UserError: a step needs more windows than global_batch.
   """
   steps = loader.chat_steps(spec.data, spec.global_batch)
-  needed, count = steps.check(spec.steps), len(steps.samples)
+  needed, count = steps.needed(spec.steps), len(steps.samples)
+  steps.check(needed)
   positions, trained = int(steps.samples.lengths.sum()), int(steps.samples.trained.sum())
   out.print(
     f"{count:,} samples of {positions:,} tokens, {trained:,} of them trained; {spec.steps:,} steps "

@@ -41,13 +41,14 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
        f"{a['report']['kl'][0]:.3g}", a["runs_of_layers"])
       for a in budget["arms"]
     ]  # fmt: skip
+    note = f"On the other half of the text: {budget['verdict']}." if "verdict" in budget else ""
     columns = ("rules", "FLOPs in BF16", "loss, %", "KL", "runs of layers")
     text = f"precision.rules = {tuple(map(tuple, budget['arms'][0]['rules']))}"
     charted = _specs(
       {f"sensitivity_budget_{i}_{of}": arms(budget, of) for of in ("kl", "loss_percent")}
     )
     found.append(
-      Section(f"Rules: {budget['budget']}", "", charted, tables=[(columns, rows)], text=text)
+      Section(f"Rules: {budget['budget']}", note, charted, tables=[(columns, rows)], text=text)
     )
   return found
 

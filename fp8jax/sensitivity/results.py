@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from fp8jax import statistics
+from fp8jax.config import measured as measured_rules
 from fp8jax.models import transformer
 from fp8jax.ops import site_tree, switch
-from fp8jax.recipe.rules import layer_name
+from fp8jax.recipe.rules import all_names
 from fp8jax.sensitivity import rules as rules_lib
 from fp8jax.sensitivity.settings import Sensitivity
 from fp8jax.sensitivity.study import CHOOSE, HALVES, ON, REPORT, Measured, QuantizedSite, Study
@@ -26,9 +28,8 @@ def measure(study: Study, s: Sensitivity, phase: int) -> dict[str, Any]:
   estimates = study.estimate()
   damage = {name: float(parts["both"]["kl"].sum()) for name, parts in estimates.items()}
   order = rules_lib.ordered(study.places, damage)
-  budgets = [
-    _budget(study, budget, chosen, phase) for budget, chosen in _choices(study, s, order).items()
-  ]
+  choices = _choices(study, s, order)
+  budgets = [_budget(study, s, key, *of, phase) for key, of in choices.items()]
   groups = [
     {"group": group, "name": name, **_both(study, label, on)}
     for group in s.groups for name, label, on in _members(study.places, group)
@@ -93,24 +94,34 @@ def _measured(study: Study, half: str, bf16: Sequence[str]) -> Measured:
   return study.measure(label, on, half)
 
 
-def _choices(study: Study, s: Sensitivity, order: list[str]) -> dict[str, list[str]]:
-  """{budget: sites for BF16}, chosen on one half."""
-  found = {}
+def _choices(study: Study, s: Sensitivity, order: list[str]) -> dict[str, tuple[str, list[str]]]:
+  """{key of the budget: (the budget in words, sites for BF16)}, chosen on one half."""
+  choices = {}
   if s.min_fp8:
     chosen = rules_lib.within_flops(study.places, order, s.min_fp8)
-    found[f"at least {100 * s.min_fp8:g} % of FLOPs"] = chosen
+    choices["min_fp8"] = f"at least {100 * s.min_fp8:g} % of FLOPs", chosen
   if s.max_loss:  # the budget holds if the whole interval does
     chosen = rules_lib.within_loss(
       order, lambda bf16: _measured(study, CHOOSE, bf16).change.high, s.max_loss
     )
-    found[f"at most {s.max_loss:g} % loss"] = chosen
-  return found
+    choices["max_loss"] = f"at most {s.max_loss:g} % loss", chosen
+  return choices
 
 
-def _budget(study: Study, budget: str, chosen: list[str], phase: int) -> dict[str, Any]:
+def verdict(key: str, loss: statistics.Interval, most: float) -> str:
+  """Whether the other half confirms rules; a share of FLOPs holds by itself."""
+  if key != "max_loss":
+    return measured_rules.MET
+  return statistics.verdict(loss.low, loss.high, most, measured_rules.VERDICTS)
+
+
+def _budget(
+  study: Study, s: Sensitivity, key: str, budget: str, chosen: list[str], phase: int
+) -> dict[str, Any]:
   """The rules that were chosen on one half, and others, as the other half says."""
   spec, layers = study.spec, study.spec.model.num_layers
-  names = _all_names(study)
+  paths = [*site_tree.find_sites(transformer.site_params(spec.model))]
+  names = all_names(paths, layers)
   measured = functools.partial(_measured, study)
   arms, rows = {"chosen": chosen}, []
   if chosen:
@@ -127,15 +138,13 @@ def _budget(study: Study, budget: str, chosen: list[str], phase: int) -> dict[st
       "runs_of_layers": rules_lib.layers_apart(written, names, layers),
       "rules": written,
     })  # fmt: skip
-  return {"budget": budget, "chosen_on": measured(CHOOSE, chosen).row(), "arms": rows}
-
-
-def _all_names(study: Study) -> list[str]:
-  """Every site that rules are matched against, one per layer."""
-  found, layers = [], range(study.spec.model.num_layers)
-  for path in site_tree.find_sites(transformer.site_params(study.spec.model)):
-    found += [layer_name(path, i) for i in layers] if path.startswith("layers/") else [path]
-  return found
+  return {
+    "key": key,
+    "budget": budget,
+    "verdict": verdict(key, best.change, s.max_loss),
+    "chosen_on": measured(CHOOSE, chosen).row(),
+    "arms": rows,
+  }
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
@@ -154,7 +163,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
   ]
   lines += [row(s["name"], s["measured"]) for s in result["sites"] if s["measured"]]
   for budget in result["budgets"]:
-    lines += [f"{budget['budget']}: chosen on one half, here on the other"]
+    lines += [f"{budget['budget']}: chosen on one half, here on the other: {budget['verdict']}"]
     for arm in budget["arms"]:
       share = f"{100 * arm['bf16_flops']:.1f} % of FLOPs in BF16"
       lines.append(f"{row(arm['arm'], arm['report'])}   {share}")

@@ -24,7 +24,7 @@ from fp8jax import params as params_lib
 from fp8jax.models import transformer
 from fp8jax.models.mixer import Aux
 from fp8jax.ops import residuals, site_tree, stored_params
-from fp8jax.optim import gradients, update
+from fp8jax.optim import gradients, param_stats, update
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
 from fp8jax.step import metrics
 
@@ -51,7 +51,7 @@ def check(leaves, params):
   jax.tree.map(one, leaves["layers"], params["layers"])
 
 
-def take(spec, state, sites, batch, rate) -> update.StepResult:
+def take(spec, state, sites, batch, rate, by_param: bool = False) -> update.StepResult:
   """A step; the other order's is `step.after_backward`.
 
   Args:
@@ -59,6 +59,7 @@ def take(spec, state, sites, batch, rate) -> update.StepResult:
     state: State.
     sites, batch: as the model takes them.
     rate: learning rate.
+    by_param: whether `values` have "param_stats", of param_stats.observed.
   """
   cfg, run, params = spec.model, spec.run, dict(state.params)
   total = jnp.maximum(batch["weights_BL"].sum(), 1)
@@ -82,10 +83,14 @@ def take(spec, state, sites, batch, rate) -> update.StepResult:
   x_BLD, inputs, aux = _forward(spec, x_BLD, params, sites, batch)
   loss, pull_finish = jax.vjp(finish, x_BLD, _sinks(behind), site_tree.taps(ends))
 
-  move = _LayerUpdater(spec, state, rate)
+  move = _LayerUpdater(spec, state, rate, by_param)
   g_BLD, g_behind, head_stats = pull_finish(jnp.ones_like(loss))
   loss = sum((value / total for value in aux.losses.values()), start=loss)
   progress = _Progress(params, dict(state.opt), jnp.isfinite(loss))
+  if by_param:  # the layers' are filled one by one
+    stacked = params_lib.flatten({"layers": spec.declaration["layers"]})
+    empty = {path: jnp.zeros((cfg.num_layers, 4), jnp.float32) for path in stacked}
+    progress = dataclasses.replace(progress, by_param=empty)
   g_head = g_behind.pop("embed", None)
   progress = move.named(g_behind, [head_stats], progress)
   # Before any layer's turn: else the head's gradient would be alive during all of them.
@@ -100,7 +105,8 @@ def take(spec, state, sites, batch, rate) -> update.StepResult:
   return update.StepResult(
     loss, norm, progress.is_finite, progress.params, progress.opt, squares, stats,
     state.grad_autoscale,
-    metrics.of_aux(aux, total, cfg.num_layers),
+    metrics.of_aux(aux, total, cfg.num_layers)
+    | ({"param_stats": progress.by_param} if by_param else {}),
   )  # fmt: skip
 
 
@@ -171,28 +177,33 @@ class _Progress:
     is_finite: bool scalar, whether everything so far was.
     squares: float32 [3], sums so far: of gradients, of updates, applied or not, and of parameters
       before them.
+    by_param: of param_stats.observed, of what has moved so far; {} where nobody asks.
   """
 
   params: Any
   opt: Any
   is_finite: Any
   squares: Any = dataclasses.field(default_factory=lambda: jnp.zeros(3, jnp.float32))
+  by_param: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class _LayerUpdater:
   """Moves parts of the parameters at a learning rate."""
 
-  def __init__(self, spec, state, rate):
-    self.spec, self.state, self.rate = spec, state, rate
+  def __init__(self, spec, state, rate, by_param: bool):
+    self.spec, self.state, self.rate, self.by_param = spec, state, rate, by_param
     self.places = params_lib.shardings(spec.declaration, spec.run.layout)
 
   def named(self, gradient, stats, progress: _Progress) -> _Progress:
     """Those parameters that `gradient` has."""
-    opt, params, is_finite, squares = self._move(
+    opt, params, is_finite, squares, stats = self._move(
       {k: progress.opt[k] for k in gradient}, {k: progress.params[k] for k in gradient},
       gradient, stats, progress, lambda tree: {k: tree[k] for k in gradient},
     )  # fmt: skip
-    return _Progress({**progress.params, **params}, {**progress.opt, **opt}, is_finite, squares)
+    return _Progress(
+      {**progress.params, **params}, {**progress.opt, **opt}, is_finite, squares,
+      progress.by_param | stats,
+    )  # fmt: skip
 
   def layer(self, i, gradient, stats, progress: _Progress) -> _Progress:
     """Layer i."""
@@ -201,16 +212,21 @@ class _LayerUpdater:
     counted = update.with_scalars_of(whole[0], self.state.opt["layers"])
     opt, params = update.slice_layer((counted, whole[1]), i, 1)
     gradient = jax.tree.map(lambda g: g[None], gradient)
-    *new, is_finite, squares = self._move(
+    *new, is_finite, squares, stats = self._move(
       opt, params, gradient, stats, progress, lambda tree: tree["layers"], piece=i
     )
     opt, params = update.update_layer(whole, tuple(new), i)
+    stats = progress.by_param | {
+      f"layers/{path}": update.update_layer(progress.by_param[f"layers/{path}"], own, i)
+      for path, own in stats.items()
+    }
     return _Progress(
-      {**progress.params, "layers": params}, {**progress.opt, "layers": opt}, is_finite, squares
-    )
+      {**progress.params, "layers": params}, {**progress.opt, "layers": opt}, is_finite, squares,
+      stats,
+    )  # fmt: skip
 
   def _move(self, opt, params, gradient, stats, progress: _Progress, part, piece=0):
-    """(opt, params, is_finite, squares)."""
+    """(opt, params, is_finite, squares, param_stats.observed or {})."""
     if self.spec.run.layout.mesh is not None:
       gradient = jax.lax.with_sharding_constraint(gradient, part(self.places))
     norm = gradients.norm(gradient)
@@ -220,10 +236,14 @@ class _LayerUpdater:
     with jax.named_scope("optimizer"):
       opt, params, squares = update.update_params(
         part(self.spec.leaves), part(self.spec.declaration), self.spec.run.layout,
-        gradient, opt, params, now, piece=piece,
+        gradient, opt, params, now, piece=piece, by_layer=self.by_param,
       )  # fmt: skip
+    by_param = {}
+    if self.by_param:
+      by_param = param_stats.observed(part(self.spec.declaration), gradient, squares)
+      squares = update.total(squares)
     more = jnp.concatenate([jnp.square(norm)[None], squares])
-    return opt, params, is_finite, progress.squares + more
+    return opt, params, is_finite, progress.squares + more, by_param
 
 
 def _sinks(params):

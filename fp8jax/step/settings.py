@@ -14,7 +14,7 @@ from fp8jax.keys import EXECUTION, NOTHING, RESULT, key, section
 from fp8jax.models import config as model_config
 from fp8jax.models import mlp_swiglu
 from fp8jax.ops import residuals
-from fp8jax.optim import fused_adamw
+from fp8jax.optim import fused_adamw, param_stats
 
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 _GEMM_INPUTS = tuple(form.value for form in residuals.GemmInput)
@@ -100,6 +100,9 @@ class Precision:
     "Which recipe each linear layer gets: (regular expression on the whole site name, recipe "
     'name), first match wins. Names are "head" and "layers/3/mlp/up" with the number of the '
     "layer. A site that no rule covers and a rule that decides nothing are errors.", mapped=True)
+  sensitivity: str = key("", "sensitivity.json of --job=sensitivity: the rules that it chose "
+    "replace `rules`, which are those that it measured. With two budgets in it FILE:max_loss or "
+    "FILE:min_fp8. The run remembers the rules, not the file.")
   first_bf16: int = key(0, "so many first layers in recipe bf16, whatever the rules say", least=0,
     mapped=True)
   last_bf16: int = key(0, "so many last layers", least=0, mapped=True)
@@ -296,6 +299,10 @@ class Log:
     "first steps. (10, 0): none.")
   tensor_stats_every: int = key(0, "Steps between looks at the ranges and rounding errors of every "
     "tensor of every site; 0: never.", least=0)
+  param_stats: str = key("off", "Gradient norm, update norm, norm and count of gradients that are "
+    "not finite, in steps of log.tensor_stats_every: of every layer's parameters (\"params\"), or "
+    "of the groups that optim.clip_groups and optim.lr_multipliers make (\"groups\").",
+    choices=param_stats.LEVELS)
   alarms: tuple[Any, ...] = key(
     (("saturation", ">", 0.01), ("underflow", ">", 0.3), ("snr_db", "<", 15.0),
      ("alignment", ">", 0.9), ("kurtosis", ">", 1e4, ".*/mlp/down/x")),

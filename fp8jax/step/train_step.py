@@ -15,7 +15,7 @@ from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree, stored_params
 from fp8jax.optim import gradients as gradients_lib
-from fp8jax.optim import groups, storage, update
+from fp8jax.optim import groups, param_stats, storage, update
 from fp8jax.optim import schedule as schedule_lib
 from fp8jax.quantization import tensor_stats
 from fp8jax.step import layerwise, loss_scale, metrics, train_spec
@@ -257,12 +257,13 @@ def take_step(spec: train_spec.TrainSpec, state: State, batch, sites, rate, key)
   sites = scaling_lib.with_states(sites, state.scaling_states)
   sites = site_lib.with_keys(sites, jax.random.fold_in(key, state.step))
   watched = {}
-  if any(s.tap.shape[-1] == tensor_stats.LOUD for s in site_lib.flatten(sites).values()):
+  is_loud = any(s.tap.shape[-1] == tensor_stats.LOUD for s in site_lib.flatten(sites).values())
+  if is_loud:
     # Before anything moves: parameters are moved in place.
     both = (state.params, transformer.alignment(state.params, spec.model))
     params, watched["alignment"] = jax.lax.optimization_barrier(both)
     state = dataclasses.replace(state, params=params)
-  result = take(spec, state, sites, batch, rate)
+  result = take(spec, state, sites, batch, rate, is_loud and spec.log.param_stats != "off")
   params, opt = result.params, result.opt
   if spec.run.layout.mesh is not None:  # scales too come to rest where they were
     params, opt = jax.lax.with_sharding_constraint((params, opt), shardings)
@@ -293,13 +294,14 @@ def take_step(spec: train_spec.TrainSpec, state: State, batch, sites, rate, key)
 
 
 def after_backward(
-  spec: train_spec.TrainSpec, state: State, sites, batch, rate
+  spec: train_spec.TrainSpec, state: State, sites, batch, rate, by_param: bool = False
 ) -> update.StepResult:
   """A step that moves every parameter when all gradients are there.
 
   Args:
     sites, batch: as the model takes them.
     rate: learning rate.
+    by_param: whether `values` have "param_stats", of param_stats.observed.
   """
   scale = state.loss_scale.get("scale")
   loss, gradient, stats, aux = gradients(
@@ -314,9 +316,13 @@ def after_backward(
     opt, params, squares = update.update_params(
       spec.leaves, spec.declaration, spec.run.layout, gradient, state.opt, state.params, now,
       own=groups.own_args(spec.optim, spec.declaration, spec.model.num_layers, gradient),
+      by_layer=by_param,
     )  # fmt: skip
   total = jnp.maximum(batch["weights_BL"].sum(), 1)
   grad_autoscale, values = state.grad_autoscale, metrics.of_aux(aux, total, spec.model.num_layers)
+  if by_param:
+    values["param_stats"] = param_stats.observed(spec.declaration, gradient, squares)
+    squares = update.total(squares)
   if grad_autoscale:
     share = gradients_lib.saturated(gradient)
     grad_autoscale = gradients_lib.next_grad_autoscale(grad_autoscale, share)

@@ -62,6 +62,7 @@ def test_fingerprints_are_the_earlier_ones_where_no_document_changed(tmp_path):
 def _config(folder, tmp_path, **changes):
   c = base.get_config()
   c.data.tokenizer, c.data.heldout_fraction, c.seq_len = folder, 0.3, 32
+  c.data.shuffle_windows = 8  # the default would read the small file a hundred times
   c.data.sources = {"main": base.source("jsonl", str(tmp_path / "a.jsonl"))}
   c.model.vocab_size = 264
   c.update_from_flattened_dict({k: v for k, v in changes.items()})

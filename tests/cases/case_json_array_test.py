@@ -1,7 +1,9 @@
 """Files that are no JSON lines (unsloth#337, datasets#6460): an array, a byte order mark."""
 
+import gzip
 import json
 
+import pyarrow
 import pytest
 
 from configs import base
@@ -26,6 +28,21 @@ def test_an_array_is_called_so_and_not_passed_over(tmp_path, indent, policy):
   assert "begins a JSON array" in source[2]["error"] or indent
   with_array = sources.json_line(b"[", sources.Rows("messages", "messages"), "f:1")
   assert "begins a JSON array" in with_array["error"] and with_array["origin"] == "f:1"
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf \n"])
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_an_array_in_a_compressed_file_is_refused_at_the_start(tmp_path, suffix, mark):
+  packed = gzip.compress if suffix == ".gz" else lambda b: pyarrow.compress(b, "zstd", asbytes=True)
+  (tmp_path / f"a.jsonl{suffix}").write_bytes(packed(json.dumps(ROW).encode()))
+  (tmp_path / f"b.jsonl{suffix}").write_bytes(packed(mark + json.dumps([ROW], indent=2).encode()))
+  c = base.get_config()
+  c.data.sources = {"main": base.source("jsonl", str(tmp_path / f"*{suffix}"), "messages")}
+  c.data.on_malformed = "skip"
+  with pytest.raises(ConfigError, match=f"b.jsonl{suffix}: it begins a JSON array.*jq -c"):
+    resolve.resolve_data(c)
+  (tmp_path / f"b.jsonl{suffix}").write_bytes(packed(b"{}" * 99)[:9])  # damage: prepare names it
+  resolve.resolve_data(c)
 
 
 def test_a_mark_before_the_first_line_is_no_text(tmp_path):

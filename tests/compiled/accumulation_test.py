@@ -28,6 +28,7 @@ from fp8jax.quantization import quantize
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import PASSES, Accumulation, Gemm, Recipe, accumulate_name
 from fp8jax.recipe.library import RECIPES
+from fp8jax.recipe.quant import Hadamard
 from fp8jax.run import start as run_start
 
 # As the sources have it. Transformer Engine 2.x: recipe.MMParams, fp8_gemm_fprop False, dgrad and
@@ -176,6 +177,10 @@ def test_backends_refuse_an_accumulation_that_is_not_theirs(how):
     assert "accumulate=precise" in refused["reference"]
     on_cpu = dataclasses.replace(problem, device=choose.Device("cpu"))
     assert gemm_api.BACKENDS["reference"].supports(on_cpu) is None
+  rotated = dataclasses.replace(quant, transform=Hadamard(128))
+  changed = dataclasses.replace(problem, gemm=Gemm(rotated, rotated, Accumulation.FAST))
+  assert "its quantizer" in gemm_api.BACKENDS["xla_sm90"].supports(changed)
+  assert gemm_api.BACKENDS["xla"].supports(changed) is None
   block = RECIPES["block_128"].fwd
   other = dataclasses.replace(block, accumulate=64)
   problem = choose.GemmProblem(256, 256, 256, other, HOPPER)

@@ -4,16 +4,10 @@ import harness
 import jax
 import pytest
 
-from fp8jax.compiled import aot, memory, xla_buffers
+from fp8jax.compiled import aot, memory, workspace, xla_buffers
 from fp8jax.config import files as config_files
 from fp8jax.errors import UserError
-from fp8jax.models import presets
 from fp8jax.step import train_step
-
-
-@pytest.fixture(autouse=True)
-def tiny_preset(monkeypatch):
-  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
 
 
 @pytest.mark.parametrize("moments", ["float32", "coat"])
@@ -51,6 +45,17 @@ def test_compiled_bytes_are_explained():
   said = sum(row.declared or 0 for row in parts) + summary["state_declared"]
   assert said == summary["declared"]
   assert summary["saved_compiled"] == pytest.approx(summary["saved_declared"], rel=0.01)
+
+
+def test_the_peak_phase_is_that_with_the_most_bytes(monkeypatch):
+  """Its name sorts neither first nor last, and no kind of it is the largest."""
+  spec = harness.tiny_spec(harness.tiny_config("bf16"))
+  for name, row in {"_loss": {"a": 5}, "_layer": {"a": 9, "b": 1}, "_embedding": {"a": 10}}.items():
+    monkeypatch.setattr(workspace, name, lambda spec, row=row: row)
+  for saved, phase in ((0, "last layer"), (1, "last layer")):
+    assert workspace.peak(spec, saved)[0] == phase
+  monkeypatch.setattr(workspace, "_embedding", lambda spec: {"a": 11, "z": 1})
+  assert workspace.peak(spec, 1) == ("embedding", {"a": 11, "z": 1})
 
 
 ASSIGNMENT = """BufferAssignment:

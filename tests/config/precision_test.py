@@ -56,8 +56,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("changes, message", MISTAKES.values(), ids=MISTAKES)
 def test_mistake_is_named(changes, message):
+  job = "export" if any(key.startswith("export.") for key in changes) else "train"
   with pytest.raises(ConfigError, match=message):
-    harness.text_spec(**changes)
+    harness.text_spec(job=job, **changes)
 
 
 def test_precision_at_gives_the_phase_of_every_step():

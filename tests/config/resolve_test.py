@@ -36,7 +36,7 @@ def _config(**changes):
 
 # The job that reads a mistaken section; training else.
 JOBS = {"generate": "generate", "weights": "generate", "export": "export", "calibrate": "calibrate",
-        "sensitivity": "sensitivity", "eval": "evaluate"}  # fmt: skip
+        "sensitivity": "sensitivity", "noise": "noise", "eval": "evaluate"}  # fmt: skip
 
 
 def _refusal(changes, devices=1, device=CPU) -> list[str]:
@@ -304,7 +304,7 @@ MISTAKES = {
     _source(kind="parquet", path="gpt2/config.json")),
   "lost a prepared file": (["complete/train-00000.array_record does not exist", "--job=prepare"],
     _source(kind="prepared", path="complete")),
-  "foreign index": (["foreign/index.json was not written by --job=prepare"],
+  "foreign index": (["foreign/index.json: it has no field 'tokenizer'", "--job=prepare"],
     _source(kind="prepared", path="foreign")),
   "foreign tokenizer": (["gpt2/config.json is not a tokenizer.json"],
     {"data.tokenizer": "gpt2/config.json", "data.eos": "<eos>"}),

@@ -6,7 +6,6 @@ data. No config is changed.
 """
 
 import dataclasses
-import importlib.util
 import json
 import math
 import pathlib
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import run_files
 import tokenizers
 from array_record.python import array_record_module
 
@@ -69,14 +69,7 @@ PUBLISHED_PARAMETERS = {
 }
 
 
-def _load(path: pathlib.Path):
-  spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-MODULES = {str(path.relative_to(ROOT)): _load(path) for path in FILES}
+MODULES = {str(path.relative_to(ROOT)): run_files.script(path) for path in FILES}
 # (file, arm); None calls get_config without one, as --config=FILE does.
 CASES = [
   (name, arm) for name, module in MODULES.items() for arm in (None, *getattr(module, "ARMS", ()))

@@ -8,6 +8,7 @@ import chats
 import grain
 import numpy as np
 import pytest
+import texts
 
 from configs import base
 from fp8jax.config import resolve
@@ -32,10 +33,7 @@ def rows(folder):
 
 
 def _steps(spec, number, shard=WHOLE, windows=WINDOWS):
-  iterator = loader.train_batches(spec, windows // shard.count, shard)
-  found = [next(iterator) for _ in range(number)]
-  iterator.close()
-  return found
+  return texts.take(spec, number, windows // shard.count, shard=shard)
 
 
 def _segments(batch):
@@ -43,7 +41,7 @@ def _segments(batch):
   found = []
   for row in range(len(batch["tokens_BL"])):
     one = {key: x[row] for key, x in batch.items()}
-    for number in range(1, one["segments_BL"].max() + 1):
+    for number in set(one["segments_BL"]):
       here = one["segments_BL"] == number
       np.testing.assert_array_equal(one["positions_BL"][here], np.arange(here.sum()))
       # Contiguous, and a target is the next token of the same segment.
@@ -56,7 +54,7 @@ def _segments(batch):
         text = bytes([*tokens.tolist(), int(targets[-1])]).decode()
         found.append((text, bytes(targets[weights == 1].tolist()).decode()))
       else:  # padding
-        assert number == one["segments_BL"].max() and not tokens.any()
+        assert number == 0 and places[-1] == len(one["segments_BL"]) - 1
   return found
 
 
@@ -86,18 +84,31 @@ def test_order_is_the_seeds_and_resumes_at_every_step(folder):
   spec = chats.spec(folder / "a.jsonl")
   want = _steps(spec, 9)
 
-  def same(a, b):
-    return all(np.array_equal(x[k], y[k]) for x, y in zip(a, b, strict=True) for k in x)
-
+  same = texts.are_same
   assert same(want, _steps(spec, 9)) and same(want, _steps(dataclasses.replace(spec, workers=1), 9))
   assert not same(want, _steps(dataclasses.replace(spec, seed=1), 9))
   iterator = loader.train_batches(spec, WINDOWS)
   for step in range(8):
-    state = json.loads(json.dumps(iterator.get_state()))
-    again = loader.train_batches(spec, WINDOWS)
-    again.set_state(state)
-    assert same([next(again)], want[step : step + 1])
+    again = texts.resume(spec, iterator.get_state(), 1, WINDOWS)
+    assert same(again, want[step : step + 1])
     next(iterator)
+
+
+def test_padding_and_nothing_else_is_segment_0(folder):
+  """Of every maker of batches. No text has the byte 0, which fills what is left of a window."""
+  chat = chats.spec(folder / "a.jsonl", heldout=0.3)
+  path = texts.write(folder / "d.jsonl", ["x" * n for n in range(1, 60)])
+  raw = texts.source("jsonl", path)
+  _, prepared = texts.prepare(texts.spec(path, heldout=0.3), folder / "p")
+  specs = [chat, *(
+    dataclasses.replace(chat, sources={"main": of}, chat=None, on_long="split", shuffle_windows=w)
+    for of, w in ((raw, 0), (raw, 5), (prepared, 0), (prepared, 5))
+  )]  # fmt: skip
+  for spec in specs:
+    held = list(loader.heldout_batches(spec, "main", 2, 20))
+    for batch in (*held, *_steps(spec, 4)):
+      np.testing.assert_array_equal(batch["segments_BL"] == 0, batch["tokens_BL"] == 0)
+    assert not held[-1]["segments_BL"].any() and held[0]["segments_BL"].any(1).all()
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -126,10 +137,11 @@ def test_windows_of_a_step_are_those_of_grains_first_fit():
 
 def test_steps_that_need_more_windows_are_refused_before_training(folder):
   spec = chats.spec(folder / "a.jsonl")
-  needed = loader.chat_steps(spec, 8).check(50)
+  needed = loader.chat_steps(spec, 8).needed(50)
   assert 2 <= needed <= WINDOWS
   with pytest.raises(UserError, match=f"set global_batch={needed} or more"):
-    loader.chat_steps(spec, needed - 1).check(50)
+    loader.chat_steps(spec, needed - 1).check(needed)
+  loader.chat_steps(spec, needed).check(needed)
   with pytest.raises(UserError, match="need . windows of 48 positions, global_batch=1"):
     _steps(spec, 1, windows=1)
 
@@ -138,7 +150,7 @@ def test_steps_without_end_are_looked_at_as_far_as_seconds_allow(folder, monkeyp
   made = loader.chat_steps(chats.spec(folder / "a.jsonl"), 8)
   monkeypatch.setattr(packing, "_LOOK_AHEAD", 83)  # 10 steps of 8 samples
   most = [packing.first_fit(made.samples.lengths[made.numbers(k)], 48).max() + 1 for k in range(10)]
-  assert made.needed(10**15) == made.check(10**15) == max(most)
+  assert made.needed(10**15) == max(most)
 
 
 def test_derived_numbers_are_bounded(folder):
@@ -188,9 +200,7 @@ def _segments_of_eval(batch):
 
 
 def _turns(question, answer):
-  return {
-    "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-  }
+  return {"messages": [chats.user(question), chats.assistant(answer)]}
 
 
 GOOD = [_turns("q", "fine")] * 8

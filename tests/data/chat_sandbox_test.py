@@ -1,23 +1,16 @@
 """Templates of a tokenizer's folder, chosen as transformers chooses; the sandbox and its bounds."""
 
 import json
-import pathlib
 import pickle
 import time
 import tracemalloc
 
 import pytest
+from chats import GOLDEN, user
 
 from fp8jax.data.chat import sandbox
 from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.errors import UserError
-
-FOLDER = pathlib.Path(__file__).resolve().parents[1] / "golden/chat_templates"
-GOLDEN = json.loads((FOLDER / "rendered.json").read_text())
-
-
-def _user(text):
-  return {"role": "user", "content": text}
 
 
 def test_sandbox_refuses_to_reach_or_change_what_it_is_given():
@@ -28,12 +21,12 @@ def test_sandbox_refuses_to_reach_or_change_what_it_is_given():
     "{{ dict.mro() }}",
   ):
     with pytest.raises(UserError, match="refuses the conversation"):
-      ChatTemplate(text).render([_user("x")])
+      ChatTemplate(text).render([user("x")])
 
 
 def test_blocks_are_trimmed_and_loops_controlled():
   text = "{% for m in messages %}\n  {% if loop.index0 == 1 %}\n  {% break %}\n  {% endif %}\n-\n"
-  assert ChatTemplate(text + "{% endfor %}\nend").render([_user("x")] * 3) == "-\nend"
+  assert ChatTemplate(text + "{% endfor %}\nend").render([user("x")] * 3) == "-\nend"
 
 
 @pytest.mark.parametrize("name", GOLDEN["folders"])
@@ -48,8 +41,8 @@ def test_folders_give_the_template_and_special_tokens_that_transformers_gives(na
       ChatTemplate.load(str(tmp_path))
     return
   template = pickle.loads(pickle.dumps(ChatTemplate.load(str(tmp_path))))
-  assert template.render([_user("x")]) == golden["plain"]
-  assert template.render([_user("x")], tools=[{}]) == golden["tools"]
+  assert template.render([user("x")]) == golden["plain"]
+  assert template.render([user("x")], tools=[{}]) == golden["tools"]
   assert ("tool_use" in template.origin) == golden["tools"].startswith("TOOLS")
   assert ("files hide another" in template.origin) == (name == "file before list")
 
@@ -85,7 +78,7 @@ def test_a_named_file_hides_the_folders_templates(tmp_path):
   (tmp_path / "chat_template.jinja").write_text("f{{ messages }}")
   (tmp_path / "own.jinja").write_text("own{{ messages[1:] }}")
   own = ChatTemplate.load(str(tmp_path / "chat_template.jinja"), str(tmp_path / "own.jinja"))
-  assert own.render([_user("x")], tools=[{}]) == "own[]" and own.origin == ""
+  assert own.render([user("x")], tools=[{}]) == "own[]" and own.origin == ""
 
 
 LOOP = "{% for i in range(99999) %}"
@@ -113,7 +106,7 @@ def test_text_and_work_of_a_template_are_bounded(text, monkeypatch):
   monkeypatch.setattr(sandbox, "MOST_STEPS", 2**16)
   start = time.process_time()
   with pytest.raises(UserError, match="a text of more than 4,194,304 char|more than 65,536 steps"):
-    ChatTemplate(text).render([_user("x")])
+    ChatTemplate(text).render([user("x")])
   assert time.process_time() - start < 5
 
 
@@ -123,7 +116,7 @@ def test_counted_loops_know_their_length_and_neighbours():
     "{{ loop.nextitem is defined }}"
     "{% else %}none{% endfor %}{% for k, v in messages[0].items() if v == 'x' %}{{ k }}{% endfor %}"
   )
-  assert ChatTemplate(text).render([_user("x"), _user("y")]) == "22FalseTrue21TrueFalsecontent"
+  assert ChatTemplate(text).render([user("x"), user("y")]) == "22FalseTrue21TrueFalsecontent"
 
 
 @pytest.mark.parametrize("text", [
@@ -137,7 +130,7 @@ def test_a_width_is_refused_before_the_text_is_made(text):
   tracemalloc.start()
   try:
     with pytest.raises(UserError, match="makes a text of more than 4,194,304 characters"):
-      ChatTemplate(text).render([_user("x")])
+      ChatTemplate(text).render([user("x")])
     assert tracemalloc.get_traced_memory()[1] < 2**26  # the text has 300 million characters
   finally:
     tracemalloc.stop()
@@ -146,6 +139,6 @@ def test_a_width_is_refused_before_the_text_is_made(text):
 def test_widths_that_templates_use_are_kept():
   text = "{{ '%5.2f' % 1.5 }}|{{ 'a'|center(5) }}|{{ 1700000000 }}|{{ '{:>3}'.format(7) }}|"
   text += "{{ 'a'.replace('a', 'b', 1) }}|{{ '%s is %d %%' % ('x', 1700000000) }}"
-  assert ChatTemplate(text + "{{ messages|length }}").render([_user("x")]) == (
+  assert ChatTemplate(text + "{{ messages|length }}").render([user("x")]) == (
     " 1.50|  a  |1700000000|  7|b|x is 1700000000 %1"
   )

@@ -8,32 +8,23 @@ import chats
 import numpy as np
 import pytest
 import tokenizers
+from chats import GOLDEN, GOLDEN_TEMPLATES, assistant, user
 
 from fp8jax.data import config as data_config
 from fp8jax.data import tokenize
 from fp8jax.data.chat import conversation, encode, samples
-from fp8jax.data.chat.template import MARKS, ChatTemplate
+from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.errors import UserError
 
-FOLDER = pathlib.Path(__file__).resolve().parents[1] / "golden/chat_templates"
-GOLDEN = json.loads((FOLDER / "rendered.json").read_text())
 RENDERED = {t: {**of, "agent": GOLDEN["agents"][t]} for t, of in GOLDEN["rendered"].items()}
 CASES = [(t, c) for t, of in RENDERED.items() for c in of]
 CHATML, LLAMA = ("qwen2_5", "qwen2_5_training", "qwen3", "smollm2"), ("llama3", "llama3_training")
 
 
 def _template(name: str, **changes) -> ChatTemplate:
-  text = (FOLDER / f"{name}.jinja").read_text()
+  text = (GOLDEN_TEMPLATES / f"{name}.jinja").read_text()
   values = dict(special_tokens=GOLDEN["special_tokens"], date=GOLDEN["date"]) | changes
   return ChatTemplate(text, **values)
-
-
-def _user(text):
-  return {"role": "user", "content": text}
-
-
-def _assistant(text, **more):
-  return {"role": "assistant", "content": text, **more}
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -56,7 +47,7 @@ def test_templates_render_as_transformers_renders_them(name, case):
 
 
 def test_date_is_a_setting():
-  assert "Today Date: 31 Jan 2026\n" in _template("llama3_2").render([_user("x")])
+  assert "Today Date: 31 Jan 2026\n" in _template("llama3_2").render([user("x")])
   with pytest.raises(UserError, match="data.template_date"):
     _template("llama3_2", date="").check()
   with pytest.raises(UserError, match="is no date"):
@@ -64,19 +55,28 @@ def test_date_is_a_setting():
 
 
 def test_long_conversations_are_refused_by_a_bound(monkeypatch):
-  long = [_user("q"), _assistant("a")] * 25_000
-  with pytest.raises(UserError, match=r"625,025,000 messages in all, at most 1,048,576; split it"):
-    encode.render(_template("qwen2_5"), long)
-  monkeypatch.setattr(encode, "MOST_CHARACTERS", 1000)
-  with pytest.raises(UserError, match="characters in all, at most 1,000"):
-    encode.render(_template("qwen2_5"), long[:20])
+  template, pair = _template("qwen2_5"), [user("q"), assistant("a")]
+  # k turns that alternate render 2 + 4 + ... + 2k = k (k + 1) messages.
+  with pytest.raises(UserError, match="at most 1,048,576 messages.*of 2,046 messages or fewer"):
+    encode.render(template, pair * 25_000)
+  monkeypatch.setattr(encode, "MOST_MESSAGES", 30)
+  assert len(encode.render(template, pair * 5)) == 1
+  with pytest.raises(UserError, match="at most 30 messages in all; split .* of 10 messages"):
+    encode.render(template, pair * 6)
+  most = sum(len(template.render(pair * k)) for k in (1, 2, 3))
+  monkeypatch.setattr(encode, "MOST_CHARACTERS", most)
+  assert len(encode.render(template, pair * 3)) == 1
+  with pytest.raises(
+    UserError, match=f"at most {most:,} characters in all; split .* of 6 messages"
+  ):
+    encode.render(template, pair * 4)
 
 
 def test_generated_text_that_a_template_computes_with_is_refused():
   cut = "{% set x %}{% generation %}{{ messages[0].content }}{% endgeneration %}{% endset %}"
   for use in ("{{ x | length }}", "{{ x[:3] }}"):
     with pytest.raises(UserError, match="computes with the text"):
-      ChatTemplate(cut + use).render_marked([_user("abcd")])
+      ChatTemplate(cut + use).render_marked([user("abcd")])
 
 
 # --- trained tokens ------------------------------------------------------------------------------
@@ -98,13 +98,13 @@ def characters(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [*CHATML, *LLAMA])
-def test_trained_tokens_are_those_of_the_assistant(characters, name):
+def test_trained_tokens_are_those_of_theassistant(characters, name):
   """One token per character and per special token: the count needs no offsets."""
   if name == "qwen3":  # its last turn has thoughts, also without any
     answers, extra = [["one"], ["three 3"]], len("<think>\n\n</think>\n\n")
   else:
     answers, extra = [["one", "three 3"]], 0
-  chat = [_user("One?"), _assistant("one"), _user("Three?"), _assistant("three 3")]
+  chat = [user("One?"), assistant("one"), user("Three?"), assistant("three 3")]
   # ChatML ends a turn with a line break; trl's blocks also have the one that follows "assistant".
   turn = 1 if name in LLAMA else 2
   extra += name == "qwen2_5_training"
@@ -129,7 +129,7 @@ def test_end_of_turn_behind_a_generation_block_is_trained(characters):
     "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
     "{{ END }}{% endfor %}"
   )
-  chat = [_user("One?"), _assistant("one"), _user("b"), _assistant("yes")]
+  chat = [user("One?"), assistant("one"), user("b"), assistant("yes")]
   for end, trained in (
     ("{{ '<|im_end|>\\n' }}", "one<|im_end|>yes<|im_end|>"),
     ("{{ '\\n<|im_end|>' }}", "one\n<|im_end|>yes\n<|im_end|>"),
@@ -173,7 +173,7 @@ def test_a_block_that_begins_with_what_was_rendered_before_is_trained():
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A:{{ m.content }};"
     "{% endgeneration %}{% else %}{{ m.content }}" + header + "{% endif %}{% endfor %}"
   )
-  chat = [_user("q"), _assistant("one"), _user("r"), _assistant("two")]
+  chat = [user("q"), assistant("one"), user("r"), assistant("two")]
   (one,) = encode.render(ChatTemplate(text), chat)
   assert [one.text[a:b] for a, b in one.spans] == ["A:one;", "A:two;"]
 
@@ -189,15 +189,15 @@ def test_blocks_of_earlier_turns_are_not_those_of_a_turn(kept):
     "{% if KEPT %}{% generation %}{{ c }};{% endgeneration %}"
     "{% else %}{{ c }};{% endif %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
   ).replace("KEPT", "true" if kept == "all" else "n.i == ns.last")
-  chat = [_user("q"), _assistant("t</think>one"), _user("r"), _assistant("u</think>two")]
+  chat = [user("q"), assistant("t</think>one"), user("r"), assistant("u</think>two")]
   made = encode.render(ChatTemplate(text), chat)
   spans = [[one.text[a:b] for a, b in one.spans] for one in made]
   assert spans == [["t</think>one;"], ["u</think>two;"]]
 
 
 THINKING = [
-  _user("1"), _assistant("<think>\nt1\n</think>\n\nA1"), _user("2"),
-  _assistant("A2", reasoning_content="t2"),
+  user("1"), assistant("<think>\nt1\n</think>\n\nA1"), user("2"),
+  assistant("A2", reasoning_content="t2"),
 ]  # fmt: skip
 # Opens the thoughts in its prompt, keeps those of the last turn, writes others as empty ones.
 NEMOTRON = (
@@ -229,7 +229,7 @@ def test_a_turn_with_thoughts_is_trained_as_it_is_served(name):
 
 def test_a_turn_without_thoughts_is_trained_as_it_is_rendered():
   """Prompts that open thoughts are not the beginning of such a turn; the samples say so."""
-  chat = [_user("1"), _assistant("A1"), _user("2"), _assistant("A2")]
+  chat = [user("1"), assistant("A1"), user("2"), assistant("A2")]
   for template, turns, opening in (
     (_template("deepseek_r1_distill"), ["A1" + END, "A2" + END], "<think>\n"),
     (ChatTemplate(NEMOTRON), ["</think>A1<|im_end|>\n", "</think>A2<|im_end|>\n"], "\n"),
@@ -243,7 +243,7 @@ def test_a_turn_without_thoughts_is_trained_as_it_is_rendered():
   )
   for text, answer in ((_template("deepseek_r1_distill").text, ""), (cut, "yes")):
     with pytest.raises(UserError, match="first trained token is unknown"):
-      encode.render(ChatTemplate(text), [_user("1"), _assistant(f"<think>\nt\n</think>{answer}")])
+      encode.render(ChatTemplate(text), [user("1"), assistant(f"<think>\nt\n</think>{answer}")])
 
 
 CLOSED = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}END{% endfor %}"
@@ -300,18 +300,18 @@ def test_a_token_over_the_end_of_a_trained_span_is_not_trained(tmp_path):
   for end, tokens, trained in ((" and", [1, 2, 6, 5], [6]), (".", [1, 2, 3, 7], [3])):
     template = ChatTemplate(text, {"END": end})
     encoder = encode.Encoder(tokenize.Tokenizer(str(tmp_path), "."), template)
-    (sample,) = encoder.samples({"messages": [_user("q"), _assistant("yes")]})
+    (sample,) = encoder.samples({"messages": [user("q"), assistant("yes")]})
     assert sample.tokens.tolist() == tokens
     assert sample.tokens[sample.trained].tolist() == trained
 
 
 def test_turns_of_weight_0_and_what_follows_the_last_turn_are_not_trained():
-  chat = [_user("a"), _assistant("no", weight=0), _user("b"), _assistant("yes"), _user("c")]
+  chat = [user("a"), assistant("no", weight=0), user("b"), assistant("yes"), user("c")]
   for name in ("qwen2_5", "qwen2_5_training"):
     (one,) = encode.render(_template(name), chat)
     assert [one.text[a:b].strip("\n") for a, b in one.spans] == ["yes<|im_end|>"]
     assert one.text.endswith("yes<|im_end|>\n")
-  (none,) = encode.render(_template("qwen2_5"), [_user("only a question")])
+  (none,) = encode.render(_template("qwen2_5"), [user("only a question")])
   assert none.spans == ()
 
 
@@ -321,7 +321,7 @@ def test_tokens_of_a_real_tokenizer_are_cut_as_in_the_whole_text():
   if not (folder / "tokenizer.json").exists():
     pytest.skip("make run fetches the tokenizer")
   tokenizer = tokenize.Tokenizer(str(folder))
-  chat = [_user("Ü 👩‍🚀\n\n"), _assistant("\n\nDé́jà 👋🏽 vu"), _user("?"), _assistant("ok")]
+  chat = [user("Ü 👩‍🚀\n\n"), assistant("\n\nDé́jà 👋🏽 vu"), user("?"), assistant("ok")]
   (sample,) = encode.Encoder(tokenizer, ChatTemplate.load(str(folder))).samples({"messages": chat})
   # Special tokens cut the text: pieces between them are tokenized alone, and masks laid by hand.
   pieces = [
@@ -347,7 +347,7 @@ def test_bytes_of_the_built_in_tokenizer_have_the_offsets_of_their_characters():
   template = ChatTemplate("{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
                           "{{ 'a:' if add_generation_prompt }}")  # fmt: skip
   encoder = encode.Encoder(tokenize.Tokenizer("bytes"), template)
-  (sample,) = encoder.samples({"messages": [_user("é"), _assistant("ü!")]})
+  (sample,) = encoder.samples({"messages": [user("é"), assistant("ü!")]})
   assert bytes(sample.tokens.tolist()).decode() == "u:é;a:ü!;"
   assert sample.trained.tolist() == [False] * 7 + [True] * 4
   # Nothing comes before the first token, so that nothing predicts it.
@@ -360,7 +360,7 @@ def test_template_that_hides_where_a_turn_begins_is_refused():
     "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'Answer:' if add_generation_prompt }}"
   )
   with pytest.raises(UserError, match="{% generation %}"):
-    encode.render(ChatTemplate(text), [_user("x"), _assistant("y")])
+    encode.render(ChatTemplate(text), [user("x"), assistant("y")])
 
 
 # --- formats -------------------------------------------------------------------------------------
@@ -405,24 +405,6 @@ def test_conversations_keep_their_system_text_tools_and_thoughts():
   assert turn["reasoning_content"] == "r"
 
 
-BAD = {
-  "unknown role": ({"role": "critic", "content": "x"}, "unknown role 'critic'.*rename it"),
-  "empty assistant": ({"role": "assistant", "content": " \n"}, "is empty; write its answer"),
-  "no object": ("x", "message 1 is str"),
-  "an image": ({"role": "user", "content": [{"type": "image_url"}]}, "only text is trained on"),
-  "a number": ({"role": "user", "content": 3}, "content is int, expected a string"),
-  "a mark": ({"role": "user", "content": MARKS[0]}, "remove them"),
-  "half a pair": ({"role": "user", "content": "\ud800"}, "lone surrogate"),
-}
-
-
-@pytest.mark.parametrize("message, problem", BAD.values(), ids=BAD)
-def test_malformed_messages_are_named(message, problem):
-  record = conversation.read({"messages": [_user("q"), message]}, "messages", "messages", "")
-  with pytest.raises(ValueError, match=problem):
-    raise ValueError(record["error"])
-
-
 def test_malformed_rows_are_named():
   def error(row, format="messages"):
     return conversation.read(row, format, conversation.FIELDS[format], "")["error"]
@@ -430,9 +412,9 @@ def test_malformed_rows_are_named():
   assert "missing field 'messages' (has 'text')" in error({"text": "x"})
   assert "no list of messages" in error({"messages": "x"})
   assert "missing field 'completion'" in error({"prompt": "x"}, "prompt")
-  assert "answers nothing" in error({"messages": [_assistant("hello")]})
+  assert "answers nothing" in error({"messages": [assistant("hello")]})
   # An empty tool-calling turn is no empty answer.
-  call = {"messages": [_user("q"), _assistant("", tool_calls=CALLS)]}
+  call = {"messages": [user("q"), assistant("", tool_calls=CALLS)]}
   assert "error" not in conversation.read(call, "messages", "messages", "")
 
 
@@ -442,7 +424,7 @@ def test_completion_that_is_json_is_text_unless_it_is_messages():
   for text in ('[{"name": "Bob"}]', '[{"role": "admin"}, 3]', "[{", "[{}] is empty", exchange):
     row = {"prompt": "as JSON?", "completion": text}
     (_, turn) = conversation.read(row, "prompt", fields, "")["messages"]
-    assert turn == _assistant(text)
-  row = {"prompt": "q", "completion": json.dumps([_assistant("a", tool_calls=CALLS)])}
+    assert turn == assistant(text)
+  row = {"prompt": "q", "completion": json.dumps([assistant("a", tool_calls=CALLS)])}
   (_, turn) = conversation.read(row, "prompt", fields, "")["messages"]
   assert turn["content"] == "a"

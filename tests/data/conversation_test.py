@@ -13,23 +13,12 @@ from hypothesis import strategies as st
 from configs import base
 from fp8jax.data import sources
 from fp8jax.data.chat import conversation, encode
-from fp8jax.data.chat.template import ChatTemplate
+from fp8jax.data.chat.template import MARKS, ChatTemplate
 from fp8jax.errors import UserError
 
 ROLES = ["system", "developer", "user", "assistant", "tool"]
-KEYS = [
-  "role",
-  "content",
-  "from",
-  "value",
-  "type",
-  "text",
-  "name",
-  "function",
-  "arguments",
-  "weight",
-]
-KEYS += ["tool_calls", "reasoning", "parameters", "function_call"]
+KEYS = "role content from value type text name function arguments weight tool_calls".split()
+KEYS += ["reasoning", "parameters", "function_call"]
 
 leaves = st.one_of(
   st.none(), st.booleans(), st.integers(-2, 2), st.just(math.nan), st.just(b"bytes"),
@@ -150,6 +139,13 @@ def test_spellings_of_a_conversation_are_one(data):
 
 
 ODD_ROWS = {
+  "unknown role": ({"role": "critic", "content": "x"}, "unknown role 'critic'.*rename it"),
+  "empty answer": ({"role": "assistant", "content": " \n"}, "is empty; write its answer"),
+  "no object": ("x", "message 1 is str"),
+  "an image": ({"role": "user", "content": [{"type": "image_url"}]}, "only text is trained on"),
+  "a number": ({"role": "user", "content": 3}, "content is int, expected a string"),
+  "a mark": ({"role": "user", "content": MARKS[0]}, "remove them"),
+  "half a pair": ({"role": "user", "content": "\ud800"}, "lone surrogate"),
   "user content null": ({"role": "user", "content": None}, "message 1: content is null"),
   "no content": ({"role": "user"}, "message 1: content is null"),
   "no parts": ({"role": "user", "content": []}, "message 1: content is null"),
@@ -200,12 +196,8 @@ def test_function_calls_of_sharegpt_are_the_assistants():
   """The role of LLaMA-Factory's demo files; its value is JSON text."""
   value = '{"name": "weather", "arguments": {"city": "Paris"}}'
   for one in (value, f"[{value}]"):
-    turns = [
-      ("human", "weather?"),
-      ("function_call", one),
-      ("observation", "rain"),
-      ("gpt", "Rain."),
-    ]
+    turns = [("human", "weather?"), ("function_call", one), ("observation", "rain")]
+    turns += [("gpt", "Rain.")]
     row = {"conversations": [{"from": role, "value": text} for role, text in turns]}
     record = conversation.read(row, "sharegpt", "conversations", "f")
     flat = [*WANT[:1], {**WANT[1], "tool_calls": [CALL["function"]]}, *WANT[2:]]
@@ -245,11 +237,8 @@ def test_tables_render_as_json_lines_do(tmp_path):
     {"messages": other, "tools": [{"type": "function", "function": add}]},
     {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
   ]
-  paths = {
-    "jsonl": tmp_path / "a.jsonl",
-    "parquet": tmp_path / "a.parquet",
-    "datasets": tmp_path / "d",
-  }
+  names = {"jsonl": "a.jsonl", "parquet": "a.parquet", "datasets": "d"}
+  paths = {kind: tmp_path / name for kind, name in names.items()}
   paths["jsonl"].write_text("".join(json.dumps(row) + "\n" for row in rows))
   parquet.write_table(pyarrow.Table.from_pylist(rows), paths["parquet"])
   datasets.Dataset.from_list(rows).save_to_disk(str(paths["datasets"]))

@@ -1,5 +1,6 @@
 """Damaged and misleading data files end in one message that names them."""
 
+import dataclasses
 import json
 import os
 
@@ -8,34 +9,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import rich.console
+import texts
 import tokenizers
 from array_record.python import array_record_module  # pyright: ignore
 from ml_collections import ConfigDict
 
 from configs import base
 from fp8jax.config import resolve
-from fp8jax.data import config as data_config
-from fp8jax.data import loader, pretokenize, sources, tokenize
+from fp8jax.data import loader, sources, tokenize
 from fp8jax.errors import ConfigError, UserError
-
-
-def _source(**values):
-  return dict(kind="text", path="", field="text", dataset="", split="train", weight=1.0) | values
-
-
-def _spec(source, tokenizer=None, **values):
-  tokenizer = tokenizer or tokenize.Tokenizer("bytes")
-  return data_config.DataConfig({"main": source}, tokenizer, seq_len=32, prefetch=0, **values)
 
 
 def _read(spec, n=20):
   """n batches; returns what was passed over."""
   counts = loader.DocumentCounts()
-  iterator = loader.train_batches(spec, 2, counts=counts)
-  for _ in range(n):
-    next(iterator)
-  iterator.close()
+  texts.take(dataclasses.replace(spec, prefetch=0), n, 2, counts=counts)
   return counts.summary()
 
 
@@ -46,10 +34,8 @@ def _read(spec, n=20):
 def whole(tmp_path_factory):
   """Files of 40 prepared documents: {name: content}."""
   folder = tmp_path_factory.mktemp("whole")
-  lines = [json.dumps({"text": f"doc {i} " + "x" * 30}) for i in range(40)]
-  (folder / "c.jsonl").write_text("\n".join(lines))
-  spec = _spec(_source(kind="jsonl", path=str(folder / "c.jsonl")), heldout=0.3)
-  pretokenize.run(spec, str(folder / "p"), 400, rich.console.Console(quiet=True))
+  path = texts.write(folder / "c.jsonl", [f"doc {i} " + "x" * 30 for i in range(40)])
+  texts.prepare(texts.spec(path, heldout=0.3), folder / "p", 400)
   return {p.name: p.read_bytes() for p in (folder / "p" / "main").iterdir()}
 
 
@@ -60,7 +46,7 @@ def folder(whole, tmp_path):
   return tmp_path
 
 
-SHARD = "train-00000.array_record"
+SHARD, PYDOC = "train-00000.array_record", texts.source("pydoc")
 
 
 def _rewrite(folder, record):
@@ -77,10 +63,7 @@ def _rewrite(folder, record):
 
 
 def _change(folder, **changes):
-  path = folder / "index.json"
-  index = json.loads(path.read_text())
-  index["splits"]["train"] |= changes
-  path.write_text(json.dumps(index))
+  _change_index(folder, lambda index: index["splits"]["train"].update(changes))
 
 
 def _change_index(folder, change):
@@ -121,14 +104,29 @@ DAMAGE = {
   "lengths above": (lambda f: _change(f, lengths="../x"), "splits.train names '../x'"),
   "too many documents": (lambda f: _change(f, documents=4000), "index.json says 4000"),
   "too few documents": (lambda f: _change(f, documents=3), "index.json says 3"),
-  "quoted count": (lambda f: _change(f, documents="40"), "splits.train.documents is '40'"),
-  "negative count": (lambda f: _change(f, documents=-1), "splits.train.documents is -1"),
-  "files that are text": (lambda f: _change(f, files="abc"), "splits.train has no list of files"),
-  "files that are numbers": (lambda f: _change(f, files=[3]), "splits.train names 3"),
+  "quoted count": (
+    lambda f: _change(f, documents="40"),
+    "'splits.train.documents' is '40', expected a whole number",
+  ),
+  "negative count": (
+    lambda f: _change(f, documents=-1),
+    "'splits.train.documents' is -1, expected a whole number >= 0",
+  ),
+  "files that are text": (
+    lambda f: _change(f, files="abc"),
+    "'splits.train.files' is 'abc', expected a list",
+  ),
+  "files that are numbers": (lambda f: _change(f, files=[3]), "files.0.' is 3, expected text"),
   "no files": (lambda f: _change(f, files=[]), "documents in no file"),
   "one file twice": (lambda f: _change(f, files=[SHARD, SHARD]), "names a file twice"),
-  "no train split": (lambda f: _change_index(f, lambda i: i["splits"].pop("train")), "no list of"),
-  "splits that are a list": (lambda f: _change_index(f, lambda i: i.update(splits=[])), "no list"),
+  "no train split": (
+    lambda f: _change_index(f, lambda i: i["splits"].pop("train")),
+    "no field 'train'",
+  ),
+  "splits that are a list": (
+    lambda f: _change_index(f, lambda i: i.update(splits=[])),
+    "'splits' is \\[\\], expected",
+  ),
 }
 
 
@@ -140,7 +138,7 @@ CASES = [(name, s) for name in DAMAGE for s in (0, 8) if s or name != "shorter d
 def test_prepared_damage_is_named(folder, name, shuffle):
   damage, message = DAMAGE[name]
   damage(folder)
-  spec = _spec(_source(kind="prepared", path=str(folder)), heldout=0.3, shuffle_windows=shuffle)
+  spec = texts.spec(texts.source("prepared", folder), heldout=0.3, shuffle_windows=shuffle)
   with pytest.raises(UserError, match=message) as error:
     sources.Prepared(str(folder), "train").check()  # as the configuration's checks
     _read(spec, 40)
@@ -148,22 +146,20 @@ def test_prepared_damage_is_named(folder, name, shuffle):
 
 
 def test_prepared_that_is_whole_is_read(folder):
-  source = _source(kind="prepared", path=str(folder))
+  source = texts.source("prepared", folder)
   for split in ("train", "heldout"):
     sources.Prepared(str(folder), split).check()
-  assert _read(_spec(source, heldout=0.3)) == {}
-  assert _read(_spec(source, heldout=0.3, shuffle_windows=4)) == {}
+  assert _read(texts.spec(source, heldout=0.3)) == {}
+  assert _read(texts.spec(source, heldout=0.3, shuffle_windows=4)) == {}
 
 
 def test_prepare_writes_a_damaged_folder_again(tmp_path):
-  (tmp_path / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-  spec = _spec(_source(kind="jsonl", path=str(tmp_path / "c.jsonl")), heldout=0.0)
-  out = rich.console.Console(quiet=True)
-  pretokenize.run(spec, str(tmp_path / "p"), 10**6, out)
+  spec = texts.spec(texts.write(tmp_path / "c.jsonl", ["one", "two"]), heldout=0.0)
+  texts.prepare(spec, tmp_path / "p")
   shard = tmp_path / "p" / "main" / SHARD
   content = shard.read_bytes()
   shard.write_bytes(content[:-50])
-  pretokenize.run(spec, str(tmp_path / "p"), 10**6, out)
+  texts.prepare(spec, tmp_path / "p")
   assert shard.read_bytes() == content
 
 
@@ -175,12 +171,12 @@ def test_prepare_writes_a_damaged_folder_again(tmp_path):
   [
     ("pydoc", "data.sources.main is 'pydoc', expected an entry"),
     (3, "data.sources.main is 3, expected an entry"),
-    (_source(kind="pydoc", weight="1"), "data.sources.main.weight is '1', expected a number"),
-    (_source(kind="pydoc", weight=True), "data.sources.main.weight is True, expected a number"),
-    (_source(kind="pydoc", weight=float("inf")), "data.sources.main.weight"),
-    (_source(kind="pydoc", weight=1e308), "data.sources.main.weight is 1e+308"),
-    (_source(path=3), "data.sources.main.path is 3, expected a string"),
-    (_source(kind=["text"]), "data.sources.main.kind is ['text'], expected a string"),
+    (dict(PYDOC, weight="1"), "data.sources.main.weight is '1', expected a number"),
+    (dict(PYDOC, weight=True), "data.sources.main.weight is True, expected a number"),
+    (texts.source("pydoc", weight=float("inf")), "data.sources.main.weight"),
+    (texts.source("pydoc", weight=1e308), "data.sources.main.weight is 1e+308"),
+    (dict(texts.source(), path=3), "data.sources.main.path is 3, expected a string"),
+    (dict(texts.source(), kind=["text"]), "data.sources.main.kind is ['text'], expected a string"),
   ],
 )
 def test_source_of_a_wrong_type_is_refused(source, message):
@@ -225,10 +221,10 @@ def test_parquet_with_a_damaged_row_group_stops_or_is_counted(tmp_path):
   path = tmp_path / "t.parquet"
   _table(path, [f"row {i} " + "y" * 30 for i in range(60)])
   _damage(path, 10, 100)
-  spec = _spec(_source(kind="parquet", path=str(path)), heldout=0.0)
+  spec = texts.spec(texts.source("parquet", path), heldout=0.0)
   with pytest.raises(tokenize.MalformedDocument, match="t.parquet:row .*: row group 0 cannot be"):
     _read(spec, 40)
-  skipping = _spec(spec.sources["main"], heldout=0.0, on_malformed="skip")
+  skipping = dataclasses.replace(spec, on_malformed="skip")
   assert 20 <= _read(skipping, 40)["malformed"] <= 60
 
 
@@ -238,18 +234,18 @@ def test_parquet_with_a_damaged_footer_is_named(tmp_path):
   size = path.stat().st_size
   _damage(path, size - 300, size - 8)
   with pytest.raises(UserError, match="t.parquet is not a Parquet file"):
-    len(sources.open_source(_source(kind="parquet", path=str(path))))
+    len(sources.open_source(texts.source("parquet", path)))
 
 
 def test_parquet_with_bad_utf8_stops_or_is_counted(tmp_path):
   offsets, text = np.array([0, 40, 42, 82], "<i4"), b"a" * 40 + b"\xff\xfe" + b"b" * 40
-  texts = pa.Array.from_buffers(pa.string(), 3, [None, *map(pa.py_buffer, (offsets, text))])
+  rows = pa.Array.from_buffers(pa.string(), 3, [None, *map(pa.py_buffer, (offsets, text))])
   path = tmp_path / "t.parquet"
-  _table(path, texts)
-  spec = _spec(_source(kind="parquet", path=str(path)), heldout=0.0)
+  _table(path, rows)
+  spec = texts.spec(texts.source("parquet", path), heldout=0.0)
   with pytest.raises(tokenize.MalformedDocument, match="t.parquet:row 1: bad UTF-8 at byte 0"):
     _read(spec)
-  skipping = _spec(spec.sources["main"], heldout=0.0, on_malformed="skip")
+  skipping = dataclasses.replace(spec, on_malformed="skip")
   assert _read(skipping)["malformed"] > 1
 
 
@@ -263,7 +259,7 @@ def _word_level(folder):
 
 def test_tokenizer_that_cannot_encode_is_named(tmp_path):
   _word_level(tmp_path)
-  spec = _spec(_source(kind="pydoc"), tokenize.Tokenizer(str(tmp_path), "<end>"))
+  spec = texts.spec(tokenizer=tokenize.Tokenizer(str(tmp_path), "<end>"))
   with pytest.raises(UserError, match="tokenizer.json cannot encode .*Missing .UNK. token"):
     _read(spec)
 

@@ -11,58 +11,32 @@ import time
 
 import numpy as np
 import pytest
-import rich.console
+import texts
 
-from fp8jax.data import config as data_config
-from fp8jax.data import loader, pretokenize, sources, tokenize
+from fp8jax.data import loader, sources, tokenize
 from fp8jax.errors import UserError
 
-BYTES = tokenize.Tokenizer("bytes")
-
-
-def _source(**values):
-  return dict(kind="text", path="", field="text", dataset="", split="train", weight=1.0) | values
-
-
-def _spec(seq_len=32, **values):
-  values = {"sources": {"main": _source(kind="pydoc")}, "tokenizer": BYTES} | values
-  return data_config.DataConfig(seq_len=seq_len, **values)
-
-
-def _take(spec, n, batch=4, **kwargs):
-  iterator = loader.train_batches(spec, batch, **kwargs)
-  found = [next(iterator) for _ in range(n)]
-  iterator.close()
-  return found
-
-
-def _same(a, b) -> bool:
-  return all(
-    x.keys() == y.keys() and all(np.array_equal(x[k], y[k]) for k in x)
-    for x, y in zip(a, b, strict=True)
-  )
+EOS = texts.BYTES.eos_id
 
 
 def _documents(batches) -> list[str]:
   """The documents of a stream of batches of one row, in order; the last one is cut."""
   tokens = [t for b in batches for t in (*b["tokens_BL"][0], b["targets_BL"][0, -1])]
-  return BYTES.decode([t if t != BYTES.eos_id else ord("|") for t in tokens]).split("|")[:-1]
+  text = texts.BYTES.decode([t if t != EOS else ord("|") for t in tokens])
+  return text.split("|")[:-1]
 
 
 @pytest.fixture
 def corpus(tmp_path):
   """40 documents that say who they are, as JSON lines."""
-  path = tmp_path / "corpus.jsonl"
-  with open(path, "w") as f:
-    for i in range(40):
-      f.write(json.dumps({"text": f"doc {i:02d} " + "x" * (7 * i % 50)}) + "\n")
-  return path
+  documents = [f"doc {i:02d} " + "x" * (7 * i % 50) for i in range(40)]
+  return texts.write(tmp_path / "corpus.jsonl", documents)
 
 
 def test_windows_cover_every_document_once_an_epoch_in_order_of_tokens(corpus):
-  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, heldout=0.0)
-  total = sum(len(BYTES.encode(r["text"])) for r in sources.open_source(spec.sources["main"]))
-  batches = _take(spec, total // 33 + 1, batch=1)
+  spec = texts.spec(corpus, heldout=0.0)
+  total = sum(len(texts.BYTES.encode(r["text"])) for r in sources.open_source(spec.sources["main"]))
+  batches = texts.take(spec, total // 33 + 1, batch=1)
   for batch in batches:
     assert batch["tokens_BL"].shape == (1, 32)
     np.testing.assert_array_equal(batch["tokens_BL"][:, 1:], batch["targets_BL"][:, :-1])
@@ -71,10 +45,10 @@ def test_windows_cover_every_document_once_an_epoch_in_order_of_tokens(corpus):
 
 
 def test_documents_are_kept_apart_by_segments_positions_and_weights(corpus):
-  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, seq_len=64, heldout=0.0)
-  (batch,) = _take(spec, 1)
+  spec = texts.spec(corpus, seq_len=64, heldout=0.0)
+  (batch,) = texts.take(spec, 1)
   tokens, targets = batch["tokens_BL"], batch["targets_BL"]
-  ends = tokens == BYTES.eos_id
+  ends = tokens == EOS
   # The token after an end begins a document: new segment, position 0, not a target of the old one.
   np.testing.assert_array_equal(np.diff(batch["segments_BL"], axis=1), ends[:, :-1])
   assert np.all(batch["positions_BL"][:, 1:][ends[:, :-1]] == 0)
@@ -82,48 +56,39 @@ def test_documents_are_kept_apart_by_segments_positions_and_weights(corpus):
   np.testing.assert_array_equal(np.diff(batch["positions_BL"], axis=1)[inside], 1)
   np.testing.assert_array_equal(batch["weights_BL"] == 0, ends)
   crossing = dataclasses.replace(spec, cross_document=True)
-  (other,) = _take(crossing, 1)
+  (other,) = texts.take(crossing, 1)
   np.testing.assert_array_equal(other["targets_BL"], targets)
   assert "segments_BL" not in other and np.all(other["weights_BL"] == 1)
   np.testing.assert_array_equal(other["positions_BL"], np.tile(np.arange(64), (4, 1)))
 
 
 def test_order_depends_on_the_seed_alone(corpus):
-  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))})
-  first = _take(spec, 6)
-  assert _same(first, _take(spec, 6))
-  assert not _same(first, _take(dataclasses.replace(spec, seed=1), 6))
-  assert _same(first, _take(dataclasses.replace(spec, prefetch=0), 6))
-
-
-def test_order_is_independent_of_worker_processes(corpus):
-  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))})
-  want = _take(spec, 8)
-  for workers in (1, 2):
-    assert _same(want, _take(dataclasses.replace(spec, workers=workers), 8))
+  spec = texts.spec(corpus)
+  first = texts.take(spec, 8)
+  for changes in ({}, {"prefetch": 0}, {"workers": 1}, {"workers": 2}):
+    assert texts.are_same(first, texts.take(dataclasses.replace(spec, **changes), 8))
+  assert not texts.are_same(first, texts.take(dataclasses.replace(spec, seed=1), 8))
 
 
 @pytest.mark.parametrize("step", [0, 1, 5, 11])
 def test_state_resumes_bit_for_bit_and_is_small_json(corpus, step):
-  mixture = {"a": _source(kind="jsonl", path=str(corpus)), "b": _source(kind="pydoc", weight=2.0)}
-  spec = _spec(sources=mixture)
-  whole = _take(spec, 16)
+  mixture = {"a": texts.source("jsonl", corpus), "b": texts.source("pydoc", weight=2.0)}
+  spec = texts.spec(sources=mixture)
+  whole = texts.take(spec, 16)
   iterator = loader.train_batches(spec, 4)
   for _ in range(step):
     next(iterator)
-  state = json.dumps(iterator.get_state())
-  assert len(state) < 2000
-  resumed = loader.train_batches(spec, 4)
-  resumed.set_state(json.loads(state))
-  assert _same(whole[step:], [next(resumed) for _ in range(16 - step)])
+  state = iterator.get_state()
+  assert len(json.dumps(state)) < 2000
+  assert texts.are_same(whole[step:], texts.resume(spec, state, 16 - step))
 
 
 def test_processes_read_disjoint_shares_of_all_documents(corpus):
-  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, heldout=0.0)
+  spec = texts.spec(corpus, heldout=0.0)
   seen = []
   for index, size in enumerate((14, 13, 13)):
     shard = loader.Shard(index, 3)
-    seen.append(_documents(_take(spec, 40, batch=1, shard=shard))[:size])
+    seen.append(_documents(texts.take(spec, 40, batch=1, shard=shard))[:size])
   everything = [r["text"] for r in sources.open_source(spec.sources["main"])]
   assert sorted(sum(seen, [])) == sorted(everything)
 
@@ -132,21 +97,21 @@ def test_mixture_weights_are_shares_of_tokens(tmp_path):
   for name, size in (("a", 2000), ("b", 50)):  # documents of very different length
     for i in range(20):
       (tmp_path / f"{name}{i}.txt").write_text(name * size)
-  spec = _spec(
+  spec = texts.spec(
     sources={
-      n: _source(path=str(tmp_path / f"{n}*.txt"), weight=w) for n, w in (("a", 3), ("b", 1))
+      n: texts.source("text", tmp_path / f"{n}*.txt", weight=w) for n, w in (("a", 3), ("b", 1))
     },
     heldout=0.0,
   )
-  tokens = np.concatenate([b["tokens_BL"].ravel() for b in _take(spec, 50)])
-  share = np.mean(tokens == ord("a")) / np.mean(tokens != BYTES.eos_id)
+  tokens = np.concatenate([b["tokens_BL"].ravel() for b in texts.take(spec, 50)])
+  share = np.mean(tokens == ord("a")) / np.mean(tokens != EOS)
   assert abs(share - 0.75) < 0.01
 
 
 def test_heldout_split_is_by_content_and_disjoint(corpus):
-  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, heldout=0.3)
+  spec = texts.spec(corpus, heldout=0.3)
   batches = [b for b in loader.heldout_batches(spec, "main", 1, 80) if b["weights_BL"].any()]
-  held, train = set(_documents(batches)), set(_documents(_take(spec, 90, batch=1)))
+  held, train = set(_documents(batches)), set(_documents(texts.take(spec, 90, batch=1)))
   assert 4 <= len(held) <= 20 and not held & train
   everything = {r["text"] for r in sources.open_source(spec.sources["main"])}
   assert held | train == everything
@@ -156,7 +121,7 @@ def test_heldout_split_is_by_content_and_disjoint(corpus):
 
 
 def test_heldout_batches_pad_with_weightless_windows(corpus):
-  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, heldout=0.3)
+  spec = texts.spec(corpus, heldout=0.3)
   batches = list(loader.heldout_batches(spec, "main", 4, 50))
   assert len(batches) == 50 and batches[-1]["weights_BL"].sum() == 0
   total = sum(b["weights_BL"].sum() for b in batches)
@@ -165,9 +130,9 @@ def test_heldout_batches_pad_with_weightless_windows(corpus):
 
 
 def test_heldout_everything_is_an_error_and_not_a_hang(corpus):
-  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, heldout=0.9999999)
+  spec = texts.spec(corpus, heldout=0.9999999)
   with pytest.raises(ValueError, match="has no document to train on"):
-    _take(spec, 1)
+    texts.take(spec, 1)
 
 
 # --- malformed input -----------------------------------------------------------------------------
@@ -201,27 +166,27 @@ def test_blank_lines_at_the_end_are_no_documents(tmp_path):
 def test_malformed_documents_stop_the_run_or_are_counted(tmp_path, kind, content, line, message):
   (tmp_path / "bad.txt").write_bytes(content)
   (tmp_path / "good.txt").write_bytes(b'{"text": "good"}\n' * 3 if kind == "jsonl" else b"good")
-  spec = _spec(sources={"main": _source(kind=kind, path=str(tmp_path / "*.txt"))}, heldout=0.0)
+  spec = texts.spec(texts.source(kind, tmp_path / "*.txt"), heldout=0.0)
   with pytest.raises(tokenize.MalformedDocument) as error:
-    _take(spec, 3)
+    texts.take(spec, 3)
   assert message in str(error.value)
   assert str(tmp_path / "bad.txt") + (f":{line}" if line else "") in str(error.value)
   assert "data.on_malformed='skip'" in str(error.value)
   counts = loader.DocumentCounts()
-  _take(dataclasses.replace(spec, on_malformed="skip"), 3, counts=counts)
+  texts.take(dataclasses.replace(spec, on_malformed="skip"), 3, counts=counts)
   assert counts["malformed"] >= 1 and counts.summary()["malformed"] == counts["malformed"]
 
 
 def test_long_documents_are_split_refused_or_counted(tmp_path):
   (tmp_path / "long.txt").write_text("x" * 100)
   (tmp_path / "short.txt").write_text("y" * 10)
-  spec = _spec(sources={"main": _source(path=str(tmp_path / "*.txt"))}, heldout=0.0)
-  split = np.concatenate([b["tokens_BL"].ravel() for b in _take(spec, 3)])
+  spec = texts.spec(texts.source("text", tmp_path / "*.txt"), heldout=0.0)
+  split = np.concatenate([b["tokens_BL"].ravel() for b in texts.take(spec, 3)])
   assert {ord("x"), ord("y")} < set(split)
   with pytest.raises(tokenize.MalformedDocument, match="long.txt: 101 tokens do not fit a window"):
-    _take(dataclasses.replace(spec, on_long="error"), 3)
+    texts.take(dataclasses.replace(spec, on_long="error"), 3)
   counts = loader.DocumentCounts()
-  skipped = _take(dataclasses.replace(spec, on_long="skip"), 3, counts=counts)
+  skipped = texts.take(dataclasses.replace(spec, on_long="skip"), 3, counts=counts)
   assert ord("x") not in np.concatenate([b["tokens_BL"].ravel() for b in skipped])
   assert counts["too long"] >= 1
 
@@ -229,9 +194,9 @@ def test_long_documents_are_split_refused_or_counted(tmp_path):
 def test_errors_reach_the_run_from_worker_processes_too(tmp_path):
   for i in range(4):
     (tmp_path / f"{i}.txt").write_bytes(b"\xff")
-  spec = _spec(sources={"main": _source(path=str(tmp_path / "*.txt"))}, workers=1, heldout=0.0)
+  spec = texts.spec(texts.source("text", tmp_path / "*.txt"), workers=1, heldout=0.0)
   with pytest.raises(Exception, match="bad UTF-8 at byte 0"):
-    _take(spec, 1)
+    texts.take(spec, 1)
 
 
 RUN = """
@@ -255,7 +220,7 @@ input()
 def test_worker_processes_outlive_signals_to_the_group_and_end_with_the_run(corpus, repository):
   """Ctrl-C in a terminal and a scheduler's SIGTERM reach every process; the run answers."""
   run = subprocess.Popen(
-    [sys.executable, "-c", RUN, json.dumps(_source(kind="jsonl", path=str(corpus)))],
+    [sys.executable, "-c", RUN, json.dumps(texts.source("jsonl", corpus))],
     cwd=repository, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     start_new_session=True,
   )  # fmt: skip
@@ -283,11 +248,11 @@ def test_parquet_is_read_by_row(tmp_path):
   import pyarrow as pa
   import pyarrow.parquet as pq
 
-  texts = [f"row {i}" for i in range(25)]
-  pq.write_table(pa.table({"body": texts}), tmp_path / "t.parquet", row_group_size=4)
-  spec = _source(kind="parquet", path=str(tmp_path / "*.parquet"), field="body")
+  bodies = [f"row {i}" for i in range(25)]
+  pq.write_table(pa.table({"body": bodies}), tmp_path / "t.parquet", row_group_size=4)
+  spec = texts.source("parquet", tmp_path / "*.parquet", field="body")
   source = sources.open_source(spec)
-  assert [source[i]["text"] for i in range(len(source))] == texts
+  assert [source[i]["text"] for i in range(len(source))] == bodies
   assert source[7]["origin"].endswith("t.parquet:row 7")
   with pytest.raises(ValueError, match="no column 'text'; it has body"):
     len(sources.open_source(spec | {"field": "text"}))
@@ -313,12 +278,12 @@ def test_tfds_is_read_without_tensorflow(tmp_path):
         yield i, {"text": f"example {i}"}
 
   Tiny(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
-  spec = _source(kind="tfds", dataset="tiny:1.0.0", path=str(tmp_path), split="train[:50%]")
+  spec = texts.source("tfds", tmp_path, dataset="tiny:1.0.0", split="train[:50%]")
   source = sources.open_source(spec)
   assert len(source) == 6
   assert all(source[i]["text"].startswith("example ") for i in range(6))
   assert all(f.endswith((".array_record-00000-of-00001",)) for f in source.files())
-  assert len(_take(_spec(sources={"main": spec}, heldout=0.0), 2)) == 2
+  assert len(texts.take(texts.spec(spec, heldout=0.0), 2)) == 2
   assert "tensorflow" not in sys.modules
   info = next(tmp_path.rglob("dataset_info.json"))
   info.write_text(info.read_text().replace("array_record", "tfrecord"))
@@ -327,30 +292,28 @@ def test_tfds_is_read_without_tensorflow(tmp_path):
 
 
 def test_prepared_data_hold_the_same_documents(tmp_path, corpus):
-  raw = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))}, heldout=0.3)
-  out = rich.console.Console(quiet=True)
-  made = pretokenize.run(raw, str(tmp_path / "p"), 200, out)["main"]
+  raw = texts.spec(corpus, heldout=0.3)
+  made, prepared = texts.prepare(raw, tmp_path / "p", 200)
   assert len(made["splits"]["train"]["files"]) > 1  # 200 tokens a file
-  spec = dataclasses.replace(
-    raw, sources={"main": _source(kind="prepared", path=str(tmp_path / "p" / "main"))}
-  )
+  spec = dataclasses.replace(raw, sources={"main": prepared})
   held = [list(loader.heldout_batches(s, "main", 2, 30)) for s in (raw, spec)]
   tokens = [sum(b["weights_BL"].sum() for b in h) for h in held]
   assert tokens[0] == tokens[1] > 0
 
-  assert set(_documents(_take(raw, 90, batch=1))) == set(_documents(_take(spec, 90, batch=1)))
+  of_raw, of_prepared = (_documents(texts.take(s, 90, batch=1)) for s in (raw, spec))
+  assert set(of_raw) == set(of_prepared)
   stamp = (tmp_path / "p" / "main" / "index.json").stat().st_mtime_ns
-  pretokenize.run(raw, str(tmp_path / "p"), 200, out)
+  texts.prepare(raw, tmp_path / "p", 200)
   assert (tmp_path / "p" / "main" / "index.json").stat().st_mtime_ns == stamp
   lost = tmp_path / "p" / "main" / made["splits"]["train"]["files"][-1]
   content = lost.read_bytes()
   lost.unlink()
-  pretokenize.run(raw, str(tmp_path / "p"), 200, out)
+  texts.prepare(raw, tmp_path / "p", 200)
   assert lost.read_bytes() == content
 
 
 def test_fingerprint_changes_with_content_and_settings(corpus):
-  spec = _spec(sources={"main": _source(kind="jsonl", path=str(corpus))})
+  spec = texts.spec(corpus)
   first = loader.fingerprint(spec)
   assert first == loader.fingerprint(dataclasses.replace(spec, workers=3, prefetch=0))
   for change in (dict(seed=1), dict(seq_len=64), dict(heldout=0.2), dict(cross_document=True)):
@@ -362,9 +325,9 @@ def test_fingerprint_changes_with_content_and_settings(corpus):
 
 
 def test_sources_of_equal_length_have_different_orders():
-  (source,) = _spec().sources.values()
+  (source,) = texts.spec().sources.values()
   a, b, again = (
-    _take(_spec(sources={name: source}), 1)[0]["tokens_BL"] for name in ("a", "b", "a")
+    texts.take(texts.spec(sources={name: source}), 1)[0]["tokens_BL"] for name in ("a", "b", "a")
   )
   assert np.array_equal(a, again) and not np.array_equal(a, b)
 
@@ -372,7 +335,7 @@ def test_sources_of_equal_length_have_different_orders():
 def test_shards_of_held_out_documents_are_disjoint_and_complete():
 
   def rows(shard, num):
-    batches = loader.heldout_batches(_spec(heldout=0.1), "main", 1, num, shard)
+    batches = loader.heldout_batches(texts.spec(heldout=0.1), "main", 1, num, shard)
     return [b["tokens_BL"].tobytes() for b in batches if b["weights_BL"].any()]
 
   first, second = (set(rows(loader.Shard(i, 2), 6)) for i in (0, 1))

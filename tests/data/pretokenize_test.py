@@ -4,18 +4,17 @@ import gzip
 import json
 import resource
 
+import fsspec.implementations.memory
 import numpy as np
 import pyarrow
 import pytest
-import rich.console
+import texts
 import tokenizers
 
-from fp8jax.data import config as data_config
 from fp8jax.data import pretokenize, sources, tokenize
 from fp8jax.data.pretokenized import Prepared
 from fp8jax.errors import UserError
 
-OUT = rich.console.Console(quiet=True)
 SHARD = 4000  # tokens
 
 
@@ -38,13 +37,9 @@ def corpus(tmp_path_factory):
 
 def _prepare(path, tokenizer, target, processes=1, **changes):
   """(index of the only source, {name: bytes of its file})."""
-  source = dict(kind="jsonl", path=str(path), field="text", dataset="", split="train", weight=1.0)
-  spec = data_config.DataConfig(
-    sources={"main": source}, tokenizer=tokenize.Tokenizer(tokenizer, "<end>"), seq_len=64,
-    heldout=0.2, cross_document=False, seed=0, workers=0, prefetch=1, shuffle_windows=0,
-    **{"on_malformed": "skip", "on_long": "split", **changes},
-  )  # fmt: skip
-  index = pretokenize.run(spec, str(target), SHARD, OUT, processes)["main"]
+  values = {"tokenizer": tokenize.Tokenizer(tokenizer, "<end>"), "heldout": 0.2} | changes
+  spec = texts.spec(texts.source("jsonl", path), **{"on_malformed": "skip"} | values)
+  index, _ = texts.prepare(spec, target, SHARD, processes)
   return index, {p.name: p.read_bytes() for p in (target / "main").iterdir()}
 
 
@@ -84,11 +79,8 @@ def test_interrupted_preparation_ends_with_the_same_documents(
   plain, path = tmp_path / "a.jsonl", tmp_path / f"b.jsonl{suffix}"
   plain.write_bytes(text)
   half = len(text) // 2
-  packed = {
-    "": lambda b: b,
-    ".gz": gzip.compress,
-    ".zst": lambda b: pyarrow.compress(b, "zstd", asbytes=True),
-  }[suffix]
+  zst = lambda b: pyarrow.compress(b, "zstd", asbytes=True)  # noqa: E731
+  packed = {"": bytes, ".gz": gzip.compress, ".zst": zst}[suffix]
   path.write_bytes(packed(text[:half]) + packed(text[half:]))  # two members, as appending makes
   write, count = pretokenize._Shards.write, 0
 
@@ -110,17 +102,13 @@ def test_interrupted_preparation_ends_with_the_same_documents(
   assert count == 699 - (read - (read > 300)) - 10**6  # nothing whole is done again
   whole, others = _prepare(plain, tokenizer, tmp_path / "whole")
   assert index["splits"] == whole["splits"] and index["passed_over"] == whole["passed_over"]
-  assert {k: v for k, v in files.items() if k != "index.json"} == {
-    k: v for k, v in others.items() if k != "index.json"
-  }
+  assert files | {"index.json": b""} == others | {"index.json": b""}
 
 
 def test_remote_files_are_read_like_local_ones(tmp_path, corpus):
-  """A file system in memory under s3://, by way of etils and fsspec."""
-  fsspec = pytest.importorskip("fsspec")
-  memory = pytest.importorskip("fsspec.implementations.memory")
+  """A file system in memory under s3://, by way of fsspec."""
 
-  class Bucket(memory.MemoryFileSystem):
+  class Bucket(fsspec.implementations.memory.MemoryFileSystem):
     protocol, store, pseudo_dirs = "s3", {}, [""]
 
     @classmethod
@@ -130,24 +118,19 @@ def test_remote_files_are_read_like_local_ones(tmp_path, corpus):
       return super()._strip_protocol(path.replace("s3://", "memory://"))
 
   text, tokenizer = corpus
-  before = fsspec.registry.get("s3") if hasattr(fsspec.registry, "get") else None
   fsspec.register_implementation("s3", Bucket, clobber=True)
-  try:
-    Bucket().pipe("/bucket/a/b/c.jsonl.gz", gzip.compress(text))
-    Bucket().pipe("/bucket/a/other.txt", b"x")
-    (tmp_path / "a.jsonl").write_bytes(text)
-    remote, _ = _prepare("s3://bucket/**/*.jsonl.gz", tokenizer, tmp_path / "remote")
-    local, _ = _prepare(tmp_path / "a.jsonl", tokenizer, tmp_path / "local")
-    assert remote["splits"] == local["splits"]
-    for pattern in ("a/*.txt", "?/other.txt", "[ab]/o*.txt"):
-      assert sources.find_files(f"s3://bucket/{pattern}") == ["s3://bucket/a/other.txt"]
-    with pytest.raises(UserError, match="ftp.*cannot be listed"):
-      sources.find_files("ftp://bucket/*.txt")
-    with pytest.raises(FileNotFoundError, match="no file matches"):
-      sources.find_files("s3://bucket/*.gz")
-  finally:
-    if before is not None:
-      fsspec.register_implementation("s3", before, clobber=True)
+  Bucket().pipe("/bucket/a/b/c.jsonl.gz", gzip.compress(text))
+  Bucket().pipe("/bucket/a/other.txt", b"x")
+  (tmp_path / "a.jsonl").write_bytes(text)
+  remote, _ = _prepare("s3://bucket/**/*.jsonl.gz", tokenizer, tmp_path / "remote")
+  local, _ = _prepare(tmp_path / "a.jsonl", tokenizer, tmp_path / "local")
+  assert remote["splits"] == local["splits"]
+  for pattern in ("a/*.txt", "?/other.txt", "[ab]/o*.txt"):
+    assert sources.find_files(f"s3://bucket/{pattern}") == ["s3://bucket/a/other.txt"]
+  with pytest.raises(UserError, match="ftp.*cannot be listed"):
+    sources.find_files("ftp://bucket/*.txt")
+  with pytest.raises(FileNotFoundError, match="no file matches"):
+    sources.find_files("s3://bucket/*.gz")
 
 
 def test_damaged_and_misused_streams_say_what_to_do(tmp_path, corpus):
@@ -159,7 +142,7 @@ def test_damaged_and_misused_streams_say_what_to_do(tmp_path, corpus):
   path.write_bytes(gzip.compress(text))
   with pytest.raises(ValueError, match=r"a.jsonl.gz:301: broken JSON.*data.on_malformed"):
     _prepare(path, tokenizer, tmp_path / "q", on_malformed="error")
-  spec = dict(kind="jsonl", path=str(path), field="text", dataset="", split="train", weight=1.0)
+  spec = texts.source("jsonl", path)
   with pytest.raises(UserError, match="with --job=prepare"):
     len(sources.open_source(spec))
   with pytest.raises(UserError, match="conversations are read from the files .*decompress them"):

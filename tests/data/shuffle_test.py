@@ -7,19 +7,13 @@ import json
 import grain
 import numpy as np
 import pytest
-import rich.console
+import texts
 
-from fp8jax.data import config as data_config
-from fp8jax.data import loader, pretokenize, sample_index, sources, tokenize
+from fp8jax.data import loader, sources, window_index
 from fp8jax.errors import UserError
 
-BYTES = tokenize.Tokenizer("bytes")
 LENGTH = 16
 KEYS = ("tokens", "tokens_segment_ids", "tokens_positions")
-
-
-def _source(**values):
-  return dict(kind="text", path="", field="text", dataset="", split="train", weight=1.0) | values
 
 
 @pytest.fixture(scope="module")
@@ -27,44 +21,35 @@ def folder(tmp_path_factory):
   """Documents from 1 token to 30 windows, as JSON lines and prepared."""
   path = tmp_path_factory.mktemp("corpus")
   rng = np.random.default_rng(0)
-  with open(path / "corpus.jsonl", "w") as f:
-    sizes = [1, 2, LENGTH, LENGTH + 1, 500, *rng.integers(1, 90, 30), *rng.integers(1, 14, 40)]
-    for size in sizes:
-      text = "".join(map(chr, rng.integers(97, 123, size)))
-      f.write(json.dumps({"text": text}) + "\n")
-  spec = _spec(path, "jsonl", 0)
-  pretokenize.run(spec, str(path / "p"), 300, rich.console.Console(quiet=True))
+  sizes = [1, 2, LENGTH, LENGTH + 1, 500, *rng.integers(1, 90, 30), *rng.integers(1, 14, 40)]
+  documents = ["".join(map(chr, rng.integers(97, 123, size))) for size in sizes]
+  texts.write(path / "corpus.jsonl", documents)
+  texts.prepare(_spec(path, "jsonl", 0), path / "p")
   return path
 
 
 def _spec(folder, kind, windows, **values):
   path = {"jsonl": folder / "corpus.jsonl", "prepared": folder / "p" / "main"}[kind]
-  values = {"sources": {"main": _source(kind=kind, path=str(path))}, "heldout": 0.2} | values
-  return data_config.DataConfig(tokenizer=BYTES, seq_len=LENGTH, shuffle_windows=windows, **values)
+  values = {"heldout": 0.2, "shuffle_windows": windows} | values
+  return texts.spec(texts.source(kind, path), LENGTH, **values)
 
 
 def _rows(spec, n, batch=1, **kwargs) -> list[bytes]:
   """The first n windows as bytes of everything the model reads."""
-  iterator = loader.train_batches(spec, batch, **kwargs)
-  found = []
-  while len(found) < n:
-    made = next(iterator)
-    found += [b"".join(made[k][i].tobytes() for k in sorted(made)) for i in range(batch)]
-  iterator.close()
-  return found[:n]
+  batches = texts.take(spec, -(-n // batch), batch, **kwargs)
+  rows = [b"".join(b[k][i].tobytes() for k in sorted(b)) for b in batches for i in range(batch)]
+  return rows[:n]
 
 
-def _count(rows):
-  return collections.Counter(rows)
-
-
-def _samples(folder, **kwargs):
+def _windows(folder, on_long="split"):
+  """(windows by number, the same before they are shuffled, their source)."""
   source = sources.Prepared(str(folder / "p" / "main"), "train")
-  return sample_index.Samples(source, LENGTH + 1, "0/main", **kwargs), source
+  made = window_index.Windows(source, LENGTH + 1, "0/main", on_long)
+  return made, lambda k: made._cut(k * (LENGTH + 1)), source
 
 
-def _as_bytes(sample) -> bytes:
-  return b"".join(sample[k].tobytes() for k in KEYS)
+def _as_bytes(window) -> bytes:
+  return b"".join(window[k].tobytes() for k in KEYS)
 
 
 def _packed_by_grain(documents):
@@ -74,28 +59,27 @@ def _packed_by_grain(documents):
   return [_as_bytes(window) for window in packed]
 
 
-def test_samples_are_those_of_grain_over_the_document_index(folder):
+def test_windows_are_those_of_grain_over_the_document_index(folder):
   """Three epochs: permutations of all documents, concatenated without a gap, then cut."""
-  samples, source = _samples(folder, is_shuffled=False)
+  windows, ordered, source = _windows(folder)
   everything = [source[i]["tokens"] for i in range(len(source))]
-  orders = [samples._epoch(e).documents.tolist() for e in range(3)]
+  orders = [windows._epoch(e).documents.tolist() for e in range(3)]
   assert all(sorted(order) == list(range(len(source))) for order in orders)
   assert len(set(map(tuple, orders))) == 3
   want = _packed_by_grain([everything[i] for order in orders for i in order])
   whole = sum(len(d) for d in everything) * 3 // (LENGTH + 1)
   assert whole > 60
-  assert [_as_bytes(samples[k]) for k in range(whole)] == want[:whole]
+  assert [_as_bytes(ordered(k)) for k in range(whole)] == want[:whole]
 
 
-def test_prepared_epochs_hold_the_same_samples_shuffled(folder):
-  ordered, _ = _samples(folder, is_shuffled=False)
-  shuffled, source = _samples(folder)
+def test_prepared_epochs_hold_the_same_windows_shuffled(folder):
+  shuffled, ordered, source = _windows(folder)
   total = sum(len(source[i]["tokens"]) for i in range(len(source)))
   for epoch in range(3):
     begin = next(k for k in range(10**6) if k * (LENGTH + 1) >= epoch * total)
     end = next(k for k in range(10**6) if k * (LENGTH + 1) >= (epoch + 1) * total)
-    a, b = ([_as_bytes(s[k]) for k in range(begin, end)] for s in (ordered, shuffled))
-    assert _count(a) == _count(b) and a != b
+    a, b = ([_as_bytes(at(k)) for k in range(begin, end)] for at in (ordered, shuffled.__getitem__))
+    assert collections.Counter(a) == collections.Counter(b) and a != b
     assert sum(x == y for x, y in zip(a, b)) < len(a) // 4
 
 
@@ -107,7 +91,7 @@ def test_blocks_on_the_fly_hold_the_same_windows_shuffled(folder):
     a, b = (_rows(_spec(folder, "jsonl", w, sources={name: main}), 60) for w in (0, 20))
     for start in (0, 20, 40):
       one, other = a[start : start + 20], b[start : start + 20]
-      assert _count(one) == _count(other)
+      assert collections.Counter(one) == collections.Counter(other)
       orders.append(tuple(one.index(row) for row in other))
   assert len({tuple(range(20)), *orders}) == 7
 
@@ -124,17 +108,13 @@ def test_resumes_bit_for_bit_within_and_between_blocks(folder, kind, windows):
   iterator = loader.train_batches(spec, 2)
   batches, states = [], []
   for _ in range(40):
-    states.append(json.dumps(iterator.get_state()))
+    states.append(iterator.get_state())
     batches.append(next(iterator))
   iterator.close()
-  assert all(len(state) < 3000 for state in states)
+  assert all(len(json.dumps(state)) < 3000 for state in states)
   for step in (0, 1, 3, 10, 11, 12, 30):
-    resumed = loader.train_batches(spec, 2)
-    resumed.set_state(json.loads(states[step]))
-    for want in batches[step : step + 9]:
-      got = next(resumed)
-      assert all(np.array_equal(got[k], want[k]) for k in want)
-    resumed.close()
+    want = batches[step : step + 9]
+    assert texts.are_same(texts.resume(spec, states[step], len(want), 2), want)
 
 
 @pytest.mark.parametrize("kind, windows", SHUFFLED)
@@ -147,7 +127,7 @@ def test_order_depends_on_seed_and_source_alone(folder, kind, windows):
   assert want != _rows(renamed, 40)
 
 
-def test_processes_share_the_prepared_samples_of_one_order(folder):
+def test_processes_share_the_prepared_windows_of_one_order(folder):
   """Global batches are the same for 1, 2 and 4 processes; nothing is read twice in an epoch."""
   spec = _spec(folder, "prepared", 1)
   whole = _rows(spec, 40, batch=4)
@@ -158,50 +138,45 @@ def test_processes_share_the_prepared_samples_of_one_order(folder):
     for step in range(10):
       n = 4 // count
       together = [row for share in shares for row in share[step * n : step * n + n]]
-      assert _count(together) == _count(whole[4 * step : 4 * step + 4])
+      assert collections.Counter(together) == collections.Counter(whole[4 * step : 4 * step + 4])
 
 
 def test_processes_shuffle_shares_of_their_own_on_the_fly(folder):
   for i in range(2):
     a, b = (_rows(_spec(folder, "jsonl", w), 24, shard=loader.Shard(i, 2)) for w in (0, 12))
-    assert _count(a) == _count(b) and a != b
+    assert collections.Counter(a) == collections.Counter(b) and a != b
 
 
 def test_heldout_windows_stay_in_their_order(folder):
   for kind in ("jsonl", "prepared"):
     a, b = (list(loader.heldout_batches(_spec(folder, kind, w), "main", 2, 6)) for w in (0, 9))
-    for x, y in zip(a, b, strict=True):
-      assert all(np.array_equal(x[k], y[k]) for k in x)
+    assert texts.are_same(a, b)
 
 
 def test_long_prepared_documents_are_skipped_and_counted_once_an_epoch(folder):
-  samples, source = _samples(folder, on_long="skip")
+  windows, ordered, source = _windows(folder, on_long="skip")
   lengths = [len(source[i]["tokens"]) for i in range(len(source))]
   short = [n for n in lengths if n <= LENGTH]
   assert 0 < len(short) < len(lengths)
   counts = loader.DocumentCounts()
   spec = _spec(folder, "prepared", 1, on_long="skip", prefetch=0)
-  n = -(-2 * sum(short) // (LENGTH + 1))  # samples that begin in the first two epochs
+  n = -(-2 * sum(short) // (LENGTH + 1))  # windows that begin in the first two epochs
   iterator = loader.train_batches(spec, 1, counts=counts)
   for _ in range(n):
     next(iterator)
   assert counts["too long"] == 2 * (len(lengths) - len(short))
-  ordered, _ = _samples(folder, on_long="skip", is_shuffled=False)
-  order = [i for e in range(3) for i in ordered._epoch(e).documents.tolist()]
+  order = [i for e in range(3) for i in windows._epoch(e).documents.tolist()]
   assert sorted(order) == sorted(3 * [i for i, n in enumerate(lengths) if n <= LENGTH])
   want = _packed_by_grain([source[i]["tokens"] for i in order])
-  assert [_as_bytes(ordered[k]) for k in range(len(want) - 1)] == want[:-1]
+  assert [_as_bytes(ordered(k)) for k in range(len(want) - 1)] == want[:-1]
   with pytest.raises(UserError, match=r"train:\d+: \d+ tokens do not fit a window of 16"):
     _rows(_spec(folder, "prepared", 1, on_long="error"), 1)
 
 
 def test_lengths_that_are_lost_or_wrong_are_refused(tmp_path, folder):
   spec = _spec(folder, "jsonl", 0)
-  out = rich.console.Console(quiet=True)
-  made = pretokenize.run(spec, str(tmp_path), 300, out)["main"]
-  shuffled = dataclasses.replace(
-    spec, sources={"main": _source(kind="prepared", path=str(tmp_path / "main"))}, shuffle_windows=1
-  )
+  made, prepared = texts.prepare(spec, tmp_path)
+  shuffled = dataclasses.replace(spec, sources={"main": prepared}, shuffle_windows=1)
   lengths = tmp_path / "main" / made["splits"]["train"]["lengths"]
   content = lengths.read_bytes()
   lengths.write_bytes(content[:-4])
@@ -210,7 +185,7 @@ def test_lengths_that_are_lost_or_wrong_are_refused(tmp_path, folder):
   lengths.unlink()
   with pytest.raises(FileNotFoundError, match="lengths.uint32 does not exist; delete the folder"):
     _rows(shuffled, 1)
-  pretokenize.run(spec, str(tmp_path), 300, out)
+  texts.prepare(spec, tmp_path)
   assert lengths.read_bytes() == content
   index = tmp_path / "main" / "index.json"
   old = json.loads(index.read_text())

@@ -21,6 +21,7 @@ from fp8jax import params as params_lib
 from fp8jax.config import resolve
 from fp8jax.data.chat import template
 from fp8jax.errors import UserError
+from fp8jax.evaluation import divergence
 from fp8jax.export import checks, write
 from fp8jax.export import folder as export_folder
 from fp8jax.export import fp8 as fp8_export
@@ -98,7 +99,7 @@ else:
 
 @pytest.mark.parametrize("spoil", [False, True])
 def test_export_writes_fp8_that_both_readers_pass_and_nothing_otherwise(
-  export, tmp_path, monkeypatch, spoil
+  export, source, tmp_path, monkeypatch, spoil
 ):
   logits = tmp_path / "logits.npy"
   client = export_gate.Gate.client
@@ -122,21 +123,46 @@ def test_export_writes_fp8_that_both_readers_pass_and_nothing_otherwise(
   assert gate["transformers"] == {"kl": 0.0, "dlogp": 0.0, "top1": 1.0, "transformers": "5"}
   assert 0 < gate["fp8jax"]["kl"] < 0.05 < 0.6 < gate["fp8jax"]["top1"]
   assert gate["noise_floor"]["kl"] < 1e-6 < gate["fp8jax"]["kl"] < gate["fp8jax"]["dlogp"]
+  rows = json.loads((done.target / "fp8_matrices.json").read_text())["rows"]
+  _check_rows(rows, source, done.target)
   matrices = 2 * (4 * 128 * 128 + 3 * 128 * 256)
   share = matrices / (matrices + 5 * 128 + 512 * 128)
   assert result == {
     "folder": str(done.target), "hf": result["hf"], "dtype": "bfloat16", "format": "hf-fp8-block",
     "strategy": "block", "scale_fmt": "float32", "fp8_share": share, "fp8_matrices": 14,
-    "codes_of_training": 0, "unquantized_matrices": 0,
+    "codes_of_training": 0, "unquantized_matrices": 0, "matrices": "fp8_matrices.json",
+    "lowest_snr_db": min(r["snr_db"] for r in rows.values()),
   }  # fmt: skip
   assert f"{share:.1%} of the parameters in FP8 (14 matrices)" in done.stderr
   assert set(export_folder.files(str(done.target))) == {
-    "README.md", "config.json", "model.safetensors", "tokenizer_config.json"
+    "README.md", "config.json", "fp8_matrices.json", "model.safetensors", "tokenizer_config.json"
   }  # fmt: skip
   card = huggingface_hub.ModelCard.load(str(done.target / "README.md"))
   assert card.data.library_name == "transformers" and "fp8" in card.data.tags
   assert f"| FP8 | {share:.1%} of the parameters" in card.content
   assert json.dumps(gate["fp8jax"]) in card.content
+  worst = min(rows, key=lambda name: rows[name]["snr_db"])
+  assert f"| {worst} | {rows[worst]['snr_db']:.1f} |" in card.content
+  assert f"{rows[worst]['snr_db']:.1f}" in done.stderr and "signal-to-noise" in done.stderr
+
+
+def _check_rows(rows, source, folder):
+  """SNR of every matrix in float64, of the files before and after."""
+  dtypes = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F32": np.float32, "BF16": ml_dtypes.bfloat16}
+  before, after = (
+    {
+      name: np.frombuffer(t["data"], dtypes[t["dtype"]]).reshape(t["shape"]).astype(np.float64)
+      for name, t in safetensors.deserialize((f / "model.safetensors").read_bytes())
+    }
+    for f in (source, folder)
+  )
+  names = [name for name in after if f"{name}_scale_inv" in after]
+  assert sorted(rows) == sorted(names) and len(names) == 14
+  for name in names:
+    back = after[name] * np.kron(after[f"{name}_scale_inv"], np.ones((128, 128)))
+    snr = 10 * np.log10((before[name] ** 2).sum() / ((before[name] - back) ** 2).sum())
+    assert rows[name]["snr_db"] == pytest.approx(snr, abs=1e-3) and 25 < snr < 40
+    assert not rows[name]["kept"] and rows[name]["scale_ratio"] is None
 
 
 def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
@@ -151,7 +177,10 @@ def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
   done = export(**FP8, **{"export.gate_text": str(text)})
   assert json.loads(done.stdout)["gate"]["tokens"] == 64
   after = {p.name: p.read_bytes() for p in done.target.iterdir()}
-  assert after.keys() == before.keys() and after["config.json"] != before["config.json"]
+  assert after.keys() == before.keys() | {"fp8_matrices.json"}
+  assert after["config.json"] != before["config.json"]
+  again = export()  # in 16 bits: no table of an earlier export stays
+  assert {p.name for p in again.target.iterdir()} == before.keys()
 
 
 @pytest.mark.parametrize(
@@ -286,10 +315,10 @@ def _sparse(number):
 
 
 def test_a_gate_on_sparse_text_holds_the_logits_of_tokens_that_count(monkeypatch):
-  monkeypatch.setattr(export_gate.loader, "heldout_batches", lambda *_: _sparse(300))
-  changes = {"eval.batch": ROWS, "seq_len": LENGTH, "export.gate_tokens": 90}
+  monkeypatch.setattr(divergence.loader, "heldout_batches", lambda *_: _sparse(300))
+  changes = {"eval.batch": ROWS, "seq_len": LENGTH}
   spec = harness.text_spec(job="export", **changes)
-  texts = export_gate.batches(spec)
+  texts = divergence.batches(spec, divergence.Wanted(90, "", "export.gate_"))
   # Windows of 45 tokens have one in the first 45 of every 128.
   assert len(texts) == 90 and sum(b.counts_BL.sum() for b in texts) == 90
   params = params_lib.init(jax.random.key(0), spec.declaration, spec.model.dims)
@@ -300,13 +329,12 @@ def test_a_gate_on_sparse_text_holds_the_logits_of_tokens_that_count(monkeypatch
 
 def test_the_number_of_tokens_that_a_gate_asks_for_instead_is_there(monkeypatch):
   """Two rows of half as many tokens: 72 positions have two tokens, the next ones have one."""
-  monkeypatch.setattr(export_gate.loader, "heldout_batches", lambda *_: _sparse(200))
+  monkeypatch.setattr(divergence.loader, "heldout_batches", lambda *_: _sparse(200))
 
   def count(wanted):
-    changes = {"eval.batch": ROWS, "seq_len": LENGTH, "export.gate_tokens": wanted}
-    return sum(
-      b.counts_BL.sum() for b in export_gate.batches(harness.text_spec(job="export", **changes))
-    )
+    spec = harness.text_spec(job="export", **{"eval.batch": ROWS, "seq_len": LENGTH})
+    texts = divergence.batches(spec, divergence.Wanted(wanted, "", "export.gate_"))
+    return sum(b.counts_BL.sum() for b in texts)
 
   with pytest.raises(UserError, match="has 200 tokens .* set export.gate_tokens=145$"):
     count(1000)

@@ -125,10 +125,14 @@ def test_export_writes_the_codes_that_the_training_gemm_multiplies(
   plan = _plan(fp8, recipe, trained=amaxes)
   assert plan.fp8.scale_fmt == scale_fmt and not plan.unquantized
   operands = jax.tree.map(stored_params.compute_copy, stored, is_leaf=stored_params.is_stored)
-  how = dict(shard_bytes=200_000, fp8=plan, operands=operands)
+  rows = {}
+  how = dict(shard_bytes=200_000, fp8=plan, operands=operands, rows=rows)
   write.save(str(tmp_path), write.model(weights, TINY, "bfloat16", **how))
   raw = _raw(tmp_path)
   assert len(list(tmp_path.glob("*.safetensors"))) > 1 and len(want) == 7
+  assert all(r["kept"] and 20 < r["snr_db"] < 40 for r in rows.values()) and len(rows) == 14
+  if fp8 == TENSORS:  # the scale is that of the amax that training saw
+    assert [r["scale_ratio"] for r in rows.values()] == pytest.approx([1.0] * 14)
   for name, (codes, scales) in want.items():
     kind, data = raw[name]
     assert kind == "F8_E4M3"

@@ -14,7 +14,7 @@ from fp8jax import params as params_lib
 from fp8jax.data.tokenize import Tokenizer
 from fp8jax.generation import api
 from fp8jax.jobs import dispatch, generator, train
-from fp8jax.models import lora, presets, transformer
+from fp8jax.models import lora, transformer
 from fp8jax.step import train_step
 
 SMALL = {
@@ -24,11 +24,6 @@ SMALL = {
   "model.lora.rank": 4, "eval.precisions": ("bf16",), "log.tensorboard": False, "log.report": False,
 }  # fmt: skip
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]
-
-
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch):
-  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
 
 
 def _spec(recipe, **changes):

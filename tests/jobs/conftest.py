@@ -5,11 +5,8 @@ import pathlib
 import subprocess
 import sys
 
-import jax
+import debug_runs
 import pytest
-
-from configs import base
-from fp8jax.jobs import dispatch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ONE_DEVICE = "--xla_force_host_platform_device_count=1"
@@ -20,9 +17,9 @@ def launch():
   """Runs launch.py to its end on one device."""
   env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ONE_DEVICE}
 
-  def run(workdir, *flags, code=0, start=("launch.py",)):
+  def run(workdir, *flags, code=0):
     done = subprocess.run(
-      [sys.executable, *start, f"--workdir={workdir}", *flags],
+      [sys.executable, "launch.py", f"--workdir={workdir}", *flags],
       cwd=ROOT, env=env, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
@@ -33,13 +30,5 @@ def launch():
 
 
 @pytest.fixture
-def run_job(monkeypatch, capsys):
-  """A job in this process, on one of its devices: (exit code, stdout, stderr)."""
-  monkeypatch.setattr(jax, "device_count", lambda: 1)
-
-  def run(job, c, workdir, **options):
-    capsys.readouterr()
-    code = dispatch.run(job, c, base.get_config(), "configs/debug.py", str(workdir), **options)
-    return code, *capsys.readouterr()
-
-  return run
+def run_job():
+  return debug_runs.run_job

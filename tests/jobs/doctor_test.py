@@ -46,6 +46,9 @@ def test_report_on_a_gpu_names_what_runs_and_why_not(kind):
   for name, row in rows.items():
     if not row.backends:
       assert len(row.refusal) > 20 and row.refusal in text and name in text
+  (line,) = [line for line in text.splitlines() if line.startswith("next: ")]
+  assert f"python launch.py {advice}" in line and "--job=memory" in line
+  assert ("--job=sensitivity" in line) == bool(runs)  # BF16 has no sites to measure
   assert ("caution: sm_120" in text) == (capability == 120)
   assert ("float16" in text.split("first run")[1]) == (capability == 75)
 

@@ -192,7 +192,7 @@ def test_evaluate_prints_json_alone_and_repeats_the_runs_numbers(launch, trained
   assert result["documents_passed_over"] == {"main": {}}
 
 
-def test_export_in_float32_is_the_checkpoint_and_evaluates_the_same(launch, trained, run_job):
+def test_export_in_float32_is_the_checkpoint_and_evaluates_the_same(trained, run_job):
   code, stdout, _ = run_job(
     "export", debug_runs.config(**{"export.dtype": "float32"}), trained.workdir
   )
@@ -219,9 +219,10 @@ def test_export_in_float32_is_the_checkpoint_and_evaluates_the_same(launch, trai
   for name, value in got.items():
     np.testing.assert_array_equal(value, want[name], err_msg=name)
   elsewhere = trained.workdir / "elsewhere"  # the run's own folder is not asked for anything
-  done = launch(elsewhere, "--config=configs/debug.py", "--job=evaluate", *debug_runs.FLAGS,
-                f"--config.weights.hf={folder}", "--config.data.tokenizer=bytes")  # fmt: skip
-  result = json.loads(done.stdout)
+  c = debug_runs.config(**{"weights.hf": str(folder), "data.tokenizer": "bytes"})
+  code, stdout, stderr = run_job("evaluate", c, elsewhere)
+  assert code == 0, stderr
+  result = json.loads(stdout)
   assert result["hf"] == str(folder) and not elsewhere.exists()
   assert (
     result["heldout"]

@@ -5,7 +5,6 @@ import json
 import pathlib
 
 import debug_runs
-import harness
 import ml_dtypes
 import numpy as np
 import pytest
@@ -110,7 +109,6 @@ def test_adapters_that_the_configuration_contradicts_are_refused(base, run_job, 
 
 @pytest.mark.slow
 def test_adapters_are_merged_in_float32_and_the_gate_compares_with_both(tmp_path, monkeypatch):
-  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
   spec = tiny_spec(tiny_config(**SMALL), job="export")
   train.run(spec, str(tmp_path))
   params, _, _ = restore_params(spec, str(tmp_path))

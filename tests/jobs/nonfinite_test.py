@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import string
 import types
+from unittest import mock
 
 import debug_runs
 import jax
@@ -18,17 +19,11 @@ from fp8jax.models import presets, transformer
 from fp8jax.models.hf import weights as hf_weights
 
 BAD_STEP = 3
-# The launcher without import's check for NaN: these tests need a NaN in the first weights.
-UNCHECKED = (
-  "-c",
-  "import runpy; from fp8jax.models.hf import weights as hf; hf._check_finite = lambda *_: None; "
-  "runpy.run_path('launch.py', run_name='__main__')",
-)
 
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
-  """Flags of a run whose loss is NaN at step BAD_STEP alone, and that step's batch.
+  """Changes of a run whose loss is NaN at step BAD_STEP alone, and that step's batch.
 
   The embedding of one letter is NaN, and one document has that letter.
   """
@@ -37,7 +32,7 @@ def poisoned(tmp_path_factory):
   documents = [x + "".join(map(str, rng.integers(0, 10, 80))) for x in string.ascii_letters]
   changes = debug_runs.write_corpus(folder / "corpus.jsonl", documents) | {
     "init.hf": str(folder / "hf"), "model.preset": "hf", "data.tokenizer": "bytes", "steps": 5,
-    "checkpoint.keep": 5, "log.every": 1, "log.tensorboard": False,
+    "checkpoint.keep": 5, "log.every": 1, "log.tensorboard": False, "eval.tokens": 0,
     "precision.rules": (("layers/.*/mlp/up", "block_128"), (".*", "bf16")),
   }  # fmt: skip
   sizes = dict(tie_embeddings=False, hidden_size=128, intermediate_size=128)
@@ -51,19 +46,19 @@ def poisoned(tmp_path_factory):
   letter = min(letters.difference(*(s for i, s in enumerate(seen) if i != BAD_STEP - 1)))
   weights["embed"] = weights["embed"].at[letter].set(np.nan)
   write.save(str(folder / "hf"), write.model(weights, cfg, "float32"))
-  flags = [f"--config.{k}={v}" for k, v in (debug_runs.CHANGES | changes).items()]
   batch = debug_runs.take(debug_runs.config(**changes), BAD_STEP)[-1]
   assert letter in batch["tokens_BL"]
-  return types.SimpleNamespace(
-    flags=("--config=configs/debug.py", *flags), changes=changes, batch=batch
-  )
+  return types.SimpleNamespace(changes=changes, batch=batch)
 
 
 @pytest.fixture(scope="module")
-def stopped(launch, poisoned, tmp_path_factory):
+def stopped(poisoned, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("stopped")
-  done = launch(workdir, *poisoned.flags, code=3, start=UNCHECKED)
-  return types.SimpleNamespace(workdir=workdir, stderr=done.stderr)
+  with mock.patch.object(hf_weights, "_check_finite"):
+    c = debug_runs.config(**poisoned.changes)
+    code, _, stderr = debug_runs.run_job("train", c, workdir)
+  assert code == 3, stderr
+  return types.SimpleNamespace(workdir=workdir, stderr=stderr)
 
 
 SITE = "layers/0/attn/q: its input is not finite (forward)"
@@ -84,14 +79,19 @@ def test_a_non_finite_loss_stops_the_run_and_names_step_and_site(stopped, poison
 
 
 @pytest.mark.slow
-def test_skipping_counts_and_equals_going_on_after_a_stop(launch, stopped, poisoned, tmp_path):
-  skip = "--config.optim.on_nonfinite=skip"
-  done = launch(tmp_path, *poisoned.flags, skip, start=UNCHECKED)
+def test_skipping_counts_and_equals_going_on_after_a_stop(
+  run_job, stopped, poisoned, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(hf_weights, "_check_finite", lambda *_: None)
+  c = debug_runs.config(**poisoned.changes, **{"optim.on_nonfinite": "skip"})
+  code, stdout, stderr = run_job("train", c, tmp_path)
+  assert code == 0, stderr
   said = f"step {BAD_STEP}: loss, gradient or a GEMM's operand not finite; update skipped"
-  assert said in done.stdout
-  assert "updates skipped for non-finite values: 1" in done.stdout
-  resumed = launch(stopped.workdir, *poisoned.flags, skip).stdout
-  assert f"step {BAD_STEP} met a non-finite value; going on with the batch after it" in resumed
+  assert said in stdout
+  assert "updates skipped for non-finite values: 1" in stdout
+  code, stdout, stderr = run_job("train", c, stopped.workdir)
+  assert code == 0, stderr
+  assert f"step {BAD_STEP} met a non-finite value; going on with the batch after it" in stdout
   for workdir in (tmp_path, stopped.workdir):
     assert debug_runs.read_json(workdir / "summary.json")["skipped_updates"] == 1
   a, b = (
@@ -107,12 +107,12 @@ def test_skipping_counts_and_equals_going_on_after_a_stop(launch, stopped, poiso
   assert np.any(one["norm"] != before["norm"])
 
 
-def test_diagnose_reproduces_it_also_when_the_run_has_gone_on(launch, stopped, poisoned):
-  done = launch(stopped.workdir, *poisoned.flags, "--job=diagnose")
-  result, report = (
-    json.loads(done.stdout),
-    debug_runs.read_json(stopped.workdir / "nonfinite" / "report.json"),
-  )
+def test_diagnose_reproduces_it_also_when_the_run_has_gone_on(run_job, stopped, poisoned):
+  c = debug_runs.config(**poisoned.changes)
+  code, stdout, stderr = run_job("diagnose", c, stopped.workdir)
+  assert code == 0, stderr
+  result = json.loads(stdout)
+  report = debug_runs.read_json(stopped.workdir / "nonfinite" / "report.json")
   assert (result["step"], result["first_bad_site"]) == (BAD_STEP, SITE)
   assert result["amax_x_w_g"] == report["amax_x_w_g"]
 

@@ -24,10 +24,10 @@ STARTED = (("layers/.*", "block_128"), (".*", "bf16"))
 
 
 @pytest.fixture(scope="module")
-def trained(launch, tmp_path_factory):
+def trained(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("trained")
-  flags = debug_runs.CHANGES | CHANGES | {"precision.rules": STARTED}
-  launch(workdir, "--config=configs/debug.py", *(f"--config.{k}={v}" for k, v in flags.items()))
+  c = debug_runs.config(**CHANGES | {"precision.rules": STARTED})
+  assert debug_runs.run_job("train", c, workdir)[0] == 0
   batch = debug_runs.take(debug_runs.config(**CHANGES), 1)[0]
   (workdir / "nonfinite").mkdir()
   np.savez(workdir / "nonfinite" / "batch_0.npz", **batch)

@@ -9,6 +9,7 @@ import types
 import debug_runs
 import harness
 import jax
+import numpy as np
 import pytest
 
 from fp8jax.config import resolve
@@ -16,7 +17,8 @@ from fp8jax.data import loader
 from fp8jax.jobs import policy_runner, train
 from fp8jax.kernels import choose
 from fp8jax.phases import decide
-from fp8jax.run import checkpoint, preemption, restore
+from fp8jax.report import files
+from fp8jax.run import calibration, checkpoint, preemption, restore
 from fp8jax.run import evaluator as evaluator_lib
 
 
@@ -64,6 +66,7 @@ LOOKS = {
   "precision.verify_fp8_gemms": False, "log.tensor_stats_every": 2,
   "log.alarms": (("snr_db", "<", 90.0),), "eval.tokens": 0,
 }  # fmt: skip
+MARGIN = "tensor_delayed(margin=1)"
 POLICIES = {
   "refresh": {
     **LOOKS, "precision.policy": ("refresh(every=3, sites='layers/0/.*')",
@@ -218,3 +221,54 @@ def test_roll_back_passes_over_the_checkpoint_of_an_interruption():
   assert at_work.target(5, float("inf"), saved).to == 2
   saved.steps = lambda: [2, 4]  # the newest has trained on batch 3, which is left out
   assert at_work.target(5, float("inf"), saved).to == 2
+
+
+def test_tables_of_a_refresh_bring_the_scales_before_back(tmp_path, monkeypatch):
+  """Stopped around it, a run writes the same tables once; what the state held is in them."""
+  changes = {**POLICIES["refresh"], "precision.policy": ("refresh(every=3, sites='layers/0/.*')",),
+             "precision.rules": (("head", "bf16"), (".*", MARGIN)),
+             "log.tensor_stats_every": 0}  # fmt: skip
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  seen = {}
+
+  def keep(state, host, number):
+    seen[number] = jax.device_get(state.scaling_states)
+    return state, host
+
+  run(whole, keep, **{**changes, "checkpoint.every": 3})
+  run_until(3, monkeypatch, broken, **changes)
+  run_until(4, monkeypatch, broken, **changes)
+  run(broken, **changes)
+  tables = {p.name: p.read_text() for p in (whole / "refresh").iterdir()}
+  assert tables.keys() == {"step_3_before.json", "step_3_after.json"}
+  assert tables == {p.name: p.read_text() for p in (broken / "refresh").iterdir()}
+  named = [row["refresh"] for row in debug_runs.rows(broken) if "refresh" in row]
+  assert named == [{k: f"refresh/step_3_{k}.json" for k in ("before", "after")}]
+
+  spec = harness.text_spec(**changes)
+  before = harness.saved_state(whole, spec, 3).scaling_states
+  loaded = {}
+  for name, wanted in (("before", before), ("after", seen[3])):
+    path = str(whole / f"refresh/step_3_{name}.json")
+    loaded[name] = calibration.load(spec, path)[0]
+    for site, state in loaded[name].items():
+      np.testing.assert_array_equal(state.amax_3, wanted[site].amax_3, err_msg=site)
+  one = {(r["site"], r["tensor"]): r for r in json.loads(tables["step_3_before.json"])["rows"]}
+  amax = before["layers/mlp/up"].amax_3[0, 1]
+  row = one["layers/0/mlp/up", "w"]
+  assert row["amax"] == amax and row["scale"] == pytest.approx(2 * amax / 448, rel=1e-6)
+  after = seen[3]["layers/mlp/up"].amax_3
+  assert np.all(after[1:] == before["layers/mlp/up"].amax_3[1:])  # another site's: kept
+  assert not np.array_equal(after[0], before["layers/mlp/up"].amax_3[0])
+  # The report names the table; other scales of the same step leave it as it is.
+  ((refresh),) = files.read(str(whole)).refreshes
+  assert refresh.step == 4 and refresh.table == str(whole / "refresh/step_3_before.json")
+  assert {name.split("/")[1] for name, *_ in refresh.scales} == {"0"}
+  found = {name: (old, new) for name, old, new in refresh.scales}
+  scale = float(np.float32(after[0, 1]) * 2 / 448)
+  assert found["layers/0/mlp/up/w"] == (row["scale"], pytest.approx(scale, rel=1e-6))
+  other = json.loads(tables["step_3_after.json"])
+  assert calibration.keep_refresh(str(whole), 3, other, other) == {
+    k: f"refresh/step_3_2_{k}.json" for k in ("before", "after")
+  }
+  assert (whole / "refresh/step_3_before.json").read_text() == tables["step_3_before.json"]

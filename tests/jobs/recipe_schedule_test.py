@@ -3,11 +3,11 @@
 import dataclasses
 import json
 
+import debug_runs
 import harness
 import pytest
 
 from fp8jax.compiled import fp8_gemms
-from fp8jax.data import batch_sharding, loader
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import tensor_stats
 from fp8jax.step import train_step
@@ -45,14 +45,9 @@ def test_phase_changes_the_recipe_at_its_step(tmp_path):
   harness.train_on_text(tmp_path / "run", **BF16_LATE, **{"checkpoint.every": 4})
   spec, wide = harness.text_spec(**BF16_LATE), harness.text_spec("bf16")
   state = harness.saved_state(tmp_path / "run", spec, 4)
-  rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-  losses = {r["step"]: r["loss"] for r in rows if "loss" in r}
-  step = train_step.make_step(wide)
-  spread = batch_sharding.BatchSharder(wide.run.layout, wide.microbatch)
-  stream = loader.train_batches(wide.data, 2)
-  hosts = [next(stream) for _ in range(6)]
-  stream.close()
+  losses = {r["step"]: r["loss"] for r in debug_runs.rows(tmp_path / "run") if "loss" in r}
+  step, hosts = train_step.make_step(wide), harness.batches(wide, 6)
   for i in (4, 5):
     state = dataclasses.replace(state, scaling_states={})
-    state, values = step(state, spread.place(hosts[i]), wide.sites())
+    state, values = step(state, hosts[i], wide.sites())
     assert float(values["loss"]) == losses[i + 1]

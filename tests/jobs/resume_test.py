@@ -8,35 +8,29 @@ import subprocess
 import sys
 import time
 
+import debug_runs
 import numpy as np
 import pytest
 
 from fp8jax.optim import storage
 from fp8jax.run import checkpoint
 
-ARGS = [
-  "--config=configs/debug.py",
-  "--config.steps=12",
-  "--config.global_batch=2",
-  "--config.seq_len=128",
-  "--config.checkpoint.every=3",
-  "--config.optim.decay_steps=3",
-  "--config.optim.warmup_steps=3",
-  "--config.eval.tokens=256",
-  "--config.eval.batch=2",
-  "--config.log.tensorboard=False",
-  "--config.log.report=False",
-]
+CHANGES = {
+  "steps": 12, "checkpoint.every": 3, "optim.decay_steps": 3, "optim.warmup_steps": 3,
+  "eval.tokens": 256, "log.every": 10, "log.tensorboard": False,
+}  # fmt: skip
 
 
 # What recipes keep, and nothing; random bits of the step are the optimizer's.
-MIXTURE = "--config.precision.rules=(('.*/mlp/gate', 'tensor_delayed'), ('.*', 'block_128'))"
+MIXTURE = ((".*/mlp/gate", "tensor_delayed"), (".*", "block_128"))
 
 
-def _launch(root: pathlib.Path, workdir, *extra) -> subprocess.Popen:
-  env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
+def _launch(root: pathlib.Path, workdir, **changes) -> subprocess.Popen:
+  """The launcher in a process of its own, with the devices of this one, whose programs it reads."""
+  flags = [f"--config.{k}={v}" for k, v in (debug_runs.CHANGES | changes).items()]
+  env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
   return subprocess.Popen(
-    [sys.executable, "launch.py", *ARGS, f"--workdir={workdir}", *extra],
+    [sys.executable, "launch.py", "--config=configs/debug.py", f"--workdir={workdir}", *flags],
     cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
   )  # fmt: skip
 
@@ -84,24 +78,23 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
   "name", [pytest.param(n, marks=pytest.mark.slow if i else ()) for i, n in enumerate(OPTIMIZERS)]
 )
-def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository, name):
+def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository, run_job, name):
   """However the optimizer keeps what it needs; the first two with FP8 layers, slow to compile."""
   keys = ("optim.moment_format", "optim.master_format", "optim.grad_format", "grad_accum_steps")
-  args = [f"--config.{key}={value}" for key, value in zip(keys, OPTIMIZERS[name])]
+  changes = CHANGES | dict(zip(keys, OPTIMIZERS[name]))
   if name == "coat, bf16_remainder, bf16_sr":
-    args.append(MIXTURE)
+    changes["precision.rules"] = MIXTURE
   elif name != "block_128":
-    args.append("--config.precision.rules=((r'.*', 'bf16'),)")
-  whole = _launch(repository, tmp_path / "whole", *args)
-  assert whole.wait(timeout=240) == 0, whole.stdout.read()
-  broken = _launch(repository, tmp_path / "broken", *args)
+    changes["precision.rules"] = ((".*", "bf16"),)
+  code, _, stderr = run_job("train", debug_runs.config(**changes), tmp_path / "whole")
+  assert code == 0, stderr
+  broken = _launch(repository, tmp_path / "broken", **changes)
   _wait_for_step(broken, tmp_path / "broken", 8)  # past the checkpoint of step 6
   broken.send_signal(signal.SIGKILL)
   broken.wait()
-  resumed = _launch(repository, tmp_path / "broken", *args)
-  output = resumed.communicate(timeout=240)[0]
-  assert resumed.returncode == 0, output
-  assert "resuming from step" in output
+  code, stdout, stderr = run_job("train", debug_runs.config(**changes), tmp_path / "broken")
+  assert code == 0, stderr
+  assert "resuming from step" in stdout
   a, b = _metrics(tmp_path / "whole"), _metrics(tmp_path / "broken")
   assert sorted(a) == sorted(b) == list(range(13))
   for step in range(1, 13):
@@ -117,7 +110,8 @@ def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository
   ids=["SIGTERM", "Ctrl-C"],
 )
 def test_asked_to_stop_saves_and_says_so_in_the_exit_code(tmp_path, repository, number, code):
-  process = _launch(repository, tmp_path, "--config.steps=100000", "--config.checkpoint.every=0")
+  changes = {"steps": 100000, "checkpoint.every": 0, "eval.tokens": 0}
+  process = _launch(repository, tmp_path, **CHANGES | changes)
   _wait_for_step(process, tmp_path, 3)
   process.send_signal(number)
   output = process.communicate(timeout=120)[0]
@@ -129,12 +123,12 @@ def test_asked_to_stop_saves_and_says_so_in_the_exit_code(tmp_path, repository, 
   assert len(steps) == 1 and steps[0] >= 3
 
 
-def test_restart_with_other_values_names_them_and_refuses(tmp_path, repository):
-  first = _launch(repository, tmp_path, "--config.steps=6")
-  assert first.wait(timeout=120) == 0, first.stdout.read()
-  changed = ("--config.steps=6", "--config.optim.peak_lr=5e-4", "--config.log.every=3")
-  second = _launch(repository, tmp_path, *changed)
-  output = second.communicate(timeout=120)[0]
-  assert second.returncode == 1
-  assert "optim.peak_lr was 0.001 at step 6 and is 0.0005 now" in output
+def test_restart_with_other_values_names_them_and_refuses(tmp_path, run_job):
+  changes = {"eval.tokens": 0, "log.every": 10}
+  assert run_job("train", debug_runs.config("bf16", **changes), tmp_path)[0] == 0
+  changes |= {"optim.peak_lr": 5e-4, "log.every": 3}
+  code, stdout, stderr = run_job("train", debug_runs.config("bf16", **changes), tmp_path)
+  output = stdout + stderr
+  assert code == 1
+  assert "optim.peak_lr was 0.001 at step 4 and is 0.0005 now" in output
   assert "log.every: 10 -> 3" in output and "log.every was" not in output

@@ -31,12 +31,17 @@ def lacks_tokamax(monkeypatch):
   (dataclasses.replace(SHORT, device=AMPERE), "cudnn"),
   (dataclasses.replace(SHORT, length=2000), "cudnn"),
   (dataclasses.replace(SHORT, head_dim=96), "cudnn"),
+  (dataclasses.replace(SHORT, head_dim=64), "tokamax"),
   (dataclasses.replace(LONG, dtype="float32"), "xla"),
   (dataclasses.replace(LONG, device=CPU, dtype="float32"), "xla"),
 ])  # fmt: skip
 def test_auto_isolates_documents_on_hopper_without_a_bias(problem, backend):
   found = choose.attention(problem)
   assert isinstance(found, Choice) and found.backend == backend
+
+
+def test_devices_without_a_compute_capability_are_named_by_their_platform():
+  assert [choose.name_of(d) for d in (CPU, Device("gpu"), AMPERE)] == ["cpu", "gpu", "sm_80"]
 
 
 @pytest.mark.usefixtures("has_tokamax")

@@ -304,7 +304,7 @@ def used_by_configs():
 
 
 def used_by_bench_step(monkeypatch):
-  from bench_step import bench
+  from bench.step import run as bench
 
   from fp8jax.kernels import choose
 
@@ -315,7 +315,8 @@ def used_by_bench_step(monkeypatch):
 
 
 def used_by_bench_kernels():
-  from bench_kernels import bench, fused, optimizer
+  from bench.kernels import fused, optimizer
+  from bench.kernels import run as bench
 
   for layer in (bench.LAYERS | bench.SMALL).values():
     yield from _of_layer(*layer)
@@ -375,7 +376,8 @@ def used_by_tests():
 @pytest.mark.parametrize("by", ["configs", "bench_step", "bench_kernels", "the_self_test", "tests"])
 def test_what_runs_on_hopper_lowers(monkeypatch, by):
   monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-  monkeypatch.syspath_prepend(str(ROOT / "experiments" / "bench_kernels"))
+  for folder in ("bench", "bench/kernels"):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / folder))
   monkeypatch.syspath_prepend(str(ROOT / "tests"))
   cases = globals()[f"used_by_{by}"](*[monkeypatch] * (by == "bench_step"))
   found = tried(dict.fromkeys(cases))

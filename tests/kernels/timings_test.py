@@ -12,8 +12,8 @@ from fp8jax.run import metrics_writer, provenance
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
   """A repository of a package and a benchmark, all committed, that provenance takes for its own."""
-  for name in ("fp8jax/run/metrics_writer.py", "configs/base.py", "experiments/timing.py",
-               "experiments/bench/bench.py"):  # fmt: skip
+  for name in ("fp8jax/run/metrics_writer.py", "configs/base.py", "experiments/bench/timing.py",
+               "experiments/bench/step/run.py"):  # fmt: skip
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(f"{name!r}\n")
   commit = ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"]
@@ -24,10 +24,10 @@ def checkout(tmp_path, monkeypatch):
 
 
 def test_a_benchmark_resumes_until_its_sources_change(checkout, monkeypatch, repository):
-  monkeypatch.syspath_prepend(str(repository / "experiments"))
+  monkeypatch.syspath_prepend(str(repository / "experiments" / "bench"))
   import timing
 
-  folder, measured = checkout / "experiments" / "bench", []
+  folder, measured = checkout / "experiments" / "bench" / "step", []
 
   def run():
     bench = timing.Bench.open(folder, is_dry=False)

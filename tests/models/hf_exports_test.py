@@ -5,6 +5,7 @@ tests/golden/check_hf_configs.py and write_hf_logits.py ran transformers; nothin
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -169,6 +170,20 @@ def test_nothing_is_exported_that_transformers_cannot_read():
   ):
     with pytest.raises(UserError, match=words):
       hf_config.config_to_hf(dataclasses.replace(cfg, **changes), "float32")
+
+
+def test_yarns_ramp_ends_at_the_last_channel_pair_of_the_head():
+  """Peng et al. 2023 (arXiv:2309.00071), appendix A.2, where the slow end lies beyond the head."""
+  cfg = dataclasses.replace(
+    hf_config.read_config(str(HF / "llama")), head_dim=16, rope_theta=3.0,
+    rope_scaling=RopeScaling("yarn", 4.0, original_max_positions=4096, beta_fast=900.0),
+  )  # fmt: skip
+  low = math.floor(16 * math.log(4096 / (900 * 2 * math.pi)) / (2 * math.log(3)))
+  assert low < 0 and 16 * math.log(4096 / (2 * math.pi)) / (2 * math.log(3)) > 15
+  ramp = np.clip(np.arange(8) / 15, 0, 1)
+  plain = 3.0 ** -(np.arange(8) / 8)
+  expected = plain / 4 * ramp + plain * (1 - ramp)
+  np.testing.assert_allclose(rope.frequencies(cfg, 48)[0], expected, rtol=1e-6)
 
 
 def test_a_run_of_its_own_has_no_special_tokens_of_llama_and_states_its_rope():

@@ -19,7 +19,7 @@ from harness import tiny_config, tiny_spec
 from fp8jax import params as params_lib
 from fp8jax.config import identity, resolve
 from fp8jax.jobs import start
-from fp8jax.models import lora, presets, transformer
+from fp8jax.models import lora, transformer
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import weights as hf_weights
 from fp8jax.ops import site as site_lib
@@ -34,11 +34,6 @@ SMALL = {
   "model.num_heads": 2, "model.num_kv_heads": 1, "model.intermediate_size": 256,
   "optim.decay_steps": 1, "optim.warmup_steps": 0, "optim.peak_lr": 1e-2,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch):
-  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
 
 
 def _spec(recipe="block_128", **changes):

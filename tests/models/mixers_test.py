@@ -9,6 +9,7 @@ COEFFICIENT * 2 * sum over experts of mean(is chosen) * mean(p), per token of th
 import functools
 import json
 
+import debug_runs
 import harness
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from configs import base
 from fp8jax.jobs import dispatch
-from fp8jax.models import presets, transformer
+from fp8jax.models import transformer
 from fp8jax.models.mixer import Aux, GemmSite, Mixer
 from fp8jax.ops.elementwise import rms_norm
 from fp8jax.ops.swiglu_mlp import swiglu_mlp
@@ -76,14 +77,13 @@ MOE = Mixer("moe", _params, SITES, _apply)
 @pytest.fixture(autouse=True)
 def tables(monkeypatch):
   monkeypatch.setitem(transformer.MIXERS, "moe_of_two", MOE)
-  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
 
 
 MIXERS = {"model.mixers": ("attention_gqa", "moe_of_two"), "model.num_layers": 3}
 
 
 def _runner(recipe="bf16", **changes):
-  return harness.Runner(harness.tiny_spec(harness.tiny_config(recipe, **MIXERS, **changes)))
+  return harness.tiny_runner(recipe, **MIXERS, **changes)
 
 
 @functools.cache
@@ -201,9 +201,8 @@ def test_declared_gemms_are_those_of_the_parameters():
 
 
 CHANGES = {
-  **MIXERS, "model.preset": "tiny", "steps": 3, "global_batch": 2, "seq_len": 128,
-  "eval.tokens": 256,
-  "eval.batch": 2, "checkpoint.every": 2, "log.every": 1, "optim.warmup_steps": 1,
+  **MIXERS, "steps": 3, "global_batch": 2, "seq_len": 128, "eval.tokens": 256, "eval.batch": 2,
+  "checkpoint.every": 2, "log.every": 1, "optim.warmup_steps": 1,
   "optim.decay_steps": 1, "memory.remat_policy": "linears", "mesh.data": 1, "eval.every": 0,
   "log.tensor_stats_every": 3, "eval.precisions": ("recipe",),
 }  # fmt: skip
@@ -211,8 +210,7 @@ CHANGES = {
 
 def _job(job, workdir, capsys, code=0, **changes):
   """What a job prints on stdout, or on stderr where it fails."""
-  c = base.get_config("tensor_delayed")
-  c.update_from_flattened_dict({**CHANGES, **changes})
+  c = harness.tiny_config("tensor_delayed", **CHANGES | changes)
   assert dispatch.run(job, c, base.get_config("tensor_delayed"), "base", str(workdir)) == code
   out = capsys.readouterr()
   return out.err if code else out.out
@@ -228,7 +226,7 @@ def test_every_job_works_on_a_new_mixer(tmp_path, capsys, monkeypatch):
   # Resumes; the step is proven again.
   out = _job("train", tmp_path, capsys, **{"checkpoint.accept_changes": ("steps",)})
   assert "layers/moe/down_1" in out
-  lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+  lines = debug_runs.rows(tmp_path)
   steps = {line["step"]: line for line in lines if "aux/load_balance" in line}
   assert set(steps) == {1, 2, 3}
   evaluated = json.loads(_job("evaluate", tmp_path, capsys))

@@ -81,7 +81,7 @@ TESTS = {
     "data/damaged_files",
     "run/multiprocess",
   ),
-  "fp8jax/data/sample_index.py": ("data/shuffle", "data/damaged_files"),
+  "fp8jax/data/window_index.py": ("data/shuffle", "data/damaged_files"),
   "fp8jax/phases/schedule.py": (
     "config/resolve",
     "config/precision",
@@ -299,8 +299,13 @@ def run(only: list[str]):
     with tempfile.TemporaryDirectory(prefix="fault_") as name:
       folder = _copy(pathlib.Path(name), fault["commit"])
       file = folder / fault["file"]
-      file.write_text(applied(fault, file.read_text()))
+      text = file.read_text()
+      file.write_text(applied(fault, text))
       verdict, test = judge(folder, fault["tests"], cache.name)
+      file.write_text(text)
+      stem = test.partition("::")[0].removeprefix("tests/").removesuffix("_test.py")
+      if verdict == "killed" and judge(folder, [stem], cache.name)[0] != "survived":
+        verdict = "fails without the fault"
     results = _read("results")
     results[str(fault["id"])] = dict(
       verdict=verdict, test=test, seconds=round(time.time() - start), commit=fault["commit"]
@@ -326,21 +331,35 @@ def _copy(folder: pathlib.Path, commit: str) -> pathlib.Path:
 def table() -> str:
   """Markdown, with what is argued in equivalents.json."""
   results, argued, rows = _read("results"), _read("equivalents"), []
-  counts = {False: collections.Counter(), True: collections.Counter()}
+  counts = collections.defaultdict(collections.Counter)
   for fault in _faults():
     key = str(fault["id"])
     got = results.get(key, {"verdict": "not run", "test": ""})
     is_equivalent = key in argued and got["verdict"] != "killed"
     verdict = "equivalent" if is_equivalent else got["verdict"]
-    counts[key.startswith("r")][verdict] += 1
+    counts[_draw_of(key)][verdict] += 1
     seen_by = argued[key] if is_equivalent else got["test"].replace("tests/", "")
     change = f"{fault['operator']}: `{_short(fault['before'])}` -> `{_short(fault['after'])}`"
     cells = (key, f"{fault['file']}:{fault['line']}", change, verdict, seen_by)
     rows.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
   head = ["| | where | fault | verdict | seen by, or why nothing can see it |", "|---" * 5 + "|"]
-  said = [f"{name}: {dict(counts[i])}" for i, name in ((True, "reviewed"), (False, "drawn"))]
+  said = [f"{name}: {_share(count)} ({dict(count)})" for name, count in counts.items()]
   said.append("Files and tests have the names that they had at the commit of the fault.")
   return "\n\n".join([*said, "\n".join(head + rows)]) + "\n"
+
+
+def _draw_of(number) -> str:
+  """Of which draw a fault is: reviewed, drawn (the first), or of a seed over all files."""
+  number = str(number)
+  if "/" in number:
+    return f"seed {number.partition('/')[0]}"
+  return "reviewed" if number.startswith("r") else "drawn"
+
+
+def _share(count: collections.Counter) -> str:
+  """Of those that a test can see."""
+  visible = sum(count.values()) - count["equivalent"] - count["not run"]
+  return f"{count['killed']} of {visible} killed"
 
 
 def _short(text: str) -> str:
@@ -352,7 +371,7 @@ if __name__ == "__main__":
   match sys.argv[1:]:
     case ["draw", *numbers]:
       drawn = draw_from_all(*map(int, numbers)) if numbers else draw()
-      others = [f for f in _read("drawn") if ("/" in str(f["id"])) != bool(numbers)]
+      others = [f for f in _read("drawn") if _draw_of(f["id"]) != _draw_of(drawn[0]["id"])]
       (HERE / "drawn.json").write_text(json.dumps([*others, *drawn], indent=1) + "\n")
     case ["run", *only]:
       run(only)

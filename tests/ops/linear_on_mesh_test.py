@@ -48,6 +48,7 @@ def _place(x, letters, spec, layout):
 
 
 def _run(eqn, x, w, g, site):
+  """(output, gradients of x, w and the tap), and what lowers the program."""
   xs, ws, ys = eqn.replace("->", ",").split(",")
   layout = site.layout
   if layout.mesh is not None:
@@ -62,7 +63,8 @@ def _run(eqn, x, w, g, site):
     y, pull = jax.vjp(product, x, w, tap)
     return y, *pull(g)
 
-  return run(x, w, g, site.tap), run.lower(x, w, g, site.tap)
+  arguments = (x, w, g, site.tap)
+  return run(*arguments), functools.partial(run.lower, *arguments)
 
 
 # One recipe on every mesh, and one of every kind of tile and of residual on the mesh that splits
@@ -221,9 +223,9 @@ def test_dot_gradient_of_a_weight_lies_where_the_weight_lies(rng):
   assert dw.sharding.is_equivalent_to(jax.NamedSharding(layout.mesh, layout.weight_spec("DF")), 2)
 
 
-def _gathered(lowered) -> set[str]:
+def _gathered(lower) -> set[str]:
   """dtypes of the matrices (not scales) that all-gathers of the compiled program move."""
-  text = lowered.compile().as_text()
+  text = lower().compile().as_text()
   return {
     m[1] for m in re.finditer(r"= (\w+)\[([\d,]+)\]\S* all-gather\(", text)
     if np.prod([int(n) for n in m[2].split(",")]) > 8192

@@ -53,10 +53,9 @@ def test_history_follows_transformer_engine():
   scaling_state = amax_history.calibrated(recipe, np.float32([3, 2, 5]))
   past = [3.0]
   want = np.array([3.0, 2.0, 5.0])
+  update = jax.jit(lambda m, s: amax_history.update(m, s, recipe))
   for amaxes in seen:
-    scaling_state = jax.jit(lambda m, s: amax_history.update(m, s, recipe))(
-      scaling_state, np.float32(amaxes)
-    )
+    scaling_state = update(scaling_state, np.float32(amaxes))
     past = [amaxes[0] if np.isfinite(amaxes[0]) else 0.0, *past][:3]
     want[0] = max(past) or want[0]
     want[1] = amaxes[1] if np.isfinite(amaxes[1]) and amaxes[1] else want[1]

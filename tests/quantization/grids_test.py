@@ -93,15 +93,19 @@ def _integers(rng, *shape):
   return x
 
 
-@pytest.mark.parametrize("matmul", ["auto", "reference"])
 @pytest.mark.parametrize("tile", [(0, 0), (1, 0)], ids=["tensor", "row"])
-def test_a_recipe_of_int8_multiplies_integers_exactly(rng, matmul, tile):
+def test_a_recipe_of_int8_multiplies_integers_exactly(rng, tile):
   quant = Quant(INT8, tile=tile, scale=Scale.POW2)
   gemm = Gemm(quant, quant)
   recipe = Recipe("int8", gemm, gemm, gemm)
   x, w, g = _integers(rng, 48, 96), _integers(rng, 96, 32), _integers(rng, 48, 32)
-  y, pull = jax.vjp(lambda x, w: fp8jax.dot("TD,DF->TF", x, w, recipe), x, w)
-  dx, dw = pull(jnp.asarray(g))
+
+  @jax.jit
+  def products(x, w, g):
+    y, pull = jax.vjp(lambda x, w: fp8jax.dot("TD,DF->TF", x, w, recipe), x, w)
+    return y, *pull(g)
+
+  y, dx, dw = products(x, w, g)
   exact = [a.astype(np.int64) for a in (x, w, g)]
   assert np.array_equal(np.asarray(y), exact[0] @ exact[1])
   assert np.array_equal(np.asarray(dx), exact[2] @ exact[1].T)
@@ -115,7 +119,8 @@ def test_a_rounded_int8_product_errs_as_much_as_its_steps_say(rng):
   )
   quant = Quant(INT8, tile=(1, 0))
   recipe = Recipe("int8", *(Gemm(quant, quant),) * 3)
-  y = np.asarray(fp8jax.dot("TD,DF->TF", x, w, recipe), np.float64)
+  product = jax.jit(lambda x, w: fp8jax.dot("TD,DF->TF", x, w, recipe))
+  y = np.asarray(product(x, w), np.float64)
 
   def rounded(a, axis):
     scale = np.abs(a).max(axis, keepdims=True).astype(np.float64) / 127

@@ -11,6 +11,7 @@ from fp8jax.quantization import hadamard, quantize
 from fp8jax.recipe.quant import Hadamard, Quant, Scale
 
 SIZES = [2, 16, 32, 128]
+rotated = jax.jit(hadamard.hadamard, static_argnums=(1, 2))
 RECORDED = {2: "+-", 4: "---+", 8: "+++-----", 32: "-----+--+-+--++++-++-++-++-+-+-+"}
 
 
@@ -26,16 +27,16 @@ def matrix(size: int) -> np.ndarray:
 def test_hadamard_is_its_matrix_in_every_block_of_either_axis(rng, size):
   x = rng.standard_normal((6, 3 * size)).astype(np.float32)
   want = (x.reshape(6, 3, size).astype(np.float64) @ matrix(size)).reshape(6, -1)
-  got = jax.jit(lambda x: hadamard.hadamard(x, size, 1))(x)
+  got = rotated(x, size, 1)
   np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-20)
-  flipped = jax.jit(lambda x: hadamard.hadamard(x, size, 0))(x.T)
+  flipped = rotated(x.T, size, 0)
   np.testing.assert_array_equal(flipped, np.asarray(got).T)
 
 
 @pytest.mark.parametrize("size", [4, 16])
 def test_hadamard_is_orthogonal_exactly(size):
   """Powers of four: no rounding at all."""
-  h = np.asarray(hadamard.hadamard(np.eye(size, dtype=np.float32), size, 1))
+  h = np.asarray(rotated(np.eye(size, dtype=np.float32), size, 1))
   np.testing.assert_array_equal(h @ h.T, np.eye(size))
   np.testing.assert_array_equal(h, matrix(size))
 
@@ -57,7 +58,7 @@ def test_hadamard_applies_signs_before_the_rotation():
   """Afterwards they would leave every magnitude as plain H gives it, and randomise nothing."""
   x = np.ones((1, 16), np.float32)
   plain = np.asarray([[4.0] + [0.0] * 15])  # ones . H / 4
-  got = np.abs(np.asarray(hadamard.hadamard(x, 16, 1)))
+  got = np.abs(np.asarray(rotated(x, 16, 1)))
   assert not np.array_equal(got, plain) and np.count_nonzero(got) > 8
 
 
@@ -84,13 +85,14 @@ def test_quantize_rotates_along_the_contraction_before_the_amax(rng, contraction
 def test_products_do_not_change_under_the_rotation(rng):
   """Integers, so that the products are exact; the quantised ones are as close as without it."""
   a, b = rng.integers(-8, 9, (2, 32, 64)).astype(np.float32)
-  ra, rb = (np.asarray(hadamard.hadamard(t, 16, 1)) for t in (a, b))
+  ra, rb = (np.asarray(rotated(t, 16, 1)) for t in (a, b))
   np.testing.assert_array_equal(ra @ rb.T, a @ b.T)
   a[:, 7] *= 100  # a lone outlier per row is spread, so that its block keeps its precision
   quant = Quant(E4M3, (1, 16), Scale.POW2)
   errors = []
   for transform in (None, Hadamard(16)):
     make = dataclasses.replace(quant, transform=transform)
-    qa, qb = (np.asarray(quantize.quantize(t, make).dequantize(), np.float64) for t in (a, b))
+    quantized = jax.jit(lambda t, make=make: quantize.quantize(t, make).dequantize())
+    qa, qb = (np.asarray(quantized(t), np.float64) for t in (a, b))
     errors.append(np.abs(qa @ qb.T - a.astype(np.float64) @ b.T).max())
   assert errors[1] < 2 * errors[0]

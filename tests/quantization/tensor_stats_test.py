@@ -10,14 +10,24 @@ from fp8jax.recipe.library import E4M3, RECIPES
 from fp8jax.recipe.quant import Quant, Static
 
 
+def _statistics(x, quant=None, **options):
+  """Of a tensor, beside its quantized self if there is one, by one program."""
+
+  @jax.jit
+  def run(x):
+    narrow = quant and quantize.quantize(x, quant, **options)
+    return tensor_stats.statistics(x, narrow, quant)
+
+  return run(x)
+
+
 def test_statistics_equal_numpy(rng):
   x = (rng.standard_normal((32, 64)) * np.exp(3 * rng.standard_normal((32, 64)))).astype(np.float32)
   x += 2  # a mean of its own
   x[3, 4], x[5] = np.nan, 0.0
   quant = Quant(E4M3, source=Static())
   scale = np.float32(4.0) * np.float32(1 / 448)
-  narrow = quantize.quantize(x, quant, amax=np.float32(4.0))
-  got = tensor_stats.summary(tensor_stats.statistics(x, narrow, quant))
+  got = tensor_stats.summary(_statistics(x, quant, amax=np.float32(4.0)))
   good = np.where(np.isnan(x), 0, x).astype(np.float64)
   back = np.clip(good / scale, -448, 448).astype(np.float32).astype(E4M3.dtype).astype(np.float64)
   back = back * scale
@@ -36,7 +46,7 @@ def test_statistics_equal_numpy(rng):
 
 def test_variance_is_about_the_mean(rng):
   x = (3 + rng.standard_normal((64, 64))).astype(np.float32)
-  got = tensor_stats.summary(tensor_stats.statistics(x, None, None))
+  got = tensor_stats.summary(_statistics(x))
   wide = x.astype(np.float64)
   assert got["mean"] == pytest.approx(wide.mean(), rel=1e-5)
   assert got["variance"] == pytest.approx(wide.var(), rel=1e-4) and got["variance"] < 2
@@ -64,7 +74,7 @@ def test_counts_by_exponent_equal_frexp(rng):
 
 def test_counts_are_of_whole_rows_at_even_distances(rng):
   x = rng.standard_normal((4096, 64)).astype(np.float32)  # four times the sample
-  values = np.asarray(tensor_stats.statistics(x, None, None))
+  values = np.asarray(_statistics(x))
   counts = _numpy_counts(x[::4])
   np.testing.assert_array_equal(values[len(tensor_stats.STATISTICS) :], counts)
   found = tensor_stats.exponents(values)
@@ -73,19 +83,20 @@ def test_counts_are_of_whole_rows_at_even_distances(rng):
     found["shares"], counts[first : first + len(found["shares"])] / np.sum(counts), rtol=5e-3
   )
   assert not any(counts[:first]) and found["shares"][0] > 0 and found["shares"][-1] > 0
-  nothing = tensor_stats.exponents(np.asarray(tensor_stats.statistics(0 * x, None, None)))
+  nothing = tensor_stats.exponents(np.asarray(_statistics(0 * x)))
   assert nothing["shares"] == []
 
 
 def test_statistics_of_parts_combine(rng):
   x = rng.standard_normal((64, 32)).astype(np.float32)
-  parts = [tensor_stats.statistics(part, None, None) for part in (x[:16], x[16:])]
-  whole = tensor_stats.statistics(x, None, None)
-  np.testing.assert_allclose(tensor_stats.combine(*parts), whole, rtol=1e-6)
-  np.testing.assert_allclose(tensor_stats.combine_all(np.stack(parts)), whole, rtol=1e-6)
-  np.testing.assert_array_equal(
-    tensor_stats.combine(tensor_stats.nothing((tensor_stats.LOUD,)), parts[0]), parts[0]
-  )
+  parts = [_statistics(part) for part in (x[:16], x[16:])]
+  whole = _statistics(x)
+  combine = jax.jit(tensor_stats.combine)
+  np.testing.assert_allclose(combine(*parts), whole, rtol=1e-6)
+  combined = jax.jit(tensor_stats.combine_all)(np.stack(parts))
+  np.testing.assert_allclose(combined, whole, rtol=1e-6)
+  nothing = tensor_stats.nothing((tensor_stats.LOUD,))
+  np.testing.assert_array_equal(combine(nothing, parts[0]), parts[0])
 
 
 @pytest.mark.parametrize("factor", [2.0**15, 2.0**-9])
@@ -94,10 +105,7 @@ def test_statistics_of_a_multiple_are_the_rescaled_ones(factor):
   x = np.random.default_rng(0).standard_normal((32, 256), np.float32)
   x[0, 0] = 0
   quant = RECIPES["block_128"].dgrad.lhs
-  one, other = (
-    tensor_stats.statistics(y, quantize.quantize(y, quant=quant, contraction=1), quant)
-    for y in (x, x * np.float32(factor))
-  )
+  one, other = (_statistics(y, quant, contraction=1) for y in (x, x * np.float32(factor)))
   np.testing.assert_array_equal(tensor_stats.rescaled(one, factor), other)
 
 

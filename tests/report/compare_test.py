@@ -5,6 +5,7 @@ import math
 import pathlib
 import re
 
+import debug_runs
 import numpy as np
 import pytest
 import run_files
@@ -181,7 +182,7 @@ def test_seconds_of_equal_loss_are_those_until_then(tmp_path):
   base = run_files.write_steps(tmp_path / "a", BASE.tolist(), "bf16", 0, seconds=1.0)
   fast = 3 - 2 * np.arange(STEPS) / STEPS
   mine = run_files.write_steps(tmp_path / "b", fast.tolist(), "block_128", 0)
-  rows = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+  rows = debug_runs.rows(tmp_path / "b")
   rows = [{**row, "step_seconds": float(row["step"])} for row in rows]
   (tmp_path / "b" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
   (equal,) = compare.compare([base, mine]).equal_loss

@@ -3,6 +3,7 @@
 import html.parser
 import json
 import math
+import pathlib
 import re
 import statistics
 
@@ -343,3 +344,31 @@ def test_exponents_of_a_picked_tensor_are_drawn_as_the_rows_say(tmp_path):
     assert row["first"][place] == of["first_exponent"] and len(levels) == len(row["level"][place])
     for level, got in zip(levels, row["level"][place], strict=True):
       assert got == level if level is None else abs(got - level) <= 0.5
+
+
+def test_statistics_of_parameters_and_groups_are_heat_maps(tmp_path):
+  """Rows are parameters, columns layers; a group has no layer."""
+  pytest.importorskip("altair")
+  stats = ("grad_norm", "update_norm", "param_norm", "update_ratio", "nonfinite")
+  one = lambda i: dict(zip(stats, (i + 0.5, 0.25, 8.0, 0.25 / 8, i)))  # noqa: E731
+  looks = {
+    3: {"layers/0/mlp/up": one(1), "layers/1/mlp/up": one(2), "embed": one(3)},
+    6: {
+      "layers/1/mlp/up": one(4),
+      "clip layers/.*": one(5),
+      "embed": one(6) | {"grad_norm": "inf"},
+    },
+  }
+  rows = [{"step": s, "loss": 1.0} for s in looks]
+  rows += [{"step": s, "param_stats": of} for s, of in looks.items()]
+  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  maps = specs_of(pathlib.Path(report.run(str(tmp_path), [])).read_text())["param_maps"]
+  assert len(maps["concat"]) == len(stats)
+  cells = maps["concat"][0]["transform"][3]["from"]["data"]["values"]
+  found = {
+    (row["step"], c["tensor"], c["layer"]): [row[s][c["cell"] - 1] for s in stats]
+    for row in maps["datasets"]["looks"] for c in cells
+  }  # fmt: skip
+  assert found[3, "mlp/up", "1"] == [2.5, 0.25, 8, 0.0312, 2]
+  assert found[6, "clip layers/.*", "–"][0] == 5.5 and found[6, "mlp/up", "0"] == [None] * 5
+  assert found[6, "embed", "–"] == [None, 0.25, 8, 0.0312, 6]

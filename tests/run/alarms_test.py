@@ -1,7 +1,6 @@
 """Alarms of tensor statistics: printed once, and again after the statistic was in range."""
 
-import json
-
+import debug_runs
 import harness
 
 from fp8jax.config import alarms as config_alarms
@@ -15,7 +14,7 @@ def test_loud_step_reports_and_alarms_once(tmp_path, capsys):
   harness.train_on_text(
     tmp_path, "block_128", **{"log.tensor_stats_every": 2, "log.alarms": rules, "eval.tokens": 0}
   )
-  rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+  rows = debug_runs.rows(tmp_path)
   looks = {r["step"]: r["numerics"] for r in rows if "numerics" in r}
   # The step after 2 and after 4 steps; the first one too. 22 sites; per layer the residual stream
   # and two norms; the embedding, the last norm and the logits.

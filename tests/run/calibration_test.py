@@ -7,7 +7,6 @@ import harness
 import numpy as np
 import pytest
 
-from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.jobs import train
 from fp8jax.run import calibration
@@ -23,11 +22,7 @@ NAMES = [f"attn/{n}" for n in "qkvo"] + [f"mlp/{n}" for n in ("gate", "up", "dow
 def test_calibration_is_a_table_that_scales_start_from(tmp_path):
   spec = harness.text_spec("e4m3_static", job="calibrate")
   params = train_step.make_state(spec).params
-  spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch)
-  stream = loader.train_batches(spec.data, 2)
-  hosts = [spread.place(next(stream)) for _ in range(2)]
-  stream.close()
-  table = calibration.run(spec, params, hosts, step=7, fingerprint="abc")
+  table = calibration.run(spec, params, harness.batches(spec, 2), step=7, fingerprint="abc")
   assert len(table["rows"]) == 3 * (7 * 3 + 1) and table["batches"] == 2
   one = next(r for r in table["rows"] if (r["site"], r["tensor"]) == ("layers/1/mlp/up", "w"))
   assert (one["step"], one["data"], one["recipe"]) == (7, "abc", "e4m3_static")
@@ -38,8 +33,9 @@ def test_calibration_is_a_table_that_scales_start_from(tmp_path):
   path.write_text(json.dumps(table))
   scaling_states = calibration.scaling_states_of(calibration.read(str(path)), spec.sites())
   assert float(scaling_states["layers/mlp/up"].amax_3[1, 1]) == 7.5
-  harness.train_on_text(tmp_path / "run", "e4m3_static", **{"precision.calibration": str(path)})
-  state = harness.saved_state(tmp_path / "run", spec, 6)
+  changes = {"steps": 2, "eval.tokens": 0, "precision.calibration": str(path)}
+  harness.train_on_text(tmp_path / "run", "e4m3_static", **changes)
+  state = harness.saved_state(tmp_path / "run", spec, 2)
   harness.assert_trees_equal(state.scaling_states, scaling_states)  # static: never moved
 
 

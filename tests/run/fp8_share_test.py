@@ -2,6 +2,7 @@
 
 import json
 
+import debug_runs
 import harness
 import pytest
 
@@ -11,13 +12,6 @@ from fp8jax.run import fp8_share
 D, F, H, V, LENGTH, BATCH = 128, 512, 512, 512, 128, 8
 TOKENS = LENGTH * BATCH
 LINEAR = [(D, H)] * 3 + [(H, D)] + [(D, F)] * 2 + [(F, D)]
-
-
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch):
-  from fp8jax.models import presets
-
-  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
 
 
 def _operands(tokens, contracted, produced):
@@ -70,7 +64,7 @@ def test_shares_of_a_run_are_means_over_its_steps():
 def test_shares_are_in_every_row_and_in_the_summary(tmp_path):
   c = {"steps": 2, "eval.tokens": 0, "precision.verify_fp8_gemms": False}
   harness.train_on_text(tmp_path, "block_128", **c)
-  rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+  rows = debug_runs.rows(tmp_path)
   summary = json.loads((tmp_path / "summary.json").read_text())
   for name, share in fp8_share.of_phase(harness.text_spec("block_128", **c)).items():
     assert [row[name] for row in rows if "loss" in row] == [share, share]

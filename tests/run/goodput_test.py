@@ -5,12 +5,14 @@ import shutil
 
 import jax
 import pytest
+import rich.console
 from harness import text_config, train_on_text
 
 from fp8jax.config import resolve
 from fp8jax.kernels.choose import Device
 from fp8jax.report import run_report
-from fp8jax.run import goodput, metrics_writer, preemption
+from fp8jax.run import goodput, metrics_writer, preemption, profiler
+from fp8jax.step.settings import Log
 
 
 def test_every_second_has_one_kind_and_repeated_steps_are_lost():
@@ -90,6 +92,16 @@ def test_a_killed_run_counts_its_repeated_steps_and_traces_its_window(tmp_path, 
   page = run_report.write(str(tmp_path))
   with open(page) as f:
     assert f"Goodput {goodput.goodput(seconds):.1%}" in f.read()
+
+
+def test_a_trace_begins_and_ends_once(monkeypatch):
+  events, log = [], Log(profile=(2, 3))
+  monkeypatch.setattr(jax.profiler, "start_trace", lambda _: events.append(("starts", step)))
+  monkeypatch.setattr(jax.profiler, "stop_trace", lambda: events.append(("stops", step)))
+  tracer = profiler.Profiler("w", log, rich.console.Console(quiet=True))
+  for step in range(7):
+    tracer.step(step, ())
+  assert events == [("starts", 2), ("stops", 5)]
 
 
 def test_a_profile_of_a_negative_window_is_refused():

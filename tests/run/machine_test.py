@@ -181,7 +181,7 @@ def _devices(num, kind):
 
 
 @pytest.mark.parametrize(
-  "plan, devices, line",
+  "spec, devices, line",
   [
     (lambda: _spec(), _devices(1, "cpu"), "CPU: FP8 is emulated, exact and slow"),
     (lambda: _spec(arm="bf16"), _devices(1, "cpu"), "CPU"),

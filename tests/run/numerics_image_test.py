@@ -1,11 +1,11 @@
 """Images of numerics in TensorBoard, and the adapter of trackers with a stand-in."""
 
-import json
 import shutil
 import struct
 import sys
 import types
 
+import debug_runs
 import numpy as np
 from tensorboardX.proto import event_pb2
 
@@ -19,7 +19,7 @@ def test_a_look_is_one_image_in_tensorboard_and_no_curve(tmp_path):
     log.write(step, {"loss": 1.5})
     log.write_nested(step, "numerics", numerics, lambda: numerics_image.draw(numerics))
   log.close()
-  rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+  rows = debug_runs.rows(tmp_path)
   assert [row["numerics"] for row in rows if "numerics" in row] == [numerics, numerics]
   (path,) = (tmp_path / "tensorboard").iterdir()
   data, tags, start = path.read_bytes(), [], 0

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fp8jax import statistics
 from fp8jax.config import resolve
 from fp8jax.errors import ConfigError, UserError
+from fp8jax.evaluation import divergence
 from fp8jax.jobs import sensitivity as job
 from fp8jax.jobs import table
 from fp8jax.models import transformer
@@ -22,6 +24,7 @@ from fp8jax.ops import site_tree
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.run import restore
 from fp8jax.sensitivity import halves as halves_lib
+from fp8jax.sensitivity import results as sensitivity_results
 from fp8jax.sensitivity import rules as sensitivity_rules
 from fp8jax.sensitivity import study as sensitivity
 from fp8jax.sensitivity.records import Records
@@ -97,7 +100,7 @@ def test_divergence_is_from_the_base(rng):
   """Far apart, where the divergences of either from the other differ."""
   p, q = (np.exp(5 * rng.standard_normal((3, 7))) for _ in range(2))
   p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
-  found = sensitivity.kl(np.log(p).astype(np.float32) + 2, np.log(q).astype(np.float32) - 1)
+  found = divergence.kl(np.log(p).astype(np.float32) + 2, np.log(q).astype(np.float32) - 1)
   np.testing.assert_allclose(found, (p * np.log(p / q)).sum(1), rtol=1e-4)
 
 
@@ -138,7 +141,7 @@ def test_measurements_compile_nothing(study):
 def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
   spec = _spec()
   loaded = restore.Loaded(spec, _params(), 0, {}, {"hf": "a test"}, {}, "")
-  monkeypatch.setattr(job, "load_or_init", lambda spec, _: dataclasses.replace(loaded, spec=spec))
+  monkeypatch.setattr(job, "load_trained", lambda spec, _: dataclasses.replace(loaded, spec=spec))
   first = job.run(spec, str(tmp_path))
   lines = (tmp_path / "sensitivity" / "measurements.jsonl").read_text()
   with open(tmp_path / "sensitivity" / "measurements.jsonl", "a") as f:
@@ -152,6 +155,10 @@ def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
   assert drawn.keys() == {(s["name"], t) for s in result["sites"] for t in "xw"}
   for s in result["sites"]:
     assert drawn[s["name"], "x"] == pytest.approx(s["estimated"]["x"]["kl"][0], rel=0.01)
+  lines = "\n".join(sensitivity_results.table(result))
+  for arm in (arm for budget in result["budgets"] for arm in budget["arms"]):
+    share = f"{100 * arm['bf16_flops']:.1f} % of FLOPs in BF16"
+    assert re.search(rf"  {re.escape(arm['arm'])} .*{re.escape(share)}", lines)
   assert result["programs_compiled"] == 0  # everything was there
   assert len(result["sites"]) == 20 and sum(s["measured"] is not None for s in result["sites"]) == 2
   assert {g["group"] for g in result["groups"]} == {"tensors", "kinds", "layers"}
@@ -159,6 +166,12 @@ def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
   (of_loss,) = (b for b in result["budgets"] if b["budget"].startswith("at most"))
   estimate, _, high = of_loss["chosen_on"]["loss_percent"]
   assert estimate < high <= spec.of(Sensitivity).max_loss
+  _, low, high = of_loss["arms"][0]["report"]["loss_percent"]
+  most = spec.of(Sensitivity).max_loss
+  verdict = "met" if high < most else "missed" if low > most else "no verdict"
+  assert {b["key"]: b["verdict"] for b in result["budgets"]} == {
+    "min_fp8": "met", "max_loss": verdict
+  }  # fmt: skip
   for budget in result["budgets"]:
     for arm in budget["arms"]:
       sites = harness.text_spec(
@@ -171,6 +184,22 @@ def test_job_goes_on_and_writes_rules_that_are_a_config(tmp_path, monkeypatch):
     job.run(
       harness.text_spec(job="sensitivity", **{**CHANGES, "sensitivity.tokens": 1024}), str(tmp_path)
     )
+
+
+def test_a_half_has_half_of_the_tokens():
+  spec = harness.text_spec(job="sensitivity", **CHANGES | {"sensitivity.tokens": 1024})
+  for batches in halves_lib.read(spec).values():
+    assert [b["targets_BL"].shape for b in batches] == [(2, 64)] * 4
+
+
+@pytest.mark.parametrize("low, high, expected", [
+  (-0.3, 0.2, "met"), (-0.9, 0.2, "met"), (0.2, 0.3, "no verdict"), (-0.1, 0.25, "no verdict"),
+  (0.25, 0.4, "no verdict"), (0.3, 0.4, "missed"),
+])  # fmt: skip
+def test_verdict_on_the_other_half_is_of_the_whole_interval(low, high, expected):
+  interval = statistics.Interval((low + high) / 2, low, high, "bootstrap")
+  assert sensitivity_results.verdict("max_loss", interval, 0.25) == expected
+  assert sensitivity_results.verdict("min_fp8", interval, 0.25) == "met"
 
 
 def test_halves_share_no_document():
@@ -274,7 +303,7 @@ def test_studies_that_would_mislead_are_refused(tmp_path):
     job.run(_spec(), str(tmp_path))
   delayed = harness.text_spec("tensor_delayed", job="sensitivity")
   with pytest.raises(UserError, match="precision.calibration=TABLE"):
-    sensitivity.with_scales(delayed, 0, {})
+    restore.sites_with_scales(delayed, 0, {})
   lora = harness.text_spec(
     "block_128", job="sensitivity", **{"model.lora.rank": 2, "model.lora.base": "bf16"}
   )

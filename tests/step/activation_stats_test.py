@@ -22,7 +22,6 @@ OF_LAYER = ("attn/norm", "mlp/norm", "residual")
 
 @pytest.fixture(autouse=True)
 def tiny_preset(monkeypatch):
-  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
   untied = dataclasses.replace(harness.TINY, tie_embeddings=False)
   monkeypatch.setitem(presets.PRESETS, "untied", untied)
 

@@ -30,13 +30,8 @@ OTHER = {**OURS, "optim.in_backward": False}
 
 @pytest.fixture(autouse=True)
 def tiny_preset(monkeypatch):
-  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
   untied = dataclasses.replace(harness.TINY, tie_embeddings=False)
   monkeypatch.setitem(presets.PRESETS, "untied", untied)
-
-
-def _runner(recipe, shape=None, **changes):
-  return harness.Runner(harness.tiny_spec(harness.tiny_config(recipe, **changes), shape))
 
 
 def _begin(runner):
@@ -64,7 +59,7 @@ def test_both_orders_take_the_same_step(recipe, changes):
   """Only the last bit of a sum differs: XLA contracts multiplications and additions otherwise."""
   found = []
   for order in (OURS, OTHER):
-    runner = _runner(recipe, **order, **changes)
+    runner = harness.tiny_runner(recipe, **order, **changes)
     state, host = _begin(runner), harness.host_batches()[0]
     placed = runner.spread.place(host)
     assert fp8_gemms.strict(runner.spec, runner.step_fn, state, placed, runner.sites)
@@ -82,7 +77,7 @@ def test_both_orders_take_the_same_step(recipe, changes):
 def test_a_loud_step_sees_the_same():
   found = []
   for order in (OURS, OTHER):
-    runner = _runner("block_128", **order)
+    runner = harness.tiny_runner("block_128", **order)
     state = train_step.make_state(runner.spec)
     before = transformer.alignment(state.params, runner.spec.model)
     sites = runner.spec.sites(statistics=tensor_stats.LOUD)
@@ -101,8 +96,8 @@ def test_narrow_states_on_a_mesh():
   """Codes, scales and halves that lie on several devices are cut and put like the weights."""
   changes = {**OURS, "optim.moment_format": "coat", "optim.master_format": "bf16_remainder"}
   batches = harness.host_batches()[:2]
-  wanted, one = _runner("block_128", **changes).run(batches)
-  losses, state = _runner("block_128", (2, 2, 2), **changes).run(batches)
+  wanted, one = harness.tiny_runner("block_128", **changes).run(batches)
+  losses, state = harness.tiny_runner("block_128", (2, 2, 2), **changes).run(batches)
   np.testing.assert_allclose(losses, wanted, rtol=1e-3)
   for a, b in zip(
     *(jax.tree.leaves(stored_params.dequantize_tree(s.params)) for s in (state, one)), strict=True
@@ -114,9 +109,9 @@ def test_narrow_states_on_a_mesh():
 @pytest.mark.slow  # narrow states on a mesh are the default suite's
 def test_layerwise_losses_and_parameters_on_a_mesh_equal_one_device():
   batches = harness.host_batches()[:3]
-  wanted, one = _runner("bf16", **OURS).run(batches)
+  wanted, one = harness.tiny_runner("bf16", **OURS).run(batches)
   for shape in [(1, 8, 1), (2, 2, 2)]:
-    losses, state = _runner("bf16", shape, **OURS).run(batches)
+    losses, state = harness.tiny_runner("bf16", shape, **OURS).run(batches)
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(one.params)):
       np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5)
@@ -157,7 +152,7 @@ def test_gradients_of_all_layers_are_never_there():
 
 def test_a_bad_gradient_stops_what_comes_after_it():
   """Layer 1's overflows: what is behind it has moved, the rest has not, nor does it ever."""
-  runner = _runner("bf16", **OURS)
+  runner = harness.tiny_runner("bf16", **OURS)
   state = train_step.make_state(runner.spec)
   host = jax.tree.map(np.array, state.params)
   # Channel 0 of what gate and up read is enormous, and multiplied by 0.

@@ -1,8 +1,8 @@
 """Loss scales: growth, overflow; gradients, scales and parameters do not depend on them."""
 
 import dataclasses
-import json
 
+import debug_runs
 import harness
 import jax
 import jax.experimental
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.data import batch_sharding, loader
+from fp8jax.data import batch_sharding
 from fp8jax.jobs import train
 from fp8jax.run import preemption
 from fp8jax.step import loss_scale, train_step
@@ -22,17 +22,18 @@ def _scaled(spec, **changes):
   return dataclasses.replace(spec, loss_scale=dataclasses.replace(spec.loss_scale, **changes))
 
 
+def _overflowing(host):
+  return dict(host, weights_BL=np.full_like(host["weights_BL"], np.inf))
+
+
 def test_loss_scale_halves_at_overflow_and_doubles_after_growth():
   spec = _scaled(harness.text_spec("bf16", **DYNAMIC), growth_interval=2)
   step = train_step.make_step(spec)
-  spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch)
-  stream = loader.train_batches(spec.data, 2)
-  host = next(stream)
-  stream.close()
-  bad = dict(host, weights_BL=np.full_like(host["weights_BL"], np.inf))
+  (host,) = harness.batches(spec, 1)
+  bad = _overflowing(host)
   state, scales = train_step.make_state(spec), []
   for batch in (host, host, host, bad, host):
-    state, values = step(state, spread.place(batch), spec.sites())
+    state, values = step(state, batch, spec.sites())
     scales.append(float(values["loss_scale"]))
   assert scales == [256, 256, 512, 512, 256] and int(state.skipped) == 1
   assert not bool(state.halted)
@@ -43,12 +44,12 @@ def test_a_run_goes_on_after_its_loss_scale_met_an_overflow(tmp_path, monkeypatc
 
   def poisoned(self, host):
     calls.append(host)
-    bad = len(calls) == 4  # the second step's, after the evaluation's and the calibration's
-    weights = np.full_like(host["weights_BL"], np.inf) if bad else host["weights_BL"]
-    return place(self, dict(host, weights_BL=weights))
+    # The second step's, after the calibration's.
+    return place(self, _overflowing(host) if len(calls) == 3 else host)
 
   monkeypatch.setattr(batch_sharding.BatchSharder, "place", poisoned)
-  summary = train.run(harness.text_spec("bf16", **{"loss_scale.kind": "dynamic"}), str(tmp_path))
+  spec = harness.text_spec("bf16", **DYNAMIC, **{"eval.tokens": 0})
+  summary = train.run(spec, str(tmp_path))
   assert summary["step"] == 6 and summary["skipped_updates"] == 1
   assert "update skipped" in capsys.readouterr().out
 
@@ -57,10 +58,7 @@ def test_loss_scale_leaves_the_gradients_as_they_are():
   """A power of two in float32: exact. Clipping, which divides by the norm, would hide a factor."""
   plain = harness.text_spec("bf16", **{"optim.grad_clip_norm": 0.0})
   scaled = harness.text_spec("bf16", **{"optim.grad_clip_norm": 0.0, "loss_scale.kind": "dynamic"})
-  spread = batch_sharding.BatchSharder(plain.run.layout, plain.microbatch)
-  stream = loader.train_batches(plain.data, 2)
-  host = spread.place(next(stream))
-  stream.close()
+  (host,) = harness.batches(plain, 1)
   states = [
     train_step.make_step(p)(train_step.make_state(p), host, p.sites())[0] for p in (plain, scaled)
   ]
@@ -93,8 +91,7 @@ def test_past_and_static_scales_follow_the_loss_scale_exactly():
   plain = harness.text_spec(**ALL_SOURCES, **{"optim.on_nonfinite": "skip"})
   scaled = _scaled(harness.text_spec(**ALL_SOURCES, **DYNAMIC), growth_interval=1)
   hosts = harness.calibrated_batches(plain, 6)[1]
-  bad = dict(hosts[3], weights_BL=np.full_like(hosts[3]["weights_BL"], np.inf))
-  hosts = [*hosts[:3], bad, *hosts[3:]]
+  hosts = [*hosts[:3], _overflowing(hosts[3]), *hosts[3:]]
   (a, _), (b, scales) = _steps(plain, hosts), _steps(scaled, hosts)
   assert scales == [256, 512, 1024, 2048, 1024, 2048, 4096]
   assert int(a.skipped) == int(b.skipped) == 1
@@ -161,18 +158,16 @@ def test_overflow_at_the_smallest_loss_scale_ends_a_run(policy, is_last):
   state, hosts = harness.calibrated_batches(spec, 1)
   scale = jnp.float32(loss_scale.SMALLEST * (1 if is_last else 2))
   state = dataclasses.replace(state, loss_scale={**state.loss_scale, "scale": scale})
-  bad = dict(hosts[0], weights_BL=np.full_like(hosts[0]["weights_BL"], np.inf))
-  state, values = train_step.make_step(spec)(state, bad, spec.sites())
+  state, values = train_step.make_step(spec)(state, _overflowing(hosts[0]), spec.sites())
   assert not values["is_finite"] and int(state.skipped) == 1
   assert bool(state.halted) == (policy == "stop" and is_last)
 
 
 def test_a_resumed_run_goes_on_with_its_loss_scale(tmp_path, monkeypatch):
-  spec = _scaled(harness.one_layer_spec(**DYNAMIC), growth_interval=1)
+  spec = _scaled(harness.one_layer_spec(**DYNAMIC, **{"eval.tokens": 0}), growth_interval=1)
   with monkeypatch.context() as m:
     m.setattr(preemption.Interrupts, "requested", lambda _, step: step >= 3)
     train.run(spec, str(tmp_path))
   train.run(spec, str(tmp_path))
-  rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-  scales = [row["loss_scale"] for row in rows if "loss_scale" in row]
+  scales = [row["loss_scale"] for row in debug_runs.rows(tmp_path) if "loss_scale" in row]
   assert scales == [256.0 * 2**step for step in range(6)]

@@ -32,7 +32,7 @@ def test_packed_losses_are_those_of_samples_alone(tmp_path, recipe, dtype):
   alone = [packing.pack([steps.samples[i]], 64) for i in range(12)]
   alone = {key: np.stack([window[key] for window in alone]) for key in alone[0]}
   packed = {key: x for key, x in steps[0].items() if key != "step"}
-  assert len(packed["tokens_BL"]) == 5 and packed["segments_BL"].max() > 3
+  assert len(packed["tokens_BL"]) == 5 and packed["segments_BL"].max() > 2
   spec = harness.debug_plan(recipe, precision__compute_dtype=dtype, memory__loss_chunk=64)
   params, sites = train_step.make_state(spec).params, spec.sites()
 
@@ -59,3 +59,21 @@ def test_packed_losses_are_those_of_samples_alone(tmp_path, recipe, dtype):
   for text, want in apart.items():
     np.testing.assert_allclose(together[text], want, rtol=BOUNDS[dtype])
   np.testing.assert_allclose([of_packed, its_sum], of_alone, rtol=BOUNDS[dtype])
+
+
+def test_the_number_of_padding_changes_no_bit_of_loss_and_gradients(tmp_path):
+  """Padding is segment 0; it was the number after a window's last, which no token had either."""
+  chats.write(tmp_path / "a.jsonl", 12)
+  batch = loader.chat_steps(chats.spec(tmp_path / "a.jsonl", samples_per_step=12), 7)[0]
+  del batch["step"]
+  segments = batch["segments_BL"]
+  before = np.where(segments == 0, segments.max(1, keepdims=True) + 1, segments)
+  assert (before != segments).any(1).sum() > 3 and before.min() == 1
+  spec = harness.debug_plan("tensor_current", memory__loss_chunk=48)
+  params, sites = train_step.make_state(spec).params, spec.sites()
+  both = jax.jit(jax.value_and_grad(
+    lambda params, batch: transformer.loss(params, sites, batch, spec.model, spec.run)
+  ))  # fmt: skip
+  old, new = both(params, batch | {"segments_BL": before}), both(params, batch)
+  assert np.isfinite(new[0]) and any(map(np.any, jax.tree.leaves(new[1])))
+  harness.assert_trees_equal(old, new)

@@ -10,7 +10,6 @@ import pytest
 
 from configs import debug
 from fp8jax.config import resolve
-from fp8jax.data import loader
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
 from fp8jax.quantization import tensor_stats
@@ -83,9 +82,7 @@ def test_microbatches_round_by_chances_of_their_own():
   two = harness.text_spec(
     "nvfp4_sr_rht", **{"model.num_layers": 1, "global_batch": 4, "grad_accum_steps": 2}
   )
-  stream = loader.train_batches(one.data, 2)
-  host = next(stream)
-  stream.close()
+  (host,) = harness.batches(one, 1)
   params = train_step.make_state(one).params
 
   @jax.jit

@@ -11,23 +11,18 @@ import pytest
 import tolerances
 
 from fp8jax import params as params_lib
-from fp8jax.data import batch_sharding, loader
-from fp8jax.models import presets, transformer
+from fp8jax.data import loader
+from fp8jax.models import transformer
 from fp8jax.run import checkpoint, nonfinite
 from fp8jax.step import train_step
 
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)]
 
 
-@pytest.fixture(autouse=True)
-def tiny_preset(monkeypatch):
-  monkeypatch.setitem(presets.PRESETS, "tiny", harness.TINY)
-
-
 @functools.cache
 def _one_device(recipe):
   """Per step: (state before it on the host, its metrics)."""
-  runner = harness.Runner(harness.tiny_spec(harness.tiny_config(recipe)))
+  runner = harness.tiny_runner(recipe)
   state, found = train_step.make_state(runner.spec), []
   for host in harness.host_batches():
     before = jax.tree.map(np.array, state)
@@ -50,7 +45,7 @@ def test_twenty_steps_on_a_mesh_equal_one_device(shape, recipe):
   apart give block_128 losses with a standard deviation of 3e-5 per step and 6e-6 for their mean,
   on one device as well.
   """
-  runner = harness.Runner(harness.tiny_spec(harness.tiny_config(recipe), shape))
+  runner = harness.tiny_runner(recipe, shape)
   shardings = jax.tree.map(lambda x: x.sharding, train_step.abstract_state(runner.spec))
   for host, (before, want) in zip(harness.host_batches(), _one_device(recipe), strict=True):
     _, got = runner.step(jax.device_put(before, shardings), host)
@@ -69,13 +64,13 @@ def test_twenty_steps_on_a_mesh_equal_one_device(shape, recipe):
 def test_accumulation_equals_the_whole_batch():
   want = [values["loss"] for _, values in _one_device("bf16")[:5]]
   for accumulation in (2, 8):
-    spec = harness.tiny_spec(harness.tiny_config("bf16", grad_accum_steps=accumulation))
-    losses, _ = harness.Runner(spec).run(harness.host_batches()[:5])
+    runner = harness.tiny_runner("bf16", grad_accum_steps=accumulation)
+    losses, _ = runner.run(harness.host_batches()[:5])
     np.testing.assert_allclose(losses, want, rtol=1e-6)
 
 
 def test_checkpoint_restores_onto_another_mesh(tmp_path):
-  first = harness.Runner(harness.tiny_spec(harness.tiny_config("bf16"), (2, 2, 2)))
+  first = harness.tiny_runner("bf16", (2, 2, 2))
   _, state = first.run(harness.host_batches()[:2])
   saved = checkpoint.Checkpoints(str(tmp_path))
   iterator = loader.train_batches(first.spec.data, 8)
@@ -83,7 +78,7 @@ def test_checkpoint_restores_onto_another_mesh(tmp_path):
   saved.wait()
   want, _ = first.run(harness.host_batches()[2:4], state)
   for shape in ((1, 2, 4),):
-    second = harness.Runner(harness.tiny_spec(harness.tiny_config("bf16"), shape))
+    second = harness.tiny_runner("bf16", shape)
     abstract = train_step.abstract_state(second.spec)
     restored = saved.restore(2, abstract)
     for got, exact in zip(jax.tree.leaves(restored), jax.tree.leaves(abstract), strict=True):
@@ -104,14 +99,15 @@ def test_state_is_sharded_at_birth_and_abstractly_known():
   assert up.addressable_shards[0].data.shape == (2, 128 // 4, 512 // 2)
 
 
-def test_decay_and_moments_follow_the_declarations():
+def test_decay_and_moments_follow_the_declarations(rng):
   """A step without gradients shrinks matrices and leaves norms alone; moments stay float32."""
   changes = {"optim.warmup_steps": 0, "optim.peak_lr": 0.5, "optim.schedule": "constant"}
-  runner = harness.Runner(harness.tiny_spec(harness.tiny_config("bf16", **changes)))
-  state = train_step.make_state(runner.spec)
+  spec = harness.one_layer_spec(**changes)
+  state = train_step.make_state(spec)
   before = jax.tree.map(np.array, state.params)
-  silent = dict(harness.host_batches()[0], weights_BL=np.zeros((8, 128), np.float32))
-  state, values = runner.step(state, silent)
+  batch = harness.weighted_batch(rng)
+  silent = dict(batch, weights_BL=np.zeros_like(batch["weights_BL"]))
+  state, values = train_step.make_step(spec)(state, silent, spec.sites())
   assert values["grad_norm"] == 0
   after, mlp = state.params["layers"]["mlp"], before["layers"]["mlp"]
   np.testing.assert_array_equal(state.params["norm"], before["norm"])
@@ -120,10 +116,17 @@ def test_decay_and_moments_follow_the_declarations():
   assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(state.opt))
 
 
-def test_learning_rate_follows_the_schedule():
+def test_learning_rate_follows_the_schedule(rng):
   """Warm up over 4 steps, hold, cosine to min_lr over the last 4 (InfiR2's WSD)."""
-  rates = [values["learning_rate"] for _, values in _one_device("bf16")]
   peak, low = 1e-4, 1e-5
+  spec = harness.one_layer_spec(**{
+    "steps": 20, "optim.warmup_steps": 4, "optim.decay_steps": 4, "optim.peak_lr": peak,
+    "optim.min_lr": low,
+  })  # fmt: skip
+  state, step, rates = train_step.make_state(spec), train_step.make_step(spec), []
+  for _ in range(20):
+    state, values = step(state, harness.weighted_batch(rng), spec.sites())
+    rates.append(float(values["learning_rate"]))
   np.testing.assert_allclose(rates[:4], peak * np.arange(4) / 4, rtol=1e-6)
   np.testing.assert_allclose(rates[4:17], peak, rtol=1e-6)
   tail = [low + (peak - low) * 0.5 * (1 + np.cos(np.pi * k / 4)) for k in range(4)]
@@ -131,13 +134,13 @@ def test_learning_rate_follows_the_schedule():
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_non_finite_step_changes_nothing_and_halts_or_counts(policy):
-  config = harness.tiny_config("bf16", **{"optim.on_nonfinite": policy})
-  runner = harness.Runner(harness.tiny_spec(config))
-  _, state = runner.run(harness.host_batches()[:2])
+def test_non_finite_step_changes_nothing_and_halts_or_counts(rng, policy):
+  runner = harness.Runner(harness.one_layer_spec(**{"optim.on_nonfinite": policy}))
+  host = harness.weighted_batch(rng)
+  _, state = runner.run([host] * 2)
   good = jax.tree.map(np.array, (state.params, state.opt))
-  host = harness.host_batches()[2]
-  state, values = runner.step(state, dict(host, weights_BL=np.full((8, 128), np.nan, np.float32)))
+  bad = dict(host, weights_BL=np.full_like(host["weights_BL"], np.nan))
+  state, values = runner.step(state, bad)
   assert not values["is_finite"]
   assert int(state.skipped) == 1 and bool(state.halted) == (policy == "stop")
   for a, b in zip(jax.tree.leaves(good), jax.tree.leaves((state.params, state.opt))):
@@ -157,14 +160,12 @@ def test_non_finite_step_changes_nothing_and_halts_or_counts(policy):
     ("norm", 3, "head: its input is not finite"),
   ],
 )
-def test_first_bad_site_is_named(path, layer, message):
-  spec = harness.tiny_spec(harness.tiny_config("bf16", grad_accum_steps=2))
-  state = train_step.make_state(spec)
-  flat = params_lib.flatten(jax.tree.map(np.array, state.params))
+def test_first_bad_site_is_named(rng, path, layer, message):
+  spec = harness.one_layer_spec(**{"model.num_layers": 2, "grad_accum_steps": 2})
+  flat = params_lib.flatten(jax.tree.map(np.array, train_step.make_state(spec).params))
   flat[path][layer] = np.nan
   poisoned = jax.tree.map(jnp.asarray, params_lib.unflatten(flat))
-  spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, 2)
-  found = nonfinite.report(spec, poisoned, spread.place(harness.host_batches()[0]))
+  found = nonfinite.report(spec, poisoned, harness.weighted_batch(rng, (2,)))
   assert found["first_bad_site"].startswith(message)
 
 

@@ -280,11 +280,17 @@ def test_preempted_job_saves_and_is_requeued(folder, monkeypatch):
 
 
 def test_search_goes_on_where_it_was_interrupted(folder, monkeypatch):
-  pytest.importorskip("optuna")
+  optuna = pytest.importorskip("optuna")
   search = spec.Optuna({"optim.peak_lr": spec.LogUniform(0.01, 0.9)}, count=2)
   sweep = spec.Sweep("c.py", arms=("a", "b"), seeds=(0, 1), search=search)
   monkeypatch.setattr(run.table, "show", lambda *_: None)
+  made, sampler = [], optuna.samplers.TPESampler
+  monkeypatch.setattr(
+    optuna.samplers, "TPESampler", lambda **wishes: made.append(wishes) or sampler(**wishes)
+  )
   _, trials, names = _sweep(folder, monkeypatch, sweep)
+  # Points that are tried at the same time are not next to each other.
+  assert [m.get("constant_liar") for m in made if "seed" in m] == [True, True]
   assert len(names) == 8 and len({(t["arm"], *t["point"].values()) for t in trials}) == 4
   more = spec.Sweep("c.py", arms=("a", "b"), seeds=(0, 1),
                     search=spec.Optuna(search.distributions, 3))  # fmt: skip

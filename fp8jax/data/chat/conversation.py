@@ -20,6 +20,8 @@ from fp8jax.data.chat.template import MARKS
 from fp8jax.errors import UserError
 
 Record = dict[str, Any]
+_KEYS_OF_CALLS = {"name", "arguments", "id", "type", "index"}
+_KEYS, _GPT_KEYS = ("role", "content"), ("from", "value")
 
 # Columns that a format reads unless a source says otherwise, comma-separated.
 FIELDS = {"messages": "messages", "sharegpt": "conversations", "prompt": "prompt,completion"}
@@ -60,16 +62,11 @@ def of_table(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(row: Any, format: str, field: str, origin: str) -> Record:
-  """The conversation in a row.
+  """The record of a row, with an "error" if it is malformed.
 
   Args:
-    row: a mapping of columns.
-    format: a key of FIELDS.
-    field: its columns, see FIELDS.
+    format, field: a key of FIELDS, and its columns.
     origin: file and line, for messages.
-
-  Returns:
-    The record; malformed rows are records with an "error".
   """
   try:
     messages, tools = _read(row, format, columns(field))
@@ -186,9 +183,8 @@ def _objects(where: str, value: Any) -> list[dict[str, Any]]:
 def _name(where: str, value: dict[str, Any]) -> dict[str, Any]:
   """The function of a tool or call, which is OpenAI's {"function": {...}} or the function alone."""
   function = value.get("function", value)
-  if (
-    not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name
-  ):
+  name = function.get("name") if isinstance(function, dict) else None
+  if not isinstance(name, str) or not name:
     raise _Malformed(f"{where} has {str(value)[:80]}, expected a function with its name")
   return function
 
@@ -209,10 +205,6 @@ def _calls(where: str, value: Any) -> list[dict[str, Any]]:
     function = {**function, "arguments": _Arguments(arguments)}
     calls.append({**call, "function": function} if "function" in call else function)
   return calls
-
-
-_KEYS_OF_CALLS = {"name", "arguments", "id", "type", "index"}
-_KEYS, _GPT_KEYS = ("role", "content"), ("from", "value")
 
 
 def _message(where: str, turn: Any, format: str) -> dict[str, Any]:

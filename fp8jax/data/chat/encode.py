@@ -14,6 +14,7 @@ it. Of a template that opens the turn for the model and drops the thoughts in it
 """
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,8 @@ from fp8jax.errors import UserError
 Span = tuple[int, int]
 
 
-# Every turn of the assistant renders the messages before it: 1,448 messages by turns, together.
+# Of all turns of the assistant together, which render the messages before them: 1,023 turns that
+# alternate with the user's.
 MOST_MESSAGES, MOST_CHARACTERS = 2**20, 2**28
 
 
@@ -74,11 +76,7 @@ class Encoder:
   template: ChatTemplate
 
   def samples(self, record: Mapping[str, Any]) -> list[Sample]:
-    """The samples of a conversation (see conversation.py).
-
-    Raises:
-      UserError: the template refuses the conversation.
-    """
+    """The samples of a conversation (see conversation.py); raises as `render`."""
     made = render(self.template, record["messages"], record.get("tools"), self._is_special)
     return [self.encode(one) for one in made]
 
@@ -95,11 +93,8 @@ class Encoder:
     for start, stop in rendered.spans:
       trained |= (first >= start) & (end <= stop) & (end > first)
     trained[:1] = False
-    closing = []
-    for stop in rendered.ends:
-      while stop and rendered.text[stop - 1].isspace():
-        stop -= 1
-      closing.append(int(ids[min(np.searchsorted(end, stop), len(ids) - 1)]))
+    stops = [len(rendered.text[:stop].rstrip()) for stop in rendered.ends]
+    closing = ids[np.minimum(np.searchsorted(end, stops), len(ids) - 1)].tolist()
     return Sample(ids, trained, tuple(closing), rendered.opening)
 
 
@@ -124,12 +119,15 @@ def render(
   turns = [i for i in turns if messages[i].get("weight", 1)]
   if not turns:
     return [Rendered(template.render(messages, tools=tools), ())]
-  _check_most("messages", sum(turns) + len(turns), MOST_MESSAGES)
+  fit = sum(n <= MOST_MESSAGES for n in itertools.accumulate(i + 1 for i in turns))
+  if fit < len(turns):
+    raise _too_long(f"{MOST_MESSAGES:,} messages", turns[max(fit - 1, 0)] + 1)
   made, size = [], 0
   for i in turns:
     made.append(_turn(template, messages[: i + 1], tools, is_special))
     size += len(made[-1].text)
-    _check_most("characters", size, MOST_CHARACTERS)
+    if size > MOST_CHARACTERS:
+      raise _too_long(f"{MOST_CHARACTERS:,} characters", turns[max(len(made) - 2, 0)] + 1)
   whole = made[-1]
   if not all(whole.text.startswith(one.text) for one in made):
     return made
@@ -138,12 +136,11 @@ def render(
   return [Rendered(whole.text, spans, ends, opening)]
 
 
-def _check_most(what: str, number: int, most: int):
-  if number > most:
-    raise UserError(
-      f"the conversation is too long: every turn of the assistant renders those before it, "
-      f"{number:,} {what} in all, at most {most:,}; split it into shorter conversations"
-    )
+def _too_long(most: str, messages: int) -> UserError:
+  return UserError(
+    "the conversation is too long: every turn of the assistant renders all before it, at most "
+    f"{most} in all; split it into conversations of {messages:,} messages or fewer"
+  )
 
 
 def _turn(template: ChatTemplate, messages, tools, is_special) -> Rendered:

@@ -1,17 +1,16 @@
 """Samples -> steps: exactly so many samples in exactly so many windows.
 
 The samples of a step are laid into its windows by first fit, the longest first (Johnson 1973). Each
-is a segment of its own with positions from 0; the room that is left in a window is a segment too,
-of weight 0. grain's FirstFitPackIterDataset gives its windows when a sample no longer fits, so that
-steps of a fixed number of samples are not to be had from it; held-out samples, which have no steps,
-are packed by it.
+is a segment of its own, numbered from 1, with positions from 0; the room that is left in a window
+is segment 0, of weight 0. grain's FirstFitPackIterDataset gives its windows when a sample no longer
+fits, so that steps of a fixed number of samples are not to be had from it; held-out samples, which
+have no steps, are packed by it.
 
 Every epoch is a permutation of all samples; a step at its end goes on in the next one. Permutations
 are functions of (seed, epoch), so a step is made from its number alone: the place in the data is
 that number, and processes take different windows of the same step.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,27 +22,12 @@ from fp8jax.data.chat.encode import Sample
 from fp8jax.data.chat.samples import Samples
 from fp8jax.errors import UserError
 
-# Steps are numbered without end; grain wants a length, and slices it.
-_ENDLESS = 2**48
 _LOOK_AHEAD = 2**21
 Batch = dict[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-  """A step over all processes: its samples and windows."""
-
-  samples: int
-  windows: int
-
-
 def first_fit(lengths: Sequence[int] | np.ndarray, room: int) -> np.ndarray:
-  """int32 [n]: the window of every sample, the longest placed first, ties in their order.
-
-  Args:
-    lengths: positions of the samples, each at most `room`.
-    room: positions of a window.
-  """
+  """int32 [n]: windows, of `room` positions, of samples; the longest first, ties in their order."""
   free: list[int] = []
   window = np.zeros(len(lengths), np.int32)
   for i in np.argsort(-np.asarray(lengths), kind="stable"):
@@ -57,27 +41,16 @@ def first_fit(lengths: Sequence[int] | np.ndarray, room: int) -> np.ndarray:
 
 
 def pack(samples: Sequence[Sample], length: int) -> Batch:
-  """One window, as the model reads it: arrays [length].
-
-  Args:
-    samples: at most `length` positions in all.
-    length: positions of the window.
-  """
-  window = {
-    "tokens_BL": np.zeros(length, np.int32),
-    "targets_BL": np.zeros(length, np.int32),
-    "weights_BL": np.zeros(length, np.float32),
-    "segments_BL": np.full(length, len(samples) + 1, np.int32),
-    "positions_BL": np.zeros(length, np.int32),
-  }
+  """One window, as the model reads it: arrays [length] that hold all positions of the samples."""
+  kinds = {"tokens": np.int32, "targets": np.int32, "weights": np.float32, "segments": np.int32,
+           "positions": np.int32}  # fmt: skip
+  window = {f"{name}_BL": np.zeros(length, kind) for name, kind in kinds.items()}
   end = 0
   for number, sample in enumerate(samples, 1):
-    start, end = end, end + len(sample) - 1
-    window["tokens_BL"][start:end] = sample.tokens[:-1]
-    window["targets_BL"][start:end] = sample.tokens[1:]
-    window["weights_BL"][start:end] = sample.trained[1:]
-    window["segments_BL"][start:end] = number
-    window["positions_BL"][start:end] = np.arange(end - start)
+    here = slice(end, end := end + len(sample) - 1)
+    own = {"segments_BL": number, "positions_BL": np.arange(len(sample) - 1)}
+    for key, x in (_shifted(sample) | own).items():
+      window[key][here] = x
   window["positions_BL"][end:] = np.arange(length - end)
   return window
 
@@ -88,7 +61,7 @@ class Steps:
   Args:
     samples: what is trained on.
     length: positions of a window.
-    shape: of a step over all processes.
+    per_step, windows: samples and windows of a step, over all processes.
     seed: text that the permutations are derived from.
     shard: (index, count): a process takes every count-th window, from the index-th on.
 
@@ -97,23 +70,24 @@ class Steps:
   """
 
   def __init__(
-    self, samples: Samples, length: int, shape: Shape, seed: str, shard: tuple[int, int] = (0, 1)
-  ):
+    self, samples: Samples, length: int, per_step: int, windows: int, seed: str,
+    shard: tuple[int, int] = (0, 1),
+  ):  # fmt: skip
     if not len(samples):
       raise UserError(
         "data.sources have no sample to train on: all conversations are malformed, too long, "
         "without an assistant or held out; lower data.heldout_fraction or give more data"
       )
-    self.samples, self.length, self.shape = samples, length, shape
-    self._seed, self._shard = seed, shard
+    self.samples, self.length, self._seed, self._shard = samples, length, seed, shard
+    self._per_step, self._windows = per_step, windows
 
   def __len__(self):
-    return _ENDLESS
+    return reading.ENDLESS
 
   def numbers(self, step: int) -> np.ndarray:
     """int64 [samples]: the samples of a step, in the order of their epochs."""
     total = len(self.samples)
-    places = range(step * self.shape.samples, (step + 1) * self.shape.samples)
+    places = range(step * self._per_step, (step + 1) * self._per_step)
     return np.asarray([self._shuffled(*divmod(place, total)) for place in places], np.int64)
 
   def _shuffled(self, epoch: int, i: int) -> int:
@@ -127,12 +101,11 @@ class Steps:
     """Step number `index`: arrays [windows of this process, length], and "step"."""
     numbers = self.numbers(index)
     window = first_fit(self.samples.lengths[numbers], self.length)
-    if window.max() >= self.shape.windows:
-      raise UserError(self._too_many(index, int(window.max()) + 1))
+    self.check(int(window.max()) + 1)
     first, count = self._shard
     rows = [
       pack([self.samples[int(n)] for n in numbers[window == w]], self.length)
-      for w in range(first, self.shape.windows, count)
+      for w in range(first, self._windows, count)
     ]
     return {**{key: np.stack([row[key] for row in rows]) for key in rows[0]}, "step": index}
 
@@ -142,29 +115,17 @@ class Steps:
     Those of the first _LOOK_AHEAD samples are looked at, in seconds; a later step that does not fit
     is refused when it comes.
     """
-    return max(self._needed(steps))
+    first = map(self.numbers, range(min(steps, max(_LOOK_AHEAD // self._per_step, 1))))
+    return max(int(first_fit(self.samples.lengths[n], self.length).max()) + 1 for n in first)
 
-  def check(self, steps: int) -> int:
-    """`needed`.
-
-    Raises:
-      UserError: there are fewer; says how many global_batch must be.
-    """
-    needed = self._needed(steps)
-    if max(needed) > self.shape.windows:
-      raise UserError(self._too_many(int(np.argmax(needed)), max(needed)))
-    return max(needed)
-
-  def _needed(self, steps: int) -> list[int]:
-    first = map(self.numbers, range(min(steps, max(_LOOK_AHEAD // self.shape.samples, 1))))
-    return [int(first_fit(self.samples.lengths[n], self.length).max()) + 1 for n in first]
-
-  def _too_many(self, step: int, needed: int) -> str:
-    return (
-      f"the {self.shape.samples} samples of step {step} need {needed} windows of "
-      f"{self.length} positions, global_batch={self.shape.windows}; set global_batch={needed} or "
-      "more, or a smaller data.samples_per_step"
-    )
+  def check(self, needed: int):
+    """Refuses a step that needs more windows than there are."""
+    if needed > self._windows:
+      raise UserError(
+        f"the {self._per_step} samples of a step need {needed} windows of {self.length} positions, "
+        f"global_batch={self._windows}; set global_batch={needed} or more, or a smaller "
+        "data.samples_per_step"
+      )
 
 
 def batches(samples: Samples, length: int, rows: int, num: int, index: int, count: int):
@@ -175,7 +136,7 @@ def batches(samples: Samples, length: int, rows: int, num: int, index: int, coun
   data = grain.MapDataset.source(samples)[index::count].map(_shifted).to_iter_dataset()
   packed = grain.experimental.FirstFitPackIterDataset(
     data,
-    length_struct={"tokens": length, "targets": length, "weights": length},
+    length_struct=dict.fromkeys(("tokens_BL", "targets_BL", "weights_BL"), length),
     num_packing_bins=rows,
     shuffle_bins=False,
   )
@@ -188,14 +149,14 @@ def batches(samples: Samples, length: int, rows: int, num: int, index: int, coun
 
 def _shifted(sample: Sample) -> Batch:
   return {
-    "tokens": sample.tokens[:-1],
-    "targets": sample.tokens[1:],
-    "weights": sample.trained[1:].astype(np.float32),
+    "tokens_BL": sample.tokens[:-1],
+    "targets_BL": sample.tokens[1:],
+    "weights_BL": sample.trained[1:].astype(np.float32),
   }
 
 
 def _window(packed: Batch) -> Batch:
   """One of grain's windows, with the names of the model."""
-  names = {"tokens": "tokens_BL", "targets": "targets_BL", "weights": "weights_BL"}
-  names |= {"tokens_segment_ids": "segments_BL", "tokens_positions": "positions_BL"}
-  return {name: packed[key] for key, name in names.items()}
+  names = {"tokens_BL_segment_ids": "segments_BL", "tokens_BL_positions": "positions_BL"}
+  kept = {key: x for key, x in packed.items() if key in names or key.endswith("_BL")}
+  return {names.get(key, key): x for key, x in kept.items()}

@@ -21,10 +21,8 @@ from fp8jax.data.config import DataConfig
 from fp8jax.errors import UserError
 
 # For data.on_long and data.on_untrained.
-LONG_POLICIES = ("error", "skip", "truncate")
-UNTRAINED_POLICIES = ("error", "skip")
-# From so many conversations on, reading all of them takes long enough to say so.
-_MANY = 5_000
+LONG_POLICIES, UNTRAINED_POLICIES = ("error", "skip", "truncate"), ("error", "skip")
+_MANY = 5_000  # conversations take long enough to say that they are read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +54,16 @@ class Index:
     """(special tokens that close trained turns, a warning about turns that none closes, or "")."""
     common = sorted(self.closing, key=lambda token: -self.closing[token])
     ordinary = [token for token in common if tokenizer.decode([token])]
-    warning = ""
-    if ordinary:
-      number, total = sum(map(self.closing.__getitem__, ordinary)), sum(self.closing.values())
-      warning = (
+    number, total = sum(map(self.closing.__getitem__, ordinary)), sum(self.closing.values())
+    warning = (
+      ""
+      if not ordinary
+      else (
         f"{number:,} of {total:,} trained turns end in ordinary text, most often in "
         f"{tokenizer.decode(ordinary[:1])!r}, and no end-of-turn token: generation will not know "
         "where they end. Take a chat template that writes one, or set generate.stop"
       )
+    )
     return [token for token in common if token not in ordinary], warning
 
 
@@ -75,10 +75,9 @@ def make_index(spec: DataConfig) -> Index:
   """
   rows, counts, closing = [], collections.Counter(), collections.Counter()
   opened = _open(spec)
-  total = sum(map(len, opened))
-  if total > _MANY:
-    out = console_lib.console(stderr=True)
-    out.print(f"reading {total:,} conversations once, to know the lengths of their samples")
+  if (total := sum(map(len, opened))) > _MANY:
+    what = f"reading {total:,} conversations once, to know the lengths of their samples"
+    console_lib.console(stderr=True).print(what)
   for i, source in enumerate(opened):
     # Malformed rows, templates and policies: every reason to stop comes up here.
     data = grain.MapDataset.source(source).map(_Describe(spec))
@@ -114,15 +113,14 @@ class _Describe:
   spec: DataConfig
 
   def __call__(self, record):
-    spec, counts = self.spec, collections.Counter()
-    kept, closing, made, problem = [], [], [], record.get("error")
-    if problem is None:
+    spec, counts, kept, closing, made = self.spec, collections.Counter(), [], [], []
+    if "error" not in record:
       try:
         made = encoded(dataclasses.replace(spec, on_long=""), record)
       except UserError as e:  # the template refuses it
-        problem = str(e)
-    if problem is not None:
-      tokenize.refuse(spec.on_malformed, "data.on_malformed='skip'", record["origin"], problem)
+        record = {**record, "error": str(e)}
+    if "error" in record:
+      tokenize.refuse_malformed(spec.on_malformed, record)
       return {"samples": [], "counts": {"malformed": 1}, "is_heldout": False, "closing": ()}
     for part, sample in enumerate(made):
       length = len(sample) - 1
@@ -152,33 +150,25 @@ class _Describe:
     return {"samples": kept, "counts": dict(counts), "is_heldout": held, "closing": closing}
 
 
-class Samples:
-  """Some samples of an index; a random-access source for grain.
-
-  Attributes:
-    numbers: int64 [n], their numbers in the index.
-    lengths: int32 [n], positions of each.
-    trained: int32 [n], positions of each whose target is trained.
-  """
+class Samples(reading.Reopened):
+  """Some samples of an index with `lengths`, `trained`, `source_of`; random-access, for grain."""
 
   def __init__(self, spec: DataConfig, index: Index, numbers: np.ndarray):
-    self._spec, self._index, self.numbers = spec, index, numbers
+    self._spec, self._index, self._numbers = spec, index, numbers
     self.lengths, self.trained = index.length[numbers], index.trained[numbers]
+    self.source_of = index.source[numbers]
 
   @functools.cached_property
   def _sources(self) -> list[sources_lib.Source]:
     return _open(self._spec)
 
   def __len__(self):
-    return len(self.numbers)
+    return len(self._numbers)
 
   def __getitem__(self, index) -> encode.Sample:
-    at, number = self._index, self.numbers[index]
+    at, number = self._index, self._numbers[index]
     record = self._sources[at.source[number]][int(at.record[number])]
     return encoded(self._spec, record)[at.part[number]]
-
-  def __getstate__(self):
-    return {k: v for k, v in self.__dict__.items() if k != "_sources"}
 
 
 def of_split(spec: DataConfig, index: Index, split: str, source: str | None = None) -> Samples:

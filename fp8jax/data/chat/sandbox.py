@@ -21,11 +21,7 @@ _STEPS: contextvars.ContextVar[list[int]] = contextvars.ContextVar("steps of a r
 
 
 def render(template, **values: Any) -> str:
-  """The text of a compiled template.
-
-  Raises:
-    UserError: it is longer than MOST_CHARACTERS or takes more than MOST_STEPS.
-  """
+  """The text of a compiled template; UserError beyond MOST_CHARACTERS or MOST_STEPS."""
   pieces, length = [], 0
   token = _STEPS.set([MOST_STEPS])
   try:

@@ -104,6 +104,7 @@ class ChatTemplate:
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    marks: tuple[str, str] = ("", ""),
   ) -> str:
     """The text of a conversation.
 
@@ -111,40 +112,16 @@ class ChatTemplate:
       messages: {"role", "content"} each, and whatever else the template knows.
       add_generation_prompt: whether the text ends with the beginning of the assistant's turn.
       tools: JSON schemas of functions.
+      marks: stand around the text of a `{% generation %}` block.
 
     Raises:
       UserError: the template refuses these messages.
     """
-    return self._run(("", ""), messages, add_generation_prompt, tools)
-
-  def render_marked(
-    self,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-  ) -> tuple[str, list[tuple[int, int]]]:
-    """(`render`, [(first, end) character of every `{% generation %}` block]).
-
-    Raises:
-      UserError: the template refuses these messages, or moves or cuts its generated text.
-    """
-    text, spans = _without_marks(self._run(MARKS, messages, False, tools))
-    if text != self.render(messages, tools=tools):
-      raise UserError(
-        "the chat template computes with the text of its {% generation %} block, so that the "
-        "block's place is unknown; write the block around the final text"
-      )
-    return text, spans
-
-  def _run(self, marks: tuple[str, str], messages, add_generation_prompt: bool, tools) -> str:
     try:
       return sandbox.render(
-        _compile(self._chosen(tools), self.date, marks),
-        messages=messages,
-        tools=tools,
-        documents=None,
-        add_generation_prompt=add_generation_prompt,
-        **self.special_tokens,
-      )
+        _compile(self._chosen(tools), self.date, marks), messages=messages, tools=tools,
+        documents=None, add_generation_prompt=add_generation_prompt, **self.special_tokens,
+      )  # fmt: skip
     except UserError:
       raise
     except Exception as e:  # jinja's, and whatever an expression of the template raises
@@ -152,6 +129,20 @@ class ChatTemplate:
         f"the chat template refuses the conversation: {one_line(e) or type(e).__name__}. Change "
         "the conversation, or set data.chat_template to another template"
       ) from e
+
+  def render_marked(self, messages, tools=None) -> tuple[str, list[tuple[int, int]]]:
+    """(`render`, [(first, end) character of every `{% generation %}` block]).
+
+    Raises:
+      UserError: the template refuses these messages, or moves or cuts its generated text.
+    """
+    text, spans = _without_marks(self.render(messages, tools=tools, marks=MARKS))
+    if text != self.render(messages, tools=tools):
+      raise UserError(
+        "the chat template computes with the text of its {% generation %} block, so that the "
+        "block's place is unknown; write the block around the final text"
+      )
+    return text, spans
 
 
 _NO_DATE = (
@@ -166,7 +157,6 @@ def templates(folder: str, config: Mapping[str, Any]) -> tuple[dict[str, str], s
   As in transformers files come before tokenizer_config.json, and hide all that it has.
 
   Args:
-    folder: of the tokenizer.
     config: its tokenizer_config.json.
 
   Raises:
@@ -250,14 +240,12 @@ def _parsed(date: str) -> datetime.datetime:
 
 def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
   """Text without MARKS and the spans between them; blocks do not nest."""
-  parts, spans, length = [], [], 0
+  text, spans = "", []
   for piece in re.split(f"({MARKS[0]}[^{MARKS[1]}]*{MARKS[1]})", marked):
     inner = piece.strip("".join(MARKS))
-    if piece != inner:
-      spans.append((length, length + len(inner)))
-    parts.append(inner)
-    length += len(inner)
-  return "".join(parts), spans
+    spans += [(len(text), len(text) + len(inner))] * (piece != inner)
+    text += inner
+  return text, spans
 
 
 @functools.lru_cache(maxsize=16)

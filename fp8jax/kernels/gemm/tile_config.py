@@ -1,7 +1,7 @@
 """How the Hopper GEMM's work is cut up: what is possible, what was fastest, what to take otherwise.
 
 tuned/<device>.json holds {"M,N,K,kind": {"config": {...}, "ms": ..., "jax": ..., "commit": ...,
-"time": ..., "driver": ...}}, written by experiments/bench_kernels/bench.py --tune.
+"time": ..., "driver": ...}}, written by experiments/bench/kernels/run.py --tune.
 """
 
 import dataclasses

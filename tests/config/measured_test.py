@@ -1,0 +1,144 @@
+"""precision.sensitivity: rules out of the file of --job=sensitivity, and files that are refused."""
+
+import copy
+import dataclasses
+import json
+import pathlib
+
+import harness
+import pytest
+
+from fp8jax.config import identity
+from fp8jax.errors import ConfigError
+from fp8jax.jobs import sensitivity, train
+from fp8jax.ops import site_tree
+from fp8jax.sensitivity.settings import Sensitivity
+
+RULES = (("layers/0/attn/v", "bf16"), ("head", "bf16"), (".*", "nvfp4"))
+CHANGES = {
+  "precision.rules": RULES, "model.init_std": 0.1, "data.heldout_fraction": 0.5,
+  "sensitivity.tokens": 256, "sensitivity.max_loss": 50.0, "sensitivity.min_fp8": 0.7,
+  "precision.verify_fp8_gemms": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+  """(sensitivity.json of a run, the workdir of that run)."""
+  workdir = tmp_path_factory.mktemp("run")
+  harness.train_on_text(workdir, **CHANGES)
+  spec = harness.text_spec(job="sensitivity", **CHANGES)
+  section = dataclasses.replace(spec.of(Sensitivity), groups=(), top=0)
+  spec = dataclasses.replace(spec, sections={Sensitivity: section})
+  return pathlib.Path(sensitivity.run(spec, str(workdir))["results"])
+
+
+def _names(spec) -> dict[str, str]:
+  return {name: recipe.name for name, recipe in site_tree.recipes_of(spec.sites()).items()}
+
+
+def _rules(study, key) -> tuple:
+  (budget,) = [b for b in json.loads(study.read_text())["budgets"] if b["key"] == key]
+  return tuple(map(tuple, budget["arms"][0]["rules"]))
+
+
+@pytest.mark.parametrize("key", ["max_loss", "min_fp8"])
+def test_rules_of_the_file_are_those_that_are_pasted(study, key):
+  spec = harness.text_spec(**{**CHANGES, "precision.sensitivity": f"{study}:{key}"})
+  pasted = harness.text_spec(**{**CHANGES, "precision.rules": _rules(study, key)})
+  assert _names(spec) == _names(pasted)
+  assert identity.diff(identity.identity(spec), identity.identity(pasted)) == {}
+  in_bf16 = [name for name, recipe in _names(spec).items() if recipe == "bf16"]
+  # 0.7 of 20 sites' FLOPs leave room for some beside the two of the rules before.
+  assert len(in_bf16) > 2 if key == "min_fp8" else len(in_bf16) >= 2
+
+
+def test_first_layers_of_the_measured_rules_are_in_the_rules_that_were_chosen(study, tmp_path):
+  """As if measured with first_bf16=1: its sites in the file, the chosen rules begin with them."""
+  result = json.loads(study.read_text())
+  result["sites"] = [s for s in result["sites"] if s["layer"] != 0]
+  chosen = [["layers/1/mlp/up", "bf16"], ["layers/0/.*", "bf16"], ["head", "bf16"], [".*", "nvfp4"]]
+  result["budgets"] = [{**result["budgets"][0], "verdict": "met"}]
+  result["budgets"][0]["arms"] = [{"rules": chosen}]
+  path = tmp_path / "sensitivity.json"
+  path.write_text(json.dumps(result))
+  changes = {**CHANGES, "precision.rules": RULES[1:], "precision.first_bf16": 1}
+  spec = harness.text_spec(**{**changes, "precision.sensitivity": str(path)})
+  assert spec.flat["precision.first_bf16"] == 0 and spec.flat["precision.sensitivity"] == ""
+  in_bf16 = {name for name, recipe in _names(spec).items() if recipe == "bf16"}
+  first = {name for name in _names(spec) if name.startswith("layers/0/")}
+  assert in_bf16 == first | {"layers/1/mlp/up", "head"}
+
+
+def test_a_run_goes_on_without_the_file_under_the_rules_that_it_left(study, tmp_path):
+  path = tmp_path / "file.json"
+  path.write_text(study.read_text())
+  stated = {**CHANGES, "precision.sensitivity": f"{path}:min_fp8"}
+  workdir = tmp_path / "run"
+  harness.train_on_text(workdir, **stated)
+  resolved = json.loads((workdir / "config.json").read_text())["resolved"]
+  rules = tuple(map(tuple, resolved["precision.rules"]))
+  assert rules == _rules(path, "min_fp8") != RULES
+  assert resolved["precision.sensitivity"] == ""
+  path.unlink()
+  with pytest.raises(ConfigError, match="there is no file .* has its rules in config.json"):
+    harness.text_spec(**stated)
+  # Same steps: nothing is left to do, and nothing is refused; other rules are.
+  pasted = {**CHANGES, "precision.rules": rules}
+  train.run(harness.text_spec(**pasted), str(workdir))
+  with pytest.raises(ConfigError, match="precision.rules was"):
+    train.run(harness.text_spec(**CHANGES), str(workdir))
+
+
+def _without_budgets(result):
+  result["budgets"] = []
+
+
+def _all_in_bf16(result):
+  for budget in result["budgets"]:
+    budget["arms"][0]["rules"], budget["verdict"] = [[".*", "bf16"]], "met"
+
+
+def _undecided(result):
+  for budget in result["budgets"]:
+    budget["verdict"] = "no verdict"
+
+
+def _of_earlier_version(result):
+  del result["model"]
+
+
+def _other_recipe(result):
+  for site in result["sites"]:
+    site["recipe"] = "mxfp8"
+
+
+REFUSED = {
+  "budgets": ("min_fp8", _without_budgets, {}, "has no rules; repeat --job=sensitivity"),
+  "which": ("", None, {}, "holds the rules of min_fp8, max_loss; name one"),
+  "nothing": ("min_fp8", _all_in_bf16, {}, "leaves no site in FP8 within its budget"),
+  "undecided": ("max_loss", _undecided, {}, "the other half of the text says 'no verdict'"),
+  "earlier": ("min_fp8", _of_earlier_version, {}, "has no field 'model'; run --job=sensitivity"),
+  "recipe of file": ("min_fp8", _other_recipe, {}, "in 'mxfp8', and precision.rules give it 'nvf"),
+  "recipe here": ("min_fp8", None, {"precision.rules": ((".*", "block_128"),)},
+                  "measured layers/0/attn/k in 'nvfp4', and precision.rules give it 'block_128'"),
+  "site here": ("min_fp8", None, {"precision.rules": RULES[1:]},
+                "measured layers/0/attn/v in no FP8, and precision.rules give it 'nvfp4'"),
+  "model": ("min_fp8", None, {"model.hidden_size": 128},
+            "is of a model with hidden_size=64, and this one has 128"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key, change, changes, message", REFUSED.values(), ids=REFUSED)
+def test_file_of_another_run_or_without_a_verdict_is_refused(
+  study, tmp_path, key, change, changes, message
+):
+  result = copy.deepcopy(json.loads(study.read_text()))
+  if change:
+    change(result)
+  path = tmp_path / "sensitivity.json"
+  path.write_text(json.dumps(result))
+  with pytest.raises(ConfigError) as e:
+    stated = f"{path}:{key}" if key else str(path)
+    harness.text_spec(**{**CHANGES, **changes, "precision.sensitivity": stated})
+  assert message in str(e.value), str(e.value)

@@ -1,0 +1,95 @@
+"""The notebooks of experiments/notebooks: executed from top to bottom, as Colab does."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "notebooks"
+NAMES = ("01_first_run", "02_numerics", "03_your_model")
+# A sign in its output that a notebook has reached its end.
+LAST = {
+  "01_first_run": "nvfp4",
+  "02_numerics": "layers/1/mlp/down/x saturate",
+  "03_your_model": "hf-bf16",
+}
+
+
+def _cells(name):
+  return json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+
+
+def _is_install(cell):
+  return "install" in cell["metadata"].get("tags", ())
+
+
+def _environment(repository, folder):
+  """That of a kernel: one device, the clone on its path, Jupyter's own files in `folder`."""
+  kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONWARNINGS")}
+  path = os.pathsep.join((str(repository), os.environ.get("PYTHONPATH", "")))
+  jupyter = {k: str(folder / "jupyter") for k in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}
+  return {**kept, **jupyter, "PYTHONPATH": path, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+def _execute(name, repository, folder) -> str:
+  """Runs every cell but the one that installs; returns all text that they wrote."""
+  import nbclient  # extra `dev`
+  import nbformat
+
+  book = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+  client = nbclient.NotebookClient(
+    book, timeout=600, skip_cells_with_tag="install", resources={"metadata": {"path": str(folder)}}
+  )
+  client.execute(env=_environment(repository, folder))
+  outputs = [o for cell in book.cells for o in cell.get("outputs", ())]
+  assert not any(o["output_type"] == "error" for o in outputs)
+  drawn = sum("image/svg+xml" in o.get("data", ()) for o in outputs)
+  assert drawn == sum("display(SVG" in cell["source"] for cell in book.cells) > 0
+  # Standard output, and rich's consoles, which display in a notebook. Warnings come at any time.
+  outputs = [o for o in outputs if o.get("name") != "stderr"]
+  return "".join(o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs)
+
+
+def test_notebooks_are_committed_without_outputs_and_install_alike():
+  installs = []
+  assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == list(NAMES)
+  for name in NAMES:
+    for cell in _cells(name):
+      source = "".join(cell["source"])
+      assert not cell.get("outputs") and cell.get("execution_count") is None
+      assert _is_install(cell) or len(source.splitlines()) <= 30, source
+      installs += [source] * _is_install(cell)
+  assert len(installs) == 3 and len(set(installs)) == 1
+  compile(installs[0], "install", "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of Jupyter's packages
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_notebook_runs_from_top_to_bottom(name, repository, tmp_path):
+  assert LAST[name] in _execute(name, repository, tmp_path).splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_first_run_goes_on_after_its_kernel_is_gone(repository, tmp_path):
+  """The session is lost once a checkpoint is there; the notebook is then run from the top."""
+  code = ["".join(c["source"]) for c in _cells(NAMES[0]) if c["cell_type"] == "code"]
+  kernel = subprocess.Popen(
+    [sys.executable, "-c", "\n".join(code[1:])], cwd=tmp_path, stdout=subprocess.DEVNULL,
+    env=_environment(repository, tmp_path),
+  )  # fmt: skip
+  saved = tmp_path / "fp8jax_runs" / "first_run" / "checkpoints" / "20" / "commit_success.txt"
+  while not saved.exists():
+    assert kernel.poll() is None, "it ended before its first checkpoint"
+    time.sleep(0.05)
+  kernel.send_signal(signal.SIGKILL)
+  kernel.wait()
+  text = _execute(NAMES[0], repository, tmp_path)
+  assert "resuming from step 20" in text or "resuming from step 40" in text
+  assert "is finished: step 60" in text and LAST[NAMES[0]] in text.splitlines()[-1]

@@ -1,0 +1,325 @@
+"""Optax transformations whose state is stored in a format, and the optimizers named after them."""
+
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import tolerances
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from optax import contrib
+
+import fp8jax
+from fp8jax.formats import E4M3
+from fp8jax.optim import optimizers, quantized_moments, storage
+from fp8jax.optim.storage import Moments
+from fp8jax.params import Param
+from fp8jax.quantization.quantized_tensor import QuantizedTensor
+from fp8jax.recipe.quant import Quant, Rounding
+
+NARROW = [name for name in storage.MOMENTS if name != "float32"]
+SHAPES = {"w": (32, 256), "stack": {"heads": (5, 4, 2, 128)}, "bias": (256,), "few": (3, 5)}
+LARGE = 32 * 256 + 5 * 4 * 2 * 128
+
+
+def _tree(rng, size=1.0):
+  return jax.tree.map(
+    lambda s: (size * rng.standard_normal(s)).astype(np.float32),
+    SHAPES,
+    is_leaf=lambda s: isinstance(s, tuple),
+  )
+
+
+def _quantized(state) -> list[QuantizedTensor]:
+  leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, QuantizedTensor))
+  return [x for x in leaves if isinstance(x, QuantizedTensor)]
+
+
+def _run(tx, params, gradients):
+  """(updates of every step, state after each), by lax.scan."""
+  stacked = jax.tree.map(lambda *x: np.stack(x), *gradients)
+
+  def step(state, g):
+    updates, state = tx.update(g, state, params)
+    return state, (updates, state)
+
+  return jax.jit(lambda: jax.lax.scan(step, tx.init(params), stacked)[1])()
+
+
+@pytest.mark.parametrize("group", [0, 256])
+def test_momentum_in_e4m3_is_numpy_to_the_code(rng, group):
+  """t = g + t / 2 of two steps of eighths, the largest 448 and 224: scales are powers of 2."""
+  tx = fp8jax.quantized_state(
+    optax.trace(0.5), Moments(Quant(E4M3, (1, group) if group else (0, 0)))
+  )
+  g = rng.integers(-800, 800, (2, 24, 256)) / 8
+  g[:, :, 0] = np.array([448, 0])[:, None]
+  rows = 2.0 ** np.arange(24)[:, None] if group else np.ones((24, 1))
+  gradients = [{"w": np.float32(x * rows)} for x in g]
+  updates, states = _run(tx, gradients[0], gradients)
+  kept = np.zeros((24, 256))
+  for step, scale in enumerate((1.0, 0.5)):
+    wide = g[step] * rows + 0.5 * kept
+    np.testing.assert_array_equal(updates["w"][step], wide)  # does not see its own rounding
+    codes = (wide / (scale * rows)).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    got = jax.tree.map(lambda x, i=step: np.asarray(x[i]), states.inner_state.trace["w"])
+    np.testing.assert_array_equal(got.data.astype(np.float64), codes)
+    np.testing.assert_array_equal(got.scale, scale * rows if group else scale)
+    assert got.nbytes == 24 * 256 + 4 * (24 if group else 1)
+    kept = codes * scale * rows
+    assert np.mean(kept != wide) > 0.3
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_state_of_adam_is_that_of_scale_by_adam(rng, name):
+  params, *gradients = (_tree(rng, 10.0**-i) for i in range(4))
+  decays = {"mu": 0.9, "nu": 0.95}
+  theirs = _run(fp8jax.scale_by_adam(0.9, 0.95, moment_format=name), params, gradients)
+  tx = fp8jax.quantized_state(optax.scale_by_adam(0.9, 0.95), name, decays=decays)
+  updates, state = _run(tx, params, gradients)
+  jax.tree.map(np.testing.assert_array_equal, (updates, state.inner_state), theirs)
+  assert len(_quantized(state)) == 4 and int(state.count[-1]) == 3
+
+
+def _by_name(params):
+  return {k: "one" if k in ("w", "bias") else "other" for k in params}
+
+
+# A transformation, and how many moments of all large parameters it has.
+TRANSFORMATIONS = {
+  "sgd": (optax.sgd(0.1, momentum=0.9, nesterov=True), 1),
+  "sgd without a moment": (optax.sgd(0.1), 0),
+  "adamw": (optax.adamw(1e-3), 2),
+  "amsgrad": (optax.amsgrad(1e-3), 3),
+  "adafactor": (optax.adafactor(1e-3, momentum=0.9, min_dim_size_to_factor=999), 2),
+  "adafactor, factored": (optax.adafactor(1e-3, momentum=0.9, min_dim_size_to_factor=2), 1),
+  "rmsprop": (optax.rmsprop(1e-3, momentum=0.9), 2),
+  "lion": (optax.lion(1e-4), 1),
+  "adadelta": (optax.adadelta(1e-1), 2),
+  "adan": (optax.adan(1e-3), 3),
+  "novograd": (optax.novograd(1e-3), 1),
+  "sm3": (optax.sm3(1e-2), 1),
+  "muon": (contrib.muon(1e-3), None),
+  "chain": (optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.5), optax.adamax(1e-3)), 3),
+  "masked": (
+    optax.masked(optax.adam(1e-3), {"w": True, "stack": False, "bias": True, "few": True}), None
+  ),
+  "multi_transform": (
+    optax.multi_transform({"one": optax.adam(1e-3), "other": optax.sgd(0.1, 0.9)}, _by_name), None
+  ),
+  "inject_hyperparams": (optax.inject_hyperparams(optax.adam)(1e-3), 2),
+}  # fmt: skip
+# Of what does not hold all large parameters alike: elements of QuantizedTensors.
+ELEMENTS = {"muon": 32 * 256 + 2 * 5 * 4 * 2 * 128, "masked": 2 * 32 * 256,
+            "multi_transform": 2 * 32 * 256 + 5 * 4 * 2 * 128}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_every_moment_of_a_large_parameter_is_stored_and_nothing_else(rng, name):
+  """COAT's bytes exactly, Optax's first update, and moments within E4M3's error after three."""
+  transformation, moments = TRANSFORMATIONS[name]
+  params, *gradients = (_tree(rng) for _ in range(4))
+  updates, states = _run(fp8jax.quantized_state(transformation), params, gradients)
+  wanted, exact = _run(transformation, params, gradients)
+  close = functools.partial(np.testing.assert_allclose, rtol=tolerances.FLOAT32_SUM, atol=1e-7)
+  jax.tree.map(lambda a, b: close(a[0], b[0]), updates, wanted)
+  state = jax.tree.map(lambda x: x[-1], states)
+  count = ELEMENTS[name] if moments is None else moments * LARGE
+  assert sum(x.data.size for x in _quantized(state)) == count
+  # A code, and for each 128 the float32 amax and the uint8 power of the expansion.
+  assert sum(x.nbytes for x in _quantized(state)) == count + 5 * (count // 128)
+  wide = jax.tree.leaves(jax.tree.map(lambda x: x[-1], exact))
+  leaves = jax.tree.leaves(state.inner_state, is_leaf=lambda x: isinstance(x, QuantizedTensor))
+  for got, want in zip(leaves, wide, strict=True):
+    if isinstance(got, QuantizedTensor):
+      assert got.shape == want.shape
+      assert np.linalg.norm(got.unpack() - want) < 2.0**-3 * np.linalg.norm(want)
+      assert np.any(got.unpack() != want)
+    else:
+      assert got.dtype == want.dtype and got.shape == want.shape
+
+
+def test_stochastic_rounding_is_right_in_the_mean(rng):
+  """A momentum of 400 copies, between two codes of E4M3, every step with other bits."""
+  value = np.full((64, 64), 1.03, np.float32)
+  value[0, 0] = 448
+  tx = fp8jax.quantized_state(optax.trace(0.5), Moments(Quant(E4M3)), stochastic=True)
+  _, states = _run(tx, {"w": value}, [{"w": value}, {"w": value / 2}])
+  first, second = (np.asarray(x.unpack())[1:] for x in (
+    jax.tree.map(lambda a, i=i: a[i], states.inner_state.trace["w"]) for i in (0, 1)
+  ))  # fmt: skip
+  assert set(np.unique(first)) == {1.0, 1.125}
+  assert abs(np.mean(first) - 1.03) < 4 * 0.0535 / 63  # standard error 0.125 sqrt(.24 .76) / 63.5
+  assert abs(np.mean((first > 1) == (second > 1.01)) - 0.5) < 0.4
+  other = _run(
+    fp8jax.quantized_state(optax.trace(0.5), Moments(Quant(E4M3)), stochastic=True, seed=1),
+    {"w": value}, [{"w": value}],
+  )[1].inner_state.trace["w"]  # fmt: skip
+  assert np.any(other.unpack()[0] != states.inner_state.trace["w"].data[0].astype(np.float32))
+
+
+def test_wrappers_belong_around_it(rng):
+  """MultiSteps of two equal gradients is the step of one; a NaN leaves the codes as they are."""
+  tx = fp8jax.quantized_state(optax.adam(1e-2), "tensor_e4m3_e5m2")
+  params, *gradients = (_tree(rng) for _ in range(3))
+  updates, states = _run(tx, params, gradients)
+  twice = _run(optax.MultiSteps(tx, 2), params, [g for g in gradients for _ in range(2)])
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1::2], b), twice[0], updates)
+  nan = jax.tree.map(lambda g: g * np.nan, gradients[0])
+  finite = _run(optax.apply_if_finite(tx, 3), params, [gradients[0], nan, gradients[1]])
+  both = zip(_quantized(finite[1].inner_state), _quantized(states), strict=True)
+  for got, want in both:
+    np.testing.assert_array_equal(got.data[jnp.array([0, 1, 2])], want.data[jnp.array([0, 0, 1])])
+
+
+@pytest.mark.parametrize(
+  "make,words",
+  [
+    (lambda: contrib.schedule_free_adamw(1e-3), r'ScheduleFreeState.z .*fields={"z": ...}, None'),
+    (lambda: optax.rmsprop(1e-3, centered=True), r"ScaleByRStdDev\w*State.mu has an array"),
+    (lambda: optax.adagrad(1e-3), "ScaleByRssState.sum_of_squares has an array"),
+    (lambda: optax.MultiSteps(optax.adam(1e-3), 2), "optax.MultiSteps.quantized_state.tx., 2."),
+    (lambda: optax.apply_if_finite(optax.adam(1e-3), 2), "leaves the state inside as it is"),
+    (
+      lambda: optax.GradientTransformation(lambda p: {"m": p}, lambda g, s, p=None: (g, s)),
+      "the state has an array of a parameter's shape",
+    ),
+  ],
+)
+def test_a_state_of_which_nothing_is_known_is_refused(rng, make, words):
+  tx = fp8jax.quantized_state(make())
+  with pytest.raises(ValueError, match=words):
+    tx.init(_tree(rng))
+  tx.init({"few": np.ones((3, 5), np.float32)}) if "State." in words else None
+
+
+def test_fields_say_what_a_state_is(rng):
+  tx = fp8jax.quantized_state(contrib.schedule_free_adamw(1e-3), fields={"z": None})
+  params, *gradients = (_tree(rng) for _ in range(3))
+  state = jax.tree.map(lambda x: x[-1], _run(tx, params, gradients)[1])
+  assert state.inner_state.z["w"].dtype == np.float32
+  # Adam without a first moment.
+  assert sum(x.data.size for x in _quantized(state)) == LARGE
+  tx = fp8jax.quantized_state(optax.adagrad(1e-3), fields={"sum_of_squares": "nu"})
+  start = tx.init(params).inner_state[0].sum_of_squares["w"]
+  np.testing.assert_allclose(start.unpack(), 0.1, rtol=2**-3)  # not of zeros
+
+
+@pytest.mark.parametrize(
+  "how,words",
+  [
+    (dict(format="coats"), "did you mean 'coat'"),
+    (dict(format="bf16"), "nu=.*learning stop.*decays={'mu': 0.9, 'nu': 0.95}"),
+    (dict(format="fp8lm"), "mu=.*learning stop"),
+    (dict(fields={"mu": "first"}), "fields\\['mu'\\]='first' must be"),
+    (dict(decays={"b1": 0.9}), "has \\['b1'\\]"),
+  ],
+)
+def test_what_would_not_train_is_refused(how, words):
+  with pytest.raises(ValueError, match=words):
+    fp8jax.quantized_state(optax.adam(1e-3), **how)
+
+
+def test_what_would_not_train_does_stochastically_or_with_known_decays():
+  for how in (
+    dict(format="fp8lm", stochastic=True), dict(format="bf16", stochastic=True),
+    *(dict(format=name, decays={"mu": 0.9, "nu": 0.95}) for name in ("fp8lm", "bf16")),
+  ):  # fmt: skip
+    state = fp8jax.quantized_state(optax.adam(1e-3), **how).init({"w": jnp.ones((64, 64))})
+    want = Rounding.STOCHASTIC if "stochastic" in how else Rounding.NEAREST
+    assert {x.quant.rounding for x in _quantized(state)} == {want}
+
+
+def test_state_lies_like_its_parameters_and_comes_back_from_a_checkpoint(rng, tmp_path):
+  """Rows over one axis of a mesh, columns over the other; three steps are those of one device."""
+  mesh = Mesh(np.reshape(jax.devices()[:8], (4, 2)), ("data", "model"))
+  spec = {"w": ("data", "model"), "stack": {"heads": (None, "data")}, "bias": ("model",), "few": ()}
+  params, *gradients = (_tree(rng) for _ in range(4))
+  places = jax.tree.map(lambda s: NamedSharding(mesh, PartitionSpec(*s)), spec,
+                        is_leaf=lambda s: isinstance(s, tuple))  # fmt: skip
+  tx = fp8jax.quantized_state(optax.adamw(1e-3))
+  split = jax.device_put(params, places)
+  outs = quantized_moments.shardings(jax.eval_shape(tx.init, params), split)
+  state = jax.jit(tx.init, out_shardings=outs)(split)
+  mu = state.inner_state[0].mu
+  assert mu["w"].data.addressable_shards[0].data.shape == (8, 128)
+  assert mu["w"].scale.addressable_shards[0].data.shape == (8, 1)
+  assert mu["stack"]["heads"].data.addressable_shards[0].data.shape == (5, 1, 2, 128)
+  assert state.count.sharding.is_fully_replicated
+  wanted, states = _run(tx, params, gradients)
+  step = jax.jit(tx.update, out_shardings=(places, outs))
+  for i, g in enumerate(gradients):
+    if i == 2:
+      with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "state", state)
+        shapes = jax.tree.map(
+          lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        )
+        saver.wait_until_finished()
+        back = saver.restore(tmp_path / "state", shapes)
+      jax.tree.map(np.testing.assert_array_equal, back, state)
+      state = back
+    updates, state = step(jax.device_put(g, places), state, split)
+    jax.tree.map(
+      lambda a, b, i=i: np.testing.assert_allclose(a, b[i], rtol=1e-5, atol=1e-9), updates, wanted
+    )
+  got, want = _quantized(state), _quantized(jax.tree.map(lambda x: x[-1], states))
+  for a, b in zip(got, want, strict=True):
+    assert np.mean(np.asarray(a.data) != np.asarray(b.data)) < 1e-3
+
+
+# --- by name -------------------------------------------------------------------------------------
+
+_B = dict(b1=0.8, b2=0.95, eps=1e-6)
+BY_NAME = {
+  "adabelief": lambda: _decayed(optax.adabelief(1.0, **_B)),
+  "adamax": lambda: optax.adamaxw(0.01, **_B, weight_decay=0.1),
+  "nadam": lambda: optax.nadamw(0.01, **_B, weight_decay=0.1),
+  "radam": lambda: _decayed(optax.radam(1.0, **_B)),
+  "rmsprop": lambda: _decayed(optax.rmsprop(1.0, 0.95, 1e-6, bias_correction=True)),
+  # A trace of 0.2 g.
+  "sgd": lambda: _decayed(optax.chain(optax.scale(-0.2), optax.trace(0.8))),
+}
+
+
+def _decayed(transformation):
+  """With the weight decay of 0.1 and the rate of 0.01 that the others have."""
+  decay = (optax.scale(-1), optax.add_decayed_weights(0.1), optax.scale(-0.01))
+  return optax.chain(transformation, *decay)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_an_optimizer_by_name_is_the_one_of_optax(rng, name):
+  """In float32; in COAT's format it keeps the first update and has the bytes that it declares."""
+  w, *gradients = (rng.standard_normal((32, 256)).astype(np.float32) for _ in range(8))
+  wanted, _ = _run(BY_NAME[name](), w, gradients)
+  for format in ("float32", "coat"):
+    optim = optimizers.OptimizerConfig(
+      name, format, weight_decay=0.1, warmup_steps=0, steps=99, **_B
+    )
+    assert not optim.problems()
+    tx = optimizers.leaves(optim, {"w": Param("DF", inputs=1)})["w"].transformation
+    updates, states = _run(tx, w, gradients)
+    for i in range(len(gradients) if format == "float32" else 1):
+      np.testing.assert_allclose(-0.01 * updates[i], wanted[i], rtol=1e-5, atol=1e-8)
+    moments = [x[-1] for x in jax.tree.leaves(states) if x.ndim > 1]
+    nbytes = sum(x.nbytes for x in moments)
+    assert nbytes == int(optim.bytes_per_parameter()["moments"] * w.size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_NAME)
+def test_an_optimizer_by_name_trains_in_the_step(name):
+  changes = {
+    "optim.optimizer": name,
+    "optim.moment_format": "coat",
+    "optim.master_format": "bf16_sr",
+  }
+  spec = harness.tiny_spec(harness.tiny_config("block_128", **changes))
+  losses, _ = harness.Runner(spec).run(harness.host_batches()[:8])
+  assert losses[-1] < losses[0]
