@@ -171,22 +171,18 @@ class _Run:
         pending = (step, values, host, position, read, self.clock.waited)
         if now.policies.waits_for(is_loud):
           settle()
-          undo = now.policies.target(step, last["loss"], self.saver.checkpoints)
-          if undo is not None:
-            state = None  # before another one is read
-            state, step = self._roll_back(undo), undo.to
-            continue
-          if is_loud:
+          self.undo = now.policies.target(step, last["loss"], self.saver.checkpoints)
+          if is_loud and self.undo is None:
             with self._steering():
               now.policies.look(step, now.watch.firing)
-        if metrics.is_due(step, spec.eval.every) and step < spec.steps:
+        if metrics.is_due(step, spec.eval.every) and step < spec.steps and self.undo is None:
           settle()
           self._evaluate(state, step)
           speed.restart()
-          if self.undo is not None:
-            undo, state = self.undo, None
-            state, step = self._roll_back(undo), undo.to
-            continue
+        if (undo := self.undo) is not None:
+          state = None  # before another one is read
+          state, step = self._roll_back(undo), undo.to
+          continue
         if metrics.is_due(step, spec.checkpoint.every):
           settle()
           self.saver.save(step, state)

@@ -21,6 +21,7 @@ from fp8jax.phases.policy import (
   RollBack,
   SwitchRecipe,
   WidenMargin,
+  alarm_of,
   name_of,
 )
 from fp8jax.recipe import rules
@@ -45,7 +46,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Trend:
-  """What a policy remembers of its metric's evaluations.
+  """The evaluations of a policy's metric, as far as it remembers them.
 
   Attributes:
     best: the smallest loss so far; None before the first.
@@ -382,9 +383,9 @@ class _Draft:
     if policy.metric:
       subject = "" if isinstance(policy, RollBack) else f"{policy.metric} "
       return f"{subject}{self.acting[policy]}"
-    if isinstance(policy, Refresh):
-      return f"{policy.alarm} rang"
-    return f"{policy.alarm} rang in {policy.k} of the last {policy.looks} looks"
+    if isinstance(policy, WidenMargin | SwitchRecipe):
+      return f"{policy.alarm} rang in {policy.k} of the last {policy.looks} looks"
+    return f"{alarm_of(policy)} rang"
 
   def _say(self, policy: Policy, site: str, text: str):
     self.events.append(Event(self.step, site, f"{name_of(policy)}: {text}"))
