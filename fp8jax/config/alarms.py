@@ -8,7 +8,7 @@ ADVICE = {
   "saturation": "its scale is too small for what came: a shorter history or a margin "
   "(tensor_delayed(steps=16, margin=1)), or current scales (tensor_current, block_128)",
   "underflow": "its range is too wide for one scale: finer tiles (block_128, mxfp8), E5M2 for "
-  "gradients (block_128_hybrid), or bf16 for this site",
+  "activations (tensor_current_e5m2) or gradients (block_128_hybrid), or bf16 for this site",
   "snr_db": "narrowing loses too much of it: finer tiles (block_128, mxfp8) or bf16 for this site",
   "amax": "it grows: lower optim.peak_lr, or give this site bf16",
   "nonfinite": "something upstream overflowed: lower optim.peak_lr, or give this site bf16",

@@ -39,7 +39,7 @@ def read(stated) -> tuple[Policy, ...]:
     if policy in found:
       raise ValueError(f"{key}: {name} is there twice; leave one out")
     is_second = isinstance(policy, policy_lib.RollBack) and any(
-      isinstance(p, policy_lib.RollBack) for p in found
+      isinstance(p, policy_lib.RollBack) and p.metric == policy.metric for p in found
     )
     if is_second:
       raise ValueError(f"{key}: {name} is a second roll_back; a loss is judged by one")
@@ -97,9 +97,24 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
         rules.recipe_by_name(policy.to)
       except ValueError as e:
         found.append(f"{name}: {e}")
+    if policy.metric:
+      found += [f"{name}: {problem}" for problem in _metric_problems(c, policy.metric)]
     if isinstance(policy, policy_lib.RollBack):
       found += [f"{name}: {problem}" for problem in _roll_back_problems(c, policy)]
   return found
+
+
+def _metric_problems(c: Any, metric: str) -> list[str]:
+  """Evaluations that a metric needs and that the run does not make, in words."""
+  source = metric.partition("/")[2]
+  wrong = [
+    f"it decides at evaluations, and {key}={c.eval[key.partition('.')[2]]} makes none; set {to}"
+    for key, to in (("eval.every", "eval.every=100"), ("eval.tokens", "eval.tokens=8192"))
+    if not c.eval[key.partition(".")[2]]
+  ]
+  if source and source not in c.data.sources:
+    wrong.append(f"data.sources has no {source!r}; there are {', '.join(c.data.sources)}")
+  return wrong
 
 
 def site_problems(spec: TrainSpec) -> list[str]:
@@ -139,14 +154,15 @@ def site_problems(spec: TrainSpec) -> list[str]:
 
 def _roll_back_problems(c: Any, policy: policy_lib.RollBack) -> list[str]:
   found, every, keep = [], c.checkpoint.every, c.checkpoint.keep
+  skip = policy.patience * c.eval.every if policy.metric else policy.skip
   if not every:
     found.append("checkpoint.every=0 leaves no checkpoint to go back to; set it")
-  elif keep < 2 or every * (keep - 1) < policy.skip:
+  elif keep < 2 or every * (keep - 1) < skip:
     found.append(
       f"checkpoint.every={every} and keep={keep} may keep no checkpoint from before the "
-      f"skip={policy.skip} batches that are left out; keep at least "
-      f"{max(2, -(-policy.skip // every) + 1)}"
+      f"skip={skip} batches that are left out; keep at least "
+      f"{max(2, -(-skip // every) + 1)}"
     )
-  if c.optim.in_backward:
+  if c.optim.in_backward and not policy.metric:
     found.append("with optim.in_backward=True layers move before the loss is seen; leave one out")
   return found

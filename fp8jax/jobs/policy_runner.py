@@ -1,10 +1,12 @@
 """The policies of a run at work: phases/decide.py decides, this changes the training state."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import patterns
 from fp8jax.ops import scaling as scaling_lib
@@ -22,6 +24,7 @@ class PolicyRunner:
   Attributes:
     spec: the configuration's, with the phases that policies began.
     policy_state: of the policies; part of every checkpoint.
+    metrics: of evaluations, that policies judge.
   """
 
   def __init__(
@@ -35,6 +38,7 @@ class PolicyRunner:
     self.policies = spec.precision.policy
     self._undo = decide.roll_back(self.policies)
     self._has_alarms = any(map(policy_lib.alarm_of, self.policies))
+    self.metrics = sorted({policy.metric for policy in self.policies if policy.metric})
     self._calibrations: dict[Any, Callable] = {}
     self.set(decide.PolicyState())
 
@@ -52,6 +56,14 @@ class PolicyRunner:
       next(iterator)
       number += 1
     return next(iterator), number
+
+  def rate_scale(self) -> tuple[jax.Array, ...]:
+    """The factor on the learning rate, everywhere; () where no policy changes it."""
+    if not any(isinstance(policy, policy_lib.LowerRate) for policy in self.policies):
+      return ()
+    mesh = self.spec.run.layout.mesh
+    place = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return (jax.device_put(np.float32(self.policy_state.rate_scale), place),)
 
   # -- scales
 
@@ -110,56 +122,86 @@ class PolicyRunner:
     """
     if step >= self.spec.steps or not self._has_alarms:
       return
-    sites = self.spec.sites(phase=self.spec.phase(step - 1))
-    names = {name: recipe.name for name, recipe in site_tree.recipes_of(sites).items()}
     policy_state, events = decide.after_statistics(
-      self.policies, self.policy_state, step, firing, names
+      self.policies, self.policy_state, step, firing, self._recipe_of(step)
     )
     self.set(policy_state)
     self._say(step, events)
 
-  def target(self, step: int, loss: float, saved: checkpoint.Checkpoints) -> int | None:
-    """The checkpoint to go back to after a loss that jumped; None to go on.
+  def evaluated(
+    self, step: int, values: Mapping[str, float], saved: checkpoint.Checkpoints
+  ) -> decide.Undo | None:
+    """Decides after an evaluation, as `look`; a roll-back, or None to go on.
 
-    A jump that cannot be undone is an event, too.
+    Args:
+      step: steps taken.
+      values: of `metrics`.
     """
+    if not self.metrics:
+      return None
+    policy_state, events, back = decide.after_evaluation(
+      self.policies, self.policy_state, step, values, self._recipe_of(max(step, 1))
+    )
+    self.set(policy_state)
+    self._say(step, events)
+    undo = [self._undone(policy, step, step - good, why, saved) for policy, good, why in back]
+    return next(filter(None, undo), None)
+
+  def _recipe_of(self, step: int) -> dict[str, str]:
+    """{layer's site: recipe name} of the step that made `step` steps."""
+    sites = self.spec.sites(phase=self.spec.phase(step - 1))
+    return {name: recipe.name for name, recipe in site_tree.recipes_of(sites).items()}
+
+  def target(self, step: int, loss: float, saved: checkpoint.Checkpoints) -> decide.Undo | None:
+    """The roll-back after a loss that jumped; None to go on."""
     if (policy := self._undo) is None:
       return None
     z = decide.z_score(policy, self.policy_state, loss)
-    if z > policy.z:
-      if (to := self._good(step, saved)) is not None:
-        return to
-      text = f"the loss of step {step} jumped (z={z:.1f}), and nothing is left to go back to"
-      event = decide.Event(step, "loss", f"{policy_lib.name_of(policy)}: {text}")
-      self._say(step, [event])
+    if z > policy.z and (
+      undo := self._undone(policy, step, policy.skip, decide.why_jump(z), saved)
+    ):
+      return undo
     self.policy_state = decide.with_loss(self.policies, self.policy_state, loss)
     return None
 
   def can_undo(self, step: int, saved: checkpoint.Checkpoints) -> bool:
     """Whether a step that is not finite will be undone."""
-    return self._good(step, saved) is not None
+    return (
+      self._undo is not None and self._good(self._undo, step - self._undo.skip, saved) is not None
+    )
 
-  def _good(self, step: int, saved: checkpoint.Checkpoints) -> int | None:
-    """The newest checkpoint from before the batches that are left out, if one may be taken.
+  def _undone(
+    self, policy: policy_lib.RollBack, step: int, skip: int, why: str,
+    saved: checkpoint.Checkpoints,
+  ) -> decide.Undo | None:  # fmt: skip
+    """The roll-back without the last `skip` batches; one that cannot be is an event, too."""
+    to = self._good(policy, step - skip, saved)
+    if to is not None:
+      return decide.Undo(policy, step, skip, why, to)
+    what = policy.metric or "loss"
+    text = f"the {what} of step {step} {why}, and nothing is left to go back to"
+    self._say(step, [decide.Event(step, "loss", f"{policy_lib.name_of(policy)}: {text}")])
+    return None
+
+  def _good(
+    self, policy: policy_lib.RollBack, step: int, saved: checkpoint.Checkpoints
+  ) -> int | None:
+    """The newest checkpoint of a step up to this one, if one may be taken.
 
     Those of interruptions are passed over: a run that was not interrupted has none.
     """
-    if (policy := self._undo) is None:
-      return None
     every = self.spec.checkpoint.every
-    good = [s for s in saved.steps() if s <= step - policy.skip and s % every == 0]
-    return good[-1] if good and len(self.policy_state.undone) < policy.most else None
+    good = [s for s in saved.steps() if s <= step and s % every == 0]
+    return good[-1] if good and decide.may_undo(policy, self.policy_state) else None
 
-  def roll_back(self, step: int, loss: float, to: int, saved: dict[str, Any] | None):
-    """Takes the policies' state of the checkpoint of step `to`, and what a roll-back keeps.
+  def roll_back(self, undo: decide.Undo, saved: dict[str, Any] | None):
+    """Takes the policies' state of the checkpoint, and what a roll-back keeps.
 
     Args:
       saved: "policy" of the checkpoint's meta; None of a checkpoint from before policies existed.
     """
     then = decide.PolicyState() if saved is None else decide.PolicyState.from_json(saved)
-    if self._undo is not None:
-      z = decide.z_score(self._undo, self.policy_state, loss)
-      self.set(decide.rolled_back(self._undo, step, z, self.policy_state, then, to))
+    self.set(decide.rolled_back(undo, self.policy_state, then))
 
   def tell_undone(self, after: int):
     """Writes the events of roll-backs to a step again, whose rows were taken back."""

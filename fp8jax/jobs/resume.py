@@ -34,7 +34,7 @@ class Saver:
     """Args: the configuration's spec, and what a checkpoint remembers of the run, and sets."""
     self._workdir, self._now, self._batches, self._clock = workdir, now, batches, clock
     self._spec, self._weights_dtype = spec, "bfloat16"
-    every = spec.checkpoint.every if decide.roll_back(spec.precision.policy) else 0
+    every = spec.checkpoint.every if decide.has_roll_back(spec.precision.policy) else 0
     self.checkpoints = checkpoint.Checkpoints(workdir, spec.checkpoint.keep, every)
     self.evaluations: dict[str, Any] = {}
     # Of the run: it may go on where these are the same. Now: a table may be edited during the run.
@@ -105,12 +105,13 @@ class Saver:
       state = dataclasses.replace(state, halted=state.halted ^ state.halted)
     return state, step
 
-  def roll_back(self, step: int, loss: float, to: int) -> State:
+  def roll_back(self, undo: decide.Undo) -> State:
     """The state of an older checkpoint; what is remembered becomes as it was then."""
+    to = undo.to
     self.checkpoints.drop_after(to)
     meta = self.checkpoints.meta(to)
     self._clock.lose_since(meta.get("seconds", {}))
-    self._now.policies.roll_back(step, loss, to, meta.get("policy"))
+    self._now.policies.roll_back(undo, meta.get("policy"))
     self._now.has_scales, self._now.phase = True, -1
     self._take(meta)
     abstract = train_step.abstract_state(self._now.spec, to)

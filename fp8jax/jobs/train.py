@@ -1,5 +1,6 @@
 """Training: the loop around the step."""
 
+import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -79,6 +80,7 @@ class _Run:
     self.clock, self.out = goodput.Clock(), console_lib.console()
     self.looks = run_alarms.Looks(workdir)
     self.profiler = profiler.Profiler(workdir, spec.log, self.out)
+    self.undo: decide.Undo | None = None  # that the last evaluation asks for
 
   def run(self, changes: dict[str, Any], fingerprint: str) -> dict[str, Any]:
     """Args: identity.diff of the configuration and base's, loader.fingerprint of the data."""
@@ -111,7 +113,7 @@ class _Run:
       with preemption.Interrupts() as asked:
         if not self.saver.evaluations:
           self._evaluate(state, first)
-        if decide.roll_back(spec.precision.policy) and not self.saver.checkpoints.steps():
+        if decide.has_roll_back(spec.precision.policy) and not self.saver.checkpoints.steps():
           self.saver.save(first, state)  # to go back to
         with self.clock.on("step"):
           state, reached, last = self._loop(state, first, asked)
@@ -169,16 +171,18 @@ class _Run:
         pending = (step, values, host, position, read, self.clock.waited)
         if now.policies.waits_for(is_loud):
           settle()
-          to = now.policies.target(step, last["loss"], self.saver.checkpoints)
-          if to is not None:
-            state = None  # before another one is read
-            state, step = self._roll_back(step, last["loss"], to), to
-            continue
-          self._steer(step, is_loud)
-        if metrics.is_due(step, spec.eval.every) and step < spec.steps:
+          self.undo = now.policies.target(step, last["loss"], self.saver.checkpoints)
+          if is_loud and self.undo is None:
+            with self._steering():
+              now.policies.look(step, now.watch.firing)
+        if metrics.is_due(step, spec.eval.every) and step < spec.steps and self.undo is None:
           settle()
           self._evaluate(state, step)
           speed.restart()
+        if (undo := self.undo) is not None:
+          state = None  # before another one is read
+          state, step = self._roll_back(undo), undo.to
+          continue
         if metrics.is_due(step, spec.checkpoint.every):
           settle()
           self.saver.save(step, state)
@@ -204,21 +208,21 @@ class _Run:
       names = calibration.keep_refresh(self.workdir, step, *tables)
       self.log.write_row(step + 1, {"refresh": names})
 
-  def _steer(self, step: int, is_loud: bool):
-    """Lets policies decide after a step."""
+  @contextlib.contextmanager
+  def _steering(self):
+    """Inside, policies decide; sites.json then has the recipes that they gave."""
     before = self.now.spec
-    if is_loud:
-      self.now.policies.look(step, self.now.watch.firing)
+    yield
     if self.now.spec is not before:
       rows = start.all_site_rows(self.now.spec)
       provenance_lib.write_json(self.workdir, "sites.json", rows)
 
-  def _roll_back(self, step: int, loss: float, to: int) -> State:
+  def _roll_back(self, undo: decide.Undo) -> State:
     """The state of an older checkpoint; the rest of the run becomes as it was then."""
-    state = self.saver.roll_back(step, loss, to)
-    self.log.forget(to, self.saver.evaluations)
+    state, self.undo = self.saver.roll_back(undo), None
+    self.log.forget(undo.to, self.saver.evaluations)
     self.looks.forget()
-    self.now.policies.tell_undone(to)
+    self.now.policies.tell_undone(undo.to)
     return state
 
   # -- reports
@@ -282,6 +286,10 @@ class _Run:
     self.log.write(step, evaluator_lib.flat(results))
     for line in self.evaluator.lines(step, results):
       self.out.print(line)
+    if step < self.spec.steps:  # nothing is left to decide after the last one
+      with self._steering():
+        values = evaluator_lib.metrics(results)
+        self.undo = now.policies.evaluated(step, values, self.saver.checkpoints)
     return True
 
   def _fail(self, step: int, values, host, position, state):

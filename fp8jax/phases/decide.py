@@ -6,14 +6,24 @@ interrupted decides as the same run uninterrupted.
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from fp8jax import patterns
-from fp8jax.phases.policy import ANY, Policy, Refresh, RollBack, SwitchRecipe, WidenMargin, name_of
+from fp8jax.phases.policy import (
+  ANY,
+  LowerRate,
+  Policy,
+  Refresh,
+  RollBack,
+  SwitchRecipe,
+  WidenMargin,
+  alarm_of,
+  name_of,
+)
 from fp8jax.recipe import rules
 
 # The smallest standard deviation of losses, as a share of their mean: losses that hardly differ
@@ -35,6 +45,57 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
+class Trend:
+  """The evaluations of a policy's metric, as far as it remembers them.
+
+  Attributes:
+    best: the smallest loss so far; None before the first.
+    failed: successive evaluations, up to the last one, that were worse or no improvement.
+    good: step of the last evaluation that was not; -1 before.
+    cooldown: evaluations to come that do not count.
+  """
+
+  best: float | None = None
+  failed: int = 0
+  good: int = -1
+  cooldown: int = 0
+
+  def after(self, policy: Policy, step: int, loss: float) -> tuple["Trend", bool]:
+    """(the trend with another evaluation, whether the policy acts after it)."""
+    best = math.inf if self.best is None else self.best
+    if isinstance(policy, LowerRate):  # optax.contrib.reduce_on_plateau's rule
+      share = policy.rtol * best if self.best is not None else 0.0
+      better = loss < best - share - policy.atol
+      is_good, rest, known = better, policy.cooldown, loss if better else self.best
+    else:
+      is_good, rest, known = loss <= best + policy.worse_by, 0, min(best, loss)
+      known = known if known < math.inf else None  # min ignores a NaN
+    failed = 0 if is_good or self.cooldown else self.failed + 1
+    acts = failed >= policy.patience
+    good = step if is_good else self.good
+    rest = rest if acts else max(self.cooldown - 1, 0)
+    return Trend(known, 0 if acts else failed, good, rest), acts
+
+
+@dataclasses.dataclass(frozen=True)
+class Undo:
+  """A roll-back to be done.
+
+  Attributes:
+    at: steps taken.
+    skip: batches before it that are left out.
+    why: the end of the sentence "... of step 9".
+    to: step of the checkpoint.
+  """
+
+  policy: RollBack
+  at: int
+  skip: int
+  why: str
+  to: int
+
+
+@dataclasses.dataclass(frozen=True)
 class PolicyState:
   """The numbers that policies remember between steps; JSON-able by `to_json`.
 
@@ -48,6 +109,8 @@ class PolicyState:
     refresh: layers' sites whose scales begin anew before the next step.
     skipped: numbers of batches that are left out; a roll-back keeps them.
     undone: events of roll-backs, which a roll-back keeps.
+    trends: {policy: of its metric}.
+    rate_scale: factor on the learning rate.
   """
 
   losses: tuple[float, ...] = ()
@@ -58,6 +121,8 @@ class PolicyState:
   refresh: tuple[str, ...] = ()
   skipped: tuple[int, ...] = ()
   undone: tuple[Event, ...] = ()
+  trends: Mapping[str, Trend] = dataclasses.field(default_factory=dict)
+  rate_scale: float = 1.0
 
   def to_json(self) -> dict[str, Any]:
     """Plain lists and dictionaries; `from_json` inverts it exactly."""
@@ -91,9 +156,14 @@ def z_score(policy: RollBack, before: PolicyState, loss: float) -> float:
   return (loss - mean) / max(spread, _LEAST_SPREAD * abs(mean))
 
 
+def has_roll_back(policies: tuple[Policy, ...]) -> bool:
+  """Whether the run may go back to a checkpoint."""
+  return any(isinstance(p, RollBack) for p in policies)
+
+
 def roll_back(policies: tuple[Policy, ...]) -> RollBack | None:
-  """The policy that judges losses, if there is one."""
-  return next((p for p in policies if isinstance(p, RollBack)), None)
+  """The policy that judges the loss of every step, if there is one."""
+  return next((p for p in policies if isinstance(p, RollBack) and not p.metric), None)
 
 
 def with_loss(policies: tuple[Policy, ...], before: PolicyState, loss: float) -> PolicyState:
@@ -104,31 +174,37 @@ def with_loss(policies: tuple[Policy, ...], before: PolicyState, loss: float) ->
   return dataclasses.replace(before, losses=(*before.losses, loss)[-policy.window :])
 
 
-def rolled_back(
-  policy: RollBack, at: int, z: float, now: PolicyState, then: PolicyState, to: int
-) -> PolicyState:
+def why_jump(z: float) -> str:
+  """The reason of a roll-back after a loss of this score."""
+  if math.isinf(z):
+    return "or its gradient or a GEMM's operand is not finite"
+  return f"is {z:.1f} standard deviations above the last ones"
+
+
+def rolled_back(undo: Undo, now: PolicyState, then: PolicyState) -> PolicyState:
   """The policies' state of a checkpoint that the run goes on from.
 
   Args:
-    at: steps taken when the loss jumped.
-    z: of that loss.
     now, then: the state before the roll-back, and the checkpoint's.
-    to: step of the checkpoint.
   """
-  steps = range(max(at - policy.skip, 0), at)
+  steps = range(max(undo.at - undo.skip, 0), undo.at)
   batches = [num_batches_read(step + 1, now.skipped) - 1 for step in steps]
-  how = f"is {z:.1f} standard deviations above the last ones"
-  if math.isinf(z):
-    how = "or its gradient or a GEMM's operand is not finite"
+  named = ", ".join(map(str, batches)) if len(batches) <= 8 else f"{batches[0]} to {batches[-1]}"
   text = (
-    f"{name_of(policy)}: the loss of step {at} {how}; back to the checkpoint of step {to}, "
-    f"batches {', '.join(map(str, batches))} are left out"
+    f"{name_of(undo.policy)}: the {undo.policy.metric or 'loss'} of step {undo.at} {undo.why}; "
+    f"back to the checkpoint of step {undo.to}, batches {named} are left out"
   )
   return dataclasses.replace(
     then,
     skipped=tuple(sorted({*now.skipped, *batches})),
-    undone=(*now.undone, Event(to + 1, "loss", text)),
+    undone=(*now.undone, Event(undo.to + 1, "loss", text)),
   )
+
+
+def may_undo(policy: RollBack, now: PolicyState) -> bool:
+  """Whether the policy has roll-backs left."""
+  own = [e for e in now.undone if e.text.startswith(f"{name_of(policy)}: ")]
+  return len(own) < policy.most
 
 
 def due(policies: tuple[Policy, ...], step: int) -> list[Refresh]:
@@ -150,26 +226,74 @@ def after_statistics(
   Returns:
     The state, with new `recipes` and `refresh`, and an event for every decision.
   """
-  draft = _Draft(before, step, firing, recipe_of)
-  for policy in policies:
-    if isinstance(policy, Refresh) and policy.alarm:
-      draft.refresh(policy)
-    elif isinstance(policy, WidenMargin):
-      draft.widen(policy)
-    elif isinstance(policy, SwitchRecipe):
-      draft.switch(policy)
+  draft = _Draft(before, step, recipe_of, firing)
+  draft.decide([p for p in policies if not p.metric and not isinstance(p, RollBack)])
   return draft.finish(), draft.events
+
+
+def after_evaluation(
+  policies: tuple[Policy, ...], before: PolicyState, step: int, values: Mapping[str, float],
+  recipe_of: Mapping[str, str],
+) -> tuple[PolicyState, list[Event], list[tuple[RollBack, int, str]]]:  # fmt: skip
+  """The decisions after an evaluation.
+
+  Args:
+    step: steps taken.
+    values: {metric: loss in nats}.
+    recipe_of: {layer's site: recipe name} of the step.
+
+  Returns:
+    The state, an event for every decision, and the roll-backs that are due: (policy, step of the
+    last evaluation that was not worse, why).
+  """
+  draft = _Draft(before, step, recipe_of, ())
+  judged = [p for p in policies if p.metric]
+  for policy in judged:
+    draft.judge(policy, values[policy.metric])
+  acting = [p for p in judged if p in draft.acting]
+  draft.decide([p for p in judged if isinstance(p, SwitchRecipe) or p in acting])
+  back = [
+    (p, draft.trends[name_of(p)].good, draft.why(p)) for p in acting if isinstance(p, RollBack)
+  ]
+  return draft.finish(), draft.events, back
 
 
 class _Draft:
   """Policy state being updated."""
 
-  def __init__(self, before: PolicyState, step: int, firing, recipe_of: Mapping[str, str]):
+  def __init__(self, before: PolicyState, step: int, recipe_of: Mapping[str, str], firing):
     self.before, self.step, self.firing = before, step, firing
     self.events: list[Event] = []
     self.recipe_of, self.given = dict(recipe_of), dict(before.overrides)
     self.fresh: list[str] = []
     self.looks, self.away, self.counts = dict(before.looks), dict(before.away), dict(before.counts)
+    self.trends, self.rate_scale = dict(before.trends), before.rate_scale
+    # Of policies with a metric: those whose evaluation was worse, those that act, and the reasons.
+    self.failing: set[Policy] = set()
+    self.acting: dict[Policy, str] = {}
+
+  def judge(self, policy: Policy, value: float):
+    """Adds an evaluation to the policy's trend."""
+    old = self.trends.get(name_of(policy), Trend())
+    new, acts = old.after(policy, self.step, value)
+    self.trends[name_of(policy)] = new
+    if new.good != self.step:
+      self.failing.add(policy)
+    if acts:
+      best = "" if old.best is None else f", best {old.best:.4f}"
+      kind = "no improvement" if isinstance(policy, LowerRate) else "worse"
+      self.acting[policy] = f"is {value:.4f}{best}: {kind} in {policy.patience} evaluations"
+
+  def decide(self, policies: Sequence[Policy]):
+    for policy in policies:
+      if isinstance(policy, Refresh) and (policy.alarm or policy.metric):
+        self.refresh(policy)
+      elif isinstance(policy, WidenMargin):
+        self.widen(policy)
+      elif isinstance(policy, SwitchRecipe):
+        self.switch(policy)
+      elif isinstance(policy, LowerRate):
+        self.lower(policy)
 
   def finish(self) -> PolicyState:
     recipes = self.before.recipes
@@ -178,22 +302,28 @@ class _Draft:
     refresh = tuple(sorted({*self.before.refresh, *self.fresh}))
     return dataclasses.replace(
       self.before, looks=self.looks, away=self.away, counts=self.counts, recipes=recipes,
-      refresh=refresh,
+      refresh=refresh, trends=self.trends, rate_scale=self.rate_scale,
     )  # fmt: skip
 
+  def lower(self, policy: LowerRate):
+    scale = max(self.rate_scale * policy.factor, policy.min_scale)
+    if scale < self.rate_scale:
+      self.rate_scale = scale
+      self._say(policy, "learning rate", f"{self.why(policy)}: rate times {scale:.4g} from here on")
+
   def refresh(self, policy: Refresh):
-    sites = [site for site in self._sites(policy) if self._rings(policy, site)]
+    sites = [s for s in self._sites(policy) if self._rings(policy, s) or policy in self.acting]
     sites = [site for site in sites if rules.recipe_by_name(self.recipe_of[site]).is_stateful]
     self.fresh += sites
     for site in sites:
-      self._say(policy, site, f"{policy.alarm} rang: its scales begin anew from the next batch")
+      self._say(policy, site, f"{self.why(policy)}: its scales begin anew from the next batch")
 
   def widen(self, policy: WidenMargin):
     for site in self._often(policy):
       wider = rules.with_wider_margin(self.recipe_of[site], policy.by, policy.most)
       if wider is not None:
         self._give(site, wider)
-        self._say(policy, site, f"{self._why(policy)}: recipe {wider} from here on")
+        self._say(policy, site, f"{self.why(policy)}: recipe {wider} from here on")
 
   def switch(self, policy: SwitchRecipe):
     key = name_of(policy)
@@ -204,23 +334,34 @@ class _Draft:
       if policy.back_after and quiet >= policy.back_after:
         del away[site]
         self._give(site, had)
-        self._say(policy, site, f"{quiet} looks without an alarm: its own recipe again")
+        quietly = "evaluations that were not worse" if policy.metric else "looks without an alarm"
+        self._say(policy, site, f"{quiet} {quietly}: its own recipe again")
     for site in self._often(policy):
       may = site not in away and self.recipe_of.get(site) != policy.to
       if may and counts.get(site, 0) < policy.most:
         away[site], counts[site] = (self.given.get(site, ""), 0), counts.get(site, 0) + 1
         self._give(site, policy.to)
-        self._say(policy, site, f"{self._why(policy)}: recipe {policy.to} from here on")
+        self._say(policy, site, f"{self.why(policy)}: recipe {policy.to} from here on")
     self.away[key], self.counts[key] = away, counts
 
   def _sites(self, policy) -> list[str]:
     return patterns.matches(policy.sites, self.recipe_of)
 
   def _rings(self, policy, site: str) -> bool:
-    return any(s == site and policy.alarm in (ANY, statistic) for s, statistic in self.firing)
+    """Whether the site has an alarm of the policy, or the evaluation was worse."""
+    return (
+      policy in self.failing
+      or not policy.metric
+      and any(s == site and policy.alarm in (ANY, statistic) for s, statistic in self.firing)
+    )
 
   def _often(self, policy: WidenMargin | SwitchRecipe) -> list[str]:
-    """Sites whose alarm rang in k of the last looks; they are counted from nothing again."""
+    """Sites whose alarm rang in k of the last looks; they are counted from nothing again.
+
+    All of the policy's where evaluations act.
+    """
+    if policy.metric:
+      return self._sites(policy) if policy in self.acting else []
     key, often = name_of(policy), []
     looks = dict(self.looks.get(key, {}))
     for site in self._sites(policy):
@@ -237,8 +378,14 @@ class _Draft:
     if recipe:
       self.given[site] = recipe
 
-  def _why(self, policy: WidenMargin | SwitchRecipe) -> str:
-    return f"{policy.alarm} rang in {policy.k} of the last {policy.looks} looks"
+  def why(self, policy: Policy) -> str:
+    """The reason of an action; of a roll-back without its subject."""
+    if policy.metric:
+      subject = "" if isinstance(policy, RollBack) else f"{policy.metric} "
+      return f"{subject}{self.acting[policy]}"
+    if isinstance(policy, WidenMargin | SwitchRecipe):
+      return f"{policy.alarm} rang in {policy.k} of the last {policy.looks} looks"
+    return f"{alarm_of(policy)} rang"
 
   def _say(self, policy: Policy, site: str, text: str):
     self.events.append(Event(self.step, site, f"{name_of(policy)}: {text}"))

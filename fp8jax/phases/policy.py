@@ -1,6 +1,7 @@
 """Policies: the changes that a run makes to itself, each with the condition for it.
 
-A policy is a value. `phases/decide.py` decides by it, `jobs/policy_runner.py` executes it. Every
+A condition is about alarms of tensor statistics, the loss, or evaluations (see Evaluated). A policy
+is a value. `phases/decide.py` decides by it, `jobs/policy_runner.py` executes it. Every
 field is written in a configuration as in Python: "refresh(every=500, alarm='underflow')".
 """
 
@@ -11,10 +12,35 @@ from typing import Any
 from fp8jax import calls, patterns
 
 ANY = "any"  # an alarm of whichever statistic
+HELDOUT = "heldout"  # the mean held-out loss of all sources; "heldout/SOURCE" is that of one
 
 
 @dataclasses.dataclass(frozen=True)
-class Refresh:
+class Evaluated:
+  """A condition on the evaluations of eval.every, in place of the policy's other condition.
+
+  Attributes:
+    metric: "heldout", the mean loss of all sources in nats, "heldout/SOURCE" that of one; "" for
+      none.
+    worse_by: an evaluation that is further from the best one so far is worse.
+    patience: successive evaluations that are worse before the policy acts.
+  """
+
+  metric: str = ""
+  worse_by: float = 0.02
+  patience: int = 1
+
+  def metric_problems(self) -> list[str]:
+    """The problems of these numbers, in words."""
+    if self.patience >= 1 and 0 <= self.worse_by < math.inf:
+      return []
+    return [
+      f"worse_by={self.worse_by} and patience={self.patience} need worse_by >= 0, patience >= 1"
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Refresh(Evaluated):
   """Delayed and static scales begin anew from the next batch.
 
   Attributes:
@@ -30,13 +56,15 @@ class Refresh:
   def problems(self) -> list[str]:
     """The problems of these numbers, in words."""
     found = [] if self.every >= 0 else [f"every={self.every} must not be negative"]
-    if not self.every and not self.alarm:
-      found.append("never refreshes anything: give every=N steps, or alarm='underflow'")
+    if not (self.every or self.alarm or self.metric):
+      found.append(
+        "never refreshes anything: give every=N steps, alarm='underflow' or metric='heldout'"
+      )
     return found
 
 
 @dataclasses.dataclass(frozen=True)
-class WidenMargin:
+class WidenMargin(Evaluated):
   """Delayed and static scales of a site leave more of the range unused above the amax.
 
   Attributes:
@@ -63,15 +91,16 @@ class WidenMargin:
 
 
 @dataclasses.dataclass(frozen=True)
-class SwitchRecipe:
+class SwitchRecipe(Evaluated):
   """A site gets another recipe, and its own again after quiet looks.
 
   Attributes:
     to: name of the other recipe.
     alarm: statistic of log.alarms, or "any".
     k, looks: alarms in so many latest looks that switch the site.
-    back_after: successive looks without that alarm after which the site gets its recipe again; 0:
-      never. A site in 16 bits raises no alarm, so that this is its time away.
+    back_after: successive looks without that alarm, or evaluations that are not worse, after which
+      the site gets its recipe again; 0: never. A site in 16 bits raises no alarm, so that this is
+      its time away.
     most: switches of a site in the whole run; each is a program to compile.
     sites: regular expression on layers' sites.
   """
@@ -94,7 +123,7 @@ class SwitchRecipe:
 
 
 @dataclasses.dataclass(frozen=True)
-class RollBack:
+class RollBack(Evaluated):
   """The run goes on from its last good checkpoint, without the batches where the loss jumped.
 
   Attributes:
@@ -102,7 +131,7 @@ class RollBack:
       an operand of a GEMM that is not finite is one, too.
     window: so many last losses; no finite loss is judged before there are as many.
     skip: batches that are left out: the one whose loss jumped, and those before it, of whose
-      updates the jump may come.
+      updates the jump may come. With a metric: all since the last evaluation that was not worse.
     most: roll-backs in the whole run.
   """
 
@@ -120,14 +149,61 @@ class RollBack:
     return found
 
 
-Policy = Refresh | WidenMargin | SwitchRecipe | RollBack
+@dataclasses.dataclass(frozen=True)
+class LowerRate:
+  """The learning rate is multiplied by a factor when evaluations stop improving.
+
+  Names, defaults of tolerances and rules are those of optax.contrib.reduce_on_plateau. That
+  transformation itself is not used: it would keep its numbers in the optimizer state of every
+  parameter and change the compiled step of all configurations; here they are a policy's.
+
+  Attributes:
+    factor: of one reduction.
+    metric: see Evaluated.
+    patience: successive evaluations without improvement before a reduction.
+    rtol, atol: an improvement is below the best one by more than this share of it, and this much.
+    cooldown: evaluations after a reduction that are not counted.
+    min_scale: the smallest product of factors.
+  """
+
+  factor: float = 0.5
+  metric: str = HELDOUT
+  patience: int = 3
+  rtol: float = 1e-4
+  atol: float = 0.0
+  cooldown: int = 0
+  min_scale: float = 0.0
+
+  def problems(self) -> list[str]:
+    """The problems of these numbers, in words."""
+    wrong = [] if 0 < self.factor < 1 else [f"factor={self.factor} must be between 0 and 1"]
+    if not (0 <= self.rtol <= 1 and 0 <= self.atol < math.inf and self.rtol + self.atol > 0):
+      wrong.append(f"rtol={self.rtol} and atol={self.atol} must not be negative, nor both 0")
+    if not 0 <= self.min_scale < 1:
+      wrong.append(f"min_scale={self.min_scale} must be at least 0 and below 1")
+    if self.patience < 1 or self.cooldown < 0 or not self.metric:
+      numbers = f"metric={self.metric!r}, patience={self.patience}, cooldown={self.cooldown}"
+      wrong.append(f"{numbers} need a metric, patience >= 1 and cooldown >= 0")
+    return wrong
+
+
+Policy = Refresh | WidenMargin | SwitchRecipe | RollBack | LowerRate
 
 KINDS: dict[str, type[Policy]] = {
   "refresh": Refresh,
   "widen_margin": WidenMargin,
   "switch_recipe": SwitchRecipe,
   "roll_back": RollBack,
+  "lower_rate": LowerRate,
 }
+# Fields of the other conditions, which a metric replaces, and those that a metric needs.
+_OTHER, _OF_METRIC = {"alarm", "k", "looks", "z", "window", "skip"}, {"worse_by", "patience"}
+
+
+def _fields(cls: type[Policy]) -> list[dataclasses.Field]:
+  """In the order of messages: the policy's own first."""
+  of_base = {f.name for f in dataclasses.fields(Evaluated)} if issubclass(cls, Evaluated) else ()
+  return sorted(dataclasses.fields(cls), key=lambda f: f.name in of_base)
 
 
 def make(kind: str, fields: dict[str, Any]) -> Policy:
@@ -142,7 +218,7 @@ def make(kind: str, fields: dict[str, Any]) -> Policy:
   """
   if kind not in KINDS:
     raise ValueError(f"{kind!r} is no policy; there are {', '.join(KINDS)}")
-  known = {f.name: f for f in dataclasses.fields(KINDS[kind])}
+  known = {f.name: f for f in _fields(KINDS[kind])}
   for name, value in fields.items():
     if name not in known:
       raise ValueError(f"{kind} has no {name!r}; it has {', '.join(known)}")
@@ -153,7 +229,20 @@ def make(kind: str, fields: dict[str, Any]) -> Policy:
       raise ValueError(f"{kind}: {name}={value} must be below 2^31, the number of steps of any run")
   made = KINDS[kind](**fields)
   pattern = patterns.problem(getattr(made, "sites", ""))
-  if problems := made.problems() + [f"sites={pattern}"] * bool(pattern):
+  problems = made.problems() + [f"sites={pattern}"] * bool(pattern)
+  if isinstance(made, Evaluated):
+    problems += made.metric_problems()
+    both = sorted(_OTHER & {*fields})
+    if made.metric and both:
+      problems.append(f"metric={made.metric!r} takes the place of {', '.join(both)}; leave one out")
+    if not made.metric and _OF_METRIC & {*fields}:
+      problems.append("worse_by and patience are of a metric; give metric='heldout'")
+  if made.metric and made.metric.partition("/")[0] != HELDOUT:
+    problems.append(
+      f"metric={made.metric!r} is neither 'heldout' nor 'heldout/SOURCE'; training asks no task: "
+      "evaluate its checkpoints with --job=evaluate"
+    )
+  if problems:
     raise ValueError(f"{name_of(made)}: {'; '.join(problems)}")
   return made
 
@@ -161,14 +250,13 @@ def make(kind: str, fields: dict[str, Any]) -> Policy:
 def name_of(policy: Policy) -> str:
   """As a configuration says it, without the fields that have their defaults."""
   kind = next(name for name, of in KINDS.items() if isinstance(policy, of))
-  fields = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
-  defaults = {f.name: f.default for f in dataclasses.fields(policy)}
-  return calls.write(kind, {k: v for k, v in fields.items() if v != defaults[k]})
+  fields = [(f, getattr(policy, f.name)) for f in _fields(type(policy))]
+  return calls.write(kind, {f.name: value for f, value in fields if value != f.default})
 
 
 def alarm_of(policy: Policy) -> str:
   """The statistic of the policy's alarms, ANY, or "" for none."""
-  return "" if isinstance(policy, RollBack) else policy.alarm
+  return "" if policy.metric or isinstance(policy, RollBack | LowerRate) else policy.alarm
 
 
 def _window_problems(policy: WidenMargin | SwitchRecipe) -> list[str]:

@@ -43,6 +43,13 @@ def _tensor(name: str, source: Source, gradients=E5M2) -> Recipe:
 # forward and E5M2 gradients. Scales from the current amax: Transformer Engine's
 # Float8CurrentScaling.
 TENSOR_CURRENT = _tensor("tensor_current", CURRENT)
+# The same with activations in E5M2, 2^-16 to 57344 instead of E4M3's 2^-9 to 448, for layers of
+# wide activations. cuBLASLt multiplies no E5M2 by E5M2, so weights stay E4M3, and the weight
+# gradient is in high precision, as in `rowwise_gw_hp`.
+_E4M3, _E5M2 = Quant(E4M3), Quant(E5M2)
+TENSOR_CURRENT_E5M2 = Recipe(
+  "tensor_current_e5m2", Gemm(_E5M2, _E4M3, _FAST), Gemm(_E5M2, _E4M3, _PRECISE), Gemm()
+)
 # Scales from past amaxes: Transformer Engine's DelayedScaling, with its defaults (the maximum of
 # the last 1024 steps, no margin).
 TENSOR_DELAYED = _tensor("tensor_delayed", Delayed(steps=1024, reduce="max", margin=0))
@@ -134,7 +141,8 @@ NVFP4_SR_RHT = Recipe(
 RECIPES = {
   r.name: r
   for r in (
-    BF16, TENSOR_CURRENT, TENSOR_DELAYED, TENSOR_DELAYED_LATEST, E4M3_STATIC, FP8LM, ROWWISE,
-    ROWWISE_GW_HP, BLOCK_128, BLOCK_128_POW2, BLOCK_128_HYBRID, MXFP8, NVFP4, NVFP4_SR_RHT,
+    BF16, TENSOR_CURRENT, TENSOR_CURRENT_E5M2, TENSOR_DELAYED, TENSOR_DELAYED_LATEST, E4M3_STATIC,
+    FP8LM, ROWWISE, ROWWISE_GW_HP, BLOCK_128, BLOCK_128_POW2, BLOCK_128_HYBRID, MXFP8, NVFP4,
+    NVFP4_SR_RHT,
   )
 }  # fmt: skip

@@ -269,7 +269,11 @@ def _answers(action: str, statistic: str) -> bool:
   """Whether the policy that an action names acts on alarms of this statistic."""
   policy = action.partition(": ")[0]
   stated = re.search(r"alarm='(\w+)'", policy)
-  return stated[1] in (statistic, policy_lib.ANY) if stated else "every=" not in policy
+  return (
+    stated[1] in (statistic, policy_lib.ANY)
+    if stated
+    else not re.search("every=|metric=|^lower_rate", policy)
+  )
 
 
 def _covers(place: str, site: str) -> bool:

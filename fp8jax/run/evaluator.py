@@ -136,6 +136,13 @@ def objective(results: dict[str, Any]) -> float:
   return sum(values) / len(values)
 
 
+def metrics(results: dict[str, Any]) -> dict[str, float]:
+  """{"heldout", "heldout/SOURCE": loss in nats} in the first precision, for policies."""
+  losses = {name: next(iter(by.values()))["loss"] for name, by in results.items()}
+  mean = sum(losses.values()) / len(losses)
+  return {"heldout": mean, **{f"heldout/{name}": loss for name, loss in losses.items()}}
+
+
 def flat(results: dict[str, Any]) -> dict[str, float]:
   """{"heldout/<source>/<precision>/loss": ...} for metrics."""
   return {

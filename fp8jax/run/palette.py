@@ -10,7 +10,7 @@ RECIPES = {
   "block_128_hybrid": "#56B4E9", "tensor_current": "#D55E00", "tensor_delayed": "#E69F00",
   "tensor_delayed_latest": "#B8860B", "e4m3_static": "#8C564B", "fp8lm": "#CC79A7",
   "rowwise": "#7F3C8D", "rowwise_gw_hp": "#B497E7", "mxfp8": "#11A579", "nvfp4": "#E73F74",
-  "nvfp4_sr_rht": "#A5214E",
+  "nvfp4_sr_rht": "#A5214E", "tensor_current_e5m2": "#F6A171",
 }  # fmt: skip
 # For arms that are no recipe of the table.
 _FURTHER = (

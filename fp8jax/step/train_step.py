@@ -226,17 +226,20 @@ def stops_on_nonfinite(spec: train_spec.TrainSpec, scale=None):
 
 
 def make_step(spec: train_spec.TrainSpec):
-  """(state, batch, sites) -> (state, metrics), jitted, state donated.
+  """(state, batch, sites, rate_scale=None) -> (state, metrics), jitted, state donated.
 
   batch is [B, L], or [A, B, L] for A microbatches whose gradients are added up. With loud sites
   (TrainSpec.sites) the same function, traced a second time, also returns what every site saw in
-  metrics["tensor_stats"], and transformer.alignment.
+  metrics["tensor_stats"], and transformer.alignment. rate_scale, a factor on the learning rate, is
+  an argument so that its changes compile nothing; None leaves it out of the program.
   """
   schedule = schedule_lib.schedule(spec.optim)
   key = jax.random.key(spec.seed)
 
-  def step(state: State, batch, sites):
-    return take_step(spec, state, batch, sites, schedule(state.step), key)
+  def step(state: State, batch, sites, rate_scale=None):
+    rate = schedule(state.step)
+    rate = rate if rate_scale is None else rate * rate_scale
+    return take_step(spec, state, batch, sites, rate, key)
 
   options = choose.compiler_options(spec.device)
   return jax.jit(step, donate_argnums=0, compiler_options=options)

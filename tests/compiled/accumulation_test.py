@@ -38,6 +38,7 @@ TENSOR = ("fast", "precise", "precise")
 WANTED = {
   "tensor_current": TENSOR,
   "tensor_delayed": TENSOR,
+  "tensor_current_e5m2": ("fast", "precise", None),
   "tensor_delayed_latest": TENSOR,
   "e4m3_static": TENSOR,
   "fp8lm": TENSOR,

@@ -11,7 +11,10 @@ from fp8jax.config import resolve
 from fp8jax.jobs import doctor
 from fp8jax.kernels.device import Device
 
-TENSOR = {"tensor_current", "tensor_delayed", "tensor_delayed_latest", "e4m3_static", "fp8lm"}
+TENSOR = {
+  "tensor_current", "tensor_current_e5m2", "tensor_delayed", "tensor_delayed_latest", "e4m3_static",
+  "fp8lm",
+}  # fmt: skip
 ROWS = {"rowwise", "rowwise_gw_hp"}
 BLOCKS = {"block_128", "block_128_pow2", "block_128_hybrid"}
 # capability of a GPU: recipes that run there beside bf16 (README, "What runs where"), and advice.

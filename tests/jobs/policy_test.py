@@ -16,6 +16,7 @@ from fp8jax.config import resolve
 from fp8jax.data import loader
 from fp8jax.jobs import policy_runner, train
 from fp8jax.kernels import choose
+from fp8jax.ops import site_tree
 from fp8jax.phases import decide
 from fp8jax.report import files
 from fp8jax.run import calibration, checkpoint, preemption, restore
@@ -106,6 +107,32 @@ def test_stopped_around_an_action_a_run_goes_on_bit_for_bit(tmp_path, monkeypatc
   harness.assert_trees_equal(
     harness.saved_state(whole, changed, steps), harness.saved_state(broken, changed, steps)
   )
+
+
+def test_evaluations_lower_the_rate_and_switch_recipes_stopped_or_not(tmp_path, monkeypatch):
+  """No loss falls by 90 %, so that every evaluation but the first halves the rate."""
+  changes = {
+    **LOOKS, "steps": 7, "eval.every": 2, "eval.tokens": 64, "log.tensor_stats_every": 0,
+    "eval.precisions": ("bf16",), "precision.policy": (
+      "lower_rate(patience=1, rtol=0.9)", "switch_recipe(metric='heldout', worse_by=0.0)",
+    ), "optim.peak_lr": 3.0, "optim.min_lr": 3.0, "optim.warmup_steps": 0,
+  }  # fmt: skip
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  run(whole, **changes)
+  run_until(3, monkeypatch, broken, **changes)
+  run(broken, **changes)
+  assert losses(whole) == losses(broken) and actions(whole) == actions(broken)
+  lr = {r["step"]: r["learning_rate"] for r in rows(whole) if "learning_rate" in r}
+  assert [lr[step] for step in range(1, 8)] == pytest.approx(
+    [3.0, 3.0, 1.5, 1.5, 0.75, 0.75, 0.375]
+  )
+  said = [text for step, _, text in actions(whole) if step == 2]
+  assert any("lower_rate" in text and "rate times 0.5" in text for text in said)
+  # A rate of 3 makes the loss worse, and matrices of FP8 go to BF16 at once.
+  assert sum("recipe bf16 from here on" in text for text in said) == 3
+  changed = restore.as_trained(harness.text_spec(**changes), {"policy": policy_memory(whole, 7)})
+  recipes = site_tree.recipes_of(changed.sites(phase=changed.phase(6)))
+  assert {recipe.name for recipe in recipes.values()} == {"bf16"}
 
 
 def test_what_a_roll_back_after_a_switch_restores(tmp_path):
@@ -203,7 +230,8 @@ def test_roll_back_to_a_checkpoint_from_before_policies_leaves_batches_out():
   said, spec = [], harness.text_spec(**POLICIES["roll back"])
   at_work = policy_runner.PolicyRunner(spec, lambda step, events: said.append((step, *events)))
   at_work.set(decide.PolicyState(losses=(3.0,) * 4, skipped=(1,)))
-  at_work.roll_back(5, 9.0, 2, None)
+  (policy,) = spec.precision.policy
+  at_work.roll_back(decide.Undo(policy, 5, 2, decide.why_jump(9.0), 2), None)
   assert at_work.policy_state.losses == () and at_work.spec.precision == spec.precision
   # The five steps took batches 0, 2, 3, 4 and 5; the last two go. The checkpoint has drawn 0 to 2.
   stream = iter(range(3, 9))
@@ -217,9 +245,9 @@ def test_roll_back_passes_over_the_checkpoint_of_an_interruption():
   spec = harness.text_spec(**POLICIES["roll back"])  # every 2 steps
   at_work, saved = policy_runner.PolicyRunner(spec, lambda *_: None), types.SimpleNamespace()
   saved.steps = lambda: [0, 2, 3]
-  assert at_work.target(5, float("inf"), saved) == 2
+  assert at_work.target(5, float("inf"), saved).to == 2
   saved.steps = lambda: [2, 4]  # the newest has trained on batch 3, which is left out
-  assert at_work.target(5, float("inf"), saved) == 2
+  assert at_work.target(5, float("inf"), saved).to == 2
 
 
 def test_tables_of_a_refresh_bring_the_scales_before_back(tmp_path, monkeypatch):

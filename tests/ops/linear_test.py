@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -119,6 +120,21 @@ def test_dot_equals_an_emulation_written_from_the_papers(rng, recipe, matmul):
   for got, exact in zip((y, dx, dw), want):
     scale = np.abs(exact).max()
     assert np.max(np.abs(got - exact)) / scale < tolerances.FLOAT32_SUM
+
+
+def test_wide_activations_are_multiplied_in_e5m2(rng):
+  """Against ml_dtypes' cast: scales are 1, and the weight is 448 times the identity, in E4M3."""
+  x = np.ldexp(rng.uniform(1, 2, (48, 32)), rng.integers(-14, 15, (48, 32))).astype(np.float32)
+  g = np.ldexp(rng.uniform(1, 2, (48, 32)), rng.integers(-14, 15, (48, 32))).astype(np.float32)
+  x[3, 5], g[7, 2], w = 57344.0, 57344.0, 448 * np.eye(32, dtype=np.float32)
+  y, dx, dw = _all_gemms("TD,DF->TF", x, w, g, site_lib.single("tensor_current_e5m2"))
+  codes = [t.astype(ml_dtypes.float8_e5m2).astype(np.float64) for t in (x, g)]
+  np.testing.assert_array_equal(y, 448 * codes[0])
+  np.testing.assert_array_equal(dx, 448 * codes[1])
+  # 2^-14 would be zero in E4M3 with this amax.
+  assert np.all(codes[0]) and not np.all((x / 128).astype(ml_dtypes.float8_e4m3fn))
+  wide = x.astype(np.float64).T @ g.astype(np.float64)
+  assert np.abs(dw - wide).max() < tolerances.FLOAT32_SUM * np.abs(wide).max()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -2,7 +2,10 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
+import optax
+import optax.contrib
 import pytest
 
 from fp8jax.config import policy as policy_config
@@ -89,7 +92,65 @@ def test_batches_of_a_roll_back_are_left_out_however_often():
   (policy,) = policy_config.read(("roll_back(skip=2)",))
   then, now, left = decide.PolicyState(), decide.PolicyState(), list(range(40))
   for at, to in ((9, 5), (11, 10), (12, 10), (3, 0)):
-    now = decide.rolled_back(policy, at, 7.0, now, then, to)
+    now = decide.rolled_back(decide.Undo(policy, at, 2, decide.why_jump(7.0), to), now, then)
     del left[at - 2 : at]
     assert [decide.num_batches_read(step + 1, now.skipped) - 1 for step in range(20)] == left[:20]
   assert len(now.undone) == 4 and now.undone[0].step == 6 and "batches 7, 8" in now.undone[0].text
+
+
+def evaluations(policies, *values):
+  """[(state, events' places, roll-backs)] of held-out losses at steps 10, 20, …, through JSON."""
+  policies, found, state = policy_config.read(policies), [], decide.PolicyState()
+  for i, value in enumerate(values, 1):
+    losses = {"heldout": value, "heldout/b": value + 1}
+    recipe_of = {**RECIPES, **state.overrides}
+    state, events, back = decide.after_evaluation(policies, state, 10 * i, losses, recipe_of)
+    found.append((state, [e.place for e in events], back))
+    state = decide.PolicyState.from_json(json.loads(json.dumps(state.to_json())))
+    assert state == found[-1][0]
+  return found
+
+
+def test_successive_evaluations_beyond_the_bound_switch_a_recipe_and_better_ones_bring_it_back():
+  text = "switch_recipe(to='bf16', back_after=1, sites='.*/up', metric='heldout', worse_by=0.25, "
+  # 3.25 is at the bound of the best one, 3.0, and not worse; a worse one alone does nothing.
+  found = evaluations((text + "patience=2)",), 3.0, 3.25, 3.26, 3.25, 3.26, float("nan"), 3.0)
+  assert [places for _, places, _ in found] == [[]] * 5 + [list(SITES[:2])] * 2
+  assert set(found[5][0].overrides.values()) == {"bf16"} and not found[6][0].overrides
+
+
+def test_a_metric_replaces_alarms_and_rolls_back_to_before_it_got_worse():
+  policies = (
+    "roll_back(metric='heldout/b', patience=2)", "refresh(metric='heldout', worse_by=0.0)",
+    "widen_margin(alarm='saturation')",
+  )  # fmt: skip
+  found = evaluations(policies, 3.0, 2.5, 2.6, 2.7)
+  assert [len(back) for *_, back in found] == [0, 0, 0, 1]
+  ((policy, good, why),) = found[3][2]
+  assert (policy.metric, good) == ("heldout/b", 20) and "3.7000, best 3.5000" in why
+  # Both worse ones refresh every stateful site; nothing widens without an alarm.
+  assert [len(places) for _, places, _ in found] == [0, 0, 3, 3]
+  undo = decide.Undo(policy, 40, 40 - good, why, 20)
+  after = decide.rolled_back(undo, found[3][0], found[1][0])
+  assert after.skipped == tuple(range(20, 40)) and after.trends == found[1][0].trends
+  (other,) = policy_config.read(("roll_back()",))
+  for left in (True, True, False):  # at most three
+    assert decide.may_undo(policy, after) == left and decide.may_undo(other, after)
+    after = decide.rolled_back(undo, after, after)
+
+
+@pytest.mark.parametrize("cooldown", [0, 2])
+def test_the_rate_is_lowered_as_optax_lowers_it(cooldown):
+  numbers = dict(factor=0.5, patience=2, rtol=0.125, cooldown=cooldown, min_scale=0.3)
+  losses = [4.0, 3.5, 3.5, 3.4, 3.0625, 3.0, 3.0, 3.0, 3.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0]
+  theirs = optax.contrib.reduce_on_plateau(**numbers)
+  state, scales = theirs.init(None), []
+  for loss in losses:
+    _, state = theirs.update(None, state, value=jnp.float32(loss))
+    scales.append(float(state.scale))
+  assert len(set(scales)) == 3 and scales[-1] == pytest.approx(0.3)
+  text = f"lower_rate({', '.join(f'{k}={v}' for k, v in numbers.items())})"
+  found = evaluations((text,), *losses)
+  np.testing.assert_allclose([state.rate_scale for state, *_ in found], scales, rtol=1e-6)
+  changes = [i for i, (_, places, _) in enumerate(found) if places]
+  assert changes == [i for i in range(1, len(scales)) if scales[i] != scales[i - 1]]
