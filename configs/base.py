@@ -15,15 +15,52 @@ wrong type is refused.
 from ml_collections import ConfigDict
 
 from fp8jax.config import registry
+from fp8jax.recipe import rules
 
 
 def get_config(arm=""):
-  """The base configuration. `arm`, the text after a colon in --config=FILE:ARM, names a recipe."""
+  """The base configuration.
+
+  arm  the text after a colon in --config=FILE:ARM: a recipe; or "guide", or "guide,RECIPE": the
+       preset of configs/fp8_guide.py below what the file itself sets
+  """
   c = registry.base()
+  preset, comma, recipe = arm.partition(",")
+  if preset == "guide":
+    arm = recipe if comma else "tensor_delayed(margin=1)"
+    _guide(c, rules.recipe_by_name(arm).is_stateful)
   if arm:
     c.precision.rules = (("head", "bf16"), ("layers/.*", arm))
   c.data.sources = ConfigDict({"main": source(kind="pydoc")})
   return c
+
+
+def _guide(c, is_stateful):
+  """Numerics and policies of configs/fp8_guide.py; those of scales where a recipe keeps some."""
+  c.precision.last_bf16 = 1  # first_bf16 = 1, too, from three layers on
+  c.loss_scale.kind = "dynamic"  # from 2^8
+  c.optim.on_nonfinite = "skip"
+  c.optim.schedule = "cosine"
+  c.optim.warmup_fraction = 0.07  # 6 to 8 % of the steps
+  c.optim.peak_lr = 3e-4
+  c.optim.min_lr = 1e-5
+  c.optim.weight_decay = 0.01  # .01 to .02
+  c.optim.grad_clip_norm = 1.0
+  c.log.tensor_stats_every = 10  # 100 in long runs
+  c.log.alarms = (
+    ("saturation", ">", 0.01), ("underflow", ">", 0.3), ("nonfinite", ">", 0.0),
+  )  # fmt: skip
+  of_scales = (
+    "refresh(every=2000)",  # every few thousand steps, or on a failure
+    "refresh(alarm='underflow')",
+    "widen_margin(alarm='saturation')",
+  )
+  c.precision.policy = (
+    *(of_scales if is_stateful else ()),
+    "switch_recipe(to='bf16', alarm='any', k=3, looks=5, back_after=20)",
+    "roll_back(z=6.0, window=32, skip=2)",
+  )
+  c.checkpoint.every = 20
 
 
 # The columns of conversations, unless a source says otherwise.

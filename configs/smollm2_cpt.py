@@ -20,5 +20,5 @@ def get_config(arm=""):
   c.optim.peak_lr, c.optim.min_lr = 1e-4, 1e-5
   c.eval.tokens, c.eval.batch = 4096, 4
   c.mesh.fsdp = 1
-  c.checkpoint.every, c.checkpoint.keep = 10, 1
+  c.checkpoint.every, c.checkpoint.keep = 10, 2 if c.precision.policy else 1  # roll_back needs two
   return c

@@ -159,12 +159,15 @@ def quantized_state(
     ValueError: as `scale_by_adam`; and in `init`, a state with the shape of a large parameter that
       neither FIELDS nor `fields` knows, or one that is left as it is in some steps.
 
+  Source:
+    8-bit Optimizers (arXiv:2110.02861 §2) and COAT (arXiv:2410.19313 §4).
+
   Example:
     >>> import jax.numpy as jnp, optax, fp8jax
     >>> tx = fp8jax.quantized_state(optax.sgd(0.1, momentum=0.9), "e4m3_256")
     >>> state = tx.init({"w": jnp.ones((64, 128))})
     >>> state.inner_state[0].trace["w"].data.dtype.name, state.inner_state[0].trace["w"].nbytes
-    ('float8_e4m3fn', 8448)
+    ('float8_e4m3fn', 8320)
   """
   moments = _moments(format)
   formats = {name: getattr(moments, name) for name in ("mu", "nu")}

@@ -175,8 +175,8 @@ class _Group:
       is_finite = values.pop("is_finite")
       for i, (member, log) in enumerate(zip(self._members, self._logs, strict=True)):
         row = {k: float(v[i]) for k, v in values.items()}
-        counts = self._batches[member.spec.seed].counts
-        log.write_step(number, row, is_finite[i], counts, times)
+        batches = self._batches[member.spec.seed]
+        log.write_step(number, row, is_finite[i], batches.counts, times | batches.metrics())
     return state
 
   def _evaluate(self, evaluator: evaluator_lib.Evaluator, states, step: int):

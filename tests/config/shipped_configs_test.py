@@ -23,7 +23,7 @@ from array_record.python import array_record_module
 
 from configs import base
 from fp8jax import mesh
-from fp8jax.config import identity, resolve
+from fp8jax.config import identity, named, resolve
 from fp8jax.data import tokenize
 from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.kernels.choose import Device
@@ -441,3 +441,20 @@ def test_experiment_arms_run_by_script_and_unknown_ones_refused(path):
   with pytest.raises(ValueError, match="unknown arm 'block128'; expected one of") as e:
     module.get_config("block128")
   assert all(arm in str(e.value) for arm in module.ARMS)
+
+
+@pytest.mark.parametrize("name, rate, recipe", [
+  ("configs/debug.py", 3e-4, ""), ("configs/smollm2_cpt.py", 1e-4, "block_128"),
+  ("configs/cpt_1p5b.py", None, ""), ("configs/cpt_7b.py", None, "tensor_current"),
+])  # fmt: skip
+def test_every_config_takes_the_guides_preset_below_its_own_lines(name, rate, recipe):
+  plain, arm = named.load(name, {}), f"guide,{recipe}".rstrip(",")
+  c = named.load(f"{name}:{arm}", {})
+  assert c.precision.rules[1] == ("layers/.*", recipe or "tensor_delayed(margin=1)")
+  assert c.optim.peak_lr == (rate or plain.optim.peak_lr)
+  assert c.loss_scale.kind == "dynamic" and c.precision.last_bf16 == 1 and len(c.log.alarms) == 3
+  of_scales = [] if recipe else ["refresh", "refresh", "widen_margin"]
+  kinds = [text.partition("(")[0] for text in c.precision.policy]
+  assert kinds == [*of_scales, "switch_recipe", "roll_back"]
+  if rate:
+    assert len(_resolve(name, arm).precision.policy) == len(kinds)

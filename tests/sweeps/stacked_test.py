@@ -110,7 +110,7 @@ HONOURED = {
   "a layout of several devices is refused": "mesh sharding",
   "the files of a trial are those of a run": "log.every log.tensorboard log.report",
   "other jobs read them, training does not": """
-    calibrate export generate prepare sensitivity weights eval.tasks eval.chat
+    calibrate export generate noise prepare sensitivity weights eval.tasks eval.chat
     eval.questions eval.seed eval.data_dir
     eval.train_data eval.allow_code_execution eval.compare_with""",
 }
