@@ -53,7 +53,7 @@ def resolve(c: Any, target: str, needs: Needs = TRAINING) -> tuple[train_spec.Tr
 def _devices(name: str, count: int):
   os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver to ask
   try:
-    found = topologies.get_topology_desc(
+    topology = topologies.get_topology_desc(
       platform="cuda",
       topology=f"1x1x{count}",
       target_config=(FOLDER / f"{name}.txtpb").read_text(),
@@ -64,7 +64,7 @@ def _devices(name: str, count: int):
       f"--topology={name}:{count} needs XLA for CUDA, though no GPU ({reason}); "
       'pip install "jax[cuda13]", and JAX_PLATFORMS=cpu where there is none'
     ) from e
-  return found.devices
+  return topology.devices
 
 
 def lower(spec: train_spec.TrainSpec, devices, change=lambda sites: sites):

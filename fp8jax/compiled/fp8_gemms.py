@@ -156,12 +156,12 @@ def expected(spec: TrainSpec, phase: int = 0) -> list[GemmRow]:
 
 def uses(spec: TrainSpec, phase: int = 0) -> dict[tuple[str, Gemm], set[tuple[int, int, int]]]:
   """(backend, quantized product) -> the sizes on one device that the step calls it with."""
-  found = collections.defaultdict(set)
+  sizes = collections.defaultdict(set)
   for row in expected(spec, phase):
     if row.expected:
       gemm = getattr(rules.recipe_by_name(row.recipe), row.key.product)
-      found[row.backend, gemm].add(row.size)
-  return found
+      sizes[row.backend, gemm].add(row.size)
+  return sizes
 
 
 def calls(spec: TrainSpec, site: site_lib.Site) -> list[tuple[int, int]]:
@@ -410,7 +410,7 @@ def every_step(
     step_fn, state, batch, more: see `strict`; the state of phase `now`.
   """
   loud = [tensor_stats.LOUD] if spec.log.tensor_stats_every else []
-  found = []
+  titled = []
   for phase in range(now, len(spec.precision.phases)):
     start = spec.precision.phases[phase].start
     if phase > now:
@@ -419,5 +419,5 @@ def every_step(
     for statistics in [*loud, tensor_stats.QUIET]:
       sites = spec.sites(phase=phase, statistics=statistics)
       rows = strict(spec, step_fn, state, batch, sites, phase, more)
-    found.append((f"{TITLE} from step {start}" if phase else TITLE, rows))
-  return found
+    titled.append((f"{TITLE} from step {start}" if phase else TITLE, rows))
+  return titled

@@ -167,10 +167,10 @@ def _saved_rows(saved: list[saved_tensors.SavedTensor]) -> list[MemoryRow]:
 def _row(
   kind: str, wanted: dict[str, int], there: dict[str, list[xla_buffers.Buffer]]
 ) -> MemoryRow:
-  found = there.get(kind, [])
-  counts = collections.Counter(value.shape for value in found[:4])
+  buffers = there.get(kind, [])
+  counts = collections.Counter(value.shape for value in buffers[:4])
   largest = ", ".join(f"{n} x {shape}" if n > 1 else shape for shape, n in counts.items())
-  return MemoryRow(kind, wanted.get(kind, 0), sum(value.nbytes for value in found), largest)
+  return MemoryRow(kind, wanted.get(kind, 0), sum(value.nbytes for value in buffers), largest)
 
 
 def _by_shape(held: list[xla_buffers.Buffer], spec, params) -> dict[str, list[xla_buffers.Buffer]]:
@@ -183,7 +183,7 @@ def _by_shape(held: list[xla_buffers.Buffer], spec, params) -> dict[str, list[xl
   vocabulary = spec.model.vocab_size
   sizes = {vocabulary, vocabulary // spec.run.layout.size(spec.run.layout.act_axes("V"))}
   layers = {run.stop - run.start for run, _ in transformer.runs(spec.sites())}
-  found: dict[str, list[xla_buffers.Buffer]] = {}
+  by_kind: dict[str, list[xla_buffers.Buffer]] = {}
   for value in held:
     dtype, _, dims = value.shape.rstrip("]").partition("[")
     shape = tuple(int(n) for n in dims.split(",")) if dims else ()
@@ -199,8 +199,8 @@ def _by_shape(held: list[xla_buffers.Buffer], spec, params) -> dict[str, list[xl
       kind = workspace.OPERANDS
     else:
       kind = workspace.ACTIVATIONS
-    found.setdefault(kind, []).append(value)
-  return found
+    by_kind.setdefault(kind, []).append(value)
+  return by_kind
 
 
 def _bulks(tree) -> set[tuple[int, ...]]:
@@ -227,24 +227,24 @@ def saved_by_layers(text: str, spec: train_spec.TrainSpec, params) -> dict[str, 
     best: dict[str, int] = {}
     for result in re.findall(r"= \((.*?)\) while\(", text):
       counts = collections.Counter(re.findall(rf"(\w+)\[({layers},[\d,]+)\]", result))
-      found = {}
+      sizes = {}
       for (dtype, dims), count in counts.items():
         shape = tuple(int(n) for n in dims.split(","))
         if _bulk(shape) not in known:
           size = 1 if dtype.startswith("f8") else _BYTES.get(dtype, 4)
-          found[f"{dtype}[{dims}] x {count}"] = count * math.prod(shape) * size
-      if sum(found.values()) > sum(best.values()):
-        best = found
+          sizes[f"{dtype}[{dims}] x {count}"] = count * math.prod(shape) * size
+      if sum(sizes.values()) > sum(best.values()):
+        best = sizes
     total |= best
   return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
 def _differences(arrays: dict[str, int], wanted: list[saved_tensors.SavedTensor]) -> str:
   """By dtype, compiled less declared, with the arrays that there are."""
-  found = []
+  texts = []
   for dtype in sorted({name.partition("[")[0] for name in arrays} | {i.dtype for i in wanted}):
     there = {name: n for name, n in arrays.items() if name.startswith(f"{dtype}[")}
     more = sum(there.values()) - sum(item.nbytes for item in wanted if item.dtype == dtype)
     if more:
-      found.append(f"{dtype} {more / 2**20:+.1f} MiB of {', '.join(there) or 'none'}")
-  return f"compiled - declared: {'; '.join(found)}" if found else ""
+      texts.append(f"{dtype} {more / 2**20:+.1f} MiB of {', '.join(there) or 'none'}")
+  return f"compiled - declared: {'; '.join(texts)}" if texts else ""

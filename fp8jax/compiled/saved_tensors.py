@@ -57,12 +57,12 @@ class SavedTensor:
 def of_layers(spec: train_spec.TrainSpec) -> list[SavedTensor]:
   """Residuals of all layers under the first phase's recipes, by block, large before small."""
   one = _OneDevice(spec)
-  found: collections.Counter = collections.Counter()
+  counts: collections.Counter = collections.Counter()
   for layers, sites in transformer.runs(one.sites()):
     for key, count in one.saved(sites).items():
-      found[key] += count * (layers.stop - layers.start)
+      counts[key] += count * (layers.stop - layers.start)
   tensors = []
-  for (block, shape, dtype), count in found.items():
+  for (block, shape, dtype), count in counts.items():
     name = functools.reduce(lambda text, change: text.replace(*change), _HLO, str(dtype))
     nbytes = count * math.prod(shape) * dtype.itemsize
     tensors.append(SavedTensor(block, name, shape, count, nbytes))
@@ -114,15 +114,15 @@ class _OneDevice:
     layer = functools.partial(transformer.layer, cfg=self.model, run=self.run)
     declared = transformer.layer_params(self.model)
     total = self._stacked(layer, declared, sites, is_stream=True)
-    found: collections.Counter = collections.Counter()
+    counts: collections.Counter = collections.Counter()
     if self.run.remat != "full":  # else a layer's input is all
       for mixer in transformer.mixers(self.model):
         block = functools.partial(_block, mixer, cfg=self.model, run=self.run)
         own = self._stacked(block, declared[mixer.key], sites[mixer.key], is_stream=False)
         own &= total  # a policy may save less of blocks that follow each other than of one alone
         total -= own
-        found += collections.Counter({(mixer.key, *key): n for key, n in own.items()})
-    return found + collections.Counter({(STREAM, *key): n for key, n in total.items()})
+        counts += collections.Counter({(mixer.key, *key): n for key, n in own.items()})
+    return counts + collections.Counter({(STREAM, *key): n for key, n in total.items()})
 
   def _stacked(self, function, declared, sites, *, is_stream: bool) -> collections.Counter:
     """{(shape, dtype): arrays} that the loop over layers stacks for its backward pass.

@@ -34,8 +34,8 @@ def compile_and_read(lowered):
     program = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
     texts = []
     for what in ("buffer-assignment", "live-range"):
-      found = sorted(pathlib.Path(folder).glob(f"*.jit_step.*-{what}.txt"))
-      texts.append(found[-1].read_text() if found else "")
+      paths = sorted(pathlib.Path(folder).glob(f"*.jit_step.*-{what}.txt"))
+      texts.append(paths[-1].read_text() if paths else "")
   return program, peak(*texts)
 
 
@@ -59,7 +59,7 @@ def peak(assignment: str, live_ranges: str) -> list[Buffer]:
 
 
 def _temporaries(assignment: str) -> list[Buffer]:
-  found, is_block = [], False
+  buffers, is_block = [], False
   for line in assignment.splitlines():
     if line.startswith("allocation "):
       is_block = "preallocated-temp" in line
@@ -67,16 +67,16 @@ def _temporaries(assignment: str) -> list[Buffer]:
     if value and is_block:
       name = value[1] if value[1].endswith("}") else value[1] + "{}"
       shape = re.match(r"\w+\[[\d,]*\]", value[4])
-      found.append(Buffer(name, shape[0] if shape else "", int(value[3]), int(value[2])))
-  return found
+      buffers.append(Buffer(name, shape[0] if shape else "", int(value[3]), int(value[2])))
+  return buffers
 
 
 def _apart(values: list[Buffer]) -> list[Buffer]:
   """Without what shares its bytes with a larger one: a loop's result is its last state."""
-  found, taken = [], []
+  kept, taken = [], []
   for value in sorted(values, key=lambda v: -v.nbytes):
     begin, end = value.start, value.start + value.nbytes
     if not any(begin < b and a < end for a, b in taken):
       taken.append((begin, end))
-      found.append(value)
-  return found
+      kept.append(value)
+  return kept

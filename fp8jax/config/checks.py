@@ -38,23 +38,23 @@ def group_problems(c: Any, optim: OptimizerConfig, named: Mapping[str, list[str]
     optim: its section, read.
     named: of optim.groups.names; {} where the model is not known.
   """
-  found, keys = [], ("clip_groups", "lr_multipliers")
+  problems, keys = [], ("clip_groups", "lr_multipliers")
   for key in keys:
-    found += groups.problems(f"optim.{key}", getattr(optim, key), named)
+    problems += groups.problems(f"optim.{key}", getattr(optim, key), named)
   used = " and ".join(f"optim.{key}" for key in keys if getattr(optim, key))
   if optim.clip_groups and optim.grad_clip_norm:
-    found.append(
+    problems.append(
       f"optim.grad_clip_norm={optim.grad_clip_norm} with optim.clip_groups: gradients are clipped "
       "together or by groups; set optim.grad_clip_norm=0.0, or optim.clip_groups=()"
     )
   if used and optim.in_backward:
-    found.append(f"{used} with optim.in_backward=True: layers move one by one; leave one out")
+    problems.append(f"{used} with optim.in_backward=True: layers move one by one; leave one out")
   if used and c.kernels.optimizer != "xla":
-    found.append(
+    problems.append(
       f"{used} with kernels.optimizer={c.kernels.optimizer!r}: the kernel has one rate and one "
       "norm for all; set kernels.optimizer='xla'"
     )
-  return found
+  return problems
 
 
 def lora_problems(c: Any) -> list[str]:

@@ -28,7 +28,7 @@ def read(stated) -> tuple[Policy, ...]:
   """
   if isinstance(stated, (str, dict)):
     raise ValueError(f"precision.policy={stated!r} is one policy; write a tuple of them: (…,)")
-  found: list[Policy] = []
+  policies: list[Policy] = []
   for i, entry in enumerate(stated):
     key = f"precision.policy[{i}]"
     try:
@@ -36,15 +36,15 @@ def read(stated) -> tuple[Policy, ...]:
     except ValueError as e:
       raise ValueError(f"{key}: {e}") from e
     name = policy_lib.name_of(policy)
-    if policy in found:
+    if policy in policies:
       raise ValueError(f"{key}: {name} is there twice; leave one out")
     is_second = isinstance(policy, policy_lib.RollBack) and any(
-      isinstance(p, policy_lib.RollBack) and p.metric == policy.metric for p in found
+      isinstance(p, policy_lib.RollBack) and p.metric == policy.metric for p in policies
     )
     if is_second:
       raise ValueError(f"{key}: {name} is a second roll_back; a loss is judged by one")
-    found.append(policy)
-  return tuple(found)
+    policies.append(policy)
+  return tuple(policies)
 
 
 def _parts(entry) -> tuple[str, dict[str, Any]]:
@@ -61,11 +61,11 @@ def _parts(entry) -> tuple[str, dict[str, Any]]:
 
 
 def attach(
-  c: Any, precision: Precision | None, alarms: tuple[Alarm, ...], found: ConfigErrors
+  c: Any, precision: Precision | None, alarms: tuple[Alarm, ...], errors: ConfigErrors
 ) -> Precision | None:
   """The precision with precision.policy of a configuration; problems go to `found`."""
-  policies = found.attempt(lambda: read(c.precision.policy)) or ()
-  found.extend(problems(c, policies, alarms))
+  policies = errors.attempt(lambda: read(c.precision.policy)) or ()
+  errors.extend(problems(c, policies, alarms))
   return precision and dataclasses.replace(precision, policy=policies)
 
 
@@ -77,18 +77,18 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
     policies: precision.policy, read.
     alarms: log.alarms, read.
   """
-  found, firing = [], {alarm.statistic for alarm in alarms}
+  texts, firing = [], {alarm.statistic for alarm in alarms}
   for policy in policies:
     name = f"precision.policy: {policy_lib.name_of(policy)}"
     if statistic := policy_lib.alarm_of(policy):
       if statistic != policy_lib.ANY and statistic not in ADVICE:
         near = nearest(statistic, ADVICE)
         hint = f"did you mean {near!r}? " if near else ""
-        found.append(f"{name}: no statistic {statistic!r}; {hint}There are {', '.join(ADVICE)}")
+        texts.append(f"{name}: no statistic {statistic!r}; {hint}There are {', '.join(ADVICE)}")
       elif statistic not in firing and (statistic != policy_lib.ANY or not firing):
-        found.append(f"{name}: log.alarms has no rule about it that could ring; add one")
+        texts.append(f"{name}: log.alarms has no rule about it that could ring; add one")
       if not c.log.tensor_stats_every:
-        found.append(
+        texts.append(
           f"{name}: its alarms need tensor statistics, and log.tensor_stats_every=0 takes none; "
           "set log.tensor_stats_every=100"
         )
@@ -96,12 +96,12 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
       try:
         rules.recipe_by_name(policy.to)
       except ValueError as e:
-        found.append(f"{name}: {e}")
+        texts.append(f"{name}: {e}")
     if policy.metric:
-      found += [f"{name}: {problem}" for problem in _metric_problems(c, policy.metric)]
+      texts += [f"{name}: {problem}" for problem in _metric_problems(c, policy.metric)]
     if isinstance(policy, policy_lib.RollBack):
-      found += [f"{name}: {problem}" for problem in _roll_back_problems(c, policy)]
-  return found
+      texts += [f"{name}: {problem}" for problem in _roll_back_problems(c, policy)]
+  return texts
 
 
 def _metric_problems(c: Any, metric: str) -> list[str]:
@@ -125,7 +125,7 @@ def site_problems(spec: TrainSpec) -> list[str]:
     phases = [site_tree.recipes_of(spec.sites(phase=i)) for i in range(len(spec.precision.phases))]
   except ValueError:
     return []  # sites that cannot be built without a policy are told by the check of sites
-  names, found = list(phases[0]), []
+  names, texts = list(phases[0]), []
   switches = [p for p in spec.precision.policy if isinstance(p, policy_lib.SwitchRecipe)]
   stateful = {n for of in phases for n, recipe in of.items() if recipe.is_stateful}
   if any(rules.recipe_by_name(p.to).is_stateful for p in switches):
@@ -134,7 +134,7 @@ def site_problems(spec: TrainSpec) -> list[str]:
     if not isinstance(policy, policy_lib.Refresh | policy_lib.WidenMargin):
       continue
     if not patterns.matches(policy.sites, stateful):
-      found.append(
+      texts.append(
         f"precision.policy: {policy_lib.name_of(policy)} never does anything: no site that it "
         f"names (sites={policy.sites!r}) has delayed or static scales; leave it out"
       )
@@ -142,27 +142,27 @@ def site_problems(spec: TrainSpec) -> list[str]:
     name = f"precision.policy: {policy_lib.name_of(policy)}"
     chosen = dict.fromkeys(patterns.matches(policy.sites, names), policy.to)
     if not chosen:
-      found.append(f"{name}: sites={policy.sites!r} matches none of {', '.join(names[:8])}, …")
+      texts.append(f"{name}: sites={policy.sites!r} matches none of {', '.join(names[:8])}, …")
       continue
     changed = spec.precision.with_changes(names, [(0, chosen)])
     try:
       dataclasses.replace(spec, precision=changed).sites()
     except ValueError as e:
-      found.append(f"{name}: {e}")
-  return found
+      texts.append(f"{name}: {e}")
+  return texts
 
 
 def _roll_back_problems(c: Any, policy: policy_lib.RollBack) -> list[str]:
-  found, every, keep = [], c.checkpoint.every, c.checkpoint.keep
+  texts, every, keep = [], c.checkpoint.every, c.checkpoint.keep
   skip = policy.patience * c.eval.every if policy.metric else policy.skip
   if not every:
-    found.append("checkpoint.every=0 leaves no checkpoint to go back to; set it")
+    texts.append("checkpoint.every=0 leaves no checkpoint to go back to; set it")
   elif keep < 2 or every * (keep - 1) < skip:
-    found.append(
+    texts.append(
       f"checkpoint.every={every} and keep={keep} may keep no checkpoint from before the "
       f"skip={skip} batches that are left out; keep at least "
       f"{max(2, -(-skip // every) + 1)}"
     )
   if c.optim.in_backward and not policy.metric:
-    found.append("with optim.in_backward=True layers move before the loss is seen; leave one out")
-  return found
+    texts.append("with optim.in_backward=True layers move before the loss is seen; leave one out")
+  return texts

@@ -66,7 +66,7 @@ def frozen_problems(
   """Recipes that cannot multiply the codes of a frozen base, and meshes that split their tiles."""
   if model.lora is None or model.lora.base != "block_fp8":
     return []
-  found, declared = [], site_tree.find_sites(transformer.site_params(model))
+  problems, declared = [], site_tree.find_sites(transformer.site_params(model))
   for phase in precision.phases:
     for _, _, chosen in rules_lib.segments(list(declared), model.num_layers, phase.rules):
       for path, name in chosen.items():
@@ -75,16 +75,16 @@ def frozen_problems(
           continue
         operands = (recipe.fwd.rhs, recipe.dgrad.rhs)
         if not all(map(stored_matrix.is_compatible, operands)):
-          found.append(
+          problems.append(
             f"{path} has recipe {name!r} and model.lora.base='block_fp8' keeps its weight in codes "
             "of 128x128: give it a block recipe or 'bf16', or set model.lora.base='bf16'"
           )
         elif recipe.is_quantized and not _tiles_are_whole(declared[path], model, layout):
-          found.append(
+          problems.append(
             f"{path}: model.lora.base='block_fp8' on this mesh would split tiles of 128x128 over "
             "devices; take a smaller mesh.fsdp, or set model.lora.base='bf16'"
           )
-  return list(dict.fromkeys(found))
+  return list(dict.fromkeys(problems))
 
 
 def _tiles_are_whole(param, model: model_config.ModelConfig, layout: axes.Layout) -> bool:

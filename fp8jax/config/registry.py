@@ -96,13 +96,13 @@ def explain(name: str) -> str:
   Raises:
     UserError: there is no such key; names the nearest.
   """
-  found = [k for k in KEYS.values() if not name or f"{k.name}.".startswith(f"{name}.")]
+  keys = [k for k in KEYS.values() if not name or f"{k.name}.".startswith(f"{name}.")]
   # Names below a key that the user fills: data.sources.main.path.
-  found = found or [k for k in KEYS.values() if name.startswith(f"{k.name}.")]
-  if not found:
+  keys = keys or [k for k in KEYS.values() if name.startswith(f"{k.name}.")]
+  if not keys:
     hint = key_hint(name, KEYS) or "--help-config prints all keys"
     raise UserError(f"{name!r} is no key of the configuration; {hint}")
-  return "\n".join(map(_text, found))
+  return "\n".join(map(_text, keys))
 
 
 def shown_default(one: Key) -> str:

@@ -194,12 +194,12 @@ def _model(c: Config, folder: str, its_key: str) -> model_config.ModelConfig:
   model = dataclasses.replace(model, **changes)
   if c.init.adapters:
     model = _with_adapters(c, model, folder)
-  found = transformer.problems(model)
-  if model.lora and not found:
+  texts = transformer.problems(model)
+  if model.lora and not texts:
     layers = transformer.linear_layers(model)
-    found += lora.problems(model.lora, model.hidden_size, layers, storage.FROZEN)
-  if found:
-    raise ConfigError(found)
+    texts += lora.problems(model.lora, model.hidden_size, layers, storage.FROZEN)
+  if texts:
+    raise ConfigError(texts)
   return model
 
 
@@ -212,14 +212,14 @@ def _with_adapters(c: Config, model, folder: str) -> model_config.ModelConfig:
     )
   there = peft.lora_of(c.init.adapters, model, c.model.lora.base)
   here, linears = model.lora or there, transformer.linear_layers(model)
-  found = [f"{key} is {getattr(there, key)} there and {getattr(here, key)} here"
+  texts = [f"{key} is {getattr(there, key)} there and {getattr(here, key)} here"
            for key in ("rank", "alpha") if getattr(there, key) != getattr(here, key)]  # fmt: skip
   if set(there.targets) != set(lora.matching(here, linears)):
-    found.append(f"the targets are {there.targets} there and {here.targets} here")
-  if found:
+    texts.append(f"the targets are {there.targets} there and {here.targets} here")
+  if texts:
     raise ValueError(
       f"init.adapters={c.init.adapters!r} and model.lora contradict each other: "
-      f"{'; '.join(found)}. Set model.lora.rank=0 to take the folder's"
+      f"{'; '.join(texts)}. Set model.lora.rank=0 to take the folder's"
     )
   return dataclasses.replace(model, lora=here)
 
@@ -435,14 +435,14 @@ def _check_layout(c, model, declaration, recipes, layout: axes.Layout, microbatc
         )
   problems.extend(list(wrong.values()))
   if not wrong:
-    found = [
+    texts = [
       problem
       for phase in recipes.phases
       for problem in tile_checks.find_misaligned_tiles(
         sites, model.dims, phase.rules, layout, tokens
       )
     ]
-    problems.extend(list(dict.fromkeys(found)))
+    problems.extend(list(dict.fromkeys(texts)))
 
 
 _WORDS = {

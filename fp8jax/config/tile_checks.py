@@ -19,7 +19,7 @@ def find_misaligned_tiles(declaration, dims, rules, layout: axes.Layout, tokens:
     tokens: tokens of a GEMM on one device.
   """
   problems = []
-  found = site_tree.find_sites(declaration)
+  sites = site_tree.find_sites(declaration)
   batch_shards = layout.size(layout.act_axes("B"))
 
   def check(what, extent, shards, tile, fix):
@@ -29,8 +29,8 @@ def find_misaligned_tiles(declaration, dims, rules, layout: axes.Layout, tokens:
         f"the scale tile {tile}; {fix}"
       )
 
-  for path, name in _distinct(found, dims, rules):
-    param, recipe = found[path], rules_lib.recipe_by_name(name)
+  for path, name in _distinct(sites, dims, rules):
+    param, recipe = sites[path], rules_lib.recipe_by_name(name)
     contracted, produced = param.gemm_letters
     fix = f"lower mesh.tensor, or give {path} recipe 'bf16' or 'tensor_current'"
     for role, letters, tiles in (
@@ -56,10 +56,10 @@ def find_broken_rotations(declaration, dims, rules, tokens: int) -> list[str]:
     tokens: tokens of a GEMM on one device.
   """
   problems = []
-  found = site_tree.find_sites(declaration)
-  for path, name in _distinct(found, dims, rules):
+  sites = site_tree.find_sites(declaration)
+  for path, name in _distinct(sites, dims, rules):
     recipe = rules_lib.recipe_by_name(name)
-    contracted, produced = (math.prod(dims[c] for c in part) for part in found[path].gemm_letters)
+    contracted, produced = (math.prod(dims[c] for c in part) for part in sites[path].gemm_letters)
     for which, extent in (("fwd", contracted), ("dgrad", produced), ("wgrad", tokens)):
       rotation = getattr(recipe, which).lhs and getattr(recipe, which).lhs.transform
       if isinstance(rotation, Hadamard) and extent % rotation.size:
@@ -72,9 +72,9 @@ def find_broken_rotations(declaration, dims, rules, tokens: int) -> list[str]:
   return problems
 
 
-def _distinct(found, dims, rules):
+def _distinct(sites, dims, rules):
   """(path, recipe name), each once however many layers have it."""
-  runs = rules_lib.segments(list(found), dims["N"], rules)
+  runs = rules_lib.segments(list(sites), dims["N"], rules)
   return dict.fromkeys((path, name) for _, _, chosen in runs for path, name in chosen.items())
 
 

@@ -67,8 +67,8 @@ class TrainBatches:
     as all others' are; conversations those of the whole step.
     """
     sums = self.iterator.by_source
-    total, found = max(int(sums[:, 0].sum()), 1), {}
+    total, values = max(int(sums[:, 0].sum()), 1), {}
     for name, (tokens, documents) in zip(self._sources, sums.tolist(), strict=True):
       of = {"share": tokens / total, "documents": documents, "length": tokens / max(documents, 1)}
-      found |= {f"sources/{name}/{what}": value for what, value in of.items()}
-    return found
+      values |= {f"sources/{name}/{what}": value for what, value in of.items()}
+    return values

@@ -181,10 +181,10 @@ class Tokenizer(reading.Reopened):
     if self.path == BYTES:
       return [self.encode(text) for text in texts]
     try:
-      found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+      encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     except Exception:  # the library raises nothing narrower; one by one, it says which
       return [self.encode(text) for text in texts]
-    return [np.asarray([*self._begun(e.ids), self.eos_id], np.int32) for e in found]
+    return [np.asarray([*self._begun(e.ids), self.eos_id], np.int32) for e in encodings]
 
   def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
     """(int32 ids [n], int64 [n, 2]: first and end character of each), nothing added."""

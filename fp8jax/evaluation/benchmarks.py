@@ -66,20 +66,20 @@ class Benchmark:
 
   def problems(self, name: str, data_dir: str, allow_code: bool) -> list[str]:
     """Why it cannot run, in words: the missing file and its format, or code that may not run."""
-    found = []
+    texts = []
     path = os.path.join(os.path.expanduser(data_dir), self.file)
     if not os.path.isfile(path):
-      found.append(f"eval.tasks: {name} needs {path}, which does not exist; put it there "
+      texts.append(f"eval.tasks: {name} needs {path}, which does not exist; put it there "
                    f"(eval.data_dir names the folder): {self.format}")  # fmt: skip
     if self.runs_code and not allow_code:
-      found.append(f"eval.tasks: {name} executes programs that the model writes, in a sandbox; "
+      texts.append(f"eval.tasks: {name} executes programs that the model writes, in a sandbox; "
                    "allow it with eval.allow_code_execution=True")  # fmt: skip
     elif self.runs_code:
       try:
         code_sandbox.sandbox()
       except UserError as e:
-        found.append(f"eval.tasks: {name}: {e}")
-    return found
+        texts.append(f"eval.tasks: {name}: {e}")
+    return texts
 
 
 def make(name: str, data_dir: str, allow_code: bool = False) -> Task:
@@ -94,8 +94,8 @@ def make(name: str, data_dir: str, allow_code: bool = False) -> Task:
     UserError: its file is missing, broken, or has another number of items.
   """
   made = BENCHMARKS[name]
-  if found := made.problems(name, data_dir, allow_code):
-    raise UserError("; ".join(found))
+  if problems := made.problems(name, data_dir, allow_code):
+    raise UserError("; ".join(problems))
   path = os.path.join(os.path.expanduser(data_dir), made.file)
   items = check_items(made.read(path), path)
   if made.items and len(items) != made.items:
@@ -180,10 +180,10 @@ def verify_program(item: Item, output: str) -> Verdict:
   if not program:
     return Verdict(False, "", "no fenced block of code")
   for number, (given, expected) in enumerate(item.data["tests"], 1):
-    found = code_sandbox.run(program, given, item.data["function"])
-    if found.failure:
-      return Verdict(False, program, f"test {number}: {found.failure}")
-    if not code_sandbox.is_same(found.output, expected, bool(item.data["function"])):
+    outcome = code_sandbox.run(program, given, item.data["function"])
+    if outcome.failure:
+      return Verdict(False, program, f"test {number}: {outcome.failure}")
+    if not code_sandbox.is_same(outcome.output, expected, bool(item.data["function"])):
       return Verdict(False, program, f"test {number}: wrong output")
   return Verdict(True, program)
 

@@ -115,8 +115,8 @@ if __name__ == "__main__":
 
 def last_block(output: str) -> str:
   """The last fenced block of an output, "" for none."""
-  found = _FENCE.findall(output)
-  return found[-1] if found else ""
+  blocks = _FENCE.findall(output)
+  return blocks[-1] if blocks else ""
 
 
 def run(program: str, given: str, function: str = "", limits: Limits = Limits()) -> Outcome:
@@ -148,10 +148,10 @@ def sandbox() -> Sandbox:
   """
   refusals = []
   for tried in _sandboxes():
-    found = _execute(tried, "print(7)", "", Limits())
-    if found == Outcome("7\n", ""):
+    outcome = _execute(tried, "print(7)", "", Limits())
+    if outcome == Outcome("7\n", ""):
       return tried
-    refusals.append(f"{tried.tool}: {found.failure}")
+    refusals.append(f"{tried.tool}: {outcome.failure}")
   raise UserError(
     "no sandbox for programs that a model writes works here "
     f"({'; '.join(refusals) or 'neither bwrap nor unshare is installed'}); install bubblewrap (apt "

@@ -123,10 +123,10 @@ class FP8JaxLM(TemplateLM):
       for context, continuation in map(make_disjoint_window, pairs):
         windows.append((None, context, continuation))
         owners.append(index)
-    found = [0.0] * len(requests)
+    sums = [0.0] * len(requests)
     for index, (logp, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
-      found[index] += logp
-    return found
+      sums[index] += logp
+    return sums
 
   def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
     """Completions up to the first of "until"; requests with equal settings are batched."""
@@ -134,7 +134,7 @@ class FP8JaxLM(TemplateLM):
     groups: dict[Sampling, list[int]] = {}
     for index, request in enumerate(requests):
       groups.setdefault(_sampling(request.args[1]), []).append(index)
-    found = [""] * len(requests)
+    texts = [""] * len(requests)
     for sampling, members in groups.items():
       room = self.max_length - sampling.max_new_tokens
       if room < 1:
@@ -147,8 +147,8 @@ class FP8JaxLM(TemplateLM):
       if wrong := self.generator.not_finite(prompts, made):
         raise UserError(wrong)
       for i, [completion] in zip(members, made, strict=True):
-        found[i] = completion.text
-    return found
+        texts[i] = completion.text
+    return texts
 
 
 def _sampling(wanted: dict[str, Any]) -> Sampling:

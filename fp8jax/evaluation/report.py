@@ -12,17 +12,17 @@ COMPARED = ["task", "difference, points [95 %]", "margin", "seeds x items", "ver
 
 def rows(evaluated: list[Evaluated]) -> list[list[str]]:
   """Rows of COLUMNS; "cut" is the share of outputs that reached their longest length."""
-  found = []
+  cells = []
   for one in evaluated:
     s = one.summary
     outputs = sum(s["finish_reasons"].values())
     cut = s["finish_reasons"].get("length", 0) / outputs
     passed = percent(s["pass"][str(s["samples"])]) if s["samples"] > 1 else ""
-    found.append([
+    cells.append([
       one.task.name, f"{s['items']} x {s['samples']}", percent(s["avg"]), passed,
       f"{s['mean_tokens']:.0f}", f"{cut:.0%}", f"{s['seconds']:.0f}",
     ])  # fmt: skip
-  return found
+  return cells
 
 
 def compared_rows(comparisons: Mapping[str, Comparison]) -> list[list[str]]:

@@ -102,8 +102,8 @@ def _ask_the_rest(task: Task, generator, ask: Ask, writer: store.Writer, seed: i
       finish(index, sample, completion)
 
   prompts = [ids for _, ids in asked]
-  found = generator.generate(prompts, sampling, protocol.samples, on_text)
-  for index, samples in enumerate(found):
+  completions = generator.generate(prompts, sampling, protocol.samples, on_text)
+  for index, samples in enumerate(completions):
     for sample, completion in enumerate(samples):
       if (index, sample) not in done:
         finish(index, sample, completion)
@@ -151,7 +151,7 @@ def compare(
       f"{len(candidates)} runs of one arm and {len(baselines)} of the other; expected the same "
       "seeds"
     )
-  found = {}
+  comparisons = {}
   for name, first in candidates[0].items():
     for run in (*candidates, *baselines):
       if name not in run:
@@ -164,8 +164,8 @@ def compare(
     arms = [
       np.stack([run[name].scores_IJ.mean(1) for run in runs]) for runs in (candidates, baselines)
     ]
-    found[name] = statistics.compare(*arms, margin=first.margin)
-  return found
+    comparisons[name] = statistics.compare(*arms, margin=first.margin)
+  return comparisons
 
 
 # Settings that are the same in both runs of a pair. The weights and their precision are what is

@@ -118,14 +118,14 @@ def _make_root(binds: list[str], links: list[list[str]], size: int):
     (b"/", _RECURSIVE, (_READ_ONLY | _NOSUID, 0)), (b"/tmp", 0, (0, _READ_ONLY)),
   ):  # fmt: skip
     attributes = (ctypes.c_uint64 * 4)(*change)
-    found = _libc.syscall(_MOUNT_SETATTR, _HERE, path, flags, attributes, 32)
-    _check(found, "mount_setattr (Linux 5.12)")
+    code = _libc.syscall(_MOUNT_SETATTR, _HERE, path, flags, attributes, 32)
+    _check(code, "mount_setattr (Linux 5.12)")
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = ""):
   texts = (x.encode() or None for x in (source, target, kind))
-  found = _libc.mount(*texts, ctypes.c_ulong(flags), options.encode() or None)
-  _check(found, f"mount {target}")
+  code = _libc.mount(*texts, ctypes.c_ulong(flags), options.encode() or None)
+  _check(code, f"mount {target}")
 
 
 def _check(code: int, call: str):

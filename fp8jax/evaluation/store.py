@@ -137,7 +137,7 @@ def read_scores(folder: str) -> dict[str, Scores]:
   Raises:
     FileNotFoundError, UserError: there is none, or a file is damaged.
   """
-  found = {}
+  scores = {}
   names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
   for name in names:
     stem = os.path.join(folder, name.removesuffix(".json"))
@@ -148,13 +148,13 @@ def read_scores(folder: str) -> dict[str, Scores]:
     items, n = tuple(definition["items"]), definition["protocol"]["samples"]
     done = _complete(read_rows(stem + ".jsonl"), set(items), n)
     if len(done) == len(items):
-      found[definition["name"]] = Scores(
+      scores[definition["name"]] = Scores(
         definition["name"], definition["fingerprint"], definition["margin"], items,
         _scores(done, items), definition["settings"],
       )  # fmt: skip
-  if not found:
+  if not scores:
     raise FileNotFoundError(f"{folder} holds no finished task; evaluate with --job=evaluate first")
-  return found
+  return scores
 
 
 def _scores(done: Mapping[str, dict[int, dict[str, Any]]], items: Sequence[str]) -> np.ndarray:
@@ -226,7 +226,7 @@ def _definition(task: Task, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_same(path: str, definition: Mapping[str, Any]):
-  old = records.read(path, _Definition, "move it away, and the same command begins anew")
+  old = records.read(path, _Definition, "move it away, and the same command starts over")
   different = [k for k in definition if definition[k] != old.get(k)]
   if not different:
     return
@@ -243,8 +243,8 @@ def _check_same(path: str, definition: Mapping[str, Any]):
 
 def _complete(rows, names: set[str], samples: int) -> dict[str, dict[int, dict[str, Any]]]:
   """{item: {sample: row}} of the items that have all of their samples."""
-  found: dict[str, dict[int, dict[str, Any]]] = {}
+  by_item: dict[str, dict[int, dict[str, Any]]] = {}
   for row in rows:
-    found.setdefault(row["item"], {})[row["sample"]] = row
+    by_item.setdefault(row["item"], {})[row["sample"]] = row
   wanted = set(range(samples))
-  return {k: v for k, v in found.items() if k in names and v.keys() == wanted}
+  return {k: v for k, v in by_item.items() if k in names and v.keys() == wanted}

@@ -59,17 +59,17 @@ class Protocol:
 
   def problems(self, where: str) -> list[str]:
     """Values that mean nothing, in words."""
-    found = []
+    texts = []
     if not 1 <= self.samples <= MOST_SAMPLES or self.max_new_tokens < 1:
-      found.append(f"{where}: samples={self.samples} must be from 1 to {MOST_SAMPLES:,}, "
+      texts.append(f"{where}: samples={self.samples} must be from 1 to {MOST_SAMPLES:,}, "
                    f"max_new_tokens={self.max_new_tokens} at least 1")  # fmt: skip
     if not 0 <= self.temperature < float("inf") or not 0 < self.top_p <= 1:
-      found.append(f"{where}: temperature={self.temperature} must be 0 or more, top_p={self.top_p} "
+      texts.append(f"{where}: temperature={self.temperature} must be 0 or more, top_p={self.top_p} "
                    "above 0 and at most 1")  # fmt: skip
     if self.samples > 1 and self.temperature == 0:
-      found.append(f"{where}: {self.samples} greedy samples of an item are all the same; set a "
+      texts.append(f"{where}: {self.samples} greedy samples of an item are all the same; set a "
                    "temperature above 0, or samples to 1")  # fmt: skip
-    return found
+    return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +208,7 @@ def read_trained(path: str) -> frozenset[str]:
   Raises:
     UserError, FileNotFoundError: there is no such file, or a line has no question.
   """
-  found = set()
+  trained = set()
   for where, row in text_files.json_lines(path):
     texts = [row[k] for k in _QUESTION_KEYS if isinstance(row.get(k), str)]
     turns = conversation.cell(row.get("messages") or row.get("conversations") or ())
@@ -222,8 +222,8 @@ def read_trained(path: str) -> frozenset[str]:
       raise UserError(
         f"{where} has no question; expected 'messages', 'conversations' or one of {_QUESTION_KEYS}"
       )
-    found.update(map(normalized, texts))
-  return frozenset(found)
+    trained.update(map(normalized, texts))
+  return frozenset(trained)
 
 
 # --- answers in outputs ---------------------------------------------------------------------------

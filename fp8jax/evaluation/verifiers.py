@@ -99,9 +99,9 @@ def math_verify(item: Item, output: str) -> Verdict:
     texts = [f"\\boxed{{{tasks.bare(tagged)}}}", tagged]
   else:
     texts = [output]
-  parsed = [found for text in texts if (found := math_verify.parse(text))]
+  parsed = [value for text in texts if (value := math_verify.parse(text))]
   gold = _gold(item.answer)
-  right = next((found for found in parsed if math_verify.verify(gold, found)), None)
+  right = next((value for value in parsed if math_verify.verify(gold, value)), None)
   shown = right or next(iter(parsed), None)
   note = "" if shown else "no expression"
   return Verdict(right is not None, str(shown[-1]) if shown else "", note)

@@ -89,8 +89,8 @@ def base_of(companions: str, workdir: str) -> dict[str, Any] | None:
   if companions:
     return hf_config.read_json(companions, "config.json")
   ends = _json(workdir, "generation_config.json").get("eos_token_id")
-  found = {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}
-  return None if ends is None else found
+  base = {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}
+  return None if ends is None else base
 
 
 def _json(workdir: str, name: str) -> dict[str, Any]:
@@ -101,15 +101,15 @@ def _json(workdir: str, name: str) -> dict[str, Any]:
 
 def _amaxes(spec: TrainSpec, phase: int, states) -> dict[tuple[str, str], float]:
   """{(layer's site, tensor): amax} of the checkpoint's delayed and static scales."""
-  sites, found = spec.sites(phase=phase), {}
+  sites, amaxes = spec.sites(phase=phase), {}
   if not states or not scaling_lib.states(sites):
-    return found
+    return amaxes
   for site in site_lib.flatten(scaling_lib.with_states(sites, states)).values():
     if site.scaling_state is not None:
       amax_N3 = params_lib.on_host(site.scaling_state.amax_3).reshape(-1, 3)
       for name, amax_3 in zip(site.layer_names, amax_N3, strict=True):
-        found |= {(name, tensor): float(a) for tensor, a in zip("xwg", amax_3)}
-  return found
+        amaxes |= {(name, tensor): float(a) for tensor, a in zip("xwg", amax_3)}
+  return amaxes
 
 
 # They say which codes training multiplied.

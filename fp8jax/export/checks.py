@@ -108,7 +108,7 @@ def choose(
   A folder (weights.hf) in 16 bits was trained nobody knows how: all of it is quantized.
 
   Args:
-    merged: paths of the weights that adapters were merged into, which are quantized anew.
+    merged: paths of the weights that adapters were merged into, which are requantized.
     stored: see fp8_export.choose.
 
   Raises:

@@ -113,7 +113,7 @@ def choose(
     fp8: the format; its scale_fmt is replaced.
     scale_fmt: of fp8_formats.SCALE_FMTS, or "auto": "ue8m0" where all codes of training have
       scales that are powers of two.
-    requantize: whether weights that training multiplied with other codes are quantized anew.
+    requantize: whether weights that training multiplied with other codes are requantized.
     changed: paths of weights, "layers/mlp/down", that training multiplied by something else first.
     merged: paths of weights that adapters were merged into: training had no codes of them.
     stored: {weight's name: its codes, or None: 16 bits in a folder with FP8}, before recipes.
@@ -195,10 +195,10 @@ def with_amaxes(
 
 def _stored_inputs(stored: StoredByName, fp8: Fp8Format) -> dict[str, float]:
   """Static scales of inputs that a folder has of every matrix; {} where a table gives them."""
-  found = {name: one.input_scale for name, one in stored.items() if one is not None}
-  whole = {name: scale for name, scale in found.items() if scale is not None}
+  scales = {name: one.input_scale for name, one in stored.items() if one is not None}
+  whole = {name: scale for name, scale in scales.items() if scale is not None}
   is_wanted = fp8.method == COMPRESSED and fp8.strategy != "block" and not fp8.static_inputs
-  return whole if is_wanted and len(whole) == len(found) else {}
+  return whole if is_wanted and len(whole) == len(scales) else {}
 
 
 def _scale_fmt(wish: str, fp8: Fp8Format, own: Mapping[str, Quant | None]) -> str:
@@ -258,7 +258,7 @@ def _refusal(of: tuple[str, str], quant: Quant, fp8: Fp8Format) -> str:
   if changed:
     return (
       f"export.format: with precision.smooth_swiglu='channel', or folded, {changed} is not the "
-      "weight whose codes training multiplied; set export.requantize=True to quantize it anew, or "
+      "weight whose codes training multiplied; set export.requantize=True to requantize it, or "
       "export.format='hf-bf16'"
     )
   keeping = [
@@ -276,7 +276,7 @@ def _refusal(of: tuple[str, str], quant: Quant, fp8: Fp8Format) -> str:
   return (
     f"export.format: {has} {quant}, and this format has {fp8.quant}: the codes would not be "
     f"{theirs}. Set {' or '.join(keeping)} to keep the weights as they are, or "
-    "export.requantize=True to quantize them anew"
+    "export.requantize=True to requantize them"
   )
 
 
@@ -285,21 +285,21 @@ def _refusal(of: tuple[str, str], quant: Quant, fp8: Fp8Format) -> str:
 
 def of_folder(folder: Folder, entries: list[Entry]) -> dict[str, Stored | None]:
   """The codes of a folder's linear layers, None for one in 16 bits; {} of a folder without FP8."""
-  found: dict[str, Stored | None] = {}
+  stored: dict[str, Stored | None] = {}
   if (fp8 := folder.fp8) is None:
-    return found
+    return stored
 
   def pair(name: str):
     return folder.read(name), folder.read(fp8.scale_name(name))
 
   for name in [e.name for e in entries if e.layer is not None and e.inputs is not None]:
-    found[name] = None
+    stored[name] = None
     if folder.is_fp8(name):
       inputs = _input_scale(name)
       has_inputs = fp8.static_inputs and inputs in folder.files
       scale = float(folder.read(inputs).reshape(())) if has_inputs else None
-      found[name] = Stored(fp8.quant, functools.partial(pair, name), scale)
-  return found if any(found.values()) else {}
+      stored[name] = Stored(fp8.quant, functools.partial(pair, name), scale)
+  return stored if any(stored.values()) else {}
 
 
 def of_stacks(flat: Mapping[str, Any], entries: list[Entry]) -> dict[str, Stored]:
@@ -345,13 +345,13 @@ def _quantize(w, amax, quant: Quant):
 
 def tensors(name: str, shape, matrix: Matrix, fp8: Fp8Format):
   """(name, dtype code, shape) of what `quantized` gives."""
-  found = [
+  parts = [
     (name, fp8_formats.WEIGHT_CODE, tuple(shape)),
     (fp8.scale_name(name), "F32", fp8.scale_shape(shape)),
   ]
   if matrix.input_scale is not None:
-    found.append((_input_scale(name), "F32", (1,)))
-  return tuple(found)
+    parts.append((_input_scale(name), "F32", (1,)))
+  return tuple(parts)
 
 
 def _input_scale(name: str) -> str:

@@ -40,13 +40,13 @@ _REQUIRED = {
 
 def lacks(config: Mapping[str, Any]) -> list[str]:
   """The required keys that a config.json does not have, "rope_scaling.factor"."""
-  found = [key for key in _REQUIRED[""] if config.get(key) is None]
+  keys = [key for key in _REQUIRED[""] if config.get(key) is None]
   for section, kind in (("rope_scaling", "rope_type"), ("quantization_config", "quant_method")):
     stated = config.get(section)
     if stated is not None:
       required = (kind, *_REQUIRED.get(stated.get(kind), ()))
-      found += [f"{section}.{key}" for key in required if stated.get(key) is None]
-  return found
+      keys += [f"{section}.{key}" for key in required if stated.get(key) is None]
+  return keys
 
 
 class Gate:
@@ -116,15 +116,15 @@ class Gate:
     return divergence.compared(self._spec, self._batches, self.source(), made)
 
   def _judge(self, reader: str, made: Iterable[Any], versions: Mapping[str, str] | None = None):
-    found = self._row(made)
-    total = found.pop("tokens")
-    self.report[reader] = found | dict(versions or {})
+    row = self._row(made)
+    total = row.pop("tokens")
+    self.report[reader] = row | dict(versions or {})
     most = self._spec.of(Export).max_kl
-    if not found["kl"] <= most:
+    if not row["kl"] <= most:
       raise UserError(
         f"export refused, nothing was written: read by {reader}, the model differs from its source "
-        f"by KL {found['kl']:.4f} nats per token (the most likely token is the same in "
-        f"{found['top1']:.1%} of {total:.0f}; the noise floor is "
+        f"by KL {row['kl']:.4f} nats per token (the most likely token is the same in "
+        f"{row['top1']:.1%} of {total:.0f}; the noise floor is "
         f"{self.report['noise_floor']['kl']:.1e}), more than export.max_kl={most}; take a finer "
         "export.strategy, keep layers unquantized by precision.first_bf16 and last_bf16, or raise "
         "export.max_kl"

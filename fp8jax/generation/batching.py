@@ -139,7 +139,7 @@ class Engine:
     Args:
       sequences: of at least two tokens each.
     """
-    found: list = [None] * len(sequences)
+    scores: list = [None] * len(sequences)
     groups = collections.defaultdict(list)
     for number, tokens in enumerate(sequences):
       groups[bucket(len(tokens) - 1, self.cfg.max_positions)].append(number)
@@ -149,8 +149,8 @@ class Engine:
         logp_BL, is_best_BL = self._scored([sequences[n] for n in numbers], size)
         for row, number in enumerate(numbers):
           real = slice(len(sequences[number]) - 1)
-          found[number] = logp_BL[row, real], is_best_BL[row, real]
-    return found
+          scores[number] = logp_BL[row, real], is_best_BL[row, real]
+    return scores
 
   def _scored(self, sequences, size: int):
     padded = -(-size // _CHUNK) * _CHUNK if size > _CHUNK else size
@@ -160,5 +160,5 @@ class Engine:
       targets_BL[row, : len(tokens) - 1] = tokens[1:]
     positions_BL = jnp.broadcast_to(jnp.arange(padded), tokens_BL.shape)
     batch = dict(tokens_BL=tokens_BL, targets_BL=targets_BL, positions_BL=positions_BL)
-    found = self._score(self._params, self._sites, batch, chunk=min(_CHUNK, padded))
-    return jax.device_get(found)
+    scores = self._score(self._params, self._sites, batch, chunk=min(_CHUNK, padded))
+    return jax.device_get(scores)

@@ -67,9 +67,9 @@ class TextStream:
     start = len(self.text)
     self.text += piece
     places = (self.text.find(s, max(0, start - len(s) + 1)) for s in self._stop)
-    found = [place for place in places if place >= 0]
-    if found:
-      self.text, self.is_stopped = self.text[: min(found)], True
+    starts = [place for place in places if place >= 0]
+    if starts:
+      self.text, self.is_stopped = self.text[: min(starts)], True
 
   def _held(self) -> int:
     """Length of the longest end of the text that is the beginning of a stop text."""

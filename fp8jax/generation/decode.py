@@ -120,6 +120,6 @@ def score(params, sites, batch, *, chunk: int, cfg: ModelConfig, run: ComputeCon
     logp_BP = of_target - jax.nn.logsumexp(logits_BPV, axis=-1)
     return logp_BP, jnp.argmax(logits_BPV, axis=-1) == targets_BP
 
-  found = jax.lax.map(one, (chunks(h_BLD), chunks(batch["targets_BL"])))
-  logp_BL, is_best_BL = (jnp.moveaxis(x, 0, 1).reshape(num_rows, length) for x in found)
+  scored = jax.lax.map(one, (chunks(h_BLD), chunks(batch["targets_BL"])))
+  logp_BL, is_best_BL = (jnp.moveaxis(x, 0, 1).reshape(num_rows, length) for x in scored)
   return logp_BL, is_best_BL

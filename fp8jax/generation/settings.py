@@ -36,11 +36,11 @@ class Sampling:
     Args:
       where: before the names of the fields, "generate.".
     """
-    found = []
+    texts = []
 
     def check(ok: bool, name: str, expected: str):
       if not ok:
-        found.append(f"{where}{name}={getattr(self, name)!r} must be {expected}")
+        texts.append(f"{where}{name}={getattr(self, name)!r} must be {expected}")
 
     check(0 <= self.temperature < math.inf, "temperature", "0 (greedy) or positive and finite")
     check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 keeps all tokens)")
@@ -49,7 +49,7 @@ class Sampling:
     check(0 <= self.seed < 2**63, "seed", "from 0 to 2**63 - 1")
     is_texts = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
     check(is_texts, "stop", "a tuple of texts that are not empty")
-    return found
+    return texts
 
 
 # A table: a key a row, its meaning beside it.

@@ -27,13 +27,13 @@ def multiplied_as_codes(recipes: Mapping[str, Recipe]) -> set[str]:
   Args:
     recipes: of every layer's site, "layers/3/mlp/up".
   """
-  found: dict[str, bool] = {}
+  compatible: dict[str, bool] = {}
   for name, recipe in recipes.items():
     top, _, rest = name.partition("/")
     if top == "layers":
       path = f"layers/{rest.partition('/')[2]}"
-      found[path] = found.get(path, True) and stored_matrix.is_compatible(recipe.fwd.rhs)
-  return {path for path, is_kept in found.items() if is_kept}
+      compatible[path] = compatible.get(path, True) and stored_matrix.is_compatible(recipe.fwd.rhs)
+  return {path for path, is_kept in compatible.items() if is_kept}
 
 
 def for_inference(params, sites, cfg: ModelConfig, dtype):

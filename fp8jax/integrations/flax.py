@@ -263,7 +263,7 @@ def _as_recipe(recipe: Recipe | str) -> Recipe:
 
 
 def _fresh(recipe: Recipe, matmul: str, name: str) -> site_lib.Site:
-  """A site to keep; keys come anew with every use, and cannot be differentiated."""
+  """A site to keep; keys are new with every use, and cannot be differentiated."""
   return dataclasses.replace(site_lib.single(recipe, matmul, name), key=None)
 
 

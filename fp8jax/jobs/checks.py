@@ -61,12 +61,12 @@ def noise_problems(c: Any) -> list[str]:
 def evaluation_problems(c: Any) -> list[str]:
   """The problems of eval.tasks, of the settings that belong to it and of generation, in words."""
   settings = registry.section(c, Tasks)
-  found = [*generate_problems(c), *catalog.problems(settings)]
+  texts = [*generate_problems(c), *catalog.problems(settings)]
   if not 0 <= c.eval.seed < 2**63:
-    found.append(f"eval.seed={c.eval.seed} must be from 0 to 2**63 - 1")
+    texts.append(f"eval.seed={c.eval.seed} must be from 0 to 2**63 - 1")
   other = c.eval.compare_with
   if other and not os.path.isdir(os.path.expanduser(other)):
-    found.append(
+    texts.append(
       f"eval.compare_with={other!r} does not exist; name the workdir of an evaluated run, or ''"
     )
-  return found
+  return texts

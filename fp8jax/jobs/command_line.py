@@ -105,7 +105,7 @@ def with_changes(workdir: str, argv: list[str]) -> str:
   workdir of its own: "optim.peak_lr=0.001-seed=1", "tensor_current-seed=1" with the arm of
   --config=FILE:ARM, or "unchanged".
   """
-  found, words = [], argv[1:]
+  pairs, words = [], argv[1:]
   for word, following in zip(words, [*words[1:], ""]):
     name, is_joined, value = word.lstrip("-").partition("=")
     if not word.startswith("-") or not name.startswith(("config.", "noconfig.")):
@@ -113,9 +113,9 @@ def with_changes(workdir: str, argv: list[str]) -> str:
     if not is_joined:  # a switch, or the value is the next word
       value = following if following and not following.startswith("-") else "True"
       value = "False" if name.startswith("no") else value
-    found.append(f"{name.partition('config.')[2]}={value}")
+    pairs.append(f"{name.partition('config.')[2]}={value}")
   arm = (_value_of("config", argv) or "").partition(":")[2]
-  changes = [*filter(None, [arm]), *sorted(found)]
+  changes = [*filter(None, [arm]), *sorted(pairs)]
   names = [re.sub(r"[^\w.+=,-]+", "_", change).strip("_") for change in changes]
   return workdir.replace("{changes}", "-".join(names) or "unchanged")
 

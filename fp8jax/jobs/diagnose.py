@@ -27,5 +27,5 @@ def run(spec: train_spec.TrainSpec, workdir: str):
   params, _, meta = restore_params(spec, workdir, step)
   spec = as_trained(spec, meta)
   spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
-  found = nonfinite.report(spec, params, spread.place(host), spec.phase(max(step - 1, 0)))
-  return {"step": step, **found}
+  report = nonfinite.report(spec, params, spread.place(host), spec.phase(max(step - 1, 0)))
+  return {"step": step, **report}

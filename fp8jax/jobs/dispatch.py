@@ -201,10 +201,10 @@ def _largest_arrays(most: int = 3) -> str:
     name = f"{array.dtype}[{','.join(map(str, array.shape))}]"
     sizes[name] += array.nbytes
     counts[name] += 1
-  found = [
+  texts = [
     f"{counts[name]} x {name} {size / 2**20:,.1f} MiB" for name, size in sizes.most_common(most)
   ]
-  return f"Largest arrays before the step: {', '.join(found)}. " if found else ""
+  return f"Largest arrays before the step: {', '.join(texts)}. " if texts else ""
 
 
 def environment(c: config_files.Config) -> dict[str, str]:

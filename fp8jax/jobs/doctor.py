@@ -128,9 +128,9 @@ def first_run(device: Device, untried: bool = True) -> FirstRun:
 
 def advice(device: Device) -> str:
   """`first_run` as a sentence."""
-  found = first_run(device)
-  line = f"{found.reason}: {found.options}"
-  if device.platform == "cpu" or found.recipe in _PREFERRED:
+  run = first_run(device)
+  line = f"{run.reason}: {run.options}"
+  if device.platform == "cpu" or run.recipe in _PREFERRED:
     return line
   emulate = "--config.kernels.matmul=reference emulates the other recipes, slowly"
   return f"{line}. {emulate}, for a look at their numerics"
@@ -145,47 +145,47 @@ def next_line(device: Device) -> str:
   return f"next: {command} for the bytes of a step{sites} (experiments/guide/pays.md)"
 
 
-def install_lines(found: Machine, in_clone: bool) -> list[str]:
+def install_lines(here: Machine, in_clone: bool) -> list[str]:
   """Commands that install what is missing, each with its reason."""
   lines, pip = [], f"{shlex.quote(sys.executable)} -m pip install"
-  if found.device.platform == "cpu" and found.driver:
+  if here.device.platform == "cpu" and here.driver:
     try:
-      package = f"jax[{machine.wheels(found.driver)}]=={found.jax}"
-      lines.append(f"{pip} {shlex.quote(package)}  # for the driver {found.driver}")
+      package = f"jax[{machine.wheels(here.driver)}]=={here.jax}"
+      lines.append(f"{pip} {shlex.quote(package)}  # for the driver {here.driver}")
     except UserError as e:
       lines.append(f"# {e}")
-  for extra in dict.fromkeys(map(EXTRAS.__getitem__, found.missing)):
-    if extra not in _HOPPER_ONLY or found.device.capability == 90:
+  for extra in dict.fromkeys(map(EXTRAS.__getitem__, here.missing)):
+    if extra not in _HOPPER_ONLY or here.device.capability == 90:
       package = f"-e '.[{extra}]'" if in_clone else f"'fp8jax[{extra}]'"
-      modules = ", ".join(name for name in found.missing if EXTRAS[name] == extra)
+      modules = ", ".join(name for name in here.missing if EXTRAS[name] == extra)
       lines.append(f"{pip} {package}  # {modules}")
   return lines
 
 
-def show(found: Machine, out: rich.console.Console, in_clone: bool):
+def show(here: Machine, out: rich.console.Console, in_clone: bool):
   """Prints everything."""
-  peak = metrics.peak_flops(found.kind)
+  peak = metrics.peak_flops(here.kind)
   flops = f", {peak / 1e12:.0f} TFLOP/s dense in 16 bits" if peak else ""
-  capability = f", {choose.name_of(found.device)}" if found.device.capability else ""
-  out.print(f"device: {found.count} x {found.kind}{capability}{flops}")
+  capability = f", {choose.name_of(here.device)}" if here.device.capability else ""
+  out.print(f"device: {here.count} x {here.kind}{capability}{flops}")
   out.print(
-    f"jax {found.jax} computes on {found.device.platform}; NVIDIA driver {found.driver or 'none'}; "
-    f"activations in {choose.compute_dtype(found.device)}"
+    f"jax {here.jax} computes on {here.device.platform}; NVIDIA driver {here.driver or 'none'}; "
+    f"activations in {choose.compute_dtype(here.device)}"
   )
-  if found.device.platform == "cpu" and found.driver:
-    asked = f"JAX_PLATFORMS={found.wanted}" if found.wanted else "the CUDA wheels are missing"
+  if here.device.platform == "cpu" and here.driver:
+    asked = f"JAX_PLATFORMS={here.wanted}" if here.wanted else "the CUDA wheels are missing"
     out.print(f"the GPU is not used: {asked}")
-  if note := choose.caution(found.device):
+  if note := choose.caution(here.device):
     out.print(f"caution: {note}")
-  rows = recipes(found.device)
+  rows = recipes(here.device)
   table = [[r.name, ", ".join(dict.fromkeys(r.backends)) or "refused"] for r in rows]
   out.print(console_lib.table("backends of a linear layer's products", ["recipe", ""], table))
   for reason in dict.fromkeys(row.refusal for row in rows if row.refusal):
     names = ", ".join(row.name for row in rows if row.refusal == reason)
     out.print(f"refused, {names}: {reason}")
-  out.print(f"first run: {advice(found.device)}")
-  out.print(next_line(found.device))
-  lines = install_lines(found, in_clone)
+  out.print(f"first run: {advice(here.device)}")
+  out.print(next_line(here.device))
+  lines = install_lines(here, in_clone)
   out.print("to install:" if lines else "all extras are installed")
   for line in lines:
     out.print(f"  {line}")

@@ -17,12 +17,12 @@ def run(spec: train_spec.TrainSpec, workdir: str):
   """
   if not spec.eval.tokens and not spec.of(Tasks).tasks:
     raise UserError("eval.tokens=0 without eval.tasks leaves nothing to evaluate; set one of them")
-  found = {"device": start.device_line(spec)}
+  result = {"device": start.device_line(spec)}
   if spec.eval.tokens:
-    found |= _heldout(spec, workdir)
+    result |= _heldout(spec, workdir)
   if spec.of(Tasks).tasks:
-    found |= evaluate_tasks.run(spec, workdir)
-  return found
+    result |= evaluate_tasks.run(spec, workdir)
+  return result
 
 
 def _heldout(spec: train_spec.TrainSpec, workdir: str):

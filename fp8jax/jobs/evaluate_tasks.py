@@ -152,10 +152,10 @@ def _compare(other: str, folder: str, tasks: Sequence[Task], console) -> dict[st
   there = store.newest(other)
   names = {task.name for task in tasks}
   mine = {k: v for k, v in store.read_scores(folder).items() if k in names}
-  found = run_lib.compare([mine], [store.read_scores(there)])
+  comparisons = run_lib.compare([mine], [store.read_scores(there)])
   title = f"{folder} - {there}: two runs, bootstrap over items"
-  console.print(console_lib.table(title, report.COMPARED, report.compared_rows(found)))
+  console.print(console_lib.table(title, report.COMPARED, report.compared_rows(comparisons)))
   return {
     name: {**dataclasses.asdict(c), "verdict": c.verdict, "with": there}
-    for name, c in found.items()
+    for name, c in comparisons.items()
   }

@@ -29,8 +29,8 @@ def report(
     params: that met the batch.
     batch: placed.
   """
-  found = nonfinite.report(spec, params, batch, spec.phase(max(step - 1, 0)))
-  provenance_lib.write_json(workdir, "nonfinite/report.json", {"step": step, **values, **found})
+  sites = nonfinite.report(spec, params, batch, spec.phase(max(step - 1, 0)))
+  provenance_lib.write_json(workdir, "nonfinite/report.json", {"step": step, **values, **sites})
   saved, skip = "the parameters that met it", "optim.on_nonfinite='skip'"
   if spec.optim.in_backward:
     skip += " with optim.in_backward=False"
@@ -39,7 +39,7 @@ def report(
       saved += "(optim.in_backward=True),"
   return (
     f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}. First bad site: "
-    f"{found['first_bad_site']}. The batch is in {os.path.join(workdir, 'nonfinite')}, {saved} are "
+    f"{sites['first_bad_site']}. The batch is in {os.path.join(workdir, 'nonfinite')}, {saved} are "
     f"checkpoint {step}; --job=diagnose repeats the pass. Lower optim.peak_lr, give the site "
     f"recipe 'bf16', or set {skip}"
   )

@@ -52,9 +52,9 @@ def run(spec: train_spec.TrainSpec, workdir: str):
         rate = tokens / (time.perf_counter() - start)
         log.print(f"{done}/{total} completions, {tokens} tokens, {rate:.1f} tokens/s")
 
-    found = generator.generate(prompts, config.sampling, config.num_samples, on_text)
-    sink.close(found)
-    wrong = generator.not_finite(prompts, found)
+    completions = generator.generate(prompts, config.sampling, config.num_samples, on_text)
+    sink.close(completions)
+    wrong = generator.not_finite(prompts, completions)
   seconds = time.perf_counter() - start
   return {
     **where,
@@ -82,16 +82,16 @@ def read_prompts(path: str, stdin: IO[str] | None = None) -> list[dict[str, Any]
   """
   remedy = "set generate.prompts to a file of prompts"
   if path.endswith(".jsonl"):
-    found = [_record(row, where) for where, row in text_files.json_lines(path, remedy)]
+    records = [_record(row, where) for where, row in text_files.json_lines(path, remedy)]
   else:
     text = text_files.read(path, remedy) if path else _standard_input(stdin or sys.stdin)
-    found = [{"prompt": line} for line in text.split("\n") if line.strip()]
-  if not found:
+    records = [{"prompt": line} for line in text.split("\n") if line.strip()]
+  if not records:
     raise UserError(
       f"{path or 'standard input'} has no prompt; give one per line, or JSON lines with 'prompt' "
       "or 'messages' in a file that ends in .jsonl"
     )
-  return found
+  return records
 
 
 def _standard_input(stdin: IO[str]) -> str:
@@ -150,9 +150,9 @@ class JsonLines:
     if completion is not None:
       self._write(index, number, completion)
 
-  def close(self, found: list[list[Completion]]):
+  def close(self, completions: list[list[Completion]]):
     """Writes samples that were not drawn one by one: equal greedy ones."""
-    for index, own in enumerate(found):
+    for index, own in enumerate(completions):
       for number, completion in enumerate(own):
         if (index, number) not in self._written:
           self._write(index, number, completion)
@@ -187,11 +187,11 @@ class Stream:
       self._finished.add((index, number))
     self._advance()
 
-  def close(self, found: list[list[Completion]]):
+  def close(self, completions: list[list[Completion]]):
     """Writes samples that were not drawn one by one: equal greedy ones."""
     for index, number in self._order[self._current :]:
       if (index, number) not in self._finished:
-        self.add(index, number, found[index][number].text, found[index][number])
+        self.add(index, number, completions[index][number].text, completions[index][number])
 
   def _advance(self):
     while self._current < len(self._order):

@@ -25,8 +25,8 @@ def run(
   out = console_lib.console(stderr=True)
   rows = memory.declared(spec)
   out.print(f"compiling the step for {topology or devices[0].device_kind}")
-  found, summary = memory.compiled(spec, aot.lower(spec, devices))
-  rows += found
+  compiled, summary = memory.compiled(spec, aot.lower(spec, devices))
+  rows += compiled
   out.print(memory.table(rows, summary))
   proof = summary["fp8_gemms"]
   out.print(

@@ -77,7 +77,7 @@ class PolicyRunner:
     return dataclasses.replace(fresh, scaling_states=kept)
 
   def refreshed(self, state: State, place: Callable[[], Any], step: int, phase: int) -> State:
-    """The state for the step after `step` steps, with the scales that are due made anew.
+    """The state for the step after `step` steps, with the scales that are due made again.
 
     Args:
       place: makes the placed batch of that step.
@@ -88,14 +88,15 @@ class PolicyRunner:
     for policy in due:
       matched = patterns.matches(policy.sites, stateful)
       chosen |= set(matched)
-      text = f"{policy_lib.name_of(policy)}: scales of {len(matched)} sites begin anew from a batch"
+      text = f"scales of {len(matched)} sites are re-initialised from a batch"
+      text = f"{policy_lib.name_of(policy)}: {text}"
       events.append(decide.Event(step + 1, policy.sites, text))
     if not chosen:
       return state
     with jax.transfer_guard("allow"):
       fresh = self._calibrated(state, place(), phase)
       own = (sites, state.scaling_states, sites, fresh.scaling_states)
-      states = scaling_lib.carried(*own, anew=chosen)
+      states = scaling_lib.carried(*own, reset=chosen)
     self.policy_state = dataclasses.replace(self.policy_state, refresh=())
     self._say(step + 1, events)
     self._keep(step, sites, state.scaling_states, states)

@@ -46,7 +46,7 @@ def compare(workdir: str, folders: list[str], baseline: str) -> str:
   from fp8jax.report import compare as comparison
   from fp8jax.report import compare_page
 
-  found = comparison.compare(folders, baseline)
-  path = compare_page.write(found, workdir or os.path.join("runs", "compare"))
-  print(f"{compare_page.text(found)}\n\n{path}")
+  result = comparison.compare(folders, baseline)
+  path = compare_page.write(result, workdir or os.path.join("runs", "compare"))
+  print(f"{compare_page.text(result)}\n\n{path}")
   return path

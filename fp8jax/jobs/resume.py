@@ -93,9 +93,11 @@ class Saver:
     state = saved.restore(step, abstract, self._batches.iterator, accepted)
     out.print(f"resuming from step {step}")
     if has_new_table:
-      out.print(f"step {step}: scales begin anew from the table of precision.calibration")
+      out.print(f"step {step}: scales are re-initialised from the table of precision.calibration")
     elif not is_same:
-      out.print(f"other recipes made the scales of step {step}; they are begun anew")
+      out.print(
+        f"scales of step {step} belong to other recipes; re-initialised from the next batch"
+      )
     for line in metrics_writer.holes(self._workdir, provenance_lib.origin(self._workdir), step):
       out.print(line)
     if jax.device_get(state.halted):

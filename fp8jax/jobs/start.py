@@ -42,7 +42,7 @@ def stage(
 ) -> tuple[State, str]:
   """`fresh` with the weights of another run's checkpoint, whose masters are float32 here.
 
-  Adapters begin anew where that run has none. Where it has some, the codes of its frozen base stay.
+  Adapters start over where that run has none. Where it has some, the codes of its frozen base stay.
 
   Raises:
     ConfigError: the checkpoint is of another model.

@@ -116,13 +116,13 @@ def attention(problem: attention_api.AttentionProblem, wanted: str = "auto") -> 
   def reason_against(name: str) -> str | None:
     return attention_api.supports(name, problem) or attention_api.too_large(name, problem)
 
-  found = _first(attention_api.preference(problem), reason_against)
-  if isinstance(found, Choice):
-    passed_over = found.notes if problem.device.platform == "gpu" else ()
-    return Choice(found.backend, passed_over + _cost_of_isolation(found.backend, problem))
+  choice = _first(attention_api.preference(problem), reason_against)
+  if isinstance(choice, Choice):
+    passed_over = choice.notes if problem.device.platform == "gpu" else ()
+    return Choice(choice.backend, passed_over + _cost_of_isolation(choice.backend, problem))
   return Refusal(
     f"no attention isolates documents on {name_of(problem.device)} within memory: "
-    f"{'; '.join(found)}. Remove the reason against tokamax, or set data.cross_document=True, or "
+    f"{'; '.join(choice)}. Remove the reason against tokamax, or set data.cross_document=True, or "
     "name kernels.attention='cudnn' to pay for its array"
   )
 
@@ -186,11 +186,11 @@ def gemm(problem: GemmProblem, wanted: str = "auto") -> Choice:
     if reason is not None:
       raise ValueError(f"kernels.matmul={wanted!r} cannot run {describe(problem)}: {reason}")
     return Choice(wanted)
-  found = _first(_automatic(backends, problem.device), lambda b: backends[b].supports(problem))
-  if isinstance(found, Choice):
-    return found
+  choice = _first(_automatic(backends, problem.device), lambda b: backends[b].supports(problem))
+  if isinstance(choice, Choice):
+    return choice
   raise ValueError(
-    f"no FP8 kernel for {name_of(problem.device)} runs {describe(problem)}: {'; '.join(found)}. "
+    f"no FP8 kernel for {name_of(problem.device)} runs {describe(problem)}: {'; '.join(choice)}. "
     f"{_instead(problem)}"
   )
 
@@ -202,8 +202,8 @@ def reason_against(problem: GemmProblem) -> str | None:
   if reason := _excluded(problem):
     return reason
   backends = gemm_api.BACKENDS
-  found = _first(_automatic(backends, problem.device), lambda b: backends[b].supports(problem))
-  return None if isinstance(found, Choice) else "; ".join(found)
+  choice = _first(_automatic(backends, problem.device), lambda b: backends[b].supports(problem))
+  return None if isinstance(choice, Choice) else "; ".join(choice)
 
 
 def gemm_backends(problem: GemmProblem) -> list[str]:
@@ -229,10 +229,10 @@ def grouped_gemm(problem: GemmProblem, wanted: str = "auto") -> Choice | Refusal
     names = [wanted]
   if not problem.gemm.is_quantized:
     return Refusal("a grouped GEMM reads FP8 operands; the recipe leaves these in 16 or 32 bits")
-  found = _first(names, lambda name: backends[name].supports(problem))
-  if isinstance(found, Choice):
-    return found
-  return Refusal(f"no grouped GEMM runs {describe(problem)}: {'; '.join(found)}")
+  choice = _first(names, lambda name: backends[name].supports(problem))
+  if isinstance(choice, Choice):
+    return choice
+  return Refusal(f"no grouped GEMM runs {describe(problem)}: {'; '.join(choice)}")
 
 
 def quantizer(x, quant: Quant, along: int, gemm_backend: str) -> Choice:
@@ -273,10 +273,10 @@ def adamw(gradient, master, mu, nu, device: Device, wanted: str = "auto") -> Cho
     if reason is None:
       return Choice(wanted)
     return Refusal(f"the optimizer's backend {wanted!r} cannot: {reason}")
-  found = _first(backends, supports)
-  if isinstance(found, Choice):
-    return found
-  return Refusal("no backend of the optimizer can: " + "; ".join(found))
+  choice = _first(backends, supports)
+  if isinstance(choice, Choice):
+    return choice
+  return Refusal("no backend of the optimizer can: " + "; ".join(choice))
 
 
 def _automatic(backends: Iterable[str], device: Device) -> list[str]:

@@ -60,10 +60,10 @@ def params(cfg: ModelConfig):
 
 def activations(cfg: ModelConfig):
   """The activations that loud steps observe: outputs of norms."""
-  found = {"norm": Activation("BLD")}
+  named = {"norm": Activation("BLD")}
   if cfg.qk_norm:
-    found |= {"q_norm": Activation("BLHK"), "k_norm": Activation("BLGK")}
-  return found
+    named |= {"q_norm": Activation("BLHK"), "k_norm": Activation("BLGK")}
+  return named
 
 
 def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConfig):

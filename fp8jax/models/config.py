@@ -125,26 +125,26 @@ class ModelConfig:
 
   def problems(self) -> list[str]:
     """The problems of this configuration, in words; empty without any."""
-    found = []
+    texts = []
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.name in LARGEST and value < 1:
-        found.append(f"model.{field.name}={value} must be at least 1")
+        texts.append(f"model.{field.name}={value} must be at least 1")
       elif field.name in LARGEST and value > LARGEST[field.name]:
-        found.append(f"model.{field.name}={value} must be at most {LARGEST[field.name]}")
-    if not found and self.num_heads % self.num_kv_heads:
-      found.append(
+        texts.append(f"model.{field.name}={value} must be at most {LARGEST[field.name]}")
+    if not texts and self.num_heads % self.num_kv_heads:
+      texts.append(
         f"model.num_heads={self.num_heads} must be a multiple of "
         f"model.num_kv_heads={self.num_kv_heads}: queries share keys in equal groups"
       )
     for name in ("rope_theta", "norm_eps"):
       if not 0 < getattr(self, name) < math.inf:
-        found.append(f"model.{name}={getattr(self, name)} must be positive and finite")
+        texts.append(f"model.{name}={getattr(self, name)} must be positive and finite")
     if not 0 <= self.init_std < math.inf:
-      found.append(f"model.init_std={self.init_std} must not be negative, NaN or infinite")
+      texts.append(f"model.init_std={self.init_std} must not be negative, NaN or infinite")
     if self.head_dim % 2:
-      found.append(f"model.head_dim={self.head_dim} must be even for rotary embeddings")
-    return found
+      texts.append(f"model.head_dim={self.head_dim} must be even for rotary embeddings")
+    return texts
 
   def to_dict(self) -> dict[str, Any]:
     return dataclasses.asdict(self)
@@ -177,22 +177,22 @@ class ComputeConfig:
 
   def problems(self, model: ModelConfig) -> list[str]:
     """Reasons why this model cannot run so, in words; empty without any."""
-    found = []
+    texts = []
     if self.residuals.layer_inputs is not None and self.remat != "full":
-      found.append(
+      texts.append(
         f"memory.save_layer_inputs with memory.remat_policy={self.remat!r}: only 'full' "
         "saves the input of every layer as such; elsewhere norms save it: set "
         "memory.save_norm_inputs instead"
       )
     saves_operand = self.residuals.gemm_inputs is GemmInput.WGRAD_OPERAND
     if saves_operand and self.remat == "linears":
-      found.append(
+      texts.append(
         "memory.save_gemm_inputs='quantized' with memory.remat_policy='linears': 'linears' saves "
         "no FP8 operands; set memory.remat_policy='operands', or "
         "memory.save_gemm_inputs='none'"
       )
     if self.remat == "operands" and not saves_operand:
-      found.append(
+      texts.append(
         "memory.remat_policy='operands' saves the FP8 operands of "
         "memory.save_gemm_inputs='quantized', which is 'none': set it, or "
         "memory.remat_policy='linears', which saves the same without them"
@@ -201,9 +201,9 @@ class ComputeConfig:
     gate_up = self.residuals.gate_up
     group = max(gate_up.tile[1], 1) if gate_up is not None else 1  # channels that share a scale
     if model.intermediate_size // shards % group:
-      found.append(
+      texts.append(
         f"memory.save_gate_up has groups of {group} channels, and {shards} devices have "
         f"{model.intermediate_size} / {shards} of gate and up each: a group would lie on two. Take "
         "a smaller group, or another mesh.tensor"
       )
-    return found
+    return texts

@@ -44,25 +44,25 @@ def problems(
     names: "attn/q" of every linear layer of a layer.
     formats: known storage formats of the base.
   """
-  found, names = [], list(names)
+  texts, names = [], list(names)
   if lora.rank > hidden_size:
-    found.append(f"model.lora.rank={lora.rank} must be at most model.hidden_size={hidden_size}")
+    texts.append(f"model.lora.rank={lora.rank} must be at most model.hidden_size={hidden_size}")
   if lora.rank < 1:
-    found.append(f"model.lora.rank={lora.rank} must be at least 1, or 0 for no adapters")
+    texts.append(f"model.lora.rank={lora.rank} must be at least 1, or 0 for no adapters")
   if not 0 < lora.alpha < math.inf:
-    found.append(f"model.lora.alpha={lora.alpha} must be positive and finite")
+    texts.append(f"model.lora.alpha={lora.alpha} must be positive and finite")
   if lora.base not in formats:
-    found.append(f"model.lora.base={lora.base!r} is not one of {', '.join(formats)}")
+    texts.append(f"model.lora.base={lora.base!r} is not one of {', '.join(formats)}")
   if not lora.targets:
-    found.append("model.lora.targets is empty; name linear layers, e.g. ('attn/.*', 'mlp/.*')")
+    texts.append("model.lora.targets is empty; name linear layers, e.g. ('attn/.*', 'mlp/.*')")
   for pattern in lora.targets:
     if problem := patterns.problem(pattern):
-      found.append(f"model.lora.targets: {problem}")
+      texts.append(f"model.lora.targets: {problem}")
     elif not patterns.matches(pattern, names):
-      found.append(
+      texts.append(
         f"model.lora.targets: {pattern!r} matches no linear layer; there are {', '.join(names)}"
       )
-  return found
+  return texts
 
 
 def matching(lora: Lora, names: Iterable[str]) -> list[str]:
@@ -95,14 +95,14 @@ def targets(params: Mapping[str, Param], key: str, lora: Lora) -> list[str]:
 
 def with_sites(sites: Iterable[GemmSite], names: Iterable[str]) -> list[GemmSite]:
   """The sites of a mixer, each followed by those of its adapter if it is among `names`."""
-  found = []
+  with_lora = []
   for one in sites:
-    found.append(one)
+    with_lora.append(one)
     if one.name in names:
       of_a, of_b = dots.adapter_equations(one.eqn)
-      found.append(GemmSite(one.name + _A, of_a, one.input))
-      found.append(GemmSite(one.name + _B, of_b, one.name + _A))
-  return found
+      with_lora.append(GemmSite(one.name + _A, of_a, one.input))
+      with_lora.append(GemmSite(one.name + _B, of_b, one.name + _A))
+  return with_lora
 
 
 def attached(p: Mapping[str, Any], s: Mapping[str, Any], cfg: ModelConfig):
@@ -138,7 +138,7 @@ def merged(params, declaration, cfg: ModelConfig):
   """
   flat = params_lib.flatten(stored_params.dequantize_tree(params))
   letters = {path: p.letters for path, p in params_lib.flatten(declaration).items()}
-  found = {}
+  weights = {}
   for path, w in flat.items():
     if is_adapter(path):
       continue
@@ -149,5 +149,5 @@ def merged(params, declaration, cfg: ModelConfig):
       with jax.default_matmul_precision("highest"):
         delta = dot(eqn, flat[path + _A], flat[path + _B], multiply)
       w = w + cfg.lora.alpha / cfg.lora.rank * delta
-    found[path] = w
-  return params_lib.unflatten(found)
+    weights[path] = w
+  return params_lib.unflatten(weights)

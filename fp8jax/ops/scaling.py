@@ -105,14 +105,14 @@ def _memory(recipe: Recipe):
 
 def carried(
   old_sites, old: Mapping[str, amax_history.ScalingState], new_sites, fresh,
-  anew: Collection[str] = (),
+  reset: Collection[str] = (),
 ) -> dict[str, amax_history.ScalingState]:  # fmt: skip
-  """The scaling states of sites after some layers' sites got other recipes, or are to begin anew.
+  """The scaling states of sites after other recipes came, or some are re-initialised.
 
   Args:
     old_sites, old: before, with their states.
-    new_sites, fresh: after, with states made anew.
-    anew: layers' sites that take the fresh states.
+    new_sites, fresh: after, with states made again.
+    reset: layers' sites that take the fresh states.
 
   Returns:
     {site: ScalingState}: of a layer the old one where its recipe remembers alike, else the fresh.
@@ -135,6 +135,6 @@ def carried(
     rows = []
     for layer, row in rows_of(name, site, fresh):
       memory, old_row = before.get(layer, (None, None))
-      rows.append(old_row if memory == _memory(site.recipe) and layer not in anew else row)
+      rows.append(old_row if memory == _memory(site.recipe) and layer not in reset else row)
     result[name] = jax.tree.map(lambda *x: jnp.stack(x), *rows) if site.layers else rows[0]
   return result

@@ -98,12 +98,12 @@ def init_grad_autoscale(quant: Quant | None, microbatches: int) -> dict[str, jax
 
 def saturated(tree):
   """Share of elements of 8-bit gradients at the format's maximum."""
-  found = [g for g in jax.tree.leaves(tree, is_leaf=is_leaf) if is_leaf(g)]
+  gradients = [g for g in jax.tree.leaves(tree, is_leaf=is_leaf) if is_leaf(g)]
   full = sum(
     jnp.sum(jnp.abs(g.data.astype(jnp.float32)) >= g.quant.format.max, dtype=jnp.float32)
-    for g in found
+    for g in gradients
   )
-  return full / sum(g.data.size for g in found)
+  return full / sum(g.data.size for g in gradients)
 
 
 def next_grad_autoscale(autoscale: dict[str, jax.Array], share):

@@ -34,13 +34,13 @@ class Own:
 
 def names(declaration, num_layers: int) -> dict[str, list[str]]:
   """{parameter: names of its layers, or its own}, of those that are trained."""
-  found = {}
+  by_path = {}
   for path, p in params_lib.flatten(declaration).items():
     first, _, rest = path.partition("/")
     stacked = p.letters.startswith("N")
     if p.trainable:
-      found[path] = [f"{first}/{i}/{rest}" for i in range(num_layers)] if stacked else [path]
-  return found
+      by_path[path] = [f"{first}/{i}/{rest}" for i in range(num_layers)] if stacked else [path]
+  return by_path
 
 
 def problems(key: str, pairs, named: Mapping[str, list[str]]) -> list[str]:
@@ -68,10 +68,10 @@ def problems(key: str, pairs, named: Mapping[str, list[str]]) -> list[str]:
 
 def _chosen(pairs, named: Mapping[str, list[str]]) -> dict[str, np.ndarray]:
   """{parameter: int [N] or [1], the pair of each layer}; one number where all are alike."""
-  found = {
+  indices = {
     path: np.array([patterns.first(pairs, name) for name in of]) for path, of in named.items()
   }
-  return {path: i[:1] if (i == i[0]).all() else i for path, i in found.items()}
+  return {path: i[:1] if (i == i[0]).all() else i for path, i in indices.items()}
 
 
 def own_args(optim: OptimizerConfig, declaration, num_layers: int, gradient) -> dict[str, Own]:

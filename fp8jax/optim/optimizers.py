@@ -112,27 +112,27 @@ class OptimizerConfig:
 
   def problems(self) -> list[str]:
     """The problems of these numbers, in words."""
-    found = []
+    texts = []
     phases = ["warmup_steps", "decay_steps"] if self.schedule == "wsd" else ["warmup_steps"]
     used = sum(getattr(self, name) for name in phases)
     if used > self.steps:
       words = " + ".join(f"optim.{name}" for name in phases)
-      found.append(f"{words} = {used} exceed steps={self.steps}; shorten the schedule")
+      texts.append(f"{words} = {used} exceed steps={self.steps}; shorten the schedule")
     if not 0 <= self.min_lr <= self.peak_lr:
-      found.append(f"need 0 <= optim.min_lr={self.min_lr} <= optim.peak_lr={self.peak_lr}")
+      texts.append(f"need 0 <= optim.min_lr={self.min_lr} <= optim.peak_lr={self.peak_lr}")
     for name in ("b1", "b2"):
       if not 0 <= getattr(self, name) < 1:
-        found.append(f"optim.{name}={getattr(self, name)} must be in [0, 1)")
+        texts.append(f"optim.{name}={getattr(self, name)} must be in [0, 1)")
     for name in ("grad_clip_norm", "weight_decay", "warmup_steps", "decay_steps"):
       if getattr(self, name) < 0:
-        found.append(f"optim.{name}={getattr(self, name)} must not be negative")
+        texts.append(f"optim.{name}={getattr(self, name)} must not be negative")
     if self.eps <= 0:
-      found.append(f"optim.eps={self.eps} must be positive")
+      texts.append(f"optim.eps={self.eps} must be positive")
     if self.moment_format in storage.MOMENTS and self.optimizer in OPTIMIZERS:
       decays = {k: getattr(self, key) for k, key in OPTIMIZERS[self.optimizer].decays.items()}
       reasons = storage.moment_problems(self._moments(), decays.get("mu"), decays.get("nu"))
-      found.extend(f"optim.moment_format={self.moment_format!r}: {reason}" for reason in reasons)
-    return found
+      texts.extend(f"optim.moment_format={self.moment_format!r}: {reason}" for reason in reasons)
+    return texts
 
   def _moments(self) -> storage.Moments:
     """The formats of moment_format, of the moments that the optimizer keeps."""

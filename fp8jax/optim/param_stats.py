@@ -26,15 +26,15 @@ def observed(declaration, gradient, squares: Mapping[str, Any]) -> dict[str, Any
     gradient: tree of gradients, or of a part of them, before clipping.
     squares: {parameter: float32 [N, 2] or [2]}, of update.update_params.
   """
-  found, declared = {}, params_lib.flatten(declaration)
+  norms, declared = {}, params_lib.flatten(declaration)
   for path, g in params_lib.flatten(gradient).items():
     if declared[path].trainable:
       g = gradients.dequantize(g)
       axes = tuple(range(squares[path].ndim - 1, g.ndim))
       bad = jnp.sum(~jnp.isfinite(g), axis=axes, dtype=jnp.int32).astype(jnp.float32)
       own = jnp.sum(jnp.square(g), axis=axes)
-      found[path] = jnp.stack([own, *jnp.moveaxis(squares[path], -1, 0), bad], axis=-1)
-  return found
+      norms[path] = jnp.stack([own, *jnp.moveaxis(squares[path], -1, 0), bad], axis=-1)
+  return norms
 
 
 def summary(
@@ -53,14 +53,14 @@ def summary(
     for name, values in zip(names, np.atleast_2d(np.float64(stats[path])), strict=True):
       key = name if level == "params" else group_of(optim, name)
       sums[key] = sums.get(key, 0) + values
-  found = {}
+  norms_of = {}
   for name, (gradient, update, param, bad) in sums.items():
     ratio = math.sqrt(update / param) if param else math.nan
-    found[name] = dict(
+    norms_of[name] = dict(
       grad_norm=math.sqrt(gradient), update_norm=math.sqrt(update), param_norm=math.sqrt(param),
       update_ratio=ratio, nonfinite=float(bad),
     )  # fmt: skip
-  return found
+  return norms_of
 
 
 def group_of(optim: OptimizerConfig, name: str) -> str:
@@ -77,16 +77,16 @@ def problems(c: Any, optim: OptimizerConfig) -> list[str]:
   Args:
     c: the whole configuration.
   """
-  level, found = c.log.param_stats, []
+  level, texts = c.log.param_stats, []
   if level == "off" or level not in LEVELS:
     return []
   if not c.log.tensor_stats_every:
-    found.append("is written with the tensor statistics, and log.tensor_stats_every=0 takes none; "
+    texts.append("is written with the tensor statistics, and log.tensor_stats_every=0 takes none; "
                  "set log.tensor_stats_every=100")  # fmt: skip
   if level == "groups" and not (optim.clip_groups or optim.lr_multipliers):
-    found.append("has one group without optim.clip_groups and optim.lr_multipliers: its norms are "
+    texts.append("has one group without optim.clip_groups and optim.lr_multipliers: its norms are "
                  "grad_norm, update_norm and param_norm; set log.param_stats='params'")  # fmt: skip
   if c.kernels.optimizer != "xla":
-    found.append(f"with kernels.optimizer={c.kernels.optimizer!r}: the kernel sums over all layers "
+    texts.append(f"with kernels.optimizer={c.kernels.optimizer!r}: the kernel sums over all layers "
                  "of a matrix; set kernels.optimizer='xla'")  # fmt: skip
-  return [f"log.param_stats={level!r} {problem}" for problem in found]
+  return [f"log.param_stats={level!r} {problem}" for problem in texts]

@@ -75,14 +75,14 @@ def moment_problems(moments: Moments, mu_decay: float | None, nu_decay: float | 
     mu_decay, nu_decay: factor of each moment per step: Adam's b1 and b2, b2 of Lion's momentum.
       None if unknown: what depends on it passes.
   """
-  found = []
+  texts = []
   for name, quant, decay in (("mu", moments.mu, mu_decay), ("nu", moments.nu, nu_decay)):
     if quant is None:
       continue
     try:
       quantized_tensor.check(quant)
     except ValueError as e:
-      found.append(f"{name}: {e}")
+      texts.append(f"{name}: {e}")
       continue
     # A float32 scale, amax / max, moves the grid in every step, and rounding to nearest with it.
     is_fixed = quant.scale is not Scale.F32 and quant.rounding is Rounding.NEAREST
@@ -92,18 +92,18 @@ def moment_problems(moments: Moments, mu_decay: float | None, nu_decay: float | 
     # below 1/30,000 of the largest; half of the elements of v are.
     if is_fixed and (is_slow or (name == "nu" and quant.format.is_low_bit)):
       left = "any decay" if decay is None else f"a decay of {decay}"
-      found.append(
+      texts.append(
         f"{name}={quant} with {left}: rounded to the nearest on a grid that does not move, it "
         f"cannot fall by less than {half_step:.2g} of itself per step: it would stay where it was, "
         "and learning stop. Use scale='f32', or rounding='stochastic'"
       )
     if name == "nu" and _binades(quant) < _LEAST_BINADES and not quant.keeps_nonzero:
-      found.append(
+      texts.append(
         f"nu={quant}: what is {_binades(quant):.0f} binades below its tile's largest becomes 0, "
         "and m / eps a step of any size. Set keeps_nonzero=True, or "
         "transform=DynamicRangeExpansion() or SquareRoot(), or take E5M2"
       )
-  return found
+  return texts
 
 
 # Range that v needs: gradients 2^12 below a tile's largest count as zero, and v holds squares.

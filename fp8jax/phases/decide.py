@@ -101,12 +101,12 @@ class PolicyState:
 
   Attributes:
     losses: the last ones, of roll_back's window.
-    looks: {policy: {layer's site: whether its alarm rang, of the last looks, oldest first}}.
+    looks: {policy: {layer's site: whether its alarm fired, of the last looks, oldest first}}.
     away: {policy: {layer's site: (override that it had, or "", quiet looks since)}} of sites that
       switch_recipe switched.
     counts: {policy: {layer's site: actions so far}}.
     recipes: (first step, {layer's site: recipe}) of every change, each in place of the one before.
-    refresh: layers' sites whose scales begin anew before the next step.
+    refresh: layers' sites whose scales are re-initialised before the next step.
     skipped: numbers of batches that are left out; a roll-back keeps them.
     undone: events of roll-backs, which a roll-back keeps.
     trends: {policy: of its metric}.
@@ -316,7 +316,9 @@ class _Draft:
     sites = [site for site in sites if rules.recipe_by_name(self.recipe_of[site]).is_stateful]
     self.fresh += sites
     for site in sites:
-      self._say(policy, site, f"{self.why(policy)}: its scales begin anew from the next batch")
+      self._say(
+        policy, site, f"{self.why(policy)}: its scales are re-initialised from the next batch"
+      )
 
   def widen(self, policy: WidenMargin):
     for site in self._often(policy):
@@ -356,7 +358,7 @@ class _Draft:
     )
 
   def _often(self, policy: WidenMargin | SwitchRecipe) -> list[str]:
-    """Sites whose alarm rang in k of the last looks; they are counted from nothing again.
+    """Sites whose alarm fired in k of the last looks; they are counted from nothing again.
 
     All of the policy's where evaluations act.
     """

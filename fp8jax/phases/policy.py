@@ -41,7 +41,7 @@ class Evaluated:
 
 @dataclasses.dataclass(frozen=True)
 class Refresh(Evaluated):
-  """Delayed and static scales begin anew from the next batch.
+  """Delayed and static scales are re-initialised from the next batch.
 
   Attributes:
     every: steps between refreshes of all chosen sites; 0: on alarms alone.
@@ -55,12 +55,12 @@ class Refresh(Evaluated):
 
   def problems(self) -> list[str]:
     """The problems of these numbers, in words."""
-    found = [] if self.every >= 0 else [f"every={self.every} must not be negative"]
+    texts = [] if self.every >= 0 else [f"every={self.every} must not be negative"]
     if not (self.every or self.alarm or self.metric):
-      found.append(
+      texts.append(
         "never refreshes anything: give every=N steps, alarm='underflow' or metric='heldout'"
       )
-    return found
+    return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +84,10 @@ class WidenMargin(Evaluated):
 
   def problems(self) -> list[str]:
     """The problems of these numbers, in words."""
-    found = _window_problems(self)
+    texts = _window_problems(self)
     if not 1 <= self.by <= self.most <= 64:
-      found.append(f"by={self.by} and most={self.most} need 1 <= by <= most <= 64")
-    return found
+      texts.append(f"by={self.by} and most={self.most} need 1 <= by <= most <= 64")
+    return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +115,11 @@ class SwitchRecipe(Evaluated):
 
   def problems(self) -> list[str]:
     """The problems of these numbers, in words."""
-    found = _window_problems(self)
+    texts = _window_problems(self)
     for name, least in (("back_after", 0), ("most", 1)):
       if getattr(self, name) < least:
-        found.append(f"{name}={getattr(self, name)} must be at least {least}")
-    return found
+        texts.append(f"{name}={getattr(self, name)} must be at least {least}")
+    return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +142,11 @@ class RollBack(Evaluated):
 
   def problems(self) -> list[str]:
     """The problems of these numbers, in words."""
-    found = [] if 0 < self.z < math.inf else [f"z={self.z} must be positive and finite"]
+    texts = [] if 0 < self.z < math.inf else [f"z={self.z} must be positive and finite"]
     for name, least in (("window", 2), ("skip", 1), ("most", 1)):
       if getattr(self, name) < least:
-        found.append(f"{name}={getattr(self, name)} must be at least {least}")
-    return found
+        texts.append(f"{name}={getattr(self, name)} must be at least {least}")
+    return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,9 +260,9 @@ def alarm_of(policy: Policy) -> str:
 
 
 def _window_problems(policy: WidenMargin | SwitchRecipe) -> list[str]:
-  found = []
+  texts = []
   if not 1 <= policy.k <= policy.looks:
-    found.append(f"k={policy.k} alarms in looks={policy.looks} need 1 <= k <= looks")
+    texts.append(f"k={policy.k} alarms in looks={policy.looks} need 1 <= k <= looks")
   if not policy.alarm:
-    found.append(f"alarm='' never rings; name a statistic of log.alarms, or {ANY!r}")
-  return found
+    texts.append(f"alarm='' never rings; name a statistic of log.alarms, or {ANY!r}")
+  return texts

@@ -18,7 +18,7 @@ class Phase:
     start: first step (0-based) of the phase; it lasts until the next one begins.
     rules: (pattern, recipe name), those for the first and last layers in front.
     by_policy: whether a policy began it: sites that keep their recipe then keep their scales. In a
-      phase of the configuration all scales begin anew.
+      phase of the configuration all scales are re-initialised.
   """
 
   start: int

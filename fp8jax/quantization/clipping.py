@@ -35,10 +35,10 @@ def percentile(counts: np.ndarray, percent: float, amax: float) -> float:
     amax: the largest magnitude.
   """
   total = np.cumsum(np.asarray(counts, np.float64))
-  found = int(np.searchsorted(total, percent / 100 * total[-1]))
-  if found < 1 << MANTISSA_BITS:  # zeros
+  index = int(np.searchsorted(total, percent / 100 * total[-1]))
+  if index < 1 << MANTISSA_BITS:  # zeros
     return 0.0
-  return min(float(edges()[1][min(found, BINS - 1)]), amax)
+  return min(float(edges()[1][min(index, BINS - 1)]), amax)
 
 
 def least_error(counts: np.ndarray, quant: Quant, amax: float) -> float:

@@ -86,7 +86,7 @@ def _block(name: str, scale: Scale, gradients=E4M3) -> Recipe:
     name,
     fwd=Gemm(row, block, accumulate=128),
     dgrad=Gemm(grad, block, accumulate=128),
-    # Both operands are quantised anew along tokens: 1x128 tiles do not survive a transpose.
+    # Both operands are requantised along tokens: 1x128 tiles do not survive a transpose.
     wgrad=Gemm(row, grad, accumulate=128),
   )
 

@@ -73,9 +73,9 @@ def specs(**named: Any) -> dict[str, dict[str, Any]]:
   return {k: spec(themed(c), checked=False) for k, c in named.items() if c is not None}
 
 
-def table(names: str, found: Iterable[tuple[Any, ...]]) -> alt.Data:
+def table(names: str, values: Iterable[tuple[Any, ...]]) -> alt.Data:
   """`rows` of tuples, of which there is at least one; names as "step source loss"."""
-  return rows(**dict(zip(names.split(), zip(*found, strict=True), strict=True)))
+  return rows(**dict(zip(names.split(), zip(*values, strict=True), strict=True)))
 
 
 def rows(**columns: Sequence[Any] | np.ndarray) -> alt.Data:
@@ -133,11 +133,11 @@ def shares(run: RunFiles) -> Any | None:
   if len(curves) < 2:
     return None
   thinned = {name: thin.curve(c) for name, c in curves.items()}
-  found = [(s, name, v) for name, c in thinned.items() for s, v in zip(c.steps, c.mean)]
+  points = [(s, name, v) for name, c in thinned.items() for s, v in zip(c.steps, c.mean)]
   weights = {name: run.resolved.get(f"data.sources.{name}.weight", 1.0) for name in curves}
   color = alt.Color("source:N", sort=list(curves), title="source")
   y = alt.Y("share:Q", title=None, axis=alt.Axis(format=".0%"), scale=alt.Scale(domain=[0, 1]))
-  line = alt.Chart(table("step source share", found)).mark_line(**_LINE).encode(
+  line = alt.Chart(table("step source share", points)).mark_line(**_LINE).encode(
     x=alt.X("step:Q", title="step"), y=y, color=color, tooltip=["step:Q", "source:N", "share:Q"]
   )  # fmt: skip
   wanted = [(name, w / sum(weights.values())) for name, w in weights.items()]
@@ -149,9 +149,9 @@ def shares(run: RunFiles) -> Any | None:
 
 
 def _heldout_points(run: RunFiles) -> alt.Chart:
-  found = [(h.step, h.loss, h.precision, h.source) for h in run.heldout]
+  points = [(h.step, h.loss, h.precision, h.source) for h in run.heldout]
   return (
-    alt.Chart(table("step loss forward source", found))
+    alt.Chart(table("step loss forward source", points))
     .mark_point(size=35, filled=True)
     .encode(
       x="step:Q",
@@ -186,13 +186,13 @@ def gaps(run: RunFiles) -> list[tuple[int, str, str, float]]:
 
 def gap(run: RunFiles) -> Any | None:
   """Held-out loss of the recipe's forward pass relative to that of the BF16 forward pass."""
-  found = gaps(run)
-  if not found:
+  values = gaps(run)
+  if not values:
     return None
-  base = alt.Chart(table("step source forward percent", found)).encode(
+  base = alt.Chart(table("step source forward percent", values)).encode(
     x=alt.X("step:Q", title="step"),
     y=alt.Y("percent:Q", title=None, axis=alt.Axis(format="+.2f")),
-    color=arm_color("forward", [row[2] for row in found], "forward pass"),
+    color=arm_color("forward", [row[2] for row in values], "forward pass"),
   )
   line = base.mark_line(strokeWidth=1.5).encode(strokeDash=alt.StrokeDash("source:N", title=None))
   points = base.mark_point(filled=True, size=35).encode(
@@ -329,7 +329,7 @@ def scale_ranges(looks: Looks) -> Any | None:
   """Smallest and largest scale over a site's layers, over looks; quantized tensors alone."""
   if not {"smallest_scale", "largest_scale", "snr_db"} <= looks.values.keys():
     return None
-  found: dict[str, list[tuple[int, str, float, float]]] = {}
+  ranges: dict[str, list[tuple[int, str, float, float]]] = {}
   low, high = looks.values["smallest_scale"], looks.values["largest_scale"]
   groups: dict[tuple[str, str], list[int]] = {}
   for j, cell in enumerate(looks.cells):
@@ -338,12 +338,12 @@ def scale_ranges(looks: Looks) -> Any | None:
   for (tensor, site), columns in groups.items():
     for i in thin.chosen(looks):
       ends = float(np.nanmin(low[i, columns])), float(np.nanmax(high[i, columns]))
-      found.setdefault(tensor, []).append((int(looks.steps[i]), site, *ends))
-  if not found:
+      ranges.setdefault(tensor, []).append((int(looks.steps[i]), site, *ends))
+  if not ranges:
     return None
   sites = sorted({cell.site for cell in looks.cells})
   panels = []
-  for tensor, items in found.items():
+  for tensor, items in ranges.items():
     picked = alt.selection_point(fields=["site"], bind="legend", name=f"site_{tensor}")
     base = alt.Chart(table("step site smallest largest", items)).encode(
       x=alt.X("step:Q", title="step"),

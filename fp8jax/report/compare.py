@@ -169,11 +169,11 @@ def compare(folders: Sequence[str], baseline: str = UNQUANTIZED) -> Comparison:
     else:
       pairs.setdefault((m.arm, m.setting), []).append((m, other))
   values, differences, equal = [], [], []
-  for (arm, setting), found in sorted(pairs.items()):
-    found.sort(key=lambda pair: pair[0].seed)
-    values += [(arm, setting, quantity, v) for quantity, v in _quantities(found).items()]
-    differences += [d for d in [_difference(arm, setting, found)] if d is not None]
-    equal.append(_equal_loss(arm, setting, found))
+  for (arm, setting), arm_pairs in sorted(pairs.items()):
+    arm_pairs.sort(key=lambda pair: pair[0].seed)
+    values += [(arm, setting, quantity, v) for quantity, v in _quantities(arm_pairs).items()]
+    differences += [d for d in [_difference(arm, setting, arm_pairs)] if d is not None]
+    equal.append(_equal_loss(arm, setting, arm_pairs))
   rows = [Row(a, s, q, estimate(v), estimate(v, len(values))) for a, s, q, v in values]
   return Comparison(
     baseline, tuple(members), tuple(rows), tuple(differences), tuple(equal), config, tuple(notes)
@@ -223,11 +223,11 @@ def _said(run: RunFiles, keys: Sequence[str]) -> list[str]:
 
 def _quantities(pairs: Sequence[tuple[Member, Member]]) -> dict[str, list[float]]:
   """{quantity: its values by seed}: training, and held out what rounding and training did."""
-  found: dict[str, list[float]] = {}
+  values: dict[str, list[float]] = {}
   for mine, base in pairs:
     late = 3 * _common(mine.run, base.run)[0][-1:].sum() // 4  # the last step of three quarters
-    found.setdefault("training", []).append(training(mine.run, base.run))
-    found.setdefault("training, last quarter", []).append(training(mine.run, base.run, late))
+    values.setdefault("training", []).append(training(mine.run, base.run))
+    values.setdefault("training, last quarter", []).append(training(mine.run, base.run, late))
     ours, theirs = _last_heldout(mine.run, base.run)
     for source in dict.fromkeys(source for source, _ in ours):
       own = next((v for (s, p), v in ours.items() if s == source and p != UNQUANTIZED), None)
@@ -237,8 +237,8 @@ def _quantities(pairs: Sequence[tuple[Member, Member]]) -> dict[str, list[float]
         if value is not None and reference is not None:
           # An evaluation from before a divergence says nothing of the run.
           percent = math.inf if has_diverged(mine.run) else _percent(value, reference)
-          found.setdefault(f"{quantity}, {source}", []).append(percent)
-  return found
+          values.setdefault(f"{quantity}, {source}", []).append(percent)
+  return values
 
 
 def _percent(value: float, base: float) -> float:

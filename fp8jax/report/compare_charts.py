@@ -37,13 +37,13 @@ def _backdrop(axis: str) -> list[alt.Chart]:
 
 def differences(c: Comparison) -> Any | None:
   """Paired difference of the training loss over tokens, with the band of the seeds."""
-  found = [
+  points = [
     (d.tokens[i], d.arm, d.setting, d.mean[i], d.low[i], d.high[i], d.seeds)
     for d in c.differences for i in thin.lasts(len(d.tokens))
   ]  # fmt: skip
-  if not found:
+  if not points:
     return None
-  base = alt.Chart(charts.table("tokens arm setting mean low high seeds", found)).encode(
+  base = alt.Chart(charts.table("tokens arm setting mean low high seeds", points)).encode(
     x=alt.X("tokens:Q", title="tokens seen", axis=alt.Axis(format="~s")), color=_color(c)
   )
   has_settings = len({m.setting for m in c.members}) > 1
@@ -68,17 +68,17 @@ def intervals(c: Comparison) -> Any | None:
   if not rows:
     return None
   names = [f"{r.quantity}{', ' * bool(r.setting)}{r.setting}" for r in rows]
-  found, seeds = [], []
+  points, seeds = [], []
   for name, r in zip(names, rows):
     e = r.estimate
     ends = (e.low, e.high) if math.isfinite(e.low) else (e.mean, e.mean)
-    found.append((r.arm, name, e.mean, *ends, e.verdict))
+    points.append((r.arm, name, e.mean, *ends, e.verdict))
     seeds += [(r.arm, name, value) for value in e.by_seed]
   y = alt.Y(
     "quantity:N", title=None, sort=list(dict.fromkeys(names)), axis=alt.Axis(labelLimit=320)
   )
   where: dict[str, Any] = dict(y=y, yOffset=alt.YOffset("arm:N"), color=_color(c))
-  base = alt.Chart(charts.table("arm quantity mean low high verdict", found)).encode(**where)
+  base = alt.Chart(charts.table("arm quantity mean low high verdict", points)).encode(**where)
   rule = base.mark_rule(strokeWidth=2).encode(
     x=alt.X("low:Q", title=f"% of {c.baseline}: mean, 95 % interval, seeds"), x2="high:Q"
   )
@@ -135,13 +135,13 @@ def losses(c: Comparison) -> Any:
   """Smoothed training loss of every run over tokens."""
   from fp8jax.report.compare import smoothed
 
-  found = []
+  points = []
   for m in c.members:
     steps, means = smoothed(m.run)
     for i in thin.lasts(len(steps)):
-      found.append((float(steps[i]) * m.run.tokens_per_step, m.arm, m.run.name, means[i]))
+      points.append((float(steps[i]) * m.run.tokens_per_step, m.arm, m.run.name, means[i]))
   return (
-    alt.Chart(charts.table("tokens arm run loss", found))
+    alt.Chart(charts.table("tokens arm run loss", points))
     .mark_line(strokeWidth=1.2, opacity=0.8, invalid="break-paths-show-domains")
     .encode(
       x=alt.X("tokens:Q", title="tokens seen", axis=alt.Axis(format="~s")),

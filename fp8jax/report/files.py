@@ -89,7 +89,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Refresh:
-  """Scales that began anew.
+  """Scales that started over.
 
   Attributes:
     step: the first one with the scales after it.
@@ -150,11 +150,11 @@ class RunFiles:
 
   def evaluation(self, which: int) -> dict[str, dict[str, float]]:
     """{source: {precision: held-out loss}} of the first evaluation (0) or the last (-1)."""
-    step, found = sorted({h.step for h in self.heldout})[which], {}
+    step, losses = sorted({h.step for h in self.heldout})[which], {}
     for h in self.heldout:
       if h.step == step:
-        found.setdefault(h.source, {})[h.precision] = h.loss
-    return found
+        losses.setdefault(h.source, {})[h.precision] = h.loss
+    return losses
 
   @property
   def tokens_per_step(self) -> int:
@@ -239,13 +239,13 @@ def read(workdir: str) -> RunFiles:
 
 
 def _curves(rows: list[dict[str, Any]]) -> dict[str, Curve]:
-  found: dict[str, dict[int, float]] = {}  # a number that is not finite is a string
+  by_step: dict[str, dict[int, float]] = {}  # a number that is not finite is a string
   for row in rows:
     if "loss" in row:
       for name, value in row.items():
         if name != "step" and isinstance(value, (int, float, str)):
-          found.setdefault(name, {})[row["step"]] = float(value)
-  ordered = {name: zip(*sorted(values.items())) for name, values in found.items()}
+          by_step.setdefault(name, {})[row["step"]] = float(value)
+  ordered = {name: zip(*sorted(values.items())) for name, values in by_step.items()}
   return {
     name: Curve(np.array(steps, np.int64), np.array(values, np.float64))
     for name, (steps, values) in ordered.items()
@@ -253,11 +253,11 @@ def _curves(rows: list[dict[str, Any]]) -> dict[str, Curve]:
 
 
 def _heldout(rows: list[dict[str, Any]]) -> tuple[HeldOut, ...]:
-  found = {
+  losses = {
     (row["step"], match[1], match[2]): float(value)
     for row in rows for name, value in row.items() if (match := _HELDOUT.fullmatch(name))
   }  # fmt: skip
-  return tuple(HeldOut(s, source, p, loss) for (s, source, p), loss in sorted(found.items()))
+  return tuple(HeldOut(s, source, p, loss) for (s, source, p), loss in sorted(losses.items()))
 
 
 def _looks(looks: Mapping[int, Mapping[str, Any]]) -> Looks | None:
@@ -311,8 +311,8 @@ def cell_order(cell: Cell):
 
 def _events(rows: list[dict[str, Any]]) -> tuple[Event, ...]:
   """Rows "alarms" and "actions": lists of objects with "place" and "text"."""
-  found = [
+  events = [
     Event(row["step"], kind, str(item.get("place", "")), str(item["text"]))
     for row in rows for kind in ("alarm", "action") for item in row.get(f"{kind}s", ())
   ]  # fmt: skip
-  return tuple(sorted(found, key=lambda e: e.step))
+  return tuple(sorted(events, key=lambda e: e.step))

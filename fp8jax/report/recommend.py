@@ -71,15 +71,15 @@ def recommendations(looks: Looks, exponents: Mapping[int, Mapping[str, Any]]):
     exponents: see files.RunFiles.
   """
   weights = {(c.site, c.layer) for c in looks.cells if c.tensor == "w"}  # a GEMM has one
-  found = []
+  rows = []
   for j, cell in enumerate(looks.cells):
     if (cell.site, cell.layer) in weights and cell.tensor in TENSORS:
       name = cell.site if cell.layer is None else f"layers/{cell.layer}/{cell.site}"
       counted = [
         at[name][cell.tensor] for at in exponents.values() if cell.tensor in at.get(name, ())
       ]
-      found.append(of_series(name, cell.tensor, looks.values["amax"][:, j], counted))
-  return found
+      rows.append(of_series(name, cell.tensor, looks.values["amax"][:, j], counted))
+  return rows
 
 
 def of_series(
@@ -117,10 +117,10 @@ def _octaves(of: Mapping[str, Any]) -> int:
   return len(below) - int(np.count_nonzero(below <= UNDERFLOW))
 
 
-def table(found: Sequence[Recommendation]) -> list[tuple[Any, ...]]:
+def table(rows: Sequence[Recommendation]) -> list[tuple[Any, ...]]:
   """A row per site and tensor over its layers: the widest needs of any."""
   groups = collections.defaultdict(list)
-  for of in found:
+  for of in rows:
     groups[patterns.of_layer(of.name)[1], of.tensor].append(of)
   return [(site, tensor, *_row(members)) for (site, tensor), members in groups.items()]
 
@@ -144,7 +144,7 @@ COLUMNS = ("site", "tensor", "looks", "log2 amax: 50 % / 99 % / largest", "large
            "format", "margin, delayed", "margin, static")  # fmt: skip
 
 
-def precision_rules(found: Sequence[Recommendation], own: Sequence[Sequence[str]]) -> str:
+def precision_rules(rules_: Sequence[Recommendation], own: Sequence[Sequence[str]]) -> str:
   """precision.rules of the recommended recipes; sites outside of layers keep their own.
 
   Args:
@@ -154,7 +154,7 @@ def precision_rules(found: Sequence[Recommendation], own: Sequence[Sequence[str]
     A line of Python, or "" where nothing is recommended.
   """
   by_site = collections.defaultdict(list)
-  for of in found:
+  for of in rules_:
     by_site[of.name].append(of)
   named, kept = collections.defaultdict(list), []
   for name, members in by_site.items():

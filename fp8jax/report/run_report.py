@@ -40,11 +40,11 @@ def write(workdir: str, others: Others = ()) -> str:
 
 def pictures(workdir: str) -> list[str]:
   """Writes loss and numerics into WORKDIR, .svg and .png, where there is something; their paths."""
-  found = {s: spec for part in sections(files.read(workdir)) for s, spec in part.charts.items()}
+  specs = {s: spec for part in sections(files.read(workdir)) for s, spec in part.charts.items()}
   paths = []
   for key, name in (("loss", "loss"), ("heat_maps", "numerics")):
-    if key in found:
-      paths += page.pictures(os.path.join(workdir, name), found[key])
+    if key in specs:
+      paths += page.pictures(os.path.join(workdir, name), specs[key])
   return paths
 
 
@@ -55,10 +55,10 @@ def sections(run: RunFiles, others: Others = ()) -> list[Section]:
 
 
 def _sections(run: RunFiles, others: Others) -> list[Section]:
-  found = [_head(run), _training(run), _speed(run), _time(run), *_numerics(run), *_params(run)]
-  found += [_events(run), *_refreshes(run), _noise(run), _memory(run)]
-  found += [s for of in others for s in of(run)]
-  return [s for s in [*found, _config(run), _sites(run), _provenance(run)] if s is not None]
+  parts = [_head(run), _training(run), _speed(run), _time(run), *_numerics(run), *_params(run)]
+  parts += [_events(run), *_refreshes(run), _noise(run), _memory(run)]
+  parts += [s for of in others for s in of(run)]
+  return [s for s in [*parts, _config(run), _sites(run), _provenance(run)] if s is not None]
 
 
 def _head(run: RunFiles) -> Section:
@@ -173,7 +173,7 @@ def _numerics(run: RunFiles) -> list[Section]:
 
 
 def _recommended(run: RunFiles, looks: Looks) -> Section:
-  found = recommend.recommendations(looks, run.exponents)
+  rows = recommend.recommendations(looks, run.exponents)
   note = (
     f"For a scale per tensor, from {len(looks.steps)} looks at steps {looks.steps[0]} to "
     f"{looks.steps[-1]}; at least {recommend.LEAST_LOOKS} are needed. A delayed margin holds every "
@@ -181,8 +181,8 @@ def _recommended(run: RunFiles, looks: Looks) -> Section:
     f"exponents of all but {recommend.UNDERFLOW:.0%} of the nonzero elements, and the margin. Of "
     "the layers of a site the widest needs count; the rules below are layer by layer."
   )
-  lines = recommend.precision_rules(found, run.resolved.get("precision.rules") or ())
-  tables = [(recommend.COLUMNS, recommend.table(found))]
+  lines = recommend.precision_rules(rows, run.resolved.get("precision.rules") or ())
+  tables = [(recommend.COLUMNS, recommend.table(rows))]
   return Section("Recommended formats and margins", note, tables=tables, text=lines)
 
 
@@ -254,15 +254,15 @@ def _refreshes(run: RunFiles) -> list[Section]:
 
 
 def _done_about(alarm: Event, alarms: Sequence[Event], actions: Sequence[Event]) -> str:
-  """The actions at the alarm's site for its statistic, until the same alarm rings anew."""
+  """The actions at the alarm's site for its statistic, until the same alarm fires again."""
   site, statistic = alarm.place.rpartition("/")[0], alarm.text.split(" ")[0]
   again = [e.step for e in alarms if e.place == alarm.place and e.step > alarm.step]
   end = min(again, default=math.inf)
-  found = [
+  texts = [
     f"step {a.step}: {a.text}" for a in actions
     if alarm.step <= a.step < end and _covers(a.place, site) and _answers(a.text, statistic)
   ]  # fmt: skip
-  return "; ".join(found) or "nothing"
+  return "; ".join(texts) or "nothing"
 
 
 def _answers(action: str, statistic: str) -> bool:

@@ -167,13 +167,13 @@ def load(spec: TrainSpec, path: str) -> list[dict[str, amax_history.ScalingState
   """
   amaxes = read(path, site_tree.recipes_of(spec.sites()))
   phases = range(len(spec.precision.phases))
-  found = [scaling_states_of(amaxes, spec.sites(phase=phase)) for phase in phases]
-  if not any(found):
+  states = [scaling_states_of(amaxes, spec.sites(phase=phase)) for phase in phases]
+  if not any(states):
     raise UserError(
       f"precision.calibration={path!r}: every scale is current, so that nothing starts from it; "
       'take a recipe with delayed or static scales, or set precision.calibration=""'
     )
-  return found
+  return states
 
 
 def scaling_states_of(

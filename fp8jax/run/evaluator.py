@@ -66,12 +66,12 @@ class Evaluator:
           else site_lib.with_current_scales(tree)
         )
       sites[label] = tree
-    found = {}
+    losses = {}
     for name in self.spec.data.sources:
-      found[name] = self._one_source(params, sites, name, stop)
-      if not found[name]:
+      losses[name] = self._one_source(params, sites, name, stop)
+      if not losses[name]:
         return {}
-    return found
+    return losses
 
   def lines(self, step: int, results) -> list[str]:
     """The losses of a step, as `run` returned them, and the documents passed over."""

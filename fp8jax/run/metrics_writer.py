@@ -117,8 +117,8 @@ def rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def last_logged(workdir: str, key: str) -> float | None:
   """The newest value of a metric in WORKDIR/metrics.jsonl."""
-  found = [row[key] for _, row in rows(_path(workdir)) if key in row]
-  return float(found[-1]) if found else None  # "nan" is a string in strict JSON
+  values = [row[key] for _, row in rows(_path(workdir)) if key in row]
+  return float(values[-1]) if values else None  # "nan" is a string in strict JSON
 
 
 def holes(workdir: str, origin: int | None, step: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which site went wrong first: a second look at a batch whose loss or gradient was not finite."""
+"""Which site went wrong first: rerun of a batch whose loss or gradient was not finite."""
 
 import functools
 from typing import Any

@@ -36,10 +36,10 @@ def of_arms(names: Iterable[str]) -> dict[str, str]:
   it takes the next that is free.
   """
   names = sorted(set(names))
-  found = {name: RECIPES[name] for name in names if name in RECIPES}
+  colors = {name: RECIPES[name] for name in names if name in RECIPES}
   for name in names:
-    if name not in found:
+    if name not in colors:
       first = hashlib.sha256(name.encode()).digest()[0] % len(_FURTHER)
       turns = (*_FURTHER[first:], *_FURTHER[:first])
-      found[name] = next((c for c in turns if c not in found.values()), turns[0])
-  return found
+      colors[name] = next((c for c in turns if c not in colors.values()), turns[0])
+  return colors

@@ -57,7 +57,7 @@ class Throughput:
     self._times = [*self._times[-_WINDOW:], time.perf_counter()]
 
   def restart(self):
-    """Something else took time since the last step: measure anew."""
+    """Something else took time since the last step: measure again."""
     self._times = []
 
   @property
@@ -70,10 +70,10 @@ class Throughput:
     seconds = self.seconds_per_step
     if seconds is None:
       return {}
-    found = {"tokens_per_second": self._tokens / seconds, "step_seconds": seconds}
+    values = {"tokens_per_second": self._tokens / seconds, "step_seconds": seconds}
     if self._peak is not None:
-      found["mfu"] = self._flops / seconds / self._peak
-    return found
+      values["mfu"] = self._flops / seconds / self._peak
+    return values
 
   def text(self, steps_left: int) -> str:
     values = self.values()

@@ -77,21 +77,21 @@ def origin(workdir: str) -> int | None:
 
 
 def _versions() -> dict[str, str]:
-  found = {}
+  versions = {}
   for name in PACKAGES:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      found[name] = importlib.metadata.version(name)
-  return found
+      versions[name] = importlib.metadata.version(name)
+  return versions
 
 
 def _driver(path: str = "/proc/driver/nvidia/version") -> str | None:
   """Version of NVIDIA's driver, None where there is none."""
   try:
     with open(path) as f:
-      found = re.search(r"NVRM version: .*?(\d+\.\d[\d.]*)", f.read())
+      version = re.search(r"NVRM version: .*?(\d+\.\d[\d.]*)", f.read())
   except OSError:
     return None
-  return found[1] if found else None
+  return version[1] if version else None
 
 
 def _git() -> dict[str, Any]:

@@ -244,7 +244,7 @@ def check_same_run(
       "splits the batch over them in the same way, and data.workers 0 or not as before"
     )
   if problems:
-    raise resolve.ConfigError([*problems, "or start anew with another --workdir"])
+    raise resolve.ConfigError([*problems, "or start again with another --workdir"])
 
 
 def _shown(value: Any) -> Any:

@@ -20,7 +20,7 @@ def read(spec: TrainSpec) -> dict[str, list[dict[str, np.ndarray]]]:
   """
   size = spec.eval.batch
   each = math.ceil(spec.of(Sensitivity).tokens / 2 / (size * spec.data.seq_len)) * size
-  found: dict[str, list[dict[str, np.ndarray]]] = {half: [] for half in HALVES}
+  batches_of: dict[str, list[dict[str, np.ndarray]]] = {half: [] for half in HALVES}
   for name in spec.data.sources:
     stream = loader.heldout_batches(spec.data, name, size, sys.maxsize)  # padding at their end
     windows = ({k: np.array(v[i]) for k, v in b.items()} for b in stream for i in range(size))
@@ -34,8 +34,8 @@ def read(spec: TrainSpec) -> dict[str, list[dict[str, np.ndarray]]]:
           f"{spec.of(Sensitivity).tokens}; lower it, raise data.heldout_fraction, or give more text"
         )
       batches = (some[i : i + size] for i in range(0, each, size))
-      found[half] += [{k: np.stack([w[k] for w in rows]) for k in rows[0]} for rows in batches]
-  return found
+      batches_of[half] += [{k: np.stack([w[k] for w in rows]) for k in rows[0]} for rows in batches]
+  return batches_of
 
 
 def _after_first_document(windows, count: int) -> list[dict[str, np.ndarray]]:

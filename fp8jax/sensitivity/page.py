@@ -34,7 +34,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
   drawn["sensitivity_agreement"] = agreement(result)
   for group in ("kinds", "layers", "tensors"):
     drawn[f"sensitivity_{group}"] = groups(result, group)
-  found = [Section("Sensitivity of sites", note, _specs(drawn))]
+  parts = [Section("Sensitivity of sites", note, _specs(drawn))]
   for i, budget in enumerate(result["budgets"]):
     rows = [
       (a["arm"], f"{100 * a['bf16_flops']:.1f} %", _interval(a["report"]["loss_percent"]),
@@ -47,10 +47,10 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     charted = _specs(
       {f"sensitivity_budget_{i}_{of}": arms(budget, of) for of in ("kl", "loss_percent")}
     )
-    found.append(
+    parts.append(
       Section(f"Rules: {budget['budget']}", note, charted, tables=[(columns, rows)], text=text)
     )
-  return found
+  return parts
 
 
 def _interval(values) -> str:
@@ -166,7 +166,7 @@ def _intervals(names: Sequence[str], losses, kls, title: str | None, digits="+.2
 def agreement(result: Result) -> Any | None:
   """Estimated against measured KL: sites alone, and sums over the members of groups."""
   by_site = {s["name"]: s["estimated"]["both"]["kl"][0] for s in result["sites"]}
-  found = [
+  rows = [
     ("site", s["name"], by_site[s["name"]], s["measured"]["kl"][0])
     for s in result["sites"] if s["measured"]
   ]  # fmt: skip
@@ -174,11 +174,11 @@ def agreement(result: Result) -> Any | None:
   for g in result["groups"]:
     if key := keys.get(g["group"]):
       total = sum(by_site[s["name"]] for s in result["sites"] if str(s[key]) == g["name"])
-      found.append((key, f"{key} {g['name']}", total, g["kl"][0]))
-  found = [row for row in found if row[2] > 0 and row[3] > 0]
-  if not found:
+      rows.append((key, f"{key} {g['name']}", total, g["kl"][0]))
+  rows = [row for row in rows if row[2] > 0 and row[3] > 0]
+  if not rows:
     return None
-  what, name, estimated, measured = zip(*found)
+  what, name, estimated, measured = zip(*rows)
   ends = [min(*estimated, *measured), max(*estimated, *measured)]
   scale = alt.Scale(type="log", domain=ends)
   axis: dict[str, Any] = dict(scale=scale, axis=alt.Axis(format=".0e", tickCount=5))

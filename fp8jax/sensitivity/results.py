@@ -60,8 +60,8 @@ def measure(study: Study, s: Sensitivity, phase: int) -> dict[str, Any]:
 
 def _estimated(sums: Mapping[str, np.ndarray], base: Measured) -> dict[str, Any]:
   """A row like `Measured.row`, of sums by window."""
-  found = Measured(base.tokens_I, base.base_I, base.base_I + sums["loss"], sums["kl"]).row()
-  return {key: found[key] for key in ("loss_percent", "kl")}
+  row = Measured(base.tokens_I, base.base_I, base.base_I + sums["loss"], sums["kl"]).row()
+  return {key: row[key] for key in ("loss_percent", "kl")}
 
 
 def _both(study: Study, label: str, on: Mapping[str, Sequence[float]]) -> dict[str, Any]:

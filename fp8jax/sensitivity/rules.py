@@ -35,8 +35,8 @@ def with_bf16(rules: Rules, names: Sequence[str], chosen: Collection[str], layer
   for numbers, some in by_layers.items():
     which = ".*" if len(numbers) == layers else _either(numbers)
     new.append(f"layers/{which}/{_either(some)}")
-  found = (*((pattern, EVAL_PRECISIONS[1]) for pattern in new), *rules)
-  return tuple(patterns.used(found, names))
+  rules_now = (*((pattern, EVAL_PRECISIONS[1]) for pattern in new), *rules)
+  return tuple(patterns.used(rules_now, names))
 
 
 def _either(names: Sequence[str]) -> str:
@@ -103,7 +103,7 @@ def rivals(
     return next((some for some in sets if share(places, some) >= wanted), of_layers(layers, 0))
 
   counts = range(1, layers + 1)
-  found = {
+  others = {
     "first layers": fewest((n, 0) for n in counts),
     "last layers": fewest((0, n) for n in counts),
     "first and last layers": fewest(((n + 1) // 2, n // 2) for n in counts),
@@ -113,7 +113,7 @@ def rivals(
     if share(places, lot) >= wanted:
       break
     lot.append(names[i])
-  return {**found, "sites by lot": lot}
+  return {**others, "sites by lot": lot}
 
 
 def layers_apart(rules: Rules, names: Sequence[str], layers: int) -> int:

@@ -72,7 +72,7 @@ def places(spec: TrainSpec, sites) -> tuple[QuantizedSite, ...]:
   """The sites whose forward GEMM is quantized, layer by layer in order of computation."""
   declared = site_tree.find_sites(transformer.site_params(spec.model))
   order = list(transformer.gemm_sites(spec.model))
-  found = []
+  sites_now = []
   for site in site_lib.flatten(sites).values():
     if not site.recipe.fwd.is_quantized:
       continue
@@ -82,10 +82,12 @@ def places(spec: TrainSpec, sites) -> tuple[QuantizedSite, ...]:
     layers: Sequence[int | None] = range(*site.layers) if site.layers else (None,)
     for name, layer in zip(site.layer_names, layers, strict=True):
       kind = path.removeprefix("layers/")
-      found.append((order.index(path), QuantizedSite(name, kind, layer, flops, site.recipe.name)))
+      sites_now.append(
+        (order.index(path), QuantizedSite(name, kind, layer, flops, site.recipe.name))
+      )
   number = spec.model.num_layers
-  found.sort(key=lambda of: (number if of[1].layer is None else of[1].layer, of[0]))
-  return tuple(place for _, place in found)
+  sites_now.sort(key=lambda of: (number if of[1].layer is None else of[1].layer, of[0]))
+  return tuple(place for _, place in sites_now)
 
 
 def switches(sites, on: Mapping[str, Sequence[float]]):
@@ -186,7 +188,7 @@ class Study:
 
     On the windows of CHOOSE, with the targets of the text for "loss" and drawn ones for "kl".
     """
-    found: dict[str, dict[str, dict[str, list[float]]]] = {
+    totals: dict[str, dict[str, dict[str, list[float]]]] = {
       place.name: {part: {"loss": [], "kl": []} for part in PARTS} for place in self.places
     }
     for i in range(len(self._batches[CHOOSE])):
@@ -196,10 +198,10 @@ class Study:
         )
         for name, parts in sums.items():
           for part, values in zip(PARTS, parts, strict=True):
-            found[name][part][source] += values
+            totals[name][part][source] += values
     return {
       name: {part: {k: np.array(v) for k, v in kinds.items()} for part, kinds in parts.items()}
-      for name, parts in found.items()
+      for name, parts in totals.items()
     }
 
   def _estimate_one(self, i: int, which: int) -> dict[str, Any]:
@@ -208,14 +210,14 @@ class Study:
       batch["targets_BL"] = jnp.asarray(self._reference(CHOOSE)[i][3])
     tree = self.programs.gradient(self._params, self.sites, batch)[which]
     self._say(f"gradients of batch {i + 1}, {('text', 'drawn targets')[which]}")
-    found = {}
+    estimates = {}
     for site, values in _pairs(self.sites, tree):
       values = np.asarray(values, np.float64)
       if not np.isfinite(values).all():
         raise UserError(f"site {site.name}: the gradient is not finite; --job=diagnose the weights")
       rows = values if site.layers else [values]
-      found |= {name: _digits(row) for name, row in zip(site.layer_names, rows, strict=True)}
-    return found
+      estimates |= {name: _digits(row) for name, row in zip(site.layer_names, rows, strict=True)}
+    return estimates
 
   def measure(self, label: str, on: Mapping[str, Sequence[float]], half: str) -> Measured:
     """A half with sites switched on: {name of a layer's site: (of x, of w)}; the others are off.
@@ -224,14 +226,14 @@ class Study:
       label: of the set in records, with which it is the same set in every call.
     """
     fresh = functools.partial(self._measure, label, on, half)
-    found = self._records.get(f"measured on {half}: {label}", fresh)
-    return Measured(self.tokens(half), *(np.array(found[k]) for k in ("base", "loss", "kl")))
+    row = self._records.get(f"measured on {half}: {label}", fresh)
+    return Measured(self.tokens(half), *(np.array(row[k]) for k in ("base", "loss", "kl")))
 
   def _measure(self, label: str, on: Mapping[str, Sequence[float]], half: str) -> dict[str, Any]:
     switched = switch.with_switches(self.sites, switches(self.sites, on))
     layers = [self._first[name] for name, numbers in on.items() if any(numbers)]
     start = min((n for n in layers if n is not None), default=self.spec.model.num_layers - 1)
-    found = {"base": [], "loss": [], "kl": []}
+    values_of = {"base": [], "loss": [], "kl": []}
     for batch, (hidden, inputs, base, _) in zip(
       self._batches[half], self._reference(half), strict=True
     ):
@@ -240,21 +242,21 @@ class Study:
         np.int32(start), hidden,
       )  # fmt: skip
       for key, values in (("base", base), ("loss", loss), ("kl", kl)):
-        found[key] += _digits(np.asarray(values, np.float64))
-    change = 100 * (sum(found["loss"]) / sum(found["base"]) - 1)
+        values_of[key] += _digits(np.asarray(values, np.float64))
+    change = 100 * (sum(values_of["loss"]) / sum(values_of["base"]) - 1)
     self._say(f"{label}, {half}: loss {change:+.3f} %")
-    return found
+    return values_of
 
   def _reference(self, half: str) -> list[Any]:
     """Of every batch (hidden, inputs of layers, sums of losses, drawn targets), on the host."""
     if half not in self._references:
-      found = []
+      logits = []
       for i, batch in enumerate(self._batches[half]):
         key = jax.random.fold_in(jax.random.key(self.spec.seed), 2 * i + HALVES.index(half))
         made = self.programs.reference(self._params, self._plain, _on_device(batch), key)
-        found.append(jax.device_get(made))
+        logits.append(jax.device_get(made))
         self._say(f"BF16 forward pass, {half}, batch {i + 1}")
-      self._references[half] = found
+      self._references[half] = logits
     return self._references[half]
 
 

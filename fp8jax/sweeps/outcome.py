@@ -56,7 +56,7 @@ def read(trial: Trial) -> Outcome | None:
   """
 
   def find(name: str):
-    remedy = "remove the folder to run the trial anew"
+    remedy = "remove the folder to run the trial again"
     return records.find(trial.workdir, f"{name}.json", _FILES[name], remedy)
 
   wanted = named.flat(trial.config, trial.changes)

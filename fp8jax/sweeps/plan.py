@@ -89,20 +89,20 @@ class Suggested:
 
   def _expand(self, which, number: int, params: dict[str, Any]):
     arm, i = which
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     for seed in self._sweep.seeds:
       trial = self._sweep.trial(self._folder, arm, {**self._points[i], **params}, seed)
-      self._left[trial.workdir] = (self._studies[which], number, found)
+      self._left[trial.workdir] = (self._studies[which], number, outcomes)
       self._waiting.append(trial)
 
   def give(self, trial: Trial, outcome: Outcome):
-    study, number, found = self._left[trial.workdir]
+    study, number, outcomes = self._left[trial.workdir]
     if outcome.status not in ("finished", "diverged"):
       return  # asked for again by the next call
-    found.append(outcome)
-    if len(found) < len(self._sweep.seeds):
+    outcomes.append(outcome)
+    if len(outcomes) < len(self._sweep.seeds):
       return
-    if (objective := of_point(found)) is None:  # TPE takes it for one of the bad points
+    if (objective := of_point(outcomes)) is None:  # TPE takes it for one of the bad points
       study.tell(number, state=self._states.PRUNED)
     else:
       study.tell(number, objective)

@@ -57,17 +57,17 @@ def slots(parallel: int) -> list[Slot]:
   """
   gpus = _gpus()
   if gpus:
-    found = [Slot((("CUDA_VISIBLE_DEVICES", name),)) for name in gpus]
+    slots_ = [Slot((("CUDA_VISIBLE_DEVICES", name),)) for name in gpus]
   else:
     cores = sorted(os.sched_getaffinity(0))
     count = parallel or len(cores)
     each = max(len(cores) // count, 1)
     shares = [tuple(cores[i * each : (i + 1) * each]) for i in range(count)]
-    found = [Slot(cores=share) for share in shares if share]
-  if parallel > len(found):
+    slots_ = [Slot(cores=share) for share in shares if share]
+  if parallel > len(slots_):
     what = "GPUs" if gpus else "cores"
-    raise UserError(f"--parallel={parallel}: this machine has {len(found)} {what} for trials")
-  return found[: parallel or None]
+    raise UserError(f"--parallel={parallel}: this machine has {len(slots_)} {what} for trials")
+  return slots_[: parallel or None]
 
 
 def command(trial: Trial, root: str, slot: Slot | None = None) -> list[str]:
@@ -128,6 +128,6 @@ class Child:
       os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
 
   def wait(self) -> Outcome:
-    while (found := self.poll()) is None:
+    while (outcome := self.poll()) is None:
       time.sleep(_POLL_S)
-    return found
+    return outcome

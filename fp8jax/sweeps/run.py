@@ -74,14 +74,14 @@ def run(
 def _mapped(sweep, folder: str, count: int, out: rich.console.Console) -> table.Results:
   """Every trial, those of a group at once."""
   trials = sweep.trials(folder)
-  found = {t.workdir: outcome_lib.read(t) for t in trials}
-  for members in stacked.groups([t for t in trials if found[t.workdir] is None], count):
+  outcomes = {t.workdir: outcome_lib.read(t) for t in trials}
+  for members in stacked.groups([t for t in trials if outcomes[t.workdir] is None], count):
     out.print(f"starts {len(members)} trials at once: {members[0].trial.config}")
     for trial, outcome in stacked.run(members, sweep.stop_above, out.print):
       said = f" {outcome.objective:.4f}" if outcome.objective is not None else ""
       out.print(f"{outcome.status}{said}: {trial.workdir}")
-      found[trial.workdir] = outcome
-  return [(t, o) for t in trials if (o := found[t.workdir]) is not None]
+      outcomes[trial.workdir] = outcome
+  return [(t, o) for t in trials if (o := outcomes[t.workdir]) is not None]
 
 
 def _ended(sweep, path: str, folder: str, results: table.Results, code, out) -> int:
@@ -117,17 +117,17 @@ def _all(
   results, running, asked = [], [], []
   before = {n: signal.signal(n, lambda n, _: asked.append(n)) for n in _SIGNALS}
 
-  def settle(trial: Trial, found: Outcome, verb: str):
-    said = f" {found.objective:.4f}" if found.objective is not None else ""
-    out.print(f"{verb}{found.status}{said}: {found.why or trial.workdir}")
-    results.append((trial, found))
-    plan.give(trial, found)
+  def settle(trial: Trial, outcome: Outcome, verb: str):
+    said = f" {outcome.objective:.4f}" if outcome.objective is not None else ""
+    out.print(f"{verb}{outcome.status}{said}: {outcome.why or trial.workdir}")
+    results.append((trial, outcome))
+    plan.give(trial, outcome)
 
   try:
     while True:
       while free and not asked and (trial := plan.take()) is not None:
-        if (found := outcome_lib.attempt(trial)) is not None:
-          settle(trial, found, "was ")
+        if (outcome := outcome_lib.attempt(trial)) is not None:
+          settle(trial, outcome, "was ")
           continue
         place = free.pop(0)
         out.print(f"starts: {trial.workdir}")
@@ -138,11 +138,11 @@ def _all(
         handle, place = entry
         if asked:
           handle.stop()
-        if (found := handle.poll()) is not None:
+        if (outcome := handle.poll()) is not None:
           running.remove(entry)
           free.append(place)
-          settle(handle.trial, found, "")
-          if found.status == "failed" and not found.why:
+          settle(handle.trial, outcome, "")
+          if outcome.status == "failed" and not outcome.why:
             out.print(f"  see {handle.trial.workdir}/log.txt")
       time.sleep(_POLL_S)
   except BaseException:  # nobody would wait for the others
@@ -164,8 +164,8 @@ def one(config: str, workdir: str, changes: Mapping[str, Any], root: str) -> fil
   workdir of another configuration ends it too: launch.py refuses it and names what differs.
   """
   trial = Trial(config, dict(changes), workdir)
-  found = outcome_lib.read(dataclasses.replace(trial, config=os.path.join(root, config)))
-  if found is None or found.status != "finished":
+  outcome = outcome_lib.read(dataclasses.replace(trial, config=os.path.join(root, config)))
+  if outcome is None or outcome.status != "finished":
     if code := subprocess.run(process.command(trial, root), cwd=root).returncode:
       sys.exit(code)
   return files.read(workdir)

@@ -33,13 +33,13 @@ class Job:
 
     words = process.command(self._trial, self._root)
     self._child = process.Child(words, self._trial, self._stop_above)
-    found = self._child.wait()
+    outcome = self._child.wait()
     del self._child
     environment = submitit.JobEnvironment()
-    if found.status == "interrupted" and environment.cluster == "slurm":
+    if outcome.status == "interrupted" and environment.cluster == "slurm":
       subprocess.run(["scontrol", "requeue", environment.job_id], check=True)
       time.sleep(_WARNING_S)  # SLURM ends this process; a result would say that the job is done
-    return dataclasses.asdict(found)
+    return dataclasses.asdict(outcome)
 
   def checkpoint(self):
     """submitit's question before it requeues: the child saves first."""

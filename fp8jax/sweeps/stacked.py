@@ -3,7 +3,7 @@
 One program trains all of them, so that a small model pays for one compilation and fills the device.
 The mapped step is the step of a single run, differentiation inside: every trial has scales, tensor
 statistics, clipping and a learning rate of its own. There are no checkpoints: a group of trials
-that was interrupted begins anew.
+that was interrupted starts over.
 """
 
 import collections
@@ -54,7 +54,7 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
   Raises:
     ConfigError: a trial needs a run of its own; every reason.
   """
-  problems, found = ConfigErrors(), collections.defaultdict(list)
+  problems, by_program = ConfigErrors(), collections.defaultdict(list)
   here = jax.device_count(), choose.current_device()
   for trial in trials:
     c = problems.attempt(lambda trial=trial: named.load(trial.config, trial.changes))
@@ -68,37 +68,37 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
       f"--vmap: {place} is of an interrupted run; leave --vmap out to go on with it",
     )
     key = repr(sorted((k, v) for k, v in spec.flat.items() if k not in VARYING))
-    found[key].append(Member(trial, spec))
+    by_program[key].append(Member(trial, spec))
   problems.found = list(dict.fromkeys(problems.found))
   problems.refuse()
   return [
     list(part)
-    for members in found.values()
+    for members in by_program.values()
     for part in itertools.batched(members, count or len(members))
   ]
 
 
 def reasons(spec: train_spec.TrainSpec) -> list[str]:
   """Why the trials of a spec need runs of their own; [] where vmap gives the same."""
-  found = [
+  texts = [
     f"{key}={value!r} needs a run of its own; set {default!r}, or leave --vmap out"
     for key, (default, value) in _changes(spec).items()
     if not registry.is_mapped(key)
   ]
   if spec.run.layout != axes.LOCAL:
-    found.append("the mesh has several devices; one device trains a group")
+    texts.append("the mesh has several devices; one device trains a group")
   sites = spec.sites()
   if states := scaling_lib.states(sites):
-    found.append(
+    texts.append(
       f"the recipe of {next(iter(states))} has delayed or static scales, which are a state"
     )
   recipes = site_tree.recipes_of(sites)
   drawn = sorted({r.name for r in recipes.values() if r.is_random})
   if drawn:
-    found.append(f"recipe {', '.join(drawn)} rounds stochastically")
+    texts.append(f"recipe {', '.join(drawn)} rounds stochastically")
   if spec.device.platform != "cpu" and any(r.is_quantized for r in recipes.values()):
-    found.append("FP8 products of several trials at once have no kernel on this device")
-  return found
+    texts.append("FP8 products of several trials at once have no kernel on this device")
+  return texts
 
 
 def _changes(spec: train_spec.TrainSpec):

@@ -32,7 +32,7 @@ def rows(sweep: Sweep, results: Results) -> list[list[str]]:
   for trial, outcome in results:
     key = (trial.arm, tuple(map(repr, trial.point.items())))
     groups.setdefault(key, (trial, []))[1].append(outcome)
-  means, found = {}, []
+  means, keyed = {}, []
   for key, (trial, outcomes) in groups.items():
     done = [o.objective for o in outcomes if o.objective is not None]
     if len(done) == len(outcomes):  # none with eval.tokens=0
@@ -43,13 +43,13 @@ def rows(sweep: Sweep, results: Results) -> list[list[str]]:
     mean = f"{statistics.mean(done):.4f}" if done else "-"
     point = [f"{trial.point.get(k, '')}" for k in sweep.keys]
     finished = f"{len(outcomes) - len(others)}/{len(outcomes)}"
-    found.append((key, [trial.arm, *point, mean, spread, finished, said]))
+    keyed.append((key, [trial.arm, *point, mean, spread, finished, said]))
   for arm in {key[0] for key in means}:
     best = min((key for key in means if key[0] == arm), key=lambda key: means[key])
-    for key, row in found:
+    for key, row in keyed:
       if key == best:
         row[-1] = "; ".join(filter(None, ["best", row[-1]]))
-  return [row for _, row in found]
+  return [row for _, row in keyed]
 
 
 def show(out: rich.console.Console, sweep: Sweep, results: Results):
@@ -71,9 +71,9 @@ def compare(folder: str, results: Results) -> str:
   try:
     comparison = importlib.import_module("fp8jax.report.compare")
     page = importlib.import_module("fp8jax.report.compare_page")  # needs the extra `report`
-    found = comparison.compare(finished, baseline="")
-    path = page.write(found, folder)
-    return f"{page.text(found)}\n\n{path}"
+    comparison_ = comparison.compare(finished, baseline="")
+    path = page.write(comparison_, folder)
+    return f"{page.text(comparison_)}\n\n{path}"
   except ModuleNotFoundError as e:
     return f"no comparison: {missing_package(e)}; the same command then draws it"
   except UserError as e:

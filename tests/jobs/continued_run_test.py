@@ -78,7 +78,10 @@ def test_resumed_with_another_recipe_begins_its_scales_anew(tmp_path, before, mo
     m.setattr(preemption.Interrupts, "requested", lambda _, step: step >= 4)
     harness.train_on_text(tmp_path, before)
   harness.train_on_text(tmp_path, **{"checkpoint.accept_changes": ("precision.rules",)})
-  assert "other recipes made the scales of step 4; they are begun anew" in capsys.readouterr().out
+  assert (
+    "scales of step 4 belong to other recipes; re-initialised from the next batch"
+    in capsys.readouterr().out
+  )
   scaling_states = harness.saved_state(tmp_path, harness.text_spec(), 6).scaling_states
   assert scaling_states
   for scaling_state in scaling_states.values():
@@ -150,7 +153,7 @@ def test_another_table_on_resume_is_refused_and_applied_where_accepted(
   last[0] = 3
   capsys.readouterr()
   run(**changes)
-  assert "step 2: scales begin anew from the table" in capsys.readouterr().out
+  assert "step 2: scales are re-initialised from the table" in capsys.readouterr().out
   after = harness.saved_state(tmp_path / "run", spec, 3).scaling_states
   harness.assert_trees_equal(after, jax.tree.map(lambda x: 4 * x, before))
   unchanged = identity.identity(harness.text_spec("e4m3_static", **changes))

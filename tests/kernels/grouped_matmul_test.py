@@ -78,7 +78,7 @@ def test_products_are_exact_on_lattice(rng, interpreted, backend, sizes):
 
 
 def test_one_program_takes_any_division(rng):
-  """Sizes are values: nothing is compiled anew, and tiles and places are those counted by hand."""
+  """Sizes are values: nothing is recompiled, and tiles and places are those counted by hand."""
   count = 0
 
   @jax.jit

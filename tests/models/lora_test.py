@@ -205,7 +205,7 @@ def test_an_fp8_checkpoint_is_the_base_to_the_bit(tmp_path, rng, scale_dtype):
 def test_a_stage_keeps_the_codes_of_its_base_and_begins_adapters_where_there_are_none(
   tmp_path, rng
 ):
-  """The scales are no powers of two, so that a base that is quantized anew has other codes."""
+  """The scales are no powers of two, so that a base that is requantized has other codes."""
   spec, console = _spec(**RANK), rich.console.Console(file=io.StringIO())
   _write_fp8_folder(tmp_path, spec.model, rng, np.float32)
   runs = {}

@@ -270,8 +270,8 @@ def test_alarms_say_what_was_done_about_them(tmp_path):
 
   actions = [
     files.Event(6, "action", "layers/3/mlp/up", "switch_recipe(to='bf16', k=3): has 'bf16' now"),
-    files.Event(4, "action", "layers/.*", "refresh(every=2): scales begin anew"),
-    files.Event(9, "action", "layers/.*", "refresh(alarm='snr_db'): scales begin anew"),
+    files.Event(4, "action", "layers/.*", "refresh(every=2): scales start over"),
+    files.Event(9, "action", "layers/.*", "refresh(alarm='snr_db'): scales start over"),
   ]
   alarms = [
     alarm(2, "layers/3/mlp/up/x", "snr_db"), alarm(8, "layers/3/mlp/up/x", "snr_db"),

@@ -81,10 +81,10 @@ def make_index(spec: DataConfig) -> Index:
   for i, source in enumerate(opened):
     # Malformed rows, templates and policies: every reason to stop comes up here.
     data = grain.MapDataset.source(source).map(_Describe(spec))
-    for j, found in enumerate(reading.read(data, spec.workers)):
-      counts.update(found["counts"])
-      closing.update(found["closing"])
-      rows += [(i, j, *numbers, found["is_heldout"]) for numbers in found["samples"]]
+    for j, piece in enumerate(reading.read(data, spec.workers)):
+      counts.update(piece["counts"])
+      closing.update(piece["closing"])
+      rows += [(i, j, *numbers, piece["is_heldout"]) for numbers in piece["samples"]]
   source, record, part, length, trained, held = np.asarray(rows, np.int32).reshape(-1, 6).T
   return Index(
     source, record, part, length, trained, held.astype(bool), dict(counts), dict(closing)

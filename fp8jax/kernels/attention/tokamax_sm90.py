@@ -27,9 +27,9 @@ def lacks() -> str | None:
   """Why the package cannot be used here, or None."""
   if importlib.util.find_spec("tokamax") is None:
     return 'is not installed; pip install "fp8jax[attention]"'
-  found = importlib.metadata.version("tokamax")
-  if found != VERSION:
-    return f"is version {found}, expected {VERSION}; pip install tokamax=={VERSION}"
+  version = importlib.metadata.version("tokamax")
+  if version != VERSION:
+    return f"is version {version}, expected {VERSION}; pip install tokamax=={VERSION}"
   return None
 
 

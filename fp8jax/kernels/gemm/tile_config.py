@@ -134,10 +134,10 @@ def default(m: int, n: int, is_tiled: bool, out_dtype) -> Config:
   def cost(config):
     return _cost(config, m, n, is_tiled) * (1 if config.tile_n == BLOCK else 1.05)
 
-  found = min((plain(is_tiled, out_dtype), *candidates(is_tiled, out_dtype)), key=cost)
+  best = min((plain(is_tiled, out_dtype), *candidates(is_tiled, out_dtype)), key=cost)
   # The tiles in flight cover about as many rows of A as of B.
-  raster = round(math.sqrt(_CORES * found.tile_n / found.tile_m)) // found.cluster_m
-  return dataclasses.replace(found, raster=raster)
+  raster = round(math.sqrt(_CORES * best.tile_n / best.tile_m)) // best.cluster_m
+  return dataclasses.replace(best, raster=raster)
 
 
 def plain(is_tiled: bool, out_dtype) -> Config:
@@ -192,8 +192,8 @@ def _table(path: pathlib.Path) -> dict[str, Any]:
 
 def lookup(mnk: tuple[int, int, int], is_tiled: bool, out_dtype) -> Config | None:
   """The measured fastest config for this shape on the device that JAX computes on."""
-  found = _table(_path()).get(_key(mnk, is_tiled, out_dtype))
-  return Config(**found["config"]) if found else None
+  row = _table(_path()).get(_key(mnk, is_tiled, out_dtype))
+  return Config(**row["config"]) if row else None
 
 
 def store(mnk, is_tiled: bool, out_dtype, config, provenance: dict[str, Any]):

@@ -167,7 +167,7 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
     grid_names=("i", "j"),
     compiler_params=plgpu.CompilerParams(),
   )
-  made, found, amaxes = iter(run(*operands)), [{} for _ in quants], []
+  made, results, amaxes = iter(run(*operands)), [{} for _ in quants], []
   for out in outputs:
     free, depth = (rows, columns) if out.along == 1 else (columns, rows)
     data, quant = next(made)[:free, :depth], out.quant
@@ -176,10 +176,10 @@ def _call(producer: prologues.Producer, matrices, factors, quants, given, watche
     else:
       lines = next(made)
       scale = lines[:, :free:TILE] if out.is_tiled else lines[:, :free]
-    found[out.result][out.along] = scaled_matrix.ScaledMatrix(data, scale.T, quant.tile)
+    results[out.result][out.along] = scaled_matrix.ScaledMatrix(data, scale.T, quant.tile)
     if out.is_watched:
       amaxes.append(tensor_stats.amax(next(made)[:, :free]))
-  return found, amaxes
+  return results, amaxes
 
 
 def _outputs(quants, rows: int, columns: int, given, watched: bool):

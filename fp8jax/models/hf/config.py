@@ -171,7 +171,7 @@ def _rope_from_hf(c: Mapping[str, Any], where: str) -> tuple[float, RopeScaling,
   refused.
   """
   stated = {key: c[key] for key in ("rope_scaling", "rope_parameters") if c.get(key)} or {"": {}}
-  theta, scaling, found = _one_rope(c, where, *next(iter(stated.items())))
+  theta, scaling, notes = _one_rope(c, where, *next(iter(stated.items())))
   if len(stated) == 2:
     other_theta, other, _ = _one_rope(c, where, "rope_parameters", stated["rope_parameters"])
     if theta != other_theta:
@@ -181,16 +181,16 @@ def _rope_from_hf(c: Mapping[str, Any], where: str) -> tuple[float, RopeScaling,
         "and put rope_theta into the other"
       )
     if scaling != other:
-      found.append(f"{where}: rope_scaling is read ({scaling.kind!r}), as by transformers, and not "
+      notes.append(f"{where}: rope_scaling is read ({scaling.kind!r}), as by transformers, and not "
                    f"rope_parameters beside it ({other.kind!r})")  # fmt: skip
-  return theta, scaling, found
+  return theta, scaling, notes
 
 
 def _one_rope(c: Mapping[str, Any], where: str, spelling: str, stated: Any):
   """As `_rope_from_hf`, of one of the two objects, or of none, {}."""
   if not isinstance(stated, dict):
     raise UserError(f"{where}: {spelling}={stated!r} is no object; fetch the file again")
-  stated, found = {k: v for k, v in stated.items() if v is not None}, []
+  stated, notes = {k: v for k, v in stated.items() if v is not None}, []
   for key, (low, high) in {"rope_theta": _BOUNDS["rope_theta"], **_ROPE_BOUNDS}.items():
     if key in stated:
       what = f"{where}: rope option {key}"
@@ -198,7 +198,7 @@ def _one_rope(c: Mapping[str, Any], where: str, spelling: str, stated: Any):
   outside = c.get("rope_theta")
   theta = float(stated.pop("rope_theta", None) or outside or 10000.0)
   if outside and theta != outside:
-    found.append(f"{where}: rope_theta {theta:g} of {spelling} is read, not {outside:g} beside it")
+    notes.append(f"{where}: rope_theta {theta:g} of {spelling} is read, not {outside:g} beside it")
   kinds = [kind for key in ("rope_type", "type") if (kind := stated.pop(key, None)) is not None]
   kind = kinds[0] if kinds else "default"
   if not isinstance(kind, str) or kind not in rope.KINDS or kinds[1:] not in ([], [kind]):
@@ -221,7 +221,7 @@ def _one_rope(c: Mapping[str, Any], where: str, spelling: str, stated: Any):
     low, high = _ROPE_BOUNDS[_ORIGINAL]
     check_number(f"{where}: {_ORIGINAL}", original, low, high, _REMEDY, whole=True)
   if ignored := [k for k in stated if k not in required + optional]:
-    found.append(f"{where}: {', '.join(ignored)} of {spelling} is ignored, as by transformers: "
+    notes.append(f"{where}: {', '.join(ignored)} of {spelling} is ignored, as by transformers: "
                  f"rope type {kind!r} has no such option")  # fmt: skip
   if missing := [key for key in required if key not in stated]:
     raise UserError(
@@ -233,7 +233,7 @@ def _one_rope(c: Mapping[str, Any], where: str, spelling: str, stated: Any):
   for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
     if not (below := getattr(scaling, low)) < (above := getattr(scaling, high)):
       raise UserError(f"{where}: rope option {low} is {below}, expected less than {high}, {above}")
-  return theta, scaling, found
+  return theta, scaling, notes
 
 
 def check_exportable(cfg: ModelConfig):

@@ -53,9 +53,9 @@ def convert(gguf_path: str, target: str):
   import safetensors.numpy
 
   with open(gguf_path, "rb") as f:
-    found = hashlib.file_digest(f, "sha256").hexdigest()
-  if found != _SHA256:
-    raise ValueError(f"{gguf_path} has sha256 {found}, expected {_SHA256}; download it again")
+    digest = hashlib.file_digest(f, "sha256").hexdigest()
+  if digest != _SHA256:
+    raise ValueError(f"{gguf_path} has sha256 {digest}, expected {_SHA256}; download it again")
   reader = gguf.GGUFReader(gguf_path)
   tensors = {t.name: t for t in reader.tensors}
   cfg = presets.SMOLLM2_135M

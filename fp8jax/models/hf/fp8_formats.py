@@ -193,7 +193,7 @@ def _block(value, where: str) -> tuple[int, int]:
 
 
 def problems(
-  name: str, found: Mapping[str, tuple[tuple[int, ...], str]], fp8: Fp8Format | None
+  name: str, stored: Mapping[str, tuple[tuple[int, ...], str]], fp8: Fp8Format | None
 ) -> list[str]:
   """The problems of an FP8 matrix and its scales, from the headers alone, in words.
 
@@ -202,13 +202,13 @@ def problems(
     found: {tensor: (shape, dtype code)} of the folder.
     fp8: the folder's format.
   """
-  shape, _ = found[name]
+  shape, _ = stored[name]
   if fp8 is None:
     return [f"{name} is {WEIGHT_CODE}, and config.json has no quantization_config: fetch it again"]
   scale = fp8.scale_name(name)
-  if scale not in found:
+  if scale not in stored:
     return [f"{name} is {WEIGHT_CODE} and its scales {scale} are missing"]
-  have, code = found[scale]
+  have, code = stored[scale]
   want = fp8.scale_shape(shape)
   same = {want} | ({(), (1, 1)} if fp8.strategy == "tensor" else set())
   same |= {want[:1]} if fp8.strategy == "channel" else set()

@@ -59,17 +59,17 @@ def entries(cfg: ModelConfig) -> list[Entry]:
     for name, theirs in (mixer.hf_names or {}).items()
   }
   flat = params.flatten(transformer.params(lora.without(cfg)))
-  found = []
+  listed = []
   for path, p in flat.items():
     if path in TOP:
-      found.append(Entry(TOP[path], path, None, p.letters, p.inputs))
+      listed.append(Entry(TOP[path], path, None, p.letters, p.inputs))
       continue
     letters = p.letters.removeprefix("N")
-    found += [
+    listed += [
       Entry(f"model.layers.{i}.{names[path]}", path, i, letters, p.inputs)
       for i in range(cfg.num_layers)
     ]
-  return found
+  return listed
 
 
 # Ours -> theirs, of the matrices of a linear layer's adapter.

@@ -133,18 +133,18 @@ class Folder:
   @functools.cached_property
   def described(self) -> dict[str, tuple[tuple[int, ...], str]]:
     """{name: (shape, dtype code)} from the headers alone."""
-    found = {}
+    shapes = {}
     for file in sorted(set(self.files.values())):
       path = os.path.join(self.folder, file)
       with _open_file(path) as f:
         for name in f.keys():
           if self.files.get(name, file) == file:
             part = f.get_slice(name)
-            found[name] = (tuple(part.get_shape()), part.get_dtype())
-      lost = sorted(n for n, where in self.files.items() if where == file and n not in found)
+            shapes[name] = (tuple(part.get_shape()), part.get_dtype())
+      lost = sorted(n for n, where in self.files.items() if where == file and n not in shapes)
       if lost:
         raise UserError(f"the index names {lost[0]} in {path}, which lacks it; fetch both again")
-    return found
+    return shapes
 
 
 def check(folder: Folder, cfg: ModelConfig) -> str:
@@ -184,12 +184,12 @@ def mismatches(folder: Folder, entries: Iterable[Entry], dims, in_fp8: Collectio
   """Tensors of another shape or dtype than these entries, in words."""
   have, known = folder.described, [*CODES.values()]
   there = [e for e in entries if e.name in have]
-  found = [
+  texts = [
     f"{e.name} has shape {have[e.name][0]}, expected {e.hf_shape(dims)}"
     for e in there
     if have[e.name][0] != e.hf_shape(dims)
   ]
-  return found + [
+  return texts + [
     f"{e.name} has dtype {have[e.name][1]}, expected one of {', '.join(known)}"
     for e in there
     if e.name not in in_fp8 and have[e.name][1] not in known
