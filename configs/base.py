@@ -41,7 +41,6 @@ def _guide(c, is_stateful):
   c.loss_scale.kind = "dynamic"  # from 2^8
   c.optim.on_nonfinite = "skip"
   c.optim.schedule = "cosine"
-  c.optim.warmup_fraction = 0.07  # 6 to 8 % of the steps
   c.optim.peak_lr = 3e-4
   c.optim.min_lr = 1e-5
   c.optim.weight_decay = 0.01  # .01 to .02

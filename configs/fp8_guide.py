@@ -9,7 +9,7 @@ expected:  held-out loss 5.166 -> 2.583 in 60 steps, no action; under a minute. 
 
 The preset itself is in configs/base.py: every configuration takes it as its arm,
 `--config=configs/smollm2_cpt.py:guide`, or with another recipe, `:guide,block_128`. Lines of the
-file itself, such as its rates, hold.
+file itself, such as its rates and warm-up, hold.
 
 The guide is a text of advice without code or experiments. It contradicts itself or the hardware in
 places, and leaves others open; there this configuration does something else:
@@ -43,4 +43,6 @@ from configs import debug
 
 
 def get_config(arm=""):
-  return debug.get_config(f"guide,{arm}" if arm else "guide")
+  c = debug.get_config(f"guide,{arm}" if arm else "guide")
+  c.optim.warmup_fraction = 0.07  # 6 to 8 % of the steps
+  return c

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -93,6 +93,11 @@ def acceptable_changes(c: Config) -> set[str]:
   return {"data"} | gone | model | flatten(c).keys()
 
 
-def refused_changes(changes: dict[str, Any], accepted) -> list[str]:
-  """Those changed keys that alter the result of a resumed run and were not accepted."""
-  return [k for k in changes if registry.affects(k) is Affects.RESULT and k not in accepted]
+def refused_changes(changes: dict[str, Any], accepted, read: Collection[str] = ()) -> list[str]:
+  """Those changed keys that alter the result of a resumed run and were not accepted.
+
+  Args:
+    read: keys that alter it because its policies decide by them, see policy.keys_read.
+  """
+  changed = (k for k in changes if registry.affects(k) is Affects.RESULT or k in read)
+  return [k for k in changed if k not in accepted]

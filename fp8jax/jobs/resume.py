@@ -13,6 +13,7 @@ from fp8jax.jobs import run_state
 from fp8jax.jobs import start as start_lib
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.phases import decide
+from fp8jax.phases import policy as policy_lib
 from fp8jax.run import checkpoint, goodput, metrics_writer, restore
 from fp8jax.run import provenance as provenance_lib
 from fp8jax.step import train_spec, train_step
@@ -76,8 +77,9 @@ class Saver:
     for key, (old, new) in changes.items():
       out.print(f"config changed since the checkpoint: {key}: {old} -> {new}")
     accepted = self._spec.checkpoint.accept_changes
-    read = (self._origin["data_fingerprint"], self._origin["readers"])
-    restore.check_same_run(changes, meta, step, *read, accepted)
+    data = (self._origin["data_fingerprint"], self._origin["readers"])
+    read = policy_lib.keys_read(self._spec.precision.policy)
+    restore.check_same_run(changes, meta, step, *data, accepted, read)
     if policy := meta.get("policy"):
       now.policies.set(decide.PolicyState.from_json(policy))
     self._weights_dtype = meta["weights_dtype"]
@@ -89,7 +91,7 @@ class Saver:
     now.has_scales = is_same and not has_new_table
     if not now.has_scales:
       abstract = dataclasses.replace(abstract, scaling_states={})
-    accepted = identity.refused_changes(changes, ())
+    accepted = identity.refused_changes(changes, (), read)
     state = saved.restore(step, abstract, self._batches.iterator, accepted)
     out.print(f"resuming from step {step}")
     if has_new_table:

@@ -259,6 +259,13 @@ def alarm_of(policy: Policy) -> str:
   return "" if policy.metric or isinstance(policy, RollBack | LowerRate) else policy.alarm
 
 
+def keys_read(policies: tuple[Policy, ...]) -> set[str]:
+  """Keys of a configuration that policies decide by, and that alter no result without them."""
+  alarms = {"log.alarms", "log.tensor_stats_every"} if any(map(alarm_of, policies)) else set()
+  metrics = {"eval.every", "eval.tokens", "eval.batch", "eval.precisions"}
+  return alarms | (metrics if any(p.metric for p in policies) else set())
+
+
 def _window_problems(policy: WidenMargin | SwitchRecipe) -> list[str]:
   texts = []
   if not 1 <= policy.k <= policy.looks:

@@ -205,7 +205,7 @@ def output_folder(path: str, workdir: str, name: str) -> str:
 
 def check_same_run(
   changes: dict[str, tuple[Any, Any]], meta: dict[str, Any], step: int, fingerprint: str,
-  readers: dict[str, Any], accepted: Sequence[str],
+  readers: dict[str, Any], accepted: Sequence[str], read: Collection[str],
 ):  # fmt: skip
   """Refuses a checkpoint whose run may not go on.
 
@@ -214,6 +214,7 @@ def check_same_run(
     meta, step: of the checkpoint.
     fingerprint, readers: of the data now.
     accepted: checkpoint.accept_changes.
+    read: keys that policies decide by.
 
   Raises:
     ConfigError: something else would be computed, or read, and is not accepted; all reasons.
@@ -226,7 +227,7 @@ def check_same_run(
       else f" and is {_shown(changes[key][1])} now; to go on anyway, "
       f'--config.checkpoint.accept_changes="{(*accepted, key)}"'
     )
-    for key in identity.refused_changes(changes, accepted)
+    for key in identity.refused_changes(changes, accepted, read)
   ]
   if meta["data_fingerprint"] != fingerprint and "data" not in accepted:
     if not any(p.startswith("data.") for p in problems):

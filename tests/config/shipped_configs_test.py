@@ -452,6 +452,8 @@ def test_every_config_takes_the_guides_preset_below_its_own_lines(name, rate, re
   c = named.load(f"{name}:{arm}", {})
   assert c.precision.rules[1] == ("layers/.*", recipe or "tensor_delayed(margin=1)")
   assert c.optim.peak_lr == (rate or plain.optim.peak_lr)
+  for key in ("warmup_steps", "warmup_fraction"):
+    assert c.optim[key] == plain.optim[key]
   assert c.loss_scale.kind == "dynamic" and c.precision.last_bf16 == 1 and len(c.log.alarms) == 3
   of_scales = [] if recipe else ["refresh", "refresh", "widen_margin"]
   kinds = [text.partition("(")[0] for text in c.precision.policy]

@@ -122,6 +122,10 @@ def test_evaluations_lower_the_rate_and_switch_recipes_stopped_or_not(tmp_path, 
   run_until(3, monkeypatch, broken, **changes)
   run(broken, **changes)
   assert losses(whole) == losses(broken) and actions(whole) == actions(broken)
+  other = {**changes, "steps": 9, "eval.every": 3, "log.every": 1}
+  with pytest.raises(resolve.ConfigError, match="eval.every was 2 at step 7 and is 3 now") as e:
+    run(broken, **other)
+  assert "log.every" not in str(e.value) and "steps was 7" in str(e.value)
   lr = {r["step"]: r["learning_rate"] for r in rows(whole) if "learning_rate" in r}
   assert [lr[step] for step in range(1, 8)] == pytest.approx(
     [3.0, 3.0, 1.5, 1.5, 0.75, 0.75, 0.375]
