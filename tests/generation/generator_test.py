@@ -368,6 +368,19 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path):
     api.load(str(tmp_path / "m"))
 
 
+def test_a_cache_is_as_long_as_the_longest_request_needs(rng, monkeypatch):
+  lengths, engine = [], batching.Engine.run
+  monkeypatch.setattr(
+    batching.Engine, "run", lambda *of: lengths.append(of[3]) or engine(*of)
+  )  # fmt: skip
+  own = _generator()
+  own = copy.copy(own)
+  for fixed in (False, True):
+    own._is_fixed = fixed  # noqa: SLF001
+    own.generate(_prompts(rng, [5, 13]), Sampling(max_new_tokens=4, temperature=0.0))
+  assert lengths == [32, 48]  # 17 and the next bucket; what max_length says
+
+
 def test_buckets_double_from_16_to_the_longest():
   sizes = [batching.bucket(n, 100) for n in (1, 16, 17, 64, 65, 100)]
   assert sizes == [16, 16, 32, 64, 100, 100]
