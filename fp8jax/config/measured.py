@@ -61,7 +61,11 @@ def with_rules(c: Config, model: model_config.ModelConfig) -> Config:
     )
   c = c.copy_and_resolve_references()
   c.precision.rules, c.precision.sensitivity = tuple(map(tuple, rules)), ""
-  c.precision.first_bf16 = c.precision.last_bf16 = 0  # the rules begin with theirs
+  # The rules begin with those of first and last layers, which hold in all phases.
+  ends = rules_lib.first_last_rules(c.precision.first_bf16, c.precision.last_bf16, model.num_layers)
+  later = ((step, (*ends, *map(tuple, rules))) for step, rules in c.precision.schedule)
+  c.precision.schedule = tuple(later)
+  c.precision.first_bf16 = c.precision.last_bf16 = 0
   return c
 
 

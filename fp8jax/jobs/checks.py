@@ -8,7 +8,7 @@ from fp8jax.errors import ConfigErrors
 from fp8jax.evaluation import catalog
 from fp8jax.evaluation.settings import Tasks
 from fp8jax.generation.settings import Generate
-from fp8jax.recipe.library import RECIPES
+from fp8jax.recipe import rules
 
 
 def calibrate_problems(c: Any) -> list[str]:
@@ -54,7 +54,12 @@ def noise_problems(c: Any) -> list[str]:
   collected = ConfigErrors()
   collected.file("noise.text", c.noise.text, "name a text file, or '' for held-out text")
   for name in c.noise.recipes:
-    collected.one_of("noise.recipes", name, RECIPES)
+    recipe = collected.attempt(lambda name=name: rules.recipe_by_name(name), "noise.recipes")
+    collected.check(
+      not recipe or not recipe.is_stateful,
+      f"noise.recipes: {name!r} has delayed or static scales, which belong to a run; make it the "
+      "recipe of the job, --config=FILE:RECIPE, with that run's workdir or precision.calibration",
+    )
   return collected.found
 
 

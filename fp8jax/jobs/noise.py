@@ -5,10 +5,11 @@ import os
 from typing import Any
 
 from fp8jax import console as console_lib
+from fp8jax.config import precision, tile_checks
 from fp8jax.data import loader
 from fp8jax.evaluation import divergence
 from fp8jax.evaluation.settings import Noise
-from fp8jax.models import lora
+from fp8jax.models import lora, transformer
 from fp8jax.ops import site as site_lib
 from fp8jax.phases.schedule import Phase, Precision
 from fp8jax.records import make_folder
@@ -48,6 +49,18 @@ def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
   columns, cells = divergence.table(rows)
   console_lib.console(stderr=True).print(console_lib.table("noise floor", columns, cells))
   return {"results": path, **{k: v for k, v in result.items() if k != "provenance"}}
+
+
+def problems_of_spec(spec: TrainSpec) -> list[str]:
+  """The problems of noise.recipes with this model and mesh, in words."""
+  texts, layout, dims = [], spec.run.layout, spec.model.dims
+  sites = transformer.site_params(spec.model)
+  for one in (_with_recipe(spec, name).precision for name in spec.of(Noise).recipes):
+    texts += precision.frozen_problems(one, spec.model, layout)
+    if layout.mesh is not None:
+      split = (sites, dims, one.phases[0].rules, layout, spec.tokens_per_device)
+      texts += tile_checks.find_misaligned_tiles(*split)
+  return [f"noise.recipes: {text}" for text in texts]
 
 
 def _with_recipe(spec: TrainSpec, name: str) -> TrainSpec:

@@ -125,7 +125,11 @@ JOBS = {
     option="out",
   ),
   "noise": Job(
-    noise.run, Needs((Noise,), checks.noise_problems, of_weights=True, has_calibration=True),
+    noise.run,
+    Needs(
+      (Noise,), checks.noise_problems, noise.problems_of_spec, of_weights=True,
+      has_calibration=True,
+    ),
     option="out",
   ),
   "calibrate": Job(

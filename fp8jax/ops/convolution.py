@@ -58,6 +58,10 @@ def conv_general_dilated(
     reach = [(k - 1) * d + 1 for k, d in zip(window, apart)]
     padding = lax.padtype_to_pads(x.shape[1:-1], reach, window_strides, padding)
   pads = [(0, 0, 0), *((*p, d - 1) for p, d in zip(padding, between)), (0, 0, 0)]
+  reach = [(k - 1) * d + 1 for k, d in zip(window, apart)]
+  there = [lo + n + (n - 1) * inner + hi for n, (lo, hi, inner) in zip(x.shape[1:-1], pads[1:-1])]
+  if any(r > n for r, n in zip(reach, there)):
+    raise ValueError(f"windows of {reach} elements do not fit into a padded input of {there}")
   patches = _patches(x, tuple(pads), tuple(window), tuple(window_strides), apart)
   n, *space = patches.shape[:-2]
   size = math.prod(window)

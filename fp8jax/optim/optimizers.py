@@ -49,7 +49,9 @@ OPTIMIZERS = {
   "nadam": Optimizer(lambda o: optax.scale_by_adam(o.b1, o.b2, o.eps, nesterov=True), _ADAM),
   "radam": Optimizer(lambda o: optax.scale_by_radam(o.b1, o.b2, o.eps), _ADAM),
   "rmsprop": Optimizer(
-    lambda o: optax.scale_by_rms(o.b2, o.eps, bias_correction=True), {"nu": "b2"}
+    # Eps is added to the root, as everywhere: inside it 1e-8 would act like 1e-4.
+    lambda o: optax.scale_by_rms(o.b2, o.eps, eps_in_sqrt=False, bias_correction=True),
+    {"nu": "b2"},
   ),
   "sgd": Optimizer(lambda o: optax.ema(o.b1, debias=False), {"mu": "b1"}),
 }
@@ -67,7 +69,8 @@ class OptimizerConfig:
 
   optimizer: str = key("adam", '"adam" (AdamW), or "lion" (arXiv:2302.06675), which has one moment '
     "and needs a learning rate three to ten times smaller; or, of Optax, \"adabelief\", "
-    '"adamax", "nadam", "radam", "rmsprop" (decays by b2), "sgd" (momentum b1)',
+    '"adamax", "nadam", "radam", "rmsprop" (b2 and eps alone), "sgd" (b1 alone: an average of '
+    "gradients, 1 - b1 times the momentum of optax.sgd)",
     choices=OPTIMIZERS, mapped=True)
   moment_format: str = key("float32", 'Storage format of the moments: "float32", or a name in '
     'optim/storage.py: "coat" first (in experiments/moments the most exact in two bytes), or '

@@ -118,12 +118,14 @@ FIELDS: dict[str, dict[str, str | None]] = {
   "ScaleByAdanState": {"m": "mu", "v": "mu", "n": "nu", "g": None},
   "ScaleByAdaDeltaState": {"e_g": "nu", "e_x": "nu"},
   "ScaleBySM3State": {"nu": "mu"},
-  "FactoredState": {"v": "nu"},
+  "FactoredState": {"v": "nu", "v_row": None, "v_col": None},
   "TraceState": {"trace": "mu"},
   "EmaState": {"ema": "mu"},
 }
 # Of transformations that leave the state of another one as it is in some steps.
-_OUTSIDE = ("MultiStepsState", "ApplyIfFiniteState", "ConditionallyTransformState")
+_OUTSIDE = (
+  "MultiStepsState", "ApplyIfFiniteState", "ConditionallyTransformState", "ConditionallyMaskState"
+)  # fmt: skip
 
 
 def quantized_state(
@@ -345,7 +347,11 @@ def _packed(x, quant: Quant, lead: int):
 def _tree_of(choice, tree):
   """A choice per leaf: given as a tree, as a function of one, or as one for all."""
   choice = choice(tree) if callable(choice) else choice
-  return jax.tree.map(lambda _: choice, tree) if isinstance(choice, int) else choice
+  if isinstance(choice, int):
+    return jax.tree.map(lambda _: choice, tree)
+  # Behind optax.masked some parameters have no moment.
+  chosen = dict(jax.tree_util.tree_flatten_with_path(choice)[0])
+  return jax.tree_util.tree_map_with_path(lambda path, _: chosen[path], tree)
 
 
 def _is_quantized(x) -> bool:

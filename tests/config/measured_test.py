@@ -62,12 +62,16 @@ def test_first_layers_of_the_measured_rules_are_in_the_rules_that_were_chosen(st
   result["budgets"][0]["arms"] = [{"rules": chosen}]
   path = tmp_path / "sensitivity.json"
   path.write_text(json.dumps(result))
-  changes = {**CHANGES, "precision.rules": RULES[1:], "precision.first_bf16": 1}
+  later = (("head", "bf16"), (".*", "tensor_current"))
+  changes = {**CHANGES, "precision.rules": RULES[1:], "precision.first_bf16": 1,
+             "precision.schedule": ((4, later),)}  # fmt: skip
   spec = harness.text_spec(**{**changes, "precision.sensitivity": str(path)})
   assert spec.flat["precision.first_bf16"] == 0 and spec.flat["precision.sensitivity"] == ""
   in_bf16 = {name for name, recipe in _names(spec).items() if recipe == "bf16"}
   first = {name for name in _names(spec) if name.startswith("layers/0/")}
   assert in_bf16 == first | {"layers/1/mlp/up", "head"}
+  later = site_tree.recipes_of(spec.sites(phase=1))
+  assert {n for n, recipe in later.items() if recipe.name == "bf16"} == first | {"head"}
 
 
 def test_a_run_goes_on_without_the_file_under_the_rules_that_it_left(study, tmp_path):

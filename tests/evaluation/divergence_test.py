@@ -101,8 +101,10 @@ def test_job_measures_each_recipe_for_itself_and_the_report_shows_it(tmp_path, m
 
 @pytest.mark.parametrize("changes, message", [
   ({"noise.tokens": 10**6}, "fewer than noise.tokens=1000000: name a text in noise.text, or set "),
-  ({"noise.recipes": ("e4m3_static",)}, "takes scales from an amax history or a calibration"),
-  ({"noise.recipes": ("block128",)}, "noise.recipes='block128'"),
+  ({"noise.recipes": ("e4m3_static",)}, "'e4m3_static' has delayed or static scales, which belong"),
+  ({"noise.recipes": ("block128",)}, "noise.recipes: unknown recipe 'block128'"),
+  ({"noise.recipes": ("tensor_current",), "model.lora.rank": 4,
+    "model.lora.base": "block_fp8"}, "noise.recipes: layers/attn/k has recipe 'tensor_current'"),
   ({"noise.text": "/none.txt"}, "noise.text='/none.txt'"),
 ])  # fmt: skip
 def test_recipes_without_scales_and_texts_that_are_too_short_are_refused(

@@ -190,6 +190,12 @@ def test_a_convolution_remembers_the_amaxes_of_its_tensors(rng):
       ),
       "feature_group_count=2: 16 features, a kernel of 7 inputs and 4 outputs",
     ),
+    (
+      lambda x: nn.Conv(
+        8, (12, 3), padding="VALID", conv_general_dilated_cls=fp8.linen_conv("bf16")
+      ).init(jax.random.key(0), x),
+      "windows of .12, 3. elements do not fit into a padded input of .9, 8.",
+    ),
   ],
 )  # fmt: skip
 def test_what_it_does_not_do_is_refused_by_name(run, words):

@@ -186,6 +186,10 @@ def test_wrappers_belong_around_it(rng):
     (lambda: optax.MultiSteps(optax.adam(1e-3), 2), "optax.MultiSteps.quantized_state.tx., 2."),
     (lambda: optax.apply_if_finite(optax.adam(1e-3), 2), "leaves the state inside as it is"),
     (
+      lambda: optax.conditionally_mask(optax.adam(1e-3), lambda step: step < 1),
+      "leaves the state inside as it is",
+    ),
+    (
       lambda: optax.GradientTransformation(lambda p: {"m": p}, lambda g, s, p=None: (g, s)),
       "the state has an array of a parameter's shape",
     ),
@@ -235,6 +239,14 @@ def test_what_would_not_train_does_stochastically_or_with_known_decays():
     assert {x.quant.rounding for x in _quantized(state)} == {want}
 
 
+def test_a_tree_of_a_mask_also_fits_where_some_parameters_have_no_moment():
+  params = {"w": jnp.ones((64, 64)), "b": jnp.ones((64, 64)), "bias": jnp.ones(64)}
+  mask = quantized_moments.StorageMask(quantized={"w": True, "b": False, "bias": False})
+  tx = fp8jax.quantized_state(contrib.muon(1e-3), "e4m3_256", stochastic=True, mask=mask)
+  (only,) = _quantized(tx.init(params))
+  assert only.data.shape == (64, 64)
+
+
 def test_state_lies_like_its_parameters_and_comes_back_from_a_checkpoint(rng, tmp_path):
   """Rows over one axis of a mesh, columns over the other; three steps are those of one device."""
   mesh = Mesh(np.reshape(jax.devices()[:8], (4, 2)), ("data", "model"))
@@ -281,7 +293,8 @@ BY_NAME = {
   "adamax": lambda: optax.adamaxw(0.01, **_B, weight_decay=0.1),
   "nadam": lambda: optax.nadamw(0.01, **_B, weight_decay=0.1),
   "radam": lambda: _decayed(optax.radam(1.0, **_B)),
-  "rmsprop": lambda: _decayed(optax.rmsprop(1.0, 0.95, 1e-6, bias_correction=True)),
+  # Adam without a first moment, also where gradients are as small as the root of eps.
+  "rmsprop": lambda: _decayed(optax.adam(1.0, 0.0, 0.95, 1e-6)),
   # A trace of 0.2 g.
   "sgd": lambda: _decayed(optax.chain(optax.scale(-0.2), optax.trace(0.8))),
 }
@@ -297,6 +310,7 @@ def _decayed(transformation):
 def test_an_optimizer_by_name_is_the_one_of_optax(rng, name):
   """In float32; in COAT's format it keeps the first update and has the bytes that it declares."""
   w, *gradients = (rng.standard_normal((32, 256)).astype(np.float32) for _ in range(8))
+  gradients = [g * np.float32(10.0) ** -i for i, g in enumerate(gradients)]
   wanted, _ = _run(BY_NAME[name](), w, gradients)
   for format in ("float32", "coat"):
     optim = optimizers.OptimizerConfig(
