@@ -12,7 +12,7 @@ from absl import logging
 
 from fp8jax import console as console_lib
 from fp8jax.config import files as config_files
-from fp8jax.config import identity
+from fp8jax.config import identity, measured
 from fp8jax.errors import UserError, missing_package, writing
 from fp8jax.jobs import table, train
 from fp8jax.run import compilation_cache, provenance
@@ -169,6 +169,7 @@ def _call(
       raise UserError(f"--{name}={value} is of the jobs {of}; leave it out of {job}")
   taken = {name: options.get(name, "") for name in filter(None, [row.option])}
   of_resolve, of_run = (taken, {}) if row.is_for_resolve else ({}, taken)
+  measured.check_there(c, workdir)
   resolved = row.resolve(c, row.needs, **of_resolve)
   # A run prints how its configuration differs from the base.
   shown = {"base": identity.flatten(base)} if job == "train" else {}
