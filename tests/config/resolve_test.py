@@ -262,7 +262,7 @@ MISTAKES = {
     TILED, 1, B200),
   "consumer Blackwell": (
     ["no FP8 kernel for sm_120 runs", "xla: lhs scales change along K every 128",
-     "Recipes that run on sm_120 at this size: tensor_current, tensor_delayed,", "rowwise"],
+     "Recipes that run on sm_120 at this size: tensor_current, tensor_current_e5m2,", "rowwise"],
     TILED, 1, RTX),
   "AMD": (["has not been tried on GPUs other than NVIDIA's"], {}, 1, Device("gpu", 0)),
   "bfloat16 on Turing": (
