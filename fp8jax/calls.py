@@ -1,6 +1,7 @@
 """Texts such as "refresh(every=500, alarm='underflow')": a name, and values by key."""
 
 import ast
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,8 +33,28 @@ def parse(text: str, words: bool = False) -> tuple[str, dict[str, Any]]:
       fields[str(keyword.arg)] = stated
   except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
     said = e.msg if isinstance(e, SyntaxError) else str(e).partition(":")[0]
+    if isinstance(e, SyntaxError) and "leading zeros" in said:  # Python's grammar has no 016
+      numbers = re.finditer(r"\b0[0-9_]+", e.text or "")
+      number = next((n[0] for n in numbers if n.end() >= (e.offset or 0)), "0")
+      said = f"{number} begins with 0; write {int(number)}"
     raise UserError(f"{text!r} is not NAME or NAME(key=value, ...): {said}") from e
   return call.func.id, fields
+
+
+def whole(key: str, text: str) -> int:
+  """The whole number behind "key=", as Python writes it: 1000, 1_000 or 0x3e8.
+
+  Raises:
+    UserError: another value; says which number to write where it has one.
+  """
+  try:
+    value = ast.literal_eval(text)
+  except ValueError:
+    value = None
+  if type(value) is int:
+    return value
+  is_whole = isinstance(value, float) and value.is_integer()
+  raise UserError(f"{key}={text} is no whole number" + f"; write {key}={value:.0f}" * is_whole)
 
 
 def write(name: str, fields: Mapping[str, Any], words: bool = False) -> str:

@@ -40,6 +40,8 @@ def test_texts_that_are_accepted(text, words, expected):
   ("f(1)", "another form"), ("f(**{'a': 1})", "another form"), ("f(a=1)(b=2)", "another form"),
   ("f(a=1, a=2)", "a is there twice"), ("f(a=g(b=1))", "malformed node"),
   ("f(a=word)", "malformed node"), ("f(a=" + "-" * 9999 + "1)", ""),
+  ("f(a=016)", "016 begins with 0; write 16"),
+  ("f(a='é017', b=-(0_9))", "0_9 begins with 0; write 9"),
 ])  # fmt: skip
 def test_texts_that_are_refused(text, reason):
   with pytest.raises(UserError) as e:
@@ -51,12 +53,25 @@ def test_texts_that_are_refused(text, reason):
   "tensor_delayed()", "tensor_delayed(steps=1,)", "tensor_delayed(steps=(1))",
   "tensor_delayed(steps='1')", "tensor_delayed(steps=1.5)", "tensor_delayed(steps=1, steps=2)",
   "tensor_delayed(16)", "tensor_delayed(accumulate=#\n1)", "tensor_delayed(step=1)",
-  "tensor_delayed(accumulate=fast/fast)",
+  "tensor_delayed(accumulate=fast/fast)", "tensor_delayed(steps=True)",
 ])  # fmt: skip
 def test_recipes_are_refused_by_an_error_that_names_the_options(name):
   with pytest.raises(ValueError) as e:
     rules.recipe_by_name(name)
   assert repr(name) in str(e.value) and "is none of steps=1024" in str(e.value)
+
+
+@pytest.mark.parametrize("stated, steps", [
+  ("1_000", 1000), ("0x10", 16), ("1e3", "write steps=1000"), ("016", "write 16"),
+  ("1.5", "no whole number"),
+])  # fmt: skip
+def test_numbers_of_recipes_are_those_of_python(stated, steps):
+  name = f"tensor_delayed(steps={stated})"
+  if isinstance(steps, str):
+    with pytest.raises(ValueError, match=f"steps={stated}.*{steps}"):
+      rules.recipe_by_name(name)
+  else:
+    assert rules.recipe_by_name(name).fwd.lhs.source.steps == steps
 
 
 def test_a_wider_margin_keeps_the_other_options():

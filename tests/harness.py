@@ -13,7 +13,7 @@ import numpy as np
 
 from configs import base
 from fp8jax import params as params_lib
-from fp8jax.compiled import fp8_gemms, hlo
+from fp8jax.compiled import expected_gemms, fp8_gemms, hlo
 from fp8jax.config import resolve
 from fp8jax.data import batch_sharding, loader
 from fp8jax.jobs import table, train
@@ -271,7 +271,7 @@ def planned_calls(spec) -> dict[hlo.GemmKey, Call]:
   precision = {"fast": "DEFAULT", "precise": "HIGHEST"}
   return {
     row.key: Call(row.key, *row.size, row.expected, precision=precision[row.accumulate])
-    for row in fp8_gemms.expected(spec)
+    for row in expected_gemms.expected(spec)
     if row.expected
   }
 

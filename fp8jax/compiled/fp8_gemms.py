@@ -1,8 +1,7 @@
 """Proof that FP8 runs: the GEMMs of the compiled step, held against the spec.
 
-`expected` derives from the site table what must be in the program, hlo.py reads what is, `check`
-compares, and `strict` does all of it for the step that a run is about to take. How the products are
-accumulated is part of it (recipe.Accumulation).
+expected_gemms.py derives from the site table what must be in the program, hlo.py reads what is,
+`check` compares, and `strict` does all of it for the step that a run is about to take.
 
 On GPU the compiled program is read. XLA:CPU has no FP8 arithmetic, so that on CPU it is the program
 as it was handed to XLA: nothing says how fast it is, but the products are those of the recipes.
@@ -13,26 +12,20 @@ the weights of sites that share an input into one GEMM, and pad to cuBLASLt's mu
 
 import collections
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8jax import console as console_lib
-from fp8jax.compiled import hlo, saved_tensors
+from fp8jax.compiled import hlo
+from fp8jax.compiled.expected_gemms import GemmRow, expected
 from fp8jax.errors import UserError
 from fp8jax.kernels import choose
-from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import transformer
 from fp8jax.models.mixer import GemmSite
-from fp8jax.ops import site as site_lib
-from fp8jax.ops import site_tree
 from fp8jax.quantization import tensor_stats
 from fp8jax.recipe import rules
-from fp8jax.recipe.gemm import PASSES, Gemm, accumulate_name
 from fp8jax.step import train_step
 from fp8jax.step.train_spec import TrainSpec
-
-_CUBLAS_MULTIPLE = 16
 
 
 class NotFp8(UserError):
@@ -40,144 +33,6 @@ class NotFp8(UserError):
 
 
 TITLE = "FP8 GEMMs per step and device, found/planned"
-
-
-@dataclasses.dataclass(frozen=True)
-class GemmRow:
-  """A product of a site: expected in the program, and found there.
-
-  Attributes:
-    key: which product.
-    recipe: name of the site's.
-    backend: that multiplies it.
-    size: (M, N, K) of the product on one device; of the first chunk for the head.
-    expected: FP8 GEMMs per step and device; 0 where the recipe does not quantize.
-    work: their multiply-adds.
-    padded: the same with every extent rounded up to cuBLASLt's multiple.
-    is_emulated: the numbers multiplied have fewer bits than the FP8 that carries them.
-    most: how often the work may be done: twice where XLA is free to do the forward product once for
-      itself and its recomputation, which have no loops around them that would keep them apart.
-    fp8: FP8 GEMMs found, in units of the spec's: its number of them did exactly its work.
-    calls: FP8 GEMMs found, executions.
-    done: their multiply-adds.
-    unquantized: executions of GEMMs with operands of more than 8 bits.
-    kernels: what multiplies.
-    instead: the first of these.
-    why: why one with FP8 operands is among these.
-    shared: the site whose GEMM also is this one's, "" for none.
-    accumulate: the recipe's, see gemm.accumulate_name; "" where it does not quantize.
-    accumulates: what the FP8 GEMMs found do, see hlo.HloGemm.
-    depth: the largest K of these, of those that XLA has written.
-  """
-
-  key: hlo.GemmKey
-  recipe: str
-  backend: str
-  size: tuple[int, int, int]
-  expected: int = 0
-  work: int = 0
-  padded: int = 0
-  is_emulated: bool = False
-  most: int = 1
-  fp8: int = 0
-  calls: int = 0
-  done: int = 0
-  unquantized: int = 0
-  kernels: tuple[str, ...] = ()
-  instead: str = ""
-  why: str = ""
-  shared: str = ""
-  accumulate: str = ""
-  accumulates: tuple[str, ...] = ()
-  depth: int = 0
-
-  @property
-  def accumulates_otherwise(self) -> str:
-    """How FP8 GEMMs that were found accumulate, if not as the recipe says; else "".
-
-    A kernel of ours promotes partial sums: no text says so, and its own tests do.
-    """
-    if not self.accumulate:
-      return ""
-    if self.accumulate.isdecimal():
-      return f"{self.depth} products in one sum" * (self.depth > _padded(int(self.accumulate)))
-    others = [how for how in self.accumulates if how != self.accumulate]
-    return repr(others[0] or "promoted") if others else ""
-
-  @property
-  def is_multiplied(self) -> bool:
-    """Whether the GEMMs of the spec are there, whatever their accumulation."""
-    return self.fp8 == self.expected and not (self.unquantized and self.expected)
-
-  @property
-  def is_proven(self) -> bool:
-    return self.is_multiplied and not self.accumulates_otherwise
-
-
-# --- what must be there --------------------------------------------------------------------------
-
-
-def expected(spec: TrainSpec, phase: int = 0) -> list[GemmRow]:
-  """A row for every product of every site, recomputed ones included, nothing found yet."""
-  declared = site_tree.find_sites(transformer.site_params(spec.model))
-  recomputed = saved_tensors.recomputed_sites(spec.model, spec.run)
-  rows = []
-  for name, site in site_lib.flatten(spec.sites(phase=phase)).items():
-    param = declared[rules.path_of(name)]
-    is_recomputed = rules.path_of(name) in recomputed
-    # XLA unrolls the loop over a single layer.
-    is_loop = len(site.layer_names) > 1
-    passes = [p for p in PASSES if p != "wgrad" or param.trainable]
-    products = [(p, False) for p in passes] + [("fwd", True)] * (is_recomputed and is_loop)
-    for product, again in products:
-      sizes = [
-        (site_tree.local_size(param, spec.model.dims, spec.run.layout, t).of(product), n)
-        for t, n in calls(spec, site)
-      ]
-      gemm, backend = getattr(site.recipe, product), site.backends[PASSES.index(product)]
-      multiplier = gemm_api.BACKENDS[backend]
-      formats = [quant.format for quant in (gemm.lhs, gemm.rhs) if quant is not None]
-      row = GemmRow(hlo.GemmKey(name, product, again), site.recipe.name, backend, sizes[0][0])
-      if gemm.is_quantized:
-        row = dataclasses.replace(
-          row,
-          expected=sum(
-            n * multiplier.num_dots(choose.GemmProblem(*mnk, gemm, spec.device)) for mnk, n in sizes
-          ),
-          work=sum(n * math.prod(mnk) for mnk, n in sizes),
-          padded=sum(n * math.prod(map(_padded, mnk)) for mnk, n in sizes),
-          is_emulated=any(f.bits < 8 * f.dtype.itemsize for f in formats),
-          accumulate=accumulate_name(gemm.accumulate),
-          most=2 if product == "fwd" and is_recomputed and not is_loop else 1,
-        )
-      rows.append(row)
-  return rows
-
-
-def uses(spec: TrainSpec, phase: int = 0) -> dict[tuple[str, Gemm], set[tuple[int, int, int]]]:
-  """(backend, quantized product) -> the sizes on one device that the step calls it with."""
-  sizes = collections.defaultdict(set)
-  for row in expected(spec, phase):
-    if row.expected:
-      gemm = getattr(rules.recipe_by_name(row.recipe), row.key.product)
-      sizes[row.backend, gemm].add(row.size)
-  return sizes
-
-
-def calls(spec: TrainSpec, site: site_lib.Site) -> list[tuple[int, int]]:
-  """(tokens on a device, calls per step) of a site."""
-  times = spec.grad_accum_steps
-  if not transformer.gemm_sites(spec.model)[rules.path_of(site.name)].is_chunked:
-    return [(spec.tokens_per_device, times * len(site.layer_names))]
-  length, chunk = spec.data.seq_len, spec.run.loss_chunk
-  sequences = spec.tokens_per_device // length
-  whole, rest = divmod(length, chunk)
-  calls = [(sequences * chunk, times * whole), (sequences * rest, times)]
-  return [(tokens, n) for tokens, n in calls if tokens and n]
-
-
-def _padded(extent: int) -> int:
-  return -(-extent // _CUBLAS_MULTIPLE) * _CUBLAS_MULTIPLE
 
 
 # --- the comparison ------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 # ruff: noqa: UP013 (a table of types)
 
 import os
+import shlex
 from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
@@ -26,6 +27,7 @@ Arm = TypedDict("Arm", {"rules": list[tuple[str, str]]})
 Budget = TypedDict("Budget", {
   "key": str, "budget": str, "verdict": str, "arms": Annotated[list[Arm], Meta(min_length=1)],
 })  # fmt: skip
+Rules = TypedDict("Rules", {"precision.rules": list[tuple[str, str]]})
 Study = TypedDict("Study", {"model": dict[str, Any], "sites": list[Site], "budgets": list[Budget]})
 
 _REPEAT = "repeat --job=sensitivity with this configuration in another --out"
@@ -42,13 +44,10 @@ def with_rules(c: Config, model: model_config.ModelConfig) -> Config:
   stated = c.precision.sensitivity
   if not stated:
     return c
-  path, _, wanted = stated.rpartition(":")
-  path, wanted = (path, wanted) if wanted in BUDGETS else (stated, "")
-  path = os.path.expanduser(path)
+  path, wanted = _file(stated)
   if not os.path.isfile(path):
     raise UserError(
-      f"precision.sensitivity={stated!r}: there is no file {path!r}; --job=sensitivity writes "
-      "it. A run that began with it has its rules in config.json: set precision.rules to them"
+      f"precision.sensitivity={stated!r}: there is no file {path!r}; --job=sensitivity writes it"
     )
   remedy = "run --job=sensitivity again in its folder, which keeps what has been measured"
   study = records.read(path, Study, remedy)
@@ -67,6 +66,35 @@ def with_rules(c: Config, model: model_config.ModelConfig) -> Config:
   c.precision.schedule = tuple(later)
   c.precision.first_bf16 = c.precision.last_bf16 = 0
   return c
+
+
+def check_there(c: Config, workdir: str):
+  """Refuses the lost file of a run, with the options that state the rules that the run has.
+
+  Raises:
+    UserError: it is not there, and workdir/config.json has rules.
+  """
+  path, _ = _file(c.precision.sensitivity)
+  if not path or os.path.isfile(path):
+    return
+  remedy = "name another --workdir"
+  if begun := records.find(workdir, "config.json", TypedDict("Begun", {"resolved": Rules}), remedy):
+    rules = begun["resolved"]["precision.rules"]
+    options = {
+      "sensitivity": "", "rules": tuple(map(tuple, rules)), "first_bf16": 0, "last_bf16": 0,
+    }  # fmt: skip
+    shown = " ".join(shlex.quote(f"--config.precision.{k}={v}") for k, v in options.items())
+    raise UserError(
+      f"precision.sensitivity={c.precision.sensitivity!r}: there is no file {path!r}, and "
+      f"{workdir!r} remembers the rules of its run. To go on with them: {shown}"
+    )
+
+
+def _file(stated: str) -> tuple[str, str]:
+  """(path, budget or "") of FILE or FILE:BUDGET."""
+  path, _, wanted = stated.rpartition(":")
+  path, wanted = (path, wanted) if wanted in BUDGETS else (stated, "")
+  return os.path.expanduser(path), wanted
 
 
 def _check_same(c: Config, model: model_config.ModelConfig, study: Study, path: str):

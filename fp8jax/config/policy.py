@@ -5,7 +5,7 @@ from typing import Any
 
 from fp8jax import calls, patterns
 from fp8jax.config.alarms import ADVICE
-from fp8jax.errors import ConfigErrors, nearest
+from fp8jax.errors import ConfigErrors, UserError, nearest
 from fp8jax.ops import site_tree
 from fp8jax.phases import policy as policy_lib
 from fp8jax.phases.policy import Policy
@@ -57,7 +57,10 @@ def _parts(entry) -> tuple[str, dict[str, Any]]:
   try:
     return calls.parse(entry)
   except (ValueError, AttributeError) as e:
-    raise ValueError(f"{entry!r} is no policy of finite numbers and texts; write {_EXAMPLE}") from e
+    hint = f"; {e}" if isinstance(e, UserError) else ""
+    raise ValueError(
+      f"{entry!r} is no policy of finite numbers and texts; write {_EXAMPLE}{hint}"
+    ) from e
 
 
 def attach(

@@ -4,18 +4,17 @@ found here, and reported together.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
 from fp8jax import axes, mesh
-from fp8jax import params as params_lib
-from fp8jax.config import alarms, checks, measured, registry, tile_checks
+from fp8jax.config import alarms, checks, measured, registry
 from fp8jax.config import chat as chat_checks
 from fp8jax.config import data as data_checks
 from fp8jax.config import files as config_files
+from fp8jax.config import layout as layout_checks
 from fp8jax.config import policy as policy_checks
 from fp8jax.config import precision as precision_checks
 from fp8jax.config.files import Config
@@ -54,7 +53,7 @@ def resolve(
   """
   problems = ConfigErrors()
   _check_numbers(c, problems)
-  chosen = _layout(c, num_devices, make_mesh or mesh.make, problems, needs)
+  chosen = layout_checks.read(c, num_devices, make_mesh or mesh.make, problems, needs)
   layout = chosen or axes.LOCAL
   model = _checked_model(c, needs, problems)
   c = c if model is None else problems.attempt(lambda: measured.with_rules(c, model)) or c
@@ -62,7 +61,7 @@ def resolve(
   data = data_checks.spec(c, model and model.vocab_size, problems, needs)
   steps = chat_checks.steps(c, data, problems) if needs.has_steps else c.steps
   optim = _optim(c, steps, problems)
-  microbatch = _microbatch(c, layout, problems)
+  microbatch = layout_checks.microbatch(c, layout, problems)
   run = _with_attention(c, run, model, microbatch, device, problems)
   recipes = problems.attempt(lambda: precision_checks.read(c))
   precision_checks.check_smooth(c, model, problems)
@@ -76,7 +75,7 @@ def resolve(
       with_rules = functools.partial(precision_checks.with_first_last_rules, recipes, c, model)
       recipes = problems.attempt(with_rules)
     if chosen and recipes:
-      _check_layout(c, model, declaration, recipes, layout, microbatch, problems)
+      layout_checks.check(c, model, declaration, recipes, layout, microbatch, problems)
   named = groups.names(declaration, model.num_layers) if declaration and model else {}
   problems.extend(checks.group_problems(c, optim, named) + param_stats.problems(c, optim))
   watched = problems.attempt(lambda: alarms.read_alarms(c.log.alarms)) or ()
@@ -133,20 +132,6 @@ def _check_numbers(c: Config, problems: ConfigErrors):
   problems.extend(registry.problems(c))
   n = c.data.workers
   problems.check(n <= 1024, f"data.workers={n}, each a process, must be at most 1024")
-
-
-def _layout(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigErrors, needs: Needs):
-  """Where each letter lives, or None if mesh or sharding tables are wrong."""
-  if needs.is_on_one_device(c):
-    return axes.LOCAL
-  shape = problems.attempt(lambda: mesh.resolve(c.mesh, num_devices))
-  if not _check_sharding(c, problems) or shape is None:
-    return None
-  if math.prod(shape) == 1:
-    return axes.LOCAL
-  return axes.Layout(
-    make_mesh(shape), axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
-  )
 
 
 def _checked_model(c: Config, needs: Needs, problems: ConfigErrors):
@@ -362,94 +347,3 @@ def _optim(c: Config, steps: int, problems: ConfigErrors) -> optimizers.Optimize
   problems.extend(optim.problems())
   problems.extend(checks.layerwise_problems(c))
   return optim
-
-
-def _microbatch(c: Config, layout: axes.Layout, problems: ConfigErrors) -> int:
-  shards = layout.size(layout.act_axes("B"))
-  if min(c.grad_accum_steps, c.global_batch, c.eval.batch) < 1:
-    return 1  # said already
-  problems.check(
-    c.global_batch % (c.grad_accum_steps * shards) == 0,
-    f"global_batch={c.global_batch} must be a multiple of grad_accum_steps x batch shards = "
-    f"{c.grad_accum_steps} x {shards}; change grad_accum_steps, or take the nearest batch, "
-    f"{_round_to(c.global_batch, c.grad_accum_steps * shards)}",
-  )
-  problems.check(
-    c.eval.batch % shards == 0,
-    f"eval.batch={c.eval.batch} must be a multiple of the {shards} batch shards of the mesh; "
-    f"the nearest is {_round_to(c.eval.batch, shards)}",
-  )
-  return max(c.global_batch // c.grad_accum_steps, 1)
-
-
-def _round_to(n: int, multiple: int) -> int:
-  return max(round(n / multiple), 1) * multiple
-
-
-def _check_sharding(c: Config, problems: ConfigErrors) -> bool:
-  """Whether the tables name real letters and axes, and weights can be gathered to activations."""
-  before = len(problems.found)
-  weights, acts = dict(axes.as_rules(c.sharding.weights)), dict(axes.as_rules(c.sharding.acts))
-  for table, rules in (("weights", weights), ("acts", acts)):
-    # Activations of a layer's width D stay whole: norms and the loss are computed per device.
-    letters = set("BFHGV") if table == "acts" else set(_WORDS)
-    for letter, names in rules.items():
-      problems.check(
-        letter in letters,
-        f"sharding.{table}.{letter} cannot be split; the letters are {', '.join(sorted(letters))}",
-      )
-      for name in names:
-        if name not in mesh.AXES:
-          problems.found.append(
-            f"sharding.{table}.{letter} names mesh axis {name!r}; there are {', '.join(mesh.AXES)}"
-          )
-  for letter in weights.keys() & acts.keys() | acts.keys() - {"B"}:
-    have, need = weights.get(letter, ()), acts.get(letter, ())
-    problems.check(
-      have[: len(need)] == need,
-      f"sharding.weights.{letter}={have} must begin with sharding.acts.{letter}={need}: a weight "
-      "is gathered to where activations are, never scattered",
-    )
-  return len(problems.found) == before
-
-
-def _check_layout(c, model, declaration, recipes, layout: axes.Layout, microbatch, problems):
-  """Every split dimension divides, no scale tile straddles devices, rotations divide."""
-  problems.extend(precision_checks.frozen_problems(recipes, model, layout))
-  sites = transformer.site_params(model)
-  tokens = microbatch * c.seq_len // layout.size(layout.act_axes("B"))
-  for phase in recipes.phases:
-    problems.extend(tile_checks.find_broken_rotations(sites, model.dims, phase.rules, tokens))
-  if layout.mesh is None:
-    return
-  used = {letter for p in params_lib.flatten(declaration).values() for letter in p.letters}
-  wrong = {}
-  for letter in sorted(used):
-    size = model.dims[letter]
-    for kind, split in (("weights", layout.weight_axes(letter)), ("acts", layout.act_axes(letter))):
-      shards = layout.size(split)
-      if size % shards:
-        wrong[letter, shards] = (
-          f"{_WORDS[letter]} = {size} does not divide over {shards} devices (sharding.{kind}."
-          f"{letter} = {'+'.join(split)}); change mesh.{split[0]} or that sharding"
-        )
-  problems.extend(list(wrong.values()))
-  if not wrong:
-    texts = [
-      problem
-      for phase in recipes.phases
-      for problem in tile_checks.find_misaligned_tiles(
-        sites, model.dims, phase.rules, layout, tokens
-      )
-    ]
-    problems.extend(list(dict.fromkeys(texts)))
-
-
-_WORDS = {
-  "V": "model.vocab_size", "D": "model.hidden_size", "F": "model.intermediate_size",
-  "N": "model.num_layers", "H": "model.num_heads", "G": "model.num_kv_heads",
-  "K": "model.head_dim",
-}  # fmt: skip
-
-
-# --- configurations as data ----------------------------------------------------------------------

@@ -12,7 +12,7 @@ from absl import logging
 
 from fp8jax import console as console_lib
 from fp8jax.config import files as config_files
-from fp8jax.config import identity
+from fp8jax.config import identity, measured
 from fp8jax.errors import UserError, missing_package, writing
 from fp8jax.jobs import table, train
 from fp8jax.run import compilation_cache, provenance
@@ -102,14 +102,15 @@ def run_sweep(
   is_mapped: bool = False,
 ) -> int:  # fmt: skip
   """Runs the trials of a sweep's file (sweeps/run.py); returns the process's exit code."""
+  folder = os.path.abspath(os.path.expanduser(workdir) or os.path.join("runs", _stem(path)))
 
   def action() -> int:
     if is_mapped:
       compilation_cache.enable()
-    return sweep_run.run(path, root, workdir, parallel, submit, is_printed, is_mapped)
+    return sweep_run.run(path, root, folder, parallel, submit, is_printed, is_mapped)
 
   where = "--job=memory with the configuration of one trial; fewer at once: --parallel=N"
-  return _reported(action, workdir or "the sweep's folder", where)
+  return _reported(action, folder, where)
 
 
 def call(
@@ -167,11 +168,12 @@ def _call(
       of = ", ".join(one for one, other in table.JOBS.items() if other.option == name)
       raise UserError(f"--{name}={value} is of the jobs {of}; leave it out of {job}")
   taken = {name: options.get(name, "") for name in filter(None, [row.option])}
-  of_resolve = taken if row.option == "topology" else {}
+  of_resolve, of_run = (taken, {}) if row.is_for_resolve else ({}, taken)
+  measured.check_there(c, workdir)
   resolved = row.resolve(c, row.needs, **of_resolve)
   # A run prints how its configuration differs from the base.
   shown = {"base": identity.flatten(base)} if job == "train" else {}
-  return row.run(*resolved, workdir, **({} if of_resolve else taken), **shown)
+  return row.run(*resolved, workdir, **of_run, **shown)
 
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"

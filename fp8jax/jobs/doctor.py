@@ -108,7 +108,7 @@ def _row(name: str, recipe: Recipe, device: Device) -> RecipeRow:
   return RecipeRow(name, tuple(backends))
 
 
-def first_run(device: Device, untried: bool = True) -> FirstRun:
+def first_run(device: Device, untried: bool = False) -> FirstRun:
   """The options of a first run on a device, and their reason.
 
   Args:
@@ -116,14 +116,17 @@ def first_run(device: Device, untried: bool = True) -> FirstRun:
   """
   if device.platform == "cpu":
     return FirstRun("block_128", {}, "any recipe, emulated: exact products, no speed")
-  native = choose.native_recipes(choose.GemmProblem(*_SIZES, RECIPES[_PREFERRED[0]].fwd, device))
-  is_allowed = untried or choose.caution(device) is None
-  for name in _PREFERRED:
-    if name in native and is_allowed:
-      return FirstRun(name, {}, "FP8 products")
+  if (native := _native(device)) and (untried or choose.caution(device) is None):
+    return FirstRun(native, {}, "FP8 products")
   reason = "no FP8 products; FP8 moments, narrow masters and saved activations"
   half = _HALF if choose.lacks_dtype(device, "bfloat16") else {}
   return FirstRun("bf16", {**_NARROW, **half}, reason)
+
+
+def _native(device: Device) -> str:
+  """The first of _PREFERRED that runs on FP8 hardware, or ""."""
+  native = choose.native_recipes(choose.GemmProblem(*_SIZES, RECIPES[_PREFERRED[0]].fwd, device))
+  return next((name for name in _PREFERRED if name in native), "")
 
 
 def advice(device: Device) -> str:
@@ -132,6 +135,8 @@ def advice(device: Device) -> str:
   line = f"{run.reason}: {run.options}"
   if device.platform == "cpu" or run.recipe in _PREFERRED:
     return line
+  if native := _native(device):
+    return f"{line}. --config=FILE:{native} multiplies in FP8 all the same; see the caution"
   emulate = "--config.kernels.matmul=reference emulates the other recipes, slowly"
   return f"{line}. {emulate}, for a look at their numerics"
 

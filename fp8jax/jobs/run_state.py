@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import rich.console
 
-from fp8jax.compiled import fp8_gemms
+from fp8jax.compiled import expected_gemms, fp8_gemms
 from fp8jax.jobs import policy_runner
 from fp8jax.kernels import self_test
 from fp8jax.ops import site_tree
@@ -88,7 +88,7 @@ class RunState:
 
   def _try_kernels(self, phase: int):
     """Stops before the first step of a phase if a kernel of ours is wrong on this device."""
-    if count := self_test.products(fp8_gemms.uses(self.spec, phase)):
+    if count := self_test.products(expected_gemms.uses(self.spec, phase)):
       self._out.print(f"kernels: {count} kinds of product tried on this device, all exact")
     leaf = next((x for x in jax.tree.leaves(self.spec.leaves) if x.backend != "xla"), None)
     if leaf is not None and not self.sites:  # once

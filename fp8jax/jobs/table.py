@@ -79,14 +79,16 @@ class Job:
     run: of what `resolve` gives and the workdir; its result is printed, and notebooks get it.
     needs: of the configuration.
     resolve: from the configuration to the values that `run` takes.
-    option: of the command line and `dispatch.call`, which no other job has: "out", the folder or
-      file that `run` writes, or "topology", the devices that `resolve` is for.
+    option: of the command line and `dispatch.call`, e.g. "out", the folder or file that `run`
+      writes; a job has one at most.
+    is_for_resolve: whether `resolve` takes the option, in place of `run`.
   """
 
   run: Callable[..., dict[str, Any]]
   needs: Needs = Needs()
   resolve: Callable[..., tuple[Any, ...]] = _spec
   option: str = ""
+  is_for_resolve: bool = False
 
 
 def _always(c: Config) -> bool:
@@ -136,7 +138,7 @@ JOBS = {
     calibrate.run, Needs((Calibrate,), checks.calibrate_problems, of_weights=True), option="out"
   ),
   "diagnose": Job(diagnose.run),
-  "memory": Job(memory.run, Needs(), _program, "topology"),
+  "memory": Job(memory.run, Needs(), _program, "topology", is_for_resolve=True),
   "prepare": Job(prepare.run, Needs((Prepare,)), _documents, "out"),
   "preview": Job(
     lambda *of_text: preview.run(*of_text[:-1]),  # it writes nothing

@@ -147,7 +147,13 @@ def name_of(device: Device) -> str:
 
 
 def caution(device: Device) -> str | None:
-  """A line for the start of a run on a GPU that no program of ours was ever compiled for."""
+  """A line for the start of a run on a GPU whose FP8 products are accepted and not recommended."""
+  if device.platform == "gpu" and device.capability == _ADA:
+    return (
+      f"{name_of(device)}: FP8 products are accepted and not recommended. The one public "
+      "measurement of a scale per tensor on an L4 (Unsloth 2026.10.9, models/float8_training.py) "
+      "found no gain, and NaN with checkpointing"
+    )
   if device.platform != "gpu" or device.capability < _SM120:
     return None
   return (

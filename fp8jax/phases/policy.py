@@ -223,8 +223,11 @@ def make(kind: str, fields: dict[str, Any]) -> Policy:
     if name not in known:
       raise ValueError(f"{kind} has no {name!r}; it has {', '.join(known)}")
     wanted = type(known[name].default)
-    if not isinstance(value, wanted | int if wanted is float else wanted) or value is True:
-      raise ValueError(f"{kind}: {name}={value!r} must be of type {wanted.__name__}")
+    is_bool = isinstance(value, bool) and wanted is not bool
+    if not isinstance(value, wanted | int if wanted is float else wanted) or is_bool:
+      is_whole = wanted is int and isinstance(value, float) and value.is_integer()
+      fix = f"; write {name}={value:.0f}" * is_whole
+      raise ValueError(f"{kind}: {name}={value!r} must be of type {wanted.__name__}{fix}")
     if wanted is int and value >= 2**31:
       raise ValueError(f"{kind}: {name}={value} must be below 2^31, the number of steps of any run")
   made = KINDS[kind](**fields)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp8jax import calls, patterns
-from fp8jax.errors import nearest
+from fp8jax.errors import UserError, nearest
 from fp8jax.recipe import library
 from fp8jax.recipe.gemm import PASSES, Accumulate, Recipe, accumulate_by_name
 from fp8jax.recipe.quant import Delayed, Static
@@ -85,12 +85,13 @@ def _options(name: str, option: str) -> tuple[dict[str, Any], tuple[Accumulate, 
         if len(accumulate) != len(PASSES):
           raise ValueError
       else:
-        delays[key] = kinds[key](value)
+        delays[key] = calls.whole(key, value) if kinds[key] is int else kinds[key](value)
   except (KeyError, ValueError) as e:
+    hint = f" ({e})" if isinstance(e, UserError) else ""
     known = ", ".join(f"{k}={Delayed.__dataclass_fields__[k].default}" for k in kinds)
     raise ValueError(
       f"recipe {name!r}: {option.strip()!r} is none of {known}, accumulate=fast, "
-      "accumulate=precise, accumulate=N, accumulate=FWD/DGRAD/WGRAD of these, each once"
+      f"accumulate=precise, accumulate=N, accumulate=FWD/DGRAD/WGRAD of these, each once{hint}"
     ) from e
   return delays, accumulate
 

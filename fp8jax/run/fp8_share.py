@@ -7,7 +7,7 @@ compiled program to it. Emulated FP4 is carried by 8 bits and counts.
 import math
 from collections.abc import Mapping
 
-from fp8jax.compiled import fp8_gemms
+from fp8jax.compiled import expected_gemms
 from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
@@ -38,7 +38,7 @@ def of_phase(spec: TrainSpec, phase: int = 0) -> dict[str, float]:
     for which in PASSES if param.trainable else PASSES[:2]:
       gemm = getattr(site.recipe, which)
       flops += 2.0 * weights * gemm.is_quantized
-      for tokens, calls in fp8_gemms.calls(spec, site):
+      for tokens, calls in expected_gemms.calls(spec, site):
         m, n, k = site_tree.local_size(param, dims, layout, tokens).of(which)
         elements = calls * (m * k + k * n)
         narrow_bytes += elements * gemm.is_quantized

@@ -33,7 +33,7 @@ Handle = process.Child | slurm.Submitted
 
 
 def run(
-  path: str, root: str, workdir: str, parallel: int, submit: str, is_printed: bool,
+  path: str, root: str, folder: str, parallel: int, submit: str, is_printed: bool,
   is_mapped: bool = False,
 ) -> int:  # fmt: skip
   """Runs the sweep in a file; returns the exit code.
@@ -41,7 +41,7 @@ def run(
   Args:
     path: the sweep's file.
     root: the folder of launch.py.
-    workdir: the sweep's folder; "" is runs/<name of the file>.
+    folder: of its trials, an absolute path.
     parallel: trials at a time; 0: one per GPU or core, all of those for a scheduler.
     submit: "" for processes here, or a cluster of submitit.
     is_printed: print the commands of the trials that are not over, and start none.
@@ -54,8 +54,6 @@ def run(
   sweep = spec.load(path, None if submit else process.num_devices())
   if sweep.search is not None and (is_mapped or is_printed):
     raise UserError("a search suggests points from objectives; leave --vmap and --print out")
-  stem = os.path.splitext(os.path.basename(path))[0]
-  folder = os.path.abspath(os.path.expanduser(workdir) or os.path.join("runs", stem))
   out = console_lib.console()
   if is_printed:
     for trial in sweep.trials(folder):
@@ -63,10 +61,11 @@ def run(
         print(process.shown(trial))
     return 0
   records.make_folder(folder, "--workdir")
-  if is_mapped:
+  begin = None if is_mapped else _starter(sweep, root, folder, parallel, submit)
+  table.claim(folder, path, sweep)
+  if begin is None:
     results = _mapped(sweep, folder, parallel, out)
     return _ended(sweep, path, folder, results, None, out)
-  begin = _starter(sweep, root, folder, parallel, submit)
   results, code = _all(plan_lib.of(sweep, folder), *begin, out)
   return _ended(sweep, path, folder, results, code, out)
 

@@ -1,18 +1,37 @@
 """The end of a sweep: a table, sweep.json, from which others draw, and a comparison of its runs."""
 
 import importlib
+import os
 import statistics
-from typing import Any
+from typing import Any, TypedDict
 
 import rich.console
 
 from fp8jax import console as console_lib
+from fp8jax import records
 from fp8jax.errors import UserError, missing_package, one_line
 from fp8jax.run.provenance import write_json
 from fp8jax.sweeps.outcome import Outcome
 from fp8jax.sweeps.spec import Sweep, Trial
 
 Results = list[tuple[Trial, Outcome]]
+
+
+def claim(folder: str, path: str, sweep: Sweep):
+  """Begins FOLDER/sweep.json. A folder is of one file: its table, comparison and search are.
+
+  Raises:
+    UserError: it has been begun by another file.
+  """
+  remedy = "remove it: the end of the sweep writes it again"
+  begun = records.find(folder, "sweep.json", TypedDict("Begun", {"sweep": str}), remedy)
+  if begun is None:
+    write(folder, path, sweep, [])
+  elif os.path.abspath(begun["sweep"]) != os.path.abspath(path):
+    raise UserError(
+      f"{folder}/sweep.json is of the sweep {begun['sweep']!r}, and this is {path!r}; name another "
+      "folder as --workdir, or remove sweep.json (and optuna.journal) if the file was renamed"
+    )
 
 
 def write(folder: str, path: str, sweep: Sweep, results: Results):

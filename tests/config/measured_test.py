@@ -4,13 +4,14 @@ import copy
 import dataclasses
 import json
 import pathlib
+import shlex
 
 import harness
 import pytest
 
-from fp8jax.config import identity
-from fp8jax.errors import ConfigError
-from fp8jax.jobs import sensitivity, train
+from fp8jax.config import identity, registry
+from fp8jax.errors import ConfigError, UserError
+from fp8jax.jobs import dispatch, sensitivity, train
 from fp8jax.ops import site_tree
 from fp8jax.sensitivity.settings import Sensitivity
 
@@ -74,7 +75,8 @@ def test_first_layers_of_the_measured_rules_are_in_the_rules_that_were_chosen(st
   assert {n for n, recipe in later.items() if recipe.name == "bf16"} == first | {"head"}
 
 
-def test_a_run_goes_on_without_the_file_under_the_rules_that_it_left(study, tmp_path):
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+def test_a_run_goes_on_without_the_file_under_the_rules_that_it_left(study, tmp_path, parse):
   path = tmp_path / "file.json"
   path.write_text(study.read_text())
   stated = {**CHANGES, "precision.sensitivity": f"{path}:min_fp8"}
@@ -85,13 +87,20 @@ def test_a_run_goes_on_without_the_file_under_the_rules_that_it_left(study, tmp_
   assert rules == _rules(path, "min_fp8") != RULES
   assert resolved["precision.sensitivity"] == ""
   path.unlink()
-  with pytest.raises(ConfigError, match="there is no file .* has its rules in config.json"):
+  with pytest.raises(ConfigError, match="there is no file .*; --job=sensitivity writes it"):
     harness.text_spec(**stated)
+  c = harness.text_config(**stated)
+  with pytest.raises(UserError, match="remembers the rules of its run") as e:
+    dispatch.call("train", c, registry.base(), str(workdir))
   # Same steps: nothing is left to do, and nothing is refused; other rules are.
   pasted = {**CHANGES, "precision.rules": rules}
   train.run(harness.text_spec(**pasted), str(workdir))
   with pytest.raises(ConfigError, match="precision.rules was"):
     train.run(harness.text_spec(**CHANGES), str(workdir))
+  # The command line reads the options that it names as those rules.
+  options = shlex.split(str(e.value).partition("go on with them: ")[2])
+  read = parse("--config=configs/debug.py", "--config.precision.first_bf16=1", *options).precision
+  assert (read.rules, read.sensitivity, read.first_bf16, read.last_bf16) == (rules, "", 0, 0)
 
 
 def _without_budgets(result):

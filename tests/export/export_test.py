@@ -179,8 +179,10 @@ def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
   after = {p.name: p.read_bytes() for p in done.target.iterdir()}
   assert after.keys() == before.keys() | {"fp8_matrices.json"}
   assert after["config.json"] != before["config.json"]
-  again = export()  # in 16 bits: no table of an earlier export stays
-  assert {p.name for p in again.target.iterdir()} == before.keys()
+  wide = done.target.with_name("wide")  # in 16 bits, of a folder that has the table
+  of_fp8 = {"weights.hf": str(done.target), "init.hf": str(done.target)}
+  assert export(out=wide, **of_fp8, **{"export.format": "hf-bf16"}).code == 0
+  assert {p.name for p in wide.iterdir()} == before.keys()
 
 
 @pytest.mark.parametrize(

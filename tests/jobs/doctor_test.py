@@ -21,11 +21,14 @@ BLOCKS = {"block_128", "block_128_pow2", "block_128_hybrid"}
 GPUS = {
   "Tesla T4": (75, set(), "--config=FILE:bf16 --config.optim.moment_format=coat"),
   "NVIDIA A100-SXM4-40GB": (80, set(), "--config=FILE:bf16 --config.optim.moment_format=coat"),
-  "NVIDIA L4": (89, TENSOR | ROWS, "--config=FILE:tensor_current"),
+  "NVIDIA L4": (89, TENSOR | ROWS, "--config=FILE:bf16 --config.optim.moment_format=coat"),
   "NVIDIA H100 80GB HBM3": (90, TENSOR | ROWS | BLOCKS, "--config=FILE:block_128"),
   "NVIDIA B200": (100, TENSOR | ROWS, "--config=FILE:tensor_current"),
-  "NVIDIA RTX PRO 6000 Blackwell": (120, TENSOR | ROWS, "--config=FILE:tensor_current"),  # G4
-}
+  "NVIDIA RTX PRO 6000 Blackwell": (
+    120, TENSOR | ROWS, "--config=FILE:bf16 --config.optim.moment_format=coat",
+  ),  # G4
+}  # fmt: skip
+CAUTIONED = (89, 120)  # experiments/guide/gpu.md: FP8 products are accepted and not advised
 
 
 def _report(machine, in_clone=True):
@@ -48,8 +51,12 @@ def test_report_on_a_gpu_names_what_runs_and_why_not(kind):
       assert len(row.refusal) > 20 and row.refusal in text and name in text
   (line,) = [line for line in text.splitlines() if line.startswith("next: ")]
   assert f"python launch.py {advice}" in line and "--job=memory" in line
-  assert ("--job=sensitivity" in line) == bool(runs)  # BF16 has no sites to measure
-  assert ("caution: sm_120" in text) == (capability == 120)
+  is_advised = bool(runs) and capability not in CAUTIONED
+  assert ("--job=sensitivity" in line) == is_advised  # BF16 has no sites to measure
+  assert (f"caution: sm_{capability}" in text) == (capability in CAUTIONED)
+  assert ("FILE:tensor_current multiplies in FP8 all the same" in text) == (capability in CAUTIONED)
+  device, opted = Device("gpu", capability), doctor.first_run(Device("gpu", capability), True)
+  assert (opted != doctor.first_run(device)) == (capability in CAUTIONED)
   assert ("float16" in text.split("first run")[1]) == (capability == 75)
 
 

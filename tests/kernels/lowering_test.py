@@ -276,9 +276,9 @@ def _of_layer(tokens: int, inner: int, outer: int, recipe: str = "block_128"):
 
 def _of_plan(spec):
   """The same of every layer of a configuration, its norm and SwiGLU."""
-  from fp8jax.compiled import fp8_gemms
+  from fp8jax.compiled import expected_gemms
 
-  for (backend, of), shapes in fp8_gemms.uses(spec).items():
+  for (backend, of), shapes in expected_gemms.uses(spec).items():
     if backend not in ("mosaic_sm90", "xla_sm90") or of.rhs.tile[0] == 1:
       continue
     for m, n, k in sorted(shapes):

@@ -106,6 +106,7 @@ TESTS = {
     "compiled/accumulation",
     "step/integration",
   ),
+  "fp8jax/compiled/expected_gemms.py": ("compiled/fp8_gemms", "compiled/accumulation"),
   "fp8jax/compiled/hlo.py": ("compiled/fp8_gemms", "compiled/accumulation"),
 }
 

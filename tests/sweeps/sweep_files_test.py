@@ -1,12 +1,14 @@
 """A sweep's file is checked as configurations are, before a trial starts: one line per mistake."""
 
+import errno
 import time
 
 import numpy as np
 import pytest
 
 from fp8jax.errors import ConfigError, UserError
-from fp8jax.sweeps import run, spec
+from fp8jax.jobs import dispatch
+from fp8jax.sweeps import run, spec, table
 
 HEAD = "from fp8jax.sweeps.spec import *\n"
 D = "'configs/debug.py'"
@@ -169,8 +171,38 @@ def test_options_that_do_not_go_together_are_refused(
   options = {"parallel": 0, "submit": "", "is_printed": False, "is_mapped": False, "workdir": "out"}
   fields = {k: v for k, v in given.items() if k not in options}
   options |= {k: v for k, v in given.items() if k in options}
-  options["workdir"] = str(tmp_path / options["workdir"])
+  options["folder"] = str(tmp_path / options.pop("workdir"))
   (tmp_path / "s.py").write_text(_sweep(**fields))
   with pytest.raises(UserError, match=message):
     run.run(str(tmp_path / "s.py"), ".", **options)
   assert not (tmp_path / "out" / "sweep.json").exists()
+
+
+def test_a_folder_is_of_one_sweep(tmp_path, monkeypatch):
+  """Two files of one name share runs/NAME; one that has begun keeps its table and its search."""
+  monkeypatch.chdir(tmp_path)
+  sweep, began = spec.Sweep("c.py"), []
+  (tmp_path / "out").mkdir()
+  table.claim("out", "a/s.py", sweep)
+  begun = (tmp_path / "out" / "sweep.json").read_text()
+  table.claim("out", str(tmp_path / "a" / "s.py"), sweep)  # the same one
+  monkeypatch.setattr(spec, "load", lambda *_: sweep)
+  monkeypatch.setattr(run.plan_lib, "of", lambda *_: began.append("process") or pytest.fail())
+  monkeypatch.setattr(run, "_mapped", lambda *_: began.append("mapped") or pytest.fail())
+  for is_mapped in (False, True):
+    with pytest.raises(UserError, match="is of the sweep 'a/s.py', and this is 'b/s.py'; name"):
+      run.run("b/s.py", ".", str(tmp_path / "out"), 1, "", False, is_mapped)
+  assert not began and (tmp_path / "out" / "sweep.json").read_text() == begun
+
+
+@pytest.mark.parametrize("workdir, folder", [("", "runs/s"), ("~/out", "home/out")])
+def test_a_full_disk_names_the_folder_of_the_sweep(workdir, folder, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+  def write(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(run, "run", write)
+  assert dispatch.run_sweep("a/s.py", ".", workdir, 1, "", False) == 1
+  assert str(tmp_path / folder) in capsys.readouterr().err

@@ -160,7 +160,7 @@ def main():
   parser = argparse.ArgumentParser()
   parser.add_argument("--config", default="configs/debug.py")
   parser.add_argument("--steps", type=int, default=8)
-  first = doctor.first_run(choose.current_device()).recipe
+  first = doctor.first_run(choose.current_device(), untried=True).recipe
   parser.add_argument("--arms", default=",".join(dict.fromkeys((*WIDE, first))))
   given = parser.parse_args()
   kind = jax.devices()[0].device_kind

@@ -35,7 +35,7 @@ import timing  # noqa: E402
 
 from configs import base  # noqa: E402
 from fp8jax import params  # noqa: E402
-from fp8jax.compiled import fp8_gemms  # noqa: E402
+from fp8jax.compiled import expected_gemms, fp8_gemms  # noqa: E402
 from fp8jax.config import resolve  # noqa: E402
 from fp8jax.kernels import choose, self_test  # noqa: E402
 from fp8jax.models import transformer  # noqa: E402
@@ -250,7 +250,7 @@ def first_steps(program: Program, of_bf16: dict[str, list[float]]) -> dict[str, 
 
 def measure_recipe(case, recipe, num_layers, of_bf16, peak: float, is_dry: bool):
   """What its answers are like, time of steps, time by phase."""
-  self_test.products(fp8_gemms.uses(make_plan(case, recipe, num_layers)))
+  self_test.products(expected_gemms.uses(make_plan(case, recipe, num_layers)))
   if case.is_layer:
     program = layer_program(case, recipe)
     checked = {"errors": layer_errors(case, program) if recipe != "bf16" else {}}

@@ -1,0 +1,198 @@
+"""Where the letters of arrays live, which sizes then divide, and which scale tiles stay whole."""
+
+import math
+from collections.abc import Callable
+
+from fp8jax import axes, mesh
+from fp8jax import params as params_lib
+from fp8jax.config import precision as precision_checks
+from fp8jax.config.files import Config
+from fp8jax.config.needs import Needs
+from fp8jax.errors import ConfigErrors
+from fp8jax.models import transformer
+from fp8jax.ops import site_tree
+from fp8jax.recipe import rules as rules_lib
+from fp8jax.recipe.gemm import Recipe
+from fp8jax.recipe.quant import WHOLE, Hadamard
+
+_WORDS = {
+  "V": "model.vocab_size", "D": "model.hidden_size", "F": "model.intermediate_size",
+  "N": "model.num_layers", "H": "model.num_heads", "G": "model.num_kv_heads",
+  "K": "model.head_dim",
+}  # fmt: skip
+
+
+def read(c: Config, num_devices: int, make_mesh: Callable, problems: ConfigErrors, needs: Needs):
+  """Where each letter lives, or None if mesh or sharding tables are wrong."""
+  if needs.is_on_one_device(c):
+    return axes.LOCAL
+  shape = problems.attempt(lambda: mesh.resolve(c.mesh, num_devices))
+  if not _check_sharding(c, problems) or shape is None:
+    return None
+  if math.prod(shape) == 1:
+    return axes.LOCAL
+  return axes.Layout(
+    make_mesh(shape), axes.as_rules(c.sharding.weights), axes.as_rules(c.sharding.acts)
+  )
+
+
+def _check_sharding(c: Config, problems: ConfigErrors) -> bool:
+  """Whether the tables name real letters and axes, and weights can be gathered to activations."""
+  before = len(problems.found)
+  weights, acts = dict(axes.as_rules(c.sharding.weights)), dict(axes.as_rules(c.sharding.acts))
+  for table, rules in (("weights", weights), ("acts", acts)):
+    # Activations of a layer's width D stay whole: norms and the loss are computed per device.
+    letters = set("BFHGV") if table == "acts" else set(_WORDS)
+    for letter, names in rules.items():
+      problems.check(
+        letter in letters,
+        f"sharding.{table}.{letter} cannot be split; the letters are {', '.join(sorted(letters))}",
+      )
+      for name in names:
+        if name not in mesh.AXES:
+          problems.found.append(
+            f"sharding.{table}.{letter} names mesh axis {name!r}; there are {', '.join(mesh.AXES)}"
+          )
+  for letter in weights.keys() & acts.keys() | acts.keys() - {"B"}:
+    have, need = weights.get(letter, ()), acts.get(letter, ())
+    problems.check(
+      have[: len(need)] == need,
+      f"sharding.weights.{letter}={have} must begin with sharding.acts.{letter}={need}: a weight "
+      "is gathered to where activations are, never scattered",
+    )
+  return len(problems.found) == before
+
+
+def microbatch(c: Config, layout: axes.Layout, problems: ConfigErrors) -> int:
+  """Sequences of one forward pass, over all devices."""
+  shards = layout.size(layout.act_axes("B"))
+  if min(c.grad_accum_steps, c.global_batch, c.eval.batch) < 1:
+    return 1  # said already
+  problems.check(
+    c.global_batch % (c.grad_accum_steps * shards) == 0,
+    f"global_batch={c.global_batch} must be a multiple of grad_accum_steps x batch shards = "
+    f"{c.grad_accum_steps} x {shards}; change grad_accum_steps, or take the nearest batch, "
+    f"{_round_to(c.global_batch, c.grad_accum_steps * shards)}",
+  )
+  problems.check(
+    c.eval.batch % shards == 0,
+    f"eval.batch={c.eval.batch} must be a multiple of the {shards} batch shards of the mesh; "
+    f"the nearest is {_round_to(c.eval.batch, shards)}",
+  )
+  return max(c.global_batch // c.grad_accum_steps, 1)
+
+
+def _round_to(n: int, multiple: int) -> int:
+  return max(round(n / multiple), 1) * multiple
+
+
+def check(c, model, declaration, recipes, layout: axes.Layout, microbatch, problems):
+  """Every split dimension divides, no scale tile straddles devices, rotations divide."""
+  problems.extend(precision_checks.frozen_problems(recipes, model, layout))
+  sites = transformer.site_params(model)
+  tokens = microbatch * c.seq_len // layout.size(layout.act_axes("B"))
+  for phase in recipes.phases:
+    problems.extend(find_broken_rotations(sites, model.dims, phase.rules, tokens))
+  if layout.mesh is None:
+    return
+  used = {letter for p in params_lib.flatten(declaration).values() for letter in p.letters}
+  wrong = {}
+  for letter in sorted(used):
+    size = model.dims[letter]
+    for kind, split in (("weights", layout.weight_axes(letter)), ("acts", layout.act_axes(letter))):
+      shards = layout.size(split)
+      if size % shards:
+        wrong[letter, shards] = (
+          f"{_WORDS[letter]} = {size} does not divide over {shards} devices (sharding.{kind}."
+          f"{letter} = {'+'.join(split)}); change mesh.{split[0]} or that sharding"
+        )
+  problems.extend(list(wrong.values()))
+  if not wrong:
+    texts = [
+      problem
+      for phase in recipes.phases
+      for problem in find_misaligned_tiles(sites, model.dims, phase.rules, layout, tokens)
+    ]
+    problems.extend(list(dict.fromkeys(texts)))
+
+
+# --- scale tiles ---------------------------------------------------------------------------------
+
+
+def find_misaligned_tiles(declaration, dims, rules, layout: axes.Layout, tokens: int) -> list[str]:
+  """Scale tiles of GEMM operands that would straddle devices, in words.
+
+  Such a tile's scale would depend on the mesh. (Weights split for storage only are not meant: those
+  are gathered first where their tiles straddle, see `gathers_narrow`.)
+
+  Args:
+    tokens: tokens of a GEMM on one device.
+  """
+  problems = []
+  sites = site_tree.find_sites(declaration)
+  batch_shards = layout.size(layout.act_axes("B"))
+
+  def check(what, extent, shards, tile, fix):
+    if shards > 1 and tile != WHOLE and extent // shards % tile:
+      problems.append(
+        f"{what}: {extent} over {shards} devices is {extent // shards} per device, no multiple of "
+        f"the scale tile {tile}; {fix}"
+      )
+
+  for path, name in _distinct(sites, dims, rules):
+    param, recipe = sites[path], rules_lib.recipe_by_name(name)
+    contracted, produced = param.gemm_letters
+    fix = f"lower mesh.tensor, or give {path} recipe 'bf16' or 'tensor_current'"
+    for role, letters, tiles in (
+      ("input", contracted, _tiles(recipe, contracted=True)),
+      ("output", produced, _tiles(recipe, contracted=False)),
+    ):
+      shards = layout.size(layout.act_axes_of(letters))
+      extent = math.prod(dims[x] for x in letters)
+      for tile in sorted(tiles):
+        check(f"{path}, {role} {letters}", extent, shards, tile, fix)
+    for tile in sorted({q.tile[1] for q in (recipe.wgrad.lhs, recipe.wgrad.rhs) if q}):
+      fix = "make global_batch / grad_accum_steps x seq_len per device a multiple of it"
+      check(
+        f"{path}, tokens of its weight gradient", tokens * batch_shards, batch_shards, tile, fix
+      )
+  return problems
+
+
+def find_broken_rotations(declaration, dims, rules, tokens: int) -> list[str]:
+  """Hadamard blocks that do not divide what they rotate, in words.
+
+  Args:
+    tokens: tokens of a GEMM on one device.
+  """
+  problems = []
+  sites = site_tree.find_sites(declaration)
+  for path, name in _distinct(sites, dims, rules):
+    recipe = rules_lib.recipe_by_name(name)
+    contracted, produced = (math.prod(dims[c] for c in part) for part in sites[path].gemm_letters)
+    for which, extent in (("fwd", contracted), ("dgrad", produced), ("wgrad", tokens)):
+      rotation = getattr(recipe, which).lhs and getattr(recipe, which).lhs.transform
+      if isinstance(rotation, Hadamard) and extent % rotation.size:
+        problems.append(
+          f"{path}, {which}: recipe {name!r} rotates blocks of {rotation.size} and the "
+          f"product contracts {extent} on a device, no multiple of it; change global_batch or "
+          f"seq_len, or "
+          f"give {path} another recipe"
+        )
+  return problems
+
+
+def _distinct(sites, dims, rules):
+  """(path, recipe name), each once however many layers have it."""
+  runs = rules_lib.segments(list(sites), dims["N"], rules)
+  return dict.fromkeys((path, name) for _, _, chosen in runs for path, name in chosen.items())
+
+
+def _tiles(recipe: Recipe, contracted: bool) -> set[int]:
+  """Tile extents along the letters that the forward GEMM contracts, or along those it produces."""
+  f, d, w = recipe.fwd, recipe.dgrad, recipe.wgrad
+  if contracted:
+    operands = ((f.lhs, 1), (f.rhs, 1), (d.rhs, 0), (w.lhs, 0))
+  else:
+    operands = ((f.rhs, 0), (d.lhs, 1), (d.rhs, 1), (w.rhs, 0))
+  return {quant.tile[axis] for quant, axis in operands if quant is not None}
