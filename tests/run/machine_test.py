@@ -245,18 +245,21 @@ def test_only_configs_that_need_it_take_more_memory():
   assert dispatch.environment(cpt_7b_1gpu.get_config()) == wanted
 
 
+@pytest.fixture
+def too_much(monkeypatch):
+  """--job=train takes 64 TiB."""
+  row = dataclasses.replace(
+    table.JOBS["train"], run=lambda *_, **__: jnp.zeros(2**46, jnp.int8).block_until_ready()
+  )
+  monkeypatch.setitem(table.JOBS, "train", row)
+
+
 def test_out_of_memory_ends_in_one_line_with_the_command_that_explains_it(
-  tmp_path, capsys, monkeypatch
+  tmp_path, capsys, monkeypatch, too_much
 ):
   big = jnp.zeros((3, 2**21), jnp.float32)  # of no other test
-
-  def too_much(*args, **_):
-    jnp.zeros(2**46, jnp.int8).block_until_ready()  # 64 TiB
-
   argv = ["launch.py", "--config=configs/debug.py:bf16", "--config.global_batch=8", "--job=train"]
   monkeypatch.setattr(sys, "argv", argv)
-  row = dataclasses.replace(table.JOBS["train"], run=too_much)
-  monkeypatch.setitem(table.JOBS, "train", row)
   c = debug.get_config("bf16")
   assert dispatch.run("train", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 1
   (line,) = capsys.readouterr().err.splitlines()
@@ -267,12 +270,7 @@ def test_out_of_memory_ends_in_one_line_with_the_command_that_explains_it(
   assert f"{command};" in line
 
 
-def test_out_of_memory_in_a_notebook_is_one_error(tmp_path, monkeypatch):
-  def too_much(*args, **_):
-    jnp.zeros(2**46, jnp.int8).block_until_ready()  # 64 TiB
-
-  row = dataclasses.replace(table.JOBS["train"], run=too_much)
-  monkeypatch.setitem(table.JOBS, "train", row)
+def test_out_of_memory_in_a_notebook_is_one_error(tmp_path, too_much):
   with pytest.raises(UserError, match="out of memory: .*the same call with the job 'memory'"):
     dispatch.call("train", debug.get_config("bf16"), base.get_config(), str(tmp_path))
 
