@@ -130,3 +130,15 @@ def write_steps(folder, losses, recipe, seed, seconds=1.0, heldout=(), **config)
   (folder / "config.json").write_text(json.dumps({"resolved": resolved, "changed": {}}))
   (folder / "provenance.json").write_text(json.dumps({"data_fingerprint": f"data {seed}"}))
   return str(folder)
+
+
+def write_rates(folder, arms, steps):
+  """Runs of arms, {recipe: loss above bf16's}, at two rates with two seeds: their folders."""
+  paths = []
+  for rate in (1e-3, 1e-2):
+    for seed in (0, 1):
+      for recipe, more in arms.items():
+        losses = (3 - np.arange(steps) / steps + more * (1 + seed) + 10 * rate).tolist()
+        path, own = folder / f"{recipe}-{rate}-{seed}", {"optim.peak_lr": rate}
+        paths.append(write_steps(path, losses, recipe, seed, **own))
+  return paths

@@ -6,10 +6,10 @@ command: python experiments/2025_infir2/plot.py
 import json
 import pathlib
 
-import matplotlib
+import altair as alt
+import vl_convert
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from fp8jax.report import charts, page
 
 HERE = pathlib.Path(__file__).parent
 BASELINE = "bf16"
@@ -18,9 +18,7 @@ SOURCES = ("python_docs", "brown")
 WINDOW = 32  # steps in a running mean of the training loss
 BAR = 0.25  # %, of DeepSeek-V3 (arXiv:2412.19437, section 3.3)
 
-# The same in every panel: colour is the arm, line style is the source. Okabe and Ito's colours.
-COLORS = dict(zip(ARMS, ("black", "#0072B2", "#009E73", "#D55E00")))
-STYLES = dict(zip(SOURCES, ("-", "--")))
+WIDTH, HEIGHT = 354, 285  # pixels of a panel
 
 
 def fingerprint(arm):
@@ -82,50 +80,75 @@ def print_tables(runs):
     print(f"| {arm} | {max(train)} | " + " | ".join(cells) + " |")
 
 
+def draw(chart, path: pathlib.Path):
+  """Writes a chart as SVG, its legends below it."""
+  legend = dict(orient="bottom", labelFontSize=12, columnPadding=20, symbolSize=250)
+  spec = charts.spec(charts.themed(chart).configure_legend(**legend))
+  page.write(str(path), vl_convert.vegalite_to_svg(spec))
+
+
+def curves(runs):
+  """Rows of the two panels of training: the running mean, and its difference to the baseline."""
+  losses, gaps, base_train = [], [], runs[BASELINE][0]
+  for arm, (train, _) in runs.items():
+    for step in sorted(s for s in train if s >= WINDOW):
+      row = {"arm": arm, "tokens": step * tokens_per_step(arm) / 1000}
+      mean = window_mean(train, step)
+      losses.append(row | {"y": mean})
+      if arm != BASELINE and step in base_train:
+        gaps.append(row | {"y": 100 * (mean / window_mean(base_train, step) - 1)})
+  return losses, gaps
+
+
+def heldout_gaps(runs):
+  """Rows of the panel of held-out losses."""
+  base = runs[BASELINE][1]
+  return [
+    {
+      "arm": arm,
+      "source": f"on {source}",
+      "tokens": step * tokens_per_step(arm) / 1000,
+      "y": 100 * (value / base[source][step] - 1),
+    }
+    for arm, (_, held) in runs.items()
+    if arm != BASELINE
+    for source in SOURCES
+    for step, value in sorted(held[source].items())
+    if step in base[source]
+  ]
+
+
 def plot(runs):
   """Three panels over tokens seen: the training loss, and differences to the baseline in %."""
-  figure, (losses, gaps, heldout) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-  gaps.sharey(heldout)
-  base_train, base_heldout = runs[BASELINE]
-  for arm, (train, held) in runs.items():
-    k_tokens, color = tokens_per_step(arm) / 1000, COLORS[arm]
-    steps = [s for s in sorted(train) if s >= WINDOW]
-    smooth = [window_mean(train, s) for s in steps]
-    losses.plot([s * k_tokens for s in steps], smooth, color=color, linewidth=1.2, label=arm)
-    if arm == BASELINE:
-      continue
-    both = [s for s in steps if s in base_train]
-    gap_of = [100 * (window_mean(train, s) / window_mean(base_train, s) - 1) for s in both]
-    gaps.plot([s * k_tokens for s in both], gap_of, color=color, linewidth=1.2)
-    for source, style in STYLES.items():
-      points = [
-        (s * k_tokens, 100 * (value / base_heldout[source][s] - 1))
-        for s, value in sorted(held[source].items())
-        if s in base_heldout[source]
-      ]
-      heldout.plot(*zip(*points), style, marker="o", color=color, linewidth=1.2, markersize=4)
-  losses.set(title=f"training loss, mean of {WINDOW} steps", ylabel="nats per token")
-  gaps.set(title=f"training loss, difference to {BASELINE}", ylabel="%")
-  heldout.set(title=f"held-out loss, difference to {BASELINE}")
-  for axes in (gaps, heldout):
-    axes.axhline(0, color=COLORS[BASELINE], linewidth=1.2)
-    axes.axhspan(-BAR, BAR, alpha=0.12, color="grey", linewidth=0)
-  heldout.plot([], [], color=COLORS[BASELINE], label=BASELINE)
-  for arm in runs:
-    if arm != BASELINE:
-      heldout.plot([], [], color=COLORS[arm], label=arm)
-  for source, style in STYLES.items():
-    heldout.plot([], [], style, color="grey", label=f"on {source}")
-  heldout.fill_between([], [], [], alpha=0.12, color="grey", label=f"within {BAR} %")
-  for axes in (losses, gaps, heldout):
-    axes.set(xlabel="thousands of tokens seen")
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-  figure.legend(*heldout.get_legend_handles_labels(), loc="outside lower center", ncols=7)
-  # No date and no random ids, so that the same results are the same file.
-  plt.rcParams["svg.hashsalt"] = "2025_infir2"
-  figure.savefig(HERE / "figure.svg", metadata={"Date": None})
+  stroke = alt.Legend(symbolType="stroke", symbolStrokeWidth=2, symbolStrokeColor="grey")
+  color = charts.arm_color("arm", runs, "", legend=stroke)
+
+  def lines(rows, title, zero):
+    axis, scale = alt.Axis(tickCount=6), alt.Scale(zero=True)
+    x = alt.X("tokens:Q", title="thousands of tokens seen", axis=axis, scale=scale)
+    y = alt.Y("y:Q", title=title, scale=alt.Scale(zero=zero, nice=True))
+    chart = alt.Chart(alt.Data(values=rows)).encode(x=x, y=y, color=color)
+    return chart.mark_line(strokeWidth=1.3)
+
+  def panel(title, *layers):
+    return alt.layer(*layers).properties(title=title, width=WIDTH, height=HEIGHT)
+
+  label = f"within {BAR} %"
+  grey = alt.Fill("bar:N", title="", scale=alt.Scale(domain=[label], range=["grey"]))
+  bar = alt.Chart(alt.Data(values=[{"low": -BAR, "high": BAR, "bar": label}]))
+  bar = bar.mark_rect(opacity=0.12).encode(y="low:Q", y2="high:Q", fill=grey)
+  zero = alt.Chart(alt.Data(values=[{"y": 0, "arm": BASELINE}])).mark_rule(strokeWidth=1.3)
+  losses, gaps = curves(runs)
+  dash = alt.StrokeDash("source:N", sort=[f"on {s}" for s in SOURCES], title="", legend=stroke)
+  heldout = lines(heldout_gaps(runs), "%", True)
+  points, heldout = heldout.mark_point(filled=True, opacity=1), heldout.encode(strokeDash=dash)
+  below = bar, zero.encode(y="y:Q", color=color)
+  differences = alt.hconcat(
+    panel(f"training loss, difference to {BASELINE}", *below, lines(gaps, "%", True)),
+    panel(f"held-out loss, difference to {BASELINE}", *below, heldout, points),
+  ).resolve_scale(y="shared")
+  mean = panel(f"training loss, mean of {WINDOW} steps", lines(losses, "nats per token", False))
+  draw(alt.hconcat(mean, differences), HERE / "figure.svg")
 
 
 def main():

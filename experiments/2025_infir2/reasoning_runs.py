@@ -27,10 +27,7 @@ import statistics
 import subprocess
 import sys
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import altair as alt
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -41,6 +38,7 @@ import plot  # noqa: E402
 import reasoning  # noqa: E402
 
 from fp8jax.evaluation import store  # noqa: E402
+from fp8jax.report import charts  # noqa: E402
 from fp8jax.sweeps import run as sweep  # noqa: E402
 
 CONFIG = "experiments/2025_infir2/reasoning.py"
@@ -192,17 +190,22 @@ def costs(runs: dict[tuple[str, int], dict]) -> str:
 
 def figure(runs: dict[tuple[str, int], dict]):
   """reasoning.svg: the training loss of every stage, all seeds."""
-  fig, axes = plt.subplots(1, len(reasoning.STAGES), figsize=(11, 3.5))
-  for axis, stage in zip(axes, reasoning.STAGES):
-    for (arm, seed), run in runs.items():
-      losses = run["stages"][stage]["train"]
-      label = arm if seed == min(s for a, s in runs if a == arm) else None
-      axis.plot(range(1, len(losses) + 1), losses, color=plot.COLORS[arm], lw=0.8, label=label)
-    axis.set(title=stage, xlabel="step", yscale="log")
-  axes[0].set_ylabel("training loss, every seed")
-  axes[0].legend()
-  fig.tight_layout()
-  fig.savefig(HERE / "reasoning.svg")
+  color = charts.arm_color("arm", [arm for arm, _ in runs], "")
+  panels = []
+  for stage in reasoning.STAGES:
+    rows = [
+      {"arm": arm, "seed": seed, "step": step, "loss": loss}
+      for (arm, seed), run in runs.items()
+      for step, loss in enumerate(run["stages"][stage]["train"], 1)
+    ]
+    title = None if panels else "training loss, every seed"
+    chart = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=0.9).encode(
+      x=alt.X("step:Q", title="step"),
+      y=alt.Y("loss:Q", title=title, scale=alt.Scale(type="log", nice=False)),
+      color=color, detail="seed:N",
+    )  # fmt: skip
+    panels.append(chart.properties(title=stage, width=298, height=243))
+  plot.draw(alt.hconcat(*panels), HERE / "reasoning.svg")
 
 
 def main(arguments: list[str]):

@@ -8,12 +8,18 @@ Formats, tiles, scales and accumulation are read from the recipe.
 import argparse
 import pathlib
 
+import altair as alt
+import vl_convert
+
 from fp8jax.recipe.gemm import Accumulation, Gemm
 from fp8jax.recipe.library import RECIPES
 from fp8jax.recipe.quant import WHOLE, Quant
+from fp8jax.report import charts, page
 
 PATH = pathlib.Path(__file__).resolve().parent / "linear_layer.svg"
 RECIPE = RECIPES["block_128"]
+# Width and height in units, pixels of a unit, units from one line of text to the next.
+SIZE, UNIT, LEADING, INK = (110, 66), 9.5, 2.0, "#444444"
 # Product, formula, operands with the dtype that they are quantized from, result.
 PRODUCTS = (
   ("forward", "y = x w\nK: inputs", ("x", "BF16"), ("w", "FP32 master"), "y\nBF16"),
@@ -43,57 +49,75 @@ def labels() -> list[str]:
   return found
 
 
-def draw():
-  """The figure."""
-  import matplotlib
+def draw() -> alt.LayerChart:
+  """The picture: boxes, arrows and lines of text in units of UNIT pixels, from the lower left."""
+  boxes, arrows, texts = [], [], []
 
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-  from matplotlib.patches import FancyBboxPatch
-
-  matplotlib.rcParams.update(
-    {"svg.fonttype": "none", "svg.hashsalt": "linear_layer", "font.size": 10}
-  )
-  figure, axes = pyplot.subplots(figsize=(11, 6.6))
-  axes.set(xlim=(0, 110), ylim=(0, 66))
-  axes.axis("off")
+  def write(x, y, text, align="center", size=13, weight="normal"):
+    lines = text.split("\n")
+    for i, line in enumerate(lines):
+      at = y + LEADING * ((len(lines) - 1) / 2 - i)
+      texts.append(dict(x=x, y=at, text=line, align=align, size=size, weight=weight))
 
   def box(x, y, width, height, text, color):
-    shape = FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.3", fc=color, ec="#444444")
-    axes.add_patch(shape)
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", linespacing=1.4)
+    boxes.append(dict(x=x, y=y, x2=x + width, y2=y + height, color=color))
+    write(x + width / 2, y + height / 2, text)
 
-  def arrow(start, end, text=""):
-    axes.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color="#444444"))
-    if text:
-      middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + 0.9)
-      axes.text(*middle, text, ha="center", va="bottom", fontsize=9)
+  def arrow(x, x2, y, text=""):
+    arrows.append(dict(x=x, x2=x2, y=y))
+    write((x + x2) / 2, y + 1.6, text, size=12)
 
   gemms = (RECIPE.fwd, RECIPE.dgrad, RECIPE.wgrad)
   for i, ((name, formula, first, second, result), gemm) in enumerate(zip(PRODUCTS, gemms)):
     base = 45 - 22 * i
-    axes.text(0, base + 8.5, f"{name}\n{formula}", va="center", weight="bold", linespacing=1.5)
+    write(0, base + 8.5, f"{name}\n{formula}", align="left", weight="bold")
     for (letter, dtype), quant, y in ((first, gemm.lhs, base + 10), (second, gemm.rhs, base)):
       box(14, y, 14, 6, f"{letter}\n{dtype}", "#ffffff")
-      arrow((28.6, y + 3), (34.4, y + 3))
+      arrow(28.3, 34.7, y + 3)
       box(35, y, 9, 6, "quantize", "#fdebc8")
-      arrow((44.6, y + 3), (74.6, y + 3), operand(quant))
+      arrow(44.3, 74.7, y + 3, operand(quant))
     box(75, base, 16, 16, f"FP8 GEMM\n\n{accumulation(gemm)}", "#cfe3f5")
-    arrow((91.6, base + 8), (98.4, base + 8))
+    arrow(91.3, 98.7, base + 8)
     box(99, base + 5, 10, 6, result, "#ffffff")
-  figure.tight_layout(pad=0.3)
-  return figure
+  return layers(boxes, arrows, texts)
+
+
+def layers(boxes: list[dict], arrows: list[dict], texts: list[dict]) -> alt.LayerChart:
+  """A chart of rectangles, of lines with a head at x2, and of lines of text."""
+
+  def chart(rows):
+    width, height = SIZE
+    return alt.Chart(alt.Data(values=rows)).encode(
+      x=alt.X("x:Q", axis=None, scale=alt.Scale(domain=[0, width], nice=False)),
+      y=alt.Y("y:Q", axis=None, scale=alt.Scale(domain=[0, height], nice=False)),
+    )
+
+  of_row = {"align": "align", "fontSize": "size", "fontWeight": "weight"}
+  text = {name: alt.ExprRef(f"datum.{field}") for name, field in of_row.items()}
+  head = dict(shape="triangle-right", filled=True, opacity=1, size=60, xOffset=-4)
+  return (
+    alt.layer(
+      chart(boxes)
+      .mark_rect(stroke=INK, strokeWidth=1.3, cornerRadius=3)
+      .encode(x2="x2:Q", y2="y2:Q", fill=alt.Fill("color:N", scale=None)),
+      chart(arrows).mark_rule(color=INK, strokeWidth=1.3).encode(x2="x2:Q"),
+      chart(arrows).mark_point(color=INK, **head).encode(x=alt.X("x2:Q", axis=None)),
+      chart(texts).mark_text(baseline="middle", **text).encode(text="text:N"),
+    )
+    .properties(width=UNIT * SIZE[0], height=UNIT * SIZE[1])
+    .configure_view(stroke=None)
+  )
 
 
 def main():
   parser = argparse.ArgumentParser()
   parser.add_argument("--png", help="write this picture instead, to look at")
   path = parser.parse_args().png
-  figure = draw()
+  spec = charts.spec(draw())
   if path:
-    figure.savefig(path, dpi=90)
+    page.write(path, vl_convert.vegalite_to_png(spec))
   else:
-    figure.savefig(PATH, metadata={"Date": None, "Creator": None})
+    page.write(str(PATH), vl_convert.vegalite_to_svg(spec))
 
 
 if __name__ == "__main__":

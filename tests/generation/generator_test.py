@@ -58,8 +58,11 @@ def _prompts(rng, lengths, vocab=96):
   return [rng.integers(0, vocab, n).tolist() for n in lengths]
 
 
-def _same_as_transformers(count, new_tokens):
-  """Compares with smollm2_generations.json; near ties may differ, and end a comparison."""
+@pytest.mark.parametrize(
+  "count, new_tokens", [(6, 12), pytest.param(64, 32, marks=pytest.mark.slow)]
+)
+def test_greedy_tokens_of_smollm2_equal_transformers(count, new_tokens):
+  """Those of smollm2_generations.json; near ties may differ, and end a comparison."""
   if not SMOLLM2.exists():
     pytest.fail(f"{SMOLLM2} is missing; `make test` fetches it")
   rows = json.loads((GOLDEN / "smollm2_generations.json").read_text())["rows"][:count]
@@ -75,15 +78,6 @@ def _same_as_transformers(count, new_tokens):
         break
     else:
       assert len(completion.tokens) == min(len(row["tokens"]), new_tokens)
-
-
-def test_greedy_tokens_of_smollm2_equal_transformers():
-  _same_as_transformers(6, 12)
-
-
-@pytest.mark.slow
-def test_greedy_tokens_of_smollm2_equal_transformers_for_64_prompts():
-  _same_as_transformers(64, 32)
 
 
 def _forced_logits(cfg, params, sites, tokens_BL, lengths, format_="compute"):
@@ -264,12 +258,11 @@ def test_pieces_of_text_are_those_of_the_completions(rng):
 def test_end_tokens_are_those_of_the_generation_settings_then_of_the_config(tmp_path):
   tokenizer = Tokenizer("bytes")
   assert api.end_ids("", tokenizer) == [256]
-  (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
-  assert api.end_ids(str(tmp_path), tokenizer) == [5]
-  (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-  assert api.end_ids(str(tmp_path), tokenizer) == [7, 8]
-  (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
-  assert api.end_ids(str(tmp_path), tokenizer) == [5]
+  for file, stated, want in (
+    ("", "5", [5]), ("generation_", "[7, 8]", [7, 8]), ("generation_", "null", [5])
+  ):  # fmt: skip
+    (tmp_path / f"{file}config.json").write_text(f'{{"eos_token_id": {stated}}}')
+    assert api.end_ids(str(tmp_path), tokenizer) == want
   (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
   with pytest.raises(UserError, match="eos_token_id is \\['</s>'\\], expected ids"):
     api.end_ids(str(tmp_path), tokenizer)

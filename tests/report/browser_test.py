@@ -90,14 +90,7 @@ def test_sensitivity_draws_every_chart(browser, tmp_path):
 
 
 def test_comparison_draws_every_chart(browser, tmp_path):
-  paths = []
-  for rate in (1e-3, 1e-2):
-    for seed in (0, 1):
-      for recipe, more in (("bf16", 0.0), ("block_128", 0.01)):
-        losses = (3 - np.arange(80) / 80 + more * (1 + seed) + 10 * rate).tolist()
-        path = tmp_path / f"{recipe}-{rate}-{seed}"
-        rates = {"optim.peak_lr": rate}
-        paths.append(run_files.write_steps(path, losses, recipe, seed, **rates))
+  paths = run_files.write_rates(tmp_path, {"bf16": 0.0, "block_128": 0.01}, 80)
   path = report.compare(str(tmp_path / "out"), paths, "bf16")
   assert drawn(browser, path) == 4
   if folder := os.environ.get("FP8JAX_SCREENSHOTS"):

@@ -142,18 +142,25 @@ def test_an_arm_keeps_its_colour_and_shares_it_with_none_of_a_picture():
   assert palette.of_arms(["bf16"])["bf16"] == "#000000"
 
 
-def test_cost_of_equal_loss_is_where_the_running_mean_crosses(tmp_path):
+@pytest.mark.parametrize(
+  "of_step, until",
+  [(lambda _: 0.5, lambda s: 0.5 * s), (float, lambda s: s * (s + 1) / 2)],
+  ids=["steps of equal length", "longer and longer: later ones are no part of the cost"],
+)
+def test_cost_of_equal_loss_is_where_the_running_mean_crosses(tmp_path, of_step, until):
   """Losses that fall in a straight line: 1 % more loss is a known number of steps."""
   base = run_files.write_steps(tmp_path / "a", BASE.tolist(), "bf16", 0, seconds=1.0)
   fast = 3 - 2 * np.arange(STEPS) / STEPS
-  mine = run_files.write_steps(tmp_path / "b", fast.tolist(), "block_128", 0, seconds=0.5)
+  mine = run_files.write_steps(tmp_path / "b", fast.tolist(), "block_128", 0)
+  rows = [{**r, "step_seconds": of_step(r["step"])} for r in debug_runs.rows(tmp_path / "b")]
+  (tmp_path / "b" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
   (equal,) = compare.compare([base, mine]).equal_loss
   window = STEPS // 8
   target = np.mean(BASE[-window:])
   step = next(s for s in range(window, STEPS + 1) if np.mean(fast[s - window : s]) <= target)
-  assert equal.target == pytest.approx(target)
+  assert step < STEPS and equal.target == pytest.approx(target)
   assert equal.tokens == pytest.approx(step / STEPS)
-  assert equal.seconds == pytest.approx(0.5 * step / STEPS)
+  assert equal.seconds == pytest.approx(until(step) / STEPS)
   (never,) = compare.compare([base, mine], "block_128").equal_loss
   assert (never.reached, never.tokens) == (0, None)
 
@@ -175,21 +182,6 @@ def test_the_final_loss_is_that_of_the_recipes_forward_pass(tmp_path):
   base = run_files.write_steps(tmp_path / "b", BASE.tolist(), "bf16", 0, heldout={"bf16": 1.75})
   loss = {m.arm: m.final_loss for m in compare.compare([mine, base]).members}
   assert loss == {"block_128": 2.25, "bf16": 1.75}
-
-
-def test_seconds_of_equal_loss_are_those_until_then(tmp_path):
-  """Steps that take longer and longer: later ones are no part of the cost."""
-  base = run_files.write_steps(tmp_path / "a", BASE.tolist(), "bf16", 0, seconds=1.0)
-  fast = 3 - 2 * np.arange(STEPS) / STEPS
-  mine = run_files.write_steps(tmp_path / "b", fast.tolist(), "block_128", 0)
-  rows = debug_runs.rows(tmp_path / "b")
-  rows = [{**row, "step_seconds": float(row["step"])} for row in rows]
-  (tmp_path / "b" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-  (equal,) = compare.compare([base, mine]).equal_loss
-  window = STEPS // 8
-  target = np.mean(BASE[-window:])
-  step = next(s for s in range(window, STEPS + 1) if np.mean(fast[s - window : s]) <= target)
-  assert equal.seconds == pytest.approx(step * (step + 1) / 2 / STEPS) and step < STEPS
 
 
 def test_tables_of_text_keep_their_cells_whatever_an_arm_is_called(tmp_path):
