@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8jax.config.files import Config
+from fp8jax.evaluation.settings import Tasks
+from fp8jax.generation.settings import Generate
 from fp8jax.step.train_spec import TrainSpec
 
 
@@ -49,4 +51,5 @@ class Needs:
     return c.data.tokenizer, c.data.eos
 
 
-TRAINING = Needs(has_steps=True, has_calibration=True)
+# A policy may ask tasks, see jobs/accuracy.py.
+TRAINING = Needs((Tasks, Generate), has_steps=True, has_calibration=True)

@@ -109,7 +109,7 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
 
 def _metric_problems(c: Any, metric: str) -> list[str]:
   """Evaluations that a metric needs and that the run does not make, in words."""
-  source = metric.partition("/")[2]
+  source = "" if policy_lib.is_accuracy(metric) else metric.partition("/")[2]
   wrong = [
     f"it decides at evaluations, and {key}={c.eval[key.partition('.')[2]]} makes none; set {to}"
     for key, to in (("eval.every", "eval.every=100"), ("eval.tokens", "eval.tokens=8192"))
@@ -117,6 +117,8 @@ def _metric_problems(c: Any, metric: str) -> list[str]:
   ]
   if source and source not in c.data.sources:
     wrong.append(f"data.sources has no {source!r}; there are {', '.join(c.data.sources)}")
+  if policy_lib.is_accuracy(metric) and not c.eval.tasks:
+    wrong.append("eval.tasks='' asks nothing; name tasks, and few eval.questions")
   return wrong
 
 

@@ -27,6 +27,8 @@ def problems(settings: Tasks) -> list[str]:
   collected.check(not names or bool(split(names)), f"eval.tasks={names!r} names no task; {_FILES}")
   for name in split(names):
     collected.extend(_problems_of(name, settings))
+  seed = settings.seed
+  collected.check(0 <= seed < 2**63, f"eval.seed={seed} must be from 0 to 2**63 - 1")
   collected.file(
     "eval.train_data", settings.train_data, "name the JSONL of the training set, or ''"
   )

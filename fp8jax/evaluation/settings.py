@@ -13,7 +13,8 @@ class Tasks:
     'families of reasoning-gym, also with arguments ("chain_sum(max_terms=2)"), benchmarks '
     '("aime24"), .jsonl files of questions and .json task files; each with samples, temperature or '
     'max_new_tokens in place of its own ("aime24(samples=4, temperature=0.6)"). Prompts, outputs '
-    "and verdicts go to WORKDIR/evaluation. How tokens are computed is in `generate` (precision, "
+    "and verdicts go to WORKDIR/evaluation. Training asks them where a policy has "
+    "metric='accuracy'. How tokens are computed is in `generate` (precision, "
     "slots, cache_format); how they are drawn is in the task.")
   chat: bool = key(False, "write prompts with the tokenizer's chat template")
   questions: int = key(0, "per task, the first; 0: all, and 200 of a family", least=0)

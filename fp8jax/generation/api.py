@@ -79,16 +79,26 @@ class Generator:
     self.tokenizer, self.end_ids, self.folder = tokenizer, frozenset(end_ids), folder
     self.max_length, self._is_fixed = max_length or longest, bool(max_length)
     self.cache_bytes_per_token = cache_lib.bytes_per_token(cfg, cache_format, run.dtype.itemsize)
-    params = weights.for_inference(params, sites, cfg, run.dtype)
     device = choose.current_device()
     # A prompt is one sequence, a single document.
     problem = attention_gqa.problem(cfg, run, device, 1, self.max_length, is_isolated=False)
     chosen = choose.attention(problem)
     attention = chosen.backend if isinstance(chosen, choose.Choice) else "xla"
-    self._engine = batching.Engine(
-      params, sites, cfg, dataclasses.replace(run, attention=attention), slots, cache_format,
-      choose.compiler_options(device),
+    run, self._dtype = dataclasses.replace(run, attention=attention), run.dtype
+    options = choose.compiler_options(device)
+    self._engine = batching.Engine(cfg, run, slots, cache_format, options)
+    self.take(params, sites)
+
+  def take(self, params, sites):
+    """Takes other parameters; programs of the same recipes are not compiled again."""
+    self.release()
+    self._engine.weights = (
+      weights.for_inference(params, sites, self._engine.cfg, self._dtype), sites,
     )  # fmt: skip
+
+  def release(self):
+    """Frees the parameters; `take` comes before the next call."""
+    self._engine.weights = ()
 
   def generate(
     self,

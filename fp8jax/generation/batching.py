@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,21 +57,23 @@ def bucket(length: int, most: int) -> int:
 
 
 class Engine:
-  """A model in slots: its weights and its compiled programs."""
+  """A model in slots: its weights and its compiled programs.
+
+  Attributes:
+    weights: (parameters, see weights.for_inference; sites of all GEMMs, scales included).
+  """
 
   def __init__(
-    self, params, sites, cfg: ModelConfig, run: ComputeConfig, rows: int, cache_format: str,
-    compiler_options=None,
-  ):  # fmt: skip
+    self, cfg: ModelConfig, run: ComputeConfig, rows: int, cache_format: str, compiler_options=None
+  ):
     """
     Args:
-      params: see weights.for_inference.
-      sites: of all GEMMs, scales included.
       rows: slots.
       cache_format: of settings.CACHE_FORMATS.
     """
     self.rows, self.cfg = rows, cfg
-    self._params, self._sites, self._run, self._format = params, sites, run, cache_format
+    self.weights: tuple[Any, ...] = ()
+    self._run, self._format = run, cache_format
 
     def program(function, **options):
       static = functools.partial(function, cfg=cfg, run=run)
@@ -95,7 +98,7 @@ class Engine:
       length: positions per slot; prompt and completion of every request fit.
       push: takes a request's next token, NO_TOKEN for none, and says whether that was its last.
     """
-    drawn, weights = dict(method=method_of(sampling)), (self._params, self._sites)
+    drawn, weights = dict(method=method_of(sampling)), self.weights
     numbers = (np.float32(sampling.temperature), np.float32(sampling.top_p))
     slots = decode.Slots.empty(self.cfg, self.rows, length, self._format, self._run.dtype)
     waiting, free = collections.deque(requests), list(range(self.rows))
@@ -160,5 +163,5 @@ class Engine:
       targets_BL[row, : len(tokens) - 1] = tokens[1:]
     positions_BL = jnp.broadcast_to(jnp.arange(padded), tokens_BL.shape)
     batch = dict(tokens_BL=tokens_BL, targets_BL=targets_BL, positions_BL=positions_BL)
-    scores = self._score(self._params, self._sites, batch, chunk=min(_CHUNK, padded))
+    scores = self._score(*self.weights, batch, chunk=min(_CHUNK, padded))
     return jax.device_get(scores)

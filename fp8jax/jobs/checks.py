@@ -7,8 +7,11 @@ from fp8jax.config import registry
 from fp8jax.errors import ConfigErrors
 from fp8jax.evaluation import catalog
 from fp8jax.evaluation.settings import Tasks
+from fp8jax.generation import api
 from fp8jax.generation.settings import Generate
+from fp8jax.phases import policy
 from fp8jax.recipe import rules
+from fp8jax.step.train_spec import TrainSpec
 
 
 def calibrate_problems(c: Any) -> list[str]:
@@ -67,11 +70,17 @@ def evaluation_problems(c: Any) -> list[str]:
   """The problems of eval.tasks, of the settings that belong to it and of generation, in words."""
   settings = registry.section(c, Tasks)
   texts = [*generate_problems(c), *catalog.problems(settings)]
-  if not 0 <= c.eval.seed < 2**63:
-    texts.append(f"eval.seed={c.eval.seed} must be from 0 to 2**63 - 1")
   other = c.eval.compare_with
   if other and not os.path.isdir(os.path.expanduser(other)):
     texts.append(
       f"eval.compare_with={other!r} does not exist; name the workdir of an evaluated run, or ''"
     )
   return texts
+
+
+def accuracy_problems(spec: TrainSpec) -> list[str]:
+  """The problems of policies that ask tasks in training, in words."""
+  if not policy.asks_tasks(spec.precision.policy):
+    return []
+  texts = catalog.problems(spec.of(Tasks)) + api.problems_of(spec.model, spec.run)
+  return [f"precision.policy, metric='accuracy': {text}" for text in texts]

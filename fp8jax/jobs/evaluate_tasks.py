@@ -36,7 +36,7 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
   console = console_lib.console()
   tasks = catalog.load(spec.of(Tasks))
   generator, where = generator_lib.load(spec, workdir)
-  ask = _asker(spec, generator, any(task.chat for task in tasks))
+  ask = asker(spec, generator, any(task.chat for task in tasks))
   settings, folder = _settings(spec, where), _folder(spec, workdir, where)
   done = []
   for task in tasks:
@@ -61,7 +61,7 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
   }
 
 
-def _asker(spec: train_spec.TrainSpec, generator, needs_chat: bool) -> run_lib.Ask:
+def asker(spec: train_spec.TrainSpec, generator, needs_chat: bool) -> run_lib.Ask:
   """Writes prompts by the chat template (eval.chat, or the task's protocol), or as plain text."""
   tokenizer: Tokenizer = generator.tokenizer
   of_data = (spec.data.chat_template, spec.data.template_date)
@@ -91,15 +91,19 @@ def _settings(spec: train_spec.TrainSpec, where: dict[str, Any]) -> dict[str, An
     config = json.dumps(saved.meta(where["step"])["config"], sort_keys=True)
     saved.close()
     weights = {"step": where["step"], "digest": hashlib.sha256(config.encode()).hexdigest()[:16]}
+  return {**weights, **how_asked(spec, spec.of(Generate).precision)}
+
+
+def how_asked(spec: train_spec.TrainSpec, precision: str) -> dict[str, Any]:
+  """All that decides the outputs besides the task and the weights."""
   g, data, template = spec.of(Generate), spec.data, {}
   if data.chat_template or data.template_date:  # else it is the tokenizer's own
     with open(os.path.expanduser(data.chat_template) or os.devnull, "rb") as f:
       template["template"] = hashlib.sha256(f.read() + data.template_date.encode()).hexdigest()[:16]
   return {
-    **weights,
     **template,
-    "precision": g.precision,
-    "rules": spec.flat["precision.rules"] if g.precision == _RECIPE else [],
+    "precision": precision,
+    "rules": spec.flat["precision.rules"] if precision == _RECIPE else [],
     "compute_dtype": spec.run.dtype.name,
     "cache_format": g.cache_format,
     "max_length": g.max_length,

@@ -9,8 +9,6 @@ from fp8jax.data.tokenize import BYTES, Tokenizer
 from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.generation import api, weights
 from fp8jax.generation.settings import Generate
-from fp8jax.ops import scaling as scaling_lib
-from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.run.restore import load_weights
@@ -31,20 +29,19 @@ def load(spec: train_spec.TrainSpec, workdir: str) -> tuple[api.Generator, dict]
   kept = weights.multiplied_as_codes(site_tree.recipes_of(spec.sites(recipe)))
   loaded = load_weights(spec, workdir, kept=kept)
   spec, states = loaded.spec, loaded.states
-  sites = spec.sites(recipe, phase=loaded.phase)
-  if scaling_lib.states(sites):
-    sites = (
-      scaling_lib.with_states(sites, states) if states else site_lib.with_current_scales(sites)
-    )
-  folder = folder_of(spec, workdir)
-  tokenizer = spec.data.tokenizer
+  sites = evaluator_lib.sites_of(spec, recipe, states, loaded.phase)
+  return make(spec, workdir, loaded.params, sites), loaded.where
+
+
+def make(spec: train_spec.TrainSpec, workdir: str, params, sites) -> api.Generator:
+  """The generator of these parameters and sites, with the settings of `generate`."""
+  g, folder, tokenizer = spec.of(Generate), folder_of(spec, workdir), spec.data.tokenizer
   # A run that began without Hugging Face files keeps its ends of turns in its own folder.
   ends = api.end_ids(folder or workdir, tokenizer, g.stop_tokens)
-  generator = api.Generator(
-    loaded.params, sites, spec.model, spec.run, tokenizer, ends, slots=g.slots,
+  return api.Generator(
+    params, sites, spec.model, spec.run, tokenizer, ends, slots=g.slots,
     cache_format=g.cache_format, max_length=g.max_length, folder=folder,
   )  # fmt: skip
-  return generator, loaded.where
 
 
 def folder_of(spec: train_spec.TrainSpec, workdir: str) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -30,9 +31,11 @@ class Saver:
 
   def __init__(
     self, spec: train_spec.TrainSpec, workdir: str, fingerprint: str, now: run_state.RunState,
-    batches: batch_sharding.TrainBatches, clock: goodput.Clock,
+    batches: batch_sharding.TrainBatches, clock: goodput.Clock, contents: Mapping[str, str],
   ):  # fmt: skip
-    """Args: the configuration's spec, and what a checkpoint remembers of the run, and sets."""
+    """Args: the configuration's spec, what a checkpoint remembers of the run, and sets, and keys
+    that are remembered by what their files hold.
+    """
     self._workdir, self._now, self._batches, self._clock = workdir, now, batches, clock
     self._spec, self._weights_dtype = spec, "bfloat16"
     every = spec.checkpoint.every if decide.has_roll_back(spec.precision.policy) else 0
@@ -40,7 +43,7 @@ class Saver:
     self.evaluations: dict[str, Any] = {}
     # Of the run: it may go on where these are the same. Now: a table may be edited during the run.
     self._origin = {
-      "config": identity.identity(spec),
+      "config": identity.identity(spec) | contents,
       "data_fingerprint": fingerprint,
       # The settings that the saved positions in the data depend on.
       "readers": {

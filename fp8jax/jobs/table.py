@@ -96,7 +96,9 @@ def _always(c: Config) -> bool:
 
 
 JOBS = {
-  "train": Job(train.run, TRAINING),
+  "train": Job(
+    train.run, dataclasses.replace(TRAINING, problems_of_spec=checks.accuracy_problems)
+  ),
   "evaluate": Job(
     evaluate.run,
     Needs(

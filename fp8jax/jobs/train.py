@@ -11,7 +11,7 @@ import jax
 from fp8jax import console as console_lib
 from fp8jax.config import identity
 from fp8jax.data import batch_sharding, loader
-from fp8jax.jobs import failure, policy_runner, report, resume, run_state
+from fp8jax.jobs import accuracy, failure, policy_runner, report, resume, run_state
 from fp8jax.optim import param_stats
 from fp8jax.phases import decide
 from fp8jax.report import page
@@ -88,6 +88,7 @@ class _Run:
     os.makedirs(workdir, exist_ok=True)
     rows = start.all_site_rows(spec)
     start.print_start(self.out, spec, changes, fingerprint, rows)
+    self.accuracy = accuracy.TaskAccuracy(spec, workdir, self.out.print)
     path = spec.calibration
     table = calibration.load(spec, os.path.expanduser(path)) if path else None
     policies = policy_runner.PolicyRunner(spec, self._tell, self._keep_scales)
@@ -97,7 +98,9 @@ class _Run:
     self.batches = batch_sharding.TrainBatches(
       spec.data, spec.run.layout, spec.microbatch, spec.grad_accum_steps
     )
-    self.saver = resume.Saver(spec, workdir, fingerprint, self.now, self.batches, self.clock)
+    self.saver = resume.Saver(
+      spec, workdir, fingerprint, self.now, self.batches, self.clock, self.accuracy.identity
+    )
     state, first = self.saver.begin(self.out)
     if first < spec.steps:
       self.saver.checkpoints.check_room(state)  # now, not after hours
@@ -280,15 +283,17 @@ class _Run:
     self.evaluator.spec = now.spec
     with self.clock.on("evaluation"):
       results = self.evaluator.run(state.params, scaling_states, phase, stop)
-    if not results:
+      asked = (now.spec, state.params, scaling_states, phase, step, stop)
+      right = self.accuracy.run(*asked) if results else None
+    if right is None:
       return False
     self.saver.evaluations[str(step)] = results
-    self.log.write(step, evaluator_lib.flat(results))
+    self.log.write(step, evaluator_lib.flat(results) | right)
     for line in self.evaluator.lines(step, results):
       self.out.print(line)
     if step < self.spec.steps:  # nothing is left to decide after the last one
       with self._steering():
-        values = evaluator_lib.metrics(results)
+        values = evaluator_lib.metrics(results) | right
         self.undo = now.policies.evaluated(step, values, self.saver.checkpoints)
     return True
 

@@ -22,6 +22,7 @@ from fp8jax.phases.policy import (
   SwitchRecipe,
   WidenMargin,
   alarm_of,
+  is_accuracy,
   name_of,
 )
 from fp8jax.recipe import rules
@@ -49,7 +50,7 @@ class Trend:
   """The evaluations of a policy's metric, as far as it remembers them.
 
   Attributes:
-    best: the smallest loss so far; None before the first.
+    best: the least cost so far, a loss or minus an accuracy; None before the first.
     failed: successive evaluations, up to the last one, that were worse or no improvement.
     good: step of the last evaluation that was not; -1 before.
     cooldown: evaluations to come that do not count.
@@ -60,15 +61,15 @@ class Trend:
   good: int = -1
   cooldown: int = 0
 
-  def after(self, policy: Policy, step: int, loss: float) -> tuple["Trend", bool]:
+  def after(self, policy: Policy, step: int, cost: float) -> tuple["Trend", bool]:
     """(the trend with another evaluation, whether the policy acts after it)."""
     best = math.inf if self.best is None else self.best
     if isinstance(policy, LowerRate):  # optax.contrib.reduce_on_plateau's rule
-      share = policy.rtol * best if self.best is not None else 0.0
-      better = loss < best - share - policy.atol
-      is_good, rest, known = better, policy.cooldown, loss if better else self.best
+      share = policy.rtol * abs(best) if self.best is not None else 0.0
+      better = cost < best - share - policy.atol
+      is_good, rest, known = better, policy.cooldown, cost if better else self.best
     else:
-      is_good, rest, known = loss <= best + policy.worse_by, 0, min(best, loss)
+      is_good, rest, known = cost <= best + policy.worse_by, 0, min(best, cost)
       known = known if known < math.inf else None  # min ignores a NaN
     failed = 0 if is_good or self.cooldown else self.failed + 1
     acts = failed >= policy.patience
@@ -239,7 +240,7 @@ def after_evaluation(
 
   Args:
     step: steps taken.
-    values: {metric: loss in nats}.
+    values: {metric: loss in nats, or share of right answers}.
     recipe_of: {layer's site: recipe name} of the step.
 
   Returns:
@@ -275,12 +276,12 @@ class _Draft:
   def judge(self, policy: Policy, value: float):
     """Adds an evaluation to the policy's trend."""
     old = self.trends.get(name_of(policy), Trend())
-    new, acts = old.after(policy, self.step, value)
+    new, acts = old.after(policy, self.step, -value if is_accuracy(policy.metric) else value)
     self.trends[name_of(policy)] = new
     if new.good != self.step:
       self.failing.add(policy)
     if acts:
-      best = "" if old.best is None else f", best {old.best:.4f}"
+      best = "" if old.best is None else f", best {abs(old.best):.4f}"
       kind = "no improvement" if isinstance(policy, LowerRate) else "worse"
       self.acting[policy] = f"is {value:.4f}{best}: {kind} in {policy.patience} evaluations"
 

@@ -13,6 +13,7 @@ from fp8jax import calls, patterns
 
 ANY = "any"  # an alarm of whichever statistic
 HELDOUT = "heldout"  # the mean held-out loss of all sources; "heldout/SOURCE" is that of one
+ACCURACY = "accuracy"  # the mean share of right answers; "accuracy/TASK" is that of one task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +21,11 @@ class Evaluated:
   """A condition on the evaluations of eval.every, in place of the policy's other condition.
 
   Attributes:
-    metric: "heldout", the mean loss of all sources in nats, "heldout/SOURCE" that of one; "" for
-      none.
-    worse_by: an evaluation that is further from the best one so far is worse.
+    metric: "heldout", the mean loss of all sources in nats, "heldout/SOURCE" that of one;
+      "accuracy", the mean share of right answers over eval.tasks, "accuracy/TASK" that of one; ""
+      for none.
+    worse_by: an evaluation is worse whose loss is further above the least one so far, or whose
+      accuracy is further below the highest.
     patience: successive evaluations that are worse before the policy acts.
   """
 
@@ -155,13 +158,15 @@ class LowerRate:
 
   Names, defaults of tolerances and rules are those of optax.contrib.reduce_on_plateau. That
   transformation itself is not used: it would keep its numbers in the optimizer state of every
-  parameter and change the compiled step of all configurations; here they are a policy's.
+  parameter and change the compiled step of all configurations; here they are a policy's. It has no
+  mode of a metric that grows: the rule for an accuracy is "max" of PyTorch's ReduceLROnPlateau.
 
   Attributes:
     factor: of one reduction.
     metric: see Evaluated.
     patience: successive evaluations without improvement before a reduction.
-    rtol, atol: an improvement is below the best one by more than this share of it, and this much.
+    rtol, atol: an improvement is below the best loss, or above the best accuracy, by more than this
+      share of it, and this much.
     cooldown: evaluations after a reduction that are not counted.
     min_scale: the smallest product of factors.
   """
@@ -240,10 +245,9 @@ def make(kind: str, fields: dict[str, Any]) -> Policy:
       problems.append(f"metric={made.metric!r} takes the place of {', '.join(both)}; leave one out")
     if not made.metric and _OF_METRIC & {*fields}:
       problems.append("worse_by and patience are of a metric; give metric='heldout'")
-  if made.metric and made.metric.partition("/")[0] != HELDOUT:
+  if made.metric and made.metric.partition("/")[0] not in (HELDOUT, ACCURACY):
     problems.append(
-      f"metric={made.metric!r} is neither 'heldout' nor 'heldout/SOURCE'; training asks no task: "
-      "evaluate its checkpoints with --job=evaluate"
+      f"metric={made.metric!r} is none of 'heldout', 'heldout/SOURCE', 'accuracy', 'accuracy/TASK'"
     )
   if problems:
     raise ValueError(f"{name_of(made)}: {'; '.join(problems)}")
@@ -266,7 +270,21 @@ def keys_read(policies: tuple[Policy, ...]) -> set[str]:
   """Keys of a configuration that policies decide by, and that alter no result without them."""
   alarms = {"log.alarms", "log.tensor_stats_every"} if any(map(alarm_of, policies)) else set()
   metrics = {"eval.every", "eval.tokens", "eval.batch", "eval.precisions"}
+  # Of eval.tasks a checkpoint remembers what was asked, see jobs/accuracy.py.
+  tasks = {"eval.tasks", "eval.chat", "eval.seed", "generate.cache_format", "generate.max_length"}
+  tasks |= {"generate.slots", "generate.stop_tokens"}
+  metrics |= tasks if asks_tasks(policies) else set()
   return alarms | (metrics if any(p.metric for p in policies) else set())
+
+
+def is_accuracy(metric: str) -> bool:
+  """Whether a metric is of tasks, so that more of it is better."""
+  return metric.partition("/")[0] == ACCURACY
+
+
+def asks_tasks(policies: tuple[Policy, ...]) -> bool:
+  """Whether a policy decides by the answers to eval.tasks."""
+  return any(is_accuracy(policy.metric) for policy in policies)
 
 
 def _window_problems(policy: WidenMargin | SwitchRecipe) -> list[str]:

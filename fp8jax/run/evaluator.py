@@ -56,16 +56,10 @@ class Evaluator:
       {source: {precision: {"loss", "perplexity", "tokens"}}}, loss in nats per token; {} if
       stopped.
     """
-    sites = {}
-    for label, recipe in precisions(self.spec, phase).items():
-      tree = self.spec.sites(recipe, phase=phase)
-      if scaling_lib.states(tree):
-        tree = (
-          scaling_lib.with_states(tree, scaling_states)
-          if scaling_states
-          else site_lib.with_current_scales(tree)
-        )
-      sites[label] = tree
+    sites = {
+      label: sites_of(self.spec, recipe, scaling_states, phase)
+      for label, recipe in precisions(self.spec, phase).items()
+    }
     losses = {}
     for name in self.spec.data.sources:
       losses[name] = self._one_source(params, sites, name, stop)
@@ -99,6 +93,21 @@ class Evaluator:
         totals[precision].append(self._losses(params, sites, batch))
     self.passed_over[source] = counts.summary_everywhere()
     return {precision: _summary(source, parts) for precision, parts in totals.items()}
+
+
+def sites_of(
+  spec: TrainSpec, recipe: str | None, scaling_states: Mapping[str, Any], phase: int = 0
+) -> Any:
+  """The tree of sites of a forward pass, delayed and static scales from `scaling_states`.
+
+  Without any, they are chosen from the tensors themselves.
+  """
+  tree = spec.sites(recipe, phase=phase)
+  if not scaling_lib.states(tree):
+    return tree
+  if scaling_states:
+    return scaling_lib.with_states(tree, scaling_states)
+  return site_lib.with_current_scales(tree)
 
 
 def precisions(spec: TrainSpec, phase: int = 0) -> dict[str, str | None]:

@@ -99,10 +99,10 @@ def test_batches_of_a_roll_back_are_left_out_however_often():
 
 
 def evaluations(policies, *values):
-  """[(state, events' places, roll-backs)] of held-out losses at steps 10, 20, …, through JSON."""
+  """[(state, events' places, roll-backs)] of values at steps 10, 20, …, through JSON."""
   policies, found, state = policy_config.read(policies), [], decide.PolicyState()
   for i, value in enumerate(values, 1):
-    losses = {"heldout": value, "heldout/b": value + 1}
+    losses = {"heldout": value, "heldout/b": value + 1, "accuracy": value, "accuracy/q": value}
     recipe_of = {**RECIPES, **state.overrides}
     state, events, back = decide.after_evaluation(policies, state, 10 * i, losses, recipe_of)
     found.append((state, [e.place for e in events], back))
@@ -137,6 +137,25 @@ def test_a_metric_replaces_alarms_and_rolls_back_to_before_it_got_worse():
   for left in (True, True, False):  # at most three
     assert decide.may_undo(policy, after) == left and decide.may_undo(other, after)
     after = decide.rolled_back(undo, after, after)
+
+
+def test_an_accuracy_is_worse_below_the_best_one_and_improves_above_it():
+  """By the definition: worse is a < best - worse_by, better is a > best * (1 + rtol) + atol."""
+  text = "switch_recipe(sites='.*/up', metric='accuracy/q', worse_by=0.25)"
+  values = (0.25, 0.75, 0.5, 0.5 - 2**-20)  # the third is at the bound
+  found = evaluations((text,), *values)
+  assert [bool(places) for _, places, _ in found] == [False, False, False, True]
+  (trend,) = found[-1][0].trends.values()
+  assert trend.best == -0.75 and trend.good == 30
+  (back,) = evaluations(("roll_back(metric='accuracy')",), 0.75, 0.5)[-1][2]
+  assert back[1:] == (10, "is 0.5000, best 0.7500: worse in 1 evaluations")
+
+  # 0.5 -> 0.625 is at rtol=0.25, -> 0.65625 at atol; nothing right becomes better with any answer.
+  numbers = "patience=1, rtol=0.25, atol=0.03125, metric='accuracy'"
+  scales = [s.rate_scale for s, *_ in evaluations((f"lower_rate({numbers})",), 0.5, 0.65625, 0.657)]
+  assert scales == [1.0, 0.5, 0.5]
+  found = evaluations(("lower_rate(patience=1, rtol=0.5, metric='accuracy')",), 0.0, 0.0, 0.125)
+  assert [s.rate_scale for s, *_ in found] == [1.0, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("cooldown", [0, 2])

@@ -1,0 +1,100 @@
+"""Task accuracy in training: eval.tasks, asked where policies decide by the answers."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fp8jax.errors import ConfigErrors
+from fp8jax.evaluation import catalog, store
+from fp8jax.evaluation import run as run_lib
+from fp8jax.evaluation.settings import Tasks
+from fp8jax.evaluation.tasks import Task
+from fp8jax.generation import api
+from fp8jax.generation.completion import ERROR
+from fp8jax.jobs import evaluate_tasks
+from fp8jax.jobs import generator as generator_lib
+from fp8jax.phases import policy
+from fp8jax.run import evaluator as evaluator_lib
+from fp8jax.step import train_spec
+
+
+class TaskAccuracy:
+  """The tasks that policies of a run decide by; none of them without such a policy.
+
+  Attributes:
+    identity: {"eval.tasks": the tasks by content}, which a resumed run must have again.
+  """
+
+  def __init__(self, spec: train_spec.TrainSpec, workdir: str, say: Callable[[str], None]):
+    """
+    Args:
+      say: takes a line per task.
+
+    Raises:
+      UserError, FileNotFoundError: a task cannot be read, or a metric names none of them.
+    """
+    self._workdir, self._say, self.identity = workdir, say, {}
+    self._tasks: tuple[Task, ...] = ()
+    self._generator: api.Generator | None = None
+    policies = spec.precision.policy
+    if not policy.asks_tasks(policies):
+      return
+    self._tasks, problems = catalog.load(spec.of(Tasks)), ConfigErrors()
+    metrics = {policy.ACCURACY, *(f"{policy.ACCURACY}/{task.name}" for task in self._tasks)}
+    for one in policies:
+      if policy.is_accuracy(one.metric):
+        name = f"precision.policy: {policy.name_of(one)}: metric"
+        problems.one_of(name, one.metric, tuple(sorted(metrics)))
+    problems.refuse()
+    prints = (f"{task.name} {task.fingerprint[:16]}" for task in self._tasks)
+    self.identity = {"eval.tasks": ", ".join(prints)}
+
+  def run(
+    self, spec: train_spec.TrainSpec, params, scaling_states: Mapping[str, Any], phase: int,
+    step: int, stop: Callable[[int], bool] | None = None,
+  ) -> dict[str, float] | None:  # fmt: skip
+    """Asks every task, all of its questions, in the first forward pass of eval.precisions.
+
+    Nothing of an earlier evaluation of the step is used again: after a roll-back its parameters are
+    others. Prompts, outputs and verdicts go to WORKDIR/evaluation/training_step_N.
+
+    Args:
+      spec: with the recipes that policies gave.
+      stop: asked before every task whether to leave.
+
+    Returns:
+      {"accuracy/TASK": share of right answers, ..., "accuracy": their mean}; {} without tasks, None
+      if stopped.
+    """
+    if not self._tasks:
+      return {}
+    label, recipe = next(iter(evaluator_lib.precisions(spec, phase).items()))
+    sites = evaluator_lib.sites_of(spec, recipe, scaling_states, phase)
+    if self._generator is None:
+      self._generator = generator_lib.make(spec, self._workdir, params, sites)
+    else:
+      self._generator.take(params, sites)
+    precision = label if label == evaluator_lib.BF16 else evaluator_lib.RECIPE
+    settings = {"step": step, **evaluate_tasks.how_asked(spec, precision)}
+    try:
+      return self._answered(spec, self._generator, settings, label, stop)
+    finally:
+      self._generator.release()
+
+  def _answered(self, spec, generator: api.Generator, settings, label: str, stop):
+    ask = evaluate_tasks.asker(spec, generator, any(task.chat for task in self._tasks))
+    step, own, shares = settings["step"], spec.of(Tasks), {}
+    folder = os.path.join(self._workdir, store.FOLDER, f"training_step_{step}")
+    shutil.rmtree(folder, ignore_errors=True)
+    for i, task in enumerate(self._tasks):
+      if stop is not None and stop(i):
+        return None
+      asked = {**settings, "chat": own.chat or task.chat}
+      done = run_lib.evaluate(task, generator, ask, folder, asked, own.seed, lambda _: None)
+      shares[f"{policy.ACCURACY}/{task.name}"] = share = float(done.scores_IJ.mean())
+      bad = done.summary["finish_reasons"].get(ERROR, 0)
+      noted = f", {bad} outputs ended at logits that are not finite" if bad else ""
+      size = f"{len(task.items)} x {task.protocol.samples}"
+      self._say(f"step {step}  accuracy on {task.name}, {label}: {share:.4f} of {size}{noted}")
+    return {**shares, policy.ACCURACY: sum(shares.values()) / len(shares)}
