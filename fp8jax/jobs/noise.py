@@ -5,7 +5,8 @@ import os
 from typing import Any
 
 from fp8jax import console as console_lib
-from fp8jax.config import precision, tile_checks
+from fp8jax.config import layout as layout_checks
+from fp8jax.config import precision
 from fp8jax.data import loader
 from fp8jax.evaluation import divergence
 from fp8jax.evaluation.settings import Noise
@@ -59,7 +60,7 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
     texts += precision.frozen_problems(one, spec.model, layout)
     if layout.mesh is not None:
       split = (sites, dims, one.phases[0].rules, layout, spec.tokens_per_device)
-      texts += tile_checks.find_misaligned_tiles(*split)
+      texts += layout_checks.find_misaligned_tiles(*split)
   return [f"noise.recipes: {text}" for text in texts]
 
 

@@ -43,7 +43,7 @@ class Saver:
     self.evaluations: dict[str, Any] = {}
     # Of the run: it may go on where these are the same. Now: a table may be edited during the run.
     self._origin = {
-      "config": identity.identity(spec) | contents,
+      "config": {**identity.identity(spec), **contents},
       "data_fingerprint": fingerprint,
       # The settings that the saved positions in the data depend on.
       "readers": {
