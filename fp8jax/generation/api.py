@@ -116,7 +116,8 @@ class Generator:
       prompts: token ids, at least one each.
       sampling: how tokens are drawn.
       num_samples: completions per prompt.
-      on_text: is called with every piece of text as it becomes certain.
+      on_text: is called with every piece of text as it becomes certain; with greedy samples after
+        the first in one piece, when that has ended.
 
     Returns:
       For every prompt its completions; see `not_finite`.
@@ -152,6 +153,8 @@ class Generator:
         done[place] = result
       if on_text is not None and (piece or result):
         on_text(*place, piece, result)
+        for number in range(draws, num_samples) if result else ():
+          on_text(request.index, number, result.text, result)
       return result is not None
 
     needed = max((len(r.prompt) + r.limit for r in requests), default=1)
