@@ -116,8 +116,7 @@ class Generator:
       prompts: token ids, at least one each.
       sampling: how tokens are drawn.
       num_samples: completions per prompt.
-      on_text: is called with every piece of text as it becomes certain; with greedy samples after
-        the first in one piece, when that has ended.
+      on_text: is called with every piece of text as it becomes certain, a greedy copy in one.
 
     Returns:
       For every prompt its completions; see `not_finite`.
