@@ -153,7 +153,7 @@ class Generator:
       if on_text is not None and (piece or result):
         on_text(*place, piece, result)
         for number in range(draws, num_samples) if result else ():
-          on_text(request.index, number, result.text, result)
+          on_text(request.index, number, done[place].text, done[place])
       return result is not None
 
     needed = max((len(r.prompt) + r.limit for r in requests), default=1)
