@@ -82,31 +82,23 @@ def _ask_the_rest(task: Task, generator, ask: Ask, writer: store.Writer, seed: i
     max_new_tokens=protocol.max_new_tokens, seed=seed,
   )  # fmt: skip
   asked = [ask(task, item) for item in rest]
-  total, correct, done = len(rest) * protocol.samples, 0, set()
+  total, correct, done = len(rest) * protocol.samples, 0, 0
 
-  def finish(index: int, sample: int, completion):
-    nonlocal correct
+  def on_text(index: int, sample: int, piece: str, completion):
+    nonlocal correct, done
+    del piece
+    if completion is None:
+      return
     verdict = Verdict(False, "", "its logits are not finite")
     if completion.finish_reason != ERROR:
       verdict = task.judge(rest[index], completion.text)
     writer.add(rest[index], sample, asked[index][0], completion, verdict)
-    done.add((index, sample))
-    correct += verdict.correct
-    if len(done) * 10 // total > (len(done) - 1) * 10 // total:
+    correct, done = correct + verdict.correct, done + 1
+    if done * 10 // total > (done - 1) * 10 // total:
       minutes = (time.perf_counter() - start) / 60
-      say(f"{task.name}: {len(done)}/{total} outputs, {correct} correct, {minutes:.1f} min")
+      say(f"{task.name}: {done}/{total} outputs, {correct} correct, {minutes:.1f} min")
 
-  def on_text(index: int, sample: int, piece: str, completion):
-    del piece
-    if completion is not None:
-      finish(index, sample, completion)
-
-  prompts = [ids for _, ids in asked]
-  completions = generator.generate(prompts, sampling, protocol.samples, on_text)
-  for index, samples in enumerate(completions):
-    for sample, completion in enumerate(samples):
-      if (index, sample) not in done:
-        finish(index, sample, completion)
+  generator.generate([ids for _, ids in asked], sampling, protocol.samples, on_text)
   return time.perf_counter() - start
 
 

@@ -116,7 +116,7 @@ class Generator:
       prompts: token ids, at least one each.
       sampling: how tokens are drawn.
       num_samples: completions per prompt.
-      on_text: is called with every piece of text as it becomes certain.
+      on_text: is called with every piece of text as it becomes certain, a greedy copy in one.
 
     Returns:
       For every prompt its completions; see `not_finite`.
@@ -152,6 +152,8 @@ class Generator:
         done[place] = result
       if on_text is not None and (piece or result):
         on_text(*place, piece, result)
+        for number in range(draws, num_samples) if result else ():
+          on_text(request.index, number, done[place].text, done[place])
       return result is not None
 
     needed = max((len(r.prompt) + r.limit for r in requests), default=1)

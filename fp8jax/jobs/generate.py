@@ -47,13 +47,13 @@ def run(spec: train_spec.TrainSpec, workdir: str):
       if completion is None:
         return
       reasons[completion.finish_reason] += 1
-      tokens, done = tokens + len(completion.tokens), done + 1
+      is_drawn = number == 0 or config.sampling.temperature > 0  # equal greedy ones are drawn once
+      tokens, done = tokens + len(completion.tokens) * is_drawn, done + 1
       if config.out and done * 10 // total > (done - 1) * 10 // total:
         rate = tokens / (time.perf_counter() - start)
         log.print(f"{done}/{total} completions, {tokens} tokens, {rate:.1f} tokens/s")
 
     completions = generator.generate(prompts, config.sampling, config.num_samples, on_text)
-    sink.close(completions)
     wrong = generator.not_finite(prompts, completions)
   seconds = time.perf_counter() - start
   return {
@@ -142,23 +142,12 @@ class JsonLines:
 
   def __init__(self, out: IO[str], records: Sequence[Mapping[str, Any]]):
     self._out, self._records = out, records
-    self._written: set[tuple[int, int]] = set()
 
   def add(self, index: int, number: int, piece: str, completion: Completion | None):
     """Takes what Generator.generate tells."""
     del piece
-    if completion is not None:
-      self._write(index, number, completion)
-
-  def close(self, completions: list[list[Completion]]):
-    """Writes samples that were not drawn one by one: equal greedy ones."""
-    for index, own in enumerate(completions):
-      for number, completion in enumerate(own):
-        if (index, number) not in self._written:
-          self._write(index, number, completion)
-
-  def _write(self, index: int, number: int, completion: Completion):
-    self._written.add((index, number))
+    if completion is None:
+      return
     line = {
       "index": index, "sample": number, **self._records[index], "text": completion.text,
       "tokens": completion.tokens, "finish_reason": completion.finish_reason,
@@ -186,12 +175,6 @@ class Stream:
     if completion is not None:
       self._finished.add((index, number))
     self._advance()
-
-  def close(self, completions: list[list[Completion]]):
-    """Writes samples that were not drawn one by one: equal greedy ones."""
-    for index, number in self._order[self._current :]:
-      if (index, number) not in self._finished:
-        self.add(index, number, completions[index][number].text, completions[index][number])
 
   def _advance(self):
     while self._current < len(self._order):

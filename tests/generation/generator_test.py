@@ -241,18 +241,21 @@ def test_end_tokens_end_a_completion_and_are_left_out_of_its_text(rng):
   assert ended.text == bytes(cut[:-1]).decode("utf-8", "replace")
 
 
-def test_pieces_of_text_are_those_of_the_completions(rng):
+@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=4), SAMPLED], ids=["greedy", "drawn"])
+def test_pieces_of_text_are_those_of_the_completions(rng, sampling):
+  """Of greedy samples too, which are equal and drawn once."""
   generator, prompts = _generator(), _prompts(rng, (4, 9, 2, 6, 5))
   pieces, done = {}, []
 
   def on_text(index, number, piece, completion):
-    pieces[index] = pieces.get(index, "") + piece
+    pieces[index, number] = pieces.get((index, number), "") + piece
     if completion:
-      done.append((index, completion))
+      done.append(((index, number), completion))
 
-  found = generator.generate(prompts, SAMPLED, on_text=on_text)
-  assert dict(done) == {i: own[0] for i, own in enumerate(found)}
-  assert [pieces[i] for i in range(5)] == [own[0].text for own in found]
+  made = generator.generate(prompts, sampling, 3, on_text)
+  assert sorted(place for place, _ in done) == [(i, n) for i in range(5) for n in range(3)]
+  assert dict(done) == {(i, n): one for i, own in enumerate(made) for n, one in enumerate(own)}
+  assert pieces == {place: completion.text for place, completion in done}
 
 
 def test_end_tokens_are_those_of_the_generation_settings_then_of_the_config(tmp_path):

@@ -61,6 +61,19 @@ def test_prompts_of_a_file_are_completed_to_standard_output_and_to_json_lines(
   assert "exists; move it away" in capsys.readouterr().err
 
 
+def test_equal_greedy_samples_are_all_written_and_drawn_once(folder, tmp_path, capsys):
+  out = tmp_path / "out.jsonl"
+  (tmp_path / "p.txt").write_text("the fox\n\nquick\n")
+  c = _config(folder, prompts=str(tmp_path / "p.txt"), out=str(out), num_samples=3)
+  assert dispatch.run("generate", c, base.get_config(), "x.py", "") == 0
+  report = json.loads(capsys.readouterr().out)
+  rows = [json.loads(line) for line in out.read_text().splitlines()]
+  rows = {(row["index"], row["sample"]): row["tokens"] for row in rows}
+  assert rows == {(i, n): rows[i, 0] for i in range(2) for n in range(3)}
+  assert report["completions"] == sum(report["finish_reasons"].values()) == 6
+  assert report["tokens"] == len(rows[0, 0]) + len(rows[1, 0])
+
+
 def test_damaged_weights_end_their_completions_and_the_job_says_so(
   folder, tmp_path, capsys, monkeypatch
 ):
