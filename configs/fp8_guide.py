@@ -7,9 +7,10 @@ hardware:  any CPU; model and text of configs/debug.py on one device, also of a 
 expected:  held-out loss 5.166 -> 2.583 in 60 steps, no action; under a minute. Drills of the
            policies are in experiments/guide/control.md
 
-The preset itself is in configs/base.py: every configuration takes it as its arm,
+The preset itself is in configs/base.py: a configuration takes it as its arm,
 `--config=configs/smollm2_cpt.py:guide`, or with another recipe, `:guide,block_128`. Lines of the
-file itself, such as its rates and warm-up, hold.
+file itself, such as its rates and warm-up, hold. Where layers move in the backward pass
+(optim.in_backward, configs/cpt_7b_1gpu_32k.py) it is refused: nothing can be skipped or undone.
 
 The guide is a text of advice without code or experiments. It contradicts itself or the hardware in
 places, and leaves others open; there this configuration does something else:

@@ -37,5 +37,5 @@ def get_config(arm=""):
   c.optim.weight_decay = 0.0
   c.eval.tokens, c.eval.batch = 640, 2
   c.mesh.fsdp = 1
-  c.checkpoint.every, c.checkpoint.keep = 10, 1
+  c.checkpoint.every, c.checkpoint.keep = 10, 2 if c.precision.policy else 1  # roll_back needs two
   return c

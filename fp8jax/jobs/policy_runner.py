@@ -40,6 +40,7 @@ class PolicyRunner:
     self._has_alarms = any(map(policy_lib.alarm_of, self.policies))
     self.metrics = sorted({policy.metric for policy in self.policies if policy.metric})
     self._calibrations: dict[Any, Callable] = {}
+    self._rate_scale: Any = None
     self.set(decide.PolicyState())
 
   def set(self, policy_state: decide.PolicyState):
@@ -61,9 +62,12 @@ class PolicyRunner:
     """The factor on the learning rate, everywhere; () where no policy changes it."""
     if not any(isinstance(policy, policy_lib.LowerRate) for policy in self.policies):
       return ()
-    mesh = self.spec.run.layout.mesh
-    place = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return (jax.device_put(np.float32(self.policy_state.rate_scale), place),)
+    if self._rate_scale is None or self._rate_scale[0] != self.policy_state.rate_scale:
+      mesh, scale = self.spec.run.layout.mesh, self.policy_state.rate_scale
+      place = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+      # Once per change: between processes, device_put waits for all of them.
+      self._rate_scale = (scale, jax.device_put(np.float32(scale), place))
+    return self._rate_scale[1:]
 
   # -- scales
 
@@ -141,8 +145,10 @@ class PolicyRunner:
     if not self.metrics:
       return None
     policy_state, events, back = decide.after_evaluation(
-      self.policies, self.policy_state, step, values, self._recipe_of(max(step, 1))
-    )
+      # An alarm of the same step may have given some already.
+      self.policies, self.policy_state, step, values,
+      self._recipe_of(max(step, 1)) | self.policy_state.overrides,
+    )  # fmt: skip
     self.set(policy_state)
     self._say(step, events)
     undo = [self._undone(policy, step, step - good, why, saved) for policy, good, why in back]

@@ -245,7 +245,8 @@ def make(kind: str, fields: dict[str, Any]) -> Policy:
       problems.append(f"metric={made.metric!r} takes the place of {', '.join(both)}; leave one out")
     if not made.metric and _OF_METRIC & {*fields}:
       problems.append("worse_by and patience are of a metric; give metric='heldout'")
-  if made.metric and made.metric.partition("/")[0] not in (HELDOUT, ACCURACY):
+  kind, slash, one = made.metric.partition("/")
+  if made.metric and (kind not in (HELDOUT, ACCURACY) or bool(slash) != bool(one)):
     problems.append(
       f"metric={made.metric!r} is none of 'heldout', 'heldout/SOURCE', 'accuracy', 'accuracy/TASK'"
     )

@@ -446,8 +446,9 @@ def test_experiment_arms_run_by_script_and_unknown_ones_refused(path):
 @pytest.mark.parametrize("name, rate, recipe", [
   ("configs/debug.py", 3e-4, ""), ("configs/smollm2_cpt.py", 1e-4, "block_128"),
   ("configs/cpt_1p5b.py", None, ""), ("configs/cpt_7b.py", None, "tensor_current"),
+  ("configs/sft_smollm2.py", None, ""),
 ])  # fmt: skip
-def test_every_config_takes_the_guides_preset_below_its_own_lines(name, rate, recipe):
+def test_a_config_takes_the_guides_preset_below_its_own_lines(name, rate, recipe):
   plain, arm = named.load(name, {}), f"guide,{recipe}".rstrip(",")
   c = named.load(f"{name}:{arm}", {})
   assert c.precision.rules[1] == ("layers/.*", recipe or "tensor_delayed(margin=1)")
@@ -458,5 +459,6 @@ def test_every_config_takes_the_guides_preset_below_its_own_lines(name, rate, re
   of_scales = [] if recipe else ["refresh", "refresh", "widen_margin"]
   kinds = [text.partition("(")[0] for text in c.precision.policy]
   assert kinds == [*of_scales, "switch_recipe", "roll_back"]
+  assert c.checkpoint.keep >= 2
   if rate:
     assert len(_resolve(name, arm).precision.policy) == len(kinds)

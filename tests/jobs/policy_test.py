@@ -139,6 +139,19 @@ def test_evaluations_lower_the_rate_and_switch_recipes_stopped_or_not(tmp_path, 
   assert {recipe.name for recipe in recipes.values()} == {"bf16"}
 
 
+def test_an_evaluation_does_not_take_back_what_an_alarm_gave_in_its_step():
+  policies = ("switch_recipe(k=1, looks=1)", "widen_margin(metric='heldout', worse_by=0.0)")
+  spec = harness.text_spec(**{**LOOKS, "precision.policy": policies, "eval.every": 2,
+                              "eval.tokens": 64})  # fmt: skip
+  at_work = policy_runner.PolicyRunner(spec, lambda *_: None)
+  site, other = "layers/0/mlp/down", "layers/1/mlp/down"
+  for step, loss in ((2, 3.0), (4, 3.5)):
+    at_work.look(step, {(site, "snr_db")} if step == 4 else set())
+    assert at_work.evaluated(step, {"heldout": loss}, None) is None
+  given = at_work.policy_state.overrides
+  assert given[site] == "bf16" and "margin=1" in given[other]
+
+
 def test_what_a_roll_back_after_a_switch_restores(tmp_path):
   """Scales, counts, drift and evaluation beside what they must be, not beside another run."""
   changes = {
