@@ -135,7 +135,10 @@ class Scripted:
     assert self.params is not None and sampling.temperature == 0
     right = next(self.script)
     texts = ["yes" if i < right else "no" for i in range(len(prompts))]
-    return [[Completion((1,), text, "length")] * num_samples for text in texts]
+    completions = [Completion((1,), text, "length") for text in texts]
+    for i, one in enumerate(completions):
+      on_text(i, 0, one.text, one)
+    return [[one] for one in completions]
 
 
 def test_an_accuracy_beyond_the_bound_undoes_steps_and_is_asked_again(tmp_path, monkeypatch):
