@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -31,7 +30,7 @@ class Saver:
 
   def __init__(
     self, spec: train_spec.TrainSpec, workdir: str, fingerprint: str, now: run_state.RunState,
-    batches: batch_sharding.TrainBatches, clock: goodput.Clock, contents: Mapping[str, str],
+    batches: batch_sharding.TrainBatches, clock: goodput.Clock, contents: dict[str, str],
   ):  # fmt: skip
     """Args: the configuration's spec, what a checkpoint remembers of the run, and sets, and keys
     that are remembered by what their files hold.

@@ -205,7 +205,7 @@ def output_folder(path: str, workdir: str, name: str) -> str:
 
 def check_same_run(
   changes: dict[str, tuple[Any, Any]], meta: dict[str, Any], step: int, fingerprint: str,
-  readers: dict[str, Any], accepted: Sequence[str], read: Collection[str],
+  readers: dict[str, Any], accepted: Sequence[str], read: Collection[str] = (),
 ):  # fmt: skip
   """Refuses a checkpoint whose run may not go on.
 
