@@ -147,7 +147,7 @@ class PolicyRunner:
     policy_state, events, back = decide.after_evaluation(
       # An alarm of the same step may have given some already.
       self.policies, self.policy_state, step, values,
-      self._recipe_of(max(step, 1)) | self.policy_state.overrides,
+      {**self._recipe_of(max(step, 1)), **self.policy_state.overrides},
     )  # fmt: skip
     self.set(policy_state)
     self._say(step, events)
