@@ -103,6 +103,14 @@ def _memory(recipe: Recipe):
   return kinds, recipe.history
 
 
+def _finite(fresh: amax_history.ScalingState, old: amax_history.ScalingState):
+  is_valid_3 = jnp.isfinite(fresh.amax_3)
+  return amax_history.ScalingState(
+    jnp.where(is_valid_3, fresh.amax_3, old.amax_3),
+    jnp.where(is_valid_3[..., None], fresh.history_3H, old.history_3H),
+  )
+
+
 def carried(
   old_sites, old: Mapping[str, amax_history.ScalingState], new_sites, fresh,
   reset: Collection[str] = (),
@@ -116,6 +124,7 @@ def carried(
 
   Returns:
     {site: ScalingState}: of a layer the old one where its recipe remembers alike, else the fresh.
+    Of a tensor with a fresh amax that is not finite the old one stays, as in amax_history.update.
   """
 
   def rows_of(name, site, states):
@@ -135,6 +144,8 @@ def carried(
     rows = []
     for layer, row in rows_of(name, site, fresh):
       memory, old_row = before.get(layer, (None, None))
-      rows.append(old_row if memory == _memory(site.recipe) and layer not in reset else row)
+      if memory == _memory(site.recipe):
+        row = _finite(row, old_row) if layer in reset else old_row
+      rows.append(row)
     result[name] = jax.tree.map(lambda *x: jnp.stack(x), *rows) if site.layers else rows[0]
   return result

@@ -62,3 +62,14 @@ def test_chosen_layers_begin_anew_and_no_others():
   states = scaling.carried(sites, made(sites, 100), sites, made(sites, 200), {"layers/1/mlp/up"})
   expected = {f"layers/{i}/mlp/{s}": (100 + i, 4) for i in range(3) for s in ("down", "up")}
   assert by_layer(sites, states) == {**expected, "layers/1/mlp/up": (201, 4)}
+  # A batch that overflowed has no range to give: the tensor keeps its own.
+  fresh = made(sites, 200)
+  fresh["layers/mlp/up"].amax_3[1, 0] = np.inf
+  states = scaling.carried(sites, made(sites, 100), sites, fresh, {"layers/1/mlp/up"})
+  assert by_layer(sites, states) == {**expected, "layers/1/mlp/up": (101, 4)}
+  up = states["layers/mlp/up"]
+  assert np.asarray(up.amax_3)[1].tolist() == [
+    101,
+    *made(sites, 200)["layers/mlp/up"].amax_3[1, 1:],
+  ]
+  assert set(np.asarray(up.history_3H)[1, 0]) == {101} and np.isfinite(up.history_3H).all()
