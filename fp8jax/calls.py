@@ -49,12 +49,13 @@ def whole(key: str, text: str) -> int:
   """
   try:
     value = ast.literal_eval(text)
-  except ValueError:
+  except (ValueError, SyntaxError):
     value = None
   if type(value) is int:
     return value
   is_whole = isinstance(value, float) and value.is_integer()
-  raise UserError(f"{key}={text} is no whole number" + f"; write {key}={value:.0f}" * is_whole)
+  hint = f"; write {key}={value:.0f}" if is_whole else ""
+  raise UserError(f"{key}={text} is no whole number{hint}")
 
 
 def write(name: str, fields: Mapping[str, Any], words: bool = False) -> str:

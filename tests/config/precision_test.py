@@ -75,6 +75,8 @@ def test_recipe_by_name_takes_numbers_of_delayed_scales():
   for name, message in (
     ("tensor_delayed(step=16)", "'step=16' is none of steps=1024, reduce=max, margin=0"),
     ("tensor_delayed(steps=many)", "'steps=many' is none of"),
+    ("tensor_delayed(steps=[1)", "is none of|no closing"),
+    ("tensor_delayed(steps=1 6)", "is no whole number|is none of"),
     ("tensor_delayed(reduce=mean)", "must be 'max' or 'latest'"),
     ("block_128(steps=2)", "block_128 has no delayed scales"),
     ("tensor_delayed(steps=2", "did you mean 'tensor_delayed'"),
