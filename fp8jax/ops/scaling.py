@@ -144,7 +144,7 @@ def carried(
     rows = []
     for layer, row in rows_of(name, site, fresh):
       memory, old_row = before.get(layer, (None, None))
-      if memory == _memory(site.recipe):
+      if old_row is not None and memory == _memory(site.recipe):
         row = _finite(row, old_row) if layer in reset else old_row
       rows.append(row)
     result[name] = jax.tree.map(lambda *x: jnp.stack(x), *rows) if site.layers else rows[0]
