@@ -65,7 +65,7 @@ class PolicyRunner:
     if self._rate_scale is None or self._rate_scale[0] != self.policy_state.rate_scale:
       mesh, scale = self.spec.run.layout.mesh, self.policy_state.rate_scale
       place = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-      # Once per change: between processes, device_put waits for all of them.
+      # Once per change: with several processes, device_put synchronizes them.
       self._rate_scale = (scale, jax.device_put(np.float32(scale), place))
     return self._rate_scale[1:]
 
