@@ -81,6 +81,7 @@ def lower(spec: train_spec.TrainSpec, devices, change=lambda sites: sites):
 
   names = ["tokens_BL", "targets_BL", "positions_BL"]
   names += [] if spec.data.cross_document else ["segments_BL"]
+  names += ["sources_BL"] if spec.data.tells_sources else []
   shape = (*lead, spec.microbatch, spec.data.seq_len)
   batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows) for name in names}
   batch["weights_BL"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)

@@ -51,6 +51,7 @@ def spec(
     seq_len=c.seq_len,
     heldout=c.data.heldout_fraction,
     seed=c.seed,
+    tells_sources=c.log.source_loss,
     chat=chat_checks.read(c, tokenizer.path, problems) if is_chat else None,
     **{name: c.data[name] for name in _AS_THEY_ARE},
   )

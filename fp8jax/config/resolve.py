@@ -255,7 +255,7 @@ def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors)
   return model_config.ComputeConfig(
     jnp.dtype(compute if compute in settings.COMPUTE_DTYPES else "float32"),
     "xla", c.memory.remat_policy, formats, c.memory.loss_chunk, layout,
-    c.precision.smooth_swiglu,
+    c.precision.smooth_swiglu, len(c.data.sources) if c.log.source_loss else 0,
   )  # fmt: skip
 
 

@@ -72,3 +72,8 @@ class TrainBatches:
       of = {"share": tokens / total, "documents": documents, "length": tokens / max(documents, 1)}
       values |= {f"sources/{name}/{what}": value for what, value in of.items()}
     return values
+
+  def losses(self, by_source: np.ndarray | None) -> dict[str, float]:
+    """Mean losses of the sources that a step had tokens of, from sums [S, 2] of losses, weights."""
+    rows = zip(self._sources, [] if by_source is None else by_source.tolist())
+    return {f"sources/{name}/loss": loss / tokens for name, (loss, tokens) in rows if tokens}

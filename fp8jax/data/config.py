@@ -47,6 +47,7 @@ class DataConfig:
     prefetch: batches held ready.
     shuffle_windows: windows per block that is shuffled; for prepared data any number shuffles the
       whole epoch. 0 keeps the windows in the order of the documents.
+    tells_sources: whether training batches have sources_BL, the number of each token's source.
     chat: how the sources, all of them conversations, are trained on; None for documents.
     chat_template, template_date: of prompts that are chats, see data.chat.template.ChatTemplate.
   """
@@ -62,6 +63,7 @@ class DataConfig:
   workers: int = 0
   prefetch: int = 2
   shuffle_windows: int = 0
+  tells_sources: bool = False
   chat: ChatConfig | None = None
   chat_template: str = ""
   template_date: str = ""

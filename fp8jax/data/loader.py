@@ -91,7 +91,7 @@ def train_batches(
   ]
   weights = [float(source["weight"]) for source in spec.sources.values()]
   mixed = streams[0] if len(streams) == 1 else grain.IterDataset.mix(streams, weights)
-  make = _Batch(spec.cross_document, len(spec.sources))
+  make = _Batch(spec.cross_document, len(spec.sources), spec.tells_sources)
   ready = mixed.batch(batch, drop_remainder=True).map(make)
   if spec.prefetch:
     ready = grain.experimental.ThreadPrefetchIterDataset(ready, prefetch_buffer_size=spec.prefetch)
@@ -217,7 +217,8 @@ def _chat_steps(spec: DataConfig, batch: int, shard: Shard, counts: DocumentCoun
       counts.update(passed_over)
     of = steps.numbers(int(batch["step"]))
     sums = _by_source(samples.source_of[of], samples.lengths[of], np.ones(len(of)), number)
-    return {k: v for k, v in batch.items() if k != "step"} | {"by_source": sums}
+    dropped = ("step",) if spec.tells_sources else ("step", "sources_BL")
+    return {k: v for k, v in batch.items() if k not in dropped} | {"by_source": sums}
 
   return _Resumable(iter(ready.map(count)))
 
@@ -313,10 +314,12 @@ class _Keep:
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-  """Packed windows -> what the model reads; of so many sources also "by_source"."""
+  """Packed windows -> what the model reads; of so many sources also "by_source" and, if it tells
+  them, "sources_BL"."""
 
   cross_document: bool
   sources: int = 0
+  tells: bool = False
 
   def __call__(self, window):
     tokens = window["tokens"]
@@ -337,6 +340,8 @@ class _Batch:
       there = segments[:, :-1]
       numbers = ((there != 0).sum(1), there.max(1))
       batch["by_source"] = _by_source(window["source"], *numbers, self.sources)
+    if self.tells:
+      batch["sources_BL"] = np.broadcast_to(window["source"][:, None], there.shape)
     return batch
 
 

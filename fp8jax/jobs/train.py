@@ -234,7 +234,7 @@ class _Run:
     """Writes down a step, and stops the run after one that is not finite; its metrics."""
     values = jax.device_get(values)
     stats, alignment = values.pop("tensor_stats", None), values.pop("alignment", None)
-    by_param = values.pop("param_stats", None)
+    by_param, by_source = values.pop("param_stats", None), values.pop("by_source", None)
     is_finite = values.pop("is_finite")
     values = {k: float(v) for k, v in values.items()}
     speed.tick()
@@ -245,7 +245,7 @@ class _Run:
         self._fail(step, values, host, position, state)
       self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
     times = metrics_writer.times(self.spec, step, self.clock, waited, self.now.shares)
-    times |= speed.values() | read
+    times |= speed.values() | read | self.batches.losses(by_source)
     self.log.write_step(step, values, is_finite, self.batches.counts, times)
     if stats is not None:
       self._record_stats(step, stats, alignment, by_param)

@@ -165,6 +165,7 @@ class ComputeConfig:
     loss_chunk: positions per chunk of the cross-entropy.
     smooth_swiglu: how the feed-forward layer multiplies, a key of swiglu.FORMS.
     layout: mesh and sharding tables.
+    num_sources: sources whose losses are added up apart, where a batch has sources_BL; 0 for none.
   """
 
   dtype: jnp.dtype = jnp.dtype(jnp.float32)
@@ -174,6 +175,7 @@ class ComputeConfig:
   loss_chunk: int = 512
   layout: axes.Layout = axes.LOCAL
   smooth_swiglu: str = "none"
+  num_sources: int = 0
 
   def problems(self, model: ModelConfig) -> list[str]:
     """Reasons why this model cannot run so, in words; empty without any."""

@@ -67,11 +67,13 @@ class Aux:
   Attributes:
     losses: {name: sum}, part of the loss that training differentiates, coefficients included.
     statistics: {name: sum}, for metrics alone.
+    sums: {"by_source": float32 [S, 2]}, of losses and weights, where a batch tells the sources.
     states: {key of the mixer: what the tokens add to its state}, see LayerContext.states.
   """
 
   losses: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   statistics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  sums: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __add__(self, other: "Aux") -> "Aux":
@@ -80,7 +82,7 @@ class Aux:
 
     return Aux(
       add(self.losses, other.losses), add(self.statistics, other.statistics),
-      {**self.states, **other.states},
+      add(self.sums, other.sums), {**self.states, **other.states},
     )  # fmt: skip
 
   def sum(self) -> "Aux":

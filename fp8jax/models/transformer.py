@@ -16,6 +16,7 @@ stored in a low-bit format (ops/stored_params.py). A batch is a dictionary of ar
                  attend to each other
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -27,7 +28,7 @@ from fp8jax.models import attention_gqa, lora, mlp_swiglu, rope
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
 from fp8jax.ops import prologue, residuals, stored_params
-from fp8jax.ops.cross_entropy import cross_entropy
+from fp8jax.ops.cross_entropy import cross_entropy_by_source
 from fp8jax.ops.dots import dot
 from fp8jax.ops.linear import SAVED_NAME
 from fp8jax.ops.observe import observed
@@ -123,7 +124,8 @@ def loss_and_aux(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   read = stored_params.value({k: p for k, p in params.items() if k != "layers"})
   params = {**read, "layers": params["layers"]}
   x_BLD, aux = _after_last(params, sites, batch, cfg, run)
-  return head_loss(x_BLD, params, sites, batch, cfg, run), aux
+  loss, sums = head_loss(x_BLD, params, sites, batch, cfg, run)
+  return loss, dataclasses.replace(aux, sums=sums)
 
 
 def logits(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
@@ -189,14 +191,16 @@ def layer(x_BLD, of_layer, context: LayerContext, cfg: ModelConfig, run: Compute
 
 
 def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
-  """`loss` of what the last layer gave; `params` and `sites` need not have the layers."""
+  """(`loss` of what the last layer gave, Aux.sums); `params` and `sites` need no layers."""
   params = stored_params.value({k: p for k, p in params.items() if k != "layers"})
   head, eqn = _head(params, cfg)
   h_BLD = normalised(x_BLD, params, sites, cfg, run)
-  return cross_entropy(
+  loss, by_source = cross_entropy_by_source(
     h_BLD, head, eqn, batch["targets_BL"], batch["weights_BL"], sites["head"], run.loss_chunk,
     is_frozen=cfg.lora is not None, logits_site=sites.get("logits"),
+    sources_BL=batch.get("sources_BL"), num_sources=run.num_sources,
   )  # fmt: skip
+  return loss, {} if by_source is None else {"by_source": by_source}
 
 
 def fold_channel_scales(params, scales, cfg: ModelConfig):

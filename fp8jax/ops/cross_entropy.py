@@ -26,11 +26,17 @@ from fp8jax.ops.site import ActivationSite, ScalingInputs, Site
 from fp8jax.quantization import tensor_stats
 
 
-def cross_entropy(
+def cross_entropy(*args, **options):
+  """The loss alone of `cross_entropy_by_source`."""
+  return cross_entropy_by_source(*args, **options)[0]
+
+
+def cross_entropy_by_source(
   h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chunk: int, *,
-  is_frozen: bool = False, logits_site: ActivationSite | None = None,
+  is_frozen: bool = False, logits_site: ActivationSite | None = None, sources_BL=None,
+  num_sources: int = 0,
 ):  # fmt: skip
-  """Sum over tokens of weight * -log p(target).
+  """Sum over tokens of weight * -log p(target), and the sums of each source's tokens.
 
   Args:
     h_BLD: last hidden states, normalised.
@@ -42,14 +48,19 @@ def cross_entropy(
     chunk: positions (of L) per chunk.
     is_frozen: whether the head has no gradient, so that its product is left out.
     logits_site: observes the logits under differentiation; None for a step that does not.
+    sources_BL: int32 number of each token's source, below num_sources; None adds up none apart.
 
   Returns:
-    float32 scalar. Divide by the sum of the weights for the mean, exp of that for perplexity.
+    (float32 scalar, float32 [num_sources, 2] or None). The scalar over the sum of the weights is
+    the mean, exp of that perplexity. The rows are sums of losses and of weights by source, and are
+    not differentiated.
   """
   site.claim()
-  return _cross_entropy(
-    (eqn, chunk, is_frozen), h_BLD, head, targets_BL, weights_BL, site, logits_site
+  static = (eqn, chunk, is_frozen, num_sources)
+  loss, by_source = _cross_entropy(
+    static, h_BLD, head, targets_BL, weights_BL, sources_BL, site, logits_site
   )
+  return loss, jax.lax.stop_gradient(by_source)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -58,16 +69,18 @@ def _cross_entropy(static, *args):
 
 
 def _fwd(static, *args):
-  loss, *gradients = _run(static, *args, is_differentiated=True)
-  return loss, (*gradients, *args[-2:])
+  sums, *gradients = _run(static, *args, is_differentiated=True)
+  return sums, (*gradients, *args[-2:])
 
 
-def _run(static, h_BLD, head, targets_BL, weights_BL, site, logits_site, *, is_differentiated):
-  """(loss, gradients of h and head, statistics of the site and of the logits); or (loss,)."""
-  eqn, chunk, is_frozen = static
+def _run(
+  static, h_BLD, head, targets_BL, weights_BL, sources_BL, site, logits_site, *, is_differentiated
+):
+  """(sums, gradients of h and head, statistics of the site and of the logits); or (sums,)."""
+  eqn, chunk, is_frozen, num_sources = static
   letters, layout = eqn.partition(",")[2].partition("->")[0], site.layout
 
-  def local(h, head, targets, weights, tap, inputs):
+  def local(h, head, targets, weights, sources, tap, inputs):
     # The site as seen from inside the loop's own `shard_map`.
     inside = dataclasses.replace(site, tap=tap, layout=layout.manual())
     dtype = head.dtype
@@ -76,13 +89,13 @@ def _run(static, h_BLD, head, targets_BL, weights_BL, site, logits_site, *, is_d
     head = collectives.gather_weight(head, letters, layout)
 
     def one(carry, xs):
-      h, targets, weights = xs
+      h, targets, weights, sources = xs
       spec = gemm_spec.make_spec(eqn, h, head, inside, out_dtype=jnp.float32)
       logits_BCV, _ = linear.forward(spec, h, head, inputs)
       loss_BC, g_BCV = _loss_and_gradient(logits_BCV, targets, weights, layout)
       if not is_differentiated:
-        return (carry[0] + jnp.sum(loss_BC),), None
-      loss, dhead, observed, logits_stats = carry
+        return (_added(carry[0], loss_BC, weights, sources),), None
+      sums, dhead, observed, logits_stats = carry
       if logits_site is not None:
         chunk_stats = observe.logits_stats(logits_BCV, logits_site)
         logits_stats = tensor_stats.combine(logits_stats, chunk_stats)
@@ -93,23 +106,25 @@ def _run(static, h_BLD, head, targets_BL, weights_BL, site, logits_site, *, is_d
       tensors = ((Role.X_FWD, h), (Role.W_FWD, head), (Role.G_DGRAD, g_BCV))
       chunk_stats = [observe.operand_stats(spec, role, t, inputs) for role, t in tensors]
       observed = tensor_stats.combine(observed, jnp.stack(chunk_stats))
-      return (loss + jnp.sum(loss_BC), dhead, observed, logits_stats), dh
+      sums = _added(sums, loss_BC, weights, sources)
+      return (sums, dhead, observed, logits_stats), dh
 
-    carry: tuple = (jnp.zeros((), jnp.float32),)
+    by_source = None if sources is None else jnp.zeros((num_sources, 2), jnp.float32)
+    carry: tuple = ((jnp.zeros((), jnp.float32), by_source),)
     if is_differentiated:
       carry += (
         jnp.zeros(() if is_frozen else head.shape, dtype),
         tensor_stats.nothing(tap.shape),
         None if logits_site is None else tensor_stats.nothing(logits_site.tap.shape),
       )
-    (loss, *rest), dh = _for_chunks(one, carry, chunk, h, targets, weights)
-    loss = collectives.sum_over(loss, layout, "B")
+    (sums, *rest), dh = _for_chunks(one, carry, chunk, h, targets, weights, sources)
+    sums = jax.tree.map(lambda x: collectives.sum_over(x, layout, "B"), sums)
     if not is_differentiated:
-      return (loss,)
+      return (sums,)
     dhead, observed, logits_stats = rest
     everywhere = tuple(dict.fromkeys(layout.act_axes_of("BV")))
     return (
-      loss,
+      sums,
       collectives.sum_over(dh, layout, "V"),
       dhead if is_frozen else collectives.scatter_gradient(dhead, letters, "BL", layout),
       tensor_stats.over_mesh(observed, everywhere),
@@ -117,18 +132,29 @@ def _run(static, h_BLD, head, targets_BL, weights_BL, site, logits_site, *, is_d
     )
 
   rows, of_head = layout.act_spec("BL"), layout.weight_spec(letters)
-  inputs = (layout.act_spec("BLD"), of_head, rows, rows, P(), P())
+  inputs = (layout.act_spec("BLD"), of_head, rows, rows, rows, P(), P())
   outputs = (P(), layout.act_spec("BLD"), P() if is_frozen else of_head, P(), P())
   run = collectives.on_mesh(local, layout, inputs, outputs if is_differentiated else outputs[:1])
-  return run(h_BLD, head, targets_BL, weights_BL, site.tap, ScalingInputs.of(site))
+  return run(h_BLD, head, targets_BL, weights_BL, sources_BL, site.tap, ScalingInputs.of(site))
+
+
+def _added(sums, loss_BC, weights_BC, sources_BC):
+  """`sums`, of all losses and by source, with those of a chunk."""
+  loss, by_source = sums
+  if by_source is not None:
+    is_of = sources_BC[..., None] == jnp.arange(len(by_source))
+    both = jnp.stack([loss_BC, weights_BC], axis=-1)[:, :, None]
+    by_source = by_source + jnp.sum(jnp.where(is_of[..., None], both, 0.0), axis=(0, 1))
+  return loss + jnp.sum(loss_BC), by_source
 
 
 def _bwd(static, residuals, g):
-  is_frozen = static[2]
+  is_frozen, g = static[2], g[0]
   dh_BLD, dhead, observed, logits_stats, site, logits_site = residuals
   return (
     (g * dh_BLD).astype(dh_BLD.dtype),
     None if is_frozen else g * dhead,
+    None,
     None,
     None,
     # The site observed the gradient of the sum over tokens, before the caller's factor.
@@ -165,7 +191,7 @@ def _loss_and_gradient(logits_BCV, targets_BC, weights_BC, layout: axes.Layout):
 
 
 def _for_chunks(step, carry, chunk: int, *arrays_BL):
-  """`jax.lax.scan` over chunks of the second axis; the last chunk may be shorter.
+  """`jax.lax.scan` over chunks of the second axis; the last chunk may be shorter, an array None.
 
   Returns:
     (carry, outputs joined along that axis again, or None if `step` returns none).
@@ -174,15 +200,15 @@ def _for_chunks(step, carry, chunk: int, *arrays_BL):
   num = length // chunk
   pieces = []
   if num:
-    chunked = [
-      jnp.moveaxis(x[:, : num * chunk].reshape(batch, num, chunk, *x.shape[2:]), 1, 0)
-      for x in arrays_BL
-    ]
-    carry, y = jax.lax.scan(step, carry, tuple(chunked))
+
+    def chunked(x):
+      return jnp.moveaxis(x[:, : num * chunk].reshape(batch, num, chunk, *x.shape[2:]), 1, 0)
+
+    carry, y = jax.lax.scan(step, carry, jax.tree.map(chunked, arrays_BL))
     if y is not None:
       pieces.append(jnp.moveaxis(y, 0, 1).reshape(batch, num * chunk, *y.shape[3:]))
   if length % chunk:
-    carry, y = step(carry, tuple(x[:, num * chunk :] for x in arrays_BL))
+    carry, y = step(carry, jax.tree.map(lambda x: x[:, num * chunk :], arrays_BL))
     if y is not None:
       pieces.append(y)
   return carry, jnp.concatenate(pieces, axis=1) if pieces else None

@@ -126,20 +126,26 @@ def loss(run: RunFiles) -> Any | None:
   return alt.layer(*layers).properties(title=title, width=_WIDTH, height=_HEIGHT)
 
 
-def shares(run: RunFiles) -> Any | None:
-  """Each source's share of the tokens over steps, and its weight, dashed; None of one source."""
-  pattern = re.compile("sources/(.+)/share")
+def by_source(run: RunFiles, what: str) -> Any | None:
+  """The "share" of the tokens of each source over steps, its weight dashed, or its mean "loss";
+  None of one source.
+  """
+  pattern = re.compile(f"sources/(.+)/{what}")
   curves = {m[1]: c for name, c in run.curves.items() if (m := pattern.fullmatch(name))}
   if len(curves) < 2:
     return None
   thinned = {name: thin.curve(c) for name, c in curves.items()}
   points = [(s, name, v) for name, c in thinned.items() for s, v in zip(c.steps, c.mean)]
-  weights = {name: run.resolved.get(f"data.sources.{name}.weight", 1.0) for name in curves}
   color = alt.Color("source:N", sort=list(curves), title="source")
-  y = alt.Y("share:Q", title=None, axis=alt.Axis(format=".0%"), scale=alt.Scale(domain=[0, 1]))
-  line = alt.Chart(table("step source share", points)).mark_line(**_LINE).encode(
-    x=alt.X("step:Q", title="step"), y=y, color=color, tooltip=["step:Q", "source:N", "share:Q"]
+  shares: dict[str, Any] = dict(axis=alt.Axis(format=".0%"), scale=alt.Scale(domain=[0, 1]))
+  options = shares if what == "share" else dict(scale=alt.Scale(zero=False))
+  y = alt.Y(f"{what}:Q", title=None, **options)
+  line = alt.Chart(table(f"step source {what}", points)).mark_line(**_LINE).encode(
+    x=alt.X("step:Q", title="step"), y=y, color=color, tooltip=["step:Q", "source:N", f"{what}:Q"]
   )  # fmt: skip
+  if what == "loss":
+    return line.properties(title="loss by source", width=_WIDTH, height=_HEIGHT)
+  weights = {name: run.resolved.get(f"data.sources.{name}.weight", 1.0) for name in curves}
   wanted = [(name, w / sum(weights.values())) for name, w in weights.items()]
   rule = alt.Chart(table("source share", wanted)).mark_rule(strokeDash=[4, 3]).encode(
     y=y, color=color

@@ -102,7 +102,8 @@ def _training(run: RunFiles) -> Section | None:
     gap=charts.gap(run),
     learning_rate=charts.metric(run, "learning_rate", "learning rate", digits=".1e"),
     grad_norm=charts.metric(run, "grad_norm", "gradient norm", scale="log"),
-    sources=charts.shares(run),
+    source_losses=charts.by_source(run, "loss"),
+    sources=charts.by_source(run, "share"),
   )
   return Section("Loss", _thinning(run), drawn)
 

@@ -77,11 +77,14 @@ def take(spec, state, sites, batch, rate, by_param: bool = False) -> update.Step
 
   def finish(x_BLD, sinks, taps):
     above = site_tree.with_taps(ends, taps)
-    return transformer.head_loss(x_BLD, _paired(behind, sinks), above, batch, cfg, run) / total
+    loss, sums = transformer.head_loss(x_BLD, _paired(behind, sinks), above, batch, cfg, run)
+    return loss / total, sums
 
   x_BLD, pull_embed = jax.vjp(embed, _sinks(rows), site_tree.taps(below))
   x_BLD, inputs, aux = _forward(spec, x_BLD, params, sites, batch)
-  loss, pull_finish = jax.vjp(finish, x_BLD, _sinks(behind), site_tree.taps(ends))
+  loss, pull_finish, sums = jax.vjp(
+    finish, x_BLD, _sinks(behind), site_tree.taps(ends), has_aux=True
+  )
 
   move = _LayerUpdater(spec, state, rate, by_param)
   g_BLD, g_behind, head_stats = pull_finish(jnp.ones_like(loss))
@@ -105,7 +108,7 @@ def take(spec, state, sites, batch, rate, by_param: bool = False) -> update.Step
   return update.StepResult(
     loss, norm, progress.is_finite, progress.params, progress.opt, squares, stats,
     state.grad_autoscale,
-    metrics.of_aux(aux, total, cfg.num_layers)
+    metrics.of_aux(dataclasses.replace(aux, sums=sums), total, cfg.num_layers)
     | ({"param_stats": progress.by_param} if by_param else {}),
   )  # fmt: skip
 

@@ -303,6 +303,8 @@ class Log:
     "not finite, in steps of log.tensor_stats_every: of every layer's parameters (\"params\"), or "
     "of the groups that optim.clip_groups and optim.lr_multipliers make (\"groups\").",
     choices=param_stats.LEVELS)
+  source_loss: bool = key(False, "the mean loss of each source's tokens in every step, as "
+    "sources/NAME/loss beside its share (one more sum of a step; same numbers otherwise)")
   alarms: tuple[Any, ...] = key(
     (("saturation", ">", 0.01), ("underflow", ">", 0.3), ("snr_db", "<", 15.0),
      ("alignment", ">", 0.9), ("kurtosis", ">", 1e4, ".*/mlp/down/x")),

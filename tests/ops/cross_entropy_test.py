@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.cross_entropy import cross_entropy
+from fp8jax.ops.cross_entropy import cross_entropy, cross_entropy_by_source
 
 B, L, D, V = 2, 50, 24, 96
 
@@ -71,6 +71,31 @@ def test_cross_entropy_scales_its_gradient_by_what_comes_in(rng):
 
   one, three = jax.grad(loss)(h, 1.0), jax.grad(loss)(h, 3.0)
   np.testing.assert_allclose(three, 3 * one, rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_differentiated", [True, False])
+def test_losses_by_source_are_sums_of_the_textbook(rng, is_differentiated):
+  """And neither they nor what is made of them move the gradient."""
+  h, head, targets, weights = _inputs(rng)
+  weights *= rng.random((B, L), np.float32)
+  sources = rng.choice(4, (B, L), p=[0.1, 0.0, 0.2, 0.7]).astype(np.int32)
+
+  def loss(h, sources):
+    total, by_source = cross_entropy_by_source(
+      h, head, "BLD,DV->BLV", targets, weights, site_lib.single("bf16"), 16,
+      sources_BL=sources, num_sources=4,
+    )  # fmt: skip
+    return total + (0 if sources is None else 3 * by_source.sum()), by_source
+
+  if is_differentiated:
+    (_, got), gradient = jax.value_and_grad(loss, has_aux=True)(h, sources)
+    np.testing.assert_array_equal(gradient, jax.grad(loss, has_aux=True)(h, None)[0])
+  else:
+    got = loss(h, sources)[1]
+  of = [(_textbook(h, head, targets, weights * (sources == i))[0], weights[sources == i].sum())
+        for i in range(4)]  # fmt: skip
+  np.testing.assert_allclose(got, of, rtol=2e-6)
+  assert of[1] == (0, 0)
 
 
 def _seen(site, h, head, targets, weights, scale=1.0):

@@ -98,16 +98,19 @@ class Steps:
     return grain.experimental.index_shuffle(i, max_index=total - 1, seed=seed, rounds=4)
 
   def __getitem__(self, index: int) -> dict[str, Any]:
-    """Step number `index`: arrays [windows of this process, length], and "step"."""
+    """Step number `index`: arrays [windows of this process, length], with sources_BL; "step"."""
     numbers = self.numbers(index)
     window = first_fit(self.samples.lengths[numbers], self.length)
     self.check(int(window.max()) + 1)
     first, count = self._shard
-    rows = [
-      pack([self.samples[int(n)] for n in numbers[window == w]], self.length)
-      for w in range(first, self._windows, count)
-    ]
+    rows = [self._packed(numbers[window == w]) for w in range(first, self._windows, count)]
     return {**{key: np.stack([row[key] for row in rows]) for key in rows[0]}, "step": index}
+
+  def _packed(self, numbers: np.ndarray) -> Batch:
+    """The window of these samples; the room that is left, of weight 0, counts to source 0."""
+    row = pack([self.samples[int(n)] for n in numbers], self.length)
+    sources = np.append(0, self.samples.source_of[numbers]).astype(np.int32)
+    return row | {"sources_BL": sources[row["segments_BL"]]}
 
   def needed(self, steps: int) -> int:
     """The largest number of windows that one of the first `steps` steps fills.
