@@ -73,11 +73,9 @@ def _fwd(static, *args):
   return sums, (*gradients, *args[-2:])
 
 
-def _run(
-  static, h_BLD, head, targets_BL, weights_BL, sources_BL, site, logits_site, *, is_differentiated
-):
+def _run(static, *args, is_differentiated: bool):
   """(sums, gradients of h and head, statistics of the site and of the logits); or (sums,)."""
-  eqn, chunk, is_frozen, num_sources = static
+  (eqn, chunk, is_frozen, num_sources), (*arrays, site, logits_site) = static, args
   letters, layout = eqn.partition(",")[2].partition("->")[0], site.layout
 
   def local(h, head, targets, weights, sources, tap, inputs):
@@ -106,8 +104,7 @@ def _run(
       tensors = ((Role.X_FWD, h), (Role.W_FWD, head), (Role.G_DGRAD, g_BCV))
       chunk_stats = [observe.operand_stats(spec, role, t, inputs) for role, t in tensors]
       observed = tensor_stats.combine(observed, jnp.stack(chunk_stats))
-      sums = _added(sums, loss_BC, weights, sources)
-      return (sums, dhead, observed, logits_stats), dh
+      return (_added(sums, loss_BC, weights, sources), dhead, observed, logits_stats), dh
 
     by_source = None if sources is None else jnp.zeros((num_sources, 2), jnp.float32)
     carry: tuple = ((jnp.zeros((), jnp.float32), by_source),)
@@ -135,7 +132,7 @@ def _run(
   inputs = (layout.act_spec("BLD"), of_head, rows, rows, rows, P(), P())
   outputs = (P(), layout.act_spec("BLD"), P() if is_frozen else of_head, P(), P())
   run = collectives.on_mesh(local, layout, inputs, outputs if is_differentiated else outputs[:1])
-  return run(h_BLD, head, targets_BL, weights_BL, sources_BL, site.tap, ScalingInputs.of(site))
+  return run(*arrays, site.tap, ScalingInputs.of(site))
 
 
 def _added(sums, loss_BC, weights_BC, sources_BC):

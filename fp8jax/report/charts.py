@@ -138,7 +138,7 @@ def by_source(run: RunFiles, what: str) -> Any | None:
   points = [(s, name, v) for name, c in thinned.items() for s, v in zip(c.steps, c.mean)]
   color = alt.Color("source:N", sort=list(curves), title="source")
   shares: dict[str, Any] = dict(axis=alt.Axis(format=".0%"), scale=alt.Scale(domain=[0, 1]))
-  options = shares if what == "share" else dict(scale=alt.Scale(zero=False))
+  options: dict[str, Any] = shares if what == "share" else dict(scale=alt.Scale(zero=False))
   y = alt.Y(f"{what}:Q", title=None, **options)
   line = alt.Chart(table(f"step source {what}", points)).mark_line(**_LINE).encode(
     x=alt.X("step:Q", title="step"), y=y, color=color, tooltip=["step:Q", "source:N", f"{what}:Q"]
