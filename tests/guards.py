@@ -1,14 +1,16 @@
 """Guards of `make check`: facts of the project that change only with a reason beside them.
 
   python tests/guards.py                      compares; exit 1 with every fact that moved
-  python tests/guards.py accept --why "..."   appends the facts of today, and the reason to each
+  python tests/guards.py accept [PATTERN] --why "..."
+                                              appends today's facts whose whole name matches, and
+                                              the reason to each
   python tests/guards.py cpu [SECONDS.json]   compares the CPU time of a run of the tests, by file
 
 tests/guards.json holds every fact's history, [value, reason] by [value, reason]: the first needs no
 reason, later ones do. What is guarded: the golden values of tests/golden (any change), the lowered
 program of configs/debug.py in every recipe by jax version (any change), the lines of every ring of
-fp8jax/, the tolerances and the marks that skip tests (growth). A history is only appended to: the
-parent commit's is a beginning of today's.
+fp8jax/, the tolerances, of a file of tests its largest, and the marks that skip tests (growth). A
+history is only appended to: the parent commit's is a beginning of today's.
 """
 
 import ast
@@ -110,7 +112,8 @@ def words() -> dict[str, float]:
 
 
 def tolerances() -> dict[str, float]:
-  """{"tolerance GEMM_DIFFERENCE e4m3": bound} of tests/tolerances.py."""
+  """{"tolerance GEMM_DIFFERENCE e4m3": bound} of tests/tolerances.py, {"tolerance FILE rtol":
+  largest number} of the tests themselves."""
   sys.path[:0] = [str(ROOT), str(HERE)]
   import tolerances as module
 
@@ -119,6 +122,13 @@ def tolerances() -> dict[str, float]:
     if name.isupper():
       many = value.items() if isinstance(value, dict) else enumerate(np.ravel(value))
       found |= {f"tolerance {name} {key}": float(bound) for key, bound in many}
+  for path in HERE.rglob("*_test.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+      if isinstance(node, ast.keyword) and node.arg in ("rtol", "atol", "rel", "abs"):
+        name = f"tolerance {path.relative_to(HERE).as_posix()} {node.arg}"
+        numbers = [x.value for x in ast.walk(node.value) if isinstance(x, ast.Constant)]
+        numbers = [float(x) for x in numbers if type(x) in (int, float)]
+        found[name] = max([found.get(name, 0.0), *numbers])
   return found
 
 
@@ -210,14 +220,17 @@ def main(arguments: list[str]) -> int:
   histories = json.loads(HISTORIES.read_text()) if HISTORIES.exists() else {}
   facts = today()
   changes = moved(facts, histories)
-  if arguments[:2] and arguments[0] == "accept":
-    if len(arguments) != 3 or arguments[1] != "--why" or not arguments[2].strip():
-      print('guards: accept --why "the reason, and the bound that holds"')
+  if arguments[:1] == ["accept"]:
+    *patterns, flag, why = arguments[1:] if len(arguments) > 2 else ("", "", "")
+    if flag != "--why" or not why.strip() or len(patterns) > 1:
+      print('guards: accept [PATTERN] --why "the reason, and the bound that holds"')
       return 2
+    pattern = re.compile(*patterns or [".*"])
+    changes = {name: how for name, how in changes.items() if pattern.fullmatch(name)}
     for name in changes:
       history = histories.setdefault(name, [])
-      history.append([facts.get(name), arguments[2] if history else ""])
-    for name in facts.keys() - changes.keys():
+      history.append([facts.get(name), why if history else ""])
+    for name in filter(pattern.fullmatch, facts.keys() - moved(facts, histories).keys()):
       if facts[name] != histories[name][-1][0]:  # a bound that shrinks
         histories[name].append([facts[name], ""])
     text = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(histories.items()))

@@ -86,3 +86,30 @@ def test_marks_and_lines_count_this_repository():
   assert guards.marks()["mark slow"] > 50 and guards.marks()["mark importorskip"] > 5
   lines = guards.lines()
   assert lines["lines all"] == sum(lines[f"lines {ring}"] for ring in guards.RINGS)
+
+
+def test_the_largest_tolerance_of_a_file_of_tests_is_a_fact(tmp_path, monkeypatch):
+  text = "f(x, rtol=1e-3 if x else 2e-2)\nf(x, rtol=4e-4, atol=LIMIT * 3)\ng(approx(1, rel=0.5))\n"
+  (tmp_path / "ops").mkdir()
+  (tmp_path / "ops" / "a_test.py").write_text(text)
+  monkeypatch.setattr(guards, "HERE", tmp_path)
+  of_file = {k: v for k, v in guards.tolerances().items() if "_test.py" in k}
+  name = "tolerance ops/a_test.py"
+  assert of_file == {f"{name} rtol": 0.02, f"{name} atol": 3.0, f"{name} rel": 0.5}
+
+
+def test_a_reason_is_accepted_for_the_facts_that_it_names(tmp_path, monkeypatch):
+  path = tmp_path / "guards.json"
+  path.write_text(json.dumps(HISTORIES))
+  monkeypatch.setattr(guards, "HISTORIES", path)
+  now = FACTS | {"lines lab": 101, "golden a.json x": "d2", "mark slow": 6.0, "golden b": "d3"}
+  monkeypatch.setattr(guards, "today", lambda: now)
+  assert guards.main(["accept", "golden .*", "--why", "a bound"]) == 0
+  got = json.loads(path.read_text())
+  wanted = {"golden a.json x": [["d1", ""], ["d2", "a bound"]], "golden b": [["d3", ""]]}
+  assert got == HISTORIES | wanted
+  assert guards.main(["accept", "lines lab", "mark slow", "--why", "two patterns"]) == 2
+  assert guards.main(["accept", "--why", " "]) == 2 == guards.main(["accept"])
+  assert guards.main(["accept", "--why", "a feature"]) == 0
+  got = json.loads(path.read_text())
+  assert got["lines lab"][-1] == [101, "a feature"] and got["mark slow"][-1] == [6.0, ""]
