@@ -39,7 +39,7 @@ class Optimizer:
 
   def reads(self) -> set[str]:
     """The hyperparameters, keys of optim, that `make` and `decays` read."""
-    given = _Recorded(OptimizerConfig())
+    given = _Recorded(OptimizerConfig)
     self.make(given)
     return {*given.names, *self.decays.values()}
 
