@@ -1,12 +1,14 @@
 """Repeats the pass over the batch that a run stopped at."""
 
 import os
+from typing import Any
 
 import jax
 import numpy as np
 
 from fp8jax import records
 from fp8jax.data import batch_sharding
+from fp8jax.report import files, recommend
 from fp8jax.run import nonfinite, schemas
 from fp8jax.run.restore import as_trained, restore_params
 from fp8jax.step import train_spec
@@ -28,4 +30,16 @@ def run(spec: train_spec.TrainSpec, workdir: str):
   spec = as_trained(spec, meta)
   spread = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch, spec.grad_accum_steps)
   report = nonfinite.report(spec, params, spread.place(host), spec.phase(max(step - 1, 0)))
-  return {"step": step, **report}
+  return {"step": step, **report, **_recommended(workdir)}
+
+
+def _recommended(workdir: str) -> dict[str, Any]:
+  """The report's formats and margins by site and tensor, and its rules; {} without looks."""
+  run = files.read(workdir)
+  if run.looks is None:
+    return {}
+  rows = recommend.recommendations(run.looks, run.exponents)
+  return {
+    "recommended": [dict(zip(recommend.COLUMNS, row)) for row in recommend.table(rows)],
+    "recommended_rules": recommend.precision_rules(rows, run.resolved.get("precision.rules") or ()),
+  }

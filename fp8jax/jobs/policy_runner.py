@@ -121,11 +121,13 @@ class PolicyRunner:
   def look(self, step: int, firing: Collection[tuple[str, str]]):
     """Decides after a look at the tensor statistics; new recipes hold from the next step on.
 
+    After the last step, too: the run may be prolonged.
+
     Args:
       step: steps taken.
       firing: (layer's site, statistic) of all alarms that ring.
     """
-    if step >= self.spec.steps or not self._has_alarms:
+    if not self._has_alarms:
       return
     policy_state, events = decide.after_statistics(
       self.policies, self.policy_state, step, firing, self._recipe_of(step)

@@ -118,6 +118,7 @@ class _Run:
           self._evaluate(state, first)
         if decide.has_roll_back(spec.precision.policy) and not self.saver.checkpoints.steps():
           self.saver.save(first, state)  # to go back to
+        state, first = self._caught_up(state, first)
         with self.clock.on("step"):
           state, reached, last = self._loop(state, first, asked)
         self.saver.save(reached, state)
@@ -182,9 +183,9 @@ class _Run:
           settle()
           self._evaluate(state, step)
           speed.restart()
-        if (undo := self.undo) is not None:
+        if self.undo is not None:
           state = None  # before another one is read
-          state, step = self._roll_back(undo), undo.to
+          state, step = self._caught_up(state, step)
           continue
         if metrics.is_due(step, spec.checkpoint.every):
           settle()
@@ -227,6 +228,21 @@ class _Run:
     self.looks.forget()
     self.now.policies.tell_undone(undo.to)
     return state
+
+  def _caught_up(self, state: Any, step: int) -> tuple[State, int]:
+    """(state, step) to go on from, after roll-backs and with the evaluation that is due there.
+
+    A run does not judge its last evaluation, and the checkpoint before lacks it: a prolonged one
+    makes it there.
+    """
+    while True:
+      if (undo := self.undo) is not None:
+        state = None
+        state, step = self._roll_back(undo), undo.to
+      if metrics.is_due(step, self.spec.eval.every) and step < self.spec.steps:
+        self._evaluate(state, step)
+      if self.undo is None:
+        return state, step
 
   # -- reports
 

@@ -37,6 +37,23 @@ class Optimizer:
   has_kernel: bool = False
   apply: Callable[[Any, Any, Any], Any] | None = None
 
+  def reads(self) -> set[str]:
+    """The hyperparameters, keys of optim, that `make` and `decays` read."""
+    given = _Recorded(OptimizerConfig)
+    self.make(given)
+    return {*given.names, *self.decays.values()}
+
+
+class _Recorded:
+  """An object, and the names of its attributes that are read."""
+
+  def __init__(self, of: Any):
+    self._of, self.names = of, set()
+
+  def __getattr__(self, name: str) -> Any:
+    self.names.add(name)
+    return getattr(self._of, name)
+
 
 _ADAM = {"mu": "b1", "nu": "b2"}
 # Kingma & Ba 2015 (arXiv:1412.6980); Chen et al. 2023 (arXiv:2302.06675).
@@ -131,6 +148,15 @@ class OptimizerConfig:
         texts.append(f"optim.{name}={getattr(self, name)} must not be negative")
     if self.eps <= 0:
       texts.append(f"optim.eps={self.eps} must be positive")
+    if self.optimizer in OPTIMIZERS:
+      read = OPTIMIZERS[self.optimizer].reads()
+      unread = set().union(*(row.reads() for row in OPTIMIZERS.values())) - read
+      texts += [
+        f"optim.{of.name}={getattr(self, of.name)} is not read by {self.optimizer!r}, which reads "
+        f"{', '.join(sorted(read))}; leave it at its default, {of.default}"
+        for of in dataclasses.fields(self)
+        if of.name in unread and getattr(self, of.name) != of.default
+      ]
     if self.moment_format in storage.MOMENTS and self.optimizer in OPTIMIZERS:
       decays = {k: getattr(self, key) for k, key in OPTIMIZERS[self.optimizer].decays.items()}
       reasons = storage.moment_problems(self._moments(), decays.get("mu"), decays.get("nu"))

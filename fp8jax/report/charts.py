@@ -9,6 +9,7 @@ import altair as alt
 import numpy as np
 from altair.utils import schemapi
 
+from fp8jax.phases import policy
 from fp8jax.report import thin
 from fp8jax.report.files import UNQUANTIZED, Cell, Looks, RunFiles
 from fp8jax.run import palette
@@ -136,13 +137,7 @@ def by_source(run: RunFiles, what: str) -> Any | None:
     return None
   thinned = {name: thin.curve(c) for name, c in curves.items()}
   points = [(s, name, v) for name, c in thinned.items() for s, v in zip(c.steps, c.mean)]
-  color = alt.Color("source:N", sort=list(curves), title="source")
-  shares: dict[str, Any] = dict(axis=alt.Axis(format=".0%"), scale=alt.Scale(domain=[0, 1]))
-  options: dict[str, Any] = shares if what == "share" else dict(scale=alt.Scale(zero=False))
-  y = alt.Y(f"{what}:Q", title=None, **options)
-  line = alt.Chart(table(f"step source {what}", points)).mark_line(**_LINE).encode(
-    x=alt.X("step:Q", title="step"), y=y, color=color, tooltip=["step:Q", "source:N", f"{what}:Q"]
-  )  # fmt: skip
+  line, y, color = _over_steps("source", what, points, list(curves))
   if what == "loss":
     return line.properties(title="loss by source", width=_WIDTH, height=_HEIGHT)
   weights = {name: run.resolved.get(f"data.sources.{name}.weight", 1.0) for name in curves}
@@ -152,6 +147,31 @@ def by_source(run: RunFiles, what: str) -> Any | None:
   )  # fmt: skip
   title = "share of tokens by source; dashed: the weight"
   return alt.layer(rule, line).properties(title=title, width=_WIDTH, height=_HEIGHT)
+
+
+def accuracies(run: RunFiles) -> Any | None:
+  """The share of right answers to each task, and their mean, over steps; None without tasks."""
+  curves = {
+    n.partition("/")[2] or "mean": c for n, c in run.curves.items() if policy.is_accuracy(n)
+  }
+  points = [(int(s), name, v) for name, c in curves.items() for s, v in zip(c.steps, c.values)]
+  if not points:
+    return None
+  line, *_ = _over_steps("task", "accuracy", points, list(curves), point=True)
+  title = "accuracy of tasks: share of right answers"
+  return line.properties(title=title, width=_WIDTH, height=_HEIGHT)
+
+
+def _over_steps(of: str, what: str, points, names: Sequence[str], **mark: Any):
+  """(lines over steps of (step, name, value) points, a colour per name; their y; their color)."""
+  color = alt.Color(f"{of}:N", sort=names, title=of)
+  shares: dict[str, Any] = dict(axis=alt.Axis(format=".0%"), scale=alt.Scale(domain=[0, 1]))
+  losses: dict[str, Any] = dict(scale=alt.Scale(zero=False))
+  y = alt.Y(f"{what}:Q", title=None, **(losses if what == "loss" else shares))
+  line = alt.Chart(table(f"step {of} {what}", points)).mark_line(**_LINE, **mark).encode(
+    x=alt.X("step:Q", title="step"), y=y, color=color, tooltip=["step:Q", f"{of}:N", f"{what}:Q"]
+  )  # fmt: skip
+  return line, y, color
 
 
 def _heldout_points(run: RunFiles) -> alt.Chart:
@@ -186,7 +206,7 @@ def gaps(run: RunFiles) -> list[tuple[int, str, str, float]]:
   return [
     (step, source, precision, 100 * (value / base[step, source] - 1))
     for (step, source, precision), value in losses.items()
-    if precision != UNQUANTIZED and (step, source) in base
+    if precision != UNQUANTIZED and base.get((step, source))
   ]
 
 
@@ -329,44 +349,6 @@ def _panel(looks: Looks, picked, name: str, title: str, kind: str, is_reversed: 
       title=alt.TitleParams(text=alt.expr(f"'{title}, step ' + [{steps}][look]")),
     )
   )  # fmt: skip
-
-
-def scale_ranges(looks: Looks) -> Any | None:
-  """Smallest and largest scale over a site's layers, over looks; quantized tensors alone."""
-  if not {"smallest_scale", "largest_scale", "snr_db"} <= looks.values.keys():
-    return None
-  ranges: dict[str, list[tuple[int, str, float, float]]] = {}
-  low, high = looks.values["smallest_scale"], looks.values["largest_scale"]
-  groups: dict[tuple[str, str], list[int]] = {}
-  for j, cell in enumerate(looks.cells):
-    if np.isfinite(looks.values["snr_db"][:, j]).any():
-      groups.setdefault((cell.tensor, cell.site), []).append(j)
-  for (tensor, site), columns in groups.items():
-    for i in thin.chosen(looks):
-      ends = float(np.nanmin(low[i, columns])), float(np.nanmax(high[i, columns]))
-      ranges.setdefault(tensor, []).append((int(looks.steps[i]), site, *ends))
-  if not ranges:
-    return None
-  sites = sorted({cell.site for cell in looks.cells})
-  panels = []
-  for tensor, items in ranges.items():
-    picked = alt.selection_point(fields=["site"], bind="legend", name=f"site_{tensor}")
-    base = alt.Chart(table("step site smallest largest", items)).encode(
-      x=alt.X("step:Q", title="step"),
-      color=alt.Color("site:N", scale=alt.Scale(domain=sites, scheme="tableau10"), title="site"),
-      opacity=alt.condition(picked, alt.value(0.8), alt.value(0.05)),
-    )
-    y: dict[str, Any] = dict(scale=alt.Scale(type="log"), title=None, axis=alt.Axis(format=".0e"))
-    tooltip = ["step:Q", "site:N", "smallest:Q", "largest:Q"]
-    ends = [
-      base.mark_line(strokeWidth=1.2, strokeDash=dash, point=alt.OverlayMarkDef(size=8)).encode(
-        y=alt.Y(f"{end}:Q", **y), tooltip=tooltip
-      )
-      for end, dash in (("smallest", [3, 2]), ("largest", [1, 0]))
-    ]
-    title = f"scales of {tensor}: largest (solid), smallest (dashed)"
-    panels.append(alt.layer(*ends).add_params(picked).properties(title=title, width=240))
-  return alt.hconcat(*panels).resolve_scale(y="independent")
 
 
 def memory(run: RunFiles) -> Any | None:

@@ -242,7 +242,7 @@ def _quantities(pairs: Sequence[tuple[Member, Member]]) -> dict[str, list[float]
 
 
 def _percent(value: float, base: float) -> float:
-  return 100 * (value / base - 1) if math.isfinite(value) else math.inf
+  return 100 * (value / base - 1) if base and math.isfinite(value) else math.inf
 
 
 def training(run: RunFiles, base: RunFiles, after: int = 0) -> float:
@@ -329,7 +329,7 @@ def _difference(arm, setting, pairs: Sequence[tuple[Member, Member]]) -> Differe
 
 
 def _equal_loss(arm, setting, pairs: Sequence[tuple[Member, Member]]) -> EqualLoss:
-  tokens, seconds, targets = [], [], []
+  tokens, seconds, targets, reached = [], [], [], 0
   for mine, base in pairs:
     steps, means = smoothed(base.run)
     # A run may be shorter than its baseline: the loss that this has at the shorter one's end.
@@ -338,11 +338,12 @@ def _equal_loss(arm, setting, pairs: Sequence[tuple[Member, Member]]) -> EqualLo
     ours, theirs = cost(mine.run, target), cost(base.run, target)
     if ours is None or theirs is None or has_diverged(mine.run):
       continue
-    tokens.append(ours[0] / theirs[0])
-    if ours[1] is not None and theirs[1] is not None:
+    reached += 1
+    if theirs[0]:  # 0 where config.json does not say how many a step has
+      tokens.append(ours[0] / theirs[0])
+    if ours[1] is not None and theirs[1]:
       seconds.append(ours[1] / theirs[1])
   mean = lambda values: float(np.mean(values)) if values else None  # noqa: E731
-  reached = len(tokens)
   return EqualLoss(
     arm, setting, float(np.mean(targets)), mean(tokens), mean(seconds), reached, len(pairs)
   )

@@ -1,13 +1,14 @@
-"""Counts by exponent as heat maps: which powers of two the elements of a tensor have."""
+"""Charts of ranges: counts by exponent as heat maps, and the scales of a site over steps."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import altair as alt
+import numpy as np
 
 from fp8jax.report import charts, thin
-from fp8jax.report.files import cell_of, cell_order
+from fp8jax.report.files import Looks, cell_of, cell_order
 from fp8jax.run import palette
 
 # {step: {layer's site: {tensor: tensor_stats.exponents}}}
@@ -131,3 +132,41 @@ def _panel(by: str, columns: list[str], shown: str, title: str, low: int, high: 
       title=alt.TitleParams(text=alt.expr(f"tensor + ', ' + {title}")),
     )
   )  # fmt: skip
+
+
+def scale_ranges(looks: Looks) -> Any | None:
+  """Smallest and largest scale over a site's layers, over looks; quantized tensors alone."""
+  if not {"smallest_scale", "largest_scale", "snr_db"} <= looks.values.keys():
+    return None
+  ranges: dict[str, list[tuple[int, str, float, float]]] = {}
+  low, high = looks.values["smallest_scale"], looks.values["largest_scale"]
+  groups: dict[tuple[str, str], list[int]] = {}
+  for j, cell in enumerate(looks.cells):
+    if np.isfinite(looks.values["snr_db"][:, j]).any():
+      groups.setdefault((cell.tensor, cell.site), []).append(j)
+  for (tensor, site), columns in groups.items():
+    for i in thin.chosen(looks):
+      ends = float(np.nanmin(low[i, columns])), float(np.nanmax(high[i, columns]))
+      ranges.setdefault(tensor, []).append((int(looks.steps[i]), site, *ends))
+  if not ranges:
+    return None
+  sites = sorted({cell.site for cell in looks.cells})
+  panels = []
+  for tensor, items in ranges.items():
+    picked = alt.selection_point(fields=["site"], bind="legend", name=f"site_{tensor}")
+    base = alt.Chart(charts.table("step site smallest largest", items)).encode(
+      x=alt.X("step:Q", title="step"),
+      color=alt.Color("site:N", scale=alt.Scale(domain=sites, scheme="tableau10"), title="site"),
+      opacity=alt.condition(picked, alt.value(0.8), alt.value(0.05)),
+    )
+    y: dict[str, Any] = dict(scale=alt.Scale(type="log"), title=None, axis=alt.Axis(format=".0e"))
+    tooltip = ["step:Q", "site:N", "smallest:Q", "largest:Q"]
+    ends = [
+      base.mark_line(strokeWidth=1.2, strokeDash=dash, point=alt.OverlayMarkDef(size=8)).encode(
+        y=alt.Y(f"{end}:Q", **y), tooltip=tooltip
+      )
+      for end, dash in (("smallest", [3, 2]), ("largest", [1, 0]))
+    ]
+    title = f"scales of {tensor}: largest (solid), smallest (dashed)"
+    panels.append(alt.layer(*ends).add_params(picked).properties(title=title, width=240))
+  return alt.hconcat(*panels).resolve_scale(y="independent")

@@ -26,6 +26,8 @@ from fp8jax.run import metrics_writer, schemas
 UNQUANTIZED = "bf16"
 
 _HELDOUT = re.compile(r"heldout/(.+)/([^/]+)/loss")
+_WEIGHT = re.compile(r"data\.sources\..+\.weight")
+_WITHOUT = "delete it, and the report goes without"
 _REMEDY = "name the folder of a run, which holds metrics.jsonl"
 
 
@@ -109,7 +111,7 @@ class RunFiles:
 
   Attributes:
     name: last part of the folder's path.
-    curves: {metric: its Curve}, of rows that have "loss".
+    curves: {metric: its Curve}, without held-out losses.
     looks: None where tensor statistics were not recorded.
     exponents: {step: {layer's site: {tensor: tensor_stats.exponents}}} of loud steps.
     param_stats: param_stats.summary of loud steps, a cell by parameter or group; None without any.
@@ -205,8 +207,11 @@ def read(workdir: str) -> RunFiles:
   if not os.path.isfile(path):
     raise UserError(f"{workdir!r} is no folder of a run: there is no {path}; {_REMEDY}")
   rows = [row for _, row in metrics_writer.rows(path)]
-  find = functools.partial(records.find, workdir, remedy="delete it, and the report goes without")
+  find = functools.partial(records.find, workdir, remedy=_WITHOUT)
   config = find("config.json", schemas.Config) or {}
+  weights = {k: v for k, v in config.get("resolved", {}).items() if _WEIGHT.fullmatch(k)}
+  where = os.path.join(workdir, "config.json")
+  records.check(weights, dict[str, schemas.Positive], where, _WITHOUT)
   provenance = find("provenance.json", schemas.Provenance) or {}
   return RunFiles(
     workdir=workdir,
@@ -241,10 +246,9 @@ def read(workdir: str) -> RunFiles:
 def _curves(rows: list[dict[str, Any]]) -> dict[str, Curve]:
   by_step: dict[str, dict[int, float]] = {}  # a number that is not finite is a string
   for row in rows:
-    if "loss" in row:
-      for name, value in row.items():
-        if name != "step" and isinstance(value, (int, float, str)):
-          by_step.setdefault(name, {})[row["step"]] = float(value)
+    for name, value in row.items():
+      if name != "step" and isinstance(value, (int, float, str)) and not _HELDOUT.fullmatch(name):
+        by_step.setdefault(name, {})[row["step"]] = float(value)
   ordered = {name: zip(*sorted(values.items())) for name, values in by_step.items()}
   return {
     name: Curve(np.array(steps, np.int64), np.array(values, np.float64))
@@ -282,10 +286,7 @@ def _looks(looks: Mapping[int, Mapping[str, Any]]) -> Looks | None:
 
 
 def _refresh(step: int, workdir: str, before: str, after: str) -> Refresh:
-  tables = [
-    records.find(workdir, name, schemas.Calibration, "delete it, and the report goes without")
-    for name in (before, after)
-  ]
+  tables = [records.find(workdir, name, schemas.Calibration, _WITHOUT) for name in (before, after)]
   if None in tables:  # deleted
     return Refresh(step, "", ())
   old, new = (

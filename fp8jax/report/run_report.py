@@ -100,6 +100,7 @@ def _training(run: RunFiles) -> Section | None:
   drawn = charts.specs(
     loss=charts.loss(run),
     gap=charts.gap(run),
+    accuracy=charts.accuracies(run),
     learning_rate=charts.metric(run, "learning_rate", "learning rate", digits=".1e"),
     grad_norm=charts.metric(run, "grad_norm", "gradient norm", scale="log"),
     source_losses=charts.by_source(run, "loss"),
@@ -164,7 +165,7 @@ def _numerics(run: RunFiles) -> list[Section]:
   )
   specs = _maps("heat_maps", looks, charts.STATISTICS)
   drawn = [Section("Tensor statistics", note, specs), *_exponents(run)]
-  if scales := charts.scale_ranges(looks):
+  if scales := exponent_charts.scale_ranges(looks):
     note = (
       "Over all layers of a site; a click in the legend picks a site. "
       "The scale of a tile of zeros is 1."

@@ -10,6 +10,7 @@ import numpy as np
 
 from fp8jax import records
 from fp8jax.data import loader
+from fp8jax.phases import policy
 from fp8jax.run import goodput, metrics, schemas, tracker
 from fp8jax.step.train_spec import TrainSpec
 
@@ -37,12 +38,12 @@ class Metrics:
     for open_one in (self._file, self._events):
       if open_one is not None:
         open_one.close()
-    lines = [
-      line
-      for line, row in rows(path)
-      if row["step"] <= step
-      and (not any(k.startswith("heldout/") for k in row) or str(row["step"]) in evaluated)
-    ]
+    lines, gone = [], -1
+    for line, row in rows(path):
+      if any(k.startswith("heldout/") for k in row) and str(row["step"]) not in evaluated:
+        gone = row["step"]  # with what policies did after it
+      elif row["step"] <= step and row["step"] != gone:
+        lines.append(line)
     if os.path.exists(path):
       records.write_atomic(path, "".join(lines))
     self._file = records.appending(path)
@@ -119,6 +120,14 @@ def last_logged(workdir: str, key: str) -> float | None:
   """The newest value of a metric in WORKDIR/metrics.jsonl."""
   values = [row[key] for _, row in rows(_path(workdir)) if key in row]
   return float(values[-1]) if values else None  # "nan" is a string in strict JSON
+
+
+def accuracies(workdir: str) -> dict[str, dict[str, float]]:
+  """{step: {"accuracy", "accuracy/TASK": share of right answers}} of WORKDIR/metrics.jsonl."""
+  return {
+    str(row["step"]): {k: v for k, v in row.items() if policy.is_accuracy(k)}
+    for _, row in rows(_path(workdir)) if policy.ACCURACY in row
+  }  # fmt: skip
 
 
 def holes(workdir: str, origin: int | None, step: int) -> list[str]:

@@ -8,13 +8,17 @@ records.read and records.rows refuse a file that is of another type. Fields of a
 
 from typing import Annotated, Any, Required, TypedDict
 
+import numpy as np
 from msgspec import Meta
 
 from fp8jax.phases import decide
 from fp8jax.records import Number
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Rules = list[tuple[str, str]]
+# A divisor: a positive float32, of which 2^-149 is the smallest.
+Positive = Annotated[float, Meta(ge=2.0**-149, le=float(np.finfo(np.float32).max))]
 # {source: {precision: {"loss", "perplexity", "tokens"}}}, see evaluator.Evaluator.run.
 Evaluation = dict[str, dict[str, dict[str, Number]]]
 
@@ -41,13 +45,14 @@ class Row(TypedDict, total=False):
 
 # Keys of the flat configuration that reports compute with.
 Flat = TypedDict("Flat", {
-  "steps": Count, "seed": int, "global_batch": int, "seq_len": int, "optim.warmup_steps": int,
+  "steps": Count, "seed": int, "global_batch": Size, "seq_len": Size, "optim.warmup_steps": int,
   "optim.peak_lr": float, "precision.rules": Rules,
 }, total=False)  # fmt: skip
 Config = TypedDict("Config", {"resolved": Flat, "changed": dict[str, Any]}, total=False)
 Summary = TypedDict("Summary", {
   "step": Required[Count], "evaluations": dict[str, Evaluation], "seconds": dict[str, float],
   "fp8_flops_share": float, "fp8_gemm_bytes_share": float,
+  "accuracies": dict[str, dict[str, Number]],
 }, total=False)  # fmt: skip
 
 
@@ -97,7 +102,7 @@ MemoryRow = TypedDict(
 Memory = TypedDict("Memory", {"declared": float, "peak": float, "rows": list[MemoryRow]})
 
 CalibrationRow = TypedDict("CalibrationRow", {
-  "site": Required[str], "tensor": Required[str], "amax": Required[float], "scale": float,
+  "site": Required[str], "tensor": Required[str], "amax": Required[float], "scale": Positive,
 }, total=False)  # fmt: skip
 Calibration = TypedDict("Calibration", {"format": str, "rows": list[CalibrationRow]})
 

@@ -103,6 +103,13 @@ def _optimizer(spec: TrainSpec) -> str:
   )
 
 
+def _fp8_backends(spec: TrainSpec) -> set[str]:
+  """Backends of the FP8 products of every phase."""
+  trees = [spec.sites(phase=phase) for phase in range(len(spec.precision.phases))]
+  sites = [site for tree in trees for site in site_lib.flatten(tree).values()]
+  return {b for s in sites for p, b in zip(PASSES, s.backends) if getattr(s.recipe, p).is_quantized}
+
+
 def device_line(spec: TrainSpec, devices: Sequence[Any] | None = None) -> str:
   """Which devices of the machine the run computes on, and what they multiply FP8 with.
 
@@ -111,10 +118,7 @@ def device_line(spec: TrainSpec, devices: Sequence[Any] | None = None) -> str:
     devices: the machine's; default: all that JAX has.
   """
   devices = jax.devices() if devices is None else devices
-  count, total = spec.num_devices, len(devices)
-  trees = [spec.sites(phase=phase) for phase in range(len(spec.precision.phases))]
-  sites = [site for tree in trees for site in site_lib.flatten(tree).values()]
-  used = {b for s in sites for p, b in zip(PASSES, s.backends) if getattr(s.recipe, p).is_quantized}
+  count, total, used = spec.num_devices, len(devices), _fp8_backends(spec)
   number = "" if total == 1 else f"{count} × " if count == total else f"{count} of {total} × "
   if spec.device.platform == "cpu":
     line = f"{number}CPU" + ": FP8 is emulated, exact and slow" * bool(used)
@@ -134,7 +138,8 @@ def print_start(
 ):  # fmt: skip
   """The spec of a run: the difference from base, the model, the sites (all_site_rows')."""
   out.print(device_line(spec))
-  if note := choose.caution(spec.device):
+  note = choose.caution(spec.device)
+  if note and _fp8_backends(spec) - {"reference"}:  # it is about the hardware's products
     out.print(f"  {note}")
   if reason := choose.lacks_dtype(spec.device, "bfloat16"):
     out.print(f"  {reason}: compute is {spec.run.dtype.name}, attention {spec.run.attention}")

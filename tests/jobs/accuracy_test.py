@@ -14,6 +14,7 @@ from fp8jax.evaluation import store
 from fp8jax.generation.completion import Completion
 from fp8jax.jobs import accuracy, generator, table
 from fp8jax.models import transformer
+from fp8jax.report import files, run_report
 from fp8jax.run import evaluator, preemption
 
 RUN = {
@@ -74,6 +75,19 @@ def test_answers_of_the_steps_own_parameters_lower_the_rate_stopped_or_not(tmp_p
   assert shares(whole) == dict.fromkeys((0, 2, 4, 6, 7), pytest.approx(2 / 3))
   told_once = [row for row in rows(whole) if "accuracy" in row]
   assert [row["accuracy"] for row in told_once] == [pytest.approx(1 / 3)] * 5  # mean of two tasks
+  steps, right = (0, 2, 4, 6, 7), {"q": 2 / 3, "r": 0.0, "mean": 1 / 3}
+  names = {"q": "accuracy/q", "r": "accuracy/r", "mean": "accuracy"}
+  summary = json.loads((whole / "summary.json").read_text())
+  assert summary["accuracies"] == {
+    str(step): {names[task]: pytest.approx(share) for task, share in right.items()}
+    for step in steps
+  }
+  assert summary["accuracies"].keys() == summary["evaluations"].keys()
+  (section,) = [s for s in run_report.sections(files.read(str(whole))) if s.title == "Loss"]
+  drawn = section.charts["accuracy"]["data"]["values"]
+  assert {(row["step"], row["task"]): row["accuracy"] for row in drawn} == {
+    (step, task): pytest.approx(share, abs=1e-3) for step in steps for task, share in right.items()
+  }
   (action,) = next(row["actions"] for row in rows(whole) if "actions" in row)
   assert "accuracy is 0.3333, best 0.3333: no improvement in 1" in action["text"]
   spec = harness.text_spec(**changes)
@@ -113,6 +127,7 @@ def test_answers_of_the_steps_own_parameters_lower_the_rate_stopped_or_not(tmp_p
   with pytest.raises(ConfigError, match="generate.slots"):
     harness.train_on_text(broken, **{**changes, "generate.slots": 1})
   harness.train_on_text(broken, **changes)
+  assert json.loads((broken / "summary.json").read_text())["accuracies"] == summary["accuracies"]
   assert told(broken) == told(whole)
   for step in (0, 2, 4, 6, 7):
     path = f"evaluation/training_step_{step}/q.jsonl"

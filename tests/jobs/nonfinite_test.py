@@ -109,12 +109,21 @@ def test_skipping_counts_and_equals_going_on_after_a_stop(
 
 def test_diagnose_reproduces_it_also_when_the_run_has_gone_on(run_job, stopped, poisoned):
   c = debug_runs.config(**poisoned.changes)
+  with open(stopped.workdir / "metrics.jsonl", "a") as f:
+    for step in range(1, 9):  # an amax doubles from look to look
+      look = {"layers/0/mlp/up": {t: {"amax": 2.0**step} for t in "xwg"}}
+      f.write(json.dumps({"step": step, "numerics": look}) + "\n")
   code, stdout, stderr = run_job("diagnose", c, stopped.workdir)
   assert code == 0, stderr
   result = json.loads(stdout)
   report = debug_runs.read_json(stopped.workdir / "nonfinite" / "report.json")
   assert (result["step"], result["first_bad_site"]) == (BAD_STEP, SITE)
   assert result["amax_x_w_g"] == report["amax_x_w_g"]
+  rows = result["recommended"]
+  assert [(r["site"], r["tensor"], r["margin, delayed"], r["margin, static"]) for r in rows] == [
+    ("mlp/up", t, 1, 7) for t in "xwg"
+  ]
+  assert result["recommended_rules"] == ""  # no exponents were counted
 
 
 def test_export_dtype_auto_is_that_of_the_folder_the_run_began_with(

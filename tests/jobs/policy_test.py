@@ -139,6 +139,41 @@ def test_evaluations_lower_the_rate_and_switch_recipes_stopped_or_not(tmp_path, 
   assert {recipe.name for recipe in recipes.values()} == {"bf16"}
 
 
+@pytest.mark.parametrize("worse_at", [4, 6])
+def test_a_prolonged_run_judges_what_its_last_step_left(tmp_path, monkeypatch, worse_at):
+  """The evaluation that a shorter run ended with, at once and again after a roll-back to it."""
+  changes = {
+    **LOOKS, "steps": 7, "eval.every": 2, "eval.tokens": 64, "eval.precisions": ("bf16",),
+    "optim.peak_lr": 0.1, "optim.min_lr": 0.1, "optim.warmup_steps": 0, "checkpoint.every": 2,
+    "checkpoint.keep": 9, "checkpoint.accept_changes": ("steps",), "precision.policy": (
+      "roll_back(metric='heldout', worse_by=1.0)", "lower_rate(patience=2)",
+      "widen_margin(alarm='snr_db', k=2, looks=2, most=1)",
+    ),
+  }  # fmt: skip
+  judge, judged = policy_runner.PolicyRunner.evaluated, []
+
+  def scripted(self, step, values, saved):
+    judged.append(step)
+    worse = step == worse_at and judged.count(step) == 1
+    return judge(self, step, {"heldout": 9.0 if worse else 3.0}, saved)
+
+  monkeypatch.setattr(policy_runner.PolicyRunner, "evaluated", scripted)
+  whole, longer = tmp_path / "whole", tmp_path / "longer"
+  run(whole, **changes)
+  assert judged == {4: [0, 2, 4, 4, 6], 6: [0, 2, 4, 6, 6]}[worse_at]
+  texts = [text for *_, text in actions(whole)]
+  back = f"step {worse_at - 2}, batches {worse_at - 2}, {worse_at - 1} are left out"
+  assert sum(back in text for text in texts) == 1
+  assert any("rate times 0.5" in text for text in texts) and any("margin=1" in t for t in texts)
+  judged.clear()
+  run(longer, **{**changes, "steps": 4})
+  assert judged == [0, 2]
+  run(longer, **changes)
+  assert judged == {4: [0, 2, 4, 4, 6], 6: [0, 2, 4, 6, 4, 6]}[worse_at]
+  assert losses(longer) == losses(whole) and sorted(actions(longer)) == sorted(actions(whole))
+  assert policy_memory(longer, 7) == policy_memory(whole, 7)
+
+
 def test_an_evaluation_does_not_take_back_what_an_alarm_gave_in_its_step():
   policies = ("switch_recipe(k=1, looks=1)", "widen_margin(metric='heldout', worse_by=0.0)")
   spec = harness.text_spec(**{**LOOKS, "precision.policy": policies, "eval.every": 2,

@@ -121,8 +121,10 @@ def test_another_optimizer_is_checked_and_counted_by_the_moments_of_its_row(monk
   # A decay of 0.999 stalls in BF16, that of the moment alone: b1 is m's, b2 v's and Lion's m's.
   stalls = {}
   for name in counts:
-    for key in ("b1", "b2"):
-      changes = {"b1": 0.5, "b2": 0.5, key: 0.999, "moment_format": "bf16", "optimizer": name}
+    keys = ("b1",) if name == "third" else ("b1", "b2")  # of Adam and Lion
+    for key in keys:
+      changes = {of: 0.5 for of in keys} | {key: 0.999}
+      changes |= {"moment_format": "bf16", "optimizer": name}
       if problems := dataclasses.replace(OPTIM, **changes).problems():
         stalls[name, key] = problems[0].split(": ")[1].split("=")[0]
   assert stalls == {

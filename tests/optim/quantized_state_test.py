@@ -298,6 +298,7 @@ BY_NAME = {
   # A trace of 0.2 g.
   "sgd": lambda: _decayed(optax.chain(optax.scale(-0.2), optax.trace(0.8))),
 }
+_UNREAD = {"rmsprop": ("b1",), "sgd": ("b2", "eps"), "lion": ("eps",)}
 
 
 def _decayed(transformation):
@@ -313,8 +314,9 @@ def test_an_optimizer_by_name_is_the_one_of_optax(rng, name):
   gradients = [g * np.float32(10.0) ** -i for i, g in enumerate(gradients)]
   wanted, _ = _run(BY_NAME[name](), w, gradients)
   for format in ("float32", "coat"):
+    read = {k: v for k, v in _B.items() if k not in _UNREAD.get(name, ())}
     optim = optimizers.OptimizerConfig(
-      name, format, weight_decay=0.1, warmup_steps=0, steps=99, **_B
+      name, format, weight_decay=0.1, warmup_steps=0, steps=99, **read
     )
     assert not optim.problems()
     tx = optimizers.leaves(optim, {"w": Param("DF", inputs=1)})["w"].transformation
@@ -324,6 +326,16 @@ def test_an_optimizer_by_name_is_the_one_of_optax(rng, name):
     moments = [x[-1] for x in jax.tree.leaves(states) if x.ndim > 1]
     nbytes = sum(x.nbytes for x in moments)
     assert nbytes == int(optim.bytes_per_parameter()["moments"] * w.size)
+
+
+@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+def test_a_hyperparameter_that_an_optimizer_does_not_read_is_refused(name):
+  values, unread = dict(b1=0.8, b2=0.9, eps=1e-6), _UNREAD.get(name, ())
+  optim = optimizers.OptimizerConfig(name, warmup_steps=0, steps=99, **values)
+  read = ", ".join(k for k in values if k not in unread)
+  assert [text.split("; ")[0] for text in optim.problems()] == [
+    f"optim.{key}={values[key]} is not read by {name!r}, which reads {read}" for key in unread
+  ]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from scipy import stats
 
 from fp8jax.errors import UserError
 from fp8jax.jobs import report
-from fp8jax.report import compare
+from fp8jax.report import compare, files, run_report
 from fp8jax.run import palette
 
 STEPS = 40
@@ -163,6 +163,23 @@ def test_cost_of_equal_loss_is_where_the_running_mean_crosses(tmp_path, of_step,
   assert equal.seconds == pytest.approx(until(step) / STEPS)
   (never,) = compare.compare([base, mine], "block_128").equal_loss
   assert (never.reached, never.tokens) == (0, None)
+
+
+def test_a_number_that_would_be_divided_by_zero_is_left_out(tmp_path):
+  """Unknown tokens per step, steps that took no time, and a held-out loss of 0."""
+  paths = []
+  for recipe, own in (("bf16", {"bf16": 0.0}), ("block_128", {"bf16": 0.0, "block_128": 0.5})):
+    losses = BASE.tolist()
+    path = run_files.write_steps(tmp_path / recipe, losses, recipe, 0, 0.0, own)
+    config = debug_runs.read_json(tmp_path / recipe / "config.json")
+    del config["resolved"]["seq_len"]
+    (tmp_path / recipe / "config.json").write_text(json.dumps(config))
+    paths.append(path)
+  result = compare.compare(paths)
+  (equal,) = result.equal_loss
+  assert (equal.reached, equal.tokens, equal.seconds) == (1, None, None)
+  assert {r.quantity: r.estimate.mean for r in result.rows}["rounding, main"] == math.inf
+  run_report.sections(files.read(paths[1]))
 
 
 def test_a_longer_baseline_gives_the_loss_that_it_had_at_the_shorter_runs_end(tmp_path):

@@ -224,7 +224,7 @@ def of_run(tmp_path):
     "gap": charts.gap(run),
     "grad_norm": charts.metric(run, "grad_norm", "gradient norm", scale="log"),
     "heat_maps": charts.heat_maps(run.looks),
-    "scale_ranges": charts.scale_ranges(run.looks),
+    "scale_ranges": exponent_charts.scale_ranges(run.looks),
     "memory": charts.memory(run),
     "exponents": exponent_charts.heat_maps(run.exponents),
   }

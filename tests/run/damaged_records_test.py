@@ -1,6 +1,7 @@
 """Files of a workdir that are valid JSON of another shape: one line names file and field."""
 
 import json
+import math
 import re
 
 import pytest
@@ -44,6 +45,14 @@ FILES = [
   ("provenance.json", 0, ["earlier"], 5, ": field 'earlier' is 5, expected a list"),
   ("summary.json", 0, ["step"], "x", f": field 'step' is 'x', {WHOLE}"),
   ("summary.json", 0, ["fp8_flops_share"], "x", ": field 'fp8_flops_share' is 'x', expected a"),
+  # Divisors.
+  ("refresh/after.json", 0, ["rows", 0, "scale"], 0, ": field 'rows[0].scale' is 0, expected a "),
+  ("refresh/before.json", 0, ["rows", 0, "scale"], -2, ": field 'rows[0].scale' is -2, expected a"),
+  ("refresh/before.json", 0, ["rows", 0, "scale"], math.inf, ": field 'rows[0].scale' is Infinity"),
+  ("refresh/after.json", 0, ["rows", 0, "scale"], math.nan, ": field 'rows[0].scale' is NaN, exp"),
+  ("config.json", 0, ["resolved", "seq_len"], 0, ": field 'resolved.seq_len' is 0, expected a who"),
+  ("config.json", 0, ["resolved", "data.sources.main.weight"], 0,
+   ": field 'data.sources.main.weight' is 0, expected a number >= 1.4"),
   ("nonfinite/report.json", 0, ["step"], "3", f": field 'step' is '3', {WHOLE}"),
   ("sensitivity/sensitivity.json", 0, ["sites"], [], ": field 'sites' is [], expected a list of l"),
   ("sensitivity/sensitivity.json", 0, ["budgets", 0, "arms", 1, "report", "kl"], [1, 2],
@@ -68,15 +77,25 @@ def changed(value, place, new):
 @pytest.fixture
 def run(tmp_path):
   run_files.write_run(tmp_path, steps=4, looks=2, layers=3)
-  for folder in ("nonfinite", "sensitivity"):
+  for folder in ("nonfinite", "sensitivity", "refresh"):
     (tmp_path / folder).mkdir()
-  others = {
+  names = {k: f"refresh/{k}.json" for k in ("before", "after")}
+  whole_lines = (tmp_path / "metrics.jsonl").read_text().rpartition("\n")[0]
+  refresh = json.dumps({"step": 4, "refresh": names})
+  (tmp_path / "metrics.jsonl").write_text(f"{whole_lines}\n{refresh}\n")
+  row = {"site": "head", "tensor": "x", "amax": 448.0}
+  tables = {
+    name: {"format": "1", "rows": [{**row, "scale": float(1 + i)}]}
+    for i, name in enumerate(names.values())
+  }
+  others = tables | {
     "summary.json": {"step": 4}, "nonfinite/report.json": {"step": 3},
     "sensitivity/sensitivity.json": run_files.sensitivity_result(),
   }  # fmt: skip
   for name, value in others.items():
     (tmp_path / name).write_text(json.dumps(value))
-  files.read(str(tmp_path))
+  ((refresh),) = files.read(str(tmp_path)).refreshes
+  assert refresh.scales == (("head/x", 1.0, 2.0),)
   return tmp_path
 
 

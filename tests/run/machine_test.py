@@ -4,6 +4,7 @@ Drivers are nvidia-smi programs of our own on PATH, devices are values: no GPU i
 """
 
 import dataclasses
+import io
 import os
 import pathlib
 import re
@@ -16,6 +17,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+import rich.console
 
 from configs import base, cpt_7b_1gpu, debug, smollm2_cpt
 from fp8jax.config import files as config_files
@@ -216,6 +218,22 @@ def test_only_a_gpu_whose_fp8_products_are_not_recommended_comes_with_a_caution(
   cautioned = [n for n in (0, 75, 89, 90, 100, 103, 120, 121)
                if choose.caution(choose.Device("gpu", n))]  # fmt: skip
   assert cautioned == [89, 120, 121]
+
+
+@pytest.mark.parametrize(
+  "arm, changes, is_cautioned",
+  [("bf16", {}, False), ("tensor_current", {}, True),
+   ("tensor_current(accumulate=precise)", {"kernels__matmul": "reference"}, False),
+   ("bf16", {"precision__schedule": ((3, ((".*", "tensor_current"),)),)}, True)],
+)  # fmt: skip
+def test_a_start_has_the_caution_where_a_phase_multiplies_on_fp8_hardware(
+  monkeypatch, arm, changes, is_cautioned
+):
+  monkeypatch.setattr(jax, "devices", lambda: _devices(1, "NVIDIA L4"))
+  spec, out = _spec(1, "gpu", 89, arm, **changes), io.StringIO()
+  console = rich.console.Console(file=out, width=2000)
+  run_start.print_start(console, spec, {}, "data", run_start.all_site_rows(spec))
+  assert ("not recommended" in out.getvalue()) == is_cautioned
 
 
 # --- memory --------------------------------------------------------------------------------------
