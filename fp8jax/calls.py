@@ -31,14 +31,21 @@ def parse(text: str, words: bool = False) -> tuple[str, dict[str, Any]]:
       value = keyword.value
       stated = ast.get_source_segment(text, value) if words else ast.literal_eval(value)
       fields[str(keyword.arg)] = stated
-  except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-    said = e.msg if isinstance(e, SyntaxError) else str(e).partition(":")[0]
-    if isinstance(e, SyntaxError) and "leading zeros" in said:  # Python's grammar has no 016
-      numbers = re.finditer(r"\b0[0-9_]+", e.text or "")
-      number = next((n[0] for n in numbers if n.end() >= (e.offset or 0)), "0")
-      said = f"{number} begins with 0; write {int(number)}"
-    raise UserError(f"{text!r} is not NAME or NAME(key=value, ...): {said}") from e
+  except _UNREADABLE as e:
+    raise UserError(f"{text!r} is not NAME or NAME(key=value, ...): {_said(e)}") from e
   return call.func.id, fields
+
+
+_UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # of ast
+
+
+def _said(e: BaseException) -> str:
+  if not isinstance(e, SyntaxError) or "leading zeros" not in e.msg:
+    return e.msg if isinstance(e, SyntaxError) else str(e).partition(":")[0]
+  # Python's grammar has no 016.
+  numbers = re.finditer(r"\b0[0-9_]+", e.text or "")
+  number = next((n[0] for n in numbers if n.end() >= (e.offset or 0)), "0")
+  return f"{number} begins with 0; write {int(number)}"
 
 
 def whole(key: str, text: str) -> int:
@@ -47,14 +54,15 @@ def whole(key: str, text: str) -> int:
   Raises:
     UserError: another value; says which number to write where it has one.
   """
+  value, hint = None, ""
   try:
     value = ast.literal_eval(text)
-  except (ValueError, SyntaxError):
-    value = None
+  except _UNREADABLE as e:
+    hint = f": {_said(e)}" if "leading zeros" in str(e) else ""
   if type(value) is int:
     return value
-  is_whole = isinstance(value, float) and value.is_integer()
-  hint = f"; write {key}={value:.0f}" if is_whole else ""
+  if isinstance(value, float) and value.is_integer():
+    hint = f"; write {key}={value:.0f}"
   raise UserError(f"{key}={text} is no whole number{hint}")
 
 

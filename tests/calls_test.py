@@ -80,6 +80,15 @@ def test_a_wider_margin_keeps_the_other_options():
   assert rules.with_wider_margin("tensor_delayed", 5, 3) == "tensor_delayed(margin=3)"
 
 
+@pytest.mark.parametrize("text, said", [
+  ("016", "write 16"), ("1e3", "write n=1000"), ("-" * 9999 + "1", "no whole"), ("x", "no whole"),
+])  # fmt: skip
+def test_a_text_that_is_no_whole_number_is_refused_with_one(text, said):
+  with pytest.raises(UserError, match=said):
+    calls.whole("n", text)
+  assert calls.whole("n", "0x10") == 16
+
+
 def test_commas_within_a_task_do_not_part_it():
   names = "a, b(x=1,y=2),f(c='(',d=(1, 2)),it's.jsonl,b's.jsonl,g(.json"
   assert catalog.split(names) == ["a", "b(x=1,y=2)", "f(c='(',d=(1, 2))", "it's.jsonl",

@@ -119,14 +119,16 @@ def check(c, model, declaration, recipes, layout: axes.Layout, microbatch, probl
 # --- scale tiles ---------------------------------------------------------------------------------
 
 
-def find_misaligned_tiles(declaration, dims, rules, layout: axes.Layout, tokens: int) -> list[str]:
+def find_misaligned_tiles(
+  declaration, dims, rules, layout: axes.Layout, tokens: int | None
+) -> list[str]:
   """Scale tiles of GEMM operands that would straddle devices, in words.
 
   Such a tile's scale would depend on the mesh. (Weights split for storage only are not meant: those
   are gathered first where their tiles straddle, see `gathers_narrow`.)
 
   Args:
-    tokens: tokens of a GEMM on one device.
+    tokens: tokens of a GEMM on one device; None where no weight gradient is computed.
   """
   problems = []
   sites = site_tree.find_sites(declaration)
@@ -151,10 +153,15 @@ def find_misaligned_tiles(declaration, dims, rules, layout: axes.Layout, tokens:
       extent = math.prod(dims[x] for x in letters)
       for tile in sorted(tiles):
         check(f"{path}, {role} {letters}", extent, shards, tile, fix)
-    for tile in sorted({q.tile[1] for q in (recipe.wgrad.lhs, recipe.wgrad.rhs) if q}):
+    of_wgrad = () if tokens is None else (recipe.wgrad.lhs, recipe.wgrad.rhs)
+    for tile in sorted({q.tile[1] for q in of_wgrad if q}):
       fix = "make global_batch / grad_accum_steps x seq_len per device a multiple of it"
       check(
-        f"{path}, tokens of its weight gradient", tokens * batch_shards, batch_shards, tile, fix
+        f"{path}, tokens of its weight gradient",
+        (tokens or 0) * batch_shards,
+        batch_shards,
+        tile,
+        fix,
       )
   return problems
 

@@ -27,7 +27,10 @@ Arm = TypedDict("Arm", {"rules": list[tuple[str, str]]})
 Budget = TypedDict("Budget", {
   "key": str, "budget": str, "verdict": str, "arms": Annotated[list[Arm], Meta(min_length=1)],
 })  # fmt: skip
-Rules = TypedDict("Rules", {"precision.rules": list[tuple[str, str]]})
+_Rules = list[tuple[str, str]]
+Rules = TypedDict("Rules", {
+  "precision.rules": _Rules, "precision.schedule": list[tuple[int, _Rules]],
+})  # fmt: skip
 Study = TypedDict("Study", {"model": dict[str, Any], "sites": list[Site], "budgets": list[Budget]})
 
 _REPEAT = "repeat --job=sensitivity with this configuration in another --out"
@@ -74,20 +77,23 @@ def check_there(c: Config, workdir: str):
   Raises:
     UserError: it is not there, and workdir/config.json has rules.
   """
-  path, _ = _file(c.precision.sensitivity)
+  path, _ = _file(str(c.precision.sensitivity or ""))
   if not path or os.path.isfile(path):
     return
   remedy = "name another --workdir"
   if begun := records.find(workdir, "config.json", TypedDict("Begun", {"resolved": Rules}), remedy):
-    rules = begun["resolved"]["precision.rules"]
-    options = {
-      "sensitivity": "", "rules": tuple(map(tuple, rules)), "first_bf16": 0, "last_bf16": 0,
-    }  # fmt: skip
+    rules, schedule = (_tuples(begun["resolved"][f"precision.{k}"]) for k in ("rules", "schedule"))
+    options = {"sensitivity": "", "rules": rules, "first_bf16": 0, "last_bf16": 0}
+    options |= {"schedule": schedule} if schedule else {}
     shown = " ".join(shlex.quote(f"--config.precision.{k}={v}") for k, v in options.items())
     raise UserError(
       f"precision.sensitivity={c.precision.sensitivity!r}: there is no file {path!r}, and "
       f"{workdir!r} remembers the rules of its run. To go on with them: {shown}"
     )
+
+
+def _tuples(value: Any) -> Any:
+  return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _file(stated: str) -> tuple[str, str]:

@@ -14,8 +14,9 @@ class Tasks:
     '("aime24"), .jsonl files of questions and .json task files; each with samples, temperature or '
     'max_new_tokens in place of its own ("aime24(samples=4, temperature=0.6)"). Prompts, outputs '
     "and verdicts go to WORKDIR/evaluation. Training asks them where a policy has "
-    "metric='accuracy'. How tokens are computed is in `generate` (precision, "
-    "slots, cache_format); how they are drawn is in the task.")
+    "metric='accuracy', in the first forward pass of eval.precisions. How tokens are computed is "
+    "in `generate` (slots, cache_format, and precision for this job); how they are drawn is in the "
+    "task.")
   chat: bool = key(False, "write prompts with the tokenizer's chat template")
   questions: int = key(0, "per task, the first; 0: all, and 200 of a family", least=0)
   seed: int = key(0, "of sampling")

@@ -12,6 +12,7 @@ from fp8jax.evaluation.settings import Tasks
 from fp8jax.evaluation.tasks import Task
 from fp8jax.generation import api
 from fp8jax.generation.completion import ERROR
+from fp8jax.generation.settings import Generate
 from fp8jax.jobs import evaluate_tasks
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.phases import policy
@@ -46,9 +47,25 @@ class TaskAccuracy:
       if policy.is_accuracy(one.metric):
         name = f"precision.policy: {policy.name_of(one)}: metric"
         problems.one_of(name, one.metric, tuple(sorted(metrics)))
+    self._ask = evaluate_tasks.asker(
+      spec, spec.data.tokenizer, any(task.chat for task in self._tasks)
+    )
+    problems.extend(self._too_long(spec))
     problems.refuse()
     prints = (f"{task.name} {task.fingerprint[:16]}" for task in self._tasks)
     self.identity = {"eval.tasks": ", ".join(prints)}
+
+  def _too_long(self, spec: train_spec.TrainSpec) -> list[str]:
+    """The first prompt of every task that leaves no room for an answer, in words."""
+    room = spec.of(Generate).max_length or spec.model.max_positions
+    texts = []
+    for task in self._tasks:
+      sizes = ((item.name, len(self._ask(task, item)[1])) for item in task.items)
+      if long := next((pair for pair in sizes if pair[1] >= room), None):
+        texts.append(f"eval.tasks: {task.name}, {long[0]} has {long[1]} tokens and "
+                     f"generate.max_length leaves {room} for it and the answer; raise it, or leave "
+                     "the question out")  # fmt: skip
+    return texts
 
   def run(
     self, spec: train_spec.TrainSpec, params, scaling_states: Mapping[str, Any], phase: int,
@@ -76,14 +93,14 @@ class TaskAccuracy:
     else:
       self._generator.take(params, sites)
     precision = label if label == evaluator_lib.BF16 else evaluator_lib.RECIPE
-    settings = {"step": step, **evaluate_tasks.how_asked(spec, precision)}
+    rules = spec.precision.phases[phase].rules
+    settings = {"step": step, **evaluate_tasks.how_asked(spec, precision, rules)}
     try:
       return self._answered(spec, self._generator, settings, label, stop)
     finally:
       self._generator.release()
 
   def _answered(self, spec, generator: api.Generator, settings, label: str, stop):
-    ask = evaluate_tasks.asker(spec, generator, any(task.chat for task in self._tasks))
     step, own, shares = settings["step"], spec.of(Tasks), {}
     folder = os.path.join(self._workdir, store.FOLDER, f"training_step_{step}")
     shutil.rmtree(folder, ignore_errors=True)
@@ -91,7 +108,7 @@ class TaskAccuracy:
       if stop is not None and stop(i):
         return None
       asked = {**settings, "chat": own.chat or task.chat}
-      done = run_lib.evaluate(task, generator, ask, folder, asked, own.seed, lambda _: None)
+      done = run_lib.evaluate(task, generator, self._ask, folder, asked, own.seed, lambda _: None)
       shares[f"{policy.ACCURACY}/{task.name}"] = share = float(done.scores_IJ.mean())
       bad = done.summary["finish_reasons"].get(ERROR, 0)
       noted = f", {bad} outputs ended at logits that are not finite" if bad else ""

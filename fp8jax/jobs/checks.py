@@ -82,5 +82,15 @@ def accuracy_problems(spec: TrainSpec) -> list[str]:
   """The problems of policies that ask tasks in training, in words."""
   if not policy.asks_tasks(spec.precision.policy):
     return []
-  texts = catalog.problems(spec.of(Tasks)) + api.problems_of(spec.model, spec.run)
-  return [f"precision.policy, metric='accuracy': {text}" for text in texts]
+  collected, g = ConfigErrors(), spec.of(Generate)
+  collected.extend(catalog.problems(spec.of(Tasks)) + api.problems_of(spec.model, spec.run))
+  longest = spec.model.max_positions
+  collected.check(
+    0 <= g.max_length <= longest,
+    f"generate.max_length={g.max_length} must be from 0 to {longest}, the longest context of the "
+    "model",
+  )
+  collected.attempt(
+    lambda: api.end_ids("", spec.data.tokenizer, g.stop_tokens), "generate.stop_tokens"
+  )
+  return [f"precision.policy, metric='accuracy': {text}" for text in collected.found]

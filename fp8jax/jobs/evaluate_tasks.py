@@ -36,7 +36,7 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
   console = console_lib.console()
   tasks = catalog.load(spec.of(Tasks))
   generator, where = generator_lib.load(spec, workdir)
-  ask = asker(spec, generator, any(task.chat for task in tasks))
+  ask = asker(spec, generator.tokenizer, any(task.chat for task in tasks))
   settings, folder = _settings(spec, where), _folder(spec, workdir, where)
   done = []
   for task in tasks:
@@ -61,12 +61,11 @@ def run(spec: train_spec.TrainSpec, workdir: str) -> dict[str, Any]:
   }
 
 
-def asker(spec: train_spec.TrainSpec, generator, needs_chat: bool) -> run_lib.Ask:
+def asker(spec: train_spec.TrainSpec, tokenizer: Tokenizer, needs_chat: bool) -> run_lib.Ask:
   """Writes prompts by the chat template (eval.chat, or the task's protocol), or as plain text."""
-  tokenizer: Tokenizer = generator.tokenizer
   of_data = (spec.data.chat_template, spec.data.template_date)
   is_chat = spec.of(Tasks).chat or needs_chat
-  template = generator_lib.chat_template(generator, *of_data) if is_chat else None
+  template = generator_lib.chat_template(tokenizer, *of_data) if is_chat else None
 
   def ask(task: Task, item: Item) -> tuple[str, Sequence[int]]:
     user = task.user_text(item)
@@ -91,10 +90,10 @@ def _settings(spec: train_spec.TrainSpec, where: dict[str, Any]) -> dict[str, An
     config = json.dumps(saved.meta(where["step"])["config"], sort_keys=True)
     saved.close()
     weights = {"step": where["step"], "digest": hashlib.sha256(config.encode()).hexdigest()[:16]}
-  return {**weights, **how_asked(spec, spec.of(Generate).precision)}
+  return {**weights, **how_asked(spec, spec.of(Generate).precision, spec.flat["precision.rules"])}
 
 
-def how_asked(spec: train_spec.TrainSpec, precision: str) -> dict[str, Any]:
+def how_asked(spec: train_spec.TrainSpec, precision: str, rules: Any) -> dict[str, Any]:
   """All that decides the outputs besides the task and the weights."""
   g, data, template = spec.of(Generate), spec.data, {}
   if data.chat_template or data.template_date:  # else it is the tokenizer's own
@@ -103,7 +102,7 @@ def how_asked(spec: train_spec.TrainSpec, precision: str) -> dict[str, Any]:
   return {
     **template,
     "precision": precision,
-    "rules": spec.flat["precision.rules"] if precision == _RECIPE else [],
+    "rules": rules if precision == _RECIPE else [],
     "compute_dtype": spec.run.dtype.name,
     "cache_format": g.cache_format,
     "max_length": g.max_length,

@@ -124,7 +124,7 @@ def _encoded(records, generator, data) -> tuple[list[str], list[list[int]]]:
   template = None
   if is_chat:
     of_data = (data.chat_template, data.template_date)
-    template = generator_lib.chat_template(generator, *of_data)
+    template = generator_lib.chat_template(generator.tokenizer, *of_data)
   texts, prompts = [], []
   for record in records:
     if template is not None and "messages" in record:

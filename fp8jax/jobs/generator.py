@@ -54,8 +54,8 @@ def folder_of(spec: train_spec.TrainSpec, workdir: str) -> str:
   return spec.init.hf if spec.init.hf and os.path.isdir(hub.local(spec.init.hf)) else ""
 
 
-def chat_template(generator: api.Generator, template: str = "", date: str = "") -> ChatTemplate:
-  """The template of a generator's tokenizer.
+def chat_template(tokenizer: Tokenizer, template: str = "", date: str = "") -> ChatTemplate:
+  """The template of a tokenizer.
 
   Args:
     template: data.chat_template, a file instead.
@@ -64,11 +64,10 @@ def chat_template(generator: api.Generator, template: str = "", date: str = "") 
   Raises:
     UserError, FileNotFoundError: there is none.
   """
-  tokenizer: Tokenizer = generator.tokenizer
   if tokenizer.path == BYTES:
     raise UserError(
       "messages need a chat template, and data.tokenizer='bytes' has none; set data.tokenizer to "
-      "a Hugging Face folder, or give texts as 'prompt'"
+      "a Hugging Face folder, or write no chats (texts as 'prompt', eval.chat=False)"
     )
   made = ChatTemplate.load(tokenizer.path, template, date)
   if made.origin:

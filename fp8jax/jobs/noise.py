@@ -59,7 +59,7 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   for one in (_with_recipe(spec, name).precision for name in spec.of(Noise).recipes):
     texts += precision.frozen_problems(one, spec.model, layout)
     if layout.mesh is not None:
-      split = (sites, dims, one.phases[0].rules, layout, spec.tokens_per_device)
+      split = (sites, dims, one.phases[0].rules, layout, None)
       texts += layout_checks.find_misaligned_tiles(*split)
   return [f"noise.recipes: {text}" for text in texts]
 

@@ -111,7 +111,7 @@ def sites_of(
 
 
 def precisions(spec: TrainSpec, phase: int = 0) -> dict[str, str | None]:
-  """{label: recipe for every site, or None for the rules of the phase}, those of eval.precisions.
+  """{label: recipe for every site, or None for the rules of the phase}, in eval.precisions' order.
 
   Where no site is quantized, the recipe and BF16 are one.
   """
@@ -120,7 +120,7 @@ def precisions(spec: TrainSpec, phase: int = 0) -> dict[str, str | None]:
   if not quantized:
     return {BF16: None}
   both = {RECIPE: ("+".join(quantized), None), BF16: (BF16, BF16)}
-  return dict(both[name] for name in EVAL_PRECISIONS if name in spec.eval.precisions)
+  return dict(both[name] for name in spec.eval.precisions)
 
 
 def _summary(source: str, parts) -> dict[str, float]:

@@ -27,10 +27,11 @@ def claim(folder: str, path: str, sweep: Sweep):
   begun = records.find(folder, "sweep.json", TypedDict("Begun", {"sweep": str}), remedy)
   if begun is None:
     write(folder, path, sweep, [])
-  elif os.path.abspath(begun["sweep"]) != os.path.abspath(path):
+  elif begun["sweep"] not in (path, _from(folder, path)):
     raise UserError(
-      f"{folder}/sweep.json is of the sweep {begun['sweep']!r}, and this is {path!r}; name another "
-      "folder as --workdir, or remove sweep.json (and optuna.journal) if the file was renamed"
+      f"{folder}/sweep.json is of the sweep {begun['sweep']!r}, seen from there, and this is "
+      f"{_from(folder, path)!r}; name another folder as --workdir, or remove sweep.json (and "
+      "optuna.journal) if the file was renamed"
     )
 
 
@@ -41,8 +42,13 @@ def write(folder: str, path: str, sweep: Sweep, results: Results):
      "status": o.status, "objective": o.objective}
     for t, o in results
   ]  # fmt: skip
-  content = {"sweep": path, "keys": sweep.keys, "trials": trials}
+  content = {"sweep": _from(folder, path), "keys": sweep.keys, "trials": trials}
   write_json(folder, "sweep.json", content)
+
+
+def _from(folder: str, path: str) -> str:
+  """The path of the sweep's file seen from the folder: the same from every current directory."""
+  return os.path.relpath(os.path.realpath(path), os.path.realpath(folder))
 
 
 def rows(sweep: Sweep, results: Results) -> list[list[str]]:

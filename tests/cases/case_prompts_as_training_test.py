@@ -86,7 +86,7 @@ def test_evaluation_takes_the_same_path(tmp_path, monkeypatch):
   tokenizer = Tokenizer(case_inputs.tokenizer_folder(tmp_path))
   chat = types.SimpleNamespace(chat_template="", template_date="")
   spec = types.SimpleNamespace(data=chat, of=lambda _: types.SimpleNamespace(chat=True))
-  ask = evaluate_tasks.asker(spec, types.SimpleNamespace(tokenizer=tokenizer), False)
+  ask = evaluate_tasks.asker(spec, tokenizer, False)
   task = types.SimpleNamespace(name="t", chat=False, prefix="<", system="s")
   task.user_text = lambda item: item.question
   text, ids = ask(task, Item("1", "q\ud83d"[:1], "a"))

@@ -9,7 +9,7 @@ import shlex
 import harness
 import pytest
 
-from fp8jax.config import identity, registry
+from fp8jax.config import identity, measured, registry
 from fp8jax.errors import ConfigError, UserError
 from fp8jax.jobs import dispatch, sensitivity, train
 from fp8jax.ops import site_tree
@@ -79,7 +79,16 @@ def test_first_layers_of_the_measured_rules_are_in_the_rules_that_were_chosen(st
 def test_a_run_goes_on_without_the_file_under_the_rules_that_it_left(study, tmp_path, parse):
   path = tmp_path / "file.json"
   path.write_text(study.read_text())
-  stated = {**CHANGES, "precision.sensitivity": f"{path}:min_fp8"}
+  # Measured as if layer 2 had been in BF16, which then holds in the later phase too.
+  result = json.loads(path.read_text())
+  result["sites"] = [s for s in result["sites"] if s["layer"] != 2]
+  last = ("layers/(2)/.*", "bf16")
+  for budget in result["budgets"]:
+    kept = [r for r in budget["arms"][0]["rules"] if not r[0].startswith("layers/2")]
+    budget["arms"][0]["rules"] = [last, *kept]
+  path.write_text(json.dumps(result))
+  later = {"precision.last_bf16": 1, "precision.schedule": ((4, ((".*", "tensor_current"),)),)}
+  stated = {**CHANGES, **later, "precision.sensitivity": f"{path}:min_fp8"}
   workdir = tmp_path / "run"
   harness.train_on_text(workdir, **stated)
   resolved = json.loads((workdir / "config.json").read_text())["resolved"]
@@ -93,7 +102,8 @@ def test_a_run_goes_on_without_the_file_under_the_rules_that_it_left(study, tmp_
   with pytest.raises(UserError, match="remembers the rules of its run") as e:
     dispatch.call("train", c, registry.base(), str(workdir))
   # Same steps: nothing is left to do, and nothing is refused; other rules are.
-  pasted = {**CHANGES, "precision.rules": rules}
+  schedule = ((4, (last, (".*", "tensor_current"))),)
+  pasted = {**CHANGES, "precision.rules": rules, "precision.schedule": schedule}
   train.run(harness.text_spec(**pasted), str(workdir))
   with pytest.raises(ConfigError, match="precision.rules was"):
     train.run(harness.text_spec(**CHANGES), str(workdir))
@@ -101,6 +111,14 @@ def test_a_run_goes_on_without_the_file_under_the_rules_that_it_left(study, tmp_
   options = shlex.split(str(e.value).partition("go on with them: ")[2])
   read = parse("--config=configs/debug.py", "--config.precision.first_bf16=1", *options).precision
   assert (read.rules, read.sensitivity, read.first_bf16, read.last_bf16) == (rules, "", 0, 0)
+  assert read.schedule == schedule
+
+
+def test_a_file_that_is_no_text_is_left_to_the_check_of_types(tmp_path):
+  c = harness.text_config(**{"precision.sensitivity": ""})
+  with c.ignore_type():
+    c.precision.sensitivity = None
+  measured.check_there(c, str(tmp_path))
 
 
 def _without_budgets(result):

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.errors import UserError
+from fp8jax.config import resolve
+from fp8jax.errors import ConfigError, UserError
 from fp8jax.evaluation import divergence
-from fp8jax.jobs import noise
+from fp8jax.jobs import noise, table
 from fp8jax.models import transformer
 from fp8jax.ops import scaling
 from fp8jax.report import files, run_report
@@ -97,6 +98,15 @@ def test_job_measures_each_recipe_for_itself_and_the_report_shows_it(tmp_path, m
   ((columns, cells),) = section.tables
   assert "step 6" in section.note and columns[1] == "KL, nats per token"
   assert [row[:2] for row in cells] == [[r, f"{v['kl']:.1e}"] for r, v in by_recipe.items()]
+
+
+def test_tiles_of_a_weight_gradient_split_no_noise():
+  """64 tokens per device straddle its tile of 128; only forward passes are measured."""
+  c = harness.text_config("bf16", **{"noise.recipes": ("block_128",), "mesh.data": 2})
+  assert resolve.resolve(c, 2, harness.CPU, needs=table.JOBS["noise"].needs).num_devices == 2
+  c.precision.rules = (("head", "bf16"), ("layers/.*", "block_128"))
+  with pytest.raises(ConfigError, match="tokens of its weight gradient: 128 over 2"):
+    resolve.resolve(c, 2, harness.CPU, needs=table.JOBS["train"].needs)
 
 
 @pytest.mark.parametrize("changes, message", [

@@ -162,6 +162,7 @@ def test_an_accuracy_beyond_the_bound_undoes_steps_and_is_asked_again(tmp_path, 
     **RUN, "eval.tasks": f"{tmp_path}/q.jsonl", "eval.questions": 4, "checkpoint.every": 2,
     "checkpoint.keep": 3,
     "precision.policy": ("roll_back(metric='accuracy/q', worse_by=0.25)",),
+    "precision.schedule": ((5, ((".*", "tensor_current"),)),),
   }  # fmt: skip
   scripted = Scripted([2, 3, 2, 1, 3, 4])
   made = []
@@ -184,6 +185,10 @@ def test_an_accuracy_beyond_the_bound_undoes_steps_and_is_asked_again(tmp_path, 
   assert len(made) == 1 and next(scripted.script, None) is None
   saved = store.read_rows(f"{tmp_path}/run/evaluation/training_step_6/q.jsonl")
   assert [row["output"] for row in saved] == ["yes"] * 3 + ["no"]
+  # The rules are those of the phase that made the weights.
+  for step, rules in {4: RUN["precision.rules"], 6: ((".*", "tensor_current"),)}.items():
+    text = (tmp_path / f"run/evaluation/training_step_{step}/q.json").read_text()
+    assert json.loads(text)["settings"]["rules"] == [list(rule) for rule in rules]
 
 
 SIZES = {"mesh.data": 2, "global_batch": 4}
@@ -194,6 +199,8 @@ REFUSED = {
   "no file": ({"eval.tasks": "none.jsonl"}, "metric='accuracy': eval.tasks: none.jsonl does not"),
   "seed": ({"eval.seed": -1}, "eval.seed=-1 must be from 0"),
   "two devices": (SIZES, "a mesh of 2 devices: generation runs on one"),
+  "context": ({"generate.max_length": 99999}, "generate.max_length=99999 must be from 0 to 512"),
+  "stop token": ({"generate.stop_tokens": ("<|no|>",)}, "generate.stop_tokens: stop token"),
   "channel": ({"precision.smooth_swiglu": "channel"}, "precision.smooth_swiglu='channel' takes"),
 }  # fmt: skip
 
@@ -214,10 +221,16 @@ def test_what_tasks_need_in_training_is_refused_at_the_start(tmp_path, name):
     resolve.resolve(c, 1, device, needs=table.JOBS["train"].needs)
 
 
-def test_a_metric_of_another_task_is_refused_before_a_step(tmp_path):
-  changes = {**RUN, "eval.tasks": write_tasks(tmp_path)}
-  with pytest.raises(UserError, match=r"metric.*'accuracy/qq'.*did you mean 'accuracy/q'"):
+@pytest.mark.parametrize("metric, changes, message", [
+  ("accuracy/qq", {}, r"metric.*'accuracy/qq'.*did you mean 'accuracy/q'"),
+  # "q 0?" and a new line are five bytes.
+  ("accuracy", {"generate.max_length": 5}, "eval.tasks: q, 1 has 5 tokens and generate.max_"),
+  ("accuracy", {"eval.chat": True}, "need a chat template.*eval.chat=False"),
+])  # fmt: skip
+def test_tasks_that_cannot_be_asked_are_refused_before_a_step(tmp_path, metric, changes, message):
+  changes = {**RUN, "eval.tasks": write_tasks(tmp_path), **changes}
+  with pytest.raises(UserError, match=message):
     harness.train_on_text(
-      tmp_path / "run", **changes, **{"precision.policy": ("refresh(metric='accuracy/qq')",)}
+      tmp_path / "run", **changes, **{"precision.policy": (f"refresh(metric='{metric}')",)}
     )
   assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -104,10 +104,10 @@ def test_a_tasks_protocol_asks_by_the_chat_template_whatever_the_setting(folder)
   item = tasks.Item("1", "hi", "")
   for chat, text in ((True, "<system>s</s><user>hi</s><assistant>"), (False, "s\n\nhi\n")):
     task = tasks.Task("t", (item,), None, "", system="s", chat=chat)
-    assert evaluate_tasks.asker(spec, made, chat)(task, item)[0] == text
+    assert evaluate_tasks.asker(spec, made.tokenizer, chat)(task, item)[0] == text
   # Another task of the same command keeps its plain text.
   plain = tasks.Task("t", (item,), None, "", system="s")
-  assert evaluate_tasks.asker(spec, made, True)(plain, item)[0] == "s\n\nhi\n"
+  assert evaluate_tasks.asker(spec, made.tokenizer, True)(plain, item)[0] == "s\n\nhi\n"
 
 
 def test_all_mistakes_of_tasks_are_reported_at_once():

@@ -33,3 +33,11 @@ def test_evaluation_uses_the_scales_of_training():
   (want,) = evaluator.run(without, scaling_states).values()
   assert found["e4m3_static"]["loss"] == pytest.approx(want["bf16"]["loss"], rel=1e-6)
   assert abs(found["bf16"]["loss"] - want["bf16"]["loss"]) > 1e-4
+
+
+@pytest.mark.parametrize("order", [("recipe", "bf16"), ("bf16", "recipe"), ("bf16",)])
+def test_forward_passes_come_in_the_order_of_the_setting(order):
+  """Policies and tasks decide by the first one."""
+  spec = harness.text_spec("tensor_current", **{"eval.precisions": order})
+  names = {"recipe": ("tensor_current", None), "bf16": ("bf16", "bf16")}
+  assert list(evaluator_lib.precisions(spec).items()) == [names[one] for one in order]

@@ -186,11 +186,19 @@ def test_a_folder_is_of_one_sweep(tmp_path, monkeypatch):
   table.claim("out", "a/s.py", sweep)
   begun = (tmp_path / "out" / "sweep.json").read_text()
   table.claim("out", str(tmp_path / "a" / "s.py"), sweep)  # the same one
+  (tmp_path / "a").mkdir()
+  (tmp_path / "link").symlink_to(tmp_path / "a")
+  monkeypatch.chdir(tmp_path / "a")
+  for folder, path in (("../out", "s.py"), (str(tmp_path / "out"), "../link/s.py")):
+    table.claim(folder, path, sweep)
+  monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(spec, "load", lambda *_: sweep)
   monkeypatch.setattr(run.plan_lib, "of", lambda *_: began.append("process") or pytest.fail())
   monkeypatch.setattr(run, "_mapped", lambda *_: began.append("mapped") or pytest.fail())
   for is_mapped in (False, True):
-    with pytest.raises(UserError, match="is of the sweep 'a/s.py', and this is 'b/s.py'; name"):
+    with pytest.raises(
+      UserError, match=r"is of the sweep '\.\./a/s.py'.* this is '\.\./b/s.py'; name"
+    ):
       run.run("b/s.py", ".", str(tmp_path / "out"), 1, "", False, is_mapped)
   assert not began and (tmp_path / "out" / "sweep.json").read_text() == begun
 
