@@ -145,7 +145,8 @@ def test_a_prolonged_run_judges_what_its_last_step_left(tmp_path, monkeypatch, w
   changes = {
     **LOOKS, "steps": 7, "eval.every": 2, "eval.tokens": 64, "eval.precisions": ("bf16",),
     "optim.peak_lr": 0.1, "optim.min_lr": 0.1, "optim.warmup_steps": 0, "checkpoint.every": 2,
-    "checkpoint.keep": 9, "checkpoint.accept_changes": ("steps",), "precision.policy": (
+    "checkpoint.keep": 9, "checkpoint.accept_changes": ("steps",), "log.tensor_stats_every": 3,
+    "precision.policy": (
       "roll_back(metric='heldout', worse_by=1.0)", "lower_rate(patience=2)",
       "widen_margin(alarm='snr_db', k=2, looks=2, most=1)",
     ),
