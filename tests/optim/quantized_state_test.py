@@ -347,7 +347,7 @@ def test_a_hyperparameter_that_an_optimizer_does_not_read_is_refused(name):
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_an_optimizer_by_name_moves_its_part_on_every_device(rng, name):
-  """Moments and master lie like the parameter; the first update is Optax's, the next one device's."""
+  """Moments and master lie like the parameter; updates are those of Optax and of one device."""
   optim = optimizers.OptimizerConfig(name, "coat", "bf16_remainder", weight_decay=0.1, **_B)
   leaf = optimizers.leaves(optim, {"w": Param("DF", inputs=1)})["w"]
   mesh = Mesh(np.reshape(jax.devices()[:8], (2, 4)), ("tensor", "fsdp"))
