@@ -8,6 +8,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+
 from fp8jax.formats import BF16, E4M3, E5M2, F16
 from fp8jax.quantization import bf16_remainder, quantized_tensor, stored_matrix
 from fp8jax.quantization.stored_matrix import StoredMatrix
@@ -151,6 +153,9 @@ def store_master(x, format: Quant | str | None, *, lead: int = 0, key=None) -> A
     return x
   if isinstance(format, Quant):
     return quantized_tensor.pack(x, format, lead=lead, key=key)
+  # The CPU may compute x for each half, once with a fused multiply-add: at a tie of BF16 the upper
+  # half of the one and the lower half of the other are a step of BF16 beside both.
+  x = jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
   return bf16_remainder.split(x)
 
 

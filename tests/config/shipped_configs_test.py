@@ -443,6 +443,27 @@ def test_experiment_arms_run_by_script_and_unknown_ones_refused(path):
   assert all(arm in str(e.value) for arm in module.ARMS)
 
 
+def test_the_guides_preset_has_the_guides_numbers():
+  """Or lies in its ranges, see configs/fp8_guide.py."""
+  c = named.load("configs/base.py:guide", {})
+  assert (c.optim.on_nonfinite, c.optim.schedule) == ("skip", "cosine")
+  assert 1e-5 <= c.optim.min_lr < c.optim.peak_lr <= 5e-4
+  assert 0.01 <= c.optim.weight_decay <= 0.02 and 1.0 <= c.optim.grad_clip_norm <= 1.5
+  assert c.log.alarms == (
+    ("saturation", ">", 0.01), ("underflow", ">", 0.3), ("nonfinite", ">", 0.0)
+  )  # fmt: skip
+  assert 0 < c.log.tensor_stats_every <= c.checkpoint.every <= 30  # of 60 steps
+  text = "; ".join(c.precision.policy)
+  for words in (
+    "every=2000",
+    "alarm='underflow'",
+    "alarm='saturation'",
+    "to='bf16'",
+    "k=3, looks=5",
+  ):
+    assert text.count(words) == 1, words
+
+
 @pytest.mark.parametrize("name, rate, recipe", [
   ("configs/debug.py", 3e-4, ""), ("configs/smollm2_cpt.py", 1e-4, "block_128"),
   ("configs/cpt_1p5b.py", None, ""), ("configs/cpt_7b.py", None, "tensor_current"),

@@ -107,7 +107,9 @@ def test_padding_and_nothing_else_is_segment_0(folder):
   for spec in specs:
     held = list(loader.heldout_batches(spec, "main", 2, 20))
     for batch in (*held, *_steps(spec, 4)):
-      np.testing.assert_array_equal(batch["segments_BL"] == 0, batch["tokens_BL"] == 0)
+      is_padding = batch["segments_BL"] == 0
+      np.testing.assert_array_equal(is_padding, batch["tokens_BL"] == 0)
+      assert not batch["weights_BL"][is_padding].any()
     assert not held[-1]["segments_BL"].any() and held[0]["segments_BL"].any(1).all()
 
 

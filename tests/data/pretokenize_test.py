@@ -1,7 +1,9 @@
 """--job=prepare: the same files whatever the processes, interruptions and compression."""
 
+import concurrent.futures
 import gzip
 import json
+import os
 import resource
 
 import fsspec.implementations.memory
@@ -11,7 +13,7 @@ import pytest
 import texts
 import tokenizers
 
-from fp8jax.data import pretokenize, sources, tokenize
+from fp8jax.data import encode, pretokenize, sources, tokenize
 from fp8jax.data.pretokenized import Prepared
 from fp8jax.errors import UserError
 
@@ -41,6 +43,29 @@ def _prepare(path, tokenizer, target, processes=1, **changes):
   spec = texts.spec(texts.source("jsonl", path), **{"on_malformed": "skip"} | values)
   index, _ = texts.prepare(spec, target, SHARD, processes)
   return index, {p.name: p.read_bytes() for p in (target / "main").iterdir()}
+
+
+@pytest.mark.parametrize("more, count", [(-1, None), (0, 3), (1, 3)])
+def test_by_default_a_process_per_core_of_this_one_encodes_from_a_size_on(
+  tmp_path, corpus, monkeypatch, more, count
+):
+  """Threads stand for the processes; no other process's cores count."""
+  text, tokenizer = corpus
+  path, started = tmp_path / "a.jsonl", []
+  path.write_bytes(text)
+
+  def start(processes, *how):
+    started.append(processes)
+    return concurrent.futures.ThreadPoolExecutor(1, "worker", *how[1:])
+
+  monkeypatch.setattr(encode.futures, "ProcessPoolExecutor", start)
+  monkeypatch.setattr(encode, "_ENCODER", [])
+  monkeypatch.setattr(encode, "_SMALL", len(text) - more)
+  monkeypatch.setattr(os, "sched_getaffinity", {0: {1, 4, 5}}.__getitem__)
+  monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # as a worker sets it
+  made = _prepare(path, tokenizer, tmp_path / "all", processes=0)
+  assert started == ([] if count is None else [count])
+  assert made == _prepare(path, tokenizer, tmp_path / "one")
 
 
 def _documents(target):

@@ -126,6 +126,7 @@ def test_programs_pass_or_fail_their_tests(tmp_path):
   first, call = task.items
   right = "```python\nprint(sum(map(int, input().split())))\n```"
   assert task.judge(first, f"```\nprint(0)\n```</think> so:\n{right}").correct
+  assert task.judge(first, f"```\nprint(0)\n```\nwhich is wrong:\n{right}").correct
   assert task.judge(first, "```python\nprint(3)\n```").note == "test 2: wrong output"
   assert task.judge(first, "print(3)").note == "no fenced block of code"
   assert "ZeroDivisionError" in task.judge(first, "```\n1 / 0\n```").note

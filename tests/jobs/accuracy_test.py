@@ -210,7 +210,8 @@ def test_what_tasks_need_in_training_is_refused_at_the_start(tmp_path, name):
   changes, text = REFUSED[name]
   c = harness.text_config(**{
     **RUN, "eval.tasks": write_tasks(tmp_path), "precision.rules": ((".*", "tensor_current"),),
-    "precision.policy": ("switch_recipe(metric='accuracy')",), **changes,
+    "precision.policy": ("lower_rate(metric='heldout')", "switch_recipe(metric='accuracy')"),
+    **changes,
   })  # fmt: skip
   device = harness.CPU
   with pytest.raises(ConfigError) as e:

@@ -175,6 +175,31 @@ def test_a_prolonged_run_judges_what_its_last_step_left(tmp_path, monkeypatch, w
   assert policy_memory(longer, 7) == policy_memory(whole, 7)
 
 
+E5M2 = "tensor_current_e5m2"
+RUNS_IN_E5M2 = {
+  "rules": {"precision.rules": (("layers/.*/mlp/down", E5M2), (".*", "bf16"))},
+  "a switch": {
+    "precision.rules": (("layers/.*/mlp/down", "tensor_current"), (".*", "bf16")),
+    "precision.policy": (f"switch_recipe(to='{E5M2}', alarm='snr_db', k=1, looks=1)",),
+  },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", RUNS_IN_E5M2)
+def test_activations_are_in_e5m2_from_the_step_that_says_so(tmp_path, how):
+  """Rounding to 2 bits of mantissa has four times the noise of 3: 25.5 dB instead of 31.5."""
+  own = {"model.num_layers": 2, "steps": 3, "log.tensor_stats_every": 1}
+  run(tmp_path, **LOOKS | own | RUNS_IN_E5M2[how])
+  looks = {r["step"]: r["numerics"] for r in rows(tmp_path) if "numerics" in r}
+  assert looks.keys() == {1, 2, 3} and all(math.isfinite(loss) for _, loss, _ in losses(tmp_path))
+  for step, look in looks.items():
+    wide = {"x", "g"} if how == "rules" or step > 1 else {"g"}
+    for i in range(2):
+      for tensor, row in look[f"layers/{i}/mlp/down"].items():
+        wanted = 25.5 if tensor in wide else 31.5
+        assert row["snr_db"] == pytest.approx(wanted, abs=1.5), (step, i, tensor)
+
+
 def test_an_evaluation_does_not_take_back_what_an_alarm_gave_in_its_step():
   policies = ("switch_recipe(k=1, looks=1)", "widen_margin(metric='heldout', worse_by=0.0)")
   spec = harness.text_spec(**{**LOOKS, "precision.policy": policies, "eval.every": 2,

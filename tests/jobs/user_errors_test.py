@@ -43,6 +43,7 @@ FILES = {
   "def get_config(a=''):\n  return {}['k']": "line 2: KeyError: 'k'",
   "def get_config(a=''):\n  open('no/file')": "line 2: FileNotFoundError: [Errno 2]",
   "def get_config(a=''):\n  raise ValueError('no arm')": "line 2: no arm",
+  "def get_config(a=''):\n  of(a)\ndef of(a):\n  raise ValueError('arm')": "line 4: arm",
   "x = 1": "defines no get_config; write",
   "x = 1\n\0": "null bytes; the file is no valid Python",
   "x = 'ä'": "can't decode byte 0xe4",

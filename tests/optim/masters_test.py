@@ -83,6 +83,22 @@ def test_remainder_moves_like_float32_to_the_bit(rng):
   np.testing.assert_array_equal(stored_params.value(kept), np.float32(kept.high))
 
 
+@pytest.mark.parametrize("name, ratio", [("adam", 1.0), ("adabelief", 0.9)])
+def test_both_halves_are_of_the_same_float32(rng, name, ratio):
+  """One update in 2^16 ends at a tie of BF16: halves of two roundings are 2^-8 of it beside it."""
+  optim = optimizers.OptimizerConfig(name, "coat", "bf16_remainder", weight_decay=0.1)
+  leaf = optimizers.leaves(optim, {"w": params_lib.Param("DF", inputs=1)})["w"]
+  p, g = (rng.standard_normal((1024, 1024)).astype(np.float32) for _ in range(2))
+  p, g = p * np.float32(0.02), np.copysign(np.abs(g) + np.float32(0.1), g)  # beyond eps
+  args = update_lib.UpdateArgs(0, 1e-2)
+  move = jax.jit(lambda *of: update_lib.update_param(leaf, *of, args)[1])
+  kept = move(g, *update_lib.init(leaf, p))
+  wide = g.astype(np.float64)  # the first update of either
+  exact = p - 1e-2 * (wide / (ratio * np.abs(wide) + optim.eps) + 0.1 * p)
+  np.testing.assert_allclose(kept.unpack(), exact, rtol=0, atol=2e-8)
+  assert np.sum(np.asarray(kept.low) == -(2**15)) > 5
+
+
 # --- rounding ------------------------------------------------------------------------------------
 
 

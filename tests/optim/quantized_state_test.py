@@ -16,7 +16,7 @@ from optax import contrib
 
 import fp8jax
 from fp8jax.formats import E4M3
-from fp8jax.optim import optimizers, quantized_moments, storage
+from fp8jax.optim import optimizers, quantized_moments, storage, update
 from fp8jax.optim.storage import Moments
 from fp8jax.params import Param
 from fp8jax.quantization.quantized_tensor import QuantizedTensor
@@ -149,7 +149,10 @@ def test_stochastic_rounding_is_right_in_the_mean(rng):
   value = np.full((64, 64), 1.03, np.float32)
   value[0, 0] = 448
   tx = fp8jax.quantized_state(optax.trace(0.5), Moments(Quant(E4M3)), stochastic=True)
-  _, states = _run(tx, {"w": value}, [{"w": value}, {"w": value / 2}])
+  both = {"w": value, "same": value}
+  _, states = _run(tx, both, [both, jax.tree.map(lambda x: x / 2, both)])
+  codes = [np.asarray(states.inner_state.trace[k].data[0], np.float32) for k in both]
+  assert 0.2 < np.mean(codes[0] != codes[1]) < 0.5  # 2 * .24 * .76 of independent draws
   first, second = (np.asarray(x.unpack())[1:] for x in (
     jax.tree.map(lambda a, i=i: a[i], states.inner_state.trace["w"]) for i in (0, 1)
   ))  # fmt: skip
@@ -212,6 +215,8 @@ def test_fields_say_what_a_state_is(rng):
   tx = fp8jax.quantized_state(optax.adagrad(1e-3), fields={"sum_of_squares": "nu"})
   start = tx.init(params).inner_state[0].sum_of_squares["w"]
   np.testing.assert_allclose(start.unpack(), 0.1, rtol=2**-3)  # not of zeros
+  adam = fp8jax.quantized_state(optax.adam(1e-3), fields={"nu": None}).init(params).inner_state[0]
+  assert adam.nu["w"].dtype == np.float32 and adam.mu["w"].data.dtype == jnp.float8_e4m3fn
 
 
 @pytest.mark.parametrize(
@@ -289,6 +294,8 @@ def test_state_lies_like_its_parameters_and_comes_back_from_a_checkpoint(rng, tm
 
 _B = dict(b1=0.8, b2=0.95, eps=1e-6)
 BY_NAME = {
+  "adam": lambda: optax.adamw(0.01, **_B, weight_decay=0.1),
+  "lion": lambda: optax.lion(0.01, 0.8, 0.95, weight_decay=0.1),
   "adabelief": lambda: _decayed(optax.adabelief(1.0, **_B)),
   "adamax": lambda: optax.adamaxw(0.01, **_B, weight_decay=0.1),
   "nadam": lambda: optax.nadamw(0.01, **_B, weight_decay=0.1),
@@ -336,6 +343,54 @@ def test_a_hyperparameter_that_an_optimizer_does_not_read_is_refused(name):
   assert [text.split("; ")[0] for text in optim.problems()] == [
     f"optim.{key}={values[key]} is not read by {name!r}, which reads {read}" for key in unread
   ]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_an_optimizer_by_name_moves_its_part_on_every_device(rng, name):
+  """Moments and master lie like the parameter; updates are those of Optax and of one device."""
+  optim = optimizers.OptimizerConfig(name, "coat", "bf16_remainder", weight_decay=0.1, **_B)
+  leaf = optimizers.leaves(optim, {"w": Param("DF", inputs=1)})["w"]
+  mesh = Mesh(np.reshape(jax.devices()[:8], (2, 4)), ("tensor", "fsdp"))
+  place = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+  w, *gradients = (rng.standard_normal((32, 256)).astype(np.float32) for _ in range(3))
+  places = jax.tree.map(
+    lambda x: x.sharding,
+    update.abstract(leaf, jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=place)),
+  )
+
+  def run(put, places=None):
+    start = jax.jit(functools.partial(update.init, leaf), out_shardings=places)
+    move = lambda *of: update.update_param(leaf, *of, update.UpdateArgs(1, 0.01, 1.0))[:2]  # noqa: E731
+    move, kept = jax.jit(move, out_shardings=places), [start(put(w))]
+    for g in gradients:
+      kept.append(move(put(g), *kept[-1]))
+    return kept
+
+  split, alone = run(lambda x: jax.device_put(x, place), places), run(jnp.asarray)
+  state, master = split[-1]
+  moments = _quantized(state)
+  assert len(moments) == len(optimizers.OPTIMIZERS[name].decays)
+  for x in [*jax.tree.leaves(master), *(m.data for m in moments)]:
+    assert x.addressable_shards[0].data.shape == (8, 128)
+  assert all(m.scale.addressable_shards[0].data.shape == (8, 1) for m in moments)
+  (wanted,), _ = _run(BY_NAME[name](), w, gradients[:1])
+  np.testing.assert_allclose(split[1][1].unpack() - w, wanted, rtol=1e-5, atol=1e-6)
+  changed = np.asarray(split[2][1].unpack()) - np.asarray(split[1][1].unpack())
+  again = np.asarray(alone[2][1].unpack()) - np.asarray(alone[1][1].unpack())
+  np.testing.assert_allclose(changed, again, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("slow", ["b1", "b2"])
+def test_a_moment_that_decays_too_slowly_for_bf16_is_refused_by_its_own_key(name, slow):
+  """A grid of 8 bits holds a moment that falls by less than 2^-8 where it is."""
+  keys = {"lion": {"mu": "b2"}, "sgd": {"mu": "b1"}, "rmsprop": {"nu": "b2"}}
+  keys = keys.get(name, {"mu": "b1", "nu": "b2"})
+  optim = optimizers.OptimizerConfig(name, "bf16", steps=99, **{"b1": 0.5, "b2": 0.5, slow: 0.999})
+  refused = [moment for moment, key in keys.items() if key == slow]
+  texts = [text for text in optim.problems() if "is not read" not in text]
+  assert len(texts) == len(refused)
+  assert all(f"{m}=" in text and "decay of 0.999" in text for m, text in zip(refused, texts))
 
 
 @pytest.mark.slow

@@ -63,14 +63,20 @@ def test_tracker_gives_weights_and_biases_an_id_to_resume_by(monkeypatch, tmp_pa
   assert all(how["resume"] == "allow" for how in given)
 
 
-def test_tracker_sends_the_numbers_of_each_row(monkeypatch):
+def test_tracker_sends_the_numbers_of_each_row(monkeypatch, tmp_path):
+  """Of the rows that TensorBoard draws; a row of the file alone is not sent."""
   calls = []
   package = types.ModuleType("trackio")
   for name in ("init", "log", "finish"):
     setattr(package, name, lambda *a, _name=name, **k: calls.append((_name, a, k)))
   monkeypatch.setitem(sys.modules, "trackio", package)
-  sent = tracker.Tracker("trackio", "runs/mine/", {"steps": 3})
-  sent.write(2, {"loss": 1.5, "heldout": "no number"})
-  sent.close()
+  workdir = f"{tmp_path}/mine/"
+  (tmp_path / "mine").mkdir()
+  track = lambda: tracker.Tracker("trackio", workdir, {"steps": 3})  # noqa: E731
+  log = metrics_writer.Metrics(workdir, 0, (), tensorboard=False, track=track)
+  log.write(2, {"loss": 1.5, "heldout": "no number"})
+  log.write_row(3, {"loss": 2.5})
+  log.close()
+  assert [row["step"] for row in debug_runs.rows(tmp_path / "mine")] == [2, 3]
   config = {"project": "fp8jax", "name": "mine", "config": {"steps": 3}, "resume": "allow"}
   assert calls == [("init", (), config), ("log", ({"loss": 1.5},), {"step": 2}), ("finish", (), {})]
