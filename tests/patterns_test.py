@@ -1,5 +1,9 @@
 """Rules by regular expressions: whole matches, the first one, and rules that decide nothing."""
 
+import concurrent.futures
+import signal
+import time
+
 import pytest
 
 from fp8jax import patterns
@@ -26,3 +30,23 @@ def test_layers_and_problems():
   assert [patterns.of_layer(n) for n in names] == [(12, "mlp/up"), *((None, n) for n in names[1:])]
   assert patterns.problem("a.*") == "" and "7 is no regular expression" in patterns.problem(7)
   assert patterns.problem("(").startswith("'(' is no regular expression: missing )")
+
+
+def test_a_pattern_has_a_limit_over_all_its_names_and_in_every_thread(monkeypatch):
+  monkeypatch.setattr(patterns, "SECONDS", 0.2)
+  names, begin = [f"layers/{i}/attn/q" for i in range(40)], time.perf_counter()
+  for _ in range(3):
+    problem = patterns.problem("((.+)+)+Z", names)
+    assert problem.startswith("'((.+)+)+Z' takes longer than 0.2 s to match 'layers/0/attn/q': ")
+    assert problem.endswith("write each repeat once and none around another, '.*X' for '((.+)+)+X'")
+  assert time.perf_counter() - begin < 2  # names have no limit each
+  assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:  # no alarm rings there
+    problem = pool.submit(patterns.problem, "((.+)+)+Y", names).result(timeout=60)
+    assert "takes a time that has no limit outside of the main thread" in problem
+    rule = [(r"layers/(1|3)/.*/(q|k)", 0)]
+    assert [pool.submit(patterns.first, rule, n).result() for n in names[:4]] == [-1, 0, -1, 0]
+
+
+def test_a_count_beyond_pythons_is_no_regular_expression():
+  assert patterns.problem("a{99999999999}").endswith("the repetition number is too large")

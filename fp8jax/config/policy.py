@@ -123,14 +123,26 @@ def _metric_problems(c: Any, metric: str) -> list[str]:
 
 
 def site_problems(spec: TrainSpec) -> list[str]:
-  """Sites that cannot have what a policy may give them, and policies without sites, in words."""
-  if not spec.precision.policy:
+  """Sites that cannot have what a policy may give them, and policies without sites, in words.
+
+  So are patterns of policies and alarms that cannot be matched with the sites in time.
+  """
+  if not spec.precision.policy and all(alarm.sites == ".*" for alarm in spec.log.alarms):
     return []
   try:
     phases = [site_tree.recipes_of(spec.sites(phase=i)) for i in range(len(spec.precision.phases))]
   except ValueError:
     return []  # sites that cannot be built without a policy are told by the check of sites
-  names, texts = list(phases[0]), []
+  names = list(phases[0])
+  tensors = [f"{name}/{tensor}" for name in names for tensor in "xwg"]
+  stated = [(f"log.alarms: {a.statistic}", a.sites, tensors) for a in spec.log.alarms]
+  stated += [
+    (f"precision.policy: {policy_lib.name_of(p)}", getattr(p, "sites", ""), names)
+    for p in spec.precision.policy
+  ]
+  tried = [(key, patterns.problem(sites, of)) for key, sites, of in stated]
+  if texts := [f"{key}: {problem}" for key, problem in tried if problem]:
+    return texts
   switches = [p for p in spec.precision.policy if isinstance(p, policy_lib.SwitchRecipe)]
   stateful = {n for of in phases for n, recipe in of.items() if recipe.is_stateful}
   if any(rules.recipe_by_name(p.to).is_stateful for p in switches):

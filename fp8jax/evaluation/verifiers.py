@@ -1,10 +1,7 @@
 """Verifiers of answers as text: exact, by regular expression, by math-verify."""
 
-import contextlib
 import functools
 import re
-import signal
-import threading
 from collections.abc import Callable
 
 from fp8jax import patterns
@@ -34,35 +31,15 @@ def regex(item: Item, output: str) -> Verdict:
     return Verdict(re.fullmatch(item.answer, answer) is not None, answer)
 
 
-class OutOfTime(Exception):
-  """A verdict took too long."""
-
-
-@contextlib.contextmanager
 def time_limit(seconds: float):
-  """Stops a block, also inside of Python's `re`, which looks for signals as it matches.
-
-  Raises:
-    OutOfTime: the block took longer.
-    UserError: see `_check_thread`.
-  """
+  """`patterns.time_limit` of a verdict; raises UserError, see `_check_thread`."""
   _check_thread()
-
-  def stop(*_):
-    raise OutOfTime(f"longer than {seconds:g} s")
-
-  before = signal.signal(signal.SIGALRM, stop)
-  signal.setitimer(signal.ITIMER_REAL, seconds)
-  try:
-    yield
-  finally:
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+  return patterns.time_limit(seconds)
 
 
 def _check_thread():
   """Refuses a thread in which no alarm rings: a regular expression could match for ever."""
-  if threading.current_thread() is not threading.main_thread():
+  if not patterns.in_main_thread():
     raise UserError(
       "answers are verified in the main thread: Python hands signals to it alone, and nothing else "
       "stops a verdict at its time limit; call from there, or from a process of its own"

@@ -56,7 +56,7 @@ def problems(
   if not lora.targets:
     texts.append("model.lora.targets is empty; name linear layers, e.g. ('attn/.*', 'mlp/.*')")
   for pattern in lora.targets:
-    if problem := patterns.problem(pattern):
+    if problem := patterns.problem(pattern, names):
       texts.append(f"model.lora.targets: {problem}")
     elif not patterns.matches(pattern, names):
       texts.append(

@@ -55,7 +55,7 @@ def problems(key: str, pairs, named: Mapping[str, list[str]]) -> list[str]:
   for i, entry in enumerate(pairs):
     good = isinstance(entry, (tuple, list)) and len(entry) == 2 and isinstance(entry[0], str)
     good = good and isinstance(entry[1], (int, float)) and 0 < entry[1] < float("inf")
-    problem = patterns.problem(entry[0]) if good else ""
+    problem = patterns.problem(entry[0], flat) if good else ""
     if problem or not good:
       entry = problem or repr(entry)
       return [f"{key}[{i}]={entry} is no pair such as ('layers/.*/attn/.*', 1.0), positive"]

@@ -137,7 +137,10 @@ def match(names: Sequence[str], rules) -> dict[str, str]:
   Raises:
     ValueError: a name that no rule covers, or a rule that decides nothing.
   """
-  number_of, problems = {name: patterns.first(rules, name) for name in names}, []
+  try:
+    number_of, problems = {name: patterns.first(rules, name) for name in names}, []
+  except UserError as e:  # no rule in a reasonable time
+    raise UserError(f"precision.rules: {e}") from e
   if missing := [name for name, number in number_of.items() if number < 0]:
     problems.append(
       f"no rule in precision.rules covers {_some(missing)}; add one, for example ('.*', 'bf16')"

@@ -280,7 +280,9 @@ def _answers(action: str, statistic: str) -> bool:
 
 def _covers(place: str, site: str) -> bool:
   """Whether the place of an action, a site or a pattern of sites, is of this site."""
-  return place == site or not patterns.problem(place) and bool(patterns.matches(place, [site]))
+  return (
+    place == site or not patterns.problem(place, [site]) and bool(patterns.matches(place, [site]))
+  )
 
 
 def _noise(run: RunFiles) -> Section | None:

@@ -3,6 +3,7 @@
 import harness
 import pytest
 
+from fp8jax import patterns
 from fp8jax.config import policy as policy_config
 from fp8jax.errors import ConfigError
 from fp8jax.phases import policy as policy_lib
@@ -99,6 +100,24 @@ def test_number_beyond_any_run_is_refused(changes, words):
   with pytest.raises(ConfigError) as e:
     harness.one_layer_spec(**changes)
   assert words in str(e.value)
+
+
+@pytest.mark.parametrize("key, value", [
+  ("optim.clip_groups", ("((.+)+)+X", 1.0)),
+  ("optim.lr_multipliers", ("((.+)+)+X", 2.0)),
+  ("log.alarms: saturation", ("saturation", ">", 0.1, "layers/0/mlp/up/x((.+)+)+X|((.+)+)+/Y")),
+  ("precision.policy: switch_recipe", "switch_recipe(to='bf16', sites='((.+)+)+X')"),
+  ("precision.policy: refresh", "refresh(every=2, sites='((.+)+)+X')"),
+])  # fmt: skip
+def test_a_pattern_that_tries_for_ever_is_refused_with_its_key(key, value, monkeypatch):
+  monkeypatch.setattr(patterns, "SECONDS", 0.2)
+  changes = {"log.tensor_stats_every": 1, "log.alarms": (("amax", ">", 1.0),)}
+  changes |= {"optim.grad_clip_norm": 0.0, key.partition(":")[0]: (value,)}
+  with pytest.raises(ConfigError) as e:
+    harness.one_layer_spec("tensor_delayed", **changes)
+  (problem,) = e.value.problems
+  assert problem.startswith(key) and "takes longer than 0.2 s to match" in problem
+  assert "((.+)+)+" in problem and "write each repeat once" in problem
 
 
 def test_changes_of_policies_hold_through_the_phases_of_the_configuration():
