@@ -11,9 +11,20 @@ in --workdir stands for the arm and the keys that the command line gives.
 """
 
 import os
+import signal
 import sys
 
-from fp8jax import errors
+
+def _leave(*_):
+  """Ctrl-C before a job has begun: one line."""
+  os.write(2, b"interrupted\n")
+  os._exit(130)
+
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+  signal.signal(signal.SIGINT, _leave)  # imports take seconds
+
+from fp8jax import errors  # noqa: E402
 
 try:
   from absl import app, flags
@@ -61,6 +72,15 @@ VMAP = flags.DEFINE_boolean(
 
 
 def main(argv):
+  if signal.getsignal(signal.SIGINT) is _leave:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs answer it, most by saving
+  try:
+    _run(argv)
+  except KeyboardInterrupt:
+    _leave()
+
+
+def _run(argv):
   if JOB.value in command_line.OF_FILES:
     name = flags.FLAGS["config"].config_filename if CONFIG.value is not None else ""
     sys.exit(dispatch.run_of_files(JOB.value, name, WORKDIR.value, argv[1:], BASELINE.value))

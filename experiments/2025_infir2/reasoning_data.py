@@ -21,10 +21,14 @@ import hashlib
 import json
 import pathlib
 import re
+import signal
 import sys
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
+
+if __name__ == "__main__":
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback
 
 from fp8jax.evaluation import jsonl_tasks, reasoning_gym_tasks, tasks  # noqa: E402
 

@@ -9,10 +9,22 @@ demonstration: with one seed and 40 questions a difference between the twins mea
 """
 
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
+
+
+def interrupted(*_):
+  """Ctrl-C: one line. While a child runs, `child` answers instead."""
+  os.write(2, b"interrupted; the same command resumes\n")
+  os._exit(130)
+
+
+if __name__ == "__main__":
+  signal.signal(signal.SIGINT, interrupted)  # imports take seconds
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -51,11 +63,26 @@ def launch(*arguments: str) -> str:
   """
   command = [sys.executable, "launch.py", *arguments]
   print("$", " ".join(["python", *command[1:]]), file=sys.stderr, flush=True)
-  done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-  if done.returncode:
-    print(done.stdout, file=sys.stderr)
-    sys.exit(done.returncode)
-  return done.stdout
+  return child(command, subprocess.PIPE)
+
+
+def child(command: list, stdout: int) -> str:
+  """Runs a command to its end, which Ctrl-C asks of it, too: it saves, and says so in its line.
+
+  Returns:
+    Its standard output, "" where that goes elsewhere. Raises SystemExit as `launch`.
+  """
+  asked = []
+  before = signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+  with subprocess.Popen(command, cwd=ROOT, stdout=stdout, text=True) as process:
+    output = process.communicate()[0] or ""
+  signal.signal(signal.SIGINT, before)
+  if process.returncode < 0 and asked:  # it had not begun to answer
+    interrupted()
+  if process.returncode or asked:
+    print(output, file=sys.stderr, end="")
+    sys.exit(process.returncode or 130)
+  return output
 
 
 def config(row: str) -> list[str]:
@@ -137,11 +164,7 @@ def main():
   RUNS.mkdir(parents=True, exist_ok=True)
   if not (DATA / "counts.json").exists():
     command = [sys.executable, HERE / "reasoning_data.py", DATA, "--samples", str(SAMPLES)]
-    done = subprocess.run(
-      [*command, "--tasks", *(ROOT / task for task in TASKS)], cwd=ROOT, stdout=subprocess.DEVNULL
-    )
-    if done.returncode:
-      sys.exit(done.returncode)
+    child([*command, "--tasks", *(ROOT / task for task in TASKS)], subprocess.DEVNULL)
   scores = {"before": evaluate("before")}
   summaries = {row: train(row) for row in STAGES}
   scores |= {row: evaluate(row) for row in EVALUATED[1:]}
