@@ -67,9 +67,9 @@ def _matches(pattern: str, name: str) -> bool:
     with time_limit(max(left, 1e-6)):  # of 0 seconds, none rings
       return re.fullmatch(pattern, name) is not None
   except OutOfTime as e:
-    limit = f"longer than {SECONDS:g} s"
+    limit = f"longer than {SECONDS:g} s" if in_main_thread() else e
     raise UserError(
-      f"{pattern!r} takes {limit if in_main_thread() else e} to match {name!r}: it tries every way to split the name; write "
+      f"{pattern!r} takes {limit} to match {name!r}: it tries every way to split the name; write "
       "each repeat once and none around another, '.*X' for '((.+)+)+X'"
     ) from e
   finally:

@@ -33,6 +33,9 @@ def of_user(path: str) -> Iterator[None]:
       said = f"the file ends the program, sys.exit({e.code!r}); remove the call"
     else:
       said = one_line(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {one_line(e)}"
+    if dotted := re.search(r"does not accept dots .* key (\S+) contains", said):
+      name = dotted[1]
+      said = f"the name {name!r} has a dot, which separates keys; write {name.replace('.', '_')!r}"
     if frames and isinstance(e, AttributeError):  # a configuration has no such key
       line = frames[-1].line or ""
       gone = [key for key in REMOVED if re.search(rf"\.{re.escape(key)}\b", line)]

@@ -19,22 +19,22 @@ ARRAY = (
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def read(path: str, remedy: str) -> str:
-  """The text of a file, lines ending in "\\n".
+def read(path: str, remedy: str, ends: bool = False) -> str:
+  """The text of a file, lines ending in "\\n", or in their own `ends`.
 
   Raises:
     FileNotFoundError, UserError: it is not there, or is no text; with the remedy.
   """
   try:
     with open(os.path.expanduser(path), "rb") as f:
-      return decoded(f.read(), path)
+      return decoded(f.read(), path, ends)
   except FileNotFoundError as e:
     raise FileNotFoundError(f"{path} does not exist; {remedy}") from e
   except OSError as e:  # a folder, no permission
     raise UserError(f"{path} cannot be read: {e.strerror}; {remedy}") from e
 
 
-def decoded(data: bytes, name: str) -> str:
+def decoded(data: bytes, name: str, ends: bool = False) -> str:
   """`read` of bytes; `name` stands for the file in messages."""
   try:
     text = data.decode("utf-8").removeprefix(BOM)
@@ -43,7 +43,7 @@ def decoded(data: bytes, name: str) -> str:
     raise UserError(
       f"{name}, line {line}: bad UTF-8 at byte {e.start - start}; save the file as UTF-8"
     ) from e
-  return text.replace("\r\n", "\n").replace("\r", "\n")
+  return text if ends else text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def json_lines(path: str, remedy: str = "name a file of JSON lines") -> list[tuple[str, dict]]:

@@ -120,11 +120,12 @@ def _read_aime(path: str) -> list[Item]:
 
 
 def _read_gpqa(path: str) -> list[Item]:
+  # The order of the choices depends on a question's line ends.
+  text = text_files.read(path, f"expected {_GPQA_FORMAT}", ends=True)
   try:
-    with open(path, encoding="utf-8-sig", newline="") as f:
-      rows = list(csv.DictReader(f))
-  except (UnicodeDecodeError, csv.Error) as e:
-    raise UserError(f"{path} is no CSV in UTF-8: {e}; expected {_GPQA_FORMAT}") from e
+    rows = list(csv.DictReader(io.StringIO(text, newline="")))
+  except csv.Error as e:
+    raise UserError(f"{path} is no CSV: {e}; expected {_GPQA_FORMAT}") from e
   items = []
   wrong = [f"Incorrect Answer {i}" for i in (1, 2, 3)]
   for number, row in enumerate(rows, 1):

@@ -10,7 +10,6 @@ floor agree.
 
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax import params as params_lib
-from fp8jax.data import batch_sharding, loader
+from fp8jax.data import batch_sharding, loader, text_files
 from fp8jax.errors import UserError
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
@@ -131,12 +130,7 @@ def _heldout(spec: TrainSpec, name: str, spread, longest: int) -> Iterator[tuple
 
 def _of_text(spec: TrainSpec, w: Wanted, spread, length: int) -> Iterator[tuple[Any, Any]]:
   """The same of a text, the beginning that is as long as is wanted."""
-  try:
-    with open(os.path.expanduser(w.path), encoding="utf-8") as f:
-      ids = spec.data.tokenizer.encode(f.read())
-  except UnicodeDecodeError as e:
-    message = f"{w.keys}text={w.path!r} is no text in UTF-8: {e}; name a text file"
-    raise UserError(message) from e
+  ids = spec.data.tokenizer.encode(text_files.read(w.path, f"name a text file as {w.keys}text"))
   rows = spec.eval.batch
   whole = np.zeros((-(-w.tokens // (rows * length)), rows, length), np.int32)
   ids = ids[: whole.size]

@@ -53,7 +53,7 @@ BAD_FILES = {
   "empty file": ({"chat_template.jinja": b" \n"}, "", EMPTY),
   "empty key": ({"tokenizer_config.json": b'{"chat_template": ""}'}, "", EMPTY),
   "a number": ({"tokenizer_config.json": b'{"chat_template": 3}'}, "", "of type int"),
-  "binary": ({"chat_template.jinja": b"\xff\x00"}, "", "chat_template.jinja is no UTF-8 text"),
+  "binary": ({"chat_template.jinja": b"a\n\xff\x00"}, "", "jinja, line 2: bad UTF-8 at byte 0"),
   "no jinja": ({"chat_template.jinja": b"{% if %}"}, "", "no jinja: line 1"),
   "reads nothing": ({"chat_template.jinja": b"{{ bos_token }}"}, "", "reads no `messages`"),
   "deep": ({"chat_template.jinja": b"{% if 1 %}" * 3000}, "", "too deeply"),

@@ -30,6 +30,7 @@ def test_marks_line_ends_and_pairs_are_read(tmp_path):
   found = [(where.rpartition(", ")[2], row) for where, row in text_files.json_lines(str(path))]
   assert found == [("line 1", {"a": 1}), ("line 3", {"b": "\U0001f600\u2028"})]
   assert text_files.read(str(path), "").startswith('{"a": 1}\n\n{')
+  assert text_files.read(str(path), "", ends=True).startswith('{"a": 1}\r\n\n{')
 
 
 def test_files_that_cannot_be_read_are_named_with_the_remedy(tmp_path):

@@ -116,10 +116,13 @@ def test_tiles_of_a_weight_gradient_split_no_noise():
   ({"noise.recipes": ("tensor_current",), "model.lora.rank": 4,
     "model.lora.base": "block_fp8"}, "noise.recipes: layers/attn/k has recipe 'tensor_current'"),
   ({"noise.text": "/none.txt"}, "noise.text='/none.txt'"),
+  ({"noise.text": "bad.txt"}, "bad.txt, line 2: bad UTF-8 at byte 1; save the file as UTF-8"),
 ])  # fmt: skip
 def test_recipes_without_scales_and_texts_that_are_too_short_are_refused(
   changes, message, tmp_path, monkeypatch
 ):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "bad.txt").write_bytes(b"text\nx\xff")
   with pytest.raises(UserError) as e:
     spec = harness.text_spec("block_128", job="noise", **changes)
     loaded = restore.Loaded(spec, {}, 0, {}, {}, {}, "")

@@ -101,8 +101,8 @@ def test_missing_data_and_forbidden_code_are_named(tmp_path):
   _aime(tmp_path / "aime24.jsonl", lines=29)
   with pytest.raises(UserError, match="has 29 items and aime24 has 30"):
     benchmarks.make("aime24", str(tmp_path))
-  (tmp_path / "gpqa_diamond.csv").write_bytes(b"Question,\xff\n")
-  with pytest.raises(UserError, match="gpqa_diamond.csv is no CSV in UTF-8"):
+  (tmp_path / "gpqa_diamond.csv").write_bytes(b"Question\n,\xff\n")
+  with pytest.raises(UserError, match="gpqa_diamond.csv, line 2: bad UTF-8 at byte 1"):
     benchmarks.make("gpqa_diamond", str(tmp_path))
   (tmp_path / "aime25.jsonl").write_text('{"problem": "x", "answer": "1/2"}')
   with pytest.raises(UserError, match="line 1: expected 'problem' and an 'answer' from 0 to 999"):

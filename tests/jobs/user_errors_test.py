@@ -56,6 +56,8 @@ FILES = {
   f"{_BASE}  c.unlock()\n  del c.optim.b1\n  return c": "optim.b1: missing; begin get_config with",
   f"{_BASE}  c.steps = 'many'\n  return c": "line 4: TypeError: Could not override field 'steps'",
   f"{_BASE}  c.stepz = 3\n  return c": "line 4: AttributeError",
+  f"{_BASE}  c.data.sources = {{'a.b': {{}}}}\n  return c": "line 4: the name 'a.b' has a dot, "
+  "which separates keys; write 'a_b'",
   _PARTIAL: "calibrate, checkpoint, data",
 }
 

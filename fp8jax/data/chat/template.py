@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8jax import hub
+from fp8jax.data import text_files
 from fp8jax.data.chat import sandbox
 from fp8jax.errors import UserError, one_line, read_json
 
@@ -199,11 +200,8 @@ def _read(path: str, where: str) -> str:
     raise UserError(f"{where} is a folder; name a .jinja file in it")
   if not os.path.exists(path):
     raise FileNotFoundError(f"{where} does not exist; name a .jinja file")
-  try:
-    with open(path, encoding="utf-8") as f:
-      text = f.read()
-  except UnicodeDecodeError as e:
-    raise UserError(f"{where} is no UTF-8 text ({one_line(e)}); name a .jinja file") from e
+  with open(path, "rb") as f:
+    text = text_files.decoded(f.read(), where)
   if not text.strip():
     raise UserError(f"{where} is empty; {_REMEDY}")
   return text
