@@ -10,13 +10,16 @@ the group says that it may; "misleading" where the error names neither, "silent"
 must be refused is taken, "traceback", or "hang" after LIMIT seconds.
 """
 
+import atexit
 import collections
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -341,29 +344,199 @@ def calibrations(rng, folder):
   return Case(arguments, ("table.json", "precision.calibration"))
 
 
+PATTERNS = ("((.+)+)+X", "(.*)*(.*)*Y!", "(", "a{99999999999}", "*", "[z-a]", "(?P<x>.)(?P<x>.)",
+            "(?<=.+)x", "layers/9/none", "layers/0/(.|.+)+!")  # fmt: skip
+
+
+def patterns(rng, folder):
+  """Regular expressions that are none, that match nothing, or that try for ever."""
+  text = json.dumps(rng.choice(PATTERNS))
+  stated = {
+    "precision.rules": f"(({text}, 'bf16'), ('.*', 'bf16'))",
+    "precision.schedule": f"((1, (({text}, 'bf16'), ('.*', 'bf16'))),)",
+    "precision.policy": f"({{'kind': 'refresh', 'every': 1, 'sites': {text}}},)",
+    "log.alarms": f"(('saturation', '>', 0.1, {text}),)",
+    "optim.clip_groups": f"(({text}, 1.0),)", "optim.lr_multipliers": f"(({text}, 2.0),)",
+    "model.lora.targets": f"({text},)",
+  }  # fmt: skip
+  key = rng.choice(list(stated))
+  arm = [DEBUG[0].replace("bf16", "tensor_delayed")] * (key == "precision.policy")
+  arguments = [*DEBUG, *arm, "--job=memory", *flags(
+    optim__grad_clip_norm=0.0, model__lora__rank=2 * (key == "model.lora.targets")),
+    f"--config.{key}={stated[key]}"]  # fmt: skip
+  # An alarm may be of sites that the model does not have.
+  return Case(arguments, (key,), may_pass=key == "log.alarms" and "none" in text)
+
+
+# Files that reports read; a metric is any number, and the definition of a GEMM's input may be any.
+RECORDS = {
+  "metrics.jsonl": {"step": 1, "loss": 2.0, "tokens": 128, "seconds": 1.0},
+  "config.json": {"resolved": {"steps": 2}, "changed": {}},
+  "summary.json": {"step": 2, "fp8_flops_share": 0.5},
+  "sites.json": [{
+    "from_step": 0, "site": "head", "layers": 0, "m_n_k": [1, 2, 3], "recipe": "bf16",
+    "backends": dict.fromkeys(("fwd", "dgrad", "wgrad"), "xla"),
+    "notes": [], "definition": dict.fromkeys(("fwd", "dgrad", "wgrad"), {"lhs": None}),
+  }],
+  "provenance.json": {"config": {"steps": 2}, "devices": "1 x cpu"},
+}  # fmt: skip
+_NUMBERS = ("loss", "tokens", "seconds", "fp8_flops_share")
+
+
+def _records(rng, folder) -> tuple[str, bool]:
+  """Writes RECORDS, one of them damaged: (its name, whether it may be read)."""
+  folder.mkdir()
+  damaged, may_pass = rng.choice(list(RECORDS)), False
+  for name, value in RECORDS.items():
+    text = json.dumps(value).encode()
+    is_lines = name == "metrics.jsonl"
+    if name == damaged and rng.random() < 0.4:
+      text = broken(rng, text.decode())
+      # The last line of a process that was killed.
+      may_pass = is_lines and json.dumps(value).startswith(text.decode(errors="replace"))
+    elif name == damaged:
+      value, path = changed(rng, value)
+      node = value
+      for key in path:
+        node = node[key]
+      is_number = isinstance(node, int | float) and not isinstance(node, bool)
+      may_pass = path[-1] in _NUMBERS and is_number or path[-1] == "lhs" and isinstance(node, dict)
+      text = json.dumps(value).encode()
+    (folder / name).write_bytes(text + b"\n" * is_lines)
+  return damaged, may_pass
+
+
 def recorded(rng, folder):
   """Records of a run that --job=report reads."""
-  work = folder / "w"
-  work.mkdir()
-  files = {
-    "metrics.jsonl": {"step": 1, "loss": 2.0, "tokens": 128, "seconds": 1.0},
-    "config.json": {"resolved": {"steps": 2}, "changed": {"steps": 2}},
-    "summary.json": {"step": 2, "objective": 1.0, "train_loss": 2.0},
-    "sites.json": [{
-      "from_step": 0, "site": "head", "layers": 0, "m_n_k": [1, 2, 3], "recipe": "bf16",
-      "backends": dict.fromkeys(("fwd", "dgrad", "wgrad"), "xla"),
-      "notes": [], "definition": dict.fromkeys(("fwd", "dgrad", "wgrad"), {"lhs": None}),
-    }],
-    "provenance.json": {"config": {"steps": 2}, "commit": "x"},
-  }  # fmt: skip
-  name = rng.choice(list(files))
-  for other, value in files.items():
-    text = json.dumps(value)
-    if other == name:
-      text = broken(rng, text) if rng.random() < 0.4 else json.dumps(changed(rng, value)[0])
-    text = text if isinstance(text, bytes) else text.encode()
-    (work / other).write_bytes(text + b"\n" * (other == "metrics.jsonl"))
-  return Case(["--job=report", f"--workdir={work}"], (name,), may_pass=True)
+  name, may_pass = _records(rng, folder / "w")
+  return Case(["--job=report", f"--workdir={folder / 'w'}"], (name,), may_pass)
+
+
+def compared(rng, folder):
+  """Two runs, one of them with a damaged record, or no run at all."""
+  name, may_pass = _records(rng, folder / "w")
+  _records(random.Random("sound"), folder / "v")
+  for file, value in RECORDS.items():
+    (folder / "v" / file).write_text(json.dumps(value) + "\n")
+  odd = rng.choice(["", "", "", folder / "none", folder, folder / "w" / "metrics.jsonl"])
+  arguments = ["--job=compare", folder / "v", odd or folder / "w", f"--workdir={folder / 'out'}"]
+  # --baseline names an arm that neither of them has, and tables are without it.
+  return Case(arguments, (str(odd) if odd else name,), may_pass and not odd)
+
+
+@functools.cache
+def _made(prepare, *arguments: str) -> pathlib.Path:
+  """The folder of a sound command, WORK in its arguments, which runs once after `prepare`."""
+  folder = pathlib.Path(tempfile.mkdtemp(prefix="adversarial_"))
+  atexit.register(shutil.rmtree, folder)
+  prepare(folder)
+  code, output = run(Case([a.replace("WORK", str(folder)) for a in arguments], ()), folder)
+  if code:
+    raise RuntimeError(output)
+  return folder
+
+
+def resumed(rng, folder):
+  """A checkpoint and the records beside it, one file damaged; the run then goes on."""
+  own = flags(checkpoint__every=1, log__every=1)
+  shutil.copytree(_made(lambda _: None, *DEBUG, *own, "--workdir=WORK/w") / "w", folder / "w")
+  work, last = folder / "w", folder / "w" / "checkpoints" / "2"
+  tensors = sorted(last.glob("params/**/d/*"), key=lambda path: path.stat().st_size)
+  path = rng.choice([
+    *(work / f"{name}.json" for name in ("summary", "provenance", "config")),
+    work / "metrics.jsonl", last / "meta" / "metadata", last / "params" / "_METADATA", tensors[-1],
+  ])  # fmt: skip
+  may_pass = path.name == "metrics.jsonl"  # its last line may be cut
+  if path == tensors[-1]:
+    data = path.read_bytes()
+    path.write_bytes(rng.choice([data[: rng.randrange(len(data))], b"", bytes(len(data))]))
+  elif may_pass or rng.random() < 0.6:
+    path.write_bytes(broken(rng, path.read_text()))
+  else:
+    value, where = changed(rng, json.loads(path.read_text()))
+    path.write_text(json.dumps(value))
+    may_pass = True  # most fields are for people
+  arguments = [
+    *DEBUG,
+    *own,
+    f"--workdir={work}",
+    *flags(steps=3, checkpoint__accept_changes=("steps",)),
+  ]
+  return Case(arguments, (path.name, str(last)), may_pass)
+
+
+def adapters(rng, folder):
+  """Folders in PEFT's format: their description, their tensors."""
+  model = case_inputs.model_folder(folder / "m")
+  where = folder / "a"
+  where.mkdir()
+  described = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none",
+               "fan_in_fan_out": False, "target_modules": ["q_proj"]}  # fmt: skip
+  weights = safetensors.numpy.load_file(model / "model.safetensors")
+  tensors = {}
+  for name, weight in weights.items():
+    if name.endswith("q_proj.weight"):
+      stem = f"base_model.model.{name.removesuffix('.weight')}."
+      tensors[f"{stem}lora_A.weight"] = np.zeros((2, weight.shape[1]), np.float32)
+      tensors[f"{stem}lora_B.weight"] = np.zeros((weight.shape[0], 2), np.float32)
+  config, may_pass, names = json.dumps(described).encode(), False, ("adapter_config.json",)
+  kind = rng.choice(["config", "json", "weights", "tensor"])
+  if kind == "config":
+    key = rng.choice(["peft_type", "r", "lora_alpha", "bias", "fan_in_fan_out"])
+    value, _ = changed(rng, described, (key,))
+    # Another scale than 2, and another word for no.
+    may_pass = (
+      key == "lora_alpha" and value[key] == 2.5 or key == "fan_in_fan_out" and not value[key]
+    )
+    config = json.dumps(value).encode()
+  elif kind == "json":
+    config = broken(rng, config.decode())
+  if kind == "tensor":
+    name, names = rng.choice(sorted(tensors)), (str(where),)
+    value = tensors.pop(name)
+    if rng.random() < 0.7:
+      tensors[name] = rng.choice([value[:-1], value.astype(np.int32), value + np.nan, value[None]])
+  (where / "adapter_config.json").write_bytes(config)
+  path = where / "adapter_model.safetensors"
+  safetensors.numpy.save_file(tensors, path)
+  if kind == "weights":
+    data, names = path.read_bytes(), (path.name,)
+    path.write_bytes(rng.choice([data[: rng.randrange(len(data))], b"", b"\xff" * 64, data[8:]]))
+  arguments = [*DEBUG, "--job=export", f"--out={folder / 'out'}", *flags(
+    weights__hf=model, data__tokenizer="bytes", export__gate_tokens=64,
+    init__adapters=where)]  # fmt: skip
+  return Case(arguments, names, may_pass)
+
+
+def _evaluation(folder):
+  (folder / "q.jsonl").write_text('{"question": "1+1", "answer": "2"}\n' * 3)
+  (folder / "t.json").write_text(json.dumps(TASK))
+  case_inputs.model_folder(folder / "m")
+
+
+def stored(rng, folder):
+  """A stored evaluation, one file of it damaged, to which the same command returns."""
+  arguments = [*DEBUG, "--job=evaluate", *flags(
+    eval__tasks="WORK/t.json", weights__hf="WORK/m", data__tokenizer="WORK/m")]  # fmt: skip
+  base = _made(_evaluation, *arguments, "--workdir=WORK/w")
+  shutil.copytree(base / "w", folder / "w")
+  path = rng.choice(sorted((folder / "w" / "evaluation").glob("*/*.json*")))
+  text, may_pass = path.read_text(), False
+  if rng.random() < 0.5:
+    path.write_bytes(broken(rng, text))
+    # The last line of a process that was killed.
+    may_pass = path.suffix == ".jsonl" and text.startswith(path.read_text(errors="replace"))
+  elif path.suffix == ".jsonl":
+    lines = text.splitlines()
+    value, where = changed(rng, json.loads(lines[1]))
+    lines[1] = json.dumps(value)
+    path.write_text("\n".join(lines) + "\n")
+    may_pass = where[-1] in ("extracted", "answer")  # for people
+  else:
+    path.write_text(json.dumps(changed(rng, json.loads(text))[0]))
+    may_pass = path.name == "summary.json"  # written again
+  arguments = [argument.replace("WORK", str(base)) for argument in arguments]
+  return Case([*arguments, f"--workdir={folder / 'w'}"], (path.name,), may_pass)
 
 
 def config_files(rng, folder):
@@ -399,6 +572,7 @@ def names(rng, folder):
 GROUPS = (
   chat_values, chat_files, chat_templates, tokenizers, documents, numbers, choices, keys, tables,
   sweeps, prompts, tasks, folders, exports, calibrations, recorded, config_files, sources, names,
+  patterns, compared, resumed, adapters, stored,
 )  # fmt: skip
 
 
@@ -481,10 +655,10 @@ def main(count: int = COUNT, seed: int = SEED):
 
 def sound():
   """Prints the groups whose input is refused without its fault, which then proves nothing."""
-  globals()["changed"] = lambda rng, value, where=None, to=(): (value, where or ("tools",))
+  globals()["changed"] = lambda rng, value, where=None, to=(): (value, where or next(spots(value)))
   globals()["broken"] = lambda rng, text: text.encode()
   changing = (chat_values, chat_files, tokenizers, documents, prompts, tasks, folders, recorded)
-  for group in (*changing, calibrations):
+  for group in (*changing, calibrations, compared, resumed, adapters, stored):
     with tempfile.TemporaryDirectory() as name:
       folder = pathlib.Path(name)
       code, output = run(group(random.Random(group.__name__), folder), folder)
