@@ -10,19 +10,51 @@ started again takes no step; WORKDIR/summary.json has the held-out loss as "obje
 in --workdir stands for the arm and the keys that the command line gives.
 """
 
+import contextlib
 import os
+import shutil
 import signal
+import subprocess
 import sys
+
+# sed: deletes XLA's message "Very slow compile?", which comes after two minutes, and the one that
+# tells how long it took. No flag does (jax#26098), and TF_CPP_MIN_LOG_LEVEL=3 hides all errors.
+_NO_BANNER = r"""/slow_operation_alarm\.cc:[0-9]+\] ?(The operation took .*)?$/{
+:a
+N
+/Very slow compile\?[^\n]*\n\*+$/d
+/\n.*\n.*\n.*\n/!ba
+}"""
 
 
 def _leave(*_):
   """Ctrl-C before a job has begun: one line."""
-  os.write(2, b"interrupted\n")
+  os.write(sys.stderr.fileno(), b"interrupted\n")
   os._exit(130)
 
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-  signal.signal(signal.SIGINT, _leave)  # imports take seconds
+def _without_banner():
+  """Lets sed pass on what libraries write to descriptor 2; Python writes past it, to a terminal.
+
+  sed is a process of its own, so that the last words of a process that aborts are passed on, too.
+  """
+  sed = shutil.which("sed")
+  if "TF_CPP_MIN_LOG_LEVEL" in os.environ or sed is None or sys.platform != "linux":
+    return  # the user chose what is logged
+  with contextlib.suppress(OSError):
+    stderr = os.dup(2)
+    command = [sed, "-u", "-E", _NO_BANNER]
+    options = {"stdout": stderr, "start_new_session": True}  # Ctrl-C is not for it
+    filtered = subprocess.Popen(command, stdin=subprocess.PIPE, **options).stdin
+    sys.stderr = open(stderr, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
+    os.dup2(filtered.fileno(), 2)
+    filtered.close()
+
+
+if __name__ == "__main__":
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _leave)  # imports take seconds
+  _without_banner()
 
 from fp8jax import errors  # noqa: E402
 
@@ -74,13 +106,6 @@ VMAP = flags.DEFINE_boolean(
 def main(argv):
   if signal.getsignal(signal.SIGINT) is _leave:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs answer it, most by saving
-  try:
-    _run(argv)
-  except KeyboardInterrupt:
-    _leave()
-
-
-def _run(argv):
   if JOB.value in command_line.OF_FILES:
     name = flags.FLAGS["config"].config_filename if CONFIG.value is not None else ""
     sys.exit(dispatch.run_of_files(JOB.value, name, WORKDIR.value, argv[1:], BASELINE.value))
@@ -109,4 +134,7 @@ def _run(argv):
 
 if __name__ == "__main__":
   command_line.answer(sys.argv)
-  app.run(main, flags_parser=lambda argv: command_line.parse_flags(argv, base.get_config()))
+  try:
+    app.run(main, flags_parser=lambda argv: command_line.parse_flags(argv, base.get_config()))
+  except KeyboardInterrupt:
+    _leave()

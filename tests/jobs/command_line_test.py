@@ -1,7 +1,9 @@
 """Mistakes on the command line end in one message that names the fix, before anything is loaded."""
 
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -136,3 +138,42 @@ def test_help_config_has_every_key_and_its_meaning(capsys):
   known = [k for k in identity.flatten(base.get_config()) if not k.startswith(open_keys)]
   assert set(known) <= {*named} and len(named) == len({*named})
   command_line.answer(["launch.py", "--config=x"])  # no question, no answer
+
+
+BANNER = """\
+E0000 00:00:1764084000.5 77 slow_operation_alarm.cc:73]\x20
+********************************
+[Compiling module jit_f] Very slow compile? If you want to file a bug, run with envvar XLA_FLAGS=x
+********************************
+E0000 00:00:1764084010.5 77 slow_operation_alarm.cc:140] The operation took 2m10.5s
+
+********************************
+[Compiling module jit_f] Very slow compile? If you want to file a bug, run with envvar XLA_FLAGS=x
+********************************
+"""
+KEPT = """\
+E0000 00:00:1764084011.5 77 slow_operation_alarm.cc:73] Constant folding an instruction takes > 1s:
+
+  %a = f32[] add(%b, %c)
+
+E0000 00:00:1764084012.5 77 slow_operation_alarm.cc:140] The operation took 1.2s
+Constant folding an instruction takes > 1s:
+F0000 00:00:1764084013.5 77 a.cc:1] Check failed: the last words before it aborts
+"""
+
+
+@pytest.mark.parametrize("level", ["", "0"])
+def test_xlas_banner_alone_is_left_out_of_stderr(tmp_path, level):
+  """A configuration writes to descriptor 2 as XLA does, and then aborts as XLA does."""
+  path = tmp_path / "c.py"
+  path.write_text(
+    f"import os, sys\nos.write(2, {(BANNER + KEPT).encode()!r})\n"
+    "print('python', file=sys.stderr)\nos.abort()\n"
+  )
+  env = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+  env |= {"TF_CPP_MIN_LOG_LEVEL": level} if level else {}
+  command = [sys.executable, ROOT / "launch.py", f"--config={path}"]
+  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  assert done.returncode == -signal.SIGABRT
+  assert {"python", *KEPT.splitlines()} <= {*done.stderr.splitlines()}
+  assert (BANNER in done.stderr) == bool(level) == ("Very slow compile?" in done.stderr)
