@@ -120,8 +120,8 @@ def _has(path: str, table: Mapping[str, Any]) -> bool:
   """Whether a file has this content, or is not there."""
   if not os.path.exists(path):
     return True
-  with open(path, encoding="utf-8") as f:
-    return f.read() == records.to_json(table) + "\n"
+  with open(path, "rb") as f:  # a damaged one is another, too
+    return f.read() == f"{records.to_json(table)}\n".encode()
 
 
 def read(path: str, names: Container[str] | None = None) -> dict[tuple[str, str], float]:
