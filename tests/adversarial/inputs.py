@@ -360,8 +360,8 @@ def patterns(rng, folder):
     "model.lora.targets": f"({text},)",
   }  # fmt: skip
   key = rng.choice(list(stated))
-  arm = [DEBUG[0].replace("bf16", "tensor_delayed")] * (key == "precision.policy")
-  arguments = [*DEBUG, *arm, "--job=memory", *flags(
+  arm = DEBUG[0].replace("bf16", "tensor_delayed" if key == "precision.policy" else "bf16")
+  arguments = [arm, *DEBUG[1:], "--job=memory", *flags(
     optim__grad_clip_norm=0.0, model__lora__rank=2 * (key == "model.lora.targets")),
     f"--config.{key}={stated[key]}"]  # fmt: skip
   # An alarm may be of sites that the model does not have.
