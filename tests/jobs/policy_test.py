@@ -1,6 +1,7 @@
 """precision.policy in runs: refreshes, recipes and roll-backs, each resumed bit for bit."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -377,3 +378,49 @@ def test_tables_of_a_refresh_bring_the_scales_before_back(tmp_path, monkeypatch)
     k: f"refresh/step_3_2_{k}.json" for k in ("before", "after")
   }
   assert (whole / "refresh/step_3_before.json").read_text() == tables["step_3_before.json"]
+
+
+def test_scales_come_from_the_batch_after_one_that_is_not_finite(tmp_path, monkeypatch):
+  """At the beginning of the run, of a phase, and at a refresh, also where the run is stopped between
+  the two batches; the loss scale halves once for each."""
+
+  def rules(down, up):
+    return (("layers/.*/down", down), ("layers/.*/up", up), (".*", "bf16"))
+
+  delayed = "tensor_delayed(steps=8)"
+  changes = {
+    "precision.rules": rules(delayed, "e4m3_static"), "precision.verify_fp8_gemms": False,
+    "precision.schedule": ((2, rules("e4m3_static", delayed)),), "eval.tokens": 0, "steps": 6,
+    "precision.policy": ("refresh(every=4)",), "model.num_layers": 1,
+    "optim.on_nonfinite": "skip", "loss_scale.kind": "dynamic",
+  }  # fmt: skip
+  real, states = policy_runner.PolicyRunner.next_batch, {}
+
+  def next_batch(self, iterator, step):
+    host, number = real(self, iterator, step)
+    weights = np.where(step in (0, 2, 4), np.inf, host["weights_BL"])
+    return dict(host, weights_BL=weights.astype(np.float32)), number
+
+  def keep(state, host, number):
+    states[number] = jax.device_get(state)
+    return state, host
+
+  monkeypatch.setattr(policy_runner.PolicyRunner, "next_batch", next_batch)
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  run(whole, keep, **changes)
+  logged = [row for row in rows(whole) if "loss" in row]
+  assert [row.get("skipped", 0) for row in logged] == [1, 0] * 3
+  assert [row["loss_scale"] for row in logged] == [256, 128, 128, 64, 64, 32]
+  said = [(step, text) for step, place, text in actions(whole) if place == "scales"]
+  assert [step for step, _ in said] == [1, 3, 5] and all("of 2 sites" in text for _, text in said)
+  for bad, name in itertools.product((0, 2, 4), ("down", "up")):
+    first, second = (states[bad + i].scaling_states[f"layers/mlp/{name}"] for i in range(2))
+    assert np.isfinite(first.history_3H).all()
+    assert np.isfinite(first.amax_3[0, 2]) == (bad == 4)  # a refresh keeps what it has
+    assert np.isfinite(second.amax_3).all() and second.amax_3[0, 2] != first.amax_3[0, 2]
+    weight = np.asarray(states[bad + 1].params["layers"]["mlp"][name], np.float64)
+    assert second.amax_3[0, 1] == np.abs(weight).max()
+  for step in (3, 5):
+    run_until(step, monkeypatch, broken, **changes)
+  run(broken, **changes)
+  assert losses(whole) == losses(broken) and actions(whole) == actions(broken)
