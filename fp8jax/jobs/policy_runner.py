@@ -147,7 +147,7 @@ class PolicyRunner:
     if not self._has_alarms:
       return
     policy_state, events = decide.after_statistics(
-      self.policies, self.policy_state, step, firing, self._recipe_of(step)
+      self.policies, self.policy_state, step, firing, self._own_recipes(step)
     )
     self.set(policy_state)
     self._say(step, events)
@@ -164,18 +164,16 @@ class PolicyRunner:
     if not self.metrics:
       return None
     policy_state, events, back = decide.after_evaluation(
-      # An alarm of the same step may have given some already.
-      self.policies, self.policy_state, step, values,
-      {**self._recipe_of(max(step, 1)), **self.policy_state.overrides},
-    )  # fmt: skip
+      self.policies, self.policy_state, step, values, self._own_recipes(step)
+    )
     self.set(policy_state)
     self._say(step, events)
     undo = [self._undone(policy, step, step - good, why, saved) for policy, good, why in back]
     return next(filter(None, undo), None)
 
-  def _recipe_of(self, step: int) -> dict[str, str]:
-    """{layer's site: recipe name} of the step that made `step` steps."""
-    sites = self.spec.sites(phase=self.spec.phase(step - 1))
+  def _own_recipes(self, step: int) -> dict[str, str]:
+    """{layer's site: recipe name} by the configuration, of the step after `step` steps."""
+    sites = self.configured.sites(phase=self.configured.phase(step))
     return {name: recipe.name for name, recipe in site_tree.recipes_of(sites).items()}
 
   def target(self, step: int, loss: float, saved: checkpoint.Checkpoints) -> decide.Undo | None:

@@ -214,6 +214,31 @@ def test_an_evaluation_does_not_take_back_what_an_alarm_gave_in_its_step():
   assert given[site] == "bf16" and "margin=1" in given[other]
 
 
+def test_a_decision_is_about_the_recipes_of_the_step_that_comes():
+  """A site that an alarm's policy gave back is switched by an evaluation of the same step; a phase
+  without past scales has no margin to widen."""
+  site, alarm = "layers/0/mlp/down", {("layers/0/mlp/down", "snr_db")}
+  policies = (
+    "switch_recipe(k=1, looks=1, back_after=1)",
+    f"switch_recipe(metric='heldout', worse_by=0.0, sites='{site}')",
+  )
+  of_evaluations = {"eval.every": 2, "eval.tokens": 64, "precision.policy": policies}
+  at_work = policy_runner.PolicyRunner(
+    harness.text_spec(**{**LOOKS, **of_evaluations}), lambda *_: None
+  )
+  for step, loss, given in ((2, 3.0, {site: "bf16"}), (4, 3.5, {})):
+    at_work.look(step, alarm if step == 2 else set())
+    assert at_work.policy_state.overrides == given
+    at_work.evaluated(step, {"heldout": loss}, None)
+  assert at_work.policy_state.overrides == {site: "bf16"}
+
+  late = {"precision.schedule": ((4, ((".*", "bf16"),)),), "steps": 8,
+          "precision.policy": ("widen_margin(alarm='snr_db')",)}  # fmt: skip
+  at_work = policy_runner.PolicyRunner(harness.text_spec(**{**LOOKS, **late}), lambda *_: None)
+  at_work.look(4, alarm)
+  assert at_work.policy_state.overrides == {}
+
+
 def test_what_a_roll_back_after_a_switch_restores(tmp_path):
   """Scales, counts, drift and evaluation beside what they must be, not beside another run."""
   changes = {
@@ -279,6 +304,11 @@ def test_a_gradient_that_overflows_is_undone_though_its_loss_is_no_jump(tmp_path
   assert place == "loss" and "operand is not finite; back to the checkpoint of" in text
   state = harness.saved_state(tmp_path, harness.text_spec(**changes), 9)
   assert (int(state.step), bool(state.halted)) == (9, False)
+  # Which checkpoints there are decides how far a roll-back goes.
+  others = {**changes, "steps": 11, "checkpoint.every": 3, "checkpoint.keep": 4}
+  with pytest.raises(resolve.ConfigError, match="checkpoint.every was 2 at step 9 and is 3") as e:
+    run(tmp_path, disturb, **others)
+  assert "checkpoint.keep was 2 at step 9 and is 4" in str(e.value)
 
 
 @pytest.mark.slow
@@ -381,8 +411,8 @@ def test_tables_of_a_refresh_bring_the_scales_before_back(tmp_path, monkeypatch)
 
 
 def test_scales_come_from_the_batch_after_one_that_is_not_finite(tmp_path, monkeypatch):
-  """At the beginning of the run, of a phase, and at a refresh, also where the run is stopped between
-  the two batches; the loss scale halves once for each."""
+  """At the beginning of the run, of a phase, and at a refresh, also where the run is stopped
+  between the two batches; the loss scale halves once for each."""
 
   def rules(down, up):
     return (("layers/.*/down", down), ("layers/.*/up", up), (".*", "bf16"))
