@@ -17,7 +17,7 @@ from fp8jax.config import resolve
 from fp8jax.data import loader
 from fp8jax.jobs import policy_runner, train
 from fp8jax.kernels import choose
-from fp8jax.ops import site_tree
+from fp8jax.ops import scaling, site_tree
 from fp8jax.phases import decide
 from fp8jax.report import files
 from fp8jax.run import calibration, checkpoint, preemption, restore
@@ -410,7 +410,7 @@ def test_tables_of_a_refresh_bring_the_scales_before_back(tmp_path, monkeypatch)
   assert (whole / "refresh/step_3_before.json").read_text() == tables["step_3_before.json"]
 
 
-def test_scales_come_from_the_batch_after_one_that_is_not_finite(tmp_path, monkeypatch):
+def test_scales_come_from_the_batch_after_one_that_is_not_finite(tmp_path, monkeypatch, capsys):
   """At the beginning of the run, of a phase, and at a refresh, also where the run is stopped
   between the two batches; the loss scale halves once for each."""
 
@@ -450,7 +450,17 @@ def test_scales_come_from_the_batch_after_one_that_is_not_finite(tmp_path, monke
     assert np.isfinite(second.amax_3).all() and second.amax_3[0, 2] != first.amax_3[0, 2]
     weight = np.asarray(states[bad + 1].params["layers"]["mlp"][name], np.float64)
     assert second.amax_3[0, 1] == np.abs(weight).max()
-  for step in (3, 5):
+  spec = harness.text_spec(**changes)
+  for step, (phase, is_known) in {3: (1, False), 5: (1, True)}.items():
     run_until(step, monkeypatch, broken, **changes)
+    # A job that reads the checkpoint computes current scales where there are none.
+    capsys.readouterr()
+    read = restore.restore_scaling_states(spec, str(broken), step, {}, phase)
+    assert ("await a batch with finite amaxes" in capsys.readouterr().err) == (not is_known)
+    assert bool(read) == is_known
+  for number in (1, 3):  # as does an evaluation of the run
+    kept = states[number - 1].scaling_states, states[number].scaling_states
+    trees = [evaluator_lib.sites_of(spec, None, one, number // 2) for one in kept]
+    assert [bool(scaling.states(tree)) for tree in trees] == [False, True]
   run(broken, **changes)
   assert losses(whole) == losses(broken) and actions(whole) == actions(broken)
