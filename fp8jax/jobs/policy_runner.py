@@ -73,40 +73,57 @@ class PolicyRunner:
 
   def begin_phase(self, state: State, batch, step: int, phase: int) -> State:
     """The state for a phase that a policy began: sites that keep their recipe keep their scales."""
-    fresh = self._calibrated(state, batch, phase)
+    fresh = self.calibrated(state, batch, phase)
     kept = scaling_lib.carried(
       self.spec.sites(phase=self.spec.phase(step - 1)), state.scaling_states,
       self.spec.sites(phase=phase), fresh.scaling_states,
     )  # fmt: skip
     return dataclasses.replace(fresh, scaling_states=kept)
 
+  def await_scales(self, state: State, phase: int):
+    """Has the sites calibrated before the next step of which no batch had finite amaxes."""
+    names = scaling_lib.unknown(self.spec.sites(phase=phase), state.scaling_states)
+    self._await({*self.policy_state.refresh, *names})
+
+  def _await(self, names: Collection[str]):
+    self.policy_state = dataclasses.replace(self.policy_state, refresh=tuple(sorted(names)))
+
   def refreshed(self, state: State, place: Callable[[], Any], step: int, phase: int) -> State:
     """The state for the step after `step` steps, with the scales that are due made again.
+
+    A site whose amaxes in the batch are not finite is due before the next step, too.
 
     Args:
       place: makes the placed batch of that step.
     """
     due, sites = decide.due(self.policies, step), self.spec.sites(phase=phase)
     stateful = [s for s, r in site_tree.recipes_of(sites).items() if r.is_stateful]
-    chosen, events = set(self.policy_state.refresh), []
+    chosen, events = {*self.policy_state.refresh} & {*stateful}, []
     for policy in due:
       matched = patterns.matches(policy.sites, stateful)
       chosen |= set(matched)
       text = f"scales of {len(matched)} sites are re-initialised from a batch"
       text = f"{policy_lib.name_of(policy)}: {text}"
       events.append(decide.Event(step + 1, policy.sites, text))
+    self._await(())
     if not chosen:
       return state
     with jax.transfer_guard("allow"):
-      fresh = self._calibrated(state, place(), phase)
+      fresh = self.calibrated(state, place(), phase)
       own = (sites, state.scaling_states, sites, fresh.scaling_states)
       states = scaling_lib.carried(*own, reset=chosen)
-    self.policy_state = dataclasses.replace(self.policy_state, refresh=())
+      again = chosen.intersection(scaling_lib.unknown(sites, fresh.scaling_states))
+    if again:
+      self._await(again)
+      text = f"the batch has no finite amaxes for the scales of {len(again)} sites; the next one is"
+      events.append(decide.Event(step + 1, "scales", f"{text} taken for them"))
     self._say(step + 1, events)
-    self._keep(step, sites, state.scaling_states, states)
+    if chosen - again:
+      self._keep(step, sites, state.scaling_states, states)
     return dataclasses.replace(fresh, scaling_states=states)
 
-  def _calibrated(self, state: State, batch, phase: int) -> State:
+  def calibrated(self, state: State, batch, phase: int) -> State:
+    """See train_step.make_calibration; compiled once per recipes."""
     rules = self.spec.precision.phases[phase].rules
     if rules not in self._calibrations:
       self._calibrations[rules] = train_step.make_calibration(self.spec, phase)
@@ -130,7 +147,7 @@ class PolicyRunner:
     if not self._has_alarms:
       return
     policy_state, events = decide.after_statistics(
-      self.policies, self.policy_state, step, firing, self._recipe_of(step)
+      self.policies, self.policy_state, step, firing, self._own_recipes(step)
     )
     self.set(policy_state)
     self._say(step, events)
@@ -147,18 +164,16 @@ class PolicyRunner:
     if not self.metrics:
       return None
     policy_state, events, back = decide.after_evaluation(
-      # An alarm of the same step may have given some already.
-      self.policies, self.policy_state, step, values,
-      {**self._recipe_of(max(step, 1)), **self.policy_state.overrides},
-    )  # fmt: skip
+      self.policies, self.policy_state, step, values, self._own_recipes(step)
+    )
     self.set(policy_state)
     self._say(step, events)
     undo = [self._undone(policy, step, step - good, why, saved) for policy, good, why in back]
     return next(filter(None, undo), None)
 
-  def _recipe_of(self, step: int) -> dict[str, str]:
-    """{layer's site: recipe name} of the step that made `step` steps."""
-    sites = self.spec.sites(phase=self.spec.phase(step - 1))
+  def _own_recipes(self, step: int) -> dict[str, str]:
+    """{layer's site: recipe name} by the configuration, of the step after `step` steps."""
+    sites = self.configured.sites(phase=self.configured.phase(step))
     return {name: recipe.name for name, recipe in site_tree.recipes_of(sites).items()}
 
   def target(self, step: int, loss: float, saved: checkpoint.Checkpoints) -> decide.Undo | None:

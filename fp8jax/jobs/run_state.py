@@ -72,7 +72,8 @@ class RunState:
       scaling_states = self.calibration[self.policies.configured.phase(step)]
       state = dataclasses.replace(state, scaling_states=scaling_states)
     else:
-      state = train_step.calibrate(spec, state, batch, phase)
+      state = self.policies.calibrated(state, batch, phase)
+    self.policies.await_scales(state, phase)
     levels = {False: tensor_stats.QUIET, True: tensor_stats.LOUD}
     self.sites = {loud: spec.sites(phase=phase, statistics=s) for loud, s in levels.items()}
     self.phase, self.shares = phase, fp8_share.of_phase(spec, phase)

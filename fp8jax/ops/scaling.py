@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp8jax.ops import site as site_lib
 from fp8jax.quantization import amax_history, tensor_stats
@@ -50,6 +51,15 @@ def calibrated(sites, stats: Mapping[str, Any]) -> dict[str, amax_history.Scalin
 
 def _observed(sites, stats: Mapping[str, Any]):
   return site_lib.tree_map(lambda s: dataclasses.replace(s, tap=stats[s.name]), sites)
+
+
+def unknown(sites, scaling_states: Mapping[str, amax_history.ScalingState]) -> list[str]:
+  """Layers' sites with an amax that is not finite: no batch gave one yet. Waits for the states."""
+  named, names = site_lib.flatten(sites), []
+  for name, state in jax.device_get(dict(scaling_states)).items():
+    is_known = np.atleast_1d(np.isfinite(state.amax_3).all(axis=-1))
+    names += [layer for layer, known in zip(named[name].layer_names, is_known) if not known]
+  return names
 
 
 # The gradient of the head is that of the sum over tokens, before any factor on the loss

@@ -6,6 +6,7 @@ interrupted decides as the same run uninterrupted.
 
 import dataclasses
 import math
+from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from fp8jax.phases.policy import (
   is_accuracy,
   name_of,
 )
+from fp8jax.phases.trend import Trend
 from fp8jax.recipe import rules
 
 # The smallest standard deviation of losses, as a share of their mean: losses that hardly differ
@@ -43,39 +45,6 @@ class Event:
   @property
   def row(self) -> dict[str, str]:
     return {"place": self.place, "text": self.text}
-
-
-@dataclasses.dataclass(frozen=True)
-class Trend:
-  """The evaluations of a policy's metric, as far as it remembers them.
-
-  Attributes:
-    best: the least cost so far, a loss or minus an accuracy; None before the first.
-    failed: successive evaluations, up to the last one, that were worse or no improvement.
-    good: step of the last evaluation that was not; -1 before.
-    cooldown: evaluations to come that do not count.
-  """
-
-  best: float | None = None
-  failed: int = 0
-  good: int = -1
-  cooldown: int = 0
-
-  def after(self, policy: Policy, step: int, cost: float) -> tuple["Trend", bool]:
-    """(the trend with another evaluation, whether the policy acts after it)."""
-    best = math.inf if self.best is None else self.best
-    if isinstance(policy, LowerRate):  # optax.contrib.reduce_on_plateau's rule
-      share = policy.rtol * abs(best) if self.best is not None else 0.0
-      better = cost < best - share - policy.atol
-      is_good, rest, known = better, policy.cooldown, cost if better else self.best
-    else:
-      is_good, rest, known = cost <= best + policy.worse_by, 0, min(best, cost)
-      known = known if known < math.inf else None  # min ignores a NaN
-    failed = 0 if is_good or self.cooldown else self.failed + 1
-    acts = failed >= policy.patience
-    good = step if is_good else self.good
-    rest = rest if acts else max(self.cooldown - 1, 0)
-    return Trend(known, 0 if acts else failed, good, rest), acts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,39 +184,39 @@ def due(policies: tuple[Policy, ...], step: int) -> list[Refresh]:
 
 def after_statistics(
   policies: tuple[Policy, ...], before: PolicyState, step: int, firing: Collection[tuple[str, str]],
-  recipe_of: Mapping[str, str],
+  own: Mapping[str, str],
 ) -> tuple[PolicyState, list[Event]]:  # fmt: skip
   """The decisions after a look at the tensor statistics.
 
   Args:
     step: steps taken.
     firing: (layer's site, statistic) of all alarms that ring.
-    recipe_of: {layer's site: recipe name} of the step.
+    own: {layer's site: recipe name} by the configuration, of the step that comes.
 
   Returns:
     The state, with new `recipes` and `refresh`, and an event for every decision.
   """
-  draft = _Draft(before, step, recipe_of, firing)
+  draft = _Draft(before, step, own, firing)
   draft.decide([p for p in policies if not p.metric and not isinstance(p, RollBack)])
   return draft.finish(), draft.events
 
 
 def after_evaluation(
   policies: tuple[Policy, ...], before: PolicyState, step: int, values: Mapping[str, float],
-  recipe_of: Mapping[str, str],
+  own: Mapping[str, str],
 ) -> tuple[PolicyState, list[Event], list[tuple[RollBack, int, str]]]:  # fmt: skip
   """The decisions after an evaluation.
 
   Args:
     step: steps taken.
     values: {metric: loss in nats, or share of right answers}.
-    recipe_of: {layer's site: recipe name} of the step.
+    own: {layer's site: recipe name} by the configuration, of the step that comes.
 
   Returns:
     The state, an event for every decision, and the roll-backs that are due: (policy, step of the
     last evaluation that was not worse, why).
   """
-  draft = _Draft(before, step, recipe_of, ())
+  draft = _Draft(before, step, own, ())
   judged = [p for p in policies if p.metric]
   for policy in judged:
     draft.judge(policy, values[policy.metric])
@@ -262,10 +231,11 @@ def after_evaluation(
 class _Draft:
   """Policy state being updated."""
 
-  def __init__(self, before: PolicyState, step: int, recipe_of: Mapping[str, str], firing):
+  def __init__(self, before: PolicyState, step: int, own: Mapping[str, str], firing):
     self.before, self.step, self.firing = before, step, firing
     self.events: list[Event] = []
-    self.recipe_of, self.given = dict(recipe_of), dict(before.overrides)
+    self.given = dict(before.overrides)
+    self.recipe_of = ChainMap(self.given, dict(own))  # as decided so far
     self.fresh: list[str] = []
     self.looks, self.away, self.counts = dict(before.looks), dict(before.away), dict(before.counts)
     self.trends, self.rate_scale = dict(before.trends), before.rate_scale
@@ -286,7 +256,8 @@ class _Draft:
       self.acting[policy] = f"is {value:.4f}{best}: {kind} in {policy.patience} evaluations"
 
   def decide(self, policies: Sequence[Policy]):
-    for policy in policies:
+    # A refresh last: a site may just have got a recipe without past scales.
+    for policy in sorted(policies, key=lambda p: isinstance(p, Refresh)):
       if isinstance(policy, Refresh) and (policy.alarm or policy.metric):
         self.refresh(policy)
       elif isinstance(policy, WidenMargin):
@@ -336,9 +307,9 @@ class _Draft:
       away[site] = (had, quiet)
       if policy.back_after and quiet >= policy.back_after:
         del away[site]
-        self._give(site, had)
         quietly = "evaluations that were not worse" if policy.metric else "looks without an alarm"
-        self._say(policy, site, f"{quiet} {quietly}: its own recipe again")
+        again = "its own recipe again" + self._take_back(site, policy.to, had)
+        self._say(policy, site, f"{quiet} {quietly}: {again}")
     for site in self._often(policy):
       may = site not in away and self.recipe_of.get(site) != policy.to
       if may and counts.get(site, 0) < policy.most:
@@ -380,6 +351,19 @@ class _Draft:
     self.given.pop(site, None)
     if recipe:
       self.given[site] = recipe
+
+  def _take_back(self, site: str, recipe: str, had: str) -> str:
+    """Gives what the site had before `recipe`; "", or the policy that does so later.
+
+    That is one which has switched the site since.
+    """
+    for key, away in self.away.items():
+      before, quiet = away.get(site, ("", 0))
+      if before == recipe != self.recipe_of[site]:
+        self.away[key] = {**away, site: (had, quiet)}
+        return f" after {key}"
+    self._give(site, had)
+    return ""
 
   def why(self, policy: Policy) -> str:
     """The reason of an action; of a roll-back without its subject."""

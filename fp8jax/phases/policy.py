@@ -24,8 +24,9 @@ class Evaluated:
     metric: "heldout", the mean loss of all sources in nats, "heldout/SOURCE" that of one;
       "accuracy", the mean share of right answers over eval.tasks, "accuracy/TASK" that of one; ""
       for none.
-    worse_by: an evaluation is worse whose loss is further above the least one so far, or whose
-      accuracy is further below the highest.
+    worse_by: an evaluation is worse whose loss is more than this above the least one so far, or
+      whose accuracy is more than this below the highest: of 50 questions, 0.02 is one answer, and
+      one less is not worse.
     patience: successive evaluations that are worse before the policy acts.
   """
 
@@ -270,6 +271,8 @@ def alarm_of(policy: Policy) -> str:
 def keys_read(policies: tuple[Policy, ...]) -> set[str]:
   """Keys of a configuration that policies decide by, and that alter no result without them."""
   alarms = {"log.alarms", "log.tensor_stats_every"} if any(map(alarm_of, policies)) else set()
+  if any(isinstance(p, RollBack) for p in policies):
+    alarms |= {"checkpoint.every", "checkpoint.keep"}  # the steps that it goes back to
   metrics = {"eval.every", "eval.tokens", "eval.batch", "eval.precisions"}
   # Of eval.tasks a checkpoint remembers what was asked, see jobs/accuracy.py.
   tasks = {"eval.tasks", "eval.chat", "eval.seed", "generate.cache_format", "generate.max_length"}

@@ -26,8 +26,8 @@ class ScalingState:
   """Amaxes of (x, w, g) of a site; layers are stacked on the first axis.
 
   Attributes:
-    amax_3: float32 [..., 3], that scales are computed from; NaN before the first step, 0 where
-      nothing but zeros was seen.
+    amax_3: float32 [..., 3], that scales are computed from; NaN while no batch had a finite one, 0
+      where nothing but zeros was seen.
     history_3H: float32 [..., 3, H], newest first.
   """
 
@@ -53,10 +53,15 @@ def init(recipe: Recipe, stacked: tuple[int, ...] = ()) -> ScalingState:
 
 
 def calibrated(recipe: Recipe, amax_3) -> ScalingState:
-  """The state of a site that saw these amaxes, float32 [..., 3], once."""
+  """The state of a site that saw these amaxes, float32 [..., 3], once.
+
+  Of one that is not finite it is empty, as of `init`: every product is NaN until another batch.
+  """
   amax_3 = jnp.asarray(amax_3, jnp.float32)
+  is_valid = jnp.isfinite(amax_3)
   older = jnp.zeros((*amax_3.shape, recipe.history - 1), jnp.float32)
-  return ScalingState(amax_3, jnp.concatenate([amax_3[..., None], older], axis=-1))
+  history = jnp.concatenate([jnp.where(is_valid, amax_3, 0.0)[..., None], older], axis=-1)
+  return ScalingState(jnp.where(is_valid, amax_3, jnp.nan), history)
 
 
 def update(state: ScalingState, amax_3, recipe: Recipe) -> ScalingState:

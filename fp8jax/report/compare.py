@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from fp8jax.config import policy as policy_config
 from fp8jax.config import registry
 from fp8jax.errors import UserError
 from fp8jax.keys import Affects
+from fp8jax.phases import policy as policy_lib
 from fp8jax.report import files
 from fp8jax.report.files import UNQUANTIZED, RunFiles
 from fp8jax.statistics import Estimate, estimate
@@ -193,7 +195,11 @@ def _differing(runs: Sequence[RunFiles]) -> dict[str, dict[str, Any]]:
 
 def _members(runs: Sequence[RunFiles], config: Mapping[str, Mapping[str, Any]]) -> list[Member]:
   """Arms by recipe, told apart further where another key of the precision differs within one."""
-  varied = [k for k in config if k != "seed" and registry.affects(k) is not Affects.NOTHING]
+  read = set().union(*map(_keys_read, runs))
+  varied = [
+    k for k in config
+    if k != "seed" and (registry.affects(k) is not Affects.NOTHING or k in read)
+  ]  # fmt: skip
   settings = [k for k in varied if not k.startswith(("precision.", "memory.", "kernels.", "mesh."))]
   members = []
   for run in runs:
@@ -211,6 +217,14 @@ def _members(runs: Sequence[RunFiles], config: Mapping[str, Mapping[str, Any]]) 
       )  # fmt: skip
     )
   return members
+
+
+def _keys_read(run: RunFiles) -> set[str]:
+  """Keys that alter a result because the run's policies decide by them."""
+  try:
+    return policy_lib.keys_read(policy_config.read(run.resolved.get("precision.policy", ())))
+  except ValueError as e:
+    raise UserError(f"{run.name}: {e}; leave the run out") from e
 
 
 def _said(run: RunFiles, keys: Sequence[str]) -> list[str]:

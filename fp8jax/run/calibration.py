@@ -73,7 +73,7 @@ def _of_tensor(recipe: Recipe, tensor: str, statistics, c: Calibrate) -> dict[st
 
 
 def of_states(sites, scaling_states, *, step: int, fingerprint: str) -> dict[str, Any]:
-  """The table of the scales of a state, which `load` brings back to the bit.
+  """The table of the known scales of a state, which `load` brings back to the bit.
 
   A delayed scale begins with it as with a calibration: of its amax history the largest alone.
 
@@ -93,7 +93,7 @@ def of_states(sites, scaling_states, *, step: int, fingerprint: str) -> dict[str
       rows += [
         {"site": layer, "tensor": tensor, "step": step, "data": fingerprint,
          "recipe": site.recipe.name, "amax": float(amax), "scale": float(scale)}
-        for layer, amax, scale in of_layers
+        for layer, amax, scale in of_layers if np.isfinite(amax)
       ]  # fmt: skip
   return {"format": FORMAT, "batches": 0, "step": step, "data": fingerprint, "rows": rows}
 

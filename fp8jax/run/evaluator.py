@@ -100,12 +100,13 @@ def sites_of(
 ) -> Any:
   """The tree of sites of a forward pass, delayed and static scales from `scaling_states`.
 
-  Without any, they are chosen from the tensors themselves.
+  Without any, and while a batch with finite amaxes is awaited, they are chosen from the tensors
+  themselves.
   """
   tree = spec.sites(recipe, phase=phase)
   if not scaling_lib.states(tree):
     return tree
-  if scaling_states:
+  if scaling_states and not scaling_lib.unknown(tree, scaling_states):
     return scaling_lib.with_states(tree, scaling_states)
   return site_lib.with_current_scales(tree)
 

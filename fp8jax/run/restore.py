@@ -64,19 +64,23 @@ def restore_params(spec: train_spec.TrainSpec, workdir: str, step: int | None = 
 
 
 def restore_scaling_states(spec: train_spec.TrainSpec, workdir: str, step: int, meta, phase: int):
+  """{site: ScalingState} of a checkpoint; {} where they are of no use, and then says why."""
+
+  def without(why: str):
+    text = f"scales of step {step} of {workdir} {why}; current scales are computed instead"
+    print(text, file=sys.stderr)
+    return {}
+
   remembered = scaling_lib.recipes(spec.sites(phase=phase)) if step else {}
   if meta.get("remembered", remembered) != remembered:
-    print(
-      f"scales of step {step} of {workdir} belong to other recipes; current scales are computed "
-      "instead",
-      file=sys.stderr,
-    )
-    return {}
+    return without("belong to other recipes")
   saved = checkpoint.Checkpoints(workdir, spec.checkpoint.keep)
   scaling_states = saved.restore_scaling_states(
     step, train_step.abstract_state(spec, step).scaling_states
   )
   saved.close()
+  if scaling_lib.unknown(spec.sites(phase=phase), scaling_states):
+    return without("await a batch with finite amaxes")
   return scaling_states
 
 

@@ -344,7 +344,8 @@ def make_calibration(spec: train_spec.TrainSpec, phase: int):
   """(state, batch) -> the state, scales of its next step chosen from this batch where they are not
   current; jitted.
 
-  Gradients are those under the loss scale, which is halved until they are finite.
+  Gradients are those under the loss scale, which is halved until they are finite. A batch that no
+  scale makes finite leaves the loss scale as it is.
   """
   sites = spec.sites(phase=phase)
   if not scaling_lib.states(sites):
@@ -352,15 +353,20 @@ def make_calibration(spec: train_spec.TrainSpec, phase: int):
 
   @functools.partial(jax.jit, compiler_options=choose.compiler_options(spec.device))
   def first_stats(params, batch, scale):
-    stats = gradients(spec, params, site_lib.with_current_scales(sites), batch, scale)[2]
-    return scaling_lib.calibrated(sites, stats), _all_finite(stats)
+    loss, _, stats, _ = gradients(spec, params, site_lib.with_current_scales(sites), batch, scale)
+    is_finite, inputs = _all_finite(stats), {name: tap[..., :1, :] for name, tap in stats.items()}
+    # The loss scale is no part of the forward pass.
+    overflows = ~is_finite & jnp.isfinite(loss) & _all_finite(inputs)
+    return scaling_lib.calibrated(sites, stats), is_finite, overflows
 
   def calibrate(state: State, batch) -> State:
     scaling = state.loss_scale
-    scaling_states, is_finite = first_stats(state.params, batch, scaling.get("scale"))
-    while scaling and not is_finite and scaling["scale"] > loss_scale.SMALLEST:
+    scaling_states, is_finite, overflows = first_stats(state.params, batch, scaling.get("scale"))
+    while scaling and overflows and scaling["scale"] > loss_scale.SMALLEST:
       scaling = loss_scale.update(scaling, is_finite, spec.loss_scale)
-      scaling_states, is_finite = first_stats(state.params, batch, scaling["scale"])
+      scaling_states, is_finite, overflows = first_stats(state.params, batch, scaling["scale"])
+    if scaling and not is_finite:
+      scaling = state.loss_scale
     return dataclasses.replace(state, scaling_states=scaling_states, loss_scale=scaling)
 
   return calibrate

@@ -1,6 +1,7 @@
 """precision.policy in runs: refreshes, recipes and roll-backs, each resumed bit for bit."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from fp8jax.config import resolve
 from fp8jax.data import loader
 from fp8jax.jobs import policy_runner, train
 from fp8jax.kernels import choose
-from fp8jax.ops import site_tree
+from fp8jax.ops import scaling, site_tree
 from fp8jax.phases import decide
 from fp8jax.report import files
 from fp8jax.run import calibration, checkpoint, preemption, restore
@@ -213,6 +214,31 @@ def test_an_evaluation_does_not_take_back_what_an_alarm_gave_in_its_step():
   assert given[site] == "bf16" and "margin=1" in given[other]
 
 
+def test_a_decision_is_about_the_recipes_of_the_step_that_comes():
+  """A site that an alarm's policy gave back is switched by an evaluation of the same step; a phase
+  without past scales has no margin to widen."""
+  site, alarm = "layers/0/mlp/down", {("layers/0/mlp/down", "snr_db")}
+  policies = (
+    "switch_recipe(k=1, looks=1, back_after=1)",
+    f"switch_recipe(metric='heldout', worse_by=0.0, sites='{site}')",
+  )
+  of_evaluations = {"eval.every": 2, "eval.tokens": 64, "precision.policy": policies}
+  at_work = policy_runner.PolicyRunner(
+    harness.text_spec(**{**LOOKS, **of_evaluations}), lambda *_: None
+  )
+  for step, loss, given in ((2, 3.0, {site: "bf16"}), (4, 3.5, {})):
+    at_work.look(step, alarm if step == 2 else set())
+    assert at_work.policy_state.overrides == given
+    at_work.evaluated(step, {"heldout": loss}, None)
+  assert at_work.policy_state.overrides == {site: "bf16"}
+
+  late = {"precision.schedule": ((4, ((".*", "bf16"),)),), "steps": 8,
+          "precision.policy": ("widen_margin(alarm='snr_db')",)}  # fmt: skip
+  at_work = policy_runner.PolicyRunner(harness.text_spec(**{**LOOKS, **late}), lambda *_: None)
+  at_work.look(4, alarm)
+  assert at_work.policy_state.overrides == {}
+
+
 def test_what_a_roll_back_after_a_switch_restores(tmp_path):
   """Scales, counts, drift and evaluation beside what they must be, not beside another run."""
   changes = {
@@ -278,6 +304,11 @@ def test_a_gradient_that_overflows_is_undone_though_its_loss_is_no_jump(tmp_path
   assert place == "loss" and "operand is not finite; back to the checkpoint of" in text
   state = harness.saved_state(tmp_path, harness.text_spec(**changes), 9)
   assert (int(state.step), bool(state.halted)) == (9, False)
+  # Which checkpoints there are decides how far a roll-back goes.
+  others = {**changes, "steps": 11, "checkpoint.every": 3, "checkpoint.keep": 4}
+  with pytest.raises(resolve.ConfigError, match="checkpoint.every was 2 at step 9 and is 3") as e:
+    run(tmp_path, disturb, **others)
+  assert "checkpoint.keep was 2 at step 9 and is 4" in str(e.value)
 
 
 @pytest.mark.slow
@@ -377,3 +408,59 @@ def test_tables_of_a_refresh_bring_the_scales_before_back(tmp_path, monkeypatch)
     k: f"refresh/step_3_2_{k}.json" for k in ("before", "after")
   }
   assert (whole / "refresh/step_3_before.json").read_text() == tables["step_3_before.json"]
+
+
+def test_scales_come_from_the_batch_after_one_that_is_not_finite(tmp_path, monkeypatch, capsys):
+  """At the beginning of the run, of a phase, and at a refresh, also where the run is stopped
+  between the two batches; the loss scale halves once for each."""
+
+  def rules(down, up):
+    return (("layers/.*/down", down), ("layers/.*/up", up), (".*", "bf16"))
+
+  delayed = "tensor_delayed(steps=8)"
+  changes = {
+    "precision.rules": rules(delayed, "e4m3_static"), "precision.verify_fp8_gemms": False,
+    "precision.schedule": ((2, rules("e4m3_static", delayed)),), "eval.tokens": 0, "steps": 6,
+    "precision.policy": ("refresh(every=4)",), "model.num_layers": 1,
+    "optim.on_nonfinite": "skip", "loss_scale.kind": "dynamic",
+  }  # fmt: skip
+  real, states = policy_runner.PolicyRunner.next_batch, {}
+
+  def next_batch(self, iterator, step):
+    host, number = real(self, iterator, step)
+    weights = np.where(step in (0, 2, 4), np.inf, host["weights_BL"])
+    return dict(host, weights_BL=weights.astype(np.float32)), number
+
+  def keep(state, host, number):
+    states[number] = jax.device_get(state)
+    return state, host
+
+  monkeypatch.setattr(policy_runner.PolicyRunner, "next_batch", next_batch)
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  run(whole, keep, **changes)
+  logged = [row for row in rows(whole) if "loss" in row]
+  assert [row.get("skipped", 0) for row in logged] == [1, 0] * 3
+  assert [row["loss_scale"] for row in logged] == [256, 128, 128, 64, 64, 32]
+  said = [(step, text) for step, place, text in actions(whole) if place == "scales"]
+  assert [step for step, _ in said] == [1, 3, 5] and all("of 2 sites" in text for _, text in said)
+  for bad, name in itertools.product((0, 2, 4), ("down", "up")):
+    first, second = (states[bad + i].scaling_states[f"layers/mlp/{name}"] for i in range(2))
+    assert np.isfinite(first.history_3H).all()
+    assert np.isfinite(first.amax_3[0, 2]) == (bad == 4)  # a refresh keeps what it has
+    assert np.isfinite(second.amax_3).all() and second.amax_3[0, 2] != first.amax_3[0, 2]
+    weight = np.asarray(states[bad + 1].params["layers"]["mlp"][name], np.float64)
+    assert second.amax_3[0, 1] == np.abs(weight).max()
+  spec = harness.text_spec(**changes)
+  for step, (phase, is_known) in {3: (1, False), 5: (1, True)}.items():
+    run_until(step, monkeypatch, broken, **changes)
+    # A job that reads the checkpoint computes current scales where there are none.
+    capsys.readouterr()
+    read = restore.restore_scaling_states(spec, str(broken), step, {}, phase)
+    assert ("await a batch with finite amaxes" in capsys.readouterr().err) == (not is_known)
+    assert bool(read) == is_known
+  for number in (1, 3):  # as does an evaluation of the run
+    kept = states[number - 1].scaling_states, states[number].scaling_states
+    trees = [evaluator_lib.sites_of(spec, None, one, number // 2) for one in kept]
+    assert [bool(scaling.states(tree)) for tree in trees] == [False, True]
+  run(broken, **changes)
+  assert losses(whole) == losses(broken) and actions(whole) == actions(broken)

@@ -19,10 +19,7 @@ def looks(policies, *rung_at):
   """[(events, policy_state)] of looks at steps 10, 20, …, through JSON between any two."""
   policies, found, policy_state = policy_config.read(policies), [], decide.PolicyState()
   for i, firing in enumerate(rung_at, 1):
-    recipe_of = {**RECIPES, **policy_state.overrides}
-    policy_state, events = decide.after_statistics(
-      policies, policy_state, 10 * i, firing, recipe_of
-    )
+    policy_state, events = decide.after_statistics(policies, policy_state, 10 * i, firing, RECIPES)
     found.append(([(e.step, e.place) for e in events], policy_state))
     again = decide.PolicyState.from_json(json.loads(json.dumps(policy_state.to_json())))
     assert again == policy_state
@@ -60,6 +57,33 @@ def test_site_that_was_widened_and_then_switched_comes_back_widened():
   found = looks(policies, {UP}, {(UP[0], "underflow")}, set(), set())
   wide = "tensor_delayed(steps=16, margin=2)"
   assert [m.overrides[UP[0]] for _, m in found] == [wide, "bf16", "bf16", wide]
+
+
+def test_a_decision_sees_those_before_it_in_the_same_look():
+  switch = "switch_recipe(k=1, looks=1, sites='.*/up')"
+  for others in ("widen_margin(sites='.*/up')", "refresh(alarm='any', sites='.*/up')"):
+    for policies in ((switch, others), (others, switch)):
+      ((events, state),) = looks(policies, {UP})
+      assert state.overrides == {UP[0]: "bf16"} and not state.refresh
+      widens_first = policies[0].startswith("widen")  # and then comes back with that margin
+      assert len(events) == 1 + widens_first
+      assert [had for away in state.away.values() for had, _ in away.values()] == [
+        "tensor_delayed(steps=16, margin=1)" * widens_first
+      ]
+
+
+def test_a_site_that_two_policies_switched_comes_back_in_whichever_order():
+  policies = (
+    "switch_recipe(to='block_128', alarm='saturation', k=1, looks=1, back_after=2, sites='.*/up')",
+    "switch_recipe(to='bf16', alarm='underflow', k=1, looks=1, back_after=2, sites='.*/up')",
+  )
+  one, two, none = {UP}, {(UP[0], "underflow")}, set()
+  for firing, wanted in (
+    ((one, two, none, none, none), ["block_128", "bf16", "bf16", "", ""]),
+    ((one, {UP, *two}, one, none, none), ["block_128", "bf16", "bf16", "block_128", ""]),
+  ):
+    given = [state.overrides.get(UP[0], "") for _, state in looks(policies, *firing)]
+    assert given == wanted
 
 
 def test_refresh_on_alarm_takes_the_site_that_rang():
@@ -103,8 +127,7 @@ def evaluations(policies, *values):
   policies, found, state = policy_config.read(policies), [], decide.PolicyState()
   for i, value in enumerate(values, 1):
     losses = {"heldout": value, "heldout/b": value + 1, "accuracy": value, "accuracy/q": value}
-    recipe_of = {**RECIPES, **state.overrides}
-    state, events, back = decide.after_evaluation(policies, state, 10 * i, losses, recipe_of)
+    state, events, back = decide.after_evaluation(policies, state, 10 * i, losses, RECIPES)
     found.append((state, [e.place for e in events], back))
     state = decide.PolicyState.from_json(json.loads(json.dumps(state.to_json())))
     assert state == found[-1][0]
@@ -156,6 +179,25 @@ def test_an_accuracy_is_worse_below_the_best_one_and_improves_above_it():
   assert scales == [1.0, 0.5, 0.5]
   found = evaluations(("lower_rate(patience=1, rtol=0.5, metric='accuracy')",), 0.0, 0.0, 0.125)
   assert [s.rate_scale for s, *_ in found] == [1.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("questions, by", [(50, 1), (30, 3), (1319, 13), (50, 7)])
+def test_answers_are_counted_at_the_bound(questions, by):
+  """Whole numbers decide: `by` answers fewer are not worse, one fewer than that is."""
+  worse_by = by / questions
+  (switch,) = policy_config.read((f"switch_recipe(metric='accuracy', worse_by={worse_by!r})",))
+  (lower,) = policy_config.read(
+    (f"lower_rate(metric='accuracy', atol={worse_by!r}, rtol=0.0, patience=1)",)
+  )
+
+  def acts(policy, before, after):
+    trend, _ = decide.Trend().after(policy, 0, -before / questions)
+    return trend.after(policy, 10, -after / questions)[1]
+
+  for least in range(questions - by):
+    most = least + by
+    assert [acts(switch, right, least) for right in (most, most + 1)] == [False, True], least
+    assert [acts(lower, least, right) for right in (most, most + 1)] == [True, False], least
 
 
 @pytest.mark.parametrize("cooldown", [0, 2])

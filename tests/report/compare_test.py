@@ -229,6 +229,20 @@ def test_runs_that_cannot_be_paired_are_named(tmp_path):
     compare.compare(paths, "x")
 
 
+@pytest.mark.parametrize("policies", [(), ("lower_rate()",)])
+def test_runs_whose_policies_saw_other_evaluations_are_not_paired(tmp_path, policies):
+  """Without a policy the interval of evaluations changes no loss: any two are a pair."""
+  arms = (("bf16", 10), ("block_128", 20))
+  paths = [
+    run_files.write_steps(tmp_path / recipe, BASE.tolist(), recipe, 0,
+                          **{"eval.every": every, "precision.policy": policies})
+    for recipe, every in arms
+  ]  # fmt: skip
+  made = compare.compare(paths)
+  assert bool(made.rows) == (not policies)
+  assert {m.setting for m in made.members} == ({"every=10", "every=20"} if policies else {""})
+
+
 def test_comparison_is_written_as_page_json_picture_and_table(tmp_path, capsys):
   pytest.importorskip("altair")
   paths = folders(tmp_path, (0.05, 0.11), **{"optim.peak_lr": 1e-3})

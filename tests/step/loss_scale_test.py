@@ -163,6 +163,22 @@ def test_overflow_at_the_smallest_loss_scale_ends_a_run(policy, is_last):
   assert bool(state.halted) == (policy == "stop" and is_last)
 
 
+@pytest.mark.parametrize("where", ["gradient", "forward"])
+def test_a_calibration_that_stays_non_finite_leaves_the_loss_scale(where):
+  """Nothing of the batch is remembered but what was finite: the next one calibrates."""
+  spec = harness.one_layer_spec("tensor_delayed(steps=4)", **DYNAMIC)
+  state, (host,) = train_step.make_state(spec), harness.batches(spec, 1)
+  bad = host if where == "forward" else _overflowing(host)
+  params = {**state.params, "embed": state.params["embed"] * (np.inf if where == "forward" else 1)}
+  after = train_step.calibrate(spec, dataclasses.replace(state, params=params), bad, 0)
+  assert float(after.loss_scale["scale"]) == 256
+  for name, made in after.scaling_states.items():
+    amax_3, history_3H = np.asarray(made.amax_3), np.asarray(made.history_3H)
+    assert np.isnan(amax_3[..., 2]).all() and not np.isinf(amax_3).any(), name
+    assert np.isfinite(amax_3[..., 1]).all() and np.isfinite(history_3H).all(), name
+    np.testing.assert_array_equal(history_3H[..., 0], np.nan_to_num(amax_3))
+
+
 def test_a_resumed_run_goes_on_with_its_loss_scale(tmp_path, monkeypatch):
   spec = _scaled(harness.one_layer_spec(**DYNAMIC, **{"eval.tokens": 0}), growth_interval=1)
   with monkeypatch.context() as m:
