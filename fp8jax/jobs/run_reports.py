@@ -1,9 +1,8 @@
 """The reports of a run: rows of metrics.jsonl, messages, progress bar, trace, report.html."""
 
 import contextlib
-import dataclasses
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import rich.console
@@ -12,83 +11,54 @@ from fp8jax.jobs import report, run_state
 from fp8jax.optim import param_stats
 from fp8jax.phases import decide
 from fp8jax.report import page
-from fp8jax.run import (
-  alarms,
-  calibration,
-  end,
-  goodput,
-  metrics,
-  metrics_writer,
-  numerics_image,
-  profiler,
-  progress,
-  provenance,
-  start,
-  tracker,
-)
+from fp8jax.run import alarms, calibration, end, goodput, metrics, metrics_writer, numerics_image
+from fp8jax.run import profiler as profiler_lib
+from fp8jax.run import progress as progress_lib
+from fp8jax.run import provenance as provenance_lib
+from fp8jax.run import start as start_lib
+from fp8jax.run import tracker as tracker_lib
 from fp8jax.step import train_spec
 from fp8jax.step.state import State
 
+# Metrics of a step that are no single number; None where it has none.
+NESTED = ("tensor_stats", "alignment", "param_stats", "by_source")
 
-@dataclasses.dataclass
-class Taken:
-  """A step that the device takes while the host goes on.
 
-  Attributes:
-    step: steps taken, with it.
-    values: its metrics, on the device; floats on the host after `wait`.
-    host, position: its batch, and the data's position after that.
-    read, waited: metrics of the batch, and seconds for it.
-    is_finite, nested: after `wait`; metrics that are no single number.
-  """
+class Taken(NamedTuple):
+  """A step that the device takes while the host goes on."""
 
-  step: int
-  values: dict[str, Any]
-  host: dict[str, Any]
-  position: Any
-  read: dict[str, float]
-  waited: float
-  is_finite: bool = True
-  nested: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-  def wait(self):
-    """Reads the metrics from the device."""
-    values = jax.device_get(self.values)
-    keys = ("tensor_stats", "alignment", "param_stats", "by_source")
-    self.nested = {key: values.pop(key, None) for key in keys}
-    self.is_finite = values.pop("is_finite")
-    self.values = {k: float(v) for k, v in values.items()}
+  step: int  # steps taken, with it
+  values: dict[str, Any]  # its metrics, on the device
+  host: Any  # its batch
+  position: Any  # of the data, after the batch
+  read: dict[str, float]  # metrics of the batch
+  waited: float  # seconds for it
 
 
 class RunReports:
-  """Writes down what a run does, and says it.
+  """Writes down what a run does, and says it."""
 
-  Attributes:
-    clock: its seconds by their use.
-    log: its rows, from `open` on.
-    speed: of the steps, inside `steps`.
-  """
-
-  log: metrics_writer.Metrics
-  speed: progress.Throughput
+  clock: goodput.Clock
+  log: metrics_writer.Metrics  # from `open` on
+  speed: progress_lib.Throughput  # inside `steps`
+  _before: alarms.Numerics | None = None  # those of the last loud step; None: of metrics.jsonl
 
   def __init__(
     self, spec: train_spec.TrainSpec, workdir: str, fingerprint: str, out: rich.console.Console
   ):
     self._spec, self.workdir, self._fingerprint, self.out = spec, workdir, fingerprint, out
-    self.clock, self._looks = goodput.Clock(), alarms.Looks(workdir)
-    self.profiler = profiler.Profiler(workdir, spec.log, out)
+    self.clock, self.profiler = goodput.Clock(), profiler_lib.Profiler(workdir, spec.log, out)
 
   def open(self, step: int, evaluated: Collection[str]):
     """Rows follow those of `step` steps. Args: steps with an evaluation that the run remembers."""
     spec, workdir, name = self._spec, self.workdir, self._spec.log.tracker
-    track = (lambda: tracker.Tracker(name, workdir, spec.flat)) if name else None
+    track = (lambda: tracker_lib.Tracker(name, workdir, spec.flat)) if name else None
     self.log = metrics_writer.Metrics(workdir, step, evaluated, spec.log.tensorboard, track)
 
   def forget(self, step: int, evaluated: Collection[str]):
     """Takes back the rows after `step` steps."""
     self.log.forget(step, evaluated)
-    self._looks.forget()
+    self._before = None
 
   @contextlib.contextmanager
   def steps(self, first: int) -> Iterator[None]:
@@ -96,30 +66,35 @@ class RunReports:
     spec, tokens = self._spec, self._spec.tokens_per_step
     flops = metrics.flops_per_token(spec.model, spec.data.seq_len)
     peak = metrics.peak_flops(jax.devices()[0].device_kind, spec.num_devices)
-    self.speed = progress.Throughput(tokens, tokens * flops, peak)
-    self._progress = progress.Progress(spec.steps, first, spec.log.every, self.out)
+    self.speed = progress_lib.Throughput(tokens, tokens * flops, peak)
+    self._progress = progress_lib.Progress(spec.steps, first, spec.log.every, self.out)
     try:
       yield
     finally:
       self._progress.close()
       self.profiler.close()
 
-  def step(self, now: run_state.RunState, taken: Taken):
-    """Writes down a step that was waited for."""
-    step, nested = taken.step, taken.nested
-    if not taken.is_finite:
+  def step(
+    self, now: run_state.RunState, taken: Taken, values: dict[str, float], nested: dict[str, Any],
+    is_finite: bool,
+  ):  # fmt: skip
+    """Writes down a step. Args: its metrics on the host, and those that are no numbers, NESTED."""
+    step = taken.step
+    if not is_finite:
       self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
     times = metrics_writer.times(self._spec, step, self.clock, taken.waited, now.shares)
     times |= self.speed.values() | taken.read | now.batches.losses(nested["by_source"])
-    self.log.write_step(step, taken.values, taken.is_finite, now.batches.counts, times)
+    self.log.write_step(step, values, is_finite, now.batches.counts, times)
     if nested["tensor_stats"] is not None:
       self._statistics(now, step, nested)
-    self._progress.update(step, taken.values["loss"], self.speed)
+    self._progress.update(step, values["loss"], self.speed)
 
   def _statistics(self, now: run_state.RunState, step: int, nested: dict[str, Any]):
     """Writes what every site saw in a loud step, and says what is alarming."""
     sites, stats, spec = now.sites[True], nested["tensor_stats"], now.spec
-    numerics = self._looks.add(alarms.summarise(sites, stats, nested["alignment"]))
+    before = alarms.last_look(self.workdir) if self._before is None else self._before
+    numerics = alarms.with_drift(alarms.summarise(sites, stats, nested["alignment"]), before)
+    self._before = numerics
     self.log.write_nested(step, "numerics", numerics, lambda: numerics_image.draw(numerics))
     self.log.write_row(step, {"exponents": alarms.exponents(sites, stats)})
     if (by_param := nested["param_stats"]) is not None:
@@ -140,8 +115,10 @@ class RunReports:
   def refresh(self, step: int, sites, before, after):
     """Writes all scales before and after a refresh, for precision.calibration."""
     if jax.process_index() == 0:
-      how = dict(step=step, fingerprint=self._fingerprint)
-      tables = (calibration.of_states(sites, states, **how) for states in (before, after))
+      tables = (
+        calibration.of_states(sites, states, step=step, fingerprint=self._fingerprint)
+        for states in (before, after)
+      )
       names = calibration.keep_refresh(self.workdir, step, *tables)
       self.log.write_row(step + 1, {"refresh": names})
 
@@ -151,7 +128,7 @@ class RunReports:
     before = now.spec
     yield
     if now.spec is not before:
-      provenance.write_json(self.workdir, "sites.json", start.all_site_rows(now.spec))
+      provenance_lib.write_json(self.workdir, "sites.json", start_lib.all_site_rows(now.spec))
 
   def end(
     self, now: run_state.RunState, step: int, last: dict[str, float], state: State,

@@ -57,7 +57,7 @@ def run(
 def _train(
   spec: train_spec.TrainSpec, workdir: str, changes: dict[str, Any], fingerprint: str, disturb
 ) -> dict[str, Any]:
-  """As `run`. Args: identity.diff of the configuration and base's, loader.fingerprint of the data."""
+  """As `run`. Args: identity.diff of the configuration and base's, the data's fingerprint."""
   out = console_lib.console()
   reports = run_reports.RunReports(spec, workdir, fingerprint, out)
   os.makedirs(workdir, exist_ok=True)
@@ -160,10 +160,7 @@ def _loop(
   return state, step, last
 
 
-def _caught_up(
-  now: run_state.RunState, saver: resume.Saver, reports: run_reports.RunReports,
-  evaluation: accuracy.RunEvaluation, state: Any, step: int,
-) -> tuple[State, int]:  # fmt: skip
+def _caught_up(now, saver, reports, evaluation, state, step: int) -> tuple[State, int]:
   """(state, step) to go on from, after roll-backs and with the evaluation that is due there.
 
   A run does not judge its last evaluation, and the checkpoint before lacks it: a prolonged one
@@ -182,36 +179,19 @@ def _caught_up(
       return state, step
 
 
-def _settled(
-  now: run_state.RunState, saver: resume.Saver, reports: run_reports.RunReports,
-  taken: run_reports.Taken, state: State,
-) -> dict[str, float]:  # fmt: skip
+def _settled(now, saver, reports, taken: run_reports.Taken, state) -> dict[str, float]:
   """Reports a step, and stops the run after one that is not finite; its metrics."""
-  taken.wait()
+  values = jax.device_get(taken.values)
+  nested = {key: values.pop(key, None) for key in run_reports.NESTED}
+  is_finite = values.pop("is_finite")
+  values = {k: float(v) for k, v in values.items()}
   reports.speed.tick()
-  stops = not taken.is_finite and train_step.stops_on_nonfinite(
-    now.spec, taken.values.get("loss_scale")
-  )
+  stops = not is_finite and train_step.stops_on_nonfinite(now.spec, values.get("loss_scale"))
   if stops and not now.policies.can_undo(taken.step, saver.checkpoints):
-    _fail(now, saver, reports, taken, state)
-  reports.step(now, taken)
+    with jax.transfer_guard("allow"):
+      message = failure.report(now, saver, reports.workdir, taken, values, state)
+    reports.draw()
+    raise NonFinite(message)
+  reports.step(now, taken, values, nested, is_finite)
   # Once a state has halted no update is applied: its loss counts as a jump, which is undone.
-  return {**taken.values, "loss": math.inf} if stops else taken.values
-
-
-def _fail(
-  now: run_state.RunState, saver: resume.Saver, reports: run_reports.RunReports,
-  taken: run_reports.Taken, state: State,
-):  # fmt: skip
-  """Saves what reproduces the failure, finds its first site, stops."""
-  failure.keep_batch(reports.workdir, taken.host)
-  # No update is applied once a state has halted. The iterator may be a batch further.
-  now.batches.iterator.set_state(taken.position)
-  with jax.transfer_guard("allow"):
-    saver.save(taken.step, state)
-    saver.checkpoints.wait()
-    batch = now.batches.spread.place(taken.host)
-    of = (now.spec, reports.workdir, taken.step, taken.values, state.params, batch)
-    message = failure.report(*of)
-  reports.draw()
-  raise NonFinite(message)
+  return {**values, "loss": math.inf} if stops else values

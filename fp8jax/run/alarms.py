@@ -93,24 +93,6 @@ def last_look(workdir: str) -> Numerics:
   return looks[-1] if looks else {}
 
 
-class Looks:
-  """The looks of a run, each compared with the one before, which a resumed run reads."""
-
-  def __init__(self, workdir: str):
-    self._workdir = workdir
-    self._last: Numerics | None = None  # None: that of metrics.jsonl
-
-  def forget(self):
-    """Rows of metrics.jsonl were taken back."""
-    self._last = None
-
-  def add(self, numerics: Numerics) -> dict[str, dict[str, dict[str, Any]]]:
-    """`with_drift` of a look that comes after the others."""
-    before = last_look(self._workdir) if self._last is None else self._last
-    self._last = with_drift(numerics, before)
-    return self._last
-
-
 class AlarmMonitor:
   """Checks each look at the numerics against the alarms; says what is new."""
 

@@ -99,7 +99,7 @@ def bench_numerics():
     written = []
     with tempfile.TemporaryDirectory() as folder:
       log = metrics_writer.Metrics(folder, 0, {}, True, None)
-      looks = alarms.Looks(folder)
+      numerics = {}
       watch = alarms.AlarmMonitor(spec.log.alarms, site_tree.recipes_of(sites["loud"]))
       for round_ in range(1 + ROUNDS * STEPS):
         for kind, of_kind in sites.items():
@@ -107,9 +107,10 @@ def bench_numerics():
           state, values = jax.block_until_ready(step_fn(state, batch, of_kind))
           if round_:  # the first compiles
             times[kind].append(time.perf_counter() - start)
-        start = time.perf_counter()  # as jobs/train.py does
+        start = time.perf_counter()  # as jobs/run_reports.py does
         stats = jax.device_get(values["tensor_stats"])
-        numerics = looks.add(alarms.summarise(sites["loud"], stats, values.get("alignment", {})))
+        summary = alarms.summarise(sites["loud"], stats, values.get("alignment", {}))
+        numerics = alarms.with_drift(summary, numerics)
         log.write_nested(round_, "numerics", numerics, lambda: numerics_image.draw(numerics))  # noqa: B023
         log.write_row(round_, {"exponents": alarms.exponents(sites["loud"], stats)})
         watch.new(numerics)
