@@ -92,7 +92,7 @@ class RunReports:
   def _statistics(self, now: run_state.RunState, step: int, nested: dict[str, Any]):
     """Writes what every site saw in a loud step, and says what is alarming."""
     sites, stats, spec = now.sites[True], nested["tensor_stats"], now.spec
-    before = alarms.last_look(self.workdir) if self._before is None else self._before
+    before = alarms.last_snapshot(self.workdir) if self._before is None else self._before
     numerics = alarms.with_drift(alarms.summarise(sites, stats, nested["alignment"]), before)
     self._before = numerics
     self.log.write_nested(step, "numerics", numerics, lambda: numerics_image.draw(numerics))

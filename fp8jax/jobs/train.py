@@ -145,7 +145,7 @@ def _loop(
       now.undo = now.policies.target(step, last["loss"], saver.checkpoints)
       if is_loud and now.undo is None:
         with reports.steering(now):
-          now.policies.look(step, now.watch.firing)
+          now.policies.measured(step, now.watch.firing)
     if metrics.is_due(step, spec.eval.every) and step < spec.steps and now.undo is None:
       settle()
       evaluation.run(state, step)

@@ -72,8 +72,8 @@ def bench_numerics():
   """Median seconds of a quiet step and of one that reports numerics; the two take turns.
 
   overhead: what log.tensor_stats_every=100 adds to training, as a share: the loud step, and the
-  rows, image and alarms of its look, which the host makes. Compiling the loud step, once, is not
-  in it.
+  rows, image and alarms of its snapshot, which the host makes. Compiling the loud step, once, is
+  not in it.
   """
   import jax
   import numpy as np
@@ -118,12 +118,12 @@ def bench_numerics():
       log.close()
     del state
     quiet, loud = (float(np.median(times[kind])) for kind in sites)
-    look = float(np.median(written[1:]))
+    extra = float(np.median(written[1:]))
     found[recipe] = {
       "quiet_seconds": round(quiet, 3),
       "loud_seconds": round(loud, 3),
-      "look_seconds": round(look, 3),
-      "overhead": round((loud - quiet + look) / (NUMERICS_EVERY * quiet), 5),
+      "look_seconds": round(extra, 3),
+      "overhead": round((loud - quiet + extra) / (NUMERICS_EVERY * quiet), 5),
       "all_seconds": {k: [round(x, 3) for x in t] for k, t in times.items()},
     }
   return {"tokens_per_step": 1024, "every": NUMERICS_EVERY, "recipes": found}
