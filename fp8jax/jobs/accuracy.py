@@ -13,7 +13,7 @@ from fp8jax.evaluation.tasks import Task
 from fp8jax.generation import api
 from fp8jax.generation.completion import ERROR
 from fp8jax.generation.settings import Generate
-from fp8jax.jobs import evaluate_tasks, resume, run_reports, run_state
+from fp8jax.jobs import evaluate_tasks, resume, run_state
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.phases import policy
 from fp8jax.run import evaluator as evaluator_lib
@@ -75,11 +75,8 @@ class TaskAccuracy:
     """Asks every task, all of its questions, in the first forward pass of eval.precisions.
 
     Nothing of an earlier evaluation of the step is used again: after a roll-back its parameters are
-    others. Prompts, outputs and verdicts go to WORKDIR/evaluation/training_step_N.
-
-    Args:
-      spec: with the recipes that policies gave.
-      stop: asked before every task whether to leave.
+    others. Prompts, outputs and verdicts go to WORKDIR/evaluation/training_step_N. `stop` is asked
+    before every task whether to leave.
 
     Returns:
       {"accuracy/TASK": share of right answers, ..., "accuracy": their mean}; {} without tasks, None
@@ -121,10 +118,7 @@ class TaskAccuracy:
 class RunEvaluation:
   """Evaluates a run, writes the results down, and lets policies decide by them."""
 
-  def __init__(
-    self, tasks: TaskAccuracy, now: run_state.RunState, saver: resume.Saver,
-    reports: run_reports.RunReports,
-  ):  # fmt: skip
+  def __init__(self, tasks: TaskAccuracy, now: run_state.RunState, saver: resume.Saver, reports):
     self._tasks, self._now, self._saver, self._reports = tasks, now, saver, reports
     self._evaluator = evaluator_lib.Evaluator(now.spec)
 

@@ -20,9 +20,6 @@ from fp8jax.run import tracker as tracker_lib
 from fp8jax.step import train_spec
 from fp8jax.step.state import State
 
-# Metrics of a step that are no single number; None where it has none.
-NESTED = ("tensor_stats", "alignment", "param_stats", "by_source")
-
 
 class Taken(NamedTuple):
   """A step that the device takes while the host goes on."""
@@ -38,7 +35,6 @@ class Taken(NamedTuple):
 class RunReports:
   """Writes down what a run does, and says it."""
 
-  clock: goodput.Clock
   log: metrics_writer.Metrics  # from `open` on
   speed: progress_lib.Throughput  # inside `steps`
   _before: alarms.Numerics | None = None  # those of the last loud step; None: of metrics.jsonl
@@ -74,11 +70,8 @@ class RunReports:
       self._progress.close()
       self.profiler.close()
 
-  def step(
-    self, now: run_state.RunState, taken: Taken, values: dict[str, float], nested: dict[str, Any],
-    is_finite: bool,
-  ):  # fmt: skip
-    """Writes down a step. Args: its metrics on the host, and those that are no numbers, NESTED."""
+  def step(self, now: run_state.RunState, taken: Taken, values, nested, is_finite: bool):
+    """Writes down a step. Args: its metrics on the host, and those that are no single numbers."""
     step = taken.step
     if not is_finite:
       self.out.print(f"step {step}: loss, gradient or a GEMM's operand not finite; update skipped")
@@ -130,15 +123,12 @@ class RunReports:
     if now.spec is not before:
       provenance_lib.write_json(self.workdir, "sites.json", start_lib.all_site_rows(now.spec))
 
-  def end(
-    self, now: run_state.RunState, step: int, last: dict[str, float], state: State,
-    evaluations: dict[str, Any],
-  ) -> dict[str, Any]:  # fmt: skip
+  def end(self, now: run_state.RunState, step: int, last, state: State, evaluations) -> dict:
     """Writes, says and returns the summary. Args: metrics of the last step, {} without one."""
     # A finished run that is started again takes no step.
     loss = last["loss"] if last else metrics_writer.last_logged(self.workdir, "loss")
-    how = (now.batches.counts, evaluations, self.clock.seconds())
-    summary = end.summarise(now.spec, self.workdir, step, loss, state, *how)
+    of = (now.batches.counts, evaluations, self.clock.seconds())
+    summary = end.summarise(now.spec, self.workdir, step, loss, state, *of)
     end.print_end(self.out, summary, self.workdir)
     self.draw()
     return summary

@@ -37,8 +37,8 @@ class RunState:
   """
 
   def __init__(
-    self, policies: policy_runner.PolicyRunner, calibration: Any,
-    batches: batch_sharding.TrainBatches, out: rich.console.Console, disturb: Any = None,
+    self, policies: policy_runner.PolicyRunner, calibration, batches: batch_sharding.TrainBatches,
+    out: rich.console.Console, disturb=None,
   ):  # fmt: skip
     self.policies, self.calibration, self._out = policies, calibration, out
     self.batches, self.disturb = batches, disturb

@@ -23,11 +23,9 @@ class NonFinite(RuntimeError):
 
 
 def run(
-  spec: train_spec.TrainSpec,
-  workdir: str,
-  base: dict[str, Any] | None = None,
+  spec: train_spec.TrainSpec, workdir: str, base: dict[str, Any] | None = None,
   disturb: Callable[[State, Any, int], tuple[State, Any]] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
   """Trains to the configured step, or resumes and does so.
 
   Args:
@@ -182,7 +180,8 @@ def _caught_up(now, saver, reports, evaluation, state, step: int) -> tuple[State
 def _settled(now, saver, reports, taken: run_reports.Taken, state) -> dict[str, float]:
   """Reports a step, and stops the run after one that is not finite; its metrics."""
   values = jax.device_get(taken.values)
-  nested = {key: values.pop(key, None) for key in run_reports.NESTED}
+  keys = ("tensor_stats", "alignment", "param_stats", "by_source")
+  nested = {key: values.pop(key, None) for key in keys}
   is_finite = values.pop("is_finite")
   values = {k: float(v) for k, v in values.items()}
   reports.speed.tick()

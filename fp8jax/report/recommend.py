@@ -126,16 +126,15 @@ def table(rows: Sequence[Recommendation]) -> list[tuple[Any, ...]]:
 
 
 def _row(members: list[Recommendation]) -> tuple[Any, ...]:
-  snapshots = min(of.snapshots for of in members)
+  n = min(of.snapshots for of in members)
   known = [of for of in members if of.delayed is not None]
   if len(known) < len(members):
-    text = f"no recommendation: fewer than {LEAST_SNAPSHOTS} snapshots"
-    return (snapshots, "", "", "", text, "", "")
+    return (n, "", "", "", f"no recommendation: fewer than {LEAST_SNAPSHOTS} snapshots", "", "")
   most = [max(of.amax[i] for of in known) for i in range(3)]
   octaves = [of.octaves for of in known if of.octaves is not None]
   widest = max(known, key=lambda of: of.octaves or 0)
   return (
-    snapshots, " / ".join(f"{q:.1f}" for q in most), f"{max(of.jump for of in known):+.2f}",
+    n, " / ".join(f"{q:.1f}" for q in most), f"{max(of.jump for of in known):+.2f}",
     max(octaves) if octaves else "", widest.format or "no recommendation: no exponents counted",
     max(of.delayed or 0 for of in known), max(of.static or 0 for of in known),
   )  # fmt: skip
