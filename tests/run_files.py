@@ -22,10 +22,10 @@ MEMORY = {"declared": 3 * 2**30, "peak": 2**32, "rows": [
 ]}  # fmt: skip
 
 
-def write_run(folder, steps=1000, looks=100, layers=LAYERS, seed=0, counted=1):
-  """The files of a run with random numbers: SmolLM2's sites, every step, `looks` looks.
+def write_run(folder, steps=1000, snapshots=100, layers=LAYERS, seed=0, counted=1):
+  """The files of a run with random numbers: SmolLM2's sites, every step, `snapshots` snapshots.
 
-  Every `counted`-th look has counts by exponent: in a run all have, but here they are slow to make.
+  Every `counted`-th snapshot has counts by exponent: in a run all have, but here they are slow.
   """
   rng = np.random.default_rng(seed)
   tensors = {"head": "xwg"} | {f"layers/{i}/{s}": "xwg" for i in range(layers) for s in SITES}
@@ -33,7 +33,7 @@ def write_run(folder, steps=1000, looks=100, layers=LAYERS, seed=0, counted=1):
   counts = [_exponents(rng) for _ in range(99)]
   tensors |= {f"layers/{i}/{s}": "xg" for i in range(layers) for s in OF_LAYER}
   lines = [{"step": 0, "heldout/main/block_128/loss": 2.02, "heldout/main/bf16/loss": 2.0}]
-  every = max(1, steps // looks)
+  every = max(1, steps // snapshots)
   for step in range(1, steps + 1):
     row = {"step": step, "loss": 3 - step / steps + rng.normal() / 50, "grad_norm": rng.random()}
     lines.append({**row, "learning_rate": 1e-3, "data_wait_seconds": 0.01})

@@ -1,4 +1,4 @@
-"""Task accuracy in training: eval.tasks, asked where policies decide by the answers."""
+"""Evaluation in training: held-out losses, and eval.tasks where policies decide by the answers."""
 
 import os
 import shutil
@@ -13,11 +13,12 @@ from fp8jax.evaluation.tasks import Task
 from fp8jax.generation import api
 from fp8jax.generation.completion import ERROR
 from fp8jax.generation.settings import Generate
-from fp8jax.jobs import evaluate_tasks
+from fp8jax.jobs import evaluate_tasks, resume, run_state
 from fp8jax.jobs import generator as generator_lib
 from fp8jax.phases import policy
 from fp8jax.run import evaluator as evaluator_lib
 from fp8jax.step import train_spec
+from fp8jax.step.state import State
 
 
 class TaskAccuracy:
@@ -74,11 +75,8 @@ class TaskAccuracy:
     """Asks every task, all of its questions, in the first forward pass of eval.precisions.
 
     Nothing of an earlier evaluation of the step is used again: after a roll-back its parameters are
-    others. Prompts, outputs and verdicts go to WORKDIR/evaluation/training_step_N.
-
-    Args:
-      spec: with the recipes that policies gave.
-      stop: asked before every task whether to leave.
+    others. Prompts, outputs and verdicts go to WORKDIR/evaluation/training_step_N. `stop` is asked
+    before every task whether to leave.
 
     Returns:
       {"accuracy/TASK": share of right answers, ..., "accuracy": their mean}; {} without tasks, None
@@ -115,3 +113,36 @@ class TaskAccuracy:
       size = f"{len(task.items)} x {task.protocol.samples}"
       self._say(f"step {step}  accuracy on {task.name}, {label}: {share:.4f} of {size}{noted}")
     return {**shares, policy.ACCURACY: sum(shares.values()) / len(shares)}
+
+
+class RunEvaluation:
+  """Evaluates a run, writes the results down, and lets policies decide by them."""
+
+  def __init__(self, tasks: TaskAccuracy, now: run_state.RunState, saver: resume.Saver, reports):
+    self._tasks, self._now, self._saver, self._reports = tasks, now, saver, reports
+    self._evaluator = evaluator_lib.Evaluator(now.spec)
+
+  def run(self, state: State, step: int, stop: Callable[[int], bool] | None = None) -> bool:
+    """Whether there is an evaluation of this step now, if there shall be any."""
+    now, done, reports = self._now, self._saver.evaluations, self._reports
+    if str(step) in done or not now.spec.eval.tokens:
+      return True
+    phase, scaling_states = now.spec.phase(max(step - 1, 0)), state.scaling_states
+    if now.calibration and not step:
+      scaling_states = now.calibration[phase]
+    self._evaluator.spec = now.spec
+    with reports.clock.on("evaluation"):
+      results = self._evaluator.run(state.params, scaling_states, phase, stop)
+      asked = (now.spec, state.params, scaling_states, phase, step, stop)
+      right = self._tasks.run(*asked) if results else None
+    if right is None:
+      return False
+    done[str(step)] = results
+    reports.log.write(step, evaluator_lib.flat(results) | right)
+    for line in self._evaluator.lines(step, results):
+      reports.out.print(line)
+    if step < now.spec.steps:  # nothing is left to decide after the last one
+      with reports.steering(now):
+        values = evaluator_lib.metrics(results) | right
+        now.undo = now.policies.evaluated(step, values, self._saver.checkpoints)
+    return True

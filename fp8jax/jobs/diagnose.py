@@ -34,11 +34,11 @@ def run(spec: train_spec.TrainSpec, workdir: str):
 
 
 def _recommended(workdir: str) -> dict[str, Any]:
-  """The report's formats and margins by site and tensor, and its rules; {} without looks."""
+  """The report's formats and margins by site and tensor, and its rules; {} without snapshots."""
   run = files.read(workdir)
-  if run.looks is None:
+  if run.snapshots is None:
     return {}
-  rows = recommend.recommendations(run.looks, run.exponents)
+  rows = recommend.recommendations(run.snapshots, run.exponents)
   return {
     "recommended": [dict(zip(recommend.COLUMNS, row)) for row in recommend.table(rows)],
     "recommended_rules": recommend.precision_rules(rows, run.resolved.get("precision.rules") or ()),

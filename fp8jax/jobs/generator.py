@@ -35,7 +35,7 @@ def load(spec: train_spec.TrainSpec, workdir: str) -> tuple[api.Generator, dict]
 
 def make(spec: train_spec.TrainSpec, workdir: str, params, sites) -> api.Generator:
   """The generator of these parameters and sites, with the settings of `generate`."""
-  g, folder, tokenizer = spec.of(Generate), folder_of(spec, workdir), spec.data.tokenizer
+  g, folder, tokenizer = spec.of(Generate), settings_folder(spec, workdir), spec.data.tokenizer
   # A run that began without Hugging Face files keeps its ends of turns in its own folder.
   ends = api.end_ids(folder or workdir, tokenizer, g.stop_tokens)
   return api.Generator(
@@ -44,7 +44,7 @@ def make(spec: train_spec.TrainSpec, workdir: str, params, sites) -> api.Generat
   )  # fmt: skip
 
 
-def folder_of(spec: train_spec.TrainSpec, workdir: str) -> str:
+def settings_folder(spec: train_spec.TrainSpec, workdir: str) -> str:
   """The folder of a model's settings: weights.hf, the one kept by training, init.hf, or ""."""
   if spec.weights.hf:
     return spec.weights.hf

@@ -135,8 +135,8 @@ class PolicyRunner:
     """Whether a step must be read before the next one begins, for a policy to judge it."""
     return self._undo is not None or (is_loud and self._has_alarms)
 
-  def look(self, step: int, firing: Collection[tuple[str, str]]):
-    """Decides after a look at the tensor statistics; new recipes hold from the next step on.
+  def measured(self, step: int, firing: Collection[tuple[str, str]]):
+    """Decides after a snapshot of the tensor statistics; new recipes hold from the next step on.
 
     After the last step, too: the run may be prolonged.
 
@@ -155,7 +155,7 @@ class PolicyRunner:
   def evaluated(
     self, step: int, values: Mapping[str, float], saved: checkpoint.Checkpoints
   ) -> decide.Undo | None:
-    """Decides after an evaluation, as `look`; a roll-back, or None to go on.
+    """Decides after an evaluation, as `measured`; a roll-back, or None to go on.
 
     Args:
       step: steps taken.

@@ -8,7 +8,6 @@ import jax
 import rich.console
 
 from fp8jax.config import identity
-from fp8jax.data import batch_sharding
 from fp8jax.jobs import run_state
 from fp8jax.jobs import start as start_lib
 from fp8jax.ops import scaling as scaling_lib
@@ -30,12 +29,12 @@ class Saver:
 
   def __init__(
     self, spec: train_spec.TrainSpec, workdir: str, fingerprint: str, now: run_state.RunState,
-    batches: batch_sharding.TrainBatches, clock: goodput.Clock, contents: dict[str, str],
+    clock: goodput.Clock, contents: dict[str, str],
   ):  # fmt: skip
     """Args: the configuration's spec, what a checkpoint remembers of the run, and sets, and keys
     that are remembered by what their files hold.
     """
-    self._workdir, self._now, self._batches, self._clock = workdir, now, batches, clock
+    self._workdir, self._now, self._batches, self._clock = workdir, now, now.batches, clock
     self._spec, self._weights_dtype = spec, "bfloat16"
     every = spec.checkpoint.every if decide.has_roll_back(spec.precision.policy) else 0
     self.checkpoints = checkpoint.Checkpoints(workdir, spec.checkpoint.keep, every)
@@ -47,7 +46,7 @@ class Saver:
       # The settings that the saved positions in the data depend on.
       "readers": {
         "processes": jax.process_count(),
-        "shares": batches.spread.shard.count,
+        "shares": now.batches.spread.shard.count,
         "in worker processes": spec.data.workers > 0,
       },
     }
@@ -118,7 +117,7 @@ class Saver:
     meta = self.checkpoints.meta(to)
     self._clock.lose_since(meta.get("seconds", {}))
     self._now.policies.roll_back(undo, meta.get("policy"))
-    self._now.has_scales, self._now.phase = True, -1
+    self._now.has_scales, self._now.phase, self._now.undo = True, -1, None
     self._take(meta)
     abstract = train_step.abstract_state(self._now.spec, to)
     return self.checkpoints.restore(to, abstract, self._batches.iterator)

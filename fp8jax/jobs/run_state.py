@@ -1,4 +1,4 @@
-"""The state of a run beside its parameters: the recipes that it trains in, and what is checked."""
+"""The state of a run beside its parameters: its recipes, its data, and what is checked."""
 
 import dataclasses
 from typing import Any
@@ -7,10 +7,12 @@ import jax
 import rich.console
 
 from fp8jax.compiled import expected_gemms, fp8_gemms
+from fp8jax.data import batch_sharding
 from fp8jax.jobs import policy_runner
 from fp8jax.kernels import self_test
 from fp8jax.ops import site_tree
 from fp8jax.optim import storage
+from fp8jax.phases import decide
 from fp8jax.quantization import tensor_stats
 from fp8jax.run import alarms as run_alarms
 from fp8jax.run import fp8_share
@@ -24,6 +26,9 @@ class RunState:
   Attributes:
     policies: of the policies; its spec has the phases that they began.
     calibration: {phase: scaling states} of precision.calibration's table, or None.
+    batches: of its data.
+    disturb: a fault for drills, see train.run.
+    undo: the roll-back that policies ask for, until it is made.
     phase: of the step before; -1 before the first one and after a roll-back.
     sites: {whether loud: tree of the phase}; empty before the first phase.
     shares: of FP8, in the phase.
@@ -31,8 +36,13 @@ class RunState:
     has_scales: whether a checkpoint's scales are those of its phase.
   """
 
-  def __init__(self, policies: policy_runner.PolicyRunner, calibration, out: rich.console.Console):
+  def __init__(
+    self, policies: policy_runner.PolicyRunner, calibration, batches: batch_sharding.TrainBatches,
+    out: rich.console.Console, disturb=None,
+  ):  # fmt: skip
     self.policies, self.calibration, self._out = policies, calibration, out
+    self.batches, self.disturb = batches, disturb
+    self.undo: decide.Undo | None = None
     # Recipes arrive with the sites, so that policies leave the function as it is.
     self._step_fn, self.phase = train_step.make_step(policies.spec), -1
     self.sites: dict[bool, Any] = {}

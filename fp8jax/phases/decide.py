@@ -71,9 +71,9 @@ class PolicyState:
 
   Attributes:
     losses: the last ones, of roll_back's window.
-    looks: {policy: {layer's site: whether its alarm fired, of the last looks, oldest first}}.
-    away: {policy: {layer's site: (override that it had, or "", quiet looks since)}} of sites that
-      switch_recipe switched.
+    looks: {policy: {layer's site: whether its alarm fired, of the last snapshots, oldest first}}.
+    away: {policy: {layer's site: (override that it had, or "", quiet snapshots since)}} of sites
+      that switch_recipe switched.
     counts: {policy: {layer's site: actions so far}}.
     recipes: (first step, {layer's site: recipe}) of every change, each in place of the one before.
     refresh: layers' sites whose scales are re-initialised before the next step.
@@ -186,7 +186,7 @@ def after_statistics(
   policies: tuple[Policy, ...], before: PolicyState, step: int, firing: Collection[tuple[str, str]],
   own: Mapping[str, str],
 ) -> tuple[PolicyState, list[Event]]:  # fmt: skip
-  """The decisions after a look at the tensor statistics.
+  """The decisions after a snapshot of the tensor statistics.
 
   Args:
     step: steps taken.
@@ -307,7 +307,9 @@ class _Draft:
       away[site] = (had, quiet)
       if policy.back_after and quiet >= policy.back_after:
         del away[site]
-        quietly = "evaluations that were not worse" if policy.metric else "looks without an alarm"
+        quietly = (
+          "evaluations that were not worse" if policy.metric else "snapshots without an alarm"
+        )
         again = "its own recipe again" + self._take_back(site, policy.to, had)
         self._say(policy, site, f"{quiet} {quietly}: {again}")
     for site in self._often(policy):
@@ -330,20 +332,20 @@ class _Draft:
     )
 
   def _often(self, policy: WidenMargin | SwitchRecipe) -> list[str]:
-    """Sites whose alarm fired in k of the last looks; they are counted from nothing again.
+    """Sites whose alarm fired in k of the last snapshots; they are counted from nothing again.
 
     All of the policy's where evaluations act.
     """
     if policy.metric:
       return self._sites(policy) if policy in self.acting else []
     key, often = name_of(policy), []
-    looks = dict(self.looks.get(key, {}))
+    fired = dict(self.looks.get(key, {}))
     for site in self._sites(policy):
-      looks[site] = (*looks.get(site, ()), self._rings(policy, site))[-policy.looks :]
-      if sum(looks[site]) >= policy.k:
+      fired[site] = (*fired.get(site, ()), self._rings(policy, site))[-policy.looks :]
+      if sum(fired[site]) >= policy.k:
         often.append(site)
-        looks[site] = ()
-    self.looks[key] = looks
+        fired[site] = ()
+    self.looks[key] = fired
     return often
 
   def _give(self, site: str, recipe: str):
@@ -371,7 +373,7 @@ class _Draft:
       subject = "" if isinstance(policy, RollBack) else f"{policy.metric} "
       return f"{subject}{self.acting[policy]}"
     if isinstance(policy, WidenMargin | SwitchRecipe):
-      return f"{policy.alarm} rang in {policy.k} of the last {policy.looks} looks"
+      return f"{policy.alarm} rang in {policy.k} of the last {policy.looks} snapshots"
     return f"{alarm_of(policy)} rang"
 
   def _say(self, policy: Policy, site: str, text: str):

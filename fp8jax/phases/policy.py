@@ -73,7 +73,7 @@ class WidenMargin(Evaluated):
 
   Attributes:
     alarm: statistic of log.alarms, or "any".
-    k, looks: alarms in so many latest looks at the tensor statistics that widen the margin.
+    k, looks: alarms in so many latest snapshots of the tensor statistics that widen the margin.
     by: how much wider, a power of two.
     most: the widest margin.
     sites: regular expression on layers' sites.
@@ -96,15 +96,15 @@ class WidenMargin(Evaluated):
 
 @dataclasses.dataclass(frozen=True)
 class SwitchRecipe(Evaluated):
-  """A site gets another recipe, and its own again after quiet looks.
+  """A site gets another recipe, and its own again after quiet snapshots.
 
   Attributes:
     to: name of the other recipe.
     alarm: statistic of log.alarms, or "any".
-    k, looks: alarms in so many latest looks that switch the site.
-    back_after: successive looks without that alarm, or evaluations that are not worse, after which
-      the site gets its recipe again; 0: never. A site in 16 bits raises no alarm, so that this is
-      its time away.
+    k, looks: alarms in so many latest snapshots that switch the site.
+    back_after: successive snapshots without that alarm, or evaluations that are not worse, after
+      which the site gets its recipe again; 0: never. A site in 16 bits raises no alarm, so that
+      this is its time away.
     most: switches of a site in the whole run; each is a program to compile.
     sites: regular expression on layers' sites.
   """

@@ -11,7 +11,7 @@ from altair.utils import schemapi
 
 from fp8jax.phases import policy
 from fp8jax.report import thin
-from fp8jax.report.files import UNQUANTIZED, Cell, Looks, RunFiles
+from fp8jax.report.files import UNQUANTIZED, Cell, RunFiles, Snapshots
 from fp8jax.run import palette
 
 # Heat maps: statistic, title, kind of colour scale, whether small values are what to look at.
@@ -47,7 +47,7 @@ _LINE: dict[str, Any] = dict(strokeWidth=1.5, invalid="break-paths-show-domains"
 def unchecked():
   """A context in which charts are made without comparing each number with a schema.
 
-  The comparison takes a minute for 100 looks at 633 tensors; tests make the same charts with it.
+  The comparison takes a minute for 100 snapshots of 633 tensors; tests make the charts with it.
   """
   return schemapi.debug_mode(False)
 
@@ -254,7 +254,7 @@ def column_width(columns: Sequence[str]) -> int:
 
 
 def domain(values: np.ndarray, kind: str) -> list[float]:
-  """Ends of a colour scale over all looks, so that the slider changes no colour's meaning."""
+  """Ends of a colour scale over all snapshots, so that the slider changes no colour's meaning."""
   finite = values[np.isfinite(values)]
   if kind == "log":
     finite = finite[finite > 0]
@@ -271,18 +271,18 @@ def domain(values: np.ndarray, kind: str) -> list[float]:
   return [float(f"{low:.3g}"), float(f"{high:.3g}")]
 
 
-def heat_maps(looks: Looks, statistics=STATISTICS) -> alt.ConcatChart:
-  """Layer × (site, tensor) of every statistic, with a slider over looks.
+def heat_maps(snapshots: Snapshots, statistics=STATISTICS) -> alt.ConcatChart:
+  """Layer × (site, tensor) of every statistic, with a slider over snapshots.
 
-  Its data are the data set "looks" of the specification, see `look_values`.
+  Its data are the data set "looks" of the specification, see `snapshot_values`.
   """
-  picked = thin.chosen(looks)
+  picked = thin.chosen(snapshots)
   slider = alt.param(
     name="look",
     value=len(picked) - 1,
     bind=alt.binding_range(min=0, max=len(picked) - 1, step=1, name="look "),
   )
-  panels = [_panel(looks, picked, *of) for of in statistics if of[0] in looks.values]
+  panels = [_panel(snapshots, picked, *of) for of in statistics if of[0] in snapshots.values]
   return (
     # One level of concatenation: an inner one would share its colours between statistics.
     alt.concat(*panels, columns=2, data=alt.NamedData("looks"))
@@ -291,32 +291,34 @@ def heat_maps(looks: Looks, statistics=STATISTICS) -> alt.ConcatChart:
   )
 
 
-def look_values(looks: Looks, statistics=STATISTICS) -> list[dict[str, Any]]:
-  """Rows of the data set "looks": one per look, its cells as arrays that the chart takes apart.
+def snapshot_values(snapshots: Snapshots, statistics=STATISTICS) -> list[dict[str, Any]]:
+  """Rows of the data set "looks": one per snapshot, its cells as arrays for the chart.
 
-  A look at 633 tensors costs 9 numbers a tensor and no keys.
+  A snapshot of 633 tensors costs 9 numbers a tensor and no keys.
   """
-  names = [s for s, *_ in statistics if s in looks.values]
+  names = [s for s, *_ in statistics if s in snapshots.values]
   return [
     {
       "look": at,
-      "step": int(looks.steps[i]),
-      **{s: [thin.number(v) for v in looks.values[s][i]] for s in names},
+      "step": int(snapshots.steps[i]),
+      **{s: [thin.number(v) for v in snapshots.values[s][i]] for s in names},
     }
-    for at, i in enumerate(thin.chosen(looks))
+    for at, i in enumerate(thin.chosen(snapshots))
   ]
 
 
-def _panel(looks: Looks, picked, name: str, title: str, kind: str, is_reversed: bool) -> alt.Chart:
-  layers = sorted({c.layer for c in looks.cells if c.layer is not None})
-  columns = [str(i) for i in layers] + ["–"] * any(c.layer is None for c in looks.cells)
-  labels = list(dict.fromkeys(row_label(c) for c in looks.cells))
+def _panel(
+  snapshots: Snapshots, picked, name: str, title: str, kind: str, is_reversed: bool
+) -> alt.Chart:
+  layers = sorted({c.layer for c in snapshots.cells if c.layer is not None})
+  columns = [str(i) for i in layers] + ["–"] * any(c.layer is None for c in snapshots.cells)
+  labels = list(dict.fromkeys(row_label(c) for c in snapshots.cells))
   cells = rows(
-    cell=range(1, len(looks.cells) + 1),
-    tensor=[row_label(c) for c in looks.cells],
-    layer=[column_label(c) for c in looks.cells],
+    cell=range(1, len(snapshots.cells) + 1),
+    tensor=[row_label(c) for c in snapshots.cells],
+    layer=[column_label(c) for c in snapshots.cells],
   )
-  ends = domain(looks.values[name][picked], kind)
+  ends = domain(snapshots.values[name][picked], kind)
   scale: dict[str, Any] = dict(type=kind, domain=ends, range=list(palette.RAMP))
   if kind == "symlog":
     scale["constant"] = _SMALL_SHARE
@@ -325,7 +327,7 @@ def _panel(looks: Looks, picked, name: str, title: str, kind: str, is_reversed: 
   if is_reversed:
     scale["reverse"] = True
   form = ".2~p" if kind == "symlog" else ".3~s"
-  steps = ", ".join(str(s) for s in looks.steps[picked])
+  steps = ", ".join(str(s) for s in snapshots.steps[picked])
   missing = f"datum['{name}'] === null || !isValid(datum['{name}'])"
   return (
     alt.Chart()

@@ -8,7 +8,7 @@ import altair as alt
 import numpy as np
 
 from fp8jax.report import charts, thin
-from fp8jax.report.files import Looks, cell_of, cell_order
+from fp8jax.report.files import Snapshots, cell_of, cell_order
 from fp8jax.run import palette
 
 # {step: {layer's site: {tensor: tensor_stats.exponents}}}
@@ -19,7 +19,7 @@ _LEAST_SHARE = 1e-5
 
 
 def chosen(exponents: Exponents) -> list[int]:
-  """Steps of looks with at most thin.MAX_COUNTS counts, evenly spread."""
+  """Steps of snapshots with at most thin.MAX_COUNTS counts, evenly spread."""
   steps = sorted(exponents)
   last = exponents[steps[-1]]
   counts = sum(len(of["shares"]) for tensors in last.values() for of in tensors.values())
@@ -27,9 +27,9 @@ def chosen(exponents: Exponents) -> list[int]:
 
 
 def heat_maps(exponents: Exponents) -> alt.ConcatChart | None:
-  """Exponent by layer at a look, and exponent by look of a layer, of one tensor of a site.
+  """Exponent by layer in a snapshot, and by snapshot of a layer, of one tensor of a site.
 
-  Menus pick the tensor, the look and the layer. Its data are the data set "exponents" of the
+  Menus pick the tensor, the snapshot and the layer. Its data are the data set "exponents" of the
   specification, see `values`. None where nothing was counted.
   """
   rows = values(exponents)
@@ -48,16 +48,16 @@ def heat_maps(exponents: Exponents) -> alt.ConcatChart | None:
   tensor = alt.param(
     name="tensor", value=labels[0], bind=alt.binding_select(options=labels, name="tensor ")
   )
-  look = alt.param(
+  snapshot = alt.param(
     name="look", value=len(steps) - 1,
     bind=alt.binding_range(min=0, max=len(steps) - 1, step=1, name="look "),
   )  # fmt: skip
   layer = alt.param(
     name="of_layer", value=layers[0], bind=alt.binding_select(options=layers, name="layer ")
   )
-  at_look = f"[{', '.join(steps)}][look]"
+  at_step = f"[{', '.join(steps)}][look]"
   panels = [
-    _panel("layer", layers, "datum.look === look", f"'by layer, step ' + {at_look}", low, high),
+    _panel("layer", layers, "datum.look === look", f"'by layer, step ' + {at_step}", low, high),
     _panel(
       "step", steps, "datum.layer === of_layer || datum.layer === '–'",
       "'by look, layer ' + of_layer", low, high,
@@ -65,19 +65,19 @@ def heat_maps(exponents: Exponents) -> alt.ConcatChart | None:
   ]  # fmt: skip
   return (
     alt.concat(*panels, columns=2, data=alt.NamedData("exponents"))
-    .add_params(tensor, look, layer)
+    .add_params(tensor, snapshot, layer)
     .resolve_scale(x="independent")
   )
 
 
 def values(exponents: Exponents) -> list[dict[str, Any]]:
-  """Rows of the data set "exponents": one per look, site and tensor.
+  """Rows of the data set "exponents": one per snapshot, site and tensor.
 
   Of every layer they have the first exponent and levels, the shares of this exponent and the next
   ones in decibels below the whole, None for no element. A level is a short number.
   """
   rows = []
-  for look, step in enumerate(chosen(exponents) if exponents else ()):
+  for i, step in enumerate(chosen(exponents) if exponents else ()):
     cells = {
       cell_of(name, tensor): of
       for name, tensors in exponents[step].items()
@@ -90,7 +90,7 @@ def values(exponents: Exponents) -> list[dict[str, Any]]:
     for label, members in of_label.items():
       rows.append(
         {
-          "look": look,
+          "look": i,
           "step": str(step),
           "tensor": label,
           "layer": [charts.column_label(cell) for cell in members],
@@ -134,23 +134,23 @@ def _panel(by: str, columns: list[str], shown: str, title: str, low: int, high: 
   )  # fmt: skip
 
 
-def scale_ranges(looks: Looks) -> Any | None:
-  """Smallest and largest scale over a site's layers, over looks; quantized tensors alone."""
-  if not {"smallest_scale", "largest_scale", "snr_db"} <= looks.values.keys():
+def scale_ranges(snapshots: Snapshots) -> Any | None:
+  """Smallest and largest scale over a site's layers, over snapshots; quantized tensors alone."""
+  if not {"smallest_scale", "largest_scale", "snr_db"} <= snapshots.values.keys():
     return None
   ranges: dict[str, list[tuple[int, str, float, float]]] = {}
-  low, high = looks.values["smallest_scale"], looks.values["largest_scale"]
+  low, high = snapshots.values["smallest_scale"], snapshots.values["largest_scale"]
   groups: dict[tuple[str, str], list[int]] = {}
-  for j, cell in enumerate(looks.cells):
-    if np.isfinite(looks.values["snr_db"][:, j]).any():
+  for j, cell in enumerate(snapshots.cells):
+    if np.isfinite(snapshots.values["snr_db"][:, j]).any():
       groups.setdefault((cell.tensor, cell.site), []).append(j)
   for (tensor, site), columns in groups.items():
-    for i in thin.chosen(looks):
+    for i in thin.chosen(snapshots):
       ends = float(np.nanmin(low[i, columns])), float(np.nanmax(high[i, columns]))
-      ranges.setdefault(tensor, []).append((int(looks.steps[i]), site, *ends))
+      ranges.setdefault(tensor, []).append((int(snapshots.steps[i]), site, *ends))
   if not ranges:
     return None
-  sites = sorted({cell.site for cell in looks.cells})
+  sites = sorted({cell.site for cell in snapshots.cells})
   panels = []
   for tensor, items in ranges.items():
     picked = alt.selection_point(fields=["site"], bind="legend", name=f"site_{tensor}")

@@ -64,13 +64,13 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Looks:
+class Snapshots:
   """Tensor statistics of the loud steps.
 
   Attributes:
     steps: int64 [N].
     cells: C of them, by site, tensor and layer.
-    values: {statistic: float64 [N, C]}; NaN where a look has no such number, infinite where the
+    values: {statistic: float64 [N, C]}; NaN where a snapshot has no such number, infinite where the
       tensor has no rounding error.
   """
 
@@ -112,7 +112,7 @@ class RunFiles:
   Attributes:
     name: last part of the folder's path.
     curves: {metric: its Curve}, without held-out losses.
-    looks: None where tensor statistics were not recorded.
+    snapshots: None where tensor statistics were not recorded.
     exponents: {step: {layer's site: {tensor: tensor_stats.exponents}}} of loud steps.
     param_stats: param_stats.summary of loud steps, a cell by parameter or group; None without any.
     refreshes: of delayed and static scales by a policy.
@@ -129,7 +129,7 @@ class RunFiles:
   name: str
   curves: Mapping[str, Curve]
   heldout: tuple[HeldOut, ...]
-  looks: Looks | None
+  snapshots: Snapshots | None
   events: tuple[Event, ...]
   resolved: Mapping[str, Any]
   changed: Mapping[str, Any]
@@ -141,7 +141,7 @@ class RunFiles:
   sensitivity: Mapping[str, Any] | None = None
   noise_floor: Mapping[str, Any] | None = None
   exponents: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-  param_stats: Looks | None = None
+  param_stats: Snapshots | None = None
   refreshes: tuple[Refresh, ...] = ()
 
   @property
@@ -218,7 +218,7 @@ def read(workdir: str) -> RunFiles:
     name=os.path.basename(os.path.abspath(workdir)),
     curves=_curves(rows),
     heldout=_heldout(rows),
-    looks=_looks({row["step"]: row["numerics"] for row in rows if "numerics" in row}),
+    snapshots=_snapshots({row["step"]: row["numerics"] for row in rows if "numerics" in row}),
     events=_events(rows),
     resolved=identity.without_removed(config.get("resolved") or provenance.get("config", {})),
     changed=config.get("changed", {}),
@@ -230,7 +230,7 @@ def read(workdir: str) -> RunFiles:
     sensitivity=find("sensitivity/sensitivity.json", schemas.Sensitivity),
     noise_floor=find("noise_floor.json", schemas.NoiseFloor),
     exponents={row["step"]: row["exponents"] for row in rows if "exponents" in row},
-    param_stats=_looks(
+    param_stats=_snapshots(
       {
         row["step"]: {name: {"": of} for name, of in row["param_stats"].items()}
         for row in rows
@@ -264,12 +264,12 @@ def _heldout(rows: list[dict[str, Any]]) -> tuple[HeldOut, ...]:
   return tuple(HeldOut(s, source, p, loss) for (s, source, p), loss in sorted(losses.items()))
 
 
-def _looks(looks: Mapping[int, Mapping[str, Any]]) -> Looks | None:
+def _snapshots(snapshots: Mapping[int, Mapping[str, Any]]) -> Snapshots | None:
   """Args: {step: {layer's site: {tensor: {statistic: number}}}}."""
-  if not looks:
+  if not snapshots:
     return None
-  steps, places, statistics = sorted(looks), {}, {}
-  for numerics in looks.values():
+  steps, places, statistics = sorted(snapshots), {}, {}
+  for numerics in snapshots.values():
     for name, tensors in numerics.items():
       for tensor, summary in tensors.items():
         cell = cell_of(name, tensor)
@@ -280,9 +280,9 @@ def _looks(looks: Mapping[int, Mapping[str, Any]]) -> Looks | None:
   for i, step in enumerate(steps):
     for j, cell in enumerate(cells):
       site, tensor = places[cell]
-      for name, value in looks[step].get(site, {}).get(tensor, {}).items():
+      for name, value in snapshots[step].get(site, {}).get(tensor, {}).items():
         values[name][i, j] = float(value)
-  return Looks(np.array(steps, np.int64), cells, values)
+  return Snapshots(np.array(steps, np.int64), cells, values)
 
 
 def _refresh(step: int, workdir: str, before: str, after: str) -> Refresh:

@@ -1,7 +1,7 @@
 """Formats and margins that the recorded ranges of a run ask for, by layer's site and tensor.
 
 A scale per tensor is assumed, as delayed and static scales have it. Steps that were not recorded
-are not known: where looks are several steps apart, the amax moves less between two steps.
+are not known: where snapshots are several steps apart, the amax moves less between two steps.
 """
 
 import collections
@@ -16,10 +16,10 @@ from fp8jax import patterns
 from fp8jax.formats import E4M3, E5M2, Format
 from fp8jax.quantization.amax_history import TENSORS
 from fp8jax.recipe import library, rules
-from fp8jax.report.files import Looks
+from fp8jax.report.files import Snapshots
 
-# Looks at a tensor below which nothing is recommended.
-LEAST_LOOKS = 8
+# Snapshots of a tensor below which nothing is recommended.
+LEAST_SNAPSHOTS = 8
 # This share of the nonzero elements may lie below the format's range.
 UNDERFLOW = 0.01
 _FORMATS = (E4M3, E5M2)  # the one with more mantissa bits first
@@ -33,18 +33,18 @@ class Recommendation:
 
   Attributes:
     name, tensor: the layer's site, and "x", "w" or "g".
-    looks: with an amax that is positive and finite.
+    snapshots: with an amax that is positive and finite.
     amax: 50 %, 99 % and 100 % quantiles of its log2 over them.
-    jump: the largest log2 ratio of one look's amax to the one's before.
+    jump: the largest log2 ratio of one snapshot's amax to the one's before.
     delayed, static: margins: the log2 ratio of an amax to the largest before, and to the first,
-      rounded up, at least 0; None where there are too few looks.
+      rounded up, at least 0; None where there are too few snapshots.
     octaves: exponents that the format must hold, the delayed margin included; None where none were
-      counted or looks are too few.
+      counted or snapshots are too few.
   """
 
   name: str
   tensor: str
-  looks: int
+  snapshots: int
   amax: tuple[float, ...]
   jump: float
   delayed: int | None
@@ -64,21 +64,21 @@ def octaves_of(format: Format) -> int:
   return format.max_exponent - math.frexp(format.smallest)[1] + 2
 
 
-def recommendations(looks: Looks, exponents: Mapping[int, Mapping[str, Any]]):
-  """Recommendations for every tensor of every GEMM's site, in the order of the looks' cells.
+def recommendations(snapshots: Snapshots, exponents: Mapping[int, Mapping[str, Any]]):
+  """Recommendations for every tensor of every GEMM's site, in the order of the snapshots' cells.
 
   Args:
     exponents: see files.RunFiles.
   """
-  weights = {(c.site, c.layer) for c in looks.cells if c.tensor == "w"}  # a GEMM has one
+  weights = {(c.site, c.layer) for c in snapshots.cells if c.tensor == "w"}  # a GEMM has one
   rows = []
-  for j, cell in enumerate(looks.cells):
+  for j, cell in enumerate(snapshots.cells):
     if (cell.site, cell.layer) in weights and cell.tensor in TENSORS:
       name = cell.site if cell.layer is None else f"layers/{cell.layer}/{cell.site}"
       counted = [
         at[name][cell.tensor] for at in exponents.values() if cell.tensor in at.get(name, ())
       ]
-      rows.append(of_series(name, cell.tensor, looks.values["amax"][:, j], counted))
+      rows.append(of_series(name, cell.tensor, snapshots.values["amax"][:, j], counted))
   return rows
 
 
@@ -88,11 +88,11 @@ def of_series(
   """A recommendation.
 
   Args:
-    amaxes: of the looks, in their order.
+    amaxes: of the snapshots, in their order.
     counted: tensor_stats.exponents of some of them.
   """
   a = amaxes[np.isfinite(amaxes) & (amaxes > 0)]
-  if len(a) < LEAST_LOOKS:
+  if len(a) < LEAST_SNAPSHOTS:
     return Recommendation(name, tensor, len(a), (), math.nan, None, None, None)
   logs = np.log2(a)
   quantiles = tuple(float(q) for q in np.quantile(logs, (0.5, 0.99, 1)))
@@ -126,22 +126,22 @@ def table(rows: Sequence[Recommendation]) -> list[tuple[Any, ...]]:
 
 
 def _row(members: list[Recommendation]) -> tuple[Any, ...]:
-  looks = min(of.looks for of in members)
+  n = min(of.snapshots for of in members)
   known = [of for of in members if of.delayed is not None]
   if len(known) < len(members):
-    return (looks, "", "", "", f"no recommendation: fewer than {LEAST_LOOKS} looks", "", "")
+    return (n, "", "", "", f"no recommendation: fewer than {LEAST_SNAPSHOTS} snapshots", "", "")
   most = [max(of.amax[i] for of in known) for i in range(3)]
   octaves = [of.octaves for of in known if of.octaves is not None]
   widest = max(known, key=lambda of: of.octaves or 0)
   return (
-    looks, " / ".join(f"{q:.1f}" for q in most), f"{max(of.jump for of in known):+.2f}",
+    n, " / ".join(f"{q:.1f}" for q in most), f"{max(of.jump for of in known):+.2f}",
     max(octaves) if octaves else "", widest.format or "no recommendation: no exponents counted",
     max(of.delayed or 0 for of in known), max(of.static or 0 for of in known),
   )  # fmt: skip
 
 
-COLUMNS = ("site", "tensor", "looks", "log2 amax: 50 % / 99 % / largest", "largest jump", "octaves",
-           "format", "margin, delayed", "margin, static")  # fmt: skip
+COLUMNS = ("site", "tensor", "snapshots", "log2 amax: 50 % / 99 % / largest", "largest jump",
+           "octaves", "format", "margin, delayed", "margin, static")  # fmt: skip
 
 
 def precision_rules(rules_: Sequence[Recommendation], own: Sequence[Sequence[str]]) -> str:

@@ -11,7 +11,7 @@ from fp8jax import patterns
 from fp8jax.evaluation import divergence
 from fp8jax.phases import policy as policy_lib
 from fp8jax.report import charts, exponent_charts, files, page, recommend, thin
-from fp8jax.report.files import Event, Looks, RunFiles
+from fp8jax.report.files import Event, RunFiles, Snapshots
 from fp8jax.report.page import Section
 from fp8jax.run import goodput
 
@@ -151,46 +151,47 @@ def _time(run: RunFiles) -> Section | None:
 
 
 def _numerics(run: RunFiles) -> list[Section]:
-  if run.looks is None:
+  if run.snapshots is None:
     note = "None recorded: --config.log.tensor_stats_every=100 looks at every 100th step."
     return [Section("Tensor statistics", note)]
-  looks, picked = run.looks, thin.chosen(run.looks)
-  number = f"all {len(looks.steps)} looks" if len(picked) == len(looks.steps) else (
-    f"{len(picked)} of {len(looks.steps)} looks, evenly spread")  # fmt: skip
+  snapshots, picked = run.snapshots, thin.chosen(run.snapshots)
+  number = f"all {len(snapshots.steps)} snapshots" if len(picked) == len(snapshots.steps) else (
+    f"{len(picked)} of {len(snapshots.steps)} snapshots, evenly spread")  # fmt: skip
   note = (
     f"Layer by site and tensor (x input, w weight, g gradient), {number}, numbers with "
     f"{thin.DIGITS} digits. Bright is what to look at: low signal-to-noise ratio, high everything "
     "else, means far from zero. Grey: not quantized, or no number. Colours keep their meaning over "
-    "all looks."
+    "all snapshots."
   )
-  specs = _maps("heat_maps", looks, charts.STATISTICS)
+  specs = _maps("heat_maps", snapshots, charts.STATISTICS)
   drawn = [Section("Tensor statistics", note, specs), *_exponents(run)]
-  if scales := exponent_charts.scale_ranges(looks):
+  if scales := exponent_charts.scale_ranges(snapshots):
     note = (
       "Over all layers of a site; a click in the legend picks a site. "
       "The scale of a tile of zeros is 1."
     )
     drawn.append(Section("Scales", note, charts.specs(scale_ranges=scales)))
-  return [*drawn, _recommended(run, looks)]
+  return [*drawn, _recommended(run, snapshots)]
 
 
-def _recommended(run: RunFiles, looks: Looks) -> Section:
-  rows = recommend.recommendations(looks, run.exponents)
+def _recommended(run: RunFiles, snapshots: Snapshots) -> Section:
+  rows = recommend.recommendations(snapshots, run.exponents)
   note = (
-    f"For a scale per tensor, from {len(looks.steps)} looks at steps {looks.steps[0]} to "
-    f"{looks.steps[-1]}; at least {recommend.LEAST_LOOKS} are needed. A delayed margin holds every "
-    "amax by the largest of the looks before it, a static one by the first look's. Octaves are the "
-    f"exponents of all but {recommend.UNDERFLOW:.0%} of the nonzero elements, and the margin. Of "
-    "the layers of a site the widest needs count; the rules below are layer by layer."
+    f"For a scale per tensor, from {len(snapshots.steps)} snapshots at steps {snapshots.steps[0]} "
+    f"to {snapshots.steps[-1]}; at least {recommend.LEAST_SNAPSHOTS} are needed. A delayed margin "
+    "holds every amax by the largest of the snapshots before it, a static one by the first "
+    f"snapshot's. Octaves are the exponents of all but {recommend.UNDERFLOW:.0%} of the nonzero "
+    "elements, and the margin. Of the layers of a site the widest needs count; the rules below are "
+    "layer by layer."
   )
   lines = recommend.precision_rules(rows, run.resolved.get("precision.rules") or ())
   tables = [(recommend.COLUMNS, recommend.table(rows))]
   return Section("Recommended formats and margins", note, tables=tables, text=lines)
 
 
-def _maps(name: str, looks: Looks, statistics) -> dict[str, dict[str, Any]]:
-  specs = charts.specs(**{name: charts.heat_maps(looks, statistics)})
-  specs[name]["datasets"] = {"looks": charts.look_values(looks, statistics)}
+def _maps(name: str, snapshots: Snapshots, statistics) -> dict[str, dict[str, Any]]:
+  specs = charts.specs(**{name: charts.heat_maps(snapshots, statistics)})
+  specs[name]["datasets"] = {"looks": charts.snapshot_values(snapshots, statistics)}
   return specs
 
 
@@ -213,7 +214,7 @@ def _exponents(run: RunFiles) -> list[Section]:
   note = (
     "The share of a tensor's nonzero elements with exponent e, 2^e <= |x| < 2^(e+1), of a sample, "
     "to the decibel. "
-    f"Bright: many elements; white: none. Looks: {shown} of {number}. The first and the last "
+    f"Bright: many elements; white: none. Snapshots: {shown} of {number}. The first and the last "
     "exponent that are counted have what is beyond too."
   )
   specs = charts.specs(exponents=exponent_charts.heat_maps(run.exponents))

@@ -1,15 +1,15 @@
-"""Fewer points than a run has, said with the picture: means of consecutive steps, chosen looks."""
+"""Fewer points than a run has, said with the picture: means of steps in a row, chosen snapshots."""
 
 import dataclasses
 import math
 
 import numpy as np
 
-from fp8jax.report.files import Curve, Looks
+from fp8jax.report.files import Curve, Snapshots
 
-# Points of a curve, and looks of a heat map; cells of a heat map and counts by exponent, of all its
-# looks together. A report of 100 looks at 30 layers stays below 5 MB.
-MAX_POINTS, MAX_LOOKS = 400, 100
+# Points of a curve, and snapshots of a heat map; cells of a heat map and counts by exponent, of all
+# its snapshots together. A report of 100 snapshots at 30 layers stays below 5 MB.
+MAX_POINTS, MAX_SNAPSHOTS = 400, 100
 MAX_CELLS, MAX_COUNTS = 40_000, 240_000
 # Significant digits of numbers in a report; metrics.jsonl has all of them.
 DIGITS = 3
@@ -53,14 +53,14 @@ def lasts(n: int, most: int = MAX_POINTS) -> range:
   return range(size - 1, n, size)
 
 
-def chosen(looks: Looks) -> np.ndarray:
-  """Indices of looks with at most MAX_CELLS cells, see `spread`."""
-  return spread(len(looks.steps), MAX_CELLS // max(len(looks.cells), 1))
+def chosen(snapshots: Snapshots) -> np.ndarray:
+  """Indices of snapshots with at most MAX_CELLS cells, see `spread`."""
+  return spread(len(snapshots.steps), MAX_CELLS // max(len(snapshots.cells), 1))
 
 
 def spread(n: int, most: int) -> np.ndarray:
-  """Indices of at most `most` of n looks, and of MAX_LOOKS: evenly, both ends among them."""
-  most = min(max(most, 2), MAX_LOOKS)
+  """Indices of at most `most` of n snapshots, and MAX_SNAPSHOTS: evenly, with both ends."""
+  most = min(max(most, 2), MAX_SNAPSHOTS)
   if n <= most:
     return np.arange(n)
   return np.unique(np.linspace(0, n - 1, most).round().astype(int))

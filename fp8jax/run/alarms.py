@@ -1,4 +1,4 @@
-"""Numerics that people watch: what every site saw, its drift since the look before, and alarms."""
+"""Numerics that people watch: what every site saw, drift since the snapshot before, and alarms."""
 
 import math
 import os
@@ -19,7 +19,7 @@ from fp8jax.step.settings import Alarm
 # Statistics with alarms only where one scale covers a whole axis: finer tiles contain outliers.
 _OF_OUTLIERS = ("kurtosis", "alignment")
 Numerics = Mapping[str, Mapping[str, Mapping[str, Any]]]
-# Lines per look; what is beyond is counted.
+# Lines per snapshot; what is beyond is counted.
 _MOST = 8
 
 
@@ -57,7 +57,7 @@ def _of_tensors(sites, stats, of_gemm, of_activation):
 
 
 def with_drift(now: Numerics, before: Numerics) -> dict[str, dict[str, dict[str, Any]]]:
-  """A look at the numerics with what changed since the look before.
+  """A snapshot of the numerics with what changed since the snapshot before.
 
   Args:
     now, before: {layer's site: {tensor: tensor_stats.summary}}; before may be of a file, where
@@ -65,7 +65,7 @@ def with_drift(now: Numerics, before: Numerics) -> dict[str, dict[str, dict[str,
 
   Returns:
     `now` with amax_drift, log2 of the ratio of amaxes, and snr_drift, the difference in dB, of
-    every tensor for which both looks have such numbers.
+    every tensor for which both snapshots have such numbers.
   """
   return {
     site: {
@@ -86,33 +86,15 @@ def _drift(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, float]:
   return drift
 
 
-def last_look(workdir: str) -> Numerics:
-  """The newest look in WORKDIR/metrics.jsonl; empty without one."""
+def last_snapshot(workdir: str) -> Numerics:
+  """The newest snapshot in WORKDIR/metrics.jsonl; empty without one."""
   path = os.path.join(workdir, "metrics.jsonl")
-  looks = [row["numerics"] for _, row in metrics_writer.rows(path) if "numerics" in row]
-  return looks[-1] if looks else {}
-
-
-class Looks:
-  """The looks of a run, each compared with the one before, which a resumed run reads."""
-
-  def __init__(self, workdir: str):
-    self._workdir = workdir
-    self._last: Numerics | None = None  # None: that of metrics.jsonl
-
-  def forget(self):
-    """Rows of metrics.jsonl were taken back."""
-    self._last = None
-
-  def add(self, numerics: Numerics) -> dict[str, dict[str, dict[str, Any]]]:
-    """`with_drift` of a look that comes after the others."""
-    before = last_look(self._workdir) if self._last is None else self._last
-    self._last = with_drift(numerics, before)
-    return self._last
+  snapshots = [row["numerics"] for _, row in metrics_writer.rows(path) if "numerics" in row]
+  return snapshots[-1] if snapshots else {}
 
 
 class AlarmMonitor:
-  """Checks each look at the numerics against the alarms; says what is new."""
+  """Checks each snapshot of the numerics against the alarms; says what is new."""
 
   def __init__(self, alarms: tuple[Alarm, ...], recipes: Mapping[str, Recipe]):
     """Args: the rules, and {layer's site: its recipe}."""
@@ -128,11 +110,11 @@ class AlarmMonitor:
 
   @property
   def firing(self) -> set[tuple[str, str]]:
-    """(layer's site, statistic) of every alarm that rang at the last look."""
+    """(layer's site, statistic) of every alarm that rang at the last snapshot."""
     return {(name.rpartition("/")[0], alarm.statistic) for name, alarm in self._ringing}
 
   def new(self, numerics: Mapping[str, Any]) -> list[dict[str, str]]:
-    """{"place", "text"} of every alarm that was silent at the last look."""
+    """{"place", "text"} of every alarm that was silent at the last snapshot."""
     ringing, new = set(), []
     for site, tensors in numerics.items():
       for tensor, summary in tensors.items():
@@ -150,7 +132,7 @@ class AlarmMonitor:
 
 
 def as_lines(step: int, alarms: list[dict[str, str]]) -> list[str]:
-  """Alarms of a look as people read them; the first few, and how many more there are."""
+  """Alarms of a snapshot as people read them; the first few, and how many more there are."""
   lines = [f"step {step}: {alarm['place']}: {alarm['text']}" for alarm in alarms]
   if len(lines) > _MOST:
     lines[_MOST:] = [f"step {step}: {len(lines) - _MOST} more such alarms, see metrics.jsonl"]

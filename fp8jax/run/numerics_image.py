@@ -1,4 +1,4 @@
-"""A look at the numerics as one picture, for TensorBoard: instead of a curve per number."""
+"""A snapshot of the numerics as one picture, for TensorBoard: instead of a curve per number."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from fp8jax import patterns
 from fp8jax.run import palette
 
 # Statistic, and the values of the darkest and of the brightest colour: the same in all pictures, so
-# that looks and runs compare. Between them the logarithm decides, decibels being one already.
+# that snapshots and runs compare. Between them the logarithm decides, decibels being one already.
 PANELS = (
   ("snr_db", 40.0, 0.0),
   ("underflow", 1e-5, 1.0),

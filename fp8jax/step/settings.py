@@ -297,8 +297,8 @@ class Log:
   profile: tuple[int, int] = key((10, 0), "(steps before, steps of) a trace in WORKDIR/profile for "
     "XProf (`pip install xprof; xprof --logdir=WORKDIR/profile`); programs are compiled in the "
     "first steps. (10, 0): none.")
-  tensor_stats_every: int = key(0, "Steps between looks at the ranges and rounding errors of every "
-    "tensor of every site; 0: never.", least=0)
+  tensor_stats_every: int = key(0, "Steps between snapshots of the ranges and rounding errors of "
+    "every tensor of every site; 0: never.", least=0)
   param_stats: str = key("off", "Gradient norm, update norm, norm and count of gradients that are "
     "not finite, in steps of log.tensor_stats_every: of every layer's parameters (\"params\"), or "
     "of the groups that optim.clip_groups and optim.lr_multipliers make (\"groups\").",

@@ -110,9 +110,9 @@ def test_skipping_counts_and_equals_going_on_after_a_stop(
 def test_diagnose_reproduces_it_also_when_the_run_has_gone_on(run_job, stopped, poisoned):
   c = debug_runs.config(**poisoned.changes)
   with open(stopped.workdir / "metrics.jsonl", "a") as f:
-    for step in range(1, 9):  # an amax doubles from look to look
-      look = {"layers/0/mlp/up": {t: {"amax": 2.0**step} for t in "xwg"}}
-      f.write(json.dumps({"step": step, "numerics": look}) + "\n")
+    for step in range(1, 9):  # an amax doubles from snapshot to snapshot
+      snapshot = {"layers/0/mlp/up": {t: {"amax": 2.0**step} for t in "xwg"}}
+      f.write(json.dumps({"step": step, "numerics": snapshot}) + "\n")
   code, stdout, stderr = run_job("diagnose", c, stopped.workdir)
   assert code == 0, stderr
   result = json.loads(stdout)

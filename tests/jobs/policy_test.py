@@ -63,7 +63,7 @@ def blown_up(state, host, number):
   return state, host
 
 
-LOOKS = {
+LOUD = {
   "precision.rules": (("layers/.*/mlp/down", "tensor_delayed(steps=4)"), (".*", "bf16")),
   "precision.verify_fp8_gemms": False, "log.tensor_stats_every": 2,
   "log.alarms": (("snr_db", "<", 90.0),), "eval.tokens": 0,
@@ -71,17 +71,17 @@ LOOKS = {
 MARGIN = "tensor_delayed(margin=1)"
 POLICIES = {
   "refresh": {
-    **LOOKS, "precision.policy": ("refresh(every=3, sites='layers/0/.*')",
+    **LOUD, "precision.policy": ("refresh(every=3, sites='layers/0/.*')",
                                   "refresh(alarm='snr_db', sites='layers/1/.*')"),
   },
   "switch and back, and widen": {
-    **LOOKS, "steps": 8, "precision.policy": (
+    **LOUD, "steps": 8, "precision.policy": (
       "switch_recipe(alarm='snr_db', k=1, looks=1, back_after=1, most=1, sites='layers/1/.*')",
       {"kind": "widen_margin", "alarm": "snr_db", "most": 1, "sites": "layers/2/.*"},
     ),
   },
   "roll back": {
-    **LOOKS, "precision.policy": ("roll_back(z=4.0, window=4)",), "checkpoint.every": 2,
+    **LOUD, "precision.policy": ("roll_back(z=4.0, window=4)",), "checkpoint.every": 2,
     "steps": 9, "optim.peak_lr": 1e-5, "optim.min_lr": 0.0, "log.tensor_stats_every": 0,
   },
 }  # fmt: skip
@@ -113,7 +113,7 @@ def test_stopped_around_an_action_a_run_goes_on_bit_for_bit(tmp_path, monkeypatc
 def test_evaluations_lower_the_rate_and_switch_recipes_stopped_or_not(tmp_path, monkeypatch):
   """No loss falls by 90 %, so that every evaluation but the first halves the rate."""
   changes = {
-    **LOOKS, "steps": 7, "eval.every": 2, "eval.tokens": 64, "log.tensor_stats_every": 0,
+    **LOUD, "steps": 7, "eval.every": 2, "eval.tokens": 64, "log.tensor_stats_every": 0,
     "eval.precisions": ("bf16",), "precision.policy": (
       "lower_rate(patience=1, rtol=0.9)", "switch_recipe(metric='heldout', worse_by=0.0)",
     ), "optim.peak_lr": 3.0, "optim.min_lr": 3.0, "optim.warmup_steps": 0,
@@ -144,7 +144,7 @@ def test_evaluations_lower_the_rate_and_switch_recipes_stopped_or_not(tmp_path, 
 def test_a_prolonged_run_judges_what_its_last_step_left(tmp_path, monkeypatch, worse_at):
   """The evaluation that a shorter run ended with, at once and again after a roll-back to it."""
   changes = {
-    **LOOKS, "steps": 7, "eval.every": 2, "eval.tokens": 64, "eval.precisions": ("bf16",),
+    **LOUD, "steps": 7, "eval.every": 2, "eval.tokens": 64, "eval.precisions": ("bf16",),
     "optim.peak_lr": 0.1, "optim.min_lr": 0.1, "optim.warmup_steps": 0, "checkpoint.every": 2,
     "checkpoint.keep": 9, "checkpoint.accept_changes": ("steps",), "log.tensor_stats_every": 3,
     "precision.policy": (
@@ -190,25 +190,27 @@ RUNS_IN_E5M2 = {
 def test_activations_are_in_e5m2_from_the_step_that_says_so(tmp_path, how):
   """Rounding to 2 bits of mantissa has four times the noise of 3: 25.5 dB instead of 31.5."""
   own = {"model.num_layers": 2, "steps": 3, "log.tensor_stats_every": 1}
-  run(tmp_path, **LOOKS | own | RUNS_IN_E5M2[how])
-  looks = {r["step"]: r["numerics"] for r in rows(tmp_path) if "numerics" in r}
-  assert looks.keys() == {1, 2, 3} and all(math.isfinite(loss) for _, loss, _ in losses(tmp_path))
-  for step, look in looks.items():
+  run(tmp_path, **LOUD | own | RUNS_IN_E5M2[how])
+  snapshots = {r["step"]: r["numerics"] for r in rows(tmp_path) if "numerics" in r}
+  assert snapshots.keys() == {1, 2, 3} and all(
+    math.isfinite(loss) for _, loss, _ in losses(tmp_path)
+  )
+  for step, snapshot in snapshots.items():
     wide = {"x", "g"} if how == "rules" or step > 1 else {"g"}
     for i in range(2):
-      for tensor, row in look[f"layers/{i}/mlp/down"].items():
+      for tensor, row in snapshot[f"layers/{i}/mlp/down"].items():
         wanted = 25.5 if tensor in wide else 31.5
         assert row["snr_db"] == pytest.approx(wanted, abs=1.5), (step, i, tensor)
 
 
 def test_an_evaluation_does_not_take_back_what_an_alarm_gave_in_its_step():
   policies = ("switch_recipe(k=1, looks=1)", "widen_margin(metric='heldout', worse_by=0.0)")
-  spec = harness.text_spec(**{**LOOKS, "precision.policy": policies, "eval.every": 2,
+  spec = harness.text_spec(**{**LOUD, "precision.policy": policies, "eval.every": 2,
                               "eval.tokens": 64})  # fmt: skip
   at_work = policy_runner.PolicyRunner(spec, lambda *_: None)
   site, other = "layers/0/mlp/down", "layers/1/mlp/down"
   for step, loss in ((2, 3.0), (4, 3.5)):
-    at_work.look(step, {(site, "snr_db")} if step == 4 else set())
+    at_work.measured(step, {(site, "snr_db")} if step == 4 else set())
     assert at_work.evaluated(step, {"heldout": loss}, None) is None
   given = at_work.policy_state.overrides
   assert given[site] == "bf16" and "margin=1" in given[other]
@@ -242,7 +244,7 @@ def test_a_decision_is_about_the_recipes_of_the_step_that_comes():
 def test_what_a_roll_back_after_a_switch_restores(tmp_path):
   """Scales, counts, drift and evaluation beside what they must be, not beside another run."""
   changes = {
-    **LOOKS, **POLICIES["roll back"], "log.tensor_stats_every": 1,
+    **LOUD, **POLICIES["roll back"], "log.tensor_stats_every": 1,
     "precision.policy": (
       "roll_back(z=40.0, window=4)", "switch_recipe(k=1, looks=1, most=1, sites='layers/1/.*')",
     ),
@@ -275,8 +277,10 @@ def test_what_a_roll_back_after_a_switch_restores(tmp_path):
   assert counted[3] < counted[5] < counted[6] and counted[:4] + counted[6:] == [
     r["documents/malformed"] for r in rows(workdir) if "loss" in r
   ]
-  looks = [row["numerics"]["layers/0/mlp/down"]["x"] for row in rows(workdir) if "numerics" in row]
-  for before, now in zip(looks[:-1], looks[1:], strict=True):
+  snapshots = [
+    row["numerics"]["layers/0/mlp/down"]["x"] for row in rows(workdir) if "numerics" in row
+  ]
+  for before, now in zip(snapshots[:-1], snapshots[1:], strict=True):
     assert now["amax_drift"] == pytest.approx(math.log2(now["amax"] / before["amax"]), abs=1e-6)
   state = harness.saved_state(workdir, spec, 9)
   # Nine steps, the last in the phase that the switch began.
@@ -316,7 +320,7 @@ def test_policies_act_on_eight_devices_as_on_one(tmp_path):
   """A switch, a wider margin, refreshes, and a roll-back that undoes a part of them."""
   kinds = ("refresh", "switch and back, and widen", "roll back")
   changes = {
-    **POLICIES["roll back"], **LOOKS, "global_batch": 8, "eval.batch": 8,
+    **POLICIES["roll back"], **LOUD, "global_batch": 8, "eval.batch": 8,
     "precision.policy": sum((POLICIES[kind]["precision.policy"] for kind in kinds), ()),
   }  # fmt: skip
   one, eight = tmp_path / "one", tmp_path / "eight"

@@ -258,7 +258,7 @@ def test_smooth_outlives_an_aligned_channel_and_alarms_come_before_plain_diverge
   # The default rules; kurtosis is at most the number of elements, here 2048.
   rules = (*base.get_config().log.alarms, ("kurtosis", ">", 1e3))
   site = dataclasses.replace(_sites("tensor_delayed")["down"], name="layers/0/mlp/down")
-  look = run_alarms.AlarmMonitor(
+  monitor = run_alarms.AlarmMonitor(
     config_alarms.read_alarms(rules), site_tree.recipes_of({"down": site})
   )
   rings = {}
@@ -266,6 +266,6 @@ def test_smooth_outlives_an_aligned_channel_and_alarms_come_before_plain_diverge
     numerics = run_alarms.summarise(
       {"down": site}, {site.name: seen["down"][i]}, {"layers/mlp/down": alignment[i : i + 1]}
     )
-    for line in run_alarms.as_lines(i, look.new(numerics)):
+    for line in run_alarms.as_lines(i, monitor.new(numerics)):
       rings.setdefault(line.split()[3], i)
   assert max(rings["alignment"], rings["kurtosis"]) < diverged - 20

@@ -15,8 +15,8 @@ SITES = ("layers/0/mlp/up", "layers/1/mlp/up", "layers/0/mlp/down")
 RECIPES = dict.fromkeys(SITES, "tensor_delayed(steps=16)")
 
 
-def looks(policies, *rung_at):
-  """[(events, policy_state)] of looks at steps 10, 20, …, through JSON between any two."""
+def decided(policies, *rung_at):
+  """[(events, policy_state)] of snapshots at steps 10, 20, …, through JSON between any two."""
   policies, found, policy_state = policy_config.read(policies), [], decide.PolicyState()
   for i, firing in enumerate(rung_at, 1):
     policy_state, events = decide.after_statistics(policies, policy_state, 10 * i, firing, RECIPES)
@@ -30,12 +30,12 @@ def looks(policies, *rung_at):
 UP = ("layers/1/mlp/up", "saturation")
 
 
-def test_switch_waits_for_k_alarms_in_n_looks_and_goes_back_after_quiet_ones():
+def test_switch_waits_for_k_alarms_in_n_snapshots_and_goes_back_after_quiet_ones():
   text = "switch_recipe(to='bf16', alarm='saturation', k=2, looks=3, back_after=2, most=1)"
   other = ("layers/1/mlp/up", "underflow")
   firing = [{UP}, set(), {other}, {UP}, {UP}, set(), set(), {UP}, {UP}]
-  found = looks((text,), *firing)
-  # Two of three looks at step 50 alone: those of 10 and 40 are too far apart.
+  found = decided((text,), *firing)
+  # Two of three snapshots at step 50 alone: those of 10 and 40 are too far apart.
   given = [policy_state.overrides for _, policy_state in found]
   assert given == [{}] * 4 + [{UP[0]: "bf16"}] * 2 + [{}] * 3
   assert [events for events, _ in found if events] == [[(50, UP[0])], [(70, UP[0])]]
@@ -43,7 +43,7 @@ def test_switch_waits_for_k_alarms_in_n_looks_and_goes_back_after_quiet_ones():
 
 
 def test_margin_widens_to_its_most_and_no_further():
-  found = looks(("widen_margin(by=2, most=3, sites='.*/up')",), *[{UP, (SITES[2], UP[1])}] * 3)
+  found = decided(("widen_margin(by=2, most=3, sites='.*/up')",), *[{UP, (SITES[2], UP[1])}] * 3)
   names = [policy_state.overrides.get(UP[0]) for _, policy_state in found]
   assert names == [f"tensor_delayed(steps=16, margin={m})" for m in (2, 3, 3)]
   assert set(found[-1][1].overrides) == {UP[0]} and not found[-1][0]
@@ -54,7 +54,7 @@ def test_site_that_was_widened_and_then_switched_comes_back_widened():
     "widen_margin(alarm='saturation', by=2, sites='.*/up')",
     "switch_recipe(alarm='underflow', k=1, looks=1, back_after=2, sites='.*/up')",
   )
-  found = looks(policies, {UP}, {(UP[0], "underflow")}, set(), set())
+  found = decided(policies, {UP}, {(UP[0], "underflow")}, set(), set())
   wide = "tensor_delayed(steps=16, margin=2)"
   assert [m.overrides[UP[0]] for _, m in found] == [wide, "bf16", "bf16", wide]
 
@@ -87,7 +87,7 @@ def test_a_site_that_two_policies_switched_comes_back_in_whichever_order():
 
 
 def test_refresh_on_alarm_takes_the_site_that_rang():
-  ((events, policy_state),) = looks(
+  ((events, policy_state),) = decided(
     ("refresh(alarm='any', sites='.*/mlp/up')",), {UP, (SITES[2], "amax")}
   )
   assert policy_state.refresh == (UP[0],) and events == [(10, UP[0])]

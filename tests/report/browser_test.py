@@ -58,7 +58,7 @@ def pixels(browser, chart):
 
 
 def test_report_draws_every_chart_and_its_slider_moves_the_heat_maps(browser, tmp_path):
-  run_files.write_run(tmp_path, steps=200, looks=20, layers=30)
+  run_files.write_run(tmp_path, steps=200, snapshots=20, layers=30)
   report.run(str(tmp_path), [])
   assert drawn(browser, tmp_path / "report.html") == 9
   charts = [e.get_attribute("id") for e in browser.find_elements("css selector", ".vega-embed")]

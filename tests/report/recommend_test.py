@@ -33,7 +33,7 @@ def test_margin_holds_every_amax_by_those_before_it(amaxes, delayed, static):
   got = recommend.of_series("layers/0/mlp/up", "x", np.array(amaxes), [counts(4)])
   assert (got.delayed, got.static, got.octaves) == (delayed, static, 4 + delayed)
   a = [x for x in amaxes if np.isfinite(x) and x > 0]
-  assert got.looks == len(a) and got.amax[2] == np.log2(max(a))
+  assert got.snapshots == len(a) and got.amax[2] == np.log2(max(a))
   assert got.amax[0] == pytest.approx(np.median(np.log2(a)))
   for i in range(1, len(a)):
     assert a[i] <= max(a[:i]) * 2**got.delayed
@@ -54,12 +54,14 @@ def test_format_has_as_many_octaves_as_the_elements(span, tail, format):
     assert recommend.octaves_of(f) == len(grid) == wanted
 
 
-def test_too_few_looks_or_no_counts_are_no_recommendation():
-  few = recommend.of_series("a", "x", np.ones(recommend.LEAST_LOOKS - 1), [counts(4)])
+def test_too_few_snapshots_or_no_counts_are_no_recommendation():
+  few = recommend.of_series("a", "x", np.ones(recommend.LEAST_SNAPSHOTS - 1), [counts(4)])
   assert (few.delayed, few.static, few.octaves, few.format) == (None, None, None, "")
-  none = recommend.of_series("a", "x", np.ones(recommend.LEAST_LOOKS), [counts(4) | {"shares": []}])
+  none = recommend.of_series(
+    "a", "x", np.ones(recommend.LEAST_SNAPSHOTS), [counts(4) | {"shares": []}]
+  )
   assert (none.delayed, none.octaves, none.format) == (0, None, "")
-  assert "fewer than 8 looks" in str(recommend.table([few]))
+  assert "fewer than 8 snapshots" in str(recommend.table([few]))
   assert "no exponents counted" in str(recommend.table([none]))
   assert recommend.precision_rules([few], (("a", "bf16"),)) == ""
 
@@ -93,5 +95,5 @@ def test_rules_of_a_run_s_report_are_those_of_its_sites(tmp_path):
   ((columns, lines),) = section.tables
   by = {line[:2]: dict(zip(columns, line)) for line in lines}
   assert by.keys() == {(s, t) for s in ("mlp/up", "head") for t in "xwg"}
-  assert by["mlp/up", "x"]["looks"] == 2 and by["head", "g"]["format"] == "e5m2"
-  assert "from 8 looks at steps 1 to 8" in section.note
+  assert by["mlp/up", "x"]["snapshots"] == 2 and by["head", "g"]["format"] == "e5m2"
+  assert "from 8 snapshots at steps 1 to 8" in section.note

@@ -21,21 +21,21 @@ def specs_of(page):
 
 
 def test_tables_hold_what_the_rows_say(tmp_path):
-  lines = run_files.write_run(tmp_path, steps=20, looks=4, layers=3)
+  lines = run_files.write_run(tmp_path, steps=20, snapshots=4, layers=3)
   run = files.read(str(tmp_path))
   losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
   assert dict(zip(run.curves["loss"].steps, run.curves["loss"].values)) == losses
   assert (run.step, run.tokens_per_step, run.recipe) == (20, 32, "block_128")
   assert run.device_line == "1 x cpu (cpu): FP8 products by reference (emulated: exact, slow)"
   assert [(e.step, e.kind, e.place) for e in run.events] == [(20, "alarm", "layers/3/mlp/up/x")]
-  looks = [line for line in lines if "numerics" in line]
-  assert list(run.looks.steps) == [line["step"] for line in looks]
-  assert len(run.looks.cells) == 3 * (7 * 3 + 1) + 3 * (3 * 2) + 3 * 2
-  for i, line in enumerate(looks):
-    for j, cell in enumerate(run.looks.cells):
+  snapshots = [line for line in lines if "numerics" in line]
+  assert list(run.snapshots.steps) == [line["step"] for line in snapshots]
+  assert len(run.snapshots.cells) == 3 * (7 * 3 + 1) + 3 * (3 * 2) + 3 * 2
+  for i, line in enumerate(snapshots):
+    for j, cell in enumerate(run.snapshots.cells):
       name = cell.site if cell.layer is None else f"layers/{cell.layer}/{cell.site}"
       for statistic, value in line["numerics"][name][cell.tensor].items():
-        assert run.looks.values[statistic][i, j] == float(value)
+        assert run.snapshots.values[statistic][i, j] == float(value)
 
 
 @pytest.mark.parametrize("n", [1, 7, 399, 400, 401, 1999])
@@ -56,9 +56,9 @@ def test_thinned_curve_has_means_and_extremes_of_consecutive_steps(n):
 
 
 @pytest.mark.parametrize("cells, most", [(0, 100), (1000, 40), (10**6, 2)])
-def test_chosen_looks_keep_both_ends(cells, most):
-  looks = files.Looks(np.arange(1, 1001), tuple(range(cells)), {})
-  picked = thin.chosen(looks)
+def test_chosen_snapshots_keep_both_ends(cells, most):
+  snapshots = files.Snapshots(np.arange(1, 1001), tuple(range(cells)), {})
+  picked = thin.chosen(snapshots)
   assert len(picked) == most and (picked[0], picked[-1]) == (0, 999)
   assert max(np.diff(picked)) - min(np.diff(picked)) <= 1
 
@@ -70,7 +70,7 @@ def test_folder_without_a_run_is_refused_with_the_remedy(tmp_path):
     report.run("", [])
 
 
-def test_report_of_100_looks_at_smollm2_is_small_offline_and_true(tmp_path):
+def test_report_of_100_snapshots_at_smollm2_is_small_offline_and_true(tmp_path):
   pytest.importorskip("altair")
   lines = run_files.write_run(tmp_path, counted=5)
   path = tmp_path / "report.html"
@@ -89,10 +89,12 @@ def test_report_of_100_looks_at_smollm2_is_small_offline_and_true(tmp_path):
   gap = [row["percent"] for layer in specs["gap"]["layer"][1:2] for row in layer["data"]["values"]]
   assert gap == [1, 1]
   heat = specs["heat_maps"]
-  looks = [line for line in lines if "numerics" in line]
+  snapshots = [line for line in lines if "numerics" in line]
   shown = [row["step"] for row in heat["datasets"]["looks"]]
-  assert 45 <= len(shown) <= 100 and {10, 1000} <= set(shown) <= {line["step"] for line in looks}
-  assert f"{len(shown)} of 100 looks, evenly spread" in page
+  assert 45 <= len(shown) <= 100 and {10, 1000} <= set(shown) <= {
+    line["step"] for line in snapshots
+  }
+  assert f"{len(shown)} of 100 snapshots, evenly spread" in page
   cells = heat["concat"][0]["transform"][3]["from"]["data"]["values"]
   row = heat["datasets"]["looks"][-1]
   for cell in cells:
@@ -103,9 +105,9 @@ def test_report_of_100_looks_at_smollm2_is_small_offline_and_true(tmp_path):
       "snr_drift",
     ):  # fmt: skip
       shown = row[statistic][cell["cell"] - 1]
-      value = looks[-1]["numerics"][name][tensor].get(statistic, "inf")
+      value = snapshots[-1]["numerics"][name][tensor].get(statistic, "inf")
       assert shown is None if value == "inf" else shown == pytest.approx(value, rel=5e-3)
-  # Panels share no scale of colour, and none depends on the look that is shown.
+  # Panels share no scale of colour, and none depends on the snapshot that is shown.
   assert heat["resolve"]["scale"]["color"] == "independent" and len(heat["concat"]) == 9
   for panel in heat["concat"]:
     low, *_, high = (
@@ -116,7 +118,7 @@ def test_report_of_100_looks_at_smollm2_is_small_offline_and_true(tmp_path):
     assert low < high
   steps = {row["step"] for row in specs["exponents"]["datasets"]["exponents"]}
   assert 10 <= len(steps) < 20 and {"50", "1000"} <= steps
-  assert f"Looks: {len(steps)} of 20." in page
+  assert f"Snapshots: {len(steps)} of 20." in page
   bars = specs["memory"]["data"]["values"]
   assert {(b["kind"], b["side"]): b["gib"] for b in bars} == {
     ("masters", "declared"): 1, ("peak", "declared"): 3, ("peak", "compiled"): 4}  # fmt: skip
@@ -192,7 +194,7 @@ def test_report_that_cannot_be_drawn_is_said_and_fails_nothing(tmp_path, monkeyp
 
 def test_report_at_the_end_shows_the_sensitivity_of_the_folder(tmp_path):
   pytest.importorskip("altair")
-  run_files.write_run(tmp_path, steps=4, looks=2, layers=3)
+  run_files.write_run(tmp_path, steps=4, snapshots=2, layers=3)
   (tmp_path / "sensitivity").mkdir()
   result = json.dumps(run_files.sensitivity_result())
   (tmp_path / "sensitivity" / "sensitivity.json").write_text(result)
@@ -217,14 +219,14 @@ def without_data(spec):
 def of_run(tmp_path):
   from fp8jax.report import charts, exponent_charts
 
-  run_files.write_run(tmp_path, steps=20, looks=4, layers=3)
+  run_files.write_run(tmp_path, steps=20, snapshots=4, layers=3)
   run = files.read(str(tmp_path))
   return {
     "loss": charts.loss(run),
     "gap": charts.gap(run),
     "grad_norm": charts.metric(run, "grad_norm", "gradient norm", scale="log"),
-    "heat_maps": charts.heat_maps(run.looks),
-    "scale_ranges": exponent_charts.scale_ranges(run.looks),
+    "heat_maps": charts.heat_maps(run.snapshots),
+    "scale_ranges": exponent_charts.scale_ranges(run.snapshots),
     "memory": charts.memory(run),
     "exponents": exponent_charts.heat_maps(run.exponents),
   }
@@ -255,7 +257,7 @@ def of_comparison(tmp_path):
 
 
 def test_alarms_say_what_was_done_about_them(tmp_path):
-  """k looks may pass before a policy acts; a new ring of the alarm is a row of its own."""
+  """k snapshots may pass before a policy acts; a new ring of the alarm is a row of its own."""
   pytest.importorskip("altair")
   from fp8jax.report import run_report
 
@@ -277,7 +279,7 @@ def test_alarms_say_what_was_done_about_them(tmp_path):
 
 
 def test_a_damaged_list_of_sites_is_named(tmp_path):
-  run_files.write_run(tmp_path, steps=4, looks=2, layers=3)
+  run_files.write_run(tmp_path, steps=4, snapshots=2, layers=3)
   (tmp_path / "sites.json").write_text('[{"site": ')
   with pytest.raises(UserError, match="sites.json is not JSON.*delete it"):
     files.read(str(tmp_path))
@@ -309,7 +311,7 @@ def test_exponents_of_a_picked_tensor_are_drawn_as_the_rows_say(tmp_path):
 
   from fp8jax.report import charts, exponent_charts
 
-  lines = run_files.write_run(tmp_path, steps=4, looks=4, layers=3)
+  lines = run_files.write_run(tmp_path, steps=4, snapshots=4, layers=3)
   exponents = files.read(str(tmp_path)).exponents
   spec = charts.spec(exponent_charts.heat_maps(exponents))
   spec["datasets"] = {"exponents": exponent_charts.values(exponents)}
@@ -345,7 +347,7 @@ def test_statistics_of_parameters_and_groups_are_heat_maps(tmp_path):
   pytest.importorskip("altair")
   stats = ("grad_norm", "update_norm", "param_norm", "update_ratio", "nonfinite")
   one = lambda i: dict(zip(stats, (i + 0.5, 0.25, 8.0, 0.25 / 8, i)))  # noqa: E731
-  looks = {
+  snapshots = {
     3: {"layers/0/mlp/up": one(1), "layers/1/mlp/up": one(2), "embed": one(3)},
     6: {
       "layers/1/mlp/up": one(4),
@@ -353,8 +355,8 @@ def test_statistics_of_parameters_and_groups_are_heat_maps(tmp_path):
       "embed": one(6) | {"grad_norm": "inf"},
     },
   }
-  rows = [{"step": s, "loss": 1.0} for s in looks]
-  rows += [{"step": s, "param_stats": of} for s, of in looks.items()]
+  rows = [{"step": s, "loss": 1.0} for s in snapshots]
+  rows += [{"step": s, "param_stats": of} for s, of in snapshots.items()]
   (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
   maps = specs_of(pathlib.Path(report.run(str(tmp_path), [])).read_text())["param_maps"]
   assert len(maps["concat"]) == len(stats)

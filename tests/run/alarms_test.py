@@ -15,27 +15,27 @@ def test_loud_step_reports_and_alarms_once(tmp_path, capsys):
     tmp_path, "block_128", **{"log.tensor_stats_every": 2, "log.alarms": rules, "eval.tokens": 0}
   )
   rows = debug_runs.rows(tmp_path)
-  looks = {r["step"]: r["numerics"] for r in rows if "numerics" in r}
+  snapshots = {r["step"]: r["numerics"] for r in rows if "numerics" in r}
   # The step after 2 and after 4 steps; the first one too. 22 sites; per layer the residual stream
   # and two norms; the embedding, the last norm and the logits.
-  assert list(looks) == [1, 3, 5] and len(looks[1]) == 34
-  up = looks[3]["layers/0/mlp/up"]["x"]
+  assert list(snapshots) == [1, 3, 5] and len(snapshots[1]) == 34
+  up = snapshots[3]["layers/0/mlp/up"]["x"]
   assert 25 < up["snr_db"] < 40 and up["saturation"] == 0 and up["amax"] > 0
   assert "alignment" not in up and 2 < up["kurtosis"] < 10
-  assert 0 < looks[3]["layers/2/mlp/down"]["x"]["alignment"] < 1
+  assert 0 < snapshots[3]["layers/2/mlp/down"]["x"]["alignment"] < 1
   said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 1: ")]
   assert len(said) == 1 and "layers/0/mlp/up/x: snr_db" in said[0] and "Try: " in said[0]
 
 
 def test_alarm_rings_again_after_silence():
   alarms = config_alarms.read_alarms((("underflow", ">", 0.3),))
-  look = run_alarms.AlarmMonitor(alarms, {"a": RECIPES["block_128"]})
+  monitor = run_alarms.AlarmMonitor(alarms, {"a": RECIPES["block_128"]})
   numerics = {"a": {t: {"underflow": 0.5} for t in "xwg"}}
   quiet = {"a": {t: {"underflow": 0.1} for t in "xwg"}}
-  first = run_alarms.as_lines(1, look.new(numerics))
+  first = run_alarms.as_lines(1, monitor.new(numerics))
   assert len(first) == 3 and "a/x: underflow 50.00%, above 30.00%. Try: " in first[0]
-  assert not look.new(numerics) and not look.new(quiet)
-  assert len(run_alarms.as_lines(4, look.new(numerics))) == 3
+  assert not monitor.new(numerics) and not monitor.new(quiet)
+  assert len(run_alarms.as_lines(4, monitor.new(numerics))) == 3
 
 
 def test_outliers_raise_an_alarm_where_one_scale_covers_them():

@@ -76,7 +76,7 @@ def changed(value, place, new):
 
 @pytest.fixture
 def run(tmp_path):
-  run_files.write_run(tmp_path, steps=4, looks=2, layers=3)
+  run_files.write_run(tmp_path, steps=4, snapshots=2, layers=3)
   for folder in ("nonfinite", "sensitivity", "refresh"):
     (tmp_path / folder).mkdir()
   names = {k: f"refresh/{k}.json" for k in ("before", "after")}

@@ -1,4 +1,4 @@
-"""Drift between looks, by hand."""
+"""Drift between snapshots, by hand."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from fp8jax.run import alarms
 
 
-def test_drift_is_the_change_since_the_look_before():
+def test_drift_is_the_change_since_the_snapshot_before():
   before = {"head": {"x": {"amax": 2.0, "snr_db": 30.0}, "w": {"amax": "nan", "snr_db": "inf"}}}
   now = {
     "head": {"x": {"amax": 16.0, "snr_db": 27.5}, "w": {"amax": 1.0, "snr_db": 31.0}},
@@ -22,10 +22,10 @@ def test_drift_is_the_change_since_the_look_before():
   assert alarms.with_drift(zero, now) == zero
 
 
-@pytest.mark.parametrize("looks, newest", [(0, {}), (2, {"head": {"x": {"amax": 1}}})])
-def test_last_look_is_the_newest_row(tmp_path, looks, newest):
-  assert alarms.last_look(str(tmp_path)) == {}
-  rows = [{"step": i, "numerics": {"head": {"x": {"amax": i}}}} for i in range(looks)]
+@pytest.mark.parametrize("snapshots, newest", [(0, {}), (2, {"head": {"x": {"amax": 1}}})])
+def test_last_snapshot_is_the_newest_row(tmp_path, snapshots, newest):
+  assert alarms.last_snapshot(str(tmp_path)) == {}
+  rows = [{"step": i, "numerics": {"head": {"x": {"amax": i}}}} for i in range(snapshots)]
   rows.append({"step": 9, "loss": 1.0})
   (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-  assert alarms.last_look(str(tmp_path)) == newest
+  assert alarms.last_snapshot(str(tmp_path)) == newest

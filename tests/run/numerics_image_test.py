@@ -12,7 +12,7 @@ from tensorboardX.proto import event_pb2
 from fp8jax.run import metrics_writer, numerics_image, palette, tracker
 
 
-def test_a_look_is_one_image_in_tensorboard_and_no_curve(tmp_path):
+def test_a_snapshot_is_one_image_in_tensorboard_and_no_curve(tmp_path):
   log = metrics_writer.Metrics(str(tmp_path), 0, (), tensorboard=True)
   numerics = {f"layers/{i}/mlp/up": {t: {"snr_db": 20.0} for t in "xwg"} for i in range(2)}
   for step in (1, 2):

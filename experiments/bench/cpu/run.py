@@ -72,8 +72,8 @@ def bench_numerics():
   """Median seconds of a quiet step and of one that reports numerics; the two take turns.
 
   overhead: what log.tensor_stats_every=100 adds to training, as a share: the loud step, and the
-  rows, image and alarms of its look, which the host makes. Compiling the loud step, once, is not
-  in it.
+  rows, image and alarms of its snapshot, which the host makes. Compiling the loud step, once, is
+  not in it.
   """
   import jax
   import numpy as np
@@ -99,7 +99,7 @@ def bench_numerics():
     written = []
     with tempfile.TemporaryDirectory() as folder:
       log = metrics_writer.Metrics(folder, 0, {}, True, None)
-      looks = alarms.Looks(folder)
+      numerics = {}
       watch = alarms.AlarmMonitor(spec.log.alarms, site_tree.recipes_of(sites["loud"]))
       for round_ in range(1 + ROUNDS * STEPS):
         for kind, of_kind in sites.items():
@@ -107,9 +107,10 @@ def bench_numerics():
           state, values = jax.block_until_ready(step_fn(state, batch, of_kind))
           if round_:  # the first compiles
             times[kind].append(time.perf_counter() - start)
-        start = time.perf_counter()  # as jobs/train.py does
+        start = time.perf_counter()  # as jobs/run_reports.py does
         stats = jax.device_get(values["tensor_stats"])
-        numerics = looks.add(alarms.summarise(sites["loud"], stats, values.get("alignment", {})))
+        summary = alarms.summarise(sites["loud"], stats, values.get("alignment", {}))
+        numerics = alarms.with_drift(summary, numerics)
         log.write_nested(round_, "numerics", numerics, lambda: numerics_image.draw(numerics))  # noqa: B023
         log.write_row(round_, {"exponents": alarms.exponents(sites["loud"], stats)})
         watch.new(numerics)
@@ -117,12 +118,12 @@ def bench_numerics():
       log.close()
     del state
     quiet, loud = (float(np.median(times[kind])) for kind in sites)
-    look = float(np.median(written[1:]))
+    extra = float(np.median(written[1:]))
     found[recipe] = {
       "quiet_seconds": round(quiet, 3),
       "loud_seconds": round(loud, 3),
-      "look_seconds": round(look, 3),
-      "overhead": round((loud - quiet + look) / (NUMERICS_EVERY * quiet), 5),
+      "look_seconds": round(extra, 3),
+      "overhead": round((loud - quiet + extra) / (NUMERICS_EVERY * quiet), 5),
       "all_seconds": {k: [round(x, 3) for x in t] for k, t in times.items()},
     }
   return {"tokens_per_step": 1024, "every": NUMERICS_EVERY, "recipes": found}
