@@ -226,18 +226,18 @@ def test_a_decision_is_about_the_recipes_of_the_step_that_comes():
   )
   of_evaluations = {"eval.every": 2, "eval.tokens": 64, "precision.policy": policies}
   at_work = policy_runner.PolicyRunner(
-    harness.text_spec(**{**LOOKS, **of_evaluations}), lambda *_: None
+    harness.text_spec(**{**LOUD, **of_evaluations}), lambda *_: None
   )
   for step, loss, given in ((2, 3.0, {site: "bf16"}), (4, 3.5, {})):
-    at_work.look(step, alarm if step == 2 else set())
+    at_work.measured(step, alarm if step == 2 else set())
     assert at_work.policy_state.overrides == given
     at_work.evaluated(step, {"heldout": loss}, None)
   assert at_work.policy_state.overrides == {site: "bf16"}
 
   late = {"precision.schedule": ((4, ((".*", "bf16"),)),), "steps": 8,
           "precision.policy": ("widen_margin(alarm='snr_db')",)}  # fmt: skip
-  at_work = policy_runner.PolicyRunner(harness.text_spec(**{**LOOKS, **late}), lambda *_: None)
-  at_work.look(4, alarm)
+  at_work = policy_runner.PolicyRunner(harness.text_spec(**{**LOUD, **late}), lambda *_: None)
+  at_work.measured(4, alarm)
   assert at_work.policy_state.overrides == {}
 
 

@@ -63,7 +63,7 @@ def test_a_decision_sees_those_before_it_in_the_same_look():
   switch = "switch_recipe(k=1, looks=1, sites='.*/up')"
   for others in ("widen_margin(sites='.*/up')", "refresh(alarm='any', sites='.*/up')"):
     for policies in ((switch, others), (others, switch)):
-      ((events, state),) = looks(policies, {UP})
+      ((events, state),) = decided(policies, {UP})
       assert state.overrides == {UP[0]: "bf16"} and not state.refresh
       widens_first = policies[0].startswith("widen")  # and then comes back with that margin
       assert len(events) == 1 + widens_first
@@ -82,7 +82,7 @@ def test_a_site_that_two_policies_switched_comes_back_in_whichever_order():
     ((one, two, none, none, none), ["block_128", "bf16", "bf16", "", ""]),
     ((one, {UP, *two}, one, none, none), ["block_128", "bf16", "bf16", "block_128", ""]),
   ):
-    given = [state.overrides.get(UP[0], "") for _, state in looks(policies, *firing)]
+    given = [state.overrides.get(UP[0], "") for _, state in decided(policies, *firing)]
     assert given == wanted
 
 
