@@ -58,6 +58,27 @@ def test_the_peak_phase_is_that_with_the_most_bytes(monkeypatch):
   assert workspace.peak(spec, 1) == ("embedding", {"a": 11, "z": 1})
 
 
+@pytest.mark.parametrize("dtype, size", [("bfloat16", 2), ("float32", 4)])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_bytes_of_the_loss_are_counted_by_hand(dtype, size, microbatches):
+  """512 tokens in chunks of 2 x 64, 128 channels, a vocabulary of 512, two layers, one device."""
+  c = harness.tiny_config("bf16", **{
+    "precision.compute_dtype": dtype, "memory.loss_chunk": 64, "seq_len": 256,
+    "global_batch": 2 * microbatches, "grad_accum_steps": microbatches, "model.max_positions": 256,
+  })  # fmt: skip
+  stream, head, chunk = 2 * 256 * 128, 128 * 512, 2 * 64 * 512
+  layer = 4 * 128 * 512 + 3 * 128 * 512 + 2 * 128  # q, k, v, o; gate, up, down; two norms
+  sums = 4 * (microbatches > 1)  # float32
+  spec = harness.tiny_spec(c)
+  assert workspace.logits(spec) == 4 * chunk
+  assert workspace._loss(spec) == {
+    workspace.GRADIENTS: sums * 2 * layer,
+    # The head and its gradient; the logits in float32, theirs in float32 and in the dtype.
+    workspace.VOCABULARY: sums * head + (size + 4) * head + (4 + 4 + size) * chunk,
+    workspace.ACTIVATIONS: 3 * size * stream,
+  }
+
+
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 400, page 0, parameter 0, shape |f32[100]| at ShapeIndex {}, maybe-live-out:
  value: <1 state.1 @0> (size=400,offset=0): f32[100]{0}

@@ -103,3 +103,25 @@ def test_groups_are_cut_up_without_clusters_whatever_was_tuned(monkeypatch, inte
   groups = jnp.asarray([0, 1], jnp.int32)
   got = mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16, groups=groups)
   np.testing.assert_array_equal(got[:, 0], np.repeat([128, 256], 128))
+
+
+class _Grid(Exception):
+  """Of a kernel that would run."""
+
+
+@pytest.mark.parametrize("cores, cluster, programs", [(132, 1, 132), (132, 2, 66), (7, 2, 3)])
+def test_clusters_of_programs_share_the_multiprocessors(monkeypatch, cores, cluster, programs):
+  """A kernel that stays has as many programs as run at once: more of them wait for an end."""
+
+  def kernel(body, grid, cluster, **more):
+    raise _Grid(grid, cluster)
+
+  monkeypatch.setattr(mosaic_sm90, "num_cores", lambda: cores)
+  monkeypatch.setattr(mosaic_sm90.plgpu, "kernel", kernel)
+  a = scaled_matrix.ScaledMatrix(
+    jnp.zeros((512, 256), jnp.float8_e4m3fn), jnp.ones((512, 2)), (1, 128)
+  )
+  b = scaled_matrix.ScaledMatrix(a.data, jnp.ones((4, 2)), (128, 128))
+  with pytest.raises(_Grid) as e:
+    mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16, config=Config(cluster_m=cluster))
+  assert e.value.args == ((programs,), (cluster,))

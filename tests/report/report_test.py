@@ -285,6 +285,22 @@ def test_a_damaged_list_of_sites_is_named(tmp_path):
     files.read(str(tmp_path))
 
 
+def test_rows_of_a_chart_are_plain_json():
+  """Integers whole, whatever made them; other numbers with few digits; no number, none."""
+  pytest.importorskip("altair")
+  from fp8jax.report import charts
+
+  large = 2**53 + 1
+  given = (large, np.int64(large), np.int32(-3), np.float32(1 / 3), 2 / 3, np.inf, "a", None)
+  values = charts.rows(x=given).values
+  text = '9007199254740993 9007199254740993 -3 0.333 0.667 null "a" null'
+  assert " ".join(json.dumps(v["x"]) for v in values) == text
+  assert charts.table("x y", [(1, "a"), (2, "b")]).values == [
+    {"x": 1, "y": "a"},
+    {"x": 2, "y": "b"},
+  ]
+
+
 GOLDEN = [(of_run, "report"), (of_sensitivity, "sensitivity"), (of_comparison, "compare")]
 
 
