@@ -123,6 +123,15 @@ def test_unknown_targets_are_refused():
       aot.resolve(harness.tiny_config("bf16"), wrong)
 
 
+def test_a_target_without_a_number_is_one_device(monkeypatch):
+  asked = []
+  monkeypatch.setattr(aot, "_devices", lambda *of: asked.append(of) or jax.devices()[: of[1]])
+  for target in ("h100", "h200:2", "b200:1"):
+    _, devices = aot.resolve(harness.tiny_config("bf16", **{"mesh.fsdp": -1}), target)
+    assert len(devices) == asked[-1][1]
+  assert asked == [("h100", 1), ("h200", 2), ("b200", 1)]
+
+
 def small_on_h200() -> dict:
   import aot_harness
 

@@ -11,6 +11,7 @@ import variants
 
 from fp8jax.compiled import saved_tensors
 from fp8jax.models import presets, transformer
+from fp8jax.ops import site_tree
 from fp8jax.step import train_step
 
 GROUPS = {"memory.save_norm_inputs": "e4m3_16", "memory.save_gate_up": "e4m3_16"}
@@ -61,3 +62,19 @@ def test_declared_is_what_differentiation_keeps(monkeypatch, preset, recipe, cha
   assert there == pytest.approx(
     sum(item.nbytes for item in saved_tensors.of_layers(spec)), rel=0.01
   )
+
+
+def test_backends_of_one_device_are_chosen_for_its_sizes(monkeypatch):
+  """8 x 128 tokens over 2 devices; 4 heads of 128 and 1024 channels over 4 others."""
+  sizes = set()
+
+  def choose(recipe, size, device, matmul):
+    sizes.add((size.tokens, size.produced, size.contracted))
+    return ("reference",) * 3
+
+  config = harness.tiny_config("block_128", **{"model.intermediate_size": 1024})
+  spec = harness.tiny_spec(config, (1, 2, 4))
+  monkeypatch.setattr(site_tree.site_lib, "choose_backends", choose)
+  saved_tensors._OneDevice(spec).sites()
+  q_k_v_o, gate_up, down = (512, 128, 128), (512, 256, 128), (512, 128, 256)
+  assert sizes - {(512, 512, 128)} == {q_k_v_o, gate_up, down}  # the head is not of a layer

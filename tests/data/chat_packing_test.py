@@ -308,3 +308,13 @@ def test_another_reading_of_the_same_rows_is_other_data(tmp_path, monkeypatch):
   before = loader.fingerprint(spec)
   monkeypatch.setattr(data_config, "_READING", data_config._READING - 1)
   assert loader.fingerprint(spec) != before
+
+
+@pytest.mark.parametrize("most, is_said", [(COUNT - 1, True), (COUNT, False)])
+def test_more_conversations_than_are_read_at_once_are_said(
+  folder, monkeypatch, capsys, most, is_said
+):
+  monkeypatch.setattr(samples, "_MANY", most)
+  samples.make_index(chats.spec(folder / "a.jsonl"))
+  line = f"reading {COUNT} conversations once, to know the lengths of their samples\n"
+  assert capsys.readouterr().err == line * is_said

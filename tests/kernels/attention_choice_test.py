@@ -66,6 +66,17 @@ def test_auto_says_that_it_takes_a_small_bias_for_want_of_tokamax():
   assert isinstance(refused, Refusal) and "pip install" in refused.reason
 
 
+@pytest.mark.usefixtures("lacks_tokamax")
+@pytest.mark.parametrize("problem, length", [  # 256 MiB: 2 bytes, or of XLA 4 for each of 16 heads
+  (SHORT, 11585), (dataclasses.replace(SHORT, sequences=2), 8192),
+  (dataclasses.replace(SHORT, device=Device("gpu", 70)), 2048),
+])  # fmt: skip
+def test_auto_takes_a_bias_of_256_mib_and_none_that_is_larger(problem, length):
+  choice = choose.attention(dataclasses.replace(problem, length=length))
+  assert isinstance(choice, Choice)
+  assert isinstance(choose.attention(dataclasses.replace(problem, length=length + 1)), Refusal)
+
+
 @pytest.mark.parametrize("backend", ["cudnn", "xla"])
 def test_a_large_bias_that_is_asked_for_by_name_is_allowed_and_said(backend):
   found = choose.attention(LONG, backend)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tolerances
 
+from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.ops.attention import attention, first_keys
 
 B, L, K = 2, 24, 16
@@ -59,3 +60,36 @@ def test_first_keys_and_causality_are_the_mask_of_documents(rng):
 
 def test_first_keys_of_a_segment_number_that_returns_are_of_its_own_run():
   assert first_keys(jnp.asarray([[1, 1, 2, 1, 0, 0]])).tolist() == [[0, 0, 2, 3, 4, 4]]
+
+
+def test_tokamax_is_given_its_arguments_and_its_gradients_come_back(rng, monkeypatch):
+  """Its kernels are stood in for by matrices with the same arguments; 3 queries read each key."""
+
+  def forward(q, k, v, first_key, scale):
+    keys = jnp.arange(L)
+    seen = (first_key[..., None] <= keys) & (keys <= keys[:, None])
+    k, v = (jnp.repeat(x, 3, axis=2) for x in (k, v))
+    scores = scale * jnp.einsum("BLHK,BMHK->BHLM", q, k)
+    p = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf))
+    return jnp.einsum("BHLM,BMHK->BLHK", p, v), (p.max(-1), p.sum(-1))
+
+  def backward(q, k, v, first_key, out, residuals, g, scale):
+    again, vjp = jax.vjp(lambda *of: forward(*of, first_key, scale)[0], q, k, v)
+    np.testing.assert_array_equal(out, again)
+    np.testing.assert_array_equal(residuals[1], forward(q, k, v, first_key, scale)[1][1])
+    return vjp(g)
+
+  monkeypatch.setattr(tokamax_sm90, "forward", forward)
+  monkeypatch.setattr(tokamax_sm90, "backward", backward)
+  q, g, k, v = (
+    rng.standard_normal((B, L, heads, K)).astype(np.float32) for heads in (6, 6, 2, 2)
+  )
+  segments = jnp.array([[1] * 7 + [2] + [3] * 12 + [0] * 4, [1] * 24], jnp.int32)
+
+  def run(by):
+    out, vjp = jax.vjp(lambda *of: attention(*of, segments, by), q, k, v)
+    return out, *vjp(g)
+
+  np.testing.assert_allclose(run("tokamax")[0], _loops(q, k, v, segments), atol=1e-5)
+  for ours, xla in zip(run("tokamax"), run("xla"), strict=True):
+    np.testing.assert_allclose(ours, xla, atol=1e-5)
