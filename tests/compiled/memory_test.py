@@ -79,6 +79,42 @@ def test_bytes_of_the_loss_are_counted_by_hand(dtype, size, microbatches):
   }
 
 
+# 128 channels of the stream, 4 heads of 128, 1024 channels of the MLP, a vocabulary of 768.
+_MLP, _VOCABULARY = 3 * 128 * 1024, 128 * 768
+_GRADIENTS = 4 * 2 * (4 * 128 * 512 + _MLP)  # of the weights of two layers, in float32
+_NORMS = 4 * 2 * 2 * 128
+# recipe, mesh, changes, and by hand: KINDS of the last layer, KINDS of the embedding
+BY_HAND = {
+  # 512 tokens at a time; gate, up (read for both of their gradients), those, and their product's.
+  "two microbatches": ("bf16", None, {"grad_accum_steps": 2}, (
+    2 * (_GRADIENTS + _NORMS), 8 * _VOCABULARY, 0, 0, 512 * (2048 + 2 * 1024 + 5 * 128) * 4
+  ), (2 * (_GRADIENTS + _NORMS), 16 * _VOCABULARY)),
+  "in FP8": ("block_128", None, {}, (
+    _GRADIENTS + _NORMS, 4 * _VOCABULARY, 0, 1024 * (2 * 2048 + 128), 1024 * (1024 + 5 * 128) * 4
+  ), (_GRADIENTS + _NORMS, 12 * _VOCABULARY)),
+  # The stream and weights over 2 devices, heads, the MLP and the vocabulary over 4.
+  "on a mesh": ("block_128", (1, 2, 4), {"precision.compute_dtype": "bfloat16"}, (
+    _GRADIENTS // 8 + _NORMS // 2, _VOCABULARY, 4 * _MLP // 4 + _MLP * 2 // 3 // 4,
+    512 * (2 * 512 + 128), 512 * (256 + 5 * 128) * 2
+  ), (_GRADIENTS // 8 + _NORMS // 2, _VOCABULARY + 2 * _VOCABULARY // 2)),
+  "layer by layer": ("bf16", None, {
+    "optim.in_backward": True, "optim.grad_clip_norm": 0.0, "memory.remat_policy": "full",
+  }, (
+    0, 4 * _VOCABULARY, (_GRADIENTS + _NORMS) // 2, 0, 1024 * (2 * 3072 + 5 * 128) * 4
+  ), (0, 12 * _VOCABULARY)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_bytes_of_a_layer_and_of_the_embedding_are_counted_by_hand(name):
+  recipe, mesh, changes, of_layer, of_embedding = BY_HAND[name]
+  sizes = {"model.intermediate_size": 1024, "model.vocab_size": 768}
+  spec = harness.tiny_spec(harness.tiny_config(recipe, **sizes, **changes), mesh)
+  layer, embedding = workspace._layer(spec), workspace._embedding(spec)
+  assert tuple(layer[k] for k in workspace.KINDS if k != workspace.SAVED) == of_layer
+  assert (embedding.get(workspace.GRADIENTS, 0), embedding[workspace.VOCABULARY]) == of_embedding
+
+
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 400, page 0, parameter 0, shape |f32[100]| at ShapeIndex {}, maybe-live-out:
  value: <1 state.1 @0> (size=400,offset=0): f32[100]{0}
