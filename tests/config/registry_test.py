@@ -36,6 +36,55 @@ def test_a_name_that_is_no_choice_is_refused_and_every_choice_is_not(name):
   assert all(_changed(name, choice) == [] for choice in one.choices)
 
 
+# Key by key what its declaration says beside its default (tests/golden/configs.json) and meaning.
+LEAST_1 = """steps global_batch grad_accum_steps seq_len memory.loss_chunk eval.batch
+  checkpoint.keep log.every export.gate_tokens calibrate.batches noise.tokens
+  prepare.shard_tokens generate.slots
+  generate.num_samples"""
+LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.shuffle_windows
+  data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction eval.tokens
+  eval.every eval.questions checkpoint.every log.tensor_stats_every export.fold_smooth_batches
+  prepare.processes generate.max_length"""
+ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base precision.sensitivity
+  precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
+  weights.hf eval.tasks eval.data_dir eval.train_data eval.compare_with export.input_scales
+  export.gate_text export.client_python export.push_to noise.text generate.prompts generate.out"""
+IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only kernels.optimizer
+  kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy memory.save_gemm_inputs
+  memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos data.workers data.prefetch
+  mesh.data mesh.fsdp mesh.tensor sharding.weights sharding.acts"""
+NO_TRAINING = ("weights", "eval", "checkpoint", "log", "export", "calibrate", "sensitivity",
+               "noise", "prepare", "generate", "precision.verify_fp8_gemms")  # fmt: skip
+NOT_MAPPED = """init.hf init.adapters init.workdir init.step init.weights_only model.lora.rank
+  model.lora.alpha model.lora.targets model.lora.base precision.sensitivity precision.schedule
+  precision.policy precision.calibration kernels.optimizer memory.gpu_fraction data.chat_template
+  data.template_date data.samples_per_step data.epochs data.on_untrained optim.moment_format
+  optim.master_format optim.grad_format optim.in_backward loss_scale.kind eval.every
+  checkpoint.every checkpoint.keep checkpoint.accept_changes log.tracker log.profile
+  log.tensor_stats_every log.param_stats log.source_loss log.alarms"""
+
+
+def test_bounds_choices_and_consequences_are_those_of_the_table():
+  ours = registry.KEYS.values()
+  for least, names in ((1, LEAST_1), (0, LEAST_0)):
+    assert {k.name for k in ours if k.least == least} == set(names.split())
+  assert BOUNDED.keys() == set(f"{LEAST_1} {LEAST_0}".split())
+  free = {k.name for k in ours if k.type is str and k.choices is None}
+  assert free == set(ANY_TEXT.split())
+  for one in ours:
+    is_without = one.name in NO_TRAINING or one.name.split(".")[0] in NO_TRAINING
+    is_execution = one.name in IN_ANOTHER_WAY.split()
+    wanted = NOTHING if is_without else EXECUTION if is_execution else RESULT
+    assert one.affects is wanted, one.name
+    assert one.is_mapped == (one.name not in NOT_MAPPED.split()), one.name
+    assert one.is_optional == (one.type is not str and one.default is None), one.name
+  assert [k.name for k in ours if k.is_open] == [
+    "data.sources",
+    "sharding.weights",
+    "sharding.acts",
+  ]
+
+
 def test_every_key_has_a_meaning_and_a_default_of_its_type():
   assert registry.problems(base.get_config()) == []
   for one in registry.KEYS.values():

@@ -236,8 +236,10 @@ def tests_of(file: str) -> list[str]:
   seconds = {k: v for k, v in json.loads((ROOT / "tests/cpu_seconds.json").read_text()).items()}
   if re.search(rf"from {module} import|import {name}\b", (ROOT / "fp8jax/__init__.py").read_text()):
     folder = [*folder, "front_door_test.py"]
+  if re.search(r"= key\(", (ROOT / file).read_text()):
+    folder = [*folder, "registry_test.py"]  # the table of all keys
   paths = [path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("*_test.py")]
-  wanted = [p for p in paths if p.parts[0] in folder
+  wanted = [p for p in paths if {p.parts[0], p.name} & {*folder}
             or named.search((ROOT / "tests" / p).read_text())]  # fmt: skip
   wanted.sort(key=lambda p: seconds.get(f"tests/{p}", 0.0))
   return [str(p).removesuffix("_test.py") for p in wanted]
