@@ -6,6 +6,7 @@ from configs import base
 from fp8jax import keys
 from fp8jax.config import identity, named, registry
 from fp8jax.errors import REMOVED, ConfigError, UserError
+from fp8jax.jobs import table
 from fp8jax.keys import EXECUTION, NOTHING, RESULT
 from fp8jax.run import restore
 
@@ -164,3 +165,35 @@ def test_a_run_of_before_goes_on_where_its_removed_keys_had_the_values_of_now():
   with pytest.raises(ConfigError) as e:
     restore.check_same_run(changes, {"data_fingerprint": "", "readers": {}}, 7, "", {}, ())
   assert "loss_scale.start was 128.0 at step 7, and is no key now: every run starts" in str(e.value)
+
+
+# The key whose folder says what the model is, whether its tokenizer counts, whether one device
+# computes without and with eval.tasks, has_steps, has_calibration, and the option.
+NEEDS = {
+  "train": ("init.hf", False, (False, False), True, True, ""),
+  "evaluate": ("weights.hf", False, (False, True), False, True, ""),
+  "generate": ("weights.hf", True, (True, True), False, True, ""),
+  "export": ("weights.hf", False, (False, False), False, False, "out"),
+  "sensitivity": ("weights.hf", False, (True, True), False, True, "out"),
+  "noise": ("weights.hf", False, (False, False), False, True, "out"),
+  "calibrate": ("weights.hf", False, (False, False), False, False, "out"),
+  "diagnose": ("init.hf", False, (False, False), False, False, ""),
+  "memory": ("init.hf", False, (False, False), False, False, "topology"),
+  "prepare": ("init.hf", False, (False, False), False, False, "out"),
+  "preview": ("init.hf", False, (False, False), True, True, ""),
+}
+
+
+def test_jobs_read_the_model_and_text_that_the_table_says():
+  assert table.JOBS.keys() == NEEDS.keys()
+  c = base.get_config()
+  c.weights.hf, c.data.tokenizer, c.data.eos = "weights", "own", "</s>"
+  of_tasks = base.get_config()
+  of_tasks.eval.tasks = "tasks.py"
+  for name, (key, has_text, alone, *facts) in NEEDS.items():
+    needs, option = table.JOBS[name].needs, table.JOBS[name].option
+    assert needs.folder(c) == {"init.hf": ("", "init.hf"), "weights.hf": ("weights", key)}[key]
+    assert needs.folder(of_tasks) == ("", "init.hf"), name
+    assert needs.tokenizer(c) == (("", "") if has_text else ("own", "</s>")), name
+    assert tuple(bool(needs.is_on_one_device(x)) for x in (c, of_tasks)) == alone, name
+    assert [needs.has_steps, needs.has_calibration, option] == facts, name

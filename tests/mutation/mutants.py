@@ -232,12 +232,14 @@ def tests_of(file: str) -> list[str]:
   """The tests of the mirrored folder and those that name the module, the quickest first."""
   module, folder = file.removesuffix(".py").replace("/", "."), file.split("/")[1:-1][:1]
   package, _, name = module.rpartition(".")
-  named = re.compile(rf"{module}\b|from {package} import [^#]*\b{name}\b")
+  named = re.compile(rf"{module}\b|from {package} import (\([^)]*|.*)\b{name}\b")
   seconds = {k: v for k, v in json.loads((ROOT / "tests/cpu_seconds.json").read_text()).items()}
   if re.search(rf"from {module} import|import {name}\b", (ROOT / "fp8jax/__init__.py").read_text()):
     folder = [*folder, "front_door_test.py"]
   if re.search(r"= key\(", (ROOT / file).read_text()):
     folder = [*folder, "registry_test.py"]  # the table of all keys
+  if any(named.search(path.read_text()) for path in (ROOT / "fp8jax/jobs").glob("*.py")):
+    folder = [*folder, "jobs_test.py"]  # what a whole run writes and prints
   paths = [path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("*_test.py")]
   wanted = [p for p in paths if {p.parts[0], p.name} & {*folder}
             or named.search((ROOT / "tests" / p).read_text())]  # fmt: skip
