@@ -1,10 +1,17 @@
 """The adapter for lm_eval against lm_eval's own Hugging Face backend (lm_eval_scores.json)."""
 
+import importlib
 import json
 import os
 import pathlib
+import runpy
+import sys
+import types
 
 import pytest
+
+from fp8jax.errors import UserError
+from fp8jax.generation.settings import Sampling
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 SMOLLM2 = pathlib.Path(__file__).parents[2] / "assets" / "smollm2-135m"
@@ -54,3 +61,107 @@ def test_scores_and_texts_are_those_of_lm_evals_hugging_face_backend(manager, mo
           assert mine == theirs
     for metric, value in golden["results"][task].items():
       assert found["results"][task][metric] == pytest.approx(value, rel=1e-4), (task, metric)
+
+
+@pytest.fixture
+def adapter(monkeypatch):
+  """The adapter with a stand-in for lm_eval: its names alone, windows of two tokens."""
+  names = ("", ".api", ".api.model", ".api.registry", ".utils")
+  package = {name: types.ModuleType(f"lm_eval{name}") for name in names}
+  package[".api.model"].TemplateLM = object
+  package[".api.registry"].register_model = lambda name: lambda cls: cls
+  package[".utils"].get_rolling_token_windows = lambda tokens, prefix, most, of: [
+    ([prefix], tokens[:2]),
+    (tokens[:2], tokens[2:4]),
+  ]
+  package[".utils"].make_disjoint_window = lambda pair: (pair[0][-1:], pair[1])
+  for name, module in package.items():
+    monkeypatch.setitem(sys.modules, f"lm_eval{name}", module)
+  monkeypatch.delitem(sys.modules, "fp8jax.evaluation.lm_eval", raising=False)
+  module = importlib.import_module("fp8jax.evaluation.lm_eval")
+  yield module
+  sys.modules.pop("fp8jax.evaluation.lm_eval", None)
+
+
+class _Letters:
+  """A generator of letters: it scores by lengths and completes by what it was asked for."""
+
+  max_length, folder, seen = 6, "", ()
+
+  def __init__(self, path):
+    self.tokenizer = types.SimpleNamespace(
+      path=str(path), eos_id=2, token_id={"<s>": 1}.get,
+      encode_prompt=lambda text, prefix: ((1,) if prefix else ()) + tuple(map(ord, text)),
+    )  # fmt: skip
+
+  def score(self, sequences):
+    return [(-10.0 * len(context) - len(rest), not context) for context, rest in sequences]
+
+  def generate(self, prompts, sampling):
+    self.seen = (*self.seen, (prompts, sampling))
+    return [
+      [types.SimpleNamespace(text=f"{''.join(map(chr, p))}{sampling.top_k}")] for p in prompts
+    ]
+
+  def not_finite(self, prompts, made):
+    return "not a number" if any(0 in p for p in prompts) else ""
+
+
+def _asked(text, **how):
+  return types.SimpleNamespace(args=(text, how))
+
+
+@pytest.mark.parametrize("bos", ["<s>", {"content": "<s>"}, None], ids=str)
+def test_requests_are_cut_batched_and_put_back_in_their_order(adapter, tmp_path, bos):
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos}))
+  letters = _Letters(tmp_path)
+  model = adapter.FP8JaxLM(generator=letters)
+  assert (model.eot_token_id, model.prefix_token_id, model.max_length) == (2, 1 if bos else 2, 6)
+  assert model.tok_encode("<s>") == ([] if bos else [1]) + list(b"<s>")
+  assert model.tok_encode("ab") == [1, 97, 98] and model.tok_encode("ab", False) == [97, 98]
+  requests = [((), [7] * 9, [8] * 2), ((), [7], [8] * 8), ((), [7] * 9, [8] * 6)]
+  # Six tokens are read: of the continuation all but the last.
+  assert model._loglikelihood_tokens(requests) == [(-52.0, False), (-16.0, False), (-16.0, False)]
+  assert model.loglikelihood_rolling([_asked("a"), _asked("abc")]) == [-22.0, -24.0]
+  asked = [_asked("abcdefgh", top_k=3, max_gen_toks=2), _asked("xy", max_gen_toks=5),
+           _asked("ij", top_k=3, max_gen_toks=2)]  # fmt: skip
+  assert model.generate_until(asked) == ["efgh3", "y0", "\x01ij3"]
+  assert [len(prompts) for prompts, _ in letters.seen] == [2, 1]
+  with pytest.raises(UserError, match="max_gen_toks=6 leaves no room in a context of 6; lower it"):
+    model.generate_until([_asked("a", max_gen_toks=6)])
+  with pytest.raises(UserError, match="not a number"):
+    model.generate_until([_asked("\0", max_gen_toks=1)])
+  for wrong in ({}, {"generator": letters, "pretrained": "x"}):
+    with pytest.raises(UserError, match="name either `pretrained`"):
+      adapter.FP8JaxLM(**wrong)
+
+
+@pytest.mark.parametrize(
+  "asked, changed",
+  [
+    ({}, {}),
+    ({"until": "\n", "max_gen_toks": 7}, {"stop": ("\n",), "max_new_tokens": 7}),
+    ({"until": ["a", "b"], "temperature": 0.5}, {"stop": ("a", "b"), "temperature": 0.5}),
+    ({"do_sample": True}, {"temperature": 1.0}),
+    ({"do_sample": False, "temperature": 0.5}, {}),
+    ({"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 4, "seed": 5},
+     {"temperature": 0.7, "top_p": 0.9, "top_k": 4, "seed": 5}),
+  ],
+  ids=str,
+)  # fmt: skip
+def test_settings_of_a_task_are_lm_evals(adapter, asked, changed):
+  """Greedy unless sampling is asked for; 256 tokens."""
+  whole = dict(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=256, stop=(), seed=0)
+  assert adapter._sampling(asked) == Sampling(**whole | changed)
+  with pytest.raises(UserError, match="generation_kwargs num_beams, x of a task are not supported"):
+    adapter._sampling({**asked, "x": 1, "num_beams": 2})
+
+
+def test_its_command_is_lm_evals_and_an_import_runs_nothing(adapter, monkeypatch):
+  run, calls = runpy.run_module, []
+  monkeypatch.setattr(runpy, "run_module", lambda *of, **how: calls.append((of, how)))
+  importlib.reload(adapter)
+  assert not calls
+  sys.modules.pop(adapter.__name__)
+  run(adapter.__name__, run_name="__main__")
+  assert calls == [(("lm_eval",), {"run_name": "__main__"})]
