@@ -73,3 +73,15 @@ def test_a_seed_depends_on_prompt_number_and_seed():
     sampling.row_seed(s, p, n) for s in (0, 1) for p in ((1,), (1, 2), (12,)) for n in (0, 1)
   }
   assert len(seeds) == 12
+
+
+def test_by_default_the_best_token_is_taken_and_256_of_them():
+  assert Sampling() == Sampling(
+    temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=256, stop=(), seed=0
+  )
+  assert Sampling().problems() == Sampling(0.5, 1.0, 0, 1, ("a",), 2**63 - 1).problems() == []
+  wrong = Sampling(-0.1, 0.0, -1, 0, ("",), 2**63).problems("generate.")
+  assert [text.partition("=")[0].removeprefix("generate.") for text in wrong] == [
+    "temperature", "top_p", "top_k", "max_new_tokens", "seed", "stop"
+  ]  # fmt: skip
+  assert len(Sampling(np.inf, 1.001, 0, 1, "a", -1).problems()) == 4

@@ -42,6 +42,36 @@ GRADIENT = 1e-5
 EMULATION = 1e-5
 
 
+# letters, initial values, how many leading letters a GEMM contracts; vectors do not decay.
+DECLARED = {
+  "embed": ("VD", 0.15, None), "norm": ("D", "ones", None),
+  "layers/attn/norm": ("ND", "ones", None), "layers/attn/q": ("NDHK", 0.15, 1),
+  "layers/attn/k": ("NDGK", 0.15, 1), "layers/attn/v": ("NDGK", 0.15, 1),
+  "layers/attn/o": ("NHKD", 0.15 / 6**0.5, 2), "layers/mlp/norm": ("ND", "ones", None),
+  "layers/mlp/gate": ("NDF", 0.15, 1), "layers/mlp/up": ("NDF", 0.15, 1),
+  "layers/mlp/down": ("NFD", 0.15 / 6**0.5, 1),
+}  # fmt: skip
+OF_MODEL = {
+  "llama": {"head": ("DV", 0.15, 1)},
+  "qwen2": {f"layers/attn/{x}_bias": (f"N{h}K", "zeros", None) for x, h in zip("qkv", "HGG")},
+  "qwen3": {"head": ("DV", 0.15, 1),
+            **{f"layers/attn/{x}_norm": ("NK", "ones", None) for x in "qk"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_begin_and_decay_as_published(name):
+  """GPT-2's: what a residual stream of 2 x 3 blocks adds up begins with 1 / sqrt(6) of the rest."""
+  declared = params_lib.flatten(transformer.params(MODELS[name]))
+  assert declared.keys() == DECLARED.keys() | OF_MODEL[name].keys()
+  for path, (letters, init, inputs) in (DECLARED | OF_MODEL[name]).items():
+    one = declared[path]
+    assert (one.letters, one.inputs, one.trainable) == (letters, inputs, True), path
+    assert one.decay == (not isinstance(init, str)), path
+    assert one.init == (init if isinstance(init, str) else "normal"), path
+    assert isinstance(init, str) or one.std == pytest.approx(init, rel=1e-12), path
+
+
 def _batch(rng, cfg, documents=DOCUMENTS, length=LENGTH):
   """Random tokens, packed; padding is a document of its own whose targets do not count."""
   segments = np.zeros((len(documents), length), np.int32)

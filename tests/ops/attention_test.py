@@ -1,12 +1,15 @@
 """Attention against loops in float64: groups, documents, precision."""
 
+import inspect
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances
 
-from fp8jax.kernels.attention import tokamax_sm90
 from fp8jax.ops.attention import attention, first_keys
 
 B, L, K = 2, 24, 16
@@ -63,32 +66,51 @@ def test_first_keys_of_a_segment_number_that_returns_are_of_its_own_run():
 
 
 def test_tokamax_is_given_its_arguments_and_its_gradients_come_back(rng, monkeypatch):
-  """Its kernels are stood in for by matrices with the same arguments; 3 queries read each key."""
+  """Its kernels are stood in for by matrices with their arguments; 3 queries read each key."""
 
-  def forward(q, k, v, first_key, scale):
+  def attend(q, k, v, first_key, logits_scale, is_causal, logits_soft_cap):
+    """[L, H, K] of one row; also the sums of its softmax."""
+    assert is_causal and logits_soft_cap is None
     keys = jnp.arange(L)
-    seen = (first_key[..., None] <= keys) & (keys <= keys[:, None])
-    k, v = (jnp.repeat(x, 3, axis=2) for x in (k, v))
-    scores = scale * jnp.einsum("BLHK,BMHK->BHLM", q, k)
-    p = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf))
-    return jnp.einsum("BHLM,BMHK->BLHK", p, v), (p.max(-1), p.sum(-1))
+    seen = (first_key[0][:, None] <= keys) & (keys <= keys[:, None])
+    k, v = (jnp.repeat(x, 3, axis=1) for x in (k, v))
+    scores = logits_scale * jnp.einsum("LHK,MHK->HLM", q, k)
+    p = jnp.where(seen, jnp.exp(scores), 0)
+    return jnp.einsum("HLM,MHK->LHK", p / p.sum(-1, keepdims=True), v), p.sum(-1)
 
-  def backward(q, k, v, first_key, out, residuals, g, scale):
-    again, vjp = jax.vjp(lambda *of: forward(*of, first_key, scale)[0], q, k, v)
-    np.testing.assert_array_equal(out, again)
-    np.testing.assert_array_equal(residuals[1], forward(q, k, v, first_key, scale)[1][1])
-    return vjp(g)
+  def forward(q, k, v, bias, mask, first, last, *, out_dtype, config, **how):
+    rest = {n: how.pop(n) for n in [*how] if n not in inspect.signature(attend).parameters}
+    assert rest == dict(
+      normalize_output=True, return_residuals=True, use_stable_softmax=True, rescale_threshold=1.0
+    )
+    assert (bias, mask, last, out_dtype) == (None, None, None, q.dtype)
+    assert config == dict(block_q=64, block_kv=128, num_stages=2, persistent=False)
+    out, sums = attend(q, k, v, first, **how)
+    return out, (jnp.zeros_like(sums), sums)
 
-  monkeypatch.setattr(tokamax_sm90, "forward", forward)
-  monkeypatch.setattr(tokamax_sm90, "backward", backward)
-  q, g, k, v = (
-    rng.standard_normal((B, L, heads, K)).astype(np.float32) for heads in (6, 6, 2, 2)
-  )
+  def backward(q, k, v, residuals, out, g, bias, mask, first, last, *, ds_dtype, config, **how):
+    assert (bias, mask, last, ds_dtype) == (None,) * 4
+    blocks = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+    assert config == blocks | {"num_stages": 2}
+    again, pull = jax.vjp(lambda *of: attend(*of, first, **how)[0], q, k, v)
+    sums = attend(q, k, v, first, **how)[1]
+    is_right = jnp.all(jnp.abs(out - again) < 1e-6) & jnp.all(residuals[1] == sums)
+    return *(jnp.where(is_right, x, jnp.nan) for x in pull(g)), "of a bias"
+
+  package = "tokamax._src.ops.attention"
+  parent = types.ModuleType(package)
+  for name, function, kernel in (
+    ("pallas_mosaic_gpu_kernel_sm90", "flash_attention_kernel", forward),
+    ("pallas_mosaic_gpu_vjp_kernel_sm90", "flash_attention_vjp_kernel", backward),
+  ):
+    setattr(parent, name, types.SimpleNamespace(**{function: kernel, "Config": dict}))
+  monkeypatch.setitem(sys.modules, package, parent)
+  q, g, k, v = (rng.standard_normal((B, L, heads, K)).astype(np.float32) for heads in (6, 6, 2, 2))
   segments = jnp.array([[1] * 7 + [2] + [3] * 12 + [0] * 4, [1] * 24], jnp.int32)
 
   def run(by):
-    out, vjp = jax.vjp(lambda *of: attention(*of, segments, by), q, k, v)
-    return out, *vjp(g)
+    out, pull = jax.vjp(lambda *of: attention(*of, segments, by), q, k, v)
+    return out, *pull(g)
 
   np.testing.assert_allclose(run("tokamax")[0], _loops(q, k, v, segments), atol=1e-5)
   for ours, xla in zip(run("tokamax"), run("xla"), strict=True):

@@ -11,7 +11,7 @@ from harness import text_config, train_on_text
 from fp8jax.config import resolve
 from fp8jax.kernels.choose import Device
 from fp8jax.report import run_report
-from fp8jax.run import goodput, metrics_writer, preemption, profiler
+from fp8jax.run import goodput, metrics_writer, preemption, profiler, progress
 from fp8jax.step.settings import Log
 
 
@@ -43,6 +43,33 @@ def test_every_second_has_one_kind_and_repeated_steps_are_lost():
   assert goodput.line(clock.seconds()).endswith("lost 8.0; goodput 61.6%")
   clock.lose_since({"step": 40.0})  # a roll-back
   assert (clock.seconds()["step"], clock.seconds()["lost"]) == (40.0, 13.0)
+  clock.go_on({"step": 1.0, "lost": 2.0, "of another version": 9.0}, 15.0)
+  assert (clock.seconds()["step"], clock.seconds()["lost"]) == (41.0, 13.0 + 2 + 3)
+  clock.go_on({"lost": 1.0}, None)
+  assert clock.seconds()["lost"] == 19.0
+
+
+def test_speed_is_that_of_the_last_twenty_steps(monkeypatch):
+  """Steps of 1 s, then of 3 s; at 100 tokens and 60 of 80 operations per second and device."""
+  now = iter([*range(8), *range(10, 70, 3)])
+  monkeypatch.setattr(progress.time, "perf_counter", lambda: next(now))
+  speed = progress.Throughput(100, 60.0, 80.0)
+  speed.tick()
+  assert speed.values() == {} and speed.text(9) == ""
+  speed.tick()
+  assert speed.values() == {"tokens_per_second": 100.0, "step_seconds": 1.0, "mfu": 0.75}
+  assert speed.text(3700) == "100 tokens/s  MFU 75.0%  1:01:40 left"
+  for _ in range(6):
+    speed.tick()
+  assert speed.seconds_per_step == 1.0
+  speed.tick()
+  assert speed.seconds_per_step == 10 / 8
+  for _ in range(19):
+    speed.tick()
+  assert speed.seconds_per_step == (67 - 7) / 20
+  speed.restart()
+  assert speed.seconds_per_step is None
+  assert progress.Throughput(100, 60.0, None).text(1) == ""
 
 
 def _traced_steps(path) -> list[int]:
