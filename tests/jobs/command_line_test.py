@@ -11,7 +11,8 @@ import pytest
 
 from configs import base
 from fp8jax.config import identity
-from fp8jax.jobs import command_line
+from fp8jax.errors import UserError
+from fp8jax.jobs import command_line, dispatch, train
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEBUG = "--config=configs/debug.py"
@@ -177,3 +178,31 @@ def test_xlas_banner_alone_is_left_out_of_stderr(tmp_path, level):
   assert done.returncode == -signal.SIGABRT
   assert {"python", *KEPT.splitlines()} <= {*done.stderr.splitlines()}
   assert (BANNER in done.stderr) == bool(level) == ("Very slow compile?" in done.stderr)
+
+
+@pytest.mark.parametrize(
+  "error, code, line",
+  [
+    (None, 7, ""), (KeyboardInterrupt(), 130, "interrupted\n"),
+    (train.NonFinite("step 3\x1b"), 3, "error: step 3\\x1b\n"),
+    (UserError("key=1"), 1, "error: key=1\n"),
+    (FileNotFoundError(2, "No such file", "a"), 1, "error: [Errno 2] No such file: 'a'\n"),
+    (OSError(28, "No space left on device"), 1, "error: w cannot be written: No space left"),
+    (ModuleNotFoundError(name="altair.x"), 1,
+     "error: the package 'altair.x' is not installed; pip install 'fp8jax[report]'\n"),
+    (ModuleNotFoundError(name="other.x"), 1,
+     "error: the package 'other.x' is not installed; pip install 'other'\n"),
+  ],
+  ids=repr,
+)  # fmt: skip
+def test_an_end_has_its_exit_code_and_one_line_on_stderr(capsys, error, code, line):
+  def action():
+    if error is not None:
+      raise error
+    return 7
+
+  assert dispatch._reported(action, "w") == code
+  out, err = capsys.readouterr()
+  assert out == "" and err.startswith(line) and err.count("\n") == (error is not None)
+  with pytest.raises(RuntimeError, match="a bug"):
+    dispatch._reported(lambda: exec("raise RuntimeError('a bug')"), "w")
