@@ -1,14 +1,22 @@
 """Keys are declared once: defaults, bounds, choices and consequences come from the declaration."""
 
+import dataclasses
+
 import pytest
 
 from configs import base
-from fp8jax import keys
+from fp8jax import keys, params
 from fp8jax.config import identity, named, registry
+from fp8jax.data import config as data_config
 from fp8jax.errors import REMOVED, ConfigError, UserError
+from fp8jax.evaluation import code_sandbox, tasks
 from fp8jax.jobs import table
 from fp8jax.keys import EXECUTION, NOTHING, RESULT
+from fp8jax.models import config as models_config
+from fp8jax.phases import policy
+from fp8jax.recipe import quant
 from fp8jax.run import restore
+from fp8jax.sweeps import spec as sweep_spec
 
 BOUNDED = {k.name: k for k in registry.KEYS.values() if k.least is not None}
 CHOSEN = {k.name: k for k in registry.KEYS.values() if k.choices is not None}
@@ -197,3 +205,46 @@ def test_jobs_read_the_model_and_text_that_the_table_says():
     assert needs.tokenizer(c) == (("", "") if has_text else ("own", "</s>")), name
     assert tuple(bool(needs.is_on_one_device(x)) for x in (c, of_tasks)) == alone, name
     assert [needs.has_steps, needs.has_calibration, option] == facts, name
+
+
+# Of what users call or write down, the numbers and switches that they leave out: those of the
+# cited papers and files (transformers' rope, Transformer Engine's history), or ours.
+LEFT_OUT = {
+  policy.Refresh: dict(worse_by=0.02, patience=1, every=0),
+  policy.WidenMargin: dict(worse_by=0.02, patience=1, k=1, looks=1, by=1, most=3),
+  policy.SwitchRecipe: dict(worse_by=0.02, patience=1, k=3, looks=5, back_after=0, most=2),
+  policy.RollBack: dict(worse_by=0.02, patience=1, z=6.0, window=32, skip=2, most=3),
+  policy.LowerRate: dict(factor=0.5, patience=3, rtol=1e-4, atol=0.0, cooldown=0, min_scale=0.0),
+  data_config.DataConfig: dict(
+    heldout=0.1, cross_document=False, seed=0, workers=0, prefetch=2, shuffle_windows=0,
+    tells_sources=False,
+  ),
+  tasks.Protocol: dict(samples=1, temperature=0.0, top_p=1.0, max_new_tokens=256),
+  tasks.Task: dict(chat=False, margin=2.0),
+  code_sandbox.Limits: dict(
+    seconds=6.0, memory=4 * 2**30, output=16 * 2**20, files=64 * 2**20, processes=64
+  ),
+  models_config.ModelConfig: dict(
+    rope_theta=1e4, norm_eps=1e-6, qkv_bias=False, qk_norm=False, tie_embeddings=False,
+    init_std=0.02,
+  ),
+  models_config.RopeScaling: dict(
+    factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, beta_fast=32.0, beta_slow=1.0
+  ),
+  models_config.ComputeConfig: dict(loss_chunk=512, num_sources=0),
+  params.Param: dict(std=0.02, decay=True, trainable=True),
+  quant.Delayed: dict(steps=1024, margin=0),
+  quant.Static: dict(margin=0),
+  quant.Hadamard: dict(size=16),
+  quant.Quant: dict(keeps_nonzero=False),
+  sweep_spec.Optuna: dict(seed=0),
+  sweep_spec.Random: dict(seed=0),
+  sweep_spec.Sweep: dict(stop_above=1.0),
+  sweep_spec.Trial: dict(seed=0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LEFT_OUT, ids=lambda kind: kind.__name__)
+def test_numbers_that_are_left_out_are_those_of_the_table(kind):
+  ours = {one.name: one.default for one in dataclasses.fields(kind)}
+  assert {k: v for k, v in ours.items() if isinstance(v, (bool, int, float))} == LEFT_OUT[kind]
