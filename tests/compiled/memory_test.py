@@ -1,5 +1,7 @@
 """The account of memory: declared bytes are those that exist, compiled ones are all explained."""
 
+import json
+
 import harness
 import jax
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from fp8jax.compiled import aot, memory, workspace, xla_buffers
 from fp8jax.config import files as config_files
 from fp8jax.errors import UserError
+from fp8jax.jobs import memory as memory_job
 from fp8jax.step import train_step
 
 
@@ -151,6 +154,28 @@ def test_what_lies_in_memory_at_the_fullest_moment():
     sum(v.nbytes for v in xla_buffers.peak(ASSIGNMENT, longer)) == 608
   )  # not 1008: they overlap
   assert xla_buffers.peak("", "") == []
+
+
+def test_the_job_says_on_stderr_what_it_returns_and_writes(tmp_path, capsys, monkeypatch):
+  spec = harness.tiny_spec(harness.tiny_config("bf16"))
+  kept = memory_job.run(spec, jax.devices()[:1], "h200:1", str(tmp_path))
+  out, err = capsys.readouterr()
+  assert out == "" and err.startswith("compiling the step for h200:1\n")
+  assert err.endswith("FP8 GEMMs per step and device: 0 of 0 planned\n")
+  for row in kept["rows"]:
+    assert row["kind"].strip() in err
+  assert json.loads((tmp_path / "memory.json").read_text()) == json.loads(json.dumps(kept))
+  assert sum(row["declared"] or 0 for row in kept["rows"]) >= kept["state_declared"] > 0
+  summary = {k: v for k, v in kept.items() if k != "rows"}
+  summary["fp8_gemms"] = {**kept["fp8_gemms"], "found": 5, "planned": 6, "by": ["a", "b"]}
+  summary["fp8_gemms"]["problem"] = "one is missing"
+  monkeypatch.setattr(memory_job.memory, "compiled", lambda *_: ([], summary))
+  monkeypatch.setattr(memory_job.aot, "lower", lambda *_: None)
+  memory_job.run(spec, jax.devices()[:1], "", str(tmp_path / "none"))
+  err = capsys.readouterr().err
+  assert err.startswith("compiling the step for cpu\n")
+  assert err.endswith("per step and device: 5 of 6 planned, by a, b; one is missing\n")
+  assert not (tmp_path / "none").exists()
 
 
 def test_unknown_targets_are_refused():
