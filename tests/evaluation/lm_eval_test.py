@@ -95,7 +95,7 @@ class _Letters:
     )  # fmt: skip
 
   def score(self, sequences):
-    return [(-10.0 * len(context) - len(rest), not context) for context, rest in sequences]
+    return [(-100.0 * sum(context) - sum(rest), not context) for context, rest in sequences]
 
   def generate(self, prompts, sampling):
     self.seen = (*self.seen, (prompts, sampling))
@@ -119,10 +119,14 @@ def test_requests_are_cut_batched_and_put_back_in_their_order(adapter, tmp_path,
   assert (model.eot_token_id, model.prefix_token_id, model.max_length) == (2, 1 if bos else 2, 6)
   assert model.tok_encode("<s>") == ([] if bos else [1]) + list(b"<s>")
   assert model.tok_encode("ab") == [1, 97, 98] and model.tok_encode("ab", False) == [97, 98]
-  requests = [((), [7] * 9, [8] * 2), ((), [7], [8] * 8), ((), [7] * 9, [8] * 6)]
-  # Six tokens are read: of the continuation all but the last.
-  assert model._loglikelihood_tokens(requests) == [(-52.0, False), (-16.0, False), (-16.0, False)]
-  assert model.loglikelihood_rolling([_asked("a"), _asked("abc")]) == [-22.0, -24.0]
+  long = [*range(1, 10)]
+  requests = [((), long, [3, 4]), ((), [7], long[:8]), ((), long, [8] * 6)]
+  # Six tokens are read: of the continuation all but the last. What comes last is kept.
+  scores = [score for score, _ in model._loglikelihood_tokens(requests)]
+  assert scores == [-100 * (5 + 6 + 7 + 8 + 9) - 7, -700 - (3 + 4 + 5 + 6 + 7 + 8), -900 - 48]
+  first = -100 * model.prefix_token_id - (1 + 97)
+  rolling = model.loglikelihood_rolling([_asked("a"), _asked("abc")])
+  assert rolling == [first - 9700, first - 9700 - (98 + 99)]
   asked = [_asked("abcdefgh", top_k=3, max_gen_toks=2), _asked("xy", max_gen_toks=5),
            _asked("ij", top_k=3, max_gen_toks=2)]  # fmt: skip
   assert model.generate_until(asked) == ["efgh3", "y0", "\x01ij3"]
