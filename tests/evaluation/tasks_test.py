@@ -372,6 +372,13 @@ def test_user_files_are_verified_mathematically_by_default(monkeypatch, tmp_path
   assert task.verifier == "math-verify" and task.judge(item, "= 1/2").correct
   assert task.judge(item, "Thus \\boxed{1/3} no wait \\boxed{1/2}").correct
   assert not task.judge(item, "= 1/3").correct
+  asked, parse = [], module.parse
+  module.parse = lambda text: asked.append(text) or parse(text)
+  verifiers._gold.cache_clear()
+  assert task.judge(item, "<answer>**1/2**</answer>").correct
+  # What is expected is an expression as it stands, not a sentence with one.
+  assert asked == ["\\boxed{1/2}", "**1/2**", "\\boxed{1/2}"]
+  verifiers._gold.cache_clear()
 
 
 @pytest.mark.slow

@@ -125,3 +125,20 @@ def test_clusters_of_programs_share_the_multiprocessors(monkeypatch, cores, clus
   with pytest.raises(_Grid) as e:
     mosaic_sm90.matmul(a, b, out_dtype=jnp.bfloat16, config=Config(cluster_m=cluster))
   assert e.value.args == ((programs,), (cluster,))
+
+
+@pytest.mark.parametrize("dtype, size", [(jnp.bfloat16, 2), (jnp.float32, 4)])
+@pytest.mark.parametrize("is_tiled", [True, False])
+def test_candidates_have_as_many_stages_as_fit_and_six_at_most(is_tiled, dtype, size):
+  """Of 227 KiB: a slot holds 128 + n rows of 128 bytes and 512 + 1024 of scales."""
+  results = {112: 64 * 112, 128: 2 * 64 * 64, 160: 2 * 64 * 32}  # of a consumer, in its buffers
+  both = [(n, cluster, raster) for n in results for cluster in (1, 2) for raster in (4, 16)]
+  wanted = {(n, cluster, raster, "inline") for n, cluster, raster in both}
+  if is_tiled:
+    wanted |= {(n, cluster, raster, "warpgroup") for n, cluster, raster in both if n == 128}
+  ours = list(tile_config.candidates(is_tiled, dtype))
+  assert len(ours) == len(wanted)
+  assert {(c.tile_n, c.cluster_m, c.raster, c.producer) for c in ours} == wanted
+  for c in ours:
+    room = 227 * 1024 - 1024 - 2 * results[c.tile_n] * size
+    assert c.stages == min(6, room // (128 * (128 + c.tile_n) + 1536)), c

@@ -121,3 +121,11 @@ def test_statistics_over_a_mesh_see_the_nan_of_one_device(rng, bad):
   want = np.concatenate([parts[..., :3].max(0), parts[..., 3:].sum(0)], axis=-1)
   want[1, 0] = np.nan
   np.testing.assert_allclose(jax.jit(whole)(parts), want, rtol=1e-6)
+
+
+def test_counts_are_added_up_in_integers():
+  """16,777,217 is no float32: a device that adds one by one in float32 would stop before it."""
+  count = jax.make_jaxpr(tensor_stats._count)(np.ones((2, 3), bool))
+  (total,) = (eqn for eqn in count.eqns if "reduce_sum" in str(eqn.primitive))
+  assert total.outvars[0].aval.dtype == np.int32
+  assert count.out_avals[0].dtype == np.float32

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import re
+import types
 
 import harness
 import jax
@@ -321,3 +322,14 @@ def test_section_is_checked_as_a_whole():
   found = str(e.value)
   for key in ("tokens", "max_loss", "min_fp8"):
     assert f"sensitivity.{key}" in found
+
+
+def test_every_batch_of_both_halves_draws_by_a_key_of_its_own():
+  drawn, one = [], object.__new__(sensitivity.Study)
+  one.spec, one._references, one._params, one._plain = types.SimpleNamespace(seed=3), {}, 0, 0
+  one._batches, one._say = {half: [{}, {}, {}] for half in (CHOOSE, REPORT)}, lambda line: None
+  draw = lambda params, plain, batch, key: drawn.append(jax.random.key_data(key).tolist())  # noqa: E731
+  one.programs = types.SimpleNamespace(reference=draw)
+  for half in (CHOOSE, REPORT, CHOOSE):
+    assert len(one._reference(half)) == 3
+  assert len({*map(tuple, drawn)}) == len(drawn) == 6
