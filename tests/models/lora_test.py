@@ -284,3 +284,24 @@ def test_adapters_have_sites_in_bf16():
   recipes = {name: s.recipe.name for name, s in site_lib.flatten(spec.sites()).items()}
   assert recipes["layers/attn/q"] == "block_128"
   assert recipes["layers/attn/q_lora_a"] == recipes["layers/mlp/down_lora_b"] == "bf16"
+
+
+def test_products_of_an_adapter_follow_those_of_their_layer():
+  """a reads what the layer reads, b what a makes; R is the rank."""
+  spec = _spec(**RANK, **{"model.lora.targets": ("attn/o", "mlp/.*")})
+  sites = transformer.gemm_sites(spec.model)
+  names = ["q", "k", "v", "o", "o_lora_a", "o_lora_b"]
+  of_mlp = ("gate", "up", "down")
+  wanted = [f"layers/attn/{name}" for name in names]
+  wanted += [f"layers/mlp/{n}{part}" for n in of_mlp for part in ("", "_lora_a", "_lora_b")]
+  assert [*sites] == [*wanted, "head"]
+  ours = {name: (one.eqn, one.input) for name, one in sites.items() if "_lora_" in name}
+  inputs = {"o": ("BLHK", sites["layers/attn/o"].input, "HK", "D")}
+  inputs |= {n: ("BLD", sites["layers/mlp/up"].input, "D", "F") for n in ("gate", "up")}
+  inputs["down"] = ("BLF", sites["layers/mlp/down"].input, "F", "D")
+  for name, (x, read, contracted, produced) in inputs.items():
+    key = "attn" if name == "o" else "mlp"
+    of_a, of_b = (ours.pop(f"layers/{key}/{name}_lora_{part}") for part in "ab")
+    assert of_a == (f"{x},{contracted}R->BLR", read)
+    assert of_b == (f"BLR,R{produced}->BL{produced}", f"{name}_lora_a")
+  assert not ours
