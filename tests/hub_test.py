@@ -175,3 +175,10 @@ def test_prepare_fetches_the_tokenizer_alone(monkeypatch, tmp_path):
   c.init.hf = ID
   assert dispatch.run("prepare", c, base.get_config(), "configs/debug.py", str(tmp_path)) == 0
   assert fetched == {ID: hub.TOKENIZER}
+
+
+def test_the_remedy_names_a_folder_to_download_to_and_to_name_instead_of_an_id(monkeypatch):
+  monkeypatch.chdir(ROOT)
+  start = "expected a Hugging Face folder; where there is a network: "
+  assert hub.remedy(ID) == f"{start}{COMMAND}, and name assets/Qwen2.5-1.5B instead"
+  assert hub.remedy("./mine/x/") == f"{start}hf download ORG/x --local-dir ./mine/x/"

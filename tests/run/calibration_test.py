@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8jax.errors import UserError
-from fp8jax.jobs import train
+from fp8jax.jobs import calibrate, train
 from fp8jax.run import calibration
 from fp8jax.run.settings import Calibrate
 from fp8jax.step import train_step
@@ -119,3 +119,15 @@ def test_scales_of_a_later_phase_begin_with_its_own_sites(rng):
   assert list(train_step.calibrate(spec, state, harness.weighted_batch(rng), 1).scaling_states) == [
     "layers/mlp/down"
   ]
+
+
+def test_a_table_that_cannot_be_written_is_named_with_the_reason_alone(tmp_path):
+  (tmp_path / "file").write_text("")
+  (tmp_path / "folder").mkdir()
+  for path, reason in ((tmp_path / "file/x/t.json", "Not a directory"),
+                       (tmp_path / "folder", f"{tmp_path / 'folder'} is a folder")):  # fmt: skip
+    with pytest.raises(UserError) as e:
+      calibrate._check_writable(str(path), "--out")
+    assert str(e.value) == f"--out: cannot write {path}: {reason}; name another file"
+  calibrate._check_writable(str(tmp_path / "new" / "t.json"), "--out")
+  assert (tmp_path / "new").is_dir()

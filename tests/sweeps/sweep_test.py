@@ -383,3 +383,19 @@ def test_a_sweep_ends_in_a_comparison_of_what_finished(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, f"fp8jax.report.{name}", raising=False)
   monkeypatch.setitem(sys.modules, "altair", None)
   assert "pip install 'fp8jax[report]'" in table.compare(str(target), results)
+
+
+def test_a_job_that_the_sweep_no_longer_waits_for_stays_in_the_queue(tmp_path):
+  is_done, end = [False], {"status": "finished", "objective": 2.5}
+  job = types.SimpleNamespace(
+    done=lambda: is_done[0], exception=lambda: None, result=lambda: end
+  )  # fmt: skip
+  one = slurm.Submitted(job, types.SimpleNamespace(workdir=str(tmp_path / "t")))
+  assert one.poll() is None
+  one.stop()
+  assert one.poll() == outcome.Outcome("queued")
+  is_done[0] = True
+  assert one.poll() == outcome.Outcome("finished", 2.5)
+  job.exception = lambda: "no node"
+  assert one.poll() == outcome.Outcome("failed")
+  assert (tmp_path / "t" / "log.txt").read_text() == "no node\n"
