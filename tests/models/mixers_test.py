@@ -120,7 +120,7 @@ def _oracle(params, cfg, host):
       chosen = jax.nn.one_hot(jnp.argmax(probs[row, :n], -1), 2).mean(0)
       balance += COEFFICIENT * 2 * n * jnp.sum(chosen * probs[row, :n].mean(0))
       first += n * chosen[0]
-  loss = transformer.head_loss(x_BLD, params, sites, batch, cfg, plain.run)
+  loss, _ = transformer.head_loss(x_BLD, params, sites, batch, cfg, plain.run)
   return (loss + balance) / total, (balance / total, first / total / cfg.num_layers)
 
 
