@@ -168,7 +168,8 @@ def _caught_up(now, saver, reports, evaluation, state, step: int) -> tuple[State
   while True:
     if (undo := now.undo) is not None:
       state = None
-      state, step = saver.roll_back(undo), undo.to
+      with reports.steering(now):  # as far as recipes are undone
+        state, step = saver.roll_back(undo), undo.to
       reports.forget(step, saver.evaluations)
       now.policies.tell_undone(step)
     if metrics.is_due(step, spec.eval.every) and step < spec.steps:

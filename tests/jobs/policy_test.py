@@ -15,7 +15,7 @@ import pytest
 
 from fp8jax.config import resolve
 from fp8jax.data import loader
-from fp8jax.jobs import policy_runner, train
+from fp8jax.jobs import policy_runner, run_reports, train
 from fp8jax.kernels import choose
 from fp8jax.ops import scaling, site_tree
 from fp8jax.phases import decide
@@ -288,6 +288,22 @@ def test_what_a_roll_back_after_a_switch_restores(tmp_path):
   found = [row for row in rows(workdir) if any(key.startswith("heldout/") for key in row)][-1]
   for key, value in evaluator_lib.flat(wanted).items():
     assert found[key] == pytest.approx(value, rel=1e-6)
+
+
+def test_recipes_that_a_roll_back_undoes_leave_the_table_of_sites(tmp_path):
+  was, switched = (harness.text_spec(recipe) for recipe in ("tensor_delayed", "bf16"))
+  policies = types.SimpleNamespace(configured=was, tell_undone=lambda step: None)
+  now = types.SimpleNamespace(undo=types.SimpleNamespace(to=4), spec=switched, policies=policies)
+
+  def roll_back(undo):
+    now.spec, now.undo = was, None
+
+  saver = types.SimpleNamespace(roll_back=roll_back, evaluations={})
+  reports = types.SimpleNamespace(workdir=str(tmp_path), forget=lambda *_: None)
+  reports.steering = lambda now: run_reports.RunReports.steering(reports, now)
+  assert train._caught_up(now, saver, reports, None, None, 6) == (None, 4)
+  rows = debug_runs.read_json(tmp_path / "sites.json")
+  assert {row["recipe"] for row in rows if row["site"] != "head"} == {"tensor_delayed"}
 
 
 def test_a_gradient_that_overflows_is_undone_though_its_loss_is_no_jump(tmp_path):
