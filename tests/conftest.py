@@ -13,8 +13,10 @@ import zlib
 ON_GPU = os.environ.get("FP8JAX_TEST_GPU") == "1"
 if not ON_GPU:
   os.environ["JAX_PLATFORMS"] = "cpu"
+# On a core that others use too, eight devices may meet late: XLA aborts the process after 40 s.
 os.environ["XLA_FLAGS"] = (
   os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+  " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / d) for d in ("", "kernels"))]

@@ -216,7 +216,11 @@ def test_a_stage_keeps_the_codes_of_its_base_and_begins_adapters_where_there_are
       state = dataclasses.replace(state, params=harness.random_adapters(state.params))
     saved = checkpoint.Checkpoints(str(tmp_path / name))
     data = iter(grain.MapDataset.range(4).to_iter_dataset())
-    saved.save(0, state, data, {"config": identity.identity(own), "weights_dtype": "bfloat16"})
+    meta = {
+      "config": identity.identity(own), "data_fingerprint": "", "readers": {}, "evaluations": {},
+      "documents": {}, "weights_dtype": "bfloat16",
+    }  # fmt: skip
+    saved.save(0, state, data, meta)
     saved.wait()
     saved.close()
     found, _ = start.stage(spec, str(tmp_path / name), str(tmp_path / "stage"), console)
