@@ -128,11 +128,12 @@ def read(cls: type, values: Mapping[str, Any], **others: Any) -> Any:
     others: fields that are no keys.
   """
   names = [k.name.rpartition(".")[2] for k in cls.KEYS]  # pyright: ignore
-  return cls(**{name: _as_tuple(values[name]) for name in names}, **others)
+  return cls(**{name: as_tuple(values[name]) for name in names}, **others)
 
 
-def _as_tuple(value: Any) -> Any:
-  return tuple(map(_as_tuple, value)) if isinstance(value, (list, tuple)) else value
+def as_tuple(value: Any) -> Any:
+  """Lists, at any depth, as tuples."""
+  return tuple(map(as_tuple, value)) if isinstance(value, (list, tuple)) else value
 
 
 def problems(cls: type, values: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
-from fp8jax import records
+from fp8jax import keys, records
 from fp8jax.config import precision
 from fp8jax.config.files import Config
 from fp8jax.errors import UserError
@@ -82,7 +82,9 @@ def check_there(c: Config, workdir: str):
     return
   remedy = "name another --workdir"
   if begun := records.find(workdir, "config.json", TypedDict("Begun", {"resolved": Rules}), remedy):
-    rules, schedule = (_tuples(begun["resolved"][f"precision.{k}"]) for k in ("rules", "schedule"))
+    rules, schedule = (
+      keys.as_tuple(begun["resolved"][f"precision.{k}"]) for k in ("rules", "schedule")
+    )
     options = {"sensitivity": "", "rules": rules, "first_bf16": 0, "last_bf16": 0}
     options |= {"schedule": schedule} if schedule else {}
     shown = " ".join(shlex.quote(f"--config.precision.{k}={v}") for k, v in options.items())
@@ -90,10 +92,6 @@ def check_there(c: Config, workdir: str):
       f"precision.sensitivity={c.precision.sensitivity!r}: there is no file {path!r}, and "
       f"{workdir!r} remembers the rules of its run. To go on with them: {shown}"
     )
-
-
-def _tuples(value: Any) -> Any:
-  return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _file(stated: str) -> tuple[str, str]:
