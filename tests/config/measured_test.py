@@ -15,7 +15,7 @@ from fp8jax.jobs import dispatch, sensitivity, train
 from fp8jax.ops import site_tree
 from fp8jax.sensitivity.settings import Sensitivity
 
-RULES = (("layers/0/attn/v", "bf16"), ("head", "bf16"), (".*", "nvfp4"))
+RULES = (("layers/0/attn/v", "bf16"), ("head", "bf16"), (".*", "block_128"))
 CHANGES = {
   "precision.rules": RULES, "model.init_std": 0.1, "data.heldout_fraction": 0.5,
   "sensitivity.tokens": 256, "sensitivity.max_loss": 50.0, "sensitivity.min_fp8": 0.7,
@@ -58,7 +58,12 @@ def test_first_layers_of_the_measured_rules_are_in_the_rules_that_were_chosen(st
   """As if measured with first_bf16=1: its sites in the file, the chosen rules begin with them."""
   result = json.loads(study.read_text())
   result["sites"] = [s for s in result["sites"] if s["layer"] != 0]
-  chosen = [["layers/1/mlp/up", "bf16"], ["layers/0/.*", "bf16"], ["head", "bf16"], [".*", "nvfp4"]]
+  chosen = [
+    ["layers/1/mlp/up", "bf16"],
+    ["layers/0/.*", "bf16"],
+    ["head", "bf16"],
+    [".*", "block_128"],
+  ]
   result["budgets"] = [{**result["budgets"][0], "verdict": "met"}]
   result["budgets"][0]["arms"] = [{"rules": chosen}]
   path = tmp_path / "sensitivity.json"
@@ -75,6 +80,7 @@ def test_first_layers_of_the_measured_rules_are_in_the_rules_that_were_chosen(st
   assert {n for n, recipe in later.items() if recipe.name == "bf16"} == first | {"head"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 def test_a_run_goes_on_without_the_file_under_the_rules_that_it_left(study, tmp_path, parse):
   path = tmp_path / "file.json"
@@ -150,11 +156,11 @@ REFUSED = {
   "nothing": ("min_fp8", _all_in_bf16, {}, "leaves no site in FP8 within its budget"),
   "undecided": ("max_loss", _undecided, {}, "the other half of the text says 'no verdict'"),
   "earlier": ("min_fp8", _of_earlier_version, {}, "has no field 'model'; run --job=sensitivity"),
-  "recipe of file": ("min_fp8", _other_recipe, {}, "in 'mxfp8', and precision.rules give it 'nvf"),
-  "recipe here": ("min_fp8", None, {"precision.rules": ((".*", "block_128"),)},
-                  "measured layers/0/attn/k in 'nvfp4', and precision.rules give it 'block_128'"),
+  "recipe of file": ("min_fp8", _other_recipe, {}, "'mxfp8', and precision.rules give it 'block"),
+  "recipe here": ("min_fp8", None, {"precision.rules": ((".*", "nvfp4"),)},
+                  "measured layers/0/attn/k in 'block_128', and precision.rules give it 'nvfp4'"),
   "site here": ("min_fp8", None, {"precision.rules": RULES[1:]},
-                "measured layers/0/attn/v in no FP8, and precision.rules give it 'nvfp4'"),
+                "measured layers/0/attn/v in no FP8, and precision.rules give it 'block_128'"),
   "model": ("min_fp8", None, {"model.hidden_size": 128},
             "is of a model with hidden_size=64, and this one has 128"),
 }  # fmt: skip

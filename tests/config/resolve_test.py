@@ -145,7 +145,7 @@ MISTAKES = {
   "rule that is no regular expression": (["precision.rules: '(' is no regular expression"],
     {"precision.rules": (("(", "bf16"),)}),
   "rule that tries for ever": (
-    ["precision.rules: '((.+)+)+X' takes longer than 2 s to match 'layers/0/attn/", "'.*X' for"],
+    ["precision.rules: '((.+)+)+X' takes longer than 2 s to match 'layers/0/", "'.*X' for"],
     {"precision.rules": (("((.+)+)+X", "bf16"), (".*", "bf16"))}),
   "site without rule": (
     ["no rule in precision.rules covers head;", "add one, for example ('.*', 'bf16')"],

@@ -219,7 +219,7 @@ def _product(rng, product: str):
   return a, b, jnp.float32 if product == "wgrad" else jnp.bfloat16
 
 
-@pytest.mark.parametrize("product", ["fwd", "dgrad", "wgrad"])
+@pytest.mark.parametrize("product", ["fwd", pytest.param("dgrad", marks=pytest.mark.slow), "wgrad"])
 def test_gemms_of_torch_get_the_operands_that_they_want(rng, bench_kernels, fake_torch, product):
   rivals, _, torch, timing = bench_kernels
   a, b, out = _product(rng, product)

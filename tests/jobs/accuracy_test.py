@@ -64,6 +64,7 @@ def greedy(spec, state, prompt, count, recipe=None):
   return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_answers_of_the_steps_own_parameters_lower_the_rate_stopped_or_not(tmp_path, monkeypatch):
   """Of three questions the model can answer two, at every step: no evaluation improves."""
   changes = {

@@ -131,6 +131,7 @@ def _write_table(path, factor, layers=3):
   path.write_text(json.dumps({"format": calibration.FORMAT, "rows": rows}))
 
 
+@pytest.mark.slow
 def test_another_table_on_resume_is_refused_and_applied_where_accepted(
   tmp_path, monkeypatch, capsys
 ):

@@ -140,6 +140,7 @@ def test_evaluations_lower_the_rate_and_switch_recipes_stopped_or_not(tmp_path, 
   assert {recipe.name for recipe in recipes.values()} == {"bf16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worse_at", [4, 6])
 def test_a_prolonged_run_judges_what_its_last_step_left(tmp_path, monkeypatch, worse_at):
   """The evaluation that a shorter run ended with, at once and again after a roll-back to it."""
@@ -186,6 +187,7 @@ RUNS_IN_E5M2 = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", RUNS_IN_E5M2)
 def test_activations_are_in_e5m2_from_the_step_that_says_so(tmp_path, how):
   """Rounding to 2 bits of mantissa has four times the noise of 3: 25.5 dB instead of 31.5."""
@@ -241,6 +243,7 @@ def test_a_decision_is_about_the_recipes_of_the_step_that_comes():
   assert at_work.policy_state.overrides == {}
 
 
+@pytest.mark.slow
 def test_what_a_roll_back_after_a_switch_restores(tmp_path):
   """Scales, counts, drift and evaluation beside what they must be, not beside another run."""
   changes = {
@@ -379,6 +382,7 @@ def test_roll_back_passes_over_the_checkpoint_of_an_interruption():
   assert at_work.target(5, float("inf"), saved).to == 2
 
 
+@pytest.mark.slow
 def test_tables_of_a_refresh_bring_the_scales_before_back(tmp_path, monkeypatch):
   """Stopped around it, a run writes the same tables once; what the state held is in them."""
   changes = {**POLICIES["refresh"], "precision.policy": ("refresh(every=3, sites='layers/0/.*')",),
@@ -430,6 +434,7 @@ def test_tables_of_a_refresh_bring_the_scales_before_back(tmp_path, monkeypatch)
   assert (whole / "refresh/step_3_before.json").read_text() == tables["step_3_before.json"]
 
 
+@pytest.mark.slow
 def test_scales_come_from_the_batch_after_one_that_is_not_finite(tmp_path, monkeypatch, capsys):
   """At the beginning of the run, of a phase, and at a refresh, also where the run is stopped
   between the two batches; the loss scale halves once for each."""

@@ -104,9 +104,10 @@ def test_kill_minus_nine_and_resume_is_bitwise_the_same_run(tmp_path, repository
     np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow  # run/multiprocess_test.py
 @pytest.mark.parametrize(
   "number, code",
-  [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+  [(signal.SIGTERM, 75), (signal.SIGINT, 130)],
   ids=["SIGTERM", "Ctrl-C"],
 )
 def test_asked_to_stop_saves_and_says_so_in_the_exit_code(tmp_path, repository, number, code):

@@ -248,6 +248,7 @@ def test_prologues_that_have_room_lower_and_the_others_do_not():
   assert (found["accepted"], found["refused_fails"]) == (10, 2) and not found["accepted_fails"]
 
 
+@pytest.mark.slow
 def test_a_step_in_float32_lowers_for_hopper():
   import harness
 

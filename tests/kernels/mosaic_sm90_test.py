@@ -107,7 +107,7 @@ PRODUCTS = [("block_128-fwd", jnp.bfloat16), ("block_128-wgrad", jnp.float32)]
 
 
 # Products take turns; the other half under the marker `slow`, with the largest tiles.
-_SLOW = (1, 4, 5)
+_SLOW = (1, 2, 4, 5)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,9 @@ def test_kernel_under_vmap(rng):
   np.testing.assert_array_equal(jax.vmap(multiply)(a, b), want)
 
 
-@pytest.mark.parametrize("config", [None, Config(tile_n=160, stages=3, producer="inline")])
+@pytest.mark.parametrize("config", [
+  pytest.param(None, marks=pytest.mark.slow), Config(tile_n=160, stages=3, producer="inline"),
+])  # fmt: skip
 def test_kernel_adds_to_what_is_there(rng, config):
   """The weight gradient of one microbatch after the other."""
   gemm, (m, n, k) = GEMMS["block_128-wgrad"], (200, 264, 256)

@@ -304,6 +304,7 @@ def test_the_same_to_the_nearest_where_it_can_fall():
     Quant(E4M3, scale=Scale.NONE)
 
 
+@pytest.mark.slow
 def test_dynamics_of_presets_and_of_what_they_avoid():
   """A short run of experiments/moments: the order of the published table holds."""
   names = ["coat", "sqrt_v", "tensor_e4m3_e5m2", "fp8lm", "e4m3_256"]

@@ -119,7 +119,13 @@ ELEMENTS = {"muon": 32 * 256 + 2 * 5 * 4 * 2 * 128, "masked": 2 * 32 * 256,
             "multi_transform": 2 * 32 * 256 + 5 * 4 * 2 * 128}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+# Slow: states of the shapes that others have.
+_LIKE_OTHERS = ("adamw", "amsgrad", "adafactor", "rmsprop", "lion", "adadelta", "novograd")
+
+
+@pytest.mark.parametrize("name", [
+  pytest.param(name, marks=[pytest.mark.slow] * (name in _LIKE_OTHERS)) for name in TRANSFORMATIONS
+])  # fmt: skip
 def test_every_moment_of_a_large_parameter_is_stored_and_nothing_else(rng, name):
   """COAT's bytes exactly, Optax's first update, and moments within E4M3's error after three."""
   transformation, moments = TRANSFORMATIONS[name]
@@ -345,7 +351,9 @@ def test_a_hyperparameter_that_an_optimizer_does_not_read_is_refused(name):
   ]
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize(
+  "name", [pytest.param(n, marks=[pytest.mark.slow] * (i % 2)) for i, n in enumerate(BY_NAME)]
+)
 def test_an_optimizer_by_name_moves_its_part_on_every_device(rng, name):
   """Moments and master lie like the parameter; updates are those of Optax and of one device."""
   optim = optimizers.OptimizerConfig(name, "coat", "bf16_remainder", weight_decay=0.1, **_B)

@@ -70,6 +70,7 @@ def test_folder_without_a_run_is_refused_with_the_remedy(tmp_path):
     report.run("", [])
 
 
+@pytest.mark.slow
 def test_report_of_100_snapshots_at_smollm2_is_small_offline_and_true(tmp_path):
   pytest.importorskip("altair")
   lines = run_files.write_run(tmp_path, counted=5)

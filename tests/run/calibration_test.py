@@ -90,6 +90,7 @@ def test_table_of_another_model_is_refused(tmp_path):
     calibration.scaling_states_of(rows, harness.text_spec("e4m3_static").sites())
 
 
+@pytest.mark.slow
 def test_calibration_reaches_later_phases_and_is_refused_where_nothing_starts_from_it(tmp_path):
   path = tmp_path / "t.json"
   rows = [

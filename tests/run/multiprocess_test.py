@@ -27,8 +27,16 @@ from fp8jax.run import checkpoint
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 LENGTH, BATCH, STEPS = 128, 8, 10
+# One site of a layer is enough, and one compiles quickly.
+CONFIG = """
+from configs import debug
+
+def get_config(arm=""):
+  c = debug.get_config(arm)
+  c.precision.rules = (("layers/.*/mlp/down", "block_128"), (".*", "bf16"))
+  return c
+"""
 ARGS = [
-  "--config=configs/debug.py",
   "--config.mesh.fsdp=-1",
   f"--config.steps={STEPS}",
   f"--config.global_batch={BATCH}",
@@ -65,6 +73,7 @@ def prepared(tmp_path_factory):
       wanted[held] -= 1
       lines.append(json.dumps({"text": text}))
   (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+  (folder / "config.py").write_text(CONFIG)
   source = dict(kind="jsonl", path=str(folder / "corpus.jsonl"), field="text", dataset="",
                 split="train", weight=1.0)  # fmt: skip
   spec = data_config.DataConfig({"main": source}, tokenize.Tokenizer("bytes"), LENGTH, heldout=0.2)
@@ -90,8 +99,9 @@ class Launch:
   """launch.py in `count` processes with four devices together."""
 
   def __init__(self, spec, workdir, count, *extra):
-    flags = [*ARGS, f"--workdir={workdir}", *extra]
-    flags.append(f"--config.data.sources.main.path={spec.sources['main']['path']}")
+    path = pathlib.Path(spec.sources["main"]["path"])
+    flags = [f"--config={path.parent}/config.py", *ARGS, f"--workdir={workdir}", *extra]
+    flags.append(f"--config.data.sources.main.path={path}")
     if count > 1:
       flags += [f"--coordinator=localhost:{_free_port()}", f"--processes={count}"]
     env = {

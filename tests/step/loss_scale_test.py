@@ -108,6 +108,7 @@ def _small_layers(state):
   return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(smaller, state.params))
 
 
+@pytest.mark.slow
 def test_float16_trains_under_a_loss_scale_where_gradients_underflow_without():
   """Four steps against float32's: losses, and how far the first weight of the MLP came."""
   losses, moved = {}, {}

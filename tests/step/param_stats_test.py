@@ -76,9 +76,9 @@ def by_jax_grad(spec, params, batch):
   [
     ({"grad_accum_steps": 2, "model.lora.rank": 2}, None),
     # In chunks of rows, updates of 8-bit moments.
-    ({"optim.moment_format": "coat"}, None),
-    ({"optim.in_backward": True, "optim.grad_clip_norm": 0.0, "memory.remat_policy": "full"},
-     None),
+    pytest.param({"optim.moment_format": "coat"}, None, marks=pytest.mark.slow),
+    pytest.param({"optim.in_backward": True, "optim.grad_clip_norm": 0.0,
+                  "memory.remat_policy": "full"}, None, marks=pytest.mark.slow),
     pytest.param({"optim.grad_clip_norm": 0.0}, (2, 2, 1), marks=pytest.mark.slow),
     pytest.param({"optim.in_backward": True, "optim.grad_clip_norm": 0.0,
                   "memory.remat_policy": "full"}, (1, 2, 2), marks=pytest.mark.slow),

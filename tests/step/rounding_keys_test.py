@@ -69,7 +69,9 @@ ORDERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+  "order", [pytest.param(o, marks=[pytest.mark.slow] * (o == "bf16 sums")) for o in ORDERS]
+)
 def test_no_key_draws_twice_in_two_steps(rng, monkeypatch, order):
   """Operands, gradients, their sums, masters and both moments, layer by layer, chunk by chunk."""
   spec = harness.one_layer_spec(**ORDERS[order])
