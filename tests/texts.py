@@ -55,8 +55,8 @@ def are_same(a, b) -> bool:
   )
 
 
-def prepare(spec, folder, shard_tokens=300, processes=0):
+def prepare(spec, folder, shard_tokens=300, processes=0, out=None):
   """(index of the only source, what reads it in training)."""
-  out = rich.console.Console(quiet=True)
+  out = out or rich.console.Console(quiet=True)
   index = pretokenize.run(spec, str(folder), shard_tokens, out, processes)["main"]
   return index, source("prepared", folder / "main")

@@ -6,7 +6,7 @@ import harness
 import jax
 import pytest
 
-from fp8jax.compiled import aot, memory, workspace, xla_buffers
+from fp8jax.compiled import aot, memory, saved_tensors, workspace, xla_buffers
 from fp8jax.config import files as config_files
 from fp8jax.errors import UserError
 from fp8jax.jobs import memory as memory_job
@@ -231,3 +231,19 @@ def test_a_run_is_planned_without_its_files():
   assert c.init.hf == "no/such/folder"
   with pytest.raises(UserError, match="no/such"):
     aot.resolve(c, "")
+
+
+def test_differences_of_saved_arrays_are_named_by_dtype():
+  """Compiled less declared: two dtypes apart, one as declared, one that nothing declared."""
+  wanted = [
+    saved_tensors.SavedTensor("mlp", "bf16", (2, 4), 3, 3 * 2**20),
+    saved_tensors.SavedTensor("mlp", "f8e4m3fn", (2, 4), 3, 2**20),
+    saved_tensors.SavedTensor("attn", "f8e4m3fn", (4, 4), 1, 2**20),
+  ]
+  arrays = {"bf16[3,2,4] x 1": 3 * 2**20, "f32[3,4] x 2": 2**19, "f8e4m3fn[3,2,4] x 1": 2**20}
+  text = (
+    "compiled - declared: f32 +0.5 MiB of f32[3,4] x 2; f8e4m3fn -1.0 MiB of f8e4m3fn[3,2,4] x 1"
+  )
+  assert memory._differences(arrays, wanted) == text
+  assert memory._differences({}, wanted[:1]) == "compiled - declared: bf16 -3.0 MiB of none"
+  assert memory._differences({"bf16[3,2,4] x 1": 3 * 2**20}, wanted[:1]) == ""

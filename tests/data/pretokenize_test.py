@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import gzip
+import io
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import fsspec.implementations.memory
 import numpy as np
 import pyarrow
 import pytest
+import rich.console
 import texts
 import tokenizers
 
@@ -37,11 +39,11 @@ def corpus(tmp_path_factory):
   return "\n".join(lines).encode() + b"\n\n", str(folder / "tokenizer.json")
 
 
-def _prepare(path, tokenizer, target, processes=1, **changes):
+def _prepare(path, tokenizer, target, processes=1, out=None, **changes):
   """(index of the only source, {name: bytes of its file})."""
   values = {"tokenizer": tokenize.Tokenizer(tokenizer, "<end>"), "heldout": 0.2} | changes
   spec = texts.spec(texts.source("jsonl", path), **{"on_malformed": "skip"} | values)
-  index, _ = texts.prepare(spec, target, SHARD, processes)
+  index, _ = texts.prepare(spec, target, SHARD, processes, out)
   return index, {p.name: p.read_bytes() for p in (target / "main").iterdir()}
 
 
@@ -116,14 +118,17 @@ def test_interrupted_preparation_ends_with_the_same_documents(
       raise KeyboardInterrupt
     write(self, tokens)
 
+  out = rich.console.Console(file=io.StringIO(), width=200)
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(pretokenize._Shards, "write", stop)
-    _prepare(path, tokenizer, tmp_path / "p")
+    _prepare(path, tokenizer, tmp_path / "p", out=out)
+  assert "goes on" not in out.file.getvalue()
   read = json.loads((tmp_path / "p" / "main" / "progress.json").read_text())["read"]
   assert 200 < read < 402
   count = -(10**6)
   monkeypatch.setattr(pretokenize._Shards, "write", stop)
-  index, files = _prepare(path, tokenizer, tmp_path / "p")
+  index, files = _prepare(path, tokenizer, tmp_path / "p", out=out)
+  assert f"goes on after {read} documents" in out.file.getvalue()
   assert count == 699 - (read - (read > 300)) - 10**6  # nothing whole is done again
   whole, others = _prepare(plain, tokenizer, tmp_path / "whole")
   assert index["splits"] == whole["splits"] and index["passed_over"] == whole["passed_over"]

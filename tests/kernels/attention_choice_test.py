@@ -34,6 +34,7 @@ def lacks_tokamax(monkeypatch):
   (dataclasses.replace(SHORT, head_dim=64), "tokamax"),
   (dataclasses.replace(LONG, dtype="float32"), "xla"),
   (dataclasses.replace(LONG, device=CPU, dtype="float32"), "xla"),
+  (dataclasses.replace(LONG, device=CPU), "xla"),  # a GPU would refuse it
 ])  # fmt: skip
 def test_auto_isolates_documents_on_hopper_without_a_bias(problem, backend):
   found = choose.attention(problem)

@@ -20,14 +20,14 @@ from fp8jax.errors import UserError
 from fp8jax.kernels import choose, self_test
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.gemm import mosaic_sm90 as mosaic_sm90_lib
-from fp8jax.kernels.gemm import tile_config
+from fp8jax.kernels.gemm import tile_config, xla_sm90
 from fp8jax.kernels.gemm.tile_config import Config
 from fp8jax.kernels.quantize import mosaic_sm90 as quantizer
 from fp8jax.kernels.quantize import prologues
 from fp8jax.quantization import quantize, scaled_matrix
 from fp8jax.recipe import library
 from fp8jax.recipe.gemm import Gemm
-from fp8jax.recipe.quant import WHOLE
+from fp8jax.recipe.quant import WHOLE, Hadamard, Rounding
 
 HOPPER = choose.Device("gpu", 90)
 # Products of which it runs those that differ in formats, tiles or scales.
@@ -238,6 +238,19 @@ def test_gemm_kernel_names_why_it_refuses_a_problem():
   # Sizes are never a reason: SmolLM2-135M's, odd ones.
   for m, n, k in ((256, 256, 256), (2048, 192, 576), (2048, 576, 192), (131, 12, 201)):
     assert choose.gemm(_problem(fwd, m=m, n=n, k=k)).backend == "mosaic_sm90"
+
+
+@pytest.mark.parametrize("operand", ["lhs", "rhs"])
+@pytest.mark.parametrize("change, word", [
+  ({}, ""), ({"tile": (1, 128)}, "scales are per"),
+  ({"rounding": Rounding.STOCHASTIC}, "rounds to nearest"),
+  ({"transform": Hadamard(16)}, "transforms nothing"),
+])  # fmt: skip
+def test_quantizer_of_whole_tensors_names_the_operand_that_it_refuses(operand, change, word):
+  gemm = library.RECIPES["tensor_current"].fwd
+  quant = dataclasses.replace(getattr(gemm, operand), **change)
+  reason = xla_sm90.supports(_problem(dataclasses.replace(gemm, **{operand: quant}))) or ""
+  assert word in reason and reason.startswith(operand if word else "")
 
 
 @pytest.mark.parametrize(
