@@ -240,17 +240,19 @@ def test_gemm_kernel_names_why_it_refuses_a_problem():
     assert choose.gemm(_problem(fwd, m=m, n=n, k=k)).backend == "mosaic_sm90"
 
 
-@pytest.mark.parametrize("operand", ["lhs", "rhs"])
-@pytest.mark.parametrize("change, word", [
-  ({}, ""), ({"tile": (1, 128)}, "scales are per"),
-  ({"rounding": Rounding.STOCHASTIC}, "rounds to nearest"),
-  ({"transform": Hadamard(16)}, "transforms nothing"),
+@pytest.mark.parametrize("operands, change, word", [
+  ("", {}, ""), ("lhs", {"tile": (128, 0)}, "lhs scales are per"),
+  ("rhs", {"tile": (1, 0)}, "rhs scales are per"),
+  ("lhs", {"rounding": Rounding.STOCHASTIC}, "lhs is "),
+  ("rhs", {"rounding": Rounding.STOCHASTIC}, "rounds to nearest"),
+  ("lhs rhs", {"transform": Hadamard(16)}, "transforms nothing"),
 ])  # fmt: skip
-def test_quantizer_of_whole_tensors_names_the_operand_that_it_refuses(operand, change, word):
+def test_quantizer_of_whole_tensors_names_the_operand_that_it_refuses(operands, change, word):
   gemm = library.RECIPES["tensor_current"].fwd
-  quant = dataclasses.replace(getattr(gemm, operand), **change)
-  reason = xla_sm90.supports(_problem(dataclasses.replace(gemm, **{operand: quant}))) or ""
-  assert word in reason and reason.startswith(operand if word else "")
+  quants = {o: dataclasses.replace(getattr(gemm, o), **change) for o in operands.split()}
+  reason = xla_sm90.supports(_problem(dataclasses.replace(gemm, **quants))) or ""
+  assert word in reason and bool(reason) == bool(word)
+  assert reason.startswith(tuple(operands.split()) or "")
 
 
 @pytest.mark.parametrize(
