@@ -6,6 +6,7 @@ import math
 import pathlib
 import re
 import statistics
+import types
 
 import numpy as np
 import pytest
@@ -277,6 +278,20 @@ def test_alarms_say_what_was_done_about_them(tmp_path):
   switched, refreshed = (f"step {e.step}: {e.text}" for e in (actions[0], actions[2]))
   done = [run_report._done_about(e, alarms, actions) for e in alarms]
   assert done == [switched, refreshed, switched, "nothing"]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_events_beyond_the_most_that_are_shown_are_counted(more):
+  pytest.importorskip("altair")
+  from fp8jax.report import run_report
+
+  most = run_report.MAX_EVENTS
+  alarms = [files.Event(i, "alarm", "head/x", "snr_db 3") for i in range(most + more)]
+  section = run_report._events(types.SimpleNamespace(events=alarms))
+  said = f"The first {most} of {most + 1} alarms; metrics.jsonl has all. "
+  assert section.note == "No policy acted on these alarms: nothing was changed. " + said * more
+  ((columns, rows),) = section.tables
+  assert [row[0] for row in rows] == [*range(most)] and len(columns) == len(rows[0]) == 4
 
 
 def test_a_damaged_list_of_sites_is_named(tmp_path):
