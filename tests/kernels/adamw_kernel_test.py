@@ -231,3 +231,12 @@ def test_adamw_kernel_names_why_it_refuses_a_parameter():
   assert isinstance(named, choose.Refusal) and "Hopper" in named.reason
   with pytest.raises(ValueError, match="'triton'"):
     choose.adamw(x, x, x, x, HOPPER, "triton")
+
+
+def test_bytes_of_a_pass_are_read_and_written_but_the_gradients():
+  """COAT's moments: a code per number, 5 bytes per 128; the master's float32; gradients in BF16."""
+  array = jax.ShapeDtypeStruct((3, 256), jnp.bfloat16)
+  moment = quantized_tensor.zeros((3, 256), storage.MOMENTS["coat"].mu)
+  master = jax.ShapeDtypeStruct((3, 256), jnp.float32)
+  of_moment = 3 * 256 + 5 * 3 * 2
+  assert adamw_api.num_bytes(array, master, moment, moment) == 3 * 256 * (2 + 2 * 4) + 4 * of_moment

@@ -181,6 +181,18 @@ def test_an_accuracy_is_worse_below_the_best_one_and_improves_above_it():
   assert [s.rate_scale for s, *_ in found] == [1.0, 0.5, 0.5]
 
 
+@pytest.mark.parametrize("patience", [1, 2])
+@pytest.mark.parametrize(
+  "text", ["lower_rate(patience={})", "roll_back(metric='heldout', patience={})"]
+)
+def test_a_first_evaluation_that_is_no_number_counts(text, patience):
+  (policy,) = policy_config.read((text.format(patience),))
+  trend, first = decide.Trend().after(policy, 0, math.nan)
+  trend, second = trend.after(policy, 2, math.nan)
+  assert (first, second) == (patience == 1, True)
+  assert (trend.best, trend.failed, trend.good) == (None, 0, -1)
+
+
 @pytest.mark.parametrize("questions, by", [(50, 1), (30, 3), (1319, 13), (50, 7)])
 def test_answers_are_counted_at_the_bound(questions, by):
   """Whole numbers decide: `by` answers fewer are not worse, one fewer than that is."""
