@@ -1,6 +1,7 @@
 """Decisions of policies: by hand-made observations, the same after a way through JSON."""
 
 import json
+import math
 
 import jax.numpy as jnp
 import numpy as np
