@@ -116,3 +116,16 @@ def test_adapters_that_would_be_read_wrongly_are_refused_by_name(tmp_path, chang
     cfg = dataclasses.replace(cfg, lora=peft.lora_of(str(folder), cfg, "bf16"))
     tree, _ = hf_weights.load_params(str(BASE), cfg)
     peft.added(tree, str(folder), cfg)
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 0.5, 1, 1e9, 0.0, -1.0, 1e10])
+def test_alpha_is_any_positive_number_that_can_be_meant(tmp_path, alpha):
+  shutil.copytree(FOLDER, tmp_path / "adapters")
+  path = tmp_path / "adapters" / peft.CONFIG
+  path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": alpha}))
+  cfg = hf_config.read_config(str(BASE))
+  if 0 < alpha <= 1e9:
+    assert peft.lora_of(str(path.parent), cfg, "bf16") == dataclasses.replace(WANTED, alpha=alpha)
+  else:
+    with pytest.raises(UserError, match="lora_alpha"):
+      peft.lora_of(str(path.parent), cfg, "bf16")
