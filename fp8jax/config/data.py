@@ -41,6 +41,11 @@ def spec(
   problems.check(len(c.data.sources) > 0, "data.sources is empty; give at least one")
   for name, source in c.data.sources.items():
     key = f"data.sources.{name}"
+    problems.check(
+      bool(name.strip()) and "/" not in name,
+      f"data.sources has a source named {name!r}: metrics and folders are named after it; give it "
+      "letters, and no '/'",
+    )
     if not problems.attempt(lambda k=key, s=source: _check_types(k, s)):
       continue
     _check_source(key, dict(source), tokenizer, c.data, problems)

@@ -322,6 +322,10 @@ MISTAKES = {
     ["other_heldout was prepared with data.heldout_fraction=0.2, now it is 0.1",
      "prepare it again"],
     _source(kind="prepared", path="other_heldout")),
+  "source without a name": (["a source named ''", "give it letters"],
+    {"data.sources": {"": base.source()}}),
+  "source named like a path": (["a source named 'a/b'", "no '/'"],
+    {"data.sources": {"a/b": base.source()}}),
   "no sources": (["data.sources is empty; give at least one"], {"data.sources": {}}),
   "no model": (
     ["init.hf: assets/model/config.json does not exist", "expected a Hugging Face folder"],
