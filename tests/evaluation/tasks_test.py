@@ -186,6 +186,7 @@ def test_a_family_asks_distinct_questions_outside_the_training_set(gym, tmp_path
   task = reasoning_gym_tasks.make("gcd", {"highest": 9}, size=30)
   questions = [item.question for item in task.items]
   assert len(set(questions)) == 30 and task.name == "gcd(highest=9)"
+  assert task.source == "reasoning-gym, gcd, seed 1000000000, {'highest': 9}"
   assert min(int(i.name) for i in task.items) == 10**9  # as experiments/guide/evaluation.md says
   rows = [
     {"messages": [{"role": "user", "content": questions[0].upper()},

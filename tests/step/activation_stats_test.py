@@ -5,11 +5,13 @@ import functools
 
 import harness
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fp8jax import axes
 from fp8jax.models import attention_gqa, mlp_swiglu, presets, transformer
-from fp8jax.ops import site_tree
+from fp8jax.ops import observe, site_tree
 from fp8jax.quantization import tensor_stats
 from fp8jax.run import alarms
 from fp8jax.step import train_step
@@ -156,3 +158,11 @@ def test_step_without_statistics_is_the_program_of_a_model_that_observes_nothing
   for module in (transformer, attention_gqa, mlp_swiglu):
     monkeypatch.setattr(module, "observed", lambda x, sites, name: x)
   assert program(tensor_stats.QUIET) == quiet != loud
+
+
+def test_the_sample_of_exponents_is_whole_rows_at_even_distances():
+  """2^18 elements, every fourth row: the first one alone, though it is as long as the sample."""
+  x = jnp.stack([jnp.full(2**16, 2.0**i) for i in range(4)])[None]
+  stats = observe.activation_stats(x, "BLD", axes.LOCAL)
+  counts = stats[len(tensor_stats.STATISTICS) :]
+  assert counts[tensor_stats.EXPONENTS.index(0)] == counts.sum() == 2**16
