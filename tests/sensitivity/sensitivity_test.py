@@ -216,29 +216,6 @@ def test_halves_share_no_document():
   assert not [piece for piece in pieces if piece in documents[REPORT]]
 
 
-def test_files_of_a_source_are_closed_before_the_next_is_read(monkeypatch):
-  events = []
-
-  def batches(data, name, size, number):
-    events.append(f"open {name}")
-    try:
-      for _ in range(number):
-        yield {
-          "weights_BL": np.ones((size, 64)),
-          "segments_BL": np.tile(np.repeat([1, 2], 32), (size, 1)),
-        }
-    finally:
-      events.append(f"close {name}")
-
-  spec = _spec()
-  data = dataclasses.replace(spec.data, sources=dict.fromkeys("ab", spec.data.sources["main"]))
-  monkeypatch.setattr(halves_lib.loader, "heldout_batches", batches)
-  read = halves_lib.read(dataclasses.replace(spec, data=data))
-  assert events == ["open a", "close a", "open b", "close b"]
-  # 256 tokens of each source and half: two batches of two rows of 64.
-  assert [len(read[half]) for half in (CHOOSE, REPORT)] == [4, 4]
-
-
 # --- rules ---------------------------------------------------------------------------------------
 
 NAMES = [*(f"layers/{i}/{k}" for i in range(12) for k in ("attn/q", "mlp/up", "mlp/down")), "head"]
