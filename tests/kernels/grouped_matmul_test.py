@@ -1,5 +1,7 @@
 """Grouped products: exact on lattices for any division of tokens, by the kernel and without it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import kernel_cases
@@ -9,6 +11,7 @@ from lattice import lattice
 
 from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import grouped as gm
+from fp8jax.kernels.gemm import grouped_reference
 from fp8jax.quantization import quantize, scaled_matrix
 from fp8jax.recipe import library
 
@@ -122,6 +125,19 @@ def test_grouped_matmul_refuses_wrong_layouts_of_operands(rng):
   with pytest.raises(ValueError, match="'xla' multiplies no groups"):
     xs = quantize.quantize(groups.lay_out(jnp.asarray(x)), BLOCK.fwd.lhs)
     gm.grouped_matmul(xs, _weights(w, BLOCK.fwd.rhs, 0), groups, backend="xla")
+
+
+@pytest.mark.parametrize("operand", ["lhs", "rhs"])
+@pytest.mark.parametrize("extent", [0, 256])
+def test_other_scales_along_k_are_refused_though_sums_are_promoted_alike(operand, extent):
+  fwd = library.RECIPES["block_128"].fwd
+  quant = dataclasses.replace(getattr(fwd, operand), tile=(128, extent))
+  problem = choose.GemmProblem(
+    256, 128, 512, dataclasses.replace(fwd, **{operand: quant}), choose.Device("cpu")
+  )
+  assert problem.gemm.accumulate == 128
+  assert "multiplies scales per 128 of K" in (grouped_reference.supports(problem) or "")
+  assert grouped_reference.supports(dataclasses.replace(problem, gemm=fwd)) is None
 
 
 def test_the_backend_is_chosen_with_a_reason():
