@@ -145,9 +145,16 @@ def _of_text(spec: TrainSpec, w: Wanted, spread, length: int) -> Iterator[tuple[
 
 
 def kl(source, other):
-  """KL of the distributions with logits `other` [..., V] from those with `source`: [...], nats."""
+  """KL of the distributions with logits `other` [..., V] from those with `source`: [...], nats.
+
+  The sum of p log(p/q) - p + q, whose terms are not negative: an ulp's KL is the square of one,
+  which the rounding of the logarithms' common offset would hide in a sum of p log(p/q) alone.
+  """
   p, q = (jax.nn.log_softmax(x.astype(jnp.float32)) for x in (source, other))
-  return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+  d = p - q
+  small = jnp.clip(d, -1.0, 1.0)
+  near = jnp.exp(p) * jnp.maximum(small + jnp.expm1(-small), 0.0)
+  return jnp.sum(jnp.where(small == d, near, jnp.exp(p) * d + jnp.exp(q) - jnp.exp(p)), axis=-1)
 
 
 def difference(source_BLV, made_BLV, tokens_BL, counts_BL):
