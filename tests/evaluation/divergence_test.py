@@ -65,15 +65,15 @@ def test_divergence_is_that_of_float64_whatever_the_offset(shift, rng):
   np.testing.assert_allclose(made, (p * np.log(p / q)).sum(-1), rtol=1e-3)
 
 
-@pytest.mark.parametrize("by", [1e-6, 1e-4, 1e-2, 1.0])
-def test_divergence_of_nearly_the_same_is_the_square_of_the_difference(by, rng):
+@pytest.mark.parametrize("by, within", [(1e-6, 0.03), (1e-4, 1e-3), (1e-2, 1e-4), (1.0, 1e-5)])
+def test_divergence_of_nearly_the_same_is_the_square_of_the_difference(by, within, rng):
   """Down to an ulp of the logits, where their logarithms are as wrong as they differ."""
   logits = np.float32(4 * rng.normal(size=(64, 1000)))
   others = np.float32(logits + by * rng.normal(size=logits.shape))
   p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in np.float64((logits, others)))
   made = np.float64(divergence.kl(logits, others))
   assert made.min() > 0
-  np.testing.assert_allclose(made.mean(), (p * np.log(p / q)).sum(-1).mean(), rtol=0.05)
+  np.testing.assert_allclose(made.mean(), (p * np.log(p / q)).sum(-1).mean(), rtol=within)
 
 
 def test_job_measures_each_recipe_for_itself_and_the_report_shows_it(tmp_path, monkeypatch):
