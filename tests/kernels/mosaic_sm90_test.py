@@ -157,6 +157,7 @@ def test_a_program_without_tiles_ends_well(rng, producer):
   np.testing.assert_array_equal(got, a.astype(np.float64) @ b.astype(np.float64).T)
 
 
+@pytest.mark.slow  # lattices and the oracle above
 def test_kernel_equals_the_reference(rng):
   """bfloat16 out: float32 sums that differ in their last bits, rounded once."""
   for name in ("block_128-fwd", "block_128-wgrad"):

@@ -206,7 +206,9 @@ def test_logits_equal_float64(rng, name, documents):
   assert np.max(np.abs(got - want)) < tolerances.LOGITS_TINY
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen2", marks=pytest.mark.slow), "qwen3"])
+@pytest.mark.parametrize(
+  "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "qwen3")) for n in MODELS]
+)
 def test_loss_and_gradient_equal_float64(rng, name):
   """The gradient by central differences of the float64 loss, along one direction per parameter."""
   cfg = MODELS[name]
