@@ -42,7 +42,7 @@ def spec(
   for name, source in c.data.sources.items():
     key = f"data.sources.{name}"
     problems.check(
-      bool(name.strip()) and "/" not in name,
+      isinstance(name, str) and bool(name.strip()) and "/" not in name,
       f"data.sources has a source named {name!r}: metrics and folders are named after it; give it "
       "letters, and no '/'",
     )

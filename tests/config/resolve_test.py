@@ -326,6 +326,8 @@ MISTAKES = {
     {"data.sources": {"": base.source()}}),
   "source named like a path": (["a source named 'a/b'", "no '/'"],
     {"data.sources": {"a/b": base.source()}}),
+  "source named by a number": (["a source named 1:", "give it letters"],
+    {"data.sources": {1: base.source()}}),
   "no sources": (["data.sources is empty; give at least one"], {"data.sources": {}}),
   "no model": (
     ["init.hf: assets/model/config.json does not exist", "expected a Hugging Face folder"],
