@@ -17,8 +17,8 @@ from fp8jax.ops.site import GemmSize, Site, choose_backends
 from fp8jax.quantization import tensor_stats
 from fp8jax.quantization.amax_history import TENSORS
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
-from fp8jax.recipe.gemm import PASSES, Gemm, Recipe
-from fp8jax.recipe.quant import WHOLE, Quant
+from fp8jax.recipe.gemm import PASSES, Backward, Gemm, Recipe
+from fp8jax.recipe.quant import WHOLE, Hadamard, Quant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +171,39 @@ class GemmSpec:
   def quant(self, role: Role) -> Quant | None:
     """How an operand is quantized; None for the compute dtype."""
     return getattr(self.gemm(role.gemm), role.side)
+
+  def rows_rotation(self, role: Role) -> Hadamard | None:
+    """How the rows of an operand are rotated."""
+    return self.gemm(role.gemm).rotate_rows[role.side == "rhs"]
+
+  def remakes(self, role: Role) -> bool:
+    """Whether an operand of the backward pass is made of what the forward product multiplied."""
+    is_later = role in (Role.W_DGRAD, Role.X_WGRAD)
+    return is_later and self.recipe.backward is Backward.DEQUANTIZED
+
+  def rotates_back(self, role: Role) -> bool:
+    """Whether the gradient of X_FWD's or W_FWD's tensor leaves its product in rotated space."""
+    is_rotated = isinstance(getattr(self.quant(role), "transform", None), Hadamard)
+    return is_rotated and self.recipe.backward is Backward.DEQUANTIZED
+
+  def gain(self, gemm: str) -> float | None:
+    """The constant factor of a product.
+
+    Raises:
+      ValueError: it depends on sizes of which a chunk or shard is all that is known here.
+    """
+    gain = self.gemm(gemm).gain
+    if gain is None:
+      return None
+    if self.layout.is_manual and (gain.fan_out or gain.tokens):
+      raise ValueError(
+        f"site {self.name!r}: {gain} needs the sizes of the whole product, and the loss multiplies "
+        "the head in chunks; give the head a gain of fan_in alone"
+      )
+    sizes = dict(zip(self.letters.x + self.letters.w, self.sizes))
+    groups = (self.letters.contracted, self.letters.produced, self.letters.tokens)
+    powers = zip(groups, (gain.fan_in, gain.fan_out, gain.tokens))
+    return math.prod(math.prod(sizes[c] for c in group) ** power for group, power in powers)
 
 
 def local_sizes(letters: str, sizes, layout: axes.Layout) -> dict[str, int]:

@@ -45,17 +45,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp8jax.kernels.gemm import api as gemm_api
-from fp8jax.ops import collectives, observe, operands, prologue, site_checks
+from fp8jax.ops import collectives, observe, operands, prologue, quantizer, site_checks, straight
 from fp8jax.ops import residuals as residuals_lib
 from fp8jax.ops.gemm_spec import BOTH_OF_G, GemmSpec, Role
 from fp8jax.ops.operands import Operand
 from fp8jax.ops.prologue import Prologue
 from fp8jax.ops.site import ScalingInputs
 from fp8jax.ops.stored_params import cotangent, gemm_operand, residual_view
-from fp8jax.quantization import stored_matrix, tensor_stats
+from fp8jax.quantization import hadamard, stored_matrix, tensor_stats
 from fp8jax.quantization.stored_matrix import StoredMatrix
+from fp8jax.recipe.gemm import Recipe
 
 # Name of residuals that are operands, for remat policies (see jax.ad_checkpoint.checkpoint_name).
 SAVED_NAME = "operands"
@@ -189,7 +191,7 @@ def gradients(specs, residuals: Residuals, gs):
     gs: one per dot; or a Prologue, whose results are those of all dots.
   """
   x = None
-  if not all(spec.is_frozen for spec in specs):
+  if not all(spec.is_frozen and not spec.recipe.estimate_x for spec in specs):
     x = operands.materialize_unless_fused(specs, residuals.input(specs[0].x_dtype))
   provider = OperandProvider(x, wants_amax=any(stats_x is None for stats_x, _ in residuals.stats))
   both_of_g: Sequence[Any] = [None] * len(specs)
@@ -209,6 +211,7 @@ def gradients(specs, residuals: Residuals, gs):
       )
     g_dgrad, g_wgrad = operands_of_g[0], operands_of_g[-1]
     dx_n = data_gradient(spec, g_dgrad, w, i)
+    dx_n = straight.cotangent(spec, Role.X_FWD, x, dx_n, i, spec.x_dtype)
     dx = dx_n if dx is None else dx + dx_n
     if spec.is_frozen:
       dws.append(None)
@@ -218,6 +221,7 @@ def gradients(specs, residuals: Residuals, gs):
       else:
         (x_wgrad,) = provider.make(spec, n, i, (Role.X_WGRAD,))
       dw = weight_gradient(spec, x_wgrad, g_wgrad, w.dtype, i)
+      dw = straight.cotangent(spec, Role.W_FWD, w, dw, i, w.dtype)
       dws.append(cotangent(stored_w, dw))
     stats_x, stats_w = residuals.stats[n]
     stats_x = provider.amax if stats_x is None else stats_x
@@ -272,7 +276,9 @@ def forward(spec: GemmSpec, x, w, inputs: ScalingInputs, wants_amax: bool = Fals
     amax = b.amax
     if amax is not None:
       amax = tensor_stats.over_mesh(amax[None], () if layout.is_manual else over)
-    y = product(spec, "fwd", a, b, spec.out_dtype)
+    y = product(spec, "fwd", a, b, spec.out_dtype, inputs)
+    if spec.recipe.fwd.compensates:
+      y = y + _compensation(spec, x, w, inputs).astype(y.dtype)
     return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted), amax
 
   of_x = spec.partition_spec(Role.X_FWD, x)
@@ -287,7 +293,8 @@ def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs):
   def local(g, w, inputs):
     a = operands.operand(spec, Role.G_DGRAD, g, inputs)
     b = operands.operand(spec, Role.W_DGRAD, w, inputs)
-    dx = product(spec, "dgrad", a, b, spec.x_dtype)
+    is_final = not straight.is_needed(spec, Role.X_FWD)
+    dx = product(spec, "dgrad", a, b, spec.x_dtype if is_final else jnp.float32, inputs)
     return collectives.sum_over(operands.unflatten(dx, a, b, s.x), layout, s.produced)
 
   of_g = spec.partition_spec(Role.G_DGRAD, g)
@@ -308,7 +315,8 @@ def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs):
   def local(x, g, inputs):
     a = operands.operand(spec, Role.X_WGRAD, x, inputs)
     b = operands.operand(spec, Role.G_WGRAD, g, inputs)
-    dw = product(spec, "wgrad", a, b, dtype)
+    is_final = not straight.is_needed(spec, Role.W_FWD)
+    dw = product(spec, "wgrad", a, b, dtype if is_final else jnp.float32, inputs)
     return collectives.scatter_gradient(operands.unflatten(dw, a, b, s.w), s.w, s.tokens, layout)
 
   in_specs = ((Role.X_WGRAD, x), (Role.G_WGRAD, g))
@@ -316,8 +324,27 @@ def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs):
   return collectives.on_mesh(local, layout, specs, layout.weight_spec(s.w))(x, g, inputs)
 
 
-def product(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype):
-  """[batch?, M, N] in out_dtype."""
+def _compensation(spec: GemmSpec, x, w, inputs: ScalingInputs):
+  """float32 [batch?, M, N]: what the Clamp of x took away, times w, both unquantized."""
+  wide = dataclasses.replace(spec, recipe=Recipe("compensation"), x_dtype=jnp.dtype(jnp.float32))
+  a = operands.operand(wide, Role.X_FWD, operands.outliers(spec, x), inputs)
+  b = operands.operand(wide, Role.W_FWD, w, inputs)
+  return product(wide, "fwd", a, b, jnp.float32, inputs)
+
+
+def product(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype, inputs: ScalingInputs):
+  """[batch?, M, N] in out_dtype: rows rotated back, the gain applied."""
+  dtype, gain, rows = out_dtype, spec.gain(gemm), spec.gemm(gemm).rotate_rows
+  if gain is None and not any(rows):
+    return _product(spec, gemm, a, b, dtype)
+  y, key = _product(spec, gemm, a, b, jnp.float32), quantizer.signs_key(spec, gemm, inputs)
+  for axis, rotation in zip((y.ndim - 2, y.ndim - 1), rows, strict=True):
+    if rotation:
+      y = hadamard.rotate(y, rotation, axis, key, inverse=True)
+  return (y if gain is None else y * np.float32(gain)).astype(dtype)
+
+
+def _product(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype):
   # The compiled program carries this name: the check of FP8 GEMMs finds the product by it.
   with jax.named_scope(f"{spec.name}:{gemm}"):
     if not spec.gemm(gemm).is_quantized:

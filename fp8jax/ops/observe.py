@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from fp8jax import axes
 from fp8jax.ops import collectives, operands, prologue, residuals
 from fp8jax.ops.gemm_spec import GemmSpec, Role
-from fp8jax.ops.operands import Quantizer
+from fp8jax.ops.quantizer import Quantizer
 from fp8jax.ops.site import ActivationSite, ScalingInputs
 from fp8jax.quantization import tensor_stats
 from fp8jax.quantization.stored_matrix import StoredMatrix
@@ -48,10 +48,11 @@ def operand_stats(spec: GemmSpec, role: Role, t, inputs: ScalingInputs, amax=Non
       return _over_mesh(tensor_stats.amax(t)[None], layout, [a for c in letters for a in axes_(c)])
     if is_weight:
       t = collectives.gather_weight(t, letters, layout)
+    quantizer = Quantizer.of(spec, role, inputs)
     unquantized, quantized = (
-      operands.matrix_of(spec, role, t, quantizer, t.dtype).value
-      for quantizer in (Quantizer(None), Quantizer.of(spec, role, inputs))
+      operands.matrix_of(spec, role, t, q, t.dtype).value for q in (Quantizer(None), quantizer)
     )
+    unquantized = quantizer.rotated(unquantized)
     stats = _statistics(unquantized, quantized, spec.quant(role), spec.statistics)
     return _over_mesh(stats, layout, layout.act_axes_of(letters))
 

@@ -8,7 +8,6 @@ also computes an activation that is a prologue (prologue.py). Any other operand 
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -17,17 +16,16 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
-from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.ops import collectives
 from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.prologue import Prologue
+from fp8jax.ops.quantizer import Quantizer
 from fp8jax.ops.site import ScalingInputs
 from fp8jax.quantization import quantize, scaled_matrix, stored_matrix, tensor_stats
-from fp8jax.quantization.amax_history import TENSORS
 from fp8jax.quantization.stored_matrix import StoredMatrix
-from fp8jax.recipe.quant import CURRENT, WHOLE, Quant
+from fp8jax.recipe.quant import WHOLE, Quant
 
 Roles = tuple[Role, ...]
 
@@ -50,68 +48,6 @@ class Operand:
   amax: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Quantizer:
-  """Quantizes one operand: its Quant, and what that needs beside the tensor.
-
-  Attributes:
-    quant: None for the compute dtype.
-    amax: float32 scalar for scales that are not current.
-    key: random key of stochastic rounding.
-    backend: of the GEMM; a GEMM kernel has a quantizer kernel for its operands.
-    wants_amax: whether to find the tensor's amax too, if that costs no second reading.
-  """
-
-  quant: Quant | None
-  amax: Any = None
-  key: Any = None
-  backend: str = "xla"
-  wants_amax: bool = False
-
-  @classmethod
-  def of(cls, spec: GemmSpec, role: Role, inputs: ScalingInputs, wants_amax: bool = False):
-    """That of a role, with the amax and the random key that the site lends."""
-    return cls(
-      spec.quant(role),
-      None if inputs.amax_3 is None else inputs.amax_3[TENSORS.index(role.tensor)],
-      None if inputs.key is None else jax.random.fold_in(inputs.key, role.number),
-      spec.backend(role.gemm),
-      wants_amax,
-    )
-
-  @jax.named_scope("quantize")
-  def __call__(self, matrix, contraction: int, dtype, amax_axes):
-    """([batch?, rows, contraction], quantized or else in `dtype`; amax or None)."""
-    quant = self.quant
-    if quant is None:
-      matrix = matrix.astype(dtype)
-      return jnp.swapaxes(matrix, -1, -2) if contraction == 0 else matrix, None
-    if self.has_kernel(matrix, contraction):
-      over = tuple(dict.fromkeys(a for axes in amax_axes for a in axes))
-      quants = {contraction: quant}
-      made, amax = mosaic_sm90.quantize_matrix(matrix, quants, self.amax, over, self.wants_amax)
-      return made[contraction], amax
-    make = functools.partial(
-      quantize.quantize,
-      quant=quant,
-      contraction=contraction,
-      amax_axes=amax_axes,
-      amax=None if quant.source == CURRENT else self.amax,
-    )
-    if matrix.ndim == 2:
-      return make(matrix, key=self.key), None
-    if self.key is None:
-      return jax.vmap(make)(matrix), None
-    keys = jax.random.split(self.key, matrix.shape[0])
-    return jax.vmap(lambda x, key: make(x, key=key))(matrix, keys), None
-
-  def has_kernel(self, matrix, contraction: int) -> bool:
-    """Whether the backend's quantizer makes this operand."""
-    if self.quant is None:
-      return False
-    return choose.quantizer(matrix, self.quant, contraction, self.backend).backend == "mosaic_sm90"
-
-
 # --- an operand as its GEMM makes it -------------------------------------------------------------
 
 
@@ -131,6 +67,8 @@ def operand(
   if isinstance(t, scaled_matrix.ScaledMatrix):
     return Operand(t, free, batch, spec.local_sizes())
   quantizer, dtype = Quantizer.of(spec, role, inputs, wants_amax), spec.x_dtype
+  if spec.remakes(role):
+    return matrix_of(spec, role, _multiplied(spec, role, t, inputs), quantizer, dtype)
   if role.tensor != "w":
     return matrix_of(spec, role, t, quantizer, dtype)
   if isinstance(t, StoredMatrix):
@@ -141,7 +79,7 @@ def operand(
   if not any(extra.values()):
     return matrix_of(spec, role, t, quantizer, dtype)
 
-  matrix, contraction = _flatten(t, letters, free, contracted, batch)
+  matrix, contraction = flatten(t, letters, free, contracted, batch)
   sizes = dict(zip(letters, t.shape))
   quant = quantizer.quant
   if quant is None or batch or not collectives.tiles_fit(sizes, free, contracted, quant, layout):
@@ -155,16 +93,40 @@ def operand(
   return _gathered(made[0], groups, sizes, layout, quantizer.backend, made[1])
 
 
+def _multiplied(spec: GemmSpec, role: Role, t, inputs: ScalingInputs):
+  """What the forward product multiplied of x or w, float32, with the letters of the tensor."""
+  forward = Role.X_FWD if role.tensor == "x" else Role.W_FWD
+  made, letters = operand(spec, forward, t, inputs), spec.letters_of(forward)[0]
+  values = made.value
+  values = jax.vmap(lambda v: v.dequantize())(values) if made.batch else values.dequantize()
+  contracted = spec.letters_of(forward)[2]
+  contracted = "".join(c for c in letters if c in contracted)
+  whole = unflatten(values, made, Operand(None, contracted, "", made.sizes), letters)
+  if role.tensor == "x" and spec.recipe.fwd.compensates:
+    whole = whole + outliers(spec, t)
+  return whole
+
+
+def outliers(spec: GemmSpec, x):
+  """float32 like x: what the Clamp of the forward operand took away, on one device."""
+  letters, free, contracted = spec.letters_of(Role.X_FWD)
+  matrix, contraction = flatten(x.astype(jnp.float32), letters, free, contracted, "")
+  amax_axes = (spec.layout.act_axes_of(free), spec.layout.act_axes_of(contracted))
+  quant = cast(Quant, spec.quant(Role.X_FWD))
+  rest = matrix - quantize.without_outliers(matrix, quant, contraction, amax_axes)
+  return rest.reshape(x.shape)
+
+
 def matrix_of(spec: GemmSpec, role: Role, t, quantizer: Quantizer, dtype) -> Operand:
   """An array, which of a weight is all that its GEMM needs, as the operand of a role."""
   letters, free, contracted = spec.letters_of(role)
-  matrix, contraction = _flatten(t, letters, free, contracted, spec.letters.batch)
+  matrix, contraction = flatten(t, letters, free, contracted, spec.letters.batch)
   amax_axes = (spec.layout.act_axes_of(free), spec.layout.act_axes_of(contracted))
   value, amax = quantizer(matrix, contraction, dtype, amax_axes)
   return Operand(value, free, spec.letters.batch, dict(zip(letters, t.shape)), amax)
 
 
-def _flatten(x, letters: str, free: str, contracted: str, batch: str):
+def flatten(x, letters: str, free: str, contracted: str, batch: str):
   """(matrix [batch?, ...], axis of its contraction 0 or 1); copies if it must."""
   contraction_first = batch + contracted + free
   contraction = 0 if letters == contraction_first else 1
@@ -196,6 +158,10 @@ def _stored(spec: GemmSpec, role: Role, w: StoredMatrix) -> Operand:
     raise ValueError(
       f"a weight in codes of {w.quant} cannot be multiplied as {quant}; give its site a block "
       "recipe or 'bf16', or keep the base in BF16: model.lora.base='bf16'"
+    )
+  if spec.rows_rotation(role):
+    raise ValueError(
+      "a weight in codes cannot be rotated; keep the base in BF16: model.lora.base='bf16'"
     )
   sizes = dict(zip(letters, w.shape))
   if not collectives.tiles_fit(sizes, free, contracted, quant, spec.layout):
@@ -375,8 +341,11 @@ def _matrix_view(spec: GemmSpec, dtype, roles: Roles) -> _MatrixView | None:
   shape = tuple(math.prod(sizes[c] for c in part) for part in (letters[:cut], letters[cut:]))
   quants = {}
   for role in roles:
-    quantizer = Quantizer(spec.quant(role), backend=spec.backend(role.gemm))
-    if not quantizer.has_kernel(jax.ShapeDtypeStruct(shape, dtype), axis_of[role]):
+    rotation = spec.rows_rotation(role)
+    quantizer = Quantizer(spec.quant(role), backend=spec.backend(role.gemm), rows_rotation=rotation)
+    if spec.remakes(role) or not quantizer.has_kernel(
+      jax.ShapeDtypeStruct(shape, dtype), axis_of[role]
+    ):
       return None
     quants[axis_of[role]] = quantizer.quant
   return _MatrixView(shape, cut, axis_of, quants)

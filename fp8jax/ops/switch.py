@@ -82,6 +82,12 @@ def dot(eqn: str, x, w, site: SwitchedSite, out_dtype):
       f"site {spec.name}: switches are for one device and products without batch letters; measure "
       "a dense model with mesh.data=1, mesh.fsdp=1 and mesh.tensor=1"
     )
+  fwd = spec.recipe.fwd
+  if fwd.compensates or fwd.gain or any(fwd.rotate_rows) or getattr(fwd.lhs, "transform", None):
+    raise ValueError(
+      f"site {spec.name}: recipe {spec.recipe.name!r} rotates, compensates or multiplies by a "
+      "gain, and a switch measures rounding alone; leave it out of the measured recipes"
+    )
   plain = dataclasses.replace(spec, recipe=_PLAIN, backends=("xla", "xla", "xla"))
 
   def dequantized(role: Role, t):
@@ -90,7 +96,7 @@ def dot(eqn: str, x, w, site: SwitchedSite, out_dtype):
 
   def product(x, w):
     a, b = (dataclasses.replace(of, value=t) for of, t in ((plain_x, x), (plain_w, w)))
-    return linear.product(plain, "fwd", a, b, spec.out_dtype)
+    return linear.product(plain, "fwd", a, b, spec.out_dtype, inputs)
 
   on_x, on_w = site.switch
   plain_x = operands.operand(plain, Role.X_FWD, x, inputs)

@@ -16,14 +16,28 @@ between two divisions.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.formats import E4M3, Format
-from fp8jax.quantization import hadamard, rounding, scaled_matrix
-from fp8jax.recipe.quant import CURRENT, WHOLE, Delayed, Hadamard, Quant, Rounding, Scale, Static
+from fp8jax.quantization import clip, hadamard, rounding, scaled_matrix
+from fp8jax.recipe.quant import (
+  AMAX,
+  CURRENT,
+  WHOLE,
+  Clamp,
+  Delayed,
+  Hadamard,
+  Largest,
+  LeastError,
+  Quant,
+  Rounding,
+  Scale,
+  Static,
+)
 
 # Smallest normal float32. Scales below it would be flushed to zero by CPUs and GPUs alike.
 _MIN_SCALE = np.float32(2.0**-126)
@@ -44,16 +58,26 @@ def amax_to_scale(amax, format: Format, kind: Scale, margin: int = 0):
   EVEN: the same after rounding amax to the format's mantissa bits, halves up; amax / scale is
     below 2^(max_exponent + 1) * (1 - 2^-(mantissa_bits + 2)): 496 for E4M3, 61440 for E5M2, 15.75
     for E3M4, 7 for E2M1.
+  FLOOR_4_3: 4/3 of FLOOR, rounded to float32, of E2M1: amax / scale stays below 6.
+  POW2_DOWN: the largest power of two not above amax / format.max.
+  GAUDI2: the smallest of 2^-8, 2^-4, 1, 2^4 not below amax / format.max, at most 2^4.
 
   Args:
     amax: float32, any shape, in the tensor's own units; may be 0, inf or NaN (gives 1).
     format: that the tile will be stored in.
-    kind: any but E4M3_OVER_F32, which needs two amaxes: `two_level_scale`.
+    kind: any with one scale per tile: not ONE, NONE, nor E4M3_OVER_F32 (`two_level_scale`).
     margin: the scale is 2^margin times as large, which leaves as much unused above amax.
   """
   amax = amax.astype(jnp.float32)
   if kind is Scale.F32:
     scale = amax * np.float32(1 / format.max)
+  elif kind is Scale.FLOOR_4_3:
+    scale = _power_of_two(amax, format, Scale.FLOOR) * np.float32(4 / 3)
+  elif kind is Scale.GAUDI2:
+    scale = sum(
+      jnp.where(amax > np.float32(format.max * 2.0**k), np.float32(2.0 ** (k + 4) - 2.0**k), 0.0)
+      for k in (-8, -4, 0)
+    ) + np.float32(2.0**-8)
   else:
     scale = _power_of_two(amax, format, kind)
   scale = jnp.maximum(scale, _MIN_SCALE)
@@ -67,9 +91,11 @@ def amax_to_scale(amax, format: Format, kind: Scale, margin: int = 0):
 def _power_of_two(amax, format: Format, kind: Scale):
   """2^(exponent of amax, raised by one where `kind` rounds up, - max_exponent), by its bits."""
   fraction_of_max = round((format.max * 2.0**-format.max_exponent - 1) * 2**23)
-  # Added to amax's bits, this carries into the exponent exactly where the rule rounds up.
+  # Added to amax's bits, this carries into the exponent exactly where the rule rounds up, or
+  # borrows from it where POW2_DOWN rounds down.
   carry = {
     Scale.POW2: 2**23 - 1 - fraction_of_max,
+    Scale.POW2_DOWN: -fraction_of_max,
     Scale.FLOOR: 0,
     Scale.EVEN: 2 ** (22 - format.mantissa_bits),
   }[kind]
@@ -78,11 +104,11 @@ def _power_of_two(amax, format: Format, kind: Scale):
   return jax.lax.bitcast_convert_type(jnp.clip(biased, 1, 254) << 23, jnp.float32)
 
 
-def two_level_scale(amax, tensor_amax, format: Format):
-  """float32 scales like amax: an E4M3 number per tile times one float32 for the tensor (NVFP4).
+def two_levels(amax, tensor_amax, format: Format, top: float = E4M3.max):
+  """(E4M3 numbers like amax, float32 for the tensor), whose products are the scales of NVFP4.
 
   In this order, each operation rounded to float32 (E4M3's to the nearest, ties to even):
-    encode = (448 * format.max) / tensor_amax   at most 2^117; 1 if tensor_amax is 0 or infinite
+    encode = (top * format.max) / tensor_amax   at most 2^117; 1 if tensor_amax is 0 or infinite
     decode = 1 / encode                         what an exported checkpoint stores for the tensor
     s8     = E4M3(amax * (encode * (1 / format.max)))   within [2^-9, 448]; 1 if amax is 0 or inf
     scale  = s8 * decode
@@ -96,13 +122,20 @@ def two_level_scale(amax, tensor_amax, format: Format):
     amax: float32, any shape, per tile.
     tensor_amax: float32 scalar, of the whole tensor.
     format: of the elements: E2M1 in NVFP4.
+    top: the E4M3 number of a tile whose amax is the tensor's; less than 448 leaves room above.
   """
-  encode = jnp.minimum(np.float32(E4M3.max * format.max) / tensor_amax, _MAX_ENCODE)
+  encode = jnp.minimum(np.float32(top * format.max) / tensor_amax, _MAX_ENCODE)
   encode = jnp.where((tensor_amax >= _MIN_SCALE) & (tensor_amax < jnp.inf), encode, 1.0)
   decode = 1.0 / encode
   s8 = rounding.nearest(amax * (encode * np.float32(1 / format.max)), E4M3)
   s8 = jnp.maximum(s8, np.float32(E4M3.smallest))
-  return jnp.where((amax >= _MIN_SCALE) & (amax < jnp.inf), s8, 1.0) * decode
+  return jnp.where((amax >= _MIN_SCALE) & (amax < jnp.inf), s8, 1.0), decode
+
+
+def two_level_scale(amax, tensor_amax, format: Format):
+  """The product of `two_levels`: float32 scales like amax (NVFP4)."""
+  s8, decode = two_levels(amax, tensor_amax, format)
+  return s8 * decode
 
 
 def cast(x, format: Format):
@@ -116,13 +149,13 @@ def cast(x, format: Format):
 
 
 def quantize(
-  x, quant: Quant, *, contraction: int = 1, amax_axes=((), ()), amax=None, key=None
+  x, quant: Quant, *, contraction: int = 1, amax_axes=((), ()), amax=None, key=None, signs_key=None
 ) -> scaled_matrix.ScaledMatrix:
   """Quantizes the matrix x.
 
   Args:
     x: [rows, contraction], or its transpose when `contraction` is 0.
-    quant: format, tile, scale, rounding and transform.
+    quant: format, tile, scale, clip, rounding and transform.
     contraction: which axis of x is contracted by the GEMM this operand feeds.
     amax_axes: inside `shard_map`, the mesh axes over which (rows, contraction) are split. A WHOLE
       extent takes its amax over all of them, so that the scale is the global one, and so does the
@@ -132,6 +165,7 @@ def quantize(
       CURRENT, and for no other. Larger values saturate; 0 and infinity give scale 1. NaN, which
       stands for one that nobody ever saw, makes the scale NaN and all that comes of it.
     key: a jax.random key, for stochastic rounding.
+    signs_key: a jax.random key, for fresh signs: the same for both operands of a product.
 
   Returns:
     ScaledMatrix [rows, contraction]. With contraction=0 its data is a transposed view, which XLA
@@ -144,14 +178,31 @@ def quantize(
   if (amax is None) != (quant.source == CURRENT):
     problem = "needs an amax" if amax is None else "takes its scale from x, so give no amax"
     raise ValueError(f"quantize to {quant}: source={quant.source} {problem}")
-  if quant.rounding is Rounding.STOCHASTIC and key is None:
+  if quant.rounds_randomly and key is None:
     raise ValueError(f"quantize to {quant}: stochastic rounding needs key=jax.random.key(...)")
+  x = without_outliers(x, quant, contraction, amax_axes)
   if isinstance(quant.transform, Hadamard):
-    x = hadamard.hadamard(x, quant.transform.size, contraction)
+    x = hadamard.rotate(x, quant.transform, contraction, signs_key)
+  if contraction == 0 and quant.rounding is Rounding.EDEN:  # its blocks lie along the columns
+    return _cast(x.T, quant, amax_axes, amax, key)
   if contraction == 0:
     flipped = dataclasses.replace(quant, tile=quant.tile[::-1])
     return _cast(x, flipped, amax_axes[::-1], amax, key).T
   return _cast(x, quant, amax_axes, amax, key)
+
+
+def without_outliers(x, quant: Quant, contraction: int, amax_axes):
+  """x clamped to the quantiles of `Clamp`; as it is with another clip."""
+  if not isinstance(quant.clip, Clamp):
+    return x
+  tile, axes = (t[:: 1 if contraction else -1] for t in (quant.tile, amax_axes))
+  whole = tuple(t == WHOLE for t in tile)
+  return clip.clamped(x, quant.clip, whole, _shared(tile, axes))
+
+
+def _shared(tile, amax_axes) -> tuple[str, ...]:
+  """The mesh axes that a tile extends over."""
+  return tuple(a for t, axes in zip(tile, amax_axes) if t == WHOLE for a in axes)
 
 
 def _cast(x, quant: Quant, amax_axes, amax, key) -> scaled_matrix.ScaledMatrix:
@@ -163,14 +214,24 @@ def _cast(x, quant: Quant, amax_axes, amax, key) -> scaled_matrix.ScaledMatrix:
   rows, cols = (n // t for n, t in zip(padded.shape, extents))
   tiles = padded.astype(jnp.float32).reshape(rows, extents[0], cols, extents[1])
 
-  scale = _current_scale(tiles, quant, amax_axes) if amax is None else given_scale(amax, quant)
-  values = tiles * (1.0 / scale)[:, None, :, None]
-  if quant.rounding is Rounding.STOCHASTIC:
+  if quant.scale is Scale.ONE:
+    scale = np.ones((1, 1), np.float32)
+  elif amax is None:
+    scale = _current_scale(tiles, quant, x.shape, amax_axes)
+  else:
+    scale = given_scale(amax, quant)
+  whole = scale[0] * scale[1] if isinstance(scale, tuple) else scale
+  values = tiles * (1.0 / whole)[:, None, :, None]
+  if quant.rounds_randomly:
     for axis in sorted({a for axes in amax_axes for a in axes}):
       key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+  if quant.rounding is Rounding.STOCHASTIC:
     data = rounding.stochastic(values, quant.format, key)
   else:
     data = cast(values, quant.format)
+  if quant.rounding is Rounding.EDEN:
+    whole = _unbiased(values, data, scale, quant, key)
+  scale = jnp.asarray(whole)
   data = data.reshape(padded.shape)[: x.shape[0], : x.shape[1]]
   return scaled_matrix.ScaledMatrix(data, scale, quant.tile)
 
@@ -183,20 +244,72 @@ def given_scale(amax, quant: Quant):
   return jnp.where(jnp.isnan(amax), jnp.nan, scale)
 
 
-def _current_scale(tiles, quant: Quant, amax_axes):
-  """float32 [tiles of rows, tiles of columns] from [tiles, rows, tiles, columns] of elements.
+def _unbiased(values, data, scale, quant: Quant, key):
+  """The scales of rotated blocks times <x, x> / <x, rounded x>, their E4M3 numbers rounded
+  stochastically: rounding to the nearest would put back some of the bias that the factor takes out.
+  """
+  s8, decode = scale
+  blocks = (s8.shape[0], -1, quant.transform.size // quant.tile[1])
+  wide, rounded = values * s8[:, None, :, None], data.astype(jnp.float32) * s8[:, None, :, None]
+  of_x, of_both = (
+    jnp.sum(jnp.sum(jnp.where(jnp.isnan(wide), 0.0, wide * y), axis=(1, 3)).reshape(blocks), axis=2)
+    for y in (wide, rounded)
+  )
+  factor = jnp.where((of_both > 0) & (of_x > 0), of_x / jnp.where(of_both > 0, of_both, 1.0), 1.0)
+  wanted = (s8.reshape(blocks) * factor[..., None]).reshape(s8.shape)
+  # Another key than that of elements elsewhere: these are rounded to the nearest.
+  s8 = rounding.stochastic(wanted, E4M3, key).astype(jnp.float32)
+  return jnp.maximum(s8, np.float32(E4M3.smallest)) * decode
+
+
+def _current_scale(tiles, quant: Quant, shape, amax_axes):
+  """float32 [tiles of rows, tiles of columns] from [tiles, rows, tiles, columns] of elements; of
+  EDEN's two levels both.
 
   A maximum of maxima is the same number in any order, so that XLA takes a large tile's in stages,
   the first where the elements are made if it can: COAT's group scaling (arXiv:2410.19313 §5.2).
   """
   # Whether a maximum passes NaN on depends on the backend (XLA:CPU's does not): leave none to it.
   amax = jnp.max(jnp.where(jnp.isnan(tiles), 0.0, jnp.abs(tiles)), axis=(1, 3))
-  shared = tuple(a for t, axes in zip(quant.tile, amax_axes) if t == WHOLE for a in axes)
+  shared = _shared(quant.tile, amax_axes)
   if shared:
     amax = jax.lax.pmax(amax, shared)
   if quant.scale is not Scale.E4M3_OVER_F32:
-    return amax_to_scale(amax, quant.format, quant.scale)
+    return _clipped(
+      tiles, amax, lambda x: amax_to_scale(x, quant.format, quant.scale), quant, shape, shared
+    )
   split = tuple(dict.fromkeys(a for axes in amax_axes for a in axes))
   tensor_amax = jnp.max(amax)
   tensor_amax = jax.lax.pmax(tensor_amax, split) if split else tensor_amax
-  return two_level_scale(amax, tensor_amax, quant.format)
+  if isinstance(quant.clip, Largest) and quant.clip != AMAX:
+    tensor_amax = tensor_amax * np.float32(quant.clip.times)
+  top = _top(quant)
+  if quant.rounding is Rounding.EDEN:
+    return two_levels(
+      clip.amax(tiles, amax, quant.clip, shape, shared), tensor_amax, quant.format, top
+    )
+
+  def scale_of(x):
+    s8, decode = two_levels(x, tensor_amax, quant.format, top)
+    return s8 * decode
+
+  return _clipped(tiles, amax, scale_of, quant, shape, shared)
+
+
+def _top(quant: Quant) -> float:
+  """The E4M3 number of the tensor's largest tile: 448, or the power of two that leaves room for the
+  largest factor of LeastError, or, 256, for EDEN's."""
+  most = max(quant.clip.times) if isinstance(quant.clip, LeastError) else 1.0
+  if quant.rounding is Rounding.EDEN:
+    most = max(most, 1.5)
+  return E4M3.max if most <= 1 else 2.0 ** (math.frexp(E4M3.max / most)[1] - 1)
+
+
+def _clipped(tiles, amax, scale_of, quant: Quant, shape, shared):
+  """The scales scale_of(amax), the amax by the rule of quant.clip."""
+  if quant.clip == AMAX:
+    return scale_of(amax)
+  if isinstance(quant.clip, LeastError):
+    scales = [scale_of(amax * np.float32(times)) for times in quant.clip.times]
+    return clip.least_error(tiles, scales, quant.format, shared)
+  return scale_of(clip.amax(tiles, amax, quant.clip, shape, shared))

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.quantization import quantize, rounding
 from fp8jax.recipe.quant import (
+  AMAX,
   CURRENT,
   WHOLE,
   DynamicRangeExpansion,
@@ -163,8 +164,11 @@ def check(quant: Quant):
       f"{quant}: a stored tensor takes its scale from itself and is not rotated; set "
       "source=CURRENT and transform None, SquareRoot() or DynamicRangeExpansion()"
     )
-  if quant.scale is Scale.E4M3_OVER_F32:
-    raise ValueError(f"{quant}: two-level scales are for GEMM operands; set scale='f32'")
+  if quant.scale in (Scale.E4M3_OVER_F32, Scale.ONE) or quant.clip != AMAX:
+    raise ValueError(
+      f"{quant}: two-level scales, a scale of one and clips are for GEMM operands; set scale='f32' "
+      "and leave clip out"
+    )
 
 
 def nbytes(quant: Quant) -> float:

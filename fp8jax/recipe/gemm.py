@@ -10,19 +10,18 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-from fp8jax.formats import FORMATS
 from fp8jax.recipe.quant import (
   CURRENT,
   WHOLE,
-  Current,
+  Clamp,
   Delayed,
   DynamicRangeExpansion,
   Hadamard,
   Quant,
-  Rounding,
   Scale,
   SquareRoot,
-  Static,
+  described,
+  of_description,
 )
 
 
@@ -46,6 +45,23 @@ Accumulate = Accumulation | int
 
 
 @dataclasses.dataclass(frozen=True)
+class Gain:
+  """A constant factor of a product: fan_in^a * fan_out^b * tokens^c of its linear layer.
+
+  Unit scaling (arXiv:2303.11257 §3) and µnit scaling (arXiv:2502.05967) have factors instead of
+  scales. A factor of a gradient that is not the forward product's gives another gradient than the
+  loss has, by a constant: so they mean it.
+
+  Attributes:
+    fan_in, fan_out, tokens: the exponents a, b, c; sizes of the whole tensors, not of shards.
+  """
+
+  fan_in: float = 0.0
+  fan_out: float = 0.0
+  tokens: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Gemm:
   """One product D[M, N] = A[M, K] . B[N, K].
 
@@ -54,14 +70,28 @@ class Gemm:
     rhs: the Quant of B, or None for the compute dtype.
     accumulate: FAST or PRECISE, see Accumulation, or an integer: partial sums are added in float32
       every so many K. The compute dtype is always PRECISE.
+    rotate_rows: of (lhs, rhs), blocks of rows that are rotated before quantization; the product is
+      rotated back (HALO, arXiv:2501.02625: the "left" transform of a gradient over its tokens).
+    compensates: adds lhs - clamped lhs times the unquantized rhs, where lhs has a Clamp (outlier
+      compensation, arXiv:2501.17116 §3.2).
+    gain: factor of the product, also in the compute dtype.
   """
 
   lhs: Quant | None = None
   rhs: Quant | None = None
   accumulate: Accumulate = Accumulation.PRECISE
+  rotate_rows: tuple[Hadamard | None, Hadamard | None] = (None, None)
+  compensates: bool = False
+  gain: Gain | None = None
 
   def __post_init__(self):
     _check_accumulate(self.accumulate, self.is_quantized)
+    if self.compensates and not (self.lhs and isinstance(self.lhs.clip, Clamp)):
+      raise ValueError(f"compensates=True adds what lhs.clip=Clamp(...) took away; lhs={self.lhs}")
+    if any(self.rotate_rows) and not self.is_quantized:
+      raise ValueError(
+        "rotate_rows of a product in the compute dtype changes nothing: leave it out"
+      )
     if (self.lhs is None) != (self.rhs is None):
       raise ValueError(
         f"lhs={self.lhs} and rhs={self.rhs}: both operands of a GEMM are quantized or neither is; "
@@ -85,6 +115,8 @@ class Gemm:
           f"{name}={quant}: a product of square roots or powers is not the product. These are for "
           "stored tensors, such as an optimizer's moments; leave transform and keeps_nonzero out"
         )
+      if quant.scale is Scale.NONE:
+        raise ValueError(f"{name}={quant}: an operand without a range of its own has scale='one'")
       if quant.tile[1] == WHOLE:
         continue
       if isinstance(self.accumulate, Accumulation) or quant.tile[1] % self.accumulate:
@@ -130,6 +162,43 @@ PASSES = ("fwd", "dgrad", "wgrad")
 
 
 @dataclasses.dataclass(frozen=True)
+class Differentiable:
+  """The weight's gradient times the slope of a soft staircase (DGE, arXiv:2501.17116 §3.1).
+
+  Between two neighbours of the grid u runs from -1 to 1; the slope is |u|^(1 / power - 1) / power.
+
+  Attributes:
+    power: the paper's k.
+    largest: of the slope, which is infinite in the middle.
+  """
+
+  power: float = 5.0
+  largest: float = 3.0
+
+  def __post_init__(self):
+    if not (self.power >= 1 and self.largest > 0):
+      raise ValueError(f"{self}: power must be at least 1, largest above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrustMask:
+  """No gradient where the forward operand saturated (QuEST's trust mask, arXiv:2505.14669 §4)."""
+
+
+Estimator = Differentiable | TrustMask
+ESTIMATORS = (Differentiable, TrustMask)
+
+
+class Backward(enum.Enum):
+  """What the operands W of dgrad and X of wgrad are made from."""
+
+  UNQUANTIZED = "unquantized"  # the tensors themselves
+  # What the forward product multiplied, in its rotated space: the gradients are then exactly those
+  # of a product of these, but for their own rounding.
+  DEQUANTIZED = "dequantized"
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe:
   """The three GEMMs of a linear layer: y = x.w, dx = g.w', dw = x'.g.
 
@@ -138,14 +207,26 @@ class Recipe:
 
   Attributes:
     name: in logs and configs.
+    backward: what the backward products make W and X of.
+    estimate_w, estimate_x: how dw and dx pass the rounding of the forward operands; None passes
+      them as they are (straight through).
   """
 
   name: str
   fwd: Gemm = Gemm()
   dgrad: Gemm = Gemm()
   wgrad: Gemm = Gemm()
+  backward: Backward = Backward.UNQUANTIZED
+  estimate_w: Estimator | None = None
+  estimate_x: Estimator | None = None
 
   def __post_init__(self):
+    is_plain = self.backward is Backward.UNQUANTIZED and not (self.estimate_w or self.estimate_x)
+    if not is_plain and not self.fwd.is_quantized:
+      raise ValueError(
+        f"recipe {self.name!r}: backward={self.backward.value!r} and estimators are about the "
+        "forward operands' rounding, and fwd is in the compute dtype; leave them out"
+      )
     for tensor, uses in self.uses().items():
       sources = {u.source for u in uses}
       if len(sources) > 1:
@@ -182,12 +263,15 @@ class Recipe:
   @property
   def is_random(self) -> bool:
     """Whether it rounds stochastically, so that a site needs a key."""
-    return any(q.rounding is Rounding.STOCHASTIC for uses in self.uses().values() for q in uses)
+    rows = [r for p in PASSES for r in getattr(self, p).rotate_rows if r]
+    return any(q.is_random for uses in self.uses().values() for q in uses) or any(
+      r.signs == "fresh" for r in rows
+    )
 
   def with_current_scales(self, tensors: str = "xwg") -> "Recipe":
     """The same formats and tiles with scales of these tensors from the operands themselves."""
 
-    return self._map(
+    return self.map_quants(
       lambda q, tensor: dataclasses.replace(q, source=CURRENT) if tensor in tensors else q
     )
 
@@ -200,7 +284,7 @@ class Recipe:
       of_source = {k: v for k, v in changes.items() if k in names}
       return dataclasses.replace(q, source=dataclasses.replace(q.source, **of_source))
 
-    return dataclasses.replace(self._map(one), name=name)
+    return dataclasses.replace(self.map_quants(one), name=name)
 
   def with_accumulate(self, name: str, accumulate: Sequence[Accumulate]) -> "Recipe":
     """This recipe under another name and with another accumulation of its FP8 products.
@@ -215,7 +299,7 @@ class Recipe:
     }
     return dataclasses.replace(self, name=name, **gemms)
 
-  def _map(self, change) -> "Recipe":
+  def map_quants(self, change) -> "Recipe":
     """The recipe with change(Quant, "x", "w" or "g") of every Quant."""
 
     def quant(q, tensor):
@@ -231,70 +315,41 @@ class Recipe:
     """A JSON-able description; `from_dict` inverts it exactly."""
 
     def gemm(g):
+      how = g.accumulate
       return {
-        "lhs": _quant_to_dict(g.lhs),
-        "rhs": _quant_to_dict(g.rhs),
-        "accumulate": g.accumulate.value
-        if isinstance(g.accumulate, Accumulation)
-        else g.accumulate,
+        "lhs": g.lhs and g.lhs.to_dict(),
+        "rhs": g.rhs and g.rhs.to_dict(),
+        "accumulate": how.value if isinstance(how, Accumulation) else how,
+        "rotate_rows": [described(r) for r in g.rotate_rows],
+        "compensates": g.compensates,
+        "gain": g.gain and dataclasses.asdict(g.gain),
       }
 
     gemms = {p: gemm(getattr(self, p)) for p in PASSES}
-    return {"name": self.name, **gemms}
+    return {
+      "name": self.name,
+      **gemms,
+      "backward": self.backward.value,
+      "estimate_w": described(self.estimate_w),
+      "estimate_x": described(self.estimate_x),
+    }
 
   @classmethod
   def from_dict(cls, description: dict[str, Any]) -> "Recipe":
+    """Descriptions of before lack the later fields: they had their defaults."""
+    d = description
+
     def gemm(g):
-      lhs, how = _quant_from_dict(g["lhs"]), g["accumulate"]
+      lhs, rhs = (q and Quant.from_dict(q) for q in (g["lhs"], g["rhs"]))
+      how = g["accumulate"]
       if how is None:  # of versions in which XLA chose: FAST, and PRECISE for the compute dtype
         how = Accumulation.FAST if lhs else Accumulation.PRECISE
       how = Accumulation(how) if isinstance(how, str) else how
-      return Gemm(lhs, _quant_from_dict(g["rhs"]), how)
+      rows = tuple(of_description(r) for r in g.get("rotate_rows", (None, None)))
+      gain = g.get("gain") and Gain(**g["gain"])
+      return Gemm(lhs, rhs, how, rows, g.get("compensates", False), gain)
 
-    gemms = {p: gemm(description[p]) for p in PASSES}
-    return cls(description["name"], **gemms)
-
-
-_KINDS: dict[str, Any] = {
-  t.__name__.lower(): t
-  for t in (Current, Delayed, Static, Hadamard, SquareRoot, DynamicRangeExpansion)
-}
-
-
-def _kind(value) -> dict[str, Any]:
-  return {"kind": type(value).__name__.lower()}
-
-
-def _of_kind(description: dict[str, Any] | None) -> Any:
-  if not description:
-    return None
-  fields = dict(description)
-  return _KINDS[fields.pop("kind")](**fields)
-
-
-def _quant_to_dict(q: Quant | None) -> dict[str, Any] | None:
-  if q is None:
-    return None
-  return {
-    "format": q.format.name,
-    "tile": list(q.tile),
-    "scale": q.scale.value,
-    "source": _kind(q.source) | dataclasses.asdict(q.source),
-    "rounding": q.rounding.value,
-    "transform": q.transform and _kind(q.transform) | dataclasses.asdict(q.transform),
-    "keeps_nonzero": q.keeps_nonzero,
-  }
-
-
-def _quant_from_dict(q: dict[str, Any] | None) -> Quant | None:
-  if q is None:
-    return None
-  return Quant(
-    FORMATS[q["format"]],
-    tuple(q["tile"]),
-    Scale(q["scale"]),
-    _of_kind(q["source"]) or CURRENT,
-    Rounding(q["rounding"]),
-    _of_kind(q["transform"]),
-    q["keeps_nonzero"],
-  )
+    return cls(
+      d["name"], *(gemm(d[p]) for p in PASSES), Backward(d.get("backward", "unquantized")),
+      *(of_description(d.get(e), ESTIMATORS) for e in ("estimate_w", "estimate_x")),
+    )  # fmt: skip

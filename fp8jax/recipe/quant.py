@@ -1,9 +1,10 @@
-"""How one tensor is quantized: format, tile, scale, rounding, transform."""
+"""How one tensor is quantized: format, tile, scale, clip, rounding, transform."""
 
 import dataclasses
 import enum
+from typing import Any
 
-from fp8jax.formats import Format
+from fp8jax.formats import FORMATS, Format
 
 # A tile extent that covers the whole axis, whatever its length.
 WHOLE = 0
@@ -21,6 +22,16 @@ class Scale(enum.Enum):
   EVEN = "even"
   # NVFP4 (arXiv:2509.25149, appendix B): an E4M3 scale per tile, over one float32 for the tensor.
   E4M3_OVER_F32 = "e4m3_over_f32"
+  # amax / max rounded DOWN to a power of two: Quartet's forward pass (arXiv:2505.14669 §4), whose
+  # amax is a multiple of the standard deviation.
+  POW2_DOWN = "pow2_down"
+  # 4/3 of FLOOR for E2M1, so that what lies below 8 units comes to lie below 6 and nothing
+  # saturates: Quartet's backward pass.
+  FLOOR_4_3 = "floor_4_3"
+  # The smallest of 2^-8, 2^-4, 1, 2^4 that amax / max does not exceed, at most 2^4: the exponent
+  # biases of Gaudi 2's matrix unit (arXiv:2503.09975). Its back-off is Largest(times=2 or 4).
+  GAUDI2 = "gaudi2"
+  ONE = "one"  # 1 for every tensor; larger numbers saturate. Unit scaling (arXiv:2303.11257)
   NONE = "none"  # 16 and 32 bits have the range to do without
 
 
@@ -29,6 +40,9 @@ class Rounding(enum.Enum):
 
   NEAREST = "nearest"  # ties to even
   STOCHASTIC = "stochastic"  # up or down with the probability that makes the mean exact
+  # To the nearest; the bias of a rotated block is then taken out of its tiles' E4M3 scales, which
+  # are rounded stochastically: MS-EDEN of Quartet II (arXiv:2601.22813).
+  EDEN = "eden"
 
 
 def _check_margin(kind: str, margin: int):
@@ -86,21 +100,112 @@ Source = Current | Delayed | Static
 CURRENT = Current()
 
 
-@dataclasses.dataclass(frozen=True)
-class Hadamard:
-  """Random Hadamard transform along the contraction, before quantising (arXiv:2509.25149 §4.2).
+# --- which magnitude of a tile becomes the format's largest number -------------------------------
 
-  Both operands of a product are rotated alike, so that it does not change.
+
+@dataclasses.dataclass(frozen=True)
+class Largest:
+  """The largest of the tile, times a factor: above 1 it leaves room, below 1 it saturates.
 
   Attributes:
-    size: of the blocks that are rotated, a power of two.
+    times: the factor. 17/16 is what stochastic rounding under two-level scales needs to be without
+      bias (arXiv:2601.22813); 2 and 4 are Gaudi's back-off of 1/2 and 1/4 (arXiv:2503.09975).
+  """
+
+  times: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rms:
+  """A multiple of the tile's root mean square (QuEST, arXiv:2505.14669 §4).
+
+  Attributes:
+    times: 2.92247856 leaves the least squared error of E2M1 on a normal distribution.
+    is_centred: the standard deviation instead, from which the mean is taken first.
+  """
+
+  times: float
+  is_centred: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantile:
+  """The magnitude that so large a share of the tile does not exceed.
+
+  Attributes:
+    share: above 0, at most 1: the element number floor(share * (n - 1)) of n in order.
+  """
+
+  share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Clamp:
+  """The tile is first clamped to its own signed quantiles 1 - share and share.
+
+  Outlier clamping of FP4 training (arXiv:2501.17116 §3.2), whose paper takes the quantiles of a
+  tensor and whose code those of a token. `Gemm.compensates` multiplies what was clamped away.
+
+  Attributes:
+    share: above 1/2, at most 1: the elements number floor((1 - share) * n) and floor(share * n).
+  """
+
+  share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LeastError:
+  """The largest times that of several factors which leaves the tile's least squared error.
+
+  Attributes:
+    times: the factors in order of preference: of equal errors the earlier one wins. (1, 1.5) with
+      two-level scales is "four over six": the largest becomes 6 or 4 (arXiv:2512.02010).
+  """
+
+  times: tuple[float, ...]
+
+
+Clip = Largest | Rms | Quantile | Clamp | LeastError
+AMAX = Largest()
+
+
+def _check_clip(clip: Clip):
+  if isinstance(clip, Largest | Rms | LeastError):
+    times = clip.times if isinstance(clip.times, tuple) else (clip.times,)
+    if not times or not all(2.0**-32 <= t <= 2.0**32 for t in times):
+      raise ValueError(f"clip={clip}: times must be positive, from 2^-32 to 2^32, one at least")
+  low = {Quantile: 0.0, Clamp: 0.5}.get(type(clip), -1.0)
+  if low >= 0 and not low < clip.share <= 1:
+    raise ValueError(f"clip={clip}: share must be above {low:g} and at most 1")
+
+
+# Orders of Hadamard matrices that, times powers of two, a rotation may have.
+HADAMARD_ORDERS = (1, 12, 20, 28)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hadamard:
+  """Random Hadamard transform, before quantising (arXiv:2509.25149 §4.2).
+
+  Along the contraction both operands of a product are rotated alike, so that it does not change.
+
+  Attributes:
+    size: of the blocks that are rotated: a power of two, or 12, 20 or 28 times one.
+    signs: "fixed", the same vector for ever; "none", the matrix as it is; "fresh", drawn in every
+      call, for all blocks and both operands alike.
   """
 
   size: int = 16
+  signs: str = "fixed"
 
   def __post_init__(self):
-    if self.size < 2 or self.size & (self.size - 1):
-      raise ValueError(f"Hadamard.size={self.size} must be a power of two, at least 2")
+    powers = [self.size // n for n in HADAMARD_ORDERS if self.size % n == 0]
+    if self.size < 2 or not any(p & (p - 1) == 0 for p in powers):
+      raise ValueError(
+        f"Hadamard.size={self.size} must be a power of two, at least 2, or 12, 20 or 28 times one"
+      )
+    if self.signs not in ("fixed", "none", "fresh"):
+      raise ValueError(f"Hadamard.signs={self.signs!r} must be 'fixed', 'none' or 'fresh'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +229,28 @@ class DynamicRangeExpansion:
 
 Transform = Hadamard | SquareRoot | DynamicRangeExpansion
 
+_KINDS: dict[str, Any] = {
+  t.__name__.lower(): t
+  for t in (
+    Current, Delayed, Static, Hadamard, SquareRoot, DynamicRangeExpansion, Largest, Rms, Quantile,
+    Clamp, LeastError,
+  )
+}  # fmt: skip
+
+
+def described(value) -> dict[str, Any] | None:
+  """{"kind": its class, its fields}, JSON-able; `of_description` inverts it."""
+  return value and {"kind": type(value).__name__.lower(), **dataclasses.asdict(value)}
+
+
+def of_description(description: dict[str, Any] | None, others=()) -> Any:
+  """The value; `others` are classes that are not of this file."""
+  if not description:
+    return None
+  fields = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
+  kinds = _KINDS | {t.__name__.lower(): t for t in others}
+  return kinds[fields.pop("kind")](**fields)
+
 
 @dataclasses.dataclass(frozen=True)
 class Quant:
@@ -137,6 +264,7 @@ class Quant:
     tile: extents that share one scale, (rows, contraction); WHOLE means the full axis. A last tile
       may be partial.
     scale: how a tile's scale is chosen and stored.
+    clip: the magnitude that the scale makes the format's largest; others saturate.
     source: which amax the scale is chosen from.
     rounding: how elements are rounded.
     transform: applied before quantising; the product undoes a Hadamard, reading the others.
@@ -151,6 +279,7 @@ class Quant:
   rounding: Rounding = Rounding.NEAREST
   transform: Transform | None = None
   keeps_nonzero: bool = False
+  clip: Clip = AMAX
 
   def __post_init__(self):
     if not isinstance(self.format, Format):
@@ -182,12 +311,77 @@ class Quant:
       raise ValueError(
         f"source={self.source} needs scale 'f32' or 'pow2', got {self.scale.value!r}"
       )
+    _check_clip(self.clip)
+    self._check_scale_of_clip()
+
+  def _check_scale_of_clip(self):
+    if self.clip != AMAX and (
+      self.source != CURRENT
+      or self.scale in (Scale.ONE, Scale.NONE)
+      or isinstance(self.transform, SquareRoot | DynamicRangeExpansion)
+    ):
+      raise ValueError(
+        f"clip={self.clip} needs a scale from this tensor: set source=CURRENT and a scale other "
+        f"than {self.scale.value!r}, and leave out transforms of stored tensors"
+      )
+    if self.scale is Scale.ONE and (self.tile != (WHOLE, WHOLE) or self.source != CURRENT):
+      raise ValueError(f"scale='one' is that of the whole tensor: set tile=({WHOLE}, {WHOLE})")
+    if self.scale is Scale.FLOOR_4_3 and self.format.max * 2.0**-self.format.max_exponent != 1.5:
+      raise ValueError(
+        f"scale='floor_4_3' with format={self.format}: it makes 8 units 6 of E2M1's; set "
+        "scale='floor'"
+      )
+    is_rotated = isinstance(self.transform, Hadamard)
+    if self.rounding is Rounding.EDEN and not (
+      self.scale is Scale.E4M3_OVER_F32 and is_rotated and self.tile[0] == 1
+      and self.tile[1] != WHOLE and self.transform.size % self.tile[1] == 0
+    ):  # fmt: skip
+      raise ValueError(
+        f"rounding='eden' corrects the E4M3 scales of a rotated block: set scale='e4m3_over_f32', "
+        f"a Hadamard whose size is a multiple of the tile, and rows of tiles; got {self}"
+      )
+
+  @property
+  def is_random(self) -> bool:
+    """Whether it needs a random key: of its rounding, or of fresh signs."""
+    return self.rounds_randomly or (
+      isinstance(self.transform, Hadamard) and self.transform.signs == "fresh"
+    )
+
+  @property
+  def rounds_randomly(self) -> bool:
+    return self.rounding in (Rounding.STOCHASTIC, Rounding.EDEN)
+
+  def to_dict(self) -> dict[str, Any]:
+    """A JSON-able description; `from_dict` inverts it exactly."""
+    return {
+      "format": self.format.name,
+      "tile": list(self.tile),
+      "scale": self.scale.value,
+      "source": described(self.source),
+      "rounding": self.rounding.value,
+      "transform": described(self.transform),
+      "keeps_nonzero": self.keeps_nonzero,
+      "clip": described(self.clip),
+    }
+
+  @classmethod
+  def from_dict(cls, q: dict[str, Any]) -> "Quant":
+    """Descriptions of before have no clip: it was the largest."""
+    return cls(
+      FORMATS[q["format"]], tuple(q["tile"]), Scale(q["scale"]), of_description(q["source"]),
+      Rounding(q["rounding"]), of_description(q["transform"]), q["keeps_nonzero"],
+      of_description(q.get("clip")) or AMAX,
+    )  # fmt: skip
 
   def __repr__(self):
     rows, contraction = ("*" if t == WHOLE else str(t) for t in self.tile)
     extra = "" if self.source == CURRENT else f" {type(self.source).__name__.lower()}"
-    extra += "" if self.rounding is Rounding.NEAREST else " stochastic"
-    extra += f" hadamard{self.transform.size}" if isinstance(self.transform, Hadamard) else ""
+    extra += "" if self.rounding is Rounding.NEAREST else f" {self.rounding.value}"
+    extra += "" if self.clip == AMAX else f" {self.clip}".lower()
+    if isinstance(self.transform, Hadamard):
+      signs = {"fixed": "", "none": " unsigned", "fresh": " fresh"}[self.transform.signs]
+      extra += f" hadamard{self.transform.size}{signs}"
     extra += " square root" if isinstance(self.transform, SquareRoot) else ""
     extra += " expanded" if isinstance(self.transform, DynamicRangeExpansion) else ""
     extra += " nonzero" if self.keeps_nonzero else ""

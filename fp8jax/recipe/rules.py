@@ -7,13 +7,13 @@ from typing import Any
 
 from fp8jax import calls, patterns
 from fp8jax.errors import UserError, nearest
-from fp8jax.recipe import library
+from fp8jax.recipe import library, papers
 from fp8jax.recipe.gemm import PASSES, Accumulate, Recipe, accumulate_by_name
 from fp8jax.recipe.quant import Delayed, Static
 
 
 def recipe_by_name(name: str) -> Recipe:
-  """A recipe of `library.RECIPES`, with other numbers if the name gives some.
+  """A recipe of `library.RECIPES` or `papers.PAPERS`, with other numbers if the name gives some.
 
   Args:
     name: "block_128", or with options in parentheses: "tensor_delayed(steps=16, margin=1)", any
@@ -24,11 +24,12 @@ def recipe_by_name(name: str) -> Recipe:
     ValueError: no such recipe, no such option of it, or a value that it cannot have.
   """
   base, opening, options = name.partition("(")
-  if base not in library.RECIPES or (opening and not options.endswith(")")):
-    near = nearest(base, library.RECIPES)
+  recipes = library.RECIPES | papers.PAPERS
+  if base not in recipes or (opening and not options.endswith(")")):
+    near = nearest(base, recipes)
     hint = f"did you mean {near!r}?" if near else "none is like it."
-    raise ValueError(f"unknown recipe {name!r}; {hint} Known: {', '.join(library.RECIPES)}")
-  recipe = library.RECIPES[base]
+    raise ValueError(f"unknown recipe {name!r}; {hint} Known: {', '.join(recipes)}")
+  recipe = recipes[base]
   if not opening:
     return recipe
   delays, accumulate = _options(name, options[:-1])

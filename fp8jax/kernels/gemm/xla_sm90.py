@@ -6,7 +6,7 @@ own fusions read it twice and transpose FP8 on the way.
 """
 
 from fp8jax.kernels.gemm import xla
-from fp8jax.recipe.quant import WHOLE, Rounding
+from fp8jax.recipe.quant import AMAX, WHOLE, Rounding, Scale
 
 
 def missing(device) -> str | None:
@@ -25,8 +25,9 @@ def supports(problem) -> str | None:
   for name, quant in (("lhs", problem.gemm.lhs), ("rhs", problem.gemm.rhs)):
     if quant.tile != (WHOLE, WHOLE):
       return f"{name} scales are per {quant.tile}, its quantizer writes one per tensor"
-    if quant.rounding is not Rounding.NEAREST or quant.transform:
-      return f"{name} is {quant}; its quantizer rounds to nearest and transforms nothing"
+    is_plain = quant.clip == AMAX and quant.scale in (Scale.F32, Scale.POW2)
+    if quant.rounding is not Rounding.NEAREST or quant.transform or not is_plain:
+      return f"{name} is {quant}; its quantizer rounds to nearest, clips and transforms nothing"
   return xla.supports(problem)
 
 

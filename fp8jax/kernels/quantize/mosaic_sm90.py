@@ -40,7 +40,7 @@ from fp8jax.kernels import smem
 from fp8jax.kernels.quantize import prologues
 from fp8jax.kernels.smem import ROWS, padded, swizzled
 from fp8jax.quantization import quantize, scaled_matrix, tensor_stats
-from fp8jax.recipe.quant import CURRENT, WHOLE, Quant, Rounding, Scale
+from fp8jax.recipe.quant import AMAX, CURRENT, WHOLE, Quant, Rounding, Scale
 
 TILE = 128
 _FP8_COLUMNS = 64  # what the contraction of a result is padded to
@@ -55,8 +55,8 @@ def supports(x, quant: Quant, along: int) -> str | None:
     return f"takes a bfloat16 or float32 matrix, not {x.dtype}{list(x.shape)}"
   if quant.format not in (E4M3, E5M2) or quant.tile not in ((1, TILE), (TILE, TILE), _TENSOR):
     return f"writes 8-bit numbers in tiles of 1x128, 128x128 and the whole tensor, not {quant}"
-  if quant.rounding is not Rounding.NEAREST or quant.transform:
-    return f"rounds to nearest and transforms nothing, not {quant}"
+  if quant.rounding is not Rounding.NEAREST or quant.transform or quant.clip != AMAX:
+    return f"rounds to nearest, clips and transforms nothing, not {quant}"
   if quant.source != CURRENT and quant.tile != _TENSOR:
     return f"takes the scales of tiles from x, not {quant}"
   if quant.scale not in (Scale.F32, Scale.POW2):

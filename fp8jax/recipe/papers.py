@@ -1,0 +1,195 @@
+"""Recipes of papers, for comparison: what each one multiplies, as values.
+
+`library.py` has the recipes to train with. These are emulated, on a GPU by name alone
+(`kernels.matmul="reference"`). Each cites its source and says where the paper and its code differ.
+What a recipe leaves to the configuration, such as layers in 16 bits, its comment names.
+"""
+
+import dataclasses
+
+from fp8jax.formats import E2M1, E4M3, E5M2
+from fp8jax.recipe import library
+from fp8jax.recipe.gemm import (
+  Accumulation,
+  Backward,
+  Differentiable,
+  Gain,
+  Gemm,
+  Recipe,
+  TrustMask,
+)
+from fp8jax.recipe.quant import (
+  WHOLE,
+  Clamp,
+  Hadamard,
+  Largest,
+  LeastError,
+  Quant,
+  Rms,
+  Rounding,
+  Scale,
+)
+
+_PRECISE = Accumulation.PRECISE
+
+
+def _named(recipe: Recipe, name: str, **changes) -> Recipe:
+  return dataclasses.replace(recipe, name=name, **changes)
+
+
+# --- FP4 training (arXiv:2501.17116) -------------------------------------------------------------
+# A scale per token and per output channel; the backward pass multiplies the forward operands again,
+# in FP8 by gradients in E5M2 (MS-AMP's code; the paper does not say). The paper clamps at quantiles
+# of the tensor, its code of each token, as here. Compensation is the paper's; the code leaves it out.
+_W4 = Quant(E2M1, (1, WHOLE))
+_G8, _B8 = Quant(E5M2), Quant(E4M3)
+
+
+def _fp4(name: str, x: Quant, compensates: bool = False, estimate_w=None) -> Recipe:
+  return Recipe(
+    name,
+    Gemm(x, _W4, compensates=compensates),
+    Gemm(_G8, _B8),
+    Gemm(_B8, _G8),
+    Backward.DEQUANTIZED,
+    estimate_w,
+  )
+
+
+_CLAMPED = dataclasses.replace(_W4, clip=Clamp(0.99))
+_FP4 = (
+  _fp4("fp4_w4a8", Quant(E4M3, (1, WHOLE))),
+  _fp4("fp4_w4a4", _W4),
+  _fp4("fp4_dge", _W4, estimate_w=Differentiable()),
+  _fp4("fp4_occ", _CLAMPED, compensates=True),
+  _fp4("fp4", _CLAMPED, compensates=True, estimate_w=Differentiable()),
+)
+
+# --- MXFP4 and Quartet (arXiv:2505.14669, version 4) ---------------------------------------------
+_MX = Quant(E2M1, (1, 32), Scale.FLOOR)
+_MX_GEMM = Gemm(_MX, _MX, 32)
+# OCP MX v1.0's own rule for every operand.
+MXFP4 = Recipe("mxfp4", _MX_GEMM, _MX_GEMM, _MX_GEMM)
+# Forward: rotated by the plain H32, the scale by the standard deviation. Backward, version 4 of the
+# paper: to the nearest (its first versions and its code's main branch round stochastically), after
+# fresh signs, from what the forward pass multiplied; masks in rotated space.
+_QUEST = Quant(
+  E2M1,
+  (1, 32),
+  Scale.POW2_DOWN,
+  clip=Rms(2.92247856, is_centred=True),
+  transform=Hadamard(32, "none"),
+)
+_QUARTET_BACK = Quant(E2M1, (1, 32), Scale.FLOOR_4_3, transform=Hadamard(32, "fresh"))
+_BACK = Gemm(_QUARTET_BACK, _QUARTET_BACK, 32)
+QUARTET = Recipe(
+  "quartet",
+  Gemm(_QUEST, _QUEST, 32),
+  _BACK,
+  _BACK,
+  Backward.DEQUANTIZED,
+  TrustMask(),
+  TrustMask(),
+)
+
+# --- NVFP4 pre-training (arXiv:2509.25149) and after ---------------------------------------------
+# `library.NVFP4_SR_RHT` is the method but for the layers in BF16 (precision.last_bf16). Without one
+# of its parts each:
+_FULL, _PLAIN = library.NVFP4_SR_RHT, library.NVFP4
+_SR = _FULL.dgrad.lhs
+
+
+def _fp4_rotated(rounding: Rounding) -> Quant:
+  return dataclasses.replace(_FULL.wgrad.lhs, rounding=rounding)
+
+
+_NVFP4_PARTS = (
+  _named(
+    _FULL,
+    "nvfp4_rht",
+    dgrad=_PLAIN.dgrad,
+    wgrad=Gemm(_FULL.wgrad.lhs, _fp4_rotated(Rounding.NEAREST), 16),
+  ),
+  _named(_FULL, "nvfp4_sr", wgrad=Gemm(_PLAIN.fwd.lhs, _SR, 16)),
+  _named(
+    _FULL,
+    "nvfp4_1d",
+    fwd=Gemm(_PLAIN.fwd.lhs, _PLAIN.fwd.lhs, 16),
+    dgrad=Gemm(_SR, _PLAIN.fwd.lhs, 16),
+  ),
+  # §4.5's late switch: the forward pass in 16 bits for the last part of a run (precision.schedule).
+  _named(_FULL, "nvfp4_backward", fwd=Gemm()),
+)
+
+
+def _four_or_six(q: Quant) -> Quant:
+  is_nearest = q.rounding is Rounding.NEAREST and q.transform is None
+  return dataclasses.replace(q, clip=LeastError((1.0, 1.5))) if is_nearest else q
+
+
+# Four over six (arXiv:2512.02010) wherever elements are rounded to the nearest and not rotated
+# (Transformer Engine does not combine it with rotations either).
+NVFP4_46 = _named(_FULL.map_quants(lambda q, _: _four_or_six(q)), "nvfp4_4or6")
+# Quartet II (arXiv:2601.22813): both backward products of freshly rotated operands; elements to the
+# nearest and scales without bias (MS-EDEN), against stochastic elements with room for 17/16.
+_EDEN = Quant(
+  E2M1,
+  (1, 16),
+  Scale.E4M3_OVER_F32,
+  rounding=Rounding.EDEN,
+  transform=Hadamard(128, "fresh"),
+)
+_ROOM = dataclasses.replace(_EDEN, rounding=Rounding.STOCHASTIC, clip=Largest(17 / 16))
+_QUARTET_II = tuple(
+  _named(_PLAIN, name, dgrad=Gemm(q, q, 16), wgrad=Gemm(q, q, 16))
+  for name, q in (("nvfp4_eden", _EDEN), ("nvfp4_sr_room", _ROOM))
+)
+
+# --- DeepSeek-V3 (arXiv:2412.19437) --------------------------------------------------------------
+# Appendix B.2's negative result: gradients in 128x128 tiles, too.
+_BLOCK = library.BLOCK_128.fwd.rhs
+BLOCK_128_G = Recipe(
+  "block_128_g128",
+  library.BLOCK_128.fwd,
+  Gemm(_BLOCK, _BLOCK, 128),
+  Gemm(library.BLOCK_128.wgrad.lhs, _BLOCK, 128),
+)
+# Its own weight gradient: activations are kept in FP8 and quantized again along tokens.
+BLOCK_128_REQUANTIZED = _named(
+  library.BLOCK_128, "block_128_requantized", backward=Backward.DEQUANTIZED
+)
+
+# --- Unit scaling (arXiv:2303.11257) and µnit scaling (arXiv:2502.05967) -------------------------
+# Scales of 1 and constant factors. Three exponents are in use for the weight gradient's tokens (-1
+# in the first paper's code, -3/4, -1/2): -1/2 makes its variance 1.
+_ONE, _ONE_G = Quant(E4M3, scale=Scale.ONE), Quant(E5M2, scale=Scale.ONE)
+
+
+def _unit(name: str, gains: tuple[Gain, Gain, Gain], x: Quant | None, g: Quant | None) -> Recipe:
+  pairs = ((x, x), (g, x), (x, g))
+  return Recipe(name, *(Gemm(a, b, gain=k) for (a, b), k in zip(pairs, gains, strict=True)))
+
+
+_QUARTER, _HALF = Gain(-0.25, -0.25), Gain(fan_in=-0.5)
+_UNIT_GAINS = (_QUARTER, _QUARTER, Gain(tokens=-0.5))
+_UNIT = (
+  _unit("unit_scaling", _UNIT_GAINS, _ONE, _ONE_G),
+  _unit("unit_scaling_wide", _UNIT_GAINS, None, None),
+  _unit("munit_scaling", (_HALF,) * 3, _ONE, _ONE_G),
+  _unit("munit_scaling_wide", (_HALF,) * 3, None, None),
+)
+
+PAPERS = {
+  r.name: r
+  for r in (
+    *_FP4,
+    MXFP4,
+    QUARTET,
+    *_NVFP4_PARTS,
+    NVFP4_46,
+    *_QUARTET_II,
+    BLOCK_128_G,
+    BLOCK_128_REQUANTIZED,
+    *_UNIT,
+  )
+}
