@@ -183,8 +183,8 @@ class GemmSpec:
 
   def rotates_back(self, role: Role) -> bool:
     """Whether the gradient of X_FWD's or W_FWD's tensor leaves its product in rotated space."""
-    is_rotated = isinstance(getattr(self.quant(role), "transform", None), Hadamard)
-    return is_rotated and self.recipe.backward is Backward.DEQUANTIZED
+    quant, again = self.quant(role), self.recipe.backward is Backward.DEQUANTIZED
+    return quant is not None and quant.rotation is not None and again
 
   def gain(self, gemm: str) -> float | None:
     """The constant factor of a product.

@@ -84,10 +84,9 @@ class Quantizer:
 
   def rotated(self, matrix):
     """[batch?, rows, contraction] as it is when it meets the grid."""
-    of_contraction = getattr(self.quant, "transform", None)
-    last = matrix.ndim - 1
+    last, of_contraction = matrix.ndim - 1, self.quant and self.quant.rotation
     for axis, rotation in ((last - 1, self.rows_rotation), (last, of_contraction)):
-      if isinstance(rotation, Hadamard):
+      if rotation:
         matrix = hadamard.rotate(matrix, rotation, axis, self.signs_key)
     return matrix
 
@@ -104,7 +103,7 @@ def signs_key(spec: GemmSpec, gemm: str, inputs: ScalingInputs):
   A GEMM that multiplies what the forward one did rotates it back by the forward one's signs.
   """
   this = spec.gemm(gemm)
-  rotations = [*this.rotate_rows, *(getattr(q, "transform", None) for q in (this.lhs, this.rhs))]
-  if not any(isinstance(r, Hadamard) and r.signs == "fresh" for r in rotations):
+  rotations = [*this.rotate_rows, *(q.rotation for q in (this.lhs, this.rhs) if q)]
+  if inputs.key is None or not any(r and r.signs == "fresh" for r in rotations):
     return None
   return jax.random.fold_in(inputs.key, 3 * len(TENSORS) + PASSES.index(gemm))

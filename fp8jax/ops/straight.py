@@ -20,7 +20,7 @@ from fp8jax.ops.quantizer import Quantizer
 from fp8jax.ops.site import ScalingInputs
 from fp8jax.quantization import hadamard, quantize, rounding, scaled_matrix
 from fp8jax.recipe.gemm import Estimator, TrustMask
-from fp8jax.recipe.quant import Hadamard, Quant
+from fp8jax.recipe.quant import Quant
 
 
 def is_needed(spec: GemmSpec, role: Role) -> bool:
@@ -88,13 +88,13 @@ def _finished(spec, role, quantizer: Quantizer, matrix, gradient, *, contraction
       scale = scaled_matrix.expand(scale, axis, made.tile[axis], made.shape[axis])
     wide = matrix.astype(jnp.float32)
     wide = quantize.without_outliers(wide, quant, contraction, amax_axes)
-    if isinstance(quant.transform, Hadamard):
-      wide = hadamard.rotate(wide, quant.transform, contraction, quantizer.signs_key)
+    if quant.rotation:
+      wide = hadamard.rotate(wide, quant.rotation, contraction, quantizer.signs_key)
     values = wide * (1.0 / (scale if contraction else scale.T))
     gradient = gradient * _slope(values, quant.format, estimator)
-  if spec.rotates_back(role):
+  if quant.rotation and spec.rotates_back(role):
     key = quantizer.signs_key
-    gradient = hadamard.rotate(gradient, quant.transform, contraction, key, inverse=True)
+    gradient = hadamard.rotate(gradient, quant.rotation, contraction, key, inverse=True)
   return gradient
 
 
@@ -103,11 +103,10 @@ def _slope(values, format: Format, estimator: Estimator):
   magnitude = jnp.abs(values)
   if isinstance(estimator, TrustMask):
     return (magnitude < np.float32(format.max)).astype(jnp.float32)
-  unit, inverse = rounding.step(jnp.minimum(magnitude, np.float32(format.max)), format)
-  steps = magnitude * inverse
+  _, inverse = rounding.step(jnp.minimum(magnitude, np.float32(format.max)), format)
+  steps = jnp.minimum(magnitude, np.float32(format.max)) * inverse
   place = jnp.abs(2.0 * (steps - jnp.floor(steps)) - 1.0)
-  del unit
   power = np.float32(1 / estimator.power)
   slope = jnp.minimum(power * place ** (power - 1), np.float32(estimator.largest))
-  # The largest number itself lies at the end of the last interval, where place is 1.
-  return jnp.where(magnitude <= np.float32(format.max), slope, 0.0)
+  # The largest of a tile is the grid's but for the rounding of its scale; beyond it nothing moves.
+  return jnp.where(magnitude <= np.float32(format.max * (1 + 2.0**-16)), slope, 0.0)

@@ -23,13 +23,12 @@ from fp8jax.recipe.quant import Clamp, Clip, Largest, Quantile, Rms
 Axes = tuple[str, ...]
 
 
-def counts(shape: tuple[int, int], extents: tuple[int, int]) -> np.ndarray:
-  """int64 [tiles of rows, tiles of columns]: elements of the matrix in each tile."""
-  each = [
-    np.minimum(extent, n - extent * np.arange(-(-n // extent)))
-    for n, extent in zip(shape, extents, strict=True)
+def _extents(matrix: tuple[int, ...], tiles: tuple[int, ...]) -> list[np.ndarray]:
+  """int64 [tiles of rows], [tiles of columns]: rows and columns of the matrix in each tile."""
+  return [
+    np.minimum(extent, n - extent * np.arange(count))
+    for n, count, extent in zip(matrix, tiles[::2], tiles[1::2], strict=True)
   ]
-  return np.outer(*each)
 
 
 def amax(tiles, largest, clip: Clip, shape: tuple[int, int], shared: Axes):
@@ -43,19 +42,22 @@ def amax(tiles, largest, clip: Clip, shape: tuple[int, int], shared: Axes):
   """
   if isinstance(clip, Largest):
     return largest * np.float32(clip.times)
-  count = counts(shape, tiles.shape[1::2])
+  extents = _extents(shape, tiles.shape)
   values = jnp.where(jnp.isnan(tiles), 0.0, tiles)
   if isinstance(clip, Rms):
-    total = jnp.asarray(count, jnp.float32)
-    moments = [jnp.sum(values**power, axis=(1, 3)) for power in (1, 2)]
-    if shared:
-      total, *moments = (jax.lax.psum(x, shared) for x in (total, *moments))
-    mean, square = (m / total for m in moments)
-    variance = square - mean * mean if clip.is_centred else square
-    return np.float32(clip.times) * jnp.sqrt(jnp.maximum(variance, 0.0))
+    total = _sum(jnp.asarray(np.outer(*extents), jnp.float32), shared)
+    if clip.is_centred:
+      mean = _sum(jnp.sum(values, axis=(1, 3)), shared) / total
+      values = jnp.where(_is_inside(tiles.shape, extents), values - mean[:, None, :, None], 0.0)
+    square = _sum(jnp.sum(values * values, axis=(1, 3)), shared) / total
+    return np.float32(clip.times) * jnp.sqrt(square)
   if isinstance(clip, Quantile):
-    return _in_order(jnp.abs(values), count, shared, lambda n: np.floor(clip.share * (n - 1)))
+    return _in_order(jnp.abs(values), extents, shared, lambda n: np.floor(clip.share * (n - 1)))
   return largest
+
+
+def _sum(x, shared: Axes):
+  return jax.lax.psum(x, shared) if shared else x
 
 
 def clamped(x, clip: Clamp, tile_axes: tuple[bool, bool], shared: Axes):
@@ -65,19 +67,20 @@ def clamped(x, clip: Clamp, tile_axes: tuple[bool, bool], shared: Axes):
     tile_axes: whether a tile extends over (all rows, all columns); it is one element otherwise.
     shared: mesh axes that a tile extends over.
   """
-  extents = tuple(n if whole else 1 for n, whole in zip(x.shape, tile_axes, strict=True))
-  rows, columns = (n // e for n, e in zip(x.shape, extents, strict=True))
-  tiles = x.astype(jnp.float32).reshape(rows, extents[0], columns, extents[1])
-  values, count = jnp.where(jnp.isnan(tiles), 0.0, tiles), counts(x.shape, extents)
+  (m, n), (all_rows, all_columns) = x.shape, tile_axes
+  shape = (1, m) * all_rows or (m, 1), (1, n) * all_columns or (n, 1)
+  tiles = x.astype(jnp.float32).reshape(*shape[0], *shape[1])
+  values, extents = jnp.where(jnp.isnan(tiles), 0.0, tiles), _extents(x.shape, tiles.shape)
   low, high = (
-    _in_order(values, count, shared, lambda n, s=s: np.minimum(np.floor(s * n), n - 1))
+    _in_order(values, extents, shared, lambda n, s=s: np.minimum(np.floor(s * n), n - 1))
     for s in (1 - clip.share, clip.share)
   )
   return jnp.clip(tiles, low[:, None, :, None], high[:, None, :, None]).reshape(x.shape)
 
 
-def _in_order(values, count: np.ndarray, shared: Axes, index: Callable):
+def _in_order(values, extents, shared: Axes, index: Callable):
   """[tiles, tiles]: the element number index(n) of each tile's n in ascending order."""
+  count = np.outer(*extents)
   rows, columns = values.shape[::2]
   places = values.shape[1] * values.shape[3]
   flat = jnp.moveaxis(values, 2, 1).reshape(rows, columns, places)
@@ -86,19 +89,16 @@ def _in_order(values, count: np.ndarray, shared: Axes, index: Callable):
     flat = jax.lax.all_gather(flat, shared, axis=2, tiled=True)
     parts = flat.shape[2] // places
   elif (count < places).any():
-    inside = _is_inside(values.shape, count)
+    inside = _is_inside(values.shape, extents)
     flat = jnp.where(jnp.moveaxis(inside, 2, 1).reshape(flat.shape), flat, jnp.inf)
   chosen = jnp.asarray(index(count * parts).astype(np.int32))
   return jnp.take_along_axis(jnp.sort(flat, axis=2), chosen[..., None], axis=2)[..., 0]
 
 
-def _is_inside(shape, count: np.ndarray) -> np.ndarray:
-  """bool, like tiles: what is no padding; the last tile of either axis may be partial."""
-  _, height, _, width = shape
-  heights, widths = count[:, 0] // min(width, count[0, 0]), count[0] // min(height, count[0, 0])
-  return (np.arange(height)[None, :, None, None] < heights[:, None, None, None]) & (
-    np.arange(width)[None, None, None, :] < widths[None, None, :, None]
-  )
+def _is_inside(shape, extents) -> np.ndarray:
+  """bool, like tiles of a shape: what is no padding."""
+  inside = [np.arange(n) < e[:, None] for n, e in zip(shape[1::2], extents, strict=True)]
+  return inside[0][:, :, None, None] & inside[1][None, None]
 
 
 def least_error(tiles, scales, format: Format, shared: Axes):
@@ -114,8 +114,7 @@ def least_error(tiles, scales, format: Format, shared: Axes):
   for scale in scales:
     wide = scale[:, None, :, None]
     error = rounding.nearest(values * (1.0 / wide), format) * wide - values
-    error = jnp.sum(error * error, axis=(1, 3))
-    error = jax.lax.psum(error, shared) if shared else error
+    error = _sum(jnp.sum(error * error, axis=(1, 3)), shared)
     if least is None:
       noise = jnp.max(jnp.abs(values), axis=(1, 3)) * np.float32(2.0**-20)
       noise, least = noise * noise, error

@@ -15,13 +15,14 @@ that paper finds enough.
 import functools
 import hashlib
 import math
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax.recipe.quant import Hadamard
+from fp8jax.recipe.quant import HADAMARD_ORDERS, Hadamard
 
 # Transformer Engine's vector for blocks of 16.
 _SIGNS_16 = "+++-+------+-+--"
@@ -51,8 +52,8 @@ def _paley(order: int) -> np.ndarray:
     bordered[1:, 0] = -1
     return bordered + np.eye(prime + 1, dtype=np.float32)
   bordered[1:, 0] = 1
-  return np.kron(bordered, np.float32([[1, 1], [1, -1]])) + np.kron(
-    np.eye(prime + 1, dtype=np.float32), np.float32([[1, -1], [-1, -1]])
+  return np.kron(bordered, np.asarray([[1, 1], [1, -1]], np.float32)) + np.kron(
+    np.eye(prime + 1, dtype=np.float32), np.asarray([[1, -1], [-1, -1]], np.float32)
   )
 
 
@@ -100,14 +101,13 @@ def hadamard(x, size: int, axis: int, vector: Any = "fixed", *, inverse: bool = 
   vector = signs(size) if isinstance(vector, str) else vector
   y = x.reshape(*x.shape[:-1], -1, size)
   y = y if inverse or vector is None else y * vector
-  blocks, order = (
-    y.shape[:-1],
-    next(n for n in (28, 20, 12, 1) if size % n == 0 and _is_power(size // n)),
-  )
+  blocks = y.shape[:-1]
+  order = max(n for n in HADAMARD_ORDERS if size % n == 0 and _is_power(size // n))
   if order > 1:
     matrix, parts = _paley(order), y.reshape(*blocks, -1, order)
     matrix = matrix.T if inverse else matrix
-    y = sum(parts[..., k : k + 1] * matrix[k] for k in range(order)).reshape(*blocks, size)
+    terms = [parts[..., k : k + 1] * matrix[k] for k in range(order)]
+    y = functools.reduce(operator.add, terms).reshape(*blocks, size)
   for level in range((size // order).bit_length() - 1):
     half = order * 2**level
     a, b = jnp.moveaxis(y.reshape(*blocks, -1, 2, half), -2, 0)

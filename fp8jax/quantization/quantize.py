@@ -30,7 +30,6 @@ from fp8jax.recipe.quant import (
   WHOLE,
   Clamp,
   Delayed,
-  Hadamard,
   Largest,
   LeastError,
   Quant,
@@ -181,8 +180,8 @@ def quantize(
   if quant.rounds_randomly and key is None:
     raise ValueError(f"quantize to {quant}: stochastic rounding needs key=jax.random.key(...)")
   x = without_outliers(x, quant, contraction, amax_axes)
-  if isinstance(quant.transform, Hadamard):
-    x = hadamard.rotate(x, quant.transform, contraction, signs_key)
+  if quant.rotation:
+    x = hadamard.rotate(x, quant.rotation, contraction, signs_key)
   if contraction == 0 and quant.rounding is Rounding.EDEN:  # its blocks lie along the columns
     return _cast(x.T, quant, amax_axes, amax, key)
   if contraction == 0:
@@ -196,8 +195,7 @@ def without_outliers(x, quant: Quant, contraction: int, amax_axes):
   if not isinstance(quant.clip, Clamp):
     return x
   tile, axes = (t[:: 1 if contraction else -1] for t in (quant.tile, amax_axes))
-  whole = tuple(t == WHOLE for t in tile)
-  return clip.clamped(x, quant.clip, whole, _shared(tile, axes))
+  return clip.clamped(x, quant.clip, (tile[0] == WHOLE, tile[1] == WHOLE), _shared(tile, axes))
 
 
 def _shared(tile, amax_axes) -> tuple[str, ...]:
@@ -229,8 +227,8 @@ def _cast(x, quant: Quant, amax_axes, amax, key) -> scaled_matrix.ScaledMatrix:
     data = rounding.stochastic(values, quant.format, key)
   else:
     data = cast(values, quant.format)
-  if quant.rounding is Rounding.EDEN:
-    whole = _unbiased(values, data, scale, quant, key)
+  if quant.rotation and quant.rounding is Rounding.EDEN:
+    whole = _unbiased(values, data, scale, quant.rotation.size // quant.tile[1], key)
   scale = jnp.asarray(whole)
   data = data.reshape(padded.shape)[: x.shape[0], : x.shape[1]]
   return scaled_matrix.ScaledMatrix(data, scale, quant.tile)
@@ -244,12 +242,15 @@ def given_scale(amax, quant: Quant):
   return jnp.where(jnp.isnan(amax), jnp.nan, scale)
 
 
-def _unbiased(values, data, scale, quant: Quant, key):
+def _unbiased(values, data, scale, group: int, key):
   """The scales of rotated blocks times <x, x> / <x, rounded x>, their E4M3 numbers rounded
   stochastically: rounding to the nearest would put back some of the bias that the factor takes out.
+
+  Args:
+    group: tiles per block.
   """
   s8, decode = scale
-  blocks = (s8.shape[0], -1, quant.transform.size // quant.tile[1])
+  blocks = (s8.shape[0], -1, group)
   wide, rounded = values * s8[:, None, :, None], data.astype(jnp.float32) * s8[:, None, :, None]
   of_x, of_both = (
     jnp.sum(jnp.sum(jnp.where(jnp.isnan(wide), 0.0, wide * y), axis=(1, 3)).reshape(blocks), axis=2)

@@ -349,7 +349,8 @@ class Recipe:
       gain = g.get("gain") and Gain(**g["gain"])
       return Gemm(lhs, rhs, how, rows, g.get("compensates", False), gain)
 
+    estimators = {e: of_description(d.get(e), ESTIMATORS) for e in ("estimate_w", "estimate_x")}
+    gemms = {p: gemm(d[p]) for p in PASSES}
     return cls(
-      d["name"], *(gemm(d[p]) for p in PASSES), Backward(d.get("backward", "unquantized")),
-      *(of_description(d.get(e), ESTIMATORS) for e in ("estimate_w", "estimate_x")),
-    )  # fmt: skip
+      d["name"], backward=Backward(d.get("backward", "unquantized")), **gemms, **estimators
+    )

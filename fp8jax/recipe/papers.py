@@ -6,6 +6,7 @@ What a recipe leaves to the configuration, such as layers in 16 bits, its commen
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from fp8jax.formats import E2M1, E4M3, E5M2
 from fp8jax.recipe import library
@@ -40,7 +41,7 @@ def _named(recipe: Recipe, name: str, **changes) -> Recipe:
 # --- FP4 training (arXiv:2501.17116) -------------------------------------------------------------
 # A scale per token and per output channel; the backward pass multiplies the forward operands again,
 # in FP8 by gradients in E5M2 (MS-AMP's code; the paper does not say). The paper clamps at quantiles
-# of the tensor, its code of each token, as here. Compensation is the paper's; the code leaves it out.
+# of the tensor, its code of each token, as here. Compensation is the paper's; its code has none.
 _W4 = Quant(E2M1, (1, WHOLE))
 _G8, _B8 = Quant(E5M2), Quant(E4M3)
 
@@ -96,11 +97,7 @@ QUARTET = Recipe(
 # `library.NVFP4_SR_RHT` is the method but for the layers in BF16 (precision.last_bf16). Without one
 # of its parts each:
 _FULL, _PLAIN = library.NVFP4_SR_RHT, library.NVFP4
-_SR = _FULL.dgrad.lhs
-
-
-def _fp4_rotated(rounding: Rounding) -> Quant:
-  return dataclasses.replace(_FULL.wgrad.lhs, rounding=rounding)
+_SR, _ROTATED = _FULL.dgrad.lhs, _FULL.wgrad.lhs
 
 
 _NVFP4_PARTS = (
@@ -108,7 +105,7 @@ _NVFP4_PARTS = (
     _FULL,
     "nvfp4_rht",
     dgrad=_PLAIN.dgrad,
-    wgrad=Gemm(_FULL.wgrad.lhs, _fp4_rotated(Rounding.NEAREST), 16),
+    wgrad=Gemm(_ROTATED, _ROTATED, 16),
   ),
   _named(_FULL, "nvfp4_sr", wgrad=Gemm(_PLAIN.fwd.lhs, _SR, 16)),
   _named(
@@ -165,9 +162,9 @@ BLOCK_128_REQUANTIZED = _named(
 _ONE, _ONE_G = Quant(E4M3, scale=Scale.ONE), Quant(E5M2, scale=Scale.ONE)
 
 
-def _unit(name: str, gains: tuple[Gain, Gain, Gain], x: Quant | None, g: Quant | None) -> Recipe:
-  pairs = ((x, x), (g, x), (x, g))
-  return Recipe(name, *(Gemm(a, b, gain=k) for (a, b), k in zip(pairs, gains, strict=True)))
+def _unit(name: str, gains: Sequence[Gain], x: Quant | None, g: Quant | None) -> Recipe:
+  fwd, dgrad, wgrad = gains
+  return Recipe(name, Gemm(x, x, gain=fwd), Gemm(g, x, gain=dgrad), Gemm(x, g, gain=wgrad))
 
 
 _QUARTER, _HALF = Gain(-0.25, -0.25), Gain(fan_in=-0.5)

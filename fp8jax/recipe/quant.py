@@ -174,9 +174,10 @@ def _check_clip(clip: Clip):
     times = clip.times if isinstance(clip.times, tuple) else (clip.times,)
     if not times or not all(2.0**-32 <= t <= 2.0**32 for t in times):
       raise ValueError(f"clip={clip}: times must be positive, from 2^-32 to 2^32, one at least")
-  low = {Quantile: 0.0, Clamp: 0.5}.get(type(clip), -1.0)
-  if low >= 0 and not low < clip.share <= 1:
-    raise ValueError(f"clip={clip}: share must be above {low:g} and at most 1")
+  if isinstance(clip, Quantile | Clamp):
+    low = 0.5 if isinstance(clip, Clamp) else 0.0
+    if not low < clip.share <= 1:
+      raise ValueError(f"clip={clip}: share must be above {low:g} and at most 1")
 
 
 # Orders of Hadamard matrices that, times powers of two, a rotation may have.
@@ -331,10 +332,10 @@ class Quant:
         f"scale='floor_4_3' with format={self.format}: it makes 8 units 6 of E2M1's; set "
         "scale='floor'"
       )
-    is_rotated = isinstance(self.transform, Hadamard)
+    size = self.rotation.size if self.rotation else 1
     if self.rounding is Rounding.EDEN and not (
-      self.scale is Scale.E4M3_OVER_F32 and is_rotated and self.tile[0] == 1
-      and self.tile[1] != WHOLE and self.transform.size % self.tile[1] == 0
+      self.scale is Scale.E4M3_OVER_F32 and self.tile[0] == 1
+      and self.tile[1] != WHOLE and size % self.tile[1] == 0
     ):  # fmt: skip
       raise ValueError(
         f"rounding='eden' corrects the E4M3 scales of a rotated block: set scale='e4m3_over_f32', "
@@ -344,9 +345,12 @@ class Quant:
   @property
   def is_random(self) -> bool:
     """Whether it needs a random key: of its rounding, or of fresh signs."""
-    return self.rounds_randomly or (
-      isinstance(self.transform, Hadamard) and self.transform.signs == "fresh"
-    )
+    return self.rounds_randomly or (self.rotation is not None and self.rotation.signs == "fresh")
+
+  @property
+  def rotation(self) -> Hadamard | None:
+    """The transform, if it is one."""
+    return self.transform if isinstance(self.transform, Hadamard) else None
 
   @property
   def rounds_randomly(self) -> bool:
@@ -379,9 +383,9 @@ class Quant:
     extra = "" if self.source == CURRENT else f" {type(self.source).__name__.lower()}"
     extra += "" if self.rounding is Rounding.NEAREST else f" {self.rounding.value}"
     extra += "" if self.clip == AMAX else f" {self.clip}".lower()
-    if isinstance(self.transform, Hadamard):
-      signs = {"fixed": "", "none": " unsigned", "fresh": " fresh"}[self.transform.signs]
-      extra += f" hadamard{self.transform.size}{signs}"
+    if self.rotation:
+      signs = {"fixed": "", "none": " unsigned", "fresh": " fresh"}[self.rotation.signs]
+      extra += f" hadamard{self.rotation.size}{signs}"
     extra += " square root" if isinstance(self.transform, SquareRoot) else ""
     extra += " expanded" if isinstance(self.transform, DynamicRangeExpansion) else ""
     extra += " nonzero" if self.keeps_nonzero else ""

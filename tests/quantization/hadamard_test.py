@@ -33,6 +33,18 @@ def test_hadamard_is_its_matrix_in_every_block_of_either_axis(rng, size):
   np.testing.assert_array_equal(flipped, np.asarray(got).T)
 
 
+@pytest.mark.parametrize("size", [12, 20, 28, 24, 56, 160])
+def test_hadamards_of_other_orders_are_orthogonal_and_undone(rng, size):
+  """n H is a matrix of ±1 with orthogonal rows, exactly: a Hadamard matrix by definition."""
+  h = np.rint(np.sqrt(size) * np.asarray(rotated(np.eye(size, dtype=np.float32), size, 1)))
+  assert set(np.unique(h)) == {-1, 1}
+  np.testing.assert_array_equal(h @ h.T, size * np.eye(size))
+  x = rng.standard_normal((3, 2 * size)).astype(np.float32)
+  for how in (Hadamard(size), Hadamard(size, "none")):
+    back = hadamard.rotate(hadamard.rotate(x, how, 1), how, 1, inverse=True)
+    np.testing.assert_allclose(back, x, atol=2.0**-20)
+
+
 @pytest.mark.parametrize("size", [4, 16])
 def test_hadamard_is_orthogonal_exactly(size):
   """Powers of four: no rounding at all."""

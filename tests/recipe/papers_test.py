@@ -1,0 +1,377 @@
+"""Recipes of papers against float64 arithmetic written from the papers, sharing no code."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import tolerances
+
+import fp8jax
+from fp8jax.formats import E2M1, E4M3, E5M2
+from fp8jax.ops import site as site_lib
+from fp8jax.ops.dots import dot
+from fp8jax.quantization import hadamard, quantize, tensor_stats
+from fp8jax.recipe import rules
+from fp8jax.recipe.gemm import Backward, Differentiable, Gain, Gemm, Recipe, TrustMask
+from fp8jax.recipe.papers import PAPERS
+from fp8jax.recipe.quant import (
+  WHOLE,
+  Clamp,
+  Hadamard,
+  Largest,
+  LeastError,
+  Quant,
+  Quantile,
+  Rms,
+  Rounding,
+  Scale,
+)
+
+F32 = np.float32
+
+
+# --- the oracle ----------------------------------------------------------------------------------
+
+
+def sylvester(n: int) -> np.ndarray:
+  h = np.ones((1, 1))
+  while len(h) < n:
+    h = np.block([[h, h], [h, -h]])
+  return h / np.sqrt(n)
+
+
+def rotated(t, how: Hadamard | None, axis: int = 1):
+  """float32 of the float64 product with the plain matrix in blocks."""
+  if how is None:
+    return t
+  # hadamard_test records the fixed vector.
+  signs = {"none": 1.0, "fixed": hadamard.signs(how.size)}[how.signs]
+  t = np.moveaxis(np.asarray(t, np.float64), axis, -1)
+  blocks = (t.reshape(*t.shape[:-1], -1, how.size) * signs) @ sylvester(how.size)
+  return np.moveaxis(blocks.reshape(t.shape), -1, axis)
+
+
+def clamp(t, q: Quant):
+  if not isinstance(q.clip, Clamp):
+    return t
+  assert q.tile == (1, WHOLE)
+  n, order = t.shape[1], np.sort(t, axis=1)
+  low, high = (int(np.floor(s * n)) for s in (1 - q.clip.share, q.clip.share))
+  return np.clip(t, order[:, [low]], order[:, [min(high, n - 1)]])
+
+
+def one_scale(tile, q: Quant, tensor_amax):
+  """The candidates of a tile's scale, in float32."""
+  amax = F32(np.abs(tile).max())
+  times = (1.0,)
+  if isinstance(q.clip, LeastError):
+    times = q.clip.times
+  elif isinstance(q.clip, Largest):
+    times = (q.clip.times,)
+  elif isinstance(q.clip, Rms):
+    centre = tile.astype(np.float64).mean() if q.clip.is_centred else 0
+    amax = F32(q.clip.times * np.sqrt(np.mean((tile.astype(np.float64) - centre) ** 2)))
+  elif isinstance(q.clip, Quantile):
+    order = np.sort(np.abs(tile).ravel())
+    amax = order[int(q.clip.share * (order.size - 1))]
+  return [_scale_of(F32(amax * F32(t)), q, tensor_amax, max(times)) for t in times]
+
+
+def _scale_of(amax, q: Quant, tensor_amax, most):
+  if q.scale is Scale.ONE:
+    return F32(1)
+  if q.scale is Scale.E4M3_OVER_F32:
+    top = 448 if most <= 1 else 256
+    encode = F32(top * q.format.max) / F32(tensor_amax)
+    s8 = oracle.cast(amax * F32(encode * F32(1 / q.format.max)), "e4m3").astype(F32)
+    return max(s8, F32(2.0**-9)) * (F32(1) / encode)
+  if q.scale is Scale.POW2_DOWN:
+    return F32(2.0 ** (np.frexp(np.float64(amax) / q.format.max)[1] - 1))
+  if q.scale is Scale.FLOOR_4_3:
+    return oracle.scale_of(amax, q.format.name, "floor") * F32(4 / 3)
+  if q.scale is Scale.GAUDI2:
+    fits = [s for s in (2.0**-8, 2.0**-4, 1.0, 16.0) if amax <= s * q.format.max]
+    return F32(min(fits, default=16.0))
+  return oracle.scale_of(amax, q.format.name, q.scale.value)
+
+
+def narrow(t, q: Quant | None, rows: Hadamard | None = None):
+  """float64 (dequantized, t / scale), both rotated, of [rows, K]."""
+  if q is None:
+    return np.asarray(t, np.float64), None
+  t = rotated(rotated(clamp(np.asarray(t, F32), q), rows, 0), q.transform).astype(F32)
+  extents = [n if e == WHOLE else e for n, e in zip(t.shape, q.tile)]
+  back, scaled = np.zeros(t.shape), np.zeros(t.shape)
+  for r in range(0, t.shape[0], extents[0]):
+    for c in range(0, t.shape[1], extents[1]):
+      part = (slice(r, r + extents[0]), slice(c, c + extents[1]))
+      made = []
+      for scale in one_scale(t[part], q, np.abs(t).max()):
+        codes = oracle.cast(t[part] * (F32(1) / scale), q.format.name).astype(np.float64)
+        made.append((codes * np.float64(scale), t[part] / np.float64(scale)))
+      errors = [np.sum((b - t[part]) ** 2) for b, _ in made]
+      # "Less" by more than a rounding, as LeastError says.
+      best = int(np.argmin(errors)) if min(errors) < errors[0] * (1 - 2.0**-11) else 0
+      back[part], scaled[part] = made[best]
+  return back, scaled
+
+
+def slope(scaled, q: Quant, estimator):
+  magnitude = np.abs(scaled)
+  if isinstance(estimator, TrustMask):
+    return (magnitude < q.format.max).astype(np.float64)
+  assert q.format == E2M1
+  grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+  low = grid[np.clip(np.searchsorted(grid, magnitude, side="right") - 1, 0, 6)]
+  width = grid[np.clip(np.searchsorted(grid, magnitude, side="right"), 1, 7)] - low
+  u = np.abs(2 * (magnitude - low) / width - 1)
+  with np.errstate(divide="ignore"):
+    found = np.minimum(u ** (1 / estimator.power - 1) / estimator.power, estimator.largest)
+  return np.where(magnitude <= q.format.max * (1 + 1e-7), found, 0)
+
+
+def three_products(r: Recipe, x, w, g):
+  """float64 y, dx, dw of x [T, D], w [D, F], g [T, F]."""
+  f, d, v = r.fwd, r.dgrad, r.wgrad
+  (xq, x_scaled), (wq, w_scaled) = narrow(x, f.lhs, f.rotate_rows[0]), narrow(w.T, f.rhs)
+  y = rotated(xq @ wq.T, f.rotate_rows[0], 0)
+  again = r.backward is Backward.DEQUANTIZED
+  x_again, w_again = (xq, wq) if again else (x, w.T)
+  if f.compensates:
+    rest = x.astype(np.float64) - clamp(x, f.lhs)
+    y = y + rest @ w
+    x_again = x_again + rest if again else x_again
+  dx = narrow(g, d.lhs, d.rotate_rows[0])[0] @ narrow(w_again.T, d.rhs)[0].T
+  dx = rotated(dx, d.rotate_rows[0], 0)
+  dw = (narrow(x_again.T, v.lhs)[0] @ narrow(g.T, v.rhs)[0].T).T
+  if r.estimate_x:
+    dx = dx * slope(x_scaled, f.lhs, r.estimate_x)
+  if r.estimate_w:
+    dw = dw * slope(w_scaled, f.rhs, r.estimate_w)
+  if again and f.lhs.transform:
+    dx, dw = rotated(dx, f.lhs.transform), rotated(dw, f.lhs.transform)
+  sizes = (x.shape[1], w.shape[1], x.shape[0])
+  gains = [
+    np.prod(np.power(sizes, [m.gain.fan_in, m.gain.fan_out, m.gain.tokens])) if m.gain else 1.0
+    for m in (f, d, v)
+  ]
+  return y * gains[0], dx * gains[1], dw.T * gains[2]
+
+
+# --- the tests -----------------------------------------------------------------------------------
+
+_HALO = Quant(E4M3, scale=Scale.F32, transform=Hadamard(16, "none"))
+_LEFT = Gemm(Quant(E4M3), Quant(E4M3), rotate_rows=(Hadamard(16, "none"), None))
+
+
+def _without_backward(name: str) -> Recipe:
+  """Its backward products in the compute dtype: what is random is there."""
+  return dataclasses.replace(PAPERS[name], dgrad=Gemm(), wgrad=Gemm())
+
+
+# Everything that rounds to the nearest and draws no signs.
+CASES = [
+  *(PAPERS[n] for n in PAPERS if not PAPERS[n].is_random),
+  _without_backward("quartet"),
+  _without_backward("nvfp4_4or6"),
+  Recipe("halo", Gemm(_HALO, _HALO), _LEFT, Gemm(Quant(E4M3), Quant(E4M3))),
+  Recipe("left forward", _LEFT),
+  Recipe("back-off", *(Gemm(*[Quant(E4M3, scale=Scale.GAUDI2, clip=Largest(4.0))] * 2),) * 3),
+  Recipe("quantile", *(Gemm(*[Quant(E4M3, (1, WHOLE), clip=Quantile(0.9))] * 2),) * 3),
+  Recipe("rms", *(Gemm(*[Quant(E4M3, (1, 32), Scale.POW2, clip=Rms(4.0))] * 2, 32),) * 3),
+  Recipe(
+    "mse", *(Gemm(*[Quant(E2M1, (1, WHOLE), clip=LeastError((1.0, 0.8, 0.6)))] * 2),) * 3
+  ),
+]  # fmt: skip
+
+
+def operands(rng):
+  x, w, g = (rng.standard_normal(s).astype(F32) for s in ((64, 96), (96, 80), (64, 80)))
+  x[:, 7] *= 30  # a channel of outliers, and lone ones in different tiles each way
+  x[5, 50], w[11, 13], g[17, 19] = 60.0, -8.0, 50.0
+  return x, w, g
+
+
+def products(recipe, x, w, g, key=None):
+  @jax.jit
+  def run(x, w, g):
+    y, pull = jax.vjp(lambda x, w: dot("TD,DF->TF", x, w, recipe, key=key), x, w)
+    return y, *pull(g)
+
+  return [np.asarray(t, np.float64) for t in run(x, w, g)]
+
+
+@pytest.mark.parametrize("recipe", CASES, ids=lambda r: r.name)
+def test_three_products_are_those_of_the_paper(rng, recipe):
+  x, w, g = operands(rng)
+  for name, got, want in zip(
+    "y dx dw".split(), products(recipe, x, w, g), three_products(recipe, x, w, g)
+  ):
+    bound = tolerances.FLOAT32_SUM * np.abs(want).max()
+    assert np.abs(got - want).max() < bound, f"{name}: {np.abs(got - want).max()} >= {bound}"
+
+
+def test_fresh_signs_are_those_of_both_operands_and_of_this_key(rng):
+  """Different signs for the operands would leave nothing of the product."""
+  x, w, g = operands(rng)
+  q = Quant(E4M3, (1, 16), Scale.POW2, transform=Hadamard(16, "fresh"))
+  recipe = Recipe("fresh", Gemm(q, q, 16), Gemm(q, q, 16), Gemm(q, q, 16))
+  assert recipe.is_random
+  exact = (x.astype(np.float64) @ w, g.astype(np.float64) @ w.T, x.T.astype(np.float64) @ g)
+  one, other = (products(recipe, x, w, g, jax.random.key(k)) for k in (1, 2))
+  for a, b, want in zip(one, other, exact):
+    assert not np.array_equal(a, b)
+    for got in (a, b):
+      assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)
+  left = dataclasses.replace(_LEFT, rotate_rows=(Hadamard(16, "fresh"), Hadamard(16, "fresh")))
+  (y, *_), (again, *_) = (
+    products(Recipe("left", left), x, w, g, jax.random.key(k)) for k in (1, 2)
+  )
+  assert not np.array_equal(y, again)
+  assert np.linalg.norm(y - exact[0]) < 0.05 * np.linalg.norm(exact[0])
+  with pytest.raises(ValueError, match="signs_key"):
+    quantize.quantize(x, q)
+  with pytest.raises(ValueError, match="key"):
+    dot("TD,DF->TF", x, w, recipe)
+
+
+@pytest.mark.parametrize("name", ["quartet", "nvfp4_eden", "nvfp4_sr_room"])
+def test_the_mean_of_random_gradients_is_the_gradient(rng, name):
+  """Of EDEN and of stochastic rounding with room within four standard errors, per element; of
+  Quartet's nearest rounding within the paper's misalignment (1.3 % of the length)."""
+  x, w, g = (rng.standard_normal(s).astype(F32) for s in ((128, 128), (128, 128), (128, 128)))
+  recipe = dataclasses.replace(PAPERS[name], fwd=Gemm(), backward=Backward.UNQUANTIZED,
+                               estimate_x=None, estimate_w=None)  # fmt: skip
+  n = 64
+
+  @jax.jit
+  def run(keys):
+    def one(key):
+      _, pull = jax.vjp(lambda x, w: dot("TD,DF->TF", x, w, recipe, key=key), x, w)
+      return pull(g)
+
+    return jax.lax.map(one, keys)
+
+  for got, want in zip(run(jax.random.split(jax.random.key(0), n)),
+                       (g.astype(np.float64) @ w.T, x.T.astype(np.float64) @ g)):  # fmt: skip
+    got = np.asarray(got, np.float64)
+    length = np.array([np.vdot(t, want) for t in got]) / np.vdot(want, want)
+    standard_error = length.std(ddof=1) / np.sqrt(n)
+    if name == "quartet":
+      assert 1e-4 < abs(length.mean() - 1) < 0.04
+    else:
+      assert abs(length.mean() - 1) < 4 * standard_error < 2e-3
+
+
+SCALES = {
+  # Exact at the borders and one float32 step to either side.
+  "pow2_down": (E2M1, [(6.0, 1.0), (12.0, 2.0), (1.5, 0.25)]),
+  "gaudi2": (E4M3, [(448.0, 1.0), (28.0, 2.0**-4), (1.75, 2.0**-8)]),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_at_their_borders(name):
+  fmt, borders = SCALES[name]
+  for amax, scale in borders:
+    below, above = (np.nextafter(F32(amax), F32(side)) for side in (0, 1e9))
+    got = quantize.amax_to_scale(np.array([below, amax, above], F32), fmt, Scale(name))
+    step = 0.5 if name == "pow2_down" else 1.0
+    up = 1.0 if name == "pow2_down" else 16.0
+    np.testing.assert_array_equal(got, np.array([step, 1, up]) * scale)
+  huge = quantize.amax_to_scale(np.array([1e30, 1e-30, 0, np.inf, np.nan], F32), fmt, Scale(name))
+  assert np.all(np.isfinite(huge)) and np.all(huge[2:] == 1)
+  assert name != "gaudi2" or (huge[0], huge[1]) == (16, 2.0**-8)
+
+
+def test_four_thirds_of_floor_saturates_nothing():
+  amax = np.exp2(np.linspace(-3, 3, 4001)).astype(F32)
+  ratio = amax / np.asarray(quantize.amax_to_scale(amax, E2M1, Scale.FLOOR_4_3))
+  assert 3 - 1e-5 < ratio.min() < 3.01 and 5.99 < ratio.max() < 6 + 1e-6
+
+
+@pytest.mark.parametrize("shape", [(5, 70), (1, 20)], ids=str)
+@pytest.mark.parametrize("clip", [Largest(2.0), Rms(3.0), Rms(3.0, True), Quantile(0.75),
+                                  LeastError((1.0, 0.5)), Clamp(0.9)], ids=str)  # fmt: skip
+def test_partial_tiles_count_no_padding_and_transposes_are_equal(rng, clip, shape):
+  x = (rng.standard_normal(shape) + 2).astype(F32)
+  tile = (1, WHOLE) if isinstance(clip, Clamp) else (2, 32)
+  q = Quant(E4M3, tile, clip=clip)
+  got, turned = jax.jit(
+    lambda x: (quantize.quantize(x, q), quantize.quantize(x.T, q, contraction=0))
+  )(x)
+  np.testing.assert_allclose(got.dequantize(), narrow(x, q)[0], rtol=1e-6)
+  # Sums of squares come in another order.
+  rtol = 1e-6 if isinstance(clip, Rms) else 0
+  np.testing.assert_allclose(got.dequantize(), turned.dequantize(), rtol=rtol)
+
+
+REFUSED = [
+  (dict(scale=Scale.ONE, tile=(1, 128)), "scale='one'"),
+  (dict(scale=Scale.ONE, clip=Rms(2.0)), "clip="),
+  (dict(clip=Quantile(0.0)), "share"),
+  (dict(clip=Clamp(0.4)), "share"),
+  (dict(clip=LeastError(())), "times"),
+  (dict(clip=Largest(-1.0)), "times"),
+  (dict(scale=Scale.FLOOR_4_3), "floor_4_3"),
+  (dict(rounding=Rounding.EDEN), "eden"),
+  (dict(transform=Hadamard(16, "none"), scale=Scale.NONE), "scale='none'"),
+]
+
+
+@pytest.mark.parametrize("changes, words", REFUSED, ids=str)
+def test_values_that_mean_nothing_are_refused(changes, words):
+  with pytest.raises(ValueError, match=words):
+    Quant(E4M3, **changes)
+
+
+def test_recipes_that_mean_nothing_are_refused():
+  plain = Quant(E4M3)
+  for make, words in [
+    (lambda: Gemm(plain, plain, compensates=True), "compensates"),
+    (lambda: Gemm(rotate_rows=(Hadamard(16), None)), "rotate_rows"),
+    (lambda: Recipe("r", estimate_w=TrustMask()), "compute dtype"),
+    (lambda: Differentiable(power=0.5), "power"),
+    (lambda: Hadamard(48 + 2), "12, 20 or 28"),
+    (lambda: Hadamard(16, "random"), "fresh"),
+  ]:
+    with pytest.raises(ValueError, match=words):
+      make()
+
+
+@pytest.mark.parametrize("recipe", [*PAPERS.values(), *CASES[-6:]], ids=lambda r: r.name)
+def test_recipes_survive_json_and_are_found_by_name(recipe):
+  assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+  if recipe.name in PAPERS:
+    assert rules.recipe_by_name(recipe.name) == recipe
+    assert recipe.name not in fp8jax.RECIPES
+
+
+def test_gains_are_of_the_whole_sizes_also_in_the_compute_dtype(rng):
+  x, w, _ = operands(rng)
+  recipe = Recipe("gain", Gemm(gain=Gain(-0.5, 0.25, -1.0)))
+  want = x.astype(np.float64) @ w * 96**-0.5 * 80**0.25 / 64
+  got = dot("TD,DF->TF", x, w, recipe)
+  np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
+
+
+def test_observers_see_rotated_operands(rng):
+  """The error that a site observes is that of the rotated tensor, not a difference of spaces."""
+  x, w, g = operands(rng)
+  q = Quant(E5M2, transform=Hadamard(16, "none"))
+  site = site_lib.fresh(
+    Recipe("seen", Gemm(q, q)), "dot", statistics=tensor_stats.LOUD, backends=("xla",) * 3
+  )
+
+  def loss(site):
+    return jnp.sum(dot("TD,DF->TF", x, w, site) * g)
+
+  plain = dataclasses.replace(site, recipe=Recipe("plain", Gemm(*[Quant(E5M2)] * 2)))
+  seen, of_plain = (np.asarray(jax.jit(jax.grad(loss))(s).tap) for s in (site, plain))
+  largest = np.abs(rotated(x, q.transform)).max()
+  np.testing.assert_allclose(seen[0, 0], largest, rtol=1e-6)
+  assert of_plain[0, 0] == np.abs(x).max() != seen[0, 0]
