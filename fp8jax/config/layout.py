@@ -13,7 +13,7 @@ from fp8jax.models import transformer
 from fp8jax.ops import site_tree
 from fp8jax.recipe import rules as rules_lib
 from fp8jax.recipe.gemm import Recipe
-from fp8jax.recipe.quant import WHOLE, Hadamard
+from fp8jax.recipe.quant import WHOLE
 
 _WORDS = {
   "V": "model.vocab_size", "D": "model.hidden_size", "F": "model.intermediate_size",
@@ -177,15 +177,21 @@ def find_broken_rotations(declaration, dims, rules, tokens: int) -> list[str]:
   for path, name in _distinct(sites, dims, rules):
     recipe = rules_lib.recipe_by_name(name)
     contracted, produced = (math.prod(dims[c] for c in part) for part in sites[path].gemm_letters)
-    for which, extent in (("fwd", contracted), ("dgrad", produced), ("wgrad", tokens)):
-      rotation = getattr(recipe, which).lhs and getattr(recipe, which).lhs.transform
-      if isinstance(rotation, Hadamard) and extent % rotation.size:
-        problems.append(
-          f"{path}, {which}: recipe {name!r} rotates blocks of {rotation.size} and the "
-          f"product contracts {extent} on a device, no multiple of it; change global_batch or "
-          f"seq_len, or "
-          f"give {path} another recipe"
-        )
+    extents = {"fwd": (tokens, produced, contracted), "dgrad": (tokens, contracted, produced)}
+    for which, (rows, columns, k) in (extents | {"wgrad": (contracted, produced, tokens)}).items():
+      gemm = getattr(recipe, which)
+      rotations = (
+        (gemm.lhs and gemm.lhs.rotation, "contracts", k),
+        (gemm.rotate_rows[0], "has rows", rows),
+        (gemm.rotate_rows[1], "gives", columns),
+      )
+      problems += [
+        f"{path}, {which}: recipe {name!r} rotates blocks of {rotation.size} and the product "
+        f"{verb} {extent} on a device, no multiple of it; change global_batch or seq_len, or give "
+        f"{path} another recipe"
+        for rotation, verb, extent in rotations
+        if rotation and extent % rotation.size
+      ]
   return problems
 
 

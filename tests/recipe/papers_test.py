@@ -11,6 +11,7 @@ import pytest
 import tolerances
 
 import fp8jax
+from fp8jax import axes, mesh
 from fp8jax.formats import E2M1, E4M3, E5M2
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dots import dot
@@ -341,6 +342,43 @@ def test_recipes_that_mean_nothing_are_refused():
   ]:
     with pytest.raises(ValueError, match=words):
       make()
+
+
+_WIDE = [
+  Quant(E4M3, clip=Rms(4.0)), Quant(E4M3, clip=Quantile(0.99)), Quant(E4M3, clip=Clamp(0.98)),
+  Quant(E4M3, scale=Scale.POW2, clip=LeastError((1.0, 0.25))),
+]  # fmt: skip
+ON_MESH = [
+  *(PAPERS[n] for n in ("fp4", "munit_scaling", "block_128_requantized")),
+  *map(_without_backward, ("quartet", "nvfp4_4or6")),
+  Recipe("left", _LEFT, _LEFT, _LEFT),
+  Recipe("tensors", *(Gemm(q, _WIDE[3]) for q in _WIDE[:3])),
+]
+
+
+@pytest.mark.parametrize("recipe", ON_MESH, ids=lambda r: r.name)
+def test_on_a_mesh_they_are_what_they_are_on_one_device(rng, recipe):
+  """Row parallel, all axes split: amaxes, orders and sums are those of the whole tensor."""
+  eqn, of_w = "BLF,FD->BLD", axes.as_rules(dict(D="fsdp", F="tensor"))
+  acts = axes.as_rules(dict(B=("data", "fsdp"), F="tensor"))
+  layout = axes.Layout(mesh.make((2, 2, 2)), of_w, acts)
+  x, w, g = (rng.standard_normal(s).astype(F32) for s in ((8, 64, 256), (256, 256), (8, 64, 256)))
+  x[..., 7] *= 20
+
+  def run(layout, *tensors):
+    site = dataclasses.replace(site_lib.single(recipe), layout=layout)
+
+    def all_three(x, w, g):
+      y, pull = jax.vjp(lambda x, w: dot(eqn, x, w, dataclasses.replace(site, tap=site.tap)), x, w)
+      return y, *pull(g)
+
+    return jax.jit(all_three)(*tensors)
+
+  places = (layout.act_spec("BLF"), layout.weight_spec("FD"), layout.act_spec("BLD"))
+  placed = [jax.device_put(t, jax.NamedSharding(layout.mesh, p)) for t, p in zip((x, w, g), places)]
+  for got, want in zip(run(layout, *placed), run(axes.LOCAL, x, w, g), strict=True):
+    bound = 2 * tolerances.FLOAT32_SUM * np.abs(want).max()
+    np.testing.assert_allclose(got, want, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("recipe", [*PAPERS.values(), *CASES[-6:]], ids=lambda r: r.name)
