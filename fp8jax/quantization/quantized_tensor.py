@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fp8jax.formats import E2M1
 from fp8jax.quantization import quantize, rounding
 from fp8jax.recipe.quant import (
   AMAX,
@@ -180,7 +181,9 @@ def nbytes(quant: Quant) -> float:
   else:
     per_tile = 1 if quant.scale in _POWERS_OF_TWO else 4
   group = quant.tile[1]
-  return quant.format.dtype.itemsize + (per_tile / group if group != WHOLE else 0.0)
+  # XLA packs two numbers of four bits into a byte.
+  per_element = 0.5 if quant.format.dtype == E2M1.dtype else quant.format.dtype.itemsize
+  return per_element + (per_tile / group if group != WHOLE else 0.0)
 
 
 def shardings(x: QuantizedTensor, of: NamedSharding | None) -> QuantizedTensor:

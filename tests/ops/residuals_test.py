@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 import variants
 
@@ -79,8 +80,24 @@ def test_values_are_exact_and_gradients_those_at_the_copy(rng, what):
 def test_copies_have_the_bytes_that_are_said():
   nbytes = quantized_tensor.nbytes
   assert {name: nbytes(quant) for name, quant in residuals.QUANTS.items() if quant} == {
-    "bf16": 2, "e4m3_16": 1 + 1 / 16, "e4m3_128": 1 + 1 / 128,
+    "bf16": 2, "e4m3_16": 1 + 1 / 16, "e4m3_128": 1 + 1 / 128, "mxfp4": 0.5 + 1 / 32,
   }  # fmt: skip
+
+
+def test_copies_of_four_bits_are_packed_in_the_program(rng):
+  """XLA's own count of the result's bytes, a scan's stack of copies as a layer's are."""
+
+  def copies(xs):
+    one = residuals.QUANTS["mxfp4"]
+    return jax.lax.scan(lambda c, x: (c, residuals.compress(x, one)), 0, xs)[1]
+
+  program = jax.jit(copies).lower(jax.ShapeDtypeStruct((4, 64, 128), jnp.float32)).compile()
+  stored = program.memory_analysis().output_size_in_bytes
+  assert stored <= 4 * 64 * 128 * (0.5 + 1 / 32) + 64
+  x = rng.standard_normal((4, 64, 128)).astype(np.float32)
+  back = np.asarray(jax.jit(lambda x: copies(x).unpack())(x))
+  data, scale = oracle.quantize(x.reshape(-1, 128), "e2m1", (1, 32), "floor")
+  np.testing.assert_array_equal(back.reshape(-1, 128), data.astype(np.float32) * scale)
 
 
 EQUATIONS = ("BLD,DF->BLF", "BLD,DF->BLF", "BLF,FD->BLD")
