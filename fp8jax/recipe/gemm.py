@@ -10,7 +10,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-from fp8jax.formats import FORMATS
+from fp8jax import formats
 from fp8jax.recipe.quant import (
   CURRENT,
   WHOLE,
@@ -75,7 +75,7 @@ class Gemm:
     for name, quant in (("lhs", self.lhs), ("rhs", self.rhs)):
       if quant is None:
         continue
-      if not quant.format.is_low_bit:
+      if not quant.format.is_operand:
         raise ValueError(
           f"{name}.format={quant.format} is no element format of a GEMM operand; to multiply in "
           "the compute dtype give None instead of a Quant"
@@ -290,7 +290,7 @@ def _quant_from_dict(q: dict[str, Any] | None) -> Quant | None:
   if q is None:
     return None
   return Quant(
-    FORMATS[q["format"]],
+    formats.by_name(q["format"]),
     tuple(q["tile"]),
     Scale(q["scale"]),
     _of_kind(q["source"]) or CURRENT,

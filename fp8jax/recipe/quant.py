@@ -29,6 +29,7 @@ class Rounding(enum.Enum):
 
   NEAREST = "nearest"  # ties to even
   STOCHASTIC = "stochastic"  # up or down with the probability that makes the mean exact
+  TOWARD_ZERO = "toward_zero"  # cut off, which biases: how arXiv:2405.18710 masks mantissa bits
 
 
 def _check_margin(kind: str, margin: int):
@@ -159,7 +160,7 @@ class Quant:
       raise ValueError(
         f"tile={self.tile!r} must be two extents (rows, contraction), each >= 1 or WHOLE={WHOLE}"
       )
-    if not self.format.mantissa_bits:
+    if not self.format.is_element:
       raise ValueError(f"format={self.format} holds scales, not elements; take e4m3, e5m2, ...")
     if self.scale is Scale.NONE and (self.format.is_low_bit or self.tile != (WHOLE, WHOLE)):
       raise ValueError(
@@ -172,6 +173,11 @@ class Quant:
       raise ValueError(
         f"transform={self.transform} with format={self.format}, scale={self.scale.value!r}: what "
         "is expanded fills 8 bits under a float32 amax; set scale='f32' and an FP8 format"
+      )
+    if self.format.is_per_tile and WHOLE in self.tile:
+      raise ValueError(
+        f"tile={self.tile} with format={self.format}, whose numbers follow from a tile's own range:"
+        " give extents that lie within a device, such as tile=(1, 128)"
       )
     if self.source != CURRENT and self.tile != (WHOLE, WHOLE):
       raise ValueError(
@@ -186,7 +192,7 @@ class Quant:
   def __repr__(self):
     rows, contraction = ("*" if t == WHOLE else str(t) for t in self.tile)
     extra = "" if self.source == CURRENT else f" {type(self.source).__name__.lower()}"
-    extra += "" if self.rounding is Rounding.NEAREST else " stochastic"
+    extra += "" if self.rounding is Rounding.NEAREST else f" {self.rounding.value}"
     extra += f" hadamard{self.transform.size}" if isinstance(self.transform, Hadamard) else ""
     extra += " square root" if isinstance(self.transform, SquareRoot) else ""
     extra += " expanded" if isinstance(self.transform, DynamicRangeExpansion) else ""
