@@ -132,9 +132,12 @@ def _around_in_tile(magnitude, grid: LogTile, axes):
     power = jax.lax.bitcast_convert_type((127 - (units >> _UNITS)) << 23, jnp.float32)
     return jnp.where(place > spaces, 0.0, top * (coarse * fine * power))
 
-  first = jnp.zeros(magnitude.shape, jnp.int32)  # the first number at or below lies in here
-  for size in (2**n for n in reversed(range(grid.bits - 1))):
-    first = jnp.where(number(first + size - 1) > magnitude, first + size, first)
+  def halve(i, first):
+    """The first place whose number is at or below lies less than twice `size` behind `first`."""
+    size = 1 << (grid.bits - 2 - i)
+    return jnp.where(number(first + size - 1) > magnitude, first + size, first)
+
+  first = jax.lax.fori_loop(0, grid.bits - 1, halve, jnp.zeros(magnitude.shape, jnp.int32))
   below, above = number(first), number(jnp.maximum(first - 1, 0))
   return below, above, above - magnitude <= magnitude - below
 
