@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 from golden import conformance
 
@@ -368,3 +369,9 @@ def test_bf16_masked_is_rounding_toward_zero():
     want = (codes & np.uint16(0x10000 - (1 << 7 - m))).view(ml_dtypes.bfloat16)
     got = jax.jit(lambda x, m=m: quantize.cast(x, FORMATS[f"e8m{m}"], Rounding.TOWARD_ZERO))(x)
     assert np.array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
+
+
+@pytest.mark.parametrize("name", sorted(set(oracle.ROWS) & (set(FLOATS) | set(INTEGERS))))
+def test_the_oracle_of_products_has_the_same_numbers(name):
+  x = inputs(name)
+  assert differences(oracle.cast(x, name), rounded(name)[0].astype(np.float64), x) == 0
