@@ -3,12 +3,17 @@
 import ml_dtypes
 import numpy as np
 
-# A row a format: dtype, largest number, stored mantissa bits (of integers two fewer than all).
+# A row a format: dtype with its numbers, largest, stored mantissa bits (of integers two fewer than
+# all). What fp8jax stores a number in may be another dtype.
 ROWS = {
   "e4m3": (ml_dtypes.float8_e4m3fn, 448.0, 3),
   "e5m2": (ml_dtypes.float8_e5m2, 57344.0, 2),
   "e3m4": (ml_dtypes.float8_e3m4, 15.5, 4),
   "e2m1": (ml_dtypes.float4_e2m1fn, 6.0, 1),
+  "e4m3_240": (ml_dtypes.float8_e4m3, 240.0, 3),
+  "e2m3": (ml_dtypes.float6_e2m3fn, 7.5, 3),
+  "e3m2": (ml_dtypes.float6_e3m2fn, 28.0, 2),
+  **{f"int{n}": (np.int8, 2.0 ** (n - 1) - 1, n - 2) for n in range(2, 9)},
   "bf16": (ml_dtypes.bfloat16, 255 * 2.0**120, 7),
   "f16": (np.float16, 65504.0, 10),
 }
@@ -20,7 +25,7 @@ def cast(x, fmt: str) -> np.ndarray:
   """Saturating, ties to even, by ml_dtypes or rint; NaN becomes +0 where the format has none."""
   x, dtype = np.asarray(x, np.float32), DTYPES[fmt]
   is_integer = np.issubdtype(dtype, np.integer)
-  if fmt == "e2m1" or is_integer:
+  if fmt in ("e2m1", "e2m3", "e3m2") or is_integer:
     x = np.where(np.isnan(x), np.float32(0), x)
   with np.errstate(invalid="ignore"):
     x = np.clip(x, -MAX[fmt], MAX[fmt])

@@ -9,8 +9,10 @@ import dataclasses
 import math
 
 from fp8jax.compiled import hlo, saved_tensors
+from fp8jax.formats import E4M3, E5M2
 from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.kernels.gemm import xla
 from fp8jax.models import transformer
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
@@ -33,7 +35,8 @@ class GemmRow:
     expected: FP8 GEMMs per step and device; 0 where the recipe does not quantize.
     work: their multiply-adds.
     padded: the same with every extent rounded up to cuBLASLt's multiple.
-    is_emulated: the numbers multiplied have fewer bits than the FP8 that carries them.
+    is_emulated: no matrix unit has this format: FP8 carries its numbers, of which there are more,
+      or float32 does, and nothing is expected.
     most: how often the work may be done: twice where XLA is free to do the forward product once for
       itself and its recomputation, which have no loops around them that would keep them apart.
     fp8: FP8 GEMMs found, in units of the spec's: its number of them did exactly its work.
@@ -112,9 +115,11 @@ def expected(spec: TrainSpec, phase: int = 0) -> list[GemmRow]:
       ]
       gemm, backend = getattr(site.recipe, product), site.backends[PASSES.index(product)]
       multiplier = gemm_api.BACKENDS[backend]
-      formats = [quant.format for quant in (gemm.lhs, gemm.rhs) if quant is not None]
-      row = GemmRow(hlo.GemmKey(name, product, again), site.recipe.name, backend, sizes[0][0])
-      if gemm.is_quantized:
+      row = GemmRow(
+        hlo.GemmKey(name, product, again), site.recipe.name, backend, sizes[0][0],
+        is_emulated=any(q.format not in (E4M3, E5M2) for q in (gemm.lhs, gemm.rhs) if q),
+      )  # fmt: skip
+      if xla.is_fp8(gemm):
         row = dataclasses.replace(
           row,
           expected=sum(
@@ -122,7 +127,6 @@ def expected(spec: TrainSpec, phase: int = 0) -> list[GemmRow]:
           ),
           work=sum(n * math.prod(mnk) for mnk, n in sizes),
           padded=sum(n * math.prod(map(_padded, mnk)) for mnk, n in sizes),
-          is_emulated=any(f.bits < 8 * f.dtype.itemsize for f in formats),
           accumulate=accumulate_name(gemm.accumulate),
           most=2 if product == "fwd" and is_recomputed and not is_loop else 1,
         )

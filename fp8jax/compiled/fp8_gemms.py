@@ -204,7 +204,7 @@ def _complaint_of_accumulation(row: GemmRow, spec: TrainSpec) -> str:
 
 
 def table(rows: list[GemmRow], title: str = TITLE):
-  """For printing: a line per site, "found/planned" per product, and "12 unquantized" beside it."""
+  """For printing: a line per site, "found/planned" per product, "12 unquantized" or emulated."""
   by_site: dict[str, dict[str, GemmRow]] = collections.defaultdict(dict)
   for row in rows:
     by_site[row.key.site]["recompute" if row.key.is_recompute else row.key.product] = row
@@ -227,7 +227,8 @@ def table(rows: list[GemmRow], title: str = TITLE):
 
 def _cell(row: GemmRow) -> str:
   said = [f"{row.fp8}/{row.expected}" + "*" * bool(row.shared)] if row.expected or row.fp8 else []
-  said += [f"{row.unquantized} unquantized"] if row.unquantized else []
+  how = "emulated" if row.is_emulated and not row.expected else "unquantized"
+  said += [f"{row.unquantized} {how}"] if row.unquantized else []
   return ", ".join(said) or "-"
 
 

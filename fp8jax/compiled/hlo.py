@@ -64,7 +64,7 @@ _CALLED = re.compile(
 )
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _SCOPE = re.compile(r"(?:^|[/(])((?:layers/(?:[^/:()]+/)*)?[^/:()]+):(fwd|dgrad|wgrad)(?=[/)]|$)")
-_NARROW = ("f8e", "s8[")  # dtypes of low-bit operands
+_NARROW = "f8e"  # dtypes of FP8 operands
 _RECOMPUTED = "rematted_computation"  # jax.checkpoint's scope
 _CUBLAS = {
   "__cublas$lt$matmul$f8": "cuBLASLt FP8",

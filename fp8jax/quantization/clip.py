@@ -113,7 +113,7 @@ def least_error(tiles, scales, format: Format, shared: Axes):
   best, least = scales[0], None
   for scale in scales:
     wide = scale[:, None, :, None]
-    error = rounding.nearest(values * (1.0 / wide), format) * wide - values
+    error = rounding.nearest(values * (1.0 / wide), format, (1, 3)) * wide - values
     error = _sum(jnp.sum(error * error, axis=(1, 3)), shared)
     if least is None:
       noise = jnp.max(jnp.abs(values), axis=(1, 3)) * np.float32(2.0**-20)

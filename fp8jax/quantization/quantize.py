@@ -69,7 +69,7 @@ def amax_to_scale(amax, format: Format, kind: Scale, margin: int = 0):
   """
   amax = amax.astype(jnp.float32)
   if kind is Scale.F32:
-    scale = amax * np.float32(1 / format.max)
+    scale = amax * _inverse(format)
   elif kind is Scale.FLOOR_4_3:
     scale = _power_of_two(amax, format, Scale.FLOOR) * np.float32(4 / 3)
   elif kind is Scale.GAUDI2:
@@ -85,6 +85,11 @@ def amax_to_scale(amax, format: Format, kind: Scale, margin: int = 0):
     scale = jnp.clip(scale * factor, _MIN_SCALE, _MAX_SCALE)
   is_usable = (amax >= _MIN_SCALE) & (amax < jnp.inf)
   return jnp.where(is_usable, scale, 1.0)
+
+
+def _inverse(format: Format) -> np.float32:
+  """1 / format.max; the smallest normal number where it is below, with 8 exponent bits."""
+  return max(np.float32(1 / format.max), _MIN_SCALE)
 
 
 def _power_of_two(amax, format: Format, kind: Scale):
@@ -123,10 +128,11 @@ def two_levels(amax, tensor_amax, format: Format, top: float = E4M3.max):
     format: of the elements: E2M1 in NVFP4.
     top: the E4M3 number of a tile whose amax is the tensor's; less than 448 leaves room above.
   """
-  encode = jnp.minimum(np.float32(top * format.max) / tensor_amax, _MAX_ENCODE)
+  most = np.float32(min(top * format.max, 2.0**127))
+  encode = jnp.minimum(most / tensor_amax, _MAX_ENCODE)
   encode = jnp.where((tensor_amax >= _MIN_SCALE) & (tensor_amax < jnp.inf), encode, 1.0)
   decode = 1.0 / encode
-  s8 = rounding.nearest(amax * (encode * np.float32(1 / format.max)), E4M3)
+  s8 = rounding.nearest(amax * (encode * _inverse(format)), E4M3)
   s8 = jnp.maximum(s8, np.float32(E4M3.smallest))
   return jnp.where((amax >= _MIN_SCALE) & (amax < jnp.inf), s8, 1.0), decode
 
@@ -137,13 +143,16 @@ def two_level_scale(amax, tensor_amax, format: Format):
   return s8 * decode
 
 
-def cast(x, format: Format):
-  """Saturating round-to-nearest-even of float32; infinities saturate too.
+def cast(x, format: Format, how: Rounding = Rounding.NEAREST, axes=None):
+  """Saturating round-to-nearest-even of float32, or toward zero; infinities saturate too.
 
   NaN stays NaN, or becomes +0 where the format has none. Clips first: a bare e4m3fn cast turns 465
   into NaN, one to e5m2 turns 61440 into infinity.
   """
-  on_grid = rounding.saturate(x, format) if format.is_native else rounding.nearest(x, format)
+  if how is Rounding.TOWARD_ZERO:
+    return rounding.toward_zero(x, format, axes).astype(format.dtype)
+  is_cast = format.is_native
+  on_grid = rounding.saturate(x, format) if is_cast else rounding.nearest(x, format, axes)
   return on_grid.astype(format.dtype)
 
 
@@ -224,9 +233,9 @@ def _cast(x, quant: Quant, amax_axes, amax, key) -> scaled_matrix.ScaledMatrix:
     for axis in sorted({a for axes in amax_axes for a in axes}):
       key = jax.random.fold_in(key, jax.lax.axis_index(axis))
   if quant.rounding is Rounding.STOCHASTIC:
-    data = rounding.stochastic(values, quant.format, key)
+    data = rounding.stochastic(values, quant.format, key, (1, 3))
   else:
-    data = cast(values, quant.format)
+    data = cast(values, quant.format, quant.rounding, (1, 3))
   if quant.rotation and quant.rounding is Rounding.EDEN:
     whole = _unbiased(values, data, scale, quant.rotation.size // quant.tile[1], key)
   scale = jnp.asarray(whole)

@@ -165,6 +165,8 @@ def check(quant: Quant):
       f"{quant}: a stored tensor takes its scale from itself and is not rotated; set "
       "source=CURRENT and transform None, SquareRoot() or DynamicRangeExpansion()"
     )
+  if quant.format.is_per_tile:
+    raise ValueError(f"{quant}: a grid per tile is for GEMM operands; take lns8 or a float format")
   if quant.scale in (Scale.E4M3_OVER_F32, Scale.ONE) or quant.clip != AMAX:
     raise ValueError(
       f"{quant}: two-level scales, a scale of one and clips are for GEMM operands; set scale='f32' "
@@ -255,7 +257,7 @@ def _rounded(values, quant: Quant, key):
   if quant.rounding is Rounding.STOCHASTIC:
     data = rounding.stochastic(values, quant.format, key)
   else:
-    data = quantize.cast(values, quant.format)
+    data = quantize.cast(values, quant.format, quant.rounding)
   if not quant.keeps_nonzero:
     return data
   smallest = jnp.copysign(np.float32(quant.format.smallest), values).astype(quant.format.dtype)

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8jax.formats import Format
 from fp8jax.quantization import scaled_matrix
 from fp8jax.recipe.quant import Quant
 
@@ -75,7 +74,7 @@ def statistics(x, quantized, quant: Quant | None, width: int = LOUD):
     scale = quantized.scale
     for axis in (0, 1):
       scale = scaled_matrix.expand(scale, axis, quantized.tile[axis], quantized.shape[axis])
-    saturated = _count(is_finite & (jnp.abs(x_) > _rounds_to_max(quant.format) * scale))
+    saturated = _count(is_finite & (jnp.abs(x_) > quant.format.rounds_to_max * scale))
     error = jnp.sum((back - x_) ** 2)
   values = jnp.stack([
     amax(x), largest, -smallest, jnp.float32(x.size), _count(~is_finite), _count(x_ != 0),
@@ -103,12 +102,6 @@ def exponent_counts(x):
   bin_ = jnp.clip(field - 127 - EXPONENTS.start, 0, len(EXPONENTS) - 1)
   bin_ = jnp.where((bits == 0) | (field == 255), -1, bin_)
   return jnp.sum(bin_ == jnp.arange(len(EXPONENTS))[:, None], axis=1, dtype=jnp.int32)
-
-
-def _rounds_to_max(format: Format) -> float:
-  """The largest magnitude that rounds to the format's maximum were the range unlimited."""
-  _, exponent = math.frexp(format.max)
-  return format.max + math.ldexp(0.5, exponent - 1 - format.mantissa_bits)
 
 
 def _count(mask):

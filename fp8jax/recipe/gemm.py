@@ -105,7 +105,7 @@ class Gemm:
     for name, quant in (("lhs", self.lhs), ("rhs", self.rhs)):
       if quant is None:
         continue
-      if not quant.format.is_low_bit:
+      if not quant.format.is_operand:
         raise ValueError(
           f"{name}.format={quant.format} is no element format of a GEMM operand; to multiply in "
           "the compute dtype give None instead of a Quant"
@@ -227,6 +227,13 @@ class Recipe:
         f"recipe {self.name!r}: backward={self.backward.value!r} and estimators are about the "
         "forward operands' rounding, and fwd is in the compute dtype; leave them out"
       )
+    for tensor, estimator in (("lhs", self.estimate_x), ("rhs", self.estimate_w)):
+      quant = getattr(self.fwd, tensor)
+      if isinstance(estimator, Differentiable) and not quant.format.is_stepped:
+        raise ValueError(
+          f"recipe {self.name!r}: {estimator} needs steps between numbers, and {quant.format} is "
+          "logarithmic; take TrustMask() or None"
+        )
     for tensor, uses in self.uses().items():
       sources = {u.source for u in uses}
       if len(sources) > 1:

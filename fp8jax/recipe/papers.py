@@ -8,7 +8,21 @@ What a recipe leaves to the configuration, such as layers in 16 bits, its commen
 import dataclasses
 from collections.abc import Sequence
 
-from fp8jax.formats import E2M1, E4M3, E5M2
+from fp8jax.formats import (
+  E2M1,
+  E3M2,
+  E4M3,
+  E4M3_240,
+  E5M2,
+  E7M7,
+  E8M3,
+  E8M4,
+  E8M5,
+  E8M6,
+  INT8,
+  LNS8,
+  Format,
+)  # fmt: skip
 from fp8jax.recipe import library
 from fp8jax.recipe.gemm import (
   Accumulation,
@@ -22,6 +36,7 @@ from fp8jax.recipe.gemm import (
 from fp8jax.recipe.quant import (
   WHOLE,
   Clamp,
+  Delayed,
   Hadamard,
   Largest,
   LeastError,
@@ -176,6 +191,52 @@ _UNIT = (
   _unit("munit_scaling_wide", (_HALF,) * 3, None, None),
 )
 
+# --- HALO (arXiv:2501.02625) ---------------------------------------------------------------------
+# One scale per tensor. Level 0 rotates nothing, 1 the features of the forward product, 2 also the
+# tokens of the data gradient. The paper rotates whole axes (here blocks of 64: 576 and 1536 are
+# multiples) and draws no signs. FP8 products accumulate FAST.
+_H64 = Hadamard(64, "none")
+
+
+def _halo(name: str, format: Format, level: int) -> Recipe:
+  plain, how = Quant(format), Accumulation.FAST if format is E4M3 else _PRECISE
+  rotated = dataclasses.replace(plain, transform=_H64 if level else None)
+  left = (_H64 if level == 2 else None, None)
+  return Recipe(
+    name, Gemm(rotated, rotated, how), Gemm(plain, plain, how, left), Gemm(plain, plain, how)
+  )
+
+
+_HALO = (
+  _halo("halo_fp8_0", E4M3, 0),
+  _halo("halo_int8_0", INT8, 0),
+  _halo("halo_int8_2", INT8, 2),
+  _halo("halo_fp6_1", E3M2, 1),
+  _halo("halo_fp4_2", E2M1, 2),
+)
+
+# --- trillion-token training (arXiv:2409.12517) --------------------------------------------------
+# As its code multiplies: E4M3 to 240 forward, E5M2 backward, gradients rounded stochastically, and
+# powers of two from the amax of the step before, without a margin.
+_STEP = Delayed(steps=1)
+_T4, _T5 = (Quant(f, scale=Scale.POW2, source=_STEP) for f in (E4M3_240, E5M2))
+_TG = dataclasses.replace(_T5, rounding=Rounding.STOCHASTIC)
+TRILLION = Recipe("trillion_token", Gemm(_T4, _T4), Gemm(_TG, _T5), Gemm(_T5, _TG))
+
+# --- masked BF16 (arXiv:2405.18710) --------------------------------------------------------------
+# Inputs of every product with their last bits cut off, no scales; E7M7 by saturation instead.
+_MASKS = tuple(
+  Recipe(f"mask_{f.name}", *(Gemm(*[Quant(f, scale=Scale.ONE, rounding=how)] * 2),) * 3)
+  for f, how in (
+    *((f, Rounding.TOWARD_ZERO) for f in (E8M3, E8M4, E8M5, E8M6)), (E7M7, Rounding.NEAREST)
+  )
+)  # fmt: skip
+
+# --- logarithmic numbers (arXiv:2106.13914) ------------------------------------------------------
+# 8 bits, 8 numbers per octave, a scale per row of each operand.
+_LNS = Quant(LNS8, (1, WHOLE))
+LNS = Recipe("lns8", *(Gemm(_LNS, _LNS),) * 3)
+
 PAPERS = {
   r.name: r
   for r in (
@@ -188,5 +249,9 @@ PAPERS = {
     BLOCK_128_G,
     BLOCK_128_REQUANTIZED,
     *_UNIT,
+    *_HALO,
+    TRILLION,
+    *_MASKS,
+    LNS,
   )
 }

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import Any
 
-from fp8jax.formats import FORMATS, Format
+from fp8jax.formats import Format, by_name
 
 # A tile extent that covers the whole axis, whatever its length.
 WHOLE = 0
@@ -43,6 +43,7 @@ class Rounding(enum.Enum):
   # To the nearest; the bias of a rotated block is then taken out of its tiles' E4M3 scales, which
   # are rounded stochastically: MS-EDEN of Quartet II (arXiv:2601.22813).
   EDEN = "eden"
+  TOWARD_ZERO = "toward_zero"  # cut off, which biases: how arXiv:2405.18710 masks mantissa bits
 
 
 def _check_margin(kind: str, margin: int):
@@ -289,7 +290,7 @@ class Quant:
       raise ValueError(
         f"tile={self.tile!r} must be two extents (rows, contraction), each >= 1 or WHOLE={WHOLE}"
       )
-    if not self.format.mantissa_bits:
+    if not self.format.is_element:
       raise ValueError(f"format={self.format} holds scales, not elements; take e4m3, e5m2, ...")
     if self.scale is Scale.NONE and (self.format.is_low_bit or self.tile != (WHOLE, WHOLE)):
       raise ValueError(
@@ -302,6 +303,11 @@ class Quant:
       raise ValueError(
         f"transform={self.transform} with format={self.format}, scale={self.scale.value!r}: what "
         "is expanded fills 8 bits under a float32 amax; set scale='f32' and an FP8 format"
+      )
+    if self.format.is_per_tile and WHOLE in self.tile:
+      raise ValueError(
+        f"tile={self.tile} with format={self.format}, whose numbers follow from a tile's own range:"
+        " give extents that lie within a device, such as tile=(1, 128)"
       )
     if self.source != CURRENT and self.tile != (WHOLE, WHOLE):
       raise ValueError(
@@ -373,7 +379,7 @@ class Quant:
   def from_dict(cls, q: dict[str, Any]) -> "Quant":
     """Descriptions of before have no clip: it was the largest."""
     return cls(
-      FORMATS[q["format"]], tuple(q["tile"]), Scale(q["scale"]), of_description(q["source"]),
+      by_name(q["format"]), tuple(q["tile"]), Scale(q["scale"]), of_description(q["source"]),
       Rounding(q["rounding"]), of_description(q["transform"]), q["keeps_nonzero"],
       of_description(q.get("clip")) or AMAX,
     )  # fmt: skip

@@ -14,9 +14,13 @@ import rich.console
 from harness import HOPPER
 from jax.extend import core as jex_core
 
+from fp8jax import formats
 from fp8jax.compiled import fp8_gemms, hlo
-from fp8jax.formats import E2M1
+from fp8jax.formats import E4M3, E5M2
+from fp8jax.kernels.gemm import xla
 from fp8jax.recipe import library
+from fp8jax.recipe.gemm import PASSES, Gemm, Recipe
+from fp8jax.recipe.quant import WHOLE, Quant, Scale
 from fp8jax.step import train_step
 
 NARROW = [name for name, recipe in library.RECIPES.items() if recipe.is_quantized]
@@ -48,10 +52,46 @@ def test_every_recipe_is_proven(name):
   step_fn = train_step.make_step(spec)
   rows = fp8_gemms.strict(spec, step_fn, state, batch, sites)
   traced = step_fn.trace(state, batch, sites).jaxpr
-  assert sum(row.expected for row in rows) == _narrow_dots(traced.jaxpr) > 0
-  assert sum(row.fp8 for row in rows) == sum(row.expected for row in rows)
   uses = [q for quants in library.RECIPES[name].uses().values() for q in quants]
-  assert ("(emulated)" in _printed(rows)) == any(q.format == E2M1 for q in uses)
+  is_carried = any(xla.is_fp8(getattr(library.RECIPES[name], p)) for p in PASSES)
+  assert (sum(row.expected for row in rows) > 0) == is_carried
+  assert sum(row.expected for row in rows) == _narrow_dots(traced.jaxpr)
+  assert sum(row.fp8 for row in rows) == sum(row.expected for row in rows)
+  assert ("(emulated)" in _printed(rows)) == any(q.format not in (E4M3, E5M2) for q in uses)
+
+
+def _emulated(name: str, monkeypatch, **changes):
+  """A spec whose recipe multiplies rows of a format that no matrix unit has, "e3m2" or "int8"."""
+  quant = Quant(formats.by_name(name), (1, WHOLE), Scale.POW2)
+  monkeypatch.setitem(library.RECIPES, name, Recipe(name, *(Gemm(quant, quant),) * 3))
+  return harness.debug_plan(precision__rules=(("layers/.*", name), ("head", "bf16")), **changes)
+
+
+def test_a_format_that_float32_carries_has_no_fp8_gemm(monkeypatch):
+  spec = _emulated("int8", monkeypatch)
+  rows = harness.strict(spec)
+  sites = [row for row in rows if row.recipe == "int8"]
+  assert len(sites) >= 7 * 3 and all(row.is_emulated and row.unquantized for row in sites)
+  assert {row.expected for row in rows} == {row.fp8 for row in rows} == {0}
+  printed = _printed(rows)
+  assert "int8 (emulated)" in printed and "2 emulated" in printed and "0/" not in printed
+
+
+def test_a_format_that_fp8_carries_is_counted_and_named_emulated(monkeypatch):
+  rows = harness.strict(_emulated("e3m2", monkeypatch))
+  sites = [row for row in rows if row.recipe == "e3m2"]
+  assert all(row.is_emulated and row.fp8 == row.expected > 0 for row in sites)
+  assert "e3m2 (emulated)" in _printed(rows)
+
+
+def test_on_a_gpu_emulation_is_asked_for_and_is_never_taken_for_fp8(monkeypatch):
+  with pytest.raises(ValueError, match="cuBLASLt does not multiply int8 by int8") as e:
+    _emulated("int8", monkeypatch, device=HOPPER)
+  assert "kernels.matmul='reference' emulates every recipe" in str(e.value)
+  spec = _emulated("int8", monkeypatch, device=HOPPER, kernels__matmul="reference")
+  fp8_gemms.check(spec, harness.program_text([harness.Call(Q, 256, 192, 192, 2, dtype="f32")]))
+  said = _refused(spec, [harness.Call(Q, 256, 192, 192, 2)])
+  assert said.startswith("layers/attn/q fwd: the program has 2 FP8 GEMMs that the plan does not")
 
 
 @pytest.mark.parametrize("remat", aot_harness.REMAT)

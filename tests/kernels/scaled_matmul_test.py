@@ -4,16 +4,19 @@ import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
 import matmul_suite as suite
 import ml_dtypes
 import numpy as np
 import pytest
 import shapes
 
-from fp8jax.formats import E4M3, FORMATS, Float, Format
+from fp8jax.formats import E2M1, E3M4, E4M3, E5M2, FORMATS, INT8, Float, Format
 from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
+from fp8jax.kernels.gemm import xla
 from fp8jax.quantization import quantize
+from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.recipe import library
 from fp8jax.recipe.gemm import Accumulation, Gemm
 from fp8jax.recipe.quant import CURRENT, WHOLE, Quant, Rounding
@@ -83,7 +86,7 @@ TILES = [(WHOLE, WHOLE), (1, WHOLE), (1, 32), (16, 16), (128, 128)]
 
 
 @pytest.mark.parametrize("name", ["reference", "xla"])
-@pytest.mark.parametrize("format", [f for f in FORMATS.values() if f.is_low_bit], ids=str)
+@pytest.mark.parametrize("format", [E4M3, E5M2, E3M4, E2M1, INT8], ids=str)
 def test_what_supports_accepts_runs(rng, name, format):
   """Every format beside itself and beside E4M3, in every tile: float64's product of what is
   stored, to float32's rounding."""
@@ -115,6 +118,55 @@ def test_what_supports_accepts_runs(rng, name, format):
     error = np.abs(d - lhs @ rhs.T)
     assert np.all(error <= 2.0**-20 * np.abs(lhs) @ np.abs(rhs).T), gemm
   assert len(gemms) >= (5 if name == "reference" else 2)
+
+
+@pytest.mark.parametrize("name, tile", [("reference", (1, 32)), ("xla", (1, WHOLE))])
+def test_every_format_is_multiplied_exactly(rng, name, tile):
+  """float64's product of what is stored, beside itself and beside E4M3."""
+  x = rng.standard_normal((2, 8, 64)).astype(np.float32)
+  pairs = []
+  for one, other in itertools.product((f for f in FORMATS.values() if f.is_operand), range(2)):
+    if one.is_per_tile and WHOLE in tile:
+      continue
+    gemm = Gemm(Quant(one, tile), Quant((one, E4M3)[other], tile), tile[1] or Accumulation.FAST)
+    assert gemm_api.BACKENDS[name].supports(choose.GemmProblem(8, 8, 64, gemm, CPU)) is None
+    pairs.append(gemm)
+
+  def operand(x, quant):
+    top = np.float32(min(quant.format.max, 2.0**20) / 4)
+    data = quantize.cast(x * top, quant.format, axes=(1,))
+    return ScaledMatrix(data, jnp.ones((8, 64 // tile[1] if tile[1] else 1)) / top, tile)
+
+  @jax.jit
+  def run(x):
+    made = [(operand(x[0], g.lhs), operand(x[1], g.rhs)) for g in pairs]
+    return [
+      (gemm_api.scaled_matmul(*ab, accumulate=g.accumulate, backend=name), ab)
+      for g, ab in zip(pairs, made)
+    ]
+
+  for gemm, (d, ab) in zip(pairs, run(x)):
+    a, b = (np.asarray(t.data).astype(np.float64) * np.float64(t.scale[0, 0]) for t in ab)
+    assert np.all(np.abs(d - a @ b.T) <= 2.0**-20 * np.abs(a) @ np.abs(b).T), gemm
+  assert len(pairs) == 2 * (22 if name == "xla" else 23)
+
+
+@pytest.mark.parametrize("tile", [(1, 32), (1, 128), (1, WHOLE), (WHOLE, WHOLE)], ids=str)
+def test_a_gpu_is_given_emulation_by_name_alone(tile):
+  """Whatever the tile, "auto" says which backend lacks the format, and how to emulate it."""
+  native = {"e4m3", "e5m2", "e2m1"}
+  for format in (f for f in FORMATS.values() if f.is_operand and f.name not in native):
+    if format.is_per_tile and WHOLE in tile:
+      continue
+    how = tile[1] or (Accumulation.PRECISE if xla.is_fp8(Gemm(Quant(format), Quant(format)))
+                      else Accumulation.FAST)  # fmt: skip
+    gemm = Gemm(Quant(format, tile), Quant(format, tile), how)
+    problem = choose.GemmProblem(128, 128, 128, gemm, choose.Device("gpu", 90))
+    assert choose.gemm_backends(problem) == ["reference"], format
+    with pytest.raises(ValueError, match="kernels.matmul='reference' emulates") as e:
+      choose.gemm(problem)
+    assert f"mosaic_sm90: lhs is {format}; it reads e4m3 and e5m2" in str(e.value)
+    assert choose.gemm(problem, "reference") == choose.Choice("reference")
 
 
 @pytest.mark.parametrize("name, grid", [

@@ -13,8 +13,8 @@ import pytest
 import tolerances
 from jax.extend import core as jex_core
 from lattice import lattice
+from matmul_suite import multiplied
 
-from fp8jax.formats import E2M1, E4M3
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dots import dot, dot_general
 from fp8jax.ops.gemm_spec import explicit
@@ -258,13 +258,8 @@ def test_dot_multiplies_narrow_operands_in_all_three_gemms(rng, recipe):
   jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, w).jaxpr
   found = {tuple(v.aval.dtype for v in eqn.invars) for eqn in _dots(jaxpr)}
   wide = (jnp.dtype(jnp.bfloat16),) * 2
-  # Four bits are multiplied as the eight that hold them exactly.
-  as_multiplied = {E2M1: E4M3.dtype}
   assert found == {
-    tuple(as_multiplied.get(q.format, q.format.dtype) for q in (g.lhs, g.rhs))
-    if g.is_quantized
-    else wide
-    for g in (value.fwd, value.dgrad, value.wgrad)
+    multiplied(g) if g.is_quantized else wide for g in (value.fwd, value.dgrad, value.wgrad)
   }
 
 

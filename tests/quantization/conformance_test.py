@@ -39,8 +39,8 @@ def test_formats_limits():
     F16: (65504.0, 2.0**-14, 2.0**-24, 16, 10, 15, -14, True, True, False),
     F32: ((2 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149, 32, 23, 127, -126, True, True, False),
   }
-  others = [f for f in formats.FORMATS.values() if not isinstance(f.grid, formats.Integer)]
-  assert others == list(table)
+  # The others: tests/quantization/formats_test.py.
+  assert [f for f in formats.FORMATS.values() if f in table] == list(table)
   for f, want in table.items():
     assert formats.FORMATS[f.name] is f
     got = (f.max, f.smallest_normal, f.smallest, f.bits, f.mantissa_bits, f.max_exponent)

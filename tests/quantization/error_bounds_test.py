@@ -18,7 +18,7 @@ SHAPE = (5, 40)
 TILES = [(1, 16), (3, 32), (WHOLE, WHOLE)]
 # Those of FP8 recipes; papers_test has the papers'.
 KINDS = [Scale.F32, Scale.POW2, Scale.FLOOR, Scale.EVEN, Scale.E4M3_OVER_F32]
-NARROW = [f for f in FORMATS.values() if f.is_low_bit]
+NARROW = [FORMATS[name] for name in ("e4m3", "e5m2", "e3m4", "e2m1", "int8", "e3m4_30")]
 
 
 def largest_ratio(fmt, kind: Scale, scale, tensor_amax) -> np.ndarray:
@@ -45,7 +45,7 @@ def arrays():
   x=arrays(), kind=st.sampled_from(KINDS), tile=st.sampled_from(TILES), seed=st.integers(0, 9)
 )
 def test_error_is_within_the_formats_bound(fmt, rounding, x, kind, tile, seed):
-  """Half a step of the grid under the tile's scale, a whole one where rounding is stochastic."""
+  """Half a step of the grid under the tile's scale; a whole one but to the nearest."""
   quant = Quant(fmt, tile, kind, rounding=rounding)
   made = quantize.quantize(jnp.asarray(x), quant, key=jax.random.key(seed))  # compiled op by op
   scale = np.asarray(made.scale, np.float64)
@@ -56,7 +56,7 @@ def test_error_is_within_the_formats_bound(fmt, rounding, x, kind, tile, seed):
   scale = np.broadcast_to(scale, SHAPE).astype(np.float64)
   value, x = tiles * scale, x.astype(np.float64)
 
-  magnitude, steps = np.abs(x), {Rounding.NEAREST: 0.5, Rounding.STOCHASTIC: 1.0}[rounding]
+  magnitude, steps = np.abs(x), 0.5 if rounding is Rounding.NEAREST else 1.0
   bound = np.maximum(2.0**-fmt.mantissa_bits * magnitude, fmt.smallest * scale) * steps
   excess = np.maximum(magnitude - fmt.max * scale, 0)
   assert np.all(np.abs(value - x) <= (bound + excess) * (1 + QUANTIZE_SLACK))

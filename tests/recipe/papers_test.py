@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -42,18 +43,19 @@ def sylvester(n: int) -> np.ndarray:
   h = np.ones((1, 1))
   while len(h) < n:
     h = np.block([[h, h], [h, -h]])
-  return h / np.sqrt(n)
+  return h
 
 
 def rotated(t, how: Hadamard | None, axis: int = 1):
-  """float32 of the float64 product with the plain matrix in blocks."""
+  """The product with the plain matrix in blocks: of whole numbers exact, then one rounding."""
   if how is None:
     return t
   # hadamard_test records the fixed vector.
   signs = {"none": 1.0, "fixed": hadamard.signs(how.size)}[how.signs]
   t = np.moveaxis(np.asarray(t, np.float64), axis, -1)
   blocks = (t.reshape(*t.shape[:-1], -1, how.size) * signs) @ sylvester(how.size)
-  return np.moveaxis(blocks.reshape(t.shape), -1, axis)
+  factor = F32(1 / np.sqrt(how.size))
+  return np.moveaxis((blocks * np.float64(factor)).reshape(t.shape), -1, axis)
 
 
 def clamp(t, q: Quant):
@@ -97,7 +99,25 @@ def _scale_of(amax, q: Quant, tensor_amax, most):
   if q.scale is Scale.GAUDI2:
     fits = [s for s in (2.0**-8, 2.0**-4, 1.0, 16.0) if amax <= s * q.format.max]
     return F32(min(fits, default=16.0))
+  if q.format.name == "lns8":
+    return F32(amax * F32(1 / F32(2.0 ** (127 / 8))))
   return oracle.scale_of(amax, q.format.name, q.scale.value)
+
+
+def on_grid(x, q: Quant):
+  """float64 numbers of the format nearest to float32 x, or toward zero where the mask cuts."""
+  name, x = q.format.name, np.asarray(x, F32)
+  if name == "lns8":
+    with np.errstate(divide="ignore"):
+      k = np.clip(np.rint(8 * np.log2(np.abs(x.astype(np.float64)))), 0, 127)
+    return np.where(x == 0, 0, np.sign(x) * 2.0 ** (k / 8))
+  if name.startswith("e8m"):
+    assert q.rounding is Rounding.TOWARD_ZERO
+    kept = x.view(np.uint32) & np.uint32(0xFFFFFFFF << (23 - int(name[3])) & 0xFFFFFFFF)
+    return kept.view(F32).astype(np.float64)
+  if name == "e7m7":
+    return x.astype(ml_dtypes.bfloat16).astype(np.float64)  # of operands far from its borders
+  return oracle.cast(x, name).astype(np.float64)
 
 
 def narrow(t, q: Quant | None, rows: Hadamard | None = None):
@@ -112,7 +132,7 @@ def narrow(t, q: Quant | None, rows: Hadamard | None = None):
       part = (slice(r, r + extents[0]), slice(c, c + extents[1]))
       made = []
       for scale in one_scale(t[part], q, np.abs(t).max()):
-        codes = oracle.cast(t[part] * (F32(1) / scale), q.format.name).astype(np.float64)
+        codes = on_grid(t[part] * (F32(1) / scale), q)
         made.append((codes * np.float64(scale), t[part] / np.float64(scale)))
       errors = [np.sum((b - t[part]) ** 2) for b, _ in made]
       # "Less" by more than a rounding, as LeastError says.
@@ -176,7 +196,7 @@ def _without_backward(name: str) -> Recipe:
 
 # Everything that rounds to the nearest and draws no signs.
 CASES = [
-  *(PAPERS[n] for n in PAPERS if not PAPERS[n].is_random),
+  *(r for r in PAPERS.values() if not (r.is_random or r.is_stateful)),
   _without_backward("quartet"),
   _without_backward("nvfp4_4or6"),
   Recipe("halo", Gemm(_HALO, _HALO), _LEFT, Gemm(Quant(E4M3), Quant(E4M3))),
@@ -191,9 +211,11 @@ CASES = [
 
 
 def operands(rng):
-  x, w, g = (rng.standard_normal(s).astype(F32) for s in ((64, 96), (96, 80), (64, 80)))
-  x[:, 7] *= 30  # a channel of outliers, and lone ones in different tiles each way
-  x[5, 50], w[11, 13], g[17, 19] = 60.0, -8.0, 50.0
+  """Whole numbers, so that rotations are exact, with a channel of outliers and lone ones."""
+  shapes = ((64, 192), (192, 80), (64, 80))
+  x, w, g = (np.rint(100 * rng.standard_normal(s)).astype(F32) for s in shapes)
+  x[:, 7] *= 30
+  x[5, 150], w[11, 13], g[17, 19] = 6001.0, -801.0, 5003.0
   return x, w, g
 
 
@@ -213,6 +235,8 @@ def test_three_products_are_those_of_the_paper(rng, recipe):
     "y dx dw".split(), products(recipe, x, w, g), three_products(recipe, x, w, g)
   ):
     bound = tolerances.FLOAT32_SUM * np.abs(want).max()
+    # The slope magnifies the rounding of w / scale: twentyfold where it is about to be cut off.
+    bound *= 20 if name == "dw" and isinstance(recipe.estimate_w, Differentiable) else 1
     assert np.abs(got - want).max() < bound, f"{name}: {np.abs(got - want).max()} >= {bound}"
 
 
@@ -337,6 +361,7 @@ def test_recipes_that_mean_nothing_are_refused():
     (lambda: Gemm(rotate_rows=(Hadamard(16), None)), "rotate_rows"),
     (lambda: Recipe("r", estimate_w=TrustMask()), "compute dtype"),
     (lambda: Differentiable(power=0.5), "power"),
+    (lambda: dataclasses.replace(PAPERS["lns8"], estimate_w=Differentiable()), "logarithmic"),
     (lambda: Hadamard(48 + 2), "12, 20 or 28"),
     (lambda: Hadamard(16, "random"), "fresh"),
   ]:
@@ -392,7 +417,7 @@ def test_recipes_survive_json_and_are_found_by_name(recipe):
 def test_gains_are_of_the_whole_sizes_also_in_the_compute_dtype(rng):
   x, w, _ = operands(rng)
   recipe = Recipe("gain", Gemm(gain=Gain(-0.5, 0.25, -1.0)))
-  want = x.astype(np.float64) @ w * 96**-0.5 * 80**0.25 / 64
+  want = x.astype(np.float64) @ w * 192**-0.5 * 80**0.25 / 64
   got = dot("TD,DF->TF", x, w, recipe)
   np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
 

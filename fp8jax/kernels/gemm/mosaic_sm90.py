@@ -70,7 +70,7 @@ def supports(problem) -> str | None:
     return reason
   for name, quant in (("lhs", gemm.lhs), ("rhs", gemm.rhs)):
     if quant.format not in (E4M3, E5M2):
-      return f"{name} is {quant.format.name}; the matrix unit reads 8-bit numbers only"
+      return f"{name} is {quant.format}; it reads e4m3 and e5m2, of 8-bit numbers, only"
     if quant.tile[1] != BLOCK or quant.tile[0] not in ((1,) if name == "lhs" else (1, BLOCK)):
       return f"{name} tiles of {quant.tile}; it reads 1x128, and 128x128 on the right"
   if gemm.accumulate != BLOCK:

@@ -23,10 +23,10 @@ _FP8_UNITS = 89  # CUDA compute capability x 10 from which GPUs have them
 
 
 def supports(problem) -> str | None:
-  """None but for fast accumulation where there is such a thing."""
+  """None but for fast accumulation where there is such a thing, and that is of FP8 operands."""
   device = problem.device
   has_units = device.platform == "gpu" and device.capability >= _FP8_UNITS
-  if problem.gemm.accumulate is Accumulation.FAST and has_units:
+  if problem.gemm.accumulate is Accumulation.FAST and has_units and xla.is_fp8(problem.gemm):
     return (
       f"it adds sums of {_DEFAULT_STEP} products in float32, which is not 'fast' accumulation; "
       "kernels.matmul='xla' is, or put (accumulate=precise) behind the recipe's name"
@@ -49,14 +49,14 @@ def scaled_matmul(
   """[M, N]; partial sums of `accumulate` products, or 128, are added in float32."""
   (m, k), n = a.shape, b.shape[0]
   step = _step(accumulate)
-  # Within a step the matrix unit adds as it does for a product that is promoted.
-  is_precise = accumulate is Accumulation.PRECISE
-  precision = jax.lax.Precision.HIGHEST if is_precise else jax.lax.Precision.DEFAULT
   rows = scaled_matrix.expand(a.scale, 0, a.tile[0], m)
   cols = scaled_matrix.expand(b.scale, 0, b.tile[0], n).T
   # The second purpose of the barrier: computed once, not inside every fused multiply-add.
   lhs, rhs, rows, cols = jax.lax.optimization_barrier((a.data, b.data, rows, cols))
   lhs, rhs = xla.factors(lhs, rhs)
+  # Within a step the matrix unit adds as it does for a product that is promoted.
+  is_precise = accumulate is Accumulation.PRECISE
+  precision = xla.precision(lhs, Accumulation.PRECISE if is_precise else Accumulation.FAST)
 
   def partial(i, size):
     """Step `i` of K: an FP8 product, scaled on its way into the float32 accumulator."""
