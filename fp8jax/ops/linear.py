@@ -329,7 +329,8 @@ def _compensation(spec: GemmSpec, x, w, inputs: ScalingInputs):
   wide = dataclasses.replace(spec, recipe=Recipe("compensation"), x_dtype=jnp.dtype(jnp.float32))
   a = operands.operand(wide, Role.X_FWD, operands.outliers(spec, x), inputs)
   b = operands.operand(wide, Role.W_FWD, w, inputs)
-  return product(wide, "fwd", a, b, jnp.float32, inputs)
+  with jax.named_scope("compensation"):  # no product of the recipe, and none is in its place
+    return _unquantized(a, b, jnp.float32)
 
 
 def product(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype, inputs: ScalingInputs):
@@ -348,11 +349,7 @@ def _product(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype):
   # The compiled program carries this name: the check of FP8 GEMMs finds the product by it.
   with jax.named_scope(f"{spec.name}:{gemm}"):
     if not spec.gemm(gemm).is_quantized:
-      lead = tuple(range(a.value.ndim - 2))
-      last = a.value.ndim - 1
-      return jax.lax.dot_general(
-        a.value, b.value, (((last,), (last,)), (lead, lead)), preferred_element_type=out_dtype
-      )
+      return _unquantized(a, b, out_dtype)
     multiply = functools.partial(
       gemm_api.scaled_matmul,
       accumulate=spec.gemm(gemm).accumulate,
@@ -360,3 +357,10 @@ def _product(spec: GemmSpec, gemm: str, a: Operand, b: Operand, out_dtype):
       out_dtype=out_dtype,
     )
     return (jax.vmap(multiply) if a.batch else multiply)(a.value, b.value)
+
+
+def _unquantized(a: Operand, b: Operand, out_dtype):
+  lead, last = tuple(range(a.value.ndim - 2)), a.value.ndim - 1
+  return jax.lax.dot_general(
+    a.value, b.value, (((last,), (last,)), (lead, lead)), preferred_element_type=out_dtype
+  )
