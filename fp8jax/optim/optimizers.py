@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -29,13 +30,15 @@ class Optimizer:
     decays: {moment that it keeps, a field of storage.Moments: key of optim that it decays by}.
     has_kernel: whether kernels/adamw computes it.
     apply: (value, update, rate) -> the updated value, in float32, of a chain's output; None is
-      value - rate * update. E.g. value * exp(-rate * update), which is multiplicative.
+      value - rate * update.
+    decay: weight decay -> the transformation that adds it to the update.
   """
 
   make: Callable[..., optax.GradientTransformation]
   decays: Mapping[str, str]
   has_kernel: bool = False
   apply: Callable[[Any, Any, Any], Any] | None = None
+  decay: Callable[[float], optax.GradientTransformation] = optax.add_decayed_weights
 
   def reads(self) -> set[str]:
     """The hyperparameters, keys of optim, that `make` and `decays` read."""
@@ -55,6 +58,22 @@ class _Recorded:
     return getattr(self._of, name)
 
 
+def _madam(o) -> optax.GradientTransformation:
+  """The gradient over its root mean square, at most 10: Madam's step (arXiv:2006.14560 §3)."""
+  rms = optax.scale_by_rms(o.b2, o.eps, eps_in_sqrt=False, bias_correction=True)
+  return optax.chain(rms, optax.clip(10.0))
+
+
+def _multiplied(value, update, rate):
+  """value * exp(-rate * update * its sign): the sign of a weight, and a 0, stay for ever."""
+  return value * jnp.exp(-rate * jnp.sign(value) * update)
+
+
+def _multiplicative_decay(decay: float) -> optax.GradientTransformation:
+  """Every weight shrinks by the same factor, as decoupled decay has it: exp(-rate * decay)."""
+  return optax.stateless(lambda u, w: jax.tree.map(lambda u, w: u + decay * jnp.sign(w), u, w))
+
+
 _ADAM = {"mu": "b1", "nu": "b2"}
 # Kingma & Ba 2015 (arXiv:1412.6980); Chen et al. 2023 (arXiv:2302.06675).
 OPTIMIZERS = {
@@ -70,6 +89,9 @@ OPTIMIZERS = {
     lambda o: optax.scale_by_rms(o.b2, o.eps, eps_in_sqrt=False, bias_correction=True),
     {"nu": "b2"},
   ),
+  # Multiplicative updates, for logarithmic masters (LNS-Madam, arXiv:2106.13914). Its bound of 3
+  # root mean squares of the first weights is left out.
+  "madam": Optimizer(_madam, {"nu": "b2"}, apply=_multiplied, decay=_multiplicative_decay),
   "sgd": Optimizer(lambda o: optax.ema(o.b1, debias=False), {"mu": "b1"}),
 }
 SCHEDULES = ("wsd", "cosine", "constant")
@@ -87,14 +109,16 @@ class OptimizerConfig:
   optimizer: str = key("adam", '"adam" (AdamW), or "lion" (arXiv:2302.06675), which has one moment '
     "and needs a learning rate three to ten times smaller; or, of Optax, \"adabelief\", "
     '"adamax", "nadam", "radam", "rmsprop" (b2 and eps alone), "sgd" (b1 alone: an average of '
-    "gradients, 1 - b1 times the momentum of optax.sgd)",
+    'gradients, 1 - b1 times the momentum of optax.sgd); "madam" (arXiv:2006.14560; b2 and eps '
+    "alone), which multiplies weights by exp(-rate * gradient / its root mean square)",
     choices=OPTIMIZERS, mapped=True)
   moment_format: str = key("float32", 'Storage format of the moments: "float32", or a name in '
     'optim/storage.py: "coat" first (in experiments/moments the most exact in two bytes), or '
     '"sqrt_v", "tensor_e4m3_e5m2", "e4m3_256", "fp8lm", "bf16", "bf16_sr". Norms and biases stay '
     "float32.", choices=storage.MOMENTS)
   master_format: str = key("float32", 'Master weights: "float32"; "bf16_sr", rounded '
-    'stochastically; "bf16_remainder", a float32 of which the BF16 half multiplies; "f16", scaled.',
+    'stochastically; "bf16_remainder", a float32 of which the BF16 half multiplies; "f16", scaled; '
+    '"lns16", "lns14", "lns12", "lns10": logarithmic, emulated in float32.',
     choices=storage.MASTERS)
   grad_format: str = key("float32", 'Gradients between backward pass and update: "float32", '
     '"bf16_sr", or "e4m3".', choices=storage.GRADIENTS)
@@ -260,7 +284,7 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0, base: str = "bf16
     )
     rule = None
     if p.decay:
-      transformation = optax.chain(transformation, optax.add_decayed_weights(optim.weight_decay))
+      transformation = optax.chain(transformation, optimizer.decay(optim.weight_decay))
       if optimizer.has_kernel:
         rule = AdamWHparams(optim.b1, optim.b2, optim.eps, optim.weight_decay)
     formats = (storage.MASTERS[optim.master_format], storage.GRADIENTS[optim.grad_format])

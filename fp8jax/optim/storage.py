@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from fp8jax.formats import BF16, E4M3, E5M2, F16
+from fp8jax.formats import BF16, E4M3, E5M2, F16, by_name
 from fp8jax.quantization import bf16_remainder, quantized_tensor, stored_matrix
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import WHOLE, DynamicRangeExpansion, Quant, Rounding, Scale, SquareRoot
@@ -137,6 +137,13 @@ MASTERS: dict[str, Quant | str | None] = {
   # rounds to nearest. Here rounding is stochastic: half a step is 0.02 to 0.05 % of a weight, and
   # continued pre-training at rates of 1e-5 changes most weights by less.
   "f16": Quant(F16, scale=Scale.POW2, rounding=Rounding.STOCHASTIC),
+  # LNS-Madam's weights (arXiv:2106.13914): 16 octaves below the largest of a tensor, rounded to the
+  # nearest; the scale is a power of two, so that the numbers stay where they are. Emulated in
+  # float32: 4 bytes here.
+  **{
+    f"lns{bits}": Quant(by_name(f"lns{bits}(gamma={2 ** (bits - 5)})"), scale=Scale.POW2)
+    for bits in (16, 14, 12, 10)
+  },
 }
 
 

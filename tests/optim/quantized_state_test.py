@@ -311,7 +311,7 @@ BY_NAME = {
   # A trace of 0.2 g.
   "sgd": lambda: _decayed(optax.chain(optax.scale(-0.2), optax.trace(0.8))),
 }
-_UNREAD = {"rmsprop": ("b1",), "sgd": ("b2", "eps"), "lion": ("eps",)}
+_UNREAD = {"rmsprop": ("b1",), "madam": ("b1",), "sgd": ("b2", "eps"), "lion": ("eps",)}
 
 
 def _decayed(transformation):
