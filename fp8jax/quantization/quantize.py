@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.formats import E4M3, Format
-from fp8jax.quantization import hadamard, rounding, scaled_matrix
+from fp8jax.quantization import hadamard, rounding, scaled_matrix, vectorized
 from fp8jax.recipe.quant import CURRENT, WHOLE, Delayed, Hadamard, Quant, Rounding, Scale, Static
 
 # Smallest normal float32. Scales below it would be flushed to zero by CPUs and GPUs alike.
@@ -116,8 +116,9 @@ def cast(x, format: Format):
 
 
 def quantize(
-  x, quant: Quant, *, contraction: int = 1, amax_axes=((), ()), amax=None, key=None
-) -> scaled_matrix.ScaledMatrix:
+  x, quant: Quant, *, contraction: int = 1, amax_axes=((), ()), amax=None, key=None,
+  with_values: bool = False,
+) -> scaled_matrix.ScaledMatrix:  # fmt: skip
   """Quantizes the matrix x.
 
   Args:
@@ -132,6 +133,7 @@ def quantize(
       CURRENT, and for no other. Larger values saturate; 0 and infinity give scale 1. NaN, which
       stands for one that nobody ever saw, makes the scale NaN and all that comes of it.
     key: a jax.random key, for stochastic rounding.
+    with_values: whether to make ScaledMatrix.values, in float32 from end to end.
 
   Returns:
     ScaledMatrix [rows, contraction]. With contraction=0 its data is a transposed view, which XLA
@@ -150,11 +152,11 @@ def quantize(
     x = hadamard.hadamard(x, quant.transform.size, contraction)
   if contraction == 0:
     flipped = dataclasses.replace(quant, tile=quant.tile[::-1])
-    return _cast(x, flipped, amax_axes[::-1], amax, key).T
-  return _cast(x, quant, amax_axes, amax, key)
+    return _cast(x, flipped, amax_axes[::-1], amax, key, with_values).T
+  return _cast(x, quant, amax_axes, amax, key, with_values)
 
 
-def _cast(x, quant: Quant, amax_axes, amax, key) -> scaled_matrix.ScaledMatrix:
+def _cast(x, quant: Quant, amax_axes, amax, key, with_values) -> scaled_matrix.ScaledMatrix:
   """ScaledMatrix of x as it lies; quant.tile and amax_axes are of x's two axes."""
   extents = tuple(n if t == WHOLE else t for n, t in zip(x.shape, quant.tile))
   pads = [(0, -n % t) for n, t in zip(x.shape, extents)]
@@ -163,16 +165,32 @@ def _cast(x, quant: Quant, amax_axes, amax, key) -> scaled_matrix.ScaledMatrix:
   rows, cols = (n // t for n, t in zip(padded.shape, extents))
   tiles = padded.astype(jnp.float32).reshape(rows, extents[0], cols, extents[1])
 
-  scale = _current_scale(tiles, quant, amax_axes) if amax is None else given_scale(amax, quant)
-  values = tiles * (1.0 / scale)[:, None, :, None]
+  if amax is None:
+    tile_amax = (vectorized.tile_amax if with_values else _tile_amax)(tiles)
+    scale = _current_scale(tile_amax, quant, amax_axes)
+  else:
+    scale = given_scale(amax, quant)
+  inverse = 1.0 / scale
+  if with_values:  # once per tile, not per element
+    scale, inverse = jax.lax.optimization_barrier((scale, inverse))
+  values = tiles * inverse[:, None, :, None]
   if quant.rounding is Rounding.STOCHASTIC:
     for axis in sorted({a for axes in amax_axes for a in axes}):
       key = jax.random.fold_in(key, jax.lax.axis_index(axis))
-    data = rounding.stochastic(values, quant.format, key)
+    data = rounding.stochastic(values, quant.format, key, jnp.float32 if with_values else None)
+  elif with_values:
+    data = vectorized.nearest(values, quant.format)
   else:
     data = cast(values, quant.format)
-  data = data.reshape(padded.shape)[: x.shape[0], : x.shape[1]]
-  return scaled_matrix.ScaledMatrix(data, scale, quant.tile)
+  wide = _as_lies(data * scale[:, None, :, None], x) if with_values else None
+  data = _as_lies(data, x).astype(quant.format.dtype)
+  return scaled_matrix.ScaledMatrix(data, scale, quant.tile, wide)
+
+
+def _as_lies(tiles, x):
+  """[tiles, rows, tiles, columns] as the matrix x that they are of, without padding."""
+  rows, columns = tiles.shape[0] * tiles.shape[1], tiles.shape[2] * tiles.shape[3]
+  return tiles.reshape(rows, columns)[: x.shape[0], : x.shape[1]]
 
 
 def given_scale(amax, quant: Quant):
@@ -183,14 +201,18 @@ def given_scale(amax, quant: Quant):
   return jnp.where(jnp.isnan(amax), jnp.nan, scale)
 
 
-def _current_scale(tiles, quant: Quant, amax_axes):
-  """float32 [tiles of rows, tiles of columns] from [tiles, rows, tiles, columns] of elements.
+def _tile_amax(tiles):
+  """[tiles of rows, tiles of columns] from [tiles, rows, tiles, columns] of elements.
 
   A maximum of maxima is the same number in any order, so that XLA takes a large tile's in stages,
   the first where the elements are made if it can: COAT's group scaling (arXiv:2410.19313 §5.2).
   """
   # Whether a maximum passes NaN on depends on the backend (XLA:CPU's does not): leave none to it.
-  amax = jnp.max(jnp.where(jnp.isnan(tiles), 0.0, jnp.abs(tiles)), axis=(1, 3))
+  return jnp.max(jnp.where(jnp.isnan(tiles), 0.0, jnp.abs(tiles)), axis=(1, 3))
+
+
+def _current_scale(amax, quant: Quant, amax_axes):
+  """float32 scales like the tiles' amaxes."""
   shared = tuple(a for t, axes in zip(quant.tile, amax_axes) if t == WHOLE for a in axes)
   if shared:
     amax = jax.lax.pmax(amax, shared)

@@ -45,8 +45,8 @@ def nearest(x, format: Format):
   return jax.lax.round(x * inverse, jax.lax.RoundingMethod.TO_NEAREST_EVEN) * unit
 
 
-def stochastic(x, format: Format, key):
-  """x in format.dtype, one of its two neighbours on the grid, with mean x; saturating.
+def stochastic(x, format: Format, key, dtype=None):
+  """x in format.dtype or `dtype`, one of its two neighbours on the grid, with mean x; saturating.
 
   Up with probability (x - below) / (above - below), rounded down to a multiple of 2^-32: the mean
   is exact for x of a normal magnitude, and within 2^-32 of a step of x otherwise. Below 2^-119
@@ -69,4 +69,4 @@ def stochastic(x, format: Format, key):
   chance = ((steps - below) * np.float32(2.0**32)).astype(jnp.uint32)
   is_up = jax.random.bits(key, x.shape, jnp.uint32) < chance
   rounded = jnp.copysign((below + is_up) * unit, bounded)
-  return jnp.where(jnp.isnan(bounded), bounded, rounded).astype(format.dtype)
+  return jnp.where(jnp.isnan(bounded), bounded, rounded).astype(dtype or format.dtype)
