@@ -287,7 +287,8 @@ def adamw(gradient, master, mu, nu, device: Device, wanted: str = "auto") -> Cho
 
 def _automatic(backends: Iterable[str], device: Device) -> list[str]:
   """Those that "auto" may take: on a GPU no emulation."""
-  return [name for name in backends if name != "reference" or device.platform == "cpu"]
+  never = gemm_api.BY_NAME + ("reference",) * (device.platform != "cpu")
+  return [name for name in backends if name not in never]
 
 
 def native_recipes(problem: GemmProblem) -> list[str]:
@@ -302,7 +303,9 @@ def native_recipes(problem: GemmProblem) -> list[str]:
 
 
 def _runs(problem: GemmProblem) -> bool:
-  return not _excluded(problem) and bool({*gemm_backends(problem)} - {"reference"})
+  return not _excluded(problem) and bool(
+    {*gemm_backends(problem)} - {"reference", *gemm_api.BY_NAME}
+  )
 
 
 def _excluded(problem: GemmProblem) -> str | None:

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
+from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.ops import collectives, operands, prologue, residuals
 from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.quantizer import Quantizer
 from fp8jax.ops.site import ActivationSite, ScalingInputs
-from fp8jax.quantization import tensor_stats
+from fp8jax.quantization import tensor_stats, vectorized
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import Quant
 
@@ -45,7 +46,8 @@ def operand_stats(spec: GemmSpec, role: Role, t, inputs: ScalingInputs, amax=Non
   def local(t, inputs):
     if spec.statistics == tensor_stats.QUIET:
       axes_ = layout.weight_axes if is_weight else layout.act_axes
-      return _over_mesh(tensor_stats.amax(t)[None], layout, [a for c in letters for a in axes_(c)])
+      amax = vectorized.amax if {*spec.backends} & {*gemm_api.WITH_VALUES} else tensor_stats.amax
+      return _over_mesh(amax(t)[None], layout, [a for c in letters for a in axes_(c)])
     if is_weight:
       t = collectives.gather_weight(t, letters, layout)
     quantizer = Quantizer.of(spec, role, inputs)

@@ -357,7 +357,8 @@ def quantize_now(spec: GemmSpec, role: Role, t, inputs: ScalingInputs):
     return t
 
   def local(t, inputs):
-    return operand(spec, role, t, inputs).value
+    # Bytes matter, so that data and scale are what is kept.
+    return dataclasses.replace(operand(spec, role, t, inputs).value, values=None)
 
   in_specs = (spec.partition_spec(role, t), jax.sharding.PartitionSpec())
   run = collectives.on_mesh(local, spec.layout, in_specs, spec.quantized_spec(role))

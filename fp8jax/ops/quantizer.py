@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax.kernels import choose
+from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.quantize import mosaic_sm90
 from fp8jax.ops.gemm_spec import GemmSpec, Role
 from fp8jax.ops.site import ScalingInputs
@@ -74,6 +75,7 @@ class Quantizer:
       amax_axes=amax_axes,
       amax=None if quant.source == CURRENT else self.amax,
       signs_key=self.signs_key,
+      with_values=self.backend in gemm_api.WITH_VALUES,
     )
     if matrix.ndim == 2:
       return make(matrix, key=self.key), None

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.formats import E4M3, Format
-from fp8jax.quantization import clip, hadamard, rounding, scaled_matrix
+from fp8jax.quantization import clip, hadamard, rounding, scaled_matrix, vectorized
 from fp8jax.recipe.quant import (
   AMAX,
   CURRENT,
@@ -157,8 +157,9 @@ def cast(x, format: Format, how: Rounding = Rounding.NEAREST, axes=None):
 
 
 def quantize(
-  x, quant: Quant, *, contraction: int = 1, amax_axes=((), ()), amax=None, key=None, signs_key=None
-) -> scaled_matrix.ScaledMatrix:
+  x, quant: Quant, *, contraction: int = 1, amax_axes=((), ()), amax=None, key=None, signs_key=None,
+  with_values: bool = False,
+) -> scaled_matrix.ScaledMatrix:  # fmt: skip
   """Quantizes the matrix x.
 
   Args:
@@ -174,6 +175,7 @@ def quantize(
       stands for one that nobody ever saw, makes the scale NaN and all that comes of it.
     key: a jax.random key, for stochastic rounding.
     signs_key: a jax.random key, for fresh signs: the same for both operands of a product.
+    with_values: whether to make ScaledMatrix.values, in float32 from end to end.
 
   Returns:
     ScaledMatrix [rows, contraction]. With contraction=0 its data is a transposed view, which XLA
@@ -192,11 +194,11 @@ def quantize(
   if quant.rotation:
     x = hadamard.rotate(x, quant.rotation, contraction, signs_key)
   if contraction == 0 and quant.rounding is Rounding.EDEN:  # its blocks lie along the columns
-    return _cast(x.T, quant, amax_axes, amax, key)
+    return _cast(x.T, quant, amax_axes, amax, key, with_values)
   if contraction == 0:
     flipped = dataclasses.replace(quant, tile=quant.tile[::-1])
-    return _cast(x, flipped, amax_axes[::-1], amax, key).T
-  return _cast(x, quant, amax_axes, amax, key)
+    return _cast(x, flipped, amax_axes[::-1], amax, key, with_values).T
+  return _cast(x, quant, amax_axes, amax, key, with_values)
 
 
 def without_outliers(x, quant: Quant, contraction: int, amax_axes):
@@ -212,7 +214,7 @@ def _shared(tile, amax_axes) -> tuple[str, ...]:
   return tuple(a for t, axes in zip(tile, amax_axes) if t == WHOLE for a in axes)
 
 
-def _cast(x, quant: Quant, amax_axes, amax, key) -> scaled_matrix.ScaledMatrix:
+def _cast(x, quant: Quant, amax_axes, amax, key, with_values) -> scaled_matrix.ScaledMatrix:
   """ScaledMatrix of x as it lies; quant.tile and amax_axes are of x's two axes."""
   extents = tuple(n if t == WHOLE else t for n, t in zip(x.shape, quant.tile))
   pads = [(0, -n % t) for n, t in zip(x.shape, extents)]
@@ -222,25 +224,40 @@ def _cast(x, quant: Quant, amax_axes, amax, key) -> scaled_matrix.ScaledMatrix:
   tiles = padded.astype(jnp.float32).reshape(rows, extents[0], cols, extents[1])
 
   if quant.scale is Scale.ONE:
-    scale = np.ones((1, 1), np.float32)
+    scale = jnp.ones((1, 1))
   elif amax is None:
-    scale = _current_scale(tiles, quant, x.shape, amax_axes)
+    tile_amax = (vectorized.tile_amax if with_values else _tile_amax)(tiles)
+    scale = _current_scale(tiles, tile_amax, quant, x.shape, amax_axes)
   else:
     scale = given_scale(amax, quant)
-  whole = scale[0] * scale[1] if isinstance(scale, tuple) else scale
-  values = tiles * (1.0 / whole)[:, None, :, None]
+  of_both = scale[0] * scale[1] if isinstance(scale, tuple) else scale
+  inverse = 1.0 / of_both
+  if with_values:  # once per tile, not per element
+    of_both, inverse = jax.lax.optimization_barrier((of_both, inverse))
+  values = tiles * inverse[:, None, :, None]
   if quant.rounds_randomly:
     for axis in sorted({a for axes in amax_axes for a in axes}):
       key = jax.random.fold_in(key, jax.lax.axis_index(axis))
   if quant.rounding is Rounding.STOCHASTIC:
-    data = rounding.stochastic(values, quant.format, key, (1, 3))
+    dtype = jnp.float32 if with_values else None
+    data = rounding.stochastic(values, quant.format, key, (1, 3), dtype)
+  elif with_values and quant.rounding is not Rounding.TOWARD_ZERO:
+    data = vectorized.nearest(values, quant.format, (1, 3))
   else:
     data = cast(values, quant.format, quant.rounding, (1, 3))
   if quant.rotation and quant.rounding is Rounding.EDEN:
-    whole = _unbiased(values, data, scale, quant.rotation.size // quant.tile[1], key)
-  scale = jnp.asarray(whole)
-  data = data.reshape(padded.shape)[: x.shape[0], : x.shape[1]]
-  return scaled_matrix.ScaledMatrix(data, scale, quant.tile)
+    of_both = _unbiased(values, data, scale, quant.rotation.size // quant.tile[1], key)
+  wide = None
+  if with_values:
+    wide = _as_lies(data.astype(jnp.float32) * of_both[:, None, :, None], x)
+  data = _as_lies(data, x).astype(quant.format.dtype)
+  return scaled_matrix.ScaledMatrix(data, of_both, quant.tile, wide)
+
+
+def _as_lies(tiles, x):
+  """[tiles, rows, tiles, columns] as the matrix x that they are of, without padding."""
+  rows, columns = tiles.shape[0] * tiles.shape[1], tiles.shape[2] * tiles.shape[3]
+  return tiles.reshape(rows, columns)[: x.shape[0], : x.shape[1]]
 
 
 def given_scale(amax, quant: Quant):
@@ -272,15 +289,18 @@ def _unbiased(values, data, scale, group: int, key):
   return jnp.maximum(s8, np.float32(E4M3.smallest)) * decode
 
 
-def _current_scale(tiles, quant: Quant, shape, amax_axes):
-  """float32 [tiles of rows, tiles of columns] from [tiles, rows, tiles, columns] of elements; of
-  EDEN's two levels both.
+def _tile_amax(tiles):
+  """[tiles of rows, tiles of columns] from [tiles, rows, tiles, columns] of elements.
 
   A maximum of maxima is the same number in any order, so that XLA takes a large tile's in stages,
   the first where the elements are made if it can: COAT's group scaling (arXiv:2410.19313 §5.2).
   """
   # Whether a maximum passes NaN on depends on the backend (XLA:CPU's does not): leave none to it.
-  amax = jnp.max(jnp.where(jnp.isnan(tiles), 0.0, jnp.abs(tiles)), axis=(1, 3))
+  return jnp.max(jnp.where(jnp.isnan(tiles), 0.0, jnp.abs(tiles)), axis=(1, 3))
+
+
+def _current_scale(tiles, amax, quant: Quant, shape, amax_axes):
+  """float32 scales like the tiles' amaxes; of EDEN's two levels both."""
   shared = _shared(quant.tile, amax_axes)
   if shared:
     amax = jax.lax.pmax(amax, shared)

@@ -47,7 +47,7 @@ def nearest(x, format: Format, axes=None):
   if isinstance(format.grid, Log | LogTile):
     below, above, is_up = _around(jnp.abs(x), format, axes)
     return jnp.copysign(jnp.where(is_up, above, below), x)
-  if _has_fine_subnormals(format):
+  if has_fine_subnormals(format):
     bits, drop = jax.lax.bitcast_convert_type(x, jnp.int32), 23 - format.mantissa_bits
     half = (1 << drop - 1) - 1 + ((bits >> drop) & 1)
     return _without(bits + half, drop, x)
@@ -63,14 +63,14 @@ def toward_zero(x, format: Format, axes=None):
   x = saturate(x, format)
   if isinstance(format.grid, Log | LogTile):
     return jnp.copysign(_around(jnp.abs(x), format, axes)[0], x)
-  if _has_fine_subnormals(format):
+  if has_fine_subnormals(format):
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return _without(bits, 23 - format.mantissa_bits, x)
   unit, inverse = step(x, format)
   return jnp.trunc(x * inverse) * unit
 
 
-def _has_fine_subnormals(format: Format) -> bool:
+def has_fine_subnormals(format: Format) -> bool:
   """Whether numbers are finer than those of `step`: with 8 exponent bits, but for float32's."""
   return (
     format.smallest < 2.0**-126 and isinstance(format.grid, Float) and format.mantissa_bits < 23
@@ -142,8 +142,8 @@ def _around_in_tile(magnitude, grid: LogTile, axes):
   return below, above, above - magnitude <= magnitude - below
 
 
-def stochastic(x, format: Format, key, axes=None):
-  """x in format.dtype, one of its two neighbours on the grid, with mean x; saturating.
+def stochastic(x, format: Format, key, axes=None, dtype=None):
+  """x in format.dtype or `dtype`, one of its two neighbours on the grid, with mean x; saturating.
 
   Up with probability (x - below) / (above - below), rounded down to a multiple of 2^-32: the mean
   is exact for x of a normal magnitude, and within 2^-32 of a step of x otherwise. Below 2^-119
@@ -165,13 +165,13 @@ def stochastic(x, format: Format, key, axes=None):
     below, above, _ = _around(magnitude, format, axes)
     share = (magnitude - below) / jnp.where(above > below, above - below, 1.0)
     is_up = _is_up(share, key)
-    return jnp.copysign(jnp.where(is_up, above, below), bounded).astype(format.dtype)
+    return jnp.copysign(jnp.where(is_up, above, below), bounded).astype(dtype or format.dtype)
   unit, inverse = step(magnitude, format)
   steps = magnitude * inverse
   below = jnp.floor(steps)
   is_up = _is_up(steps - below, key)
   rounded = jnp.copysign((below + is_up) * unit, bounded)
-  return jnp.where(jnp.isnan(bounded), bounded, rounded).astype(format.dtype)
+  return jnp.where(jnp.isnan(bounded), bounded, rounded).astype(dtype or format.dtype)
 
 
 def _is_up(share, key):

@@ -34,11 +34,14 @@ class ScaledMatrix:
     scale: float32 [num_tiles(rows), num_tiles(contraction)], finite and positive; NaN
       where the scale comes from an amax that was NaN (quantize.given_scale).
     tile: elements that share one scale, (rows, contraction), WHOLE for the full axis.
+    values: float32 [rows, contraction], data * scale, where a quantizer made them from the tensor;
+      of a program that reads them alone XLA drops the data. None elsewhere.
   """
 
   data: jax.Array
   scale: jax.Array
   tile: tuple[int, int] = dataclasses.field(metadata=dict(static=True))
+  values: jax.Array | None = None
 
   @property
   def is_sharded(self) -> bool:
@@ -60,10 +63,13 @@ class ScaledMatrix:
   def T(self) -> "ScaledMatrix":
     """The transposed matrix. Exact for any tile: data, scales and tile swap together."""
     rows, contraction = self.tile
-    return ScaledMatrix(self.in_one_piece().data.T, self.scale.T, (contraction, rows))
+    values = None if self.values is None else self.values.T
+    return ScaledMatrix(self.in_one_piece().data.T, self.scale.T, (contraction, rows), values)
 
   def dequantize(self, dtype=jnp.float32):
     """[rows, contraction] = data * scale, computed in float32."""
+    if self.values is not None:
+      return self.values.astype(dtype)
     scale = self.scale
     for axis in (0, 1):
       scale = expand(scale, axis, self.tile[axis], self.shape[axis])
