@@ -101,12 +101,13 @@ def _finished(spec, role, quantizer: Quantizer, matrix, gradient, *, contraction
 def _slope(values, format: Format, estimator: Estimator):
   """float32: the derivative of rounding `values` to the grid, as the estimator has it."""
   magnitude = jnp.abs(values)
+  # A tile's largest is the format's but for the rounding of its scale; beyond it nothing moves.
+  is_held = magnitude <= np.float32(format.max * (1 + 2.0**-16))
   if isinstance(estimator, TrustMask):
-    return (magnitude < np.float32(format.max)).astype(jnp.float32)
+    return is_held.astype(jnp.float32)
   _, inverse = rounding.step(jnp.minimum(magnitude, np.float32(format.max)), format)
   steps = jnp.minimum(magnitude, np.float32(format.max)) * inverse
   place = jnp.abs(2.0 * (steps - jnp.floor(steps)) - 1.0)
   power = np.float32(1 / estimator.power)
   slope = jnp.minimum(power * place ** (power - 1), np.float32(estimator.largest))
-  # The largest of a tile is the grid's but for the rounding of its scale; beyond it nothing moves.
-  return jnp.where(magnitude <= np.float32(format.max * (1 + 2.0**-16)), slope, 0.0)
+  return jnp.where(is_held, slope, 0.0)

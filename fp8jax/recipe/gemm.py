@@ -227,6 +227,11 @@ class Recipe:
         f"recipe {self.name!r}: backward={self.backward.value!r} and estimators are about the "
         "forward operands' rounding, and fwd is in the compute dtype; leave them out"
       )
+    if not is_plain and any(self.fwd.rotate_rows):
+      raise ValueError(
+        f"recipe {self.name!r}: fwd.rotate_rows={self.fwd.rotate_rows} mixes rows before they are "
+        "rounded, and backward and estimators go by single elements of x and w; leave either out"
+      )
     for tensor, estimator in (("lhs", self.estimate_x), ("rhs", self.estimate_w)):
       quant = getattr(self.fwd, tensor)
       if isinstance(estimator, Differentiable) and not quant.format.is_stepped:

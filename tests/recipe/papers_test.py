@@ -12,13 +12,13 @@ import pytest
 import tolerances
 
 import fp8jax
-from fp8jax import axes, mesh
+from fp8jax import axes, formats, mesh
 from fp8jax.formats import E2M1, E4M3, E5M2
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dots import dot
 from fp8jax.quantization import hadamard, quantize, tensor_stats
 from fp8jax.recipe import rules
-from fp8jax.recipe.gemm import Backward, Differentiable, Gain, Gemm, Recipe, TrustMask
+from fp8jax.recipe.gemm import Accumulation, Backward, Differentiable, Gain, Gemm, Recipe, TrustMask
 from fp8jax.recipe.papers import PAPERS
 from fp8jax.recipe.quant import (
   WHOLE,
@@ -134,9 +134,9 @@ def narrow(t, q: Quant | None, rows: Hadamard | None = None):
       for scale in one_scale(t[part], q, np.abs(t).max()):
         codes = on_grid(t[part] * (F32(1) / scale), q)
         made.append((codes * np.float64(scale), t[part] / np.float64(scale)))
-      errors = [np.sum((b - t[part]) ** 2) for b, _ in made]
-      # "Less" by more than a rounding, as LeastError says.
-      best = int(np.argmin(errors)) if min(errors) < errors[0] * (1 - 2.0**-11) else 0
+      errors, best = [np.sum((b - t[part]) ** 2) for b, _ in made], 0
+      for i, error in enumerate(errors):  # "less" by more than a rounding, as LeastError says
+        best = i if error < errors[best] * (1 - 2.0**-12) else best
       back[part], scaled[part] = made[best]
   return back, scaled
 
@@ -144,7 +144,7 @@ def narrow(t, q: Quant | None, rows: Hadamard | None = None):
 def slope(scaled, q: Quant, estimator):
   magnitude = np.abs(scaled)
   if isinstance(estimator, TrustMask):
-    return (magnitude < q.format.max).astype(np.float64)
+    return (magnitude <= q.format.max * (1 + 2.0**-16)).astype(np.float64)
   assert q.format == E2M1
   grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
   low = grid[np.clip(np.searchsorted(grid, magnitude, side="right") - 1, 0, 6)]
@@ -158,17 +158,19 @@ def slope(scaled, q: Quant, estimator):
 def three_products(r: Recipe, x, w, g):
   """float64 y, dx, dw of x [T, D], w [D, F], g [T, F]."""
   f, d, v = r.fwd, r.dgrad, r.wgrad
-  (xq, x_scaled), (wq, w_scaled) = narrow(x, f.lhs, f.rotate_rows[0]), narrow(w.T, f.rhs)
-  y = rotated(xq @ wq.T, f.rotate_rows[0], 0)
+  xq, x_scaled = narrow(x, f.lhs, f.rotate_rows[0])
+  wq, w_scaled = narrow(w.T, f.rhs, f.rotate_rows[1])
+  y = rotated(rotated(xq @ wq.T, f.rotate_rows[0], 0), f.rotate_rows[1], 1)
   again = r.backward is Backward.DEQUANTIZED
   x_again, w_again = (xq, wq) if again else (x, w.T)
   if f.compensates:
     rest = x.astype(np.float64) - clamp(x, f.lhs)
     y = y + rest @ w
     x_again = x_again + rest if again else x_again
-  dx = narrow(g, d.lhs, d.rotate_rows[0])[0] @ narrow(w_again.T, d.rhs)[0].T
-  dx = rotated(dx, d.rotate_rows[0], 0)
-  dw = (narrow(x_again.T, v.lhs)[0] @ narrow(g.T, v.rhs)[0].T).T
+  dx = narrow(g, d.lhs, d.rotate_rows[0])[0] @ narrow(w_again.T, d.rhs, d.rotate_rows[1])[0].T
+  dx = rotated(rotated(dx, d.rotate_rows[0], 0), d.rotate_rows[1], 1)
+  dw = narrow(x_again.T, v.lhs, v.rotate_rows[0])[0] @ narrow(g.T, v.rhs, v.rotate_rows[1])[0].T
+  dw = rotated(rotated(dw, v.rotate_rows[0], 0), v.rotate_rows[1], 1).T
   if r.estimate_x:
     dx = dx * slope(x_scaled, f.lhs, r.estimate_x)
   if r.estimate_w:
@@ -238,6 +240,62 @@ def test_three_products_are_those_of_the_paper(rng, recipe):
     # The slope magnifies the rounding of w / scale: twentyfold where it is about to be cut off.
     bound *= 20 if name == "dw" and isinstance(recipe.estimate_w, Differentiable) else 1
     assert np.abs(got - want).max() < bound, f"{name}: {np.abs(got - want).max()} >= {bound}"
+
+
+FORMATS_DRAWN = ("e4m3", "e5m2", "e2m1", "int8", "int4", "e3m2", "e2m3", "e4m3_240", "e3m4")
+CLIPS_DRAWN = (Largest(1.0), Largest(17 / 16), Rms(3.0), Quantile(0.95), LeastError((1.0, 0.7)))
+SCALES_DRAWN = [s for s in Scale if s not in (Scale.NONE, Scale.E4M3_OVER_F32)]
+
+
+def drawn(seed: int) -> tuple[Recipe, str]:
+  """A recipe that the validators accept, and a backend that supports its products."""
+  rng = np.random.default_rng(seed)
+
+  def pick(values):
+    return values[rng.integers(len(values))]
+
+  def quant(tile, rotation):
+    format, scale = formats.by_name(pick(FORMATS_DRAWN)), pick(SCALES_DRAWN)
+    clips = (*CLIPS_DRAWN, Clamp(0.97)) if tile == (1, WHOLE) else CLIPS_DRAWN
+    return Quant(format, tile, scale, clip=pick(clips), transform=rotation)
+
+  def gemm():
+    k = pick((16, 32, WHOLE))
+    rotation = pick((None, None, Hadamard(16, "none")))
+    lhs, rhs = (quant((pick((1, 16, WHOLE)), k), rotation) for _ in range(2))
+    how = k or pick((Accumulation.PRECISE, Accumulation.FAST, 32))
+    rows = tuple(pick((None, None, Hadamard(16, "none"))) for _ in range(2))
+    compensates = isinstance(lhs.clip, Clamp) and rotation is None and rows[0] is None
+    return Gemm(lhs, rhs, how, rows, compensates, pick((None, Gain(-0.5, 0.25, 0.0))))
+
+  while True:
+    try:
+      fwd, dgrad, wgrad = gemm(), gemm(), gemm()
+      dgrad, wgrad = (g if rng.random() < 0.8 else Gemm() for g in (dgrad, wgrad))
+      backward = pick(tuple(Backward))
+      estimate_x = pick((None, TrustMask()))
+      recipe = Recipe(
+        f"drawn {seed}", fwd, dgrad, wgrad, backward, pick((None, TrustMask())), estimate_x
+      )
+      backend = pick(("reference", "xla", "dequantized", "auto"))
+      site_lib.single(recipe, backend)
+      return recipe, backend
+    except ValueError:
+      continue
+
+
+@pytest.mark.parametrize(
+  "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n >= 12)) for n in range(120)]
+)
+def test_drawn_recipes_are_their_arithmetic(seed):
+  """Formats, tiles, scales, clips, rotations, estimators, gains, accumulation and backends."""
+  recipe, backend = drawn(seed)
+  x, w, g = operands(np.random.default_rng(seed))
+  site = dataclasses.replace(site_lib.single(recipe, backend), tap=np.zeros((3, 1), F32))
+  got = products(site, x, w, g)
+  for name, one, want in zip("y dx dw".split(), got, three_products(recipe, x, w, g)):
+    bound = 2 * tolerances.FLOAT32_SUM * np.abs(want).max()
+    assert np.abs(one - want).max() <= bound, f"{name} of {recipe.to_dict()} by {backend}"
 
 
 def test_fresh_signs_are_those_of_both_operands_and_of_this_key(rng):
