@@ -8,7 +8,7 @@ from fp8jax import axes
 from fp8jax.kernels.attention.api import AttentionProblem
 from fp8jax.kernels.device import Device
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
+from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer, block_input, block_output
 from fp8jax.ops import prologue
 from fp8jax.ops.attention import attention
 from fp8jax.ops.dots import dot, dots
@@ -78,7 +78,7 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
   """
   *of_qkv, of_o = (site.eqn for site in SITES)
   norm = functools.partial(prologue.rms_norm, eps=cfg.norm_eps, save=run.residuals.norm_inputs)
-  h_BLD = observed(norm(x_BLD, p["norm"]), s, "norm")
+  h_BLD = block_input(x_BLD, p, s, cfg, run)
   q_BLHK, k_BLGK, v_BLGK = dots(of_qkv, h_BLD, (p["q"], p["k"], p["v"]), (s["q"], s["k"], s["v"]))
   if cfg.qkv_bias:
     q_BLHK, k_BLGK = add_bias(q_BLHK, p["q_bias"]), add_bias(k_BLGK, p["k_bias"])
@@ -97,7 +97,8 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
   else:
     mixed_BLHK = attention(*qkv, context.segments_BL, run.attention, run.layout)
   mixed_BLHK = checkpoint_name(axes.constrain(mixed_BLHK, "BLHK", run.layout), "linear")
-  return x_BLD + dot(of_o, mixed_BLHK, p["o"], s["o"]), aux
+  f_BLD = dot(of_o, mixed_BLHK, p["o"], s["o"])
+  return block_output(x_BLD, f_BLD, p, s, cfg, run), aux
 
 
 def problem(

@@ -87,6 +87,9 @@ class ModelConfig:
     tie_embeddings: whether the output head is the input embedding.
     init_std: standard deviation of freshly drawn weights; output projections get
       init_std / sqrt(2 N) (Radford et al. 2019 §2.3).
+    residual_tau: 0 adds a block as x + f(norm(x)); above, as sqrt(1 - tau) x + sqrt(tau)
+      norm(f(x)), so that the stream keeps its variance (µnit scaling, arXiv:2502.05967 §2.3, whose
+      norms are LayerNorms). Output projections then start like all others.
     mixers: blocks of every layer in order, keys of transformer.MIXERS.
     lora: adapters, all other parameters being frozen; None trains every parameter.
   """
@@ -107,6 +110,7 @@ class ModelConfig:
   qk_norm: bool = False
   tie_embeddings: bool = False
   init_std: float = 0.02
+  residual_tau: float = 0.0
   mixers: tuple[str, ...] = ("attention_gqa", "mlp_swiglu")
   lora: Lora | None = None
 
@@ -121,7 +125,7 @@ class ModelConfig:
 
   @property
   def out_std(self) -> float:
-    return self.init_std / (2 * self.num_layers) ** 0.5
+    return self.init_std / (1 if self.residual_tau else 2 * self.num_layers) ** 0.5
 
   def problems(self) -> list[str]:
     """The problems of this configuration, in words; empty without any."""
@@ -142,6 +146,8 @@ class ModelConfig:
         texts.append(f"model.{name}={getattr(self, name)} must be positive and finite")
     if not 0 <= self.init_std < math.inf:
       texts.append(f"model.init_std={self.init_std} must not be negative, NaN or infinite")
+    if not 0 <= self.residual_tau < 1:
+      texts.append(f"model.residual_tau={self.residual_tau} must be at least 0 and below 1")
     if self.head_dim % 2:
       texts.append(f"model.head_dim={self.head_dim} must be even for rotary embeddings")
     return texts
@@ -192,6 +198,12 @@ class ComputeConfig:
         "memory.save_gemm_inputs='quantized' with memory.remat_policy='linears': 'linears' saves "
         "no FP8 operands; set memory.remat_policy='operands', or "
         "memory.save_gemm_inputs='none'"
+      )
+    if self.remat in ("linears", "operands") and model.residual_tau:
+      texts.append(
+        f"memory.remat_policy={self.remat!r} with model.residual_tau={model.residual_tau}: a norm "
+        "that follows a block reads the output of its last linear layer, which that policy does "
+        "not save; take 'none' or 'full'"
       )
     if self.remat == "operands" and not saves_operand:
       texts.append(

@@ -6,11 +6,15 @@ check of FP8 GEMMs, memory, alarms, diagnosis, FLOPs and the Hugging Face mappin
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
+from fp8jax.models.config import ComputeConfig, ModelConfig
+from fp8jax.ops import prologue
+from fp8jax.ops.observe import observed
 from fp8jax.ops.site import Activation
 
 
@@ -35,6 +39,29 @@ class GemmSite:
   is_residual: bool = False
   has_channel_scales: bool = False
   is_chunked: bool = False
+
+
+def block_input(x_BLD, p, s, cfg: ModelConfig, run: ComputeConfig) -> Any:
+  """What a block's GEMMs read: norm(x), observed, a Prologue; x itself where the norm follows.
+
+  Args:
+    p, s: parameters and sites of the block, the norm's among them.
+  """
+  return x_BLD if cfg.residual_tau else _normed(x_BLD, p, s, cfg, run)
+
+
+def block_output(x_BLD, f_BLD, p, s, cfg: ModelConfig, run: ComputeConfig):
+  """The residual stream x with the block's f added, see ModelConfig.residual_tau."""
+  if not cfg.residual_tau:
+    return x_BLD + f_BLD
+  h_BLD = prologue.value(_normed(f_BLD, p, s, cfg, run))
+  keep, take = math.sqrt(1 - cfg.residual_tau), math.sqrt(cfg.residual_tau)
+  return (keep * x_BLD + take * h_BLD).astype(x_BLD.dtype)
+
+
+def _normed(x_BLD, p, s, cfg: ModelConfig, run: ComputeConfig):
+  h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
+  return observed(h_BLD, s, "norm")
 
 
 class LayerContext(NamedTuple):

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 
 from fp8jax.models import smooth_swiglu
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
+from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer, block_input, block_output
 from fp8jax.ops import prologue
 from fp8jax.ops.dots import dot
-from fp8jax.ops.observe import observed
 from fp8jax.ops.site import Activation
 from fp8jax.ops.swiglu_mlp import swiglu_mlp
 from fp8jax.params import Param
@@ -53,8 +52,7 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
   Its state is float32 [F], the largest smooth_swiglu.channel_scales so far; None without any.
   """
   aux = Aux()
-  h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
-  h_BLD = observed(h_BLD, s, "norm")
+  h_BLD = block_input(x_BLD, p, s, cfg, run)
   eqns, ws, sites = zip(*((site.eqn, p[site.name], s[site.name]) for site in SITES), strict=True)
   if KEY in context.states:
     as_new = dataclasses.replace(s["up"])  # a product beside the layer's own
@@ -62,7 +60,8 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
     before_F, scales_F = context.states[KEY], smooth_swiglu.channel_scales(up_BLF)
     aux = Aux(states={KEY: scales_F if before_F is None else jnp.maximum(before_F, scales_F)})
   multiply = FORMS[run.smooth_swiglu]
-  return x_BLD + multiply(eqns, h_BLD, ws, sites, "linear", run.residuals.gate_up), aux
+  f_BLD = multiply(eqns, h_BLD, ws, sites, "linear", run.residuals.gate_up)
+  return block_output(x_BLD, f_BLD, p, s, cfg, run), aux
 
 
 MIXER = Mixer(

@@ -189,6 +189,8 @@ _UNIT = (
   _unit("unit_scaling_wide", _UNIT_GAINS, None, None),
   _unit("munit_scaling", (_HALF,) * 3, _ONE, _ONE_G),
   _unit("munit_scaling_wide", (_HALF,) * 3, None, None),
+  # Of the head, in 16 bits.
+  _unit("munit_head", (Gain(fan_in=-1.0),) * 3, None, None),
 )
 
 # --- HALO (arXiv:2501.02625) ---------------------------------------------------------------------

@@ -88,6 +88,8 @@ class Model:
   max_positions: int | None = key(None, "longest context the weights are for", mapped=True)
   rope_theta: float | None = key(None, "base of the rotary frequencies", mapped=True)
   init_std: float | None = key(None, "of random weights", mapped=True)
+  residual_tau: float | None = key(None, "above 0: sqrt(1 - tau) x + sqrt(tau) norm(f(x)) in place "
+    "of x + f(norm(x)) (µnit scaling, arXiv:2502.05967)", mapped=True)
   mixers: tuple | None = key(None, "blocks of a layer, names in models/transformer.py's MIXERS",
     mapped=True)
 

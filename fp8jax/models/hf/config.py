@@ -237,7 +237,12 @@ def _one_rope(c: Mapping[str, Any], where: str, spelling: str, stated: Any):
 
 
 def check_exportable(cfg: ModelConfig):
-  """Refuses a model whose config.json would be refused by transformers."""
+  """Refuses a model whose config.json would be refused by transformers, or be another model's."""
+  if cfg.residual_tau:
+    raise UserError(
+      f"model.residual_tau={cfg.residual_tau}: no architecture of transformers adds blocks so; "
+      "keep the checkpoint, which this project reads"
+    )
   refused = {
     "model.hidden_size no multiple of model.num_heads": cfg.hidden_size % cfg.num_heads,
     "model.init_std above 1": cfg.init_std > 1,
