@@ -185,7 +185,7 @@ def gemm(problem: GemmProblem, wanted: str = "auto") -> Choice:
   backends = gemm_api.BACKENDS
   if wanted not in ("auto", *backends):
     raise ValueError(f"kernels.matmul={wanted!r}; expected 'auto' or one of {sorted(backends)}")
-  if wanted != "reference" and (reason := _excluded(problem)):
+  if wanted not in gemm_api.EMULATED and (reason := _excluded(problem)):
     raise ValueError(f"{reason}. {_instead(problem)}")
   if wanted != "auto":
     reason = backends[wanted].supports(problem)
@@ -286,8 +286,9 @@ def adamw(gradient, master, mu, nu, device: Device, wanted: str = "auto") -> Cho
 
 
 def _automatic(backends: Iterable[str], device: Device) -> list[str]:
-  """Those that "auto" may take: on a GPU no emulation."""
-  return [name for name in backends if name != "reference" or device.platform == "cpu"]
+  """Those that "auto" may take: on a GPU no emulation, on a CPU `reference`."""
+  able = ("reference",) if device.platform == "cpu" else ()
+  return [name for name in backends if name in able or name not in gemm_api.EMULATED]
 
 
 def native_recipes(problem: GemmProblem) -> list[str]:
@@ -302,7 +303,7 @@ def native_recipes(problem: GemmProblem) -> list[str]:
 
 
 def _runs(problem: GemmProblem) -> bool:
-  return not _excluded(problem) and bool({*gemm_backends(problem)} - {"reference"})
+  return not _excluded(problem) and bool({*gemm_backends(problem)} - {*gemm_api.EMULATED})
 
 
 def _excluded(problem: GemmProblem) -> str | None:
