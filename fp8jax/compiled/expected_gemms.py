@@ -30,10 +30,12 @@ class GemmRow:
     recipe: name of the site's.
     backend: that multiplies it.
     size: (M, N, K) of the product on one device; of the first chunk for the head.
-    expected: FP8 GEMMs per step and device; 0 where the recipe does not quantize.
+    expected: FP8 GEMMs per step and device; 0 where the recipe does not quantize, and where a
+      backend emulates the matrix unit without one.
     work: their multiply-adds.
     padded: the same with every extent rounded up to cuBLASLt's multiple.
-    is_emulated: the numbers multiplied have fewer bits than the FP8 that carries them.
+    is_emulated: the numbers multiplied have fewer bits than the FP8 that carries them, or the
+      backend emulates the matrix unit.
     most: how often the work may be done: twice where XLA is free to do the forward product once for
       itself and its recomputation, which have no loops around them that would keep them apart.
     fp8: FP8 GEMMs found, in units of the spec's: its number of them did exactly its work.
@@ -86,7 +88,7 @@ class GemmRow:
   @property
   def is_multiplied(self) -> bool:
     """Whether the GEMMs of the spec are there, whatever their accumulation."""
-    return self.fp8 == self.expected and not (self.unquantized and self.expected)
+    return self.fp8 == self.expected and not (self.unquantized and self.accumulate)
 
   @property
   def is_proven(self) -> bool:
@@ -115,14 +117,15 @@ def expected(spec: TrainSpec, phase: int = 0) -> list[GemmRow]:
       formats = [quant.format for quant in (gemm.lhs, gemm.rhs) if quant is not None]
       row = GemmRow(hlo.GemmKey(name, product, again), site.recipe.name, backend, sizes[0][0])
       if gemm.is_quantized:
+        dots = sum(
+          n * multiplier.num_dots(choose.GemmProblem(*mnk, gemm, spec.device)) for mnk, n in sizes
+        )
         row = dataclasses.replace(
           row,
-          expected=sum(
-            n * multiplier.num_dots(choose.GemmProblem(*mnk, gemm, spec.device)) for mnk, n in sizes
-          ),
+          expected=dots,
           work=sum(n * math.prod(mnk) for mnk, n in sizes),
           padded=sum(n * math.prod(map(_padded, mnk)) for mnk, n in sizes),
-          is_emulated=any(f.bits < 8 * f.dtype.itemsize for f in formats),
+          is_emulated=not dots or any(f.bits < 8 * f.dtype.itemsize for f in formats),
           accumulate=accumulate_name(gemm.accumulate),
           most=2 if product == "fwd" and is_recomputed and not is_loop else 1,
         )

@@ -151,7 +151,7 @@ def _problem(rows: list[GemmRow], spec: TrainSpec) -> str:
 
 def _complaint(row: GemmRow, spec: TrainSpec) -> str:
   """The problem of a product, its reason, and the remedy."""
-  if not row.expected:
+  if not row.accumulate:
     return (
       f"{row.key}: the program has {row.fp8} FP8 GEMMs that the plan does not, by "
       f"{', '.join(row.kernels)}. Every GEMM in FP8 belongs to a site and its recipe: use "
@@ -227,6 +227,7 @@ def table(rows: list[GemmRow], title: str = TITLE):
 
 def _cell(row: GemmRow) -> str:
   said = [f"{row.fp8}/{row.expected}" + "*" * bool(row.shared)] if row.expected or row.fp8 else []
+  said += ["emulated"] if row.accumulate and not row.expected else []
   said += [f"{row.unquantized} unquantized"] if row.unquantized else []
   return ", ".join(said) or "-"
 

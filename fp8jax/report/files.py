@@ -194,6 +194,7 @@ class RunFiles:
     if not used:
       return f"{devices}: no FP8 products"
     slow = " (emulated: exact, slow)" * ("reference" in used)
+    slow += " (emulated: sums of 14 bits, slow)" * ("emulated_sm90" in used)
     return f"{devices}: FP8 products by {', '.join(used)}{slow}"
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax.formats import E2M1, E4M3, E5M2
-from fp8jax.kernels.gemm import reference, xla
+from fp8jax.kernels.gemm import reference
 from fp8jax.quantization import scaled_matrix
 from fp8jax.recipe.gemm import Accumulate, Accumulation
 
