@@ -43,7 +43,7 @@ def capture() -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
   """{site: (x [tokens, in], g [tokens, out]) of its layers, the last one first}."""
   c = smollm2_cpt.get_config("bf16")
   c.init.hf = str(ROOT / c.init.hf)
-  c.seq_len, c.eval.batch = LENGTH, SEQUENCES
+  c.seq_len, c.eval.batch, c.memory.remat_policy = LENGTH, SEQUENCES, "full"
   spec = resolve.resolve(c, 1, choose.current_device())
   params, _ = weights.load_params(c.init.hf, spec.model)
   batch = next(iter(loader.heldout_batches(spec.data, "main", SEQUENCES, 1)))
@@ -53,8 +53,9 @@ def capture() -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
 
   def watched(spec, x, g, dtype, inputs):
     def keep(x, g):
-      tokens = (LENGTH * SEQUENCES, -1)
-      seen.setdefault(spec.name, []).append((np.reshape(x, tokens), np.reshape(g, tokens)))
+      # As NumPy's own first: a callback that computes with JAX waits for itself.
+      rows = [np.asarray(t).reshape(LENGTH * SEQUENCES, -1) for t in (x, g)]
+      seen.setdefault(spec.name, []).append(tuple(rows))
 
     if spec.name.startswith("layers/"):
       jax.debug.callback(keep, x, g)

@@ -215,7 +215,11 @@ def table(rows: list[GemmRow], title: str = TITLE):
     first = next(iter(products.values()))
     is_emulated = any(row.is_emulated for row in products.values())
     recipe = first.recipe + " (emulated)" * is_emulated
-    kernels = dict.fromkeys(k for row in products.values() for k in row.kernels)
+    kernels = dict.fromkeys(
+      k
+      for row in products.values()
+      for k in row.kernels or [row.backend] * (row.is_emulated and not row.expected)
+    )
     cells = [_cell(products[c]) if c in products else "-" for c in columns]
     lines.append([site, recipe, *cells, ", ".join(kernels)])
   made = console_lib.table(title, ["site", "recipe", *columns, "by"], lines)

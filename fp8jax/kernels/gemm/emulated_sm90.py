@@ -4,8 +4,8 @@ One instruction adds 32 products along K to the accumulator. All 33 terms are al
 exponent among them and truncated toward zero to 13 fraction bits; their sum is exact and truncated
 to 13 fraction bits again, 14 with the leading one. The exponent of a product is the sum of its
 factors', so that its significand is below 4; a subnormal factor has its format's least exponent.
-(DeepSeek-V3, arXiv:2412.19437, §3.5.2; model and bits: MMA-Sim, arXiv:2511.10909, which found it
-equal to an H100. This file has not been held against one.)
+(DeepSeek-V3, arXiv:2412.19437, §3.5.2; model and bits: MMA-Sim, arXiv:2511.10909, whose
+authors compared it with the hardware; this file has not been.)
 
   FAST     all of K in that accumulator
   N        sums of N products, added in float32
