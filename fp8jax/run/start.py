@@ -184,10 +184,8 @@ def _print_sites(out: rich.console.Console, sites: list[dict[str, Any]], start: 
   columns += ["weight gather"] if has_gathers else []
   title = f"sites from step {start}" if start else "sites"
   out.print(console_lib.table(title, columns, rows))
-  is_honoured = any("emulated_sm90" in row["backends"].values() for row in sites)
-  if (
-    platform == "cpu" and any(row["definition"]["fwd"]["lhs"] for row in sites) and not is_honoured
-  ):
+  by = {b for row in sites if row["definition"]["fwd"]["lhs"] for b in row["backends"].values()}
+  if platform == "cpu" and by and not by & {"emulated_sm90", "exact"}:
     out.print("  FP8 products accumulate in float32 on a CPU, whatever the recipe says")
   for note in notes:
     out.print(f"  passed over {note}")

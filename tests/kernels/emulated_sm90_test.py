@@ -1,6 +1,7 @@
 """The emulated accumulator of Hopper's tensor core: integers of any length are the oracle."""
 
 import dataclasses
+import fractions
 import functools
 
 import harness
@@ -159,12 +160,58 @@ def test_promoted_sums_are_added_in_float32(rng, how, size):
   np.testing.assert_array_equal(jax.jit(lambda a, b: _multiply(a, b, how))(*operands), want)
 
 
-@pytest.mark.parametrize("recipe", ["block_128", "rowwise"])
-def test_scales_are_those_of_every_backend(rng, recipe):
+@pytest.mark.parametrize("name, recipe", [
+  (NAME, "block_128"), (NAME, "rowwise"), ("exact", "block_128")
+])  # fmt: skip
+def test_scales_are_those_of_every_backend(rng, name, recipe):
   gemm = RECIPES[recipe].wgrad
-  suite.check_exact_on_lattice(NAME, gemm, (16, 16, 256), rng)
-  suite.check_extreme_scales_stay_finite(NAME, gemm, rng)
-  suite.check_scales_are_applied_one_after_the_other(NAME, gemm, rng)
+  suite.check_exact_on_lattice(name, gemm, (16, 16, 256), rng)
+  suite.check_extreme_scales_stay_finite(name, gemm, rng)
+  suite.check_scales_are_applied_one_after_the_other(name, gemm, rng)
+
+
+def _is_nearest(got: float, exact: fractions.Fraction) -> bool:
+  """Whether float32 has no nearer number, nor one as near whose last bit is 0."""
+  got = np.float32(got)
+  others = [np.nextafter(got, np.float32(to)) for to in (np.inf, -np.inf)]
+  error, *errors = (abs(fractions.Fraction(float(x)) - exact) for x in (got, *others))
+  is_even = got.view(np.int32) % 2 == 0
+  return all(error < e or (error == e and is_even) for e in errors)
+
+
+def test_exact_sums_are_rounded_once(rng):
+  """Sums of every size, from cancellation to the largest; ties of float32; no order matters."""
+  cases = []
+  for pair in PAIRS[:2]:
+    a, b = (_codes(rng, rows, 300, dtype) for rows, dtype in zip((8, 5), pair))
+    half = 150
+    a[3, half:], b[3, half:] = a[3, :half], -b[3, :half]
+    a[3, 0] = 2.0**-6  # and little else remains
+    a[4] = 448  # the largest sums
+    # 2^24 and 1, 3, or 1 and a bit far below: two ties and none.
+    a[5:], b[4] = 0, 1
+    a[5:, :256] = b[4, :256] = 256
+    a[5:, 256] = 1, 3, 1
+    a[7, 257] = b[4, 257] = 2.0**-9
+    # Sums from 2^10 to 2^15 with bits down to the last: every way to round.
+    size = np.where(np.arange(300) < half, 20, 2.0**-7)
+    more = (rng.standard_normal((8, 300)) * size for _ in range(2))
+    a, b = (np.concatenate([x, y.astype(x.dtype)]) for x, y in zip((a, b), more))
+    cases.append((a, b))
+  run = jax.jit(
+    lambda cases: [
+      gemm_api.scaled_matmul(_plain(a), _plain(b), accumulate=Accumulation.FAST, backend="exact")
+      for a, b in cases
+    ]
+  )
+  got, turned = run(cases), run([(a[:, ::-1], b[:, ::-1]) for a, b in cases])
+  for (a, b), d, other in zip(cases, np.asarray(got), np.asarray(turned), strict=True):
+    np.testing.assert_array_equal(d, other)
+    for i, j in np.ndindex(*d.shape):
+      terms = zip(a[i].tolist(), b[j].tolist(), strict=True)
+      exact = sum(fractions.Fraction(float(x)) * fractions.Fraction(float(y)) for x, y in terms)
+      assert _is_nearest(d[i, j], exact), (i, j, d[i, j], float(exact))
+    np.testing.assert_array_equal(d[5:8, 4], 2.0**24 + np.array([0, 4, 2]))
 
 
 # --- where it is chosen --------------------------------------------------------------------------

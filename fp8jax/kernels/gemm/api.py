@@ -8,18 +8,18 @@ that one call executes: what a compiled program is checked against (compiled/fp8
 
 import jax.numpy as jnp
 
-from fp8jax.kernels.gemm import emulated_sm90, mosaic_sm90, reference, xla, xla_sm90
+from fp8jax.kernels.gemm import emulated_sm90, exact, mosaic_sm90, reference, xla, xla_sm90
 from fp8jax.quantization import scaled_matrix
 from fp8jax.recipe.gemm import Accumulate
 
 # In order of preference for "auto".
 BACKENDS = {
   "xla_sm90": xla_sm90, "xla": xla, "mosaic_sm90": mosaic_sm90, "reference": reference,
-  "emulated_sm90": emulated_sm90,
+  "emulated_sm90": emulated_sm90, "exact": exact,
 }  # fmt: skip
 # Backends that emulate what a GPU's matrix unit does, or could do. "auto" takes of these only
 # `reference`, and that on a CPU.
-EMULATED = ("reference", "emulated_sm90")
+EMULATED = ("reference", "emulated_sm90", "exact")
 # Backends with operands from kernels/quantize, where that supports them.
 WITH_QUANTIZER = ("xla_sm90", "mosaic_sm90")
 # Backends that read a B gathered along K in its shards; the others need one matrix.

@@ -15,6 +15,9 @@ authors compared it with the hardware; this file has not been.)
 A factor that is not finite makes its row or column NaN. Memory: a few float32 [M, N].
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -23,6 +26,7 @@ from fp8jax.kernels.gemm import reference
 from fp8jax.quantization import scaled_matrix
 from fp8jax.recipe.gemm import Accumulate, Accumulation
 
+FORMATS = (E4M3, E5M2, E2M1)  # the last as E4M3, which has its numbers
 GROUP = 32  # products of one instruction
 _FRACTION = 13
 _DROPPED = (1 << 23 - _FRACTION) - 1  # of float32's fraction
@@ -33,8 +37,7 @@ _ZERO = -126  # "exponent" of 0: below every other
 def supports(problem) -> str | None:
   """None for what Hopper's instruction multiplies, also where the device is none."""
   gemm = problem.gemm
-  formats = {gemm.lhs.format, gemm.rhs.format}
-  if not formats <= {E4M3, E5M2, E2M1}:
+  if not {gemm.lhs.format, gemm.rhs.format} <= {*FORMATS}:
     names = f"{gemm.lhs.format} by {gemm.rhs.format}"
     return f"Hopper's tensor core multiplies e4m3 and e5m2, not {names}"
   if not isinstance(gemm.accumulate, Accumulation) and gemm.accumulate % GROUP:
@@ -61,15 +64,19 @@ def scaled_matmul(
 
 def _tensor_core(lhs, rhs):
   """float32 [M, N], of 14 bits: the sum of K products of lhs [M, K] and rhs [N, K]."""
+  return sum_groups(lhs, rhs, jnp.zeros((lhs.shape[0], rhs.shape[0]), jnp.float32), _add)
+
+
+def sum_groups(lhs, rhs, total, add: Callable[[Any, Any, Any], Any], result=lambda total: total):
+  """float32 [M, N]: result(total) after total = add(total, lhs [32, M], rhs [32, N]) along K."""
   k = lhs.shape[1]
   groups = -(-k // GROUP)
   # What a partial group lacks is 0, as the copy into shared memory leaves it.
   lhs, rhs = (jnp.pad(x, ((0, 0), (0, groups * GROUP - k))) for x in (lhs, rhs))
   parts = tuple(jnp.moveaxis(x.reshape(-1, groups, GROUP), 0, -1) for x in (lhs, rhs))
-  zeros = jnp.zeros((lhs.shape[0], rhs.shape[0]), jnp.float32)
-  total, _ = jax.lax.scan(lambda total, pair: (_add(total, *pair), None), zeros, parts)
+  total, _ = jax.lax.scan(lambda total, pair: (add(total, *pair), None), total, parts)
   are_finite = [jnp.all(jnp.isfinite(x.astype(jnp.float32)), axis=1) for x in (lhs, rhs)]
-  return jnp.where(are_finite[0][:, None] & are_finite[1], total, jnp.nan)
+  return jnp.where(are_finite[0][:, None] & are_finite[1], result(total), jnp.nan)
 
 
 def _add(total, lhs, rhs):
