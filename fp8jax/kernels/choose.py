@@ -213,8 +213,9 @@ def reason_against(problem: GemmProblem) -> str | None:
 
 
 def gemm_backends(problem: GemmProblem) -> list[str]:
-  """The names of all backends that support a GEMM, in order of preference."""
-  return [name for name, b in gemm_api.BACKENDS.items() if b.supports(problem) is None]
+  """The names of all backends that make a GEMM of FP8 dots, in order of preference."""
+  backends = gemm_api.BACKENDS.items()
+  return [name for name, b in backends if b.supports(problem) is None and b.num_dots(problem)]
 
 
 def grouped_gemm(problem: GemmProblem, wanted: str = "auto") -> Choice | Refusal:
@@ -303,7 +304,7 @@ def native_recipes(problem: GemmProblem) -> list[str]:
 
 
 def _runs(problem: GemmProblem) -> bool:
-  return not _excluded(problem) and bool({*gemm_backends(problem)} - {*gemm_api.EMULATED})
+  return not _excluded(problem) and bool({*gemm_backends(problem)} - {"reference"})
 
 
 def _excluded(problem: GemmProblem) -> str | None:

@@ -71,7 +71,7 @@ def sum_groups(lhs, rhs, total, add: Callable[[Any, Any, Any], Any], result=lamb
   """float32 [M, N]: result(total) after total = add(total, lhs [32, M], rhs [32, N]) along K."""
   k = lhs.shape[1]
   groups = -(-k // GROUP)
-  # What a partial group lacks is 0, as the copy into shared memory leaves it.
+  # Zeros fill a partial group up, as the copy into shared memory does.
   lhs, rhs = (jnp.pad(x, ((0, 0), (0, groups * GROUP - k))) for x in (lhs, rhs))
   parts = tuple(jnp.moveaxis(x.reshape(-1, groups, GROUP), 0, -1) for x in (lhs, rhs))
   total, _ = jax.lax.scan(lambda total, pair: (add(total, *pair), None), total, parts)
