@@ -1,8 +1,9 @@
 """D = A . B' with exact sums, rounded to float32 once: the same in any order and beside any rows.
 
 Sums that the recipe leaves to the matrix unit, over all of K or N of it, are made in integers;
-promoted ones are added in float32. A product of two FP8 numbers has 8 bits and lies between 2^-33 and 2^33. It is
-cut into three digits of 22 bits, int32 each, which are added and carried after 32 products.
+promoted ones are added in float32. A product of two FP8 numbers has 8 bits and lies between 2^-33
+and 2^33. It is cut into three digits of 22 bits, int32 each, which are added and carried after 32
+products.
 Correctly rounded to nearest-even while |sum of data| < 2^35: always for E4M3 and K < 2^17.
 """
 
