@@ -32,11 +32,12 @@ class GemmRow:
     recipe: name of the site's.
     backend: that multiplies it.
     size: (M, N, K) of the product on one device; of the first chunk for the head.
-    expected: FP8 GEMMs per step and device; 0 where the recipe does not quantize.
+    expected: FP8 GEMMs per step and device; 0 where the recipe does not quantize, and where a
+      backend emulates the matrix unit without one.
     work: their multiply-adds.
     padded: the same with every extent rounded up to cuBLASLt's multiple.
-    is_emulated: no matrix unit has this format: FP8 carries its numbers, of which there are more,
-      or float32 does, and nothing is expected.
+    is_emulated: no matrix unit multiplies it: FP8 carries the numbers of its format, of which there
+      are more, or float32 does, and nothing is expected; or the backend emulates a matrix unit.
     most: how often the work may be done: twice where XLA is free to do the forward product once for
       itself and its recomputation, which have no loops around them that would keep them apart.
     fp8: FP8 GEMMs found, in units of the spec's: its number of them did exactly its work.
@@ -89,7 +90,7 @@ class GemmRow:
   @property
   def is_multiplied(self) -> bool:
     """Whether the GEMMs of the spec are there, whatever their accumulation."""
-    return self.fp8 == self.expected and not (self.unquantized and self.expected)
+    return self.fp8 == self.expected and not (self.unquantized and self.accumulate)
 
   @property
   def is_proven(self) -> bool:
@@ -117,16 +118,19 @@ def expected(spec: TrainSpec, phase: int = 0) -> list[GemmRow]:
       multiplier = gemm_api.BACKENDS[backend]
       row = GemmRow(
         hlo.GemmKey(name, product, again), site.recipe.name, backend, sizes[0][0],
-        is_emulated=any(q.format not in (E4M3, E5M2) for q in (gemm.lhs, gemm.rhs) if q),
+        is_emulated=any(q.format not in (E4M3, E5M2) for q in (gemm.lhs, gemm.rhs) if q)
+        or (gemm.is_quantized and backend in gemm_api.WITH_VALUES),
       )  # fmt: skip
-      if xla.is_fp8(gemm):
+      if xla.is_fp8(gemm) and backend not in gemm_api.WITH_VALUES:
+        dots = sum(
+          n * multiplier.num_dots(choose.GemmProblem(*mnk, gemm, spec.device)) for mnk, n in sizes
+        )
         row = dataclasses.replace(
           row,
-          expected=sum(
-            n * multiplier.num_dots(choose.GemmProblem(*mnk, gemm, spec.device)) for mnk, n in sizes
-          ),
+          expected=dots,
           work=sum(n * math.prod(mnk) for mnk, n in sizes),
           padded=sum(n * math.prod(map(_padded, mnk)) for mnk, n in sizes),
+          is_emulated=row.is_emulated or not dots,
           accumulate=accumulate_name(gemm.accumulate),
           most=2 if product == "fwd" and is_recomputed and not is_loop else 1,
         )

@@ -151,7 +151,7 @@ def _problem(rows: list[GemmRow], spec: TrainSpec) -> str:
 
 def _complaint(row: GemmRow, spec: TrainSpec) -> str:
   """The problem of a product, its reason, and the remedy."""
-  if not row.expected:
+  if not row.accumulate:
     return (
       f"{row.key}: the program has {row.fp8} FP8 GEMMs that the plan does not, by "
       f"{', '.join(row.kernels)}. Every GEMM in FP8 belongs to a site and its recipe: use "
@@ -215,7 +215,11 @@ def table(rows: list[GemmRow], title: str = TITLE):
     first = next(iter(products.values()))
     is_emulated = any(row.is_emulated for row in products.values())
     recipe = first.recipe + " (emulated)" * is_emulated
-    kernels = dict.fromkeys(k for row in products.values() for k in row.kernels)
+    kernels = dict.fromkeys(
+      k
+      for row in products.values()
+      for k in row.kernels or [row.backend] * (row.is_emulated and not row.expected)
+    )
     cells = [_cell(products[c]) if c in products else "-" for c in columns]
     lines.append([site, recipe, *cells, ", ".join(kernels)])
   made = console_lib.table(title, ["site", "recipe", *columns, "by"], lines)
@@ -227,8 +231,11 @@ def table(rows: list[GemmRow], title: str = TITLE):
 
 def _cell(row: GemmRow) -> str:
   said = [f"{row.fp8}/{row.expected}" + "*" * bool(row.shared)] if row.expected or row.fp8 else []
-  how = "emulated" if row.is_emulated and not row.expected else "unquantized"
-  said += [f"{row.unquantized} {how}"] if row.unquantized else []
+  is_wide = row.is_emulated and not row.accumulate  # float32 carries its numbers
+  if row.unquantized:
+    said += [f"{row.unquantized} {'emulated' if is_wide else 'unquantized'}"]
+  elif row.accumulate and not row.expected:
+    said += ["emulated"]
   return ", ".join(said) or "-"
 
 

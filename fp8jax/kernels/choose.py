@@ -185,7 +185,7 @@ def gemm(problem: GemmProblem, wanted: str = "auto") -> Choice:
   backends = gemm_api.BACKENDS
   if wanted not in ("auto", *backends):
     raise ValueError(f"kernels.matmul={wanted!r}; expected 'auto' or one of {sorted(backends)}")
-  if wanted != "reference" and (reason := _excluded(problem)):
+  if wanted not in gemm_api.EMULATED and (reason := _excluded(problem)):
     raise ValueError(f"{reason}. {_instead(problem)}")
   if wanted != "auto":
     reason = backends[wanted].supports(problem)
@@ -213,8 +213,9 @@ def reason_against(problem: GemmProblem) -> str | None:
 
 
 def gemm_backends(problem: GemmProblem) -> list[str]:
-  """The names of all backends that support a GEMM, in order of preference."""
-  return [name for name, b in gemm_api.BACKENDS.items() if b.supports(problem) is None]
+  """The names of all backends that make a GEMM of FP8 dots, in order of preference."""
+  backends = gemm_api.BACKENDS.items()
+  return [name for name, b in backends if b.supports(problem) is None and b.num_dots(problem)]
 
 
 def grouped_gemm(problem: GemmProblem, wanted: str = "auto") -> Choice | Refusal:
@@ -286,9 +287,9 @@ def adamw(gradient, master, mu, nu, device: Device, wanted: str = "auto") -> Cho
 
 
 def _automatic(backends: Iterable[str], device: Device) -> list[str]:
-  """Those that "auto" may take: on a GPU no emulation."""
-  never = gemm_api.BY_NAME + ("reference",) * (device.platform != "cpu")
-  return [name for name in backends if name not in never]
+  """Those that "auto" may take: on a GPU no emulation, on a CPU `reference`."""
+  able = ("reference",) if device.platform == "cpu" else ()
+  return [name for name in backends if name in able or name not in gemm_api.EMULATED]
 
 
 def native_recipes(problem: GemmProblem) -> list[str]:
@@ -303,9 +304,7 @@ def native_recipes(problem: GemmProblem) -> list[str]:
 
 
 def _runs(problem: GemmProblem) -> bool:
-  return not _excluded(problem) and bool(
-    {*gemm_backends(problem)} - {"reference", *gemm_api.BY_NAME}
-  )
+  return not _excluded(problem) and bool({*gemm_backends(problem)} - {*gemm_api.EMULATED})
 
 
 def _excluded(problem: GemmProblem) -> str | None:

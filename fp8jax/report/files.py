@@ -18,6 +18,7 @@ import numpy as np
 from fp8jax import patterns, records
 from fp8jax.config import identity
 from fp8jax.errors import UserError
+from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.quantization import amax_history
 from fp8jax.recipe.gemm import PASSES
 from fp8jax.run import metrics_writer, schemas
@@ -193,7 +194,8 @@ class RunFiles:
       return devices
     if not used:
       return f"{devices}: no FP8 products"
-    slow = " (emulated: exact, slow)" * ("reference" in used)
+    sums = "sums of 14 bits" if "emulated_sm90" in used else "exact"
+    slow = f" (emulated: {sums}, slow)" * bool({*used} & {*gemm_api.EMULATED})
     return f"{devices}: FP8 products by {', '.join(used)}{slow}"
 
 

@@ -11,6 +11,7 @@ from fp8jax import console as console_lib
 from fp8jax import params as params_lib
 from fp8jax.data import loader
 from fp8jax.kernels import choose
+from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import transformer
 from fp8jax.ops import collectives, site_tree
 from fp8jax.ops import site as site_lib
@@ -121,12 +122,13 @@ def device_line(spec: TrainSpec, devices: Sequence[Any] | None = None) -> str:
   count, total, used = spec.num_devices, len(devices), _fp8_backends(spec)
   number = "" if total == 1 else f"{count} × " if count == total else f"{count} of {total} × "
   if spec.device.platform == "cpu":
-    line = f"{number}CPU" + ": FP8 is emulated, exact and slow" * bool(used)
+    sums = "sums of 14 bits, slow" if "emulated_sm90" in used else "exact and slow"
+    line = f"{number}CPU" + f": FP8 is emulated, {sums}" * bool(used)
   else:
     number = number or "1 × "
     kind = f"{number}{devices[0].device_kind} ({choose.name_of(spec.device)})"
     line = f"{kind}: FP8 products by {', '.join(sorted(used))}" if used else f"{kind}: no FP8"
-    line += " (emulated, slow)" * ("reference" in used)
+    line += " (emulated, slow)" * bool(used & {*gemm_api.EMULATED})
   if count < total:
     line += f"; mesh.data, mesh.fsdp and mesh.tensor are 1, the other {total - count} are idle"
   return line
@@ -139,7 +141,7 @@ def print_start(
   """The spec of a run: the difference from base, the model, the sites (all_site_rows')."""
   out.print(device_line(spec))
   note = choose.caution(spec.device)
-  if note and _fp8_backends(spec) - {"reference"}:  # it is about the hardware's products
+  if note and _fp8_backends(spec) - {*gemm_api.EMULATED}:  # it is about the hardware's products
     out.print(f"  {note}")
   if reason := choose.lacks_dtype(spec.device, "bfloat16"):
     out.print(f"  {reason}: compute is {spec.run.dtype.name}, attention {spec.run.attention}")
@@ -182,7 +184,8 @@ def _print_sites(out: rich.console.Console, sites: list[dict[str, Any]], start: 
   columns += ["weight gather"] if has_gathers else []
   title = f"sites from step {start}" if start else "sites"
   out.print(console_lib.table(title, columns, rows))
-  if platform == "cpu" and any(row["definition"]["fwd"]["lhs"] for row in sites):
+  by = {b for row in sites if row["definition"]["fwd"]["lhs"] for b in row["backends"].values()}
+  if platform == "cpu" and by and not by & {"emulated_sm90", "exact"}:
     out.print("  FP8 products accumulate in float32 on a CPU, whatever the recipe says")
   for note in notes:
     out.print(f"  passed over {note}")

@@ -213,7 +213,7 @@ def test_a_lowered_program_that_accumulates_otherwise_is_refused(monkeypatch):
 
 
 def test_partial_sums_that_are_too_long_are_refused(monkeypatch):
-  monkeypatch.setattr(reference, "_step", lambda accumulate: 192)
+  monkeypatch.setattr(reference, "step_of", lambda accumulate: 192)
   with pytest.raises(fp8_gemms.NotFp8) as e:
     harness.strict(harness.debug_plan("block_128"))
   assert "accumulates '128' and the program's FP8 GEMM accumulates 192 products in one" in str(

@@ -8,17 +8,26 @@ that one call executes: what a compiled program is checked against (compiled/fp8
 
 import jax.numpy as jnp
 
-from fp8jax.kernels.gemm import dequantized, mosaic_sm90, reference, xla, xla_sm90
+from fp8jax.kernels.gemm import (
+  dequantized,
+  emulated_sm90,
+  exact,
+  mosaic_sm90,
+  reference,
+  xla,
+  xla_sm90,
+)  # fmt: skip
 from fp8jax.quantization import scaled_matrix
 from fp8jax.recipe.gemm import Accumulate
 
 # In order of preference for "auto".
 BACKENDS = {
   "xla_sm90": xla_sm90, "xla": xla, "mosaic_sm90": mosaic_sm90, "reference": reference,
-  "dequantized": dequantized,
+  "dequantized": dequantized, "emulated_sm90": emulated_sm90, "exact": exact,
 }  # fmt: skip
-# Backends that "auto" never takes: their sums are not those of the reference.
-BY_NAME = ("dequantized",)
+# Backends that emulate what a GPU's matrix unit does, or could do. "auto" takes of these only
+# `reference`, and that on a CPU.
+EMULATED = ("reference", "dequantized", "emulated_sm90", "exact")
 # Backends that multiply values instead of data and scales (see ScaledMatrix).
 WITH_VALUES = ("dequantized",)
 # Backends with operands from kernels/quantize, where that supports them.

@@ -8,6 +8,9 @@ a device without FP8 units all sums are at least as precise as asked for, on a C
 are added in float32.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -34,46 +37,60 @@ def supports(problem) -> str | None:
   return None
 
 
-def _step(accumulate: Accumulate) -> int:
+def step_of(accumulate: Accumulate) -> int:
+  """K per partial sum."""
   return _DEFAULT_STEP if isinstance(accumulate, Accumulation) else accumulate
 
 
 def num_dots(problem) -> int:
   """FP8 dots that run: one per partial sum."""
-  return -(-problem.k // _step(problem.gemm.accumulate))
+  return -(-problem.k // step_of(problem.gemm.accumulate))
 
 
 def scaled_matmul(
   a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, accumulate: Accumulate, out_dtype
 ):
   """[M, N]; partial sums of `accumulate` products, or 128, are added in float32."""
+  # Within a step the matrix unit adds as it does for a product that is promoted.
+  how = Accumulation.PRECISE if accumulate is Accumulation.PRECISE else Accumulation.FAST
+
+  def multiply(lhs, rhs):
+    return jax.lax.dot_general(
+      lhs,
+      rhs,
+      (((1,), (1,)), ((), ())),
+      precision=xla.precision(lhs, how),
+      preferred_element_type=jnp.float32,
+    )
+
+  return promoted(a, b, step_of(accumulate), multiply, out_dtype)
+
+
+def promoted(
+  a: scaled_matrix.ScaledMatrix, b: scaled_matrix.ScaledMatrix, step: int,
+  multiply: Callable[[Any, Any], jax.Array], out_dtype, max_unroll: int = _MAX_UNROLL,
+):  # fmt: skip
+  """[M, N]: multiply(lhs [M, n], rhs [N, n]) of every `step` of K, added in float32."""
   (m, k), n = a.shape, b.shape[0]
-  step = _step(accumulate)
   rows = scaled_matrix.expand(a.scale, 0, a.tile[0], m)
   cols = scaled_matrix.expand(b.scale, 0, b.tile[0], n).T
   # The second purpose of the barrier: computed once, not inside every fused multiply-add.
   lhs, rhs, rows, cols = jax.lax.optimization_barrier((a.data, b.data, rows, cols))
   lhs, rhs = xla.factors(lhs, rhs)
-  # Within a step the matrix unit adds as it does for a product that is promoted.
-  is_precise = accumulate is Accumulation.PRECISE
-  precision = xla.precision(lhs, Accumulation.PRECISE if is_precise else Accumulation.FAST)
 
   def partial(i, size):
     """Step `i` of K: an FP8 product, scaled on its way into the float32 accumulator."""
     start = i * step
-    product = jax.lax.dot_general(
+    product = multiply(
       jax.lax.dynamic_slice_in_dim(lhs, start, size, axis=1),
       jax.lax.dynamic_slice_in_dim(rhs, start, size, axis=1),
-      (((1,), (1,)), ((), ())),
-      precision=precision,
-      preferred_element_type=jnp.float32,
     )
     # Scale by A, then by B: the product of two scales alone could overflow or vanish.
     product = product * jax.lax.dynamic_slice_in_dim(rows, _tile(a, start), 1, axis=1)
     return product * jax.lax.dynamic_slice_in_dim(cols, _tile(b, start), 1, axis=0)
 
   whole_steps, rest = divmod(k, step)
-  if whole_steps <= _MAX_UNROLL:
+  if whole_steps <= max_unroll:
     total = sum((partial(i, step) for i in range(whole_steps)), jnp.zeros((), jnp.float32))
   else:
     zeros = jnp.zeros((m, n), jnp.float32)
