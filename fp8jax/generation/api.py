@@ -329,6 +329,11 @@ def problems_of(cfg: ModelConfig, run: ComputeConfig) -> list[str]:
       f"a mesh of {run.layout.mesh.size} devices: generation runs on one; set mesh.data, mesh.fsdp "
       "and mesh.tensor to 1"
     )
+  if run.attention_recipe is not None:
+    texts.append(
+      f"precision.attention={run.attention_recipe.name!r} takes scales from many tokens, which "
+      "come one by one here; set precision.attention='wide' to generate in the compute dtype"
+    )
   if run.smooth_swiglu == "channel":
     texts.append(
       "precision.smooth_swiglu='channel' takes its scales from all tokens of a batch, which come "
