@@ -58,7 +58,7 @@ class Generator:
       cfg: architecture.
       run: how it computes; one device.
       slots: sequences that are decoded together.
-      cache_format: "compute" for run.dtype, or "e4m3".
+      cache_format: "compute" for run.dtype, "e4m3" or "e4m3_rotated".
       max_length: positions of the cache; 0 takes as many as a call needs. A fixed number makes
         completions independent, to the bit, of the lengths of a call's other prompts.
 

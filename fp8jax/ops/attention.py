@@ -126,17 +126,17 @@ def _quantized(recipe: Attention, q_BLHK, k_BMGK, v_BMGK, segments_BL):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _emulated(recipe: Attention, q_BLHK, k_BMGK, v_BMGK, segments_BL):
-  return reference.forward(q_BLHK, k_BMGK, v_BMGK, segments_BL, recipe)[0]
+  return reference.forward(q_BLHK, k_BMGK, v_BMGK, segments_BL, recipe)
 
 
-def _emulated_forward(recipe, q_BLHK, k_BMGK, v_BMGK, segments_BL):
-  out_BLHK, logsums = reference.forward(q_BLHK, k_BMGK, v_BMGK, segments_BL, recipe)
-  return out_BLHK, (q_BLHK, k_BMGK, v_BMGK, segments_BL, out_BLHK, logsums)
+def _emulated_forward(recipe, *args):
+  out_BLHK = _emulated(recipe, *args)
+  return out_BLHK, (*args, out_BLHK)
 
 
 def _emulated_backward(recipe, residuals, g_BLHK):
-  q, k, v, segments, out, logsums = residuals
-  dq, dk, dv = reference.backward(q, k, v, segments, out, logsums, g_BLHK, recipe)
+  q, k, v, segments, out = residuals
+  dq, dk, dv = reference.backward(q, k, v, segments, out, g_BLHK, recipe)
   return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 

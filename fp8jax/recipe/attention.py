@@ -19,6 +19,11 @@ from fp8jax.recipe.gemm import PASSES, Gemm, Recipe
 from fp8jax.recipe.quant import CURRENT, WHOLE, Quant, Rounding, Scale, Static
 
 
+def whole_head(head_dim: int) -> int:
+  """The Hadamard block of a head that is rotated as a whole: the largest that divides it."""
+  return head_dim & -head_dim
+
+
 @dataclasses.dataclass(frozen=True)
 class Attention:
   """How attention's products are quantized; a Gemm without Quants is in the compute dtype.
@@ -141,7 +146,7 @@ class Attention:
     """
     if self.rotation is None:
       return None
-    size = self.rotation or head_dim & -head_dim
+    size = self.rotation or whole_head(head_dim)
     if size < 2 or head_dim % size:
       raise ValueError(
         f"attention {self.name!r}: rotation={self.rotation} and heads of {head_dim}: the size of a "

@@ -7,8 +7,10 @@ all. Hopper's FP8 unit, which keeps about 14 bits of a sum, is not emulated.
 
 All between the products is float32. P is relative to the largest score of its whole row, where a
 fused kernel has the largest of the blocks that it has read. O is divided by the sum of P before
-rounding, as in these kernels. The backward pass has their residuals: q, k, v, the output, and the
-logarithms of the sums, of the quantized scores. dS = P * (dP - rowsum(dO * O)), with that output.
+rounding, as in these kernels. In the backward pass dS = P * (dP - D). Where S is computed as in the
+forward pass, D is rowsum(dO * O) with the output of that pass, as fused kernels have it. Where S is
+in the dtype, P is its softmax and D is rowsum(P * dP): with all other products in the dtype this is
+the gradient of unquantized attention, straight through the rounding of the forward pass.
 
 A sequence's scores are an array of [H, L, M]; sequences come one after the other.
 """
@@ -27,7 +29,7 @@ from fp8jax.recipe.quant import CURRENT
 
 
 def forward(q_BLHK, k_BMGK, v_BMGK, segments_BL, recipe: Attention):
-  """(out [B, L, H, K] in v's dtype, float32 [B, G, rows] logarithms of the softmax's sums).
+  """The output [B, L, H, K], in v's dtype.
 
   Args:
     q_BLHK, k_BMGK, v_BMGK: any float dtype; unquantized products have v's. L equals M.
@@ -41,17 +43,17 @@ def forward(q_BLHK, k_BMGK, v_BMGK, segments_BL, recipe: Attention):
   parts = _by_key_head(recipe, k_BMGK.shape[2], (q_BLHK,), (k_BMGK, v_BMGK))
   shared = heads // k_BMGK.shape[2]
   one = functools.partial(_forward, recipe=recipe, dtype=v_BMGK.dtype, shared=shared)
-  out, logsums = _each_sequence(one, parts, segments_BL)
-  return _to_queries(out, q_BLHK.shape[1], heads).astype(v_BMGK.dtype), logsums
+  out = _each_sequence(one, parts, segments_BL)
+  return _to_queries(out, q_BLHK.shape[1], heads).astype(v_BMGK.dtype)
 
 
-def backward(q_BLHK, k_BMGK, v_BMGK, segments_BL, out_BLHK, logsums, g_BLHK, recipe: Attention):
-  """float32 (dq, dk, dv) of the shapes of q, k and v; arguments and results as of `forward`."""
+def backward(q_BLHK, k_BMGK, v_BMGK, segments_BL, out_BLHK, g_BLHK, recipe: Attention):
+  """float32 (dq, dk, dv) from what `forward` had and gave, and the gradient of its result."""
   queries, keys = (q_BLHK, out_BLHK, g_BLHK), (k_BMGK, v_BMGK)
   parts = _by_key_head(recipe, k_BMGK.shape[2], queries, keys)
   shared = q_BLHK.shape[2] // k_BMGK.shape[2]
   one = functools.partial(_backward, recipe=recipe, dtype=v_BMGK.dtype, shared=shared)
-  dq, dk, dv = _each_sequence(one, (*parts, logsums), segments_BL)
+  dq, dk, dv = _each_sequence(one, parts, segments_BL)
   dq_BLHK = _to_queries(dq, *q_BLHK.shape[1:3])
   return dq_BLHK, *(jnp.swapaxes(x, 1, 2) for x in (dk, dv))
 
@@ -105,33 +107,36 @@ def _each_sequence(one, arrays, segments_BL):
 
 
 def _forward(q, k, v, segments_L, *, recipe: Attention, dtype, shared: int):
-  """(out [rows, K], logarithms [rows]) of one key head; k and v are [M, K]."""
-  seen = _mask(q.shape[0], k.shape[0], shared, segments_L)
-  s = jnp.where(seen, _scores(recipe.scores.fwd, q, k, recipe, dtype), -jnp.inf)
-  largest = jnp.max(s, axis=-1, keepdims=True)
-  largest = jnp.where(seen.any(-1, keepdims=True), largest, 0.0)  # of rows that pad a block
-  p = jnp.exp(s - largest)
-  total = jnp.sum(p, axis=-1, keepdims=True)
-  total = jnp.where(total == 0, 1.0, total)
-  out = _product(recipe.values.fwd, p, v.T, dtype, recipe.p_scale) / total
-  return out, (largest + jnp.log(total))[:, 0]
+  """[rows, K] of one key head; k and v are [M, K]."""
+  s = _scores(recipe.scores.fwd, q, k, recipe, dtype)
+  p, total = _exponentials(s, _mask(*s.shape, shared, segments_L))
+  return _product(recipe.values.fwd, p, v.T, dtype, recipe.p_scale) / total
 
 
-def _backward(q, out, g, k, v, logsums, segments_L, *, recipe: Attention, dtype, shared: int):
+def _backward(q, out, g, k, v, segments_L, *, recipe: Attention, dtype, shared: int):
   """(dq [rows, K], dk [M, K], dv [M, K]) of one key head."""
   scores, values, scale = recipe.scores, recipe.values, q.shape[-1] ** -0.5
   s = _scores(recipe.products["S again"], q, k, recipe, dtype)
-  seen = _mask(q.shape[0], k.shape[0], shared, segments_L)
-  p = jnp.where(seen, jnp.exp(s - logsums[:, None]), 0.0)
-  g = g.astype(jnp.float32)
+  p, total = _exponentials(s, _mask(*s.shape, shared, segments_L))
+  p, g = p / total, g.astype(jnp.float32)
   dv = _product(values.wgrad, p.T, g.T, dtype, recipe.p_scale)
   dp = _product(values.dgrad, g, v, dtype)
-  ds = p * (dp - jnp.sum(g * out.astype(jnp.float32), axis=-1, keepdims=True))
+  weighed = g * out.astype(jnp.float32) if recipe.recompute_quantized else p * dp
+  ds = p * (dp - jnp.sum(weighed, axis=-1, keepdims=True))
   turn, back = _rotations(scores.dgrad, recipe, k.shape[1])
   dq = back(_product(scores.dgrad, ds, turn(k).T, dtype))
   turn, back = _rotations(scores.wgrad, recipe, k.shape[1])
   dk = back(_product(scores.wgrad, turn(q).T, ds.T, dtype).T)
   return dq * scale, dk * scale, dv
+
+
+def _exponentials(s, seen):
+  """(P = exp(S - largest S of a row), its sums [rows, 1]); 0 and 1 for a row that sees nothing."""
+  s = jnp.where(seen, s, -jnp.inf)
+  largest = jnp.where(seen.any(-1, keepdims=True), jnp.max(s, axis=-1, keepdims=True), 0.0)
+  p = jnp.exp(s - largest)
+  total = jnp.sum(p, axis=-1, keepdims=True)
+  return p, jnp.where(total == 0, 1.0, total)
 
 
 def _mask(rows: int, length: int, shared: int, segments_L):
