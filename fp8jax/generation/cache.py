@@ -6,8 +6,9 @@ rows of any length share one program. R is prompts that are written together.
 
 Formats: the compute dtype, or E4M3 with a float32 scale for every head of every token, taken from
 its K channels as they are written (value = data * scale, as everywhere). In "e4m3_rotated" keys are
-rotated before that, and queries with them, so that no score changes: the rounding of a channel that
-is large in both is spread over the head (FlashAttention-3, arXiv:2407.08608 §3.3).
+rotated before that, and queries with them, so that no score changes: the rounding of channels that
+are large in both is spread over the head (FlashAttention-3, arXiv:2407.08608 §3.3). It does not pay
+against one such channel, which is exact as the largest of its head.
 
 Source: the cache of FP8 inference engines has one scale per tensor or head, from a calibration;
 a scale per token and head needs none and costs 4 / K bytes per element.

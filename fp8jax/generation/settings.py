@@ -68,7 +68,7 @@ class Generate:
   cache_format: str = key("compute", 'Keys and values of past tokens: "compute" '
     '(precision.compute_dtype), "e4m3" with a float32 scale per head of every token, or '
     '"e4m3_rotated": the same with queries and keys in a Hadamard rotation of every head, against '
-    "channels that are large in both.",
+    "several channels that are large in both.",
     choices=CACHE_FORMATS)
   slots: int = key(8, "sequences that are decoded together", least=1)
   max_length: int = key(0, "tokens of prompt and completion a slot holds; 0: as many as needed",
