@@ -109,7 +109,7 @@ def _each_sequence(one, arrays, segments_BL):
 def _forward(q, k, v, segments_L, *, recipe: Attention, dtype, shared: int):
   """[rows, K] of one key head; k and v are [M, K]."""
   s = _scores(recipe.scores.fwd, q, k, recipe, dtype)
-  p, total = _exponentials(s, _mask(*s.shape, shared, segments_L))
+  p, total = _exponentials(s, _mask(s, shared, segments_L))
   return _product(recipe.values.fwd, p, v.T, dtype, recipe.p_scale) / total
 
 
@@ -117,7 +117,7 @@ def _backward(q, out, g, k, v, segments_L, *, recipe: Attention, dtype, shared: 
   """(dq [rows, K], dk [M, K], dv [M, K]) of one key head."""
   scores, values, scale = recipe.scores, recipe.values, q.shape[-1] ** -0.5
   s = _scores(recipe.products["S again"], q, k, recipe, dtype)
-  p, total = _exponentials(s, _mask(*s.shape, shared, segments_L))
+  p, total = _exponentials(s, _mask(s, shared, segments_L))
   p, g = p / total, g.astype(jnp.float32)
   dv = _product(values.wgrad, p.T, g.T, dtype, recipe.p_scale)
   dp = _product(values.dgrad, g, v, dtype)
@@ -139,8 +139,9 @@ def _exponentials(s, seen):
   return p, jnp.where(total == 0, 1.0, total)
 
 
-def _mask(rows: int, length: int, shared: int, segments_L):
-  """bool [rows, M]: the keys that a query sees; none where a row pads a block of queries."""
+def _mask(s, shared: int, segments_L):
+  """bool [rows, M] like s: the keys that a query sees; none where a row pads a block of queries."""
+  rows, length = s.shape
   positions = jnp.arange(length)
   seen = positions[None, :] <= positions[:, None]
   if segments_L is not None:
