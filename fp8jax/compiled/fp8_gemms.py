@@ -282,5 +282,7 @@ def every_step(
     for statistics in [*loud, tensor_stats.QUIET]:
       sites = spec.sites(phase=phase, statistics=statistics)
       rows = strict(spec, step_fn, state, batch, sites, phase, more)
-    titled.append((f"{TITLE} from step {start}" if phase else TITLE, rows))
+    title = f"{TITLE} from step {start}" if phase else TITLE
+    recipe = spec.run.attention_recipe
+    titled.append((title + f"; attention {recipe} is emulated" * bool(recipe), rows))
   return titled

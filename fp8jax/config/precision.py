@@ -6,11 +6,13 @@ from typing import Any
 
 from fp8jax import axes, patterns
 from fp8jax.errors import ConfigErrors
+from fp8jax.kernels.device import Device
 from fp8jax.models import config as model_config
 from fp8jax.models import lora, transformer
 from fp8jax.ops import site_tree
 from fp8jax.phases.schedule import Phase, Precision, Rules
 from fp8jax.quantization import stored_matrix
+from fp8jax.recipe import attention
 from fp8jax.recipe import rules as rules_lib
 
 
@@ -95,6 +97,25 @@ def _tiles_are_whole(param, model: model_config.ModelConfig, layout: axes.Layout
     if max(parts[1:], default=1) > 1 or (parts[0] > 1 and extent // parts[0] % stored_matrix.TILE):
       return False
   return True
+
+
+def read_attention(c: Any, device: Device, problems: ConfigErrors) -> attention.Attention | None:
+  """The value of precision.attention; None for "wide", and where it is refused."""
+  recipe = attention.ATTENTIONS.get(c.precision.attention)
+  if recipe is None:
+    return None
+  problems.check(
+    device.platform == "cpu" or c.kernels.matmul == "reference",
+    f"precision.attention={recipe.name!r}: no kernel here multiplies attention's products in 8 "
+    "bits, and a GPU emulates by name alone; set kernels.matmul='reference' to have them emulated, "
+    "slowly, or precision.attention='wide'",
+  )
+  problems.check(
+    c.kernels.attention in ("auto", "xla"),
+    f"kernels.attention={c.kernels.attention!r} with precision.attention={recipe.name!r}, which is "
+    "emulated in plain JAX; set kernels.attention='xla' or 'auto', or precision.attention='wide'",
+  )
+  return recipe
 
 
 def check_smooth(c: Any, model: model_config.ModelConfig | None, problems: ConfigErrors):

@@ -260,8 +260,10 @@ def _execution(c: Config, layout, device: choose.Device, problems: ConfigErrors)
 
 
 def _with_attention(c: Config, run, model, microbatch: int, device, problems: ConfigErrors):
-  """`run` with the attention that kernels.attention names or "auto" stands for."""
+  """`run` with the attention that the configuration names or "auto" stands for."""
   wanted = c.kernels.attention
+  if recipe := precision_checks.read_attention(c, device, problems):
+    return dataclasses.replace(run, attention_recipe=recipe)
   if wanted not in ("auto", *attention_api.BACKENDS):
     return run
   problem = attention_api.AttentionProblem(1, 128, 1, 1, 128, run.dtype.name, True, device)

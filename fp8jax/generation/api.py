@@ -58,7 +58,7 @@ class Generator:
       cfg: architecture.
       run: how it computes; one device.
       slots: sequences that are decoded together.
-      cache_format: "compute" for run.dtype, or "e4m3".
+      cache_format: "compute" for run.dtype, "e4m3" or "e4m3_rotated".
       max_length: positions of the cache; 0 takes as many as a call needs. A fixed number makes
         completions independent, to the bit, of the lengths of a call's other prompts.
 
@@ -328,6 +328,11 @@ def problems_of(cfg: ModelConfig, run: ComputeConfig) -> list[str]:
     texts.append(
       f"a mesh of {run.layout.mesh.size} devices: generation runs on one; set mesh.data, mesh.fsdp "
       "and mesh.tensor to 1"
+    )
+  if run.attention_recipe is not None:
+    texts.append(
+      f"precision.attention={run.attention_recipe.name!r} takes scales from many tokens, which "
+      "come one by one here; set precision.attention='wide' to generate in the compute dtype"
     )
   if run.smooth_swiglu == "channel":
     texts.append(

@@ -5,7 +5,10 @@ sequence. Entries beyond a row's newest token are never read and are overwritten
 rows of any length share one program. R is prompts that are written together.
 
 Formats: the compute dtype, or E4M3 with a float32 scale for every head of every token, taken from
-its K channels as they are written (value = data * scale, as everywhere).
+its K channels as they are written (value = data * scale, as everywhere). In "e4m3_rotated" keys are
+rotated before that, and queries with them, so that no score changes: the rounding of channels that
+are large in both is spread over the head (FlashAttention-3, arXiv:2407.08608 §3.3). It does not pay
+against one such channel, which is exact as the largest of its head.
 
 Source: the cache of FP8 inference engines has one scale per tensor or head, from a calibration;
 a scale per token and head needs none and costs 4 / K bytes per element.
@@ -17,10 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax.formats import E4M3
-from fp8jax.generation.settings import COMPUTE
+from fp8jax.generation.settings import COMPUTE, ROTATED
 from fp8jax.models.config import ModelConfig
 from fp8jax.ops.attention import attention, cached_attention
-from fp8jax.quantization import quantize
+from fp8jax.quantization import hadamard, quantize
+from fp8jax.recipe.attention import whole_head
 from fp8jax.recipe.quant import WHOLE, Quant
 
 _QUANT = Quant(E4M3, tile=(1, WHOLE))
@@ -60,7 +64,7 @@ class KVCache:
   """A cache of all layers [N, B, M, G, K], of one layer [B, M, G, K], or entries for either.
 
   Attributes:
-    k: keys, rotated.
+    k: keys, turned by their positions, and by Hadamard's rotation in "e4m3_rotated".
     v: values.
     format: of settings.CACHE_FORMATS.
   """
@@ -88,6 +92,7 @@ class KVCache:
     rows = jnp.arange(q_BLHK.shape[0])[:, None]
     full = jax.tree.map(lambda past, new: past.at[rows, positions_BL].set(new), self, added)
     dtype = q_BLHK.dtype
+    q_BLHK = _rotated(q_BLHK, self.format).astype(dtype)
     mixed = cached_attention(q_BLHK, full.k.value(dtype), full.v.value(dtype), positions_BL)
     return mixed, added
 
@@ -126,7 +131,17 @@ class NoPast:
 
 
 def _entries(k_BLGK, v_BLGK, format_: str) -> KVCache:
-  return KVCache(Entries.of(k_BLGK, format_), Entries.of(v_BLGK, format_), format_)
+  return KVCache(
+    Entries.of(_rotated(k_BLGK, format_), format_), Entries.of(v_BLGK, format_), format_
+  )
+
+
+def _rotated(x, format_: str):
+  """Queries or keys [..., K] as the cache has them: in "e4m3_rotated" float32, rotated."""
+  if format_ != ROTATED:
+    return x
+  head_dim = x.shape[-1]
+  return hadamard.hadamard(x.reshape(-1, head_dim), whole_head(head_dim), 1).reshape(x.shape)
 
 
 def bytes_per_token(cfg: ModelConfig, format_: str, itemsize: int) -> int:

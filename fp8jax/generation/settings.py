@@ -7,7 +7,7 @@ from fp8jax.keys import NOTHING, key, section
 from fp8jax.models.config import EVAL_PRECISIONS
 
 # Of the cache of keys and values.
-CACHE_FORMATS = COMPUTE, FP8 = "compute", "e4m3"
+CACHE_FORMATS = COMPUTE, FP8, ROTATED = "compute", "e4m3", "e4m3_rotated"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,9 @@ class Generate:
   precision: str = key("recipe", 'forward pass: "recipe" (that of training) or "bf16"',
     choices=EVAL_PRECISIONS)
   cache_format: str = key("compute", 'Keys and values of past tokens: "compute" '
-    '(precision.compute_dtype), or "e4m3" with a float32 scale per head of every token.',
+    '(precision.compute_dtype), "e4m3" with a float32 scale per head of every token, or '
+    '"e4m3_rotated": the same with queries and keys in a Hadamard rotation of every head, against '
+    "several channels that are large in both.",
     choices=CACHE_FORMATS)
   slots: int = key(8, "sequences that are decoded together", least=1)
   max_length: int = key(0, "tokens of prompt and completion a slot holds; 0: as many as needed",

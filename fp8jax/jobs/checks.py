@@ -49,6 +49,12 @@ def sensitivity_problems(config: Any) -> list[str]:
   collected.check(
     0 <= c.min_fp8 <= 1, f"sensitivity.min_fp8={c.min_fp8} must be a share from 0 to 1; 0 is none"
   )
+  attention = config.precision.attention
+  collected.check(
+    attention == "wide",
+    f"precision.attention={attention!r}: --job=sensitivity compares linear layers with a forward "
+    "pass in BF16, attention included; set precision.attention='wide'",
+  )
   return collected.found
 
 

@@ -95,7 +95,8 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
     mixed_BLHK, added = cache.attend(*qkv, context.positions_BL, run.attention)
     aux = Aux(states={KEY: added})
   else:
-    mixed_BLHK = attention(*qkv, context.segments_BL, run.attention, run.layout)
+    where = (run.attention, run.layout, run.attention_recipe)
+    mixed_BLHK = attention(*qkv, context.segments_BL, *where)
   mixed_BLHK = checkpoint_name(axes.constrain(mixed_BLHK, "BLHK", run.layout), "linear")
   f_BLD = dot(of_o, mixed_BLHK, p["o"], s["o"])
   return block_output(x_BLD, f_BLD, p, s, cfg, run), aux

@@ -13,6 +13,7 @@ from fp8jax import axes
 from fp8jax.keys import key, section
 from fp8jax.ops.attention import Implementation
 from fp8jax.ops.residuals import GemmInput, ResidualFormats
+from fp8jax.recipe.attention import Attention
 
 # The largest values that are no mistake: far above any published model, and small enough that a
 # list of all tensors fits in memory.
@@ -163,6 +164,7 @@ class ComputeConfig:
   Attributes:
     dtype: compute dtype of activations and of GEMM operands that no recipe narrows.
     attention: implementation, see ops.attention.
+    attention_recipe: of attention's products, emulated; None for those of `dtype`.
     remat: "none" recomputes nothing in the backward pass; "linears" saves the outputs of linear
       layers and attention and recomputes norms, activations and quantization; "operands" also
       saves the operands of GemmInput.WGRAD_OPERAND, so that no quantization is repeated; "full"
@@ -182,6 +184,7 @@ class ComputeConfig:
   layout: axes.Layout = axes.LOCAL
   smooth_swiglu: str = "none"
   num_sources: int = 0
+  attention_recipe: Attention | None = None
 
   def problems(self, model: ModelConfig) -> list[str]:
     """Reasons why this model cannot run so, in words; empty without any."""

@@ -1,5 +1,7 @@
 """Known models as values; each cites the config.json it was read from."""
 
+import dataclasses
+
 from fp8jax.models.config import ModelConfig
 
 # 2 layers for tests and demonstrations; no weights exist. Odd sizes on purpose: hidden 192 is
@@ -8,6 +10,9 @@ DEBUG = ModelConfig(
   architecture="llama", vocab_size=512, hidden_size=192, intermediate_size=384, num_layers=2,
   num_heads=4, num_kv_heads=2, head_dim=32, max_positions=512, tie_embeddings=True,
 )  # fmt: skip
+
+# The same with norms of queries and keys (Qwen3's architecture).
+DEBUG_QK_NORM = dataclasses.replace(DEBUG, architecture="qwen3", qk_norm=True)
 
 # HuggingFaceTB/SmolLM2-135M(-Instruct)/config.json.
 SMOLLM2_135M = ModelConfig(
@@ -33,6 +38,7 @@ QWEN25_7B = ModelConfig(
 
 PRESETS = {
   "debug": DEBUG,
+  "debug_qk_norm": DEBUG_QK_NORM,
   "smollm2_135m": SMOLLM2_135M,
   "qwen25_1p5b": QWEN25_1P5B,
   "qwen25_7b": QWEN25_7B,

@@ -1,13 +1,15 @@
 """Causal attention over packed documents."""
 
+import functools
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from fp8jax import axes
-from fp8jax.kernels.attention import tokamax_sm90
+from fp8jax.kernels.attention import reference, tokamax_sm90
 from fp8jax.ops import collectives
+from fp8jax.recipe.attention import Attention
 
 Implementation = Literal["xla", "cudnn", "tokamax"]
 
@@ -15,7 +17,7 @@ Implementation = Literal["xla", "cudnn", "tokamax"]
 @jax.named_scope("attention")
 def attention(
   q_BLHK, k_BMGK, v_BMGK, segments_BL, implementation: Implementation,
-  layout: axes.Layout = axes.LOCAL,
+  layout: axes.Layout = axes.LOCAL, recipe: Attention | None = None,
 ):  # fmt: skip
   """Causal grouped-query attention; a token sees only its own document.
 
@@ -27,14 +29,20 @@ def attention(
       "tokamax" the tokens of a document are neighbours.
     implementation: "xla"; "cudnn" (fused, NVIDIA GPU, 16-bit inputs), where a segment mask becomes
       a [B, 1, L, L] bias; or "tokamax" (fused, Hopper, 16-bit inputs), without such an array.
-    layout: of activations, for "tokamax".
+    layout: of activations, for "tokamax" and a recipe.
+    recipe: of quantized products, which are emulated (kernels/attention/reference.py) whatever the
+      implementation is; None for those of the dtype.
 
   Returns:
     [B, L, H, K] in q's dtype; softmax in float32.
   """
+  in_specs = tuple(layout.act_spec(letters) for letters in ("BLHK", "BMGK", "BMGK", "BL"))
+  if recipe is not None:
+    local = functools.partial(_quantized, recipe)
+    run = collectives.on_mesh(local, layout, in_specs, layout.act_spec("BLHK"))
+    return run(q_BLHK, k_BMGK, v_BMGK, segments_BL)
   if implementation == "tokamax":
     first_key_BL = None if segments_BL is None else first_keys(segments_BL)
-    in_specs = tuple(layout.act_spec(letters) for letters in ("BLHK", "BMGK", "BMGK", "BL"))
     run = collectives.on_mesh(_tokamax, layout, in_specs, layout.act_spec("BLHK"))
     return run(q_BLHK, k_BMGK, v_BMGK, first_key_BL)
   dtype = q_BLHK.dtype
@@ -107,3 +115,29 @@ def _backward(residuals, g_BLHK):
 
 
 _tokamax.defvjp(_forward, _backward)
+
+
+def _quantized(recipe: Attention, q_BLHK, k_BMGK, v_BMGK, segments_BL):
+  """Of whole sequences and heads, so that scales of a tile, head and document are local."""
+  if recipe.smooth_k:
+    k_BMGK = reference.without_mean(k_BMGK, segments_BL)
+  return _emulated(recipe, q_BLHK, k_BMGK, v_BMGK, segments_BL)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _emulated(recipe: Attention, q_BLHK, k_BMGK, v_BMGK, segments_BL):
+  return reference.forward(q_BLHK, k_BMGK, v_BMGK, segments_BL, recipe)
+
+
+def _emulated_forward(recipe, *args):
+  out_BLHK = _emulated(recipe, *args)
+  return out_BLHK, (*args, out_BLHK)
+
+
+def _emulated_backward(recipe, residuals, g_BLHK):
+  q, k, v, segments, out = residuals
+  dq, dk, dv = reference.backward(q, k, v, segments, out, g_BLHK, recipe)
+  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_emulated.defvjp(_emulated_forward, _emulated_backward)

@@ -3,6 +3,7 @@
 Evaluation reads scales and moves none.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from fp8jax.data import batch_sharding, loader
 from fp8jax.errors import UserError
 from fp8jax.kernels import choose
 from fp8jax.models import transformer
-from fp8jax.models.config import EVAL_PRECISIONS
+from fp8jax.models.config import EVAL_PRECISIONS, ComputeConfig
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site as site_lib
 from fp8jax.step.train_spec import TrainSpec
@@ -33,9 +34,11 @@ class Evaluator:
     per_batch = spec.eval.batch * spec.data.seq_len
     self._num_batches = math.ceil(spec.eval.tokens / per_batch)
 
-    @functools.partial(jax.jit, compiler_options=choose.compiler_options(spec.device))
-    def losses(params, sites, batch):
-      return transformer.loss(params, sites, batch, spec.model, spec.run), batch["weights_BL"].sum()
+    options = choose.compiler_options(spec.device)
+
+    @functools.partial(jax.jit, static_argnames="run", compiler_options=options)
+    def losses(params, sites, batch, run):
+      return transformer.loss(params, sites, batch, spec.model, run), batch["weights_BL"].sum()
 
     self._losses = losses
     # Of the last evaluation, per source.
@@ -57,7 +60,7 @@ class Evaluator:
       stopped.
     """
     sites = {
-      label: sites_of(self.spec, recipe, scaling_states, phase)
+      label: (sites_of(self.spec, recipe, scaling_states, phase), run_of(self.spec, recipe))
       for label, recipe in precisions(self.spec, phase).items()
     }
     losses = {}
@@ -89,8 +92,8 @@ class Evaluator:
       if stop is not None and stop(i):
         return {}
       batch = spread.place(batch)
-      for precision, sites in sites_of.items():
-        totals[precision].append(self._losses(params, sites, batch))
+      for precision, (sites, run) in sites_of.items():
+        totals[precision].append(self._losses(params, sites, batch, run=run))
     self.passed_over[source] = counts.summary_everywhere()
     return {precision: _summary(source, parts) for precision, parts in totals.items()}
 
@@ -111,13 +114,19 @@ def sites_of(
   return site_lib.with_current_scales(tree)
 
 
+def run_of(spec: TrainSpec, recipe: str | None) -> ComputeConfig:
+  """The execution of a forward pass: in BF16 attention is not quantized either."""
+  return spec.run if recipe is None else dataclasses.replace(spec.run, attention_recipe=None)
+
+
 def precisions(spec: TrainSpec, phase: int = 0) -> dict[str, str | None]:
   """{label: recipe for every site, or None for the rules of the phase}, in eval.precisions' order.
 
-  Where no site is quantized, the recipe and BF16 are one.
+  Where nothing is quantized, attention included, the recipe and BF16 are one.
   """
   used = {site.recipe for site in site_lib.flatten(spec.sites(phase=phase)).values()}
   quantized = sorted(r.name for r in used if r.is_quantized)
+  quantized += [spec.run.attention_recipe.name] if spec.run.attention_recipe else []
   if not quantized:
     return {BF16: None}
   both = {RECIPE: ("+".join(quantized), None), BF16: (BF16, BF16)}

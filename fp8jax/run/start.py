@@ -154,9 +154,11 @@ def print_start(
   shape = (
     " x ".join(f"{a}={n}" for a, n in mesh.shape.items()) if mesh is not None else "one device"
   )
+  recipe = spec.run.attention_recipe
+  attention = f"{recipe} (emulated)" if recipe else spec.run.attention
   out.print(
     f"model {spec.model.architecture}, {count:,} parameters; compute {spec.run.dtype.name}, "
-    f"attention {spec.run.attention}, remat {spec.run.remat}; {shape}; data {fingerprint}"
+    f"attention {attention}, remat {spec.run.remat}; {shape}; data {fingerprint}"
   )
   if isinstance(spec.attention, choose.Choice):
     for note in spec.attention.notes:

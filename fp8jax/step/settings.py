@@ -15,6 +15,7 @@ from fp8jax.models import config as model_config
 from fp8jax.models import mlp_swiglu
 from fp8jax.ops import residuals
 from fp8jax.optim import fused_adamw, param_stats
+from fp8jax.recipe import attention as attention_recipes
 
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 _GEMM_INPUTS = tuple(form.value for form in residuals.GemmInput)
@@ -121,6 +122,13 @@ class Precision:
     "divided by the largest magnitude of its linear branch, which comes back in down's weight "
     '("channel") or output ("token"). Against outliers late in long runs (log.alarms warns); '
     "SwiGLU is then written in the compute dtype.", choices=mlp_swiglu.FORMS, mapped=True)
+  attention: str = key("wide", "Attention's products, forward and backward: \"wide\" "
+    "(compute_dtype); FlashAttention-3's E4M3 forward pass (arXiv:2407.08608) with rotated Q and K "
+    'and scales per block ("fa3"), the same without rotation ("fa3_unrotated"), or as released, '
+    'with scales per sequence and key head ("fa3_tensor"); SageBwd (arXiv:2603.02170), INT8 in six '
+    'of seven products ("sage_bwd") or in the forward pass alone ("sage_fwd"). Emulated on any '
+    'device; a GPU wants kernels.matmul="reference" for it.',
+    choices=("wide", *attention_recipes.ATTENTIONS), mapped=True)
   verify_fp8_gemms: bool = key(True, "Inspect the step before it runs and stop if a GEMM is wider "
     "than its recipe says: on a GPU the very executable that then runs, on the CPU the program "
     "handed to XLA.", affects=NOTHING, mapped=True)

@@ -120,7 +120,7 @@ class TrainSpec:
     is_isolated = not self.data.cross_document
     size = (max(self.microbatch, self.eval.batch), self.data.seq_len, is_isolated)
     problem = attention_gqa.problem(self.model, self.run, self.device, *size)
-    return choose.attention(problem, self.kernels.attention)
+    return choose.attention(problem, "xla" if self.run.attention_recipe else self.kernels.attention)
 
   @property
   def tokens_per_step(self) -> int:

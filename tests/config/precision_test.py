@@ -3,13 +3,17 @@
 import harness
 import pytest
 
+from fp8jax.compiled import fp8_gemms
 from fp8jax.errors import ConfigError
+from fp8jax.generation import api
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.phases import schedule
+from fp8jax.recipe import attention
 from fp8jax.recipe.quant import Delayed
 from fp8jax.run import evaluator
 from fp8jax.run import start as run_start
+from fp8jax.step import train_step
 
 
 def test_first_and_last_layers_and_single_sites_can_be_excepted():
@@ -49,6 +53,15 @@ MISTAKES = {
     {"precision.smooth_swiglu": "token", "export.fold_smooth_batches": 1},
     "which no weight can hold",
   ),
+  "attention": ({"precision.attention": "fa33"}, "did you mean 'fa3'"),
+  "fused attention": (
+    {"precision.attention": "fa3", "kernels.attention": "cudnn"},
+    "kernels.attention='cudnn' with precision.attention='fa3', which is emulated",
+  ),
+  "sensitivity": (
+    {"precision.attention": "fa3", "sensitivity.tokens": 128},
+    "precision.attention='fa3': --job=sensitivity compares",
+  ),
   "alarm": ({"log.alarms": (("underflo", ">", 1.0),)}, "statistics are saturation"),
   "loss scale": ({"precision.compute_dtype": "float16"}, "set loss_scale.kind='dynamic'"),
 }
@@ -56,7 +69,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("changes, message", MISTAKES.values(), ids=MISTAKES)
 def test_mistake_is_named(changes, message):
-  job = "export" if any(key.startswith("export.") for key in changes) else "train"
+  jobs = {key.split(".")[0] for key in changes} & {"export", "sensitivity"}
+  job = jobs.pop() if jobs else "train"
   with pytest.raises(ConfigError, match=message):
     harness.text_spec(job=job, **changes)
 
@@ -98,3 +112,35 @@ def test_evaluated_precisions_are_those_of_the_config(names, recipes):
   assert evaluator.precisions(harness.text_spec("bf16", **{"eval.precisions": names})) == {
     "bf16": None
   }
+
+
+def test_attention_is_a_value_by_name_and_wide_without_one():
+  assert harness.text_spec("bf16").run.attention_recipe is None
+  spec = harness.text_spec("bf16", **{"precision.attention": "sage_bwd"})
+  assert spec.run.attention_recipe is attention.SAGE_BWD
+  assert spec.run.attention == spec.attention.backend == "xla"
+  (text,) = api.problems_of(spec.model, spec.run)
+  assert "precision.attention='sage_bwd'" in text and "precision.attention='wide'" in text
+  # In BF16 attention is not quantized either.
+  held = evaluator.Evaluator(spec)
+  losses = held.run(train_step.make_state(spec).params, {})["main"]
+  assert list(losses) == ["sage_bwd", "bf16"]
+  assert 0 < abs(losses["sage_bwd"]["loss"] - losses["bf16"]["loss"]) < 1e-3
+
+
+def test_emulated_attention_is_named_as_such_and_on_a_gpu_asked_for_by_name():
+  for matmul in ("auto", "xla"):
+    with pytest.raises(
+      ConfigError, match="precision.attention='fa3': no kernel here .*'reference'"
+    ):
+      harness.debug_plan("bf16", device=harness.HOPPER, precision__attention="fa3",
+                         kernels__matmul=matmul)  # fmt: skip
+  how = dict(precision__attention="fa3", kernels__matmul="reference")
+  assert harness.debug_plan(device=harness.HOPPER, **how).run.attention_recipe is attention.FA3
+  spec = harness.debug_plan("block_128", **how)
+  state, batch, _ = harness.step_arguments(spec)
+  # No product of attention is taken for an FP8 GEMM of a linear layer, or for one of nobody's.
+  ((title, rows),) = fp8_gemms.every_step(spec, train_step.make_step(spec), state, batch, 0)
+  assert title == f"{fp8_gemms.TITLE}; attention fa3 is emulated"
+  outside = [row for row in rows if not row.key.product]
+  assert sum(row.unquantized for row in outside) > 0 == sum(row.fp8 for row in outside)

@@ -121,14 +121,38 @@ def test_logits_over_a_cache_equal_transformers(name):
     assert wrong < tolerances.LOGITS_TINY
 
 
-def test_logits_over_an_e4m3_cache_lie_within_its_bound():
+@pytest.mark.parametrize("format_", ["e4m3", "e4m3_rotated"])
+def test_logits_over_an_e4m3_cache_lie_within_its_bound(format_):
   cfg, params, golden = _model("qwen3")
-  got = _forced_logits(cfg, params, _sites(cfg), golden["tokens"], (1, 1), "e4m3")[:, 1:]
+  got = _forced_logits(cfg, params, _sites(cfg), golden["tokens"], (1, 1), format_)[:, 1:]
   off = tolerances.difference(got, golden["logits"][:, 1:])
   assert 1e-6 < off < E4M3_CACHE
 
 
-@pytest.mark.parametrize("format_", ["compute", "e4m3"])
+def test_rotation_halves_the_error_of_channels_that_are_large_in_queries_and_keys(rng):
+  """Not that of one channel alone: the largest of a head has no error, being what scales it."""
+  cfg = dataclasses.replace(_model("llama")[0], num_heads=4, num_kv_heads=2, head_dim=128)
+  positions = np.tile(np.arange(40), (2, 1))
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def attend(format_, q, k, v):
+    made = cache.KVCache.zeros(cfg, 2, 40, format_, jnp.float32)
+    return jax.tree.map(lambda x: x[0], made).attend(q, k, v, positions, "xla")[0]
+
+  def errors(channels):
+    q, k = (rng.standard_normal((2, 40, heads, 128)).astype(np.float32) for heads in (4, 2))
+    q[..., :channels], k[..., :channels] = 8 * q[..., :channels], 8 * k[..., :channels]
+    v = rng.integers(-1, 2, k.shape).astype(np.float32)  # E4M3 numbers under their scale
+    exact, *got = (attend(f, q, k, v) for f in ("compute", "e4m3", "e4m3_rotated"))
+    return [np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in got]
+
+  plain, rotated = errors(4)
+  assert 1e-2 < rotated < plain / 2
+  plain, rotated = errors(1)
+  assert 1e-3 < plain < rotated
+
+
+@pytest.mark.parametrize("format_", ["compute", "e4m3", "e4m3_rotated"])
 def test_bytes_per_token_are_those_of_the_cache(format_):
   cfg, _, _ = _model("llama")
   made = cache.KVCache.zeros(cfg, 3, 5, format_, jnp.bfloat16)
