@@ -12,9 +12,7 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.numpy as jnp
-
-from fp8jax.formats import E4M3, Format, Integer
+from fp8jax.formats import E4M3, INT8, Format
 from fp8jax.recipe.gemm import PASSES, Gemm, Recipe
 from fp8jax.recipe.quant import CURRENT, WHOLE, Quant, Rounding, Scale, Static
 
@@ -213,7 +211,7 @@ def _sage_bwd(format: Format, block: int = 64) -> Attention:
   return Attention("sage_bwd", scores, values, recompute_quantized=True, smooth_k=True)
 
 
-SAGE_BWD = _sage_bwd(Format("int8", jnp.dtype(jnp.int8), Integer(8)))
+SAGE_BWD = _sage_bwd(INT8)
 # Its arm with a backward pass in the compute dtype.
 SAGE_FWD = SAGE_BWD.with_wide_backward("sage_fwd")
 
