@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import shapes
 
-from fp8jax.formats import E2M1, E3M4, E4M3, E5M2, FORMATS, INT8, Float, Format
+from fp8jax.formats import E2M1, E3M4, E4M3, E5M2, FORMATS, INT8, Format
+from fp8jax.grids import Float
 from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.gemm import xla

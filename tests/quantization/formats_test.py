@@ -18,7 +18,8 @@ import pytest
 from golden import conformance
 
 from fp8jax import formats
-from fp8jax.formats import FORMATS, Float
+from fp8jax.formats import FORMATS
+from fp8jax.grids import Float
 from fp8jax.kernels.gemm import xla
 from fp8jax.quantization import quantize, quantized_tensor, rounding
 from fp8jax.recipe.gemm import Gemm, Recipe
