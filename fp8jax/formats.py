@@ -215,7 +215,8 @@ def by_name(name: str) -> Format:
 def _float(exponent: int, mantissa: int, family: str, **options):
   """(grid, the options that tell it from the family's own)."""
   own = FORMATS[family].grid if family in FORMATS else None
-  own = own or Float.full(exponent, mantissa, 2 ** (exponent - 1) - 1, True, True)
+  if not isinstance(own, Float):
+    own = Float.full(exponent, mantissa, 2 ** (exponent - 1) - 1, True, True)
   known = {"bias": own.bias, "inf": own.has_inf, "nan": own.has_nan}
   for key, value in options.items():
     kind = {"bias": int, "max": int | float, "inf": bool, "nan": bool}.get(key)
