@@ -193,17 +193,17 @@ def by_name(name: str) -> Format:
   if name in FORMATS:
     return FORMATS[name]
   family, options = calls.parse(name)
-  if not (found := re.fullmatch(r"(e)([2-8])m(\d\d?)|(int|lns|logfmt)(\d\d?)", family)):
+  if not (parts := re.fullmatch(r"(e)([2-8])m(\d\d?)|(int|lns|logfmt)(\d\d?)", family)):
     raise UserError(
       f"format {name!r} is none of {', '.join(FORMATS)}, nor of the families eXmY(bias, max, inf, "
       "nan), intN, lnsN(gamma), logfmtN"
     )
   try:
-    if found[1]:
-      grid, named = _float(int(found[2]), int(found[3]), family, **options)
+    if parts[1]:
+      grid, named = _float(int(parts[2]), int(parts[3]), family, **options)
     else:
-      made = {"int": Integer, "lns": Log, "logfmt": LogTile}[found[4]]
-      grid = made(int(found[5]), **options)
+      made = {"int": Integer, "lns": Log, "logfmt": LogTile}[parts[4]]
+      grid = made(int(parts[5]), **options)
       named = {"gamma": grid.gamma} if isinstance(grid, Log) and grid.gamma != 8 else {}
   except (TypeError, ValueError) as e:
     said = str(e).partition("() ")[2] if isinstance(e, TypeError) else str(e)
