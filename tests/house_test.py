@@ -35,8 +35,8 @@ FLOORS = (
 # settings.py lies on the floor of `step`, wherever its folder stands.
 SETTINGS = "step"
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
-VOCABULARY = {"__init__", "axes", "calls", "console", "errors", "formats", "hub", "keys", "mesh",
-              "params", "patterns", "records", "statistics"}  # fmt: skip
+VOCABULARY = {"__init__", "axes", "calls", "console", "errors", "formats", "grids", "hub", "keys",
+              "mesh", "params", "patterns", "records", "statistics"}  # fmt: skip
 
 # Where packages of an extra are imported at the top of a file; those of other extras are not. `pip
 # install fp8jax` gives a library that imports none of these files.

@@ -4,7 +4,8 @@ import ml_dtypes
 import numpy as np
 
 # A row a format: dtype with its numbers, largest, stored mantissa bits (of integers two fewer than
-# all). What fp8jax stores a number in may be another dtype.
+# all); the smallest normal exponent where the dtype has more numbers than the format. What fp8jax
+# stores a number in may be another dtype.
 ROWS = {
   "e4m3": (ml_dtypes.float8_e4m3fn, 448.0, 3),
   "e5m2": (ml_dtypes.float8_e5m2, 57344.0, 2),
@@ -14,6 +15,10 @@ ROWS = {
   "e2m3": (ml_dtypes.float6_e2m3fn, 7.5, 3),
   "e3m2": (ml_dtypes.float6_e3m2fn, 28.0, 2),
   **{f"int{n}": (np.int8, 2.0 ** (n - 1) - 1, n - 2) for n in range(2, 9)},
+  "e3m4_30": (np.float32, 30.0, 4, -2),
+  "e5m6": (np.float32, 65024.0, 6, -14),
+  **{f"e8m{m}": (np.float32, (2 - 2.0**-m) * 2.0**127, m, -126) for m in (3, 4, 5, 6)},
+  "e7m7": (np.float32, 255 * 2.0**56, 7, -62),
   "bf16": (ml_dtypes.bfloat16, 255 * 2.0**120, 7),
   "f16": (np.float16, 65504.0, 10),
 }
@@ -23,12 +28,15 @@ TINY = np.float32(2.0**-126)
 
 def cast(x, fmt: str) -> np.ndarray:
   """Saturating, ties to even, by ml_dtypes or rint; NaN becomes +0 where the format has none."""
-  x, dtype = np.asarray(x, np.float32), DTYPES[fmt]
+  x, (dtype, _, mantissa, *least) = np.asarray(x, np.float32), ROWS[fmt]
   is_integer = np.issubdtype(dtype, np.integer)
   if fmt in ("e2m1", "e2m3", "e3m2") or is_integer:
     x = np.where(np.isnan(x), np.float32(0), x)
   with np.errstate(invalid="ignore"):
     x = np.clip(x, -MAX[fmt], MAX[fmt])
+    if least:
+      step = np.ldexp(1.0, np.maximum(np.frexp(x)[1] - 1, *least) - mantissa)
+      x = np.rint(x / step) * step
     return (np.rint(x) if is_integer else x).astype(dtype)
 
 

@@ -13,6 +13,7 @@ import re
 from fp8jax.config import registry
 from fp8jax.data.chat import encode
 from fp8jax.data.chat.template import ChatTemplate
+from fp8jax.formats import FORMATS
 from fp8jax.models.hf import fp8_formats
 from fp8jax.optim import storage
 from fp8jax.recipe.gemm import accumulate_name
@@ -47,6 +48,17 @@ def recipes() -> str:
     how = "/".join(accumulate_name(g.accumulate) if g.is_quantized else "-" for g in gemms)
     rows.append((f"`{name}`", *tensors, how))
   head = ("recipe", "x", "w", "g", "accumulation: forward/dgrad/wgrad")
+  return _markdown(head, rows)
+
+
+def number_formats() -> str:
+  """Every named format: its numbers, and the dtype that stores them."""
+  rows = []
+  for name, f in FORMATS.items():
+    special = " and ".join(["infinity"] * f.has_inf + ["NaN"] * f.has_nan) or "-"
+    numbers = (f"{f.max:.6g}", f"{f.smallest:.4g}", special)
+    rows.append((f"`{name}`", str(f.bits), *numbers, f"`{f.dtype}`" + " (cast)" * f.is_native))
+  head = ("format", "bits", "largest", "smallest above 0", "specials", "stored in")
   return _markdown(head, rows)
 
 
@@ -121,8 +133,9 @@ def template_masks() -> str:
 
 
 TABLES = {
-  "recipes": recipes, "config_keys": config_keys, "optimizer_state": optimizer_state,
-  "export_formats": export_formats, "fp8_clients": fp8_clients, "template_masks": template_masks,
+  "recipes": recipes, "number_formats": number_formats, "config_keys": config_keys,
+  "optimizer_state": optimizer_state, "export_formats": export_formats,
+  "fp8_clients": fp8_clients, "template_masks": template_masks,
 }  # fmt: skip
 
 

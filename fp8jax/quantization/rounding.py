@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax.formats import Float, Format, Log, LogTile
+from fp8jax.formats import Format
+from fp8jax.grids import Float, Log, LogTile
 
 
 def saturate(x, format: Format):
@@ -45,7 +46,7 @@ def nearest(x, format: Format, axes=None):
   """
   x = saturate(x, format)
   if isinstance(format.grid, Log | LogTile):
-    below, above, is_up = _around(jnp.abs(x), format, axes)
+    below, above, is_up = _around(jnp.abs(x), format.grid, axes)
     return jnp.copysign(jnp.where(is_up, above, below), x)
   if has_fine_subnormals(format):
     bits, drop = jax.lax.bitcast_convert_type(x, jnp.int32), 23 - format.mantissa_bits
@@ -62,7 +63,7 @@ def toward_zero(x, format: Format, axes=None):
   """
   x = saturate(x, format)
   if isinstance(format.grid, Log | LogTile):
-    return jnp.copysign(_around(jnp.abs(x), format, axes)[0], x)
+    return jnp.copysign(_around(jnp.abs(x), format.grid, axes)[0], x)
   if has_fine_subnormals(format):
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return _without(bits, 23 - format.mantissa_bits, x)
@@ -83,11 +84,11 @@ def _without(bits, drop: int, x):
   return jnp.where(jnp.isnan(x), x, kept)
 
 
-def _around(magnitude, format: Format, axes):
+def _around(magnitude, grid: Log | LogTile, axes):
   """(the number at or below, the next above, whether the second is the nearer) on a log grid."""
-  if isinstance(format.grid, LogTile):
-    return _around_in_tile(magnitude, format.grid, axes)
-  numbers, limits = format.grid.octave
+  if isinstance(grid, LogTile):
+    return _around_in_tile(magnitude, grid, axes)
+  numbers, limits = grid.octave
   bits = jax.lax.bitcast_convert_type(jnp.maximum(magnitude, 1.0), jnp.int32)
   power = jax.lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
   fraction = jax.lax.bitcast_convert_type(bits & 0x7FFFFF | 127 << 23, jnp.float32)
@@ -95,7 +96,7 @@ def _around(magnitude, format: Format, axes):
   place = jnp.searchsorted(numbers[1:-1], fraction, side="right", method=how)
   below, above, limit = (jnp.asarray(t)[p] * power for t, p in (
     (numbers, place), (numbers, place + 1), (limits, place)))  # fmt: skip
-  is_small, above = magnitude < 1, jnp.minimum(above, np.float32(format.max))
+  is_small, above = magnitude < 1, jnp.minimum(above, np.float32(grid.max))
   is_up = jnp.where(is_small, magnitude > 0, (magnitude >= limit) & (above > below))
   return jnp.where(is_small, 0.0, below), jnp.where(is_small, 1.0, above), is_up
 
@@ -162,7 +163,7 @@ def stochastic(x, format: Format, key, axes=None, dtype=None):
   bounded = saturate(x, format)
   magnitude = jnp.where(jnp.isnan(x), 0.0, jnp.abs(bounded))
   if isinstance(format.grid, Log | LogTile):
-    below, above, _ = _around(magnitude, format, axes)
+    below, above, _ = _around(magnitude, format.grid, axes)
     share = (magnitude - below) / jnp.where(above > below, above - below, 1.0)
     is_up = _is_up(share, key)
     return jnp.copysign(jnp.where(is_up, above, below), bounded).astype(dtype or format.dtype)

@@ -228,7 +228,7 @@ def test_seven_products_in_8_bits_are_those_of_numpy_and_dp_costs_dq_most():
   With Q and K rotated, so that the gradients are rotated back.
   """
   q, k, v, g = _draw(np.random.default_rng(1))
-  operand = Quant(INT8, (64, 0))
+  operand = Quant(formats.INT8, (64, 0))
   values = dataclasses.replace(attentions.SAGE_BWD.values, dgrad=Gemm(operand, operand))
   seven = dataclasses.replace(attentions.SAGE_BWD, rotation=0, values=values)
   stated = dataclasses.replace(SAGE, rotate=True)

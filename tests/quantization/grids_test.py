@@ -8,7 +8,8 @@ import pytest
 from golden import conformance
 
 import fp8jax
-from fp8jax.formats import E2M1, E2M3, E3M2, E4M3, FORMATS, INT4, INT8, Float, Format
+from fp8jax.formats import E2M1, E2M3, E3M2, E4M3, FORMATS, INT4, INT8, Format
+from fp8jax.grids import Float
 from fp8jax.quantization import clipping, quantize, rounding, tensor_stats
 from fp8jax.recipe.gemm import Gemm, Recipe
 from fp8jax.recipe.quant import Quant, Scale

@@ -15,9 +15,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # Patch -> (most hand-written source files, its tests).
 WALKS = {
-  "int8": (2, ["tests/quantization", "tests/recipe", "tests/ops/linear_test.py",
-               "tests/kernels/scaled_matmul_test.py", "tests/guide_test.py",
-               "-k", "int8 or INT8 or readme or table"]),
+  "format": (2, ["tests/quantization", "tests/recipe", "tests/ops/linear_test.py",
+                 "tests/kernels/scaled_matmul_test.py", "tests/guide_test.py",
+                 "-k", "e3m3 or readme or table"]),
   "optimizer": (1, ["tests/optim/signum_test.py"]),
   "key": (1, ["tests/optim/decay_norms_test.py", "tests/guide_test.py",
               "tests/config/registry_test.py"]),

@@ -56,9 +56,9 @@ def factors(*operands):
 
   Hopper multiplies no 4-bit numbers and XLA:CPU refuses to; every E2M1 number is an E4M3 one.
   """
-  found = tuple(x.astype(E4M3.dtype) if x.dtype == E2M1.dtype else x for x in operands)
-  is_held = all(x.dtype in _FP8 for x in found)
-  return found if is_held else tuple(x.astype(jnp.float32) for x in operands)
+  data = tuple(x.astype(E4M3.dtype) if x.dtype == E2M1.dtype else x for x in operands)
+  is_held = all(x.dtype in _FP8 for x in data)
+  return data if is_held else tuple(x.astype(jnp.float32) for x in operands)
 
 
 def precision(factor, accumulate: Accumulate) -> jax.lax.Precision:
