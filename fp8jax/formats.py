@@ -107,7 +107,7 @@ class Format:
   @property
   def is_stepped(self) -> bool:
     """Whether its numbers are equal steps apart within an octave; logarithmic ones are not."""
-    return isinstance(self.grid, _Steps)
+    return isinstance(self.grid, Float | Integer | Scales)
 
   @property
   def is_low_bit(self) -> bool:

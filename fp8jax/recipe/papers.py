@@ -53,6 +53,11 @@ def _named(recipe: Recipe, name: str, **changes) -> Recipe:
   return dataclasses.replace(recipe, name=name, **changes)
 
 
+def _throughout(name: str, q: Quant) -> Recipe:
+  """One Quant for all operands."""
+  return Recipe(name, Gemm(q, q), Gemm(q, q), Gemm(q, q))
+
+
 # --- FP4 training (arXiv:2501.17116) -------------------------------------------------------------
 # A scale per token and per output channel; the backward pass multiplies the forward operands again,
 # in FP8 by gradients in E5M2 (MS-AMP's code; the paper does not say). The paper clamps at quantiles
@@ -228,7 +233,7 @@ TRILLION = Recipe("trillion_token", Gemm(_T4, _T4), Gemm(_TG, _T5), Gemm(_T5, _T
 # --- masked BF16 (arXiv:2405.18710) --------------------------------------------------------------
 # Inputs of every product with their last bits cut off, no scales; E7M7 by saturation instead.
 _MASKS = tuple(
-  Recipe(f"mask_{f.name}", *(Gemm(*[Quant(f, scale=Scale.ONE, rounding=how)] * 2),) * 3)
+  _throughout(f"mask_{f.name}", Quant(f, scale=Scale.ONE, rounding=how))
   for f, how in (
     *((f, Rounding.TOWARD_ZERO) for f in (E8M3, E8M4, E8M5, E8M6)), (E7M7, Rounding.NEAREST)
   )
@@ -237,7 +242,7 @@ _MASKS = tuple(
 # --- logarithmic numbers (arXiv:2106.13914) ------------------------------------------------------
 # 8 bits, 8 numbers per octave, a scale per row of each operand.
 _LNS = Quant(LNS8, (1, WHOLE))
-LNS = Recipe("lns8", *(Gemm(_LNS, _LNS),) * 3)
+LNS = _throughout("lns8", _LNS)
 
 PAPERS = {
   r.name: r

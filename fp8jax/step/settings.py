@@ -145,7 +145,9 @@ class Kernels:
 
   matmul: str = key("auto", 'FP8 GEMM: "auto" or one of kernels/gemm. On a GPU "auto" never '
     'emulates; "reference" does, "emulated_sm90" with Hopper\'s sums of 14 bits, "exact" in '
-    "integers.", choices=("auto", *gemm_api.BACKENDS), mapped=True)
+    'integers. "dequantized", on a CPU alone, takes the reference\'s codes and adds all of K in '
+    "float32: experiments in half the extra time.",
+    choices=("auto", *gemm_api.BACKENDS), mapped=True)
   attention: str = key("auto", '"xla", "cudnn" (GPUs since Ampere, 16-bit activations; isolates '
     'documents by an L x L bias), "tokamax" (Hopper, 16-bit activations, extra `attention`; no '
     'such bias), or "auto": cudnn on a GPU, with isolated documents tokamax, else xla. A bias '

@@ -169,14 +169,19 @@ def test_xlas_banner_alone_is_left_out_of_stderr(tmp_path, level):
   path = tmp_path / "c.py"
   path.write_text(
     f"import os, sys\nos.write(2, {(BANNER + KEPT).encode()!r})\n"
-    "print('python', file=sys.stderr)\nos.abort()\n"
+    "print('python', file=sys.stderr)\n"
+    "print(os.environ['GLIBC_TUNABLES'], file=sys.stderr)\nos.abort()\n"
   )
-  env = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
-  env |= {"TF_CPP_MIN_LOG_LEVEL": level} if level else {}
+  env = {
+    k: v for k, v in os.environ.items() if k not in ("TF_CPP_MIN_LOG_LEVEL", "GLIBC_TUNABLES")
+  } | {"JAX_PLATFORMS": "cpu"}
+  mine = "glibc.malloc.top_pad=131072"
+  env |= {"TF_CPP_MIN_LOG_LEVEL": level, "GLIBC_TUNABLES": mine} if level else {}
   command = [sys.executable, ROOT / "launch.py", f"--config={path}"]
   done = subprocess.run(command, env=env, capture_output=True, text=True)
   assert done.returncode == -signal.SIGABRT
-  assert {"python", *KEPT.splitlines()} <= {*done.stderr.splitlines()}
+  malloc = mine if level else "glibc.malloc.hugetlb=1"  # as the process began, not as it was left
+  assert {"python", malloc, *KEPT.splitlines()} <= {*done.stderr.splitlines()}
   assert (BANNER in done.stderr) == bool(level) == ("Very slow compile?" in done.stderr)
 
 

@@ -1,30 +1,31 @@
 """The backend that dequantizes once: its rounding, its operands, and where it is refused."""
 
 import dataclasses
-import functools
+import itertools
 
+import harness
 import jax
 import jax.numpy as jnp
 import matmul_suite as suite
 import numpy as np
 import oracle
 import pytest
+import variants
 
 from configs import debug
 from fp8jax.config import resolve
+from fp8jax.formats import E2M1, E4M3, E5M2
 from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.kernels.gemm import dequantized
+from fp8jax.ops.dots import dot
 from fp8jax.quantization import quantize, tensor_stats, vectorized
 from fp8jax.recipe import library
 from fp8jax.recipe.gemm import PASSES, Accumulation, Gemm
-from fp8jax.recipe.quant import CURRENT, Rounding, Scale
+from fp8jax.recipe.quant import Quant, Rounding, Scale
 
 GEMMS = list(dict.fromkeys(
   gemm for r in library.RECIPES.values() for p in PASSES if (gemm := getattr(r, p)).is_quantized
-))  # fmt: skip
-QUANTS = list(dict.fromkeys(
-  dataclasses.replace(q, source=CURRENT) for gemm in GEMMS for q in (gemm.lhs, gemm.rhs)
 ))  # fmt: skip
 
 
@@ -63,24 +64,35 @@ def _awkward(rng):
   return x
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=str)
-def test_values_are_data_times_scale_of_the_same_quantization(rng, quant):
-  x, key = jnp.asarray(_awkward(rng)), jax.random.key(3)
+def test_values_are_data_times_scale_of_the_same_quantization(rng):
+  """Both are made in one program, in both orientations; as many kinds of tiles as there are."""
+  quants = [
+    Quant(E4M3, (1, 128)), Quant(E4M3, (128, 128), Scale.POW2), Quant(E5M2),
+    Quant(E4M3, (1, 32), Scale.EVEN), Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32),
+    Quant(E2M1, (1, 16), Scale.E4M3_OVER_F32, rounding=Rounding.STOCHASTIC),
+  ]  # fmt: skip
+  key = jax.random.key(3)
 
-  @functools.partial(jax.jit, static_argnums=(1, 2))
-  def run(x, contraction, with_values):
-    options = {"key": key} if quant.rounding is Rounding.STOCHASTIC else {}
-    size = quant.transform.size if quant.transform else 16
-    x = x[: 144 // size * size, : 272 // size * size]
-    return quantize.quantize(x, quant, contraction=contraction, with_values=with_values, **options)
+  @jax.jit
+  def run(x):
+    made = []
+    for quant, contraction, with_values in itertools.product(quants, (0, 1), (False, True)):
+      random = {"key": key} if quant.rounding is Rounding.STOCHASTIC else {}
+      made.append(
+        quantize.quantize(x, quant, contraction=contraction, with_values=with_values, **random)
+      )
+    return made
 
-  for contraction in (0, 1):
-    want, got = run(x, contraction, False), run(x, contraction, True)
+  made = run(_awkward(rng))
+  for want, got in zip(made[::2], made[1::2], strict=True):
     assert want.values is None and got.values.shape == want.shape
     for name in ("data", "scale"):
-      wide = [np.asarray(getattr(made, name).astype(jnp.float32)) for made in (want, got)]
+      wide = [np.asarray(getattr(x, name).astype(jnp.float32)) for x in (want, got)]
       np.testing.assert_array_equal(*wide)
-    np.testing.assert_array_equal(got.values, want.dequantize())
+    product = want.dequantize()
+    assert not np.all(product == 0)
+    np.testing.assert_array_equal(got.values, product)
+    np.testing.assert_array_equal(got.T.values, product.T)
 
 
 def test_amax_by_bits_is_the_amax(rng):
@@ -90,10 +102,7 @@ def test_amax_by_bits_is_the_amax(rng):
     np.testing.assert_array_equal(np.maximum(got, 2.0**-126), np.maximum(want, 2.0**-126))
 
 
-def test_it_is_taken_by_name_on_a_cpu_and_leaves_no_narrow_array():
-  c = debug.get_config("block_128")
-  c.kernels.matmul = "dequantized"
-  c.model.num_layers, c.seq_len, c.global_batch = 1, 128, 2
+def test_it_is_taken_by_name_on_a_cpu():
   problem = choose.GemmProblem(64, 64, 64, library.RECIPES["tensor_current"].fwd, choose.Device())
   assert all(
     dequantized.supports(dataclasses.replace(problem, gemm=gemm)) is None for gemm in GEMMS
@@ -104,22 +113,35 @@ def test_it_is_taken_by_name_on_a_cpu_and_leaves_no_narrow_array():
   object.__setattr__(odd, "accumulate", "14 bits")
   assert "adds in float32" in dequantized.supports(dataclasses.replace(problem, gemm=odd))
   for how in Accumulation:
-    hopper = dataclasses.replace(
-      problem,
-      device=choose.Device("gpu", 90),
-      gemm=dataclasses.replace(problem.gemm, accumulate=how),
-    )
+    gemm = dataclasses.replace(problem.gemm, accumulate=how)
+    hopper = dataclasses.replace(problem, device=choose.Device("gpu", 90), gemm=gemm)
     with pytest.raises(ValueError, match="it is for CPUs: elsewhere XLA folds"):
       choose.gemm(hopper, "dequantized")
-  import harness
 
-  for save, is_narrow in (("none", False), ("quantized", True)):
-    c.memory.save_gemm_inputs = save
-    spec = resolve.resolve(c, 1, choose.Device())
-    rows = harness.strict(spec)
-    assert {row.backend for row in rows if row.recipe == "block_128"} == {"dequantized"}
-    assert not any(row.expected or row.fp8 for row in rows)
-    from fp8jax.compiled import aot
 
-    text = aot.lower(spec, jax.devices("cpu")[:1]).compile().as_text()
-    assert ("f8e4m3fn[" in text) == is_narrow
+@pytest.mark.parametrize("variant", ["block_128", "block_128 saved"])
+def test_only_a_residual_is_narrow(variant):
+  """No array of 8 bits in the program of the three products but X_WGRAD where it is kept."""
+  x, w = jnp.ones((128, 256)), jnp.ones((256, 384))
+  site = variants.single(variant, matmul="dequantized")
+
+  def multiply(x, w):
+    return dot("td,df->tf", x, w, dataclasses.replace(site))
+
+  def both_passes(x, w):
+    y, vjp = jax.vjp(multiply, x, w)
+    return vjp(y)
+
+  kept = jax.tree.leaves(jax.eval_shape(lambda x, w: jax.vjp(multiply, x, w)[1], x, w))
+  of_x = sorted(r.dtype.name for r in kept if r.size == x.size)
+  assert of_x == ["float8_e4m3fn" if "saved" in variant else "float32"]
+  text = jax.jit(both_passes).lower(x, w).compile().as_text()
+  assert ("f8e4m3fn[" in text) == ("saved" in variant)
+
+
+def test_a_run_with_it_has_no_fp8_gemms_to_prove():
+  c = debug.get_config("block_128")
+  c.kernels.matmul = "dequantized"
+  rows = harness.strict(resolve.resolve(c, 1, choose.Device()))
+  assert {row.backend for row in rows if row.recipe == "block_128"} == {"dequantized"}
+  assert not any(row.expected or row.fp8 for row in rows)
