@@ -6,9 +6,10 @@ command:   python experiments/corpora/prepare.py all    (once)
            python launch.py --config=configs/pretrain_tiny.py:3m-python_docs-block_128
 hardware:  one CPU core, 2 GB of memory; minutes (experiments/lab.md)
 expected:  experiments/ledger.md
-arms:      SIZE[-CORPUS[-RECIPE]]: 0p8m, 3m or 6m; a corpus of experiments/corpora/prepare.py
-           (python_docs); a recipe (bf16), or "float32": `bf16` that computes in float32. All others
-           compute in bfloat16, on a CPU too, where "auto" would take float32
+arms:      SIZE-CORPUS-RECIPE, each may be left out: 0p8m, 3m (default) or 6m; a corpus of
+           experiments/corpora/prepare.py (python_docs); a recipe (bf16), or "float32": `bf16` that
+           computes in float32. All others compute in bfloat16, on a CPU too, where "auto" would
+           take float32
 """
 
 from configs import base
@@ -23,7 +24,7 @@ SIZES = {
 }
 
 
-def get_config(arm="3m"):
+def get_config(arm=""):
   size, corpus, recipe = _parts(arm)
   c = base.get_config("bf16" if recipe == "float32" else recipe)
   c.precision.compute_dtype = "float32" if recipe == "float32" else "bfloat16"
@@ -47,12 +48,9 @@ def get_config(arm="3m"):
 
 
 def _parts(arm: str) -> list[str]:
-  """[size, corpus, recipe] of an arm."""
-  given = arm.split("-", 2)
-  size, corpus, recipe = given + ["3m", "python_docs", "bf16"][len(given) :]
-  if size not in SIZES or corpus not in CORPORA:
-    raise ValueError(
-      f"arm {arm!r}: expected SIZE-CORPUS-RECIPE, sizes {', '.join(SIZES)}, corpora "
-      f"{', '.join(CORPORA)}"
-    )
-  return [size, corpus, recipe]
+  """[size, corpus, recipe] of an arm, each of which may be left out."""
+  words, chosen = arm.split("-"), ["3m", "python_docs"]
+  for i, known in enumerate((SIZES, CORPORA)):
+    if words and words[0] in known:
+      chosen[i] = words.pop(0)
+  return [*chosen, "-".join(words) or "bf16"]
