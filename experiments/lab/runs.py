@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import pathlib
+import re
 import resource
 import statistics as python_statistics
 import subprocess
@@ -38,6 +39,9 @@ HOURS = HERE / "hours.json"
 SPREAD = 0.47
 MOST, ILLUSTRATION, BUDGET_HOURS = 24, 2, 24.0
 TOKENS_PER_STEP, LONG = 2048, 512  # configs/pretrain_tiny.py's
+# Before a recipe of the size was measured; of SmolLM2-135M with 1,024 tokens a step.
+UNMEASURED = ({"step_seconds": 1.0, "start_seconds": 20.0},
+              {"step_seconds": 9.0, "start_seconds": 60.0})  # fmt: skip
 Changes = tuple[tuple[str, Any], ...]
 
 
@@ -87,7 +91,7 @@ class Comparison:
     power = python_statistics.NormalDist().inv_cdf(statistics.POWER)
     for n in range(3, MOST + 1):
       unit = statistics.estimate([0.0] * (n - 1) + [1.0], count)  # of deviation 1 / sqrt(n)
-      half = (unit.high - unit.mean) * math.sqrt(n) * SPREAD / math.sqrt(n)
+      half = (unit.high - unit.mean) * math.sqrt(n) * SPREAD
       if half + power * SPREAD / math.sqrt(n) < room:
         return n
     return None
@@ -125,12 +129,18 @@ class System:
   twins: int = 2
 
   def seeds(self, arm: Arm) -> int:
-    """How many seeds an arm has: those of its comparison that needs most."""
+    """How many seeds an arm has: those of its comparison that needs most, two without one."""
     if self.illustration:
       return ILLUSTRATION
     own = [c for c in self.comparisons if arm.name in (c.candidate, c.baseline)]
     wanted = [c.seeds(len(self.comparisons)) for c in own]
-    return self.fixed_seeds or max((n for n in wanted if n), default=ILLUSTRATION)
+    most = max((n for n in wanted if n), default=ILLUSTRATION)
+    return self.fixed_seeds or most if own or not self.comparisons else ILLUSTRATION
+
+  @property
+  def tokens(self) -> int:
+    """Of a run; positions of windows in fine-tuning."""
+    return self.steps * (TOKENS_PER_STEP // 2 if self.config else TOKENS_PER_STEP)
 
   def first(self, arm: Arm) -> "Run":
     """The first run of an arm."""
@@ -165,7 +175,8 @@ class Run:
   @property
   def group(self) -> str:
     """The name without seed and twin."""
-    said = [f"{k.rpartition('.')[2]}={_short(v)}" for k, v in self.changes]
+    skipped = dict(_FINE_TUNING) if self.config else {}
+    said = [f"{k.rpartition('.')[2]}={_short(v)}" for k, v in self.changes if k not in skipped]
     first = pathlib.Path(self.config).stem.partition(":")[0] or f"{self.size}-{self.corpus}"
     return "-".join([first, _short(self.recipe), *said, f"{self.steps}steps"])
 
@@ -194,7 +205,8 @@ class Run:
     try:
       resolve.resolve(named.load(*self.trial), 1, choose.current_device())
     except (UserError, ValueError, OSError) as e:
-      return one_line(e)
+      said = re.sub(r"^\d+ problems? in the config: - ", "", one_line(e))
+      return said.partition(". Known: ")[0].partition("; did you mean")[0]
     return ""
 
 
@@ -238,6 +250,12 @@ _O2 = (("optim.master_format", "f16"), ("optim.grad_format", "e4m3"),
        ("optim.moment_format", "fp8lm"))  # fmt: skip
 
 
+_FINE_TUNING = (
+  ("init.workdir", ""), ("init.weights_only", False), ("init.hf", "assets/smollm2-135m"),
+  ("precision.compute_dtype", "bfloat16"),
+)  # fmt: skip
+
+
 def _width(width: int) -> Changes:
   sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_heads": width // 64,
            "num_kv_heads": max(width // 128, 1)}  # fmt: skip
@@ -276,12 +294,15 @@ SYSTEMS = (
     *(Comparison(c, "full", "lower", 1.0) for c in ("four or six", "MS-EDEN backward")),
     Comparison("wide forward from 7/8", "full", "lower", 1.0, "heldout"),
   ), size="6m"),
-  System("2025_halo", _arms(**{"fp8, level 0": "tensor_current", "int8, level 0": "int8",
-                               "int8, level 2": "halo_int8", "fp6, level 1": "halo_fp6"}), (
+  # Fine-tuning of SmolLM2-135M on worked solutions of reasoning-gym's leg_counting and others.
+  System("2025_halo", tuple(Arm(name, recipe, _FINE_TUNING) for name, recipe in {
+    "bf16": "bf16", "fp8, level 0": "tensor_current", "int8, level 0": "int8",
+    "int8, level 2": "halo_int8", "fp6, level 1": "halo_fp6",
+  }.items()), (
     *_higher(5.0, "int8, level 0", quantity="heldout"),
     Comparison("int8, level 2", "int8, level 0", "lower", 5.0, "heldout"),
   ), steps=39, fixed_seeds=3, config="experiments/2025_infir2/reasoning.py:stage1,{recipe}",
-     needs=("assets/reasoning/stage1.jsonl",
+     twins=1, needs=("assets/reasoning/stage1.jsonl",
             "python experiments/2025_infir2/reasoning_data.py assets/reasoning")),
   System("2024_trillion_token", (BF16, Arm("all", "tensor_delayed_latest", _TRILLION)),
          _higher(0.2, "all"), illustration=True),
@@ -290,10 +311,11 @@ SYSTEMS = (
          illustration=True),
   System("2024_deepseek_v3", _arms("block_128", **{"128x128 gradients": "block_128_grad_128"}),
          _higher(0.5, "128x128 gradients", baseline="block_128"), illustration=True),
+  # Curves of loss by rate: no comparison of two arms.
   System("2023_unit_scaling", _by_width("bf16", "unit_scaling"), (), steps=147, rates=_RATES,
-         size="0p8m", fixed_seeds=2, is_mapped=True),
-  System("2025_munit", _by_width("munit"), (), steps=147, rates=_RATES, size="0p8m", fixed_seeds=2,
-         is_mapped=True),
+         size="0p8m", illustration=True, is_mapped=True),
+  System("2025_munit", _by_width("bf16", "munit"), (), steps=147, rates=_RATES, size="0p8m",
+         illustration=True, is_mapped=True),
   System("2024_fp8_and_back", _arms("e8m3", "e8m4", "e8m5", "e7m7"),
          _higher(0.5, "e8m3", "e8m4", "e8m5", "e7m7"), size="0p8m", steps=147,
          rates=(2e-3, 4e-3, 8e-3), fixed_seeds=20, is_mapped=True),
@@ -332,6 +354,11 @@ def _timed(run: Run) -> str:
   return same.group
 
 
+def _shape(name: str) -> tuple[str, ...]:
+  """Of a key of hours.json: the model."""
+  return (name.partition("-")[0], *re.findall(r"hidden_size=\d+", name))
+
+
 def hours(run: Run, measured: Mapping[str, Mapping[str, float]], at_once: int = 1) -> float:
   """Estimated core-hours; of what was not measured, those of the slowest of its size.
 
@@ -339,10 +366,9 @@ def hours(run: Run, measured: Mapping[str, Mapping[str, float]], at_once: int = 
     measured: hours.json.
     at_once: runs that share one start (--vmap).
   """
-  first = _timed(run).partition("-")[0]
   row = measured.get(_timed(run)) or max(
-    (r for name, r in measured.items() if name.startswith(first)),
-    key=lambda r: r["step_seconds"], default={"step_seconds": 1.0, "start_seconds": 30.0},
+    (r for name, r in measured.items() if _shape(name) == _shape(_timed(run))),
+    key=lambda r: r["step_seconds"], default=UNMEASURED[bool(run.config)],
   )  # fmt: skip
   return (row["start_seconds"] / at_once + run.steps * row["step_seconds"] * 1.05) / 3600
 
