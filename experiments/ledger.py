@@ -99,6 +99,13 @@ def _what_differs(one: Sequence[str], other: Sequence[str]) -> str:
   return ", ".join(f"{name} {a[:24]} and {b[:24]}" for name, a, b in parts if a != b)
 
 
+def _unpaired(run: Result, base: Result, name: str) -> str:
+  """Why two runs of a seed and an origin are no pair, or ""."""
+  if run.data != base.data:
+    return f"data {run.data} and {base.data}"
+  return "" if base.status == "finished" else f"{name} diverged"
+
+
 def floor(of: Index, group: str, quantity: str, origin) -> float | None:
   """Root mean square difference, percent, of twins from their own runs; None without any."""
   own, twins = (_by_origin(of, group, is_twin).get(origin, {}) for is_twin in (False, True))
@@ -147,12 +154,11 @@ def row(system: runs_lib.System, comparison: runs_lib.Comparison, of: Index, rat
       notes.append(f"{name}, seed {seed}: the other arm has no such run")
   seeds = []
   for seed in sorted(shared[origin]):
-    if base[origin][seed].status == "finished":
-      seeds.append(seed)
-    else:
-      notes.append(f"{comparison.baseline}, seed {seed}: diverged, not compared")
+    why = _unpaired(mine[origin][seed], base[origin][seed], comparison.baseline)
+    notes += [f"seed {seed}: {why}, not compared"] * bool(why)
+    seeds += [seed] * (not why)
   if not seeds:
-    return dataclasses.replace(empty, verdict="no verdict: the baseline diverged", notes=(*notes,))
+    return dataclasses.replace(empty, verdict="no verdict: no pair", notes=(*notes,))
   values = [percent(comparison.quantity, mine[origin][s], base[origin][s]) for s in seeds]
   count = len(system.comparisons) * max(len(system.rates), 1)
   found = statistics.estimate(values, count)

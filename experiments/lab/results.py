@@ -17,8 +17,9 @@ from fp8jax import records
 from fp8jax.errors import UserError
 from fp8jax.report import files
 
-# What two runs must share to be compared, in the order in which a refusal names it.
-ORIGIN = ("commit", "cpu", "jax", "jaxlib", "backend", "data")
+# What all runs of a comparison must share, in the order in which a refusal names it. Of a seed the
+# two runs share their data besides, whose fingerprint has the seed in it.
+ORIGIN = ("commit", "cpu", "jax", "jaxlib", "backend")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Result:
     warmup: steps of the warm-up.
     heldout: {source: {precision: nats per token}} at the end; {} of a run that diverged.
     origin: {name of ORIGIN: text}.
+    data: fingerprint.
     seconds: of all steps.
   """
 
@@ -40,6 +42,7 @@ class Result:
   warmup: int
   heldout: dict[str, dict[str, float]]
   origin: dict[str, str]
+  data: str
   seconds: float
 
   @property
@@ -86,7 +89,6 @@ def of_workdir(run: runs_lib.Run, workdir: str, status: str) -> Result:
   origin = {
     "commit": commits.pop(), "cpu": cpu(), "jax": versions["jax"], "jaxlib": versions["jaxlib"],
     "backend": f"{last['devices']}, matmul {resolved['kernels.matmul']}",
-    "data": last["data_fingerprint"],
   }  # fmt: skip
   loss, took = found.curves.get("loss"), found.curves.get("step_seconds")
   return Result(
@@ -95,7 +97,7 @@ def of_workdir(run: runs_lib.Run, workdir: str, status: str) -> Result:
     int(resolved.get("optim.warmup_steps", 0)),
     {s: {_own(p): v for p, v in by.items()} for s, by in found.evaluation(-1).items()}
     if found.heldout and status == "finished" else {},
-    origin, 0.0 if took is None else round(float(sum(took.values)), 1),
+    origin, last["data_fingerprint"], 0.0 if took is None else round(float(sum(took.values)), 1),
   )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 import results  # noqa: E402
 import runs as runs_lib  # noqa: E402
 
+from configs import base  # noqa: E402
 from fp8jax import console  # noqa: E402
 from fp8jax.errors import UserError  # noqa: E402
 from fp8jax.sweeps import outcome as outcome_lib  # noqa: E402
@@ -62,8 +63,9 @@ class Together(process.Child):
     code = self._process.poll()
     if code is None:
       return None
-    over = (0, 1)  # 1: a trial failed; those that did not have results
-    return outcome_lib.Outcome("finished" if code in over else "interrupted")
+    if code == outcome_lib.FAILED:  # one of its trials did; the others have results
+      return outcome_lib.Outcome("failed")
+    return outcome_lib.Outcome("interrupted" if code else "finished")
 
 
 class Queue(plan.Listed):
@@ -116,8 +118,9 @@ def _sweep(runs: list[runs_lib.Run]) -> spec.Sweep:
   axes = (spec.Points(tuple(map(dict, points))),) if all(points) else ()
   seeds = tuple(dict.fromkeys(r.seed for r in runs))
   # A trial has no checkpoints and keeps the default of their keys.
-  fixed = {k: v for k, v in changes.items() if k not in own} | {"checkpoint.every": 20}
-  fixed |= {"checkpoint.keep": 3}
+  fixed = {k: v for k, v in changes.items() if k not in own}
+  defaults = base.get_config().checkpoint
+  fixed |= {f"checkpoint.{k}": defaults[k] for k in ("every", "keep")}
   return spec.Sweep(file, axes=axes, arms=(arm,), seeds=seeds, fixed=fixed, stop_above=1.0)
 
 

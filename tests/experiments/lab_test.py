@@ -25,8 +25,7 @@ run_queue = run_files.script(EXPERIMENTS / "lab/run_queue.py")
 runs, results = ledger.runs_lib, ledger.results_lib
 prepare = run_files.script(EXPERIMENTS / "corpora/prepare.py")
 
-ORIGIN = {"commit": "c0ffee", "cpu": "one", "jax": "0.12", "jaxlib": "0.12", "backend": "cpu",
-          "data": "d"}  # fmt: skip
+ORIGIN = {"commit": "c0ffee", "cpu": "one", "jax": "0.12", "jaxlib": "0.12", "backend": "cpu"}
 ARMS = (runs.Arm("bf16"), runs.Arm("x", "mxfp8"))
 WARMUP = 2
 
@@ -44,7 +43,7 @@ def _result(system, arm, seed, losses, twin=False, status="finished", **origin):
   held = {"main": {"bf16": losses[-1], **({"own": losses[-1] * 1.5} if arm else {})}}
   return results.Result(
     run, status, tuple(losses), WARMUP, held if status == "finished" else {},
-    {**ORIGIN, **origin}, 1.0,
+    {**ORIGIN, **origin}, f"data of {seed}", 1.0,
   )  # fmt: skip
 
 
@@ -145,8 +144,13 @@ def test_illustrations_and_divergences_are_labelled():
     assert row.verdict == "diverged in 1 of 4" and row.effect == math.inf
   base = _result(system, 0, 1, [3.0, 9.0], status="diverged")
   row = _row(system, [*found[:2], base, *found[3:]])
-  assert row.seeds == (0, 2, 3) and row.notes == ("bf16, seed 1: diverged, not compared",)
-  assert _row(system, [base, found[3]]).verdict == "no verdict: the baseline diverged"
+  assert row.seeds == (0, 2, 3) and row.notes == ("seed 1: bf16 diverged, not compared",)
+  assert _row(system, [base, found[3]]).verdict == "no verdict: no pair"
+  other = dataclasses.replace(found[3], data="others")
+  row = _row(system, [*found[:3], other, *found[4:]])
+  assert row.seeds == (0, 2, 3) and row.notes == (
+    "seed 1: data others and data of 1, not compared",
+  )
   assert _row(system, found[:1]).verdict == ledger.NOT_RUN
   assert _row(system, found[:2]).verdict == statistics.TOO_SHORT  # one seed
 
@@ -157,7 +161,7 @@ def test_rates_are_rows_of_their_own():
   for run in itertools.chain(*(system.runs((arm,)) for arm in ARMS)):
     factor = 1 + (run.recipe == "mxfp8") * dict(run.changes)["optim.peak_lr"]
     losses = tuple((3 + run.seed) * factor + rng.random(8) * 1e-6)
-    found.append(results.Result(run, "finished", losses, WARMUP, {}, ORIGIN, 1.0))
+    found.append(results.Result(run, "finished", losses, WARMUP, {}, ORIGIN, "d", 1.0))
   found = ledger.rows(ledger.index(r for r in found if not r.run.is_twin), [system])
   assert [r.rate for r in found] == [1e-3, 2e-3]
   assert [r.effect for r in found] == pytest.approx([0.1, 0.2], rel=1e-3)
@@ -281,7 +285,11 @@ def test_the_queue_keeps_a_file_of_every_run_that_is_over(tmp_path):
   found = results.read(path)
   assert found.run == waiting[0].members[0][0] and list(found.losses) == losses
   assert found.heldout == {"main": {"own": 2.5, "bf16": 2.25}} and found.seconds == 1.5
-  assert found.origin["commit"] == "c0ffee" and found.origin["backend"].endswith("matmul auto")
+  assert (
+    found.data == "d"
+    and found.origin["commit"] == "c0ffee"
+    and found.origin["backend"].endswith("matmul auto")
+  )
   assert results.own_loss(found) == 2.5
   assert "of several commits" in said[1] and said[-1].startswith("4/6; about")
   # It is not started again.
