@@ -230,7 +230,9 @@ def _higher(effect: float, *candidates: str, baseline="bf16", **more) -> tuple[C
   return tuple(Comparison(c, baseline, "higher", effect, **more) for c in candidates)
 
 
-_LAST = (("precision.last_bf16", 1),)  # of 6 layers: the 15 % of the linears that NVFP4 leaves wide
+# Six narrow layers, the last of them wide: the 15 % of the linears that NVFP4 leaves in BF16.
+_DEEP = (("model.num_layers", 6),)
+_LAST = (*_DEEP, ("precision.last_bf16", 1))
 
 
 def _nvfp4(name: str, recipe: str, changes: Changes = _LAST) -> Arm:
@@ -270,10 +272,10 @@ def _by_width(*recipes: str) -> tuple[Arm, ...]:
 
 
 SYSTEMS = (
-  # Its own recipe alone, with as many seeds as the budget has: an interval of +-0.20 %.
+  # Its own recipe alone, with as many seeds as the budget has: an interval of +-0.21 %.
   System("2025_infir2", (*_arms("block_128_pow2"), FLOAT32), (
     Comparison("block_128_pow2", "bf16", "close", 0.0),
-  ), fixed_seeds=MOST),
+  ), fixed_seeds=MOST - 2),
   System("2025_fp4", _arms(**{"w4a8": "fp4_w4a8", "w4a4": "fp4_w4a4", "w4a4 + dge": "fp4_dge",
                               "w4a4 + occ": "fp4_occ", "w4a4 + both": "fp4"}), (
     *_higher(2.0, "w4a4"), *(Comparison(c, "w4a4", "lower", 1.0)
@@ -282,18 +284,19 @@ SYSTEMS = (
   System("2025_quartet", _arms("quartet", **{"mxfp4 plain": "mxfp4", "halo-4": "halo_fp4"}), (
     *_higher(2.0, "mxfp4 plain"), Comparison("quartet", "mxfp4 plain", "lower", 1.0),
     Comparison("quartet", "halo-4", "lower", 1.0),
-  )),
+  ), size="0p8m"),
   System("2025_nvfp4", (
-    BF16, _nvfp4("full", "nvfp4_sr_rht"), _nvfp4("- SR", "nvfp4_rht"), _nvfp4("- RHT", "nvfp4_sr"),
-    _nvfp4("- 2-D weights", "nvfp4_sr_rht_1d"), _nvfp4("no wide layers", "nvfp4_sr_rht", ()),
+    Arm("bf16", "bf16", _DEEP), _nvfp4("full", "nvfp4_sr_rht"),
+    _nvfp4("- SR", "nvfp4_rht"), _nvfp4("- RHT", "nvfp4_sr"),
+    _nvfp4("- 2-D weights", "nvfp4_sr_rht_1d"), _nvfp4("no wide layers", "nvfp4_sr_rht", _DEEP),
     _nvfp4("four or six", "nvfp4_four_or_six"), _nvfp4("MS-EDEN backward", "nvfp4_ms_eden"),
-    _nvfp4("wide forward from 7/8", "nvfp4_sr_rht", _switch(448, "nvfp4_backward")),
+    _nvfp4("wide forward from 7/8", "nvfp4_sr_rht", _switch(224, "nvfp4_backward")),
   ), (
     *_higher(1.5, "full"), *_higher(1.0, "- SR", "- RHT", "- 2-D weights", "no wide layers",
                                     baseline="full"),
     *(Comparison(c, "full", "lower", 1.0) for c in ("four or six", "MS-EDEN backward")),
     Comparison("wide forward from 7/8", "full", "lower", 1.0, "heldout"),
-  ), size="6m"),
+  ), size="0p8m", steps=256, twins=1),
   # Fine-tuning of SmolLM2-135M on worked solutions of reasoning-gym's leg_counting and others.
   System("2025_halo", tuple(Arm(name, recipe, _FINE_TUNING) for name, recipe in {
     "bf16": "bf16", "fp8, level 0": "tensor_current", "int8, level 0": "int8",
@@ -321,18 +324,25 @@ SYSTEMS = (
          rates=(2e-3, 4e-3, 8e-3), fixed_seeds=20, is_mapped=True),
   System("2021_lns_madam", (BF16, *(
     Arm(f"madam, {n} bits", f"lns_{n}", (("optim.optimizer", "madam"),)) for n in (16, 14, 12, 10)
-  )), _higher(2.0, "madam, 10 bits")),
+  )), _higher(2.0, "madam, 10 bits"), size="0p8m"),
   System("2024_flash_attention_3", (
     BF16, Arm("fa3", changes=(("precision.attention", "fa3"),)),
     Arm("sage", changes=(("precision.attention", "sage_bwd"),)),
   ), (*_higher(0.5, "fa3"), *_higher(0.5, "sage")), illustration=True),
   System("2024_fp4_copies", (BF16, *(Arm(f"copies {f}", changes=tuple((k, f) for k in _COPIES))
                                      for f in ("e4m3_16", "e2m1_16"))),
-         _higher(1.0, "copies e2m1_16")),
-  # The float32 baseline, once per corpus; corpora beside the manual as illustrations.
-  *(System(f"corpus_{c}", (BF16, FLOAT32, Arm("block_128", "block_128")),
+         _higher(1.0, "copies e2m1_16"), twins=1),
+  # The float32 baseline, once per corpus.
+  *(System(f"corpus_{c}", (BF16, FLOAT32),
            (Comparison("bf16", "float32", "close", 0.0),), corpus=c, illustration=True)
     for c in pretrain_tiny.CORPORA if c != "python_docs"),
+)  # fmt: skip
+
+
+# Timed besides: slow recipes of today, for those of blocks that are not known yet.
+PROXIES = (
+  Run("3m", "python_docs", "mxfp8", (), LONG, 0), Run("0p8m", "python_docs", "nvfp4_sr_rht", (),
+                                                      LONG, 0),
 )  # fmt: skip
 
 
@@ -356,7 +366,7 @@ def _timed(run: Run) -> str:
 
 def _shape(name: str) -> tuple[str, ...]:
   """Of a key of hours.json: the model."""
-  return (name.partition("-")[0], *re.findall(r"hidden_size=\d+", name))
+  return (name.partition("-")[0], *re.findall(r"(?:hidden_size|num_layers)=\d+", name))
 
 
 def hours(run: Run, measured: Mapping[str, Mapping[str, float]], at_once: int = 1) -> float:
@@ -397,7 +407,7 @@ def measure(names: list[str], steps: int = 20):
   the start are of a run of two steps.
   """
   found = json.loads(HOURS.read_text()) if HOURS.exists() else {}
-  firsts = {_timed(run): run for run in reversed(all_runs().values())}
+  firsts = {_timed(run): run for run in (*reversed(all_runs().values()), *PROXIES)}
   for name, run in firsts.items():
     if (names and name not in names) or (not names and name in found):
       continue
