@@ -80,6 +80,8 @@ class Queue(plan.Listed):
 
   def give(self, trial: spec.Trial, outcome: outcome_lib.Outcome):
     assert isinstance(trial, Job)
+    if outcome.status in ("interrupted", outcome_lib.ELSEWHERE):
+      return
     del self._left[trial.workdir]
     keep(trial, outcome, self._folder, self._out.print)
     spent = self._planned - (left := sum(self._left.values()))
@@ -212,7 +214,6 @@ def main(arguments: list[str]) -> int:
       out.print(f"{job.hours:6.2f} h  {process.shown(job)}", soft_wrap=True)
     return 0
   # A core each; huge pages for scratch memory, a sixth less time per step.
-  os.environ.setdefault("JAX_PLATFORMS", "cpu")
   os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
   queue = Queue(waiting, folder, len(slots), out)
   settled, code = sweep_run.drain(queue, slots, start, out)

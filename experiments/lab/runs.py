@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import pathlib
 import re
 import resource
@@ -28,6 +29,7 @@ from typing import Any
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX looks for others
 
 from configs import pretrain_tiny  # noqa: E402
 from fp8jax import statistics  # noqa: E402
