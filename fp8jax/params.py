@@ -114,6 +114,11 @@ def init(key, tree, dims: Mapping[str, int]):
   return unflatten({path: one(path, p) for path, p in flatten(tree).items()})
 
 
+def next_up(x):
+  """The next larger floats: one ulp."""
+  return jnp.nextafter(x, jnp.asarray(jnp.inf, x.dtype))
+
+
 def on_host(x) -> np.ndarray:
   """A whole array, also where processes share its shards (then all of them call this)."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:

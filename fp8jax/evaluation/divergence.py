@@ -222,8 +222,7 @@ def nudged(params):
   def one(path, x):
     if not any("norm" in str(getattr(key, "key", "")) for key in path):
       return x
-    x = stored_params.compute_copy(x)
-    return jnp.nextafter(x, jnp.asarray(jnp.inf, x.dtype))
+    return params_lib.next_up(stored_params.compute_copy(x))
 
   return jax.tree_util.tree_map_with_path(one, params, is_leaf=stored_params.is_stored)
 

@@ -59,7 +59,7 @@ def make_state(spec: train_spec.TrainSpec, params=None) -> State:
 
   def init(key, both):
     if both is None:
-      params = params_lib.init(key, spec.declaration, spec.model.dims)
+      params = _begun(spec, params_lib.init(key, spec.declaration, spec.model.dims))
       both = jax.tree.map(update.init, spec.leaves, params)
     opt, params = (update.select(both, spec.declaration, i) for i in range(2))
     # Zeros of their own for each: a state that holds one array twice cannot be donated.
@@ -72,11 +72,19 @@ def make_state(spec: train_spec.TrainSpec, params=None) -> State:
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
   both = None
   if params is not None:
-    params = _with_adapters(spec, params)
+    params = _begun(spec, _with_adapters(spec, params))
     # One after the other: all of them in float32 beside all of the state is more than a step takes.
     both = jax.tree.map(_init_param, spec.leaves, params, abstract.opt, abstract.params)
   make = jax.jit(init, out_shardings=shardings, donate_argnums=1)
   return make(jax.random.key(spec.seed), both)
+
+
+def _begun(spec: train_spec.TrainSpec, params):
+  """The parameters that training starts from: of a twin (init.nudge) one ulp larger."""
+  if not spec.init.nudge:
+    return params
+  up = lambda x: x if stored_params.is_stored(x) else params_lib.next_up(x)  # noqa: E731
+  return jax.tree.map(up, params, is_leaf=stored_params.is_stored)
 
 
 def _with_adapters(spec: train_spec.TrainSpec, params):

@@ -66,7 +66,7 @@ def run(
   if begin is None:
     results = _mapped(sweep, folder, parallel, out)
     return _ended(sweep, path, folder, results, None, out)
-  results, code = _all(plan_lib.of(sweep, folder), *begin, out)
+  results, code = drain(plan_lib.of(sweep, folder), *begin, out)
   return _ended(sweep, path, folder, results, code, out)
 
 
@@ -106,7 +106,7 @@ def _starter(sweep, root: str, folder: str, parallel: int, submit: str):
   )
 
 
-def _all(
+def drain(
   plan: plan_lib.Listed | plan_lib.Suggested,
   free: list,
   start: Callable[..., Handle],

@@ -1,9 +1,9 @@
 """--sweep --vmap: trials that differ in seed and learning rate alone train at once, by jax.vmap.
 
 One program trains all of them, so that a small model pays for one compilation and fills the device.
-The mapped step is the step of a single run, differentiation inside: every trial has scales, tensor
-statistics, clipping and a learning rate of its own. There are no checkpoints: a group of trials
-that was interrupted starts over.
+The mapped step is the step of a single run, differentiation inside: every trial has scales and
+their history, random bits, tensor statistics, clipping and a learning rate of its own. There are no
+checkpoints: a group of trials that was interrupted starts over.
 """
 
 import collections
@@ -22,7 +22,7 @@ from fp8jax import axes
 from fp8jax.compiled import fp8_gemms
 from fp8jax.config import identity, named, registry, resolve
 from fp8jax.data import batch_sharding, loader
-from fp8jax.errors import ConfigErrors
+from fp8jax.errors import ConfigErrors, UserError
 from fp8jax.kernels import choose
 from fp8jax.ops import scaling as scaling_lib
 from fp8jax.ops import site_tree
@@ -87,15 +87,7 @@ def reasons(spec: train_spec.TrainSpec) -> list[str]:
   ]
   if spec.run.layout != axes.LOCAL:
     texts.append("the mesh has several devices; one device trains a group")
-  sites = spec.sites()
-  if states := scaling_lib.states(sites):
-    texts.append(
-      f"the recipe of {next(iter(states))} has delayed or static scales, which are a state"
-    )
-  recipes = site_tree.recipes_of(sites)
-  drawn = sorted({r.name for r in recipes.values() if r.is_random})
-  if drawn:
-    texts.append(f"recipe {', '.join(drawn)} rounds stochastically")
+  recipes = site_tree.recipes_of(spec.sites())
   if spec.device.platform != "cpu" and any(r.is_quantized for r in recipes.values()):
     texts.append("FP8 products of several trials at once have no kernel on this device")
   return texts
@@ -134,6 +126,7 @@ class _Group:
     self._members, self._clock = members, goodput.Clock()
     self._spec = members[0].spec
     self._shares = fp8_share.of_phase(self._spec)
+    self._calibrate = train_step.make_calibration(self._spec, 0)
     tensorboard = self._spec.log.tensorboard
     self._logs = [metrics_writer.Metrics(m.trial.workdir, 0, {}, tensorboard) for m in members]
     self._results: list[dict[str, Any]] = [{} for _ in members]
@@ -149,25 +142,27 @@ class _Group:
     evaluator = evaluator_lib.Evaluator(self._spec)
     states = [train_step.make_state(m.spec) for m in self._members]
     self._evaluate(evaluator, states, 0)
-    state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-    del states
-    state = self._take_steps(state)
+    state = self._take_steps(states)
     self._states = [jax.tree.map(lambda x, i=i: x[i], state) for i in range(len(self._members))]
     self._evaluate(evaluator, self._states, self._spec.steps)
 
-  def _take_steps(self, state):
+  def _take_steps(self, states: list):
+    """The stacked state after all steps. `states`, which it empties, are fresh."""
     spec, clock, step = self._spec, self._clock, mapped_step(self._members)
-    place = self._batches[spec.seed].spread.place
+    place, state = self._batches[spec.seed].spread.place, None
     for number in range(1, spec.steps + 1):
       with clock.on("data_wait"):
         hosts = {seed: next(batches.iterator) for seed, batches in self._batches.items()}
       waited = clock.waited
       with clock.on("step" if number > 1 else "compile"):
-        if spec.verify_fp8_gemms and number == 1:
-          first, one = hosts[spec.seed], jax.tree.map(lambda x: x[0], state)
-          rows = (spec, train_step.make_step(spec), one, place(first), 0)
-          list(fp8_gemms.every_step(*rows))
         placed = [place(hosts[m.spec.seed]) for m in self._members]
+        if state is None:
+          states[:] = map(self._calibrated, self._members, states, placed)
+          if spec.verify_fp8_gemms:
+            rows = (spec, train_step.make_step(spec), states[0], placed[0], 0)
+            list(fp8_gemms.every_step(*rows))
+          state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+          states.clear()
         state, values = step(state, jax.tree.map(lambda *x: jnp.stack(x), *placed))
         values = jax.device_get(values)
       times = metrics_writer.times(spec, number, clock, waited, self._shares)
@@ -179,13 +174,23 @@ class _Group:
         log.write_step(number, row, is_finite[i], batches.counts, times | batches.metrics())
     return state
 
+  def _calibrated(self, member: Member, state, batch):
+    """A trial's first state, its delayed and static scales from its own first batch."""
+    state = self._calibrate(state, batch)
+    if scaling_lib.unknown(member.spec.sites(), state.scaling_states):
+      raise UserError(
+        f"{member.trial.workdir}: its first batch is not finite, and scales wait for the next one; "
+        "leave --vmap out"
+      )
+    return state
+
   def _evaluate(self, evaluator: evaluator_lib.Evaluator, states, step: int):
     """Adds the held-out losses of every trial to its results; one program for all."""
     if not self._spec.eval.tokens:
       return
     with self._clock.on("evaluation"):
       for state, results, log in zip(states, self._results, self._logs, strict=True):
-        results[str(step)] = evaluator.run(state.params, {})
+        results[str(step)] = evaluator.run(state.params, state.scaling_states)
         log.write(step, evaluator_lib.flat(results[str(step)]))
 
   def close(self):

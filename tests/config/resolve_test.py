@@ -475,7 +475,7 @@ def test_every_key_is_refused_or_harmless_on_resume():
   """A new key must be put on one side."""
   keys = set(identity.flatten(base.get_config()))
   refused = set(identity.refused_changes(dict.fromkeys(keys), ()))
-  whole = {"seed", "steps", "global_batch", "grad_accum_steps", "seq_len"}
+  whole = {"seed", "steps", "global_batch", "grad_accum_steps", "seq_len", "init.nudge"}
   # What waits in a narrow copy has another gradient.
   whole |= {"memory.save_norm_inputs", "memory.save_gate_up", "memory.save_layer_inputs"}
   sections = ("model.", "precision.", "data.", "optim.", "loss_scale.")

@@ -102,13 +102,14 @@ def checkout(tmp_path_factory):
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")  # a token per character
     made.save(str(model / "tokenizer.json"))
     _write_hollow_weights(model / "model.safetensors", hf_config.config_from_hf(description))
-  for name in ("python_docs/library/text.txt", "brown/text.txt"):
-    text = folder / "assets/infir2_data" / name
-    text.parent.mkdir(parents=True)
-    text.write_text("word")
-  vocabulary = folder / "assets/infir2_data/bpe_4096"
-  vocabulary.mkdir()
-  shutil.copy(folder / "assets/smollm2-135m/tokenizer.json", vocabulary)
+  for corpora in ("infir2_data", "corpora"):
+    for name in ("python_docs/library/text.txt", "brown/text.txt"):
+      text = folder / "assets" / corpora / name
+      text.parent.mkdir(parents=True)
+      text.write_text("word")
+    vocabulary = folder / "assets" / corpora / "bpe_4096"
+    vocabulary.mkdir()
+    shutil.copy(folder / "assets/smollm2-135m/tokenizer.json", vocabulary)
   for name in ("InfiAlign-SFT-72k/a", "InfiAlign-SFT-165k/a", "sft_demo/stage1", "sft_demo/stage2"):
     chats.write(folder / "assets" / f"{name}.jsonl", 80, longest=3)
   instruct = folder / "assets/Qwen2.5-7B-Instruct"

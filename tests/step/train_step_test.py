@@ -99,6 +99,19 @@ def test_state_is_sharded_at_birth_and_abstractly_known():
   assert up.addressable_shards[0].data.shape == (2, 128 // 4, 512 // 2)
 
 
+def test_a_twin_starts_one_ulp_above(rng):
+  """Every parameter, drawn or given; its moments and its step are untouched."""
+  spec = harness.tiny_runner("bf16").spec
+  twin = dataclasses.replace(spec, init=dataclasses.replace(spec.init, nudge=True))
+  drawn, other = (train_step.make_state(s) for s in (spec, twin))
+  # Those of a checkpoint, say: a state uses up what it is given.
+  given = train_step.make_state(twin, jax.tree.map(jnp.copy, drawn.params))
+  for moved in (other, given):
+    for new, old in zip(jax.tree.leaves(moved.params), jax.tree.leaves(drawn.params), strict=True):
+      np.testing.assert_array_equal(new, np.nextafter(np.asarray(old), np.float32(np.inf)))
+    jax.tree.map(np.testing.assert_array_equal, moved.opt, drawn.opt)
+
+
 def test_decay_and_moments_follow_the_declarations(rng):
   """A step without gradients shrinks matrices and leaves norms alone; moments stay float32."""
   changes = {"optim.warmup_steps": 0, "optim.peak_lr": 0.5, "optim.schedule": "constant"}

