@@ -195,6 +195,7 @@ class Run:
     if not self.config:
       tail = self.steps // 8
       changes |= {"steps": self.steps, "optim.warmup_steps": tail, "optim.decay_steps": tail}
+      changes |= {"kernels.matmul": "dequantized"}  # the reference's codes, sums in float32
       if "optim.peak_lr" in changes:
         changes["optim.min_lr"] = changes["optim.peak_lr"] / 10
     return config, changes | ({"init.nudge": True} if self.is_twin else {})
@@ -269,8 +270,17 @@ def _width(width: int) -> Changes:
 _WIDTHS, _RATES = (64, 128, 256, 512), (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 
 
-def _by_width(*recipes: str) -> tuple[Arm, ...]:
-  return tuple(Arm(f"{r}, width {w}", r, _width(w)) for r in recipes for w in _WIDTHS)
+# A head of its own gain, unit weights and norms after blocks.
+_UNIT = (
+  ("model.residual_tau", 0.4), ("model.init_std", 1.0),
+  ("precision.rules", (("head", "munit_head"), ("layers/.*", "munit_scaling"))),
+)  # fmt: skip
+_MADAM = (("optim.optimizer", "madam"), ("optim.peak_lr", 0.01))
+_MASKS = ("mask_e8m3", "mask_e8m4", "mask_e8m5", "mask_e7m7")
+
+
+def _by_width(*recipes: str, changes: Changes = ()) -> tuple[Arm, ...]:
+  return tuple(Arm(f"{r}, width {w}", r, _width(w) + changes) for r in recipes for w in _WIDTHS)
 
 
 SYSTEMS = (
@@ -283,57 +293,62 @@ SYSTEMS = (
     *_higher(2.0, "w4a4"), *(Comparison(c, "w4a4", "lower", 1.0)
                              for c in ("w4a8", "w4a4 + dge", "w4a4 + occ", "w4a4 + both")),
   )),
-  System("2025_quartet", _arms("quartet", **{"mxfp4 plain": "mxfp4", "halo-4": "halo_fp4"}), (
+  System("2025_quartet", _arms("quartet", **{"mxfp4 plain": "mxfp4", "halo-4": "halo_fp4_2"}), (
     *_higher(2.0, "mxfp4 plain"), Comparison("quartet", "mxfp4 plain", "lower", 1.0),
     Comparison("quartet", "halo-4", "lower", 1.0),
   ), size="0p8m"),
   System("2025_nvfp4", (
     Arm("bf16", "bf16", _DEEP), _nvfp4("full", "nvfp4_sr_rht"),
     _nvfp4("- SR", "nvfp4_rht"), _nvfp4("- RHT", "nvfp4_sr"),
-    _nvfp4("- 2-D weights", "nvfp4_sr_rht_1d"), _nvfp4("no wide layers", "nvfp4_sr_rht", _DEEP),
-    _nvfp4("four or six", "nvfp4_four_or_six"), _nvfp4("MS-EDEN backward", "nvfp4_ms_eden"),
+    _nvfp4("- 2-D weights", "nvfp4_1d"), _nvfp4("no wide layers", "nvfp4_sr_rht", _DEEP),
+    _nvfp4("four or six", "nvfp4_4or6"), _nvfp4("MS-EDEN backward", "nvfp4_eden"), _nvfp4("SR with room", "nvfp4_sr_room"),
     _nvfp4("wide forward from 7/8", "nvfp4_sr_rht", _switch(224, "nvfp4_backward")),
   ), (
     *_higher(1.5, "full"), *_higher(1.0, "- SR", "- RHT", "- 2-D weights", "no wide layers",
                                     baseline="full"),
     *(Comparison(c, "full", "lower", 1.0) for c in ("four or six", "MS-EDEN backward")),
+    Comparison("MS-EDEN backward", "SR with room", "lower", 1.0),
     Comparison("wide forward from 7/8", "full", "lower", 1.0, "heldout"),
   ), size="0p8m", steps=256, twins=1),
   # Fine-tuning of SmolLM2-135M on worked solutions of reasoning-gym's leg_counting and others.
   System("2025_halo", tuple(Arm(name, recipe, _FINE_TUNING) for name, recipe in {
-    "bf16": "bf16", "fp8, level 0": "tensor_current", "int8, level 0": "int8",
-    "int8, level 2": "halo_int8", "fp6, level 1": "halo_fp6",
+    "bf16": "bf16", "fp8, level 0": "halo_fp8_0", "int8, level 0": "halo_int8_0",
+    "int8, level 2": "halo_int8_2", "fp6, level 1": "halo_fp6_1",
   }.items()), (
     *_higher(5.0, "int8, level 0", quantity="heldout"),
     Comparison("int8, level 2", "int8, level 0", "lower", 5.0, "heldout"),
   ), steps=39, fixed_seeds=3, config="experiments/2025_infir2/reasoning.py:stage1,{recipe}",
      twins=1, needs=("assets/reasoning/stage1.jsonl",
             "python experiments/2025_infir2/reasoning_data.py assets/reasoning")),
-  System("2024_trillion_token", (BF16, Arm("all", "tensor_delayed_latest", _TRILLION)),
+  System("2024_trillion_token", (BF16, Arm("all", "trillion_token", _TRILLION)),
          _higher(0.2, "all"), illustration=True),
   System("2023_fp8_lm", (BF16, Arm("o2", "fp8lm", _O2)), _higher(0.2, "o2"), illustration=True),
   System("2024_coat", (BF16, Arm("coat", "tensor_current", _COAT)), _higher(0.7, "coat"),
          illustration=True),
-  System("2024_deepseek_v3", _arms("block_128", **{"128x128 gradients": "block_128_grad_128"}),
+  System("2024_deepseek_v3", _arms("block_128", **{"128x128 gradients": "block_128_g128"}),
          _higher(0.5, "128x128 gradients", baseline="block_128"), illustration=True),
   # Curves of loss by rate: no comparison of two arms.
-  System("2023_unit_scaling", _by_width("bf16", "unit_scaling"), (), steps=147, rates=_RATES,
-         size="0p8m", illustration=True, is_mapped=True),
-  System("2025_munit", _by_width("bf16", "munit"), (), steps=147, rates=_RATES, size="0p8m",
+  System("2025_munit", _by_width("bf16"), (), steps=147, rates=_RATES, size="0p8m",
          illustration=True, is_mapped=True),
-  System("2024_fp8_and_back", _arms("e8m3", "e8m4", "e8m5", "e7m7"),
-         _higher(0.5, "e8m3", "e8m4", "e8m5", "e7m7"), size="0p8m", steps=147,
+  System("2025_munit_rates", _by_width("munit_scaling", changes=_UNIT), (), steps=147,
+         rates=tuple(20 * rate for rate in _RATES), size="0p8m", illustration=True, is_mapped=True),
+  System("2024_fp8_and_back", _arms(*_MASKS), _higher(0.5, *_MASKS), size="0p8m", steps=147,
          rates=(2e-3, 4e-3, 8e-3), fixed_seeds=20, is_mapped=True),
+  # Weights alone are logarithmic; AdamW stores its own in the same numbers.
   System("2021_lns_madam", (BF16, *(
-    Arm(f"madam, {n} bits", f"lns_{n}", (("optim.optimizer", "madam"),)) for n in (16, 14, 12, 10)
-  )), _higher(2.0, "madam, 10 bits"), size="0p8m"),
+    Arm(f"{how}, {n} bits", "bf16", (*changes, ("optim.master_format", f"lns{n}")))
+    for how, changes in (("madam", _MADAM), ("adam", ())) for n in (16, 14, 12, 10)
+  )), (
+    *_higher(2.0, "adam, 10 bits", baseline="adam, 16 bits"),
+    Comparison("madam, 10 bits", "adam, 10 bits", "lower", 2.0),
+  ), size="0p8m"),
   System("2024_flash_attention_3", (
     BF16, Arm("fa3", changes=(("precision.attention", "fa3"),)),
     Arm("sage", changes=(("precision.attention", "sage_bwd"),)),
   ), (*_higher(0.5, "fa3"), *_higher(0.5, "sage")), illustration=True),
   System("2024_fp4_copies", (BF16, *(Arm(f"copies {f}", changes=tuple((k, f) for k in _COPIES))
-                                     for f in ("e4m3_16", "e2m1_16"))),
-         _higher(1.0, "copies e2m1_16"), twins=1),
+                                     for f in ("e4m3_16", "mxfp4"))),
+         _higher(1.0, "copies mxfp4"), twins=1),
   # The float32 baseline, once per corpus.
   *(System(f"corpus_{c}", (BF16, FLOAT32),
            (Comparison("bf16", "float32", "close", 0.0),), corpus=c, illustration=True)

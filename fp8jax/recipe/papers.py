@@ -147,14 +147,15 @@ def _four_or_six(q: Quant) -> Quant:
 # Four over six (arXiv:2512.02010) wherever elements are rounded to the nearest and not rotated
 # (Transformer Engine does not combine it with rotations either).
 NVFP4_46 = _named(_FULL.map_quants(lambda q, _: _four_or_six(q)), "nvfp4_4or6")
-# Quartet II (arXiv:2601.22813): both backward products of freshly rotated operands; elements to the
+# Quartet II (arXiv:2601.22813): both backward products of operands rotated afresh, in blocks of 64
+# (the paper: 128), which small models have; elements to the
 # nearest and scales without bias (MS-EDEN), against stochastic elements with room for 17/16.
 _EDEN = Quant(
   E2M1,
   (1, 16),
   Scale.E4M3_OVER_F32,
   rounding=Rounding.EDEN,
-  transform=Hadamard(128, "fresh"),
+  transform=Hadamard(64, "fresh"),
 )
 _ROOM = dataclasses.replace(_EDEN, rounding=Rounding.STOCHASTIC, clip=Largest(17 / 16))
 _QUARTET_II = tuple(
