@@ -301,7 +301,8 @@ SYSTEMS = (
     Arm("bf16", "bf16", _DEEP), _nvfp4("full", "nvfp4_sr_rht"),
     _nvfp4("- SR", "nvfp4_rht"), _nvfp4("- RHT", "nvfp4_sr"),
     _nvfp4("- 2-D weights", "nvfp4_1d"), _nvfp4("no wide layers", "nvfp4_sr_rht", _DEEP),
-    _nvfp4("four or six", "nvfp4_4or6"), _nvfp4("MS-EDEN backward", "nvfp4_eden"), _nvfp4("SR with room", "nvfp4_sr_room"),
+    _nvfp4("four or six", "nvfp4_4or6"),
+    _nvfp4("MS-EDEN backward", "nvfp4_eden"), _nvfp4("SR with room", "nvfp4_sr_room"),
     _nvfp4("wide forward from 7/8", "nvfp4_sr_rht", _switch(224, "nvfp4_backward")),
   ), (
     *_higher(1.5, "full"), *_higher(1.0, "- SR", "- RHT", "- 2-D weights", "no wide layers",

@@ -148,8 +148,8 @@ def _four_or_six(q: Quant) -> Quant:
 # (Transformer Engine does not combine it with rotations either).
 NVFP4_46 = _named(_FULL.map_quants(lambda q, _: _four_or_six(q)), "nvfp4_4or6")
 # Quartet II (arXiv:2601.22813): both backward products of operands rotated afresh, in blocks of 64
-# (the paper: 128), which small models have; elements to the
-# nearest and scales without bias (MS-EDEN), against stochastic elements with room for 17/16.
+# (the paper: 128), which small models have; elements to the nearest and scales without bias
+# (MS-EDEN), against stochastic elements with room for 17/16.
 _EDEN = Quant(
   E2M1,
   (1, 16),
