@@ -11,6 +11,8 @@ comparisons with them. float32 subnormals count as 0, which some backends make o
 no other.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +48,7 @@ def nearest(x, format: Format, axes=None):
   """
   x = saturate(x, format)
   if isinstance(format.grid, Log | LogTile):
-    below, above, is_up = _around(jnp.abs(x), format.grid, axes)
+    below, above, is_up = _around(jnp.abs(x), format, axes)
     return jnp.copysign(jnp.where(is_up, above, below), x)
   if _has_fine_subnormals(format):
     bits, drop = jax.lax.bitcast_convert_type(x, jnp.int32), 23 - format.mantissa_bits
@@ -63,7 +65,7 @@ def toward_zero(x, format: Format, axes=None):
   """
   x = saturate(x, format)
   if isinstance(format.grid, Log | LogTile):
-    return jnp.copysign(_around(jnp.abs(x), format.grid, axes)[0], x)
+    return jnp.copysign(_around(jnp.abs(x), format, axes)[0], x)
   if _has_fine_subnormals(format):
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return _without(bits, 23 - format.mantissa_bits, x)
@@ -84,8 +86,9 @@ def _without(bits, drop: int, x):
   return jnp.where(jnp.isnan(x), x, kept)
 
 
-def _around(magnitude, grid: Log | LogTile, axes):
+def _around(magnitude, format: Format, axes):
   """(the number at or below, the next above, whether the second is the nearer) on a log grid."""
+  grid: Any = format.grid
   if isinstance(grid, LogTile):
     return _around_in_tile(magnitude, grid, axes)
   numbers, limits = grid.octave
@@ -96,8 +99,8 @@ def _around(magnitude, grid: Log | LogTile, axes):
   place = jnp.searchsorted(numbers[1:-1], fraction, side="right", method=how)
   below, above, limit = (jnp.asarray(t)[p] * power for t, p in (
     (numbers, place), (numbers, place + 1), (limits, place)))  # fmt: skip
-  is_small, above = magnitude < 1, jnp.minimum(above, np.float32(grid.max))
-  is_up = jnp.where(is_small, magnitude > 0, (magnitude >= limit) & (above > below))
+  is_small = magnitude < 1
+  is_up = jnp.where(is_small, magnitude > 0, magnitude >= limit)
   return jnp.where(is_small, 0.0, below), jnp.where(is_small, 1.0, above), is_up
 
 
@@ -163,7 +166,7 @@ def stochastic(x, format: Format, key, axes=None):
   bounded = saturate(x, format)
   magnitude = jnp.where(jnp.isnan(x), 0.0, jnp.abs(bounded))
   if isinstance(format.grid, Log | LogTile):
-    below, above, _ = _around(magnitude, format.grid, axes)
+    below, above, _ = _around(magnitude, format, axes)
     share = (magnitude - below) / jnp.where(above > below, above - below, 1.0)
     is_up = _is_up(share, key)
     return jnp.copysign(jnp.where(is_up, above, below), bounded).astype(format.dtype)
