@@ -11,8 +11,6 @@ comparisons with them. float32 subnormals count as 0, which some backends make o
 no other.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +46,7 @@ def nearest(x, format: Format, axes=None):
   """
   x = saturate(x, format)
   if isinstance(format.grid, Log | LogTile):
-    below, above, is_up = _around(jnp.abs(x), format, axes)
+    below, above, is_up = _around(jnp.abs(x), format.grid, axes)
     return jnp.copysign(jnp.where(is_up, above, below), x)
   if _has_fine_subnormals(format):
     bits, drop = jax.lax.bitcast_convert_type(x, jnp.int32), 23 - format.mantissa_bits
@@ -65,7 +63,7 @@ def toward_zero(x, format: Format, axes=None):
   """
   x = saturate(x, format)
   if isinstance(format.grid, Log | LogTile):
-    return jnp.copysign(_around(jnp.abs(x), format, axes)[0], x)
+    return jnp.copysign(_around(jnp.abs(x), format.grid, axes)[0], x)
   if _has_fine_subnormals(format):
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return _without(bits, 23 - format.mantissa_bits, x)
@@ -86,9 +84,8 @@ def _without(bits, drop: int, x):
   return jnp.where(jnp.isnan(x), x, kept)
 
 
-def _around(magnitude, format: Format, axes):
+def _around(magnitude, grid: Log | LogTile, axes):
   """(the number at or below, the next above, whether the second is the nearer) on a log grid."""
-  grid: Any = format.grid
   if isinstance(grid, LogTile):
     return _around_in_tile(magnitude, grid, axes)
   numbers, limits = grid.octave
@@ -166,7 +163,7 @@ def stochastic(x, format: Format, key, axes=None):
   bounded = saturate(x, format)
   magnitude = jnp.where(jnp.isnan(x), 0.0, jnp.abs(bounded))
   if isinstance(format.grid, Log | LogTile):
-    below, above, _ = _around(magnitude, format, axes)
+    below, above, _ = _around(magnitude, format.grid, axes)
     share = (magnitude - below) / jnp.where(above > below, above - below, 1.0)
     is_up = _is_up(share, key)
     return jnp.copysign(jnp.where(is_up, above, below), bounded).astype(format.dtype)
