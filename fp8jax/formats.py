@@ -20,7 +20,7 @@ import numpy as np
 
 from fp8jax import calls
 from fp8jax.errors import UserError
-from fp8jax.grids import Float, Grid, Integer, Log, LogTile, Scales
+from fp8jax.grids import Float, Grid, Integer, Log, LogTile, Scales, Steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Format:
   @property
   def is_stepped(self) -> bool:
     """Whether its numbers are equal steps apart within an octave; logarithmic ones are not."""
-    return isinstance(self.grid, Float | Integer | Scales)
+    return isinstance(self.grid, Steps)
 
   @property
   def is_low_bit(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 
-class _Steps:
+class Steps:
   """A grid of equal steps within an octave: 2^(exponent - mantissa_bits)."""
 
   @property
@@ -25,7 +25,7 @@ class _Steps:
 
 
 @dataclasses.dataclass(frozen=True)
-class Float(_Steps):
+class Float(Steps):
   """A grid of sign, exponent and mantissa, with subnormal numbers.
 
   Attributes:
@@ -81,7 +81,7 @@ class Float(_Steps):
 
 
 @dataclasses.dataclass(frozen=True)
-class Integer(_Steps):
+class Integer(Steps):
   """The integers within ±(2^(bits - 1) - 1), as symmetric quantization takes them.
 
   They are a float grid whose smallest normal number lies in the top octave: all steps are 1.
@@ -111,7 +111,7 @@ class Integer(_Steps):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scales(_Steps):
+class Scales(Steps):
   """The powers of two from 2^-127 to 2^127, the scale of an OCP MX block: no sign and no zero."""
 
   bits: int = 8

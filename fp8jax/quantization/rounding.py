@@ -96,8 +96,8 @@ def _around(magnitude, grid: Log | LogTile, axes):
   place = jnp.searchsorted(numbers[1:-1], fraction, side="right", method=how)
   below, above, limit = (jnp.asarray(t)[p] * power for t, p in (
     (numbers, place), (numbers, place + 1), (limits, place)))  # fmt: skip
-  is_small, above = magnitude < 1, jnp.minimum(above, np.float32(grid.max))
-  is_up = jnp.where(is_small, magnitude > 0, (magnitude >= limit) & (above > below))
+  is_small = magnitude < 1
+  is_up = jnp.where(is_small, magnitude > 0, magnitude >= limit)
   return jnp.where(is_small, 0.0, below), jnp.where(is_small, 1.0, above), is_up
 
 
