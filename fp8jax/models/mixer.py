@@ -42,7 +42,7 @@ class GemmSite:
 
 
 def block_input(x_BLD, p, s, cfg: ModelConfig, run: ComputeConfig) -> Any:
-  """What a block's GEMMs read: norm(x), observed, a Prologue; x itself where the norm follows.
+  """The input of a block's GEMMs: norm(x), observed, a Prologue; x itself where the norm follows.
 
   Args:
     p, s: parameters and sites of the block, the norm's among them.

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fp8jax import axes
-from fp8jax.ops import collectives, gemm_spec, linear, observe, straight
+from fp8jax.ops import collectives, gemm_spec, linear, observe
 from fp8jax.ops.gemm_spec import Role
 from fp8jax.ops.site import ActivationSite, ScalingInputs, Site
 from fp8jax.quantization import tensor_stats
@@ -98,11 +98,9 @@ def _run(static, *args, is_differentiated: bool):
         chunk_stats = observe.logits_stats(logits_BCV, logits_site)
         logits_stats = tensor_stats.combine(logits_stats, chunk_stats)
       g_BCV = g_BCV.astype(h.dtype)
-      dh = linear.data_gradient(spec, g_BCV, head, inputs)
-      dh = straight.cotangent(spec, Role.X_FWD, h, dh, inputs, spec.x_dtype)
+      dh = linear.data_gradient(spec, g_BCV, head, inputs, h)
       if not is_frozen:
-        dhead_C = linear.weight_gradient(spec, h, g_BCV, dtype, inputs)
-        dhead = dhead + straight.cotangent(spec, Role.W_FWD, head, dhead_C, inputs, dtype)
+        dhead = dhead + linear.weight_gradient(spec, h, g_BCV, dtype, inputs, head)
       tensors = ((Role.X_FWD, h), (Role.W_FWD, head), (Role.G_DGRAD, g_BCV))
       chunk_stats = [observe.operand_stats(spec, role, t, inputs) for role, t in tensors]
       observed = tensor_stats.combine(observed, jnp.stack(chunk_stats))

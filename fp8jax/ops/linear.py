@@ -210,8 +210,7 @@ def gradients(specs, residuals: Residuals, gs):
         spec, g, i, spec.roles_of_g, spec.observes_amax_only
       )
     g_dgrad, g_wgrad = operands_of_g[0], operands_of_g[-1]
-    dx_n = data_gradient(spec, g_dgrad, w, i)
-    dx_n = straight.cotangent(spec, Role.X_FWD, x, dx_n, i, spec.x_dtype)
+    dx_n = data_gradient(spec, g_dgrad, w, i, x)
     dx = dx_n if dx is None else dx + dx_n
     if spec.is_frozen:
       dws.append(None)
@@ -220,8 +219,7 @@ def gradients(specs, residuals: Residuals, gs):
         x_wgrad = residuals.x_wgrad[operand_key(spec, n, (Role.X_WGRAD,))]
       else:
         (x_wgrad,) = provider.make(spec, n, i, (Role.X_WGRAD,))
-      dw = weight_gradient(spec, x_wgrad, g_wgrad, w.dtype, i)
-      dw = straight.cotangent(spec, Role.W_FWD, w, dw, i, w.dtype)
+      dw = weight_gradient(spec, x_wgrad, g_wgrad, w.dtype, i, w)
       dws.append(cotangent(stored_w, dw))
     stats_x, stats_w = residuals.stats[n]
     stats_x = provider.amax if stats_x is None else stats_x
@@ -286,8 +284,12 @@ def forward(spec: GemmSpec, x, w, inputs: ScalingInputs, wants_amax: bool = Fals
   return collectives.on_mesh(local, layout, specs, (layout.act_spec(s.y), _P()))(x, w, inputs)
 
 
-def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs):
-  """g[acts] . w[at rest]' -> dx[acts] {sum over the axes of w's free letters}."""
+def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs, x=None):
+  """g[acts] . w[at rest]' -> dx[acts] {sum over the axes of w's free letters}.
+
+  Args:
+    x: the forward pass's, an array or a Prologue, for recipes that `straight.is_needed` names.
+  """
   s, layout = spec.letters, spec.layout
 
   def local(g, w, inputs):
@@ -299,7 +301,8 @@ def data_gradient(spec: GemmSpec, g, w, inputs: ScalingInputs):
 
   of_g = spec.partition_spec(Role.G_DGRAD, g)
   specs = (of_g, _weight_specs(w, s.w, layout), _P())
-  return collectives.on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
+  dx = collectives.on_mesh(local, layout, specs, layout.act_spec(s.x))(g, w, inputs)
+  return straight.cotangent(spec, Role.X_FWD, x, dx, inputs, spec.x_dtype)
 
 
 def _weight_specs(w, letters: str, layout):
@@ -308,8 +311,12 @@ def _weight_specs(w, letters: str, layout):
   return stored_matrix.specs(w, whole) if isinstance(w, StoredMatrix) else whole
 
 
-def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs):
-  """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes only the weight is split on}."""
+def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs, w=None):
+  """x[acts]' . g[acts] -> dw[at rest] {scattered over the axes only the weight is split on}.
+
+  Args:
+    w: the weight, for recipes that `straight.is_needed` names.
+  """
   s, layout = spec.letters, spec.layout
 
   def local(x, g, inputs):
@@ -321,7 +328,8 @@ def weight_gradient(spec: GemmSpec, x, g, dtype, inputs: ScalingInputs):
 
   in_specs = ((Role.X_WGRAD, x), (Role.G_WGRAD, g))
   specs = (*(spec.partition_spec(role, t) for role, t in in_specs), _P())
-  return collectives.on_mesh(local, layout, specs, layout.weight_spec(s.w))(x, g, inputs)
+  dw = collectives.on_mesh(local, layout, specs, layout.weight_spec(s.w))(x, g, inputs)
+  return straight.cotangent(spec, Role.W_FWD, w, dw, inputs, dtype)
 
 
 def _compensation(spec: GemmSpec, x, w, inputs: ScalingInputs):

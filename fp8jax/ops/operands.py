@@ -94,7 +94,7 @@ def operand(
 
 
 def _multiplied(spec: GemmSpec, role: Role, t, inputs: ScalingInputs):
-  """What the forward product multiplied of x or w, float32, with the letters of the tensor."""
+  """The x or w that the forward product multiplied, float32, with the letters of the tensor."""
   forward = Role.X_FWD if role.tensor == "x" else Role.W_FWD
   made, letters = operand(spec, forward, t, inputs), spec.letters_of(forward)[0]
   values = made.value

@@ -190,11 +190,11 @@ ESTIMATORS = (Differentiable, TrustMask)
 
 
 class Backward(enum.Enum):
-  """What the operands W of dgrad and X of wgrad are made from."""
+  """The tensors that operands W of dgrad and X of wgrad are made from."""
 
   UNQUANTIZED = "unquantized"  # the tensors themselves
-  # What the forward product multiplied, in its rotated space: the gradients are then exactly those
-  # of a product of these, but for their own rounding.
+  # Those that the forward product multiplied, in its rotated space: the gradients are then exactly
+  # those of a product of these, but for their own rounding.
   DEQUANTIZED = "dequantized"
 
 

@@ -2,7 +2,7 @@
 
 `library.py` has the recipes to train with. These are emulated, on a GPU by name alone
 (`kernels.matmul="reference"`). Each cites its source and says where the paper and its code differ.
-What a recipe leaves to the configuration, such as layers in 16 bits, its comment names.
+A recipe's comment names the parts that a configuration adds, such as layers in 16 bits.
 """
 
 import dataclasses
