@@ -303,14 +303,14 @@ SYSTEMS = (
     _nvfp4("- 2-D weights", "nvfp4_1d"), _nvfp4("no wide layers", "nvfp4_sr_rht", _DEEP),
     _nvfp4("four or six", "nvfp4_4or6"),
     _nvfp4("MS-EDEN backward", "nvfp4_eden"), _nvfp4("SR with room", "nvfp4_sr_room"),
-    _nvfp4("wide forward from 7/8", "nvfp4_sr_rht", _switch(224, "nvfp4_backward")),
+    _nvfp4("wide forward from 7/8", "nvfp4_sr_rht", _switch(168, "nvfp4_backward")),
   ), (
     *_higher(1.5, "full"), *_higher(1.0, "- SR", "- RHT", "- 2-D weights", "no wide layers",
                                     baseline="full"),
     *(Comparison(c, "full", "lower", 1.0) for c in ("four or six", "MS-EDEN backward")),
     Comparison("MS-EDEN backward", "SR with room", "lower", 1.0),
     Comparison("wide forward from 7/8", "full", "lower", 1.0, "heldout"),
-  ), size="0p8m", steps=256, twins=1),
+  ), size="0p8m", steps=192, twins=1),
   # Fine-tuning of SmolLM2-135M on worked solutions of reasoning-gym's leg_counting and others.
   System("2025_halo", tuple(Arm(name, recipe, _FINE_TUNING) for name, recipe in {
     "bf16": "bf16", "fp8, level 0": "halo_fp8_0", "int8, level 0": "halo_int8_0",
