@@ -44,8 +44,8 @@ TOKENS_PER_STEP, LONG = 2048, 512  # configs/pretrain_tiny.py's
 # Before a recipe of the size was measured; of SmolLM2-135M with 1,024 tokens a step.
 UNMEASURED = ({"step_seconds": 1.0, "start_seconds": 20.0},
               {"step_seconds": 9.0, "start_seconds": 60.0})  # fmt: skip
-# Recipes to come that round elements and have no blocks: they cost at most twice `bf16`.
-ELEMENTWISE = ("e8m", "e7m", "lns_")
+# Recipes without blocks that are not measured: they cost at most twice `bf16`.
+ELEMENTWISE = ("bf16", "mask_", "munit_")
 Changes = tuple[tuple[str, Any], ...]
 
 
@@ -351,7 +351,7 @@ SYSTEMS = (
   ), (*_higher(0.5, "fa3"), *_higher(0.5, "sage")), illustration=True),
   System("2024_fp4_copies", (BF16, *(Arm(f"copies {f}", changes=tuple((k, f) for k in _COPIES))
                                      for f in ("e4m3_16", "mxfp4"))),
-         _higher(1.0, "copies mxfp4"), twins=1),
+         _higher(1.0, "copies mxfp4"), size="0p8m", twins=1),
   # The float32 baseline, once per corpus.
   *(System(f"corpus_{c}", (BF16, FLOAT32),
            (Comparison("bf16", "float32", "close", 0.0),), corpus=c, illustration=True)
