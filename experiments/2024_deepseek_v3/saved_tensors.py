@@ -51,7 +51,7 @@ def capture() -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
   seen: dict[str, list] = {}
   multiply = linear.weight_gradient
 
-  def watched(spec, x, g, dtype, inputs):
+  def watched(spec, x, g, dtype, inputs, w=None):
     def keep(x, g):
       # As NumPy's own first: a callback that computes with JAX waits for itself.
       rows = [np.asarray(t).reshape(LENGTH * SEQUENCES, -1) for t in (x, g)]
@@ -59,7 +59,7 @@ def capture() -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
 
     if spec.name.startswith("layers/"):
       jax.debug.callback(keep, x, g)
-    return multiply(spec, x, g, dtype, inputs)
+    return multiply(spec, x, g, dtype, inputs, w)
 
   def loss(params):
     return transformer.loss(params, spec.sites(), batch, spec.model, spec.run)

@@ -22,7 +22,7 @@ class Scale(enum.Enum):
   EVEN = "even"
   # NVFP4 (arXiv:2509.25149, appendix B): an E4M3 scale per tile, over one float32 for the tensor.
   E4M3_OVER_F32 = "e4m3_over_f32"
-  # amax / max rounded DOWN to a power of two: Quartet's forward pass (arXiv:2505.14669 §4), whose
+  # amax / max rounded DOWN to a power of two: the code of Quartet (arXiv:2505.14669 §4), whose
   # amax is a multiple of the standard deviation.
   POW2_DOWN = "pow2_down"
   # 4/3 of FLOOR for E2M1, so that what lies below 8 units comes to lie below 6 and nothing
