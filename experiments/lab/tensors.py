@@ -1,0 +1,79 @@
+"""Tensors of a real model for error tables, and how a table is written.
+
+`captured` runs SmolLM2-135M (make run fetches the weights) forward and backward once over 2,048
+held-out tokens of the Python documentation, linears in float32. `write` keeps numbers with their
+provenance in results.json, a picture in errors.svg and the table between the markers of README.md.
+"""
+
+import json
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import altair as alt  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import vl_convert  # noqa: E402
+
+from configs import smollm2_cpt  # noqa: E402
+from fp8jax.config import resolve  # noqa: E402
+from fp8jax.data import loader  # noqa: E402
+from fp8jax.kernels import choose  # noqa: E402
+from fp8jax.models import transformer  # noqa: E402
+from fp8jax.models.hf import weights  # noqa: E402
+from fp8jax.ops import linear  # noqa: E402
+from fp8jax.report import charts, page  # noqa: E402
+from fp8jax.run import provenance  # noqa: E402
+
+LENGTH, SEQUENCES = 512, 4
+_TABLE = re.compile(r"(<!-- table -->\n).*?(<!-- end -->)", re.S)
+
+
+def captured() -> dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+  """{site: (x [tokens, in], w [in, out], g [tokens, out]) of its layers, the last one first}."""
+  c = smollm2_cpt.get_config("bf16")
+  c.init.hf = str(ROOT / c.init.hf)
+  c.seq_len, c.eval.batch, c.memory.remat_policy = LENGTH, SEQUENCES, "full"
+  spec = resolve.resolve(c, 1, choose.current_device())
+  params, _ = weights.load_params(c.init.hf, spec.model)
+  batch = next(iter(loader.heldout_batches(spec.data, "main", SEQUENCES, 1)))
+  batch = {name: jnp.asarray(value) for name, value in batch.items()}
+  seen: dict[str, list] = {}
+  multiply = linear.weight_gradient
+
+  def watched(spec, x, g, dtype, inputs, w=None):
+    def keep(x, w, g):
+      # As NumPy's own first: a callback that computes with JAX waits for itself.
+      x, g = (np.asarray(t).reshape(LENGTH * SEQUENCES, -1) for t in (x, g))
+      seen.setdefault(spec.name, []).append((x, np.asarray(w).reshape(x.shape[1], -1), g))
+
+    if spec.name.startswith("layers/"):
+      jax.debug.callback(keep, x, w, g)
+    return multiply(spec, x, g, dtype, inputs, w)
+
+  def loss(params):
+    return transformer.loss(params, spec.sites(), batch, spec.model, spec.run)
+
+  linear.weight_gradient = watched
+  jax.block_until_ready(jax.jit(jax.grad(loss))(params))
+  jax.effects_barrier()
+  linear.weight_gradient = multiply
+  return seen
+
+
+def write(here: pathlib.Path, results: dict, table: str, chart: alt.TopLevelMixin):
+  """The numbers, the picture and the table of an experiment's folder."""
+  kept = {"results": results, "provenance": provenance.provenance({}, "seeds in the script", 0)}
+  (here / "results.json").write_text(json.dumps(kept, indent=1) + "\n")
+  page.write(str(here / "errors.svg"), vl_convert.vegalite_to_svg(charts.spec(chart)))
+  readme = here / "README.md"
+  readme.write_text(_TABLE.sub(lambda m: f"{m[1]}{table}\n{m[2]}", readme.read_text()))
+  print(table)
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+  return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
