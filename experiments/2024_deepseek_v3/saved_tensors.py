@@ -15,60 +15,23 @@ error over the norm of the tensor.
 Medians over layers. Writes the part "saved_tensors" of results.json and the tables of README.md.
 """
 
+import sys
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from accumulators import ROOT, record
 
-from configs import smollm2_cpt
-from fp8jax.config import resolve
-from fp8jax.data import loader
 from fp8jax.formats import E4M3
-from fp8jax.kernels import choose
 from fp8jax.kernels.gemm import api as gemm_api
-from fp8jax.models import transformer
-from fp8jax.models.hf import weights
-from fp8jax.ops import linear
 from fp8jax.quantization import quantize
 from fp8jax.recipe.gemm import Accumulation
 from fp8jax.recipe.quant import Quant, Scale
 
-LENGTH, SEQUENCES = 512, 4
+sys.path.insert(0, str(ROOT / "experiments" / "lab"))
+import tensors  # noqa: E402
+
 SUMS_EVERY = 10  # layers; products in 14 bits are slow
-
-
-def capture() -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
-  """{site: (x [tokens, in], g [tokens, out]) of its layers, the last one first}."""
-  c = smollm2_cpt.get_config("bf16")
-  c.init.hf = str(ROOT / c.init.hf)
-  c.seq_len, c.eval.batch, c.memory.remat_policy = LENGTH, SEQUENCES, "full"
-  spec = resolve.resolve(c, 1, choose.current_device())
-  params, _ = weights.load_params(c.init.hf, spec.model)
-  batch = next(iter(loader.heldout_batches(spec.data, "main", SEQUENCES, 1)))
-  batch = {name: jnp.asarray(value) for name, value in batch.items()}
-  seen: dict[str, list] = {}
-  multiply = linear.weight_gradient
-
-  def watched(spec, x, g, dtype, inputs, w=None):
-    def keep(x, g):
-      # As NumPy's own first: a callback that computes with JAX waits for itself.
-      rows = [np.asarray(t).reshape(LENGTH * SEQUENCES, -1) for t in (x, g)]
-      seen.setdefault(spec.name, []).append(tuple(rows))
-
-    if spec.name.startswith("layers/"):
-      jax.debug.callback(keep, x, g)
-    return multiply(spec, x, g, dtype, inputs, w)
-
-  def loss(params):
-    return transformer.loss(params, spec.sites(), batch, spec.model, spec.run)
-
-  linear.weight_gradient = watched
-  jax.block_until_ready(jax.jit(jax.grad(loss))(params))
-  jax.effects_barrier()
-  linear.weight_gradient = multiply
-  return seen
 
 
 def _stored(x, tile, scale: Scale, contraction: int = 1):
@@ -148,7 +111,7 @@ def sums(x, g) -> dict[str, float]:
 def _rows(seen) -> Iterator[tuple[str, str, dict[str, float]]]:
   """(part, site, numbers) of every site and layer, scales in the names of the parts."""
   for site, layers in seen.items():
-    for n, (x, g) in enumerate(layers):
+    for n, (x, _, g) in enumerate(layers):
       stored = {k: np.asarray(v) for k, v in _variants(x, g).items()}
       x, g = np.float64(x), np.float64(g)
       for name in ("f32", "pow2"):
@@ -161,7 +124,7 @@ def _rows(seen) -> Iterator[tuple[str, str, dict[str, float]]]:
 
 def main():
   found: dict[str, dict[str, list]] = {}
-  for part, site, numbers in _rows(capture()):
+  for part, site, numbers in _rows(tensors.captured()):
     found.setdefault(part, {}).setdefault(site, []).append(numbers)
   medians = {
     part: {

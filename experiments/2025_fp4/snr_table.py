@@ -60,7 +60,8 @@ def main():
   head = ["activations", "cosine, %", "error", "SNR, dB", "paper: cosine", "error", "SNR"]
   chart = (
     alt.Chart(alt.Data(values=points)).mark_circle(size=70)
-    .encode(x=alt.X("snr:Q", title="signal to noise ratio, dB"), color=alt.Color("of:N", title=None),
+    .encode(x=alt.X("snr:Q", title="signal to noise ratio, dB"),
+            color=alt.Color("of:N", title=None),
             y=alt.Y("arm:N", sort=list(found), title=None, axis=alt.Axis(labelLimit=260)))
     .properties(width=380, height=160)
   )  # fmt: skip

@@ -38,9 +38,7 @@ RULES = {
   ("nearest, amax", "round up"): Quant(E2M1, (1, 32), Scale.POW2),
   ("QuEST", "even"): Quant(E2M1, (1, 32), Scale.EVEN, clip=QUEST),
   ("QuEST", "floor"): Quant(E2M1, (1, 32), Scale.FLOOR, clip=QUEST),
-  ("QuEST", "floor of log2(amax / 6), its code"): Quant(
-    E2M1, (1, 32), Scale.POW2_DOWN, clip=QUEST
-  ),
+  ("QuEST", "floor of log2(amax / 6), its code"): Quant(E2M1, (1, 32), Scale.POW2_DOWN, clip=QUEST),
 }
 
 

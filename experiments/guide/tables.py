@@ -16,8 +16,9 @@ from fp8jax.data.chat.template import ChatTemplate
 from fp8jax.formats import FORMATS
 from fp8jax.models.hf import fp8_formats
 from fp8jax.optim import storage
-from fp8jax.recipe.gemm import accumulate_name
+from fp8jax.recipe.gemm import PASSES, Backward, accumulate_name
 from fp8jax.recipe.library import RECIPES
+from fp8jax.recipe.papers import PAPERS
 from fp8jax.recipe.quant import Delayed, Quant
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -38,10 +39,10 @@ def _quant(quant: Quant) -> str:
   )
 
 
-def recipes() -> str:
+def recipes(named=RECIPES) -> str:
   """Every named recipe: its Quants by tensor, accumulation by product."""
   rows = []
-  for name, recipe in RECIPES.items():
+  for name, recipe in named.items():
     uses = recipe.uses()
     tensors = [", ".join(map(_quant, uses[t])) or "compute dtype" for t in "xwg"]
     gemms = (recipe.fwd, recipe.dgrad, recipe.wgrad)
@@ -49,6 +50,23 @@ def recipes() -> str:
     rows.append((f"`{name}`", *tensors, how))
   head = ("recipe", "x", "w", "g", "accumulation: forward/dgrad/wgrad")
   return _markdown(head, rows)
+
+
+def papers() -> str:
+  """The same of papers' recipes, and what their products do besides."""
+  rows = []
+  for name, recipe in PAPERS.items():
+    uses = recipe.uses()
+    tensors = [", ".join(map(_quant, uses[t])) or "compute dtype" for t in "xwg"]
+    gemms = [getattr(recipe, p) for p in PASSES]
+    besides = ["dequantized operands backward"] * (recipe.backward is Backward.DEQUANTIZED)
+    for tensor, how in (("w", recipe.estimate_w), ("x", recipe.estimate_x)):
+      besides += [f"{type(how).__name__} on d{tensor}"] * (how is not None)
+    besides += ["compensation"] * gemms[0].compensates
+    besides += ["rotated rows"] * any(any(g.rotate_rows) for g in gemms)
+    besides += ["gains"] * any(g.gain is not None for g in gemms)
+    rows.append((f"`{name}`", *tensors, ", ".join(besides) or "-"))
+  return _markdown(("recipe", "x", "w", "g", "besides"), rows)
 
 
 def number_formats() -> str:
@@ -133,8 +151,8 @@ def template_masks() -> str:
 
 
 TABLES = {
-  "recipes": recipes, "number_formats": number_formats, "config_keys": config_keys,
-  "optimizer_state": optimizer_state, "export_formats": export_formats,
+  "recipes": recipes, "papers": papers, "number_formats": number_formats,
+  "config_keys": config_keys, "optimizer_state": optimizer_state, "export_formats": export_formats,
   "fp8_clients": fp8_clients, "template_masks": template_masks,
 }  # fmt: skip
 

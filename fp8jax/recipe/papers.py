@@ -91,11 +91,11 @@ _MX = Quant(E2M1, (1, 32), Scale.FLOOR)
 _MX_GEMM = Gemm(_MX, _MX, 32)
 # OCP MX v1.0's own rule for every operand.
 MXFP4 = Recipe("mxfp4", _MX_GEMM, _MX_GEMM, _MX_GEMM)
-# Forward: rotated by the plain H32, the scale by the standard deviation. Its code's floor(log2(...))
-# clips at 1.5 deviations and errs twice as much as its own table says (experiments/2025_quartet);
-# EVEN is within 2 % of the table. Backward, version 4 of the paper: to the nearest (its first
-# versions and its code's main branch round stochastically), after fresh signs, from what the
-# forward pass multiplied; masks in rotated space.
+# Forward: rotated by the plain H32, the scale by the standard deviation. The floor of a logarithm
+# in its code clips at 1.5 deviations and errs twice as much as its own table says (that is in
+# experiments/2025_quartet); EVEN is within 2 % of the table. Backward, version 4 of the paper: to
+# the nearest (its first versions and its code's main branch round stochastically), after fresh
+# signs, from what the forward pass multiplied; masks in rotated space.
 _QUEST = Quant(
   E2M1,
   (1, 32),
