@@ -38,7 +38,10 @@ def arrays():
   return hnp.arrays(np.float32, SHAPE, elements=number | near, fill=near)
 
 
-@pytest.mark.parametrize("rounding", list(Rounding), ids=lambda r: r.value)
+# EDEN moves scales: tests/recipe/papers_test.py.
+@pytest.mark.parametrize(
+  "rounding", [r for r in Rounding if r is not Rounding.EDEN], ids=lambda r: r.value
+)
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 @hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @hypothesis.given(

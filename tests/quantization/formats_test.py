@@ -55,6 +55,8 @@ LOGS = {"lns8": (8, 8), "lns6(gamma=1)": (6, 1), "lns10(gamma=32)": (10, 32)}
 TILES = {"logfmt8": 8, "logfmt10": 10}
 NAMED = {*FLOATS, *INTEGERS, *LOGS, *TILES}
 TINY = 2.0**-126
+# EDEN is of two-level scales.
+ROUNDINGS = [r for r in Rounding if r is not Rounding.EDEN]
 
 
 def test_no_named_format_lacks_a_row():
@@ -194,7 +196,7 @@ def test_eager_is_jitted(rng):
   x[0, :3] = 0, np.nan, np.inf
   key = jax.random.key(1)
   names = ["e5m6", "e8m3", "int4", "lns8", "logfmt8"]
-  quants = [Quant(FORMATS[n], (1, 128), rounding=r) for n, r in itertools.product(names, Rounding)]
+  quants = [Quant(FORMATS[n], (1, 128), rounding=r) for n, r in itertools.product(names, ROUNDINGS)]
 
   def run(x):
     return [quantize.quantize(x, quant, key=key).data for quant in quants]

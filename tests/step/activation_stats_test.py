@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8jax import axes
-from fp8jax.models import attention_gqa, mlp_swiglu, presets, transformer
+from fp8jax.models import attention_gqa, mixer, presets, transformer
 from fp8jax.ops import observe, site_tree
 from fp8jax.quantization import tensor_stats
 from fp8jax.run import alarms
@@ -155,7 +155,7 @@ def test_step_without_statistics_is_the_program_of_a_model_that_observes_nothing
     return str(runner.step_fn.trace(state, host(), sites).jaxpr)
 
   quiet, loud = program(tensor_stats.QUIET), program(tensor_stats.LOUD)
-  for module in (transformer, attention_gqa, mlp_swiglu):
+  for module in (transformer, attention_gqa, mixer):
     monkeypatch.setattr(module, "observed", lambda x, sites, name: x)
   assert program(tensor_stats.QUIET) == quiet != loud
 

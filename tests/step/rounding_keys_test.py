@@ -25,11 +25,11 @@ class Draws:
     self.all, self._may_draw = [], False
     draw, bits = rounding.stochastic, jax.random.bits
 
-    def recorded(x, format, key):
+    def recorded(x, format, key, *how):
       # x makes a key that entries of a batch share one draw of each entry.
       jax.debug.callback(self._record, jax.random.key_data(key), x)
       self._may_draw = True
-      drawn = draw(x, format, key)
+      drawn = draw(x, format, key, *how)
       self._may_draw = False
       return drawn
 

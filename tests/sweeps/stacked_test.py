@@ -147,7 +147,7 @@ HONOURED = {
     steps global_batch grad_accum_steps seq_len
     model.preset model.num_layers model.hidden_size model.intermediate_size model.num_heads
     model.num_kv_heads model.head_dim model.vocab_size model.max_positions model.rope_theta
-    model.init_std model.mixers
+    model.init_std model.residual_tau model.mixers
     precision.rules precision.first_bf16 precision.last_bf16 precision.smooth_swiglu
     precision.attention precision.compute_dtype kernels.matmul kernels.attention
     memory.remat_policy memory.save_gemm_inputs memory.save_norm_inputs memory.save_gate_up
