@@ -52,6 +52,7 @@ def test_every_tensor_of_the_forward_pass_has_unit_variance_at_the_start(rng):
     assert abs(_mean_square(plain) - 1) > 0.05
 
 
+@pytest.mark.slow  # two runs of 20 steps
 def test_it_trains_in_fp8_with_scales_of_one_as_in_the_compute_dtype():
   losses = {}
   rules = (("head", "munit_head"), ("layers/.*", "munit_scaling"))

@@ -285,7 +285,7 @@ def drawn(seed: int) -> tuple[Recipe, str]:
 
 
 @pytest.mark.parametrize(
-  "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n >= 12)) for n in range(120)]
+  "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n >= 6)) for n in range(120)]
 )
 def test_drawn_recipes_are_their_arithmetic(seed):
   """Formats, tiles, scales, clips, rotations, estimators, gains, accumulation and backends."""
@@ -322,7 +322,10 @@ def test_fresh_signs_are_those_of_both_operands_and_of_this_key(rng):
     dot("TD,DF->TF", x, w, recipe)
 
 
-@pytest.mark.parametrize("name", ["quartet", "nvfp4_eden", "nvfp4_sr_room"])
+@pytest.mark.parametrize(
+  "name",
+  ["nvfp4_eden", *(pytest.param(n, marks=pytest.mark.slow) for n in ("quartet", "nvfp4_sr_room"))],
+)
 def test_the_mean_of_random_gradients_is_the_gradient(rng, name):
   """Of EDEN and of stochastic rounding with room within four standard errors, per element; of
   Quartet's nearest rounding within the paper's misalignment (1.3 % of the length)."""
@@ -439,7 +442,14 @@ ON_MESH = [
 ]
 
 
-@pytest.mark.parametrize("recipe", ON_MESH, ids=lambda r: r.name)
+# Row and column scales, compensation and DGE; rotations and masks; scales of whole tensors.
+_QUICK = ("fp4", "quartet", "tensors")
+
+
+@pytest.mark.parametrize(
+  "recipe",
+  [pytest.param(r, id=r.name, marks=[pytest.mark.slow] * (r.name not in _QUICK)) for r in ON_MESH],
+)
 def test_on_a_mesh_they_are_what_they_are_on_one_device(rng, recipe):
   """Row parallel, all axes split: amaxes, orders and sums are those of the whole tensor."""
   eqn, of_w = "BLF,FD->BLD", axes.as_rules(dict(D="fsdp", F="tensor"))
