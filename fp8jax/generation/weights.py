@@ -95,5 +95,7 @@ def quantized(w, site: Site, eqn: str, dtype):
   quant = spec.quant(Role.W_FWD)
   if quant is None:
     return stored_params.compute_copy(w).astype(dtype)
+  if spec.recipe.fwd.compensates:  # what was clamped is multiplied by the weight itself
+    return stored_params.compute_copy(w)
   made = operands.operand(spec, Role.W_FWD, w, ScalingInputs.of(site)).value
   return StoredMatrix(made.data, made.scale, len(spec.letters.contracted), quant, w.shape)

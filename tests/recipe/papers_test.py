@@ -14,9 +14,11 @@ import tolerances
 import fp8jax
 from fp8jax import axes, formats, mesh
 from fp8jax.formats import E2M1, E4M3, E5M2
+from fp8jax.generation import weights
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.dots import dot
 from fp8jax.quantization import hadamard, quantize, tensor_stats
+from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Accumulation, Backward, Differentiable, Gain, Gemm, Recipe, TrustMask
 from fp8jax.recipe.papers import PAPERS
@@ -480,6 +482,16 @@ def test_recipes_survive_json_and_are_found_by_name(recipe):
   if recipe.name in PAPERS:
     assert rules.recipe_by_name(recipe.name) == recipe
     assert recipe.name not in fp8jax.RECIPES
+
+
+def test_generation_keeps_a_weight_that_compensation_multiplies(rng):
+  w = rng.standard_normal((64, 32)).astype(F32)
+  kept, codes = (
+    weights.quantized(w, site_lib.single(PAPERS[name]), "TD,DF->TF", "bfloat16")
+    for name in ("fp4_occ", "fp4_w4a4")
+  )
+  np.testing.assert_array_equal(kept, w)
+  assert isinstance(codes, StoredMatrix)
 
 
 def test_gains_are_of_the_whole_sizes_also_in_the_compute_dtype(rng):
