@@ -129,6 +129,10 @@ def operand_key(spec: GemmSpec, n: int, roles: operands.Roles) -> str:
   # Scales that are not current differ from site to site, and so do random bits.
   own = f" of {n}" if spec.recipe.is_stateful or spec.recipe.is_random else ""
   made = [f"{role.name} {spec.quant(role)} by {spec.backend(role.gemm)}" for role in roles]
+  made += [f"rows {spec.rows_rotation(role)}" for role in roles if spec.rows_rotation(role)]
+  if any(map(spec.remakes, roles)):  # of what the forward product multiplied
+    fwd = spec.recipe.fwd
+    made += [f"of {fwd.lhs} {fwd.rotate_rows} {fwd.compensates} by {spec.backend('fwd')}"]
   return f"{spec.letters.batch} {spec.letters.contracted} {made}{own}"
 
 
@@ -167,6 +171,7 @@ def forward_with_residuals(specs, x, ws, taps, inputs):
     else:
       (x_fwd,) = provider.make(spec, n, i, (Role.X_FWD,))
       saves_x |= not spec.is_frozen
+    saves_x |= straight.is_needed(spec, Role.X_FWD)
     y, amax_w = forward(spec, x_fwd, w, i, wants_amax=spec.observes_amax_only)
     ys.append(y)
     # The backward pass observes an x that it computes again: a remat then computes it once less.
@@ -191,7 +196,7 @@ def gradients(specs, residuals: Residuals, gs):
     gs: one per dot; or a Prologue, whose results are those of all dots.
   """
   x = None
-  if not all(spec.is_frozen and not spec.recipe.estimate_x for spec in specs):
+  if not all(spec.is_frozen and not straight.is_needed(spec, Role.X_FWD) for spec in specs):
     x = operands.materialize_unless_fused(specs, residuals.input(specs[0].x_dtype))
   provider = OperandProvider(x, wants_amax=any(stats_x is None for stats_x, _ in residuals.stats))
   both_of_g: Sequence[Any] = [None] * len(specs)
@@ -276,7 +281,8 @@ def forward(spec: GemmSpec, x, w, inputs: ScalingInputs, wants_amax: bool = Fals
       amax = tensor_stats.over_mesh(amax[None], () if layout.is_manual else over)
     y = product(spec, "fwd", a, b, spec.out_dtype, inputs)
     if spec.recipe.fwd.compensates:
-      y = y + _compensation(spec, x, w, inputs).astype(y.dtype)
+      rest = _compensation(spec, x, w, inputs) * np.float32(spec.gain("fwd") or 1.0)
+      y = y + rest.astype(y.dtype)
     return collectives.sum_over(operands.unflatten(y, a, b, s.y), layout, s.contracted), amax
 
   of_x = spec.partition_spec(Role.X_FWD, x)

@@ -110,6 +110,11 @@ def _multiplied(spec: GemmSpec, role: Role, t, inputs: ScalingInputs):
 def outliers(spec: GemmSpec, x):
   """float32 like x: what the Clamp of the forward operand took away, on one device."""
   letters, free, contracted = spec.letters_of(Role.X_FWD)
+  if spec.letters.batch:
+    raise ValueError(
+      f"site {spec.name!r}: recipe {spec.recipe.name!r} compensates, which a product with batch "
+      "letters does not; map over it, or take another recipe"
+    )
   matrix, contraction = flatten(x.astype(jnp.float32), letters, free, contracted, "")
   amax_axes = (spec.layout.act_axes_of(free), spec.layout.act_axes_of(contracted))
   quant = cast(Quant, spec.quant(Role.X_FWD))

@@ -20,7 +20,7 @@ from fp8jax.ops.quantizer import Quantizer
 from fp8jax.ops.site import ScalingInputs
 from fp8jax.quantization import hadamard, quantize, rounding, scaled_matrix
 from fp8jax.recipe.gemm import Estimator, TrustMask
-from fp8jax.recipe.quant import Quant
+from fp8jax.recipe.quant import CURRENT, Quant
 
 
 def is_needed(spec: GemmSpec, role: Role) -> bool:
@@ -81,7 +81,7 @@ def _finished(spec, role, quantizer: Quantizer, matrix, gradient, *, contraction
   if estimator is not None:
     made = quantize.quantize(
       matrix, quant, contraction=contraction, amax_axes=amax_axes, key=quantizer.key,
-      amax=quantizer.amax if spec.recipe.is_stateful else None, signs_key=quantizer.signs_key,
+      amax=None if quant.source == CURRENT else quantizer.amax, signs_key=quantizer.signs_key,
     )  # fmt: skip
     scale = made.scale
     for axis in (0, 1):

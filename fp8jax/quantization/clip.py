@@ -84,13 +84,11 @@ def _in_order(values, extents, shared: Axes, index: Callable):
   rows, columns = values.shape[::2]
   places = values.shape[1] * values.shape[3]
   flat = jnp.moveaxis(values, 2, 1).reshape(rows, columns, places)
-  parts = 1
-  if shared:
-    flat = jax.lax.all_gather(flat, shared, axis=2, tiled=True)
-    parts = flat.shape[2] // places
-  elif (count < places).any():
+  if (count < places).any():
     inside = _is_inside(values.shape, extents)
     flat = jnp.where(jnp.moveaxis(inside, 2, 1).reshape(flat.shape), flat, jnp.inf)
+  flat = jax.lax.all_gather(flat, shared, axis=2, tiled=True) if shared else flat
+  parts = flat.shape[2] // places
   chosen = jnp.asarray(index(count * parts).astype(np.int32))
   return jnp.take_along_axis(jnp.sort(flat, axis=2), chosen[..., None], axis=2)[..., 0]
 

@@ -54,11 +54,16 @@ class Gain:
 
   Attributes:
     fan_in, fan_out, tokens: the exponents a, b, c; sizes of the whole tensors, not of shards.
+      Tokens are those of one product: of a microbatch where a step has several.
   """
 
   fan_in: float = 0.0
   fan_out: float = 0.0
   tokens: float = 0.0
+
+  def __post_init__(self):
+    if not all(-2 <= e <= 2 for e in (self.fan_in, self.fan_out, self.tokens)):
+      raise ValueError(f"{self}: exponents must be from -2 to 2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +93,10 @@ class Gemm:
     _check_accumulate(self.accumulate, self.is_quantized)
     if self.compensates and not (self.lhs and isinstance(self.lhs.clip, Clamp)):
       raise ValueError(f"compensates=True adds what lhs.clip=Clamp(...) took away; lhs={self.lhs}")
+    if self.compensates and (any(self.rotate_rows) or (self.lhs and self.lhs.rotation)):
+      raise ValueError(
+        "compensates=True adds what was clamped of lhs as it is: leave rotations out"
+      )
     if any(self.rotate_rows) and not self.is_quantized:
       raise ValueError(
         "rotate_rows of a product in the compute dtype changes nothing: leave it out"

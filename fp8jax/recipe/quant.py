@@ -340,7 +340,8 @@ class Quant:
       )
     size = self.rotation.size if self.rotation else 1
     if self.rounding is Rounding.EDEN and not (
-      self.scale is Scale.E4M3_OVER_F32 and self.tile[0] == 1
+      self.scale is Scale.E4M3_OVER_F32 and self.tile[0] == 1 and self.rotation
+      and not isinstance(self.clip, LeastError)
       and self.tile[1] != WHOLE and size % self.tile[1] == 0
     ):  # fmt: skip
       raise ValueError(
