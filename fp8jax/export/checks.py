@@ -13,8 +13,10 @@ from fp8jax.models import transformer
 from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.models.hf import config as hf_config
 from fp8jax.models.hf import fp8_formats, names
+from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.phases.policy import SwitchRecipe
+from fp8jax.recipe.gemm import PASSES
 from fp8jax.step.train_spec import TrainSpec
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -62,6 +64,16 @@ def problems_of_spec(spec: TrainSpec) -> list[str]:
   Recipes that a policy may have switched are known with the checkpoint, see build.check_codes.
   """
   problems = ConfigErrors()
+  with_gains = sorted(
+    name
+    for name, site in site_lib.flatten(spec.sites()).items()
+    if any(getattr(site.recipe, p).gain for p in PASSES)
+  )
+  problems.check(
+    not with_gains,
+    f"recipes multiply the products of {', '.join(with_gains[:3])} by gains, and no architecture "
+    "of transformers does; keep the checkpoint, which this project reads",
+  )
   switches = any(isinstance(p, SwitchRecipe) for p in spec.precision.policy)
   last = spec.weights.step if spec.weights.step >= 0 else spec.steps
   if spec.weights.hf or not switches:

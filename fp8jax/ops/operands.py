@@ -362,7 +362,7 @@ def quantize_now(spec: GemmSpec, role: Role, t, inputs: ScalingInputs):
     return t
 
   def local(t, inputs):
-    # Bytes matter, so that data and scale are what is kept.
+    # The residual is data and scale, which are fewer bytes than the values.
     return dataclasses.replace(operand(spec, role, t, inputs).value, values=None)
 
   in_specs = (spec.partition_spec(role, t), jax.sharding.PartitionSpec())

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from fp8jax import params as params_lib
+from fp8jax.errors import UserError
 from fp8jax.kernels.adamw.reference import AdamWHparams
 from fp8jax.keys import EXECUTION, key, section
 from fp8jax.optim import quantized_moments, storage
@@ -32,6 +33,7 @@ class Optimizer:
     apply: (value, update, rate) -> the updated value, in float32, of a chain's output; None is
       value - rate * update.
     decay: weight decay -> the transformation that adds it to the update.
+    moves_zero: whether a parameter that is 0 may become another number.
   """
 
   make: Callable[..., optax.GradientTransformation]
@@ -39,6 +41,7 @@ class Optimizer:
   has_kernel: bool = False
   apply: Callable[[Any, Any, Any], Any] | None = None
   decay: Callable[[float], optax.GradientTransformation] = optax.add_decayed_weights
+  moves_zero: bool = True
 
   def reads(self) -> set[str]:
     """The hyperparameters, keys of optim, that `make` and `decays` read."""
@@ -91,7 +94,9 @@ OPTIMIZERS = {
   ),
   # Multiplicative updates, for logarithmic masters (LNS-Madam, arXiv:2106.13914). Its bound of 3
   # root mean squares of the first weights is left out.
-  "madam": Optimizer(_madam, {"nu": "b2"}, apply=_multiplied, decay=_multiplicative_decay),
+  "madam": Optimizer(
+    _madam, {"nu": "b2"}, apply=_multiplied, decay=_multiplicative_decay, moves_zero=False
+  ),
   "sgd": Optimizer(lambda o: optax.ema(o.b1, debias=False), {"mu": "b1"}),
 }
 SCHEDULES = ("wsd", "cosine", "constant")
@@ -278,6 +283,11 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0, base: str = "bf16
     moments = storage.MOMENTS[optim.moment_format if p.decay else "float32"]
     mask = quantized_moments.StorageMask(quantized=True, lead=lead)
     optimizer = OPTIMIZERS[optim.optimizer]
+    if p.init == "zeros" and not optimizer.moves_zero:
+      raise UserError(
+        f"optim.optimizer={optim.optimizer!r} multiplies, and {path} starts at 0, where it would "
+        "stay for ever: take another optimizer, or a model without biases and adapters"
+      )
     decays = {name: getattr(optim, key) for name, key in optimizer.decays.items()}
     transformation = quantized_moments.stored(
       optimizer.make(optim), moments, decays, mask=mask, seed=own

@@ -1,4 +1,4 @@
-"""What quantize.py computes, to the bit, in the forms that XLA:CPU turns into vector instructions.
+"""The numbers of quantize.py, to the bit, in forms that XLA:CPU turns into vector instructions.
 
 LLVM reorders no maximum of floats and any of integers: magnitudes are compared by their bits. There
 are no selects between an array and a constant: JAX moves such constants out of a loop over layers,

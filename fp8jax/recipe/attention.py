@@ -58,8 +58,16 @@ class Attention:
   def __post_init__(self):
     where = f"attention {self.name!r}"
     for part in ("scores", "values"):
+      of = getattr(self, part)
+      if of != Recipe(of.name, of.fwd, of.dgrad, of.wgrad):
+        raise ValueError(f"{where}: {part} has backward or an estimator; attention has neither")
       for p in PASSES:
         gemm = getattr(getattr(self, part), p)
+        if gemm != Gemm(gemm.lhs, gemm.rhs, gemm.accumulate):
+          raise ValueError(
+            f"{where}: {part}.{p} has rotate_rows, compensates or a gain, which products of "
+            "attention do not; leave them out"
+          )
         for side in ("lhs", "rhs"):
           self._check(f"{where}: {part}.{p}.{side}", getattr(gemm, side), (part, side, p))
     size = self.rotation
@@ -91,8 +99,8 @@ class Attention:
       )
     if quant.rounding is not Rounding.NEAREST:
       raise ValueError(
-        f"{where}: {quant} rounds stochastically, and attention is given no random key; set "
-        "rounding=Rounding.NEAREST"
+        f"{where}: {quant} has rounding={quant.rounding.value!r}, and attention rounds to the "
+        "nearest and is given no random key; set rounding=Rounding.NEAREST"
       )
     if quant.transform is not None:
       raise ValueError(

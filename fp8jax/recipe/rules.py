@@ -47,6 +47,22 @@ def recipe_by_name(name: str) -> Recipe:
   return recipe.with_delays(name, delays)
 
 
+def unquantized(name: str) -> str:
+  """The name of the recipe that quantizes nothing: "bf16", or one with the same gains.
+
+  Raises:
+    ValueError: no recipe has these gains and quantizes nothing.
+  """
+  gains = [getattr(recipe_by_name(name), p).gain for p in PASSES]
+  for other in (library.BF16, *papers.PAPERS.values()):
+    if not other.is_quantized and [getattr(other, p).gain for p in PASSES] == gains:
+      return other.name
+  raise ValueError(
+    f"recipe {name!r} has gains {gains}, and no recipe of papers.PAPERS has them unquantized, as a "
+    "forward pass in 'bf16' needs; add one, or leave 'bf16' out of eval.precisions"
+  )
+
+
 def with_wider_margin(name: str, by: int, most: int) -> str | None:
   """The name of a recipe with a margin wider by so many powers of two.
 

@@ -14,6 +14,8 @@ from fp8jax.ops import site_tree
 from fp8jax.optim import optimizers, update
 from fp8jax.phases import schedule
 from fp8jax.quantization import tensor_stats
+from fp8jax.recipe import library
+from fp8jax.recipe import rules as rules_lib
 from fp8jax.step import layerwise, settings
 
 S = TypeVar("S")
@@ -82,11 +84,18 @@ class TrainSpec:
     """The tree of sites.
 
     Args:
-      recipe: all sites in this named recipe; None takes the config's rules.
+      recipe: all sites in this named recipe; None takes the config's rules. In "bf16" a site keeps
+        its gains, which are a part of the model.
       phase: whose rules.
       statistics: tensor_stats.QUIET, or LOUD to watch everything, activations too.
     """
-    rules = self.precision.phases[phase].rules if recipe is None else ((".*", recipe),)
+    rules = self.precision.phases[phase].rules
+    if recipe == library.BF16.name:
+      plain = tuple((pattern, rules_lib.unquantized(name)) for pattern, name in rules)
+      has_gains = any(name != recipe for _, name in plain)
+      rules = plain if has_gains else ((".*", recipe),)
+    elif recipe is not None:
+      rules = ((".*", recipe),)
     return site_tree.build_sites(
       transformer.site_params(self.model),
       self.model.dims,

@@ -16,8 +16,7 @@ from fp8jax import axes, formats, mesh
 from fp8jax.formats import E2M1, E4M3, E5M2
 from fp8jax.generation import weights
 from fp8jax.ops import site as site_lib
-from fp8jax.ops.dots import dot, dots
-from fp8jax.ops.residuals import GemmInput
+from fp8jax.ops.dots import dot
 from fp8jax.quantization import hadamard, quantize, tensor_stats
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe import rules
@@ -261,7 +260,10 @@ def drawn(seed: int) -> tuple[Recipe, str]:
   def quant(tile, rotation):
     format, scale = formats.by_name(pick(FORMATS_DRAWN)), pick(SCALES_DRAWN)
     clips = (*CLIPS_DRAWN, Clamp(0.97)) if tile == (1, WHOLE) else CLIPS_DRAWN
-    return Quant(format, tile, scale, clip=pick(clips), transform=rotation)
+    clip = pick(clips)
+    if isinstance(clip, Rms) and scale is Scale.F32:
+      raise ValueError("the last bit of a sum of squares decides on codes")
+    return Quant(format, tile, scale, clip=clip, transform=rotation)
 
   def gemm():
     k = pick((16, 32, WHOLE))
@@ -489,31 +491,6 @@ def test_recipes_survive_json_and_are_found_by_name(recipe):
   if recipe.name in PAPERS:
     assert rules.recipe_by_name(recipe.name) == recipe
     assert recipe.name not in fp8jax.RECIPES
-
-
-@pytest.mark.parametrize(
-  "names",
-  [("quartet",), ("block_128", "block_128_requantized"), ("block_128_requantized", "block_128")],
-  ids=str,
-)
-def test_saved_operands_are_a_sites_own(rng, names):
-  """Gradients with operands saved are those without, also beside another recipe at the same x."""
-  x, w, g = (rng.standard_normal((128, 128)).astype(F32) for _ in range(3))
-  recipes = [rules.recipe_by_name(n) for n in names]
-
-  def gradients(save):
-    sites = [
-      dataclasses.replace(site_lib.unobserved(r, key=jax.random.key(1)), save=save) for r in recipes
-    ]
-
-    def loss(x, ws):
-      return sum(jnp.sum(y * g) for y in dots(("TD,DF->TF",) * len(sites), x, ws, sites))
-
-    return jax.jit(jax.grad(loss, argnums=(0, 1)))(x, (w,) * len(sites))
-
-  saved, plain = (jax.tree.leaves(gradients(s)) for s in GemmInput)
-  for a, b in zip(saved, plain, strict=True):
-    np.testing.assert_array_equal(a, b)
 
 
 def test_generation_keeps_a_weight_that_compensation_multiplies(rng):
