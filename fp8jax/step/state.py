@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 
 
 @jax.tree_util.register_dataclass
@@ -31,3 +32,27 @@ class State:
   grad_autoscale: dict[str, jax.Array]
   skipped: jax.Array
   halted: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFn:
+  """A jitted step, called and lowered with its run's random key.
+
+  As an argument, not a constant, the key leaves seeds one program, which is compiled once.
+
+  Attributes:
+    jitted: of (state, batch, sites, rate_scale=None, *, key).
+    key: uint32 [2], a NumPy array: every process has the same.
+  """
+
+  jitted: Any
+  key: np.ndarray
+
+  def __call__(self, *args):
+    return self.jitted(*args, key=self.key)
+
+  def lower(self, *args):
+    return self.jitted.lower(*args, key=self.key)
+
+  def trace(self, *args):
+    return self.jitted.trace(*args, key=self.key)

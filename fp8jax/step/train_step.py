@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import params as params_lib
@@ -19,7 +20,7 @@ from fp8jax.optim import groups, param_stats, storage, update
 from fp8jax.optim import schedule as schedule_lib
 from fp8jax.quantization import tensor_stats
 from fp8jax.step import layerwise, loss_scale, metrics, train_spec
-from fp8jax.step.state import State
+from fp8jax.step.state import State, StepFn
 
 
 def _abstract_leaves(spec: train_spec.TrainSpec):
@@ -75,7 +76,8 @@ def make_state(spec: train_spec.TrainSpec, params=None) -> State:
     params = _begun(spec, _with_adapters(spec, params))
     # One after the other: all of them in float32 beside all of the state is more than a step takes.
     both = jax.tree.map(_init_param, spec.leaves, params, abstract.opt, abstract.params)
-  make = jax.jit(init, out_shardings=shardings, donate_argnums=1)
+  options = choose.initialization_options(spec.device)
+  make = jax.jit(init, out_shardings=shardings, donate_argnums=1, compiler_options=options)
   return make(jax.random.key(spec.seed), both)
 
 
@@ -242,15 +244,15 @@ def make_step(spec: train_spec.TrainSpec):
   an argument so that its changes compile nothing; None leaves it out of the program.
   """
   schedule = schedule_lib.schedule(spec.optim)
-  key = jax.random.key(spec.seed)
 
-  def step(state: State, batch, sites, rate_scale=None):
+  def step(state: State, batch, sites, rate_scale=None, *, key):
     rate = schedule(state.step)
     rate = rate if rate_scale is None else rate * rate_scale
-    return take_step(spec, state, batch, sites, rate, key)
+    return take_step(spec, state, batch, sites, rate, jax.random.wrap_key_data(key))
 
   options = choose.compiler_options(spec.device)
-  return jax.jit(step, donate_argnums=0, compiler_options=options)
+  key = np.asarray(jax.random.key_data(jax.random.key(spec.seed)))
+  return StepFn(jax.jit(step, donate_argnums=0, compiler_options=options), key)
 
 
 def take_step(spec: train_spec.TrainSpec, state: State, batch, sites, rate, key):

@@ -110,3 +110,16 @@ def test_same_step_draws_the_same_again(rng):
     state = dataclasses.replace(train_step.make_state(spec), step=jnp.int32(number))
     norms.append(float(step(state, batch, spec.sites())[1]["grad_norm"]))
   assert norms[0] == norms[1] != norms[2]
+
+
+def test_seeds_share_one_program_and_draw_their_own(rng):
+  """The cache of compiled programs then serves every seed of a recipe with random bits."""
+  changes = {"precision.rules": harness.only_down("nvfp4_sr_rht")}
+  specs = [harness.one_layer_spec(**changes, seed=seed) for seed in (1, 2)]
+  state, batch = train_step.make_state(specs[0]), harness.weighted_batch(rng)
+  steps = [train_step.make_step(spec) for spec in specs]
+  one, two = (step.lower(state, batch, spec.sites()).as_text() for step, spec in zip(steps, specs))
+  assert one == two
+  sites = specs[0].sites()
+  norms = [step(jax.tree.map(jnp.copy, state), batch, sites)[1]["grad_norm"] for step in steps]
+  assert norms[0] != norms[1]
