@@ -29,7 +29,8 @@ def digest(recipe):
   spec = resolve.resolve(debug.get_config(recipe), 1, Device("cpu"))
   text = aot.lower(spec, jax.devices("cpu")[:1]).compile().as_text()
   text = re.sub(r", metadata={[^}]*}", "", text)
-  text = re.sub(r"(?m)^(?:File|Function|Stack)[A-Z]\\w+\\n(?:\\d+ .*\\n)*", "", text)  # places in the source
+  # Places in the source.
+  text = re.sub(r"(?m)^(?:File|Function|Stack)[A-Z]\\w+\\n(?:\\d+ .*\\n)*", "", text)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 wanted = sys.argv[1:] or list(library.RECIPES)

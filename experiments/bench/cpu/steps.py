@@ -1,12 +1,13 @@
 """CPU-seconds of a training step, by recipe and backend, by tokens and by width.
 
-command: python experiments/bench/cpu/steps.py [recipes] [curve WIDTH TOKENS,TOKENS,...]
+command: python experiments/bench/cpu/steps.py [recipes] [curve WIDTH TOKENS,TOKENSxBATCHES,...]
 hardware: any CPU; other work on the machine disturbs caches, and wall time altogether
 
 Arms take turns in one process; a figure is the median of process_time over their turns, with the
 faults of memory pages beside it. `recipes` is 3.4M parameters and 2,048 tokens per step, once with
-malloc as it is and once with huge pages, as launch.py runs. `curve` is 4 layers and one microbatch,
-with huge pages. Appends to steps.json beside this file, with provenance and the machine's load.
+malloc as it is and once with huge pages, as launch.py runs. `curve` is 4 layers, with huge pages;
+8192x4 are 8,192 tokens in four microbatches. Appends to steps.json beside this file, with
+provenance and the machine's load.
 """
 
 import json
@@ -33,7 +34,7 @@ class Arm:
     seconds, faults: CPU-seconds and page faults of every step that `run` took.
   """
 
-  def __init__(self, name: str, layers: int, width: int, tokens: int):
+  def __init__(self, name: str, layers: int, width: int, tokens: int, microbatches: int = 1):
     import numpy as np
 
     from configs import base
@@ -49,14 +50,16 @@ class Arm:
     c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = width // 64, width // 128, 64
     c.model.vocab_size, c.mesh.fsdp = VOCABULARY, 1
     c.global_batch, c.seq_len, c.steps = tokens // LENGTH, LENGTH, 1000
+    c.grad_accum_steps = microbatches
     spec = resolve.resolve(c, 1, choose.current_device())
-    shape = (c.global_batch, LENGTH)
+    rows = c.global_batch // microbatches
+    shape = (rows, LENGTH) if microbatches == 1 else (microbatches, rows, LENGTH)
     drawn = np.random.default_rng(0).integers(0, VOCABULARY, (2, *shape), np.int32)
     host = {
       "tokens_BL": drawn[0],
       "targets_BL": drawn[1],
       "weights_BL": np.ones(shape, np.float32),
-      "positions_BL": np.tile(np.arange(LENGTH, dtype=np.int32), (shape[0], 1)),
+      "positions_BL": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), shape),
       "segments_BL": np.ones(shape, np.int32),
     }
     self._batch = batch_sharding.BatchSharder(spec.run.layout, spec.microbatch).place(host)
@@ -77,9 +80,9 @@ class Arm:
     self.faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
 
 
-def measure(names, layers: int, width: int, tokens: int, rounds: int):
+def measure(names, layers: int, width: int, tokens: int, rounds: int, microbatches: int = 1):
   """{arm: {"cpu_seconds", "ratio", "us_per_token", "page_faults"}}, taking turns."""
-  arms = {name: Arm(name, layers, width, tokens) for name in names}
+  arms = {name: Arm(name, layers, width, tokens, microbatches) for name in names}
   for _ in range(rounds):
     for arm in arms.values():
       arm.run()
@@ -108,25 +111,20 @@ def main(what="recipes", width="256", tokens="512,2048,3072,8192", rounds="7"):
 
   path, malloc = HERE / "steps.json", os.environ["GLIBC_TUNABLES"] or "as it is"
   cases = (
-    [(3, 256, 2048)] if what == "recipes" else [(4, int(width), int(n)) for n in tokens.split(",")]
+    [(3, 256, "2048")] if what == "recipes" else [(4, int(width), n) for n in tokens.split(",")]
   )
   names = ARMS if what == "recipes" else ARMS[:3]
   for layers, wide, count in cases:
-    arms = measure(names, layers, wide, count, int(rounds))
+    total, _, microbatches = count.partition("x")
+    arms = measure(names, layers, wide, int(total), int(rounds), int(microbatches or 1))
     results = timing.read(path)
     results[f"{what} {layers}x{wide}, {count} tokens, malloc {malloc}"] = {
       "arms": arms, "load": [round(x, 1) for x in os.getloadavg()],
       "provenance": timing.provenance(),
     }  # fmt: skip
     timing.write(path, results)
-    print(
-      layers,
-      wide,
-      count,
-      malloc,
-      json.dumps({k: (v["cpu_seconds"], v["ratio"]) for k, v in arms.items()}),
-      flush=True,
-    )
+    ratios = json.dumps({k: (v["cpu_seconds"], v["ratio"]) for k, v in arms.items()})
+    print(layers, wide, count, malloc, ratios, flush=True)
 
 
 if __name__ == "__main__":
