@@ -48,6 +48,7 @@ class Key:
     is_mapped: whether a mapped sweep honours the key (sweeps/stacked.py reads it, or training does
       not); one that it does not must have its default.
     is_open: whether the user adds names below it (data.sources).
+    altering: values between which and the others a change affects the result, whatever `affects`.
   """
 
   name: str
@@ -59,6 +60,7 @@ class Key:
   affects: Affects
   is_mapped: bool
   is_open: bool
+  altering: tuple[str, ...]
   is_optional: bool
 
 
@@ -71,6 +73,7 @@ def key(
   affects: Affects | None = None,
   mapped: bool | None = None,
   opened: bool = False,
+  altering: tuple[str, ...] = (),
 ) -> Any:
   """Declares a key as a field of a section; see Key.
 
@@ -78,7 +81,7 @@ def key(
     affects, mapped: None takes the section's.
   """
   facts = dict(meaning=meaning, least=least, choices=choices and tuple(choices), affects=affects,
-               is_mapped=mapped, is_open=opened)  # fmt: skip
+               is_mapped=mapped, is_open=opened, altering=altering)  # fmt: skip
   if isinstance(default, dict):
     return dataclasses.field(default_factory=lambda: dict(default), metadata=facts)
   return dataclasses.field(default=default, metadata=facts)

@@ -99,5 +99,5 @@ def refused_changes(changes: dict[str, Any], accepted, read: Collection[str] = (
   Args:
     read: keys that alter it because its policies decide by them, see policy.keys_read.
   """
-  changed = (k for k in changes if registry.affects(k) is Affects.RESULT or k in read)
+  changed = (k for k, c in changes.items() if registry.affects(k, c) is Affects.RESULT or k in read)
   return [k for k in changed if k not in accepted]

@@ -1,7 +1,7 @@
 """All keys of the configuration: the base configuration, keys by name, the text of --explain."""
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -69,13 +69,18 @@ def problems(c: Any) -> list[str]:
   ]
 
 
-def affects(name: str) -> Affects:
+def affects(name: str, change: Sequence[Any] | None = ()) -> Affects:
   """The consequence of another value of a key, or of a name below one that is open.
 
   A name that is no key is of the resolved model, or of the content of the data.
+
+  Args:
+    change: the values that it has, where they are known.
   """
   one = _find(name)
-  return one.affects if one else Affects.RESULT
+  if one is None or any(value in one.altering for value in change or ()):
+    return Affects.RESULT
+  return one.affects
 
 
 def is_mapped(name: str) -> bool:

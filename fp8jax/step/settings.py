@@ -149,7 +149,7 @@ class Kernels:
     'emulates; "reference" does, "emulated_sm90" with Hopper\'s sums of 14 bits, "exact" in '
     'integers. "dequantized", on a CPU alone, takes the reference\'s codes and adds all of K in '
     "float32: experiments in half the extra time.",
-    choices=("auto", *gemm_api.BACKENDS), mapped=True)
+    choices=("auto", *gemm_api.BACKENDS), altering=("emulated_sm90",), mapped=True)
   attention: str = key("auto", '"xla", "cudnn" (GPUs since Ampere, 16-bit activations; isolates '
     'documents by an L x L bias), "tokamax" (Hopper, 16-bit activations, extra `attention`; no '
     'such bias), or "auto": cudnn on a GPU, with isolated documents tokamax, else xla. A bias '

@@ -497,6 +497,11 @@ def test_accepted_changes_are_not_refused():
     "steps", "optim.peak_lr", "mesh.data", "log.every"}  # fmt: skip
   assert identity.refused_changes(changed, ()) == ["optim.peak_lr", "steps"]
   assert identity.refused_changes(changed, ("optim.peak_lr",)) == ["steps"]
+  # Another backend is the same run, but for the one that rounds sums to 14 bits.
+  hopper = "emulated_sm90"
+  for old, new in (("auto", "reference"), ("reference", hopper), (hopper, "auto")):
+    is_refused = hopper in (old, new)
+    assert bool(identity.refused_changes({"kernels.matmul": (old, new)}, ())) == is_refused
   # Neither a section nor the beginning of a key stands for the key.
   assert identity.refused_changes(changed, ("optim", "optim.peak")) == ["optim.peak_lr", "steps"]
 
