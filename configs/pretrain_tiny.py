@@ -15,7 +15,7 @@ arms:      SIZE-CORPUS-RECIPE, each may be left out: 0p8m, 3m (default) or 6m; a
 from configs import base
 
 FOLDER = "assets/corpora"
-CORPORA = ("python_docs", "brown", "python_code", "man_de", "man_fr", "man_ja")
+CORPORA = ("python_docs", "brown", "python_code", "man_de", "man_fr", "man_ja", "speeches")
 # Layers, hidden size, inner size of the MLP, heads and heads of keys and values, each of 64.
 SIZES = {
   "0p8m": (2, 128, 256, 2, 1),  # 819,840 parameters
