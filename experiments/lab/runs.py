@@ -280,7 +280,7 @@ def _by_width(*recipes: str, changes: Changes = ()) -> tuple[Arm, ...]:
 
 
 SYSTEMS = (
-  # Its own recipe alone, with as many seeds as the budget has: an interval of +-0.22 %.
+  # Its own recipe alone, with as many seeds as the budget has: an interval of +-0.23 %.
   System("2025_infir2", (*_arms("block_128_pow2"), FLOAT32), (
     Comparison("block_128_pow2", "bf16", "close", 0.0),
   ), fixed_seeds=MOST - 5),
