@@ -1,11 +1,12 @@
-"""The ledger of the lab: verdicts from result files -> ledger.md, ledger.json.
+"""The ledger of the lab: verdicts from result files -> ledger.md, ledger.json, lab/pictures.
 
 command: python experiments/ledger.py [FOLDER]    (experiments/lab/results: *.json, at any depth)
 
 A row is a comparison of experiments/lab/runs.py, paired by seed. Its interval is Student's over the
 seeds, at 95 % together with all of its system (fp8jax/statistics.py has the rule). Runs of another
 commit, CPU, jax, backend or data are not paired; a note says what differs. The noise floor is the
-root mean square difference of the candidate's runs from their nudged twins (init.nudge).
+root mean square difference of the candidate's runs from their nudged twins (init.nudge). Seeds were
+counted before the runs: a row that has fewer says "3 of 6", and is for looking at until it has all.
 """
 
 import collections
@@ -23,6 +24,7 @@ import results as results_lib  # noqa: E402
 import runs as runs_lib  # noqa: E402
 
 from fp8jax import records, statistics  # noqa: E402
+from fp8jax.errors import UserError  # noqa: E402
 from fp8jax.report import compare  # noqa: E402
 
 RESULTS = HERE / "lab" / "results"
@@ -40,6 +42,7 @@ class Row:
   Attributes:
     question, claim: as asked, with the claimed effect in percent.
     rate: peak learning rate of a system that visits several, else None.
+    planned: seeds that were fixed before the runs.
     seeds: of the pairs.
     effect, low, high: percent of the baseline's loss; None without a pair, infinite with one.
     floor: percent; None without a twin.
@@ -55,6 +58,7 @@ class Row:
   quantity: str
   rate: float | None
   tokens: int
+  planned: int
   seeds: tuple[int, ...] = ()
   effect: float | None = None
   low: float | None = None
@@ -64,15 +68,34 @@ class Row:
   notes: tuple[str, ...] = ()
   origin: tuple[str, ...] = ()
 
+  @property
+  def count(self) -> str:
+    """ "6" of 6 planned seeds, "3 of 6", or "-" without a pair."""
+    if not self.seeds or len(self.seeds) == self.planned:
+      return str(len(self.seeds) or "-")
+    return f"{len(self.seeds)} of {self.planned}"
+
 
 Index = dict[tuple[str, int, bool], list[Result]]
 
 
 def index(found: Iterable[Result]) -> Index:
-  """{(group, seed, whether a twin): results, of several origins}."""
+  """{(group, seed, whether a twin): results, one of each origin}.
+
+  Raises:
+    UserError: two results of a run have one origin and other losses: nobody knows which is meant.
+  """
   made: Index = collections.defaultdict(list)
   for result in found:
-    made[result.run.group, result.run.seed, result.run.is_twin].append(result)
+    of_run = made[result.run.group, result.run.seed, result.run.is_twin]
+    same = next((r for r in of_run if r.key == result.key), None)
+    if same is None:
+      of_run.append(result)
+    elif (same.losses, same.heldout, same.data) != (result.losses, result.heldout, result.data):
+      raise UserError(
+        f"{result.run.name}: two results of commit {result.origin['commit'][:9]} that differ; "
+        "remove the file of one"
+      )
   return made
 
 
@@ -99,10 +122,12 @@ def _what_differs(one: Sequence[str], other: Sequence[str]) -> str:
   return ", ".join(f"{name} {a[:24]} and {b[:24]}" for name, a, b in parts if a != b)
 
 
-def _unpaired(run: Result, base: Result, name: str) -> str:
+def _unpaired(run: Result, base: Result, name: str, quantity: str) -> str:
   """Why two runs of a seed and an origin are no pair, or ""."""
   if run.data != base.data:
     return f"data {run.data} and {base.data}"
+  if quantity == "heldout" and any(r.status == "finished" and not r.heldout for r in (run, base)):
+    return "a run without held-out losses"
   return "" if base.status == "finished" else f"{name} diverged"
 
 
@@ -110,7 +135,7 @@ def floor(of: Index, group: str, quantity: str, origin) -> float | None:
   """Root mean square difference, percent, of twins from their own runs; None without any."""
   own, twins = (_by_origin(of, group, is_twin).get(origin, {}) for is_twin in (False, True))
   found = [percent(quantity, twins[s], own[s]) for s in sorted(own.keys() & twins.keys())
-           if own[s].status == "finished"]  # fmt: skip
+           if own[s].status == "finished" and own[s].data == twins[s].data]  # fmt: skip
   return math.sqrt(sum(x * x for x in found) / len(found)) if found else None
 
 
@@ -134,6 +159,7 @@ def row(system: runs_lib.System, comparison: runs_lib.Comparison, of: Index, rat
   empty = Row(
     system.slug, comparison.candidate, comparison.baseline, comparison.question, comparison.effect,
     comparison.quantity, rate, system.tokens,
+    min(system.seeds(arms[name]) for name in (comparison.candidate, comparison.baseline)),
   )  # fmt: skip
   mine, base = (_by_origin(of, group) for group in groups)
   shared = {o: mine[o].keys() & base[o].keys() for o in mine.keys() & base.keys()}
@@ -144,7 +170,7 @@ def row(system: runs_lib.System, comparison: runs_lib.Comparison, of: Index, rat
     differs = _what_differs(next(iter(sorted(mine))), next(iter(sorted(base))))
     return dataclasses.replace(empty, verdict=f"refused: {differs or 'no seed in common'}")
   origin = max(shared, key=lambda o: (len(shared[o]), o))
-  notes = []
+  notes = ["files were edited: the commit is not what ran"] * origin[0].endswith("+")
   for name, by in ((comparison.candidate, mine), (comparison.baseline, base)):
     for other in sorted(by):
       if other != origin:
@@ -154,7 +180,8 @@ def row(system: runs_lib.System, comparison: runs_lib.Comparison, of: Index, rat
       notes.append(f"{name}, seed {seed}: the other arm has no such run")
   seeds = []
   for seed in sorted(shared[origin]):
-    why = _unpaired(mine[origin][seed], base[origin][seed], comparison.baseline)
+    pair = mine[origin][seed], base[origin][seed]
+    why = _unpaired(*pair, comparison.baseline, comparison.quantity)
     notes += [f"seed {seed}: {why}, not compared"] * bool(why)
     seeds += [seed] * (not why)
   if not seeds:
@@ -197,7 +224,8 @@ def markdown(found: Sequence[Row]) -> str:
     "Written by `python experiments/ledger.py` from experiments/lab/results; [lab.md](lab.md) says",
     "how. Effects are percent of the baseline's loss, paired by seed; intervals hold at 95 %",
     "together within a system. The noise floor is the recipe against itself one ulp away. An",
-    "illustration has two seeds and no verdict.",
+    "illustration has two seeds and no verdict. Seeds were counted before the runs: 3 of 6 are not",
+    "all yet, and the word may change.",
   ]
   columns = ("comparison", "claim", "quantity", "tokens", "seeds", "effect, %", "interval, %",
              "noise floor, %", "verdict")  # fmt: skip
@@ -211,8 +239,8 @@ def markdown(found: Sequence[Row]) -> str:
       )
       ends = f"[{_number(r.low)}, {_number(r.high)}]" if len(r.seeds) > 1 else "-"
       twin = _number(r.floor, ".2f") if r.floor is not None or not r.seeds else "no twin"
-      count, effect = len(r.seeds) or "-", _number(r.effect)
-      cells = (name, claim, r.quantity, f"{r.tokens:,}", count, effect, ends, twin, r.verdict)
+      effect = _number(r.effect)
+      cells = (name, claim, r.quantity, f"{r.tokens:,}", r.count, effect, ends, twin, r.verdict)
       lines.append(f"| {' | '.join(map(str, cells))} |")
     origins = dict.fromkeys(r.origin for r in own if r.origin)
     for origin in origins:
@@ -233,6 +261,9 @@ def main(folder: str = str(RESULTS)):
   (HERE / "ledger.md").write_text(markdown(found))
   table = [dataclasses.asdict(r) for r in found]
   (HERE / "ledger.json").write_text(records.to_json(table, indent=1) + "\n")
+  import pictures  # altair, half a second
+
+  pictures.write(found)
   counts = collections.Counter(r.verdict for r in found)
   print(json.dumps(counts, indent=1))
 

@@ -198,6 +198,29 @@ def estimate(values: Sequence[float], count: int = 1) -> Estimate:
   return Estimate(mean, mean - half, mean + half, by_seed)
 
 
+def seeds_needed(
+  mean: float, deviation: float, low: float, high: float, count: int = 1, most: int = 1000
+) -> int | None:
+  """Seeds with which `estimate`'s interval lies between two bounds, with a chance of POWER.
+
+  Args:
+    mean, deviation: of the paired differences of seeds, which are normal.
+    low, high: the bounds; infinite where there is none.
+    count: of intervals that hold together.
+    most: None: more would be needed than so many, at least 3.
+  """
+  from scipy import stats
+
+  for n in range(3, most + 1):
+    error = deviation / math.sqrt(n)
+    half = float(stats.t.ppf(1 - (1 - CONFIDENCE) / 2 / count, n - 1)) * error
+    of_mean = statistics.NormalDist(mean, max(error, 1e-300))
+    inside = of_mean.cdf(min(high, 1e300) - half) - of_mean.cdf(max(low, -1e300) + half)
+    if inside >= POWER:
+      return n
+  return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Comparison:
   """The paired difference of two arms, candidate - baseline, in points.

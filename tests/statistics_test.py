@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from fp8jax import statistics
 
@@ -190,3 +191,20 @@ def test_items_needed_show_the_parity_of_equal_arms():
     arms = [rng.random((3, needed)) < 0.6 for _ in range(2)]
     verdicts.append(statistics.compare(*arms, margin=5, resamples=600, seed=trial).verdict)
   assert 0.72 <= verdicts.count("parity") / 200, verdicts.count("parity") / 200
+
+
+def test_so_many_seeds_give_a_verdict_with_the_chance_that_is_said():
+  """Against draws: the first n at which 80 % of intervals lie inside, and n - 1 at which not."""
+  rng = np.random.default_rng(0)
+  for mean, low, high in ((0.05, -0.25, 0.25), (0.8, 0.25, math.inf), (-0.5, -math.inf, 0.0)):
+    n = statistics.seeds_needed(mean, 0.3, low, high, count=3)
+    share = []
+    for seeds in (n - 1, n, n + 2):
+      draws = rng.normal(mean, 0.3, (20_000, seeds))
+      # The deviation is taken as known where seeds are counted, and estimated by an interval.
+      half = stats.t.ppf(1 - 0.025 / 3, seeds - 1) * 0.3 / math.sqrt(seeds)
+      inside = (draws.mean(1) - half > low) & (draws.mean(1) + half < high)
+      share.append(float(inside.mean()))
+    assert share[0] < 0.81 and share[1] > 0.79 and share[2] > share[1], (mean, n, share)
+  assert statistics.seeds_needed(0.25, 0.3, -0.25, 0.25) is None  # it lies on the bound
+  assert statistics.seeds_needed(0.0, 0.0, -0.25, 0.25) == 3

@@ -1,6 +1,8 @@
 """Which recipe every linear layer gets: ordered rules, first match wins."""
 
 import dataclasses
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +13,32 @@ from fp8jax.recipe import library, papers
 from fp8jax.recipe.gemm import PASSES, Accumulate, Recipe, accumulate_by_name
 from fp8jax.recipe.quant import Delayed, Static
 
+_OWN: dict[str, Recipe] = {}  # by `add`
+
+
+def add(recipe: Recipe) -> str:
+  """Lets configurations name a recipe of one's own; for the file that defines get_config.
+
+  Returns:
+    The name for precision.rules: "mine_5d1c07e2" of a recipe "mine". It ends in a digest of the
+    definition, so that no run is resumed, skipped or compared as one of another definition.
+
+  Raises:
+    ValueError: the recipe's name is not of letters, digits and underscores.
+  """
+  if not re.fullmatch(r"\w+", recipe.name):
+    raise ValueError(
+      f"Recipe.name={recipe.name!r}: expected letters, digits and underscores, such as 'mine'"
+    )
+  text = json.dumps(recipe.to_dict(), sort_keys=True)
+  name = f"{recipe.name}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+  _OWN[name] = dataclasses.replace(recipe, name=name)
+  return name
+
 
 def recipe_by_name(name: str) -> Recipe:
-  """A recipe of `library.RECIPES` or `papers.PAPERS`, with other numbers if the name gives some.
+  """A recipe of `library.RECIPES`, `papers.PAPERS` or `add`, with other numbers if the name gives
+  some.
 
   Args:
     name: "block_128", or with options in parentheses: "tensor_delayed(steps=16, margin=1)", any
@@ -24,7 +49,7 @@ def recipe_by_name(name: str) -> Recipe:
     ValueError: no such recipe, no such option of it, or a value that it cannot have.
   """
   base, opening, options = name.partition("(")
-  recipes = library.RECIPES | papers.PAPERS
+  recipes = library.RECIPES | papers.PAPERS | _OWN
   if base not in recipes or (opening and not options.endswith(")")):
     near = nearest(base, recipes)
     hint = f"did you mean {near!r}?" if near else "none is like it."

@@ -1,15 +1,21 @@
 """The precision section of a configuration: rules by layer, phases, recipes by name, mistakes."""
 
+import re
+
 import harness
 import pytest
 
 from fp8jax.compiled import fp8_gemms
+from fp8jax.config import named, resolve
 from fp8jax.errors import ConfigError
 from fp8jax.generation import api
+from fp8jax.kernels import choose
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.phases import schedule
 from fp8jax.recipe import attention
+from fp8jax.recipe import rules as rules_lib
+from fp8jax.recipe.gemm import Recipe
 from fp8jax.recipe.quant import Delayed
 from fp8jax.run import evaluator
 from fp8jax.run import start as run_start
@@ -144,3 +150,33 @@ def test_emulated_attention_is_named_as_such_and_on_a_gpu_asked_for_by_name():
   assert title == f"{fp8_gemms.TITLE}; attention fa3 is emulated"
   outside = [row for row in rows if not row.key.product]
   assert sum(row.unquantized for row in outside) > 0 == sum(row.fp8 for row in outside)
+
+
+def test_a_recipe_of_ones_own_is_named_by_its_definition(tmp_path, monkeypatch):
+  """A configuration's file adds it: its rules take the name, and another definition is another."""
+  monkeypatch.setattr(rules_lib, "_OWN", {})
+  path = tmp_path / "mine.py"
+
+  def load(tile: int) -> str:
+    path.write_text(
+      "import fp8jax\nfrom configs import debug\nfrom fp8jax.recipe import rules\n\n"
+      f"row = fp8jax.Quant(fp8jax.E4M3, (1, {tile}))\n"
+      f"gemm = fp8jax.Gemm(row, row, {tile})\n"
+      "NAME = rules.add(fp8jax.Recipe('mine', gemm, gemm, gemm))\n\n\n"
+      "def get_config(arm=''):\n  return debug.get_config(NAME)\n"
+    )
+    c = named.load(str(path), {"kernels.matmul": "reference"})
+    spec = resolve.resolve(c, 1, choose.current_device())
+    recipe = site_lib.flatten(spec.sites())["layers/mlp/up"].recipe
+    assert recipe.fwd.lhs.tile == (1, tile) and recipe.name == dict(c.precision.rules)["layers/.*"]
+    assert rules_lib.recipe_by_name(f"{recipe.name}(accumulate=32)").dgrad.accumulate == 32
+    return recipe.name
+
+  first, other, again = load(64), load(32), load(64)
+  assert first == again != other
+  assert all(re.fullmatch(r"mine_[0-9a-f]{8}", name) for name in (first, other))
+  assert rules_lib.recipe_by_name(first).fwd.lhs.tile == (1, 64)  # both are known, none is replaced
+  with pytest.raises(ValueError, match="unknown recipe 'mine'.* Known: .*, mine_"):
+    rules_lib.recipe_by_name("mine")
+  with pytest.raises(ValueError, match="Recipe.name='my own': expected letters"):
+    rules_lib.add(Recipe("my own"))

@@ -22,6 +22,7 @@ from fp8jax.sweeps import outcome, spec
 EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
 ledger = run_files.script(EXPERIMENTS / "ledger.py")
 run_queue = run_files.script(EXPERIMENTS / "lab/run_queue.py")
+pictures = run_files.script(EXPERIMENTS / "lab/pictures.py")
 runs, results = ledger.runs_lib, ledger.results_lib
 prepare = run_files.script(EXPERIMENTS / "corpora/prepare.py")
 
@@ -146,6 +147,11 @@ def test_illustrations_and_divergences_are_labelled():
   row = _row(system, [*found[:2], base, *found[3:]])
   assert row.seeds == (0, 2, 3) and row.notes == ("seed 1: bf16 diverged, not compared",)
   assert _row(system, [base, found[3]]).verdict == "no verdict: no pair"
+  blind = dataclasses.replace(found[3], heldout={})  # a held-out loss that was not taken
+  held = dataclasses.replace(system.comparisons[1], quantity="heldout")
+  row = _row(dataclasses.replace(system, comparisons=(held,)), [*found[:3], blind, *found[4:]])
+  assert row.seeds == (0, 2, 3) and math.isfinite(row.effect)
+  assert row.notes == ("seed 1: a run without held-out losses, not compared",)
   other = dataclasses.replace(found[3], data="others")
   row = _row(system, [*found[:3], other, *found[4:]])
   assert row.seeds == (0, 2, 3) and row.notes == (
@@ -153,6 +159,29 @@ def test_illustrations_and_divergences_are_labelled():
   )
   assert _row(system, found[:1]).verdict == ledger.NOT_RUN
   assert _row(system, found[:2]).verdict == statistics.TOO_SHORT  # one seed
+
+
+def test_seeds_that_are_missing_and_files_that_were_edited_are_said():
+  system = dataclasses.replace(_system("higher"), fixed_seeds=6)
+  found, _ = _pairs(system, 4, commit="c0ffee+")
+  row = _row(system, found)
+  assert row.planned == 6 and row.count == "4 of 6" and "| 4 of 6 |" in ledger.markdown([row])
+  assert row.notes == ("files were edited: the commit is not what ran",)
+  assert dataclasses.replace(row, planned=4).count == "4"
+  assert dataclasses.replace(row, seeds=()).count == "-"
+  # The same file in two folders is one run; another one of the same commit is a contradiction.
+  assert _row(system, [*found, found[0]]) == row
+  again = dataclasses.replace(found[0], losses=tuple(x + 1 for x in found[0].losses))
+  with pytest.raises(UserError, match="two results of commit c0ffee.* differ; remove"):
+    ledger.index([*found, again])
+
+
+def test_a_twin_of_other_data_is_no_floor():
+  system = _system("higher")
+  found, _ = _pairs(system, 3)
+  twin = _result(system, 1, 0, [x * 1.003 for x in found[1].losses], twin=True)
+  assert _row(system, [*found, twin]).floor == pytest.approx(0.3)
+  assert _row(system, [*found, dataclasses.replace(twin, data="other")]).floor is None
 
 
 def test_rates_are_rows_of_their_own():
@@ -172,6 +201,45 @@ def test_the_committed_ledger_is_what_the_results_give():
   assert (EXPERIMENTS / "ledger.md").read_text() == ledger.markdown(found)
   again = json.loads(ledger.records.to_json([dataclasses.asdict(r) for r in found]))
   assert json.loads((EXPERIMENTS / "ledger.json").read_text()) == again
+
+
+def test_pictures_say_n_floor_and_the_ledgers_word():
+  """Of every comparison that they show; the committed ones show the committed ledger."""
+  system = _system("higher", "close", fixed_seeds=6)
+  found, expected = _pairs(system, 4)
+  twin = _result(system, 1, 0, [x * 1.003 for x in found[1].losses], twin=True)
+  rows = [row for of in ([*found, twin], []) for row in ledger.rows(ledger.index(of), [system])]
+  labels = [pictures.label(row) for row in rows]
+  assert labels[:2] == ["x against bf16 (x): n = 4 of 6, floor 0.30 %, as claimed",
+                        "x against bf16 (x): n = 4 of 6, floor 0.30 %, missed"]  # fmt: skip
+  assert labels[2] == "x against bf16 (x): not run"
+  fell = [*found[:3], _result(system, 1, 1, [3.0, 9.0], status="diverged"), *found[4:]]
+  rows += [_row(system, fell), _row(system, found[:2])]  # no effect; no interval
+  chart = pictures.charts.spec(pictures.effects(rows, ""), checked=False)
+  marks = {one["row"]: one for one in chart["layer"][0]["data"]["values"]}
+  assert len(marks) == 5
+  first = marks[labels[0]]
+  assert first["effect"] == pytest.approx(np.mean(expected)) and first["low"] < first["effect"]
+  assert (first["under"], first["over"]) == pytest.approx((-0.3, 0.3))
+  assert marks[labels[2]] == {"row": labels[2], "word": ""}
+  diverged, single = (marks[pictures.label(row)] for row in rows[-2:])
+  assert "effect" not in diverged and diverged["word"] == "diverged"
+  assert "effect" in single and "low" not in single
+  shown = {name: (pictures.FOLDER / f"{name}.svg").read_text() for name in pictures.QUESTIONS}
+  found = ledger.rows(ledger.read())
+  for name, chosen in (("trains", pictures.trains), ("breaks", pictures.breaks),
+                       ("scales", pictures.scales)):  # fmt: skip
+    for row in filter(chosen, found):
+      assert f">{pictures.label(row)}<" in shown[name]
+  counts = iter(range(99))
+  for row, of in pictures.savings(found, lambda run: (next(counts), 0.0)):
+    assert f">{pictures.label(row)}<" in shown["saves"] and of["parameter"][0] < 99
+
+
+@pytest.mark.slow  # programs of nine configurations are traced
+def test_the_committed_pictures_are_what_the_ledger_gives():
+  for name, svg in pictures.draw(ledger.rows(ledger.read())).items():
+    assert (pictures.FOLDER / f"{name}.svg").read_text().rstrip() == svg.rstrip(), name
 
 
 # --- the run list ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,14 +11,22 @@ import time
 
 import pytest
 
+from fp8jax.config import named, resolve
+from fp8jax.kernels import choose
+from fp8jax.ops import site_tree
+from fp8jax.recipe import rules
+
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "notebooks"
-NAMES = ("01_first_run", "02_numerics", "03_your_model")
+NAMES = ("01_first_run", "02_numerics", "03_your_model", "04_your_recipe")
 # A sign in its output that a notebook has reached its end.
 LAST = {
   "01_first_run": "nvfp4",
   "02_numerics": "layers/1/mlp/down/x saturate",
   "03_your_model": "hf-bf16",
+  "04_your_recipe": "verdicts of runs of 8,192 tokens",
 }
+# Instead of the cell that says what a notebook may cost.
+BUDGET = 'STEPS, SEEDS, PUBLISHED = 4, 2, ("halo_int8_2", "nvfp4_sr_rht")'
 
 
 def _cells(name):
@@ -42,6 +51,9 @@ def _execute(name, repository, folder) -> str:
   import nbformat
 
   book = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+  for cell in book.cells:
+    if "budget" in cell["metadata"].get("tags", ()):
+      cell["source"] = BUDGET
   client = nbclient.NotebookClient(
     book, timeout=600, skip_cells_with_tag="install", resources={"metadata": {"path": str(folder)}}
   )
@@ -64,8 +76,30 @@ def test_notebooks_are_committed_without_outputs_and_install_alike():
       assert not cell.get("outputs") and cell.get("execution_count") is None
       assert _is_install(cell) or len(source.splitlines()) <= 30, source
       installs += [source] * _is_install(cell)
-  assert len(installs) == 3 and len(set(installs)) == 1
+  assert len(installs) == len(NAMES) and len(set(installs)) == 1
   compile(installs[0], "install", "exec")
+
+
+def test_the_recipe_of_the_notebook_is_twenty_lines_and_its_arms_can_start(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(rules, "_OWN", {})
+  code = ["".join(c["source"]) for c in _cells("04_your_recipe") if c["cell_type"] == "code"]
+  magic = "%%writefile your_recipe.py\n"
+  (recipe,) = (source.removeprefix(magic) for source in code if source.startswith(magic))
+  assert len(recipe.splitlines()) <= 20
+  for source in code:
+    compile(source.removeprefix(magic), "cell", "exec")
+  (budget,) = (source for source in code if "PUBLISHED = (" in source)
+  published: dict = {}
+  exec(budget, published)
+  assert len(set(published["PUBLISHED"])) == 8
+  pathlib.Path("your_recipe.py").write_text(recipe)
+  own = runpy.run_path("your_recipe.py")
+  assert rules.recipe_by_name(own["NAME"]).fwd == own["MINE"].fwd
+  for arm in (own["NAME"], *published["PUBLISHED"]):
+    c = named.load(f"your_recipe.py:{arm}", {"kernels.matmul": "dequantized"})
+    spec = resolve.resolve(c, 1, choose.current_device())
+    assert arm in {r.name for r in site_tree.recipes_of(spec.sites()).values()}
 
 
 @pytest.mark.slow
