@@ -106,3 +106,13 @@ def test_a_table_of_real_tensors_is_that_of_its_results(folder):
     plain = re.compile("error|snr|factor|low|high|bytes.*|declared.*|temporaries.*")
     want = [v * (1 if plain.fullmatch(k) else 100) for k, v in row.items()]
     assert cells == pytest.approx(want, rel=0.02, abs=0.06)
+
+
+def test_logfmts_table_is_that_of_its_results():
+  kept = json.loads((ROOT / "experiments/2024_deepseek_v3/results.json").read_text())["logfmt"]
+  readme = (ROOT / "experiments/2024_deepseek_v3/README.md").read_text().splitlines()
+  assert kept["provenance"]["commit"] and len(kept["results"]) == 12
+  for name in dict.fromkeys(key.split()[0] for key in kept["results"]):
+    (line,) = [one for one in readme if one.startswith(f"| `{name}` |")]
+    want = [100 * v for t in "xg" for v in kept["results"][f"{name} {t}"].values()]
+    assert [float(c) for c in line.split("|")[2:-1]] == pytest.approx(want, rel=0.01, abs=1e-9)
