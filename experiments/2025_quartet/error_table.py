@@ -4,6 +4,7 @@ command: python experiments/2025_quartet/error_table.py    (half a minute)
 
 2^20 normal numbers in blocks of 32, sixteen draws. The error is relative to the mean square. Of
 misalignment, 1 - E[1/S] with S = <x, x> / <x, q> (EDEN's factor), S is of the whole tensor here.
+The error of the first draw, to the nearest, is also split into three (`split`).
 """
 
 import pathlib
@@ -15,6 +16,7 @@ sys.path.insert(0, str(HERE.parents[1] / "experiments" / "lab"))
 import altair as alt  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
 import tensors  # noqa: E402
 
@@ -40,6 +42,10 @@ RULES = {
   ("QuEST", "floor"): Quant(E2M1, (1, 32), Scale.FLOOR, clip=QUEST),
   ("QuEST", "floor of log2(amax / 6), its code"): Quant(E2M1, (1, 32), Scale.POW2_DOWN, clip=QUEST),
 }
+SPLIT = {
+  rule: Quant(E2M1, (1, 32), scale)
+  for rule, scale in (("floor", Scale.FLOOR), ("even", Scale.EVEN), ("round up", Scale.POW2))
+}
 
 
 def measure(quant: Quant, samples: int = SAMPLES, seeds: int = SEEDS) -> dict[str, float]:
@@ -54,6 +60,44 @@ def measure(quant: Quant, samples: int = SAMPLES, seeds: int = SEEDS) -> dict[st
 
   error, misalignment = np.mean([one(jax.random.key(s)) for s in range(seeds)], axis=0)
   return {"mse": float(error), "misalignment": float(misalignment)}
+
+
+def split(x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
+  """The error of x in MXFP4, y - x, in three parts that add up to it, after arXiv:2605.20402.
+
+  z is x under each block's own scale, its largest magnitude over 6 instead of a power of two:
+    scale      y - z: what the power of two changes, saturation included
+    dead zone  z - x where z is 0
+    grid       z - x elsewhere
+
+  Args:
+    x, y: float32 [n, multiples of 32].
+
+  Returns:
+    {part: float64 like x}. In float64 the differences and their sum are exact.
+  """
+  blocks = x.reshape(-1, 32)
+  largest = np.abs(blocks).max(1, keepdims=True) * np.float32(1 / 6)
+  own = np.float64(np.where(largest == 0, np.float32(1), largest))
+  codes = np.clip(blocks / own, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+  z = (np.float64(codes) * own).reshape(x.shape)
+  is_dead = (z == 0) & (x != 0)
+  rounding = z - x
+  return {"scale": y - z, "dead zone": np.where(is_dead, rounding, 0.0),
+          "grid": np.where(is_dead, 0.0, rounding)}  # fmt: skip
+
+
+def shares(quant: Quant, samples: int = SAMPLES) -> dict[str, float]:
+  """Mean squares of the parts over that of x; twice the products of scale with the other two; and
+  each part along x, which add up to less the misalignment."""
+  x = np.random.default_rng(0).standard_normal((samples // 128, 128), np.float32)
+  parts = split(x, np.asarray(quantize.quantize(x, quant).dequantize()))
+  square = np.sum(np.float64(x) ** 2)
+  found = {name: float(np.sum(part**2) / square) for name, part in parts.items()}
+  rest = parts["dead zone"] + parts["grid"]
+  cross = float(2 * np.sum(parts["scale"] * rest) / square)
+  found |= {"cross": cross, "all": float(np.sum((parts["scale"] + rest) ** 2) / square)}
+  return found | {f"{k} along x": float(np.sum(x * p) / square) for k, p in parts.items()}
 
 
 def verdict(name: str, found: dict[str, float]) -> list[str]:
@@ -76,6 +120,11 @@ def main():
   table = tensors.markdown(
     ["projection", "scale", "error", "paper", "", "misalignment", "paper", ""], rows
   )
+  splits = {f"split, {rule}": shares(quant) for rule, quant in SPLIT.items()}
+  table += "\n\n" + tensors.markdown(
+    ["mean squares of the error's parts, %", *next(iter(splits.values()))],
+    [[name, *(f"{100 * v:.3f}" for v in one.values())] for name, one in splits.items()],
+  )
   values = [{"rule": f"{a}, {b}", "error": one["mse"]} for (a, b), one in found.items()]
   papers = [{"rule": f"{a}, {b}", "error": PAPER[a][0]} for a, b in found]
   base = alt.Chart(alt.Data(values=values)).encode(
@@ -84,7 +133,8 @@ def main():
   )
   ticks = base.properties(data=alt.Data(values=papers)).mark_tick(color="#333333", thickness=2)
   chart = alt.layer(base.mark_circle(size=70), ticks).properties(width=420, height=240)
-  tensors.write(HERE, {f"{a}, {b}": one for (a, b), one in found.items()}, table, chart)
+  kept = {f"{a}, {b}": one for (a, b), one in found.items()} | splits
+  tensors.write(HERE, kept, table, chart)
 
 
 if __name__ == "__main__":

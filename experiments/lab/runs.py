@@ -344,7 +344,7 @@ SYSTEMS = (
     BF16, Arm("fa3", changes=(("precision.attention", "fa3"),)),
     Arm("sage", changes=(("precision.attention", "sage_bwd"),)),
   ), (*_higher(0.5, "fa3"), *_higher(0.5, "sage")), illustration=True),
-  System("2024_fp4_copies", (BF16, *(Arm(f"copies {f}", changes=tuple((k, f) for k in _COPIES))
+  System("2026_fp4_copies", (BF16, *(Arm(f"copies {f}", changes=tuple((k, f) for k in _COPIES))
                                      for f in ("e4m3_16", "mxfp4"))),
          _higher(1.0, "copies mxfp4"), size="0p8m", twins=1),
   # The float32 baseline, once per corpus.

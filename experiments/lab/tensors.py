@@ -33,15 +33,24 @@ LENGTH, SEQUENCES = 512, 4
 _TABLE = re.compile(r"(<!-- table -->\n).*?(<!-- end -->)", re.S)
 
 
-def captured() -> dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
-  """{site: (x [tokens, in], w [in, out], g [tokens, out]) of its layers, the last one first}."""
-  c = smollm2_cpt.get_config("bf16")
+def smollm2(
+  recipe: str = "bf16", length: int = LENGTH, sequences: int = SEQUENCES, batches: int = 1,
+  **changes,
+):  # fmt: skip
+  """(spec, params, held-out batches) of SmolLM2-135M; `changes` of its configuration."""
+  c = smollm2_cpt.get_config(recipe)
+  c.update_from_flattened_dict(changes)
   c.init.hf = str(ROOT / c.init.hf)
-  c.seq_len, c.eval.batch, c.memory.remat_policy = LENGTH, SEQUENCES, "full"
+  c.seq_len, c.eval.batch = length, sequences
   spec = resolve.resolve(c, 1, choose.current_device())
   params, _ = weights.load_params(c.init.hf, spec.model)
-  batch = next(iter(loader.heldout_batches(spec.data, "main", SEQUENCES, 1)))
-  batch = {name: jnp.asarray(value) for name, value in batch.items()}
+  drawn = loader.heldout_batches(spec.data, "main", sequences, batches)
+  return spec, params, [{name: jnp.asarray(x) for name, x in batch.items()} for batch in drawn]
+
+
+def captured() -> dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+  """{site: (x [tokens, in], w [in, out], g [tokens, out]) of its layers, the last one first}."""
+  spec, params, (batch,) = smollm2(**{"memory.remat_policy": "full"})
   seen: dict[str, list] = {}
   multiply = linear.weight_gradient
 

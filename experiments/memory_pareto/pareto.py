@@ -47,6 +47,7 @@ ARMS = [
   ("tensor_current", "none", OPERANDS),
   ("bf16", "none", BF16),
   ("bf16", "none", GROUPS),
+  ("block_128", "operands", OPERANDS | dict.fromkeys(GROUPS, "mxfp4")),
 ]
 
 

@@ -22,8 +22,6 @@ from fp8jax.quantization import bf16_remainder, quantized_tensor
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.step import train_spec, train_step
 
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
-
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
@@ -231,8 +229,8 @@ def saved_by_layers(text: str, spec: train_spec.TrainSpec, params) -> dict[str, 
       for (dtype, dims), count in counts.items():
         shape = tuple(int(n) for n in dims.split(","))
         if _bulk(shape) not in known:
-          size = 1 if dtype.startswith("f8") else _BYTES.get(dtype, 4)
-          sizes[f"{dtype}[{dims}] x {count}"] = count * math.prod(shape) * size
+          nbytes = saved_tensors.nbytes(dtype, count * math.prod(shape))
+          sizes[f"{dtype}[{dims}] x {count}"] = nbytes
       if sum(sizes.values()) > sum(best.values()):
         best = sizes
     total |= best

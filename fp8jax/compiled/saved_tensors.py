@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -64,10 +65,14 @@ def of_layers(spec: train_spec.TrainSpec) -> list[SavedTensor]:
   tensors = []
   for (block, shape, dtype), count in counts.items():
     name = functools.reduce(lambda text, change: text.replace(*change), _HLO, str(dtype))
-    nbytes = count * math.prod(shape) * dtype.itemsize
-    tensors.append(SavedTensor(block, name, shape, count, nbytes))
+    tensors.append(SavedTensor(block, name, shape, count, nbytes(name, count * math.prod(shape))))
   order = [STREAM, *(mixer.key for mixer in transformer.mixers(spec.model))]
   return sorted(tensors, key=lambda t: (order.index(t.block), -t.nbytes))
+
+
+def nbytes(dtype: str, elements: int) -> int:
+  """Of elements in a dtype as compiled programs call it, which pack two of "f4e2m1fn" in a byte."""
+  return elements * int((re.search(r"\d+", dtype) or ["8"])[0]) // 8  # "pred" has no number
 
 
 def recomputed_sites(cfg: ModelConfig, run: ComputeConfig) -> set[str]:

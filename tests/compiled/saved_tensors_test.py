@@ -1,7 +1,6 @@
 """What is declared to wait for the backward pass is what differentiation keeps."""
 
 import dataclasses
-import math
 
 import harness
 import jax
@@ -17,7 +16,7 @@ from fp8jax.step import train_step
 GROUPS = {"memory.save_norm_inputs": "e4m3_16", "memory.save_gate_up": "e4m3_16"}
 CASES = [
   ("debug", "bf16", {}),
-  ("debug", "bf16", {"memory.save_norm_inputs": "e4m3_128", "memory.save_gate_up": "bf16"}),
+  ("debug", "bf16", {"memory.save_norm_inputs": "mxfp4", "memory.save_gate_up": "bf16"}),
   ("debug", "block_128 saved", {"memory.remat_policy": "operands"}),
   ("debug", "block_128 saved",
    {"memory.remat_policy": "operands", "memory.save_norm_inputs": "e4m3_16"}),
@@ -58,10 +57,17 @@ def test_declared_is_what_differentiation_keeps(monkeypatch, preset, recipe, cha
     if leaf.shape[:1] and leaf.shape[0] in of_layers and leaf.shape[1:] not in known
     and leaf.size >= 8 * 128
   ]  # fmt: skip
-  there = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept)
+  # Two numbers of E2M1 in a byte.
+  there = sum(leaf.size * leaf.dtype.itemsize / (1 + (leaf.dtype.name == "float4_e2m1fn"))
+              for leaf in kept)  # fmt: skip
   assert there == pytest.approx(
     sum(item.nbytes for item in saved_tensors.of_layers(spec)), rel=0.01
   )
+
+
+def test_two_numbers_of_four_bits_share_a_byte():
+  wanted = {"f4e2m1fn": 3, "f8e4m3fn": 6, "pred": 6, "u8": 6, "bf16": 12, "f32": 24}
+  assert {name: saved_tensors.nbytes(name, 6) for name in wanted} == wanted
 
 
 def test_backends_of_one_device_are_chosen_for_its_sizes(monkeypatch):

@@ -1,14 +1,19 @@
 """Committed error tables are those of the code, and say of the paper what the numbers say."""
 
+import functools
 import importlib.util
 import json
 import pathlib
+import re
 
+import numpy as np
+import oracle
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
+@functools.cache
 def _script(path: str):
   spec = importlib.util.spec_from_file_location(path.replace("/", "_"), ROOT / path)
   module = importlib.util.module_from_spec(spec)
@@ -34,7 +39,59 @@ def test_quartets_table_is_what_its_rules_give():
     assert is_said == (abs(error / paper - 1) <= 0.03)
 
 
-@pytest.mark.parametrize("folder", ["2025_fp4", "2025_halo"])
+def test_three_parts_of_mxfp4s_error_add_up_to_it_exactly():
+  """Blocks whose parts are known by hand, and normal ones: powers of two from the oracle."""
+  split = _script("experiments/2025_quartet/error_table.py").split
+  x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+  # Own scales 7/6, of which the power of two is 1 and saturates the largest, and 1 itself.
+  x[0] = 0
+  x[0, :4], x[0, 32:36] = (7, 0.26, 1.3, -0.6), (6, 0.2, 1.4, -2.6)
+  data, scale = oracle.quantize(x, "e2m1", (1, 32), "floor")
+  y = data.astype(np.float32) * scale
+  parts = split(x, y)
+  error = np.float64(y) - np.float64(x)
+  np.testing.assert_array_equal(parts["scale"] + parts["dead zone"] + parts["grid"], error)
+  t = np.float64(np.float32(7) * np.float32(1 / 6))
+  z = np.array([6 * t, 0, t, -0.5 * t])
+  np.testing.assert_array_equal(parts["scale"][0, :4], [6 - 6 * t, 0.5, 1.5 - t, 0.5 * t - 0.5])
+  np.testing.assert_array_equal(parts["dead zone"][0, :4], [0, -np.float64(x[0, 1]), 0, 0])
+  np.testing.assert_array_equal(parts["grid"][0, :4], np.where(z == 0, 0, z - x[0, :4]))
+  np.testing.assert_array_equal(parts["scale"][0, 32:], 0)
+  own = np.repeat(np.abs(x.reshape(-1, 32)).max(1) / 6, 32).reshape(x.shape)
+  is_dead = parts["dead zone"] != 0
+  assert (
+    np.all(np.abs(x[is_dead]) <= own[is_dead] * (0.25 + 1e-6)) and not parts["grid"][is_dead].any()
+  )
+  assert np.all(np.abs(parts["grid"]) <= own * (1 + 1e-6))
+  # Along x the parts add up, too: to what the table says of the nearest.
+  kept = json.loads((ROOT / "experiments/2025_quartet/results.json").read_text())["results"]
+  for rule in ("floor", "round up"):
+    whole, of = kept[f"nearest, amax, {rule}"], kept[f"split, {rule}"]
+    assert of["all"] == pytest.approx(whole["mse"], rel=0.01)
+    along = sum(of[f"{part} along x"] for part in parts)
+    assert along == pytest.approx(-whole["misalignment"], rel=0.02)
+
+
+@pytest.mark.parametrize("which", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1))])
+def test_a_factor_between_nvfp4s_roundings_is_what_they_give(which):
+  """Four or six against nearest, and MS-EDEN against stochastic rounding, by fewer samples."""
+  script = _script("experiments/2025_nvfp4/error_table.py")
+  kept = json.loads((ROOT / "experiments/2025_nvfp4/results.json").read_text())["results"]
+  names = script.FACTORS[which]
+  found = [script.normal(script.ROUNDINGS[name], samples=2**15, draws=4) for name in names]
+  for name, of in zip(names, found, strict=True):
+    # Standard deviations of a draw: 1.1 % of the error, 8e-4 of the length.
+    assert of[:, 0].mean() == pytest.approx(kept[name]["normal"], rel=0.02)
+    assert of[:, 2].mean() == pytest.approx(kept[name]["length"], abs=2e-3)
+    assert of[:, 1].mean() == pytest.approx(kept[name]["bias"], rel=0.02, abs=3e-4)
+  said = kept[f"{names[0]} against {names[1]}, N(0, 1)"]
+  assert script.factor(*(of[:, 0] for of in found))["factor"] == pytest.approx(
+    said["factor"], rel=0.02
+  )
+  assert said["low"] < said["factor"] < said["high"]
+
+
+@pytest.mark.parametrize("folder", ["2025_fp4", "2025_halo", "2025_nvfp4", "2026_fp4_copies"])
 def test_a_table_of_real_tensors_is_that_of_its_results(folder):
   """Measured from weights that the suite has not: the page repeats results.json."""
   kept = json.loads((ROOT / f"experiments/{folder}/results.json").read_text())
@@ -45,6 +102,17 @@ def test_a_table_of_real_tensors_is_that_of_its_results(folder):
       one for one in readme.splitlines() if one.startswith((f"| {name} |", f"| `{name}` |"))
     ]
     cells = [float(c) for c in line.split("|")[2 : 2 + len(row)]]
-    scale = {"cosine": 100, "error": 1, "snr": 1}
-    want = [v * scale.get(k, 100) for k, v in row.items()]
+    # Percent, but for what has a unit of its own.
+    plain = re.compile("error|snr|factor|low|high|bytes.*|declared.*|temporaries.*")
+    want = [v * (1 if plain.fullmatch(k) else 100) for k, v in row.items()]
     assert cells == pytest.approx(want, rel=0.02, abs=0.06)
+
+
+def test_logfmts_table_is_that_of_its_results():
+  kept = json.loads((ROOT / "experiments/2024_deepseek_v3/results.json").read_text())["logfmt"]
+  readme = (ROOT / "experiments/2024_deepseek_v3/README.md").read_text().splitlines()
+  assert kept["provenance"]["commit"] and len(kept["results"]) == 12
+  for name in dict.fromkeys(key.split()[0] for key in kept["results"]):
+    (line,) = [one for one in readme if one.startswith(f"| `{name}` |")]
+    want = [100 * v for t in "xg" for v in kept["results"][f"{name} {t}"].values()]
+    assert [float(c) for c in line.split("|")[2:-1]] == pytest.approx(want, rel=0.01, abs=1e-9)
