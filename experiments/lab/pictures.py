@@ -116,7 +116,8 @@ Points = list[tuple[str, str, float]]  # (line, kind, error in %)
 
 
 def _quartet(found) -> Points:
-  return [(rule, "x", 100 * math.sqrt(one["mse"])) for rule, one in found["results"].items()]
+  return [(rule, "x", 100 * math.sqrt(one["mse"])) for rule, one in found["results"].items()
+          if "mse" in one]  # fmt: skip
 
 
 def _clamped(found) -> Points:
@@ -140,6 +141,16 @@ def _gradient_tiles(found) -> Points:
           for error in of[f"gradient_tiles {scale}"].values()]  # fmt: skip
 
 
+def _nvfp4(found) -> Points:
+  return [(rounding, "x", 100 * math.sqrt(one["normal"])) for rounding, one in
+          found["results"].items() if "normal" in one]  # fmt: skip
+
+
+def _logfmt(found) -> Points:
+  rows = ((name.rpartition(" "), one) for name, one in found["logfmt"]["results"].items())
+  return [(spelled, tensor, 100 * one["error"]) for (spelled, _, tensor), one in rows]
+
+
 def _attention(found) -> Points:
   return [(name, "O", e) for name, by_seed in found["rmse"].items() for e in by_seed]
 
@@ -159,12 +170,15 @@ Table = tuple[str, str, str, Callable[[Any], Points]]
 ERRORS_OF_SCALES: tuple[Table, ...] = (
   ("2025_quartet", "MXFP4 by scale and clip, N(0, 1), n = 16 draws of 2^20", "error, % of RMS",
    _quartet),
+  ("2025_nvfp4", "NVFP4 by rounding, N(0, 1), n = 16 draws of 2^18", "error, % of RMS", _nvfp4),
   ("2025_fp4", "E2M1 per token, clamped or not, SmolLM2's x, mean over n = 210 tensors",
    "error, % of RMS", _clamped),
   ("2024_deepseek_v3", "x of SmolLM2 by tile and scale, n = 7 sites (a dot each)",
    "error, % of the norm", _requantized),
   ("2024_deepseek_v3", "g of SmolLM2 by tile and scale, n = 7 sites (a dot each)",
    "error, % of the norm", _gradient_tiles),
+  ("2024_deepseek_v3", "8 and 10 bits per 1x128, x and g of SmolLM2, n = 21 tensors", "error, % of the norm",
+   _logfmt),
   ("2024_flash_attention_3", "attention in E4M3, random Q, K, V, n = 3 seeds (a dot each)",
    "RMSE", _attention),
 )  # fmt: skip

@@ -349,7 +349,7 @@ SYSTEMS = (
          _higher(1.0, "copies mxfp4"), size="0p8m", twins=1),
   # The float32 baseline, once per corpus.
   *(System(f"corpus_{c}", (BF16, FLOAT32),
-           (Comparison("bf16", "float32", "close", 0.0),), corpus=c, illustration=True)
+           (Comparison("bf16", "float32", "close", 0.0),), corpus=c, size="0p8m", illustration=True)
     for c in pretrain_tiny.CORPORA if c != "python_docs"),
 )  # fmt: skip
 
