@@ -177,8 +177,8 @@ ERRORS_OF_SCALES: tuple[Table, ...] = (
    "error, % of the norm", _requantized),
   ("2024_deepseek_v3", "g of SmolLM2 by tile and scale, n = 7 sites (a dot each)",
    "error, % of the norm", _gradient_tiles),
-  ("2024_deepseek_v3", "8 and 10 bits per 1x128, x and g of SmolLM2, n = 21 tensors", "error, % of the norm",
-   _logfmt),
+  ("2024_deepseek_v3", "8 and 10 bits per 1x128, x and g of SmolLM2, n = 21 tensors",
+   "error, % of the norm", _logfmt),
   ("2024_flash_attention_3", "attention in E4M3, random Q, K, V, n = 3 seeds (a dot each)",
    "RMSE", _attention),
 )  # fmt: skip
