@@ -69,7 +69,7 @@ def test_sharpness_is_the_largest_loss_of_all_corners_of_the_box():
     for row, target, found in zip(z, t, script.sharpness(z, t, eps), strict=True):
       losses = [
         np.log(np.exp(corner).sum()) - corner[target]
-        for signs in itertools.product((-1, 0, 1), repeat=7)
+        for signs in itertools.product((-1, 1), repeat=7)
         for corner in [row + eps * (np.abs(row) + 1) * signs]
       ]
       own = np.log(np.exp(row).sum()) - row[target]
@@ -98,10 +98,10 @@ def test_an_update_on_a_logarithmic_grid_errs_as_the_theorem_bounds_it():
     for kind in script.UPDATES:
       u = script.updated(kind, w, g, rate)
       np.testing.assert_allclose(u, exact[kind], atol=1e-12)
-      drawn = np.floor(gamma * u + rng.random((4000, 500))) / gamma  # stochastic rounding
+      drawn = np.floor(gamma * u + rng.random((1000, 500))) / gamma  # stochastic rounding
       squares = np.sum((drawn - u) ** 2, -1)
       mean = script.mean_error(u, gamma)
-      assert abs(squares.mean() - mean) < 5 * squares.std() / np.sqrt(4000) + 1e-15
+      assert abs(squares.mean() - mean) < 5 * squares.std() / np.sqrt(1000) + 1e-15
       assert script.bound(kind, w, g, rate, gamma) == pytest.approx(bounds[kind])
       # Fractions of whole numbers are those of 2^-40 in float64.
       assert mean <= bounds[kind] + 500 * 2.0**-40 / gamma**2
