@@ -1,6 +1,6 @@
 """To FP8 and back: sharpness of the loss in logits while masked models train.
 
-command: python experiments/2024_fp8_and_back/sharpness.py    (about four minutes of a CPU core)
+command: python experiments/2024_fp8_and_back/sharpness.py    (five minutes of a CPU core)
 
 Keskar et al. (arXiv:1609.04836, metric 2.1) on the logits z of a window's last token, as in
 arXiv:2405.18710: with f(z) = logsumexp(z) - z_t and a box |d_i| <= eps * (|z_i| + 1),
