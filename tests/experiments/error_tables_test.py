@@ -97,7 +97,7 @@ def test_an_update_on_a_logarithmic_grid_errs_as_the_theorem_bounds_it():
     }
     for kind in script.UPDATES:
       u = script.updated(kind, w, g, rate)
-      np.testing.assert_allclose(u, exact[kind], atol=1e-12)
+      assert np.abs(u - exact[kind]).max() < 1e-12
       drawn = np.floor(gamma * u + rng.random((1000, 500))) / gamma  # stochastic rounding
       squares = np.sum((drawn - u) ** 2, -1)
       mean = script.mean_error(u, gamma)
