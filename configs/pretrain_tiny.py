@@ -7,15 +7,17 @@ command:   python experiments/corpora/prepare.py all    (once)
 hardware:  one CPU core, 2 GB of memory; minutes (experiments/lab.md)
 expected:  experiments/ledger.md
 arms:      SIZE-CORPUS-RECIPE, each may be left out: 0p8m, 3m (default) or 6m; a corpus of
-           experiments/corpora/prepare.py (python_docs); a recipe (bf16), or "float32": `bf16` that
-           computes in float32. All others compute in bfloat16, on a CPU too, where "auto" would
-           take float32
+           experiments/corpora/prepare.py (python_docs), or a mixture of some (ja_en_code); a
+           recipe (bf16), or "float32": `bf16` that computes in float32. All others compute in
+           bfloat16, on a CPU too, where "auto" would take float32
 """
 
 from configs import base
 
 FOLDER = "assets/corpora"
 CORPORA = ("python_docs", "brown", "python_code", "man_de", "man_fr", "man_ja", "speeches")
+# Corpora of equal shares of tokens, each a source with a loss of its own.
+MIXTURES = {"ja_en_code": ("man_ja", "brown", "python_code")}
 # Layers, hidden size, inner size of the MLP, heads and heads of keys and values, each of 64.
 SIZES = {
   "0p8m": (2, 128, 256, 2, 1),  # 819,840 parameters
@@ -35,7 +37,8 @@ def get_config(arm=""):
   c.model.vocab_size = 4096
   c.data.tokenizer = f"{FOLDER}/bpe_4096/tokenizer.json"
   c.data.eos = "<|endoftext|>"
-  c.data.sources = {corpus: base.source("text", f"{FOLDER}/{corpus}/**/*.txt")}
+  names = MIXTURES.get(corpus, (corpus,))
+  c.data.sources = {name: base.source("text", f"{FOLDER}/{name}/**/*.txt") for name in names}
   c.mesh.fsdp = 1
   c.steps, c.global_batch, c.seq_len = 512, 8, 256
   # Warm up, hold, cosine tail over the last eighth.
@@ -50,7 +53,7 @@ def get_config(arm=""):
 def _parts(arm: str) -> list[str]:
   """[size, corpus, recipe] of an arm, each of which may be left out."""
   words, chosen = arm.split("-"), ["3m", "python_docs"]
-  for i, known in enumerate((SIZES, CORPORA)):
+  for i, known in enumerate((SIZES, (*CORPORA, *MIXTURES))):
     if words and words[0] in known:
       chosen[i] = words.pop(0)
   return [*chosen, "-".join(words) or "bf16"]

@@ -22,6 +22,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE / "lab")]
 
 import results as results_lib  # noqa: E402
 import runs as runs_lib  # noqa: E402
+import stability  # noqa: E402
 
 from fp8jax import records, statistics  # noqa: E402
 from fp8jax.errors import UserError  # noqa: E402
@@ -216,8 +217,12 @@ def _number(x: float | None, form: str = "+.2f") -> str:
   return "-" if x is None else "∞" if math.isinf(x) else format(x, form)
 
 
-def markdown(found: Sequence[Row]) -> str:
-  """The page: a table per system, notes below it."""
+def markdown(found: Sequence[Row], of: Index | None = None) -> str:
+  """The page: a table per system, notes below it.
+
+  Args:
+    of: results, for the tables of how runs fail (lab/stability.py).
+  """
   lines = [
     "# Ledger of the lab",
     "",
@@ -248,6 +253,7 @@ def markdown(found: Sequence[Row]) -> str:
       lines += ["", f"Commit {facts['commit'][:9]}, {facts['cpu']}, jax {facts['jax']}."]
     lines += [""] * any(r.notes for r in own)
     lines += [f"- {r.candidate} against {r.baseline}: {note}" for r in own for note in r.notes]
+    lines += [x for s in runs_lib.SYSTEMS if of and s.slug == slug for x in stability.tables(s, of)]
   return "\n".join(lines) + "\n"
 
 
@@ -257,8 +263,9 @@ def read(folder: pathlib.Path = RESULTS) -> Index:
 
 
 def main(folder: str = str(RESULTS)):
-  found = rows(read(pathlib.Path(folder)))
-  (HERE / "ledger.md").write_text(markdown(found))
+  of = read(pathlib.Path(folder))
+  found = rows(of)
+  (HERE / "ledger.md").write_text(markdown(found, of))
   table = [dataclasses.asdict(r) for r in found]
   (HERE / "ledger.json").write_text(records.to_json(table, indent=1) + "\n")
   import pictures  # altair, half a second

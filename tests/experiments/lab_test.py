@@ -23,7 +23,7 @@ EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
 ledger = run_files.script(EXPERIMENTS / "ledger.py")
 run_queue = run_files.script(EXPERIMENTS / "lab/run_queue.py")
 pictures = run_files.script(EXPERIMENTS / "lab/pictures.py")
-runs, results = ledger.runs_lib, ledger.results_lib
+runs, results, stability = ledger.runs_lib, ledger.results_lib, ledger.stability
 prepare = run_files.script(EXPERIMENTS / "corpora/prepare.py")
 
 ORIGIN = {"commit": "c0ffee", "cpu": "one", "jax": "0.12", "jaxlib": "0.12", "backend": "cpu"}
@@ -197,8 +197,9 @@ def test_rates_are_rows_of_their_own():
 
 
 def test_the_committed_ledger_is_what_the_results_give():
-  found = ledger.rows(ledger.read())
-  assert (EXPERIMENTS / "ledger.md").read_text() == ledger.markdown(found)
+  of = ledger.read()
+  found = ledger.rows(of)
+  assert (EXPERIMENTS / "ledger.md").read_text() == ledger.markdown(found, of)
   again = json.loads(ledger.records.to_json([dataclasses.asdict(r) for r in found]))
   assert json.loads((EXPERIMENTS / "ledger.json").read_text()) == again
 
@@ -240,6 +241,64 @@ def test_pictures_say_n_floor_and_the_ledgers_word():
 def test_the_committed_pictures_are_what_the_ledger_gives():
   for name, svg in pictures.draw(ledger.rows(ledger.read())).items():
     assert (pictures.FOLDER / f"{name}.svg").read_text().rstrip() == svg.rstrip(), name
+
+
+# --- how runs fail --------------------------------------------------------------------------------
+
+
+def test_a_spike_begins_above_the_median_and_five_deviations_of_the_fifty_before():
+  window = [1.0, 3.0] * 25  # median 2, median absolute deviation 1: the threshold is 7
+  for loss, begins in ((7.0, []), (np.nextafter(7, 8), [50]), (math.inf, [50]), (math.nan, [50])):
+    assert stability.spikes([*window, loss]) == begins
+  assert stability.spikes([*window, 9, 9, 2, 30]) == [50, 53]  # two steps of one, then another
+  assert stability.spikes([*window[:49], 9]) == [] == stability.spikes(window)
+  assert stability.spikes([2.0] * 50 + [2.0, np.nextafter(2, 3)]) == [51]
+  rng = np.random.default_rng(0)
+  losses = rng.standard_t(2, 400) + np.linspace(9, 3, 400)
+  above = [False] * 50
+  for i in range(50, 400):
+    middle = np.sort(losses[i - 50 : i])[24:26].mean()
+    spread = np.sort(np.abs(losses[i - 50 : i] - middle))[24:26].mean()
+    above.append(losses[i] > middle + 5 * spread)
+  wanted = [i for i in range(1, 400) if above[i] and not above[i - 1]]
+  assert stability.spikes(losses) == wanted and len(wanted) == 5
+  # Garwood's ends: the chance of so many or more, or fewer, is 2.5 %.
+  low, high = stability.poisson(7)
+  assert stats.poisson.sf(6, low) == pytest.approx(0.025)
+  assert stats.poisson.cdf(7, high) == pytest.approx(0.025)
+  assert stability.poisson(0)[0] == 0 and stats.poisson.pmf(0, stability.poisson(0)[1]) < 0.02501
+
+
+def test_the_share_that_diverges_is_counted_against_the_best_of_bf16_at_the_rate():
+  losses = [5.0, 3.0, 4.0, 2.0]
+  weights = [0.9**3, 0.1 * 0.9**2, 0.1 * 0.9, 0.1]
+  assert stability.last(losses) == pytest.approx(np.dot(losses, weights), rel=1e-14)
+  assert stability.last([3.0, math.nan, 3.0]) == math.inf
+  system = _system("higher", rates=(1e-3, 2e-3), fixed_seeds=4, is_mapped=True,
+                   shows=("divergence", "spikes", "domains"))  # fmt: skip
+  ends = {("bf16", 1e-3): [2.0, 2.0, 2.2, 2.3], ("x", 1e-3): [2.2, 2.5, 2.6, math.nan],
+          ("bf16", 2e-3): [1.0, 1.0, 1.0, 1.0], ("x", 2e-3): [math.inf] * 3}  # fmt: skip
+  found = []
+  for arm in ARMS:
+    for run in system.runs((arm,)):
+      by_seed = ends[arm.name, dict(run.changes)["optim.peak_lr"]]
+      if run.seed < len(by_seed):
+        held = {s: {"bf16": x, "own": x * (1 + (arm.name == "x"))} for s, x in (("a", 2.0),)}
+        made = results.Result(run, "finished", (by_seed[run.seed],) * 60, 2, held, ORIGIN, "d", 1.0)
+        found += [made, dataclasses.replace(made, origin={**ORIGIN, "commit": "older"})][
+          : 1 + (run.seed == 0)
+        ]
+  of = ledger.index(found)
+  shares = stability.shares(system, stability.found(system, of))
+  said = {(s.arm, s.rate): (s.runs, s.diverged, s.of_own) for s in shares}
+  # 2.2 is not above 1.1 times 2.0 (2.2 and an ulp); of its own best, 2.2, 2.5 is above 2.42.
+  assert said["bf16", 1e-3] == (4, statistics.wilson(1, 4), statistics.wilson(1, 4))
+  assert said["x", 1e-3] == (4, statistics.wilson(3, 4), statistics.wilson(3, 4))
+  assert said["x", 2e-3] == (3, statistics.wilson(3, 3), None)
+  lines = "\n".join(stability.tables(system, of))
+  assert "| x | 0.002 | 3 of 4 | 100 % | [44, 100] | - | - | ∞ |" in lines
+  assert "| x | a | 4 | 2.0000 | 4.0000 | +100.00 | [+100.00, +100.00] |" in lines
+  assert stability.tables(system, {}) == []
 
 
 # --- the run list ---------------------------------------------------------------------------------
@@ -296,6 +355,10 @@ def test_sizes_are_those_of_the_configuration(size, count):
   own = {k: v for k, v in own.items() if k not in ("rope_scaling", "lora", "mixers")}
   model = dataclasses.replace(presets.DEBUG, **own)
   assert params.count(transformer.params(model), model.dims) == count
+  mixed = pretrain_tiny.get_config(f"{size}-ja_en_code-block_128").data.sources
+  assert {k: v.weight for k, v in mixed.items()} == dict.fromkeys(
+    ("man_ja", "brown", "python_code"), 1.0
+  )
   assert list(c.data.sources) == ["brown"] and c.precision.rules[-1][1] == "mxfp8"
   assert c.precision.compute_dtype == "bfloat16"
   assert pretrain_tiny.get_config("float32").precision.compute_dtype == "float32"

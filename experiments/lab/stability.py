@@ -1,0 +1,208 @@
+"""How runs fail: the share that diverges, spikes of the loss, and the loss by domain.
+
+Tables that the ledger prints below the comparisons of a system (runs.System.shows). The rules were
+fixed before the runs:
+
+- A run has diverged if a loss is not finite or if its last loss, an exponential mean of decay 0.9,
+  is above 1.1 times that of the best BF16 run at the same rate. arXiv:2405.18710 gives no rule.
+- A spike is a stretch of steps whose losses lie above the median of the 50 losses before each by
+  more than 5 times their median absolute deviation.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import results as results_lib
+import runs as runs_lib
+from scipy import stats
+
+from fp8jax import statistics
+
+DECAY, FACTOR = 0.9, 1.1
+WINDOW, DEVIATIONS = 50, 5.0
+Result = results_lib.Result
+# {(arm, rate or None): {seed: result}}, of one origin.
+Found = dict[tuple[str, float | None], dict[int, Result]]
+
+
+def found(
+  system: runs_lib.System, index: Mapping[tuple[str, int, bool], Sequence[Result]]
+) -> Found:
+  """The system's results of the origin that has most of them; {} without any.
+
+  Args:
+    index: the ledger's, {(group, seed, whether a twin): results}.
+  """
+  by_origin = collections.defaultdict(lambda: collections.defaultdict(dict))
+  for arm in system.arms:
+    for run in system.runs((arm,)):
+      rate = dict(run.changes).get("optim.peak_lr") if system.rates else None
+      for result in () if run.is_twin else index.get((run.group, run.seed, False), ()):
+        by_origin[result.key][arm.name, rate][run.seed] = result
+  size = {key: sum(map(len, of.values())) for key, of in by_origin.items()}
+  return dict(by_origin[max(size, key=lambda key: (size[key], key))]) if size else {}
+
+
+# --- divergence -----------------------------------------------------------------------------------
+
+
+def last(losses: Sequence[float]) -> float:
+  """The exponential mean at the end; infinite if a loss is not finite."""
+  if not np.isfinite(losses).all():
+    return math.inf
+  mean = losses[0]
+  for loss in losses[1:]:
+    mean = DECAY * mean + (1 - DECAY) * loss
+  return mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+  """Runs of an arm at a rate.
+
+  Attributes:
+    rate: None where the system has one.
+    diverged: share of them, with Wilson's interval.
+    of_own: share whose last loss is above FACTOR times that of the arm's own best run at the rate:
+      without what the arm loses in every run. None where no run is finite.
+    median: of last losses.
+  """
+
+  arm: str
+  rate: float | None
+  runs: int
+  diverged: statistics.Interval
+  of_own: statistics.Interval | None
+  median: float
+
+
+def shares(system: runs_lib.System, of: Found) -> list[Share]:
+  """Of every arm and rate that has runs beside runs of the first arm, the baseline."""
+  made = []
+  for (arm, rate), by_seed in of.items():
+    base = [_last(r) for r in of.get((system.arms[0].name, rate), {}).values()]
+    ends = [_last(r) for r in by_seed.values()]
+    best, own = min(base, default=math.inf), min(ends)
+    if math.isfinite(best):
+      count, both = len(ends), [sum(e > FACTOR * one for e in ends) for one in (best, own)]
+      wilson = [statistics.wilson(k, count) for k in both]
+      of_own = wilson[1] if math.isfinite(own) else None
+      made.append(Share(arm, rate, count, wilson[0], of_own, float(np.median(ends))))
+  return made
+
+
+def _last(result: Result) -> float:
+  return math.inf if result.status == "diverged" else last(result.losses)
+
+
+# --- spikes ---------------------------------------------------------------------------------------
+
+
+def spikes(losses: Sequence[float]) -> list[int]:
+  """Indices at which a spike begins; of the first WINDOW losses none does.
+
+  A loss that is not finite lies above every threshold, and makes none.
+  """
+  values = np.nan_to_num(np.asarray(losses, np.float64), nan=np.inf)
+  if len(values) <= WINDOW:
+    return []
+  before = np.lib.stride_tricks.sliding_window_view(values[:-1], WINDOW)
+  with np.errstate(all="ignore"):  # infinities
+    middle = np.median(before, -1)
+    spread = np.median(np.abs(before - middle[:, None]), -1)
+    is_above = values[WINDOW:] > middle + DEVIATIONS * spread
+  is_above |= np.isinf(values[WINDOW:])
+  begins = is_above & ~np.concatenate([[False], is_above[:-1]])
+  return (np.flatnonzero(begins) + WINDOW).tolist()
+
+
+def poisson(count: int) -> tuple[float, float]:
+  """The exact interval of a mean count (Garwood 1936), at 95 %."""
+  tail = (1 - statistics.CONFIDENCE) / 2
+  low = stats.chi2.ppf(tail, 2 * count) / 2 if count else 0.0
+  return float(low), float(stats.chi2.ppf(1 - tail, 2 * count + 2) / 2)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def divergence_table(system: runs_lib.System, of: Found) -> list[str]:
+  head = ["arm", "rate", "runs", "diverged", "95 %", "above 1.1 times its own best", "95 %",
+          "last loss, median"]  # fmt: skip
+  rows = []
+  for s in shares(system, of):
+    own = _share(s.of_own) if s.of_own else ("-", "-")
+    median = f"{s.median:.3f}" if math.isfinite(s.median) else "∞"
+    count = f"{s.runs} of {system.fixed_seeds}" if s.runs != system.fixed_seeds else s.runs
+    rows.append([s.arm, f"{s.rate:g}" if s.rate else "-", count, *_share(s.diverged), *own, median])
+  return _table(
+    "Share of runs that diverge, with Wilson's interval: a loss is not finite, or the last loss is "
+    f"above {FACTOR:g} times the best of {system.arms[0].name}", head, rows
+  )  # fmt: skip
+
+
+def _share(of: statistics.Interval) -> tuple[str, str]:
+  return f"{100 * of.estimate:.0f} %", f"[{100 * of.low:.0f}, {100 * of.high:.0f}]"
+
+
+def spikes_table(system: runs_lib.System, of: Found) -> list[str]:
+  base, rows = system.arms[0].name, []
+  for (arm, rate), by_seed in of.items():
+    steps = sum(max(len(r.losses) - WINDOW, 0) for r in by_seed.values())
+    begins = {seed: spikes(r.losses) for seed, r in by_seed.items()}
+    count = sum(map(len, begins.values()))
+    others = {s: set(spikes(r.losses)) for s, r in of.get((base, rate), {}).items()}
+    shared = (
+      "-" if arm == base else sum(len(others.get(s, set()) & {*b}) for s, b in begins.items())
+    )
+    low, high = (1000 * x / max(steps, 1) for x in poisson(count))
+    per = f"{1000 * count / max(steps, 1):.2f}"
+    rows.append([arm, len(by_seed), f"{steps:,}", count, per, f"[{low:.2f}, {high:.2f}]", shared])
+  head = ["arm", "seeds", "steps", "spikes", "per 1,000 steps", "95 %, Poisson",
+          f"at a step where {base} has one"]  # fmt: skip
+  return _table(
+    f"Spikes: losses above the median of the {WINDOW} before by more than {DEVIATIONS:g} median "
+    "absolute deviations", head, rows
+  )  # fmt: skip
+
+
+def domains_table(system: runs_lib.System, of: Found) -> list[str]:
+  """Held-out losses by source, in the arm's own precision, against the first arm's."""
+  base = system.arms[0].name
+  rows = []
+  for (arm, rate), by_seed in of.items():
+    other = of.get((base, rate), {})
+    pairs = [(r, other[s]) for s, r in by_seed.items() if s in other and other[s].heldout]
+    if arm == base or not pairs:
+      continue
+    for source in pairs[0][1].heldout:
+      ends = [[_own(r.heldout.get(source, {})) for r in pair] for pair in pairs]
+      changes = [100 * (mine / its - 1) for mine, its in ends]
+      e = statistics.estimate(changes, len(pairs[0][1].heldout))
+      interval = f"[{e.low:+.2f}, {e.high:+.2f}]" if len(pairs) > 1 else "-"
+      losses = [f"{np.mean(x):.4f}" for x in zip(*ends, strict=True)]
+      rows.append([arm, source, len(pairs), *losses[::-1], f"{e.mean:+.2f}", interval])
+  head = ["arm", "domain", "seeds", base, "arm", "effect, %", "interval, %"]
+  return _table("Held-out loss by domain, nats per token", head, rows)
+
+
+def _own(by_precision: Mapping[str, float]) -> float:
+  return by_precision.get("own", by_precision.get("bf16", math.inf))
+
+
+def _table(title: str, head: list[str], rows: list[list]) -> list[str]:
+  """Lines of Markdown; [] without a row."""
+  lines = [f"| {' | '.join(map(str, row))} |" for row in [head, ["---"] * len(head), *rows]]
+  return ["", f"{title}:", "", *lines] if rows else []
+
+
+TABLES = {"divergence": divergence_table, "spikes": spikes_table, "domains": domains_table}
+
+
+def tables(system: runs_lib.System, index) -> list[str]:
+  """Lines of the tables that the system shows."""
+  of = found(system, index) if system.shows else {}
+  return [line for name in system.shows for line in TABLES[name](system, of)]
