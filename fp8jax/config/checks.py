@@ -41,7 +41,7 @@ def group_problems(c: Any, optim: OptimizerConfig, named: Mapping[str, list[str]
   problems, keys = [], ("clip_groups", "lr_multipliers")
   for key in keys:
     problems += groups.problems(f"optim.{key}", getattr(optim, key), named)
-  used = " and ".join(f"optim.{key}" for key in keys if getattr(optim, key))
+  used = " and ".join(f"optim.{key}" for key in (*keys, "base_width") if getattr(optim, key))
   if optim.clip_groups and optim.grad_clip_norm:
     problems.append(
       f"optim.grad_clip_norm={optim.grad_clip_norm} with optim.clip_groups: gradients are clipped "

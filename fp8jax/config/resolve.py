@@ -61,6 +61,8 @@ def resolve(
   data = data_checks.spec(c, model and model.vocab_size, problems, needs)
   steps = chat_checks.steps(c, data, problems) if needs.has_steps else c.steps
   optim = _optim(c, steps, problems)
+  if optim.base_width and model is not None:
+    optim = dataclasses.replace(optim, width=model.hidden_size)
   microbatch = layout_checks.microbatch(c, layout, problems)
   run = _with_attention(c, run, model, microbatch, device, problems)
   recipes = problems.attempt(lambda: precision_checks.read(c))

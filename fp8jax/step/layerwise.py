@@ -73,7 +73,8 @@ def take(spec, state, sites, batch, rate, by_param: bool = False) -> update.Step
   below = {k: ends.pop(k) for k in ("embed",) if k in ends}
 
   def embed(sinks, taps):
-    return transformer.embed(_paired(rows, sinks), site_tree.with_taps(below, taps), batch, run)
+    tapped = site_tree.with_taps(below, taps)
+    return transformer.embed(_paired(rows, sinks), tapped, batch, cfg, run)
 
   def finish(x_BLD, sinks, taps):
     above = site_tree.with_taps(ends, taps)

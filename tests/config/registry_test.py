@@ -226,7 +226,7 @@ LEFT_OUT = {
   ),
   models_config.ModelConfig: dict(
     rope_theta=1e4, norm_eps=1e-6, qkv_bias=False, qk_norm=False, tie_embeddings=False,
-    init_std=0.02, residual_tau=0.0,
+    init_std=0.02, residual_tau=0.0, unit_scaling="none",
   ),
   models_config.RopeScaling: dict(
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, beta_fast=32.0, beta_slow=1.0
