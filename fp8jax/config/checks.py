@@ -74,13 +74,10 @@ def lora_problems(c: Any) -> list[str]:
   ]
 
 
-def loss_scale_problems(c: Any, compute: str) -> list[str]:
-  """The problems of a config's loss_scale section, in words.
-
-  Args:
-    compute: precision.compute_dtype.
-  """
-  if compute != "float16" or c.kind != "none":
+def loss_scale_problems(c: Any) -> list[str]:
+  """The problems of a config's loss_scale section, in words."""
+  has_factors = c.model.unit_scaling not in (None, "none")
+  if c.precision.compute_dtype != "float16" or c.loss_scale.kind != "none" or has_factors:
     return []
   return [
     "precision.compute_dtype='float16' with loss_scale.kind='none': gradients below 6e-8 become 0 "

@@ -287,7 +287,7 @@ def _check_sections(c: Config, problems: ConfigErrors, needs: Needs):
     "runs start from init.hf",
   )
   problems.extend(checks.lora_problems(c))
-  problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
+  problems.extend(checks.loss_scale_problems(c))
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, acceptable_changes(c))
   problems.check(
     c.data.heldout_fraction != 0 or c.eval.tokens == 0,
