@@ -111,8 +111,8 @@ def errors(arm: str, params, exact, **how) -> list[float]:
   """Of the gradients of the layers' matrices: ||g - exact|| / ||exact||."""
   loss, _ = mean_loss(arm, **how)
   got = params_lib.flatten(jax.jit(jax.grad(loss))(params)["layers"])
-  pairs = ((np.float64(got[k]), np.float64(g)) for k, g in params_lib.flatten(exact["layers"]).items()
-           if "norm" not in k)  # fmt: skip
+  exact = params_lib.flatten(exact["layers"])
+  pairs = [(np.float64(got[k]), np.float64(g)) for k, g in exact.items() if "norm" not in k]
   return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
 
 
@@ -144,7 +144,8 @@ def main():
     .encode(x=alt.X("deviation:Q", title="root mean square at initialization",
                     scale=alt.Scale(type="log")),
             y=alt.Y("kind:N", sort=list(KINDS.values()), title=None),
-            row=alt.Row("arm:N", sort=list(ARMS), title=None), color=alt.Color("kind:N", legend=None))
+            row=alt.Row("arm:N", sort=list(ARMS), title=None),
+            color=alt.Color("kind:N", legend=None))
     .properties(width=420, height=80)
   )  # fmt: skip
   head = ["model", *KINDS.values(), "float16: g that is 0, error of dw, %", "FP8: the same, %"]

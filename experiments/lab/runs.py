@@ -156,7 +156,9 @@ class System:
     """Every run of these arms, or of all, a twin after its own."""
     made = []
     for arm in arms or self.arms:
-      for rate, seed in itertools.product(arm.rates or self.rates or (None,), range(self.seeds(arm))):
+      for rate, seed in itertools.product(
+        arm.rates or self.rates or (None,), range(self.seeds(arm))
+      ):
         changes = arm.changes + ((("optim.peak_lr", rate),) if rate else ())
         own = (self.size, self.corpus, arm.recipe, changes, self.steps, seed)
         is_plain = self.illustration or self.is_mapped

@@ -165,10 +165,10 @@ class ModelConfig:
     without = [name for name in named if getattr(self, name)]
     if self.unit_scaling == "all" and (without or not self.residual_tau):
       texts.append(
-        f"model.unit_scaling='all' with {', '.join(without) or 'model.residual_tau=0'}: its factors "
-        "are of blocks sqrt(1 - tau) x + sqrt(tau) f(norm(x)) without biases, QK-norm and adapters, "
-        "and of an embedding that is not the head; set model.residual_tau and such a model.preset, "
-        "or model.unit_scaling='loss'"
+        f"model.unit_scaling='all' with {', '.join(without) or 'model.residual_tau=0'}: blocks are "
+        "sqrt(1 - tau) x + sqrt(tau) f(norm(x)) without biases, QK-norm and adapters, and the "
+        "embedding is not the head; set model.residual_tau=0.4, model.tie_embeddings=False and "
+        "such a model.preset, or model.unit_scaling='loss'"
       )
     if self.head_dim % 2:
       texts.append(f"model.head_dim={self.head_dim} must be even for rotary embeddings")

@@ -51,8 +51,8 @@ LEAST_1 = """steps global_batch grad_accum_steps seq_len memory.loss_chunk eval.
   prepare.shard_tokens generate.slots
   generate.num_samples"""
 LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.shuffle_windows
-  data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction eval.tokens
-  eval.every eval.questions checkpoint.every log.tensor_stats_every export.fold_smooth_batches
+  data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction
+  optim.base_width eval.tokens eval.every eval.questions checkpoint.every log.tensor_stats_every export.fold_smooth_batches
   prepare.processes generate.max_length"""
 ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base precision.sensitivity
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
@@ -226,7 +226,7 @@ LEFT_OUT = {
   ),
   models_config.ModelConfig: dict(
     rope_theta=1e4, norm_eps=1e-6, qkv_bias=False, qk_norm=False, tie_embeddings=False,
-    init_std=0.02, residual_tau=0.0, unit_scaling="none",
+    init_std=0.02, residual_tau=0.0,
   ),
   models_config.RopeScaling: dict(
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, beta_fast=32.0, beta_slow=1.0

@@ -94,7 +94,7 @@ def test_global_clipping_holds_with_and_without_rates_of_its_own(rng, clip, mult
 
 
 def test_rates_by_width_are_those_of_the_layers_matrices_and_multiply_others():
-  """sqrt(base width / width), of arXiv:2502.05967; embedding, head, norms and biases keep theirs."""
+  """sqrt(base width / width), arXiv:2502.05967; embedding, head, norms and biases keep theirs."""
   declaration = {
     "embed": Param("VD"), "head": Param("DV", inputs=1), "norm": Param("D", decay=False),
     "layers": {"up": Param("NDF", inputs=1), "bias": Param("NF", decay=False)},

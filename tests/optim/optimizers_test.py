@@ -45,8 +45,13 @@ def _adamw(optim, params, gradients, rates):
 
 @pytest.mark.parametrize(
   "changes",
-  [dict(), dict(grad_clip_norm=0.0), dict(weight_decay=0.0), dict(b1=0.0, b2=0.5, eps=1e-2),
-   dict(decay_by="schedule")],
+  [
+    dict(),
+    dict(grad_clip_norm=0.0),
+    dict(weight_decay=0.0),
+    dict(b1=0.0, b2=0.5, eps=1e-2),
+    dict(decay_by="schedule"),
+  ],
   ids=str,
 )
 def test_five_steps_equal_adamw_in_float64(rng, changes):
