@@ -23,6 +23,7 @@ import statistics as python_statistics
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -186,6 +187,10 @@ class Run:
     skipped = dict(_FINE_TUNING) if self.config else {}
     said = [f"{k.rpartition('.')[2]}={_short(v)}" for k, v in self.changes if k not in skipped]
     first = pathlib.Path(self.config).stem.partition(":")[0] or f"{self.size}-{self.corpus}"
+    if sum(map(len, said)) > 120:  # a file's name has an end
+      kept = [s for s in said if s.startswith(("hidden_size", "optimizer", "peak_lr"))]
+      rest = zlib.crc32("-".join(s for s in said if s not in kept).encode())
+      said = sorted([*kept, f"more={rest:08x}"])  # the rate last
     return "-".join([first, _short(self.recipe), *said, f"{self.steps}steps"])
 
   @property

@@ -14,7 +14,7 @@ import jax
 
 from fp8jax.models import unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.ops import prologue
+from fp8jax.ops import elementwise, prologue
 from fp8jax.ops.observe import observed
 from fp8jax.ops.site import Activation
 
@@ -54,7 +54,7 @@ def block_input(x_BLD, p, s, cfg: ModelConfig, run: ComputeConfig) -> Any:
   if cfg.norms_follow:
     return x_BLD
   if cfg.unit_scaling == "all":
-    x_BLD = unit_scaling.scale_bwd(x_BLD, math.sqrt(cfg.residual_tau))
+    x_BLD = elementwise.scale_bwd(x_BLD, math.sqrt(cfg.residual_tau))
   return _normed(x_BLD, p, s, cfg, run)
 
 
@@ -66,7 +66,7 @@ def block_output(x_BLD, f_BLD, p, s, cfg: ModelConfig, run: ComputeConfig):
   if cfg.norms_follow:
     h_BLD = take * prologue.value(_normed(f_BLD, p, s, cfg, run))
   else:
-    h_BLD = unit_scaling.scale_fwd(f_BLD, take)
+    h_BLD = elementwise.scale_fwd(f_BLD, take)
   return (keep * x_BLD + h_BLD).astype(x_BLD.dtype)
 
 

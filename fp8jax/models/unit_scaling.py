@@ -8,32 +8,15 @@ variance 1, as later work has them (arXiv:2407.17465); the first paper's are the
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.models.config import ModelConfig
 from fp8jax.ops import dots, prologue
+from fp8jax.ops.elementwise import scale_bwd
 
 # 1 / the root of E[(u silu(g))^2] for independent normal u and g, by quadrature.
 _SWIGLU = 1.6765
-
-
-@jax.custom_vjp
-def scale_fwd(x, factor):
-  """x * factor, whose gradient does not have the factor."""
-  return (x * factor).astype(x.dtype)
-
-
-@jax.custom_vjp
-def scale_bwd(x, factor):
-  """x, whose gradient is multiplied by the factor."""
-  del factor
-  return x
-
-
-scale_fwd.defvjp(lambda x, factor: (scale_fwd(x, factor), None), lambda _, g: (g, None))
-scale_bwd.defvjp(lambda x, factor: (x, factor), lambda c, g: ((g * c).astype(g.dtype), None))
 
 
 def parameter(w, uses: int, cfg: ModelConfig):
@@ -46,7 +29,7 @@ def parameter(w, uses: int, cfg: ModelConfig):
 
 
 def head(h_BLD, head, cfg: ModelConfig):
-  """What the head multiplies. Behind the loss no other product shares its gradients' factors."""
+  """The operands of the head. Behind the loss no other product shares its gradients' factors."""
   if cfg.unit_scaling != "all":
     return h_BLD, head
   tokens = h_BLD.size // h_BLD.shape[-1]

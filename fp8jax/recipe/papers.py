@@ -200,7 +200,7 @@ _UNIT = (
   # Of heads, in 16 bits. The model has the factors of unit scaling's gradients (unit_scaling.py).
   _unit("munit_head", (Gain(fan_in=-1.0),) * 3, None, None),
   _unit("unit_head", (_HALF, None, None), None, None),
-  # What both are for: plain products in FP8 without scales.
+  # Plain products in FP8 without scales, which both are for.
   _unit("fp8_unscaled", (None,) * 3, _ONE, _ONE_G),
 )
 

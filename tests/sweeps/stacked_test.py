@@ -140,6 +140,13 @@ def test_a_trial_that_is_not_finite_halts_alone(tmp_path):
   assert outcome.read(trials[1]).status == "diverged"
 
 
+def test_trials_share_a_program_where_their_decay_has_one_schedule(tmp_path):
+  """A decay by the schedule is rate / peak_lr, of which a program has one."""
+  for how, count in (("rate", 1), ("schedule", 2)):
+    _, trials = _trials(tmp_path, "bf16", fixed={"optim.decay_by": how, "optim.min_lr": 1e-4})
+    assert len(stacked.groups(trials)) == count
+
+
 # Why a mapped sweep honours a key, or a section.
 HONOURED = {
   "trials differ in them": "seed optim.peak_lr optim.min_lr",
