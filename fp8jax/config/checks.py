@@ -76,7 +76,7 @@ def lora_problems(c: Any) -> list[str]:
 
 def loss_scale_problems(c: Any) -> list[str]:
   """The problems of a config's loss_scale section, in words."""
-  has_factors = c.model.unit_scaling not in (None, "none")
+  has_factors = c.model.unit_scaling != "none"
   if c.precision.compute_dtype != "float16" or c.loss_scale.kind != "none" or has_factors:
     return []
   return [

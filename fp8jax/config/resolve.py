@@ -215,7 +215,7 @@ def _check_folder(folder: str, model: model_config.ModelConfig):
   """The weights that training starts from are those of the model; reads headers only."""
   there = hf_config_lib.read_config(folder)
   # These do not change what the weights compute; a vocabulary may be padded.
-  harmless = {"init_std", "max_positions", "lora"}
+  harmless = {"init_std", "max_positions", "lora", "unit_scaling"}
   if there.rope_scaling.kind == "dynamic":  # its frequencies depend on the length
     harmless.remove("max_positions")
   if there.vocab_size <= model.vocab_size:

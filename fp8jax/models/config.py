@@ -159,8 +159,6 @@ class ModelConfig:
       texts.append(f"model.init_std={self.init_std} must not be negative, NaN or infinite")
     if not 0 <= self.residual_tau < 1:
       texts.append(f"model.residual_tau={self.residual_tau} must be at least 0 and below 1")
-    if self.unit_scaling not in UNIT_SCALING:
-      texts.append(f"model.unit_scaling={self.unit_scaling!r} must be one of {UNIT_SCALING}")
     named = ("qkv_bias", "qk_norm", "tie_embeddings", "lora")
     without = [name for name in named if getattr(self, name)]
     if self.unit_scaling == "all" and (without or not self.residual_tau):

@@ -94,9 +94,10 @@ class Model:
   init_std: float | None = key(None, "of random weights", mapped=True)
   residual_tau: float | None = key(None, "above 0: sqrt(1 - tau) x + sqrt(tau) norm(f(x)) in place "
     "of x + f(norm(x)) (µnit scaling, arXiv:2502.05967)", mapped=True)
-  unit_scaling: str | None = key(None, 'factors that give tensors variance 1 at the start: '
+  unit_scaling: str = key("none", 'factors that give tensors variance 1 at the start: '
     '"loss", of the gradient of logits; "all", of every operation beside linear layers, whose '
-    "factors are their recipes' (unit scaling, arXiv:2303.11257; needs residual_tau)", mapped=True)
+    "factors are their recipes' (unit scaling, arXiv:2303.11257; needs residual_tau)",
+    choices=model_config.UNIT_SCALING, mapped=True)
   mixers: tuple | None = key(None, "blocks of a layer, names in models/transformer.py's MIXERS",
     mapped=True)
 

@@ -55,7 +55,7 @@ LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.s
   optim.base_width eval.tokens eval.every eval.questions checkpoint.every log.tensor_stats_every
   export.fold_smooth_batches
   prepare.processes generate.max_length"""
-ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.unit_scaling model.lora.base
+ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.sensitivity
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
   weights.hf eval.tasks eval.data_dir eval.train_data eval.compare_with export.input_scales
