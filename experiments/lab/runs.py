@@ -281,7 +281,7 @@ def _width(width: int) -> Changes:
 # Rates are a factor of two apart; of Lion on weights of deviation 1, powers of two. 512 visits the
 # middle ones: the ledger says which is best below 512, and what 512 has there.
 _WIDTHS, _RATES = (64, 128, 256, 512), (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
-_LION_RATES = tuple(2.0**-k for k in (8, 7, 6, 5, 4))
+_LION_RATES = tuple(2.0**-k for k in (6, 5, 4, 3, 2))
 
 
 def _with_factors(head: str, layers: str, scaling: str) -> Changes:
