@@ -210,6 +210,46 @@ def rows(of: Index, systems: Sequence[runs_lib.System] = runs_lib.SYSTEMS) -> li
   ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Curve:
+  """Losses of an arm by learning rate, of a system that asks for the best one.
+
+  Attributes:
+    losses: {rate: mean training loss after the warm-up over seeds; infinite where one diverged}.
+  """
+
+  system: str
+  arm: str
+  losses: dict[float, float]
+
+  @property
+  def best(self) -> float:
+    """The rate of the least loss."""
+    return min(self.losses, key=lambda rate: self.losses[rate])
+
+
+def curves(of: Index, systems: Sequence[runs_lib.System] = runs_lib.SYSTEMS) -> list[Curve]:
+  """Of every arm of systems with rates and no comparison, of which one origin has every run."""
+  found = []
+  for system, arm in ((s, a) for s in systems if s.rates and not s.comparisons for a in s.arms):
+    runs = {dict(run.changes)[_RATE]: run.group for run in system.runs((arm,))}
+    by_rate = {rate: _by_origin(of, group) for rate, group in runs.items()}
+    whole = [
+      {origin for origin, seeds in by_origin.items() if len(seeds) == system.seeds(arm)}
+      for by_origin in by_rate.values()
+    ]
+    for origin in sorted(set.intersection(*whole))[:1]:
+      losses = {rate: _mean_loss(by_origin[origin].values()) for rate, by_origin in by_rate.items()}
+      found.append(Curve(system.slug, arm.name, losses))
+  return found
+
+
+def _mean_loss(results: Iterable[Result]) -> float:
+  each = [sum(r.losses[r.warmup :]) / len(r.losses[r.warmup :]) if r.status == "finished"
+          else math.inf for r in results]  # fmt: skip
+  return sum(each) / len(each)
+
+
 # --- the page -------------------------------------------------------------------------------------
 
 
@@ -217,8 +257,8 @@ def _number(x: float | None, form: str = "+.2f") -> str:
   return "-" if x is None else "∞" if math.isinf(x) else format(x, form)
 
 
-def markdown(found: Sequence[Row], of: Index | None = None) -> str:
-  """The page: a table per system, notes below it.
+def markdown(found: Sequence[Row], of: Index | None = None, by_rate: Sequence[Curve] = ()) -> str:
+  """The page: a table per system, notes below it; then losses by learning rate.
 
   Args:
     of: results, for the tables of how runs fail (lab/stability.py).
@@ -254,6 +294,14 @@ def markdown(found: Sequence[Row], of: Index | None = None) -> str:
     lines += [""] * any(r.notes for r in own)
     lines += [f"- {r.candidate} against {r.baseline}: {note}" for r in own for note in r.notes]
     lines += [x for s in runs_lib.SYSTEMS if of and s.slug == slug for x in stability.tables(s, of)]
+  for slug in dict.fromkeys(c.system for c in by_rate):
+    own = [c for c in by_rate if c.system == slug]
+    rates = sorted({rate for c in own for rate in c.losses})
+    columns = ("training loss by rate", *(f"{rate:g}" for rate in rates), "best")
+    lines += ["", f"## {slug}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for c in own:
+      cells = [_number(c.losses.get(rate), ".4f") for rate in rates]
+      lines.append(f"| {' | '.join([c.arm, *cells, format(c.best, 'g')])} |")
   return "\n".join(lines) + "\n"
 
 
@@ -265,7 +313,7 @@ def read(folder: pathlib.Path = RESULTS) -> Index:
 def main(folder: str = str(RESULTS)):
   of = read(pathlib.Path(folder))
   found = rows(of)
-  (HERE / "ledger.md").write_text(markdown(found, of))
+  (HERE / "ledger.md").write_text(markdown(found, of, curves(of)))
   table = [dataclasses.asdict(r) for r in found]
   (HERE / "ledger.json").write_text(records.to_json(table, indent=1) + "\n")
   import pictures  # altair, half a second

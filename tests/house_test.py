@@ -63,7 +63,7 @@ BANNED = {"torch", "transformers", "pickle", "cloudpickle", "dill", "joblib", "s
 PLACES = {
   # Derivatives of the GEMM; of the feed-forward layer and of the loss, made of the same GEMMs; of
   # compressed residuals; of parameters, whose gradients may have another format; of a kernel that
-  # another library wrote; the identity that observes an activation.
+  # another library wrote; the identity that observes an activation; factors of one pass alone.
   "custom_vjp": tuple(
     f"ops/{n}.py"
     for n in (
@@ -76,6 +76,7 @@ PLACES = {
       "stored_params",
       "attention",
       "observe",
+      "elementwise",
     )
   ),
   "dot_general": ("ops/linear.py", "kernels/"),

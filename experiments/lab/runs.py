@@ -22,6 +22,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +45,7 @@ TOKENS_PER_STEP, LONG = 2048, 512  # configs/pretrain_tiny.py's
 UNMEASURED = ({"step_seconds": 1.0, "start_seconds": 20.0},
               {"step_seconds": 9.0, "start_seconds": 60.0})  # fmt: skip
 # Recipes without blocks that are not measured: they cost at most twice `bf16`.
-ELEMENTWISE = ("bf16", "mask_", "munit_")
+ELEMENTWISE = ("bf16", "mask_", "munit_", "unit_", "fp8_unscaled")
 Changes = tuple[tuple[str, Any], ...]
 
 
@@ -56,11 +57,13 @@ class Arm:
     name: in the ledger.
     recipe: "float32", or a recipe; one that is not known yet is named all the same.
     changes: of other keys.
+    rates: peak learning rates in place of the system's.
   """
 
   name: str
   recipe: str = "bf16"
   changes: Changes = ()
+  rates: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +156,7 @@ class System:
     made = []
     for arm in arms or self.arms:
       seeds = range(self.first_seed, self.first_seed + self.seeds(arm))
-      for rate, seed in itertools.product(self.rates or (None,), seeds):
+      for rate, seed in itertools.product(arm.rates or self.rates or (None,), seeds):
         changes = arm.changes + ((("optim.peak_lr", rate),) if rate else ())
         own = (self.size, self.corpus, arm.recipe, changes, self.steps, seed)
         is_plain = self.illustration or self.is_mapped
@@ -181,6 +184,10 @@ class Run:
     skipped = dict(_FINE_TUNING) if self.config else {}
     said = [f"{k.rpartition('.')[2]}={_short(v)}" for k, v in self.changes if k not in skipped]
     first = pathlib.Path(self.config).stem.partition(":")[0] or f"{self.size}-{self.corpus}"
+    if sum(map(len, said)) > 120:  # a file's name has an end
+      kept = [s for s in said if s.startswith(("hidden_size", "optimizer", "peak_lr"))]
+      rest = zlib.crc32("-".join(s for s in said if s not in kept).encode())
+      said = sorted([*kept, f"more={rest:08x}"])  # the rate last
     return "-".join([first, _short(self.recipe), *said, f"{self.steps}steps"])
 
   @property
@@ -268,21 +275,46 @@ def _width(width: int) -> Changes:
   return tuple((f"model.{k}", v) for k, v in sizes.items())
 
 
+# Rates are a factor of two apart; of Lion on weights of deviation 1, powers of two. 512 visits the
+# middle ones: the ledger says which is best below 512, and what 512 has there.
 _WIDTHS, _RATES = (64, 128, 256, 512), (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+_LION_RATES = tuple(2.0**-k for k in (6, 5, 4, 3, 2))
 
 
-# A head of its own gain, unit weights and norms after blocks.
-_UNIT = (
-  ("model.residual_tau", 0.4), ("model.init_std", 1.0),
-  ("precision.rules", (("head", "munit_head"), ("layers/.*", "munit_scaling"))),
+def _with_factors(head: str, layers: str, scaling: str) -> Changes:
+  """Weights of deviation 1 and constant factors."""
+  rules = (("head", head), ("layers/.*", layers))
+  return (("model.residual_tau", 0.4), ("model.init_std", 1.0), ("model.unit_scaling", scaling),
+          ("precision.rules", rules))  # fmt: skip
+
+
+# A head of its own gain and norms after blocks; rates by width, a decay that is no rate's, Lion.
+# The gradient of logits has deviation 1: with that of the mean loss E5M2 without scales is 0.
+_MUNIT = (
+  *_with_factors("munit_head", "munit_scaling", "loss"), ("optim.base_width", 64),
+  ("optim.optimizer", "lion"), ("optim.b2", 0.99), ("optim.decay_by", "schedule"),
+  ("optim.weight_decay", 1e-4), ("optim.grad_clip_norm", 0.0),
 )  # fmt: skip
+_UNTIED, _FLOAT16 = (("model.tie_embeddings", False),), (("precision.compute_dtype", "float16"),)
+_LOSS_SCALE = (("loss_scale.kind", "dynamic"), ("optim.on_nonfinite", "skip"))
+_UNIT_RATE = (("optim.peak_lr", 0.03), ("optim.grad_clip_norm", 0.0))
+
+
+def _unit(name: str, layers: str, changes: Changes = ()) -> Arm:
+  factors = _with_factors("unit_head", layers, "all")
+  return Arm(name, layers, (*_UNTIED, *factors, *_UNIT_RATE, *changes))
+
+
 # The best of 2021_lns_madam_rates; Adam's 0.002 is 0.1 of the weights' first deviation, as this is.
 _MADAM = (("optim.optimizer", "madam"), ("optim.peak_lr", 0.08))
 _MASKS = ("mask_e8m3", "mask_e8m4", "mask_e8m5", "mask_e7m7")
 
 
-def _by_width(*recipes: str, changes: Changes = ()) -> tuple[Arm, ...]:
-  return tuple(Arm(f"{r}, width {w}", r, _width(w) + changes) for r in recipes for w in _WIDTHS)
+def _by_width(recipe: str, rates: tuple[float, ...], changes: Changes = ()) -> tuple[Arm, ...]:
+  return tuple(
+    Arm(f"{recipe}, width {w}", recipe, _width(w) + changes, rates[1:-1] if w == 512 else ())
+    for w in _WIDTHS
+  )
 
 
 SYSTEMS = (
@@ -332,10 +364,19 @@ SYSTEMS = (
   System("2024_deepseek_v3", _arms("block_128", **{"128x128 gradients": "block_128_g128"}),
          _higher(0.5, "128x128 gradients", baseline="block_128"), illustration=True),
   # Curves of loss by rate: no comparison of two arms.
-  System("2025_munit", _by_width("bf16"), (), steps=147, rates=_RATES, size="0p8m",
+  System("2025_munit", _by_width("bf16", _RATES), (), steps=147, rates=_RATES, size="0p8m",
          illustration=True, is_mapped=True),
-  System("2025_munit_rates", _by_width("munit_scaling", changes=_UNIT), (), steps=147,
-         rates=tuple(20 * rate for rate in _RATES), size="0p8m", illustration=True, is_mapped=True),
+  System("2025_munit_rates", _by_width("munit_scaling", _LION_RATES, _MUNIT), (), steps=147,
+         rates=_LION_RATES, size="0p8m", illustration=True, is_mapped=True),
+  # No loss scale but where it is named; plain float16 without one is refused.
+  System("2023_unit_scaling", (
+    Arm("bf16", "bf16", _UNTIED), Arm("fp8, plain", "fp8_unscaled", _UNTIED),
+    Arm("float16, loss scale", "bf16", (*_UNTIED, *_FLOAT16, *_LOSS_SCALE)),
+    _unit("float16, unit", "unit_scaling_wide", _FLOAT16), _unit("fp8, unit", "unit_scaling"),
+  ), (
+    *_higher(2.0, "fp8, plain"), Comparison("fp8, unit", "fp8, plain", "lower", 2.0),
+    Comparison("float16, unit", "float16, loss scale", "close", 0.0),
+  ), steps=147, size="0p8m", illustration=True),
   System("2024_fp8_and_back", _arms(*_MASKS), _higher(0.5, *_MASKS), size="0p8m", steps=147,
          rates=(2e-3, 4e-3, 8e-3), fixed_seeds=20, is_mapped=True, shows=("divergence",)),
   # Japanese, English and code, as the paper's data. Spikes need steps, and its claims have no

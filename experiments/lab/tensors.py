@@ -51,27 +51,37 @@ def smollm2(
 def captured() -> dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
   """{site: (x [tokens, in], w [in, out], g [tokens, out]) of its layers, the last one first}."""
   spec, params, (batch,) = smollm2(**{"memory.remat_policy": "full"})
-  seen: dict[str, list] = {}
-  multiply = linear.weight_gradient
-
-  def watched(spec, x, g, dtype, inputs, w=None):
-    def keep(x, w, g):
-      # As NumPy's own first: a callback that computes with JAX waits for itself.
-      x, g = (np.asarray(t).reshape(LENGTH * SEQUENCES, -1) for t in (x, g))
-      seen.setdefault(spec.name, []).append((x, np.asarray(w).reshape(x.shape[1], -1), g))
-
-    if spec.name.startswith("layers/"):
-      jax.debug.callback(keep, x, w, g)
-    return multiply(spec, x, g, dtype, inputs, w)
 
   def loss(params):
     return transformer.loss(params, spec.sites(), batch, spec.model, spec.run)
 
-  linear.weight_gradient = watched
-  jax.block_until_ready(jax.jit(jax.grad(loss))(params))
+  return watched(loss, params, LENGTH * SEQUENCES)[0]
+
+
+def watched(loss, params, tokens: int, sites: str = "layers/"):
+  """({site: (x, w, g) of its layers as `captured`}, gradients) of one backward pass.
+
+  Args:
+    sites: how the names of those that are kept begin.
+  """
+  seen: dict[str, list] = {}
+  multiply = linear.weight_gradient
+
+  def watching(spec, x, g, dtype, inputs, w=None):
+    def keep(x, w, g):
+      # As NumPy's own first: a callback that computes with JAX waits for itself.
+      x, g = (np.asarray(t).reshape(tokens, -1) for t in (x, g))
+      seen.setdefault(spec.name, []).append((x, np.asarray(w).reshape(x.shape[1], -1), g))
+
+    if spec.name.startswith(sites):
+      jax.debug.callback(keep, x, w, g)
+    return multiply(spec, x, g, dtype, inputs, w)
+
+  linear.weight_gradient = watching
+  gradient = jax.block_until_ready(jax.jit(jax.grad(loss))(params))
   jax.effects_barrier()
   linear.weight_gradient = multiply
-  return seen
+  return seen, gradient
 
 
 def write(here: pathlib.Path, results: dict, table: str, chart: alt.TopLevelMixin):

@@ -41,7 +41,7 @@ def group_problems(c: Any, optim: OptimizerConfig, named: Mapping[str, list[str]
   problems, keys = [], ("clip_groups", "lr_multipliers")
   for key in keys:
     problems += groups.problems(f"optim.{key}", getattr(optim, key), named)
-  used = " and ".join(f"optim.{key}" for key in keys if getattr(optim, key))
+  used = " and ".join(f"optim.{key}" for key in (*keys, "base_width") if getattr(optim, key))
   if optim.clip_groups and optim.grad_clip_norm:
     problems.append(
       f"optim.grad_clip_norm={optim.grad_clip_norm} with optim.clip_groups: gradients are clipped "
@@ -74,13 +74,10 @@ def lora_problems(c: Any) -> list[str]:
   ]
 
 
-def loss_scale_problems(c: Any, compute: str) -> list[str]:
-  """The problems of a config's loss_scale section, in words.
-
-  Args:
-    compute: precision.compute_dtype.
-  """
-  if compute != "float16" or c.kind != "none":
+def loss_scale_problems(c: Any) -> list[str]:
+  """The problems of a config's loss_scale section, in words."""
+  has_factors = c.model.unit_scaling != "none"
+  if c.precision.compute_dtype != "float16" or c.loss_scale.kind != "none" or has_factors:
     return []
   return [
     "precision.compute_dtype='float16' with loss_scale.kind='none': gradients below 6e-8 become 0 "

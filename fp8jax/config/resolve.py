@@ -61,6 +61,8 @@ def resolve(
   data = data_checks.spec(c, model and model.vocab_size, problems, needs)
   steps = chat_checks.steps(c, data, problems) if needs.has_steps else c.steps
   optim = _optim(c, steps, problems)
+  if optim.base_width and model is not None:
+    optim = dataclasses.replace(optim, width=model.hidden_size)
   microbatch = layout_checks.microbatch(c, layout, problems)
   run = _with_attention(c, run, model, microbatch, device, problems)
   recipes = problems.attempt(lambda: precision_checks.read(c))
@@ -213,7 +215,7 @@ def _check_folder(folder: str, model: model_config.ModelConfig):
   """The weights that training starts from are those of the model; reads headers only."""
   there = hf_config_lib.read_config(folder)
   # These do not change what the weights compute; a vocabulary may be padded.
-  harmless = {"init_std", "max_positions", "lora"}
+  harmless = {"init_std", "max_positions", "lora", "unit_scaling"}
   if there.rope_scaling.kind == "dynamic":  # its frequencies depend on the length
     harmless.remove("max_positions")
   if there.vocab_size <= model.vocab_size:
@@ -285,7 +287,7 @@ def _check_sections(c: Config, problems: ConfigErrors, needs: Needs):
     "runs start from init.hf",
   )
   problems.extend(checks.lora_problems(c))
-  problems.extend(checks.loss_scale_problems(c.loss_scale, c.precision.compute_dtype))
+  problems.extend(checks.loss_scale_problems(c))
   problems.keys("checkpoint.accept_changes", c.checkpoint.accept_changes, acceptable_changes(c))
   problems.check(
     c.data.heldout_fraction != 0 or c.eval.tokens == 0,

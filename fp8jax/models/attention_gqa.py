@@ -7,6 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8jax import axes
 from fp8jax.kernels.attention.api import AttentionProblem
 from fp8jax.kernels.device import Device
+from fp8jax.models import unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer, block_input, block_output
 from fp8jax.ops import prologue
@@ -97,6 +98,7 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
   else:
     where = (run.attention, run.layout, run.attention_recipe)
     mixed_BLHK = attention(*qkv, context.segments_BL, *where)
+  mixed_BLHK = unit_scaling.attention(mixed_BLHK, cfg)
   mixed_BLHK = checkpoint_name(axes.constrain(mixed_BLHK, "BLHK", run.layout), "linear")
   f_BLD = dot(of_o, mixed_BLHK, p["o"], s["o"])
   return block_output(x_BLD, f_BLD, p, s, cfg, run), aux

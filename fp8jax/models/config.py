@@ -23,6 +23,7 @@ LARGEST = {
 }  # fmt: skip
 
 REMAT = ("none", "linears", "operands", "full")
+UNIT_SCALING = ("none", "loss", "all")
 # Forward passes that an evaluation may take: the recipes of training, and 16 bits everywhere.
 EVAL_PRECISIONS = ("recipe", "bf16")
 
@@ -91,6 +92,9 @@ class ModelConfig:
     residual_tau: 0 adds a block as x + f(norm(x)); above, as sqrt(1 - tau) x + sqrt(tau)
       norm(f(x)), so that the stream keeps its variance (µnit scaling, arXiv:2502.05967 §2.3, whose
       norms are LayerNorms). Output projections then start like all others.
+    unit_scaling: one of UNIT_SCALING. "loss" multiplies the loss's gradient alone, by a constant
+      that gives the gradient of logits variance 1; "all" every operation beside linear layers
+      (unit_scaling.py), and blocks are sqrt(1 - tau) x + sqrt(tau) f(norm(x)).
     mixers: blocks of every layer in order, keys of transformer.MIXERS.
     lora: adapters, all other parameters being frozen; None trains every parameter.
   """
@@ -112,6 +116,7 @@ class ModelConfig:
   tie_embeddings: bool = False
   init_std: float = 0.02
   residual_tau: float = 0.0
+  unit_scaling: str = "none"
   mixers: tuple[str, ...] = ("attention_gqa", "mlp_swiglu")
   lora: Lora | None = None
 
@@ -123,6 +128,11 @@ class ModelConfig:
       "N": self.num_layers, "H": self.num_heads, "G": self.num_kv_heads, "K": self.head_dim,
       "R": self.lora.rank if self.lora else 0,
     }  # fmt: skip
+
+  @property
+  def norms_follow(self) -> bool:
+    """Whether a block's norm is of its output."""
+    return self.residual_tau > 0 and self.unit_scaling != "all"
 
   @property
   def out_std(self) -> float:
@@ -149,6 +159,15 @@ class ModelConfig:
       texts.append(f"model.init_std={self.init_std} must not be negative, NaN or infinite")
     if not 0 <= self.residual_tau < 1:
       texts.append(f"model.residual_tau={self.residual_tau} must be at least 0 and below 1")
+    named = ("qkv_bias", "qk_norm", "tie_embeddings", "lora")
+    without = [name for name in named if getattr(self, name)]
+    if self.unit_scaling == "all" and (without or not self.residual_tau):
+      texts.append(
+        f"model.unit_scaling='all' with {', '.join(without) or 'model.residual_tau=0'}: blocks are "
+        "sqrt(1 - tau) x + sqrt(tau) f(norm(x)) without biases, QK-norm and adapters, and the "
+        "embedding is not the head; set model.residual_tau=0.4, model.tie_embeddings=False and "
+        "such a model.preset, or model.unit_scaling='loss'"
+      )
     if self.head_dim % 2:
       texts.append(f"model.head_dim={self.head_dim} must be even for rotary embeddings")
     return texts
@@ -202,7 +221,12 @@ class ComputeConfig:
         "no FP8 operands; set memory.remat_policy='operands', or "
         "memory.save_gemm_inputs='none'"
       )
-    if self.remat in ("linears", "operands") and model.residual_tau:
+    if self.smooth_swiglu != "none" and model.unit_scaling == "all":
+      texts.append(
+        f"precision.smooth_swiglu={self.smooth_swiglu!r} with model.unit_scaling='all', which has "
+        "its own factor there; leave one out"
+      )
+    if self.remat in ("linears", "operands") and model.norms_follow:
       texts.append(
         f"memory.remat_policy={self.remat!r} with model.residual_tau={model.residual_tau}: a norm "
         "that follows a block reads the output of its last linear layer, which that policy does "

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fp8jax.models import unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
-from fp8jax.ops import prologue
+from fp8jax.ops import elementwise, prologue
 from fp8jax.ops.observe import observed
 from fp8jax.ops.site import Activation
 
@@ -44,23 +45,34 @@ class GemmSite:
 def block_input(x_BLD, p, s, cfg: ModelConfig, run: ComputeConfig) -> Any:
   """The input of a block's GEMMs: norm(x), observed, a Prologue; x itself where the norm follows.
 
+  Under unit scaling a branch has its factor at both ends: sqrt(tau) forward where it is added, and
+  backward where it is split off, so that gradients inside have variance 1 too.
+
   Args:
     p, s: parameters and sites of the block, the norm's among them.
   """
-  return x_BLD if cfg.residual_tau else _normed(x_BLD, p, s, cfg, run)
+  if cfg.norms_follow:
+    return x_BLD
+  if cfg.unit_scaling == "all":
+    x_BLD = elementwise.scale_bwd(x_BLD, math.sqrt(cfg.residual_tau))
+  return _normed(x_BLD, p, s, cfg, run)
 
 
 def block_output(x_BLD, f_BLD, p, s, cfg: ModelConfig, run: ComputeConfig):
   """The residual stream x with the block's f added, see ModelConfig.residual_tau."""
   if not cfg.residual_tau:
     return x_BLD + f_BLD
-  h_BLD = prologue.value(_normed(f_BLD, p, s, cfg, run))
   keep, take = math.sqrt(1 - cfg.residual_tau), math.sqrt(cfg.residual_tau)
-  return (keep * x_BLD + take * h_BLD).astype(x_BLD.dtype)
+  if cfg.norms_follow:
+    h_BLD = take * prologue.value(_normed(f_BLD, p, s, cfg, run))
+  else:
+    h_BLD = elementwise.scale_fwd(f_BLD, take)
+  return (keep * x_BLD + h_BLD).astype(x_BLD.dtype)
 
 
 def _normed(x_BLD, p, s, cfg: ModelConfig, run: ComputeConfig):
-  h_BLD = prologue.rms_norm(x_BLD, p["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
+  weight_D = unit_scaling.parameter(p["norm"], x_BLD.size, cfg)
+  h_BLD = prologue.rms_norm(x_BLD, weight_D, cfg.norm_eps, save=run.residuals.norm_inputs)
   return observed(h_BLD, s, "norm")
 
 

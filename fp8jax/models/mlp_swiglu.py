@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from fp8jax.models import smooth_swiglu
+from fp8jax.models import smooth_swiglu, unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer, block_input, block_output
 from fp8jax.ops import prologue
@@ -59,7 +59,7 @@ def apply(p, s, x_BLD, context: LayerContext, cfg: ModelConfig, run: ComputeConf
     up_BLF = dot(eqns[1], prologue.value(h_BLD), p["up"], as_new)
     before_F, scales_F = context.states[KEY], smooth_swiglu.channel_scales(up_BLF)
     aux = Aux(states={KEY: scales_F if before_F is None else jnp.maximum(before_F, scales_F)})
-  multiply = FORMS[run.smooth_swiglu]
+  multiply = FORMS[run.smooth_swiglu] if cfg.unit_scaling != "all" else unit_scaling.swiglu_mlp
   f_BLD = multiply(eqns, h_BLD, ws, sites, "linear", run.residuals.gate_up)
   return block_output(x_BLD, f_BLD, p, s, cfg, run), aux
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from fp8jax import axes
 from fp8jax import params as params_lib
-from fp8jax.models import attention_gqa, lora, mlp_swiglu, rope
+from fp8jax.models import attention_gqa, lora, mlp_swiglu, rope, unit_scaling
 from fp8jax.models.config import ComputeConfig, ModelConfig
 from fp8jax.models.mixer import Aux, GemmSite, LayerContext, Mixer
 from fp8jax.ops import prologue, residuals, stored_params
@@ -157,9 +157,10 @@ def hidden_and_aux(params, sites, batch, cfg: ModelConfig, run: ComputeConfig, s
   return normalised(x_BLD, params, sites, cfg, run), aux
 
 
-def embed(params, sites, batch, run: ComputeConfig):
+def embed(params, sites, batch, cfg: ModelConfig, run: ComputeConfig):
   """The input of the first layer: tokens embedded, [B, L, D] in the compute dtype."""
   embed = stored_params.value(params["embed"])
+  embed = unit_scaling.parameter(embed, batch["tokens_BL"].size * cfg.hidden_size, cfg)
   x_BLD = jnp.take(embed, batch["tokens_BL"], axis=0, mode="clip").astype(run.dtype)
   return observed(axes.constrain(x_BLD, "BLD", run.layout), sites, "embed")
 
@@ -195,11 +196,14 @@ def head_loss(x_BLD, params, sites, batch, cfg: ModelConfig, run: ComputeConfig)
   params = stored_params.value({k: p for k, p in params.items() if k != "layers"})
   head, eqn = _head(params, cfg)
   h_BLD = normalised(x_BLD, params, sites, cfg, run)
+  h_BLD, head = unit_scaling.head(h_BLD, head, cfg)
   loss, by_source = cross_entropy_by_source(
     h_BLD, head, eqn, batch["targets_BL"], batch["weights_BL"], sites["head"], run.loss_chunk,
     is_frozen=cfg.lora is not None, logits_site=sites.get("logits"),
     sources_BL=batch.get("sources_BL"), num_sources=run.num_sources,
+    gradient_gain=unit_scaling.loss_gain(cfg),
   )  # fmt: skip
+  loss = unit_scaling.loss(loss, batch["weights_BL"], cfg)
   return loss, {} if by_source is None else {"by_source": by_source}
 
 
@@ -236,7 +240,7 @@ def scan_layers(step, params, sites, batch, cfg: ModelConfig, run: ComputeConfig
     step: (stream, (parameters, sites, *states), context) -> (stream, anything), as `layer`.
     states: of `hidden_and_aux`, or nothing.
   """
-  x_BLD, context = embed(params, sites, batch, run), layer_context(batch, cfg)
+  x_BLD, context = embed(params, sites, batch, cfg, run), layer_context(batch, cfg)
   if states:
     context = context._replace(positions_BL=batch["positions_BL"])
   given = []
@@ -272,7 +276,8 @@ def runs(sites, *stacks):
 
 def normalised(x_BLD, params, sites, cfg: ModelConfig, run: ComputeConfig):
   """`hidden` of what the last layer gave."""
-  h_BLD = prologue.rms_norm(x_BLD, params["norm"], cfg.norm_eps, save=run.residuals.norm_inputs)
+  weight_D = unit_scaling.parameter(params["norm"], x_BLD.size, cfg)
+  h_BLD = prologue.rms_norm(x_BLD, weight_D, cfg.norm_eps, save=run.residuals.norm_inputs)
   return observed(h_BLD.value(), sites, "norm")
 
 

@@ -34,7 +34,7 @@ def cross_entropy(*args, **options):
 def cross_entropy_by_source(
   h_BLD, head, eqn: str, targets_BL, weights_BL, site: Site, chunk: int, *,
   is_frozen: bool = False, logits_site: ActivationSite | None = None, sources_BL=None,
-  num_sources: int = 0,
+  num_sources: int = 0, gradient_gain: float = 1.0,
 ):  # fmt: skip
   """Sum over tokens of weight * -log p(target), and the sums of each source's tokens.
 
@@ -49,6 +49,7 @@ def cross_entropy_by_source(
     is_frozen: whether the head has no gradient, so that its product is left out.
     logits_site: observes the logits under differentiation; None for a step that does not.
     sources_BL: int32 number of each token's source, below num_sources; None adds up none apart.
+    gradient_gain: factor of the gradient of logits, and so of all behind it.
 
   Returns:
     (float32 scalar, float32 [num_sources, 2] or None). The scalar over the sum of the weights is
@@ -56,7 +57,7 @@ def cross_entropy_by_source(
     not differentiated.
   """
   site.claim()
-  static = (eqn, chunk, is_frozen, num_sources)
+  static = (eqn, chunk, is_frozen, num_sources, gradient_gain)
   loss, by_source = _cross_entropy(
     static, h_BLD, head, targets_BL, weights_BL, sources_BL, site, logits_site
   )
@@ -75,7 +76,7 @@ def _fwd(static, *args):
 
 def _run(static, *args, is_differentiated: bool):
   """(sums, gradients of h and head, statistics of the site and of the logits); or (sums,)."""
-  (eqn, chunk, is_frozen, num_sources), (*arrays, site, logits_site) = static, args
+  (eqn, chunk, is_frozen, num_sources, gain), (*arrays, site, logits_site) = static, args
   letters, layout = eqn.partition(",")[2].partition("->")[0], site.layout
 
   def local(h, head, targets, weights, sources, tap, inputs):
@@ -97,7 +98,7 @@ def _run(static, *args, is_differentiated: bool):
       if logits_site is not None:
         chunk_stats = observe.logits_stats(logits_BCV, logits_site)
         logits_stats = tensor_stats.combine(logits_stats, chunk_stats)
-      g_BCV = g_BCV.astype(h.dtype)
+      g_BCV = (g_BCV if gain == 1 else gain * g_BCV).astype(h.dtype)
       dh = linear.data_gradient(spec, g_BCV, head, inputs, h)
       if not is_frozen:
         dhead = dhead + linear.weight_gradient(spec, h, g_BCV, dtype, inputs, head)

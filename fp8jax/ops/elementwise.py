@@ -45,3 +45,20 @@ def rotate(x_BLHK, cos_BLK, sin_BLK):
   turned = jnp.concatenate([-second, first], axis=-1)
   x32_BLHK = x_BLHK.astype(jnp.float32) * cos_BLK[:, :, None] + turned * sin_BLK[:, :, None]
   return x32_BLHK.astype(x_BLHK.dtype)
+
+
+@jax.custom_vjp
+def scale_fwd(x, factor):
+  """x * factor, whose gradient does not have the factor."""
+  return (x * factor).astype(x.dtype)
+
+
+@jax.custom_vjp
+def scale_bwd(x, factor):
+  """x, whose gradient is multiplied by the factor."""
+  del factor
+  return x
+
+
+scale_fwd.defvjp(lambda x, factor: (scale_fwd(x, factor), None), lambda _, g: (g, None))
+scale_bwd.defvjp(lambda x, factor: (x, factor), lambda c, g: ((g * c).astype(g.dtype), None))

@@ -38,7 +38,9 @@ def choose(leaf: ParamOptimizer, master, state, device: Device, wanted: str) -> 
   if wanted == "xla" or not leaf.is_large:
     return leaf
   if leaf.rule is None:
-    return dataclasses.replace(leaf, note="the kernel computes AdamW alone")
+    return dataclasses.replace(
+      leaf, note="the kernel computes AdamW alone, its decay times the rate"
+    )
   local, mu, nu = jax.tree.map(_local, (master, state[0].mu, state[0].nu))
   for moment in (mu, nu):
     if _straddles(moment):

@@ -5,6 +5,7 @@ A stack of layers whose layers differ has an array over its first axis, N.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax.numpy as jnp
@@ -82,13 +83,31 @@ def own_args(optim: OptimizerConfig, declaration, num_layers: int, gradient) -> 
   Args:
     gradient: tree of all gradients.
   """
-  if not optim.clip_groups and not optim.lr_multipliers:
+  if not (optim.clip_groups or optim.lr_multipliers or optim.base_width):
     return {}
   named = names(declaration, num_layers)
   rates, clips = _chosen(optim.lr_multipliers, named), _chosen(optim.clip_groups, named)
   multipliers = np.array([*(value for _, value in optim.lr_multipliers), 1.0], np.float32)
   factors = _clip_factors(optim.clip_groups, clips, named, params_lib.flatten(gradient))
-  return {path: Own(_take(multipliers, rates[path]), _take(factors, clips[path])) for path in named}
+  of_width = rates_by_width(optim, declaration)
+  return {
+    path: Own(
+      _take(np.float32(of_width.get(path, 1.0)) * multipliers, rates[path]),
+      _take(factors, clips[path]),
+    )
+    for path in named
+  }
+
+
+def rates_by_width(optim: OptimizerConfig, declaration) -> dict[str, float]:
+  """{matrix of the layers: factor on its rate} of optim.base_width; {} without it."""
+  if not optim.base_width:
+    return {}
+  return {
+    path: math.sqrt(optim.base_width / optim.width)
+    for path, p in params_lib.flatten(declaration).items()
+    if p.letters.startswith("N") and p.inputs
+  }
 
 
 def _take(values, chosen: np.ndarray):

@@ -19,6 +19,7 @@ from fp8jax.errors import UserError
 from fp8jax.kernels.adamw.reference import AdamWHparams
 from fp8jax.keys import EXECUTION, key, section
 from fp8jax.optim import quantized_moments, storage
+from fp8jax.optim.schedule import schedule
 from fp8jax.params import Param
 
 
@@ -100,6 +101,7 @@ OPTIMIZERS = {
   "sgd": Optimizer(lambda o: optax.ema(o.b1, debias=False), {"mu": "b1"}),
 }
 SCHEDULES = ("wsd", "cosine", "constant")
+DECAYS = ("rate", "schedule")
 
 
 # fmt: off
@@ -109,6 +111,7 @@ class OptimizerConfig:
 
   Attributes:
     steps: of the whole run; no key of this section.
+    width: the model's hidden size, of base_width alone; no key either.
   """
 
   optimizer: str = key("adam", '"adam" (AdamW), or "lion" (arXiv:2302.06675), which has one moment '
@@ -142,6 +145,9 @@ class OptimizerConfig:
   eps: float = key(1e-08, "added to the root of the second moment", mapped=True)
   weight_decay: float = key(0.1, "decoupled (arXiv:1711.05101); not on norms and biases",
     mapped=True)
+  decay_by: str = key("rate", 'What multiplies weight_decay: "rate", the learning rate; '
+    '"schedule", the learning rate over peak_lr without factors of parameters: fully decoupled, '
+    "w - weight_decay w at the peak", choices=DECAYS, mapped=True)
   grad_clip_norm: float = key(1.0, "global gradient norm; 0 turns clipping off", mapped=True)
   clip_groups: tuple[Any, ...] = key((), "Groups that are clipped by a norm of their own instead "
     "(grad_clip_norm=0): (regular expression on parameters of a layer, largest norm), the first "
@@ -149,6 +155,9 @@ class OptimizerConfig:
     "are not clipped.", mapped=True)
   lr_multipliers: tuple[Any, ...] = key((), "(regular expression on parameters of a layer, factor "
     "on their learning rate), the first that matches.", mapped=True)
+  base_width: int = key(0, "> 0: matrices of layers have sqrt(base_width / hidden size) times the "
+    "learning rate, so that the best rate of this width is that of others (µnit scaling, "
+    "arXiv:2502.05967); embedding, norms and head keep theirs", least=0, mapped=True)
   in_backward: bool = key(False, "Update every layer inside the backward pass (LOMO, "
     "arXiv:2306.09782), so that the gradients of one layer exist at a time. Needs grad_clip_norm "
     '0, grad_accum_steps 1, remat_policy "full", grad_format "float32", on_nonfinite "stop" and '
@@ -157,6 +166,7 @@ class OptimizerConfig:
     '"stop", or "skip" the update and count. A dynamic loss scale is halved first, and stops at '
     "the smallest scale, 2^-24.", choices=("stop", "skip"), affects=EXECUTION, mapped=True)
   steps: int = 0
+  width: int = 0
   # fmt: on
 
   def problems(self) -> list[str]:
@@ -177,7 +187,17 @@ class OptimizerConfig:
         texts.append(f"optim.{name}={getattr(self, name)} must not be negative")
     if self.eps <= 0:
       texts.append(f"optim.eps={self.eps} must be positive")
+    if self.decay_by == "schedule" and not 0 <= self.weight_decay < 1:
+      texts.append(
+        f"optim.weight_decay={self.weight_decay} with optim.decay_by='schedule' is the share of a "
+        "weight that a step takes; give less than 1, e.g. 1e-4"
+      )
     if self.optimizer in OPTIMIZERS:
+      if self.decay_by == "schedule" and OPTIMIZERS[self.optimizer].apply is not None:
+        texts.append(
+          f"optim.decay_by='schedule' with optim.optimizer={self.optimizer!r}, which multiplies "
+          "weights: it has no subtracted decay; set optim.decay_by='rate'"
+        )
       read = OPTIMIZERS[self.optimizer].reads()
       unread = set().union(*(row.reads() for row in OPTIMIZERS.values())) - read
       texts += [
@@ -235,6 +255,8 @@ class ParamOptimizer:
     is_frozen: whether it is not trained; `master` is then its format, of storage.FROZEN.
     inputs: axes that its GEMM contracts, 0 if none does.
     apply: see Optimizer.
+    decay: step -> share of the value that a step takes, whatever its rate; None where the
+      transformation has the decay.
   """
 
   path: str
@@ -251,6 +273,7 @@ class ParamOptimizer:
   is_frozen: bool = False
   inputs: int = 0
   apply: Callable[[Any, Any, Any], Any] | None = None
+  decay: optax.Schedule | None = None
 
   @property
   def gradient_dtype(self):
@@ -292,16 +315,20 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0, base: str = "bf16
     transformation = quantized_moments.stored(
       optimizer.make(optim), moments, decays, mask=mask, seed=own
     )
-    rule = None
-    if p.decay:
+    rule = decay = None
+    if p.decay and optim.decay_by == "schedule":
+      share = optim.weight_decay / optim.peak_lr if optim.peak_lr else 0.0
+      decay = lambda step: share * schedule(optim)(step)  # noqa: E731
+    elif p.decay:
       transformation = optax.chain(transformation, optimizer.decay(optim.weight_decay))
       if optimizer.has_kernel:
         rule = AdamWHparams(optim.b1, optim.b2, optim.eps, optim.weight_decay)
     formats = (storage.MASTERS[optim.master_format], storage.GRADIENTS[optim.grad_format])
     master, gradient = formats if p.decay else (None, None)
     return ParamOptimizer(
-      path, transformation, master, gradient, lead, own, p.decay, rule, apply=optimizer.apply
-    )
+      path, transformation, master, gradient, lead, own, p.decay, rule, apply=optimizer.apply,
+      decay=decay,
+    )  # fmt: skip
 
   return params_lib.unflatten(
     {path: one(path, p) for path, p in params_lib.flatten(declaration).items()}

@@ -1,12 +1,12 @@
 """The learning rate by the step."""
 
+from typing import Any
+
 import optax
 
-from fp8jax.optim.optimizers import OptimizerConfig
 
-
-def schedule(optim: OptimizerConfig) -> optax.Schedule:
-  """step -> learning rate; step 0 is the first update."""
+def schedule(optim: Any) -> optax.Schedule:
+  """step -> learning rate of an OptimizerConfig; step 0 is the first update."""
   warmup = optax.schedules.linear_schedule(0.0, optim.peak_lr, optim.warmup_steps)
   hold = optax.schedules.constant_schedule(optim.peak_lr)
 

@@ -212,6 +212,8 @@ def update_param(
     update, state = leaf.transformation.update(g, state, value, piece=piece)
     applied = None if leaf.apply is None else leaf.apply(value, update, rate)
     change = -rate * jnp.asarray(update) if applied is None else applied - value
+    if leaf.decay is not None:
+      change = change - leaf.decay(args.step) * value
     axes = tuple(range(1, value.ndim)) if by_layer else None
     squares = jnp.stack([jnp.sum(jnp.square(x), axis=axes) for x in (change, value)], axis=-1)
     updated = optax.apply_updates(value, change) if applied is None else applied

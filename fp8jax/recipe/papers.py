@@ -185,7 +185,7 @@ BLOCK_128_REQUANTIZED = _named(
 _ONE, _ONE_G = Quant(E4M3, scale=Scale.ONE), Quant(E5M2, scale=Scale.ONE)
 
 
-def _unit(name: str, gains: Sequence[Gain], x: Quant | None, g: Quant | None) -> Recipe:
+def _unit(name: str, gains: Sequence[Gain | None], x: Quant | None, g: Quant | None) -> Recipe:
   fwd, dgrad, wgrad = gains
   return Recipe(name, Gemm(x, x, gain=fwd), Gemm(g, x, gain=dgrad), Gemm(x, g, gain=wgrad))
 
@@ -197,8 +197,11 @@ _UNIT = (
   _unit("unit_scaling_wide", _UNIT_GAINS, None, None),
   _unit("munit_scaling", (_HALF,) * 3, _ONE, _ONE_G),
   _unit("munit_scaling_wide", (_HALF,) * 3, None, None),
-  # Of the head, in 16 bits.
+  # Of heads, in 16 bits. The model has the factors of unit scaling's gradients (unit_scaling.py).
   _unit("munit_head", (Gain(fan_in=-1.0),) * 3, None, None),
+  _unit("unit_head", (_HALF, None, None), None, None),
+  # Plain products in FP8 without scales, which both are for.
+  _unit("fp8_unscaled", (None,) * 3, _ONE, _ONE_G),
 )
 
 # --- HALO (arXiv:2501.02625) ---------------------------------------------------------------------

@@ -63,7 +63,7 @@ def take(spec, state, sites, batch, rate, by_param: bool = False) -> update.Step
   """
   cfg, run, params = spec.model, spec.run, dict(state.params)
   total = jnp.maximum(batch["weights_BL"].sum(), 1)
-  rows = {"embed": params["embed"]}
+  emb = {"embed": params["embed"]}
   # Parameters with a gradient from the loss; a tied embedding gets another one below.
   behind = {
     k: p for k, p in params.items() if k != "layers" and (k != "embed" or cfg.tie_embeddings)
@@ -73,14 +73,14 @@ def take(spec, state, sites, batch, rate, by_param: bool = False) -> update.Step
   below = {k: ends.pop(k) for k in ("embed",) if k in ends}
 
   def embed(sinks, taps):
-    return transformer.embed(_paired(rows, sinks), site_tree.with_taps(below, taps), batch, run)
+    return transformer.embed(_paired(emb, sinks), site_tree.with_taps(below, taps), batch, cfg, run)
 
   def finish(x_BLD, sinks, taps):
     above = site_tree.with_taps(ends, taps)
     loss, sums = transformer.head_loss(x_BLD, _paired(behind, sinks), above, batch, cfg, run)
     return loss / total, sums
 
-  x_BLD, pull_embed = jax.vjp(embed, _sinks(rows), site_tree.taps(below))
+  x_BLD, pull_embed = jax.vjp(embed, _sinks(emb), site_tree.taps(below))
   x_BLD, inputs, aux = _forward(spec, x_BLD, params, sites, batch)
   loss, pull_finish, sums = jax.vjp(
     finish, x_BLD, _sinks(behind), site_tree.taps(ends), has_aux=True

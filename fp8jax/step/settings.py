@@ -90,9 +90,14 @@ class Model:
   vocab_size: int | None = key(None, "V", mapped=True)
   max_positions: int | None = key(None, "longest context the weights are for", mapped=True)
   rope_theta: float | None = key(None, "base of the rotary frequencies", mapped=True)
+  tie_embeddings: bool | None = key(None, "whether the head is the embedding", mapped=True)
   init_std: float | None = key(None, "of random weights", mapped=True)
   residual_tau: float | None = key(None, "above 0: sqrt(1 - tau) x + sqrt(tau) norm(f(x)) in place "
     "of x + f(norm(x)) (µnit scaling, arXiv:2502.05967)", mapped=True)
+  unit_scaling: str = key("none", 'factors that give tensors variance 1 at the start: '
+    '"loss", of the gradient of logits; "all", of every operation beside linear layers, whose '
+    "factors are their recipes' (unit scaling, arXiv:2303.11257; needs residual_tau)",
+    choices=model_config.UNIT_SCALING, mapped=True)
   mixers: tuple | None = key(None, "blocks of a layer, names in models/transformer.py's MIXERS",
     mapped=True)
 

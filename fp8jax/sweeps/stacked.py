@@ -68,6 +68,8 @@ def groups(trials: list[Trial], count: int = 0) -> list[list[Member]]:
       f"--vmap: {place} is of an interrupted run; leave --vmap out to go on with it",
     )
     key = repr(sorted((k, v) for k, v in spec.flat.items() if k not in VARYING))
+    if spec.optim.decay_by == "schedule":  # one program has one schedule of the decay
+      key += f"{spec.optim.min_lr / max(spec.optim.peak_lr, 1e-30):.6g}"
     by_program[key].append(Member(trial, spec))
   problems.found = list(dict.fromkeys(problems.found))
   problems.refuse()

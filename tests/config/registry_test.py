@@ -51,10 +51,12 @@ LEAST_1 = """steps global_batch grad_accum_steps seq_len memory.loss_chunk eval.
   prepare.shard_tokens generate.slots
   generate.num_samples"""
 LEAST_0 = """precision.first_bf16 precision.last_bf16 memory.gpu_fraction data.shuffle_windows
-  data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction eval.tokens
-  eval.every eval.questions checkpoint.every log.tensor_stats_every export.fold_smooth_batches
+  data.workers data.prefetch data.samples_per_step data.epochs optim.warmup_fraction
+  optim.base_width eval.tokens eval.every eval.questions checkpoint.every log.tensor_stats_every
+  export.fold_smooth_batches
   prepare.processes generate.max_length"""
-ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base precision.sensitivity
+ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
+  precision.sensitivity
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
   weights.hf eval.tasks eval.data_dir eval.train_data eval.compare_with export.input_scales
   export.gate_text export.client_python export.push_to noise.text generate.prompts generate.out"""

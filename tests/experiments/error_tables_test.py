@@ -190,3 +190,31 @@ def test_the_page_of_lns_madam_is_that_of_its_results():
     assert again == pytest.approx(results["updates"][name], rel=1e-9)
   for name, picojoules in results["energy"].items():
     assert script.energy(name) == pytest.approx(picojoules)
+
+
+_SPAN = (0.5, 5.0)
+
+
+def test_the_table_of_deviations_is_that_of_its_results():
+  kept = json.loads((ROOT / "experiments/2025_munit/results.json").read_text())["results"]
+  readme = (ROOT / "experiments/2025_munit/README.md").read_text()
+  for name, row in kept.items():
+    spans = [f"{row[f'{k}_min']:.2g} to {row[f'{k}_max']:.2g}" for k in ("x", "w", "g", "dw")]
+    shares = [f"{100 * row[f'flushed_{a}']:.1f}, {100 * row[f'error_{b}']:.1f}"
+              for a, b in (("float16", "float16"), ("e5m2", "fp8"))]  # fmt: skip
+    assert f"| {' | '.join([name, *spans, *shares])} |" in readme
+
+
+@pytest.mark.slow  # two models forward and backward
+def test_unit_scaling_gives_every_tensor_deviation_near_1_and_a_plain_model_does_not():
+  script = _script("experiments/2025_munit/error_table.py")
+  kept = json.loads((ROOT / "experiments/2025_munit/results.json").read_text())["results"]
+  for arm, is_unit in (("unit scaling", True), ("plain", False)):
+    found, shares, _ = script.deviations(arm)
+    every = [value for of in found.values() for value in of.values()]
+    assert (_SPAN[0] < min(every) and max(every) < _SPAN[1]) == is_unit
+    assert max(every) / min(every) < 10 or not is_unit
+    assert (shares["e5m2"] < 1e-3) == is_unit
+    for kind, of in found.items():
+      ends = [kept[arm][f"{kind}_min"], kept[arm][f"{kind}_max"]]
+      assert [min(of.values()), max(of.values())] == pytest.approx(ends, rel=0.05)

@@ -112,6 +112,26 @@ def test_seeds_without_a_partner_are_named_and_twins_make_the_floor():
   assert row.seeds == (0, 1, 3)
 
 
+def test_the_best_rate_is_that_of_the_least_mean_over_seeds_of_one_origin():
+  arms = (runs.Arm("a"), runs.Arm("b", "mxfp8", rates=(2.0,)))
+  system = runs.System("2025_x", arms, (), rates=(1.0, 2.0), illustration=True)
+  found = []
+  for run in system.runs():
+    rate = dict(run.changes)["optim.peak_lr"]
+    losses = (9.0, 9.0, 5 - rate + run.seed, 5 - rate)  # after the warm-up 5 - rate + seed / 2
+    found.append(ledger.Result(run, "finished", losses, WARMUP, {}, ORIGIN, "d", 1.0))
+  assert len(found) == 6
+  fell = dataclasses.replace(found[2], status="diverged")  # rate 2 of a
+  a, b = ledger.curves(ledger.index(found), [system])
+  assert (a.losses, a.best, b.losses, b.best) == ({1: 4.25, 2: 3.25}, 2, {2: 3.25}, 2)
+  assert "| b | - | 3.2500 | 2 |" in ledger.markdown([], by_rate=[a, b])
+  (a, _) = ledger.curves(ledger.index([*found[:2], fell, *found[3:]]), [system])
+  assert a.best == 1 and a.losses[2] == math.inf
+  moved = dataclasses.replace(found[0], origin={**ORIGIN, "cpu": "other"})
+  (b,) = ledger.curves(ledger.index([moved, *found[1:]]), [system])
+  assert b.arm == "b"
+
+
 @pytest.mark.parametrize("name", ORIGIN)
 def test_runs_of_another_origin_are_refused_by_name(name):
   system = _system("higher")
@@ -199,7 +219,7 @@ def test_rates_are_rows_of_their_own():
 def test_the_committed_ledger_is_what_the_results_give():
   of = ledger.read()
   found = ledger.rows(of)
-  assert (EXPERIMENTS / "ledger.md").read_text() == ledger.markdown(found, of)
+  assert (EXPERIMENTS / "ledger.md").read_text() == ledger.markdown(found, of, ledger.curves(of))
   again = json.loads(ledger.records.to_json([dataclasses.asdict(r) for r in found]))
   assert json.loads((EXPERIMENTS / "ledger.json").read_text()) == again
 

@@ -93,6 +93,27 @@ def test_global_clipping_holds_with_and_without_rates_of_its_own(rng, clip, mult
   assert norm == pytest.approx(0.1 * (clip or float(values["grad_norm"])), rel=1e-4)
 
 
+def test_rates_by_width_are_those_of_the_layers_matrices_and_multiply_others():
+  """sqrt(base width / width), arXiv:2502.05967; embedding, head, norms and biases keep theirs."""
+  declaration = {
+    "embed": Param("VD"), "head": Param("DV", inputs=1), "norm": Param("D", decay=False),
+    "layers": {"up": Param("NDF", inputs=1), "bias": Param("NF", decay=False)},
+  }  # fmt: skip
+  optim = optimizers.OptimizerConfig(base_width=64, width=512, lr_multipliers=((".*/up", 3.0),))
+  own = groups.own_args(optim, declaration, 3, jax.tree.map(lambda p: np.zeros(3), declaration))
+  rates = {path: float(its.rate) for path, its in own.items()}
+  assert rates.pop("layers/up") == pytest.approx(3 / np.sqrt(8), rel=1e-6)
+  assert set(rates.values()) == {1.0} and len(rates) == 4
+  spec = harness.one_layer_spec(**{"optim.base_width": 16})
+  assert spec.optim.width == spec.model.hidden_size
+  refused = {"optim.base_width": 16, "kernels.optimizer": "auto"}
+  with pytest.raises(ConfigError, match="optim.base_width with kernels.optimizer"):
+    harness.one_layer_spec(**refused)
+  for changes in ({"optim.weight_decay": 1.0}, {"optim.optimizer": "madam", "optim.b1": 0.9}):
+    with pytest.raises(ConfigError, match="optim.decay_by='schedule' (is|with)"):
+      harness.one_layer_spec(**{"optim.decay_by": "schedule", **changes})
+
+
 def _is_adam(x):
   return isinstance(x, optax.ScaleByAdamState)
 

@@ -38,13 +38,20 @@ def _adamw(optim, params, gradients, rates):
       v[k] = optim.b2 * v[k] + (1 - optim.b2) * x**2
       update = m[k] / (1 - optim.b1**t) / (np.sqrt(v[k] / (1 - optim.b2**t)) + optim.eps)
       decay = optim.weight_decay if DECLARATION[k].decay else 0.0
-      p[k] = p[k] - rate * (update + decay * p[k])
+      share = rate if optim.decay_by == "rate" else rate / optim.peak_lr
+      p[k] = p[k] - rate * update - share * decay * p[k]
     yield dict(p)
 
 
 @pytest.mark.parametrize(
   "changes",
-  [dict(), dict(grad_clip_norm=0.0), dict(weight_decay=0.0), dict(b1=0.0, b2=0.5, eps=1e-2)],
+  [
+    dict(),
+    dict(grad_clip_norm=0.0),
+    dict(weight_decay=0.0),
+    dict(b1=0.0, b2=0.5, eps=1e-2),
+    dict(decay_by="schedule"),
+  ],
   ids=str,
 )
 def test_five_steps_equal_adamw_in_float64(rng, changes):

@@ -140,6 +140,13 @@ def test_a_trial_that_is_not_finite_halts_alone(tmp_path):
   assert outcome.read(trials[1]).status == "diverged"
 
 
+def test_trials_share_a_program_where_their_decay_has_one_schedule(tmp_path):
+  """A decay by the schedule is rate / peak_lr, of which a program has one."""
+  for how, count in (("rate", 1), ("schedule", 2)):
+    _, trials = _trials(tmp_path, "bf16", fixed={"optim.decay_by": how, "optim.min_lr": 1e-4})
+    assert len(stacked.groups(trials)) == count
+
+
 # Why a mapped sweep honours a key, or a section.
 HONOURED = {
   "trials differ in them": "seed optim.peak_lr optim.min_lr",
@@ -147,14 +154,14 @@ HONOURED = {
     steps global_batch grad_accum_steps seq_len
     model.preset model.num_layers model.hidden_size model.intermediate_size model.num_heads
     model.num_kv_heads model.head_dim model.vocab_size model.max_positions model.rope_theta
-    model.init_std model.residual_tau model.mixers
+    model.tie_embeddings model.init_std model.residual_tau model.unit_scaling model.mixers
     precision.rules precision.first_bf16 precision.last_bf16 precision.smooth_swiglu
     precision.attention precision.compute_dtype kernels.matmul kernels.attention
     memory.remat_policy memory.save_gemm_inputs memory.save_norm_inputs memory.save_gate_up
     memory.save_layer_inputs memory.loss_chunk
     optim.optimizer optim.schedule optim.warmup_steps optim.warmup_fraction optim.decay_steps
     optim.b1 optim.b2 optim.eps optim.weight_decay optim.grad_clip_norm optim.clip_groups
-    optim.lr_multipliers optim.on_nonfinite""",
+    optim.lr_multipliers optim.base_width optim.decay_by optim.on_nonfinite""",
   "the step of every trial alone is inspected": "precision.verify_fp8_gemms",
   "the loader reads them": """
     data.tokenizer data.eos data.bos data.sources data.heldout_fraction data.cross_document
