@@ -119,8 +119,8 @@ class OptimizerConfig:
     choices=OPTIMIZERS, mapped=True)
   moment_format: str = key("float32", 'Storage format of the moments: "float32", or a name in '
     'optim/storage.py: "coat" first (in experiments/moments the most exact in two bytes), or '
-    '"sqrt_v", "e4m3_256", "fp8lm", "bf16", "bf16_sr"; "tensor_e4m3_e5m2", or so of any two formats. '
-    "Norms and biases stay float32.")
+    '"sqrt_v", "e4m3_256", "fp8lm", "bf16", "bf16_sr"; "tensor_e4m3_e5m2" or such a pair of any '
+    "formats. Norms and biases stay float32.")
   master_format: str = key("float32", 'Master weights: "float32"; "bf16_sr", rounded '
     'stochastically; "bf16_remainder", a float32 of which the BF16 half multiplies; "f16", scaled; '
     '"lns16", "lns14", "lns12", "lns10": logarithmic, emulated in float32.',

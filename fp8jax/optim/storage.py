@@ -94,9 +94,10 @@ def moments(name: str) -> Moments:
     except ValueError as e:
       reason = f": {e}"
   near = nearest(name, MOMENTS)
+  hint = f"; did you mean {near!r}?" if near else "."
   raise UserError(
-    f"moment_format={name!r} is unknown{reason}; {f'did you mean {near!r}? ' if near else ''}Known: "
-    f"{', '.join(MOMENTS)}, and tensor_M_V of two formats, such as tensor_e4m3_240_e5m2"
+    f"moment_format={name!r} is unknown{reason}{hint} Known: {', '.join(MOMENTS)}, and tensor_M_V "
+    "of two formats, such as tensor_e4m3_240_e5m2"
   )
 
 
