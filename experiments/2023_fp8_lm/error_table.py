@@ -117,7 +117,7 @@ def masters() -> dict[str, dict[str, float]]:
       q = Quant(quant.format, quant.tile, quant.scale, rounding=how)
 
       @jax.jit
-      def run(rate, q=q):
+      def run(rate, w, update, q=q):
         def move(kept, key):
           return kept.repack(kept.unpack() - rate * update, key), None
 
@@ -127,7 +127,7 @@ def masters() -> dict[str, dict[str, float]]:
         moved, want = end.unpack() - start.unpack(), -UPDATES * rate * update
         return _off(start.unpack(), w), jnp.vdot(moved, want) / jnp.vdot(want, want)
 
-      (error, small), (_, large) = run(1e-5), run(1e-4)
+      (error, small), (_, large) = (run(rate, w, update) for rate in (1e-5, 1e-4))
       found[f"{name}, {how.value}"] = {
         "error": float(error), "moved 1e-5": float(small), "moved 1e-4": float(large)}  # fmt: skip
   return found

@@ -202,7 +202,8 @@ def main():
     alt.Chart(alt.Data(values=values)).mark_circle(size=60)
     .encode(x=alt.X("times:Q", scale=alt.Scale(type="log"),
                     title="squared error of the step over that of E4M3+E, E4M3+E"),
-            y=alt.Y("pair:N", sort=list(pairs), title="m, v"), color=alt.Color("whose:N", title=None))
+            y=alt.Y("pair:N", sort=list(pairs), title="m, v"),
+            color=alt.Color("whose:N", title=None))
     .properties(width=380, height=300)
   )  # fmt: skip
   tensors.write(HERE, {k: v for of in parts for k, v in of.items()}, text, chart)

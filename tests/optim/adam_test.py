@@ -111,8 +111,9 @@ def test_names_of_pairs_are_read_or_refused():
   assert storage.moments("tensor_f32_e4m3(max=240)").mu is None
   assert storage.moments("tensor_e4m3_f32").nu is None
   for name, reason in {
-    "coats": "did you mean 'coat'", "tensor_e4m3": "Known: float32, bf16", 
-    "tensor_e4m3_e9m1": "e9m1", "tensor_e8m0_e5m2": "holds scales", "tensor_e4m3_logfmt8": "extents that lie within a device",
+    "coats": "did you mean 'coat'", "tensor_e4m3": "Known: float32, bf16",
+    "tensor_e4m3_e9m1": "e9m1", "tensor_e8m0_e5m2": "holds scales",
+    "tensor_e4m3_logfmt8": "extents that lie within a device",
   }.items():  # fmt: skip
     with pytest.raises(UserError, match=f"moment_format='{name}' is unknown.*{reason}"):
       quantized_moments.scale_by_adam(moment_format=name)
