@@ -129,7 +129,7 @@ def masters() -> dict[str, dict[str, float]]:
 
       (error, small), (_, large) = (run(rate, w, update) for rate in (1e-5, 1e-4))
       found[f"{name}, {how.value}"] = {
-        "error": float(error), "moved 1e-5": float(small), "moved 1e-4": float(large)}  # fmt: skip
+        "off": float(error), "moved 1e-5": float(small), "moved 1e-4": float(large)}  # fmt: skip
   return found
 
 

@@ -90,7 +90,7 @@ def moments() -> tuple[dict, dict]:
     f"{m}, {v}": x for m, row in PAPER.items() for v, x in zip(FORMATS, row, strict=True)
   }
   rows = {
-    name: {"error": (squares[name] / of) ** 0.5, "times": squares[name] / squares[BEST],
+    name: {"off": (squares[name] / of) ** 0.5, "times": squares[name] / squares[BEST],
            "times paper": paper / published[BEST]}
     for name, paper in published.items()
   }  # fmt: skip

@@ -34,7 +34,7 @@ from fp8jax.run import provenance  # noqa: E402
 
 LENGTH, SEQUENCES = 512, 4
 # Beginnings of columns that are no shares.
-AS_IT_IS = ("times", "bytes", "GiB", "dB", "k")
+AS_IT_IS = ("times", "bytes", "GiB", "dB", "k ")
 _TABLE = re.compile(r"(<!-- table -->\n).*?(<!-- end -->)", re.S)
 
 
