@@ -434,7 +434,7 @@ def test_experiment_arms_run_by_script_and_unknown_ones_refused(path):
   run = loop[1].split()
   assert set(run) <= set(module.ARMS) and len(run) == len(set(run))
   run_as = [module.get_config(arm).to_dict() for arm in run]
-  # every_recipe.py and the sweeps run these of 2025_infir2; O3 is O2 where there is one device.
+  # every_recipe.py and the sweeps run these of 2025_infir2.
   left_out = [
     a for a in module.ARMS if a not in run and not a.startswith(("short-", "paired-", "scratch-"))
   ]
