@@ -35,6 +35,7 @@ from fp8jax.recipe.quant import Delayed, Quant, Rounding, Scale  # noqa: E402
 GRADIENTS, B2, EVERY, DRAWS = 16, 0.95, 10, 8
 COLUMNS = ("e4m3", "e4m3 zero", "e4m3_240", "e4m3_240 zero", "e5m2", "e5m2 zero", "one",
            "mean of 8", "dw", "dw of 8", "own scale", "step before")  # fmt: skip
+JUMPS = (1, 2, 4, 16, 256)
 GROWTHS, JUMP = (1, 64, 1024), 16
 
 
@@ -104,7 +105,7 @@ def formats() -> dict[str, dict[str, float]]:
     for x, w, g in layers[::EVERY]:
       rows = _formats(x, w, g)
       if site.endswith("down"):
-        rows |= {f"{jump} times": _window(x, float(jump)) for jump in (1, 2, 4, 16, 256)}
+        rows |= {f"{jump} times": _window(x, float(jump)) for jump in JUMPS}
       for name, row in jax.device_get(rows).items():
         found.setdefault(name, []).append(row)
   return {
@@ -182,7 +183,7 @@ def main():
 
 
 def write(found: dict[str, dict[str, dict[str, float]]]):
-  window = {k: v for k, v in found["formats"].items() if k.endswith("times")}
+  window = {f"{n} times": found["formats"][f"{n} times"] for n in JUMPS}
   rounding = {k: v for k, v in found["formats"].items() if k.startswith("g ")}
   plain = {k: found["formats"][k] for k in ("x", "w", "g")}
   parts = (found["moments"], plain, rounding, window, found["outlier"])
