@@ -1,6 +1,6 @@
 """COAT on real tensors: expanded moments, saved activations in groups of 16, memory without remat.
 
-command: python experiments/2024_coat/error_table.py    (four minutes of a CPU core; make run
+command: python experiments/2024_coat/error_table.py    (a minute and a half of a CPU core; make run
 fetches the weights)
 
 SmolLM2-135M on held-out tokens of the Python documentation. Moments: of 20 gradients of 256 tokens
