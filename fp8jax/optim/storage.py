@@ -75,8 +75,8 @@ def moments(name: str) -> Moments:
   """The formats of a name: a key of MOMENTS, or "tensor_M_V" of any two formats.
 
   M and V are names of `formats.by_name`, "tensor_e4m3_240_e5m6", each under a float32 scale per
-  tensor; "f32" is float32 without one. v never becomes 0. What no dtype has is stored in a wider
-  one, whose bytes it takes.
+  tensor; "f32" is float32 without one. v never becomes 0. A format without a dtype takes the bytes
+  of the wider one that stores it.
 
   Raises:
     UserError: another name, or a format that tensors cannot be stored in.
