@@ -1,7 +1,8 @@
 """Tensors of a real model for error tables, and how a table is written.
 
 `captured` runs SmolLM2-135M (make run fetches the weights) forward and backward once over 2,048
-held-out tokens of the Python documentation, linears in float32. `write` keeps numbers with their
+held-out tokens of the Python documentation, linears in float32, `gradients` gives gradients of the
+weights of several smaller batches. `write` keeps numbers with their
 provenance in results.json, a picture in errors.svg and the table between the markers of README.md.
 """
 
@@ -9,6 +10,7 @@ import json
 import pathlib
 import re
 import sys
+from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -20,6 +22,7 @@ import numpy as np  # noqa: E402
 import vl_convert  # noqa: E402
 
 from configs import smollm2_cpt  # noqa: E402
+from fp8jax import params as params_lib  # noqa: E402
 from fp8jax.config import resolve  # noqa: E402
 from fp8jax.data import loader  # noqa: E402
 from fp8jax.kernels import choose  # noqa: E402
@@ -30,6 +33,8 @@ from fp8jax.report import charts, page  # noqa: E402
 from fp8jax.run import provenance  # noqa: E402
 
 LENGTH, SEQUENCES = 512, 4
+# Beginnings of columns that are no shares.
+AS_IT_IS = ("times", "bytes", "GiB", "dB", "k ")
 _TABLE = re.compile(r"(<!-- table -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -84,6 +89,26 @@ def watched(loss, params, tokens: int, sites: str = "layers/"):
   return seen, gradient
 
 
+def gradients(count: int, every: int = 10) -> Iterator[dict[str, jax.Array]]:
+  """{site: float32 [layers, ...]} of the mean loss of a batch, of every so many layers.
+
+  `count` batches of 256 held-out tokens, one after the other, at SmolLM2's own weights.
+  """
+  spec, params, batches = smollm2(length=256, sequences=1, batches=count)
+
+  @jax.jit
+  def gradient(params, batch):
+    def loss(params):
+      total = transformer.loss(params, spec.sites(), batch, spec.model, spec.run)
+      return total / jnp.sum(batch["weights_BL"])
+
+    layers = params_lib.flatten(jax.grad(loss)(params)["layers"])
+    return {name: g[::every] for name, g in layers.items() if not name.endswith("norm")}
+
+  for batch in batches:
+    yield gradient(params, batch)
+
+
 def write(here: pathlib.Path, results: dict, table: str, chart: alt.TopLevelMixin):
   """The numbers, the picture and the table of an experiment's folder."""
   kept = {"results": results, "provenance": provenance.provenance({}, "seeds in the script", 0)}
@@ -96,3 +121,17 @@ def write(here: pathlib.Path, results: dict, table: str, chart: alt.TopLevelMixi
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
   return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def cells(row: dict[str, float]) -> list[str]:
+  """To three digits: shares and errors in percent, what is named so as it is."""
+  shown = [v if k.startswith(AS_IT_IS) else 100 * v for k, v in row.items()]
+  return [f"{v:.3g}" if abs(v) < 1000 else f"{v:.0f}" for v in shown]
+
+
+def tables(parts: dict[str, tuple[list[str], dict[str, dict[str, float]]]]) -> str:
+  """{title: (head, {row: {column: value}})} as Markdown."""
+  return "\n\n".join(
+    f"{title}:\n\n{markdown(head, [[name, *cells(row)] for name, row in rows.items()])}"
+    for title, (head, rows) in parts.items()
+  )

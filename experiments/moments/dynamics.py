@@ -118,6 +118,61 @@ def simulate(rows: dict[str, Moments], b2: float, steps: int, shape, seed: int =
   return results
 
 
+def on_gradients(rows: dict[str, Moments], gradients, b2: float, eps=EPS):
+  """{row: {"error", "largest", "zero"}} of Adam's last step along real gradients.
+
+  Moments are in their formats between steps and start at 0; as in COAT, a step reads its own before
+  they are rounded.
+
+  Args:
+    gradients: of {name: float32 [layers, ...]}; every layer is a tensor.
+
+  Returns:
+    error: L2 distance of m / (sqrt(v) + eps), bias corrected, from float32 moments' over its norm.
+    largest: its largest magnitude over theirs.
+    zero: share of v that is stored as 0 and is not.
+  """
+  rows = {"exact": Moments()} | rows
+
+  @jax.jit
+  def move(state, g, t):
+    new, updates = {}, {}
+    for name, how in rows.items():
+      pair = (x.unpack() if hasattr(x, "unpack") else x for x in state[name])
+      m, v = (b * x + (1 - b) * y for x, y, b in zip(pair, (g, g * g), (B1, b2), strict=True))
+      updates[name] = m / (1 - B1**t) / (jnp.sqrt(v / (1 - b2**t)) + eps)
+      new[name] = tuple(
+        x if q is None else quantized_tensor.pack(x, q, lead=1)
+        for x, q in zip((m, v), (how.mu, how.nu), strict=True)
+      )
+    return new, updates
+
+  states, updates = {}, {}
+  for t, of_site in enumerate(gradients, 1):
+    for site, g in of_site.items():
+      first = {name: (jnp.zeros_like(g),) * 2 for name in rows}
+      states[site], updates[site] = move(states.get(site, first), g, float(t))
+  results = {}
+  for name in rows:
+    exact, got = ([np.ravel(updates[s][row]) for s in updates] for row in ("exact", name))
+    squares = [(np.sum(np.square(np.float64(a) - b)), np.sum(np.square(np.float64(b))))
+               for a, b in zip(got, exact, strict=True)]  # fmt: skip
+    off, of = np.sum(squares, axis=0)
+    v = [(states[s][name][1], states[s]["exact"][1]) for s in states]
+    zero = [np.mean(np.asarray(_code(a) == 0)[np.asarray(b) != 0]) for a, b in v]
+    results[name] = {
+      "error": float(np.sqrt(off / of)),
+      "largest": float(max(map(np.max, map(np.abs, got))) / max(map(np.max, map(np.abs, exact)))),
+      "zero": float(np.average(zero, weights=[b.size for _, b in v])),
+    }
+  del results["exact"]
+  return results
+
+
+def _code(x):
+  return x.data.astype(jnp.float32) if isinstance(x, quantized_tensor.QuantizedTensor) else x
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--json", help="write results and provenance here")

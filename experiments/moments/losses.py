@@ -3,8 +3,8 @@
   python experiments/moments/losses.py --json experiments/moments/losses.json
 
 Every row is a run of launch.py: `make run`'s continued pre-training of SmolLM2-135M (10,240 tokens)
-with its linears in BF16's place (float32 on a CPU), or an experiment's arm. Finished runs are not
-repeated, nor are rows forgotten that are in the file; --only picks rows.
+with its linears in BF16's place (float32 on a CPU). Finished runs are not repeated, nor are rows
+forgotten that are in the file; --only picks rows.
 """
 
 import json
@@ -42,22 +42,13 @@ ROWS = {
   **{
     n: (_BASE, {"optim.moment_format": n}) for n in storage.MOMENTS if n not in ("float32", "coat")
   },
-  **{
-    f"{folder}:{arm}": (f"experiments/{folder}/config.py:{arm}", {})
-    for folder, arms in (
-      ("2024_coat", ("float32", "moments", "activations", "coat")),
-      ("2023_fp8_lm", ("float32", "o1", "o2")),
-      ("2024_trillion_token", ("float32", "moments", "token", "channel", "all")),
-    )
-    for arm in arms
-  },
 }
 
 
 def row(name: str) -> dict:
   """The row's numbers, of a run that is started, or went on, or was there already."""
   source, changes = ROWS[name]
-  folder = name.replace(":", "_").replace(" seed ", "_seed")
+  folder = name.replace(" seed ", "_seed")
   done = sweep.one(source, str(ROOT / _RUNS.value / folder), changes, str(ROOT))
   (before,), (after,) = (done.evaluation(which).values() for which in (0, -1))
   return {

@@ -103,7 +103,7 @@ class RunState:
       self._out.print(f"kernels: {count} kinds of product tried on this device, all exact")
     leaf = next((x for x in jax.tree.leaves(self.spec.leaves) if x.backend != "xla"), None)
     if leaf is not None and not self.sites:  # once
-      moments = storage.MOMENTS[self.spec.optim.moment_format]
+      moments = storage.moments(self.spec.optim.moment_format)
       is_pair = leaf.master == storage.REMAINDER
       self_test.optimizer(moments.mu, moments.nu, is_pair=is_pair, dtype=leaf.gradient_dtype)
       self._out.print("kernels: the optimizer's tried on this device, as close as its arithmetic")

@@ -122,8 +122,8 @@ class OptimizerConfig:
     choices=OPTIMIZERS, mapped=True)
   moment_format: str = key("float32", 'Storage format of the moments: "float32", or a name in '
     'optim/storage.py: "coat" first (in experiments/moments the most exact in two bytes), or '
-    '"sqrt_v", "tensor_e4m3_e5m2", "e4m3_256", "fp8lm", "bf16", "bf16_sr". Norms and biases stay '
-    "float32.", choices=storage.MOMENTS)
+    '"sqrt_v", "e4m3_256", "fp8lm", "bf16", "bf16_sr"; "tensor_e4m3_e5m2" or such a pair of any '
+    "formats. Norms and biases stay float32.")
   master_format: str = key("float32", 'Master weights: "float32"; "bf16_sr", rounded '
     'stochastically; "bf16_remainder", a float32 of which the BF16 half multiplies; "f16", scaled; '
     '"lns16", "lns14", "lns12", "lns10": logarithmic, emulated in float32.',
@@ -206,15 +206,17 @@ class OptimizerConfig:
         for of in dataclasses.fields(self)
         if of.name in unread and getattr(self, of.name) != of.default
       ]
-    if self.moment_format in storage.MOMENTS and self.optimizer in OPTIMIZERS:
       decays = {k: getattr(self, key) for k, key in OPTIMIZERS[self.optimizer].decays.items()}
-      reasons = storage.moment_problems(self._moments(), decays.get("mu"), decays.get("nu"))
+      try:
+        reasons = storage.moment_problems(self._moments(), decays.get("mu"), decays.get("nu"))
+      except UserError as e:
+        return [*texts, f"optim.{e}"]
       texts.extend(f"optim.moment_format={self.moment_format!r}: {reason}" for reason in reasons)
     return texts
 
   def _moments(self) -> storage.Moments:
     """The formats of moment_format, of the moments that the optimizer keeps."""
-    formats, kept = storage.MOMENTS[self.moment_format], OPTIMIZERS[self.optimizer].decays
+    formats, kept = storage.moments(self.moment_format), OPTIMIZERS[self.optimizer].decays
     return storage.Moments(**{name: getattr(formats, name) for name in kept})
 
   def bytes_per_parameter(self) -> dict[str, float]:
@@ -303,7 +305,7 @@ def leaves(optim: OptimizerConfig, declaration, seed: int = 0, base: str = "bf16
       return ParamOptimizer(
         path, _NOTHING, format, None, lead, own, False, is_frozen=True, inputs=p.inputs or 0
       )
-    moments = storage.MOMENTS[optim.moment_format if p.decay else "float32"]
+    moments = storage.moments(optim.moment_format if p.decay else "float32")
     mask = quantized_moments.StorageMask(quantized=True, lead=lead)
     optimizer = OPTIMIZERS[optim.optimizer]
     if p.init == "zeros" and not optimizer.moves_zero:

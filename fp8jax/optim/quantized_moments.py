@@ -17,7 +17,6 @@ import optax
 from jax import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8jax.errors import nearest
 from fp8jax.optim import storage
 from fp8jax.optim.storage import Moments
 from fp8jax.quantization import quantized_tensor
@@ -65,7 +64,7 @@ def scale_by_adam(
 
   Args:
     b1, b2, eps, eps_root: as in Optax.
-    moment_format: a name in `storage.MOMENTS`, e.g. "coat" (2.08 bytes per parameter for both); or
+    moment_format: a name of `storage.moments`, e.g. "coat" (2.08 bytes per parameter for both); or
       a Moments(mu, nu) of two Quants, where None is float32. "float32" is Optax's own.
     mask: which parameters; by default matrices of 4096 elements and more.
     seed: of stochastic rounding; random bits depend on it, the step and the place in the tree.
@@ -295,13 +294,9 @@ def _stored(transformation, formats, fields, mask: StorageMask, seed: int, first
 def _moments(moment_format: str | Moments) -> Moments:
   """The formats of a name, or those given."""
   if isinstance(moment_format, str):
-    if moment_format not in storage.MOMENTS:
-      near = nearest(moment_format, storage.MOMENTS)
-      hint = f"did you mean {near!r}?" if near else "none is like it."
-      raise ValueError(f"{moment_format=} is unknown; {hint} Known: {', '.join(storage.MOMENTS)}")
-    return storage.MOMENTS[moment_format]
+    return storage.moments(moment_format)
   if not isinstance(moment_format, Moments):
-    raise TypeError(f"{moment_format=} must be a name in storage.MOMENTS or a Moments(mu, nu)")
+    raise TypeError(f"{moment_format=} must be a name of storage.moments or a Moments(mu, nu)")
   return moment_format
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from fp8jax.formats import BF16, E4M3, E5M2, F16, by_name
+from fp8jax.errors import UserError, nearest
+from fp8jax.formats import BF16, E4M3, E5M2, F16, F32, by_name
 from fp8jax.quantization import bf16_remainder, quantized_tensor, stored_matrix
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.quant import WHOLE, DynamicRangeExpansion, Quant, Rounding, Scale, SquareRoot
@@ -41,7 +42,7 @@ def _nu(format, group=WHOLE, scale=Scale.F32, **rest):
 
 
 # The effect of each on m / (sqrt(v) + eps) over thousands of steps: `python
-# experiments/moments/dynamics.py`.
+# experiments/moments/dynamics.py`. `moments` makes others.
 MOMENTS: dict[str, Moments] = {
   "float32": Moments(),
   # DeepSeek-V3 (arXiv:2412.19437 §3.3): 4 bytes. Rounded to nearest, v stalls near b2 = 0.999,
@@ -68,6 +69,36 @@ MOMENTS: dict[str, Moments] = {
   # mantissa bits of F16 decay all the same.
   "fp8lm": Moments(_quant(E4M3, scale=Scale.POW2), _nu(F16, scale=Scale.POW2)),
 }  # fmt: skip
+
+
+def moments(name: str) -> Moments:
+  """The formats of a name: a key of MOMENTS, or "tensor_M_V" of any two formats.
+
+  M and V are names of `formats.by_name`, "tensor_e4m3_240_e5m6", each under a float32 scale per
+  tensor; "f32" is float32 without one. v never becomes 0. A format without a dtype takes the bytes
+  of the wider one that stores it.
+
+  Raises:
+    UserError: another name, or a format that tensors cannot be stored in.
+
+  Source: the pairs that trillion-token FP8 (arXiv:2409.12517 §5) compares.
+  """
+  if name in MOMENTS:
+    return MOMENTS[name]
+  kind, *words = name.split("_")
+  reason = ""
+  for at in range(1, len(words)) if kind == "tensor" else ():
+    try:
+      mu, nu = (by_name("_".join(part)) for part in (words[:at], words[at:]))
+      return Moments(None if mu is F32 else _quant(mu), None if nu is F32 else _nu(nu))
+    except ValueError as e:
+      reason = f": {e}"
+  near = nearest(name, MOMENTS)
+  hint = f"; did you mean {near!r}?" if near else "."
+  raise UserError(
+    f"moment_format={name!r} is unknown{reason}{hint} Known: {', '.join(MOMENTS)}, and tensor_M_V "
+    "of two formats, such as tensor_e4m3_240_e5m2"
+  )
 
 
 def moment_problems(moments: Moments, mu_decay: float | None, nu_decay: float | None) -> list[str]:

@@ -59,7 +59,8 @@ ANY_TEXT = """init.hf init.adapters init.workdir model.preset model.lora.base
   precision.sensitivity
   precision.calibration data.tokenizer data.eos data.on_long data.chat_template data.template_date
   weights.hf eval.tasks eval.data_dir eval.train_data eval.compare_with export.input_scales
-  export.gate_text export.client_python export.push_to noise.text generate.prompts generate.out"""
+  export.gate_text export.client_python export.push_to noise.text generate.prompts generate.out
+  optim.moment_format"""
 IN_ANOTHER_WAY = """init.hf init.adapters init.workdir init.step init.weights_only kernels.optimizer
   kernels.matmul kernels.attention memory.gpu_fraction memory.remat_policy memory.save_gemm_inputs
   memory.loss_chunk optim.in_backward optim.on_nonfinite data.bos data.workers data.prefetch

@@ -260,9 +260,8 @@ def test_state_and_step_build_without_allocating(name, arm, checkout, monkeypatc
   assert sum(x.size for x in jax.tree.leaves(opt) if x.ndim) == 2 * counted
   # cuDNN's attention asks for a GPU even when nothing runs.
   spec = dataclasses.replace(spec, run=dataclasses.replace(spec.run, attention="xla"))
-  after, values = jax.eval_shape(
-    train_step.make_step(spec), state, _abstract_batch(spec), spec.sites()
-  )
+  traced = train_step.make_step(spec).trace(state, _abstract_batch(spec), spec.sites())
+  after, values = traced.out_info
   assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
     lambda x: (x.shape, x.dtype), state
   )
@@ -434,7 +433,7 @@ def test_experiment_arms_run_by_script_and_unknown_ones_refused(path):
   run = loop[1].split()
   assert set(run) <= set(module.ARMS) and len(run) == len(set(run))
   run_as = [module.get_config(arm).to_dict() for arm in run]
-  # every_recipe.py and the sweeps run these of 2025_infir2; O3 is O2 where there is one device.
+  # every_recipe.py and the sweeps run these of 2025_infir2.
   left_out = [
     a for a in module.ARMS if a not in run and not a.startswith(("short-", "paired-", "scratch-"))
   ]

@@ -6,11 +6,13 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
 import tolerances
 
+from fp8jax.errors import UserError
 from fp8jax.formats import BF16, E4M3, E5M2
 from fp8jax.optim import quantized_moments, storage
 from fp8jax.optim.storage import Moments
@@ -62,6 +64,59 @@ def test_float32_moments_are_optax_to_the_bit(rng, ours, theirs):
   jax.tree.map(
     np.testing.assert_array_equal, _run(ours, params, gradients), _run(theirs, params, gradients)
   )
+
+
+def _grid(bits: int):
+  """float64 to so many mantissa bits, ties to even; of normal numbers."""
+
+  def rounded(x):
+    unit = np.exp2(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-14))) - bits)
+    return np.rint(x / unit) * unit
+
+  return rounded
+
+
+# name: (rounding of m, of v, largest numbers, smallest v), written down here or ml_dtypes'.
+_cast = lambda dtype: lambda x: x.astype(dtype).astype(np.float64)  # noqa: E731
+PAIRS = {
+  "tensor_e5m2_e4m3": (
+    _cast(ml_dtypes.float8_e5m2), _cast(ml_dtypes.float8_e4m3fn), (57344, 448), 2.0**-9),
+  "tensor_e4m3_240_e5m2": (
+    _cast(ml_dtypes.float8_e4m3), _cast(ml_dtypes.float8_e5m2), (240, 57344), 2.0**-16),
+  "tensor_int8_e5m6": (np.rint, _grid(6), (127, 65024), 2.0**-20),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_any_two_formats_are_a_pair_of_moments(rng, name):
+  """Codes of both moments as NumPy's, and v, spread over 60 octaves, never 0."""
+  kept, (*rules, largest, least) = storage.moments(name), PAIRS[name]
+  m = np.float32(rng.standard_normal((64, 64)) * np.exp2(rng.integers(-8, 8, (64, 64))))
+  v = np.float32(np.square(m) * np.exp2(rng.integers(-60, 0, (64, 64))))
+  for x, quant, rule, most in zip((m, v), (kept.mu, kept.nu), rules, largest, strict=True):
+    packed = quantized_tensor.pack(x, quant)
+    scale = np.abs(x).max() * np.float32(1 / most)
+    assert packed.scale == scale and packed.nbytes == x.size * quant.format.dtype.itemsize + 4
+    want = np.clip(rule(np.float64(np.clip(x * (np.float32(1) / scale), -most, most))), -most, most)
+    if x is v:
+      assert np.mean(want < least) > 0.1
+      want = np.maximum(want, least)
+    np.testing.assert_array_equal(np.float64(packed.data), want)
+    np.testing.assert_array_equal(packed.unpack(), np.float32(want) * scale)
+  quantized_moments.scale_by_adam(moment_format=name)
+
+
+def test_names_of_pairs_are_read_or_refused():
+  assert storage.moments("tensor_e4m3_e5m2") == storage.MOMENTS["tensor_e4m3_e5m2"]
+  assert storage.moments("tensor_f32_e4m3(max=240)").mu is None
+  assert storage.moments("tensor_e4m3_f32").nu is None
+  for name, reason in {
+    "coats": "did you mean 'coat'", "tensor_e4m3": "Known: float32, bf16",
+    "tensor_e4m3_e9m1": "e9m1", "tensor_e8m0_e5m2": "holds scales",
+    "tensor_e4m3_logfmt8": "extents that lie within a device",
+  }.items():  # fmt: skip
+    with pytest.raises(UserError, match=f"moment_format='{name}' is unknown.*{reason}"):
+      quantized_moments.scale_by_adam(moment_format=name)
 
 
 # The others differ from these in values that tests of `packed` go through.
