@@ -30,6 +30,8 @@ from fp8jax.report import compare  # noqa: E402
 
 RESULTS = HERE / "lab" / "results"
 ILLUSTRATION, NOT_RUN = "illustration", "not run"
+# How words begin that decide nothing.
+OPEN = ("no verdict", ILLUSTRATION, NOT_RUN, "refused")
 # Words for an interval below 0, above it, or on both sides.
 WORDS = {"higher": ("opposite", "as claimed", "no verdict"),
          "lower": ("as claimed", "opposite", "no verdict")}  # fmt: skip
@@ -272,6 +274,7 @@ def markdown(found: Sequence[Row], of: Index | None = None, by_rate: Sequence[Cu
     "illustration has two seeds and no verdict. Seeds were counted before the runs: 3 of 6 are not",
     "all yet, and the word may change.",
   ]
+  lines += _systems(found)
   columns = ("comparison", "claim", "quantity", "tokens", "seeds", "effect, %", "interval, %",
              "noise floor, %", "verdict")  # fmt: skip
   for slug in dict.fromkeys(r.system for r in found):
@@ -303,6 +306,20 @@ def markdown(found: Sequence[Row], of: Index | None = None, by_rate: Sequence[Cu
       cells = [_number(c.losses.get(rate), ".4f") for rate in rates]
       lines.append(f"| {' | '.join([c.arm, *cells, format(c.best, 'g')])} |")
   return "\n".join(lines) + "\n"
+
+
+def _systems(found: Sequence[Row]) -> list[str]:
+  """The table of systems: the test of each one's arithmetic, and what its comparisons decide."""
+  columns = ("system", "its arithmetic, by a test", "comparisons", "begun", "decided")
+  lines = ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+  for slug in dict.fromkeys(s.slug for s in runs_lib.SYSTEMS):
+    own = [r for r in found if r.system == slug]
+    decided = sum(len(r.seeds) == r.planned and not r.verdict.startswith(OPEN) for r in own)
+    file, _, name = runs_lib.ARITHMETIC.get(slug, "").partition("::")
+    test = f"[{name.removeprefix('test_').replace('_', ' ')}](../tests/{file})" if file else "-"
+    begun = sum(r.verdict != NOT_RUN for r in own)
+    lines.append(f"| {slug} | {test} | {len(own)} | {begun} | {decided} |")
+  return lines
 
 
 def read(folder: pathlib.Path = RESULTS) -> Index:

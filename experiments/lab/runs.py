@@ -412,6 +412,37 @@ SYSTEMS = (
 )  # fmt: skip
 
 
+# {system: the test that reproduces what its paper computes}; of float32 beside bf16 nothing is.
+ARITHMETIC = {
+  "2025_infir2": "recipe/golden_products_test.py::test_products_are_the_golden_ones",
+  "2025_fp4": "recipe/papers_test.py::test_three_products_are_those_of_the_paper",
+  "2025_quartet": "experiments/error_tables_test.py::test_quartets_table_is_what_its_rules_give",
+  "2025_nvfp4":
+    "experiments/error_tables_test.py::test_a_factor_between_nvfp4s_roundings_is_what_they_give",
+  "2025_halo": "recipe/papers_test.py::test_three_products_are_those_of_the_paper",
+  "2024_trillion_token":
+    "experiments/error_tables_test.py::test_adams_step_along_gradients_is_numpys",
+  "2023_fp8_lm": "optim/masters_test.py::test_sums_of_microbatches_are_right_in_the_mean",
+  "2024_coat": "optim/adam_test.py::test_dynamics_of_presets_and_of_what_they_avoid",
+  "2024_deepseek_v3": "kernels/emulated_sm90_test.py::test_sums_are_those_of_the_model_to_the_bit",
+  "2025_munit":
+    "optim/groups_test.py::test_rates_by_width_are_those_of_the_layers_matrices_and_multiply_others",
+  "2025_munit_rates":
+    "models/munit_test.py::test_every_tensor_of_the_forward_pass_has_unit_variance_at_the_start",
+  "2023_unit_scaling":
+    "models/unit_scaling_test.py::test_each_factor_gives_what_it_multiplies_deviation_1",
+  "2024_fp8_and_back":
+    "experiments/error_tables_test.py::test_sharpness_is_the_largest_loss_of_all_corners_of_the_box",
+  "2024_speed_stability": "experiments/lab_test.py"
+    "::test_a_spike_begins_above_the_median_and_five_deviations_of_the_fifty_before",
+  "2021_lns_madam": "experiments/error_tables_test.py"
+    "::test_an_update_on_a_logarithmic_grid_errs_as_the_theorem_bounds_it",
+  "2024_flash_attention_3":
+    "ops/quantized_attention_test.py::test_rotation_against_outliers_is_flash_attention_3s",
+  "2026_fp4_copies": "compiled/saved_tensors_test.py::test_declared_is_what_differentiation_keeps",
+}  # fmt: skip
+
+
 # Timed besides: slow recipes of today, for those of blocks that are not known yet.
 PROXIES = (
   Run("3m", "python_docs", "mxfp8", (), LONG, 0), Run("0p8m", "python_docs", "nvfp4_sr_rht", (),

@@ -224,6 +224,24 @@ def test_the_committed_ledger_is_what_the_results_give():
   assert json.loads((EXPERIMENTS / "ledger.json").read_text()) == again
 
 
+def test_every_system_has_its_arithmetic_in_a_test():
+  """Of the table that opens the ledger: tests that are there; corpora alone have none."""
+  slugs = {s.slug for s in runs.SYSTEMS if not s.slug.startswith("corpus_")}
+  assert slugs == runs.ARITHMETIC.keys() | {"2021_lns_madam_rates"}
+  for place in runs.ARITHMETIC.values():
+    file, _, name = place.partition("::")
+    assert f"\ndef {name}(" in (EXPERIMENTS.parent / "tests" / file).read_text(), place
+  (row,) = ledger.rows(ledger.index(_pairs(_system("higher", fixed_seeds=6), 4)[0]),
+                       [_system("higher", fixed_seeds=6)])  # fmt: skip
+  assert not row.verdict.startswith(ledger.OPEN)
+  for seeds, decided in ((row.seeds, 0), (tuple(range(row.planned)), 1)):
+    whole = dataclasses.replace(row, system="2025_quartet", seeds=seeds)
+    (line,) = [x for x in ledger.markdown([whole]).splitlines() if x.startswith("| 2025_quartet")]
+    assert line.endswith(
+      f"](../tests/{runs.ARITHMETIC['2025_quartet'].partition('::')[0]}) | 1 | 1 | {decided} |"
+    )
+
+
 def test_pictures_say_n_floor_and_the_ledgers_word():
   """Of every comparison that they show; the committed ones show the committed ledger."""
   system = _system("higher", "close", fixed_seeds=6)
