@@ -355,14 +355,6 @@ def compiler_options(device: Device) -> dict[str, bool] | None:
   return options
 
 
-def initialization_options(device: Device) -> dict[str, int] | None:
-  """For jax.jit of random parameters, which run once.
-
-  On a CPU LLVM at its first level compiles them in a third of the time, to the same bits.
-  """
-  return {"xla_backend_optimization_level": 1} if device.platform == "cpu" else None
-
-
 def describe(problem: GemmProblem) -> str:
   gemm = problem.gemm
   return f"{problem.m}x{problem.n}x{problem.k} ({gemm.lhs} by {gemm.rhs})"

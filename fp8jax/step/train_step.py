@@ -76,8 +76,7 @@ def make_state(spec: train_spec.TrainSpec, params=None) -> State:
     params = _begun(spec, _with_adapters(spec, params))
     # One after the other: all of them in float32 beside all of the state is more than a step takes.
     both = jax.tree.map(_init_param, spec.leaves, params, abstract.opt, abstract.params)
-  options = choose.initialization_options(spec.device)
-  make = jax.jit(init, out_shardings=shardings, donate_argnums=1, compiler_options=options)
+  make = jax.jit(init, out_shardings=shardings, donate_argnums=1)
   return make(jax.random.key(spec.seed), both)
 
 

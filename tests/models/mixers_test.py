@@ -101,7 +101,7 @@ def _oracle(params, cfg, host):
   batch = {k: jnp.asarray(v) for k, v in host.items()}
   plain = harness.tiny_spec(harness.tiny_config("bf16", **MIXERS))
   sites = plain.sites()
-  x_BLD = transformer.embed(params, sites, batch, plain.run)
+  x_BLD = transformer.embed(params, sites, batch, cfg, plain.run)
   context = transformer.layer_context(batch, cfg)
   balance, first = 0.0, 0.0
   for i in range(cfg.num_layers):

@@ -32,7 +32,7 @@ EPS = 1e-6
 WEIGHTS = axes.as_rules(dict(D="fsdp", F="tensor"))
 ACTS = axes.as_rules(dict(B=("data", "fsdp"), F="tensor"))
 CONTEXT = LayerContext(None, None, None)
-CFG = types.SimpleNamespace(norm_eps=EPS, residual_tau=0.0)
+CFG = types.SimpleNamespace(norm_eps=EPS, residual_tau=0.0, norms_follow=False, unit_scaling="none")
 WIDE, GROUPS = (
   ResidualFormats(),
   ResidualFormats(norm_inputs=residuals.QUANTS["e4m3_16"], gate_up=residuals.QUANTS["e4m3_16"]),
