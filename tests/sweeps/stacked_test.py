@@ -83,7 +83,7 @@ def test_scales_and_random_bits_are_those_of_separate_runs(tmp_path):
     state = calibrate(train_step.make_state(member.spec), runner.spread.place(hosts[0]))
     for ours, single in zip(jax.tree.leaves(starts[0]), jax.tree.leaves(state.scaling_states)):
       np.testing.assert_array_equal(ours[i], single)
-    runner = Runner(member.spec)
+    runner.step_fn = dataclasses.replace(runner.step_fn, key=train_step.make_step(member.spec).key)
     losses, _ = runner.run(hosts, state)
     found = files.read(member.trial.workdir).curves["loss"].values
     np.testing.assert_allclose(found, losses, rtol=2e-6)
