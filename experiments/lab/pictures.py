@@ -57,7 +57,8 @@ def breaks(row) -> bool:
 def label(row) -> str:
   """A comparison with n, floor and verdict."""
   name = row.candidate if row.rate is None else f"{row.candidate}, rate {row.rate:g}"
-  name = f"{name} against {row.baseline} ({row.system.partition('_')[2]})"
+  what = "" if row.quantity == "training" else f", {row.quantity}"
+  name = f"{name} against {row.baseline} ({row.system.partition('_')[2]}{what})"
   if not row.seeds:
     return f"{name}: {row.verdict}"
   floor = "no twin" if row.floor is None else f"floor {row.floor:.2f} %"

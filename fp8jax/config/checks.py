@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fp8jax.models.config import ModelConfig
 from fp8jax.optim import groups
 from fp8jax.optim.optimizers import OptimizerConfig
 
@@ -72,6 +73,22 @@ def lora_problems(c: Any) -> list[str]:
     for key, value, needed, why in wanted
     if value != needed
   ]
+
+
+def scaling_problems(c: Any, optim: OptimizerConfig, model: ModelConfig) -> list[str]:
+  """Settings under which constants of unit scaling and of rates by width would be wrong."""
+  found = []
+  if model.unit_scaling != "none" and c.grad_accum_steps > 1:
+    found.append(
+      f"model.unit_scaling={model.unit_scaling!r} with grad_accum_steps={c.grad_accum_steps}: the "
+      "loss's factor is of a microbatch's tokens, not of the step's; set grad_accum_steps=1"
+    )
+  if optim.base_width and model.lora is not None:
+    found.append(
+      f"optim.base_width={optim.base_width} with model.lora.rank={model.lora.rank}: the inner size "
+      "of an adapter is its rank, not the width; set optim.base_width=0"
+    )
+  return found
 
 
 def loss_scale_problems(c: Any) -> list[str]:

@@ -60,9 +60,7 @@ def resolve(
   run = _execution(c, layout, device, problems)
   data = data_checks.spec(c, model and model.vocab_size, problems, needs)
   steps = chat_checks.steps(c, data, problems) if needs.has_steps else c.steps
-  optim = _optim(c, steps, problems)
-  if optim.base_width and model is not None:
-    optim = dataclasses.replace(optim, width=model.hidden_size)
+  optim = _optim(c, steps, model, problems)
   microbatch = layout_checks.microbatch(c, layout, problems)
   run = _with_attention(c, run, model, microbatch, device, problems)
   recipes = problems.attempt(lambda: precision_checks.read(c))
@@ -342,8 +340,13 @@ def read_optim(c: Config, steps: int) -> optimizers.OptimizerConfig:
   return dataclasses.replace(optim, warmup_steps=int(share * steps)) if share else optim
 
 
-def _optim(c: Config, steps: int, problems: ConfigErrors) -> optimizers.OptimizerConfig:
+def _optim(
+  c: Config, steps: int, model: model_config.ModelConfig | None, problems: ConfigErrors
+) -> optimizers.OptimizerConfig:
   optim = read_optim(c, steps)
+  if model is not None:
+    problems.extend(checks.scaling_problems(c, optim, model))
+    optim = dataclasses.replace(optim, width=model.hidden_size if optim.base_width else 0)
   share = c.optim.warmup_fraction
   problems.check(
     share <= 1, f"optim.warmup_fraction={share} must be a share of the steps, at most 1"

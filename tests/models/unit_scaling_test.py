@@ -90,6 +90,7 @@ def test_what_has_no_factor_is_refused_and_float16_needs_no_loss_scale_with_them
     ({"model.tie_embeddings": True}, "with tie_embeddings"),
     ({"model.residual_tau": 0.0}, "with model.residual_tau=0"),
     ({"precision.smooth_swiglu": "token"}, "precision.smooth_swiglu='token' with model.unit_scal"),
+    ({"grad_accum_steps": 2}, "model.unit_scaling='all' with grad_accum_steps=2"),
   ):
     with pytest.raises(ConfigError, match=word):
       harness.tiny_spec(harness.tiny_config("bf16", **{**ALL, **changes}))

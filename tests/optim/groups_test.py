@@ -118,6 +118,12 @@ def _is_adam(x):
   return isinstance(x, optax.ScaleByAdamState)
 
 
+def test_rates_by_width_of_adapters_are_refused():
+  changes = {"optim.base_width": 64, "model.lora.rank": 4}
+  with pytest.raises(ConfigError, match="optim.base_width=64 with model.lora.rank=4"):
+    harness.tiny_spec(harness.tiny_config("bf16", **changes))
+
+
 def test_patterns_that_decide_nothing_are_refused():
   named = groups.names(DECLARATION, 3)
   assert named["layers/up"] == [f"layers/{i}/up" for i in range(3)] and named["embed"] == ["embed"]
