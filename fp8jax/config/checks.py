@@ -77,18 +77,18 @@ def lora_problems(c: Any) -> list[str]:
 
 def scaling_problems(c: Any, optim: OptimizerConfig, model: ModelConfig) -> list[str]:
   """Settings under which constants of unit scaling and of rates by width would be wrong."""
-  found = []
+  texts = []
   if model.unit_scaling != "none" and c.grad_accum_steps > 1:
-    found.append(
+    texts.append(
       f"model.unit_scaling={model.unit_scaling!r} with grad_accum_steps={c.grad_accum_steps}: the "
       "loss's factor is of a microbatch's tokens, not of the step's; set grad_accum_steps=1"
     )
   if optim.base_width and model.lora is not None:
-    found.append(
+    texts.append(
       f"optim.base_width={optim.base_width} with model.lora.rank={model.lora.rank}: the inner size "
       "of an adapter is its rank, not the width; set optim.base_width=0"
     )
-  return found
+  return texts
 
 
 def loss_scale_problems(c: Any) -> list[str]:
