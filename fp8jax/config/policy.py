@@ -104,6 +104,11 @@ def problems(c: Any, policies: tuple[Policy, ...], alarms: tuple[Alarm, ...]) ->
       texts += [f"{name}: {problem}" for problem in _metric_problems(c, policy.metric)]
     if isinstance(policy, policy_lib.RollBack):
       texts += [f"{name}: {problem}" for problem in _roll_back_problems(c, policy)]
+    if isinstance(policy, policy_lib.LowerRate) and c.optim.decay_by == "schedule":
+      texts.append(
+        f"{name}: optim.decay_by='schedule' takes no notice of a lower rate; set "
+        "optim.decay_by='rate'"
+      )
   return texts
 
 

@@ -30,8 +30,9 @@ from fp8jax.models import config as model_config
 from fp8jax.models.hf import config as hf_config_lib
 from fp8jax.models.hf import peft
 from fp8jax.models.hf import weights as hf_weights
-from fp8jax.ops import residuals, site
+from fp8jax.ops import residuals, site, site_tree
 from fp8jax.optim import groups, optimizers, param_stats, storage
+from fp8jax.recipe.gemm import PASSES
 from fp8jax.step import settings
 from fp8jax.step.train_spec import TrainSpec
 
@@ -320,7 +321,8 @@ def _check_spec(spec: TrainSpec, problems: ConfigErrors):
 
 
 def _check_float16(spec: TrainSpec, phase: int):
-  """The sites of a phase, none of them on kernels that were written for bfloat16 alone."""
+  """The sites of a phase, none of them on kernels that were written for bfloat16 alone; under
+  unit scaling without a loss scale each has its factors."""
   for one in site.flatten(spec.sites(phase=phase)).values():
     backends = sorted(set(one.backends) & set(gemm_api.WITH_QUANTIZER))
     if spec.run.dtype == jnp.float16 and backends:
@@ -331,6 +333,17 @@ def _check_float16(spec: TrainSpec, phase: int):
         "kernels.matmul='xla' or "
         "'reference'"
       )
+  recipes = site_tree.recipes_of(spec.sites(phase=phase)).items()
+  plain = [name for name, r in recipes if not any(getattr(r, p).gain for p in PASSES)]
+  if (
+    spec.run.dtype == jnp.float16 and spec.loss_scale.kind == "none"
+    and spec.model.unit_scaling == "all" and plain
+  ):  # fmt: skip
+    raise ValueError(
+      "model.unit_scaling='all' in float16 without a loss scale: the recipe of "
+      f"{plain[0]} has no gain; set precision.rules to (('head', 'unit_head'), ('layers/.*', "
+      "'unit_scaling_wide')), or loss_scale.kind='dynamic'"
+    )
 
 
 def read_optim(c: Config, steps: int) -> optimizers.OptimizerConfig:

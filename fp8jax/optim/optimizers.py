@@ -257,8 +257,8 @@ class ParamOptimizer:
     is_frozen: whether it is not trained; `master` is then its format, of storage.FROZEN.
     inputs: axes that its GEMM contracts, 0 if none does.
     apply: see Optimizer.
-    decay: step -> share of the value that a step takes, whatever its rate, also a policy's
-      (lower_rate); None where the transformation has the decay.
+    decay: step -> share of the value that a step takes, whatever its rate; None where the
+      transformation has the decay.
   """
 
   path: str

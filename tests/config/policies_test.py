@@ -61,12 +61,14 @@ def test_what_policies_need_and_lack_is_said_together():
     harness.one_layer_spec(**{
       "precision.policy": (
         "refresh(alarm='underflw')", "switch_recipe(to='block_12', alarm='amax')", "roll_back()",
-        "switch_recipe(to='block_128', sites='layers/7/.*')",
-      )
+        "switch_recipe(to='block_128', sites='layers/7/.*')", "lower_rate()",
+      ),
+      "optim.decay_by": "schedule", "optim.weight_decay": 1e-4,
     })  # fmt: skip
   for text in (
     "did you mean 'underflow'?", "log.tensor_stats_every=0 takes none", "did you mean 'block_128'",
     "log.alarms has no rule about it", "checkpoint.every=0 leaves no checkpoint",
+    "optim.decay_by='schedule' takes no notice of a lower rate",
   ):  # fmt: skip
     assert text in str(e.value)
   with pytest.raises(ConfigError, match=r"sites='layers/7/\.\*' matches none of"):

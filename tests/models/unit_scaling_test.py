@@ -85,8 +85,15 @@ def test_the_loss_stays_and_its_gradients_have_the_gain(rng):
 
 
 def test_what_has_no_factor_is_refused_and_float16_needs_no_loss_scale_with_them():
-  harness.tiny_spec(harness.tiny_config("bf16", **ALL, **{"precision.compute_dtype": "float16"}))
+  rules = (("head", "unit_head"), ("layers/.*", "unit_scaling_wide"))
+  half = {"precision.compute_dtype": "float16"}
+  harness.tiny_spec(harness.tiny_config("bf16", **ALL, **half, **{"precision.rules": rules}))
   for changes, word in (
+    (half, "the recipe of .* has no gain; set precision.rules"),
+    (
+      half | {"precision.rules": (rules[0], ("layers/.*/mlp/.*", rules[1][1]), (".*", "bf16"))},
+      "the recipe of layers/.*/attn/. has no gain",
+    ),
     ({"model.tie_embeddings": True}, "with tie_embeddings"),
     ({"model.residual_tau": 0.0}, "with model.residual_tau=0"),
     ({"precision.smooth_swiglu": "token"}, "precision.smooth_swiglu='token' with model.unit_scal"),
