@@ -1,7 +1,7 @@
 """Products of an activation and weights: the public functions, and what models call.
 
 A product of a plain weight at a plain site is `linear.multiply`. A weight with an adapter, and a
-site with a switch, are products made of such ones.
+site with a switch or one that captures its input, are products made of such ones.
 """
 
 import dataclasses
@@ -11,11 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8jax.ops import gemm_spec, linear, prologue, site_checks, switch
+from fp8jax.ops import capture, gemm_spec, linear, prologue, site_checks, switch
 from fp8jax.ops import site as site_lib
 from fp8jax.ops.site import Site
 from fp8jax.recipe import rules
 from fp8jax.recipe.gemm import Recipe
+
+# Sites with a product of their own.
+_OWN = {switch.SwitchedSite: switch.dot, capture.CapturingSite: capture.dot}
 
 
 def dot(eqn: str, x, w, recipe: str | Recipe | Site, *, key=None, out_dtype=None) -> jax.Array:
@@ -73,15 +76,16 @@ def dots(eqns: Sequence[str], x, ws, sites: Sequence[Site], *, out_dtype=None):
   if any(isinstance(w, Adapted) for w in ws):
     return _adapted_dots(eqns, x, ws, sites, out_dtype)
   if not are_plain(ws, sites):
-    return _switched_dots(eqns, x, ws, sites, out_dtype)
+    return _own_dots(eqns, x, ws, sites, out_dtype)
   site_checks.refuse_dtypes(x, ws, out_dtype)
   return linear.multiply(gemm_spec.make_specs(eqns, x, ws, sites, out_dtype), x, ws, sites)
 
 
 def are_plain(ws, sites: Sequence[Site]) -> bool:
-  """Whether no weight has an adapter and no site a switch."""
-  is_switched = any(isinstance(site, switch.SwitchedSite) for site in sites)
-  return not is_switched and not any(isinstance(w, Adapted) for w in ws)
+  """Whether no weight has an adapter and no site a product of its own."""
+  return not any(type(site) in _OWN for site in sites) and not any(
+    isinstance(w, Adapted) for w in ws
+  )
 
 
 @jax.tree_util.register_dataclass
@@ -135,12 +139,11 @@ def _adapted_dots(eqns, x, ws, sites, out_dtype):
   return tuple(ys)
 
 
-def _switched_dots(eqns, x, ws, sites, out_dtype):
-  """`dots` of sites of which some have switches."""
+def _own_dots(eqns, x, ws, sites, out_dtype):
+  """`dots` of sites of which some have products of their own."""
   x, ys = prologue.value(x), []
   for eqn, w, site in zip(eqns, ws, sites, strict=True):
-    one = switch.dot if isinstance(site, switch.SwitchedSite) else dot
-    ys.append(one(eqn, x, w, site, out_dtype=out_dtype))
+    ys.append(_OWN.get(type(site), dot)(eqn, x, w, site, out_dtype=out_dtype))
   return tuple(ys)
 
 

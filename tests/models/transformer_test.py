@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy_model
 import oracle
 import pytest
 import tolerances
@@ -132,69 +133,6 @@ def _logits(cfg, weights, batch, recipe="bf16", run=RUN):
   return np.asarray(_jitted_logits(cfg, run)(weights, _sites(cfg, recipe), batch))
 
 
-# --- the same in float64, written from the papers ------------------------------------------------
-
-
-def _rms_norm(x, weight, eps):
-  return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
-
-
-def _rotate(x, positions, theta):
-  """Channels i and i + K/2 are one complex number, turned by position / theta^(2i / K)."""
-  half = x.shape[-1] // 2
-  angle = positions[:, :, None, None] * theta ** -(np.arange(half) / half)
-  turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
-  return np.concatenate([turned.real, turned.imag], axis=-1)
-
-
-def _attend(q, k, v, visible):
-  """Head h reads key head h // (H / G)."""
-  k, v = (np.repeat(t, q.shape[2] // t.shape[2], axis=2) for t in (k, v))
-  score = np.einsum("blhk,bmhk->bhlm", q, k) / np.sqrt(q.shape[-1])
-  score = np.where(visible[:, None], score, -np.inf)
-  p = np.exp(score - score.max(-1, keepdims=True))
-  return np.einsum("bhlm,bmhk->blhk", p / p.sum(-1, keepdims=True), v)
-
-
-def _plain(x, w):
-  """[..., in] . [in, ...]"""
-  return np.tensordot(x, w, 1)
-
-
-def _numpy_logits(cfg, weights, batch, product=_plain):
-  """`product` makes every linear layer but the head."""
-  w = params_lib.flatten(jax.tree.map(np.float64, weights))
-  positions = batch["positions_BL"]
-  visible = np.tril(np.ones((positions.shape[1],) * 2, bool))[None]
-  if "segments_BL" in batch:
-    segments = batch["segments_BL"]
-    visible = visible & (segments[:, :, None] == segments[:, None])
-  x = w["embed"][batch["tokens_BL"]]
-  for i in range(cfg.num_layers):
-    a = {k.removeprefix("layers/attn/"): t[i] for k, t in w.items() if k.startswith("layers/attn")}
-    m = {k.removeprefix("layers/mlp/"): t[i] for k, t in w.items() if k.startswith("layers/mlp")}
-    h = _rms_norm(x, a["norm"], cfg.norm_eps)
-    q, k, v = (product(h, a[c]) + a.get(f"{c}_bias", 0) for c in "qkv")
-    if cfg.qk_norm:
-      q, k = _rms_norm(q, a["q_norm"], cfg.norm_eps), _rms_norm(k, a["k_norm"], cfg.norm_eps)
-    q, k = (_rotate(t, positions, cfg.rope_theta) for t in (q, k))
-    mixed = _attend(q, k, v, visible)
-    x = x + product(mixed.reshape(*x.shape[:2], -1), a["o"].reshape(-1, x.shape[-1]))
-    h = _rms_norm(x, m["norm"], cfg.norm_eps)
-    gate, up = product(h, m["gate"]), product(h, m["up"])
-    x = x + product(gate / (1 + np.exp(-gate)) * up, m["down"])
-  head = w["embed"].T if cfg.tie_embeddings else w["head"]
-  return _rms_norm(x, w["norm"], cfg.norm_eps) @ head
-
-
-def _numpy_loss(cfg, weights, batch):
-  logits = _numpy_logits(cfg, weights, batch)
-  top = logits.max(-1)
-  log_total = top + np.log(np.exp(logits - top[..., None]).sum(-1))
-  target = np.take_along_axis(logits, batch["targets_BL"][..., None], -1)[..., 0]
-  return np.average(log_total - target, weights=batch["weights_BL"])
-
-
 @pytest.mark.parametrize("documents", ["apart", "together"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_float64(rng, name, documents):
@@ -202,7 +140,7 @@ def test_logits_equal_float64(rng, name, documents):
   weights, batch = _weights(rng, cfg), _batch(rng, cfg)
   if documents == "together":  # attention crosses from one to the next
     del batch["segments_BL"]
-  got, want = _logits(cfg, weights, batch), _numpy_logits(cfg, weights, batch)
+  got, want = _logits(cfg, weights, batch), numpy_model.logits(cfg, weights, batch)
   assert np.max(np.abs(got - want)) < tolerances.LOGITS_TINY
 
 
@@ -214,14 +152,16 @@ def test_loss_and_gradient_equal_float64(rng, name):
   cfg = MODELS[name]
   weights, batch = _weights(rng, cfg), _batch(rng, cfg)
   value, (gradient, _) = _loss_and_gradients(cfg)(weights, _sites(cfg), batch)
-  np.testing.assert_allclose(value, _numpy_loss(cfg, weights, batch), rtol=tolerances.FLOAT32_SUM)
+  np.testing.assert_allclose(
+    value, numpy_model.loss(cfg, weights, batch), rtol=tolerances.FLOAT32_SUM
+  )
   flat = params_lib.flatten(jax.tree.map(np.float64, weights))
   for path, g in params_lib.flatten(gradient).items():
     direction = rng.standard_normal(g.shape)
 
     def moved(by, path=path, direction=direction):
       changed = {**flat, path: flat[path] + by * direction}
-      return _numpy_loss(cfg, params_lib.unflatten(changed), batch)
+      return numpy_model.loss(cfg, params_lib.unflatten(changed), batch)
 
     want = (moved(1e-5) - moved(-1e-5)) / 2e-5
     got = np.sum(np.float64(g) * direction)
@@ -253,9 +193,9 @@ def test_logits_in_fp8_equal_an_emulation(rng):
   rules = (("head", "bf16"), (".*", "block_128"))
   sites = site_tree.build_sites(transformer.site_params(cfg), cfg.dims, rules)
   got = _jitted_logits(cfg)(weights, sites, batch)
-  want = _numpy_logits(cfg, weights, batch, _product_in_blocks)
+  want = numpy_model.logits(cfg, weights, batch, _product_in_blocks)
   assert tolerances.difference(got, want) < EMULATION
-  assert tolerances.difference(_numpy_logits(cfg, weights, batch), want) > 100 * EMULATION
+  assert tolerances.difference(numpy_model.logits(cfg, weights, batch), want) > 100 * EMULATION
 
 
 def test_channel_scales_are_those_of_the_linear_branch(rng):
@@ -264,10 +204,10 @@ def test_channel_scales_are_those_of_the_linear_branch(rng):
   weights, batch = _weights(rng, cfg), _batch(rng, cfg)
 
   def product(x, w):
-    products.append(_plain(x, w))
+    products.append(numpy_model.plain(x, w))
     return products[-1]
 
-  _numpy_logits(cfg, weights, batch, product)
+  numpy_model.logits(cfg, weights, batch, product)
   amax_NF = np.abs(products[5::7]).max((1, 2))  # q, k, v, o, gate, up, down
   look = jax.jit(lambda w, s, b, now: transformer.hidden_and_aux(w, s, b, cfg, RUN, now)[1].states)
   s_NF = np.asarray(look(weights, _sites(cfg), batch, {"mlp": None})["mlp"])
@@ -365,9 +305,9 @@ def test_small_operations_round_once(rng):
   angles = rope.cos_sin(jnp.asarray(positions), dataclasses.replace(LLAMA, head_dim=32))
   a, b = np.float64(x), np.float64(y)
   for got, want in (
-    (elementwise.rms_norm(x, weight, 1e-6), _rms_norm(a, np.float64(weight), 1e-6)),
+    (elementwise.rms_norm(x, weight, 1e-6), numpy_model.rms_norm(a, np.float64(weight), 1e-6)),
     (elementwise.silu_mul(x, y), a / (1 + np.exp(-a)) * b),
-    (elementwise.rotate(jnp.asarray(x), *angles), _rotate(a, positions, 1e4)),
+    (elementwise.rotate(jnp.asarray(x), *angles), numpy_model.rotate(a, positions, 1e4)),
   ):
     assert got.dtype == jnp.bfloat16
     assert np.mean(np.asarray(got) != want.astype(jnp.bfloat16)) < 1e-3
