@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "lab")]
 
+import design  # noqa: E402
 import results as results_lib  # noqa: E402
 import runs as runs_lib  # noqa: E402
 import stability  # noqa: E402
@@ -152,7 +153,7 @@ def verdict(question: str, estimate: statistics.Estimate) -> str:
   return statistics.verdict(estimate.low, estimate.high, 0.0, WORDS[question])
 
 
-def row(system: runs_lib.System, comparison: runs_lib.Comparison, of: Index, rate=None) -> Row:
+def row(system: design.System, comparison: design.Comparison, of: Index, rate=None) -> Row:
   """The row of a comparison, at one learning rate."""
   arms = {arm.name: arm for arm in system.arms}
   groups = [
@@ -202,7 +203,7 @@ def row(system: runs_lib.System, comparison: runs_lib.Comparison, of: Index, rat
 _RATE = "optim.peak_lr"
 
 
-def rows(of: Index, systems: Sequence[runs_lib.System] = runs_lib.SYSTEMS) -> list[Row]:
+def rows(of: Index, systems: Sequence[design.System] = runs_lib.SYSTEMS) -> list[Row]:
   """Every comparison of every system, at every rate."""
   return [
     row(system, comparison, of, rate)
@@ -230,7 +231,7 @@ class Curve:
     return min(self.losses, key=lambda rate: self.losses[rate])
 
 
-def curves(of: Index, systems: Sequence[runs_lib.System] = runs_lib.SYSTEMS) -> list[Curve]:
+def curves(of: Index, systems: Sequence[design.System] = runs_lib.SYSTEMS) -> list[Curve]:
   """Of every arm of systems with rates and no comparison, of which one origin has every run."""
   found = []
   for system, arm in ((s, a) for s in systems if s.rates and not s.comparisons for a in s.arms):

@@ -16,6 +16,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
 import altair as alt  # noqa: E402
+import design  # noqa: E402
 import runs as runs_lib  # noqa: E402
 import vl_convert  # noqa: E402
 
@@ -219,7 +220,7 @@ _KINDS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7")
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-def nbytes(run: runs_lib.Run) -> tuple[float, float]:
+def nbytes(run: design.Run) -> tuple[float, float]:
   """(bytes per parameter of weight, master, gradient and moments; per token and layer of what the
   forward pass keeps), counted from the configuration (`--job=memory` compares them with a program).
   """
@@ -229,11 +230,11 @@ def nbytes(run: runs_lib.Run) -> tuple[float, float]:
   return sum(spec.optim.bytes_per_parameter().values()), kept / tokens / spec.model.num_layers
 
 
-def is_about_bytes(changes: runs_lib.Changes) -> bool:
+def is_about_bytes(changes: design.Changes) -> bool:
   return any(key.endswith("_format") or key.startswith("memory.save_") for key, _ in changes)
 
 
-def savings(rows: Sequence[Any], count: Callable[[runs_lib.Run], tuple[float, float]] = nbytes):
+def savings(rows: Sequence[Any], count: Callable[[design.Run], tuple[float, float]] = nbytes):
   """[(row, {"parameter": (own, baseline's), "token": likewise})] of rows that save bytes."""
   by_slug, made, counted = {s.slug: s for s in runs_lib.SYSTEMS}, [], {}
   for row in rows:

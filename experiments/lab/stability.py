@@ -22,9 +22,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+import design
 import numpy as np
 import results as results_lib
-import runs as runs_lib
 from scipy import stats
 
 from fp8jax import statistics
@@ -36,9 +36,7 @@ Result = results_lib.Result
 Found = dict[tuple[str, float | None], dict[int, Result]]
 
 
-def found(
-  system: runs_lib.System, index: Mapping[tuple[str, int, bool], Sequence[Result]]
-) -> Found:
+def found(system: design.System, index: Mapping[tuple[str, int, bool], Sequence[Result]]) -> Found:
   """The system's results of the origin that has most of them; {} without any.
 
   Args:
@@ -86,7 +84,7 @@ class Share:
   median: float
 
 
-def shares(system: runs_lib.System, of: Found) -> list[Share]:
+def shares(system: design.System, of: Found) -> list[Share]:
   """Of every arm and rate that has runs beside runs of the first arm, the baseline."""
   made = []
   for (arm, rate), by_seed in of.items():
@@ -145,7 +143,7 @@ def poisson(count: int) -> tuple[float, float]:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def divergence_table(system: runs_lib.System, of: Found) -> list[str]:
+def divergence_table(system: design.System, of: Found) -> list[str]:
   head = ["arm", "rate", "runs", "diverged", "95 %", "got worse after the warm-up", "95 %",
           "last loss, median"]  # fmt: skip
   rows = []
@@ -164,7 +162,7 @@ def _share(of: statistics.Interval) -> tuple[str, str]:
   return f"{100 * of.estimate:.0f} %", f"[{100 * of.low:.0f}, {100 * of.high:.0f}]"
 
 
-def spikes_table(system: runs_lib.System, of: Found) -> list[str]:
+def spikes_table(system: design.System, of: Found) -> list[str]:
   base, rows = system.arms[0].name, []
   for (arm, rate), by_seed in of.items():
     steps = sum(max(len(r.losses) - WINDOW, 0) for r in by_seed.values())
@@ -185,7 +183,7 @@ def spikes_table(system: runs_lib.System, of: Found) -> list[str]:
   )  # fmt: skip
 
 
-def domains_table(system: runs_lib.System, of: Found) -> list[str]:
+def domains_table(system: design.System, of: Found) -> list[str]:
   """Held-out losses by source, in the arm's own precision, against the first arm's."""
   base = system.arms[0].name
   rows = []
@@ -218,7 +216,7 @@ def _table(title: str, head: list[str], rows: list[list]) -> list[str]:
 TABLES = {"divergence": divergence_table, "spikes": spikes_table, "domains": domains_table}
 
 
-def tables(system: runs_lib.System, index) -> list[str]:
+def tables(system: design.System, index) -> list[str]:
   """Lines of the tables that the system shows."""
   of = found(system, index) if system.shows else {}
   return [line for name in system.shows for line in TABLES[name](system, of)]
