@@ -172,8 +172,7 @@ SYSTEMS = (
   )), (
     *_higher(2.0, "adam, 10 bits", baseline="adam, 16 bits"),
     Comparison("madam, 10 bits", "adam, 10 bits", "lower", 2.0),
-  # Counted before the runs as if an interval knew the deviation: a chance of 75 %. One more seed
-  # has 80 %.
+  # Counted before the runs, as if an interval knew the deviation: a chance of 75 %.
   ), size="0p8m", fixed_seeds=3),
   # The rate of Madam is chosen here, by a seed that no comparison has: the least training loss.
   System("2021_lns_madam_rates", tuple(
@@ -185,7 +184,7 @@ SYSTEMS = (
     BF16, Arm("fa3", changes=(("precision.attention", "fa3"),)),
     Arm("sage", changes=(("precision.attention", "sage_bwd"),)),
   ), (*_higher(0.5, "fa3"), *_higher(0.5, "sage")), illustration=True),
-  # Counted likewise: a chance of 79.998 %.
+  # Counted likewise: a chance just below 80 %.
   System("2026_fp4_copies", (BF16, *(Arm(f"copies {f}", changes=tuple((k, f) for k in _COPIES))
                                      for f in ("e4m3_16", "mxfp4"))),
          _higher(1.0, "copies mxfp4"), size="0p8m", twins=1, fixed_seeds=4),
