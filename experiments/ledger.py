@@ -275,7 +275,7 @@ def markdown(found: Sequence[Row], of: Index | None = None, by_rate: Sequence[Cu
     "illustration has two seeds and no verdict. Seeds were counted before the runs: 3 of 6 are not",
     "all yet, and the word may change.",
   ]
-  lines += _systems(found)
+  lines += ["", progress(found, by_rate), *_systems(found)]
   columns = ("comparison", "claim", "quantity", "tokens", "seeds", "effect, %", "interval, %",
              "noise floor, %", "verdict")  # fmt: skip
   for slug in dict.fromkeys(r.system for r in found):
@@ -309,15 +309,34 @@ def markdown(found: Sequence[Row], of: Index | None = None, by_rate: Sequence[Cu
   return "\n".join(lines) + "\n"
 
 
+def _is_decided(row: Row) -> bool:
+  """Whether all seeds are there and the word is a verdict."""
+  return len(row.seeds) >= row.planned and not row.verdict.startswith(OPEN)
+
+
+def progress(found: Sequence[Row], by_rate: Sequence[Curve] = ()) -> str:
+  """How many papers have a verdict, are begun, are not run. A search of rates is its paper's."""
+  of = lambda slugs: {slug.removesuffix("_rates") for slug in slugs}  # noqa: E731
+  papers = of(s.slug for s in runs_lib.SYSTEMS if not s.slug.startswith(runs_lib.CORPUS))
+  decided = papers & of(r.system for r in found if _is_decided(r))
+  begun = of(r.system for r in found if r.verdict != NOT_RUN) | of(c.system for c in by_rate)
+  begun = papers & begun - decided
+  counts = map(len, (papers, decided, begun, papers - decided - begun))
+  return (
+    "Of {} papers, the number with a verdict from all its seeds is {}; begun without one (a pair "
+    "of runs is there), {}; not run, {}."
+  ).format(*counts)
+
+
 def _systems(found: Sequence[Row]) -> list[str]:
   """The table of systems: the test of each one's arithmetic, and what its comparisons decide."""
   columns = ("system", "its arithmetic, by a test", "comparisons", "begun", "decided")
   lines = ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
   for slug in dict.fromkeys(s.slug for s in runs_lib.SYSTEMS):
     own = [r for r in found if r.system == slug]
-    decided = sum(len(r.seeds) >= r.planned and not r.verdict.startswith(OPEN) for r in own)
-    file, _, name = runs_lib.ARITHMETIC.get(slug, "").partition("::")
-    test = f"[{name.removeprefix('test_').replace('_', ' ')}](../tests/{file})" if file else "-"
+    decided = sum(map(_is_decided, own))
+    file, _, name = runs_lib.ARITHMETIC[slug].partition("::")
+    test = f"[{name.removeprefix('test_').replace('_', ' ')}](../tests/{file})" if name else file
     begun = sum(r.verdict != NOT_RUN for r in own)
     lines.append(f"| {slug} | {test} | {len(own)} | {begun} | {decided} |")
   return lines

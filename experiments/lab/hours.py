@@ -100,6 +100,9 @@ def measure(names: list[str], steps: int = 20):
     if short is None or whole is None:
       continue
     step = (whole - short) / steps
+    if step <= 0:
+      print(f"{name}: {steps} steps took no longer than the start: measure it again", flush=True)
+      continue
     found[name] = {"step_seconds": round(step, 3), "start_seconds": round(short - 2 * step, 1)}
     HOURS.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
     print(name, found[name], flush=True)

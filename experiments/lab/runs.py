@@ -98,6 +98,8 @@ def _by_width(recipe: str, rates: tuple[float, ...], changes: Changes = ()) -> t
   )
 
 
+# What the systems of baselines alone are called: no paper.
+CORPUS = "corpus_"
 SYSTEMS = (
   # Its own recipe alone, with as many seeds as the budget has: an interval of +-0.23 %.
   System("2025_infir2", (*_arms("block_128_pow2"), FLOAT32), (
@@ -189,14 +191,15 @@ SYSTEMS = (
                                      for f in ("e4m3_16", "mxfp4"))),
          _higher(1.0, "copies mxfp4"), size="0p8m", twins=1, fixed_seeds=4),
   # The float32 baseline, once per corpus.
-  *(System(f"corpus_{c}", (BF16, FLOAT32),
+  *(System(f"{CORPUS}{c}", (BF16, FLOAT32),
            (Comparison("bf16", "float32", "close", 0.0),), corpus=c, size="0p8m", illustration=True)
     for c in pretrain_tiny.CORPORA if c != "python_docs"),
 )  # fmt: skip
 
 
-# {system: the test that reproduces what its paper computes}; of float32 beside bf16 nothing is.
+# {system: the test that reproduces what its paper computes, or why there is none}.
 ARITHMETIC = {
+  **{s.slug: "baseline: nothing of a paper" for s in SYSTEMS if s.slug.startswith(CORPUS)},
   "2025_infir2": "recipe/golden_products_test.py::test_products_are_the_golden_ones",
   "2025_fp4": "recipe/papers_test.py::test_three_products_are_those_of_the_paper",
   "2025_quartet": "experiments/error_tables_test.py::test_quartets_table_is_what_its_rules_give",
@@ -220,6 +223,7 @@ ARITHMETIC = {
     "::test_a_spike_begins_above_the_median_and_five_deviations_of_the_fifty_before",
   "2021_lns_madam": "experiments/error_tables_test.py"
     "::test_an_update_on_a_logarithmic_grid_errs_as_the_theorem_bounds_it",
+  "2021_lns_madam_rates": "that of 2021_lns_madam, whose rate it chooses",
   "2024_flash_attention_3":
     "ops/quantized_attention_test.py::test_rotation_against_outliers_is_flash_attention_3s",
   "2026_fp4_copies": "compiled/saved_tensors_test.py::test_declared_is_what_differentiation_keeps",

@@ -24,6 +24,7 @@ from lab_files import (
 )
 from scipy import stats
 
+from configs import pretrain_tiny
 from fp8jax import statistics
 from fp8jax.errors import UserError
 
@@ -192,22 +193,35 @@ def test_the_committed_ledger_is_what_the_results_give():
 
 
 def test_every_system_has_its_arithmetic_in_a_test():
-  """Of the table that opens the ledger: tests that are there; corpora alone have none."""
-  slugs = {s.slug for s in runs.SYSTEMS if not s.slug.startswith("corpus_")}
-  assert slugs == runs.ARITHMETIC.keys() | {"2021_lns_madam_rates"}
-  for place in runs.ARITHMETIC.values():
-    file, _, name = place.partition("::")
-    assert f"\ndef {name}(" in (EXPERIMENTS.parent / "tests" / file).read_text(), place
+  """Of the table that opens the ledger: tests that are there, or why there is none."""
+  assert {s.slug for s in runs.SYSTEMS} == runs.ARITHMETIC.keys()
+  tests = {slug: place.partition("::") for slug, place in runs.ARITHMETIC.items() if "::" in place}
+  assert runs.ARITHMETIC.keys() - tests == {
+    "2021_lns_madam_rates", *(f"corpus_{c}" for c in pretrain_tiny.CORPORA if c != "python_docs")
+  }  # fmt: skip
+  for file, _, name in tests.values():
+    assert f"\ndef {name}(" in (EXPERIMENTS.parent / "tests" / file).read_text(), name
   (row,) = ledger.rows(ledger.index(pairs_of(system_of("higher", fixed_seeds=6), 4)[0]),
                        [system_of("higher", fixed_seeds=6)])  # fmt: skip
   assert not row.verdict.startswith(ledger.OPEN)
   # More seeds than this comparison planned come from another one's arms.
   for seeds, decided in ((row.seeds, 0), *((tuple(range(row.planned + n)), 1) for n in (0, 2))):
     whole = dataclasses.replace(row, system="2025_quartet", seeds=seeds)
-    (line,) = [x for x in ledger.markdown([whole]).splitlines() if x.startswith("| 2025_quartet")]
-    assert line.endswith(
-      f"](../tests/{runs.ARITHMETIC['2025_quartet'].partition('::')[0]}) | 1 | 1 | {decided} |"
-    )
+    text = ledger.markdown([whole])
+    (line,) = [x for x in text.splitlines() if x.startswith("| 2025_quartet")]
+    assert line.endswith(f"](../tests/{tests['2025_quartet'][0]}) | 1 | 1 | {decided} |")
+    assert f"the number with a verdict from all its seeds is {decided}; begun without one" in text
+  # A corpus is no paper; a search of rates, an illustration and a refusal are no verdict.
+  others = [dataclasses.replace(row, system=s, seeds=tuple(range(9)), verdict=v) for s, v in (
+    ("corpus_brown", "met"), ("2024_coat", "illustration"), ("2025_fp4", "refused: x"),
+    ("2025_halo", "not run"), ("2025_quartet", "no verdict: too short"), ("2025_nvfp4", "missed"),
+    ("2025_nvfp4", "no verdict"),
+  )]  # fmt: skip
+  curve = ledger.Curve("2025_munit_rates", "x", {1.0: 2.0})
+  assert ledger.progress(others, [curve]) == (
+    "Of 16 papers, the number with a verdict from all its seeds is 1; begun without one (a pair of "
+    "runs is there), 4; not run, 11."
+  )
 
 
 def test_pictures_say_n_floor_and_the_ledgers_word():
