@@ -355,7 +355,7 @@ def main(folder: str = str(RESULTS)):
   (HERE / "ledger.json").write_text(records.to_json(table, indent=1) + "\n")
   import pictures  # altair, half a second
 
-  pictures.write(found)
+  pictures.write(found, of)
   counts = collections.Counter(r.verdict for r in found)
   print(json.dumps(counts, indent=1))
 

@@ -32,16 +32,14 @@ from fp8jax import statistics
 DECAY, FACTOR = 0.9, 1.1
 WINDOW, DEVIATIONS = 50, 5.0
 Result = results_lib.Result
+# {(group, seed, whether a twin): results}, the ledger's.
+Index = Mapping[tuple[str, int, bool], Sequence[Result]]
 # {(arm, rate or None): {seed: result}}, of one origin.
 Found = dict[tuple[str, float | None], dict[int, Result]]
 
 
-def found(system: design.System, index: Mapping[tuple[str, int, bool], Sequence[Result]]) -> Found:
-  """The system's results of the origin that has most of them; {} without any.
-
-  Args:
-    index: the ledger's, {(group, seed, whether a twin): results}.
-  """
+def found(system: design.System, index: Index) -> Found:
+  """The system's results of the origin that has most of them; {} without any."""
   by_origin = collections.defaultdict(lambda: collections.defaultdict(dict))
   for arm in system.arms:
     for run in system.runs((arm,)):
@@ -98,6 +96,12 @@ def shares(system: design.System, of: Found) -> list[Share]:
   return made
 
 
+def count(system: design.System, share: Share) -> str:
+  """ "20" runs, or "7 of 20" that were planned."""
+  planned = system.fixed_seeds
+  return str(share.runs) if share.runs == planned else f"{share.runs} of {planned}"
+
+
 def has_diverged(result: Result, base: Result) -> bool:
   """Whether a run has diverged beside the baseline's run of its seed and rate."""
   return (end := _last(result)) == math.inf or end > FACTOR * _last(base)
@@ -149,9 +153,8 @@ def divergence_table(system: design.System, of: Found) -> list[str]:
   rows = []
   for s in shares(system, of):
     median = f"{s.median:.3f}" if math.isfinite(s.median) else "∞"
-    count = f"{s.runs} of {system.fixed_seeds}" if s.runs != system.fixed_seeds else s.runs
     both = *_share(s.diverged), *_share(s.worse)
-    rows.append([s.arm, f"{s.rate:g}" if s.rate else "-", count, *both, median])
+    rows.append([s.arm, f"{s.rate:g}" if s.rate else "-", count(system, s), *both, median])
   return _table(
     "Share of runs that diverge, with Wilson's interval: a loss is not finite, or the last loss is "
     f"above {FACTOR:g} times that of {system.arms[0].name} with the same seed", head, rows

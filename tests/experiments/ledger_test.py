@@ -247,11 +247,26 @@ def test_pictures_say_n_floor_and_the_ledgers_word():
   assert "effect" not in diverged and diverged["word"] == "diverged"
   assert "effect" in single and "low" not in single
   shown = {name: (pictures.FOLDER / f"{name}.svg").read_text() for name in pictures.QUESTIONS}
-  found = ledger.rows(ledger.read())
+  of_runs = ledger.read()
+  found = ledger.rows(of_runs)
   for name, chosen in (("trains", pictures.trains), ("breaks", pictures.breaks),
                        ("scales", pictures.scales)):  # fmt: skip
     for row in filter(chosen, found):
       assert f">{pictures.label(row)}<" in shown[name]
+  (masks,) = (s for s in runs.SYSTEMS if "divergence" in s.shows)
+  shares = ledger.stability.shares(masks, ledger.stability.found(masks, of_runs))
+  made = {(s.arm, s.rate): s for s in shares}
+  for rate, arm in itertools.product(masks.rates, masks.arms):
+    label = pictures.share_label(masks, arm.name, rate, made.get((arm.name, rate)))
+    assert f">{label}<" in shown["breaks"]
+  wilson = statistics.wilson(1, 4)
+  share = ledger.stability.Share("mask_e8m3", 4e-3, 4, wilson, statistics.wilson(0, 4), 5.0)
+  chart = pictures.charts.spec(pictures.diverged(masks, [share]), checked=False)
+  values = chart["data"]["values"]
+  (one,) = (one for one in values if "share" in one)
+  assert one == {"row": "mask_e8m3, rate 0.004 (fp8_and_back): n = 4 of 20", "share": 25.0,
+                 "low": 100 * wilson.low, "high": 100 * wilson.high}  # fmt: skip
+  assert len(values) == 15 and all(o["row"].endswith(": not run") for o in values if o != one)
   counts = iter(range(99))
   for row, of in pictures.savings(found, lambda run: (next(counts), 0.0)):
     assert f">{pictures.label(row)}<" in shown["saves"] and of["parameter"][0] < 99
@@ -259,5 +274,5 @@ def test_pictures_say_n_floor_and_the_ledgers_word():
 
 @pytest.mark.slow  # programs of nine configurations are traced
 def test_the_committed_pictures_are_what_the_ledger_gives():
-  for name, svg in pictures.draw(ledger.rows(ledger.read())).items():
+  for name, svg in pictures.draw(ledger.rows(of := ledger.read()), of).items():
     assert (pictures.FOLDER / f"{name}.svg").read_text().rstrip() == svg.rstrip(), name
