@@ -297,7 +297,9 @@ def test_export_keeps_partial_tiles_and_their_partners_wide():
   total = 2 * 512 * 128 + 2 * (128 * 128 * 2 + 64 * 128 * 2 + 3 * 256 * 128 + 2 * 128) + 128
   assert plan.share == 2 * (128 * 128 + 3 * 256 * 128) / total
   odd = dataclasses.replace(cfg, hidden_size=192)
-  with pytest.raises(UserError, match="no matrix of this model would be quantized .*export.strategy='ch"):
+  with pytest.raises(
+    UserError, match="no matrix of this model would be quantized .*export.strategy='ch"
+  ):
     _plan(BLOCKS, cfg=odd)
   assert len(_plan(CHANNELS, cfg=odd).matrices) == 14
 
@@ -305,11 +307,11 @@ def test_export_keeps_partial_tiles_and_their_partners_wide():
 @pytest.mark.parametrize(
   "recipe, fp8, fix",
   [
-    ("block_128", CHANNELS, "'hf-fp8-block' or export.strategy='auto' .* export.requantize=True"),
+    ("block_128", CHANNELS, "Set export.strategy='auto' to keep .* export.requantize=True"),
     ("rowwise", BLOCKS, "Set export.format='compressed-tensors' to keep"),
     ("tensor_current_e5m2", CHANNELS, "Set export.strategy='auto' to keep"),
     ("mxfp4", BLOCKS, "Set export.format='compressed-tensors'"),
-    ("weights_e5m2", BLOCKS, "Set export.format='hf-bf16', or export.requantize=True"),
+    ("e5m2_weights", BLOCKS, "Set export.format='hf-bf16' to keep"),
     ("nvfp4", CHANNELS, "recipe 'nvfp4' multiplied weights as e2m1 16x16"),
   ],
 )
