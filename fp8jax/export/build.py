@@ -122,7 +122,7 @@ def check_codes(spec: TrainSpec, meta, step: int):
   Raises:
     UserError: it was trained with another precision, or see fp8.choose.
   """
-  if checks.fp8_format(spec.of(Export)) is None:
+  if checks.scheme(spec.of(Export)) is None:
     return
   changes = identity.diff(identity.identity(spec), meta["config"])
   other = [key for key in changes if key in {f"precision.{name}" for name in _PRECISION}]
@@ -223,7 +223,7 @@ def build(
     write.write(part, files, [publish.CARD, *([matrices.FILE] if fp8 else [])])
     del files
     if fp8 and jax.process_index() == 0:
-      provenance.write_json(part, matrices.FILE, {"strategy": fp8.fp8.strategy, "rows": rows})
+      provenance.write_json(part, matrices.FILE, {"strategy": fp8.labels, "rows": rows})
     _wait("the export's files")
     gate.read_back(part, read)
     if spec.of(Export).client_python:
@@ -268,7 +268,7 @@ def _adapters(spec: TrainSpec, source: Source, texts: list[Batch], began: str) -
 
 def _model(
   spec: TrainSpec, plain: TrainSpec, source: Source, texts: list[Batch],
-  fp8: fp8_lib.Fp8Plan | None, dtype: str, rows: matrices.Rows,
+  fp8: fp8_lib.Plan | None, dtype: str, rows: matrices.Rows,
 ) -> _Parts:  # fmt: skip
   """The whole model, with its adapters merged.
 
@@ -298,7 +298,7 @@ def _model(
   return gate, files, lambda part: hf_weights.load_params(part, plain.model, plain.run.layout)[0]
 
 
-def _choose_fp8(spec: TrainSpec, plain: TrainSpec, source: Source) -> fp8_lib.Fp8Plan | None:
+def _choose_fp8(spec: TrainSpec, plain: TrainSpec, source: Source) -> fp8_lib.Plan | None:
   """The FP8 matrices, with the amaxes of their scales; told before anything is written."""
   merged = lora.adapted_paths(source.params) if spec.model.lora else ()
   fp8 = checks.choose(plain, source.phase, merged, source.stored)
@@ -318,13 +318,13 @@ _WORST = f"FP8 matrices of the lowest signal-to-noise ratio (all: {matrices.FILE
 
 
 def _summary(
-  spec: TrainSpec, source: Source, fp8: fp8_lib.Fp8Plan | None, rows: matrices.Rows
+  spec: TrainSpec, source: Source, fp8: fp8_lib.Plan | None, rows: matrices.Rows
 ) -> dict[str, Any]:
   if fp8 is None:
     return {"format": spec.of(Export).format}
   kept = "codes_of_folder" if spec.weights.hf and source.stored else "codes_of_training"
   return {
-    "format": spec.of(Export).format, "strategy": fp8.fp8.strategy, "scale_fmt": fp8.fp8.scale_fmt,
+    "format": spec.of(Export).format, "strategy": fp8.labels, "scale_fmt": fp8.scale_fmt,
     "fp8_share": fp8.share, "fp8_matrices": len(fp8.matrices),
     kept: sum(m.is_trained for m in fp8.matrices.values()),
     "unquantized_matrices": len(fp8.unquantized), "matrices": matrices.FILE,

@@ -12,7 +12,7 @@ from fp8jax.export.settings import Export
 from fp8jax.models import transformer
 from fp8jax.models.config import EVAL_PRECISIONS
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import fp8_formats, names
+from fp8jax.models.hf import names, schemes
 from fp8jax.ops import site as site_lib
 from fp8jax.ops import site_tree
 from fp8jax.phases.policy import SwitchRecipe
@@ -87,10 +87,11 @@ def _check_fp8(e: Config, problems: ConfigErrors):
     f"export.scale_fmt={e.scale_fmt!r} is of export.format='hf-fp8-block'; set it to 'auto'",
   )
   problems.check(
-    not e.input_scales or (e.format == "compressed-tensors" and e.strategy != "block"),
+    not e.input_scales
+    or (e.format in ("compressed-tensors", "modelopt") and e.strategy != "block"),
     f"export.input_scales={e.input_scales!r}: static scales of inputs are of "
-    "export.format='compressed-tensors' with export.strategy='channel' or 'tensor'; blocks scale "
-    "every token. Set export.input_scales=''",
+    "export.format='compressed-tensors' and 'modelopt'; blocks scale every token. Set "
+    "export.input_scales=''",
   )
   problems.check(
     not (e.format == "hf-fp8-block" and e.dtype == "float32"),
@@ -99,14 +100,14 @@ def _check_fp8(e: Config, problems: ConfigErrors):
   )
 
 
-def fp8_format(e: Export) -> fp8_formats.Fp8Format | None:
-  """The FP8 format of the section; None for none."""
-  if e.format not in fp8_export.METHODS:
-    return None
-  strategy = "block" if e.format == "hf-fp8-block" else e.strategy
-  return fp8_formats.Fp8Format(
-    fp8_export.METHODS[e.format], strategy, static_inputs=bool(e.input_scales)
-  )
+def scheme(e: Export) -> schemes.Scheme | None:
+  """Of matrices whose recipe does not say one, in the section's format; None for no codes."""
+  method = fp8_export.METHODS.get(e.format)
+  if method == schemes.MODELOPT:
+    return schemes.Scheme(method, schemes.NVFP4, schemes.NVFP4)
+  strategy = "channel" if e.strategy == "auto" else e.strategy
+  strategy = "block" if method == schemes.FINE_GRAINED else strategy
+  return method and schemes.fp8(method, strategy, static_inputs=bool(e.input_scales))
 
 
 def choose(
@@ -114,10 +115,11 @@ def choose(
   phase: int,
   merged: Collection[str] = (),
   stored: fp8_export.StoredByName | None = None,
-) -> fp8_export.Fp8Plan | None:
-  """The FP8 matrices of an export of a checkpoint in this phase of the precision schedule.
+) -> fp8_export.Plan | None:
+  """The quantized matrices of an export of a checkpoint in this phase of the precision schedule.
 
-  A folder (weights.hf) in 16 bits was trained nobody knows how: all of it is quantized.
+  A folder (weights.hf) in 16 bits was trained nobody knows how: all of it is quantized, as the
+  recipes say where they are served ones.
 
   Args:
     merged: paths of the weights that adapters were merged into, which are requantized.
@@ -127,14 +129,15 @@ def choose(
     UserError: see fp8_export.choose, and names.entries.
   """
   e = spec.of(Export)
-  fp8 = fp8_format(e)
-  if fp8 is None:
+  default = scheme(e)
+  if default is None:
     return None
   sites = spec.sites(EVAL_PRECISIONS[1] if spec.weights.hf else None, phase=phase)
   hf_config.check_exportable(spec.model)
+  follows = default.method != schemes.FINE_GRAINED and e.strategy == "auto"
   return fp8_export.choose(
-    names.entries(spec.model), spec.model.dims, site_tree.recipes_of(sites), fp8,
-    scale_fmt=e.scale_fmt, requantize=e.requantize, changed=_changed(spec),
+    names.entries(spec.model), spec.model.dims, site_tree.recipes_of(sites), default,
+    follows=follows, scale_fmt=e.scale_fmt, requantize=e.requantize, changed=_changed(spec),
     merged=merged, stored=stored,
   )  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""The FP8 matrices of an export: which there are, their codes and their scales.
+"""The quantized matrices of an export: which there are, their codes and their scales.
 
-A matrix that training multiplied in FP8 keeps the codes of the forward GEMM, to the bit, and one
-that is read in codes keeps codes and scales. In a model without either every matrix that the format
-can hold is quantized. Embeddings, head and norms stay unquantized, and so does a matrix with
-partial tiles, whose scales transformers would spread over other rows without a word. Servers fuse
-q, k and v, and gate and up: these are FP8 together or not at all.
+A matrix that training multiplied in codes keeps those of the forward GEMM, to the bit, and one that
+is read in codes keeps codes and scales. In a model without either every matrix that the format can
+hold is quantized. Embeddings, head and norms stay unquantized, and so does a matrix with partial
+tiles, whose scales transformers would spread over other rows without a word. Servers fuse q, k and
+v, and gate and up: these are quantized alike or not at all, and share a scale of the tensor.
 """
 
 import dataclasses
@@ -18,34 +18,38 @@ import numpy as np
 
 from fp8jax import params
 from fp8jax.errors import UserError
-from fp8jax.formats import E4M3
-from fp8jax.models.hf import fp8_formats
-from fp8jax.models.hf.fp8_formats import COMPRESSED, FINE_GRAINED, Fp8Format
+from fp8jax.export import served
+from fp8jax.models.hf import scheme_config, schemes
 from fp8jax.models.hf.names import Entry
+from fp8jax.models.hf.schemes import COMPRESSED, FINE_GRAINED, MODELOPT, Codes, Scheme
 from fp8jax.models.hf.weights import Folder
-from fp8jax.quantization import quantize, stored_matrix
+from fp8jax.quantization import quantize
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.gemm import Recipe
-from fp8jax.recipe.quant import CURRENT, Quant, Scale, Static
+from fp8jax.recipe.quant import CURRENT, WHOLE, Quant, Scale, Static
 
-METHODS = {"hf-fp8-block": FINE_GRAINED, "compressed-tensors": COMPRESSED}
+METHODS = {"hf-fp8-block": FINE_GRAINED, "compressed-tensors": COMPRESSED, "modelopt": MODELOPT}
 # Projections that servers multiply as one.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """A matrix whose codes are there already: of a folder, or the frozen base of adapters.
+  """A matrix whose codes are there already: of a folder, of --job=quantize, or a frozen base.
 
   Attributes:
     quant: of the matrix [out, in].
     read: gives [codes [out, in], scales in any shape], scales of any float dtype.
     input_scale: of its activations, or None.
+    tensor_scale: of two levels, the float32 factor that all its scales have.
+    scheme: that it is stored in; None where the recipe says it.
   """
 
   quant: Quant
   read: Callable[[], tuple[np.ndarray, np.ndarray]]
   input_scale: float | None = None
+  tensor_scale: float | None = None
+  scheme: Scheme | None = None
 
 
 StoredByName = Mapping[str, Stored | None]
@@ -53,19 +57,19 @@ StoredByName = Mapping[str, Stored | None]
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-  """One FP8 matrix of an export.
+  """One quantized matrix of an export.
 
   Attributes:
-    quant: of the matrix [out, in].
+    scheme: its weight is how the matrix is quantized.
     is_trained: whether its codes are those of the training GEMM, or those that are stored.
-    amax: that the scale is made from where quant.source is not CURRENT.
+    amax: that the scale is made from where the quant's source is not CURRENT.
     shared: names of the weights whose common amax the scale is made from; () for its own.
     input_scale: of its activations, or None.
     stored: where its codes are; None: they are made from the weight.
     known: {"w" or "x": amax} that training, or else a calibration, saw.
   """
 
-  quant: Quant
+  scheme: Scheme
   is_trained: bool
   amax: float | None = None
   shared: tuple[str, ...] = ()
@@ -73,25 +77,38 @@ class Matrix:
   stored: Stored | None = None
   known: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
+  @property
+  def quant(self) -> Quant:
+    return self.scheme.weight
+
 
 @dataclasses.dataclass(frozen=True)
-class Fp8Plan:
-  """An export's FP8 format and matrices.
+class Plan:
+  """An export's quantized matrices.
 
   Attributes:
-    fp8: the format.
     matrices: by the weight's name.
-    unquantized: {name of a linear layer's weight that is not FP8: the reason}.
-    share: of the parameters that are FP8.
+    unquantized: {name of a linear layer's weight that is not quantized: the reason}.
+    share: of the parameters that are quantized.
+    scale_fmt: of the FP8 blocks, see Scheme.
+    kv_scales: {name of a tensor: scale of keys or values}.
   """
 
-  fp8: Fp8Format
   matrices: Mapping[str, Matrix]
   unquantized: Mapping[str, str]
   share: float
+  scale_fmt: str = "float32"
+  kv_scales: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+
+  @property
+  def labels(self) -> str:
+    """The schemes' labels, "channel"."""
+    return ", ".join(dict.fromkeys(m.scheme.label for m in self.matrices.values()))
 
   def to_config(self):
-    return self.fp8.to_config([name.removesuffix(".weight") for name in self.unquantized])
+    of = {name: m.scheme for name, m in self.matrices.items()}
+    skipped = [name.removesuffix(".weight") for name in self.unquantized]
+    return scheme_config.to_config(of, skipped, self.scale_fmt, bool(self.kv_scales))
 
 
 def site_of(entry: Entry) -> str:
@@ -100,71 +117,90 @@ def site_of(entry: Entry) -> str:
 
 
 def choose(
-  entries: list[Entry], dims: Mapping[str, int], recipes: Mapping[str, Recipe], fp8: Fp8Format,
-  *, scale_fmt: str = "auto", requantize: bool = False, changed: Collection[str] = (),
-  merged: Collection[str] = (), stored: StoredByName | None = None,
-) -> Fp8Plan:  # fmt: skip
-  """Chooses the FP8 matrices of an export.
+  entries: list[Entry], dims: Mapping[str, int], recipes: Mapping[str, Recipe], scheme: Scheme,
+  *, follows: bool = False, scale_fmt: str = "auto", requantize: bool = False,
+  changed: Collection[str] = (), merged: Collection[str] = (), stored: StoredByName | None = None,
+) -> Plan:  # fmt: skip
+  """Chooses the quantized matrices of an export.
 
   Args:
     entries: every tensor of the model.
     dims: letter -> size.
     recipes: of every layer's site.
-    fp8: the format; its scale_fmt is replaced.
-    scale_fmt: of fp8_formats.SCALE_FMTS, or "auto": "ue8m0" where all codes of training have
+    scheme: of all matrices; its scale_fmt is replaced.
+    follows: whether it is that of the matrices alone whose recipe does not say one.
+    scale_fmt: of schemes.SCALE_FMTS, or "auto": "ue8m0" where all codes of training have
       scales that are powers of two.
     requantize: whether weights that training multiplied with other codes are requantized.
     changed: paths of weights, "layers/mlp/down", that training multiplied by something else first.
     merged: paths of weights that adapters were merged into: training had no codes of them.
-    stored: {weight's name: its codes, or None: 16 bits in a folder with FP8}, before recipes.
+    stored: {weight's name: its codes, or None: 16 bits in a quantized folder}, before recipes.
 
   Returns:
     A plan without the amaxes that matrices take from elsewhere: see `with_amaxes`.
 
   Raises:
-    UserError: codes would change and requantize is False, or no matrix would be FP8; with the fix.
+    UserError: codes would change and requantize is False, servers have no such product, or no
+      matrix would be quantized; with the fix.
   """
   stored = stored or {}
   linears = [e for e in entries if e.layer is not None and e.inputs is not None]
   own = {e.name: recipes[site_of(e)].fwd.rhs for e in linears}
   own |= {name: one and one.quant for name, one in stored.items()}
-  inputs = _stored_inputs(stored, fp8)
-  is_trained = any(own.values())
-  fmt, static = _scale_fmt(scale_fmt, fp8, own), fp8.static_inputs or bool(inputs)
-  fp8 = dataclasses.replace(fp8, scale_fmt=fmt, static_inputs=static)
+  scheme = _with_scales(scheme, scale_fmt, own, stored)
   unquantized, matrices, refused = {}, {}, {}
   for e in linears:
-    quant = own[e.name]
+    quant, codes = own[e.name], stored.get(e.name)
     whose = "the folder" if e.name in stored else f"recipe {recipes[site_of(e)].name!r}"
-    if is_trained and quant is None:
+    mine, why = scheme, ""
+    if follows and quant is not None:
+      mine, why = _followed(scheme, quant, codes, recipes[site_of(e)])
+    inputs = codes.input_scale if codes and mine.static_inputs else None
+    kept = quant and not why and mine.holds(quant) and e.path not in {*changed, *merged}
+    if any(own.values()) and quant is None:
       unquantized[e.name] = f"16 bits in {whose}" if e.name in stored else whose
-    elif not fp8.fits(e.hf_shape(dims)):
-      unquantized[e.name] = f"{_by(e.hf_shape(dims))} has partial tiles of {_by(fp8.block)}"
-    elif e.path in merged:
-      matrices[e.name] = Matrix(fp8.quant, False, input_scale=inputs.get(e.name))
-    elif quant is not None and fp8.holds(quant) and e.path not in changed:
-      matrices[e.name] = Matrix(quant, True, None, (), inputs.get(e.name), stored.get(e.name))
+    elif not mine.fits(e.hf_shape(dims)):
+      unquantized[e.name] = f"{_by(e.hf_shape(dims))} has partial tiles of {_by(mine.tile)}"
+    elif quant is not None and kept:
+      mine = dataclasses.replace(mine, weight=quant)
+      matrices[e.name] = Matrix(mine, True, None, (), inputs, codes)
     else:
-      matrices[e.name] = Matrix(fp8.quant, False, input_scale=inputs.get(e.name))
-      if quant is not None and not requantize:
-        refused[whose, e.path if e.path in changed else ""] = quant
+      matrices[e.name] = Matrix(mine, False, input_scale=inputs)
+      if quant is not None and not requantize and e.path not in merged:
+        refused[whose, e.path if e.path in changed else "", why] = quant
   for name in _partners(unquantized, matrices):
-    unquantized[name] = "a server multiplies it together with one that is not FP8"
+    unquantized[name] = "a server multiplies it together with one that is not quantized"
     del matrices[name]
-  if not matrices:
-    raise UserError(_nothing_in_fp8(fp8, unquantized))
   if refused:
-    raise UserError("; ".join(_refusal(of, quant, fp8) for of, quant in refused.items()))
+    raise UserError("; ".join(_refusal(of, quant, scheme) for of, quant in refused.items()))
+  if not matrices:
+    raise UserError(_nothing(scheme, unquantized))
   matrices = {name: _shared(name, m, matrices) for name, m in matrices.items()}
   sizes = {e.name: int(np.prod(e.hf_shape(dims))) for e in entries}
   share = sum(sizes[name] for name in matrices) / sum(sizes.values())
-  return Fp8Plan(fp8, matrices, unquantized, share)
+  return Plan(matrices, unquantized, share, scheme.scale_fmt)
+
+
+def _followed(scheme: Scheme, quant: Quant, codes: Stored | None, recipe: Recipe):
+  """(the scheme of codes that are there, or else of a recipe, "") or (scheme, why there is none)."""
+  of, x = codes and codes.scheme, recipe.fwd.lhs
+  if of is not None:
+    quant, x = of.weight, of.inputs
+  try:
+    made = served.scheme(quant, x, scheme.method)
+  except ValueError as e:
+    return scheme, str(e)
+  is_whole = made.inputs is not None and made.inputs.tile[1] == WHOLE
+  if scheme.static_inputs and is_whole and made.inputs:
+    static = Quant(made.inputs.format, source=Static())
+    made = dataclasses.replace(made, inputs=static)
+  return made, ""
 
 
 def with_amaxes(
-  plan: Fp8Plan, entries: list[Entry], trained: Mapping[tuple[str, str], float],
+  plan: Plan, entries: list[Entry], trained: Mapping[tuple[str, str], float],
   inputs: Mapping[tuple[str, str], float],
-) -> Fp8Plan:  # fmt: skip
+) -> Plan:  # fmt: skip
   """The plan with the amaxes that scales are made from.
 
   Args:
@@ -181,41 +217,50 @@ def with_amaxes(
     known = {tensor: table[site_of(e), tensor] for table in (inputs, trained) for tensor in "wx"
              if (site_of(e), tensor) in table}  # fmt: skip
     matrix = dataclasses.replace(matrices[e.name], known=known)
-    if matrix.is_trained and matrix.quant.source != CURRENT:
+    if matrix.is_trained and matrix.quant.source != CURRENT and matrix.stored is None:
       amax = _amax(trained, site_of(e), "w", "the checkpoint's scaling states", "train further")
       matrix = dataclasses.replace(matrix, amax=amax)
-    if plan.fp8.static_inputs and matrix.input_scale is None:
+    if matrix.scheme.static_inputs and matrix.input_scale is None:
       remedy = "calibrate this model with --job=calibrate"
       amax = _amax(inputs, site_of(e), "x", "export.input_scales", remedy)
-      scale = float(quantize.amax_to_scale(jnp.float32(amax), E4M3, Scale.F32))
+      scale = input_scale(amax, matrix.scheme.inputs)
       matrix = dataclasses.replace(matrix, input_scale=scale)
     matrices[e.name] = matrix
   return dataclasses.replace(plan, matrices=matrices)
 
 
-def _stored_inputs(stored: StoredByName, fp8: Fp8Format) -> dict[str, float]:
-  """Static scales of inputs that a folder has of every matrix; {} where a table gives them."""
-  scales = {name: one.input_scale for name, one in stored.items() if one is not None}
-  whole = {name: scale for name, scale in scales.items() if scale is not None}
-  is_wanted = fp8.method == COMPRESSED and fp8.strategy != "block" and not fp8.static_inputs
-  return whole if is_wanted and len(whole) == len(scales) else {}
+def input_scale(amax: float, quant: Quant | None) -> float:
+  """The static scale of activations with this amax."""
+  assert quant is not None
+  if quant.scale is Scale.E4M3_OVER_F32:
+    return float(quantize.tensor_scale(amax, quant))
+  return float(quantize.amax_to_scale(jnp.float32(amax), quant.format, Scale.F32))
 
 
-def _scale_fmt(wish: str, fp8: Fp8Format, own: Mapping[str, Quant | None]) -> str:
-  if wish != "auto":
-    return wish
-  kept = [q for q in own.values() if q is not None]
-  pow2 = dataclasses.replace(fp8, scale_fmt="ue8m0")
-  is_pow2 = kept and fp8.method == FINE_GRAINED and all(pow2.holds(q) for q in kept)
-  return "ue8m0" if is_pow2 else "float32"
+def _with_scales(
+  scheme: Scheme, scale_fmt: str, own: Mapping[str, Quant | None], stored: StoredByName
+) -> Scheme:
+  """The scheme with the wished scales; with static ones of inputs that a folder has of every
+  matrix, where no table gives them."""
+  if scheme.container == FINE_GRAINED:
+    if scale_fmt == "auto":
+      kept = [q for q in own.values() if q is not None]
+      pow2 = schemes.fp8(FINE_GRAINED, scale_fmt="ue8m0")
+      scale_fmt = "ue8m0" if kept and all(pow2.holds(q) for q in kept) else "float32"
+    return schemes.fp8(FINE_GRAINED, "block", scale_fmt, scheme.weight.tile)
+  codes = [one for one in stored.values() if one is not None]
+  is_whole = codes and all(one.input_scale is not None for one in codes)
+  if scheme.container == "float-quantized" and scheme.label != "block" and is_whole:
+    return dataclasses.replace(scheme, inputs=Quant(scheme.weight.format, source=Static()))
+  return scheme
 
 
 def _partners(unquantized: Mapping[str, str], matrices: Mapping[str, Matrix]) -> list[str]:
   """FP8 matrices that servers fuse with an unquantized one."""
-  return [name for name in matrices if any(other in unquantized for other in _fused_with(name))]
+  return [name for name in matrices if any(other in unquantized for other in fused_with(name))]
 
 
-def _fused_with(name: str) -> tuple[str, ...]:
+def fused_with(name: str) -> tuple[str, ...]:
   """The weights that servers fuse with this one, itself included."""
   stem, _, last = name.removesuffix(".weight").rpartition(".")
   group = next((g for g in _FUSED if last in g), (last,))
@@ -223,14 +268,35 @@ def _fused_with(name: str) -> tuple[str, ...]:
 
 
 def _shared(name: str, matrix: Matrix, matrices: Mapping[str, Matrix]) -> Matrix:
-  """One scale for fused matrices: vLLM would quantize them a second time, to the largest scale."""
-  if matrix.is_trained or matrix.quant.tile != (0, 0):
+  """One scale for fused matrices: vLLM would quantize them a second time, to the largest scale, or
+  read two-level scales under a wrong one.
+
+  Raises:
+    UserError: they have different schemes, or stored two-level scales of different tensors.
+  """
+  group = [n for n in fused_with(name) if n in matrices]
+  mixed = {scheme_config.group(matrices[n].scheme) for n in group}
+  if len(mixed) > 1:
+    raise UserError(
+      f"export.format: {', '.join(group)} have different schemes, and servers multiply them as "
+      "one; give their sites one recipe in precision.rules"
+    )
+  if matrix.quant.scale is Scale.E4M3_OVER_F32:
+    if matrix.stored is None:
+      alone = matrix.is_trained and len(group) == 1  # training had no common scale
+      return dataclasses.replace(matrix, shared=tuple(group), is_trained=alone)
+    factors = {one.tensor_scale for n in group if (one := matrices[n].stored)}
+    if len(factors) > 1 or any(matrices[n].stored is None for n in group):
+      raise UserError(
+        f"export.format: the scales of {', '.join(group)} are under different scales of the tensor, "
+        "and servers read them under one; set export.requantize=True"
+      )
     return matrix
-  group = _fused_with(name)
-  if any(other not in matrices for other in group):
+  if matrix.is_trained or matrix.quant.tile != (WHOLE, WHOLE) or len(group) < len(fused_with(name)):
     return matrix
   quant = dataclasses.replace(matrix.quant, source=Static())
-  return dataclasses.replace(matrix, quant=quant, shared=group)
+  scheme = dataclasses.replace(matrix.scheme, weight=quant)
+  return dataclasses.replace(matrix, scheme=scheme, shared=tuple(group))
 
 
 def _amax(table: Mapping[tuple[str, str], float], site: str, tensor: str, what: str, remedy: str):
@@ -244,62 +310,71 @@ def _by(shape: tuple[int, ...]) -> str:
   return "x".join(map(str, shape))
 
 
-def _nothing_in_fp8(fp8: Fp8Format, unquantized: Mapping[str, str]) -> str:
+def _nothing(scheme: Scheme, unquantized: Mapping[str, str]) -> str:
   reasons = ", ".join(list(dict.fromkeys(unquantized.values()))[:3])
   fix = "export.format='hf-bf16'"
-  if fp8.strategy == "block":
+  if scheme.label == "block":
     fix = f"export.format='compressed-tensors' with export.strategy='channel', or {fix}"
-  return f"export.format: no matrix of this model would be FP8 ({reasons}); set {fix}"
+  return f"export.format: no matrix of this model would be quantized ({reasons}); set {fix}"
 
 
-def _refusal(of: tuple[str, str], quant: Quant, fp8: Fp8Format) -> str:
+def _refusal(of: tuple[str, str, str], quant: Quant, scheme: Scheme) -> str:
   """Codes would change: the message, with the formats that keep them."""
-  whose, changed = of
+  whose, changed, why = of
   if changed:
     return (
       f"export.format: with precision.smooth_swiglu='channel', or folded, {changed} is not the "
       "weight whose codes training multiplied; set export.requantize=True to requantize it, or "
       "export.format='hf-bf16'"
     )
-  keeping = [
-    f"export.format={name!r}" + (f" with export.strategy={s!r}" if name == COMPRESSED else "")
-    for name, method in METHODS.items()
-    for s in (fp8_formats.STRATEGIES if name == COMPRESSED else ("block",))
-    if Fp8Format(method, s).holds(quant)
-  ]
-  if "export.format='hf-fp8-block'" in keeping and fp8.method == METHODS["hf-fp8-block"]:
-    keeping = ["export.scale_fmt='auto'"]  # it is the scales that do not suit
-  keeping = keeping or ["export.format='hf-bf16'"]
   has, theirs = f"{whose} multiplied weights as", "those of training"
   if whose == "the folder":
     has, theirs = f"{whose} holds weights as", "the folder's"
+  again = f"export.requantize=True to requantize them as {scheme.weight}"
+  if why:
+    return f"export.format: {has} {quant}: {why}. Set export.format='hf-bf16', or {again}"
+  keeping = [f"export.format={name!r}" for name in _keeping(quant)]
+  if "export.format='hf-fp8-block'" in keeping and scheme.method == FINE_GRAINED:
+    keeping = ["export.scale_fmt='auto'"]  # it is the scales that do not suit
+  if "export.format='compressed-tensors'" in keeping and scheme.method == COMPRESSED:
+    keeping = ["export.strategy='auto'"]
+  keeping = keeping or ["export.format='hf-bf16'"]
   return (
-    f"export.format: {has} {quant}, and this format has {fp8.quant}: the codes would not be "
-    f"{theirs}. Set {' or '.join(keeping)} to keep the weights as they are, or "
-    "export.requantize=True to requantize them"
+    f"export.format: {has} {quant}, and this format has {scheme.weight}: the codes would not be "
+    f"{theirs}. Set {' or '.join(keeping)} to keep the weights as they are, or {again}"
   )
+
+
+def _keeping(quant: Quant) -> list[str]:
+  """The formats that hold matrices quantized so, "hf-fp8-block"."""
+  held = schemes.fp8(FINE_GRAINED).holds(quant)
+  try:
+    made = served.container(quant, None)
+  except ValueError:
+    made = ""
+  return ["hf-fp8-block"] * held + ["compressed-tensors"] * bool(made)
 
 
 # --- codes that are there ------------------------------------------------------------------------
 
 
 def of_folder(folder: Folder, entries: list[Entry]) -> dict[str, Stored | None]:
-  """The codes of a folder's linear layers, None for one in 16 bits; {} of a folder without FP8."""
+  """The codes of a folder's linear layers, None for one in 16 bits; {} of a folder without any."""
   stored: dict[str, Stored | None] = {}
-  if (fp8 := folder.fp8) is None:
-    return stored
-
-  def pair(name: str):
-    return folder.read(name), folder.read(fp8.scale_name(name))
-
   for name in [e.name for e in entries if e.layer is not None and e.inputs is not None]:
     stored[name] = None
-    if folder.is_fp8(name):
-      inputs = _input_scale(name)
-      has_inputs = fp8.static_inputs and inputs in folder.files
-      scale = float(folder.read(inputs).reshape(())) if has_inputs else None
-      stored[name] = Stored(fp8.quant, functools.partial(pair, name), scale)
+    if (scheme := folder.scheme(name)) is not None:
+      has_inputs = scheme.static_inputs and scheme.input_name(name) in folder.files
+      inputs = scheme.input_scale(folder.read, name) if has_inputs else None
+      quant = dataclasses.replace(scheme.weight, tile=scheme.tile)
+      read = functools.partial(_pair, folder, name)
+      stored[name] = Stored(quant, read, inputs, scheme.tensor_scale(folder.read, name), scheme)
   return stored if any(stored.values()) else {}
+
+
+def _pair(folder: Folder, name: str):
+  codes = folder.read_codes(name)
+  return codes.data, codes.scale
 
 
 def of_stacks(flat: Mapping[str, Any], entries: list[Entry]) -> dict[str, Stored]:
@@ -308,10 +383,11 @@ def of_stacks(flat: Mapping[str, Any], entries: list[Entry]) -> dict[str, Stored
   def pair(codes: StoredMatrix, layer: int):
     data: Any = params.on_host(codes.data[layer])
     scale: Any = params.on_host(codes.scale[layer])
-    return np.asarray(StoredMatrix(data, scale, codes.inputs).matrix().data), scale.T
+    one = StoredMatrix(data, scale, codes.inputs, codes.quant)
+    return np.asarray(one.matrix().data), scale.T
 
   return {
-    e.name: Stored(stored_matrix.QUANT, functools.partial(pair, flat[e.path], e.layer))
+    e.name: Stored(flat[e.path].quant, functools.partial(pair, flat[e.path], e.layer))
     for e in entries
     if isinstance(flat.get(e.path), StoredMatrix) and e.layer is not None
   }
@@ -320,39 +396,27 @@ def of_stacks(flat: Mapping[str, Any], entries: list[Entry]) -> dict[str, Stored
 # --- values --------------------------------------------------------------------------------------
 
 
-def quantized(w, matrix: Matrix, amax: float | None, fp8: Fp8Format) -> list[np.ndarray]:
-  """[codes [out, in], scales] of a weight in our order, and its input scale if it has one.
+def codes(w, matrix: Matrix, amax: float | None) -> Codes:
+  """The codes and scales of a weight in our order.
 
   Args:
     w: float32 [in, out], as the training GEMM reads it; not looked at where codes are stored.
-    amax: of the scale where matrix.quant.source is not CURRENT.
+    amax: of the scale where the quant's source is not CURRENT, or of the tensor under two levels.
   """
+  quant = matrix.quant
   if matrix.stored is not None:
     data, scale = matrix.stored.read()
-  else:
-    given = None if matrix.quant.source == CURRENT else np.float32(amax)
-    data, scale = jax.device_get(_quantize(np.asarray(w, np.float32), given, matrix.quant))
-  scale = scale.reshape(fp8.scale_shape(data.shape)).astype(np.float32)
-  extra = [] if matrix.input_scale is None else [np.full(1, matrix.input_scale, np.float32)]
-  return [np.ascontiguousarray(data), np.ascontiguousarray(scale), *extra]
+    return Codes(data, np.asarray(scale, np.float32), matrix.stored.tensor_scale)
+  w = np.asarray(w, np.float32)
+  if quant.scale is Scale.E4M3_OVER_F32:
+    amax = np.float32(np.max(np.abs(w), initial=0.0) if amax is None else amax)
+    return Codes(*jax.device_get(_quantize(w, None, amax, quant)))
+  given = None if quant.source == CURRENT else np.float32(amax)
+  return Codes(*jax.device_get(_quantize(w, given, None, quant)))
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _quantize(w, amax, quant: Quant):
-  made = quantize.quantize(w, quant, contraction=0, amax=amax)
-  return made.data, made.scale
-
-
-def tensors(name: str, shape, matrix: Matrix, fp8: Fp8Format):
-  """(name, dtype code, shape) of what `quantized` gives."""
-  parts = [
-    (name, fp8_formats.WEIGHT_CODE, tuple(shape)),
-    (fp8.scale_name(name), "F32", fp8.scale_shape(shape)),
-  ]
-  if matrix.input_scale is not None:
-    parts.append((_input_scale(name), "F32", (1,)))
-  return tuple(parts)
-
-
-def _input_scale(name: str) -> str:
-  return name.removesuffix("weight") + "input_scale"
+@functools.partial(jax.jit, static_argnums=3)
+def _quantize(w, amax, tensor_amax, quant: Quant):
+  made = quantize.quantize(w, quant, contraction=0, amax=amax, tensor_amax=tensor_amax)
+  factor = None if tensor_amax is None else quantize.tensor_scale(tensor_amax, quant)
+  return made.data, made.scale, factor

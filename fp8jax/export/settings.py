@@ -1,7 +1,7 @@
 """Keys of --job=export."""
 
 from fp8jax.keys import NOTHING, key, section
-from fp8jax.models.hf import fp8_formats
+from fp8jax.models.hf import schemes
 from fp8jax.models.hf import weights as hf_weights
 
 
@@ -12,17 +12,19 @@ class Export:
   """The folder that --job=export writes."""
 
   format: str = key("hf-bf16", '"hf-bf16": all weights in export.dtype. "hf-fp8-block": FP8 as '
-    'DeepSeek-V3 and Qwen publish it, 128x128. "compressed-tensors": FP8 as llm-compressor writes '
-    "it, by export.strategy. \"peft\": the adapters alone, in PEFT's format.",
-    choices=fp8_formats.FORMATS)
+    'DeepSeek-V3 and Qwen publish it, 128x128. "compressed-tensors": as llm-compressor writes it, in '
+    'the formats of the recipes or by export.strategy. "modelopt": NVFP4 as ModelOpt writes it. '
+    "\"peft\": the adapters alone, in PEFT's format.",
+    choices=schemes.FORMATS)
   dtype: str = key("auto", 'Of weights that are not FP8: "bfloat16", "float16", "float32", or '
     '"auto": as imported, else bfloat16.', choices=("auto", *hf_weights.DTYPES))
-  strategy: str = key("channel", "compressed-tensors: what shares a scale: channel, block, tensor",
-    choices=fp8_formats.STRATEGIES)
+  strategy: str = key("auto", 'compressed-tensors: what shares a scale of FP8: "channel", "block", '
+    '"tensor"; "auto": each matrix as its recipe says, else channels.',
+    choices=("auto", *schemes.STRATEGIES))
   scale_fmt: str = key("auto", 'hf-fp8-block: "float32", "ue8m0" (powers of two), or "auto": as '
-    "training multiplied.", choices=("auto", *fp8_formats.SCALE_FMTS))
-  requantize: bool = key(False, "Whether an FP8 format that cannot hold the codes of training gets "
-    "new ones, from the masters.")
+    "training multiplied.", choices=("auto", *schemes.SCALE_FMTS))
+  requantize: bool = key(False, "Whether a format that cannot hold the codes of training, or of the "
+    "folder, gets new ones, from the masters.")
   input_scales: str = key("", "compressed-tensors: table of --job=calibrate that static scales of "
     'inputs come from; "": servers scale every token.')
   gate_tokens: int = key(1024, "The gate: the logits of the written folder are compared with the "

@@ -26,7 +26,7 @@ from fp8jax.export import folder, matrices
 from fp8jax.export import fp8 as fp8_lib
 from fp8jax.models.config import ModelConfig
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import fp8_formats, names, peft
+from fp8jax.models.hf import names, peft, scheme_config, schemes
 from fp8jax.models.hf.names import Entry
 from fp8jax.models.hf.weights import CODES, DTYPES, INDEX, SINGLE
 
@@ -45,7 +45,7 @@ class Piece:
 
   @property
   def nbytes(self) -> int:
-    return sum(fp8_formats.nbytes(code, shape) for _, code, shape in self.tensors)
+    return sum(schemes.nbytes(code, shape) for _, code, shape in self.tensors)
 
 
 # {name: its tensors, a JSON document, the path of a file to copy, or None: no file this time}.
@@ -86,7 +86,7 @@ def _put(target: str, files: Files):
 
 def model(
   tree, cfg: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None,
-  shard_bytes: int = 5_000_000_000, source: str = "", fp8: fp8_lib.Fp8Plan | None = None,
+  shard_bytes: int = 5_000_000_000, source: str = "", fp8: fp8_lib.Plan | None = None,
   operands=None, rows: matrices.Rows | None = None,
 ) -> Files:  # fmt: skip
   """config.json and safetensors that transformers loads.
@@ -98,25 +98,33 @@ def model(
     base: another config.json whose remaining keys to keep.
     shard_bytes: largest file.
     source: folder whose tokenizer and settings to copy; "" for none.
-    fp8: the matrices that are FP8; None for none.
-    operands: parameters as GEMMs read them, for FP8 codes; default tree. They differ where a
+    fp8: the matrices that are quantized; None for none.
+    operands: parameters as GEMMs read them, for codes; default tree. They differ where a
       master has more bits than the GEMM reads.
-    rows: gets {weight: matrices.row} of every FP8 matrix as it is written.
+    rows: gets {weight: matrices.row} of every quantized matrix as it is written.
 
   Raises:
     UserError: transformers refuses such a model.
   """
-  config = hf_config.config_to_hf(cfg, dtype, base, fp8 and fp8.to_config())
+  quantization = fp8 and fp8.to_config()
+  config = hf_config.config_to_hf(cfg, dtype, base, quantization)
   flat = params.flatten(tree)
   read = flat if operands is None else params.flatten(operands)
   pieces = _pieces(names.entries(cfg), flat, cfg, dtype, fp8, read, rows)
   shards = _split(pieces, shard_bytes)
   index = _index(shards) if len(shards) > 1 else None
-  return companions(source) | shards | {INDEX: index, "config.json": config}
+  # Of a source, and of no use beside other weights.
+  theirs = {
+    name: c for name, c in companions(source).items() if name != scheme_config.MODELOPT_FILE
+  }
+  files = theirs | shards | {INDEX: index, "config.json": config}
+  if quantization and quantization["quant_method"] == schemes.MODELOPT:
+    files[scheme_config.MODELOPT_FILE] = scheme_config.modelopt_file(quantization)
+  return files
 
 
 def _pieces(
-  entries: list[Entry], flat, cfg: ModelConfig, dtype: str, fp8: fp8_lib.Fp8Plan | None = None,
+  entries: list[Entry], flat, cfg: ModelConfig, dtype: str, fp8: fp8_lib.Plan | None = None,
   operands=None, rows: matrices.Rows | None = None,
 ) -> Iterator[Piece]:  # fmt: skip
   """The tensors in file order, made as they are written."""
@@ -129,10 +137,9 @@ def _pieces(
       yield Piece(((entry.name, CODES[dtype], shape),), make)
     else:
       shared = [by_name[n] for n in matrix.shared]
-      make = functools.partial(_quantized, entry, operands, shape, matrix, shared, fp8.fp8)
-      if rows is not None:
-        make = functools.partial(_noted, make, rows, entry, flat, matrix, fp8.fp8)
-      yield Piece(fp8_lib.tensors(entry.name, shape, matrix, fp8.fp8), make)
+      make = functools.partial(_quantized, entry, flat, operands, shape, matrix, shared, rows)
+      has_inputs = matrix.input_scale is not None
+      yield Piece(matrix.scheme.tensors(entry.name, shape, has_inputs), make)
 
 
 def _unquantized(entry: Entry, flat, shape, dtype: str) -> list[np.ndarray]:
@@ -142,22 +149,17 @@ def _unquantized(entry: Entry, flat, shape, dtype: str) -> list[np.ndarray]:
   return [np.ascontiguousarray(value.reshape(shape).astype(DTYPES[dtype]))]
 
 
-def _quantized(entry: Entry, read, shape, matrix: fp8_lib.Matrix, shared: list[Entry], fp8):
-  if matrix.stored is not None:
-    return fp8_lib.quantized(None, matrix, None, fp8)
-  amax = matrix.amax
-  if shared:
-    amax = max(float(np.max(np.abs(_of_layer(e, read)))) for e in shared)
-  return fp8_lib.quantized(_of_layer(entry, read).reshape(shape[::-1]), matrix, amax, fp8)
-
-
-def _noted(make, rows, entry: Entry, flat, matrix: fp8_lib.Matrix, fp8) -> Sequence[np.ndarray]:
-  """The tensors of a piece; `rows` gets what they have of the weight."""
-  made = make()
-  rows[entry.name] = matrices.row(
-    _of_layer(entry, flat).reshape(made[0].shape[::-1]), made, matrix, fp8
-  )
-  return made
+def _quantized(entry: Entry, flat, read, shape, matrix: fp8_lib.Matrix, shared, rows):
+  """The tensors of a matrix; `rows`, if any, gets what they have of the weight."""
+  amax, w = matrix.amax, None
+  if matrix.stored is None:
+    w = _of_layer(entry, read).reshape(shape[::-1])
+    if shared:
+      amax = max(float(np.max(np.abs(_of_layer(e, read)))) for e in shared)
+  codes = fp8_lib.codes(w, matrix, amax)
+  if rows is not None:
+    rows[entry.name] = matrices.row(_of_layer(entry, flat).reshape(shape[::-1]), codes, matrix)
+  return matrix.scheme.packed(codes, matrix.input_scale)
 
 
 def _of_layer(entry: Entry, flat) -> np.ndarray:
@@ -220,7 +222,7 @@ def _write_tensors(path: str, pieces: list[Piece]):
   header: dict = {"__metadata__": {"format": "pt"}}
   offset = 0
   for name, code, shape in (t for piece in pieces for t in piece.tensors):
-    end = offset + fp8_formats.nbytes(code, shape)
+    end = offset + schemes.nbytes(code, shape)
     header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
     offset = end
   made = (tensor for piece in pieces for tensor in piece.make())

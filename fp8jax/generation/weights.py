@@ -16,24 +16,23 @@ from fp8jax.models.config import ModelConfig
 from fp8jax.ops import operands, stored_params
 from fp8jax.ops.gemm_spec import Role, make_spec
 from fp8jax.ops.site import ScalingInputs, Site
-from fp8jax.quantization import stored_matrix
 from fp8jax.quantization.stored_matrix import StoredMatrix
 from fp8jax.recipe.gemm import Recipe
+from fp8jax.recipe.quant import Quant
 
 
-def multiplied_as_codes(recipes: Mapping[str, Recipe]) -> set[str]:
-  """Paths of weights, "layers/mlp/up", whose FP8 blocks all layers can multiply as they are.
+def multiplied_as_codes(recipes: Mapping[str, Recipe]) -> dict[str, set[Quant | None]]:
+  """{path of a weight, "layers/mlp/up": how its layers are multiplied}, for load_params.
 
   Args:
     recipes: of every layer's site, "layers/3/mlp/up".
   """
-  compatible: dict[str, bool] = {}
+  quants: dict[str, set[Quant | None]] = {}
   for name, recipe in recipes.items():
     top, _, rest = name.partition("/")
     if top == "layers":
-      path = f"layers/{rest.partition('/')[2]}"
-      compatible[path] = compatible.get(path, True) and stored_matrix.is_compatible(recipe.fwd.rhs)
-  return {path for path, is_kept in compatible.items() if is_kept}
+      quants.setdefault(f"layers/{rest.partition('/')[2]}", set()).add(recipe.fwd.rhs)
+  return quants
 
 
 def for_inference(params, sites, cfg: ModelConfig, dtype):

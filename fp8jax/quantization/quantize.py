@@ -158,7 +158,7 @@ def cast(x, format: Format, how: Rounding = Rounding.NEAREST, axes=None):
 
 def quantize(
   x, quant: Quant, *, contraction: int = 1, amax_axes=((), ()), amax=None, key=None, signs_key=None,
-  with_values: bool = False,
+  with_values: bool = False, tensor_amax=None,
 ) -> scaled_matrix.ScaledMatrix:  # fmt: skip
   """Quantizes the matrix x.
 
@@ -176,6 +176,8 @@ def quantize(
     key: a jax.random key, for stochastic rounding.
     signs_key: a jax.random key, for fresh signs: the same for both operands of a product.
     with_values: whether to make ScaledMatrix.values, in float32 from end to end.
+    tensor_amax: float32 scalar from which E4M3_OVER_F32's scale of the tensor comes, that of several
+      matrices, say; default: x's own.
 
   Returns:
     ScaledMatrix [rows, contraction]. With contraction=0 its data is a transposed view, which XLA
@@ -193,6 +195,7 @@ def quantize(
   x = without_outliers(x, quant, contraction, amax_axes)
   if quant.rotation:
     x = hadamard.rotate(x, quant.rotation, contraction, signs_key)
+  amax = (amax, tensor_amax)
   if contraction == 0 and quant.rounding is Rounding.EDEN:  # its blocks lie along the columns
     return _cast(x.T, quant, amax_axes, amax, key, with_values)
   if contraction == 0:
@@ -214,14 +217,16 @@ def _shared(tile, amax_axes) -> tuple[str, ...]:
   return tuple(a for t, axes in zip(tile, amax_axes) if t == WHOLE for a in axes)
 
 
-def _cast(x, quant: Quant, amax_axes, amax, key, with_values) -> scaled_matrix.ScaledMatrix:
-  """ScaledMatrix of x as it lies; quant.tile and amax_axes are of x's two axes."""
+def _cast(x, quant: Quant, amax_axes, amaxes, key, with_values) -> scaled_matrix.ScaledMatrix:
+  """ScaledMatrix of x as it lies; quant.tile and amax_axes are of x's two axes, amaxes are those
+  that `quantize` was given."""
+  amax, tensor_amax = amaxes
   tiles = _tiles(x, quant)
   if quant.scale is Scale.ONE:
     scale = jnp.ones((1, 1))
   elif amax is None:
     tile_amax = (vectorized.tile_amax if with_values else _tile_amax)(tiles)
-    scale = _current_scale(tiles, tile_amax, quant, x.shape, amax_axes)
+    scale = _current_scale(tiles, tile_amax, quant, x.shape, amax_axes, tensor_amax)
   else:
     scale = given_scale(amax, quant)
   of_both = scale[0] * scale[1] if isinstance(scale, tuple) else scale
@@ -327,10 +332,10 @@ def _current_scale(tiles, amax, quant: Quant, shape, amax_axes, tensor_amax=None
       tiles, amax, lambda x: amax_to_scale(x, quant.format, quant.scale), quant, shape, shared
     )
   split = tuple(dict.fromkeys(a for axes in amax_axes for a in axes))
-  tensor_amax = jnp.max(amax) if tensor_amax is None else tensor_amax
-  tensor_amax = jax.lax.pmax(tensor_amax, split) if split else tensor_amax
-  if isinstance(quant.clip, Largest) and quant.clip != AMAX:
-    tensor_amax = tensor_amax * np.float32(quant.clip.times)
+  if tensor_amax is None:
+    tensor_amax = jnp.max(amax)
+    tensor_amax = jax.lax.pmax(tensor_amax, split) if split else tensor_amax
+  tensor_amax = _with_room(tensor_amax, quant)
   top = _top(quant)
   if quant.rounding is Rounding.EDEN:
     return two_levels(
@@ -342,6 +347,17 @@ def _current_scale(tiles, amax, quant: Quant, shape, amax_axes, tensor_amax=None
     return s8 * decode
 
   return _clipped(tiles, amax, scale_of, quant, shape, shared)
+
+
+def _with_room(tensor_amax, quant: Quant):
+  is_times = isinstance(quant.clip, Largest) and quant.clip != AMAX
+  return tensor_amax * np.float32(quant.clip.times) if is_times else tensor_amax
+
+
+def tensor_scale(tensor_amax, quant: Quant):
+  """float32: the factor that all scales of E4M3_OVER_F32 of a tensor with this amax have."""
+  amax = _with_room(jnp.float32(tensor_amax), quant)
+  return two_levels(amax, amax, quant.format, _top(quant))[1]
 
 
 def _top(quant: Quant) -> float:

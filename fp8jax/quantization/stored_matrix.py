@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.formats import E4M3
 from fp8jax.quantization import quantize, scaled_matrix
-from fp8jax.recipe.quant import Quant
+from fp8jax.recipe.quant import WHOLE, Quant
 
 TILE = 128
 QUANT = Quant(E4M3, (TILE, TILE))
@@ -103,7 +103,10 @@ def is_compatible(quant: Quant | None, stored: Quant = QUANT) -> bool:
 def specs(x: StoredMatrix, spec: PartitionSpec) -> StoredMatrix:
   """PartitionSpecs of codes and scales of a weight that lies as `spec`, one entry per axis."""
   names = (*spec, *(None,) * (len(x.shape) - len(spec)))
-  tiles = PartitionSpec(*names[: x.lead], names[x.lead], names[x.lead + x.inputs])
+  # A tile that covers an axis covers it on all devices.
+  across = [n if tile != WHOLE else None
+            for n, tile in zip((names[x.lead], names[x.lead + x.inputs]), x.quant.tile[::-1])]  # fmt: skip
+  tiles = PartitionSpec(*names[: x.lead], *across)
   return dataclasses.replace(x, data=spec, scale=tiles)
 
 

@@ -189,7 +189,7 @@ def test_an_export_that_the_gate_refuses_leaves_the_earlier_one(export):
   "changes, message",
   [
     ({"weights.hf": "", **FP8, "model.hidden_size": 192, "init.hf": "", "model.preset": "debug"},
-     "no matrix of this model would be FP8 (64x192 has partial tiles of 128x128"),
+     "no matrix of this model would be quantized (64x192 has partial tiles of 128x128"),
     ({"weights.hf": "", "init.hf": "", "model.preset": "debug", "model.num_heads": 5,
       "model.num_kv_heads": 1}, "a Llama with model.hidden_size no multiple of model.num_heads"),
     ({"weights.hf": "", "init.hf": "", "model.preset": "debug", "model.init_std": 2.0},

@@ -20,9 +20,9 @@ from fp8jax.kernels.gemm import api as gemm_api
 from fp8jax.models import transformer
 from fp8jax.models.config import Lora, ModelConfig
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import fp8_formats, names
+from fp8jax.models.hf import names, scheme_config, schemes
 from fp8jax.models.hf import weights as hf_weights
-from fp8jax.models.hf.fp8_formats import COMPRESSED, FINE_GRAINED, Fp8Format
+from fp8jax.models.hf.schemes import COMPRESSED, FINE_GRAINED
 from fp8jax.ops import gemm_spec, linear, site, site_tree, stored_params
 from fp8jax.ops.site import ScalingInputs
 from fp8jax.quantization import amax_history, bf16_remainder
@@ -31,8 +31,8 @@ TINY = ModelConfig(
   architecture="llama", vocab_size=128, hidden_size=128, intermediate_size=256, num_layers=2,
   num_heads=2, num_kv_heads=2, head_dim=64, max_positions=64,
 )  # fmt: skip
-BLOCKS = Fp8Format(FINE_GRAINED)
-CHANNELS, TENSORS = Fp8Format(COMPRESSED, "channel"), Fp8Format(COMPRESSED, "tensor")
+BLOCKS = schemes.fp8(FINE_GRAINED)
+CHANNELS, TENSORS = schemes.fp8(COMPRESSED, "channel"), schemes.fp8(COMPRESSED, "tensor")
 E4M3 = ml_dtypes.float8_e4m3fn
 # In the order of a layer's declaration.
 MULTIPLIED = (
@@ -56,6 +56,10 @@ def _plan(fp8, recipe="bf16", cfg=TINY, trained=None, inputs=None, **wishes):
   recipes, entries = site_tree.recipes_of(_sites(recipe, cfg)), names.entries(cfg)
   plan = fp8_export.choose(entries, cfg.dims, recipes, fp8, **wishes)
   return fp8_export.with_amaxes(plan, entries, trained or {}, inputs or {})
+
+
+def _scale_name(scheme, name):
+  return name.removesuffix("weight") + scheme.layout.scale[0]
 
 
 def _raw(folder) -> dict[str, tuple[str, np.ndarray]]:
@@ -103,7 +107,7 @@ def _multiplied(monkeypatch, weights, recipe, amaxes) -> dict[str, list[np.ndarr
   [
     pytest.param("block_128", BLOCKS, "float32", False, marks=pytest.mark.slow),
     pytest.param(
-      "block_128", Fp8Format(COMPRESSED, "block"), "float32", True, marks=pytest.mark.slow
+      "block_128", schemes.fp8(COMPRESSED, "block"), "float32", True, marks=pytest.mark.slow
     ),
     ("block_128_pow2", BLOCKS, "ue8m0", True),
     pytest.param("rowwise", CHANNELS, "float32", False, marks=pytest.mark.slow),
@@ -123,7 +127,7 @@ def test_export_writes_the_codes_that_the_training_gemm_multiplies(
     stored = params.unflatten(flat)
   want = _multiplied(monkeypatch, stored, recipe, amaxes)
   plan = _plan(fp8, recipe, trained=amaxes)
-  assert plan.fp8.scale_fmt == scale_fmt and not plan.unquantized
+  assert plan.scale_fmt == scale_fmt and not plan.unquantized
   operands = jax.tree.map(stored_params.compute_copy, stored, is_leaf=stored_params.is_stored)
   rows = {}
   how = dict(shard_bytes=200_000, fp8=plan, operands=operands, rows=rows)
@@ -137,8 +141,8 @@ def test_export_writes_the_codes_that_the_training_gemm_multiplies(
     kind, data = raw[name]
     assert kind == "F8_E4M3"
     np.testing.assert_array_equal(data.view(np.uint8), codes.view(np.uint8), err_msg=name)
-    kind, written = raw[plan.fp8.scale_name(name)]
-    assert kind == "F32" and written.shape == plan.fp8.scale_shape(codes.shape)
+    kind, written = raw[_scale_name(fp8, name)]
+    assert kind == "F32" and written.shape == fp8.scale_shape(codes.shape)
     np.testing.assert_array_equal(written.reshape(scales.shape), scales, err_msg=name)
   index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
   assert index["weight_map"].keys() == raw.keys()
@@ -147,7 +151,7 @@ def test_export_writes_the_codes_that_the_training_gemm_multiplies(
   assert unquantized == norms | {"model.embed_tokens.weight", "lm_head.weight"}
 
 
-@pytest.mark.parametrize("fp8", [BLOCKS, CHANNELS, TENSORS, Fp8Format(COMPRESSED, "block")])
+@pytest.mark.parametrize("fp8", [BLOCKS, CHANNELS, TENSORS, schemes.fp8(COMPRESSED, "block")])
 def test_export_reads_back_as_codes_times_scales(tmp_path, fp8):
   weights = _weights()
   write.save(str(tmp_path), write.model(weights, TINY, "bfloat16", fp8=_plan(fp8)))
@@ -155,8 +159,8 @@ def test_export_reads_back_as_codes_times_scales(tmp_path, fp8):
   cfg = hf_config.read_config(str(tmp_path))
   got, dtype = hf_weights.load_params(str(tmp_path), cfg)
   assert cfg == TINY and dtype == "bfloat16"
-  codes, scale = raw[UP][1].astype(np.float64), raw[fp8.scale_name(UP)][1]
-  rows, cols = {"block": (128, 128), "channel": (1, 128), "tensor": (256, 128)}[fp8.strategy]
+  codes, scale = raw[UP][1].astype(np.float64), raw[_scale_name(fp8, UP)][1]
+  rows, cols = {"block": (128, 128), "channel": (1, 128), "tensor": (256, 128)}[fp8.label]
   want = codes * np.kron(scale.reshape(-1, 1), np.ones((rows, cols)))
   np.testing.assert_array_equal(got["layers"]["mlp"]["up"][1], want.T.astype(np.float32))
   # E4M3 rounds by at most 1/16 of a number, and 2^-10 of the scale near 0.
@@ -178,7 +182,7 @@ def test_generation_multiplies_the_codes_of_a_folder_as_they_are(tmp_path, recip
     name = UP.replace("1", str(layer))
     matrix = made["mlp"]["up"]
     got, scale = np.asarray(matrix.data[layer]), np.asarray(matrix.scale[layer])
-    want, of_want = raw[name][1], raw[fp8.fp8.scale_name(name)][1]
+    want, of_want = raw[name][1], raw[_scale_name(BLOCKS, name)][1]
     same = np.array_equal(got.view(np.uint8), want.view(np.uint8))
     assert (same and np.array_equal(scale, of_want)) == is_kept
 
@@ -191,7 +195,7 @@ def test_export_states_both_names_of_skipped_modules_and_the_scales_of_inputs(tm
     "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
     "ignored_layers": ["lm_head"],
   }  # fmt: skip
-  static = dataclasses.replace(TENSORS, static_inputs=True)
+  static = schemes.fp8(COMPRESSED, "tensor", static_inputs=True)
   seen = {(n, "x"): 448.0 + i for i, n in enumerate(site_tree.recipes_of(_sites("bf16")))}
   plan = _plan(static, inputs=seen)
   target = tmp_path / "static"
@@ -215,16 +219,16 @@ def test_export_states_both_names_of_skipped_modules_and_the_scales_of_inputs(tm
   [
     (CHANNELS, {"strategy": "channel"}, {"strategy": "token", "dynamic": True}),
     (TENSORS, {"strategy": "tensor"}, {"strategy": "token", "dynamic": True}),
-    (dataclasses.replace(TENSORS, static_inputs=True), {"strategy": "tensor"},
+    (schemes.fp8(COMPRESSED, "tensor", static_inputs=True), {"strategy": "tensor"},
      {"strategy": "tensor", "dynamic": False}),
-    (Fp8Format(COMPRESSED, "block"), {"strategy": "block", "block_structure": [128, 128]},
+    (schemes.fp8(COMPRESSED, "block"), {"strategy": "block", "block_structure": [128, 128]},
      {"strategy": "group", "group_size": 128, "dynamic": True}),
   ],
 )  # fmt: skip
 def test_export_states_compressed_tensors_as_a_whole(fp8, weights, inputs):
   """As compressed-tensors 0.20 writes it; a name that is not ignored needs scales."""
   common = {"num_bits": 8, "type": "float", "symmetric": True}
-  assert fp8.to_config(["model.layers.1.mlp.up_proj"]) == {
+  assert scheme_config.to_config({"w": fp8}, ["model.layers.1.mlp.up_proj"]) == {
     "quant_method": "compressed-tensors", "format": "float-quantized",
     "quantization_status": "compressed", "kv_cache_scheme": None,
     "ignore": ["lm_head", "model.layers.1.mlp.up_proj"],
@@ -241,12 +245,12 @@ def test_auto_scales_are_powers_of_two_only_where_all_codes_of_training_have_suc
   mixed = {name: pow2[name] if "layers/1/" in name else r for name, r in recipes.items()}
   for of_sites, fmt in ((recipes, "float32"), (mixed, "float32"), (pow2, "ue8m0")):
     plan = fp8_export.choose(entries, TINY.dims, of_sites, BLOCKS)
-    assert plan.fp8.scale_fmt == fmt and len(plan.matrices) == 14
+    assert plan.scale_fmt == fmt and len(plan.matrices) == 14
     assert all(m.is_trained for m in plan.matrices.values())
 
 
 def test_what_a_folder_has_in_16_bits_stays_so_and_its_static_scales_of_inputs_stay(tmp_path):
-  static = dataclasses.replace(CHANNELS, static_inputs=True)
+  static = schemes.fp8(COMPRESSED, "channel", static_inputs=True)
   seen = {(n, "x"): 448.0 + i for i, n in enumerate(site_tree.recipes_of(_sites("bf16")))}
   recipes = site_tree.recipes_of(_sites("rowwise"))
   wide = site_tree.recipes_of(_sites("bf16"))
@@ -293,7 +297,9 @@ def test_export_keeps_partial_tiles_and_their_partners_wide():
   total = 2 * 512 * 128 + 2 * (128 * 128 * 2 + 64 * 128 * 2 + 3 * 256 * 128 + 2 * 128) + 128
   assert plan.share == 2 * (128 * 128 + 3 * 256 * 128) / total
   odd = dataclasses.replace(cfg, hidden_size=192)
-  with pytest.raises(UserError, match="no matrix of this model would be FP8 .*export.strategy='ch"):
+  with pytest.raises(
+    UserError, match="no matrix of this model would be quantized .*export.strategy='ch"
+  ):
     _plan(BLOCKS, cfg=odd)
   assert len(_plan(CHANNELS, cfg=odd).matrices) == 14
 
@@ -301,10 +307,11 @@ def test_export_keeps_partial_tiles_and_their_partners_wide():
 @pytest.mark.parametrize(
   "recipe, fp8, fix",
   [
-    ("block_128", CHANNELS, "'hf-fp8-block' or .*export.strategy='block'.* export.requantize=True"),
-    ("rowwise", BLOCKS, "export.strategy='channel'"),
-    ("tensor_current", BLOCKS, "export.strategy='tensor'"),
-    ("mxfp8", BLOCKS, "Set export.format='hf-bf16'"),
+    ("block_128", CHANNELS, "Set export.strategy='auto' to keep .* export.requantize=True"),
+    ("rowwise", BLOCKS, "Set export.format='compressed-tensors' to keep"),
+    ("tensor_current_e5m2", CHANNELS, "Set export.strategy='auto' to keep"),
+    ("mxfp4", BLOCKS, "Set export.format='compressed-tensors'"),
+    ("e5m2_weights", BLOCKS, "Set export.format='hf-bf16' to keep"),
     ("nvfp4", CHANNELS, "recipe 'nvfp4' multiplied weights as e2m1 16x16"),
   ],
 )
@@ -396,8 +403,8 @@ INV = UP.replace("weight", "weight_scale_inv")
     (lambda t: None, {"fmt": "e5m2"}, "fmt='e5m2' is not supported, expected 'e4m3'"),
     (lambda t: None, {"activation_scheme": "static"}, "activation_scheme='static' is not supp"),
     (lambda t: None, {"scale_fmt": "e5m3"}, "scale_fmt='e5m3', expected one of float32, ue8m0"),
-    (lambda t: None, {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-     "format='pack-quantized' is not supported, expected 'float-quantized'"),
+    (lambda t: None, {"quant_method": "compressed-tensors", "format": "marlin-24"},
+     "format='marlin-24' is not supported, expected 'float-quantized'"),
   ],
 )  # fmt: skip
 def test_import_refuses_damaged_fp8_by_name(tmp_path, change, config, message):
@@ -420,7 +427,7 @@ def test_import_refuses_fp8_that_config_json_does_not_state(tmp_path):
   folder, _ = _deepseek(tmp_path)
   config = json.loads((folder / "config.json").read_text())
   (folder / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
-  with pytest.raises(UserError, match="is F8_E4M3, and config.json has no quantization_config"):
+  with pytest.raises(UserError, match="F8_E4M3, .* and config.json has no quantization_config"):
     hf_weights.load_params(str(folder), hf_config.read_config(str(folder)))
 
 
@@ -433,7 +440,6 @@ def test_import_names_an_fp8_file_that_is_cut_off(tmp_path):
 
 
 def test_import_dequantizes_partial_tiles_of_other_writers():
-  fp8 = Fp8Format(FINE_GRAINED)
-  codes = np.ones((130, 64), E4M3)
-  got = fp8_formats.dequantize(codes, np.float32([[2], [3]]), fp8, "x.weight")
+  codes = schemes.Codes(np.ones((130, 64), E4M3), np.float32([[2], [3]]))
+  got = schemes.dequantize(codes, (128, 128))
   np.testing.assert_array_equal(got[:, 0], [2] * 128 + [3, 3])

@@ -9,14 +9,15 @@ import pytest
 
 from fp8jax.export import fp8 as fp8_export
 from fp8jax.export import matrices
-from fp8jax.models.hf.fp8_formats import COMPRESSED, FINE_GRAINED, Fp8Format
+from fp8jax.models.hf import schemes
+from fp8jax.models.hf.schemes import COMPRESSED, FINE_GRAINED
 from fp8jax.recipe.quant import Static
 
 FORMATS = {
-  "block": Fp8Format(FINE_GRAINED), "ue8m0": Fp8Format(FINE_GRAINED, scale_fmt="ue8m0"),
-  "compressed_block": Fp8Format(COMPRESSED, "block"), "channel": Fp8Format(COMPRESSED, "channel"),
-  "tensor": Fp8Format(COMPRESSED, "tensor"),
-  "static": Fp8Format(COMPRESSED, "tensor", static_inputs=True),
+  "block": schemes.fp8(FINE_GRAINED), "ue8m0": schemes.fp8(FINE_GRAINED, scale_fmt="ue8m0"),
+  "compressed_block": schemes.fp8(COMPRESSED, "block"), "channel": schemes.fp8(COMPRESSED, "channel"),
+  "tensor": schemes.fp8(COMPRESSED, "tensor"),
+  "static": schemes.fp8(COMPRESSED, "tensor", static_inputs=True),
 }  # fmt: skip
 
 
@@ -43,16 +44,17 @@ SMALL = [("tensor", "small amax"), ("static", "small amax")]
 def test_row_is_that_of_float64(name, kind, rng):
   fp8, w = FORMATS[name], _weight(rng, kind)
   amax = None
-  quant = fp8.quant
+  quant = fp8.weight
   if kind == "small amax":  # of a scale from elsewhere: larger values saturate
     amax, quant = float(np.abs(w).max()) / 7, dataclasses.replace(quant, source=Static())
   known = {"w": 0.25, "x": 3.0}
+  scheme = dataclasses.replace(fp8, weight=quant)
   matrix = fp8_export.Matrix(
-    quant, False, amax, input_scale=0.5 if fp8.static_inputs else None, known=known
+    scheme, False, amax, input_scale=0.5 if fp8.static_inputs else None, known=known
   )
-  made = fp8_export.quantized(w, matrix, amax, fp8)
-  codes, scales = made[0].astype(np.float64), made[1].astype(np.float64)
-  if fp8.strategy == "block":
+  made = fp8_export.codes(w, matrix, amax)
+  codes, scales = made.data.astype(np.float64), made.scale.astype(np.float64)
+  if fp8.label == "block":
     scales = np.kron(scales, np.ones((128, 128)))[: codes.shape[0], : codes.shape[1]]
   exact = w.T.astype(np.float64)
   back = codes * scales
@@ -60,13 +62,13 @@ def test_row_is_that_of_float64(name, kind, rng):
   # E4M3 ends at 448, and the next step of its grid would be 480.
   saturated = (np.abs(exact) > 464 * scales).mean()
   flushed = ((exact != 0) & (back == 0)).sum() / max((exact != 0).sum(), 1)
-  row = matrices.row(w, made, matrix, fp8)
+  row = matrices.row(w, made, matrix)
   snr = 10 * math.log10(signal / error) if error and signal else math.inf
   assert row["snr_db"] == pytest.approx(snr, abs=1e-3), (snr, row)
   assert row["saturated"] == pytest.approx(saturated, rel=1e-6)
   assert row["flushed"] == pytest.approx(flushed, rel=1e-6)
-  assert (row["smallest_scale"], row["largest_scale"]) == (made[1].min(), made[1].max())
-  assert row["scale_ratio"] == pytest.approx(made[1].max() * 448 / 0.25, rel=1e-6)
+  assert (row["smallest_scale"], row["largest_scale"]) == (made.scale.min(), made.scale.max())
+  assert row["scale_ratio"] == pytest.approx(made.scale.max() * 448 / 0.25, rel=1e-6)
   assert row["input_scale_ratio"] == (0.5 * 448 / 3.0 if fp8.static_inputs else None)
   # Or the numbers above say nothing.
   assert (saturated > 0) == (kind == "small amax")
@@ -77,9 +79,10 @@ def test_a_row_without_an_amax_has_no_ratio_and_the_worst_come_first(rng):
   fp8, rows = FORMATS["channel"], {}
   for i in range(7):
     w = _weight(rng, "plain")
-    made = fp8_export.quantized(w, fp8_export.Matrix(fp8.quant, False), None, fp8)
-    made[1] = made[1] * np.float32(1 + 0.1 * ((3 * i) % 7))  # a wrong scale
+    made = fp8_export.codes(w, fp8_export.Matrix(fp8, False), None)
+    wrong = np.float32(1 + 0.1 * ((3 * i) % 7))
+    made = dataclasses.replace(made, scale=made.scale * wrong)
     known = {"w": 0.0} if i else {}
-    rows[f"m{i}"] = matrices.row(w, made, fp8_export.Matrix(fp8.quant, False, known=known), fp8)
+    rows[f"m{i}"] = matrices.row(w, made, fp8_export.Matrix(fp8, False, known=known))
   assert {r["scale_ratio"] for r in rows.values()} == {None}
   assert [cells[0] for cells in matrices.worst(rows)] == ["m2", "m4", "m6", "m1", "m3"]

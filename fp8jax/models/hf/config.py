@@ -10,7 +10,7 @@ from fp8jax import errors, hub, records
 from fp8jax.errors import UserError, check_number
 from fp8jax.models import rope
 from fp8jax.models.config import LARGEST, ModelConfig, RopeScaling
-from fp8jax.models.hf import fp8_formats
+from fp8jax.models.hf import scheme_config
 
 ARCHITECTURES = {
   name: f"{name.title()}ForCausalLM" for name in ("llama", "mistral", "qwen2", "qwen3")
@@ -74,7 +74,7 @@ def config_from_hf(c: Mapping[str, Any], where: str = "config.json") -> ModelCon
     if is_refused:
       absent = "" if key in given else ", which transformers takes where the key is absent,"
       raise UserError(f"{where}: {key}={c[key]!r}{absent} is not supported")
-  fp8_formats.of_config(c, where)
+  scheme_config.of_config(c, where)
   theta, scaling, _ = _rope_from_hf(c, where)
   sizes: dict[str, Any] = {ours: c.get(theirs) for theirs, ours in _SIZES.items()}
   sizes["num_kv_heads"] = sizes["num_kv_heads"] or c["num_attention_heads"]

@@ -11,7 +11,7 @@ import json
 import os
 import struct
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,12 @@ from fp8jax.errors import UserError, inside
 from fp8jax.models import transformer
 from fp8jax.models.config import ModelConfig
 from fp8jax.models.hf import config as hf_config
-from fp8jax.models.hf import fp8_formats, names
+from fp8jax.models.hf import names, scheme_config, schemes
 from fp8jax.models.hf.names import Entry
-from fp8jax.quantization import scaled_matrix, stored_matrix
+from fp8jax.models.hf.schemes import Scheme
+from fp8jax.quantization import stored_matrix
 from fp8jax.quantization.stored_matrix import StoredMatrix
+from fp8jax.recipe.quant import Quant
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -51,7 +53,7 @@ class Folder:
       folder: or an id of the Hugging Face hub.
       file: name of the one file to read, of adapters; "" for those of a model.
     """
-    self.folder, self.fp8 = hub.local(folder), None
+    self.folder, self.quantization = hub.local(folder), None
     index = os.path.join(self.folder, INDEX)
     if file:
       with _open_file(os.path.join(self.folder, file)) as f:
@@ -84,7 +86,7 @@ class Folder:
     # None where no config.json is: whoever reads the model then says so.
     path = os.path.join(self.folder, "config.json")
     stated = hf_config.read_json(self.folder, "config.json") if os.path.isfile(path) else {}
-    self.fp8 = fp8_formats.of_config(stated, path)
+    self.quantization = scheme_config.of_config(stated, path)
     if not self.files:
       pickles = [p for end in ("bin", "pt*") for p in glob.glob(f"{self.folder}/*.{end}")]
       hint = (
@@ -109,26 +111,39 @@ class Folder:
     with self.open(name) as f:
       code = f.get_slice(name).get_dtype()
       # Safetensors' NumPy reader knows no FP8.
-      if code not in (fp8_formats.WEIGHT_CODE, "F8_E8M0"):
+      if not code.startswith("F8_"):
         return f.get_tensor(name)
     with open(os.path.join(self.folder, self.files[name]), "rb") as f:
       (size,) = struct.unpack("<Q", f.read(8))  # of the header, which safetensors has checked
       entry = json.loads(f.read(size))[name]
       start, end = entry["data_offsets"]
       f.seek(8 + size + start)
-      return np.frombuffer(f.read(end - start), fp8_formats.DTYPES[code]).reshape(entry["shape"])
+      return np.frombuffer(f.read(end - start), schemes.DTYPES[code]).reshape(entry["shape"])
 
-  def is_fp8(self, name: str) -> bool:
-    """Whether a tensor is stored as E4M3 codes."""
-    return self.described[name][1] == fp8_formats.WEIGHT_CODE
+  def scheme(self, weight: str) -> Scheme | None:
+    """How a linear layer's weight, "X.weight", is stored; None: as numbers of 16 or 32 bits."""
+    scheme = self.quantization and self.quantization.scheme(weight)
+    is_wide = weight in self.described and self.described[weight][1] in CODES.values()
+    if scheme is None or not is_wide:
+      return scheme
+    name = scheme.codes_name(weight)
+    return scheme if name != weight and name in self.described else None
+
+  def read_codes(self, weight: str) -> schemes.Codes:
+    """The codes and scales of a weight that has a scheme.
+
+    Raises:
+      UserError: damaged scales, by name.
+    """
+    scheme = cast(Scheme, self.scheme(weight))
+    return scheme.unpacked(self.read, weight, f"{self.folder!r}: ")
 
   def read_float(self, name: str) -> np.ndarray:
-    """A weight as numbers: of an FP8 matrix code * scale in float32, else as it is stored."""
-    value = self.read(name)
-    if value.dtype != fp8_formats.WEIGHT_DTYPE or self.fp8 is None:
-      return value
-    scale = self.read(self.fp8.scale_name(name))
-    return fp8_formats.dequantize(value, scale, self.fp8, f"{self.folder!r}: {name}")
+    """A weight as numbers: of a quantized matrix code * scale in float32, else as it is stored."""
+    scheme = self.scheme(name) if name.endswith("_proj.weight") else None
+    return (
+      self.read(name) if scheme is None else schemes.dequantize(self.read_codes(name), scheme.tile)
+    )
 
   @functools.cached_property
   def described(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -155,19 +170,18 @@ def check(folder: Folder, cfg: ModelConfig) -> str:
   """
   have = folder.described
   want = {e.name: e for e in names.entries(cfg)}
-  in_fp8 = [
-    n
-    for n, e in want.items()
-    if n in have and folder.is_fp8(n) and len(have[n][0]) == 2 and e.inputs is not None
-  ]
-  scales = {folder.fp8.scale_name(n) for n in in_fp8} if folder.fp8 else set()
-  scales |= {n.removesuffix("weight") + "input_scale" for n in in_fp8}
-  surplus = [n for n in have if n not in want and n not in scales and not _is_ignorable(n, cfg)]
+  of = {n: scheme for n, e in want.items() if _is_linear(e) and (scheme := folder.scheme(n))}
+  stored = {
+    t for n, scheme in of.items() for t, *_ in scheme.tensors(n, want[n].hf_shape(cfg.dims), True)
+  }
+  surplus = [n for n in have if n not in {*want, *stored} and not _is_ignorable(n, cfg)]
   # A tensor that the index does not list is not read.
-  problems = [f"missing tensor {n}" for n in want if n not in have or n not in folder.files]
+  plain = [n for n in want if n not in of]
+  problems = [f"missing tensor {n}" for n in plain if n not in have or n not in folder.files]
   problems += [f"surplus tensor {n}" for n in surplus]
-  problems += mismatches(folder, want.values(), cfg.dims, in_fp8)
-  problems += [p for n in in_fp8 for p in fp8_formats.problems(n, have, folder.fp8)]
+  problems += mismatches(folder, [want[n] for n in plain], cfg.dims)
+  problems += [p for n, scheme in of.items()
+               for p in scheme.problems(n, have, want[n].hf_shape(cfg.dims))]  # fmt: skip
   if problems:
     shown = "\n".join(f"  - {p}" for p in problems[:20])
     more = f"\n  (+{len(problems) - 20} more)" if len(problems) > 20 else ""
@@ -176,11 +190,15 @@ def check(folder: Folder, cfg: ModelConfig) -> str:
       f"describes:\n{shown}{more}"
     )
   codes = {code: dtype for dtype, code in CODES.items()}
-  dtypes = {codes[have[n][1]] for n in want if n not in in_fp8}
+  dtypes = {codes[have[n][1]] for n in plain}
   return dtypes.pop() if len(dtypes) == 1 else "float32"  # no 16-bit format holds the other's
 
 
-def mismatches(folder: Folder, entries: Iterable[Entry], dims, in_fp8: Collection[str] = ()):
+def _is_linear(entry: Entry) -> bool:
+  return entry.layer is not None and entry.inputs is not None
+
+
+def mismatches(folder: Folder, entries: Iterable[Entry], dims):
   """Tensors of another shape or dtype than these entries, in words."""
   have, known = folder.described, [*CODES.values()]
   there = [e for e in entries if e.name in have]
@@ -191,19 +209,24 @@ def mismatches(folder: Folder, entries: Iterable[Entry], dims, in_fp8: Collectio
   ]
   return texts + [
     f"{e.name} has dtype {have[e.name][1]}, expected one of {', '.join(known)}"
+    + (", and config.json has no quantization_config of it: fetch it again"
+       if have[e.name][1] in schemes.CODES and e.inputs is not None else "")
     for e in there
-    if e.name not in in_fp8 and have[e.name][1] not in known
-  ]
+    if have[e.name][1] not in known
+  ]  # fmt: skip
 
 
 def _is_ignorable(name: str, cfg: ModelConfig) -> bool:
-  """Buffers that old files carry, and a tied head written out: both derive from what is read."""
-  return name.endswith("rotary_emb.inv_freq") or (cfg.tie_embeddings and name == names.TOP["head"])
+  """Buffers that old files carry, and a tied head written out: both derive from what is read. Scales
+  of keys and values, which caches here choose for every token."""
+  ends = ("rotary_emb.inv_freq", "_proj.output_scale", ".k_scale", ".v_scale")
+  return name.endswith(ends) or (cfg.tie_embeddings and name == names.TOP["head"])
 
 
 def load_params(
-  source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL, codes_of: Collection[str] = ()
-):
+  source: str, cfg: ModelConfig, layout: axes.Layout = axes.LOCAL,
+  codes_of: Collection[str] | Mapping[str, Collection[Quant | None]] = (),
+):  # fmt: skip
   """float32 parameters of a Hugging Face folder, sharded at birth.
 
   A vocabulary that cfg makes larger than the folder's is filled up with zero rows. Host memory: the
@@ -211,8 +234,9 @@ def load_params(
   "block_fp8" and the folder has FP8 blocks, linear layers of layers are StoredMatrix, to the bit.
 
   Args:
-    codes_of: paths of weights, "layers/mlp/up", that are StoredMatrix too where the folder has FP8
-      blocks of every layer's.
+    codes_of: paths of weights, "layers/mlp/up", that are StoredMatrix too where the folder has
+      codes of every layer's in one scheme; of a mapping, where they are compatible with all of the
+      Quants that its layers are multiplied in.
 
   Returns:
     (parameter tree, dtype name of the file's weights)
@@ -256,20 +280,28 @@ def read_entries(
   return flat
 
 
-def _in_codes(folder: Folder, entries, cfg: ModelConfig, paths: Collection[str]) -> set[str]:
-  """Names of the matrices that are read as they are stored, 128x128 blocks of FP8.
-
-  These are the frozen base of adapters, and `paths` of which every layer's matrix is such blocks.
-  """
-  fp8 = folder.fp8
-  if fp8 is None or fp8.strategy != "block" or fp8.block != stored_matrix.QUANT.tile:
-    return set()
-  linear = [e for e in entries if e.layer is not None and e.inputs is not None]
-  in_fp8 = {e.name for e in linear if folder.is_fp8(e.name)}
+def _in_codes(folder: Folder, entries, cfg: ModelConfig, paths) -> set[str]:
+  """Names of the matrices that are read as they are stored, see load_params."""
+  quants: dict[str, dict[str, Quant | None]] = {}
+  for e in filter(_is_linear, entries):
+    scheme = folder.scheme(e.name)
+    quants.setdefault(e.path, {})[e.name] = scheme and dataclasses.replace(
+      scheme.weight, tile=scheme.tile
+    )
   if cfg.lora and cfg.lora.base == "block_fp8":
-    return in_fp8
-  wide = {e.path for e in linear if e.name not in in_fp8}
-  return {e.name for e in linear if e.path in paths and e.path not in wide}
+    return {n for of in quants.values() for n, q in of.items() if q and _is_base(q)}
+  wanted = {path: paths[path] if isinstance(paths, Mapping) else () for path in paths}
+  return {
+    name
+    for path, of in quants.items()
+    if path in wanted and len({*of.values()}) == 1 and None not in of.values()
+    for name, q in of.items()
+    if q and all(stored_matrix.is_compatible(one, q) for one in wanted[path])
+  }
+
+
+def _is_base(quant: Quant) -> bool:
+  return (quant.format, quant.tile) == (stored_matrix.QUANT.format, stored_matrix.QUANT.tile)
 
 
 @jax.jit(donate_argnums=0)
@@ -311,27 +343,19 @@ def _read(folder: Folder, entry: Entry, dims) -> np.ndarray:
 
 
 def _read_codes(folder: Folder, entry: Entry, dims) -> StoredMatrix:
-  """One matrix to the bit: theirs is [out, in], with scales in float32 or E8M0; ours transposed.
+  """One matrix to the bit: theirs is [out, in]; ours transposed.
 
   Raises:
-    UserError: the scales do not cover the matrix, or see fp8_formats.check_scales.
+    UserError: codes that are NaN, or see Folder.read_codes.
   """
-  fp8: Any = folder.fp8  # it has blocks
-  name = fp8.scale_name(entry.name)
-  scale = folder.read(name).astype(np.float32).T
-  data = folder.read(entry.name).T
-  shape = tuple(scaled_matrix.num_tiles(n, stored_matrix.TILE) for n in data.shape)
-  wrong = ""
-  if scale.shape != shape:
-    wrong = f"{name} has shape {scale.shape[::-1]}, expected {shape[::-1]}"
-  elif np.isnan(data.astype(np.float32)).any():
-    wrong = f"{entry.name} has codes that are NaN"
-  if wrong:
-    raise UserError(f"{folder.folder!r}: {wrong}; fetch the file again")
-  fp8_formats.check_scales(scale, f"{folder.folder!r}: {name}")
-  data = np.ascontiguousarray(data).reshape([dims[letter] for letter in entry.letters])
-  arrays: tuple[Any, Any] = (data, np.ascontiguousarray(scale))  # yet to be placed
-  return StoredMatrix(*arrays, entry.inputs or 0)
+  scheme, codes = cast(Scheme, folder.scheme(entry.name)), folder.read_codes(entry.name)
+  if np.isnan(codes.data.astype(np.float32)).any():
+    raise UserError(f"{folder.folder!r}: {entry.name} has codes that are NaN; fetch the file again")
+  data = np.ascontiguousarray(codes.data.T).reshape([dims[letter] for letter in entry.letters])
+  arrays: tuple[Any, Any] = (data, np.ascontiguousarray(codes.scale.T))  # yet to be placed
+  quant = dataclasses.replace(scheme.weight, tile=scheme.tile)
+  is_base = _is_base(quant)
+  return StoredMatrix(*arrays, entry.inputs or 0, stored_matrix.QUANT if is_base else quant)
 
 
 def _check_finite(value: np.ndarray, what: str):

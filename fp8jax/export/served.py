@@ -1,0 +1,94 @@
+"""Which products servers have: from a recipe's forward product to a folder's scheme.
+
+Sources: the presets of compressed-tensors 0.20 (quant_scheme.py), as llm-compressor writes them,
+and the products that vLLM 0.32 has kernels for.
+"""
+
+import dataclasses
+
+from fp8jax.formats import E2M1, E4M3, E4M3_240, INT4, INT8
+from fp8jax.models.hf.schemes import BLOCK, COMPRESSED, MODELOPT, POWERS, Scheme
+from fp8jax.recipe.quant import WHOLE, Quant, Scale, Static
+
+# Why no server multiplies a format's weights, by name.
+_UNSERVED = {
+  "e5m2": "the kernels of servers multiply weights in E4M3; take fp8_dynamic",
+  "e3m4": "no container and no server has E3M4; take fp8_dynamic or int8",
+  "e3m4_30": "no container and no server has E3M4; take fp8_dynamic or int8",
+}
+_OTHER = (
+  "servers multiply weights of 8 bits (fp8_dynamic, int8, mxfp8) and of 4 (w4a16, mxfp4, nvfp4)"
+)
+
+
+# Of activations that are quantized like their weights, by container.
+_TILES = {
+  "mxfp8-quantized": (E4M3, 32), "mxfp4-pack-quantized": (E2M1, 32),
+  "nvfp4-pack-quantized": (E2M1, 16),
+}  # fmt: skip
+
+
+def scheme(w: Quant, x: Quant | None, method: str = COMPRESSED) -> Scheme:
+  """The scheme of the forward product of x [tokens, in] and w [out, in].
+
+  Activations whose scale is the current one of their tensor are scaled by token, as servers do.
+
+  Args:
+    method: COMPRESSED or MODELOPT.
+
+  Raises:
+    ValueError: servers have no such product; says why and what to take.
+  """
+  name = container(w, x)
+  inputs = _inputs(name, w, x)
+  if method == MODELOPT and (name != "nvfp4-pack-quantized" or x is None):
+    raise ValueError(
+      f"export.format='modelopt' holds NVFP4 weights and activations, not {w} by {x or 'bf16'}; "
+      "take export.format='compressed-tensors'"
+    )
+  return Scheme(MODELOPT if method == MODELOPT else name, w, inputs)
+
+
+def _inputs(container: str, w: Quant, x: Quant | None) -> Quant | None:
+  """The activations that servers multiply such weights by."""
+  if x is None:
+    if container == "float-quantized":
+      raise ValueError(f"servers multiply {w} by E4M3, not by 16 bits; take fp8_dynamic or mxfp8")
+    return None
+  x = dataclasses.replace(x, format=E4M3 if x.format == E4M3_240 else x.format)
+  tiles = _TILES | ({container: (E4M3, 128)} if w.tile == BLOCK else {})
+  if container in tiles:
+    format, size = tiles[container]
+    if (x.format, x.tile) != (format, (1, size)):
+      raise ValueError(f"servers multiply {w} by {format} 1x{size}, not by {x}")
+    return x
+  own = INT8 if w.format == INT8 else E4M3
+  if x.format != own or x.tile[1] != WHOLE:
+    raise ValueError(f"servers multiply {w} by {own} of a token or a tensor, not by {x}")
+  return Quant(own, source=Static()) if isinstance(x.source, Static) else Quant(own, (1, WHOLE))
+
+
+def container(w: Quant, x: Quant | None) -> str:
+  """The container that such weights have in compressed-tensors; raises as `scheme`."""
+  is_float = w.scale in (Scale.F32, *POWERS)
+  if w.transform or w.rounds_randomly:
+    raise ValueError(f"no server rotates or draws: {w}; quantize the weights without")
+  if w.format in (E4M3, E4M3_240):
+    if w.tile in ((WHOLE, WHOLE), (1, WHOLE), BLOCK) and is_float:
+      return "float-quantized"
+    if w.tile == (1, 32) and w.scale in POWERS:
+      return "mxfp8-quantized"
+  elif w.format in (INT4, INT8):
+    is_grouped = w.tile[0] == 1 and w.tile[1] in (WHOLE, 32, 64, 128)
+    if is_float and x is None and is_grouped:
+      return "pack-quantized"
+    if is_float and (is_grouped if w.format == INT4 else w.tile in ((WHOLE, WHOLE), (1, WHOLE))):
+      return "int-quantized"
+  elif w.format == E2M1:
+    if w.tile == (1, 32) and w.scale in POWERS:
+      return "mxfp4-pack-quantized"
+    if w.tile in ((1, 16), (16, 16)) and w.scale is Scale.E4M3_OVER_F32:
+      return "nvfp4-pack-quantized"
+  else:
+    raise ValueError(f"weights in {w.format}: {_UNSERVED.get(w.format.name, _OTHER)}")
+  raise ValueError(f"no container has scales of {w}: {_OTHER}")

@@ -1,0 +1,87 @@
+"""Matrices as compressed-tensors stores them, by its own compressors: tests/golden/containers.npz.
+
+Not a test: it needs torch and compressed-tensors, which fp8jax never imports.
+
+  python3.11 tests/golden/write_containers.py
+      (pip install torch==2.13.0 compressed-tensors==0.20.0)
+
+Of each preset scheme: the weight, its scales by the package's own rule, the tensors of the
+compressed state, the dequantized weight, and what the package writes into config.json. FP8 tensors
+are bytes.
+"""
+
+import json
+import pathlib
+
+import compressed_tensors
+import numpy as np
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+PRESETS = (
+  "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "INT8", "W4A16", "W8A16", "W4AFP8", "MXFP8", "MXFP8A16",
+  "MXFP4", "MXFP4A16", "NVFP4", "NVFP4A16",
+)  # fmt: skip
+SHAPE, ROWS, STEP = (256, 384), 4, 64  # of blocks every STEPth row is kept, else the first ROWS
+
+
+def weight() -> torch.Tensor:
+  """Uneven tiles; a row, and a group of it, of zeros."""
+  rng = np.random.default_rng(0)
+  w = rng.normal(size=SHAPE) * np.exp(rng.normal(size=(SHAPE[0], SHAPE[1] // 16)).repeat(16, 1))
+  w[1, :128] = 0
+  return torch.from_numpy(w.astype(np.float32) * 0.05)
+
+
+def scales(w, args, global_scale):
+  rows, cols = w.shape
+  tile = {"tensor": (rows, cols), "channel": (1, cols), "block": (128, 128)}.get(args.strategy)
+  high, wide = tile or (1, args.group_size)
+  tiles = w.reshape(rows // high, high, cols // wide, wide)
+  low, top = tiles.amin((1, 3)), tiles.amax((1, 3))
+  found, _ = calculate_qparams(low, top, args, global_scale=global_scale)
+  return found.reshape(-1) if args.strategy == "tensor" else found
+
+
+def as_numpy(x: torch.Tensor) -> np.ndarray:
+  x = x.detach()
+  return x.view(torch.uint8).numpy() if x.dtype == torch.float8_e4m3fn else x.numpy()
+
+
+def main():
+  path, arrays, configs = pathlib.Path(__file__).parent / "containers.npz", {}, {}
+  arrays["weight"] = weight()[:ROWS].numpy()
+  for name in PRESETS:
+    scheme = preset_name_to_scheme(name, ["Linear"])
+    is_block = scheme.weights.strategy == "block"
+    whole = weight() if is_block else weight()[:ROWS]
+    state = {"weight": whole}
+    if scheme.weights.strategy == "tensor_group":
+      state["weight_global_scale"] = generate_gparam(whole.min(), whole.max())
+    state["weight_scale"] = scales(whole, scheme.weights, state.get("weight_global_scale"))
+    scheme.format = infer_module_format(torch.nn.Linear, scheme)
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    made = compressor.compress(state, scheme)
+    back = compressor.decompress(dict(made), scheme)["weight"].float()
+    if is_block:
+      made["weight"], back = made["weight"][::STEP], back[::STEP]
+    arrays |= {f"{name}.{key}": as_numpy(x) for key, x in made.items()}
+    arrays[f"{name}.back"] = back.numpy()
+    config = QuantizationConfig(
+      config_groups={"group_0": scheme}, format=scheme.format, ignore=["lm_head"],
+      quantization_status="compressed",
+    )  # fmt: skip
+    configs[name] = json.loads(config.model_dump_json())
+  np.savez_compressed(path, **arrays)
+  path.with_suffix(".json").write_text(json.dumps({
+    "versions": {"compressed-tensors": compressed_tensors.__version__, "torch": torch.__version__},
+    "configs": configs,
+  }, indent=1) + "\n")  # fmt: skip
+  print(path.stat().st_size, "bytes")
+
+
+if __name__ == "__main__":
+  main()
