@@ -47,6 +47,7 @@ class Source:
     base: config.json beside the weights; of a run without Hugging Face files its ends, if any.
     phase: of the precision schedule.
     amaxes: {(site, tensor): amax} of delayed and static scales.
+    inputs: {(site, "x"): amax} that a calibration just saw; export.input_scales come before it.
     trained: provenance of the training; {} where there is none.
     changed: configuration keys that training changed.
   """
@@ -59,6 +60,7 @@ class Source:
   base: dict[str, Any] | None = None
   phase: int = 0
   amaxes: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+  inputs: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
   trained: dict[str, Any] = dataclasses.field(default_factory=dict)
   changed: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -305,7 +307,8 @@ def _choose_fp8(spec: TrainSpec, plain: TrainSpec, source: Source) -> fp8_lib.Pl
   if fp8 is None:
     return None
   path = os.path.expanduser(spec.of(Export).input_scales)
-  inputs = calibration.read(path, site_tree.recipes_of(plain.sites())) if path else {}
+  inputs = dict(source.inputs)
+  inputs |= calibration.read(path, site_tree.recipes_of(plain.sites())) if path else {}
   fp8 = fp8_lib.with_amaxes(fp8, names.entries(plain.model), source.amaxes, inputs)
   reasons = collections.Counter(fp8.unquantized.values())
   unquantized = "".join(f"; unquantized: {n} matrices, {reason}" for reason, n in reasons.items())

@@ -7,6 +7,7 @@ from fp8jax.config import registry
 from fp8jax.errors import ConfigErrors
 from fp8jax.evaluation import catalog
 from fp8jax.evaluation.settings import Tasks
+from fp8jax.export import checks as export_checks
 from fp8jax.generation import api
 from fp8jax.generation.settings import Generate
 from fp8jax.phases import policy
@@ -26,6 +27,18 @@ def calibrate_problems(c: Any) -> list[str]:
     "--job=calibrate, or calibrate.method='amax'",
   )
   return collected.found
+
+
+def quantize_problems(c: Any) -> list[str]:
+  """The problems of the sections quantize and export for --job=quantize, in words."""
+  collected = ConfigErrors()
+  collected.check(
+    c.export.format in ("compressed-tensors", "modelopt", "hf-fp8-block"),
+    f"export.format={c.export.format!r} holds no codes; --job=quantize writes "
+    "'compressed-tensors', 'modelopt' or 'hf-fp8-block'",
+  )
+  collected.file("quantize.text", c.quantize.text, "name a text file, or '' for training documents")
+  return [*collected.found, *export_checks.problems(c)]
 
 
 def generate_problems(config: Any) -> list[str]:

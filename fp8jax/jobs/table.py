@@ -30,11 +30,13 @@ from fp8jax.jobs import (
   noise,
   prepare,
   preview,
+  quantize,
   sensitivity,
   train,
 )
 from fp8jax.kernels import choose
 from fp8jax.models.hf import config as hf_config
+from fp8jax.ptq.settings import Quantize
 from fp8jax.run import machine
 from fp8jax.run.settings import Calibrate, Prepare
 from fp8jax.sensitivity.settings import Sensitivity
@@ -117,6 +119,13 @@ JOBS = {
     export.run,
     Needs(
       (Export,), export_checks.problems, export_checks.problems_of_spec, of_weights=True,
+    ),
+    option="out",
+  ),
+  "quantize": Job(
+    quantize.run,
+    Needs(
+      (Quantize, Export), checks.quantize_problems, of_weights=True, is_on_one_device=_always
     ),
     option="out",
   ),

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from fp8jax.models.config import ModelConfig
 from fp8jax.ptq import gptq
@@ -12,7 +13,7 @@ from fp8jax.ptq.moments import Moments
 from fp8jax.quantization import quantize
 from fp8jax.quantization.scaled_matrix import ScaledMatrix
 from fp8jax.recipe.gemm import Gemm
-from fp8jax.recipe.quant import WHOLE, Quant
+from fp8jax.recipe.quant import WHOLE, Quant, Scale
 
 Methods = Sequence[Any]
 
@@ -34,20 +35,21 @@ def to_matrices(
 
   A scale of a whole tensor is that of all of them; so is the first level of two.
   """
-  if quant.tile[0] not in (1, WHOLE):  # a tile of rows would be of two matrices
+  rows, tile = [w.shape[0] for w in ws], quant.tile[0]
+  if tile != WHOLE and any(number % tile for number in rows):  # one would be of two matrices
     return [_codes(w_NK, moments, quant, methods, where) for w_NK in ws]
-  return split(_codes(jnp.concatenate(ws), moments, quant, methods, where), [w.shape[0] for w in ws])
+  codes, ends = _codes(jnp.concatenate(ws), moments, quant, methods, where), np.cumsum(rows)[:-1]
+  datas = jnp.split(codes.data, ends)
+  scales = [codes.scale] * len(ws) if tile == WHOLE else jnp.split(codes.scale, ends // tile)
+  return [ScaledMatrix(*of, codes.tile) for of in zip(datas, scales, strict=True)]
 
 
-def split(codes: ScaledMatrix, rows: Sequence[int]) -> list[ScaledMatrix]:
-  """Matrices of so many rows each; the tile has one row, or all."""
-  parts, start = [], 0
-  for number in rows:
-    part = slice(start, start + number)
-    scale = codes.scale if codes.tile[0] == WHOLE else codes.scale[part]
-    parts.append(ScaledMatrix(codes.data[part], scale, codes.tile))
-    start += number
-  return parts
+def tensor_scale(ws: Sequence[Any], quant: Quant) -> float | None:
+  """The factor that all scales of two levels of these matrices have; None of one level."""
+  if quant.scale is not Scale.E4M3_OVER_F32:
+    return None
+  amax = jnp.max(jnp.stack([jnp.max(jnp.abs(w)) for w in ws]))
+  return float(quantize.tensor_scale(amax, quant))
 
 
 def _codes(w_NK, moments: Moments, quant: Quant, methods: Methods, where: str) -> ScaledMatrix:

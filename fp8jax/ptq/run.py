@@ -44,15 +44,19 @@ class Quantized:
     spec: of the model, whose head is untied where a rotation untied it.
     params: float32, folded.
     codes: {site of a layer, "layers/3/mlp/up": reads its codes}.
+    tensor_scales: {site: of two levels the factor of all its scales, else None}.
     inputs: {(site, "x"): amax of its activations over the calibration}.
     rows: {site: numbers of its matrix}, see `_row`.
+    discard: removes the folder that codes are read from.
   """
 
   spec: TrainSpec
   params: Any
   codes: Mapping[str, Callable[[], ScaledMatrix]]
+  tensor_scales: Mapping[str, float | None]
   inputs: Mapping[tuple[str, str], float]
   rows: Mapping[str, Mapping[str, float]]
+  discard: Callable[[], None]
 
 
 def quantize(
@@ -77,7 +81,7 @@ def quantize(
   model, params = apply.to_model(spec.model, stored_params.dequantize_tree(params), methods)
   spec = dataclasses.replace(spec, model=model, declaration=transformer.params(model))
   text = layers_lib.Layers(spec, params, windows)
-  done, inputs, rows = [], {}, {}
+  done, inputs, rows, factors = [], {}, {}, {}
   for layer in range(model.num_layers):
     began = time.monotonic()
     one = kept.read(layer)
@@ -88,11 +92,13 @@ def quantize(
     done.append(one.params)
     inputs |= {(_name(layer, path), "x"): amax for path, amax in one.inputs.items()}
     rows |= {_name(layer, path): row for path, row in one.rows.items()}
+    factors |= {_name(layer, path): factor for path, factor in one.tensor_scales.items()}
     error = max((row["error"] for row in one.rows.values()), default=0.0)
     line = f"layer {layer}: {time.monotonic() - began:.1f} s, largest relative error {error:.3g}"
     said(layer + 1, model.num_layers, line)
   codes = {name: functools.partial(kept.codes, *_place(name)) for name in rows}
-  return Quantized(spec, layers_lib.with_layers(params, done), codes, inputs, rows)
+  params = layers_lib.with_layers(params, done)
+  return Quantized(spec, params, codes, factors, inputs, rows, kept.discard)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +110,14 @@ class _Layer:
     codes: {"mlp/up": ScaledMatrix}.
     inputs: {"mlp/up": largest magnitude of its inputs}.
     rows: {"mlp/up": numbers}.
+    tensor_scales: {"mlp/up": factor of all its scales, or None}.
   """
 
   params: dict[str, dict[str, Any]]
   codes: dict[str, ScaledMatrix]
   inputs: dict[str, float]
   rows: dict[str, dict[str, float]]
+  tensor_scales: dict[str, float | None]
 
 
 def _layer(
@@ -123,7 +131,7 @@ def _layer(
   moments = text.moments(own)
   _check(moments, layer)
   own, moments = apply.to_layer(own, moments, _products(recipes, layer), methods, spec.model)
-  made = _Layer({key: dict(of) for key, of in own.items()}, {}, {}, {})
+  made = _Layer({key: dict(of) for key, of in own.items()}, {}, {}, {}, {})
   for mixer in transformer.mixers(spec.model):
     inputs = {name: p.inputs or 0 for name, p in mixer.params(spec.model).items()}
     for name, sites in sites_by_input(mixer).items():
@@ -136,10 +144,13 @@ def _layer(
         where = f"layers/{layer}: {', '.join(names)}"
         parts = apply.to_matrices([ws[site] for site in group], of_input, quant, methods, where)
         made.codes.update(zip(names, parts, strict=True))
+        factor = apply.tensor_scale([ws[site] for site in group], quant)
+        made.tensor_scales.update(dict.fromkeys(names, factor))
         for site, path in zip(group, names, strict=True):
           made.rows[path] = _row(ws[site], made.codes[path], of_input)
-          more = apply.to_biases(own[mixer.key], site, ws[site], made.codes[path], of_input, methods)
-          made.params[mixer.key].update(more)
+          made.params[mixer.key] |= apply.to_biases(
+            own[mixer.key], site, ws[site], made.codes[path], of_input, methods
+          )
   return made
 
 
@@ -235,7 +246,8 @@ class _Kept:
       arrays[f"scale/{path}"] = params_lib.on_host(codes.scale)
     tiles = {path: [list(codes.tile), np.dtype(codes.data.dtype).name]
              for path, codes in one.codes.items()}  # fmt: skip
-    facts = {"inputs": one.inputs, "rows": one.rows, "tiles": tiles}
+    facts = {"inputs": one.inputs, "rows": one.rows, "tiles": tiles,
+             "tensor_scales": one.tensor_scales}  # fmt: skip
     arrays["facts"] = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     with writing(self.folder), records.replacing(self._path(layer)) as part, open(part, "wb") as f:
       np.savez(f, **arrays)
@@ -249,7 +261,8 @@ class _Kept:
         codes = {path: _codes(f, path, facts["tiles"]) for path in facts["tiles"]}
     except (FileNotFoundError, zipfile.BadZipFile, ValueError, KeyError):
       return None
-    return _Layer(params_lib.unflatten(own), codes, facts["inputs"], facts["rows"])
+    rest = (facts[name] for name in ("inputs", "rows", "tensor_scales"))
+    return _Layer(params_lib.unflatten(own), codes, *rest)
 
   def codes(self, layer: int, path: str) -> ScaledMatrix:
     """The codes of a matrix, on the host."""

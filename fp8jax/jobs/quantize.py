@@ -1,0 +1,141 @@
+"""Quantizes a checkpoint or a folder after training, and writes the folder that servers read."""
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import rich.progress
+
+from fp8jax import console as console_lib
+from fp8jax import params as params_lib
+from fp8jax.data import batch_sharding, text_files
+from fp8jax.errors import UserError
+from fp8jax.evaluation import divergence
+from fp8jax.export import build, checks, folder, served
+from fp8jax.export.fp8 import Stored, site_of
+from fp8jax.export.settings import Export
+from fp8jax.models.hf import names
+from fp8jax.ops import site_tree
+from fp8jax.ptq import run as ptq_run
+from fp8jax.ptq.settings import Quantize
+from fp8jax.run import provenance, restore
+from fp8jax.step.train_spec import TrainSpec
+
+ROWS = "quantized_matrices.json"
+
+
+def run(spec: TrainSpec, workdir: str, out: str = "") -> dict[str, Any]:
+  """Quantizes the weights of weights.hf, or a checkpoint, and writes them to a folder.
+
+  Raises:
+    UserError: adapters, no recipe that quantizes, too little text, or see ptq_run.quantize.
+  """
+  q, e = spec.of(Quantize), spec.of(Export)
+  if spec.model.lora:
+    raise UserError(
+      "--job=quantize quantizes models without adapters; merge them by --job=export, and name the "
+      "folder as weights.hf with model.lora.rank=0"
+    )
+  target = restore.output_folder(out, workdir, "quantized")
+  never = {workdir: "the run's own folder", spec.init.hf: "the folder of init.hf",
+           spec.weights.hf: "the folder of weights.hf"}  # fmt: skip
+  versions = build.check_place(spec, target, never)
+  texts = divergence.batches(spec, divergence.Wanted(e.gate_tokens, e.gate_text, "export.gate_"))
+  windows = calibration_windows(spec)
+  loaded = restore.load_weights(spec, workdir, has_scales=False)
+  if spec.weights.hf:
+    source = build.of_folder(loaded)
+  else:
+    source = build.of_checkpoint(loaded, workdir)
+  if source.stored and not e.requantize:
+    raise UserError(
+      f"{loaded.where} holds codes already: quantizing them again adds errors; start from the "
+      "unquantized weights, or set export.requantize=True"
+    )
+  columns = (console_lib.column("{task.description}"), rich.progress.BarColumn(),
+             rich.progress.MofNCompleteColumn(), rich.progress.TimeRemainingColumn())  # fmt: skip
+  console = console_lib.console(stderr=True)
+  with rich.progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    task = bar.add_task("quantizing layers", total=spec.model.num_layers)
+
+    def said(done: int, of: int, line: str):
+      bar.update(task, completed=done, total=of)
+      if not console.is_terminal:
+        print(f"{done}/{of} {line}", file=sys.stderr, flush=True)
+
+    made = ptq_run.quantize(
+      loaded.spec, loaded.params, windows, q.methods, os.path.join(workdir, "quantize"), said
+    )
+  stored = codes_by_name(made, e)
+  source = dataclasses.replace(source, params=made.params, stored=stored, inputs=made.inputs)
+  result = build.build(made.spec, made.spec, source, target, texts, versions)
+  made.discard()
+  errors = {name: row["error"] for name, row in made.rows.items()}
+  return result | {
+    "methods": list(q.methods), "calibration_tokens": int(sum(w.size for w in windows)),
+    "largest_relative_error": max(errors.values(), default=0.0),
+    "mean_relative_error": float(np.mean([*errors.values()])) if errors else 0.0,
+  }  # fmt: skip
+
+
+def codes_by_name(made: ptq_run.Quantized, e: Export) -> dict[str, Stored | None]:
+  """{weight's name: its codes as an export has them, or None where it stays in 16 bits}."""
+  recipes, method = site_tree.recipes_of(made.spec.sites()), checks.scheme(e).method
+  stored: dict[str, Stored | None] = {}
+  for entry in names.entries(made.spec.model):
+    if entry.layer is None or entry.inputs is None:
+      continue
+    site = site_of(entry)
+    stored[entry.name] = None
+    if site in made.codes:
+      fwd = recipes[site].fwd
+      scheme = served.scheme(fwd.rhs, fwd.lhs, method)
+      read = functools.partial(_read, made, site)
+      stored[entry.name] = Stored(fwd.rhs, read, None, made.tensor_scales[site], scheme)
+  return stored
+
+
+def _read(made: ptq_run.Quantized, site: str) -> tuple[np.ndarray, np.ndarray]:
+  codes = made.codes[site]()
+  return np.asarray(codes.data), np.asarray(codes.scale)
+
+
+def calibration_windows(spec: TrainSpec) -> list[np.ndarray]:
+  """int32 tokens [B, L] of whole windows, as many as quantize.tokens asks for.
+
+  Raises:
+    UserError: there are fewer; names the text and how many it has.
+  """
+  q, length, rows = spec.of(Quantize), spec.data.seq_len, spec.eval.batch
+  number = max(1, -(-q.tokens // length))
+  if q.text:
+    ids = spec.data.tokenizer.encode(text_files.read(q.text, "name a text file as quantize.text"))
+    windows = np.asarray(ids[: len(ids) // length * length], np.int32).reshape(-1, length)
+    where = f"quantize.text={q.text!r} has {len(ids):,} tokens"
+  else:
+    windows, where = _of_training(spec, number), "the training documents have too few whole windows"
+  if len(windows) < number:
+    raise UserError(
+      f"{where}, fewer than quantize.tokens={q.tokens} in windows of seq_len={length}: give more "
+      f"text, or set quantize.tokens={max(len(windows), 1) * length}"
+    )
+  return [windows[i : min(i + rows, number)] for i in range(0, number, rows)]
+
+
+def _of_training(spec: TrainSpec, number: int) -> np.ndarray:
+  """The first windows of the training data that hold no padding."""
+  batches = batch_sharding.TrainBatches(spec.data, spec.run.layout, spec.microbatch, 1)
+  windows: list[np.ndarray] = []
+  try:
+    for _, batch in zip(range(4 * number), batches.iterator, strict=False):
+      whole = (batch["weights_BL"] > 0).mean(-1) > 0.9
+      windows += [*batch["tokens_BL"][whole]]
+      if len(windows) >= number:
+        break
+  finally:
+    batches.iterator.close()
+  return np.asarray(windows[:number], np.int32).reshape(-1, spec.data.seq_len)
