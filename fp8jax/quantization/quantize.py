@@ -216,13 +216,7 @@ def _shared(tile, amax_axes) -> tuple[str, ...]:
 
 def _cast(x, quant: Quant, amax_axes, amax, key, with_values) -> scaled_matrix.ScaledMatrix:
   """ScaledMatrix of x as it lies; quant.tile and amax_axes are of x's two axes."""
-  extents = tuple(n if t == WHOLE else t for n, t in zip(x.shape, quant.tile))
-  pads = [(0, -n % t) for n, t in zip(x.shape, extents)]
-  # Zeros never raise an amax, so a partial last tile is exact.
-  padded = jnp.pad(x, pads) if any(after for _, after in pads) else x
-  rows, cols = (n // t for n, t in zip(padded.shape, extents))
-  tiles = padded.astype(jnp.float32).reshape(rows, extents[0], cols, extents[1])
-
+  tiles = _tiles(x, quant)
   if quant.scale is Scale.ONE:
     scale = jnp.ones((1, 1))
   elif amax is None:
@@ -252,6 +246,30 @@ def _cast(x, quant: Quant, amax_axes, amax, key, with_values) -> scaled_matrix.S
     wide = _as_lies(data.astype(jnp.float32) * of_both[:, None, :, None], x)
   data = _as_lies(data, x).astype(quant.format.dtype)
   return scaled_matrix.ScaledMatrix(data, of_both, quant.tile, wide)
+
+
+def scales(x, quant: Quant, tensor_amax=None):
+  """float32 [tiles of rows, tiles of contraction]: the scales alone that `quantize` gives x.
+
+  Args:
+    x: float32 [rows, contraction], perhaps some of the columns of a matrix.
+    quant: of a CURRENT source, without a transform, a Clamp, and the rounding "eden".
+    tensor_amax: that E4M3_OVER_F32 takes for the whole matrix's; None: x is the whole matrix.
+  """
+  if quant.scale is Scale.ONE:
+    return jnp.ones((1, 1))
+  tiles = _tiles(x, quant)
+  return _current_scale(tiles, _tile_amax(tiles), quant, x.shape, ((), ()), tensor_amax)
+
+
+def _tiles(x, quant: Quant):
+  """float32 [tiles of rows, rows, tiles of columns, columns] of x, padded with zeros."""
+  extents = tuple(n if t == WHOLE else t for n, t in zip(x.shape, quant.tile))
+  pads = [(0, -n % t) for n, t in zip(x.shape, extents)]
+  # Zeros never raise an amax, so a partial last tile is exact.
+  padded = jnp.pad(x, pads) if any(after for _, after in pads) else x
+  rows, cols = (n // t for n, t in zip(padded.shape, extents))
+  return padded.astype(jnp.float32).reshape(rows, extents[0], cols, extents[1])
 
 
 def _as_lies(tiles, x):
@@ -299,7 +317,7 @@ def _tile_amax(tiles):
   return jnp.max(jnp.where(jnp.isnan(tiles), 0.0, jnp.abs(tiles)), axis=(1, 3))
 
 
-def _current_scale(tiles, amax, quant: Quant, shape, amax_axes):
+def _current_scale(tiles, amax, quant: Quant, shape, amax_axes, tensor_amax=None):
   """float32 scales like the tiles' amaxes; of EDEN's two levels both."""
   shared = _shared(quant.tile, amax_axes)
   if shared:
@@ -309,7 +327,7 @@ def _current_scale(tiles, amax, quant: Quant, shape, amax_axes):
       tiles, amax, lambda x: amax_to_scale(x, quant.format, quant.scale), quant, shape, shared
     )
   split = tuple(dict.fromkeys(a for axes in amax_axes for a in axes))
-  tensor_amax = jnp.max(amax)
+  tensor_amax = jnp.max(amax) if tensor_amax is None else tensor_amax
   tensor_amax = jax.lax.pmax(tensor_amax, split) if split else tensor_amax
   if isinstance(quant.clip, Largest) and quant.clip != AMAX:
     tensor_amax = tensor_amax * np.float32(quant.clip.times)
