@@ -28,8 +28,8 @@ PACKAGE = ROOT / "fp8jax"
 # other, except that `run` may ask what a compiled program says. "" is the vocabulary: single files.
 FLOORS = (
   ("",), ("recipe",), ("quantization",), ("kernels",), ("ops",), ("models", "optim", "data"),
-  ("phases",), ("step",), ("config",), ("compiled",), ("run",), ("generation",), ("evaluation",),
-  ("report",), ("export", "sensitivity"), ("sweeps",), ("jobs", "integrations"),
+  ("phases", "ptq"), ("step",), ("config",), ("compiled",), ("run",), ("generation",),
+  ("evaluation",), ("report",), ("export", "sensitivity"), ("sweeps",), ("jobs", "integrations"),
 )  # fmt: skip
 # Keys of a configuration: declared in the folder that owns them, read by `config`, so that a
 # settings.py lies on the floor of `step`, wherever its folder stands.
@@ -79,7 +79,8 @@ PLACES = {
       "elementwise",
     )
   ),
-  "dot_general": ("ops/linear.py", "kernels/"),
+  # ptq/moments.py multiplies what a calibration saw, in float32, and nothing of a model.
+  "dot_general": ("ops/linear.py", "kernels/", "ptq/moments.py"),
   "dot_product_attention": ("ops/attention.py",),
   # Recorded with a run's results, never obeyed; what XLA asks before it compiles without a GPU; the
   # GPUs that a scheduler leaves to a sweep; a library's threads in worker processes.

@@ -1,13 +1,13 @@
 """GPTQ: rounds a weight column by column, later columns making up for the error of earlier ones.
 
 Source: Frantar et al. 2022 (arXiv:2210.17323) §3.3: the optimal brain surgeon's update for a fixed
-order of the columns, through one Cholesky factor. Of H = gram + damp * mean(diagonal) I the inverse
-is U^T U with U upper triangular; rounding column j leaves err = (w_j - q_j) / U_jj in every row, and
-column k > j moves by -err U_jk. H = R R^T with R upper triangular gives U = R^-1: one factorization
-and one triangular inverse, not an inverse and its factorization.
+order of the columns, by one Cholesky factor. The inverse of H = gram + damp * mean(diagonal) I is
+U^T U with U upper triangular. Rounding column j leaves err = (w_j - q_j) / U_jj in every row, and
+column k > j moves by -err U_jk. Here H = R R^T with R upper triangular, and U = R^-1: one
+factorization and one triangular inverse in place of an inverse and its factorization.
 
 A chunk of columns first takes the updates of all columns before it in one product; inside it every
-column moves those behind it at once. Rows never mix, but through scales.
+column moves those behind it at once. Rows do not mix, but by scales that they share.
 
 N is produced, K is contracted.
 """
@@ -23,15 +23,7 @@ from fp8jax.ptq.moments import Moments, product
 from fp8jax.quantization import quantize as quantize_lib
 from fp8jax.quantization import rounding
 from fp8jax.quantization.scaled_matrix import ScaledMatrix, expand, num_tiles
-from fp8jax.recipe.quant import (
-  CURRENT,
-  WHOLE,
-  Clamp,
-  Quant,
-  Quantile,
-  Rms,
-  Rounding,
-)
+from fp8jax.recipe.quant import CURRENT, WHOLE, Clamp, Quant, Quantile, Rms, Rounding
 
 Order = Literal["as_is", "by_activation"]
 ORDERS = ("as_is", "by_activation")
@@ -115,7 +107,7 @@ def factor(gram_KK, damp):
 
 @functools.partial(jax.jit, static_argnames=("quant", "block", "order"))
 def _quantize(w_NK, gram_KK, damp, quant: Quant, block: int, order: Order):
-  """(codes [N, K], scales [tiles of rows, tiles of K], whether U was found finite)."""
+  """(codes [N, K], scales [tiles of rows, tiles of K], whether U is finite)."""
   w_KN, width = w_NK.astype(jnp.float32).T, w_NK.shape[1]
   tile = quant.tile[1] if order == "as_is" else WHOLE
   tile = WHOLE if tile >= width else tile
