@@ -4,25 +4,23 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import rich.progress
 
 from fp8jax import console as console_lib
-from fp8jax import params as params_lib
 from fp8jax.data import batch_sharding, text_files
 from fp8jax.errors import UserError
 from fp8jax.evaluation import divergence
-from fp8jax.export import build, checks, folder, served
+from fp8jax.export import build, checks, served
 from fp8jax.export.fp8 import Stored, site_of
 from fp8jax.export.settings import Export
 from fp8jax.models.hf import names
 from fp8jax.ops import site_tree
 from fp8jax.ptq import run as ptq_run
 from fp8jax.ptq.settings import Quantize
-from fp8jax.run import provenance, restore
+from fp8jax.run import restore
 from fp8jax.step.train_spec import TrainSpec
 
 ROWS = "quantized_matrices.json"

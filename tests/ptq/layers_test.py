@@ -1,18 +1,14 @@
 """Moments of the inputs of every linear layer against a float64 forward pass."""
 
-import dataclasses
 
-import jax
 import numpy as np
 import numpy_model
 import pytest
 import tolerances
 
 from configs import base
-from fp8jax import params as params_lib
 from fp8jax.config import resolve
 from fp8jax.kernels.choose import Device
-from fp8jax.models import transformer
 from fp8jax.ptq import layers as layers_lib
 from fp8jax.step import train_step
 

@@ -18,7 +18,6 @@ from fp8jax.errors import UserError
 from fp8jax.formats import E2M1, E4M3, INT4, INT8
 from fp8jax.models.hf import schemes
 from fp8jax.models.hf.schemes import (
-  BLOCK,
   COMPRESSED,
   FINE_GRAINED,
   HEAD,
