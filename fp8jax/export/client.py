@@ -18,6 +18,7 @@ _PACKAGES = {
   "hf-fp8-block": ("torch", "transformers", "accelerate"),
   "peft": ("torch", "transformers", "peft"),
   "compressed-tensors": ("torch", "transformers", "compressed-tensors"),
+  "modelopt": ("torch", "transformers", "compressed-tensors"),
 }
 _PROBE = """
 import importlib, importlib.metadata, json, sys

@@ -34,6 +34,7 @@ _REQUIRED = {
        "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "hidden_act", "dtype"),
   "fp8": ("activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers"),
   "compressed-tensors": ("format", "config_groups", "ignore", "quantization_status"),
+  "modelopt": ("quant_algo", "config_groups", "ignore"),
   **{kind: required for kind, (required, _) in hf_config.ROPE_KEYS.items()},
 }  # fmt: skip
 
